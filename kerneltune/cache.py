@@ -1,0 +1,333 @@
+"""The best known configs: one JSON file per GPU and operator, looked up exactly or at the nearest size.
+
+Does not measure, decide which config is better, or check that a config is valid for a case.
+Imports the standard library, filelock and spec.
+"""
+
+import json
+import math
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from kerneltune.spec import Case, Option
+
+SCHEMA = 1
+Axes = tuple[tuple[str, int], ...]
+Options = tuple[tuple[str, Option], ...]
+
+_NAMES = ("variant", "case", "dtype", "quant", "policy")
+_SIXTEEN_BIT = frozenset({"bfloat16", "float16"})
+_OTHER_DTYPE_DISTANCE = 0.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """The best config of one variant on one case, and the evidence for it.
+
+    Attributes:
+        case: the case's name; no part of the entry's identity.
+        evidence: time_us, default_us, speedup, ci_low, ci_high, trials, date, commit, versions, source_hash.
+
+    Raises:
+        ValueError: one line naming the field, its value and what is expected.
+    """
+
+    variant: str
+    case: str
+    axes: Axes
+    dtype: str
+    quant: str
+    options: Options
+    policy: str
+    config: dict[str, Any]
+    evidence: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in _NAMES:
+            value = getattr(self, name)
+            if not isinstance(value, str) or not value:
+                raise _bad(name, value, "a name")
+        if any(type(size) is not int or size < 0 for _, size in self.axes):
+            raise _bad("axes", dict(self.axes), "axis names with sizes of 0 or more")
+        if any(not isinstance(value, bool | int | float | str) for _, value in self.options):
+            raise _bad("options", dict(self.options), "option names with plain values")
+        for name in ("config", "evidence"):
+            if not isinstance(getattr(self, name), dict):
+                raise _bad(name, getattr(self, name), "an object")
+
+    @property
+    def identity(self) -> tuple[str, str, str, str, Options, Axes]:
+        """What the entry is for; a file holds one entry of each identity."""
+        return self.variant, self.policy, self.dtype, self.quant, self.options, self.axes
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """An entry that may serve a look-up.
+
+    Attributes:
+        exact: whether it was stored for exactly this case.
+        distance: octaves along the free axes, more for another element type; 0 when exact.
+    """
+
+    entry: Entry
+    exact: bool
+    distance: float
+
+
+def data_root(folder: str) -> Path:
+    """`folder` of the checkout that holds this package, or its packaged copy where there is no checkout."""
+    package = Path(__file__).resolve().parent
+    in_checkout = (package.parent / "pyproject.toml").is_file()
+    return (package.parent if in_checkout else package) / folder
+
+
+def roots() -> Path:
+    """The folder of the cache: KERNELTUNE_CONFIGS, else `configs` of the checkout, else the packaged copy."""
+    override = os.environ.get("KERNELTUNE_CONFIGS")
+    return Path(override) if override else data_root("configs")
+
+
+def load(op_name: str, device_slug: str, root: Path | None = None) -> list[Entry]:
+    """The readable entries of an operator; whatever is broken is left out with one warning."""
+    path = _path(op_name, device_slug, root)
+    if not path.exists():
+        return []
+    entries, errors = _scan(path)
+    if errors:
+        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+        warnings.warn(f"{errors[0]}{more}; not used", stacklevel=2)
+    return entries
+
+
+def load_strict(path: Path) -> list[Entry]:
+    """All entries of a file.
+
+    Raises:
+        ValueError: one line naming the file, the line or entry, the field and the value.
+    """
+    entries, errors = _scan(path)
+    if errors:
+        raise errors[0]
+    return entries
+
+
+def store(op_name: str, device_slug: str, entry: Entry, root: Path | None = None) -> Path:
+    """Put `entry` in place of the one with its identity; readers see the old file or the new one.
+
+    Raises:
+        ValueError: the folder cannot be written, or the existing file is broken; nothing is changed then.
+    """
+    path = _path(op_name, device_slug, root)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_name(f".{path.name}.lock")):
+            kept = [e for e in load_strict(path) if e.identity != entry.identity] if path.exists() else []
+            _replace(path, _render(op_name, device_slug, [*kept, entry]))
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror or error}") from error
+    clear()
+    return path
+
+
+def candidates(
+    op_name: str,
+    variant: str,
+    device_slug: str,
+    axes: Axes,
+    dtype: str,
+    quant: str,
+    options: Options,
+    policy: str = "cold",
+    free_axes: tuple[str, ...] = (),
+    root: Path | None = None,
+) -> list[Hit]:
+    """Every entry that may serve this case: its own element type first, then the nearest, the larger, the config's text."""
+    wanted = (variant, policy, quant, dict(options))
+    hits = []
+    for entry in _loaded(_path(op_name, device_slug, root)):
+        if (entry.variant, entry.policy, entry.quant, dict(entry.options)) != wanted:
+            continue
+        distance = _distance(dict(axes), dtype, entry, free_axes)
+        if distance is not None:
+            hits.append(Hit(entry, exact=distance == 0, distance=distance))
+    return sorted(hits, key=lambda hit: (hit.entry.dtype != dtype, hit.distance, -_size(hit.entry), _text(hit.entry.config)))
+
+
+def lookup(
+    op_name: str,
+    variant: str,
+    device_slug: str,
+    axes: Axes,
+    dtype: str,
+    quant: str,
+    options: Options,
+    policy: str = "cold",
+    free_axes: tuple[str, ...] = (),
+    root: Path | None = None,
+    strict: bool = False,
+) -> Hit | None:
+    """The first of the candidates; None where there is none.
+
+    Raises:
+        LookupError: there is none, and `strict`.
+    """
+    hits = candidates(op_name, variant, device_slug, axes, dtype, quant, options, policy, free_axes, root)
+    if not hits and strict:
+        label = Case("", axes, dtype, quant, options).label
+        raise LookupError(f"no config for {op_name} {variant} {label} {policy} on {device_slug} in {root or roots()}")
+    return hits[0] if hits else None
+
+
+@lru_cache(maxsize=65536)
+def best(
+    op_name: str,
+    variant: str,
+    device_slug: str,
+    axes: Axes,
+    dtype: str,
+    quant: str,
+    options: Options,
+    policy: str = "cold",
+    free_axes: tuple[str, ...] = (),
+    root: Path | None = None,
+    resolve: Callable[[Case, dict[str, Any] | None], Any] = lambda _case, knobs: knobs,
+) -> Any:
+    """What `resolve` makes of the knobs of the nearest candidate that it takes, remembered until `clear`.
+
+    `resolve(case, knobs)` answers None to knobs that do not fit the case. If it takes no candidate it is asked once more,
+    with None for the knobs, for its own default. It must be a module-level function: the answer is remembered by it.
+    """
+    case = Case("", axes, dtype, quant, options)
+    for hit in candidates(op_name, variant, device_slug, axes, dtype, quant, options, policy, free_axes, root):
+        resolved = resolve(case, hit.entry.config)
+        if resolved is not None:
+            return resolved
+    return resolve(case, None)
+
+
+def clear() -> None:
+    """Forget every answer and every file read; needed after KERNELTUNE_CONFIGS or a file changed from outside."""
+    best.cache_clear()
+    _loaded.cache_clear()
+
+
+def _path(op_name: str, device_slug: str, root: Path | None) -> Path:
+    return (root or roots()) / device_slug / f"{op_name}.json"
+
+
+@lru_cache(maxsize=1024)
+def _loaded(path: Path) -> tuple[Entry, ...]:
+    return tuple(load(path.stem, path.parent.name, path.parent.parent))
+
+
+def _distance(axes: Mapping[str, int], dtype: str, entry: Entry, free_axes: Sequence[str]) -> float | None:
+    """How far `entry` lies from a case; None where it cannot serve it."""
+    sizes = dict(entry.axes)
+    if sizes.keys() != axes.keys() or any(sizes[axis] != axes[axis] for axis in axes if axis not in free_axes):
+        return None
+    if entry.dtype != dtype and not {entry.dtype, dtype} <= _SIXTEEN_BIT:
+        return None
+    octaves = sum(abs(math.log2(max(axes[axis], 1) / max(sizes[axis], 1))) for axis in axes if axes[axis] != sizes[axis])
+    return octaves + (_OTHER_DTYPE_DISTANCE if entry.dtype != dtype else 0.0)
+
+
+def _size(entry: Entry) -> int:
+    return math.prod(size for _, size in entry.axes)
+
+
+def _text(value: object) -> str:
+    return json.dumps(value, allow_nan=False, ensure_ascii=False)
+
+
+def _bad(name: str, value: object, expected: str) -> ValueError:
+    return ValueError(f"{name}: {value!r}: expected {expected}")
+
+
+def _scan(path: Path) -> tuple[list[Entry], list[ValueError]]:
+    """The good entries of a file, and what is wrong with it."""
+    try:
+        items = _read(path)
+    except ValueError as error:
+        return [], [error]
+    entries: dict[Any, Entry] = {}
+    errors = []
+    for index, item in enumerate(items):
+        try:
+            entry = _entry(item)
+            if entry.identity in entries:
+                raise _bad("case", entry.case, "one entry of each identity")
+            entries[entry.identity] = entry
+        except ValueError as error:
+            errors.append(ValueError(f"{path}: entries[{index}]: {error}"))
+    return list(entries.values()), errors
+
+
+def _read(path: Path) -> list[Any]:
+    """The raw entries of a file."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}:{error.lineno}: JSON: {error.msg} at column {error.colno}") from error
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{path}: JSON: not readable as UTF-8 JSON") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"{path}: JSON: expected an object, got {type(data).__name__}")
+    for name, expected in {"schema": SCHEMA, "op": path.stem, "device": path.parent.name}.items():
+        if data.get(name) != expected:
+            raise ValueError(f"{path}: {name}: {data.get(name)!r}: expected {expected!r}")
+    if not isinstance(data.get("entries"), list):
+        raise ValueError(f"{path}: entries: {data.get('entries')!r}: expected a list")
+    return list(data["entries"])
+
+
+def _entry(values: Any) -> Entry:
+    if not isinstance(values, dict):
+        raise _bad("entry", values, "an object")
+    names = [f.name for f in fields(Entry)]
+    for name, value in values.items():
+        if name not in names:
+            raise _bad(name, value, "no field of this name")
+    for name in names:
+        if name not in values:
+            raise ValueError(f"{name}: missing")
+    for name in ("axes", "options"):
+        if not isinstance(values[name], dict):
+            raise _bad(name, values[name], "an object")
+    return Entry(**{**values, "axes": tuple(values["axes"].items()), "options": tuple(values["options"].items())})
+
+
+def _render(op_name: str, device_slug: str, entries: Sequence[Entry]) -> str:
+    """The file's text: one entry a line, sorted, so that a diff shows the entries that changed."""
+    rows = []
+    for entry in sorted(entries, key=lambda e: (*e.identity[:4], _text(e.options), e.axes)):
+        values = {f.name: getattr(entry, f.name) for f in fields(Entry)}
+        try:
+            rows.append("    " + _text({**values, "axes": dict(entry.axes), "options": dict(entry.options)}))
+        except (TypeError, ValueError) as error:
+            raise _bad("config", entry.config, "values that JSON can hold, in the evidence too") from error
+    head = f'{{\n  "schema": {SCHEMA},\n  "op": {_text(op_name)},\n  "device": {_text(device_slug)},\n  "entries": [\n'
+    return head + ",\n".join(rows) + "\n  ]\n}\n"
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write under the lock: a temporary file on the same file system, flushed to disk, then renamed."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise

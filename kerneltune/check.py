@@ -1,0 +1,61 @@
+"""A variant against its reference, on poisoned outputs.
+
+Measures nothing and records nothing. May import torch.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Variant
+
+_LAUNCH_FAILURE = "the launch failed"
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Uninitialised tensors hold NaN, or the largest integer, so that an output that is not written shows."""
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+
+
+class Checker:
+    """Checks the variants of one case; the inputs and what is expected of them are made once.
+
+    Inputs that a variant changes, such as an accumulated amax, are put back before every run.
+    """
+
+    def __init__(self, op: Op, case: Case, device: str, seed: int = 0) -> None:
+        self.op, self.case = op, case
+        self.inputs: Inputs = op.inputs(case, device=device, seed=seed)
+        self._before = {k: v.clone() for k, v in self.inputs.items() if isinstance(v, torch.Tensor) and v.numel() <= 1024}
+        self._expected: Outputs = op.reference(self.inputs)
+
+    def errors(self, variant: Variant, config: Config) -> list[str]:
+        """What is wrong with a variant under a config: disagreements, or why the launch failed."""
+        for name, tensor in self._before.items():
+            self.inputs[name].copy_(tensor)
+        try:
+            with poisoned_memory():
+                outputs = variant.run(self.inputs, config)
+            self._wait()
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception as error:  # a launch may fail in any way: the config is wrong, not the search
+            return [f"{_LAUNCH_FAILURE}: {type(error).__name__}: {_first_line(error)}"]
+        return self.op.compare(self.case, self.inputs, outputs, self._expected)
+
+    def _wait(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[0].strip()[:200] if lines else ""

@@ -1,0 +1,89 @@
+"""The command line: one file per command. Only here is anything printed, and only here does the program exit.
+
+Heavy packages are imported inside the commands, so that `--help` answers at once.
+"""
+
+import importlib.metadata
+import warnings
+from typing import Annotated, Any, TextIO
+
+import typer
+from typer.core import TyperGroup
+
+from kerneltune.cli import cache, compare, doctor, gate, ops, sweep, tune
+from kerneltune.cli.console import error_line, show
+
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+class _Group(TyperGroup):
+    """Turns what the library and the user do wrong into one line and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            error_line("interrupted: what is done so far is kept, and the same command resumes from there")
+            raise typer.Exit(130) from None
+        except (KeyError, IndexError):
+            raise  # ours to mend, so with a traceback
+        except _UsageError as error:
+            if _message(error):  # empty where it has just shown the help
+                error_line(f"error: {_message(error)}")
+            raise typer.Exit(2) from None
+        except (ValueError, LookupError) as error:
+            error_line(f"error: {error}")
+            raise typer.Exit(2) from None
+
+
+def _message(error: Exception) -> str:
+    """What typer has to say about a wrong use."""
+    text: str = getattr(error, "format_message", error.__str__)()
+    return text
+
+
+app = typer.Typer(
+    cls=_Group,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Check, tune and compare GPU kernels, ship the best configs, and stop a regression at the gate.",
+    epilog="Environment: KERNELTUNE_CONFIGS (config cache), KERNELTUNE_RESULTS (records), NO_COLOR.",
+)
+app.command("ops")(ops.command)
+app.command("sweep")(sweep.command)
+app.command("tune")(tune.command)
+app.command("compare")(compare.command)
+app.command("gate")(gate.command)
+app.add_typer(cache.app, name="cache")
+app.command("doctor")(doctor.command)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        show(f"kerneltune {importlib.metadata.version('kerneltune')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
+) -> None:
+    pass
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    error_line(f"warning: {message}")
+
+
+def main() -> None:
+    """Run the command line and exit: 0 done, 1 a check or the gate failed, 2 bad input, 3 ambiguous, 130 interrupted."""
+    warnings.showwarning = _show_warning
+    app()

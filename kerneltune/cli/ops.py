@@ -1,0 +1,76 @@
+"""`kerneltune ops`: the operators, their variants, and the knobs of these."""
+
+import dataclasses
+import inspect
+from typing import Annotated
+
+import typer
+
+from kerneltune.cli import options as o
+from kerneltune.cli.console import show, show_table
+from kerneltune.spec import Case, Op, Variant
+
+_USUAL_SIZE = 4096
+
+
+def command(
+    name: Annotated[str | None, typer.Argument(metavar="[OP]", help="Show this operator's variants and knobs.")] = None,
+    sizes: Annotated[list[str] | None, typer.Argument(metavar="[AXIS=SIZE]...", help="Knobs for this size, like M=8192.")] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="Knobs for this element type.")] = None,
+    quant: Annotated[str | None, typer.Option("--quant", help="Knobs for this quantisation mode.")] = None,
+) -> None:
+    """List the operators, or show one with the values that its knobs may take."""
+    known = o.load_ops()
+    if name is None:
+        head = ("op", "axes", "dtypes", "quants", "options", "variants", "peers")
+        show_table(head, [_row(op) for op in known.values()])
+        return
+    op = known[o.choice("op", name, known)]
+    case = _case(op, sizes or [], dtype or op.dtypes[0], quant or op.quants[0])
+    show(f"{op.name}: {case.label}")
+    for variant in op.variants:
+        show("\n" + "\n".join(_details(variant, case)))
+
+
+def _row(op: Op) -> tuple[str, ...]:
+    options = "; ".join(f"{name}={'|'.join(map(str, values))}" for name, values in op.options.items())
+    own = ", ".join(variant.name for variant in op.variants if not variant.is_peer)
+    peers = ", ".join(f"{v.name}{_lacking(v)}" for v in op.variants if v.is_peer)
+    return op.name, " ".join(op.axes), ", ".join(op.dtypes), ", ".join(op.quants), options or "-", own, peers or "-"
+
+
+def _lacking(variant: Variant) -> str:
+    missing = variant.missing()
+    return f" (needs {', '.join(missing)})" if missing else ""
+
+
+def _case(op: Op, sizes: list[str], dtype: str, quant: str) -> Case:
+    """The case to show knobs for: every axis is 4096 unless given, every option its default."""
+    axes = dict.fromkeys(op.axes, _USUAL_SIZE)
+    for text in sizes:
+        axis, _, size = text.partition("=")
+        o.choice("axis", axis, op.axes)
+        if not size.isdecimal():
+            raise ValueError(f"{axis}: {size!r}: expected a size, like {axis}={_USUAL_SIZE}")
+        axes[axis] = int(size)
+    o.choice("dtype", dtype, op.dtypes)
+    o.choice("quant", quant, op.quants)
+    options = tuple((name, values[0]) for name, values in op.options.items())
+    return Case("shown", tuple(axes.items()), dtype, quant, options)
+
+
+def _details(variant: Variant, case: Case) -> list[str]:
+    """A variant's lines: what it is, its knobs with their values, its default."""
+    lines = [f"{variant.name}{' (peer)' if variant.is_peer else ''}{_lacking(variant)}"]
+    unsupported = variant.unsupported(case)
+    if unsupported:
+        return [*lines, f"  not for this case: {unsupported}"]
+    if variant.config is None:
+        return [*lines, "  no knobs"]
+    lines += [f"  {line}" for line in (inspect.getdoc(variant.config) or "").splitlines() if line.strip()]
+    default = variant.default_config(case)
+    space = variant.space(case)
+    for field in dataclasses.fields(variant.config):
+        values = ", ".join(map(str, space.get(field.name, ())))
+        lines.append(f"  {field.name:<12} default {getattr(default, field.name, '-')!s:<8} from {values}")
+    return [*lines, f"  {sum(1 for _ in variant.configs(case))} valid configs"]

@@ -1,0 +1,145 @@
+"""Options that several commands share, and what they stand for."""
+
+import tempfile
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kerneltune.spec import Op
+
+if TYPE_CHECKING:
+    from kerneltune.campaign import Options, Selection
+
+POLICIES = ("cold", "hot", "eager")
+SAMPLERS = ("tpe", "gp", "random", "qmc")
+
+Family = Annotated[str, typer.Argument(help="A file of sweeps/ by name, or a path ending in .yaml.")]
+OpNames = Annotated[list[str] | None, typer.Option("--op", metavar="NAME", help="Only this operator; may be repeated.")]
+CaseNames = Annotated[
+    list[str] | None, typer.Option("--case", metavar="NAME", help="Only cases with such a name, like 'te-*'; may be repeated.")
+]
+Dtypes = Annotated[list[str] | None, typer.Option("--dtype", metavar="NAME", help="Only this element type; may be repeated.")]
+Quants = Annotated[
+    list[str] | None, typer.Option("--quant", metavar="NAME", help="Only this quantisation mode; may be repeated.")
+]
+VariantNames = Annotated[
+    list[str] | None, typer.Option("--variant", metavar="NAME", help="Only this variant or peer; may be repeated.")
+]
+PolicyName = Annotated[str, typer.Option("--policy", metavar="|".join(POLICIES), help="How times are taken.")]
+Budget = Annotated[float | None, typer.Option("--budget", metavar="SECONDS", help="Tuning time per case.")]
+Trials = Annotated[int | None, typer.Option("--trials", metavar="N", help="Most configs to try per case.")]
+Configs = Annotated[
+    Path | None, typer.Option("--configs", metavar="DIR", envvar="KERNELTUNE_CONFIGS", help="Folder of the config cache.")
+]
+Results = Annotated[
+    Path | None, typer.Option("--results", metavar="DIR", envvar="KERNELTUNE_RESULTS", help="Folder of the records.")
+]
+Workers = Annotated[
+    int | None, typer.Option("--workers", metavar="N", help="Processes that compile; one per CPU core if not given.")
+]
+Output = Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to this file instead.")]
+
+
+def choice(field: str, value: str, known: Collection[str]) -> str:
+    """The value, if it is known.
+
+    Raises:
+        ValueError: it is not; names what is.
+    """
+    if value not in known:
+        raise ValueError(f"{field}: {value!r}: expected one of {', '.join(known) or '(none found)'}")
+    return value
+
+
+def number(field: str, value: float | None, least: float) -> None:
+    """Raises ValueError for a number below `least`, infinite or NaN; None is fine."""
+    if value is not None and not least <= value < float("inf"):
+        raise ValueError(f"{field}: {value!r}: expected {least:g} or more")
+
+
+def results_root(results: Path | None) -> Path:
+    """The folder of the records: as given, else `results` of the checkout, else the packaged copy."""
+    from kerneltune.cache import data_root
+
+    return results or data_root("results")
+
+
+def configs_root(configs: Path | None) -> Path:
+    """The folder of the config cache: as given, else where kernels look."""
+    from kerneltune.cache import roots
+
+    return configs or roots()
+
+
+def require_writable(folder: Path) -> None:
+    """Fail before the work rather than after it.
+
+    Raises:
+        ValueError: nothing can be written into the folder, or it cannot be made.
+    """
+    place = folder
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        raise ValueError(f"cannot write {folder}: {error.strerror}") from error
+
+
+def load_ops() -> Mapping[str, Op]:
+    """The operators by name, ready to run here: on the GPU, or in the interpreter where there is none."""
+    from kerneltune import device
+
+    device.select_backend()
+    from kerneltune import ops
+
+    return ops.load()
+
+
+def make_selection(
+    known: Mapping[str, Op],
+    family: str,
+    ops: list[str] | None = None,
+    cases: list[str] | None = None,
+    dtypes: list[str] | None = None,
+    quants: list[str] | None = None,
+    variants: list[str] | None = None,
+) -> "Selection":
+    """What to run.
+
+    Raises:
+        ValueError: a name that no operator knows.
+    """
+    from kerneltune.campaign import Selection
+
+    chosen = [known[choice("op", name, known)] for name in ops or known]
+    _all_known("dtype", dtypes, (dtype for op in chosen for dtype in op.dtypes))
+    _all_known("quant", quants, (quant for op in chosen for quant in op.quants))
+    _all_known("variant", variants, (variant.name for op in chosen for variant in op.variants))
+    lists = {"ops": ops, "cases": cases, "dtypes": dtypes, "quants": quants, "variants": variants}
+    return Selection(family=family, **{name: tuple(values) for name, values in lists.items() if values})
+
+
+def make_options(policy: str, **given: Any) -> "Options":
+    """How to run it; what is None keeps its default.
+
+    Raises:
+        ValueError: an unknown policy or sampler, or a number out of range.
+    """
+    from kerneltune.campaign import Options
+
+    choice("policy", policy, POLICIES)
+    if given.get("sampler") is not None:
+        choice("sampler", given["sampler"], SAMPLERS)
+    for field, name, least in (("budget", "budget_s", 0.0), ("trials", "trials", 1), ("workers", "workers", 1)):
+        number(field, given.get(name), least)
+    return Options(policy=policy, **{name: value for name, value in given.items() if value is not None})
+
+
+def _all_known(field: str, names: list[str] | None, known: Iterable[str]) -> None:
+    offered = list(dict.fromkeys(known))
+    for name in names or ():
+        choice(field, name, offered)

@@ -1,0 +1,115 @@
+"""Progress of long work on standard error: stage, current config, best so far, ETA; log lines where it is no terminal."""
+
+import time
+from types import TracebackType
+from typing import Protocol, Self
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from kerneltune.cli.console import messages, note
+
+_LOG_EVERY_S = 5.0
+
+
+class Reporter(Protocol):
+    """What the engine tells while it works; a context manager around the work."""
+
+    def stage(self, name: str, total: int) -> None: ...
+    def advance(self, text: str) -> None: ...
+    def best(self, text: str) -> None: ...
+    def note(self, text: str) -> None: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+
+
+def reporter() -> Reporter:
+    """The one that suits standard error."""
+    return RichProgress() if messages.is_terminal else LogProgress()
+
+
+class RichProgress:
+    """A bar per stage, the present one last, with what is running and the best so far."""
+
+    def __init__(self) -> None:
+        self._bars = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[current]}", markup=False),
+            TextColumn("{task.fields[best]}", markup=False, style="green"),
+            console=messages,
+        )
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._task is not None:
+            self._bars.update(self._task, current="")
+        self._bars.stop()
+
+    def stage(self, name: str, total: int) -> None:
+        """Begin a stage of `total` steps."""
+        if self._task is not None:
+            self._bars.remove_task(self._task)
+        self._task = self._bars.add_task(name, total=total, current="", best="")
+
+    def advance(self, text: str) -> None:
+        """One step done; `text` says which."""
+        if self._task is not None:
+            self._bars.update(self._task, advance=1, current=text)
+
+    def best(self, text: str) -> None:
+        """The best so far has changed."""
+        if self._task is not None:
+            self._bars.update(self._task, best=f"best {text}")
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        self._bars.console.print(text, markup=False, soft_wrap=True)
+
+
+class LogProgress:
+    """A line per stage, and one every few seconds within it."""
+
+    def __init__(self) -> None:
+        self._name, self._total, self._done, self._best = "", 0, 0, ""
+        self._started = self._shown = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._end()
+
+    def stage(self, name: str, total: int) -> None:
+        """Begin a stage of `total` steps."""
+        self._end()
+        self._name, self._total, self._done, self._best = name, total, 0, ""
+        self._started = self._shown = time.monotonic()
+
+    def advance(self, text: str) -> None:
+        """One step done; `text` says which."""
+        self._done += 1
+        now = time.monotonic()
+        if now - self._shown >= _LOG_EVERY_S and self._done < self._total:
+            self._shown = now
+            left = (now - self._started) / self._done * (self._total - self._done)
+            note(f"{self._name}: {self._done} of {self._total}: {text}{self._best} (about {left:.0f} s left)")
+
+    def best(self, text: str) -> None:
+        """The best so far has changed."""
+        self._best = f", best {text}"
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        note(text)
+
+    def _end(self) -> None:
+        if self._name:
+            note(f"{self._name}: {self._done} of {self._total} in {time.monotonic() - self._started:.1f} s{self._best}")
+        self._name = ""

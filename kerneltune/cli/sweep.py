@@ -1,0 +1,62 @@
+"""`kerneltune sweep`: check, tune what the cache lacks, measure, record and tabulate a family."""
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kerneltune.cli import options as o
+from kerneltune.cli.console import note, show, width
+from kerneltune.cli.progress import reporter
+
+
+def command(
+    family: o.Family,
+    op: o.OpNames = None,
+    case: o.CaseNames = None,
+    dtype: o.Dtypes = None,
+    quant: o.Quants = None,
+    variant: o.VariantNames = None,
+    policy: o.PolicyName = "cold",
+    tune: Annotated[bool, typer.Option("--tune/--no-tune", help="Tune what the config cache lacks.")] = True,
+    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Measure what other packages offer as well.")] = True,
+    budget: o.Budget = None,
+    trials: o.Trials = None,
+    check_only: Annotated[bool, typer.Option("--check-only", help="Check against the reference and stop there.")] = False,
+    configs: o.Configs = None,
+    results: o.Results = None,
+    workers: o.Workers = None,
+) -> None:
+    """Check, tune what the cache lacks, measure all variants and peers, and keep the records.
+
+    Without a GPU the check cases run in Triton's interpreter: results are real there, times do not exist.
+    Exit code 1 if one of our own variants fails.
+    """
+    from kerneltune import sweep
+
+    sweep.find(family)
+    o.require_writable(o.results_root(results))
+    known = o.load_ops()
+    from kerneltune.campaign import results_folder, run_sweep
+    from kerneltune.report import sweep_text
+
+    selection = o.make_selection(known, family, op, case, dtype, quant, variant)
+    options = o.make_options(
+        policy, tune=tune, peers=peers, budget_s=budget, trials=trials, check_only=check_only,
+        configs=configs, results=results, workers=workers,
+    )  # fmt: skip
+    started = time.time()
+    with reporter() as progress:
+        records = run_sweep(known, selection, options, progress)
+    show(sweep_text(records, width()))
+    for path in _written(results_folder(options), started):
+        note(f"wrote {path}")
+    if any(r.status == "failed" and not known[r.op].variant(r.variant).is_peer for r in records):
+        raise typer.Exit(1)
+
+
+def _written(folder: Path, since: float) -> list[Path]:
+    """Files of the folder changed since then, in seconds since the epoch."""
+    changed = (path for path in folder.glob("*") if path.is_file() and path.stat().st_mtime >= since - 1)
+    return sorted(path for path in changed if not path.name.startswith("."))

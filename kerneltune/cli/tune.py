@@ -1,0 +1,46 @@
+"""`kerneltune tune`: search the best configs of a family and keep those that win their duel."""
+
+from typing import Annotated
+
+import typer
+
+from kerneltune.cli import options as o
+from kerneltune.cli.progress import reporter
+
+
+def command(
+    family: o.Family,
+    op: o.OpNames = None,
+    case: o.CaseNames = None,
+    dtype: o.Dtypes = None,
+    quant: o.Quants = None,
+    variant: o.VariantNames = None,
+    policy: o.PolicyName = "cold",
+    budget: o.Budget = None,
+    trials: o.Trials = None,
+    force: Annotated[bool, typer.Option("--force", help="Search again where the cache has a config already.")] = False,
+    sampler: Annotated[
+        str | None, typer.Option("--sampler", metavar="|".join(o.SAMPLERS), help="How large spaces are searched.")
+    ] = None,
+    configs: o.Configs = None,
+    results: o.Results = None,
+    workers: o.Workers = None,
+) -> None:
+    """Search the best config of every case; it replaces the present one only where it is measurably faster.
+
+    Every trial is kept, so an interrupted search resumes.
+    """
+    from kerneltune import sweep
+
+    sweep.find(family)
+    o.require_writable(o.configs_root(configs))
+    known = o.load_ops()
+    from kerneltune.campaign import run_tune
+
+    selection = o.make_selection(known, family, op, case, dtype, quant, variant)
+    options = o.make_options(
+        policy, budget_s=budget, trials=trials, force=force, sampler=sampler,
+        configs=configs, results=results, workers=workers,
+    )  # fmt: skip
+    with reporter() as progress:
+        run_tune(known, selection, options, progress)

@@ -1,0 +1,216 @@
+"""The variants of one case: checked, timed interleaved beside the ceiling, made into Records.
+
+Chooses no config and prints nothing. May import torch.
+"""
+
+import functools
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kerneltune import device
+from kerneltune.check import Checker
+from kerneltune.measure import POLICIES, Contender, interleave, rotation, throttled
+from kerneltune.records import Record
+from kerneltune.spec import Case, Config, Op, Variant
+from kerneltune.stats import Samples, median_interval, ratio_interval
+
+_SELF = "A/A"
+_CEILING = "ceiling"
+_BYTES_PER_TRAFFIC_BYTE = 8
+"""Memory for inputs, outputs, the fp32 reference and its comparison, per byte of traffic."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ceiling:
+    """The streaming operator that a case is held against, and its config for a case of that operator."""
+
+    op: Op
+    variant: Variant
+    config: Config
+    case: Case
+
+
+def memory_shortage(op: Op, case: Case) -> str | None:
+    """None if the case fits the GPU, else the bytes needed and free."""
+    needed = _BYTES_PER_TRAFFIC_BYTE * op.traffic(case).total
+    free = _free_bytes()
+    return f"needs {needed:,} bytes, {free:,} are free" if needed > free else None
+
+
+def check_only(family: str, op: Op, case: Case, variants: Sequence[tuple[Variant, Config]], where: str) -> list[Record]:
+    """Records without times: `checked`, `failed` or `skipped`."""
+    checker = None
+    records = []
+    for variant, config in variants:
+        reason = variant.unsupported(case)
+        if reason is not None:
+            records.append(_record(family, op, case, variant, config, "cold", "skipped", reason))
+            continue
+        checker = checker or Checker(op, case, where)
+        errors = checker.errors(variant, config)
+        records.append(_record(family, op, case, variant, config, "cold", "failed" if errors else "checked", "; ".join(errors)))
+    return records
+
+
+def compare(
+    family: str, op: Op, case: Case, variants: Sequence[tuple[Variant, Config]], policy: str, ceiling: Ceiling | None
+) -> list[Record]:
+    """Check every variant, time those that are correct in one interleaved run, one Record each.
+
+    The first correct variant is timed twice: what it shows against itself is the noise floor of all rows of the case.
+    """
+    shortage = memory_shortage(op, case)
+    if shortage is not None:
+        return [_record(family, op, case, v, c, policy, "skipped", shortage) for v, c in variants]
+    checker = Checker(op, case, "cuda")
+    reasons: dict[str, tuple[str, str]] = {}
+    for variant, config in variants:
+        unsupported = variant.unsupported(case)
+        if unsupported is not None:
+            reasons[variant.name] = ("skipped", unsupported)
+        elif errors := checker.errors(variant, config):
+            reasons[variant.name] = ("failed", "; ".join(errors))
+    del checker
+    torch.cuda.empty_cache()
+    samples = _time(op, case, [(v, c) for v, c in variants if v.name not in reasons], policy, ceiling, reasons)
+    torch.cuda.empty_cache()
+    floor = _floor(samples)
+    ceiling_gbps = _ceiling_gbps(samples, ceiling)
+    records = []
+    for variant, config in variants:
+        if variant.name in reasons:
+            records.append(_record(family, op, case, variant, config, policy, *reasons[variant.name]))
+        else:
+            timing = _timing(samples[variant.name], op.traffic(case).total, ceiling_gbps, floor)
+            records.append(_record(family, op, case, variant, config, policy, "passed", "", **timing))
+    return records
+
+
+def _time(
+    op: Op,
+    case: Case,
+    variants: Sequence[tuple[Variant, Config]],
+    policy_name: str,
+    ceiling: Ceiling | None,
+    reasons: dict[str, tuple[str, str]],
+) -> dict[str, Samples]:
+    if not variants:
+        return {}
+    policy = POLICIES[policy_name]
+    l2_bytes = device.current().l2_bytes
+    sets = rotation(policy, op.traffic(case).total, l2_bytes, _free_bytes())
+    inputs = [op.inputs(case, device="cuda", seed=i) for i in range(sets)]
+    contenders: dict[str, Contender] = {}
+    for variant, config in variants:
+        try:
+            contenders[variant.name] = _contender(variant, config, inputs, policy)
+            if len(contenders) == 1:
+                contenders[_SELF] = _contender(variant, config, inputs, policy)
+        except Exception as error:  # what another package raises under capture is a result, not our failure
+            torch.cuda.synchronize()
+            reasons[variant.name] = ("failed", f"cannot be timed: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+    if ceiling is not None:
+        streams = rotation(policy, ceiling.op.traffic(ceiling.case).total, l2_bytes, _free_bytes())
+        stream_inputs = [ceiling.op.inputs(ceiling.case, device="cuda", seed=i) for i in range(streams)]
+        contenders[_CEILING] = _contender(ceiling.variant, ceiling.config, stream_inputs, policy)
+    return interleave(contenders, throttled=throttled) if contenders else {}
+
+
+def _contender(variant: Variant, config: Config, inputs: Sequence[Any], policy: Any) -> Contender:
+    return Contender(lambda i: variant.run(inputs[i], config), len(inputs), policy)
+
+
+def _floor(samples: dict[str, Samples]) -> float | None:
+    """How far from 1 the interval of a variant against itself reaches."""
+    if _SELF not in samples:
+        return None
+    first = next(iter(samples.values()))
+    interval = ratio_interval(first, samples[_SELF])
+    return max(abs(interval.low - 1), abs(interval.high - 1))
+
+
+def _ceiling_gbps(samples: dict[str, Samples], ceiling: Ceiling | None) -> float | None:
+    if ceiling is None or _CEILING not in samples:
+        return None
+    return ceiling.op.traffic(ceiling.case).total / median_interval(samples[_CEILING]).median / 1e3
+
+
+def _timing(samples: Samples, traffic_bytes: int, ceiling_gbps: float | None, floor: float | None) -> dict[str, Any]:
+    interval = median_interval(samples)
+    gbps = traffic_bytes / interval.median / 1e3
+    p10, p90 = (float(q) for q in (sorted(samples)[int(0.1 * (len(samples) - 1))], sorted(samples)[int(0.9 * (len(samples) - 1))]))
+    return {
+        "time_us": _rounded(interval.median),
+        "gbps": _rounded(gbps),
+        "ceiling_gbps": _rounded(ceiling_gbps),
+        "pct_ceiling": _rounded(100 * gbps / ceiling_gbps if ceiling_gbps else None),
+        "ci_low_us": _rounded(interval.low),
+        "ci_high_us": _rounded(interval.high),
+        "n": len(samples),
+        "aa_floor": _rounded(floor),
+        "p10_us": _rounded(p10),
+        "p90_us": _rounded(p90),
+    }
+
+
+def _rounded(value: float | None) -> float | None:
+    """Six significant digits: more than any clock gives."""
+    return None if value is None else float(f"{value:.6g}")
+
+
+def _record(
+    family: str, op: Op, case: Case, variant: Variant, config: Config, policy: str, status: str, reason: str, **timing: Any
+) -> Record:
+    empty = dict.fromkeys(
+        ("time_us", "gbps", "ceiling_gbps", "pct_ceiling", "ci_low_us", "ci_high_us", "n", "aa_floor", "p10_us", "p90_us")
+    )
+    here = device.current()
+    return Record(
+        op=op.name,
+        variant=variant.name,
+        case=case.name,
+        dtype=case.dtype,
+        quant=case.quant,
+        policy=policy,
+        status=status,
+        config=config_values(config),
+        device=here.name,
+        driver=here.driver,
+        **device.versions(),
+        source_hash=op.source_hash,
+        commit=commit(),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        axes=dict(case.axes),
+        options=dict(case.options),
+        reason=reason,
+        family=family,
+        **(empty | timing),
+    )
+
+
+def config_values(config: Config) -> dict[str, Any] | None:
+    """A config as JSON."""
+    return None if config is None else {name: getattr(config, name) for name in config.__dataclass_fields__}
+
+
+@functools.cache
+def commit() -> str:
+    """The commit of the checkout that runs, with `+` where files differ from it; `unknown` outside a checkout."""
+    folder = Path(__file__).parent
+    try:
+        head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=folder, capture_output=True, text=True, check=True)
+        dirty = subprocess.run(["git", "status", "--porcelain", "kerneltune"], cwd=folder.parent, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head.stdout.strip() + ("+" if dirty.stdout.strip() else "")
+
+
+def _free_bytes() -> int:
+    free, _total = torch.cuda.mem_get_info()
+    return int(free) + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()

@@ -1,0 +1,217 @@
+"""Ahead-of-time compilation of a variant's kernels on the CPU, in a pool of worker processes.
+
+A worker calls the variant's own function on meta tensors under a driver that compiles but never launches, so it compiles
+exactly what a later launch will find in Triton's disk cache. Measures nothing. May import torch and triton.
+"""
+
+import multiprocessing
+import os
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pebble import ProcessExpired, ProcessPool
+
+Inputs = Mapping[str, Any]
+
+COMPILE_TIMEOUT_S = 90.0
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What to compile for: triton's backend, architecture and warp size, and the shared memory one program may use."""
+
+    backend: str
+    arch: int | str
+    warp_size: int
+    shared_bytes: int
+
+
+TARGETS = {
+    "sm_90": Target("cuda", 90, 32, 232448),
+    "sm_100": Target("cuda", 100, 32, 232448),
+    "gfx942": Target("hip", "gfx942", 64, 65536),
+    "gfx950": Target("hip", "gfx950", 64, 163840),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Compile `run(make_inputs(device="meta"), config)`. Both functions must be importable, so that workers can unpickle them."""
+
+    make_inputs: Callable[..., Inputs]
+    run: Callable[[Inputs, Any], Any]
+    config: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """Resources of one compiled kernel; registers and spilled bytes are per thread."""
+
+    name: str
+    warps: int
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """The kernels that a job launches, or why it has none."""
+
+    kernels: tuple[Kernel, ...]
+    seconds: float
+    error: str = ""
+
+    @property
+    def spill_bytes(self) -> int:
+        """The most that one of the kernels spills, in bytes per thread."""
+        return max((k.spill_bytes for k in self.kernels), default=0)
+
+    @property
+    def resources(self) -> int:
+        """Registers of all threads of the largest program: the tie-breaker between equally fast configs."""
+        return max((k.registers * k.warps for k in self.kernels), default=0)
+
+
+class CompilePool:
+    """Worker processes that compile jobs for one target. Use as a context manager."""
+
+    def __init__(self, target: Target, workers: int | None = None) -> None:
+        self.target = target
+        self.workers = workers or len(os.sched_getaffinity(0))
+        self._pool = ProcessPool(
+            self.workers, initializer=_start_worker, initargs=(target,), context=multiprocessing.get_context("spawn")
+        )
+
+    def __enter__(self) -> "CompilePool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.stop()
+        self._pool.join()
+
+    def compile(self, jobs: Sequence[Job], timeout_s: float = COMPILE_TIMEOUT_S) -> Iterator[Compiled]:
+        """Compile all jobs; yields in their order. A job that hangs or kills its worker costs only itself."""
+        futures = [self._pool.schedule(_compile, args=(job,), timeout=timeout_s) for job in jobs]
+        for future in futures:
+            try:
+                yield future.result()
+            except FutureTimeoutError:
+                yield Compiled((), timeout_s, f"compiling took longer than {timeout_s:g} s")
+            except ProcessExpired as error:
+                yield Compiled((), 0.0, f"the compiler crashed: exit code {error.exitcode}")
+
+
+def compile_here(job: Job, target: Target) -> Compiled:
+    """Compile one job in this process, which must not launch kernels before or after."""
+    _start_worker(target)
+    return _compile(job)
+
+
+def _start_worker(target: Target) -> None:
+    os.environ.pop("TRITON_INTERPRET", None)
+    from triton.runtime.driver import driver
+
+    driver.set_active(_dry_driver(target))
+
+
+def _compile(job: Job) -> Compiled:
+    from triton.runtime.driver import driver
+
+    active: Any = driver.active
+    active.utils.launched.clear()
+    started = time.perf_counter()
+    error = ""
+    try:
+        job.run(job.make_inputs(device="meta"), job.config)
+    except Exception as exception:  # whatever a compiler raises is a property of the config, and is recorded
+        error = f"{type(exception).__name__}: {str(exception).strip().splitlines()[0] if str(exception).strip() else ''}"
+    return Compiled(tuple(active.utils.launched), time.perf_counter() - started, error)
+
+
+class _DryLaunch:
+    """Stands for one compiled kernel: a launch records its resources instead of running it."""
+
+    def __init__(self, launched: list[Kernel], metadata: Any) -> None:
+        self.launched, self.metadata = launched, metadata
+        self.registers = self.spill_bytes = 0
+
+    def __call__(self, *_args: Any) -> None:
+        meta = self.metadata
+        self.launched.append(Kernel(meta.name, meta.num_warps, self.registers, self.spill_bytes, meta.shared))
+
+
+class _DryUtils:
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.launched: list[Kernel] = []
+        self.loading: _DryLaunch | None = None
+
+    def get_device_properties(self, _device: int) -> dict[str, int]:
+        return {"max_shared_mem": self.target.shared_bytes, "multiprocessor_count": 132, "warpSize": self.target.warp_size}
+
+    def load_binary(self, _name: str, binary: bytes, _shared: int, _device: int) -> tuple[int, int, int, int, int]:
+        registers, spill_bytes = _resource_usage(binary) if self.target.backend == "cuda" else (0, 0)
+        if self.loading is not None:
+            self.loading.registers, self.loading.spill_bytes = registers, spill_bytes
+        return 0, 0, registers, spill_bytes, 1024
+
+
+def _dry_driver(target: Target) -> Any:
+    import torch
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.driver import DriverBase
+
+    class DryDriver(DriverBase):
+        """Compiles for `target` and launches nothing."""
+
+        def __init__(self) -> None:
+            self.utils = _DryUtils(target)
+
+        @classmethod
+        def is_active(cls) -> bool:
+            return True
+
+        def launcher_cls(self, _src: Any, metadata: Any) -> _DryLaunch:
+            self.utils.loading = _DryLaunch(self.utils.launched, metadata)
+            return self.utils.loading
+
+        def map_python_to_cpp_type(self, ty: str) -> str:
+            return ty
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget(target.backend, target.arch, target.warp_size)
+
+        def get_active_torch_device(self) -> torch.device:
+            return torch.device("meta")
+
+        def get_benchmarker(self) -> Any:
+            raise RuntimeError("nothing can be timed while compiling")
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, _device: int = 0) -> int:
+            return 0
+
+    return DryDriver()
+
+
+def _resource_usage(cubin: bytes) -> tuple[int, int]:
+    """Registers per thread and bytes of local memory per thread, read from a cubin by the cuobjdump in Triton's package."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack, local = (re.findall(rf"{field}:(\d+)", text) for field in ("REG", "STACK", "LOCAL"))
+    return max(map(int, registers), default=0), max(map(int, stack + local), default=0)

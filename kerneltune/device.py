@@ -1,0 +1,112 @@
+"""What the kernels run on: a GPU's identity and limits, or Triton's interpreter where there is no GPU.
+
+Queries the device only when asked. Imports torch inside functions, so that the CLI starts without it.
+"""
+
+import importlib.metadata
+import os
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+INTERPRETER = "interpreter"
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One GPU model, or the interpreter.
+
+    Attributes:
+        name: as the driver says it, for example `NVIDIA H200`.
+        arch: `sm_90`, `gfx942`, … or `interpreter`.
+        sms: streaming multiprocessors (compute units).
+        l2_bytes: size of the last-level cache.
+        shared_bytes: shared memory that one program may use.
+        driver: driver version.
+    """
+
+    name: str
+    arch: str
+    sms: int
+    l2_bytes: int
+    shared_bytes: int
+    driver: str
+
+    @property
+    def slug(self) -> str:
+        """The name as a folder: `nvidia_h200`."""
+        return slug(self.name)
+
+    @property
+    def is_gpu(self) -> bool:
+        """False for the interpreter: results are real there, times are not."""
+        return self.name != INTERPRETER
+
+
+NO_GPU = Device(INTERPRETER, INTERPRETER, sms=4, l2_bytes=0, shared_bytes=0, driver="none")
+
+
+def slug(name: str) -> str:
+    """A device name as a folder name."""
+    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+
+
+def has_gpu() -> bool:
+    """Whether torch sees a GPU."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def select_backend() -> None:
+    """Turn Triton's interpreter on where there is no GPU; call before anything imports triton."""
+    if not has_gpu():
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
+@cache
+def current() -> Device:
+    """The device that kernels run on now; the interpreter where TRITON_INTERPRET is set or no GPU is seen."""
+    if os.environ.get("TRITON_INTERPRET") == "1" or not has_gpu():
+        return NO_GPU
+    import torch
+
+    p: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+    hip = torch.version.hip is not None
+    arch = p.gcnArchName.split(":")[0] if hip else f"sm_{p.major}{p.minor}"
+    shared = p.shared_memory_per_block if hip else p.shared_memory_per_block_optin
+    return Device(p.name, arch, p.multi_processor_count, p.L2_cache_size, shared, _driver_version())
+
+
+@cache
+def current_slug() -> str:
+    """`current().slug`, remembered: what the configs of this device are filed under."""
+    return current().slug
+
+
+@cache
+def sm_count(device_type: str, index: int | None) -> int:
+    """Streaming multiprocessors of a torch device; a small number for anything that is no GPU."""
+    if device_type != "cuda":
+        return NO_GPU.sms
+    import torch
+
+    count: int = torch.cuda.get_device_properties(index if index is not None else torch.cuda.current_device()).multi_processor_count
+    return count
+
+
+def versions() -> dict[str, str]:
+    """The versions that a number depends on: torch and triton."""
+    return {package: importlib.metadata.version(package) for package in ("torch", "triton")}
+
+
+def _driver_version() -> str:
+    import torch
+
+    if torch.version.hip is not None:
+        return str(torch.version.hip)
+    import pynvml
+
+    pynvml.nvmlInit()
+    return str(pynvml.nvmlSystemGetDriverVersion())

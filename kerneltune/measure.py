@@ -1,0 +1,166 @@
+"""Interleaved, cold-L2, graph-timed samples of callables.
+
+Knows no operator and decides nothing about the numbers. May import torch.
+"""
+
+import math
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from kerneltune.stats import Samples, ratio_interval
+
+Run = Callable[[int], Any]
+"""Runs one call on input set `i` and returns its outputs."""
+
+_MIN_CALLS = 10
+_MIN_SAMPLE_US = 800.0
+_WARM_MS = 200.0
+_QUEUE_AHEAD_CYCLES = 300_000
+_L2_MULTIPLE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How a number is taken: part of its identity in records and in the cache."""
+
+    name: str
+    graph: bool
+    cold: bool
+
+
+POLICIES = {p.name: p for p in (Policy("cold", True, True), Policy("hot", True, False), Policy("eager", False, True))}
+
+
+def rotation(policy: Policy, set_bytes: int, l2_bytes: int, free_bytes: int) -> int:
+    """How many input/output sets make every call find the L2 cold: more than three times its size, at least two.
+
+    Bounded by half the free memory; one set under the hot policy.
+    """
+    if not policy.cold:
+        return 1
+    wanted = max(2, math.ceil(_L2_MULTIPLE * l2_bytes / max(set_bytes, 1)) + 1)
+    return max(1, min(wanted, 512, free_bytes // (2 * max(set_bytes, 1))))
+
+
+class Contender:
+    """Something timed: `calls` calls that walk over `sets` input sets, as one CUDA graph or as eager launches.
+
+    Outputs of a set live until its next turn, so that outputs rotate as inputs do.
+    """
+
+    def __init__(self, run: Run, sets: int, policy: Policy, sample_us: float = _MIN_SAMPLE_US) -> None:
+        self.run, self.sets, self.policy = run, sets, policy
+        self._outputs: list[Any] = [None] * sets
+        self.calls = sets
+        self._walk()  # compiles, and fills the caches that a capture may not fill
+        torch.cuda.synchronize()
+        time_us = self._time_eagerly_us()
+        rounds = max(_MIN_CALLS, sample_us / max(time_us, 0.5)) / sets
+        self.calls = sets * max(1, math.ceil(rounds))
+        self._graph = self._capture() if policy.graph else None
+        self.sample_us()
+
+    def _walk(self) -> None:
+        for i in range(self.calls):
+            self._outputs[i % self.sets] = None
+            self._outputs[i % self.sets] = self.run(i % self.sets)
+
+    def _time_eagerly_us(self) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        self._walk()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3 / self.calls
+
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        self._outputs = [None] * self.sets
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._walk()
+        return graph
+
+    def launch(self) -> None:
+        """Enqueue one sample."""
+        if self._graph is None:
+            self._walk()
+        else:
+            self._graph.replay()
+
+    def enqueue(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        """Enqueue one sample between two events."""
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        self.launch()
+        end.record()
+        return start, end
+
+    def sample_us(self) -> float:
+        """One sample: microseconds per call."""
+        torch.cuda._sleep(_QUEUE_AHEAD_CYCLES)
+        start, end = self.enqueue()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3 / self.calls
+
+
+def interleave(
+    contenders: Mapping[str, Contender],
+    *,
+    min_rounds: int = 15,
+    max_rounds: int = 60,
+    half_width: float = 0.004,
+    seed: int = 0,
+    throttled: Callable[[], bool] = lambda: False,
+) -> dict[str, Samples]:
+    """Time all contenders in every round, in a new random order, until the ratios to the first one are known well.
+
+    Returns:
+        One (rounds,) array of microseconds per call for each contender, paired by round. Rounds stop when the interval
+        of every ratio is narrower than ±`half_width`, or at `max_rounds`. A round in which `throttled()` answers true is
+        repeated, at most `max_rounds` times in all.
+    """
+    names = list(contenders)
+    rng = random.Random(seed)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    warm = 0.0
+    while warm < _WARM_MS:
+        warm += sum(c.sample_us() * c.calls for c in contenders.values()) / 1e3
+    discarded = 0
+    while len(times[names[0]]) < max_rounds:
+        order = rng.sample(names, len(names))
+        torch.cuda._sleep(_QUEUE_AHEAD_CYCLES)
+        events = {name: contenders[name].enqueue() for name in order}
+        torch.cuda.synchronize()
+        if throttled() and discarded < max_rounds:
+            discarded += 1
+            continue
+        for name, (start, end) in events.items():
+            times[name].append(start.elapsed_time(end) * 1e3 / contenders[name].calls)
+        rounds = len(times[names[0]])
+        if rounds >= min_rounds and rounds % 5 == 0 and _settled(times, half_width):
+            break
+    return {name: np.asarray(values) for name, values in times.items()}
+
+
+def throttled() -> bool:
+    """Whether the GPU says that heat or power slow it down now; false where NVML cannot be asked."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
+        reasons = pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
+    except pynvml.NVMLError:
+        return False
+    slowing = pynvml.nvmlClocksEventReasonSwThermalSlowdown | pynvml.nvmlClocksEventReasonHwSlowdown
+    return bool(reasons & slowing)
+
+
+def _settled(times: Mapping[str, list[float]], half_width: float) -> bool:
+    first, *others = (np.asarray(values) for values in times.values())
+    return all(ratio_interval(first, other).relative_half_width <= half_width for other in others)

@@ -1,0 +1,109 @@
+"""RMSNorm forward and backward, with FP8 and transposed-FP8 output under delayed scaling.
+
+    r_i = 1 / sqrt(mean_j(x_ij²) + eps)      y_ij = x_ij * r_i * γ_j      q_ij = fp8(clamp(y_ij * scale))
+    dx_ij = r_i * (dz_ij γ_j - r_i² s_i x_ij / N),  s_i = Σ_j dz_ij x_ij γ_j      dγ_j = Σ_i dz_ij x_ij r_i
+
+All in fp32 inside; with zero-centred gamma γ = weight + 1, added in fp32. Source: the contract of TransformerEngine's Triton
+RMSNorm and of its pull request 593.
+"""
+
+from kerneltune.ops.rmsnorm import optimized, peers, reference, te
+from kerneltune.ops.rmsnorm.optimized import RMSNormOutput, rmsnorm_bwd, rmsnorm_fwd
+from kerneltune.spec import Op, Variant
+
+__all__ = ["OPS", "RMSNormOutput", "rmsnorm_bwd", "rmsnorm_fwd"]
+
+_DTYPES = ("bfloat16", "float16", "float32")
+
+RMSNORM_FWD = Op(
+    name="rmsnorm_fwd",
+    axes=("M", "N"),
+    dtypes=_DTYPES,
+    quants=("none", "fp8", "fp8_t"),
+    options={"zero_centered": (False, True), "fp8_format": ("e4m3", "e5m2"), "row_pad": (0, 3, 8)},
+    free_axes=("M",),
+    inputs=reference.fwd_inputs,
+    reference=reference.fwd_reference,
+    compare=reference.compare_fwd,
+    traffic=reference.fwd_traffic,
+    module=__name__,
+    variants=(
+        Variant(
+            "baseline",
+            te.run_baseline_fwd,
+            te.TeFwdConfig,
+            te.baseline_fwd_space,
+            default=lambda _case: te.TeFwdConfig(8),
+            unsupported=te.nothing_to_do,
+        ),
+        Variant(
+            "pr593",
+            te.run_pr593_fwd,
+            te.TePr593FwdConfig,
+            te.pr593_fwd_space,
+            te.pr593_fwd_valid,
+            default=lambda _case: te.TePr593FwdConfig(8, 64, 64, 4),
+            unsupported=te.nothing_to_do,
+        ),
+        Variant(
+            "optimized",
+            optimized.run_fwd,
+            optimized.FwdConfig,
+            optimized.space_fwd,
+            optimized.valid_fwd,
+            default=optimized.default_fwd,
+        ),
+        Variant("eager", peers.eager_fwd, unsupported=peers.not_empty, requires=("torch",)),
+        Variant("compile", peers.compile_fwd, unsupported=peers.not_empty, requires=("torch",)),
+        Variant("max-autotune", peers.max_autotune_fwd, unsupported=peers.not_empty, requires=("torch",)),
+        Variant("liger", peers.liger_fwd, unsupported=peers.only_unquantised, requires=("liger_kernel",)),
+        Variant("quack", peers.quack_fwd, unsupported=peers.only_plain_gamma, requires=("quack",)),
+    ),
+)
+
+RMSNORM_BWD = Op(
+    name="rmsnorm_bwd",
+    axes=("M", "N"),
+    dtypes=_DTYPES,
+    options={"zero_centered": (False, True)},
+    free_axes=("M",),
+    inputs=reference.bwd_inputs,
+    reference=reference.bwd_reference,
+    compare=reference.compare_bwd,
+    traffic=reference.bwd_traffic,
+    module=__name__,
+    variants=(
+        Variant(
+            "baseline",
+            te.run_baseline_bwd,
+            te.TeBwdConfig,
+            te.baseline_bwd_space,
+            default=lambda _case: te.TeBwdConfig(8, 128, 64, 4),
+            unsupported=te.nothing_to_do,
+        ),
+        Variant(
+            "pr593",
+            te.run_pr593_bwd,
+            te.TeBwdConfig,
+            te.pr593_bwd_space,
+            te.pr593_bwd_valid,
+            default=lambda _case: te.TeBwdConfig(8, 128, 64, 4),
+            unsupported=te.nothing_to_do,
+        ),
+        Variant(
+            "optimized",
+            optimized.run_bwd,
+            optimized.BwdConfig,
+            optimized.space_bwd,
+            optimized.valid_bwd,
+            default=optimized.default_bwd,
+        ),
+        Variant("eager", peers.eager_bwd, unsupported=peers.not_empty, requires=("torch",)),
+        Variant("compile", peers.compile_bwd, unsupported=peers.not_empty, requires=("torch",)),
+        Variant("max-autotune", peers.max_autotune_bwd, unsupported=peers.not_empty, requires=("torch",)),
+        Variant("liger", peers.liger_bwd, unsupported=peers.only_unquantised, requires=("liger_kernel",)),
+        Variant("quack", peers.quack_bwd, unsupported=peers.only_plain_gamma, requires=("quack",)),
+    ),
+)
+
+OPS = (RMSNORM_FWD, RMSNORM_BWD)

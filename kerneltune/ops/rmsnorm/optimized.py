@@ -1,0 +1,372 @@
+"""The `optimized` variants: their configs, what makes a config valid, and the public functions.
+
+Kernels live in kernels.py. May import cache, device, spec, tl_lib, workspace.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from kerneltune import cache, device
+from kerneltune.ops.rmsnorm import kernels
+from kerneltune.ops.rmsnorm.reference import EPS
+from kerneltune.spec import Case, Inputs, Outputs, Space
+from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX, IS_CUDA
+from kerneltune.workspace import workspace
+
+_SHARED_BYTES = 225_000
+_MAX_PARTS = 64
+_DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+_ITEMSIZE = {name: dtype.itemsize for dtype, name in _DTYPE_NAMES.items()}
+_FWD_OPTIONS = (("zero_centered", False), ("fp8_format", "e4m3"), ("row_pad", 0))
+_BWD_OPTIONS = (("zero_centered", False),)
+
+
+@dataclass(frozen=True, slots=True)
+class FwdConfig:
+    """Forward.
+
+    rows: of a tile; cols: of a load; split: programs share a row, one load each (always so with a transpose), or one
+    program loops over it; warps: of a program; ctas: programs per multiprocessor, each looping over tiles, or 0 for a
+    program per tile; stages: depth of that loop's load pipeline.
+    """
+
+    rows: int
+    cols: int
+    split: bool
+    warps: int
+    ctas: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class BwdConfig:
+    """Backward: rows, cols, warps, ctas and stages as in FwdConfig; reduce_cols: columns per program of the dγ reduction."""
+
+    rows: int
+    cols: int
+    warps: int
+    ctas: int
+    stages: int
+    reduce_cols: int
+
+
+class RMSNormOutput(NamedTuple):
+    """y (M, N); rsigma (M,) fp32; y_t (N, M) fp8 or None; scale_inv (1,) fp32 or None."""
+
+    y: torch.Tensor
+    rsigma: torch.Tensor
+    y_t: torch.Tensor | None
+    scale_inv: torch.Tensor | None
+
+
+def rmsnorm_fwd(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    quant: str = "none",
+    scale: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
+    fp8_format: str = "e4m3",
+    zero_centered: bool = False,
+    config: FwdConfig | None = None,
+) -> RMSNormOutput:
+    """y = x * rsqrt(mean(x², 1) + eps) * weight, in fp32 inside; under fp8 clamp(y * scale) as well as the largest |y|.
+
+    Args:
+        x: (M, N) bf16, fp16 or fp32; rows may be any distance apart, elements of a row must be adjacent.
+        weight: (N,), dtype of x; with `zero_centered` 1 is added to it, in fp32.
+        quant: `none` (y has x's dtype), `fp8`, or `fp8_t` (y and its transpose). NaN stays NaN, ±Inf saturates.
+        scale: (1,) fp32, multiplies y before the cast.
+        amax: (1,) fp32 ≥ 0, raised to max |y| before scaling; never cleared; NaN is passed over.
+        fp8_format: `e4m3` or `e5m2`.
+        config: None takes the best known config.
+
+    Raises:
+        ValueError: a wrong shape, stride, dtype, device or value, which it names.
+
+    Source: the contract of ROCm/TransformerEngine's te_rmsnorm_fwd_triton.
+    """
+    _check_fwd(x, weight, eps, quant, scale, amax, fp8_format)
+    M, N = x.shape
+    y = torch.empty((M, N), dtype=x.dtype if quant == "none" else FP8_DTYPES[fp8_format], device=x.device)
+    rsigma = torch.empty((M,), dtype=torch.float32, device=x.device)
+    y_t = torch.empty((N, M), dtype=y.dtype, device=x.device) if quant == "fp8_t" else None
+    scale_inv = torch.empty((1,), dtype=torch.float32, device=x.device) if quant != "none" else None
+    if M == 0 or N == 0:
+        if scale_inv is not None and scale is not None:
+            torch.reciprocal(scale, out=scale_inv)
+        return RMSNormOutput(y, rsigma, y_t, scale_inv)
+    if config is None:
+        config = _best("rmsnorm_fwd", quant, x)
+    scalars = (scale, amax, scale_inv)
+    if y_t is not None:
+        _launch_transpose(x, weight, y, y_t, rsigma, *scalars, eps, zero_centered, fp8_format, config)
+    else:
+        _launch_rows(x, weight, y, rsigma, *scalars, eps, zero_centered, quant != "none", fp8_format, config)
+    return RMSNormOutput(y, rsigma, y_t, scale_inv)
+
+
+def rmsnorm_bwd(
+    dz: torch.Tensor,
+    x: torch.Tensor,
+    rsigma: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    zero_centered: bool = False,
+    config: BwdConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dx (M, N) and dgamma (N,) of `rmsnorm_fwd` without quantisation; the same bits in every run of one config.
+
+    Args:
+        dz, x: (M, N), one dtype; copied where they are not contiguous.
+        rsigma: (M,) fp32, as the forward returned it.
+        weight: (N,), dtype of x.
+
+    Raises:
+        ValueError: a wrong shape, dtype or device, which it names.
+    """
+    _check_bwd(dz, x, rsigma, weight)
+    dz, x = dz.contiguous(), x.contiguous()
+    M, N = x.shape
+    dx, dgamma = torch.empty_like(x), torch.empty_like(weight)
+    if M == 0 or N == 0:
+        return dx, dgamma.zero_()
+    if config is None:
+        config = _best("rmsnorm_bwd", "none", x)
+    c = config
+    parts, tiles = triton.cdiv(N, c.cols), triton.cdiv(M, c.rows)
+    groups = _groups(x, tiles, parts, c.ctas)
+    partials = torch.empty((groups, N), dtype=torch.float32, device=x.device)
+    ws = workspace(tiles * parts * c.rows, x.device) if parts > 1 else None
+    for phase, options in _phases(parts, c):
+        kernels._rmsnorm_bwd_main[(groups * parts,)](
+            dz, x, rsigma, weight, dx, partials, ws, M, N,
+            ZERO_CENTERED=zero_centered, ROWS=c.rows, COLS=c.cols, PARTS=parts, PHASE=phase, EVEN=N % c.cols == 0,
+            STAGES=c.stages, num_warps=c.warps, **options,
+        )  # fmt: skip
+    kernels._rmsnorm_bwd_dgamma[(triton.cdiv(N, c.reduce_cols),)](
+        partials, dgamma, groups, N, ROWS=4096 // c.reduce_cols, COLS=c.reduce_cols, num_warps=8
+    )
+    return dx, dgamma
+
+
+def _launch_rows(x, weight, y, rsigma, scale, amax, scale_inv, eps, zero_centered, fp8, fp8_format, c) -> None:  # type: ignore[no-untyped-def]
+    M, N = x.shape
+    loads, tiles = triton.cdiv(N, c.cols), triton.cdiv(M, c.rows)
+    parts, chunks = (loads, 1) if c.split else (1, loads)
+    ws = workspace(tiles * parts * c.rows, x.device) if parts > 1 else None
+    for phase, options in _phases(parts, c):
+        kernels._rmsnorm_fwd_rows[(_groups(x, tiles, parts, c.ctas) * parts,)](
+            x, weight, y, rsigma, scale, amax, scale_inv, ws, M, N, x.stride(0), eps,
+            ZERO_CENTERED=zero_centered, FP8=fp8, FP8_MAX=FP8_MAX[fp8_format], ROWS=c.rows, COLS=c.cols, CHUNKS=chunks,
+            PARTS=parts, PHASE=phase, EVEN=N % c.cols == 0, STAGES=c.stages, num_warps=c.warps, **options,
+        )  # fmt: skip
+
+
+def _launch_transpose(x, weight, y, y_t, rsigma, scale, amax, scale_inv, eps, zero_centered, fp8_format, c) -> None:  # type: ignore[no-untyped-def]
+    M, N = x.shape
+    parts, tiles = triton.cdiv(N, c.cols), triton.cdiv(M, c.rows)
+    packed = M % 4 == 0
+    ws = workspace(tiles * parts * c.rows, x.device) if parts > 1 else None
+    for phase, options in _phases(parts, c):
+        kernels._rmsnorm_fwd_transpose[(_groups(x, tiles, parts, c.ctas) * parts,)](
+            x, weight, y, y_t.view(torch.int32 if packed else torch.uint8), rsigma, scale, amax, scale_inv, ws,
+            M, N, x.stride(0), eps,
+            ZERO_CENTERED=zero_centered, FP8_MAX=FP8_MAX[fp8_format], ROWS=c.rows, COLS=c.cols, PARTS=parts, PHASE=phase,
+            EVEN=N % c.cols == 0, PACKED=packed, STAGES=c.stages, num_warps=c.warps, **options,
+        )  # fmt: skip
+
+
+def _groups(x: torch.Tensor, tiles: int, parts: int, ctas: int) -> int:
+    """How many groups of `parts` programs to launch: no more than are resident together where `ctas` limits them."""
+    return max(1, min(tiles, ctas * device.sm_count(x.device.type, x.device.index) // parts)) if ctas else tiles
+
+
+def _phases(parts: int, c: Any) -> list[tuple[int, dict[str, Any]]]:
+    """The launches and their options. Programs that wait for each other need a launch that keeps all of them resident;
+    the interpreter runs programs in turn, so there they publish in one launch and collect in a second."""
+    if parts == 1:
+        return [(0, {})]
+    if not IS_CUDA.value:
+        return [(1, {}), (2, {})]
+    registers = min(255, 65536 // (32 * c.warps * c.ctas) // 8 * 8)
+    return [(0, {"launch_cooperative_grid": True, "maxnreg": registers})]
+
+
+def _best(op: str, quant: str, x: torch.Tensor) -> Any:
+    """The cached config for this shape, or the heuristic one. Options do not change which config is best."""
+    resolve, options = (_resolve_bwd, _BWD_OPTIONS) if op == "rmsnorm_bwd" else (_resolve_fwd, _FWD_OPTIONS)
+    axes = (("M", x.shape[0]), ("N", x.shape[1]))
+    slug = device.current_slug()
+    return cache.best(op, "optimized", slug, axes, _DTYPE_NAMES[x.dtype], quant, options, "cold", ("M",), None, resolve)
+
+
+def _resolve_fwd(case: Case, knobs: dict[str, Any] | None) -> Any:
+    if knobs is None:
+        return default_fwd(case)
+    config = FwdConfig(**knobs)
+    return config if valid_fwd(case, config) is None else None
+
+
+def _resolve_bwd(case: Case, knobs: dict[str, Any] | None) -> Any:
+    if knobs is None:
+        return default_bwd(case)
+    config = BwdConfig(**knobs)
+    return config if valid_bwd(case, config) is None else None
+
+
+def space_fwd(case: Case) -> Space:
+    """Loads from a quarter of a row to a whole row; with a transpose tiles of 16 to 64 rows, of which a row of the
+    transposed tile is half a memory sector to two."""
+    whole = _power_of_two(case["N"])
+    if case.quant == "fp8_t":
+        cols = (64, 128, 256, 512) if whole <= 16384 else (256, 512, 1024)
+        shape: Space = {"rows": (16, 32, 64), "cols": cols, "split": (True,)}
+        return {**shape, "warps": (4, 8, 16), "ctas": (1, 2, 4), "stages": (2, 3)}
+    smallest = whole >> (3 if case["N"] % 8 else 2)
+    return {
+        "rows": (1, 2, 4) if whole <= 2048 else (1, 2) if whole <= 8192 else (1,),
+        "cols": tuple(cols for cols in (whole >> k for k in range(5)) if cols >= smallest or (whole > 8192 and cols >= 4096)),
+        "split": (False, True) if whole > 8192 else (False,),
+        "warps": (1, 2, 4, 8, 16, 32),
+        "ctas": (0, 1, 2, 4),
+        "stages": (1, 2, 3),
+    }
+
+
+def space_bwd(case: Case) -> Space:
+    """Tiles of up to four rows, one program to a row up to 16384 columns."""
+    whole = _power_of_two(case["N"])
+    cols = (whole,) if whole <= 4096 else (2048, 4096, 8192) if whole <= 8192 else (1024, 2048, 4096, 8192, 16384)
+    return {"rows": (1, 2, 4), "cols": cols, "warps": (4, 8, 16), "ctas": (1, 2, 4), "stages": (2, 3, 4), "reduce_cols": (32,)}
+
+
+def valid_fwd(case: Case, config: FwdConfig) -> str | None:
+    """Why a forward config cannot run, or cannot be worth running."""
+    loads = triton.cdiv(case["N"], config.cols)
+    if case.quant == "fp8_t":
+        if not config.split or config.rows % 4 or config.stages < 2:
+            return "a transpose needs tiles of a multiple of 4 rows, split, with a pipeline of loads"
+        return _invalid_tile(case, config.rows * config.cols, loads, config, tensors=1)
+    if config.split and loads == 1:
+        return "one load holds the row: nothing to split"
+    if not config.split and loads > 1 and loads * config.cols * 3 > _power_of_two(case["N"]) * 4:
+        return f"{loads} loads of {config.cols} leave a quarter of the lanes idle"
+    if not config.split and loads > 16:
+        return f"{loads} loads to a row"
+    if (config.ctas == 0) != (config.stages == 1):
+        return "a pipeline of loads needs a loop over tiles, and the loop needs the pipeline"
+    elements = config.rows * config.cols * (1 if config.split else loads)
+    return _invalid_tile(case, elements, loads if config.split else 1, config, tensors=1)
+
+
+def valid_bwd(case: Case, config: BwdConfig) -> str | None:
+    """Why a backward config cannot run, or cannot be worth running."""
+    return _invalid_tile(case, config.rows * config.cols, triton.cdiv(case["N"], config.cols), config, tensors=2)
+
+
+def _invalid_tile(case: Case, elements: int, parts: int, c: Any, tensors: int) -> str | None:
+    per_thread = elements / (32 * c.warps)
+    if parts > _MAX_PARTS:
+        return f"{parts} programs share a row, at most {_MAX_PARTS} may"
+    if parts > 1 and not c.ctas:
+        return "programs that share rows must be resident together: ctas must not be 0"
+    if per_thread > 64 // tensors:
+        return f"{per_thread:g} elements per thread"
+    if per_thread < 8 and c.warps > 4:
+        return f"{per_thread:g} elements per thread"
+    if c.ctas * c.warps > 32 or 0 < c.ctas * c.warps < 4:
+        return f"{c.ctas * c.warps} warps per multiprocessor"
+    if c.ctas * c.warps * 32 * (per_thread * 1.5 * tensors + 16) > 65536 + 8192:
+        return "more registers than a multiprocessor has"
+    shared = max(1, c.ctas) * max(0, c.stages - 1) * elements * _ITEMSIZE[case.dtype] * tensors
+    return f"{shared} bytes of shared memory" if shared > _SHARED_BYTES else None
+
+
+def default_fwd(case: Case) -> FwdConfig:
+    """A config for any shape, by rule."""
+    whole = _power_of_two(case["N"])
+    if case.quant == "fp8_t":
+        cols = max(128, whole // _MAX_PARTS)
+        rows = 32 if cols <= 512 else 16
+        return FwdConfig(rows=rows, cols=cols, split=True, warps=max(4, rows * cols // 1024), ctas=1, stages=2)
+    split = whole > 16384
+    cols = max(8192, whole // _MAX_PARTS) if split else whole
+    return FwdConfig(1, cols, split, warps=min(16, max(1, cols // 512)), ctas=1 if split else 0, stages=2 if split else 1)
+
+
+def default_bwd(case: Case) -> BwdConfig:
+    """A config for any shape, by rule."""
+    whole = _power_of_two(case["N"])
+    cols = whole if whole <= 8192 else max(2048, whole // _MAX_PARTS)
+    return BwdConfig(rows=1, cols=cols, warps=min(16, max(4, cols // 512)), ctas=1, stages=2, reduce_cols=32)
+
+
+def run_fwd(inputs: Inputs, config: FwdConfig | None) -> Outputs:
+    """`rmsnorm_fwd` on a case's inputs."""
+    out = rmsnorm_fwd(
+        inputs["x"], inputs["weight"], EPS, quant=inputs["quant"], scale=inputs.get("scale"), amax=inputs.get("amax"),
+        fp8_format=inputs["fp8_format"], zero_centered=inputs["zero_centered"], config=config,
+    )  # fmt: skip
+    return {name: value for name, value in out._asdict().items() if value is not None}
+
+
+def run_bwd(inputs: Inputs, config: BwdConfig | None) -> Outputs:
+    """`rmsnorm_bwd` on a case's inputs."""
+    dx, dgamma = rmsnorm_bwd(
+        inputs["dz"], inputs["x"], inputs["rsigma"], inputs["weight"], zero_centered=inputs["zero_centered"], config=config
+    )
+    return {"dx": dx, "dgamma": dgamma}
+
+
+def _power_of_two(n: int) -> int:
+    return max(16, triton.next_power_of_2(n))
+
+
+def _check_fwd(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    quant: str,
+    scale: torch.Tensor | None,
+    amax: torch.Tensor | None,
+    fp8_format: str,
+) -> None:
+    _check_matrix("x", x)
+    _check_like("weight", weight, (x.shape[1],), x.dtype, x.device)
+    if not eps >= 0:
+        raise ValueError(f"eps must not be negative, got {eps=}")
+    if quant not in ("none", "fp8", "fp8_t"):
+        raise ValueError(f"quant must be none, fp8 or fp8_t, got {quant=}")
+    if fp8_format not in FP8_DTYPES:
+        raise ValueError(f"fp8_format must be one of {', '.join(FP8_DTYPES)}, got {fp8_format=}")
+    if quant != "none":
+        if scale is None or amax is None:
+            raise ValueError(f"{quant=} needs scale and amax, got {scale=} {amax=}")
+        _check_like("scale", scale, (1,), torch.float32, x.device)
+        _check_like("amax", amax, (1,), torch.float32, x.device)
+
+
+def _check_bwd(dz: torch.Tensor, x: torch.Tensor, rsigma: torch.Tensor, weight: torch.Tensor) -> None:
+    _check_matrix("x", x)
+    _check_like("dz", dz, tuple(x.shape), x.dtype, x.device)
+    _check_like("rsigma", rsigma, (x.shape[0],), torch.float32, x.device)
+    _check_like("weight", weight, (x.shape[1],), x.dtype, x.device)
+
+
+def _check_matrix(name: str, x: torch.Tensor) -> None:
+    if x.ndim != 2 or x.dtype not in _DTYPE_NAMES:
+        raise ValueError(f"{name} must be a matrix of {', '.join(_DTYPE_NAMES.values())}, got shape {tuple(x.shape)} {x.dtype}")
+    if x.shape[1] > 1 and x.stride(1) != 1:
+        raise ValueError(f"elements of a row of {name} must be adjacent, got strides {x.stride()}")
+
+
+def _check_like(name: str, t: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, where: torch.device) -> None:
+    if tuple(t.shape) != shape or t.dtype != dtype or t.device != where:
+        raise ValueError(f"{name} must be {shape} {dtype} on {where}, got {tuple(t.shape)} {t.dtype} on {t.device}")
+    if t.ndim == 1 and t.shape[0] > 1 and t.stride(0) != 1:
+        raise ValueError(f"{name} must be contiguous, got strides {t.stride()}")

@@ -1,0 +1,175 @@
+"""What RMSNorm is: inputs, plain torch reference, comparison, traffic. Shares no code with the kernels."""
+
+import torch
+
+from kerneltune.spec import Case, Inputs, Outputs, Traffic
+
+EPS = 1e-5
+FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+_ROUNDING = {torch.float32: 2.0**-22, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+"""Relative size of one unit in the last place."""
+
+
+def fwd_inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+    """x (M, N) with rows `row_pad` elements apart, weight (N,), and scale (1,), amax (1,) where there is quantisation."""
+    M, N, dtype = case["M"], case["N"], getattr(torch, case.dtype)
+    pad = int(case.option("row_pad"))
+    inputs = {
+        "x": _uniform((M, N + pad), -2.0, 1.0, dtype, device, seed)[:, :N],
+        "weight": _uniform((N,), 0.5, 1.5, dtype, device, seed + 1),
+        "quant": case.quant,
+        "fp8_format": case.option("fp8_format"),
+        "zero_centered": case.option("zero_centered"),
+    }
+    if case.quant != "none":
+        inputs["scale"] = _uniform((1,), 1.0, 2.0, torch.float32, device, seed + 2)
+        inputs["amax"] = torch.zeros(1, dtype=torch.float32, device=device)
+    return inputs
+
+
+def bwd_inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+    """dz (M, N), x (M, N), weight (N,), and the rsigma (M,) of x."""
+    M, N, dtype = case["M"], case["N"], getattr(torch, case.dtype)
+    x = _uniform((M, N), -2.0, 1.0, dtype, device, seed)
+    return {
+        "dz": _uniform((M, N), -1.0, 1.0, dtype, device, seed + 3),
+        "x": x,
+        "rsigma": _rsigma(x),
+        "weight": _uniform((N,), 0.5, 1.5, dtype, device, seed + 1),
+        "zero_centered": case.option("zero_centered"),
+    }
+
+
+def fwd_reference(inputs: Inputs) -> Outputs:
+    """y, rsigma, and under fp8 amax, scale_inv; the transpose is y's, byte for byte."""
+    rsigma = _rsigma(inputs["x"])
+    return _normalised(inputs, rsigma) | {"rsigma": rsigma}
+
+
+def bwd_reference(inputs: Inputs) -> Outputs:
+    """dx and dgamma from the saved rsigma, in fp32, dgamma's terms before their sum as well."""
+    x, dz, r = inputs["x"].float(), inputs["dz"].float(), inputs["rsigma"][:, None]
+    dzg = dz * _gamma(inputs)
+    s = (dzg * x).sum(1, keepdim=True)
+    terms = dz * x * r
+    return {"dx": r * (dzg - r * r * s / max(x.shape[1], 1) * x), "dgamma": terms.sum(0), "dgamma_abs": terms.abs().sum(0)}
+
+
+def compare_fwd(_case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
+    """Disagreements of a forward.
+
+    rsigma is a sum, so it is held to a tolerance. Everything after it is held to the bits that follow from the output's
+    own rsigma, if the variant returns it. In Triton's interpreter (CPU tensors) bf16 stores truncate, which may be one unit in
+    the last place, and fp8 casts lose a carry: both are allowed there, and nowhere else.
+    """
+    errors: list[str] = []
+    rsigma = outputs.get("rsigma")
+    if rsigma is not None:
+        errors += _close("rsigma", rsigma, expected["rsigma"], rtol=5e-5, atol=1e-6)
+        if errors:
+            return errors
+        expected = _normalised(inputs, rsigma)
+    y, want = outputs["y"], expected["y"]
+    if inputs["quant"] == "none":
+        units = 1.0 if rsigma is not None else 4.0
+        exact = rsigma is not None and y.is_cuda and y.dtype != torch.float32
+        errors += _same_bits("y", y, want) if exact else _close("y", y, want, rtol=units * _ROUNDING[y.dtype], atol=1e-5)
+        return errors
+    if rsigma is None or not y.is_cuda:
+        errors += _same_but_for_cast("y", y, want)
+    else:
+        errors += _same_bits("y", y, want)
+    if inputs["quant"] == "fp8_t":
+        errors += _same_bits("y_t", outputs["y_t"], y.t())
+    # amax accumulates over calls: inputs of a check come fresh, with amax 0
+    errors += _close("amax", inputs["amax"], expected["amax"], rtol=1e-6 if rsigma is not None else 5e-5, atol=0.0)
+    errors += _close("scale_inv", outputs["scale_inv"], expected["scale_inv"], rtol=1e-7, atol=0.0)
+    return errors
+
+
+def compare_bwd(_case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
+    """Disagreements of a backward: dx to one rounding, dgamma to one rounding and the error of an fp32 sum."""
+    unit = _ROUNDING[inputs["x"].dtype]
+    dx_scale = float(expected["dx"].abs().max()) if expected["dx"].numel() else 0.0
+    errors = _close("dx", outputs["dx"], expected["dx"], rtol=unit, atol=1e-6 + 2e-6 * dx_scale)
+    slack = 2e-6 * expected["dgamma_abs"] + 1e-6
+    return errors + _close("dgamma", outputs["dgamma"], expected["dgamma"], rtol=unit, atol=slack)
+
+
+def fwd_traffic(case: Case) -> Traffic:
+    """x and weight read; y (and its transpose) and rsigma written. The scalars of quantisation are not counted."""
+    M, N, size = case["M"], case["N"], getattr(torch, case.dtype).itemsize
+    out = {"none": size, "fp8": 1, "fp8_t": 2}[case.quant]
+    return Traffic(read=size * (M * N + N), write=out * M * N + 4 * M)
+
+
+def bwd_traffic(case: Case) -> Traffic:
+    """dz, x, weight and rsigma read; dx and dgamma written."""
+    M, N, size = case["M"], case["N"], getattr(torch, case.dtype).itemsize
+    return Traffic(read=size * (2 * M * N + N) + 4 * M, write=size * (M * N + N))
+
+
+def _uniform(shape: tuple[int, ...], low: float, high: float, dtype: torch.dtype, device: str, seed: int) -> torch.Tensor:
+    tensor = torch.empty(shape, dtype=dtype, device=device)
+    if device == "meta":
+        return tensor
+    return tensor.uniform_(low, high, generator=torch.Generator(device=device).manual_seed(seed))
+
+
+def _rsigma(x: torch.Tensor) -> torch.Tensor:
+    return torch.rsqrt(x.float().square().mean(dim=1) + EPS)
+
+
+def _gamma(inputs: Inputs) -> torch.Tensor:
+    weight: torch.Tensor = inputs["weight"].float()
+    return weight + 1.0 if inputs["zero_centered"] else weight
+
+
+def _normalised(inputs: Inputs, rsigma: torch.Tensor) -> dict[str, torch.Tensor]:
+    x = inputs["x"]
+    y = x.float() * rsigma[:, None] * _gamma(inputs)
+    if inputs["quant"] == "none":
+        return {"y": y.to(x.dtype)}
+    dtype = FP8[inputs["fp8_format"]]
+    limit = torch.finfo(dtype).max
+    quantised = (y * inputs["scale"]).clamp(-limit, limit).to(dtype)
+    amax = y.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf).abs().max() if y.numel() else y.new_zeros(())
+    return {"y": quantised, "amax": amax.reshape(1), "scale_inv": 1.0 / inputs["scale"]}
+
+
+def _close(name: str, got: torch.Tensor, want: torch.Tensor, rtol: float, atol: float | torch.Tensor) -> list[str]:
+    if got.shape != want.shape:
+        return [f"{name}: shape {tuple(got.shape)}, expected {tuple(want.shape)}"]
+    got32, want32 = got.float(), want.float()
+    same = (got32 == want32) | (got32.isnan() & want32.isnan())
+    return _report(name, ~(same | ((got32 - want32).abs() <= atol + rtol * want32.abs())), got32, want32)
+
+
+def _same_bits(name: str, got: torch.Tensor, want: torch.Tensor) -> list[str]:
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return [f"{name}: {tuple(got.shape)} {got.dtype}, expected {tuple(want.shape)} {want.dtype}"]
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[got.dtype.itemsize]
+    return _report(name, got.view(bits) != want.view(bits), got.float(), want.float())
+
+
+def _same_but_for_cast(name: str, got: torch.Tensor, want: torch.Tensor) -> list[str]:
+    """Equal up to what Triton's interpreter does to a cast: a step off, or, where rounding up should carry into the exponent,
+    half the value (seen with triton 3.7: 1.98 becomes 1, not 2)."""
+
+    def ordered(q: torch.Tensor) -> torch.Tensor:  # fp8 is sign and magnitude: neighbours differ by one in the byte
+        byte = q.view(torch.uint8).to(torch.int16)
+        return torch.where(byte >= 128, 128 - byte, byte)
+
+    octave = 8 if got.dtype == torch.float8_e4m3fn else 4
+    steps = (ordered(got) - ordered(want)).abs()
+    lost_carry = (steps == octave) & (want.view(torch.uint8) % octave == 0)
+    return _report(name, ~((steps <= 1) | lost_carry), got.float(), want.float())
+
+
+def _report(name: str, wrong: torch.Tensor, got: torch.Tensor, want: torch.Tensor) -> list[str]:
+    count = int(wrong.sum())
+    if not count:
+        return []
+    first = tuple(int(i) for i in wrong.nonzero()[0])
+    return [f"{name}: {count} of {wrong.numel()} wrong, first at {first}: {float(got[first]):.6g}, expected {float(want[first]):.6g}"]

@@ -1,0 +1,122 @@
+"""Streaming read and write: the ceiling that memory-bound operators are held against.
+
+Reads `read` bytes and writes `write` bytes, every byte once, with nothing to compute but an exclusive or. Tuned like any
+other operator, it is the fastest that this GPU moves that many bytes at that mix of reads and writes.
+Source: kerneltune.
+"""
+
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import reduce
+
+import torch
+import triton
+import triton.language as tl
+
+from kerneltune.device import sm_count
+from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
+from kerneltune.tl_lib import wide
+
+
+@dataclass(frozen=True, slots=True)
+class StreamConfig:
+    """block: 32-bit words per load; warps; ctas: programs per multiprocessor, 0 for one program per block."""
+
+    block: int
+    warps: int
+    ctas: int
+
+
+def mix(read: int, write: int) -> tuple[int, int]:
+    """The read:write ratio as small whole numbers, for example (2, 1)."""
+    ratio = Fraction(read, write).limit_denominator(4)
+    return max(1, ratio.numerator), ratio.denominator
+
+
+@triton.jit
+def _stream(src_ptr, dst_ptr, words, READS: tl.constexpr, WRITES: tl.constexpr, BLOCK: tl.constexpr):
+    for block in tl.range(tl.program_id(0), tl.cdiv(words, BLOCK), tl.num_programs(0)):
+        offsets = wide(block) * BLOCK + tl.arange(0, BLOCK)
+        mask = offsets < words
+        word = tl.zeros((BLOCK,), dtype=tl.int32)
+        for stream in tl.static_range(READS):
+            word ^= tl.load(src_ptr + stream * wide(words) + offsets, mask=mask, other=0, eviction_policy="evict_first")
+        for stream in tl.static_range(WRITES):
+            tl.store(dst_ptr + stream * wide(words) + offsets, word, mask=mask, cache_modifier=".cs")
+
+
+def stream(src: torch.Tensor, writes: int, config: StreamConfig) -> torch.Tensor:
+    """The exclusive or of the rows of src, `writes` times.
+
+    Args:
+        src: (reads, words) int32.
+
+    Returns:
+        (writes, words) int32.
+    """
+    reads, words = src.shape
+    dst = src.new_empty((writes, words))
+    blocks = triton.cdiv(words, config.block)
+    grid = min(blocks, config.ctas * sm_count(src.device.type, src.device.index)) if config.ctas else blocks
+    _stream[(grid,)](src, dst, words, READS=reads, WRITES=writes, BLOCK=config.block, num_warps=config.warps)
+    return dst
+
+
+def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+    """src (reads, words) int32 of `read` bytes in all, and how many rows to write."""
+    reads, writes = mix(case["read"], case["write"])
+    src = torch.empty((reads, max(1, case["read"] // (4 * reads))), dtype=torch.int32, device=device)
+    if device != "meta":
+        src.random_(0, 1 << 30, generator=torch.Generator(device=device).manual_seed(seed))
+    return {"src": src, "writes": writes}
+
+
+def reference(inputs: Inputs) -> Outputs:
+    """The exclusive or of the rows, written `writes` times."""
+    rows = inputs["src"].unbind(0)
+    return {"dst": reduce(torch.bitwise_xor, rows).expand(inputs["writes"], -1)}
+
+
+def compare(_case: Case, _inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
+    """Every word."""
+    wrong = int((outputs["dst"] != expected["dst"]).sum())
+    return [f"dst: {wrong} of {expected['dst'].numel()} words wrong"] if wrong else []
+
+
+def traffic(case: Case) -> Traffic:
+    """The bytes of the tensors: the case's, rounded to whole words of the mix."""
+    reads, writes = mix(case["read"], case["write"])
+    words = max(1, case["read"] // (4 * reads))
+    return Traffic(4 * reads * words, 4 * writes * words)
+
+
+def run(inputs: Inputs, config: StreamConfig) -> Outputs:
+    """`stream` on a case's inputs."""
+    return {"dst": stream(inputs["src"], inputs["writes"], config)}
+
+
+def space(_case: Case) -> Space:
+    """Four to sixteen words per thread."""
+    return {"block": (512, 1024, 2048, 4096), "warps": (4, 8), "ctas": (0, 8)}
+
+
+def valid(_case: Case, config: StreamConfig) -> str | None:
+    """At least a 16-byte load per thread, at most four."""
+    words = config.block // (32 * config.warps)
+    return None if 4 <= words <= 16 else f"{words} words per thread"
+
+
+OPS = (
+    Op(
+        name="stream",
+        axes=("read", "write"),
+        dtypes=("int32",),
+        inputs=inputs,
+        reference=reference,
+        compare=compare,
+        traffic=traffic,
+        free_axes=("read", "write"),
+        module=__name__,
+        variants=(Variant("baseline", run, StreamConfig, space, valid, default=lambda _case: StreamConfig(1024, 8, 0)),),
+    ),
+)

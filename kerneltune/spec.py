@@ -1,0 +1,209 @@
+"""The nouns: Op, Variant, Case, and the configs of a variant.
+
+Frozen values without behaviour of their own. Does not measure, tune or print. Imports nothing but the standard library.
+"""
+
+import dataclasses
+import hashlib
+import importlib.util
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+Config = Any
+"""An instance of a variant's frozen config dataclass; its fields are the knobs."""
+Inputs = Mapping[str, Any]
+Outputs = Mapping[str, Any]
+Space = Mapping[str, tuple[Any, ...]]
+"""The values of every knob; a config takes one of each."""
+Option = bool | int | float | str
+
+NO_OPTIONS: Mapping[str, tuple[Option, ...]] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One point of an operator's domain: axis sizes, element type, quantisation mode and options.
+
+    Attributes:
+        name: what people call it; no part of its identity.
+        axes: (axis, size) pairs in the operator's order.
+        dtype: torch's name of the input type, for example `bfloat16`.
+        quant: quantisation mode; `none` where there is no quantisation.
+        options: (option, value) pairs in the operator's order, every option given.
+    """
+
+    name: str = field(compare=False)
+    axes: tuple[tuple[str, int], ...]
+    dtype: str
+    quant: str = "none"
+    options: tuple[tuple[str, Option], ...] = ()
+
+    def __getitem__(self, axis: str) -> int:
+        """The size of an axis."""
+        return dict(self.axes)[axis]
+
+    def option(self, name: str) -> Option:
+        """The value of an option."""
+        return dict(self.options)[name]
+
+    @property
+    def label(self) -> str:
+        """Sizes, type, mode and options in one line: `M=8192 N=4096 bfloat16 fp8`."""
+        sizes = " ".join(f"{axis}={size}" for axis, size in self.axes)
+        options = "".join(f" {name}={value}" for name, value in self.options)
+        return f"{sizes} {self.dtype} {self.quant}{options}"
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """The fewest bytes that an operator must move: every input read once, every output written once."""
+
+    read: int
+    write: int
+
+    @property
+    def total(self) -> int:
+        """Bytes read and written."""
+        return self.read + self.write
+
+
+def _nothing_unsupported(_case: Case) -> str | None:
+    return None
+
+
+def _always_valid(_case: Case, _config: Config) -> str | None:
+    return None
+
+
+def _no_space(_case: Case) -> Space:
+    return {}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One implementation of an operator.
+
+    Attributes:
+        name: `baseline`, `optimized`, a further design, or the name of a peer.
+        run: (inputs, config) -> outputs by name; allocates its outputs, launches, returns without waiting.
+        config: the config dataclass, None where there is nothing to tune.
+        space: case -> values of every knob.
+        valid: (case, config) -> None, or why the config cannot run: the one statement of that constraint.
+        default: case -> the config used where the cache knows none.
+        unsupported: case -> None, or why this variant cannot take the case.
+        requires: packages that must import; a variant that requires any is a peer.
+    """
+
+    name: str
+    run: Callable[[Inputs, Config], Outputs]
+    config: type[Any] | None = None
+    space: Callable[[Case], Space] = _no_space
+    valid: Callable[[Case, Config], str | None] = _always_valid
+    default: Callable[[Case], Config] | None = None
+    unsupported: Callable[[Case], str | None] = _nothing_unsupported
+    requires: tuple[str, ...] = ()
+
+    @property
+    def is_peer(self) -> bool:
+        """Whether another package implements this variant."""
+        return bool(self.requires)
+
+    def missing(self) -> tuple[str, ...]:
+        """The required packages that are not installed."""
+        return tuple(name for name in self.requires if importlib.util.find_spec(name) is None)
+
+    def default_config(self, case: Case) -> Config:
+        """The default config; None for a variant without knobs."""
+        return self.default(case) if self.default is not None else None
+
+    def configs(self, case: Case) -> Iterator[Config]:
+        """All valid configs of the space, in the order of the space."""
+        if self.config is None:
+            return
+        space = self.space(case)
+        for values in itertools.product(*space.values()):
+            config = self.config(**dict(zip(space, values, strict=True)))
+            if self.valid(case, config) is None:
+                yield config
+
+    def config_from(self, values: Mapping[str, Any]) -> Config:
+        """The config with these knob values.
+
+        Raises:
+            ValueError: an unknown, missing or wrongly typed knob.
+        """
+        if self.config is None:
+            raise ValueError(f"variant {self.name} has no config, got {dict(values)}")
+        fields = {f.name: f.type for f in dataclasses.fields(self.config)}
+        if set(values) != set(fields):
+            raise ValueError(f"config of {self.name} has the knobs {sorted(fields)}, got {sorted(values)}")
+        for name, value in values.items():
+            if not isinstance(fields[name], type) or type(value) is not fields[name]:
+                raise ValueError(f"config of {self.name}: {name} must be {fields[name]}, got {value!r}")
+        return self.config(**values)
+
+
+@dataclass(frozen=True)
+class Op:
+    """A contract that several variants implement.
+
+    Attributes:
+        name: as in sweeps and caches.
+        axes: names of the sizes a case gives.
+        dtypes: input element types, torch's names.
+        quants: quantisation modes.
+        options: option -> allowed values, the first is the default.
+        free_axes: axes along which a cached config may serve another size.
+        inputs: (case, device=…, seed=…) -> inputs by name; on device `meta` without values.
+        reference: (inputs) -> outputs by name, plain torch, fp32 inside.
+        compare: (case, inputs, outputs, reference outputs) -> one line per disagreement.
+        traffic: case -> the fewest bytes.
+        variants: implementations and peers, baseline first.
+        module: package or module that holds the operator's source.
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    inputs: Callable[..., Inputs]
+    reference: Callable[[Inputs], Outputs]
+    compare: Callable[[Case, Inputs, Outputs, Outputs], list[str]]
+    traffic: Callable[[Case], Traffic]
+    variants: tuple[Variant, ...]
+    module: str
+    quants: tuple[str, ...] = ("none",)
+    options: Mapping[str, tuple[Option, ...]] = field(default_factory=lambda: NO_OPTIONS)
+    free_axes: tuple[str, ...] = ()
+
+    def variant(self, name: str) -> Variant:
+        """The variant of that name.
+
+        Raises:
+            ValueError: there is none.
+        """
+        for variant in self.variants:
+            if variant.name == name:
+                return variant
+        raise ValueError(f"{self.name} has no variant {name!r}; it has {', '.join(v.name for v in self.variants)}")
+
+    @property
+    def source_hash(self) -> str:
+        """Hash of the source that decides this operator's results and speed."""
+        return _source_hash(self.module)
+
+
+@cache
+def _source_hash(module: str) -> str:
+    """Hash of a module's file, or of all files of a package, and of the device code that operators share."""
+    origin = Path(str(sys.modules[module].__file__))
+    files = sorted(origin.parent.glob("*.py")) if origin.name == "__init__.py" else [origin]
+    digest = hashlib.sha256()
+    for file in [*files, Path(__file__).parent / "tl_lib.py"]:
+        digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()[:12]

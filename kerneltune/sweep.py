@@ -1,0 +1,313 @@
+"""Sweep files: YAML that names an operator family's check cases, bench cases and gate limits, expanded to Cases.
+
+Does not know any operator (they are passed in) and runs nothing; every error names file, line, field and value.
+Imports the standard library, yaml, cache (for the folder rule) and spec.
+"""
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import yaml
+
+from kerneltune.cache import data_root
+from kerneltune.spec import Case, Op, Option
+
+Section = Literal["check", "bench"]
+
+_TOP = ("family", "defaults", "ops", "check", "bench", "gate")
+_SMALLEST: Mapping[Section, int] = {"check": 0, "bench": 1}
+_NAME = re.compile(r"[^\s{}]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One operator on one case of one section."""
+
+    op: str
+    case: Case
+    section: Section
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """A sweep file, expanded.
+
+    Attributes:
+        gate: limits as the file gives them; `margin` is a fraction of the time.
+    """
+
+    family: str
+    path: Path
+    check: tuple[Entry, ...]
+    bench: tuple[Entry, ...]
+    gate: Mapping[str, float]
+
+
+def find(family: str, root: Path | None = None) -> Path:
+    """The sweep file of a family: a `.yaml` path itself, else `sweeps/` here, else that of the checkout or package.
+
+    Raises:
+        ValueError: there is none; names the known families.
+    """
+    if family.endswith((".yaml", ".yml")):
+        if Path(family).is_file():
+            return Path(family)
+        raise ValueError(f"cannot read {family}: no such file")
+    folders = [root] if root else [Path("sweeps"), data_root("sweeps")]
+    for folder in folders:
+        if (folder / f"{family}.yaml").is_file():
+            return folder / f"{family}.yaml"
+    known = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
+    raise ValueError(f"family: {family!r}: expected one of {', '.join(known) or '(none found)'}, or a .yaml file")
+
+
+def load(path: Path, ops: Mapping[str, Op]) -> Sweep:
+    """The sweep in `path`, for operators by name.
+
+    Raises:
+        ValueError: one line `file:line: field: value: expected …`.
+    """
+    try:
+        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"cannot read {path}: not UTF-8") from error
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ValueError(f"{path}:{line}: YAML: {error.problem}") from error
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"{path}:1: YAML: {str(error).splitlines()[0]}") from error
+    if root is None:
+        raise ValueError(f"{path}:1: file: empty: expected family, ops and cases")
+    return _Reader(path, ops).sweep(root)
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """`key: value` of a mapping."""
+
+    key: yaml.Node
+    value: yaml.Node
+
+
+class _Reader:
+    """One file being read: knows its path, its operators and the names used so far."""
+
+    def __init__(self, path: Path, ops: Mapping[str, Op]) -> None:
+        self.path = path
+        self.known = ops
+        self.ops: list[Op] = []
+        self.defaults: dict[str, _Item] = {}
+        self.lines: dict[object, int] = {}
+        self.sizes: dict[object, object] = {}
+
+    def sweep(self, root: yaml.Node) -> Sweep:
+        items = self.mapping(root, "file")
+        for key, item in items.items():
+            if key not in _TOP:
+                self.fail(item.key, key, self.shown(item.value), f"one of {', '.join(_TOP)}")
+        for key in ("family", "ops"):
+            if key not in items:
+                self.fail(root, key, "missing", "a name" if key == "family" else "names of operators")
+        family = self.name(items["family"].value, "family")
+        self.ops = self.operators(items["ops"].value, "ops")
+        if "defaults" in items:
+            self.defaults = self.mapping(items["defaults"].value, "defaults")
+            self.check_defaults()
+        check, bench = (tuple(self.section(section, items.get(section))) for section in _SMALLEST)
+        if not check and not bench:
+            self.fail(root, "check", "missing", "at least one entry in check or bench")
+        return Sweep(family, self.path, check, bench, self.gate(items.get("gate")))
+
+    def section(self, section: Section, item: _Item | None) -> Iterator[Entry]:
+        if item is None:
+            return
+        if not isinstance(item.value, yaml.SequenceNode):
+            self.fail(item.key, section, self.shown(item.value), "a list of entries")
+        for node in item.value.value:
+            yield from self.entries(section, node)
+
+    def entries(self, section: Section, node: yaml.Node) -> Iterator[Entry]:
+        """The product of one entry of the file, operator by operator."""
+        items = self.mapping(node, section)
+        if "name" not in items:
+            self.fail(node, "name", "missing", "a name")
+        template = self.name(items["name"].value, "name", placeholders=True)
+        named = "op" in items
+        ops = self.operators(items["op"].value, "op") if named else self.ops
+        own = {key: item for key, item in items.items() if key not in ("name", "op")}
+        self.check_fields(own, ops, named)
+        fields = self.defaults | own
+        count = 0
+        for op in ops:
+            for name, axes in self.shapes(section, node, items["name"].value, template, op, fields):
+                dtypes = self.choices("dtype", op, ops, fields, named, op.dtypes[:1])
+                quants = self.choices("quant", op, ops, fields, named, op.quants)
+                options = [self.choices(o, op, ops, fields, named, values[:1]) for o, values in op.options.items()]
+                for dtype, quant, *values in itertools.product(dtypes, quants, *options):
+                    case = Case(name, axes, str(dtype), str(quant), tuple(zip(op.options, values, strict=True)))
+                    self.remember(section, op.name, case, items["name"].value)
+                    count += 1
+                    yield Entry(op.name, case, section)
+        if not count:
+            self.fail(node, "name", repr(template), "values that at least one operator takes together")
+
+    def shapes(
+        self, section: Section, node: yaml.Node, name_node: yaml.Node, template: str, op: Op, fields: Mapping[str, _Item]
+    ) -> Iterator[tuple[str, tuple[tuple[str, int], ...]]]:
+        """The name and the axes of every combination of sizes."""
+        sizes = []
+        for axis in op.axes:
+            if axis not in fields:
+                self.fail(node, axis, "missing", f"the size of this axis of {op.name}")
+            sizes.append(self.axis(axis, fields[axis].value, _SMALLEST[section]))
+            if len(sizes[-1]) > 1 and f"{{{axis}}}" not in template:
+                self.fail(name_node, "name", repr(template), f"a name with {{{axis}}} in it, as {axis} has several sizes")
+        for point in itertools.product(*sizes):
+            axes = tuple(zip(op.axes, point, strict=True))
+            name = template
+            for axis, size in axes:
+                name = name.replace(f"{{{axis}}}", str(size))
+            if not _NAME.fullmatch(name):
+                self.fail(name_node, "name", repr(template), f"no placeholders but {', '.join(f'{{{a}}}' for a in op.axes)}")
+            yield name, axes
+
+    def axis(self, axis: str, node: yaml.Node, smallest: int) -> list[int]:
+        sizes = []
+        for child, value in self.values(node, axis):
+            if type(value) is not int or value < smallest:
+                self.fail(child, axis, repr(value), f"an integer of {smallest} or more")
+            sizes.append(value)
+        return sizes
+
+    def choices(
+        self, field: str, op: Op, ops: list[Op], fields: Mapping[str, _Item], named: bool, default: tuple[Option, ...]
+    ) -> list[Option]:
+        """The values of a field that `op` offers; where the entry does not name its operators the others are left out."""
+        if field not in fields:
+            return list(default)
+        taken = []
+        for node, value in self.values(fields[field].value, field):
+            match = _match(value, _offered(op, field))
+            if match is not None:
+                taken.append(match)
+            elif named or all(_match(value, _offered(other, field)) is None for other in ops):
+                offered = dict.fromkeys(str(v).lower() for o in ([op] if named else ops) for v in _offered(o, field))
+                self.fail(node, field, repr(value), f"one of {', '.join(offered)}")
+        return taken
+
+    def check_fields(self, items: Mapping[str, _Item], ops: list[Op], named: bool) -> None:
+        """Every field belongs to an operator: to all of them where the entry names them."""
+        for key, item in items.items():
+            lacking = [op for op in ops if key not in _fields(op)]
+            if len(lacking) == len(ops) or (named and lacking):
+                known = dict.fromkeys(field for op in (lacking if named else ops) for field in _fields(op))
+                first = [] if items is self.defaults else ["name", "op"]
+                self.fail(item.key, key, self.shown(item.value), f"a field among {', '.join([*first, *known])}")
+
+    def check_defaults(self) -> None:
+        """The defaults are checked where they stand, whether an entry uses them or not."""
+        self.check_fields(self.defaults, self.ops, named=False)
+        for key, item in self.defaults.items():
+            if any(key in op.axes for op in self.ops):
+                self.axis(key, item.value, 0)
+            else:
+                self.choices(key, self.ops[0], self.ops, self.defaults, False, ())
+
+    def operators(self, node: yaml.Node, field: str) -> list[Op]:
+        known = self.known if field == "ops" else {op.name: op for op in self.ops}
+        ops = []
+        for child, value in self.values(node, field):
+            if not isinstance(value, str) or value not in known:
+                self.fail(child, field, repr(value), f"one of {', '.join(known)}")
+            ops.append(known[value])
+        return ops
+
+    def gate(self, item: _Item | None) -> dict[str, float]:
+        limits: dict[str, float] = {}
+        for key, limit in self.mapping(item.value, "gate").items() if item else ():
+            if key != "margin":
+                self.fail(limit.key, f"gate.{key}", self.shown(limit.value), "no limit but margin")
+            value = self.scalar(limit.value, "gate.margin")
+            if type(value) not in (int, float) or not 0 <= value < 1:
+                self.fail(limit.value, "gate.margin", repr(value), "a fraction from 0 to below 1")
+            limits[key] = float(value)
+        return limits
+
+    def remember(self, section: Section, op: str, case: Case, node: yaml.Node) -> None:
+        """Keep names unique: one row each, one shape each."""
+        row, shape = (section, op, case.name, case.dtype, case.quant, case.options), (section, op, case.name)
+        if row in self.lines or self.sizes.get(shape, case.axes) != case.axes:
+            used = self.lines.get(row, self.lines.get(shape))
+            self.fail(node, "name", repr(case.name), f"a name not used for {op} on line {used}")
+        self.sizes[shape] = case.axes
+        self.lines[row] = node.start_mark.line + 1
+        self.lines.setdefault(shape, node.start_mark.line + 1)
+
+    def mapping(self, node: yaml.Node, field: str) -> dict[str, _Item]:
+        if not isinstance(node, yaml.MappingNode):
+            self.fail(node, field, self.shown(node), "fields with values")
+        items: dict[str, _Item] = {}
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                self.fail(key, field, self.shown(key), "plain field names")
+            if key.value in items:
+                self.fail(key, key.value, self.shown(value), "each field once")
+            items[key.value] = _Item(key, value)
+        return items
+
+    def values(self, node: yaml.Node, field: str) -> list[tuple[yaml.Node, Any]]:
+        """A value, or each value of a list that is not empty."""
+        children = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        if not children:
+            self.fail(node, field, "[]", "at least one value")
+        found: list[tuple[yaml.Node, Any]] = []
+        for child in children:
+            value = self.scalar(child, field)
+            if any(type(value) is type(other) and value == other for _, other in found):
+                self.fail(child, field, repr(value), "each value once")
+            found.append((child, value))
+        return found
+
+    def name(self, node: yaml.Node, field: str, placeholders: bool = False) -> str:
+        value = self.scalar(node, field)
+        if not isinstance(value, str) or not _NAME.fullmatch(re.sub(r"[{}]", "", value) if placeholders else value):
+            self.fail(node, field, repr(value), "a name without blanks")
+        return value
+
+    def scalar(self, node: yaml.Node, field: str) -> Any:
+        if not isinstance(node, yaml.ScalarNode):
+            self.fail(node, field, self.shown(node), "a plain value")
+        try:
+            return yaml.constructor.SafeConstructor().construct_object(node)
+        except (yaml.YAMLError, ValueError):
+            self.fail(node, field, repr(node.value), "a plain value")
+
+    def shown(self, node: yaml.Node) -> str:
+        if isinstance(node, yaml.ScalarNode):
+            return repr(node.value)
+        return "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
+
+    def fail(self, node: yaml.Node, field: str, shown: str, expected: str) -> NoReturn:
+        raise ValueError(f"{self.path}:{node.start_mark.line + 1}: {field}: {shown}: expected {expected}")
+
+
+def _fields(op: Op) -> tuple[str, ...]:
+    return (*op.axes, "dtype", "quant", *op.options)
+
+
+def _offered(op: Op, field: str) -> tuple[Option, ...]:
+    return {"dtype": op.dtypes, "quant": op.quants}.get(field, op.options.get(field, ()))
+
+
+def _match(value: Any, offered: tuple[Option, ...]) -> Option | None:
+    """The offered value that a YAML value stands for; 1 is not true, but 1 is 1.0."""
+    for option in offered:
+        if value == option and (type(value) is type(option) or (type(value) is int and type(option) is float)):
+            return option
+    return None

@@ -1,0 +1,107 @@
+"""Every evaluation of a config, append-only: what a search has paid for is never paid for twice.
+
+Knows no GPU and decides nothing. Imports the standard library and spec.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kerneltune.spec import Case, Config, Op, Variant
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One evaluation. status: `ok`, or why there is no time: `compile`, `spills`, `resident`, `wrong`, `failed`."""
+
+    status: str
+    time_us: float | None = None
+    detail: str = ""
+
+
+class TrialStore:
+    """Trials of one operator on one GPU, in one JSONL file; a truncated last line, as a kill leaves it, is dropped."""
+
+    def __init__(self, path: Path, **fingerprint: str) -> None:
+        """fingerprint: what else a time depends on: source hash, triton, driver."""
+        self._path = path
+        self._fingerprint = tuple(sorted(fingerprint.items()))
+        self._trials: dict[tuple[Any, ...], Trial] = {}
+        self._load()
+
+    def get(self, op: Op, case: Case, variant: Variant, policy: str, config: Config) -> Trial | None:
+        """The stored evaluation, if there is one under the same fingerprint."""
+        return self._trials.get(self._key(op.name, case, variant.name, policy, _values(config)))
+
+    def put(self, op: Op, case: Case, variant: Variant, policy: str, config: Config, trial: Trial) -> None:
+        """Store an evaluation; it is on disk when this returns.
+
+        Raises:
+            ValueError: the file cannot be written.
+        """
+        identity = {
+            "op": op.name,
+            "variant": variant.name,
+            "axes": dict(case.axes),
+            "dtype": case.dtype,
+            "quant": case.quant,
+            "options": dict(case.options),
+            "policy": policy,
+            "config": dict(_values(config)),
+        }
+        line = json.dumps(identity | asdict(trial) | {"fingerprint": dict(self._fingerprint)}) + "\n"
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a") as file:
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise ValueError(f"cannot write {self._path}: {error.strerror}") from error
+        self._trials[self._key(op.name, case, variant.name, policy, _values(config))] = trial
+
+    def ranked(self, op: Op, case: Case, variant: Variant, policy: str) -> list[dict[str, Any]]:
+        """The configs of a case that have a time, as knob values, fastest first."""
+        found = []
+        for key, trial in self._trials.items():
+            if key[:-1] == self._key(op.name, case, variant.name, policy, ())[:-1] and trial.time_us is not None:
+                found.append((trial.time_us, key[-1]))
+        return [dict(values) for _, values in sorted(found)]
+
+    def __len__(self) -> int:
+        return len(self._trials)
+
+    def _key(self, op: str, case: Case, variant: str, policy: str, values: tuple[tuple[str, Any], ...]) -> tuple[Any, ...]:
+        return (op, variant, case.axes, case.dtype, case.quant, case.options, policy, values)
+
+    def _load(self) -> None:
+        if not self._path.exists():
+            return
+        for row in _rows(self._path):
+            if tuple(sorted(row.pop("fingerprint").items())) != self._fingerprint:
+                continue
+            case = Case("", tuple(row["axes"].items()), row["dtype"], row["quant"], tuple(row["options"].items()))
+            key = self._key(row["op"], case, row["variant"], row["policy"], tuple(row["config"].items()))
+            self._trials[key] = Trial(row["status"], row["time_us"], row["detail"])
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    text = path.read_text()
+    lines = text.splitlines()
+    whole = lines if text.endswith("\n") else lines[:-1]
+    if len(whole) != len(lines):
+        path.write_text("".join(f"{line}\n" for line in whole))
+    for number, line in enumerate(whole, start=1):
+        try:
+            row = json.loads(line)
+            row["fingerprint"], row["config"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}:{number}: not a trial: {line[:80]!r}; move the file away to start anew") from error
+        yield row
+
+
+def _values(config: Config) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, getattr(config, name)) for name in config.__dataclass_fields__)

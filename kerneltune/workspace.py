@@ -1,0 +1,62 @@
+"""Zero-initialised memory through which the programs of one launch talk to each other.
+
+Layout: tl_lib's `launch_tag`, `close_launch` and `publish`. Launches nothing. May import torch.
+"""
+
+import ctypes
+from functools import cache, lru_cache
+
+import torch
+
+HEADER_WORDS = 32
+"""64-bit words before the first slot: the launch counter and the count of arrived programs, a cache line apart."""
+
+_MIN_WORDS = 1 << 16
+_CAPTURES_KEPT = 64
+
+
+def workspace(slots: int, device: torch.device) -> torch.Tensor:
+    """(≥ slots + header,) int64 for the next launch on the current stream.
+
+    Launches on one stream follow each other and share a workspace: each marks its words with the number of its launch, so
+    nothing has to be cleared. A CUDA graph has a workspace of its own, cleared once at the start of every replay, so that
+    graphs may be replayed side by side.
+    """
+    words = max(_MIN_WORDS, 1 << (slots + HEADER_WORDS - 1).bit_length())
+    if device.type != "cuda":
+        return torch.zeros(words, dtype=torch.int64, device=device)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    capture = _capture_id(stream) if torch.cuda.is_current_stream_capturing() else 0
+    if capture is None:
+        return torch.zeros(words, dtype=torch.int64, device=device)
+    cached = _of_capture if capture else _of_stream
+    return cached(device.index or 0, stream, capture, words)
+
+
+@cache
+def _of_stream(index: int, _stream: int, _capture: int, words: int) -> torch.Tensor:
+    return torch.zeros(words, dtype=torch.int64, device=torch.device("cuda", index))
+
+
+@lru_cache(maxsize=_CAPTURES_KEPT)
+def _of_capture(index: int, _stream: int, _capture: int, words: int) -> torch.Tensor:
+    """Allocated while capturing: the memory and its clearing belong to the graph."""
+    return torch.zeros(words, dtype=torch.int64, device=torch.device("cuda", index))
+
+
+@cache
+def _driver() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+
+
+def _capture_id(stream: int) -> int | None:
+    """The driver's number of the capture under way on a stream; None where the driver cannot be asked."""
+    driver = _driver()
+    if driver is None:
+        return None
+    status, capture = ctypes.c_int(), ctypes.c_uint64()
+    failed = driver.cuStreamGetCaptureInfo(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(capture))
+    return None if failed else capture.value

@@ -1,0 +1,278 @@
+"""The config cache: look-up order, one warning for a broken file, and writes that lose nothing."""
+
+import json
+import multiprocessing
+import random
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kerneltune import cache
+from kerneltune.cache import Entry
+from kerneltune.spec import Case
+
+OP, GPU = "rmsnorm_fwd", "nvidia_h200"
+OPTIONS = (("zero_centered", False),)
+
+
+def axes(rows: int, columns: int) -> tuple[tuple[str, int], ...]:
+    return ("M", rows), ("N", columns)
+
+
+def entry(rows: int = 8192, columns: int = 4096, warps: int = 4, **changes: Any) -> Entry:
+    values: dict[str, Any] = {
+        "variant": "optimized",
+        "case": f"{rows}x{columns}",
+        "axes": axes(rows, columns),
+        "dtype": "bfloat16",
+        "quant": "fp8",
+        "options": OPTIONS,
+        "policy": "cold",
+        "config": {"block": 1024, "warps": warps},
+        "evidence": {"time_us": 43.5, "speedup": 1.2},
+    }
+    return Entry(**{**values, **changes})
+
+
+def look(root: Path, rows: int, columns: int, dtype: str = "bfloat16", **more: Any) -> cache.Hit | None:
+    free = more.pop("free_axes", ("M", "N"))
+    return cache.lookup(OP, "optimized", GPU, axes(rows, columns), dtype, "fp8", OPTIONS, free_axes=free, root=root, **more)
+
+
+@pytest.fixture(autouse=True)
+def forget() -> Iterator[None]:
+    cache.clear()
+    yield
+    cache.clear()
+
+
+def test_the_file_holds_one_sorted_entry_a_line(tmp_path: Path) -> None:
+    for stored in (entry(16384), entry(8192), entry(8192, variant="atomic"), entry(16384, warps=8)):
+        path = cache.store(OP, GPU, stored, tmp_path)
+    assert path == tmp_path / GPU / f"{OP}.json"
+    assert path.read_text() == (
+        '{\n  "schema": 1,\n  "op": "rmsnorm_fwd",\n  "device": "nvidia_h200",\n  "entries": [\n'
+        '    {"variant": "atomic", "case": "8192x4096", "axes": {"M": 8192, "N": 4096}, "dtype": "bfloat16", "quant": "fp8", '
+        '"options": {"zero_centered": false}, "policy": "cold", "config": {"block": 1024, "warps": 4}, '
+        '"evidence": {"time_us": 43.5, "speedup": 1.2}},\n'
+        '    {"variant": "optimized", "case": "8192x4096", "axes": {"M": 8192, "N": 4096}, "dtype": "bfloat16", "quant": "fp8", '
+        '"options": {"zero_centered": false}, "policy": "cold", "config": {"block": 1024, "warps": 4}, '
+        '"evidence": {"time_us": 43.5, "speedup": 1.2}},\n'
+        '    {"variant": "optimized", "case": "16384x4096", "axes": {"M": 16384, "N": 4096}, "dtype": "bfloat16", '
+        '"quant": "fp8", "options": {"zero_centered": false}, "policy": "cold", "config": {"block": 1024, "warps": 8}, '
+        '"evidence": {"time_us": 43.5, "speedup": 1.2}}\n'
+        "  ]\n}\n"
+    )
+    assert cache.load_strict(path) == cache.load(OP, GPU, tmp_path)
+    assert sorted(p.name for p in path.parent.iterdir() if not p.name.startswith(".")) == [f"{OP}.json"]
+    assert not list(path.parent.glob("*.tmp")) + list(path.parent.glob(".*.tmp"))
+
+
+def test_exact_then_nearest(tmp_path: Path) -> None:
+    for stored in (entry(8192, warps=4), entry(16384, warps=8), entry(8192, 8192, warps=16)):
+        cache.store(OP, GPU, stored, tmp_path)
+    hit = look(tmp_path, 8192, 4096)
+    assert hit is not None and hit.exact and hit.distance == 0 and hit.entry.config["warps"] == 4
+    hit = look(tmp_path, 65536, 4096)
+    assert hit is not None and not hit.exact and hit.distance == 2 and hit.entry.config["warps"] == 8
+    hit = look(tmp_path, 4096, 8192)
+    assert hit is not None and hit.distance == 1 and hit.entry.config["warps"] == 16
+    assert look(tmp_path, 4096, 2048, free_axes=("M",)) is None
+    assert look(tmp_path, 0, 4096, free_axes=("M",)) is not None
+
+
+def test_ties_go_to_the_larger_size_then_to_the_config_text(tmp_path: Path) -> None:
+    for stored in (entry(4096, warps=1), entry(16384, warps=2), entry(8192, 8192, warps=8), entry(8192, 2048, warps=3)):
+        cache.store(OP, GPU, stored, tmp_path)
+    hits = cache.candidates(OP, "optimized", GPU, axes(8192, 4096), "bfloat16", "fp8", OPTIONS, "cold", ("M", "N"), tmp_path)
+    assert [hit.entry.config["warps"] for hit in hits] == [2, 8, 1, 3]
+
+
+def test_another_16_bit_type_serves_last_and_no_other_type_does(tmp_path: Path) -> None:
+    cache.store(OP, GPU, entry(warps=4, dtype="float16"), tmp_path)
+    cache.store(OP, GPU, entry(warps=2, dtype="float32"), tmp_path)
+    hit = look(tmp_path, 8192, 4096)
+    assert hit is not None and not hit.exact and hit.distance == 0.5 and hit.entry.config["warps"] == 4
+    cache.store(OP, GPU, entry(65536, warps=8), tmp_path)
+    hit = look(tmp_path, 8192, 4096)
+    assert hit is not None and hit.distance == 3 and hit.entry.config["warps"] == 8
+    assert look(tmp_path, 8192, 4096, dtype="float8_e4m3fn") is None
+
+
+@pytest.mark.parametrize("change", [{"quant": "none"}, {"policy": "hot"}, {"variant": "atomic"}, {"options": ()}])
+def test_everything_but_free_axes_and_type_must_match(tmp_path: Path, change: dict[str, Any]) -> None:
+    cache.store(OP, GPU, entry(**change), tmp_path)
+    assert look(tmp_path, 8192, 4096) is None
+
+
+def test_strict_look_up_raises(tmp_path: Path) -> None:
+    with pytest.raises(LookupError) as error:
+        look(tmp_path, 8, 16, strict=True)
+    case = "M=8 N=16 bfloat16 fp8 zero_centered=False"
+    assert str(error.value) == f"no config for rmsnorm_fwd optimized {case} cold on nvidia_h200 in {tmp_path}"
+
+
+def four_warps_at_most(case: Case, config: Mapping[str, Any]) -> bool:
+    return case["M"] == 8192 and config["warps"] <= 4
+
+
+def test_best_takes_the_first_that_is_accepted_and_remembers_until_something_is_stored(tmp_path: Path) -> None:
+    asked = (OP, "optimized", GPU, axes(8192, 4096), "bfloat16", "fp8", OPTIONS, "cold", ("M", "N"), tmp_path)
+    assert cache.best(*asked) is None
+    cache.store(OP, GPU, entry(warps=8), tmp_path)
+    cache.store(OP, GPU, entry(16384, warps=2), tmp_path)
+    assert cache.best(*asked) == {"block": 1024, "warps": 8}
+    assert cache.best(*asked, four_warps_at_most) == {"block": 1024, "warps": 2}
+    (tmp_path / GPU / f"{OP}.json").unlink()
+    assert cache.best(*asked) == {"block": 1024, "warps": 8}
+    cache.clear()
+    assert cache.best(*asked) is None
+
+
+def test_root_is_the_environment_then_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KERNELTUNE_CONFIGS", str(tmp_path))
+    assert cache.roots() == tmp_path
+    monkeypatch.delenv("KERNELTUNE_CONFIGS")
+    package = tmp_path / "kerneltune"
+    package.mkdir()
+    monkeypatch.setattr(cache, "__file__", str(package / "cache.py"))
+    assert cache.roots() == package / "configs"
+    (tmp_path / "pyproject.toml").write_text("")
+    assert cache.roots() == tmp_path / "configs"
+
+
+def stored_file(root: Path) -> Path:
+    cache.store(OP, GPU, entry(), root)
+    return cache.store(OP, GPU, entry(16384), root)
+
+
+def with_entry(path: Path, index: int, **changes: Any) -> None:
+    data = json.loads(path.read_text())
+    data["entries"][index].update(changes)
+    path.write_text(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"axes": {"M": "8192"}}, "axes: {'M': '8192'}: expected axis names with sizes of 0 or more"),
+        ({"axes": [1]}, "axes: [1]: expected an object"),
+        ({"options": {"pad": None}}, "options: {'pad': None}: expected option names with plain values"),
+        ({"dtype": 5}, "dtype: 5: expected a name"),
+        ({"config": "block=1"}, "config: 'block=1': expected an object"),
+        ({"colour": "red"}, "colour: 'red': expected no field of this name"),
+        ({"axes": {"M": 8192, "N": 4096}}, "case: '16384x4096': expected one entry of each identity"),
+    ],
+)
+def test_a_broken_entry_is_a_miss_with_one_warning(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    path = stored_file(tmp_path)
+    with_entry(path, 1, **changes)
+    cache.clear()
+    with pytest.warns(UserWarning) as warned:
+        assert cache.load(OP, GPU, tmp_path) == [entry()]
+    assert [str(w.message) for w in warned] == [f"{path}: entries[1]: {message}; not used"]
+    with pytest.raises(ValueError) as error:
+        cache.load_strict(path)
+    assert str(error.value) == f"{path}: entries[1]: {message}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"schema": 1,\n oops', ":2: JSON: Expecting property name enclosed in double quotes at column 2"),
+        ("[]", ": JSON: expected an object, got list"),
+        ('{"schema": 2}', ": schema: 2: expected 1"),
+        ('{"schema": 1, "op": "gemm"}', ": op: 'gemm': expected 'rmsnorm_fwd'"),
+        ('{"schema": 1, "op": "rmsnorm_fwd", "device": "h100"}', ": device: 'h100': expected 'nvidia_h200'"),
+        ('{"schema": 1, "op": "rmsnorm_fwd", "device": "nvidia_h200"}', ": entries: None: expected a list"),
+    ],
+)
+def test_a_broken_file_is_a_miss_with_one_warning_and_is_never_overwritten(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / GPU / f"{OP}.json"
+    path.parent.mkdir()
+    path.write_text(text)
+    with pytest.warns(UserWarning) as warned:
+        assert look(tmp_path, 1, 2) is None
+        assert look(tmp_path, 3, 4) is None
+    assert [str(w.message) for w in warned] == [f"{path}{message}; not used"]
+    with pytest.raises(ValueError) as error:
+        cache.store(OP, GPU, entry(), tmp_path)
+    assert str(error.value) == f"{path}{message}"
+    assert path.read_text() == text
+
+
+def test_two_broken_entries_are_one_warning(tmp_path: Path) -> None:
+    path = stored_file(tmp_path)
+    with_entry(path, 0, dtype="")
+    with_entry(path, 1, quant="")
+    with pytest.warns(UserWarning) as warned:
+        assert cache.load(OP, GPU, tmp_path) == []
+    assert [str(w.message) for w in warned] == [f"{path}: entries[0]: dtype: '': expected a name (and 1 more); not used"]
+
+
+def test_no_file_is_a_silent_miss(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cache.load(OP, GPU, tmp_path) == []
+    with pytest.raises(ValueError) as error:
+        cache.load_strict(tmp_path / "x.json")
+    assert str(error.value) == f"cannot read {tmp_path}/x.json: No such file or directory"
+
+
+def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / GPU).write_text("")
+    with pytest.raises(ValueError) as error:
+        cache.store(OP, GPU, entry(), tmp_path)
+    assert str(error.value) == f"cannot write {tmp_path}/{GPU}/{OP}.json: File exists"
+    assert [path.name for path in tmp_path.iterdir()] == [GPU]
+
+
+def test_a_failing_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = stored_file(tmp_path)
+    before = path.read_text()
+
+    def full(_source: object, _target: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(ValueError) as error:
+        cache.store(OP, GPU, entry(1), tmp_path)
+    assert str(error.value) == f"cannot write {path}: No space left on device"
+    assert path.read_text() == before
+    assert not list(path.parent.glob(".*.tmp"))
+
+
+def test_a_config_that_json_cannot_hold(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="^config: .*: expected values that JSON can hold, in the evidence too$"):
+        cache.store(OP, GPU, entry(config={"x": float("inf")}), tmp_path)
+
+
+def _store_twenty(root: Path, first: int) -> None:
+    for rows in range(first, first + 20):
+        cache.store(OP, GPU, entry(rows), root)
+
+
+def test_two_processes_lose_nothing(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=_store_twenty, args=(tmp_path, first)) for first in (1, 101)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    stored = [dict(e.axes)["M"] for e in cache.load_strict(tmp_path / GPU / f"{OP}.json")]
+    assert stored == [*range(1, 21), *range(101, 121)]
+
+
+def test_the_nearest_is_never_farther_than_any_other(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    for warps in range(30):
+        cache.store(OP, GPU, entry(rng.randrange(1, 10000), rng.randrange(1, 10000), warps), tmp_path)
+    for _ in range(50):
+        wanted = axes(rng.randrange(1, 10000), rng.randrange(1, 10000))
+        hits = cache.candidates(OP, "optimized", GPU, wanted, "bfloat16", "fp8", OPTIONS, "cold", ("M", "N"), tmp_path)
+        assert len(hits) == 30
+        assert [hit.distance for hit in hits] == sorted(hit.distance for hit in hits)

@@ -1,0 +1,205 @@
+"""RMSNorm for models: values and gradients against the formula in fp64, shapes, compilation, bad inputs."""
+
+import pytest
+import torch
+
+from kerneltune.nn import RMSNorm, rms_norm
+from kerneltune.nn import rmsnorm as implementation
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# One rounding of the result, in units of its type; two in the interpreter, which truncates bf16.
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-6}
+
+
+@pytest.fixture(params=["kernels", "plain"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The kernels (in the interpreter where there is no GPU), and the formula that other devices fall back to."""
+    if request.param == "plain":
+        monkeypatch.setattr(implementation, "_has_kernels", lambda _: False)
+    return str(request.param)
+
+
+def formula(x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centered: bool) -> torch.Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * (weight + 1 if zero_centered else weight)
+
+
+def expected(
+    x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, eps: float, zero_centered: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """y, dx and dweight in fp64, by autograd."""
+    x64, w64 = (t.detach().double().requires_grad_() for t in (x, weight))
+    y = formula(x64, w64, eps, zero_centered)
+    return y.detach(), *torch.autograd.grad(y, (x64, w64), dy.double())
+
+
+def close(got: torch.Tensor, want: torch.Tensor, rtol: float) -> None:
+    torch.testing.assert_close(
+        got.double(), want, rtol=rtol, atol=rtol * max(1.0, float(want.detach().abs().max())) if want.numel() else 0
+    )
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def leaves(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    return draw(*shape, dtype=dtype).requires_grad_(), draw(shape[-1], dtype=dtype).requires_grad_()
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1), (37, 257), (8, 1024)])
+def test_forward_and_gradients_match_fp64(shape: tuple[int, int], zero_centered: bool, dtype: torch.dtype) -> None:
+    x, weight = leaves(*shape, dtype=dtype)
+    dy = draw(*shape, dtype=dtype)
+    y = rms_norm(x, weight, 1e-5, zero_centered=zero_centered)
+    assert y.dtype == dtype and y.is_contiguous()
+    dx, dweight = torch.autograd.grad(y, (x, weight), dy)
+    want_y, want_dx, want_dweight = expected(x, weight, dy, 1e-5, zero_centered)
+    close(y, want_y, TOLERANCE[dtype])
+    close(dx, want_dx, TOLERANCE[dtype])
+    close(dweight, want_dweight, TOLERANCE[dtype])
+    assert dx.dtype == dweight.dtype == dtype
+
+
+@pytest.mark.usefixtures("path")
+def test_gradients_match_finite_differences() -> None:
+    x, weight = leaves(3, 16)
+    dy = draw(3, 16)
+    dx, dweight = torch.autograd.grad(rms_norm(x, weight), (x, weight), dy)
+    step = 1e-3
+    for leaf, gradient in ((x, dx), (weight, dweight)):
+        direction = torch.randn_like(leaf)
+        moved = [rms_norm(*(t + sign * step * direction if t is leaf else t for t in (x, weight))) for sign in (1, -1)]
+        slope = ((moved[0] - moved[1]).double() * dy).sum() / (2 * step)
+        torch.testing.assert_close(slope, (gradient.double() * direction).sum(), rtol=5e-3, atol=5e-3)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("leading", [(), (5,), (2, 3), (2, 1, 3)])
+def test_any_leading_shape(leading: tuple[int, ...]) -> None:
+    x, weight = leaves(*leading, 64)
+    y = rms_norm(x, weight)
+    assert y.shape == x.shape
+    close(y, formula(x.double(), weight.double(), 1e-6, False), 2e-5)
+    assert torch.autograd.grad(y.sum(), x)[0].shape == x.shape
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("leading", [(0,), (2, 0, 3)])
+def test_no_rows(leading: tuple[int, ...]) -> None:
+    x, weight = leaves(*leading, 32)
+    y = rms_norm(x, weight)
+    dx, dweight = torch.autograd.grad(y.sum(), (x, weight))
+    assert y.shape == dx.shape == x.shape
+    assert torch.equal(dweight, torch.zeros_like(weight))
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("layout", ["padded rows", "transposed", "last axis strided", "expanded"])
+def test_inputs_of_any_layout(layout: str) -> None:
+    x = {
+        "padded rows": lambda: draw(6, 40)[:, :32],
+        "transposed": lambda: draw(4, 6, 32).transpose(0, 1),
+        "last axis strided": lambda: draw(6, 64)[:, ::2],
+        "expanded": lambda: draw(1, 32).expand(6, 32),
+    }[layout]()
+    x.requires_grad_()
+    weight, dy = draw(32).requires_grad_(), draw(1, 32).expand(x.shape)
+    y = rms_norm(x, weight)
+    dx, dweight = torch.autograd.grad(y, (x, weight), dy)
+    for got, want in zip((y, dx, dweight), expected(x, weight, dy, 1e-6, False), strict=True):
+        close(got, want, 2e-5)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_without_a_graph_break(dynamic: bool) -> None:
+    torch.compiler.reset()
+    x, weight = leaves(4, 8, 64)
+
+    def block(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x * 2, weight, zero_centered=True).relu()
+
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    want, got = block(x, weight), compiled(x, weight)
+    assert torch.equal(got, want)
+    grads = [torch.autograd.grad(y.sum(), (x, weight)) for y in (want, got)]
+    for eager, traced in zip(*grads, strict=True):
+        assert torch.equal(eager, traced)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("rows", [0, 5])
+def test_operators_keep_torch_s_rules(rows: int) -> None:
+    x, weight = leaves(rows, 32, dtype=torch.bfloat16)
+    torch.library.opcheck(implementation.rmsnorm_fwd, (x, weight, 1e-6, False))
+    _, rsigma = implementation.rmsnorm_fwd(x.detach(), weight.detach(), 1e-6, False)
+    dz = draw(rows, 32, dtype=torch.bfloat16)
+    torch.library.opcheck(implementation.rmsnorm_bwd, (dz, x.detach(), rsigma, weight.detach(), False))
+
+
+def test_second_derivatives_are_refused() -> None:
+    x, weight = leaves(2, 8)
+    (dx,) = torch.autograd.grad(rms_norm(x, weight).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError):
+        dx.sum().backward()
+
+
+def test_module_is_the_function_with_a_weight() -> None:
+    module = RMSNorm(32, eps=1e-5, zero_centered=True, device=DEVICE, dtype=torch.bfloat16)
+    assert repr(module) == "RMSNorm(32, eps=1e-05, zero_centered=True)"
+    assert torch.equal(module.weight.detach(), torch.zeros_like(module.weight))
+    with torch.no_grad():
+        module.weight.copy_(draw(32))
+    x = draw(4, 32, dtype=torch.bfloat16)
+    assert torch.equal(module(x), rms_norm(x, module.weight, 1e-5, zero_centered=True))
+    module(x).sum().backward()
+    assert module.weight.grad is not None and module.weight.grad.shape == (32,)
+
+
+def test_module_state_survives_a_save_and_a_reset() -> None:
+    module, other = RMSNorm(16, device=DEVICE), RMSNorm(16, device=DEVICE)
+    assert list(module.state_dict()) == ["weight"]
+    with torch.no_grad():
+        module.weight.copy_(draw(16))
+    other.load_state_dict(module.state_dict())
+    assert torch.equal(other.weight, module.weight)
+    other.reset_parameters()
+    assert torch.equal(other.weight.detach(), torch.ones_like(other.weight))
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "eps", "message"),
+    [
+        ((4, 8), (9,), 1e-6, "tuple(x.shape)=(4, 8) tuple(weight.shape)=(9,)"),
+        ((4, 8), (8, 1), 1e-6, "tuple(weight.shape)=(8, 1)"),
+        ((), (1,), 1e-6, "tuple(x.shape)=()"),
+        ((4, 0), (0,), 1e-6, "tuple(x.shape)=(4, 0)"),
+        ((4, 8), (8,), -1.0, "eps=-1.0"),
+        ((4, 8), (8,), float("nan"), "eps=nan"),
+    ],
+)
+def test_bad_shapes_and_eps(x: tuple[int, ...], weight: tuple[int, ...], eps: float, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        rms_norm(torch.ones(x), torch.ones(weight), eps)
+    assert message in str(error.value)
+
+
+def test_bad_types_and_devices() -> None:
+    with pytest.raises(ValueError, match=r"x\.dtype=torch\.float16 weight\.dtype=torch\.float32"):
+        rms_norm(torch.ones(2, 8, dtype=torch.float16), torch.ones(8))
+    with pytest.raises(ValueError, match=r"x\.dtype=torch\.float64"):
+        rms_norm(torch.ones(2, 8, dtype=torch.float64), torch.ones(8, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"x\.device=device\(type='meta'\) weight\.device=device\(type='cpu'\)"):
+        rms_norm(torch.ones(2, 8, device="meta"), torch.ones(8))
+    with pytest.raises(ValueError, match="hidden_size=0"):
+        RMSNorm(0)
+    with pytest.raises(ValueError, match=r"eps=-1"):
+        RMSNorm(8, eps=-1)
+
+
+def test_meta_tensors_give_shapes() -> None:
+    y = rms_norm(torch.ones(2, 3, 8, device="meta", dtype=torch.bfloat16), torch.ones(8, device="meta", dtype=torch.bfloat16))
+    assert y.shape == (2, 3, 8) and y.dtype == torch.bfloat16 and y.is_meta

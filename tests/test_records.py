@@ -1,0 +1,206 @@
+"""Records: what a row may hold, and files that survive bad input, full disks and kills."""
+
+import dataclasses
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kerneltune import records
+from kerneltune.records import Record
+
+PASSED: dict[str, Any] = {
+    "op": "rmsnorm_fwd",
+    "variant": "optimized",
+    "case": "te-8192x4096",
+    "dtype": "bfloat16",
+    "quant": "fp8",
+    "policy": "cold",
+    "status": "passed",
+    "time_us": 43.5,
+    "gbps": 2300.0,
+    "ceiling_gbps": 4000.0,
+    "pct_ceiling": 57.5,
+    "ci_low_us": 43.0,
+    "ci_high_us": 44.0,
+    "n": 40,
+    "aa_floor": 0.004,
+    "config": {"block": 1024, "warps": 4},
+    "device": "NVIDIA H200",
+    "driver": "570.1",
+    "torch": "2.9",
+    "triton": "3.5",
+    "source_hash": "0123456789ab",
+    "commit": "abcdef0",
+    "date": "2026-11-21T06:00:00+00:00",
+    "axes": {"M": 8192, "N": 4096},
+    "options": {"zero_centered": False},
+}
+NO_TIMES = dict.fromkeys(["time_us", "gbps", "ceiling_gbps", "pct_ceiling", "ci_low_us", "ci_high_us", "n", "aa_floor"])
+
+
+def record(**changes: Any) -> Record:
+    return Record(**{**PASSED, **changes})
+
+
+def untimed(status: str, **changes: Any) -> Record:
+    return record(status=status, **{**NO_TIMES, **changes})
+
+
+def test_identity_and_labels() -> None:
+    axes, options = (("M", 8192), ("N", 4096)), (("zero_centered", False),)
+    assert record().key == ("rmsnorm_fwd", "bfloat16", "fp8", axes, options, "cold")
+    assert record(case="another name").key == record().key
+    assert record().label == "rmsnorm_fwd M=8192 N=4096 zero_centered=False bfloat16 fp8 cold"
+    assert record().config_label == "block=1024 warps=4"
+    assert record(config=None).config_label == "-"
+
+
+def test_the_first_fields_are_those_of_the_contract() -> None:
+    first = [field.name for field in dataclasses.fields(Record)][:23]
+    assert " ".join(first) == (
+        "op variant case dtype quant policy status time_us gbps ceiling_gbps pct_ceiling ci_low_us ci_high_us n aa_floor "
+        "config device driver torch triton source_hash commit date"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"op": ""}, "op: '': expected a name"),
+        ({"dtype": 16}, "dtype: 16: expected a name"),
+        ({"driver": None}, "driver: None: expected a string"),
+        ({"date": "yesterday"}, "date: 'yesterday': expected an ISO 8601 date and time in UTC"),
+        ({"date": "2026-11-21T06:00:00"}, "date: '2026-11-21T06:00:00': expected an ISO 8601 date and time in UTC"),
+        ({"axes": {"M": True}}, "axes: {'M': True}: expected axis names with sizes of 0 or more"),
+        ({"axes": {"M": -1}}, "axes: {'M': -1}: expected axis names with sizes of 0 or more"),
+        ({"options": {"pad": [8]}}, "options: {'pad': [8]}: expected option names with plain values"),
+        ({"config": [1]}, "config: [1]: expected knobs with values, or null"),
+        ({"time_us": "43"}, "time_us: '43': expected a finite number of 0 or more, or null"),
+        ({"time_us": float("nan")}, "time_us: nan: expected a finite number of 0 or more, or null"),
+        ({"gbps": True}, "gbps: True: expected a finite number of 0 or more, or null"),
+        ({"aa_floor": -0.1}, "aa_floor: -0.1: expected a finite number of 0 or more, or null"),
+        ({"n": 0}, "n: 0: expected a number of samples, or null"),
+        ({"status": "ok"}, "status: 'ok': expected one of passed, failed, skipped, checked"),
+        ({"device": "interpreter"}, "status: 'passed': expected 'checked' on device 'interpreter', where times mean nothing"),
+        ({"time_us": None}, "time_us: None: expected a value above 0 where the status is 'passed'"),
+        ({"time_us": 0.0}, "time_us: 0.0: expected a value above 0 where the status is 'passed'"),
+        ({"ci_low_us": 45.0}, "ci_low_us: 45.0: expected at most ci_high_us = 44.0"),
+        ({"status": "failed", "reason": "y differs"}, "time_us: 43.5: expected none where the status is 'failed'"),
+        ({"reason": "odd"}, "reason: 'odd': expected none where the status is 'passed'"),
+    ],
+)
+def test_bad_values(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        record(**changes)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize("status", ["failed", "skipped"])
+def test_a_row_that_did_not_pass_says_why_and_has_no_time(status: str) -> None:
+    assert untimed(status, reason="y differs").time_us is None
+    with pytest.raises(ValueError, match=f"^reason: '': expected a reason where the status is '{status}'$"):
+        untimed(status)
+    with pytest.raises(ValueError, match=f"^p90_us: 1.0: expected none where the status is '{status}'$"):
+        untimed(status, reason="y differs", p90_us=1.0)
+
+
+def test_append_and_load(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "folders" / "rmsnorm.jsonl"
+    first, second = record(), untimed("checked", device="interpreter", config=None)
+    records.append(path, [first])
+    records.append(path, [second, first])
+    records.append(path, [])
+    assert records.load(path) == [first, second, first]
+    lines = path.read_text().splitlines()
+    assert list(json.loads(lines[0])) == [field.name for field in dataclasses.fields(Record)]
+    assert all(records.from_json(records.to_json(r)) == r for r in (first, second))
+
+
+def test_newest_keeps_the_last_of_each_variant_key_and_device() -> None:
+    old, other, new = record(time_us=50.0), record(variant="baseline"), record(case="renamed")
+    assert records.newest([old, other, new]) == [new, other]
+
+
+def line(**changes: Any) -> str:
+    values = json.loads(records.to_json(record()))
+    values.update(changes)
+    return json.dumps(values)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"{line()}\n{{oops\n", ":2: JSON: Expecting property name enclosed in double quotes at column 2"),
+        ("\n", ":1: JSON: Expecting value at column 1"),
+        ("[1]\n", ":1: JSON: [1]: expected an object"),
+        (f"{line(colour='red')}\n", ":1: colour: 'red': expected no field of this name"),
+        ('{"op": "x"}\n', ":1: variant: missing"),
+        (f"{line(n='many')}\n", ":1: n: 'many': expected a number of samples, or null"),
+        (f"{line()}\n{line()[:40]}", ":2: JSON: truncated, the last line has no end"),
+        (f"{line()}\n{line()}", ":2: JSON: truncated, the last line has no end"),
+    ],
+)
+def test_broken_files(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError) as error:
+        records.load(path)
+    assert str(error.value) == f"{path}{message}"
+
+
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(b'{"op": "\xff"}\n')
+    with pytest.raises(ValueError) as error:
+        records.load(path)
+    assert str(error.value) == f"{path}:1: JSON: not readable as UTF-8 JSON"
+
+
+def test_no_such_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as error:
+        records.load(tmp_path / "none.jsonl")
+    assert str(error.value) == f"cannot read {tmp_path}/none.jsonl: No such file or directory"
+
+
+def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError) as error:
+        records.append(tmp_path / "file" / "r.jsonl", [record()])
+    assert str(error.value) == f"cannot write {tmp_path}/file/r.jsonl: File exists"
+
+
+def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "r.jsonl"
+    records.append(path, [record()])
+    before = path.read_bytes()
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:100]))
+    with pytest.raises(ValueError) as error:
+        records.append(path, [record()])
+    assert str(error.value) == f"cannot write {path}: {os.strerror(errno.ENOSPC)}"
+    assert path.read_bytes() == before
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_device_that_is_full() -> None:
+    with pytest.raises(ValueError, match="^cannot write /dev/full: No space left on device$"):
+        records.append(Path("/dev/full"), [record()])
+
+
+def test_a_truncated_file_is_not_appended_to(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text(line())
+    with pytest.raises(ValueError) as error:
+        records.append(path, [record()])
+    assert str(error.value) == f"cannot write {path}: its last line is truncated"
+    assert path.read_text() == line()
+
+
+def test_a_config_that_json_cannot_hold(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="^config: {'x': nan}: expected values that JSON can hold$"):
+        records.append(tmp_path / "r.jsonl", [record(config={"x": float("nan")})])
+    assert not (tmp_path / "r.jsonl").exists()

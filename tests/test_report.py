@@ -1,0 +1,298 @@
+"""Reports: the published table again from its CSV, and exact text for small literal records."""
+
+import csv
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kerneltune import report
+from kerneltune.records import Record
+
+PUBLISHED = Path(__file__).parent / "data" / "te_pr593_rmsnorm_ab.csv"
+OFF_BY_A_HUNDREDTH = 7
+"""Published speed-ups were taken from unrounded times, so 7 of the 80 differ by 0.01 from the ratio of the printed ones."""
+
+NO_TIMES = dict.fromkeys(["time_us", "gbps", "pct_ceiling", "ci_low_us", "ci_high_us", "n", "aa_floor"])
+
+
+def record(us: float = 100.0, **changes: Any) -> Record:
+    values: dict[str, Any] = {
+        "op": "rmsnorm_fwd",
+        "variant": "baseline",
+        "case": "te-8192x4096",
+        "dtype": "bfloat16",
+        "quant": "fp8",
+        "policy": "cold",
+        "status": "passed",
+        "time_us": us,
+        "gbps": 1000.0,
+        "ci_low_us": us,
+        "ci_high_us": us,
+        "n": 10,
+        "device": "NVIDIA H200",
+        "driver": "570",
+        "torch": "2.9",
+        "triton": "3.5",
+        "source_hash": "0",
+        "commit": "0",
+        "date": "2026-11-21T06:00:00Z",
+        "axes": {"M": 8192, "N": 4096},
+    }
+    return Record(**{**values, **changes})
+
+
+def failed(**changes: Any) -> Record:
+    return record(**{**NO_TIMES, "status": "failed", "reason": "y: 3 of 9 values\ndiffer", **changes})
+
+
+def checked(**changes: Any) -> Record:
+    return record(**{**NO_TIMES, "status": "checked", "device": "interpreter", **changes})
+
+
+def published() -> list[dict[str, str]]:
+    with PUBLISHED.open() as file:
+        return list(csv.DictReader(file))
+
+
+def published_rows() -> list[report.Row]:
+    """The published milliseconds and GB/s as records."""
+    sides: dict[str, list[Record]] = {"A": [], "B": []}
+    for line in published():
+        axes = {"M": int(line["M"]), "N": int(line["N"])}
+        for side, records in sides.items():
+            same = {"op": f"rmsnorm_{line['kind']}", "dtype": line["dtype"], "quant": line["quant"], "axes": axes}
+            records.append(record(float(line[f"{side}_ms"]) * 1000, gbps=float(line[f"{side}_gbps"]), **same))
+    return report.ab_rows(sides["A"], sides["B"])
+
+
+def test_the_published_table_again() -> None:
+    rows = published_rows()
+    lines = report.ab_text(rows, width=100).splitlines()
+    assert lines[0] == "kind dtype    quant       M      N       A ms       B ms    A GB/s    B GB/s   speedup"
+    assert lines[1] == "-" * 86
+    assert lines[2] == "bwd  bfloat16 none       29  17389     0.0459     0.0486      67.5      63.6      0.94x  -"
+    assert lines[3] == "bwd  bfloat16 none      256  65536     0.0556     0.0568    1813.9    1778.1      0.98x"
+    off = 0
+    for line, want in zip(lines[2:82], published(), strict=True):
+        start = f"{want['kind']:<4} {want['dtype']:<8} {want['quant']:<6} {want['M']:>6} {want['N']:>6}"
+        times = f"{want['A_ms']:>10} {want['B_ms']:>10} {want['A_gbps']:>9} {want['B_gbps']:>9}"
+        assert line[:76] == f"{start} {times}"
+        speedup, _, mark = line[76:].partition("x")
+        assert mark == ("  " + want["mark"] if want["mark"] else "")
+        hundredths = round(float(speedup) * 100) - round(float(want["speedup"]) * 100)
+        assert hundredths in (-1, 0, 1)
+        off += hundredths != 0
+    assert off == OFF_BY_A_HUNDREDTH
+
+
+def test_the_summary_of_the_published_table() -> None:
+    assert report.ab_text(published_rows()).splitlines()[82:] == [
+        "",
+        "80 rows: geometric mean 1.45x, range 0.94x to 7.48x",
+        "wins 47, ties 32, losses 1",
+        "  bwd none: 20 rows, geometric mean 1.08x",
+        "  fwd fp8: 20 rows, geometric mean 1.06x",
+        "  fwd fp8_t: 20 rows, geometric mean 3.27x",
+        "  fwd none: 20 rows, geometric mean 1.17x",
+    ]
+
+
+def test_the_published_csv_again() -> None:
+    lines = list(csv.DictReader(io.StringIO(report.ab_csv(published_rows()))))
+    columns = list(published()[0])
+    assert list(lines[0])[: len(columns)] == columns
+    for line, want in zip(lines, published(), strict=True):
+        assert {name: line[name] for name in columns if name != "speedup"} == {n: want[n] for n in columns if n != "speedup"}
+
+
+def test_80_columns_hold_the_same_columns() -> None:
+    lines = report.ab_text(published_rows(), width=80).splitlines()
+    assert lines[0] == "kind dtype    quant     M     N   A ms   B ms A GB/s B GB/s speedup"
+    assert lines[2] == "bwd  bfloat16 none     29 17389 0.0459 0.0486   67.5   63.6    0.94x  -"
+    assert max(map(len, lines)) <= 80
+
+
+def test_other_axes_and_long_names_widen_their_columns() -> None:
+    axes = {"E": 8, "M": 8192, "N": 4096, "K": 7168}
+    same: dict[str, Any] = {"op": "grouped_gemm", "quant": "blockwise", "axes": axes}
+    lines = report.ab_text(report.ab_rows([record(**same)], [record(50.0, **same)])).splitlines()
+    assert lines[0] == ("kind dtype    quant          E      M      N      K       A ms       B ms    A GB/s    B GB/s   speedup")
+    assert lines[2] == (
+        "gemm bfloat16 blockwise      8   8192   4096   7168     0.1000     0.0500    1000.0    1000.0      2.00x  +"
+    )
+
+
+def test_pairs_are_of_one_key_and_one_device() -> None:
+    a = [record(), record(quant="none"), record(device="NVIDIA H100"), record(policy="hot")]
+    b = [record(90.0), record(50.0, case="renamed"), record(policy="eager"), record(device="AMD MI300X")]
+    rows = report.ab_rows(a, b)
+    assert [(row.a.quant, row.b.time_us) for row in rows] == [("fp8", 50.0)]
+
+
+@pytest.mark.parametrize(("time_us", "mark"), [(95.2, "+"), (95.3, ""), (105.2, ""), (105.3, "-")])
+def test_marks_come_from_the_unrounded_speedup(time_us: float, mark: str) -> None:
+    (row,) = report.ab_rows([record()], [record(time_us)])
+    assert row.mark == mark
+
+
+def test_a_row_that_failed_shows_its_reason_and_no_time() -> None:
+    rows = report.ab_rows(
+        [record(), record(quant="none")], [failed(), record(50.0, quant="none", pct_ceiling=80.0, aa_floor=0.01)]
+    )
+    assert report.ab_text(rows) == (
+        "kind dtype    quant       M      N       A ms       B ms    A GB/s    B GB/s   speedup\n"
+        f"{'-' * 86}\n"
+        "fwd  bfloat16 fp8      8192   4096  B failed: y: 3 of 9 values differ\n"
+        "fwd  bfloat16 none     8192   4096     0.1000     0.0500    1000.0    1000.0      2.00x  +\n"
+        "\n"
+        "1 of 2 rows not compared\n"
+        "1 row: geometric mean 2.00x, range 2.00x to 2.00x\n"
+        "wins 1, ties 0, losses 0\n"
+        "  fwd none: 1 row, geometric mean 2.00x\n"
+        "B reaches 80.0 % of the ceiling in the median\n"
+        "A/A floor at most 1.0%\n"
+    )
+    assert report.ab_text([]).endswith("\n\nno rows to compare\n")
+    assert report.ab_text(rows[:1]).endswith("\n\n1 of 1 rows not compared\n")
+
+
+def test_ab_markdown() -> None:
+    b = record(50.0, ci_low_us=49.0, ci_high_us=51.0, pct_ceiling=80.0, aa_floor=0.01)
+    rows = report.ab_rows([record(), record(quant="none")], [b, failed(quant="none")])
+    assert report.ab_markdown(rows) == (
+        "| kind | dtype | quant | M | N | A ms | B ms | A GB/s | B GB/s | speedup |  | interval | B % of ceiling | A/A floor |\n"
+        "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n"
+        "| fwd | bfloat16 | fp8 | 8192 | 4096 | 0.1000 | 0.0500 | 1000.0 | 1000.0 | 2.00x | + | 1.96x–2.04x | 80.0 | 1.0% |\n"
+        "| fwd | bfloat16 | none | 8192 | 4096 |  |  |  |  | B failed: y: 3 of 9 values differ |  |  |  |  |\n"
+        "\n"
+        "- 1 of 2 rows not compared\n"
+        "- 1 row: geometric mean 2.00x, range 2.00x to 2.00x\n"
+        "- wins 1, ties 0, losses 0\n"
+        "- fwd fp8: 1 row, geometric mean 2.00x\n"
+        "- B reaches 80.0 % of the ceiling in the median\n"
+        "- A/A floor at most 1.0%\n"
+    )
+
+
+def swept() -> list[Record]:
+    long: dict[str, Any] = {"case": "llama3-70b-32768", "axes": {"M": 32768, "N": 8192}}
+    return [
+        record(pct_ceiling=40.0),
+        record(50.0, variant="optimized", gbps=2000.0, pct_ceiling=80.0, config={"block": 1024}),
+        record(quant="none", **long),
+        failed(variant="optimized", quant="none", **long),
+        failed(variant="liger", quant="none", status="skipped", reason="liger is not installed", **long),
+        record(80.0, variant="torch.compile", quant="none", **long),
+    ]
+
+
+def test_sweep_text_in_full_columns() -> None:
+    assert report.sweep_text(swept(), width=120) == (
+        "device: NVIDIA H200\n"
+        "op          case             dtype    quant   variant       time µs   GB/s % ceiling vs baseline\n"
+        "rmsnorm_fwd te-8192x4096     bfloat16 fp8     baseline       100.00 1000.0      40.0       1.00x\n"
+        "                                            * optimized       50.00 2000.0      80.0       2.00x\n"
+        "rmsnorm_fwd llama3-70b-32768 bfloat16 none    baseline       100.00 1000.0                 1.00x\n"
+        "                                              optimized     failed: y: 3 of 9 values differ\n"
+        "                                              liger         skipped: liger is not installed\n"
+        "                                            * torch.compile   80.00 1000.0                 1.25x\n"
+        "\n"
+        "4 passed, 1 failed, 1 skipped\n"
+    )
+
+
+def test_sweep_text_in_80_columns() -> None:
+    text = report.sweep_text(swept(), width=80)
+    assert text == (
+        "device: NVIDIA H200\n"
+        "    variant       time µs   GB/s % ceiling vs baseline\n"
+        "rmsnorm_fwd te-8192x4096 bfloat16 fp8\n"
+        "    baseline       100.00 1000.0      40.0       1.00x\n"
+        "  * optimized       50.00 2000.0      80.0       2.00x\n"
+        "rmsnorm_fwd llama3-70b-32768 bfloat16 none\n"
+        "    baseline       100.00 1000.0                 1.00x\n"
+        "    optimized     failed: y: 3 of 9 values differ\n"
+        "    liger         skipped: liger is not installed\n"
+        "  * torch.compile   80.00 1000.0                 1.25x\n"
+        "\n"
+        "4 passed, 1 failed, 1 skipped\n"
+    )
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_long_reasons_are_cut_to_the_width() -> None:
+    for width in (80, 120):
+        lines = report.sweep_text([failed(reason="x " * 200)], width).splitlines()
+        assert max(map(len, lines)) == width
+        assert any(line.endswith("…") for line in lines)
+
+
+def test_the_interpreter_has_results_and_no_times() -> None:
+    assert report.sweep_text([checked(), checked(variant="optimized")], width=120) == (
+        "device: interpreter (no GPU): results were checked for correctness; times do not exist\n"
+        "op          case         dtype    quant   variant   time µs GB/s % ceiling vs baseline\n"
+        "rmsnorm_fwd te-8192x4096 bfloat16 fp8     baseline  checked, not timed\n"
+        "                                          optimized checked, not timed\n"
+        "\n"
+        "2 checked\n"
+    )
+
+
+def test_options_are_shown_where_they_tell_rows_apart() -> None:
+    lines = report.sweep_text([record(options={"pad": 0}), record(options={"pad": 8}), record(quant="none")], width=120)
+    assert [line[12:32] for line in lines.splitlines()[2:5]] == [
+        "te-8192x4096 pad=0 b",
+        "te-8192x4096 pad=8 b",
+        "te-8192x4096       b",
+    ]
+
+
+def test_sweep_markdown() -> None:
+    assert report.sweep_markdown(swept()[:4]) == (
+        "device: NVIDIA H200\n"
+        "\n"
+        "| op | case | dtype | quant | variant | time µs | GB/s | % ceiling | vs baseline | config |\n"
+        "| --- | --- | --- | --- | --- | ---: | ---: | ---: | ---: | --- |\n"
+        "| rmsnorm_fwd | te-8192x4096 | bfloat16 | fp8 | baseline | 100.00 | 1000.0 | 40.0 | 1.00x | - |\n"
+        "| rmsnorm_fwd | te-8192x4096 | bfloat16 | fp8 | **optimized** | 50.00 | 2000.0 | 80.0 | 2.00x | block=1024 |\n"
+        "| rmsnorm_fwd | llama3-70b-32768 | bfloat16 | none | **baseline** | 100.00 | 1000.0 |  | 1.00x | - |\n"
+        "| rmsnorm_fwd | llama3-70b-32768 | bfloat16 | none | optimized | failed: y: 3 of 9 values differ |  |  |  | - |\n"
+        "\n"
+        "3 passed, 1 failed\n"
+    )
+
+
+def test_sweep_csv() -> None:
+    lines = list(csv.DictReader(io.StringIO(report.sweep_csv(swept()))))
+    assert [line["best"] for line in lines] == ["", "*", "", "", "", "*"]
+    assert lines[1] == {
+        "op": "rmsnorm_fwd",
+        "case": "te-8192x4096",
+        "M": "8192",
+        "N": "4096",
+        "dtype": "bfloat16",
+        "quant": "fp8",
+        "options": "",
+        "policy": "cold",
+        "variant": "optimized",
+        "status": "passed",
+        "time_us": "50.0",
+        "ci_low_us": "50.0",
+        "ci_high_us": "50.0",
+        "gbps": "2000.0",
+        "pct_ceiling": "80.0",
+        "aa_floor": "",
+        "vs_baseline": "2.0",
+        "best": "*",
+        "config": "block=1024",
+        "device": "NVIDIA H200",
+        "reason": "",
+    }
+    assert (lines[3]["status"], lines[3]["time_us"], lines[3]["reason"]) == ("failed", "", "y: 3 of 9 values differ")
+
+
+def test_no_records() -> None:
+    assert report.sweep_text([]).startswith("no records\n")
+    assert report.sweep_csv([]).count("\n") == 1

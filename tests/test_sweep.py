@@ -1,0 +1,225 @@
+"""Sweep files: what an entry expands to, and an error with file, line, field and value for everything else."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kerneltune import sweep
+from kerneltune.spec import Op, Option, Traffic, Variant
+
+REPO = Path(__file__).parent.parent
+
+
+def fake_op(name: str, quants: tuple[str, ...], options: dict[str, tuple[Option, ...]]) -> Op:
+    return Op(
+        name=name,
+        axes=("M", "N"),
+        dtypes=("bfloat16", "float16", "float32"),
+        inputs=lambda case, **_: {},
+        reference=lambda inputs: {},
+        compare=lambda case, inputs, outputs, expected: [],
+        traffic=lambda case: Traffic(0, 0),
+        variants=(Variant("baseline", lambda inputs, config: {}),),
+        module=__name__,
+        quants=quants,
+        options=options,
+    )
+
+
+FWD = fake_op(
+    "rmsnorm_fwd",
+    ("none", "fp8", "fp8_t"),
+    {"zero_centered": (False, True), "fp8_format": ("e4m3", "e5m2"), "row_pad": (0, 3, 8)},
+)
+BWD = fake_op("rmsnorm_bwd", ("none",), {"zero_centered": (False, True), "row_pad": (0, 3, 8)})
+OPS = {op.name: op for op in (FWD, BWD)}
+HEAD = "family: f\nops: [rmsnorm_fwd, rmsnorm_bwd]\n"
+
+
+def read(tmp_path: Path, text: str) -> sweep.Sweep:
+    path = tmp_path / "f.yaml"
+    path.write_text(text)
+    return sweep.load(path, OPS)
+
+
+def rows(entries: tuple[sweep.Entry, ...]) -> list[str]:
+    return [f"{entry.op} {entry.case.name} {entry.case.label}" for entry in entries]
+
+
+def test_an_entry_is_the_product_of_its_values(tmp_path: Path) -> None:
+    text = f"""{HEAD}defaults: {{dtype: float16, zero_centered: true}}
+check:
+  - {{name: empty, M: 0, N: 8, quant: [none, fp8]}}
+bench:
+  - {{name: b, op: rmsnorm_bwd, M: 1, N: 2, dtype: [bfloat16, float32], zero_centered: [false, true], row_pad: 8}}
+gate: {{margin: 0.05}}
+"""
+    read_sweep = read(tmp_path, text)
+    assert rows(read_sweep.check) == [
+        "rmsnorm_fwd empty M=0 N=8 float16 none zero_centered=True fp8_format=e4m3 row_pad=0",
+        "rmsnorm_fwd empty M=0 N=8 float16 fp8 zero_centered=True fp8_format=e4m3 row_pad=0",
+        "rmsnorm_bwd empty M=0 N=8 float16 none zero_centered=True row_pad=0",
+    ]
+    assert rows(read_sweep.bench) == [
+        "rmsnorm_bwd b M=1 N=2 bfloat16 none zero_centered=False row_pad=8",
+        "rmsnorm_bwd b M=1 N=2 bfloat16 none zero_centered=True row_pad=8",
+        "rmsnorm_bwd b M=1 N=2 float32 none zero_centered=False row_pad=8",
+        "rmsnorm_bwd b M=1 N=2 float32 none zero_centered=True row_pad=8",
+    ]
+    assert (read_sweep.family, read_sweep.gate) == ("f", {"margin": 0.05})
+    assert {entry.section for entry in read_sweep.check} == {"check"}
+
+
+def test_what_is_not_given_is_every_quant_the_first_type_and_the_first_option(tmp_path: Path) -> None:
+    found = rows(read(tmp_path, HEAD + "bench: [{name: a, M: 4, N: 8}]").bench)
+    assert found == [
+        "rmsnorm_fwd a M=4 N=8 bfloat16 none zero_centered=False fp8_format=e4m3 row_pad=0",
+        "rmsnorm_fwd a M=4 N=8 bfloat16 fp8 zero_centered=False fp8_format=e4m3 row_pad=0",
+        "rmsnorm_fwd a M=4 N=8 bfloat16 fp8_t zero_centered=False fp8_format=e4m3 row_pad=0",
+        "rmsnorm_bwd a M=4 N=8 bfloat16 none zero_centered=False row_pad=0",
+    ]
+
+
+def test_sizes_may_be_lists_where_the_name_says_them(tmp_path: Path) -> None:
+    found = read(tmp_path, HEAD + "bench: [{name: 'x-{M}x{N}', op: rmsnorm_bwd, M: [1, 2], N: [3, 4]}]").bench
+    assert [(entry.case.name, entry.case.axes) for entry in found] == [
+        ("x-1x3", (("M", 1), ("N", 3))),
+        ("x-1x4", (("M", 1), ("N", 4))),
+        ("x-2x3", (("M", 2), ("N", 3))),
+        ("x-2x4", (("M", 2), ("N", 4))),
+    ]
+
+
+def test_one_name_may_have_several_entries_of_one_shape(tmp_path: Path) -> None:
+    text = HEAD + "bench:\n- {name: a, M: 1, N: 2, quant: none}\n- {name: a, M: 1, N: 2, quant: fp8}\n"
+    assert len(read(tmp_path, text).bench) == 3
+
+
+def check(entry: str) -> str:
+    return f"{HEAD}check:\n  - {entry}\n"
+
+
+FIELDS = "name, op, M, N, dtype, quant, zero_centered, fp8_format, row_pad"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", ":1: file: empty: expected family, ops and cases"),
+        ("# nothing\n", ":1: file: empty: expected family, ops and cases"),
+        ("- 1\n", ":1: file: a list: expected fields with values"),
+        ("family: [\n", ":2: YAML: expected the node content, but found '<stream end>'"),
+        ("family: a\nops: [x\n", ":3: YAML: expected ',' or ']', but got '<stream end>'"),
+        ("a: 1\n---\nb: 2\n", ":2: YAML: but found another document"),
+        ("family: \x07\n", ":1: YAML: unacceptable character #x0007: special characters are not allowed"),
+        ("family: f\ncheck: []\n", ":1: ops: missing: expected names of operators"),
+        ("ops: rmsnorm_fwd\n", ":1: family: missing: expected a name"),
+        ("family: 5\nops: rmsnorm_fwd\n", ":1: family: 5: expected a name without blanks"),
+        ("family: f\nops: [gemm]\n", ":2: ops: 'gemm': expected one of rmsnorm_fwd, rmsnorm_bwd"),
+        ("family: f\nops: []\n", ":2: ops: []: expected at least one value"),
+        ("family: f\nfamily: g\n", ":2: family: 'g': expected each field once"),
+        (f"{HEAD}benches: 1\n", ":3: benches: '1': expected one of family, defaults, ops, check, bench, gate"),
+        (HEAD, ":1: check: missing: expected at least one entry in check or bench"),
+        (f"{HEAD}check: {{M: 1}}\n", ":3: check: a mapping: expected a list of entries"),
+        (f"{HEAD}check: [5]\n", ":3: check: '5': expected fields with values"),
+        (check("{M: 1, N: 1}"), ":4: name: missing: expected a name"),
+        (check("{name: 1, M: 1, N: 1}"), ":4: name: 1: expected a name without blanks"),
+        (check("{name: a b, M: 1, N: 1}"), ":4: name: 'a b': expected a name without blanks"),
+        (check("{name: a, M: 1}"), ":4: N: missing: expected the size of this axis of rmsnorm_fwd"),
+        (check("{name: a, M: 1, N: 1, M: 2}"), ":4: M: '2': expected each field once"),
+        (check("{name: a, M: -1, N: 1}"), ":4: M: -1: expected an integer of 0 or more"),
+        (check("{name: a, M: true, N: 1}"), ":4: M: True: expected an integer of 0 or more"),
+        (check("{name: a, M: '8', N: 1}"), ":4: M: '8': expected an integer of 0 or more"),
+        (check("{name: a, M: 1.5, N: 1}"), ":4: M: 1.5: expected an integer of 0 or more"),
+        (check("{name: a, M: 8, N: {x: 1}}"), ":4: N: a mapping: expected a plain value"),
+        (check("{name: a, M: 8, N: [[1]]}"), ":4: N: a list: expected a plain value"),
+        (check("{name: a, M: !!python/name:os.system 8, N: 1}"), ":4: M: '8': expected a plain value"),
+        (check("{name: a, M: 8, N: [1, 2]}"), ":4: name: 'a': expected a name with {N} in it, as N has several sizes"),
+        (check("{name: 'a{K}', M: 8, N: 1}"), ":4: name: 'a{K}': expected no placeholders but {M}, {N}"),
+        (check("{name: 'a{M}', M: [8, 8], N: 1}"), ":4: M: 8: expected each value once"),
+        (check("{name: a, M: 8, N: 1, K: 4}"), f":4: K: '4': expected a field among {FIELDS}"),
+        (check("{name: a, M: 8, N: 1, op: gemm}"), ":4: op: 'gemm': expected one of rmsnorm_fwd, rmsnorm_bwd"),
+        (check("{name: a, M: 8, N: 1, dtype: bf16}"), ":4: dtype: 'bf16': expected one of bfloat16, float16, float32"),
+        (check("{name: a, M: 8, N: 1, dtype: 16}"), ":4: dtype: 16: expected one of bfloat16, float16, float32"),
+        (check("{name: a, M: 8, N: 1, quant: [none, int8]}"), ":4: quant: 'int8': expected one of none, fp8, fp8_t"),
+        (check("{name: a, M: 8, N: 1, op: rmsnorm_bwd, quant: fp8}"), ":4: quant: 'fp8': expected one of none"),
+        (check("{name: a, M: 8, N: 1, zero_centered: 1}"), ":4: zero_centered: 1: expected one of false, true"),
+        (check("{name: a, M: 8, N: 1, row_pad: 4}"), ":4: row_pad: 4: expected one of 0, 3, 8"),
+        (check("{name: a, M: 8, N: 1, row_pad: false}"), ":4: row_pad: False: expected one of 0, 3, 8"),
+        (check("{name: a, M: 8, N: 1, row_pad: null}"), ":4: row_pad: None: expected one of 0, 3, 8"),
+        (
+            check("{name: a, M: 8, N: 1, op: rmsnorm_bwd, fp8_format: e5m2}"),
+            ":4: fp8_format: 'e5m2': expected a field among name, op, M, N, dtype, quant, zero_centered, row_pad",
+        ),
+        (f"{HEAD}bench: [{{name: a, M: 0, N: 1}}]\n", ":3: M: 0: expected an integer of 1 or more"),
+        (
+            check("{name: a, M: 1, N: 1}\n  - {name: b, M: 1, N: 1}\n  - {name: a, M: 1, N: 1}"),
+            ":6: name: 'a': expected a name not used for rmsnorm_fwd on line 4",
+        ),
+        (
+            check("{name: a, M: 1, N: 1, quant: none}\n  - {name: a, M: 2, N: 1, quant: fp8}"),
+            ":5: name: 'a': expected a name not used for rmsnorm_fwd on line 4",
+        ),
+        (f"{HEAD}defaults: {{name: a}}\n", f":3: name: 'a': expected a field among {FIELDS[10:]}"),
+        (f"{HEAD}defaults: {{dtype: bf17}}\n", ":3: dtype: 'bf17': expected one of bfloat16, float16, float32"),
+        (f"{HEAD}defaults: {{M: -2}}\n", ":3: M: -2: expected an integer of 0 or more"),
+        (check("{name: a, M: 1, N: 1}\ngate: 3"), ":5: gate: '3': expected fields with values"),
+        (check("{name: a, M: 1, N: 1}\ngate: {margn: 3}"), ":5: gate.margn: '3': expected no limit but margin"),
+        (check("{name: a, M: 1, N: 1}\ngate: {margin: 3}"), ":5: gate.margin: 3: expected a fraction from 0 to below 1"),
+        (check("{name: a, M: 1, N: 1}\ngate: {margin: yes}"), ":5: gate.margin: True: expected a fraction from 0 to below 1"),
+        (check("{name: a, M: 1, N: 1}\ngate: {margin: .nan}"), ":5: gate.margin: nan: expected a fraction from 0 to below 1"),
+    ],
+)
+def test_every_error_names_file_line_field_and_value(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        read(tmp_path, text)
+    assert str(error.value) == f"{tmp_path}/f.yaml{message}"
+
+
+def test_no_such_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as error:
+        sweep.load(tmp_path / "f.yaml", OPS)
+    assert str(error.value) == f"cannot read {tmp_path}/f.yaml: No such file or directory"
+    (tmp_path / "f.yaml").write_bytes(b"\xff")
+    with pytest.raises(ValueError) as error:
+        sweep.load(tmp_path / "f.yaml", OPS)
+    assert str(error.value) == f"cannot read {tmp_path}/f.yaml: not UTF-8"
+
+
+def test_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sweep, "data_root", lambda folder: tmp_path / "repo" / folder)
+    for path in ("repo/sweeps/norm.yaml", "repo/sweeps/gemm.yaml", "sweeps/norm.yaml"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("")
+    assert sweep.find("norm") == Path("sweeps/norm.yaml")
+    assert sweep.find("gemm") == tmp_path / "repo/sweeps/gemm.yaml"
+    assert sweep.find("repo/sweeps/norm.yaml") == Path("repo/sweeps/norm.yaml")
+    with pytest.raises(ValueError, match=r"^family: 'nrom': expected one of gemm, norm, or a \.yaml file$"):
+        sweep.find("nrom")
+    with pytest.raises(ValueError, match=r"^cannot read nrom\.yaml: no such file$"):
+        sweep.find("nrom.yaml")
+
+
+def count(entries: tuple[sweep.Entry, ...], **wanted: Any) -> int:
+    return sum(all(getattr(entry.case, name) == value for name, value in wanted.items()) for entry in entries)
+
+
+def test_the_rmsnorm_sweep() -> None:
+    rmsnorm = sweep.load(REPO / "sweeps" / "rmsnorm.yaml", OPS)
+    assert 25 <= len(rmsnorm.check) <= 30
+    for sizes in ((29, 17389), (3, 131072)):
+        big = [entry for entry in rmsnorm.check if entry.case.axes == (("M", sizes[0]), ("N", sizes[1]))]
+        assert [(entry.op, entry.case.quant, entry.case.dtype) for entry in big] == [
+            ("rmsnorm_fwd", "none", "bfloat16"),
+            ("rmsnorm_fwd", "fp8", "bfloat16"),
+            ("rmsnorm_fwd", "fp8_t", "bfloat16"),
+            ("rmsnorm_bwd", "none", "bfloat16"),
+        ]
+    published = [entry for entry in rmsnorm.bench if entry.case.name.startswith("te-")]
+    assert len({entry.case.axes for entry in published}) == 10
+    assert (len(published), len(rmsnorm.bench)) == (80, 112)
+    assert count(rmsnorm.bench, dtype="float16") == 40
+    assert len({(entry.op, entry.case) for entry in rmsnorm.bench}) == 112
+    assert rmsnorm.gate == {"margin": 0.03}
