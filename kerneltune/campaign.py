@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from kerneltune import cache, device, records, report, sweep
 from kerneltune.compare import Ceiling, check_only, compare
@@ -111,7 +111,9 @@ def run_sweep(ops: Mapping[str, Op], selection: Selection, options: Options, pro
         return checked
     for record in checked:
         if record.status == "failed":
-            progress.note(f"failed its check: {record.op} {record.variant} {record.case} {record.dtype} {record.quant}: {record.reason}")
+            progress.note(
+                f"failed its check: {record.op} {record.variant} {record.case} {record.dtype} {record.quant}: {record.reason}"
+            )
     entries = [e for e in plan.bench if selection.takes(e)]
     if options.tune:
         _tune(ops, entries, selection, options, progress)
@@ -132,7 +134,9 @@ def run_tune(ops: Mapping[str, Op], selection: Selection, options: Options, prog
     return _tune(ops, [e for e in plan.bench if selection.takes(e)], selection, options, progress)
 
 
-def compare_live(ops: Mapping[str, Op], selection: Selection, a: str, b: str, options: Options, progress: Progress) -> list[Record]:
+def compare_live(
+    ops: Mapping[str, Op], selection: Selection, a: str, b: str, options: Options, progress: Progress
+) -> list[Record]:
     """Measure two variants now, interleaved, on the selected bench cases.
 
     Raises:
@@ -321,7 +325,7 @@ def _measure(
 
 
 def _still_good(
-    done: Mapping[tuple[object, str], Record], op: Op, case: Case, variants: Sequence[Variant], options: Options
+    done: Mapping[tuple[Any, str], Record], op: Op, case: Case, variants: Sequence[Variant], options: Options
 ) -> list[Record] | None:
     """The rows of a case that an interrupted run left, if it left all of them for this source."""
     key = (op.name, case.dtype, case.quant, tuple(case.axes), tuple(case.options), options.policy)

@@ -22,6 +22,7 @@ from kerneltune.stats import Samples, median_interval, ratio_interval
 
 _SELF = "A/A"
 _CEILING = "ceiling"
+_TIMING = ("time_us", "gbps", "ceiling_gbps", "pct_ceiling", "ci_low_us", "ci_high_us", "n", "aa_floor", "p10_us", "p90_us")
 _BYTES_PER_TRAFFIC_BYTE = 8
 """Memory for inputs, outputs, the fp32 reference and its comparison, per byte of traffic."""
 
@@ -144,7 +145,9 @@ def _ceiling_gbps(samples: dict[str, Samples], ceiling: Ceiling | None) -> float
 def _timing(samples: Samples, traffic_bytes: int, ceiling_gbps: float | None, floor: float | None) -> dict[str, Any]:
     interval = median_interval(samples)
     gbps = traffic_bytes / interval.median / 1e3
-    p10, p90 = (float(q) for q in (sorted(samples)[int(0.1 * (len(samples) - 1))], sorted(samples)[int(0.9 * (len(samples) - 1))]))
+    p10, p90 = (
+        float(q) for q in (sorted(samples)[int(0.1 * (len(samples) - 1))], sorted(samples)[int(0.9 * (len(samples) - 1))])
+    )
     return {
         "time_us": _rounded(interval.median),
         "gbps": _rounded(gbps),
@@ -167,9 +170,7 @@ def _rounded(value: float | None) -> float | None:
 def _record(
     family: str, op: Op, case: Case, variant: Variant, config: Config, policy: str, status: str, reason: str, **timing: Any
 ) -> Record:
-    empty = dict.fromkeys(
-        ("time_us", "gbps", "ceiling_gbps", "pct_ceiling", "ci_low_us", "ci_high_us", "n", "aa_floor", "p10_us", "p90_us")
-    )
+    fields: dict[str, Any] = dict.fromkeys(_TIMING) | timing | device.versions()
     here = device.current()
     return Record(
         op=op.name,
@@ -182,7 +183,6 @@ def _record(
         config=config_values(config),
         device=here.name,
         driver=here.driver,
-        **device.versions(),
         source_hash=op.source_hash,
         commit=commit(),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -190,7 +190,7 @@ def _record(
         options=dict(case.options),
         reason=reason,
         family=family,
-        **(empty | timing),
+        **fields,
     )
 
 
@@ -201,14 +201,19 @@ def config_values(config: Config) -> dict[str, Any] | None:
 
 @functools.cache
 def commit() -> str:
-    """The commit of the checkout that runs, with `+` where files differ from it; `unknown` outside a checkout."""
-    folder = Path(__file__).parent
+    """The commit of the source that runs, with `+` where the package differs from it.
+
+    Outside a checkout, what `git archive` wrote into `.git_archival.txt`; `unknown` where there is neither.
+    """
+    root = Path(__file__).parent.parent
     try:
-        head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=folder, capture_output=True, text=True, check=True)
-        dirty = subprocess.run(["git", "status", "--porcelain", "kerneltune"], cwd=folder.parent, capture_output=True, text=True)
+        head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, check=True)
+        changed = subprocess.run(["git", "status", "--porcelain", "kerneltune"], cwd=root, capture_output=True, text=True)
+        return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return head.stdout.strip() + ("+" if dirty.stdout.strip() else "")
+        archived = root / ".git_archival.txt"
+        node = archived.read_text().strip() if archived.exists() else ""
+        return "unknown" if not node or "$" in node else node
 
 
 def _free_bytes() -> int:

@@ -92,7 +92,9 @@ def sm_count(device_type: str, index: int | None) -> int:
         return NO_GPU.sms
     import torch
 
-    count: int = torch.cuda.get_device_properties(index if index is not None else torch.cuda.current_device()).multi_processor_count
+    count: int = torch.cuda.get_device_properties(
+        index if index is not None else torch.cuda.current_device()
+    ).multi_processor_count
     return count
 
 

@@ -76,7 +76,7 @@ class Contender:
         self._walk()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) * 1e3 / self.calls
+        return float(start.elapsed_time(end)) * 1e3 / self.calls
 
     def _capture(self) -> torch.cuda.CUDAGraph:
         self._outputs = [None] * self.sets
@@ -105,7 +105,7 @@ class Contender:
         torch.cuda._sleep(_QUEUE_AHEAD_CYCLES)
         start, end = self.enqueue()
         end.synchronize()
-        return start.elapsed_time(end) * 1e3 / self.calls
+        return float(start.elapsed_time(end)) * 1e3 / self.calls
 
 
 def interleave(

@@ -11,7 +11,7 @@ FP8_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 FP8_MAX = {"e4m3": 448.0, "e5m2": 57344.0}
 
 INTERPRETED = triton.knobs.runtime.interpret
-"""True where kernels run in Triton's interpreter: programs run one after another, so a kernel may not wait for another program."""
+"""True where kernels run in Triton's interpreter: programs run in turn, so none may wait for another."""
 
 IS_CUDA = tl.constexpr(not INTERPRETED and torch.version.hip is None)
 """Whether kernels may hold PTX."""

@@ -153,9 +153,7 @@ class Tuner:
             self._inputs = [self.op.inputs(self.case, device="cuda", seed=i) for i in range(sets)]
 
     def _contender(self, config: Config, sample_us: float = 800.0) -> Contender:
-        return Contender(
-            lambda i: self.variant.run(self._inputs[i], config), len(self._inputs), POLICIES[self.policy], sample_us
-        )
+        return Contender(lambda i: self.variant.run(self._inputs[i], config), len(self._inputs), POLICIES[self.policy], sample_us)
 
 
 def tune(
@@ -262,7 +260,7 @@ class _Feedback(Iterator[list[Config]]):
         self._study = optuna.create_study(sampler=_SAMPLERS[search.sampler](search.seed))
         self._left = dict.fromkeys(pool)
         knobs = list(config_values(pool[0]) or {})
-        self._space = {
+        self._space: dict[str, optuna.distributions.BaseDistribution] = {
             knob: optuna.distributions.CategoricalDistribution(sorted({getattr(config, knob) for config in pool}, key=repr))
             for knob in knobs
         }

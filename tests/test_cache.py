@@ -115,8 +115,11 @@ def test_strict_look_up_raises(tmp_path: Path) -> None:
     assert str(error.value) == f"no config for rmsnorm_fwd optimized {case} cold on nvidia_h200 in {tmp_path}"
 
 
-def four_warps_at_most(case: Case, config: Mapping[str, Any]) -> bool:
-    return case["M"] == 8192 and config["warps"] <= 4
+def four_warps_at_most(_case: Case, knobs: dict[str, Any] | None) -> str | None:
+    """What an operator makes of knobs; its default where it gets none."""
+    if knobs is None:
+        return "default"
+    return f"{knobs['warps']} warps" if knobs["warps"] <= 4 else None
 
 
 def test_best_takes_the_first_that_is_accepted_and_remembers_until_something_is_stored(tmp_path: Path) -> None:
@@ -125,7 +128,9 @@ def test_best_takes_the_first_that_is_accepted_and_remembers_until_something_is_
     cache.store(OP, GPU, entry(warps=8), tmp_path)
     cache.store(OP, GPU, entry(16384, warps=2), tmp_path)
     assert cache.best(*asked) == {"block": 1024, "warps": 8}
-    assert cache.best(*asked, four_warps_at_most) == {"block": 1024, "warps": 2}
+    assert cache.best(*asked, four_warps_at_most) == "2 warps"
+    assert cache.best(*asked[:3], axes(7, 8), *asked[4:], four_warps_at_most) == "2 warps"
+    assert cache.best(*asked[:5], "none", *asked[6:], four_warps_at_most) == "default"
     (tmp_path / GPU / f"{OP}.json").unlink()
     assert cache.best(*asked) == {"block": 1024, "warps": 8}
     cache.clear()

@@ -237,7 +237,10 @@ def test_sweep_names_the_files_it_wrote(tmp_path: Path, monkeypatch: pytest.Monk
 def test_sweep_fails_when_a_variant_of_ours_fails(campaign: dict[str, Any], tmp_path: Path) -> None:
     failed: dict[str, Any] = {"status": "failed", "reason": "y: 3 of 4 wrong", **NO_TIMES}
     campaign["answer"] = [record(), record(variant="optimized", **failed)]
-    assert run("sweep", "rmsnorm", "--results", tmp_path).exit_code == 1
+    result = run("sweep", "rmsnorm", "--results", tmp_path)
+    label = "rmsnorm_fwd M=8192 N=4096 bfloat16 fp8 cold"
+    assert result.stderr.splitlines()[-1] == f"failed: optimized te-8192x4096 {label}: y: 3 of 4 wrong"
+    assert result.exit_code == 1
     campaign["answer"] = [record(), record(variant="eager", **failed)]
     assert run("sweep", "rmsnorm", "--results", tmp_path).exit_code == 0
 

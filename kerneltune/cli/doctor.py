@@ -69,7 +69,7 @@ def _state(nvml: Any, handle: Any) -> Iterator[Line]:
     yield "SM clock", f"{clock} of at most {highest} MHz", "not locked: compare only what is measured interleaved"
     yield "memory clock", f"{nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM)} MHz", ""
     yield "temperature", f"{nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)} °C", ""
-    reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle) & ~_HARMLESS_THROTTLE
+    reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(handle) & ~_HARMLESS_THROTTLE
     yield "throttled", f"reasons {reasons:#x}" if reasons else "no", "times are too long now" if reasons else ""
     others = [p.pid for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle) if p.pid != os.getpid()]
     yield (

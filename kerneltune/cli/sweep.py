@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kerneltune.cli import options as o
-from kerneltune.cli.console import note, show, width
+from kerneltune.cli.console import error_line, note, show, width
 from kerneltune.cli.progress import reporter
 
 
@@ -52,7 +52,10 @@ def command(
     show(sweep_text(records, width()))
     for path in _written(results_folder(options), started):
         note(f"wrote {path}")
-    if any(r.status == "failed" and not known[r.op].variant(r.variant).is_peer for r in records):
+    failed = [r for r in records if r.status == "failed" and not known[r.op].variant(r.variant).is_peer]
+    for record in failed:
+        error_line(f"failed: {record.variant} {record.case} {record.label}: {record.reason}")
+    if failed:
         raise typer.Exit(1)
 
 

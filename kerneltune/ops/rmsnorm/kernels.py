@@ -23,14 +23,18 @@ from kerneltune.tl_lib import (
 
 
 @triton.jit
-def _load_tile(ptr, tile, stride, cols, M, N, ROWS: tl.constexpr, STRIDED: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr):
-    """(ROWS, COLS) of a matrix: the rows OFFSET + STRIDED * i of a tile; zeros outside the matrix."""
+def _load_tile(
+    ptr, tile, stride, cols, M, N,
+    ROWS: tl.constexpr, STRIDED: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr, AGAIN: tl.constexpr,
+):  # fmt: skip
+    """(ROWS, COLS) of a matrix: the rows OFFSET + STRIDED * i of a tile; zeros outside the matrix. AGAIN: keep it in L2."""
     rows = tl.arange(0, ROWS) * STRIDED + OFFSET
     mask = (rows < M - tile * (ROWS * STRIDED))[:, None]
     if not EVEN:
         mask = mask & (cols < N)[None, :]
+    policy: tl.constexpr = "evict_last" if AGAIN else "evict_first"
     base = wide(tile * (ROWS * STRIDED)) * stride
-    return tl.load(ptr + base + (rows[:, None] * stride + cols[None, :]), mask=mask, other=0.0, eviction_policy="evict_first")
+    return tl.load(ptr + base + (rows[:, None] * stride + cols[None, :]), mask=mask, other=0.0, eviction_policy=policy)
 
 
 @triton.jit
@@ -66,7 +70,7 @@ def _rmsnorm_fwd_rows(
     M, N, stride_xm, eps,
     ZERO_CENTERED: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, PHASE: tl.constexpr,
-    EVEN: tl.constexpr, STAGES: tl.constexpr,
+    EVEN: tl.constexpr, STAGES: tl.constexpr, RELOAD: tl.constexpr,
 ):  # fmt: skip
     """y = x * rsqrt(mean(x²) + eps) * g. A program holds ROWS x (CHUNKS * COLS) of x; several PARTS have one chunk each."""
     part = tl.program_id(0) % PARTS
@@ -85,7 +89,7 @@ def _rmsnorm_fwd_rows(
         tag = launch_tag(ws_ptr)
         cols = part * COLS + tl.arange(0, COLS)
         slots = part * ROWS + lanes
-        x_next = _load_tile(x_ptr, first_tile, stride_xm, cols, M, N, ROWS, 1, 0, EVEN)
+        x_next = _load_tile(x_ptr, first_tile, stride_xm, cols, M, N, ROWS, 1, 0, EVEN, RELOAD)
         if PHASE != 2:
             publish(ws_ptr, first_tile * (PARTS * ROWS) + slots, _sum_of_squares(x_next), tag, lanes >= 0)
 
@@ -95,18 +99,19 @@ def _rmsnorm_fwd_rows(
         if PARTS > 1:
             xs = (x_next,)
             ahead = tile + step
-            x_next = _load_tile(x_ptr, ahead, stride_xm, cols, M, N, ROWS, 1, 0, EVEN)
+            x_next = _load_tile(x_ptr, ahead, stride_xm, cols, M, N, ROWS, 1, 0, EVEN, RELOAD)
             if PHASE != 2:
                 publish(ws_ptr, ahead * (PARTS * ROWS) + slots, _sum_of_squares(x_next), tag, (lanes >= 0) & (ahead < tiles))
             total = tl.zeros((ROWS,), dtype=tl.float32)
             if PHASE != 1:
                 total = _total(ws_ptr, tile, tag, ROWS, PARTS, PHASE)
         else:
-            total = tl.zeros((ROWS,), dtype=tl.float32)
+            squares = tl.zeros((ROWS, COLS), dtype=tl.float32)
             for c in tl.static_range(CHUNKS):
-                x = _load_tile(x_ptr, tile, stride_xm, c * COLS + tl.arange(0, COLS), M, N, ROWS, 1, 0, EVEN)
-                total += _sum_of_squares(x)
+                x = _load_tile(x_ptr, tile, stride_xm, c * COLS + tl.arange(0, COLS), M, N, ROWS, 1, 0, EVEN, RELOAD)
+                squares += x.to(tl.float32) * x.to(tl.float32)
                 xs = xs + (x,)
+            total = tl.sum(squares, axis=1)
         if PHASE != 1:
             r = tl.rsqrt(total * inv_n + eps)
             if part == 0:
@@ -117,11 +122,17 @@ def _rmsnorm_fwd_rows(
                 mask = (lanes < left)[:, None]
                 if not EVEN:
                     mask = mask & (cols_c < N)[None, :]
-                y = held(xs[c]).to(tl.float32) * r[:, None] * _gamma(g_ptr, cols_c, N, ZERO_CENTERED)
+                if RELOAD:
+                    x = _load_tile(x_ptr, tile, stride_xm, cols_c, M, N, ROWS, 1, 0, EVEN, False)
+                else:
+                    x = xs[c]
+                y = held(x).to(tl.float32) * r[:, None] * _gamma(g_ptr, cols_c, N, ZERO_CENTERED)
                 if FP8:
                     amax = tl.maximum(amax, _amax_by_eights(y))
                     y = quantize(y, scale, FP8_MAX, y_ptr.dtype.element_ty)
-                tl.store(y_tile + (lanes[:, None] * N + cols_c[None, :]), y.to(y_ptr.dtype.element_ty), mask=mask, cache_modifier=".cs")
+                tl.store(
+                    y_tile + (lanes[:, None] * N + cols_c[None, :]), y.to(y_ptr.dtype.element_ty), mask=mask, cache_modifier=".cs"
+                )
     if FP8 and PHASE != 1:
         tl.atomic_max(amax_ptr, tl.max(amax), sem="relaxed")
     if PARTS > 1 and PHASE == 0:
@@ -129,13 +140,13 @@ def _rmsnorm_fwd_rows(
 
 
 @triton.jit
-def _load_quads(x_ptr, tile, stride, cols, M, N, QUADS: tl.constexpr, EVEN: tl.constexpr):
+def _load_quads(x_ptr, tile, stride, cols, M, N, QUADS: tl.constexpr, EVEN: tl.constexpr, AGAIN: tl.constexpr):
     """A tile of 4 * QUADS rows as four (QUADS, COLS) sub-tiles; sub-tile k has the rows 4i + k."""
     return (
-        _load_tile(x_ptr, tile, stride, cols, M, N, QUADS, 4, 0, EVEN),
-        _load_tile(x_ptr, tile, stride, cols, M, N, QUADS, 4, 1, EVEN),
-        _load_tile(x_ptr, tile, stride, cols, M, N, QUADS, 4, 2, EVEN),
-        _load_tile(x_ptr, tile, stride, cols, M, N, QUADS, 4, 3, EVEN),
+        _load_tile(x_ptr, tile, stride, cols, M, N, QUADS, 4, 0, EVEN, AGAIN),
+        _load_tile(x_ptr, tile, stride, cols, M, N, QUADS, 4, 1, EVEN, AGAIN),
+        _load_tile(x_ptr, tile, stride, cols, M, N, QUADS, 4, 2, EVEN, AGAIN),
+        _load_tile(x_ptr, tile, stride, cols, M, N, QUADS, 4, 3, EVEN, AGAIN),
     )
 
 
@@ -177,13 +188,14 @@ def _rmsnorm_fwd_transpose(
     M, N, stride_xm, eps,
     ZERO_CENTERED: tl.constexpr, FP8_MAX: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr, PHASE: tl.constexpr,
-    EVEN: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr,
+    EVEN: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr, RELOAD: tl.constexpr,
 ):  # fmt: skip
     """fp8 y (M, N) and its transpose (N, M) from one read of x.
 
     A program holds ROWS x COLS of x as four interleaved sub-tiles, so that the four bytes that lie side by side in the
     transpose belong to one thread, and the transpose moves 32-bit words instead of bytes. The transposed tile is made of
-    packed integers, never of fp8 (yt comes as int32 words, as bytes where M is no multiple of 4): ptxas 12.8/12.9 corrupt a dual fp8 store on sm_90 (triton-lang/triton#11111).
+    packed integers, never of fp8: ptxas 12.8 and 12.9 corrupt a dual fp8 store on sm_90 (triton-lang/triton#11111). yt comes
+    as int32 words, or as bytes where M is no multiple of 4. RELOAD: read x again, from L2, instead of holding it.
     """
     QUADS: tl.constexpr = ROWS // 4
     part = tl.program_id(0) % PARTS
@@ -200,7 +212,7 @@ def _rmsnorm_fwd_transpose(
     amax = tl.zeros((QUADS, COLS // 8), dtype=tl.float32)
     if PARTS > 1:
         tag = launch_tag(ws_ptr)
-    xs_next = _load_quads(x_ptr, first_tile, stride_xm, cols, M, N, QUADS, EVEN)
+    xs_next = _load_quads(x_ptr, first_tile, stride_xm, cols, M, N, QUADS, EVEN, RELOAD)
     squares_next = _squares_of_quads(xs_next)
     if PARTS > 1 and PHASE != 2:
         _publish_quads(ws_ptr, first_tile, part, squares_next, tag, quads >= 0, QUADS, PARTS)
@@ -208,7 +220,7 @@ def _rmsnorm_fwd_transpose(
     for tile in tl.range(first_tile, tiles, step, num_stages=STAGES, disable_licm=True):
         xs = xs_next
         totals = squares_next
-        xs_next = _load_quads(x_ptr, tile + step, stride_xm, cols, M, N, QUADS, EVEN)
+        xs_next = _load_quads(x_ptr, tile + step, stride_xm, cols, M, N, QUADS, EVEN, RELOAD)
         squares_next = _squares_of_quads(xs_next)
         if PARTS > 1 and PHASE != 2:
             _publish_quads(ws_ptr, tile + step, part, squares_next, tag, (quads >= 0) & (tile + step < tiles), QUADS, PARTS)
@@ -228,7 +240,11 @@ def _rmsnorm_fwd_transpose(
                 r = tl.rsqrt(totals[k] * inv_n + eps)
                 if part == 0:
                     tl.store(rsigma_ptr + first_row + rows, r, mask=rows < left)
-                y = held(xs[k]).to(tl.float32) * r[:, None] * g
+                if RELOAD:
+                    x = _load_tile(x_ptr, tile, stride_xm, cols, M, N, QUADS, 4, k, EVEN, False)
+                else:
+                    x = xs[k]
+                y = held(x).to(tl.float32) * r[:, None] * g
                 amax = tl.maximum(amax, _amax_by_eights(y))
                 q = quantize(y, scale, FP8_MAX, y_ptr.dtype.element_ty)
                 tl.store(y_tile + (rows[:, None] * N + cols[None, :]), q, mask=mask)
@@ -236,7 +252,11 @@ def _rmsnorm_fwd_transpose(
                     qs = qs + (q,)
                 else:
                     yt_tile = yt_ptr + wide(part * COLS) * M + first_row
-                    tl.store(yt_tile + (lanes[:, None] * M + rows[None, :]), tl.trans(q.to(tl.uint8, bitcast=True)), mask=tl.trans(mask))
+                    tl.store(
+                        yt_tile + (lanes[:, None] * M + rows[None, :]),
+                        tl.trans(q.to(tl.uint8, bitcast=True)),
+                        mask=tl.trans(mask),
+                    )
             if PACKED:
                 words = pack_bytes(qs[0], qs[1], qs[2], qs[3])
                 yt_tile = yt_ptr + wide(part * COLS) * (M // 4) + wide(tile * QUADS)
@@ -269,8 +289,8 @@ def _rmsnorm_bwd_main(
     dg = tl.zeros((ROWS, COLS), dtype=tl.float32)
     if PARTS > 1:
         tag = launch_tag(ws_ptr)
-        x_next = _load_tile(x_ptr, group, N, cols, M, N, ROWS, 1, 0, EVEN)
-        dz_next = _load_tile(dz_ptr, group, N, cols, M, N, ROWS, 1, 0, EVEN)
+        x_next = _load_tile(x_ptr, group, N, cols, M, N, ROWS, 1, 0, EVEN, False)
+        dz_next = _load_tile(dz_ptr, group, N, cols, M, N, ROWS, 1, 0, EVEN, False)
         if PHASE != 2:
             partial = tl.sum(dz_next.to(tl.float32) * g * x_next.to(tl.float32), axis=1)
             publish(ws_ptr, group * (PARTS * ROWS) + slots, partial, tag, lanes >= 0)
@@ -280,8 +300,8 @@ def _rmsnorm_bwd_main(
             x = x_next
             dz = dz_next
             ahead = tile + step
-            x_next = _load_tile(x_ptr, ahead, N, cols, M, N, ROWS, 1, 0, EVEN)
-            dz_next = _load_tile(dz_ptr, ahead, N, cols, M, N, ROWS, 1, 0, EVEN)
+            x_next = _load_tile(x_ptr, ahead, N, cols, M, N, ROWS, 1, 0, EVEN, False)
+            dz_next = _load_tile(dz_ptr, ahead, N, cols, M, N, ROWS, 1, 0, EVEN, False)
             if PHASE != 2:
                 partial = tl.sum(dz_next.to(tl.float32) * g * x_next.to(tl.float32), axis=1)
                 publish(ws_ptr, ahead * (PARTS * ROWS) + slots, partial, tag, (lanes >= 0) & (ahead < tiles))
@@ -289,8 +309,8 @@ def _rmsnorm_bwd_main(
             if PHASE != 1:
                 total = _total(ws_ptr, tile, tag, ROWS, PARTS, PHASE)
         else:
-            x = _load_tile(x_ptr, tile, N, cols, M, N, ROWS, 1, 0, EVEN)
-            dz = _load_tile(dz_ptr, tile, N, cols, M, N, ROWS, 1, 0, EVEN)
+            x = _load_tile(x_ptr, tile, N, cols, M, N, ROWS, 1, 0, EVEN, False)
+            dz = _load_tile(dz_ptr, tile, N, cols, M, N, ROWS, 1, 0, EVEN, False)
             total = tl.sum(dz.to(tl.float32) * g * x.to(tl.float32), axis=1)
         if PHASE != 1:
             r = tl.load(rsigma_ptr + tile * ROWS + lanes, mask=lanes < left, other=0.0)
@@ -302,7 +322,9 @@ def _rmsnorm_bwd_main(
             dz32 = held(dz).to(tl.float32)
             dx = r[:, None] * (dz32 * g - c[:, None] * x32)
             dx_tile = dx_ptr + wide(tile * ROWS) * N
-            tl.store(dx_tile + (lanes[:, None] * N + cols[None, :]), dx.to(dx_ptr.dtype.element_ty), mask=mask, cache_modifier=".cs")
+            tl.store(
+                dx_tile + (lanes[:, None] * N + cols[None, :]), dx.to(dx_ptr.dtype.element_ty), mask=mask, cache_modifier=".cs"
+            )
             dg += dz32 * x32 * r[:, None]
     if PHASE != 1:
         tl.store(dg_ptr + wide(group) * N + cols, tl.sum(dg, axis=0), mask=cols < N)

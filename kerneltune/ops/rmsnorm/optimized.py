@@ -30,7 +30,7 @@ class FwdConfig:
 
     rows: of a tile; cols: of a load; split: programs share a row, one load each (always so with a transpose), or one
     program loops over it; warps: of a program; ctas: programs per multiprocessor, each looping over tiles, or 0 for a
-    program per tile; stages: depth of that loop's load pipeline.
+    program per tile; stages: depth of that loop's load pipeline; reload: read x once more, from L2, instead of holding it.
     """
 
     rows: int
@@ -39,6 +39,7 @@ class FwdConfig:
     warps: int
     ctas: int
     stages: int
+    reload: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,7 @@ def _launch_rows(x, weight, y, rsigma, scale, amax, scale_inv, eps, zero_centere
         kernels._rmsnorm_fwd_rows[(_groups(x, tiles, parts, c.ctas) * parts,)](
             x, weight, y, rsigma, scale, amax, scale_inv, ws, M, N, x.stride(0), eps,
             ZERO_CENTERED=zero_centered, FP8=fp8, FP8_MAX=FP8_MAX[fp8_format], ROWS=c.rows, COLS=c.cols, CHUNKS=chunks,
-            PARTS=parts, PHASE=phase, EVEN=N % c.cols == 0, STAGES=c.stages, num_warps=c.warps, **options,
+            PARTS=parts, PHASE=phase, EVEN=N % c.cols == 0, STAGES=c.stages, RELOAD=c.reload, num_warps=c.warps, **options,
         )  # fmt: skip
 
 
@@ -177,7 +178,7 @@ def _launch_transpose(x, weight, y, y_t, rsigma, scale, amax, scale_inv, eps, ze
             x, weight, y, y_t.view(torch.int32 if packed else torch.uint8), rsigma, scale, amax, scale_inv, ws,
             M, N, x.stride(0), eps,
             ZERO_CENTERED=zero_centered, FP8_MAX=FP8_MAX[fp8_format], ROWS=c.rows, COLS=c.cols, PARTS=parts, PHASE=phase,
-            EVEN=N % c.cols == 0, PACKED=packed, STAGES=c.stages, num_warps=c.warps, **options,
+            EVEN=N % c.cols == 0, PACKED=packed, STAGES=c.stages, RELOAD=c.reload, num_warps=c.warps, **options,
         )  # fmt: skip
 
 
@@ -224,17 +225,19 @@ def space_fwd(case: Case) -> Space:
     transposed tile is half a memory sector to two."""
     whole = _power_of_two(case["N"])
     if case.quant == "fp8_t":
-        cols = (64, 128, 256, 512) if whole <= 16384 else (256, 512, 1024)
-        shape: Space = {"rows": (16, 32, 64), "cols": cols, "split": (True,)}
-        return {**shape, "warps": (4, 8, 16), "ctas": (1, 2, 4), "stages": (2, 3)}
-    smallest = whole >> (3 if case["N"] % 8 else 2)
+        cols = (128, 256, 512) if whole <= 16384 else (256, 512, 1024)
+        shape: Space = {"rows": (16, 32, 64), "cols": cols, "split": (True,), "warps": (4, 8, 16)}
+        return {**shape, "ctas": (1, 2, 4), "stages": (2, 3), "reload": (False, True)}
+    long = whole > 8192
+    smallest = max(512, whole >> 3 if case["N"] % 8 or long else whole >> 1)
     return {
-        "rows": (1, 2, 4) if whole <= 2048 else (1, 2) if whole <= 8192 else (1,),
-        "cols": tuple(cols for cols in (whole >> k for k in range(5)) if cols >= smallest or (whole > 8192 and cols >= 4096)),
-        "split": (False, True) if whole > 8192 else (False,),
-        "warps": (1, 2, 4, 8, 16, 32),
-        "ctas": (0, 1, 2, 4),
+        "rows": (1, 2, 4) if whole <= 2048 else (1,) if long else (1, 2),
+        "cols": tuple(cols for cols in (whole >> k for k in range(5)) if smallest <= cols <= 16384 or cols == whole <= 32768),
+        "split": (False, True) if long else (False,),
+        "warps": (2, 4, 8, 16, 32) if whole > 1024 else (1, 2, 4, 8),
+        "ctas": (0, 2, 4) if whole <= 16384 else (0, 1, 2, 4),
         "stages": (1, 2, 3),
+        "reload": (False, True) if long else (False,),
     }
 
 
@@ -242,7 +245,7 @@ def space_bwd(case: Case) -> Space:
     """Tiles of up to four rows, one program to a row up to 16384 columns."""
     whole = _power_of_two(case["N"])
     cols = (whole,) if whole <= 4096 else (2048, 4096, 8192) if whole <= 8192 else (1024, 2048, 4096, 8192, 16384)
-    return {"rows": (1, 2, 4), "cols": cols, "warps": (4, 8, 16), "ctas": (1, 2, 4), "stages": (2, 3, 4), "reduce_cols": (32,)}
+    return {"rows": (1, 2, 4), "cols": cols, "warps": (4, 8, 16), "ctas": (1, 2, 4), "stages": (2, 3), "reduce_cols": (32,)}
 
 
 def valid_fwd(case: Case, config: FwdConfig) -> str | None:
@@ -260,7 +263,9 @@ def valid_fwd(case: Case, config: FwdConfig) -> str | None:
         return f"{loads} loads to a row"
     if (config.ctas == 0) != (config.stages == 1):
         return "a pipeline of loads needs a loop over tiles, and the loop needs the pipeline"
-    elements = config.rows * config.cols * (1 if config.split else loads)
+    if config.reload and (config.split or config.ctas):
+        return "reloading pays where one program has the whole row, and there are many programs"
+    elements = config.rows * config.cols * (1 if config.split or config.reload else loads)
     return _invalid_tile(case, elements, loads if config.split else 1, config, tensors=1)
 
 
@@ -293,10 +298,10 @@ def default_fwd(case: Case) -> FwdConfig:
     if case.quant == "fp8_t":
         cols = max(128, whole // _MAX_PARTS)
         rows = 32 if cols <= 512 else 16
-        return FwdConfig(rows=rows, cols=cols, split=True, warps=max(4, rows * cols // 1024), ctas=1, stages=2)
+        return FwdConfig(rows=rows, cols=cols, split=True, warps=max(4, rows * cols // 1024), ctas=1, stages=2, reload=False)
     split = whole > 16384
     cols = max(8192, whole // _MAX_PARTS) if split else whole
-    return FwdConfig(1, cols, split, warps=min(16, max(1, cols // 512)), ctas=1 if split else 0, stages=2 if split else 1)
+    return FwdConfig(1, cols, split, warps=min(16, max(1, cols // 512)), ctas=int(split), stages=1 + split, reload=False)
 
 
 def default_bwd(case: Case) -> BwdConfig:
@@ -324,7 +329,7 @@ def run_bwd(inputs: Inputs, config: BwdConfig | None) -> Outputs:
 
 
 def _power_of_two(n: int) -> int:
-    return max(16, triton.next_power_of_2(n))
+    return max(16, 1 << (n - 1).bit_length())
 
 
 def _check_fwd(

@@ -52,7 +52,9 @@ def _gamma_block(g_ptr, cols, mask, ZERO_CENTERED: tl.constexpr):
 
 
 @triton.jit
-def _write_block(y, y_ptr, yt_ptr, row, cols, mask, amax, scale, M, N, FP8: tl.constexpr, FP8_MAX: tl.constexpr, TRANSPOSE: tl.constexpr):
+def _write_block(
+    y, y_ptr, yt_ptr, row, cols, mask, amax, scale, M, N, FP8: tl.constexpr, FP8_MAX: tl.constexpr, TRANSPOSE: tl.constexpr
+):
     if FP8:
         amax = tl.maximum(amax, tl.max(tl.where(mask, tl.abs(y), 0.0)))
         y = quantize(y, scale, FP8_MAX, y_ptr.dtype.element_ty)
@@ -100,7 +102,11 @@ def _rmsnorm_fwd_te(
             for block in tl.range(0, tl.cdiv(N, BLOCK), num_stages=2):
                 cols = block * BLOCK + lanes
                 mask = cols < N
-                y = tl.load(x_row + cols, mask=mask, other=0.0).to(tl.float32) * r * _gamma_block(g_ptr, cols, mask, ZERO_CENTERED)
+                y = (
+                    tl.load(x_row + cols, mask=mask, other=0.0).to(tl.float32)
+                    * r
+                    * _gamma_block(g_ptr, cols, mask, ZERO_CENTERED)
+                )
                 amax = _write_block(y, y_ptr, yt_ptr, row, cols, mask, amax, scale, M, N, FP8, FP8_MAX, TRANSPOSE)
         else:
             mask = lanes < N
