@@ -17,7 +17,7 @@ from kerneltune.compiler import TARGETS, CompilePool
 from kerneltune.records import Record
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.trials import TrialStore
-from kerneltune.tune import Search, Tuner, compile_with, tune
+from kerneltune.tune import NothingPassedError, Search, Tuner, compile_with, tune
 
 CEILING_OP = "stream"
 _CHECKED_CONFIGS = 3
@@ -229,12 +229,14 @@ def _tune(
     with CompilePool(target, options.workers) as pool:
         for op, case, variant in wanted:
             store = TrialStore(folder / f"{op.name}.jsonl", source_hash=op.source_hash, driver=here.driver, **device.versions())
-            entry = tune(
-                Tuner(op, case, variant, options.policy, store), search, compile_with(pool, op, case, variant), options.configs
-            )
-            stored.append(entry)
-            gain = entry.evidence.get("speedup")
-            progress.best(f"{entry.config}" + (f" {gain:.2f}x the incumbent" if gain else ""))
+            try:
+                tuner = Tuner(op, case, variant, options.policy, store)
+                entry = tune(tuner, search, compile_with(pool, op, case, variant), options.configs)
+                stored.append(entry)
+                gain = entry.evidence.get("speedup")
+                progress.best(f"{entry.config}" + (f" {gain:.2f}x the incumbent" if gain else ""))
+            except NothingPassedError as error:
+                progress.note(str(error))
             progress.advance(f"{op.name} {variant.name} {case.name} {case.dtype} {case.quant}")
     cache.clear()
     return stored

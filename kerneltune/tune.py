@@ -29,9 +29,15 @@ ENUMERATE_UP_TO = 120
 _FINALISTS = 4
 _FINAL_MARGIN = 1.04
 _SCREEN_SAMPLES = 5
+_TRIED_WHOLE = 20
+"""Spaces up to this size are published lists, and run even where they spill."""
 _SCREEN_US = 250.0
 _TRANSFERRED = 16
 _BATCH = 16
+
+
+class NothingPassedError(Exception):
+    """A search in which no config was correct and timed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +95,7 @@ class Tuner:
         self._checker: Checker | None = None
         self._inputs: list[Any] = []
         self.resources: dict[Config, int] = {}
+        self.prune = sum(1 for _ in variant.configs(case)) > _TRIED_WHOLE
 
     def evaluate(self, config: Config, compiled: Compiled) -> Trial:
         """The stored trial of a config, or a new one, stored."""
@@ -102,7 +109,7 @@ class Tuner:
     def _evaluate(self, config: Config, compiled: Compiled) -> Trial:
         if compiled.error:
             return Trial("compile", detail=compiled.error)
-        if compiled.spill_bytes:
+        if compiled.spill_bytes and self.prune:
             return Trial("spills", detail=f"{compiled.spill_bytes} bytes per thread")
         self._prepare()
         assert self._checker is not None
@@ -171,6 +178,9 @@ def tune(
 
     Returns:
         The entry that is now in the cache.
+
+    Raises:
+        NothingPassedError: there is no config to store.
     """
     op, case, variant = tuner.op, tuner.case, tuner.variant
     started = time.monotonic()
@@ -202,7 +212,7 @@ def _decide(tuner: Tuner, times: dict[Config, float], seen: int, root: Path | No
     standing = [config for config in (cached, default) if config is not None and (config in times or config is cached)]
     ranked = sorted(times, key=lambda config: times[config])
     if not ranked:
-        raise ValueError(f"{op.name} {variant.name}: no config passed its check for {case.label}")
+        raise NothingPassedError(f"{op.name} {variant.name}: no config passed its check for {case.label}")
     close = [config for config in ranked if times[config] <= _FINAL_MARGIN * times[ranked[0]]][:_FINALISTS]
     finalists = list(dict.fromkeys([*(standing or ranked[:1]), *close]))
     best, evidence = tuner.duel(finalists) if len(finalists) > 1 else (finalists[0], {"time_us": times.get(finalists[0])})

@@ -4,7 +4,7 @@ import json
 import multiprocessing
 import random
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
