@@ -44,8 +44,14 @@ def _sum_of_squares(x):
 
 
 @triton.jit
-def _gamma(g_ptr, cols, N, ZERO_CENTERED: tl.constexpr):
-    g = tl.load(g_ptr + cols, mask=cols < N, other=0.0, eviction_policy="evict_last").to(tl.float32)
+def _load_gamma(g_ptr, cols, N):
+    """The weight as stored; load it before the sums that it has to wait for."""
+    return tl.load(g_ptr + cols, mask=cols < N, other=0.0, eviction_policy="evict_last")
+
+
+@triton.jit
+def _gamma(g, ZERO_CENTERED: tl.constexpr):
+    g = g.to(tl.float32)
     return (g + 1.0 if ZERO_CENTERED else g)[None, :]
 
 
@@ -89,6 +95,7 @@ def _rmsnorm_fwd_rows(
         tag = launch_tag(ws_ptr)
         cols = part * COLS + tl.arange(0, COLS)
         slots = part * ROWS + lanes
+        g_part = _load_gamma(g_ptr, cols, N)
         x_next = _load_tile(x_ptr, first_tile, stride_xm, cols, M, N, ROWS, 1, 0, EVEN, RELOAD)
         if PHASE != 2:
             publish(ws_ptr, first_tile * (PARTS * ROWS) + slots, _sum_of_squares(x_next), tag, lanes >= 0)
@@ -96,8 +103,10 @@ def _rmsnorm_fwd_rows(
     for tile in tl.range(first_tile, tiles, step, num_stages=STAGES):
         left = M - tile * ROWS
         xs = ()
+        gs = ()
         if PARTS > 1:
             xs = (x_next,)
+            gs = (g_part,)
             ahead = tile + step
             x_next = _load_tile(x_ptr, ahead, stride_xm, cols, M, N, ROWS, 1, 0, EVEN, RELOAD)
             if PHASE != 2:
@@ -111,6 +120,8 @@ def _rmsnorm_fwd_rows(
                 x = _load_tile(x_ptr, tile, stride_xm, c * COLS + tl.arange(0, COLS), M, N, ROWS, 1, 0, EVEN, RELOAD)
                 squares += x.to(tl.float32) * x.to(tl.float32)
                 xs = xs + (x,)
+                if not RELOAD:
+                    gs = gs + (_load_gamma(g_ptr, c * COLS + tl.arange(0, COLS), N),)
             total = tl.sum(squares, axis=1)
         if PHASE != 1:
             r = tl.rsqrt(total * inv_n + eps)
@@ -124,9 +135,11 @@ def _rmsnorm_fwd_rows(
                     mask = mask & (cols_c < N)[None, :]
                 if RELOAD:
                     x = _load_tile(x_ptr, tile, stride_xm, cols_c, M, N, ROWS, 1, 0, EVEN, False)
+                    g = _load_gamma(g_ptr, cols_c, N)
                 else:
                     x = xs[c]
-                y = held(x).to(tl.float32) * r[:, None] * _gamma(g_ptr, cols_c, N, ZERO_CENTERED)
+                    g = gs[c]
+                y = held(x).to(tl.float32) * r[:, None] * _gamma(g, ZERO_CENTERED)
                 if FP8:
                     amax = tl.maximum(amax, _amax_by_eights(y))
                     y = quantize(y, scale, FP8_MAX, y_ptr.dtype.element_ty)
@@ -153,27 +166,27 @@ def _load_quads(x_ptr, tile, stride, cols, M, N, QUADS: tl.constexpr, EVEN: tl.c
 @triton.jit
 def _publish_quads(ws_ptr, tile, part, sums, tag, mask, QUADS: tl.constexpr, PARTS: tl.constexpr):
     for k in tl.static_range(4):
-        publish(ws_ptr, (tile * PARTS + part) * (4 * QUADS) + k * QUADS + tl.arange(0, QUADS), sums[k], tag, mask)
+        publish(ws_ptr, (tile * (4 * QUADS) + k * QUADS + tl.arange(0, QUADS)) * PARTS + part, sums[k], tag, mask)
 
 
 @triton.jit
 def _total_quads(ws_ptr, tile, tag, QUADS: tl.constexpr, PARTS: tl.constexpr, PHASE: tl.constexpr):
     """`_total` of four sub-tiles: four (QUADS,) tensors."""
     parts = tl.arange(0, triton.next_power_of_2(PARTS))
-    live = (parts < PARTS)[:, None]
-    index = (tile * PARTS + tl.where(parts < PARTS, parts, 0))[:, None] * (4 * QUADS) + tl.arange(0, QUADS)[None, :]
+    live = (parts < PARTS)[None, :]
+    index = (tile * (4 * QUADS) + tl.arange(0, QUADS))[:, None] * PARTS + tl.where(parts < PARTS, parts, 0)[None, :]
     if PHASE == 0:
-        p0, p1, p2, p3 = await_published4(ws_ptr, index, QUADS, tag)
+        p0, p1, p2, p3 = await_published4(ws_ptr, index, QUADS * PARTS, tag)
     else:
         p0 = published(ws_ptr, index)
-        p1 = published(ws_ptr, index + QUADS)
-        p2 = published(ws_ptr, index + 2 * QUADS)
-        p3 = published(ws_ptr, index + 3 * QUADS)
+        p1 = published(ws_ptr, index + QUADS * PARTS)
+        p2 = published(ws_ptr, index + 2 * QUADS * PARTS)
+        p3 = published(ws_ptr, index + 3 * QUADS * PARTS)
     return (
-        tl.sum(tl.where(live, p0, 0.0), axis=0),
-        tl.sum(tl.where(live, p1, 0.0), axis=0),
-        tl.sum(tl.where(live, p2, 0.0), axis=0),
-        tl.sum(tl.where(live, p3, 0.0), axis=0),
+        tl.sum(tl.where(live, p0, 0.0), axis=1),
+        tl.sum(tl.where(live, p1, 0.0), axis=1),
+        tl.sum(tl.where(live, p2, 0.0), axis=1),
+        tl.sum(tl.where(live, p3, 0.0), axis=1),
     )
 
 
@@ -210,6 +223,7 @@ def _rmsnorm_fwd_transpose(
     if tl.program_id(0) == 0 and PHASE != 1:
         tl.store(scale_inv_ptr, 1.0 / scale)
     amax = tl.zeros((QUADS, COLS // 8), dtype=tl.float32)
+    g_tile = _load_gamma(g_ptr, cols, N)
     if PARTS > 1:
         tag = launch_tag(ws_ptr)
     xs_next = _load_quads(x_ptr, first_tile, stride_xm, cols, M, N, QUADS, EVEN, RELOAD)
@@ -229,7 +243,7 @@ def _rmsnorm_fwd_transpose(
                 totals = _total_quads(ws_ptr, tile, tag, QUADS, PARTS, PHASE)
             left = M - tile * ROWS
             first_row = wide(tile * ROWS)
-            g = _gamma(g_ptr, cols, N, ZERO_CENTERED)
+            g = _gamma(g_tile, ZERO_CENTERED)
             y_tile = y_ptr + first_row * N
             qs = ()
             for k in tl.static_range(4):
@@ -285,7 +299,7 @@ def _rmsnorm_bwd_main(
     lanes = tl.arange(0, ROWS)
     slots = part * ROWS + lanes
     inv_n = 1.0 / N
-    g = _gamma(g_ptr, cols, N, ZERO_CENTERED)
+    g = _gamma(_load_gamma(g_ptr, cols, N), ZERO_CENTERED)
     dg = tl.zeros((ROWS, COLS), dtype=tl.float32)
     if PARTS > 1:
         tag = launch_tag(ws_ptr)
