@@ -1,0 +1,64 @@
+"""What a call costs beside the kernel: the look-up of a config, and the wrapper around the launch."""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from kerneltune import cache
+from kerneltune.ops.rmsnorm import kernels, optimized, rmsnorm_fwd
+
+
+def seconds_per_call(run: Callable[[], object], calls: int) -> float:
+    """The median over five batches."""
+    run()
+    batches = []
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(calls):
+            run()
+        batches.append((time.perf_counter() - start) / calls)
+    return statistics.median(batches)
+
+
+def look_up() -> object:
+    axes = (("M", 8192), ("N", 4096))
+    return cache.best(
+        "rmsnorm_fwd", "optimized", "nvidia_h200", axes, "bfloat16", "none", (("zero_centered", False), ("fp8_format", "e4m3"), ("row_pad", 0)),
+        "cold", ("M",), None, optimized._resolve_fwd,
+    )  # fmt: skip
+
+
+def test_a_look_up_takes_at_most_2_us() -> None:
+    assert isinstance(look_up(), optimized.FwdConfig)
+    assert seconds_per_call(look_up, 20_000) <= 2e-6
+
+
+@pytest.mark.gpu
+def test_the_wrapper_costs_at_most_as_much_again_as_a_bare_launch(record_property: Callable[[str, object], None]) -> None:
+    """A call against a Triton launch with the same allocations. The goal is 1.3x, the README says what was measured;
+    the bound here only catches a wrapper that got out of hand."""
+    x = torch.randn(64, 1024, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(1024, device="cuda", dtype=torch.bfloat16)
+    c = optimized.FwdConfig(rows=1, cols=1024, split=False, warps=4, ctas=0, stages=1, reload=False)
+
+    def bare() -> None:
+        y = torch.empty((64, 1024), dtype=x.dtype, device=x.device)
+        rsigma = torch.empty((64,), dtype=torch.float32, device=x.device)
+        kernels._rmsnorm_fwd_rows[(64,)](
+            x, weight, y, rsigma, None, None, None, None, 64, 1024, 1024, 1e-6, ZERO_CENTERED=False, FP8=False, FP8_MAX=448.0,
+            ROWS=1, COLS=1024, CHUNKS=1, PARTS=1, PHASE=0, EVEN=True, STAGES=1, RELOAD=False, num_warps=4,
+        )  # fmt: skip
+
+    def called() -> None:
+        rmsnorm_fwd(x, weight)
+
+    def given() -> None:
+        rmsnorm_fwd(x, weight, config=c)
+
+    times = {name: 1e6 * seconds_per_call(run, 2000) for name, run in (("bare", bare), ("given", given), ("called", called))}
+    torch.cuda.synchronize()
+    print({name: round(us, 2) for name, us in times.items()})  # noqa: T201
+    assert times["called"] <= 2 * times["bare"]

@@ -1,0 +1,113 @@
+"""The contract that every operator, variant and config keeps. In the interpreter on small cases; on a GPU on all check cases."""
+
+import random
+
+import pytest
+import torch
+
+from kerneltune import ops, sweep
+from kerneltune.check import Checker
+from kerneltune.spec import Case, Op
+
+OPS = ops.load()
+ON_GPU = torch.cuda.is_available()
+WHERE = "cuda" if ON_GPU else "cpu"
+RMSNORM = sweep.load(sweep.find("rmsnorm"), OPS)
+STREAM = Case("small", (("read", 40_000), ("write", 20_000)), "int32")
+
+
+def small(entry: sweep.Entry) -> bool:
+    """Few enough elements for Triton's interpreter, several configs of each variant."""
+    return entry.case["M"] * entry.case["N"] <= 200_000
+
+
+CASES = [(e.op, e.case) for e in RMSNORM.check if ON_GPU or small(e)] + [("stream", STREAM)]
+
+
+def names(value: object) -> str:
+    return value.label.replace(" ", ",") if isinstance(value, Case) else str(value)
+
+
+@pytest.mark.parametrize(("name", "case"), CASES, ids=names)
+def test_every_variant_agrees_with_the_reference_under_its_default_config(name: str, case: Case) -> None:
+    op = OPS[name]
+    checker = Checker(op, case, WHERE)
+    for variant in op.variants:
+        if not variant.is_peer and variant.unsupported(case) is None:
+            assert checker.errors(variant, variant.default_config(case)) == [], variant.name
+
+
+@pytest.mark.parametrize(("name", "case"), CASES, ids=names)
+def test_random_valid_configs_are_correct(name: str, case: Case) -> None:
+    op = OPS[name]
+    checker = Checker(op, case, WHERE)
+    rng = random.Random(f"{name} {case.label}")
+    for variant in op.variants:
+        configs = list(variant.configs(case))
+        if variant.is_peer or variant.unsupported(case) is not None:
+            continue
+        for config in (
+            rng.sample(configs, min(5 if ON_GPU or case["M"] < 40 else 2, len(configs))) if name != "stream" else configs
+        ):
+            errors = checker.errors(variant, config)
+            # a config may ask for more than the GPU has; then it fails to launch, and must not answer wrongly
+            assert all("launch failed" in error for error in errors), (variant.name, config, errors)
+            assert not errors or ON_GPU, (variant.name, config, errors)
+
+
+@pytest.mark.parametrize(("name", "case"), CASES, ids=names)
+def test_traffic_is_the_bytes_of_the_tensors(name: str, case: Case) -> None:
+    op = OPS[name]
+    inputs = op.inputs(case, device=WHERE, seed=0)
+    variant = op.variant("baseline") if op.variant("baseline").unsupported(case) is None else op.variants[-1]
+    if variant.is_peer or variant.unsupported(case) is not None:
+        variant = op.variant("optimized")
+    outputs = variant.run(inputs, variant.default_config(case))
+    scalars = {"scale", "amax", "scale_inv"}
+    read = sum(t.numel() * t.element_size() for k, t in inputs.items() if isinstance(t, torch.Tensor) and k not in scalars)
+    written = sum(t.numel() * t.element_size() for k, t in outputs.items() if k not in scalars)
+    assert (op.traffic(case).read, op.traffic(case).write) == (read, written)
+
+
+@pytest.mark.parametrize("entry", [*RMSNORM.check, *RMSNORM.bench], ids=lambda e: f"{e.op},{names(e.case)}")
+def test_defaults_are_valid_and_spaces_are_not_empty(entry: sweep.Entry) -> None:
+    op = OPS[entry.op]
+    for variant in op.variants:
+        if variant.config is None:
+            continue
+        default = variant.default_config(entry.case)
+        assert variant.valid(entry.case, default) is None, (variant.name, default)
+        if entry.section == "bench":
+            configs = list(variant.configs(entry.case))
+            assert configs and len(configs) == len(set(configs))
+
+
+def test_a_wrong_variant_is_caught() -> None:
+    op: Op = OPS["rmsnorm_fwd"]
+    case = next(e.case for e in RMSNORM.check if e.op == op.name and e.case["M"] > 1 and e.case.quant == "fp8_t" and small(e))
+    checker = Checker(op, case, WHERE)
+    good = op.variant("optimized")
+
+    def spoiled(which: str):  # type: ignore[no-untyped-def]
+        def run(inputs, config):  # type: ignore[no-untyped-def]
+            outputs = dict(good.run(inputs, config))
+            if which == "amax":
+                inputs["amax"].mul_(1.01)
+            elif outputs[which].dtype.itemsize == 1:
+                outputs[which].view(torch.uint8)[-1, -1] ^= 0x30
+            else:
+                outputs[which][-1] *= 1.001
+            return outputs
+
+        return run
+
+    for which in ("y", "y_t", "rsigma", "scale_inv", "amax"):
+        errors = checker.errors(type(good)("spoiled", spoiled(which)), good.default_config(case))
+        assert errors, which
+
+
+def test_outputs_that_are_not_written_are_caught() -> None:
+    op = OPS["rmsnorm_bwd"]
+    case = next(e.case for e in RMSNORM.check if e.op == op.name and e.case["M"] > 1 and small(e))
+    lazy = type(op.variants[0])("lazy", lambda i, _c: {"dx": torch.empty_like(i["x"]), "dgamma": torch.empty_like(i["weight"])})
+    assert len(Checker(op, case, WHERE).errors(lazy, None)) == 2

@@ -1,0 +1,162 @@
+"""RMSNorm beyond the contract suite: the published bytes model, special values, wrong tensors, workspaces."""
+
+import csv
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kerneltune import ops
+from kerneltune.ops.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
+from kerneltune.spec import Case
+
+WHERE = "cuda" if torch.cuda.is_available() else "cpu"
+OPS = ops.load()
+PUBLISHED = Path(__file__).parent / "data" / "te_pr593_rmsnorm_ab.csv"
+
+
+def published_cells() -> list[tuple[str, dict[str, str], str]]:
+    with PUBLISHED.open() as file:
+        return [(f"{row['kind']} {row['M']}x{row['N']}", row, side) for row in csv.DictReader(file) for side in "AB"]
+
+
+def test_our_traffic_gives_the_published_bandwidth_in_all_160_cells() -> None:
+    cells = published_cells()
+    assert len(cells) == 160
+    for name, row, side in cells:
+        op = OPS[f"rmsnorm_{row['kind']}"]
+        options = tuple((option, values[0]) for option, values in op.options.items())
+        case = Case(name, (("M", int(row["M"])), ("N", int(row["N"]))), row["dtype"], row["quant"], options)
+        ms, gbps = float(row[f"{side}_ms"]), float(row[f"{side}_gbps"])
+        gigabytes_ms = op.traffic(case).total / 1e6  # GB/s times ms
+        # both printed numbers are rounded: the box that the true point lies in
+        assert gigabytes_ms / (ms + 5e-5) <= gbps + 0.05 and gigabytes_ms / (ms - 5e-5) >= gbps - 0.05, (name, side)
+
+
+def fwd(x: torch.Tensor, weight: torch.Tensor, **kwargs: Any) -> Any:
+    return rmsnorm_fwd(x.to(WHERE), weight.to(WHERE), **kwargs)
+
+
+def scalars(scale: float = 1.0) -> dict[str, torch.Tensor]:
+    return {"scale": torch.tensor([scale], device=WHERE), "amax": torch.zeros(1, device=WHERE)}
+
+
+def test_values_beyond_the_fp8_range_saturate() -> None:
+    weight = torch.zeros(128)
+    weight[0] = 2.0**20
+    s = scalars()
+    out = fwd(torch.ones(128, 128), weight, eps=1e-5, quant="fp8_t", zero_centered=True, **s)
+    y = out.y.float()
+    assert y[:, 0].eq(448.0).all() and y.isfinite().all()
+    assert s["amax"].item() == pytest.approx(2.0**20 + 1, rel=1e-4)
+    assert torch.equal(out.y_t.view(torch.uint8).t(), out.y.view(torch.uint8))
+
+
+FP8_ON_GPU = [pytest.param(quant, marks=pytest.mark.gpu) for quant in ("fp8", "fp8_t")]
+"""Triton's interpreter casts NaN to 384 (triton 3.7.1), so NaN under fp8 can be seen on a GPU only."""
+
+
+@pytest.mark.parametrize("quant", ["none", *FP8_ON_GPU])
+def test_nan_stays_nan_and_touches_its_row_only(quant: str) -> None:
+    x = torch.full((8, 64), 0.5, dtype=torch.bfloat16)
+    x[3, 7] = float("nan")
+    s = {} if quant == "none" else scalars()
+    y = fwd(x, torch.ones(64, dtype=torch.bfloat16), quant=quant, **s).y.float()
+    assert y[3].isnan().all() and y[[0, 1, 2, 4, 5, 6, 7]].isfinite().all()
+    if s:
+        assert s["amax"].item() == pytest.approx(1.0, rel=1e-3), "amax passes over NaN"
+
+
+def test_amax_accumulates_and_is_never_cleared() -> None:
+    s = scalars()
+    x, weight = torch.ones(4, 64), torch.ones(64)
+    fwd(x, 3 * weight, quant="fp8", **s)
+    first = s["amax"].item()
+    fwd(x, weight, quant="fp8", **s)
+    assert s["amax"].item() == first == pytest.approx(3.0, rel=1e-4)
+
+
+def test_the_same_bits_in_every_run() -> None:
+    x = torch.randn(33, 3000, device=WHERE)
+    weight, dz = torch.randn(3000, device=WHERE), torch.randn(33, 3000, device=WHERE)
+    first, second = rmsnorm_fwd(x, weight), rmsnorm_fwd(x, weight)
+    assert torch.equal(first.y, second.y) and torch.equal(first.rsigma, second.rsigma)
+    a, b = rmsnorm_bwd(dz, x, first.rsigma, weight), rmsnorm_bwd(dz, x, first.rsigma, weight)
+    assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+
+
+X, W = torch.ones(4, 8), torch.ones(8)
+ONE = torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        ((torch.ones(8), W), {}, "x must be a matrix of bfloat16, float16, float32, got shape (8,) torch.float32"),
+        ((X.double(), W.double()), {}, "x must be a matrix of bfloat16, float16, float32, got shape (4, 8) torch.float64"),
+        ((torch.ones(8, 4).t(), W), {}, "elements of a row of x must be adjacent, got strides (1, 4)"),
+        ((X, torch.ones(7)), {}, "weight must be (8,) torch.float32 on cpu, got (7,) torch.float32 on cpu"),
+        ((X, W.half()), {}, "weight must be (8,) torch.float32 on cpu, got (8,) torch.float16 on cpu"),
+        ((X, torch.ones(8, device="meta")), {}, "weight must be (8,) torch.float32 on cpu, got (8,) torch.float32 on meta"),
+        ((X, W), {"eps": -1e-5}, "eps must not be negative, got eps=-1e-05"),
+        ((X, W), {"eps": float("nan")}, "eps must not be negative, got eps=nan"),
+        ((X, W), {"quant": "int8"}, "quant must be none, fp8 or fp8_t, got quant='int8'"),
+        ((X, W), {"quant": "fp8", "scale": ONE, "amax": ONE, "fp8_format": "e3m4"}, "fp8_format must be one of e4m3, e5m2, got"),
+        ((X, W), {"quant": "fp8", "scale": ONE}, "quant='fp8' needs scale and amax"),
+        ((X, W), {"quant": "fp8", "scale": torch.ones(2), "amax": ONE}, "scale must be (1,) torch.float32 on cpu, got (2,)"),
+    ],
+)
+def test_wrong_tensors_are_named(args: tuple[torch.Tensor, ...], kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        rmsnorm_fwd(*args, **kwargs)
+
+
+def test_wrong_tensors_of_the_backward_are_named() -> None:
+    r = torch.ones(4)
+    for args, message in [
+        ((torch.ones(4, 7), X, r, W), "dz must be (4, 8)"),
+        ((X, X, torch.ones(5), W), "rsigma must be (4,)"),
+        ((X, X, r.half(), W), "rsigma must be (4,) torch.float32"),
+        ((X, X, r, torch.ones(9)), "weight must be (8,)"),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            rmsnorm_bwd(*args)
+
+
+@pytest.mark.gpu
+def test_graphs_that_share_rows_between_programs_replay_side_by_side() -> None:
+    """Long rows make programs wait for each other through a workspace: every graph must have its own."""
+    x = torch.randn(64, 65536, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(65536, device="cuda", dtype=torch.bfloat16)
+    expected = rmsnorm_fwd(x, weight).y
+    graphs, outputs = [], []
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = [rmsnorm_fwd(x, weight).y for _ in range(3)]
+        graphs.append(graph)
+        outputs.append(out)
+    streams = [torch.cuda.Stream() for _ in graphs]
+    for _ in range(50):
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(y, expected) for out in outputs for y in out)
+
+
+@pytest.mark.gpu
+def test_every_cached_config_is_correct_bit_for_bit() -> None:
+    """ptxas 12.8 has wrong-code bugs for fp8 stores: what may be used must have been compared."""
+    from kerneltune import cache, device
+    from kerneltune.check import Checker
+
+    for op in (OPS["rmsnorm_fwd"], OPS["rmsnorm_bwd"]):
+        for entry in cache.load(op.name, device.current().slug):
+            variant = op.variant(entry.variant)
+            if variant.name != "optimized":
+                continue
+            case = Case(entry.case, entry.axes, entry.dtype, entry.quant, entry.options)
+            assert Checker(op, case, "cuda", seed=7).errors(variant, variant.config_from(entry.config)) == [], entry
