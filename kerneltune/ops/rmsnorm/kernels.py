@@ -110,7 +110,7 @@ def _rmsnorm_fwd_rows(
             ahead = tile + step
             x_next = _load_tile(x_ptr, ahead, stride_xm, cols, M, N, ROWS, 1, 0, EVEN, RELOAD)
             if PHASE != 2:
-                publish(ws_ptr, ahead * (PARTS * ROWS) + slots, _sum_of_squares(x_next), tag, (lanes >= 0) & (ahead < tiles))
+                publish(ws_ptr, ahead * (PARTS * ROWS) + slots, _sum_of_squares(x_next), tag, lanes * 0 + ahead < tiles)
             total = tl.zeros((ROWS,), dtype=tl.float32)
             if PHASE != 1:
                 total = _total(ws_ptr, tile, tag, ROWS, PARTS, PHASE)
@@ -237,7 +237,7 @@ def _rmsnorm_fwd_transpose(
         xs_next = _load_quads(x_ptr, tile + step, stride_xm, cols, M, N, QUADS, EVEN, RELOAD)
         squares_next = _squares_of_quads(xs_next)
         if PARTS > 1 and PHASE != 2:
-            _publish_quads(ws_ptr, tile + step, part, squares_next, tag, (quads >= 0) & (tile + step < tiles), QUADS, PARTS)
+            _publish_quads(ws_ptr, tile + step, part, squares_next, tag, quads * 0 + tile + step < tiles, QUADS, PARTS)
         if PHASE != 1:
             if PARTS > 1:
                 totals = _total_quads(ws_ptr, tile, tag, QUADS, PARTS, PHASE)
@@ -318,7 +318,7 @@ def _rmsnorm_bwd_main(
             dz_next = _load_tile(dz_ptr, ahead, N, cols, M, N, ROWS, 1, 0, EVEN, False)
             if PHASE != 2:
                 partial = tl.sum(dz_next.to(tl.float32) * g * x_next.to(tl.float32), axis=1)
-                publish(ws_ptr, ahead * (PARTS * ROWS) + slots, partial, tag, (lanes >= 0) & (ahead < tiles))
+                publish(ws_ptr, ahead * (PARTS * ROWS) + slots, partial, tag, lanes * 0 + ahead < tiles)
             total = tl.zeros((ROWS,), dtype=tl.float32)
             if PHASE != 1:
                 total = _total(ws_ptr, tile, tag, ROWS, PARTS, PHASE)

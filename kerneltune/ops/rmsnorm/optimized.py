@@ -155,7 +155,7 @@ def rmsnorm_bwd(
     return dx, dgamma
 
 
-def _launch_rows(x, weight, y, rsigma, scale, amax, scale_inv, eps, zero_centered, fp8, fp8_format, c) -> None:  # type: ignore[no-untyped-def]
+def _launch_rows(x, weight, y, rsigma, scale, amax, scale_inv, eps, zero_centered, fp8, fp8_format, c) -> None:
     M, N = x.shape
     loads, tiles = triton.cdiv(N, c.cols), triton.cdiv(M, c.rows)
     parts, chunks = (loads, 1) if c.split else (1, loads)
@@ -168,7 +168,7 @@ def _launch_rows(x, weight, y, rsigma, scale, amax, scale_inv, eps, zero_centere
         )  # fmt: skip
 
 
-def _launch_transpose(x, weight, y, y_t, rsigma, scale, amax, scale_inv, eps, zero_centered, fp8_format, c) -> None:  # type: ignore[no-untyped-def]
+def _launch_transpose(x, weight, y, y_t, rsigma, scale, amax, scale_inv, eps, zero_centered, fp8_format, c) -> None:
     M, N = x.shape
     parts, tiles = triton.cdiv(N, c.cols), triton.cdiv(M, c.rows)
     packed = M % 4 == 0
