@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kerneltune import cache, device, records, report, sweep
-from kerneltune.compare import Ceiling, check_only, compare
+from kerneltune.compare import Ceiling, check_only, compare, config_values, memory_shortage
 from kerneltune.compiler import TARGETS, CompilePool
 from kerneltune.records import Record
 from kerneltune.spec import Case, Config, Op, Variant
-from kerneltune.trials import TrialStore
+from kerneltune.trials import TrialStore, drop_cut_line
 from kerneltune.tune import NothingPassedError, Search, Tuner, compile_with, tune
 
 CEILING_OP = "stream"
@@ -128,9 +128,9 @@ def run_tune(ops: Mapping[str, Op], selection: Selection, options: Options, prog
     Raises:
         ValueError: no GPU, bad input, or a folder that cannot be written.
     """
+    plan = _plan(ops, selection)
     if not device.current().is_gpu:
         raise ValueError("tune needs a GPU: in the interpreter nothing can be timed")
-    plan = _plan(ops, selection)
     return _tune(ops, [e for e in plan.bench if selection.takes(e)], selection, options, progress)
 
 
@@ -142,9 +142,9 @@ def compare_live(
     Raises:
         ValueError: no GPU, or bad input.
     """
+    plan = _plan(ops, selection)
     if not device.current().is_gpu:
         raise ValueError("compare --run needs a GPU: in the interpreter nothing can be timed")
-    plan = _plan(ops, selection)
     both = Selection(selection.family, selection.ops, selection.cases, selection.dtypes, selection.quants, (a, b))
     return _measure(ops, plan.family, [e for e in plan.bench if selection.takes(e)], both, options, progress)
 
@@ -228,6 +228,10 @@ def _tune(
     progress.stage("tune", len(wanted))
     with CompilePool(target, options.workers) as pool:
         for op, case, variant in wanted:
+            shortage = memory_shortage(op, case)
+            if shortage is not None:
+                progress.note(f"not tuned: {op.name} {case.name}: {shortage}")
+                continue
             store = TrialStore(folder / f"{op.name}.jsonl", source_hash=op.source_hash, driver=here.driver, **device.versions())
             try:
                 tuner = Tuner(op, case, variant, options.policy, store)
@@ -307,13 +311,13 @@ def _measure(
     progress: Progress,
 ) -> list[Record]:
     journal = _journal(family, options)
-    done = {(r.key, r.variant): r for r in (records.load(journal) if journal.exists() else [])}
+    done = {(r.key, r.variant): r for r in _journalled(journal)}
     measured = []
     progress.stage("measure", len(entries))
     for entry in entries:
         op, case = ops[entry.op], entry.case
         pairs = [(v, _config(op, case, v, options)) for v in _variants(op, selection, options)]
-        fresh = _still_good(done, op, case, [v for v, _ in pairs], options)
+        fresh = _still_good(done, op, case, pairs, options)
         if fresh is None:
             fresh = compare(family, op, case, pairs, options.policy, _ceiling(ops, op, case, options))
             records.append(journal, fresh)
@@ -327,13 +331,27 @@ def _measure(
 
 
 def _still_good(
-    done: Mapping[tuple[Any, str], Record], op: Op, case: Case, variants: Sequence[Variant], options: Options
+    done: Mapping[tuple[Any, str], Record], op: Op, case: Case, pairs: Sequence[tuple[Variant, Config]], options: Options
 ) -> list[Record] | None:
-    """The rows of a case that an interrupted run left, if it left all of them for this source."""
+    """The rows of a case that an interrupted run left, if it left all of them for this source, driver, triton and config."""
     key = (op.name, case.dtype, case.quant, tuple(case.axes), tuple(case.options), options.policy)
-    rows = [done.get((key, variant.name)) for variant in variants]
-    found = [row for row in rows if row is not None and row.source_hash == op.source_hash]
-    return found if len(found) == len(variants) else None
+    here = (op.source_hash, device.current().driver, device.versions()["triton"])
+    rows = [(done.get((key, variant.name)), config_values(config)) for variant, config in pairs]
+    found = [
+        row
+        for row, config in rows
+        if row is not None and (row.source_hash, row.driver, row.triton) == here and row.config == config
+    ]
+    return found if len(found) == len(pairs) else None
+
+
+def _journalled(journal: Path) -> list[Record]:
+    """What an interrupted run measured; a row that was being written is gone."""
+    if not journal.exists():
+        return []
+    with journal.open("r+b") as file:
+        drop_cut_line(file)
+    return records.load(journal)
 
 
 def _journal(family: str, options: Options) -> Path:

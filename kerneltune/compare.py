@@ -49,7 +49,7 @@ def check_only(family: str, op: Op, case: Case, variants: Sequence[tuple[Variant
     checker = None
     records = []
     for variant, config in variants:
-        reason = variant.unsupported(case)
+        reason = variant.unsupported(case) or (memory_shortage(op, case) if where == "cuda" else None)
         if reason is not None:
             records.append(_record(family, op, case, variant, config, "cold", "skipped", reason))
             continue

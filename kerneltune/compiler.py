@@ -109,12 +109,6 @@ class CompilePool:
                 yield Compiled((), 0.0, f"the compiler crashed: exit code {error.exitcode}")
 
 
-def compile_here(job: Job, target: Target) -> Compiled:
-    """Compile one job in this process, which must not launch kernels before or after."""
-    _start_worker(target)
-    return _compile(job)
-
-
 def _start_worker(target: Target) -> None:
     os.environ.pop("TRITON_INTERPRET", None)
     from triton.runtime.driver import driver

@@ -271,5 +271,6 @@ def merge(path: Path, new: Sequence[Record]) -> None:
         part.write_text("".join(f"{to_json(row)}\n" for row in rows))
         os.replace(part, path)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink()
         raise ValueError(f"cannot write {path}: {error.strerror}") from error

@@ -8,9 +8,13 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from kerneltune.spec import Case, Config, Op, Variant
+
+_FIELDS = frozenset(
+    ("op", "variant", "axes", "dtype", "quant", "options", "policy", "config", "status", "time_us", "detail", "fingerprint")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +59,9 @@ class TrialStore:
         line = json.dumps(identity | asdict(trial) | {"fingerprint": dict(self._fingerprint)}) + "\n"
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a") as file:
-                file.write(line)
+            with self._path.open("a+b") as file:
+                drop_cut_line(file)
+                file.write(line.encode())
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
@@ -89,18 +94,33 @@ class TrialStore:
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    text = path.read_text()
-    lines = text.splitlines()
-    whole = lines if text.endswith("\n") else lines[:-1]
-    if len(whole) != len(lines):
-        path.write_text("".join(f"{line}\n" for line in whole))
-    for number, line in enumerate(whole, start=1):
+    try:
+        with path.open("r+b") as file:
+            drop_cut_line(file)
+            file.seek(0)
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-            row["fingerprint"], row["config"]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}:{number}: not a trial: {line[:80]!r}; move the file away to start anew") from error
+            whole = row.keys() >= _FIELDS
+        except (json.JSONDecodeError, AttributeError):
+            whole = False
+        if not whole:
+            raise ValueError(f"{path}:{number}: not a trial: {line[:80]!r}; move the file away to start anew")
         yield row
+
+
+def drop_cut_line(file: BinaryIO) -> None:
+    """Cut off what stands behind the last newline: a line that a killed process did not finish."""
+    end = file.seek(0, os.SEEK_END)
+    if not end:
+        return
+    file.seek(end - 1)
+    if file.read(1) != b"\n":
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def _values(config: Config) -> tuple[tuple[str, Any], ...]:

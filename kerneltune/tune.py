@@ -34,6 +34,7 @@ _TRIED_WHOLE = 20
 _SCREEN_US = 250.0
 _TRANSFERRED = 16
 _BATCH = 16
+_ENUMERATED_BATCH = 48
 
 
 class NothingPassedError(Exception):
@@ -81,7 +82,7 @@ def candidates(op: Op, case: Case, variant: Variant, policy: str, store: TrialSt
         raise ValueError(f"{op.name} {variant.name}: no valid config for {case.label}")
     neighbour = neighbour_dtype(op, case)
     ranked = store.ranked(op, neighbour, variant, policy) if neighbour else []
-    if len(ranked) > _TRANSFERRED and not store.ranked(op, case, variant, policy):
+    if len(ranked) > max(_TRANSFERRED, len(store.ranked(op, case, variant, policy))):
         space = [config for values in ranked[:_TRANSFERRED] if (config := variant.config_from(values)) in set(space)]
     default = variant.default_config(case)
     return [default, *(config for config in space if config != default)]
@@ -133,10 +134,9 @@ class Tuner:
         samples = interleave(contenders, min_rounds=15, max_rounds=40)
         gains = [ratio_interval(samples["0"], samples[str(i)]) for i in range(len(configs))]
         best = max(range(len(configs)), key=lambda i: gains[i].median)
-        tied = [i for i in range(len(configs)) if ratio_interval(samples[str(i)], samples[str(best)]).contains(1.0)] or [best]
-        chosen = best if len(tied) == 1 else min(tied, key=lambda i: (self.resources.get(configs[i], 0), i))
-        if gains[chosen].low <= 1.0:
-            chosen = 0
+        faster = [i for i in range(len(configs)) if gains[i].low > 1.0]
+        tied = [i for i in faster if i == best or ratio_interval(samples[str(i)], samples[str(best)]).contains(1.0)]
+        chosen = min(tied, key=lambda i: (self.resources.get(configs[i], 0), i), default=0)
         times = median_interval(samples[str(chosen)])
         evidence = {
             "time_us": round(times.median, 4),
@@ -188,21 +188,26 @@ def tune(
     proposals = _enumerate(pool) if len(pool) <= ENUMERATE_UP_TO else _ask(pool, search, tuner)
     times: dict[Config, float] = {}
     seen = 0
+    out_of_time = False
     batch = next(proposals, None)
     while batch:
+        batch = batch[: search.trials - seen] if search.trials is not None else batch
         for config, result in zip(batch, compiled(batch), strict=True):
             trial = tuner.evaluate(config, result)
             on_trial(config, trial)
             seen += 1
             if trial.time_us is not None:
                 times[config] = trial.time_us
-        out_of_time = search.budget_s is not None and time.monotonic() - started > search.budget_s
-        if out_of_time or (search.trials is not None and seen >= search.trials):
+            out_of_time = search.budget_s is not None and time.monotonic() - started > search.budget_s
+            if out_of_time:
+                break
+        if out_of_time or seen == search.trials:
             break
         batch = proposals.send(times) if isinstance(proposals, _Feedback) else next(proposals, None)
-    entry = _decide(tuner, times, seen, root)
-    tuner.release()
-    return entry
+    try:
+        return _decide(tuner, times, seen, root)
+    finally:
+        tuner.release()
 
 
 def _decide(tuner: Tuner, times: dict[Config, float], seen: int, root: Path | None) -> cache.Entry:
@@ -257,7 +262,9 @@ def _cached(tuner: Tuner, root: Path | None) -> Config | None:
 
 
 def _enumerate(pool: Sequence[Config]) -> Iterator[list[Config]]:
-    yield list(pool)
+    """All configs, in batches that keep a compile pool busy and a budget in force."""
+    for first in range(0, len(pool), _ENUMERATED_BATCH):
+        yield list(pool[first : first + _ENUMERATED_BATCH])
 
 
 class _Feedback(Iterator[list[Config]]):

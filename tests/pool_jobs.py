@@ -1,0 +1,90 @@
+"""Jobs for test_compiler.py, importable by the workers of a compile pool, and the script that runs them outside pytest.
+
+pytest's process has Triton's interpreter on and could not compile; `main` runs in a process of its own, without it.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+
+from kerneltune.compiler import TARGETS, Compiled, CompilePool, Job
+
+
+def no_inputs(*, device: str) -> Mapping[str, Any]:
+    """Inputs that must be made on the meta device."""
+    assert device == "meta"
+    return {"x": torch.empty(4, device=device)}
+
+
+def fine(inputs: Mapping[str, Any], _config: object) -> None:
+    """Launches nothing."""
+    assert inputs["x"].is_meta
+
+
+def boom(_inputs: Mapping[str, Any], config: str) -> None:
+    """Fails as a compiler may."""
+    raise RuntimeError(f"no such layout: {config}\nand a second line")
+
+
+def hang(_inputs: Mapping[str, Any], seconds: float) -> None:
+    """Never returns in time."""
+    time.sleep(seconds)
+
+
+def die(_inputs: Mapping[str, Any], code: int) -> None:
+    """Takes its worker with it."""
+    os._exit(code)
+
+
+def job(run: Any, config: object = None) -> Job:
+    """A job without kernels."""
+    return Job(no_inputs, run, config)
+
+
+def broken(pool: CompilePool, timeout_s: float) -> list[Compiled]:
+    """Good jobs between bad ones of every kind; as many hang as there are workers, so that what follows needs new ones."""
+    hung = [job(hang, 3600.0)] * pool.workers
+    bad = [job(fine), job(boom, "odd"), job(fine), *hung, job(fine), job(die, 3), job(fine), job(fine)]
+    return list(pool.compile(bad, timeout_s))
+
+
+def real(pool: CompilePool) -> list[Compiled]:
+    """One config of each of the operators' kernels, and one job that raises in the midst of them."""
+    from kerneltune import ops
+    from kerneltune.ops.rmsnorm.optimized import BwdConfig, FwdConfig
+    from kerneltune.ops.stream import StreamConfig
+    from kerneltune.spec import Case
+
+    found = ops.load()
+    sizes = (("M", 512), ("N", 1024))
+    stream = Case("s", (("read", 1 << 20), ("write", 1 << 20)), "int32")
+    fwd = tuple((name, values[0]) for name, values in found["rmsnorm_fwd"].options.items())
+    plain = Case("p", sizes, "bfloat16", "none", fwd)
+    transposed = Case("t", sizes, "bfloat16", "fp8_t", fwd)
+    bwd = Case("b", sizes, "bfloat16", "none", (("zero_centered", False),))
+    wanted = [
+        ("rmsnorm_bwd", "optimized", bwd, BwdConfig(rows=1, cols=1024, warps=4, ctas=1, stages=2, reduce_cols=32)),
+        ("stream", "baseline", stream, StreamConfig(1024, 8, 0)),
+        ("rmsnorm_fwd", "optimized", plain, FwdConfig(1, 1024, False, 4, 2, 3, False)),
+        ("rmsnorm_fwd", "optimized", transposed, FwdConfig(32, 256, True, 8, 1, 2, False)),
+    ]
+    jobs = [Job(partial(found[op].inputs, case), found[op].variant(name).run, config) for op, name, case, config in wanted]
+    for (op, name, case, config), _ in zip(wanted, jobs, strict=True):
+        assert found[op].variant(name).valid(case, config) is None
+    return list(pool.compile([*jobs, job(boom, "last")]))
+
+
+def main() -> None:
+    """Print what the pool answered, as JSON."""
+    with CompilePool(TARGETS["sm_90"], workers=2) as pool:
+        compiled = real(pool)
+        mixed = broken(pool, timeout_s=1.0)
+    answers = {"real": compiled, "broken": mixed}
+    json.dump({name: [asdict(c) | {"resources": c.resources} for c in found] for name, found in answers.items()}, sys.stdout)

@@ -1,0 +1,282 @@
+"""A sweep without a GPU: what is checked, where it is written, what is refused, what an interrupted run leaves to resume."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kerneltune import device, ops, records
+from kerneltune.campaign import Options, Quiet, Selection, _still_good, compare_live, results_folder, run_sweep, run_tune
+from kerneltune.check import Checker
+from kerneltune.compare import config_values
+from kerneltune.device import INTERPRETER
+from kerneltune.records import Record
+from kerneltune.spec import Case, Variant
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")
+
+OPS = ops.load()
+STREAM = """
+family: tiny
+ops: [stream]
+defaults: {dtype: int32}
+check:
+  - {name: odd, read: 4004, write: 4004}
+  - {name: even, read: 8192, write: 4096}
+bench:
+  - {name: big, read: 1048576, write: 1048576}
+"""
+RMSNORM = """
+family: norm
+ops: [rmsnorm_fwd, rmsnorm_bwd]
+defaults: {dtype: float32, zero_centered: false}
+check:
+  - {name: small, M: 3, N: 40, quant: none}
+  - {name: none, M: 0, N: 64, quant: none}
+bench:
+  - {name: big, M: 64, N: 64}
+"""
+
+
+class Spoken(Quiet):
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.stages: list[tuple[str, int]] = []
+        self.steps: list[str] = []
+
+    def stage(self, name: str, total: int) -> None:
+        self.stages.append((name, total))
+
+    def advance(self, text: str) -> None:
+        self.steps.append(text)
+
+
+@pytest.fixture
+def stream_sweep(tmp_path: Path) -> Selection:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(STREAM)
+    return Selection(str(path))
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> Options:
+    return Options(results=tmp_path / "results", configs=tmp_path / "configs")
+
+
+def run(selection: Selection, options: Options) -> list[Record]:
+    return run_sweep(OPS, selection, options, Quiet())
+
+
+def written(options: Options) -> list[Path]:
+    assert options.results is not None
+    return sorted(path.relative_to(options.results) for path in options.results.rglob("*") if path.is_file())
+
+
+def test_without_a_gpu_a_sweep_only_checks(stream_sweep: Selection, options: Options) -> None:
+    progress = Spoken()
+    found = run_sweep(OPS, stream_sweep, options, progress)
+    assert [(r.op, r.variant, r.case, r.status) for r in found] == [
+        ("stream", "baseline", "odd", "checked"),
+        ("stream", "baseline", "even", "checked"),
+    ]
+    for record in found:
+        assert record.device == INTERPRETER and record.family == "tiny" and record.source_hash == OPS["stream"].source_hash
+        assert record.config == {"block": 1024, "warps": 8, "ctas": 0} and record.reason == ""
+        assert [record.time_us, record.gbps, record.ci_low_us, record.ci_high_us, record.n] == [None] * 5
+    assert progress.stages == [("check", 2)]
+    assert progress.steps == ["stream odd int32 none", "stream even int32 none"]
+
+
+def test_checks_are_written_where_git_does_not_look_and_nowhere_else(stream_sweep: Selection, options: Options) -> None:
+    found = run(stream_sweep, options)
+    assert written(options) == [Path("runs/interpreter/tiny.check.jsonl")]
+    assert records.load(options.results / "runs" / "interpreter" / "tiny.check.jsonl") == found  # type: ignore[operator]
+    assert results_folder(options) == options.results / "runs" / "interpreter"  # type: ignore[operator]
+    assert options.configs is not None and not options.configs.exists()
+
+
+def test_the_results_folder_of_the_environment(stream_sweep: Selection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KERNELTUNE_RESULTS", str(tmp_path / "elsewhere"))
+    run(stream_sweep, Options())
+    assert (tmp_path / "elsewhere" / "runs" / "interpreter" / "tiny.check.jsonl").is_file()
+
+
+def test_a_second_run_replaces_its_rows_and_keeps_the_others(stream_sweep: Selection, options: Options) -> None:
+    path = options.results / "runs" / "interpreter" / "tiny.check.jsonl"  # type: ignore[operator]
+    run(stream_sweep, options)
+    old = [replace(record, date="2020-01-01T00:00:00+00:00") for record in records.load(path)]
+    path.write_text("".join(records.to_json(record) + "\n" for record in old))
+    again = run(replace(stream_sweep, cases=("od*",)), options)
+    assert [record.case for record in again] == ["odd"]
+    after = records.load(path)
+    assert [record.case for record in after] == ["odd", "even"]
+    assert after == [again[0], old[1]] and after[0].date != old[0].date
+
+
+def test_every_own_variant_is_checked_and_no_peer(tmp_path: Path, options: Options) -> None:
+    path = tmp_path / "norm.yaml"
+    path.write_text(RMSNORM)
+    found = run(Selection(str(path)), options)
+    statuses = {(r.op, r.case, r.variant): r.status for r in found}
+    assert len(statuses) == len(found) == 12
+    for (op, case, variant), status in statuses.items():
+        own = OPS[op].variant(variant)
+        assert not own.is_peer
+        skipped = case == "none" and variant != "optimized"
+        assert status == ("skipped" if skipped else "checked"), (op, case, variant)
+    assert all(record.reason for record in found if record.status == "skipped")
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [
+        ({"ops": ("rmsnorm_bwd",)}, {("rmsnorm_bwd", "small"), ("rmsnorm_bwd", "none")}),
+        ({"cases": ("sm*",)}, {("rmsnorm_fwd", "small"), ("rmsnorm_bwd", "small")}),
+        ({"cases": ("none", "x"), "ops": ("rmsnorm_fwd",)}, {("rmsnorm_fwd", "none")}),
+        ({"dtypes": ("bfloat16",)}, set()),
+        ({"quants": ("fp8",)}, set()),
+    ],
+)
+def test_a_selection_takes_a_part(tmp_path: Path, options: Options, part: dict[str, Any], expected: set[Any]) -> None:
+    path = tmp_path / "norm.yaml"
+    path.write_text(RMSNORM)
+    found = run(Selection(str(path), variants=("optimized",), **part), options)
+    assert {(record.op, record.case) for record in found} == expected
+    assert {record.variant for record in found} <= {"optimized"}
+
+
+def test_a_wrong_kernel_is_a_failed_record_that_says_why(
+    stream_sweep: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def errors(self: Checker, variant: Variant, config: Any) -> list[str]:
+        return ["dst: 1 of 2 words wrong", "too late"] if self.case.name == "odd" else []
+
+    monkeypatch.setattr(Checker, "errors", errors)
+    odd, even = run(stream_sweep, options)
+    assert (odd.status, odd.reason) == ("failed", "dst: 1 of 2 words wrong; too late")
+    assert even.status == "checked"
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        (lambda s, o: run_tune(OPS, s, o, Quiet()), "tune needs a GPU: in the interpreter nothing can be timed"),
+        (
+            lambda s, o: compare_live(OPS, s, "baseline", "optimized", o, Quiet()),
+            "compare --run needs a GPU: in the interpreter nothing can be timed",
+        ),
+    ],
+    ids=["tune", "compare"],
+)
+def test_what_needs_a_gpu_says_so_and_writes_nothing(
+    stream_sweep: Selection, options: Options, command: Callable[[Selection, Options], Any], text: str
+) -> None:
+    with pytest.raises(ValueError) as caught:
+        command(stream_sweep, options)
+    assert str(caught.value) == text
+    assert written(options) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"ops": ("strem",)}, "unknown op 'strem'; there are rmsnorm_fwd, rmsnorm_bwd, stream"),
+        ({"variants": ("optimised",)}, "unknown variant 'optimised' in family tiny"),
+        ({"variants": ("baseline", "liger")}, "unknown variant 'liger' in family tiny"),
+        ({"family": "no-such-family"}, "family: 'no-such-family': expected one of "),
+        ({"family": "no/such.yaml"}, "cannot read no/such.yaml: no such file"),
+    ],
+)
+def test_names_that_do_not_exist_are_one_line_and_nothing_runs(
+    stream_sweep: Selection, options: Options, change: dict[str, Any], text: str
+) -> None:
+    progress = Spoken()
+    with pytest.raises(ValueError) as caught:
+        run_sweep(OPS, replace(stream_sweep, **change), options, progress)
+    assert str(caught.value).startswith(text) and "\n" not in str(caught.value)
+    assert progress.stages == [] and written(options) == []
+
+
+def test_results_that_cannot_be_written_are_one_line(stream_sweep: Selection, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="^cannot write .*tiny.check.jsonl: ") as caught:
+        run(stream_sweep, Options(results=tmp_path / "file"))
+    assert "\n" not in str(caught.value)
+
+
+# what an interrupted run left
+
+CASE = Case("a", (("M", 8), ("N", 64)), "bfloat16", "none", (("zero_centered", False),))
+OP = OPS["rmsnorm_bwd"]
+BASELINE, OPTIMIZED = OP.variant("baseline"), OP.variant("optimized")
+PAIRS = [(variant, variant.default_config(CASE)) for variant in (BASELINE, OPTIMIZED)]
+CONFIGS = {variant.name: config_values(config) for variant, config in PAIRS}
+
+
+def row(variant: str, **changes: Any) -> Record:
+    values: dict[str, Any] = {
+        "op": OP.name,
+        "variant": variant,
+        "case": CASE.name,
+        "dtype": CASE.dtype,
+        "quant": CASE.quant,
+        "policy": "cold",
+        "status": "failed",
+        "reason": "x",
+        "device": "NVIDIA H200",
+        "driver": device.current().driver,
+        "config": CONFIGS.get(variant),
+        "torch": "2",
+        "triton": device.versions()["triton"],
+        "source_hash": OP.source_hash,
+        "commit": "c",
+        "date": "2026-01-01T00:00:00+00:00",
+        "axes": dict(CASE.axes),
+        "options": dict(CASE.options),
+    }
+    return Record(**values | changes)
+
+
+def still_good(rows: list[Record], policy: str = "cold") -> list[Record] | None:
+    """Rows as the journal gives them back."""
+    loaded = [records.from_json(json.dumps(json.loads(records.to_json(r)))) for r in rows]
+    done = {(r.key, r.variant): r for r in loaded}
+    return _still_good(done, OP, CASE, PAIRS, Options(policy=policy))
+
+
+def test_a_complete_case_is_resumed_in_the_order_of_the_variants() -> None:
+    rows = [row("optimized"), row("baseline")]
+    assert still_good(rows) == [rows[1], rows[0]]
+    assert still_good([*rows, row("pr593")]) == [rows[1], rows[0]]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [],
+        [row("baseline")],
+        [row("baseline"), row("optimized", source_hash="older")],
+        [row("baseline"), row("optimized", driver="older")],
+        [row("baseline"), row("optimized", triton="older")],
+        [row("baseline"), row("optimized", config={"rows": 4})],
+        [row("baseline"), row("optimized", axes={"M": 9, "N": 64})],
+        [row("baseline"), row("optimized", dtype="float16")],
+        [row("baseline"), row("optimized", quant="fp8")],
+        [row("baseline"), row("optimized", options={"zero_centered": True})],
+        [row("baseline"), row("optimized", policy="hot")],
+        [row("baseline"), row("optimized", op="rmsnorm_fwd")],
+    ],
+    ids=["none", "one", "source", "driver", "triton", "config", "axes", "dtype", "quant", "options", "policy", "op"],
+)
+def test_a_case_that_lacks_a_row_of_this_source_is_measured_again(rows: list[Record]) -> None:
+    assert still_good(rows) is None
+
+
+def test_rows_under_another_policy_do_not_count() -> None:
+    rows = [row("baseline"), row("optimized")]
+    assert still_good(rows, "hot") is None and still_good(rows) == rows

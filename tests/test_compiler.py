@@ -1,0 +1,82 @@
+"""The compile pool, on the CPU: what it says of real kernels, and what jobs that raise, hang or die cost.
+
+Runs in one process of its own, without Triton's interpreter, which this process may have on.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kerneltune.compiler import TARGETS, Compiled, Kernel
+
+TESTS = Path(__file__).parent
+THREADS, REGISTER_FILE = 32, 65536
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What pool_jobs.main printed."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
+    command = [sys.executable, "-c", "import pool_jobs; pool_jobs.main()"]
+    done = subprocess.run(command, cwd=TESTS, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, list[dict[str, Any]]] = json.loads(done.stdout)
+    return found
+
+
+def test_real_kernels_compile_for_sm_90_in_the_order_of_the_jobs(answers: dict[str, list[dict[str, Any]]]) -> None:
+    *compiled, raised = answers["real"]
+    assert [c["error"] for c in compiled] == [""] * 4
+    names = [[kernel["name"] for kernel in c["kernels"]] for c in compiled]
+    # the slowest job comes first: an answer that arrives earlier still waits for its turn
+    assert names == [
+        ["_rmsnorm_bwd_main", "_rmsnorm_bwd_dgamma"],
+        ["_stream"],
+        ["_rmsnorm_fwd_rows"],
+        ["_rmsnorm_fwd_transpose"],
+    ]
+    assert raised["kernels"] == [] and "RuntimeError" in raised["error"]
+
+
+def test_resources_of_real_kernels_are_read_from_the_binary(answers: dict[str, list[dict[str, Any]]]) -> None:
+    bwd, stream, plain, transposed = (c["kernels"] for c in answers["real"][:4])
+    for kernel in [*bwd, *stream, *plain, *transposed]:
+        assert 16 <= kernel["registers"] <= 255, kernel
+        assert kernel["registers"] * kernel["warps"] * THREADS <= REGISTER_FILE, kernel
+        assert kernel["spill_bytes"] == 0, kernel
+        assert 0 <= kernel["shared_bytes"] <= TARGETS["sm_90"].shared_bytes, kernel
+    assert [kernel["warps"] for kernel in (*bwd, *stream, *plain, *transposed)] == [4, 8, 8, 4, 8]
+    assert stream[0]["shared_bytes"] == 0  # nothing to reduce, nothing to pipeline
+    row = 1024 * 2
+    assert row * 2 <= plain[0]["shared_bytes"] <= row * 6  # the tiles that three stages keep in flight, and the reduction
+    assert 32 * 256 * 2 <= transposed[0]["shared_bytes"] <= 65536  # at least the tile in flight
+    assert all(c["seconds"] > 0.05 for c in answers["real"][:4])  # compiled, not found
+
+
+def test_resources_of_a_job_are_those_of_its_largest_kernel(answers: dict[str, list[dict[str, Any]]]) -> None:
+    bwd = answers["real"][0]
+    assert bwd["resources"] == max(kernel["registers"] * kernel["warps"] for kernel in bwd["kernels"])
+    two = Compiled((Kernel("a", 8, 40, 0, 0), Kernel("b", 4, 64, 16, 0)), 1.0)
+    assert (two.resources, two.spill_bytes) == (320, 16)
+    assert (Compiled((), 0.0, "x").resources, Compiled((), 0.0, "x").spill_bytes) == (0, 0)
+
+
+def test_a_job_that_raises_hangs_or_dies_costs_only_itself(answers: dict[str, list[dict[str, Any]]]) -> None:
+    assert [c["error"] for c in answers["broken"]] == [
+        "",
+        "RuntimeError: no such layout: odd",
+        "",
+        "compiling took longer than 1 s",
+        "compiling took longer than 1 s",
+        "",
+        "the compiler crashed: exit code 3",
+        "",
+        "",
+    ]
+    assert all(c["kernels"] == [] for c in answers["broken"])

@@ -1,0 +1,228 @@
+"""The trial store: what was paid for is found again, whatever a kill leaves of the file."""
+
+import json
+import os
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kerneltune.spec import Case, Op, Traffic, Variant
+from kerneltune.trials import Trial, TrialStore
+
+
+@dataclass(frozen=True, slots=True)
+class Knobs:
+    block: int
+    fast: bool
+
+
+def nothing(*_args: Any, **_kwargs: Any) -> Mapping[str, Any]:
+    return {}
+
+
+VARIANT = Variant("optimized", nothing, Knobs)
+OTHER_VARIANT = Variant("baseline", nothing, Knobs)
+OP = Op("fake", ("M",), ("bfloat16",), nothing, nothing, lambda *_: [], lambda _: Traffic(1, 1), (VARIANT,), __name__)
+OTHER_OP = Op("other", ("M",), ("bfloat16",), nothing, nothing, lambda *_: [], lambda _: Traffic(1, 1), (VARIANT,), __name__)
+CASE = Case("a", (("M", 8),), "bfloat16", "none", (("centered", False), ("format", "e4m3")))
+FINGERPRINT = {"source_hash": "abc", "driver": "1.0"}
+
+
+def open_store(path: Path, **changes: str) -> TrialStore:
+    return TrialStore(path, **(FINGERPRINT | changes))
+
+
+def put(store: TrialStore, config: Knobs, trial: Trial) -> None:
+    store.put(OP, CASE, VARIANT, "cold", config, trial)
+
+
+def get(store: TrialStore, config: Knobs) -> Trial | None:
+    return store.get(OP, CASE, VARIANT, "cold", config)
+
+
+def filled(path: Path, count: int) -> list[Knobs]:
+    """Trials of `count` configs in `path`; config i takes i + 0.5 µs."""
+    store, configs = open_store(path), [Knobs(i, i % 2 == 0) for i in range(count)]
+    for i, config in enumerate(configs):
+        put(store, config, Trial("ok", i + 0.5))
+    return configs
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "runs" / "trials" / "fake.jsonl"
+
+
+def test_a_trial_comes_back_as_it_was_stored(path: Path) -> None:
+    trials = [Trial("ok", 1 / 3), Trial("spills", None, "96 bytes per thread"), Trial("wrong", None, 'y: "µ"\nline two')]
+    store = open_store(path)
+    assert len(store) == 0 and get(store, Knobs(0, True)) is None
+    for i, trial in enumerate(trials):
+        put(store, Knobs(i, True), trial)
+    for reader in (store, open_store(path)):
+        assert [get(reader, Knobs(i, True)) for i in range(3)] == trials
+        assert len(reader) == 3
+
+
+def test_a_trial_belongs_to_its_op_case_variant_policy_and_config(path: Path) -> None:
+    store, config = open_store(path), Knobs(1, True)
+    put(store, config, Trial("ok", 2.0))
+    same_but_name = Case("another name", CASE.axes, CASE.dtype, CASE.quant, CASE.options)
+    cases = [
+        Case("a", (("M", 9),), "bfloat16", "none", CASE.options),
+        Case("a", CASE.axes, "float16", "none", CASE.options),
+        Case("a", CASE.axes, "bfloat16", "fp8", CASE.options),
+        Case("a", CASE.axes, "bfloat16", "none", (("centered", True), ("format", "e4m3"))),
+    ]
+    for reader in (store, open_store(path)):
+        assert reader.get(OP, same_but_name, VARIANT, "cold", config) == Trial("ok", 2.0)
+        assert [reader.get(OP, case, VARIANT, "cold", config) for case in cases] == [None] * 4
+        assert reader.get(OTHER_OP, CASE, VARIANT, "cold", config) is None
+        assert reader.get(OP, CASE, OTHER_VARIANT, "cold", config) is None
+        assert reader.get(OP, CASE, VARIANT, "hot", config) is None
+        assert get(reader, Knobs(1, False)) is None and get(reader, Knobs(2, True)) is None
+
+
+def test_ranked_gives_timed_configs_fastest_first(path: Path) -> None:
+    store = open_store(path)
+    for block, trial in enumerate([Trial("ok", 3.0), Trial("compile", None, "no"), Trial("ok", 1.0), Trial("ok", 2.0)]):
+        put(store, Knobs(block, True), trial)
+    store.put(OP, CASE, OTHER_VARIANT, "cold", Knobs(7, True), Trial("ok", 0.1))
+    store.put(OP, CASE, VARIANT, "hot", Knobs(8, True), Trial("ok", 0.1))
+    store.put(OP, Case("b", (("M", 16),), "bfloat16"), VARIANT, "cold", Knobs(9, True), Trial("ok", 0.1))
+    for reader in (store, open_store(path)):
+        assert reader.ranked(OP, CASE, VARIANT, "cold") == [{"block": b, "fast": True} for b in (2, 3, 0)]
+        assert reader.ranked(OTHER_OP, CASE, VARIANT, "cold") == []
+
+
+def test_equal_times_are_ranked_without_comparing_what_cannot_be(path: Path) -> None:
+    store = open_store(path)
+    put(store, Knobs(2, True), Trial("ok", 1.0))
+    put(store, Knobs(1, False), Trial("ok", 1.0))
+    assert [values["block"] for values in store.ranked(OP, CASE, VARIANT, "cold")] == [1, 2]
+
+
+def test_the_file_only_grows_and_the_last_row_counts(path: Path) -> None:
+    store = open_store(path)
+    before = b""
+    for time_us in (3.0, 2.0, 1.0):
+        put(store, Knobs(1, True), Trial("ok", time_us))
+        after = path.read_bytes()
+        assert after.startswith(before) and len(after) > len(before) and after.endswith(b"\n")
+        before = after
+    assert before.count(b"\n") == 3
+    assert get(open_store(path), Knobs(1, True)) == get(store, Knobs(1, True)) == Trial("ok", 1.0)
+
+
+def test_a_truncated_last_line_is_dropped_and_the_file_is_valid_again(path: Path) -> None:
+    configs = filled(path, 3)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-20])
+    store = open_store(path)
+    assert [get(store, config) is None for config in configs] == [False, False, True]
+    assert path.read_bytes() == b"".join(whole.splitlines(keepends=True)[:2])
+    put(store, configs[2], Trial("ok", 2.5))
+    assert path.read_bytes() == whole
+    assert len(open_store(path)) == 3
+
+
+def test_any_cut_loses_at_most_the_line_that_it_cuts(path: Path) -> None:
+    configs = filled(path, 8)
+    whole = path.read_bytes()
+    rng = random.Random(0)
+    lines = whole.splitlines(keepends=True)
+    ends = [sum(map(len, lines[: i + 1])) for i in range(len(lines))]
+    for cut in [0, 1, ends[0] - 1, ends[0], ends[0] + 1, len(whole) - 1, *rng.sample(range(len(whole)), 20)]:
+        path.write_bytes(whole[:cut])
+        kept = sum(end <= cut for end in ends)
+        store = open_store(path)
+        found = [get(store, config) for config in configs]
+        assert found == [Trial("ok", i + 0.5) for i in range(kept)] + [None] * (len(configs) - kept), cut
+        put(store, Knobs(99, True), Trial("ok", 9.0))
+        assert [json.loads(line)["config"]["block"] for line in path.read_text().splitlines()] == [*range(kept), 99], cut
+        assert len(open_store(path)) == kept + 1, cut
+
+
+@pytest.mark.parametrize("broken", ["{not json", "[1, 2]", "7", "{}", '{"op": "fake"}', "", "\x00\x00"])
+def test_a_broken_line_that_is_not_the_last_is_named(path: Path, broken: str) -> None:
+    filled(path, 3)
+    lines = path.read_text().splitlines()
+    lines[1] = broken
+    path.write_text("".join(f"{line}\n" for line in lines))
+    before = path.read_bytes()
+    with pytest.raises(ValueError) as caught:
+        open_store(path)
+    assert str(caught.value).startswith(f"{path}:2: ") and "\n" not in str(caught.value)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("field", ["op", "variant", "axes", "dtype", "quant", "options", "policy", "status", "time_us", "detail"])
+def test_a_line_without_a_field_is_named(path: Path, field: str) -> None:
+    filled(path, 3)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    del rows[1][field]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError) as caught:
+        open_store(path)
+    assert str(caught.value).startswith(f"{path}:2: ") and "\n" not in str(caught.value)
+
+
+def test_trials_of_another_source_or_driver_are_not_found(path: Path) -> None:
+    (config, *_) = filled(path, 2)
+    for changes in ({"source_hash": "def"}, {"driver": "2.0"}, {"torch": "3"}):
+        other = open_store(path, **changes)
+        assert get(other, config) is None and len(other) == 0
+        assert other.ranked(OP, CASE, VARIANT, "cold") == []
+    newer = open_store(path, source_hash="def")
+    put(newer, config, Trial("ok", 77.0))
+    assert get(open_store(path, source_hash="def"), config) == Trial("ok", 77.0)
+    assert get(open_store(path), config) == Trial("ok", 0.5)
+
+
+def test_what_another_process_appends_is_found_by_the_next_store(path: Path) -> None:
+    first = open_store(path)
+    put(first, Knobs(1, True), Trial("ok", 1.0))
+    child = os.fork()
+    if child == 0:
+        try:
+            put(open_store(path), Knobs(2, True), Trial("ok", 2.0))
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    put(first, Knobs(3, True), Trial("ok", 3.0))
+    assert [get(open_store(path), Knobs(i, True)) for i in (1, 2, 3)] == [Trial("ok", float(i)) for i in (1, 2, 3)]
+
+
+def test_a_line_that_another_process_left_cut_is_not_written_onto(path: Path) -> None:
+    store = open_store(path)
+    put(store, Knobs(1, True), Trial("ok", 1.0))
+    line = path.read_bytes()
+    with path.open("ab") as file:
+        file.write(line[:40])  # another process, killed while it wrote
+    put(store, Knobs(2, True), Trial("ok", 2.0))
+    reread = open_store(path)
+    assert [get(reread, Knobs(i, True)) for i in (1, 2)] == [Trial("ok", 1.0), Trial("ok", 2.0)]
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    path = tmp_path / "file" / "fake.jsonl"
+    store = open_store(path)
+    with pytest.raises(ValueError) as caught:
+        put(store, Knobs(1, True), Trial("ok", 1.0))
+    assert str(caught.value).startswith(f"cannot write {path}: ") and "\n" not in str(caught.value)
+    assert get(store, Knobs(1, True)) is None
+
+
+def test_a_folder_in_the_place_of_the_file_is_one_line(path: Path) -> None:
+    store = open_store(path)
+    path.mkdir(parents=True)
+    with pytest.raises(ValueError, match=f"^cannot write {path}: "):
+        put(store, Knobs(1, True), Trial("ok", 1.0))
+    with pytest.raises(ValueError, match=f"^cannot read {path}: "):
+        open_store(path)
