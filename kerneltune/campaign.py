@@ -96,7 +96,7 @@ class Options:
 
 
 def run_sweep(ops: Mapping[str, Op], selection: Selection, options: Options, progress: Progress) -> list[Record]:
-    """All stages of a sweep; returns the records of this run.
+    """All stages of a sweep; returns the records of this run, failed checks before the measured rows.
 
     Without a GPU, and with `check_only`, the sweep's check cases run and no time is taken. On a GPU the records, the table,
     Markdown and CSV are written under results/; rows measured before an interruption are not measured again.
@@ -117,9 +117,9 @@ def run_sweep(ops: Mapping[str, Op], selection: Selection, options: Options, pro
     entries = [e for e in plan.bench if selection.takes(e)]
     if options.tune:
         _tune(ops, entries, selection, options, progress)
-    measured = _measure(ops, plan.family, entries, selection, options, progress)
+    measured = _measure(ops, plan.family, entries, selection, options, progress, _journal(plan.family, options))
     _write(plan.family, measured, options)
-    return measured
+    return [*(record for record in checked if record.status == "failed"), *measured]
 
 
 def run_tune(ops: Mapping[str, Op], selection: Selection, options: Options, progress: Progress) -> list[cache.Entry]:
@@ -146,7 +146,7 @@ def compare_live(
     if not device.current().is_gpu:
         raise ValueError("compare --run needs a GPU: in the interpreter nothing can be timed")
     both = Selection(selection.family, selection.ops, selection.cases, selection.dtypes, selection.quants, (a, b))
-    return _measure(ops, plan.family, [e for e in plan.bench if selection.takes(e)], both, options, progress)
+    return _measure(ops, plan.family, [e for e in plan.bench if selection.takes(e)], both, options, progress, None)
 
 
 def results_folder(options: Options) -> Path:
@@ -231,6 +231,7 @@ def _tune(
             shortage = memory_shortage(op, case)
             if shortage is not None:
                 progress.note(f"not tuned: {op.name} {case.name}: {shortage}")
+                progress.advance(f"{op.name} {variant.name} {case.name} {case.dtype} {case.quant}")
                 continue
             store = TrialStore(folder / f"{op.name}.jsonl", source_hash=op.source_hash, driver=here.driver, **device.versions())
             try:
@@ -309,9 +310,10 @@ def _measure(
     selection: Selection,
     options: Options,
     progress: Progress,
+    journal: Path | None,
 ) -> list[Record]:
-    journal = _journal(family, options)
-    done = {(r.key, r.variant): r for r in _journalled(journal)}
+    """Every case beside its peers; with a journal, those that it has are not measured again."""
+    done = {(r.key, r.variant): r for r in _journalled(journal)} if journal else {}
     measured = []
     progress.stage("measure", len(entries))
     for entry in entries:
@@ -320,7 +322,8 @@ def _measure(
         fresh = _still_good(done, op, case, pairs, options)
         if fresh is None:
             fresh = compare(family, op, case, pairs, options.policy, _ceiling(ops, op, case, options))
-            records.append(journal, fresh)
+            if journal:
+                records.append(journal, fresh)
         measured += fresh
         timed = [r for r in fresh if r.time_us is not None]
         if timed:
@@ -361,7 +364,7 @@ def _journal(family: str, options: Options) -> Path:
 
 def _write(family: str, measured: Sequence[Record], options: Options) -> None:
     folder = results_folder(options)
-    records.merge(folder / f"{family}.jsonl", measured)
+    records.merge(folder / f"{family}.jsonl", [*_journalled(_journal(family, options)), *measured])
     everything = records.load(folder / f"{family}.jsonl")
     _write_text(folder / f"{family}.md", report.sweep_markdown(everything))
     _write_text(folder / f"{family}.csv", report.sweep_csv(everything))

@@ -185,7 +185,7 @@ def tune(
     op, case, variant = tuner.op, tuner.case, tuner.variant
     started = time.monotonic()
     pool = candidates(op, case, variant, tuner.policy, tuner.store)
-    proposals = _enumerate(pool) if len(pool) <= ENUMERATE_UP_TO else _ask(pool, search, tuner)
+    proposals = _enumerate(pool) if len(pool) <= ENUMERATE_UP_TO else _Feedback(pool, search)
     times: dict[Config, float] = {}
     seen = 0
     out_of_time = False
@@ -204,17 +204,20 @@ def tune(
         if out_of_time or seen == search.trials:
             break
         batch = proposals.send(times) if isinstance(proposals, _Feedback) else next(proposals, None)
+    cached = _cached(tuner, root)
+    if cached is not None and cached not in times:  # whatever the budget left out, the incumbent is judged anew
+        trial = tuner.evaluate(cached, *compiled([cached]))
+        times |= {cached: trial.time_us} if trial.time_us is not None else {}
     try:
-        return _decide(tuner, times, seen, root)
+        return _decide(tuner, cached, times, seen, root)
     finally:
         tuner.release()
 
 
-def _decide(tuner: Tuner, times: dict[Config, float], seen: int, root: Path | None) -> cache.Entry:
+def _decide(tuner: Tuner, cached: Config | None, times: dict[Config, float], seen: int, root: Path | None) -> cache.Entry:
     op, case, variant = tuner.op, tuner.case, tuner.variant
-    cached = _cached(tuner, root)
     default = variant.default_config(case)
-    standing = [config for config in (cached, default) if config is not None and (config in times or config is cached)]
+    standing = [config for config in (cached, default) if config in times]
     ranked = sorted(times, key=lambda config: times[config])
     if not ranked:
         raise NothingPassedError(f"{op.name} {variant.name}: no config passed its check for {case.label}")
@@ -246,7 +249,7 @@ def _decide(tuner: Tuner, times: dict[Config, float], seen: int, root: Path | No
 
 
 def _cached(tuner: Tuner, root: Path | None) -> Config | None:
-    """The config that the cache holds for exactly this case, if it still fits and is correct."""
+    """The config that the cache holds for exactly this case, if it still fits."""
     op, case, variant = tuner.op, tuner.case, tuner.variant
     hit = cache.lookup(
         op.name, variant.name, device.current().slug, case.axes, case.dtype, case.quant, case.options, tuner.policy, (), root
@@ -257,8 +260,7 @@ def _cached(tuner: Tuner, root: Path | None) -> Config | None:
         config = variant.config_from(hit.entry.config)
     except ValueError:
         return None
-    known = tuner.store.get(op, case, variant, tuner.policy, config)
-    return config if known is not None and known.time_us is not None and variant.valid(case, config) is None else None
+    return config if variant.valid(case, config) is None else None
 
 
 def _enumerate(pool: Sequence[Config]) -> Iterator[list[Config]]:
@@ -270,11 +272,12 @@ def _enumerate(pool: Sequence[Config]) -> Iterator[list[Config]]:
 class _Feedback(Iterator[list[Config]]):
     """Asks Optuna for batches of configs, each knob a category, and tells it the times of those before."""
 
-    def __init__(self, pool: Sequence[Config], search: Search, tuner: Tuner) -> None:
+    def __init__(self, pool: Sequence[Config], search: Search) -> None:
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._study = optuna.create_study(sampler=_SAMPLERS[search.sampler](search.seed))
+        sampler, settings = _SAMPLERS[search.sampler]
+        self._study = optuna.create_study(sampler=getattr(optuna.samplers, sampler)(seed=search.seed, **settings))
         self._left = dict.fromkeys(pool)
         knobs = list(config_values(pool[0]) or {})
         self._space: dict[str, optuna.distributions.BaseDistribution] = {
@@ -320,35 +323,12 @@ class _Feedback(Iterator[list[Config]]):
         return batch
 
 
-def _ask(pool: Sequence[Config], search: Search, tuner: Tuner) -> _Feedback:
-    return _Feedback(pool, search, tuner)
-
-
-def _tpe(seed: int) -> Any:
-    import optuna
-
-    return optuna.samplers.TPESampler(seed=seed, multivariate=True, group=False, constant_liar=True, n_startup_trials=16)
-
-
-def _gp(seed: int) -> Any:
-    import optuna
-
-    return optuna.samplers.GPSampler(seed=seed)
-
-
-def _random(seed: int) -> Any:
-    import optuna
-
-    return optuna.samplers.RandomSampler(seed=seed)
-
-
-def _qmc(seed: int) -> Any:
-    import optuna
-
-    return optuna.samplers.QMCSampler(seed=seed)
-
-
-_SAMPLERS = {"tpe": _tpe, "gp": _gp, "random": _random, "qmc": _qmc}
+_SAMPLERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tpe": ("TPESampler", {"multivariate": True, "constant_liar": True, "n_startup_trials": 16}),
+    "gp": ("GPSampler", {}),
+    "random": ("RandomSampler", {}),
+    "qmc": ("QMCSampler", {}),
+}
 
 
 def compile_with(pool: CompilePool, op: Op, case: Case, variant: Variant) -> Callable[[Sequence[Config]], Iterable[Compiled]]:

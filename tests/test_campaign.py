@@ -10,7 +10,17 @@ import pytest
 import torch
 
 from kerneltune import device, ops, records
-from kerneltune.campaign import Options, Quiet, Selection, _still_good, compare_live, results_folder, run_sweep, run_tune
+from kerneltune.campaign import (
+    Options,
+    Quiet,
+    Selection,
+    _journalled,
+    _still_good,
+    compare_live,
+    results_folder,
+    run_sweep,
+    run_tune,
+)
 from kerneltune.check import Checker
 from kerneltune.compare import config_values
 from kerneltune.device import INTERPRETER
@@ -275,6 +285,16 @@ def test_a_complete_case_is_resumed_in_the_order_of_the_variants() -> None:
 )
 def test_a_case_that_lacks_a_row_of_this_source_is_measured_again(rows: list[Record]) -> None:
     assert still_good(rows) is None
+
+
+def test_a_journal_row_that_was_being_written_is_gone(tmp_path: Path) -> None:
+    journal = tmp_path / "runs" / "rmsnorm.journal.jsonl"
+    assert _journalled(journal) == []
+    rows = [row("baseline"), row("optimized")]
+    records.append(journal, rows)
+    whole = journal.read_bytes()
+    journal.write_bytes(whole + whole[:100])
+    assert _journalled(journal) == rows and journal.read_bytes() == whole
 
 
 def test_rows_under_another_policy_do_not_count() -> None:

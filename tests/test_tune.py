@@ -362,6 +362,20 @@ def test_the_cached_config_is_first_and_the_default_second(setting: Setting) -> 
     assert setting.cached() == {"block": 512, "warps": 8}
 
 
+def test_a_cached_config_that_the_budget_leaves_out_is_judged_anew(setting: Setting) -> None:
+    first = setting.tuner(SMALL, small_time)
+    cached = Small(512, 8)
+    first.winner = lambda _configs: cached
+    setting.tune(first)
+
+    setting.trials.unlink()  # as after a change of the source
+    again = setting.tuner(SMALL, small_time)
+    again.winner = lambda configs: configs[0]
+    setting.tune(again, Search(trials=2))
+    assert again.duels[0][0] == cached
+    assert setting.cached() == {"block": 512, "warps": 8}
+
+
 def test_a_cached_config_that_is_wrong_now_or_no_longer_fits_does_not_stand(setting: Setting) -> None:
     first = setting.tuner(SMALL, small_time)
     first.winner = lambda _configs: Small(64, 1)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from kerneltune.device import sm_count
+from kerneltune.ops.rmsnorm.reference import EPS
 from kerneltune.spec import Case, Inputs, Outputs, Space
 from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX, quantize, wide
 
@@ -204,7 +205,7 @@ def _fwd(inputs: Inputs, warps: int, transpose_in_kernel: bool, pr593: bool) -> 
         outputs["y_t"] = torch.empty((N, M), dtype=fp8, device=x.device)
     _rmsnorm_fwd_te[(_programs(x),)](
         x, weight, y, outputs.get("y_t"), rsigma, inputs.get("scale"), inputs.get("amax"), outputs.get("scale_inv"),
-        M, N, x.stride(0), 1e-5,
+        M, N, x.stride(0), EPS,
         ZERO_CENTERED=inputs["zero_centered"], FP8=quant != "none", FP8_MAX=FP8_MAX[inputs["fp8_format"]],
         TRANSPOSE=quant == "fp8_t" and transpose_in_kernel, BLOCK=block, BLOCKED=blocked, HOIST=pr593 and not blocked,
         num_warps=warps,
