@@ -131,14 +131,13 @@ def _resolve(case: Case, knobs: dict[str, Any] | None) -> RowConfig | None:
 
 
 def space(case: Case) -> Space:
-    """Loads from an eighth of a row to a whole row, up to four rows."""
+    """Loads from an eighth of a row to a whole row; up to four rows, more where they are short."""
     K = case["K"]
     whole = _power_of_two(K)
     most = 8192 if whole > 16384 else 4096
     return {
-        "rows": (1, 2, 4) if K <= 4096 else (1, 2) if K <= 8192 else (1,),
-        "cols": tuple(cols for cols in (16384, 8192, 4096, 2048, 1024, 512, 256) if cols <= max(most, 256) and cols < 2 * K)
-        or (whole,),
+        "rows": (4, 8, 16) if K <= 256 else (1, 2, 4) if K <= 4096 else (1, 2) if K <= 8192 else (1,),
+        "cols": tuple(cols for cols in (8192, 4096, 2048, 1024, 512) if cols <= most and cols < 2 * K) or (max(16, whole),),
         "warps": (1, 2, 4, 8, 16),
         "ctas": (0, 2, 4, 6, 8),
         "stages": (1, 2, 3),
@@ -180,7 +179,8 @@ def default(case: Case) -> RowConfig:
     """A config for any shape, by rule: 16 to 64 elements of a row in every thread, little idle at its end."""
     K, itemsize = case["K"], ITEMSIZE[case.dtype]
     if K <= 256:
-        return RowConfig(rows=4 if K > 64 else 1, cols=max(16, _power_of_two(K)), warps=1, ctas=0, stages=1, reload=False)
+        cols = max(16, _power_of_two(K))
+        return RowConfig(rows=min(16, 1024 // cols), cols=cols, warps=1, ctas=0, stages=1, reload=False)
     held = 64 * 32 * 2 // itemsize  # elements that a warp can hold
     for cols in (1024, 2048, 4096, 8192, 512, 256):
         warps = max(1, cols // 256)
