@@ -185,7 +185,7 @@ def default(case: Case) -> RowConfig:
     for cols in (1024, 2048, 4096, 8192, 512, 256):
         warps = max(1, cols // 256)
         chunks = triton.cdiv(K, cols)
-        if chunks == 1 and cols >= 2 * K or chunks > 8 or K > held * warps * 0.95 + held * (warps > 8):
+        if (chunks == 1 and cols >= 2 * K) or chunks > 8 or chunks * cols >= held * warps:
             continue
         if chunks * cols <= K * 1.1:
             return RowConfig(1, cols, warps, ctas=0, stages=1, reload=False)
