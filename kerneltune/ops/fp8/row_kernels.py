@@ -1,8 +1,9 @@
-"""Quantise along rows that live in registers: every element is read from memory once. May import tl_lib."""
+"""Quantise along rows that live in registers: every element is read from memory once. May import cast and tl_lib."""
 
 import triton
 import triton.language as tl
 
+from kerneltune.ops.fp8.cast import to_fp8
 from kerneltune.tl_lib import amax_to_scale, magnitude, magnitude_to_fp32, wide
 
 
@@ -27,7 +28,7 @@ def _store_rows(q_ptr, tile, cols, M, K, x, scale, ROWS: tl.constexpr, EVEN: tl.
     mask = (lanes < M - tile * ROWS)[:, None]
     if not EVEN:
         mask = mask & (cols < K)[None, :]
-    q = (x.to(tl.float32) * scale[:, None]).to(q_ptr.dtype.element_ty)
+    q = to_fp8(x.to(tl.float32) * scale[:, None], q_ptr.dtype.element_ty)
     tl.store(q_ptr + wide(tile * ROWS) * K + (lanes[:, None] * K + cols[None, :]), q, mask=mask, cache_modifier=".cs")
 
 
