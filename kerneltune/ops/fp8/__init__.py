@@ -6,24 +6,40 @@ Formula and NaN policy: reference.py. Source: torchao 0.18's float8 kernels for 
 from collections.abc import Callable
 from typing import Any
 
-from kerneltune.ops.fp8 import groups, peers, reference, rows, torchao
+from kerneltune.ops.fp8 import flat, groups, peers, reference, rows, tensorwise, torchao, transpose
 from kerneltune.ops.fp8.groups import GroupConfig, fp8_group_colwise, fp8_group_colwise_dual, fp8_rowwise_3d_transpose
 from kerneltune.ops.fp8.rows import RowConfig, fp8_colwise_3d, fp8_rowwise_2d
-from kerneltune.spec import Case, Op, Variant
+from kerneltune.ops.fp8.tensorwise import (
+    SegmentConfig,
+    SegmentOutput,
+    fp8_tensorwise_2d,
+    fp8_tensorwise_3d,
+    fp8_tensorwise_group,
+)
+from kerneltune.ops.fp8.transpose import TransposeConfig, fp8_transpose_2d
+from kerneltune.spec import Case, Inputs, Op, Outputs, Variant
 
 __all__ = [
     "OPS",
     "GroupConfig",
     "RowConfig",
+    "SegmentConfig",
+    "SegmentOutput",
+    "TransposeConfig",
     "fp8_colwise_3d",
     "fp8_group_colwise",
     "fp8_group_colwise_dual",
     "fp8_rowwise_2d",
     "fp8_rowwise_3d_transpose",
+    "fp8_tensorwise_2d",
+    "fp8_tensorwise_3d",
+    "fp8_tensorwise_group",
+    "fp8_transpose_2d",
 ]
 
 _DTYPES = ("bfloat16", "float16", "float32")
 _GROUPS = {**reference.OPTIONS, "groups": ("balanced", "zipf", "ragged")}
+_LAYOUTS = {**reference.OPTIONS, "layout": tensorwise.LAYOUTS}
 _Run = Callable[[Any, Any], Any]
 
 
@@ -40,6 +56,35 @@ def _peers(
 def _groups_baseline(run: _Run) -> Variant:
     return Variant(
         "baseline", run, torchao.TileConfig, torchao.group_space, torchao.tile_valid, torchao.group_default, torchao.nothing_to_do
+    )
+
+
+def _tensorwise(
+    name: str,
+    axes: tuple[str, ...],
+    free_axes: tuple[str, ...],
+    inputs: Callable[..., Inputs],
+    formula: Callable[[Inputs], Outputs],
+    run: _Run,
+) -> Op:
+    return Op(
+        name=name,
+        axes=axes,
+        dtypes=_DTYPES,
+        quants=("fp8",),
+        options=_LAYOUTS | ({"groups": _GROUPS["groups"]} if "G" in axes else {}),
+        free_axes=free_axes,
+        inputs=inputs,
+        reference=formula,
+        compare=groups.compare,
+        traffic=tensorwise.traffic,
+        module="kerneltune.ops.fp8.tensorwise",
+        variants=(
+            Variant("baseline", flat.run, flat.FlatConfig, flat.space, default=flat.default, unsupported=torchao.nothing_to_do),
+            Variant("optimized", run, SegmentConfig, tensorwise.space, tensorwise.valid, default=tensorwise.default),
+            Variant("compile", peers.compile_tensorwise, unsupported=peers.not_torch, requires=("torch",)),
+            Variant("eager", peers.eager_tensorwise, unsupported=peers.not_torch, requires=("torch",)),
+        ),
     )
 
 
@@ -164,6 +209,55 @@ OPS = (
             _groups_baseline(torchao.run_dual),
             Variant("optimized", groups.run_dual, GroupConfig, groups.space, groups.valid, default=groups.default),
             *_peers(peers.torchao_dual, peers.compile_dual, peers.eager_dual),
+        ),
+    ),
+    _tensorwise(
+        "fp8_tensorwise_2d",
+        ("M", "K"),
+        ("M",),
+        tensorwise.matrix_inputs,
+        tensorwise.matrix_reference,
+        tensorwise.run_matrix,
+    ),
+    _tensorwise(
+        "fp8_tensorwise_3d",
+        ("E", "K", "N"),
+        ("E",),
+        tensorwise.weight_inputs,
+        tensorwise.weight_reference,
+        tensorwise.run_weights,
+    ),
+    _tensorwise(
+        "fp8_tensorwise_group",
+        ("M", "K", "G"),
+        ("M", "G"),
+        tensorwise.group_inputs,
+        tensorwise.group_reference,
+        tensorwise.run_group,
+    ),
+    Op(
+        name="fp8_transpose_2d",
+        axes=("M", "N"),
+        dtypes=("uint8",),
+        quants=("fp8",),
+        options={"fp8_format": reference.OPTIONS["fp8_format"]},
+        free_axes=("M",),
+        inputs=transpose.inputs,
+        reference=transpose.reference,
+        compare=transpose.compare,
+        traffic=transpose.traffic,
+        module="kerneltune.ops.fp8.transpose",
+        variants=(
+            Variant(
+                "baseline",
+                transpose.run_bytes,
+                transpose.BytesConfig,
+                transpose.bytes_space,
+                default=transpose.bytes_default,
+                unsupported=torchao.nothing_to_do,
+            ),
+            Variant("optimized", transpose.run, TransposeConfig, transpose.space, transpose.valid, default=transpose.default),
+            Variant("eager", transpose.run_eager, requires=("torch",)),
         ),
     ),
 )

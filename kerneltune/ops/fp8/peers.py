@@ -136,6 +136,53 @@ def compile_dual(inputs: Inputs, _config: None) -> Outputs:
     return _dual(inputs, True)
 
 
+def _finite(x: torch.Tensor, dtype: torch.dtype, pow2: bool, inverse: bool, layout: str) -> tuple[torch.Tensor, ...]:
+    """x (segments, …) made finite, in fp8 with a scale per segment, in the layouts asked for."""
+    x = torch.nan_to_num(x)
+    scale = _scale(x.abs().amax((1, 2)), dtype, pow2)
+    return _in_layouts(_cast(x, scale[:, None, None], dtype), scale, inverse, layout)
+
+
+def _finite_groups(
+    x: torch.Tensor, offs: torch.Tensor, dtype: torch.dtype, pow2: bool, inverse: bool, layout: str
+) -> tuple[torch.Tensor, ...]:
+    """x (M, K) made finite, with a scale per group of rows, without a host sync."""
+    x = torch.nan_to_num(x)
+    rows = torch.arange(x.shape[0], device=x.device, dtype=torch.int32)
+    group = torch.bucketize(rows, offs, right=True)
+    scale = _scale(x.new_zeros(offs.shape[0]).scatter_reduce(0, group.long(), x.abs().amax(1), "amax"), dtype, pow2)
+    return _in_layouts(_cast(x, scale[group][:, None], dtype), scale, inverse, layout)
+
+
+def _in_layouts(q: torch.Tensor, scale: torch.Tensor, inverse: bool, layout: str) -> tuple[torch.Tensor, ...]:
+    scale = scale.reciprocal() if inverse else scale
+    turned = q if layout == "row" else q.transpose(-2, -1).contiguous().transpose(-2, -1)
+    return q, turned, scale
+
+
+def _tensorwise(inputs: Inputs, compiled: bool) -> Outputs:
+    layout = inputs["layout"]
+    if "offs" in inputs:
+        function = _function(_finite_groups, compiled, inputs["x"])
+        q, q_t, scale = function(inputs["x"], inputs["offs"], *_chosen(inputs), layout)
+    else:
+        x = inputs["x"][None] if "x" in inputs else inputs["w"].transpose(1, 2)
+        q, q_t, scale = _function(_finite, compiled, x)(x, *_chosen(inputs), layout)
+        q, q_t = (q[0], q_t[0]) if "x" in inputs else (q.transpose(1, 2), q_t)
+    outputs = {"q": q} if layout != "col" else {}
+    return outputs | ({"q_t": q_t} if layout != "row" else {}) | {"scale": scale}
+
+
+def eager_tensorwise(inputs: Inputs, _config: None) -> Outputs:
+    """torch, one operator after another."""
+    return _tensorwise(inputs, False)
+
+
+def compile_tensorwise(inputs: Inputs, _config: None) -> Outputs:
+    """torch.compile with its defaults."""
+    return _tensorwise(inputs, True)
+
+
 def _torchao(inputs: Inputs, q: torch.Tensor, scale: torch.Tensor) -> Outputs:
     return {"q": q, "scale": scale.reciprocal() if inputs["inverse"] else scale}
 
