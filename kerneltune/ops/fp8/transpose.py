@@ -41,6 +41,17 @@ class BytesConfig:
 
 
 @triton.jit
+def _load_quarter(x_ptr, stride, left, live, k: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr):
+    """The rows 4i + k of a tile."""
+    rows = tl.arange(0, ROWS // 4) * 4 + k
+    mask = (rows < left)[:, None]
+    if not EVEN:
+        mask = mask & live[None, :]
+    offsets = rows[:, None] * stride + tl.arange(0, COLS)[None, :]
+    return tl.load(x_ptr + offsets, mask=mask, other=0, eviction_policy="evict_first")
+
+
+@triton.jit
 def _transpose_words(
     x_ptr, q_ptr, M, N, stride, tiles,
     ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr,
@@ -53,15 +64,13 @@ def _transpose_words(
         first_col = tile // blocks * COLS
         left = (M - first_row).to(tl.int32)
         live = first_col + lanes < N
-        qs = ()
-        for k in tl.static_range(4):
-            rows = tl.arange(0, ROWS // 4) * 4 + k
-            mask = (rows < left)[:, None]
-            if not EVEN:
-                mask = mask & live[None, :]
-            tile_ptr = x_ptr + first_row * stride + first_col
-            x = tl.load(tile_ptr + (rows[:, None] * stride + lanes[None, :]), mask=mask, other=0, eviction_policy="evict_first")
-            qs = qs + (x,)
+        tile_ptr = x_ptr + first_row * stride + first_col
+        qs = (
+            _load_quarter(tile_ptr, stride, left, live, 0, ROWS, COLS, EVEN),
+            _load_quarter(tile_ptr, stride, left, live, 1, ROWS, COLS, EVEN),
+            _load_quarter(tile_ptr, stride, left, live, 2, ROWS, COLS, EVEN),
+            _load_quarter(tile_ptr, stride, left, live, 3, ROWS, COLS, EVEN),
+        )
         base = wide(first_col) * M + first_row
         store_transposed(q_ptr, base, M, 0, tl.minimum(left, ROWS), live, qs, False, EVEN, PACKED)
 
