@@ -15,6 +15,7 @@ from kerneltune.tl_lib import (
     await_arrivals,
     close_launch,
     launch_tag,
+    load_constant,
     magnitude,
     magnitude_to_fp32,
     published,
@@ -22,6 +23,12 @@ from kerneltune.tl_lib import (
     store_transposed,
     wide,
 )
+
+
+@triton.jit
+def _start(offs_ptr, group):
+    """The first row of a token group."""
+    return tl.where(group > 0, load_constant(offs_ptr + tl.maximum(group, 1) - 1), 0)
 
 
 @triton.jit
@@ -36,10 +43,10 @@ def _locate(tile, total, offs_ptr, rows, stripes, G, JAGGED: tl.constexpr, GROUP
         group = slot * 0
         for bit in tl.static_range(GROUPS_LOG2):
             ahead = group + (1 << (GROUPS_LOG2 - 1 - bit))
-            first = tl.load(offs_ptr + ahead - 1, mask=ahead < G, other=0) // ROWS + ahead
+            first = load_constant(offs_ptr + tl.minimum(ahead, G) - 1) // ROWS + ahead
             group = tl.where((ahead < G) & (first <= slot), ahead, group)
-        start = tl.load(offs_ptr + group - 1, mask=group > 0, other=0)
-        end = tl.load(offs_ptr + group)
+        start = _start(offs_ptr, group)
+        end = load_constant(offs_ptr + group)
         first = start // ROWS
         slots = end // ROWS - first + 1
         local = tile - (first + group) * stripes
@@ -178,8 +185,7 @@ def _cast_transpose_groups(
         if INVERSE:
             empty = tl.div_rn(1.0 + empty * 0.0, empty)
         for group in range(tl.program_id(0), G, step):
-            start = tl.load(offs_ptr + group - 1, mask=group > 0, other=0)
-            if start == tl.load(offs_ptr + group):
+            if _start(offs_ptr, group) == load_constant(offs_ptr + group):
                 for first in range(0, C, COLS):
                     tl.store(scale_ptr + wide(group) * C + first + lanes, empty, mask=first + lanes < C)
                 if DUAL:
