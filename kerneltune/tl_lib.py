@@ -27,7 +27,14 @@ def quantize(y, scale, FP8_MAX: tl.constexpr, dtype: tl.constexpr):
     """Saturating cast of fp32 to fp8, round to nearest even; NaN stays NaN. The conversion of CUDA saturates by itself."""
     if IS_CUDA:
         return (y * scale).to(dtype)
-    return tl.clamp(y * scale, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL).to(dtype)
+    else:
+        return tl.clamp(y * scale, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL).to(dtype)
+
+
+@triton.jit
+def reciprocal(x):
+    """1 / x, correctly rounded."""
+    return tl.div_rn(tl.zeros_like(x) + 1.0, x)
 
 
 @triton.jit
@@ -54,7 +61,8 @@ def magnitude(x):
     """|x| as the integer of its bits: in the order of the values, NaN above infinity, and `max` is a max of integers."""
     if x.dtype.primitive_bitwidth == 32:
         return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    return x.to(tl.int16, bitcast=True) & 0x7FFF
+    else:
+        return x.to(tl.int16, bitcast=True) & 0x7FFF
 
 
 @triton.jit
@@ -62,7 +70,8 @@ def magnitude_to_fp32(m, dtype: tl.constexpr):
     """The fp32 value of a `magnitude` of that dtype; m may have been widened to int32."""
     if dtype.primitive_bitwidth == 32:
         return m.to(tl.float32, bitcast=True)
-    return m.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    else:
+        return m.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from kerneltune.agreement import close, same_bits, same_fp8
 from kerneltune.arguments import DTYPE_NAMES, ITEMSIZE, check_like, check_matrix
 from kerneltune.launch import resident
 from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
-from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX, load_constant, quantize, store_transposed, wide
+from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX, load_constant, quantize, reciprocal, store_transposed, wide
 
 _OPTIONS = (("fp8_format", "e4m3"), ("shapes", "same"))
 _WORDS = 6
@@ -57,7 +57,7 @@ def _multi_cast_transpose(
     FP8_MAX: tl.constexpr, SAME: tl.constexpr, T_LOG2: tl.constexpr, ALIGNED: tl.constexpr, PACKED: tl.constexpr,
     EVEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """SAME: all tensors have tiles_each tiles. ALIGNED: all sizes and addresses are multiples of 16. EVEN: COLS divides widths."""
+    """SAME: all tensors have tiles_each tiles. ALIGNED: sizes and addresses are multiples of 16. EVEN: COLS divides widths."""
     QUADS: tl.constexpr = ROWS // 4
     lanes = tl.arange(0, COLS)
     for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
@@ -84,7 +84,7 @@ def _multi_cast_transpose(
         col0 = local % across * COLS
         scale = tl.load(scale_ptr + tensor)
         if local == 0:
-            tl.store(scale_inv_ptr + tensor, 1.0 / scale)
+            tl.store(scale_inv_ptr + tensor, reciprocal(scale))
         live = col0 + lanes < N
         first = wide(row0) * N + col0
         amax = tl.zeros((QUADS, COLS), dtype=tl.float32)
@@ -172,7 +172,9 @@ def _table(
 ) -> tuple[torch.Tensor, int, bool, int]:
     """(T, 6) int64 on the device, tiles in all, whether all tensors have as many, and what divides every size and address."""
     counts = [max(1, triton.cdiv(t[3], rows) * triton.cdiv(t[4], cols)) for t in tensors]
-    firsts = [sum(counts[:i]) for i in range(len(counts))] if len(set(counts)) > 1 else [i * counts[0] for i in range(len(counts))]
+    firsts = (
+        [sum(counts[:i]) for i in range(len(counts))] if len(set(counts)) > 1 else [i * counts[0] for i in range(len(counts))]
+    )
     modulus = 16 if all(value % 16 == 0 for t in tensors for value in t) else 1
     if modulus == 1 and all(value % 4 == 0 for t in tensors for value in (t[2], t[3])):
         modulus = 4
@@ -201,9 +203,7 @@ def _check(xs: Sequence[torch.Tensor], scales: torch.Tensor, amaxes: torch.Tenso
     check_like("amaxes", amaxes, (len(xs),), torch.float32, xs[0].device)
 
 
-def _check_outputs(
-    xs: Sequence[torch.Tensor], outputs: Sequence[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype
-) -> None:
+def _check_outputs(xs: Sequence[torch.Tensor], outputs: Sequence[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype) -> None:
     if len(outputs) != len(xs):
         raise ValueError(f"outputs must be {len(xs)} pairs, got {len(outputs)}")
     for i, (x, (cast, transpose)) in enumerate(zip(xs, outputs, strict=True)):
@@ -265,7 +265,9 @@ def reference(inputs: Inputs) -> Outputs:
     amaxes = []
     for i, x in enumerate(_matrices(inputs)):
         out[f"q{i}"] = (x.float() * inputs["scales"][i]).clamp(-limit, limit).to(dtype)
-        amaxes.append(x.float().abs().nan_to_num(nan=0.0, posinf=torch.inf).max() if x.numel() else x.new_zeros((), dtype=torch.float32))
+        amaxes.append(
+            x.float().abs().nan_to_num(nan=0.0, posinf=torch.inf).max() if x.numel() else x.new_zeros((), dtype=torch.float32)
+        )
     return out | {"amaxes": torch.stack(amaxes), "scale_inv": 1.0 / inputs["scales"]}
 
 
@@ -295,9 +297,7 @@ def run(inputs: Inputs, config: MultiCastConfig | None) -> Outputs:
 def run_loop(inputs: Inputs, config: MultiCastConfig | None) -> Outputs:
     """One launch per matrix: what `multi_cast_transpose` replaces."""
     parts = [
-        multi_cast_transpose(
-            [x], inputs["scales"][i : i + 1], inputs["amaxes"][i : i + 1], inputs["fp8_format"], config=config
-        )
+        multi_cast_transpose([x], inputs["scales"][i : i + 1], inputs["amaxes"][i : i + 1], inputs["fp8_format"], config=config)
         for i, x in enumerate(_matrices(inputs))
     ]
     return _named(
