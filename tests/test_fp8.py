@@ -94,6 +94,25 @@ def test_nothing_has_the_scale_of_zeros() -> None:
     assert fp8.fp8_transpose_2d(x.to(torch.float8_e4m3fn)).shape == (0, 3)
 
 
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements() -> None:
+    K, M = 5120, (1 << 31) // 5120 + 14  # a multiple of 4
+    x = torch.empty(M, K, dtype=torch.bfloat16, device=WHERE).normal_()
+    tail = x[-8:]
+    q, scale = fp8.fp8_rowwise_2d(x)
+    want, want_scale = quantised(tail, 1)
+    assert same_fp8("q", q[-8:], want) == [] and same_bits("scale", scale[-8:], want_scale) == []
+    assert torch.equal(fp8.fp8_transpose_2d(q)[:, -8:].view(torch.uint8), q[-8:].t().view(torch.uint8))
+    w = x.view(4, M // 4, K).transpose(1, 2)
+    q, scale = fp8.fp8_colwise_3d(w)
+    assert same_fp8("q", q[-1, :, -8:], want.t()) == [] and same_bits("scale", scale[-1, :, -8:], want_scale.t()) == []
+    out = fp8.fp8_tensorwise_3d(w, layout="both")
+    assert out.q is not None and out.q_t is not None
+    want = (tail.float() * out.scale[-1]).to(torch.float8_e4m3fn)
+    assert same_bits("scale", out.scale[-1:], reference.scale_of(w[-1].abs().amax(), "e4m3", True)[None]) == []
+    assert same_fp8("q", out.q[-1, :, -8:], want.t()) == [] and same_fp8("q_t", out.q_t[-1, -8:], want) == []
+
+
 X = torch.zeros(4, 6, dtype=torch.bfloat16)
 W = torch.zeros(2, 6, 4, dtype=torch.bfloat16)
 

@@ -36,7 +36,7 @@ def small(entry: sweep.Entry) -> bool:
 
 def some(name: str, case: Case) -> int:
     """How many configs of a variant to try."""
-    if ON_GPU or elements(case) < 1000:
+    if ON_GPU or elements(case) < 100:
         return 5
     return 2 if name.startswith("rmsnorm") else 1
 

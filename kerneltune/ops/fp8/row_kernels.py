@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from kerneltune.ops.fp8.cast import to_fp8
-from kerneltune.tl_lib import amax_to_scale, magnitude, magnitude_to_fp32, wide
+from kerneltune.tl_lib import amax_to_scale, magnitude, magnitude_to_fp32, reciprocal, wide
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def _cast_rows(
             for c in tl.static_range(1, CHUNKS):
                 top = tl.maximum(top, magnitude(xs[c]))
         scale = amax_to_scale(magnitude_to_fp32(tl.max(top, axis=1), x_ptr.dtype.element_ty), FP8_MAX, POW2)
-        kept = tl.div_rn(1.0 + scale * 0.0, scale) if INVERSE else scale
+        kept = reciprocal(scale) if INVERSE else scale
         tl.store(scale_ptr + tile * ROWS + lanes, kept, mask=lanes < M - tile * ROWS)
         if RELOAD:
             for c in tl.range(0, CHUNKS, num_stages=STAGES):

@@ -9,16 +9,18 @@ import triton
 import triton.language as tl
 
 from kerneltune.ops.fp8.cast import to_fp8
-from kerneltune.ops.fp8.kernels import _locate
+from kerneltune.ops.fp8.kernels import _locate, _start
 from kerneltune.tl_lib import (
     amax_to_scale,
     close_launch,
     launch_tag,
+    load_constant,
     magnitude,
     magnitude_to_fp32,
     publish,
     published,
     raise_published,
+    reciprocal,
     store_transposed,
     wide,
 )
@@ -91,8 +93,8 @@ def _segment_scale(
     """The scale of a segment out of what the first launch left."""
     if STAGED:
         if JAGGED:
-            start = tl.load(offs_ptr + group - 1, mask=group > 0, other=0)
-            end = tl.load(offs_ptr + group)
+            start = _start(offs_ptr, group)
+            end = load_constant(offs_ptr + group)
             first = (start // ROWS + group) * stripes
             last = (end // ROWS + group + 1) * stripes
         else:
@@ -132,7 +134,7 @@ def _cast_segments(
             of = group
         if hi > 0:
             if (lo >= 0) & (stripe == 0):
-                tl.store(scale_ptr + group, tl.div_rn(1.0 + scale * 0.0, scale) if INVERSE else scale)
+                tl.store(scale_ptr + group, reciprocal(scale) if INVERSE else scale)
             live = stripe * COLS + lanes < C
             qs = ()
             for k in tl.static_range(4):
@@ -151,9 +153,8 @@ def _cast_segments(
                     base += wide(group) * (C - 1) * rows
                 store_transposed(qt_ptr, base, rows, tl.maximum(lo, 0), tl.minimum(hi, ROWS), live, qs, JAGGED, EVEN, PACKED)
     if JAGGED:
-        empty = amax_to_scale(0.0 * FP8_MAX + tl.zeros((), dtype=tl.float32), FP8_MAX, POW2)
+        empty = amax_to_scale(tl.zeros((), dtype=tl.float32), FP8_MAX, POW2)
         for group in range(tl.program_id(0), G, tl.num_programs(0)):
-            start = tl.load(offs_ptr + group - 1, mask=group > 0, other=0)
-            if start == tl.load(offs_ptr + group):
-                tl.store(scale_ptr + group, tl.div_rn(1.0 + empty * 0.0, empty) if INVERSE else empty)
+            if _start(offs_ptr, group) == load_constant(offs_ptr + group):
+                tl.store(scale_ptr + group, reciprocal(empty) if INVERSE else empty)
     close_launch(ws_ptr, launch_tag(ws_ptr))
