@@ -6,6 +6,7 @@ Does not launch anything and knows no operator. May import torch and triton.
 import torch
 import triton
 import triton.language as tl
+from triton.language import target_info
 
 FP8_DTYPES = {
     "e4m3": torch.float8_e4m3fn,
@@ -18,8 +19,11 @@ FP8_MAX = {name: torch.finfo(dtype).max for name, dtype in FP8_DTYPES.items()}
 INTERPRETED = triton.knobs.runtime.interpret
 """True where kernels run in Triton's interpreter: programs run in turn, so none may wait for another."""
 
-IS_CUDA = tl.constexpr(not INTERPRETED and torch.version.hip is None)
-"""Whether kernels may hold PTX."""
+
+@triton.constexpr_function
+def is_cuda():
+    """Whether kernels may hold PTX: what they are compiled for, here or ahead of time, is an NVIDIA GPU."""
+    return not INTERPRETED and target_info.is_cuda()
 
 
 @triton.jit
@@ -66,7 +70,7 @@ def held(x):
 
     A 16-bit tile that is needed on both sides of a reduction is otherwise kept as fp32, in twice the registers.
     """
-    if IS_CUDA and x.dtype.primitive_bitwidth == 16:
+    if is_cuda() and x.dtype.primitive_bitwidth == 16:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
     return x
 
@@ -81,7 +85,7 @@ def pack_bytes(q0, q1, q2, q3):
     b1 = q1.to(tl.uint8, bitcast=True)
     b2 = q2.to(tl.uint8, bitcast=True)
     b3 = q3.to(tl.uint8, bitcast=True)
-    if IS_CUDA:
+    if is_cuda():
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 t0, t1, t2, t3;
