@@ -30,7 +30,7 @@ METRICS = {
 """What is shown of a kernel, and Nsight Compute's name for it."""
 
 _LIMITS = re.compile(r"launch__occupancy_limit_(\w+)")
-_STALLS = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
+_STALLS = re.compile(r"smsp__average_warps_issue_stalled_(\w+?)(?<!_not_issued)_per_issue_active\.ratio")
 _TIME_US = {"ns": 1e-3, "nsecond": 1e-3, "us": 1.0, "usecond": 1.0, "ms": 1e3, "msecond": 1e3, "s": 1e6, "second": 1e6}
 _EXCESS = "L1 Wavefronts Shared Excessive"
 _SAMPLES = "Warp Stall Sampling (All Cycles)"

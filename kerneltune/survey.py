@@ -3,6 +3,7 @@
 Knows no operator by name and judges nothing. May import torch.
 """
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -56,7 +57,8 @@ def survey(
         distinct = {_job_key(request): request for request in requests}
         stage(f"compile for {target}", len(distinct))
         compiled = {}
-        with CompilePool(TARGETS[target], workers, disassemble=True) as pool:
+        most = min(len(distinct), workers or len(os.sched_getaffinity(0)))
+        with CompilePool(TARGETS[target], most, disassemble=True) as pool:
             jobs = [Job(partial(r.op.inputs, r.case), r.variant.run, r.config) for r in distinct.values()]
             for (key, request), answer in zip(distinct.items(), pool.compile(jobs), strict=True):
                 compiled[key] = answer

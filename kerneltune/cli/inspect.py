@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _ALL = "all"
 _GPU = "nvidia_h200"
-_HEAD = ("target", "regs", "spill B", "shared B", "programs", "warps", "limiter", "loads", "stores")
+_HEAD = ("target", "regs", "spill", "shared", "programs", "warps", "limiter", "loads", "stores")
 
 Target = Annotated[
     list[str] | None, typer.Option("--target", metavar="ARCH|all", help="Compile for it, like sm_90; may be repeated.")
