@@ -30,13 +30,20 @@ class Request:
 
 
 def cached_requests(ops: Iterable[Op], root: Path, gpu: str) -> list[Request]:
-    """Every sound cached config of these operators for a GPU (its folder's name), in the cache's order."""
+    """Every cached config of these operators for a GPU (its folder's name), in the cache's order.
+
+    Raises:
+        ValueError: an entry names a variant or knobs that the operator does not have; one line with the file.
+    """
     found = []
     for op in ops:
         for entry in cache.load(op.name, gpu, root):
             case = Case(entry.case, entry.axes, entry.dtype, entry.quant, entry.options)
-            variant = op.variant(entry.variant)
-            found.append(Request(op, variant, case, entry.policy, variant.config_from(entry.config)))
+            try:
+                variant = op.variant(entry.variant)
+                found.append(Request(op, variant, case, entry.policy, variant.config_from(entry.config)))
+            except ValueError as error:
+                raise ValueError(f"{root / gpu / op.name}.json: {case.name}: {error}") from error
     return found
 
 

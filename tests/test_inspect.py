@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 from kerneltune import device, ncu, revision, survey
 from kerneltune.assembly import Access, Kernel
 from kerneltune.cli import app, console
+from kerneltune.spec import Variant
 from kerneltune.static import StaticRow, Survey, save
 
 KERNEL = Kernel("_rmsnorm_fwd_rows", 8, 40, 0, 32, 0, (Access("load", 128, 4), Access("store", 32, 1)))
@@ -144,6 +145,16 @@ def test_what_inspect_refuses(arguments: list[str], message: str, compiled: list
     assert compiled == []
 
 
+def test_an_entry_that_its_operator_does_not_know(compiled: list[Any], tmp_path: Path) -> None:
+    values = {"variant": "fast", "case": "c", "axes": {"M": 1, "N": 8}, "dtype": "bfloat16", "quant": "none", "options": {}}
+    entry = {**values, "policy": "cold", "config": {}, "evidence": {}}
+    path = tmp_path / "nvidia_h200" / "rmsnorm_bwd.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps({"schema": 1, "op": "rmsnorm_bwd", "device": "nvidia_h200", "entries": [entry]}))
+    said = refused("inspect", "rmsnorm_bwd", "--configs", tmp_path)
+    assert said.startswith(f"error: {path}: c: rmsnorm_bwd has no variant 'fast'")
+
+
 def test_a_revision_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="'nonesuch': no such revision"):
         revision.survey_revision("nonesuch", [])
@@ -195,10 +206,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_profile_without_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "current", lambda: device.NO_GPU)
+    monkeypatch.setattr(Variant, "missing", lambda variant: ("quack",) if variant.name == "quack" else ())
     pair = ("profile", "rmsnorm_fwd", "baseline", "optimized")
     assert refused(*pair).startswith("error: profile needs an NVIDIA GPU; ")
     assert refused(*pair, "--case", "x").startswith("error: case: 'x': expected one of te-29x17389, ")
     assert refused(*pair[:3], "fast").startswith("error: variant: 'fast': expected one of baseline, ")
+    assert refused(*pair[:3], "quack") == "error: quack needs quack, which is not installed"
     assert refused(*pair, "--config-b", "{}").startswith("error: config of optimized has the knobs [")
     assert refused(*pair, "--quant", "int4").endswith("no sweep has a bench case of rmsnorm_fwd with dtype=None quant='int4'")
 

@@ -11,7 +11,7 @@ import typer
 
 from kerneltune.cli import options as o
 from kerneltune.cli.console import note, show, show_table
-from kerneltune.spec import Case, Op
+from kerneltune.spec import Case, Op, Variant
 
 if TYPE_CHECKING:
     from kerneltune.ncu import Line, Profile
@@ -48,6 +48,8 @@ def command(
     for field, text, name in (("config-a", config_a, a), ("config-b", config_b, b)):
         _config(chosen, name, field, text)
     found = _case(known, chosen, case, dtype, quant)
+    for name in (a, b):
+        _require_runnable(chosen.variant(name), found)
     _require_nvidia()
     ncu = find_ncu()
     if ncu is None:
@@ -86,6 +88,15 @@ def _profiled(ncu: Path, arguments: Sequence[str]) -> "tuple[list[Profile], list
     start = [sys.executable, "-c", "from kerneltune.cli import main; main()", _DRIVER]
     with tempfile.TemporaryDirectory(prefix="kerneltune-") as folder:
         return profile(ncu, [*start, *arguments], Path(folder))
+
+
+def _require_runnable(variant: Variant, case: Case) -> None:
+    """Raises ValueError for a variant whose package is not installed, or that cannot take the case."""
+    if variant.missing():
+        raise ValueError(f"{variant.name} needs {', '.join(variant.missing())}, which is not installed")
+    unsupported = variant.unsupported(case)
+    if unsupported:
+        raise ValueError(f"{variant.name} cannot take {case.name}: {unsupported}")
 
 
 def _require_nvidia() -> None:
