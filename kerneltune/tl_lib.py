@@ -28,18 +28,36 @@ def is_cuda():
 
 @triton.jit
 def quantize(y, scale, FP8_MAX: tl.constexpr, dtype: tl.constexpr):
-    """Saturating cast of fp32 to fp8, round to nearest even; NaN stays NaN."""
-    return tl.clamp(y * scale, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL).to(dtype)
+    """Saturating cast of fp32 to fp8, round to nearest even; NaN stays NaN. The conversion of CUDA saturates by itself."""
+    if IS_CUDA:
+        return (y * scale).to(dtype)
+    else:
+        return tl.clamp(y * scale, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL).to(dtype)
+
+
+@triton.jit
+def reciprocal(x):
+    """1 / x, correctly rounded."""
+    return tl.div_rn(tl.zeros_like(x) + 1.0, x)
 
 
 @triton.jit
 def amax_to_scale(amax, FP8_MAX: tl.constexpr, POW2: tl.constexpr):
-    """The multiplier fp32(FP8_MAX / max(amax, 1e-12)), rounded down to a power of two under POW2; NaN of NaN, 0 of infinity."""
-    scale = tl.div_rn(FP8_MAX + amax * 0.0, tl.maximum(amax, 1e-12))
+    """The multiplier fp32(FP8_MAX / max(amax, 1e-12)), rounded down to a power of two under POW2; NaN of NaN, 0 of infinity.
+
+    The power of two comes from exponents alone: that of the quotient is one less where the mantissa divides more than it has.
+    """
+    limit = tl.zeros_like(amax) + FP8_MAX
+    finite = tl.maximum(amax, 1e-12)
     if POW2:
-        floor = (scale.to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-        scale = tl.where(scale == scale, floor, scale)
-    return tl.where(amax == float("inf"), 0.0, scale)
+        bits = finite.to(tl.uint32, bitcast=True)
+        limit_bits = limit.to(tl.uint32, bitcast=True)
+        short = ((bits & 0x7FFFFF) > (limit_bits & 0x7FFFFF)).to(tl.uint32)
+        exponent = (limit_bits >> 23) + 127 - (bits >> 23) - short
+        scale = (exponent << 23).to(tl.float32, bitcast=True)
+    else:
+        scale = tl.div_rn(limit, finite)
+    return tl.where(amax < float("inf"), scale, tl.where(amax == amax, 0.0, amax))
 
 
 @triton.jit
@@ -47,7 +65,8 @@ def magnitude(x):
     """|x| as the integer of its bits: in the order of the values, NaN above infinity, and `max` is a max of integers."""
     if x.dtype.primitive_bitwidth == 32:
         return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    return x.to(tl.int16, bitcast=True) & 0x7FFF
+    else:
+        return x.to(tl.int16, bitcast=True) & 0x7FFF
 
 
 @triton.jit
@@ -55,13 +74,24 @@ def magnitude_to_fp32(m, dtype: tl.constexpr):
     """The fp32 value of a `magnitude` of that dtype; m may have been widened to int32."""
     if dtype.primitive_bitwidth == 32:
         return m.to(tl.float32, bitcast=True)
-    return m.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    else:
+        return m.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def wide(x):
     """x as int64, whether it is a tensor or, in the interpreter's loops, a Python int."""
     return x + tl.zeros((), dtype=tl.int64)
+
+
+@triton.jit
+def load_constant(ptr):
+    """A 32-bit scalar that nobody writes during the launch; not pipelined, as `tl.load` would be, through shared memory."""
+    if IS_CUDA:
+        return tl.inline_asm_elementwise(
+            "ld.global.nc.b32 $0, [$1];", "=r,l", [ptr.to(tl.int64)], dtype=ptr.dtype.element_ty, is_pure=True, pack=1
+        )
+    return tl.load(ptr)
 
 
 @triton.jit
@@ -237,7 +267,10 @@ def arrive(ws_ptr, index, tag, live):
     The word is first raised to this launch's zero, so that nobody has to clear it.
     """
     counter_ptr = (ws_ptr + 32 + index).to(tl.pointer_type(tl.uint64))
-    tl.debug_barrier()
+    if IS_CUDA:  # a barrier that Triton does not see: it pipelines no loop that has one
+        tl.inline_asm_elementwise("bar.sync 0; mov.b32 $0, 0;", "=r,r", [index], dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        tl.debug_barrier()
     tl.atomic_max(counter_ptr, tag.to(tl.uint64) << 32, mask=live, sem="relaxed")
     tl.atomic_add(counter_ptr, tl.full((), 1, tl.uint64), mask=live, sem="release")
 

@@ -26,13 +26,15 @@ _Pair = tuple[torch.Tensor, torch.Tensor]
 @dataclass(frozen=True, slots=True)
 class GroupConfig:
     """rows, cols: of a tile; warps: of a program; ctas: programs per multiprocessor, each looping over tiles; stages: depth of
-    that loop's load pipeline; reload: read the tile once more, from L2, instead of holding it."""
+    that loop's load pipeline; ahead: by how many tiles the amax runs ahead of the cast; reload: read the tile once more, from
+    L2, instead of holding it, which takes ahead = 1."""
 
     rows: int
     cols: int
     warps: int
     ctas: int
     stages: int
+    ahead: int
     reload: bool
 
 
@@ -164,14 +166,14 @@ def _launch(parts, offs, groups: int, rows: int, c: GroupConfig, fp8_format: str
     total = blocks * stripes
     programs = max(1, min(total, resident(x.device, c.ctas)))
     ws = workspace(groups * stripes * (c.cols + 1), x.device)
-    for phase, options in phases(c.warps, c.ctas, together=longest <= 2 * programs):
+    for phase, options in phases(c.warps, c.ctas, together=longest <= (c.ahead + 1) * programs):
         kernels._cast_transpose_groups[(programs,)](
             x, x2, q, q2, scale, scale2, x if offs is None else offs, ws,
             rows, x.shape[1], x2.shape[1], groups, x.stride(0), x2.stride(0), total,
             FP8_MAX=FP8_MAX[fp8_format], POW2=pow2, INVERSE=inverse,
             JAGGED=offs is not None, DUAL=len(parts) > 1, GROUPS_LOG2=max(0, (groups - 1).bit_length()),
             ROWS=c.rows, COLS=c.cols, PHASE=phase, EVEN=all(part[0].shape[1] % c.cols == 0 for part in parts),
-            PACKED=rows % 4 == 0, STAGES=c.stages, RELOAD=c.reload, num_warps=c.warps, **options,
+            PACKED=rows % 4 == 0, STAGES=c.stages, AHEAD=c.ahead, RELOAD=c.reload, num_warps=c.warps, **options,
         )  # fmt: skip
 
 
@@ -213,7 +215,8 @@ def space(case: Case) -> Space:
         "warps": (4, 8),
         "ctas": (1, 2, 3, 4, 5, 6, 8),
         "stages": (1, 2, 3),
-        "reload": (False,),
+        "ahead": (1, 2, 3),
+        "reload": (False, True),
     }
 
 
@@ -222,17 +225,19 @@ def valid(case: Case, config: GroupConfig) -> str | None:
     per_thread = config.rows * config.cols / (32 * config.warps)
     if not 16 <= per_thread <= 128:
         return f"{per_thread:g} elements per thread"
+    if config.ahead > 1 and not config.reload:
+        return "one tile ahead is held in registers, not more"
     words = per_thread * ITEMSIZE[case.dtype] / 4
     held = (1 if config.reload else 2) * words
     if 32 * config.warps * config.ctas * (held + 32) > 65536:
         return "more registers than a multiprocessor has"
-    shared = config.ctas * (max(0, config.stages - 1) * ITEMSIZE[case.dtype] + 1) * config.rows * config.cols
+    shared = config.ctas * ((config.stages - 1) * ITEMSIZE[case.dtype] + 1) * config.rows * config.cols
     return f"{shared} bytes of shared memory" if shared > _SHARED_BYTES else None
 
 
 def default(case: Case) -> GroupConfig:
     """A config for any shape, by rule."""
-    return GroupConfig(rows=64 if case.dtype == "float32" else 128, cols=64, warps=8, ctas=3, stages=2, reload=False)
+    return GroupConfig(rows=64 if case.dtype == "float32" else 128, cols=64, warps=8, ctas=3, stages=2, ahead=1, reload=False)
 
 
 def weight_inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:

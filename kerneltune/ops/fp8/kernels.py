@@ -1,9 +1,10 @@
 """Quantise down the columns of groups of rows and transpose, reading the input from memory once. May import tl_lib.
 
 A group's scale per column needs all rows of the group, and the output wants the rows side by side. A stripe, COLS columns of a
-group, is cut into tiles of ROWS rows. A program holds one tile, raises the stripe's largest magnitudes and waits for the
-stripe; it raises with its next tile before it waits for the present one, so that the wait is over when it begins. No stripe
-may have more than twice as many tiles as there are programs.
+group, is cut into tiles of ROWS rows. Programs raise the stripe's largest magnitudes with their tiles, wait for the stripe, and
+cast. A program raises with its tile AHEAD of the present one before it waits, so that the wait is over when it begins; it holds
+that tile in registers, or reads it again from L2 (RELOAD). No stripe may have more than AHEAD + 1 times as many tiles as there
+are programs.
 """
 
 import triton
@@ -15,13 +16,21 @@ from kerneltune.tl_lib import (
     await_arrivals,
     close_launch,
     launch_tag,
+    load_constant,
     magnitude,
     magnitude_to_fp32,
     published,
     raise_published,
+    reciprocal,
     store_transposed,
     wide,
 )
+
+
+@triton.jit
+def _start(offs_ptr, group):
+    """The first row of a token group."""
+    return tl.where(group > 0, load_constant(offs_ptr + tl.maximum(group, 1) - 1), 0)
 
 
 @triton.jit
@@ -36,10 +45,10 @@ def _locate(tile, total, offs_ptr, rows, stripes, G, JAGGED: tl.constexpr, GROUP
         group = slot * 0
         for bit in tl.static_range(GROUPS_LOG2):
             ahead = group + (1 << (GROUPS_LOG2 - 1 - bit))
-            first = tl.load(offs_ptr + ahead - 1, mask=ahead < G, other=0) // ROWS + ahead
+            first = load_constant(offs_ptr + tl.minimum(ahead, G) - 1) // ROWS + ahead
             group = tl.where((ahead < G) & (first <= slot), ahead, group)
-        start = tl.load(offs_ptr + group - 1, mask=group > 0, other=0)
-        end = tl.load(offs_ptr + group)
+        start = _start(offs_ptr, group)
+        end = load_constant(offs_ptr + group)
         first = start // ROWS
         slots = end // ROWS - first + 1
         local = tile - (first + group) * stripes
@@ -89,14 +98,26 @@ def _load_quads(
 
 
 @triton.jit
-def _raise_stripe(ws_ptr, index, counters, xs, tag, live, COLS: tl.constexpr):
-    """Raise the stripe's largest magnitudes with a tile's and count the tile in."""
-    m01 = tl.maximum(magnitude(xs[0]), magnitude(xs[1]))
-    m23 = tl.maximum(magnitude(xs[2]), magnitude(xs[3]))
-    amax = magnitude_to_fp32(tl.max(tl.maximum(m01, m23), axis=0), xs[0].dtype)
-    lanes = tl.arange(0, COLS)
-    raise_published(ws_ptr, counters + index * COLS + lanes, amax, tag, (lanes >= 0) & live)
-    arrive(ws_ptr, index, tag, live)
+def _publish_tile(
+    tile, total, x_ptr, x2_ptr, offs_ptr, ws_ptr, rows, C, C2, G, stride, stride2, stripes, stripes1, tag,
+    JAGGED: tl.constexpr, DUAL: tl.constexpr, GROUPS_LOG2: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    PHASE: tl.constexpr, EVEN: tl.constexpr, RELOAD: tl.constexpr,
+):  # fmt: skip
+    """Load a tile, raise its stripe's largest magnitudes with it and count it in; returns the tile."""
+    group, stripe, _, first_row, lo, hi = _locate(tile, total, offs_ptr, rows, stripes, G, JAGGED, GROUPS_LOG2, ROWS)
+    xs = _load_quads(
+        x_ptr, x2_ptr, stride, stride2, C, C2, stripe, stripes1, first_row, lo, hi,
+        DUAL, ROWS // 4, COLS, EVEN, JAGGED, RELOAD,
+    )  # fmt: skip
+    if PHASE != 2:
+        m01 = tl.maximum(magnitude(xs[0]), magnitude(xs[1]))
+        m23 = tl.maximum(magnitude(xs[2]), magnitude(xs[3]))
+        amax = magnitude_to_fp32(tl.max(tl.maximum(m01, m23), axis=0), xs[0].dtype)
+        lanes = tl.arange(0, COLS)
+        index = group * stripes + stripe
+        raise_published(ws_ptr, G * stripes + index * COLS + lanes, amax, tag, (lanes >= 0) & (hi > 0))
+        arrive(ws_ptr, index, tag, hi > 0)
+    return xs
 
 
 @triton.jit
@@ -105,13 +126,13 @@ def _cast_transpose_groups(
     rows, C, C2, G, stride_x, stride_x2, total,
     FP8_MAX: tl.constexpr, POW2: tl.constexpr, INVERSE: tl.constexpr,
     JAGGED: tl.constexpr, DUAL: tl.constexpr, GROUPS_LOG2: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    PHASE: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr, RELOAD: tl.constexpr,
+    PHASE: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr,
+    AHEAD: tl.constexpr, RELOAD: tl.constexpr,
 ):  # fmt: skip
     """q[group, col, row] = fp8(x[group, row, col] * s[group, col]); DUAL: of two matrices with the same groups of rows.
 
     Weights (G * rows, C) give q (G, C, rows); token groups of (rows, C) give q (C, rows). Scales are (G, C) either way.
     """
-    QUADS: tl.constexpr = ROWS // 4
     stripes1 = tl.cdiv(C, COLS)
     stripes = stripes1
     if DUAL:
@@ -121,36 +142,30 @@ def _cast_transpose_groups(
     tag = launch_tag(ws_ptr)
     step = tl.num_programs(0)
 
-    group, stripe, tiles, first_row, lo, hi = _locate(
-        tl.program_id(0), total, offs_ptr, rows, stripes, G, JAGGED, GROUPS_LOG2, ROWS
-    )
-    xs_next = _load_quads(
-        x_ptr, x2_ptr, stride_x, stride_x2, C, C2, stripe, stripes1, first_row, lo, hi, DUAL, QUADS, COLS, EVEN, JAGGED, RELOAD
-    )
-    if PHASE != 2:
-        _raise_stripe(ws_ptr, group * stripes + stripe, counters, xs_next, tag, hi > 0, COLS)
+    xs_next = ()
+    for ahead in tl.static_range(AHEAD):
+        xs_next = _publish_tile(
+            tl.program_id(0) + ahead * step, total, x_ptr, x2_ptr, offs_ptr, ws_ptr, rows, C, C2, G, stride_x, stride_x2, stripes,
+            stripes1, tag, JAGGED, DUAL, GROUPS_LOG2, ROWS, COLS, PHASE, EVEN, RELOAD,
+        )  # fmt: skip
 
     for tile in tl.range(tl.program_id(0), total, step, num_stages=STAGES, disable_licm=True):
+        group, stripe, tiles, first_row, lo, hi = _locate(tile, total, offs_ptr, rows, stripes, G, JAGGED, GROUPS_LOG2, ROWS)
         xs = xs_next
-        group_n, stripe_n, tiles_n, first_row_n, lo_n, hi_n = _locate(
-            tile + step, total, offs_ptr, rows, stripes, G, JAGGED, GROUPS_LOG2, ROWS
-        )
-        xs_next = _load_quads(
-            x_ptr, x2_ptr, stride_x, stride_x2, C, C2, stripe_n, stripes1, first_row_n, lo_n, hi_n,
-            DUAL, QUADS, COLS, EVEN, JAGGED, RELOAD,
+        xs_next = _publish_tile(
+            tile + AHEAD * step, total, x_ptr, x2_ptr, offs_ptr, ws_ptr, rows, C, C2, G, stride_x, stride_x2, stripes,
+            stripes1, tag, JAGGED, DUAL, GROUPS_LOG2, ROWS, COLS, PHASE, EVEN, RELOAD,
         )  # fmt: skip
-        if PHASE != 2:
-            _raise_stripe(ws_ptr, group_n * stripes + stripe_n, counters, xs_next, tag, hi_n > 0, COLS)
         if PHASE != 1 and hi > 0:
             index = group * stripes + stripe
+            if RELOAD:  # here, not above, where a pipeline would bring it in the layout of the store, half by half
+                xs = _load_quads(
+                    x_ptr, x2_ptr, stride_x, stride_x2, C, C2, stripe, stripes1, first_row, lo, hi,
+                    DUAL, ROWS // 4, COLS, EVEN, JAGGED, False,
+                )  # fmt: skip
             if PHASE == 0:
                 await_arrivals(ws_ptr, index, tiles, tag)
             scale = amax_to_scale(published(ws_ptr, counters + index * COLS + lanes), FP8_MAX, POW2)
-            if RELOAD:
-                xs = _load_quads(
-                    x_ptr, x2_ptr, stride_x, stride_x2, C, C2, stripe, stripes1, first_row, lo, hi,
-                    DUAL, QUADS, COLS, EVEN, JAGGED, False,
-                )  # fmt: skip
             width = C
             out_ptr = q_ptr
             out_scale_ptr = scale_ptr
@@ -162,7 +177,7 @@ def _cast_transpose_groups(
                 stripe = tl.where(second, stripe - stripes1, stripe)
             live = stripe * COLS + lanes < width
             if lo >= 0:
-                kept = tl.div_rn(1.0 + scale * 0.0, scale) if INVERSE else scale
+                kept = reciprocal(scale) if INVERSE else scale
                 tl.store(out_scale_ptr + wide(group) * width + stripe * COLS + lanes, kept, mask=live)
             base = wide(stripe * COLS) * rows + first_row
             if not JAGGED:
@@ -171,15 +186,13 @@ def _cast_transpose_groups(
             for k in tl.static_range(4):
                 qs = qs + ((xs[k].to(tl.float32) * scale[None, :]).to(q_ptr.dtype.element_ty),)
             store_transposed(out_ptr, base, rows, tl.maximum(lo, 0), tl.minimum(hi, ROWS), live, qs, JAGGED, EVEN, PACKED)
-        group, stripe, tiles, first_row, lo, hi = group_n, stripe_n, tiles_n, first_row_n, lo_n, hi_n
 
     if JAGGED and PHASE != 1:
         empty = amax_to_scale(tl.zeros((COLS,), dtype=tl.float32), FP8_MAX, POW2)
         if INVERSE:
-            empty = tl.div_rn(1.0 + empty * 0.0, empty)
+            empty = reciprocal(empty)
         for group in range(tl.program_id(0), G, step):
-            start = tl.load(offs_ptr + group - 1, mask=group > 0, other=0)
-            if start == tl.load(offs_ptr + group):
+            if _start(offs_ptr, group) == load_constant(offs_ptr + group):
                 for first in range(0, C, COLS):
                     tl.store(scale_ptr + wide(group) * C + first + lanes, empty, mask=first + lanes < C)
                 if DUAL:
