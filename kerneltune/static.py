@@ -137,7 +137,7 @@ def resident(kernel: Kernel, target: str) -> Occupancy:
 
 
 def numbered(kernels: Sequence[Kernel]) -> dict[tuple[str, int], Kernel]:
-    """Kernels by name and by how many of that name were launched before."""
+    """Kernels by name and by how many of that name came before."""
     seen: Counter[str] = Counter()
     found = {}
     for kernel in kernels:

@@ -79,6 +79,8 @@ def _job_key(request: Request) -> tuple[str, str, Case, Any]:
 
 
 def _row(request: Request, target: str, compiled: Compiled) -> StaticRow:
+    """Launches that use the same resources, of a kernel that is launched once per tensor, are one kernel of the row."""
+    kernels = tuple(dict.fromkeys(compiled.kernels))
     return StaticRow(
         request.op.name,
         request.variant.name,
@@ -86,8 +88,8 @@ def _row(request: Request, target: str, compiled: Compiled) -> StaticRow:
         request.policy,
         target,
         config_values(request.config) or {},
-        () if compiled.error else compiled.kernels,
-        compiled.error or _unfit(compiled.kernels, target),
+        () if compiled.error else kernels,
+        compiled.error or _unfit(kernels, target),
     )
 
 

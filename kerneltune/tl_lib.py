@@ -29,7 +29,7 @@ def is_cuda():
 @triton.jit
 def quantize(y, scale, FP8_MAX: tl.constexpr, dtype: tl.constexpr):
     """Saturating cast of fp32 to fp8, round to nearest even; NaN stays NaN. The conversion of CUDA saturates by itself."""
-    if IS_CUDA:
+    if is_cuda():
         return (y * scale).to(dtype)
     else:
         return tl.clamp(y * scale, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL).to(dtype)
@@ -87,7 +87,7 @@ def wide(x):
 @triton.jit
 def load_constant(ptr):
     """A 32-bit scalar that nobody writes during the launch; not pipelined, as `tl.load` would be, through shared memory."""
-    if IS_CUDA:
+    if is_cuda():
         return tl.inline_asm_elementwise(
             "ld.global.nc.b32 $0, [$1];", "=r,l", [ptr.to(tl.int64)], dtype=ptr.dtype.element_ty, is_pure=True, pack=1
         )
@@ -267,7 +267,7 @@ def arrive(ws_ptr, index, tag, live):
     The word is first raised to this launch's zero, so that nobody has to clear it.
     """
     counter_ptr = (ws_ptr + 32 + index).to(tl.pointer_type(tl.uint64))
-    if IS_CUDA:  # a barrier that Triton does not see: it pipelines no loop that has one
+    if is_cuda():  # a barrier that Triton does not see: it pipelines no loop that has one
         tl.inline_asm_elementwise("bar.sync 0; mov.b32 $0, 0;", "=r,r", [index], dtype=tl.int32, is_pure=False, pack=1)
     else:
         tl.debug_barrier()

@@ -1,5 +1,6 @@
 """`kerneltune inspect` and `profile`: what they compile, what they say and refuse, and their exit codes."""
 
+import dataclasses
 import json
 import subprocess
 from pathlib import Path
@@ -11,6 +12,7 @@ from typer.testing import CliRunner, Result
 from kerneltune import device, ncu, revision, survey
 from kerneltune.assembly import Access, Kernel
 from kerneltune.cli import app, console
+from kerneltune.compiler import Compiled
 from kerneltune.spec import Variant
 from kerneltune.static import StaticRow, Survey, save
 
@@ -181,6 +183,30 @@ def test_a_revision_is_compiled_in_a_work_tree_of_its_own(tmp_path: Path, monkey
         revision.survey_revision("HEAD", ["b"])
     trees = subprocess.run([*git, "worktree", "list"], check=True, capture_output=True, text=True).stdout
     assert len(trees.splitlines()) == 1
+
+
+def test_a_kernel_launched_for_every_tensor_is_shown_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pool:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+        def __enter__(self) -> "Pool":
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+        def compile(self, jobs: list[Any]) -> list[Compiled]:
+            kernels = (KERNEL, KERNEL, dataclasses.replace(KERNEL, registers=64), KERNEL)
+            return [Compiled(kernels, 1.0)] * len(jobs)
+
+    monkeypatch.setattr(survey, "CompilePool", Pool)
+    lines = run(*ONE, "--target", "sm_90").stdout.splitlines()
+    assert [line.strip() for line in lines if "_rmsnorm" in line] == ["_rmsnorm_fwd_rows", "_rmsnorm_fwd_rows (2)"]
+
+
+def test_a_program_that_no_multiprocessor_holds_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    unfit = dataclasses.replace(KERNEL, warps=32)
+    monkeypatch.setattr(survey.CompilePool, "compile", lambda _pool, jobs: [Compiled((unfit,), 1.0)] * len(jobs))
+    result = run(*ONE, "--target", "gfx942", "--workers", "1")
+    last = "  gfx942: _rmsnorm_fwd_rows: no program fits a multiprocessor: threads of a program"
+    assert last in result.stdout.splitlines()
 
 
 def test_the_real_pool_compiles_for_both_makers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,17 +194,17 @@ def _show(found: "Survey") -> None:
 
 
 def _tables(same: "list[StaticRow]") -> dict[str, list[tuple[str, ...]]]:
-    """The lines of every kernel; a second launch of one kernel is a kernel of its own."""
+    """The lines of every kernel; a second launch of one kernel with other resources is one of its own."""
     from kerneltune.static import numbered, resident, widths
 
     tables: dict[str, list[tuple[str, ...]]] = {}
     for row in same:
-        for (name, launch), kernel in numbered(row.kernels).items():
+        for (name, nth), kernel in numbered(row.kernels).items():
             held = resident(kernel, row.target)
             numbers = map(str, (kernel.registers, kernel.spill_bytes, kernel.shared_bytes, held.programs))
             accesses = (widths(kernel.accesses, "load"), widths(kernel.accesses, "store"))
             line = (row.target, *numbers, f"{held.warps}/{held.of_warps}", held.limiter, *accesses)
-            tables.setdefault(f"{name}, launch {launch + 1}" if launch else name, []).append(line)
+            tables.setdefault(f"{name} ({nth + 1})" if nth else name, []).append(line)
     return tables
 
 
