@@ -189,7 +189,7 @@ def _verdict(findings: list[str], counts: Counter[str]) -> StaticVerdict:
     if not counts["compared"]:
         return StaticVerdict((), f"nothing compared: {text}", UNUSABLE)
     if findings:
-        return StaticVerdict(tuple(findings), f"static regression: {len(findings)} findings; {text}", REGRESSION)
+        return StaticVerdict(tuple(findings), f"static regression: {len(findings)} found; {text}", REGRESSION)
     return StaticVerdict((), f"pass: no new spills, no narrower accesses, nothing over a limit; {text}")
 
 

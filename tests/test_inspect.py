@@ -215,7 +215,8 @@ def test_the_real_pool_compiles_for_both_makers(tmp_path: Path, monkeypatch: pyt
     result = run("inspect", "rmsnorm_fwd", "--case", "te-4096x1024", "--variant", "optimized", "--dtype", "bfloat16", *arguments)
     assert result.exit_code == 0, result.output
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert {row["target"] for row in rows} == {"sm_90", "gfx942"}
+    launches = {row["target"]: len(row["kernels"]) for row in rows if "fp8_t" in row["case"]}
+    assert launches == {"sm_90": 1, "gfx942": 2}  # programs wait for each other on CUDA alone
     for row in rows:
         assert row["error"] == "" and len(row["kernels"]) >= 1, row
         for kernel in row["kernels"]:

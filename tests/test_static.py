@@ -45,7 +45,7 @@ def test_the_same_passes() -> None:
 def test_a_worse_kernel_fails(kernel: Kernel, finding: str) -> None:
     verdict = judged([row(KERNEL)], [row(kernel)])
     assert verdict.findings == (f"rms optimized c M=1 sm_90: {finding}",)
-    assert verdict.exit_code == 1 and verdict.summary.startswith("static regression: 1 findings; 1 compared")
+    assert verdict.exit_code == 1 and verdict.summary.startswith("static regression: 1 found; 1 compared")
 
 
 @pytest.mark.parametrize(
