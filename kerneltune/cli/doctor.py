@@ -9,9 +9,8 @@ from pathlib import Path
 
 from kerneltune.cli import options as o
 from kerneltune.cli.console import show_table
-from kerneltune.health import Line, counter_line, gpu_lines
-from kerneltune.ncu import find_ncu
 
+Line = tuple[str, str, str]
 _PEERS = {"liger_kernel": "Liger", "quack": "quack", "torchao": "torchao", "transformer_engine": "TransformerEngine"}
 _DRIVER = Path("/proc/driver/nvidia")
 
@@ -58,6 +57,8 @@ def _nvml(uuid: str) -> Iterator[Line]:
     """Clocks, throttling and other processes of the GPU with this id."""
     import pynvml
 
+    from kerneltune.health import gpu_lines
+
     try:
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
@@ -67,6 +68,9 @@ def _nvml(uuid: str) -> Iterator[Line]:
 
 
 def _tools() -> Iterator[Line]:
+    from kerneltune.health import counter_line
+    from kerneltune.ncu import find_ncu
+
     ncu = find_ncu()
     yield "ncu", str(ncu or "not found"), "" if ncu else "profile cannot run; nothing else needs it"
     if ncu:
