@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kerneltune import device
-from kerneltune.tl_lib import IS_CUDA
+from kerneltune.tl_lib import is_cuda
 
 _REGISTERS = 65536
 _MAX_REGISTERS = 255
@@ -26,7 +26,7 @@ def phases(warps: int, ctas: int, together: bool = True) -> list[tuple[int, dict
     not all that must wait for each other can be resident `together`, programs publish in one launch (PHASE 1) and collect in
     a second (PHASE 2); the interpreter runs them in turn.
     """
-    if not IS_CUDA.value:
+    if not is_cuda():
         return [(1, {}), (2, {})]
     limit = {"maxnreg": min(_MAX_REGISTERS, _REGISTERS // (32 * warps * ctas) // 8 * 8)}
     return [(0, limit | {"launch_cooperative_grid": True})] if together else [(1, limit), (2, limit)]

@@ -6,6 +6,7 @@ Does not launch anything and knows no operator. May import torch and triton.
 import torch
 import triton
 import triton.language as tl
+from triton.language import target_info
 
 FP8_DTYPES = {
     "e4m3": torch.float8_e4m3fn,
@@ -18,14 +19,17 @@ FP8_MAX = {name: torch.finfo(dtype).max for name, dtype in FP8_DTYPES.items()}
 INTERPRETED = triton.knobs.runtime.interpret
 """True where kernels run in Triton's interpreter: programs run in turn, so none may wait for another."""
 
-IS_CUDA = tl.constexpr(not INTERPRETED and torch.version.hip is None)
-"""Whether kernels may hold PTX."""
+
+@triton.constexpr_function
+def is_cuda():
+    """Whether kernels may hold PTX: what they are compiled for, here or ahead of time, is an NVIDIA GPU."""
+    return not INTERPRETED and target_info.is_cuda()
 
 
 @triton.jit
 def quantize(y, scale, FP8_MAX: tl.constexpr, dtype: tl.constexpr):
     """Saturating cast of fp32 to fp8, round to nearest even; NaN stays NaN. The conversion of CUDA saturates by itself."""
-    if IS_CUDA:
+    if is_cuda():
         return (y * scale).to(dtype)
     else:
         return tl.clamp(y * scale, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL).to(dtype)
@@ -83,7 +87,7 @@ def wide(x):
 @triton.jit
 def load_constant(ptr):
     """A 32-bit scalar that nobody writes during the launch; not pipelined, as `tl.load` would be, through shared memory."""
-    if IS_CUDA:
+    if is_cuda():
         return tl.inline_asm_elementwise(
             "ld.global.nc.b32 $0, [$1];", "=r,l", [ptr.to(tl.int64)], dtype=ptr.dtype.element_ty, is_pure=True, pack=1
         )
@@ -96,7 +100,7 @@ def held(x):
 
     A 16-bit tile that is needed on both sides of a reduction is otherwise kept as fp32, in twice the registers.
     """
-    if IS_CUDA and x.dtype.primitive_bitwidth == 16:
+    if is_cuda() and x.dtype.primitive_bitwidth == 16:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
     return x
 
@@ -111,7 +115,7 @@ def pack_bytes(q0, q1, q2, q3):
     b1 = q1.to(tl.uint8, bitcast=True)
     b2 = q2.to(tl.uint8, bitcast=True)
     b3 = q3.to(tl.uint8, bitcast=True)
-    if IS_CUDA:
+    if is_cuda():
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 t0, t1, t2, t3;
@@ -263,7 +267,7 @@ def arrive(ws_ptr, index, tag, live):
     The word is first raised to this launch's zero, so that nobody has to clear it.
     """
     counter_ptr = (ws_ptr + 32 + index).to(tl.pointer_type(tl.uint64))
-    if IS_CUDA:  # a barrier that Triton does not see: it pipelines no loop that has one
+    if is_cuda():  # a barrier that Triton does not see: it pipelines no loop that has one
         tl.inline_asm_elementwise("bar.sync 0; mov.b32 $0, 0;", "=r,r", [index], dtype=tl.int32, is_pure=False, pack=1)
     else:
         tl.debug_barrier()

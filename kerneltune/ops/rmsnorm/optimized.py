@@ -158,13 +158,20 @@ def rmsnorm_bwd(
 def _launch_rows(x, weight, y, rsigma, scale, amax, scale_inv, eps, zero_centered, fp8, fp8_format, c) -> None:
     M, N = x.shape
     loads, tiles = triton.cdiv(N, c.cols), triton.cdiv(M, c.rows)
+    if not c.ctas:
+        kernels._rmsnorm_fwd_once[(tiles,)](
+            x, weight, y, rsigma, scale, amax, scale_inv, M, N, x.stride(0), eps,
+            ZERO_CENTERED=zero_centered, FP8=fp8, FP8_MAX=FP8_MAX[fp8_format], ROWS=c.rows, COLS=c.cols, RELOAD=c.reload,
+            num_warps=c.warps,
+        )  # fmt: skip
+        return
     parts, chunks = (loads, 1) if c.split else (1, loads)
     ws = workspace(tiles * parts * c.rows, x.device) if parts > 1 else None
     for phase, options in _phases(parts, c):
-        kernels._rmsnorm_fwd_rows[(_groups(x, tiles, parts, c.ctas) * parts,)](
+        kernels._rmsnorm_fwd_loop[(_groups(x, tiles, parts, c.ctas) * parts,)](
             x, weight, y, rsigma, scale, amax, scale_inv, ws, M, N, x.stride(0), eps,
             ZERO_CENTERED=zero_centered, FP8=fp8, FP8_MAX=FP8_MAX[fp8_format], ROWS=c.rows, COLS=c.cols, CHUNKS=chunks,
-            PARTS=parts, PHASE=phase, EVEN=N % c.cols == 0, STAGES=c.stages, RELOAD=c.reload, num_warps=c.warps, **options,
+            PARTS=parts, PHASE=phase, EVEN=N % c.cols == 0, STAGES=c.stages, num_warps=c.warps, **options,
         )  # fmt: skip
 
 
@@ -231,7 +238,7 @@ def space_fwd(case: Case) -> Space:
         "warps": (2, 4, 8, 16, 32) if whole > 1024 else (1, 2, 4, 8),
         "ctas": (0, 2, 4) if whole <= 16384 else (0, 1, 2, 4),
         "stages": (1, 2, 3),
-        "reload": (False, True) if long else (False,),
+        "reload": (False, True) if whole >= 2048 else (False,),
     }
 
 
