@@ -12,17 +12,15 @@ import torch
 import triton
 
 from kerneltune.arguments import ITEMSIZE, check_matrix
-from kerneltune.launch import resident
+from kerneltune.launch import phases, resident
 from kerneltune.ops.fp8 import reference, tensorwise_kernels
 from kerneltune.ops.fp8.common import QUANT_OPTIONS, best_config, check_format, check_offs, check_weights, scale_of_nothing
 from kerneltune.spec import Case, Inputs, Option, Outputs, Space, Traffic
-from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX, IS_CUDA
+from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX
 from kerneltune.workspace import workspace
 
 LAYOUTS = ("row", "col", "both")
 _SHARED_BYTES = 225_000
-_REGISTERS = 65536
-_MAX_REGISTERS = 255
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +188,8 @@ def _launch(x, offs, segments, rows, q, q_t, scale, c: SegmentConfig, fp8_format
         "JAGGED": offs is not None, "STAGED": c.staged, "GROUPS_LOG2": max(0, (segments - 1).bit_length()),
         "ROWS": c.rows, "COLS": c.cols, "EVEN": C % c.cols == 0, "STAGES": c.stages, "num_warps": c.warps,
     }  # fmt: skip
-    if c.ctas and IS_CUDA.value:
-        tile["maxnreg"] = min(_MAX_REGISTERS, _REGISTERS // (32 * c.warps * c.ctas) // 8 * 8)
+    if c.ctas:
+        tile |= phases(c.warps, c.ctas, together=False)[0][1]
     tensorwise_kernels._amax_segments[(programs,)](x, offs_or_any, ws, rows, C, segments, x.stride(0), total, **tile)
     tensorwise_kernels._cast_segments[(programs,)](
         x, q_t if q is None else q, q if q_t is None else q_t, scale, offs_or_any, ws,
@@ -239,7 +237,7 @@ def valid(case: Case, config: SegmentConfig) -> str | None:
     if config.staged and not config.ctas:
         return "a program would reduce all of a segment's words for a single tile"
     words = per_thread * ITEMSIZE[case.dtype] / 4
-    if 32 * config.warps * config.ctas * (words * 1.25 + 32) > _REGISTERS:
+    if 32 * config.warps * config.ctas * (words * 1.25 + 32) > 65536:
         return "more registers than a multiprocessor has"
     shared = max(1, config.ctas) * config.rows * config.cols * ((config.stages - 1) * ITEMSIZE[case.dtype] + 1)
     return f"{shared} bytes of shared memory" if shared > _SHARED_BYTES else None
