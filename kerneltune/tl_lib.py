@@ -19,6 +19,8 @@ FP8_MAX = {name: torch.finfo(dtype).max for name, dtype in FP8_DTYPES.items()}
 INTERPRETED = triton.knobs.runtime.interpret
 """True where kernels run in Triton's interpreter: programs run in turn, so none may wait for another."""
 
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
 
 @triton.constexpr_function
 def is_cuda():
@@ -70,6 +72,26 @@ def magnitude(x):
 
 
 @triton.jit
+def amax_of_four(x0, x1, x2, x3):
+    """The largest `magnitude` of four tiles, element by element."""
+    if is_cuda() and x0.dtype.primitive_bitwidth == 16:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, c, d;
+            and.b32 a, $1, 0x7fff7fff;
+            and.b32 b, $2, 0x7fff7fff;
+            and.b32 c, $3, 0x7fff7fff;
+            and.b32 d, $4, 0x7fff7fff;
+            max.s16x2 a, a, b;
+            max.s16x2 c, c, d;
+            max.s16x2 $0, a, c;
+            }""",
+            "=r,r,r,r,r", [x0, x1, x2, x3], dtype=tl.int16, is_pure=True, pack=2)  # fmt: skip
+    else:
+        return tl.maximum(tl.maximum(magnitude(x0), magnitude(x1)), tl.maximum(magnitude(x2), magnitude(x3)))
+
+
+@triton.jit
 def magnitude_to_fp32(m, dtype: tl.constexpr):
     """The fp32 value of a `magnitude` of that dtype; m may have been widened to int32."""
     if dtype.primitive_bitwidth == 32:
@@ -86,10 +108,10 @@ def wide(x):
 
 @triton.jit
 def load_constant(ptr):
-    """A 32-bit scalar that nobody writes during the launch; not pipelined, as `tl.load` would be, through shared memory."""
+    """A 32-bit scalar that no other program changes; not pipelined, as `tl.load` would be, through shared memory."""
     if is_cuda():
         return tl.inline_asm_elementwise(
-            "ld.global.nc.b32 $0, [$1];", "=r,l", [ptr.to(tl.int64)], dtype=ptr.dtype.element_ty, is_pure=True, pack=1
+            "ld.global.ca.b32 $0, [$1];", "=r,l", [ptr.to(tl.int64)], dtype=ptr.dtype.element_ty, is_pure=True, pack=1
         )
     return tl.load(ptr)
 
@@ -103,6 +125,17 @@ def held(x):
     if is_cuda() and x.dtype.primitive_bitwidth == 16:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
     return x
+
+
+@triton.jit
+def to_fp8(y, dtype: tl.constexpr):
+    """y, fp32 and no larger than fp8 holds, to nearest even.
+
+    Triton's interpreter casts subnormals of fp32 to anything (3.7.1); they are 0 in every fp8 type.
+    """
+    if _INTERPRETED:
+        y = tl.where(tl.abs(y) < 1.1754943508222875e-38, y * 0.0, y)
+    return y.to(dtype)
 
 
 @triton.jit
@@ -137,42 +170,42 @@ def store_transposed(q_ptr, base, ld, lo, hi, live, qs, JAGGED: tl.constexpr, EV
     """Rows [lo, hi) of four fp8 sub-tiles (QUADS, COLS), of which sub-tile k has the rows 4i + k, to byte base + col * ld + row.
 
     live: (COLS,), which columns exist, all of them under EVEN. PACKED: base and ld are multiples of 4, and the bytes go out as
-    32-bit words. Without JAGGED lo is 0 and hi as much a multiple of 4 as ld; with it whole runs of 16 rows go out as words,
-    and what is ragged as bytes. Words are made of integers, never of a transposed fp8 tile (see `pack_bytes`).
+    32-bit words. Without JAGGED lo is 0 and hi as much a multiple of 4 as ld. With it, the words at the ends that hold other
+    rows, too, go out byte by byte. Words are made of integers, never of a transposed fp8 tile (see `pack_bytes`).
     """
     quads = tl.arange(0, qs[0].shape[0])
     cols = tl.arange(0, qs[0].shape[1])
-    first = hi * 0
-    last = hi * 0
     if PACKED:
+        packed = pack_bytes(qs[0], qs[1], qs[2], qs[3]).to(tl.int32, bitcast=True)
+        mask = (quads < hi // 4)[None, :]
         if JAGGED:
-            first = (lo + 15) // 16 * 4
-            last = hi // 16 * 4
-        else:
-            last = hi // 4
-        mask = ((quads >= first) & (quads < last))[None, :] if JAGGED else (quads < last)[None, :]
+            mask = mask & (quads >= (lo + 3) // 4)[None, :]
         if not EVEN:
             mask = mask & live[:, None]
-        words = tl.trans(pack_bytes(qs[0], qs[1], qs[2], qs[3])).to(tl.int32, bitcast=True)
         word_ptr = q_ptr.to(tl.pointer_type(tl.int32)) + base // 4
-        tl.store(word_ptr + (cols[:, None] * (ld // 4) + quads[None, :]), words, mask=mask)
-    if not PACKED:
-        _store_transposed_bytes(q_ptr.to(tl.pointer_type(tl.uint8)) + base, ld, lo, hi, first, last, live, qs)
-    elif JAGGED:
-        if (lo % 16 != 0) | (hi % 16 != 0):
-            _store_transposed_bytes(q_ptr.to(tl.pointer_type(tl.uint8)) + base, ld, lo, hi, first, last, live, qs)
+        tl.store(word_ptr + (cols[:, None] * (ld // 4) + quads[None, :]), tl.trans(packed), mask=mask)
+        if JAGGED:
+            if (lo % 4 != 0) | (hi % 4 != 0):
+                byte_ptr = q_ptr.to(tl.pointer_type(tl.uint8)) + base
+                _store_end(byte_ptr, lo // 4, ld, lo, hi, live, packed)
+                _store_end(byte_ptr, hi // 4, ld, lo, hi, live, packed)
+    else:
+        byte_ptr = q_ptr.to(tl.pointer_type(tl.uint8)) + base
+        for k in tl.static_range(4):
+            rows = quads * 4 + k
+            mask = live[:, None] & ((rows >= lo) & (rows < hi))[None, :]
+            tl.store(byte_ptr + (cols[:, None] * ld + rows[None, :]), tl.trans(qs[k].to(tl.uint8, bitcast=True)), mask=mask)
 
 
 @triton.jit
-def _store_transposed_bytes(q_ptr, ld, lo, hi, first, last, live, qs):
-    """The rows in [lo, hi) whose quads are not in [first, last)."""
-    quads = tl.arange(0, qs[0].shape[0])
-    cols = tl.arange(0, qs[0].shape[1])
+def _store_end(byte_ptr, quad, ld, lo, hi, live, packed):
+    """The rows in [lo, hi) of one quad of packed words (QUADS, COLS), byte by byte."""
+    quads = tl.arange(0, packed.shape[0])
+    cols = tl.arange(0, packed.shape[1])
+    word = tl.sum(tl.where((quads == quad)[:, None], packed, 0), axis=0)
     for k in tl.static_range(4):
-        rows = quads * 4 + k
-        mask = (rows >= lo) & (rows < hi) & ((quads < first) | (quads >= last))
-        q = tl.trans(qs[k].to(tl.uint8, bitcast=True))
-        tl.store(q_ptr + (cols[:, None] * ld + rows[None, :]), q, mask=live[:, None] & mask[None, :])
+        row = quad * 4 + k
+        tl.store(byte_ptr + (cols * ld + row), (word >> (8 * k)).to(tl.uint8), mask=live & (row >= lo) & (row < hi))
 
 
 @triton.jit
@@ -279,7 +312,8 @@ def arrive(ws_ptr, index, tag, live):
 def await_arrivals(ws_ptr, index, count, tag):
     """Wait until `count` programs of this launch have arrived at word `index`; then their words can be read.
 
-    All of them must be resident: launch cooperatively.
+    All of them must be resident: launch cooperatively. The loads that follow in the thread go to L2, as this one does, and are
+    not issued before it has seen the last arrival.
     """
     word = (tag.to(tl.uint64) << 32) | count.to(tl.uint64)
     tl.inline_asm_elementwise(
@@ -287,7 +321,7 @@ def await_arrivals(ws_ptr, index, count, tag):
         .reg .pred p;
         .reg .b64 w;
         AGAIN_${:uid}:
-        ld.acquire.gpu.global.b64 w, [$1];
+        ld.relaxed.gpu.global.b64 w, [$1];
         setp.ne.b64 p, w, $2;
         @p bra AGAIN_${:uid};
         mov.b32 $0, 0;

@@ -1,7 +1,7 @@
 """The published design of tensor-wise quantisation, torchao pull request 4179, written anew: what the `baseline` variants run.
 
 Blocks of elements in the order of memory: a maximum by atomics into a cleared tensor, then the cast; a transpose is a copy
-afterwards. Left out: one group per block, at most 16 groups, 32-bit offsets. May import cast, spec, tensorwise_kernels, tl_lib.
+afterwards. Left out: one group per block, at most 16 groups, 32-bit offsets. May import spec, tensorwise_kernels, tl_lib.
 """
 
 from dataclasses import dataclass
@@ -10,11 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-from kerneltune.ops.fp8.cast import to_fp8
 from kerneltune.ops.fp8.reference import FP8
-from kerneltune.ops.fp8.tensorwise_kernels import _finite_magnitude, _sanitised
+from kerneltune.ops.fp8.tensorwise_kernels import finite_magnitude, sanitised
 from kerneltune.spec import Case, Inputs, Outputs, Space
-from kerneltune.tl_lib import FP8_MAX, amax_to_scale, magnitude_to_fp32, wide
+from kerneltune.tl_lib import FP8_MAX, amax_to_scale, magnitude_to_fp32, to_fp8, wide
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ def _amax_flat(
     first = wide(tl.program_id(0)) * BLOCK
     at = first + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + segment * elements + at, mask=at < elements, other=0.0)
-    m = magnitude_to_fp32(_finite_magnitude(x), x.dtype)
+    m = magnitude_to_fp32(finite_magnitude(x), x.dtype)
     if JAGGED:
         last = tl.minimum(first + BLOCK, elements) - 1
         lo, hi = _first_and_last(offs_ptr, first, last, C, G, GROUPS)
@@ -68,7 +67,7 @@ def _cast_flat(
     at = first + tl.arange(0, BLOCK)
     live = at < elements
     q_ptr += segment * elements
-    x = _sanitised(tl.load(x_ptr + segment * elements + at, mask=live, other=0.0))
+    x = sanitised(tl.load(x_ptr + segment * elements + at, mask=live, other=0.0))
     if JAGGED:
         last = tl.minimum(first + BLOCK, elements) - 1
         lo, hi = _first_and_last(offs_ptr, first, last, C, G, GROUPS)

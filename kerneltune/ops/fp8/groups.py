@@ -3,23 +3,22 @@
 Kernel in kernels.py. May import cache, device, spec, tl_lib, launch, workspace.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 
-from kerneltune import cache, device
 from kerneltune.arguments import DTYPE_NAMES, ITEMSIZE
 from kerneltune.launch import phases, resident
 from kerneltune.ops.fp8 import kernels, reference
+from kerneltune.ops.fp8.common import QUANT_OPTIONS, best_config, check_format, check_offs, check_weights, scale_of_nothing
 from kerneltune.spec import Case, Inputs, Outputs, Space, Traffic
 from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX
 from kerneltune.workspace import workspace
 
 _SHARED_BYTES = 225_000
-_OPTIONS = (("fp8_format", "e4m3"), ("pow2", True), ("inverse", False), ("special", False))
+_GROUP_OPTIONS = (*QUANT_OPTIONS, ("groups", "balanced"))
 _Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -64,18 +63,15 @@ def fp8_rowwise_3d_transpose(
 
     Source: torchao's triton_fp8_rowwise_3d_transpose_rhs.
     """
-    _check_format(fp8_format)
-    if w.ndim != 3 or w.dtype not in DTYPE_NAMES:
-        raise ValueError(f"w must be (E, K, N) of {', '.join(DTYPE_NAMES.values())}, got shape {tuple(w.shape)} {w.dtype}")
+    check_format(fp8_format)
+    check_weights("w", w)
     E, K, N = w.shape
-    if w.numel() and not w.transpose(1, 2).is_contiguous():
-        raise ValueError(f"w must be column-major, strides {(K * N, 1, K)}, got {w.stride()}")
     q = torch.empty((E, K, N), dtype=FP8_DTYPES[fp8_format], device=w.device)
     scale = torch.empty((E, K), dtype=torch.float32, device=w.device)
     if not w.numel():
-        return q.transpose(1, 2), scale.fill_(_scale_of_nothing(fp8_format, pow2, inverse))
+        return q.transpose(1, 2), scale.fill_(scale_of_nothing(fp8_format, pow2, inverse))
     if config is None:
-        config = _best("fp8_rowwise_3d_transpose", (("E", E), ("K", K), ("N", N)), ("E",), w)
+        config = best_config("fp8_rowwise_3d_transpose", (("E", E), ("K", K), ("N", N)), ("E",), w, _resolve)
     rows = w.transpose(1, 2).view(E * N, K)
     _launch(((rows, q, scale),), None, E, N, config, fp8_format, pow2, inverse)
     return q.transpose(1, 2), scale
@@ -132,7 +128,7 @@ def _colwise(
     inverse: bool,
     config: GroupConfig | None,
 ) -> list[_Pair]:
-    _check_format(fp8_format)
+    check_format(fp8_format)
     M, G = xs[0].shape[0], offs.shape[0]
     for i, x in enumerate(xs, 1):
         name = f"x{i}" if len(xs) > 1 else "x"
@@ -140,19 +136,18 @@ def _colwise(
             raise ValueError(f"{name} must be ({M}, N) of {DTYPE_NAMES.get(xs[0].dtype)}, got {tuple(x.shape)} {x.dtype}")
         if x.shape[1] > 1 and x.stride(1) != 1:
             raise ValueError(f"elements of a row of {name} must be adjacent, got strides {x.stride()}")
-    if offs.ndim != 1 or G == 0 or offs.dtype != torch.int32 or offs.device != xs[0].device:
-        raise ValueError(f"offs must be (G,) int32 on {xs[0].device}, got {tuple(offs.shape)} {offs.dtype} on {offs.device}")
+    check_offs(offs, xs[0].device)
     parts = []
     for x in xs:
         q = torch.empty((x.shape[1], M), dtype=FP8_DTYPES[fp8_format], device=x.device)
         parts.append((x, q, torch.empty(G * x.shape[1], dtype=torch.float32, device=x.device)))
     if M == 0:
         for _, _, scale in parts:
-            scale.fill_(_scale_of_nothing(fp8_format, pow2, inverse))
+            scale.fill_(scale_of_nothing(fp8_format, pow2, inverse))
     elif any(x.shape[1] for x in xs):
         if config is None:
             widths = tuple(("N" if len(xs) == 1 else f"N{i}", x.shape[1]) for i, x in enumerate(xs, 1))
-            config = _best(op, (("M", M), *widths, ("G", G)), ("M", "G"), xs[0])
+            config = best_config(op, (("M", M), *widths, ("G", G)), ("M", "G"), xs[0], _resolve, _GROUP_OPTIONS)
         _launch(tuple(parts), offs, G, M, config, fp8_format, pow2, inverse)
     return [(q.t(), scale) for _, q, scale in parts]
 
@@ -161,11 +156,12 @@ def _launch(parts, offs, groups: int, rows: int, c: GroupConfig, fp8_format: str
     """One launch over one or two (input rows, output, scales); offs None: groups of `rows` rows each, else of `rows` in all."""
     (x, q, scale), (x2, q2, scale2) = parts[0], parts[-1]
     stripes = sum(triton.cdiv(part[0].shape[1], c.cols) for part in parts)
-    blocks = groups * triton.cdiv(rows, c.rows) if offs is None else rows // c.rows + groups
-    longest = triton.cdiv(rows, c.rows)
+    # a token group begins up to three rows before its first and may end anywhere in a tile
+    blocks = groups * triton.cdiv(rows, c.rows) if offs is None else (rows + groups * (c.rows + 2)) // c.rows
+    longest = triton.cdiv(rows + 3, c.rows)
     total = blocks * stripes
     programs = max(1, min(total, resident(x.device, c.ctas)))
-    ws = workspace(groups * stripes * (c.cols + 1), x.device)
+    ws = workspace(groups * stripes * (c.cols + 1) + groups + 1, x.device)
     for phase, options in phases(c.warps, c.ctas, together=longest <= (c.ahead + 1) * programs):
         kernels._cast_transpose_groups[(programs,)](
             x, x2, q, q2, scale, scale2, x if offs is None else offs, ws,
@@ -175,28 +171,6 @@ def _launch(parts, offs, groups: int, rows: int, c: GroupConfig, fp8_format: str
             ROWS=c.rows, COLS=c.cols, PHASE=phase, EVEN=all(part[0].shape[1] % c.cols == 0 for part in parts),
             PACKED=rows % 4 == 0, STAGES=c.stages, AHEAD=c.ahead, RELOAD=c.reload, num_warps=c.warps, **options,
         )  # fmt: skip
-
-
-def _check_format(fp8_format: str) -> None:
-    if fp8_format not in FP8_DTYPES:
-        raise ValueError(f"fp8_format must be one of {', '.join(FP8_DTYPES)}, got {fp8_format=}")
-
-
-def _scale_of_nothing(fp8_format: str, pow2: bool, inverse: bool) -> float:
-    """What amax 0 gives, rounded as the kernels round it."""
-    scale = float(torch.tensor(FP8_MAX[fp8_format] / 1e-12, dtype=torch.float32))
-    scale = 2.0 ** math.floor(math.log2(scale)) if pow2 else scale
-    return 1.0 / scale if inverse else scale
-
-
-def _best(op: str, axes: tuple[tuple[str, int], ...], free: tuple[str, ...], x: torch.Tensor) -> GroupConfig:
-    """The cached config for this shape, or the heuristic one. Options do not change which config is best."""
-    options = _OPTIONS if op == "fp8_rowwise_3d_transpose" else (*_OPTIONS, ("groups", "balanced"))
-    slug = device.current_slug()
-    found: GroupConfig = cache.best(
-        op, "optimized", slug, axes, DTYPE_NAMES[x.dtype], "fp8", options, "cold", free, None, _resolve
-    )
-    return found
 
 
 def _resolve(case: Case, knobs: dict[str, Any] | None) -> GroupConfig | None:

@@ -10,63 +10,23 @@ are programs.
 import triton
 import triton.language as tl
 
+from kerneltune.ops.fp8.tiles import locate_fitted, locate_in_weights, number_tiles, start_of
 from kerneltune.tl_lib import (
+    amax_of_four,
     amax_to_scale,
     arrive,
     await_arrivals,
     close_launch,
     launch_tag,
     load_constant,
-    magnitude,
     magnitude_to_fp32,
     published,
     raise_published,
     reciprocal,
     store_transposed,
+    to_fp8,
     wide,
 )
-
-
-@triton.jit
-def _start(offs_ptr, group):
-    """The first row of a token group."""
-    return tl.where(group > 0, load_constant(offs_ptr + tl.maximum(group, 1) - 1), 0)
-
-
-@triton.jit
-def _locate(tile, total, offs_ptr, rows, stripes, G, JAGGED: tl.constexpr, GROUPS_LOG2: tl.constexpr, ROWS: tl.constexpr):
-    """Where a tile lies: group, stripe of the group, tiles of the stripe, first row, and the group's rows [lo, hi) from there.
-
-    Weights have `rows` rows in every group. Token groups end at offs (G,); their tiles begin at multiples of ROWS, so a group
-    may share its first and last block with its neighbours. A tile without rows has hi <= lo or hi <= 0.
-    """
-    if JAGGED:
-        slot = tile // stripes
-        group = slot * 0
-        for bit in tl.static_range(GROUPS_LOG2):
-            ahead = group + (1 << (GROUPS_LOG2 - 1 - bit))
-            first = load_constant(offs_ptr + tl.minimum(ahead, G) - 1) // ROWS + ahead
-            group = tl.where((ahead < G) & (first <= slot), ahead, group)
-        start = _start(offs_ptr, group)
-        end = load_constant(offs_ptr + group)
-        first = start // ROWS
-        slots = end // ROWS - first + 1
-        local = tile - (first + group) * stripes
-        stripe = local // slots
-        block = first + local % slots
-        tiles = (end - 1) // ROWS - first + 1
-        first_row = wide(block * ROWS)
-        lo = start - block * ROWS
-        hi = end - block * ROWS
-    else:
-        tiles = tl.cdiv(rows, ROWS)
-        group = tile // (tiles * stripes)
-        stripe = tile // tiles % stripes
-        lo = -(tile % tiles) * ROWS
-        hi = rows + lo
-        first_row = wide(group) * rows - lo
-    live = (tile < total) & (stripe < stripes) & (hi > lo)
-    return group, stripe, tiles, first_row, lo, tl.where(live, hi, 0)
 
 
 @triton.jit
@@ -98,26 +58,22 @@ def _load_quads(
 
 
 @triton.jit
-def _publish_tile(
-    tile, total, x_ptr, x2_ptr, offs_ptr, ws_ptr, rows, C, C2, G, stride, stride2, stripes, stripes1, tag,
-    JAGGED: tl.constexpr, DUAL: tl.constexpr, GROUPS_LOG2: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    PHASE: tl.constexpr, EVEN: tl.constexpr, RELOAD: tl.constexpr,
-):  # fmt: skip
-    """Load a tile, raise its stripe's largest magnitudes with it and count it in; returns the tile."""
-    group, stripe, _, first_row, lo, hi = _locate(tile, total, offs_ptr, rows, stripes, G, JAGGED, GROUPS_LOG2, ROWS)
-    xs = _load_quads(
-        x_ptr, x2_ptr, stride, stride2, C, C2, stripe, stripes1, first_row, lo, hi,
-        DUAL, ROWS // 4, COLS, EVEN, JAGGED, RELOAD,
-    )  # fmt: skip
-    if PHASE != 2:
-        m01 = tl.maximum(magnitude(xs[0]), magnitude(xs[1]))
-        m23 = tl.maximum(magnitude(xs[2]), magnitude(xs[3]))
-        amax = magnitude_to_fp32(tl.max(tl.maximum(m01, m23), axis=0), xs[0].dtype)
-        lanes = tl.arange(0, COLS)
-        index = group * stripes + stripe
-        raise_published(ws_ptr, G * stripes + index * COLS + lanes, amax, tag, (lanes >= 0) & (hi > 0))
-        arrive(ws_ptr, index, tag, hi > 0)
-    return xs
+def _locate(
+    tile, total, table_ptr, offs_ptr, rows, stripes, G, JAGGED: tl.constexpr, GROUPS_LOG2: tl.constexpr, ROWS: tl.constexpr
+):
+    if JAGGED:
+        return locate_fitted(tile, table_ptr, offs_ptr, stripes, G, GROUPS_LOG2, ROWS)
+    else:
+        return locate_in_weights(tile, total, rows, stripes, ROWS)
+
+
+@triton.jit
+def _raise_stripe(xs, ws_ptr, index, counters, tag, live, COLS: tl.constexpr):
+    """Raise a stripe's largest magnitudes with a tile and count it in."""
+    amax = magnitude_to_fp32(tl.max(amax_of_four(xs[0], xs[1], xs[2], xs[3]), axis=0), xs[0].dtype)
+    lanes = tl.arange(0, COLS)
+    raise_published(ws_ptr, counters + index * COLS + lanes, amax, tag, (lanes >= 0) & live)
+    arrive(ws_ptr, index, tag, live)
 
 
 @triton.jit
@@ -138,24 +94,42 @@ def _cast_transpose_groups(
     if DUAL:
         stripes += tl.cdiv(C2, COLS)
     counters = G * stripes
+    table_ptr = (ws_ptr + 32 + counters * (COLS + 1)).to(tl.pointer_type(tl.int32))
     lanes = tl.arange(0, COLS)
     tag = launch_tag(ws_ptr)
     step = tl.num_programs(0)
+    if JAGGED:
+        number_tiles(table_ptr, offs_ptr, G, GROUPS_LOG2, ROWS)
 
     xs_next = ()
-    for ahead in tl.static_range(AHEAD):
-        xs_next = _publish_tile(
-            tl.program_id(0) + ahead * step, total, x_ptr, x2_ptr, offs_ptr, ws_ptr, rows, C, C2, G, stride_x, stride_x2, stripes,
-            stripes1, tag, JAGGED, DUAL, GROUPS_LOG2, ROWS, COLS, PHASE, EVEN, RELOAD,
+    for early in tl.static_range(AHEAD):
+        group_n, stripe_n, tiles_n, first_row_n, lo_n, hi_n = _locate(
+            tl.program_id(0) + early * step, total, table_ptr, offs_ptr, rows, stripes, G, JAGGED, GROUPS_LOG2, ROWS
+        )
+        xs_next = _load_quads(
+            x_ptr, x2_ptr, stride_x, stride_x2, C, C2, stripe_n, stripes1, first_row_n, lo_n, hi_n,
+            DUAL, ROWS // 4, COLS, EVEN, JAGGED, RELOAD,
         )  # fmt: skip
+        if PHASE != 2:
+            _raise_stripe(xs_next, ws_ptr, group_n * stripes + stripe_n, counters, tag, hi_n > 0, COLS)
 
     for tile in tl.range(tl.program_id(0), total, step, num_stages=STAGES, disable_licm=True):
-        group, stripe, tiles, first_row, lo, hi = _locate(tile, total, offs_ptr, rows, stripes, G, JAGGED, GROUPS_LOG2, ROWS)
         xs = xs_next
-        xs_next = _publish_tile(
-            tile + AHEAD * step, total, x_ptr, x2_ptr, offs_ptr, ws_ptr, rows, C, C2, G, stride_x, stride_x2, stripes,
-            stripes1, tag, JAGGED, DUAL, GROUPS_LOG2, ROWS, COLS, PHASE, EVEN, RELOAD,
+        if AHEAD == 1:
+            group, stripe, tiles, first_row, lo, hi = group_n, stripe_n, tiles_n, first_row_n, lo_n, hi_n
+        else:
+            group, stripe, tiles, first_row, lo, hi = _locate(
+                tile, total, table_ptr, offs_ptr, rows, stripes, G, JAGGED, GROUPS_LOG2, ROWS
+            )
+        group_n, stripe_n, tiles_n, first_row_n, lo_n, hi_n = _locate(
+            tile + AHEAD * step, total, table_ptr, offs_ptr, rows, stripes, G, JAGGED, GROUPS_LOG2, ROWS
+        )
+        xs_next = _load_quads(
+            x_ptr, x2_ptr, stride_x, stride_x2, C, C2, stripe_n, stripes1, first_row_n, lo_n, hi_n,
+            DUAL, ROWS // 4, COLS, EVEN, JAGGED, RELOAD,
         )  # fmt: skip
+        if PHASE != 2:
+            _raise_stripe(xs_next, ws_ptr, group_n * stripes + stripe_n, counters, tag, hi_n > 0, COLS)
         if PHASE != 1 and hi > 0:
             index = group * stripes + stripe
             if RELOAD:  # here, not above, where a pipeline would bring it in the layout of the store, half by half
@@ -184,7 +158,7 @@ def _cast_transpose_groups(
                 base += wide(group) * (C - 1) * rows
             qs = ()
             for k in tl.static_range(4):
-                qs = qs + ((xs[k].to(tl.float32) * scale[None, :]).to(q_ptr.dtype.element_ty),)
+                qs = qs + (to_fp8(xs[k].to(tl.float32) * scale[None, :], q_ptr.dtype.element_ty),)
             store_transposed(out_ptr, base, rows, tl.maximum(lo, 0), tl.minimum(hi, ROWS), live, qs, JAGGED, EVEN, PACKED)
 
     if JAGGED and PHASE != 1:
@@ -192,7 +166,7 @@ def _cast_transpose_groups(
         if INVERSE:
             empty = reciprocal(empty)
         for group in range(tl.program_id(0), G, step):
-            if _start(offs_ptr, group) == load_constant(offs_ptr + group):
+            if start_of(offs_ptr, group) == load_constant(offs_ptr + group):
                 for first in range(0, C, COLS):
                     tl.store(scale_ptr + wide(group) * C + first + lanes, empty, mask=first + lanes < C)
                 if DUAL:

@@ -1,10 +1,9 @@
-"""Quantise along rows that live in registers: every element is read from memory once. May import cast and tl_lib."""
+"""Quantise along rows that live in registers: every element is read from memory once. May import tl_lib."""
 
 import triton
 import triton.language as tl
 
-from kerneltune.ops.fp8.cast import to_fp8
-from kerneltune.tl_lib import amax_to_scale, magnitude, magnitude_to_fp32, reciprocal, wide
+from kerneltune.tl_lib import amax_to_scale, magnitude, magnitude_to_fp32, reciprocal, to_fp8, wide
 
 
 @triton.jit

@@ -8,8 +8,7 @@ the end of what the first has read in L2, and closes the launch. May import cast
 import triton
 import triton.language as tl
 
-from kerneltune.ops.fp8.cast import to_fp8
-from kerneltune.ops.fp8.kernels import _locate, _start
+from kerneltune.ops.fp8.tiles import locate_block, start_of
 from kerneltune.tl_lib import (
     amax_to_scale,
     close_launch,
@@ -22,12 +21,13 @@ from kerneltune.tl_lib import (
     raise_published,
     reciprocal,
     store_transposed,
+    to_fp8,
     wide,
 )
 
 
 @triton.jit
-def _finite_magnitude(x):
+def finite_magnitude(x):
     """`magnitude` of x without NaN, which becomes 0, and infinity, which becomes the largest finite number."""
     infinite: tl.constexpr = 0x7F800000 if x.dtype.primitive_bitwidth == 32 else 0x7C00 if x.dtype == tl.float16 else 0x7F80
     m = magnitude(x)
@@ -35,7 +35,7 @@ def _finite_magnitude(x):
 
 
 @triton.jit
-def _sanitised(x):
+def sanitised(x):
     """x in fp32: 0 for NaN, the largest finite number of x's type, with its sign, for infinity."""
     bits: tl.constexpr = 0x7F7FFFFF if x.dtype.primitive_bitwidth == 32 else 0x7BFF if x.dtype == tl.float16 else 0x7F7F
     most = magnitude_to_fp32(tl.full((), bits, tl.int32), x.dtype)
@@ -72,12 +72,12 @@ def _amax_segments(
     tag = launch_tag(ws_ptr)
     stripes = tl.cdiv(C, COLS)
     for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
-        group, stripe, _tiles, first_row, lo, hi = _locate(
+        group, stripe, _tiles, first_row, lo, hi = locate_block(
             tile, total, offs_ptr, rows, stripes, G, JAGGED, GROUPS_LOG2, ROWS
         )  # fmt: skip
         xs = _load_quads(x_ptr, stride, C, stripe, first_row, lo, hi, ROWS // 4, COLS, EVEN, True)
-        m01 = tl.maximum(_finite_magnitude(xs[0]), _finite_magnitude(xs[1]))
-        m23 = tl.maximum(_finite_magnitude(xs[2]), _finite_magnitude(xs[3]))
+        m01 = tl.maximum(finite_magnitude(xs[0]), finite_magnitude(xs[1]))
+        m23 = tl.maximum(finite_magnitude(xs[2]), finite_magnitude(xs[3]))
         amax = magnitude_to_fp32(tl.max(tl.max(tl.maximum(m01, m23), axis=1), axis=0), x_ptr.dtype.element_ty)
         if STAGED:
             publish(ws_ptr, tile, amax, tag, hi == hi)
@@ -93,7 +93,7 @@ def _segment_scale(
     """The scale of a segment out of what the first launch left."""
     if STAGED:
         if JAGGED:
-            start = _start(offs_ptr, group)
+            start = start_of(offs_ptr, group)
             end = load_constant(offs_ptr + group)
             first = (start // ROWS + group) * stripes
             last = (end // ROWS + group + 1) * stripes
@@ -125,7 +125,7 @@ def _cast_segments(
     scale = 0.0
     of = -1
     for turn in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
-        group, stripe, _tiles, first_row, lo, hi = _locate(
+        group, stripe, _tiles, first_row, lo, hi = locate_block(
             total - 1 - turn, total, offs_ptr, rows, stripes, G, JAGGED, GROUPS_LOG2, ROWS
         )  # fmt: skip
         xs = _load_quads(x_ptr, stride, C, stripe, first_row, lo, hi, ROWS // 4, COLS, EVEN, False)
@@ -138,7 +138,7 @@ def _cast_segments(
             live = stripe * COLS + lanes < C
             qs = ()
             for k in tl.static_range(4):
-                q = to_fp8(_sanitised(xs[k]) * scale, q_ptr.dtype.element_ty)
+                q = to_fp8(sanitised(xs[k]) * scale, q_ptr.dtype.element_ty)
                 if ROWMAJOR:
                     r = tl.arange(0, ROWS // 4) * 4 + k
                     mask = ((r >= lo) & (r < hi))[:, None]
@@ -155,6 +155,6 @@ def _cast_segments(
     if JAGGED:
         empty = amax_to_scale(tl.zeros((), dtype=tl.float32), FP8_MAX, POW2)
         for group in range(tl.program_id(0), G, tl.num_programs(0)):
-            if _start(offs_ptr, group) == load_constant(offs_ptr + group):
+            if start_of(offs_ptr, group) == load_constant(offs_ptr + group):
                 tl.store(scale_ptr + group, reciprocal(empty) if INVERSE else empty)
     close_launch(ws_ptr, launch_tag(ws_ptr))
