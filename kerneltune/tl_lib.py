@@ -72,9 +72,9 @@ def magnitude(x):
 
 
 @triton.jit
-def amax_of_four(x0, x1, x2, x3):
-    """The largest `magnitude` of four tiles, element by element."""
-    if is_cuda() and x0.dtype.primitive_bitwidth == 16:
+def magnitude_of_pairs(w0, w1, w2, w3):
+    """Of four tiles of int32, each two 16-bit numbers, the largest `magnitude` element by element and half by half."""
+    if is_cuda():
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 a, b, c, d;
@@ -86,9 +86,22 @@ def amax_of_four(x0, x1, x2, x3):
             max.s16x2 c, c, d;
             max.s16x2 $0, a, c;
             }""",
-            "=r,r,r,r,r", [x0, x1, x2, x3], dtype=tl.int16, is_pure=True, pack=2)  # fmt: skip
+            "=r,r,r,r,r", [w0, w1, w2, w3], dtype=tl.int32, is_pure=True, pack=1)  # fmt: skip
     else:
-        return tl.maximum(tl.maximum(magnitude(x0), magnitude(x1)), tl.maximum(magnitude(x2), magnitude(x3)))
+        low = tl.maximum(tl.maximum(w0 & 0x7FFF, w1 & 0x7FFF), tl.maximum(w2 & 0x7FFF, w3 & 0x7FFF))
+        high = tl.maximum(
+            tl.maximum((w0 >> 16) & 0x7FFF, (w1 >> 16) & 0x7FFF), tl.maximum((w2 >> 16) & 0x7FFF, (w3 >> 16) & 0x7FFF)
+        )
+        return (high << 16) | low
+
+
+@triton.jit
+def half_to_fp32(w, HALF: tl.constexpr, dtype: tl.constexpr):
+    """The lower (HALF 0) or upper (1) 16-bit number of int32 words as fp32."""
+    if dtype == tl.bfloat16:
+        return (w & -65536 if HALF else w << 16).to(tl.float32, bitcast=True)
+    else:
+        return (w >> (16 * HALF)).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -139,6 +152,31 @@ def to_fp8(y, dtype: tl.constexpr):
 
 
 @triton.jit
+def to_fp8_words(y0, y1, y2, y3, dtype: tl.constexpr):
+    """`to_fp8` of four tiles to one of uint32: the bytes of a word come from the four tiles, the first in the lowest byte."""
+    if is_cuda() and dtype == tl.float8e4nv:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high;
+            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+            mov.b32 $0, {low, high};
+            }""",
+            "=r,r,r,r,r", [y0, y1, y2, y3], dtype=tl.uint32, is_pure=True, pack=1)  # fmt: skip
+    elif is_cuda() and dtype == tl.float8e5:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high;
+            cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;
+            mov.b32 $0, {low, high};
+            }""",
+            "=r,r,r,r,r", [y0, y1, y2, y3], dtype=tl.uint32, is_pure=True, pack=1)  # fmt: skip
+    else:
+        return pack_bytes(to_fp8(y0, dtype), to_fp8(y1, dtype), to_fp8(y2, dtype), to_fp8(y3, dtype))
+
+
+@triton.jit
 def pack_bytes(q0, q1, q2, q3):
     """Four fp8 tiles to one of uint32: the bytes of a word come from the four tiles, the first in the lowest byte.
 
@@ -170,31 +208,42 @@ def store_transposed(q_ptr, base, ld, lo, hi, live, qs, JAGGED: tl.constexpr, EV
     """Rows [lo, hi) of four fp8 sub-tiles (QUADS, COLS), of which sub-tile k has the rows 4i + k, to byte base + col * ld + row.
 
     live: (COLS,), which columns exist, all of them under EVEN. PACKED: base and ld are multiples of 4, and the bytes go out as
-    32-bit words. Without JAGGED lo is 0 and hi as much a multiple of 4 as ld. With it, the words at the ends that hold other
-    rows, too, go out byte by byte. Words are made of integers, never of a transposed fp8 tile (see `pack_bytes`).
+    32-bit words, made of integers, never of a transposed fp8 tile (see `pack_bytes`). Else, or without JAGGED, lo is 0.
     """
-    quads = tl.arange(0, qs[0].shape[0])
-    cols = tl.arange(0, qs[0].shape[1])
     if PACKED:
-        packed = pack_bytes(qs[0], qs[1], qs[2], qs[3]).to(tl.int32, bitcast=True)
-        mask = (quads < hi // 4)[None, :]
-        if JAGGED:
-            mask = mask & (quads >= (lo + 3) // 4)[None, :]
-        if not EVEN:
-            mask = mask & live[:, None]
-        word_ptr = q_ptr.to(tl.pointer_type(tl.int32)) + base // 4
-        tl.store(word_ptr + (cols[:, None] * (ld // 4) + quads[None, :]), tl.trans(packed), mask=mask)
-        if JAGGED:
-            if (lo % 4 != 0) | (hi % 4 != 0):
-                byte_ptr = q_ptr.to(tl.pointer_type(tl.uint8)) + base
-                _store_end(byte_ptr, lo // 4, ld, lo, hi, live, packed)
-                _store_end(byte_ptr, hi // 4, ld, lo, hi, live, packed)
+        store_transposed_words(q_ptr, base, ld, lo, hi, live, pack_bytes(qs[0], qs[1], qs[2], qs[3]), JAGGED, EVEN)
     else:
+        quads = tl.arange(0, qs[0].shape[0])
+        cols = tl.arange(0, qs[0].shape[1])
         byte_ptr = q_ptr.to(tl.pointer_type(tl.uint8)) + base
         for k in tl.static_range(4):
             rows = quads * 4 + k
             mask = live[:, None] & ((rows >= lo) & (rows < hi))[None, :]
             tl.store(byte_ptr + (cols[:, None] * ld + rows[None, :]), tl.trans(qs[k].to(tl.uint8, bitcast=True)), mask=mask)
+
+
+@triton.jit
+def store_transposed_words(q_ptr, base, ld, lo, hi, live, words, JAGGED: tl.constexpr, EVEN: tl.constexpr):
+    """`store_transposed` of words (QUADS, COLS) uint32, each of four rows of a column; base and ld are multiples of 4.
+
+    Without JAGGED lo is 0 and hi as much a multiple of 4 as ld. With it, the words at the ends that hold other rows, too, go
+    out byte by byte.
+    """
+    quads = tl.arange(0, words.shape[0])
+    cols = tl.arange(0, words.shape[1])
+    words = words.to(tl.int32, bitcast=True)
+    mask = (quads < hi // 4)[None, :]
+    if JAGGED:
+        mask = mask & (quads >= (lo + 3) // 4)[None, :]
+    if not EVEN:
+        mask = mask & live[:, None]
+    word_ptr = q_ptr.to(tl.pointer_type(tl.int32)) + base // 4
+    tl.store(word_ptr + (cols[:, None] * (ld // 4) + quads[None, :]), tl.trans(words), mask=mask)
+    if JAGGED:
+        if (lo % 4 != 0) | (hi % 4 != 0):
+            byte_ptr = q_ptr.to(tl.pointer_type(tl.uint8)) + base
+            _store_end(byte_ptr, lo // 4, ld, lo, hi, live, words)
+            _store_end(byte_ptr, hi // 4, ld, lo, hi, live, words)
 
 
 @triton.jit

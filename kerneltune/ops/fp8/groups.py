@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 
 from kerneltune.arguments import DTYPE_NAMES, ITEMSIZE
 from kerneltune.launch import phases, resident
@@ -18,6 +19,7 @@ from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX
 from kerneltune.workspace import workspace
 
 _SHARED_BYTES = 225_000
+_TL_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 _GROUP_OPTIONS = (*QUANT_OPTIONS, ("groups", "balanced"))
 _Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -161,16 +163,26 @@ def _launch(parts, offs, groups: int, rows: int, c: GroupConfig, fp8_format: str
     longest = triton.cdiv(rows + 3, c.rows)
     total = blocks * stripes
     programs = max(1, min(total, resident(x.device, c.ctas)))
-    ws = workspace(groups * stripes * (c.cols + 1) + groups + 1, x.device)
+    ws = workspace(groups * stripes * (c.cols + 1), x.device)
+    table = None if offs is None else torch.empty(groups + 1, dtype=torch.int32, device=x.device)
+    # 16-bit numbers in pairs, where widths and addresses allow
+    pairs = 2 if x.element_size() == 2 and all(_in_pairs(part[0]) for part in parts) else 1
+    dtype = _TL_DTYPES[x.dtype]
+    if pairs == 2:
+        x, x2 = x.view(torch.int32), x2.view(torch.int32)
     for phase, options in phases(c.warps, c.ctas, together=longest <= (c.ahead + 1) * programs):
         kernels._cast_transpose_groups[(programs,)](
-            x, x2, q, q2, scale, scale2, x if offs is None else offs, ws,
-            rows, x.shape[1], x2.shape[1], groups, x.stride(0), x2.stride(0), total,
-            FP8_MAX=FP8_MAX[fp8_format], POW2=pow2, INVERSE=inverse,
-            JAGGED=offs is not None, DUAL=len(parts) > 1, GROUPS_LOG2=max(0, (groups - 1).bit_length()),
-            ROWS=c.rows, COLS=c.cols, PHASE=phase, EVEN=all(part[0].shape[1] % c.cols == 0 for part in parts),
-            PACKED=rows % 4 == 0, STAGES=c.stages, AHEAD=c.ahead, RELOAD=c.reload, num_warps=c.warps, **options,
+            x, x2, q, q2, scale, scale2, offs, table, ws, rows, groups, total,
+            WEIGHT_ROWS=rows if offs is None else 0, C=x.shape[1], C2=x2.shape[1], stride=x.stride(0), stride2=x2.stride(0),
+            FP8_MAX=FP8_MAX[fp8_format], POW2=pow2, INVERSE=inverse, DUAL=len(parts) > 1,
+            GROUPS_LOG2=max(0, (groups - 1).bit_length()), ROWS=c.rows, COLS=c.cols // pairs, PAIRS=pairs, dtype=dtype,
+            PHASE=phase, PACKED=rows % 4 == 0, STAGES=c.stages, AHEAD=c.ahead, RELOAD=c.reload, num_warps=c.warps, **options,
         )  # fmt: skip
+
+
+def _in_pairs(x: torch.Tensor) -> bool:
+    """Whether rows of 16-bit numbers can be read as int32."""
+    return x.shape[1] % 2 == 0 and (x.stride(0) % 2 == 0 or x.shape[0] == 1) and x.storage_offset() % 2 == 0
 
 
 def _resolve(case: Case, knobs: dict[str, Any] | None) -> GroupConfig | None:

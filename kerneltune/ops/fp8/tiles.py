@@ -18,11 +18,12 @@ def start_of(offs_ptr, group):
 @triton.jit
 def locate_in_weights(tile, total, rows, stripes, ROWS: tl.constexpr):
     """A tile of weights with `rows` rows in every group: group, stripe of the group, tiles of the stripe, first of all rows,
-    and the group's rows [lo, hi) from there; hi is 0 past the last tile."""
+    and the group's rows [lo, hi) from there. Past the last tile: the last once more, with hi = 0."""
     tiles = tl.cdiv(rows, ROWS)
-    group = tile // (tiles * stripes)
-    stripe = tile // tiles % stripes
-    lo = -(tile % tiles) * ROWS
+    inside = tl.minimum(tile, total - 1)
+    group = inside // (tiles * stripes)
+    stripe = inside // tiles % stripes
+    lo = -(inside % tiles) * ROWS
     return group, stripe, tiles, wide(group) * rows - lo, lo, tl.where(tile < total, rows + lo, 0)
 
 
