@@ -16,7 +16,7 @@ from kerneltune import device, records
 from kerneltune.cli import app, console, progress
 from kerneltune.records import Record
 
-COMMANDS = ["ops", "sweep", "tune", "compare", "gate", "cache", "cache list", "cache show", "cache check", "doctor"]
+COMMANDS = ["ops", "sweep", "tune", "compare", "gate", "cache", "cache list", "cache show", "cache check", "replay", "doctor"]
 HEAVY = ("torch", "triton", "optuna", "pandas", "numpy")
 NO_TIMES = dict.fromkeys(["time_us", "gbps", "pct_ceiling", "ci_low_us", "ci_high_us", "n", "aa_floor"])
 
@@ -189,7 +189,7 @@ def campaign(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return list(seen["answer"])
 
     monkeypatch.setattr("kerneltune.campaign.run_sweep", fake)
-    monkeypatch.setattr("kerneltune.campaign.run_tune", fake)
+    monkeypatch.setattr("kerneltune.tuning.run_tune", fake)
     return seen
 
 
@@ -230,7 +230,7 @@ def test_sweep_names_the_files_it_wrote(tmp_path: Path, monkeypatch: pytest.Monk
     (folder / "old.jsonl").touch()
     os.utime(folder / "old.jsonl", (0, 0))
     monkeypatch.setattr("kerneltune.campaign.run_sweep", writes)
-    monkeypatch.setattr("kerneltune.campaign.results_folder", lambda _: folder)
+    monkeypatch.setattr("kerneltune.plan.results_folder", lambda _: folder)
     assert run("sweep", "rmsnorm", "--results", tmp_path).stderr == f"wrote {folder}/rmsnorm.jsonl\n"
 
 
@@ -276,7 +276,7 @@ def test_sweep_and_tune_refuse_what_is_unknown(command: str, arguments: list[str
 
 @pytest.mark.usefixtures("campaign")
 def test_tune_refuses_an_unknown_sampler() -> None:
-    assert refused("tune", "rmsnorm", "--sampler", "cma") == "error: sampler: 'cma': expected one of tpe, gp, random, qmc"
+    assert refused("tune", "rmsnorm", "--sampler", "cma") == "error: sampler: 'cma': expected one of gp, tpe, random, qmc"
 
 
 @pytest.mark.parametrize("option", ["--results", "--configs"])
