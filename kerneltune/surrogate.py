@@ -72,7 +72,8 @@ class Surrogate:
         share = float(np.mean(self._worked))
         factor = cho_factor(self._covariance(self._tried) + 0.1 * np.eye(len(self._tried)))
         chance = share + self._kernel(self._tried, wanted).T @ cho_solve(factor, self._worked - share)
-        return np.clip(chance, 0.02, 1.0)
+        bounded: Array = np.clip(chance, 0.02, 1.0)
+        return bounded
 
     def gain(self, untried: Sequence[int]) -> float:
         """The fraction of the best time that trying everything else is expected to save.

@@ -129,6 +129,19 @@ class TrialStore:
             self._origins[key] = row.get("date", ""), row.get("commit", "")
 
 
+def latest_fingerprint(path: Path) -> dict[str, str]:
+    """What the newest trial of a file depends on; empty where there is no trial.
+
+    Raises:
+        ValueError: the file cannot be read, or holds something else.
+    """
+    latest: dict[str, str] = {}
+    if path.exists():
+        for row in _rows(path):
+            latest = row["fingerprint"]
+    return latest
+
+
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
     try:
         with path.open("r+b") as file:

@@ -1,10 +1,12 @@
-"""The tuning stage of a sweep: which cases lack a config, and the processes that find one.
+"""The tuning stage of a sweep: which cases lack a config or have a stale one, and the processes that find out.
 
 Decides nothing about configs and prints nothing.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 from kerneltune import cache, device, spaces, sweep
@@ -16,6 +18,7 @@ from kerneltune.search import Search, values
 from kerneltune.spec import Case, Config, Op, Space, Variant
 from kerneltune.trials import Trial, TrialStore
 from kerneltune.tune import NothingPassedError, Tuner, compile_with, measure_space, tune
+from kerneltune.verify import Verdict, verify
 
 CEILING_OP = "stream"
 
@@ -87,10 +90,10 @@ class _Machines:
             raise ValueError(f"cannot compile ahead of time for {here.arch}; known targets: {', '.join(TARGETS)}")
         measuring, compiling = split_cores()
         self.pool = CompilePool(target, options.workers, compiling)
-        self._bench = IsolatedBench(cores=measuring)
+        self.bench = IsolatedBench(cores=measuring)
         self._policy, self._folder = options.policy, results_root(options) / "runs" / "trials" / here.slug
 
-    def tuner(self, op: Op, case: Case, variant: Variant) -> Tuner:
+    def tuner(self, op: Op, case: Case, variant: Variant, policy: str = "") -> Tuner:
         """A tuner that remembers what was tried before.
 
         Raises:
@@ -98,16 +101,60 @@ class _Machines:
         """
         prints = {"source_hash": op.source_hash, "driver": device.current().driver, **device.versions()}
         store = TrialStore(self._folder / f"{op.name}.jsonl", commit(), **prints)
-        return Tuner(op, case, variant, self._policy, store, self._bench)
+        return Tuner(op, case, variant, policy or self._policy, store, self.bench)
 
     def __enter__(self) -> "_Machines":
         self.pool.__enter__()
-        self._bench.__enter__()
+        self.bench.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._bench.__exit__(*error)
+        self.bench.__exit__(*error)
         self.pool.__exit__(*error)
+
+
+def verify_cache(
+    ops: Mapping[str, Op], entries: Sequence[tuple[str, str, cache.Entry]], options: Options, progress: Progress
+) -> list[tuple[str, str, Verdict]]:
+    """Judge cached entries, given as (device, operator, entry); those of this machine's GPU that are stale are timed again.
+
+    Raises:
+        ValueError: an operator that does not exist.
+    """
+    here = device.current()
+    for _, name, _ in entries:
+        if name not in ops:
+            raise ValueError(f"unknown op {name!r}; there are {', '.join(ops)}")
+    found = []
+    progress.stage("verify", len(entries))
+    with ExitStack() as stack:
+        machines = stack.enter_context(_Machines(options)) if any(slug == here.slug for slug, *_ in entries) else None
+        for slug, name, entry in entries:
+            duel = partial(_duel, machines, entry.policy) if machines is not None and slug == here.slug else None
+            found.append((slug, name, verify(ops[name], entry, duel)))
+            progress.advance(f"{name} {entry.variant} {entry.case} {entry.dtype} {entry.quant}")
+    return found
+
+
+def _duel(machines: "_Machines", policy: str, op: Op, case: Case, variant: Variant, configs: Sequence[Config]) -> int:
+    """Which config wins, the first unless another is surely faster.
+
+    Raises:
+        ValueError: the first is wrong now, or cannot be timed.
+    """
+    bench = machines.bench
+    try:
+        bench.open(op, case, variant, policy)
+        trials = [bench.trial(config, None) for config in configs]
+        if trials[0].time_us is None:
+            raise ValueError(f"{trials[0].status}: {trials[0].detail}")
+        timed = [config for config, trial in zip(configs, trials, strict=True) if trial.time_us is not None]
+        best, _ = machines.tuner(op, case, variant, policy).duel(timed)
+        return configs.index(best)
+    except ChildLostError as error:
+        raise ValueError(f"lost: {error}") from error
+    finally:
+        bench.close()
 
 
 def widened(variant: Variant, knobs: Sequence[tuple[str, tuple[str, ...]]]) -> Variant:

@@ -16,7 +16,24 @@ from kerneltune import device, records
 from kerneltune.cli import app, console, progress
 from kerneltune.records import Record
 
-COMMANDS = ["ops", "sweep", "tune", "compare", "gate", "cache", "cache list", "cache show", "cache check", "replay", "doctor"]
+COMMANDS = [
+    "ops",
+    "sweep",
+    "tune",
+    "compare",
+    "gate",
+    "cache",
+    "cache list",
+    "cache show",
+    "cache check",
+    "cache verify",
+    "cache misses",
+    "cache export",
+    "cache import",
+    "insight",
+    "replay",
+    "doctor",
+]
 HEAVY = ("torch", "triton", "optuna", "pandas", "numpy")
 NO_TIMES = dict.fromkeys(["time_us", "gbps", "pct_ceiling", "ci_low_us", "ci_high_us", "n", "aa_floor"])
 

@@ -121,6 +121,18 @@ def require_writable(folder: Path) -> None:
         raise ValueError(f"cannot write {folder}: {error.strerror}") from error
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder.
+
+    Raises:
+        ValueError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot write {folder}: {error.strerror}") from error
+
+
 def load_ops() -> Mapping[str, Op]:
     """The operators by name, ready to run here: on the GPU, or in the interpreter where there is none."""
     from kerneltune import device
