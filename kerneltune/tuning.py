@@ -17,7 +17,7 @@ from kerneltune.plan import Options, Progress, Selection, load_plan, results_roo
 from kerneltune.search import Search, values
 from kerneltune.spec import Case, Config, Op, Space, Variant
 from kerneltune.trials import Trial, TrialStore
-from kerneltune.tune import NothingPassedError, Tuner, compile_with, measure_space, tune
+from kerneltune.tune import NothingPassedError, Tuner, checked_space, compile_with, measure_space, tune
 from kerneltune.verify import Verdict, verify
 
 CEILING_OP = "stream"
@@ -50,9 +50,11 @@ def tune_entries(
     wanted = list(_wanted(ops, entries, selection, options))
     if not wanted:
         return []
+    for op, case, variant in wanted:  # before anything is measured or written
+        checked_space(op, case, widened(variant, options.knobs))
     stored = []
     progress.stage("measure spaces" if options.exhaustive else "tune", len(wanted))
-    with _Machines(options) as machines:
+    with Machines(options) as machines:
         for op, case, variant in wanted:
             label = f"{op.name} {variant.name} {case.name} {case.dtype} {case.quant}"
             shortage = memory_shortage(op, case)
@@ -80,7 +82,7 @@ def tune_entries(
     return stored
 
 
-class _Machines:
+class Machines:
     """The compile pool, the measuring child, and the trial stores, for as long as a stage lasts."""
 
     def __init__(self, options: Options) -> None:
@@ -103,7 +105,7 @@ class _Machines:
         store = TrialStore(self._folder / f"{op.name}.jsonl", commit(), **prints)
         return Tuner(op, case, variant, policy or self._policy, store, self.bench)
 
-    def __enter__(self) -> "_Machines":
+    def __enter__(self) -> "Machines":
         self.pool.__enter__()
         self.bench.__enter__()
         return self
@@ -128,7 +130,7 @@ def verify_cache(
     found = []
     progress.stage("verify", len(entries))
     with ExitStack() as stack:
-        machines = stack.enter_context(_Machines(options)) if any(slug == here.slug for slug, *_ in entries) else None
+        machines = stack.enter_context(Machines(options)) if any(slug == here.slug for slug, *_ in entries) else None
         for slug, name, entry in entries:
             duel = partial(_duel, machines, entry.policy) if machines is not None and slug == here.slug else None
             found.append((slug, name, verify(ops[name], entry, duel)))
@@ -136,7 +138,7 @@ def verify_cache(
     return found
 
 
-def _duel(machines: "_Machines", policy: str, op: Op, case: Case, variant: Variant, configs: Sequence[Config]) -> int:
+def _duel(machines: "Machines", policy: str, op: Op, case: Case, variant: Variant, configs: Sequence[Config]) -> int:
     """Which config wins, the first unless another is surely faster.
 
     Raises:

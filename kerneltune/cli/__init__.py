@@ -10,7 +10,7 @@ from typing import Annotated, Any, TextIO
 import typer
 from typer.core import TyperGroup
 
-from kerneltune.cli import cache, compare, doctor, gate, insight, ops, replay, sweep, tune
+from kerneltune.cli import cache, compare, doctor, gate, insight, noise, ops, replay, sweep, tune
 from kerneltune.cli.console import error_line, show
 
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -54,6 +54,7 @@ app.command("ops")(ops.command)
 app.command("sweep")(sweep.command)
 app.command("tune")(tune.command)
 app.command("insight")(insight.command)
+app.command("noise")(noise.command)
 app.command("replay")(replay.command)
 app.command("compare")(compare.command)
 app.command("gate")(gate.command)
