@@ -96,6 +96,10 @@ class Pending:
         except ProcessExpired as error:
             return Compiled((), 0.0, f"the compiler crashed: exit code {error.exitcode}")
 
+    def done(self) -> bool:
+        """Whether `result` answers at once."""
+        return bool(self._future.done())
+
     def cancel(self) -> None:
         """Stop compiling it, if it is not done."""
         self._future.cancel()

@@ -25,6 +25,10 @@ class Answered:
 
     trial: Trial
 
+    def done(self) -> bool:
+        """Always."""
+        return True
+
     def result(self) -> Trial:
         """The trial."""
         return self.trial

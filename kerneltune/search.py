@@ -25,6 +25,9 @@ ENUMERATE_UP_TO = 120
 AHEAD = 8
 """Configs in flight: one is measured while the others compile. What to try is decided that many configs before its time is
 known; a replay keeps the same delay."""
+_AHEAD_BLIND = 48
+"""The same where no time changes what is tried next."""
+_POLL_S = 0.001
 _FIRST = 8
 _GAIN_AFTER = 16
 _GAIN_EVERY = 4
@@ -66,6 +69,9 @@ class Search:
 class Started(Protocol):
     """A config whose evaluation has begun."""
 
+    def done(self) -> bool:
+        """Whether what it waits for is there."""
+
     def result(self) -> Trial:
         """Wait for it."""
 
@@ -74,7 +80,9 @@ class Started(Protocol):
 
 
 class Proposals(Protocol):
-    """Where configs come from, each of them once."""
+    """Where configs come from, each of them once. ahead: how many may be in flight."""
+
+    ahead: int
 
     def ask(self) -> Config | None:
         """The next config to try; None when there is no other."""
@@ -121,14 +129,14 @@ def explore(
     limit = len(pool) if search.trials is None else min(search.trials, len(pool))
     try:
         while True:
-            while len(pending) < AHEAD and len(trials) + len(pending) < limit:
+            while len(pending) < proposals.ahead and len(trials) + len(pending) < limit:
                 asked = proposals.ask()
                 if asked is None:
                     break
                 pending.append((asked, start(asked)))
             if not pending:
                 break
-            config, begun = pending.popleft()
+            config, begun = _first_done(pending)
             trial = begun.result()
             trials[config] = trial
             proposals.tell(config, trial.time_us)
@@ -141,6 +149,16 @@ def explore(
         for _, begun in pending:
             begun.cancel()
     return Explored(trials, gain.expected)
+
+
+def _first_done(pending: deque[tuple[Config, Started]]) -> tuple[Config, Started]:
+    """Take the first that is done, so that one slow compilation does not keep the others waiting."""
+    while True:
+        for index, (config, begun) in enumerate(pending):
+            if begun.done():
+                del pending[index]
+                return config, begun
+        time.sleep(_POLL_S)
 
 
 def propose(pool: Sequence[Config], first: Sequence[Config], search: Search) -> Proposals:
@@ -160,6 +178,8 @@ def propose(pool: Sequence[Config], first: Sequence[Config], search: Search) -> 
 class _Listed:
     """A fixed order."""
 
+    ahead = _AHEAD_BLIND
+
     def __init__(self, order: Sequence[Config]) -> None:
         self._left = dict.fromkeys(order)
 
@@ -174,6 +194,8 @@ class _Listed:
 
 class _Modelled:
     """The largest expected improvement of a Gaussian process over all untried configs."""
+
+    ahead = AHEAD
 
     def __init__(self, order: Sequence[Config], known: int, seed: int) -> None:
         """order: what to begin with in front, `known` of them chosen, the others drawn."""
@@ -217,6 +239,8 @@ class _Modelled:
 
 class _Asked:
     """What an Optuna sampler draws, each knob a category; repeats and configs that are not valid are drawn again."""
+
+    ahead = AHEAD
 
     def __init__(self, order: Sequence[Config], known: int, search: Search) -> None:
         import optuna

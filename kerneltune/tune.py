@@ -36,6 +36,9 @@ class NothingPassedError(Exception):
 class Compiling(Protocol):
     """A config that is being compiled."""
 
+    def done(self) -> bool:
+        """Whether `result` answers at once."""
+
     def result(self) -> Compiled:
         """Wait for it."""
 
@@ -192,6 +195,10 @@ class _Begun:
     tuner: Tuner
     config: Config
     pending: Compiling
+
+    def done(self) -> bool:
+        """Whether it is compiled."""
+        return self.pending.done()
 
     def result(self) -> Trial:
         """Wait for the compiler, then measure."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from kerneltune import cache, device, spaces, sweep
 from kerneltune.bench import ChildLostError, IsolatedBench, split_cores
-from kerneltune.compare import commit, memory_shortage
+from kerneltune.compare import commit, memory_shortage, release_memory
 from kerneltune.compiler import TARGETS, CompilePool
 from kerneltune.plan import Options, Progress, Selection, load_plan, results_root, wanted_variants
 from kerneltune.search import Search, values
@@ -52,6 +52,7 @@ def tune_entries(
         return []
     for op, case, variant in wanted:  # before anything is measured or written
         checked_space(op, case, widened(variant, options.knobs))
+    release_memory()  # the measuring process needs what this one no longer does
     stored = []
     progress.stage("measure spaces" if options.exhaustive else "tune", len(wanted))
     with Machines(options) as machines:

@@ -2,7 +2,7 @@
 
 import gzip
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import make_dataclass, replace
 from pathlib import Path
 
 import landscapes
@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from kerneltune import cache, spaces
 from kerneltune.cli import app
-from kerneltune.replay import Gaps, nearest_best, replay, worse_than
+from kerneltune.replay import Answered, Gaps, nearest_best, replay, worse_than
 from kerneltune.search import Search, explore
 from kerneltune.trials import Trial
 
@@ -118,21 +118,9 @@ def test_the_search_reaches_the_optimum_of_the_shipped_spaces(path: Path) -> Non
 def test_a_search_ends_when_little_is_left_to_gain() -> None:
     configs = list(SPACE.trials)
 
-    class Done:
-        def __init__(self, trial: Trial) -> None:
-            self.trial = trial
-
-        def result(self) -> Trial:
-            return self.trial
-
-        def cancel(self) -> None:
-            pass
-
-    from dataclasses import make_dataclass
-
     make = make_dataclass("Knobs", [name for name, _ in configs[0]], frozen=True)
     trials = {make(**dict(knobs)): trial for knobs, trial in SPACE.trials.items()}
-    found = explore(list(trials), (), Search(until_gain=0.01), lambda config: Done(trials[config]))
+    found = explore(list(trials), (), Search(until_gain=0.01), lambda config: Answered(trials[config]))
     assert found.expected_gain is not None and found.expected_gain < 0.01
     assert 16 <= len(found.trials) < len(trials) / 2
     assert min(found.times.values()) <= 1.05 * min(SPACE.feasible.values())

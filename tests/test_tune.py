@@ -530,3 +530,38 @@ def test_an_empty_space_is_an_error_that_names_the_case(setting: Setting) -> Non
     variant = Variant("optimized", nothing, Small, small_space, lambda *_: "never", SMALL.default)
     with pytest.raises(ValueError, match="^fake optimized: no valid config for M=8 bfloat16 none: never .25 of 25 configs.$"):
         setting.tune(setting.tuner(variant, small_time))
+
+
+# the pipeline
+
+
+def test_one_slow_compilation_does_not_keep_the_others_waiting(setting: Setting) -> None:
+    tuner = setting.tuner(SMALL, small_time)
+    slow: Future[Compiled] = Future()
+
+    def compiling(config: Config) -> "Future[Compiled]":
+        return slow if config == Small(64, 1) else compiled(config)
+
+    def on_trial(_config: Config, _trial: Trial) -> None:
+        if len(tuner.evaluated) == 24:
+            slow.set_result(Compiled((), 60.0))
+
+    entry = tune.tune(tuner, Search(), compiling, setting.root, on_trial)
+    assert tuner.evaluated[-1] == Small(64, 1) and entry.evidence["trials"] == 25
+
+
+def test_what_is_in_flight_at_the_end_is_given_up(setting: Setting) -> None:
+    futures: list[Future[Compiled]] = []
+
+    def compiling(config: Config) -> "Future[Compiled]":
+        futures.append(Future() if len(futures) >= 3 else compiled(config))
+        return futures[-1]
+
+    def interrupt(_config: Config, _trial: Trial) -> None:
+        if len(tuner.evaluated) == 3:
+            raise KeyboardInterrupt
+
+    tuner = setting.tuner(LARGE, tables(0))
+    with pytest.raises(KeyboardInterrupt):
+        tune.tune(tuner, Search(trials=30), compiling, setting.root, interrupt)
+    assert len(futures) == 2 + search.AHEAD and all(future.cancelled() for future in futures[3:])

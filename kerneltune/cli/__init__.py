@@ -48,7 +48,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Check, tune and compare GPU kernels, ship the best configs, and stop a regression at the gate.",
-    epilog="Environment: KERNELTUNE_CONFIGS (config cache), KERNELTUNE_RESULTS (records), NO_COLOR.",
+    epilog="Environment: KERNELTUNE_CONFIGS (config cache), KERNELTUNE_RESULTS (records), KERNELTUNE_STRICT=1 (a miss of the "
+    "cache is an error), KERNELTUNE_LOG_MISSES (file that misses are appended to), NO_COLOR.",
 )
 app.command("ops")(ops.command)
 app.command("sweep")(sweep.command)
