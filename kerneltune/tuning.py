@@ -196,7 +196,13 @@ def _check_knobs(ops: Mapping[str, Op], entries: Sequence[sweep.Entry], selectio
 
 
 def _export(tuner: Tuner, trials: Mapping[Config, Trial], selection: Selection, options: Options) -> str:
-    """Write the measured space of a case; says where."""
+    """Write the measured space of a case; says where.
+
+    Raises:
+        NothingPassedError: no config has a time.
+    """
+    if all(trial.time_us is None for trial in trials.values()):
+        raise NothingPassedError(f"{tuner.op.name} {tuner.variant.name}: no config has a time for {tuner.case.label}")
     op, case, variant, here = tuner.op, tuner.case, tuner.variant, device.current()
     stored = tuner.store.of_case(op, case, variant, tuner.policy)
     newest = max(stored, key=lambda s: s.date)

@@ -282,6 +282,7 @@ def test_tune_passes_everything_on(campaign: dict[str, Any], tmp_path: Path) -> 
         (["rmsnorm", "--quant", "int4"], "quant: 'int4': expected one of none, fp8, fp8_t"),
         (["rmsnorm", "--policy", "warm"], "policy: 'warm': expected one of cold, hot, eager"),
         (["rmsnorm", "--budget", "-1"], "budget: -1.0: expected 0 or more"),
+        (["rmsnorm", "--budget", "0"], "budget: 0.0: expected more than 0 seconds"),
         (["rmsnorm", "--budget", "nan"], "budget: nan: expected 0 or more"),
         (["rmsnorm", "--trials", "0"], "trials: 0: expected 1 or more"),
         (["rmsnorm", "--workers", "0"], "workers: 0: expected 1 or more"),
@@ -289,6 +290,28 @@ def test_tune_passes_everything_on(campaign: dict[str, Any], tmp_path: Path) -> 
 )
 def test_sweep_and_tune_refuse_what_is_unknown(command: str, arguments: list[str], message: str) -> None:
     assert refused(command, *arguments).startswith("error: " + message.replace("{ops}", ", ".join(_operators())))
+
+
+@pytest.mark.usefixtures("campaign")
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--until-gain", "0", "until-gain: '0': expected a percentage above 0, such as 1%"),
+        ("--until-gain", "soon", "until-gain: 'soon': expected a percentage above 0, such as 1%"),
+        ("--knob", "warps", "knob: 'warps': expected NAME=V1,V2"),
+        ("--knob", "warps=1,,2", "knob: 'warps=1,,2': expected NAME=V1,V2"),
+    ],
+)
+def test_tune_refuses_what_has_no_meaning(option: str, value: str, message: str) -> None:
+    assert refused("tune", "rmsnorm", option, value) == f"error: {message}"
+
+
+def test_tune_passes_whole_spaces_and_the_gain_on(campaign: dict[str, Any], tmp_path: Path) -> None:
+    arguments = ["--exhaustive", "--knob", "warps=1,2", "--knob", "split=true", "--until-gain", "1%", "--configs", tmp_path]
+    assert run("tune", "rmsnorm", *arguments).exit_code == 0
+    options = campaign["options"]
+    assert (options.exhaustive, options.knobs) == (True, (("warps", ("1", "2")), ("split", ("true",))))
+    assert options.until_gain == pytest.approx(0.01)
 
 
 @pytest.mark.usefixtures("campaign")

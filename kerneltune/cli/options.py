@@ -180,6 +180,8 @@ def make_options(policy: str, **given: Any) -> "Options":
         choice("sampler", given["sampler"], SAMPLERS)
     for field, name, least in (("budget", "budget_s", 0.0), ("trials", "trials", 1), ("workers", "workers", 1)):
         number(field, given.get(name), least)
+    if given.get("budget_s") == 0:
+        raise ValueError("budget: 0.0: expected more than 0 seconds")
     return Options(policy=policy, **{name: value for name, value in given.items() if value is not None})
 
 

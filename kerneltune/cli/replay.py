@@ -56,4 +56,4 @@ def _cell(interval: object) -> str:
 
     if not isinstance(interval, Interval):
         return ""
-    return f"{100 * interval.median:.1f} ({100 * interval.low:.1f}–{100 * interval.high:.1f})"
+    return f"{100 * interval.median:.1f}\n{100 * interval.low:.1f}–{100 * interval.high:.1f}"
