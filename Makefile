@@ -9,11 +9,12 @@ VENV_FLAGS ?=
 CONSTRAINTS ?= constraints.txt
 PIP_FLAGS ?=
 FAMILY ?= rmsnorm
+BASE ?= main
 
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet $(PIP_FLAGS) --constraint $(CONSTRAINTS)
 
-.PHONY: sweep test clean
+.PHONY: sweep test inspect clean
 
 sweep: $(VENV)/.installed
 	$(BIN)/kerneltune sweep $(FAMILY)
@@ -24,6 +25,10 @@ test: $(VENV)/.installed-test
 	$(BIN)/python -m mypy --strict
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest
+
+# Compiles every cached config for four targets, without a GPU, here and at BASE: fails on new spills and narrower accesses.
+inspect: $(VENV)/.installed-test
+	$(BIN)/kerneltune inspect --gate $(BASE)
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)

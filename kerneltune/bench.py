@@ -97,15 +97,19 @@ class GpuBench:
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """An operator's variant by name, as a child finds it again."""
+    """An operator's variant by name, as a child finds it again: in the operator's module or a package that holds it."""
 
     module: str
     op: str
     variant: str
 
     def load(self) -> tuple[Op, Variant]:
-        op = next(op for op in importlib.import_module(self.module).OPS if op.name == self.op)
-        return op, op.variant(self.variant)
+        parts = self.module.split(".")
+        for length in range(len(parts), 0, -1):
+            for op in getattr(importlib.import_module(".".join(parts[:length])), "OPS", ()):
+                if op.name == self.op:
+                    return op, op.variant(self.variant)
+        raise ValueError(f"no operator {self.op} in OPS of {self.module} or of a package that holds it")
 
 
 class ChildLostError(Exception):

@@ -6,7 +6,6 @@ exactly what a later launch will find in Triton's disk cache. Measures nothing. 
 
 import multiprocessing
 import os
-import re
 import subprocess
 import tempfile
 import time
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
+
+from kerneltune.assembly import Access, Kernel, Usage, gcn_accesses, gcn_usage, sass_accesses, sass_usage
 
 Inputs = Mapping[str, Any]
 
@@ -48,17 +49,6 @@ class Job:
     make_inputs: Callable[..., Inputs]
     run: Callable[[Inputs, Any], Any]
     config: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """Resources of one compiled kernel; registers and spilled bytes are per thread."""
-
-    name: str
-    warps: int
-    registers: int
-    spill_bytes: int
-    shared_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +96,19 @@ class Pending:
 
 
 class CompilePool:
-    """Worker processes that compile jobs for one target. Use as a context manager."""
+    """Worker processes that compile jobs for one target, and disassemble them if asked to. Use as a context manager."""
 
-    def __init__(self, target: Target, workers: int | None = None, cores: frozenset[int] | None = None) -> None:
+    def __init__(
+        self, target: Target, workers: int | None = None, cores: frozenset[int] | None = None, disassemble: bool = False
+    ) -> None:
         """cores: that the workers may use, None for all; workers: one per core if not given."""
         self.target = target
         self.workers = workers or len(cores or os.sched_getaffinity(0))
         self._pool = ProcessPool(
-            self.workers, initializer=_start_worker, initargs=(target, cores), context=multiprocessing.get_context("spawn")
+            self.workers,
+            initializer=_start_worker,
+            initargs=(target, cores, disassemble),
+            context=multiprocessing.get_context("spawn"),
         )
 
     def __enter__(self) -> "CompilePool":
@@ -134,13 +129,13 @@ class CompilePool:
             yield job.result()
 
 
-def _start_worker(target: Target, cores: frozenset[int] | None) -> None:
+def _start_worker(target: Target, cores: frozenset[int] | None, disassemble: bool) -> None:
     if cores:
         os.sched_setaffinity(0, cores)
     os.environ.pop("TRITON_INTERPRET", None)
     from triton.runtime.driver import driver
 
-    driver.set_active(_dry_driver(target))
+    driver.set_active(_dry_driver(target, disassemble))
 
 
 def _compile(job: Job) -> Compiled:
@@ -162,16 +157,17 @@ class _DryLaunch:
 
     def __init__(self, launched: list[Kernel], metadata: Any) -> None:
         self.launched, self.metadata = launched, metadata
-        self.registers = self.spill_bytes = 0
+        self.usage, self.accesses = Usage(0, 0), tuple[Access, ...]()
 
     def __call__(self, *_args: Any) -> None:
-        meta = self.metadata
-        self.launched.append(Kernel(meta.name, meta.num_warps, self.registers, self.spill_bytes, meta.shared))
+        meta, usage = self.metadata, self.usage
+        resources = (usage.registers, usage.spill_bytes, meta.shared, usage.scalar_registers, self.accesses)
+        self.launched.append(Kernel(meta.name, meta.num_warps, *resources))
 
 
 class _DryUtils:
-    def __init__(self, target: Target) -> None:
-        self.target = target
+    def __init__(self, target: Target, disassemble: bool) -> None:
+        self.target, self.disassemble = target, disassemble
         self.launched: list[Kernel] = []
         self.loading: _DryLaunch | None = None
 
@@ -179,13 +175,19 @@ class _DryUtils:
         return {"max_shared_mem": self.target.shared_bytes, "multiprocessor_count": 132, "warpSize": self.target.warp_size}
 
     def load_binary(self, _name: str, binary: bytes, _shared: int, _device: int) -> tuple[int, int, int, int, int]:
-        registers, spill_bytes = _resource_usage(binary) if self.target.backend == "cuda" else (0, 0)
-        if self.loading is not None:
-            self.loading.registers, self.loading.spill_bytes = registers, spill_bytes
-        return 0, 0, registers, spill_bytes, 1024
+        assert self.loading is not None  # triton makes the launcher of a kernel, then loads it
+        if self.target.backend == "cuda":
+            text = _cuobjdump(binary, self.disassemble)
+            self.loading.usage = sass_usage(text)
+            self.loading.accesses = sass_accesses(text)
+        else:
+            text = _amdgcn(self.loading.metadata)
+            self.loading.usage = gcn_usage(text)
+            self.loading.accesses = gcn_accesses(text) if self.disassemble else ()
+        return 0, 0, self.loading.usage.registers, self.loading.usage.spill_bytes, 1024
 
 
-def _dry_driver(target: Target) -> Any:
+def _dry_driver(target: Target, disassemble: bool) -> Any:
     import torch
     from triton.backends.compiler import GPUTarget
     from triton.backends.driver import DriverBase
@@ -194,7 +196,7 @@ def _dry_driver(target: Target) -> Any:
         """Compiles for `target` and launches nothing."""
 
         def __init__(self) -> None:
-            self.utils = _DryUtils(target)
+            self.utils = _DryUtils(target, disassemble)
 
         @classmethod
         def is_active(cls) -> bool:
@@ -225,14 +227,21 @@ def _dry_driver(target: Target) -> Any:
     return DryDriver()
 
 
-def _resource_usage(cubin: bytes) -> tuple[int, int]:
-    """Registers per thread and bytes of local memory per thread, read from a cubin by the cuobjdump in Triton's package."""
+def _cuobjdump(cubin: bytes, disassemble: bool) -> str:
+    """What the cuobjdump in Triton's package says of a cubin: its resources, and its SASS where asked to disassemble."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    flags = ["-res-usage", "-sass"] if disassemble else ["-res-usage"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    registers, stack, local = (re.findall(rf"{field}:(\d+)", text) for field in ("REG", "STACK", "LOCAL"))
-    return max(map(int, registers), default=0), max(map(int, stack + local), default=0)
+        return subprocess.run([tool, *flags, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def _amdgcn(metadata: Any) -> str:
+    """The assembly that Triton keeps beside a kernel's binary."""
+    from triton.runtime.cache import get_cache_manager
+
+    path = get_cache_manager(metadata.hash).get_file(f"{metadata.name}.amdgcn")
+    return Path(path).read_text(encoding="utf-8") if path else ""

@@ -14,7 +14,9 @@ import bench_jobs
 import pytest
 from bench_jobs import CASE, OPS, VARIANT, FakeBench, Knobs, NeverOpens
 
-from kerneltune.bench import ChildLostError, GpuBench, IsolatedBench, split_cores
+from kerneltune import ops
+from kerneltune.bench import ChildLostError, GpuBench, IsolatedBench, _Named, split_cores
+from kerneltune.spec import Op
 from kerneltune.trials import Trial
 
 
@@ -114,5 +116,12 @@ def test_a_broken_kernel_costs_only_its_child(does: str, status: str, detail: st
         assert again.status == "ok" and bench.started == 2
 
 
-def test_the_made_up_operator_is_found_by_name() -> None:
-    assert bench_jobs.OPS[0].variant("optimized") is VARIANT
+@pytest.mark.parametrize("op", [*ops.load().values(), bench_jobs.OPS[0]], ids=lambda op: op.name)
+def test_a_child_finds_every_operator_by_name(op: Op) -> None:
+    for variant in op.variants:
+        assert _Named(op.module, op.name, variant.name).load() == (op, variant)
+
+
+def test_an_operator_that_no_package_offers_is_an_error() -> None:
+    with pytest.raises(ValueError, match="^no operator gone in OPS of bench_jobs or of a package that holds it$"):
+        _Named("bench_jobs", "gone", "optimized").load()

@@ -1,5 +1,6 @@
 """The contract that every operator, variant and config keeps. In the interpreter on small cases; on a GPU on all check cases."""
 
+import math
 import random
 
 import pytest
@@ -12,16 +13,35 @@ from kerneltune.spec import Case, Op
 OPS = ops.load()
 ON_GPU = torch.cuda.is_available()
 WHERE = "cuda" if ON_GPU else "cpu"
-RMSNORM = sweep.load(sweep.find("rmsnorm"), OPS)
+FAMILIES = ("rmsnorm", "fp8_rowwise", "fp8_weights", "fp8_groups", "fp8_tensorwise", "fp8_transpose")
+SWEEPS = {family: sweep.load(sweep.find(family), OPS) for family in FAMILIES}
+RMSNORM = SWEEPS["rmsnorm"]
+CHECKS = [entry for found in SWEEPS.values() for entry in found.check]
+BENCHES = [entry for found in SWEEPS.values() for entry in found.bench]
 STREAM = Case("small", (("read", 40_000), ("write", 20_000)), "int32")
+
+
+def elements(case: Case) -> int:
+    """Of the largest input."""
+    sizes = dict(case.axes)
+    sizes.pop("G", None)
+    widths = [sizes.pop(axis) for axis in ("N1", "N2") if axis in sizes]
+    return math.prod(sizes.values()) * (sum(widths) if widths else 1)
 
 
 def small(entry: sweep.Entry) -> bool:
     """Few enough elements for Triton's interpreter, several configs of each variant."""
-    return entry.case["M"] * entry.case["N"] <= 200_000
+    return elements(entry.case) <= (200_000 if entry.op.startswith("rmsnorm") else 50_000)
 
 
-CASES = [(e.op, e.case) for e in RMSNORM.check if ON_GPU or small(e)] + [("stream", STREAM)]
+def some(name: str, case: Case) -> int:
+    """How many configs of a variant to try."""
+    if ON_GPU or elements(case) < 1000:
+        return 5
+    return 2 if name.startswith("rmsnorm") else 1
+
+
+CASES = [(e.op, e.case) for e in CHECKS if ON_GPU or small(e)] + [("stream", STREAM)]
 
 
 def names(value: object) -> str:
@@ -46,9 +66,7 @@ def test_random_valid_configs_are_correct(name: str, case: Case) -> None:
         configs = list(variant.configs(case))
         if variant.is_peer or variant.unsupported(case) is not None:
             continue
-        for config in (
-            rng.sample(configs, min(5 if ON_GPU or case["M"] < 40 else 2, len(configs))) if name != "stream" else configs
-        ):
+        for config in rng.sample(configs, min(some(name, case), len(configs))) if name != "stream" else configs:
             errors = checker.errors(variant, config)
             # a config may ask for more than the GPU has; then it fails to launch, and must not answer wrongly
             assert all("launch failed" in error for error in errors), (variant.name, config, errors)
@@ -63,13 +81,13 @@ def test_traffic_is_the_bytes_of_the_tensors(name: str, case: Case) -> None:
     if variant.is_peer or variant.unsupported(case) is not None:
         variant = op.variant("optimized")
     outputs = variant.run(inputs, variant.default_config(case))
-    scalars = {"scale", "amax", "scale_inv"}
+    scalars = {"scale", "amax", "scale_inv"} if name.startswith("rmsnorm") else set()
     read = sum(t.numel() * t.element_size() for k, t in inputs.items() if isinstance(t, torch.Tensor) and k not in scalars)
     written = sum(t.numel() * t.element_size() for k, t in outputs.items() if k not in scalars)
     assert (op.traffic(case).read, op.traffic(case).write) == (read, written)
 
 
-@pytest.mark.parametrize("entry", [*RMSNORM.check, *RMSNORM.bench], ids=lambda e: f"{e.op},{names(e.case)}")
+@pytest.mark.parametrize("entry", [*CHECKS, *BENCHES], ids=lambda e: f"{e.op},{names(e.case)}")
 def test_defaults_are_valid_and_spaces_are_not_empty(entry: sweep.Entry) -> None:
     op = OPS[entry.op]
     for variant in op.variants:

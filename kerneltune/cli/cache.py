@@ -9,6 +9,7 @@ import typer
 from kerneltune.cli import options as o
 from kerneltune.cli.console import deliver, show, show_table
 from kerneltune.cli.progress import reporter
+from kerneltune.spec import Op
 
 app = typer.Typer(no_args_is_help=True, help="Show, check, verify and exchange the cached configs.")
 
@@ -111,7 +112,7 @@ def export_(
     entries = [entry for entry in load_strict(path) if entry.variant == variant]
     if not entries:
         raise ValueError(f"{path}: variant: {variant!r}: no entry")
-    free_axis = o.load_ops()[op].free_axes[0]
+    free_axis = _first_axis(o.load_ops()[op])
     for name, text in exchange.WRITERS[format_](op, path.parent.name, entries, free_axis).items():
         o.make_folder(folder)
         deliver(text, folder / name)
@@ -137,7 +138,7 @@ def import_(
     present = {entry.identity for entry in cache.load_strict(path)} if path.exists() else set()
     taken = []
     for file in files:
-        for entry in exchange.read(file, chosen.axes, chosen.free_axes[0], chosen.options):
+        for entry in exchange.read(file, chosen.axes, _first_axis(chosen), chosen.options):
             variant = chosen.variant(entry.variant)
             case = Case(entry.case, entry.axes, entry.dtype, entry.quant, entry.options)
             reason = variant.valid(case, variant.config_from(entry.config))
@@ -182,6 +183,11 @@ def _chosen(op: str | None, gpu: str | None, configs: Path | None) -> list[Path]
     if gpu is not None:
         o.choice("gpu", gpu, sorted({path.parent.name for path in files if op in (None, path.stem)}))
     return [path for path in files if op in (None, path.stem) and gpu in (None, path.parent.name)]
+
+
+def _first_axis(op: Op) -> str:
+    """The axis along which entries of an operator are told apart in other formats."""
+    return (op.free_axes or op.axes)[0]
 
 
 def _files(configs: Path | None) -> list[Path]:

@@ -4,17 +4,15 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from kerneltune.cli import options as o
 from kerneltune.cli.console import show_table
 
 Line = tuple[str, str, str]
 _PEERS = {"liger_kernel": "Liger", "quack": "quack", "torchao": "torchao", "transformer_engine": "TransformerEngine"}
-_HARMLESS_THROTTLE = 0x1  # NVML: the GPU is idle
+_DRIVER = Path("/proc/driver/nvidia")
 
 
 def command(configs: o.Configs = None, results: o.Results = None) -> None:
@@ -39,6 +37,9 @@ def _gpu() -> Iterator[Line]:
     if not here.is_gpu:
         seen = "set" if os.environ.get("TRITON_INTERPRET") == "1" else "used, as no GPU is seen"
         yield "GPU", "none", "no times: nothing can be tuned, measured or gated; compare shows recorded results"
+        loaded = _text(_DRIVER / "version")
+        loss = "TRITON_INTERPRET or this torch keeps it from being used" if loaded else "a GPU needs one; AMD's is not looked for"
+        yield "NVIDIA driver", loaded.splitlines()[0] if loaded else "not loaded", loss
         yield "interpreter", seen, "check cases run on the CPU: results are real, times do not exist"
         return
     import torch
@@ -56,38 +57,34 @@ def _nvml(uuid: str) -> Iterator[Line]:
     """Clocks, throttling and other processes of the GPU with this id."""
     import pynvml
 
+    from kerneltune.health import gpu_lines
+
     try:
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-        yield from _state(pynvml, handle)
+        yield from gpu_lines(pynvml, handle, os.getpid())
     except pynvml.NVMLError as error:
         yield "NVML", str(error), "clocks and throttling are unknown: a throttled round is not noticed"
 
 
-def _state(nvml: Any, handle: Any) -> Iterator[Line]:
-    clock, highest = (get(handle, nvml.NVML_CLOCK_SM) for get in (nvml.nvmlDeviceGetClockInfo, nvml.nvmlDeviceGetMaxClockInfo))
-    yield "SM clock", f"{clock} of at most {highest} MHz", "not locked: compare only what is measured interleaved"
-    yield "memory clock", f"{nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM)} MHz", ""
-    yield "temperature", f"{nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)} °C", ""
-    reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(handle) & ~_HARMLESS_THROTTLE
-    yield "throttled", f"reasons {reasons:#x}" if reasons else "no", "times are too long now" if reasons else ""
-    others = [p.pid for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle) if p.pid != os.getpid()]
-    yield (
-        "other processes",
-        ", ".join(map(str, others)) or "none",
-        "they share the GPU: times are not to be trusted" if others else "",
-    )
-
-
 def _tools() -> Iterator[Line]:
-    yield (
-        "ncu",
-        shutil.which("ncu") or "not on PATH",
-        "" if shutil.which("ncu") else "no hardware counters; nothing else needs it",
-    )
+    from kerneltune.health import counter_line
+    from kerneltune.ncu import find_ncu
+
+    ncu = find_ncu()
+    yield "ncu", str(ncu or "not found"), "" if ncu else "profile cannot run; nothing else needs it"
+    if ncu:
+        yield counter_line(_text(_DRIVER / "params"), _text(Path("/proc/self/status")) or "")
     for package, name in _PEERS.items():
         found = importlib.util.find_spec(package) is not None
         yield f"peer {name}", "found" if found else "not installed", "" if found else "left out of the comparison"
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return None
 
 
 def _folders(configs: Path | None, results: Path | None) -> Iterator[Line]:

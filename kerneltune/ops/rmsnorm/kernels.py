@@ -18,6 +18,7 @@ from kerneltune.tl_lib import (
     publish,
     published,
     quantize,
+    reciprocal,
     wide,
 )
 
@@ -71,14 +72,90 @@ def _total(ws_ptr, tile, tag, ROWS: tl.constexpr, PARTS: tl.constexpr, PHASE: tl
 
 
 @triton.jit
-def _rmsnorm_fwd_rows(
+def _write_rows(
+    x, g, r, y_ptr, scale, mask, amax, ZERO_CENTERED: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr
+):  # fmt: skip
+    """Store (ROWS, COLS) of y; returns amax, raised by them."""
+    y = x.to(tl.float32) * r[:, None] * _gamma(g, ZERO_CENTERED)
+    if FP8:
+        amax = tl.maximum(amax, _amax_by_eights(y))
+        y = quantize(y, scale, FP8_MAX, y_ptr.dtype.element_ty)
+    tl.store(y_ptr, y.to(y_ptr.dtype.element_ty), mask=mask, cache_modifier=".cs")
+    return amax
+
+
+@triton.jit
+def _rmsnorm_fwd_once(
+    x_ptr, g_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr,
+    M, N: tl.constexpr, stride_xm, eps,
+    ZERO_CENTERED: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, RELOAD: tl.constexpr,
+):  # fmt: skip
+    """y = x * rsqrt(mean(x²) + eps) * g, a program for every ROWS rows; RELOAD: x is read again, from L2, instead of held."""
+    CHUNKS: tl.constexpr = (N + COLS - 1) // COLS
+    tile = tl.program_id(0)
+    lanes = tl.arange(0, ROWS)
+    left = M - tile * ROWS
+    cols = tl.arange(0, COLS)
+    scale = 1.0
+    if FP8:
+        scale = tl.load(scale_ptr)
+        if tile == 0:
+            tl.store(scale_inv_ptr, reciprocal(scale))
+    amax = tl.zeros((ROWS, COLS // 8), dtype=tl.float32)
+    x_rows = x_ptr + wide(tile * ROWS) * stride_xm + lanes[:, None] * stride_xm
+    y_rows = y_ptr + wide(tile * ROWS) * N + lanes[:, None] * N
+    squares = tl.zeros((ROWS, COLS), dtype=tl.float32)
+    xs = ()
+    gs = ()
+    policy: tl.constexpr = "evict_last" if RELOAD else "evict_first"
+    for c in tl.static_range(CHUNKS):
+        mask = _inside(lanes, left, c * COLS + cols, N, ROWS, COLS)
+        x = tl.load(x_rows + (c * COLS + cols)[None, :], mask=mask, other=0.0, eviction_policy=policy)
+        squares += x.to(tl.float32) * x.to(tl.float32)
+        if not RELOAD:
+            xs = xs + (x,)
+            gs = gs + (_load_gamma(g_ptr, c * COLS + cols, N),)
+    r = tl.rsqrt(tl.sum(squares, axis=1) * (1.0 / N) + eps)
+    tl.store(rsigma_ptr + tile * ROWS + lanes, r, mask=lanes < left)
+    for c in tl.static_range(CHUNKS):
+        mask = _inside(lanes, left, c * COLS + cols, N, ROWS, COLS)
+        if RELOAD:
+            x = tl.load(x_rows + (c * COLS + cols)[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+            g = _load_gamma(g_ptr, c * COLS + cols, N)
+        else:
+            x = held(xs[c])
+            g = gs[c]
+        y_tile = y_rows + (c * COLS + cols)[None, :]
+        amax = _write_rows(x, g, r, y_tile, scale, mask, amax, ZERO_CENTERED, FP8, FP8_MAX)
+    if FP8:
+        largest = tl.max(amax)
+        if largest > tl.load(amax_ptr, cache_modifier=".cg"):  # most programs find it raised already
+            tl.atomic_max(amax_ptr, largest, sem="relaxed")
+
+
+@triton.jit
+def _inside(lanes, left, cols, N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Which elements of a tile exist."""
+    if ROWS == 1 and N % COLS == 0:
+        return tl.full((1, COLS), True, tl.int1)
+    elif ROWS == 1:
+        return (cols < N)[None, :]
+    elif N % COLS == 0:
+        return (lanes < left)[:, None]
+    else:
+        return (lanes < left)[:, None] & (cols < N)[None, :]
+
+
+@triton.jit
+def _rmsnorm_fwd_loop(
     x_ptr, g_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr, ws_ptr,
     M, N, stride_xm, eps,
     ZERO_CENTERED: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, PHASE: tl.constexpr,
-    EVEN: tl.constexpr, STAGES: tl.constexpr, RELOAD: tl.constexpr,
+    EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """y = x * rsqrt(mean(x²) + eps) * g. A program holds ROWS x (CHUNKS * COLS) of x; several PARTS have one chunk each."""
+    """The same by resident programs that loop over tiles; several PARTS share a row, or one holds its CHUNKS loads."""
     part = tl.program_id(0) % PARTS
     first_tile = tl.program_id(0) // PARTS
     step = tl.num_programs(0) // PARTS
@@ -89,14 +166,14 @@ def _rmsnorm_fwd_rows(
     if FP8:
         scale = tl.load(scale_ptr)
         if tl.program_id(0) == 0 and PHASE != 1:
-            tl.store(scale_inv_ptr, 1.0 / scale)
+            tl.store(scale_inv_ptr, reciprocal(scale))
     amax = tl.zeros((ROWS, COLS // 8), dtype=tl.float32)
     if PARTS > 1:
         tag = launch_tag(ws_ptr)
         cols = part * COLS + tl.arange(0, COLS)
         slots = part * ROWS + lanes
         g_part = _load_gamma(g_ptr, cols, N)
-        x_next = _load_tile(x_ptr, first_tile, stride_xm, cols, M, N, ROWS, 1, 0, EVEN, RELOAD)
+        x_next = _load_tile(x_ptr, first_tile, stride_xm, cols, M, N, ROWS, 1, 0, EVEN, False)
         if PHASE != 2:
             publish(ws_ptr, first_tile * (PARTS * ROWS) + slots, _sum_of_squares(x_next), tag, lanes >= 0)
 
@@ -108,7 +185,7 @@ def _rmsnorm_fwd_rows(
             xs = (x_next,)
             gs = (g_part,)
             ahead = tile + step
-            x_next = _load_tile(x_ptr, ahead, stride_xm, cols, M, N, ROWS, 1, 0, EVEN, RELOAD)
+            x_next = _load_tile(x_ptr, ahead, stride_xm, cols, M, N, ROWS, 1, 0, EVEN, False)
             if PHASE != 2:
                 publish(ws_ptr, ahead * (PARTS * ROWS) + slots, _sum_of_squares(x_next), tag, lanes * 0 + ahead < tiles)
             total = tl.zeros((ROWS,), dtype=tl.float32)
@@ -117,35 +194,22 @@ def _rmsnorm_fwd_rows(
         else:
             squares = tl.zeros((ROWS, COLS), dtype=tl.float32)
             for c in tl.static_range(CHUNKS):
-                x = _load_tile(x_ptr, tile, stride_xm, c * COLS + tl.arange(0, COLS), M, N, ROWS, 1, 0, EVEN, RELOAD)
+                x = _load_tile(x_ptr, tile, stride_xm, c * COLS + tl.arange(0, COLS), M, N, ROWS, 1, 0, EVEN, False)
                 squares += x.to(tl.float32) * x.to(tl.float32)
                 xs = xs + (x,)
-                if not RELOAD:
-                    gs = gs + (_load_gamma(g_ptr, c * COLS + tl.arange(0, COLS), N),)
+                gs = gs + (_load_gamma(g_ptr, c * COLS + tl.arange(0, COLS), N),)
             total = tl.sum(squares, axis=1)
         if PHASE != 1:
             r = tl.rsqrt(total * inv_n + eps)
             if part == 0:
                 tl.store(rsigma_ptr + tile * ROWS + lanes, r, mask=lanes < left)
-            y_tile = y_ptr + wide(tile * ROWS) * N
             for c in tl.static_range(CHUNKS):
                 cols_c = (part * CHUNKS + c) * COLS + tl.arange(0, COLS)
                 mask = (lanes < left)[:, None]
                 if not EVEN:
                     mask = mask & (cols_c < N)[None, :]
-                if RELOAD:
-                    x = _load_tile(x_ptr, tile, stride_xm, cols_c, M, N, ROWS, 1, 0, EVEN, False)
-                    g = _load_gamma(g_ptr, cols_c, N)
-                else:
-                    x = xs[c]
-                    g = gs[c]
-                y = held(x).to(tl.float32) * r[:, None] * _gamma(g, ZERO_CENTERED)
-                if FP8:
-                    amax = tl.maximum(amax, _amax_by_eights(y))
-                    y = quantize(y, scale, FP8_MAX, y_ptr.dtype.element_ty)
-                tl.store(
-                    y_tile + (lanes[:, None] * N + cols_c[None, :]), y.to(y_ptr.dtype.element_ty), mask=mask, cache_modifier=".cs"
-                )
+                y_tile = y_ptr + wide(tile * ROWS) * N + (lanes[:, None] * N + cols_c[None, :])
+                amax = _write_rows(held(xs[c]), gs[c], r, y_tile, scale, mask, amax, ZERO_CENTERED, FP8, FP8_MAX)
     if FP8 and PHASE != 1:
         tl.atomic_max(amax_ptr, tl.max(amax), sem="relaxed")
     if PARTS > 1 and PHASE == 0:
@@ -221,7 +285,7 @@ def _rmsnorm_fwd_transpose(
     inv_n = 1.0 / N
     scale = tl.load(scale_ptr)
     if tl.program_id(0) == 0 and PHASE != 1:
-        tl.store(scale_inv_ptr, 1.0 / scale)
+        tl.store(scale_inv_ptr, reciprocal(scale))
     amax = tl.zeros((QUADS, COLS // 8), dtype=tl.float32)
     g_tile = _load_gamma(g_ptr, cols, N)
     if PARTS > 1:

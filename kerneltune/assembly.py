@@ -1,0 +1,101 @@
+"""What a kernel's machine code says of it: registers, spills, and the width of every access to global memory.
+
+Pure functions of the text that cuobjdump and LLVM print; compiles and disassembles nothing. Imports the standard library.
+"""
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+_SASS = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?(LDGSTS|LDG|STG)((?:\.\w+)*) ", re.MULTILINE)
+_SASS_BITS = re.compile(r"[US]?(8|16|32|64|128|256)")
+_GCN = re.compile(r"^\s+(?:global|buffer|flat)_(load|store)_(\w+)", re.MULTILINE)
+_GCN_BITS = re.compile(r"(?:lds_)?(?:(dword)(?:x(\d))?|b(\d+)|([us]?byte|[ui]8)|(u?short|short|[ui]16))")
+_DEFAULT_BITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Instructions of one width that touch global memory.
+
+    Attributes:
+        kind: `load` or `store`; a copy from global to shared memory is a load. Atomics and bulk (TMA) copies are not counted.
+        bits: what one thread moves in one instruction.
+        count: instructions in the code, however often they run.
+    """
+
+    kind: str
+    bits: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Per thread: vector registers and spilled bytes; scalar registers per warp, 0 where they do not limit anything."""
+
+    registers: int
+    spill_bytes: int
+    scalar_registers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """Resources of one compiled kernel.
+
+    Attributes:
+        registers, spill_bytes: per thread.
+        scalar_registers: per warp, on AMD GPUs.
+        accesses: to global memory, where the pool disassembles.
+    """
+
+    name: str
+    warps: int
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    scalar_registers: int = 0
+    accesses: tuple[Access, ...] = ()
+
+
+def sass_usage(text: str) -> Usage:
+    """What `cuobjdump -res-usage` says of a cubin: the largest of its functions; spills are stack and local memory."""
+    registers, stack, local = (re.findall(rf"{field}:(\d+)", text) for field in ("REG", "STACK", "LOCAL"))
+    return Usage(max(map(int, registers), default=0), max(map(int, stack + local), default=0))
+
+
+def gcn_usage(text: str) -> Usage:
+    """What the metadata of a kernel's amdgcn assembly says; an AGPR counts as a VGPR, for they share one file."""
+    return Usage(_gcn_field(text, "vgpr_count"), _gcn_field(text, "private_segment_fixed_size"), _gcn_field(text, "sgpr_count"))
+
+
+def sass_accesses(text: str) -> tuple[Access, ...]:
+    """Loads and stores of global memory in SASS, the widest first."""
+    found: Counter[tuple[str, int]] = Counter()
+    for name, modifiers in _SASS.findall(text):
+        widths = [int(m[1]) for part in modifiers.split(".") if (m := _SASS_BITS.fullmatch(part))]
+        found["store" if name == "STG" else "load", widths[-1] if widths else _DEFAULT_BITS] += 1
+    return _ordered(found)
+
+
+def gcn_accesses(text: str) -> tuple[Access, ...]:
+    """Loads and stores of global memory in amdgcn assembly, the widest first."""
+    found: Counter[tuple[str, int]] = Counter()
+    for kind, suffix in _GCN.findall(text):
+        m = _GCN_BITS.match(suffix)
+        if m:
+            bits = _DEFAULT_BITS * int(m[2] or 1) if m[1] else int(m[3]) if m[3] else 8 if m[4] else 16
+            found[kind, bits] += 1
+    return _ordered(found)
+
+
+def typical_bits(accesses: tuple[Access, ...], kind: str) -> int:
+    """The width that carries most bits of all loads or stores in the code; 0 where there is none."""
+    return max(((a.bits * a.count, a.bits) for a in accesses if a.kind == kind), default=(0, 0))[1]
+
+
+def _gcn_field(text: str, name: str) -> int:
+    return max((int(value) for value in re.findall(rf"^\s+\.{name}:\s+(\d+)", text, re.MULTILINE)), default=0)
+
+
+def _ordered(found: Counter[tuple[str, int]]) -> tuple[Access, ...]:
+    return tuple(Access(kind, bits, found[kind, bits]) for kind, bits in sorted(found, key=lambda key: (key[0], -key[1])))

@@ -1,0 +1,224 @@
+"""`kerneltune inspect`: what compiling alone says of configs, on a machine without a GPU; and the static gate."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kerneltune.cli import options as o
+from kerneltune.cli.console import error_line, note, show, show_table
+from kerneltune.cli.progress import reporter
+from kerneltune.spec import Op
+
+if TYPE_CHECKING:
+    from kerneltune.static import StaticRow, Survey
+    from kerneltune.survey import Request
+
+_ALL = "all"
+_GPU = "nvidia_h200"
+_HEAD = ("target", "regs", "spill", "shared", "programs", "warps", "limiter", "loads", "stores")
+
+Target = Annotated[
+    list[str] | None, typer.Option("--target", metavar="ARCH|all", help="Compile for it, like sm_90; may be repeated.")
+]
+Knobs = Annotated[str | None, typer.Option("--config", metavar="JSON", help="This config, not the cached one.")]
+Against = Annotated[str | None, typer.Option("--against", metavar="JSON", help="Show what differs with this config.")]
+AgainstRev = Annotated[
+    str | None, typer.Option("--against-rev", metavar="REV", help="Show what differs from a git revision and its configs.")
+]
+Gate = Annotated[
+    str | None, typer.Option("--gate", metavar="FILE|REV", help="Fail on what is worse than in a saved file or a git revision.")
+]
+Save = Annotated[Path | None, typer.Option("--save", metavar="FILE", help="Keep what was found, for --gate.")]
+
+
+def command(
+    op: Annotated[str | None, typer.Argument(metavar="[OP]", help="Only this operator.")] = None,
+    variant: o.VariantNames = None,
+    case: o.CaseNames = None,
+    dtype: o.Dtypes = None,
+    quant: o.Quants = None,
+    target: Target = None,
+    config: Knobs = None,
+    against: Against = None,
+    against_rev: AgainstRev = None,
+    gate: Gate = None,
+    save: Save = None,
+    gpu: Annotated[str, typer.Option("--gpu", metavar="NAME", help="Whose cached configs, as its folder is called.")] = _GPU,
+    workers: o.Workers = None,
+    configs: o.Configs = None,
+) -> None:
+    """Compile the cached configs on the CPU; show registers, spills, shared memory, occupancy and access widths.
+
+    Registers and spilled bytes are per thread, shared bytes per program; programs and warps are what one multiprocessor holds,
+    and what limits them; loads and stores of global memory are bits x instructions.
+
+    Exit code of --gate 0: nothing is worse. 1: new spills, narrower accesses, or over a limit. 2: nothing compared.
+    """
+    from kerneltune.survey import survey
+
+    if sum(value is not None for value in (against, against_rev, gate)) > 1:
+        raise ValueError("--against, --against-rev and --gate: expected one of them")
+    o.number("workers", workers, 1)
+    targets = _targets(target)
+    requests = _requests(op, variant, case, dtype, quant, gpu, configs)
+    if config is not None:
+        requests = _with_config(requests, "config", config)
+    arguments = _again(op, variant, case, dtype, quant, targets, config, gpu, workers)
+    earlier = _earlier(gate if gate is not None else against_rev, gate is not None, arguments)
+    with reporter() as progress:
+        found = survey(requests, targets, workers, progress.stage, progress.advance)
+        if against is not None:
+            earlier = survey(_with_config(requests, "against", against), targets, workers, progress.stage, progress.advance)
+    if save is not None:
+        from kerneltune.static import save as save_survey
+
+        save_survey(save, found)
+        note(f"wrote {save}")
+    if gate is not None and earlier is not None:
+        _judge(earlier, found)
+    elif earlier is not None:
+        _show_differences(*((found, earlier) if against is not None else (earlier, found)))
+    elif save is None:
+        _show(found)
+
+
+def _targets(given: list[str] | None) -> list[str]:
+    """The targets asked for, in the order of the table; all of them if none is."""
+    from kerneltune.occupancy import LIMITS
+
+    for name in given or ():
+        o.choice("target", name, (*LIMITS, _ALL))
+    return [name for name in LIMITS if not given or _ALL in given or name in given]
+
+
+def _requests(
+    op: str | None,
+    variants: list[str] | None,
+    cases: list[str] | None,
+    dtypes: list[str] | None,
+    quants: list[str] | None,
+    gpu: str,
+    configs: Path | None,
+) -> "list[Request]":
+    from fnmatch import fnmatch
+
+    from kerneltune.survey import cached_requests
+
+    known = o.load_ops()
+    selection = o.make_selection(known, "inspect", [op] if op else None, cases, dtypes, quants, variants)
+    chosen: list[Op] = [known[name] for name in selection.ops or known]
+    root = o.configs_root(configs)
+    found = [
+        request
+        for request in cached_requests(chosen, root, gpu)
+        if (not variants or request.variant.name in variants)
+        and (not cases or any(fnmatch(request.case.name, name) for name in cases))
+        and (not dtypes or request.case.dtype in dtypes)
+        and (not quants or request.case.quant in quants)
+    ]
+    if not found:
+        raise ValueError(f"nothing to compile: {root / gpu} has no such cached config")
+    return found
+
+
+def _with_config(requests: "list[Request]", field: str, text: str) -> "list[Request]":
+    """The cases of the requests, each with the config of this JSON text."""
+    import dataclasses
+
+    variants = sorted({f"{request.op.name} {request.variant.name}" for request in requests})
+    if len(variants) > 1:
+        raise ValueError(f"{field}: {text!r}: expected OP and --variant beside it, for there are {', '.join(variants)}")
+    values: Any
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{field}: {text!r}: JSON: {error.msg} at column {error.colno}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{field}: {text!r}: expected an object")
+    config = requests[0].variant.config_from(values)
+    return [dataclasses.replace(request, config=config) for request in requests]
+
+
+def _again(op: str | None, *given: Any) -> list[str]:
+    """The arguments with which another revision does the same."""
+    names = ("variant", "case", "dtype", "quant", "target", "config", "gpu", "workers")
+    arguments = [op] if op else []
+    for name, value in zip(names, given, strict=True):
+        for item in value if isinstance(value, list) else [] if value is None else [value]:
+            arguments += [f"--{name}", str(item)]
+    return arguments
+
+
+def _earlier(name: str | None, may_be_file: bool, arguments: list[str]) -> "Survey | None":
+    """What a file or a revision holds; None where neither is asked for."""
+    if name is None:
+        return None
+    if may_be_file and (name.endswith(".json") or Path(name).is_file()):
+        from kerneltune.static import load
+
+        return load(Path(name))
+    from kerneltune.revision import survey_revision
+
+    note(f"compiling revision {name}")
+    return survey_revision(name, arguments)
+
+
+def _judge(baseline: "Survey", found: "Survey") -> None:
+    from kerneltune.static import static_gate
+
+    verdict = static_gate(baseline, found)
+    for line in verdict.findings:
+        show(line)
+    (error_line if verdict.exit_code == 2 else show)(verdict.summary)
+    raise typer.Exit(verdict.exit_code)
+
+
+def _show(found: "Survey") -> None:
+    """A table per config and kernel, a line per target."""
+    rows: dict[tuple[str, ...], list[StaticRow]] = {}
+    for row in found.rows:
+        rows.setdefault(row.key[:-1], []).append(row)
+    for same in rows.values():
+        first = same[0]
+        show(f"{first.op} {first.variant}  {first.case}{'' if first.policy == 'cold' else ' ' + first.policy}")
+        show("  " + " ".join(f"{knob}={value}" for knob, value in first.config.items()))
+        for kernel, lines in _tables(same).items():
+            show(f"  {kernel}")
+            show_table(_HEAD, lines)
+        for row in same:
+            if row.error:
+                show(f"  {row.target}: {row.error}")
+        show("")
+
+
+def _tables(same: "list[StaticRow]") -> dict[str, list[tuple[str, ...]]]:
+    """The lines of every kernel; a second launch of one kernel with other resources is one of its own."""
+    from kerneltune.static import numbered, resident, widths
+
+    tables: dict[str, list[tuple[str, ...]]] = {}
+    for row in same:
+        for (name, nth), kernel in numbered(row.kernels).items():
+            held = resident(kernel, row.target)
+            numbers = map(str, (kernel.registers, kernel.spill_bytes, kernel.shared_bytes, held.programs))
+            accesses = (widths(kernel.accesses, "load"), widths(kernel.accesses, "store"))
+            line = (row.target, *numbers, f"{held.warps}/{held.of_warps}", held.limiter, *accesses)
+            tables.setdefault(f"{name} ({nth + 1})" if nth else name, []).append(line)
+    return tables
+
+
+def _show_differences(old: "Survey", new: "Survey") -> None:
+    from kerneltune.static import differences
+
+    before = {row.key: row for row in old.rows}
+    compared = [(before[row.key], row) for row in new.rows if row.key in before]
+    if not compared:
+        raise ValueError("nothing compared: no config of one is a config of the other")
+    lines = [(f"{a.op} {a.variant} {a.case}", (a.target, *line)) for a, b in compared for line in differences(a, b)]
+    for title in dict.fromkeys(title for title, _ in lines):
+        show(title)
+        show_table(("target", "kernel", "what", "A", "B"), [line for other, line in lines if other == title])
+        show("")
+    changed = len({(title, line[0]) for title, line in lines})
+    show(f"{changed} of {len(compared)} configs differ" if lines else f"no difference in {len(compared)} configs")

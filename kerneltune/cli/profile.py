@@ -1,0 +1,186 @@
+"""`kerneltune profile`: two variants or configs of one case side by side under Nsight Compute, on the GPU."""
+
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kerneltune.cli import options as o
+from kerneltune.cli.console import note, show, show_table
+from kerneltune.spec import Case, Op, Variant
+
+if TYPE_CHECKING:
+    from kerneltune.ncu import Line, Profile
+
+_STALLS = 5
+_LINES = 8
+_DRIVER = "profiled"
+
+OpName = Annotated[str, typer.Argument(metavar="OP", help="Name of an operator.")]
+ConfigA = Annotated[str | None, typer.Option("--config-a", metavar="JSON", help="A's config, else the cached or default one.")]
+ConfigB = Annotated[str | None, typer.Option("--config-b", metavar="JSON", help="B's config, else the cached or default one.")]
+
+
+def command(
+    op: OpName,
+    a: Annotated[str, typer.Argument(metavar="A", help="A variant or peer.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another, or the same with another config.")],
+    case: Annotated[str | None, typer.Option("--case", metavar="NAME", help="A case of a sweep, the first if not given.")] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", metavar="NAME", help="The case's element type.")] = None,
+    quant: Annotated[str | None, typer.Option("--quant", metavar="NAME", help="The case's quantisation mode.")] = None,
+    config_a: ConfigA = None,
+    config_b: ConfigB = None,
+) -> None:
+    """Show DRAM throughput, L2 hits, bank conflicts, occupancy and stalls of A beside B. Needs a GPU and ncu.
+
+    Clocks are left as they are and caches start cold. Times under the profiler are not times to compare: use compare.
+    """
+    from kerneltune.ncu import find_ncu
+
+    known = o.load_ops()
+    chosen = known[o.choice("op", op, known)]
+    for name in (a, b):
+        o.choice("variant", name, [variant.name for variant in chosen.variants])
+    for field, text, name in (("config-a", config_a, a), ("config-b", config_b, b)):
+        _config(chosen, name, field, text)
+    found = _case(known, chosen, case, dtype, quant)
+    for name in (a, b):
+        _require_runnable(chosen.variant(name), found)
+    _require_nvidia()
+    ncu = find_ncu()
+    if ncu is None:
+        raise ValueError("profile needs Nsight Compute: no ncu on PATH, under /usr/local/cuda*/bin or /opt/nvidia")
+    arguments = [[op, name, json.dumps(_case_values(found)), text or ""] for name, text in ((a, config_a), (b, config_b))]
+    profiled = []
+    for name, values in zip((a, b), arguments, strict=True):
+        note(f"profiling {name}")
+        profiled.append(_profiled(ncu, values))
+    show(f"{op}: {found.name} {found.label}")
+    _show(profiled[0], profiled[1], (a, b))
+
+
+def driver(op: str, variant: str, case: str, config: str) -> None:
+    """Launch one variant once between cudaProfilerStart and cudaProfilerStop, after a first launch that compiles."""
+    import torch
+
+    known = o.load_ops()
+    chosen = known[op].variant(variant)
+    values = json.loads(case)
+    pairs = {name: tuple((key, value) for key, value in values[name]) for name in ("axes", "options")}
+    shape = Case(values["name"], pairs["axes"], values["dtype"], values["quant"], pairs["options"])
+    knobs = _config(known[op], variant, "config", config) or _known_config(known[op], variant, shape)
+    inputs = known[op].inputs(shape, device="cuda")
+    chosen.run(inputs, knobs)
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+    chosen.run(inputs, knobs)
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+
+
+def _profiled(ncu: Path, arguments: Sequence[str]) -> "tuple[list[Profile], list[Line]]":
+    from kerneltune.ncu import profile
+
+    start = [sys.executable, "-c", "from kerneltune.cli import main; main()", _DRIVER]
+    with tempfile.TemporaryDirectory(prefix="kerneltune-") as folder:
+        return profile(ncu, [*start, *arguments], Path(folder))
+
+
+def _require_runnable(variant: Variant, case: Case) -> None:
+    """Raises ValueError for a variant whose package is not installed, or that cannot take the case."""
+    if variant.missing():
+        raise ValueError(f"{variant.name} needs {', '.join(variant.missing())}, which is not installed")
+    unsupported = variant.unsupported(case)
+    if unsupported:
+        raise ValueError(f"{variant.name} cannot take {case.name}: {unsupported}")
+
+
+def _require_nvidia() -> None:
+    """Raises ValueError where there is no NVIDIA GPU to profile."""
+    import torch
+
+    from kerneltune import device
+
+    if not device.current().is_gpu or torch.version.hip is not None:
+        raise ValueError("profile needs an NVIDIA GPU; without one, inspect shows what compiling alone says")
+
+
+def _config(op: Op, variant: str, field: str, text: str | None) -> Any:
+    """The config of this JSON text; None for no text."""
+    if not text:
+        return None
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{field}: {text!r}: JSON: {error.msg} at column {error.colno}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{field}: {text!r}: expected an object")
+    return op.variant(variant).config_from(values)
+
+
+def _known_config(op: Op, name: str, case: Case) -> Any:
+    """The cached config of the nearest size that fits the case, else the default."""
+    from kerneltune import cache, device
+
+    variant = op.variant(name)
+    if variant.config is None:
+        return None
+    where = (case.axes, case.dtype, case.quant, case.options)
+    for hit in cache.candidates(op.name, name, device.current_slug(), *where, free_axes=op.free_axes):
+        config = variant.config_from(hit.entry.config)
+        if variant.valid(case, config) is None:
+            return config
+    return variant.default_config(case)
+
+
+def _case(known: Any, op: Op, name: str | None, dtype: str | None, quant: str | None) -> Case:
+    """The first case of any sweep for this operator with that name, type and mode."""
+    from kerneltune import sweep
+    from kerneltune.cache import data_root
+
+    entries = [entry for path in sorted(data_root("sweeps").glob("*.yaml")) for entry in sweep.load(path, known).bench]
+    cases = [entry.case for entry in entries if entry.op == op.name]
+    if name is not None:
+        o.choice("case", name, list(dict.fromkeys(case.name for case in cases)))
+    for case in cases:
+        if name in (None, case.name) and dtype in (None, case.dtype) and quant in (None, case.quant):
+            return case
+    raise ValueError(f"no sweep has a bench case of {op.name} with {dtype=} {quant=}")
+
+
+def _case_values(case: Case) -> dict[str, Any]:
+    return {"name": case.name, "axes": case.axes, "dtype": case.dtype, "quant": case.quant, "options": case.options}
+
+
+def _show(first: "tuple[list[Profile], list[Line]]", second: "tuple[list[Profile], list[Line]]", names: tuple[str, str]) -> None:
+    """Kernels side by side in the order of their launches, then the lines with bank conflicts."""
+    for index in range(max(len(first[0]), len(second[0]))):
+        pair = [profiles[index] if index < len(profiles) else None for profiles, _ in (first, second)]
+        show(" | ".join(profile.kernel if profile else "-" for profile in pair))
+        show_table(("", f"A {names[0]}", f"B {names[1]}"), _rows(pair))
+    for side, name, (_, lines) in zip("AB", names, (first, second), strict=True):
+        worst = sorted((line for line in lines if line.excess), key=lambda line: -line.excess)[:_LINES]
+        show(f"{side} {name}: " + ("lines with bank conflicts" if worst else "no line has bank conflicts"))
+        if worst:
+            show_table(("place", "excess", "source"), [(line.place, f"{line.excess:,.0f}", line.source) for line in worst])
+
+
+def _rows(pair: "Sequence[Profile | None]") -> list[tuple[str, ...]]:
+    from kerneltune.ncu import METRICS
+
+    def row(label: str, cells: Sequence[str]) -> tuple[str, ...]:
+        return label, *cells
+
+    rows = [row("time under ncu µs", [f"{p.time_us:.1f}" if p and p.time_us is not None else "-" for p in pair])]
+    for label in METRICS:
+        rows.append(row(label, [f"{p.values[label]:,.1f}".removesuffix(".0") if p and label in p.values else "-" for p in pair]))
+    rows.append(row("occupancy limited by", [p.limiter or "-" if p else "-" for p in pair]))
+    for rank in range(_STALLS):
+        stalls = [p.stalls[rank] if p and rank < len(p.stalls) else None for p in pair]
+        if any(stalls):
+            rows.append(row(f"stall {rank + 1}", [f"{stall[0]} {stall[1]:.2f}" if stall else "-" for stall in stalls]))
+    return rows

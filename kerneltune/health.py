@@ -1,0 +1,119 @@
+"""What the state of an NVIDIA GPU means for the numbers measured on it: clocks, power, memory, sharing, counters.
+
+Changes nothing and prints nothing. NVML is an argument, so that tests give their own. Imports the standard library.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+Line = tuple[str, str, str]
+"""(what, found, what that means for the numbers; empty where it is as it should be)."""
+
+_HARMLESS = 0x1 | 0x2  # idle; held at the application clocks, which have a line of their own
+_REASONS = {
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "software thermal",
+    0x40: "hardware thermal",
+    0x80: "power brake",
+    0x100: "display clock",
+}
+_CAP_SYS_ADMIN = 21
+_POWER_SHARE = 0.99
+
+
+def gpu_lines(nvml: Any, handle: Any, own_pid: int) -> Iterator[Line]:
+    """The state of one GPU, a line per question; what it does not answer is a line that says so."""
+    questions: tuple[tuple[str, Callable[[Any, Any], Line]], ...] = (
+        ("SM clock", _clock),
+        ("application clocks", _application_clocks),
+        ("memory clock", lambda n, h: ("memory clock", f"{n.nvmlDeviceGetClockInfo(h, n.NVML_CLOCK_MEM)} MHz", "")),
+        ("temperature", lambda n, h: ("temperature", f"{n.nvmlDeviceGetTemperature(h, n.NVML_TEMPERATURE_GPU)} °C", "")),
+        ("power limit", _power),
+        ("throttled", _throttled),
+        ("persistence mode", _persistence),
+        ("ECC", _ecc),
+        ("MIG", _mig),
+        ("other processes", lambda n, h: _others(n, h, own_pid)),
+    )
+    for name, ask in questions:
+        try:
+            yield ask(nvml, handle)
+        except nvml.NVMLError as error:
+            yield name, f"not known: {error}", ""
+
+
+def throttle_names(reasons: int) -> list[str]:
+    """What slows the GPU down, of NVML's bits; being idle or held at its application clocks does not count."""
+    named = [name for bit, name in _REASONS.items() if reasons & bit]
+    rest = reasons & ~_HARMLESS & ~sum(_REASONS)
+    return [*named, f"{rest:#x}"] if rest else named
+
+
+def counter_line(params: str | None, status: str) -> Line:
+    """Whether Nsight Compute may read the counters: by the driver's parameters and the capabilities of this process.
+
+    params: text of /proc/driver/nvidia/params, None where there is none; status: text of /proc/self/status.
+    """
+    if params is None:
+        return "GPU counters", "no NVIDIA driver loaded", "profile cannot run"
+    if "RmProfilingAdminOnly: 1" not in params:
+        return "GPU counters", "open to every user", ""
+    if _capabilities(status) >> _CAP_SYS_ADMIN & 1:
+        return "GPU counters", "for administrators, as this process is", ""
+    loss = "profile is refused (ERR_NVGPUCTRPERM): run as root, or give the container CAP_SYS_ADMIN; nothing else needs it"
+    return "GPU counters", "for administrators only", loss
+
+
+def _clock(nvml: Any, handle: Any) -> Line:
+    clock, highest = (get(handle, nvml.NVML_CLOCK_SM) for get in (nvml.nvmlDeviceGetClockInfo, nvml.nvmlDeviceGetMaxClockInfo))
+    loss = "NVML cannot say whether it is locked (nvidia-smi -lgc): unless it is, compare only what is measured interleaved"
+    return "SM clock", f"{clock} of at most {highest} MHz", loss
+
+
+def _application_clocks(nvml: Any, handle: Any) -> Line:
+    now = nvml.nvmlDeviceGetApplicationsClock(handle, nvml.NVML_CLOCK_SM)
+    usual = nvml.nvmlDeviceGetDefaultApplicationsClock(handle, nvml.NVML_CLOCK_SM)
+    if now == usual:
+        return "application clocks", f"SM {now} MHz, the default", ""
+    return "application clocks", f"SM {now} MHz, default {usual}", "records of GPUs with other clocks do not compare"
+
+
+def _power(nvml: Any, handle: Any) -> Line:
+    limit = nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000
+    usual = nvml.nvmlDeviceGetPowerManagementDefaultLimit(handle) / 1000
+    found = f"{limit:.0f} W of {usual:.0f} W"
+    return "power limit", found, "capped: long kernels run slower than elsewhere" if limit < usual * _POWER_SHARE else ""
+
+
+def _throttled(nvml: Any, handle: Any) -> Line:
+    names = throttle_names(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
+    return "throttled", ", ".join(names) or "no", "times are too long now: such rounds are repeated" if names else ""
+
+
+def _persistence(nvml: Any, handle: Any) -> Line:
+    on = nvml.nvmlDeviceGetPersistenceMode(handle) == 1
+    return "persistence mode", "on" if on else "off", "" if on else "the driver unloads between runs: slow starts, clocks reset"
+
+
+def _ecc(nvml: Any, handle: Any) -> Line:
+    on = nvml.nvmlDeviceGetEccMode(handle)[0] == 1
+    return "ECC", "on" if on else "off", "" if on else "memory may be faster than on GPUs that have it on"
+
+
+def _mig(nvml: Any, handle: Any) -> Line:
+    on = nvml.nvmlDeviceGetMigMode(handle)[0] == 1
+    return "MIG", "on" if on else "off", "a slice of a GPU: its times do not compare with a whole one's" if on else ""
+
+
+def _others(nvml: Any, handle: Any, own_pid: int) -> Line:
+    pids = [str(process.pid) for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle) if process.pid != own_pid]
+    loss = "they disturb the times: gate and tune on a GPU of your own" if pids else ""
+    return "other processes", f"pid {', '.join(pids)}" if pids else "none", loss
+
+
+def _capabilities(status: str) -> int:
+    """The effective capabilities in a /proc/…/status, as bits."""
+    value = next((line.split()[1] for line in status.splitlines() if line.startswith("CapEff:")), "0")
+    return int(value, 16)

@@ -1,0 +1,203 @@
+"""Nsight Compute: where it is, how it is called, and what its CSV pages say of kernels.
+
+Launches no kernel itself and knows no operator. Imports the standard library.
+"""
+
+import csv
+import io
+import math
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_PLACES = ("/usr/local/cuda*/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu", "/usr/local/NVIDIA-Nsight-Compute*/ncu")
+_SECTIONS = ("SpeedOfLight", "MemoryWorkloadAnalysis", "Occupancy", "LaunchStats", "WarpStateStats", "SourceCounters")
+_TIMEOUT_S = 600.0
+
+DURATION = "gpu__time_duration.sum"
+METRICS = {
+    "DRAM % of peak": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    "L2 hit rate %": "lts__t_sector_hit_rate.pct",
+    "shared bank conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
+    "registers": "launch__registers_per_thread",
+    "occupancy possible %": "sm__maximum_warps_per_active_cycle_pct",
+    "occupancy reached %": "sm__warps_active.avg.pct_of_peak_sustained_active",
+}
+"""What is shown of a kernel, and Nsight Compute's name for it."""
+
+_LIMITS = re.compile(r"launch__occupancy_limit_(\w+)")
+_STALLS = re.compile(r"smsp__average_warps_issue_stalled_(\w+?)(?<!_not_issued)_per_issue_active\.ratio")
+_TIME_US = {"ns": 1e-3, "nsecond": 1e-3, "us": 1.0, "usecond": 1.0, "ms": 1e3, "msecond": 1e3, "s": 1e6, "second": 1e6}
+_EXCESS = "L1 Wavefronts Shared Excessive"
+_SAMPLES = "Warp Stall Sampling (All Cycles)"
+_SAMPLES_NEW = "Warp Stall Sampling (All Samples)"
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """One launch of a kernel.
+
+    Attributes:
+        time_us: under the profiler, so not a time to compare with measured ones.
+        values: of METRICS, by the name shown; without those that this GPU or version does not have.
+        limiter: what keeps more programs from being resident; several where they are equal.
+        stalls: (reason, warps stalled for it per issued instruction), the largest first.
+    """
+
+    kernel: str
+    time_us: float | None
+    values: Mapping[str, float]
+    limiter: str
+    stalls: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A source line, or an instruction where the code has no lines: its excess shared-memory wavefronts and stall samples."""
+
+    kernel: str
+    place: str
+    source: str
+    excess: float
+    samples: float
+
+
+def find_ncu() -> Path | None:
+    """The ncu on PATH, else the newest in the places where NVIDIA's installers put it."""
+    on_path = shutil.which("ncu")
+    if on_path:
+        return Path(on_path)
+    found = [path for place in _PLACES for path in Path("/").glob(place.lstrip("/")) if os.access(path, os.X_OK)]
+    return max(found, key=lambda path: [int(n) for n in re.findall(r"\d+", str(path))], default=None)
+
+
+def profile(ncu: Path, command: Sequence[str], folder: Path) -> tuple[list[Profile], list[Line]]:
+    """Run `command` under ncu, at the clocks the GPU has and with cold caches; what it launches between cudaProfilerStart and
+    cudaProfilerStop is profiled. `folder` takes the report.
+
+    Raises:
+        ValueError: ncu was refused, failed, took too long, or saw no kernel; one line.
+    """
+    report = folder / "report.ncu-rep"
+    collected = [name for name in (*METRICS.values(), DURATION)]
+    flags = ["--clock-control", "none", "--profile-from-start", "off", "--target-processes", "all", "--import-source", "yes"]
+    flags += [flag for section in _SECTIONS for flag in ("--section", section)]
+    said = _run([str(ncu), *flags, "--metrics", ",".join(collected), "--force-overwrite", "-o", str(report), *command])
+    if not report.is_file():
+        raise ValueError(why_refused(said) or f"ncu made no report: {_last(said)}")
+    pages = [_run([str(ncu), "--import", str(report), "--csv", "--page", *page]) for page in (("raw",), _SOURCE_PAGE)]
+    profiles = parse_raw(pages[0])
+    if not profiles:
+        raise ValueError(f"ncu saw no kernel: {_last(said)}")
+    return profiles, parse_source(pages[1])
+
+
+_SOURCE_PAGE = ("source", "--print-source", "cuda,sass")
+
+
+def why_refused(said: str) -> str:
+    """What ncu's messages say about permission and support; empty where they say nothing of it."""
+    if "ERR_NVGPUCTRPERM" in said:
+        return (
+            "ncu was refused: this user may not read the GPU's counters (ERR_NVGPUCTRPERM): run as root, give the container "
+            "CAP_SYS_ADMIN, or load the driver with NVreg_RestrictProfilingToAdminUsers=0"
+        )
+    if "ERR_NVCMPGPU" in said or "not supported" in said.lower():
+        return f"ncu does not support this GPU: {_last(said)}"
+    return ""
+
+
+def parse_raw(text: str) -> list[Profile]:
+    """The launches on a page `--page raw --csv`: a row of names, a row of units, a row per launch."""
+    rows = [row for row in csv.reader(io.StringIO(text)) if len(row) > 1]
+    start = next((index for index, row in enumerate(rows) if row[0] == "ID"), None)
+    if start is None or start + 1 >= len(rows):
+        return []
+    head, units = rows[start], rows[start + 1]
+    return [
+        _profile(dict(zip(head, row, strict=True)), dict(zip(head, units, strict=True)))
+        for row in rows[start + 2 :]
+        if len(row) == len(head) == len(units)
+    ]
+
+
+def parse_source(text: str) -> list[Line]:
+    """The lines of a page `--page source --csv` that conflict in shared memory or were seen stalled.
+
+    Source lines where the page has any, else instructions. A page is one table per kernel and file, each under its names.
+    """
+    lines: list[Line] = []
+    instructions: list[Line] = []
+    kernel = path = ""
+    head: list[str] = []
+    for row in csv.reader(io.StringIO(text)):
+        if len(row) > 1 and row[0] in ("Kernel Name", "Function Name"):
+            kernel, path, head = row[1], "", []
+        elif len(row) > 1 and row[0] == "File Path":
+            path, head = Path(row[1]).name, []
+        elif row and row[0] in ("Line No", "Address", "#"):
+            head = row
+        elif head and len(row) == len(head):
+            _sort_in(row, head, kernel, path, lines, instructions)
+    return lines or instructions
+
+
+def _sort_in(row: list[str], head: list[str], kernel: str, path: str, lines: list[Line], instructions: list[Line]) -> None:
+    cells = dict(reversed(list(zip(head, row, strict=True))))  # of two columns of one name the first
+    samples = _number(cells.get(_SAMPLES, cells.get(_SAMPLES_NEW, "")))
+    excess = _number(cells.get(_EXCESS, ""))
+    if not excess and not samples:
+        return
+    number, address = cells.get("Line No", "").strip(), cells.get("Address", "").strip()
+    source = cells.get("Source", "").strip()
+    if number.isdigit():
+        lines.append(Line(kernel, f"{path}:{number}", source, excess or 0.0, samples or 0.0))
+    elif address.startswith("0x") and "Line No" not in head:
+        instructions.append(Line(kernel, address, source, excess or 0.0, samples or 0.0))
+
+
+def _profile(cells: Mapping[str, str], units: Mapping[str, str]) -> Profile:
+    numbers = {name: value for name, text in cells.items() if (value := _number(text)) is not None}
+    shown = {label: numbers[metric] for label, metric in METRICS.items() if metric in numbers}
+    limits = {m[1]: value for name, value in numbers.items() if (m := _LIMITS.fullmatch(name))}
+    tightest = sorted(name.replace("_", " ") for name, value in limits.items() if value == min(limits.values()))
+    stalls = [(m[1], value) for name, value in numbers.items() if (m := _STALLS.fullmatch(name))]
+    stalls = [(reason.replace("_", " "), value) for reason, value in stalls if reason != "selected"]
+    duration = numbers.get(DURATION)
+    time_us = None if duration is None else duration * _TIME_US.get(units.get(DURATION, ""), math.nan)
+    ranked = tuple(sorted(stalls, key=lambda stall: -stall[1]))
+    return Profile(cells.get("Kernel Name", ""), time_us, shown, ", ".join(tightest), ranked)
+
+
+def _number(text: str) -> float | None:
+    """A number as ncu prints it, with commas between thousands; None for anything else, `n/a` and `-` among it."""
+    try:
+        value = float(text.replace(",", ""))
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _run(command: Sequence[str]) -> str:
+    """What a command said on both streams."""
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"ncu took longer than {_TIMEOUT_S:g} s") from None
+    except OSError as error:
+        raise ValueError(f"cannot run {command[0]}: {error.strerror}") from error
+    return done.stdout
+
+
+def _last(said: str) -> str:
+    return next((line.strip() for line in _backwards(said) if line.strip()), "it said nothing")
+
+
+def _backwards(said: str) -> Iterator[str]:
+    lines = said.splitlines()
+    errors = [line for line in lines if line.startswith("==ERROR==")]
+    return iter([*reversed(errors), *reversed(lines)])

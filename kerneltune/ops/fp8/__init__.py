@@ -1,0 +1,263 @@
+"""FP8 quantisation of MoE training with fresh scales: what feeds the scaled grouped matrix products.
+
+Formula and NaN policy: reference.py. Source: torchao 0.18's float8 kernels for MoE training and their contract.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from kerneltune.ops.fp8 import flat, groups, peers, reference, rows, tensorwise, torchao, transpose
+from kerneltune.ops.fp8.groups import GroupConfig, fp8_group_colwise, fp8_group_colwise_dual, fp8_rowwise_3d_transpose
+from kerneltune.ops.fp8.rows import RowConfig, fp8_colwise_3d, fp8_rowwise_2d
+from kerneltune.ops.fp8.tensorwise import (
+    SegmentConfig,
+    SegmentOutput,
+    fp8_tensorwise_2d,
+    fp8_tensorwise_3d,
+    fp8_tensorwise_group,
+)
+from kerneltune.ops.fp8.transpose import TransposeConfig, fp8_transpose_2d
+from kerneltune.spec import Case, Inputs, Op, Outputs, Variant
+
+__all__ = [
+    "OPS",
+    "GroupConfig",
+    "RowConfig",
+    "SegmentConfig",
+    "SegmentOutput",
+    "TransposeConfig",
+    "fp8_colwise_3d",
+    "fp8_group_colwise",
+    "fp8_group_colwise_dual",
+    "fp8_rowwise_2d",
+    "fp8_rowwise_3d_transpose",
+    "fp8_tensorwise_2d",
+    "fp8_tensorwise_3d",
+    "fp8_tensorwise_group",
+    "fp8_transpose_2d",
+]
+
+_DTYPES = ("bfloat16", "float16", "float32")
+_GROUPS = {**reference.OPTIONS, "groups": ("balanced", "zipf", "ragged")}
+_LAYOUTS = {**reference.OPTIONS, "layout": tensorwise.LAYOUTS}
+_Run = Callable[[Any, Any], Any]
+
+
+def _peers(
+    torchao_run: _Run, compile_run: _Run, eager_run: _Run, not_torchao: Callable[[Case], str | None] = peers.not_torchao
+) -> tuple[Variant, ...]:
+    return (
+        Variant("torchao", torchao_run, unsupported=not_torchao, requires=("torchao",)),
+        Variant("compile", compile_run, unsupported=peers.not_torch, requires=("torch",)),
+        Variant("eager", eager_run, unsupported=peers.not_torch, requires=("torch",)),
+    )
+
+
+def _groups_baseline(run: _Run) -> Variant:
+    return Variant(
+        "baseline", run, torchao.TileConfig, torchao.group_space, torchao.tile_valid, torchao.group_default, torchao.nothing_to_do
+    )
+
+
+def _tensorwise(
+    name: str,
+    axes: tuple[str, ...],
+    free_axes: tuple[str, ...],
+    inputs: Callable[..., Inputs],
+    formula: Callable[[Inputs], Outputs],
+    run: _Run,
+) -> Op:
+    return Op(
+        name=name,
+        axes=axes,
+        dtypes=_DTYPES,
+        quants=("fp8",),
+        options=_LAYOUTS | ({"groups": _GROUPS["groups"]} if "G" in axes else {}),
+        free_axes=free_axes,
+        inputs=inputs,
+        reference=formula,
+        compare=groups.compare,
+        traffic=tensorwise.traffic,
+        module="kerneltune.ops.fp8.tensorwise",
+        variants=(
+            Variant("baseline", flat.run, flat.FlatConfig, flat.space, default=flat.default, unsupported=torchao.nothing_to_do),
+            Variant("optimized", run, SegmentConfig, tensorwise.space, tensorwise.valid, default=tensorwise.default),
+            Variant("compile", peers.compile_tensorwise, unsupported=peers.not_torch, requires=("torch",)),
+            Variant("eager", peers.eager_tensorwise, unsupported=peers.not_torch, requires=("torch",)),
+        ),
+    )
+
+
+OPS = (
+    Op(
+        name="fp8_rowwise_2d",
+        axes=("M", "K"),
+        dtypes=_DTYPES,
+        quants=("fp8",),
+        options=reference.OPTIONS,
+        free_axes=("M",),
+        inputs=rows.rows_inputs,
+        reference=rows.rows_reference,
+        compare=groups.compare,
+        traffic=rows.rows_traffic,
+        module="kerneltune.ops.fp8.rows",
+        variants=(
+            Variant(
+                "baseline",
+                torchao.run_rows,
+                torchao.LoopConfig,
+                torchao.rows_space,
+                default=torchao.rows_default,
+                unsupported=torchao.nothing_to_do,
+            ),
+            Variant("optimized", rows.run_rows, rows.RowConfig, rows.space, rows.valid, default=rows.default),
+            *_peers(peers.torchao_rows, peers.compile_rows, peers.eager_rows),
+        ),
+    ),
+    Op(
+        name="fp8_colwise_3d",
+        axes=("E", "K", "N"),
+        dtypes=_DTYPES,
+        quants=("fp8",),
+        options=reference.OPTIONS,
+        free_axes=("E", "N"),
+        inputs=groups.weight_inputs,
+        reference=rows.weights_reference,
+        compare=groups.compare,
+        traffic=rows.weights_traffic,
+        module="kerneltune.ops.fp8.rows",
+        variants=(
+            Variant(
+                "baseline",
+                torchao.run_weights,
+                torchao.TileConfig,
+                torchao.weights_space,
+                torchao.tile_valid,
+                default=torchao.weights_default,
+                unsupported=torchao.nothing_to_do,
+            ),
+            Variant("optimized", rows.run_weights, rows.RowConfig, rows.space, rows.valid, default=rows.default),
+            *_peers(peers.torchao_weights, peers.compile_weights, peers.eager_weights),
+        ),
+    ),
+    Op(
+        name="fp8_rowwise_3d_transpose",
+        axes=("E", "K", "N"),
+        dtypes=_DTYPES,
+        quants=("fp8",),
+        options=reference.OPTIONS,
+        free_axes=("E",),
+        inputs=groups.weight_inputs,
+        reference=groups.weight_reference,
+        compare=groups.compare,
+        traffic=groups.weight_traffic,
+        module="kerneltune.ops.fp8.groups",
+        variants=(
+            Variant(
+                "baseline",
+                torchao.run_atomic,
+                torchao.TileConfig,
+                torchao.tile_space,
+                torchao.tile_valid,
+                default=torchao.tile_default,
+                unsupported=torchao.atomics_pass_nan_over,
+            ),
+            Variant(
+                "reduction",
+                torchao.run_reduction,
+                torchao.TileConfig,
+                torchao.reduction_space,
+                torchao.tile_valid,
+                default=torchao.reduction_default,
+                unsupported=torchao.nothing_to_do,
+            ),
+            Variant("optimized", groups.run_weights, GroupConfig, groups.space, groups.valid, default=groups.default),
+            *_peers(peers.torchao_transpose, peers.compile_transpose, peers.eager_transpose),
+        ),
+    ),
+    Op(
+        name="fp8_group_colwise",
+        axes=("M", "N", "G"),
+        dtypes=_DTYPES,
+        quants=("fp8",),
+        options=_GROUPS,
+        free_axes=("M", "G"),
+        inputs=groups.group_inputs,
+        reference=groups.group_reference,
+        compare=groups.compare,
+        traffic=groups.group_traffic,
+        module="kerneltune.ops.fp8.groups",
+        variants=(
+            _groups_baseline(torchao.run_group),
+            Variant("optimized", groups.run_group, GroupConfig, groups.space, groups.valid, default=groups.default),
+            *_peers(peers.torchao_group, peers.compile_group, peers.eager_group, peers.not_torchao_group),
+        ),
+    ),
+    Op(
+        name="fp8_group_colwise_dual",
+        axes=("M", "N1", "N2", "G"),
+        dtypes=_DTYPES,
+        quants=("fp8",),
+        options=_GROUPS,
+        free_axes=("M", "G"),
+        inputs=groups.dual_inputs,
+        reference=groups.dual_reference,
+        compare=groups.compare,
+        traffic=groups.group_traffic,
+        module="kerneltune.ops.fp8.groups",
+        variants=(
+            _groups_baseline(torchao.run_dual),
+            Variant("optimized", groups.run_dual, GroupConfig, groups.space, groups.valid, default=groups.default),
+            *_peers(peers.torchao_dual, peers.compile_dual, peers.eager_dual),
+        ),
+    ),
+    _tensorwise(
+        "fp8_tensorwise_2d",
+        ("M", "K"),
+        ("M",),
+        tensorwise.matrix_inputs,
+        tensorwise.matrix_reference,
+        tensorwise.run_matrix,
+    ),
+    _tensorwise(
+        "fp8_tensorwise_3d",
+        ("E", "K", "N"),
+        ("E",),
+        tensorwise.weight_inputs,
+        tensorwise.weight_reference,
+        tensorwise.run_weights,
+    ),
+    _tensorwise(
+        "fp8_tensorwise_group",
+        ("M", "K", "G"),
+        ("M", "G"),
+        tensorwise.group_inputs,
+        tensorwise.group_reference,
+        tensorwise.run_group,
+    ),
+    Op(
+        name="fp8_transpose_2d",
+        axes=("M", "N"),
+        dtypes=("uint8",),
+        quants=("fp8",),
+        options={"fp8_format": reference.OPTIONS["fp8_format"]},
+        free_axes=("M",),
+        inputs=transpose.inputs,
+        reference=transpose.reference,
+        compare=transpose.compare,
+        traffic=transpose.traffic,
+        module="kerneltune.ops.fp8.transpose",
+        variants=(
+            Variant(
+                "baseline",
+                transpose.run_bytes,
+                transpose.BytesConfig,
+                transpose.bytes_space,
+                default=transpose.bytes_default,
+                unsupported=torchao.nothing_to_do,
+            ),
+            Variant("optimized", transpose.run, TransposeConfig, transpose.space, transpose.valid, default=transpose.default),
+            Variant("eager", transpose.run_eager, requires=("torch",)),
+        ),
+    ),
+)

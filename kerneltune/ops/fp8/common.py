@@ -1,0 +1,70 @@
+"""What the operators of this package share on the host: format check, the scale of nothing, the cached config.
+
+Knows no kernel and no operator. May import cache, device, arguments, spec, tl_lib.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kerneltune import cache, device
+from kerneltune.arguments import DTYPE_NAMES
+from kerneltune.spec import Case, Option
+from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX
+
+QUANT_OPTIONS: tuple[tuple[str, Option], ...] = (("fp8_format", "e4m3"), ("pow2", True), ("inverse", False), ("special", False))
+"""The options under which configs are cached; they do not change which config is best."""
+
+
+def check_format(fp8_format: str) -> None:
+    """An fp8 type by its name.
+
+    Raises:
+        ValueError: there is no such type.
+    """
+    if fp8_format not in FP8_DTYPES:
+        raise ValueError(f"fp8_format must be one of {', '.join(FP8_DTYPES)}, got {fp8_format=}")
+
+
+def check_weights(name: str, w: torch.Tensor) -> None:
+    """Expert weights (E, K, N) of bf16, fp16 or fp32 in column-major order.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if w.ndim != 3 or w.dtype not in DTYPE_NAMES:
+        raise ValueError(f"{name} must be (E, K, N) of {', '.join(DTYPE_NAMES.values())}, got shape {tuple(w.shape)} {w.dtype}")
+    if w.numel() and not w.transpose(1, 2).is_contiguous():
+        raise ValueError(f"{name} must be column-major, strides {(w.shape[1] * w.shape[2], 1, w.shape[1])}, got {w.stride()}")
+
+
+def check_offs(offs: torch.Tensor, where: torch.device) -> None:
+    """Group ends (G,) int32 on a device, at least one.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if offs.ndim != 1 or offs.shape[0] == 0 or offs.dtype != torch.int32 or offs.device != where:
+        raise ValueError(f"offs must be (G,) int32 on {where}, got {tuple(offs.shape)} {offs.dtype} on {offs.device}")
+
+
+def scale_of_nothing(fp8_format: str, pow2: bool, inverse: bool) -> float:
+    """What amax 0 gives, rounded as the kernels round it."""
+    scale = float(torch.tensor(FP8_MAX[fp8_format] / 1e-12, dtype=torch.float32))
+    scale = 2.0 ** math.floor(math.log2(scale)) if pow2 else scale
+    return 1.0 / scale if inverse else scale
+
+
+def best_config(
+    op: str,
+    axes: tuple[tuple[str, int], ...],
+    free_axes: tuple[str, ...],
+    x: torch.Tensor,
+    resolve: Callable[[Case, dict[str, Any] | None], Any],
+    options: tuple[tuple[str, Option], ...] = QUANT_OPTIONS,
+) -> Any:
+    """The cached config of the optimized variant for this shape, or what `resolve` has where there is none."""
+    slug = device.current_slug()
+    return cache.best(op, "optimized", slug, axes, DTYPE_NAMES[x.dtype], "fp8", options, "cold", free_axes, None, resolve)

@@ -1,0 +1,124 @@
+"""The published design of tensor-wise quantisation, torchao pull request 4179, written anew: what the `baseline` variants run.
+
+Blocks of elements in the order of memory: a maximum by atomics into a cleared tensor, then the cast; a transpose is a copy
+afterwards. Left out: one group per block, at most 16 groups, 32-bit offsets. May import cast, spec, tensorwise_kernels, tl_lib.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kerneltune.ops.fp8.cast import to_fp8
+from kerneltune.ops.fp8.reference import FP8
+from kerneltune.ops.fp8.tensorwise_kernels import _finite_magnitude, _sanitised
+from kerneltune.spec import Case, Inputs, Outputs, Space
+from kerneltune.tl_lib import FP8_MAX, amax_to_scale, magnitude_to_fp32, wide
+
+
+@dataclass(frozen=True, slots=True)
+class FlatConfig:
+    """block: elements per program; warps."""
+
+    block: int
+    warps: int
+
+
+@triton.jit
+def _first_and_last(offs_ptr, first, last, C, G, GROUPS: tl.constexpr):
+    """The groups of two elements, and of none between them but theirs and empty ones'."""
+    groups = tl.arange(0, GROUPS)
+    ends = tl.load(offs_ptr + groups, mask=groups < G, other=2147483647).to(tl.int64) * C
+    return tl.sum((ends <= first).to(tl.int32), axis=0), tl.sum((ends <= last).to(tl.int32), axis=0)
+
+
+@triton.jit
+def _inside(offs_ptr, group, at, C):
+    start = tl.load(offs_ptr + group - 1, mask=group > 0, other=0).to(tl.int64) * C
+    end = tl.load(offs_ptr + group).to(tl.int64) * C
+    return (at >= start) & (at < end)
+
+
+@triton.jit
+def _amax_flat(
+    x_ptr, amax_ptr, offs_ptr, elements, C, G, JAGGED: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    segment = wide(tl.program_id(1))
+    first = wide(tl.program_id(0)) * BLOCK
+    at = first + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + segment * elements + at, mask=at < elements, other=0.0)
+    m = magnitude_to_fp32(_finite_magnitude(x), x.dtype)
+    if JAGGED:
+        last = tl.minimum(first + BLOCK, elements) - 1
+        lo, hi = _first_and_last(offs_ptr, first, last, C, G, GROUPS)
+        for group in range(lo, hi + 1):
+            tl.atomic_max(amax_ptr + group, tl.max(tl.where(_inside(offs_ptr, group, at, C), m, 0.0), axis=0))
+    else:
+        tl.atomic_max(amax_ptr + segment, tl.max(m, axis=0))
+
+
+@triton.jit
+def _cast_flat(
+    x_ptr, q_ptr, amax_ptr, scale_ptr, offs_ptr, elements, C, G,
+    FP8_MAX: tl.constexpr, POW2: tl.constexpr, JAGGED: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    segment = wide(tl.program_id(1))
+    first = wide(tl.program_id(0)) * BLOCK
+    at = first + tl.arange(0, BLOCK)
+    live = at < elements
+    q_ptr += segment * elements
+    x = _sanitised(tl.load(x_ptr + segment * elements + at, mask=live, other=0.0))
+    if JAGGED:
+        last = tl.minimum(first + BLOCK, elements) - 1
+        lo, hi = _first_and_last(offs_ptr, first, last, C, G, GROUPS)
+        for group in range(lo, hi + 1):
+            scale = amax_to_scale(tl.load(amax_ptr + group), FP8_MAX, POW2)
+            q = to_fp8(x * scale, q_ptr.dtype.element_ty)
+            tl.store(q_ptr + at, q, mask=live & _inside(offs_ptr, group, at, C))
+        if tl.program_id(0) == 0:
+            groups = tl.arange(0, GROUPS)
+            amaxes = tl.load(amax_ptr + groups, mask=groups < G, other=0.0)
+            tl.store(scale_ptr + groups, amax_to_scale(amaxes, FP8_MAX, POW2), mask=groups < G)
+    else:
+        scale = amax_to_scale(tl.load(amax_ptr + segment), FP8_MAX, POW2)
+        if tl.program_id(0) == 0:
+            tl.store(scale_ptr + segment, scale)
+        tl.store(q_ptr + at, to_fp8(x * scale, q_ptr.dtype.element_ty), mask=live)
+
+
+def run(inputs: Inputs, config: FlatConfig) -> Outputs:
+    """One tensor, its experts or its groups, by what the inputs hold."""
+    offs = inputs.get("offs")
+    x = inputs["x"] if "x" in inputs else inputs["w"].transpose(1, 2)
+    segments = x.shape[0] if x.ndim == 3 else 1
+    scales = segments if offs is None else offs.shape[0]
+    elements = x.numel() // segments
+    q = torch.empty(x.shape, dtype=FP8[inputs["fp8_format"]], device=x.device)
+    amax = torch.zeros(scales, dtype=torch.float32, device=x.device)
+    scale = torch.empty_like(amax)
+    grid = (triton.cdiv(elements, config.block), segments)
+    groups = {"JAGGED": offs is not None, "GROUPS": triton.next_power_of_2(scales)}
+    ends = x if offs is None else offs
+    size = (elements, x.shape[-1], scales)
+    _amax_flat[grid](x, amax, ends, *size, **groups, BLOCK=config.block, num_warps=config.warps)
+    _cast_flat[grid](
+        x, q, amax, scale, ends, *size, FP8_MAX=FP8_MAX[inputs["fp8_format"]], POW2=inputs["pow2"], **groups,
+        BLOCK=config.block, num_warps=config.warps,
+    )  # fmt: skip
+    outputs = {"scale": scale.reciprocal() if inputs["inverse"] else scale}
+    if inputs["layout"] != "row":
+        outputs["q_t"] = q.transpose(-2, -1).contiguous().transpose(-2, -1)
+    if inputs["layout"] != "col":
+        outputs["q"] = q.transpose(1, 2) if q.ndim == 3 else q
+    return outputs
+
+
+def space(_case: Case) -> Space:
+    """The pull request's configs on NVIDIA."""
+    return {"block": (8192, 4096, 2048), "warps": (4,)}
+
+
+def default(_case: Case) -> FlatConfig:
+    """The first of them."""
+    return FlatConfig(block=8192, warps=4)

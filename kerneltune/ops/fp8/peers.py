@@ -1,0 +1,258 @@
+"""What a user would pick instead: torchao, torch.compile, eager torch. Imports torchao when it runs; no kernels here."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from kerneltune.ops.fp8.reference import FP8, group_ends
+from kerneltune.spec import Case, Inputs, Outputs
+
+_Pair = tuple[torch.Tensor, torch.Tensor]
+_LARGEST_EAGER = 1 << 32
+
+
+def _scale(amax: torch.Tensor, dtype: torch.dtype, pow2: bool) -> torch.Tensor:
+    scale = (torch.finfo(dtype).max / amax.double().clamp(min=1e-12)).float()
+    return torch.exp2(torch.floor(torch.log2(scale))) if pow2 else scale
+
+
+def _cast(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    limit = torch.finfo(dtype).max
+    return (x.float() * scale).clamp(-limit, limit).to(dtype)
+
+
+def _slices(x: torch.Tensor, axis: int, dtype: torch.dtype, pow2: bool, inverse: bool, transpose: bool) -> _Pair:
+    """x in fp8 with a scale per slice along an axis; transpose: in the other of the last two axes' orders."""
+    scale = _scale(x.abs().amax(axis, keepdim=True), dtype, pow2)
+    q = _cast(x, scale, dtype)
+    if transpose:
+        q = q.contiguous()
+    return q, scale.reciprocal() if inverse else scale
+
+
+def _grouped(x: torch.Tensor, offs: torch.Tensor, dtype: torch.dtype, pow2: bool, inverse: bool) -> _Pair:
+    """Per group of rows and column, without a host sync; column-major."""
+    rows = torch.arange(x.shape[0], device=x.device, dtype=torch.int32)
+    group = torch.bucketize(rows, offs, right=True)
+    amax = x.new_zeros((offs.shape[0], x.shape[1])).scatter_reduce(0, group[:, None].expand_as(x), x.abs(), "amax")
+    scale = _scale(amax, dtype, pow2)
+    q = _cast(x, scale[group], dtype).t().contiguous().t()
+    return q, (scale.reciprocal() if inverse else scale).flatten()
+
+
+@cache
+def _compiled(function: Callable[..., Any], _shape: tuple[int, ...], _dtype: torch.dtype) -> Callable[..., Any]:
+    """A compiled function of its own for every shape, so that no shape runs a kernel made for another."""
+    torch._dynamo.reset()
+    compiled: Callable[..., Any] = torch.compile(function, dynamic=False, fullgraph=True)
+    return compiled
+
+
+def _function(function: Callable[..., Any], compiled: bool, x: torch.Tensor) -> Callable[..., Any]:
+    return _compiled(function, tuple(x.shape), x.dtype) if compiled else function
+
+
+def _chosen(inputs: Inputs) -> tuple[torch.dtype, bool, bool]:
+    return FP8[inputs["fp8_format"]], inputs["pow2"], inputs["inverse"]
+
+
+def _rows(inputs: Inputs, compiled: bool) -> Outputs:
+    q, scale = _function(_slices, compiled, inputs["x"])(inputs["x"], 1, *_chosen(inputs), False)
+    return {"q": q, "scale": scale}
+
+
+def _weights(inputs: Inputs, compiled: bool) -> Outputs:
+    q, scale = _function(_slices, compiled, inputs["w"])(inputs["w"], 1, *_chosen(inputs), False)
+    return {"q": q, "scale": scale}
+
+
+def _transposed_weights(inputs: Inputs, compiled: bool) -> Outputs:
+    q, scale = _function(_slices, compiled, inputs["w"])(inputs["w"], 2, *_chosen(inputs), True)
+    return {"q": q.transpose(1, 2), "scale": scale[:, :, 0]}
+
+
+def _group(inputs: Inputs, compiled: bool) -> Outputs:
+    q, scale = _function(_grouped, compiled, inputs["x"])(inputs["x"], inputs["offs"], *_chosen(inputs))
+    return {"q": q, "scale": scale}
+
+
+def _dual(inputs: Inputs, compiled: bool) -> Outputs:
+    outputs = {}
+    for i in (1, 2):
+        x = inputs[f"x{i}"]
+        outputs[f"q{i}"], outputs[f"scale{i}"] = _function(_grouped, compiled, x)(x, inputs["offs"], *_chosen(inputs))
+    return outputs
+
+
+def eager_rows(inputs: Inputs, _config: None) -> Outputs:
+    """torch, one operator after another."""
+    return _rows(inputs, False)
+
+
+def compile_rows(inputs: Inputs, _config: None) -> Outputs:
+    """torch.compile with its defaults."""
+    return _rows(inputs, True)
+
+
+def eager_weights(inputs: Inputs, _config: None) -> Outputs:
+    """torch, one operator after another."""
+    return _weights(inputs, False)
+
+
+def compile_weights(inputs: Inputs, _config: None) -> Outputs:
+    """torch.compile with its defaults."""
+    return _weights(inputs, True)
+
+
+def eager_transpose(inputs: Inputs, _config: None) -> Outputs:
+    """torch, one operator after another."""
+    return _transposed_weights(inputs, False)
+
+
+def compile_transpose(inputs: Inputs, _config: None) -> Outputs:
+    """torch.compile with its defaults."""
+    return _transposed_weights(inputs, True)
+
+
+def eager_group(inputs: Inputs, _config: None) -> Outputs:
+    """torch, one operator after another."""
+    return _group(inputs, False)
+
+
+def compile_group(inputs: Inputs, _config: None) -> Outputs:
+    """torch.compile with its defaults."""
+    return _group(inputs, True)
+
+
+def eager_dual(inputs: Inputs, _config: None) -> Outputs:
+    """`eager_group`, twice."""
+    return _dual(inputs, False)
+
+
+def compile_dual(inputs: Inputs, _config: None) -> Outputs:
+    """`compile_group`, twice."""
+    return _dual(inputs, True)
+
+
+def _finite(x: torch.Tensor, dtype: torch.dtype, pow2: bool, inverse: bool, layout: str) -> tuple[torch.Tensor, ...]:
+    """x (segments, …) made finite, in fp8 with a scale per segment, in the layouts asked for."""
+    x = torch.nan_to_num(x)
+    scale = _scale(x.abs().amax((1, 2)), dtype, pow2)
+    return _in_layouts(_cast(x, scale[:, None, None], dtype), scale, inverse, layout)
+
+
+def _finite_groups(
+    x: torch.Tensor, offs: torch.Tensor, dtype: torch.dtype, pow2: bool, inverse: bool, layout: str
+) -> tuple[torch.Tensor, ...]:
+    """x (M, K) made finite, with a scale per group of rows, without a host sync."""
+    x = torch.nan_to_num(x)
+    rows = torch.arange(x.shape[0], device=x.device, dtype=torch.int32)
+    group = torch.bucketize(rows, offs, right=True)
+    scale = _scale(x.new_zeros(offs.shape[0]).scatter_reduce(0, group.long(), x.abs().amax(1), "amax"), dtype, pow2)
+    return _in_layouts(_cast(x, scale[group][:, None], dtype), scale, inverse, layout)
+
+
+def _in_layouts(q: torch.Tensor, scale: torch.Tensor, inverse: bool, layout: str) -> tuple[torch.Tensor, ...]:
+    scale = scale.reciprocal() if inverse else scale
+    turned = q if layout == "row" else q.transpose(-2, -1).contiguous().transpose(-2, -1)
+    return q, turned, scale
+
+
+def _tensorwise(inputs: Inputs, compiled: bool) -> Outputs:
+    layout = inputs["layout"]
+    if "offs" in inputs:
+        function = _function(_finite_groups, compiled, inputs["x"])
+        q, q_t, scale = function(inputs["x"], inputs["offs"], *_chosen(inputs), layout)
+    else:
+        x = inputs["x"][None] if "x" in inputs else inputs["w"].transpose(1, 2)
+        q, q_t, scale = _function(_finite, compiled, x)(x, *_chosen(inputs), layout)
+        q, q_t = (q[0], q_t[0]) if "x" in inputs else (q.transpose(1, 2), q_t)
+    outputs = {"q": q} if layout != "col" else {}
+    return outputs | ({"q_t": q_t} if layout != "row" else {}) | {"scale": scale}
+
+
+def eager_tensorwise(inputs: Inputs, _config: None) -> Outputs:
+    """torch, one operator after another."""
+    return _tensorwise(inputs, False)
+
+
+def compile_tensorwise(inputs: Inputs, _config: None) -> Outputs:
+    """torch.compile with its defaults."""
+    return _tensorwise(inputs, True)
+
+
+def _torchao(inputs: Inputs, q: torch.Tensor, scale: torch.Tensor) -> Outputs:
+    return {"q": q, "scale": scale.reciprocal() if inputs["inverse"] else scale}
+
+
+def torchao_rows(inputs: Inputs, _config: None) -> Outputs:
+    """torchao's cast of activations."""
+    from torchao.prototype.moe_training.kernels.float8_rowwise import triton_fp8_rowwise_2d_scale_and_cast as cast
+
+    return _torchao(inputs, *cast(inputs["x"], FP8[inputs["fp8_format"]], inputs["pow2"]))
+
+
+def torchao_weights(inputs: Inputs, _config: None) -> Outputs:
+    """torchao's cast of weights for the forward product."""
+    from torchao.prototype.moe_training.kernels.float8_rowwise import triton_fp8_colwise_3d_scale_and_cast as cast
+
+    return _torchao(inputs, *cast(inputs["w"], FP8[inputs["fp8_format"]], inputs["pow2"]))
+
+
+def torchao_transpose(inputs: Inputs, _config: None) -> Outputs:
+    """torchao's cast of weights for dgrad: fill, scales by atomics, cast."""
+    from torchao.prototype.moe_training.kernels.float8_rowwise import triton_fp8_rowwise_3d_transpose_rhs as cast
+
+    return _torchao(inputs, *cast(inputs["w"], FP8[inputs["fp8_format"]], inputs["pow2"]))
+
+
+def torchao_group(inputs: Inputs, _config: None) -> Outputs:
+    """torchao's cast of token groups."""
+    from torchao.prototype.moe_training.kernels.jagged_float8_scales import triton_fp8_per_group_colwise_scales as cast
+
+    return _torchao(inputs, *cast(inputs["x"], inputs["offs"], FP8[inputs["fp8_format"]], inputs["pow2"]))
+
+
+def torchao_dual(inputs: Inputs, _config: None) -> Outputs:
+    """torchao's cast of two matrices with the same token groups, what its training path runs."""
+    from torchao.prototype.moe_training.kernels.jagged_float8_scales import triton_fp8_per_group_colwise_scales_dual as cast
+
+    x1, x2, dtype = inputs["x1"], inputs["x2"], FP8[inputs["fp8_format"]]
+    q1, scale1, q2, scale2 = cast(x1, x2, inputs["offs"], dtype, inputs["pow2"])
+    first, second = _torchao(inputs, q1, scale1), _torchao(inputs, q2, scale2)
+    return {"q1": first["q"], "scale1": first["scale"], "q2": second["q"], "scale2": second["scale"]}
+
+
+def not_torch(case: Case) -> str | None:
+    """What keeps plain torch from a case."""
+    if any(size == 0 for _, size in case.axes):
+        return "no elements"
+    elements = 1
+    for axis, size in case.axes:
+        elements *= 1 if axis in ("G", "N2") else size
+    return "its fp32 copies do not fit in memory" if elements > _LARGEST_EAGER else None
+
+
+def not_torchao(case: Case) -> str | None:
+    """What torchao's kernels do not take, or answer at random."""
+    if case.dtype == "float16":
+        return "takes bfloat16 and float32"
+    if case.option("special"):
+        return "leaves NaN and infinity undefined"
+    return "no elements" if any(size == 0 for _, size in case.axes) else None
+
+
+def not_torchao_group(case: Case) -> str | None:
+    """Where torchao's cast of token groups is wrong: rows above the mean are lost, scales overwritten."""
+    if case["N"] % 128:
+        return "wrong: scales of the last columns overwrite the next group's where N % 128 != 0"
+    mean = -(-case["M"] // case["G"])
+    held = max(256, 1 << max(0, mean - 1).bit_length())
+    if case["M"] and held <= 2048:
+        ends = group_ends(case, "cpu", 0).tolist()
+        largest = max(end - start for start, end in zip([0, *ends], ends, strict=False))
+        if largest > held:
+            return f"wrong: loses the rows of a group beyond {held}"
+    return not_torchao(case)

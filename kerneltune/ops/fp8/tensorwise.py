@@ -1,0 +1,342 @@
+"""Quantisation with one scale per tensor, expert or token group, of values made finite first.
+
+    x' = 0 for NaN, ± the largest finite number of x's type for ± infinity      q = fp8(x' * s), s from max |x'|
+
+Two launches, no host sync. Kernels in tensorwise_kernels.py. May import cache, device, spec, tl_lib, launch, workspace.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from kerneltune.arguments import ITEMSIZE, check_matrix
+from kerneltune.launch import resident
+from kerneltune.ops.fp8 import reference, tensorwise_kernels
+from kerneltune.ops.fp8.common import QUANT_OPTIONS, best_config, check_format, check_offs, check_weights, scale_of_nothing
+from kerneltune.spec import Case, Inputs, Option, Outputs, Space, Traffic
+from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX
+from kerneltune.workspace import workspace
+
+LAYOUTS = ("row", "col", "both")
+_SHARED_BYTES = 225_000
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentConfig:
+    """rows, cols: of a tile; warps: of a program; ctas: programs per multiprocessor, each looping over tiles, or 0 for a
+    program per tile; stages: depth of that loop's load pipeline; staged: every tile leaves its largest magnitude in a word of
+    its own for the second launch to reduce, instead of raising the one of its segment."""
+
+    rows: int
+    cols: int
+    warps: int
+    ctas: int
+    stages: int
+    staged: bool
+
+
+class SegmentOutput(NamedTuple):
+    """q in the layout of the input and q_t transposed, None where the layout leaves it out; scales (segments,) fp32."""
+
+    q: torch.Tensor | None
+    q_t: torch.Tensor | None
+    scale: torch.Tensor
+
+
+def fp8_tensorwise_2d(
+    x: torch.Tensor,
+    fp8_format: str = "e4m3",
+    *,
+    layout: str = "row",
+    pow2: bool = True,
+    inverse: bool = False,
+    config: SegmentConfig | None = None,
+) -> SegmentOutput:
+    """A matrix in fp8 with one scale; NaN becomes 0, infinity the largest finite number of x's type.
+
+    Args:
+        x: (M, K) bf16, fp16 or fp32; rows may be any distance apart, elements of a row must be adjacent.
+        fp8_format: `e4m3`, `e5m2`, `e4m3fnuz` or `e5m2fnuz`.
+        layout: `row`, `col` or `both`, from one pass.
+        pow2: round scales down to powers of two.
+        inverse: return 1 / scale, which scaled matrix products want, instead of the multiplier.
+        config: None takes the best known config.
+
+    Returns:
+        q (M, K) fp8, contiguous, or None; q_t (M, K), strides (1, M), or None; scale (1,) fp32.
+
+    Raises:
+        ValueError: a wrong shape, stride, dtype or value, which it names.
+
+    Source: torchao pull request 4179's fp8_tensorwise_quantize_2d, 4389's dual layout.
+    """
+    _check(fp8_format, layout)
+    check_matrix("x", x)
+    M, K = x.shape
+    axes = (("M", M), ("K", K))
+    return _quantise(x, None, 1, "fp8_tensorwise_2d", axes, ("M",), fp8_format, layout, pow2, inverse, config)
+
+
+def fp8_tensorwise_3d(
+    w: torch.Tensor,
+    fp8_format: str = "e4m3",
+    *,
+    layout: str = "row",
+    pow2: bool = True,
+    inverse: bool = False,
+    config: SegmentConfig | None = None,
+) -> SegmentOutput:
+    """Expert weights in fp8 with one scale per expert, for the forward product, for dgrad, or for both.
+
+    Args:
+        w: (E, K, N) bf16, fp16 or fp32, column-major: strides (K N, 1, K), the transposed view of a contiguous (E, N, K).
+        layout: `row`, as w lies in memory; `col`, transposed; `both`.
+        fp8_format, pow2, inverse, config: as in `fp8_tensorwise_2d`.
+
+    Returns:
+        q (E, K, N) fp8, strides of w, or None; q_t (E, N, K), strides (N K, 1, N), or None; scale (E,) fp32.
+
+    Raises:
+        ValueError: a wrong shape, stride, dtype or value, which it names.
+
+    Source: torchao pull request 4179's fp8_tensorwise_quantize_3d.
+    """
+    _check(fp8_format, layout)
+    check_weights("w", w)
+    E, K, N = w.shape
+    rows, axes = w.transpose(1, 2).reshape(E * N, K), (("E", E), ("K", K), ("N", N))
+    out = _quantise(rows, None, E, "fp8_tensorwise_3d", axes, ("E",), fp8_format, layout, pow2, inverse, config)
+    q = None if out.q is None else out.q.view(E, N, K).transpose(1, 2)
+    return SegmentOutput(q, out.q_t, out.scale)
+
+
+def fp8_tensorwise_group(
+    x: torch.Tensor,
+    offs: torch.Tensor,
+    fp8_format: str = "e4m3",
+    *,
+    layout: str = "row",
+    pow2: bool = True,
+    inverse: bool = False,
+    config: SegmentConfig | None = None,
+) -> SegmentOutput:
+    """Token groups in fp8 with one scale per group.
+
+    Args:
+        x: (M, K) as in `fp8_tensorwise_2d`.
+        offs: (G,) int32, where each group's rows end, not decreasing; the last is M. Any sizes, none included.
+        fp8_format, layout, pow2, inverse, config: as in `fp8_tensorwise_2d`.
+
+    Returns:
+        q and q_t as from `fp8_tensorwise_2d`; scale (G,) fp32.
+
+    Raises:
+        ValueError: a wrong shape, stride, dtype, device or value, which it names.
+
+    Source: torchao pull request 4179's fp8_tensorwise_per_group_quantize.
+    """
+    _check(fp8_format, layout)
+    check_matrix("x", x)
+    check_offs(offs, x.device)
+    axes, free = (("M", x.shape[0]), ("K", x.shape[1]), ("G", offs.shape[0])), ("M", "G")
+    return _quantise(x, offs, offs.shape[0], "fp8_tensorwise_group", axes, free, fp8_format, layout, pow2, inverse, config)
+
+
+def _quantise(
+    x: torch.Tensor,
+    offs: torch.Tensor | None,
+    segments: int,
+    op: str,
+    axes: tuple[tuple[str, int], ...],
+    free_axes: tuple[str, ...],
+    fp8_format: str,
+    layout: str,
+    pow2: bool,
+    inverse: bool,
+    config: SegmentConfig | None,
+) -> SegmentOutput:
+    """The rows of x in `segments` equal segments, or in the groups of `offs`."""
+    M, K = x.shape
+    rows = M // max(1, segments) if offs is None else M
+    dtype = FP8_DTYPES[fp8_format]
+    q = torch.empty((M, K), dtype=dtype, device=x.device) if layout != "col" else None
+    turned = (segments, K, rows) if op == "fp8_tensorwise_3d" else (K, M)
+    q_t = torch.empty(turned, dtype=dtype, device=x.device) if layout != "row" else None
+    scale = torch.empty((segments,), dtype=torch.float32, device=x.device)
+    out = SegmentOutput(q, None if q_t is None else q_t.transpose(-2, -1), scale)
+    if not x.numel():
+        scale.fill_(scale_of_nothing(fp8_format, pow2, inverse))
+        return out
+    if config is None:
+        options: tuple[tuple[str, Option], ...] = (*QUANT_OPTIONS, ("layout", layout))
+        options += (("groups", "balanced"),) if offs is not None else ()
+        config = best_config(op, axes, free_axes, x, _resolve, options)
+    _launch(x, offs, segments, rows, q, q_t, scale, config, fp8_format, pow2, inverse)
+    return out
+
+
+def _launch(x, offs, segments, rows, q, q_t, scale, c: SegmentConfig, fp8_format: str, pow2: bool, inverse: bool) -> None:
+    C = x.shape[1]
+    blocks = segments * triton.cdiv(rows, c.rows) if offs is None else rows // c.rows + segments
+    total = blocks * triton.cdiv(C, c.cols)
+    programs = min(total, resident(x.device, c.ctas)) if c.ctas else total
+    ws = workspace(total if c.staged else segments, x.device)
+    offs_or_any = x if offs is None else offs
+    tile = {
+        "JAGGED": offs is not None, "STAGED": c.staged, "GROUPS_LOG2": max(0, (segments - 1).bit_length()),
+        "ROWS": c.rows, "COLS": c.cols, "EVEN": C % c.cols == 0, "STAGES": c.stages, "num_warps": c.warps,
+    }  # fmt: skip
+    tensorwise_kernels._amax_segments[(programs,)](x, offs_or_any, ws, rows, C, segments, x.stride(0), total, **tile)
+    tensorwise_kernels._cast_segments[(programs,)](
+        x, q_t if q is None else q, q if q_t is None else q_t, scale, offs_or_any, ws,
+        rows, C, segments, x.stride(0), total,
+        FP8_MAX=FP8_MAX[fp8_format], POW2=pow2, INVERSE=inverse, ROWMAJOR=q is not None, COLMAJOR=q_t is not None,
+        PACKED=rows % 4 == 0, **tile,
+    )  # fmt: skip
+
+
+def _check(fp8_format: str, layout: str) -> None:
+    check_format(fp8_format)
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout=}")
+
+
+def _resolve(case: Case, knobs: dict[str, Any] | None) -> SegmentConfig | None:
+    if knobs is None:
+        return default(case)
+    config = SegmentConfig(**knobs)
+    return config if valid(case, config) is None else None
+
+
+def space(case: Case) -> Space:
+    """Wide tiles where rows go out as rows, tall ones where they go out transposed."""
+    wide = tuple(cols for cols in (128, 256, 512, 1024) if cols == 128 or cols < 2 * case["K"])
+    return {
+        "rows": (8, 16, 32, 64) if case.option("layout") == "row" else (64, 128),
+        "cols": wide[-3:] if case.option("layout") == "row" else (64, 128),
+        "warps": (4, 8),
+        "ctas": (0, 2, 4, 6, 8),
+        "stages": (1, 2, 3),
+        "staged": (False, True),
+    }
+
+
+def valid(case: Case, config: SegmentConfig) -> str | None:
+    """Why a config cannot run, or cannot be worth running."""
+    if config.rows % 4:
+        return "tiles are of four interleaved parts: rows must be a multiple of 4"
+    per_thread = config.rows * config.cols / (32 * config.warps)
+    if not 16 <= per_thread <= 128:
+        return f"{per_thread:g} elements per thread"
+    if (config.ctas == 0) != (config.stages == 1):
+        return "a pipeline of loads needs a loop over tiles, and the loop needs the pipeline"
+    if config.staged and not config.ctas:
+        return "a program would reduce all of a segment's words for a single tile"
+    words = per_thread * ITEMSIZE[case.dtype] / 4
+    if 32 * config.warps * config.ctas * (words * 1.25 + 32) > 65536 + 8192:
+        return "more registers than a multiprocessor has"
+    shared = max(1, config.ctas) * config.rows * config.cols * ((config.stages - 1) * ITEMSIZE[case.dtype] + 1)
+    return f"{shared} bytes of shared memory" if shared > _SHARED_BYTES else None
+
+
+def default(case: Case) -> SegmentConfig:
+    """A config for any shape, by rule."""
+    if case.option("layout") == "row":
+        cols = 512 if case["K"] > 256 else 256 if case["K"] > 64 else 128
+        rows = 8192 // cols
+        return SegmentConfig(rows=rows, cols=cols, warps=8 if case.dtype == "float32" else 4, ctas=0, stages=1, staged=False)
+    return SegmentConfig(rows=64 if case.dtype == "float32" else 128, cols=64, warps=8, ctas=0, stages=1, staged=False)
+
+
+def sanitised(inputs: Inputs, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What the reference gives for one segment (rows, cols) under the inputs' options: q, and scale (1,)."""
+    flat = torch.nan_to_num(x).reshape(1, -1)
+    q, scale = reference.quantised(flat, 1, inputs)
+    return {"q": q.view(x.shape), "scale": scale.view(1)}
+
+
+def matrix_inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+    """x (M, K) and layout."""
+    x = reference.values((case["M"], case["K"]), getattr(torch, case.dtype), device, seed, bool(case.option("special")))
+    return {"x": x, "layout": case.option("layout")} | reference.options(case)
+
+
+def group_inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+    """x (M, K), offs (G,) and layout."""
+    return {**matrix_inputs(case, device=device, seed=seed), "offs": reference.group_ends(case, device, seed)}
+
+
+def weight_inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+    """w (E, K, N), column-major, and layout."""
+    E, K, N, dtype = case["E"], case["K"], case["N"], getattr(torch, case.dtype)
+    w = reference.values((E, N, K), dtype, device, seed, bool(case.option("special")))
+    return {"w": w.transpose(1, 2), "layout": case.option("layout")} | reference.options(case)
+
+
+def matrix_reference(inputs: Inputs) -> Outputs:
+    """One segment."""
+    return _laid_out(inputs, *sanitised(inputs, inputs["x"]).values())
+
+
+def group_reference(inputs: Inputs) -> Outputs:
+    """Group by group."""
+    ends = inputs["offs"].tolist()
+    parts = [sanitised(inputs, inputs["x"][start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+    q = torch.cat([part["q"].view(torch.uint8) for part in parts]).view(parts[0]["q"].dtype)
+    return _laid_out(inputs, q, torch.cat([part["scale"] for part in parts]))
+
+
+def weight_reference(inputs: Inputs) -> Outputs:
+    """Expert by expert."""
+    w = inputs["w"].transpose(1, 2)
+    q = torch.empty(w.shape, dtype=reference.FP8[inputs["fp8_format"]], device=w.device)
+    scale = torch.empty(w.shape[0], dtype=torch.float32, device=w.device)
+    for expert in range(w.shape[0]):
+        part = sanitised(inputs, w[expert])
+        q[expert], scale[expert] = part["q"], part["scale"][0]
+    outputs = _laid_out(inputs, q, scale)
+    return {name: t.transpose(1, 2) if name == "q" else t for name, t in outputs.items()}
+
+
+def _laid_out(inputs: Inputs, q: torch.Tensor, scale: torch.Tensor) -> Outputs:
+    """The outputs that the inputs' layout asks for. A 2D q_t has the shape of q, a 3D one that of its transpose."""
+    layout = inputs["layout"]
+    outputs = {"q": q} if layout != "col" else {}
+    if layout != "row":
+        outputs["q_t"] = q
+    return outputs | {"scale": scale}
+
+
+def traffic(case: Case) -> Traffic:
+    """The tensor and group ends read once; what the layout asks for, and the scales, written."""
+    axes = dict(case.axes)
+    groups, experts = axes.get("G", 0), axes.get("E", 1)
+    elements = axes["M"] * axes["K"] if "M" in axes else experts * axes["K"] * axes["N"]
+    copies = 2 if case.option("layout") == "both" else 1
+    return Traffic(ITEMSIZE[case.dtype] * elements + 4 * groups, copies * elements + 4 * (groups or experts))
+
+
+def _outputs(out: SegmentOutput) -> Outputs:
+    return {name: t for name, t in out._asdict().items() if t is not None}
+
+
+def chosen(inputs: Inputs) -> dict[str, Any]:
+    """The options out of inputs, as keyword arguments."""
+    return {**reference.chosen(inputs), "layout": inputs["layout"]}
+
+
+def run_matrix(inputs: Inputs, config: SegmentConfig | None) -> Outputs:
+    """`fp8_tensorwise_2d` on a case's inputs."""
+    return _outputs(fp8_tensorwise_2d(inputs["x"], config=config, **chosen(inputs)))
+
+
+def run_weights(inputs: Inputs, config: SegmentConfig | None) -> Outputs:
+    """`fp8_tensorwise_3d` on a case's inputs."""
+    return _outputs(fp8_tensorwise_3d(inputs["w"], config=config, **chosen(inputs)))
+
+
+def run_group(inputs: Inputs, config: SegmentConfig | None) -> Outputs:
+    """`fp8_tensorwise_group` on a case's inputs."""
+    return _outputs(fp8_tensorwise_group(inputs["x"], inputs["offs"], config=config, **chosen(inputs)))

@@ -1,0 +1,65 @@
+"""The kernel: a tile of one of many matrices, cast and transposed. May import tl_lib."""
+
+import triton
+import triton.language as tl
+
+from kerneltune.tl_lib import load_constant, quantize, reciprocal, store_transposed, wide
+
+
+@triton.jit
+def _word(table_ptr, tensor, WORD: tl.constexpr):
+    """A word of a matrix's row of the table: x, q, qᵀ, rows, columns, first tile."""
+    return tl.load(table_ptr + tensor * 6 + WORD)
+
+
+@triton.jit
+def cast_transpose_tiles(
+    table_ptr, first_x_ptr, first_q_ptr, scale_ptr, amax_ptr, scale_inv_ptr, T, tiles_each, total,
+    FP8_MAX: tl.constexpr, SAME: tl.constexpr, T_LOG2: tl.constexpr, ALIGNED: tl.constexpr, PACKED: tl.constexpr,
+    EVEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """SAME: all tensors have tiles_each tiles. ALIGNED: sizes and addresses are multiples of 16. EVEN: COLS divides widths."""
+    QUADS: tl.constexpr = ROWS // 4
+    lanes = tl.arange(0, COLS)
+    for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
+        if SAME:
+            tensor = tile // tiles_each
+            local = tile - tensor * tiles_each
+        else:
+            tensor = tile * 0
+            for bit in tl.static_range(T_LOG2):
+                ahead = tensor + (1 << (T_LOG2 - 1 - bit))
+                first = load_constant((table_ptr + tl.minimum(ahead, T - 1) * 6 + 5).to(tl.pointer_type(tl.int32)))
+                tensor = tl.where((ahead < T) & (first <= tile), ahead, tensor)
+            local = tile - _word(table_ptr, tensor, 5).to(tl.int32)
+        x_ptr = _word(table_ptr, tensor, 0).to(tl.pointer_type(first_x_ptr.dtype.element_ty))
+        q_ptr = _word(table_ptr, tensor, 1).to(tl.pointer_type(first_q_ptr.dtype.element_ty))
+        qt_ptr = _word(table_ptr, tensor, 2).to(tl.pointer_type(first_q_ptr.dtype.element_ty))
+        M = _word(table_ptr, tensor, 3).to(tl.int32)
+        N = _word(table_ptr, tensor, 4).to(tl.int32)
+        if ALIGNED:
+            x_ptr, q_ptr, qt_ptr = tl.multiple_of(x_ptr, 16), tl.multiple_of(q_ptr, 16), tl.multiple_of(qt_ptr, 16)
+            M, N = tl.multiple_of(M, 16), tl.multiple_of(N, 16)
+        across = tl.cdiv(N, COLS)
+        row0 = local // across * ROWS
+        col0 = local % across * COLS
+        scale = tl.load(scale_ptr + tensor)
+        if local == 0:
+            tl.store(scale_inv_ptr + tensor, reciprocal(scale))
+        live = col0 + lanes < N
+        first = wide(row0) * N + col0
+        amax = tl.zeros((QUADS, COLS), dtype=tl.float32)
+        qs = ()
+        for k in tl.static_range(4):
+            rows = tl.arange(0, QUADS) * 4 + k
+            mask = (rows < M - row0)[:, None]
+            if not EVEN:
+                mask = mask & live[None, :]
+            offsets = rows[:, None] * N + lanes[None, :]
+            x = tl.load(x_ptr + first + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            amax = tl.maximum(amax, tl.abs(x))
+            q = quantize(x, scale, FP8_MAX, first_q_ptr.dtype.element_ty)
+            tl.store(q_ptr + first + offsets, q, mask=mask)
+            qs = qs + (q,)
+        tl.atomic_max(amax_ptr + tensor, tl.max(amax), sem="relaxed")
+        store_transposed(qt_ptr, wide(col0) * M + row0, M, 0, tl.minimum(M - row0, ROWS), live, qs, False, EVEN, PACKED)

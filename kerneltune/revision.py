@@ -1,0 +1,52 @@
+"""The same inspection of another git revision: a temporary work tree, and this command in a process of its own.
+
+Compiles nothing itself. Imports the standard library, cache and static.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from kerneltune.cache import data_root
+from kerneltune.static import Survey, load
+
+
+def survey_revision(revision: str, arguments: Sequence[str]) -> Survey:
+    """What `kerneltune inspect ARGUMENTS` finds in the checkout's `revision`, with the configs of that revision.
+
+    Raises:
+        ValueError: no checkout, no such revision, or one whose command cannot do it; one line.
+    """
+    checkout = data_root("kerneltune").parent
+    commit = _git(checkout, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}", what=f"{revision!r}: no such revision")
+    with tempfile.TemporaryDirectory(prefix="kerneltune-") as folder:
+        tree, rows = Path(folder) / "tree", Path(folder) / "rows.json"
+        _git(checkout, "worktree", "add", "--detach", str(tree), commit, what=f"cannot check out {revision!r}")
+        try:
+            return _inspected(revision, tree, rows, arguments)
+        finally:
+            _git(checkout, "worktree", "remove", "--force", str(tree), what=f"cannot remove {tree}")
+
+
+def _inspected(revision: str, tree: Path, rows: Path, arguments: Sequence[str]) -> Survey:
+    command = [sys.executable, "-c", "from kerneltune.cli import main; main()", "inspect", *arguments, "--save", str(rows)]
+    env = {name: value for name, value in os.environ.items() if name != "KERNELTUNE_CONFIGS"}
+    done = subprocess.run(command, cwd=tree, env=env | {"PYTHONPATH": str(tree)}, stdout=subprocess.DEVNULL,
+                          stderr=subprocess.PIPE, text=True)  # fmt: skip
+    if done.returncode or not rows.exists():
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise ValueError(f"revision {revision!r} cannot be inspected: {last}")
+    return load(rows)
+
+
+def _git(checkout: Path, *arguments: str, what: str) -> str:
+    try:
+        done = subprocess.run(["git", "-C", str(checkout), *arguments], capture_output=True, text=True)
+    except FileNotFoundError:
+        raise ValueError(f"{what}: git is not installed") from None
+    if done.returncode:
+        raise ValueError(f"{what}: {(done.stderr.strip().splitlines() or ['in ' + str(checkout)])[-1]}")
+    return done.stdout.strip()

@@ -1,0 +1,203 @@
+"""What compiling alone says of configs: rows, the file that keeps them, and the gate over two sets of them.
+
+Compiles nothing and asks no GPU. Imports the standard library, assembly, files and occupancy.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kerneltune.assembly import Access, Kernel, typical_bits
+from kerneltune.files import replace_text
+from kerneltune.occupancy import LIMITS, Occupancy, occupancy
+
+SCHEMA = 1
+PASS, REGRESSION, UNUSABLE = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class StaticRow:
+    """A config of one variant on one case, compiled for one target; `error` says why it has no kernels."""
+
+    op: str
+    variant: str
+    case: str
+    policy: str
+    target: str
+    config: dict[str, Any]
+    kernels: tuple[Kernel, ...] = ()
+    error: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, str, str, str]:
+        """What the row is about; a set has one row of each key."""
+        return self.op, self.variant, self.case, self.policy, self.target
+
+    @property
+    def label(self) -> str:
+        """The key in one line."""
+        return f"{self.op} {self.variant} {self.case}{'' if self.policy == 'cold' else ' ' + self.policy} {self.target}"
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """Rows, and the version of triton that compiled them: another one allocates other registers."""
+
+    triton: str
+    rows: tuple[StaticRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StaticVerdict:
+    """The static gate's answer: one line per finding; exit code 0 pass, 1 regression, 2 nothing compared."""
+
+    findings: tuple[str, ...]
+    summary: str
+    exit_code: int = field(default=PASS)
+
+
+def save(path: Path, survey: Survey) -> None:
+    """Write a survey, one row a line.
+
+    Raises:
+        ValueError: the file cannot be written; it is as before then.
+    """
+    head = f'{{\n  "schema": {SCHEMA},\n  "triton": {json.dumps(survey.triton)},\n  "rows": [\n'
+    rows = ",\n".join("    " + json.dumps(asdict(row), ensure_ascii=False) for row in sorted(survey.rows, key=lambda r: r.key))
+    replace_text(path, f"{head}{rows}\n  ]\n}}\n")
+
+
+def load(path: Path) -> Survey:
+    """Read what `save` wrote.
+
+    Raises:
+        ValueError: one line naming the file, the line or row, and what is wrong.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}:{error.lineno}: JSON: {error.msg} at column {error.colno}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: JSON: not readable as UTF-8") from error
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA or not isinstance(data.get("rows"), list):
+        raise ValueError(f"{path}: schema: expected an object of schema {SCHEMA} with rows, as `inspect --save` writes")
+    rows = []
+    for index, values in enumerate(data["rows"]):
+        try:
+            rows.append(_row(values))
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{path}: rows[{index}]: {error}") from error
+    return Survey(str(data.get("triton")), tuple(rows))
+
+
+def static_gate(baseline: Survey, new: Survey) -> StaticVerdict:
+    """New spills, narrower accesses, and configs that no longer compile or fit, of rows that both sets have.
+
+    An access is narrower where the width that carries most bits of a kernel's loads, or of its stores, is less than before.
+    A row of the new set alone is judged for errors only; what does not compile in either set is not compared.
+    """
+    if baseline.triton != new.triton:
+        return StaticVerdict((), f"not comparable: baseline made with triton {baseline.triton}, here {new.triton}", UNUSABLE)
+    before = {row.key: row for row in baseline.rows}
+    findings: list[str] = []
+    counts: Counter[str] = Counter()
+    for row in new.rows:
+        old = before.pop(row.key, None)
+        if row.error:
+            counts["broken in both" if old is not None and old.error else "compared"] += 1
+            if old is None or not old.error:
+                findings.append(f"{row.label}: {row.error}")
+        elif old is None:
+            counts["new"] += 1
+        else:
+            counts["compared"] += 1
+            findings += [f"{row.label}: {line}" for line in _worse(old.kernels, row.kernels)]
+    counts["gone"] = len(before)
+    return _verdict(findings, counts)
+
+
+def differences(old: StaticRow, new: StaticRow) -> list[tuple[str, str, str, str]]:
+    """(kernel, what, old, new) for everything that differs between two rows of one target."""
+    found = [("", "error", old.error or "-", new.error or "-")] if old.error != new.error else []
+    for first, second in _pairs(old.kernels, new.kernels):
+        name = (first or second or _NOTHING).name
+        cells = (_cells(kernel, row.target) for kernel, row in ((first, old), (second, new)))
+        found += [(name, what, a, b) for (what, a), (_, b) in zip(*cells, strict=True) if a != b]
+    return found
+
+
+def resident(kernel: Kernel, target: str) -> Occupancy:
+    """How many programs of a kernel a multiprocessor of the target holds."""
+    return occupancy(LIMITS[target], kernel.warps, kernel.registers, kernel.shared_bytes, kernel.scalar_registers)
+
+
+def numbered(kernels: Sequence[Kernel]) -> dict[tuple[str, int], Kernel]:
+    """Kernels by name and by how many of that name came before."""
+    seen: Counter[str] = Counter()
+    found = {}
+    for kernel in kernels:
+        found[kernel.name, seen[kernel.name]] = kernel
+        seen[kernel.name] += 1
+    return found
+
+
+def widths(accesses: Iterable[Access], kind: str) -> str:
+    """`128x4 32x1`: bits and instructions of all loads, or of all stores."""
+    return " ".join(f"{a.bits}x{a.count}" for a in accesses if a.kind == kind) or "-"
+
+
+_NOTHING = Kernel("", 1, 0, 0, 0)
+
+
+def _cells(kernel: Kernel | None, target: str) -> list[tuple[str, str]]:
+    names = ("warps", "registers", "spill B", "shared B", "programs", "resident warps", "limiter", "loads", "stores")
+    if kernel is None:
+        return [(name, "-") for name in names]
+    held = resident(kernel, target)
+    values = (kernel.warps, kernel.registers, kernel.spill_bytes, kernel.shared_bytes, held.programs, held.warps, held.limiter)
+    return list(zip(names, (*map(str, values), widths(kernel.accesses, "load"), widths(kernel.accesses, "store")), strict=True))
+
+
+def _worse(old: Sequence[Kernel], new: Sequence[Kernel]) -> list[str]:
+    found = []
+    for first, second in _pairs(old, new):
+        if second is None:
+            continue
+        spilled = first.spill_bytes if first else max((kernel.spill_bytes for kernel in old), default=0)
+        if second.spill_bytes > spilled:
+            found.append(f"{second.name}: spills {second.spill_bytes} bytes per thread, was {spilled}")
+        for kind in ("load", "store") if first else ():
+            was, now = (typical_bits(kernel.accesses, kind) for kernel in (first or second, second))
+            if 0 < now < was:
+                found.append(f"{second.name}: {kind}s are {now} bits wide, were {was}")
+    return found
+
+
+def _pairs(old: Sequence[Kernel], new: Sequence[Kernel]) -> list[tuple[Kernel | None, Kernel | None]]:
+    """Kernels of one name in the order of their launches, each with its counterpart."""
+    left, right = numbered(old), numbered(new)
+    return [(left.get(key), right.get(key)) for key in dict.fromkeys([*left, *right])]
+
+
+def _verdict(findings: list[str], counts: Counter[str]) -> StaticVerdict:
+    text = ", ".join(f"{counts[name]} {name}" for name in ("compared", "new", "gone", "broken in both"))
+    if not counts["compared"]:
+        return StaticVerdict((), f"nothing compared: {text}", UNUSABLE)
+    if findings:
+        return StaticVerdict(tuple(findings), f"static regression: {len(findings)} found; {text}", REGRESSION)
+    return StaticVerdict((), f"pass: no new spills, no narrower accesses, nothing over a limit; {text}")
+
+
+def _row(values: dict[str, Any]) -> StaticRow:
+    kernels = tuple(
+        Kernel(**{**kernel, "accesses": tuple(Access(**access) for access in kernel["accesses"])}) for kernel in values["kernels"]
+    )
+    row = StaticRow(**{**values, "kernels": kernels})
+    if row.target not in LIMITS:
+        raise KeyError(f"target: {row.target!r}: expected one of {', '.join(LIMITS)}")
+    return row

@@ -1,0 +1,102 @@
+"""Compiles configs for several targets on the CPU alone: the rows that `inspect` shows and the static gate judges.
+
+Knows no operator by name and judges nothing. May import torch.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kerneltune import cache, device
+from kerneltune.assembly import Kernel
+from kerneltune.compare import config_values
+from kerneltune.compiler import TARGETS, Compiled, CompilePool, Job
+from kerneltune.spec import Case, Op, Variant
+from kerneltune.static import StaticRow, Survey, resident
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One config to compile."""
+
+    op: Op
+    variant: Variant
+    case: Case
+    policy: str
+    config: Any
+
+
+def cached_requests(ops: Iterable[Op], root: Path, gpu: str) -> list[Request]:
+    """Every cached config of these operators for a GPU (its folder's name), in the cache's order.
+
+    Raises:
+        ValueError: an entry names a variant or knobs that the operator does not have; one line with the file.
+    """
+    found = []
+    for op in ops:
+        for entry in cache.load(op.name, gpu, root):
+            case = Case(entry.case, entry.axes, entry.dtype, entry.quant, entry.options)
+            try:
+                variant = op.variant(entry.variant)
+                found.append(Request(op, variant, case, entry.policy, variant.config_from(entry.config)))
+            except ValueError as error:
+                raise ValueError(f"{root / gpu / op.name}.json: {case.name}: {error}") from error
+    return found
+
+
+def survey(
+    requests: Sequence[Request],
+    targets: Sequence[str],
+    workers: int | None = None,
+    stage: Callable[[str, int], None] = lambda _name, _total: None,
+    advance: Callable[[str], None] = lambda _text: None,
+) -> Survey:
+    """Compile every request for every target; a config that cannot be compiled is a row with its error.
+
+    Requests that differ in nothing that reaches the compiler are compiled once: kernels by Triton's disk cache, and whole
+    requests, of one case under several policies, here.
+    """
+    rows = []
+    for target in targets:
+        distinct = {_job_key(request): request for request in requests}
+        stage(f"compile for {target}", len(distinct))
+        compiled = {}
+        most = min(len(distinct), workers or len(os.sched_getaffinity(0)))
+        with CompilePool(TARGETS[target], most, disassemble=True) as pool:
+            jobs = [Job(partial(r.op.inputs, r.case), r.variant.run, r.config) for r in distinct.values()]
+            for (key, request), answer in zip(distinct.items(), pool.compile(jobs), strict=True):
+                compiled[key] = answer
+                advance(f"{request.op.name} {request.variant.name} {request.case.name}")
+        rows += [_row(request, target, compiled[_job_key(request)]) for request in requests]
+    return Survey(device.versions()["triton"], tuple(rows))
+
+
+def _job_key(request: Request) -> tuple[str, str, Case, Any]:
+    return request.op.name, request.variant.name, request.case, request.config
+
+
+def _row(request: Request, target: str, compiled: Compiled) -> StaticRow:
+    """Launches that use the same resources, of a kernel that is launched once per tensor, are one kernel of the row."""
+    kernels = tuple(dict.fromkeys(compiled.kernels))
+    return StaticRow(
+        request.op.name,
+        request.variant.name,
+        f"{request.case.name} {request.case.label}",
+        request.policy,
+        target,
+        config_values(request.config) or {},
+        () if compiled.error else kernels,
+        compiled.error or _unfit(kernels, target),
+    )
+
+
+def _unfit(kernels: Sequence[Kernel], target: str) -> str:
+    """Why a kernel that compiles could not be launched; empty where nothing is in the way."""
+    for kernel in kernels:
+        held = resident(kernel, target)
+        if not held.programs:
+            return f"{kernel.name}: no program fits a multiprocessor: {held.limiter}"
+    return ""

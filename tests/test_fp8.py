@@ -1,0 +1,152 @@
+"""FP8 quantisation: layouts, special values, ragged groups, bad arguments, large tensors, torch operators."""
+
+import pytest
+import torch
+
+from kerneltune import ops, sweep
+from kerneltune.agreement import same_bits, same_fp8
+from kerneltune.check import Checker
+from kerneltune.ops import fp8
+from kerneltune.ops.fp8 import custom, peers, reference
+from kerneltune.spec import Case
+
+OPS = ops.load()
+WHERE = "cuda" if torch.cuda.is_available() else "cpu"
+FAMILIES = ("fp8_rowwise", "fp8_weights", "fp8_groups", "fp8_tensorwise", "fp8_transpose")
+CHECKS = [entry for family in FAMILIES for entry in sweep.load(sweep.find(family), OPS).check]
+
+
+def quantised(x: torch.Tensor, axis: int, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
+    return reference.quantised(x, axis, {"fp8_format": "e4m3", "pow2": True, "inverse": False} | options)
+
+
+def ragged(*ends: int) -> torch.Tensor:
+    return torch.tensor(ends, dtype=torch.int32, device=WHERE)
+
+
+@pytest.mark.parametrize("name", [name for name in OPS if name.startswith("fp8_")])
+def test_eager_torch_agrees_with_the_reference(name: str) -> None:
+    eager = OPS[name].variant("eager")
+    for entry in CHECKS:
+        if entry.op == name and eager.unsupported(entry.case) is None:
+            assert Checker(OPS[name], entry.case, WHERE).errors(eager, None) == [], entry.case.label
+
+
+@pytest.mark.parametrize("K", [17389, 28672])
+@pytest.mark.parametrize("reload", [False, True])
+def test_long_rows_are_held_or_read_again(K: int, reload: bool) -> None:
+    x = reference.values((2, K), torch.bfloat16, WHERE, seed=3)
+    config = fp8.RowConfig(rows=1, cols=2048, warps=8, ctas=0, stages=2 if reload else 1, reload=reload)
+    q, scale = fp8.fp8_rowwise_2d(x, config=config)
+    want, want_scale = quantised(x, 1)
+    assert same_fp8("q", q, want) == [] and same_bits("scale", scale, want_scale) == []
+
+
+@pytest.mark.parametrize("pad", [1, 8])
+def test_rows_may_lie_any_distance_apart(pad: int) -> None:
+    x = reference.values((9, 64 + pad), torch.bfloat16, WHERE, seed=1)[:, :64]
+    q, scale = fp8.fp8_rowwise_2d(x)
+    want, want_scale = quantised(x, 1)
+    assert same_fp8("q", q, want) == [] and same_bits("scale", scale, want_scale) == []
+    out = fp8.fp8_tensorwise_2d(x, layout="both")
+    assert out.q is not None and out.q_t is not None
+    want, want_scale = quantised(x.reshape(1, -1), 1)
+    assert same_fp8("q", out.q, want.view(x.shape)) == [] and same_bits("scale", out.scale, want_scale[0]) == []
+    assert torch.equal(out.q_t.view(torch.uint8), out.q.view(torch.uint8)) and out.q_t.stride() == (1, 9)
+    assert torch.equal(fp8.fp8_transpose_2d(q[:, :40]).view(torch.uint8), q[:, :40].t().view(torch.uint8))
+
+
+def test_a_nan_or_infinite_row_spoils_only_itself() -> None:
+    x = torch.ones(4, 40, dtype=torch.bfloat16, device=WHERE)
+    x[1, 3], x[2, 5], x[3] = torch.nan, -torch.inf, 0.0
+    q, scale = fp8.fp8_rowwise_2d(x)
+    assert scale[0, 0] == 256 and (q[0].float() == 256).all()
+    assert scale[1].isnan().all()
+    assert scale[2, 0] == 0 and (q[2, :5].float() == 0).all()
+    assert scale[3, 0] == 2.0**48 and (q[3].float() == 0).all()
+
+
+def test_tensorwise_makes_values_finite_first() -> None:
+    x = torch.tensor([[1.0, torch.nan, -torch.inf, -0.0]], dtype=torch.bfloat16, device=WHERE)
+    out = fp8.fp8_tensorwise_2d(x, pow2=False)
+    limit = torch.finfo(torch.bfloat16).max
+    assert out.q is not None and float(out.scale) == float(torch.tensor(448 / limit, dtype=torch.float32))
+    assert out.q.float().tolist() == [[0.0, 0.0, -448.0, 0.0]] and bool(out.q.float().signbit()[0, 3])
+
+
+@pytest.mark.parametrize("ends", [(0, 0, 5, 5, 21, 33), (33, 33, 33), (1, 2, 3, 33), (16, 33)], ids=str)
+def test_groups_of_any_sizes(ends: tuple[int, ...]) -> None:
+    x = reference.values((33, 24), torch.bfloat16, WHERE, seed=2)
+    out = fp8.fp8_tensorwise_group(x, ragged(*ends), layout="both", inverse=True)
+    assert out.q is not None and out.q_t is not None
+    for i, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
+        want, scale = quantised(x[start:end].reshape(1, -1), 1, inverse=True)
+        assert same_fp8("q", out.q[start:end], want.view(-1, 24)) == []
+        assert same_bits("scale", out.scale[i], scale[0, 0]) == []
+    assert torch.equal(out.q_t.view(torch.uint8), out.q.view(torch.uint8))
+
+
+def test_nothing_has_the_scale_of_zeros() -> None:
+    x = torch.empty(3, 0, dtype=torch.bfloat16, device=WHERE)
+    assert fp8.fp8_rowwise_2d(x)[1].tolist() == [[2.0**48]] * 3
+    assert fp8.fp8_tensorwise_2d(x, inverse=True).scale.tolist() == [2.0**-48]
+    assert fp8.fp8_tensorwise_group(x[:0], ragged(0, 0)).scale.tolist() == [2.0**48] * 2
+    assert fp8.fp8_transpose_2d(x.to(torch.float8_e4m3fn)).shape == (0, 3)
+
+
+X = torch.zeros(4, 6, dtype=torch.bfloat16)
+W = torch.zeros(2, 6, 4, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: fp8.fp8_rowwise_2d(X, "e3m4"), "fp8_format must be one of e4m3.*'e3m4'"),
+        (lambda: fp8.fp8_rowwise_2d(X.t()), "elements of a row of x must be adjacent"),
+        (lambda: fp8.fp8_rowwise_2d(X.double()), "x must be a matrix of bfloat16.*float64"),
+        (lambda: fp8.fp8_colwise_3d(W), r"w must be column-major, strides \(24, 1, 6\)"),
+        (lambda: fp8.fp8_colwise_3d(X), r"w must be \(E, K, N\)"),
+        (lambda: fp8.fp8_tensorwise_2d(X, layout="diagonal"), "layout must be one of row, col, both, got layout='diagonal'"),
+        (lambda: fp8.fp8_tensorwise_3d(W), "w must be column-major"),
+        (lambda: fp8.fp8_tensorwise_group(X, torch.tensor([4])), r"offs must be \(G,\) int32 .*int64"),
+        (lambda: fp8.fp8_tensorwise_group(X, torch.tensor([], dtype=torch.int32)), r"offs must be \(G,\) int32"),
+        (lambda: fp8.fp8_transpose_2d(X), "x must be a matrix of an fp8 type.*bfloat16"),
+        (lambda: fp8.fp8_transpose_2d(X.to(torch.float8_e4m3fn).t()), "elements of a row of x must be adjacent"),
+    ],
+)
+def test_wrong_arguments_are_named(call, message: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_torchao_is_not_timed_where_it_is_wrong() -> None:
+    def case(M: int, N: int, G: int, groups: str) -> Case:
+        return Case("", (("M", M), ("N", N), ("G", G)), "bfloat16", "fp8", (("special", False), ("groups", groups)))
+
+    assert peers.not_torchao_group(case(16640, 5120, 64, "balanced")) is None
+    assert "loses the rows" in str(peers.not_torchao_group(case(16640, 5120, 64, "zipf")))
+    assert "N % 128" in str(peers.not_torchao_group(case(32768, 2880, 32, "balanced")))
+
+
+W8 = torch.randn(2, 24, 12, dtype=torch.bfloat16, device=WHERE).transpose(1, 2)
+X8 = torch.randn(20, 24, dtype=torch.bfloat16, device=WHERE)
+OFFS = ragged(3, 3, 20)
+OPERATORS = [
+    (custom.fp8_rowwise_2d, (X8,)),
+    (custom.fp8_colwise_3d, (W8, "e5m2", False, True)),
+    (custom.fp8_rowwise_3d_transpose, (W8,)),
+    (custom.fp8_group_colwise, (X8, OFFS)),
+    (custom.fp8_group_colwise_dual, (X8, X8[:, :8].contiguous(), OFFS)),
+    (custom.fp8_tensorwise_2d, (X8, "e4m3", "both")),
+    (custom.fp8_tensorwise_3d, (W8, "e4m3", "col")),
+    (custom.fp8_tensorwise_group, (X8, OFFS)),
+    (custom.fp8_transpose_2d, (X8.to(torch.float8_e4m3fn),)),
+]
+
+
+@pytest.mark.parametrize(("operator", "arguments"), OPERATORS, ids=lambda v: getattr(v, "_name", ""))
+def test_operators_have_fakes_that_tell_shapes_and_strides(operator, arguments) -> None:  # type: ignore[no-untyped-def]
+    tests = ["test_faketensor"]
+    if arguments[0].dtype.itemsize > 1:  # the schema test multiplies the inputs, which torch cannot for fp8
+        tests.append("test_schema")
+    torch.library.opcheck(operator, arguments, test_utils=tests)

@@ -1,0 +1,99 @@
+"""What doctor says of a GPU, from an NVML that answers as told."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kerneltune.health import counter_line, gpu_lines, throttle_names
+
+
+class FakeNvml:
+    """Answers with `answers` by name of the query; an exception is raised."""
+
+    NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, **changes: Any) -> None:
+        self.answers: dict[str, Any] = {
+            "ClockInfo": 1980,
+            "MaxClockInfo": 1980,
+            "ApplicationsClock": 1980,
+            "DefaultApplicationsClock": 1980,
+            "Temperature": 41,
+            "EnforcedPowerLimit": 700_000,
+            "PowerManagementDefaultLimit": 700_000,
+            "CurrentClocksEventReasons": 0x1,
+            "PersistenceMode": 1,
+            "EccMode": [1, 1],
+            "MigMode": [0, 0],
+            "ComputeRunningProcesses": [SimpleNamespace(pid=7)],
+            **changes,
+        }
+
+    def __getattr__(self, query: str) -> Any:
+        def ask(_handle: object, *_: object) -> Any:
+            answer = self.answers[query.removeprefix("nvmlDeviceGet")]
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        return ask
+
+
+def lines(**changes: Any) -> dict[str, tuple[str, str]]:
+    return {what: (found, means) for what, found, means in gpu_lines(FakeNvml(**changes), object(), own_pid=7)}
+
+
+def test_a_gpu_in_order_says_little() -> None:
+    found = lines()
+    assert [what for what, (_, means) in found.items() if means] == ["SM clock"]
+    assert "NVML cannot say whether it is locked" in found["SM clock"][1]
+    assert found["other processes"] == ("none", "") and found["power limit"] == ("700 W of 700 W", "")
+
+
+@pytest.mark.parametrize(
+    ("what", "changes", "found", "means"),
+    [
+        ("application clocks", {"ApplicationsClock": 1500}, "SM 1500 MHz, default 1980", "do not compare"),
+        ("power limit", {"EnforcedPowerLimit": 500_000}, "500 W of 700 W", "capped"),
+        ("throttled", {"CurrentClocksEventReasons": 0x45}, "power cap, hardware thermal", "too long"),
+        ("persistence mode", {"PersistenceMode": 0}, "off", "slow starts"),
+        ("ECC", {"EccMode": [0, 1]}, "off", "faster"),
+        ("MIG", {"MigMode": [1, 1]}, "on", "a slice of a GPU"),
+        ("other processes", {"ComputeRunningProcesses": [SimpleNamespace(pid=p) for p in (7, 8, 9)]}, "pid 8, 9", "disturb"),
+    ],
+)
+def test_what_is_not_in_order_is_explained(what: str, changes: dict[str, Any], found: str, means: str) -> None:
+    state = lines(**changes)
+    assert state[what][0] == found and means in state[what][1]
+    assert [name for name, (_, text) in state.items() if text] == sorted({"SM clock", what}, key=list(state).index)
+
+
+def test_what_nvml_does_not_answer_is_said_and_the_rest_goes_on() -> None:
+    state = lines(MigMode=FakeNvml.NVMLError("Not Supported"), ApplicationsClock=FakeNvml.NVMLError("Not Supported"))
+    assert state["MIG"] == state["application clocks"] == ("not known: Not Supported", "")
+    assert list(state) == list(lines())
+
+
+def test_throttle_reasons_by_name() -> None:
+    assert throttle_names(0x3) == []  # idle, and held at the application clocks
+    assert throttle_names(0x8 | 0x20 | 0x80) == ["hardware slowdown", "software thermal", "power brake"]
+    assert throttle_names(0x1000) == ["0x1000"]
+
+
+@pytest.mark.parametrize(
+    ("params", "capabilities", "found", "refused"),
+    [
+        (None, "0", "no NVIDIA driver loaded", True),
+        ("RmProfilingAdminOnly: 0\n", "0", "open to every user", False),
+        ("RmProfilingAdminOnly: 1\n", "000001ffffffffff", "for administrators, as this process is", False),
+        ("RmProfilingAdminOnly: 1\n", "00000000a80425fb", "for administrators only", True),
+    ],
+)
+def test_who_may_read_the_counters(params: str | None, capabilities: str, found: str, refused: bool) -> None:
+    line = counter_line(params, f"Name:\tpython\nCapEff:\t{capabilities}\n")
+    assert line[:2] == ("GPU counters", found)
+    assert bool(line[2]) == refused

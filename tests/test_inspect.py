@@ -1,0 +1,282 @@
+"""`kerneltune inspect` and `profile`: what they compile, what they say and refuse, and their exit codes."""
+
+import dataclasses
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from kerneltune import device, ncu, revision, survey
+from kerneltune.assembly import Access, Kernel
+from kerneltune.cli import app, console
+from kerneltune.compiler import Compiled
+from kerneltune.spec import Variant
+from kerneltune.static import StaticRow, Survey, save
+
+KERNEL = Kernel("_rmsnorm_fwd_rows", 8, 40, 0, 32, 0, (Access("load", 128, 4), Access("store", 32, 1)))
+
+
+@pytest.fixture(autouse=True)
+def eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(console.console, "width", 80)
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def refused(*arguments: str | Path) -> str:
+    """The one line that a command says before it exits with 2, having printed nothing else."""
+    result = run(*arguments)
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    assert result.stderr.count("\n") == 1
+    return result.stderr.removesuffix("\n")
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[survey.Request], list[str]]]:
+    """Stands in for the compile pool: every config has KERNEL, with a register for each of its warps more."""
+    asked: list[tuple[list[survey.Request], list[str]]] = []
+
+    def fake(requests: list[survey.Request], targets: list[str], *_: Any) -> Survey:
+        asked.append((requests, targets))
+        return Survey("3.7.1", tuple(row(request, target) for target in targets for request in requests))
+
+    def row(request: survey.Request, target: str) -> StaticRow:
+        values = {name: getattr(request.config, name) for name in request.config.__slots__}
+        kernel = Kernel(KERNEL.name, 8, 32 + values["warps"], 0, 32, 0, KERNEL.accesses)
+        label = (request.op.name, request.variant.name, f"{request.case.name} {request.case.label}", request.policy, target)
+        return StaticRow(*label, values, (kernel,))
+
+    monkeypatch.setattr(survey, "survey", fake)
+    return asked
+
+
+ONE = ("inspect", "rmsnorm_fwd", "--variant", "optimized", "--case", "te-8192x4096", "--dtype", "bfloat16", "--quant", "none")
+LABEL = "te-8192x4096 M=8192 N=4096 bfloat16 none zero_centered=False fp8_format=e4m3 row_pad=0"
+
+
+def test_a_config_is_a_table_of_its_targets(compiled: list[Any]) -> None:
+    result = run(*ONE)
+    assert result.exit_code == 0, result.output
+    lines = [line.rstrip() for line in result.stdout.splitlines()]
+    assert lines[0] == f"rmsnorm_fwd optimized  {LABEL}"
+    assert lines[2:5] == [
+        "  _rmsnorm_fwd_rows",
+        "target  regs  spill  shared  programs  warps  limiter    loads  stores",
+        "sm_90   40    0      32      6         48/64  registers  128x4  32x1",
+    ]
+    assert compiled[0][1] == ["sm_90", "sm_100", "gfx942", "gfx950"]
+    assert max(map(len, lines[2:])) <= 80
+
+
+def test_what_is_compiled_is_what_was_selected(compiled: list[Any]) -> None:
+    assert run("inspect", "--target", "gfx950", "--case", "te-*", "--quant", "fp8_t").exit_code == 0
+    requests, targets = compiled[0]
+    assert targets == ["gfx950"]
+    assert {(r.op.name, r.case.quant) for r in requests} == {("rmsnorm_fwd", "fp8_t")}
+    assert all(r.case.name.startswith("te-") for r in requests) and {"baseline", "optimized"} <= {
+        r.variant.name for r in requests
+    }
+
+
+def config(**changes: Any) -> str:
+    values = {"rows": 1, "cols": 4096, "split": False, "warps": 8, "ctas": 0, "stages": 1, "reload": False}
+    return json.dumps({**values, **changes})
+
+
+def test_another_config_beside_the_cached_one(compiled: list[Any]) -> None:
+    result = run(*ONE, "--target", "sm_90", "--config", config(), "--against", config(warps=16))
+    words = [line.split() for line in result.stdout.splitlines()]
+    assert ["sm_90", "_rmsnorm_fwd_rows", "registers", "40", "48"] in words
+    assert words[-1] == ["1", "of", "1", "configs", "differ"]
+    same = run(*ONE, "--target", "sm_90", "--config", config(), "--against", config())
+    assert same.stdout == "no difference in 1 configs\n"
+
+
+def test_the_gate_s_exit_code_is_its_answer(compiled: list[Any], tmp_path: Path) -> None:
+    path = tmp_path / "baseline.json"
+    assert run(*ONE, "--save", path).exit_code == 0
+    passed = run(*ONE, "--gate", path)
+    assert (passed.exit_code, passed.stdout.split(":")[0]) == (0, "pass")
+    text = path.read_text()
+    path.write_text(text.replace('"bits": 32', '"bits": 64'))
+    worse = run(*ONE, "--gate", path)
+    assert worse.exit_code == 1
+    finding = f"rmsnorm_fwd optimized {LABEL} sm_90: _rmsnorm_fwd_rows: stores are 32 bits wide, were 64"
+    assert worse.stdout.splitlines()[0] == finding
+    path.write_text(text.replace("te-8192x4096", "other"))
+    assert refused(*ONE, "--gate", path).startswith("nothing compared: ")
+
+
+def test_a_revision_is_asked_with_the_same_arguments(compiled: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def fake(name: str, arguments: list[str]) -> Survey:
+        asked.append((name, arguments))
+        return survey.survey(compiled[-1][0] if compiled else [], ["sm_90"])
+
+    monkeypatch.setattr(revision, "survey_revision", fake)
+    run(*ONE, "--target", "sm_90", "--workers", "1")
+    assert run(*ONE, "--target", "sm_90", "--workers", "1", "--gate", "main").exit_code == 0
+    assert run(*ONE, "--target", "sm_90", "--against-rev", "v1").stdout == "no difference in 1 configs\n"
+    arguments = [*ONE[1:], "--target", "sm_90", "--gpu", "nvidia_h200"]
+    assert asked == [("main", [*arguments, "--workers", "1"]), ("v1", arguments)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nope"], "error: op: 'nope': expected one of "),
+        (["--target", "sm_70"], "error: target: 'sm_70': expected one of sm_90, sm_100, gfx942, gfx950, all"),
+        (["--gpu", "b200"], "error: nothing to compile: "),
+        (["--workers", "0"], "error: workers: 0: expected 1 or more"),
+        (["rmsnorm_bwd", "--variant", "optimized", "--config", "{"], "error: config: '{': JSON: "),
+        (["rmsnorm_bwd", "--variant", "optimized", "--config", "{}"], "error: config of optimized has the knobs ["),
+        (["rmsnorm_bwd", "--config", "{}"], "error: config: '{}': expected OP and --variant beside it, for there are "),
+        (["--gate", "a.json", "--against-rev", "main"], "error: --against, --against-rev and --gate: expected one of them"),
+        (["--gate", "nowhere.json"], "error: cannot read nowhere.json: No such file or directory"),
+    ],
+)
+def test_what_inspect_refuses(arguments: list[str], message: str, compiled: list[Any]) -> None:
+    assert refused("inspect", *arguments).startswith(message)
+    assert compiled == []
+
+
+def test_an_entry_that_its_operator_does_not_know(compiled: list[Any], tmp_path: Path) -> None:
+    values = {"variant": "fast", "case": "c", "axes": {"M": 1, "N": 8}, "dtype": "bfloat16", "quant": "none", "options": {}}
+    entry = {**values, "policy": "cold", "config": {}, "evidence": {}}
+    path = tmp_path / "nvidia_h200" / "rmsnorm_bwd.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps({"schema": 1, "op": "rmsnorm_bwd", "device": "nvidia_h200", "entries": [entry]}))
+    said = refused("inspect", "rmsnorm_bwd", "--configs", tmp_path)
+    assert said.startswith(f"error: {path}: c: rmsnorm_bwd has no variant 'fast'")
+
+
+def test_a_revision_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match="'nonesuch': no such revision"):
+        revision.survey_revision("nonesuch", [])
+
+
+def test_a_revision_is_compiled_in_a_work_tree_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkout whose package at HEAD says another thing than its files do now."""
+    package = tmp_path / "kerneltune" / "cli"
+    package.mkdir(parents=True)
+    (tmp_path / "pyproject.toml").touch()
+    row = StaticRow("a", "b", "c", "cold", "sm_90", {}, (KERNEL,))
+    save(tmp_path / "rows.json", Survey("3.7.1", (row,)))
+    (tmp_path / "kerneltune" / "__init__.py").touch()
+    says = "import shutil, sys\n\ndef main():\n    assert sys.argv[1:3] == ['inspect', 'a']\n"
+    says += "    shutil.copy('rows.json', sys.argv[-1])\n"
+    (package / "__init__.py").write_text(says)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@x"]
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "x"]):
+        subprocess.run([*git, *command], check=True)
+    (package / "__init__.py").write_text("raise RuntimeError('changed since')\n")
+    monkeypatch.setattr(revision, "data_root", lambda folder: tmp_path / folder)
+    assert revision.survey_revision("HEAD", ["a"]) == Survey("3.7.1", (row,))
+    with pytest.raises(ValueError, match="revision 'HEAD' cannot be inspected: AssertionError"):
+        revision.survey_revision("HEAD", ["b"])
+    trees = subprocess.run([*git, "worktree", "list"], check=True, capture_output=True, text=True).stdout
+    assert len(trees.splitlines()) == 1
+
+
+def test_a_kernel_launched_for_every_tensor_is_shown_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pool:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+        def __enter__(self) -> "Pool":
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+        def compile(self, jobs: list[Any]) -> list[Compiled]:
+            kernels = (KERNEL, KERNEL, dataclasses.replace(KERNEL, registers=64), KERNEL)
+            return [Compiled(kernels, 1.0)] * len(jobs)
+
+    monkeypatch.setattr(survey, "CompilePool", Pool)
+    lines = run(*ONE, "--target", "sm_90").stdout.splitlines()
+    assert [line.strip() for line in lines if "_rmsnorm" in line] == ["_rmsnorm_fwd_rows", "_rmsnorm_fwd_rows (2)"]
+
+
+def test_a_program_that_no_multiprocessor_holds_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    unfit = dataclasses.replace(KERNEL, warps=32)
+    monkeypatch.setattr(survey.CompilePool, "compile", lambda _pool, jobs: [Compiled((unfit,), 1.0)] * len(jobs))
+    result = run(*ONE, "--target", "gfx942", "--workers", "1")
+    last = "  gfx942: _rmsnorm_fwd_rows: no program fits a multiprocessor: threads of a program"
+    assert last in result.stdout.splitlines()
+
+
+def test_the_real_pool_compiles_for_both_makers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    arguments = ("--target", "sm_90", "--target", "gfx942", "--workers", "1", "--save", tmp_path / "rows.json")
+    result = run("inspect", "rmsnorm_fwd", "--case", "te-4096x1024", "--variant", "optimized", "--dtype", "bfloat16", *arguments)
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    launches = {row["target"]: len(row["kernels"]) for row in rows if "fp8_t" in row["case"]}
+    assert launches == {"sm_90": 1, "gfx942": 2}  # programs wait for each other on CUDA alone
+    for row in rows:
+        assert row["error"] == "" and len(row["kernels"]) >= 1, row
+        for kernel in row["kernels"]:
+            assert kernel["registers"] >= 8 and {access["kind"] for access in kernel["accesses"]} == {"load", "store"}
+
+
+# --- profile
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with a GPU."""
+    monkeypatch.setattr(device, "current", lambda: device.Device("NVIDIA H200", "sm_90", 132, 1 << 26, 232448, "580"))
+
+
+def test_profile_without_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "current", lambda: device.NO_GPU)
+    monkeypatch.setattr(Variant, "missing", lambda variant: ("quack",) if variant.name == "quack" else ())
+    pair = ("profile", "rmsnorm_fwd", "baseline", "optimized")
+    assert refused(*pair).startswith("error: profile needs an NVIDIA GPU; ")
+    assert refused(*pair, "--case", "x").startswith("error: case: 'x': expected one of te-29x17389, ")
+    assert refused(*pair[:3], "fast").startswith("error: variant: 'fast': expected one of baseline, ")
+    assert refused(*pair[:3], "quack") == "error: quack needs quack, which is not installed"
+    assert refused(*pair, "--config-b", "{}").startswith("error: config of optimized has the knobs [")
+    assert refused(*pair, "--quant", "int4").endswith("no sweep has a bench case of rmsnorm_fwd with dtype=None quant='int4'")
+
+
+@pytest.mark.usefixtures("gpu")
+def test_profile_without_ncu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ncu, "find_ncu", lambda: None)
+    assert refused("profile", "rmsnorm_fwd", "baseline", "optimized").startswith(
+        "error: profile needs Nsight Compute: no ncu on PATH"
+    )
+
+
+@pytest.mark.usefixtures("gpu")
+def test_profile_shows_a_beside_b(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = []
+
+    def fake(_ncu: Path, command: list[str], _folder: Path) -> tuple[list[ncu.Profile], list[ncu.Line]]:
+        commands.append(command[-5:])
+        values = {"DRAM % of peak": 40.0 + len(commands), "shared bank conflicts": 1048576.0}
+        lines = [ncu.Line("_k", "kernels.py:241", "words = tl.trans(q)", 12288, 40), ncu.Line("_k", "kernels.py:2", "x", 0, 9)]
+        found = ncu.Profile("_k", 34.8, values, "registers", (("long scoreboard", 17.25), ("barrier", 3.5)))
+        return [found], lines if len(commands) == 1 else []
+
+    monkeypatch.setattr(ncu, "find_ncu", lambda: Path("/ncu"))
+    monkeypatch.setattr(ncu, "profile", fake)
+    result = run("profile", "rmsnorm_fwd", "baseline", "optimized", "--case", "te-8192x4096", "--config-b", config())
+    assert result.exit_code == 0, result.output
+    words = [line.split() for line in result.stdout.splitlines()]
+    assert ["DRAM", "%", "of", "peak", "41", "42"] in words
+    assert ["shared", "bank", "conflicts", "1,048,576", "1,048,576"] in words
+    assert ["stall", "1", "long", "scoreboard", "17.25", "long", "scoreboard", "17.25"] in words
+    assert ["kernels.py:241", "12,288", "words", "=", "tl.trans(q)"] in words
+    assert ["B", "optimized:", "no", "line", "has", "bank", "conflicts"] in words
+    assert not any("kernels.py:2" in line for line in words)
+    assert [command[:3] for command in commands] == [["profiled", "rmsnorm_fwd", name] for name in ("baseline", "optimized")]
+    assert json.loads(commands[0][3])["axes"] == [["M", 8192], ["N", 4096]] and commands[1][4] == config()
+
+
+def test_the_registry_of_commands_hides_the_driver() -> None:
+    assert "profiled" not in run("--help").stdout
