@@ -1,7 +1,7 @@
 """The best known configs: one JSON file per GPU and operator, looked up exactly or at the nearest size.
 
 Does not measure, decide which config is better, or check that a config is valid for a case.
-Imports the standard library, filelock and spec.
+Imports the standard library, filelock, misses and spec.
 """
 
 import json
@@ -16,6 +16,7 @@ from typing import Any
 
 from filelock import FileLock
 
+from kerneltune import misses
 from kerneltune.spec import Case, Option
 
 SCHEMA = 1
@@ -202,14 +203,24 @@ def best(
 ) -> Any:
     """What `resolve` makes of the knobs of the nearest candidate that it takes, remembered until `clear`.
 
-    `resolve(case, knobs)` answers None to knobs that do not fit the case. If it takes no candidate it is asked once more,
-    with None for the knobs, for its own default. It must be a module-level function: the answer is remembered by it.
+    `resolve(case, knobs)` answers None to knobs that are not valid for the case. If it takes no candidate it is asked once
+    more, with None for the knobs, for its own default. It must be a module-level function: the answer is remembered by it.
+    Anything but an entry of the case's own is a miss, which is warned of once.
+
+    Raises:
+        LookupError: a miss, and KERNELTUNE_STRICT is 1.
     """
     case = Case("", axes, dtype, quant, options)
+    miss = misses.Miss(op_name, variant, device_slug, case, policy)
     for hit in candidates(op_name, variant, device_slug, axes, dtype, quant, options, policy, free_axes, root):
         resolved = resolve(case, hit.entry.config)
         if resolved is not None:
+            if not hit.exact:
+                entry = hit.entry
+                sizes = " ".join(f"{axis}={size}" for axis, size in entry.axes)
+                misses.report(miss, f"that of {sizes} {entry.dtype}, {hit.distance:.1f} octaves away: {_text(entry.config)}")
             return resolved
+    misses.report(miss, "the default")
     return resolve(case, None)
 
 

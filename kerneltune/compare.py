@@ -44,6 +44,11 @@ def memory_shortage(op: Op, case: Case) -> str | None:
     return f"needs {needed:,} bytes, {free:,} are free" if needed > free else None
 
 
+def release_memory() -> None:
+    """Give back what torch keeps of the GPU's memory for later, so that another process finds it."""
+    torch.cuda.empty_cache()
+
+
 def check_only(family: str, op: Op, case: Case, variants: Sequence[tuple[Variant, Config]], where: str) -> list[Record]:
     """Records without times: `checked`, `failed` or `skipped`."""
     checker = None

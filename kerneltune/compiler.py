@@ -70,14 +70,45 @@ class Compiled:
         return max((k.registers * k.warps for k in self.kernels), default=0)
 
 
+class Pending:
+    """A job that a pool has been given."""
+
+    def __init__(self, future: Any, timeout_s: float) -> None:
+        self._future, self._timeout_s = future, timeout_s
+
+    def result(self) -> Compiled:
+        """Wait for it. A job that hangs or kills its worker costs only itself."""
+        try:
+            compiled: Compiled = self._future.result()
+            return compiled
+        except FutureTimeoutError:
+            return Compiled((), self._timeout_s, f"compiling took longer than {self._timeout_s:g} s")
+        except ProcessExpired as error:
+            return Compiled((), 0.0, f"the compiler crashed: exit code {error.exitcode}")
+
+    def done(self) -> bool:
+        """Whether `result` answers at once."""
+        return bool(self._future.done())
+
+    def cancel(self) -> None:
+        """Stop compiling it, if it is not done."""
+        self._future.cancel()
+
+
 class CompilePool:
     """Worker processes that compile jobs for one target, and disassemble them if asked to. Use as a context manager."""
 
-    def __init__(self, target: Target, workers: int | None = None, disassemble: bool = False) -> None:
+    def __init__(
+        self, target: Target, workers: int | None = None, cores: frozenset[int] | None = None, disassemble: bool = False
+    ) -> None:
+        """cores: that the workers may use, None for all; workers: one per core if not given."""
         self.target = target
-        self.workers = workers or len(os.sched_getaffinity(0))
+        self.workers = workers or len(cores or os.sched_getaffinity(0))
         self._pool = ProcessPool(
-            self.workers, initializer=_start_worker, initargs=(target, disassemble), context=multiprocessing.get_context("spawn")
+            self.workers,
+            initializer=_start_worker,
+            initargs=(target, cores, disassemble),
+            context=multiprocessing.get_context("spawn"),
         )
 
     def __enter__(self) -> "CompilePool":
@@ -87,19 +118,20 @@ class CompilePool:
         self._pool.stop()
         self._pool.join()
 
+    def submit(self, job: Job, timeout_s: float = COMPILE_TIMEOUT_S) -> Pending:
+        """Begin to compile a job."""
+        return Pending(self._pool.schedule(_compile, args=(job,), timeout=timeout_s), timeout_s)
+
     def compile(self, jobs: Sequence[Job], timeout_s: float = COMPILE_TIMEOUT_S) -> Iterator[Compiled]:
-        """Compile all jobs; yields in their order. A job that hangs or kills its worker costs only itself."""
-        futures = [self._pool.schedule(_compile, args=(job,), timeout=timeout_s) for job in jobs]
-        for future in futures:
-            try:
-                yield future.result()
-            except FutureTimeoutError:
-                yield Compiled((), timeout_s, f"compiling took longer than {timeout_s:g} s")
-            except ProcessExpired as error:
-                yield Compiled((), 0.0, f"the compiler crashed: exit code {error.exitcode}")
+        """Compile all jobs; yields in their order."""
+        pending = [self.submit(job, timeout_s) for job in jobs]
+        for job in pending:
+            yield job.result()
 
 
-def _start_worker(target: Target, disassemble: bool) -> None:
+def _start_worker(target: Target, cores: frozenset[int] | None, disassemble: bool) -> None:
+    if cores:
+        os.sched_setaffinity(0, cores)
     os.environ.pop("TRITON_INTERPRET", None)
     from triton.runtime.driver import driver
 

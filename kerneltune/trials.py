@@ -6,12 +6,14 @@ Knows no GPU and decides nothing. Imports the standard library and spec.
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from kerneltune.spec import Case, Config, Op, Variant
 
+SCHEMA = 1
 _FIELDS = frozenset(
     ("op", "variant", "axes", "dtype", "quant", "options", "policy", "config", "status", "time_us", "detail", "fingerprint")
 )
@@ -19,21 +21,45 @@ _FIELDS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One evaluation. status: `ok`, or why there is no time: `compile`, `spills`, `resident`, `wrong`, `failed`."""
+    """One evaluation.
+
+    Attributes:
+        status: `ok`, or why there is no time: `compile`, `spills`, `wrong`, `failed`, `lost` where it took its process along.
+        resources: registers of all threads of its largest program.
+        spill_bytes: per thread.
+        shared_bytes: of its largest program.
+    """
 
     status: str
     time_us: float | None = None
     detail: str = ""
+    resources: int = field(default=0, compare=False)
+    spill_bytes: int = field(default=0, compare=False)
+    shared_bytes: int = field(default=0, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTrial:
+    """A trial with what it belongs to; date and commit are empty in rows of an older version."""
+
+    config: dict[str, Any]
+    trial: Trial
+    date: str
+    commit: str
+
+
+_RESOURCES = ("resources", "spill_bytes", "shared_bytes")
 
 
 class TrialStore:
     """Trials of one operator on one GPU, in one JSONL file; a truncated last line, as a kill leaves it, is dropped."""
 
-    def __init__(self, path: Path, **fingerprint: str) -> None:
-        """fingerprint: what else a time depends on: source hash, triton, driver."""
-        self._path = path
+    def __init__(self, path: Path, commit: str = "", **fingerprint: str) -> None:
+        """commit: kept beside every new trial; fingerprint: what else a time depends on: source hash, triton, driver."""
+        self._path, self._commit = path, commit
         self._fingerprint = tuple(sorted(fingerprint.items()))
         self._trials: dict[tuple[Any, ...], Trial] = {}
+        self._origins: dict[tuple[Any, ...], tuple[str, str]] = {}
         self._load()
 
     def get(self, op: Op, case: Case, variant: Variant, policy: str, config: Config) -> Trial | None:
@@ -56,7 +82,9 @@ class TrialStore:
             "policy": policy,
             "config": dict(_values(config)),
         }
-        line = json.dumps(identity | asdict(trial) | {"fingerprint": dict(self._fingerprint)}) + "\n"
+        origin = (datetime.now(UTC).isoformat(timespec="seconds"), self._commit)
+        more = {"fingerprint": dict(self._fingerprint), "date": origin[0], "commit": origin[1], "schema": SCHEMA}
+        line = json.dumps(identity | asdict(trial) | more) + "\n"
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a+b") as file:
@@ -66,15 +94,20 @@ class TrialStore:
                 os.fsync(file.fileno())
         except OSError as error:
             raise ValueError(f"cannot write {self._path}: {error.strerror}") from error
-        self._trials[self._key(op.name, case, variant.name, policy, _values(config))] = trial
+        key = self._key(op.name, case, variant.name, policy, _values(config))
+        self._trials[key], self._origins[key] = trial, origin
+
+    def of_case(self, op: Op, case: Case, variant: Variant, policy: str) -> list[StoredTrial]:
+        """Everything stored of a case, in the order of the first evaluation."""
+        wanted = self._key(op.name, case, variant.name, policy, ())[:-1]
+        return [
+            StoredTrial(dict(key[-1]), trial, *self._origins[key]) for key, trial in self._trials.items() if key[:-1] == wanted
+        ]
 
     def ranked(self, op: Op, case: Case, variant: Variant, policy: str) -> list[dict[str, Any]]:
         """The configs of a case that have a time, as knob values, fastest first."""
-        found = []
-        for key, trial in self._trials.items():
-            if key[:-1] == self._key(op.name, case, variant.name, policy, ())[:-1] and trial.time_us is not None:
-                found.append((trial.time_us, key[-1]))
-        return [dict(values) for _, values in sorted(found)]
+        timed = [(s.trial.time_us, tuple(s.config.items())) for s in self.of_case(op, case, variant, policy) if s.trial.time_us]
+        return [dict(values) for _, values in sorted(timed)]
 
     def __len__(self) -> int:
         return len(self._trials)
@@ -90,7 +123,23 @@ class TrialStore:
                 continue
             case = Case("", tuple(row["axes"].items()), row["dtype"], row["quant"], tuple(row["options"].items()))
             key = self._key(row["op"], case, row["variant"], row["policy"], tuple(row["config"].items()))
-            self._trials[key] = Trial(row["status"], row["time_us"], row["detail"])
+            self._trials[key] = Trial(
+                row["status"], row["time_us"], row["detail"], **{name: row.get(name, 0) for name in _RESOURCES}
+            )
+            self._origins[key] = row.get("date", ""), row.get("commit", "")
+
+
+def latest_fingerprint(path: Path) -> dict[str, str]:
+    """What the newest trial of a file depends on; empty where there is no trial.
+
+    Raises:
+        ValueError: the file cannot be read, or holds something else.
+    """
+    latest: dict[str, str] = {}
+    if path.exists():
+        for row in _rows(path):
+            latest = row["fingerprint"]
+    return latest
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -109,6 +158,11 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
             whole = False
         if not whole:
             raise ValueError(f"{path}:{number}: not a trial: {line[:80]!r}; move the file away to start anew")
+        if row.get("schema", SCHEMA) != SCHEMA:
+            raise ValueError(
+                f"{path}:{number}: schema: {row['schema']!r}: expected {SCHEMA}: written by another version of kerneltune; "
+                "move the file away to start anew"
+            )
         yield row
 
 

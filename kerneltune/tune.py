@@ -1,68 +1,54 @@
 """The search for the best config of a variant on a case; the only writer of configs.
 
-compile -> drop what spills or cannot be resident -> check on poisoned outputs -> screen -> duel with the incumbent. The winner
-replaces the incumbent, default or cached, only where the interval says that it is faster. May import torch and optuna.
+compile -> drop what spills -> check on poisoned outputs -> screen -> duel with the incumbent. The winner replaces the
+incumbent, default or cached, only where the interval says that it is faster. What to try is decided in search, and measured
+on a bench.
 """
 
-import random
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import torch
+from typing import Any, Protocol
 
 from kerneltune import cache, device
-from kerneltune.check import Checker
+from kerneltune.bench import SCREEN_SAMPLES, TRIED_WHOLE, Measuring
 from kerneltune.compare import commit, config_values
 from kerneltune.compiler import Compiled, CompilePool, Job
-from kerneltune.measure import POLICIES, Contender, interleave, rotation
+from kerneltune.search import Explored, Search, explore
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import median_interval, ratio_interval
 from kerneltune.trials import Trial, TrialStore
 
-ENUMERATE_UP_TO = 120
 _FINALISTS = 4
 _FINAL_MARGIN = 1.04
-_SCREEN_SAMPLES = 5
-_TRIED_WHOLE = 20
-"""Spaces up to this size are published lists, and run even where they spill."""
-_SCREEN_US = 250.0
+_NEIGHBOURS = 3
 _TRANSFERRED = 16
-_BATCH = 16
-_ENUMERATED_BATCH = 48
 
 
 class NothingPassedError(Exception):
     """A search in which no config was correct and timed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Search:
-    """How much to search. budget_s: seconds per case, None for no limit; trials: most configs; sampler: above
-    ENUMERATE_UP_TO configs, one of `tpe`, `gp`, `random`, `qmc`; seed."""
+class Compiling(Protocol):
+    """A config that is being compiled."""
 
-    budget_s: float | None = None
-    trials: int | None = None
-    sampler: str = "tpe"
-    seed: int = 0
+    def done(self) -> bool:
+        """Whether `result` answers at once."""
 
-    def __post_init__(self) -> None:
-        if self.budget_s is not None and self.budget_s <= 0:
-            raise ValueError(f"budget must be above 0 seconds, got {self.budget_s}")
-        if self.trials is not None and self.trials <= 0:
-            raise ValueError(f"trials must be above 0, got {self.trials}")
-        if self.sampler not in _SAMPLERS:
-            raise ValueError(f"sampler must be one of {', '.join(_SAMPLERS)}, got {self.sampler!r}")
+    def result(self) -> Compiled:
+        """Wait for it."""
+
+    def cancel(self) -> None:
+        """Give it up."""
 
 
-def jobs(op: Op, case: Case, configs: Iterable[Config], variant: Variant) -> list[Job]:
-    """What a compile pool is given to compile configs of a variant."""
-    return [Job(partial(op.inputs, case), variant.run, config) for config in configs]
+def job(op: Op, case: Case, config: Config, variant: Variant) -> Job:
+    """What a compile pool is given to compile a config of a variant."""
+    return Job(partial(op.inputs, case), variant.run, config)
 
 
 def neighbour_dtype(op: Op, case: Case) -> Case | None:
@@ -75,11 +61,9 @@ def candidates(op: Op, case: Case, variant: Variant, policy: str, store: TrialSt
     """Default first, then the space; only the neighbour's best where the other 16-bit type was searched before.
 
     Raises:
-        ValueError: the space has no valid config for the case.
+        ValueError: the space has no valid config for the case, or says what makes no sense.
     """
-    space = list(variant.configs(case))
-    if not space:
-        raise ValueError(f"{op.name} {variant.name}: no valid config for {case.label}")
+    space = checked_space(op, case, variant)
     neighbour = neighbour_dtype(op, case)
     ranked = store.ranked(op, neighbour, variant, policy) if neighbour else []
     if len(ranked) > max(_TRANSFERRED, len(store.ranked(op, case, variant, policy))):
@@ -88,59 +72,105 @@ def candidates(op: Op, case: Case, variant: Variant, policy: str, store: TrialSt
     return [default, *(config for config in space if config != default)]
 
 
-class Tuner:
-    """Evaluates configs of one variant on one case, on the GPU of this process."""
+def checked_space(op: Op, case: Case, variant: Variant) -> list[Config]:
+    """The valid configs of a space, none twice.
 
-    def __init__(self, op: Op, case: Case, variant: Variant, policy: str, store: TrialStore) -> None:
-        self.op, self.case, self.variant, self.policy, self.store = op, case, variant, policy, store
-        self._checker: Checker | None = None
-        self._inputs: list[Any] = []
+    Raises:
+        ValueError: no config is valid (names the most frequent reason), a knob has no value or the same one twice, knobs and
+            config class disagree, or `space` or `valid` raises.
+    """
+    where = f"{op.name} {variant.name}: {case.label}"
+    try:
+        knobs = variant.space(case)
+        for knob, offered in knobs.items():
+            if not offered:
+                raise ValueError(f"space: {knob}: no value")
+            if len(set(offered)) < len(offered):
+                raise ValueError(f"space: {knob}: {offered!r}: a value twice")
+        found = list(variant.configs(case))
+        default = variant.default_config(case)
+    except Exception as error:  # an operator's own code may fail in any way
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise ValueError(f"{where}: {kind}{' '.join(str(error).split())}") from error
+    if not found:
+        raise ValueError(f"{op.name} {variant.name}: no valid config for {case.label}{_why(variant, case)}")
+    if type(default) is not type(found[0]):
+        raise ValueError(f"{where}: default: {default!r}: expected a {type(found[0]).__name__}")
+    return found
+
+
+def _why(variant: Variant, case: Case) -> str:
+    """The reason that `valid` gives most often."""
+    space = variant.space(case)
+    make = partial(_configured, variant, tuple(space))
+    reasons = Counter(variant.valid(case, make(values)) for values in itertools.product(*space.values()))
+    return f": {reasons.most_common(1)[0][0]} ({reasons.most_common(1)[0][1]} of {reasons.total()} configs)" if reasons else ""
+
+
+def _configured(variant: Variant, knobs: tuple[str, ...], values: tuple[Any, ...]) -> Config:
+    assert variant.config is not None
+    return variant.config(**dict(zip(knobs, values, strict=True)))
+
+
+class Tuner:
+    """Evaluates configs of one variant on one case, each once, on a bench."""
+
+    def __init__(self, op: Op, case: Case, variant: Variant, policy: str, store: TrialStore, bench: Measuring) -> None:
+        self.op, self.case, self.variant, self.policy, self.store, self.bench = op, case, variant, policy, store, bench
         self.resources: dict[Config, int] = {}
-        self.prune = sum(1 for _ in variant.configs(case)) > _TRIED_WHOLE
+        self.prune = sum(1 for _ in variant.configs(case)) > TRIED_WHOLE
+        self.samples = SCREEN_SAMPLES
+        self._best_us: float | None = None
+        self._opened = False
+
+    def known(self, config: Config) -> Trial | None:
+        """The stored trial of a config."""
+        trial = self.store.get(self.op, self.case, self.variant, self.policy, config)
+        return None if trial is None else self._remember(config, trial)
 
     def evaluate(self, config: Config, compiled: Compiled) -> Trial:
         """The stored trial of a config, or a new one, stored."""
-        self.resources[config] = compiled.resources
-        known = self.store.get(self.op, self.case, self.variant, self.policy, config)
+        known = self.known(config)
         if known is None:
-            known = self._evaluate(config, compiled)
+            known = replace(
+                self._evaluate(config, compiled),
+                resources=compiled.resources,
+                spill_bytes=compiled.spill_bytes,
+                shared_bytes=max((kernel.shared_bytes for kernel in compiled.kernels), default=0),
+            )
             self.store.put(self.op, self.case, self.variant, self.policy, config, known)
-        return known
+        return self._remember(config, known)
+
+    def _remember(self, config: Config, trial: Trial) -> Trial:
+        self.resources[config] = trial.resources
+        if trial.time_us is not None:
+            self._best_us = min(trial.time_us, self._best_us or trial.time_us)
+        return trial
 
     def _evaluate(self, config: Config, compiled: Compiled) -> Trial:
         if compiled.error:
             return Trial("compile", detail=compiled.error)
         if compiled.spill_bytes and self.prune:
             return Trial("spills", detail=f"{compiled.spill_bytes} bytes per thread")
-        self._prepare()
-        assert self._checker is not None
-        errors = self._checker.errors(self.variant, config)
-        if errors:
-            return Trial("wrong", detail="; ".join(errors))
-        try:
-            contender = self._contender(config, _SCREEN_US)
-            return Trial("ok", time_us=float(np.median([contender.sample_us() for _ in range(_SCREEN_SAMPLES)])))
-        except RuntimeError as error:
-            torch.cuda.synchronize()
-            return Trial("failed", detail=str(error).splitlines()[0][:200])
+        self._open()
+        return self.bench.trial(config, self._best_us if self.samples == SCREEN_SAMPLES else None, self.samples)
 
     def duel(self, configs: Sequence[Config]) -> tuple[Config, dict[str, Any]]:
         """The best of correct configs, timed interleaved; the first is the incumbent and is kept unless surely slower.
 
         Of challengers that cannot be told apart the one with the fewest registers wins, then the first.
         """
-        self._prepare()
-        contenders = {str(i): self._contender(config) for i, config in enumerate(configs)}
-        samples = interleave(contenders, min_rounds=15, max_rounds=40)
-        gains = [ratio_interval(samples["0"], samples[str(i)]) for i in range(len(configs))]
+        self._open()
+        samples = self.bench.samples(configs)
+        gains = [ratio_interval(samples[0], sample) for sample in samples]
         best = max(range(len(configs)), key=lambda i: gains[i].median)
         faster = [i for i in range(len(configs)) if gains[i].low > 1.0]
-        tied = [i for i in faster if i == best or ratio_interval(samples[str(i)], samples[str(best)]).contains(1.0)]
+        tied = [i for i in faster if i == best or ratio_interval(samples[i], samples[best]).contains(1.0)]
         chosen = min(tied, key=lambda i: (self.resources.get(configs[i], 0), i), default=0)
-        times = median_interval(samples[str(chosen)])
+        times = median_interval(samples[chosen])
         evidence = {
             "time_us": round(times.median, 4),
-            "incumbent_us": round(median_interval(samples["0"]).median, 4),
+            "incumbent_us": round(median_interval(samples[0]).median, 4),
             "speedup": round(gains[chosen].median, 4),
             "ci_low": round(gains[chosen].low, 4),
             "ci_high": round(gains[chosen].high, 4),
@@ -149,31 +179,47 @@ class Tuner:
 
     def release(self) -> None:
         """Give the memory of inputs and reference back."""
-        self._checker, self._inputs = None, []
-        torch.cuda.empty_cache()
+        self.bench.close()
+        self._opened = False
 
-    def _prepare(self) -> None:
-        if self._checker is None:
-            self._checker = Checker(self.op, self.case, "cuda")
-            free, _ = torch.cuda.mem_get_info()
-            sets = rotation(POLICIES[self.policy], self.op.traffic(self.case).total, device.current().l2_bytes, free)
-            self._inputs = [self.op.inputs(self.case, device="cuda", seed=i) for i in range(sets)]
+    def _open(self) -> None:
+        if not self._opened:
+            self.bench.open(self.op, self.case, self.variant, self.policy)
+            self._opened = True
 
-    def _contender(self, config: Config, sample_us: float = 800.0) -> Contender:
-        return Contender(lambda i: self.variant.run(self._inputs[i], config), len(self._inputs), POLICIES[self.policy], sample_us)
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A search.Started of a tuner: a config that is being compiled."""
+
+    tuner: Tuner
+    config: Config
+    pending: Compiling
+
+    def done(self) -> bool:
+        """Whether it is compiled."""
+        return self.pending.done()
+
+    def result(self) -> Trial:
+        """Wait for the compiler, then measure."""
+        return self.tuner.evaluate(self.config, self.pending.result())
+
+    def cancel(self) -> None:
+        """Stop compiling."""
+        self.pending.cancel()
 
 
 def tune(
     tuner: Tuner,
     search: Search,
-    compiled: Callable[[Sequence[Config]], Iterable[Compiled]],
+    compiling: Callable[[Config], Compiling],
     root: Path | None,
     on_trial: Callable[[Config, Trial], None] = lambda _config, _trial: None,
 ) -> cache.Entry:
     """Search one case and store the best config.
 
     Args:
-        compiled: answers with what compiling configs gave, in their order.
+        compiling: begins to compile a config.
         root: the configs folder, None for the usual one.
 
     Returns:
@@ -182,39 +228,71 @@ def tune(
     Raises:
         NothingPassedError: there is no config to store.
     """
-    op, case, variant = tuner.op, tuner.case, tuner.variant
-    started = time.monotonic()
-    pool = candidates(op, case, variant, tuner.policy, tuner.store)
-    proposals = _enumerate(pool) if len(pool) <= ENUMERATE_UP_TO else _Feedback(pool, search)
-    times: dict[Config, float] = {}
-    seen = 0
-    out_of_time = False
-    batch = next(proposals, None)
-    while batch:
-        batch = batch[: search.trials - seen] if search.trials is not None else batch
-        for config, result in zip(batch, compiled(batch), strict=True):
-            trial = tuner.evaluate(config, result)
-            on_trial(config, trial)
-            seen += 1
-            if trial.time_us is not None:
-                times[config] = trial.time_us
-            out_of_time = search.budget_s is not None and time.monotonic() - started > search.budget_s
-            if out_of_time:
-                break
-        if out_of_time or seen == search.trials:
-            break
-        batch = proposals.send(times) if isinstance(proposals, _Feedback) else next(proposals, None)
-    cached = _cached(tuner, root)
-    if cached is not None and cached not in times:  # whatever the budget left out, the incumbent is judged anew
-        trial = tuner.evaluate(cached, *compiled([cached]))
-        times |= {cached: trial.time_us} if trial.time_us is not None else {}
+
+    begin = partial(_begin, tuner, compiling)
     try:
-        return _decide(tuner, cached, times, seen, root)
+        pool = candidates(tuner.op, tuner.case, tuner.variant, tuner.policy, tuner.store)
+        explored = explore(pool, starting_points(tuner, pool, root), search, begin, on_trial, _known(tuner, pool))
+        times = explored.times
+        cached = _cached(tuner, root)
+        if cached is not None and cached not in times:  # whatever the budget left out, the incumbent is judged anew
+            trial = begin(cached).result()
+            times |= {cached: trial.time_us} if trial.time_us is not None else {}
+        return _decide(tuner, cached, times, explored, root)
     finally:
         tuner.release()
 
 
-def _decide(tuner: Tuner, cached: Config | None, times: dict[Config, float], seen: int, root: Path | None) -> cache.Entry:
+def measure_space(
+    tuner: Tuner,
+    compiling: Callable[[Config], Compiling],
+    on_trial: Callable[[Config, Trial], None] = lambda _config, _trial: None,
+) -> dict[Config, Trial]:
+    """Evaluate every valid config of the space, in random order, with three times the samples of a search; decides nothing.
+
+    Raises:
+        ValueError: the space has no valid config for the case, or says what makes no sense.
+    """
+    pool = checked_space(tuner.op, tuner.case, tuner.variant)
+    tuner.samples = 3 * SCREEN_SAMPLES
+    try:
+        return explore(
+            pool, (), Search(sampler="random"), partial(_begin, tuner, compiling), on_trial, _known(tuner, pool)
+        ).trials
+    finally:
+        tuner.release()
+
+
+def _known(tuner: Tuner, pool: Sequence[Config]) -> dict[Config, Trial]:
+    return {config: trial for config in pool if (trial := tuner.known(config)) is not None}
+
+
+def _begin(tuner: Tuner, compiling: Callable[[Config], Compiling], config: Config) -> _Begun:
+    return _Begun(tuner, config, compiling(config))
+
+
+def starting_points(tuner: Tuner, pool: Sequence[Config], root: Path | None) -> list[Config]:
+    """The default, then what the cache holds for this case, the nearest sizes and the other 16-bit type."""
+    op, case, variant = tuner.op, tuner.case, tuner.variant
+    near = cache.candidates(
+        op.name, variant.name, device.current().slug, case.axes, case.dtype, case.quant, case.options, tuner.policy,
+        op.free_axes, root,
+    )  # fmt: skip
+    offered = set(pool)
+    found = [pool[0]]
+    for hit in sorted(near, key=lambda hit: hit.distance)[:_NEIGHBOURS]:
+        try:
+            config = variant.config_from(hit.entry.config)
+        except ValueError:
+            continue
+        if config in offered:
+            found.append(config)
+    return list(dict.fromkeys(found))
+
+
+def _decide(
+    tuner: Tuner, cached: Config | None, times: dict[Config, float], explored: Explored, root: Path | None
+) -> cache.Entry:
     op, case, variant = tuner.op, tuner.case, tuner.variant
     default = variant.default_config(case)
     standing = [config for config in (cached, default) if config in times]
@@ -226,7 +304,7 @@ def _decide(tuner: Tuner, cached: Config | None, times: dict[Config, float], see
     best, evidence = tuner.duel(finalists) if len(finalists) > 1 else (finalists[0], {"time_us": times.get(finalists[0])})
     evidence |= {
         "default_us": round(times[default], 4) if default in times else None,
-        "trials": seen,
+        "trials": len(explored.trials),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "driver": device.current().driver,
@@ -263,74 +341,6 @@ def _cached(tuner: Tuner, root: Path | None) -> Config | None:
     return config if variant.valid(case, config) is None else None
 
 
-def _enumerate(pool: Sequence[Config]) -> Iterator[list[Config]]:
-    """All configs, in batches that keep a compile pool busy and a budget in force."""
-    for first in range(0, len(pool), _ENUMERATED_BATCH):
-        yield list(pool[first : first + _ENUMERATED_BATCH])
-
-
-class _Feedback(Iterator[list[Config]]):
-    """Asks Optuna for batches of configs, each knob a category, and tells it the times of those before."""
-
-    def __init__(self, pool: Sequence[Config], search: Search) -> None:
-        import optuna
-
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        sampler, settings = _SAMPLERS[search.sampler]
-        self._study = optuna.create_study(sampler=getattr(optuna.samplers, sampler)(seed=search.seed, **settings))
-        self._left = dict.fromkeys(pool)
-        knobs = list(config_values(pool[0]) or {})
-        self._space: dict[str, optuna.distributions.BaseDistribution] = {
-            knob: optuna.distributions.CategoricalDistribution(sorted({getattr(config, knob) for config in pool}, key=repr))
-            for knob in knobs
-        }
-        self._asked: dict[Config, Any] = {}
-        self._random = random.Random(search.seed)
-        self._make = type(pool[0])
-        self._first = list(pool[:1])
-
-    def __next__(self) -> list[Config]:
-        return self.send({})
-
-    def send(self, times: dict[Config, float]) -> list[Config]:
-        """The next batch, none of it asked before; empty when the space is used up."""
-        import optuna
-
-        for config, trial in list(self._asked.items()):
-            if config in times:
-                self._study.tell(trial, times[config])
-            else:
-                self._study.tell(trial, state=optuna.trial.TrialState.FAIL)
-            del self._asked[config]
-        batch: list[Config] = []
-        if self._first:
-            batch, self._first = self._first, []
-            self._left.pop(batch[0], None)
-        attempts = 0
-        while self._left and len(batch) < _BATCH:
-            attempts += 1
-            trial = self._study.ask(self._space)
-            config = self._make(**trial.params)
-            if config in self._left:
-                self._asked[config] = trial
-            else:
-                self._study.tell(trial, state=optuna.trial.TrialState.FAIL)  # asked before, or not valid
-                if attempts < 20 * _BATCH:
-                    continue
-                config = self._random.choice(list(self._left))
-            del self._left[config]
-            batch.append(config)
-        return batch
-
-
-_SAMPLERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "tpe": ("TPESampler", {"multivariate": True, "constant_liar": True, "n_startup_trials": 16}),
-    "gp": ("GPSampler", {}),
-    "random": ("RandomSampler", {}),
-    "qmc": ("QMCSampler", {}),
-}
-
-
-def compile_with(pool: CompilePool, op: Op, case: Case, variant: Variant) -> Callable[[Sequence[Config]], Iterable[Compiled]]:
-    """`compiled` for `tune`, from a pool."""
-    return lambda configs: pool.compile(jobs(op, case, configs, variant))
+def compile_with(pool: CompilePool, op: Op, case: Case, variant: Variant) -> Callable[[Config], Compiling]:
+    """`compiling` for `tune`, from a pool."""
+    return lambda config: pool.submit(job(op, case, config, variant))

@@ -122,6 +122,7 @@ def four_warps_at_most(_case: Case, knobs: dict[str, Any] | None) -> str | None:
     return f"{knobs['warps']} warps" if knobs["warps"] <= 4 else None
 
 
+@pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")
 def test_best_takes_the_first_that_is_accepted_and_remembers_until_something_is_stored(tmp_path: Path) -> None:
     asked = (OP, "optimized", GPU, axes(8192, 4096), "bfloat16", "fp8", OPTIONS, "cold", ("M", "N"), tmp_path)
     assert cache.best(*asked) is None

@@ -4,7 +4,8 @@ import itertools
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kerneltune import cache, tune
+from kerneltune import cache, search, tune
 from kerneltune.compiler import Compiled, Kernel
+from kerneltune.search import ENUMERATE_UP_TO, Search
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
 from kerneltune.trials import Trial, TrialStore
-from kerneltune.tune import ENUMERATE_UP_TO, NothingPassedError, Search, Tuner, candidates, neighbour_dtype
+from kerneltune.tune import NothingPassedError, Tuner, candidates, neighbour_dtype
 
 BLOCKS, WARPS, STAGES, CTAS = (64, 128, 256, 512, 1024), (1, 2, 4, 8, 16), (1, 2, 3, 4), (0, 1, 2, 4)
 CASE = Case("a", (("M", 8),), "bfloat16")
@@ -89,11 +91,27 @@ def tables(seed: int) -> Callable[[Large], float]:
     return time_us
 
 
+class NoBench:
+    """A bench that must not be asked for times."""
+
+    def open(self, *_args: Any) -> None:
+        raise AssertionError
+
+    def trial(self, *_args: Any) -> Trial:
+        raise AssertionError
+
+    def samples(self, *_args: Any) -> Any:
+        raise AssertionError
+
+    def close(self) -> None:
+        pass
+
+
 class FakeTuner(Tuner):
     """Times are a formula, None for a config that is wrong; a duel is won by the faster config, or by whom it is told."""
 
     def __init__(self, case: Case, variant: Variant, store: TrialStore, landscape: Landscape) -> None:
-        super().__init__(op_of(variant), case, variant, "cold", store)
+        super().__init__(op_of(variant), case, variant, "cold", store, NoBench())
         self.landscape = landscape
         self.evaluated: list[Config] = []
         self.duels: list[list[Config]] = []
@@ -130,8 +148,10 @@ class Setting:
         return hit.entry.config if hit and hit.exact else None
 
 
-def compiled(configs: Sequence[Config]) -> Iterable[Compiled]:
-    return [Compiled((), 0.0) for _ in configs]
+def compiled(_config: Config) -> "Future[Compiled]":
+    future: Future[Compiled] = Future()
+    future.set_result(Compiled((), 0.0))
+    return future
 
 
 @pytest.fixture
@@ -212,7 +232,7 @@ def test_a_search_ends_when_its_seconds_are_over(
     setting: Setting, variant: Variant, landscape: Landscape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(tune.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(search.time, "monotonic", lambda: now[0])
 
     def slow(config: Any) -> float | None:
         now[0] += 1.0
@@ -221,10 +241,10 @@ def test_a_search_ends_when_its_seconds_are_over(
     tuner = setting.tuner(variant, slow)
     tuner.winner = lambda configs: configs[0]
     setting.tune(tuner, Search(budget_s=4.5))
-    assert 5 <= len(tuner.evaluated) <= 4 + tune._BATCH  # what is being compiled is still evaluated
+    assert 5 <= len(tuner.evaluated) <= 4 + 1
 
 
-@pytest.mark.parametrize("sampler", ["tpe", "gp", "random", "qmc"])
+@pytest.mark.parametrize("sampler", search.SAMPLERS)
 def test_every_sampler_searches(setting: Setting, sampler: str) -> None:
     tuner = setting.tuner(LARGE, tables(1))
     entry = setting.tune(tuner, Search(trials=32, sampler=sampler))
@@ -417,37 +437,27 @@ def test_one_config_needs_no_duel(setting: Setting) -> None:
 # the duel
 
 
-class TimedTuner(Tuner):
-    """A tuner whose duel is the real one, on samples that a test gives."""
-
-    def _prepare(self) -> None:
-        pass
-
-    def _contender(self, config: Config, sample_us: float = 800.0) -> Any:
-        return config
-
-
-def duel(setting: Setting, monkeypatch: pytest.MonkeyPatch, *contenders: tuple[float, float, int]) -> tuple[int, dict[str, Any]]:
+def duel(setting: Setting, *contenders: tuple[float, float, int]) -> tuple[int, dict[str, Any]]:
     """Which of (median, spread, registers) wins, the first the incumbent."""
     configs = [Small(64, i) for i in range(len(contenders))]
 
-    def interleave(given: Mapping[str, Any], **_more: Any) -> dict[str, np.ndarray[Any, np.dtype[np.float64]]]:
-        assert list(given.values()) == configs
-        rng = np.random.default_rng(0)
-        return {
-            name: median * np.exp(spread * rng.permutation(np.linspace(-2, 2, 41)))
-            for name, (median, spread, _) in zip(given, contenders, strict=True)
-        }
+    class Bench(NoBench):
+        def open(self, *_args: Any) -> None:
+            pass
 
-    monkeypatch.setattr(tune, "interleave", interleave)
-    tuner = TimedTuner(op_of(SMALL), CASE, SMALL, "cold", setting.store())
+        def samples(self, given: Sequence[Config]) -> list[np.ndarray[Any, np.dtype[np.float64]]]:
+            assert list(given) == configs
+            rng = np.random.default_rng(0)
+            return [median * np.exp(spread * rng.permutation(np.linspace(-2, 2, 41))) for median, spread, _ in contenders]
+
+    tuner = Tuner(op_of(SMALL), CASE, SMALL, "cold", setting.store(), Bench())
     tuner.resources = {config: registers for config, (*_, registers) in zip(configs, contenders, strict=True)}
     best, evidence = tuner.duel(configs)
     return configs.index(best), evidence
 
 
 def test_a_surely_faster_config_replaces_the_incumbent(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    winner, evidence = duel(setting, monkeypatch, (100.0, 1e-3, 64), (90.0, 1e-3, 128), (95.0, 1e-3, 32))
+    winner, evidence = duel(setting, (100.0, 1e-3, 64), (90.0, 1e-3, 128), (95.0, 1e-3, 32))
     assert winner == 1
     assert evidence["speedup"] == pytest.approx(100 / 90, rel=2e-3)
     assert 1.0 < evidence["ci_low"] <= evidence["speedup"] <= evidence["ci_high"]
@@ -455,31 +465,31 @@ def test_a_surely_faster_config_replaces_the_incumbent(setting: Setting, monkeyp
 
 
 def test_a_config_that_is_perhaps_faster_does_not(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    winner, evidence = duel(setting, monkeypatch, (100.0, 0.05, 128), (99.9, 0.05, 32))
+    winner, evidence = duel(setting, (100.0, 0.05, 128), (99.9, 0.05, 32))
     assert winner == 0 and evidence["speedup"] == 1.0 and evidence["time_us"] == evidence["incumbent_us"]
 
 
 def test_a_slower_config_does_not(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert duel(setting, monkeypatch, (100.0, 1e-3, 128), (101.0, 1e-3, 32))[0] == 0
+    assert duel(setting, (100.0, 1e-3, 128), (101.0, 1e-3, 32))[0] == 0
 
 
-def test_of_equally_fast_configs_the_one_with_fewer_registers_wins(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert duel(setting, monkeypatch, (100.0, 5e-3, 8), (90.0, 5e-3, 128), (90.01, 5e-3, 64), (90.02, 5e-3, 96))[0] == 2
-    assert duel(setting, monkeypatch, (100.0, 5e-3, 8), (90.0, 5e-3, 64), (90.01, 5e-3, 64))[0] == 1
+def test_of_equally_fast_configs_the_one_with_fewer_registers_wins(setting: Setting) -> None:
+    assert duel(setting, (100.0, 5e-3, 8), (90.0, 5e-3, 128), (90.01, 5e-3, 64), (90.02, 5e-3, 96))[0] == 2
+    assert duel(setting, (100.0, 5e-3, 8), (90.0, 5e-3, 64), (90.01, 5e-3, 64))[0] == 1
 
 
 def test_a_doubtful_config_with_few_registers_does_not_save_the_incumbent(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second is surely faster than the incumbent; the third can be told apart from neither."""
-    assert duel(setting, monkeypatch, (100.0, 1e-3, 64), (98.0, 1e-3, 128), (99.0, 0.2, 32))[0] == 1
+    assert duel(setting, (100.0, 1e-3, 64), (98.0, 1e-3, 128), (99.0, 0.2, 32))[0] == 1
 
 
 # before the GPU is touched
 
 
 def test_what_cannot_compile_or_spills_is_never_run(setting: Setting) -> None:
-    tuner = Tuner(op_of(SMALL), CASE, SMALL, "cold", setting.store())
+    tuner = Tuner(op_of(SMALL), CASE, SMALL, "cold", setting.store(), NoBench())
     assert tuner.prune  # 25 configs: no published list
     broken = tuner.evaluate(Small(64, 1), Compiled((), 0.0, "CompilationError: no"))
     assert broken == Trial("compile", detail="CompilationError: no")
@@ -499,7 +509,7 @@ def test_what_cannot_compile_or_spills_is_never_run(setting: Setting) -> None:
         ({"budget_s": -1.5}, "budget must be above 0 seconds, got -1.5"),
         ({"trials": 0}, "trials must be above 0, got 0"),
         ({"trials": -3}, "trials must be above 0, got -3"),
-        ({"sampler": "annealing"}, "sampler must be one of tpe, gp, random, qmc, got 'annealing'"),
+        ({"sampler": "annealing"}, "sampler must be one of gp, tpe, random, qmc, got 'annealing'"),
     ],
 )
 def test_a_search_that_makes_no_sense_is_refused(wrong: dict[str, Any], text: str) -> None:
@@ -518,5 +528,40 @@ def test_a_search_in_which_nothing_passes_says_so_and_stores_nothing(setting: Se
 
 def test_an_empty_space_is_an_error_that_names_the_case(setting: Setting) -> None:
     variant = Variant("optimized", nothing, Small, small_space, lambda *_: "never", SMALL.default)
-    with pytest.raises(ValueError, match="^fake optimized: no valid config for M=8 bfloat16 none$"):
+    with pytest.raises(ValueError, match="^fake optimized: no valid config for M=8 bfloat16 none: never .25 of 25 configs.$"):
         setting.tune(setting.tuner(variant, small_time))
+
+
+# the pipeline
+
+
+def test_one_slow_compilation_does_not_keep_the_others_waiting(setting: Setting) -> None:
+    tuner = setting.tuner(SMALL, small_time)
+    slow: Future[Compiled] = Future()
+
+    def compiling(config: Config) -> "Future[Compiled]":
+        return slow if config == Small(64, 1) else compiled(config)
+
+    def on_trial(_config: Config, _trial: Trial) -> None:
+        if len(tuner.evaluated) == 24:
+            slow.set_result(Compiled((), 60.0))
+
+    entry = tune.tune(tuner, Search(), compiling, setting.root, on_trial)
+    assert tuner.evaluated[-1] == Small(64, 1) and entry.evidence["trials"] == 25
+
+
+def test_what_is_in_flight_at_the_end_is_given_up(setting: Setting) -> None:
+    futures: list[Future[Compiled]] = []
+
+    def compiling(config: Config) -> "Future[Compiled]":
+        futures.append(Future() if len(futures) >= 3 else compiled(config))
+        return futures[-1]
+
+    def interrupt(_config: Config, _trial: Trial) -> None:
+        if len(tuner.evaluated) == 3:
+            raise KeyboardInterrupt
+
+    tuner = setting.tuner(LARGE, tables(0))
+    with pytest.raises(KeyboardInterrupt):
+        tune.tune(tuner, Search(trials=30), compiling, setting.root, interrupt)
+    assert len(futures) == 2 + search.AHEAD and all(future.cancelled() for future in futures[3:])

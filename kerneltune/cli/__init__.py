@@ -10,7 +10,7 @@ from typing import Annotated, Any, TextIO
 import typer
 from typer.core import TyperGroup
 
-from kerneltune.cli import cache, compare, doctor, gate, inspect, ops, profile, sweep, tune
+from kerneltune.cli import cache, compare, doctor, gate, insight, inspect, noise, ops, profile, replay, sweep, tune
 from kerneltune.cli.console import error_line, show
 
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -48,11 +48,15 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Check, tune and compare GPU kernels, ship the best configs, and stop a regression at the gate.",
-    epilog="Environment: KERNELTUNE_CONFIGS (config cache), KERNELTUNE_RESULTS (records), NO_COLOR.",
+    epilog="Environment: KERNELTUNE_CONFIGS (config cache), KERNELTUNE_RESULTS (records), KERNELTUNE_STRICT=1 (a miss of the "
+    "cache is an error), KERNELTUNE_LOG_MISSES (file that misses are appended to), NO_COLOR.",
 )
 app.command("ops")(ops.command)
 app.command("sweep")(sweep.command)
 app.command("tune")(tune.command)
+app.command("insight")(insight.command)
+app.command("noise")(noise.command)
+app.command("replay")(replay.command)
 app.command("compare")(compare.command)
 app.command("gate")(gate.command)
 app.command("inspect")(inspect.command)

@@ -1,14 +1,17 @@
 """`kerneltune cache`: what the config cache holds, and whether it is sound."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kerneltune.cli import options as o
-from kerneltune.cli.console import show, show_table
+from kerneltune.cli.console import deliver, show, show_table
+from kerneltune.cli.progress import reporter
+from kerneltune.spec import Op
 
-app = typer.Typer(no_args_is_help=True, help="Show and check the cached configs.")
+app = typer.Typer(no_args_is_help=True, help="Show, check, verify and exchange the cached configs.")
 
 
 @app.command("list")
@@ -37,14 +40,8 @@ def show_(
     """The cached configs of one operator."""
     from kerneltune.cache import load
 
-    files = _files(configs)
-    o.choice("op", op, sorted({path.stem for path in files}))
-    if gpu is not None:
-        o.choice("gpu", gpu, sorted({path.parent.name for path in files if path.stem == op}))
     rows = []
-    for path in files:
-        if path.stem != op or gpu not in (None, path.parent.name):
-            continue
+    for path in _chosen(op, gpu, configs):
         for entry in load(op, path.parent.name, path.parent.parent):
             case = [entry.case, *(f"{name}={value}" for name, value in (*entry.axes, *entry.options))]
             config = " ".join(f"{knob}={value}" for knob, value in entry.config.items())
@@ -52,6 +49,106 @@ def show_(
             gain = f"{speedup:.2f}x" if isinstance(speedup, float | int) else ""
             rows.append((path.parent.name, entry.variant, " ".join(case), entry.dtype, entry.quant, entry.policy, config, gain))
     show_table(("gpu", "variant", "case", "dtype", "quant", "policy", "config", "speedup"), rows)
+
+
+@app.command("verify")
+def verify_(
+    op: Annotated[str | None, typer.Argument(metavar="[OP]", help="Only this operator.")] = None,
+    gpu: Annotated[str | None, typer.Option("--gpu", help="Only this GPU, as its folder is called.")] = None,
+    configs: o.Configs = None,
+) -> None:
+    """Judge every entry: fresh, stale-but-good, stale-slower, invalid. Exit code 1 where one is slower or invalid.
+
+    On the entries' GPU stale ones are timed against the default again; elsewhere they are called stale, by source and versions.
+    """
+    from kerneltune.cache import load_strict
+
+    files = _chosen(op, gpu, configs)
+    known = o.load_ops()
+    entries = [(path.parent.name, path.stem, entry) for path in files for entry in load_strict(path)]
+    from kerneltune.tuning import verify_cache
+
+    with reporter() as progress:
+        found = verify_cache(known, entries, o.make_options("cold", configs=configs), progress)
+    counts = Counter((slug, name, verdict.status) for slug, name, verdict in found)
+    show_table(("gpu", "op", "status", "entries"), [(*key, str(count)) for key, count in sorted(counts.items())])
+    for slug, name, verdict in found:
+        if verdict.status in ("stale-slower", "invalid"):
+            e = verdict.entry
+            show(f"{verdict.status}: {slug} {name} {e.variant} {e.case} {e.dtype} {e.quant}: {verdict.reason}")
+    if any(verdict.status in ("stale-slower", "invalid") for *_, verdict in found):
+        raise typer.Exit(1)
+
+
+@app.command("misses")
+def misses_(
+    log: Annotated[Path, typer.Argument(metavar="LOG", envvar="KERNELTUNE_LOG_MISSES", help="Where misses were logged.")],
+    output: o.Output = None,
+) -> None:
+    """A sweep file of the cases that were looked up and not found, for `kerneltune tune`."""
+    from kerneltune import misses
+
+    deliver(misses.sweep_text(misses.read(log)), output)
+
+
+@app.command("export")
+def export_(
+    op: Annotated[str, typer.Argument(metavar="OP", help="Name of an operator.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the files go.")],
+    format_: Annotated[str, typer.Option("--format", metavar="triton|python|vllm", help="What to write.")] = "python",
+    gpu: Annotated[str | None, typer.Option("--gpu", help="Only this GPU, as its folder is called.")] = None,
+    variant: Annotated[str, typer.Option("--variant", metavar="NAME", help="Whose configs.")] = "optimized",
+    configs: o.Configs = None,
+) -> None:
+    """Write cached configs as a list of triton.Config, a Python module without dependencies, or vLLM's JSON files."""
+    from kerneltune import exchange
+    from kerneltune.cache import load_strict
+
+    o.choice("format", format_, exchange.WRITERS)
+    files = _chosen(op, gpu, configs)
+    if len(files) > 1:
+        raise ValueError(f"gpu: not given: expected one of {', '.join(path.parent.name for path in files)}")
+    path = files[0]
+    entries = [entry for entry in load_strict(path) if entry.variant == variant]
+    if not entries:
+        raise ValueError(f"{path}: variant: {variant!r}: no entry")
+    free_axis = _first_axis(o.load_ops()[op])
+    for name, text in exchange.WRITERS[format_](op, path.parent.name, entries, free_axis).items():
+        o.make_folder(folder)
+        deliver(text, folder / name)
+
+
+@app.command("import")
+def import_(
+    op: Annotated[str, typer.Argument(metavar="OP", help="Name of an operator.")],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="What `cache export` wrote.")],
+    gpu: Annotated[str, typer.Option("--gpu", help="The GPU that they are for, as its folder is called.")],
+    force: Annotated[bool, typer.Option("--force", help="Also in the place of what the cache has.")] = False,
+    configs: o.Configs = None,
+) -> None:
+    """Take configs from exported files into the cache; all are checked before one is stored."""
+    from kerneltune import cache, exchange
+    from kerneltune.spec import Case
+
+    known = o.load_ops()
+    chosen = known[o.choice("op", op, known)]
+    root = o.configs_root(configs)
+    o.require_writable(root)
+    path = root / gpu / f"{op}.json"
+    present = {entry.identity for entry in cache.load_strict(path)} if path.exists() else set()
+    taken = []
+    for file in files:
+        for entry in exchange.read(file, chosen.axes, _first_axis(chosen), chosen.options):
+            variant = chosen.variant(entry.variant)
+            case = Case(entry.case, entry.axes, entry.dtype, entry.quant, entry.options)
+            reason = variant.valid(case, variant.config_from(entry.config))
+            if reason is not None:
+                raise ValueError(f"{file}: {case.label}: {entry.config}: {reason}")
+            if force or entry.identity not in present:
+                taken.append(entry)
+    for entry in taken:
+        cache.store(op, gpu, entry, root)
+    show(f"{len(taken)} entries stored in {path}")
 
 
 @app.command()
@@ -72,6 +169,25 @@ def check(configs: o.Configs = None) -> None:
                 raise ValueError(f"{path}: entries[{index}]: {error}") from error
             entries += 1
     show(f"{entries} entries in {len(files)} files of {o.configs_root(configs)} are good")
+
+
+def _chosen(op: str | None, gpu: str | None, configs: Path | None) -> list[Path]:
+    """The cache files of an operator and a GPU, of all where none is given.
+
+    Raises:
+        ValueError: there is none; names those that are.
+    """
+    files = _files(configs)
+    if op is not None:
+        o.choice("op", op, sorted({path.stem for path in files}))
+    if gpu is not None:
+        o.choice("gpu", gpu, sorted({path.parent.name for path in files if op in (None, path.stem)}))
+    return [path for path in files if op in (None, path.stem) and gpu in (None, path.parent.name)]
+
+
+def _first_axis(op: Op) -> str:
+    """The axis along which entries of an operator are told apart in other formats."""
+    return (op.free_axes or op.axes)[0]
 
 
 def _files(configs: Path | None) -> list[Path]:

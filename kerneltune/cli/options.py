@@ -10,10 +10,10 @@ import typer
 from kerneltune.spec import Op
 
 if TYPE_CHECKING:
-    from kerneltune.campaign import Options, Selection
+    from kerneltune.plan import Options, Selection
 
 POLICIES = ("cold", "hot", "eager")
-SAMPLERS = ("tpe", "gp", "random", "qmc")
+SAMPLERS = ("gp", "tpe", "random", "qmc")
 
 Family = Annotated[str, typer.Argument(help="A file of sweeps/ by name, or a path ending in .yaml.")]
 OpNames = Annotated[list[str] | None, typer.Option("--op", metavar="NAME", help="Only this operator; may be repeated.")]
@@ -59,6 +59,38 @@ def number(field: str, value: float | None, least: float) -> None:
         raise ValueError(f"{field}: {value!r}: expected {least:g} or more")
 
 
+def percent(field: str, text: str | None) -> float | None:
+    """`1%` or `1` as a fraction.
+
+    Raises:
+        ValueError: it is none, or not between 0 and 100.
+    """
+    if text is None:
+        return None
+    try:
+        value = float(text.removesuffix("%"))
+    except ValueError:
+        value = float("nan")
+    if not 0 < value < 100:
+        raise ValueError(f"{field}: {text!r}: expected a percentage above 0, such as 1%")
+    return value / 100
+
+
+def knobs(given: list[str] | None) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """`warps=1,2` as a name and its values.
+
+    Raises:
+        ValueError: it has another form.
+    """
+    split = []
+    for text in given or ():
+        name, _, values = text.partition("=")
+        if not name or not all(values.split(",")):
+            raise ValueError(f"knob: {text!r}: expected NAME=V1,V2")
+        split.append((name, tuple(values.split(","))))
+    return tuple(split)
+
+
 def results_root(results: Path | None) -> Path:
     """The folder of the records: as given, else `results` of the checkout, else the packaged copy."""
     from kerneltune.cache import data_root
@@ -89,6 +121,18 @@ def require_writable(folder: Path) -> None:
         raise ValueError(f"cannot write {folder}: {error.strerror}") from error
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder.
+
+    Raises:
+        ValueError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot write {folder}: {error.strerror}") from error
+
+
 def load_ops() -> Mapping[str, Op]:
     """The operators by name, ready to run here: on the GPU, or in the interpreter where there is none."""
     from kerneltune import device
@@ -113,7 +157,7 @@ def make_selection(
     Raises:
         ValueError: a name that no operator knows.
     """
-    from kerneltune.campaign import Selection
+    from kerneltune.plan import Selection
 
     chosen = [known[choice("op", name, known)] for name in ops or known]
     _all_known("dtype", dtypes, (dtype for op in chosen for dtype in op.dtypes))
@@ -129,13 +173,15 @@ def make_options(policy: str, **given: Any) -> "Options":
     Raises:
         ValueError: an unknown policy or sampler, or a number out of range.
     """
-    from kerneltune.campaign import Options
+    from kerneltune.plan import Options
 
     choice("policy", policy, POLICIES)
     if given.get("sampler") is not None:
         choice("sampler", given["sampler"], SAMPLERS)
     for field, name, least in (("budget", "budget_s", 0.0), ("trials", "trials", 1), ("workers", "workers", 1)):
         number(field, given.get(name), least)
+    if given.get("budget_s") == 0:
+        raise ValueError("budget: 0.0: expected more than 0 seconds")
     return Options(policy=policy, **{name: value for name, value in given.items() if value is not None})
 
 

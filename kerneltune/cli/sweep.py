@@ -38,7 +38,8 @@ def command(
     sweep.find(family)
     o.require_writable(o.results_root(results))
     known = o.load_ops()
-    from kerneltune.campaign import results_folder, run_sweep
+    from kerneltune.campaign import run_sweep
+    from kerneltune.plan import results_folder
     from kerneltune.report import sweep_text
 
     selection = o.make_selection(known, family, op, case, dtype, quant, variant)

@@ -22,24 +22,37 @@ def command(
     sampler: Annotated[
         str | None, typer.Option("--sampler", metavar="|".join(o.SAMPLERS), help="How large spaces are searched.")
     ] = None,
+    until_gain: Annotated[
+        str | None,
+        typer.Option("--until-gain", metavar="PERCENT", help="Stop when all the rest is expected to gain less, such as 1%."),
+    ] = None,
+    exhaustive: Annotated[
+        bool, typer.Option("--exhaustive", help="Measure every config, write the space for `replay`, decide nothing.")
+    ] = False,
+    knob: Annotated[
+        list[str] | None,
+        typer.Option("--knob", metavar="NAME=V1,V2", help="Further values of a knob; may be repeated."),
+    ] = None,
     configs: o.Configs = None,
     results: o.Results = None,
     workers: o.Workers = None,
 ) -> None:
     """Search the best config of every case; it replaces the present one only where it is measurably faster.
 
-    Every trial is kept, so an interrupted search resumes.
+    Every trial is kept, so an interrupted search resumes. The expected gain is the mean, over joint draws of a Gaussian
+    process, of how far the fastest untried config lies below the best so far.
     """
     from kerneltune import sweep
 
     sweep.find(family)
     o.require_writable(o.configs_root(configs))
     known = o.load_ops()
-    from kerneltune.campaign import run_tune
+    from kerneltune.tuning import run_tune
 
     selection = o.make_selection(known, family, op, case, dtype, quant, variant)
     options = o.make_options(
         policy, budget_s=budget, trials=trials, force=force, sampler=sampler,
+        until_gain=o.percent("until-gain", until_gain), exhaustive=exhaustive, knobs=o.knobs(knob),
         configs=configs, results=results, workers=workers,
     )  # fmt: skip
     with reporter() as progress:

@@ -1,0 +1,273 @@
+"""Where configs of one variant on one case are checked and timed: in this process, or in a child that may be lost.
+
+Decides nothing and stores nothing. May import torch.
+"""
+
+import importlib
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from kerneltune import device
+from kerneltune.check import Checker
+from kerneltune.measure import POLICIES, Contender, interleave, rotation
+from kerneltune.spec import Case, Config, Op, Variant
+from kerneltune.stats import Samples
+from kerneltune.trials import Trial
+
+TRIED_WHOLE = 20
+"""Spaces up to this size are published lists, and run even where they spill."""
+TRIAL_TIMEOUT_S = 60.0
+DUEL_TIMEOUT_S = 300.0
+SCREEN_SAMPLES = 5
+_SCREEN_US = 250.0
+_REJECTED_AT = 1.3
+"""A config whose first sample is slower than the best so far by this factor gets no others."""
+_EXIT_GRACE_S = 5.0
+
+
+class Measuring(Protocol):
+    """A bench."""
+
+    def open(self, op: Op, case: Case, variant: Variant, policy: str) -> None:
+        """Make ready for the configs of a variant on a case."""
+
+    def trial(self, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Trial:
+        """Check a config and time it roughly; one far slower than best_us, where that is given, gets one sample."""
+
+    def samples(self, configs: Sequence[Config]) -> list[Samples]:
+        """Time correct configs interleaved; (rounds,) microseconds for each."""
+
+    def close(self) -> None:
+        """Give the memory of inputs and reference back."""
+
+
+class GpuBench:
+    """A bench on the GPU of this process."""
+
+    def __init__(self) -> None:
+        self._checker: Checker | None = None
+        self._inputs: list[Any] = []
+
+    def open(self, op: Op, case: Case, variant: Variant, policy: str) -> None:
+        """Make inputs and reference."""
+        self._variant, self._policy = variant, POLICIES[policy]
+        self._checker = Checker(op, case, "cuda")
+        free, _ = torch.cuda.mem_get_info()
+        sets = rotation(self._policy, op.traffic(case).total, device.current().l2_bytes, free)
+        self._inputs = [op.inputs(case, device="cuda", seed=i) for i in range(sets)]
+
+    def trial(self, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Trial:
+        """The median of the samples, or one sample of a config that is far behind."""
+        assert self._checker is not None
+        errors = self._checker.errors(self._variant, config)
+        if errors:
+            return Trial("wrong", detail="; ".join(errors))
+        try:
+            contender = self._contender(config, _SCREEN_US)
+            times = [contender.sample_us()]
+            while len(times) < samples and not (best_us and times[0] > _REJECTED_AT * best_us):
+                times.append(contender.sample_us())
+            return Trial("ok", time_us=float(np.median(times)))
+        except RuntimeError as error:
+            return Trial("failed", detail=_one_line(error))
+
+    def samples(self, configs: Sequence[Config]) -> list[Samples]:
+        """Rounds until the ratios to the first are known well."""
+        contenders = {str(i): self._contender(config) for i, config in enumerate(configs)}
+        samples = interleave(contenders, min_rounds=15, max_rounds=40)
+        return [samples[str(i)] for i in range(len(configs))]
+
+    def close(self) -> None:
+        """Free the tensors."""
+        self._checker, self._inputs = None, []
+        torch.cuda.empty_cache()
+
+    def _contender(self, config: Config, sample_us: float = 800.0) -> Contender:
+        return Contender(lambda i: self._variant.run(self._inputs[i], config), len(self._inputs), self._policy, sample_us)
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """An operator's variant by name, as a child finds it again: in the operator's module or a package that holds it."""
+
+    module: str
+    op: str
+    variant: str
+
+    def load(self) -> tuple[Op, Variant]:
+        parts = self.module.split(".")
+        for length in range(len(parts), 0, -1):
+            for op in getattr(importlib.import_module(".".join(parts[:length])), "OPS", ()):
+                if op.name == self.op:
+                    return op, op.variant(self.variant)
+        raise ValueError(f"no operator {self.op} in OPS of {self.module} or of a package that holds it")
+
+
+class ChildLostError(Exception):
+    """The measuring process died or was killed; says how."""
+
+
+class IsolatedBench:
+    """A bench in a child process, which alone touches the GPU.
+
+    A config that hangs, faults or takes the process along is a trial of status `lost`; the next one finds a new child with a
+    clean context, inputs and reference made anew. Use as a context manager.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Measuring] = GpuBench,
+        cores: frozenset[int] | None = None,
+        trial_timeout_s: float = TRIAL_TIMEOUT_S,
+    ) -> None:
+        """make: the bench, made in the child; an importable function. cores: that the child may run on, None for all."""
+        self._make, self._cores, self._trial_timeout_s = make, cores, trial_timeout_s
+        self._child: multiprocessing.process.BaseProcess | None = None
+        self._pipe: Connection | None = None
+        self._opened: tuple[_Named, Case, str] | None = None
+        self._ready = False
+        self.started = 0
+
+    def __enter__(self) -> "IsolatedBench":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def open(self, op: Op, case: Case, variant: Variant, policy: str) -> None:
+        """Remember the case; the child makes its tensors when the first config is tried."""
+        self.close()
+        self._opened = (_Named(op.module, op.name, variant.name), case, policy)
+
+    def trial(self, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Trial:
+        """As the bench in the child says; `lost` where the child is lost over it.
+
+        Raises:
+            ChildLostError: the child was lost before it came to the config.
+        """
+        self._prepare()
+        try:
+            trial: Trial = self._ask("trial", self._trial_timeout_s, config, best_us, samples)
+            return trial
+        except ChildLostError as error:
+            return Trial("lost", detail=str(error))
+
+    def samples(self, configs: Sequence[Config]) -> list[Samples]:
+        """As the bench in the child says.
+
+        Raises:
+            ChildLostError: the child was lost.
+        """
+        self._prepare()
+        samples: list[Samples] = self._ask("samples", DUEL_TIMEOUT_S, configs)
+        return samples
+
+    def close(self) -> None:
+        """Have the child free its tensors."""
+        if self._ready:
+            with suppress(ChildLostError):
+                self._ask("close", self._trial_timeout_s)
+            self._ready = False
+        self._opened = None
+
+    def _prepare(self) -> None:
+        assert self._opened is not None
+        if self._child is None:
+            self._start()
+            self._ready = False
+        if not self._ready:
+            self._ask("open", DUEL_TIMEOUT_S, *self._opened)
+            self._ready = True
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._child = context.Process(target=_serve, args=(theirs, self._make, self._cores), daemon=True)
+        self._child.start()
+        theirs.close()
+        self.started += 1
+
+    def _ask(self, name: str, timeout_s: float, *arguments: Any) -> Any:
+        assert self._pipe is not None
+        try:
+            self._pipe.send((name, arguments))
+            if not self._pipe.poll(timeout_s):
+                self._stop()
+                raise ChildLostError(f"took longer than {timeout_s:g} s")
+            answer, lost = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            code = self._stop()
+            raise ChildLostError(f"the measuring process died: exit code {code}") from error
+        if lost:
+            self._stop()
+            raise ChildLostError(lost)
+        return answer
+
+    def _stop(self) -> int | None:
+        """End the child, by force if it must be; its exit code."""
+        if self._child is None:
+            return None
+        assert self._pipe is not None
+        self._pipe.close()
+        self._child.join(_EXIT_GRACE_S if self._child.exitcode is not None else 0.2)
+        if self._child.exitcode is None:
+            self._child.kill()
+            self._child.join(_EXIT_GRACE_S)
+        code = self._child.exitcode
+        self._child, self._pipe, self._ready = None, None, False
+        return code
+
+
+def _serve(pipe: Connection, make: Callable[[], Measuring], cores: frozenset[int] | None) -> None:
+    """The child: answers one request after the other; ends when its context is lost, or nobody asks any more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to answer
+    if cores:
+        os.sched_setaffinity(0, cores)
+    bench = make()
+    while True:
+        try:
+            name, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            if name == "open":
+                named, case, policy = arguments
+                op, variant = named.load()
+                arguments = (op, case, variant, policy)
+            answer, lost = getattr(bench, name)(*arguments), ""
+        except Exception as error:  # out of memory as well: the next config finds a clean process
+            answer, lost = None, _one_line(error)
+        pipe.send((answer, lost or _broken_context()))
+        if lost:
+            return
+
+
+def _broken_context() -> str:
+    """Why nothing more can run on this process's GPU; empty where all is well."""
+    if not torch.cuda.is_initialized():
+        return ""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return _one_line(error)
+    return ""
+
+
+def split_cores() -> tuple[frozenset[int] | None, frozenset[int] | None]:
+    """One core for the measuring process and the others for the compilers; (None, None) where there is one core only."""
+    cores = sorted(os.sched_getaffinity(0))
+    return (frozenset(cores[-1:]), frozenset(cores[:-1])) if len(cores) > 1 else (None, None)
+
+
+def _one_line(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0].strip()[:200] if lines else ''}".rstrip(": ")

@@ -1,0 +1,165 @@
+"""Cached configs in other people's formats: a list of triton.Config, a dispatch module without dependencies, vLLM's JSON.
+
+Writes no cache and checks no config. Imports the standard library and cache.
+"""
+
+import ast
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kerneltune.cache import Entry
+
+_TRITON = {"warps": "num_warps", "stages": "num_stages"}
+_CASE = ("variant", "case", "axes", "dtype", "quant", "options", "policy")
+
+
+def to_triton(op: str, device: str, entries: Sequence[Entry], _free_axis: str) -> dict[str, str]:
+    """A Python source with a `triton.Config` per entry; the comment before it says what the entry is for."""
+    lines = [f'"""Configs of {op} on {device}, written by kerneltune."""', "", "import triton", "", "CONFIGS = ["]
+    for entry in entries:
+        knobs = {name: value for name, value in entry.config.items() if name not in _TRITON}
+        meta = "".join(f", {_TRITON[name]}={value!r}" for name, value in entry.config.items() if name in _TRITON)
+        lines += [f"    # {json.dumps(_case(entry))}", f"    triton.Config({knobs!r}{meta}),"]
+    return {f"{op}.py": "\n".join([*lines, "]"]) + "\n"}
+
+
+def from_triton(path: Path) -> list[Entry]:
+    """The entries of a source that `to_triton` wrote.
+
+    Raises:
+        ValueError: it is none; names the line.
+    """
+    lines = _text(path).splitlines()
+    entries: list[Entry] = []
+    back = {theirs: ours for ours, theirs in _TRITON.items()}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip().startswith("triton.Config("):
+            continue
+        try:
+            call = ast.parse(line.strip().removesuffix(","), mode="eval").body
+            assert isinstance(call, ast.Call)
+            case = json.loads(lines[number - 2].strip().removeprefix("# "))
+            knobs = ast.literal_eval(call.args[0])
+            knobs |= {back[str(word.arg)]: ast.literal_eval(word.value) for word in call.keywords}
+            entries.append(_entry(case, knobs, path))
+        except (SyntaxError, ValueError, KeyError, IndexError, TypeError, AssertionError) as error:
+            raise ValueError(f"{path}:{number}: not a config with its case in the line before: {line.strip()[:60]!r}") from error
+    return _some(path, entries)
+
+
+_DISPATCH = '''
+
+def best(variant, axes, dtype, quant="none", options=(), policy="cold"):
+    """The knobs of the nearest entry along {free_axis}, or None.
+
+    axes: sizes by name, such as {{"M": 8192, "N": 4096}}.
+    """
+    fitting = [
+        entry
+        for entry in ENTRIES
+        if (entry["variant"], entry["dtype"], entry["quant"], entry["policy"]) == (variant, dtype, quant, policy)
+        and entry["options"] == dict(options)
+        and all(entry["axes"].get(axis) == size for axis, size in axes.items() if axis != {free_axis!r})
+    ]
+    distance = lambda entry: abs(math.log2(max(entry["axes"][{free_axis!r}], 1) / max(axes[{free_axis!r}], 1)))
+    return dict(min(fitting, key=distance)["config"]) if fitting else None
+'''
+
+
+def to_python(op: str, device: str, entries: Sequence[Entry], free_axis: str) -> dict[str, str]:
+    """A module with a table and a function `best`, which imports nothing but math."""
+    rows = [f"    { ({**_case(entry), 'config': entry.config})!r}," for entry in entries]
+    lines = [f'"""Configs of {op} on {device}, written by kerneltune."""', "", "import math", "", "ENTRIES = [", *rows, "]"]
+    return {f"{op}.py": "\n".join(lines) + "\n" + _DISPATCH.format(free_axis=free_axis)}
+
+
+def from_python(path: Path) -> list[Entry]:
+    """The entries of a module that `to_python` wrote; it is not run.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        tree = ast.parse(_text(path))
+        tables = [n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "ENTRIES"]
+        rows = ast.literal_eval(tables[0])
+        return _some(path, [_entry(row, row["config"], path) for row in rows])
+    except (SyntaxError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise ValueError(f"{path}: ENTRIES: not a table of configs") from error
+
+
+def to_vllm(op: str, device: str, entries: Sequence[Entry], free_axis: str) -> dict[str, str]:
+    """A JSON object for every set of entries that differ along one axis only, keyed by the size; the file's name says the
+    rest: `fused_op,variant=optimized,N=4096,dtype=bfloat16,…,device_name=nvidia_h200.json`."""
+    files: dict[str, dict[str, Any]] = {}
+    for entry in sorted(entries, key=lambda e: dict(e.axes).get(free_axis, 0)):
+        fixed = {"variant": entry.variant, **{a: s for a, s in entry.axes if a != free_axis}, "dtype": entry.dtype}
+        fixed |= {"quant": entry.quant, **dict(entry.options), "policy": entry.policy, "device_name": device}
+        name = ",".join([op, *(f"{key}={value}" for key, value in fixed.items())]) + ".json"
+        files.setdefault(name, {})[str(dict(entry.axes)[free_axis])] = entry.config
+    return {name: json.dumps(table, indent=4) + "\n" for name, table in files.items()}
+
+
+def from_vllm(path: Path, axes: Sequence[str], free_axis: str, options: Mapping[str, Sequence[Any]]) -> list[Entry]:
+    """The entries of a file that `to_vllm` wrote, for an operator's axes and options.
+
+    Raises:
+        ValueError: the name or the content is none of such a file.
+    """
+    try:
+        fixed = dict(part.split("=", 1) for part in path.name.removesuffix(".json").split(",")[1:])
+        table = json.loads(_text(path))
+        given = {name: next(v for v in offered if str(v) == fixed[name]) for name, offered in options.items()}
+        entries = []
+        for size, knobs in table.items():
+            sizes = {axis: int(size if axis == free_axis else fixed[axis]) for axis in axes}
+            case = {name: fixed[name] for name in ("variant", "dtype", "quant", "policy")}
+            label = "x".join(map(str, sizes.values()))
+            entries.append(_entry({**case, "case": label, "axes": sizes, "options": given}, knobs, path))
+        return _some(path, entries)
+    except (ValueError, KeyError, StopIteration, AttributeError, TypeError) as error:
+        raise ValueError(f"{path}: not a table of configs by {free_axis}, named as `cache export --format vllm` does") from error
+
+
+WRITERS: Mapping[str, Callable[[str, str, Sequence[Entry], str], dict[str, str]]] = {
+    "triton": to_triton,
+    "python": to_python,
+    "vllm": to_vllm,
+}
+
+
+def read(path: Path, axes: Sequence[str], free_axis: str, options: Mapping[str, Sequence[Any]]) -> list[Entry]:
+    """The entries of a file of any of the formats.
+
+    Raises:
+        ValueError: it is of none of them, or cannot be read.
+    """
+    if path.suffix == ".json":
+        return from_vllm(path, axes, free_axis, options)
+    return from_triton(path) if "import triton" in _text(path) else from_python(path)
+
+
+def _case(entry: Entry) -> dict[str, Any]:
+    values = {name: getattr(entry, name) for name in _CASE}
+    return values | {"axes": dict(entry.axes), "options": dict(entry.options)}
+
+
+def _entry(case: Mapping[str, Any], knobs: Mapping[str, Any], path: Path) -> Entry:
+    values = {name: case[name] for name in _CASE}
+    values |= {"axes": tuple(case["axes"].items()), "options": tuple(case["options"].items())}
+    return Entry(**values, config=dict(knobs), evidence={"imported": path.name})
+
+
+def _some(path: Path, entries: list[Entry]) -> list[Entry]:
+    if not entries:
+        raise ValueError(f"{path}: configs: none")
+    return entries
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'not UTF-8'}") from error

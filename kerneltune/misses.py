@@ -1,0 +1,108 @@
+"""What the config cache did not have: said once, refused in strict mode, and kept as a list that a sweep is made of.
+
+Looks nothing up. Imports the standard library, device and spec.
+"""
+
+import json
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kerneltune.device import INTERPRETER
+from kerneltune.spec import Case
+
+_FIELDS = {"op": str, "variant": str, "device": str, "axes": dict, "dtype": str, "quant": str, "options": dict, "policy": str}
+
+
+class CacheMissWarning(UserWarning):
+    """A case that the cache has no config of its own for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """One look-up that found no entry of its own."""
+
+    op: str
+    variant: str
+    device: str
+    case: Case
+    policy: str
+
+
+def report(miss: Miss, used: str) -> None:
+    """Warn of a miss, saying what is used instead; append it to KERNELTUNE_LOG_MISSES where that is set.
+
+    Says nothing of the interpreter, for which nothing is tuned.
+
+    Raises:
+        LookupError: KERNELTUNE_STRICT is 1.
+    """
+    if miss.device == INTERPRETER:
+        return
+    text = f"no config for {miss.op} {miss.variant} {miss.case.label} {miss.policy} on {miss.device}"
+    if "KERNELTUNE_LOG_MISSES" in os.environ:
+        _append(Path(os.environ["KERNELTUNE_LOG_MISSES"]), miss)
+    if os.environ.get("KERNELTUNE_STRICT") == "1":
+        raise LookupError(f"{text} (KERNELTUNE_STRICT=1); nearest: {used}")
+    warnings.warn(f"{text}; using {used}", CacheMissWarning, stacklevel=3)
+
+
+def _append(path: Path, miss: Miss) -> None:
+    """One write to the end of the file, which no other process can split; a log that cannot be written is no reason to stop."""
+    case = miss.case
+    row = {"op": miss.op, "variant": miss.variant, "device": miss.device, "axes": dict(case.axes), "dtype": case.dtype}
+    row |= {"quant": case.quant, "options": dict(case.options), "policy": miss.policy}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            os.write(file, (json.dumps(row) + "\n").encode())
+        finally:
+            os.close(file)
+    except OSError as error:
+        warnings.warn(f"cannot write {path}: {error.strerror}", stacklevel=4)
+
+
+def read(path: Path) -> list[Miss]:
+    """The misses of a log, none twice.
+
+    Raises:
+        ValueError: one line naming the file, the line and what is wrong with it.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'not UTF-8'}") from error
+    found: dict[Miss, None] = {}
+    for number, line in enumerate(lines, start=1):
+        try:
+            row: dict[str, Any] = json.loads(line)
+            wrong = next((name for name, kind in _FIELDS.items() if type(row.get(name)) is not kind), None)
+        except (json.JSONDecodeError, AttributeError):
+            raise ValueError(f"{path}:{number}: not a miss: {line[:80]!r}") from None
+        if wrong is not None:
+            raise ValueError(f"{path}:{number}: {wrong}: {row.get(wrong)!r}: expected {_FIELDS[wrong].__name__}")
+        case = Case("", tuple(row["axes"].items()), row["dtype"], row["quant"], tuple(row["options"].items()))
+        found[Miss(row["op"], row["variant"], row["device"], case, row["policy"])] = None
+    return list(found)
+
+
+def sweep_text(misses: Sequence[Miss]) -> str:
+    """A sweep file whose bench cases are the misses, each case once.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if not misses:
+        raise ValueError("misses: none: nothing to tune")
+    lines = ["# Cases that were looked up and not found.", "family: misses"]
+    lines += [f"ops: [{', '.join(dict.fromkeys(miss.op for miss in misses))}]", "", "bench:"]
+    for op, case in dict.fromkeys((miss.op, miss.case) for miss in misses):
+        fields = {**dict(case.axes), "dtype": case.dtype, "quant": case.quant, **dict(case.options)}
+        shape = "x".join(str(size) for _, size in case.axes)
+        text = ", ".join(f"{name}: {json.dumps(value)}" for name, value in fields.items())
+        lines.append(f"  - {{name: {op}-{shape}, op: {op}, {text}}}")
+    return "\n".join(lines) + "\n"

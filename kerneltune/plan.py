@@ -1,0 +1,132 @@
+"""Which part of a sweep is run, how, and where long work says how far it is.
+
+Runs nothing. Imports cache, device, search, spec and sweep.
+"""
+
+import fnmatch
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from kerneltune import cache, device, sweep
+from kerneltune.search import DEFAULT_SAMPLER
+from kerneltune.spec import Op, Variant
+
+
+class Progress(Protocol):
+    """Where long work says how far it is."""
+
+    def stage(self, name: str, total: int) -> None:
+        """A new stage of `total` steps."""
+
+    def advance(self, text: str) -> None:
+        """One step done; `text` says which comes next or was done."""
+
+    def best(self, text: str) -> None:
+        """The best so far."""
+
+    def note(self, text: str) -> None:
+        """Something worth a line of its own."""
+
+
+class Quiet:
+    """A Progress that says nothing."""
+
+    def stage(self, name: str, total: int) -> None:
+        """Nothing."""
+
+    def advance(self, text: str) -> None:
+        """Nothing."""
+
+    def best(self, text: str) -> None:
+        """Nothing."""
+
+    def note(self, text: str) -> None:
+        """Nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which part of a family: operator names, patterns of case names, dtypes, quant modes, variant names; empty means all."""
+
+    family: str
+    ops: tuple[str, ...] = ()
+    cases: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()
+    quants: tuple[str, ...] = ()
+    variants: tuple[str, ...] = ()
+
+    def takes(self, entry: sweep.Entry) -> bool:
+        """Whether an entry of the sweep belongs to the selection."""
+        case = entry.case
+        return (
+            (not self.ops or entry.op in self.ops)
+            and (not self.cases or any(fnmatch.fnmatch(case.name, pattern) for pattern in self.cases))
+            and (not self.dtypes or case.dtype in self.dtypes)
+            and (not self.quants or case.quant in self.quants)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to run. budget_s: seconds of search per case; trials: most configs per case; force: search again what the cache
+    has; workers: compile processes; configs, results: folders, None for the usual ones; until_gain: stop a search that is
+    expected to gain less; exhaustive: measure whole spaces and decide nothing; knobs: values, as text, to try beyond a space."""
+
+    policy: str = "cold"
+    tune: bool = True
+    peers: bool = True
+    budget_s: float | None = None
+    trials: int | None = None
+    check_only: bool = False
+    configs: Path | None = None
+    results: Path | None = None
+    workers: int | None = None
+    force: bool = False
+    sampler: str = DEFAULT_SAMPLER
+    until_gain: float | None = None
+    exhaustive: bool = False
+    knobs: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+
+def results_folder(options: Options) -> Path:
+    """results/<device> for GPUs; results/runs/interpreter, which git ignores, where nothing is timed."""
+    root = results_root(options)
+    here = device.current()
+    return root / here.slug if here.is_gpu else root / "runs" / here.slug
+
+
+def results_root(options: Options) -> Path:
+    """As given, else KERNELTUNE_RESULTS, else `results` of the checkout, else the packaged copy."""
+    if options.results is not None:
+        return options.results
+    return Path(os.environ["KERNELTUNE_RESULTS"]) if "KERNELTUNE_RESULTS" in os.environ else cache.data_root("results")
+
+
+def load_plan(ops: Mapping[str, Op], selection: Selection) -> sweep.Sweep:
+    """The sweep that a selection is a part of.
+
+    Raises:
+        ValueError: an unknown family, operator or variant, or a broken file.
+    """
+    for name in selection.ops:
+        if name not in ops:
+            raise ValueError(f"unknown op {name!r}; there are {', '.join(ops)}")
+    plan = sweep.load(sweep.find(selection.family), ops)
+    for name in selection.variants:
+        if not any(v.name == name for op in {e.op for e in (*plan.check, *plan.bench)} for v in ops[op].variants):
+            raise ValueError(f"unknown variant {name!r} in family {plan.family}")
+    return plan
+
+
+def wanted_variants(op: Op, selection: Selection, options: Options) -> list[Variant]:
+    """The selected variants that can be imported here."""
+    return [
+        variant
+        for variant in op.variants
+        if (not selection.variants or variant.name in selection.variants)
+        and not (variant.is_peer and not options.peers and variant.name not in selection.variants)
+        and not variant.missing()
+    ]

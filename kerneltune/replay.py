@@ -1,0 +1,104 @@
+"""A search run again on a measured space: how far from the optimum it is after so many evaluations.
+
+Runs the code of `search`; only the evaluator is another. Touches no GPU. May import numpy, and what search may.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, make_dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kerneltune.search import Search, explore
+from kerneltune.spaces import Knobs, MeasuredSpace
+from kerneltune.spec import Config
+from kerneltune.stats import Interval, median_interval
+from kerneltune.trials import Trial
+
+BUDGETS = (10, 25, 50, 100, 200)
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A search.Started whose trial is known."""
+
+    trial: Trial
+
+    def done(self) -> bool:
+        """Always."""
+        return True
+
+    def result(self) -> Trial:
+        """The trial."""
+        return self.trial
+
+    def cancel(self) -> None:
+        """Nothing to give up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gaps:
+    """What a sampler reached on one space.
+
+    Attributes:
+        space: file name or label.
+        configs: of the space, with and without a time.
+        gaps: (seeds, evaluations) best time so far over the optimum, less one; infinite before the first time.
+    """
+
+    space: str
+    sampler: str
+    configs: int
+    gaps: NDArray[np.float64]
+
+    def at(self, evaluations: int) -> Interval | None:
+        """Median gap over the seeds and its interval; None where the space has fewer configs."""
+        if evaluations > self.gaps.shape[1]:
+            return None
+        return median_interval(np.minimum(self.gaps[:, evaluations - 1], 9.99))
+
+
+def replay(
+    space: MeasuredSpace, sampler: str, seeds: int, evaluations: int = max(BUDGETS), first: Sequence[Knobs] = (), label: str = ""
+) -> Gaps:
+    """Run the search on a stored space, once with every seed.
+
+    Args:
+        evaluations: where to stop, also configs that give no time count.
+        first: what to begin with beside the default, such as the best of the nearest shape.
+
+    Raises:
+        ValueError: no config of the space has a time.
+    """
+    if not space.feasible:
+        raise ValueError(f"{label or space.file_name}: no config has a time")
+    make = make_dataclass("Knobs", [name for name, _ in next(iter(space.trials))], frozen=True, slots=True)
+    trials: Mapping[Config, Trial] = {make(**dict(knobs)): trial for knobs, trial in space.trials.items()}
+    begin = [config for knobs in (space.default, *first) if (config := make(**dict(knobs))) in trials]
+    optimum = min(space.feasible.values())
+    steps = min(evaluations, len(trials))
+    curves = []
+    for seed in range(seeds):
+        found = explore(list(trials), begin, Search(trials=steps, sampler=sampler, seed=seed), lambda c: Answered(trials[c]))
+        times = [np.inf if trial.time_us is None else trial.time_us for trial in found.trials.values()]
+        curves.append(np.minimum.accumulate(times) / optimum - 1.0)
+    return Gaps(label or space.file_name, sampler, len(trials), np.array(curves))
+
+
+def nearest_best(space: MeasuredSpace, others: Sequence[MeasuredSpace], count: int = 2) -> list[Knobs]:
+    """The best configs of the nearest other spaces of the same operator, variant and quantisation."""
+
+    def distance(other: MeasuredSpace) -> float:
+        sizes = zip(space.axes, other.axes, strict=True)
+        return float(sum(abs(np.log2(max(a, 1) / max(b, 1))) for (_, a), (_, b) in sizes)) + 0.5 * (other.dtype != space.dtype)
+
+    same = (space.op, space.variant, space.quant, space.policy)
+    related = [o for o in others if o is not space and (o.op, o.variant, o.quant, o.policy) == same and o.feasible]
+    return [min(o.feasible, key=lambda knobs: o.feasible[knobs]) for o in sorted(related, key=distance)[:count]]
+
+
+def worse_than(chance: Gaps, gaps: Gaps, budgets: Sequence[int] = BUDGETS) -> list[int]:
+    """The budgets at which the median gap is above that of chance."""
+    both: list[tuple[int, Any, Any]] = [(n, chance.at(n), gaps.at(n)) for n in budgets]
+    return [n for n, a, b in both if a is not None and b is not None and b.median > a.median]

@@ -1,0 +1,141 @@
+"""A Gaussian process over the configs of a finite space: how fast an untried config may be, and what is left to gain.
+
+Knows no operator and measures nothing. May import numpy and scipy only.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.linalg import cho_factor, cho_solve, cholesky
+from scipy.optimize import minimize
+from scipy.spatial.distance import cdist
+from scipy.stats import norm
+
+Array = NDArray[np.float64]
+
+_WORST = 0.7
+"""Logarithms of times are cut this far above the best: how bad a bad config is says little about the good ones."""
+_JOINT = 256
+_DRAWS = 128
+_REFIT_EVERY = 4
+
+
+class Surrogate:
+    """Posterior of log time over a pool of configs, each knob a coordinate.
+
+    Matérn 5/2 with one length scale per knob, fitted to the times seen under a prior on the scales.
+    """
+
+    def __init__(self, pool: Sequence[Mapping[str, Any]], seed: int = 0) -> None:
+        """pool: the knob values of every config of the space."""
+        self._points = _coordinates(pool)
+        self._rng = np.random.default_rng(seed)
+        self._theta = np.concatenate([np.full(self._points.shape[1], np.log(0.5)), [0.0, np.log(0.05)]])
+        self._fitted = 0
+
+    def fit(self, seen: Sequence[int], times: Sequence[float | None]) -> None:
+        """Learn from evaluated configs, by their index in the pool; None is a config that gave no time."""
+        timed = [(index, time) for index, time in zip(seen, times, strict=True) if time is not None]
+        logs = np.log([time for _, time in timed])
+        best = float(np.min(logs))
+        logs = np.minimum(logs, best + _WORST)
+        self._seen = np.array([index for index, _ in timed], dtype=int)
+        self._mean, self._scale = float(np.mean(logs)), float(np.std(logs)) or 1.0
+        self._values = (logs - self._mean) / self._scale
+        self._best = (best - self._mean) / self._scale
+        self._tried = np.asarray(seen, dtype=int)
+        self._worked = np.array([time is not None for time in times], dtype=float)
+        if not self._fitted or len(timed) >= max(self._fitted + _REFIT_EVERY, 1.2 * self._fitted):
+            self._fit_scales()
+            self._fitted = len(timed)
+
+    def improvement(self, wanted: Sequence[int], pending: Sequence[int] = ()) -> Array:
+        """Expected improvement (len(wanted),) of the log time, times the chance that the config gives a time at all.
+
+        Pending configs are believed to take what is predicted.
+        """
+        seen, values = self._seen, self._values
+        if len(pending):
+            believed, _ = self._posterior(seen, values, np.asarray(pending, dtype=int))
+            seen = np.concatenate([seen, np.asarray(pending, dtype=int)])
+            values = np.concatenate([values, believed])
+        mean, variance = self._posterior(seen, values, np.asarray(wanted, dtype=int))
+        deviation = np.sqrt(variance)
+        z = (self._best - mean) / deviation
+        improvement: Array = deviation * (z * norm.cdf(z) + norm.pdf(z)) * self._scale
+        return improvement * self._chance(np.asarray(wanted, dtype=int))
+
+    def _chance(self, wanted: NDArray[np.int_]) -> Array:
+        """How likely a config gives a time: the same process over what worked and what did not."""
+        share = float(np.mean(self._worked))
+        factor = cho_factor(self._covariance(self._tried) + 0.1 * np.eye(len(self._tried)))
+        chance = share + self._kernel(self._tried, wanted).T @ cho_solve(factor, self._worked - share)
+        bounded: Array = np.clip(chance, 0.02, 1.0)
+        return bounded
+
+    def gain(self, untried: Sequence[int]) -> float:
+        """The fraction of the best time that trying everything else is expected to save.
+
+        The mean, over draws of all untried times together, of how far their fastest lies below the best seen. Only the
+        256 with the largest expected improvement are drawn.
+        """
+        if not len(untried):
+            return 0.0
+        ranked = np.asarray(untried, dtype=int)[np.argsort(-self.improvement(untried))[:_JOINT]]
+        factor = cho_factor(self._covariance(self._seen))
+        cross = self._kernel(self._seen, ranked)
+        mean = cross.T @ cho_solve(factor, self._values)
+        joint = self._kernel(ranked, ranked) - cross.T @ cho_solve(factor, cross) + 1e-6 * np.eye(len(ranked))
+        draws = mean + self._rng.standard_normal((_DRAWS, len(ranked))) @ cholesky(joint)
+        saved = np.maximum(0.0, self._best - draws.min(axis=1)) * self._scale
+        return float(np.mean(-np.expm1(-saved)))
+
+    def _posterior(self, seen: NDArray[np.int_], values: Array, wanted: NDArray[np.int_]) -> tuple[Array, Array]:
+        factor = cho_factor(self._covariance(seen))
+        cross = self._kernel(seen, wanted)
+        mean = cross.T @ cho_solve(factor, values)
+        variance = np.exp(self._theta[-2]) - np.sum(cross * cho_solve(factor, cross), axis=0)
+        return mean, np.maximum(variance, 1e-9)
+
+    def _kernel(self, a: NDArray[np.int_], b: NDArray[np.int_], theta: Array | None = None) -> Array:
+        theta = self._theta if theta is None else theta
+        scaled = self._points / np.exp(theta[:-2])
+        distance = np.sqrt(5.0) * cdist(scaled[a], scaled[b])
+        kernel: Array = np.exp(theta[-2]) * (1.0 + distance + distance**2 / 3.0) * np.exp(-distance)
+        return kernel
+
+    def _covariance(self, seen: NDArray[np.int_], theta: Array | None = None) -> Array:
+        theta = self._theta if theta is None else theta
+        covariance: Array = self._kernel(seen, seen, theta) + (np.exp(2 * theta[-1]) + 1e-6) * np.eye(len(seen))
+        return covariance
+
+    def _fit_scales(self) -> None:
+        """The scales that make what was seen most likely, under a prior that holds them where nothing was seen."""
+        knobs = self._points.shape[1]
+        bounds = [(np.log(0.05), np.log(20.0))] * knobs + [(np.log(0.05), np.log(20.0)), (np.log(1e-3), np.log(0.5))]
+
+        def cost(theta: Array) -> float:
+            factor = cholesky(self._covariance(self._seen, theta), lower=True)
+            whitened = np.linalg.solve(factor, self._values)
+            prior = np.sum((theta[:knobs] - np.log(0.7)) ** 2) / 2 + theta[-2] ** 2 / 2 + (theta[-1] - np.log(0.03)) ** 2 / 2
+            return float(0.5 * whitened @ whitened + np.sum(np.log(np.diag(factor))) + prior)
+
+        found = minimize(cost, self._theta, method="L-BFGS-B", bounds=bounds, options={"maxiter": 25})
+        self._theta = np.asarray(found.x)
+
+
+def _coordinates(pool: Sequence[Mapping[str, Any]]) -> Array:
+    """(configs, coordinates) in [0, 1]: powers of two are evenly spaced, what is no number gets a coordinate per value."""
+    columns = []
+    for knob in pool[0]:
+        given = [config[knob] for config in pool]
+        distinct = sorted(set(given), key=repr)
+        if all(isinstance(value, bool | int | float) for value in distinct):
+            numbers = np.log2(np.maximum(np.array(given, dtype=float), 0.0) + 0.5)
+            spread = float(np.ptp(numbers))
+            columns.append((numbers - numbers.min()) / spread if spread else np.zeros(len(pool)))
+        else:
+            columns += [np.array([value == other for value in given], dtype=float) for other in distinct]
+    return np.column_stack(columns)

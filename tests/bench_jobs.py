@@ -1,0 +1,85 @@
+"""A bench without a GPU for test_bench.py and test_kill.py, importable by a measuring child, and what it measures."""
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
+from kerneltune.stats import Samples
+from kerneltune.trials import Trial
+
+
+@dataclass(frozen=True, slots=True)
+class Knobs:
+    """What the made-up kernel does, and how often it was varied."""
+
+    does: str
+    n: int
+
+
+def nothing(*_args: Any, **_kwargs: Any) -> Mapping[str, Any]:
+    """Inputs, reference and outputs of an operator that has none."""
+    return {}
+
+
+def no_errors(*_args: Any) -> list[str]:
+    """Always right."""
+    return []
+
+
+def space(_case: Case) -> Space:
+    """Sixty well-behaved configs."""
+    return {"does": ("run",), "n": tuple(range(60))}
+
+
+VARIANT = Variant("optimized", nothing, Knobs, space, default=lambda _case: Knobs("run", 0))
+OPS = (Op("fake", ("M",), ("bfloat16",), nothing, nothing, no_errors, lambda _: Traffic(1, 1), (VARIANT,), __name__),)
+CASE = Case("a", (("M", 8),), "bfloat16")
+LOG = "KERNELTUNE_TEST_LOG"
+
+
+class FakeBench:
+    """Does what a config says: `run` takes 10 + n µs, the others take the process along in one way or another."""
+
+    def open(self, op: Op, case: Case, variant: Variant, policy: str) -> None:
+        """Everything is found by name in the child."""
+        assert (op.name, case, variant.name, policy) == ("fake", CASE, "optimized", "cold")
+        self.tried = 0
+
+    def trial(self, config: Config, best_us: float | None, samples: int) -> Trial:
+        """The n-th config since the child was opened, in the detail."""
+        self.tried += 1
+        if config.does == "abort":
+            os.abort()
+        if config.does == "exit":
+            os._exit(7)
+        if config.does == "hang":
+            time.sleep(3600)
+        if config.does == "memory":
+            raise MemoryError("no memory for 17 tensors\nsecond line")
+        if config.does == "fault":
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+        if LOG in os.environ:
+            with open(os.environ[LOG], "a") as file:
+                file.write(f"{config.n}\n")
+            time.sleep(0.02)
+        return Trial("ok", 10.0 + config.n, f"{self.tried} {os.getpid()}")
+
+    def samples(self, configs: Sequence[Config]) -> list[Samples]:
+        """The same times again."""
+        return [np.full(15, 10.0 + config.n) for config in configs]
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+class NeverOpens(FakeBench):
+    """Dies before it comes to a config."""
+
+    def open(self, op: Op, case: Case, variant: Variant, policy: str) -> None:
+        """As where the inputs do not fit."""
+        raise MemoryError("inputs do not fit")

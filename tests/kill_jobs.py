@@ -1,0 +1,31 @@
+"""A whole search on a made-up bench, in a process of its own that test_kill.py kills: `python kill_jobs.py FOLDER`."""
+
+import sys
+from concurrent.futures import Future
+from pathlib import Path
+
+from bench_jobs import CASE, OPS, VARIANT, FakeBench
+
+from kerneltune.bench import IsolatedBench
+from kerneltune.compiler import Compiled
+from kerneltune.search import Search
+from kerneltune.trials import TrialStore
+from kerneltune.tune import Tuner, tune
+
+
+def compiled(_config: object) -> "Future[Compiled]":
+    """Nothing to compile."""
+    future: Future[Compiled] = Future()
+    future.set_result(Compiled((), 0.0))
+    return future
+
+
+def main(folder: Path) -> None:
+    """Search the sixty configs; the store and the cache are below `folder`."""
+    store = TrialStore(folder / "trials.jsonl", source_hash="abc")
+    with IsolatedBench(FakeBench) as bench:
+        tune(Tuner(OPS[0], CASE, VARIANT, "cold", store, bench), Search(), compiled, folder / "configs")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,127 @@
+"""The measuring child: what a config that crashes, hangs or exhausts memory costs, and what the next one finds.
+
+The same with deliberately broken kernels on a GPU is at the end.
+"""
+
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import bench_jobs
+import pytest
+from bench_jobs import CASE, OPS, VARIANT, FakeBench, Knobs, NeverOpens
+
+from kerneltune import ops
+from kerneltune.bench import ChildLostError, GpuBench, IsolatedBench, _Named, split_cores
+from kerneltune.spec import Op
+from kerneltune.trials import Trial
+
+
+@pytest.fixture
+def bench() -> Iterator[IsolatedBench]:
+    with IsolatedBench(FakeBench, trial_timeout_s=20.0) as bench:
+        bench.open(OPS[0], CASE, VARIANT, "cold")
+        yield bench
+
+
+def test_a_child_answers_as_the_bench_does_and_stays(bench: IsolatedBench) -> None:
+    first, second = bench.trial(Knobs("run", 1), None), bench.trial(Knobs("run", 2), 11.0)
+    assert (first, second.time_us) == (Trial("ok", 11.0, first.detail), 12.0)
+    assert first.detail.split()[1] == second.detail.split()[1] != str(os.getpid())
+    assert second.detail.startswith("2 ") and bench.started == 1
+    assert [list(s[:1]) for s in bench.samples([Knobs("run", 1), Knobs("run", 3)])] == [[11.0], [13.0]]
+
+
+@pytest.mark.parametrize(
+    ("does", "detail"),
+    [
+        ("abort", "the measuring process died: exit code -6"),
+        ("exit", "the measuring process died: exit code 7"),
+        ("memory", "MemoryError: no memory for 17 tensors"),
+        ("fault", "RuntimeError: CUDA error: an illegal memory access was encountered"),
+    ],
+)
+def test_a_config_that_takes_its_process_along_costs_only_itself(does: str, detail: str, bench: IsolatedBench) -> None:
+    before = bench.trial(Knobs("run", 1), None)
+    assert bench.trial(Knobs(does, 0), None) == Trial("lost", None, detail)
+    after = bench.trial(Knobs("run", 2), None)
+    assert after.status == "ok" and after.detail.startswith("1 ")  # opened anew
+    assert after.detail.split()[1] != before.detail.split()[1] and bench.started == 2
+
+
+def test_a_config_that_hangs_is_killed() -> None:
+    with IsolatedBench(FakeBench, trial_timeout_s=15.0) as bench:
+        bench.open(OPS[0], CASE, VARIANT, "cold")
+        assert bench.trial(Knobs("run", 1), None).status == "ok"
+        bench._trial_timeout_s = 1.0
+        hung = bench._child
+        began = time.monotonic()
+        assert bench.trial(Knobs("hang", 0), None) == Trial("lost", None, "took longer than 1 s")
+        assert time.monotonic() - began < 5.0
+        assert hung is not None and hung.exitcode == -9
+        bench._trial_timeout_s = 15.0
+        assert bench.trial(Knobs("run", 2), None).status == "ok"
+
+
+def test_what_is_lost_before_a_config_is_tried_is_not_the_config_s_fault() -> None:
+    with IsolatedBench(NeverOpens) as bench:
+        bench.open(OPS[0], CASE, VARIANT, "cold")
+        with pytest.raises(ChildLostError, match="^MemoryError: inputs do not fit$"):
+            bench.trial(Knobs("run", 1), None)
+
+
+def test_no_child_outlives_its_bench(bench: IsolatedBench) -> None:
+    bench.trial(Knobs("run", 1), None)
+    child = bench._child
+    bench.close()
+    assert child is not None and child.is_alive()  # the next case finds it
+    with bench:
+        pass
+    assert not child.is_alive() and child not in multiprocessing.active_children()
+
+
+def test_the_measuring_child_has_a_core_that_no_compiler_uses() -> None:
+    measuring, compiling = split_cores()
+    available = os.sched_getaffinity(0)
+    if len(available) == 1:
+        assert (measuring, compiling) == (None, None)
+    else:
+        assert measuring is not None and compiling is not None
+        assert len(measuring) == 1 and not measuring & compiling and measuring | compiling == available
+
+
+# on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("does", "status", "detail"),
+    [("fault", "lost", "illegal memory access"), ("hang", "lost", "took longer than 10 s"), ("memory", "lost", "out of memory")],
+)
+def test_a_broken_kernel_costs_only_its_child(does: str, status: str, detail: str, tmp_path: Path) -> None:
+    import broken_kernels as broken
+
+    op = broken.OPS[0]
+    with IsolatedBench(GpuBench, trial_timeout_s=60.0) as bench:
+        bench.open(op, broken.CASE, op.variants[0], "cold")
+        assert bench.trial(broken.Knobs("fine"), None).status == "ok"
+        bench._trial_timeout_s = 10.0
+        trial = bench.trial(broken.Knobs(does), None)
+        assert trial.status == status and detail in trial.detail
+        bench._trial_timeout_s = 60.0
+        again: Any = bench.trial(broken.Knobs("fine"), None)
+        assert again.status == "ok" and bench.started == 2
+
+
+@pytest.mark.parametrize("op", [*ops.load().values(), bench_jobs.OPS[0]], ids=lambda op: op.name)
+def test_a_child_finds_every_operator_by_name(op: Op) -> None:
+    for variant in op.variants:
+        assert _Named(op.module, op.name, variant.name).load() == (op, variant)
+
+
+def test_an_operator_that_no_package_offers_is_an_error() -> None:
+    with pytest.raises(ValueError, match="^no operator gone in OPS of bench_jobs or of a package that holds it$"):
+        _Named("bench_jobs", "gone", "optimized").load()

@@ -1,0 +1,150 @@
+"""Cached configs in other formats and back, and what `cache verify` says of them."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from kerneltune import cache, device, exchange, ops
+from kerneltune.cache import Entry
+from kerneltune.cli import app
+from kerneltune.verify import verify
+
+SHIPPED = Path(__file__).parent.parent / "configs" / "nvidia_h200"
+OPS = ops.load()
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["cache", *map(str, arguments)])
+
+
+def ours(op: str) -> list[Entry]:
+    return [entry for entry in cache.load_strict(SHIPPED / f"{op}.json") if entry.variant == "optimized"]
+
+
+@pytest.mark.parametrize("format_", ["triton", "python", "vllm"])
+@pytest.mark.parametrize("op", ["rmsnorm_fwd", "rmsnorm_bwd"])
+def test_what_is_exported_comes_back(format_: str, op: str, tmp_path: Path) -> None:
+    files, root = tmp_path / "files", tmp_path / "configs"
+    assert run("export", op, files, "--format", format_, "--gpu", "nvidia_h200").exit_code == 0
+    result = run("import", op, *sorted(files.iterdir()), "--gpu", "nvidia_h200", "--configs", root)
+    assert result.exit_code == 0, result.output
+    back = cache.load_strict(root / "nvidia_h200" / f"{op}.json")
+    assert {entry.identity: entry.config for entry in back} == {entry.identity: entry.config for entry in ours(op)}
+    assert {tuple(entry.evidence) for entry in back} == {("imported",)}
+
+
+def test_the_dispatch_module_needs_nothing_and_finds_the_nearest(tmp_path: Path) -> None:
+    run("export", "rmsnorm_bwd", tmp_path, "--gpu", "nvidia_h200")
+    wanted = next(e for e in ours("rmsnorm_bwd") if dict(e.axes) == {"M": 16384, "N": 4096} and e.dtype == "bfloat16")
+    call = "rmsnorm_bwd.best('optimized', {'M': 15000, 'N': 4096}, 'bfloat16', options={'zero_centered': False})"
+    script = f"import rmsnorm_bwd; print({call}); print(rmsnorm_bwd.best('optimized', {{'M': 1, 'N': 3}}, 'bfloat16'))"
+    done = subprocess.run([sys.executable, "-S", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [str(wanted.config), "None"]
+
+
+def test_an_import_does_not_replace_what_was_measured(tmp_path: Path) -> None:
+    files, root = tmp_path / "files", tmp_path / "configs"
+    run("export", "rmsnorm_bwd", files, "--gpu", "nvidia_h200")
+    (file,) = files.iterdir()
+    command = ("import", "rmsnorm_bwd", file, "--gpu", "nvidia_h200", "--configs", root)
+    cache.store("rmsnorm_bwd", "nvidia_h200", ours("rmsnorm_bwd")[0], root)
+    path = root / "nvidia_h200" / "rmsnorm_bwd.json"
+    total = len(ours("rmsnorm_bwd"))
+    assert run(*command).stdout == f"{total - 1} entries stored in {path}\n"
+    assert ours("rmsnorm_bwd")[0] in cache.load_strict(path)
+    assert run(*command, "--force").stdout == f"{total} entries stored in {path}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.py", "ENTRIES = [{}]", ": ENTRIES: not a table of configs"),
+        ("a.py", "import os", ": ENTRIES: not a table of configs"),
+        ("a.py", "import triton\ntriton.Config({})", ":2: not a config with its case in the line before: 'triton.Config({})'"),
+        ("a.py", "import triton", ": configs: none"),
+        ("a.json", "{}", ": not a table of configs by M, named as `cache export --format vllm` does"),
+    ],
+)
+def test_a_file_of_no_format_is_one_line_and_nothing_is_stored(name: str, text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    result = run("import", "rmsnorm_bwd", tmp_path / name, "--gpu", "nvidia_h200", "--configs", tmp_path / "configs")
+    assert (result.exit_code, result.stderr) == (2, f"error: {tmp_path / name}{message}\n")
+    assert not (tmp_path / "configs").exists()
+
+
+def test_an_invalid_config_in_a_file_stores_nothing(tmp_path: Path) -> None:
+    bad = replace(ours("rmsnorm_bwd")[0], config={**ours("rmsnorm_bwd")[0].config, "warps": 4096})
+    for name, text in exchange.to_python("rmsnorm_bwd", "g", [*ours("rmsnorm_bwd")[1:], bad], "M").items():
+        (tmp_path / name).write_text(text)
+    result = run("import", "rmsnorm_bwd", tmp_path / "rmsnorm_bwd.py", "--gpu", "g", "--configs", tmp_path / "configs")
+    assert result.exit_code == 2 and "elements per thread" in result.stderr
+    assert not (tmp_path / "configs").exists()
+
+
+def test_exports_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+    assert run("export", "rmsnorm_bwd", tmp_path, "--format", "yaml").stderr == (
+        "error: format: 'yaml': expected one of triton, python, vllm\n"
+    )
+    assert run("export", "rmsnorm_bwd", tmp_path, "--variant", "odd").stderr.endswith(": variant: 'odd': no entry\n")
+
+
+# verify
+
+
+def judged(duel: Any = None, **changes: Any) -> tuple[str, str]:
+    op = OPS["rmsnorm_bwd"]
+    entry = ours("rmsnorm_bwd")[0]
+    now = {"source_hash": op.source_hash, "driver": device.current().driver, **device.versions()}
+    verdict = verify(op, replace(entry, **{"evidence": now, **changes}), duel)
+    return verdict.status, verdict.reason
+
+
+def picks(index: int) -> Any:
+    def duel(*arguments: Any) -> int:
+        configs: Sequence[Any] = arguments[-1]
+        assert len(configs) == 2
+        return index
+
+    return duel
+
+
+def test_an_entry_of_this_source_is_fresh_and_is_not_timed() -> None:
+    assert judged() == ("fresh", "")
+    assert judged(lambda *_: 1 / 0) == ("fresh", "")
+
+
+def test_a_stale_entry_is_timed_where_that_is_possible() -> None:
+    evidence = {"source_hash": "old", "driver": device.current().driver, **device.versions()}
+    changed = f"source_hash old is now {OPS['rmsnorm_bwd'].source_hash}"
+    assert judged(evidence=evidence) == ("stale", changed)
+    assert judged(picks(0), evidence=evidence) == ("stale-but-good", changed)
+    assert judged(picks(1), evidence=evidence) == ("stale-slower", f"{changed}: the default is faster")
+
+
+def test_an_entry_that_cannot_run_is_invalid() -> None:
+    config = ours("rmsnorm_bwd")[0].config
+    assert judged(config={**config, "warps": 4096})[0] == "invalid"
+    assert judged(config={"odd": 1})[0] == "invalid"
+    assert judged(variant="gone")[0] == "invalid"
+
+    def wrong(*_: Any) -> int:
+        raise ValueError("wrong: dx: 3 of 4")
+
+    assert judged(wrong, evidence={}) == ("invalid", "wrong: dx: 3 of 4")
+
+
+def test_cache_verify_counts_and_fails_on_what_is_invalid(tmp_path: Path) -> None:
+    entry = ours("rmsnorm_bwd")[0]
+    cache.store("rmsnorm_bwd", "nvidia_h200", entry, tmp_path)
+    good = run("verify", "--configs", tmp_path)
+    assert good.exit_code == 0 and good.stdout.splitlines()[1].split() == ["nvidia_h200", "rmsnorm_bwd", "stale", "1"]
+    cache.store("rmsnorm_bwd", "nvidia_h200", replace(entry, config={**entry.config, "warps": 4096}), tmp_path)
+    bad = run("verify", "rmsnorm_bwd", "--configs", tmp_path)
+    assert bad.exit_code == 1
+    assert bad.stdout.splitlines()[-1].startswith("invalid: nvidia_h200 rmsnorm_bwd optimized te-29x17389 bfloat16 none: ")

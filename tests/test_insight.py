@@ -1,0 +1,82 @@
+"""What trials say: on small literal times."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kerneltune import insight, ops
+from kerneltune.cli import app
+from kerneltune.insight import dead_values, importances, portfolio, regret, sparkline, ties
+from kerneltune.spec import Case
+from kerneltune.trials import Trial, TrialStore
+
+
+def knobs(block: int, warps: int) -> insight.Knobs:
+    return ("block", block), ("warps", warps)
+
+
+def test_regret_is_the_gap_of_the_best_so_far() -> None:
+    assert regret([None, 20.0, 30.0, 10.0, 12.0]) == [float("inf"), 1.0, 1.0, 0.0, 0.0]
+
+
+def test_a_sparkline_falls_to_nothing() -> None:
+    assert sparkline([float("inf"), 0.5, 0.25, 0.01, 0.0]) == "██▅▂▁"
+    assert len(sparkline([0.1] * 100, 16)) <= 16
+
+
+def test_the_knob_that_decides_matters_most() -> None:
+    times = {knobs(b, w): 10.0 + b + 0.001 * w for b in range(8) for w in range(4)}
+    found = importances(times)
+    assert list(found) == ["block", "warps"] and found["block"] > 0.8
+    assert importances({knobs(1, 1): 1.0}) == {} == importances({knobs(1, 1): 1.0, knobs(2, 1): 1.0})
+
+
+def test_values_that_never_come_near_are_dead() -> None:
+    first = {knobs(1, 1): 10.0, knobs(1, 2): 10.1, knobs(2, 1): 15.0, knobs(3, 1): 20.0}
+    second = {knobs(1, 1): 10.0, knobs(3, 1): 10.1}
+    assert [(v.knob, v.value, round(v.saving, 3)) for v in dead_values([first, second])] == [("block", 2, 0.167)]
+
+
+def test_ties_are_within_a_per_cent() -> None:
+    assert ties({knobs(1, 1): 10.05, knobs(2, 1): 10.0, knobs(3, 1): 10.2}) == [knobs(2, 1), knobs(1, 1)]
+
+
+def test_the_portfolio_is_the_smallest_even_where_greed_is_not() -> None:
+    """Greed takes the config of four cases first, and then needs two more; two configs of three cases do."""
+    a, b, c = knobs(1, 1), knobs(2, 1), knobs(3, 1)
+    good: dict[insight.Knobs, set[int]] = {a: {0, 1, 2}, b: {3, 4, 5}, c: {1, 2, 3, 4}}
+    cases: list[dict[insight.Knobs, float]] = [
+        {config: 10.0 if case in covered else 20.0 for config, covered in good.items()} for case in range(6)
+    ]
+    found = portfolio(cases)
+    assert set(found.configs) == {a, b} and found.exact and found.worst == 0.0
+
+
+def test_a_portfolio_says_what_is_left() -> None:
+    found = portfolio([{knobs(1, 1): 10.15, knobs(2, 1): 10.0}, {knobs(1, 1): 5.0}])
+    assert found.configs == (knobs(1, 1),) and found.worst == pytest.approx(0.015)
+
+
+def test_insight_prints_what_the_store_holds(tmp_path: Path) -> None:
+    op = ops.load()["rmsnorm_bwd"]
+    variant = op.variant("optimized")
+    store = TrialStore(tmp_path / "runs" / "trials" / "nvidia_h200" / "rmsnorm_bwd.jsonl", source_hash="x")
+    case = Case("te-8192x4096", (("M", 8192), ("N", 4096)), "bfloat16", "none", (("zero_centered", False),))
+    for i, config in enumerate(variant.configs(case)):
+        trial = Trial("spills") if i % 5 == 4 else Trial("ok", 50.0 + 10 * (config.stages == 2) + config.rows)
+        store.put(op, case, variant, "cold", config, trial)
+    command: list[Any] = ["insight", "rmsnorm", "--gpu", "nvidia_h200", "--results", str(tmp_path), "--op", "rmsnorm_bwd"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0] == "rmsnorm_bwd optimized none"
+    assert lines[2].split()[:4] == ["te-8192x4096", "bfloat16", "51.00", "26"]
+    assert any(line.startswith("never within 2 %: stages=2; without it") for line in lines)
+    assert any(line.startswith("1 config keeps every case (1) within 2 % of its best (worst 0.0 %):") for line in lines)
+
+
+def test_insight_without_trials_says_where_it_looked(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["insight", "rmsnorm", "--gpu", "gone", "--results", str(tmp_path)])
+    assert (result.exit_code, result.stdout) == (0, f"no trials of rmsnorm in {tmp_path}/runs/trials/gone\n")

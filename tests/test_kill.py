@@ -1,0 +1,54 @@
+"""kill -9 at random moments of a search: nothing is lost but the running evaluation, nothing measured twice."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from bench_jobs import LOG
+
+from kerneltune import cache
+
+TESTS = Path(__file__).parent
+KILLS = 20
+
+
+@pytest.mark.timeout(280)
+def test_twenty_kills_lose_nothing_but_the_running_evaluation(tmp_path: Path) -> None:
+    log, trials = tmp_path / "log", tmp_path / "trials.jsonl"
+    env = os.environ | {LOG: str(log), "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(TESTS / "kill_jobs.py"), str(tmp_path)]
+    rng = random.Random(0)
+    log.touch()
+    killed = 0
+    for _ in range(KILLS):
+        before = len(log.read_text().splitlines())
+        process = subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 60.0
+        while process.poll() is None and len(log.read_text().splitlines()) <= before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0.0, 0.04))
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            killed += 1
+        process.wait()
+        time.sleep(0.1)  # the measuring child sees that nobody asks any more
+        for path in (tmp_path / "configs").rglob("*.json"):
+            cache.load_strict(path)
+    assert killed == KILLS
+    subprocess.run(command, env=env, check=True, timeout=60)
+    stored = Counter(json.loads(line)["config"]["n"] for line in trials.read_text().splitlines())
+    measured = Counter(map(int, log.read_text().split()))
+    assert stored == Counter(range(60))  # every config once
+    assert measured.keys() == stored.keys()
+    assert measured.total() - 60 <= killed  # what was running when the process died is measured again, nothing else
+    assert max(measured.values()) <= 3
+    (path,) = (tmp_path / "configs").rglob("*.json")
+    (entry,) = cache.load_strict(path)
+    assert entry.config == {"does": "run", "n": 0}

@@ -1,0 +1,130 @@
+"""What the cache did not have: warned of once, refused in strict mode, logged, made into a sweep that tune takes."""
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kerneltune import cache, misses, ops, sweep
+from kerneltune.cli import app
+from kerneltune.misses import CacheMissWarning, Miss
+from kerneltune.ops.rmsnorm import optimized
+from kerneltune.spec import Case
+
+OPTIONS = (("zero_centered", False), ("fp8_format", "e4m3"), ("row_pad", 0))
+GPU = "nvidia_h200"
+
+
+def axes(rows: int, columns: int) -> tuple[tuple[str, int], ...]:
+    return ("M", rows), ("N", columns)
+
+
+def stored(root: Path, rows: int, columns: int, **knobs: Any) -> None:
+    case = Case("", axes(rows, columns), "bfloat16", "none", OPTIONS)
+    config = {**{name: getattr(optimized.default_fwd(case), name) for name in optimized.FwdConfig.__dataclass_fields__}, **knobs}
+    entry = cache.Entry(
+        variant="optimized", case="c", axes=case.axes, dtype="bfloat16", quant="none", options=OPTIONS, policy="cold",
+        config=config,
+    )  # fmt: skip
+    cache.store("rmsnorm_fwd", GPU, entry, root)
+
+
+def best(root: Path, rows: int, columns: int, gpu: str = GPU) -> Any:
+    return cache.best(
+        "rmsnorm_fwd", "optimized", gpu, axes(rows, columns), "bfloat16", "none", OPTIONS, "cold", ("M",), root,
+        optimized._resolve_fwd,
+    )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def forget() -> Iterator[None]:
+    cache.clear()
+    yield
+    cache.clear()
+
+
+def test_a_case_of_its_own_says_nothing(tmp_path: Path) -> None:
+    stored(tmp_path, 8192, 4096)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        best(tmp_path, 8192, 4096)
+        best(tmp_path, 1, 1, gpu="interpreter")
+
+
+def test_a_miss_is_one_warning_that_names_what_is_used(tmp_path: Path) -> None:
+    stored(tmp_path, 8192, 4096)
+    with pytest.warns(CacheMissWarning) as caught:
+        for _ in range(3):
+            best(tmp_path, 2048, 4096)
+    assert len(caught) == 1
+    assert str(caught[0].message).startswith(
+        "no config for rmsnorm_fwd optimized M=2048 N=4096 bfloat16 none zero_centered=False fp8_format=e4m3 row_pad=0 cold on "
+        'nvidia_h200; using that of M=8192 N=4096 bfloat16, 2.0 octaves away: {"rows": 1, '
+    )
+    with pytest.warns(CacheMissWarning, match="; using the default$"):
+        best(tmp_path, 2048, 1024)
+
+
+def test_a_cached_config_that_is_not_valid_at_the_asked_size_is_passed_over(tmp_path: Path) -> None:
+    """Entries of any size may be found; `valid` is asked for the size that is wanted."""
+    stored(tmp_path, 8192, 4096, warps=3000)
+    with pytest.warns(CacheMissWarning, match="; using the default$"):
+        assert best(tmp_path, 4096, 4096) == optimized.default_fwd(Case("", axes(4096, 4096), "bfloat16"))
+
+
+def test_strict_mode_raises_every_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored(tmp_path, 8192, 4096)
+    monkeypatch.setenv("KERNELTUNE_STRICT", "1")
+    for _ in range(2):
+        with pytest.raises(LookupError, match=r"^no config for rmsnorm_fwd .*\(KERNELTUNE_STRICT=1\); nearest: that of M=8192"):
+            best(tmp_path, 16, 4096)
+    assert best(tmp_path, 8192, 4096) is not None
+
+
+@pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")
+def test_logged_misses_become_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "new" / "misses.jsonl"
+    monkeypatch.setenv("KERNELTUNE_LOG_MISSES", str(log))
+    stored(tmp_path, 8192, 4096)
+    for rows in (16, 32, 16):
+        best(tmp_path, rows, 4096)
+        cache.clear()
+    assert len(log.read_text().splitlines()) == 3 and len(misses.read(log)) == 2
+    output = tmp_path / "misses.yaml"
+    result = CliRunner().invoke(app, ["cache", "misses", "-o", str(output)], env={"KERNELTUNE_LOG_MISSES": str(log)})
+    assert result.exit_code == 0, result.output
+    plan = sweep.load(output, ops.load())
+    assert [(e.op, e.case.name, e.case.axes, e.case.quant) for e in plan.bench] == [
+        ("rmsnorm_fwd", f"rmsnorm_fwd-{rows}x4096", axes(rows, 4096), "none") for rows in (16, 32)
+    ]
+    assert plan.bench[0].case.options == OPTIONS
+
+
+def test_a_log_that_cannot_be_written_does_not_stop_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("KERNELTUNE_LOG_MISSES", str(tmp_path / "file" / "log"))
+    with pytest.warns(UserWarning, match="cannot write .*file/log"):
+        assert best(tmp_path / "configs", 16, 4096) is not None
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [("{", ":1: not a miss: '{'"), ("[]", ":1: not a miss: '[]'"), ('{"op": 3}', ":1: op: 3: expected str")],
+)
+def test_a_broken_log_is_named_with_its_line(line: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text(line + "\n")
+    result = CliRunner().invoke(app, ["cache", "misses", str(path)])
+    assert (result.exit_code, result.stderr) == (2, f"error: {path}{message}\n")
+
+
+def test_no_misses_are_no_sweep(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("")
+    result = CliRunner().invoke(app, ["cache", "misses", str(tmp_path / "log")])
+    assert (result.exit_code, result.stderr) == (2, "error: misses: none: nothing to tune\n")
+    assert misses.sweep_text([Miss("a", "optimized", GPU, Case("", (("M", 1),), "int8"), "cold")]).endswith(
+        '  - {name: a-1, op: a, M: 1, dtype: "int8", quant: "none"}\n'
+    )

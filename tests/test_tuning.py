@@ -1,0 +1,262 @@
+"""The tuning stage as it is on a GPU, with a made-up bench in the place of the GPU and a pool that compiles nothing."""
+
+import itertools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kerneltune import cache, device, noise, ops, spaces, tuning
+from kerneltune.bench import ChildLostError
+from kerneltune.compiler import Compiled, Kernel
+from kerneltune.device import Device
+from kerneltune.plan import Options, Quiet, Selection
+from kerneltune.spec import Case, Config, Op, Variant
+from kerneltune.stats import Samples
+from kerneltune.trials import Trial
+from kerneltune.tuning import run_tune, verify_cache, widened
+
+H200 = Device("NVIDIA H200", "sm_90", 132, 50 << 20, 232448, "580")
+SWEEP = """
+family: tiny
+ops: [stream]
+defaults: {dtype: int32}
+bench:
+  - {name: big, read: 1048576, write: 1048576}
+"""
+OPS = ops.load()
+
+
+def time_us(config: Any) -> float:
+    """Best at 2048 words and 8 warps."""
+    return 10.0 + abs(np.log2(config.block / 2048)) + abs(config.warps - 8) / 8 + config.ctas / 100
+
+
+class Pool:
+    """A compile pool that is done at once."""
+
+    workers = 2
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def submit(self, _job: object) -> "Future[Compiled]":
+        future: Future[Compiled] = Future()
+        future.set_result(Compiled((Kernel("k", 4, 32, 0, 1024),), 0.1))
+        return future
+
+
+class Bench:
+    """A bench whose times are a formula; refuses what a test tells it to."""
+
+    lost: Callable[[Any], bool] = staticmethod(lambda _config: False)
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.opened = False
+
+    def __enter__(self) -> "Bench":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def open(self, op: Op, case: Case, variant: Variant, policy: str) -> None:
+        self.opened = True
+
+    def trial(self, config: Config, best_us: float | None, samples: int = 5) -> Trial:
+        assert self.opened
+        return Trial("lost", detail="took longer than 60 s") if Bench.lost(config) else Trial("ok", time_us(config))
+
+    def samples(self, configs: Sequence[Config]) -> list[Samples]:
+        return [np.full(15, time_us(config)) for config in configs]
+
+    def close(self) -> None:
+        self.opened = False
+
+
+@pytest.fixture(autouse=True)
+def an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(device, "current", lambda: H200)
+    monkeypatch.setattr(tuning, "CompilePool", Pool)
+    monkeypatch.setattr(tuning, "IsolatedBench", Bench)
+    monkeypatch.setattr(tuning, "memory_shortage", lambda *_: None)
+    cache.clear()
+    yield
+    cache.clear()
+
+
+@pytest.fixture
+def selection(tmp_path: Path) -> Selection:
+    (tmp_path / "tiny.yaml").write_text(SWEEP)
+    return Selection(str(tmp_path / "tiny.yaml"))
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> Options:
+    return Options(results=tmp_path / "results", configs=tmp_path / "configs")
+
+
+def test_a_search_stores_the_best_config_and_every_trial(selection: Selection, options: Options) -> None:
+    (entry,) = run_tune(OPS, selection, options, Quiet())
+    assert entry.config == {"block": 2048, "warps": 8, "ctas": 0}
+    assert options.results is not None
+    path = options.results / "runs" / "trials" / "nvidia_h200" / "stream.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len({json.dumps(row["config"]) for row in rows}) == len(rows) == entry.evidence["trials"]
+    assert rows[0]["resources"] == 128 and rows[0]["shared_bytes"] == 1024 and rows[0]["date"] and rows[0]["commit"]
+    assert run_tune(OPS, selection, options, Quiet()) == []  # nothing is lacking
+
+
+def test_a_config_that_is_lost_does_not_end_the_search(
+    selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Bench, "lost", staticmethod(lambda config: config.block == 2048))
+    (entry,) = run_tune(OPS, selection, options, Quiet())
+    assert entry.config["block"] in (1024, 4096) and entry.evidence["trials"] > 4
+
+
+def test_a_case_whose_child_is_lost_is_left_out_and_said(
+    selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
+
+    class Spoken(Quiet):
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+    def lost(*_: object) -> None:
+        raise ChildLostError("MemoryError: inputs do not fit")
+
+    monkeypatch.setattr(Bench, "trial", lost)
+    assert run_tune(OPS, selection, options, Spoken()) == []
+    assert notes == ["not tuned: stream baseline 1048576+1048576 int32 none: MemoryError: inputs do not fit"]
+
+
+def test_a_whole_space_is_measured_and_written(selection: Selection, options: Options) -> None:
+    knobs = (("warps", ("16",)), ("ctas", ("1", "2")))
+    wide = replace(options, exhaustive=True, knobs=knobs)
+    assert run_tune(OPS, selection, wide, Quiet()) == []
+    assert options.results is not None and not (options.results.parent / "configs").exists()
+    (path,) = (options.results / "nvidia_h200" / "spaces").iterdir()
+    space = spaces.read(path)
+    variant = widened(OPS["stream"].variants[0], knobs)
+    case = Case("big", space.axes, "int32")
+    assert [dict(k) for k in space.trials] == [
+        {"block": c.block, "warps": c.warps, "ctas": c.ctas} for c in variant.configs(case)
+    ]
+    assert {dict(k)["warps"] for k in space.trials} == {4, 8, 16}
+    assert space.command == (
+        f"kerneltune tune {selection.family} --exhaustive --op stream --case big --dtype int32 --quant none --variant baseline "
+        "--knob warps=16 --knob ctas=1,2"
+    )
+    before = path.read_bytes()
+    trials = options.results / "runs" / "trials" / "nvidia_h200" / "stream.jsonl"
+    size = trials.stat().st_size
+    run_tune(OPS, selection, wide, Quiet())  # nothing is measured twice
+    assert trials.stat().st_size == size and path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ((("odd", ("1",)),), "knob: 'odd': baseline has block, warps, ctas"),
+        ((("warps", ("many",)),), "knob: warps: 'many': expected int"),
+    ],
+)
+def test_knobs_that_do_not_exist_are_refused(knobs: Any, message: str, selection: Selection, options: Options) -> None:
+    with pytest.raises(ValueError) as caught:
+        run_tune(OPS, selection, replace(options, knobs=knobs), Quiet())
+    assert str(caught.value) == message
+
+
+def test_stale_entries_of_this_gpu_are_timed_again(selection: Selection, options: Options) -> None:
+    (entry,) = run_tune(OPS, selection, options, Quiet())
+
+    def status(**changes: Any) -> str:
+        stored = replace(entry, **changes)
+        ((_, _, verdict),) = verify_cache(OPS, [("nvidia_h200", "stream", stored)], options, Quiet())
+        return verdict.status
+
+    assert status() == "fresh"
+    old = entry.evidence | {"source_hash": "old"}
+    assert status(evidence=old) == "stale-but-good"
+    slow = {"block": 4096, "warps": 8, "ctas": 8}
+    assert status(evidence=old, config=slow) == "stale-slower"
+
+
+# spaces that make no sense
+
+
+def broken(**changes: Any) -> dict[str, Op]:
+    op = OPS["stream"]
+    return {"stream": replace(op, variants=(replace(op.variants[0], **changes),))}
+
+
+def raises(*_: object) -> Any:
+    raise ZeroDivisionError("warps are none")
+
+
+WHERE = "stream baseline: read=1048576 write=1048576 int32 none: "
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"valid": raises}, WHERE + "ZeroDivisionError: warps are none"),
+        ({"space": raises}, WHERE + "ZeroDivisionError: warps are none"),
+        ({"default": raises}, WHERE + "ZeroDivisionError: warps are none"),
+        ({"space": lambda _: {"block": (512,), "warps": (), "ctas": (0,)}}, WHERE + "space: warps: no value"),
+        ({"space": lambda _: {"block": (512, 512), "warps": (4,)}}, WHERE + "space: block: (512, 512): a value twice"),
+        ({"default": lambda _: 3}, WHERE + "default: 3: expected a StreamConfig"),
+        (
+            {"valid": lambda _, c: f"{c.warps} warps" if c.warps == 4 else "never"},
+            "stream baseline: no valid config for read=1048576 write=1048576 int32 none: 4 warps (8 of 16 configs)",
+        ),
+    ],
+)
+def test_a_space_that_makes_no_sense_is_one_line_and_nothing_is_written(
+    changes: dict[str, Any], message: str, selection: Selection, options: Options, tmp_path: Path
+) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError) as caught:
+        run_tune(broken(**changes), selection, options, Quiet())
+    assert str(caught.value) == message
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_store_of_another_version_is_left_alone(selection: Selection, options: Options) -> None:
+    run_tune(OPS, selection, options, Quiet())
+    assert options.results is not None
+    path = options.results / "runs" / "trials" / "nvidia_h200" / "stream.jsonl"
+    text = path.read_text().replace('"schema": 1', '"schema": 2', 1)
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"stream.jsonl:1: schema: 2: expected 1: written by another version of kerneltune"):
+        run_tune(OPS, selection, replace(options, force=True), Quiet())
+    assert path.read_text() == text
+
+
+def test_noise_compares_an_idle_with_a_busy_pool(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, calls = np.random.default_rng(0), itertools.count()
+
+    def samples(_self: Bench, configs: Sequence[Config]) -> list[Samples]:
+        spread = 0.001 if next(calls) < 5 else 0.05
+        return [10.0 * np.exp(rng.normal(0, spread, 15)) for _ in configs]
+
+    monkeypatch.setattr(Bench, "samples", samples)
+    op = OPS["stream"]
+    case = Case("big", (("read", 1 << 20), ("write", 1 << 20)), "int32")
+    variant = op.variants[0]
+    idle, busy = noise.disturbance(op, case, variant, variant.default_config(case), options)
+    assert idle.floor < 0.005 < busy.floor and idle.spread < 0.01 < busy.spread
+    assert idle.time_us.median == pytest.approx(10.0, rel=0.01)
