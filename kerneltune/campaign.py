@@ -6,15 +6,15 @@ Knows no operator and prints nothing. May import torch.
 import fnmatch
 import os
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from kerneltune import cache, device, records, report, sweep
 from kerneltune.compare import Ceiling, check_only, compare, config_values, memory_shortage
 from kerneltune.compiler import TARGETS, CompilePool
-from kerneltune.records import Record
+from kerneltune.records import Key, Record
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.trials import TrialStore, drop_cut_line
 from kerneltune.tune import NothingPassedError, Search, Tuner, compile_with, tune
@@ -129,8 +129,7 @@ def run_tune(ops: Mapping[str, Op], selection: Selection, options: Options, prog
         ValueError: no GPU, bad input, or a folder that cannot be written.
     """
     plan = _plan(ops, selection)
-    if not device.current().is_gpu:
-        raise ValueError("tune needs a GPU: in the interpreter nothing can be timed")
+    require_gpu("tune")
     return _tune(ops, [e for e in plan.bench if selection.takes(e)], selection, options, progress)
 
 
@@ -142,11 +141,45 @@ def compare_live(
     Raises:
         ValueError: no GPU, or bad input.
     """
+    return measure_live(ops, replace(selection, variants=(a, b)), options, progress, "compare --run")
+
+
+def measure_live(
+    ops: Mapping[str, Op],
+    selection: Selection,
+    options: Options,
+    progress: Progress,
+    command: str,
+    keys: Collection[Key] | None = None,
+) -> list[Record]:
+    """Measure the selected variants now, interleaved, on the selected bench cases, or on those of them with such keys.
+
+    Raises:
+        ValueError: no GPU for `command`, or bad input.
+    """
     plan = _plan(ops, selection)
+    require_gpu(command)
+    entries = [e for e in plan.bench if selection.takes(e) and (keys is None or _key(ops[e.op], e.case, options) in keys)]
+    return _measure(ops, plan.family, entries, selection, options, progress, None)
+
+
+def require_gpu(command: str) -> None:
+    """Raises ValueError where `command` has no GPU to run on."""
     if not device.current().is_gpu:
-        raise ValueError("compare --run needs a GPU: in the interpreter nothing can be timed")
-    both = Selection(selection.family, selection.ops, selection.cases, selection.dtypes, selection.quants, (a, b))
-    return _measure(ops, plan.family, [e for e in plan.bench if selection.takes(e)], both, options, progress, None)
+        raise ValueError(f"{command} needs a GPU: in the interpreter nothing can be timed")
+
+
+def configured(
+    ops: Mapping[str, Op], selection: Selection, options: Options
+) -> tuple[str, list[tuple[Op, Case, list[tuple[Variant, Config]]]]]:
+    """The family, and per selected bench case its variants with the configs they are measured with.
+
+    Raises:
+        ValueError: bad input.
+    """
+    plan = _plan(ops, selection)
+    chosen = [(ops[e.op], e.case) for e in plan.bench if selection.takes(e)]
+    return plan.family, [(op, case, _pairs(op, case, selection, options)) for op, case in chosen]
 
 
 def results_folder(options: Options) -> Path:
@@ -290,6 +323,15 @@ def _config(op: Op, case: Case, variant: Variant, options: Options) -> Config:
     return _cached(op, case, variant, options, exact=False) or variant.default_config(case)
 
 
+def _pairs(op: Op, case: Case, selection: Selection, options: Options) -> list[tuple[Variant, Config]]:
+    return [(variant, _config(op, case, variant, options)) for variant in _variants(op, selection, options)]
+
+
+def _key(op: Op, case: Case, options: Options) -> Key:
+    """The key of the case's records."""
+    return op.name, case.dtype, case.quant, tuple(case.axes), tuple(case.options), options.policy
+
+
 def _ceiling_case(op: Op, case: Case) -> Case:
     traffic = op.traffic(case)
     return Case(f"{traffic.read}+{traffic.write}", (("read", traffic.read), ("write", traffic.write)), "int32")
@@ -318,7 +360,7 @@ def _measure(
     progress.stage("measure", len(entries))
     for entry in entries:
         op, case = ops[entry.op], entry.case
-        pairs = [(v, _config(op, case, v, options)) for v in _variants(op, selection, options)]
+        pairs = _pairs(op, case, selection, options)
         fresh = _still_good(done, op, case, pairs, options)
         if fresh is None:
             fresh = compare(family, op, case, pairs, options.policy, _ceiling(ops, op, case, options))
@@ -337,7 +379,7 @@ def _still_good(
     done: Mapping[tuple[Any, str], Record], op: Op, case: Case, pairs: Sequence[tuple[Variant, Config]], options: Options
 ) -> list[Record] | None:
     """The rows of a case that an interrupted run left, if it left all of them for this source, driver, triton and config."""
-    key = (op.name, case.dtype, case.quant, tuple(case.axes), tuple(case.options), options.policy)
+    key = _key(op, case, options)
     here = (op.source_hash, device.current().driver, device.versions()["triton"])
     rows = [(done.get((key, variant.name)), config_values(config)) for variant, config in pairs]
     found = [

@@ -1,0 +1,49 @@
+"""Text files that are replaced as a whole or not at all, or added to.
+
+Knows nothing of what is in them. Imports the standard library.
+"""
+
+import os
+from pathlib import Path
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write `text` to `path` by way of a file beside it, flushed to disk; creates the folders. Pipes are written directly.
+
+    Raises:
+        ValueError: `cannot write file: …`; the file is as before.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+        else:
+            _replace(path, text)
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}") from error
+
+
+def append_text(path: Path, text: str) -> None:
+    """Add `text` to the end of a file as one write.
+
+    Raises:
+        ValueError: `cannot write file: …`.
+    """
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _replace(path: Path, text: str) -> None:
+    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
