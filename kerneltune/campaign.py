@@ -157,8 +157,8 @@ def measure_live(
     Raises:
         ValueError: no GPU for `command`, or bad input.
     """
-    plan = _plan(ops, selection)
     require_gpu(command)
+    plan = _plan(ops, selection)
     entries = [e for e in plan.bench if selection.takes(e) and (keys is None or _key(ops[e.op], e.case, options) in keys)]
     return _measure(ops, plan.family, entries, selection, options, progress, None)
 

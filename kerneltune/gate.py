@@ -27,7 +27,7 @@ PASS, REGRESSION, UNUSABLE, AMBIGUOUS = 0, 1, 2, 3
 DEFAULT_MARGIN = 0.03
 MIN_CHANGE_US = 0.5
 ALPHA = 0.05
-_BLIND = 0.05
+_BLIND = 0.03
 """A row whose slowdown is known no better than ± this is not judged."""
 
 Outcome = Literal["pass", "slower", "regression", "ambiguous", "missing", "failed", "faster"]
@@ -210,9 +210,17 @@ def _judged(met: _Change, p: float, margin: float, again: Collection[RowKey]) ->
         verdict, reason = "slower", f"within the tolerated {threshold:.1%}"
     elif -met.change_us > MIN_CHANGE_US and met.high < -threshold:
         verdict = "faster"
+    if verdict != "pass":
+        reason = "; ".join(filter(None, [reason, *_other_versions(met)]))
     measured_again = (met.old.key, met.old.variant) in again
     parts = [reason, met.basis if verdict != "pass" or measured_again else "", "measured again" if measured_again else ""]
     return _row(met.old, verdict, "; ".join(filter(None, parts)), met, p)
+
+
+def _other_versions(met: _Change) -> list[str]:
+    """What besides the kernel may have changed its time."""
+    pairs = ((name, getattr(met.old, name), getattr(met.new, name)) for name in ("driver", "torch", "triton"))
+    return [f"{name} {old} → {new}" for name, old, new in pairs if old != new]
 
 
 def _row(record: Record, verdict: Outcome, reason: str, met: _Change | None = None, p: float | None = None) -> GateRow:

@@ -22,10 +22,14 @@ def in_fresh_processes(count: int, work: Callable[..., T], *args: Any, timeout_s
         ValueError: a process crashed or took longer than `timeout_s`. What `work` raises is raised here.
     """
     for number in range(1, count + 1):
-        with ProcessPool(max_workers=1, max_tasks=1, context=multiprocessing.get_context("spawn")) as pool:
-            try:
-                yield pool.schedule(work, args=args, timeout=timeout_s).result()
-            except FutureTimeoutError:
-                raise ValueError(f"process {number} of {count} took longer than {timeout_s:g} s") from None
-            except ProcessExpired as error:
-                raise ValueError(f"process {number} of {count} crashed: exit code {error.exitcode}") from None
+        pool = ProcessPool(max_workers=1, context=multiprocessing.get_context("spawn"))
+        try:
+            result = pool.schedule(work, args=args, timeout=timeout_s).result()
+        except FutureTimeoutError:
+            raise ValueError(f"process {number} of {count} took longer than {timeout_s:g} s") from None
+        except ProcessExpired as error:
+            raise ValueError(f"process {number} of {count} crashed: exit code {error.exitcode}") from None
+        finally:  # also when interrupted: nothing goes on timing behind our back
+            pool.stop()
+            pool.join()
+        yield result

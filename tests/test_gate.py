@@ -186,7 +186,7 @@ def test_one_slow_row_among_many_needs_more_evidence_than_alone() -> None:
 
 def test_suspects_are_measured_once_more_and_pooled() -> None:
     old = [by_process(100, 0, 0.002, -0.002), by_process(100, 0, 0.002, -0.002, quant="none")]
-    odd = [by_process(100, 0, 0, 0.08), by_process(100, 0, 0.001, -0.001, quant="none")]
+    odd = [by_process(100, 0, 0, 0.045), by_process(100, 0, 0.001, -0.001, quant="none")]
     asked: list[Any] = []
 
     def remeasure(suspects: Any) -> list[Record]:
@@ -211,3 +211,9 @@ def test_what_is_slow_stays_slow_when_measured_again_and_nothing_is_measured_wit
     assert confirm([old], [old], 0.03, never) == (gate([old], [old], 0.03), [old])
     gone, _pooled = confirm([old], [slow], 0.03, lambda _suspects: [])
     assert gone.exit_code == 1 and gone.rows[0].reason.endswith("; 3 and 3 processes")
+
+
+def test_a_row_that_changed_names_what_else_did() -> None:
+    (row,) = gate([record()], [record(110.0, driver="580", triton="3.6")], 0.03).rows
+    assert row.reason == "at least +9.0%, tolerated 3.0%; driver 570 → 580; triton 3.5 → 3.6"
+    assert gate([record()], [record(driver="580")], 0.03).rows[0].reason == ""

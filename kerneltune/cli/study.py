@@ -44,9 +44,10 @@ def command(
     """
     if (family is None) == (source is None):
         raise ValueError(f"family: {family!r}: expected a family or --from, one of them")
-    o.number("processes", processes, 3 * per_side)
     o.number("repeats", repeats, 1)
     o.number("per-side", per_side, 1)
+    if source is None:
+        o.number("processes", processes, 3 * per_side)
     for fraction in delay or ():
         o.number("delay", fraction, 0.001)
     if save is not None:
