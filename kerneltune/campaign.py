@@ -4,14 +4,15 @@ Knows no operator and prints nothing. May import torch.
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kerneltune import device, records, report, sweep
 from kerneltune.compare import Ceiling, check_only, compare, config_values
-from kerneltune.plan import Options, Progress, Selection, load_plan, results_folder, results_root, wanted_variants
-from kerneltune.records import Record
+from kerneltune.plan import Options, Progress, Selection, load_plan, require_gpu, results_folder, results_root, wanted_variants
+from kerneltune.records import Key, Record
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.trials import drop_cut_line
 from kerneltune.tuning import CEILING_OP, cached_config, ceiling_case, tune_entries
@@ -54,11 +55,39 @@ def compare_live(
     Raises:
         ValueError: no GPU, or bad input.
     """
+    return measure_live(ops, replace(selection, variants=(a, b)), options, progress, "compare --run")
+
+
+def measure_live(
+    ops: Mapping[str, Op],
+    selection: Selection,
+    options: Options,
+    progress: Progress,
+    command: str,
+    keys: Collection[Key] | None = None,
+) -> list[Record]:
+    """Measure the selected variants now, interleaved, on the selected bench cases, or on those of them with such keys.
+
+    Raises:
+        ValueError: no GPU for `command`, or bad input.
+    """
+    require_gpu(command)
     plan = load_plan(ops, selection)
-    if not device.current().is_gpu:
-        raise ValueError("compare --run needs a GPU: in the interpreter nothing can be timed")
-    both = Selection(selection.family, selection.ops, selection.cases, selection.dtypes, selection.quants, (a, b))
-    return _measure(ops, plan.family, [e for e in plan.bench if selection.takes(e)], both, options, progress, None)
+    entries = [e for e in plan.bench if selection.takes(e) and (keys is None or _key(ops[e.op], e.case, options) in keys)]
+    return _measure(ops, plan.family, entries, selection, options, progress, None)
+
+
+def configured(
+    ops: Mapping[str, Op], selection: Selection, options: Options
+) -> tuple[str, list[tuple[Op, Case, list[tuple[Variant, Config]]]]]:
+    """The family, and per selected bench case its variants with the configs they are measured with.
+
+    Raises:
+        ValueError: bad input.
+    """
+    plan = load_plan(ops, selection)
+    chosen = [(ops[e.op], e.case) for e in plan.bench if selection.takes(e)]
+    return plan.family, [(op, case, _pairs(op, case, selection, options)) for op, case in chosen]
 
 
 def _check(
@@ -97,6 +126,15 @@ def _config(op: Op, case: Case, variant: Variant, options: Options) -> Config:
     return cached_config(op, case, variant, options, exact=False) or variant.default_config(case)
 
 
+def _pairs(op: Op, case: Case, selection: Selection, options: Options) -> list[tuple[Variant, Config]]:
+    return [(variant, _config(op, case, variant, options)) for variant in wanted_variants(op, selection, options)]
+
+
+def _key(op: Op, case: Case, options: Options) -> Key:
+    """The key of the case's records."""
+    return op.name, case.dtype, case.quant, tuple(case.axes), tuple(case.options), options.policy
+
+
 def _ceiling(ops: Mapping[str, Op], op: Op, case: Case, options: Options) -> Ceiling | None:
     if CEILING_OP not in ops:
         return None
@@ -120,7 +158,7 @@ def _measure(
     progress.stage("measure", len(entries))
     for entry in entries:
         op, case = ops[entry.op], entry.case
-        pairs = [(v, _config(op, case, v, options)) for v in wanted_variants(op, selection, options)]
+        pairs = _pairs(op, case, selection, options)
         fresh = _still_good(done, op, case, pairs, options)
         if fresh is None:
             fresh = compare(family, op, case, pairs, options.policy, _ceiling(ops, op, case, options))
@@ -139,7 +177,7 @@ def _still_good(
     done: Mapping[tuple[Any, str], Record], op: Op, case: Case, pairs: Sequence[tuple[Variant, Config]], options: Options
 ) -> list[Record] | None:
     """The rows of a case that an interrupted run left, if it left all of them for this source, driver, triton and config."""
-    key = (op.name, case.dtype, case.quant, tuple(case.axes), tuple(case.options), options.policy)
+    key = _key(op, case, options)
     here = (op.source_hash, device.current().driver, device.versions()["triton"])
     rows = [(done.get((key, variant.name)), config_values(config)) for variant, config in pairs]
     found = [

@@ -4,8 +4,9 @@ Chooses no config and prints nothing. May import torch.
 """
 
 import functools
+import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,12 +16,12 @@ import torch
 
 from kerneltune import device
 from kerneltune.check import Checker
-from kerneltune.measure import POLICIES, Contender, interleave, rotation, throttled
-from kerneltune.records import Record
-from kerneltune.spec import Case, Config, Op, Variant
+from kerneltune.measure import POLICIES, Contender, Policy, interleave, rotation, throttled
+from kerneltune.records import Record, rounded
+from kerneltune.spec import Case, Config, Inputs, Op, Variant
 from kerneltune.stats import Samples, median_interval, ratio_interval
 
-_SELF = "A/A"
+SELF = "A/A"
 _CEILING = "ceiling"
 _TIMING = ("time_us", "gbps", "ceiling_gbps", "pct_ceiling", "ci_low_us", "ci_high_us", "n", "aa_floor", "p10_us", "p90_us")
 _BYTES_PER_TRAFFIC_BYTE = 8
@@ -56,11 +57,13 @@ def check_only(family: str, op: Op, case: Case, variants: Sequence[tuple[Variant
     for variant, config in variants:
         reason = variant.unsupported(case) or (memory_shortage(op, case) if where == "cuda" else None)
         if reason is not None:
-            records.append(_record(family, op, case, variant, config, "cold", "skipped", reason))
+            records.append(make_record(family, op, case, variant, config, "cold", "skipped", reason))
             continue
         checker = checker or Checker(op, case, where)
         errors = checker.errors(variant, config)
-        records.append(_record(family, op, case, variant, config, "cold", "failed" if errors else "checked", "; ".join(errors)))
+        records.append(
+            make_record(family, op, case, variant, config, "cold", "failed" if errors else "checked", "; ".join(errors))
+        )
     return records
 
 
@@ -73,7 +76,7 @@ def compare(
     """
     shortage = memory_shortage(op, case)
     if shortage is not None:
-        return [_record(family, op, case, v, c, policy, "skipped", shortage) for v, c in variants]
+        return [make_record(family, op, case, v, c, policy, "skipped", shortage) for v, c in variants]
     checker = Checker(op, case, "cuda")
     reasons: dict[str, tuple[str, str]] = {}
     for variant, config in variants:
@@ -86,15 +89,15 @@ def compare(
     torch.cuda.empty_cache()
     samples = _time(op, case, [(v, c) for v, c in variants if v.name not in reasons], policy, ceiling, reasons)
     torch.cuda.empty_cache()
-    floor = _floor(samples)
+    floor = noise_floor(samples)
     ceiling_gbps = _ceiling_gbps(samples, ceiling)
     records = []
     for variant, config in variants:
         if variant.name in reasons:
-            records.append(_record(family, op, case, variant, config, policy, *reasons[variant.name]))
+            records.append(make_record(family, op, case, variant, config, policy, *reasons[variant.name]))
         else:
-            timing = _timing(samples[variant.name], op.traffic(case).total, ceiling_gbps, floor)
-            records.append(_record(family, op, case, variant, config, policy, "passed", "", **timing))
+            times = timing(samples[variant.name], op.traffic(case).total, ceiling_gbps, floor)
+            records.append(make_record(family, op, case, variant, config, policy, "passed", "", **times))
     return records
 
 
@@ -109,35 +112,46 @@ def _time(
     if not variants:
         return {}
     policy = POLICIES[policy_name]
-    l2_bytes = device.current().l2_bytes
-    sets = rotation(policy, op.traffic(case).total, l2_bytes, _free_bytes())
-    inputs = [op.inputs(case, device="cuda", seed=i) for i in range(sets)]
+    inputs = input_sets(op, case, policy)
     contenders: dict[str, Contender] = {}
     for variant, config in variants:
         try:
-            contenders[variant.name] = _contender(variant, config, inputs, policy)
+            contenders[variant.name] = contender(variant, config, inputs, policy)
             if len(contenders) == 1:
-                contenders[_SELF] = _contender(variant, config, inputs, policy)
+                contenders[SELF] = contender(variant, config, inputs, policy)
         except Exception as error:  # what another package raises under capture is a result, not our failure
             torch.cuda.synchronize()
             reasons[variant.name] = ("failed", f"cannot be timed: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
     if ceiling is not None:
-        streams = rotation(policy, ceiling.op.traffic(ceiling.case).total, l2_bytes, _free_bytes())
-        stream_inputs = [ceiling.op.inputs(ceiling.case, device="cuda", seed=i) for i in range(streams)]
-        contenders[_CEILING] = _contender(ceiling.variant, ceiling.config, stream_inputs, policy)
-    return interleave(contenders, throttled=throttled) if contenders else {}
+        stream_inputs = input_sets(ceiling.op, ceiling.case, policy)
+        contenders[_CEILING] = contender(ceiling.variant, ceiling.config, stream_inputs, policy)
+    return time_contenders(contenders) if contenders else {}
 
 
-def _contender(variant: Variant, config: Config, inputs: Sequence[Any], policy: Any) -> Contender:
-    return Contender(lambda i: variant.run(inputs[i], config), len(inputs), policy)
+def time_contenders(contenders: Mapping[str, Contender]) -> dict[str, Samples]:
+    """Interleaved samples, in an order of its own in every process."""
+    return interleave(contenders, throttled=throttled, seed=os.getpid())
 
 
-def _floor(samples: dict[str, Samples]) -> float | None:
+def input_sets(op: Op, case: Case, policy: Policy) -> list[Inputs]:
+    """As many input sets as make every call find the L2 as the policy says."""
+    sets = rotation(policy, op.traffic(case).total, device.current().l2_bytes, _free_bytes())
+    return [op.inputs(case, device="cuda", seed=i) for i in range(sets)]
+
+
+def contender(
+    variant: Variant, config: Config, inputs: Sequence[Inputs], policy: Policy, after: Callable[[int], None] | None = None
+) -> Contender:
+    """A variant that walks over input sets; `after` as in Contender."""
+    return Contender(lambda i: variant.run(inputs[i], config), len(inputs), policy, after=after)
+
+
+def noise_floor(samples: dict[str, Samples]) -> float | None:
     """How far from 1 the interval of a variant against itself reaches."""
-    if _SELF not in samples:
+    if SELF not in samples:
         return None
     first = next(iter(samples.values()))
-    interval = ratio_interval(first, samples[_SELF])
+    interval = ratio_interval(first, samples[SELF])
     return max(abs(interval.low - 1), abs(interval.high - 1))
 
 
@@ -147,7 +161,8 @@ def _ceiling_gbps(samples: dict[str, Samples], ceiling: Ceiling | None) -> float
     return ceiling.op.traffic(ceiling.case).total / median_interval(samples[_CEILING]).median / 1e3
 
 
-def _timing(samples: Samples, traffic_bytes: int, ceiling_gbps: float | None, floor: float | None) -> dict[str, Any]:
+def timing(samples: Samples, traffic_bytes: int, ceiling_gbps: float | None, floor: float | None) -> dict[str, Any]:
+    """The measured fields of a record, from the samples (rounds,) of one process."""
     interval = median_interval(samples)
     gbps = traffic_bytes / interval.median / 1e3
     p10, p90 = (
@@ -164,18 +179,19 @@ def _timing(samples: Samples, traffic_bytes: int, ceiling_gbps: float | None, fl
         "aa_floor": _rounded(floor),
         "p10_us": _rounded(p10),
         "p90_us": _rounded(p90),
+        "samples_us": [[_rounded(time_us) for time_us in samples]],
     }
 
 
 def _rounded(value: float | None) -> float | None:
-    """Six significant digits: more than any clock gives."""
-    return None if value is None else float(f"{value:.6g}")
+    return None if value is None else rounded(value)
 
 
-def _record(
-    family: str, op: Op, case: Case, variant: Variant, config: Config, policy: str, status: str, reason: str, **timing: Any
+def make_record(
+    family: str, op: Op, case: Case, variant: Variant, config: Config, policy: str, status: str, reason: str, **times: Any
 ) -> Record:
-    fields: dict[str, Any] = dict.fromkeys(_TIMING) | timing | device.versions()
+    """A record of this device and source; `times` are the fields of `timing`."""
+    fields: dict[str, Any] = dict.fromkeys(_TIMING) | times | device.versions()
     here = device.current()
     return Record(
         op=op.name,

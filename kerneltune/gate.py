@@ -1,21 +1,40 @@
-"""The regression gate: compares two sets of records by their intervals and says pass, regression or ambiguous.
+"""The regression gate: compares two sets of records and says pass, regression or ambiguous.
 
-Does not measure, re-run or read files. Imports the standard library, device and records.
+A row is a regression when all of this holds: "not slower" is rejected after Holm's correction over all rows; the lower bound of
+its slowdown is above the margin and above the noise floor of either record; it is more than 0.5 µs slower. The bound guards the
+single row, the correction the run: with 200 rows something always looks slower. A row that may be beyond the margin but is not
+surely so, or that is known too badly to tell, is ambiguous: it neither fails nor passes, but asks to be measured again.
+
+Records with samples are compared by process (see stats). Where both sides are of one process, or a side has no samples, the
+intervals are held against each other at their worst ends: wide, but blind to what differs between processes.
+
+Does not measure or read files. Imports the standard library, numpy, device, pooling, records and stats.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from kerneltune.device import INTERPRETER
+from kerneltune.pooling import pool
 from kerneltune.records import Key, Record, newest
+from kerneltune.stats import Interval, holm, interval_shift, shift
 
 PASS, REGRESSION, UNUSABLE, AMBIGUOUS = 0, 1, 2, 3
+DEFAULT_MARGIN = 0.03
 MIN_CHANGE_US = 0.5
+ALPHA = 0.05
+_BLIND = 0.03
+"""A row whose slowdown is known no better than ± this is not judged."""
 
-Outcome = Literal["pass", "regression", "ambiguous", "missing", "failed", "faster"]
-_WORST_FIRST: tuple[Outcome, ...] = ("failed", "missing", "regression", "ambiguous", "faster", "pass")
+Outcome = Literal["pass", "slower", "regression", "ambiguous", "missing", "failed", "faster"]
+WORST_FIRST: tuple[Outcome, ...] = ("failed", "missing", "regression", "ambiguous", "slower", "faster", "pass")
+
+RowKey = tuple[Key, str]
+"""A record's key and variant."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,8 +43,12 @@ class GateRow:
 
     Attributes:
         label: the key in one line.
-        slowdown: new time over old time minus 1, with its conservative bounds; None where nothing was compared.
-        reason: why the verdict is not `pass`; empty otherwise.
+        verdict: `slower` is surely slower over several processes, but within what is tolerated; `missing` and `failed` were not
+            compared.
+        slowdown: new time over old time minus 1, with its 95 % bounds; None where nothing was compared.
+        p: one-sided p-value of "not slower", Holm-corrected over the rows; None where nothing was compared.
+        old_us, new_us: the times compared.
+        reason: why the verdict is not `pass`, and what the row rests on; empty where there is nothing to say.
     """
 
     key: Key
@@ -36,6 +59,9 @@ class GateRow:
     slowdown: float | None = None
     low: float | None = None
     high: float | None = None
+    p: float | None = None
+    old_us: float | None = None
+    new_us: float | None = None
     reason: str = ""
 
 
@@ -51,9 +77,49 @@ class Verdict:
         """How many rows got this verdict."""
         return sum(row.verdict == verdict for row in self.rows)
 
+    @property
+    def compared(self) -> int:
+        """How many rows were compared."""
+        return sum(row.slowdown is not None for row in self.rows)
 
-def gate(baseline: list[Record], new: list[Record], margin: float) -> Verdict:
-    """Compare the newest record of every row; `margin` is the slowdown tolerated, a fraction.
+    @property
+    def notable(self) -> list[GateRow]:
+        """The rows that did not simply pass, worst first."""
+        return sorted((r for r in self.rows if r.verdict != "pass"), key=lambda r: WORST_FIRST.index(r.verdict))
+
+    @property
+    def suspects(self) -> frozenset[RowKey]:
+        """The rows worth measuring again."""
+        return frozenset((row.key, row.variant) for row in self.rows if row.verdict in ("regression", "ambiguous"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """A row of both sides and how they differ."""
+
+    old: Record
+    new: Record
+    slowdown: float
+    low: float
+    high: float
+    p: float
+    basis: str
+
+    @property
+    def change_us(self) -> float:
+        return _us(self.new) - _us(self.old)
+
+    @property
+    def floor(self) -> float:
+        return max(self.old.aa_floor or 0.0, self.new.aa_floor or 0.0)
+
+
+def gate(baseline: Sequence[Record], new: Sequence[Record], margin: float, again: Collection[RowKey] = ()) -> Verdict:
+    """Compare the newest record of every row.
+
+    Args:
+        margin: slowdown that is tolerated, a fraction.
+        again: rows whose new record is pooled with a second measurement; the row says so.
 
     Raises:
         ValueError: a margin below 0 or not finite.
@@ -65,31 +131,33 @@ def gate(baseline: list[Record], new: list[Record], margin: float) -> Verdict:
     if obstacle:
         return Verdict((), UNUSABLE, obstacle)
     fresh = {(record.key, record.variant): record for record in new}
-    rows = [_compare(old, fresh.pop((old.key, old.variant), None), margin) for old in baseline if old.status == "passed"]
-    rows += [_row(record, "failed", reason=record.reason) for record in fresh.values() if record.status == "failed"]
+    found = [_met(old, fresh.pop((old.key, old.variant), None)) for old in baseline if old.status == "passed"]
+    corrected = iter(holm([met.p for met in found if isinstance(met, _Change)]))
+    rows = [_judged(met, next(corrected), margin, again) if isinstance(met, _Change) else met for met in found]
+    rows += [_row(record, "failed", record.reason) for record in fresh.values() if record.status == "failed"]
     return _verdict(tuple(rows))
 
 
-def gate_text(verdict: Verdict) -> str:
-    """One line per row that did not simply pass, worst first, then the summary."""
-    lines = [
-        f"{row.verdict:<10}  {row.label}  {row.variant}  {_change(row)}".rstrip() + (f"  ({row.reason})" if row.reason else "")
-        for row in _notable(verdict)
-    ]
-    return "\n".join([*lines, _summary(verdict)]) + "\n"
+def confirm(
+    baseline: Sequence[Record], new: Sequence[Record], margin: float, remeasure: Callable[[frozenset[RowKey]], Sequence[Record]]
+) -> tuple[Verdict, list[Record]]:
+    """The gate, with regressions and ambiguous rows measured once more; returns the verdict and the pooled new records.
+
+    A row that was suspect by chance is cleared by the second measurement, and a slow one is known better: what `remeasure`
+    returns of the suspects is pooled with the first measurement, never put in its place.
+
+    Raises:
+        ValueError: a bad margin, or records that cannot be pooled.
+    """
+    first = gate(baseline, new, margin)
+    if not first.suspects:
+        return first, list(new)
+    again = [record for record in remeasure(first.suspects) if (record.key, record.variant) in first.suspects]
+    pooled = pool([*new, *again])
+    return gate(baseline, pooled, margin, {(record.key, record.variant) for record in again}), pooled
 
 
-def gate_markdown(verdict: Verdict) -> str:
-    """The same as a Markdown table under its summary."""
-    lines = [f"**{_summary(verdict)}**", ""]
-    if _notable(verdict):
-        lines += ["| verdict | row | case | variant | slowdown | reason |", "|---|---|---|---|---:|---|"]
-    for row in _notable(verdict):
-        lines.append(f"| {row.verdict} | {row.label} | {row.case} | {row.variant} | {_change(row)} | {_cell(row.reason)} |")
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def _obstacle(baseline: list[Record], new: list[Record]) -> str:
+def _obstacle(baseline: Sequence[Record], new: Sequence[Record]) -> str:
     """Why the two sets cannot be compared at all; empty where they can."""
     for name, records in (("baseline", baseline), ("new", new)):
         if not records:
@@ -104,81 +172,95 @@ def _obstacle(baseline: list[Record], new: list[Record]) -> str:
     return ""
 
 
-def _compare(old: Record, new: Record | None, margin: float) -> GateRow:
+def _met(old: Record, new: Record | None) -> _Change | GateRow:
+    """What there is to judge about a row of the baseline, or why there is nothing."""
     if new is None:
-        return _row(old, "missing", reason="not in the new records")
+        return _row(old, "missing", "not in the new records")
     if new.status == "failed":
-        return _row(old, "failed", reason=new.reason)
+        return _row(old, "failed", new.reason)
     if new.status != "passed":
-        return _row(old, "missing", reason=f"{new.status} in the new records: {new.reason or 'not timed'}")
-    old_us, old_low, old_high = _times(old)
-    new_us, new_low, new_high = _times(new)
-    slowdown, low, high = new_us / old_us - 1, new_low / old_high - 1, new_high / old_low - 1
-    threshold = max(margin, old.aa_floor or 0.0, new.aa_floor or 0.0)
+        return _row(old, "missing", f"{new.status} in the new records: {new.reason or 'not timed'}")
+    if old.samples_us and new.samples_us:
+        by_process = shift([np.asarray(s) for s in old.samples_us], [np.asarray(s) for s in new.samples_us])
+        if by_process is not None:
+            low, high = by_process.bounds
+            basis = f"{len(old.samples_us)} and {len(new.samples_us)} processes"
+            return _Change(old, new, by_process.slowdown, low, high, by_process.p_slower, basis)
+    before, after = _interval(old), _interval(new)
+    change = interval_shift(before, after)
+    return _Change(old, new, change.slowdown, after.low / before.high - 1, after.high / before.low - 1, change.p_slower, "")
+
+
+def _judged(met: _Change, p: float, margin: float, again: Collection[RowKey]) -> GateRow:
+    threshold = max(margin, met.floor)
+    surely_slower = p <= ALPHA and met.change_us > MIN_CHANGE_US and met.low > 0
+    beyond = f"at least {met.low:+.1%}, tolerated {threshold:.1%}"
+    half_width = (met.high - met.low) / 2
     verdict: Outcome = "pass"
     reason = ""
-    if new_us - old_us > MIN_CHANGE_US and low > threshold:
-        verdict, reason = "regression", f"at least {low:+.1%}, tolerated {threshold:.1%}"
-    elif new_us - old_us > MIN_CHANGE_US and slowdown > threshold:
-        verdict, reason = "ambiguous", f"at least {low:+.1%}, tolerated {threshold:.1%}: measure more"
-    elif old_us - new_us > MIN_CHANGE_US and high < -threshold:
+    if surely_slower and met.low > threshold:
+        verdict, reason = "regression", beyond
+    elif met.change_us > MIN_CHANGE_US and met.slowdown > margin:
+        verdict, reason = "ambiguous", f"{beyond}: measure more"
+    elif surely_slower and met.high > threshold:
+        verdict, reason = "ambiguous", f"up to {met.high:+.1%}, tolerated {threshold:.1%}: measure more"
+    elif half_width > max(_BLIND, margin) and half_width * _us(met.old) > MIN_CHANGE_US:
+        verdict, reason = "ambiguous", f"known to ±{half_width:.1%} only: measure more"
+    elif met.basis and surely_slower and met.low > met.floor:
+        verdict, reason = "slower", f"within the tolerated {threshold:.1%}"
+    elif -met.change_us > MIN_CHANGE_US and met.high < -threshold:
         verdict = "faster"
-    return _row(old, verdict, slowdown, low, high, reason)
+    if verdict != "pass":
+        reason = "; ".join(filter(None, [reason, *_other_versions(met)]))
+    measured_again = (met.old.key, met.old.variant) in again
+    parts = [reason, met.basis if verdict != "pass" or measured_again else "", "measured again" if measured_again else ""]
+    return _row(met.old, verdict, "; ".join(filter(None, parts)), met, p)
 
 
-def _row(
-    record: Record,
-    verdict: Outcome,
-    slowdown: float | None = None,
-    low: float | None = None,
-    high: float | None = None,
-    reason: str = "",
-) -> GateRow:
+def _other_versions(met: _Change) -> list[str]:
+    """What besides the kernel may have changed its time."""
+    pairs = ((name, getattr(met.old, name), getattr(met.new, name)) for name in ("driver", "torch", "triton"))
+    return [f"{name} {old} → {new}" for name, old, new in pairs if old != new]
+
+
+def _row(record: Record, verdict: Outcome, reason: str, met: _Change | None = None, p: float | None = None) -> GateRow:
     return GateRow(
         key=record.key,
         label=record.label,
         variant=record.variant,
         case=record.case,
         verdict=verdict,
-        slowdown=slowdown,
-        low=low,
-        high=high,
+        slowdown=met.slowdown if met else None,
+        low=met.low if met else None,
+        high=met.high if met else None,
+        p=p,
+        old_us=_us(met.old) if met else None,
+        new_us=_us(met.new) if met else None,
         reason=" ".join(reason.split()),
     )
 
 
-def _times(record: Record) -> tuple[float, float, float]:
-    assert record.time_us is not None and record.ci_low_us is not None and record.ci_high_us is not None
-    return record.time_us, record.ci_low_us, record.ci_high_us
+def _us(record: Record) -> float:
+    assert record.time_us is not None
+    return record.time_us
+
+
+def _interval(record: Record) -> Interval:
+    assert record.ci_low_us is not None and record.ci_high_us is not None
+    return Interval(_us(record), record.ci_low_us, record.ci_high_us)
 
 
 def _verdict(rows: tuple[GateRow, ...]) -> Verdict:
-    counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in _WORST_FIRST}
+    counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in WORST_FIRST}
     if not counts["failed"] and all(row.slowdown is None for row in rows):
         return Verdict(rows, UNUSABLE, "nothing compared: no row of the baseline is timed in the new records")
     for verdicts, code in ((("failed", "missing", "regression"), REGRESSION), (("ambiguous",), AMBIGUOUS)):
-        found = [f"{counts[verdict]} {verdict}" for verdict in _WORST_FIRST if verdict in verdicts and counts[verdict]]
+        found = [_counted(counts[verdict], verdict) for verdict in WORST_FIRST if verdict in verdicts and counts[verdict]]
         if found:
             return Verdict(rows, code, ", ".join(found))
-    return Verdict(rows, PASS, "no row is slower")
+    tolerated = counts["slower"]
+    return Verdict(rows, PASS, f"{tolerated} slower within the margin" if tolerated else "no row is slower")
 
 
-def _notable(verdict: Verdict) -> list[GateRow]:
-    return sorted((row for row in verdict.rows if row.verdict != "pass"), key=lambda row: _WORST_FIRST.index(row.verdict))
-
-
-def _summary(verdict: Verdict) -> str:
-    compared = sum(row.slowdown is not None for row in verdict.rows)
-    answer = {PASS: "pass", REGRESSION: "regression", UNUSABLE: "not usable", AMBIGUOUS: "ambiguous"}[verdict.exit_code]
-    rows = "row" if compared == 1 else "rows"
-    return f"gate: {answer}: {verdict.reason} ({compared} {rows} compared, {verdict.count('faster')} faster)"
-
-
-def _change(row: GateRow) -> str:
-    if row.slowdown is None or row.low is None or row.high is None:
-        return ""
-    return f"{row.slowdown:+.1%} [{row.low:+.1%}, {row.high:+.1%}]"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+def _counted(count: int, verdict: Outcome) -> str:
+    return f"{count} regressions" if verdict == "regression" and count > 1 else f"{count} {verdict}"

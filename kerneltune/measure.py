@@ -50,11 +50,19 @@ def rotation(policy: Policy, set_bytes: int, l2_bytes: int, free_bytes: int) -> 
 class Contender:
     """Something timed: `calls` calls that walk over `sets` input sets, as one CUDA graph or as eager launches.
 
-    Outputs of a set live until its next turn, so that outputs rotate as inputs do.
+    Outputs of a set live until its next turn, so that outputs rotate as inputs do. `after`, told the number of calls, enqueues
+    what belongs to a sample behind its last call.
     """
 
-    def __init__(self, run: Run, sets: int, policy: Policy, sample_us: float = _MIN_SAMPLE_US) -> None:
-        self.run, self.sets, self.policy = run, sets, policy
+    def __init__(
+        self,
+        run: Run,
+        sets: int,
+        policy: Policy,
+        sample_us: float = _MIN_SAMPLE_US,
+        after: Callable[[int], None] | None = None,
+    ) -> None:
+        self.run, self.sets, self.policy, self.after = run, sets, policy, after
         self._outputs: list[Any] = [None] * sets
         self.calls = sets
         self._walk()  # compiles, and fills the caches that a capture may not fill
@@ -69,6 +77,8 @@ class Contender:
         for i in range(self.calls):
             self._outputs[i % self.sets] = None
             self._outputs[i % self.sets] = self.run(i % self.sets)
+        if self.after is not None:
+            self.after(self.calls)
 
     def _time_eagerly_us(self) -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -121,6 +121,12 @@ def load_plan(ops: Mapping[str, Op], selection: Selection) -> sweep.Sweep:
     return plan
 
 
+def require_gpu(command: str) -> None:
+    """Raises ValueError where `command` has no GPU to run on."""
+    if not device.current().is_gpu:
+        raise ValueError(f"{command} needs a GPU: in the interpreter nothing can be timed")
+
+
 def wanted_variants(op: Op, selection: Selection, options: Options) -> list[Variant]:
     """The selected variants that can be imported here."""
     return [

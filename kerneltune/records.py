@@ -1,7 +1,7 @@
 """Records: measured, checked, failed or skipped rows with everything needed to believe them, kept as JSON lines.
 
 Does not measure, compare or print; a file is only ever appended to.
-Imports the standard library, spec and device.
+Imports the standard library, spec, device and files.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kerneltune.device import INTERPRETER
+from kerneltune.files import replace_text
 from kerneltune.spec import Option
 
 STATUSES = ("passed", "failed", "skipped", "checked")
@@ -26,6 +27,8 @@ Key = tuple[str, str, str, tuple[tuple[str, int], ...], tuple[tuple[str, Option]
 _NAMES = ("op", "variant", "case", "dtype", "quant", "policy", "device")
 _TEXTS = ("driver", "torch", "triton", "source_hash", "commit", "reason", "family")
 _REQUIRED_MEASURES = ("time_us", "gbps", "ci_low_us", "ci_high_us")
+_ADDED = ("samples_us",)
+"""Fields that files written before them lack."""
 _OPTIONAL_MEASURES = ("ceiling_gbps", "pct_ceiling", "aa_floor", "p10_us", "p90_us")
 
 
@@ -46,6 +49,7 @@ class Record:
         config: knob -> value; None for a variant without knobs.
         date: ISO 8601 in UTC.
         reason: why it failed or was skipped; empty when it passed.
+        samples_us: time of one call in every round, a list per process; None in rows that were written without.
 
     Raises:
         ValueError: one line naming the field, its value and what is expected.
@@ -80,6 +84,7 @@ class Record:
     p10_us: float | None = None
     p90_us: float | None = None
     family: str = ""
+    samples_us: list[list[float]] | None = None
 
     def __post_init__(self) -> None:
         _check_texts(self)
@@ -102,6 +107,11 @@ class Record:
         """The key in one line: `rmsnorm_fwd M=8192 N=4096 bfloat16 fp8 cold`."""
         sizes = [f"{name}={value}" for name, value in [*self.axes.items(), *self.options.items()]]
         return " ".join([self.op, *sizes, self.dtype, self.quant, self.policy])
+
+
+def rounded(value: float) -> float:
+    """Six significant digits: more than any clock gives."""
+    return float(f"{value:.6g}")
 
 
 def to_json(record: Record) -> str:
@@ -135,7 +145,7 @@ def from_json(text: str | bytes) -> Record:
         if name not in names:
             raise _bad(name, value, "no field of this name")
     for name in names:
-        if name not in values:
+        if name not in values and name not in _ADDED:
             raise ValueError(f"{name}: missing")
     return Record(**values)
 
@@ -147,17 +157,27 @@ def load(path: Path) -> list[Record]:
         ValueError: one line `file:line: field: …`, also for a truncated last line, or `cannot read file: …`.
     """
     try:
-        *lines, tail = path.read_bytes().split(b"\n")
+        data = path.read_bytes()
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    return parse(data, str(path))
+
+
+def parse(data: bytes, name: str) -> list[Record]:
+    """All records of a file's content, oldest first; `name` is what errors call it.
+
+    Raises:
+        ValueError: one line `name:line: field: …`, also for a truncated last line.
+    """
+    *lines, tail = data.split(b"\n")
     records = []
     for number, line in enumerate(lines, start=1):
         try:
             records.append(from_json(line))
         except ValueError as error:
-            raise ValueError(f"{path}:{number}: {error}") from error
+            raise ValueError(f"{name}:{number}: {error}") from error
     if tail:
-        raise ValueError(f"{path}:{len(lines) + 1}: JSON: truncated, the last line has no end")
+        raise ValueError(f"{name}:{len(lines) + 1}: JSON: truncated, the last line has no end")
     return records
 
 
@@ -233,8 +253,22 @@ def _check_measures(record: Record) -> None:
             continue
         if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
             raise _bad(name, value, "a finite number of 0 or more, or null")
+    _check_samples(record)
     if record.n is not None and (type(record.n) is not int or record.n < 1):
         raise _bad("n", record.n, "a number of samples, or null")
+
+
+def _check_samples(record: Record) -> None:
+    processes = record.samples_us
+    if processes is None:
+        return
+    if not isinstance(processes, list) or not processes or not all(isinstance(rounds, list) and rounds for rounds in processes):
+        raise _bad("samples_us", processes, "a list of times for every process, or null")
+    for time_us in (time_us for rounds in processes for time_us in rounds):
+        if type(time_us) not in (int, float) or not 0 < time_us < math.inf:
+            raise _bad("samples_us", time_us, "finite times above 0")
+    if record.n is not None and sum(map(len, processes)) != record.n:
+        raise _bad("n", record.n, f"the number of samples_us, {sum(map(len, processes))}")
 
 
 def _check_status(record: Record) -> None:
@@ -247,7 +281,7 @@ def _check_status(record: Record) -> None:
         value = getattr(record, name)
         if passed and not value:
             raise _bad(name, value, "a value above 0 where the status is 'passed'")
-    for name in (*_REQUIRED_MEASURES, *_OPTIONAL_MEASURES, "n"):
+    for name in (*_REQUIRED_MEASURES, *_OPTIONAL_MEASURES, "n", "samples_us"):
         if not passed and getattr(record, name) is not None:
             raise _bad(name, getattr(record, name), f"none where the status is {record.status!r}")
     if passed and float(record.ci_low_us or 0) > float(record.ci_high_us or 0):
@@ -265,12 +299,4 @@ def merge(path: Path, new: Sequence[Record]) -> None:
         ValueError: a broken file, or one that cannot be written.
     """
     rows = newest([*(load(path) if path.exists() else []), *new])
-    part = path.with_suffix(path.suffix + ".part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text("".join(f"{to_json(row)}\n" for row in rows))
-        os.replace(part, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            part.unlink()
-        raise ValueError(f"cannot write {path}: {error.strerror}") from error
+    replace_text(path, "".join(f"{to_json(row)}\n" for row in rows))

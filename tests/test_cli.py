@@ -22,6 +22,7 @@ COMMANDS = [
     "tune",
     "compare",
     "gate",
+    "study",
     "cache",
     "cache list",
     "cache show",
@@ -146,7 +147,10 @@ def test_a_wrong_use_is_one_line() -> None:
     assert refused("nothing") == "error: No such command 'nothing'."
     assert refused("sweep") == "error: Missing argument 'family'."
     assert refused("sweep", "rmsnorm", "--budget", "soon").startswith("error: Invalid value for '--budget':")
-    assert refused("gate", "one.jsonl") == "error: Missing argument 'new'."
+    assert refused("gate") == "error: Missing argument 'baseline'."
+    one_of_them = "error: new: None: expected a .jsonl file or --run, one of them"
+    assert refused("gate", "one.jsonl") == one_of_them
+    assert refused("gate", "one.jsonl", "two.jsonl", "--run", "rmsnorm") == one_of_them.replace("None", "'two.jsonl'")
 
 
 def test_a_failure_of_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch, write: Callable[..., Path]) -> None:
@@ -536,17 +540,90 @@ def test_compare_live_asks_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_gate_s_exit_code_is_its_answer(new: list[Record], code: int, last: str, write: Callable[..., Path]) -> None:
     result = run("gate", write("old.jsonl", *both()), write("new.jsonl", *new))
-    assert (result.exit_code, result.stdout.splitlines()[-1]) == (code, last)
+    lines = result.stdout.splitlines()
+    answer = next(i for i, line in enumerate(lines) if line.startswith("gate: "))
+    assert (result.exit_code, " ".join(line.strip() for line in lines[answer:])) == (code, last)
 
 
 def test_the_gate_s_margin_and_formats(write: Callable[..., Path], tmp_path: Path) -> None:
     old, new = write("old.jsonl", *both()), write("new.jsonl", *both(100, 70))
     assert run("gate", old, new, "--margin", "0.5").exit_code == 0
-    markdown = run("gate", old, new, "--format", "markdown", "--output", tmp_path / "gate.md")
-    assert (markdown.exit_code, markdown.stdout) == (1, "")
-    assert (tmp_path / "gate.md").read_text().startswith("**gate: regression: ")
     assert refused("gate", old, new, "--margin", "-1") == "error: margin: -1.0: expected a finite fraction of 0 or more"
-    assert refused("gate", old, new, "--format", "xml") == "error: format: 'xml': expected one of text, markdown"
+
+
+def test_the_gate_s_files_and_annotations(write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new, step = write("old.jsonl", *both()), write("new.jsonl", *both(100, 70)), tmp_path / "step.md"
+    step.write_text("before\n")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(step))
+    markdown, junit = tmp_path / "out" / "gate.md", tmp_path / "gate.xml"
+    result = run("gate", old, new, "--markdown", markdown, "--junit", junit, "--annotations")
+    assert (result.exit_code, result.stderr) == (1, f"wrote {junit}\nwrote {markdown}\n")
+    text, *commands = result.stdout.split("gate: regression: 1 regression (2 rows compared, 0 faster)\n")
+    assert text.startswith("regression  rmsnorm_fwd")
+    assert commands[0] == "::error title=kerneltune gate::"
+    assert markdown.read_text().startswith("**gate: regression: ")
+    assert step.read_text() == f"before\n{markdown.read_text()}\n"
+    assert '<testsuite name="kerneltune gate" tests="2" failures="1" errors="0" skipped="0">' in junit.read_text()
+    step.write_text("")
+    assert run("gate", old, new).exit_code == 1 and step.read_text() == ""
+    line = refused_after_text("gate", old, new, "--junit", tmp_path)
+    assert line.startswith(f"error: cannot write {tmp_path}: ")
+
+
+def refused_after_text(*arguments: str | Path) -> str:
+    result = run(*arguments)
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1
+    return result.stderr.removesuffix("\n")
+
+
+def test_the_gate_breaks_its_lines_where_the_screen_ends(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = write("old.jsonl", *both()), write("new.jsonl", *both(100, 70))
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(console.console, "width", 80)
+    assert run("gate", old, new).stdout == (
+        "regression  rmsnorm_fwd M=8192 N=4096 bfloat16 fp8 cold  optimized\n"
+        "            +40.0% [+40.0%, +40.0%]  (at least +40.0%, tolerated 3.0%)\n"
+        "gate: regression: 1 regression (2 rows compared, 0 faster)\n"
+    )
+
+
+def test_what_only_a_run_takes(write: Callable[..., Path]) -> None:
+    path = write("a.jsonl", *both())
+    assert refused("gate", path, path, "--op", "rmsnorm_fwd") == "error: op: \"['rmsnorm_fwd']\": expected only with --run"
+    assert refused("gate", path, path, "--update") == "error: update: True: expected only with --run"
+    assert refused("gate", path, "--run", "rmsnorm", "--processes", "0") == "error: processes: 0: expected 1 or more"
+    assert refused("gate", path, "--run", "nothing").startswith("error: family: 'nothing': expected one of ")
+    assert refused("gate", "HEAD", "--run", "rmsnorm", "--update") == (
+        "error: baseline: 'HEAD': expected a .jsonl file where --update is given"
+    )
+
+
+def test_a_run_needs_a_gpu(write: Callable[..., Path], no_gpu: None) -> None:
+    needed = "error: gate --run needs a GPU: in the interpreter nothing can be timed"
+    assert refused("gate", write("a.jsonl", *both()), "--run", "rmsnorm") == needed
+    assert refused("gate", "HEAD", "--run", "rmsnorm") == needed
+    assert refused("gate", "none.jsonl", "--run", "rmsnorm", "--update") == needed
+    assert refused("study", "rmsnorm") == "error: study needs a GPU: in the interpreter nothing can be timed"
+
+
+def test_a_run_judges_what_its_processes_measure(
+    write: Callable[..., Path], tmp_path: Path, an_h200: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def measured(_load: object, selection: Any, options: Any, processes: int, *_more: object) -> list[Record]:
+        seen.append((selection.family, selection.variants, options.peers, processes))
+        return both(100, 70)
+
+    monkeypatch.setattr("kerneltune.gate_run.run_processes", measured)
+    monkeypatch.setattr("kerneltune.gate_run.pool", lambda rows: list(rows))
+    old, kept = write("old.jsonl", *both(), record(variant="liger")), tmp_path / "kept.jsonl"
+    result = run("gate", old, "--run", "rmsnorm", "--processes", "2", "--variant", "baseline", "--save", kept)
+    assert (result.exit_code, seen) == (0, [("rmsnorm", ("baseline",), False, 2)])
+    assert records.load(kept) == both(100, 70)
+    baseline = tmp_path / "baseline.jsonl"
+    assert run("gate", baseline, "--run", "rmsnorm", "--update").stderr == f"wrote {baseline}\n"
+    assert records.load(baseline) == both(100, 70)
 
 
 def test_broken_record_files(write: Callable[..., Path], tmp_path: Path) -> None:

@@ -91,6 +91,13 @@ def test_the_first_fields_are_those_of_the_contract() -> None:
         ({"ci_low_us": 45.0}, "ci_low_us: 45.0: expected at most ci_high_us = 44.0"),
         ({"status": "failed", "reason": "y differs"}, "time_us: 43.5: expected none where the status is 'failed'"),
         ({"reason": "odd"}, "reason: 'odd': expected none where the status is 'passed'"),
+        ({"samples_us": [1.0]}, "samples_us: [1.0]: expected a list of times for every process, or null"),
+        ({"samples_us": []}, "samples_us: []: expected a list of times for every process, or null"),
+        ({"samples_us": [[1.0], []]}, "samples_us: [[1.0], []]: expected a list of times for every process, or null"),
+        ({"samples_us": [[1.0, "2"]], "n": 2}, "samples_us: '2': expected finite times above 0"),
+        ({"samples_us": [[1.0, 0.0]], "n": 2}, "samples_us: 0.0: expected finite times above 0"),
+        ({"samples_us": [[1.0, float("inf")]], "n": 2}, "samples_us: inf: expected finite times above 0"),
+        ({"samples_us": [[1.0, 2.0], [3.0]]}, "n: 40: expected the number of samples_us, 3"),
     ],
 )
 def test_bad_values(changes: dict[str, Any], message: str) -> None:
@@ -204,3 +211,29 @@ def test_a_config_that_json_cannot_hold(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="^config: {'x': nan}: expected values that JSON can hold$"):
         records.append(tmp_path / "r.jsonl", [record(config={"x": float("nan")})])
     assert not (tmp_path / "r.jsonl").exists()
+
+
+def test_rows_written_before_samples_were_kept_are_read(tmp_path: Path) -> None:
+    values = json.loads(records.to_json(record()))
+    del values["samples_us"]
+    assert records.from_json(json.dumps(values)) == record()
+    kept = record(samples_us=[[43.5, 43.6], [43.4]], n=3)
+    assert records.from_json(records.to_json(kept)) == kept
+    with pytest.raises(ValueError, match="^samples_us: .*: expected none where the status is 'checked'$"):
+        untimed("checked", samples_us=[[1.0]])
+
+
+def test_merge_replaces_the_file_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "new" / "r.jsonl"
+    records.merge(path, [record(), record(variant="baseline")])
+    records.merge(path, [record(time_us=40.0)])
+    assert records.load(path) == [record(time_us=40.0), record(variant="baseline")]
+    before = path.read_bytes()
+
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ValueError, match=f"^cannot write {path}: No space left on device$"):
+        records.merge(path, [record(time_us=1.0)])
+    assert path.read_bytes() == before and list(path.parent.iterdir()) == [path]

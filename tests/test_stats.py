@@ -4,7 +4,18 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kerneltune.stats import Interval, geometric_mean, median_interval, ratio_interval
+from kerneltune.stats import (
+    Interval,
+    Shift,
+    centre_interval,
+    geometric_mean,
+    holm,
+    interval_shift,
+    median_interval,
+    paired_shift,
+    ratio_interval,
+    shift,
+)
 
 
 def noise(seed: int, rounds: int = 40, spread: float = 0.02) -> NDArray[np.float64]:
@@ -90,3 +101,111 @@ def test_no_samples_no_pairs_no_values() -> None:
         ratio_interval(np.array([]), np.array([]))
     with pytest.raises(ValueError, match="no values"):
         geometric_mean([])
+
+
+# several processes
+
+
+def processes(seed: int, count: int = 3, offset: float = 0.003, slower: float = 0.0) -> list[NDArray[np.float64]]:
+    """Times (30,) of each process, which lie `offset` apart (standard deviation)."""
+    rng = np.random.default_rng(seed)
+    return [100.0 * (1 + slower) * np.exp(offset * rng.standard_normal() + 0.005 * rng.standard_normal(30)) for _ in range(count)]
+
+
+def test_the_closed_form_is_the_bootstrap_by_process_then_round() -> None:
+    rng = np.random.default_rng(0)
+    runs = processes(11, offset=0.01)
+    logs = [np.log(rounds) for rounds in runs]
+    centres = []
+    for _ in range(4000):
+        chosen = [logs[i] for i in rng.integers(0, 3, 3)]
+        centres.append(np.mean([np.median(rng.choice(rounds, rounds.size)) for rounds in chosen]))
+    medians = np.array([np.median(rounds) for rounds in logs])
+    within = paired_shift([np.ones(30)] * 3, runs)
+    assert within is not None
+    widened = np.var(centres) + medians.var(ddof=1) / 3 - medians.var() / 3  # by P - 1 instead of P
+    assert within.error == pytest.approx(np.sqrt(widened), rel=0.03)
+    assert within.log == pytest.approx(medians.mean())
+
+
+def test_a_shift_covers_the_true_one_at_least_as_often_as_it_says() -> None:
+    covered = wide = 0
+    for seed in range(300):
+        found = shift(processes(2 * seed), processes(2 * seed + 1, slower=0.02))
+        assert found is not None
+        low, high = found.bounds
+        covered += low <= 0.02 <= high
+        wide += high - low > 0.03
+    assert 285 <= covered <= 300 and wide <= 15
+
+
+def test_p_values_of_no_shift_are_not_small_more_often_than_they_say() -> None:
+    p = np.array([found.p_slower for s in range(300) if (found := shift(processes(2 * s), processes(2 * s + 1)))])
+    assert (p < 0.05).mean() <= 0.05 and (p < 0.01).mean() <= 0.01
+    assert 0.4 < np.median(p) < 0.6
+
+
+def test_a_shift_has_the_freedom_of_both_runs_and_none_without_a_second_process() -> None:
+    assert shift(processes(0, 1), processes(1, 1)) is None
+    assert paired_shift(processes(0, 1), processes(1, 1)) is None
+    for old, new, freedom in ((1, 2, 1), (1, 3, 2), (3, 3, 4), (3, 6, 7)):
+        found = shift(processes(0, old), processes(1, new, slower=0.1))
+        assert found is not None and found.freedom == freedom
+        assert found.slowdown == pytest.approx(0.1, abs=0.02)
+    pairs = paired_shift(processes(0), processes(1))
+    assert pairs is not None and pairs.freedom == 2
+
+
+def test_pairs_cancel_what_processes_and_rounds_have_in_common() -> None:
+    rng = np.random.default_rng(5)
+    old = processes(3, offset=0.05)
+    new = [rounds * 1.01 * np.exp(0.001 * rng.standard_normal(30)) for rounds in old]
+    apart, paired = shift(old, new), paired_shift(old, new)
+    assert apart is not None and paired is not None
+    assert paired.error < apart.error / 50
+    assert paired.bounds[0] < 0.01 < paired.bounds[1]
+    assert paired.slowdown == pytest.approx(0.01, abs=0.001)
+
+
+def test_bounds_and_p_values_are_those_of_student_and_of_the_normal() -> None:
+    assert Shift(0.0, 0.01, 4).bounds == pytest.approx((np.expm1(-0.0277645), np.expm1(0.0277645)), rel=1e-5)
+    assert Shift(0.0277645, 0.01, 4).p_slower == pytest.approx(0.025, rel=1e-4)
+    assert Shift(0.0164485, 0.01, float("inf")).p_slower == pytest.approx(0.05, rel=1e-4)
+    assert (Shift(0.1, 0.0, 4).p_slower, Shift(0.0, 0.0, 4).p_slower, Shift(-0.1, 0.0, 4).p_slower) == (0.0, 1.0, 1.0)
+
+
+def test_a_shift_of_intervals_has_the_width_of_both() -> None:
+    found = interval_shift(Interval(100, 99, 101), Interval(110, 108.9, 111.1))
+    assert found.slowdown == pytest.approx(0.1)
+    assert found.error == pytest.approx(np.sqrt(2) * np.log(101 / 99) / (2 * 1.959964))
+    assert found.freedom == float("inf")
+
+
+def test_the_centre_of_processes_is_their_geometric_mean() -> None:
+    (one,) = processes(0, 1)
+    assert centre_interval([one]) == median_interval(one)
+    several = processes(1)
+    found = centre_interval(several)
+    assert found.median == pytest.approx(geometric_mean([float(np.median(rounds)) for rounds in several]), rel=1e-5)
+    assert found.low < found.median < found.high
+    assert found.relative_half_width > 2 * median_interval(np.concatenate(several)).relative_half_width
+
+
+def test_holm() -> None:
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.5, 0.6]) == [1.0, 1.0]
+    assert holm([0.01]) == [0.01]
+    assert holm([]) == []
+
+
+def test_no_process_no_rounds_no_pairs() -> None:
+    with pytest.raises(ValueError, match="no samples"):
+        shift([], processes(0))
+    with pytest.raises(ValueError, match="no samples"):
+        shift(processes(0), [np.array([])])
+    with pytest.raises(ValueError, match="no samples"):
+        centre_interval([])
+    with pytest.raises(ValueError, match="unpaired"):
+        paired_shift(processes(0, 2), processes(0, 3))
+    with pytest.raises(ValueError, match="unpaired"):
+        paired_shift(processes(0, 2), [rounds[1:] for rounds in processes(0, 2)])

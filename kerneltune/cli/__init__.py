@@ -10,7 +10,7 @@ from typing import Annotated, Any, TextIO
 import typer
 from typer.core import TyperGroup
 
-from kerneltune.cli import cache, compare, doctor, gate, insight, inspect, noise, ops, profile, replay, sweep, tune
+from kerneltune.cli import cache, compare, doctor, gate, insight, inspect, noise, ops, profile, replay, study, sweep, tune
 from kerneltune.cli.console import error_line, show
 
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -59,6 +59,7 @@ app.command("noise")(noise.command)
 app.command("replay")(replay.command)
 app.command("compare")(compare.command)
 app.command("gate")(gate.command)
+app.command("study")(study.command)
 app.command("inspect")(inspect.command)
 app.command("profile")(profile.command)
 app.command("profiled", hidden=True)(profile.driver)

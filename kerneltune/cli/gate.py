@@ -1,29 +1,151 @@
-"""`kerneltune gate`: new records against a baseline; the exit code is the answer."""
+"""`kerneltune gate`: new records, or a fresh run, against a baseline; the exit code is the answer."""
 
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kerneltune.cli import options as o
-from kerneltune.cli.console import deliver
+from kerneltune.cli.console import error_line, note, show, width
+from kerneltune.cli.progress import reporter
+
+if TYPE_CHECKING:
+    from kerneltune.gate import Verdict
+    from kerneltune.plan import Options, Selection
+    from kerneltune.records import Record
+
+Baseline = Annotated[str, typer.Argument(help="Records to hold against: a .jsonl file, or REV or REV:PATH of git.")]
+New = Annotated[Path | None, typer.Argument(help="Records to judge, a .jsonl file; or measure them with --run.")]
 
 
 def command(
-    baseline: Annotated[Path, typer.Argument(help="Records to hold against, a .jsonl file.")],
-    new: Annotated[Path, typer.Argument(help="Records to judge, a .jsonl file.")],
-    margin: Annotated[float, typer.Option("--margin", metavar="FRACTION", help="Slowdown that is tolerated, a fraction.")] = 0.03,
-    style: Annotated[str, typer.Option("--format", metavar="text|markdown", help="How to show the rows.")] = "text",
-    output: o.Output = None,
+    baseline: Baseline,
+    new: New = None,
+    run: Annotated[str | None, typer.Option("--run", metavar="FAMILY", help="Measure this family now, on this GPU.")] = None,
+    op: o.OpNames = None,
+    case: o.CaseNames = None,
+    dtype: o.Dtypes = None,
+    quant: o.Quants = None,
+    variant: o.VariantNames = None,
+    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="With --run: what other packages offer as well.")] = False,
+    policy: o.PolicyName = "cold",
+    processes: Annotated[int, typer.Option("--processes", metavar="N", help="With --run: fresh processes to measure in.")] = 3,
+    update: Annotated[
+        bool, typer.Option("--update", help="With --run: put the rows measured into the file BASELINE, judge nothing.")
+    ] = False,
+    save: Annotated[Path | None, typer.Option("--save", metavar="FILE", help="With --run: keep the rows measured.")] = None,
+    margin: Annotated[
+        float | None,
+        typer.Option("--margin", metavar="FRACTION", help="Slowdown that is tolerated; the sweep file's, else 0.03."),
+    ] = None,
+    junit: Annotated[Path | None, typer.Option("--junit", metavar="FILE", help="Write JUnit XML.")] = None,
+    markdown: Annotated[Path | None, typer.Option("--markdown", metavar="FILE", help="Write a Markdown summary.")] = None,
+    annotations: Annotated[
+        bool, typer.Option("--annotations", help="Print GitHub annotations; append Markdown to $GITHUB_STEP_SUMMARY if set.")
+    ] = False,
+    configs: o.Configs = None,
+    results: o.Results = None,
 ) -> None:
     """Say whether the new records are slower than the baseline.
 
-    Exit code 0: no. 1: a regression, a failed or a missing row. 2: not comparable. 3: ambiguous, measure more.
+    Exit code 0: no. 1: a regression, a failed or a missing row. 2: nothing compared, or not comparable. 3: ambiguous, measure
+    more. A run measures suspects once more by itself. A first baseline: gate FILE --run FAMILY --update.
     """
-    from kerneltune.gate import gate, gate_markdown, gate_text
+    if (new is None) == (run is None):
+        raise ValueError(f"new: {str(new) if new else None!r}: expected a .jsonl file or --run, one of them")
+    if new is not None:
+        _only_with_run(
+            op=op, case=case, dtype=dtype, quant=quant, variant=variant, peers=peers or None, update=update or None, save=save
+        )
+        _report(_judged(baseline, new, margin), junit, markdown, annotations)
+        return
+    o.number("margin", margin, 0.0)
+    o.number("processes", processes, 1)
+    from kerneltune import sweep
+
+    sweep.find(str(run))
+    selection = o.make_selection(o.load_ops(), str(run), op, case, dtype, quant, variant)
+    options = o.make_options(policy, peers=peers, configs=configs, results=results)
+    if update:
+        _update(baseline, selection, options, processes)
+    else:
+        _report(_measured(baseline, selection, options, processes, margin, save), junit, markdown, annotations)
+
+
+def _only_with_run(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name}: {value if isinstance(value, bool) else str(value)!r}: expected only with --run")
+
+
+def _judged(baseline: str, new: Path, margin: float | None) -> "Verdict":
+    """A file against a file."""
+    from kerneltune.baseline import load_baseline
+    from kerneltune.gate import DEFAULT_MARGIN, gate
     from kerneltune.records import load
 
-    o.choice("format", style, ("text", "markdown"))
-    verdict = gate(load(baseline), load(new), margin)
-    deliver(gate_markdown(verdict) if style == "markdown" else gate_text(verdict), output)
+    return gate(load_baseline(baseline, new), load(new), DEFAULT_MARGIN if margin is None else margin)
+
+
+def _measured(
+    baseline: str, selection: "Selection", options: "Options", processes: int, margin: float | None, save: Path | None
+) -> "Verdict":
+    """A fresh run against the baseline."""
+    from kerneltune.baseline import load_baseline
+    from kerneltune.gate_run import run_gate
+    from kerneltune.plan import require_gpu, results_folder
+
+    require_gpu("gate --run")
+    against = load_baseline(baseline, results_folder(options) / f"{Path(selection.family).stem}.jsonl")
+    if save is not None:
+        o.require_writable(save.parent)
+    with reporter() as progress:
+        verdict, measured = run_gate(o.load_ops, against, selection, options, processes, margin, progress)
+    if save is not None and measured:
+        _keep(save, measured)
+    return verdict
+
+
+def _update(baseline: str, selection: "Selection", options: "Options", processes: int) -> None:
+    """A fresh run into the baseline, unless one of its rows is wrong."""
+    from kerneltune.baseline import SUFFIX
+    from kerneltune.gate_run import run_processes
+
+    if not baseline.endswith(SUFFIX) or (":" in baseline and not Path(baseline).exists()):
+        raise ValueError(f"baseline: {baseline!r}: expected a {SUFFIX} file where --update is given")
+    o.require_writable(Path(baseline).parent)
+    with reporter() as progress:
+        measured = run_processes(o.load_ops, selection, options, processes, progress)
+    failed = [record for record in measured if record.status == "failed"]
+    for record in failed:
+        error_line(f"failed: {record.variant} {record.case} {record.label}: {record.reason}")
+    if failed:
+        raise typer.Exit(1)
+    if not any(record.status == "passed" for record in measured):
+        raise ValueError(f"nothing measured: {selection.family} has no such case and variant that can be timed here")
+    _keep(Path(baseline), measured)
+
+
+def _keep(path: Path, measured: "list[Record]") -> None:
+    from kerneltune.records import merge
+
+    merge(path, measured)
+    note(f"wrote {path}")
+
+
+def _report(verdict: "Verdict", junit: Path | None, markdown: Path | None, annotations: bool) -> None:
+    """The answer in every form asked for, then its exit code."""
+    from kerneltune.files import append_text, replace_text
+    from kerneltune.gate_report import gate_annotations, gate_junit, gate_markdown, gate_text
+
+    show(gate_text(verdict, width()))
+    for path, render in ((junit, gate_junit), (markdown, gate_markdown)):
+        if path is not None:
+            replace_text(path, render(verdict))
+            note(f"wrote {path}")
+    if annotations:
+        show(gate_annotations(verdict))
+        if os.environ.get("GITHUB_STEP_SUMMARY"):
+            append_text(Path(os.environ["GITHUB_STEP_SUMMARY"]), gate_markdown(verdict) + "\n")
     raise typer.Exit(verdict.exit_code)

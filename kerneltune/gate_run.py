@@ -1,0 +1,107 @@
+"""A gate run on this GPU: the selected rows in fresh processes, judged against a baseline, suspects measured once more.
+
+Prints nothing and knows no operator. Imports campaign, gate, pooling, processes and what they need.
+"""
+
+import fnmatch
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from kerneltune import device, sweep
+from kerneltune.campaign import measure_live
+from kerneltune.gate import DEFAULT_MARGIN, UNUSABLE, RowKey, Verdict, confirm
+from kerneltune.plan import Options, Progress, Quiet, Selection, require_gpu
+from kerneltune.pooling import pool
+from kerneltune.processes import in_fresh_processes
+from kerneltune.records import Key, Record
+from kerneltune.spec import Op
+
+LoadOps = Callable[[], Mapping[str, Op]]
+"""Gives the operators by name; a function of a module, as it is called in every process."""
+
+_COMMAND = "gate --run"
+
+
+def run_gate(
+    load_ops: LoadOps,
+    baseline: Sequence[Record],
+    selection: Selection,
+    options: Options,
+    processes: int,
+    margin: float | None,
+    progress: Progress,
+) -> tuple[Verdict, list[Record]]:
+    """The verdict, and the new records, pooled over the processes and over the second measurement of suspects.
+
+    Rows of the baseline that the selection leaves out are not missed. `margin`: None for the sweep file's.
+
+    Raises:
+        ValueError: no GPU, or bad input.
+    """
+    ops = load_ops()
+    require_gpu(_COMMAND)
+    plan = sweep.load(sweep.find(selection.family), ops)
+    kept = [record for record in baseline if _selected(record, ops, plan, selection, options)]
+    obstacle = _obstacle(kept)
+    if obstacle:
+        return Verdict((), UNUSABLE, obstacle), []
+    tolerated = plan.gate.get("margin", DEFAULT_MARGIN) if margin is None else margin
+
+    def remeasure(suspects: frozenset[RowKey]) -> list[Record]:
+        progress.note(f"measuring {len(suspects)} suspect {'row' if len(suspects) == 1 else 'rows'} once more")
+        return run_processes(load_ops, selection, options, processes, progress, {key for key, _variant in suspects})
+
+    return confirm(kept, run_processes(load_ops, selection, options, processes, progress), tolerated, remeasure)
+
+
+def run_processes(
+    load_ops: LoadOps,
+    selection: Selection,
+    options: Options,
+    processes: int,
+    progress: Progress,
+    keys: Collection[Key] | None = None,
+) -> list[Record]:
+    """The selected rows, or those of them with such keys, pooled over fresh processes.
+
+    A suspect is measured beside the same variants as the first time, so all rows of its case come back.
+
+    Raises:
+        ValueError: no GPU, bad input, or a process that crashed.
+    """
+    require_gpu(_COMMAND)
+    progress.stage("measure", processes)
+    rows: list[Record] = []
+    for found in in_fresh_processes(processes, _measure, load_ops, selection, options, keys):
+        rows += found
+        progress.advance(f"{len(found)} rows in a fresh process")
+    return pool(rows)
+
+
+def _measure(load_ops: LoadOps, selection: Selection, options: Options, keys: Collection[Key] | None) -> list[Record]:
+    """In the process of its own."""
+    return measure_live(load_ops(), selection, options, Quiet(), _COMMAND, keys)
+
+
+def _obstacle(baseline: Sequence[Record]) -> str:
+    """What is better said before measuring than after."""
+    if not any(record.status == "passed" for record in baseline):
+        return "nothing compared: no timed record of the baseline is among what --run selects"
+    here, devices = device.current().name, sorted({record.device for record in baseline})
+    return "" if devices == [here] else f"not comparable: baseline has device {', '.join(devices)}, this is {here}"
+
+
+def _selected(record: Record, ops: Mapping[str, Op], plan: sweep.Sweep, selection: Selection, options: Options) -> bool:
+    """Whether a row of the baseline is one that the run has to show; a variant that is gone is, a peer not asked for is not."""
+    of_plan = record.family == plan.family or (not record.family and record.op in {entry.op for entry in plan.bench})
+    op = ops.get(record.op)
+    known = {variant.name: variant for variant in op.variants} if op else {}
+    peer = record.variant in known and known[record.variant].is_peer
+    return (
+        of_plan
+        and record.policy == options.policy
+        and (not selection.ops or record.op in selection.ops)
+        and (not selection.cases or any(fnmatch.fnmatch(record.case, pattern) for pattern in selection.cases))
+        and (not selection.dtypes or record.dtype in selection.dtypes)
+        and (not selection.quants or record.quant in selection.quants)
+        and (record.variant in selection.variants if selection.variants else options.peers or not peer)
+    )

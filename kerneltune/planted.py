@@ -1,0 +1,69 @@
+"""One variant timed against itself and against itself made slower by a known part, in one interleaved run.
+
+The delay is a kernel that spins on the device, once per sample behind the last call: as long as the planted part of all calls
+of the sample, so that kernels of a few µs can be delayed by 2 %. Judges nothing. May import torch.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from kerneltune.compare import SELF, contender, input_sets, make_record, memory_shortage, noise_floor, time_contenders, timing
+from kerneltune.measure import POLICIES, Contender
+from kerneltune.records import Record
+from kerneltune.spec import Case, Config, Op, Variant
+
+_SPINS = (50_000, 500_000)
+"""Cycles of the two spins that the clock is taken from."""
+_SAMPLES = 9
+
+
+def measure_planted(
+    family: str, op: Op, case: Case, variant: Variant, config: Config, policy_name: str, delays: Sequence[float]
+) -> dict[float, Record]:
+    """A record of this process for every delay, a fraction of the time; 0.0 is the variant as it is.
+
+    Empty where the variant cannot run the case or the case does not fit the GPU.
+    """
+    if variant.unsupported(case) is not None or memory_shortage(op, case) is not None:
+        return {}
+    policy = POLICIES[policy_name]
+    inputs = input_sets(op, case, policy)
+    plain = contender(variant, config, inputs, policy)
+    contenders = {_name(0.0): plain, SELF: contender(variant, config, inputs, policy)}
+    time_us, spin = _median_us(plain), _spinner()
+    for delay in delays:
+        contenders[_name(delay)] = contender(variant, config, inputs, policy, after=_spin_for(spin, delay * time_us))
+    samples = time_contenders(contenders)
+    floor, traffic = noise_floor(samples), op.traffic(case).total
+    records = {}
+    for delay in (0.0, *delays):
+        times = timing(samples[_name(delay)], traffic, None, floor)
+        records[delay] = make_record(family, op, case, variant, config, policy_name, "passed", "", **times)
+    torch.cuda.empty_cache()
+    return records
+
+
+def _name(delay: float) -> str:
+    return f"{delay:+.2%}"
+
+
+def _spin_for(spin: Callable[[float], None], us_per_call: float) -> Callable[[int], None]:
+    return lambda calls: spin(us_per_call * calls)
+
+
+def _spinner() -> Callable[[float], None]:
+    """Enqueues a spin of so many µs, its launch within a graph included."""
+    short, long = (_median_us(Contender(_sleeper(cycles), 1, POLICIES["hot"])) for cycles in _SPINS)
+    us_per_cycle = (long - short) / (_SPINS[1] - _SPINS[0])
+    launch_us = short - us_per_cycle * _SPINS[0]
+    return lambda us: torch.cuda._sleep(max(1, round((us - launch_us) / us_per_cycle)))
+
+
+def _sleeper(cycles: int) -> Callable[[int], None]:
+    return lambda _set: torch.cuda._sleep(cycles)
+
+
+def _median_us(timed: Contender) -> float:
+    return float(np.median([timed.sample_us() for _ in range(_SAMPLES)]))

@@ -1,0 +1,69 @@
+"""The records that several processes made of the same rows, pooled into one record per row.
+
+Does not measure or judge. Imports numpy, records and stats.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from kerneltune.records import Record, rounded
+from kerneltune.stats import centre_interval
+
+_SAME = ("device", "driver", "torch", "triton", "source_hash", "config")
+
+
+def pool(rows: Iterable[Record]) -> list[Record]:
+    """One record per key and variant, in the order of their first.
+
+    The time is the geometric mean of the processes' medians, with an interval resampled by process, then by round; the noise
+    floor is the largest of any process. A row that failed or was skipped in one process did so in all.
+
+    Raises:
+        ValueError: rows of one key that differ in GPU, versions, source or config, or that hold no samples.
+    """
+    groups: dict[object, list[Record]] = {}
+    for row in rows:
+        groups.setdefault((row.key, row.variant), []).append(row)
+    return [_pooled(group) for group in groups.values()]
+
+
+def _pooled(group: Sequence[Record]) -> Record:
+    last = group[-1]
+    for status in ("failed", "skipped", "checked"):
+        untimed = [row for row in group if row.status == status]
+        if untimed:
+            return untimed[-1]
+    for name in _SAME:
+        if any(getattr(row, name) != getattr(last, name) for row in group):
+            raise ValueError(f"{name}: {getattr(last, name)!r}: differs between the processes of {last.label} {last.variant}")
+    if len(group) == 1:
+        return last
+    processes = [rounds for row in group for rounds in row.samples_us or ()]
+    if not processes:
+        raise ValueError(f"samples_us: None: expected the samples of {last.label} {last.variant}")
+    return replace(last, **_timing(group, processes))
+
+
+def _timing(group: Sequence[Record], processes: list[list[float]]) -> dict[str, Any]:
+    last = group[-1]
+    interval = centre_interval([np.asarray(rounds) for rounds in processes])
+    p10, p90 = np.quantile(np.concatenate(processes), [0.1, 0.9])
+    gbps = rounded((last.gbps or 0.0) * (last.time_us or 0.0) / interval.median)
+    ceilings = [row.ceiling_gbps for row in group if row.ceiling_gbps]
+    ceiling = float(np.median(ceilings)) if ceilings else None
+    return {
+        "time_us": rounded(interval.median),
+        "gbps": gbps,
+        "ceiling_gbps": ceiling,
+        "pct_ceiling": rounded(100 * gbps / ceiling) if ceiling else None,
+        "ci_low_us": rounded(interval.low),
+        "ci_high_us": rounded(interval.high),
+        "n": sum(map(len, processes)),
+        "aa_floor": max((row.aa_floor for row in group if row.aa_floor is not None), default=None),
+        "p10_us": rounded(p10),
+        "p90_us": rounded(p90),
+        "samples_us": processes,
+    }

@@ -1,0 +1,205 @@
+"""How often the gate cries wolf and how often it sleeps: its decisions on runs whose slowdown is known.
+
+Every process of a pool times the selected rows as they are and with planted delays. A repetition draws from the pool, without
+replacement, the processes of a baseline, of a new run and of its second measurement of suspects, and takes the gate's decision:
+once with nothing planted, and for every delay once with it planted in one row of ten. No process is on both sides, but
+repetitions share processes, and all processes are of one session on one GPU: other days, drivers and GPUs are not in it.
+
+Judges by gate.confirm alone; the decision part is a pure function. Imports campaign, gate, planted, pooling and processes.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kerneltune.campaign import configured
+from kerneltune.files import replace_text
+from kerneltune.gate import WORST_FIRST, Outcome, RowKey, confirm
+from kerneltune.gate_run import LoadOps
+from kerneltune.plan import Options, Progress, Selection, require_gpu
+from kerneltune.planted import measure_planted
+from kerneltune.pooling import pool
+from kerneltune.processes import in_fresh_processes
+from kerneltune.records import Record, load, to_json
+from kerneltune.stats import paired_shift
+
+DELAYS = (0.02, 0.05, 0.10)
+_SHOWN: tuple[Outcome, ...] = ("regression", "ambiguous", "slower", "pass", "faster")
+STUDY_HEAD = ("planted", "measured", "rows", "caught", *_SHOWN)
+_PLANTED_PART = 10
+_PREFIX = "planted_"
+_FILE = _PREFIX + "{}.jsonl"
+
+Process = Mapping[float, Sequence[Record]]
+"""What one process measured: records by planted delay, 0.0 for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class StudyRow:
+    """The gate's verdicts on the rows that had one delay.
+
+    Attributes:
+        planted: the delay, a fraction; 0.0 for none.
+        measured: what it was, process by process in the same rounds: geometric mean over the rows.
+        counts: verdict -> rows.
+    """
+
+    planted: float
+    measured: float
+    counts: Mapping[Outcome, int]
+
+    @property
+    def rows(self) -> int:
+        """Decisions taken."""
+        return sum(self.counts.values())
+
+    def part(self, *verdicts: Outcome) -> float:
+        """The part of the rows with one of these verdicts."""
+        return sum(self.counts[verdict] for verdict in verdicts) / self.rows
+
+
+def measure(
+    load_ops: LoadOps, selection: Selection, options: Options, processes: int, delays: Sequence[float], progress: Progress
+) -> list[Process]:
+    """The selected rows with every delay, in fresh processes.
+
+    Raises:
+        ValueError: no GPU, bad input, or a process that crashed.
+    """
+    load_ops()
+    require_gpu("study")
+    progress.stage("measure", processes)
+    found: list[Process] = []
+    for process in in_fresh_processes(processes, _measure, load_ops, selection, options, tuple(delays)):
+        found.append(process)
+        progress.advance(f"{len(process[0.0])} rows in a fresh process")
+    return found
+
+
+def decide(pool_of: Sequence[Process], *, per_side: int, repeats: int, margin: float, seed: int = 0) -> list[StudyRow]:
+    """The gate's decisions on runs of `per_side` processes drawn from those measured; no delay first.
+
+    Raises:
+        ValueError: too few processes, or nothing measured.
+    """
+    if per_side < 1 or len(pool_of) < 3 * per_side:
+        raise ValueError(f"processes: {len(pool_of)}: expected {3 * per_side} or more: a baseline, a new run and a second one")
+    if not pool_of[0].get(0.0):
+        raise ValueError("nothing measured: no selected row can be timed here")
+    rng = np.random.default_rng(seed)
+    rows = list(dict.fromkeys((record.key, record.variant) for record in pool_of[0][0.0]))
+    counts = {delay: dict.fromkeys(WORST_FIRST, 0) for delay in sorted(pool_of[0])}
+    for _repetition in range(repeats):
+        order = rng.permutation(len(pool_of))
+        old, new, again = ([pool_of[i] for i in order[k * per_side : (k + 1) * per_side]] for k in range(3))
+        for delay, count in counts.items():
+            slowed = frozenset(rows[i] for i in rng.permutation(len(rows))[: -(-len(rows) // _PLANTED_PART)])
+            for verdict in _verdicts(old, new, again, delay, slowed, margin):
+                count[verdict] += 1
+    return [StudyRow(delay, _measured(pool_of, delay), count) for delay, count in counts.items()]
+
+
+def save(folder: Path, pool_of: Sequence[Process]) -> None:
+    """Keep what was measured: a file of records per delay, process after process.
+
+    Raises:
+        ValueError: a file cannot be written.
+    """
+    for delay in pool_of[0]:
+        lines = (f"{to_json(record)}\n" for process in pool_of for record in process[delay])
+        replace_text(folder / _FILE.format(delay), "".join(lines))
+
+
+def saved(folder: Path) -> list[Process]:
+    """What `save` kept.
+
+    Raises:
+        ValueError: no such files, broken ones, or ones that do not hold the same rows in every process.
+    """
+    files = {float(path.stem.removeprefix(_PREFIX)): path for path in sorted(folder.glob(_FILE.format("*")))}
+    if 0.0 not in files:
+        raise ValueError(f"cannot read {folder / _FILE.format(0.0)}: no such file")
+    by_delay = {delay: load(path) for delay, path in files.items()}
+    rows = len({(record.key, record.variant) for record in by_delay[0.0]})
+    keys = [(record.key, record.variant) for record in by_delay[0.0]]
+    for delay, records in by_delay.items():
+        if not rows or [(record.key, record.variant) for record in records] != keys or keys != keys[:rows] * (len(keys) // rows):
+            raise ValueError(f"{files[delay]}: rows: {len(records)}: expected the same ones of every process")
+    starts = range(0, len(keys), rows)
+    return [{delay: records[i : i + rows] for delay, records in by_delay.items()} for i in starts]
+
+
+def study_markdown(rows: Sequence[StudyRow]) -> str:
+    """The table of the study."""
+    lines = [f"| {' | '.join(STUDY_HEAD)} |", "|" + "---:|" * len(STUDY_HEAD)]
+    return "\n".join([*lines, *(f"| {' | '.join(cells)} |" for cells in study_cells(rows))]) + "\n"
+
+
+def study_csv(rows: Sequence[StudyRow]) -> str:
+    """Fractions and counts, as numbers."""
+    lines = [",".join(("planted", "measured", "rows", *WORST_FIRST))]
+    lines += [f"{r.planted:g},{r.measured:.6f},{r.rows}," + ",".join(str(r.counts[v]) for v in WORST_FIRST) for r in rows]
+    return "\n".join(lines) + "\n"
+
+
+def study_cells(rows: Sequence[StudyRow]) -> list[tuple[str, ...]]:
+    """The cells below `STUDY_HEAD`, a tuple per row."""
+    return [
+        (
+            f"{row.planted:.0%}" if row.planted else "none",
+            f"{row.measured:+.2%}" if row.planted else "",
+            f"{row.rows}",
+            f"{row.part('regression'):.2%}",
+            *(f"{row.counts[verdict]}" for verdict in _SHOWN),
+        )
+        for row in rows
+    ]
+
+
+def _measure(load_ops: LoadOps, selection: Selection, options: Options, delays: Sequence[float]) -> Process:
+    """In the process of its own."""
+    family, cases = configured(load_ops(), selection, options)
+    found: dict[float, list[Record]] = {delay: [] for delay in (0.0, *delays)}
+    for op, case, pairs in cases:
+        for variant, config in pairs:
+            for delay, record in measure_planted(family, op, case, variant, config, options.policy, delays).items():
+                found[delay].append(record)
+    return found
+
+
+def _verdicts(
+    old: Iterable[Process],
+    new: Iterable[Process],
+    again: Iterable[Process],
+    delay: float,
+    slowed: frozenset[RowKey],
+    margin: float,
+) -> list[Outcome]:
+    """Of the slowed rows; of all where nothing is planted."""
+
+    def run(processes: Iterable[Process], only: frozenset[RowKey] | None = None) -> list[Record]:
+        return pool(
+            record
+            for process in processes
+            for plain, late in zip(process[0.0], process[delay], strict=True)
+            for record in (late if (late.key, late.variant) in slowed else plain,)
+            if only is None or (record.key, record.variant) in only
+        )
+
+    unchanged = pool(record for process in old for record in process[0.0])
+    verdict, _pooled = confirm(unchanged, run(new), margin, lambda suspects: run(again, suspects))
+    return [row.verdict for row in verdict.rows if not delay or (row.key, row.variant) in slowed]
+
+
+def _measured(pool_of: Sequence[Process], delay: float) -> float:
+    if not delay:
+        return 0.0
+    logs = []
+    for row in range(len(pool_of[0][0.0])):
+        sides = ([np.asarray((p[d][row].samples_us or [[]])[0]) for p in pool_of] for d in (0.0, delay))
+        found = paired_shift(*sides)
+        if found is not None:
+            logs.append(found.log)
+    return float(np.expm1(np.mean(logs))) if logs else 0.0

@@ -1,0 +1,46 @@
+"""Literal records for the tests of the gate."""
+
+from typing import Any
+
+from kerneltune.records import Record
+
+NO_TIMES = dict.fromkeys(["time_us", "gbps", "ci_low_us", "ci_high_us", "n"])
+LABEL = "rmsnorm_fwd M=8192 N=4096 bfloat16 fp8 cold"
+
+
+def record(us: float = 100.0, spread: float = 0.5, **changes: Any) -> Record:
+    """A record whose interval is `us` ± `spread`."""
+    values: dict[str, Any] = {
+        "op": "rmsnorm_fwd",
+        "variant": "optimized",
+        "case": "te-8192x4096",
+        "dtype": "bfloat16",
+        "quant": "fp8",
+        "policy": "cold",
+        "status": "passed",
+        "time_us": us,
+        "gbps": 1000.0,
+        "ci_low_us": us - spread,
+        "ci_high_us": us + spread,
+        "n": 10,
+        "device": "NVIDIA H200",
+        "driver": "570",
+        "torch": "2.9",
+        "triton": "3.5",
+        "source_hash": "0",
+        "commit": "0",
+        "date": "2026-11-21T06:00:00Z",
+        "axes": {"M": 8192, "N": 4096},
+    }
+    return Record(**{**values, **changes})
+
+
+def untimed(status: str, reason: str = "y: values\ndiffer", **changes: Any) -> Record:
+    return record(**{**NO_TIMES, "status": status, "reason": reason, **changes})
+
+
+def by_process(us: float, *offsets: float, **changes: Any) -> Record:
+    """A record of processes that lie at `us` times 1 + offset, with a round noise of about 0.1 %."""
+    rounds = [0.999, 1.0, 1.001, 1.0, 1.0005]
+    samples = [[us * (1 + offset) * noise for noise in rounds] for offset in offsets]
+    return record(us, samples_us=samples, n=len(samples) * len(rounds), **changes)

@@ -1,0 +1,48 @@
+"""On a GPU: fresh processes that measure, and delays that are as long as they say."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kerneltune import ops
+from kerneltune.campaign import Options, Quiet, Selection
+from kerneltune.cli.options import load_ops
+from kerneltune.gate import gate
+from kerneltune.gate_run import run_gate, run_processes
+from kerneltune.planted import measure_planted
+from kerneltune.spec import Case
+
+pytestmark = pytest.mark.gpu
+
+STREAM = """
+family: tiny
+ops: [stream]
+defaults: {dtype: int32}
+check:
+  - {name: odd, read: 4004, write: 4004}
+bench:
+  - {name: big, read: 67108864, write: 67108864}
+"""
+
+
+@pytest.mark.parametrize("size", [1 << 22, 1 << 27])
+def test_a_planted_delay_is_as_long_as_it_says(size: int) -> None:
+    op = ops.load()["stream"]
+    case = Case("c", (("read", size), ("write", size)), "int32")
+    variant = op.variants[0]
+    found = measure_planted("f", op, case, variant, variant.default_config(case), "cold", (0.02, 0.1))
+    plain, two, ten = (np.asarray((row.samples_us or [[]])[0]) for row in found.values())
+    assert np.median(two / plain) == pytest.approx(1.02, abs=0.007)
+    assert np.median(ten / plain) == pytest.approx(1.10, abs=0.015)
+
+
+def test_a_run_of_two_processes_passes_against_itself(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(STREAM)
+    selection, options = Selection(str(path)), Options(peers=False)
+    baseline = run_processes(load_ops, selection, options, 2, Quiet())
+    assert {len(row.samples_us or ()) for row in baseline} == {2}
+    verdict, measured = run_gate(load_ops, baseline, selection, options, 2, 0.05, Quiet())
+    assert verdict.exit_code == 0 and verdict.compared == len(measured) == len(baseline)
+    assert gate(baseline, baseline, 0.05).exit_code == 0

@@ -1,0 +1,71 @@
+"""The gate on simulated runs with planted shifts: what it may never say, and what it has to catch."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from simulated import run
+
+from kerneltune.gate import Outcome, confirm, gate
+
+ROWS = 200
+MARGIN = 0.03
+
+
+def verdicts(
+    repeats: int, slowdown: float, every: int = 1, odd_process: float = 0.0
+) -> tuple[Counter[Outcome], Counter[Outcome]]:
+    """Verdicts, suspects measured again: of the rows that are slower by `slowdown`, one in `every`, and of the others."""
+    slowed: Counter[Outcome] = Counter()
+    others: Counter[Outcome] = Counter()
+    for repetition in range(repeats):
+        rng = np.random.default_rng(1000 * repetition + every)
+        us = np.exp(rng.uniform(np.log(12), np.log(300), ROWS))
+        factor = np.ones(ROWS)
+        factor[::every] += slowdown
+        old, new = run(rng, us, odd_process=odd_process), run(rng, us * factor, odd_process=odd_process)
+        answer, _pooled = confirm(old, new, MARGIN, lambda _s: run(rng, us * factor, odd_process=odd_process))  # noqa: B023
+        for number, row in enumerate(answer.rows):
+            (others if number % every else slowed)[row.verdict] += 1
+    return slowed, others
+
+
+@pytest.mark.parametrize("odd_process", [0.0, 0.02])
+def test_false_alarms_are_at_most_one_in_a_thousand_rows(odd_process: float) -> None:
+    rows, _none = verdicts(20, 0.0, odd_process=odd_process)
+    assert rows.total() == 20 * ROWS
+    assert rows["regression"] <= 20 * ROWS // 1000
+    assert rows["faster"] == 0
+    assert rows["ambiguous"] <= 20 * ROWS // 100
+
+
+def test_first_looks_alone_give_no_false_alarm_either() -> None:
+    rng = np.random.default_rng(7)
+    us = np.full(ROWS, 50.0)
+    rows = [row.verdict for _ in range(5) for row in gate(run(rng, us), run(rng, us), MARGIN).rows]
+    assert rows.count("regression") <= 1
+
+
+@pytest.mark.parametrize("every", [1, 20])
+def test_five_percent_are_caught(every: int) -> None:
+    slowed, others = verdicts(2 if every == 1 else 10, 0.05, every)
+    assert slowed["regression"] >= 0.95 * slowed.total() >= 95
+    assert slowed["pass"] == slowed["faster"] == 0
+    assert others["regression"] <= others.total() / 1000
+
+
+@pytest.mark.parametrize("odd_process", [0.0, 0.02])
+def test_ten_percent_are_always_caught(odd_process: float) -> None:
+    slowed, _others = verdicts(8, 0.10, every=20, odd_process=odd_process)
+    assert slowed == {"regression": 80}
+
+
+def test_two_percent_are_never_called_faster() -> None:
+    slowed, _others = verdicts(3, 0.02)
+    assert slowed["faster"] == 0
+    assert slowed["regression"] <= 0.01 * slowed.total()
+
+
+def test_a_process_that_is_odd_makes_a_slow_row_ambiguous_rather_than_passed() -> None:
+    slowed, _others = verdicts(8, 0.05, every=20, odd_process=0.02)
+    assert slowed["pass"] + slowed["slower"] + slowed["faster"] <= 0.05 * slowed.total()

@@ -1,0 +1,128 @@
+"""The gate's answer in every form: exact text at two widths, XML that parses, escaped annotations."""
+
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from gate_rows import LABEL, record, untimed
+
+from kerneltune.gate import GateRow, Verdict, gate
+from kerneltune.gate_report import gate_annotations, gate_junit, gate_markdown, gate_text
+
+OLD = [record(), record(quant="none"), record(quant="fp8_t"), record(variant="pr593"), record(variant="eager")]
+NEW = [record(103.5), record(110.0, quant="none"), record(90.0, quant="fp8_t"), record(variant="pr593")]
+ANSWER = gate(OLD, [*NEW, untimed("failed", "y: 1 % of <words> | differ\x00", variant="eager")], 0.03)
+SUMMARY = "gate: regression: 1 failed, 1 regression (4 rows compared, 1 faster)"
+
+
+def test_text_has_a_line_per_row_where_it_fits() -> None:
+    assert gate_text(ANSWER, 160) == (
+        f"failed      {LABEL}  eager  (y: 1 % of <words> | differ\x00)\n"
+        "regression  rmsnorm_fwd M=8192 N=4096 bfloat16 none cold  optimized  +10.0% [+9.0%, +11.1%]"
+        "  (at least +9.0%, tolerated 3.0%)\n"
+        f"ambiguous   {LABEL}  optimized  +3.5% [+2.5%, +4.5%]  (at least +2.5%, tolerated 3.0%: measure more)\n"
+        "faster      rmsnorm_fwd M=8192 N=4096 bfloat16 fp8_t cold  optimized  -10.0% [-10.9%, -9.0%]\n"
+        f"{SUMMARY}\n"
+    )
+
+
+def test_text_breaks_at_the_change_where_it_does_not_fit() -> None:
+    text = gate_text(ANSWER, 80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert (
+        "regression  rmsnorm_fwd M=8192 N=4096 bfloat16 none cold  optimized\n"
+        "            +10.0% [+9.0%, +11.1%]  (at least +9.0%, tolerated 3.0%)\n"
+    ) in text
+    assert max(map(len, gate_text(ANSWER, 120).splitlines())) <= 120
+
+
+def test_text_of_a_pass_a_missing_row_and_nothing() -> None:
+    assert gate_text(gate([record()], [record()], 0.03)) == "gate: pass: no row is slower (1 row compared, 0 faster)\n"
+    assert gate_markdown(gate([record()], [record()], 0.03)) == "**gate: pass: no row is slower (1 row compared, 0 faster)**\n"
+    kept = record(quant="none")
+    assert gate_text(gate([record(), kept], [kept], 0.03)) == (
+        f"missing     {LABEL}  optimized  (not in the new records)\ngate: regression: 1 missing (1 row compared, 0 faster)\n"
+    )
+    assert gate_text(gate([record()], [], 0.03)) == (
+        "gate: not usable: nothing compared: new has no records (0 rows compared, 0 faster)\n"
+    )
+
+
+def test_markdown() -> None:
+    assert gate_markdown(ANSWER) == (
+        f"**{SUMMARY}**\n"
+        "\n"
+        "| verdict | row | case | variant | µs | slowdown | reason |\n"
+        "|---|---|---|---|---:|---:|---|\n"
+        f"| failed | {LABEL} | te-8192x4096 | eager |  |  | y: 1 % of <words> \\| differ\x00 |\n"
+        "| regression | rmsnorm_fwd M=8192 N=4096 bfloat16 none cold | te-8192x4096 | optimized | 100 → 110 "
+        "| +10.0% [+9.0%, +11.1%] | at least +9.0%, tolerated 3.0% |\n"
+        f"| ambiguous | {LABEL} | te-8192x4096 | optimized | 100 → 103.5 | +3.5% [+2.5%, +4.5%] "
+        "| at least +2.5%, tolerated 3.0%: measure more |\n"
+        "| faster | rmsnorm_fwd M=8192 N=4096 bfloat16 fp8_t cold | te-8192x4096 | optimized | 100 → 90 "
+        "| -10.0% [-10.9%, -9.0%] |  |\n"
+    )
+
+
+def parsed(verdict: Verdict) -> ElementTree.Element:
+    (suite,) = ElementTree.fromstring(gate_junit(verdict).encode())
+    return suite
+
+
+def test_junit_has_a_test_case_per_row() -> None:
+    suite = parsed(ANSWER)
+    assert {k: suite.get(k) for k in ("tests", "failures", "errors", "skipped")} == {
+        "tests": "5",
+        "failures": "1",
+        "errors": "1",
+        "skipped": "1",
+    }
+    tests = {test.get("name"): [child.tag for child in test] for test in suite}
+    assert tests == {
+        f"{LABEL} optimized": ["skipped"],
+        "rmsnorm_fwd M=8192 N=4096 bfloat16 none cold optimized": ["failure"],
+        "rmsnorm_fwd M=8192 N=4096 bfloat16 fp8_t cold optimized": ["system-out"],
+        f"{LABEL} pr593": ["system-out"],
+        f"{LABEL} eager": ["error"],
+    }
+    assert {test.get("classname") for test in suite} == {"rmsnorm_fwd"}
+    error = suite.find("testcase/error")
+    assert error is not None and error.get("message") == "failed: y: 1 % of <words> | differ?"
+    failure = suite.find("testcase/failure")
+    assert failure is not None
+    assert failure.get("message") == "regression: 100 → 110  +10.0% [+9.0%, +11.1%]  at least +9.0%, tolerated 3.0%"
+
+
+def test_junit_of_nothing_compared_is_an_error() -> None:
+    suite = parsed(gate([record()], [], 0.03))
+    assert (suite.get("tests"), suite.get("errors")) == ("1", "1")
+    error = suite.find("testcase/error")
+    assert error is not None and error.get("message") == "nothing compared: new has no records"
+
+
+def test_annotations_are_escaped() -> None:
+    assert gate_annotations(ANSWER).splitlines() == [
+        f"::error title=kerneltune gate::{SUMMARY}",
+        f"::error title=failed%3A te-8192x4096 eager::{LABEL}: y: 1 %25 of <words> | differ\x00",
+        "::error title=regression%3A te-8192x4096 optimized::rmsnorm_fwd M=8192 N=4096 bfloat16 none cold: "
+        "100 → 110  +10.0%25 [+9.0%25, +11.1%25]  at least +9.0%25, tolerated 3.0%25",
+        f"::warning title=ambiguous%3A te-8192x4096 optimized::{LABEL}: "
+        "100 → 103.5  +3.5%25 [+2.5%25, +4.5%25]  at least +2.5%25, tolerated 3.0%25: measure more",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("new", "level"), [(record(), "notice"), (record(103.5), "warning"), (record(device="NVIDIA H100"), "error")]
+)
+def test_the_first_annotation_has_the_level_of_the_answer(new: Any, level: str) -> None:
+    assert gate_annotations(gate([record()], [new], 0.03)).startswith(f"::{level} title=kerneltune gate::gate: ")
+
+
+def test_more_annotations_than_github_shows_are_counted() -> None:
+    rows = tuple(
+        GateRow(key=record().key, label="l", variant="a,b\r\n", case=f"c{i}", verdict="missing", reason="gone") for i in range(30)
+    )
+    lines = gate_annotations(Verdict(rows, 1, "30 missing")).splitlines()
+    assert len(lines) == 10
+    assert lines[1] == "::error title=missing%3A c0 a%2Cb%0D%0A::l: gone"
+    assert lines[-1] == "::error title=kerneltune gate::and 22 more rows: see the log"

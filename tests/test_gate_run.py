@@ -1,0 +1,162 @@
+"""A gate run with a GPU that is only pretended: what is measured, in how many processes, what of the baseline counts."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from simulated import one_process, rounds_us
+
+from kerneltune import campaign, device, gate_run, ops
+from kerneltune.campaign import Options, Quiet, Selection
+from kerneltune.gate_run import run_gate
+from kerneltune.records import Record
+from kerneltune.spec import Case, Op
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="pretends a GPU")
+
+NORM = """
+family: norm
+ops: [rmsnorm_fwd]
+defaults: {dtype: bfloat16, zero_centered: false, quant: none}
+check:
+  - {name: small, M: 3, N: 40}
+bench:
+  - {name: a, M: 64, N: 64}
+  - {name: b, M: 64, N: 128}
+gate: {margin: 0.03}
+"""
+OPTIONS = Options(peers=False)
+
+
+class Lab:
+    """Stands in for the GPU: times by variant and case; every call of `compare` is a case measured in a process."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
+        self.us: dict[str, float] = {"a": 50.0, "b": 80.0}
+        self.measured: list[str] = []
+        self.processes = 0
+        self.odd = 1.0
+
+    def compare(self, family: str, op: Op, case: Case, variants: Any, policy: str, _ceiling: object) -> list[Record]:
+        self.measured.append(case.name)
+        us = self.us[case.name] * (self.odd if self.processes == 1 and case.name == "b" else 1.0)
+        return [
+            one_process(
+                rounds_us(self.rng, us), 0, op=op.name, variant=variant.name, case=case.name, axes=dict(case.axes),
+                options=dict(case.options), policy=policy, family=family,
+            )
+            for variant, _config in variants
+        ]  # fmt: skip
+
+    def in_fresh_processes(self, count: int, work: Callable[..., Any], *arguments: Any) -> Iterator[Any]:
+        for _ in range(count):
+            self.processes += 1
+            yield work(*arguments)
+
+
+@pytest.fixture
+def lab(monkeypatch: pytest.MonkeyPatch) -> Lab:
+    lab = Lab()
+    monkeypatch.setattr(campaign, "compare", lab.compare)
+    monkeypatch.setattr(gate_run, "in_fresh_processes", lab.in_fresh_processes)
+    monkeypatch.setattr(device, "current", lambda: device.Device("NVIDIA H200", "sm_90", 132, 60_000_000, 232448, "580"))
+    return lab
+
+
+@pytest.fixture
+def selection(tmp_path: Path) -> Selection:
+    path = tmp_path / "norm.yaml"
+    path.write_text(NORM)
+    return Selection(str(path), variants=("optimized",))
+
+
+@pytest.fixture
+def baseline(lab: Lab, selection: Selection) -> list[Record]:
+    rows = gate_run.run_processes(ops.load, selection, OPTIONS, 3, Quiet())
+    lab.measured.clear()
+    lab.processes = 0
+    return rows
+
+
+def run(selection: Selection, baseline: list[Record], options: Options = OPTIONS, margin: float | None = None) -> Any:
+    return run_gate(ops.load, baseline, selection, options, 3, margin, Quiet())
+
+
+def test_nothing_changed(lab: Lab, selection: Selection, baseline: list[Record]) -> None:
+    verdict, measured = run(selection, baseline)
+    assert (verdict.exit_code, verdict.compared, lab.measured) == (0, 2, ["a", "b"] * 3)
+    assert [len(row.samples_us or ()) for row in measured] == [3, 3]
+
+
+def test_a_slow_case_is_measured_again_and_only_that(lab: Lab, selection: Selection, baseline: list[Record]) -> None:
+    lab.us["b"] *= 1.08
+    verdict, measured = run(selection, baseline)
+    assert (verdict.exit_code, verdict.reason) == (1, "1 regression")
+    assert lab.measured == ["a", "b"] * 3 + ["b"] * 3
+    assert verdict.rows[1].reason.endswith("3 and 6 processes; measured again")
+    assert [len(row.samples_us or ()) for row in measured] == [3, 6]
+
+
+def test_an_odd_process_is_cleared_by_the_second_look(lab: Lab, selection: Selection, baseline: list[Record]) -> None:
+    lab.odd = 1.04
+    verdict, _measured = run(selection, baseline)
+    assert verdict.exit_code == 0
+    assert lab.measured == ["a", "b"] * 3 + ["b"] * 3
+
+
+def test_the_margin_is_the_sweep_s_unless_given(lab: Lab, selection: Selection, baseline: list[Record]) -> None:
+    lab.us["b"] *= 1.08
+    assert run(selection, baseline, margin=0.15)[0].exit_code == 0
+    path = Path(selection.family)
+    path.write_text(NORM.replace("0.03", "0.15"))
+    assert run(selection, baseline)[0].exit_code == 0
+
+
+def test_what_the_selection_leaves_out_is_not_missed_and_what_is_gone_is(
+    lab: Lab, selection: Selection, baseline: list[Record]
+) -> None:
+    gone = replace(baseline[0], variant="older")
+    peer, elsewhere = replace(baseline[0], variant="eager"), replace(baseline[0], family="other")
+    hot = replace(baseline[0], policy="hot")
+    every = replace(selection, variants=())
+    kept = [*baseline, peer, elsewhere, hot]
+    assert run(every, kept)[0].exit_code == 0
+    assert run(replace(every, cases=("a*",)), kept)[0].compared == 1
+    missing, _measured = run(every, [*kept, gone])
+    assert (missing.exit_code, missing.reason) == (1, "1 missing")
+    assert run(selection, [*kept, gone])[0].exit_code == 0
+    assert run(every, [*kept], replace(OPTIONS, peers=True))[0].compared == 3
+
+
+def test_nothing_is_measured_where_nothing_can_be_compared(lab: Lab, selection: Selection, baseline: list[Record]) -> None:
+    for rows, reason in (
+        ([], "nothing compared: no timed record of the baseline is among what --run selects"),
+        ([replace(baseline[0], op="other_op", family="other")], "nothing compared: no timed record of the baseline is among "),
+        ([replace(baseline[0], device="NVIDIA H100")], "not comparable: baseline has device NVIDIA H100, this is NVIDIA H200"),
+    ):
+        verdict, measured = run(selection, rows)
+        assert (verdict.exit_code, measured, lab.measured) == (2, [], [])
+        assert verdict.reason.startswith(reason)
+
+
+def test_a_case_that_fails_its_check_fails_the_gate(
+    lab: Lab, selection: Selection, baseline: list[Record], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    untimed = dict.fromkeys(["time_us", "gbps", "ci_low_us", "ci_high_us", "n", "aa_floor", "samples_us"])
+
+    def wrong(*arguments: Any) -> list[Record]:
+        return [replace(row, status="failed", reason="y differs", **untimed) for row in lab.compare(*arguments)]
+
+    monkeypatch.setattr(campaign, "compare", wrong)
+    verdict, _measured = run(selection, baseline)
+    assert (verdict.exit_code, verdict.reason) == (1, "2 failed")
+
+
+def test_without_a_gpu(selection: Selection) -> None:
+    with pytest.raises(ValueError, match="^gate --run needs a GPU: in the interpreter nothing can be timed$"):
+        run(selection, [])

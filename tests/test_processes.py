@@ -1,0 +1,37 @@
+"""Work in fresh processes: really fresh, one by one, and what goes wrong is one line."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from gate_rows import record
+
+from kerneltune import records
+from kerneltune.campaign import Options, Selection
+from kerneltune.cli.options import load_ops
+from kerneltune.gate_run import _measure
+from kerneltune.processes import in_fresh_processes
+
+
+def test_every_process_is_another_and_errors_come_through(tmp_path: Path) -> None:
+    found = list(in_fresh_processes(2, os.getpid))
+    assert len({*found, os.getpid()}) == 3
+    with pytest.raises(ValueError, match="^process 1 of 1 took longer than 0.5 s$"):
+        list(in_fresh_processes(1, time.sleep, 60, timeout_s=0.5))
+    with pytest.raises(ValueError, match="^process 1 of 2 crashed: exit code 7$"):
+        list(in_fresh_processes(2, os._exit, 7))
+    with pytest.raises(FileNotFoundError):
+        list(in_fresh_processes(1, os.rmdir, str(tmp_path / "none")))
+
+
+def test_records_come_back_from_a_process(tmp_path: Path) -> None:
+    records.append(tmp_path / "r.jsonl", [record()])
+    assert list(in_fresh_processes(1, records.load, tmp_path / "r.jsonl")) == [[record()]]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")
+def test_a_measuring_process_says_what_it_lacks() -> None:
+    with pytest.raises(ValueError, match="^gate --run needs a GPU: in the interpreter nothing can be timed$"):
+        list(in_fresh_processes(1, _measure, load_ops, Selection("rmsnorm"), Options(), None))
