@@ -10,7 +10,7 @@ from typing import Annotated, Any, TextIO
 import typer
 from typer.core import TyperGroup
 
-from kerneltune.cli import cache, compare, doctor, gate, ops, sweep, tune
+from kerneltune.cli import cache, compare, doctor, gate, ops, report, sweep, tune
 from kerneltune.cli.console import error_line, show
 
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -55,6 +55,7 @@ app.command("sweep")(sweep.command)
 app.command("tune")(tune.command)
 app.command("compare")(compare.command)
 app.command("gate")(gate.command)
+app.command("report")(report.command)
 app.add_typer(cache.app, name="cache")
 app.command("doctor")(doctor.command)
 
