@@ -25,7 +25,13 @@ def test_svg_is_the_same_for_the_same_records_and_says_what_it_shows() -> None:
     assert list(first) == ["rmsnorm_ceiling", "rmsnorm_peers", "rmsnorm_bandwidth"]
     assert first == again
     text = first["rmsnorm_ceiling"].decode()
-    for words in ("rmsnorm_fwd · fp8 · bfloat16", "16384×4096", "max-autotune", "% of the ceiling", "NVIDIA H200, driver 580.159.04"):
+    for words in (
+        "rmsnorm_fwd · fp8 · bfloat16",
+        "16384×4096",
+        "max-autotune",
+        "% of the ceiling",
+        "NVIDIA H200, driver 580.159.04",
+    ):
         assert words in text
     assert len(first["rmsnorm_ceiling"]) < 150_000
 

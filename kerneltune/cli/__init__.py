@@ -4,6 +4,7 @@ Heavy packages are imported inside the commands, so that `--help` answers at onc
 """
 
 import importlib.metadata
+import os
 import warnings
 from typing import Annotated, Any, TextIO
 
@@ -48,7 +49,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Check, tune and compare GPU kernels, ship the best configs, and stop a regression at the gate.",
-    epilog="Environment: KERNELTUNE_CONFIGS (config cache), KERNELTUNE_RESULTS (records), NO_COLOR.",
+    epilog="Environment: KERNELTUNE_CONFIGS (config cache), KERNELTUNE_RESULTS (records), KERNELTUNE_PLUGINS, NO_COLOR.",
 )
 app.command("ops")(ops.command)
 app.command("sweep")(sweep.command)
@@ -68,9 +69,15 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
+    plugin: Annotated[
+        list[str] | None,
+        typer.Option("--plugin", metavar="MODULE", help="Operators of this module or .py file as well; may be repeated."),
+    ] = None,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
 ) -> None:
-    pass
+    if plugin:  # by the environment, so that processes started from here have them too
+        known = os.environ.get("KERNELTUNE_PLUGINS")
+        os.environ["KERNELTUNE_PLUGINS"] = os.pathsep.join([*([known] if known else []), *plugin])
 
 
 def _show_warning(
