@@ -17,7 +17,7 @@ from kerneltune.stats import geometric_mean
 WIN, LOSS = 1.05, 0.95
 _WIDE = 92
 _BASELINE = "baseline"
-_INTERPRETER_NOTE = "device: interpreter (no GPU): results were checked for correctness; times do not exist"
+INTERPRETER_NOTE = "device: interpreter (no GPU): results were checked for correctness; times do not exist"
 _CSV_CASE = ("op", "case", "options", "policy", "device")
 _CSV_SIDE = ("variant", "us", "pct_ceiling")
 _CSV_LAST = ("speedup_low", "speedup_high", "aa_floor", "note")
@@ -265,7 +265,7 @@ def options_label(record: Record) -> str:
 
 def _device_lines(records: Iterable[Record]) -> list[str]:
     devices = dict.fromkeys(record.device for record in records)
-    return [_INTERPRETER_NOTE if device == INTERPRETER else f"device: {device}" for device in devices] or ["no records"]
+    return [INTERPRETER_NOTE if device == INTERPRETER else f"device: {device}" for device in devices] or ["no records"]
 
 
 def _counts(records: Sequence[Record]) -> str:

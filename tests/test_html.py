@@ -126,6 +126,13 @@ def test_older_evaluations_are_left_out_where_the_page_would_grow_too_large(monk
     assert ([search["quant"] for search in shown["searches"]], shown["left_out"]) == (["new"], 5)
 
 
+def test_rows_of_the_interpreter_are_remarked_on() -> None:
+    checked = record(None, status="checked", device="interpreter")
+    text = page(payload(Sources([checked], ("baseline", "baseline"))))
+    assert '<p class="remark">device: interpreter (no GPU): results were checked for correctness; times do not exist</p>' in text
+    assert 'class="remark"' not in page(payload(Sources(experts(), ("baseline", "optimized"))))
+
+
 def test_no_records_are_an_error() -> None:
     with pytest.raises(ValueError, match="^no records to report$"):
         payload(Sources([], ("baseline", "optimized")))
@@ -231,6 +238,14 @@ def test_browser_shows_it_without_errors_requests_or_sideways_scrolling(
         }).map((text) => text.textContent)"""
     )
     assert cut == []
+    touching = window.evaluate(
+        """[...document.querySelectorAll("[aria-label='x-axis tick label']")].flatMap((axis) => {
+            const boxes = [...axis.children].map((text) => text.getBoundingClientRect()).sort((a, b) => a.left - b.left);
+            const upright = !axis.querySelector("[transform*=rotate]");
+            return boxes.filter((box, i) => upright && i && box.left < boxes[i - 1].right).map(() => axis.textContent);
+        })"""
+    )
+    assert touching == []
     window.close()
 
 

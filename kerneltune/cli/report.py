@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kerneltune.records import Key, Record
 
 _PAGE = Path("report.html")
+_LARGE = 2_000_000
 
 
 def command(
@@ -58,7 +59,10 @@ def command(
         from kerneltune.html.data import payload
         from kerneltune.html.page import page
 
-        write_whole(output or _PAGE, page(payload(sources)).encode())
+        content = page(payload(sources)).encode()
+        write_whole(output or _PAGE, content)
+        if len(content) > _LARGE:
+            note(f"the page has {len(content) / 1e6:.1f} MB; --op, --dtype and --quant make it smaller")
 
 
 def _sources(

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kerneltune import cache
-from kerneltune.device import PEAK_TFLOPS
+from kerneltune.device import INTERPRETER, PEAK_TFLOPS
 from kerneltune.records import Key, Record, newest
-from kerneltune.report import LOSS, WIN, options_label
+from kerneltune.report import INTERPRETER_NOTE, LOSS, WIN, options_label
 
 MOST_EVALUATIONS = 25_000
 """Evaluations of searches that a page holds at most, so that it stays below 2 MB; the newest are kept."""
@@ -53,11 +53,12 @@ def payload(sources: Sources) -> dict[str, Any]:
     records = newest(sources.records)
     if not records:
         raise ValueError("no records to report")
-    variants = list(dict.fromkeys(record.variant for record in records))
+    variants = sorted(dict.fromkeys(record.variant for record in records), key=lambda name: name != sources.pair[0])
     searches, left_out = _searches(sources.trials)
     return {
         "title": ", ".join(dict.fromkeys(record.family or record.op for record in records)),
         "facts": _facts(records, sources),
+        "remark": INTERPRETER_NOTE if any(record.device == INTERPRETER for record in records) else "",
         "variants": variants,
         "a": sources.pair[0],
         "b": sources.pair[1],

@@ -19,6 +19,7 @@ def page(payload: Mapping[str, Any]) -> str:
     return environment.from_string(_asset("page.html.j2")).render(
         title=payload["title"],
         facts=payload["facts"],
+        remark=payload["remark"],
         style=_asset("style.css"),
         scripts=[_asset(name) for name in _SCRIPTS],
         data=_embedded(payload),

@@ -12,12 +12,12 @@ const DIGITS = [[1, 1.5, 2, 3, 5, 7], [1, 2, 3, 5], [1, 2, 5], [1, 3], [1]];
 function logAxis(values, count, including) {
   const finite = values.filter((value) => Number.isFinite(value) && value > 0);
   const [low, high] = d3.extent(including == null ? finite : [...finite, including]);
-  const room = 1.01 * (high / low) ** 0.03;
+  const room = Math.max(1.01 * (high / low) ** 0.03, Math.sqrt((1.3 * low) / high)); // at least 30 % from end to end
   const domain = [low / room, high * room];
   const powers = d3.range(Math.floor(Math.log10(domain[0])), Math.ceil(Math.log10(domain[1])) + 1);
   const ticksOf = (digits) => powers.flatMap((power) => digits.map((digit) => digit * 10 ** power)).filter((value) => value >= domain[0] && value <= domain[1]);
   const round = DIGITS.map(ticksOf).find((ticks) => ticks.length <= count) ?? ticksOf([1]);
-  return { type: "log", domain, ticks: round.length > 1 ? round : d3.ticks(...domain, count), grid: true };
+  return { type: "log", domain, ticks: round.length > 1 ? round : d3.ticks(...domain, 2), grid: true };
 }
 
 const shapeMargin = (shapes) => 14 + 6.6 * d3.max(shapes, (shape) => shape.length);
@@ -49,7 +49,7 @@ function ceilingCards(cases) {
   });
 }
 
-const resultColumns = (more) => ({ shape: (d) => d.shape, variant: (d) => d.variant, "time µs": (d) => fixed(d.r.us, 2), ...more });
+const resultColumns = (more) => ({ shape: (d) => d.shape, variant: (d) => d.variant, "time µs": (d) => fixed(d.r.us, 2), ...more, config: (d) => d.r.config });
 
 function peerCards(cases) {
   return grouped(cases).map((group) => {
@@ -83,10 +83,10 @@ function bandwidthCards(cases) {
     const draw = (width) =>
       Plot.plot({
         width, height: 310, marginLeft: 48, marginTop: 28, marginRight: 20, marginBottom: 38,
-        x: { ...logAxis(rows.map((d) => d.c.bytes), width < 420 ? 4 : 6), label: "bytes that must move →", tickFormat: bytes },
+        x: { ...logAxis(rows.map((d) => d.c.bytes), width < 420 ? 5 : 6), label: "bytes that must move →", tickFormat: bytes },
         y: { label: "↑ GB/s", grid: true, zero: true, nice: true }, color: colours(variants), symbol: symbols(variants),
         marks: [
-          Plot.areaY(line, { x: "bytes", y: "ceiling", fill: "var(--muted)", fillOpacity: 0.09 }),
+          Plot.areaY(line, { x: "bytes", y1: 0, y2: "ceiling", fill: "var(--muted)", fillOpacity: 0.09 }),
           Plot.line(line, { x: "bytes", y: "ceiling", stroke: "var(--muted)", strokeDasharray: "5 3" }),
           Plot.text(line.slice(-1), { x: "bytes", y: "ceiling", text: ["ceiling"], dy: -10, textAnchor: "end", fill: "var(--muted)", stroke: "var(--surface)", strokeWidth: 4 }),
           Plot.dot(rows, { x: (d) => d.c.bytes, y: (d) => d.r.gbps, stroke: "variant", fill: "variant", fillOpacity: 0.5, symbol: "variant", r: 4 }),

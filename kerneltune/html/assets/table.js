@@ -26,7 +26,7 @@ function tableColumns(rows) {
   const text = (name, get, wide) => ({ name, get, show: get, wide });
   const number = (name, get, digits, wide) => ({ name, get, show: (row) => fixed(get(row), digits), number: true, wide });
   const several = (name) => new Set(rows.map((row) => row.c[name])).size > 1;
-  return [
+  const columns = [
     text("kind", (row) => row.c.kind),
     ...(several("device") ? [text("device", (row) => row.c.device, true)] : []),
     text("dtype", (row) => row.c.dtype.replace("bfloat", "bf").replace("float", "fp")),
@@ -42,6 +42,7 @@ function tableColumns(rows) {
     { name: "× best peer", get: (row) => row.peer?.ratio ?? null, show: peerCell, number: true, wide: true },
     { name: "A/A floor", get: (row) => row.floor, show: (row) => (row.floor == null ? "" : `${fixed(100 * row.floor, 1)} %`), number: true, wide: true },
   ];
+  return columns.filter((column) => !column.wide || rows.some((row) => column.get(row) != null));
 }
 
 function speedupCell(row) {
