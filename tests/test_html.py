@@ -290,6 +290,8 @@ def test_browser_tells_the_values_under_the_pointer_hides_variants_and_changes_t
     assert re.search(r"µs, \d+ GB/s", window.locator("#bubble").inner_text())
     box = window.locator("#bubble").bounding_box()
     assert box["x"] >= 0 and box["x"] + box["width"] <= 400
+    window.mouse.wheel(0, 300)
+    window.wait_for_selector("#bubble", state="hidden")
     bars = window.locator("#ceiling figure").first.locator("[aria-label=bar] rect")
     before = bars.count()
     window.locator("#ceiling .chip", has_text="pr593").click()

@@ -213,7 +213,7 @@ function landscapeCards(search) {
         x: { domain: values, label: null, padding: 0.25, tickRotate: crowded(width) ? -40 : 0 },
         y: { ...logAxis([1, Math.max(1.1, most)], 4, 1), label: null, tickFormat: ratioTick, clamp: true },
         marks: [
-          Plot.tickY(rows, { x: "value", y: "ratio", stroke: "var(--c2)", strokeOpacity: 0.35 }),
+          Plot.tickY(rows, { x: "value", y: "ratio", stroke: "var(--c2)", strokeOpacity: 0.5 }),
           Plot.tickY(least, { x: "value", y: "ratio", stroke: "var(--c5)", strokeWidth: 3 }),
           Plot.tickY(rows, Plot.pointer({ x: "value", y: "ratio", stroke: "var(--text)", strokeWidth: 2 })),
         ],

@@ -68,16 +68,19 @@ function figure(title, note, alt, draw, tell, rows, columns) {
   }).observe(place);
   place.addEventListener("pointermove", showBubble);
   place.addEventListener("pointerdown", showBubble);
-  place.addEventListener("pointerleave", () => { bubble.hidden = true; });
+  place.addEventListener("pointerleave", (event) => { bubble.hidden ||= event.pointerType === "mouse"; });
   return element("figure", {}, element("figcaption", {}, heading), place, values(rows, columns));
 }
 
 const bubble = element("div", { id: "bubble", hidden: "" });
 document.body.append(bubble);
+addEventListener("scroll", () => { bubble.hidden = true; }, { passive: true, capture: true });
+addEventListener("pointerdown", (event) => { bubble.hidden ||= !event.target.closest("figure svg"); });
 
 /** The words for the datum under the pointer, beside it and inside the window. */
 function showBubble(event) {
   requestAnimationFrame(() => {
+    if (!event.target.isConnected) return;
     bubble.hidden = !bubble.textContent;
     const { width, height } = bubble.getBoundingClientRect();
     const right = event.clientX + 16 + width < innerWidth - 8;
