@@ -96,9 +96,14 @@ def current_slug() -> str:
     return current().slug
 
 
+_SMS_COMPILED_FOR = 132
+
+
 @cache
 def sm_count(device_type: str, index: int | None) -> int:
-    """Streaming multiprocessors of a torch device; a small number for anything that is no GPU."""
+    """Streaming multiprocessors of a torch device; a small number for the CPU, a usual GPU's for tensors without memory."""
+    if device_type == "meta":
+        return _SMS_COMPILED_FOR
     if device_type != "cuda":
         return NO_GPU.sms
     import torch

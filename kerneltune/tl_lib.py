@@ -7,8 +7,13 @@ import torch
 import triton
 import triton.language as tl
 
-FP8_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-FP8_MAX = {"e4m3": 448.0, "e5m2": 57344.0}
+FP8_DTYPES = {
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+    "e4m3fnuz": torch.float8_e4m3fnuz,
+    "e5m2fnuz": torch.float8_e5m2fnuz,
+}
+FP8_MAX = {name: torch.finfo(dtype).max for name, dtype in FP8_DTYPES.items()}
 
 INTERPRETED = triton.knobs.runtime.interpret
 """True where kernels run in Triton's interpreter: programs run in turn, so none may wait for another."""
@@ -19,14 +24,70 @@ IS_CUDA = tl.constexpr(not INTERPRETED and torch.version.hip is None)
 
 @triton.jit
 def quantize(y, scale, FP8_MAX: tl.constexpr, dtype: tl.constexpr):
-    """Saturating cast of fp32 to fp8, round to nearest even; NaN stays NaN."""
-    return tl.clamp(y * scale, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL).to(dtype)
+    """Saturating cast of fp32 to fp8, round to nearest even; NaN stays NaN. The conversion of CUDA saturates by itself."""
+    if IS_CUDA:
+        return (y * scale).to(dtype)
+    else:
+        return tl.clamp(y * scale, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL).to(dtype)
+
+
+@triton.jit
+def reciprocal(x):
+    """1 / x, correctly rounded."""
+    return tl.div_rn(tl.zeros_like(x) + 1.0, x)
+
+
+@triton.jit
+def amax_to_scale(amax, FP8_MAX: tl.constexpr, POW2: tl.constexpr):
+    """The multiplier fp32(FP8_MAX / max(amax, 1e-12)), rounded down to a power of two under POW2; NaN of NaN, 0 of infinity.
+
+    The power of two comes from exponents alone: that of the quotient is one less where the mantissa divides more than it has.
+    """
+    limit = tl.zeros_like(amax) + FP8_MAX
+    finite = tl.maximum(amax, 1e-12)
+    if POW2:
+        bits = finite.to(tl.uint32, bitcast=True)
+        limit_bits = limit.to(tl.uint32, bitcast=True)
+        short = ((bits & 0x7FFFFF) > (limit_bits & 0x7FFFFF)).to(tl.uint32)
+        exponent = (limit_bits >> 23) + 127 - (bits >> 23) - short
+        scale = (exponent << 23).to(tl.float32, bitcast=True)
+    else:
+        scale = tl.div_rn(limit, finite)
+    return tl.where(amax < float("inf"), scale, tl.where(amax == amax, 0.0, amax))
+
+
+@triton.jit
+def magnitude(x):
+    """|x| as the integer of its bits: in the order of the values, NaN above infinity, and `max` is a max of integers."""
+    if x.dtype.primitive_bitwidth == 32:
+        return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    else:
+        return x.to(tl.int16, bitcast=True) & 0x7FFF
+
+
+@triton.jit
+def magnitude_to_fp32(m, dtype: tl.constexpr):
+    """The fp32 value of a `magnitude` of that dtype; m may have been widened to int32."""
+    if dtype.primitive_bitwidth == 32:
+        return m.to(tl.float32, bitcast=True)
+    else:
+        return m.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def wide(x):
     """x as int64, whether it is a tensor or, in the interpreter's loops, a Python int."""
     return x + tl.zeros((), dtype=tl.int64)
+
+
+@triton.jit
+def load_constant(ptr):
+    """A 32-bit scalar that nobody writes during the launch; not pipelined, as `tl.load` would be, through shared memory."""
+    if IS_CUDA:
+        return tl.inline_asm_elementwise(
+            "ld.global.nc.b32 $0, [$1];", "=r,l", [ptr.to(tl.int64)], dtype=ptr.dtype.element_ty, is_pure=True, pack=1
+        )
+    return tl.load(ptr)
 
 
 @triton.jit
@@ -65,6 +126,49 @@ def pack_bytes(q0, q1, q2, q3):
             }""",
             "=&r,=&r,=&r,=&r,r,r,r,r", [b0, b1, b2, b3], dtype=tl.uint32, is_pure=True, pack=4)  # fmt: skip
     return b0.to(tl.uint32) | (b1.to(tl.uint32) << 8) | (b2.to(tl.uint32) << 16) | (b3.to(tl.uint32) << 24)
+
+
+@triton.jit
+def store_transposed(q_ptr, base, ld, lo, hi, live, qs, JAGGED: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr):
+    """Rows [lo, hi) of four fp8 sub-tiles (QUADS, COLS), of which sub-tile k has the rows 4i + k, to byte base + col * ld + row.
+
+    live: (COLS,), which columns exist, all of them under EVEN. PACKED: base and ld are multiples of 4, and the bytes go out as
+    32-bit words. Without JAGGED lo is 0 and hi as much a multiple of 4 as ld; with it whole runs of 16 rows go out as words,
+    and what is ragged as bytes. Words are made of integers, never of a transposed fp8 tile (see `pack_bytes`).
+    """
+    quads = tl.arange(0, qs[0].shape[0])
+    cols = tl.arange(0, qs[0].shape[1])
+    first = hi * 0
+    last = hi * 0
+    if PACKED:
+        if JAGGED:
+            first = (lo + 15) // 16 * 4
+            last = hi // 16 * 4
+        else:
+            last = hi // 4
+        mask = ((quads >= first) & (quads < last))[None, :] if JAGGED else (quads < last)[None, :]
+        if not EVEN:
+            mask = mask & live[:, None]
+        words = tl.trans(pack_bytes(qs[0], qs[1], qs[2], qs[3])).to(tl.int32, bitcast=True)
+        word_ptr = q_ptr.to(tl.pointer_type(tl.int32)) + base // 4
+        tl.store(word_ptr + (cols[:, None] * (ld // 4) + quads[None, :]), words, mask=mask)
+    if not PACKED:
+        _store_transposed_bytes(q_ptr.to(tl.pointer_type(tl.uint8)) + base, ld, lo, hi, first, last, live, qs)
+    elif JAGGED:
+        if (lo % 16 != 0) | (hi % 16 != 0):
+            _store_transposed_bytes(q_ptr.to(tl.pointer_type(tl.uint8)) + base, ld, lo, hi, first, last, live, qs)
+
+
+@triton.jit
+def _store_transposed_bytes(q_ptr, ld, lo, hi, first, last, live, qs):
+    """The rows in [lo, hi) whose quads are not in [first, last)."""
+    quads = tl.arange(0, qs[0].shape[0])
+    cols = tl.arange(0, qs[0].shape[1])
+    for k in tl.static_range(4):
+        rows = quads * 4 + k
+        mask = (rows >= lo) & (rows < hi) & ((quads < first) | (quads >= last))
+        q = tl.trans(qs[k].to(tl.uint8, bitcast=True))
+        tl.store(q_ptr + (cols[:, None] * ld + rows[None, :]), q, mask=live[:, None] & mask[None, :])
 
 
 @triton.jit
@@ -143,3 +247,45 @@ def await_published4(ws_ptr, index, STEP: tl.constexpr, tag):
         "=&r,=&r,=&r,=&r,l,l,l,l,r",
         [first, first + 8 * STEP, first + 16 * STEP, first + 24 * STEP, tag],
         dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=False, pack=1)  # fmt: skip
+
+
+@triton.jit
+def raise_published(ws_ptr, index, value, tag, mask):
+    """Raise word `index` to at least the fp32 `value` ≥ 0 of this launch; NaN stands above infinity."""
+    word = (tag.to(tl.uint64) << 32) | value.to(tl.uint32, bitcast=True).to(tl.uint64)
+    tl.atomic_max((ws_ptr + 32 + index).to(tl.pointer_type(tl.uint64)), word, mask=mask, sem="relaxed")
+
+
+@triton.jit
+def arrive(ws_ptr, index, tag, live):
+    """Count this program in at word `index`, if `live`, after all that its threads raised or published before.
+
+    The word is first raised to this launch's zero, so that nobody has to clear it.
+    """
+    counter_ptr = (ws_ptr + 32 + index).to(tl.pointer_type(tl.uint64))
+    if IS_CUDA:  # a barrier that Triton does not see: it pipelines no loop that has one
+        tl.inline_asm_elementwise("bar.sync 0; mov.b32 $0, 0;", "=r,r", [index], dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        tl.debug_barrier()
+    tl.atomic_max(counter_ptr, tag.to(tl.uint64) << 32, mask=live, sem="relaxed")
+    tl.atomic_add(counter_ptr, tl.full((), 1, tl.uint64), mask=live, sem="release")
+
+
+@triton.jit
+def await_arrivals(ws_ptr, index, count, tag):
+    """Wait until `count` programs of this launch have arrived at word `index`; then their words can be read.
+
+    All of them must be resident: launch cooperatively.
+    """
+    word = (tag.to(tl.uint64) << 32) | count.to(tl.uint64)
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred p;
+        .reg .b64 w;
+        AGAIN_${:uid}:
+        ld.acquire.gpu.global.b64 w, [$1];
+        setp.ne.b64 p, w, $2;
+        @p bra AGAIN_${:uid};
+        mov.b32 $0, 0;
+        }""",
+        "=&r,l,l", [(ws_ptr + 32 + index).to(tl.int64), word], dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip

@@ -103,7 +103,7 @@ ONE = torch.ones(1)
         ((X, W), {"eps": -1e-5}, "eps must not be negative, got eps=-1e-05"),
         ((X, W), {"eps": float("nan")}, "eps must not be negative, got eps=nan"),
         ((X, W), {"quant": "int8"}, "quant must be none, fp8 or fp8_t, got quant='int8'"),
-        ((X, W), {"quant": "fp8", "scale": ONE, "amax": ONE, "fp8_format": "e3m4"}, "fp8_format must be one of e4m3, e5m2, got"),
+        ((X, W), {"quant": "fp8", "scale": ONE, "amax": ONE, "fp8_format": "e3m4"}, "fp8_format must be one of e4m3, e5m2, "),
         ((X, W), {"quant": "fp8", "scale": ONE}, "quant='fp8' needs scale and amax"),
         ((X, W), {"quant": "fp8", "scale": torch.ones(2), "amax": ONE}, "scale must be (1,) torch.float32 on cpu, got (2,)"),
     ],

@@ -18,6 +18,7 @@ from kerneltune.tl_lib import (
     publish,
     published,
     quantize,
+    reciprocal,
     wide,
 )
 
@@ -89,7 +90,7 @@ def _rmsnorm_fwd_rows(
     if FP8:
         scale = tl.load(scale_ptr)
         if tl.program_id(0) == 0 and PHASE != 1:
-            tl.store(scale_inv_ptr, 1.0 / scale)
+            tl.store(scale_inv_ptr, reciprocal(scale))
     amax = tl.zeros((ROWS, COLS // 8), dtype=tl.float32)
     if PARTS > 1:
         tag = launch_tag(ws_ptr)
@@ -221,7 +222,7 @@ def _rmsnorm_fwd_transpose(
     inv_n = 1.0 / N
     scale = tl.load(scale_ptr)
     if tl.program_id(0) == 0 and PHASE != 1:
-        tl.store(scale_inv_ptr, 1.0 / scale)
+        tl.store(scale_inv_ptr, reciprocal(scale))
     amax = tl.zeros((QUADS, COLS // 8), dtype=tl.float32)
     g_tile = _load_gamma(g_ptr, cols, N)
     if PARTS > 1:

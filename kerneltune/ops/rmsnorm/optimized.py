@@ -10,16 +10,16 @@ import torch
 import triton
 
 from kerneltune import cache, device
+from kerneltune.arguments import DTYPE_NAMES, ITEMSIZE, check_like, check_matrix
+from kerneltune.launch import phases, resident
 from kerneltune.ops.rmsnorm import kernels
 from kerneltune.ops.rmsnorm.reference import EPS
 from kerneltune.spec import Case, Inputs, Outputs, Space
-from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX, IS_CUDA
+from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX
 from kerneltune.workspace import workspace
 
 _SHARED_BYTES = 225_000
 _MAX_PARTS = 64
-_DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-_ITEMSIZE = {name: dtype.itemsize for dtype, name in _DTYPE_NAMES.items()}
 _FWD_OPTIONS = (("zero_centered", False), ("fp8_format", "e4m3"), ("row_pad", 0))
 _BWD_OPTIONS = (("zero_centered", False),)
 
@@ -184,18 +184,12 @@ def _launch_transpose(x, weight, y, y_t, rsigma, scale, amax, scale_inv, eps, ze
 
 def _groups(x: torch.Tensor, tiles: int, parts: int, ctas: int) -> int:
     """How many groups of `parts` programs to launch: no more than are resident together where `ctas` limits them."""
-    return max(1, min(tiles, ctas * device.sm_count(x.device.type, x.device.index) // parts)) if ctas else tiles
+    return max(1, min(tiles, resident(x.device, ctas) // parts)) if ctas else tiles
 
 
 def _phases(parts: int, c: Any) -> list[tuple[int, dict[str, Any]]]:
-    """The launches and their options. Programs that wait for each other need a launch that keeps all of them resident;
-    the interpreter runs programs in turn, so there they publish in one launch and collect in a second."""
-    if parts == 1:
-        return [(0, {})]
-    if not IS_CUDA.value:
-        return [(1, {}), (2, {})]
-    registers = min(255, 65536 // (32 * c.warps * c.ctas) // 8 * 8)
-    return [(0, {"launch_cooperative_grid": True, "maxnreg": registers})]
+    """The launches and their options: only programs that share rows wait for each other."""
+    return [(0, {})] if parts == 1 else phases(c.warps, c.ctas)
 
 
 def _best(op: str, quant: str, x: torch.Tensor) -> Any:
@@ -203,7 +197,7 @@ def _best(op: str, quant: str, x: torch.Tensor) -> Any:
     resolve, options = (_resolve_bwd, _BWD_OPTIONS) if op == "rmsnorm_bwd" else (_resolve_fwd, _FWD_OPTIONS)
     axes = (("M", x.shape[0]), ("N", x.shape[1]))
     slug = device.current_slug()
-    return cache.best(op, "optimized", slug, axes, _DTYPE_NAMES[x.dtype], quant, options, "cold", ("M",), None, resolve)
+    return cache.best(op, "optimized", slug, axes, DTYPE_NAMES[x.dtype], quant, options, "cold", ("M",), None, resolve)
 
 
 def _resolve_fwd(case: Case, knobs: dict[str, Any] | None) -> Any:
@@ -288,7 +282,7 @@ def _invalid_tile(case: Case, elements: int, parts: int, c: Any, tensors: int) -
         return f"{c.ctas * c.warps} warps per multiprocessor"
     if c.ctas * c.warps * 32 * (per_thread * 1.5 * tensors + 16) > 65536 + 8192:
         return "more registers than a multiprocessor has"
-    shared = max(1, c.ctas) * max(0, c.stages - 1) * elements * _ITEMSIZE[case.dtype] * tensors
+    shared = max(1, c.ctas) * max(0, c.stages - 1) * elements * ITEMSIZE[case.dtype] * tensors
     return f"{shared} bytes of shared memory" if shared > _SHARED_BYTES else None
 
 
@@ -341,8 +335,8 @@ def _check_fwd(
     amax: torch.Tensor | None,
     fp8_format: str,
 ) -> None:
-    _check_matrix("x", x)
-    _check_like("weight", weight, (x.shape[1],), x.dtype, x.device)
+    check_matrix("x", x)
+    check_like("weight", weight, (x.shape[1],), x.dtype, x.device)
     if not eps >= 0:
         raise ValueError(f"eps must not be negative, got {eps=}")
     if quant not in ("none", "fp8", "fp8_t"):
@@ -352,26 +346,12 @@ def _check_fwd(
     if quant != "none":
         if scale is None or amax is None:
             raise ValueError(f"{quant=} needs scale and amax, got {scale=} {amax=}")
-        _check_like("scale", scale, (1,), torch.float32, x.device)
-        _check_like("amax", amax, (1,), torch.float32, x.device)
+        check_like("scale", scale, (1,), torch.float32, x.device)
+        check_like("amax", amax, (1,), torch.float32, x.device)
 
 
 def _check_bwd(dz: torch.Tensor, x: torch.Tensor, rsigma: torch.Tensor, weight: torch.Tensor) -> None:
-    _check_matrix("x", x)
-    _check_like("dz", dz, tuple(x.shape), x.dtype, x.device)
-    _check_like("rsigma", rsigma, (x.shape[0],), torch.float32, x.device)
-    _check_like("weight", weight, (x.shape[1],), x.dtype, x.device)
-
-
-def _check_matrix(name: str, x: torch.Tensor) -> None:
-    if x.ndim != 2 or x.dtype not in _DTYPE_NAMES:
-        raise ValueError(f"{name} must be a matrix of {', '.join(_DTYPE_NAMES.values())}, got shape {tuple(x.shape)} {x.dtype}")
-    if x.shape[1] > 1 and x.stride(1) != 1:
-        raise ValueError(f"elements of a row of {name} must be adjacent, got strides {x.stride()}")
-
-
-def _check_like(name: str, t: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, where: torch.device) -> None:
-    if tuple(t.shape) != shape or t.dtype != dtype or t.device != where:
-        raise ValueError(f"{name} must be {shape} {dtype} on {where}, got {tuple(t.shape)} {t.dtype} on {t.device}")
-    if t.ndim == 1 and t.shape[0] > 1 and t.stride(0) != 1:
-        raise ValueError(f"{name} must be contiguous, got strides {t.stride()}")
+    check_matrix("x", x)
+    check_like("dz", dz, tuple(x.shape), x.dtype, x.device)
+    check_like("rsigma", rsigma, (x.shape[0],), torch.float32, x.device)
+    check_like("weight", weight, (x.shape[1],), x.dtype, x.device)

@@ -2,6 +2,7 @@
 
 import torch
 
+from kerneltune.agreement import close, same_bits, same_but_for_cast
 from kerneltune.spec import Case, Inputs, Outputs, Traffic
 
 EPS = 1e-5
@@ -66,7 +67,7 @@ def compare_fwd(_case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs
     errors: list[str] = []
     rsigma = outputs.get("rsigma")
     if rsigma is not None:
-        errors += _close("rsigma", rsigma, expected["rsigma"], rtol=5e-5, atol=1e-6)
+        errors += close("rsigma", rsigma, expected["rsigma"], rtol=5e-5, atol=1e-6)
         if errors:
             return errors
         expected = _normalised(inputs, rsigma)
@@ -74,17 +75,17 @@ def compare_fwd(_case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs
     if inputs["quant"] == "none":
         units = 1.0 if rsigma is not None else 4.0
         exact = rsigma is not None and y.is_cuda and y.dtype != torch.float32
-        errors += _same_bits("y", y, want) if exact else _close("y", y, want, rtol=units * _ROUNDING[y.dtype], atol=1e-5)
+        errors += same_bits("y", y, want) if exact else close("y", y, want, rtol=units * _ROUNDING[y.dtype], atol=1e-5)
         return errors
     if rsigma is None or not y.is_cuda:
-        errors += _same_but_for_cast("y", y, want)
+        errors += same_but_for_cast("y", y, want)
     else:
-        errors += _same_bits("y", y, want)
+        errors += same_bits("y", y, want)
     if inputs["quant"] == "fp8_t":
-        errors += _same_bits("y_t", outputs["y_t"], y.t())
+        errors += same_bits("y_t", outputs["y_t"], y.t())
     # amax accumulates over calls: inputs of a check come fresh, with amax 0
-    errors += _close("amax", inputs["amax"], expected["amax"], rtol=1e-6 if rsigma is not None else 5e-5, atol=0.0)
-    errors += _close("scale_inv", outputs["scale_inv"], expected["scale_inv"], rtol=1e-7, atol=0.0)
+    errors += close("amax", inputs["amax"], expected["amax"], rtol=1e-6 if rsigma is not None else 5e-5, atol=0.0)
+    errors += close("scale_inv", outputs["scale_inv"], expected["scale_inv"], rtol=1e-7, atol=0.0)
     return errors
 
 
@@ -92,9 +93,9 @@ def compare_bwd(_case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs
     """Disagreements of a backward: dx to one rounding, dgamma to one rounding and the error of an fp32 sum."""
     unit = _ROUNDING[inputs["x"].dtype]
     dx_scale = float(expected["dx"].abs().max()) if expected["dx"].numel() else 0.0
-    errors = _close("dx", outputs["dx"], expected["dx"], rtol=unit, atol=1e-6 + 2e-6 * dx_scale)
+    errors = close("dx", outputs["dx"], expected["dx"], rtol=unit, atol=1e-6 + 2e-6 * dx_scale)
     slack = 2e-6 * expected["dgamma_abs"] + 1e-6
-    return errors + _close("dgamma", outputs["dgamma"], expected["dgamma"], rtol=unit, atol=slack)
+    return errors + close("dgamma", outputs["dgamma"], expected["dgamma"], rtol=unit, atol=slack)
 
 
 def fwd_traffic(case: Case) -> Traffic:
@@ -136,42 +137,3 @@ def _normalised(inputs: Inputs, rsigma: torch.Tensor) -> dict[str, torch.Tensor]
     quantised = (y * inputs["scale"]).clamp(-limit, limit).to(dtype)
     amax = y.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf).abs().max() if y.numel() else y.new_zeros(())
     return {"y": quantised, "amax": amax.reshape(1), "scale_inv": 1.0 / inputs["scale"]}
-
-
-def _close(name: str, got: torch.Tensor, want: torch.Tensor, rtol: float, atol: float | torch.Tensor) -> list[str]:
-    if got.shape != want.shape:
-        return [f"{name}: shape {tuple(got.shape)}, expected {tuple(want.shape)}"]
-    got32, want32 = got.float(), want.float()
-    same = (got32 == want32) | (got32.isnan() & want32.isnan())
-    return _report(name, ~(same | ((got32 - want32).abs() <= atol + rtol * want32.abs())), got32, want32)
-
-
-def _same_bits(name: str, got: torch.Tensor, want: torch.Tensor) -> list[str]:
-    if got.shape != want.shape or got.dtype != want.dtype:
-        return [f"{name}: {tuple(got.shape)} {got.dtype}, expected {tuple(want.shape)} {want.dtype}"]
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[got.dtype.itemsize]
-    return _report(name, got.view(bits) != want.view(bits), got.float(), want.float())
-
-
-def _same_but_for_cast(name: str, got: torch.Tensor, want: torch.Tensor) -> list[str]:
-    """Equal up to what Triton's interpreter does to a cast: a step off, or half the value.
-
-    Where rounding up should carry into the exponent it loses the carry (triton 3.7.1: 1.98 becomes 1.0 instead of 2.0).
-    """
-
-    def ordered(q: torch.Tensor) -> torch.Tensor:  # fp8 is sign and magnitude: neighbours differ by one in the byte
-        byte = q.view(torch.uint8).to(torch.int16)
-        return torch.where(byte >= 128, 128 - byte, byte)
-
-    near = (ordered(got) - ordered(want)).abs() <= 1
-    return _report(name, ~(near | (got.float() * 2 == want.float())), got.float(), want.float())
-
-
-def _report(name: str, wrong: torch.Tensor, got: torch.Tensor, want: torch.Tensor) -> list[str]:
-    count = int(wrong.sum())
-    if not count:
-        return []
-    first = tuple(int(i) for i in wrong.nonzero()[0])
-    return [
-        f"{name}: {count} of {wrong.numel()} wrong, first at {first}: {float(got[first]):.6g}, expected {float(want[first]):.6g}"
-    ]

@@ -14,7 +14,7 @@ import triton.language as tl
 from kerneltune.device import sm_count
 from kerneltune.ops.rmsnorm.reference import EPS
 from kerneltune.spec import Case, Inputs, Outputs, Space
-from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX, quantize, wide
+from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX, quantize, reciprocal, wide
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def _rmsnorm_fwd_te(
     if FP8:
         scale = tl.load(scale_ptr)
         if tl.program_id(0) == 0:
-            tl.store(scale_inv_ptr, 1.0 / scale)
+            tl.store(scale_inv_ptr, reciprocal(scale))
     amax = 0.0
     lanes = tl.arange(0, BLOCK)
     if HOIST:

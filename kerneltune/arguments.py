@@ -1,0 +1,33 @@
+"""Checks of tensor arguments that operators share: one line with the name and the values.
+
+May import torch.
+"""
+
+import torch
+
+DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+ITEMSIZE = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
+
+
+def check_matrix(name: str, x: torch.Tensor) -> None:
+    """A matrix of bf16, fp16 or fp32 whose rows are contiguous.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if x.ndim != 2 or x.dtype not in DTYPE_NAMES:
+        raise ValueError(f"{name} must be a matrix of {', '.join(DTYPE_NAMES.values())}, got shape {tuple(x.shape)} {x.dtype}")
+    if x.shape[1] > 1 and x.stride(1) != 1:
+        raise ValueError(f"elements of a row of {name} must be adjacent, got strides {x.stride()}")
+
+
+def check_like(name: str, t: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, where: torch.device) -> None:
+    """A tensor of exactly this shape, dtype and device; contiguous where it has one axis.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if tuple(t.shape) != shape or t.dtype != dtype or t.device != where:
+        raise ValueError(f"{name} must be {shape} {dtype} on {where}, got {tuple(t.shape)} {t.dtype} on {t.device}")
+    if t.ndim == 1 and t.shape[0] > 1 and t.stride(0) != 1:
+        raise ValueError(f"{name} must be contiguous, got strides {t.stride()}")

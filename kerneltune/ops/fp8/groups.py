@@ -1,0 +1,327 @@
+"""Column-wise quantisation of groups of rows into column-major fp8: expert weights for dgrad, token groups for wgrad.
+
+Kernel in kernels.py. May import cache, device, spec, tl_lib, launch, workspace.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+from kerneltune import cache, device
+from kerneltune.arguments import DTYPE_NAMES, ITEMSIZE
+from kerneltune.launch import phases, resident
+from kerneltune.ops.fp8 import kernels, reference
+from kerneltune.spec import Case, Inputs, Outputs, Space, Traffic
+from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX
+from kerneltune.workspace import workspace
+
+_SHARED_BYTES = 225_000
+_OPTIONS = (("fp8_format", "e4m3"), ("pow2", True), ("inverse", False), ("special", False))
+_Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupConfig:
+    """rows, cols: of a tile; warps: of a program; ctas: programs per multiprocessor, each looping over tiles; stages: depth of
+    that loop's load pipeline; ahead: by how many tiles the amax runs ahead of the cast; reload: read the tile once more, from
+    L2, instead of holding it, which takes ahead = 1."""
+
+    rows: int
+    cols: int
+    warps: int
+    ctas: int
+    stages: int
+    ahead: int
+    reload: bool
+
+
+def fp8_rowwise_3d_transpose(
+    w: torch.Tensor,
+    fp8_format: str = "e4m3",
+    *,
+    pow2: bool = True,
+    inverse: bool = False,
+    config: GroupConfig | None = None,
+) -> _Pair:
+    """Expert weights transposed for dgrad, one scale per expert and row of `w`, over its last axis.
+
+    Args:
+        w: (E, K, N) bf16, fp16 or fp32, column-major: strides (K N, 1, K), the transposed view of a contiguous (E, N, K).
+        fp8_format: `e4m3`, `e5m2`, `e4m3fnuz` or `e5m2fnuz`.
+        pow2: round scales down to powers of two.
+        inverse: return 1 / scale, which scaled matrix products want, instead of the multiplier.
+        config: None takes the best known config.
+
+    Returns:
+        q (E, N, K) fp8, column-major: strides (N K, 1, N); scales (E, K) fp32. NaN makes its scale and all under it NaN;
+        infinity makes its scale 0.
+
+    Raises:
+        ValueError: a wrong shape, stride, dtype or value, which it names.
+
+    Source: torchao's triton_fp8_rowwise_3d_transpose_rhs.
+    """
+    _check_format(fp8_format)
+    if w.ndim != 3 or w.dtype not in DTYPE_NAMES:
+        raise ValueError(f"w must be (E, K, N) of {', '.join(DTYPE_NAMES.values())}, got shape {tuple(w.shape)} {w.dtype}")
+    E, K, N = w.shape
+    if w.numel() and not w.transpose(1, 2).is_contiguous():
+        raise ValueError(f"w must be column-major, strides {(K * N, 1, K)}, got {w.stride()}")
+    q = torch.empty((E, K, N), dtype=FP8_DTYPES[fp8_format], device=w.device)
+    scale = torch.empty((E, K), dtype=torch.float32, device=w.device)
+    if not w.numel():
+        return q.transpose(1, 2), scale.fill_(_scale_of_nothing(fp8_format, pow2, inverse))
+    if config is None:
+        config = _best("fp8_rowwise_3d_transpose", (("E", E), ("K", K), ("N", N)), ("E",), w)
+    rows = w.transpose(1, 2).view(E * N, K)
+    _launch(((rows, q, scale),), None, E, N, config, fp8_format, pow2, inverse)
+    return q.transpose(1, 2), scale
+
+
+def fp8_group_colwise(
+    x: torch.Tensor,
+    offs: torch.Tensor,
+    fp8_format: str = "e4m3",
+    *,
+    pow2: bool = True,
+    inverse: bool = False,
+    config: GroupConfig | None = None,
+) -> _Pair:
+    """Token groups for wgrad: fp8 column-major, one scale per group and column.
+
+    Args:
+        x: (M, N) bf16, fp16 or fp32; rows may be any distance apart, elements of a row must be adjacent.
+        offs: (G,) int32, where each group's rows end, not decreasing; the last is M. Groups may be empty and of any size.
+        fp8_format, pow2, inverse, config: as in `fp8_rowwise_3d_transpose`.
+
+    Returns:
+        q (M, N) fp8, strides (1, M); scales (G N,) fp32, group by group.
+
+    Raises:
+        ValueError: a wrong shape, stride, dtype, device or value, which it names.
+
+    Source: torchao's triton_fp8_per_group_colwise_scales.
+    """
+    return _colwise((x,), offs, "fp8_group_colwise", fp8_format, pow2, inverse, config)[0]
+
+
+def fp8_group_colwise_dual(
+    x1: torch.Tensor,
+    x2: torch.Tensor,
+    offs: torch.Tensor,
+    fp8_format: str = "e4m3",
+    *,
+    pow2: bool = True,
+    inverse: bool = False,
+    config: GroupConfig | None = None,
+) -> tuple[_Pair, _Pair]:
+    """`fp8_group_colwise` of two matrices with the same groups, (M, N1) and (M, N2) of one dtype, in one launch."""
+    first, second = _colwise((x1, x2), offs, "fp8_group_colwise_dual", fp8_format, pow2, inverse, config)
+    return first, second
+
+
+def _colwise(
+    xs: tuple[torch.Tensor, ...],
+    offs: torch.Tensor,
+    op: str,
+    fp8_format: str,
+    pow2: bool,
+    inverse: bool,
+    config: GroupConfig | None,
+) -> list[_Pair]:
+    _check_format(fp8_format)
+    M, G = xs[0].shape[0], offs.shape[0]
+    for i, x in enumerate(xs, 1):
+        name = f"x{i}" if len(xs) > 1 else "x"
+        if x.ndim != 2 or x.dtype not in DTYPE_NAMES or x.shape[0] != M or x.dtype != xs[0].dtype:
+            raise ValueError(f"{name} must be ({M}, N) of {DTYPE_NAMES.get(xs[0].dtype)}, got {tuple(x.shape)} {x.dtype}")
+        if x.shape[1] > 1 and x.stride(1) != 1:
+            raise ValueError(f"elements of a row of {name} must be adjacent, got strides {x.stride()}")
+    if offs.ndim != 1 or G == 0 or offs.dtype != torch.int32 or offs.device != xs[0].device:
+        raise ValueError(f"offs must be (G,) int32 on {xs[0].device}, got {tuple(offs.shape)} {offs.dtype} on {offs.device}")
+    parts = []
+    for x in xs:
+        q = torch.empty((x.shape[1], M), dtype=FP8_DTYPES[fp8_format], device=x.device)
+        parts.append((x, q, torch.empty(G * x.shape[1], dtype=torch.float32, device=x.device)))
+    if M == 0:
+        for _, _, scale in parts:
+            scale.fill_(_scale_of_nothing(fp8_format, pow2, inverse))
+    elif any(x.shape[1] for x in xs):
+        if config is None:
+            widths = tuple(("N" if len(xs) == 1 else f"N{i}", x.shape[1]) for i, x in enumerate(xs, 1))
+            config = _best(op, (("M", M), *widths, ("G", G)), ("M", "G"), xs[0])
+        _launch(tuple(parts), offs, G, M, config, fp8_format, pow2, inverse)
+    return [(q.t(), scale) for _, q, scale in parts]
+
+
+def _launch(parts, offs, groups: int, rows: int, c: GroupConfig, fp8_format: str, pow2: bool, inverse: bool) -> None:
+    """One launch over one or two (input rows, output, scales); offs None: groups of `rows` rows each, else of `rows` in all."""
+    (x, q, scale), (x2, q2, scale2) = parts[0], parts[-1]
+    stripes = sum(triton.cdiv(part[0].shape[1], c.cols) for part in parts)
+    blocks = groups * triton.cdiv(rows, c.rows) if offs is None else rows // c.rows + groups
+    longest = triton.cdiv(rows, c.rows)
+    total = blocks * stripes
+    programs = max(1, min(total, resident(x.device, c.ctas)))
+    ws = workspace(groups * stripes * (c.cols + 1), x.device)
+    for phase, options in phases(c.warps, c.ctas, together=longest <= (c.ahead + 1) * programs):
+        kernels._cast_transpose_groups[(programs,)](
+            x, x2, q, q2, scale, scale2, x if offs is None else offs, ws,
+            rows, x.shape[1], x2.shape[1], groups, x.stride(0), x2.stride(0), total,
+            FP8_MAX=FP8_MAX[fp8_format], POW2=pow2, INVERSE=inverse,
+            JAGGED=offs is not None, DUAL=len(parts) > 1, GROUPS_LOG2=max(0, (groups - 1).bit_length()),
+            ROWS=c.rows, COLS=c.cols, PHASE=phase, EVEN=all(part[0].shape[1] % c.cols == 0 for part in parts),
+            PACKED=rows % 4 == 0, STAGES=c.stages, AHEAD=c.ahead, RELOAD=c.reload, num_warps=c.warps, **options,
+        )  # fmt: skip
+
+
+def _check_format(fp8_format: str) -> None:
+    if fp8_format not in FP8_DTYPES:
+        raise ValueError(f"fp8_format must be one of {', '.join(FP8_DTYPES)}, got {fp8_format=}")
+
+
+def _scale_of_nothing(fp8_format: str, pow2: bool, inverse: bool) -> float:
+    """What amax 0 gives, rounded as the kernels round it."""
+    scale = float(torch.tensor(FP8_MAX[fp8_format] / 1e-12, dtype=torch.float32))
+    scale = 2.0 ** math.floor(math.log2(scale)) if pow2 else scale
+    return 1.0 / scale if inverse else scale
+
+
+def _best(op: str, axes: tuple[tuple[str, int], ...], free: tuple[str, ...], x: torch.Tensor) -> GroupConfig:
+    """The cached config for this shape, or the heuristic one. Options do not change which config is best."""
+    options = _OPTIONS if op == "fp8_rowwise_3d_transpose" else (*_OPTIONS, ("groups", "balanced"))
+    slug = device.current_slug()
+    found: GroupConfig = cache.best(
+        op, "optimized", slug, axes, DTYPE_NAMES[x.dtype], "fp8", options, "cold", free, None, _resolve
+    )
+    return found
+
+
+def _resolve(case: Case, knobs: dict[str, Any] | None) -> GroupConfig | None:
+    if knobs is None:
+        return default(case)
+    config = GroupConfig(**knobs)
+    return config if valid(case, config) is None else None
+
+
+def space(case: Case) -> Space:
+    """Tiles from 64 x 32 to 256 x 128; no taller than the groups of weights are."""
+    rows = (64, 128, 256) if "N" not in dict(case.axes) or "M" in dict(case.axes) or case["N"] > 64 else (64,)
+    return {
+        "rows": rows,
+        "cols": (32, 64, 128),
+        "warps": (4, 8),
+        "ctas": (1, 2, 3, 4, 5, 6, 8),
+        "stages": (1, 2, 3),
+        "ahead": (1, 2, 3),
+        "reload": (False, True),
+    }
+
+
+def valid(case: Case, config: GroupConfig) -> str | None:
+    """Why a config cannot run, or cannot be worth running."""
+    per_thread = config.rows * config.cols / (32 * config.warps)
+    if not 16 <= per_thread <= 128:
+        return f"{per_thread:g} elements per thread"
+    if config.ahead > 1 and not config.reload:
+        return "one tile ahead is held in registers, not more"
+    words = per_thread * ITEMSIZE[case.dtype] / 4
+    held = (1 if config.reload else 2) * words
+    if 32 * config.warps * config.ctas * (held + 32) > 65536:
+        return "more registers than a multiprocessor has"
+    shared = config.ctas * ((config.stages - 1) * ITEMSIZE[case.dtype] + 1) * config.rows * config.cols
+    return f"{shared} bytes of shared memory" if shared > _SHARED_BYTES else None
+
+
+def default(case: Case) -> GroupConfig:
+    """A config for any shape, by rule."""
+    return GroupConfig(rows=64 if case.dtype == "float32" else 128, cols=64, warps=8, ctas=3, stages=2, ahead=1, reload=False)
+
+
+def weight_inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+    """w (E, K, N), column-major."""
+    E, K, N, dtype = case["E"], case["K"], case["N"], getattr(torch, case.dtype)
+    w = reference.values((E, N, K), dtype, device, seed, bool(case.option("special")))
+    return {"w": w.transpose(1, 2)} | reference.options(case)
+
+
+def group_inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+    """x (M, N) and offs (G,)."""
+    x = reference.values((case["M"], case["N"]), getattr(torch, case.dtype), device, seed, bool(case.option("special")))
+    return {"x": x, "offs": reference.group_ends(case, device, seed)} | reference.options(case)
+
+
+def dual_inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+    """x1 (M, N1), x2 (M, N2) and offs (G,)."""
+    dtype, special = getattr(torch, case.dtype), bool(case.option("special"))
+    xs = {f"x{i}": reference.values((case["M"], case[f"N{i}"]), dtype, device, seed + i, special) for i in (1, 2)}
+    return xs | {"offs": reference.group_ends(case, device, seed)} | reference.options(case)
+
+
+def weight_reference(inputs: Inputs) -> Outputs:
+    """Over the last axis, expert by expert."""
+    parts = [reference.quantised(w, 1, inputs) for w in inputs["w"]]
+    if not parts:
+        E, K, N = inputs["w"].shape
+        return {"q": torch.empty((E, N, K), dtype=reference.FP8[inputs["fp8_format"]]), "scale": torch.empty((E, K))}
+    return {"q": torch.stack([q for q, _ in parts]).transpose(1, 2), "scale": torch.stack([s[:, 0] for _, s in parts])}
+
+
+def group_reference(inputs: Inputs) -> Outputs:
+    """Over the rows, group by group."""
+    q, scale = _grouped(inputs["x"], inputs)
+    return {"q": q, "scale": scale}
+
+
+def dual_reference(inputs: Inputs) -> Outputs:
+    """`group_reference` of both."""
+    (q1, scale1), (q2, scale2) = _grouped(inputs["x1"], inputs), _grouped(inputs["x2"], inputs)
+    return {"q1": q1, "scale1": scale1, "q2": q2, "scale2": scale2}
+
+
+def _grouped(x: torch.Tensor, inputs: Inputs) -> _Pair:
+    ends = inputs["offs"].tolist()
+    parts = [reference.quantised(x[start:end], 0, inputs) for start, end in zip([0, *ends], ends, strict=False)]
+    return torch.cat([q.view(torch.uint8) for q, _ in parts]).view(parts[0][0].dtype), torch.cat(
+        [s.reshape(-1) for _, s in parts]
+    )
+
+
+def compare(_case: Case, _inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
+    """Every byte and every scale."""
+    return list(reference.compare(outputs, expected))
+
+
+def weight_traffic(case: Case) -> Traffic:
+    """w read; q and the scales written."""
+    elements = case["E"] * case["K"] * case["N"]
+    return Traffic(ITEMSIZE[case.dtype] * elements, elements + 4 * case["E"] * case["K"])
+
+
+def group_traffic(case: Case) -> Traffic:
+    """x and offs read; q and the scales written."""
+    widths = [size for axis, size in case.axes if axis.startswith("N")]
+    elements = case["M"] * sum(widths)
+    return Traffic(ITEMSIZE[case.dtype] * elements + 4 * case["G"], elements + 4 * case["G"] * sum(widths))
+
+
+def run_weights(inputs: Inputs, config: GroupConfig | None) -> Outputs:
+    """`fp8_rowwise_3d_transpose` on a case's inputs."""
+    q, scale = fp8_rowwise_3d_transpose(inputs["w"], config=config, **reference.chosen(inputs))
+    return {"q": q, "scale": scale}
+
+
+def run_group(inputs: Inputs, config: GroupConfig | None) -> Outputs:
+    """`fp8_group_colwise` on a case's inputs."""
+    q, scale = fp8_group_colwise(inputs["x"], inputs["offs"], config=config, **reference.chosen(inputs))
+    return {"q": q, "scale": scale}
+
+
+def run_dual(inputs: Inputs, config: GroupConfig | None) -> Outputs:
+    """`fp8_group_colwise_dual` on a case's inputs."""
+    (q1, scale1), (q2, scale2) = fp8_group_colwise_dual(
+        inputs["x1"], inputs["x2"], inputs["offs"], config=config, **reference.chosen(inputs)
+    )
+    return {"q1": q1, "scale1": scale1, "q2": q2, "scale2": scale2}

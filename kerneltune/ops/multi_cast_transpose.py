@@ -1,0 +1,358 @@
+"""Cast a list of weights to fp8 and transpose them, in one launch, under delayed scaling.
+
+    q_t = fp8(clamp(x_t * scale_t))      q_tᵀ      amax_t = max(amax_t, max |x_t|)      scale_inv_t = 1 / scale_t
+
+Source: TransformerEngine's nvte_multi_cast_transpose and ROCm/TransformerEngine's pull requests 586 and 628, from their contract.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kerneltune import cache, device
+from kerneltune.agreement import close, same_bits, same_fp8
+from kerneltune.arguments import DTYPE_NAMES, ITEMSIZE, check_like, check_matrix
+from kerneltune.launch import resident
+from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
+from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX, load_constant, quantize, reciprocal, store_transposed, wide
+
+_OPTIONS = (("fp8_format", "e4m3"), ("shapes", "same"))
+_WORDS = 6
+"""64-bit words of a tensor in the table: x, q, qᵀ, rows, columns, first tile."""
+
+
+@dataclass(frozen=True, slots=True)
+class MultiCastConfig:
+    """rows, cols: of a tile; warps: of a program; ctas: programs per multiprocessor, each looping over tiles, or 0 for a program
+    per tile; stages: depth of that loop's load pipeline."""
+
+    rows: int
+    cols: int
+    warps: int
+    ctas: int
+    stages: int
+
+
+class MultiCast(NamedTuple):
+    """casts: (M_t, N_t) fp8; transposes: (N_t, M_t) fp8; scale_inv: (T,) fp32."""
+
+    casts: list[torch.Tensor]
+    transposes: list[torch.Tensor]
+    scale_inv: torch.Tensor
+
+
+@triton.jit
+def _word(table_ptr, tensor, WORD: tl.constexpr):
+    return tl.load(table_ptr + tensor * 6 + WORD)
+
+
+@triton.jit
+def _multi_cast_transpose(
+    table_ptr, first_x_ptr, first_q_ptr, scale_ptr, amax_ptr, scale_inv_ptr, T, tiles_each, total,
+    FP8_MAX: tl.constexpr, SAME: tl.constexpr, T_LOG2: tl.constexpr, ALIGNED: tl.constexpr, PACKED: tl.constexpr,
+    EVEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """SAME: all tensors have tiles_each tiles. ALIGNED: sizes and addresses are multiples of 16. EVEN: COLS divides widths."""
+    QUADS: tl.constexpr = ROWS // 4
+    lanes = tl.arange(0, COLS)
+    for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
+        if SAME:
+            tensor = tile // tiles_each
+            local = tile - tensor * tiles_each
+        else:
+            tensor = tile * 0
+            for bit in tl.static_range(T_LOG2):
+                ahead = tensor + (1 << (T_LOG2 - 1 - bit))
+                first = load_constant((table_ptr + tl.minimum(ahead, T - 1) * 6 + 5).to(tl.pointer_type(tl.int32)))
+                tensor = tl.where((ahead < T) & (first <= tile), ahead, tensor)
+            local = tile - _word(table_ptr, tensor, 5).to(tl.int32)
+        x_ptr = _word(table_ptr, tensor, 0).to(tl.pointer_type(first_x_ptr.dtype.element_ty))
+        q_ptr = _word(table_ptr, tensor, 1).to(tl.pointer_type(first_q_ptr.dtype.element_ty))
+        qt_ptr = _word(table_ptr, tensor, 2).to(tl.pointer_type(first_q_ptr.dtype.element_ty))
+        M = _word(table_ptr, tensor, 3).to(tl.int32)
+        N = _word(table_ptr, tensor, 4).to(tl.int32)
+        if ALIGNED:
+            x_ptr, q_ptr, qt_ptr = tl.multiple_of(x_ptr, 16), tl.multiple_of(q_ptr, 16), tl.multiple_of(qt_ptr, 16)
+            M, N = tl.multiple_of(M, 16), tl.multiple_of(N, 16)
+        across = tl.cdiv(N, COLS)
+        row0 = local // across * ROWS
+        col0 = local % across * COLS
+        scale = tl.load(scale_ptr + tensor)
+        if local == 0:
+            tl.store(scale_inv_ptr + tensor, reciprocal(scale))
+        live = col0 + lanes < N
+        first = wide(row0) * N + col0
+        amax = tl.zeros((QUADS, COLS), dtype=tl.float32)
+        qs = ()
+        for k in tl.static_range(4):
+            rows = tl.arange(0, QUADS) * 4 + k
+            mask = (rows < M - row0)[:, None]
+            if not EVEN:
+                mask = mask & live[None, :]
+            offsets = rows[:, None] * N + lanes[None, :]
+            x = tl.load(x_ptr + first + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            amax = tl.maximum(amax, tl.abs(x))
+            q = quantize(x, scale, FP8_MAX, first_q_ptr.dtype.element_ty)
+            tl.store(q_ptr + first + offsets, q, mask=mask)
+            qs = qs + (q,)
+        tl.atomic_max(amax_ptr + tensor, tl.max(amax), sem="relaxed")
+        store_transposed(qt_ptr, wide(col0) * M + row0, M, 0, tl.minimum(M - row0, ROWS), live, qs, False, EVEN, PACKED)
+
+
+def multi_cast_transpose(
+    xs: Sequence[torch.Tensor],
+    scales: torch.Tensor,
+    amaxes: torch.Tensor,
+    fp8_format: str = "e4m3",
+    *,
+    outputs: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None,
+    config: MultiCastConfig | None = None,
+) -> MultiCast:
+    """fp8 casts and transposes of any number of matrices, saturating; NaN stays NaN.
+
+    Args:
+        xs: T contiguous matrices (M_t, N_t) of one dtype, bf16, fp16 or fp32, on one device; shapes may differ.
+        scales: (T,) fp32, multiply before the cast.
+        amaxes: (T,) fp32 ≥ 0, raised to max |x_t| before scaling; never cleared; NaN is passed over.
+        fp8_format: `e4m3` or `e5m2`.
+        outputs: (cast (M_t, N_t), transpose (N_t, M_t)) fp8 of every matrix, contiguous, written in place; None allocates.
+        config: None takes the best known config.
+
+    Raises:
+        ValueError: a wrong shape, stride, dtype, device or value, which it names.
+    """
+    dtype = FP8_DTYPES.get(fp8_format)
+    if dtype is None:
+        raise ValueError(f"fp8_format must be one of {', '.join(FP8_DTYPES)}, got {fp8_format=}")
+    _check(xs, scales, amaxes)
+    scale_inv = torch.empty_like(scales)
+    if outputs is None:
+        casts = [torch.empty_like(x, dtype=dtype) for x in xs]
+        transposes = [torch.empty((x.shape[1], x.shape[0]), dtype=dtype, device=x.device) for x in xs]
+    else:
+        _check_outputs(xs, outputs, dtype)
+        casts, transposes = [cast for cast, _ in outputs], [transpose for _, transpose in outputs]
+    result = MultiCast(casts, transposes, scale_inv)
+    if not any(x.numel() for x in xs):
+        torch.reciprocal(scales, out=scale_inv)
+        return result
+    if config is None:
+        config = _best(xs)
+    _launch(xs, result, scales, amaxes, fp8_format, config)
+    return result
+
+
+def _launch(xs: Sequence[torch.Tensor], out: MultiCast, scales, amaxes, fp8_format: str, c: MultiCastConfig) -> None:
+    where = xs[0].device
+    tensors = tuple(
+        (x.data_ptr(), q.data_ptr(), qt.data_ptr(), *x.shape) for x, q, qt in zip(xs, out.casts, out.transposes, strict=True)
+    ) if where.type != "meta" else tuple((0, 0, 0, *x.shape) for x in xs)  # fmt: skip
+    table, total, same, modulus = _table(tensors, where, c.rows, c.cols, _capturing(where))
+    programs = min(total, resident(where, c.ctas)) if c.ctas else total
+    _multi_cast_transpose[(programs,)](
+        table, xs[0], out.casts[0], scales, amaxes, out.scale_inv, len(xs), total // len(xs), total,
+        FP8_MAX=FP8_MAX[fp8_format], SAME=same, T_LOG2=max(1, (len(xs) - 1).bit_length()), ALIGNED=modulus % 16 == 0,
+        PACKED=modulus % 4 == 0, EVEN=all(x.shape[1] % c.cols == 0 for x in xs), ROWS=c.rows, COLS=c.cols, STAGES=c.stages,
+        num_warps=c.warps,
+    )  # fmt: skip
+
+
+_captured: list[torch.Tensor] = []
+"""Host tables that captured graphs copy from at every replay; they must outlive the graphs."""
+
+
+@lru_cache(maxsize=256)
+def _table(
+    tensors: tuple[tuple[int, ...], ...], where: torch.device, rows: int, cols: int, capturing: bool
+) -> tuple[torch.Tensor, int, bool, int]:
+    """(T, 6) int64 on the device, tiles in all, whether all tensors have as many, and what divides every size and address."""
+    counts = [max(1, triton.cdiv(t[3], rows) * triton.cdiv(t[4], cols)) for t in tensors]
+    firsts = (
+        [sum(counts[:i]) for i in range(len(counts))] if len(set(counts)) > 1 else [i * counts[0] for i in range(len(counts))]
+    )
+    modulus = 16 if all(value % 16 == 0 for t in tensors for value in t) else 1
+    if modulus == 1 and all(value % 4 == 0 for t in tensors for value in (t[2], t[3])):
+        modulus = 4
+    table = torch.tensor([(*t, first) for t, first in zip(tensors, firsts, strict=True)], dtype=torch.int64)
+    if where.type == "cuda":
+        table = table.pin_memory()
+        if capturing:
+            _captured.append(table)
+    return table.to(where, non_blocking=True), sum(counts), len(set(counts)) == 1, modulus
+
+
+def _capturing(where: torch.device) -> bool:
+    return where.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _check(xs: Sequence[torch.Tensor], scales: torch.Tensor, amaxes: torch.Tensor) -> None:
+    if not xs:
+        raise ValueError("xs must hold at least one matrix, got none")
+    for i, x in enumerate(xs):
+        check_matrix(f"xs[{i}]", x)
+        if not x.is_contiguous() or x.dtype != xs[0].dtype or x.device != xs[0].device:
+            raise ValueError(
+                f"xs[{i}] must be contiguous {xs[0].dtype} on {xs[0].device}, got strides {x.stride()} {x.dtype} on {x.device}"
+            )
+    check_like("scales", scales, (len(xs),), torch.float32, xs[0].device)
+    check_like("amaxes", amaxes, (len(xs),), torch.float32, xs[0].device)
+
+
+def _check_outputs(xs: Sequence[torch.Tensor], outputs: Sequence[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype) -> None:
+    if len(outputs) != len(xs):
+        raise ValueError(f"outputs must be {len(xs)} pairs, got {len(outputs)}")
+    for i, (x, (cast, transpose)) in enumerate(zip(xs, outputs, strict=True)):
+        check_like(f"outputs[{i}][0]", cast, tuple(x.shape), dtype, x.device)
+        check_like(f"outputs[{i}][1]", transpose, (x.shape[1], x.shape[0]), dtype, x.device)
+        if not cast.is_contiguous() or not transpose.is_contiguous():
+            raise ValueError(f"outputs[{i}] must be contiguous, got strides {cast.stride()} and {transpose.stride()}")
+
+
+def _best(xs: Sequence[torch.Tensor]) -> MultiCastConfig:
+    """The cached config for as many matrices of the first one's shape, or the heuristic one."""
+    axes = (("T", len(xs)), ("M", xs[0].shape[0]), ("N", xs[0].shape[1]))
+    found: MultiCastConfig = cache.best(
+        "multi_cast_transpose", "optimized", device.current_slug(), axes, DTYPE_NAMES[xs[0].dtype], "fp8", _OPTIONS, "cold",
+        ("T", "M", "N"), None, _resolve,
+    )  # fmt: skip
+    return found
+
+
+def _resolve(case: Case, knobs: dict[str, Any] | None) -> MultiCastConfig | None:
+    config = default(case) if knobs is None else MultiCastConfig(**knobs)
+    return config if valid(case, config) is None else None
+
+
+def shapes(case: Case) -> list[tuple[int, int]]:
+    """The shapes of a case's matrices: (M, N) each, or under `mixed` sizes from a quarter to all of it, some not round."""
+    M, N = case["M"], case["N"]
+    if case.option("shapes") == "same":
+        return [(M, N)] * case["T"]
+    return [(max(1, M * (1 + i % 4) // 4 - i % 3), max(1, N * (1 + i // 4 % 4) // 4 - i % 2)) for i in range(case["T"])]
+
+
+def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+    """x0, x1, … (M_t, N_t), scales (T,) and amaxes (T,)."""
+    sizes = shapes(case)
+    flat = torch.empty(sum(m * n for m, n in sizes), dtype=getattr(torch, case.dtype), device=device)
+    scales = torch.empty(len(sizes), dtype=torch.float32, device=device)
+    if device != "meta":
+        generator = torch.Generator(device=device).manual_seed(seed)
+        flat.normal_(generator=generator)
+        scales.uniform_(20.0, 200.0, generator=generator)
+    parts = flat.split([m * n for m, n in sizes])
+    xs = {f"x{i}": part.view(size) for i, (part, size) in enumerate(zip(parts, sizes, strict=True))}
+    if case.option("shapes") != "same":
+        xs = {name: x.clone() for name, x in xs.items()}
+    amaxes = torch.zeros(len(sizes), dtype=torch.float32, device=device)
+    return xs | {"scales": scales, "amaxes": amaxes, "fp8_format": case.option("fp8_format")}
+
+
+def _matrices(inputs: Inputs) -> list[torch.Tensor]:
+    return [inputs[f"x{i}"] for i in range(inputs["scales"].shape[0])]
+
+
+def reference(inputs: Inputs) -> Outputs:
+    """Matrix by matrix."""
+    dtype = FP8_DTYPES[inputs["fp8_format"]]
+    limit = torch.finfo(dtype).max
+    out: dict[str, torch.Tensor] = {}
+    amaxes = []
+    for i, x in enumerate(_matrices(inputs)):
+        out[f"q{i}"] = (x.float() * inputs["scales"][i]).clamp(-limit, limit).to(dtype)
+        amaxes.append(
+            x.float().abs().nan_to_num(nan=0.0, posinf=torch.inf).max() if x.numel() else x.new_zeros((), dtype=torch.float32)
+        )
+    return out | {"amaxes": torch.stack(amaxes), "scale_inv": 1.0 / inputs["scales"]}
+
+
+def compare(_case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
+    """Every byte of casts and transposes, every amax; scale_inv to one rounding."""
+    errors = close("scale_inv", outputs["scale_inv"], expected["scale_inv"], rtol=1e-7, atol=0.0)
+    errors += same_bits("amaxes", inputs["amaxes"], expected["amaxes"])
+    for i in range(expected["amaxes"].shape[0]):
+        errors += same_fp8(f"q{i}", outputs[f"q{i}"], expected[f"q{i}"])
+        errors += same_bits(f"qt{i}", outputs[f"qt{i}"], outputs[f"q{i}"].t().contiguous())
+    return errors
+
+
+def traffic(case: Case) -> Traffic:
+    """The matrices read, casts and transposes written; per matrix scale, amax and scale_inv."""
+    elements = sum(m * n for m, n in shapes(case))
+    return Traffic(ITEMSIZE[case.dtype] * elements + 8 * case["T"], 2 * elements + 4 * case["T"])
+
+
+def run(inputs: Inputs, config: MultiCastConfig | None) -> Outputs:
+    """`multi_cast_transpose` on a case's inputs."""
+    xs = _matrices(inputs)
+    out = multi_cast_transpose(xs, inputs["scales"], inputs["amaxes"], inputs["fp8_format"], config=config)
+    return _named(out)
+
+
+def run_loop(inputs: Inputs, config: MultiCastConfig | None) -> Outputs:
+    """One launch per matrix: what `multi_cast_transpose` replaces."""
+    parts = [
+        multi_cast_transpose([x], inputs["scales"][i : i + 1], inputs["amaxes"][i : i + 1], inputs["fp8_format"], config=config)
+        for i, x in enumerate(_matrices(inputs))
+    ]
+    return _named(
+        MultiCast([p.casts[0] for p in parts], [p.transposes[0] for p in parts], torch.cat([p.scale_inv for p in parts]))
+    )
+
+
+def _named(out: MultiCast) -> Outputs:
+    named = {f"q{i}": q for i, q in enumerate(out.casts)} | {f"qt{i}": q for i, q in enumerate(out.transposes)}
+    return named | {"scale_inv": out.scale_inv}
+
+
+def space(_case: Case) -> Space:
+    """Tiles from 64 x 64 to 256 x 256; a program per tile or a loop."""
+    return {"rows": (64, 128, 256), "cols": (64, 128, 256), "warps": (4, 8, 16), "ctas": (0, 2, 3, 4, 6), "stages": (1, 2, 3)}
+
+
+def valid(case: Case, config: MultiCastConfig) -> str | None:
+    """Why a config cannot run, or cannot be worth running."""
+    per_thread = config.rows * config.cols / (32 * config.warps)
+    if not 16 <= per_thread <= 128:
+        return f"{per_thread:g} elements per thread"
+    if config.ctas == 0 and config.stages > 1:
+        return "a pipeline of loads needs a loop over tiles"
+    if config.ctas * config.warps > 48:
+        return f"{config.ctas * config.warps} warps per multiprocessor"
+    shared = max(1, config.ctas) * ((config.stages - 1) * ITEMSIZE[case.dtype] + 1) * config.rows * config.cols
+    return f"{shared} bytes of shared memory" if shared > 225_000 else None
+
+
+def default(_case: Case) -> MultiCastConfig:
+    """A config for any shapes."""
+    return MultiCastConfig(rows=64, cols=128, warps=8, ctas=0, stages=1)
+
+
+def _only_few(case: Case) -> str | None:
+    return None if case["T"] <= 64 else "one launch per matrix is recorded for 64 matrices at most"
+
+
+OPS = (
+    Op(
+        name="multi_cast_transpose",
+        axes=("T", "M", "N"),
+        dtypes=("bfloat16", "float16", "float32"),
+        quants=("fp8",),
+        options={"fp8_format": ("e4m3", "e5m2"), "shapes": ("same", "mixed")},
+        free_axes=("T", "M", "N"),
+        inputs=inputs,
+        reference=reference,
+        compare=compare,
+        traffic=traffic,
+        module=__name__,
+        variants=(
+            Variant("baseline", run_loop, MultiCastConfig, space, valid, default, unsupported=_only_few),
+            Variant("optimized", run, MultiCastConfig, space, valid, default),
+        ),
+    ),
+)
