@@ -6,6 +6,7 @@ Queries the device only when asked. Imports torch inside functions, so that the 
 import importlib.metadata
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -43,6 +44,16 @@ class Device:
         """False for the interpreter: results are real there, times are not."""
         return self.name != INTERPRETER
 
+
+PEAK_TFLOPS: Mapping[str, Mapping[str, float]] = {
+    device: dict.fromkeys(("bfloat16", "float16"), half) | dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), eighth)
+    for device, half, eighth in (
+        ("NVIDIA H100 80GB HBM3", 989.4, 1978.9),
+        ("NVIDIA H200", 989.4, 1978.9),
+        ("NVIDIA B200", 2250.0, 4500.0),
+    )
+}
+"""Device name -> element type -> TFLOP/s of the tensor cores as the data sheet gives them, without sparsity."""
 
 NO_GPU = Device(INTERPRETER, INTERPRETER, sms=4, l2_bytes=0, shared_bytes=0, driver="none")
 

@@ -17,7 +17,7 @@ from kerneltune.stats import geometric_mean
 WIN, LOSS = 1.05, 0.95
 _WIDE = 92
 _BASELINE = "baseline"
-_INTERPRETER_NOTE = "device: interpreter (no GPU): results were checked for correctness; times do not exist"
+INTERPRETER_NOTE = "device: interpreter (no GPU): results were checked for correctness; times do not exist"
 _CSV_CASE = ("op", "case", "options", "policy", "device")
 _CSV_SIDE = ("variant", "us", "pct_ceiling")
 _CSV_LAST = ("speedup_low", "speedup_high", "aa_floor", "note")
@@ -109,7 +109,7 @@ def ab_csv(rows: list[Row]) -> str:
         [*published, *_CSV_CASE, *(f"{side}_{name}" for side in "AB" for name in _CSV_SIDE), *_CSV_LAST]
     ]
     for row in rows:
-        case = [row.a.op, row.a.case, _options(row.a), row.a.policy, row.a.device]
+        case = [row.a.op, row.a.case, options_label(row.a), row.a.policy, row.a.device]
         sides = [value for side in (row.a, row.b) for value in (side.variant, side.time_us, side.pct_ceiling)]
         last = [*row.speedup_interval, row.aa_floor, row.note]
         lines.append([*_case_cells(row, axes), *_number_cells(row), row.mark, *case, *sides, *last])
@@ -165,7 +165,7 @@ def sweep_csv(records: list[Record]) -> str:
             sizes = [r.axes.get(axis, "") for axis in axes]
             measured = [r.time_us, r.ci_low_us, r.ci_high_us, r.gbps, r.pct_ceiling, r.aa_floor, _against_baseline(r, group)]
             best = "*" if r is _best(group) else ""
-            head = [r.op, r.case, *sizes, r.dtype, r.quant, _options(r), r.policy, r.variant, r.status]
+            head = [r.op, r.case, *sizes, r.dtype, r.quant, options_label(r), r.policy, r.variant, r.status]
             lines.append([*head, *measured, best, r.config_label, r.device, _flat(r.reason)])
     return _csv(lines)
 
@@ -245,7 +245,7 @@ def _sweep_cells(record: Record, group: Sequence[Record], ambiguous: set[tuple[s
     speedup = _against_baseline(record, group)
     numbers = [_number(record.time_us, 2), _number(record.gbps, 1), _number(record.pct_ceiling, 1)]
     key = (record.op, record.case, record.dtype, record.quant)
-    case = f"{record.case} {_options(record)}" if key in ambiguous else record.case
+    case = f"{record.case} {options_label(record)}" if key in ambiguous else record.case
     left = [record.op, case, record.dtype, record.quant, f"{mark} {record.variant}"]
     return [*left, *numbers, f"{speedup:.2f}x" if speedup is not None else ""]
 
@@ -254,17 +254,18 @@ def _ambiguous(records: Iterable[Record]) -> set[tuple[str, ...]]:
     """The (op, case, dtype, quant) that several settings of the options share."""
     seen: dict[tuple[str, ...], set[str]] = {}
     for record in records:
-        seen.setdefault((record.op, record.case, record.dtype, record.quant), set()).add(_options(record))
+        seen.setdefault((record.op, record.case, record.dtype, record.quant), set()).add(options_label(record))
     return {key for key, options in seen.items() if len(options) > 1}
 
 
-def _options(record: Record) -> str:
+def options_label(record: Record) -> str:
+    """The options in one line: `zero_centered=False row_pad=0`; empty where there are none."""
     return " ".join(f"{name}={value}" for name, value in record.options.items())
 
 
 def _device_lines(records: Iterable[Record]) -> list[str]:
     devices = dict.fromkeys(record.device for record in records)
-    return [_INTERPRETER_NOTE if device == INTERPRETER else f"device: {device}" for device in devices] or ["no records"]
+    return [INTERPRETER_NOTE if device == INTERPRETER else f"device: {device}" for device in devices] or ["no records"]
 
 
 def _counts(records: Sequence[Record]) -> str:

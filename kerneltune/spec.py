@@ -163,6 +163,7 @@ class Op:
         quants: quantisation modes.
         options: option -> allowed values, the first is the default.
         free_axes: axes along which a cached config may serve another size.
+        flops: case -> floating-point operations of one call, for a roofline; None where memory is all that counts.
         inputs: (case, device=…, seed=…) -> inputs by name; on device `meta` without values.
         reference: (inputs) -> outputs by name, plain torch, fp32 inside.
         compare: (case, inputs, outputs, reference outputs) -> one line per disagreement.
@@ -183,6 +184,7 @@ class Op:
     quants: tuple[str, ...] = ("none",)
     options: Mapping[str, tuple[Option, ...]] = field(default_factory=lambda: NO_OPTIONS)
     free_axes: tuple[str, ...] = ()
+    flops: Callable[[Case], int] | None = None
 
     def variant(self, name: str) -> Variant:
         """The variant of that name.

@@ -150,6 +150,23 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
             lines = file.read().decode(errors="replace").splitlines()
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    yield from _parsed(path, lines)
+
+
+def history(path: Path) -> list[dict[str, Any]]:
+    """Every evaluation of a store, oldest first, under whatever fingerprint; only reads, and skips a line being written.
+
+    Raises:
+        ValueError: the file cannot be read, or holds something that is no trial.
+    """
+    try:
+        whole, _, _cut = path.read_bytes().rpartition(b"\n")
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    return list(_parsed(path, whole.decode(errors="replace").splitlines()))
+
+
+def _parsed(path: Path, lines: list[str]) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)

@@ -4,13 +4,14 @@ Heavy packages are imported inside the commands, so that `--help` answers at onc
 """
 
 import importlib.metadata
+import os
 import warnings
 from typing import Annotated, Any, TextIO
 
 import typer
 from typer.core import TyperGroup
 
-from kerneltune.cli import cache, compare, doctor, gate, insight, inspect, noise, ops, profile, replay, study, sweep, tune
+from kerneltune.cli import cache, compare, doctor, gate, insight, inspect, noise, ops, profile, replay, report, study, sweep, tune
 from kerneltune.cli.console import error_line, show
 
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -48,8 +49,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Check, tune and compare GPU kernels, ship the best configs, and stop a regression at the gate.",
-    epilog="Environment: KERNELTUNE_CONFIGS (config cache), KERNELTUNE_RESULTS (records), KERNELTUNE_STRICT=1 (a miss of the "
-    "cache is an error), KERNELTUNE_LOG_MISSES (file that misses are appended to), NO_COLOR.",
+    epilog="Environment: KERNELTUNE_CONFIGS (config cache), KERNELTUNE_RESULTS (records), KERNELTUNE_PLUGINS (modules with "
+    "operators), KERNELTUNE_STRICT=1 (a miss of the cache is an error), KERNELTUNE_LOG_MISSES (file that misses are appended "
+    "to), NO_COLOR.",
 )
 app.command("ops")(ops.command)
 app.command("sweep")(sweep.command)
@@ -60,6 +62,7 @@ app.command("replay")(replay.command)
 app.command("compare")(compare.command)
 app.command("gate")(gate.command)
 app.command("study")(study.command)
+app.command("report")(report.command)
 app.command("inspect")(inspect.command)
 app.command("profile")(profile.command)
 app.command("profiled", hidden=True)(profile.driver)
@@ -75,9 +78,15 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
+    plugin: Annotated[
+        list[str] | None,
+        typer.Option("--plugin", metavar="MODULE", help="Operators of this module or .py file as well; may be repeated."),
+    ] = None,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
 ) -> None:
-    pass
+    if plugin:  # by the environment, so that processes started from here have them too
+        known = os.environ.get("KERNELTUNE_PLUGINS")
+        os.environ["KERNELTUNE_PLUGINS"] = os.pathsep.join([*([known] if known else []), *plugin])
 
 
 def _show_warning(

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kerneltune.cli import options as o
-from kerneltune.cli.console import deliver, note, width
+from kerneltune.cli.console import deliver, width
+from kerneltune.cli.files import record_files
 from kerneltune.cli.progress import reporter
 
 if TYPE_CHECKING:
@@ -69,21 +70,9 @@ def _measure(a: str, b: str, op: list[str] | None, family: str | None, policy: s
 
 def _recorded(source: list[Path] | None, family: str | None, results: Path | None) -> "list[Record]":
     """Records of the files given, else of this GPU, else of any GPU."""
-    from kerneltune import device
     from kerneltune.records import load
 
-    if source:
-        return [record for path in source for record in load(path)]
-    root = o.results_root(results)
-    here = device.current()
-    pattern = f"{here.slug if here.is_gpu else '*'}/{family or '*'}{_SUFFIX}"
-    files = [path for path in sorted(root.glob(pattern)) if path.parent.name not in (device.INTERPRETER, "runs")]
-    if not files:
-        place = f"of {here.name} in" if here.is_gpu else "of any GPU in"
-        raise ValueError(f"no records {place} {root / pattern}; measure with --run, or name a file with --from")
-    if not here.is_gpu:
-        note(f"no GPU here: recorded results from {', '.join(str(path) for path in files)}")
-    return [record for path in files for record in load(path)]
+    return [record for path in source or record_files(results, family) for record in load(path)]
 
 
 def _side(name: str, records: "list[Record]", op: list[str] | None, policy: str) -> "list[Record]":

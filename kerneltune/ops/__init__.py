@@ -1,23 +1,85 @@
-"""The operators: every module or package in this folder that has `OPS`. Its presence is its registration."""
+"""The operators: every module or package in this folder that has `OPS`, and those that other packages plug in.
+
+Presence in the folder is registration. From outside: the entry-point group `kerneltune.ops` of an installed package, or a
+module or .py file in KERNELTUNE_PLUGINS (which `kerneltune --plugin` extends); each gives `OPS`, a tuple of Op.
+"""
 
 import importlib
+import importlib.metadata
+import os
 import pkgutil
-from functools import cache
+import sys
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
 
 from kerneltune.spec import Op
 
+GROUP = "kerneltune.ops"
+PLUGINS = "KERNELTUNE_PLUGINS"
 
-@cache
+
 def load() -> dict[str, Op]:
     """All operators by name; imports torch and triton.
 
     Raises:
-        ValueError: two operators have one name.
+        ValueError: two operators have one name, or a plug-in that is not usable, named in the message.
     """
+    return _load(os.environ.get(PLUGINS, ""))
+
+
+@cache
+def _load(plugins: str) -> dict[str, Op]:
+    """All operators, with plug-ins separated as paths are."""
     found: dict[str, Op] = {}
     for module in sorted(pkgutil.iter_modules(__path__), key=lambda m: m.name):
-        for op in importlib.import_module(f"{__name__}.{module.name}").OPS:
-            if op.name in found:
-                raise ValueError(f"two operators are called {op.name!r}: in {found[op.name].module} and in {op.module}")
-            found[op.name] = op
+        _add(found, importlib.import_module(f"{__name__}.{module.name}").OPS)
+    for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda p: (p.name, p.value)):
+        package = f" of package {point.dist.name}" if point.dist else ""
+        _add(found, _plugged(f"{point.name}{package}", point.load))
+    for name in dict.fromkeys(filter(None, plugins.split(os.pathsep))):
+        _add(found, _plugged(name, partial(_module, name)))
     return found
+
+
+def _add(found: dict[str, Op], ops: tuple[Op, ...]) -> None:
+    for op in ops:
+        known = found.setdefault(op.name, op)
+        if known is not op:
+            raise ValueError(f"two operators are called {op.name!r}: in {known.module} and in {op.module}")
+
+
+def _plugged(name: str, get: Callable[[], Any]) -> tuple[Op, ...]:
+    """What a plug-in gives: a module with OPS, or OPS itself.
+
+    Raises:
+        ValueError: one line that names the plug-in.
+    """
+    try:
+        given = get()
+    except Exception as error:  # whatever a stranger's module raises on import
+        raise ValueError(f"plug-in {name}: {type(error).__name__}: {error}") from error
+    ops = getattr(given, "OPS", given)
+    if not isinstance(ops, tuple | list) or not ops:
+        raise ValueError(f"plug-in {name}: OPS: {'missing' if ops is given else repr(ops)}: expected a tuple of Op")
+    for op in ops:
+        if not isinstance(op, Op):
+            raise ValueError(f"plug-in {name}: OPS: {op!r}: expected an Op")
+        if op.module not in sys.modules:
+            raise ValueError(f"plug-in {name}: module of {op.name}: {op.module!r}: expected the one that holds its source")
+    return tuple(ops)
+
+
+def _module(name: str) -> Any:
+    """A module by name, also from the working folder, or a .py file; its folder goes on the path, where workers find it too."""
+    file = Path(name).absolute() if name.endswith(".py") else None
+    folder = str(file.parent if file else Path.cwd())
+    if folder not in sys.path:
+        sys.path.append(folder)
+    if file and not file.is_file():
+        raise ImportError(f"no such file: {file}")
+    module = importlib.import_module(file.stem if file else name)
+    if file and Path(str(module.__file__)).resolve() != file.resolve():
+        raise ImportError(f"another module is called {file.stem}: {module.__file__}; rename the file")
+    return module

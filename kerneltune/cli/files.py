@@ -1,0 +1,49 @@
+"""Files that commands read when they are not told which, and files that are written whole or not at all."""
+
+import os
+from pathlib import Path
+
+from kerneltune.cli import options as o
+from kerneltune.cli.console import note
+
+
+def record_files(results: Path | None, family: str | None = None) -> list[Path]:
+    """Record files of this GPU; where there is no GPU, of any, and a remark that says so.
+
+    Raises:
+        ValueError: there are none.
+    """
+    from kerneltune import device
+
+    root = o.results_root(results)
+    here = device.current()
+    pattern = f"{here.slug if here.is_gpu else '*'}/{family or '*'}.jsonl"
+    files = [path for path in sorted(root.glob(pattern)) if path.parent.name not in (device.INTERPRETER, "runs")]
+    if not files:
+        place = f"of {here.name} in" if here.is_gpu else "of any GPU in"
+        raise ValueError(f"no records {place} {root / pattern}; measure with --run, or name a file with --from")
+    if not here.is_gpu:
+        note(f"no GPU here: recorded results from {', '.join(str(path) for path in files)}")
+    return files
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Replace a file by its new content; what stood there stays if that fails. Creates the folders.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+    part = path.with_name(f".{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with part.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}") from error
+    note(f"wrote {path}")

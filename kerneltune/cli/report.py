@@ -1,0 +1,157 @@
+"""`kerneltune report`: one HTML page of records, searches and configs; pictures and Markdown for a pull request."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kerneltune.cli import options as o
+from kerneltune.cli.console import note
+from kerneltune.cli.files import record_files, write_whole
+
+if TYPE_CHECKING:
+    from kerneltune.cache import Entry
+    from kerneltune.html.data import Sources
+    from kerneltune.records import Key, Record
+
+_PAGE = Path("report.html")
+_LARGE = 2_000_000
+
+
+def command(
+    files: Annotated[list[Path] | None, typer.Argument(metavar="[FILE]...", help="Records; those of this GPU if none.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="The page; report.html if not given.")
+    ] = None,
+    a: Annotated[str | None, typer.Option("--a", metavar="NAME", help="The variant or peer that is A at first.")] = None,
+    b: Annotated[str | None, typer.Option("--b", metavar="NAME", help="The variant or peer that is B at first.")] = None,
+    png: Annotated[Path | None, typer.Option("--png", metavar="DIR", help="Write the main charts as PNG instead.")] = None,
+    svg: Annotated[Path | None, typer.Option("--svg", metavar="DIR", help="Write the main charts as SVG instead.")] = None,
+    markdown: Annotated[
+        Path | None, typer.Option("--markdown", metavar="FILE", help="Write the A/B tables as Markdown instead.")
+    ] = None,
+    op: o.OpNames = None,
+    dtype: o.Dtypes = None,
+    quant: o.Quants = None,
+    configs: o.Configs = None,
+    results: o.Results = None,
+) -> None:
+    """Write one HTML page that needs no network: A against B, ceiling, peers, bandwidth, scaling, tuning.
+
+    The page is written unless pictures or Markdown are asked for; with -o it is written as well.
+    """
+    paths = files or record_files(results)
+    sources = _sources(paths, op, dtype, quant, (a, b), configs, results)
+    pictures: list[Path] = []
+    for folder, suffix in ((png, "png"), (svg, "svg")):
+        if folder is not None:
+            from kerneltune.pictures import draw
+
+            for name, content in draw(sources.records, sources.pair, suffix).items():
+                write_whole(folder / f"{name}.{suffix}", content)
+                pictures.append(folder / f"{name}.{suffix}")
+    if markdown is not None:
+        write_whole(markdown, _markdown(sources, pictures, markdown.parent).encode())
+    if output is not None or not (png or svg or markdown):
+        from kerneltune.html.data import payload
+        from kerneltune.html.page import page
+
+        content = page(payload(sources)).encode()
+        write_whole(output or _PAGE, content)
+        if len(content) > _LARGE:
+            note(f"the page has {len(content) / 1e6:.1f} MB; --op, --dtype and --quant make it smaller")
+
+
+def _sources(
+    paths: Sequence[Path],
+    op: list[str] | None,
+    dtype: list[str] | None,
+    quant: list[str] | None,
+    pair: tuple[str | None, str | None],
+    configs: Path | None,
+    results: Path | None,
+) -> "Sources":
+    """The selected records, and what the operators, the trial stores and the config cache know about them."""
+    from kerneltune.html.data import Sources, default_pair
+    from kerneltune.records import load
+    from kerneltune.trials import history
+
+    records = [record for path in paths for record in load(path)]
+    for name, wanted in (("op", op), ("dtype", dtype), ("quant", quant)):
+        known = list(dict.fromkeys(getattr(record, name) for record in records))
+        records = [r for r in records if not wanted or getattr(r, name) in [o.choice(name, value, known) for value in wanted]]
+    if not records:
+        raise ValueError(f"no records to report in {', '.join(map(str, paths))}")
+    known_ops = o.load_ops()
+    present = [known_ops[name] for name in dict.fromkeys(record.op for record in records) if name in known_ops]
+    peers = frozenset((op.name, variant.name) for op in present for variant in op.variants if variant.is_peer)
+    stores = _stores(records, results)
+    if not stores:
+        note("no trial store beside these records: the page shows what the config cache says of the tuning")
+    return Sources(
+        records=records,
+        trials=[row for path in stores for row in history(path)],
+        entries=_entries(records, configs),
+        peers=peers,
+        flops=_flops(records),
+        pair=default_pair(records, peers, *pair),
+        command=" ".join(["kerneltune", *sys.argv[1:]]),
+        files=[_short(path) for path in paths],
+    )
+
+
+def _short(path: Path) -> str:
+    """The path from here, where it lies below."""
+    whole = path.absolute()
+    return str(whole.relative_to(Path.cwd()) if whole.is_relative_to(Path.cwd()) else path)
+
+
+def _flops(records: "Sequence[Record]") -> "dict[Key, int]":
+    """Floating-point operations of the records' keys, where the operator states them."""
+    from kerneltune.spec import Case
+
+    known = o.load_ops()
+    found: dict[Key, int] = {}
+    for r in records:
+        count = known[r.op].flops if r.op in known else None
+        if count is not None:
+            found[r.key] = count(Case(r.case, tuple(r.axes.items()), r.dtype, r.quant, tuple(r.options.items())))
+    return found
+
+
+def _stores(records: "Sequence[Record]", results: Path | None) -> list[Path]:
+    """The trial stores of the records' operators and devices that exist here."""
+    from kerneltune.device import slug
+
+    root = o.results_root(results) / "runs" / "trials"
+    wanted = dict.fromkeys(root / slug(record.device) / f"{record.op}.jsonl" for record in records)
+    return [path for path in wanted if path.is_file()]
+
+
+def _entries(records: "Sequence[Record]", configs: Path | None) -> "dict[str, list[Entry]]":
+    """The cached configs of the records' operators and devices."""
+    from kerneltune import cache
+    from kerneltune.device import slug
+
+    found: dict[str, list[Entry]] = {}
+    for op, device in dict.fromkeys((record.op, slug(record.device)) for record in records):
+        found.setdefault(op, []).extend(cache.load(op, device, o.configs_root(configs)))
+    return found
+
+
+def _markdown(sources: "Sources", pictures: Sequence[Path], folder: Path) -> str:
+    """Where the numbers come from, the A/B table, and the pictures that lie beside it."""
+    from kerneltune.report import ab_markdown, ab_rows
+
+    a, b = sources.pair
+    side_a, side_b = ([record for record in sources.records if record.variant == name] for name in (a, b))
+    first = sources.records[0]
+    source = f"{first.device}, driver {first.driver}, torch {first.torch}, triton {first.triton}, commit {first.commit}"
+    lines = [f"### {a} (A) against {b} (B)", "", f"{source}. `{sources.command}`", "", ab_markdown(ab_rows(side_a, side_b))]
+    for path in {path.stem: path for path in pictures}.values():
+        beside = Path(os.path.relpath(str(path), str(folder))).as_posix()
+        lines.append(f"![{path.stem.replace('_', ' ')}]({beside})")
+    return "\n".join(lines).rstrip() + "\n"

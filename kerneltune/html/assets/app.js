@@ -1,0 +1,99 @@
+"use strict";
+// Puts the page together: controls, theme, table and sections, drawn anew whenever a choice changes.
+
+const choices = { search: 0, axis: null };
+
+function controls() {
+  [state.a, state.b] = [data.a, data.b];
+  for (const side of ["a", "b"]) {
+    const list = document.getElementById(side);
+    for (const variant of data.variants) list.append(new Option(variant, variant, false, variant === state[side]));
+    list.addEventListener("change", () => { state[side] = list.value; draw(); });
+  }
+  for (const name of ["op", "dtype", "quant", "policy", "device"]) {
+    const values = [...new Set(data.cases.map((c) => c[name]))];
+    if (values.length < 2) continue;
+    const label = select(name, [["all", ""], ...values.map((value) => [value, value])], "", (value) => { state.filters[name] = value; draw(); });
+    label.querySelector("select").id = `filter-${name}`;
+    document.getElementById("filters").append(label);
+  }
+  const text = document.getElementById("text");
+  text.addEventListener("input", () => { state.text = text.value; draw(); });
+  document.getElementById("controls").addEventListener("submit", (event) => event.preventDefault());
+  document.getElementById("theme").addEventListener("click", () => {
+    const dark = document.documentElement.dataset.theme ? document.documentElement.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+    document.documentElement.dataset.theme = dark ? "light" : "dark";
+  });
+}
+
+const cards = (found, small) => element("div", { class: small ? "cards small" : "cards" }, ...found.filter(Boolean));
+
+function scalingSection(cases) {
+  const axes = [...new Set(cases.flatMap((c) => Object.keys(c.axes)))].filter((axis) => series(cases, axis).length);
+  if (!axes.length) return null;
+  if (!axes.includes(choices.axis)) choices.axis = axes.includes("E") ? "E" : axes[0];
+  const pick = select("axis", axes.map((axis) => [axis, axis]), choices.axis, (axis) => { choices.axis = axis; draw(); });
+  const note = "Time against one axis with all others fixed, both logarithmic. The dashed line is linear scaling from B's smallest size: flatter than it is sublinear.";
+  return section("scaling", "Scaling", note, element("div", { class: "bar" }, pick), cards(scalingCards(cases, choices.axis)));
+}
+
+function tuningSection(cases) {
+  const kept = (x) => Object.entries(state.filters).every(([name, value]) => !value || x[name] === undefined || x[name] === value);
+  const searches = data.searches.filter(kept);
+  const evidence = data.evidence.filter((e) => kept(e) && shown([e.variant]).length);
+  const parts = [];
+  if (searches.length) {
+    const labels = searches.map((s, i) => [`${s.op} ${s.variant} ${sizes(s.axes)} ${s.dtype} ${s.quant} (${s.evaluations.length})`, String(i)]);
+    choices.search = Math.min(choices.search, searches.length - 1);
+    const search = searches[choices.search];
+    const counts = d3.rollups(search.evaluations, (group) => group.length, ([, status]) => status).map(([status, count]) => `${count} ${status}`).join(", ");
+    const left = data.left_out ? ` ${data.left_out} older evaluations are left out to keep this page small.` : "";
+    parts.push(section("regret", "Tuning: regret", `Best time so far over the best that the same search found, from the trial store: one thin line a case, the median bold.${left}`, cards(regretCards(searches))));
+    const place = element("div", {}, cards(landscapeCards(search), true));
+    const note = element("p", { class: "note" }, `Evaluations: ${counts}. Marks above the top edge are clamped to it.`);
+    const pick = select("search", labels, String(choices.search), (value) => { choices.search = Number(value); draw(); });
+    parts.push(section("landscape", "Tuning: config landscape", "Every config that ran, by the value of each knob: time over the best, logarithmic. The thick mark is the best config with that value.", element("div", { class: "bar" }, pick), note, place));
+  }
+  if (evidence.length) {
+    const source = searches.length ? "" : " There is no trial store beside these records, so regret curves and the landscape are not shown; this comes from the evidence in the config cache.";
+    parts.push(section("evidence", "Tuning: what it gained", `Time of the default config over the time of the tuned one, from the evidence kept with every cached config.${source}`, cards(evidenceCards(evidence))));
+  }
+  return parts;
+}
+
+function failuresSection(cases) {
+  const rows = cases.flatMap((c) => Object.entries(c.of).filter(([, r]) => r.us == null).map(([variant, r]) => ({ c, variant, r })));
+  if (!rows.length) return null;
+  const groups = d3.groups(rows, (d) => [d.c.op, d.c.quant, d.variant, d.r.status, d.r.reason].join("\u0000")).map(([, group]) => group);
+  const head = ["op", "quant", "variant", "status", "cases", "reason"].map((name) => element("th", { scope: "col" }, element("b", {}, name)));
+  const lines = groups.map((group) => {
+    const { c, variant, r } = group[0];
+    const cells = [c.op, c.quant, variant, r.status, String(group.length)].map((text) => element("td", {}, text));
+    return element("tr", {}, ...cells, element("td", { class: "reason" }, r.reason || "checked, not timed"));
+  });
+  const table = element("table", {}, element("thead", { class: "plain" }, element("tr", {}, ...head)), element("tbody", {}, ...lines));
+  return section("untimed", "Without a time", "What failed its check, was skipped, or was checked without being timed.", element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Rows without a time" }, table));
+}
+
+function draw() {
+  const cases = visibleCases();
+  drawTable(cases);
+  const timed = cases.filter((c) => Object.values(c.of).some((r) => r.us != null));
+  const parts = [];
+  if (timed.length) {
+    parts.push(section("ceiling", "Share of the ceiling", "The ceiling is a streaming kernel with the same bytes and mix, timed in the same run. Hover for times and configs; the chips hide variants in every chart.", legend(data.variants, draw), cards(ceilingCards(timed))));
+    parts.push(section("peers", "Variants and peers", `Time over the time of ${state.b}, logarithmic: right of 1x is slower than ${state.b}.`, legend(data.variants, draw), cards(peerCards(timed))));
+    parts.push(section("bandwidth", "Bandwidth against size", "Achieved GB/s against the bytes that must move; the dashed curve is the measured ceiling at that size and mix.", cards(bandwidthCards(timed))));
+    const roofs = rooflineCards(timed).filter(Boolean);
+    if (roofs.length) parts.push(section("roofline", "Roofline", "Arithmetic rate against arithmetic intensity, both logarithmic; the slope is the largest measured ceiling.", cards(roofs)));
+    parts.push(scalingSection(timed));
+  }
+  parts.push(...tuningSection(cases), failuresSection(cases));
+  const focus = document.activeElement?.getAttribute("aria-label") || document.activeElement?.textContent;
+  const inCharts = document.getElementById("charts").contains(document.activeElement);
+  document.getElementById("charts").replaceChildren(...parts.filter(Boolean));
+  if (inCharts) [...document.querySelectorAll("#charts button, #charts select")].find((node) => (node.getAttribute("aria-label") || node.textContent) === focus)?.focus();
+}
+
+controls();
+draw();

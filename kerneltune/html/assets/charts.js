@@ -1,0 +1,250 @@
+"use strict";
+// The charts: shares of the ceiling, peers, bandwidth, roofline, scaling, and what the searches found.
+
+const timedResults = (cases) =>
+  cases.flatMap((c) => Object.entries(c.of).filter(([variant, r]) => r.us != null && !state.hidden.has(variant)).map(([variant, r]) => ({ c, variant, r, shape: sizes(c.axes) })));
+const told = (d) => `${d.variant}  ${d.shape}\n${micros(d.r.us)}, ${Math.round(d.r.gbps)} GB/s${d.r.pct == null ? "" : `, ${fixed(d.r.pct, 1)} % of the ceiling`}\n${d.r.config}`;
+const ratioTick = (value) => `${+value.toPrecision(3)}x`;
+
+const DIGITS = [[1, 1.5, 2, 3, 5, 7], [1, 2, 3, 5], [1, 2, 5], [1, 3], [1]];
+
+/** A logarithmic axis that ends where its values do, with at most `count` ticks at round numbers; `including` is always on it. */
+function logAxis(values, count, including) {
+  const finite = values.filter((value) => Number.isFinite(value) && value > 0);
+  const [low, high] = d3.extent(including == null ? finite : [...finite, including]);
+  const room = Math.max(1.01 * (high / low) ** 0.03, Math.sqrt((1.3 * low) / high)); // at least 30 % from end to end
+  const domain = [low / room, high * room];
+  const powers = d3.range(Math.floor(Math.log10(domain[0])), Math.ceil(Math.log10(domain[1])) + 1);
+  const ticksOf = (digits) => powers.flatMap((power) => digits.map((digit) => digit * 10 ** power)).filter((value) => value >= domain[0] && value <= domain[1]);
+  const round = DIGITS.map(ticksOf).find((ticks) => ticks.length <= count) ?? ticksOf([1]);
+  return { type: "log", domain, ticks: round.length > 1 ? round : d3.ticks(...domain, 2), grid: true };
+}
+
+const shapeMargin = (shapes) => 14 + 6.6 * d3.max(shapes, (shape) => shape.length);
+const marked = { fill: "none", stroke: "var(--text)", strokeWidth: 1.5 };
+const nearest = (rows, options) => Plot.dot(rows, Plot.pointer({ ...options, ...marked, r: 7.5 }));
+
+function ceilingCards(cases) {
+  return grouped(cases).map((group) => {
+    const rows = timedResults(group).filter((d) => d.r.pct != null);
+    if (!rows.length) return null;
+    const shapes = [...new Set(rows.map((d) => d.shape))];
+    const variants = data.variants.filter((variant) => rows.some((d) => d.variant === variant));
+    const most = Math.max(100, d3.max(rows, (d) => d.r.pct));
+    const places = { x: (d) => d.r.pct, y: "variant", fy: "shape" };
+    const draw = (width) =>
+      Plot.plot({
+        width, height: 40 + shapes.length * (variants.length * 8 + 10), marginLeft: shapeMargin(shapes), marginTop: 6, marginBottom: 34, marginRight: 18,
+        x: { domain: [0, most], grid: true, label: "% of ceiling →", ticks: 5 }, y: { axis: null, domain: variants, padding: 0.08 },
+        fy: { domain: shapes, label: null, axis: "left", padding: 0.14 }, color: colours(variants),
+        marks: [
+          Plot.ruleX([100], { stroke: "var(--muted)", strokeDasharray: "3 3" }),
+          Plot.barX(rows, { ...places, fill: "variant" }),
+          Plot.barX(rows, Plot.pointer({ ...places, ...marked })),
+          Plot.ruleX([0], { stroke: "var(--muted)" }),
+        ],
+      });
+    const alt = `Bars: percent of the ceiling by shape and variant for ${groupTitle(group[0])}. The values are in the table below.`;
+    return figure(groupTitle(group[0]), `${axisNames(group[0].axes)}`, alt, draw, told, rows, resultColumns({ "% of ceiling": (d) => fixed(d.r.pct, 1) }));
+  });
+}
+
+const resultColumns = (more) => ({ shape: (d) => d.shape, variant: (d) => d.variant, "time µs": (d) => fixed(d.r.us, 2), ...more, config: (d) => d.r.config });
+
+function peerCards(cases) {
+  return grouped(cases).map((group) => {
+    const rows = timedResults(group.filter((c) => c.of[state.b]?.us != null)).map((d) => ({ ...d, ratio: d.r.us / d.c.of[state.b].us }));
+    const shapes = [...new Set(rows.map((d) => d.shape))];
+    const variants = data.variants.filter((variant) => rows.some((d) => d.variant === variant));
+    if (variants.length < 2) return null;
+    const draw = (width) =>
+      Plot.plot({
+        width, height: 46 + shapes.length * 24, marginLeft: shapeMargin(shapes), marginTop: 6, marginBottom: 36, marginRight: 20,
+        x: { ...logAxis(rows.map((d) => d.ratio), width < 420 ? 4 : 7, 1), label: `time / time of ${state.b} →`, tickFormat: ratioTick },
+        y: { domain: shapes, label: null }, color: colours(variants), symbol: symbols(variants),
+        marks: [
+          Plot.ruleY(shapes, { stroke: "var(--line)" }),
+          Plot.ruleX([1], { stroke: "var(--muted)" }),
+          Plot.dot(rows, { x: "ratio", y: "shape", stroke: "variant", fill: "variant", fillOpacity: 0.55, symbol: "variant", r: 4.2 }),
+          nearest(rows, { x: "ratio", y: "shape" }),
+        ],
+      });
+    const alt = `Dots: time of every variant and peer over the time of ${state.b} by shape for ${groupTitle(group[0])}.`;
+    return figure(groupTitle(group[0]), axisNames(group[0].axes), alt, draw, (d) => `${told(d)}\n${fixed(d.ratio, 2)}x the time of ${state.b}`, rows, resultColumns({ ratio: (d) => fixed(d.ratio, 3) }));
+  });
+}
+
+function bandwidthCards(cases) {
+  return grouped(cases).map((group) => {
+    const rows = timedResults(group).filter((d) => d.c.bytes);
+    if (!rows.length) return null;
+    const line = d3.sort(group.filter((c) => c.ceiling && c.bytes), (c) => c.bytes);
+    const variants = data.variants.filter((variant) => rows.some((d) => d.variant === variant));
+    const draw = (width) =>
+      Plot.plot({
+        width, height: 310, marginLeft: 48, marginTop: 28, marginRight: 20, marginBottom: 38,
+        x: { ...logAxis(rows.map((d) => d.c.bytes), width < 420 ? 5 : 6), label: "bytes that must move →", tickFormat: bytes },
+        y: { label: "↑ GB/s", grid: true, zero: true, nice: true }, color: colours(variants), symbol: symbols(variants),
+        marks: [
+          Plot.areaY(line, { x: "bytes", y1: 0, y2: "ceiling", fill: "var(--muted)", fillOpacity: 0.09 }),
+          Plot.line(line, { x: "bytes", y: "ceiling", stroke: "var(--muted)", strokeDasharray: "5 3" }),
+          Plot.text(line.slice(-1), { x: "bytes", y: "ceiling", text: ["ceiling"], dy: -10, textAnchor: "end", fill: "var(--muted)", stroke: "var(--surface)", strokeWidth: 4 }),
+          Plot.dot(rows, { x: (d) => d.c.bytes, y: (d) => d.r.gbps, stroke: "variant", fill: "variant", fillOpacity: 0.5, symbol: "variant", r: 4 }),
+          nearest(rows, { x: (d) => d.c.bytes, y: (d) => d.r.gbps }),
+        ],
+      });
+    const alt = `Achieved GB/s against the bytes that must move, below the measured ceiling, for ${groupTitle(group[0])}.`;
+    const more = { bytes: (d) => d.c.bytes, "GB/s": (d) => fixed(d.r.gbps, 1), "ceiling GB/s": (d) => fixed(d.c.ceiling, 1) };
+    return figure(groupTitle(group[0]), "", alt, draw, told, rows, resultColumns(more));
+  });
+}
+
+/** TFLOP/s against flops per byte, below the roof of memory and, where the data sheet is known, of arithmetic. */
+function rooflineCards(cases) {
+  return grouped(cases.filter((c) => c.flops && c.bytes)).map((group) => {
+    const rows = timedResults(group).map((d) => ({ ...d, intensity: d.c.flops / d.c.bytes, tflops: d.c.flops / d.r.us / 1e6 }));
+    if (!rows.length) return null;
+    const variants = data.variants.filter((variant) => rows.some((d) => d.variant === variant));
+    const memory = d3.max(group, (c) => c.ceiling);
+    const peak = group[0].peak;
+    const ends = [d3.min(rows, (d) => d.intensity) / 2, d3.max(rows, (d) => d.intensity) * 2];
+    const knee = peak && memory ? (peak * 1e3) / memory : null;
+    const corners = d3.sort(knee ? [...ends, knee].map((x) => Math.min(Math.max(x, ends[0]), Math.max(ends[1], knee))) : ends);
+    const roof = memory ? corners.map((x) => ({ x, y: Math.min((x * memory) / 1e3, peak ?? Infinity) })) : [];
+    const draw = (width) =>
+      Plot.plot({
+        width, height: 320, marginLeft: 52, marginTop: 28, marginRight: 20, marginBottom: 38,
+        x: { ...logAxis([...rows.map((d) => d.intensity), ...corners], 5), label: "flop per byte →", tickFormat: "~g" },
+        y: { ...logAxis([...rows.map((d) => d.tflops), ...roof.map((d) => d.y)], 5), label: "↑ TFLOP/s", tickFormat: "~g" }, color: colours(variants), symbol: symbols(variants),
+        marks: [
+          Plot.line(roof, { x: "x", y: "y", stroke: "var(--muted)", strokeDasharray: "5 3" }),
+          Plot.dot(rows, { x: "intensity", y: "tflops", stroke: "variant", fill: "variant", fillOpacity: 0.5, symbol: "variant", r: 4 }),
+          nearest(rows, { x: "intensity", y: "tflops" }),
+        ],
+      });
+    const alt = `Roofline: TFLOP/s against arithmetic intensity for ${groupTitle(group[0])}.`;
+    const note = peak ? `flat roof: ${peak} TFLOP/s, data sheet` : "sloped roof only: this GPU's peak is not known";
+    const more = { "flop per byte": (d) => d.intensity.toPrecision(4), "TFLOP/s": (d) => d.tflops.toPrecision(4) };
+    const tell = (d) => `${told(d)}\n${d.tflops.toPrecision(3)} TFLOP/s at ${d.intensity.toPrecision(3)} flop per byte`;
+    return figure(groupTitle(group[0]), note, alt, draw, tell, rows, resultColumns(more));
+  });
+}
+
+/** Runs of at least three sizes of `axis` with all other axes the same. */
+function series(cases, axis) {
+  const rest = (c) => Object.entries(c.axes).filter(([name]) => name !== axis).map(([name, size]) => `${name}=${size}`).join(" ");
+  return grouped(cases.filter((c) => axis in c.axes)).flatMap((group) =>
+    d3.groups(group, rest).filter(([, run]) => new Set(run.map((c) => c.axes[axis])).size > 2).map(([fixedAxes, run]) => ({ fixedAxes, run: d3.sort(run, (c) => c.axes[axis]) })),
+  );
+}
+
+function scalingCards(cases, axis) {
+  return series(cases, axis).map(({ fixedAxes, run }) => {
+    const rows = timedResults(run).map((d) => ({ ...d, x: d.c.axes[axis], us: d.r.us }));
+    if (!rows.length) return null;
+    const variants = data.variants.filter((variant) => rows.some((d) => d.variant === variant));
+    const start = rows.find((d) => d.variant === state.b) ?? rows[0];
+    const linear = run.map((c) => ({ x: c.axes[axis], us: (start.us * c.axes[axis]) / start.x }));
+    const draw = (width) =>
+      Plot.plot({
+        width, height: 310, marginLeft: 48, marginTop: 28, marginRight: 26, marginBottom: 38,
+        x: { type: "log", base: 2, label: `${axis} →`, ticks: [...new Set(rows.map((d) => d.x))], tickFormat: String },
+        y: { ...logAxis([...rows, ...linear].map((d) => d.us), 6), label: "↑ µs", tickFormat: "~g" }, color: colours(variants), symbol: symbols(variants),
+        marks: [
+          Plot.line(linear, { x: "x", y: "us", stroke: "var(--muted)", strokeDasharray: "5 3" }),
+          Plot.line(rows, { x: "x", y: "us", stroke: "variant", strokeWidth: 1.6 }),
+          Plot.dot(rows, { x: "x", y: "us", stroke: "variant", fill: "variant", symbol: "variant", r: 3.5 }),
+          nearest(rows, { x: "x", y: "us" }),
+          Plot.text(linear.slice(-1), { x: "x", y: "us", text: ["linear"], dy: -10, textAnchor: "end", fill: "var(--muted)", stroke: "var(--surface)", strokeWidth: 4 }),
+        ],
+      });
+    const alt = `Time against ${axis} with ${fixedAxes} for ${groupTitle(run[0])}, and the line of linear scaling.`;
+    return figure(groupTitle(run[0]), fixedAxes, alt, draw, told, rows, resultColumns({ [axis]: (d) => d.x }));
+  });
+}
+
+/** The best so far over the best found, after every evaluation; one line a case, the median of all in bold. */
+function regretCards(searches) {
+  return d3.groups(searches, (s) => `${s.op} · ${s.variant}`).map(([title, found]) => {
+    const lines = found.map((s) => {
+      const best = d3.min(s.evaluations, ([us]) => us ?? Infinity);
+      let least = Infinity;
+      const steps = s.evaluations.map(([us], i) => ((least = Math.min(least, us ?? Infinity)), { n: i + 1, ratio: least / best }));
+      return { label: `${sizes(s.axes)} ${s.dtype} ${s.quant} ${s.options}`, steps };
+    });
+    const longest = d3.max(lines, (line) => line.steps.length);
+    const at = (line, n) => line.steps[Math.min(n, line.steps.length) - 1].ratio;
+    const median = d3.range(1, longest + 1).map((n) => ({ n, ratio: d3.median(lines, (line) => at(line, n)) })).filter((d) => Number.isFinite(d.ratio));
+    const all = lines.flatMap((line) => line.steps.filter((step, i) => Number.isFinite(step.ratio) && (i + 1 === line.steps.length || i === 0 || step.ratio !== line.steps[i - 1].ratio)).map((step) => ({ ...step, label: line.label })));
+    const draw = (width) =>
+      Plot.plot({
+        width, height: 270, marginLeft: 48, marginTop: 28, marginRight: 18, marginBottom: 38,
+        x: { ...logAxis([1, Math.max(2, longest)], 6), label: "evaluation →", tickFormat: "~s", domain: [1, Math.max(2, longest)] },
+        y: { ...logAxis(all.map((d) => d.ratio), 5, 1), label: "↑ best so far / best", tickFormat: ratioTick },
+        marks: [
+          Plot.line(all, { x: "n", y: "ratio", z: "label", curve: "step-after", stroke: "var(--c2)", strokeOpacity: 0.28 }),
+          Plot.line(median, { x: "n", y: "ratio", curve: "step-after", stroke: "var(--c5)", strokeWidth: 2.5 }),
+          nearest(all, { x: "n", y: "ratio" }),
+        ],
+      });
+    const within = [10, 25, 50, 100].filter((n) => n <= longest).map((n) => ({ n, gap: d3.median(lines, (line) => at(line, n)) - 1 }));
+    const alt = `Regret: best time so far over the best found against evaluations, ${found.length} searches of ${title}; the bold line is the median.`;
+    const tell = (d) => `${d.label}\nafter ${d.n}: ${fixed(d.ratio, 3)}x the best`;
+    return figure(title, `${found.length} searches`, alt, draw, tell, within, { evaluations: (d) => d.n, "median gap to the best found": (d) => (Number.isFinite(d.gap) ? `${fixed(100 * d.gap, 1)} %` : "nothing correct yet") });
+  });
+}
+
+/** One search: time over the best by the value of each knob. */
+function landscapeCards(search) {
+  const timed = search.evaluations.filter(([us]) => us != null);
+  const best = d3.least(timed, ([us]) => us);
+  const most = d3.quantile(timed, 0.98, ([us]) => us) / best[0];
+  return Object.entries(search.knobs).filter(([, found]) => found.length > 1).map(([knob, found]) => {
+    const index = Object.keys(search.knobs).indexOf(knob) + 2;
+    const config = (e) => Object.entries(search.knobs).map(([name, list], i) => `${name}=${list[e[i + 2]]}`).join(" ");
+    const rows = timed.map((e) => ({ value: found[e[index]], ratio: e[0] / best[0], us: e[0], e }));
+    const least = d3.rollups(rows, (group) => d3.least(group, (d) => d.ratio), (d) => d.value).map(([, d]) => d);
+    const values = found.filter((value) => rows.some((d) => d.value === value));
+    const letters = d3.sum(values, (value) => value.length + 1);
+    const crowded = (width) => letters * 7.5 > width - 50;
+    const draw = (width) =>
+      Plot.plot({
+        width, height: 200, marginLeft: 44, marginTop: 12, marginRight: 8, marginBottom: crowded(width) ? 46 : 26,
+        x: { domain: values, label: null, padding: 0.25, tickRotate: crowded(width) ? -40 : 0 },
+        y: { ...logAxis([1, Math.max(1.1, most)], 4, 1), label: null, tickFormat: ratioTick, clamp: true },
+        marks: [
+          Plot.tickY(rows, { x: "value", y: "ratio", stroke: "var(--c2)", strokeOpacity: 0.5 }),
+          Plot.tickY(least, { x: "value", y: "ratio", stroke: "var(--c5)", strokeWidth: 3 }),
+          Plot.tickY(rows, Plot.pointer({ x: "value", y: "ratio", stroke: "var(--text)", strokeWidth: 2 })),
+        ],
+      });
+    const alt = `Time over the best by ${knob}; the thick mark is the best config with that value.`;
+    const tell = (d) => `${micros(d.us)}, ${fixed(d.ratio, 2)}x the best\n${config(d.e)}`;
+    return figure(knob, `best ${found[best[index]]}`, alt, draw, tell, least, { [knob]: (d) => d.value, "best with it": (d) => `${fixed(d.ratio, 3)}x`, config: (d) => config(d.e) });
+  });
+}
+
+/** What the cache's evidence says that tuning gained over the default config. */
+function evidenceCards(evidence) {
+  return d3.groups(evidence, (e) => `${e.op} · ${e.quant} · ${e.dtype}`).map(([title, entries]) => {
+    const rows = entries.map((e) => ({ ...e, shape: sizes(e.axes), gain: e.default_us / e.us }));
+    const shapes = [...new Set(rows.map((d) => d.shape))];
+    const variants = data.variants.filter((variant) => rows.some((d) => d.variant === variant));
+    const draw = (width) =>
+      Plot.plot({
+        width, height: 46 + shapes.length * 20, marginLeft: shapeMargin(shapes), marginTop: 6, marginBottom: 36, marginRight: 20,
+        x: { ...logAxis(rows.map((d) => d.gain), width < 420 ? 4 : 7, 1), label: "default's time / tuned time →", tickFormat: ratioTick },
+        y: { domain: shapes, label: null }, color: colours(variants), symbol: symbols(variants),
+        marks: [
+          Plot.ruleY(shapes, { stroke: "var(--line)" }),
+          Plot.ruleX([1], { stroke: "var(--muted)" }),
+          Plot.dot(rows, { x: "gain", y: "shape", stroke: "variant", fill: "variant", fillOpacity: 0.5, symbol: "variant", r: 4 }),
+          nearest(rows, { x: "gain", y: "shape" }),
+        ],
+      });
+    const alt = `Dots: time of the default config over that of the tuned one by shape for ${title}.`;
+    const tell = (d) => `${d.variant}  ${d.shape}\n${micros(d.default_us)} → ${micros(d.us)}, ${d.trials} configs tried\n${d.config}`;
+    const columns = { shape: (d) => d.shape, variant: (d) => d.variant, "default µs": (d) => fixed(d.default_us, 2), "tuned µs": (d) => fixed(d.us, 2), tried: (d) => d.trials, config: (d) => d.config };
+    return figure(title, rows[0] ? axisNames(rows[0].axes) : "", alt, draw, tell, rows, columns);
+  });
+}

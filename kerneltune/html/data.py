@@ -1,0 +1,226 @@
+"""What the report page shows, as plain values: cases with their records, searches, and the cache's evidence.
+
+Pure functions; does not read files, know operators or lay anything out.
+Imports the standard library, cache, device, records and report.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kerneltune import cache
+from kerneltune.device import INTERPRETER, PEAK_TFLOPS
+from kerneltune.records import Key, Record, newest
+from kerneltune.report import INTERPRETER_NOTE, LOSS, WIN, options_label
+
+MOST_EVALUATIONS = 25_000
+"""Evaluations of searches that a page holds at most, so that it stays below 2 MB; the newest are kept."""
+_FEW = 4
+_COMMON = ("device", "driver", "torch", "triton", "commit")
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Everything a page is made of.
+
+    Attributes:
+        records: of any number of files; the newest of each key, variant and device is shown.
+        pair: the variants that are A and B at first.
+        trials: rows of the trial stores, oldest first.
+        entries: operator -> what the config cache holds for the device of the records.
+        peers: (op, variant) that another package implements.
+        flops: a record's key -> floating-point operations of one call, for operators that state them.
+        command: the command line that made the page; files: where its data lies.
+    """
+
+    records: Sequence[Record]
+    pair: tuple[str, str]
+    trials: Sequence[Mapping[str, Any]] = ()
+    entries: Mapping[str, Sequence[cache.Entry]] = field(default_factory=dict)
+    peers: frozenset[tuple[str, str]] = frozenset()
+    flops: Mapping[Key, int] = field(default_factory=dict)
+    command: str = ""
+    files: Sequence[str] = ()
+
+
+def payload(sources: Sources) -> dict[str, Any]:
+    """The page's data, ready for JSON.
+
+    Raises:
+        ValueError: no records.
+    """
+    records = newest(sources.records)
+    if not records:
+        raise ValueError("no records to report")
+    variants = sorted(dict.fromkeys(record.variant for record in records), key=lambda name: name != sources.pair[0])
+    searches, left_out = _searches(sources.trials)
+    return {
+        "title": ", ".join(dict.fromkeys(record.family or record.op for record in records)),
+        "facts": _facts(records, sources),
+        "remark": INTERPRETER_NOTE if any(record.device == INTERPRETER for record in records) else "",
+        "variants": variants,
+        "a": sources.pair[0],
+        "b": sources.pair[1],
+        "peers": sorted(f"{op} {variant}" for op, variant in sources.peers),
+        "win": WIN,
+        "loss": LOSS,
+        "cases": _cases(records, sources),
+        "searches": searches,
+        "left_out": left_out,
+        "evidence": _evidence(sources.entries, {record.op for record in records}),
+    }
+
+
+def default_pair(
+    records: Sequence[Record], peers: frozenset[tuple[str, str]] = frozenset(), a: str | None = None, b: str | None = None
+) -> tuple[str, str]:
+    """A and B as given, else `baseline` and `optimized`, else the first and the last variant that is no peer.
+
+    Raises:
+        ValueError: a variant that no record has.
+    """
+    variants = list(dict.fromkeys(record.variant for record in records))
+    for side, name in (("a", a), ("b", b)):
+        if name is not None and name not in variants:
+            raise ValueError(f"{side}: {name!r}: expected one of {', '.join(variants)}")
+    own = list(dict.fromkeys(r.variant for r in records if (r.op, r.variant) not in peers)) or variants
+    first = "baseline" if "baseline" in variants else own[0]
+    last = "optimized" if "optimized" in variants else own[-1]
+    return a or first, b or last
+
+
+def _facts(records: Sequence[Record], sources: Sources) -> dict[str, str]:
+    """What the header says, by name."""
+    dates = sorted(record.date for record in records)
+    facts = {name: ", ".join(dict.fromkeys(getattr(record, name) for record in records)) for name in _COMMON}
+    days = list(dict.fromkeys((dates[0][:10], dates[-1][:10])))
+    facts["measured"] = " to ".join(days)
+    counts = {s: sum(r.status == s for r in records) for s in dict.fromkeys(r.status for r in records)}
+    facts["records"] = ", ".join(f"{count} {status}" for status, count in counts.items())
+    facts["files"] = ", ".join(sources.files)
+    facts["command"] = sources.command
+    return {name: value for name, value in facts.items() if value}
+
+
+def _cases(records: Sequence[Record], sources: Sources) -> list[dict[str, Any]]:
+    """One entry per key and device, its records by variant; the element type with the most records first."""
+    cases: dict[object, dict[str, Any]] = {}
+    for record in records:
+        case = cases.get((record.key, record.device))
+        if case is None:
+            case = cases[record.key, record.device] = {
+                "op": record.op,
+                "kind": record.op.rsplit("_", 1)[-1],
+                "name": record.case,
+                "dtype": record.dtype,
+                "quant": record.quant,
+                "axes": record.axes,
+                "options": options_label(record),
+                "policy": record.policy,
+                "device": record.device,
+                "bytes": None,
+                "ceiling": None,
+                "flops": sources.flops.get(record.key),
+                "peak": PEAK_TFLOPS.get(record.device, {}).get(record.dtype),
+                "of": {},
+            }
+        if record.time_us is not None and record.gbps is not None:
+            case["bytes"] = case["bytes"] or round(record.gbps * record.time_us * 1e3)
+            case["ceiling"] = case["ceiling"] or record.ceiling_gbps
+        case["of"][record.variant] = _result(record)
+    rows = Counter(record.dtype for record in records)
+    return sorted(cases.values(), key=lambda case: -rows[case["dtype"]])
+
+
+def _result(record: Record) -> dict[str, Any]:
+    if record.status != "passed":
+        return {"status": record.status, "reason": " ".join(record.reason.split())}
+    return {
+        "status": "passed",
+        "us": record.time_us,
+        "low": record.ci_low_us,
+        "high": record.ci_high_us,
+        "gbps": record.gbps,
+        "pct": record.pct_ceiling,
+        "floor": record.aa_floor,
+        "n": record.n,
+        "config": record.config_label,
+    }
+
+
+def _searches(trials: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], int]:
+    """The last search of every case, in the order of its evaluations, and how many evaluations did not find room."""
+    groups: dict[object, list[Mapping[str, Any]]] = {}
+    for trial in trials:
+        key = tuple(_hashable(trial[name]) for name in ("op", "variant", "axes", "dtype", "quant", "options", "policy"))
+        group = groups.setdefault(key, [])
+        if group and group[-1]["fingerprint"] != trial["fingerprint"]:
+            group.clear()  # another source, driver or compiler: its times do not belong to the same search
+        group.append(trial)
+    searches: list[dict[str, Any]] = []
+    room, left_out = MOST_EVALUATIONS, 0
+    for group in reversed(groups.values()):
+        if sum(trial["time_us"] is not None for trial in group) < _FEW:
+            continue
+        if len(group) > room:
+            left_out += len(group)
+            continue
+        room -= len(group)
+        searches.insert(0, _search(group))
+    return searches, left_out
+
+
+def _search(group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """evaluations: [time in µs or null, status, index of each knob's value]."""
+    first = group[0]
+    values = {knob: _ordered({trial["config"].get(knob) for trial in group}) for knob in first["config"]}
+    evaluations = []
+    for trial in group:
+        time_us = trial["time_us"]
+        knobs = [values[knob].index(trial["config"].get(knob)) for knob in values]
+        evaluations.append([None if time_us is None else float(f"{time_us:.5g}"), trial["status"], *knobs])
+    return {
+        "op": first["op"],
+        "variant": first["variant"],
+        "axes": first["axes"],
+        "dtype": first["dtype"],
+        "quant": first["quant"],
+        "options": " ".join(f"{name}={value}" for name, value in first["options"].items()),
+        "knobs": {knob: [str(value) for value in found] for knob, found in values.items()},
+        "evaluations": evaluations,
+    }
+
+
+def _evidence(entries: Mapping[str, Sequence[cache.Entry]], ops: set[str]) -> list[dict[str, Any]]:
+    """What tuning gained over the default, case by case; cases of which both times are known."""
+    found = []
+    for op, of_op in entries.items():
+        for entry in of_op if op in ops else ():
+            time_us, default_us = entry.evidence.get("time_us"), entry.evidence.get("default_us")
+            if not time_us or not default_us:
+                continue
+            found.append(
+                {
+                    "op": op,
+                    "variant": entry.variant,
+                    "name": entry.case,
+                    "axes": dict(entry.axes),
+                    "dtype": entry.dtype,
+                    "quant": entry.quant,
+                    "us": time_us,
+                    "default_us": default_us,
+                    "trials": entry.evidence.get("trials"),
+                    "config": " ".join(f"{knob}={value}" for knob, value in entry.config.items()),
+                }
+            )
+    return found
+
+
+def _ordered(values: set[Any]) -> list[Any]:
+    """Numbers by size, everything else by its text."""
+    return sorted(values, key=lambda value: (isinstance(value, str), value if isinstance(value, int | float) else 0, str(value)))
+
+
+def _hashable(value: Any) -> object:
+    return tuple(value.items()) if isinstance(value, Mapping) else value

@@ -1,0 +1,35 @@
+"""One HTML file that needs nothing else: the template with data, styles and scripts inlined.
+
+Does not decide what is shown (`data` does) or write files. Imports jinja2.
+"""
+
+import importlib.resources
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jinja2
+
+_SCRIPTS = ("vendor/d3.min.js", "vendor/plot.umd.min.js", "figures.js", "charts.js", "table.js", "app.js")
+
+
+def page(payload: Mapping[str, Any]) -> str:
+    """The page that shows `payload`, as `data.payload` makes it."""
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    return environment.from_string(_asset("page.html.j2")).render(
+        title=payload["title"],
+        facts=payload["facts"],
+        remark=payload["remark"],
+        style=_asset("style.css"),
+        scripts=[_asset(name) for name in _SCRIPTS],
+        data=_embedded(payload),
+    )
+
+
+def _asset(name: str) -> str:
+    return importlib.resources.files(__package__).joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _embedded(payload: Mapping[str, Any]) -> str:
+    """JSON that cannot end the script element it stands in."""
+    return json.dumps(payload, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

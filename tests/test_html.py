@@ -1,0 +1,305 @@
+"""The report page: what it shows, that it holds together offline, and what it looks like to a browser."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from kerneltune import cache
+from kerneltune.cli import app
+from kerneltune.html import data
+from kerneltune.html.data import Sources, default_pair, payload
+from kerneltune.html.page import page
+from kerneltune.records import Record, append, load, newest
+from kerneltune.report import ab_rows
+
+RECORDED = cache.data_root("results") / "nvidia_h200" / "rmsnorm.jsonl"
+MOST_BYTES = 2_000_000
+
+
+def record(us: float | None = 100.0, **changes: Any) -> Record:
+    timed = (
+        {"time_us": us, "gbps": 2e5 / us, "ceiling_gbps": 4000.0, "ci_low_us": us * 0.99, "ci_high_us": us * 1.01} if us else {}
+    )
+    values: dict[str, Any] = {
+        "op": "scale",
+        "variant": "baseline",
+        "case": "one",
+        "dtype": "bfloat16",
+        "quant": "none",
+        "policy": "cold",
+        "status": "passed",
+        **timed,
+        "pct_ceiling": 50.0 if us else None,
+        "n": 20 if us else None,
+        "device": "NVIDIA H200",
+        "driver": "570",
+        "torch": "2.13",
+        "triton": "3.7",
+        "source_hash": "0",
+        "commit": "abc",
+        "date": "2026-11-21T06:00:00+00:00",
+        "axes": {"E": 4, "N": 256},
+        "family": "scale",
+    }
+    return Record(**{**values, **changes})
+
+
+def trial(us: float | None, block: int, source: str = "1", **changes: Any) -> dict[str, Any]:
+    values = {
+        "op": "scale",
+        "variant": "optimized",
+        "axes": {"E": 4, "N": 256},
+        "dtype": "bfloat16",
+        "quant": "none",
+        "options": {},
+        "policy": "cold",
+        "config": {"block": block, "split": True},
+        "status": "ok" if us else "spills",
+        "time_us": us,
+        "detail": "",
+        "fingerprint": {"source_hash": source},
+    }
+    return values | changes
+
+
+def experts() -> list[Record]:
+    """Two variants over four numbers of experts, and one that failed."""
+    rows = []
+    for count in (4, 8, 16, 32):
+        axes = {"E": count, "N": 256}
+        rows += [
+            record(10.0 * count, axes=axes, case=f"e{count}"),
+            record(5.0 * count, axes=axes, case=f"e{count}", variant="optimized"),
+        ]
+    return [*rows, record(None, status="failed", reason="y: 3 of 9 </script><b>wrong", variant="optimized", dtype="float16")]
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_cases_hold_their_records_by_variant_and_the_fullest_dtype_is_first() -> None:
+    shown = payload(Sources([record(dtype="float16"), *experts()], ("baseline", "optimized"), flops={record().key: 7}))
+    assert [case["dtype"] for case in shown["cases"]] == ["bfloat16"] * 4 + ["float16"]
+    first = shown["cases"][0]
+    assert (first["bytes"], first["ceiling"], first["flops"], first["peak"]) == (200_000_000, 4000.0, 7, 989.4)
+    assert first["of"]["optimized"]["us"] == 20.0
+    assert shown["cases"][-1]["of"]["optimized"] == {"status": "failed", "reason": "y: 3 of 9 </script><b>wrong"}
+    assert shown["facts"]["records"] == "9 passed, 1 failed"
+
+
+def test_pair_is_as_asked_else_baseline_and_optimized_else_first_and_last() -> None:
+    rows = [record(variant=name) for name in ("old", "new", "liger")]
+    assert default_pair(experts()) == ("baseline", "optimized")
+    assert default_pair(rows, frozenset({("scale", "liger")})) == ("old", "new")
+    assert default_pair(rows, frozenset(), "new", "liger") == ("new", "liger")
+    with pytest.raises(ValueError, match=r"^b: 'newer': expected one of old, new, liger$"):
+        default_pair(rows, b="newer")
+
+
+def test_a_search_is_the_last_of_its_case_with_knobs_as_indices() -> None:
+    rows = [
+        trial(9.0, 64, source="0"),
+        *(trial(us, block) for us, block in ((8.0, 64), (None, 128), (4.0, 256), (5.0, 512), (6.0, 128))),
+    ]
+    (search,) = payload(Sources(experts(), ("baseline", "optimized"), trials=rows))["searches"]
+    assert search["knobs"] == {"block": ["64", "128", "256", "512"], "split": ["True"]}
+    assert search["evaluations"] == [
+        [8.0, "ok", 0, 0],
+        [None, "spills", 1, 0],
+        [4.0, "ok", 2, 0],
+        [5.0, "ok", 3, 0],
+        [6.0, "ok", 1, 0],
+    ]
+
+
+def test_older_evaluations_are_left_out_where_the_page_would_grow_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "MOST_EVALUATIONS", 5)
+    rows = [trial(float(i), i, quant=quant) for quant in ("old", "new") for i in range(1, 6)]
+    shown = payload(Sources(experts(), ("baseline", "optimized"), trials=rows))
+    assert ([search["quant"] for search in shown["searches"]], shown["left_out"]) == (["new"], 5)
+
+
+def test_rows_of_the_interpreter_are_remarked_on() -> None:
+    checked = record(None, status="checked", device="interpreter")
+    text = page(payload(Sources([checked], ("baseline", "baseline"))))
+    assert '<p class="remark">device: interpreter (no GPU): results were checked for correctness; times do not exist</p>' in text
+    assert 'class="remark"' not in page(payload(Sources(experts(), ("baseline", "optimized"))))
+
+
+def test_no_records_are_an_error() -> None:
+    with pytest.raises(ValueError, match="^no records to report$"):
+        payload(Sources([], ("baseline", "optimized")))
+
+
+def test_page_is_one_small_file_and_text_cannot_become_markup() -> None:
+    text = page(payload(Sources(experts(), ("baseline", "optimized"), command="kerneltune report <x>")))
+    assert len(text.encode()) < MOST_BYTES
+    assert "kerneltune report &lt;x&gt;" in text
+    assert not re.search(r"""(?:src|href)=["'](?!data:|#)""", re.sub(r"<script>.*?</script>", "", text, flags=re.S))
+    embedded = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
+    assert embedded is not None
+    assert json.loads(embedded[1])["cases"][-1]["of"]["optimized"]["reason"] == "y: 3 of 9 </script><b>wrong"
+
+
+def test_command_writes_the_page_of_the_recorded_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run("report", RECORDED, "--results", tmp_path)
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert "no trial store beside these records" in result.stderr
+    assert result.stderr.endswith("wrote report.html\n")
+    assert (tmp_path / "report.html").stat().st_size < MOST_BYTES
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_command_names_what_is_wrong(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"op": 1}\n')
+    assert run("report", broken).stderr == f"error: {broken}:1: variant: missing\n"
+    assert run("report", tmp_path / "none.jsonl").exit_code == 2
+    assert run("report", RECORDED, "--dtype", "int8").stderr == "error: dtype: 'int8': expected one of float16, bfloat16\n"
+    assert run("report", RECORDED, "--a", "fast").stderr.startswith(
+        "error: a: 'fast': expected one of baseline, pr593, optimized"
+    )
+    (tmp_path / "file").write_text("")
+    assert run("report", RECORDED, "-o", tmp_path / "file" / "x.html").stderr.splitlines()[-1].startswith("error: cannot write ")
+
+
+def test_markdown_has_the_table_its_source_and_its_pictures(tmp_path: Path) -> None:
+    rows = tmp_path / "scale.jsonl"
+    append(rows, experts())
+    result = run("report", rows, "--results", tmp_path, "--markdown", tmp_path / "pr.md", "--svg", tmp_path / "pictures")
+    assert result.exit_code == 0, result.output
+    lines = (tmp_path / "pr.md").read_text().splitlines()
+    assert lines[0] == "### baseline (A) against optimized (B)"
+    assert lines[2].startswith("NVIDIA H200, driver 570, torch 2.13, triton 3.7, commit abc. `kerneltune ")
+    assert lines[6].startswith("| scale | bfloat16 | none | 4 | 256 | 0.0400 | 0.0200 | 5000.0 | 10000.0 | 2.00x | + |")
+    assert lines[-3:] == [f"![scale {name}](pictures/scale_{name}.svg)" for name in ("ceiling", "peers", "bandwidth")]
+    assert not (tmp_path / "report.html").exists()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A headless Chromium: playwright's own or the system's."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+    own = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    with playwright.sync_playwright() as started:
+        try:
+            opened = started.chromium.launch(executable_path=own, args=["--no-sandbox"])
+        except playwright.Error as error:
+            pytest.skip(f"needs a Chromium: {str(error).splitlines()[0]}")
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page of recorded rows, experts, searches and a record with flops."""
+    rows = [*load(RECORDED), *experts()]
+    flops = {r.key: 10**9 for r in rows if r.op == "scale"}
+    searches = [trial(float(50 - i), 2 ** (i % 4), quant=quant) for quant in ("none", "fp8") for i in range(40)]
+    peers = frozenset(("rmsnorm_fwd", name) for name in ("eager", "compile", "max-autotune", "liger"))
+    sources = Sources(rows, ("baseline", "optimized"), searches, {}, peers, flops, "kerneltune report", ["a.jsonl"])
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    path.write_text(page(payload(sources)), encoding="utf-8")
+    return path
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1600])
+def test_browser_shows_it_without_errors_requests_or_sideways_scrolling(
+    browser: Any, shown: Path, width: int, scheme: str
+) -> None:
+    window = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    said: list[str] = []
+    asked: list[str] = []
+    window.on("console", lambda message: said.append(message.text))
+    window.on("pageerror", lambda error: said.append(str(error)))
+    window.on("request", lambda request: asked.append(request.url))
+    window.goto(shown.as_uri())
+    window.wait_for_selector("#untimed")
+    window.wait_for_selector("#landscape figure svg")
+    assert said == []
+    assert asked == [shown.as_uri()]
+    assert window.evaluate("document.documentElement.scrollWidth") == width
+    found = window.evaluate("[...document.querySelectorAll('main section')].map((section) => section.id || 'table')")
+    assert found == ["table", "ceiling", "peers", "bandwidth", "roofline", "scaling", "regret", "landscape", "untimed"]
+    cut = window.evaluate(
+        """[...document.querySelectorAll("figure svg text")].filter((text) => {
+            const [inner, outer] = [text, text.closest("figure")].map((node) => node.getBoundingClientRect());
+            return inner.width && (inner.left < outer.left || inner.right > outer.right || inner.top < outer.top);
+        }).map((text) => text.textContent)"""
+    )
+    assert cut == []
+    touching = window.evaluate(
+        """[...document.querySelectorAll("[aria-label='x-axis tick label']")].flatMap((axis) => {
+            const boxes = [...axis.children].map((text) => text.getBoundingClientRect()).sort((a, b) => a.left - b.left);
+            const upright = !axis.querySelector("[transform*=rotate]");
+            return boxes.filter((box, i) => upright && i && box.left < boxes[i - 1].right).map(() => axis.textContent);
+        })"""
+    )
+    assert touching == []
+    window.close()
+
+
+@pytest.mark.browser
+def test_browser_table_is_that_of_compare_and_sorts_and_filters(browser: Any, shown: Path) -> None:
+    window = browser.new_page(viewport={"width": 1600, "height": 900})
+    window.goto(shown.as_uri())
+    rows = newest([*load(RECORDED), *experts()])
+    sides = [[r for r in rows if r.variant == name] for name in ("baseline", "optimized")]
+    expected = sorted(f"{row.speedup:.2f}x {row.mark}".strip() for row in ab_rows(*sides) if row.speedup is not None)
+
+    def column(name: str) -> list[str]:
+        heads = [head.strip() for head in window.locator("#table thead th").all_inner_texts()]
+        cells = window.locator(f"#table tbody td:nth-child({heads.index(name) + 1})").all_inner_texts()
+        return [cell.strip("\u2007 ") for cell in cells]
+
+    assert sorted(cell for cell in column("speedup") if cell) == expected
+    window.get_by_role("button", name="speedup").click()
+    ascending = [float(cell.split("x")[0]) for cell in column("speedup") if cell]
+    assert ascending == sorted(ascending)
+    assert window.locator("th[aria-sort=ascending]").inner_text() == "speedup"
+    window.keyboard.press("Enter")  # the heading has kept the focus
+    descending = [float(cell.split("x")[0]) for cell in column("speedup") if cell]
+    assert descending == sorted(descending, reverse=True) != ascending
+    window.select_option("#filter-op", "rmsnorm_bwd")
+    window.fill("#text", "8192 M=8192")
+    assert set(column("kind")) == {"bwd"}
+    assert set(column("M")) == {"8192"}
+    window.select_option("#a", "pr593")
+    assert "A is pr593, B is optimized" in window.locator("#table caption").inner_text()
+    window.close()
+
+
+@pytest.mark.browser
+def test_browser_tells_the_values_under_the_pointer_hides_variants_and_changes_the_theme(browser: Any, shown: Path) -> None:
+    window = browser.new_page(viewport={"width": 400, "height": 900}, color_scheme="light")
+    window.goto(shown.as_uri())
+    chart = window.locator("#scaling figure").first
+    chart.scroll_into_view_if_needed()
+    chart.locator("svg").hover(position={"x": 150, "y": 150})
+    window.wait_for_selector("#bubble:not([hidden])")
+    assert re.search(r"µs, \d+ GB/s", window.locator("#bubble").inner_text())
+    box = window.locator("#bubble").bounding_box()
+    assert box["x"] >= 0 and box["x"] + box["width"] <= 400
+    window.mouse.wheel(0, 300)
+    window.wait_for_selector("#bubble", state="hidden")
+    bars = window.locator("#ceiling figure").first.locator("[aria-label=bar] rect")
+    before = bars.count()
+    window.locator("#ceiling .chip", has_text="pr593").click()
+    assert window.locator("#ceiling .chip", has_text="pr593").get_attribute("aria-pressed") == "false"
+    window.wait_for_function(
+        f"document.querySelector('#ceiling figure').querySelectorAll('[aria-label=bar] rect').length < {before}"
+    )
+    light = window.evaluate("getComputedStyle(document.body).backgroundColor")
+    window.locator("#theme").click()
+    assert window.evaluate("getComputedStyle(document.body).backgroundColor") != light
+    window.close()

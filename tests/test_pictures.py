@@ -1,0 +1,64 @@
+"""Pictures for a pull request: their names, that they are pictures, and that they are the same each time."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kerneltune import cache
+from kerneltune.cli import app
+from kerneltune.pictures import draw
+from kerneltune.records import load
+
+RECORDED = cache.data_root("results") / "nvidia_h200" / "rmsnorm.jsonl"
+PAIR = ("baseline", "optimized")
+
+
+def one_type() -> list[Any]:
+    return [record for record in load(RECORDED) if record.dtype == "bfloat16"]
+
+
+def test_svg_is_the_same_for_the_same_records_and_says_what_it_shows() -> None:
+    first, again = (draw(one_type(), PAIR, "svg") for _ in range(2))
+    assert list(first) == ["rmsnorm_ceiling", "rmsnorm_peers", "rmsnorm_bandwidth"]
+    assert first == again
+    text = first["rmsnorm_ceiling"].decode()
+    for words in (
+        "rmsnorm_fwd · fp8 · bfloat16",
+        "16384×4096",
+        "max-autotune",
+        "% of the ceiling",
+        "NVIDIA H200, driver 580.159.04",
+    ):
+        assert words in text
+    assert len(first["rmsnorm_ceiling"]) < 150_000
+
+
+def test_png_is_a_picture() -> None:
+    records = [record for record in one_type() if record.op == "rmsnorm_bwd"]
+    assert all(content.startswith(b"\x89PNG") for content in draw(records, PAIR, "png").values())
+
+
+def test_charts_without_data_are_left_out() -> None:
+    records = [record for record in one_type() if record.variant == "baseline" and record.op == "rmsnorm_bwd"]
+    assert list(draw(records, PAIR, "svg")) == ["rmsnorm_ceiling", "rmsnorm_bandwidth"]
+    with pytest.raises(ValueError, match="^no timed records to draw$"):
+        draw([record for record in one_type() if record.time_us is None], PAIR, "svg")
+
+
+def test_missing_matplotlib_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = CliRunner().invoke(app, ["report", str(RECORDED), "--results", str(tmp_path), "--svg", str(tmp_path / "pictures")])
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1] == "error: pictures need matplotlib: pip install 'kerneltune[report]'"
+    assert not (tmp_path / "pictures").exists()
+
+
+def test_the_readme_picture_is_that_of_the_recorded_results() -> None:
+    """Make it anew with `kerneltune report --dtype bfloat16 --svg docs results/nvidia_h200/rmsnorm.jsonl`."""
+    text = (Path(__file__).parent.parent / "docs" / "rmsnorm_ceiling.svg").read_text()
+    timed = [record for record in one_type() if record.time_us is not None]
+    for name in ("device", "driver", "triton", "commit"):
+        assert " and ".join(dict.fromkeys(getattr(record, name) for record in timed)) in text

@@ -1,0 +1,154 @@
+"""Operators from outside: entry points, modules and files; broken ones; and the guide, run as it is written."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kerneltune import cache, ops
+from kerneltune.cli import app
+from kerneltune.spec import Case
+
+ROOT = Path(__file__).parent.parent
+GUIDE = ROOT / "docs" / "your_own_kernel.md"
+NEEDS_GPU = "needs a GPU"
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
+COMPILE = """
+from functools import partial
+from kerneltune import ops
+from kerneltune.compiler import TARGETS, CompilePool
+from kerneltune.spec import Case
+from kerneltune.tune import jobs
+
+if __name__ == "__main__":
+    op = ops.load()["swiglu"]
+    variant = op.variant("optimized")
+    case = Case("ffn", (("M", 64), ("N", 1024)), "bfloat16")
+    with CompilePool(TARGETS["sm_90"], 1) as pool:
+        (compiled,) = pool.compile(jobs(op, case, [variant.default_config(case)], variant))
+    print(compiled.error or [kernel.name for kernel in compiled.kernels])
+"""
+
+
+def blocks() -> list[tuple[str, str]]:
+    return BLOCK.findall(GUIDE.read_text())
+
+
+@pytest.fixture
+def guide(tmp_path: Path) -> Path:
+    """A folder with the files that the guide shows, each named in its first line, and a `kerneltune` on the path."""
+    for _, text in blocks():
+        name = text.splitlines()[0].removeprefix("# ")
+        if re.fullmatch(r"\w+\.(py|yaml|toml)", name):
+            (tmp_path / name).write_text(text)
+    (tmp_path / "bin").mkdir()
+    for name, command in (("kerneltune", '-c "from kerneltune.cli import main; main()" "$@"'), ("python", '"$@"')):
+        (tmp_path / "bin" / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {command}\n')
+        (tmp_path / "bin" / name).chmod(0o755)
+    return tmp_path
+
+
+def shell(folder: Path, script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "COLUMNS": "100"} | environment
+    return subprocess.run(["sh", "-ec", script], cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+
+
+def install(folder: Path) -> None:
+    """What installing the guide's package leaves behind, as far as entry points need it."""
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    info = folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    lines = [f"{name} = {value}" for name, value in project["entry-points"]["kerneltune.ops"].items()]
+    (info / "entry_points.txt").write_text("\n".join(["[kerneltune.ops]", *lines]) + "\n")
+
+
+def test_every_block_of_the_guide_that_needs_no_gpu_runs(guide: Path) -> None:
+    before, after = GUIDE.read_text().split("## 6.")
+    scripts = [[text for kind, text in BLOCK.findall(part) if kind == "sh" and NEEDS_GPU not in text] for part in (before, after)]
+    assert [len(part) for part in scripts] == [2, 1]
+    check, use = (shell(guide, script) for script in scripts[0])
+    assert check.returncode == 0, check.stderr
+    assert "optimized\n" in check.stdout and "valid configs" in check.stdout
+    assert "8 checked" in check.stdout
+    assert use.stdout == "(8, 64)\n", use.stderr
+    path = f"{ROOT}{os.pathsep}{guide}"
+    install(guide)
+    installed = shell(guide, scripts[1][0], PYTHONPATH=path)
+    assert installed.returncode == 0, installed.stderr
+    assert "8 checked" in installed.stdout
+
+
+def test_compile_workers_find_a_module_of_the_working_folder(guide: Path) -> None:
+    (guide / "elsewhere").mkdir()
+    (guide / "elsewhere" / "work.py").write_text(COMPILE)
+    cache_folder = str(guide / "triton")
+    done = shell(guide, "python elsewhere/work.py", KERNELTUNE_PLUGINS="swiglu", TRITON_CACHE_DIR=cache_folder)
+    assert done.stdout == "['_swiglu']\n", done.stderr
+
+
+def test_source_hash_and_config_cache_serve_a_plug_in(guide: Path, monkeypatch: pytest.MonkeyPatch, configs_dir: Path) -> None:
+    monkeypatch.setenv(ops.PLUGINS, str(guide / "swiglu.py"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    op = ops.load()["swiglu"]
+    assert re.fullmatch("[0-9a-f]{12}", op.source_hash)
+    axes = (("M", 64), ("N", 1024))
+    entry = cache.Entry(
+        variant="optimized", case="ffn", axes=axes, dtype="bfloat16", quant="none", options=(), policy="cold",
+        config={"block": 2048, "warps": 8},
+    )  # fmt: skip
+    stored = cache.store("swiglu", "nvidia_h200", entry, configs_dir)
+    assert stored == configs_dir / "nvidia_h200" / "swiglu.json"
+    near = (("M", 128), ("N", 1024))
+    hit = cache.lookup("swiglu", "optimized", "nvidia_h200", near, "bfloat16", "none", (), free_axes=op.free_axes)
+    assert hit is not None
+    assert op.variant("optimized").config_from(hit.entry.config).block == 2048
+    assert op.traffic(Case("", axes, "bfloat16")).total == 3 * 2 * 64 * 1024
+    sys.modules.pop("swiglu")
+
+
+def refused(monkeypatch: pytest.MonkeyPatch, plugin: Path | str) -> str:
+    """The one line that a command says of a broken plug-in."""
+    monkeypatch.setenv(ops.PLUGINS, "")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    result = CliRunner().invoke(app, ["--plugin", str(plugin), "ops"])
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1), result.output
+    return result.stderr.strip()
+
+
+def test_a_broken_plug_in_is_named_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def written(name: str, text: str) -> Path:
+        (tmp_path / f"{name}.py").write_text(text)
+        return tmp_path / f"{name}.py"
+
+    raises = written("plug_raises", "1 / 0\n")
+    assert refused(monkeypatch, raises) == f"error: plug-in {raises}: ZeroDivisionError: division by zero"
+    empty = written("plug_empty", "")
+    assert refused(monkeypatch, empty) == f"error: plug-in {empty}: OPS: missing: expected a tuple of Op"
+    number = written("plug_number", "OPS = (3,)\n")
+    assert refused(monkeypatch, number) == f"error: plug-in {number}: OPS: 3: expected an Op"
+    stream = "import dataclasses\nfrom kerneltune.ops.stream import OPS as FIRST\nOPS = (dataclasses.replace(FIRST[0]{}),)\n"
+    twin = written("plug_twin", stream.format(""))
+    assert refused(monkeypatch, twin).startswith("error: two operators are called 'stream': in kerneltune.ops.stream and in ")
+    lost = written("plug_lost", stream.format(", module='x'"))
+    assert refused(monkeypatch, lost).startswith(f"error: plug-in {lost}: module of stream: 'x': expected the one")
+    shadow = written("json", "OPS = ()\n")
+    assert f"error: plug-in {shadow}: ImportError: another module is called json: " in refused(monkeypatch, shadow)
+    absent = tmp_path / "absent.py"
+    assert refused(monkeypatch, absent) == f"error: plug-in {absent}: ImportError: no such file: {absent}"
+    unknown = refused(monkeypatch, "no_such_module")
+    assert unknown == "error: plug-in no_such_module: ModuleNotFoundError: No module named 'no_such_module'"
+
+
+def test_a_broken_entry_point_names_its_package(guide: Path) -> None:
+    install(guide)
+    (guide / "swiglu.py").write_text("import nowhere\n")
+    done = shell(guide, "kerneltune ops", PYTHONPATH=f"{ROOT}{os.pathsep}{guide}")
+    assert done.returncode == 2
+    assert done.stderr == "error: plug-in swiglu of package swiglu-kernels: ModuleNotFoundError: No module named 'nowhere'\n"
