@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from kerneltune import ops
-from kerneltune.campaign import Options, Quiet, Selection
 from kerneltune.cli.options import load_ops
 from kerneltune.gate import gate
 from kerneltune.gate_run import run_gate, run_processes
+from kerneltune.plan import Options, Quiet, Selection
 from kerneltune.planted import measure_planted
 from kerneltune.spec import Case
 

@@ -11,8 +11,8 @@ import torch
 from simulated import one_process, rounds_us
 
 from kerneltune import campaign, device, gate_run, ops
-from kerneltune.campaign import Options, Quiet, Selection
 from kerneltune.gate_run import run_gate
+from kerneltune.plan import Options, Quiet, Selection
 from kerneltune.records import Record
 from kerneltune.spec import Case, Op
 

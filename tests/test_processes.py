@@ -9,9 +9,9 @@ import torch
 from gate_rows import record
 
 from kerneltune import records
-from kerneltune.campaign import Options, Selection
 from kerneltune.cli.options import load_ops
 from kerneltune.gate_run import _measure
+from kerneltune.plan import Options, Selection
 from kerneltune.processes import in_fresh_processes
 
 
