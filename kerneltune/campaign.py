@@ -9,13 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kerneltune import device, records, report, sweep
-from kerneltune.compare import Ceiling, check_only, compare, config_values
+from kerneltune import device, records, sweep
+from kerneltune.measuring.compare import Ceiling, check_only, compare, config_values
 from kerneltune.plan import Options, Progress, Selection, load_plan, require_gpu, results_folder, results_root, wanted_variants
 from kerneltune.records import Key, Record
+from kerneltune.reporting import tables
+from kerneltune.search.trials import drop_cut_line
 from kerneltune.spec import Case, Config, Op, Variant
-from kerneltune.trials import drop_cut_line
-from kerneltune.tuning import CEILING_OP, cached_config, ceiling_case, tune_entries
+from kerneltune.tuning.run import CEILING_OP, cached_config, ceiling_case, tune_entries
 
 _CHECKED_CONFIGS = 3
 
@@ -206,8 +207,8 @@ def _write(family: str, measured: Sequence[Record], options: Options) -> None:
     folder = results_folder(options)
     records.merge(folder / f"{family}.jsonl", [*_journalled(_journal(family, options)), *measured])
     everything = records.load(folder / f"{family}.jsonl")
-    _write_text(folder / f"{family}.md", report.sweep_markdown(everything))
-    _write_text(folder / f"{family}.csv", report.sweep_csv(everything))
+    _write_text(folder / f"{family}.md", tables.sweep_markdown(everything))
+    _write_text(folder / f"{family}.csv", tables.sweep_csv(everything))
     _journal(family, options).unlink(missing_ok=True)
 
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from simulated import one_process, rounds_us
 
-from kerneltune import campaign, device, gate_run, ops
+from kerneltune import campaign, device, ops
 from kerneltune.campaign import Options, Quiet, Selection
-from kerneltune.gate_run import run_gate
+from kerneltune.gating import run as gate_run
+from kerneltune.gating.run import run_gate
 from kerneltune.records import Record
 from kerneltune.spec import Case, Op
 

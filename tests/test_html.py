@@ -12,11 +12,11 @@ from typer.testing import CliRunner, Result
 
 from kerneltune import cache
 from kerneltune.cli import app
-from kerneltune.html import data
-from kerneltune.html.data import Sources, default_pair, payload
-from kerneltune.html.page import page
 from kerneltune.records import Record, append, load, newest
-from kerneltune.report import ab_rows
+from kerneltune.reporting import payload as data
+from kerneltune.reporting.page import page
+from kerneltune.reporting.payload import Sources, default_pair, payload
+from kerneltune.reporting.tables import ab_rows
 
 RECORDED = cache.data_root("results") / "nvidia_h200" / "rmsnorm.jsonl"
 MOST_BYTES = 2_000_000

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from kerneltune.device import slug
+from kerneltune.search.trials import Trial
 from kerneltune.spec import Option
-from kerneltune.trials import Trial
 
 SUFFIX = ".csv.gz"
 SCHEMA = 1
