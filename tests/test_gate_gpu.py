@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from kerneltune import ops
-from kerneltune.campaign import Options, Quiet, Selection
 from kerneltune.cli.options import load_ops
 from kerneltune.gating.planted import measure_planted
 from kerneltune.gating.run import run_gate, run_processes
 from kerneltune.gating.verdict import gate
+from kerneltune.plan import Options, Quiet, Selection
 from kerneltune.spec import Case
 
 pytestmark = pytest.mark.gpu
