@@ -152,6 +152,22 @@ def to_fp8(y, dtype: tl.constexpr):
 
 
 @triton.jit
+def to_fp8_pair(low, high, dtype: tl.constexpr):
+    """`to_fp8` of two tiles to one of int16, `low` in the lower byte."""
+    if is_cuda() and dtype == tl.float8e4nv:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,r,r", [low, high], dtype=tl.int16, is_pure=True, pack=1
+        )
+    elif is_cuda() and dtype == tl.float8e5:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.e5m2x2.f32 $0, $2, $1;", "=h,r,r", [low, high], dtype=tl.int16, is_pure=True, pack=1
+        )
+    else:
+        lower = to_fp8(low, dtype).to(tl.uint8, bitcast=True).to(tl.int16)
+        return lower | (to_fp8(high, dtype).to(tl.uint8, bitcast=True).to(tl.int16) << 8)
+
+
+@triton.jit
 def to_fp8_words(y0, y1, y2, y3, dtype: tl.constexpr):
     """`to_fp8` of four tiles to one of uint32: the bytes of a word come from the four tiles, the first in the lowest byte."""
     if is_cuda() and dtype == tl.float8e4nv:
@@ -364,7 +380,7 @@ def await_arrivals(ws_ptr, index, count, tag):
     All of them must be resident: launch cooperatively. The loads that follow in the thread go to L2, as this one does, and are
     not issued before it has seen the last arrival.
     """
-    word = (tag.to(tl.uint64) << 32) | count.to(tl.uint64)
+    word = (tag.to(tl.uint64) << 32) | tl.full((), 0, tl.uint64) + count
     tl.inline_asm_elementwise(
         """{
         .reg .pred p;

@@ -154,6 +154,7 @@ OPERATORS = [
     (custom.fp8_rowwise_2d, (X8,)),
     (custom.fp8_colwise_3d, (W8, "e5m2", False, True)),
     (custom.fp8_rowwise_3d_transpose, (W8,)),
+    (custom.fp8_rowwise_3d_both, (W8,)),
     (custom.fp8_group_colwise, (X8, OFFS)),
     (custom.fp8_group_colwise_dual, (X8, X8[:, :8].contiguous(), OFFS)),
     (custom.fp8_tensorwise_2d, (X8, "e4m3", "both")),

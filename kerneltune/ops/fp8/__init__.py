@@ -6,7 +6,8 @@ Formula and NaN policy: reference.py. Source: torchao 0.18's float8 kernels for 
 from collections.abc import Callable
 from typing import Any
 
-from kerneltune.ops.fp8 import flat, groups, peers, reference, rows, tensorwise, torchao, transpose
+from kerneltune.ops.fp8 import both, flat, groups, peers, reference, rows, tensorwise, torchao, transpose
+from kerneltune.ops.fp8.both import BothConfig, BothLayouts, fp8_rowwise_3d_both
 from kerneltune.ops.fp8.groups import GroupConfig, fp8_group_colwise, fp8_group_colwise_dual, fp8_rowwise_3d_transpose
 from kerneltune.ops.fp8.rows import RowConfig, fp8_colwise_3d, fp8_rowwise_2d
 from kerneltune.ops.fp8.tensorwise import (
@@ -21,6 +22,8 @@ from kerneltune.spec import Case, Inputs, Op, Outputs, Variant
 
 __all__ = [
     "OPS",
+    "BothConfig",
+    "BothLayouts",
     "GroupConfig",
     "RowConfig",
     "SegmentConfig",
@@ -30,6 +33,7 @@ __all__ = [
     "fp8_group_colwise",
     "fp8_group_colwise_dual",
     "fp8_rowwise_2d",
+    "fp8_rowwise_3d_both",
     "fp8_rowwise_3d_transpose",
     "fp8_tensorwise_2d",
     "fp8_tensorwise_3d",
@@ -173,6 +177,23 @@ OPS = (
             ),
             Variant("optimized", groups.run_weights, GroupConfig, groups.space, groups.valid, default=groups.default),
             *_peers(peers.torchao_transpose, peers.compile_transpose, peers.eager_transpose),
+        ),
+    ),
+    Op(
+        name="fp8_rowwise_3d_both",
+        axes=("E", "K", "N"),
+        dtypes=_DTYPES,
+        quants=("fp8",),
+        options=reference.OPTIONS,
+        free_axes=("E",),
+        inputs=groups.weight_inputs,
+        reference=both.both_reference,
+        compare=groups.compare,
+        traffic=both.both_traffic,
+        module="kerneltune.ops.fp8.both",
+        variants=(
+            Variant("baseline", both.run_separately),
+            Variant("optimized", both.run_both, BothConfig, both.space, both.valid, default=both.default),
         ),
     ),
     Op(

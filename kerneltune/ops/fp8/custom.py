@@ -7,7 +7,7 @@ differentiated: quantisation has no gradient of its own. Results that a layout l
 import torch
 from torch import Tensor
 
-from kerneltune.ops.fp8 import groups, rows, tensorwise, transpose
+from kerneltune.ops.fp8 import both, groups, rows, tensorwise, transpose
 from kerneltune.ops.fp8.reference import FP8
 
 
@@ -46,6 +46,22 @@ def fp8_rowwise_3d_transpose(
 def _(w: Tensor, fp8_format: str = "e4m3", pow2: bool = True, inverse: bool = False) -> tuple[Tensor, Tensor]:
     E, K, N = w.shape
     return w.new_empty((E, K, N), dtype=FP8[fp8_format]).transpose(1, 2), _scales(w, E, K)
+
+
+@torch.library.custom_op("kerneltune::fp8_rowwise_3d_both", mutates_args=())
+def fp8_rowwise_3d_both(
+    w: Tensor, fp8_format: str = "e4m3", pow2: bool = True, inverse: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """w (E, K, N), column-major, to q of its strides, scales (E, 1, N), q_t (E, N, K), column-major, and scales (E, K)."""
+    q, scale, q_t, scale_t = both.fp8_rowwise_3d_both(w, fp8_format, pow2=pow2, inverse=inverse)
+    return q, scale, q_t, scale_t
+
+
+@fp8_rowwise_3d_both.register_fake
+def _(w: Tensor, fp8_format: str = "e4m3", pow2: bool = True, inverse: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    E, K, N = w.shape
+    q, q_t = (w.new_empty(shape, dtype=FP8[fp8_format]).transpose(1, 2) for shape in ((E, N, K), (E, K, N)))
+    return q, _scales(w, E, 1, N), q_t, _scales(w, E, K)
 
 
 @torch.library.custom_op("kerneltune::fp8_group_colwise", mutates_args=())

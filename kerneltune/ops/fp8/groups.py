@@ -8,18 +8,25 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 
 from kerneltune.arguments import DTYPE_NAMES, ITEMSIZE
 from kerneltune.launch import phases, resident
 from kerneltune.ops.fp8 import kernels, reference
-from kerneltune.ops.fp8.common import QUANT_OPTIONS, best_config, check_format, check_offs, check_weights, scale_of_nothing
+from kerneltune.ops.fp8.common import (
+    QUANT_OPTIONS,
+    TL_DTYPES,
+    best_config,
+    check_format,
+    check_offs,
+    check_weights,
+    in_pairs,
+    scale_of_nothing,
+)
 from kerneltune.spec import Case, Inputs, Outputs, Space, Traffic
 from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX
 from kerneltune.workspace import workspace
 
 _SHARED_BYTES = 225_000
-_TL_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 _GROUP_OPTIONS = (*QUANT_OPTIONS, ("groups", "balanced"))
 _Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -166,8 +173,8 @@ def _launch(parts, offs, groups: int, rows: int, c: GroupConfig, fp8_format: str
     ws = workspace(groups * stripes * (c.cols + 1), x.device)
     table = None if offs is None else torch.empty(groups + 1, dtype=torch.int32, device=x.device)
     # 16-bit numbers in pairs, where widths and addresses allow
-    pairs = 2 if x.element_size() == 2 and all(_in_pairs(part[0]) for part in parts) else 1
-    dtype = _TL_DTYPES[x.dtype]
+    pairs = 2 if all(in_pairs(part[0]) for part in parts) else 1
+    dtype = TL_DTYPES[x.dtype]
     if pairs == 2:
         x, x2 = x.view(torch.int32), x2.view(torch.int32)
     for phase, options in phases(c.warps, c.ctas, together=longest <= (c.ahead + 1) * programs):
@@ -180,11 +187,6 @@ def _launch(parts, offs, groups: int, rows: int, c: GroupConfig, fp8_format: str
         )  # fmt: skip
 
 
-def _in_pairs(x: torch.Tensor) -> bool:
-    """Whether rows of 16-bit numbers can be read as int32."""
-    return x.shape[1] % 2 == 0 and (x.stride(0) % 2 == 0 or x.shape[0] == 1) and x.storage_offset() % 2 == 0
-
-
 def _resolve(case: Case, knobs: dict[str, Any] | None) -> GroupConfig | None:
     if knobs is None:
         return default(case)
@@ -193,12 +195,12 @@ def _resolve(case: Case, knobs: dict[str, Any] | None) -> GroupConfig | None:
 
 
 def space(case: Case) -> Space:
-    """Tiles from 64 x 32 to 256 x 128; no taller than the groups of weights are."""
-    rows = (64, 128, 256) if "N" not in dict(case.axes) or "M" in dict(case.axes) or case["N"] > 64 else (64,)
+    """Tiles from 64 x 32 to 512 x 128; no taller than experts are."""
+    rows = (64, 128, 256, 512) if "M" in dict(case.axes) else (64, 128, 256) if case["N"] > 64 else (64,)
     return {
         "rows": rows,
         "cols": (32, 64, 128),
-        "warps": (4, 8),
+        "warps": (2, 4, 8),
         "ctas": (1, 2, 3, 4, 5, 6, 8),
         "stages": (1, 2, 3),
         "ahead": (1, 2, 3),

@@ -1,0 +1,159 @@
+"""Expert weights in both layouts, for the forward product and for dgrad, each with its own scales, from one read.
+
+Kernel in both_kernels.py. May import common, groups, reference, rows, spec, tl_lib, launch, workspace.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from kerneltune.arguments import ITEMSIZE
+from kerneltune.launch import phases, resident
+from kerneltune.ops.fp8 import groups, reference, rows
+from kerneltune.ops.fp8.both_kernels import cast_both
+from kerneltune.ops.fp8.common import TL_DTYPES, best_config, check_format, check_weights, in_pairs, scale_of_nothing
+from kerneltune.spec import Case, Inputs, Outputs, Space, Traffic
+from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX
+from kerneltune.workspace import workspace
+
+_SHARED_BYTES = 225_000
+
+
+@dataclass(frozen=True, slots=True)
+class BothConfig:
+    """rows, cols: of a tile; warps: of a program; ctas: programs per multiprocessor, each looping over tiles; stages: depth of
+    that loop's load pipeline."""
+
+    rows: int
+    cols: int
+    warps: int
+    ctas: int
+    stages: int
+
+
+class BothLayouts(NamedTuple):
+    """q (E, K, N) and scale (E, 1, N) of `fp8_colwise_3d`; q_t (E, N, K) and scale_t (E, K) of `fp8_rowwise_3d_transpose`."""
+
+    q: torch.Tensor
+    scale: torch.Tensor
+    q_t: torch.Tensor
+    scale_t: torch.Tensor
+
+
+def fp8_rowwise_3d_both(
+    w: torch.Tensor,
+    fp8_format: str = "e4m3",
+    *,
+    pow2: bool = True,
+    inverse: bool = False,
+    config: BothConfig | None = None,
+) -> BothLayouts:
+    """`fp8_colwise_3d` and `fp8_rowwise_3d_transpose` of the same weights in one launch, bit for bit.
+
+    Args:
+        w: (E, K, N) bf16, fp16 or fp32, column-major: strides (K N, 1, K), the transposed view of a contiguous (E, N, K).
+        fp8_format: `e4m3`, `e5m2`, `e4m3fnuz` or `e5m2fnuz`.
+        pow2: round scales down to powers of two.
+        inverse: return 1 / scale instead of the multiplier.
+        config: None takes the best known config.
+
+    Raises:
+        ValueError: a wrong shape, stride, dtype or value, which it names.
+
+    Source: torchao's pull request 4389 for the idea, with a scale per row and column instead of one in all.
+    """
+    check_format(fp8_format)
+    check_weights("w", w)
+    E, K, N = w.shape
+    q = torch.empty((E, N, K), dtype=FP8_DTYPES[fp8_format], device=w.device)
+    q_t = torch.empty((E, K, N), dtype=q.dtype, device=w.device)
+    scale = torch.empty((E, 1, N), dtype=torch.float32, device=w.device)
+    scale_t = torch.empty((E, K), dtype=torch.float32, device=w.device)
+    out = BothLayouts(q.transpose(1, 2), scale, q_t.transpose(1, 2), scale_t)
+    if not w.numel():
+        for scales in (scale, scale_t):
+            scales.fill_(scale_of_nothing(fp8_format, pow2, inverse))
+        return out
+    if config is None:
+        axes = (("E", E), ("K", K), ("N", N))
+        config = best_config("fp8_rowwise_3d_both", axes, ("E",), w, _resolve)
+    _launch(w.transpose(1, 2).view(E * N, K), q, q_t, scale, scale_t, (E, K, N), config, fp8_format, pow2, inverse)
+    return out
+
+
+def _launch(x, q, q_t, scale, scale_t, shape, c: BothConfig, fp8_format: str, pow2: bool, inverse: bool) -> None:
+    E, K, N = shape
+    stripes = triton.cdiv(K, c.cols)
+    total = E * stripes * triton.cdiv(N, c.rows)
+    programs = min(total, resident(x.device, c.ctas))
+    ws = workspace(E + E * N + E * stripes * c.cols, x.device)
+    pairs = 2 if in_pairs(x) else 1
+    dtype = TL_DTYPES[x.dtype]
+    if pairs == 2:
+        x, q = x.view(torch.int32), q.view(torch.int16)
+    for phase, options in phases(c.warps, c.ctas):
+        cast_both[(programs,)](
+            x, q, q_t, scale, scale_t, ws, E, total,
+            N=N, C=K // pairs, FP8_MAX=FP8_MAX[fp8_format], POW2=pow2, INVERSE=inverse, ROWS=c.rows, COLS=c.cols // pairs,
+            PAIRS=pairs, dtype=dtype, PHASE=phase, PACKED=N % 4 == 0, STAGES=c.stages, num_warps=c.warps, **options,
+        )  # fmt: skip
+
+
+def _resolve(case: Case, knobs: dict[str, Any] | None) -> BothConfig | None:
+    config = default(case) if knobs is None else BothConfig(**knobs)
+    return config if knobs is None or valid(case, config) is None else None
+
+
+def space(case: Case) -> Space:
+    """Tiles from 64 x 64 to 256 x 128; no taller than experts are."""
+    tall = (64, 128, 256) if case["N"] > 64 else (64,)
+    return {"rows": tall, "cols": (64, 128, 256), "warps": (2, 4, 8), "ctas": (1, 2, 3, 4, 5, 6, 8), "stages": (1, 2)}
+
+
+def valid(case: Case, config: BothConfig) -> str | None:
+    """Why a config cannot run, or cannot be worth running."""
+    per_thread = config.rows * config.cols / (32 * config.warps)
+    if not 16 <= per_thread <= 128:
+        return f"{per_thread:g} elements per thread"
+    if 32 * config.warps * config.ctas * (per_thread * ITEMSIZE[case.dtype] / 4 + 32) > 65536:
+        return "more registers than a multiprocessor has"
+    shared = config.ctas * ((config.stages - 1) * 2 * ITEMSIZE[case.dtype] + 1) * config.rows * config.cols
+    return f"{shared} bytes of shared memory" if shared > _SHARED_BYTES else None
+
+
+def default(case: Case) -> BothConfig:
+    """A config for any shape, by rule."""
+    return BothConfig(rows=64 if case.dtype == "float32" else 128, cols=64, warps=4, ctas=3, stages=1)
+
+
+def both_reference(inputs: Inputs) -> Outputs:
+    """Over the rows and over the columns of every expert."""
+    w = inputs["w"]
+    E, K, N = w.shape
+    down = groups.weight_reference(inputs)
+    along = [reference.quantised(expert, 0, inputs) for expert in w]
+    if not along:
+        empty = torch.empty((E, K, N), dtype=reference.FP8[inputs["fp8_format"]])
+        return {"q": empty, "scale": torch.empty((E, 1, N)), "q_t": down["q"], "scale_t": down["scale"]}
+    q = torch.stack([part for part, _ in along])
+    return {"q": q, "scale": torch.stack([part for _, part in along]), "q_t": down["q"], "scale_t": down["scale"]}
+
+
+def both_traffic(case: Case) -> Traffic:
+    """w read; both layouts and both sets of scales written."""
+    elements = case["E"] * case["K"] * case["N"]
+    return Traffic(ITEMSIZE[case.dtype] * elements, 2 * elements + 4 * case["E"] * (case["K"] + case["N"]))
+
+
+def run_both(inputs: Inputs, config: BothConfig | None) -> Outputs:
+    """`fp8_rowwise_3d_both` on a case's inputs."""
+    return fp8_rowwise_3d_both(inputs["w"], config=config, **reference.chosen(inputs))._asdict()
+
+
+def run_separately(inputs: Inputs, _config: None) -> Outputs:
+    """The two operators that it replaces, each in its best config, one after the other."""
+    q, scale = rows.fp8_colwise_3d(inputs["w"], **reference.chosen(inputs))
+    q_t, scale_t = groups.fp8_rowwise_3d_transpose(inputs["w"], **reference.chosen(inputs))
+    return {"q": q, "scale": scale, "q_t": q_t, "scale_t": scale_t}

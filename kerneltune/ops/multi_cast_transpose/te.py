@@ -1,0 +1,88 @@
+"""The published design: one launch per weight of TransformerEngine's Triton cast-transpose, under delayed scaling.
+
+Source: ROCm/TransformerEngine's te_cast_transpose_noop_triton, written anew from its contract: a tile is stored twice from the
+registers that loaded it, programs are ordered in groups of row blocks, every tile raises amax. May import tl_lib.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kerneltune.spec import Case, Inputs, Outputs, Space
+from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX, quantize, reciprocal, wide
+
+_PUBLISHED = {64: (1, 8), 128: (8,)}
+"""Row groups that were published for a tile."""
+
+
+@dataclass(frozen=True, slots=True)
+class TeCastConfig:
+    """block: rows and columns of a tile; group: row blocks that follow each other; warps: of a program."""
+
+    block: int
+    group: int
+    warps: int
+
+
+@triton.jit
+def _cast_transpose_te(
+    x_ptr, q_ptr, qt_ptr, scale_ptr, amax_ptr, scale_inv_ptr, M, N,
+    FP8_MAX: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    down, across = tl.cdiv(M, BLOCK), tl.cdiv(N, BLOCK)
+    first = tl.program_id(0) // (GROUP * across) * GROUP
+    height = tl.minimum(down - first, GROUP)
+    inside = tl.program_id(0) % (GROUP * across)
+    rows = (first + inside % height) * BLOCK + tl.arange(0, BLOCK)
+    cols = inside // height * BLOCK + tl.arange(0, BLOCK)
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    scale = tl.load(scale_ptr)
+    if tl.program_id(0) == 0:
+        tl.store(scale_inv_ptr, reciprocal(scale))
+    x = tl.load(x_ptr + wide(rows)[:, None] * N + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    q = quantize(x, scale, FP8_MAX, q_ptr.dtype.element_ty)
+    tl.store(q_ptr + wide(rows)[:, None] * N + cols[None, :], q, mask=mask)
+    tl.store(qt_ptr + wide(cols)[None, :] * M + rows[:, None], q, mask=mask)
+    tl.atomic_max(amax_ptr, tl.max(tl.max(tl.abs(x), axis=1), axis=0), sem="relaxed")
+
+
+def run(inputs: Inputs, config: TeCastConfig) -> Outputs:
+    """Weight by weight on a case's inputs."""
+    scales, amaxes, dtype = inputs["scales"], inputs["amaxes"], FP8_DTYPES[inputs["fp8_format"]]
+    scale_inv = torch.empty_like(scales)
+    outputs: dict[str, torch.Tensor] = {"scale_inv": scale_inv}
+    for i in range(scales.shape[0]):
+        x = inputs[f"x{i}"]
+        M, N = x.shape
+        q, qt = (torch.empty(shape, dtype=dtype, device=x.device) for shape in ((M, N), (N, M)))
+        _cast_transpose_te[(triton.cdiv(M, config.block) * triton.cdiv(N, config.block),)](
+            x, q, qt, scales[i : i + 1], amaxes[i : i + 1], scale_inv[i : i + 1], M, N,
+            FP8_MAX=FP8_MAX[inputs["fp8_format"]], BLOCK=config.block, GROUP=config.group, num_warps=config.warps,
+        )  # fmt: skip
+        outputs |= {f"q{i}": q, f"qt{i}": qt}
+    return outputs
+
+
+def space(_case: Case) -> Space:
+    """The three published configs."""
+    return {"block": (64, 128), "group": (1, 8), "warps": (4, 8)}
+
+
+def valid(_case: Case, config: TeCastConfig) -> str | None:
+    """Whether a config was published."""
+    published = config.group in _PUBLISHED[config.block] and config.warps == config.block // 16
+    return None if published else "not among the published configs"
+
+
+def default(_case: Case) -> TeCastConfig:
+    """The first published one."""
+    return TeCastConfig(64, 1, 4)
+
+
+def unsupported(case: Case) -> str | None:
+    """More weights than a graph of single launches is recorded for, or one of nothing."""
+    if case["M"] == 0 or case["N"] == 0:
+        return "nothing to launch"
+    return None if case["T"] <= 256 else "one launch per matrix is recorded for 256 matrices at most"
