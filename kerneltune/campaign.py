@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kerneltune import device, records, sweep
+from kerneltune.files import replace_text
 from kerneltune.measuring.compare import Ceiling, check_only, compare, config_values
 from kerneltune.plan import Options, Progress, Selection, load_plan, require_gpu, results_folder, results_root, wanted_variants
 from kerneltune.records import Key, Record
@@ -207,16 +208,9 @@ def _write(family: str, measured: Sequence[Record], options: Options) -> None:
     folder = results_folder(options)
     records.merge(folder / f"{family}.jsonl", [*_journalled(_journal(family, options)), *measured])
     everything = records.load(folder / f"{family}.jsonl")
-    _write_text(folder / f"{family}.md", tables.sweep_markdown(everything))
-    _write_text(folder / f"{family}.csv", tables.sweep_csv(everything))
+    replace_text(folder / f"{family}.md", tables.sweep_markdown(everything))
+    replace_text(folder / f"{family}.csv", tables.sweep_csv(everything))
     _journal(family, options).unlink(missing_ok=True)
-
-
-def _write_text(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _write_checked(family: str, checked: Sequence[Record], options: Options) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kerneltune.cli import options as o
-from kerneltune.cli.console import error_line, note, show, width
+from kerneltune.cli.console import error_line, note, show, width, write
 from kerneltune.cli.progress import reporter
 
 if TYPE_CHECKING:
@@ -136,14 +136,13 @@ def _keep(path: Path, measured: "list[Record]") -> None:
 
 def _report(verdict: "Verdict", junit: Path | None, markdown: Path | None, annotations: bool) -> None:
     """The answer in every form asked for, then its exit code."""
-    from kerneltune.files import append_text, replace_text
+    from kerneltune.files import append_text
     from kerneltune.gating.report import gate_annotations, gate_junit, gate_markdown, gate_text
 
     show(gate_text(verdict, width()))
     for path, render in ((junit, gate_junit), (markdown, gate_markdown)):
         if path is not None:
-            replace_text(path, render(verdict))
-            note(f"wrote {path}")
+            write(path, render(verdict))
     if annotations:
         show(gate_annotations(verdict))
         if os.environ.get("GITHUB_STEP_SUMMARY"):

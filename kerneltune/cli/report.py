@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kerneltune.cli import options as o
-from kerneltune.cli.console import note
-from kerneltune.cli.files import record_files, write_whole
+from kerneltune.cli.console import note, write
+from kerneltune.cli.files import record_files
 
 if TYPE_CHECKING:
     from kerneltune.cache import Entry
@@ -51,16 +51,16 @@ def command(
             from kerneltune.reporting.pictures import draw
 
             for name, content in draw(sources.records, sources.pair, suffix).items():
-                write_whole(folder / f"{name}.{suffix}", content)
+                write(folder / f"{name}.{suffix}", content)
                 pictures.append(folder / f"{name}.{suffix}")
     if markdown is not None:
-        write_whole(markdown, _markdown(sources, pictures, markdown.parent).encode())
+        write(markdown, _markdown(sources, pictures, markdown.parent))
     if output is not None or not (png or svg or markdown):
         from kerneltune.reporting.page import page
         from kerneltune.reporting.payload import payload
 
         content = page(payload(sources)).encode()
-        write_whole(output or _PAGE, content)
+        write(output or _PAGE, content)
         if len(content) > _LARGE:
             note(f"the page has {len(content) / 1e6:.1f} MB; --op, --dtype and --quant make it smaller")
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kerneltune.cli import options as o
-from kerneltune.cli.console import note, show_table
+from kerneltune.cli.console import note, show_table, write
 from kerneltune.cli.progress import reporter
 
 if TYPE_CHECKING:
@@ -62,7 +62,6 @@ def command(
         from kerneltune.gating.study import saved
 
         measured = saved(source)
-    from kerneltune.files import replace_text
     from kerneltune.gating import study
 
     if save is not None:
@@ -72,8 +71,7 @@ def command(
     show_table(study.STUDY_HEAD, study.study_cells(rows))
     for path, render in ((markdown, study.study_markdown), (csv, study.study_csv)):
         if path is not None:
-            replace_text(path, render(rows))
-            note(f"wrote {path}")
+            write(path, render(rows))
 
 
 def _measured(selection: "Selection", options: "Options", processes: int, delays: list[float] | None) -> "list[Process]":
