@@ -17,6 +17,7 @@ from typing import Any
 from filelock import FileLock
 
 from kerneltune import misses
+from kerneltune.files import replace_text
 from kerneltune.spec import Case, Option
 
 SCHEMA = 1
@@ -131,7 +132,7 @@ def store(op_name: str, device_slug: str, entry: Entry, root: Path | None = None
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_name(f".{path.name}.lock")):
             kept = [e for e in load_strict(path) if e.identity != entry.identity] if path.exists() else []
-            _replace(path, _render(op_name, device_slug, [*kept, entry]))
+            replace_text(path, _render(op_name, device_slug, [*kept, entry]))
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror or error}") from error
     clear()
@@ -328,17 +329,3 @@ def _render(op_name: str, device_slug: str, entries: Sequence[Entry]) -> str:
             raise _bad("config", entry.config, "values that JSON can hold, in the evidence too") from error
     head = f'{{\n  "schema": {SCHEMA},\n  "op": {_text(op_name)},\n  "device": {_text(device_slug)},\n  "entries": [\n'
     return head + ",\n".join(rows) + "\n  ]\n}\n"
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write under the lock: a temporary file on the same file system, flushed to disk, then renamed."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise

@@ -9,13 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kerneltune import device, records, report, sweep
-from kerneltune.compare import Ceiling, check_only, compare, config_values
+from kerneltune import device, records, sweep
+from kerneltune.files import replace_text
+from kerneltune.measuring.compare import Ceiling, check_only, compare, config_values
 from kerneltune.plan import Options, Progress, Selection, load_plan, require_gpu, results_folder, results_root, wanted_variants
 from kerneltune.records import Key, Record
+from kerneltune.reporting import tables
+from kerneltune.search.trials import drop_cut_line
 from kerneltune.spec import Case, Config, Op, Variant
-from kerneltune.trials import drop_cut_line
-from kerneltune.tuning import CEILING_OP, cached_config, ceiling_case, tune_entries
+from kerneltune.tuning.run import CEILING_OP, cached_config, ceiling_case, tune_entries
 
 _CHECKED_CONFIGS = 3
 
@@ -206,16 +208,9 @@ def _write(family: str, measured: Sequence[Record], options: Options) -> None:
     folder = results_folder(options)
     records.merge(folder / f"{family}.jsonl", [*_journalled(_journal(family, options)), *measured])
     everything = records.load(folder / f"{family}.jsonl")
-    _write_text(folder / f"{family}.md", report.sweep_markdown(everything))
-    _write_text(folder / f"{family}.csv", report.sweep_csv(everything))
+    replace_text(folder / f"{family}.md", tables.sweep_markdown(everything))
+    replace_text(folder / f"{family}.csv", tables.sweep_csv(everything))
     _journal(family, options).unlink(missing_ok=True)
-
-
-def _write_text(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _write_checked(family: str, checked: Sequence[Record], options: Options) -> None:

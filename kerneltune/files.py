@@ -1,4 +1,4 @@
-"""Text files that are replaced as a whole or not at all, or added to.
+"""Files that are replaced as a whole or not at all, or added to.
 
 Knows nothing of what is in them. Imports the standard library.
 """
@@ -8,7 +8,12 @@ from pathlib import Path
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write `text` to `path` by way of a file beside it, flushed to disk; creates the folders. Pipes are written directly.
+    """`replace_bytes` of the text in UTF-8."""
+    replace_bytes(path, text.encode())
+
+
+def replace_bytes(path: Path, content: bytes) -> None:
+    """Write `content` to `path` by way of a file beside it, flushed to disk; creates the folders. Pipes are written directly.
 
     Raises:
         ValueError: `cannot write file: …`; the file is as before.
@@ -16,11 +21,11 @@ def replace_text(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not path.is_file():
-            path.write_text(text, encoding="utf-8")
+            path.write_bytes(content)
         else:
-            _replace(path, text)
+            _replace(path, content)
     except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}") from error
+        raise ValueError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def append_text(path: Path, text: str) -> None:
@@ -36,11 +41,11 @@ def append_text(path: Path, text: str) -> None:
         raise ValueError(f"cannot write {path}: {error.strerror}") from error
 
 
-def _replace(path: Path, text: str) -> None:
+def _replace(path: Path, content: bytes) -> None:
     part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with part.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with part.open("wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from kerneltune import cache, device, sweep
-from kerneltune.search import DEFAULT_SAMPLER
+from kerneltune.search.loop import DEFAULT_SAMPLER
 from kerneltune.spec import Op, Variant
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from kerneltune.search.trials import Trial
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
 from kerneltune.stats import Samples
-from kerneltune.trials import Trial
 
 
 @dataclass(frozen=True, slots=True)

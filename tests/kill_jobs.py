@@ -6,11 +6,11 @@ from pathlib import Path
 
 from bench_jobs import CASE, OPS, VARIANT, FakeBench
 
-from kerneltune.bench import IsolatedBench
-from kerneltune.compiler import Compiled
-from kerneltune.search import Search
-from kerneltune.trials import TrialStore
-from kerneltune.tune import Tuner, tune
+from kerneltune.measuring.compiler import Compiled
+from kerneltune.search.loop import Search
+from kerneltune.search.trials import TrialStore
+from kerneltune.tuning.bench import IsolatedBench
+from kerneltune.tuning.tuner import Tuner, tune
 
 
 def compiled(_config: object) -> "Future[Compiled]":

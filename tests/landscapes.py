@@ -6,8 +6,8 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from kerneltune.spaces import Knobs, MeasuredSpace
-from kerneltune.trials import Trial
+from kerneltune.search.spaces import Knobs, MeasuredSpace
+from kerneltune.search.trials import Trial
 
 KNOBS: Mapping[str, tuple[Any, ...]] = {
     "rows": (1, 2, 4, 8),

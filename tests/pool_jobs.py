@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kerneltune.compiler import TARGETS, Compiled, CompilePool, Job
+from kerneltune.measuring.compiler import TARGETS, Compiled, CompilePool, Job
 
 
 def no_inputs(*, device: str) -> Mapping[str, Any]:

@@ -1,6 +1,6 @@
 """Registers, spills and access widths, on lines as cuobjdump and LLVM print them."""
 
-from kerneltune.assembly import Access, Usage, gcn_accesses, gcn_usage, sass_accesses, sass_usage, typical_bits
+from kerneltune.measuring.assembly import Access, Usage, gcn_accesses, gcn_usage, sass_accesses, sass_usage, typical_bits
 
 SASS = """
  Function _rmsnorm_fwd_rows:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from gate_rows import record
 
-from kerneltune.baseline import load_baseline
+from kerneltune.gating.baseline import load_baseline
 from kerneltune.records import append, to_json
 
 

@@ -15,9 +15,9 @@ import pytest
 from bench_jobs import CASE, OPS, VARIANT, FakeBench, Knobs, NeverOpens
 
 from kerneltune import ops
-from kerneltune.bench import ChildLostError, GpuBench, IsolatedBench, _Named, split_cores
+from kerneltune.search.trials import Trial
 from kerneltune.spec import Op
-from kerneltune.trials import Trial
+from kerneltune.tuning.bench import ChildLostError, GpuBench, IsolatedBench, _Named, split_cores
 
 
 @pytest.fixture

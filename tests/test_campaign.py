@@ -11,13 +11,13 @@ import torch
 
 from kerneltune import device, ops, records
 from kerneltune.campaign import _journalled, _still_good, compare_live, run_sweep
-from kerneltune.check import Checker
-from kerneltune.compare import config_values
 from kerneltune.device import INTERPRETER
+from kerneltune.measuring.check import Checker
+from kerneltune.measuring.compare import config_values
 from kerneltune.plan import Options, Quiet, Selection, results_folder
 from kerneltune.records import Record
 from kerneltune.spec import Case, Variant
-from kerneltune.tuning import run_tune
+from kerneltune.tuning.run import run_tune
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")
 

@@ -157,7 +157,7 @@ def test_a_failure_of_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch, write:
     def broken(*_: object) -> None:
         raise KeyError("ours")
 
-    monkeypatch.setattr("kerneltune.gate.gate", broken)
+    monkeypatch.setattr("kerneltune.gating.verdict.gate", broken)
     path = write("a.jsonl", record())
     assert isinstance(run("gate", path, path).exception, KeyError)
 
@@ -213,7 +213,7 @@ def campaign(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return list(seen["answer"])
 
     monkeypatch.setattr("kerneltune.campaign.run_sweep", fake)
-    monkeypatch.setattr("kerneltune.tuning.run_tune", fake)
+    monkeypatch.setattr("kerneltune.tuning.run.run_tune", fake)
     return seen
 
 
@@ -615,8 +615,8 @@ def test_a_run_judges_what_its_processes_measure(
         seen.append((selection.family, selection.variants, options.peers, processes))
         return both(100, 70)
 
-    monkeypatch.setattr("kerneltune.gate_run.run_processes", measured)
-    monkeypatch.setattr("kerneltune.gate_run.pool", lambda rows: list(rows))
+    monkeypatch.setattr("kerneltune.gating.run.run_processes", measured)
+    monkeypatch.setattr("kerneltune.gating.run.pool", lambda rows: list(rows))
     old, kept = write("old.jsonl", *both(), record(variant="liger")), tmp_path / "kept.jsonl"
     result = run("gate", old, "--run", "rmsnorm", "--processes", "2", "--variant", "baseline", "--save", kept)
     assert (result.exit_code, seen) == (0, [("rmsnorm", ("baseline",), False, 2)])

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from kerneltune import compare, device, ops
+from kerneltune import device, ops
+from kerneltune.measuring import compare
 from kerneltune.spec import Case, Variant
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="pretends a GPU")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kerneltune.compiler import TARGETS, Compiled, Kernel
+from kerneltune.measuring.compiler import TARGETS, Compiled, Kernel
 
 TESTS = Path(__file__).parent
 THREADS, REGISTER_FILE = 32, 65536

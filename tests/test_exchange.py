@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 from kerneltune import cache, device, exchange, ops
 from kerneltune.cache import Entry
 from kerneltune.cli import app
-from kerneltune.verify import verify
+from kerneltune.tuning.verify import verify
 
 SHIPPED = Path(__file__).parent.parent / "configs" / "nvidia_h200"
 OPS = ops.load()

@@ -5,7 +5,7 @@ import torch
 
 from kerneltune import ops, sweep
 from kerneltune.agreement import same_bits, same_fp8
-from kerneltune.check import Checker
+from kerneltune.measuring.check import Checker
 from kerneltune.ops import fp8
 from kerneltune.ops.fp8 import custom, peers, reference
 from kerneltune.spec import Case

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from gate_rows import by_process, record, untimed
 
-from kerneltune.gate import confirm, gate
+from kerneltune.gating.verdict import confirm, gate
 from kerneltune.records import Record
 
 

@@ -7,10 +7,10 @@ import pytest
 
 from kerneltune import ops
 from kerneltune.cli.options import load_ops
-from kerneltune.gate import gate
-from kerneltune.gate_run import run_gate, run_processes
+from kerneltune.gating.planted import measure_planted
+from kerneltune.gating.run import run_gate, run_processes
+from kerneltune.gating.verdict import gate
 from kerneltune.plan import Options, Quiet, Selection
-from kerneltune.planted import measure_planted
 from kerneltune.spec import Case
 
 pytestmark = pytest.mark.gpu

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from simulated import run
 
-from kerneltune.gate import Outcome, confirm, gate
+from kerneltune.gating.verdict import Outcome, confirm, gate
 
 ROWS = 200
 MARGIN = 0.03

@@ -6,8 +6,8 @@ from xml.etree import ElementTree
 import pytest
 from gate_rows import LABEL, record, untimed
 
-from kerneltune.gate import GateRow, Verdict, gate
-from kerneltune.gate_report import gate_annotations, gate_junit, gate_markdown, gate_text
+from kerneltune.gating.report import gate_annotations, gate_junit, gate_markdown, gate_text
+from kerneltune.gating.verdict import GateRow, Verdict, gate
 
 OLD = [record(), record(quant="none"), record(quant="fp8_t"), record(variant="pr593"), record(variant="eager")]
 NEW = [record(103.5), record(110.0, quant="none"), record(90.0, quant="fp8_t"), record(variant="pr593")]

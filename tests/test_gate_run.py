@@ -10,8 +10,9 @@ import pytest
 import torch
 from simulated import one_process, rounds_us
 
-from kerneltune import campaign, device, gate_run, ops
-from kerneltune.gate_run import run_gate
+from kerneltune import campaign, device, ops
+from kerneltune.gating import run as gate_run
+from kerneltune.gating.run import run_gate
 from kerneltune.plan import Options, Quiet, Selection
 from kerneltune.records import Record
 from kerneltune.spec import Case, Op

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kerneltune.health import counter_line, gpu_lines, throttle_names
+from kerneltune.inspection.health import counter_line, gpu_lines, throttle_names
 
 
 class FakeNvml:

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kerneltune import insight, ops
+from kerneltune import ops
 from kerneltune.cli import app
-from kerneltune.insight import dead_values, importances, portfolio, regret, sparkline, ties
+from kerneltune.search import insight
+from kerneltune.search.insight import dead_values, importances, portfolio, regret, sparkline, ties
+from kerneltune.search.trials import Trial, TrialStore
 from kerneltune.spec import Case
-from kerneltune.trials import Trial, TrialStore
 
 
 def knobs(block: int, warps: int) -> insight.Knobs:

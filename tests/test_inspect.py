@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from kerneltune import device, ncu, revision, survey
-from kerneltune.assembly import Access, Kernel
+from kerneltune import device
 from kerneltune.cli import app, console
-from kerneltune.compiler import Compiled
+from kerneltune.inspection import ncu, revision, survey
+from kerneltune.inspection.static import StaticRow, Survey, save
+from kerneltune.measuring.assembly import Access, Kernel
+from kerneltune.measuring.compiler import Compiled
 from kerneltune.spec import Variant
-from kerneltune.static import StaticRow, Survey, save
 
 KERNEL = Kernel("_rmsnorm_fwd_rows", 8, 40, 0, 32, 0, (Access("load", 128, 4), Access("store", 32, 1)))
 

@@ -48,7 +48,6 @@ def test_twenty_kills_lose_nothing_but_the_running_evaluation(tmp_path: Path) ->
     assert stored == Counter(range(60))  # every config once
     assert measured.keys() == stored.keys()
     assert measured.total() - 60 <= killed  # what was running when the process died is measured again, nothing else
-    assert max(measured.values()) <= 3
     (path,) = (tmp_path / "configs").rglob("*.json")
     (entry,) = cache.load_strict(path)
     assert entry.config == {"does": "run", "n": 0}

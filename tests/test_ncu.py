@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kerneltune.ncu import Line, find_ncu, parse_raw, parse_source, profile, why_refused
+from kerneltune.inspection.ncu import Line, find_ncu, parse_raw, parse_source, profile, why_refused
 
 RAW = """\
 "ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size","Device","CC",\

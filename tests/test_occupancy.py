@@ -2,8 +2,8 @@
 
 import pytest
 
-from kerneltune.compiler import TARGETS
-from kerneltune.occupancy import LIMITS, Occupancy, occupancy
+from kerneltune.inspection.occupancy import LIMITS, Occupancy, occupancy
+from kerneltune.measuring.compiler import TARGETS
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kerneltune import ops, sweep
-from kerneltune.check import Checker
+from kerneltune.measuring.check import Checker
 from kerneltune.spec import Case, Op
 
 OPS = ops.load()

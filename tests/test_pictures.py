@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from kerneltune import cache
 from kerneltune.cli import app
-from kerneltune.pictures import draw
 from kerneltune.records import load
+from kerneltune.reporting.pictures import draw
 
 RECORDED = cache.data_root("results") / "nvidia_h200" / "rmsnorm.jsonl"
 PAIR = ("baseline", "optimized")

@@ -21,9 +21,9 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
 COMPILE = """
 from functools import partial
 from kerneltune import ops
-from kerneltune.compiler import TARGETS, CompilePool
+from kerneltune.measuring.compiler import TARGETS, CompilePool
 from kerneltune.spec import Case
-from kerneltune.tune import job
+from kerneltune.tuning.tuner import job
 
 if __name__ == "__main__":
     op = ops.load()["swiglu"]

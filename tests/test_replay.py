@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from kerneltune import cache, spaces
+from kerneltune import cache
 from kerneltune.cli import app
-from kerneltune.replay import Answered, Gaps, nearest_best, replay, worse_than
-from kerneltune.search import Search, explore
-from kerneltune.trials import Trial
+from kerneltune.search import spaces
+from kerneltune.search.loop import Search, explore
+from kerneltune.search.replay import Answered, Gaps, nearest_best, replay, worse_than
+from kerneltune.search.trials import Trial
 
 SPACE = landscapes.space(0)
 SHIPPED = spaces.find([], cache.data_root("results"))

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kerneltune import report
 from kerneltune.records import Record
+from kerneltune.reporting import tables
 
 PUBLISHED = Path(__file__).parent / "data" / "te_pr593_rmsnorm_ab.csv"
 OFF_BY_A_HUNDREDTH = 7
@@ -56,7 +56,7 @@ def published() -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def published_rows() -> list[report.Row]:
+def published_rows() -> list[tables.Row]:
     """The published milliseconds and GB/s as records."""
     sides: dict[str, list[Record]] = {"A": [], "B": []}
     for line in published():
@@ -64,12 +64,12 @@ def published_rows() -> list[report.Row]:
         for side, records in sides.items():
             same = {"op": f"rmsnorm_{line['kind']}", "dtype": line["dtype"], "quant": line["quant"], "axes": axes}
             records.append(record(float(line[f"{side}_ms"]) * 1000, gbps=float(line[f"{side}_gbps"]), **same))
-    return report.ab_rows(sides["A"], sides["B"])
+    return tables.ab_rows(sides["A"], sides["B"])
 
 
 def test_the_published_table_again() -> None:
     rows = published_rows()
-    lines = report.ab_text(rows, width=100).splitlines()
+    lines = tables.ab_text(rows, width=100).splitlines()
     assert lines[0] == "kind dtype    quant       M      N       A ms       B ms    A GB/s    B GB/s   speedup"
     assert lines[1] == "-" * 86
     assert lines[2] == "bwd  bfloat16 none       29  17389     0.0459     0.0486      67.5      63.6      0.94x  -"
@@ -88,7 +88,7 @@ def test_the_published_table_again() -> None:
 
 
 def test_the_summary_of_the_published_table() -> None:
-    assert report.ab_text(published_rows()).splitlines()[82:] == [
+    assert tables.ab_text(published_rows()).splitlines()[82:] == [
         "",
         "80 rows: geometric mean 1.45x, range 0.94x to 7.48x",
         "wins 47, ties 32, losses 1",
@@ -100,7 +100,7 @@ def test_the_summary_of_the_published_table() -> None:
 
 
 def test_the_published_csv_again() -> None:
-    lines = list(csv.DictReader(io.StringIO(report.ab_csv(published_rows()))))
+    lines = list(csv.DictReader(io.StringIO(tables.ab_csv(published_rows()))))
     columns = list(published()[0])
     assert list(lines[0])[: len(columns)] == columns
     for line, want in zip(lines, published(), strict=True):
@@ -108,7 +108,7 @@ def test_the_published_csv_again() -> None:
 
 
 def test_80_columns_hold_the_same_columns() -> None:
-    lines = report.ab_text(published_rows(), width=80).splitlines()
+    lines = tables.ab_text(published_rows(), width=80).splitlines()
     assert lines[0] == "kind dtype    quant     M     N   A ms   B ms A GB/s B GB/s speedup"
     assert lines[2] == "bwd  bfloat16 none     29 17389 0.0459 0.0486   67.5   63.6    0.94x  -"
     assert max(map(len, lines)) <= 80
@@ -117,7 +117,7 @@ def test_80_columns_hold_the_same_columns() -> None:
 def test_other_axes_and_long_names_widen_their_columns() -> None:
     axes = {"E": 8, "M": 8192, "N": 4096, "K": 7168}
     same: dict[str, Any] = {"op": "grouped_gemm", "quant": "blockwise", "axes": axes}
-    lines = report.ab_text(report.ab_rows([record(**same)], [record(50.0, **same)])).splitlines()
+    lines = tables.ab_text(tables.ab_rows([record(**same)], [record(50.0, **same)])).splitlines()
     assert lines[0] == ("kind dtype    quant          E      M      N      K       A ms       B ms    A GB/s    B GB/s   speedup")
     assert lines[2] == (
         "gemm bfloat16 blockwise      8   8192   4096   7168     0.1000     0.0500    1000.0    1000.0      2.00x  +"
@@ -127,21 +127,21 @@ def test_other_axes_and_long_names_widen_their_columns() -> None:
 def test_pairs_are_of_one_key_and_one_device() -> None:
     a = [record(), record(quant="none"), record(device="NVIDIA H100"), record(policy="hot")]
     b = [record(90.0), record(50.0, case="renamed"), record(policy="eager"), record(device="AMD MI300X")]
-    rows = report.ab_rows(a, b)
+    rows = tables.ab_rows(a, b)
     assert [(row.a.quant, row.b.time_us) for row in rows] == [("fp8", 50.0)]
 
 
 @pytest.mark.parametrize(("time_us", "mark"), [(95.2, "+"), (95.3, ""), (105.2, ""), (105.3, "-")])
 def test_marks_come_from_the_unrounded_speedup(time_us: float, mark: str) -> None:
-    (row,) = report.ab_rows([record()], [record(time_us)])
+    (row,) = tables.ab_rows([record()], [record(time_us)])
     assert row.mark == mark
 
 
 def test_a_row_that_failed_shows_its_reason_and_no_time() -> None:
-    rows = report.ab_rows(
+    rows = tables.ab_rows(
         [record(), record(quant="none")], [failed(), record(50.0, quant="none", pct_ceiling=80.0, aa_floor=0.01)]
     )
-    assert report.ab_text(rows) == (
+    assert tables.ab_text(rows) == (
         "kind dtype    quant       M      N       A ms       B ms    A GB/s    B GB/s   speedup\n"
         f"{'-' * 86}\n"
         "fwd  bfloat16 fp8      8192   4096  B failed: y: 3 of 9 values differ\n"
@@ -154,14 +154,14 @@ def test_a_row_that_failed_shows_its_reason_and_no_time() -> None:
         "B reaches 80.0 % of the ceiling in the median\n"
         "A/A floor at most 1.0%\n"
     )
-    assert report.ab_text([]).endswith("\n\nno rows to compare\n")
-    assert report.ab_text(rows[:1]).endswith("\n\n1 of 1 rows not compared\n")
+    assert tables.ab_text([]).endswith("\n\nno rows to compare\n")
+    assert tables.ab_text(rows[:1]).endswith("\n\n1 of 1 rows not compared\n")
 
 
 def test_ab_markdown() -> None:
     b = record(50.0, ci_low_us=49.0, ci_high_us=51.0, pct_ceiling=80.0, aa_floor=0.01)
-    rows = report.ab_rows([record(), record(quant="none")], [b, failed(quant="none")])
-    assert report.ab_markdown(rows) == (
+    rows = tables.ab_rows([record(), record(quant="none")], [b, failed(quant="none")])
+    assert tables.ab_markdown(rows) == (
         "| kind | dtype | quant | M | N | A ms | B ms | A GB/s | B GB/s | speedup |  | interval | B % of ceiling | A/A floor |\n"
         "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n"
         "| fwd | bfloat16 | fp8 | 8192 | 4096 | 0.1000 | 0.0500 | 1000.0 | 1000.0 | 2.00x | + | 1.96x–2.04x | 80.0 | 1.0% |\n"
@@ -189,7 +189,7 @@ def swept() -> list[Record]:
 
 
 def test_sweep_text_in_full_columns() -> None:
-    assert report.sweep_text(swept(), width=120) == (
+    assert tables.sweep_text(swept(), width=120) == (
         "device: NVIDIA H200\n"
         "op          case             dtype    quant   variant       time µs   GB/s % ceiling vs baseline\n"
         "rmsnorm_fwd te-8192x4096     bfloat16 fp8     baseline       100.00 1000.0      40.0       1.00x\n"
@@ -204,7 +204,7 @@ def test_sweep_text_in_full_columns() -> None:
 
 
 def test_sweep_text_in_80_columns() -> None:
-    text = report.sweep_text(swept(), width=80)
+    text = tables.sweep_text(swept(), width=80)
     assert text == (
         "device: NVIDIA H200\n"
         "    variant       time µs   GB/s % ceiling vs baseline\n"
@@ -224,13 +224,13 @@ def test_sweep_text_in_80_columns() -> None:
 
 def test_long_reasons_are_cut_to_the_width() -> None:
     for width in (80, 120):
-        lines = report.sweep_text([failed(reason="x " * 200)], width).splitlines()
+        lines = tables.sweep_text([failed(reason="x " * 200)], width).splitlines()
         assert max(map(len, lines)) == width
         assert any(line.endswith("…") for line in lines)
 
 
 def test_the_interpreter_has_results_and_no_times() -> None:
-    assert report.sweep_text([checked(), checked(variant="optimized")], width=120) == (
+    assert tables.sweep_text([checked(), checked(variant="optimized")], width=120) == (
         "device: interpreter (no GPU): results were checked for correctness; times do not exist\n"
         "op          case         dtype    quant   variant   time µs GB/s % ceiling vs baseline\n"
         "rmsnorm_fwd te-8192x4096 bfloat16 fp8     baseline  checked, not timed\n"
@@ -241,7 +241,7 @@ def test_the_interpreter_has_results_and_no_times() -> None:
 
 
 def test_options_are_shown_where_they_tell_rows_apart() -> None:
-    lines = report.sweep_text([record(options={"pad": 0}), record(options={"pad": 8}), record(quant="none")], width=120)
+    lines = tables.sweep_text([record(options={"pad": 0}), record(options={"pad": 8}), record(quant="none")], width=120)
     assert [line[12:32] for line in lines.splitlines()[2:5]] == [
         "te-8192x4096 pad=0 b",
         "te-8192x4096 pad=8 b",
@@ -250,7 +250,7 @@ def test_options_are_shown_where_they_tell_rows_apart() -> None:
 
 
 def test_sweep_markdown() -> None:
-    assert report.sweep_markdown(swept()[:4]) == (
+    assert tables.sweep_markdown(swept()[:4]) == (
         "device: NVIDIA H200\n"
         "\n"
         "| op | case | dtype | quant | variant | time µs | GB/s | % ceiling | vs baseline | config |\n"
@@ -265,7 +265,7 @@ def test_sweep_markdown() -> None:
 
 
 def test_sweep_csv() -> None:
-    lines = list(csv.DictReader(io.StringIO(report.sweep_csv(swept()))))
+    lines = list(csv.DictReader(io.StringIO(tables.sweep_csv(swept()))))
     assert [line["best"] for line in lines] == ["", "*", "", "", "", "*"]
     assert lines[1] == {
         "op": "rmsnorm_fwd",
@@ -294,5 +294,5 @@ def test_sweep_csv() -> None:
 
 
 def test_no_records() -> None:
-    assert report.sweep_text([]).startswith("no records\n")
-    assert report.sweep_csv([]).count("\n") == 1
+    assert tables.sweep_text([]).startswith("no records\n")
+    assert tables.sweep_csv([]).count("\n") == 1

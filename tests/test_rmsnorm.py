@@ -151,7 +151,7 @@ def test_graphs_that_share_rows_between_programs_replay_side_by_side() -> None:
 def test_every_cached_config_is_correct_bit_for_bit() -> None:
     """ptxas 12.8 has wrong-code bugs for fp8 stores: what may be used must have been compared."""
     from kerneltune import cache, device
-    from kerneltune.check import Checker
+    from kerneltune.measuring.check import Checker
 
     for op in (OPS["rmsnorm_fwd"], OPS["rmsnorm_bwd"]):
         for entry in cache.load(op.name, device.current().slug):

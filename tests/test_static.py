@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kerneltune.assembly import Access, Kernel
-from kerneltune.static import StaticRow, StaticVerdict, Survey, differences, load, save, static_gate
+from kerneltune.inspection.static import StaticRow, StaticVerdict, Survey, differences, load, save, static_gate
+from kerneltune.measuring.assembly import Access, Kernel
 
 WIDE = (Access("load", 128, 4), Access("load", 32, 2), Access("store", 128, 2))
 KERNEL = Kernel("_k", 4, 40, 0, 1024, 0, WIDE)

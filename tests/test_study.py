@@ -10,11 +10,12 @@ import torch
 from simulated import one_process, rounds_us
 from typer.testing import CliRunner
 
-from kerneltune import device, ops, planted, study
+from kerneltune import device, ops
 from kerneltune.cli import app
+from kerneltune.gating import planted, study
+from kerneltune.gating.study import Process, decide
 from kerneltune.records import Record
 from kerneltune.spec import Case
-from kerneltune.study import Process, decide
 
 DELAYS = (0.02, 0.05, 0.1)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from kerneltune.search.trials import Trial, TrialStore
 from kerneltune.spec import Case, Op, Traffic, Variant
-from kerneltune.trials import Trial, TrialStore
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kerneltune import cache, search, tune
-from kerneltune.compiler import Compiled, Kernel
-from kerneltune.search import ENUMERATE_UP_TO, Search
+from kerneltune import cache, device
+from kerneltune.measuring.compiler import Compiled, Kernel
+from kerneltune.search import loop
+from kerneltune.search.loop import ENUMERATE_UP_TO, Search
+from kerneltune.search.trials import Trial, TrialStore
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
-from kerneltune.trials import Trial, TrialStore
-from kerneltune.tune import NothingPassedError, Tuner, candidates, neighbour_dtype
+from kerneltune.tuning.tuner import _FINALISTS, NothingPassedError, Tuner, candidates, neighbour_dtype, tune
 
 BLOCKS, WARPS, STAGES, CTAS = (64, 128, 256, 512, 1024), (1, 2, 4, 8, 16), (1, 2, 3, 4), (0, 1, 2, 4)
 CASE = Case("a", (("M", 8),), "bfloat16")
@@ -141,10 +142,10 @@ class Setting:
         return FakeTuner(case, variant, self.store(), landscape)
 
     def tune(self, tuner: FakeTuner, search: Search | None = None) -> cache.Entry:
-        return tune.tune(tuner, search or Search(), compiled, self.root)
+        return tune(tuner, search or Search(), compiled, self.root)
 
     def cached(self, case: Case = CASE) -> dict[str, Any] | None:
-        hit = cache.lookup("fake", "optimized", tune.device.current().slug, case.axes, case.dtype, "none", (), root=self.root)
+        hit = cache.lookup("fake", "optimized", device.current().slug, case.axes, case.dtype, "none", (), root=self.root)
         return hit.entry.config if hit and hit.exact else None
 
 
@@ -167,7 +168,7 @@ def setting(tmp_path: Path) -> Iterator[Setting]:
 def test_a_small_space_is_visited_whole_once_and_default_first(setting: Setting) -> None:
     tuner = setting.tuner(SMALL, small_time)
     seen: list[Config] = []
-    entry = tune.tune(tuner, Search(), compiled, setting.root, lambda config, trial: seen.append(config))
+    entry = tune(tuner, Search(), compiled, setting.root, lambda config, trial: seen.append(config))
     assert tuner.evaluated[0] == Small(256, 4)
     assert len(tuner.evaluated) == len(BLOCKS) * len(WARPS) <= ENUMERATE_UP_TO
     assert set(tuner.evaluated) == {Small(b, w) for b, w in itertools.product(BLOCKS, WARPS)}
@@ -232,7 +233,7 @@ def test_a_search_ends_when_its_seconds_are_over(
     setting: Setting, variant: Variant, landscape: Landscape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(search.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(loop.time, "monotonic", lambda: now[0])
 
     def slow(config: Any) -> float | None:
         now[0] += 1.0
@@ -244,7 +245,7 @@ def test_a_search_ends_when_its_seconds_are_over(
     assert 5 <= len(tuner.evaluated) <= 4 + 1
 
 
-@pytest.mark.parametrize("sampler", search.SAMPLERS)
+@pytest.mark.parametrize("sampler", loop.SAMPLERS)
 def test_every_sampler_searches(setting: Setting, sampler: str) -> None:
     tuner = setting.tuner(LARGE, tables(1))
     entry = setting.tune(tuner, Search(trials=32, sampler=sampler))
@@ -256,7 +257,7 @@ def best_of(setting: Setting, sampler: str, seed: int) -> float:
     """The best time that 64 trials find, over the optimum of 10."""
     landscape = tables(seed)
     tuner = FakeTuner(CASE, LARGE, TrialStore(setting.trials.with_name(f"{sampler}{seed}"), source_hash="abc"), landscape)
-    tune.tune(tuner, Search(trials=64, sampler=sampler, seed=seed), compiled, setting.root / f"{sampler}{seed}")
+    tune(tuner, Search(trials=64, sampler=sampler, seed=seed), compiled, setting.root / f"{sampler}{seed}")
     return min(map(landscape, tuner.evaluated)) / 10.0
 
 
@@ -362,7 +363,7 @@ def test_the_default_is_in_the_duel_however_slow(setting: Setting) -> None:
     setting.tune(tuner)
     (duel,) = tuner.duels
     assert duel[0] == default and duel[1] == Small(512, 8)
-    assert len(set(duel)) == len(duel) == 1 + tune._FINALISTS
+    assert len(set(duel)) == len(duel) == 1 + _FINALISTS
 
 
 def test_the_cached_config_is_first_and_the_default_second(setting: Setting) -> None:
@@ -546,7 +547,7 @@ def test_one_slow_compilation_does_not_keep_the_others_waiting(setting: Setting)
         if len(tuner.evaluated) == 24:
             slow.set_result(Compiled((), 60.0))
 
-    entry = tune.tune(tuner, Search(), compiling, setting.root, on_trial)
+    entry = tune(tuner, Search(), compiling, setting.root, on_trial)
     assert tuner.evaluated[-1] == Small(64, 1) and entry.evidence["trials"] == 25
 
 
@@ -563,5 +564,5 @@ def test_what_is_in_flight_at_the_end_is_given_up(setting: Setting) -> None:
 
     tuner = setting.tuner(LARGE, tables(0))
     with pytest.raises(KeyboardInterrupt):
-        tune.tune(tuner, Search(trials=30), compiling, setting.root, interrupt)
-    assert len(futures) == 2 + search.AHEAD and all(future.cancelled() for future in futures[3:])
+        tune(tuner, Search(trials=30), compiling, setting.root, interrupt)
+    assert len(futures) == 2 + loop.AHEAD and all(future.cancelled() for future in futures[3:])

@@ -11,15 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kerneltune import cache, device, noise, ops, spaces, tuning
-from kerneltune.bench import ChildLostError
-from kerneltune.compiler import Compiled, Kernel
+from kerneltune import cache, device, ops
 from kerneltune.device import Device
+from kerneltune.measuring.compiler import Compiled, Kernel
 from kerneltune.plan import Options, Quiet, Selection
+from kerneltune.search import spaces
+from kerneltune.search.trials import Trial
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import Samples
-from kerneltune.trials import Trial
-from kerneltune.tuning import run_tune, verify_cache, widened
+from kerneltune.tuning import noise, run
+from kerneltune.tuning.bench import ChildLostError
+from kerneltune.tuning.run import run_tune, verify_cache, widened
 
 H200 = Device("NVIDIA H200", "sm_90", 132, 50 << 20, 232448, "580")
 SWEEP = """
@@ -88,9 +90,9 @@ class Bench:
 @pytest.fixture(autouse=True)
 def an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(device, "current", lambda: H200)
-    monkeypatch.setattr(tuning, "CompilePool", Pool)
-    monkeypatch.setattr(tuning, "IsolatedBench", Bench)
-    monkeypatch.setattr(tuning, "memory_shortage", lambda *_: None)
+    monkeypatch.setattr(run, "CompilePool", Pool)
+    monkeypatch.setattr(run, "IsolatedBench", Bench)
+    monkeypatch.setattr(run, "memory_shortage", lambda *_: None)
     cache.clear()
     yield
     cache.clear()

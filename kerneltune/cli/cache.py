@@ -66,7 +66,7 @@ def verify_(
     files = _chosen(op, gpu, configs)
     known = o.load_ops()
     entries = [(path.parent.name, path.stem, entry) for path in files for entry in load_strict(path)]
-    from kerneltune.tuning import verify_cache
+    from kerneltune.tuning.run import verify_cache
 
     with reporter() as progress:
         found = verify_cache(known, entries, o.make_options("cold", configs=configs), progress)

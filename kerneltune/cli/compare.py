@@ -13,7 +13,7 @@ from kerneltune.cli.progress import reporter
 
 if TYPE_CHECKING:
     from kerneltune.records import Record
-    from kerneltune.report import Row
+    from kerneltune.reporting.tables import Row
 
 _SUFFIX = ".jsonl"
 
@@ -91,7 +91,7 @@ def _side(name: str, records: "list[Record]", op: list[str] | None, policy: str)
 
 def _tables(a: str, b: str, of_a: "list[Record]", of_b: "list[Record]") -> "dict[str, list[Row]]":
     """Heading -> rows: one table, or one per variant where a file holds several."""
-    from kerneltune.report import ab_rows
+    from kerneltune.reporting.tables import ab_rows
 
     if not a.endswith(_SUFFIX) and not b.endswith(_SUFFIX):
         return {"": ab_rows(of_a, of_b)}
@@ -103,7 +103,7 @@ def _tables(a: str, b: str, of_a: "list[Record]", of_b: "list[Record]") -> "dict
 
 
 def _render(tables: "dict[str, list[Row]]", style: str) -> str:
-    from kerneltune.report import ab_csv, ab_markdown, ab_text
+    from kerneltune.reporting.tables import ab_csv, ab_markdown, ab_text
 
     if style == "csv":
         return ab_csv([row for rows in tables.values() for row in rows])

@@ -1,4 +1,4 @@
-"""The one place that prints: results on standard output, everything else on standard error."""
+"""The one place that prints: results on standard output, everything else on standard error; files are announced."""
 
 import os
 from collections.abc import Iterable
@@ -7,6 +7,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from kerneltune.files import replace_bytes
 
 _PIPED_WIDTH = 100
 
@@ -54,8 +56,14 @@ def deliver(text: str, output: Path | None) -> None:
     if output is None:
         show(text)
         return
-    try:
-        output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"cannot write {output}: {error.strerror}") from error
-    note(f"wrote {output}")
+    write(output, text)
+
+
+def write(path: Path, content: str | bytes) -> None:
+    """Write a file as a whole, and say so.
+
+    Raises:
+        ValueError: it cannot be written; what stood there stays.
+    """
+    replace_bytes(path, content.encode() if isinstance(content, str) else content)
+    note(f"wrote {path}")

@@ -57,7 +57,7 @@ def _nvml(uuid: str) -> Iterator[Line]:
     """Clocks, throttling and other processes of the GPU with this id."""
     import pynvml
 
-    from kerneltune.health import gpu_lines
+    from kerneltune.inspection.health import gpu_lines
 
     try:
         pynvml.nvmlInit()
@@ -68,8 +68,8 @@ def _nvml(uuid: str) -> Iterator[Line]:
 
 
 def _tools() -> Iterator[Line]:
-    from kerneltune.health import counter_line
-    from kerneltune.ncu import find_ncu
+    from kerneltune.inspection.health import counter_line
+    from kerneltune.inspection.ncu import find_ncu
 
     ncu = find_ncu()
     yield "ncu", str(ncu or "not found"), "" if ncu else "profile cannot run; nothing else needs it"

@@ -1,6 +1,5 @@
-"""Files that commands read when they are not told which, and files that are written whole or not at all."""
+"""Files that commands read when they are not told which."""
 
-import os
 from pathlib import Path
 
 from kerneltune.cli import options as o
@@ -25,25 +24,3 @@ def record_files(results: Path | None, family: str | None = None) -> list[Path]:
     if not here.is_gpu:
         note(f"no GPU here: recorded results from {', '.join(str(path) for path in files)}")
     return files
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Replace a file by its new content; what stood there stays if that fails. Creates the folders.
-
-    Raises:
-        ValueError: the file cannot be written.
-    """
-    part = path.with_name(f".{path.name}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with part.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}") from error
-    note(f"wrote {path}")

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kerneltune.cli import options as o
-from kerneltune.cli.console import error_line, note, show, width
+from kerneltune.cli.console import error_line, note, show, width, write
 from kerneltune.cli.progress import reporter
 
 if TYPE_CHECKING:
-    from kerneltune.gate import Verdict
+    from kerneltune.gating.verdict import Verdict
     from kerneltune.plan import Options, Selection
     from kerneltune.records import Record
 
@@ -81,8 +81,8 @@ def _only_with_run(**given: Any) -> None:
 
 def _judged(baseline: str, new: Path, margin: float | None) -> "Verdict":
     """A file against a file."""
-    from kerneltune.baseline import load_baseline
-    from kerneltune.gate import DEFAULT_MARGIN, gate
+    from kerneltune.gating.baseline import load_baseline
+    from kerneltune.gating.verdict import DEFAULT_MARGIN, gate
     from kerneltune.records import load
 
     return gate(load_baseline(baseline, new), load(new), DEFAULT_MARGIN if margin is None else margin)
@@ -92,8 +92,8 @@ def _measured(
     baseline: str, selection: "Selection", options: "Options", processes: int, margin: float | None, save: Path | None
 ) -> "Verdict":
     """A fresh run against the baseline."""
-    from kerneltune.baseline import load_baseline
-    from kerneltune.gate_run import run_gate
+    from kerneltune.gating.baseline import load_baseline
+    from kerneltune.gating.run import run_gate
     from kerneltune.plan import require_gpu, results_folder
 
     require_gpu("gate --run")
@@ -109,8 +109,8 @@ def _measured(
 
 def _update(baseline: str, selection: "Selection", options: "Options", processes: int) -> None:
     """A fresh run into the baseline, unless one of its rows is wrong."""
-    from kerneltune.baseline import SUFFIX
-    from kerneltune.gate_run import run_processes
+    from kerneltune.gating.baseline import SUFFIX
+    from kerneltune.gating.run import run_processes
 
     if not baseline.endswith(SUFFIX) or (":" in baseline and not Path(baseline).exists()):
         raise ValueError(f"baseline: {baseline!r}: expected a {SUFFIX} file where --update is given")
@@ -136,14 +136,13 @@ def _keep(path: Path, measured: "list[Record]") -> None:
 
 def _report(verdict: "Verdict", junit: Path | None, markdown: Path | None, annotations: bool) -> None:
     """The answer in every form asked for, then its exit code."""
-    from kerneltune.files import append_text, replace_text
-    from kerneltune.gate_report import gate_annotations, gate_junit, gate_markdown, gate_text
+    from kerneltune.files import append_text
+    from kerneltune.gating.report import gate_annotations, gate_junit, gate_markdown, gate_text
 
     show(gate_text(verdict, width()))
     for path, render in ((junit, gate_junit), (markdown, gate_markdown)):
         if path is not None:
-            replace_text(path, render(verdict))
-            note(f"wrote {path}")
+            write(path, render(verdict))
     if annotations:
         show(gate_annotations(verdict))
         if os.environ.get("GITHUB_STEP_SUMMARY"):

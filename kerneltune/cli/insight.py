@@ -26,7 +26,7 @@ def command(
     known = o.load_ops()
     from kerneltune import device
     from kerneltune.plan import Options, load_plan, results_root
-    from kerneltune.trials import TrialStore, latest_fingerprint
+    from kerneltune.search.trials import TrialStore, latest_fingerprint
 
     selection = o.make_selection(known, family, op, case, dtype, quant, [variant])
     folder = results_root(Options(results=results)) / "runs" / "trials" / (gpu or device.current().slug)
@@ -46,7 +46,7 @@ def command(
 
 
 def _show_group(title: str, found: list[tuple[Any, list[Any]]]) -> None:
-    from kerneltune import insight
+    from kerneltune.search import insight
 
     show(title)
     cases = [{tuple(s.config.items()): s.trial.time_us for s in stored if s.trial.time_us is not None} for _, stored in found]

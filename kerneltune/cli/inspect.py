@@ -12,8 +12,8 @@ from kerneltune.cli.progress import reporter
 from kerneltune.spec import Op
 
 if TYPE_CHECKING:
-    from kerneltune.static import StaticRow, Survey
-    from kerneltune.survey import Request
+    from kerneltune.inspection.static import StaticRow, Survey
+    from kerneltune.inspection.survey import Request
 
 _ALL = "all"
 _GPU = "nvidia_h200"
@@ -56,7 +56,7 @@ def command(
 
     Exit code of --gate 0: nothing is worse. 1: new spills, narrower accesses, or over a limit. 2: nothing compared.
     """
-    from kerneltune.survey import survey
+    from kerneltune.inspection.survey import survey
 
     if sum(value is not None for value in (against, against_rev, gate)) > 1:
         raise ValueError("--against, --against-rev and --gate: expected one of them")
@@ -72,7 +72,7 @@ def command(
         if against is not None:
             earlier = survey(_with_config(requests, "against", against), targets, workers, progress.stage, progress.advance)
     if save is not None:
-        from kerneltune.static import save as save_survey
+        from kerneltune.inspection.static import save as save_survey
 
         save_survey(save, found)
         note(f"wrote {save}")
@@ -86,7 +86,7 @@ def command(
 
 def _targets(given: list[str] | None) -> list[str]:
     """The targets asked for, in the order of the table; all of them if none is."""
-    from kerneltune.occupancy import LIMITS
+    from kerneltune.inspection.occupancy import LIMITS
 
     for name in given or ():
         o.choice("target", name, (*LIMITS, _ALL))
@@ -104,7 +104,7 @@ def _requests(
 ) -> "list[Request]":
     from fnmatch import fnmatch
 
-    from kerneltune.survey import cached_requests
+    from kerneltune.inspection.survey import cached_requests
 
     known = o.load_ops()
     selection = o.make_selection(known, "inspect", [op] if op else None, cases, dtypes, quants, variants)
@@ -156,17 +156,17 @@ def _earlier(name: str | None, may_be_file: bool, arguments: list[str]) -> "Surv
     if name is None:
         return None
     if may_be_file and (name.endswith(".json") or Path(name).is_file()):
-        from kerneltune.static import load
+        from kerneltune.inspection.static import load
 
         return load(Path(name))
-    from kerneltune.revision import survey_revision
+    from kerneltune.inspection.revision import survey_revision
 
     note(f"compiling revision {name}")
     return survey_revision(name, arguments)
 
 
 def _judge(baseline: "Survey", found: "Survey") -> None:
-    from kerneltune.static import static_gate
+    from kerneltune.inspection.static import static_gate
 
     verdict = static_gate(baseline, found)
     for line in verdict.findings:
@@ -195,7 +195,7 @@ def _show(found: "Survey") -> None:
 
 def _tables(same: "list[StaticRow]") -> dict[str, list[tuple[str, ...]]]:
     """The lines of every kernel; a second launch of one kernel with other resources is one of its own."""
-    from kerneltune.static import numbered, resident, widths
+    from kerneltune.inspection.static import numbered, resident, widths
 
     tables: dict[str, list[tuple[str, ...]]] = {}
     for row in same:
@@ -209,7 +209,7 @@ def _tables(same: "list[StaticRow]") -> dict[str, list[tuple[str, ...]]]:
 
 
 def _show_differences(old: "Survey", new: "Survey") -> None:
-    from kerneltune.static import differences
+    from kerneltune.inspection.static import differences
 
     before = {row.key: row for row in old.rows}
     compared = [(before[row.key], row) for row in new.rows if row.key in before]

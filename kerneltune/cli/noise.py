@@ -21,8 +21,8 @@ def command(
     """
     known = o.load_ops()
     from kerneltune import device
-    from kerneltune.noise import disturbance
     from kerneltune.plan import load_plan
+    from kerneltune.tuning.noise import disturbance
 
     selection = o.make_selection(known, family, op, case, dtype, quant, ["optimized"] if op else None)
     options = o.make_options(policy, workers=workers)

@@ -14,7 +14,7 @@ from kerneltune.cli.console import note, show, show_table
 from kerneltune.spec import Case, Op, Variant
 
 if TYPE_CHECKING:
-    from kerneltune.ncu import Line, Profile
+    from kerneltune.inspection.ncu import Line, Profile
 
 _STALLS = 5
 _LINES = 8
@@ -39,7 +39,7 @@ def command(
 
     Clocks are left as they are and caches start cold. Times under the profiler are not times to compare: use compare.
     """
-    from kerneltune.ncu import find_ncu
+    from kerneltune.inspection.ncu import find_ncu
 
     known = o.load_ops()
     chosen = known[o.choice("op", op, known)]
@@ -83,7 +83,7 @@ def driver(op: str, variant: str, case: str, config: str) -> None:
 
 
 def _profiled(ncu: Path, arguments: Sequence[str]) -> "tuple[list[Profile], list[Line]]":
-    from kerneltune.ncu import profile
+    from kerneltune.inspection.ncu import profile
 
     start = [sys.executable, "-c", "from kerneltune.cli import main; main()", _DRIVER]
     with tempfile.TemporaryDirectory(prefix="kerneltune-") as folder:
@@ -170,7 +170,7 @@ def _show(first: "tuple[list[Profile], list[Line]]", second: "tuple[list[Profile
 
 
 def _rows(pair: "Sequence[Profile | None]") -> list[tuple[str, ...]]:
-    from kerneltune.ncu import METRICS
+    from kerneltune.inspection.ncu import METRICS
 
     def row(label: str, cells: Sequence[str]) -> tuple[str, ...]:
         return label, *cells

@@ -29,13 +29,13 @@ def command(
     """
     o.number("seeds", seeds, _LEAST_SEEDS)
     samplers = [o.choice("sampler", name, o.SAMPLERS) for name in sampler.split(",")]
-    from kerneltune import spaces
+    from kerneltune.search import spaces
 
     paths = spaces.find(space or [], o.results_root(results))
     if not paths:
         show(f"no measured spaces in {o.results_root(results)}/*/spaces")
         return
-    from kerneltune.replay import BUDGETS, nearest_best, replay
+    from kerneltune.search.replay import BUDGETS, nearest_best, replay
 
     measured = {path: spaces.read(path) for path in paths}
     for path, one in measured.items():

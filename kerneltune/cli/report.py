@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kerneltune.cli import options as o
-from kerneltune.cli.console import note
-from kerneltune.cli.files import record_files, write_whole
+from kerneltune.cli.console import note, write
+from kerneltune.cli.files import record_files
 
 if TYPE_CHECKING:
     from kerneltune.cache import Entry
-    from kerneltune.html.data import Sources
     from kerneltune.records import Key, Record
+    from kerneltune.reporting.payload import Sources
 
 _PAGE = Path("report.html")
 _LARGE = 2_000_000
@@ -48,19 +48,19 @@ def command(
     pictures: list[Path] = []
     for folder, suffix in ((png, "png"), (svg, "svg")):
         if folder is not None:
-            from kerneltune.pictures import draw
+            from kerneltune.reporting.pictures import draw
 
             for name, content in draw(sources.records, sources.pair, suffix).items():
-                write_whole(folder / f"{name}.{suffix}", content)
+                write(folder / f"{name}.{suffix}", content)
                 pictures.append(folder / f"{name}.{suffix}")
     if markdown is not None:
-        write_whole(markdown, _markdown(sources, pictures, markdown.parent).encode())
+        write(markdown, _markdown(sources, pictures, markdown.parent))
     if output is not None or not (png or svg or markdown):
-        from kerneltune.html.data import payload
-        from kerneltune.html.page import page
+        from kerneltune.reporting.page import page
+        from kerneltune.reporting.payload import payload
 
         content = page(payload(sources)).encode()
-        write_whole(output or _PAGE, content)
+        write(output or _PAGE, content)
         if len(content) > _LARGE:
             note(f"the page has {len(content) / 1e6:.1f} MB; --op, --dtype and --quant make it smaller")
 
@@ -75,9 +75,9 @@ def _sources(
     results: Path | None,
 ) -> "Sources":
     """The selected records, and what the operators, the trial stores and the config cache know about them."""
-    from kerneltune.html.data import Sources, default_pair
     from kerneltune.records import load
-    from kerneltune.trials import history
+    from kerneltune.reporting.payload import Sources, default_pair
+    from kerneltune.search.trials import history
 
     records = [record for path in paths for record in load(path)]
     for name, wanted in (("op", op), ("dtype", dtype), ("quant", quant)):
@@ -144,7 +144,7 @@ def _entries(records: "Sequence[Record]", configs: Path | None) -> "dict[str, li
 
 def _markdown(sources: "Sources", pictures: Sequence[Path], folder: Path) -> str:
     """Where the numbers come from, the A/B table, and the pictures that lie beside it."""
-    from kerneltune.report import ab_markdown, ab_rows
+    from kerneltune.reporting.tables import ab_markdown, ab_rows
 
     a, b = sources.pair
     side_a, side_b = ([record for record in sources.records if record.variant == name] for name in (a, b))

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kerneltune.cli import options as o
-from kerneltune.cli.console import note, show_table
+from kerneltune.cli.console import note, show_table, write
 from kerneltune.cli.progress import reporter
 
 if TYPE_CHECKING:
+    from kerneltune.gating.study import Process
     from kerneltune.plan import Options, Selection
-    from kerneltune.study import Process
 
 
 def command(
@@ -59,11 +59,10 @@ def command(
         selection = o.make_selection(o.load_ops(), str(family), op, case, dtype, quant, variant)
         measured = _measured(selection, o.make_options(policy, peers=False, configs=configs), processes, delay)
     else:
-        from kerneltune.study import saved
+        from kerneltune.gating.study import saved
 
         measured = saved(source)
-    from kerneltune import study
-    from kerneltune.files import replace_text
+    from kerneltune.gating import study
 
     if save is not None:
         study.save(save, measured)
@@ -72,13 +71,12 @@ def command(
     show_table(study.STUDY_HEAD, study.study_cells(rows))
     for path, render in ((markdown, study.study_markdown), (csv, study.study_csv)):
         if path is not None:
-            replace_text(path, render(rows))
-            note(f"wrote {path}")
+            write(path, render(rows))
 
 
 def _measured(selection: "Selection", options: "Options", processes: int, delays: list[float] | None) -> "list[Process]":
     """What the processes of this GPU measured."""
-    from kerneltune import study
+    from kerneltune.gating import study
 
     with reporter() as progress:
         return study.measure(o.load_ops, selection, options, processes, sorted(set(delays or study.DELAYS)), progress)

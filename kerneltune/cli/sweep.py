@@ -40,7 +40,7 @@ def command(
     known = o.load_ops()
     from kerneltune.campaign import run_sweep
     from kerneltune.plan import results_folder
-    from kerneltune.report import sweep_text
+    from kerneltune.reporting.tables import sweep_text
 
     selection = o.make_selection(known, family, op, case, dtype, quant, variant)
     options = o.make_options(

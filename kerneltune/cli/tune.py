@@ -47,7 +47,7 @@ def command(
     sweep.find(family)
     o.require_writable(o.configs_root(configs))
     known = o.load_ops()
-    from kerneltune.tuning import run_tune
+    from kerneltune.tuning.run import run_tune
 
     selection = o.make_selection(known, family, op, case, dtype, quant, variant)
     options = o.make_options(

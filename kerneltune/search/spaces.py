@@ -7,15 +7,15 @@ import csv
 import gzip
 import io
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from kerneltune.device import slug
+from kerneltune.files import replace_bytes
+from kerneltune.search.trials import Trial
 from kerneltune.spec import Option
-from kerneltune.trials import Trial
 
 SUFFIX = ".csv.gz"
 SCHEMA = 1
@@ -91,16 +91,7 @@ def write(folder: Path, space: MeasuredSpace) -> Path:
             [*(value for _, value in config), trial.status, time_us, trial.resources, trial.spill_bytes, trial.shared_bytes]
         )
     path = folder / space.file_name
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            file.write(gzip.compress(text.getvalue().encode(), 9, mtime=0))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}") from error
+    replace_bytes(path, gzip.compress(text.getvalue().encode(), 9, mtime=0))
     return path
 
 

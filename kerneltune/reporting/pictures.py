@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kerneltune.records import Record, newest
-from kerneltune.report import options_label
+from kerneltune.reporting.tables import options_label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,7 +17,7 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
-from kerneltune.assembly import Access, Kernel, Usage, gcn_accesses, gcn_usage, sass_accesses, sass_usage
+from kerneltune.measuring.assembly import Access, Kernel, Usage, gcn_accesses, gcn_usage, sass_accesses, sass_usage
 
 Inputs = Mapping[str, Any]
 

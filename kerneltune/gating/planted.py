@@ -9,8 +9,17 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from kerneltune.compare import SELF, contender, input_sets, make_record, memory_shortage, noise_floor, time_contenders, timing
-from kerneltune.measure import POLICIES, Contender
+from kerneltune.measuring.compare import (
+    SELF,
+    contender,
+    input_sets,
+    make_record,
+    memory_shortage,
+    noise_floor,
+    time_contenders,
+    timing,
+)
+from kerneltune.measuring.rounds import POLICIES, Contender
 from kerneltune.records import Record
 from kerneltune.spec import Case, Config, Op, Variant
 

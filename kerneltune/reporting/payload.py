@@ -12,7 +12,7 @@ from typing import Any
 from kerneltune import cache
 from kerneltune.device import INTERPRETER, PEAK_TFLOPS
 from kerneltune.records import Key, Record, newest
-from kerneltune.report import INTERPRETER_NOTE, LOSS, WIN, options_label
+from kerneltune.reporting.tables import INTERPRETER_NOTE, LOSS, WIN, options_label
 
 MOST_EVALUATIONS = 25_000
 """Evaluations of searches that a page holds at most, so that it stays below 2 MB; the newest are kept."""

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kerneltune import cache, device
-from kerneltune.bench import SCREEN_SAMPLES, TRIED_WHOLE, Measuring
-from kerneltune.compare import commit, config_values
-from kerneltune.compiler import Compiled, CompilePool, Job
-from kerneltune.search import Explored, Search, explore
+from kerneltune.measuring.compare import commit, config_values
+from kerneltune.measuring.compiler import Compiled, CompilePool, Job
+from kerneltune.search.loop import Explored, Search, explore
+from kerneltune.search.trials import Trial, TrialStore
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import median_interval, ratio_interval
-from kerneltune.trials import Trial, TrialStore
+from kerneltune.tuning.bench import SCREEN_SAMPLES, TRIED_WHOLE, Measuring
 
 _FINALISTS = 4
 _FINAL_MARGIN = 1.04

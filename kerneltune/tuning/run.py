@@ -9,16 +9,17 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
-from kerneltune import cache, device, spaces, sweep
-from kerneltune.bench import ChildLostError, IsolatedBench, split_cores
-from kerneltune.compare import commit, memory_shortage, release_memory
-from kerneltune.compiler import TARGETS, CompilePool
+from kerneltune import cache, device, sweep
+from kerneltune.measuring.compare import commit, memory_shortage, release_memory
+from kerneltune.measuring.compiler import TARGETS, CompilePool
 from kerneltune.plan import Options, Progress, Selection, load_plan, results_root, wanted_variants
-from kerneltune.search import Search, values
+from kerneltune.search import spaces
+from kerneltune.search.loop import Search, values
+from kerneltune.search.trials import Trial, TrialStore
 from kerneltune.spec import Case, Config, Op, Space, Variant
-from kerneltune.trials import Trial, TrialStore
-from kerneltune.tune import NothingPassedError, Tuner, checked_space, compile_with, measure_space, tune
-from kerneltune.verify import Verdict, verify
+from kerneltune.tuning.bench import ChildLostError, IsolatedBench, split_cores
+from kerneltune.tuning.tuner import NothingPassedError, Tuner, checked_space, compile_with, measure_space, tune
+from kerneltune.tuning.verify import Verdict, verify
 
 CEILING_OP = "stream"
 

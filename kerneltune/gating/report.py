@@ -7,7 +7,7 @@ import re
 import textwrap
 from xml.etree import ElementTree
 
-from kerneltune.gate import AMBIGUOUS, PASS, REGRESSION, UNUSABLE, GateRow, Outcome, Verdict
+from kerneltune.gating.verdict import AMBIGUOUS, PASS, REGRESSION, UNUSABLE, GateRow, Outcome, Verdict
 
 _INDENT = " " * 12
 _ANNOTATIONS = 10

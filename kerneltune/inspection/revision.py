@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kerneltune.cache import data_root
-from kerneltune.static import Survey, load
+from kerneltune.inspection.static import Survey, load
 
 
 def survey_revision(revision: str, arguments: Sequence[str]) -> Survey:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from kerneltune import cache, device
-from kerneltune.assembly import Kernel
-from kerneltune.compare import config_values
-from kerneltune.compiler import TARGETS, Compiled, CompilePool, Job
+from kerneltune.inspection.static import StaticRow, Survey, resident
+from kerneltune.measuring.assembly import Kernel
+from kerneltune.measuring.compare import config_values
+from kerneltune.measuring.compiler import TARGETS, Compiled, CompilePool, Job
 from kerneltune.spec import Case, Op, Variant
-from kerneltune.static import StaticRow, Survey, resident
 
 
 @dataclass(frozen=True, slots=True)

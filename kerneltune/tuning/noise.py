@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import cycle, islice
 
-from kerneltune.compiler import Pending
+from kerneltune.measuring.compiler import Pending
 from kerneltune.plan import Options
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import Interval, Samples, median_interval, ratio_interval
-from kerneltune.tune import job
-from kerneltune.tuning import Machines
+from kerneltune.tuning.run import Machines
+from kerneltune.tuning.tuner import job
 
 _REPEATS = 5
 

@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 
 from kerneltune.device import INTERPRETER
-from kerneltune.pooling import pool
+from kerneltune.gating.pooling import pool
 from kerneltune.records import Key, Record, newest
 from kerneltune.stats import Interval, holm, interval_shift, shift
 

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from kerneltune.search.surrogate import Surrogate
+from kerneltune.search.trials import Trial
 from kerneltune.spec import Config
-from kerneltune.surrogate import Surrogate
-from kerneltune.trials import Trial
 
 SAMPLERS = ("gp", "tpe", "random", "qmc")
 DEFAULT_SAMPLER = "gp"

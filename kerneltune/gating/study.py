@@ -16,12 +16,12 @@ import numpy as np
 
 from kerneltune.campaign import configured
 from kerneltune.files import replace_text
-from kerneltune.gate import WORST_FIRST, Outcome, RowKey, confirm
-from kerneltune.gate_run import LoadOps
+from kerneltune.gating.planted import measure_planted
+from kerneltune.gating.pooling import pool
+from kerneltune.gating.processes import in_fresh_processes
+from kerneltune.gating.run import LoadOps
+from kerneltune.gating.verdict import WORST_FIRST, Outcome, RowKey, confirm
 from kerneltune.plan import Options, Progress, Selection, require_gpu
-from kerneltune.planted import measure_planted
-from kerneltune.pooling import pool
-from kerneltune.processes import in_fresh_processes
 from kerneltune.records import Record, load, to_json
 from kerneltune.stats import paired_shift
 

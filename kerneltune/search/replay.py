@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kerneltune.search import Search, explore
-from kerneltune.spaces import Knobs, MeasuredSpace
+from kerneltune.search.loop import Search, explore
+from kerneltune.search.spaces import Knobs, MeasuredSpace
+from kerneltune.search.trials import Trial
 from kerneltune.spec import Config
 from kerneltune.stats import Interval, median_interval
-from kerneltune.trials import Trial
 
 BUDGETS = (10, 25, 50, 100, 200)
 

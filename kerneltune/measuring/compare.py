@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from kerneltune import device
-from kerneltune.check import Checker
-from kerneltune.measure import POLICIES, Contender, Policy, interleave, rotation, throttled
+from kerneltune.measuring.check import Checker
+from kerneltune.measuring.rounds import POLICIES, Contender, Policy, interleave, rotation, throttled
 from kerneltune.records import Record, rounded
 from kerneltune.spec import Case, Config, Inputs, Op, Variant
 from kerneltune.stats import Samples, median_interval, ratio_interval
@@ -226,7 +226,7 @@ def commit() -> str:
 
     Outside a checkout, what `git archive` wrote into `.git_archival.txt`; `unknown` where there is neither.
     """
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     try:
         head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, check=True)
         changed = subprocess.run(["git", "status", "--porcelain", "kerneltune"], cwd=root, capture_output=True, text=True)

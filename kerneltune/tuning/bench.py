@@ -17,11 +17,11 @@ import numpy as np
 import torch
 
 from kerneltune import device
-from kerneltune.check import Checker
-from kerneltune.measure import POLICIES, Contender, interleave, rotation
+from kerneltune.measuring.check import Checker
+from kerneltune.measuring.rounds import POLICIES, Contender, interleave, rotation
+from kerneltune.search.trials import Trial
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import Samples
-from kerneltune.trials import Trial
 
 TRIED_WHOLE = 20
 """Spaces up to this size are published lists, and run even where they spill."""

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kerneltune.assembly import Access, Kernel, typical_bits
 from kerneltune.files import replace_text
-from kerneltune.occupancy import LIMITS, Occupancy, occupancy
+from kerneltune.inspection.occupancy import LIMITS, Occupancy, occupancy
+from kerneltune.measuring.assembly import Access, Kernel, typical_bits
 
 SCHEMA = 1
 PASS, REGRESSION, UNUSABLE = 0, 1, 2

@@ -1,0 +1,1 @@
+"""Regressions: one pure verdict over two sets of records, fresh processes that measure them, and a study of its errors."""

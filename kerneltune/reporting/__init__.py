@@ -1,0 +1,1 @@
+"""Pure functions of records: tables, pictures and the offline HTML page."""
