@@ -177,6 +177,7 @@ def test_ops_shows_knobs_for_a_case() -> None:
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
     assert lines[0].startswith("rmsnorm_fwd: M=8192 N=4096 float16 fp8")
+    assert "  option fp8_format     e4m3, e5m2" in lines
     assert "baseline" in lines and "optimized" in lines
     assert any(line.endswith("valid configs") for line in lines)
 
