@@ -24,7 +24,7 @@ def ragged(*ends: int) -> torch.Tensor:
     return torch.tensor(ends, dtype=torch.int32, device=WHERE)
 
 
-@pytest.mark.parametrize("name", [name for name in OPS if name.startswith("fp8_")])
+@pytest.mark.parametrize("name", [name for name in OPS if name.startswith("fp8_") and name != "fp8_rowwise_3d_both"])
 def test_eager_torch_agrees_with_the_reference(name: str) -> None:
     eager = OPS[name].variant("eager")
     for entry in CHECKS:

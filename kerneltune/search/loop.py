@@ -39,7 +39,7 @@ class Search:
     """How much to search.
 
     Attributes:
-        budget_s: seconds per case, None for no limit.
+        budget_s: seconds per case from its first result on, None for no limit.
         trials: most configs.
         until_gain: stop when trying all the rest is expected to save less than this fraction of the best time.
         sampler: where the space is not simply enumerated: one of SAMPLERS.
@@ -119,7 +119,7 @@ def explore(
         first: those of the pool to begin with, such as the default and the best of the nearest shape.
         known: what was found out before; it counts as tried, as in a search that was interrupted.
     """
-    began = time.monotonic()
+    began: float | None = None  # starting a process on the GPU, inputs and reference are not the search's time
     proposals = propose(pool, first, search)
     gain = _Gain(pool, search, known)
     pending: deque[tuple[Config, Started]] = deque()
@@ -141,6 +141,7 @@ def explore(
             trials[config] = trial
             proposals.tell(config, trial.time_us)
             on_trial(config, trial)
+            began = time.monotonic() if began is None else began
             if search.budget_s is not None and time.monotonic() - began > search.budget_s:
                 break
             if gain.is_small(config, trial):

@@ -135,8 +135,8 @@ def both_reference(inputs: Inputs) -> Outputs:
     down = groups.weight_reference(inputs)
     along = [reference.quantised(expert, 0, inputs) for expert in w]
     if not along:
-        empty = torch.empty((E, K, N), dtype=reference.FP8[inputs["fp8_format"]])
-        return {"q": empty, "scale": torch.empty((E, 1, N)), "q_t": down["q"], "scale_t": down["scale"]}
+        empty = w.new_empty((E, K, N), dtype=reference.FP8[inputs["fp8_format"]])
+        return {"q": empty, "scale": w.new_empty((E, 1, N), dtype=torch.float32), "q_t": down["q"], "scale_t": down["scale"]}
     q = torch.stack([part for part, _ in along])
     return {"q": q, "scale": torch.stack([part for _, part in along]), "q_t": down["q"], "scale_t": down["scale"]}
 

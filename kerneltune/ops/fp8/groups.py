@@ -253,7 +253,8 @@ def weight_reference(inputs: Inputs) -> Outputs:
     parts = [reference.quantised(w, 1, inputs) for w in inputs["w"]]
     if not parts:
         E, K, N = inputs["w"].shape
-        return {"q": torch.empty((E, N, K), dtype=reference.FP8[inputs["fp8_format"]]), "scale": torch.empty((E, K))}
+        empty = inputs["w"].new_empty((E, N, K), dtype=reference.FP8[inputs["fp8_format"]])
+        return {"q": empty, "scale": inputs["w"].new_empty((E, K), dtype=torch.float32)}
     return {"q": torch.stack([q for q, _ in parts]).transpose(1, 2), "scale": torch.stack([s[:, 0] for _, s in parts])}
 
 
