@@ -1,7 +1,7 @@
 """The best known configs: one JSON file per GPU and operator, looked up exactly or at the nearest size.
 
 Does not measure, decide which config is better, or check that a config is valid for a case.
-Imports the standard library, filelock, misses and spec.
+Imports the standard library, filelock, files, misses and spec.
 """
 
 import json

@@ -4,9 +4,13 @@ import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from made_up import Setting
 
 HAS_GPU = torch.cuda.is_available()
 
@@ -49,4 +53,16 @@ def configs_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
     monkeypatch.setenv("KERNELTUNE_CONFIGS", str(folder))
     cache.clear()
     yield folder
+    cache.clear()
+
+
+@pytest.fixture
+def setting(tmp_path: Path) -> Iterator["Setting"]:
+    """The made-up operator with a trial store and a config cache of this test's own."""
+    from made_up import Setting
+
+    from kerneltune import cache
+
+    cache.clear()
+    yield Setting(tmp_path)
     cache.clear()

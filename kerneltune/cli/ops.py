@@ -22,21 +22,22 @@ def command(
     """List the operators, or show one with the values that its knobs may take."""
     known = o.load_ops()
     if name is None:
-        head = ("op", "axes", "dtypes", "quants", "options", "variants", "peers")
+        head = ("op", "axes", "dtypes", "quants", "variants", "peers")
         show_table(head, [_row(op) for op in known.values()])
         return
     op = known[o.choice("op", name, known)]
     case = _case(op, sizes or [], dtype or op.dtypes[0], quant or op.quants[0])
     show(f"{op.name}: {case.label}")
+    for option, values in op.options.items():
+        show(f"  option {option:<14} {', '.join(map(str, values))}")
     for variant in op.variants:
         show("\n" + "\n".join(_details(variant, case)))
 
 
 def _row(op: Op) -> tuple[str, ...]:
-    options = "; ".join(f"{name}={'|'.join(map(str, values))}" for name, values in op.options.items())
     own = ", ".join(variant.name for variant in op.variants if not variant.is_peer)
     peers = ", ".join(f"{v.name}{_lacking(v)}" for v in op.variants if v.is_peer)
-    return op.name, " ".join(op.axes), ", ".join(op.dtypes), ", ".join(op.quants), options or "-", own, peers or "-"
+    return op.name, " ".join(op.axes), ", ".join(op.dtypes), ", ".join(op.quants), own, peers or "-"
 
 
 def _lacking(variant: Variant) -> str:

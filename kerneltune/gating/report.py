@@ -1,6 +1,6 @@
 """The gate's answer as text, Markdown, JUnit XML and GitHub annotations.
 
-Pure functions of a Verdict: judges nothing and writes no file. Imports the standard library and gate.
+Pure functions of a Verdict: judges nothing and writes no file. Imports the standard library and verdict.
 """
 
 import re

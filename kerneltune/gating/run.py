@@ -1,6 +1,6 @@
 """A gate run on this GPU: the selected rows in fresh processes, judged against a baseline, suspects measured once more.
 
-Prints nothing and knows no operator. Imports campaign, gate, pooling, processes and what they need.
+Prints nothing and knows no operator. Imports campaign, verdict, pooling, processes and what they need.
 """
 
 import fnmatch

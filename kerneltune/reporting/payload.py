@@ -1,7 +1,7 @@
 """What the report page shows, as plain values: cases with their records, searches, and the cache's evidence.
 
 Pure functions; does not read files, know operators or lay anything out.
-Imports the standard library, cache, device, records and report.
+Imports the standard library, cache, device, records and tables.
 """
 
 from collections import Counter

@@ -1,6 +1,6 @@
 """The main charts as PNG or SVG for a pull request: shares of the ceiling, peers, achieved bandwidth.
 
-Returns bytes; does not read or write files. Imports records and report, and matplotlib when called.
+Returns bytes; does not read or write files. Imports records and tables, and matplotlib when called.
 """
 
 import io

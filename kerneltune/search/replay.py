@@ -1,6 +1,6 @@
 """A search run again on a measured space: how far from the optimum it is after so many evaluations.
 
-Runs the code of `search`; only the evaluator is another. Touches no GPU. May import numpy, and what search may.
+Runs the code of `loop`; only the evaluator is another. Touches no GPU. May import numpy, and what loop may.
 """
 
 from collections.abc import Mapping, Sequence

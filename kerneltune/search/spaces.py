@@ -1,6 +1,6 @@
 """Measured spaces: every config of one variant on one case with its time, in one compact file, for replaying a search.
 
-Measures nothing and decides nothing. Imports the standard library, cache, device, spec and trials.
+Measures nothing and decides nothing. Imports the standard library, device, files, spec and trials.
 """
 
 import csv

@@ -1,1 +1,1 @@
-"""The search on a device: measure in a child, decide a duel, write the winner to the cache. The only writer of configs."""
+"""The search on a device: measure in a child, decide a duel, write the winner to the cache."""

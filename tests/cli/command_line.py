@@ -1,0 +1,63 @@
+"""Commands run in this process, and records for them."""
+
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner, Result
+
+from kerneltune.cli import app
+from kerneltune.records import Record
+
+NO_TIMES = dict.fromkeys(["time_us", "gbps", "pct_ceiling", "ci_low_us", "ci_high_us", "n", "aa_floor"])
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def refused(*arguments: str | Path) -> str:
+    """The one line that a command says before it exits with 2, having printed nothing else."""
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    return result.stderr.removesuffix("\n")
+
+
+def record(us: float = 100.0, **changes: Any) -> Record:
+    values: dict[str, Any] = {
+        "op": "rmsnorm_fwd",
+        "variant": "baseline",
+        "case": "te-8192x4096",
+        "dtype": "bfloat16",
+        "quant": "fp8",
+        "policy": "cold",
+        "status": "passed",
+        "time_us": us,
+        "gbps": 100_000 / us,
+        "pct_ceiling": 50.0,
+        "ci_low_us": us,
+        "ci_high_us": us,
+        "n": 10,
+        "aa_floor": 0.01,
+        "device": "NVIDIA H200",
+        "driver": "570",
+        "torch": "2.13",
+        "triton": "3.7",
+        "source_hash": "0",
+        "commit": "0",
+        "date": "2026-11-21T06:00:00Z",
+        "axes": {"M": 8192, "N": 4096},
+        "family": "rmsnorm",
+    }
+    return Record(**{**values, **changes})
+
+
+def both(baseline_us: float = 100.0, optimized_us: float = 50.0, **changes: Any) -> list[Record]:
+    return [record(baseline_us, **changes), record(optimized_us, variant="optimized", **changes)]
+
+
+def operators() -> list[str]:
+    from kerneltune import ops
+
+    return list(ops.load())

@@ -1,0 +1,56 @@
+"""Fixtures of the command line's tests: a width, record files, a GPU that is there or not, an engine that only listens."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import both
+
+from kerneltune import device, records
+from kerneltune.cli import console
+from kerneltune.records import Record
+
+
+@pytest.fixture(autouse=True)
+def hundred_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(console.console, "width", 100)
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a record file and returns its path."""
+
+    def write(name: str, *rows: Record) -> Path:
+        records.append(tmp_path / name, rows)
+        return tmp_path / name
+
+    return write
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "current", lambda: device.NO_GPU)
+
+
+@pytest.fixture
+def an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "current", lambda: device.Device("NVIDIA H200", "sm_90", 132, 60_000_000, 232448, "570"))
+
+
+@pytest.fixture
+def campaign(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What sweep and tune hand to the engine, which answers with one measured and one failed row."""
+    seen: dict[str, Any] = {"answer": both()}
+
+    def fake(_ops: object, selection: object, options: object, reporter: Any) -> list[Record]:
+        seen.update(selection=selection, options=options)
+        reporter.stage("check", 1)
+        reporter.advance("one")
+        reporter.note("a remark")
+        return list(seen["answer"])
+
+    monkeypatch.setattr("kerneltune.campaign.run_sweep", fake)
+    monkeypatch.setattr("kerneltune.tuning.run.run_tune", fake)
+    return seen

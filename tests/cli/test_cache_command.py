@@ -1,0 +1,85 @@
+"""cache: what is stored, and entries that are broken."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import operators, refused, run
+
+
+@pytest.fixture
+def stored(configs_dir: Path) -> Path:
+    """A cache of one good entry, of the baseline's first config."""
+    from kerneltune import cache, ops
+    from kerneltune.spec import Case
+
+    case = Case("te", (("M", 8192), ("N", 4096)), "bfloat16", "none", (("zero_centered", False),))
+    config = ops.load()["rmsnorm_bwd"].variant("baseline").default_config(case)
+    entry = cache.Entry(
+        variant="baseline", case="te", axes=case.axes, dtype=case.dtype, quant=case.quant, options=case.options, policy="cold",
+        config={field: getattr(config, field) for field in config.__dataclass_fields__},
+        evidence={"speedup": 1.25, "date": "2026-11-21T06:00:00Z"},
+    )  # fmt: skip
+    return cache.store("rmsnorm_bwd", "nvidia_h200", entry)
+
+
+def change(path: Path, **fields: Any) -> None:
+    """Change fields of the only entry of a cache file."""
+    data = json.loads(path.read_text())
+    data["entries"][0].update(fields)
+    path.write_text(json.dumps(data))
+
+
+def test_cache_shows_what_is_stored(stored: Path) -> None:
+    listed = run("cache", "list").stdout.splitlines()
+    assert [line.split() for line in listed] == [
+        ["gpu", "op", "entries", "variants", "latest"],
+        ["nvidia_h200", "rmsnorm_bwd", "1", "baseline", "2026-11-21T06:00:00Z"],
+    ]
+    shown = run("cache", "show", "rmsnorm_bwd")
+    assert shown.exit_code == 0
+    assert "1.25x" in shown.stdout and "baseline" in shown.stdout
+    assert run("cache", "check").stdout == f"1 entries in 1 files of {stored.parent.parent} are good\n"
+
+
+def test_an_empty_cache(configs_dir: Path) -> None:
+    assert run("cache", "list").stdout == f"no entries in {configs_dir}\n"
+    assert run("cache", "check").stdout == f"0 entries in 0 files of {configs_dir} are good\n"
+    assert refused("cache", "show", "rmsnorm_fwd") == "error: op: 'rmsnorm_fwd': expected one of (none found)"
+
+
+def test_cache_show_refuses_what_is_unknown(stored: Path) -> None:
+    assert stored.is_file()
+    assert refused("cache", "show", "softmax") == "error: op: 'softmax': expected one of rmsnorm_bwd"
+    assert refused("cache", "show", "rmsnorm_bwd", "--gpu", "b200") == "error: gpu: 'b200': expected one of nvidia_h200"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"axes": {"M": -1, "N": 8}}, "axes: {'M': -1, 'N': 8}: expected axis names with sizes of 0 or more"),
+        ({"variant": 3}, "variant: 3: expected a name"),
+        ({"speed": 3}, "speed: 3: expected no field of this name"),
+        ({"variant": "fast"}, "rmsnorm_bwd has no variant 'fast'; it has baseline, "),
+        ({"config": {"speed": 3}}, "config of baseline has the knobs ["),
+    ],
+)
+def test_cache_check_finds_a_broken_entry(fields: dict[str, Any], message: str, stored: Path) -> None:
+    change(stored, **fields)
+    assert refused("cache", "check").startswith(f"error: {stored}: entries[0]: {message}")
+
+
+def test_cache_check_finds_a_broken_file(stored: Path, configs_dir: Path) -> None:
+    stranger = configs_dir / "nvidia_h200" / "softmax.json"
+    stranger.write_text(stored.read_text().replace("rmsnorm_bwd", "softmax"))
+    known = ", ".join(operators())
+    assert refused("cache", "check") == f"error: {stranger}: op: 'softmax': expected one of {known}"
+    stored.write_text(stored.read_text()[:-20])
+    assert refused("cache", "check").startswith(f"error: {stored}:")
+
+
+def test_a_broken_file_is_a_warning_to_those_who_only_look(stored: Path) -> None:
+    stored.write_text("{")
+    with pytest.warns(UserWarning, match="JSON"):
+        assert run("cache", "list").exit_code == 0

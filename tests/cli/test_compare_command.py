@@ -1,0 +1,110 @@
+"""compare: records of files, of this GPU or the shipped ones, and live."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import NO_TIMES, both, record, refused, run
+
+from kerneltune.records import Record
+
+TABLE = """\
+kind dtype    quant       M      N       A ms       B ms    A GB/s    B GB/s   speedup
+--------------------------------------------------------------------------------------
+fwd  bfloat16 fp8      8192   4096     0.1000     0.0500    1000.0    2000.0      2.00x  +
+
+1 row: geometric mean 2.00x, range 2.00x to 2.00x
+wins 1, ties 0, losses 0
+  fwd fp8: 1 row, geometric mean 2.00x
+B reaches 50.0 % of the ceiling in the median
+A/A floor at most 1.0%
+"""
+
+
+def test_compare_reads_files(write: Callable[..., Path]) -> None:
+    path = write("a.jsonl", *both())
+    result = run("compare", "baseline", "optimized", "--from", path)
+    assert (result.exit_code, result.stdout, result.stderr) == (0, TABLE, "")
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_compare_shows_recorded_results_without_a_gpu(write: Callable[..., Path], tmp_path: Path) -> None:
+    path = write("nvidia_h200/rmsnorm.jsonl", *both())
+    write("interpreter/rmsnorm.jsonl", *both(device="interpreter", status="checked", **NO_TIMES))
+    result = run("compare", "baseline", "optimized", "--results", tmp_path)
+    assert (result.exit_code, result.stdout) == (0, TABLE)
+    assert result.stderr == f"no GPU here: recorded results from {path}\n"
+
+
+@pytest.mark.usefixtures("an_h200")
+def test_compare_takes_the_newest_records_of_this_gpu(write: Callable[..., Path], tmp_path: Path) -> None:
+    write("nvidia_h200/rmsnorm.jsonl", *both(10, 20), *both())
+    write("nvidia_h100/rmsnorm.jsonl", *both(10, 20, device="NVIDIA H100"))
+    result = run("compare", "baseline", "optimized", "--results", tmp_path)
+    assert (result.exit_code, result.stdout, result.stderr) == (0, TABLE, "")
+
+
+@pytest.mark.usefixtures("an_h200")
+def test_compare_without_records_says_where_it_looked(tmp_path: Path) -> None:
+    line = refused("compare", "baseline", "optimized", "--results", tmp_path, "--family", "rmsnorm")
+    place = tmp_path / "nvidia_h200" / "rmsnorm.jsonl"
+    assert line == f"error: no records of NVIDIA H200 in {place}; measure with --run, or name a file with --from"
+
+
+def test_compare_two_files_variant_by_variant(write: Callable[..., Path]) -> None:
+    old, new = write("old.jsonl", *both(100, 60)), write("new.jsonl", *both(100, 50))
+    lines = run("compare", old, new).stdout.splitlines()
+    assert [lines[0], lines[4]] == [
+        "baseline",
+        "fwd  bfloat16 fp8      8192   4096     0.1000     0.1000    1000.0    1000.0      1.00x",
+    ]
+    assert lines[lines.index("optimized") + 4].endswith("1.20x  +")
+    assert run("compare", old, new, "--format", "csv").stdout.count("\n") == 3
+    assert run("compare", old, new, "--format", "markdown").stdout.startswith("### baseline\n\n| kind |")
+
+
+def test_compare_a_file_with_a_variant(write: Callable[..., Path]) -> None:
+    old, new = write("old.jsonl", record()), write("new.jsonl", *both(100, 50))
+    assert run("compare", old, "optimized", "--from", new).stdout == TABLE
+
+
+def test_compare_keeps_to_operators_and_policy(write: Callable[..., Path]) -> None:
+    path = write("a.jsonl", *both(), *both(10, 20, op="rmsnorm_bwd"), *both(10, 20, policy="hot"))
+    assert run("compare", "baseline", "optimized", "--from", path, "--op", "rmsnorm_fwd").stdout == TABLE
+    expected = "error: op: 'softmax': expected one of rmsnorm_fwd, rmsnorm_bwd"
+    assert refused("compare", "baseline", "optimized", "--from", path, "--op", "softmax") == expected
+
+
+def test_compare_writes_a_file(write: Callable[..., Path], tmp_path: Path) -> None:
+    path, output = write("a.jsonl", *both()), tmp_path / "table.txt"
+    result = run("compare", "baseline", "optimized", "--from", path, "--output", output)
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "", f"wrote {output}\n")
+    assert output.read_text() == TABLE
+    line = refused("compare", "baseline", "optimized", "--from", path, "--output", tmp_path)
+    assert line == f"error: cannot write {tmp_path}: Is a directory"
+
+
+def test_compare_refuses_what_is_unknown(write: Callable[..., Path], tmp_path: Path) -> None:
+    path, other = write("a.jsonl", *both()), write("b.jsonl", record(variant="optimized", axes={"M": 1, "N": 1}), record())
+    known = "baseline, optimized, a .jsonl file"
+    assert refused("compare", "fast", "optimized", "--from", path) == f"error: variant: 'fast': expected one of {known}"
+    assert refused("compare", "baseline", tmp_path / "no.jsonl", "--from", path).startswith("error: cannot read ")
+    assert refused("compare", "baseline", "optimized", "--from", path, "--format", "html").startswith("error: format: 'html': ")
+    assert refused("compare", "baseline", "optimized", "--from", path, "--policy", "warm").startswith("error: policy: 'warm': ")
+    line = refused("compare", "optimized", "baseline", "--from", other)
+    assert line == "error: nothing to compare: no case, device and policy that both optimized and baseline have records of"
+    assert refused("compare", "a", "b", "--run") == "error: family: missing: expected --family where --run is given"
+
+
+def test_compare_live_asks_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def live(_ops: object, selection: Any, a: str, b: str, options: Any, _progress: object) -> list[Record]:
+        seen.update(family=selection.family, ops=selection.ops, pair=(a, b), policy=options.policy)
+        return both()
+
+    monkeypatch.setattr("kerneltune.campaign.compare_live", live)
+    result = run("compare", "baseline", "optimized", "--run", "--family", "rmsnorm", "--op", "rmsnorm_fwd")
+    assert result.stdout == TABLE
+    assert seen == {"family": "rmsnorm", "ops": ("rmsnorm_fwd",), "pair": ("baseline", "optimized"), "policy": "cold"}

@@ -1,0 +1,131 @@
+"""gate: exit codes, files and annotations, baselines that are measured."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import both, record, refused, run
+
+from kerneltune import records
+from kerneltune.cli import console
+from kerneltune.records import Record
+
+
+@pytest.mark.parametrize(
+    ("new", "code", "last"),
+    [
+        (both(), 0, "gate: pass: no row is slower (2 rows compared, 0 faster)"),
+        (both(100, 70), 1, "gate: regression: 1 regression (2 rows compared, 0 faster)"),
+        (
+            [record(), record(60, variant="optimized", ci_low_us=40.0, ci_high_us=70.0)],
+            3,
+            "gate: ambiguous: 1 ambiguous (2 rows compared, 0 faster)",
+        ),
+        (
+            both(device="NVIDIA H100"),
+            2,
+            "gate: not usable: not comparable: baseline has device NVIDIA H200, new has NVIDIA H100 (0 rows compared, 0 faster)",
+        ),
+    ],
+)
+def test_the_gate_s_exit_code_is_its_answer(new: list[Record], code: int, last: str, write: Callable[..., Path]) -> None:
+    result = run("gate", write("old.jsonl", *both()), write("new.jsonl", *new))
+    lines = result.stdout.splitlines()
+    answer = next(i for i, line in enumerate(lines) if line.startswith("gate: "))
+    assert (result.exit_code, " ".join(line.strip() for line in lines[answer:])) == (code, last)
+
+
+def test_the_gate_s_margin_and_formats(write: Callable[..., Path], tmp_path: Path) -> None:
+    old, new = write("old.jsonl", *both()), write("new.jsonl", *both(100, 70))
+    assert run("gate", old, new, "--margin", "0.5").exit_code == 0
+    assert refused("gate", old, new, "--margin", "-1") == "error: margin: -1.0: expected a finite fraction of 0 or more"
+
+
+def test_the_gate_s_files_and_annotations(write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new, step = write("old.jsonl", *both()), write("new.jsonl", *both(100, 70)), tmp_path / "step.md"
+    step.write_text("before\n")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(step))
+    markdown, junit = tmp_path / "out" / "gate.md", tmp_path / "gate.xml"
+    result = run("gate", old, new, "--markdown", markdown, "--junit", junit, "--annotations")
+    assert (result.exit_code, result.stderr) == (1, f"wrote {junit}\nwrote {markdown}\n")
+    text, *commands = result.stdout.split("gate: regression: 1 regression (2 rows compared, 0 faster)\n")
+    assert text.startswith("regression  rmsnorm_fwd")
+    assert commands[0] == "::error title=kerneltune gate::"
+    assert markdown.read_text().startswith("**gate: regression: ")
+    assert step.read_text() == f"before\n{markdown.read_text()}\n"
+    assert '<testsuite name="kerneltune gate" tests="2" failures="1" errors="0" skipped="0">' in junit.read_text()
+    step.write_text("")
+    assert run("gate", old, new).exit_code == 1 and step.read_text() == ""
+    line = refused_after_text("gate", old, new, "--junit", tmp_path)
+    assert line.startswith(f"error: cannot write {tmp_path}: ")
+
+
+def refused_after_text(*arguments: str | Path) -> str:
+    result = run(*arguments)
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1
+    return result.stderr.removesuffix("\n")
+
+
+def test_the_gate_breaks_its_lines_where_the_screen_ends(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = write("old.jsonl", *both()), write("new.jsonl", *both(100, 70))
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(console.console, "width", 80)
+    assert run("gate", old, new).stdout == (
+        "regression  rmsnorm_fwd M=8192 N=4096 bfloat16 fp8 cold  optimized\n"
+        "            +40.0% [+40.0%, +40.0%]  (at least +40.0%, tolerated 3.0%)\n"
+        "gate: regression: 1 regression (2 rows compared, 0 faster)\n"
+    )
+
+
+def test_what_only_a_run_takes(write: Callable[..., Path]) -> None:
+    path = write("a.jsonl", *both())
+    assert refused("gate", path, path, "--op", "rmsnorm_fwd") == "error: op: \"['rmsnorm_fwd']\": expected only with --run"
+    assert refused("gate", path, path, "--update") == "error: update: True: expected only with --run"
+    assert refused("gate", path, "--run", "rmsnorm", "--processes", "0") == "error: processes: 0: expected 1 or more"
+    assert refused("gate", path, "--run", "nothing").startswith("error: family: 'nothing': expected one of ")
+    assert refused("gate", "HEAD", "--run", "rmsnorm", "--update") == (
+        "error: baseline: 'HEAD': expected a .jsonl file where --update is given"
+    )
+
+
+def test_a_run_needs_a_gpu(write: Callable[..., Path], no_gpu: None) -> None:
+    needed = "error: gate --run needs a GPU: in the interpreter nothing can be timed"
+    assert refused("gate", write("a.jsonl", *both()), "--run", "rmsnorm") == needed
+    assert refused("gate", "HEAD", "--run", "rmsnorm") == needed
+    assert refused("gate", "none.jsonl", "--run", "rmsnorm", "--update") == needed
+    assert refused("study", "rmsnorm") == "error: study needs a GPU: in the interpreter nothing can be timed"
+
+
+def test_a_run_judges_what_its_processes_measure(
+    write: Callable[..., Path], tmp_path: Path, an_h200: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def measured(_load: object, selection: Any, options: Any, processes: int, *_more: object) -> list[Record]:
+        seen.append((selection.family, selection.variants, options.peers, processes))
+        return both(100, 70)
+
+    monkeypatch.setattr("kerneltune.gating.run.run_processes", measured)
+    monkeypatch.setattr("kerneltune.gating.run.pool", lambda rows: list(rows))
+    old, kept = write("old.jsonl", *both(), record(variant="liger")), tmp_path / "kept.jsonl"
+    result = run("gate", old, "--run", "rmsnorm", "--processes", "2", "--variant", "baseline", "--save", kept)
+    assert (result.exit_code, seen) == (0, [("rmsnorm", ("baseline",), False, 2)])
+    assert records.load(kept) == both(100, 70)
+    baseline = tmp_path / "baseline.jsonl"
+    assert run("gate", baseline, "--run", "rmsnorm", "--update").stderr == f"wrote {baseline}\n"
+    assert records.load(baseline) == both(100, 70)
+
+
+def test_broken_record_files(write: Callable[..., Path], tmp_path: Path) -> None:
+    good, truncated, odd = write("good.jsonl", record()), write("truncated.jsonl", *both()), tmp_path / "odd.jsonl"
+    truncated.write_bytes(truncated.read_bytes()[:-10])
+    odd.write_text('{"op": "rmsnorm_fwd", "speed": 3}\n')
+    assert refused("gate", good, truncated) == f"error: {truncated}:2: JSON: truncated, the last line has no end"
+    assert refused("compare", good, truncated) == f"error: {truncated}:2: JSON: truncated, the last line has no end"
+    assert refused("gate", odd, good) == f"error: {odd}:1: speed: 3: expected no field of this name"
+    assert (
+        refused("gate", good, tmp_path / "none.jsonl")
+        == f"error: cannot read {tmp_path / 'none.jsonl'}: No such file or directory"
+    )
+    assert refused("gate", good, tmp_path) == f"error: cannot read {tmp_path}: Is a directory"

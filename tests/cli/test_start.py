@@ -1,0 +1,123 @@
+"""Start-up, help and version, wrong use, and the commands that only look: ops and doctor."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command_line import operators, record, refused, run
+
+COMMANDS = [
+    "ops",
+    "sweep",
+    "tune",
+    "compare",
+    "gate",
+    "study",
+    "cache",
+    "cache list",
+    "cache show",
+    "cache check",
+    "cache verify",
+    "cache misses",
+    "cache export",
+    "cache import",
+    "insight",
+    "noise",
+    "replay",
+    "report",
+    "inspect",
+    "profile",
+    "doctor",
+]
+HEAVY = ("torch", "triton", "optuna", "pandas", "numpy")
+
+
+def test_help_is_quick_and_imports_nothing_heavy() -> None:
+    code = "import sys; from kerneltune.cli import main\ntry: main()\nfinally: print(*sys.modules, file=sys.stderr)"
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=True)
+        times.append(time.perf_counter() - started)
+    assert not set(HEAVY) & set(done.stderr.split())
+    assert "KERNELTUNE_CONFIGS" in done.stdout
+    assert min(times) < 0.3
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str) -> None:
+    result = run(*command.split(), "--help")
+    assert result.exit_code == 0
+    assert "Usage:" in result.stdout
+
+
+def test_version() -> None:
+    result = run("--version")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("kerneltune 0.")
+
+
+def test_a_wrong_use_is_one_line() -> None:
+    assert refused("nothing") == "error: No such command 'nothing'."
+    assert refused("sweep") == "error: Missing argument 'family'."
+    assert refused("sweep", "rmsnorm", "--budget", "soon").startswith("error: Invalid value for '--budget':")
+    assert refused("gate") == "error: Missing argument 'baseline'."
+    one_of_them = "error: new: None: expected a .jsonl file or --run, one of them"
+    assert refused("gate", "one.jsonl") == one_of_them
+    assert refused("gate", "one.jsonl", "two.jsonl", "--run", "rmsnorm") == one_of_them.replace("None", "'two.jsonl'")
+
+
+def test_a_failure_of_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch, write: Callable[..., Path]) -> None:
+    def broken(*_: object) -> None:
+        raise KeyError("ours")
+
+    monkeypatch.setattr("kerneltune.gating.verdict.gate", broken)
+    path = write("a.jsonl", record())
+    assert isinstance(run("gate", path, path).exception, KeyError)
+
+
+def test_ops_lists_operators_with_peers() -> None:
+    result = run("ops")
+    assert result.exit_code == 0
+    for word in ("rmsnorm_fwd", "rmsnorm_bwd", "optimized", "fp8_t", "bfloat16"):
+        assert word in result.stdout
+
+
+def test_ops_shows_knobs_for_a_case() -> None:
+    result = run("ops", "rmsnorm_fwd", "M=8192", "--quant", "fp8", "--dtype", "float16")
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("rmsnorm_fwd: M=8192 N=4096 float16 fp8")
+    assert "  option fp8_format     e4m3, e5m2" in lines
+    assert "baseline" in lines and "optimized" in lines
+    assert any(line.endswith("valid configs") for line in lines)
+
+
+def test_ops_refuses_what_is_unknown() -> None:
+    known = ", ".join(operators())
+    assert refused("ops", "softmax") == f"error: op: 'softmax': expected one of {known}"
+    assert refused("ops", "rmsnorm_fwd", "K=3") == "error: axis: 'K': expected one of M, N"
+    assert refused("ops", "rmsnorm_fwd", "M=-3") == "error: M: '-3': expected a size, like M=4096"
+    assert refused("ops", "rmsnorm_fwd", "M") == "error: M: '': expected a size, like M=4096"
+    assert refused("ops", "rmsnorm_bwd", "--quant", "fp8") == "error: quant: 'fp8': expected one of none"
+    assert refused("ops", "rmsnorm_fwd", "--dtype", "int8") == "error: dtype: 'int8': expected one of bfloat16, float16, float32"
+
+
+def test_doctor_says_what_is_missing(tmp_path: Path, no_gpu: None) -> None:
+    (tmp_path / "file").touch()
+    result = run("doctor", "--configs", tmp_path, "--results", tmp_path / "file" / "results")
+    assert result.exit_code == 0
+    text = " ".join(result.stdout.split())
+    for words in ("python 3.", "torch 2.", "triton 3.", "GPU none no times", "KERNELTUNE_RESULTS"):
+        assert words in text
+
+
+@pytest.mark.gpu
+def test_doctor_knows_the_gpu(tmp_path: Path) -> None:
+    result = run("doctor", "--configs", tmp_path, "--results", tmp_path)
+    assert result.exit_code == 0
+    for words in ("driver", "SM clock", "throttled", "other processes"):
+        assert words in result.stdout

@@ -1,0 +1,210 @@
+"""sweep and tune: what they hand to the engine, what they refuse, what progress shows."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import NO_TIMES, both, operators, record, refused, run
+
+from kerneltune import records
+from kerneltune.cli import console, progress
+from kerneltune.records import Record
+
+
+def test_sweep_passes_everything_on_and_prints_the_table(campaign: dict[str, Any], tmp_path: Path) -> None:
+    result = run(
+        "sweep", "rmsnorm", "--op", "rmsnorm_fwd", "--case", "te-*", "--case", "llama*", "--dtype", "bfloat16", "--quant", "fp8",
+        "--policy", "hot", "--variant", "optimized", "--no-tune", "--no-peers", "--budget", "2.5", "--trials", "7",
+        "--check-only", "--configs", tmp_path / "configs", "--results", tmp_path / "results", "--workers", "3",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    selection, options = campaign["selection"], campaign["options"]
+    assert (selection.family, selection.ops, selection.cases) == ("rmsnorm", ("rmsnorm_fwd",), ("te-*", "llama*"))
+    assert (selection.dtypes, selection.quants, selection.variants) == (("bfloat16",), ("fp8",), ("optimized",))
+    assert (options.policy, options.tune, options.peers, options.check_only) == ("hot", False, False, True)
+    assert (options.budget_s, options.trials, options.workers) == (2.5, 7, 3)
+    assert (options.configs, options.results) == (tmp_path / "configs", tmp_path / "results")
+    assert result.stdout.splitlines() == [
+        "device: NVIDIA H200",
+        "op          case         dtype    quant   variant   time µs   GB/s % ceiling vs baseline",
+        "rmsnorm_fwd te-8192x4096 bfloat16 fp8     baseline   100.00 1000.0      50.0       1.00x",
+        "                                        * optimized   50.00 2000.0      50.0       2.00x",
+        "",
+        "2 passed",
+    ]
+    assert result.stderr.splitlines()[0] == "a remark"
+    assert result.stderr.splitlines()[1].startswith("check: 1 of 1 in ")
+
+
+@pytest.mark.usefixtures("campaign")
+def test_sweep_names_the_files_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "nvidia_h200"
+
+    def writes(*_: object) -> list[Record]:
+        records.append(folder / "rmsnorm.jsonl", both())
+        return both()
+
+    folder.mkdir()
+    (folder / "old.jsonl").touch()
+    os.utime(folder / "old.jsonl", (0, 0))
+    monkeypatch.setattr("kerneltune.campaign.run_sweep", writes)
+    monkeypatch.setattr("kerneltune.plan.results_folder", lambda _: folder)
+    assert run("sweep", "rmsnorm", "--results", tmp_path).stderr == f"wrote {folder}/rmsnorm.jsonl\n"
+
+
+def test_sweep_fails_when_a_variant_of_ours_fails(campaign: dict[str, Any], tmp_path: Path) -> None:
+    failed: dict[str, Any] = {"status": "failed", "reason": "y: 3 of 4 wrong", **NO_TIMES}
+    campaign["answer"] = [record(), record(variant="optimized", **failed)]
+    result = run("sweep", "rmsnorm", "--results", tmp_path)
+    label = "rmsnorm_fwd M=8192 N=4096 bfloat16 fp8 cold"
+    assert result.stderr.splitlines()[-1] == f"failed: optimized te-8192x4096 {label}: y: 3 of 4 wrong"
+    assert result.exit_code == 1
+    campaign["answer"] = [record(), record(variant="eager", **failed)]
+    assert run("sweep", "rmsnorm", "--results", tmp_path).exit_code == 0
+
+
+def test_tune_passes_everything_on(campaign: dict[str, Any], tmp_path: Path) -> None:
+    result = run("tune", "rmsnorm", "--force", "--sampler", "gp", "--trials", "5", "--configs", tmp_path)
+    assert result.exit_code == 0, result.output
+    options = campaign["options"]
+    assert (options.force, options.sampler, options.trials, options.configs) == (True, "gp", 5, tmp_path)
+
+
+@pytest.mark.usefixtures("campaign")
+@pytest.mark.parametrize("command", ["sweep", "tune"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing"], "family: 'nothing': expected one of "),
+        (["no/such.yaml"], "cannot read no/such.yaml: no such file"),
+        (["rmsnorm", "--op", "softmax"], "op: 'softmax': expected one of {ops}"),
+        (["rmsnorm", "--variant", "fast"], "variant: 'fast': expected one of "),
+        (["rmsnorm", "--dtype", "int8"], "dtype: 'int8': expected one of bfloat16, float16, float32"),
+        (["rmsnorm", "--quant", "int4"], "quant: 'int4': expected one of "),
+        (["rmsnorm", "--policy", "warm"], "policy: 'warm': expected one of cold, hot, eager"),
+        (["rmsnorm", "--budget", "-1"], "budget: -1.0: expected 0 or more"),
+        (["rmsnorm", "--budget", "0"], "budget: 0.0: expected more than 0 seconds"),
+        (["rmsnorm", "--budget", "nan"], "budget: nan: expected 0 or more"),
+        (["rmsnorm", "--trials", "0"], "trials: 0: expected 1 or more"),
+        (["rmsnorm", "--workers", "0"], "workers: 0: expected 1 or more"),
+    ],
+)
+def test_sweep_and_tune_refuse_what_is_unknown(command: str, arguments: list[str], message: str) -> None:
+    assert refused(command, *arguments).startswith("error: " + message.replace("{ops}", ", ".join(operators())))
+
+
+@pytest.mark.usefixtures("campaign")
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--until-gain", "0", "until-gain: '0': expected a percentage above 0, such as 1%"),
+        ("--until-gain", "soon", "until-gain: 'soon': expected a percentage above 0, such as 1%"),
+        ("--knob", "warps", "knob: 'warps': expected NAME=V1,V2"),
+        ("--knob", "warps=1,,2", "knob: 'warps=1,,2': expected NAME=V1,V2"),
+    ],
+)
+def test_tune_refuses_what_has_no_meaning(option: str, value: str, message: str) -> None:
+    assert refused("tune", "rmsnorm", option, value) == f"error: {message}"
+
+
+def test_tune_passes_whole_spaces_and_the_gain_on(campaign: dict[str, Any], tmp_path: Path) -> None:
+    arguments = ["--exhaustive", "--knob", "warps=1,2", "--knob", "split=true", "--until-gain", "1%", "--configs", tmp_path]
+    assert run("tune", "rmsnorm", *arguments).exit_code == 0
+    options = campaign["options"]
+    assert (options.exhaustive, options.knobs) == (True, (("warps", ("1", "2")), ("split", ("true",))))
+    assert options.until_gain == pytest.approx(0.01)
+
+
+@pytest.mark.usefixtures("campaign")
+def test_tune_refuses_an_unknown_sampler() -> None:
+    assert refused("tune", "rmsnorm", "--sampler", "cma") == "error: sampler: 'cma': expected one of gp, tpe, random, qmc"
+
+
+@pytest.mark.parametrize("option", ["--results", "--configs"])
+def test_an_unwritable_folder_is_found_before_the_work(option: str, tmp_path: Path, campaign: dict[str, Any]) -> None:
+    (tmp_path / "file").touch()
+    command = "sweep" if option == "--results" else "tune"
+    for folder in (tmp_path / "file" / "below", tmp_path / "file"):
+        assert refused(command, "rmsnorm", option, folder) == f"error: cannot write {folder}: Not a directory"
+    assert "options" not in campaign
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_folder_is_found_before_the_work(tmp_path: Path) -> None:
+    tmp_path.chmod(0o555)
+    try:
+        assert refused("sweep", "rmsnorm", "--results", tmp_path) == f"error: cannot write {tmp_path}: Permission denied"
+    finally:
+        tmp_path.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("family: [", "{path}:1: YAML: "),
+        ("", "{path}:1: file: empty: expected family, ops and cases"),
+        ("family: f\nops: [softmax]\n", "{path}:2: ops: 'softmax': expected one of "),
+        ("family: f\nops: [rmsnorm_fwd]\nspeed: 3\n", "{path}:3: speed: '3': expected one of "),
+        (
+            "family: f\nops: [rmsnorm_fwd]\nbench:\n  - {name: a, M: 0, N: 8}\n",
+            "{path}:4: M: 0: expected an integer of 1 or more",
+        ),
+        (
+            "family: f\nops: [rmsnorm_fwd]\nbench:\n  - {name: a, M: 8, N: 8, speed: 3}\n",
+            "{path}:4: speed: '3': expected a field among",
+        ),
+    ],
+)
+def test_a_broken_sweep_file_is_named_with_its_line(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+    arguments = [path, "--results", tmp_path / "results", "--configs", tmp_path / "configs"]
+    assert refused("sweep", *arguments).startswith("error: " + message.replace("{path}", str(path)))
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.usefixtures("campaign")
+def test_an_interrupt_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kerneltune.campaign.run_sweep", interrupted)
+    result = run("sweep", "rmsnorm", "--results", tmp_path)
+    assert result.exit_code == 130
+    assert result.stderr == "interrupted: what is done so far is kept, and the same command resumes from there\n"
+
+
+def test_log_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    now = iter([0.0, 100.0, 102.0, 106.0, 112.0, 120.0, 130.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
+    with progress.LogProgress() as log:
+        log.stage("tune", 4)
+        log.advance("rows=1")
+        log.best("3.2 µs")
+        log.advance("rows=2")
+        log.note("skipped: too large")
+        log.advance("rows=4")
+        log.advance("rows=8")
+    assert capsys.readouterr().err.splitlines() == [
+        "tune: 2 of 4: rows=2, best 3.2 µs (about 6 s left)",
+        "skipped: too large",
+        "tune: 3 of 4: rows=4, best 3.2 µs (about 4 s left)",
+        "tune: 4 of 4 in 30.0 s, best 3.2 µs",
+    ]
+
+
+def test_bars_where_there_is_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(console.messages, "_force_terminal", True)
+    monkeypatch.setattr(console.messages, "width", 140)
+    with progress.reporter() as bars:
+        assert isinstance(bars, progress.RichProgress)
+        bars.stage("check", 1)
+        bars.stage("tune", 2)
+        bars.advance("rows=[1]")
+        bars.best("3.2 µs")
+        bars.note("skipped: [too large]")
+    text = capsys.readouterr().err
+    assert "skipped: [too large]" in text
+    assert "tune" in text and "1/2" in text and "best 3.2 µs" in text

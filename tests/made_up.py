@@ -1,0 +1,149 @@
+"""A made-up operator whose times are a formula, and the tuner of it: no GPU, nothing is compiled."""
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kerneltune import cache, device
+from kerneltune.measuring.compiler import Compiled
+from kerneltune.search.loop import Search
+from kerneltune.search.trials import Trial, TrialStore
+from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
+from kerneltune.tuning.tuner import Tuner, tune
+
+BLOCKS, WARPS, STAGES, CTAS = (64, 128, 256, 512, 1024), (1, 2, 4, 8, 16), (1, 2, 3, 4), (0, 1, 2, 4)
+CASE = Case("a", (("M", 8),), "bfloat16")
+HALF = Case("a", (("M", 8),), "float16")
+SINGLE = Case("a", (("M", 8),), "float32")
+Landscape = Callable[[Any], float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Small:
+    block: int
+    warps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Large:
+    block: int
+    warps: int
+    stages: int
+    ctas: int
+
+
+def nothing(*_args: Any, **_kwargs: Any) -> Mapping[str, Any]:
+    return {}
+
+
+def op_of(variant: Variant) -> Op:
+    dtypes = ("bfloat16", "float16", "float32")
+    return Op("fake", ("M",), dtypes, nothing, nothing, lambda *_: [], lambda _: Traffic(1, 1), (variant,), __name__)
+
+
+def small_space(_case: Case) -> Space:
+    return {"block": BLOCKS, "warps": WARPS}
+
+
+def large_space(_case: Case) -> Space:
+    return {"block": BLOCKS, "warps": WARPS, "stages": STAGES, "ctas": CTAS}
+
+
+SMALL = Variant("optimized", nothing, Small, small_space, default=lambda _: Small(256, 4))
+LARGE = Variant("optimized", nothing, Large, large_space, default=lambda _: Large(64, 1, 1, 0))
+
+
+def small_time(config: Small) -> float:
+    """Best at block 512, warps 8; every config has a time of its own."""
+    return 10.0 + abs(BLOCKS.index(config.block) - 3) + 0.1 * abs(WARPS.index(config.warps) - 3) + config.block / 1e4
+
+
+def tables(seed: int) -> Callable[[Large], float]:
+    """A landscape of 400 configs, the best at 10 µs: every value of a knob costs what chance says, and one of them nothing.
+
+    As in kernels some knobs matter more than others.
+    """
+    rng = random.Random(seed)
+    knobs = {"block": (1.0, BLOCKS), "warps": (1.0, WARPS), "stages": (0.6, STAGES), "ctas": (0.2, CTAS)}
+    costs = {
+        knob: dict(
+            zip(
+                values,
+                (weight * cost for cost in rng.sample((0.0, 0.2, 0.35, 0.6, 0.9)[: len(values)], len(values))),
+                strict=True,
+            )
+        )
+        for knob, (weight, values) in knobs.items()
+    }
+
+    def time_us(config: Large) -> float:
+        return 10.0 * math.prod(1 + cost[getattr(config, knob)] for knob, cost in costs.items())
+
+    return time_us
+
+
+class NoBench:
+    """A bench that must not be asked for times."""
+
+    def open(self, *_args: Any) -> None:
+        raise AssertionError
+
+    def trial(self, *_args: Any) -> Trial:
+        raise AssertionError
+
+    def samples(self, *_args: Any) -> Any:
+        raise AssertionError
+
+    def close(self) -> None:
+        pass
+
+
+class FakeTuner(Tuner):
+    """Times are a formula, None for a config that is wrong; a duel is won by the faster config, or by whom it is told."""
+
+    def __init__(self, case: Case, variant: Variant, store: TrialStore, landscape: Landscape) -> None:
+        super().__init__(op_of(variant), case, variant, "cold", store, NoBench())
+        self.landscape = landscape
+        self.evaluated: list[Config] = []
+        self.duels: list[list[Config]] = []
+        self.winner: Callable[[Sequence[Config]], Config] = lambda configs: min(configs, key=landscape)  # type: ignore[arg-type]
+
+    def _evaluate(self, config: Config, compiled: Compiled) -> Trial:
+        self.evaluated.append(config)
+        time_us = self.landscape(config)
+        return Trial("wrong", detail="off by one") if time_us is None else Trial("ok", time_us)
+
+    def duel(self, configs: Sequence[Config]) -> tuple[Config, dict[str, Any]]:
+        self.duels.append(list(configs))
+        best = self.winner(configs)
+        return best, {"time_us": self.landscape(best), "speedup": 1.0}
+
+
+class Setting:
+    """A store and a configs folder; every `tuner` is a new process in what it knows."""
+
+    def __init__(self, folder: Path) -> None:
+        self.trials, self.root = folder / "trials.jsonl", folder / "configs"
+
+    def store(self) -> TrialStore:
+        return TrialStore(self.trials, source_hash="abc")
+
+    def tuner(self, variant: Variant, landscape: Landscape, case: Case = CASE) -> FakeTuner:
+        return FakeTuner(case, variant, self.store(), landscape)
+
+    def tune(self, tuner: FakeTuner, search: Search | None = None) -> cache.Entry:
+        return tune(tuner, search or Search(), compiled, self.root)
+
+    def cached(self, case: Case = CASE) -> dict[str, Any] | None:
+        hit = cache.lookup("fake", "optimized", device.current().slug, case.axes, case.dtype, "none", (), root=self.root)
+        return hit.entry.config if hit and hit.exact else None
+
+
+def compiled(_config: Config) -> "Future[Compiled]":
+    future: Future[Compiled] = Future()
+    future.set_result(Compiled((), 0.0))
+    return future

@@ -1,0 +1,146 @@
+"""The decision, on a made-up operator: who is in the duel, who wins it, what the incumbent needs to stay."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from made_up import CASE, SMALL, NoBench, Setting, Small, nothing, op_of, small_space, small_time
+
+from kerneltune.search.loop import Search
+from kerneltune.spec import Config, Variant
+from kerneltune.tuning.tuner import _FINALISTS, Tuner
+
+
+def test_the_incumbent_stays_when_the_duel_says_so(setting: Setting) -> None:
+    tuner = setting.tuner(SMALL, small_time)
+    tuner.winner = lambda configs: configs[0]
+    entry = setting.tune(tuner)
+    assert tuner.duels[0][0] == Small(256, 4)
+    assert entry.config == {"block": 256, "warps": 4} == setting.cached()
+
+
+def test_the_default_is_in_the_duel_however_slow(setting: Setting) -> None:
+    default = Small(256, 4)
+    tuner = setting.tuner(SMALL, lambda c: 1000.0 if c == default else small_time(c))
+    setting.tune(tuner)
+    (duel,) = tuner.duels
+    assert duel[0] == default and duel[1] == Small(512, 8)
+    assert len(set(duel)) == len(duel) == 1 + _FINALISTS
+
+
+def test_the_cached_config_is_first_and_the_default_second(setting: Setting) -> None:
+    first = setting.tuner(SMALL, small_time)
+    cached = Small(64, 1)
+    first.winner = lambda _configs: cached
+    setting.tune(first)
+    assert setting.cached() == {"block": 64, "warps": 1}
+
+    second = setting.tuner(SMALL, small_time)
+    second.winner = lambda configs: configs[0]
+    setting.tune(second)
+    assert second.duels[0][:3] == [cached, Small(256, 4), Small(512, 8)]
+    assert setting.cached() == {"block": 64, "warps": 1}
+
+    setting.tune(setting.tuner(SMALL, small_time))
+    assert setting.cached() == {"block": 512, "warps": 8}
+
+
+def test_a_cached_config_that_the_budget_leaves_out_is_judged_anew(setting: Setting) -> None:
+    first = setting.tuner(SMALL, small_time)
+    cached = Small(512, 8)
+    first.winner = lambda _configs: cached
+    setting.tune(first)
+
+    setting.trials.unlink()  # as after a change of the source
+    again = setting.tuner(SMALL, small_time)
+    again.winner = lambda configs: configs[0]
+    setting.tune(again, Search(trials=2))
+    assert again.duels[0][0] == cached
+    assert setting.cached() == {"block": 512, "warps": 8}
+
+
+def test_a_cached_config_that_is_wrong_now_or_no_longer_fits_does_not_stand(setting: Setting) -> None:
+    first = setting.tuner(SMALL, small_time)
+    first.winner = lambda _configs: Small(64, 1)
+    setting.tune(first)
+
+    setting.trials.unlink()
+    wrong = setting.tuner(SMALL, lambda c: None if c == Small(64, 1) else small_time(c))
+    setting.tune(wrong)
+    assert Small(64, 1) not in wrong.duels[0] and wrong.duels[0][0] == Small(256, 4)
+
+    setting.tune(first)
+    assert setting.cached() == {"block": 64, "warps": 1}
+    invalid = Variant("optimized", nothing, Small, small_space, lambda _, c: "no" if c == Small(64, 1) else None, SMALL.default)
+    tuner = setting.tuner(invalid, small_time)
+    setting.tune(tuner)
+    assert tuner.duels[0][0] == Small(256, 4) and Small(64, 1) not in tuner.duels[0]
+
+
+def test_only_what_is_close_to_the_best_is_in_the_duel(setting: Setting) -> None:
+    tuner = setting.tuner(SMALL, lambda c: 10.0 if c == Small(64, 1) else 10.3 if c == Small(64, 2) else 11.0)
+    setting.tune(tuner)
+    assert tuner.duels == [[Small(256, 4), Small(64, 1), Small(64, 2)]]
+
+
+def test_a_wrong_default_does_not_stand(setting: Setting) -> None:
+    tuner = setting.tuner(SMALL, lambda c: None if c == Small(256, 4) else small_time(c))
+    tuner.winner = lambda configs: configs[0]
+    entry = setting.tune(tuner)
+    assert Small(256, 4) not in tuner.duels[0]
+    assert entry.config == {"block": 512, "warps": 8} and entry.evidence["default_us"] is None
+
+
+def test_one_config_needs_no_duel(setting: Setting) -> None:
+    tuner = setting.tuner(SMALL, lambda c: 10.0 if c == Small(64, 1) else None)
+    entry = setting.tune(tuner)
+    assert tuner.duels == [] and entry.config == {"block": 64, "warps": 1} and entry.evidence["time_us"] == 10.0
+
+
+def duel(setting: Setting, *contenders: tuple[float, float, int]) -> tuple[int, dict[str, Any]]:
+    """Which of (median, spread, registers) wins, the first the incumbent."""
+    configs = [Small(64, i) for i in range(len(contenders))]
+
+    class Bench(NoBench):
+        def open(self, *_args: Any) -> None:
+            pass
+
+        def samples(self, given: Sequence[Config]) -> list[np.ndarray[Any, np.dtype[np.float64]]]:
+            assert list(given) == configs
+            rng = np.random.default_rng(0)
+            return [median * np.exp(spread * rng.permutation(np.linspace(-2, 2, 41))) for median, spread, _ in contenders]
+
+    tuner = Tuner(op_of(SMALL), CASE, SMALL, "cold", setting.store(), Bench())
+    tuner.resources = {config: registers for config, (*_, registers) in zip(configs, contenders, strict=True)}
+    best, evidence = tuner.duel(configs)
+    return configs.index(best), evidence
+
+
+def test_a_surely_faster_config_replaces_the_incumbent(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    winner, evidence = duel(setting, (100.0, 1e-3, 64), (90.0, 1e-3, 128), (95.0, 1e-3, 32))
+    assert winner == 1
+    assert evidence["speedup"] == pytest.approx(100 / 90, rel=2e-3)
+    assert 1.0 < evidence["ci_low"] <= evidence["speedup"] <= evidence["ci_high"]
+    assert (evidence["time_us"], evidence["incumbent_us"]) == pytest.approx((90.0, 100.0), rel=1e-3)
+
+
+def test_a_config_that_is_perhaps_faster_does_not(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    winner, evidence = duel(setting, (100.0, 0.05, 128), (99.9, 0.05, 32))
+    assert winner == 0 and evidence["speedup"] == 1.0 and evidence["time_us"] == evidence["incumbent_us"]
+
+
+def test_a_slower_config_does_not(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert duel(setting, (100.0, 1e-3, 128), (101.0, 1e-3, 32))[0] == 0
+
+
+def test_of_equally_fast_configs_the_one_with_fewer_registers_wins(setting: Setting) -> None:
+    assert duel(setting, (100.0, 5e-3, 8), (90.0, 5e-3, 128), (90.01, 5e-3, 64), (90.02, 5e-3, 96))[0] == 2
+    assert duel(setting, (100.0, 5e-3, 8), (90.0, 5e-3, 64), (90.01, 5e-3, 64))[0] == 1
+
+
+def test_a_doubtful_config_with_few_registers_does_not_save_the_incumbent(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second is surely faster than the incumbent; the third can be told apart from neither."""
+    assert duel(setting, (100.0, 1e-3, 64), (98.0, 1e-3, 128), (99.0, 0.2, 32))[0] == 1
