@@ -224,8 +224,10 @@ def valid(case: Case, config: GroupConfig) -> str | None:
 
 
 def default(case: Case) -> GroupConfig:
-    """A config for any shape, by rule."""
-    return GroupConfig(rows=64 if case.dtype == "float32" else 128, cols=64, warps=8, ctas=3, stages=2, ahead=1, reload=False)
+    """A config for any shape, by rule: on an H200 within 6 % of the best found, on the five expert shapes where it was tried."""
+    if case.dtype == "float32":
+        return GroupConfig(rows=64, cols=64, warps=8, ctas=3, stages=2, ahead=1, reload=False)
+    return GroupConfig(rows=128, cols=128, warps=4, ctas=3, stages=1, ahead=1, reload=True)
 
 
 def weight_inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:

@@ -271,7 +271,7 @@ def valid(case: Case, config: MultiCastConfig) -> str | None:
 
 def default(_case: Case) -> MultiCastConfig:
     """A config for any shapes."""
-    return MultiCastConfig(rows=64, cols=128, warps=8, ctas=0, stages=1)
+    return MultiCastConfig(rows=64, cols=128, warps=4, ctas=3, stages=3)
 
 
 OPS = (
