@@ -13,7 +13,7 @@ from kerneltune.spec import Case, Op
 OPS = ops.load()
 ON_GPU = torch.cuda.is_available()
 WHERE = "cuda" if ON_GPU else "cpu"
-FAMILIES = ("rmsnorm", "fp8_rowwise", "fp8_weights", "fp8_groups", "fp8_tensorwise", "fp8_transpose")
+FAMILIES = ("rmsnorm", "fp8_rowwise", "fp8_weights", "fp8_groups", "fp8_tensorwise", "fp8_transpose", "multi_cast")
 SWEEPS = {family: sweep.load(sweep.find(family), OPS) for family in FAMILIES}
 RMSNORM = SWEEPS["rmsnorm"]
 CHECKS = [entry for found in SWEEPS.values() for entry in found.check]
@@ -81,7 +81,7 @@ def test_traffic_is_the_bytes_of_the_tensors(name: str, case: Case) -> None:
     if variant.is_peer or variant.unsupported(case) is not None:
         variant = op.variant("optimized")
     outputs = variant.run(inputs, variant.default_config(case))
-    scalars = {"scale", "amax", "scale_inv"} if name.startswith("rmsnorm") else set()
+    scalars = {"scale", "amax", "scale_inv", "scales", "amaxes"} if name.startswith(("rmsnorm", "multi")) else set()
     read = sum(t.numel() * t.element_size() for k, t in inputs.items() if isinstance(t, torch.Tensor) and k not in scalars)
     written = sum(t.numel() * t.element_size() for k, t in outputs.items() if k not in scalars)
     assert (op.traffic(case).read, op.traffic(case).write) == (read, written)

@@ -5,6 +5,7 @@
 Source: TransformerEngine's nvte_multi_cast_transpose and ROCm/TransformerEngine's pull requests 586 and 628, from their contract.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -56,6 +57,8 @@ def multi_cast_transpose(
 ) -> MultiCast:
     """fp8 casts and transposes of any number of matrices, saturating; NaN stays NaN.
 
+    Matrices whose sizes are multiples of 16 share one launch; each of the others has its own.
+
     Args:
         xs: T contiguous matrices (M_t, N_t) of one dtype, bf16, fp16 or fp32, on one device; shapes may differ.
         scales: (T,) fp32, multiply before the cast.
@@ -89,18 +92,29 @@ def multi_cast_transpose(
 
 
 def _launch(xs: Sequence[torch.Tensor], out: MultiCast, scales, amaxes, fp8_format: str, c: MultiCastConfig) -> None:
+    """One launch for all whose sizes and addresses are multiples of 16; the others, which cannot move words, one by one."""
     where = xs[0].device
-    tensors = tuple(
-        (x.data_ptr(), q.data_ptr(), qt.data_ptr(), *x.shape) for x, q, qt in zip(xs, out.casts, out.transposes, strict=True)
-    ) if where.type != "meta" else tuple((0, 0, 0, *x.shape) for x in xs)  # fmt: skip
-    table, total, same, modulus = _table(tensors, where, c.rows, c.cols, _capturing(where))
-    programs = min(total, resident(where, c.ctas)) if c.ctas else total
-    cast_transpose_tiles[(programs,)](
-        table, xs[0], out.casts[0], scales, amaxes, out.scale_inv, len(xs), total // len(xs), total,
-        FP8_MAX=FP8_MAX[fp8_format], SAME=same, T_LOG2=max(1, (len(xs) - 1).bit_length()), ALIGNED=modulus % 16 == 0,
-        PACKED=modulus % 4 == 0, EVEN=all(x.shape[1] % c.cols == 0 for x in xs), ROWS=c.rows, COLS=c.cols, STAGES=c.stages,
-        num_warps=c.warps,
-    )  # fmt: skip
+    tensors = [
+        (*_addresses(x, q, qt), *x.shape, i) for i, (x, q, qt) in enumerate(zip(xs, out.casts, out.transposes, strict=True))
+    ]
+    whole = tuple(t for t in tensors if all(value % 16 == 0 for value in t[:5]) and t[3] * t[4])
+    if whole:
+        table, total, same = _table(whole, where, c.rows, c.cols, _capturing(where))
+        cast_transpose_tiles[(min(total, resident(where, c.ctas)) if c.ctas else total,)](
+            table, xs[0], out.casts[0], scales, amaxes, out.scale_inv, len(whole), total // len(whole), total,
+            FP8_MAX=FP8_MAX[fp8_format], SAME=same, T_LOG2=max(1, (len(whole) - 1).bit_length()),
+            EVEN=all(t[4] % c.cols == 0 for t in whole), ROWS=c.rows, COLS=c.cols, STAGES=c.stages, num_warps=c.warps,
+        )  # fmt: skip
+    for i in sorted({t[5] for t in tensors} - {t[5] for t in whole}):
+        single = (scales[i : i + 1], amaxes[i : i + 1], out.scale_inv[i : i + 1])
+        if xs[i].numel():
+            te.cast_transpose(xs[i], out.casts[i], out.transposes[i], *single, fp8_format, te.TeCastConfig(64, 1, 4))
+        else:
+            torch.reciprocal(single[0], out=single[2])
+
+
+def _addresses(*tensors: torch.Tensor) -> tuple[int, ...]:
+    return tuple(0 if t.device.type == "meta" else t.data_ptr() for t in tensors)
 
 
 _captured: list[torch.Tensor] = []
@@ -110,21 +124,16 @@ _captured: list[torch.Tensor] = []
 @lru_cache(maxsize=256)
 def _table(
     tensors: tuple[tuple[int, ...], ...], where: torch.device, rows: int, cols: int, capturing: bool
-) -> tuple[torch.Tensor, int, bool, int]:
-    """(T, 6) int64 on the device, tiles in all, whether all tensors have as many, and what divides every size and address."""
-    counts = [max(1, triton.cdiv(t[3], rows) * triton.cdiv(t[4], cols)) for t in tensors]
-    firsts = (
-        [sum(counts[:i]) for i in range(len(counts))] if len(set(counts)) > 1 else [i * counts[0] for i in range(len(counts))]
-    )
-    modulus = 16 if all(value % 16 == 0 for t in tensors for value in t) else 1
-    if modulus == 1 and all(value % 4 == 0 for t in tensors for value in (t[2], t[3])):
-        modulus = 4
-    table = torch.tensor([(*t, first) for t, first in zip(tensors, firsts, strict=True)], dtype=torch.int64)
+) -> tuple[torch.Tensor, int, bool]:
+    """(T, 7) int64 on the device, tiles in all, and whether all tensors have as many."""
+    counts = [triton.cdiv(t[3], rows) * triton.cdiv(t[4], cols) for t in tensors]
+    firsts = [0, *itertools.accumulate(counts)]
+    table = torch.tensor([(*t, first) for t, first in zip(tensors, firsts, strict=False)], dtype=torch.int64)
     if where.type == "cuda":
         table = table.pin_memory()
         if capturing:
             _captured.append(table)
-    return table.to(where, non_blocking=True), sum(counts), len(set(counts)) == 1, modulus
+    return table.to(where, non_blocking=True), sum(counts), len(set(counts)) == 1
 
 
 def _capturing(where: torch.device) -> bool:
@@ -223,9 +232,9 @@ def compare(_case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) ->
 
 
 def traffic(case: Case) -> Traffic:
-    """The matrices read, casts and transposes written; per matrix scale, amax and scale_inv."""
+    """The matrices read, casts and transposes written. The scalars of quantisation are not counted."""
     elements = sum(m * n for m, n in shapes(case))
-    return Traffic(ITEMSIZE[case.dtype] * elements + 8 * case["T"], 2 * elements + 4 * case["T"])
+    return Traffic(ITEMSIZE[case.dtype] * elements, 2 * elements)
 
 
 def run(inputs: Inputs, config: MultiCastConfig | None) -> Outputs:

@@ -8,17 +8,17 @@ from kerneltune.tl_lib import load_constant, quantize, reciprocal, store_transpo
 
 @triton.jit
 def _word(table_ptr, tensor, WORD: tl.constexpr):
-    """A word of a matrix's row of the table: x, q, qᵀ, rows, columns, first tile."""
-    return tl.load(table_ptr + tensor * 6 + WORD)
+    """A word of a matrix's row of the table: x, q, qᵀ, rows, columns, place in the list, first tile."""
+    return tl.load(table_ptr + tensor * 7 + WORD)
 
 
 @triton.jit
 def cast_transpose_tiles(
     table_ptr, first_x_ptr, first_q_ptr, scale_ptr, amax_ptr, scale_inv_ptr, T, tiles_each, total,
-    FP8_MAX: tl.constexpr, SAME: tl.constexpr, T_LOG2: tl.constexpr, ALIGNED: tl.constexpr, PACKED: tl.constexpr,
+    FP8_MAX: tl.constexpr, SAME: tl.constexpr, T_LOG2: tl.constexpr,
     EVEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """SAME: all tensors have tiles_each tiles. ALIGNED: sizes and addresses are multiples of 16. EVEN: COLS divides widths."""
+    """All sizes and addresses are multiples of 16. SAME: all tensors have tiles_each tiles. EVEN: COLS divides all widths."""
     QUADS: tl.constexpr = ROWS // 4
     lanes = tl.arange(0, COLS)
     for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
@@ -29,23 +29,23 @@ def cast_transpose_tiles(
             tensor = tile * 0
             for bit in tl.static_range(T_LOG2):
                 ahead = tensor + (1 << (T_LOG2 - 1 - bit))
-                first = load_constant((table_ptr + tl.minimum(ahead, T - 1) * 6 + 5).to(tl.pointer_type(tl.int32)))
+                first = load_constant((table_ptr + tl.minimum(ahead, T - 1) * 7 + 6).to(tl.pointer_type(tl.int32)))
                 tensor = tl.where((ahead < T) & (first <= tile), ahead, tensor)
-            local = tile - _word(table_ptr, tensor, 5).to(tl.int32)
+            local = tile - _word(table_ptr, tensor, 6).to(tl.int32)
         x_ptr = _word(table_ptr, tensor, 0).to(tl.pointer_type(first_x_ptr.dtype.element_ty))
         q_ptr = _word(table_ptr, tensor, 1).to(tl.pointer_type(first_q_ptr.dtype.element_ty))
         qt_ptr = _word(table_ptr, tensor, 2).to(tl.pointer_type(first_q_ptr.dtype.element_ty))
         M = _word(table_ptr, tensor, 3).to(tl.int32)
         N = _word(table_ptr, tensor, 4).to(tl.int32)
-        if ALIGNED:
-            x_ptr, q_ptr, qt_ptr = tl.multiple_of(x_ptr, 16), tl.multiple_of(q_ptr, 16), tl.multiple_of(qt_ptr, 16)
-            M, N = tl.multiple_of(M, 16), tl.multiple_of(N, 16)
+        x_ptr, q_ptr, qt_ptr = tl.multiple_of(x_ptr, 16), tl.multiple_of(q_ptr, 16), tl.multiple_of(qt_ptr, 16)
+        M, N = tl.multiple_of(M, 16), tl.multiple_of(N, 16)
+        place = _word(table_ptr, tensor, 5).to(tl.int32)
         across = tl.cdiv(N, COLS)
         row0 = local // across * ROWS
         col0 = local % across * COLS
-        scale = tl.load(scale_ptr + tensor)
+        scale = tl.load(scale_ptr + place)
         if local == 0:
-            tl.store(scale_inv_ptr + tensor, reciprocal(scale))
+            tl.store(scale_inv_ptr + place, reciprocal(scale))
         live = col0 + lanes < N
         first = wide(row0) * N + col0
         amax = tl.zeros((QUADS, COLS), dtype=tl.float32)
@@ -61,5 +61,5 @@ def cast_transpose_tiles(
             q = quantize(x, scale, FP8_MAX, first_q_ptr.dtype.element_ty)
             tl.store(q_ptr + first + offsets, q, mask=mask)
             qs = qs + (q,)
-        tl.atomic_max(amax_ptr + tensor, tl.max(amax), sem="relaxed")
-        store_transposed(qt_ptr, wide(col0) * M + row0, M, 0, tl.minimum(M - row0, ROWS), live, qs, False, EVEN, PACKED)
+        tl.atomic_max(amax_ptr + place, tl.max(amax), sem="relaxed")
+        store_transposed(qt_ptr, wide(col0) * M + row0, M, 0, tl.minimum(M - row0, ROWS), live, qs, False, EVEN, True)

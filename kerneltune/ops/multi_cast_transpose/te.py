@@ -48,19 +48,33 @@ def _cast_transpose_te(
     tl.atomic_max(amax_ptr, tl.max(tl.max(tl.abs(x), axis=1), axis=0), sem="relaxed")
 
 
+def cast_transpose(
+    x: torch.Tensor,
+    q: torch.Tensor,
+    qt: torch.Tensor,
+    scale: torch.Tensor,
+    amax: torch.Tensor,
+    scale_inv: torch.Tensor,
+    fp8_format: str,
+    c: TeCastConfig,
+) -> None:
+    """x (M, N) into q (M, N) and qt (N, M); scale, amax and scale_inv are (1,) fp32."""
+    M, N = x.shape
+    _cast_transpose_te[(triton.cdiv(M, c.block) * triton.cdiv(N, c.block),)](
+        x, q, qt, scale, amax, scale_inv, M, N,
+        FP8_MAX=FP8_MAX[fp8_format], BLOCK=c.block, GROUP=c.group, num_warps=c.warps,
+    )  # fmt: skip
+
+
 def run(inputs: Inputs, config: TeCastConfig) -> Outputs:
     """Weight by weight on a case's inputs."""
     scales, amaxes, dtype = inputs["scales"], inputs["amaxes"], FP8_DTYPES[inputs["fp8_format"]]
     scale_inv = torch.empty_like(scales)
     outputs: dict[str, torch.Tensor] = {"scale_inv": scale_inv}
     for i in range(scales.shape[0]):
-        x = inputs[f"x{i}"]
-        M, N = x.shape
-        q, qt = (torch.empty(shape, dtype=dtype, device=x.device) for shape in ((M, N), (N, M)))
-        _cast_transpose_te[(triton.cdiv(M, config.block) * triton.cdiv(N, config.block),)](
-            x, q, qt, scales[i : i + 1], amaxes[i : i + 1], scale_inv[i : i + 1], M, N,
-            FP8_MAX=FP8_MAX[inputs["fp8_format"]], BLOCK=config.block, GROUP=config.group, num_warps=config.warps,
-        )  # fmt: skip
+        x, one = inputs[f"x{i}"], slice(i, i + 1)
+        q, qt = (torch.empty(shape, dtype=dtype, device=x.device) for shape in (x.shape, x.shape[::-1]))
+        cast_transpose(x, q, qt, scales[one], amaxes[one], scale_inv[one], inputs["fp8_format"], config)
         outputs |= {f"q{i}": q, f"qt{i}": qt}
     return outputs
 

@@ -1,0 +1,82 @@
+"""Casts and transposes of many weights: in place, in one launch where sizes allow, and what wrong arguments are told."""
+
+import pytest
+import torch
+
+from kerneltune.agreement import same_bits, same_fp8
+from kerneltune.ops import multi_cast_transpose as multi
+from kerneltune.ops.multi_cast_transpose import MultiCastConfig, multi_cast_transpose
+
+WHERE = "cuda" if torch.cuda.is_available() else "cpu"
+SMALL = MultiCastConfig(rows=64, cols=64, warps=4, ctas=0, stages=1)
+
+
+def weights(*shapes: tuple[int, int]) -> list[torch.Tensor]:
+    return [torch.randn(shape, device=WHERE, dtype=torch.bfloat16) for shape in shapes]
+
+
+def scalars(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.linspace(2.0, 40.0, count, device=WHERE), torch.zeros(count, device=WHERE)
+
+
+def agrees(xs: list[torch.Tensor], scales: torch.Tensor, amaxes: torch.Tensor, out: multi.MultiCast) -> None:
+    for i, x in enumerate(xs):
+        want = (x.float() * scales[i]).clamp(-448, 448).to(torch.float8_e4m3fn)
+        assert same_fp8(f"q{i}", out.casts[i], want) == []
+        assert same_bits(f"qt{i}", out.transposes[i], out.casts[i].t().contiguous()) == []
+        assert float(amaxes[i]) == float(x.float().abs().max())
+    assert torch.allclose(out.scale_inv, 1 / scales, rtol=1e-6)
+
+
+def test_whole_and_odd_sizes_keep_their_places_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone: list[tuple[int, ...]] = []
+    single = multi.te.cast_transpose
+    monkeypatch.setattr(multi.te, "cast_transpose", lambda x, *rest: (alone.append(tuple(x.shape)), single(x, *rest)))
+    xs = weights((64, 32), (33, 20), (16, 128), (48, 80), (5, 7))
+    scales, amaxes = scalars(5)
+    agrees(xs, scales, amaxes, multi_cast_transpose(xs, scales, amaxes, config=SMALL))
+    assert alone == [(33, 20), (5, 7)]
+
+
+def test_more_than_sixty_four_weights_of_differing_sizes() -> None:
+    xs = weights(*((16 * (1 + i % 3), 16 * (1 + i % 2)) for i in range(70)))
+    scales, amaxes = scalars(70)
+    agrees(xs, scales, amaxes, multi_cast_transpose(xs, scales, amaxes, config=SMALL))
+
+
+def test_given_outputs_are_written_in_place_and_amax_is_never_cleared() -> None:
+    xs = weights((32, 48), (16, 16))
+    scales, amaxes = scalars(2)
+    first = multi_cast_transpose(xs, scales, amaxes, config=SMALL)
+    xs[0] *= 0.5
+    kept = amaxes.clone()
+    outputs = list(zip(first.casts, first.transposes, strict=True))
+    again = multi_cast_transpose(xs, scales, amaxes, outputs=outputs, config=SMALL)
+    assert [q.data_ptr() for q in again.casts] == [q.data_ptr() for q in first.casts]
+    assert same_fp8("q0", first.casts[0], (xs[0].float() * scales[0]).clamp(-448, 448).to(torch.float8_e4m3fn)) == []
+    assert torch.equal(amaxes, kept)
+
+
+def test_a_weight_of_nothing_only_gets_its_scale() -> None:
+    xs = weights((0, 16), (16, 16))
+    scales, amaxes = scalars(2)
+    out = multi_cast_transpose(xs, scales, amaxes, config=SMALL)
+    assert torch.allclose(out.scale_inv, 1 / scales, rtol=1e-6) and float(amaxes[0]) == 0.0 and out.transposes[0].shape == (16, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"xs": []}, "xs must hold at least one matrix"),
+        ({"xs": [weights((16, 32))[0].t()]}, "elements of a row of xs[0] must be adjacent"),
+        ({"scales": torch.ones(3, device=WHERE)}, "scales must be (1,)"),
+        ({"fp8_format": "e3m4"}, "fp8_format must be one of e4m3"),
+        ({"outputs": []}, "outputs must be 1 pairs, got 0"),
+    ],
+)
+def test_wrong_arguments_are_named(change: dict[str, object], text: str) -> None:
+    scales, amaxes = scalars(1)
+    arguments = {"xs": weights((16, 32)), "scales": scales, "amaxes": amaxes} | change
+    with pytest.raises(ValueError) as caught:
+        multi_cast_transpose(**arguments)  # type: ignore[arg-type]
+    assert str(caught.value).startswith(text), str(caught.value)
