@@ -3,7 +3,7 @@
 Every process of a pool times the selected rows as they are and with planted delays. A repetition draws from the pool, without
 replacement, the processes of a baseline, of a new run and of its second measurement of suspects, and takes the gate's decision:
 once with nothing planted, and for every delay once with it planted in one row of ten. No process is on both sides, but
-repetitions share processes, and all processes are of one session on one GPU: other days, drivers and GPUs are not in it.
+repetitions share processes, and all processes run one after another on one GPU: other days, drivers and GPUs are not in it.
 
 Judges by gate.confirm alone; the decision part is a pure function. Imports campaign, gate, planted, pooling and processes.
 """

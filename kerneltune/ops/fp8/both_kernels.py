@@ -8,7 +8,7 @@ experts are small enough, else from memory. 16-bit numbers come in PAIRS, as int
 import triton
 import triton.language as tl
 
-from kerneltune.ops.fp8.tiles import locate_in_weights
+from kerneltune.ops.fp8.tiles import locate_in_weights, raise_columns, values
 from kerneltune.tl_lib import (
     amax_to_scale,
     arrive,
@@ -17,7 +17,6 @@ from kerneltune.tl_lib import (
     half_to_fp32,
     launch_tag,
     magnitude,
-    magnitude_of_pairs,
     magnitude_to_fp32,
     published,
     raise_published,
@@ -73,24 +72,13 @@ def _publish_tile(
     group, stripe, _, first_row, lo, hi = locate_in_weights(tile, total, N, STRIPES, ROWS)
     xs = _load_quads(x_ptr, stripe, first_row, hi, C, QUADS, COLS, C % COLS == 0, N % ROWS == 0, True)
     live = hi > 0
-    lanes = tl.arange(0, COLS)
     quads = tl.arange(0, QUADS)
     for k in tl.static_range(4):
         rows = quads * 4 + k
         amax = _amax_of_rows(xs[k], PAIRS, dtype)
         raise_published(ws_ptr, G + first_row + rows, amax, tag, (rows < hi) & live)
     columns = G + wide(G) * N + (wide(group) * STRIPES + stripe) * (COLS * PAIRS)
-    if PAIRS == 2:
-        pairs = magnitude_of_pairs(xs[0], xs[1], xs[2], xs[3])
-        low = magnitude_to_fp32(tl.max(pairs & 0xFFFF, axis=0), dtype)
-        high = magnitude_to_fp32(tl.max(pairs >> 16, axis=0), dtype)
-        raise_published(ws_ptr, columns + lanes, low, tag, (lanes >= 0) & live)
-        raise_published(ws_ptr, columns + COLS + lanes, high, tag, (lanes >= 0) & live)
-    else:
-        m01 = tl.maximum(magnitude(xs[0]), magnitude(xs[1]))
-        m23 = tl.maximum(magnitude(xs[2]), magnitude(xs[3]))
-        amax = magnitude_to_fp32(tl.max(tl.maximum(m01, m23), axis=0), dtype)
-        raise_published(ws_ptr, columns + lanes, amax, tag, (lanes >= 0) & live)
+    raise_columns(xs, ws_ptr, columns, tag, live, COLS, PAIRS, dtype)
     arrive(ws_ptr, group, tag, live)
 
 
@@ -158,10 +146,10 @@ def cast_both(
                 if lo == 0:
                     to = (wide(group) * C + stripe * COLS + lanes) * PAIRS + half
                     tl.store(scale_t_ptr + to, reciprocal(scale) if INVERSE else scale, mask=live)
-                y0 = _values(xs[0], half, PAIRS, dtype) * scale[None, :]
-                y1 = _values(xs[1], half, PAIRS, dtype) * scale[None, :]
-                y2 = _values(xs[2], half, PAIRS, dtype) * scale[None, :]
-                y3 = _values(xs[3], half, PAIRS, dtype) * scale[None, :]
+                y0 = values(xs[0], half, PAIRS, dtype) * scale[None, :]
+                y1 = values(xs[1], half, PAIRS, dtype) * scale[None, :]
+                y2 = values(xs[2], half, PAIRS, dtype) * scale[None, :]
+                y3 = values(xs[3], half, PAIRS, dtype) * scale[None, :]
                 at = base + half * N
                 if PACKED:
                     words = to_fp8_words(y0, y1, y2, y3, fp8)
@@ -171,9 +159,3 @@ def cast_both(
                     store_transposed(qt_ptr, at, N * PAIRS, 0, end, live, qs, False, EVEN, PACKED)
     if PHASE != 1:
         close_launch(ws_ptr, tag)
-
-
-@triton.jit
-def _values(x, HALF: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr):
-    """The numbers of a tile, or of a half of each of its words, as fp32."""
-    return half_to_fp32(x, HALF, dtype) if PAIRS == 2 else x.to(tl.float32)

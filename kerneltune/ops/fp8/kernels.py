@@ -10,20 +10,15 @@ are programs. 16-bit numbers come in PAIRS, as int32: what a loop holds as 16-bi
 import triton
 import triton.language as tl
 
-from kerneltune.ops.fp8.tiles import locate_fitted, locate_in_weights, number_tiles, start_of
+from kerneltune.ops.fp8.tiles import locate_fitted, locate_in_weights, number_tiles, raise_columns, start_of, values
 from kerneltune.tl_lib import (
     amax_to_scale,
     arrive,
     await_arrivals,
     close_launch,
-    half_to_fp32,
     launch_tag,
     load_constant,
-    magnitude,
-    magnitude_of_pairs,
-    magnitude_to_fp32,
     published,
-    raise_published,
     reciprocal,
     store_transposed,
     store_transposed_words,
@@ -79,27 +74,9 @@ def _locate(
 
 
 @triton.jit
-def _values(x, HALF: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr):
-    """The numbers of a tile, or of a half of each of its words, as fp32."""
-    return half_to_fp32(x, HALF, dtype) if PAIRS == 2 else x.to(tl.float32)
-
-
-@triton.jit
 def _raise_stripe(xs, ws_ptr, index, counters, tag, live, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr):
-    """Raise a stripe's largest magnitudes with a tile and count it in. Words of a stripe: its first halves, then its second."""
-    lanes = tl.arange(0, COLS)
-    first = counters + index * (COLS * PAIRS)
-    if PAIRS == 2:
-        pairs = magnitude_of_pairs(xs[0], xs[1], xs[2], xs[3])
-        low = magnitude_to_fp32(tl.max(pairs & 0xFFFF, axis=0), dtype)
-        high = magnitude_to_fp32(tl.max(pairs >> 16, axis=0), dtype)
-        raise_published(ws_ptr, first + lanes, low, tag, (lanes >= 0) & live)
-        raise_published(ws_ptr, first + COLS + lanes, high, tag, (lanes >= 0) & live)
-    else:
-        m01 = tl.maximum(magnitude(xs[0]), magnitude(xs[1]))
-        m23 = tl.maximum(magnitude(xs[2]), magnitude(xs[3]))
-        amax = magnitude_to_fp32(tl.max(tl.maximum(m01, m23), axis=0), dtype)
-        raise_published(ws_ptr, first + lanes, amax, tag, (lanes >= 0) & live)
+    """Raise a stripe's largest magnitudes with a tile and count it in."""
+    raise_columns(xs, ws_ptr, counters + index * (COLS * PAIRS), tag, live, COLS, PAIRS, dtype)
     arrive(ws_ptr, index, tag, live)
 
 
@@ -193,10 +170,10 @@ def _cast_transpose_groups(
                     kept = reciprocal(scale) if INVERSE else scale
                     to = (wide(group) * width + stripe * COLS + lanes) * PAIRS + half
                     tl.store(out_scale_ptr + to, kept, mask=live)
-                y0 = _values(xs[0], half, PAIRS, dtype) * scale[None, :]
-                y1 = _values(xs[1], half, PAIRS, dtype) * scale[None, :]
-                y2 = _values(xs[2], half, PAIRS, dtype) * scale[None, :]
-                y3 = _values(xs[3], half, PAIRS, dtype) * scale[None, :]
+                y0 = values(xs[0], half, PAIRS, dtype) * scale[None, :]
+                y1 = values(xs[1], half, PAIRS, dtype) * scale[None, :]
+                y2 = values(xs[2], half, PAIRS, dtype) * scale[None, :]
+                y3 = values(xs[3], half, PAIRS, dtype) * scale[None, :]
                 at = base + half * ld
                 if PACKED:
                     words = to_fp8_words(y0, y1, y2, y3, fp8)

@@ -1,4 +1,4 @@
-"""Where the tiles of expert weights and of token groups lie. Device code; may import tl_lib.
+"""Where the tiles of expert weights and of token groups lie, and what is read off them. Device code; may import tl_lib.
 
 A stripe is COLS columns of a group, a tile ROWS rows of a stripe. Tiles of a stripe follow each other, stripes of a group too.
 """
@@ -6,7 +6,15 @@ A stripe is COLS columns of a group, a tile ROWS rows of a stripe. Tiles of a st
 import triton
 import triton.language as tl
 
-from kerneltune.tl_lib import load_constant, wide
+from kerneltune.tl_lib import (
+    half_to_fp32,
+    load_constant,
+    magnitude,
+    magnitude_of_pairs,
+    magnitude_to_fp32,
+    raise_published,
+    wide,
+)
 
 
 @triton.jit
@@ -97,3 +105,26 @@ def locate_fitted(tile, table_ptr, offs_ptr, stripes, G, GROUPS_LOG2: tl.constex
         start - first_row,
         tl.where(live, load_constant(offs_ptr + group) - first_row, 0),
     )
+
+
+@triton.jit
+def values(x, HALF: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr):
+    """The numbers of a tile, or under PAIRS of a half of each of its words, as fp32."""
+    return half_to_fp32(x, HALF, dtype) if PAIRS == 2 else x.to(tl.float32)
+
+
+@triton.jit
+def raise_columns(xs, ws_ptr, first, tag, live, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr):
+    """Raise the words from `first` with the largest magnitudes of a tile's columns: first halves' words, then second halves'."""
+    lanes = tl.arange(0, COLS)
+    if PAIRS == 2:
+        pairs = magnitude_of_pairs(xs[0], xs[1], xs[2], xs[3])
+        low = magnitude_to_fp32(tl.max(pairs & 0xFFFF, axis=0), dtype)
+        high = magnitude_to_fp32(tl.max(pairs >> 16, axis=0), dtype)
+        raise_published(ws_ptr, first + lanes, low, tag, (lanes >= 0) & live)
+        raise_published(ws_ptr, first + COLS + lanes, high, tag, (lanes >= 0) & live)
+    else:
+        m01 = tl.maximum(magnitude(xs[0]), magnitude(xs[1]))
+        m23 = tl.maximum(magnitude(xs[2]), magnitude(xs[3]))
+        amax = magnitude_to_fp32(tl.max(tl.maximum(m01, m23), axis=0), dtype)
+        raise_published(ws_ptr, first + lanes, amax, tag, (lanes >= 0) & live)
