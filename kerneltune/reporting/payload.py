@@ -111,7 +111,7 @@ def _cases(records: Sequence[Record], sources: Sources) -> list[dict[str, Any]]:
         if case is None:
             case = cases[record.key, record.device] = {
                 "op": record.op,
-                "kind": record.op.rsplit("_", 1)[-1],
+                "kind": record.op.partition("_")[2] or record.op,
                 "name": record.case,
                 "dtype": record.dtype,
                 "quant": record.quant,
