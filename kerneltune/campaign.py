@@ -12,12 +12,14 @@ from typing import Any
 from kerneltune import device, records, sweep
 from kerneltune.files import replace_text
 from kerneltune.measuring.compare import Ceiling, check_only, compare, config_values
+from kerneltune.measuring.compiler import TARGETS, Compiled, CompilePool, Target
 from kerneltune.plan import Options, Progress, Selection, load_plan, require_gpu, results_folder, results_root, wanted_variants
 from kerneltune.records import Key, Record
 from kerneltune.reporting import tables
 from kerneltune.search.trials import drop_cut_line
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.tuning.run import CEILING_OP, cached_config, ceiling_case, tune_entries
+from kerneltune.tuning.tuner import job
 
 _CHECKED_CONFIGS = 3
 
@@ -102,17 +104,32 @@ def _check(
 ) -> list[Record]:
     """The check cases: every own variant's default config, and on a GPU some random valid ones."""
     on_gpu = device.current().is_gpu
-    progress.stage("check", len(entries))
-    found = []
+    work = []
     for entry in entries:
         op, case = ops[entry.op], entry.case
-        pairs = []
-        for variant in wanted_variants(op, selection, options):
-            if not variant.is_peer:
-                pairs += [(variant, config) for config in _some_configs(variant, case, _CHECKED_CONFIGS if on_gpu else 0)]
+        own = [variant for variant in wanted_variants(op, selection, options) if not variant.is_peer]
+        count = _CHECKED_CONFIGS if on_gpu else 0
+        work.append((op, case, [(variant, config) for variant in own for config in _some_configs(variant, case, count)]))
+    target = TARGETS.get(device.current().arch)
+    if on_gpu and target is not None:
+        progress.stage("compile", 1)
+        compile_ahead(work, target, options.workers)
+        progress.advance("the configs to check")
+    progress.stage("check", len(entries))
+    found = []
+    for op, case, pairs in work:
         found += check_only(family, op, case, pairs, "cuda" if on_gpu else "cpu")
         progress.advance(f"{op.name} {case.name} {case.dtype} {case.quant}")
     return found
+
+
+def compile_ahead(
+    work: Sequence[tuple[Op, Case, Sequence[tuple[Variant, Config]]]], target: Target, workers: int | None
+) -> list[Compiled]:
+    """Compile what will be launched on all cores, so that launches find it in Triton's disk cache; the answers in order."""
+    jobs = [job(op, case, config, variant) for op, case, pairs in work for variant, config in pairs]
+    with CompilePool(target, workers) as pool:
+        return list(pool.compile(jobs))
 
 
 def _some_configs(variant: Variant, case: Case, count: int) -> list[Config]:

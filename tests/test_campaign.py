@@ -1,6 +1,9 @@
 """A sweep without a GPU: what is checked, where it is written, what is refused, what an interrupted run leaves to resume."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -292,3 +295,24 @@ def test_a_journal_row_that_was_being_written_is_gone(tmp_path: Path) -> None:
 def test_rows_under_another_policy_do_not_count() -> None:
     rows = [row("baseline"), row("optimized")]
     assert still_good(rows, "hot") is None and still_good(rows) == rows
+
+
+AHEAD = """
+from kerneltune import ops
+from kerneltune.campaign import compile_ahead
+from kerneltune.measuring.compiler import TARGETS
+from kerneltune.spec import Case
+
+op = ops.load()["stream"]
+variant = op.variants[0]
+cases = [Case("some", (("read", size), ("write", size)), "int32") for size in (4096, 8192)]
+work = [(op, case, [(variant, variant.default_config(case))]) for case in cases]
+print([([kernel.name for kernel in found.kernels], found.error) for found in compile_ahead(work, TARGETS["sm_90"], 1)])
+"""
+
+
+def test_what_a_check_will_launch_is_compiled_before() -> None:
+    """In a process of its own: this one has Triton's interpreter on."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", AHEAD], capture_output=True, text=True, env=env, timeout=120)
+    assert done.stdout.strip() == "[(['_stream'], ''), (['_stream'], '')]", done.stderr

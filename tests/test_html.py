@@ -180,7 +180,7 @@ def test_markdown_has_the_table_its_source_and_its_pictures(tmp_path: Path) -> N
     assert result.exit_code == 0, result.output
     lines = (tmp_path / "pr.md").read_text().splitlines()
     assert lines[0] == "### baseline (A) against optimized (B)"
-    assert lines[2].startswith("NVIDIA H200, driver 570, torch 2.13, triton 3.7, commit abc. `kerneltune ")
+    assert lines[2].startswith("NVIDIA H200, driver 570, torch 2.13, triton 3.7, commit abc. `kerneltune")
     assert lines[6].startswith("| scale | bfloat16 | none | 4 | 256 | 0.0400 | 0.0200 | 5000.0 | 10000.0 | 2.00x | + |")
     assert lines[-3:] == [f"![scale {name}](pictures/scale_{name}.svg)" for name in ("ceiling", "peers", "bandwidth")]
     assert not (tmp_path / "report.html").exists()
