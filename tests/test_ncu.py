@@ -26,7 +26,7 @@ RAW = """\
 
 SOURCE = """\
 "Kernel Name","_rmsnorm_fwd_transpose"
-"File Path","/work/kerneltune/ops/rmsnorm/kernels.py"
+"File Path","/src/kerneltune/ops/rmsnorm/kernels.py"
 "Line No","Source","Address","Source","Warp Stall Sampling (All Samples)","L1 Conflicts Shared N-Way",\
 "L1 Wavefronts Shared Excessive"
 "226","    x = tl.load(x_ptr + offsets)","-","-","120","0","0"
