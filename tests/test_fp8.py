@@ -1,5 +1,7 @@
 """FP8 quantisation: layouts, special values, ragged groups, bad arguments, large tensors, torch operators."""
 
+import inspect
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from kerneltune import ops, sweep
 from kerneltune.agreement import same_bits, same_fp8
 from kerneltune.measuring.check import Checker
 from kerneltune.ops import fp8
-from kerneltune.ops.fp8 import custom, peers, reference
+from kerneltune.ops.fp8 import both_kernels, custom, peers, reference
 from kerneltune.spec import Case
 
 OPS = ops.load()
@@ -170,3 +172,9 @@ def test_operators_have_fakes_that_tell_shapes_and_strides(operator, arguments) 
     if arguments[0].dtype.itemsize > 1:  # the schema test multiplies the inputs, which torch cannot for fp8
         tests.append("test_schema")
     torch.library.opcheck(operator, arguments, test_utils=tests)
+
+
+def test_what_is_published_is_not_loaded_before_the_wait_for_it() -> None:
+    """A pipeline would do that, and did on an H200: scales came out too large. The waiting loop of `cast_both` has none."""
+    source = inspect.getsource(both_kernels.cast_both.fn)
+    assert source.count("tl.range(") == source.count("num_stages=1") == 2

@@ -23,14 +23,12 @@ _SHARED_BYTES = 225_000
 
 @dataclass(frozen=True, slots=True)
 class BothConfig:
-    """rows, cols: of a tile; warps: of a program; ctas: programs per multiprocessor, each looping over tiles; stages: depth of
-    that loop's load pipeline."""
+    """rows, cols: of a tile; warps: of a program; ctas: programs per multiprocessor, each looping over tiles."""
 
     rows: int
     cols: int
     warps: int
     ctas: int
-    stages: int
 
 
 class BothLayouts(NamedTuple):
@@ -97,7 +95,7 @@ def _launch(x, q, q_t, scale, scale_t, shape, c: BothConfig, fp8_format: str, po
         cast_both[(programs,)](
             x, q, q_t, scale, scale_t, ws, E, total,
             N=N, C=K // pairs, FP8_MAX=FP8_MAX[fp8_format], POW2=pow2, INVERSE=inverse, ROWS=c.rows, COLS=c.cols // pairs,
-            PAIRS=pairs, dtype=dtype, PHASE=phase, PACKED=N % 4 == 0, STAGES=c.stages, num_warps=c.warps, **options,
+            PAIRS=pairs, dtype=dtype, PHASE=phase, PACKED=N % 4 == 0, num_warps=c.warps, **options,
         )  # fmt: skip
 
 
@@ -107,9 +105,9 @@ def _resolve(case: Case, knobs: dict[str, Any] | None) -> BothConfig | None:
 
 
 def space(case: Case) -> Space:
-    """Tiles from 64 x 64 to 256 x 128; no taller than experts are."""
+    """Tiles from 64 x 64 to 256 x 256; no taller than experts are."""
     tall = (64, 128, 256) if case["N"] > 64 else (64,)
-    return {"rows": tall, "cols": (64, 128, 256), "warps": (2, 4, 8), "ctas": (1, 2, 3, 4, 5, 6, 8), "stages": (1, 2)}
+    return {"rows": tall, "cols": (64, 128, 256), "warps": (2, 4, 8), "ctas": (1, 2, 3, 4, 5, 6, 8)}
 
 
 def valid(case: Case, config: BothConfig) -> str | None:
@@ -119,13 +117,13 @@ def valid(case: Case, config: BothConfig) -> str | None:
         return f"{per_thread:g} elements per thread"
     if 32 * config.warps * config.ctas * (per_thread * ITEMSIZE[case.dtype] / 4 + 32) > 65536:
         return "more registers than a multiprocessor has"
-    shared = config.ctas * ((config.stages - 1) * 2 * ITEMSIZE[case.dtype] + 1) * config.rows * config.cols
+    shared = config.ctas * config.rows * config.cols
     return f"{shared} bytes of shared memory" if shared > _SHARED_BYTES else None
 
 
 def default(case: Case) -> BothConfig:
     """A config for any shape, by rule."""
-    return BothConfig(rows=64 if case.dtype == "float32" else 128, cols=64, warps=4, ctas=3, stages=1)
+    return BothConfig(rows=64 if case.dtype == "float32" else 128, cols=64, warps=4, ctas=3)
 
 
 def both_reference(inputs: Inputs) -> Outputs:

@@ -87,11 +87,12 @@ def cast_both(
     x_ptr, q_ptr, qt_ptr, scale_ptr, scale_t_ptr, ws_ptr, G, total,
     N: tl.constexpr, C: tl.constexpr, FP8_MAX: tl.constexpr, POW2: tl.constexpr, INVERSE: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr, PHASE: tl.constexpr,
-    PACKED: tl.constexpr, STAGES: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """q (G, N, C) and scale (G, N) along the rows of x (G, N, C); qt (G, C, N) and scale_t (G, C) down its columns.
 
-    In PAIRS x is int32, q int16, and C and COLS count words of two numbers of `dtype`.
+    In PAIRS x is int32, q int16, and C and COLS count words of two numbers of `dtype`. The loops may not be pipelined: a pipeline
+    would load the published magnitudes before the wait for them.
     """
     QUADS: tl.constexpr = ROWS // 4
     STRIPES: tl.constexpr = (C + COLS - 1) // COLS
@@ -105,11 +106,11 @@ def cast_both(
     step = tl.num_programs(0)
     ahead = tl.cdiv(TILES, step) * step  # all of an expert is published before any of it is awaited
     if PHASE == 0:
-        for tile in tl.range(tl.program_id(0), tl.minimum(ahead, total), step, num_stages=STAGES):
+        for tile in tl.range(tl.program_id(0), tl.minimum(ahead, total), step, num_stages=1):
             _publish_tile(tile, total, x_ptr, ws_ptr, G, tag, N, C, ROWS, COLS, PAIRS, dtype)
     if PHASE == 1:
         ahead = 0
-    for tile in tl.range(tl.program_id(0), total, step, num_stages=STAGES, disable_licm=True):
+    for tile in tl.range(tl.program_id(0), total, step, num_stages=1, disable_licm=True):
         if PHASE != 2:
             _publish_tile(tile + ahead, total, x_ptr, ws_ptr, G, tag, N, C, ROWS, COLS, PAIRS, dtype)
         if PHASE != 1:

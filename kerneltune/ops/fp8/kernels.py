@@ -136,7 +136,7 @@ def _cast_transpose_groups(
         )  # fmt: skip
         if PHASE != 2:
             _raise_stripe(xs_next, ws_ptr, group_n * STRIPES + stripe_n, counters, tag, hi_n > 0, COLS, PAIRS, dtype)
-        if PHASE != 1 and hi > 0:
+        if PHASE != 1 and hi > 0:  # in a branch, out of which no pipeline loads the magnitudes before the wait for them
             index = group * STRIPES + stripe
             if RELOAD:  # here, not above, where a pipeline would bring it in the layout of the store, half by half
                 xs = _load_quads(
