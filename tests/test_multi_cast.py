@@ -80,3 +80,25 @@ def test_wrong_arguments_are_named(change: dict[str, object], text: str) -> None
     with pytest.raises(ValueError) as caught:
         multi_cast_transpose(**arguments)  # type: ignore[arg-type]
     assert str(caught.value).startswith(text), str(caught.value)
+
+
+@pytest.mark.gpu
+def test_graphs_of_the_same_weights_do_not_share_a_table() -> None:
+    xs = weights((64, 32), (48, 80))
+    scales, amaxes = scalars(2)
+    outputs = [
+        (torch.empty_like(x, dtype=torch.float8_e4m3fn), torch.empty_like(x.t().contiguous(), dtype=torch.float8_e4m3fn))
+        for x in xs
+    ]
+    multi_cast_transpose(xs, scales, amaxes, outputs=outputs, config=SMALL)
+    graphs = [torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()]
+    results = []
+    for graph in graphs:
+        with torch.cuda.graph(graph):
+            results.append(multi_cast_transpose(xs, scales, amaxes, outputs=outputs, config=SMALL))
+    for cast, transpose in outputs:
+        cast.view(torch.uint8).zero_()
+        transpose.view(torch.uint8).zero_()
+    graphs[1].replay()  # the first never ran
+    torch.cuda.synchronize()
+    agrees(xs, scales, amaxes, results[1])

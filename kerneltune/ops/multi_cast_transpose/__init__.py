@@ -99,7 +99,7 @@ def _launch(xs: Sequence[torch.Tensor], out: MultiCast, scales, amaxes, fp8_form
     ]
     whole = tuple(t for t in tensors if all(value % 16 == 0 for value in t[:5]) and t[3] * t[4])
     if whole:
-        table, total, same = _table(whole, where, c.rows, c.cols, _capturing(where))
+        table, total, same = _table(whole, where, c.rows, c.cols)
         cast_transpose_tiles[(min(total, resident(where, c.ctas)) if c.ctas else total,)](
             table, xs[0], out.casts[0], scales, amaxes, out.scale_inv, len(whole), total // len(whole), total,
             FP8_MAX=FP8_MAX[fp8_format], SAME=same, T_LOG2=max(1, (len(whole) - 1).bit_length()),
@@ -117,27 +117,39 @@ def _addresses(*tensors: torch.Tensor) -> tuple[int, ...]:
     return tuple(0 if t.device.type == "meta" else t.data_ptr() for t in tensors)
 
 
+_Table = tuple[torch.Tensor, int, bool]
+
 _captured: list[torch.Tensor] = []
 """Host tables that captured graphs copy from at every replay; they must outlive the graphs."""
 
 
+def _table(tensors: tuple[tuple[int, ...], ...], where: torch.device, rows: int, cols: int) -> _Table:
+    """The table for the next launch on the current stream, built once for the same tensors; anew in every captured graph,
+    whose memory nobody else may read."""
+    if where.type != "cuda":
+        return _build(tensors, where, rows, cols)
+    if torch.cuda.is_current_stream_capturing():
+        return _build(tensors, where, rows, cols, _captured)
+    return _of_stream(tensors, where, rows, cols, torch.cuda.current_stream(where).cuda_stream)
+
+
 @lru_cache(maxsize=256)
-def _table(
-    tensors: tuple[tuple[int, ...], ...], where: torch.device, rows: int, cols: int, capturing: bool
-) -> tuple[torch.Tensor, int, bool]:
-    """(T, 7) int64 on the device, tiles in all, and whether all tensors have as many."""
+def _of_stream(tensors: tuple[tuple[int, ...], ...], where: torch.device, rows: int, cols: int, _stream: int) -> _Table:
+    return _build(tensors, where, rows, cols)
+
+
+def _build(
+    tensors: tuple[tuple[int, ...], ...], where: torch.device, rows: int, cols: int, kept: list[torch.Tensor] | None = None
+) -> _Table:
+    """(T, 7) int64 on the device, tiles in all, and whether all tensors have as many. kept: where its host side goes to stay."""
     counts = [triton.cdiv(t[3], rows) * triton.cdiv(t[4], cols) for t in tensors]
     firsts = [0, *itertools.accumulate(counts)]
     table = torch.tensor([(*t, first) for t, first in zip(tensors, firsts, strict=False)], dtype=torch.int64)
     if where.type == "cuda":
         table = table.pin_memory()
-        if capturing:
-            _captured.append(table)
+        if kept is not None:
+            kept.append(table)
     return table.to(where, non_blocking=True), sum(counts), len(set(counts)) == 1
-
-
-def _capturing(where: torch.device) -> bool:
-    return where.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _check(xs: Sequence[torch.Tensor], scales: torch.Tensor, amaxes: torch.Tensor) -> None:
