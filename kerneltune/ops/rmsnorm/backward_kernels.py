@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from kerneltune.tl_exchange import await_published, close_launch, launch_tag, publish, published
-from kerneltune.tl_lib import held, load_constant, to_pairs, values, wide
+from kerneltune.tl_lib import held, to_pairs, values, wide
 
 
 @triton.jit
@@ -106,7 +106,7 @@ def _rmsnorm_bwd_main(
                 dzs = dzs + (dz,)
             total = tl.sum(sums, axis=1)
         if PHASE != 1:
-            r = load_constant(rsigma_ptr + tl.minimum(tile * ROWS + lanes, M - 1))
+            r = tl.load(rsigma_ptr + tile * ROWS + lanes, mask=lanes < left, other=0.0)
             slope = (r * r * total * (1.0 / (N * PAIRS)))[:, None]
             r = r[:, None]
             dgs_next = ()
