@@ -46,7 +46,7 @@ class FwdConfig:
 
 @dataclass(frozen=True, slots=True)
 class BwdConfig:
-    """Backward: rows, cols, split, warps, ctas and stages as in FwdConfig; reduce_cols: columns per program of the dγ reduction."""
+    """Backward: reduce_cols, columns per program of the dγ reduction; all others as in FwdConfig."""
 
     rows: int
     cols: int
@@ -197,7 +197,7 @@ def _launch_transpose(x, weight, y, y_t, rsigma, scale, amax, scale_inv, eps, ze
             x, weight, y, y_t.view(torch.uint8), rsigma, scale, amax, scale_inv, ws, M, eps,
             N=x.shape[1], stride=x.stride(0), ZERO_CENTERED=zero_centered, FP8_MAX=FP8_MAX[fp8_format],
             ROWS=c.rows, COLS=cols, PAIRS=pairs, dtype=dtype, fp8=fp8, PHASE=phase,
-            EVEN_ROWS=M % c.rows == 0, PACKED=M % 4 == 0, STAGES=c.stages, RELOAD=c.reload, num_warps=c.warps, **options,
+            EVEN_ROWS=M % c.rows == 0, PACKED=M % 4 == 0, STAGES=c.stages, num_warps=c.warps, **options,
         )  # fmt: skip
 
 
@@ -240,7 +240,7 @@ def space_fwd(case: Case) -> Space:
     if case.quant == "fp8_t":
         cols = (128, 256, 512) if whole <= 16384 else (256, 512, 1024)
         shape: Space = {"rows": (32, 64, 128), "cols": cols, "split": (True,), "warps": (2, 4, 8, 16)}
-        return {**shape, "ctas": (1, 2, 3, 4, 5, 6, 8), "stages": (1, 2, 3), "reload": (False, True)}
+        return {**shape, "ctas": (1, 2, 3, 4, 5, 6, 8), "stages": (1, 2, 3), "reload": (True,)}
     long = whole > 8192
     smallest = max(512, whole >> 3 if case["N"] % 8 or long else whole >> 1)
     return {
@@ -305,8 +305,8 @@ def valid_bwd(case: Case, config: BwdConfig) -> str | None:
 def _invalid_transpose(case: Case, parts: int, c: FwdConfig) -> str | None:
     elements = c.rows * c.cols
     per_thread = elements / (32 * c.warps)
-    if not c.split or c.rows % 4 or not c.ctas:
-        return "a transpose needs tiles of a multiple of 4 rows, split, in a loop"
+    if not c.split or not c.reload or c.rows % 4 or not c.ctas:
+        return "a transpose needs tiles of a multiple of 4 rows, split, in a loop, and reads them again"
     if parts > _MAX_PARTS_OF_TILE:
         return f"{parts} programs share a row, at most {_MAX_PARTS_OF_TILE} may"
     if not 32 <= per_thread <= 256:
@@ -314,7 +314,7 @@ def _invalid_transpose(case: Case, parts: int, c: FwdConfig) -> str | None:
     if c.ctas * c.warps > 48 or c.ctas * c.warps < 4:
         return f"{c.ctas * c.warps} warps per multiprocessor"
     words = per_thread * ITEMSIZE[case.dtype] / 4
-    if c.ctas * c.warps * 32 * ((1 if c.reload else 2) * words + 32) > 65536 + 8192:
+    if c.ctas * c.warps * 32 * (words + 32) > 65536 + 8192:
         return "more registers than a multiprocessor has"
     shared = c.ctas * elements * ((c.stages - 1) * ITEMSIZE[case.dtype] + 1)
     return f"{shared} bytes of shared memory" if shared > _SHARED_BYTES else None

@@ -1,9 +1,10 @@
 """RMSNorm into fp8 and its transpose, x read from memory once. May import tl_lib, tl_exchange.
 
 A tile is ROWS rows of a part of the columns; PARTS programs share the rows. Each publishes its part of the sums of squares, some
-add them up, a few rows each, and publish 1 / rms, for which all wait. A program publishes its part of the next tile before it
-waits for the present one, so that the waits are over when they begin; it holds the tile in registers meanwhile, or reads it again
-from L2 (RELOAD). 16-bit numbers come in PAIRS, as int32, in four interleaved sub-tiles: the four bytes that lie side by side in
+add them up, a few rows each, and publish 1 / rms, for which all wait before they read the tile again, from L2. A program runs two
+tiles ahead with the first, and one with the second, so that the waits are over when they begin.
+
+16-bit numbers come in PAIRS, as int32, in four interleaved sub-tiles: the four bytes that lie side by side in
 the transpose belong to one thread, which moves words instead of bytes. Those words are made of integers, never of a transposed
 fp8 tile: ptxas 12.8 and 12.9 corrupt a dual fp8 store on sm_90 (triton-lang/triton#11111).
 """
@@ -61,11 +62,14 @@ def _squares(x, PAIRS: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _publish_parts(sums, ws_ptr, tile, part, tag, live, ROWS: tl.constexpr, PARTS: tl.constexpr):
-    """This part of the sums of a tile: (ROWS, PARTS) words, row by row."""
+def _publish_parts(
+    xs, ws_ptr, tile, part, tag, live, ROWS: tl.constexpr, PARTS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr
+):  # fmt: skip
+    """This part of the sums of squares of a tile's rows: (ROWS, PARTS) words, row by row."""
     quads = tl.arange(0, ROWS // 4)
     for k in tl.static_range(4):
-        publish(ws_ptr, (tile * ROWS + quads * 4 + k) * PARTS + part, sums[k], tag, (quads >= 0) & live)
+        index = (tile * ROWS + quads * 4 + k) * PARTS + part
+        publish(ws_ptr, index, _squares(xs[k], PAIRS, dtype), tag, (quads >= 0) & live)
 
 
 @triton.jit
@@ -108,10 +112,13 @@ def _rmsnorm_fwd_transpose(
     x_ptr, g_ptr, y_ptr, yt_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr, ws_ptr, M, eps,
     N: tl.constexpr, stride: tl.constexpr, ZERO_CENTERED: tl.constexpr, FP8_MAX: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr, fp8: tl.constexpr, PHASE: tl.constexpr,
-    EVEN_ROWS: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr, RELOAD: tl.constexpr,
+    EVEN_ROWS: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """fp8 y (M, N) and its transpose (N, M). In PAIRS x, gamma and y are int32 and int16, and N, COLS and stride count words of two
-    numbers of `dtype`. PACKED: M is a multiple of 4."""
+    """fp8 y (M, N) and its transpose (N, M).
+
+    In PAIRS x and gamma are int32 and y int16, and N, COLS and stride count words of two numbers of `dtype`. PACKED: M is a
+    multiple of 4.
+    """
     PARTS: tl.constexpr = (N + COLS - 1) // COLS
     EVEN: tl.constexpr = N % COLS == 0
     QUADS: tl.constexpr = ROWS // 4
@@ -134,46 +141,33 @@ def _rmsnorm_fwd_transpose(
     if PARTS > 1:
         tag = launch_tag(ws_ptr)
 
-    xs_next = _load_quads(x_ptr, first_tile, M, first_col, N, stride, ROWS, COLS, EVEN, EVEN_ROWS, RELOAD)
-    sums_next = (
-        _squares(xs_next[0], PAIRS, dtype),
-        _squares(xs_next[1], PAIRS, dtype),
-        _squares(xs_next[2], PAIRS, dtype),
-        _squares(xs_next[3], PAIRS, dtype),
-    )
     if PARTS > 1 and PHASE != 2:
-        _publish_parts(sums_next, ws_ptr, first_tile, part, tag, first_tile < tiles, ROWS, PARTS)
+        for early in tl.static_range(2):
+            ahead = first_tile + early * step
+            xs = _load_quads(x_ptr, tl.minimum(ahead, tiles - 1), M, first_col, N, stride, ROWS, COLS, EVEN, EVEN_ROWS, True)
+            _publish_parts(xs, ws_ptr, ahead, part, tag, ahead < tiles, ROWS, PARTS, PAIRS, dtype)
+    if PARTS > 1 and PHASE == 0 and first_tile < tiles:
+        _publish_rsigma(ws_ptr, rsigma_ptr, first_tile, part, M, eps, tag, totals, N * PAIRS, ROWS, PARTS)
 
     for tile in tl.range(first_tile, tiles, step, num_stages=STAGES, disable_licm=True):
-        xs = xs_next
-        sums = sums_next
-        if PARTS > 1 and PHASE == 0:
-            _publish_rsigma(ws_ptr, rsigma_ptr, tile, part, M, eps, tag, totals, N * PAIRS, ROWS, PARTS)
-        xs_next = _load_quads(
-            x_ptr, tl.minimum(tile + step, tiles - 1), M, first_col, N, stride, ROWS, COLS, EVEN, EVEN_ROWS, RELOAD
-        )
-        sums_next = (
-            _squares(xs_next[0], PAIRS, dtype),
-            _squares(xs_next[1], PAIRS, dtype),
-            _squares(xs_next[2], PAIRS, dtype),
-            _squares(xs_next[3], PAIRS, dtype),
-        )
         if PARTS > 1 and PHASE != 2:
-            _publish_parts(sums_next, ws_ptr, tile + step, part, tag, tile + step < tiles, ROWS, PARTS)
+            ahead = tile + 2 * step
+            xs = _load_quads(x_ptr, tl.minimum(ahead, tiles - 1), M, first_col, N, stride, ROWS, COLS, EVEN, EVEN_ROWS, True)
+            _publish_parts(xs, ws_ptr, ahead, part, tag, ahead < tiles, ROWS, PARTS, PAIRS, dtype)
+        if PARTS > 1 and PHASE == 0 and tile + step < tiles:
+            _publish_rsigma(ws_ptr, rsigma_ptr, tile + step, part, M, eps, tag, totals, N * PAIRS, ROWS, PARTS)
         if PHASE != 1 and tile < tiles:  # a branch, over which no pipeline moves what belongs behind the wait
-            if RELOAD:
-                xs = _load_quads(x_ptr, tile, M, first_col, N, stride, ROWS, COLS, EVEN, EVEN_ROWS, False)
+            xs = _load_quads(x_ptr, tile, M, first_col, N, stride, ROWS, COLS, EVEN, EVEN_ROWS, False)
+            rs = ()
             if PARTS == 1:
-                rs = ()
                 for k in tl.static_range(4):
                     rows = tile * ROWS + quads * 4 + k
-                    rs = rs + (tl.rsqrt(sums[k] * (1.0 / (N * PAIRS)) + eps),)
+                    rs = rs + (tl.rsqrt(_squares(xs[k], PAIRS, dtype) * (1.0 / (N * PAIRS)) + eps),)
                     tl.store(rsigma_ptr + rows, rs[k], mask=rows < M)
             elif PHASE == 2:
                 rs = _collect_rsigma(ws_ptr, rsigma_ptr, tile, part, M, eps, N * PAIRS, ROWS, PARTS)
             else:
                 await_all(ws_ptr, totals + tile * ROWS + tl.arange(0, ROWS), tag)
-                rs = ()
                 for k in tl.static_range(4):
                     rs = rs + (published(ws_ptr, totals + tile * ROWS + quads * 4 + k),)
             left = M - tile * ROWS
