@@ -320,7 +320,7 @@ def store_transposed_words(q_ptr, base, ld, lo, hi, live, words, JAGGED: tl.cons
     if not EVEN:
         mask = mask & live[:, None]
     word_ptr = q_ptr.to(tl.pointer_type(tl.int32)) + base // 4
-    tl.store(word_ptr + (cols[:, None] * (ld // 4) + quads[None, :]), tl.trans(words), mask=mask)
+    tl.store(word_ptr + (cols[:, None] * (ld // 4) + quads[None, :]), tl.trans(words), mask=mask, cache_modifier=".cs")
     if JAGGED:
         if (lo % 4 != 0) | (hi % 4 != 0):
             byte_ptr = q_ptr.to(tl.pointer_type(tl.uint8)) + base

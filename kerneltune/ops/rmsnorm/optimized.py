@@ -239,8 +239,8 @@ def space_fwd(case: Case) -> Space:
     whole = _power_of_two(case["N"])
     if case.quant == "fp8_t":
         cols = (128, 256, 512) if whole <= 16384 else (256, 512, 1024)
-        shape: Space = {"rows": (32, 64, 128), "cols": cols, "split": (True,), "warps": (2, 4, 8, 16)}
-        return {**shape, "ctas": (1, 2, 3, 4, 5, 6, 8), "stages": (1, 2, 3), "reload": (True,)}
+        shape: Space = {"rows": (16, 32, 64, 128), "cols": cols, "split": (True,), "warps": (2, 4, 8, 16)}
+        return {**shape, "ctas": (1, 2, 3, 4, 6, 8), "stages": (1, 2), "reload": (True,)}
     long = whole > 8192
     smallest = max(512, whole >> 3 if case["N"] % 8 or long else whole >> 1)
     return {
@@ -309,7 +309,7 @@ def _invalid_transpose(case: Case, parts: int, c: FwdConfig) -> str | None:
         return "a transpose needs tiles of a multiple of 4 rows, split, in a loop, and reads them again"
     if parts > _MAX_PARTS_OF_TILE:
         return f"{parts} programs share a row, at most {_MAX_PARTS_OF_TILE} may"
-    if not 32 <= per_thread <= 256:
+    if not 16 <= per_thread <= 128:
         return f"{per_thread:g} elements per thread"
     if c.ctas * c.warps > 48 or c.ctas * c.warps < 4:
         return f"{c.ctas * c.warps} warps per multiprocessor"

@@ -82,15 +82,18 @@ def _rsigma(partials, parts, eps, N: tl.constexpr, PARTS: tl.constexpr):
 def _publish_rsigma(
     ws_ptr, rsigma_ptr, tile, part, M, eps, tag, totals, N: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
-    """Add up the parts of this program's share of a tile's rows; 1 / rms goes to the others, from word `totals`, and out."""
+    """Add up the parts of this program's share of a tile's rows; 1 / rms goes to the others, from word `totals`, and out.
+
+    Programs left without a share repeat the last row, same word, same value: a branch Triton's pipeline would move to the loop's
+    end, behind the wait for what it publishes.
+    """
     SHARE: tl.constexpr = triton.next_power_of_2((ROWS + PARTS - 1) // PARTS)
-    if part * SHARE < ROWS:
-        rows = tile * ROWS + part * SHARE + tl.arange(0, SHARE)
-        parts = tl.arange(0, triton.next_power_of_2(PARTS))
-        index = rows[:, None] * PARTS + tl.where(parts < PARTS, parts, 0)[None, :]
-        r = _rsigma(await_published(ws_ptr, index, tag), parts, eps, N, PARTS)
-        publish(ws_ptr, totals + rows, r, tag, rows >= 0)
-        tl.store(rsigma_ptr + rows, r, mask=rows < M)
+    rows = tile * ROWS + tl.minimum(part * SHARE + tl.arange(0, SHARE), ROWS - 1)
+    parts = tl.arange(0, triton.next_power_of_2(PARTS))
+    index = rows[:, None] * PARTS + tl.where(parts < PARTS, parts, 0)[None, :]
+    r = _rsigma(await_published(ws_ptr, index, tag), parts, eps, N, PARTS)
+    publish(ws_ptr, totals + rows, r, tag, rows >= 0)
+    tl.store(rsigma_ptr + rows, r, mask=rows < M)
 
 
 @triton.jit
@@ -126,6 +129,7 @@ def _rmsnorm_fwd_transpose(
     first_tile = tl.program_id(0) // PARTS
     step = tl.num_programs(0) // PARTS
     tiles = tl.cdiv(M, ROWS)
+    last_tile = first_tile + (tiles - 1 - first_tile) // step * step
     totals = tiles * ROWS * PARTS
     quads = tl.arange(0, QUADS)
     lanes = tl.arange(0, COLS)
@@ -154,8 +158,10 @@ def _rmsnorm_fwd_transpose(
             ahead = tile + 2 * step
             xs = _load_quads(x_ptr, tl.minimum(ahead, tiles - 1), M, first_col, N, stride, ROWS, COLS, EVEN, EVEN_ROWS, True)
             _publish_parts(xs, ws_ptr, ahead, part, tag, ahead < tiles, ROWS, PARTS, PAIRS, dtype)
-        if PARTS > 1 and PHASE == 0 and tile + step < tiles:
-            _publish_rsigma(ws_ptr, rsigma_ptr, tile + step, part, M, eps, tag, totals, N * PAIRS, ROWS, PARTS)
+        if PARTS > 1 and PHASE == 0:
+            _publish_rsigma(
+                ws_ptr, rsigma_ptr, tl.minimum(tile + step, last_tile), part, M, eps, tag, totals, N * PAIRS, ROWS, PARTS
+            )
         if PHASE != 1 and tile < tiles:  # a branch, over which no pipeline moves what belongs behind the wait
             xs = _load_quads(x_ptr, tile, M, first_col, N, stride, ROWS, COLS, EVEN, EVEN_ROWS, False)
             rs = ()
@@ -189,7 +195,7 @@ def _rmsnorm_fwd_transpose(
                     q = to_fp8_pair(saturate(y * scale, FP8_MAX), saturate(high * scale, FP8_MAX), fp8)
                 else:
                     q = quantize(y, scale, FP8_MAX, fp8)
-                tl.store(y_tile, q, mask=mask)
+                tl.store(y_tile, q, mask=mask, cache_modifier=".cs")
                 bytes_of_rows = bytes_of_rows + (q,)
             amax = tl.maximum(amax, tl.max(tl.reshape(largest, (QUADS, COLS // 4, 4)), axis=2))
             b0, b1, b2, b3 = bytes_of_rows[0], bytes_of_rows[1], bytes_of_rows[2], bytes_of_rows[3]
