@@ -154,7 +154,7 @@ def _grouped_gemm(
     k, a_row, b_row = 0, 0, 0
     if ROWS:
         tile_steps = 1
-        clipped_to = -1
+        clipped_to = M
         a_desc = _clipped(a, ROWS, M, stride_a, BM, BK)
         b_desc = _clipped(b, COLS, M, stride_b, BN, BK)
     else:
@@ -170,7 +170,7 @@ def _grouped_gemm(
             turn += 1
             group, start, end, strip, column = _locate(turn, places, last, offs_ptr, M, ROWS, TILE_COLS, BM, BAND)
             if ROWS:
-                depth = tl.maximum(end, 16)
+                depth = tl.where((end - start) % BK == 0, M, end)  # steps that end with the group need no clipping
                 k = tl.where(start < end, start, depth)  # from beyond the last column where there is nothing to read
                 a_row = strip * BM
                 b_row = column * BN
