@@ -37,11 +37,11 @@ def powers(*shape: int) -> torch.Tensor:
 
 
 def config(**changes: object) -> gemm.GemmConfig:
-    knobs = {"rows": 64, "cols": 128, "depth": 128, "warps": 4, "stages": 3, "ctas": 1, "band": 4, "parts": 1}
+    knobs = {"rows": 64, "cols": 128, "depth": 128, "warps": 4, "stages": 3, "ctas": 1, "band": 4, "run": 1, "parts": 1}
     return gemm.GemmConfig("triton", **knobs | changes)  # type: ignore[arg-type]
 
 
-CONFIGS = [config(), config(cols=256, parts=4, band=1), config(rows=128, warps=8, parts=2, depth=64)]
+CONFIGS = [config(), config(cols=256, parts=4, band=1, run=2), config(rows=128, warps=8, parts=2, depth=64)]
 
 
 @pytest.mark.parametrize(("ends", "c"), [*((ends, CONFIGS[0]) for ends in ENDS), *((ENDS[0], c) for c in CONFIGS[1:])], ids=str)

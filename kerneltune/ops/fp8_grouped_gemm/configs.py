@@ -16,7 +16,8 @@ _ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 class GemmConfig:
     """backend: `triton`, or `cutlass` for torch's own kernel, to which the rest means nothing; rows, cols: of a tile; depth: of
     one step of the contraction; warps, stages: of a program; ctas: programs per multiprocessor; band: tiles that follow each
-    other down the rows before the next column; parts: in which a tile's columns are stored."""
+    other down the rows before the next column; run: tiles that a program takes at a time; parts: in which a tile's columns are
+    stored."""
 
     backend: str
     rows: int
@@ -26,10 +27,11 @@ class GemmConfig:
     stages: int
     ctas: int
     band: int
+    run: int
     parts: int
 
 
-CUTLASS = GemmConfig("cutlass", rows=64, cols=128, depth=128, warps=4, stages=4, ctas=1, band=1, parts=1)
+CUTLASS = GemmConfig("cutlass", rows=64, cols=128, depth=128, warps=4, stages=4, ctas=1, band=1, run=1, parts=1)
 """The one config of that backend."""
 
 
@@ -45,6 +47,7 @@ def space(case: Case) -> Space:
         "stages": (3, 4, 5, 6),
         "ctas": (1, 2),
         "band": (1, 4, 64),
+        "run": (1, 8) if case.option("product") == "weights" else (1,),
         "parts": (1, 2, 4),
     }
 
@@ -79,10 +82,10 @@ def default(case: Case) -> GemmConfig:
     wide = 2 if case.dtype == "float32" else 1
     rows = case["N"] if case.option("product") == "weights" else case["M"] // max(1, case["E"])
     if rows <= 64:
-        return GemmConfig("triton", 64, 128, 128, warps=4, stages=6, ctas=1, band=1, parts=1)
+        return GemmConfig("triton", 64, 128, 128, warps=4, stages=6, ctas=1, band=1, run=1, parts=1)
     columns = case["K"] if case.option("product") == "weights" else case["N"]
     if columns <= 128:
-        return GemmConfig("triton", 128, 128, 128, warps=8, stages=4, ctas=1, band=4, parts=1)
+        return GemmConfig("triton", 128, 128, 128, warps=8, stages=4, ctas=1, band=4, run=1, parts=1)
     if rows >= 512 and 0 < columns % 256 <= 128:
-        return GemmConfig("triton", 256, 128, 128, warps=8, stages=4, ctas=1, band=4, parts=2 * wide)
-    return GemmConfig("triton", 128, 256, 128, warps=8, stages=4, ctas=1, band=4, parts=2 * wide)
+        return GemmConfig("triton", 256, 128, 128, warps=8, stages=4, ctas=1, band=4, run=1, parts=2 * wide)
+    return GemmConfig("triton", 128, 256, 128, warps=8, stages=4, ctas=1, band=4, run=1, parts=2 * wide)

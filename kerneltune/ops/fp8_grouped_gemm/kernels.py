@@ -29,27 +29,34 @@ def _places(tokens, E: tl.constexpr):
 
 @triton.jit
 def _slot(turn):
-    """Which tile of a round this program takes: rounds go to and fro, so that nobody is always first."""
+    """Which run of a round this program takes: rounds go to and fro, so that nobody is always first."""
     return tl.where(turn % 2 == 0, tl.program_id(0), tl.num_programs(0) - 1 - tl.program_id(0))
 
 
 @triton.jit
-def _share(tiles):
+def _tile(nth, RUN: tl.constexpr):
+    """The nth tile of this program, which takes runs of RUN tiles that follow each other."""
+    turn = nth // RUN
+    return (turn * tl.num_programs(0) + _slot(turn)) * RUN + nth % RUN
+
+
+@triton.jit
+def _share(tiles, RUN: tl.constexpr):
     """How many of the first `tiles` tiles are this program's."""
-    turn = tiles // tl.num_programs(0)
-    return turn + (tiles % tl.num_programs(0) > _slot(turn)).to(tl.int32)
+    turn = tiles // (RUN * tl.num_programs(0))
+    rest = tiles % (RUN * tl.num_programs(0)) - _slot(turn) * RUN
+    return turn * RUN + tl.minimum(tl.maximum(rest, 0), RUN)
 
 
 @triton.jit
 def _locate(
-    turn, places, last, offs_ptr, M, ROWS: tl.constexpr, TILE_COLS: tl.constexpr, BM: tl.constexpr, BAND: tl.constexpr
+    tile, places, last, offs_ptr, M, ROWS: tl.constexpr, TILE_COLS: tl.constexpr, BM: tl.constexpr, BAND: tl.constexpr
 ):  # fmt: skip
-    """Group, its bounds, and the strip and column of this program's tile of a round.
+    """Group, its bounds, and the strip and column of a tile.
 
     Tiles go down BAND strips of a group, then to the next column. last: (GROUPS,) number of tiles up to each group's end.
     ROWS: rows of every group's result, 0 where they are its tokens.
     """
-    tile = turn * tl.num_programs(0) + _slot(turn)
     if ROWS:
         strips = (ROWS + BM - 1) // BM
         groups = tl.arange(0, places.shape[0])
@@ -123,7 +130,8 @@ def _grouped_gemm(
     a, b, out_ptr, scale_a_ptr, scale_b_ptr, offs_ptr, M, stride_a, stride_b,
     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, E: tl.constexpr, GROUPS: tl.constexpr,
     SCALE_A: tl.constexpr, SCALE_B: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr, RUN: tl.constexpr, PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Forward (ROWS 0): a and b are descriptors of (M, DEPTH) and (E COLS, DEPTH), the result is (M, COLS).
 
@@ -147,9 +155,9 @@ def _grouped_gemm(
         tiles = tl.cdiv(tokens, BM) * TILE_COLS
         last = tl.cumsum(tiles, axis=0)
         steps = STEPS
-    total = tl.sum((_share(last) - _share(last - tiles)) * steps, axis=0)
+    total = tl.sum((_share(last, RUN) - _share(last - tiles, RUN)) * steps, axis=0)
 
-    turn = -1
+    nth = -1
     done = -1
     k, a_row, b_row = 0, 0, 0
     if ROWS:
@@ -167,8 +175,8 @@ def _grouped_gemm(
         step += 1
         if step == tile_steps:
             step = 0
-            turn += 1
-            group, start, end, strip, column = _locate(turn, places, last, offs_ptr, M, ROWS, TILE_COLS, BM, BAND)
+            nth += 1
+            group, start, end, strip, column = _locate(_tile(nth, RUN), places, last, offs_ptr, M, ROWS, TILE_COLS, BM, BAND)
             if ROWS:
                 depth = tl.where((end - start) % BK == 0, M, end)  # steps that end with the group need no clipping
                 k = tl.where(start < end, start, depth)  # from beyond the last column where there is nothing to read
@@ -186,7 +194,7 @@ def _grouped_gemm(
         acc = tl.dot(a_desc.load([a_row, at]), b_desc.load([b_row, at]).T, acc)
         if step == tile_steps - 1:
             done += 1
-            group, start, end, strip, column = _locate(done, places, last, offs_ptr, M, ROWS, TILE_COLS, BM, BAND)
+            group, start, end, strip, column = _locate(_tile(done, RUN), places, last, offs_ptr, M, ROWS, TILE_COLS, BM, BAND)
             if ROWS:
                 row = strip * BM
                 row_end = ROWS

@@ -131,7 +131,7 @@ def _launch(
         (x, y, out, scale_a, scale_b, offs, p.tokens, *strides),
         {
             "ROWS": p.rows, "COLS": p.cols, "DEPTH": p.depth, "E": p.groups, "GROUPS": triton.next_power_of_2(p.groups),
-            "SCALE_A": mode_a, "SCALE_B": mode_b, "BM": c.rows, "BN": c.cols, "BK": c.depth, "BAND": c.band,
+            "SCALE_A": mode_a, "SCALE_B": mode_b, "BM": c.rows, "BN": c.cols, "BK": c.depth, "BAND": c.band, "RUN": c.run,
             "PARTS": c.parts, "STAGES": c.stages, "num_warps": c.warps,
         },
     )  # fmt: skip
