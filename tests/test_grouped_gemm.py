@@ -196,10 +196,13 @@ def test_offsets_are_asserted_where_asked(ends: str) -> None:
     assert done.returncode and "offs decrease or exceed M" in done.stdout + done.stderr
 
 
-def test_every_backend_is_offered_once() -> None:
+def test_every_backend_is_offered_once_and_tried_by_every_search() -> None:
     for case in BENCHES:
-        backends = [c.backend for c in OPTIMIZED.configs(case)]
+        configs = list(OPTIMIZED.configs(case))
+        backends = [c.backend for c in configs]
         assert backends.count("cutlass") == 1 and backends.count("triton") > 50
+        promising = OPTIMIZED.promising(case)
+        assert promising[0] == gemm.CUTLASS and set(promising) <= set(configs) and len(set(promising)) == len(promising) > 3
 
 
 def test_the_operator_has_a_fake_that_tells_shape_and_type() -> None:

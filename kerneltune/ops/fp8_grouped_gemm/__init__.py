@@ -33,7 +33,7 @@ OPS = (
         module=__name__,
         variants=(
             Variant("baseline", scaled_mm.run_scaled, unsupported=scaled_mm.not_scaled),
-            Variant("optimized", run, GemmConfig, configs.space, configs.valid, configs.default),
+            Variant("optimized", run, GemmConfig, configs.space, configs.valid, configs.default, promising=configs.promising),
             Variant("torch_bf16", scaled_mm.run_bf16, unsupported=scaled_mm.not_bf16, requires=("torch",)),
         ),
     ),

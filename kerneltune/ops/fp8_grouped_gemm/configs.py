@@ -89,3 +89,15 @@ def default(case: Case) -> GemmConfig:
     if rows >= 512 and 0 < columns % 256 <= 128:
         return GemmConfig("triton", 256, 128, 128, warps=8, stages=4, ctas=1, band=4, run=1, parts=2 * wide)
     return GemmConfig("triton", 128, 256, 128, warps=8, stages=4, ctas=1, band=4, run=1, parts=2 * wide)
+
+
+def promising(case: Case) -> tuple[GemmConfig, ...]:
+    """The other backend, and each kind of tile once."""
+    tiles = (
+        GemmConfig("triton", 128, 256, 128, warps=8, stages=4, ctas=1, band=64, run=1, parts=2),
+        GemmConfig("triton", 256, 128, 128, warps=8, stages=4, ctas=1, band=4, run=1, parts=2),
+        GemmConfig("triton", 128, 128, 128, warps=4, stages=3, ctas=2, band=4, run=1, parts=2),
+        GemmConfig("triton", 64, 256, 128, warps=4, stages=5, ctas=1, band=1, run=1, parts=2),
+        GemmConfig("triton", 64, 128, 128, warps=4, stages=4, ctas=2, band=1, run=1, parts=1),
+    )
+    return tuple(config for config in (CUTLASS, *tiles) if valid(case, config) is None)
