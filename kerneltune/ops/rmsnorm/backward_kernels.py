@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from kerneltune.tl_exchange import await_published, close_launch, launch_tag, publish, published
-from kerneltune.tl_lib import held, to_pairs, values, wide
+from kerneltune.tl_lib import held, load_constant, to_pairs, values, wide
 
 
 @triton.jit
@@ -80,8 +80,11 @@ def _rmsnorm_bwd_main(
         if PHASE != 2:
             partial = tl.sum(_products(dz_next, x_next, gs[0], ZERO_CENTERED, PAIRS, dtype), axis=1)
             publish(ws_ptr, group * (PARTS * ROWS) + slots, partial, tag, lanes >= 0)
+    r_next = load_constant(rsigma_ptr + tl.minimum(group * ROWS + lanes, M - 1))
     for tile in tl.range(group, tiles, step, num_stages=STAGES, disable_licm=True):
         left = M - tile * ROWS
+        r = r_next
+        r_next = load_constant(rsigma_ptr + tl.minimum((tile + step) * ROWS + lanes, M - 1))
         xs = ()
         dzs = ()
         if PARTS > 1:
@@ -106,7 +109,6 @@ def _rmsnorm_bwd_main(
                 dzs = dzs + (dz,)
             total = tl.sum(sums, axis=1)
         if PHASE != 1:
-            r = tl.load(rsigma_ptr + tile * ROWS + lanes, mask=lanes < left, other=0.0)
             slope = (r * r * total * (1.0 / (N * PAIRS)))[:, None]
             r = r[:, None]
             dgs_next = ()
