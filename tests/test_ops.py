@@ -13,7 +13,7 @@ from kerneltune.spec import Case, Op
 OPS = ops.load()
 ON_GPU = torch.cuda.is_available()
 WHERE = "cuda" if ON_GPU else "cpu"
-FAMILIES = ("rmsnorm", "fp8_rowwise", "fp8_weights", "fp8_groups", "fp8_tensorwise", "fp8_transpose", "multi_cast")
+FAMILIES = ("rmsnorm", "fp8_rowwise", "fp8_weights", "fp8_groups", "fp8_tensorwise", "fp8_transpose", "multi_cast", "weight_only")
 SWEEPS = {family: sweep.load(sweep.find(family), OPS) for family in FAMILIES}
 RMSNORM = SWEEPS["rmsnorm"]
 CHECKS = [entry for found in SWEEPS.values() for entry in found.check]
@@ -25,6 +25,8 @@ def elements(case: Case) -> int:
     """Of the largest input."""
     sizes = dict(case.axes)
     sizes.pop("G", None)
+    if {"N", "M", "K"} == sizes.keys():  # a product of matrices: the weights
+        return sizes["M"] * sizes["K"]
     widths = [sizes.pop(axis) for axis in ("N1", "N2") if axis in sizes]
     return math.prod(sizes.values()) * (sum(widths) if widths else 1)
 
