@@ -14,6 +14,7 @@ from kerneltune.arguments import DTYPE_NAMES
 from kerneltune.ops.int4_gemm import kernels
 from kerneltune.ops.int4_gemm.packing import DEPTH, GROUPS, ROWS, Int4Weight, block_shape, check_sizes, scale_shape
 from kerneltune.spec import Case, Inputs, Outputs, Space
+from kerneltune.tl_lib import is_cuda
 from kerneltune.workspace import counters
 
 FREE_AXES = ("N", "M")
@@ -24,12 +25,14 @@ _MOST_SPLITS = 32
 @dataclass(frozen=True, slots=True)
 class Int4Config:
     """tokens: rows of x per program; across, along: warps side by side, 64 rows of w each, and one behind the other along k;
-    steps: blocks of 128 k per warp, all in flight together. As many programs share a row of w as k then needs."""
+    steps: blocks of 128 k per warp, all in flight together. As many programs share a row of w as k then needs. early: read w
+    while the kernel in front on the stream may still be running, which must not be the one that writes w."""
 
     tokens: int
     across: int
     along: int
     steps: int
+    early: bool
 
 
 def int4_gemm(
@@ -66,7 +69,7 @@ def int4_gemm(
         BIAS=bias is not None, FULL=N % c.tokens == 0,
         EVEN=K % DEPTH == 0 and k_blocks % (c.along * c.steps) == 0 and row_blocks % c.across == 0,
         TOKENS=c.tokens, ACROSS=c.across, ALONG=c.along, STEPS=c.steps, SPLITS=splits,
-        num_warps=c.across * c.along, num_stages=1,
+        EARLY=c.early, num_warps=c.across * c.along, num_stages=1, **({"launch_pdl": True} if c.early and is_cuda() else {}),
     )  # fmt: skip
     return y
 
@@ -133,6 +136,7 @@ def space(case: Case) -> Space:
         "across": (1, 2, 4),
         "along": (1, 2, 4, 8),
         "steps": (1, 2, 3, 4),
+        "early": (False, True),
     }
 
 
@@ -158,9 +162,9 @@ def default(case: Case) -> Int4Config:
     tokens = 16 if case["N"] <= 16 else 32
     along = min(4, 1 << (blocks.bit_length() - 1))
     steps = max(1, min(4 if tokens == 16 else 2, blocks // along))
-    while splits_of(case["K"], Int4Config(tokens, 1, along, steps)) > _MOST_SPLITS:
+    while splits_of(case["K"], Int4Config(tokens, 1, along, steps, early=False)) > _MOST_SPLITS:
         along *= 2
-    return Int4Config(tokens, min(2 if row_blocks > 1 else 1, 8 // along), along, steps)
+    return Int4Config(tokens, min(2 if row_blocks > 1 else 1, 8 // along), along, steps, early=False)
 
 
 def run(inputs: Inputs, config: Int4Config | None) -> Outputs:

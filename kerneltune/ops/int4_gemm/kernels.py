@@ -8,6 +8,7 @@ tl_lib.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kerneltune.tl_gemm import dot, is_last, sum_of_parts
 from kerneltune.tl_lib import is_cuda, wide
@@ -105,10 +106,15 @@ def _weights_of(words, scale_a, scale_b, zero_a, zero_b, ZEROS: tl.constexpr):
 
 
 @triton.jit
-def _fence(x):
-    """Loads before it are issued before anything after it; the compiler would move them to their uses."""
+def _all_issued(EARLY: tl.constexpr):
+    """The loads before it are issued before those after it, though not waited for; the compiler would move them to their uses.
+
+    EARLY: let the next kernel begin, and wait for the one in front to end. Otherwise there is nothing to wait for.
+    """
     if is_cuda():
-        tl.inline_asm_elementwise("bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1)
+        if EARLY:
+            gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit
@@ -182,12 +188,13 @@ def _finish(y_ptr, bias_ptr, offsets, rows, mask, y, M, BIAS: tl.constexpr):
 def _int4_gemm(
     x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, part_ptr, counter_ptr, N, M, K, stride_xn,
     GROUPS: tl.constexpr, ONE_GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr,
-    FULL: tl.constexpr, EVEN: tl.constexpr,
+    FULL: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr,
     TOKENS: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, STEPS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """y (N, M): a program takes TOKENS rows of x, 64 ACROSS rows of w, and 128 ALONG STEPS of k; every warp 64 rows.
 
-    FULL: N is a multiple of TOKENS. EVEN: blocks of k and rows are multiples of what a program takes, and K of 128.
+    FULL: N is a multiple of TOKENS. EVEN: blocks of k and rows are multiples of what a program takes, and K of 128. EARLY: read w
+    while the kernel in front may still be running, wait for it, and only then touch anything else.
     """
     WARPS: tl.constexpr = ALONG * ACROSS
     row_blocks = tl.cdiv(M, 64)
@@ -224,7 +231,6 @@ def _int4_gemm(
     k6 = (kb * 128)[None, None, :, None, None, None] + c6
     x_ptrs = x_ptr + (wide(token) * stride_xn + k6) + (quarter + t6)
 
-    xs = (_tokens(x_ptrs, token, k6 + quarter, 0, N, K, FULL, EVEN),)
     scales, zeros, words = (), (), ()
     for step in tl.static_range(STEPS):
         live = ((kb + step * ALONG < k_blocks) & (rb < row_blocks))[None, None, :, None, None]
@@ -236,13 +242,14 @@ def _int4_gemm(
     for step in tl.static_range(STEPS):
         live = ((kb + step * ALONG < k_blocks) & (rb < row_blocks))[None, None, :, None, None]
         words = words + (_load(w_ptrs + step * w_step, live, EVEN),)
+    _all_issued(EARLY)
+    xs = (_tokens(x_ptrs, token, k6 + quarter, 0, N, K, FULL, EVEN),)
 
     acc = tl.zeros((WARPS, TOKENS, 64), dtype=tl.float32)
     for half in tl.static_range(2 * STEPS):
         if half + 1 < 2 * STEPS:
             then = (half + 1) // 2 * (128 * ALONG) + (half + 1) % 2 * 64
             xs = xs + (_tokens(x_ptrs, token, k6 + quarter, then, N, K, FULL, EVEN),)
-        _fence(split)
         pairs = tl.permute(tl.reshape(words[half // 2], (4, 8, WARPS, 8, 2, 2)), (0, 1, 2, 3, 5, 4))
         first, second = tl.split(pairs)
         q = half % 2 * 2
