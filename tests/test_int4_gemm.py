@@ -1,6 +1,7 @@
 """Weights of four bits: the packed layout, GPTQ and AWQ both ways, exact products, bad inputs, and the layer."""
 
 import itertools
+import random
 from collections.abc import Callable
 
 import pytest
@@ -129,7 +130,8 @@ def test_every_shape_of_program_is_exact_and_repeats_itself(tokens: int, zeros: 
     weight, x = pack(*codes), whole_numbers(tokens, 4096, dtype)
     want = exact(x, codes, None)
     noise, answers = torch.randn(tokens, 4096, device=DEVICE).to(dtype), {}
-    for config in configs_of(tokens, 256, 4096)[:: 3 if dtype == torch.float16 else 7]:
+    configs = configs_of(tokens, 256, 4096)
+    for config in random.Random(tokens).sample(configs, 6 if dtype == torch.float16 else 3):
         assert torch.equal(ops.int4_gemm(x, weight, config=config), want), config
         answers[config] = ops.int4_gemm(noise, weight, config=config)
         for _ in range(20):

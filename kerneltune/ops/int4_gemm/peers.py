@@ -63,7 +63,7 @@ def _gemlite_layer(forms: Forms) -> Any:
     layer = GemLiteLinear(
         4, group_size=weight.group, in_features=weight.depth, out_features=weight.rows, input_dtype=dtype, output_dtype=dtype
     )
-    layer.pack(codes, scales.reshape(-1, 1), torch.full_like(scales, packing.MIDDLE).reshape(-1, 1), None)
+    layer.pack(codes, scales, packing.MIDDLE)
     return layer
 
 
