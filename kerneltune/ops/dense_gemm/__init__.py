@@ -39,7 +39,7 @@ def _op(name: str, quant: str, run: Callable[[Inputs, DenseConfig | None], Outpu
     return Op(
         name=name,
         axes=("N", "M", "K"),
-        dtypes=("float16", "bfloat16"),
+        dtypes=("bfloat16", "float16"),
         quants=(quant,),
         free_axes=FREE_AXES,
         flops=reference.flops,

@@ -40,7 +40,7 @@ OPS = (
     Op(
         name="int4_gemm",
         axes=("N", "M", "K"),
-        dtypes=("float16", "bfloat16"),
+        dtypes=("bfloat16", "float16"),
         quants=("int4",),
         options=reference.OPTIONS,
         free_axes=gemm.FREE_AXES,
