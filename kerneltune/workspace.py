@@ -22,7 +22,16 @@ def workspace(slots: int, device: torch.device) -> torch.Tensor:
     nothing has to be cleared. A CUDA graph has a workspace of its own, cleared once at the start of every replay, so that
     graphs may be replayed side by side.
     """
-    words = max(_MIN_WORDS, 1 << (slots + HEADER_WORDS - 1).bit_length())
+    return _memory(slots + HEADER_WORDS, device, "slots")
+
+
+def counters(count: int, device: torch.device) -> torch.Tensor:
+    """(≥ count,) int64 zeros, which the next launch on the current stream must leave zero; shared as a workspace is."""
+    return _memory(count, device, "counters")
+
+
+def _memory(least: int, device: torch.device, purpose: str) -> torch.Tensor:
+    words = max(_MIN_WORDS, 1 << (least - 1).bit_length())
     if device.type != "cuda":
         return torch.zeros(words, dtype=torch.int64, device=device)
     stream = torch.cuda.current_stream(device).cuda_stream
@@ -30,16 +39,16 @@ def workspace(slots: int, device: torch.device) -> torch.Tensor:
     if capture is None:
         return torch.zeros(words, dtype=torch.int64, device=device)
     cached = _of_capture if capture else _of_stream
-    return cached(device.index or 0, stream, capture, words)
+    return cached(device.index or 0, stream, capture, words, purpose)
 
 
 @cache
-def _of_stream(index: int, _stream: int, _capture: int, words: int) -> torch.Tensor:
+def _of_stream(index: int, _stream: int, _capture: int, words: int, _purpose: str) -> torch.Tensor:
     return torch.zeros(words, dtype=torch.int64, device=torch.device("cuda", index))
 
 
 @lru_cache(maxsize=_CAPTURES_KEPT)
-def _of_capture(index: int, _stream: int, _capture: int, words: int) -> torch.Tensor:
+def _of_capture(index: int, _stream: int, _capture: int, words: int, _purpose: str) -> torch.Tensor:
     """Allocated while capturing: the memory and its clearing belong to the graph."""
     return torch.zeros(words, dtype=torch.int64, device=torch.device("cuda", index))
 

@@ -15,6 +15,7 @@ ON_GPU = torch.cuda.is_available()
 WHERE = "cuda" if ON_GPU else "cpu"
 FAMILIES = (
     "rmsnorm", "fp8_rowwise", "fp8_weights", "fp8_groups", "fp8_tensorwise", "fp8_transpose", "fp8_grouped_gemm", "multi_cast",
+    "weight_only",
 )  # fmt: skip
 SWEEPS = {family: sweep.load(sweep.find(family), OPS) for family in FAMILIES}
 RMSNORM = SWEEPS["rmsnorm"]
@@ -29,6 +30,8 @@ def elements(case: Case) -> int:
     if "E" in sizes and "M" in sizes:  # tokens and weights, or the tokens twice
         return max(sizes["M"] * max(sizes["N"], sizes["K"]), sizes["E"] * sizes["N"] * sizes["K"])
     sizes.pop("G", None)
+    if {"N", "M", "K"} == sizes.keys():  # a product of matrices: the weights
+        return sizes["M"] * sizes["K"]
     widths = [sizes.pop(axis) for axis in ("N1", "N2") if axis in sizes]
     return math.prod(sizes.values()) * (sum(widths) if widths else 1)
 

@@ -21,7 +21,7 @@ _MIN_CALLS = 10
 _MIN_SAMPLE_US = 800.0
 _WARM_MS = 200.0
 _QUEUE_AHEAD_CYCLES = 300_000
-_L2_MULTIPLE = 3
+_L2_MULTIPLE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ POLICIES = {p.name: p for p in (Policy("cold", True, True), Policy("hot", True, 
 
 
 def rotation(policy: Policy, set_bytes: int, l2_bytes: int, free_bytes: int) -> int:
-    """How many input/output sets make every call find the L2 cold: more than three times its size, at least two.
+    """How many input/output sets make every call find the L2 cold: more than four times its size, at least two.
 
     Bounded by half the free memory; one set under the hot policy.
     """

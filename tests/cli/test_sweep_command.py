@@ -81,7 +81,7 @@ def test_tune_passes_everything_on(campaign: dict[str, Any], tmp_path: Path) -> 
         (["rmsnorm", "--op", "softmax"], "op: 'softmax': expected one of {ops}"),
         (["rmsnorm", "--variant", "fast"], "variant: 'fast': expected one of "),
         (["rmsnorm", "--dtype", "int8"], "dtype: 'int8': expected one of bfloat16, float16, float32"),
-        (["rmsnorm", "--quant", "int4"], "quant: 'int4': expected one of "),
+        (["rmsnorm", "--quant", "int3"], "quant: 'int3': expected one of "),
         (["rmsnorm", "--policy", "warm"], "policy: 'warm': expected one of cold, hot, eager"),
         (["rmsnorm", "--budget", "-1"], "budget: -1.0: expected 0 or more"),
         (["rmsnorm", "--budget", "0"], "budget: 0.0: expected more than 0 seconds"),

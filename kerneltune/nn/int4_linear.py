@@ -1,0 +1,135 @@
+"""A linear layer with weights of four bits, for inference: made of a float layer, of packed weights, or of GPTQ's or AWQ's.
+
+The kernels run on a GPU and in Triton's interpreter; anywhere else the weights are made whole again and torch multiplies.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from kerneltune.ops.int4_gemm import Codes, Int4Weight
+
+
+class Int4Linear(nn.Module):
+    """y = x · wᵀ + bias, w = (q - z) s with codes q of four bits. Has no gradient: nothing in it is a parameter.
+
+    A new layer holds zeros; `from_linear` and `from_codes` make one with weights, `load_state_dict` fills one.
+
+    Args:
+        in_features, out_features: K and M; K a multiple of the group and of 32, M even.
+        group: consecutive inputs that share a scale: 32, 64, 128 or all of them.
+        zeros: zero points instead of 8.
+        bias: whether there is a bias.
+        dtype: of inputs, outputs, scales and bias: float16 or bfloat16.
+
+    Raises:
+        ValueError: sizes or a type that do not fit.
+    """
+
+    packed: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        group: int = 128,
+        zeros: bool = False,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float16,
+    ) -> None:
+        from kerneltune.ops.int4_gemm import packing
+
+        super().__init__()
+        packing.check_sizes(out_features, in_features, group)
+        if dtype not in (torch.float16, torch.bfloat16):
+            raise ValueError(f"Int4Linear takes float16 or bfloat16, got {dtype=}")
+        self.in_features, self.out_features, self.group = in_features, out_features, group
+        shape = packing.scale_shape(out_features, in_features, group)
+        blocks = packing.block_shape(out_features, in_features)
+        self.register_buffer("packed", torch.zeros(blocks, dtype=torch.int32, device=device))
+        self.register_buffer("scales", torch.zeros(shape, dtype=dtype, device=device))
+        self.register_buffer("zeros", torch.zeros(shape, dtype=dtype, device=device) if zeros else None)
+        self.register_buffer("bias", torch.zeros(out_features, dtype=dtype, device=device) if bias else None)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, *, group: int = 128, zeros: bool = False) -> "Int4Linear":
+        """A layer with the nearest codes to a float16 or bfloat16 layer's weights, and its bias.
+
+        Raises:
+            ValueError: its sizes, type or values do not fit.
+        """
+        from kerneltune.ops.int4_gemm import quantise
+
+        return cls.from_codes(quantise(linear.weight.detach(), group, zeros), linear.bias)
+
+    @classmethod
+    def from_codes(cls, codes: "Codes", bias: Tensor | None = None) -> "Int4Linear":
+        """A layer with these codes, scales and zero points, as `from_gptq` and `from_awq` give them.
+
+        Raises:
+            ValueError: they do not fit.
+        """
+        from kerneltune.ops.int4_gemm import pack
+
+        weight = pack(*codes)
+        layer = cls(
+            weight.depth, weight.rows, group=weight.group, zeros=weight.zeros is not None, bias=bias is not None,
+            device=weight.packed.device, dtype=weight.scales.dtype,
+        )  # fmt: skip
+        layer.packed, layer.scales, layer.zeros = weight.packed, weight.scales, weight.zeros
+        if bias is not None:
+            layer.bias = bias.detach().to(weight.scales.dtype).clone()
+        return layer
+
+    @property
+    def weight(self) -> "Int4Weight":
+        """What `int4_gemm` takes."""
+        from kerneltune.ops.int4_gemm import Int4Weight
+
+        return Int4Weight(self.packed, self.scales, self.zeros, self.out_features, self.in_features, self.group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, in_features) to (…, out_features).
+
+        Raises:
+            ValueError: a shape, type or device that does not fit.
+        """
+        if x.shape[-1:] != (self.in_features,) or x.dtype != self.scales.dtype or x.device != self.scales.device:
+            raise ValueError(
+                f"Int4Linear takes (…, {self.in_features}) {self.scales.dtype} on {self.scales.device}, "
+                f"got {tuple(x.shape)} {x.dtype} on {x.device}"
+            )
+        rows = x.reshape(-1, self.in_features).contiguous()
+        y: Tensor = int4_linear(rows, self.packed, self.scales, self.zeros, self.bias, self.out_features, self.group)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        """What `print(module)` shows."""
+        zeros, bias = self.zeros is not None, self.bias is not None
+        return f"{self.in_features}, {self.out_features}, group={self.group}, zeros={zeros}, bias={bias}"
+
+
+@torch.library.custom_op("kerneltune::int4_linear", mutates_args=())
+def int4_linear(
+    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, rows: int, group: int
+) -> Tensor:
+    """x (N, K) and a packed weight of so many rows and its group to y (N, rows) of x's type, contiguous."""
+    from kerneltune.ops import int4_gemm
+    from kerneltune.tl_lib import INTERPRETED
+
+    weight = int4_gemm.Int4Weight(packed, scales, zeros, rows, x.shape[1], group)
+    if x.is_cuda or INTERPRETED:
+        return int4_gemm.int4_gemm(x, weight, bias)
+    return nn.functional.linear(x, int4_gemm.dequantise(weight, x.dtype), bias)
+
+
+@int4_linear.register_fake
+def _(x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, rows: int, group: int) -> Tensor:
+    return x.new_empty((x.shape[0], rows))

@@ -1,0 +1,258 @@
+"""Weights of four bits: the layout that `int4_gemm` reads, and its exact way to and from GPTQ's and AWQ's plain packing.
+
+Codes q are 0 … 15; a weight is (q - z) s with one scale s, and one zero point z, per row and group of consecutive k; z is 8
+where no zero points are given. Launches nothing of its own. May import torch.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+ROWS = 64
+"""Rows in a block of the packed layout."""
+DEPTH = 128
+"""k in a block of the packed layout."""
+GROUPS = (32, 64, 128)
+"""Group sizes, beside a group that is all of k."""
+MIDDLE = 8
+"""The zero point where none are given."""
+
+_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Which of eight consecutive codes lies in nibble i: pairs of consecutive codes are 16 bits apart. AWQ has the same order."""
+_MOST_ZERO = 16
+
+
+class Codes(NamedTuple):
+    """Unpacked: codes (M, K) uint8, scales (M, K / group) fp16 or bf16, zeros (M, K / group) uint8 or None for 8."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None = None
+
+
+class Int4Weight(NamedTuple):
+    """Packed: what `int4_gemm` takes. Contiguous; made by `pack`, read back by `unpack`.
+
+    Attributes:
+        packed: (⌈K/128⌉, ⌈M/64⌉, 8, 8, 4, 4) int32. Word [b, r, i, j, c, q] holds row 64 r + 8 j + i, k = 128 b + 32 q + 8 c + t
+            for t = 0 … 7; code t = (0, 2, 4, 6, 1, 3, 5, 7)[p] in bits 4 p … 4 p + 3.
+        scales: (B, ⌈M/64⌉, 8, G, 8), B = ⌈K/128⌉ and G = 128 / group, or G = 1 from group 128 on, where B counts the groups.
+            [b, r, j, g, i] is that of row 64 r + 8 j + i and group G b + g. fp16 or bf16.
+        zeros: as scales, the zero points as numbers of their type; None for 8.
+        rows, depth, group: M, K and the group size, K for one group.
+    """
+
+    packed: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    rows: int
+    depth: int
+    group: int
+
+
+def check_sizes(rows: int, depth: int, group: int) -> None:
+    """Sizes that can be packed.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    if group not in GROUPS and group != depth:
+        raise ValueError(f"group must be {', '.join(map(str, GROUPS))} or all of k, got {group=} k={depth}")
+    if depth < 1 or depth % group or depth % 32:
+        raise ValueError(f"k must be a multiple of the group and of 32, got k={depth} {group=}")
+    if rows < 1 or rows % 2:
+        raise ValueError(f"m must be even and at least 2, got m={rows}")
+
+
+def block_shape(rows: int, depth: int) -> tuple[int, ...]:
+    """The shape of `Int4Weight.packed`."""
+    return -(-depth // DEPTH), -(-rows // ROWS), 8, 8, 4, 4
+
+
+def scale_shape(rows: int, depth: int, group: int) -> tuple[int, ...]:
+    """The shape of `Int4Weight.scales`."""
+    blocks = -(-depth // (group if group not in GROUPS else DEPTH))
+    return blocks, -(-rows // ROWS), 8, _groups_per_block(group), 8
+
+
+def pack(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None = None) -> Int4Weight:
+    """Codes in the packed layout; rows and k are padded to whole blocks with weights of 0.
+
+    Args:
+        codes: (M, K) uint8, 0 … 15.
+        scales: (M, K / group) fp16 or bf16.
+        zeros: (M, K / group) uint8, 0 … 16; None for 8.
+
+    Raises:
+        ValueError: a shape, type, device or value that does not fit, NaN among the scales included.
+    """
+    rows, depth, group = _check_codes(codes, scales, zeros)
+    check_sizes(rows, depth, group)
+    kb, rb = block_shape(rows, depth)[:2]
+    padded = codes.new_full((rb * ROWS, kb * DEPTH), MIDDLE)
+    padded[:rows, :depth] = codes
+    # (rb, j, i, kb, q, c, t) -> (kb, rb, i, j, c, q, t)
+    split = padded.view(rb, 8, 8, kb, 4, 4, 8).permute(3, 0, 2, 1, 5, 4, 6)
+    packed = _into_words(split[..., list(_ORDER)])
+    z = None if zeros is None else _arrange(zeros.to(scales.dtype), rows, depth, group)
+    return Int4Weight(packed, _arrange(scales, rows, depth, group), z, rows, depth, group)
+
+
+def unpack(weight: Int4Weight) -> Codes:
+    """What `pack` was given."""
+    rows, depth, group = weight.rows, weight.depth, weight.group
+    kb, rb = weight.packed.shape[:2]
+    nibbles = _out_of_words(weight.packed)[..., [_ORDER.index(t) for t in range(8)]]  # (kb, rb, i, j, c, q, t)
+    codes = nibbles.permute(1, 3, 2, 0, 5, 4, 6).reshape(rb * ROWS, kb * DEPTH)[:rows, :depth].contiguous()
+    zeros = None if weight.zeros is None else _rearrange(weight.zeros, rows, depth // group).to(torch.uint8)
+    return Codes(codes, _rearrange(weight.scales, rows, depth // group), zeros)
+
+
+def quantise(w: torch.Tensor, group: int, zeros: bool = False) -> Codes:
+    """Weights (M, K) of fp16 or bf16 to the nearest codes, group by group: -8 … 7 times a scale that fits the largest, or with
+    zero points 0 … 15 from the smallest to the largest.
+
+    Raises:
+        ValueError: sizes that cannot be packed, or weights that are not finite.
+    """
+    if w.ndim != 2 or w.dtype not in (torch.float16, torch.bfloat16) or not bool(w.isfinite().all()):
+        raise ValueError(f"w must be (M, K) float16 or bfloat16 and finite, got {tuple(w.shape)} {w.dtype}")
+    rows, depth = w.shape
+    check_sizes(rows, depth, group)
+    groups = w.float().view(rows, -1, group)
+    if not zeros:
+        scales = (groups.abs().amax(-1) / 7.5).clamp(min=torch.finfo(w.dtype).tiny).to(w.dtype)
+        codes = (groups / scales.float()[:, :, None]).round().clamp(-8, 7) + MIDDLE
+        return Codes(codes.to(torch.uint8).view(rows, depth), scales)
+    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    scales = ((high - low) / 15).clamp(min=torch.finfo(w.dtype).tiny).to(w.dtype)
+    z = (-low / scales.float()).round().clamp(0, 15)
+    codes = ((groups / scales.float()[:, :, None]).round() + z[:, :, None]).clamp(0, 15)
+    return Codes(codes.to(torch.uint8).view(rows, depth), scales, z.to(torch.uint8))
+
+
+def dequantise(weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
+    """The weights (M, K): codes less zero points, exactly, times scales, in `dtype`."""
+    codes, scales, zeros = unpack(weight)
+    z = torch.full_like(scales, MIDDLE) if zeros is None else zeros
+    steps = codes.view(weight.rows, -1, weight.group).to(dtype) - z.to(dtype)[:, :, None]
+    return (steps * scales.to(dtype)[:, :, None]).view(weight.rows, weight.depth)
+
+
+def from_gptq(qweight: torch.Tensor, qzeros: torch.Tensor | None, scales: torch.Tensor) -> Codes:
+    """GPTQ's plain packing: qweight (K / 8, M) int32, eight k of a row in one word, the first in the lowest bits; qzeros
+    (K / group, M / 8) int32, eight rows' zero points less one, or None for 8; scales (K / group, M).
+
+    Raises:
+        ValueError: a wrong shape or type.
+    """
+    _check_words("qweight", qweight)
+    codes = _out_of_words(qweight.t()).reshape(qweight.shape[1], -1)
+    zeros = None
+    if qzeros is not None:
+        _check_words("qzeros", qzeros)
+        zeros = (_out_of_words(qzeros).reshape(qzeros.shape[0], -1) + 1).t().contiguous()
+    return Codes(codes.contiguous(), scales.t().contiguous(), zeros)
+
+
+def to_gptq(codes: Codes) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """qweight, qzeros and scales as `from_gptq` takes them; zero points are 1 … 16 there.
+
+    Raises:
+        ValueError: a zero point of 0, or zero points of rows that are no multiple of 8.
+    """
+    rows, depth = codes.codes.shape
+    qweight = _into_words(codes.codes.view(rows, depth // 8, 8)).t().contiguous()
+    qzeros = None
+    if codes.zeros is not None:
+        if rows % 8 or bool((codes.zeros == 0).any()):
+            raise ValueError(f"GPTQ packs zero points 1 … 16 of eight rows, got m={rows} and {int(codes.zeros.min())=}")
+        qzeros = _into_words((codes.zeros - 1).t().reshape(-1, rows // 8, 8))
+    return qweight, qzeros, codes.scales.t().contiguous()
+
+
+def from_awq(qweight: torch.Tensor, qzeros: torch.Tensor | None, scales: torch.Tensor) -> Codes:
+    """AWQ's plain packing: qweight (K, M / 8) int32, eight rows of a k in one word, in the order 0, 2, 4, 6, 1, 3, 5, 7 from the
+    lowest bits; qzeros (K / group, M / 8) alike, or None for 8; scales (K / group, M).
+
+    Raises:
+        ValueError: a wrong shape or type.
+    """
+    back = [_ORDER.index(t) for t in range(8)]
+    _check_words("qweight", qweight)
+    codes = _out_of_words(qweight)[..., back].reshape(qweight.shape[0], -1).t().contiguous()
+    zeros = None
+    if qzeros is not None:
+        _check_words("qzeros", qzeros)
+        zeros = _out_of_words(qzeros)[..., back].reshape(qzeros.shape[0], -1).t().contiguous()
+    return Codes(codes, scales.t().contiguous(), zeros)
+
+
+def to_awq(codes: Codes) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """qweight, qzeros and scales as `from_awq` takes them; zero points are 0 … 15 there.
+
+    Raises:
+        ValueError: rows that are no multiple of 8, or a zero point of 16.
+    """
+    rows = codes.codes.shape[0]
+    most = int(codes.zeros.max()) if codes.zeros is not None else 0
+    if rows % 8 or most > 15:
+        raise ValueError(f"AWQ packs zero points 0 … 15 and eight rows to a word, got m={rows} and a zero point of {most}")
+    order = list(_ORDER)
+    qweight = _into_words(codes.codes.t().reshape(-1, rows // 8, 8)[..., order])
+    qzeros = None if codes.zeros is None else _into_words(codes.zeros.t().reshape(-1, rows // 8, 8)[..., order])
+    return qweight, qzeros, codes.scales.t().contiguous()
+
+
+def _check_codes(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> tuple[int, int, int]:
+    """M, K and the group size."""
+    if codes.ndim != 2 or codes.dtype != torch.uint8 or not codes.numel() or int(codes.max()) > 15:
+        raise ValueError(f"codes must be (M, K) uint8 of 0 … 15, got {tuple(codes.shape)} {codes.dtype}")
+    rows, depth = codes.shape
+    if scales.ndim != 2 or scales.shape[0] != rows or scales.dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"scales must be ({rows}, groups) float16 or bfloat16, got {tuple(scales.shape)} {scales.dtype}")
+    if not scales.shape[1] or depth % scales.shape[1]:
+        raise ValueError(f"k must be a multiple of the group: k={depth} is not {scales.shape[1]} whole groups")
+    if scales.device != codes.device or (zeros is not None and zeros.device != codes.device):
+        raise ValueError(f"codes, scales and zeros must be on one device, got {codes.device} and {scales.device}")
+    if not bool(scales.isfinite().all()):
+        raise ValueError(f"scales must be finite, got {int((~scales.isfinite()).sum())} that are not")
+    if zeros is not None and (zeros.shape != scales.shape or zeros.dtype != torch.uint8 or int(zeros.max()) > _MOST_ZERO):
+        raise ValueError(f"zeros must be {tuple(scales.shape)} uint8 of 0 … 16, got {tuple(zeros.shape)} {zeros.dtype}")
+    return rows, depth, depth // scales.shape[1]
+
+
+def _check_words(name: str, words: torch.Tensor) -> None:
+    if words.ndim != 2 or words.dtype != torch.int32:
+        raise ValueError(f"{name} must be a matrix of int32, got {tuple(words.shape)} {words.dtype}")
+
+
+def _groups_per_block(group: int) -> int:
+    return DEPTH // group if group in GROUPS else 1
+
+
+def _arrange(values: torch.Tensor, rows: int, depth: int, group: int) -> torch.Tensor:
+    """(M, groups) in the layout of `Int4Weight.scales`, padded with zeros."""
+    blocks, rb, _, per_block, _ = scale_shape(rows, depth, group)
+    padded = values.new_zeros((rb * ROWS, blocks * per_block))
+    padded[:rows, : values.shape[1]] = values
+    return padded.view(rb, 8, 8, blocks, per_block).permute(3, 0, 1, 4, 2).contiguous()  # (blocks, rb, j, g, i)
+
+
+def _rearrange(values: torch.Tensor, rows: int, groups: int) -> torch.Tensor:
+    """What `_arrange` was given."""
+    blocks, rb, _, per_block, _ = values.shape
+    return values.permute(1, 2, 4, 0, 3).reshape(rb * ROWS, blocks * per_block)[:rows, :groups].contiguous()
+
+
+def _into_words(nibbles: torch.Tensor) -> torch.Tensor:
+    """(…, 8) of 0 … 15 to (…) int32, the first in the lowest bits."""
+    shifts = torch.arange(0, 32, 4, device=nibbles.device)
+    words = (nibbles.to(torch.int64) << shifts).sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def _out_of_words(words: torch.Tensor) -> torch.Tensor:
+    """What `_into_words` was given, uint8."""
+    shifts = torch.arange(0, 32, 4, device=words.device, dtype=torch.int32)
+    return ((words[..., None] >> shifts) & 15).to(torch.uint8)

@@ -1,0 +1,97 @@
+"""What a user would pick instead, each on weights in its own layout, made once. Imports the peers when they run."""
+
+from typing import Any
+
+import torch
+
+from kerneltune.ops.int4_gemm import packing
+from kerneltune.ops.int4_gemm.reference import Forms, group_size
+from kerneltune.spec import Case, Inputs, Outputs
+
+
+def dequantised(inputs: Inputs, _config: None) -> Outputs:
+    """torch's product with weights of 16 bits."""
+    return {"y": torch.nn.functional.linear(inputs["x"], inputs["forms"].dequantised, inputs.get("bias"))}
+
+
+def tinygemm(inputs: Inputs, _config: None) -> Outputs:
+    """The kernel for four bits in torch itself."""
+    forms: Forms = inputs["forms"]
+    packed, scales_and_zeros = forms.other("tinygemm", _tinygemm_weight)
+    y = torch.ops.aten._weight_int4pack_mm(inputs["x"], packed, forms.weight.group, scales_and_zeros)
+    return {"y": y + inputs["bias"] if "bias" in inputs else y}
+
+
+def humming(inputs: Inputs, _config: None) -> Outputs:
+    """humming-kernels with its own choice of tiles."""
+    layer = inputs["forms"].other("humming", _humming_layer)
+    y = layer(inputs["x"])
+    return {"y": y + inputs["bias"] if "bias" in inputs else y}
+
+
+def gemlite(inputs: Inputs, _config: None) -> Outputs:
+    """gemlite's Triton kernels with their own tuning."""
+    y = inputs["forms"].other("gemlite", _gemlite_layer)(inputs["x"])
+    return {"y": y + inputs["bias"] if "bias" in inputs else y}
+
+
+def _tinygemm_weight(forms: Forms) -> tuple[torch.Tensor, torch.Tensor]:
+    codes, scales, _ = packing.unpack(forms.weight)
+    packed = torch.ops.aten._convert_weight_to_int4pack((codes[:, 0::2] << 4) | codes[:, 1::2], 8)
+    return packed, torch.stack((scales.t(), torch.zeros_like(scales.t())), -1).contiguous()
+
+
+def _humming_layer(forms: Forms) -> Any:
+    from humming.layer import HummingLayer
+
+    weight = forms.weight
+    qweight, _, scales = packing.to_gptq(packing.unpack(weight))
+    config = {"quant_method": "gptq", "bits": 4, "group_size": weight.group, "sym": True, "desc_act": False}
+    layer = HummingLayer(shape_n=weight.rows, shape_k=weight.depth, weight_config=config, torch_dtype=scales.dtype)
+    layer = layer.to(qweight.device)
+    layer.load_from_tensors({"qweight": qweight, "scales": scales})
+    layer.transform()
+    return layer
+
+
+def _gemlite_layer(forms: Forms) -> Any:
+    from gemlite.core import DType, GemLiteLinear
+
+    weight = forms.weight
+    codes, scales, _ = packing.unpack(weight)
+    dtype = DType.FP16 if scales.dtype == torch.float16 else DType.BF16
+    layer = GemLiteLinear(
+        4, group_size=weight.group, in_features=weight.depth, out_features=weight.rows, input_dtype=dtype, output_dtype=dtype
+    )
+    layer.pack(codes, scales, packing.MIDDLE)
+    return layer
+
+
+def not_empty(case: Case) -> str | None:
+    """An empty product is not worth a call."""
+    return "no tokens" if case["N"] == 0 else None
+
+
+def not_tinygemm(case: Case) -> str | None:
+    """tinygemm takes bf16, a GPU, groups of 32 to 256 and whole tiles."""
+    if case.dtype != "bfloat16":
+        return "takes bfloat16 alone"
+    if case["M"] % 8 or case["K"] % 128 or group_size(case) not in (32, 64, 128, 256):
+        return "needs M % 8 == 0, K % 128 == 0 and groups of 32, 64, 128 or 256"
+    return _not_symmetric_on_a_gpu(case)
+
+
+def not_humming(case: Case) -> str | None:
+    """humming takes whole tiles on a GPU."""
+    return "needs M % 64 == 0 and K % 128 == 0" if case["M"] % 64 or case["K"] % 128 else _not_symmetric_on_a_gpu(case)
+
+
+def not_gemlite(case: Case) -> str | None:
+    """gemlite takes whole tiles on a GPU."""
+    return "needs M % 32 == 0 and K % 32 == 0" if case["M"] % 32 or case["K"] % 32 else _not_symmetric_on_a_gpu(case)
+
+
+def _not_symmetric_on_a_gpu(case: Case) -> str | None:
+    if not torch.cuda.is_available():
+        return "needs a GPU"
+    return "is compared without zero points" if case.option("zeros") else not_empty(case)

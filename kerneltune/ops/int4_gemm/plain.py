@@ -1,0 +1,256 @@
+"""The straightforward kernels, on codes in their natural order: K tiles no longer than a group, shift-and-mask unpacking.
+
+A grid over tiles (`baseline`), the contraction in equal parts (`splitk`), or equal parts of all work (`streamk`). May import
+device, spec, tl_gemm, tl_lib, workspace.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from kerneltune.device import sm_count
+from kerneltune.ops.int4_gemm.reference import group_size
+from kerneltune.spec import Case, Inputs, Outputs, Space
+from kerneltune.tl_gemm import dot, is_last, sum_of_parts
+from kerneltune.tl_lib import wide
+from kerneltune.workspace import counters
+
+
+@dataclass(frozen=True, slots=True)
+class PlainConfig:
+    """tokens, rows, depth: of a tile of x, w and k; warps; stages: of the load pipeline."""
+
+    tokens: int
+    rows: int
+    depth: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class SplitConfig:
+    """As PlainConfig; splits: programs that share a tile's k."""
+
+    tokens: int
+    rows: int
+    depth: int
+    warps: int
+    stages: int
+    splits: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamConfig:
+    """As PlainConfig; ctas: programs per multiprocessor, which share all of the work equally."""
+
+    tokens: int
+    rows: int
+    depth: int
+    warps: int
+    stages: int
+    ctas: int
+
+
+@triton.jit
+def _product(
+    x_ptr, q_ptr, scale_ptr, zero_ptr, first_token, first_row, start, end, N, M, K, groups, GROUP,
+    ZEROS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """(TOKENS, ROWS) fp32 of the tiles start … end - 1 of k."""
+    tokens = first_token + tl.arange(0, TOKENS)
+    rows = first_row + tl.arange(0, ROWS)
+    live = (rows < M)[:, None]
+    x_ptrs = x_ptr + wide(tokens)[:, None] * K + tl.arange(0, DEPTH)[None, :]
+    q_ptrs = q_ptr + wide(rows)[:, None] * (K // 2) + tl.arange(0, DEPTH // 2)[None, :]
+    acc = tl.zeros((TOKENS, ROWS), dtype=tl.float32)
+    for tile in tl.range(start, end, num_stages=STAGES):
+        k = tile * DEPTH
+        x = tl.load(x_ptrs + k, mask=(tokens < N)[:, None], other=0.0)
+        codes = tl.load(q_ptrs + k // 2, mask=live, other=0)
+        at = wide(rows)[:, None] * groups + k // GROUP
+        scale = tl.load(scale_ptr + at, mask=live, other=0.0).to(tl.float32)
+        zero = tl.load(zero_ptr + at, mask=live, other=0.0).to(tl.float32) if ZEROS else tl.full((ROWS, 1), 8.0, tl.float32)
+        q = tl.reshape(tl.join(codes & 15, codes >> 4), (ROWS, DEPTH)).to(tl.float32)
+        w = ((q - zero) * scale).to(x.dtype)
+        acc = dot(x, tl.trans(w), acc)
+    return acc
+
+
+@triton.jit
+def _store(y_ptr, bias_ptr, y, tokens, rows, N, M, BIAS: tl.constexpr):
+    if BIAS:
+        y += tl.load(bias_ptr + rows, mask=rows < M, other=0.0).to(tl.float32)
+    tl.store(y_ptr + wide(tokens) * M + rows, y.to(y_ptr.dtype.element_ty), mask=(tokens < N) & (rows < M))
+
+
+@triton.jit(do_not_specialize=["N"])
+def _plain(
+    x_ptr, q_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, part_ptr, counter_ptr, N, M, K, groups, GROUP,
+    ZEROS: tl.constexpr, BIAS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+    SPLITS: tl.constexpr,
+):  # fmt: skip
+    split = tl.program_id(0) % SPLITS
+    tile = tl.program_id(0) // SPLITS
+    row_tiles = tl.cdiv(M, ROWS)
+    first_token, first_row = tile // row_tiles * TOKENS, tile % row_tiles * ROWS
+    depth = K // DEPTH
+    share = tl.cdiv(depth, SPLITS)
+    y = _product(
+        x_ptr, q_ptr, scale_ptr, zero_ptr, first_token, first_row, split * share, tl.minimum(split * share + share, depth),
+        N, M, K, groups, GROUP, ZEROS, TOKENS, ROWS, DEPTH, STAGES)  # fmt: skip
+    tokens = first_token + tl.arange(0, TOKENS)[:, None]
+    rows = first_row + tl.arange(0, ROWS)[None, :]
+    if SPLITS == 1:
+        _store(y_ptr, bias_ptr, y, tokens, rows, N, M, BIAS)
+    else:
+        mask = (tokens < N) & (rows < M)
+        offsets = wide(tokens) * M + rows
+        tl.store(part_ptr + wide(split) * N * M + offsets, y, mask=mask, cache_modifier=".cg")
+        if is_last(counter_ptr + tile, SPLITS):
+            y = sum_of_parts(part_ptr + offsets, wide(N) * M, mask, SPLITS)
+            _store(y_ptr, bias_ptr, y, tokens, rows, N, M, BIAS)
+
+
+@triton.jit(do_not_specialize=["N"])
+def _streamk(
+    x_ptr, q_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, part_ptr, counter_ptr, N, M, K, groups, GROUP, share,
+    ZEROS: tl.constexpr, BIAS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """Program p takes the pieces p share … of all tiles' pieces of k, one behind the other; at most PARTS share a tile."""
+    depth = K // DEPTH
+    row_tiles = tl.cdiv(M, ROWS)
+    at = tl.program_id(0) * share
+    end = tl.minimum(at + share, row_tiles * tl.cdiv(N, TOKENS) * depth)
+    while at < end:
+        tile = at // depth
+        until = tl.minimum(end, tile * depth + depth)
+        first_token, first_row = tile // row_tiles * TOKENS, tile % row_tiles * ROWS
+        y = _product(
+            x_ptr, q_ptr, scale_ptr, zero_ptr, first_token, first_row, at - tile * depth, until - tile * depth,
+            N, M, K, groups, GROUP, ZEROS, TOKENS, ROWS, DEPTH, STAGES)  # fmt: skip
+        tokens = first_token + tl.arange(0, TOKENS)[:, None]
+        rows = first_row + tl.arange(0, ROWS)[None, :]
+        first = tile * depth // share
+        parts = (tile * depth + depth - 1) // share - first + 1
+        if parts == 1:
+            _store(y_ptr, bias_ptr, y, tokens, rows, N, M, BIAS)
+        else:
+            mask = (tokens < N) & (rows < M)
+            part_ptrs = part_ptr + wide(tokens) * M + rows
+            tl.store(part_ptrs + wide(tl.program_id(0) - first) * N * M, y, mask=mask, cache_modifier=".cg")
+            if is_last(counter_ptr + tile, parts):
+                y = tl.load(part_ptrs, mask=mask, other=0.0, cache_modifier=".cg")
+                for part in tl.static_range(1, PARTS):
+                    there = mask & (part < parts)
+                    y += tl.load(part_ptrs + part * (wide(N) * M), mask=there, other=0.0, cache_modifier=".cg")
+                _store(y_ptr, bias_ptr, y, tokens, rows, N, M, BIAS)
+        at = until
+
+
+def run_baseline(inputs: Inputs, config: PlainConfig) -> Outputs:
+    """A program per tile."""
+    return _run_split(inputs, SplitConfig(config.tokens, config.rows, config.depth, config.warps, config.stages, splits=1))
+
+
+def run_splitk(inputs: Inputs, config: SplitConfig) -> Outputs:
+    """`splits` programs per tile."""
+    return _run_split(inputs, config)
+
+
+def _run_split(inputs: Inputs, c: SplitConfig) -> Outputs:
+    arguments, tile, y, tiles = _arguments(inputs, c)
+    parts = torch.empty((c.splits, *y.shape), dtype=torch.float32, device=y.device) if c.splits > 1 else y
+    words = counters(tiles, y.device) if c.splits > 1 else y
+    (N, M), K = y.shape, inputs["x"].shape[1]
+    _plain[(tiles * c.splits,)](
+        *arguments, y, parts, words, N, M, K, arguments[2].shape[1], inputs["weight"].group, SPLITS=c.splits, **tile
+    )
+    return {"y": y}
+
+
+def run_streamk(inputs: Inputs, c: StreamConfig) -> Outputs:
+    """`ctas` programs per multiprocessor, with equal parts of the work of all tiles."""
+    arguments, tile, y, tiles = _arguments(inputs, c)
+    (N, M), K = y.shape, inputs["x"].shape[1]
+    depth = K // c.depth
+    share = triton.cdiv(tiles * depth, c.ctas * sm_count(y.device.type, y.device.index))
+    most = triton.cdiv(depth - 1, share) + 1
+    parts = torch.empty((most, N, M), dtype=torch.float32, device=y.device)
+    programs = triton.cdiv(tiles * depth, share)
+    _streamk[(programs,)](
+        *arguments, y, parts, counters(tiles, y.device), N, M, K, arguments[2].shape[1], inputs["weight"].group, share,
+        PARTS=triton.next_power_of_2(most), **tile,
+    )  # fmt: skip
+    return {"y": y}
+
+
+def _arguments(
+    inputs: Inputs, c: PlainConfig | SplitConfig | StreamConfig
+) -> tuple[tuple[torch.Tensor, ...], dict[str, Any], torch.Tensor, int]:
+    """Inputs of a kernel, its tile, y, and the number of tiles."""
+    x, (codes, scales, zeros), bias = inputs["x"], inputs["forms"].plain, inputs.get("bias")
+    N, M = x.shape[0], codes.shape[0]
+    y = torch.empty((N, M), dtype=x.dtype, device=x.device)
+    tile = {
+        "ZEROS": zeros is not None, "BIAS": bias is not None, "TOKENS": c.tokens, "ROWS": c.rows, "DEPTH": c.depth,
+        "STAGES": c.stages, "num_warps": c.warps,
+    }  # fmt: skip
+    tiles = triton.cdiv(N, c.tokens) * triton.cdiv(M, c.rows)
+    return (x, codes, scales, scales if zeros is None else zeros, y if bias is None else bias), tile, y, tiles
+
+
+def baseline_space(case: Case) -> Space:
+    """Tiles of one group or less."""
+    N = case["N"]
+    return {
+        "tokens": tuple(t for t in (16, 32, 64, 128) if t == 16 or t < 2 * N),
+        "rows": (32, 64, 128),
+        "depth": tuple(d for d in (32, 64, 128) if group_size(case) % d == 0 and case["K"] % d == 0),
+        "warps": (4, 8),
+        "stages": (2, 3, 4, 5),
+    }
+
+
+def split_space(case: Case) -> Space:
+    """The same, and the number of parts."""
+    return {**baseline_space(case), "splits": (2, 4, 8, 16)}
+
+
+def stream_space(case: Case) -> Space:
+    """The same, and programs per multiprocessor."""
+    return {**baseline_space(case), "ctas": (1, 2, 4)}
+
+
+def valid(case: Case, config: PlainConfig | SplitConfig | StreamConfig) -> str | None:
+    """Why a config cannot run, or cannot be worth running."""
+    if group_size(case) % config.depth or case["K"] % config.depth:
+        return f"tiles of {config.depth} k in groups of {group_size(case)}"
+    if config.tokens * config.rows > 8192:
+        return f"{config.tokens}x{config.rows} sums"
+    splits = config.splits if isinstance(config, SplitConfig) else 1
+    return f"{splits} parts of {case['K'] // config.depth}" if splits > case["K"] // config.depth else None
+
+
+def _tile(case: Case) -> dict[str, int]:
+    depth = next(d for d in (64, 32) if group_size(case) % d == 0 and case["K"] % d == 0)
+    return {"tokens": 16 if case["N"] <= 16 else 32, "rows": 64, "depth": depth, "warps": 4, "stages": 3}
+
+
+def baseline_default(case: Case) -> PlainConfig:
+    """A config for any shape, by rule."""
+    return PlainConfig(**_tile(case))
+
+
+def split_default(case: Case) -> SplitConfig:
+    """A config for any shape, by rule: as many parts, to eight, as there are tiles of k."""
+    tile = _tile(case)
+    return SplitConfig(**tile, splits=min(8, case["K"] // tile["depth"]))
+
+
+def stream_default(case: Case) -> StreamConfig:
+    """A config for any shape, by rule."""
+    return StreamConfig(**_tile(case), ctas=2)
