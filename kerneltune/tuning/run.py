@@ -5,20 +5,22 @@ Decides nothing about configs and prints nothing.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import fields, replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 from kerneltune import cache, device, sweep
 from kerneltune.measuring.compare import commit, memory_shortage, release_memory
-from kerneltune.measuring.compiler import TARGETS, CompilePool
 from kerneltune.plan import Options, Progress, Selection, load_plan, results_root, wanted_variants
 from kerneltune.search import spaces
 from kerneltune.search.loop import Search, values
-from kerneltune.search.trials import Trial, TrialStore
-from kerneltune.spec import Case, Config, Op, Space, Variant
-from kerneltune.tuning.bench import ChildLostError, IsolatedBench, split_cores
-from kerneltune.tuning.tuner import NothingPassedError, Tuner, checked_space, compile_with, measure_space, tune
+from kerneltune.search.trials import Trial
+from kerneltune.spec import Case, Config, Op, Variant
+from kerneltune.tuning.bench import ChildLostError
+from kerneltune.tuning.knobs import widened
+from kerneltune.tuning.machines import Clock, Machines
+from kerneltune.tuning.tuner import NothingPassedError, Tuner, checked_space, measure_space, tune
+from kerneltune.tuning.usage import Usage, keep
 from kerneltune.tuning.verify import Verdict, verify
 
 CEILING_OP = "stream"
@@ -57,20 +59,24 @@ def tune_entries(
     stored = []
     progress.stage("measure spaces" if options.exhaustive else "tune", len(wanted))
     with Machines(options) as machines:
-        for op, case, variant in wanted:
+        clock, searches = Clock(machines), list[tuple[Mapping[str, Any], Usage]]()
+        for (op, case, variant), following in zip_longest(wanted, wanted[1:]):
             label = f"{op.name} {variant.name} {case.name} {case.dtype} {case.quant}"
             shortage = memory_shortage(op, case)
             if shortage is not None:
                 progress.note(f"not tuned: {op.name} {case.name}: {shortage}")
                 progress.advance(label)
                 continue
-            variant = widened(variant, options.knobs)
-            tuner = machines.tuner(op, case, variant)
-            compiling = compile_with(machines.pool, op, case, variant)
+            tuner = machines.tuner(op, case, widened(variant, options.knobs))
+            compiling = machines.compiling(tuner)
+            mine = Clock(machines)
             try:
                 if options.exhaustive:
                     progress.best(_export(tuner, measure_space(tuner, compiling), selection, options))
                 else:
+                    if following is not None:
+                        later, later_case, later_variant = following
+                        machines.compile_ahead(machines.tuner(later, later_case, widened(later_variant, options.knobs)), search)
                     entry = tune(tuner, search, compiling, options.configs)
                     stored.append(entry)
                     gain = entry.evidence.get("speedup")
@@ -79,42 +85,21 @@ def tune_entries(
                 progress.note(str(error))
             except ChildLostError as error:
                 progress.note(f"not tuned: {label}: {error}")
+            searches.append((_identity(tuner), mine.usage(tuner)))
+            whole = clock.usage(tuner)
             progress.advance(label)
+        if sum(usage.evaluations for _, usage in searches):
+            progress.note(whole.text)
+            path = results_root(options) / "runs" / "searches" / f"{device.current().slug}.jsonl"
+            keep(path, whole, searches, family=selection.family, commit=commit())
     cache.clear()
     return stored
 
 
-class Machines:
-    """The compile pool, the measuring child, and the trial stores, for as long as a stage lasts."""
-
-    def __init__(self, options: Options) -> None:
-        here = device.current()
-        target = TARGETS.get(here.arch)
-        if target is None:
-            raise ValueError(f"cannot compile ahead of time for {here.arch}; known targets: {', '.join(TARGETS)}")
-        measuring, compiling = split_cores()
-        self.pool = CompilePool(target, options.workers, compiling)
-        self.bench = IsolatedBench(cores=measuring)
-        self._policy, self._folder = options.policy, results_root(options) / "runs" / "trials" / here.slug
-
-    def tuner(self, op: Op, case: Case, variant: Variant, policy: str = "") -> Tuner:
-        """A tuner that remembers what was tried before.
-
-        Raises:
-            ValueError: the store cannot be read.
-        """
-        prints = {"source_hash": op.source_hash, "driver": device.current().driver, **device.versions()}
-        store = TrialStore(self._folder / f"{op.name}.jsonl", commit(), **prints)
-        return Tuner(op, case, variant, policy or self._policy, store, self.bench)
-
-    def __enter__(self) -> "Machines":
-        self.pool.__enter__()
-        self.bench.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.bench.__exit__(*error)
-        self.pool.__exit__(*error)
+def _identity(tuner: Tuner) -> dict[str, Any]:
+    case = tuner.case
+    names = {"op": tuner.op.name, "variant": tuner.variant.name, "case": case.name, "axes": dict(case.axes)}
+    return {**names, "dtype": case.dtype, "quant": case.quant, "options": dict(case.options), "policy": tuner.policy}
 
 
 def verify_cache(
@@ -140,7 +125,7 @@ def verify_cache(
     return found
 
 
-def _duel(machines: "Machines", policy: str, op: Op, case: Case, variant: Variant, configs: Sequence[Config]) -> int:
+def _duel(machines: Machines, policy: str, op: Op, case: Case, variant: Variant, configs: Sequence[Config]) -> int:
     """Which config wins, the first unless another is surely faster.
 
     Raises:
@@ -159,34 +144,6 @@ def _duel(machines: "Machines", policy: str, op: Op, case: Case, variant: Varian
         raise ValueError(f"lost: {error}") from error
     finally:
         bench.close()
-
-
-def widened(variant: Variant, knobs: Sequence[tuple[str, tuple[str, ...]]]) -> Variant:
-    """The variant with further values to some knobs of its space, given as text; `valid` still has the last word.
-
-    Raises:
-        ValueError: a knob that the variant does not have, or a value of another type.
-    """
-    if not knobs:
-        return variant
-    types = {f.name: f.type for f in fields(variant.config)} if variant.config is not None else {}
-    more: dict[str, tuple[Any, ...]] = {}
-    for name, texts in knobs:
-        if name not in types:
-            raise ValueError(f"knob: {name!r}: {variant.name} has {', '.join(types) or 'none'}")
-        more[name] = tuple(_typed(name, text, types[name]) for text in texts)
-
-    def space(case: Case) -> Space:
-        return {name: tuple(dict.fromkeys((*given, *more.get(name, ())))) for name, given in variant.space(case).items()}
-
-    return replace(variant, space=space)
-
-
-def _typed(name: str, text: str, kind: Any) -> Any:
-    try:
-        return {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
-    except (KeyError, ValueError):
-        raise ValueError(f"knob: {name}: {text!r}: expected {getattr(kind, '__name__', kind)}") from None
 
 
 def _check_knobs(ops: Mapping[str, Op], entries: Sequence[sweep.Entry], selection: Selection, options: Options) -> None:
