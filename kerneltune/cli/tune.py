@@ -19,9 +19,7 @@ def command(
     budget: o.Budget = None,
     trials: o.Trials = None,
     force: Annotated[bool, typer.Option("--force", help="Search again where the cache has a config already.")] = False,
-    sampler: Annotated[
-        str | None, typer.Option("--sampler", metavar="|".join(o.SAMPLERS), help="How large spaces are searched.")
-    ] = None,
+    sampler: o.Sampler = None,
     until_gain: Annotated[
         str | None,
         typer.Option("--until-gain", metavar="PERCENT", help="Stop when all the rest is expected to gain less, such as 1%."),

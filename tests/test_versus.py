@@ -1,0 +1,107 @@
+"""One case tuned by several tuners: same configs, empty caches, one common run, and a table that says what was not possible."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import versus_jobs
+from triton.runtime.errors import OutOfResources
+from typer.testing import CliRunner
+from versus_jobs import CASE, H200, OP, VARIANT, Bench, Knobs
+
+from kerneltune import device
+from kerneltune.cli import app
+from kerneltune.plan import Options, Quiet
+from kerneltune.search.loop import Search
+from kerneltune.tuning import versus
+from kerneltune.tuning.bench import Named
+from kerneltune.tuning.tuners import EXHAUSTIVE, US, Found, Task, by_triton, finalists
+from kerneltune.tuning.versus import BEST, DEFAULT, Contest, contest, keep
+
+SIDES = {US: versus_jobs.ours, EXHAUSTIVE: versus_jobs.triton, "Third": versus_jobs.broken}
+
+
+@pytest.fixture(autouse=True)
+def an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "current", lambda: H200)
+    monkeypatch.setattr(versus, "memory_shortage", lambda *_: None)
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> Options:
+    return Options(results=tmp_path / "results", configs=tmp_path / "configs")
+
+
+def fight(options: Options, **sides: object) -> Contest:
+    knobs = (("block", ("0", "1", "2", "3")),)
+    return contest(OP, CASE, VARIANT, knobs, Search(until_gain=0.01), options, Quiet(), SIDES, Bench)
+
+
+def test_all_sides_search_the_same_configs_and_meet_in_one_run(options: Options, tmp_path: Path) -> None:
+    found = fight(options)
+    lines = {line.name: line for line in found.lines}
+    assert list(lines) == [US, EXHAUSTIVE, "Third", "Helion autotune", "Kernel Tuner", DEFAULT, BEST]
+    assert found.configs == 16
+    ours, theirs = lines[US], lines[EXHAUSTIVE]
+    assert ours.config == {"block": 3, "warps": 8} == lines[BEST].config and ours.evaluations == 16
+    assert theirs.config == {"block": 2, "warps": 8}  # fastest by its own clock, but wrong
+    assert (theirs.time_us, theirs.gap, theirs.evaluations) == (None, None, 16)
+    assert theirs.remark == ("one compilation after the other, no check of results, 1 could not be launched; wrong: off by one")
+    assert ours.gap is not None and ours.gap.median == 0.0 and ours.remark == "GPU idle for 100 %"
+    gap = lines[DEFAULT].gap
+    assert gap is not None and gap.median == pytest.approx(13.875 / 10 - 1) and gap.low <= gap.median <= gap.high
+    assert lines["Third"].remark == "RuntimeError: no config found"
+    assert lines["Kernel Tuner"].remark.startswith("compiles CUDA") and lines["Helion autotune"].remark
+    assert ours.wall_s is not None and theirs.wall_s is not None and found.share == ours.wall_s / theirs.wall_s
+    assert not (tmp_path / "configs").exists()
+
+
+def test_a_contest_is_kept_beside_the_others(options: Options) -> None:
+    found = fight(options)
+    path, table = keep(found, ["kerneltune", "versus", "my op"], options)
+    row = json.loads(path.read_text())
+    assert path.name == "fake_optimized_a_bfloat16_none_cold.json" and path.parent.name == "versus"
+    assert row["command"] == "kerneltune versus 'my op'" and row["configs"] == 16 and row["driver"] == "580"
+    assert [line["name"] for line in row["lines"]] == [line.name for line in found.lines]
+    keep(replace(found, case=replace(CASE, name="b")), ["kerneltune"], options)
+    text = table.read_text()
+    assert text.count("| tuner | wall s |") == 2 and "**fake optimized b bfloat16 none**: 16 configs; wall time" in text
+    assert f"| {BEST} |  |  | 10.00 | +0.0 % (+0.0 to +0.0) |  |" in text
+    assert len({line.count("|") for line in text.splitlines() if line.startswith("| ")}) == 1
+
+
+def test_a_space_of_one_config_is_no_contest(options: Options) -> None:
+    with pytest.raises(ValueError, match="^fake M=8 bfloat16 none: one config: expected a space to search$"):
+        contest(OP, CASE, VARIANT, (("block", ("3",)), ("warps", ("8",))), Search(), options, Quiet(), SIDES, Bench)
+
+
+def test_nothing_found_is_an_error(options: Options) -> None:
+    with pytest.raises(ValueError, match="no side found a config: RuntimeError: no config found$"):
+        contest(OP, CASE, VARIANT, (), Search(), options, Quiet(), {"Third": versus_jobs.broken}, Bench)
+
+
+def test_an_autotuner_that_can_launch_nothing_says_why(options: Options, tmp_path: Path) -> None:
+    knobs = (("block", ("3",)), ("warps", ("4", "8")))
+    only = Task(Named("versus_jobs", "fake", "optimized"), CASE, knobs, Search(), options, tmp_path)
+
+    def refuse(*_: object, **__: object) -> list[float]:
+        raise OutOfResources(1, 0, "registers")
+
+    with pytest.raises(ValueError, match="^no config could be launched$"):
+        by_triton(only, refuse, "cpu")
+
+
+def test_the_finalists_are_the_choices_the_default_and_the_best_of_every_ranking() -> None:
+    a, b, c, d = (Knobs(i, 1) for i in range(4))
+    sides = [Found(b, 1.0, 3, (b, a, c)), Found(d, 1.0, 3, (d, b))]
+    assert finalists(sides, a, 2) == [b, d, a]
+    assert finalists(sides, a, 3) == [b, d, a, c]
+
+
+def test_without_a_gpu_the_command_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "current", lambda: device.NO_GPU)
+    result = CliRunner().invoke(app, ["versus", "rmsnorm", "--op", "rmsnorm_fwd"])
+    assert (result.exit_code, result.stderr) == (2, "error: versus needs a GPU: in the interpreter nothing can be timed\n")
+    assert CliRunner().invoke(app, ["versus", "rmsnorm", "--case", "no-such"]).stderr.startswith("error: case: none selected")
+    assert CliRunner().invoke(app, ["versus", "rmsnorm", "--restrict", "warps"]).exit_code == 2
