@@ -1,8 +1,13 @@
 """One case tuned by several tuners: same configs, empty caches, one common run, and a table that says what was not possible."""
 
+import itertools
 import json
+import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import versus_jobs
@@ -16,7 +21,7 @@ from kerneltune.plan import Options, Quiet
 from kerneltune.search.loop import Search
 from kerneltune.tuning import versus
 from kerneltune.tuning.bench import Named
-from kerneltune.tuning.tuners import EXHAUSTIVE, US, Found, Task, by_triton, finalists
+from kerneltune.tuning.tuners import EXHAUSTIVE, US, Found, Task, by_helion, by_triton, finalists
 from kerneltune.tuning.versus import BEST, DEFAULT, Contest, contest, keep
 
 SIDES = {US: versus_jobs.ours, EXHAUSTIVE: versus_jobs.triton, "Third": versus_jobs.broken}
@@ -90,6 +95,34 @@ def test_an_autotuner_that_can_launch_nothing_says_why(options: Options, tmp_pat
 
     with pytest.raises(ValueError, match="^no config could be launched$"):
         by_triton(only, refuse, "cpu")
+
+
+def test_helion_is_given_the_knobs_and_told_what_does_not_go_together(
+    options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for Helion that tries everything: the default's values come first, as Helion begins with them."""
+    refused: list[Mapping[str, Any]] = []
+
+    def autotune(tunables: Mapping[str, tuple[Any, ...]], compiled: Any, tensors: Any, **_: Any) -> Mapping[str, Any]:
+        assert list(tunables) == ["block", "warps"] and [offer[0] for offer in tunables.values()] == [0, 1]
+        ranking = {}
+        for chosen in itertools.product(*tunables.values()):
+            given = dict(zip(tunables, chosen, strict=True))
+            try:
+                compiled(given)(*tensors)
+                ranking[chosen] = given
+            except OutOfResources:
+                refused.append(given)
+        return min(ranking.values(), key=lambda given: versus_jobs.time_us(Knobs(**given)))
+
+    helion = SimpleNamespace(autotune=autotune, EnumFragment=lambda choices: choices)
+    monkeypatch.setitem(sys.modules, "helion", SimpleNamespace(autotuner=helion))
+    monkeypatch.setitem(sys.modules, "helion.autotuner", helion)
+    odd = replace(VARIANT, valid=lambda _case, config: "odd" if (config.block, config.warps) == (4, 2) else None)
+    monkeypatch.setattr(versus_jobs, "OPS", (replace(OP, variants=(odd,)),))
+    task = Task(Named("versus_jobs", "fake", "optimized"), CASE, (("block", ("0", "4")),), Search(), options, tmp_path)
+    found = by_helion(task, "cpu")
+    assert found.config == Knobs(4, 8) and found.evaluations == 8 and refused == [{"block": 4, "warps": 2}]
 
 
 def test_the_finalists_are_the_choices_the_default_and_the_best_of_every_ranking() -> None:
