@@ -20,7 +20,7 @@ from kerneltune.search import spaces
 from kerneltune.search.trials import Trial
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import Samples
-from kerneltune.tuning import machines, noise, run
+from kerneltune.tuning import machines, noise, task
 from kerneltune.tuning.bench import ChildLostError
 from kerneltune.tuning.knobs import widened
 from kerneltune.tuning.run import run_tune, verify_cache
@@ -107,7 +107,7 @@ def an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(device, "current", lambda: H200)
     monkeypatch.setattr(machines, "CompilePool", Pool)
     monkeypatch.setattr(machines, "IsolatedBench", Bench)
-    monkeypatch.setattr(run, "memory_shortage", lambda *_: None)
+    monkeypatch.setattr(task, "memory_shortage", lambda *_: None)
     cache.clear()
     yield
     cache.clear()

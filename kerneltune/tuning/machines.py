@@ -23,8 +23,12 @@ _AHEAD = 8
 class Machines:
     """For as long as a stage lasts. Use as a context manager."""
 
-    def __init__(self, options: Options) -> None:
-        """Raises ValueError for a GPU that nothing can be compiled for ahead of time."""
+    def __init__(self, options: Options, on_trial: Callable[[str], None] = lambda _line: None) -> None:
+        """on_trial: told every new trial, as a line of its store.
+
+        Raises:
+            ValueError: a GPU that nothing can be compiled for ahead of time.
+        """
         here = device.current()
         target = TARGETS.get(here.arch)
         if target is None:
@@ -32,7 +36,10 @@ class Machines:
         measuring, compiling = split_cores()
         self.pool = CompilePool(target, options.workers, compiling)
         self.bench = IsolatedBench(cores=measuring)
+        self._on_trial = on_trial
         self._options, self._folder = options, results_root(options) / "runs" / "trials" / here.slug
+        self._began: float | None = None
+        self._evaluations = 0
         self._ahead: dict[tuple[str, str, Case, Config], Compiling] = {}
 
     def tuner(self, op: Op, case: Case, variant: Variant, policy: str = "") -> Tuner:
@@ -42,7 +49,7 @@ class Machines:
             ValueError: the store cannot be read.
         """
         prints = {"source_hash": op.source_hash, "driver": device.current().driver, **device.versions()}
-        store = TrialStore(self._folder / f"{op.name}.jsonl", commit(), **prints)
+        store = TrialStore(self._folder / f"{op.name}.jsonl", commit(), self._on_trial, **prints)
         return Tuner(op, case, variant, policy or self._options.policy, store, self.bench)
 
     def compiling(self, tuner: Tuner) -> Callable[[Config], Compiling]:
@@ -61,6 +68,16 @@ class Machines:
         for config in first_asked(tuner, search, self._options.configs, _AHEAD):
             self._ahead[tuner.op.name, tuner.variant.name, tuner.case, config] = begin(config)
 
+    def count(self, began: float, evaluations: int) -> None:
+        """Add a search to those of the stage."""
+        self._began, self._evaluations = self._began or began, self._evaluations + evaluations
+
+    @property
+    def usage(self) -> Usage:
+        """Of all searches, from the first compiled config until now."""
+        now = time.monotonic()
+        return Usage(now - (self._began or now), self.bench.busy_s, self._evaluations)
+
     def __enter__(self) -> "Machines":
         self.pool.__enter__()
         self.bench.__enter__()
@@ -72,15 +89,13 @@ class Machines:
 
 
 class Clock:
-    """How busy the measuring child of some machines is from now on."""
+    """How busy the measuring child of some machines is with one search; made when it begins."""
 
     def __init__(self, machines: Machines) -> None:
-        self._bench, self._busy_s = machines.bench, machines.bench.busy_s
-        self._began: float | None = None
-        self._evaluations = 0
+        self._machines, self._busy_s = machines, machines.bench.busy_s
 
     def usage(self, tuner: Tuner) -> Usage:
-        """Of this tuner's search, and of those asked about before, from the first compiled config to now."""
-        self._began = self._began or tuner.began or time.monotonic()
-        self._evaluations += tuner.evaluations
-        return Usage(time.monotonic() - self._began, self._bench.busy_s - self._busy_s, self._evaluations)
+        """From the search's first compiled config until now."""
+        began = tuner.began or time.monotonic()
+        self._machines.count(began, tuner.evaluations)
+        return Usage(time.monotonic() - began, self._machines.bench.busy_s - self._busy_s, tuner.evaluations)

@@ -7,19 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import zip_longest
-from typing import Any
 
 from kerneltune import cache, device, sweep
-from kerneltune.measuring.compare import commit, memory_shortage, release_memory
+from kerneltune.measuring.compare import commit, release_memory
 from kerneltune.plan import Options, Progress, Selection, load_plan, results_root, wanted_variants
-from kerneltune.search import spaces
-from kerneltune.search.loop import Search, values
-from kerneltune.search.trials import Trial
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.tuning.bench import ChildLostError
 from kerneltune.tuning.knobs import widened
-from kerneltune.tuning.machines import Clock, Machines
-from kerneltune.tuning.tuner import NothingPassedError, Tuner, checked_space, measure_space, tune
+from kerneltune.tuning.machines import Machines
+from kerneltune.tuning.task import Done, Work, perform, search_of
+from kerneltune.tuning.tuner import checked_space
 from kerneltune.tuning.usage import Usage, keep
 from kerneltune.tuning.verify import Verdict, verify
 
@@ -49,57 +46,49 @@ def tune_entries(
     Raises:
         ValueError: a GPU that nothing can be compiled for ahead of time, or a space that makes no sense.
     """
-    search = Search(options.budget_s, options.trials, options.sampler, until_gain=options.until_gain)
-    wanted = list(_wanted(ops, entries, selection, options))
+    search_of(options)
+    here = device.current()
+    wanted = list(_wanted(ops, entries, selection, options, here.slug))
     if not wanted:
         return []
-    for op, case, variant in wanted:  # before anything is measured or written
-        checked_space(op, case, widened(variant, options.knobs))
+    for work in wanted:  # before anything is measured or written
+        checked_space(work.op, work.case, widened(work.variant, options.knobs))
     release_memory()  # the measuring process needs what this one no longer does
-    stored = []
+    finished: list[tuple[Work, Done]] = []
     progress.stage("measure spaces" if options.exhaustive else "tune", len(wanted))
     with Machines(options) as machines:
-        clock, searches = Clock(machines), list[tuple[Mapping[str, Any], Usage]]()
-        for (op, case, variant), following in zip_longest(wanted, wanted[1:]):
-            label = f"{op.name} {variant.name} {case.name} {case.dtype} {case.quant}"
-            shortage = memory_shortage(op, case)
-            if shortage is not None:
-                progress.note(f"not tuned: {op.name} {case.name}: {shortage}")
-                progress.advance(label)
-                continue
-            tuner = machines.tuner(op, case, widened(variant, options.knobs))
-            compiling = machines.compiling(tuner)
-            mine = Clock(machines)
-            try:
-                if options.exhaustive:
-                    progress.best(_export(tuner, measure_space(tuner, compiling), selection, options))
-                else:
-                    if following is not None:
-                        later, later_case, later_variant = following
-                        machines.compile_ahead(machines.tuner(later, later_case, widened(later_variant, options.knobs)), search)
-                    entry = tune(tuner, search, compiling, options.configs)
-                    stored.append(entry)
-                    gain = entry.evidence.get("speedup")
-                    progress.best(f"{entry.config}" + (f" {gain:.2f}x the incumbent" if gain else ""))
-            except NothingPassedError as error:
-                progress.note(str(error))
-            except ChildLostError as error:
-                progress.note(f"not tuned: {label}: {error}")
-            searches.append((_identity(tuner), mine.usage(tuner)))
-            whole = clock.usage(tuner)
-            progress.advance(label)
-        if sum(usage.evaluations for _, usage in searches):
-            progress.note(whole.text)
-            path = results_root(options) / "runs" / "searches" / f"{device.current().slug}.jsonl"
-            keep(path, whole, searches, family=selection.family, commit=commit())
+        for work, following in zip_longest(wanted, wanted[1:]):
+            done = perform(machines, work, following, selection.family, options)
+            finished.append((work, done))
+            tell(progress, work, done)
+        whole = machines.usage
+    if whole.evaluations:
+        progress.note(whole.text)
+        keep_usage(finished, whole, here.slug, selection, options)
     cache.clear()
-    return stored
+    return [done.entry for _, done in finished if done.entry is not None]
 
 
-def _identity(tuner: Tuner) -> dict[str, Any]:
-    case = tuner.case
-    names = {"op": tuner.op.name, "variant": tuner.variant.name, "case": case.name, "axes": dict(case.axes)}
-    return {**names, "dtype": case.dtype, "quant": case.quant, "options": dict(case.options), "policy": tuner.policy}
+def tell(progress: Progress, work: Work, done: Done) -> None:
+    """Say what became of a piece of work."""
+    if done.problem:
+        progress.note(done.problem)
+    if done.best:
+        progress.best(f"{done.best}: {done.space}" if done.space else done.best)
+    progress.advance(work.label)
+
+
+def keep_usage(
+    finished: Sequence[tuple[Work, Done]], whole: Usage, device_slug: str, selection: Selection, options: Options
+) -> None:
+    """Add a run to the file of runs of a GPU model.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
+    searches = [(work.identity(options.policy), done.usage) for work, done in finished if done.usage is not None]
+    path = results_root(options) / "runs" / "searches" / f"{device_slug}.jsonl"
+    keep(path, whole, searches, family=selection.family, commit=commit())
 
 
 def verify_cache(
@@ -153,61 +142,37 @@ def _check_knobs(ops: Mapping[str, Op], entries: Sequence[sweep.Entry], selectio
                 widened(variant, options.knobs)
 
 
-def _export(tuner: Tuner, trials: Mapping[Config, Trial], selection: Selection, options: Options) -> str:
-    """Write the measured space of a case; says where.
-
-    Raises:
-        NothingPassedError: no config has a time.
-    """
-    if all(trial.time_us is None for trial in trials.values()):
-        raise NothingPassedError(f"{tuner.op.name} {tuner.variant.name}: no config has a time for {tuner.case.label}")
-    op, case, variant, here = tuner.op, tuner.case, tuner.variant, device.current()
-    stored = tuner.store.of_case(op, case, variant, tuner.policy)
-    newest = max(stored, key=lambda s: s.date)
-    flags = [f"--knob {name}={','.join(texts)}" for name, texts in options.knobs]
-    parts = ["kerneltune tune", selection.family, "--exhaustive --op", op.name, "--case", case.name, "--dtype", case.dtype]
-    command = [*parts, "--quant", case.quant, "--variant", variant.name, *flags]
-    space = spaces.MeasuredSpace(
-        op=op.name, variant=variant.name, case=case.name, axes=case.axes, dtype=case.dtype, quant=case.quant,
-        options=case.options, policy=tuner.policy, default=_knobs(variant.default_config(case)), device=here.name,
-        driver=here.driver, source_hash=op.source_hash, commit=newest.commit, date=newest.date, command=" ".join(command),
-        trials={_knobs(config): trials[config] for config in variant.configs(case) if config in trials}, **device.versions(),
-    )  # fmt: skip
-    path = spaces.write(results_root(options) / here.slug / "spaces", space)
-    return f"{len(space.feasible)} of {len(space.trials)} configs have a time, best {min(space.feasible.values()):.2f} µs: {path}"
-
-
-def _knobs(config: Config) -> spaces.Knobs:
-    return tuple(values(config).items())
-
-
 def _wanted(
-    ops: Mapping[str, Op], entries: Sequence[sweep.Entry], selection: Selection, options: Options
-) -> Iterator[tuple[Op, Case, Variant]]:
+    ops: Mapping[str, Op], entries: Sequence[sweep.Entry], selection: Selection, options: Options, device_slug: str
+) -> Iterator[Work]:
     """What the cache has no entry for: the ceiling of every case first, then the cases, bf16 before the other types.
 
     Every case, and no ceiling, where whole spaces are measured.
     """
-    work: dict[tuple[str, str, Case], tuple[Op, Case, Variant]] = {}
+    work: dict[tuple[str, str, Case], Work] = {}
     ceiling = ops.get(CEILING_OP)
     for entry in sorted(entries, key=lambda e: e.case.dtype != "bfloat16"):
         op, case = ops[entry.op], entry.case
         for variant in wanted_variants(op, selection, options):
             if variant.config is not None and variant.unsupported(case) is None:
-                work[op.name, variant.name, case] = (op, case, variant)
+                work[op.name, variant.name, case] = Work(op, case, variant)
         if ceiling is not None and not options.exhaustive:
             stream_case = ceiling_case(op, case)
-            work[ceiling.name, ceiling.variants[0].name, stream_case] = (ceiling, stream_case, ceiling.variants[0])
-    for op, case, variant in work.values():
-        if options.force or options.exhaustive or not cached_config(op, case, variant, options, exact=True):
-            yield op, case, variant
+            work[ceiling.name, ceiling.variants[0].name, stream_case] = Work(ceiling, stream_case, ceiling.variants[0])
+    for one in work.values():
+        if (
+            options.force
+            or options.exhaustive
+            or not cached_config(one.op, one.case, one.variant, options, exact=True, device_slug=device_slug)
+        ):
+            yield one
 
 
-def cached_config(op: Op, case: Case, variant: Variant, options: Options, exact: bool) -> Config | None:
-    """The cached config of a case: exactly its own, or the nearest that is valid."""
+def cached_config(op: Op, case: Case, variant: Variant, options: Options, exact: bool, device_slug: str = "") -> Config | None:
+    """The cached config of a case, exactly its own or the nearest that is valid; of this GPU if no other is named."""
     hits = cache.candidates(
-        op.name, variant.name, device.current().slug, case.axes, case.dtype, case.quant, case.options, options.policy,
-        () if exact else op.free_axes, options.configs,
+        op.name, variant.name, device_slug or device.current().slug, case.axes, case.dtype, case.quant, case.options,
+        options.policy, () if exact else op.free_axes, options.configs,
     )  # fmt: skip
     for hit in hits:
         if exact and not hit.exact:
