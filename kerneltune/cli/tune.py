@@ -31,6 +31,10 @@ def command(
         list[str] | None,
         typer.Option("--knob", metavar="NAME=V1,V2", help="Further values of a knob; may be repeated."),
     ] = None,
+    gpus: Annotated[
+        str, typer.Option("--gpus", metavar="all|N", help="Of this host, or of the cluster; one case at a time on each.")
+    ] = "",
+    ray: Annotated[str, typer.Option("--ray", metavar="ADDRESS", help="Tune on the GPUs of this Ray cluster.")] = "",
     configs: o.Configs = None,
     results: o.Results = None,
     workers: o.Workers = None,
@@ -50,7 +54,7 @@ def command(
     selection = o.make_selection(known, family, op, case, dtype, quant, variant)
     options = o.make_options(
         policy, budget_s=budget, trials=trials, force=force, sampler=sampler,
-        until_gain=o.percent("until-gain", until_gain), exhaustive=exhaustive, knobs=o.knobs(knob),
+        until_gain=o.percent("until-gain", until_gain), exhaustive=exhaustive, knobs=o.knobs(knob), gpus=gpus, ray=ray,
         configs=configs, results=results, workers=workers,
     )  # fmt: skip
     with reporter() as progress:

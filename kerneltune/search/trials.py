@@ -52,14 +52,15 @@ _RESOURCES = ("resources", "spill_bytes", "shared_bytes")
 
 
 class TrialStore:
-    """Trials of one operator on one GPU, in one JSONL file; a truncated last line, as a kill leaves it, is dropped."""
+    """Trials of one operator on one GPU, in one JSONL file; a truncated last line, as a kill leaves it, is dropped.
 
-    def __init__(
-        self, path: Path, commit: str = "", on_put: Callable[[str], None] = lambda _line: None, **fingerprint: str
-    ) -> None:
-        """commit: kept beside every new trial; on_put: told each line that was written; fingerprint: what else a time depends
-        on: source hash, triton, driver."""
-        self._path, self._commit, self._on_put = path, commit, on_put
+    on_put is told every line that `put` has written.
+    """
+
+    def __init__(self, path: Path, commit: str = "", **fingerprint: str) -> None:
+        """commit: kept beside every new trial; fingerprint: what else a time depends on: source hash, triton, driver."""
+        self._path, self._commit = path, commit
+        self.on_put: Callable[[str], None] = lambda _line: None
         self._fingerprint = tuple(sorted(fingerprint.items()))
         self._trials: dict[tuple[Any, ...], Trial] = {}
         self._origins: dict[tuple[Any, ...], tuple[str, str]] = {}
@@ -89,7 +90,7 @@ class TrialStore:
         more = {"fingerprint": dict(self._fingerprint), "date": origin[0], "commit": origin[1], "schema": SCHEMA}
         line = json.dumps(identity | asdict(trial) | more) + "\n"
         append(self._path, line)
-        self._on_put(line)
+        self.on_put(line)
         key = self._key(op.name, case, variant.name, policy, _values(config))
         self._trials[key], self._origins[key] = trial, origin
 

@@ -49,7 +49,8 @@ class Machines:
             ValueError: the store cannot be read.
         """
         prints = {"source_hash": op.source_hash, "driver": device.current().driver, **device.versions()}
-        store = TrialStore(self._folder / f"{op.name}.jsonl", commit(), self._on_trial, **prints)
+        store = TrialStore(self._folder / f"{op.name}.jsonl", commit(), **prints)
+        store.on_put = self._on_trial
         return Tuner(op, case, variant, policy or self._options.policy, store, self.bench)
 
     def compiling(self, tuner: Tuner) -> Callable[[Config], Compiling]:

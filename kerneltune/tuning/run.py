@@ -13,9 +13,12 @@ from kerneltune.measuring.compare import commit, release_memory
 from kerneltune.plan import Options, Progress, Selection, load_plan, results_root, wanted_variants
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.tuning.bench import ChildLostError
+from kerneltune.tuning.cluster import RayWorkers
+from kerneltune.tuning.fleet import Fleet
 from kerneltune.tuning.knobs import widened
+from kerneltune.tuning.local import LocalWorkers, visible_gpus
 from kerneltune.tuning.machines import Machines
-from kerneltune.tuning.task import Done, Work, perform, search_of
+from kerneltune.tuning.task import Done, Work, perform, search_of, tell
 from kerneltune.tuning.tuner import checked_space
 from kerneltune.tuning.usage import Usage, keep
 from kerneltune.tuning.verify import Verdict, verify
@@ -33,6 +36,8 @@ def run_tune(ops: Mapping[str, Op], selection: Selection, options: Options, prog
     entries = [entry for entry in plan.bench if selection.takes(entry)]
     if options.knobs:
         _check_knobs(ops, entries, selection, options)
+    if options.ray or options.gpus:
+        return _tune_on_many(ops, entries, selection, options, progress)
     if not device.current().is_gpu:
         raise ValueError("tune needs a GPU: in the interpreter nothing can be timed")
     return tune_entries(ops, entries, selection, options, progress)
@@ -46,13 +51,10 @@ def tune_entries(
     Raises:
         ValueError: a GPU that nothing can be compiled for ahead of time, or a space that makes no sense.
     """
-    search_of(options)
     here = device.current()
-    wanted = list(_wanted(ops, entries, selection, options, here.slug))
+    wanted = _checked(_wanted(ops, entries, selection, options, here.slug), options)
     if not wanted:
         return []
-    for work in wanted:  # before anything is measured or written
-        checked_space(work.op, work.case, widened(work.variant, options.knobs))
     release_memory()  # the measuring process needs what this one no longer does
     finished: list[tuple[Work, Done]] = []
     progress.stage("measure spaces" if options.exhaustive else "tune", len(wanted))
@@ -62,30 +64,68 @@ def tune_entries(
             finished.append((work, done))
             tell(progress, work, done)
         whole = machines.usage
+    return _ended(finished, whole, here.slug, selection, options, progress)
+
+
+def _tune_on_many(
+    ops: Mapping[str, Op], entries: Sequence[sweep.Entry], selection: Selection, options: Options, progress: Progress
+) -> list[cache.Entry]:
+    """The same on several GPUs at once.
+
+    Raises:
+        ValueError: there are none, or no worker on one of them stays alive.
+    """
+
+    def wanted(device_slug: str) -> list[Work]:
+        return _checked(_wanted(ops, entries, selection, options, device_slug), options)
+
+    here = device.current()
+    if here.is_gpu and not wanted(here.slug):
+        return []
+    with _workers(selection.family, options) as workers:
+        fleet = Fleet(workers, options, progress)
+        whole = fleet.run(wanted)
+    return _ended(fleet.finished, whole, fleet.slug, selection, options, progress)
+
+
+def _workers(family: str, options: Options) -> LocalWorkers | RayWorkers:
+    """One for every GPU that the options name."""
+    if not options.ray:
+        return LocalWorkers(family, options, visible_gpus(options.gpus))
+    if options.gpus not in ("", "all") and not options.gpus.isdecimal():
+        raise ValueError(f"gpus: {options.gpus!r}: expected all or a number of GPUs")
+    return RayWorkers(family, options, int(options.gpus) if options.gpus.isdecimal() else None)
+
+
+def _checked(wanted: Iterator[Work], options: Options) -> list[Work]:
+    """The work, if all its spaces make sense: before anything is measured or written."""
+    search_of(options)
+    works = list(wanted)
+    for work in works:
+        checked_space(work.op, work.case, widened(work.variant, options.knobs))
+    return works
+
+
+def _ended(
+    finished: Sequence[tuple[Work, Done]],
+    whole: Usage,
+    device_slug: str,
+    selection: Selection,
+    options: Options,
+    progress: Progress,
+) -> list[cache.Entry]:
+    """Say and keep how busy the GPUs were; the entries that were stored."""
     if whole.evaluations:
         progress.note(whole.text)
-        keep_usage(finished, whole, here.slug, selection, options)
+        _keep_usage(finished, whole, device_slug, selection, options)
     cache.clear()
     return [done.entry for _, done in finished if done.entry is not None]
 
 
-def tell(progress: Progress, work: Work, done: Done) -> None:
-    """Say what became of a piece of work."""
-    if done.problem:
-        progress.note(done.problem)
-    if done.best:
-        progress.best(f"{done.best}: {done.space}" if done.space else done.best)
-    progress.advance(work.label)
-
-
-def keep_usage(
+def _keep_usage(
     finished: Sequence[tuple[Work, Done]], whole: Usage, device_slug: str, selection: Selection, options: Options
 ) -> None:
-    """Add a run to the file of runs of a GPU model.
-
-    Raises:
-        ValueError: it cannot be written.
-    """
+    """Add a run to the file of runs of a GPU model."""
     searches = [(work.identity(options.policy), done.usage) for work, done in finished if done.usage is not None]
     path = results_root(options) / "runs" / "searches" / f"{device_slug}.jsonl"
     keep(path, whole, searches, family=selection.family, commit=commit())

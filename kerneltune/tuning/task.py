@@ -1,6 +1,6 @@
 """One operator's variant on one case: searched, or its whole space measured, on the machines of one GPU.
 
-The unit of work of a tuning stage, wherever it runs. Prints nothing.
+The unit of work of a tuning stage, wherever it runs.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Any
 
 from kerneltune import cache, device
 from kerneltune.measuring.compare import memory_shortage
-from kerneltune.plan import Options, results_root
+from kerneltune.plan import Options, Progress, results_root
 from kerneltune.search import spaces
 from kerneltune.search.loop import Search, values
 from kerneltune.search.trials import Trial
@@ -100,6 +100,15 @@ def perform(machines: Machines, work: Work, following: Work | None, family: str,
     except ChildLostError as error:
         done = Done(problem=f"not tuned: {work.label}: {error}")
     return Done(done.entry, done.space, done.best, done.problem, clock.usage(tuner))
+
+
+def tell(progress: Progress, work: Work, done: Done) -> None:
+    """Say what became of a piece of work."""
+    if done.problem:
+        progress.note(done.problem)
+    if done.best:
+        progress.best(f"{done.best}: {done.space}" if done.space else done.best)
+    progress.advance(work.label)
 
 
 def _export(tuner: Tuner, trials: Mapping[Config, Trial], family: str, options: Options) -> tuple[Path, str]:

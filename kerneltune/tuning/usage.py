@@ -15,30 +15,31 @@ from kerneltune.files import append_text
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Of one search, or of all searches of a run one after the other on one GPU.
+    """Of one search, or of all searches of a run.
 
     Attributes:
         wall_s: from the first compiled config to the end.
-        busy_s: of that, spent by the measuring process on inputs, checks and samples.
+        busy_s: of that, spent by the measuring processes, all together, on inputs, checks and samples.
         evaluations: configs tried that were not known before.
+        gpus: that took part.
     """
 
     wall_s: float
     busy_s: float
     evaluations: int
+    gpus: int = 1
 
     @property
     def idle(self) -> float:
-        """The share of the time in which the GPU waited."""
-        return max(0.0, 1.0 - self.busy_s / self.wall_s) if self.wall_s > 0 else 0.0
+        """The share of the time in which a GPU waited."""
+        return max(0.0, 1.0 - self.busy_s / (self.gpus * self.wall_s)) if self.wall_s > 0 else 0.0
 
     @property
     def text(self) -> str:
         """One line."""
-        return (
-            f"GPU idle for {100 * self.idle:.0f} % of {self.wall_s:.1f} s after the first compiled config, "
-            f"{self.evaluations} evaluations"
-        )
+        who = "GPU" if self.gpus == 1 else f"{self.gpus} GPUs"
+        share = f"{100 * self.idle:.0f} % of {self.wall_s:.1f} s"
+        return f"{who} idle for {share} after the first compiled config, {self.evaluations} evaluations"
 
 
 def keep(path: Path, whole: Usage, searches: Sequence[tuple[Mapping[str, Any], Usage]], **more: str) -> None:
