@@ -78,6 +78,27 @@ def test_insight_prints_what_the_store_holds(tmp_path: Path) -> None:
     assert any(line.startswith("1 config keeps every case (1) within 2 % of its best (worst 0.0 %):") for line in lines)
 
 
+def test_tune_ends_with_the_same_in_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    op = ops.load()["rmsnorm_bwd"]
+    variant = op.variant("optimized")
+    store = TrialStore(tmp_path / "runs" / "trials" / "interpreter" / "rmsnorm_bwd.jsonl", source_hash="x")
+    for m in (8192, 16384):
+        case = Case(f"te-{m}x4096", (("M", m), ("N", 4096)), "bfloat16", "none", (("zero_centered", False),))
+        for i, config in enumerate(variant.configs(case)):
+            trial = Trial("spills") if i % 5 == 4 else Trial("ok", 50.0 + 10 * (config.stages == 2) + config.rows)
+            store.put(op, case, variant, "cold", config, trial)
+    monkeypatch.setattr("kerneltune.tuning.run.run_tune", lambda *_: ["an entry"])
+    result = CliRunner().invoke(app, ["tune", "rmsnorm", "--results", str(tmp_path), "--configs", str(tmp_path / "c")])
+    assert result.exit_code == 0, result.output
+    title, regret_line, matter, dead, few = result.stdout.splitlines()
+    assert title == "rmsnorm_bwd optimized none: 2 cases, 52 trials (42 ok, 10 spills)"
+    assert regret_line.startswith("  within 2 % of the best after 2 of 26 trials (median; worst 2); ")
+    assert matter.startswith("  knobs that matter: stages ") and dead.startswith("  never within 2 %: stages=2 (-")
+    assert few == "  1 config keeps every case (2) within 2 % of its best (worst 0.0 %)"
+    monkeypatch.setattr("kerneltune.tuning.run.run_tune", lambda *_: [])
+    assert CliRunner().invoke(app, ["tune", "rmsnorm", "--results", str(tmp_path)]).stdout == ""  # nothing was lacking
+
+
 def test_insight_without_trials_says_where_it_looked(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["insight", "rmsnorm", "--gpu", "gone", "--results", str(tmp_path)])
     assert (result.exit_code, result.stdout) == (0, f"no trials of rmsnorm in {tmp_path}/runs/trials/gone\n")

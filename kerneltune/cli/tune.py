@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from kerneltune.cli import options as o
+from kerneltune.cli.insight import groups, show_short
 from kerneltune.cli.progress import reporter
 
 
@@ -41,8 +42,9 @@ def command(
 ) -> None:
     """Search the best config of every case; it replaces the present one only where it is measurably faster.
 
-    Every trial is kept, so an interrupted search resumes. The expected gain is the mean, over joint draws of a Gaussian
-    process, of how far the fastest untried config lies below the best so far.
+    Ends with what the trials say, in short; `insight` says more. Every trial is kept, so an interrupted search resumes. The
+    expected gain is the mean, over joint draws of a Gaussian process, of how far the fastest untried config lies below the
+    best so far.
     """
     from kerneltune import sweep
 
@@ -58,4 +60,11 @@ def command(
         configs=configs, results=results, workers=workers,
     )  # fmt: skip
     with reporter() as progress:
-        run_tune(known, selection, options, progress)
+        stored = run_tune(known, selection, options, progress)
+    if stored:
+        from kerneltune import device
+        from kerneltune.plan import results_root
+
+        folder = results_root(options) / "runs" / "trials" / device.current().slug
+        for title, searches in groups(known, selection, policy, folder).items():
+            show_short(title, searches)
