@@ -12,8 +12,8 @@ import pytest
 from fleet_jobs import DIE, LOG, WORKS
 from versus_jobs import H200
 
-from kerneltune import cache, device
-from kerneltune.plan import Options, Quiet
+from kerneltune import cache, device, ops
+from kerneltune.plan import Options, Quiet, Selection
 from kerneltune.search import spaces
 from kerneltune.tuning import run
 from kerneltune.tuning.cluster import RayWorkers
@@ -188,3 +188,16 @@ def test_every_worker_has_its_share_of_the_cores(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     assert [share_of_cores(i, 3) for i in range(3)] == [{0, 1}, {2, 3, 4}, {5, 6, 7}]
     assert share_of_cores(0, 9) is None
+
+
+@pytest.mark.gpu
+def test_a_gpu_of_this_host_is_tuned_on(tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(
+        "family: tiny\nops: [stream]\ndefaults: {dtype: int32}\nbench:\n  - {name: big, read: 67108864, write: 67108864}\n"
+    )
+    options = Options(results=tmp_path / "results", configs=tmp_path / "configs", gpus="1")
+    progress = Spoken()
+    (entry,) = run.run_tune(ops.load(), Selection(str(tmp_path / "tiny.yaml")), options, progress)
+    assert entry.evidence["time_us"] <= 1.05 * entry.evidence["default_us"]
+    assert progress.notes[-1].startswith("GPU idle for ")
+    assert run.run_tune(ops.load(), Selection(str(tmp_path / "tiny.yaml")), options, progress) == []

@@ -15,10 +15,11 @@ from triton.runtime.errors import OutOfResources
 from typer.testing import CliRunner
 from versus_jobs import CASE, H200, OP, VARIANT, Bench, Knobs
 
-from kerneltune import device
+from kerneltune import device, ops
 from kerneltune.cli import app
 from kerneltune.plan import Options, Quiet
 from kerneltune.search.loop import Search
+from kerneltune.spec import Case
 from kerneltune.tuning import versus
 from kerneltune.tuning.bench import Named
 from kerneltune.tuning.tuners import EXHAUSTIVE, US, Found, Task, by_helion, by_triton, finalists
@@ -81,6 +82,11 @@ def test_a_space_of_one_config_is_no_contest(options: Options) -> None:
         contest(OP, CASE, VARIANT, (("block", ("3",)), ("warps", ("8",))), Search(), options, Quiet(), SIDES, Bench)
 
 
+def test_a_space_is_narrowed_to_what_it_offers(options: Options) -> None:
+    with pytest.raises(ValueError, match="^fake optimized: M=8 bfloat16 none: knob: 3: expected one of 1, 2, 4, 8$"):
+        contest(OP, CASE, VARIANT, (("warps", ("8", "3")),), Search(), options, Quiet(), SIDES, Bench)
+
+
 def test_nothing_found_is_an_error(options: Options) -> None:
     with pytest.raises(ValueError, match="no side found a config: RuntimeError: no config found$"):
         contest(OP, CASE, VARIANT, (), Search(), options, Quiet(), {"Third": versus_jobs.broken}, Bench)
@@ -138,3 +144,16 @@ def test_without_a_gpu_the_command_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     assert (result.exit_code, result.stderr) == (2, "error: versus needs a GPU: in the interpreter nothing can be timed\n")
     assert CliRunner().invoke(app, ["versus", "rmsnorm", "--case", "no-such"]).stderr.startswith("error: case: none selected")
     assert CliRunner().invoke(app, ["versus", "rmsnorm", "--restrict", "warps"]).exit_code == 2
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_our_config_is_as_good_as_that_of_the_exhaustive_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # the GPU is real
+    op = ops.load()["stream"]
+    case = Case("big", (("read", 64 << 20), ("write", 64 << 20)), "int32")
+    options = Options(results=tmp_path / "results", configs=tmp_path / "configs")
+    found = contest(op, case, op.variants[0], (), Search(until_gain=0.01), options, Quiet())
+    lines = {line.name: line for line in found.lines}
+    for name in (US, EXHAUSTIVE):
+        gap = lines[name].gap
+        assert gap is not None and gap.median <= 0.03, lines[name]

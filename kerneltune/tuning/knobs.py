@@ -24,12 +24,19 @@ def widened(variant: Variant, knobs: Given) -> Variant:
 
 
 def narrowed(variant: Variant, knobs: Given) -> Variant:
-    """The variant with these values only to some knobs of its space.
+    """The variant with these values only to some knobs of its space; a space that lacks one of them raises ValueError.
 
     Raises:
         ValueError: a knob that the variant does not have, or a value of another type.
     """
-    return _changed(variant, knobs, lambda _offered, given: given)
+    return _changed(variant, knobs, _some_of)
+
+
+def _some_of(offered: _Values, given: _Values) -> _Values:
+    missing = [value for value in given if value not in offered]
+    if missing:
+        raise ValueError(f"knob: {missing[0]!r}: expected one of {', '.join(map(str, offered))}")
+    return given
 
 
 def _changed(variant: Variant, knobs: Given, change: Callable[[_Values, _Values], _Values]) -> Variant:
