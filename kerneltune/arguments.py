@@ -31,3 +31,9 @@ def check_like(name: str, t: torch.Tensor, shape: tuple[int, ...], dtype: torch.
         raise ValueError(f"{name} must be {shape} {dtype} on {where}, got {tuple(t.shape)} {t.dtype} on {t.device}")
     if t.ndim == 1 and t.shape[0] > 1 and t.stride(0) != 1:
         raise ValueError(f"{name} must be contiguous, got strides {t.stride()}")
+
+
+def in_pairs(x: torch.Tensor) -> bool:
+    """Whether the rows of x (M, N) are 16-bit numbers that can be read two by two, as int32."""
+    even = x.shape[1] % 2 == 0 and (x.stride(0) % 2 == 0 or x.shape[0] == 1) and x.storage_offset() % 2 == 0
+    return x.element_size() == 2 and even

@@ -10,7 +10,9 @@ import torch
 from kerneltune import device
 from kerneltune.tl_lib import is_cuda
 
-_REGISTERS = 65536
+_QUARTER = 16384
+"""Registers of a quarter of a multiprocessor, which holds every fourth warp."""
+
 _MAX_REGISTERS = 255
 
 
@@ -28,5 +30,5 @@ def phases(warps: int, ctas: int, together: bool = True) -> list[tuple[int, dict
     """
     if not is_cuda():
         return [(1, {}), (2, {})]
-    limit = {"maxnreg": min(_MAX_REGISTERS, _REGISTERS // (32 * warps * ctas) // 8 * 8)}
+    limit = {"maxnreg": min(_MAX_REGISTERS, _QUARTER // (32 * -(-warps * ctas // 4)) // 8 * 8)}
     return [(0, limit | {"launch_cooperative_grid": True})] if together else [(1, limit), (2, limit)]

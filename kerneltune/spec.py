@@ -88,6 +88,10 @@ def _no_space(_case: Case) -> Space:
     return {}
 
 
+def _nothing_promising(_case: Case) -> tuple[Config, ...]:
+    return ()
+
+
 @dataclass(frozen=True)
 class Variant:
     """One implementation of an operator.
@@ -101,6 +105,7 @@ class Variant:
         default: case -> the config used where the cache knows none.
         unsupported: case -> None, or why this variant cannot take the case.
         requires: packages that must import; a variant that requires any is a peer.
+        promising: case -> configs of the space that every search tries, after the default.
     """
 
     name: str
@@ -111,6 +116,7 @@ class Variant:
     default: Callable[[Case], Config] | None = None
     unsupported: Callable[[Case], str | None] = _nothing_unsupported
     requires: tuple[str, ...] = ()
+    promising: Callable[[Case], tuple[Config, ...]] = _nothing_promising
 
     @property
     def is_peer(self) -> bool:

@@ -14,6 +14,11 @@ FP8_DTYPES = {
     "e4m3fnuz": torch.float8_e4m3fnuz,
     "e5m2fnuz": torch.float8_e5m2fnuz,
 }
+TL_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+"""What kernels are told that words of two numbers hold."""
+
+TL_FP8 = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5, "e4m3fnuz": tl.float8e4b8, "e5m2fnuz": tl.float8e5b16}
+
 FP8_MAX = {name: torch.finfo(dtype).max for name, dtype in FP8_DTYPES.items()}
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -29,12 +34,18 @@ def is_cuda():
 
 
 @triton.jit
-def quantize(y, scale, FP8_MAX: tl.constexpr, dtype: tl.constexpr):
-    """Saturating cast of fp32 to fp8, round to nearest even; NaN stays NaN. The conversion of CUDA saturates by itself."""
+def saturate(y, FP8_MAX: tl.constexpr):
+    """fp32 within what fp8 holds; NaN stays NaN. On CUDA y as it is: the conversion saturates by itself."""
     if is_cuda():
-        return (y * scale).to(dtype)
+        return y
     else:
-        return tl.clamp(y * scale, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL).to(dtype)
+        return tl.clamp(y, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def quantize(y, scale, FP8_MAX: tl.constexpr, dtype: tl.constexpr):
+    """Saturating cast of fp32 to fp8, round to nearest even; NaN stays NaN."""
+    return saturate(y * scale, FP8_MAX).to(dtype)
 
 
 @triton.jit
@@ -105,6 +116,12 @@ def half_to_fp32(w, HALF: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
+def values(x, HALF: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr):
+    """The numbers of a tile, or under PAIRS of a half of each of its words, as fp32."""
+    return half_to_fp32(x, HALF, dtype) if PAIRS == 2 else x.to(tl.float32)
+
+
+@triton.jit
 def magnitude_to_fp32(m, dtype: tl.constexpr):
     """The fp32 value of a `magnitude` of that dtype; m may have been widened to int32."""
     if dtype.primitive_bitwidth == 32:
@@ -133,10 +150,12 @@ def load_constant(ptr):
 def held(x):
     """x, unchanged, but no longer known to the compiler as the value it came from.
 
-    A 16-bit tile that is needed on both sides of a reduction is otherwise kept as fp32, in twice the registers.
+    16-bit numbers that are needed on both sides of a reduction are otherwise kept as fp32, in twice the registers.
     """
     if is_cuda() and x.dtype.primitive_bitwidth == 16:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    elif is_cuda() and x.dtype == tl.int32:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
     return x
 
 
@@ -220,6 +239,53 @@ def pack_bytes(q0, q1, q2, q3):
 
 
 @triton.jit
+def words_of_pairs(p0, p1, p2, p3):
+    """Four tiles of int16, each of two bytes, to two of uint32: a word of the four lower bytes and one of the four upper ones.
+
+    The first tile's bytes are the lowest. Byte permutes, as in `pack_bytes`.
+    """
+    if is_cuda():
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t0, t1, t2, t3;
+            prmt.b32 t0, $4, $5, 0x5140;
+            prmt.b32 t1, $6, $7, 0x5140;
+            prmt.b32 t2, $4, $5, 0x7362;
+            prmt.b32 t3, $6, $7, 0x7362;
+            prmt.b32 $0, t0, t1, 0x5410;
+            prmt.b32 $1, t2, t3, 0x5410;
+            prmt.b32 $2, t0, t1, 0x7632;
+            prmt.b32 $3, t2, t3, 0x7632;
+            }""",
+            "=&r,=&r,=&r,=&r,r,r,r,r", [p0, p1, p2, p3], dtype=(tl.uint32, tl.uint32), is_pure=True, pack=2)  # fmt: skip
+    else:
+        w0 = p0.to(tl.uint16, bitcast=True).to(tl.uint32)
+        w1 = p1.to(tl.uint16, bitcast=True).to(tl.uint32)
+        w2 = p2.to(tl.uint16, bitcast=True).to(tl.uint32)
+        w3 = p3.to(tl.uint16, bitcast=True).to(tl.uint32)
+        lower = (w0 & 0xFF) | ((w1 & 0xFF) << 8) | ((w2 & 0xFF) << 16) | ((w3 & 0xFF) << 24)
+        upper = (w0 >> 8) | ((w1 >> 8) << 8) | ((w2 >> 8) << 16) | ((w3 >> 8) << 24)
+        return lower, upper
+
+
+@triton.jit
+def to_pairs(low, high, dtype: tl.constexpr):
+    """Two tiles of fp32, rounded to a 16-bit type, to one of int32 words, `low` in the lower half."""
+    if is_cuda() and dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1
+        )
+    elif is_cuda() and dtype == tl.float16:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        lower = low.to(dtype).to(tl.uint16, bitcast=True).to(tl.uint32)
+        upper = high.to(dtype).to(tl.uint16, bitcast=True).to(tl.uint32)
+        return (lower | (upper << 16)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
 def store_transposed(q_ptr, base, ld, lo, hi, live, qs, JAGGED: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr):
     """Rows [lo, hi) of four fp8 sub-tiles (QUADS, COLS), of which sub-tile k has the rows 4i + k, to byte base + col * ld + row.
 
@@ -254,7 +320,7 @@ def store_transposed_words(q_ptr, base, ld, lo, hi, live, words, JAGGED: tl.cons
     if not EVEN:
         mask = mask & live[:, None]
     word_ptr = q_ptr.to(tl.pointer_type(tl.int32)) + base // 4
-    tl.store(word_ptr + (cols[:, None] * (ld // 4) + quads[None, :]), tl.trans(words), mask=mask)
+    tl.store(word_ptr + (cols[:, None] * (ld // 4) + quads[None, :]), tl.trans(words), mask=mask, cache_modifier=".cs")
     if JAGGED:
         if (lo % 4 != 0) | (hi % 4 != 0):
             byte_ptr = q_ptr.to(tl.pointer_type(tl.uint8)) + base
@@ -271,124 +337,3 @@ def _store_end(byte_ptr, quad, ld, lo, hi, live, packed):
     for k in tl.static_range(4):
         row = quad * 4 + k
         tl.store(byte_ptr + (cols * ld + row), (word >> (8 * k)).to(tl.uint8), mask=live & (row >= lo) & (row < hi))
-
-
-@triton.jit
-def launch_tag(ws_ptr):
-    """The number of this launch on its workspace, never 0: what `publish` marks its words with."""
-    return tl.load(ws_ptr.to(tl.pointer_type(tl.int32)), volatile=True).to(tl.uint32) + 1
-
-
-@triton.jit
-def close_launch(ws_ptr, tag):
-    """Every program of the launch calls this last; the last one to do so gives the next launch another tag."""
-    arrived_ptr = ws_ptr.to(tl.pointer_type(tl.int32)) + 32
-    if tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
-        tl.store(arrived_ptr, 0)
-        tl.store(ws_ptr.to(tl.pointer_type(tl.uint32)), tag)
-
-
-@triton.jit
-def publish(ws_ptr, index, value, tag, mask):
-    """Store the fp32 `value` with `tag` in one 64-bit word, which other programs of this launch can wait for."""
-    word = (tag.to(tl.uint64) << 32) | value.to(tl.uint32, bitcast=True).to(tl.uint64)
-    tl.store(ws_ptr + 32 + index, word.to(tl.int64, bitcast=True), mask=mask, cache_modifier=".cg")
-
-
-@triton.jit
-def published(ws_ptr, index):
-    """The fp32 values that an earlier launch published."""
-    word = tl.load(ws_ptr + 32 + index, cache_modifier=".cg").to(tl.uint64, bitcast=True)
-    return (word & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def await_published(ws_ptr, index, tag):
-    """The fp32 values that other programs of this launch publish under `tag`; every thread spins on its own word.
-
-    All programs that publish them must be resident: launch cooperatively.
-    """
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .pred p;
-        .reg .b64 w;
-        .reg .b32 t;
-        AGAIN_${:uid}:
-        ld.relaxed.gpu.global.b64 w, [$1];
-        mov.b64 {$0, t}, w;
-        setp.ne.b32 p, t, $2;
-        @p bra AGAIN_${:uid};
-        }""",
-        "=&r,l,r", [(ws_ptr + 32 + index).to(tl.int64), tag], dtype=tl.float32, is_pure=False, pack=1)  # fmt: skip
-
-
-@triton.jit
-def await_published4(ws_ptr, index, STEP: tl.constexpr, tag):
-    """`await_published` of the four words at index, index + STEP, …, all in flight together."""
-    first = (ws_ptr + 32 + index).to(tl.int64)
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .pred p;
-        .reg .b64 w0, w1, w2, w3;
-        .reg .b32 t0, t1, t2, t3;
-        AGAIN_${:uid}:
-        ld.relaxed.gpu.global.b64 w0, [$4];
-        ld.relaxed.gpu.global.b64 w1, [$5];
-        ld.relaxed.gpu.global.b64 w2, [$6];
-        ld.relaxed.gpu.global.b64 w3, [$7];
-        mov.b64 {$0, t0}, w0;
-        mov.b64 {$1, t1}, w1;
-        mov.b64 {$2, t2}, w2;
-        mov.b64 {$3, t3}, w3;
-        setp.ne.b32 p, t0, $8;
-        setp.ne.or.b32 p, t1, $8, p;
-        setp.ne.or.b32 p, t2, $8, p;
-        setp.ne.or.b32 p, t3, $8, p;
-        @p bra AGAIN_${:uid};
-        }""",
-        "=&r,=&r,=&r,=&r,l,l,l,l,r",
-        [first, first + 8 * STEP, first + 16 * STEP, first + 24 * STEP, tag],
-        dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=False, pack=1)  # fmt: skip
-
-
-@triton.jit
-def raise_published(ws_ptr, index, value, tag, mask):
-    """Raise word `index` to at least the fp32 `value` ≥ 0 of this launch; NaN stands above infinity."""
-    word = (tag.to(tl.uint64) << 32) | value.to(tl.uint32, bitcast=True).to(tl.uint64)
-    tl.atomic_max((ws_ptr + 32 + index).to(tl.pointer_type(tl.uint64)), word, mask=mask, sem="relaxed")
-
-
-@triton.jit
-def arrive(ws_ptr, index, tag, live):
-    """Count this program in at word `index`, if `live`, after all that its threads raised or published before.
-
-    The word is first raised to this launch's zero, so that nobody has to clear it.
-    """
-    counter_ptr = (ws_ptr + 32 + index).to(tl.pointer_type(tl.uint64))
-    if is_cuda():  # a barrier that Triton does not see: it pipelines no loop that has one
-        tl.inline_asm_elementwise("bar.sync 0; mov.b32 $0, 0;", "=r,r", [index], dtype=tl.int32, is_pure=False, pack=1)
-    else:
-        tl.debug_barrier()
-    tl.atomic_max(counter_ptr, tag.to(tl.uint64) << 32, mask=live, sem="relaxed")
-    tl.atomic_add(counter_ptr, tl.full((), 1, tl.uint64), mask=live, sem="release")
-
-
-@triton.jit
-def await_arrivals(ws_ptr, index, count, tag):
-    """Wait until `count` programs of this launch have arrived at word `index`; then their words can be read.
-
-    All of them must be resident: launch cooperatively. The loads that follow in the thread go to L2, as this one does, and are
-    not issued before it has seen the last arrival.
-    """
-    word = (tag.to(tl.uint64) << 32) | tl.full((), 0, tl.uint64) + count
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred p;
-        .reg .b64 w;
-        AGAIN_${:uid}:
-        ld.relaxed.gpu.global.b64 w, [$1];
-        setp.ne.b64 p, w, $2;
-        @p bra AGAIN_${:uid};
-        mov.b32 $0, 0;
-        }""",
-        "=&r,l,l", [(ws_ptr + 32 + index).to(tl.int64), word], dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip

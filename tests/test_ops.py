@@ -13,7 +13,9 @@ from kerneltune.spec import Case, Op
 OPS = ops.load()
 ON_GPU = torch.cuda.is_available()
 WHERE = "cuda" if ON_GPU else "cpu"
-FAMILIES = ("rmsnorm", "fp8_rowwise", "fp8_weights", "fp8_groups", "fp8_tensorwise", "fp8_transpose", "multi_cast")
+FAMILIES = (
+    "rmsnorm", "fp8_rowwise", "fp8_weights", "fp8_groups", "fp8_tensorwise", "fp8_transpose", "fp8_grouped_gemm", "multi_cast",
+)  # fmt: skip
 SWEEPS = {family: sweep.load(sweep.find(family), OPS) for family in FAMILIES}
 RMSNORM = SWEEPS["rmsnorm"]
 CHECKS = [entry for found in SWEEPS.values() for entry in found.check]
@@ -24,6 +26,8 @@ STREAM = Case("small", (("read", 40_000), ("write", 20_000)), "int32")
 def elements(case: Case) -> int:
     """Of the largest input."""
     sizes = dict(case.axes)
+    if "E" in sizes and "M" in sizes:  # tokens and weights, or the tokens twice
+        return max(sizes["M"] * max(sizes["N"], sizes["K"]), sizes["E"] * sizes["N"] * sizes["K"])
     sizes.pop("G", None)
     widths = [sizes.pop(axis) for axis in ("N1", "N2") if axis in sizes]
     return math.prod(sizes.values()) * (sum(widths) if widths else 1)

@@ -3,6 +3,7 @@
 import itertools
 import statistics
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -56,6 +57,14 @@ def test_a_default_outside_the_space_is_tried_too(setting: Setting) -> None:
     variant = Variant("optimized", nothing, Small, small_space, default=lambda _: Small(768, 3))
     pool = candidates(op_of(variant), CASE, variant, "cold", setting.store())
     assert pool[0] == Small(768, 3) and len(pool) == 26 == len(set(pool))
+
+
+def test_what_is_promising_is_tried_first_where_the_space_has_it(setting: Setting) -> None:
+    wanted = (Large(1024, 16, 4, 4), Large(512, 2, 3, 1))
+    variant = replace(LARGE, promising=lambda _case: (*wanted, Large(96, 1, 1, 0)))
+    tuner = setting.tuner(variant, tables(0))
+    setting.tune(tuner, Search(trials=12))
+    assert tuner.evaluated[:3] == [Large(64, 1, 1, 0), *wanted] and Large(96, 1, 1, 0) not in tuner.evaluated
 
 
 def test_configs_that_are_not_valid_are_not_tried(setting: Setting) -> None:

@@ -297,14 +297,14 @@ def _begin(tuner: Tuner, compiling: Callable[[Config], Compiling], config: Confi
 
 
 def starting_points(tuner: Tuner, pool: Sequence[Config], root: Path | None) -> list[Config]:
-    """The default, then what the cache holds for this case, the nearest sizes and the other 16-bit type."""
+    """The default, what is promising, then what the cache holds for this case, the nearest sizes and the other 16-bit type."""
     op, case, variant = tuner.op, tuner.case, tuner.variant
     near = cache.candidates(
         op.name, variant.name, device.current().slug, case.axes, case.dtype, case.quant, case.options, tuner.policy,
         op.free_axes, root,
     )  # fmt: skip
     offered = set(pool)
-    found = [pool[0]]
+    found = [pool[0], *(config for config in variant.promising(case) if config in offered)]
     for hit in sorted(near, key=lambda hit: hit.distance)[:_NEIGHBOURS]:
         try:
             config = variant.config_from(hit.entry.config)

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from kerneltune.arguments import ITEMSIZE
+from kerneltune.arguments import ITEMSIZE, in_pairs
 from kerneltune.launch import phases, resident
 from kerneltune.ops.fp8 import groups, reference, rows
 from kerneltune.ops.fp8.both_kernels import cast_both
-from kerneltune.ops.fp8.common import TL_DTYPES, best_config, check_format, check_weights, in_pairs, scale_of_nothing
+from kerneltune.ops.fp8.common import best_config, check_format, check_weights, scale_of_nothing
 from kerneltune.spec import Case, Inputs, Outputs, Space, Traffic
-from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX
+from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX, TL_DTYPES
 from kerneltune.workspace import workspace
 
 _SHARED_BYTES = 225_000

@@ -8,24 +8,20 @@ experts are small enough, else from memory. 16-bit numbers come in PAIRS, as int
 import triton
 import triton.language as tl
 
-from kerneltune.ops.fp8.tiles import locate_in_weights, raise_columns, values
+from kerneltune.ops.fp8.tiles import locate_in_weights, raise_columns
+from kerneltune.tl_exchange import arrive, await_arrivals, close_launch, launch_tag, published, raise_published
 from kerneltune.tl_lib import (
     amax_to_scale,
-    arrive,
-    await_arrivals,
-    close_launch,
     half_to_fp32,
-    launch_tag,
     magnitude,
     magnitude_to_fp32,
-    published,
-    raise_published,
     reciprocal,
     store_transposed,
     store_transposed_words,
     to_fp8,
     to_fp8_pair,
     to_fp8_words,
+    values,
     wide,
 )
 

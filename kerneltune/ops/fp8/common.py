@@ -8,14 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton.language as tl
 
 from kerneltune import cache, device
 from kerneltune.arguments import DTYPE_NAMES
 from kerneltune.spec import Case, Option
 from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX
-
-TL_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 QUANT_OPTIONS: tuple[tuple[str, Option], ...] = (("fp8_format", "e4m3"), ("pow2", True), ("inverse", False), ("special", False))
 """The options under which configs are cached; they do not change which config is best."""
@@ -51,12 +48,6 @@ def check_offs(offs: torch.Tensor, where: torch.device) -> None:
     """
     if offs.ndim != 1 or offs.shape[0] == 0 or offs.dtype != torch.int32 or offs.device != where:
         raise ValueError(f"offs must be (G,) int32 on {where}, got {tuple(offs.shape)} {offs.dtype} on {offs.device}")
-
-
-def in_pairs(x: torch.Tensor) -> bool:
-    """Whether the rows of x (M, N) are 16-bit numbers that can be read two by two, as int32."""
-    even = x.shape[1] % 2 == 0 and (x.stride(0) % 2 == 0 or x.shape[0] == 1) and x.storage_offset() % 2 == 0
-    return x.element_size() == 2 and even
 
 
 def scale_of_nothing(fp8_format: str, pow2: bool, inverse: bool) -> float:

@@ -9,21 +9,19 @@ from typing import Any
 import torch
 import triton
 
-from kerneltune.arguments import DTYPE_NAMES, ITEMSIZE
+from kerneltune.arguments import DTYPE_NAMES, ITEMSIZE, in_pairs
 from kerneltune.launch import phases, resident
 from kerneltune.ops.fp8 import kernels, reference
 from kerneltune.ops.fp8.common import (
     QUANT_OPTIONS,
-    TL_DTYPES,
     best_config,
     check_format,
     check_offs,
     check_weights,
-    in_pairs,
     scale_of_nothing,
 )
 from kerneltune.spec import Case, Inputs, Outputs, Space, Traffic
-from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX
+from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX, TL_DTYPES
 from kerneltune.workspace import workspace
 
 _SHARED_BYTES = 225_000

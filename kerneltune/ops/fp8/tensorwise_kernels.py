@@ -9,16 +9,12 @@ import triton
 import triton.language as tl
 
 from kerneltune.ops.fp8.tiles import locate_block, start_of
+from kerneltune.tl_exchange import close_launch, launch_tag, publish, published, raise_published
 from kerneltune.tl_lib import (
     amax_to_scale,
-    close_launch,
-    launch_tag,
     load_constant,
     magnitude,
     magnitude_to_fp32,
-    publish,
-    published,
-    raise_published,
     reciprocal,
     store_transposed,
     to_fp8,

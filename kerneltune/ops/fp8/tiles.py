@@ -6,15 +6,8 @@ A stripe is COLS columns of a group, a tile ROWS rows of a stripe. Tiles of a st
 import triton
 import triton.language as tl
 
-from kerneltune.tl_lib import (
-    half_to_fp32,
-    load_constant,
-    magnitude,
-    magnitude_of_pairs,
-    magnitude_to_fp32,
-    raise_published,
-    wide,
-)
+from kerneltune.tl_exchange import raise_published
+from kerneltune.tl_lib import load_constant, magnitude, magnitude_of_pairs, magnitude_to_fp32, wide
 
 
 @triton.jit
@@ -105,12 +98,6 @@ def locate_fitted(tile, table_ptr, offs_ptr, stripes, G, GROUPS_LOG2: tl.constex
         start - first_row,
         tl.where(live, load_constant(offs_ptr + group) - first_row, 0),
     )
-
-
-@triton.jit
-def values(x, HALF: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr):
-    """The numbers of a tile, or under PAIRS of a half of each of its words, as fp32."""
-    return half_to_fp32(x, HALF, dtype) if PAIRS == 2 else x.to(tl.float32)
 
 
 @triton.jit

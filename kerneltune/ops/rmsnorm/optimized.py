@@ -10,16 +10,18 @@ import torch
 import triton
 
 from kerneltune import cache, device
-from kerneltune.arguments import DTYPE_NAMES, ITEMSIZE, check_like, check_matrix
+from kerneltune.arguments import DTYPE_NAMES, ITEMSIZE, check_like, check_matrix, in_pairs
 from kerneltune.launch import phases, resident
-from kerneltune.ops.rmsnorm import kernels
+from kerneltune.ops.rmsnorm import backward_kernels, kernels
 from kerneltune.ops.rmsnorm.reference import EPS
+from kerneltune.ops.rmsnorm.transpose_kernel import _rmsnorm_fwd_transpose
 from kerneltune.spec import Case, Inputs, Outputs, Space
-from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX
+from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX, TL_DTYPES, TL_FP8
 from kerneltune.workspace import workspace
 
 _SHARED_BYTES = 225_000
 _MAX_PARTS = 64
+_MAX_PARTS_OF_TILE = 128
 _FWD_OPTIONS = (("zero_centered", False), ("fp8_format", "e4m3"), ("row_pad", 0))
 _BWD_OPTIONS = (("zero_centered", False),)
 
@@ -44,10 +46,11 @@ class FwdConfig:
 
 @dataclass(frozen=True, slots=True)
 class BwdConfig:
-    """Backward: rows, cols, warps, ctas and stages as in FwdConfig; reduce_cols: columns per program of the dγ reduction."""
+    """Backward: reduce_cols, columns per program of the dγ reduction; all others as in FwdConfig."""
 
     rows: int
     cols: int
+    split: bool
     warps: int
     ctas: int
     stages: int
@@ -139,17 +142,21 @@ def rmsnorm_bwd(
     if config is None:
         config = _best("rmsnorm_bwd", "none", x)
     c = config
-    parts, tiles = triton.cdiv(N, c.cols), triton.cdiv(M, c.rows)
+    loads, tiles = triton.cdiv(N, c.cols), triton.cdiv(M, c.rows)
+    parts, chunks = (loads, 1) if c.split else (1, loads)
     groups = _groups(x, tiles, parts, c.ctas)
     partials = torch.empty((groups, N), dtype=torch.float32, device=x.device)
     ws = workspace(tiles * parts * c.rows, x.device) if parts > 1 else None
+    # 16-bit numbers in pairs, where the width and addresses allow
+    pairs = 2 if in_pairs(x) and in_pairs(dz) and weight.storage_offset() % 2 == 0 else 1
+    words = [t.view(torch.int32) if pairs == 2 else t for t in (dz, x, weight, dx)]
     for phase, options in _phases(parts, c):
-        kernels._rmsnorm_bwd_main[(groups * parts,)](
-            dz, x, rsigma, weight, dx, partials, ws, M, N,
-            ZERO_CENTERED=zero_centered, ROWS=c.rows, COLS=c.cols, PARTS=parts, PHASE=phase, EVEN=N % c.cols == 0,
-            STAGES=c.stages, num_warps=c.warps, **options,
+        backward_kernels._rmsnorm_bwd_main[(groups * parts,)](
+            words[0], words[1], rsigma, words[2], words[3], partials, ws, M, N // pairs,
+            ZERO_CENTERED=zero_centered, ROWS=c.rows, COLS=c.cols // pairs, CHUNKS=chunks, PARTS=parts, PHASE=phase, PAIRS=pairs,
+            dtype=TL_DTYPES[x.dtype], STAGES=c.stages, num_warps=c.warps, **options,
         )  # fmt: skip
-    kernels._rmsnorm_bwd_dgamma[(triton.cdiv(N, c.reduce_cols),)](
+    backward_kernels._rmsnorm_bwd_dgamma[(triton.cdiv(N, c.reduce_cols),)](
         partials, dgamma, groups, N, ROWS=4096 // c.reduce_cols, COLS=c.reduce_cols, num_warps=8
     )
     return dx, dgamma
@@ -176,16 +183,21 @@ def _launch_rows(x, weight, y, rsigma, scale, amax, scale_inv, eps, zero_centere
 
 
 def _launch_transpose(x, weight, y, y_t, rsigma, scale, amax, scale_inv, eps, zero_centered, fp8_format, c) -> None:
-    M, N = x.shape
-    parts, tiles = triton.cdiv(N, c.cols), triton.cdiv(M, c.rows)
-    packed = M % 4 == 0
-    ws = workspace(tiles * parts * c.rows, x.device) if parts > 1 else None
+    M = x.shape[0]
+    # 16-bit numbers in pairs, where widths and addresses allow
+    pairs = 2 if in_pairs(x) and weight.storage_offset() % 2 == 0 else 1
+    dtype, fp8 = TL_DTYPES[x.dtype], TL_FP8[fp8_format]
+    if pairs == 2:
+        x, weight, y = x.view(torch.int32), weight.view(torch.int32), y.view(torch.int16)
+    cols = c.cols // pairs
+    parts, tiles = triton.cdiv(x.shape[1], cols), triton.cdiv(M, c.rows)
+    ws = workspace(tiles * c.rows * (parts + 1), x.device) if parts > 1 else None
     for phase, options in _phases(parts, c):
-        kernels._rmsnorm_fwd_transpose[(_groups(x, tiles, parts, c.ctas) * parts,)](
-            x, weight, y, y_t.view(torch.int32 if packed else torch.uint8), rsigma, scale, amax, scale_inv, ws,
-            M, N, x.stride(0), eps,
-            ZERO_CENTERED=zero_centered, FP8_MAX=FP8_MAX[fp8_format], ROWS=c.rows, COLS=c.cols, PARTS=parts, PHASE=phase,
-            EVEN=N % c.cols == 0, PACKED=packed, STAGES=c.stages, RELOAD=c.reload, num_warps=c.warps, **options,
+        _rmsnorm_fwd_transpose[(_groups(x, tiles, parts, c.ctas) * parts,)](
+            x, weight, y, y_t.view(torch.uint8), rsigma, scale, amax, scale_inv, ws, M, eps,
+            N=x.shape[1], stride=x.stride(0), ZERO_CENTERED=zero_centered, FP8_MAX=FP8_MAX[fp8_format],
+            ROWS=c.rows, COLS=cols, PAIRS=pairs, dtype=dtype, fp8=fp8, PHASE=phase,
+            EVEN_ROWS=M % c.rows == 0, PACKED=M % 4 == 0, STAGES=c.stages, num_warps=c.warps, **options,
         )  # fmt: skip
 
 
@@ -227,8 +239,8 @@ def space_fwd(case: Case) -> Space:
     whole = _power_of_two(case["N"])
     if case.quant == "fp8_t":
         cols = (128, 256, 512) if whole <= 16384 else (256, 512, 1024)
-        shape: Space = {"rows": (16, 32, 64), "cols": cols, "split": (True,), "warps": (4, 8, 16)}
-        return {**shape, "ctas": (1, 2, 4), "stages": (2, 3), "reload": (False, True)}
+        shape: Space = {"rows": (16, 32, 64, 128), "cols": cols, "split": (True,), "warps": (2, 4, 8, 16)}
+        return {**shape, "ctas": (1, 2, 3, 4, 6, 8), "stages": (1, 2), "reload": (True,)}
     long = whole > 8192
     smallest = max(512, whole >> 3 if case["N"] % 8 or long else whole >> 1)
     return {
@@ -243,19 +255,26 @@ def space_fwd(case: Case) -> Space:
 
 
 def space_bwd(case: Case) -> Space:
-    """Tiles of up to four rows, one program to a row up to 16384 columns."""
+    """Tiles of up to four rows, one program to a row or several."""
     whole = _power_of_two(case["N"])
-    cols = (whole,) if whole <= 4096 else (2048, 4096, 8192) if whole <= 8192 else (1024, 2048, 4096, 8192, 16384)
-    return {"rows": (1, 2, 4), "cols": cols, "warps": (4, 8, 16), "ctas": (1, 2, 4), "stages": (2, 3), "reduce_cols": (32,)}
+    smallest = max(1024, whole >> 3 if whole > 4096 else whole >> 2)
+    cols = tuple(cols for cols in (whole >> k for k in range(5)) if smallest <= cols <= 16384 or cols == whole <= 4096)
+    return {
+        "rows": (1, 2, 4),
+        "cols": cols,
+        "split": (False, True) if whole > 4096 else (False,),
+        "warps": (4, 8, 16, 32) if whole > 8192 else (4, 8, 16),
+        "ctas": (1, 2, 4),
+        "stages": (2, 3, 4),
+        "reduce_cols": (32,),
+    }
 
 
 def valid_fwd(case: Case, config: FwdConfig) -> str | None:
     """Why a forward config cannot run, or cannot be worth running."""
     loads = triton.cdiv(case["N"], config.cols)
     if case.quant == "fp8_t":
-        if not config.split or config.rows % 4 or config.stages < 2:
-            return "a transpose needs tiles of a multiple of 4 rows, split, with a pipeline of loads"
-        return _invalid_tile(case, config.rows * config.cols, loads, config, tensors=1)
+        return _invalid_transpose(case, loads, config)
     if config.split and loads == 1:
         return "one load holds the row: nothing to split"
     if not config.split and loads > 1 and loads * config.cols * 3 > _power_of_two(case["N"]) * 4:
@@ -272,7 +291,33 @@ def valid_fwd(case: Case, config: FwdConfig) -> str | None:
 
 def valid_bwd(case: Case, config: BwdConfig) -> str | None:
     """Why a backward config cannot run, or cannot be worth running."""
-    return _invalid_tile(case, config.rows * config.cols, triton.cdiv(case["N"], config.cols), config, tensors=2)
+    loads = triton.cdiv(case["N"], config.cols)
+    if config.split and loads == 1:
+        return "one load holds the row: nothing to split"
+    if not config.split and loads > 1 and loads * config.cols * 3 > _power_of_two(case["N"]) * 4:
+        return f"{loads} loads of {config.cols} leave a quarter of the lanes idle"
+    if not config.split and loads > 8:
+        return f"{loads} loads to a row"
+    elements = config.rows * config.cols * (1 if config.split else loads)
+    return _invalid_tile(case, elements, loads if config.split else 1, config, tensors=2)
+
+
+def _invalid_transpose(case: Case, parts: int, c: FwdConfig) -> str | None:
+    elements = c.rows * c.cols
+    per_thread = elements / (32 * c.warps)
+    if not c.split or not c.reload or c.rows % 4 or not c.ctas:
+        return "a transpose needs tiles of a multiple of 4 rows, split, in a loop, and reads them again"
+    if parts > _MAX_PARTS_OF_TILE:
+        return f"{parts} programs share a row, at most {_MAX_PARTS_OF_TILE} may"
+    if not 16 <= per_thread <= 128:
+        return f"{per_thread:g} elements per thread"
+    if c.ctas * c.warps > 48 or c.ctas * c.warps < 4:
+        return f"{c.ctas * c.warps} warps per multiprocessor"
+    words = per_thread * ITEMSIZE[case.dtype] / 4
+    if c.ctas * c.warps * 32 * (words + 32) > 65536 + 8192:
+        return "more registers than a multiprocessor has"
+    shared = c.ctas * elements * ((c.stages - 1) * ITEMSIZE[case.dtype] + 1)
+    return f"{shared} bytes of shared memory" if shared > _SHARED_BYTES else None
 
 
 def _invalid_tile(case: Case, elements: int, parts: int, c: Any, tensors: int) -> str | None:
@@ -297,9 +342,9 @@ def default_fwd(case: Case) -> FwdConfig:
     """A config for any shape, by rule."""
     whole = _power_of_two(case["N"])
     if case.quant == "fp8_t":
-        cols = max(128, whole // _MAX_PARTS)
-        rows = 32 if cols <= 512 else 16
-        return FwdConfig(rows=rows, cols=cols, split=True, warps=max(4, rows * cols // 1024), ctas=1, stages=2, reload=False)
+        cols = max(256, whole // _MAX_PARTS_OF_TILE)
+        warps = 8 if case.dtype == "float32" else 4
+        return FwdConfig(rows=16384 // cols, cols=cols, split=True, warps=warps, ctas=3, stages=1, reload=True)
     split = whole > 16384
     cols = max(8192, whole // _MAX_PARTS) if split else whole
     return FwdConfig(1, cols, split, warps=min(16, max(1, cols // 512)), ctas=int(split), stages=1 + split, reload=False)
@@ -309,7 +354,8 @@ def default_bwd(case: Case) -> BwdConfig:
     """A config for any shape, by rule."""
     whole = _power_of_two(case["N"])
     cols = whole if whole <= 8192 else max(2048, whole // _MAX_PARTS)
-    return BwdConfig(rows=1, cols=cols, warps=min(16, max(4, cols // 512)), ctas=1, stages=2, reduce_cols=32)
+    split = cols < case["N"]
+    return BwdConfig(rows=1, cols=cols, split=split, warps=min(16, max(4, cols // 512)), ctas=1, stages=2, reduce_cols=32)
 
 
 def run_fwd(inputs: Inputs, config: FwdConfig | None) -> Outputs:

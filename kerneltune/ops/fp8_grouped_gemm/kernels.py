@@ -1,0 +1,208 @@
+"""The persistent kernel of grouped fp8 products: programs walk over tiles of all groups in one pipelined loop.
+
+Holds nothing but device code. May import tl_lib.
+"""
+
+import triton
+import triton.language as tl
+
+from kerneltune.tl_lib import wide
+
+
+@triton.jit
+def _bounds(offs_ptr, group, M):
+    """First row of a group and the row after its last, inside [0, M] whatever offs holds."""
+    start = tl.load(offs_ptr + group - 1, mask=group > 0, other=0)
+    end = tl.load(offs_ptr + group)
+    start = tl.minimum(tl.maximum(start, 0), M)
+    return start, tl.maximum(tl.minimum(end, M), start)
+
+
+@triton.jit
+def _places(tokens, E: tl.constexpr):
+    """(GROUPS,) the place of each group if the longest come first; so the last tiles to be handed out are short ones."""
+    groups = tl.arange(0, tokens.shape[0])
+    longer = tokens[None, :] > tokens[:, None]
+    before = (tokens[None, :] == tokens[:, None]) & (groups[None, :] < groups[:, None])
+    return tl.sum(((longer | before) & (groups[None, :] < E)).to(tl.int32), axis=1)
+
+
+@triton.jit
+def _slot(turn):
+    """Which run of a round this program takes: rounds go to and fro, so that nobody is always first."""
+    return tl.where(turn % 2 == 0, tl.program_id(0), tl.num_programs(0) - 1 - tl.program_id(0))
+
+
+@triton.jit
+def _tile(nth, RUN: tl.constexpr):
+    """The nth tile of this program, which takes runs of RUN tiles that follow each other."""
+    turn = nth // RUN
+    return (turn * tl.num_programs(0) + _slot(turn)) * RUN + nth % RUN
+
+
+@triton.jit
+def _share(tiles, RUN: tl.constexpr):
+    """How many of the first `tiles` tiles are this program's."""
+    turn = tiles // (RUN * tl.num_programs(0))
+    rest = tiles % (RUN * tl.num_programs(0)) - _slot(turn) * RUN
+    return turn * RUN + tl.minimum(tl.maximum(rest, 0), RUN)
+
+
+@triton.jit
+def _locate(
+    tile, places, last, offs_ptr, M, ROWS: tl.constexpr, TILE_COLS: tl.constexpr, BM: tl.constexpr, BAND: tl.constexpr
+):  # fmt: skip
+    """Group, its bounds, and the strip and column of a tile.
+
+    Tiles go down BAND strips of a group, then to the next column. last: (GROUPS,) number of tiles up to each group's end.
+    ROWS: rows of every group's result, 0 where they are its tokens.
+    """
+    if ROWS:
+        strips = (ROWS + BM - 1) // BM
+        groups = tl.arange(0, places.shape[0])
+        group = tl.sum(tl.where(places == tile // (strips * TILE_COLS), groups, 0), axis=0)
+        at = tile % (strips * TILE_COLS)
+        start, end = _bounds(offs_ptr, group, M)
+    else:
+        group = tl.sum((last <= tile).to(tl.int32), axis=0)
+        at = tile - tl.max(tl.where(last <= tile, last, 0), axis=0)
+        start, end = _bounds(offs_ptr, group, M)
+        strips = tl.cdiv(end - start, BM)
+    band = at // (BAND * TILE_COLS)
+    at = at % (BAND * TILE_COLS)
+    height = tl.minimum(strips - band * BAND, BAND)
+    return group, start, end, band * BAND + at % height, at // height
+
+
+@triton.jit
+def _scaled_store(
+    acc, out_ptr, scale_a_ptr, scale_b_ptr, group, row, row_end, col,
+    ROWS: tl.constexpr, COLS: tl.constexpr, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr,
+):  # fmt: skip
+    """acc times its scales to rows [row, row_end) of a result. SCALE_…: 0 one number, 1 per group, 2 per row or column."""
+    rows = row + tl.arange(0, acc.shape[0])
+    cols = col + tl.arange(0, acc.shape[1])
+    live = (rows < row_end)[:, None] & (cols < COLS)[None, :]
+    if SCALE_A == 2:
+        scale = tl.load(scale_a_ptr + group * ROWS + rows, mask=rows < row_end, other=0.0)[:, None]
+    else:
+        scale = tl.load(scale_a_ptr + group * SCALE_A)
+    if SCALE_B == 2:
+        acc *= tl.load(scale_b_ptr + group * COLS + cols, mask=cols < COLS, other=0.0)[None, :]
+    else:
+        scale *= tl.load(scale_b_ptr + group * SCALE_B)
+    acc *= scale
+    at = (wide(group) * ROWS + rows)[:, None] * COLS + cols[None, :]
+    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _halves(acc):
+    """The left and the right half of a tile, without moving it."""
+    return acc.reshape(acc.shape[0], 2, acc.shape[1] // 2).permute(0, 2, 1).split()
+
+
+@triton.jit
+def _epilogue(
+    acc, out_ptr, scale_a_ptr, scale_b_ptr, group, row, row_end, col,
+    ROWS: tl.constexpr, COLS: tl.constexpr, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """`_scaled_store` by parts of the columns, of which one at a time goes through shared memory."""
+    if PARTS == 1:
+        _scaled_store(acc, out_ptr, scale_a_ptr, scale_b_ptr, group, row, row_end, col, ROWS, COLS, SCALE_A, SCALE_B)
+    else:
+        WIDTH: tl.constexpr = acc.shape[1] // 2
+        left, right = _halves(acc)
+        _epilogue(left, out_ptr, scale_a_ptr, scale_b_ptr, group, row, row_end, col, ROWS, COLS, SCALE_A, SCALE_B, PARTS // 2)
+        _epilogue(
+            right, out_ptr, scale_a_ptr, scale_b_ptr, group, row, row_end, col + WIDTH, ROWS, COLS, SCALE_A, SCALE_B, PARTS // 2
+        )
+
+
+@triton.jit
+def _clipped(x_ptr, rows, depth, stride, HEIGHT: tl.constexpr, BK: tl.constexpr):
+    """A descriptor of the first `depth` columns of x: what a load reads beyond them is 0."""
+    return tl.make_tensor_descriptor(x_ptr, [rows, depth], [wide(stride), 1], [HEIGHT, BK])
+
+
+@triton.jit(do_not_specialize=["M"])
+def _grouped_gemm(
+    a, b, out_ptr, scale_a_ptr, scale_b_ptr, offs_ptr, M, stride_a, stride_b,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, E: tl.constexpr, GROUPS: tl.constexpr,
+    SCALE_A: tl.constexpr, SCALE_B: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr, RUN: tl.constexpr, PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Forward (ROWS 0): a and b are descriptors of (M, DEPTH) and (E COLS, DEPTH), the result is (M, COLS).
+
+    Weight gradient: a and b are pointers to (ROWS, M) and (COLS, M), rows stride_… apart, the result is (E, ROWS, COLS).
+    """
+    TILE_COLS: tl.constexpr = (COLS + BN - 1) // BN
+    STEPS: tl.constexpr = (DEPTH + BK - 1) // BK
+    groups = tl.arange(0, GROUPS)
+    starts = tl.load(offs_ptr + groups - 1, mask=(groups > 0) & (groups < E), other=0)
+    ends = tl.load(offs_ptr + groups, mask=groups < E, other=0)
+    tl.device_assert((groups >= E) | ((starts >= 0) & (starts <= ends) & (ends <= M)), "offs decrease or exceed M")
+    starts = tl.minimum(tl.maximum(starts, 0), M)
+    tokens = tl.maximum(tl.minimum(ends, M) - starts, 0)
+    if ROWS:
+        places = _places(tokens, E) if GROUPS <= 128 else groups
+        tiles = tl.where(groups < E, (ROWS + BM - 1) // BM * TILE_COLS, 0)
+        last = (places + 1) * tiles
+        steps = tl.maximum(tl.cdiv(tokens, BK), 1)  # a group of no tokens has a result too, of zeros
+    else:
+        places = groups
+        tiles = tl.cdiv(tokens, BM) * TILE_COLS
+        last = tl.cumsum(tiles, axis=0)
+        steps = STEPS
+    total = tl.sum((_share(last, RUN) - _share(last - tiles, RUN)) * steps, axis=0)
+
+    nth = -1
+    done = -1
+    k, a_row, b_row = 0, 0, 0
+    if ROWS:
+        tile_steps = 1
+        clipped_to = M
+        a_desc = _clipped(a, ROWS, M, stride_a, BM, BK)
+        b_desc = _clipped(b, COLS, M, stride_b, BN, BK)
+    else:
+        tile_steps: tl.constexpr = STEPS
+        a_desc = a
+        b_desc = b
+    step = tile_steps - 1
+    acc = tl.zeros((BM, BN), dtype=tl.float32)
+    for _ in tl.range(total, num_stages=STAGES):
+        step += 1
+        if step == tile_steps:
+            step = 0
+            nth += 1
+            group, start, end, strip, column = _locate(_tile(nth, RUN), places, last, offs_ptr, M, ROWS, TILE_COLS, BM, BAND)
+            if ROWS:
+                depth = tl.where((end - start) % BK == 0, M, end)  # steps that end with the group need no clipping
+                k = tl.where(start < end, start, depth)  # from beyond the last column where there is nothing to read
+                a_row = strip * BM
+                b_row = column * BN
+                tile_steps = tl.maximum(tl.cdiv(end - start, BK), 1)
+                if depth != clipped_to:
+                    clipped_to = depth
+                    a_desc = _clipped(a, ROWS, depth, stride_a, BM, BK)
+                    b_desc = _clipped(b, COLS, depth, stride_b, BN, BK)
+            else:
+                a_row = start + strip * BM
+                b_row = group * COLS + column * BN
+        at = k + step * BK
+        acc = tl.dot(a_desc.load([a_row, at]), b_desc.load([b_row, at]).T, acc)
+        if step == tile_steps - 1:
+            done += 1
+            group, start, end, strip, column = _locate(_tile(done, RUN), places, last, offs_ptr, M, ROWS, TILE_COLS, BM, BAND)
+            if ROWS:
+                row = strip * BM
+                row_end = ROWS
+            else:
+                row = start + strip * BM
+                row_end = end
+            _epilogue(
+                acc, out_ptr, scale_a_ptr, scale_b_ptr, group, row, row_end, column * BN,
+                ROWS, COLS, SCALE_A, SCALE_B, PARTS,
+            )  # fmt: skip
+            acc = tl.zeros((BM, BN), dtype=tl.float32)

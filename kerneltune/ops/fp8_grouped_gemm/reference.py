@@ -1,0 +1,151 @@
+"""What a grouped fp8 product is: values, formula, comparison, bytes and operations. Shares no code with the kernels.
+
+    out = (a @ b) * scale_a * scale_b for every group       a, b in e4m3, the sum in fp32, rounded once
+
+Rows of tokens past the last group are not defined and not compared.
+"""
+
+import math
+
+import torch
+
+from kerneltune.agreement import close
+from kerneltune.arguments import ITEMSIZE
+from kerneltune.spec import Case, Inputs, Option, Outputs, Traffic
+
+OPTIONS: dict[str, tuple[Option, ...]] = {
+    "product": ("rows", "weights"),
+    "scales": ("rowwise", "tensorwise"),
+    "groups": ("balanced", "zipf", "ragged"),
+    "values": ("normal", "integers"),
+}
+"""Groups of rows of a times a matrix each, or the weight gradient, groups of its contraction; a scale per row and column, or per
+tensor and group; the sizes of the groups; normal numbers, or integers whose sums are exact."""
+
+_FAST_BITS = 2.0**-13
+"""What a step of 32 of the tensor cores' fast accumulation may lose of the sum so far."""
+_MOST_ERROR = 1 / 64
+_SCALE = 2.0**-6
+
+
+def group_ends(case: Case, device: str, seed: int) -> torch.Tensor:
+    """(E,) int32, where each group's tokens end.
+
+    The option `groups`: `balanced`, equal up to a multiple of 16; `zipf`, the i-th largest as 1/i, multiples of 16, shuffled;
+    `ragged`, cut at random tokens, multiples of 16 for weight gradients, some of the groups empty, the last among them.
+    """
+    M, E = case["M"], case["E"]
+    step = 16 if case.option("product") == "weights" else 1
+    generator = torch.Generator().manual_seed(seed)
+    if case.option("groups") == "ragged":
+        ends = torch.randint(0, M // step + 1, (E,), generator=generator).sort().values * step
+        ends[1::4] = ends[0::4][: ends[1::4].numel()]
+        ends[-2:] = M
+    else:
+        shares = torch.ones(E, dtype=torch.float64)
+        if case.option("groups") == "zipf":
+            shares = (1.0 / torch.arange(1, E + 1, dtype=torch.float64))[torch.randperm(E, generator=generator)]
+        ends = (shares.cumsum(0) / shares.sum() * M / 16).round() * 16
+        ends[-1] = M
+    return ends.clamp(max=M).to(torch.int32).to(device)
+
+
+def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+    """a, b, scale_a, scale_b and offs as `fp8_grouped_gemm` takes them, and whether sums are exact."""
+    M, N, K, E = (case[axis] for axis in ("M", "N", "K", "E"))
+    weights, rowwise = case.option("product") == "weights", case.option("scales") == "rowwise"
+    generator = torch.Generator(device=device).manual_seed(seed) if device != "meta" else None
+    exact = case.option("values") == "integers"
+    a = _values((N, M) if weights else (M, K), exact, device, generator)
+    b = _values((K, M) if weights else (E, N, K), exact, device, generator).transpose(-2, -1)
+    if weights:
+        sizes: tuple[tuple[int, ...], tuple[int, ...]] = ((E, N), (E, K)) if rowwise else ((E,), (E,))
+    else:
+        sizes = ((M,), (E, N)) if rowwise else ((1,), (E,))
+    scale_a, scale_b = (_scales(size, device, generator) for size in sizes)
+    return {
+        "a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b, "offs": group_ends(case, device, seed), "exact": exact,
+        "out_dtype": getattr(torch, case.dtype),
+    }  # fmt: skip
+
+
+def _values(shape: tuple[int, ...], exact: bool, device: str, generator: torch.Generator | None) -> torch.Tensor:
+    """As wide as quantisation makes them: N(0, 64), or whole numbers from -2 to 2."""
+    x = torch.empty(shape, dtype=torch.bfloat16, device=device)
+    if generator is not None and x.numel():
+        x = x.random_(0, 5, generator=generator).sub_(2) if exact else x.normal_(0, 64, generator=generator).clamp_(-448, 448)
+    return x.to(torch.float8_e4m3fn)
+
+
+def _scales(shape: tuple[int, ...], device: str, generator: torch.Generator | None) -> torch.Tensor:
+    """Powers of two, so that products with them are exact."""
+    scale = torch.empty(shape, dtype=torch.float32, device=device)
+    if generator is not None and scale.numel():
+        scale = torch.exp2(scale.random_(-3, 4, generator=generator)) * _SCALE
+    return scale
+
+
+def reference(inputs: Inputs) -> Outputs:
+    """Group by group in fp32; beside it the largest error that fast accumulation of such rows and columns explains."""
+    a, b, dtype = inputs["a"], inputs["b"], inputs["out_dtype"]
+    ends = inputs["offs"].tolist()
+    bounds = list(zip([0, *ends[:-1]], ends, strict=True))
+    if b.ndim == 3:
+        out = torch.zeros(a.shape[0], b.shape[2], dtype=dtype, device=a.device)
+        atol = torch.zeros(out.shape[0], out.shape[1], dtype=torch.bfloat16, device=a.device)
+        for group, (start, end) in enumerate(bounds):
+            scale_a = inputs["scale_a"] if inputs["scale_a"].numel() == 1 else inputs["scale_a"][start:end, None]
+            scale_b = inputs["scale_b"][group]
+            out[start:end], atol[start:end] = _product(a[start:end], b[group], scale_a, scale_b, dtype)
+    else:
+        out = torch.zeros(len(ends), a.shape[0], b.shape[1], dtype=dtype, device=a.device)
+        atol = torch.zeros(out.shape, dtype=torch.bfloat16, device=a.device)
+        for group, (start, end) in enumerate(bounds):
+            scale_a, scale_b = inputs["scale_a"][group, ..., None], inputs["scale_b"][group]
+            out[group], atol[group] = _product(a[:, start:end], b[start:end], scale_a, scale_b, dtype)
+    return {"out": out, "atol": atol}
+
+
+def _product(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    x, y = a.float() * scale_a, b.float() * scale_b
+    steps = math.ceil(x.shape[1] / 32)
+    size = x.norm(dim=1)[:, None] * y.norm(dim=0) / max(1, x.shape[1]) ** 0.5  # as large as sums of such numbers are
+    return (x @ y).to(dtype), (4 * _FAST_BITS * steps * size).bfloat16()
+
+
+def compare(_case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
+    """Exact sums to the last bit; else within what rounding and fast accumulation explain, and 1/64 of the whole."""
+    got, want = outputs["out"], expected["out"]
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return [f"out: {tuple(got.shape)} {got.dtype}, expected {tuple(want.shape)} {want.dtype}"]
+    if got.ndim == 2:
+        rows = int(inputs["offs"][-1])
+        got, want, atol = got[:rows], want[:rows], expected["atol"][:rows]
+    else:
+        atol = expected["atol"]
+    rounding = torch.finfo(want.dtype).eps
+    if inputs["exact"]:  # the interpreter truncates what it stores as bf16
+        return close("out", got, want, 0.0 if got.is_cuda else rounding, 0.0)
+    errors = close("out", got, want, rounding, atol.float())
+    error = (got.float() - want.float()).norm() / want.float().norm().clamp(min=1e-30)
+    if not bool(error <= _MOST_ERROR):
+        errors.append(f"out: error of {float(error):.3g} of the whole")
+    return errors
+
+
+def traffic(case: Case) -> Traffic:
+    """Both operands, scales and group ends read; the result written."""
+    M, N, K, E = (case[axis] for axis in ("M", "N", "K", "E"))
+    rowwise = case.option("scales") == "rowwise"
+    if case.option("product") == "weights":
+        scales = E * (N + K) if rowwise else 2 * E
+        return Traffic(M * (N + K) + 4 * (scales + E), ITEMSIZE[case.dtype] * E * N * K)
+    scales = M + E * N if rowwise else 1 + E
+    return Traffic(M * K + E * N * K + 4 * (scales + E), ITEMSIZE[case.dtype] * M * N)
+
+
+def flops(case: Case) -> int:
+    """A multiplication and an addition for every token, row and column."""
+    return 2 * case["M"] * case["N"] * case["K"]

@@ -1,0 +1,88 @@
+"""torch's own grouped products: the CUTLASS kernel of fp8, and that of bfloat16. No kernels here.
+
+Neither exists on the CPU. There `_emulated` stands for them, so that what surrounds them can be checked; it is never timed.
+"""
+
+import torch
+
+from kerneltune.spec import Case, Inputs, Outputs
+
+
+def product(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """torch._scaled_grouped_mm, bfloat16, accumulating fast. It takes a scale for every row and column: others are expanded."""
+    E = offs.shape[0]
+    if b.ndim == 3:
+        rows = _expanded(scale_a, 1, a.shape[0]).view(-1)
+        columns = _expanded(scale_b, E, b.shape[2])
+    else:
+        rows = _expanded(scale_a, E, a.shape[0]).view(-1)
+        columns = _expanded(scale_b, E, b.shape[1]).view(-1)
+    if a.device.type == "cpu":
+        return _emulated(a, b, rows, columns, offs)
+    result: torch.Tensor = torch._scaled_grouped_mm(a, b, rows, columns, offs=offs, out_dtype=torch.bfloat16, use_fast_accum=True)
+    return result
+
+
+def _expanded(scale: torch.Tensor, groups: int, each: int) -> torch.Tensor:
+    """(groups, each): one number, one per group, or all of them."""
+    if scale.numel() == groups * each:
+        return scale.reshape(groups, each)
+    return scale.reshape(-1, 1).expand(groups, each).contiguous()
+
+
+def _emulated(a: torch.Tensor, b: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """What torch._scaled_grouped_mm answers, for tensors on the CPU."""
+    ends = offs.tolist()
+    starts = [0, *ends[:-1]]
+    x, y = a.float(), b.float()
+    if b.ndim == 3:
+        out = torch.empty(a.shape[0], b.shape[2], dtype=torch.bfloat16)
+        for group, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            out[start:end] = (x[start:end] @ y[group]) * rows[start:end, None] * columns[group]
+        return out
+    each, every = rows.view(len(ends), -1, 1), columns.view(len(ends), 1, -1)
+    return torch.stack([x[:, s:e] @ y[s:e] for s, e in zip(starts, ends, strict=True)]).mul_(each).mul_(every).bfloat16()
+
+
+def run_scaled(inputs: Inputs, _config: None) -> Outputs:
+    """`product` on a case's inputs."""
+    return {"out": product(inputs["a"], inputs["b"], inputs["scale_a"], inputs["scale_b"], inputs["offs"])}
+
+
+def run_bf16(inputs: Inputs, _config: None) -> Outputs:
+    """torch._grouped_mm of the same numbers in bfloat16, with the scales in them; they are made at the first call."""
+    x, y = _in_bf16(inputs)
+    return {"out": torch._grouped_mm(x, y, offs=inputs["offs"], out_dtype=torch.bfloat16)}
+
+
+_BF16_OF: "torch.utils.weak.WeakIdKeyDictionary" = torch.utils.weak.WeakIdKeyDictionary()
+
+
+def _in_bf16(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """a and b of a case's inputs times their scales, exact where these are powers of two; kept as long as a is."""
+    a, b, offs = inputs["a"], inputs["b"], inputs["offs"]
+    if a not in _BF16_OF:
+        E = offs.shape[0]
+        if b.ndim == 3:
+            x = a.bfloat16() * _expanded(inputs["scale_a"], 1, a.shape[0]).view(-1, 1).bfloat16()
+            y = b.transpose(1, 2).bfloat16() * _expanded(inputs["scale_b"], E, b.shape[2])[:, :, None].bfloat16()
+        else:
+            tokens = torch.arange(a.shape[1], device=a.device, dtype=torch.int32)
+            group = torch.bucketize(tokens, offs, right=True).clamp(max=E - 1)
+            x = a.bfloat16() * _expanded(inputs["scale_a"], E, a.shape[0]).t()[:, group].bfloat16()
+            y = b.t().bfloat16() * _expanded(inputs["scale_b"], E, b.shape[1]).t()[:, group].bfloat16()
+        _BF16_OF[a] = (x, y.transpose(-2, -1))
+    found: tuple[torch.Tensor, torch.Tensor] = _BF16_OF[a]
+    return found
+
+
+def not_scaled(case: Case) -> str | None:
+    """What torch's fp8 kernel does not take."""
+    if case.dtype != "bfloat16":
+        return "gives bfloat16"
+    return None if case["M"] else "no tokens"
+
+
+def not_bf16(case: Case) -> str | None:
+    """What torch's bf16 kernel does not take."""
+    return not_scaled(case)

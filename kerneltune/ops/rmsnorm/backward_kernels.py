@@ -1,0 +1,154 @@
+"""The backward of RMSNorm: dx and dγ from one read of dz and x. May import tl_lib, tl_exchange.
+
+16-bit numbers come in PAIRS, as int32: what a loop holds as 16-bit tensors takes a register each.
+"""
+
+import triton
+import triton.language as tl
+
+from kerneltune.tl_exchange import await_published, close_launch, launch_tag, publish, published
+from kerneltune.tl_lib import held, to_pairs, values, wide
+
+
+@triton.jit
+def _load(ptr, tile, first_col, M, N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """(ROWS, COLS) of a contiguous matrix; zeros outside it."""
+    rows = tl.arange(0, ROWS)
+    cols = first_col + tl.arange(0, COLS)
+    mask = (rows < M - tile * ROWS)[:, None]
+    if N % COLS != 0:
+        mask = mask & (cols < N)[None, :]
+    base = wide(tile * ROWS) * N
+    return tl.load(ptr + base + (rows[:, None] * N + cols[None, :]), mask=mask, other=0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _gamma(g, HALF: tl.constexpr, ZERO_CENTERED: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr):
+    gamma = values(g, HALF, PAIRS, dtype)
+    return (gamma + 1.0 if ZERO_CENTERED else gamma)[None, :]
+
+
+@triton.jit
+def _products(dz, x, g, ZERO_CENTERED: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr):
+    """dz γ x, summed over the halves of words."""
+    s = values(dz, 0, PAIRS, dtype) * _gamma(g, 0, ZERO_CENTERED, PAIRS, dtype) * values(x, 0, PAIRS, dtype)
+    if PAIRS == 2:
+        s += values(dz, 1, PAIRS, dtype) * _gamma(g, 1, ZERO_CENTERED, PAIRS, dtype) * values(x, 1, PAIRS, dtype)
+    return s
+
+
+@triton.jit
+def _total(ws_ptr, tile, tag, ROWS: tl.constexpr, PARTS: tl.constexpr, PHASE: tl.constexpr):
+    """The (ROWS,) sums over all parts of a tile's rows, added in the same order in every program and every run."""
+    parts = tl.arange(0, triton.next_power_of_2(PARTS))
+    index = (tile * PARTS + tl.where(parts < PARTS, parts, 0))[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+    partials = await_published(ws_ptr, index, tag) if PHASE == 0 else published(ws_ptr, index)
+    return tl.sum(tl.where((parts < PARTS)[:, None], partials, 0.0), axis=0)
+
+
+@triton.jit
+def _rmsnorm_bwd_main(
+    dz_ptr, x_ptr, rsigma_ptr, g_ptr, dx_ptr, dg_ptr, ws_ptr,
+    M, N: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, PHASE: tl.constexpr,
+    PAIRS: tl.constexpr, dtype: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """dx, and one fp32 row of dγ partials per group of PARTS programs: dg (groups, N * PAIRS).
+
+    PARTS programs share a row, one load each, or one program holds its CHUNKS loads. In PAIRS dz, x, γ and dx are int32, and N
+    and COLS count words of two numbers of `dtype`.
+    """
+    part = tl.program_id(0) % PARTS
+    group = tl.program_id(0) // PARTS
+    step = tl.num_programs(0) // PARTS
+    tiles = tl.cdiv(M, ROWS)
+    first_col = part * COLS
+    lanes = tl.arange(0, ROWS)
+    slots = part * ROWS + lanes
+    gs = ()
+    dgs = ()
+    for c in tl.static_range(CHUNKS):
+        cols = first_col + c * COLS + tl.arange(0, COLS)
+        gs = gs + (tl.load(g_ptr + cols, mask=cols < N, other=0, eviction_policy="evict_last"),)
+        for _ in tl.static_range(PAIRS):
+            dgs = dgs + (tl.zeros((ROWS, COLS), dtype=tl.float32),)
+    if PARTS > 1:
+        tag = launch_tag(ws_ptr)
+        x_next = _load(x_ptr, group, first_col, M, N, ROWS, COLS)
+        dz_next = _load(dz_ptr, group, first_col, M, N, ROWS, COLS)
+        if PHASE != 2:
+            partial = tl.sum(_products(dz_next, x_next, gs[0], ZERO_CENTERED, PAIRS, dtype), axis=1)
+            publish(ws_ptr, group * (PARTS * ROWS) + slots, partial, tag, lanes >= 0)
+    for tile in tl.range(group, tiles, step, num_stages=STAGES, disable_licm=True):
+        left = M - tile * ROWS
+        xs = ()
+        dzs = ()
+        if PARTS > 1:
+            xs = (x_next,)
+            dzs = (dz_next,)
+            ahead = tile + step
+            x_next = _load(x_ptr, ahead, first_col, M, N, ROWS, COLS)
+            dz_next = _load(dz_ptr, ahead, first_col, M, N, ROWS, COLS)
+            if PHASE != 2:
+                partial = tl.sum(_products(dz_next, x_next, gs[0], ZERO_CENTERED, PAIRS, dtype), axis=1)
+                publish(ws_ptr, ahead * (PARTS * ROWS) + slots, partial, tag, lanes * 0 + ahead < tiles)
+            total = tl.zeros((ROWS,), dtype=tl.float32)
+            if PHASE != 1:
+                total = _total(ws_ptr, tile, tag, ROWS, PARTS, PHASE)
+        else:
+            sums = tl.zeros((ROWS, COLS), dtype=tl.float32)
+            for c in tl.static_range(CHUNKS):
+                x = _load(x_ptr, tile, c * COLS, M, N, ROWS, COLS)
+                dz = _load(dz_ptr, tile, c * COLS, M, N, ROWS, COLS)
+                sums += _products(dz, x, gs[c], ZERO_CENTERED, PAIRS, dtype)
+                xs = xs + (x,)
+                dzs = dzs + (dz,)
+            total = tl.sum(sums, axis=1)
+        if PHASE != 1:
+            r = tl.load(rsigma_ptr + tile * ROWS + lanes, mask=lanes < left, other=0.0)
+            slope = (r * r * total * (1.0 / (N * PAIRS)))[:, None]
+            r = r[:, None]
+            dgs_next = ()
+            for c in tl.static_range(CHUNKS):
+                cols = first_col + c * COLS + tl.arange(0, COLS)
+                mask = (lanes < left)[:, None]
+                if N % COLS != 0:
+                    mask = mask & (cols < N)[None, :]
+                x = held(xs[c])
+                dz = held(dzs[c])
+                x32 = values(x, 0, PAIRS, dtype)
+                dz32 = values(dz, 0, PAIRS, dtype)
+                dx = r * (dz32 * _gamma(gs[c], 0, ZERO_CENTERED, PAIRS, dtype) - slope * x32)
+                dgs_next = dgs_next + (dgs[c * PAIRS] + dz32 * x32 * r,)
+                if PAIRS == 2:
+                    x32 = values(x, 1, PAIRS, dtype)
+                    dz32 = values(dz, 1, PAIRS, dtype)
+                    high = r * (dz32 * _gamma(gs[c], 1, ZERO_CENTERED, PAIRS, dtype) - slope * x32)
+                    dgs_next = dgs_next + (dgs[c * PAIRS + 1] + dz32 * x32 * r,)
+                    dx = to_pairs(dx, high, dtype)
+                else:
+                    dx = dx.to(dtype)
+                dx_tile = dx_ptr + wide(tile * ROWS) * N
+                tl.store(dx_tile + (lanes[:, None] * N + cols[None, :]), dx, mask=mask, cache_modifier=".cs")
+            dgs = dgs_next
+    if PHASE != 1:
+        for c in tl.static_range(CHUNKS):
+            cols = first_col + c * COLS + tl.arange(0, COLS)
+            for half in tl.static_range(PAIRS):
+                to = wide(group) * (N * PAIRS) + cols * PAIRS + half
+                tl.store(dg_ptr + to, tl.sum(dgs[c * PAIRS + half], axis=0), mask=cols < N)
+    if PARTS > 1 and PHASE == 0:
+        close_launch(ws_ptr, tag)
+
+
+@triton.jit
+def _rmsnorm_bwd_dgamma(dg_ptr, dgamma_ptr, P, N, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """dγ = column sums of the (P, N) partials, in a fixed order."""
+    cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    total = tl.zeros((ROWS, COLS), dtype=tl.float32)
+    for first in range(0, P, ROWS):
+        rows = first + tl.arange(0, ROWS)
+        mask = (rows < P)[:, None] & (cols < N)[None, :]
+        total += tl.load(dg_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :], mask=mask, other=0.0)
+    tl.store(dgamma_ptr + cols, tl.sum(total, axis=0).to(dgamma_ptr.dtype.element_ty), mask=cols < N)

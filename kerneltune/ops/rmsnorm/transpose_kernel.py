@@ -1,0 +1,227 @@
+"""RMSNorm into fp8 and its transpose, x read from memory once. May import tl_lib, tl_exchange.
+
+A tile is ROWS rows of a part of the columns; PARTS programs share the rows. Each publishes its part of the sums of squares, some
+add them up, a few rows each, and publish 1 / rms, for which all wait before they read the tile again, from L2. A program runs two
+tiles ahead with the first, and one with the second, so that the waits are over when they begin.
+
+16-bit numbers come in PAIRS, as int32, in four interleaved sub-tiles: the four bytes that lie side by side in
+the transpose belong to one thread, which moves words instead of bytes. Those words are made of integers, never of a transposed
+fp8 tile: ptxas 12.8 and 12.9 corrupt a dual fp8 store on sm_90 (triton-lang/triton#11111).
+"""
+
+import triton
+import triton.language as tl
+
+from kerneltune.tl_exchange import await_all, await_published, close_launch, launch_tag, publish, published
+from kerneltune.tl_lib import (
+    quantize,
+    reciprocal,
+    saturate,
+    store_transposed,
+    store_transposed_words,
+    to_fp8_pair,
+    values,
+    wide,
+    words_of_pairs,
+)
+
+
+@triton.jit
+def _load_quads(
+    x_ptr, tile, M, first_col, N: tl.constexpr, stride: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr, EVEN_ROWS: tl.constexpr, AGAIN: tl.constexpr,
+):  # fmt: skip
+    """A tile as four (ROWS / 4, COLS) sub-tiles; sub-tile k has the rows 4i + k. Zeros outside x. AGAIN: keep it in L2."""
+    policy: tl.constexpr = "evict_last" if AGAIN else "evict_first"
+    cols = first_col + tl.arange(0, COLS)
+    left = M - tile * ROWS
+    tile_ptr = x_ptr + wide(tile * ROWS) * stride
+    tiles = ()
+    for k in tl.static_range(4):
+        rows = tl.arange(0, ROWS // 4) * 4 + k
+        mask = tl.full((1, 1), True, tl.int1)
+        if not EVEN_ROWS:
+            mask = mask & (rows < left)[:, None]
+        if not EVEN:
+            mask = mask & (cols < N)[None, :]
+        tiles = tiles + (
+            tl.load(tile_ptr + (rows[:, None] * stride + cols[None, :]), mask=mask, other=0, eviction_policy=policy),
+        )
+    return tiles
+
+
+@triton.jit
+def _squares(x, PAIRS: tl.constexpr, dtype: tl.constexpr):
+    """Sums of squares of a sub-tile's rows."""
+    low = values(x, 0, PAIRS, dtype)
+    squares = low * low
+    if PAIRS == 2:
+        high = values(x, 1, PAIRS, dtype)
+        squares += high * high
+    return tl.sum(squares, axis=1)
+
+
+@triton.jit
+def _publish_parts(
+    xs, ws_ptr, tile, part, tag, live, ROWS: tl.constexpr, PARTS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr
+):  # fmt: skip
+    """This part of the sums of squares of a tile's rows: (ROWS, PARTS) words, row by row."""
+    quads = tl.arange(0, ROWS // 4)
+    for k in tl.static_range(4):
+        index = (tile * ROWS + quads * 4 + k) * PARTS + part
+        publish(ws_ptr, index, _squares(xs[k], PAIRS, dtype), tag, (quads >= 0) & live)
+
+
+@triton.jit
+def _rsigma(partials, parts, eps, N: tl.constexpr, PARTS: tl.constexpr):
+    """1 / rms of rows from their (rows, parts) sums, added in the same order in every program and every run."""
+    return tl.rsqrt(tl.sum(tl.where((parts < PARTS)[None, :], partials, 0.0), axis=1) * (1.0 / N) + eps)
+
+
+@triton.jit
+def _publish_rsigma(
+    ws_ptr, rsigma_ptr, tile, part, M, eps, tag, totals, N: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
+    """Add up the parts of this program's share of a tile's rows; 1 / rms goes to the others, from word `totals`, and out.
+
+    Programs left without a share repeat the last row, same word, same value: a branch Triton's pipeline would move to the loop's
+    end, behind the wait for what it publishes.
+    """
+    SHARE: tl.constexpr = triton.next_power_of_2((ROWS + PARTS - 1) // PARTS)
+    rows = tile * ROWS + tl.minimum(part * SHARE + tl.arange(0, SHARE), ROWS - 1)
+    parts = tl.arange(0, triton.next_power_of_2(PARTS))
+    index = rows[:, None] * PARTS + tl.where(parts < PARTS, parts, 0)[None, :]
+    r = _rsigma(await_published(ws_ptr, index, tag), parts, eps, N, PARTS)
+    publish(ws_ptr, totals + rows, r, tag, rows >= 0)
+    tl.store(rsigma_ptr + rows, r, mask=rows < M)
+
+
+@triton.jit
+def _collect_rsigma(ws_ptr, rsigma_ptr, tile, part, M, eps, N: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr):
+    """1 / rms of a tile's rows, four (ROWS / 4,) tensors, from the parts that an earlier launch published."""
+    quads = tl.arange(0, ROWS // 4)
+    parts = tl.arange(0, triton.next_power_of_2(PARTS))
+    rs = ()
+    for k in tl.static_range(4):
+        rows = tile * ROWS + quads * 4 + k
+        index = rows[:, None] * PARTS + tl.where(parts < PARTS, parts, 0)[None, :]
+        rs = rs + (_rsigma(published(ws_ptr, index), parts, eps, N, PARTS),)
+        tl.store(rsigma_ptr + rows, rs[k], mask=(rows < M) & (part == 0))
+    return rs
+
+
+@triton.jit
+def _rmsnorm_fwd_transpose(
+    x_ptr, g_ptr, y_ptr, yt_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr, ws_ptr, M, eps,
+    N: tl.constexpr, stride: tl.constexpr, ZERO_CENTERED: tl.constexpr, FP8_MAX: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr, fp8: tl.constexpr, PHASE: tl.constexpr,
+    EVEN_ROWS: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """fp8 y (M, N) and its transpose (N, M).
+
+    In PAIRS x and gamma are int32 and y int16, and N, COLS and stride count words of two numbers of `dtype`. PACKED: M is a
+    multiple of 4.
+    """
+    PARTS: tl.constexpr = (N + COLS - 1) // COLS
+    EVEN: tl.constexpr = N % COLS == 0
+    QUADS: tl.constexpr = ROWS // 4
+    part = tl.program_id(0) % PARTS
+    first_tile = tl.program_id(0) // PARTS
+    step = tl.num_programs(0) // PARTS
+    tiles = tl.cdiv(M, ROWS)
+    last_tile = first_tile + (tiles - 1 - first_tile) // step * step
+    totals = tiles * ROWS * PARTS
+    quads = tl.arange(0, QUADS)
+    lanes = tl.arange(0, COLS)
+    first_col = part * COLS
+    live = first_col + lanes < N
+    scale = tl.load(scale_ptr)
+    if tl.program_id(0) == 0 and PHASE != 1:
+        tl.store(scale_inv_ptr, reciprocal(scale))
+    amax = tl.zeros((QUADS, COLS // 4), dtype=tl.float32)
+    g = tl.load(g_ptr + first_col + lanes, mask=live, other=0, eviction_policy="evict_last")
+    gamma = _gamma(g, 0, ZERO_CENTERED, PAIRS, dtype)
+    gamma_high = _gamma(g, PAIRS - 1, ZERO_CENTERED, PAIRS, dtype)
+    if PARTS > 1:
+        tag = launch_tag(ws_ptr)
+
+    if PARTS > 1 and PHASE != 2:
+        for early in tl.static_range(2):
+            ahead = first_tile + early * step
+            xs = _load_quads(x_ptr, tl.minimum(ahead, tiles - 1), M, first_col, N, stride, ROWS, COLS, EVEN, EVEN_ROWS, True)
+            _publish_parts(xs, ws_ptr, ahead, part, tag, ahead < tiles, ROWS, PARTS, PAIRS, dtype)
+    if PARTS > 1 and PHASE == 0 and first_tile < tiles:
+        _publish_rsigma(ws_ptr, rsigma_ptr, first_tile, part, M, eps, tag, totals, N * PAIRS, ROWS, PARTS)
+
+    for tile in tl.range(first_tile, tiles, step, num_stages=STAGES, disable_licm=True):
+        if PARTS > 1 and PHASE != 2:
+            ahead = tile + 2 * step
+            xs = _load_quads(x_ptr, tl.minimum(ahead, tiles - 1), M, first_col, N, stride, ROWS, COLS, EVEN, EVEN_ROWS, True)
+            _publish_parts(xs, ws_ptr, ahead, part, tag, ahead < tiles, ROWS, PARTS, PAIRS, dtype)
+        if PARTS > 1 and PHASE == 0:
+            _publish_rsigma(
+                ws_ptr, rsigma_ptr, tl.minimum(tile + step, last_tile), part, M, eps, tag, totals, N * PAIRS, ROWS, PARTS
+            )
+        if PHASE != 1 and tile < tiles:  # a branch, over which no pipeline moves what belongs behind the wait
+            xs = _load_quads(x_ptr, tile, M, first_col, N, stride, ROWS, COLS, EVEN, EVEN_ROWS, False)
+            rs = ()
+            if PARTS == 1:
+                for k in tl.static_range(4):
+                    rows = tile * ROWS + quads * 4 + k
+                    rs = rs + (tl.rsqrt(_squares(xs[k], PAIRS, dtype) * (1.0 / (N * PAIRS)) + eps),)
+                    tl.store(rsigma_ptr + rows, rs[k], mask=rows < M)
+            elif PHASE == 2:
+                rs = _collect_rsigma(ws_ptr, rsigma_ptr, tile, part, M, eps, N * PAIRS, ROWS, PARTS)
+            else:
+                await_all(ws_ptr, totals + tile * ROWS + tl.arange(0, ROWS), tag)
+                for k in tl.static_range(4):
+                    rs = rs + (published(ws_ptr, totals + tile * ROWS + quads * 4 + k),)
+            left = M - tile * ROWS
+            first_row = wide(tile * ROWS)
+            yt_base = wide(first_col * PAIRS) * M + first_row
+            bytes_of_rows = ()
+            largest = tl.zeros((QUADS, COLS), dtype=tl.float32)
+            for k in tl.static_range(4):
+                rows = quads * 4 + k
+                mask = live[None, :]
+                if not EVEN_ROWS:
+                    mask = mask & (rows < left)[:, None]
+                y_tile = y_ptr + first_row * N + (rows[:, None] * N + (first_col + lanes)[None, :])
+                y = values(xs[k], 0, PAIRS, dtype) * rs[k][:, None] * gamma
+                largest = tl.maximum(largest, tl.abs(y))
+                if PAIRS == 2:
+                    high = values(xs[k], 1, PAIRS, dtype) * rs[k][:, None] * gamma_high
+                    largest = tl.maximum(largest, tl.abs(high))
+                    q = to_fp8_pair(saturate(y * scale, FP8_MAX), saturate(high * scale, FP8_MAX), fp8)
+                else:
+                    q = quantize(y, scale, FP8_MAX, fp8)
+                tl.store(y_tile, q, mask=mask, cache_modifier=".cs")
+                bytes_of_rows = bytes_of_rows + (q,)
+            amax = tl.maximum(amax, tl.max(tl.reshape(largest, (QUADS, COLS // 4, 4)), axis=2))
+            b0, b1, b2, b3 = bytes_of_rows[0], bytes_of_rows[1], bytes_of_rows[2], bytes_of_rows[3]
+            end = tl.minimum(left, ROWS)
+            if PAIRS == 1:
+                store_transposed(yt_ptr, yt_base, M, 0, end, live, (b0, b1, b2, b3), False, EVEN, PACKED)
+            elif PACKED:
+                lower, upper = words_of_pairs(b0, b1, b2, b3)
+                store_transposed_words(yt_ptr, yt_base, M * 2, 0, end, live, lower, False, EVEN)
+                store_transposed_words(yt_ptr, yt_base + M, M * 2, 0, end, live, upper, False, EVEN)
+            else:
+                for half in tl.static_range(2):
+                    one = (_byte(b0, half), _byte(b1, half), _byte(b2, half), _byte(b3, half))
+                    store_transposed(yt_ptr, yt_base + half * M, M * 2, 0, end, live, one, False, EVEN, False)
+    if PHASE != 1:
+        tl.atomic_max(amax_ptr, tl.max(amax), sem="relaxed")
+    if PARTS > 1 and PHASE == 0:
+        close_launch(ws_ptr, tag)
+
+
+@triton.jit
+def _gamma(g, HALF: tl.constexpr, ZERO_CENTERED: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr):
+    gamma = values(g, HALF, PAIRS, dtype)
+    return (gamma + 1.0 if ZERO_CENTERED else gamma)[None, :]
+
+
+@triton.jit
+def _byte(pair, HALF: tl.constexpr):
+    return (pair >> (8 * HALF)).to(tl.uint8)

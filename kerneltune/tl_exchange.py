@@ -1,0 +1,125 @@
+"""How the programs of one launch talk to each other: tagged words in a workspace (workspace.py).
+
+Device code; knows no operator. May import triton and tl_lib.
+"""
+
+import triton
+import triton.language as tl
+
+from kerneltune.tl_lib import is_cuda
+
+
+@triton.jit
+def launch_tag(ws_ptr):
+    """The number of this launch on its workspace, never 0: what `publish` marks its words with."""
+    return tl.load(ws_ptr.to(tl.pointer_type(tl.int32)), volatile=True).to(tl.uint32) + 1
+
+
+@triton.jit
+def close_launch(ws_ptr, tag):
+    """Every program of the launch calls this last; the last one to do so gives the next launch another tag."""
+    arrived_ptr = ws_ptr.to(tl.pointer_type(tl.int32)) + 32
+    if tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
+        tl.store(arrived_ptr, 0)
+        tl.store(ws_ptr.to(tl.pointer_type(tl.uint32)), tag)
+
+
+@triton.jit
+def publish(ws_ptr, index, value, tag, mask):
+    """Store the fp32 `value` with `tag` in one 64-bit word, which other programs of this launch can wait for."""
+    if is_cuda():  # in the layout of `value`, whichever that is: `tl.store` would first move it into another
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred p;
+            .reg .b64 w;
+            mov.b64 w, {$2, $3};
+            setp.ne.b32 p, $4, 0;
+            @p st.relaxed.gpu.global.b64 [$1], w;
+            mov.b32 $0, 0;
+            }""",
+            "=r,l,r,r,r", [(ws_ptr + 32 + index).to(tl.int64), value, tag, mask.to(tl.int32)],
+            dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
+    else:
+        word = (tag.to(tl.uint64) << 32) | value.to(tl.uint32, bitcast=True).to(tl.uint64)
+        tl.store(ws_ptr + 32 + index, word.to(tl.int64, bitcast=True), mask=mask, cache_modifier=".cg")
+
+
+@triton.jit
+def published(ws_ptr, index):
+    """The fp32 values that an earlier launch published, or that this one did and some thread of the program has waited for."""
+    if is_cuda():  # a load that no pipeline of Triton's brings forward, over the wait for what it reads
+        return tl.inline_asm_elementwise(
+            "{ .reg .b64 w; .reg .b32 tag; ld.relaxed.gpu.global.b64 w, [$1]; mov.b64 {$0, tag}, w; }",
+            "=r,l", [(ws_ptr + 32 + index).to(tl.int64)], dtype=tl.float32, is_pure=False, pack=1)  # fmt: skip
+    word = tl.load(ws_ptr + 32 + index, cache_modifier=".cg").to(tl.uint64, bitcast=True)
+    return (word & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def await_published(ws_ptr, index, tag):
+    """The fp32 values that other programs of this launch publish under `tag`; every thread spins on its own word.
+
+    All programs that publish them must be resident: launch cooperatively.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .pred p;
+        .reg .b64 w;
+        .reg .b32 t;
+        AGAIN_${:uid}:
+        ld.relaxed.gpu.global.b64 w, [$1];
+        mov.b64 {$0, t}, w;
+        setp.ne.b32 p, t, $2;
+        @p bra AGAIN_${:uid};
+        }""",
+        "=&r,l,r", [(ws_ptr + 32 + index).to(tl.int64), tag], dtype=tl.float32, is_pure=False, pack=1)  # fmt: skip
+
+
+@triton.jit
+def await_all(ws_ptr, index, tag):
+    """Wait until all words `index` are published under `tag`; then every thread of the program may read them by `published`."""
+    value = await_published(ws_ptr, index, tag)
+    tl.inline_asm_elementwise("bar.sync 0; mov.b32 $0, $1;", "=r,r", [value], dtype=tl.float32, is_pure=False, pack=1)
+
+
+@triton.jit
+def raise_published(ws_ptr, index, value, tag, mask):
+    """Raise word `index` to at least the fp32 `value` ≥ 0 of this launch; NaN stands above infinity."""
+    word = (tag.to(tl.uint64) << 32) | value.to(tl.uint32, bitcast=True).to(tl.uint64)
+    tl.atomic_max((ws_ptr + 32 + index).to(tl.pointer_type(tl.uint64)), word, mask=mask, sem="relaxed")
+
+
+@triton.jit
+def arrive(ws_ptr, index, tag, live):
+    """Count this program in at word `index`, if `live`, after all that its threads raised or published before.
+
+    The word is first raised to this launch's zero, so that nobody has to clear it.
+    """
+    counter_ptr = (ws_ptr + 32 + index).to(tl.pointer_type(tl.uint64))
+    if is_cuda():  # a barrier that Triton does not see: it pipelines no loop that has one
+        tl.inline_asm_elementwise("bar.sync 0; mov.b32 $0, 0;", "=r,r", [index], dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        tl.debug_barrier()
+    tl.atomic_max(counter_ptr, tag.to(tl.uint64) << 32, mask=live, sem="relaxed")
+    tl.atomic_add(counter_ptr, tl.full((), 1, tl.uint64), mask=live, sem="release")
+
+
+@triton.jit
+def await_arrivals(ws_ptr, index, count, tag):
+    """Wait until `count` programs of this launch have arrived at word `index`; then their words can be read.
+
+    All of them must be resident: launch cooperatively. The loads that follow in the thread go to L2, as this one does, and are
+    not issued before it has seen the last arrival.
+    """
+    word = (tag.to(tl.uint64) << 32) | tl.full((), 0, tl.uint64) + count
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred p;
+        .reg .b64 w;
+        AGAIN_${:uid}:
+        ld.relaxed.gpu.global.b64 w, [$1];
+        setp.ne.b64 p, w, $2;
+        @p bra AGAIN_${:uid};
+        mov.b32 $0, 0;
+        }""",
+        "=&r,l,l", [(ws_ptr + 32 + index).to(tl.int64), word], dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip

@@ -1,0 +1,266 @@
+"""Grouped fp8 products: sums to the bit, groups of any sizes, bad arguments, the backend that the cache names, torch operator."""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kerneltune import cache, ops, sweep
+from kerneltune.measuring.check import Checker
+from kerneltune.ops import fp8_grouped_gemm as gemm
+from kerneltune.ops.fp8_grouped_gemm import custom, kernels, product, scaled_mm
+from kerneltune.spec import Case
+
+WHERE = "cuda" if torch.cuda.is_available() else "cpu"
+OP = ops.load()["fp8_grouped_gemm"]
+OPTIMIZED = OP.variant("optimized")
+BENCHES = [entry.case for entry in sweep.load(sweep.find("fp8_grouped_gemm"), {OP.name: OP}).bench]
+E4M3 = torch.float8_e4m3fn
+ENDS = [(0, 0, 5, 5, 33), (33, 33, 33), (1, 2, 3, 33), (33,), (0, 20, 20)]
+TOKEN_ENDS = [(0, 16, 16, 208), (208, 208), (16, 32, 176), (208,), (0, 0)]
+
+
+def integers(*shape: int) -> torch.Tensor:
+    return torch.randint(-2, 3, shape, device=WHERE).to(E4M3)
+
+
+def ends_of(*ends: int) -> torch.Tensor:
+    return torch.tensor(ends, dtype=torch.int32, device=WHERE)
+
+
+def powers(*shape: int) -> torch.Tensor:
+    return torch.exp2(torch.randint(-3, 4, shape, device=WHERE).float())
+
+
+def config(**changes: object) -> gemm.GemmConfig:
+    knobs = {"rows": 64, "cols": 128, "depth": 128, "warps": 4, "stages": 3, "ctas": 1, "band": 4, "run": 1, "parts": 1}
+    return gemm.GemmConfig("triton", **knobs | changes)  # type: ignore[arg-type]
+
+
+CONFIGS = [config(), config(cols=256, parts=4, band=1, run=2), config(rows=128, warps=8, parts=2, depth=64)]
+
+
+@pytest.mark.parametrize(("ends", "c"), [*((ends, CONFIGS[0]) for ends in ENDS), *((ENDS[0], c) for c in CONFIGS[1:])], ids=str)
+def test_rows_of_groups_are_exact_and_rows_of_none_are_left(ends: tuple[int, ...], c: gemm.GemmConfig) -> None:
+    M, N, K, E = 33, 272, 144, len(ends)
+    a, b = integers(M, K), integers(E, N, K).transpose(1, 2)
+    scale_a, scale_b, offs = powers(M), powers(E, N), ends_of(*ends)
+    out = torch.full((M, N), 7.0, device=WHERE)
+    assert gemm.fp8_grouped_gemm(a, b, scale_a, scale_b, offs, out_dtype=torch.float32, out=out, config=c) is out
+    want = torch.full_like(out, 7.0)
+    for group, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
+        sums = a[start:end].double() @ b[group].double()
+        want[start:end] = (sums * scale_a[start:end, None] * scale_b[group]).float()
+    assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize(
+    ("ends", "c"), [*((ends, CONFIGS[0]) for ends in TOKEN_ENDS), *((TOKEN_ENDS[0], c) for c in CONFIGS[1:])], ids=str
+)
+def test_weight_gradients_are_exact_and_those_of_empty_groups_zero(ends: tuple[int, ...], c: gemm.GemmConfig) -> None:
+    M, N, K, E = 208, 80, 272, len(ends)
+    a, b = integers(N, M), integers(K, M).t()
+    scale_a, scale_b = powers(E, N), powers(E * K)
+    out = gemm.fp8_grouped_gemm(a, b, scale_a, scale_b, ends_of(*ends), out_dtype=torch.float32, config=c)
+    for group, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
+        sums = a[:, start:end].double() @ b[start:end].double()
+        want = sums * scale_a[group, :, None] * scale_b.view(E, K)[group]
+        assert torch.equal(out[group], want.float()), group
+
+
+def test_one_scale_for_a_tensor_or_a_group() -> None:
+    a, b, offs = integers(32, 48), integers(2, 32, 48).transpose(1, 2), ends_of(16, 32)
+    for scale in (torch.full((), 0.5, device=WHERE), torch.full((32, 1), 0.5, device=WHERE)):
+        of_groups = powers(2)
+        expected = gemm.fp8_grouped_gemm(a, b, torch.full((1,), 0.5, device=WHERE), of_groups, offs, config=config())
+        each = of_groups[:, None, None].expand(2, 1, 32).contiguous()
+        assert torch.equal(gemm.fp8_grouped_gemm(a, b, scale, each, offs, config=config()), expected)
+    x, y = integers(16, 32), integers(48, 32).t()
+    of_groups = powers(2)
+    rows, columns = (of_groups[:, None].expand(2, size).contiguous() for size in (16, 48))
+    expected = gemm.fp8_grouped_gemm(x, y, rows, columns, offs, config=config())
+    assert torch.equal(gemm.fp8_grouped_gemm(x, y, of_groups, of_groups, offs, config=config()), expected)
+
+
+@pytest.mark.gpu  # the interpreter reads NaN as 480
+def test_nan_stays_in_its_group() -> None:
+    a, b, offs = integers(16, 64), integers(32, 64).t(), ends_of(16, 48, 64)
+    a.view(torch.uint8)[3, 20] = 0x7F
+    one = powers(1)
+    found = gemm.fp8_grouped_gemm(a, b, one, one, offs, config=config())
+    assert found[1, 3].isnan().all() and int(found.isnan().sum()) == found.shape[2]
+
+
+def test_rows_may_lie_apart() -> None:
+    a, b, offs, one = integers(24, 80)[:, :48], integers(2, 32, 48).transpose(1, 2), ends_of(8, 24), powers(1)
+    assert torch.equal(
+        gemm.fp8_grouped_gemm(a, b, one, one, offs, config=config()),
+        gemm.fp8_grouped_gemm(a.contiguous(), b, one, one, offs, config=config()),
+    )
+    x, y = integers(16, 96)[:, :64], integers(32, 80)[:, :64].t()
+    offs = ends_of(16, 64)
+    assert torch.equal(
+        gemm.fp8_grouped_gemm(x, y, one, one, offs, config=config()),
+        gemm.fp8_grouped_gemm(x.contiguous(), y.t().contiguous().t(), one, one, offs, config=config()),
+    )
+
+
+def test_more_groups_than_are_sorted() -> None:
+    E = 130
+    a, b, one = integers(16, 16 * E), integers(16, 16 * E).t(), torch.ones(1, device=WHERE)
+    offs = ends_of(*range(16, 16 * E + 1, 16))
+    found = gemm.fp8_grouped_gemm(a, b, one, one, offs, out_dtype=torch.float32, config=config())
+    want = torch.bmm(a.float().view(16, E, 16).transpose(0, 1), b.float().reshape(E, 16, 16))
+    assert torch.equal(found, want)
+
+
+A, B, OFFS = (
+    torch.zeros(32, 48).to(E4M3),
+    torch.zeros(2, 64, 48).to(E4M3).transpose(1, 2),
+    torch.tensor([16, 32], dtype=torch.int32),
+)
+X, Y = torch.zeros(16, 32).to(E4M3), torch.zeros(48, 32).to(E4M3).t()
+ONE, TWO = torch.ones(1), torch.ones(2)
+CALL = gemm.fp8_grouped_gemm
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: CALL(A.float(), B, ONE, TWO, OFFS), r"a must be 2D float8_e4m3fn, got \(32, 48\) torch.float32"),
+        (lambda: CALL(A, B.to(torch.float8_e5m2), ONE, TWO, OFFS), "b must be 2D or 3D float8_e4m3fn.*float8_e5m2"),
+        (lambda: CALL(A, B[0, 0], ONE, TWO, OFFS), r"b must be 2D or 3D .* got \(64,\)"),
+        (lambda: CALL(A, B, ONE, TWO, OFFS.long()), "offs must be int32 of 1 to 1024 groups.*int64"),
+        (lambda: CALL(A, B, ONE, TWO, OFFS[:0]), r"offs must be int32 .* got \(0,\)"),
+        (lambda: CALL(A, B, ONE, TWO, OFFS.repeat(2)[::2]), r"offs must be contiguous, got strides \(2,\)"),
+        (lambda: CALL(A, B, ONE, TWO, OFFS[:1]), r"disagree: \(32, 48\), \(2, 48, 64\), \(1,\)"),
+        (lambda: CALL(A[:, :32], B, ONE, TWO, OFFS), r"disagree: \(32, 32\)"),
+        (lambda: CALL(A[:, :24], B[:, :24], ONE, TWO, OFFS), "K must be a multiple of 16 above 0, got K=24"),
+        (lambda: CALL(A, B[:, :, :40], ONE, TWO, OFFS), "N must be a multiple of 16 above 0, got N=40"),
+        (lambda: CALL(A, B.contiguous(), ONE, TWO, OFFS), r"b must be column-major, strides \(3072, 1, 48\)"),
+        (lambda: CALL(A.t().contiguous().t(), B, ONE, TWO, OFFS), "rows of a must be contiguous"),
+        (lambda: CALL(A.view(-1)[8:-40].view(31, 48), B, ONE, TWO, OFFS), "a must begin at a multiple of 16 bytes"),
+        (lambda: CALL(A, B, torch.ones(31), TWO, OFFS), r"scale_a must be \(1,\) or \(\) or \(32,\) or \(32, 1\) .*got \(31,\)"),
+        (lambda: CALL(A, B, ONE.double(), TWO, OFFS), "scale_a must be .* float32 .*float64"),
+        (lambda: CALL(A, B, ONE, torch.ones(64, 2).t(), OFFS), r"scale_b must be contiguous, got strides \(1, 2\)"),
+        (lambda: CALL(A, B, ONE, torch.ones(2, 48), OFFS), r"scale_b must be .*\(2, 64\).* got \(2, 48\)"),
+        (lambda: CALL(X, Y[:16], ONE, ONE, OFFS), r"a \(N, M\) and b \(M, K\) disagree"),
+        (lambda: CALL(X[:, :24], Y[:24], ONE, ONE, OFFS), "M must be a multiple of 16 above 0, got M=24"),
+        (lambda: CALL(X, Y.contiguous(), ONE, ONE, OFFS), r"rows of b.t\(\) must be contiguous"),
+        (lambda: CALL(X, Y, torch.ones(16), ONE, OFFS), r"scale_a must be .*\(2, 16\) or \(32,\).* got \(16,\)"),
+        (lambda: CALL(A, B, ONE, TWO, OFFS, out_dtype=torch.float64), "out_dtype must be one of bfloat16.*float64"),
+        (lambda: CALL(A, B, ONE, TWO, OFFS, out=torch.empty(32, 64)), r"out must be \(32, 64\) torch.bfloat16"),
+        (lambda: CALL(A, B, ONE, TWO, OFFS, out_dtype=torch.float32, config=gemm.CUTLASS), "cutlass gives torch.bfloat16"),
+    ],
+)
+def test_wrong_arguments_are_named(call, message: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize("backend", ["triton", "cutlass"])
+def test_the_cache_names_the_backend(backend: str, configs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kerneltune import device
+
+    c = gemm.CUTLASS if backend == "cutlass" else config()
+    entry = cache.Entry(
+        variant="optimized", case="stored", axes=(("M", 64), ("N", 32), ("K", 48), ("E", 2)), dtype="bfloat16", quant="fp8",
+        options=(("product", "rows"), ("scales", "tensorwise"), ("groups", "balanced"), ("values", "normal")), policy="cold",
+        config={name: getattr(c, name) for name in c.__slots__},
+    )  # fmt: skip
+    cache.store(OP.name, device.current_slug(), entry)
+    took = []
+    monkeypatch.setattr(scaled_mm, "product", lambda *_: took.append("cutlass") or torch.zeros(48, 32, device=WHERE))
+    monkeypatch.setattr(product, "_launch", lambda *_: took.append("triton"))
+    a, b = integers(48, 48), integers(2, 32, 48).transpose(1, 2)
+    gemm.fp8_grouped_gemm(a, b, powers(1), powers(2), ends_of(16, 48))
+    assert took == [backend]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ends", ["20, 16", "16, 33"])
+def test_offsets_are_asserted_where_asked(ends: str) -> None:
+    code = f"""if True:
+        import torch
+        from kerneltune.ops import fp8_grouped_gemm as gemm
+        a, b = (torch.zeros(shape, device="cuda").to(torch.float8_e4m3fn) for shape in ((32, 16), (2, 16, 16)))
+        one, offs = torch.ones(1, device="cuda"), torch.tensor([{ends}], dtype=torch.int32, device="cuda")
+        gemm.fp8_grouped_gemm(a, b.transpose(1, 2), one, one, offs, config=gemm.{config()!r})
+        torch.cuda.synchronize()
+    """
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"TRITON_DEBUG": "1"}, capture_output=True, text=True)
+    assert done.returncode and "offs decrease or exceed M" in done.stdout + done.stderr
+
+
+def test_every_backend_is_offered_once_and_tried_by_every_search() -> None:
+    for case in BENCHES:
+        configs = list(OPTIMIZED.configs(case))
+        backends = [c.backend for c in configs]
+        assert backends.count("cutlass") == 1 and backends.count("triton") > 50
+        promising = OPTIMIZED.promising(case)
+        assert promising[0] == gemm.CUTLASS and set(promising) <= set(configs) and len(set(promising)) == len(promising) > 3
+
+
+def test_the_operator_has_a_fake_that_tells_shape_and_type() -> None:
+    offs = ends_of(16, 32)
+    a, b, x, y = (t.to(WHERE) for t in (A, B, X, Y))
+    one, two = powers(1), powers(2)
+    torch.library.opcheck(custom.fp8_grouped_gemm, (a, b, one, two, offs), test_utils=["test_faketensor"])
+    torch.library.opcheck(custom.fp8_grouped_gemm, (x, y, two, one, offs, torch.float16), test_utils=["test_faketensor"])
+
+
+def _moderate(weights: bool) -> Case:
+    options = (("product", "weights" if weights else "rows"), ("scales", "rowwise"), ("groups", "ragged"), ("values", "integers"))
+    return Case("moderate", (("M", 4800), ("N", 1424), ("K", 1040), ("E", 7)), "bfloat16", "fp8", options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weights", [False, True])
+def test_configs_are_exact_over_many_tiles(weights: bool) -> None:
+    case = _moderate(weights)
+    checker = Checker(OP, case, WHERE)
+    configs = list(OPTIMIZED.configs(case))
+    for c in random.Random(0).sample(configs, 12):
+        assert checker.errors(OPTIMIZED, c) == [], c
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weights", [False, True])
+def test_a_graph_takes_new_groups_and_nothing_waits_for_the_gpu(weights: bool) -> None:
+    case = _moderate(weights)
+    inputs = OP.inputs(case, device=WHERE)
+    gemm.run(inputs, OPTIMIZED.default_config(case))
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        gemm.run(inputs, OPTIMIZED.default_config(case))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    with torch.cuda.graph(graph):
+        out = gemm.run(inputs, OPTIMIZED.default_config(case))
+    inputs["offs"].copy_(ends_of(16, 16, 1600, 1616, 3200, 4800, 4800))
+    graph.replay()
+    assert OP.compare(case, inputs, out, OP.reference(inputs)) == []
+
+
+@pytest.mark.gpu
+def test_other_numbers_of_tokens_compile_nothing() -> None:
+    b, one, offs = integers(2, 256, 256).transpose(1, 2), powers(1), ends_of(16, 32)
+    gemm.fp8_grouped_gemm(integers(37, 256), b, one, one, offs, config=config())
+    compiled = kernels._grouped_gemm.device_caches[torch.cuda.current_device()][0]
+    before = len(compiled)
+    for M in (1, 16, 48, 1000):
+        gemm.fp8_grouped_gemm(integers(M, 256), b, one, one, offs.clamp(max=M), config=config())
+    assert len(compiled) == before
+
+
+@pytest.mark.gpu
+def test_it_compiles_into_a_graph_without_a_break() -> None:
+    inputs = OP.inputs(_moderate(False), device=WHERE)
+    tensors = [inputs[name] for name in ("a", "b", "scale_a", "scale_b", "offs")]
+    compiled = torch.compile(lambda *t: custom.fp8_grouped_gemm(*t) * 2, fullgraph=True)
+    assert torch.equal(compiled(*tensors), custom.fp8_grouped_gemm(*tensors) * 2)
