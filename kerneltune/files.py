@@ -29,12 +29,13 @@ def replace_bytes(path: Path, content: bytes) -> None:
 
 
 def append_text(path: Path, text: str) -> None:
-    """Add `text` to the end of a file as one write.
+    """Add `text` to the end of a file as one write; creates the folders.
 
     Raises:
         ValueError: `cannot write file: …`.
     """
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:

@@ -73,7 +73,8 @@ class Selection:
 class Options:
     """How to run. budget_s: seconds of search per case; trials: most configs per case; force: search again what the cache
     has; workers: compile processes; configs, results: folders, None for the usual ones; until_gain: stop a search that is
-    expected to gain less; exhaustive: measure whole spaces and decide nothing; knobs: values, as text, to try beyond a space."""
+    expected to gain less; exhaustive: measure whole spaces and decide nothing; knobs: values, as text, to try beyond a space;
+    gpus: of this host, `all` or a number; ray: address of a cluster; without either, the one GPU of this process."""
 
     policy: str = "cold"
     tune: bool = True
@@ -89,6 +90,8 @@ class Options:
     until_gain: float | None = None
     exhaustive: bool = False
     knobs: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    gpus: str = ""
+    ray: str = ""
 
 
 def results_folder(options: Options) -> Path:

@@ -43,7 +43,7 @@ LOG = "KERNELTUNE_TEST_LOG"
 
 
 class FakeBench:
-    """Does what a config says: `run` takes 10 + n µs, the others take the process along in one way or another."""
+    """Does what a config says: `run` and `slow` take 10 + n µs, the others take the process along in one way or another."""
 
     def open(self, op: Op, case: Case, variant: Variant, policy: str) -> None:
         """Everything is found by name in the child."""
@@ -57,6 +57,8 @@ class FakeBench:
             os.abort()
         if config.does == "exit":
             os._exit(7)
+        if config.does == "slow":
+            time.sleep(0.2)
         if config.does == "hang":
             time.sleep(3600)
         if config.does == "memory":

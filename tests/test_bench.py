@@ -17,7 +17,7 @@ from bench_jobs import CASE, OPS, VARIANT, FakeBench, Knobs, NeverOpens
 from kerneltune import ops
 from kerneltune.search.trials import Trial
 from kerneltune.spec import Op
-from kerneltune.tuning.bench import ChildLostError, GpuBench, IsolatedBench, _Named, split_cores
+from kerneltune.tuning.bench import ChildLostError, GpuBench, IsolatedBench, Named, split_cores
 
 
 @pytest.fixture
@@ -33,6 +33,14 @@ def test_a_child_answers_as_the_bench_does_and_stays(bench: IsolatedBench) -> No
     assert first.detail.split()[1] == second.detail.split()[1] != str(os.getpid())
     assert second.detail.startswith("2 ") and bench.started == 1
     assert [list(s[:1]) for s in bench.samples([Knobs("run", 1), Knobs("run", 3)])] == [[11.0], [13.0]]
+
+
+def test_a_bench_counts_the_seconds_of_its_work_and_not_of_its_start() -> None:
+    with IsolatedBench(FakeBench) as bench:
+        bench.open(OPS[0], CASE, VARIANT, "cold")
+        began = time.monotonic()
+        assert bench.trial(Knobs("slow", 1), None).status == "ok"
+        assert 0.2 <= bench.busy_s < 0.4 < time.monotonic() - began  # a child that imports torch needs longer than that
 
 
 @pytest.mark.parametrize(
@@ -119,9 +127,9 @@ def test_a_broken_kernel_costs_only_its_child(does: str, status: str, detail: st
 @pytest.mark.parametrize("op", [*ops.load().values(), bench_jobs.OPS[0]], ids=lambda op: op.name)
 def test_a_child_finds_every_operator_by_name(op: Op) -> None:
     for variant in op.variants:
-        assert _Named(op.module, op.name, variant.name).load() == (op, variant)
+        assert Named(op.module, op.name, variant.name).load() == (op, variant)
 
 
 def test_an_operator_that_no_package_offers_is_an_error() -> None:
     with pytest.raises(ValueError, match="^no operator gone in OPS of bench_jobs or of a package that holds it$"):
-        _Named("bench_jobs", "gone", "optimized").load()
+        Named("bench_jobs", "gone", "optimized").load()

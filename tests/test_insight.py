@@ -73,9 +73,35 @@ def test_insight_prints_what_the_store_holds(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert lines[0] == "rmsnorm_bwd optimized none"
-    assert lines[2].split()[:4] == ["te-8192x4096", "bfloat16", "51.00", "26"]
+    assert lines[2].split()[:4] == ["te-8192x4096", "bfloat16", "51.00", str(i + 1)]
     assert any(line.startswith("never within 2 %: stages=2; without it") for line in lines)
     assert any(line.startswith("1 config keeps every case (1) within 2 % of its best (worst 0.0 %):") for line in lines)
+
+
+def test_tune_ends_with_the_same_in_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    op = ops.load()["rmsnorm_bwd"]
+    variant = op.variant("optimized")
+    store = TrialStore(tmp_path / "runs" / "trials" / "interpreter" / "rmsnorm_bwd.jsonl", source_hash="x")
+    for m in (8192, 16384):
+        case = Case(f"te-{m}x4096", (("M", m), ("N", 4096)), "bfloat16", "none", (("zero_centered", False),))
+        for i, config in enumerate(variant.configs(case)):
+            trial = Trial("spills") if i % 5 == 4 else Trial("ok", 50.0 + 10 * (config.stages == 2) + config.rows)
+            store.put(op, case, variant, "cold", config, trial)
+    monkeypatch.setattr("kerneltune.tuning.run.run_tune", lambda *_: ["an entry"])
+    result = CliRunner().invoke(app, ["tune", "rmsnorm", "--results", str(tmp_path), "--configs", str(tmp_path / "c")])
+    assert result.exit_code == 0, result.output
+    title, regret_line, matter, dead, few = result.stdout.splitlines()
+    trials, spilling = i + 1, (i + 1) // 5
+    assert (
+        title == f"rmsnorm_bwd optimized none: 2 cases, {2 * trials} trials ({2 * (trials - spilling)} ok, {2 * spilling} spills)"
+    )
+    assert (
+        regret_line.startswith("  within 2 % of the best after 2 ") and f" of {i + 1} trials (median; worst 2); " in regret_line
+    )
+    assert matter.startswith("  knobs that matter: stages ") and dead.startswith("  never within 2 %: stages=2 (-")
+    assert few == "  1 config keeps every case (2) within 2 % of its best (worst 0.0 %)"
+    monkeypatch.setattr("kerneltune.tuning.run.run_tune", lambda *_: [])
+    assert CliRunner().invoke(app, ["tune", "rmsnorm", "--results", str(tmp_path)]).stdout == ""  # nothing was lacking
 
 
 def test_insight_without_trials_says_where_it_looked(tmp_path: Path) -> None:

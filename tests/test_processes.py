@@ -10,9 +10,9 @@ from gate_rows import record
 
 from kerneltune import records
 from kerneltune.cli.options import load_ops
-from kerneltune.gating.processes import in_fresh_processes
 from kerneltune.gating.run import _measure
 from kerneltune.plan import Options, Selection
+from kerneltune.processes import in_fresh_processes
 
 
 def test_every_process_is_another_and_errors_come_through(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -19,9 +20,10 @@ from kerneltune.search import spaces
 from kerneltune.search.trials import Trial
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import Samples
-from kerneltune.tuning import noise, run
+from kerneltune.tuning import machines, noise, task
 from kerneltune.tuning.bench import ChildLostError
-from kerneltune.tuning.run import run_tune, verify_cache, widened
+from kerneltune.tuning.knobs import widened
+from kerneltune.tuning.run import run_tune, verify_cache
 
 H200 = Device("NVIDIA H200", "sm_90", 132, 50 << 20, 232448, "580")
 SWEEP = """
@@ -54,6 +56,9 @@ class Pool:
         pass
 
     def submit(self, _job: object) -> "Future[Compiled]":
+        return self.done()
+
+    def done(self) -> "Future[Compiled]":
         future: Future[Compiled] = Future()
         future.set_result(Compiled((Kernel("k", 4, 32, 0, 1024),), 0.1))
         return future
@@ -65,7 +70,7 @@ class Bench:
     lost: Callable[[Any], bool] = staticmethod(lambda _config: False)
 
     def __init__(self, *_: object, **__: object) -> None:
-        self.opened = False
+        self.opened, self.busy_s = False, 0.0
 
     def __enter__(self) -> "Bench":
         return self
@@ -87,12 +92,22 @@ class Bench:
         self.opened = False
 
 
+class Spoken(Quiet):
+    """Remembers what is worth a line."""
+
+    def __init__(self, notes: list[str]) -> None:
+        self.notes = notes
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
 @pytest.fixture(autouse=True)
 def an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(device, "current", lambda: H200)
-    monkeypatch.setattr(run, "CompilePool", Pool)
-    monkeypatch.setattr(run, "IsolatedBench", Bench)
-    monkeypatch.setattr(run, "memory_shortage", lambda *_: None)
+    monkeypatch.setattr(machines, "CompilePool", Pool)
+    monkeypatch.setattr(machines, "IsolatedBench", Bench)
+    monkeypatch.setattr(task, "memory_shortage", lambda *_: None)
     cache.clear()
     yield
     cache.clear()
@@ -133,16 +148,67 @@ def test_a_case_whose_child_is_lost_is_left_out_and_said(
 ) -> None:
     notes: list[str] = []
 
-    class Spoken(Quiet):
-        def note(self, text: str) -> None:
-            notes.append(text)
-
     def lost(*_: object) -> None:
         raise ChildLostError("MemoryError: inputs do not fit")
 
     monkeypatch.setattr(Bench, "trial", lost)
-    assert run_tune(OPS, selection, options, Spoken()) == []
-    assert notes == ["not tuned: stream baseline 1048576+1048576 int32 none: MemoryError: inputs do not fit"]
+    assert run_tune(OPS, selection, options, Spoken(notes)) == []
+    assert notes[:1] == ["not tuned: stream baseline 1048576+1048576 int32 none: MemoryError: inputs do not fit"]
+
+
+def test_a_run_says_how_long_the_gpu_waited_and_keeps_it(
+    selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every trial takes a hundredth of a second, a tenth of which the bench spends on it."""
+
+    def trial(self: Bench, config: Any, best_us: float | None, samples: int = 5) -> Trial:
+        time.sleep(0.01)
+        self.busy_s += 0.001
+        return Trial("ok", time_us(config))
+
+    monkeypatch.setattr(Bench, "trial", trial)
+    notes: list[str] = []
+    (entry,) = run_tune(OPS, selection, options, Spoken(notes))
+    assert options.results is not None
+    rows = (options.results / "runs" / "searches" / "nvidia_h200.jsonl").read_text().splitlines()
+    (row,) = map(json.loads, rows)
+    (search,) = row["searches"]
+    assert row["evaluations"] == search["evaluations"] == entry.evidence["trials"] > 4
+    assert row["busy_s"] == pytest.approx(0.001 * row["evaluations"])
+    assert 0.9 <= row["idle"] < 0.98 and row["wall_s"] >= 0.01 * row["evaluations"]
+    assert (search["op"], search["axes"], row["commit"]) == (
+        "stream",
+        {"read": 1 << 20, "write": 1 << 20},
+        entry.evidence["commit"],
+    )
+    (note,) = notes
+    assert note.startswith("GPU idle for 9") and note.endswith(
+        f"after the first compiled config, {row['evaluations']} evaluations"
+    )
+    run_tune(OPS, selection, options, Spoken(notes))
+    assert len(notes) == 1  # nothing was lacking
+
+
+def test_what_the_next_case_begins_with_is_compiled_while_this_one_is_measured(
+    options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = SWEEP + "  - {name: twice, read: 2097152, write: 2097152}\n"
+    (tmp_path / "two.yaml").write_text(two)
+    happened: list[tuple[str, int]] = []
+
+    def submit(self: Pool, job: Any) -> "Future[Compiled]":
+        happened.append(("compile", dict(job.make_inputs.args[0].axes)["read"]))
+        return Pool().done()
+
+    def opened(self: Bench, op: Op, case: Case, variant: Variant, policy: str) -> None:
+        self.opened = True
+        happened.append(("open", case["read"]))
+
+    monkeypatch.setattr(Pool, "submit", submit)
+    monkeypatch.setattr(Bench, "open", opened)
+    first, second = run_tune(OPS, Selection(str(tmp_path / "two.yaml")), options, Quiet())
+    assert happened.index(("compile", 2 << 20)) < happened.index(("open", 1 << 20)) < happened.index(("open", 2 << 20))
+    assert sum(size == 2 << 20 for what, size in happened if what == "compile") == second.evidence["trials"]  # none twice
 
 
 def test_a_whole_space_is_measured_and_written(selection: Selection, options: Options) -> None:

@@ -11,7 +11,23 @@ from typing import Annotated, Any, TextIO
 import typer
 from typer.core import TyperGroup
 
-from kerneltune.cli import cache, compare, doctor, gate, insight, inspect, noise, ops, profile, replay, report, study, sweep, tune
+from kerneltune.cli import (
+    cache,
+    compare,
+    doctor,
+    gate,
+    insight,
+    inspect,
+    noise,
+    ops,
+    profile,
+    replay,
+    report,
+    study,
+    sweep,
+    tune,
+    versus,
+)
 from kerneltune.cli.console import error_line, show
 
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -59,6 +75,7 @@ app.command("tune")(tune.command)
 app.command("insight")(insight.command)
 app.command("noise")(noise.command)
 app.command("replay")(replay.command)
+app.command("versus")(versus.command)
 app.command("compare")(compare.command)
 app.command("gate")(gate.command)
 app.command("study")(study.command)

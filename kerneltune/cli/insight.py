@@ -1,11 +1,24 @@
 """`kerneltune insight`: what the trials of a family say about its knobs and its cases."""
 
-from typing import Annotated, Any
+import statistics
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kerneltune.cli import options as o
 from kerneltune.cli.console import show, show_table
+from kerneltune.spec import Case, Op
+
+if TYPE_CHECKING:
+    from kerneltune.plan import Selection
+    from kerneltune.search.insight import Portfolio
+    from kerneltune.search.trials import StoredTrial
+
+_WEIGHED = 8
+"""Cases of which it is asked which knobs matter, where only a short answer is wanted."""
 
 
 def command(
@@ -25,31 +38,87 @@ def command(
     o.choice("policy", policy, o.POLICIES)
     known = o.load_ops()
     from kerneltune import device
-    from kerneltune.plan import Options, load_plan, results_root
-    from kerneltune.search.trials import TrialStore, latest_fingerprint
+    from kerneltune.plan import Options, results_root
 
     selection = o.make_selection(known, family, op, case, dtype, quant, [variant])
     folder = results_root(Options(results=results)) / "runs" / "trials" / (gpu or device.current().slug)
-    groups: dict[tuple[str, str], list[tuple[Any, list[Any]]]] = {}
-    for entry in (e for e in load_plan(known, selection).bench if selection.takes(e)):
-        path = folder / f"{entry.op}.jsonl"
-        store = TrialStore(path, **latest_fingerprint(path))
-        chosen = next((v for v in known[entry.op].variants if v.name == variant), None)
-        stored = store.of_case(known[entry.op], entry.case, chosen, policy) if chosen is not None else []
-        if any(s.trial.time_us is not None for s in stored):
-            groups.setdefault((entry.op, entry.case.quant), []).append((entry.case, stored))
-    if not groups:
+    found = groups(known, selection, policy, folder)
+    if not found:
         show(f"no trials of {family} in {folder}")
         return
-    for (name, mode), found in groups.items():
-        _show_group(f"{name} {variant} {mode}", found)
+    for title, searches in found.items():
+        _show_group(title, searches)
 
 
-def _show_group(title: str, found: list[tuple[Any, list[Any]]]) -> None:
+Searches = list[tuple[Case, list["StoredTrial"]]]
+"""Cases, each with the stored trials of it."""
+
+
+def groups(known: Mapping[str, Op], selection: "Selection", policy: str, folder: Path) -> dict[str, Searches]:
+    """The stored trials of the selected bench cases and variants, by operator, variant and quantisation mode."""
+    from kerneltune.plan import load_plan
+    from kerneltune.search.trials import TrialStore, latest_fingerprint
+
+    found: dict[str, Searches] = {}
+    stores: dict[str, TrialStore] = {}
+    for entry in (e for e in load_plan(known, selection).bench if selection.takes(e)):
+        if entry.op not in stores:
+            path = folder / f"{entry.op}.jsonl"
+            stores[entry.op] = TrialStore(path, **latest_fingerprint(path))
+        for variant in known[entry.op].variants:
+            if variant.config is None or (selection.variants and variant.name not in selection.variants):
+                continue
+            stored = stores[entry.op].of_case(known[entry.op], entry.case, variant, policy)
+            if any(s.trial.time_us is not None for s in stored):
+                title = f"{entry.op} {variant.name} {entry.case.quant}"
+                found.setdefault(title, []).append((entry.case, stored))
+    return found
+
+
+def _times(searches: Searches) -> list[dict[Any, float]]:
+    return [{tuple(s.config.items()): s.trial.time_us for s in stored if s.trial.time_us is not None} for _, stored in searches]
+
+
+def show_short(title: str, searches: Searches) -> None:
+    """The same in a few lines."""
+    from kerneltune.search import insight
+
+    cases = _times(searches)
+    gaps = [insight.regret([s.trial.time_us for s in stored]) for _, stored in searches]
+    near = [next(i for i, gap in enumerate(of_case, start=1) if gap <= insight.NEAR) for of_case in gaps]
+    status = Counter(s.trial.status for _, stored in searches for s in stored)
+    counts = ", ".join(f"{count} {name}" for name, count in status.most_common())
+    show(f"{title}: {len(cases)} cases, {status.total()} trials ({counts})")
+    ties = statistics.median(len(insight.ties(times)) for times in cases)
+    evaluations = statistics.median(len(of_case) for of_case in gaps)
+    show(
+        f"  within 2 % of the best after {statistics.median(near):.0f} of {evaluations:.0f} trials (median; worst {max(near)}); "
+        f"{ties:.0f} configs tie"
+    )
+    weights: Counter[str] = Counter()
+    for times in cases[:: -(-len(cases) // _WEIGHED)]:
+        weights.update(insight.importances(times))
+    if weights.total():
+        shares = (f"{knob} {100 * weight / weights.total():.0f} %" for knob, weight in weights.most_common(3))
+        show(f"  knobs that matter: {', '.join(shares)}")
+    dead = [f"{value.knob}={value.value} (-{100 * value.saving:.0f} % configs)" for value in insight.dead_values(cases)]
+    if dead:
+        show(f"  never within 2 %: {', '.join(dead[:4])}" + (f" and {len(dead) - 4} more" if len(dead) > 4 else ""))
+    few = insight.portfolio(cases)
+    show(f"  {_portfolio(few, len(cases))}")
+
+
+def _portfolio(few: "Portfolio", cases: int) -> str:
+    how = "" if few.exact else ", greedily chosen"
+    count = "1 config keeps" if len(few.configs) == 1 else f"{len(few.configs)} configs keep"
+    return f"{count} every case ({cases}) within 2 % of its best (worst {100 * few.worst:.1f} %{how})"
+
+
+def _show_group(title: str, found: Searches) -> None:
     from kerneltune.search import insight
 
     show(title)
-    cases = [{tuple(s.config.items()): s.trial.time_us for s in stored if s.trial.time_us is not None} for _, stored in found]
+    cases = _times(found)
     rows = []
     for (case, stored), times in zip(found, cases, strict=True):
         gaps = insight.regret([s.trial.time_us for s in stored])
@@ -62,9 +131,7 @@ def _show_group(title: str, found: list[tuple[Any, list[Any]]]) -> None:
     for value in insight.dead_values(cases):
         show(f"never within 2 %: {value.knob}={value.value}; without it {100 * value.saving:.0f} % fewer configs")
     few = insight.portfolio(cases)
-    how = "" if few.exact else ", greedily chosen"
-    count = "1 config keeps" if len(few.configs) == 1 else f"{len(few.configs)} configs keep"
-    show(f"{count} every case ({len(cases)}) within 2 % of its best (worst {100 * few.worst:.1f} %{how}):")
+    show(f"{_portfolio(few, len(cases))}:")
     for knobs in few.configs:
         show("  " + " ".join(f"{knob}={value}" for knob, value in knobs))
     show("")

@@ -36,6 +36,7 @@ Configs = Annotated[
 Results = Annotated[
     Path | None, typer.Option("--results", metavar="DIR", envvar="KERNELTUNE_RESULTS", help="Folder of the records.")
 ]
+Sampler = Annotated[str | None, typer.Option("--sampler", metavar="|".join(SAMPLERS), help="How large spaces are searched.")]
 Workers = Annotated[
     int | None, typer.Option("--workers", metavar="N", help="Processes that compile; one per CPU core if not given.")
 ]

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from kerneltune.cli import options as o
+from kerneltune.cli.insight import groups, show_short
 from kerneltune.cli.progress import reporter
 
 
@@ -19,9 +20,7 @@ def command(
     budget: o.Budget = None,
     trials: o.Trials = None,
     force: Annotated[bool, typer.Option("--force", help="Search again where the cache has a config already.")] = False,
-    sampler: Annotated[
-        str | None, typer.Option("--sampler", metavar="|".join(o.SAMPLERS), help="How large spaces are searched.")
-    ] = None,
+    sampler: o.Sampler = None,
     until_gain: Annotated[
         str | None,
         typer.Option("--until-gain", metavar="PERCENT", help="Stop when all the rest is expected to gain less, such as 1%."),
@@ -33,14 +32,19 @@ def command(
         list[str] | None,
         typer.Option("--knob", metavar="NAME=V1,V2", help="Further values of a knob; may be repeated."),
     ] = None,
+    gpus: Annotated[
+        str, typer.Option("--gpus", metavar="all|N", help="Of this host, or of the cluster; one case at a time on each.")
+    ] = "",
+    ray: Annotated[str, typer.Option("--ray", metavar="ADDRESS", help="Tune on the GPUs of this Ray cluster.")] = "",
     configs: o.Configs = None,
     results: o.Results = None,
     workers: o.Workers = None,
 ) -> None:
     """Search the best config of every case; it replaces the present one only where it is measurably faster.
 
-    Every trial is kept, so an interrupted search resumes. The expected gain is the mean, over joint draws of a Gaussian
-    process, of how far the fastest untried config lies below the best so far.
+    Ends with what the trials say, in short; `insight` says more. Every trial is kept, so an interrupted search resumes. The
+    expected gain is the mean, over joint draws of a Gaussian process, of how far the fastest untried config lies below the
+    best so far.
     """
     from kerneltune import sweep
 
@@ -52,8 +56,15 @@ def command(
     selection = o.make_selection(known, family, op, case, dtype, quant, variant)
     options = o.make_options(
         policy, budget_s=budget, trials=trials, force=force, sampler=sampler,
-        until_gain=o.percent("until-gain", until_gain), exhaustive=exhaustive, knobs=o.knobs(knob),
+        until_gain=o.percent("until-gain", until_gain), exhaustive=exhaustive, knobs=o.knobs(knob), gpus=gpus, ray=ray,
         configs=configs, results=results, workers=workers,
     )  # fmt: skip
     with reporter() as progress:
-        run_tune(known, selection, options, progress)
+        stored = run_tune(known, selection, options, progress)
+    if stored:
+        from kerneltune import device
+        from kerneltune.plan import results_root
+
+        folder = results_root(options) / "runs" / "trials" / device.current().slug
+        for title, searches in groups(known, selection, policy, folder).items():
+            show_short(title, searches)

@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from kerneltune import device, sweep
 from kerneltune.campaign import measure_live
 from kerneltune.gating.pooling import pool
-from kerneltune.gating.processes import in_fresh_processes
 from kerneltune.gating.verdict import DEFAULT_MARGIN, UNUSABLE, RowKey, Verdict, confirm
 from kerneltune.plan import Options, Progress, Quiet, Selection, require_gpu
+from kerneltune.processes import in_fresh_processes
 from kerneltune.records import Key, Record
 from kerneltune.spec import Op
 

@@ -18,10 +18,10 @@ from kerneltune.campaign import configured
 from kerneltune.files import replace_text
 from kerneltune.gating.planted import measure_planted
 from kerneltune.gating.pooling import pool
-from kerneltune.gating.processes import in_fresh_processes
 from kerneltune.gating.run import LoadOps
 from kerneltune.gating.verdict import WORST_FIRST, Outcome, RowKey, confirm
 from kerneltune.plan import Options, Progress, Selection, require_gpu
+from kerneltune.processes import in_fresh_processes
 from kerneltune.records import Record, load, to_json
 from kerneltune.stats import paired_shift
 

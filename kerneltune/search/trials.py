@@ -5,7 +5,7 @@ Knows no GPU and decides nothing. Imports the standard library and spec.
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -52,11 +52,15 @@ _RESOURCES = ("resources", "spill_bytes", "shared_bytes")
 
 
 class TrialStore:
-    """Trials of one operator on one GPU, in one JSONL file; a truncated last line, as a kill leaves it, is dropped."""
+    """Trials of one operator on one GPU, in one JSONL file; a truncated last line, as a kill leaves it, is dropped.
+
+    on_put is told every line that `put` has written.
+    """
 
     def __init__(self, path: Path, commit: str = "", **fingerprint: str) -> None:
         """commit: kept beside every new trial; fingerprint: what else a time depends on: source hash, triton, driver."""
         self._path, self._commit = path, commit
+        self.on_put: Callable[[str], None] = lambda _line: None
         self._fingerprint = tuple(sorted(fingerprint.items()))
         self._trials: dict[tuple[Any, ...], Trial] = {}
         self._origins: dict[tuple[Any, ...], tuple[str, str]] = {}
@@ -85,15 +89,8 @@ class TrialStore:
         origin = (datetime.now(UTC).isoformat(timespec="seconds"), self._commit)
         more = {"fingerprint": dict(self._fingerprint), "date": origin[0], "commit": origin[1], "schema": SCHEMA}
         line = json.dumps(identity | asdict(trial) | more) + "\n"
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a+b") as file:
-                drop_cut_line(file)
-                file.write(line.encode())
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise ValueError(f"cannot write {self._path}: {error.strerror}") from error
+        append(self._path, line)
+        self.on_put(line)
         key = self._key(op.name, case, variant.name, policy, _values(config))
         self._trials[key], self._origins[key] = trial, origin
 
@@ -127,6 +124,32 @@ class TrialStore:
                 row["status"], row["time_us"], row["detail"], **{name: row.get(name, 0) for name in _RESOURCES}
             )
             self._origins[key] = row.get("date", ""), row.get("commit", "")
+
+
+def append(path: Path, lines: str) -> None:
+    """Add whole lines to a store; they are on disk when this returns.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a+b") as file:
+            drop_cut_line(file)
+            file.write(lines.encode())
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}") from error
+
+
+def lines_of(path: Path, sizes: Mapping[str, int]) -> str:
+    """The lines of a store that are about a case of these sizes, whatever else they are; empty where there is no store.
+
+    Raises:
+        ValueError: the file cannot be read, or holds something that is no trial.
+    """
+    return "".join(json.dumps(row) + "\n" for row in (history(path) if path.exists() else ()) if row["axes"] == dict(sizes))
 
 
 def latest_fingerprint(path: Path) -> dict[str, str]:

@@ -7,6 +7,7 @@ import importlib
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -96,7 +97,7 @@ class GpuBench:
 
 
 @dataclass(frozen=True, slots=True)
-class _Named:
+class Named:
     """An operator's variant by name, as a child finds it again: in the operator's module or a package that holds it."""
 
     module: str
@@ -121,6 +122,10 @@ class IsolatedBench:
 
     A config that hangs, faults or takes the process along is a trial of status `lost`; the next one finds a new child with a
     clean context, inputs and reference made anew. Use as a context manager.
+
+    Attributes:
+        started: children so far.
+        busy_s: seconds that they spent on what they were asked for, not on starting.
     """
 
     def __init__(
@@ -133,9 +138,10 @@ class IsolatedBench:
         self._make, self._cores, self._trial_timeout_s = make, cores, trial_timeout_s
         self._child: multiprocessing.process.BaseProcess | None = None
         self._pipe: Connection | None = None
-        self._opened: tuple[_Named, Case, str] | None = None
+        self._opened: tuple[Named, Case, str] | None = None
         self._ready = False
         self.started = 0
+        self.busy_s = 0.0
 
     def __enter__(self) -> "IsolatedBench":
         return self
@@ -146,7 +152,7 @@ class IsolatedBench:
     def open(self, op: Op, case: Case, variant: Variant, policy: str) -> None:
         """Remember the case; the child makes its tensors when the first config is tried."""
         self.close()
-        self._opened = (_Named(op.module, op.name, variant.name), case, policy)
+        self._opened = (Named(op.module, op.name, variant.name), case, policy)
 
     def trial(self, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Trial:
         """As the bench in the child says; `lost` where the child is lost over it.
@@ -203,10 +209,11 @@ class IsolatedBench:
             if not self._pipe.poll(timeout_s):
                 self._stop()
                 raise ChildLostError(f"took longer than {timeout_s:g} s")
-            answer, lost = self._pipe.recv()
+            answer, lost, seconds = self._pipe.recv()
         except (EOFError, OSError) as error:
             code = self._stop()
             raise ChildLostError(f"the measuring process died: exit code {code}") from error
+        self.busy_s += seconds
         if lost:
             self._stop()
             raise ChildLostError(lost)
@@ -238,6 +245,7 @@ def _serve(pipe: Connection, make: Callable[[], Measuring], cores: frozenset[int
             name, arguments = pipe.recv()
         except EOFError:
             return
+        began = time.monotonic()
         try:
             if name == "open":
                 named, case, policy = arguments
@@ -246,7 +254,8 @@ def _serve(pipe: Connection, make: Callable[[], Measuring], cores: frozenset[int
             answer, lost = getattr(bench, name)(*arguments), ""
         except Exception as error:  # out of memory as well: the next config finds a clean process
             answer, lost = None, _one_line(error)
-        pipe.send((answer, lost or _broken_context()))
+        lost = lost or _broken_context()
+        pipe.send((answer, lost, time.monotonic() - began))
         if lost:
             return
 

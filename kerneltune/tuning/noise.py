@@ -11,7 +11,7 @@ from kerneltune.measuring.compiler import Pending
 from kerneltune.plan import Options
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import Interval, Samples, median_interval, ratio_interval
-from kerneltune.tuning.run import Machines
+from kerneltune.tuning.machines import Machines
 from kerneltune.tuning.tuner import job
 
 _REPEATS = 5

@@ -6,6 +6,7 @@ on a bench.
 """
 
 import itertools
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,8 +17,8 @@ from typing import Any, Protocol
 
 from kerneltune import cache, device
 from kerneltune.measuring.compare import commit, config_values
-from kerneltune.measuring.compiler import Compiled, CompilePool, Job
-from kerneltune.search.loop import Explored, Search, explore
+from kerneltune.measuring.compiler import Compiled, Job
+from kerneltune.search.loop import Explored, Search, explore, propose
 from kerneltune.search.trials import Trial, TrialStore
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import median_interval, ratio_interval
@@ -113,13 +114,21 @@ def _configured(variant: Variant, knobs: tuple[str, ...], values: tuple[Any, ...
 
 
 class Tuner:
-    """Evaluates configs of one variant on one case, each once, on a bench."""
+    """Evaluates configs of one variant on one case, each once, on a bench.
+
+    Attributes:
+        resources: registers of all threads of a config's largest program, as far as it was compiled.
+        began: when the first config was there, compiled, to be evaluated (time.monotonic); None before.
+        evaluations: that were not known before.
+    """
 
     def __init__(self, op: Op, case: Case, variant: Variant, policy: str, store: TrialStore, bench: Measuring) -> None:
         self.op, self.case, self.variant, self.policy, self.store, self.bench = op, case, variant, policy, store, bench
         self.resources: dict[Config, int] = {}
         self.prune = sum(1 for _ in variant.configs(case)) > TRIED_WHOLE
         self.samples = SCREEN_SAMPLES
+        self.began: float | None = None
+        self.evaluations = 0
         self._best_us: float | None = None
         self._opened = False
 
@@ -130,8 +139,10 @@ class Tuner:
 
     def evaluate(self, config: Config, compiled: Compiled) -> Trial:
         """The stored trial of a config, or a new one, stored."""
+        self.began = self.began or time.monotonic()
         known = self.known(config)
         if known is None:
+            self.evaluations += 1
             known = replace(
                 self._evaluate(config, compiled),
                 resources=compiled.resources,
@@ -263,6 +274,20 @@ def measure_space(
         tuner.release()
 
 
+def first_asked(tuner: Tuner, search: Search, root: Path | None, count: int) -> list[Config]:
+    """What the search of a case would try first now; nothing where some of it was tried before.
+
+    Raises:
+        ValueError: the space has no valid config for the case, or says what makes no sense.
+    """
+    pool = candidates(tuner.op, tuner.case, tuner.variant, tuner.policy, tuner.store)
+    if _known(tuner, pool):
+        return []
+    proposals = propose(pool, starting_points(tuner, pool, root), search)
+    asked = (proposals.ask() for _ in range(min(count, len(pool), search.trials or count)))
+    return [config for config in asked if config is not None]
+
+
 def _known(tuner: Tuner, pool: Sequence[Config]) -> dict[Config, Trial]:
     return {config: trial for config in pool if (trial := tuner.known(config)) is not None}
 
@@ -339,8 +364,3 @@ def _cached(tuner: Tuner, root: Path | None) -> Config | None:
     except ValueError:
         return None
     return config if variant.valid(case, config) is None else None
-
-
-def compile_with(pool: CompilePool, op: Op, case: Case, variant: Variant) -> Callable[[Config], Compiling]:
-    """`compiling` for `tune`, from a pool."""
-    return lambda config: pool.submit(job(op, case, config, variant))

@@ -117,6 +117,11 @@ def test_tune_passes_whole_spaces_and_the_gain_on(campaign: dict[str, Any], tmp_
 
 
 @pytest.mark.usefixtures("campaign")
+def test_tune_is_told_on_which_gpus(tmp_path: Path, campaign: dict[str, Any]) -> None:
+    assert run("tune", "rmsnorm", "--gpus", "all", "--ray", "10.0.0.1:6379", "--results", tmp_path).exit_code == 0
+    assert (campaign["options"].gpus, campaign["options"].ray) == ("all", "10.0.0.1:6379")
+
+
 def test_tune_refuses_an_unknown_sampler() -> None:
     assert refused("tune", "rmsnorm", "--sampler", "cma") == "error: sampler: 'cma': expected one of gp, tpe, random, qmc"
 

@@ -1,0 +1,118 @@
+"""A worker for every GPU of a Ray cluster.
+
+Knows nothing of the work. Imports ray when it is used.
+"""
+
+import importlib
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+from kerneltune.plan import Options
+from kerneltune.tuning.worker import Event, Identity, MakeWorker, Order, Worker, share_of_cores
+
+_REACH_S = 5.0
+
+
+class RayWorkers:
+    """Workers as Ray actors, each of which holds one GPU exclusively. Use as a context manager."""
+
+    def __init__(
+        self, family: str, options: Options, count: int | None = None, make: MakeWorker = Worker, gpus_each: float = 1
+    ) -> None:
+        """options.ray: where the cluster is. count: workers, as many as it has GPUs if not given. gpus_each: 0 in tests.
+
+        Raises:
+            ValueError: ray is not installed, the cluster cannot be reached, or it has no GPU.
+        """
+        _reach(options.ray)
+        try:
+            self._ray: Any = importlib.import_module("ray")
+        except ImportError:
+            raise ValueError("ray: not installed: pip install 'kerneltune[ray]'") from None
+        self._family, self._options, self._make, self._gpus_each = family, options, make, gpus_each
+        try:
+            plugins = {name: os.environ[name] for name in ("KERNELTUNE_PLUGINS",) if name in os.environ}
+            self._ray.init(address=options.ray, log_to_driver=False, runtime_env={"env_vars": plugins})
+        except Exception as error:  # ray has many ways to say so
+            raise ValueError(f"ray: {options.ray!r}: cannot connect: {' '.join(str(error).split())[:200]}") from error
+        offered = int(self._ray.cluster_resources().get("GPU", 0))
+        self.count = count or offered
+        if gpus_each and not 0 < self.count <= offered:
+            self._ray.shutdown()
+            raise ValueError(f"ray: {options.ray!r}: {offered} GPUs in the cluster, expected {count or 'some'}")
+        self._actors: dict[int, Any] = {}
+        self._waiting: dict[int, Any] = {}
+
+    def start(self, index: int) -> None:
+        """Start a worker where a GPU is free; it says when it is ready."""
+        actor = self._ray.remote(_RayWorker).options(num_gpus=self._gpus_each, num_cpus=1, max_restarts=0)
+        self._actors[index] = actor.remote(self._family, self._options, self._make)
+        self._waiting[index] = self._actors[index].identity.remote()
+
+    def give(self, index: int, order: Order) -> None:
+        """An order for a worker; one that is dead is found out about by `next`."""
+        self._waiting[index] = self._actors[index].events.options(num_returns="streaming").remote(order)
+
+    def next(self) -> tuple[int, Event]:
+        """Wait for what any worker has to say next."""
+        (heard,), _ = self._ray.wait(list(self._waiting.values()), num_returns=1)
+        index = next(number for number, waiting in self._waiting.items() if waiting is heard)
+        try:
+            if isinstance(heard, self._ray.ObjectRef):
+                del self._waiting[index]
+                return index, ("ready", self._ray.get(heard))
+            event: Event = self._ray.get(next(heard))
+            if event[0] == "done":
+                del self._waiting[index]
+            return index, event
+        except (self._ray.exceptions.RayError, StopIteration) as error:
+            self.stop(index)
+            return index, ("dead", " ".join(str(error).split())[:200] or type(error).__name__)
+
+    def stop(self, index: int) -> None:
+        """End a worker, and give its GPU back."""
+        self._waiting.pop(index, None)
+        self._ray.kill(self._actors[index])
+
+    def __enter__(self) -> "RayWorkers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for index in self._actors:
+            self.stop(index)
+        self._ray.shutdown()
+
+
+def _reach(address: str) -> None:
+    """Raises ValueError where nobody listens: ray itself would try for minutes."""
+    if address in ("auto", "local"):
+        return
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():
+        raise ValueError(f"ray: {address!r}: expected HOST:PORT, auto or local")
+    try:
+        socket.create_connection((host, int(port)), _REACH_S).close()
+    except OSError as error:
+        raise ValueError(f"ray: {address!r}: cannot connect: {error.strerror or error}") from error
+
+
+class _RayWorker:
+    """A worker that has its share of its host's cores: as many as there are GPUs, in their order."""
+
+    def __init__(self, family: str, options: Options, make: MakeWorker) -> None:
+        ray: Any = importlib.import_module("ray")
+        context = ray.get_runtime_context()
+        mine, node = context.get_accelerator_ids().get("GPU", []), context.get_node_id()
+        gpus = next((int(n["Resources"].get("GPU", 0)) for n in ray.nodes() if n["NodeID"] == node), 0)
+        within = bool(mine) and mine[0].isdecimal() and int(mine[0]) < gpus
+        self._worker = make(family, options, share_of_cores(int(mine[0]), gpus) if within else None)
+
+    def identity(self) -> Identity:
+        """Of its GPU."""
+        return self._worker.identity()
+
+    def events(self, order: Order) -> Iterator[Event]:
+        """As the worker's."""
+        yield from self._worker.events(order)

@@ -1,0 +1,195 @@
+"""Tuning work spread over several workers, and what they find merged here.
+
+One piece of work is decided on one GPU. A worker that dies costs the evaluation it was at: its trials are stored already, and
+its work goes to another. Decides nothing about configs and prints nothing.
+"""
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from kerneltune import cache, device
+from kerneltune.files import replace_bytes
+from kerneltune.plan import Options, Progress, results_root
+from kerneltune.search.trials import append, lines_of
+from kerneltune.tuning.bench import Named
+from kerneltune.tuning.task import Done, Work, tell
+from kerneltune.tuning.usage import Usage
+from kerneltune.tuning.worker import Event, Identity, Order, Report
+
+ATTEMPTS = 3
+"""So many workers may die over one piece of work, and so often may one be started again."""
+
+
+class Workers(Protocol):
+    """Some processes with a GPU each, numbered from 0."""
+
+    count: int
+
+    def start(self, index: int) -> None:
+        """Start a worker, for the first time or again; it says when it is ready."""
+
+    def give(self, index: int, order: Order) -> None:
+        """An order for a worker that is ready."""
+
+    def next(self) -> tuple[int, Event]:
+        """Wait for what any worker has to say next."""
+
+    def stop(self, index: int) -> None:
+        """End a worker."""
+
+
+class Fleet:
+    """One run over workers."""
+
+    def __init__(self, workers: Workers, options: Options, progress: Progress) -> None:
+        self._workers, self._options, self._progress = workers, options, progress
+        here = device.current()
+        self.identity = Identity.of_this_process() if here.is_gpu else None
+        self.finished: list[tuple[Work, Done]] = []
+        self._works: list[Work] = []
+        self._queue: deque[int] = deque()
+        self._reserved: dict[int, int] = {}
+        self._running: dict[int, int] = {}
+        self._attempts: Counter[int] = Counter()
+        self._idle: set[int] = set()
+        self._alive: set[int] = set()
+        self._deaths: Counter[int] = Counter()
+        self._reason = ""
+        self._began: float | None = None
+        self._trials = 0
+        self._took_part: set[int] = set()
+
+    def run(self, wanted: Callable[[str], Sequence[Work]]) -> Usage:
+        """Do all that is wanted on GPUs of one model, given its slug: this process's own, else that of the first worker.
+
+        Raises:
+            ValueError: no worker is left, or a file cannot be written.
+        """
+        for index in range(self._workers.count):
+            self._workers.start(index)
+            self._alive.add(index)
+        while self.identity is None or not self._idle:
+            self._hear()
+        self._works += wanted(self.identity.device.slug)
+        self._queue.extend(range(len(self._works)))
+        self._progress.stage(f"tune on {self._workers.count} GPUs", len(self._works))
+        while self._queue or self._reserved or self._running:
+            for index in sorted(self._idle):
+                self._order(index)
+            if self._queue or self._reserved or self._running:
+                self._hear()
+        return self._usage()
+
+    def _usage(self) -> Usage:
+        usages = [done.usage for _, done in self.finished if done.usage is not None]
+        wall_s = time.monotonic() - self._began if self._began is not None else 0.0
+        return Usage(wall_s, sum(usage.busy_s for usage in usages), self._trials, max(1, len(self._took_part)))
+
+    def _order(self, index: int) -> None:
+        """Give an idle worker what was reserved for it, what is next, or what was reserved for another."""
+        number = self._reserved.pop(index, None)
+        if number is None and self._queue:
+            number = self._queue.popleft()
+        if number is None and self._reserved:
+            number = self._reserved.pop(next(iter(self._reserved)))
+        if number is None:
+            return
+        if self._queue:
+            self._reserved[index] = self._queue.popleft()
+        following = self._works[self._reserved[index]] if index in self._reserved else None
+        self._idle.discard(index)
+        self._running[index] = number
+        self._took_part.add(index)
+        self._workers.give(index, self._made_out(self._works[number], following))
+
+    def _made_out(self, work: Work, following: Work | None) -> Order:
+        slug, op = self.slug, work.op.name
+        config_file = (self._options.configs or cache.roots()) / slug / f"{op}.json"
+        configs = config_file.read_text() if config_file.exists() else ""
+        trials = lines_of(self._store(op), dict(work.case.axes))
+        named = _named(work)
+        return Order(named, work.case, (_named(following), following.case) if following else None, trials, configs)
+
+    @property
+    def slug(self) -> str:
+        """Of the GPU model, once it is known."""
+        assert self.identity is not None
+        return self.identity.device.slug
+
+    def _store(self, op: str) -> Path:
+        return results_root(self._options) / "runs" / "trials" / self.slug / f"{op}.jsonl"
+
+    def _hear(self) -> None:
+        if not self._alive:
+            raise ValueError(f"no worker is left: {self._reason}")
+        index, (kind, payload) = self._workers.next()
+        if kind == "ready":
+            self._welcome(index, payload)
+        elif kind == "dead":
+            self._mourn(index, payload)
+        else:
+            self._began = self._began or time.monotonic()
+            work = self._works[self._running[index]]
+            if kind == "trial":
+                append(self._store(work.op.name), payload)
+                self._trials += 1
+            else:
+                self._merge(work, payload)
+                del self._running[index]
+                self._idle.add(index)
+
+    def _welcome(self, index: int, identity: Identity) -> None:
+        """Take a worker on, unless it is of another kind."""
+        if self.identity is None and identity.device.is_gpu:
+            self.identity = identity
+        if identity == self.identity:
+            self._idle.add(index)
+            return
+        self._reason = f"{identity.text}: no GPU" if not identity.device.is_gpu else f"{identity.text}: of another kind"
+        self._progress.note(f"worker {index} left out: {self._reason}")
+        self._alive.discard(index)
+        self._workers.stop(index)
+
+    def _mourn(self, index: int, reason: str) -> None:
+        """Hand on what a dead worker had, and start it again."""
+        self._reason = reason
+        self._progress.note(f"worker {index} died: {reason}")
+        self._idle.discard(index)
+        self._alive.discard(index)
+        if index in self._running:
+            number = self._running.pop(index)
+            self._attempts[number] += 1
+            if self._attempts[number] < ATTEMPTS:
+                self._queue.appendleft(number)
+            else:
+                work = self._works[number]
+                self._finish(work, Done(problem=f"not tuned: {work.label}: {ATTEMPTS} workers died over it, the last: {reason}"))
+        if index in self._reserved:
+            self._queue.appendleft(self._reserved.pop(index))
+        self._deaths[index] += 1
+        if self._deaths[index] < ATTEMPTS:
+            self._workers.start(index)
+            self._alive.add(index)
+
+    def _merge(self, work: Work, report: Report) -> None:
+        """Keep what a worker found: its config in the cache, its space in the results."""
+        done = report.done
+        if done.entry is not None:
+            cache.store(work.op.name, self.slug, done.entry, self._options.configs)
+        if done.space is not None:
+            path = results_root(self._options) / self.slug / "spaces" / done.space.name
+            replace_bytes(path, report.space)
+            done = replace(done, space=path)
+        self._finish(work, done)
+
+    def _finish(self, work: Work, done: Done) -> None:
+        self.finished.append((work, done))
+        tell(self._progress, work, done)
+
+
+def _named(work: Work) -> Named:
+    return Named(work.op.module, work.op.name, work.variant.name)

@@ -1,0 +1,140 @@
+"""One operator's variant on one case: searched, or its whole space measured, on the machines of one GPU.
+
+The unit of work of a tuning stage, wherever it runs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kerneltune import cache, device
+from kerneltune.measuring.compare import memory_shortage
+from kerneltune.plan import Options, Progress, results_root
+from kerneltune.search import spaces
+from kerneltune.search.loop import Search, values
+from kerneltune.search.trials import Trial
+from kerneltune.spec import Case, Config, Op, Variant
+from kerneltune.tuning.bench import ChildLostError
+from kerneltune.tuning.knobs import widened
+from kerneltune.tuning.machines import Clock, Machines
+from kerneltune.tuning.tuner import NothingPassedError, Tuner, measure_space, tune
+from kerneltune.tuning.usage import Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is to be tuned."""
+
+    op: Op
+    case: Case
+    variant: Variant
+
+    @property
+    def label(self) -> str:
+        """One line."""
+        return f"{self.op.name} {self.variant.name} {self.case.name} {self.case.dtype} {self.case.quant}"
+
+    def identity(self, policy: str) -> Mapping[str, Any]:
+        """As JSON."""
+        op, case = self.op, self.case
+        names = {"op": op.name, "variant": self.variant.name, "case": case.name, "axes": dict(case.axes)}
+        return {**names, "dtype": case.dtype, "quant": case.quant, "options": dict(case.options), "policy": policy}
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What became of it.
+
+    Attributes:
+        entry: stored in the config cache; None where whole spaces are measured, or nothing passed.
+        space: the file of a measured space.
+        best: what was found, in a few words.
+        problem: why nothing was; empty where all is well.
+        usage: None where the search did not begin.
+    """
+
+    entry: cache.Entry | None = None
+    space: Path | None = None
+    best: str = ""
+    problem: str = ""
+    usage: Usage | None = None
+
+
+def search_of(options: Options) -> Search:
+    """How much to search.
+
+    Raises:
+        ValueError: it makes no sense.
+    """
+    return Search(options.budget_s, options.trials, options.sampler, until_gain=options.until_gain)
+
+
+def perform(machines: Machines, work: Work, following: Work | None, family: str, options: Options) -> Done:
+    """Do it; `following` is what these machines are expected to do next.
+
+    Raises:
+        ValueError: a space that makes no sense, a store that cannot be read, or a folder that cannot be written.
+    """
+    op, case = work.op, work.case
+    shortage = memory_shortage(op, case)
+    if shortage is not None:
+        return Done(problem=f"not tuned: {op.name} {case.name}: {shortage}")
+    tuner = machines.tuner(op, case, widened(work.variant, options.knobs))
+    compiling, clock = machines.compiling(tuner), Clock(machines)
+    done = Done()
+    try:
+        if options.exhaustive:
+            path, best = _export(tuner, measure_space(tuner, compiling), family, options)
+            done = Done(space=path, best=best)
+        else:
+            search = search_of(options)
+            if following is not None:
+                later = machines.tuner(following.op, following.case, widened(following.variant, options.knobs))
+                machines.compile_ahead(later, search)
+            entry = tune(tuner, search, compiling, options.configs)
+            gain = entry.evidence.get("speedup")
+            done = Done(entry, best=f"{entry.config}" + (f" {gain:.2f}x the incumbent" if gain else ""))
+    except NothingPassedError as error:
+        done = Done(problem=str(error))
+    except ChildLostError as error:
+        done = Done(problem=f"not tuned: {work.label}: {error}")
+    return Done(done.entry, done.space, done.best, done.problem, clock.usage(tuner))
+
+
+def tell(progress: Progress, work: Work, done: Done) -> None:
+    """Say what became of a piece of work."""
+    if done.problem:
+        progress.note(done.problem)
+    if done.best:
+        progress.best(f"{done.best}: {done.space}" if done.space else done.best)
+    progress.advance(work.label)
+
+
+def _export(tuner: Tuner, trials: Mapping[Config, Trial], family: str, options: Options) -> tuple[Path, str]:
+    """Write the measured space of a case; the file, and what is in it.
+
+    Raises:
+        NothingPassedError: no config has a time.
+    """
+    if all(trial.time_us is None for trial in trials.values()):
+        raise NothingPassedError(f"{tuner.op.name} {tuner.variant.name}: no config has a time for {tuner.case.label}")
+    op, case, variant, here = tuner.op, tuner.case, tuner.variant, device.current()
+    stored = tuner.store.of_case(op, case, variant, tuner.policy)
+    newest = max(stored, key=lambda s: s.date)
+    flags = [f"--knob {name}={','.join(texts)}" for name, texts in options.knobs]
+    parts = ["kerneltune tune", family, "--exhaustive --op", op.name, "--case", case.name, "--dtype", case.dtype]
+    command = [*parts, "--quant", case.quant, "--variant", variant.name, *flags]
+    space = spaces.MeasuredSpace(
+        op=op.name, variant=variant.name, case=case.name, axes=case.axes, dtype=case.dtype, quant=case.quant,
+        options=case.options, policy=tuner.policy, default=_knobs(variant.default_config(case)), device=here.name,
+        driver=here.driver, source_hash=op.source_hash, commit=newest.commit, date=newest.date, command=" ".join(command),
+        trials={_knobs(config): trials[config] for config in variant.configs(case) if config in trials}, **device.versions(),
+    )  # fmt: skip
+    path = spaces.write(results_root(options) / here.slug / "spaces", space)
+    best = f"{len(space.feasible)} of {len(space.trials)} configs have a time, best {min(space.feasible.values()):.2f} µs"
+    return path, best
+
+
+def _knobs(config: Config) -> spaces.Knobs:
+    return tuple(values(config).items())

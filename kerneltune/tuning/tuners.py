@@ -1,0 +1,191 @@
+"""Other people's tuners, and ours, on one case: each searches the same configs, with nothing compiled before it begins.
+
+A side is a function of a Task, run in a fresh process with a Triton cache of its own. Decides nothing about their results.
+"""
+
+import importlib.util
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kerneltune.plan import Options
+from kerneltune.search.loop import Search, values
+from kerneltune.search.trials import TrialStore
+from kerneltune.spec import Case, Config, Inputs, Op, Variant
+from kerneltune.tuning.bench import Named
+from kerneltune.tuning.knobs import Given, narrowed
+from kerneltune.tuning.machines import Clock, Machines
+from kerneltune.tuning.tuner import candidates, tune
+
+US = "kerneltune tune"
+EXHAUSTIVE = "@triton.autotune"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What to tune, by names that another process can look up.
+
+    Attributes:
+        knobs: values that the space is narrowed to.
+        folder: empty, for what a side has to write.
+    """
+
+    named: Named
+    case: Case
+    knobs: Given
+    search: Search
+    options: Options
+    folder: Path
+
+    def load(self) -> tuple[Op, Variant, list[Config]]:
+        """The operator, its variant, and what there is to choose from, the default first."""
+        op, variant = self.named.load()
+        variant = narrowed(variant, self.knobs)
+        empty = TrialStore(self.folder / "none.jsonl")
+        return op, variant, candidates(op, self.case, variant, self.options.policy, empty)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a tuner ended with.
+
+    Attributes:
+        config: its choice.
+        wall_s: seconds, with all processes it starts, without the import of torch and triton into its own.
+        evaluations: configs that it tried.
+        best: its ranking as far as it has one, its choice first.
+        remark: what else is to be said.
+    """
+
+    config: Config
+    wall_s: float
+    evaluations: int
+    best: tuple[Config, ...]
+    remark: str = ""
+
+
+def by_kerneltune(task: Task) -> Found:
+    """`kerneltune tune` with an empty trial store and an empty config cache.
+
+    Raises:
+        NothingPassedError, ChildLostError: there is no config.
+    """
+    op, variant, _ = task.load()
+    options = replace(task.options, configs=task.folder / "configs", results=task.folder / "results")
+    began = time.monotonic()
+    with Machines(options) as machines:
+        clock, tuner = Clock(machines), machines.tuner(op, task.case, variant)
+        entry = tune(tuner, task.search, machines.compiling(tuner), options.configs)
+        usage = clock.usage(tuner)
+    wall_s = time.monotonic() - began
+    chosen = variant.config_from(entry.config)
+    ranked = [variant.config_from(knobs) for knobs in tuner.store.ranked(op, task.case, variant, options.policy)]
+    best = tuple(dict.fromkeys([chosen, *ranked]))
+    return Found(chosen, wall_s, usage.evaluations, best, f"GPU idle for {100 * usage.idle:.0f} %")
+
+
+class _Launch:
+    """What Triton's Autotuner takes for a kernel: runs the variant, whatever it launches."""
+
+    def __init__(self, variant: Variant, inputs: Inputs) -> None:
+        self.fn = _nothing  # the Autotuner looks for a function behind its kernel
+        self._variant, self._inputs = variant, inputs
+        self.refused: dict[Config, str] = {}
+
+    def run(self, *, config: Config, **_meta: Any) -> None:
+        """Launch under a config; one that cannot be launched counts as one that lacks resources, which an Autotuner drops."""
+        from triton.runtime.errors import OutOfResources
+
+        try:
+            self._variant.run(self._inputs, config)
+        except Exception as error:  # a compiler or a driver may raise anything
+            self.refused[config] = str(error)
+            raise OutOfResources(0, 0, type(error).__name__) from error
+
+
+def _nothing() -> None: ...
+
+
+def by_triton(task: Task, do_bench: Callable[..., Any] | None = None, where: str = "cuda") -> Found:
+    """Triton's own Autotuner over a triton.Config for every config: compiles one after the other, times each by do_bench.
+
+    It checks no result. do_bench: in place of the Autotuner's own.
+
+    Raises:
+        ValueError: no config could be launched.
+    """
+    import triton
+    from triton.runtime.autotuner import Autotuner
+
+    op, variant, configs = task.load()
+    began = time.monotonic()
+    launch = _Launch(variant, op.inputs(task.case, device=where, seed=0))
+    offered = [triton.Config({"config": config}) for config in configs]
+    tuner = Autotuner(launch, [], offered, [], None, None, do_bench=do_bench)
+    tuner.run()
+    wall_s = time.monotonic() - began
+    times = {given.kwargs["config"]: float(timings[0]) for given, timings in getattr(tuner, "configs_timings", {}).items()}
+    ranked = tuple(sorted((config for config in times if times[config] < float("inf")), key=lambda config: times[config]))
+    if not ranked:
+        raise ValueError(next(iter(launch.refused.values()), "no config could be launched"))
+    remark = "one compilation after the other, no check of results"
+    if launch.refused:
+        remark += f", {len(launch.refused)} could not be launched"
+    return Found(ranked[0], wall_s, len(configs), ranked, remark)
+
+
+_HELION_QUICK = {"initial_population": 30, "copies": 2, "max_generations": 5}
+
+
+def by_helion(task: Task, where: str = "cuda") -> Found:
+    """Helion's PatternSearch at its quick effort, over the knobs of a kernel that is not written in Helion.
+
+    It knows no constraint between knobs: a config that is not valid is one that lacks resources when it is launched.
+
+    Raises:
+        Whatever Helion raises.
+    """
+    from helion.autotuner import EnumFragment, autotune
+    from triton.runtime.errors import OutOfResources
+
+    op, variant, configs = task.load()
+    offered, default = set(configs), values(configs[0])
+    tried: set[Config] = set()
+
+    def compiled(given: Mapping[str, Any]) -> Callable[..., Any]:
+        config = variant.config_from(dict(given))
+        tried.add(config)
+
+        def launch(*_tensors: Any) -> Any:
+            if config not in offered:
+                raise OutOfResources(0, 0, "knobs that go together")
+            return tuple(variant.run(inputs, config).values())
+
+        return launch
+
+    began = time.monotonic()
+    inputs = op.inputs(task.case, device=where, seed=0)
+    tensors = [value for value in inputs.values() if hasattr(value, "dtype")]
+    spaces = {name: dict.fromkeys([default[name], *(getattr(config, name) for config in configs)]) for name in default}
+    tunables = {name: EnumFragment(tuple(offer)) for name, offer in spaces.items()}
+    chosen = variant.config_from(dict(autotune(tunables, compiled, tensors, autotune_accuracy_check=False, **_HELION_QUICK)))
+    remark = "PatternSearch, quick effort, no check of results"
+    return Found(chosen, time.monotonic() - began, len(tried), (chosen,), remark)
+
+
+SIDES: Mapping[str, Callable[[Task], Found]] = {US: by_kerneltune, EXHAUSTIVE: by_triton, "Helion autotune": by_helion}
+"""Ours first, then the one that visits every config."""
+
+
+def unable() -> Mapping[str, str]:
+    """The tuners that cannot run here, and why."""
+    lacking = {} if importlib.util.find_spec("helion") else {"Helion autotune": "helion is not installed"}
+    return lacking | {"Kernel Tuner": "compiles CUDA, HIP, OpenCL, C and Fortran sources, no Triton kernels"}
+
+
+def finalists(found: Sequence[Found], default: Config, count: int) -> list[Config]:
+    """The choices of all sides, the default, and the best few of every ranking; none twice."""
+    several = [config for side in found for config in side.best[:count]]
+    return list(dict.fromkeys([*(side.config for side in found), default, *several]))

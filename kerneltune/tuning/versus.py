@@ -1,0 +1,244 @@
+"""One case tuned by several tuners over the same configs on the same machine: how long each took, how good its config is.
+
+Every side runs in a fresh process with an empty Triton cache, one after the other. The configs they end with, the default,
+and the best few of every ranking are then checked and timed in one interleaved run; the fastest of these stands for the best
+of the whole space. Changes no config cache. Prints nothing.
+"""
+
+import json
+import os
+import shlex
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from kerneltune import device
+from kerneltune.files import replace_text
+from kerneltune.measuring.compare import commit, memory_shortage, release_memory
+from kerneltune.plan import Options, Progress, require_gpu, results_folder
+from kerneltune.processes import in_fresh_processes
+from kerneltune.search.loop import Search, values
+from kerneltune.spec import Case, Config, Op, Variant
+from kerneltune.stats import Interval, median_interval, ratio_interval
+from kerneltune.tuning.bench import SCREEN_SAMPLES, IsolatedBench, Measuring, Named, split_cores
+from kerneltune.tuning.knobs import Given, narrowed
+from kerneltune.tuning.tuner import checked_space
+from kerneltune.tuning.tuners import EXHAUSTIVE, SIDES, US, Found, Task, finalists, unable
+
+DEFAULT = "default config"
+BEST = "best of the space"
+_RANKED = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One tuner, or one config to hold the others against.
+
+    Attributes:
+        wall_s, evaluations: None where nothing was searched.
+        config: knob values; None where the side gave none.
+        time_us: in the common run; None where the config was wrong there.
+        gap: how much slower than the best, a fraction, with its interval.
+        remark: anything else, or why there is no config.
+    """
+
+    name: str
+    wall_s: float | None
+    evaluations: int | None
+    config: Mapping[str, Any] | None
+    time_us: Interval | None
+    gap: Interval | None
+    remark: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Contest:
+    """All lines of a case, ours first; configs: of the space; share: our wall time over that of the exhaustive search."""
+
+    op: str
+    variant: str
+    case: Case
+    policy: str
+    configs: int
+    lines: tuple[Line, ...]
+
+    @property
+    def share(self) -> float | None:
+        """None where either has no result."""
+        seconds = {line.name: line.wall_s for line in self.lines}
+        ours, theirs = seconds.get(US), seconds.get(EXHAUSTIVE)
+        return None if ours is None or theirs is None else ours / theirs
+
+
+def contest(
+    op: Op,
+    case: Case,
+    variant: Variant,
+    knobs: Given,
+    search: Search,
+    options: Options,
+    progress: Progress,
+    sides: Mapping[str, Callable[[Task], Found]] = SIDES,
+    judge: Callable[[], Measuring] | None = None,
+) -> Contest:
+    """Let every side tune the case, then compare what they found.
+
+    Args:
+        knobs: values that the space is narrowed to.
+        judge: makes the bench of the common run; the measuring child if not given.
+
+    Raises:
+        ValueError: no GPU, a case that does not fit, a space that makes no sense, or no side found a config.
+    """
+    require_gpu("versus")
+    space = checked_space(op, case, narrowed(variant, knobs))
+    if len(space) < 2:
+        raise ValueError(f"{op.name} {case.label}: one config: expected a space to search")
+    shortage = memory_shortage(op, case)
+    if shortage is not None:
+        raise ValueError(f"{op.name} {case.label}: {shortage}")
+    release_memory()
+    lacking = unable()
+    found: dict[str, Found] = {}
+    reasons: dict[str, str] = {}
+    wanted = [name for name in sides if name not in lacking]
+    progress.stage("versus", len(wanted) + 1)
+    for name in wanted:
+        with _empty_caches() as folder:
+            task = Task(Named(op.module, op.name, variant.name), case, knobs, search, options, folder)
+            try:
+                (found[name],) = in_fresh_processes(1, sides[name], task)
+                progress.best(f"{name} {found[name].wall_s:.1f} s")
+            except Exception as error:  # what another tuner raises is its result
+                reasons[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        progress.advance(name)
+    if not found:
+        raise ValueError(f"{op.name} {case.label}: no side found a config: {'; '.join(reasons.values())}")
+    default = variant.default_config(case)
+    judged, wrong = _judge(op, case, variant, options.policy, finalists(list(found.values()), default, _RANKED), judge)
+    progress.advance("the common run")
+    best = min(judged, key=lambda config: judged[config][0].median, default=default)
+    lines = [_line(name, side.config, judged, wrong, side.wall_s, side.evaluations, side.remark) for name, side in found.items()]
+    lines += [Line(name, None, None, None, None, None, reason) for name, reason in (*reasons.items(), *lacking.items())]
+    lines += [_line(name, config, judged, wrong) for name, config in ((DEFAULT, default), (BEST, best))]
+    return Contest(op.name, variant.name, case, options.policy, len(space), tuple(lines))
+
+
+@contextmanager
+def _empty_caches() -> Iterator[Path]:
+    """An empty folder, and in the environment an empty one for what Triton compiles."""
+    before = os.environ.get("TRITON_CACHE_DIR")
+    with tempfile.TemporaryDirectory(prefix="kerneltune-", ignore_cleanup_errors=True) as folder:
+        os.environ["TRITON_CACHE_DIR"] = str(Path(folder) / "triton")
+        try:
+            yield Path(folder)
+        finally:
+            if before is None:
+                del os.environ["TRITON_CACHE_DIR"]
+            else:
+                os.environ["TRITON_CACHE_DIR"] = before
+
+
+_Judged = dict[Config, tuple[Interval, Interval]]
+
+
+def _judge(
+    op: Op, case: Case, variant: Variant, policy: str, configs: Sequence[Config], make: Callable[[], Measuring] | None
+) -> tuple[_Judged, dict[Config, str]]:
+    """Time and gap to the fastest of the configs that are correct; what is wrong with the others."""
+    measuring, _ = split_cores()
+    with IsolatedBench(cores=measuring) if make is None else IsolatedBench(make) as bench:
+        bench.open(op, case, variant, policy)
+        trials = {config: bench.trial(config, None, SCREEN_SAMPLES) for config in configs}
+        wrong = {config: f"{trial.status}: {trial.detail}" for config, trial in trials.items() if trial.time_us is None}
+        correct = [config for config in configs if config not in wrong]
+        samples = dict(zip(correct, bench.samples(correct), strict=True)) if correct else {}
+        bench.close()
+    if not samples:
+        return {}, wrong
+    fastest = min(samples.values(), key=lambda taken: median_interval(taken).median)
+    judged = {config: (median_interval(taken), ratio_interval(taken, fastest)) for config, taken in samples.items()}
+    return judged, wrong
+
+
+def _line(
+    name: str,
+    config: Config,
+    judged: _Judged,
+    wrong: Mapping[Config, str],
+    wall_s: float | None = None,
+    evaluations: int | None = None,
+    remark: str = "",
+) -> Line:
+    remark = "; ".join(text for text in (remark, wrong.get(config, "")) if text)
+    if config not in judged:
+        return Line(name, wall_s, evaluations, values(config), None, None, remark)
+    time_us, ratio = judged[config]
+    gap = Interval(ratio.median - 1, ratio.low - 1, ratio.high - 1)
+    return Line(name, wall_s, evaluations, values(config), time_us, gap, remark)
+
+
+def keep(contest: Contest, command: Sequence[str], options: Options) -> list[Path]:
+    """Write a contest, and the table of all contests of this GPU, under results/<gpu>/versus; returns the files.
+
+    Raises:
+        ValueError: they cannot be written.
+    """
+    here, case = device.current(), contest.case
+    folder = results_folder(options) / "versus"
+    labels = (contest.op, contest.variant, case.name, case.dtype, case.quant, contest.policy)
+    row = {
+        **{name: value for name, value in asdict(contest).items() if name != "case"},
+        "case": case.name, "axes": dict(case.axes), "dtype": case.dtype, "quant": case.quant, "options": dict(case.options),
+        "device": here.name, "driver": here.driver, **device.versions(), "cores": len(os.sched_getaffinity(0)),
+        "commit": commit(), "date": datetime.now(UTC).isoformat(timespec="seconds"), "command": shlex.join(command),
+        "share": contest.share,
+    }  # fmt: skip
+    path = folder / f"{device.slug(' '.join(labels))}.json"
+    replace_text(path, json.dumps(row, indent=1) + "\n")
+    rows = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+    replace_text(folder / "versus.md", _markdown(rows))
+    return [path, folder / "versus.md"]
+
+
+HEAD = ("tuner", "wall s", "evaluations", "time µs", "slower than the best", "remark")
+
+
+def cells(line: Mapping[str, Any]) -> tuple[str, ...]:
+    """A line as cells under HEAD."""
+    wall_s, time_us, gap = line["wall_s"], line["time_us"], line["gap"]
+    return (
+        line["name"],
+        "" if wall_s is None else f"{wall_s:.1f}",
+        "" if line["evaluations"] is None else str(line["evaluations"]),
+        "" if time_us is None else f"{time_us['median']:.2f}",
+        "" if gap is None else f"{100 * gap['median']:+.1f} % ({100 * gap['low']:+.1f} to {100 * gap['high']:+.1f})",
+        line["remark"],
+    )
+
+
+def plain(contest: Contest) -> list[Mapping[str, Any]]:
+    """The lines as `cells` takes them."""
+    return [asdict(line) for line in contest.lines]
+
+
+def _markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table for every contest."""
+    text = []
+    for row in rows:
+        share = "" if row["share"] is None else f"; wall time {row['share']:.2f} of the exhaustive search"
+        text += [
+            f"**{row['op']} {row['variant']} {row['case']} {row['dtype']} {row['quant']}**: {row['configs']} configs{share}. "
+            f"{row['device']}, {row['cores']} cores, driver {row['driver']}, torch {row['torch']}, triton {row['triton']}, "
+            f"{row['date'][:10]}, commit {row['commit']}: `{row['command']}`",
+            "",
+            "| " + " | ".join(HEAD) + " |",
+            "|" + "---|" * len(HEAD),
+            *("| " + " | ".join(cells(line)) + " |" for line in row["lines"]),
+            "",
+        ]
+    return "\n".join(text)

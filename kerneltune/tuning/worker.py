@@ -1,0 +1,154 @@
+"""Tuning work done where the files of this machine are not: what is known comes with the order, what is found goes back.
+
+One worker has one GPU. Writes only below a temporary folder of its own, and decides nothing about configs.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+from kerneltune import cache, device
+from kerneltune.device import Device
+from kerneltune.files import replace_text
+from kerneltune.measuring.compare import commit
+from kerneltune.plan import Options
+from kerneltune.search.trials import append
+from kerneltune.spec import Case
+from kerneltune.tuning.bench import Named
+from kerneltune.tuning.machines import Machines
+from kerneltune.tuning.task import Done, Work, perform
+
+Event = tuple[str, Any]
+"""`ready` and an Identity, `trial` and a line of a store, `done` and a Report, `dead` and why."""
+MakeMachines = Callable[[Options, Callable[[str], None]], Machines]
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a time of a worker depends on beside the operator; only workers of one identity take part in a run."""
+
+    device: Device
+    versions: tuple[tuple[str, str], ...]
+    commit: str
+
+    @classmethod
+    def of_this_process(cls) -> "Identity":
+        """The GPU that this process sees."""
+        return cls(device.current(), tuple(device.versions().items()), commit())
+
+    @property
+    def text(self) -> str:
+        """One line."""
+        packages = " ".join(f"{name} {version}" for name, version in self.versions)
+        return f"{self.device.name}, driver {self.device.driver}, {packages}, commit {self.commit}"
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Work by name, and what is known about it.
+
+    Attributes:
+        following: what the worker is expected to do next.
+        trials: lines of the operator's store.
+        configs: the operator's file in the config cache; empty where there is none.
+    """
+
+    named: Named
+    case: Case
+    following: tuple[Named, Case] | None
+    trials: str
+    configs: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What became of an order; space: the content of a measured space's file."""
+
+    done: Done
+    space: bytes = b""
+
+
+class Worker:
+    """Carries out orders, one after the other. Use as a context manager, or call close."""
+
+    def __init__(self, family: str, options: Options, cores: frozenset[int] | None, make: MakeMachines = Machines) -> None:
+        """cores: that it may use, None for all; make: the machines of its GPU."""
+        self._family, self._cores, self._make = family, cores, make
+        self._folder = tempfile.TemporaryDirectory(prefix="kerneltune-", ignore_cleanup_errors=True)
+        root = Path(self._folder.name)
+        self._options = replace(options, results=root / "results", configs=root / "configs")
+        self._machines: Machines | None = None
+        self._said: SimpleQueue[Event] = SimpleQueue()
+
+    def identity(self) -> Identity:
+        """Of its GPU."""
+        return Identity.of_this_process()
+
+    def events(self, order: Order) -> Iterator[Event]:
+        """Every new trial as soon as it is stored, then the report."""
+        Thread(target=self._carry_out, args=(order,), daemon=True).start()
+        kind = ""
+        while kind != "done":
+            kind, payload = self._said.get()
+            yield kind, payload
+
+    def _carry_out(self, order: Order) -> None:
+        if self._cores:
+            os.sched_setaffinity(0, self._cores)  # of this thread and of the processes that it starts
+        try:
+            if self._machines is None:
+                self._machines = self._make(self._options, lambda line: self._said.put(("trial", line))).__enter__()
+            report = self._perform(self._machines, order)
+        except Exception as error:  # no order may end a worker
+            problem = f"not tuned: {order.named.op} {order.case.name}: {type(error).__name__}: {' '.join(str(error).split())}"
+            report = Report(Done(problem=problem))
+        self._said.put(("done", report))
+
+    def _perform(self, machines: Machines, order: Order) -> Report:
+        work = _work(order.named, order.case)
+        assert self._options.results is not None and self._options.configs is not None
+        slug = device.current().slug
+        store = self._options.results / "runs" / "trials" / slug / f"{work.op.name}.jsonl"
+        store.unlink(missing_ok=True)
+        append(store, order.trials)
+        config_file = self._options.configs / slug / f"{work.op.name}.json"
+        config_file.unlink(missing_ok=True)
+        if order.configs:
+            replace_text(config_file, order.configs)
+        cache.clear()
+        following = _work(*order.following) if order.following is not None else None
+        done = perform(machines, work, following, self._family, self._options)
+        return Report(done, done.space.read_bytes() if done.space is not None else b"")
+
+    def close(self) -> None:
+        """End the processes, and remove the folder."""
+        if self._machines is not None:
+            self._machines.__exit__(None, None, None)
+        self._folder.cleanup()
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+MakeWorker = Callable[[str, Options, frozenset[int] | None], Worker]
+"""Worker, or an importable function that makes another."""
+
+
+def _work(named: Named, case: Case) -> Work:
+    op, variant = named.load()
+    return Work(op, case, variant)
+
+
+def share_of_cores(index: int, count: int) -> frozenset[int] | None:
+    """The cores of this host for the index-th of `count` workers; None, all of them, where there are fewer cores than that."""
+    cores = sorted(os.sched_getaffinity(0))
+    chosen = cores[index * len(cores) // count : (index + 1) * len(cores) // count]
+    return frozenset(chosen) if chosen else None

@@ -1,0 +1,60 @@
+"""A made-up operator and workers without a GPU for test_fleet.py, importable by worker processes.
+
+Environment: LOG, a file that every evaluation is appended to; DIE, a folder of files named after a case, each of which the
+worker that first evaluates this case takes away and dies of; MODEL, the GPU's name.
+"""
+
+import os
+import time
+from pathlib import Path
+
+from versus_jobs import H200, OP, VARIANT, Bench, Knobs, Pool
+
+from kerneltune import device
+from kerneltune.device import Device
+from kerneltune.plan import Options
+from kerneltune.search.trials import Trial
+from kerneltune.spec import Case, Config, Op, Variant
+from kerneltune.tuning import machines, task
+from kerneltune.tuning.task import Work
+from kerneltune.tuning.worker import Worker
+
+LOG, DIE, MODEL = "KERNELTUNE_TEST_LOG", "KERNELTUNE_TEST_DIE", "KERNELTUNE_TEST_MODEL"
+WORKS = [Work(OP, Case(f"m{size}", (("M", size),), "bfloat16"), VARIANT) for size in (8, 16, 32, 64, 128)]
+
+
+class LoggedBench(Bench):
+    """Writes down what it is asked for; takes its whole worker along where it is told to."""
+
+    def open(self, op: Op, case: Case, variant: Variant, policy: str) -> None:
+        """Remember the case."""
+        self.case = case
+
+    def trial(self, config: Config, best_us: float | None, samples: int = 5) -> Trial:
+        """Ten milliseconds of work; the fifth evaluation of a case may be the last of a worker."""
+        self.busy_s += 0.01
+        time.sleep(0.01)
+        deadly = Path(os.environ[DIE]) / self.case.name
+        if config == Knobs(3, 8) and deadly.exists():
+            deadly.unlink()
+            os._exit(9)
+        with open(os.environ[LOG], "a") as file:
+            file.write(f"{self.case.name} {config.block} {config.warps} {os.getpid()}\n")
+        return super().trial(config, best_us, samples)
+
+
+def worker(family: str, options: Options, cores: frozenset[int] | None) -> Worker:
+    """A worker whose GPU is made up."""
+    gpu = Device(os.environ.get(MODEL, H200.name), "sm_90", 132, 50 << 20, 232448, "580")
+    setattr(device, "current", lambda: gpu)  # noqa: B010
+    setattr(machines, "CompilePool", Pool)  # noqa: B010
+    setattr(machines, "IsolatedBench", LoggedBench)  # noqa: B010
+    setattr(task, "memory_shortage", lambda *_: None)  # noqa: B010
+    return Worker(family, options, None)
+
+
+def odd_worker(family: str, options: Options, cores: frozenset[int] | None) -> Worker:
+    """A worker that has another GPU where it is the second of its host."""
+    if os.environ["CUDA_VISIBLE_DEVICES"] == "1":
+        os.environ[MODEL] = "NVIDIA A100"
+    return worker(family, options, cores)

@@ -1,0 +1,203 @@
+"""Tuning on several GPUs: made-up workers in processes of their own, and on a Ray cluster of this machine."""
+
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import fleet_jobs
+import pytest
+from fleet_jobs import DIE, LOG, WORKS
+from versus_jobs import H200
+
+from kerneltune import cache, device, ops
+from kerneltune.plan import Options, Quiet, Selection
+from kerneltune.search import spaces
+from kerneltune.tuning import run
+from kerneltune.tuning.cluster import RayWorkers
+from kerneltune.tuning.fleet import Fleet, Workers
+from kerneltune.tuning.local import LocalWorkers, visible_gpus
+from kerneltune.tuning.task import Work
+from kerneltune.tuning.worker import Worker, share_of_cores
+
+Given = Callable[[Options], Workers]
+
+
+class Spoken(Quiet):
+    """Remembers what is worth a line."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    (tmp_path / "die").mkdir()
+    monkeypatch.setenv(DIE, str(tmp_path / "die"))
+    monkeypatch.setenv(LOG, str(tmp_path / "log"))
+    cache.clear()
+    yield tmp_path / "log"
+    cache.clear()
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> Options:
+    return Options(results=tmp_path / "results", configs=tmp_path / "configs")
+
+
+def two(options: Options) -> LocalWorkers:
+    return LocalWorkers("made", options, ["0", "1"], fleet_jobs.worker)
+
+
+def evaluations(log: Path) -> list[tuple[str, str, str]]:
+    """(case, config, process) of every evaluation that ended."""
+    rows = [line.split() for line in log.read_text().splitlines()]
+    return [(case, f"{block} {warps}", pid) for case, block, warps, pid in rows]
+
+
+def wanted(works: list[Work]) -> Callable[[str], list[Work]]:
+    def of(slug: str) -> list[Work]:
+        assert slug == "nvidia_h200"
+        return works
+
+    return of
+
+
+def test_two_workers_share_the_cases_and_everything_ends_up_here(options: Options, log: Path, tmp_path: Path) -> None:
+    with two(options) as workers:
+        fleet = Fleet(workers, options, progress := Spoken())
+        usage = fleet.run(wanted(WORKS))
+    done = evaluations(log)
+    assert Counter(case for case, *_ in done) == {work.case.name: 20 for work in WORKS}
+    assert len({pid for *_, pid in done}) == 2 and len({pid for case, _, pid in done if case == "m8"}) == 1
+    entries = cache.load_strict(tmp_path / "configs" / "nvidia_h200" / "fake.json")
+    assert {e.case: e.config for e in entries} == {work.case.name: {"block": 3, "warps": 8} for work in WORKS}
+    rows = (tmp_path / "results" / "runs" / "trials" / "nvidia_h200" / "fake.jsonl").read_text().splitlines()
+    assert Counter(json.loads(row)["axes"]["M"] for row in rows) == {work.case["M"]: 20 for work in WORKS}
+    assert (usage.gpus, usage.evaluations) == (2, 100) and usage.busy_s == pytest.approx(1.0)
+    assert 0 <= usage.idle < 1 and progress.notes == []
+    with two(options) as workers:
+        assert Fleet(workers, options, Quiet()).run(wanted(WORKS[:2])).evaluations == 0  # nothing is measured twice
+    assert len(evaluations(log)) == 100
+
+
+def test_a_worker_that_dies_costs_one_evaluation_and_its_case_goes_on(options: Options, log: Path, tmp_path: Path) -> None:
+    (tmp_path / "die" / "m16").touch()
+    with two(options) as workers:
+        fleet = Fleet(workers, options, progress := Spoken())
+        fleet.run(wanted(WORKS))
+    done = evaluations(log)
+    assert Counter((case, config) for case, config, _ in done) == {
+        (work.case.name, f"{block} {warps}"): 1 for work in WORKS for block in range(5) for warps in (1, 2, 4, 8)
+    }
+    assert len({pid for case, _, pid in done if case == "m16"}) == 2
+    (note,) = progress.notes
+    assert note in ("worker 0 died: exit code 9", "worker 1 died: exit code 9")
+    assert {done.entry.case for _, done in fleet.finished if done.entry} == {work.case.name for work in WORKS}
+
+
+class Deadly(LocalWorkers):
+    """Every worker dies of the case m8, again and again."""
+
+    def give(self, index: int, order: object) -> None:
+        (Path(self.folder) / "m8").touch()
+        super().give(index, order)  # type: ignore[arg-type]
+
+    folder = ""
+
+
+def test_a_case_that_kills_every_worker_is_given_up_and_the_rest_is_done(options: Options, log: Path, tmp_path: Path) -> None:
+    Deadly.folder = str(tmp_path / "die")
+    with Deadly("made", options, ["0", "1"], fleet_jobs.worker) as workers:
+        fleet = Fleet(workers, options, progress := Spoken())
+        fleet.run(wanted(WORKS[:2]))
+    problems = [done.problem for _, done in fleet.finished if done.problem]
+    assert problems == ["not tuned: fake optimized m8 bfloat16 none: 3 workers died over it, the last: exit code 9"]
+    assert [done.entry.case for _, done in fleet.finished if done.entry] == ["m16"]
+    assert sum("died" in note for note in progress.notes) == 4
+
+
+def test_a_worker_with_another_gpu_is_left_out(options: Options, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "current", lambda: H200)  # that of the driver
+    with LocalWorkers("made", options, ["0", "1"], fleet_jobs.odd_worker) as workers:
+        fleet = Fleet(workers, options, progress := Spoken())
+        fleet.run(wanted(WORKS))
+    assert len({pid for *_, pid in evaluations(log)}) == 1 and len(fleet.finished) == len(WORKS)
+    left_out = [note for note in progress.notes if "left out" in note]
+    assert not progress.notes or left_out[0].startswith("worker 1 left out: NVIDIA A100, driver 580, torch ")
+
+
+def test_workers_without_a_gpu_are_of_no_use(options: Options) -> None:
+    with (
+        LocalWorkers("made", options, ["", ""], Worker) as workers,
+        pytest.raises(ValueError, match="^no worker is left: interpreter, driver none, .*: no GPU$"),
+    ):
+        Fleet(workers, options, Quiet()).run(wanted(WORKS))
+
+
+def test_whole_spaces_come_back(log: Path, tmp_path: Path) -> None:
+    options = Options(results=tmp_path / "results", configs=tmp_path / "configs", exhaustive=True)
+    with two(options) as workers:
+        fleet = Fleet(workers, options, Quiet())
+        fleet.run(wanted(WORKS[:2]))
+    paths = sorted((tmp_path / "results" / "nvidia_h200" / "spaces").iterdir())
+    assert sorted(done.space for _, done in fleet.finished if done.space) == paths
+    assert [len(spaces.read(path).trials) for path in paths] == [20, 20] and not (tmp_path / "configs").exists()
+
+
+def test_a_ray_cluster_does_the_same(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # for the workers, which unpickle what is in these modules
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    (tmp_path / "die" / "m16").touch()
+    options = Options(results=tmp_path / "results", configs=tmp_path / "configs", ray="local")
+    with RayWorkers("made", options, 2, fleet_jobs.worker, gpus_each=0) as workers:
+        fleet = Fleet(workers, options, progress := Spoken())
+        usage = fleet.run(wanted(WORKS[:4]))
+    done = evaluations(log)
+    assert usage.evaluations == len(done) == 80
+    assert len({pid for *_, pid in done}) >= 2
+    entries = cache.load_strict(tmp_path / "configs" / "nvidia_h200" / "fake.json")
+    assert {e.case: e.config for e in entries} == {work.case.name: {"block": 3, "warps": 8} for work in WORKS[:4]}
+    assert len(progress.notes) == 1 and progress.notes[0].startswith(("worker 0 died", "worker 1 died"))
+
+
+def test_what_cannot_be_reached_is_one_line(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="^gpus: '3': expected all or a number of GPUs, 2 here$"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+        visible_gpus("3")
+    assert (visible_gpus("all"), visible_gpus("1")) == (["0", "1"], ["0"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ValueError, match="^gpus: 'all': expected all or a number of GPUs, 0 here$"):
+        visible_gpus("all")
+    with pytest.raises(ValueError, match="^ray: '127.0.0.1:1': cannot connect: Connection refused$"):
+        run._workers("made", Options(ray="127.0.0.1:1"))
+    with pytest.raises(ValueError, match="^ray: 'nonsense': expected HOST:PORT, auto or local$"):
+        run._workers("made", Options(ray="nonsense"))
+    with pytest.raises(ValueError, match="^gpus: 'many': expected all or a number of GPUs$"):
+        run._workers("made", Options(gpus="many", ray="somewhere"))
+
+
+def test_every_worker_has_its_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    assert [share_of_cores(i, 3) for i in range(3)] == [{0, 1}, {2, 3, 4}, {5, 6, 7}]
+    assert share_of_cores(0, 9) is None
+
+
+@pytest.mark.gpu
+def test_a_gpu_of_this_host_is_tuned_on(tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(
+        "family: tiny\nops: [stream]\ndefaults: {dtype: int32}\nbench:\n  - {name: big, read: 67108864, write: 67108864}\n"
+    )
+    options = Options(results=tmp_path / "results", configs=tmp_path / "configs", gpus="1")
+    progress = Spoken()
+    (entry,) = run.run_tune(ops.load(), Selection(str(tmp_path / "tiny.yaml")), options, progress)
+    assert entry.evidence["time_us"] <= 1.05 * entry.evidence["default_us"]
+    assert progress.notes[-1].startswith("GPU idle for ")
+    assert run.run_tune(ops.load(), Selection(str(tmp_path / "tiny.yaml")), options, progress) == []

@@ -1,0 +1,159 @@
+"""One case tuned by several tuners: same configs, empty caches, one common run, and a table that says what was not possible."""
+
+import itertools
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import versus_jobs
+from triton.runtime.errors import OutOfResources
+from typer.testing import CliRunner
+from versus_jobs import CASE, H200, OP, VARIANT, Bench, Knobs
+
+from kerneltune import device, ops
+from kerneltune.cli import app
+from kerneltune.plan import Options, Quiet
+from kerneltune.search.loop import Search
+from kerneltune.spec import Case
+from kerneltune.tuning import versus
+from kerneltune.tuning.bench import Named
+from kerneltune.tuning.tuners import EXHAUSTIVE, US, Found, Task, by_helion, by_triton, finalists
+from kerneltune.tuning.versus import BEST, DEFAULT, Contest, contest, keep
+
+SIDES = {US: versus_jobs.ours, EXHAUSTIVE: versus_jobs.triton, "Third": versus_jobs.broken}
+
+
+@pytest.fixture(autouse=True)
+def an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "current", lambda: H200)
+    monkeypatch.setattr(versus, "memory_shortage", lambda *_: None)
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> Options:
+    return Options(results=tmp_path / "results", configs=tmp_path / "configs")
+
+
+def fight(options: Options, **sides: object) -> Contest:
+    knobs = (("block", ("0", "1", "2", "3")),)
+    return contest(OP, CASE, VARIANT, knobs, Search(until_gain=0.01), options, Quiet(), SIDES, Bench)
+
+
+def test_all_sides_search_the_same_configs_and_meet_in_one_run(options: Options, tmp_path: Path) -> None:
+    found = fight(options)
+    lines = {line.name: line for line in found.lines}
+    assert list(lines) == [US, EXHAUSTIVE, "Third", "Helion autotune", "Kernel Tuner", DEFAULT, BEST]
+    assert found.configs == 16
+    ours, theirs = lines[US], lines[EXHAUSTIVE]
+    assert ours.config == {"block": 3, "warps": 8} == lines[BEST].config and ours.evaluations == 16
+    assert theirs.config == {"block": 2, "warps": 8}  # fastest by its own clock, but wrong
+    assert (theirs.time_us, theirs.gap, theirs.evaluations) == (None, None, 16)
+    assert theirs.remark == ("one compilation after the other, no check of results, 1 could not be launched; wrong: off by one")
+    assert ours.gap is not None and ours.gap.median == 0.0 and ours.remark == "GPU idle for 100 %"
+    gap = lines[DEFAULT].gap
+    assert gap is not None and gap.median == pytest.approx(13.875 / 10 - 1) and gap.low <= gap.median <= gap.high
+    assert lines["Third"].remark == "RuntimeError: no config found"
+    assert lines["Kernel Tuner"].remark.startswith("compiles CUDA") and lines["Helion autotune"].remark
+    assert ours.wall_s is not None and theirs.wall_s is not None and found.share == ours.wall_s / theirs.wall_s
+    assert not (tmp_path / "configs").exists()
+
+
+def test_a_contest_is_kept_beside_the_others(options: Options) -> None:
+    found = fight(options)
+    path, table = keep(found, ["kerneltune", "versus", "my op"], options)
+    row = json.loads(path.read_text())
+    assert path.name == "fake_optimized_a_bfloat16_none_cold.json" and path.parent.name == "versus"
+    assert row["command"] == "kerneltune versus 'my op'" and row["configs"] == 16 and row["driver"] == "580"
+    assert [line["name"] for line in row["lines"]] == [line.name for line in found.lines]
+    keep(replace(found, case=replace(CASE, name="b")), ["kerneltune"], options)
+    text = table.read_text()
+    assert text.count("| tuner | wall s |") == 2 and "**fake optimized b bfloat16 none**: 16 configs; wall time" in text
+    assert f"| {BEST} |  |  | 10.00 | +0.0 % (+0.0 to +0.0) |  |" in text
+    assert len({line.count("|") for line in text.splitlines() if line.startswith("| ")}) == 1
+
+
+def test_a_space_of_one_config_is_no_contest(options: Options) -> None:
+    with pytest.raises(ValueError, match="^fake M=8 bfloat16 none: one config: expected a space to search$"):
+        contest(OP, CASE, VARIANT, (("block", ("3",)), ("warps", ("8",))), Search(), options, Quiet(), SIDES, Bench)
+
+
+def test_a_space_is_narrowed_to_what_it_offers(options: Options) -> None:
+    with pytest.raises(ValueError, match="^fake optimized: M=8 bfloat16 none: knob: 3: expected one of 1, 2, 4, 8$"):
+        contest(OP, CASE, VARIANT, (("warps", ("8", "3")),), Search(), options, Quiet(), SIDES, Bench)
+
+
+def test_nothing_found_is_an_error(options: Options) -> None:
+    with pytest.raises(ValueError, match="no side found a config: RuntimeError: no config found$"):
+        contest(OP, CASE, VARIANT, (), Search(), options, Quiet(), {"Third": versus_jobs.broken}, Bench)
+
+
+def test_an_autotuner_that_can_launch_nothing_says_why(options: Options, tmp_path: Path) -> None:
+    knobs = (("block", ("3",)), ("warps", ("4", "8")))
+    only = Task(Named("versus_jobs", "fake", "optimized"), CASE, knobs, Search(), options, tmp_path)
+
+    def refuse(*_: object, **__: object) -> list[float]:
+        raise OutOfResources(1, 0, "registers")
+
+    with pytest.raises(ValueError, match="^no config could be launched$"):
+        by_triton(only, refuse, "cpu")
+
+
+def test_helion_is_given_the_knobs_and_told_what_does_not_go_together(
+    options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for Helion that tries everything: the default's values come first, as Helion begins with them."""
+    refused: list[Mapping[str, Any]] = []
+
+    def autotune(tunables: Mapping[str, tuple[Any, ...]], compiled: Any, tensors: Any, **_: Any) -> Mapping[str, Any]:
+        assert list(tunables) == ["block", "warps"] and [offer[0] for offer in tunables.values()] == [0, 1]
+        ranking = {}
+        for chosen in itertools.product(*tunables.values()):
+            given = dict(zip(tunables, chosen, strict=True))
+            try:
+                compiled(given)(*tensors)
+                ranking[chosen] = given
+            except OutOfResources:
+                refused.append(given)
+        return min(ranking.values(), key=lambda given: versus_jobs.time_us(Knobs(**given)))
+
+    helion = SimpleNamespace(autotune=autotune, EnumFragment=lambda choices: choices)
+    monkeypatch.setitem(sys.modules, "helion", SimpleNamespace(autotuner=helion))
+    monkeypatch.setitem(sys.modules, "helion.autotuner", helion)
+    odd = replace(VARIANT, valid=lambda _case, config: "odd" if (config.block, config.warps) == (4, 2) else None)
+    monkeypatch.setattr(versus_jobs, "OPS", (replace(OP, variants=(odd,)),))
+    task = Task(Named("versus_jobs", "fake", "optimized"), CASE, (("block", ("0", "4")),), Search(), options, tmp_path)
+    found = by_helion(task, "cpu")
+    assert found.config == Knobs(4, 8) and found.evaluations == 8 and refused == [{"block": 4, "warps": 2}]
+
+
+def test_the_finalists_are_the_choices_the_default_and_the_best_of_every_ranking() -> None:
+    a, b, c, d = (Knobs(i, 1) for i in range(4))
+    sides = [Found(b, 1.0, 3, (b, a, c)), Found(d, 1.0, 3, (d, b))]
+    assert finalists(sides, a, 2) == [b, d, a]
+    assert finalists(sides, a, 3) == [b, d, a, c]
+
+
+def test_without_a_gpu_the_command_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "current", lambda: device.NO_GPU)
+    result = CliRunner().invoke(app, ["versus", "rmsnorm", "--op", "rmsnorm_fwd"])
+    assert (result.exit_code, result.stderr) == (2, "error: versus needs a GPU: in the interpreter nothing can be timed\n")
+    assert CliRunner().invoke(app, ["versus", "rmsnorm", "--case", "no-such"]).stderr.startswith("error: case: none selected")
+    assert CliRunner().invoke(app, ["versus", "rmsnorm", "--restrict", "warps"]).exit_code == 2
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_our_config_is_as_good_as_that_of_the_exhaustive_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # the GPU is real
+    op = ops.load()["stream"]
+    case = Case("big", (("read", 64 << 20), ("write", 64 << 20)), "int32")
+    options = Options(results=tmp_path / "results", configs=tmp_path / "configs")
+    found = contest(op, case, op.variants[0], (), Search(until_gain=0.01), options, Quiet())
+    lines = {line.name: line for line in found.lines}
+    for name in (US, EXHAUSTIVE):
+        gap = lines[name].gap
+        assert gap is not None and gap.median <= 0.03, lines[name]

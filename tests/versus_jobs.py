@@ -1,0 +1,128 @@
+"""Sides of a contest without a GPU for test_versus.py, importable by a fresh process, and the operator that they tune."""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kerneltune import device
+from kerneltune.device import Device
+from kerneltune.measuring.compiler import Compiled
+from kerneltune.search.trials import Trial
+from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
+from kerneltune.stats import Samples
+from kerneltune.tuning import machines
+from kerneltune.tuning.tuners import Found, Task, by_kerneltune, by_triton
+
+H200 = Device("NVIDIA H200", "sm_90", 132, 50 << 20, 232448, "580")
+launched: list[Config] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Knobs:
+    """Two knobs."""
+
+    block: int
+    warps: int
+
+
+def nothing(*_args: Any, **_kwargs: Any) -> Mapping[str, Any]:
+    """Inputs and reference of an operator that has none."""
+    return {}
+
+
+def no_errors(*_args: Any) -> list[str]:
+    """Always right."""
+    return []
+
+
+def run(_inputs: object, config: Config) -> Mapping[str, Any]:
+    """Remembers its configs; one of them cannot be launched."""
+    if config == Knobs(3, 4):
+        raise RuntimeError("Triton Error [CUDA]: invalid argument")
+    launched.append(config)
+    return {}
+
+
+def space(_case: Case) -> Space:
+    """Twenty configs."""
+    return {"block": tuple(range(5)), "warps": (1, 2, 4, 8)}
+
+
+def time_us(config: Config) -> float:
+    """Best at block 3, warps 8."""
+    return 10.0 + abs(config.block - 3) + abs(config.warps - 8) / 8
+
+
+VARIANT = Variant("optimized", run, Knobs, space, default=lambda _case: Knobs(0, 1))
+OP = Op("fake", ("M",), ("bfloat16",), nothing, nothing, no_errors, lambda _: Traffic(1, 1), (VARIANT,), __name__)
+OPS = (OP,)
+CASE = Case("a", (("M", 8),), "bfloat16")
+
+
+class Pool:
+    """A compile pool that is done at once."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def submit(self, _job: object) -> "Future[Compiled]":
+        """Nothing to compile."""
+        future: Future[Compiled] = Future()
+        future.set_result(Compiled((), 0.0))
+        return future
+
+
+class Bench:
+    """A bench whose times are a formula; a config with block 2 is wrong."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.busy_s = 0.0
+
+    def __enter__(self) -> "Bench":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def open(self, op: Op, case: Case, variant: Variant, policy: str) -> None:
+        """Nothing to make."""
+
+    def trial(self, config: Config, best_us: float | None, samples: int = 5) -> Trial:
+        """As the formula says."""
+        return Trial("wrong", detail="off by one") if config.block == 2 else Trial("ok", time_us(config))
+
+    def samples(self, configs: Sequence[Config]) -> list[Samples]:
+        """The same times with a noise that is known."""
+        return [time_us(config) * np.linspace(0.999, 1.001, 15) for config in configs]
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+def ours(task: Task) -> Found:
+    """kerneltune on the made-up bench."""
+    setattr(device, "current", lambda: H200)  # noqa: B010
+    setattr(machines, "CompilePool", Pool)  # noqa: B010
+    setattr(machines, "IsolatedBench", Bench)  # noqa: B010
+    return by_kerneltune(task)
+
+
+def triton(task: Task) -> Found:
+    """Triton's Autotuner with a clock that reads the formula, which takes a wrong config for the best."""
+
+    def do_bench(call: Callable[[], None], quantiles: Sequence[float]) -> list[float]:
+        call()
+        return [9.0 if launched[-1] == Knobs(2, 8) else time_us(launched[-1])] * len(quantiles)
+
+    return by_triton(task, do_bench, "cpu")
+
+
+def broken(_task: Task) -> Found:
+    """A tuner that fails."""
+    raise RuntimeError("no config\nfound")
