@@ -5,6 +5,7 @@ other operator, it is the fastest that this GPU moves that many bytes at that mi
 Source: kerneltune.
 """
 
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import reduce
@@ -27,54 +28,66 @@ class StreamConfig:
     ctas: int
 
 
-def mix(read: int, write: int) -> tuple[int, int]:
-    """The read:write ratio as small whole numbers, for example (2, 1)."""
+_MOST_READS = 16
+_MOST_FOLDED = 256
+
+
+def mix(read: int, write: int) -> tuple[int, int, int]:
+    """The read:write ratio as small whole numbers and a power of two: (2, 1, 1) is two to one, (8, 1, 16) 128 to one."""
     ratio = Fraction(read, write).limit_denominator(4)
-    return max(1, ratio.numerator), ratio.denominator
+    if ratio <= _MOST_READS:
+        return max(1, ratio.numerator), ratio.denominator, 1
+    reads = _MOST_READS // 2
+    return reads, 1, min(_MOST_FOLDED, 1 << round(math.log2(ratio / reads)))
 
 
 @triton.jit
-def _stream(src_ptr, dst_ptr, words, READS: tl.constexpr, WRITES: tl.constexpr, BLOCK: tl.constexpr):
+def _stream(src_ptr, dst_ptr, words, READS: tl.constexpr, WRITES: tl.constexpr, FOLD: tl.constexpr, BLOCK: tl.constexpr):
     for block in tl.range(tl.program_id(0), tl.cdiv(words, BLOCK), tl.num_programs(0)):
         offsets = wide(block) * BLOCK + tl.arange(0, BLOCK)
         mask = offsets < words
         word = tl.zeros((BLOCK,), dtype=tl.int32)
         for stream in tl.static_range(READS):
             word ^= tl.load(src_ptr + stream * wide(words) + offsets, mask=mask, other=0, eviction_policy="evict_first")
+        if FOLD > 1:
+            word = tl.xor_sum(tl.reshape(word, (BLOCK // FOLD, FOLD)), axis=1)
+            offsets = wide(block) * (BLOCK // FOLD) + tl.arange(0, BLOCK // FOLD)
+            mask = offsets < words // FOLD
         for stream in tl.static_range(WRITES):
-            tl.store(dst_ptr + stream * wide(words) + offsets, word, mask=mask, cache_modifier=".cs")
+            tl.store(dst_ptr + stream * wide(words // FOLD) + offsets, word, mask=mask, cache_modifier=".cs")
 
 
-def stream(src: torch.Tensor, writes: int, config: StreamConfig) -> torch.Tensor:
-    """The exclusive or of the rows of src, `writes` times.
+def stream(src: torch.Tensor, writes: int, fold: int, config: StreamConfig) -> torch.Tensor:
+    """The exclusive or of the rows of src and of `fold` neighbours, `writes` times.
 
     Args:
-        src: (reads, words) int32.
+        src: (reads, words) int32, words a multiple of fold.
+        fold: a power of two.
 
     Returns:
-        (writes, words) int32.
+        (writes, words // fold) int32.
     """
     reads, words = src.shape
-    dst = src.new_empty((writes, words))
+    dst = src.new_empty((writes, words // fold))
     blocks = triton.cdiv(words, config.block)
     grid = min(blocks, config.ctas * sm_count(src.device.type, src.device.index)) if config.ctas else blocks
-    _stream[(grid,)](src, dst, words, READS=reads, WRITES=writes, BLOCK=config.block, num_warps=config.warps)
+    _stream[(grid,)](src, dst, words, READS=reads, WRITES=writes, FOLD=fold, BLOCK=config.block, num_warps=config.warps)
     return dst
 
 
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
-    """src (reads, words) int32 of `read` bytes in all, and how many rows to write."""
-    reads, writes = mix(case["read"], case["write"])
-    src = torch.empty((reads, max(1, case["read"] // (4 * reads))), dtype=torch.int32, device=device)
+    """src (reads, words) int32 of `read` bytes in all, how many rows to write, and how many words to fold into one."""
+    reads, writes, fold = mix(case["read"], case["write"])
+    src = torch.empty((reads, _words(case)), dtype=torch.int32, device=device)
     if device != "meta":
         src.random_(0, 1 << 30, generator=torch.Generator(device=device).manual_seed(seed))
-    return {"src": src, "writes": writes}
+    return {"src": src, "writes": writes, "fold": fold}
 
 
 def reference(inputs: Inputs) -> Outputs:
-    """The exclusive or of the rows, written `writes` times."""
-    rows = inputs["src"].unbind(0)
-    return {"dst": reduce(torch.bitwise_xor, rows).expand(inputs["writes"], -1)}
+    """The exclusive or of the rows and of neighbours, written `writes` times."""
+    word = reduce(torch.bitwise_xor, inputs["src"].unbind(0))
+    return {"dst": reduce(torch.bitwise_xor, word.view(-1, inputs["fold"]).unbind(1)).expand(inputs["writes"], -1)}
 
 
 def compare(_case: Case, _inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
@@ -85,14 +98,19 @@ def compare(_case: Case, _inputs: Inputs, outputs: Outputs, expected: Outputs) -
 
 def traffic(case: Case) -> Traffic:
     """The bytes of the tensors: the case's, rounded to whole words of the mix."""
-    reads, writes = mix(case["read"], case["write"])
-    words = max(1, case["read"] // (4 * reads))
-    return Traffic(4 * reads * words, 4 * writes * words)
+    reads, writes, fold = mix(case["read"], case["write"])
+    words = _words(case)
+    return Traffic(4 * reads * words, 4 * writes * words // fold)
+
+
+def _words(case: Case) -> int:
+    reads, _, fold = mix(case["read"], case["write"])
+    return max(1, case["read"] // (4 * reads * fold)) * fold
 
 
 def run(inputs: Inputs, config: StreamConfig) -> Outputs:
     """`stream` on a case's inputs."""
-    return {"dst": stream(inputs["src"], inputs["writes"], config)}
+    return {"dst": stream(inputs["src"], inputs["writes"], inputs["fold"], config)}
 
 
 def space(_case: Case) -> Space:
