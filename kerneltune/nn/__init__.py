@@ -3,7 +3,10 @@
 Every function is a custom operator of torch's, so it compiles without a graph break. May import torch and ops.
 """
 
+from kerneltune.nn.grouped_linear import GroupedLinear
+from kerneltune.nn.grouped_mm import fp8_grouped_mm
 from kerneltune.nn.int4_linear import Int4Linear
+from kerneltune.nn.recipes import Recipe
 from kerneltune.nn.rmsnorm import RMSNorm, rms_norm
 
-__all__ = ["Int4Linear", "RMSNorm", "rms_norm"]
+__all__ = ["GroupedLinear", "Int4Linear", "RMSNorm", "Recipe", "fp8_grouped_mm", "rms_norm"]

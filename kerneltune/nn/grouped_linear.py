@@ -1,0 +1,98 @@
+"""A layer of expert weights, whose fp8 can be kept from microbatch to microbatch. May import its neighbours."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kerneltune.nn.fp8_products import Fp8Weights
+from kerneltune.nn.grouped_mm import fp8_grouped_mm
+from kerneltune.nn.recipes import Recipe, recipe_of
+from kerneltune.nn.weight_workspace import WeightWorkspace
+
+_from_workspace: Callable[..., Fp8Weights] = torch.compiler.disable(WeightWorkspace.get)
+
+
+class GroupedLinear(nn.Module):
+    """Rows of x times the weight of the expert whose group they are in, y = x Wᵀ; no bias.
+
+    Args:
+        num_experts, in_features, out_features: E, K, N; K and N multiples of 16.
+        recipe: as for `fp8_grouped_mm`; None multiplies in the weight's own type, by torch's grouped product.
+
+    Attributes:
+        weight: (E, N, K).
+        recipe: may be set to another one at any time.
+
+    Raises:
+        ValueError: a size or recipe that does not fit.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        out_features: int,
+        *,
+        recipe: str | Recipe | None = "tensorwise",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if num_experts < 1 or in_features < 16 or out_features < 16 or in_features % 16 or out_features % 16:
+            raise ValueError(
+                "GroupedLinear takes an expert or more and sizes that are multiples of 16, "
+                f"got {num_experts=} {in_features=} {out_features=}"
+            )
+        self.num_experts, self.in_features, self.out_features = num_experts, in_features, out_features
+        self.recipe = None if recipe is None else recipe_of(recipe)
+        self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features, device=device, dtype=dtype))
+        self.workspace = WeightWorkspace()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As torch.nn.Linear does: uniform within 1 / √in_features."""
+        bound = 1 / math.sqrt(self.in_features)
+        nn.init.uniform_(self.weight, -bound, bound)
+
+    def forward(
+        self, x: Tensor, offs: Tensor, *, is_first_microbatch: bool | None = None, skip_update: Tensor | None = None
+    ) -> Tensor:
+        """x (M, K) in groups that end at offs (E,) int32 to (M, N) of x's type.
+
+        Args:
+            is_first_microbatch: None casts the weight anew and keeps nothing. True casts it into the workspace, False takes
+                what is there, unless the weight is known to have changed; the workspace breaks torch.compile's graph.
+            skip_update: with either, one number on the device: not 0 leaves the workspace as it is. For captured steps, which
+                are replayed for first and later microbatches alike.
+
+        Raises:
+            ValueError: as `fp8_grouped_mm`; a skip_update without workspace, or that is not one number on the weight's device.
+        """
+        if skip_update is not None:
+            self._check_skip(skip_update, is_first_microbatch)
+        b_t = self.weight.transpose(1, 2)
+        if self.recipe is None:
+            return torch._grouped_mm(x, b_t, offs)
+        cast = None
+        if is_first_microbatch is not None:
+            cast = _from_workspace(self.workspace, self.weight, self.recipe, update=is_first_microbatch, skip=skip_update)
+        return fp8_grouped_mm(x, b_t, offs, recipe=self.recipe, weights=cast)
+
+    def extra_repr(self) -> str:
+        """What `print(module)` shows."""
+        return f"{self.num_experts}, {self.in_features}, {self.out_features}, recipe={self.recipe}"
+
+    def _check_skip(self, skip: Tensor, is_first_microbatch: bool | None) -> None:
+        if is_first_microbatch is None:
+            raise ValueError("skip_update takes is_first_microbatch True or False, got None")
+        if skip.numel() != 1 or skip.device != self.weight.device:
+            raise ValueError(f"skip_update must be one number on {self.weight.device}, got {tuple(skip.shape)} on {skip.device}")
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self.workspace.clear()  # of a weight that is about to move
+        return nn.Module._apply(self, fn, recurse)

@@ -1,0 +1,132 @@
+"""Grouped matrix products of mixture-of-experts training in fp8: a function with autograd.
+
+Casts and products run on a GPU and in Triton's interpreter. May import fp8_products, recipes, tl_lib.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kerneltune.arguments import DTYPE_NAMES
+from kerneltune.nn.fp8_products import Fp8Weights, fp8_grouped_mm_bwd, fp8_grouped_mm_fwd
+from kerneltune.nn.recipes import Recipe, recipe_of
+
+_ALIGNED = 16
+
+
+def fp8_grouped_mm(
+    A: Tensor,
+    B_t: Tensor,
+    offs: Tensor,
+    *,
+    recipe: str | Recipe = "tensorwise",
+    out_dtype: torch.dtype | None = None,
+    weights: Fp8Weights | None = None,
+    check_offs: bool = False,
+) -> Tensor:
+    """Rows of A times their group's matrix, in fp8 with fp32 accumulation; differentiable once in A and B_t, also in fp8.
+
+    Compiles without a graph break and can be captured: no step of it waits for the GPU. Groups may be empty and of any size;
+    nothing is padded.
+
+    Args:
+        A: (M, K) bf16, fp16 or fp32, rows contiguous.
+        B_t: (E, K, N) bf16, fp16 or fp32, column-major: strides (K N, 1, K), the transposed view of a contiguous (E, N, K). K and
+            N multiples of 16.
+        offs: (E,) int32, where each group's rows end, not decreasing; the last is M.
+        recipe: `tensorwise`, `rowwise`, or a Recipe.
+        out_dtype: of the result; None is A's.
+        weights: B_t in fp8 by the same recipe, if it has been cast before, as GroupedLinear does.
+        check_offs: let the device assert what is said of offs; costs launches.
+
+    Returns:
+        (M, N), contiguous. Of A the backward keeps M K bytes under `tensorwise`, all of A under `rowwise`; of the weights E K N
+        bytes under `tensorwise` with `Recipe.keep_weights`, unless they are passed in.
+
+    Raises:
+        ValueError: a wrong shape, stride, dtype, device or recipe, which it names.
+
+    Source: torchao's rowwise grouped product for MoE training and its pull requests 4179 and 4389, from their contract.
+    """
+    recipe = recipe_of(recipe)
+    out_dtype = A.dtype if out_dtype is None else out_dtype
+    _check(A, B_t, offs, out_dtype)
+    if weights is not None:
+        _check_weights(weights, B_t, recipe)
+    if check_offs:
+        bounds = torch.cat([offs.new_zeros(1), offs])
+        torch._assert_async((bounds.diff() >= 0).all() & (bounds[-1] == A.shape[0]), "offs decrease, or do not end at M")
+    wanted = torch.is_grad_enabled()
+    y: Tensor = fp8_grouped_mm_fwd(
+        A, B_t, offs, [] if weights is None else list(weights), recipe.scaling, recipe.pow2, recipe.keep_weights, out_dtype,
+        wanted and A.requires_grad, wanted and B_t.requires_grad,
+    )[0]  # fmt: skip
+    return y
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    a, b_t, offs, weights, ctx.scaling, ctx.pow2, _, _, ctx.for_da, ctx.for_dw = inputs
+    ctx.da_dtype, ctx.dw_dtype, ctx.given = a.dtype, b_t.dtype, len(weights)
+    made = output[1:]
+    ctx.mark_non_differentiable(*made)
+    kept_a, kept_w = [], list(weights[2:]) or [b_t]
+    if ctx.for_dw:
+        kept_a, made = ([a], made) if ctx.scaling == "rowwise" else (made[:2], made[2:])
+    if not ctx.for_da:
+        kept_w = []
+    elif made:
+        kept_w = made
+    ctx.kept = len(kept_a)
+    ctx.save_for_backward(offs, *kept_a, *kept_w)
+
+
+def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    offs, *kept = ctx.saved_tensors
+    dy = grads[0]
+    found = fp8_grouped_mm_bwd(
+        dy if dy.stride(-1) == 1 else dy.contiguous(), offs, kept[: ctx.kept], kept[ctx.kept :], ctx.scaling, ctx.pow2,
+        ctx.da_dtype, ctx.dw_dtype, ctx.for_da, ctx.for_dw,
+    )  # fmt: skip
+    da = found[0] if ctx.for_da else None
+    db_t = found[-1].transpose(1, 2) if ctx.for_dw else None
+    return (da, db_t, None, [None] * ctx.given, *[None] * 6)
+
+
+fp8_grouped_mm_fwd.register_autograd(_backward, setup_context=_save)
+
+
+def _check(A: Tensor, B_t: Tensor, offs: Tensor, out_dtype: torch.dtype) -> None:
+    if A.ndim != 2 or B_t.ndim != 3 or A.shape[1] != B_t.shape[1]:
+        raise ValueError(f"fp8_grouped_mm takes A (M, K) and B_t (E, K, N), got {tuple(A.shape)} and {tuple(B_t.shape)}")
+    E, K, N = B_t.shape
+    if K % _ALIGNED or N % _ALIGNED or not K or not N:
+        raise ValueError(f"K and N must be multiples of {_ALIGNED}, got {K=} {N=}")
+    for name, dtype in (("A", A.dtype), ("B_t", B_t.dtype), ("out_dtype", out_dtype)):
+        if dtype not in DTYPE_NAMES:
+            raise ValueError(f"{name} must be one of {', '.join(DTYPE_NAMES.values())}, got {dtype}")
+    if A.stride(1) != 1 or A.stride(0) < K:
+        raise ValueError(f"A must be row-major, got strides {A.stride()}")
+    if B_t.stride() != (K * N, 1, K):
+        raise ValueError(f"B_t must be column-major, strides {(K * N, 1, K)}, got {B_t.stride()}")
+    if tuple(offs.shape) != (E,) or offs.dtype != torch.int32:
+        raise ValueError(f"offs must be ({E},) int32, got {tuple(offs.shape)} {offs.dtype}")
+    if A.device != B_t.device or A.device != offs.device:
+        raise ValueError(f"A, B_t and offs must be on one device, got {A.device}, {B_t.device} and {offs.device}")
+
+
+def _check_weights(weights: Fp8Weights, B_t: Tensor, recipe: Recipe) -> None:
+    E, K, N = B_t.shape
+    per_expert = recipe.scaling == "tensorwise"
+    wanted = {
+        "q": ((E, K, N), torch.float8_e4m3fn),
+        "scale": ((E,) if per_expert else (E, N), torch.float32),
+        "q_t": ((E, N, K), torch.float8_e4m3fn),
+        "scale_t": ((E,) if per_expert else (E, K), torch.float32),
+    }
+    for name, (shape, dtype) in wanted.items():
+        t = getattr(weights, name)
+        if tuple(t.shape) != shape or t.dtype != dtype or t.device != B_t.device:
+            raise ValueError(
+                f"weights.{name} must be {shape} {dtype} on {B_t.device}, got {tuple(t.shape)} {t.dtype} on {t.device}"
+            )

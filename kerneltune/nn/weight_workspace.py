@@ -1,0 +1,77 @@
+"""Expert weights in fp8 that stay in one place, refreshed there once per optimiser step. May import fp8_products, recipes."""
+
+import weakref
+
+import torch
+from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from kerneltune.nn.fp8_products import Fp8Weights, cast_weights
+from kerneltune.nn.recipes import Recipe
+
+
+class WeightWorkspace:
+    """The fp8 of one weight. The first call allocates; later ones write to the same addresses, so that graphs find it there.
+
+    A copy, by deepcopy or pickle, is empty.
+    """
+
+    def __init__(self) -> None:
+        self._cast: Fp8Weights | None = None
+        self._of: weakref.ref[Tensor] | None = None
+        self._seen: tuple[object, ...] = ()
+
+    def __reduce__(self) -> tuple[type["WeightWorkspace"], tuple[()]]:
+        return WeightWorkspace, ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return 0 if self._cast is None else sum(t.untyped_storage().nbytes() for t in {id(t): t for t in self._cast}.values())
+
+    def clear(self) -> None:
+        """Let go of the memory."""
+        self._cast, self._of, self._seen = None, None, ()
+
+    def get(self, weight: Tensor, recipe: Recipe, *, update: bool, skip: Tensor | None = None) -> Fp8Weights:
+        """The fp8 of weight (E, N, K), contiguous.
+
+        Args:
+            update: cast again whatever is known of the weight. Else only where it is another tensor than at the last call,
+                elsewhere, or of another version, as after an optimiser step; not seen are changes that torch does not count:
+                through `.data`, and by a replayed graph.
+            skip: one number on the device; where it is not 0 what is there stays. Read when the work runs, also in every
+                replay of a graph. The first call casts anyway.
+        """
+        seen = (weight.data_ptr(), weight._version, tuple(weight.shape), weight.dtype, weight.device, recipe)
+        same = self._of is not None and self._of() is weight and self._seen == seen
+        if self._cast is None or self._seen[2:] != seen[2:]:
+            self._cast = _cast(weight, recipe)
+        elif skip is not None:
+            self._write(_cast(weight, recipe), same, skip)
+        elif update or not same:
+            self._write(_cast(weight, recipe), same, None)
+        self._of, self._seen = weakref.ref(weight), seen
+        return self._cast
+
+    def _write(self, fresh: Fp8Weights, same: bool, skip: Tensor | None) -> None:
+        """In place. Where the weight is the same no version is counted up: backwards under way may go on with these bytes."""
+        assert self._cast is not None
+        held = {id(t): (t, new) for t, new in zip(self._cast, fresh, strict=True)}
+        unchanged = tuple(t for t, _ in held.values()) if same else ()
+        with torch.no_grad(), _unsafe_preserve_version_counter(unchanged):
+            for t, new in held.values():
+                if skip is None:
+                    t.copy_(new)
+                else:
+                    torch.where(skip != 0, _bits(t), _bits(new), out=_bits(t))
+
+
+def _cast(weight: Tensor, recipe: Recipe) -> Fp8Weights:
+    return cast_weights(weight.detach().transpose(1, 2), recipe)
+
+
+def _bits(t: Tensor) -> Tensor:
+    """The values as integers, which torch.where takes of fp8 too."""
+    dense = t.transpose(1, 2) if t.ndim == 3 else t
+    return dense.view(torch.uint8 if t.dtype.itemsize == 1 else torch.int32)

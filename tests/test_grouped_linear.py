@@ -1,0 +1,252 @@
+"""The layer of expert weights: its workspace keeps its place and never goes stale, whatever is done to weight or layer."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from kerneltune.nn import GroupedLinear, Recipe, fp8_grouped_mm
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+RECIPES = ["tensorwise", "rowwise"]
+E, K, N, M = 2, 32, 16, 24
+
+
+def layer(recipe: str | Recipe | None = "tensorwise") -> GroupedLinear:
+    return GroupedLinear(E, K, N, recipe=recipe, device=DEVICE, dtype=torch.bfloat16)
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(M, K, device=DEVICE).bfloat16(), torch.tensor([10, M], dtype=torch.int32, device=DEVICE)
+
+
+def fresh(module: GroupedLinear, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """What the weight gives as it is now."""
+    assert module.recipe is not None
+    return fp8_grouped_mm(x, module.weight.transpose(1, 2), offs, recipe=module.recipe)
+
+
+def addresses(module: GroupedLinear) -> list[int]:
+    assert module.workspace._cast is not None
+    return [t.data_ptr() for t in module.workspace._cast]
+
+
+def change(module: GroupedLinear) -> None:
+    with torch.no_grad():
+        module.weight.mul_(-2)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_microbatches_share_one_cast(recipe: str) -> None:
+    module, (x, offs) = layer(recipe), batch()
+    want = fresh(module, x, offs)
+    assert torch.equal(module(x, offs), want) and module.workspace.nbytes == 0
+    assert torch.equal(module(x, offs, is_first_microbatch=True), want)
+    scales = 4 * E if recipe == "tensorwise" else 4 * E * (K + N)
+    assert module.workspace.nbytes == 2 * E * K * N + scales
+    kept = addresses(module)
+    module.weight.data = module.weight.data.clone()  # elsewhere, but of the same values
+    assert torch.equal(module(x, offs, is_first_microbatch=False), want)
+    change(module)
+    assert torch.equal(module(x, offs, is_first_microbatch=True), fresh(module, x, offs))
+    assert addresses(module) == kept
+
+
+def test_a_later_microbatch_does_not_cast(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kerneltune.nn import weight_workspace
+
+    casts = []
+    cast = weight_workspace.cast_weights
+    monkeypatch.setattr(weight_workspace, "cast_weights", lambda *args: casts.append(1) or cast(*args))
+    module, (x, offs) = layer(), batch()
+    for first, so_far in ((True, 1), (False, 1), (False, 1), (True, 2), (None, 2), (False, 2)):
+        module(x, offs, is_first_microbatch=first)
+        assert len(casts) == so_far
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_gradients_through_the_workspace(recipe: str) -> None:
+    module, (x, offs) = layer(recipe), batch()
+    x.requires_grad_()
+    dy = torch.randn(M, N, device=DEVICE).bfloat16()
+    want = torch.autograd.grad(module(x, offs), (x, module.weight), dy)
+    for first in (True, False):
+        found = torch.autograd.grad(module(x, offs, is_first_microbatch=first), (x, module.weight), dy)
+        assert all(torch.equal(got, expected) for got, expected in zip(found, want, strict=True))
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_an_optimiser_step_between_microbatches(optimizer: type[torch.optim.Optimizer]) -> None:
+    module, (x, offs) = layer(), batch()
+    steps = optimizer(module.parameters(), lr=0.5)
+    before = module(x, offs, is_first_microbatch=True)
+    before.float().square().sum().backward()
+    kept = addresses(module)
+    steps.step()
+    after = module(x, offs, is_first_microbatch=False)
+    assert torch.equal(after, fresh(module, x, offs)) and not torch.equal(after, before)
+    assert addresses(module) == kept
+
+
+def test_a_backward_after_the_weight_has_changed_is_refused() -> None:
+    module, (x, offs) = layer(), batch()
+    x.requires_grad_()
+    late = module(x, offs, is_first_microbatch=True)
+    change(module)
+    module(x, offs, is_first_microbatch=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        late.float().square().sum().backward()
+
+
+def test_a_backward_after_the_same_weight_is_cast_again_goes_on() -> None:
+    module, (x, offs) = layer(), batch()
+    x.requires_grad_()
+    dy = torch.randn(M, N, device=DEVICE).bfloat16()
+    late = module(x, offs, is_first_microbatch=True)
+    module(x, offs, is_first_microbatch=True)
+    (got,), (want,) = (torch.autograd.grad(y, x, dy) for y in (late, module(x, offs)))
+    assert torch.equal(got, want)
+
+
+def test_state_is_the_weight_alone_and_loading_it_is_seen() -> None:
+    module, other, (x, offs) = layer(), layer(), batch()
+    module(x, offs, is_first_microbatch=True)
+    other(x, offs, is_first_microbatch=True)
+    assert list(module.state_dict()) == ["weight"]
+    for assign in (False, True):
+        change(other)
+        module.load_state_dict(copy.deepcopy(other.state_dict()), assign=assign)
+        assert torch.equal(module(x, offs, is_first_microbatch=False), fresh(other, x, offs))
+
+
+def test_a_new_parameter_is_seen() -> None:
+    module, (x, offs) = layer(), batch()
+    module(x, offs, is_first_microbatch=True)
+    values = -3 * module.weight.detach().cpu()
+    del module.weight  # the next one may get its memory
+    module.weight = torch.nn.Parameter(values.to(DEVICE))
+    assert torch.equal(module(x, offs, is_first_microbatch=False), fresh(module, x, offs))
+
+
+def test_moving_and_casting_the_layer() -> None:
+    module, (x, offs) = layer(), batch()
+    module(x, offs, is_first_microbatch=True)
+    module.float()
+    assert module.workspace.nbytes == 0
+    y = module(x.float(), offs, is_first_microbatch=False)
+    assert y.dtype == torch.float32 and torch.equal(y, fresh(module, x.float(), offs))
+    assert module.to("meta").workspace.nbytes == 0
+
+
+def test_copies_have_workspaces_of_their_own() -> None:
+    module, (x, offs) = layer(), batch()
+    module(x, offs, is_first_microbatch=True)
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    for other in (copy.deepcopy(module), torch.load(file, weights_only=False)):
+        assert other.workspace.nbytes == 0
+        change(other)
+        assert torch.equal(other(x, offs, is_first_microbatch=False), fresh(other, x, offs))
+        assert torch.equal(module(x, offs, is_first_microbatch=False), fresh(module, x, offs))
+
+
+def test_layers_that_share_a_weight() -> None:
+    module, twin, (x, offs) = layer(), layer(), batch()
+    twin.weight = module.weight
+    for one in (module, twin):
+        one(x, offs, is_first_microbatch=True)
+    change(module)
+    for one in (module, twin):
+        assert torch.equal(one(x, offs, is_first_microbatch=False), fresh(module, x, offs))
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing(first: bool, reentrant: bool) -> None:
+    module, (x, offs) = layer(), batch()
+    x.requires_grad_()
+    dy = torch.randn(M, N, device=DEVICE).bfloat16()
+    other = module(x, offs, is_first_microbatch=True)  # another microbatch, whose backward comes last
+    y = checkpoint(lambda x: module(x, offs, is_first_microbatch=first), x, use_reentrant=reentrant)
+    want = torch.autograd.grad(module(x, offs), (x, module.weight), dy)
+    y.backward(dy)
+    assert torch.equal(x.grad, want[0]) and torch.equal(module.weight.grad, want[1])
+    assert torch.equal(torch.autograd.grad(other, x, dy)[0], want[0])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_flag_on_the_device_keeps_the_workspace(recipe: str) -> None:
+    module, (x, offs) = layer(recipe), batch()
+    skip = torch.ones(1, device=DEVICE)
+    old = module(x, offs, is_first_microbatch=True, skip_update=skip)  # the first call casts anyway
+    assert torch.equal(old, fresh(module, x, offs))
+    change(module)
+    assert torch.equal(module(x, offs, is_first_microbatch=False, skip_update=skip), old)
+    skip.zero_()
+    assert torch.equal(module(x, offs, is_first_microbatch=False, skip_update=skip), fresh(module, x, offs))
+
+
+def test_another_recipe_takes_another_workspace() -> None:
+    module, (x, offs) = layer("tensorwise"), batch()
+    module(x, offs, is_first_microbatch=True)
+    for recipe in (Recipe("rowwise"), Recipe("rowwise", pow2=False), None):
+        module.recipe = recipe
+        y = module(x, offs, is_first_microbatch=False)
+        want = torch._grouped_mm(x, module.weight.transpose(1, 2), offs) if recipe is None else fresh(module, x, offs)
+        assert torch.equal(y, want)
+
+
+def test_compiles_without_a_graph_break_where_nothing_is_kept() -> None:
+    torch.compiler.reset()
+    module, (x, offs) = layer(), batch()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, offs), module(x, offs))
+    torch.compiler.reset()
+    compiled = torch.compile(module, backend="aot_eager")
+    for first in (True, False):
+        assert torch.equal(compiled(x, offs, is_first_microbatch=first), module(x, offs))
+    change(module)
+    assert torch.equal(compiled(x, offs, is_first_microbatch=False), fresh(module, x, offs))
+
+
+def test_bad_arguments() -> None:
+    module, (x, offs) = layer(), batch()
+    assert repr(module).startswith("GroupedLinear(2, 32, 16, recipe=Recipe(scaling='tensorwise'")
+    for sizes in ((0, 32, 16), (2, 24, 16), (2, 32, 0)):
+        with pytest.raises(ValueError, match=f"num_experts={sizes[0]} in_features={sizes[1]} out_features={sizes[2]}"):
+            GroupedLinear(*sizes)
+    with pytest.raises(ValueError, match="got 'fp4'"):
+        GroupedLinear(2, 32, 16, recipe="fp4")
+    with pytest.raises(ValueError, match="True or False, got None"):
+        module(x, offs, skip_update=torch.ones(1, device=DEVICE))
+    with pytest.raises(ValueError, match=r"one number on .*, got \(2,\) on"):
+        module(x, offs, is_first_microbatch=True, skip_update=torch.ones(2, device=DEVICE))
+    with pytest.raises(ValueError, match="one device, got meta"):
+        module(x.to("meta"), offs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_captured_step_serves_first_and_later_microbatches(recipe: str) -> None:
+    module, (x, offs) = layer(recipe), batch()
+    skip = torch.zeros(1, device=DEVICE)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        module(x, offs, is_first_microbatch=True, skip_update=skip).float().sum().backward()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = module(x, offs, is_first_microbatch=False, skip_update=skip)
+    graph.replay()
+    assert torch.equal(y, fresh(module, x, offs))
+    old = fresh(module, x, offs)
+    change(module)
+    skip.fill_(1)
+    graph.replay()
+    assert torch.equal(y, old)
+    skip.zero_()
+    graph.replay()
+    assert torch.equal(y, fresh(module, x, offs))

@@ -1,0 +1,265 @@
+"""The fp8 grouped product for models: signal to noise against fp32, gradients, groups of any size, compilation, bad inputs."""
+
+import pytest
+import torch
+
+from kerneltune.nn import Recipe, fp8_grouped_mm
+from kerneltune.nn.fp8_products import cast_weights, fp8_grouped_mm_fwd
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ENDS = {"even": [32, 64, 96], "uneven": [5, 38, 96], "empty": [0, 96, 96], "one row": [95, 95, 96]}
+RECIPES = ["tensorwise", "rowwise"]
+
+
+def sqnr_db(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Signal to quantisation noise."""
+    want = want.double()
+    return float(20 * torch.log10(want.norm() / (got.double() - want).norm()))
+
+
+def leaves(M: int, K: int, N: int, E: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
+    """A (M, K) and the parameter W (E, N, K), of normal numbers."""
+    a = torch.randn(M, K, device=DEVICE).to(dtype).requires_grad_()
+    return a, torch.randn(E, N, K, device=DEVICE).to(dtype).requires_grad_()
+
+
+def offsets(ends: list[int]) -> torch.Tensor:
+    return torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+
+
+def expected(a: torch.Tensor, w: torch.Tensor, ends: list[int], dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Y, dA and dW in fp64, by autograd."""
+    a64, w64 = (t.detach().double().requires_grad_() for t in (a, w))
+    y = torch.cat([a64[start:end] @ w64[e].t() for e, (start, end) in enumerate(zip([0, *ends], ends, strict=False))])
+    return y.detach(), *torch.autograd.grad(y, (a64, w64), dy.double())
+
+
+def products(a: torch.Tensor, w: torch.Tensor, offs: torch.Tensor, dy: torch.Tensor, **options) -> tuple[torch.Tensor, ...]:
+    y = fp8_grouped_mm(a, w.transpose(1, 2), offs, **options)
+    return y.detach(), *torch.autograd.grad(y, (a, w), dy)
+
+
+@pytest.mark.usefixtures("exact_casts")
+@pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_signal_to_noise_against_fp64(recipe: str, ends: list[int]) -> None:
+    a, w = leaves(96, 64, 48, 3)
+    dy = torch.randn(96, 48, device=DEVICE).bfloat16()
+    found = products(a, w, offsets(ends), dy, recipe=recipe)
+    for name, got, want in zip(("Y", "dA", "dW"), found, expected(a, w, ends, dy), strict=True):
+        assert got.shape == want.shape and got.dtype == torch.bfloat16 and got.is_contiguous()
+        assert sqnr_db(got, want) >= 26, name
+    sizes = torch.tensor(ends).diff(prepend=torch.zeros(1, dtype=torch.int64))
+    assert not found[2][(sizes == 0).to(DEVICE)].any()
+
+
+@pytest.mark.usefixtures("exact_casts")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_other_types_in_and_out(recipe: str, dtype: torch.dtype) -> None:
+    ends = [16, 40]
+    a, w = leaves(40, 32, 16, 2, dtype)
+    dy = torch.randn(40, 16, device=DEVICE)
+    found = products(a, w, offsets(ends), dy, recipe=recipe, out_dtype=torch.float32)
+    assert [t.dtype for t in found] == [torch.float32, dtype, dtype]
+    for got, want in zip(found, expected(a, w, ends, dy), strict=True):
+        assert sqnr_db(got, want) >= 26
+
+
+@pytest.mark.parametrize(
+    "recipe", [*RECIPES, Recipe("tensorwise", keep_weights=False), Recipe("tensorwise", pow2=False)], ids=str
+)
+def test_one_gradient_alone_is_the_same_as_both(recipe: str | Recipe) -> None:
+    a, w = leaves(32, 32, 16, 2)
+    offs, dy = offsets([16, 32]), torch.randn(32, 16, device=DEVICE).bfloat16()
+    y, da, dw = products(a, w, offs, dy, recipe=recipe)
+    for leaf, want in ((a, da), (w, dw)):
+        other_a, other_w = (t if t is leaf else t.detach() for t in (a, w))
+        alone = fp8_grouped_mm(other_a, other_w.transpose(1, 2), offs, recipe=recipe)
+        assert torch.equal(alone, y)
+        assert torch.equal(torch.autograd.grad(alone, leaf, dy)[0], want)
+    with torch.no_grad():
+        assert torch.equal(fp8_grouped_mm(a, w.transpose(1, 2), offs, recipe=recipe), y)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_weights_cast_before_give_the_same(recipe: str) -> None:
+    a, w = leaves(32, 32, 16, 2)
+    offs, dy = offsets([10, 32]), torch.randn(32, 16, device=DEVICE).bfloat16()
+    cast = cast_weights(w.detach().transpose(1, 2), Recipe(recipe))
+    for got, want in zip(
+        products(a, w, offs, dy, recipe=recipe, weights=cast), products(a, w, offs, dy, recipe=recipe), strict=True
+    ):
+        assert torch.equal(got, want)
+
+
+def saved_bytes(recipe: str | Recipe, **options) -> int:
+    """Bytes that wait for the backward beside the parameter."""
+    a, w = leaves(64, 128, 16, 2)
+    seen: dict[int, int] = {}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        if t.untyped_storage().data_ptr() != w.untyped_storage().data_ptr():
+            seen[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        fp8_grouped_mm(a, w.transpose(1, 2), offsets([32, 64]), recipe=recipe, **options)
+    return sum(seen.values())
+
+
+def test_what_waits_for_the_backward() -> None:
+    M, K, N, E = 64, 128, 16, 2
+    offs, scales = 4 * E, 4 + 4 * E
+    assert saved_bytes("rowwise") == 2 * M * K + offs
+    assert saved_bytes("tensorwise") == M * K + E * K * N + offs + scales
+    assert saved_bytes(Recipe("tensorwise", keep_weights=False)) == M * K + offs + 4
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("layout", ["expanded", "transposed", "padded rows"])
+def test_gradients_of_any_layout(recipe: str, layout: str) -> None:
+    a, w = leaves(32, 32, 16, 2)
+    dy = {
+        "expanded": lambda: torch.randn(16, device=DEVICE).bfloat16().expand(32, 16),
+        "transposed": lambda: torch.randn(16, 32, device=DEVICE).bfloat16().t(),
+        "padded rows": lambda: torch.randn(32, 48, device=DEVICE).bfloat16()[:, :16],
+    }[layout]()
+    offs = offsets([16, 32])
+    for got, want in zip(products(a, w, offs, dy, recipe=recipe), products(a, w, offs, dy.clone(), recipe=recipe), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_rows(recipe: str) -> None:
+    a, w = leaves(0, 32, 16, 2)
+    y, da, dw = products(a, w, offsets([0, 0]), torch.zeros(0, 16, device=DEVICE).bfloat16(), recipe=recipe)
+    assert y.shape == (0, 16) and da.shape == (0, 32)
+    assert dw.shape == (2, 16, 32) and not dw.any()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_without_a_graph_break(recipe: str, dynamic: bool) -> None:
+    torch.compiler.reset()
+    a, w = leaves(32, 32, 16, 2)
+    offs = offsets([16, 32])
+
+    def block(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return fp8_grouped_mm(a * 2, w.transpose(1, 2), offs, recipe=recipe).relu()
+
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    want, got = block(a, w), compiled(a, w)
+    assert torch.equal(got, want)
+    dy = torch.randn_like(want)
+    for eager, traced in zip(*(torch.autograd.grad(y, (a, w), dy) for y in (want, got)), strict=True):
+        assert torch.equal(eager, traced)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_operators_keep_torch_s_rules(recipe: str) -> None:
+    a, w = leaves(32, 32, 16, 2)
+    arguments = (a, w.transpose(1, 2), offsets([16, 32]), [], recipe, True, True, torch.bfloat16, True, True)
+    # The remaining utilities of opcheck sum fp8 results, which torch cannot.
+    torch.library.opcheck(
+        fp8_grouped_mm_fwd, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
+    )
+
+
+def test_offsets_are_checked_on_the_device() -> None:
+    a, w = leaves(32, 32, 16, 2)
+    fp8_grouped_mm(a, w.transpose(1, 2), offsets([16, 32]), check_offs=True)
+    if DEVICE == "cpu":  # on a GPU the assertion ends the process's context
+        for ends in ([20, 16], [16, 24], [-1, 32]):
+            with pytest.raises(RuntimeError, match="offs decrease, or do not end at M"):
+                fp8_grouped_mm(a, w.transpose(1, 2), offsets(ends), check_offs=True)
+
+
+def test_bad_arguments() -> None:
+    a, w = leaves(32, 32, 16, 2)
+    b_t, offs = w.transpose(1, 2), offsets([16, 32])
+    for wrong, message in (
+        ((a[0], b_t, offs), r"got \(32,\) and"),
+        ((a[:, :16].contiguous(), b_t, offs), r"got \(32, 16\) and \(2, 32, 16\)"),
+        ((a[:, :24].contiguous(), b_t[:, :24].transpose(1, 2).contiguous().transpose(1, 2), offs), r"K=24 N=16"),
+        ((a.double(), b_t, offs), "A must be one of .* torch.float64"),
+        ((a.t().contiguous().t(), b_t, offs), r"row-major, got strides \(1, 32\)"),
+        ((a, b_t.contiguous(), offs), r"column-major, strides \(512, 1, 32\), got \(512, 16, 1\)"),
+        ((a, b_t, offs.long()), r"offs must be \(2,\) int32, got \(2,\) torch.int64"),
+        ((a, b_t, offs[:1]), r"got \(1,\)"),
+        ((a, b_t, offs.to("meta")), "one device, got .* meta"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fp8_grouped_mm(*wrong)
+    with pytest.raises(ValueError, match="out_dtype must be one of .* torch.float8"):
+        fp8_grouped_mm(a, b_t, offs, out_dtype=torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="recipe must be one of tensorwise, rowwise or a Recipe, got 'blockwise'"):
+        fp8_grouped_mm(a, b_t, offs, recipe="blockwise")
+    with pytest.raises(ValueError, match="scaling must be one of tensorwise, rowwise, got 'mx'"):
+        Recipe("mx")
+    with pytest.raises(ValueError, match=r"weights\.scale must be \(2, 16\) .* got \(2,\)"):
+        fp8_grouped_mm(a, b_t, offs, recipe="rowwise", weights=cast_weights(b_t.detach(), Recipe("tensorwise")))
+
+
+def step(recipe: str, M: int = 4096) -> tuple[torch.Tensor, ...]:
+    """Leaves, offs and dY of a layer large enough for the GPU."""
+    a, w = leaves(M, 512, 256, 8)
+    ends = torch.linspace(0, M, 9, device=DEVICE)[1:].round().int()
+    return a, w, ends - ends % 16 * (ends != M), torch.randn(M, 256, device=DEVICE).bfloat16()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_launches_of_a_step(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # launches of their own
+    a, w, offs, dy = step(recipe)
+    products(a, w, offs, dy, recipe=recipe)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        products(a, w, offs, dy, recipe=recipe)
+        torch.cuda.synchronize()
+    launched = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    assert 0 < len(launched) <= 10, launched
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_captured_step_follows_its_inputs(recipe: str) -> None:
+    a, w, offs, dy = step(recipe)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        products(a, w, offs, dy, recipe=recipe)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = products(a, w, offs, dy, recipe=recipe)
+    for ends in (offs, offs // 32 * 16 + (offs == a.shape[0]) * (a.shape[0] - offs // 32 * 16)):
+        with torch.no_grad():
+            a.copy_(torch.randn_like(a) * 3)
+            w.copy_(torch.randn_like(w))
+        offs.copy_(ends)
+        graph.replay()
+        for got, want in zip(captured, products(a, w, offs, dy, recipe=recipe), strict=True):
+            assert torch.equal(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_inductor_compiles_a_step(recipe: str) -> None:
+    torch.compiler.reset()
+    a, w, offs, dy = step(recipe)
+    compiled = torch.compile(lambda a, w: fp8_grouped_mm(a, w.transpose(1, 2), offs, recipe=recipe), fullgraph=True)
+    y = compiled(a, w)
+    want = products(a, w, offs, dy, recipe=recipe)
+    for got, eager in zip((y, *torch.autograd.grad(y, (a, w), dy)), want, strict=True):
+        assert torch.equal(got, eager)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_signal_to_noise_at_a_size_of_training(recipe: str) -> None:
+    M, ends = 4096, [1000, 1000, 1017, 2500, 4096]
+    a, w = leaves(M, 1024, 768, 5)
+    dy = torch.randn(M, 768, device=DEVICE).bfloat16()
+    for got, want in zip(products(a, w, offsets(ends), dy, recipe=recipe), expected(a, w, ends, dy), strict=True):
+        assert sqnr_db(got, want) >= 26
