@@ -18,6 +18,7 @@ from kerneltune.cli import (
     gate,
     insight,
     inspect,
+    moe,
     noise,
     ops,
     profile,
@@ -77,6 +78,7 @@ app.command("noise")(noise.command)
 app.command("replay")(replay.command)
 app.command("versus")(versus.command)
 app.command("compare")(compare.command)
+app.command("moe")(moe.command)
 app.command("gate")(gate.command)
 app.command("study")(study.command)
 app.command("report")(report.command)

@@ -135,13 +135,13 @@ def make_folder(folder: Path) -> None:
 
 
 def load_ops() -> Mapping[str, Op]:
-    """The operators by name, ready to run here: on the GPU, or in the interpreter where there is none."""
+    """Operators and workloads by name, ready to run here: on the GPU, or in the interpreter where there is none."""
     from kerneltune import device
 
     device.select_backend()
-    from kerneltune import ops
+    from kerneltune import ops, workloads
 
-    return ops.load()
+    return ops.load() | workloads.load()
 
 
 def make_selection(

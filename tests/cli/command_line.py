@@ -58,6 +58,6 @@ def both(baseline_us: float = 100.0, optimized_us: float = 50.0, **changes: Any)
 
 
 def operators() -> list[str]:
-    from kerneltune import ops
+    from kerneltune.cli.options import load_ops
 
-    return list(ops.load())
+    return list(load_ops())

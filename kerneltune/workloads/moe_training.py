@@ -1,0 +1,225 @@
+"""One projection of an expert layer in training, forward and backward: bf16, torchao and ours, whole and in parts.
+
+    Y = A Wᵀ      dA = dY W      dW = dYᵀ A      for every group of tokens with its expert's W
+
+Variants named after a recipe of kerneltune.nn run the step; with `_casts` only its casts, with `_gemms` only its products, with
+`_cached` the step with weights cast before, with `_refresh` the cast of the weights into their workspace. In bf16 a step must
+read and write as many bytes as its casts must, so that time at the ceiling is the least that the casts can take.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from kerneltune.nn.fp8_products import Fp8Weights, cast_weights
+from kerneltune.nn.grouped_mm import fp8_grouped_mm
+from kerneltune.nn.recipes import SCALINGS, Recipe
+from kerneltune.nn.weight_workspace import WeightWorkspace
+from kerneltune.ops import fp8
+from kerneltune.ops.fp8.reference import group_ends
+from kerneltune.ops.fp8_grouped_gemm import fp8_grouped_gemm
+from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
+
+_LEAST_SQNR_DB, _LEAST_CAST_SQNR_DB = 26.0, 28.0
+_INTERPRETER_DB = 12.0
+"""What the interpreter's casts, which lose the carry of some roundings, may cost."""
+_WEIGHT_STD, _GRADIENT_STD = 0.02, 1e-3
+_ALIGNED = 16
+
+
+def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+    """a (M, K), w (E, N, K), dy (M, N) bf16, normal; offs (E,) int32. Precast operands join them when a variant needs them."""
+    M, K, N, E = (case[axis] for axis in "MKNE")
+    a, w, dy = (torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in ((M, K), (E, N, K), (M, N)))
+    if device != "meta":
+        generator = torch.Generator(device=device).manual_seed(seed)
+        for t, std in ((a, 1.0), (w, _WEIGHT_STD), (dy, _GRADIENT_STD)):
+            t.normal_(std=std, generator=generator)
+    return {"a": a, "w": w, "dy": dy, "offs": group_ends(_groups(case), device, seed)}
+
+
+def _groups(case: Case) -> Case:
+    return replace(case, axes=(("M", case["M"]), ("G", case["E"])))
+
+
+def reference(inputs: Inputs) -> Outputs:
+    """Expert by expert in fp32."""
+    a, w, dy = inputs["a"], inputs["w"], inputs["dy"]
+    (M, K), (E, N, _) = a.shape, w.shape
+    y, da, dw = (a.new_empty(shape, dtype=torch.float32) for shape in ((M, N), (M, K), (E, N, K)))
+    ends = inputs["offs"].tolist()
+    for e, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        rows, expert, grad = a[start:end].float(), w[e].float(), dy[start:end].float()
+        y[start:end], da[start:end], dw[e] = rows @ expert.t(), grad @ expert, grad.t() @ rows
+    return {"y": y, "da": da, "dw": dw}
+
+
+def compare(_case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
+    """Signal to quantisation noise: of results against fp32; of casts, given as (values, scale), against what was cast."""
+    errors = []
+    allowed = 0.0 if inputs["a"].is_cuda else _INTERPRETER_DB
+    for name, got in outputs.items():
+        if name in expected:
+            least, ratio = _LEAST_SQNR_DB - allowed, _sqnr_db(got.float(), expected[name])
+        else:
+            q, scale = got
+            least, ratio = _LEAST_CAST_SQNR_DB - allowed, _sqnr_db(q.float() * scale, inputs[name].float())
+        if not ratio >= least:
+            errors.append(f"{name}: {ratio:.1f} dB of signal to noise, expected {least:g} or more")
+    return errors
+
+
+def _sqnr_db(got: Tensor, want: Tensor) -> float:
+    noise = torch.linalg.vector_norm(got - want)
+    return float(20 * torch.log10(torch.linalg.vector_norm(want) / noise.clamp(min=1e-30)))
+
+
+def traffic(case: Case) -> Traffic:
+    """a, w and dy read; y, da and dw written."""
+    M, K, N, E = (case[axis] for axis in "MKNE")
+    moved = 2 * (M * K + E * N * K + M * N)
+    return Traffic(moved + 4 * E, moved)
+
+
+def flops(case: Case) -> int:
+    """Of the three products."""
+    return 6 * case["M"] * case["K"] * case["N"]
+
+
+def _step(product: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: Inputs) -> Outputs:
+    """Forward and backward of a product of a, the transposed view of w, and offs."""
+    a, w = inputs["a"].detach().requires_grad_(), inputs["w"].detach().requires_grad_()
+    y = product(a, w.transpose(1, 2), inputs["offs"])
+    da, dw = torch.autograd.grad(y, (a, w), inputs["dy"])
+    return {"y": y.detach(), "da": da, "dw": dw}
+
+
+def run_bf16(inputs: Inputs, _config: None) -> Outputs:
+    """torch's grouped product."""
+    return _step(torch._grouped_mm, inputs)
+
+
+def run_torchao(inputs: Inputs, _config: None) -> Outputs:
+    """torchao's rowwise training product."""
+    from torchao.prototype.moe_training.fp8_grouped_mm import _to_fp8_rowwise_then_scaled_grouped_mm as product
+
+    return _step(partial(product, pad_token_groups_for_grouped_mm=False), inputs)
+
+
+def run_step(scaling: str, inputs: Inputs, _config: None) -> Outputs:
+    """`fp8_grouped_mm`."""
+    return _step(partial(fp8_grouped_mm, recipe=scaling), inputs)
+
+
+@cache
+def _compiled(scaling: str, _shapes: tuple[torch.Size, ...]) -> Callable[..., Tensor]:
+    """A compiled function of its own for every case, so that none meets torch's limit of compilations."""
+    torch._dynamo.reset()
+    backend = "inductor" if torch.cuda.is_available() else "aot_eager"
+    product = partial(fp8_grouped_mm, recipe=scaling)
+    compiled: Callable[..., Tensor] = torch.compile(product, dynamic=False, fullgraph=True, backend=backend)
+    return compiled
+
+
+def run_compiled(scaling: str, inputs: Inputs, _config: None) -> Outputs:
+    """`fp8_grouped_mm` under torch.compile."""
+    return _step(_compiled(scaling, (inputs["a"].shape, inputs["w"].shape)), inputs)
+
+
+def run_cached(scaling: str, inputs: Inputs, _config: None) -> Outputs:
+    """`fp8_grouped_mm` with weights that were cast before: a later microbatch."""
+    weights = _once(inputs, f"{scaling} weights", lambda: cast_weights(inputs["w"].transpose(1, 2), Recipe(scaling)))
+    return _step(partial(fp8_grouped_mm, recipe=scaling, weights=weights), inputs)
+
+
+def run_refresh(scaling: str, inputs: Inputs, _config: None) -> Outputs:
+    """The weights into their workspace: what the first microbatch does besides."""
+    workspace: WeightWorkspace = _once(inputs, f"{scaling} workspace", WeightWorkspace)
+    return {"w": _cast_of_w(workspace.get(inputs["w"], Recipe(scaling), update=True))}
+
+
+def _cast_of_w(weights: Fp8Weights) -> tuple[Tensor, Tensor]:
+    return weights.q.transpose(1, 2), weights.scale.view(*weights.scale.shape[:2], *[1] * (3 - weights.scale.ndim))
+
+
+def _casts(scaling: str, inputs: Inputs) -> dict[str, list[Tensor]]:
+    """All casts of a step: of a, w and dy for Y and dA, and of a and dy for dW, each as fp8 and scale."""
+    a, b_t, dy, offs = inputs["a"], inputs["w"].transpose(1, 2), inputs["dy"], inputs["offs"]
+    weights = cast_weights(b_t, Recipe(scaling))
+    if scaling == "rowwise":
+        (q_a, s_a), (q_dy, s_dy) = (fp8.fp8_rowwise_2d(x, inverse=True) for x in (a, dy))
+        (dy_t, s_dy_t), (a_t, s_a_t) = fp8.fp8_group_colwise_dual(dy, a, offs, inverse=True)
+        s_dy_t, s_a_t = s_dy_t.view(offs.shape[0], -1), s_a_t.view(offs.shape[0], -1)
+    else:
+        (q_a, a_t, s_a), (q_dy, dy_t, s_dy) = (_both(x) for x in (a, dy))
+        s_a_t, s_dy_t = s_a, s_dy
+    return {"a": [q_a, s_a], "w": list(weights), "dy": [q_dy, s_dy], "a_t": [a_t, s_a_t], "dy_t": [dy_t, s_dy_t]}
+
+
+def _both(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    out = fp8.fp8_tensorwise_2d(x, layout="both", inverse=True)
+    assert out.q is not None and out.q_t is not None
+    return out.q, out.q_t, out.scale
+
+
+def run_casts(scaling: str, inputs: Inputs, _config: None) -> Outputs:
+    """All casts of a step, no product."""
+    casts = _casts(scaling, inputs)
+    return {"a": tuple(casts["a"]), "dy": tuple(casts["dy"]), "w": _cast_of_w(Fp8Weights(*casts["w"]))}
+
+
+def run_gemms(scaling: str, inputs: Inputs, _config: None) -> Outputs:
+    """The three products of a step, of operands that were cast before."""
+    casts = _once(inputs, f"{scaling} casts", lambda: _casts(scaling, inputs))
+    offs = inputs["offs"]
+    (a, s_a), (dy, s_dy), (a_t, s_a_t), (dy_t, s_dy_t) = (casts[name] for name in ("a", "dy", "a_t", "dy_t"))
+    q, scale, q_t, scale_t = casts["w"]
+    y = fp8_grouped_gemm(a, q, s_a.view(-1), scale, offs)
+    da = fp8_grouped_gemm(dy, q_t, s_dy.view(-1), scale_t, offs)
+    return {"y": y, "da": da, "dw": fp8_grouped_gemm(dy_t.t(), a_t, s_dy_t, s_a_t, offs)}
+
+
+def _once(inputs: Inputs, name: str, make: Callable[[], Any]) -> Any:
+    """What is made of the inputs at a variant's first call, which is never timed, and stays with them."""
+    kept = cast(dict[str, Any], inputs)
+    if name not in kept:
+        kept[name] = make()
+    return kept[name]
+
+
+def empty_groups(case: Case) -> str | None:
+    """What keeps torch's products for training from a case."""
+    ends = group_ends(_groups(case), "cpu", 0).tolist()
+    smallest = min(end - start for start, end in zip([0, *ends], ends, strict=False))
+    return "groups of no rows, on which torch's products may stop the device" if smallest < _ALIGNED else None
+
+
+_PARTS = {
+    "": run_step, "_compiled": run_compiled, "_cached": run_cached, "_refresh": run_refresh, "_casts": run_casts,
+    "_gemms": run_gemms,
+}  # fmt: skip
+
+OPS = (
+    Op(
+        name="moe_step",
+        axes=("M", "K", "N", "E"),
+        dtypes=("bfloat16",),
+        quants=("fp8",),
+        options={"groups": ("balanced", "zipf")},
+        inputs=inputs,
+        reference=reference,
+        compare=compare,
+        traffic=traffic,
+        flops=flops,
+        module=__name__,
+        variants=(
+            Variant("baseline", run_bf16, unsupported=empty_groups),
+            *(Variant(f"{s}{suffix}", partial(run, s)) for s in SCALINGS for suffix, run in _PARTS.items()),
+            Variant("torchao_rowwise", run_torchao, unsupported=empty_groups, requires=("torchao",)),
+        ),
+    ),
+)

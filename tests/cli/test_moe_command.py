@@ -1,0 +1,54 @@
+"""`kerneltune moe`: the table of training steps, from records."""
+
+from pathlib import Path
+
+from command_line import record, refused, run
+
+from kerneltune import records
+from kerneltune.workloads.moe_table import step_markdown, step_rows, step_text
+
+STEP = {"op": "moe_step", "case": "some-4096", "axes": {"M": 4096, "K": 64, "N": 64, "E": 2}, "family": "moe_training"}
+TIMES = {"baseline": 1000.0, "torchao_rowwise": 1200.0, "tensorwise": 500.0, "tensorwise_gemms": 300.0, "tensorwise_casts": 150.0,
+         "tensorwise_cached": 400.0, "tensorwise_refresh": 80.0, "rowwise": 625.0}  # fmt: skip
+RECORDS = [
+    record(us, variant=variant, options={"groups": "zipf"}, **STEP | {"pct_ceiling": 1e4 / us}) for variant, us in TIMES.items()
+]
+
+
+def test_rows_of_the_table() -> None:
+    tensorwise, rowwise = step_rows(RECORDS)
+    assert (tensorwise.bf16, tensorwise.torchao, tensorwise.step, tensorwise.products) == (1000, 1200, 500, 300)
+    assert tensorwise.bound == 300 + 500 * 20 / 100
+    assert tensorwise.cached == 400 + 80 / 8
+    assert tensorwise.other == 50
+    assert (rowwise.step, rowwise.bound, rowwise.cached, rowwise.other) == (625, None, None, None)
+    assert step_rows(RECORDS, 1)[0].cached == 480
+
+
+def test_the_table_as_text() -> None:
+    assert step_text(step_rows(RECORDS)) == (
+        "case       groups  recipe      bf16 µs  torchao µs  step µs  bound µs  % bound  x bf16  x torchao  cached µs  x bf16"
+        "  casts µs  products µs  other µs\n"
+        "some-4096  zipf    tensorwise     1000        1200      500       400     80.0    2.00       2.40        410    2.44"
+        "       150          300        50\n"
+        "some-4096  zipf    rowwise        1000        1200      625                       1.60       1.92\n"
+        "\n"
+        "bound: the products alone, and the casts' fewest bytes at the ceiling's speed.\n"
+        "cached: with weights cast once in 8 microbatches, that cast's share included.\n"
+        "tensorwise: 2.00x bf16 (1 cases), 2.40x torchao (1 cases)\n"
+        "rowwise: 1.60x bf16 (1 cases), 1.92x torchao (1 cases)\n"
+    )
+    assert step_markdown(step_rows(RECORDS)).splitlines()[2].startswith("| some-4096 | zipf | tensorwise | 1000 | 1200 | 500 |")
+
+
+def test_the_command_reads_records(tmp_path: Path) -> None:
+    file = tmp_path / "moe_training.jsonl"
+    records.append(file, RECORDS)
+    result = run("moe", "--from", file)
+    assert result.exit_code == 0 and result.stdout == step_text(step_rows(RECORDS))
+    output = tmp_path / "table.md"
+    assert run("moe", "--from", file, "--format", "markdown", "--output", output).exit_code == 0
+    assert output.read_text() == step_markdown(step_rows(RECORDS))
+    other = tmp_path / "other.jsonl"
+    records.append(other, [record()])
+    assert refused("moe", "--from", other).startswith("error: no records of training steps: run `kerneltune sweep moe_training`")

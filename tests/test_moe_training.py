@@ -1,0 +1,49 @@
+"""The training step as a workload: every variant and part agrees with fp32."""
+
+import pytest
+import torch
+
+from kerneltune import sweep, workloads
+from kerneltune.measuring.check import Checker
+from kerneltune.spec import Case
+
+WHERE = "cuda" if torch.cuda.is_available() else "cpu"
+OPS = workloads.load()
+OP = OPS["moe_step"]
+SWEEP = sweep.load(sweep.find("moe_training"), OPS)
+CASES = [entry.case for entry in SWEEP.check]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_steps_and_their_parts_agree_with_fp32(case: Case) -> None:
+    checker = Checker(OP, case, WHERE)
+    for variant in OP.variants:
+        if not variant.missing() and variant.unsupported(case) is None:
+            keeps = variant.name.endswith(("_cached", "_refresh", "_gemms"))
+            for _ in range(2 if keeps else 1):  # the second run finds what the first has kept
+                assert checker.errors(variant, None) == [], variant.name
+
+
+def test_noise_is_an_error() -> None:
+    case = CASES[0]
+    inputs = OP.inputs(case, device=WHERE)
+    expected = OP.reference(inputs)
+    noisy = {name: t + t.std() * 0.3 * torch.randn_like(t) for name, t in expected.items()}
+    errors = OP.compare(case, inputs, noisy, expected)
+    assert [error.split(":")[0] for error in errors] == ["y", "da", "dw"]
+    assert "dB of signal to noise" in errors[0]
+    half = {"a": (inputs["a"], torch.tensor(0.5, device=WHERE))}
+    assert OP.compare(case, inputs, half, expected)[0].startswith("a: 6.0 dB")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_traffic_is_the_bytes_of_the_tensors(case: Case) -> None:
+    inputs = OP.inputs(case, device=WHERE)
+    outputs = OP.variant("baseline").run(inputs, None)
+    read, written = (sum(t.nbytes for t in tensors.values()) for tensors in (inputs, outputs))
+    assert (OP.traffic(case).read, OP.traffic(case).write) == (read, written)
+
+
+def test_bench_cases_have_no_empty_groups() -> None:
+    for entry in SWEEP.bench:
+        assert OP.variant("baseline").unsupported(entry.case) is None, entry.case.label
