@@ -11,7 +11,7 @@ from kerneltune.nn import GroupedLinear, Recipe, fp8_grouped_mm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RECIPES = ["tensorwise", "rowwise"]
-E, K, N, M = 2, 32, 16, 24
+E, K, N, M = 2, 32, 16, 32
 
 
 def layer(recipe: str | Recipe | None = "tensorwise") -> GroupedLinear:
@@ -19,7 +19,7 @@ def layer(recipe: str | Recipe | None = "tensorwise") -> GroupedLinear:
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(M, K, device=DEVICE).bfloat16(), torch.tensor([10, M], dtype=torch.int32, device=DEVICE)
+    return torch.randn(M, K, device=DEVICE).bfloat16(), torch.tensor([16, M], dtype=torch.int32, device=DEVICE)
 
 
 def fresh(module: GroupedLinear, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:

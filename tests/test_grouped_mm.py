@@ -7,7 +7,8 @@ from kerneltune.nn import Recipe, fp8_grouped_mm
 from kerneltune.nn.fp8_products import cast_weights, fp8_grouped_mm_fwd
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ENDS = {"even": [32, 64, 96], "uneven": [5, 38, 96], "empty": [0, 96, 96], "one row": [95, 95, 96]}
+ENDS = {"even": [32, 64, 96], "uneven": [16, 80, 96], "empty": [0, 96, 96]}
+RAGGED = {"ragged": [5, 38, 91], "one row": [95, 95, 96], "short": [1, 2, 3]}
 RECIPES = ["tensorwise", "rowwise"]
 
 
@@ -43,8 +44,20 @@ def products(a: torch.Tensor, w: torch.Tensor, offs: torch.Tensor, dy: torch.Ten
 @pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_signal_to_noise_against_fp64(recipe: str, ends: list[int]) -> None:
-    a, w = leaves(96, 64, 48, 3)
-    dy = torch.randn(96, 48, device=DEVICE).bfloat16()
+    against_fp64(recipe, ends)
+
+
+@pytest.mark.usefixtures("exact_casts")
+@pytest.mark.parametrize("ends", RAGGED.values(), ids=RAGGED)
+@pytest.mark.parametrize("scaling", RECIPES)
+def test_groups_of_any_size_where_the_recipe_pads(scaling: str, ends: list[int]) -> None:
+    against_fp64(Recipe(scaling, pad_groups=True), ends)
+
+
+def against_fp64(recipe: str | Recipe, ends: list[int]) -> None:
+    """Results of 26 dB and more, and zeros for empty groups."""
+    a, w = leaves(ends[-1], 64, 48, 3)
+    dy = torch.randn(ends[-1], 48, device=DEVICE).bfloat16()
     found = products(a, w, offsets(ends), dy, recipe=recipe)
     for name, got, want in zip(("Y", "dA", "dW"), found, expected(a, w, ends, dy), strict=True):
         assert got.shape == want.shape and got.dtype == torch.bfloat16 and got.is_contiguous()
@@ -57,9 +70,9 @@ def test_signal_to_noise_against_fp64(recipe: str, ends: list[int]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_other_types_in_and_out(recipe: str, dtype: torch.dtype) -> None:
-    ends = [16, 40]
-    a, w = leaves(40, 32, 16, 2, dtype)
-    dy = torch.randn(40, 16, device=DEVICE)
+    ends = [16, 48]
+    a, w = leaves(48, 32, 16, 2, dtype)
+    dy = torch.randn(48, 16, device=DEVICE)
     found = products(a, w, offsets(ends), dy, recipe=recipe, out_dtype=torch.float32)
     assert [t.dtype for t in found] == [torch.float32, dtype, dtype]
     for got, want in zip(found, expected(a, w, ends, dy), strict=True):
@@ -85,7 +98,7 @@ def test_one_gradient_alone_is_the_same_as_both(recipe: str | Recipe) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_weights_cast_before_give_the_same(recipe: str) -> None:
     a, w = leaves(32, 32, 16, 2)
-    offs, dy = offsets([10, 32]), torch.randn(32, 16, device=DEVICE).bfloat16()
+    offs, dy = offsets([16, 32]), torch.randn(32, 16, device=DEVICE).bfloat16()
     cast = cast_weights(w.detach().transpose(1, 2), Recipe(recipe))
     for got, want in zip(
         products(a, w, offs, dy, recipe=recipe, weights=cast), products(a, w, offs, dy, recipe=recipe), strict=True
@@ -140,10 +153,12 @@ def test_no_rows(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiles_without_a_graph_break(recipe: str, dynamic: bool) -> None:
+def test_compiles_without_a_graph_break(recipe: str | Recipe, dynamic: bool) -> None:
     torch.compiler.reset()
     a, w = leaves(32, 32, 16, 2)
     offs = offsets([16, 32])
+    if dynamic:
+        recipe = Recipe(recipe, pad_groups=True)
 
     def block(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return fp8_grouped_mm(a * 2, w.transpose(1, 2), offs, recipe=recipe).relu()
@@ -173,6 +188,8 @@ def test_offsets_are_checked_on_the_device() -> None:
         for ends in ([20, 16], [16, 24], [-1, 32]):
             with pytest.raises(RuntimeError, match="offs decrease, or do not end at M"):
                 fp8_grouped_mm(a, w.transpose(1, 2), offsets(ends), check_offs=True)
+        with pytest.raises(RuntimeError, match="offs are no multiples of 16, and the recipe does not pad"):
+            fp8_grouped_mm(a, w.transpose(1, 2), offsets([8, 32]), check_offs=True)
 
 
 def test_bad_arguments() -> None:
@@ -258,8 +275,10 @@ def test_inductor_compiles_a_step(recipe: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_signal_to_noise_at_a_size_of_training(recipe: str) -> None:
-    M, ends = 4096, [1000, 1000, 1017, 2500, 4096]
+    M = 4096
     a, w = leaves(M, 1024, 768, 5)
     dy = torch.randn(M, 768, device=DEVICE).bfloat16()
-    for got, want in zip(products(a, w, offsets(ends), dy, recipe=recipe), expected(a, w, ends, dy), strict=True):
-        assert sqnr_db(got, want) >= 26
+    for ends in ([1008, 1008, 1024, 2496, M], [1000, 1000, 1017, 2500, M]):
+        used = Recipe(recipe, pad_groups=ends[0] % 16 != 0)
+        for got, want in zip(products(a, w, offsets(ends), dy, recipe=used), expected(a, w, ends, dy), strict=True):
+            assert sqnr_db(got, want) >= 26

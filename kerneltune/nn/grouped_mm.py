@@ -27,14 +27,14 @@ def fp8_grouped_mm(
 ) -> Tensor:
     """Rows of A times their group's matrix, in fp8 with fp32 accumulation; differentiable once in A and B_t, also in fp8.
 
-    Compiles without a graph break and can be captured: no step of it waits for the GPU. Groups may be empty and of any size;
-    nothing is padded.
+    Compiles without a graph break and can be captured: no step of it waits for the GPU.
 
     Args:
         A: (M, K) bf16, fp16 or fp32, rows contiguous.
         B_t: (E, K, N) bf16, fp16 or fp32, column-major: strides (K N, 1, K), the transposed view of a contiguous (E, N, K). K and
             N multiples of 16.
-        offs: (E,) int32, where each group's rows end, not decreasing; the last is M.
+        offs: (E,) int32, where each group's rows end, not decreasing; the last is M. Groups may be empty. Multiples of 16, unless
+            B_t has no gradient or the recipe pads.
         recipe: `tensorwise`, `rowwise`, or a Recipe.
         out_dtype: of the result; None is A's.
         weights: B_t in fp8 by the same recipe, if it has been cast before, as GroupedLinear does.
@@ -55,14 +55,44 @@ def fp8_grouped_mm(
     if weights is not None:
         _check_weights(weights, B_t, recipe)
     if check_offs:
-        bounds = torch.cat([offs.new_zeros(1), offs])
-        torch._assert_async((bounds.diff() >= 0).all() & (bounds[-1] == A.shape[0]), "offs decrease, or do not end at M")
+        _assert_offs(offs, A.shape[0], recipe)
+    if recipe.pad_groups:
+        rows, ends, total = _apart(offs, A.shape[0])
+        spread = A.new_zeros((total, A.shape[1])).index_copy(0, rows, A)
+        return _product(spread, B_t, ends, recipe, out_dtype, weights).index_select(0, rows)
+    return _product(A, B_t, offs, recipe, out_dtype, weights)
+
+
+def _product(A: Tensor, B_t: Tensor, offs: Tensor, recipe: Recipe, out_dtype: torch.dtype, weights: Fp8Weights | None) -> Tensor:
     wanted = torch.is_grad_enabled()
     y: Tensor = fp8_grouped_mm_fwd(
         A, B_t, offs, [] if weights is None else list(weights), recipe.scaling, recipe.pow2, recipe.keep_weights, out_dtype,
         wanted and A.requires_grad, wanted and B_t.requires_grad,
     )[0]  # fmt: skip
     return y
+
+
+def _apart(offs: Tensor, M: int) -> tuple[Tensor, Tensor, int]:
+    """Where each row of M goes so that every group begins at a multiple of 16, the ends of the groups there, and all rows.
+
+    The rows between are zeros, which add nothing to any product; those after the last group belong to it.
+    """
+    E = offs.shape[0]
+    total = -(-(M + (_ALIGNED - 1) * E) // _ALIGNED) * _ALIGNED
+    starts = torch.cat([offs.new_zeros(1), offs[:-1]])
+    padded = (offs - starts + (_ALIGNED - 1)) // _ALIGNED * _ALIGNED
+    ends = padded.cumsum(0, dtype=torch.int32)
+    shift = ends - padded - starts
+    rows = torch.arange(M, device=offs.device)
+    group = torch.bucketize(rows, offs, right=True)
+    return rows + shift[group], torch.cat([ends[:-1], ends.new_full((1,), total)]), total
+
+
+def _assert_offs(offs: Tensor, M: int, recipe: Recipe) -> None:
+    bounds = torch.cat([offs.new_zeros(1), offs])
+    torch._assert_async((bounds.diff() >= 0).all() & (bounds[-1] == M), "offs decrease, or do not end at M")
+    if not recipe.pad_groups:
+        torch._assert_async((offs % _ALIGNED == 0).all(), f"offs are no multiples of {_ALIGNED}, and the recipe does not pad")
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

@@ -15,6 +15,8 @@ class Recipe:
         pow2: scales rounded down to powers of two.
         keep_weights: tensorwise only. The weights' fp8 transpose, made beside the cast of the forward, waits for the backward,
             E K N bytes; else the backward reads the weights again, two launches more.
+        pad_groups: let groups have any size, by moving their rows apart and back, which costs launches and copies. Else every
+            group must be a multiple of 16 rows where the weights have a gradient, as token dispatchers arrange.
 
     Raises:
         ValueError: an unknown scaling.
@@ -23,6 +25,7 @@ class Recipe:
     scaling: str = "tensorwise"
     pow2: bool = True
     keep_weights: bool = True
+    pad_groups: bool = False
 
     def __post_init__(self) -> None:
         if self.scaling not in SCALINGS:
