@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kerneltune.nn import Recipe, fp8_grouped_mm
+from kerneltune.nn import Recipe, aligned_groups, fp8_grouped_mm
 from kerneltune.nn.fp8_products import cast_weights, fp8_grouped_mm_fwd
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -104,6 +104,17 @@ def test_weights_cast_before_give_the_same(recipe: str) -> None:
         products(a, w, offs, dy, recipe=recipe, weights=cast), products(a, w, offs, dy, recipe=recipe), strict=True
     ):
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("ends", [*ENDS.values(), *RAGGED.values(), [0, 0, 0]])
+def test_groups_moved_apart(ends: list[int]) -> None:
+    rows, moved, total = aligned_groups(offsets(ends), ends[-1])
+    assert moved.dtype == torch.int32 and int(moved[-1]) == total and total % 16 == 0
+    assert total - ends[-1] < 16 * (len(ends) + 1)
+    starts = [0, *moved.tolist()]
+    assert all(start % 16 == 0 for start in starts)
+    for start, end, first in zip([0, *ends], ends, starts, strict=False):
+        assert rows[start:end].tolist() == list(range(first, first + end - start))
 
 
 def saved_bytes(recipe: str | Recipe, **options) -> int:

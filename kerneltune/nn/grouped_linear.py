@@ -20,7 +20,7 @@ class GroupedLinear(nn.Module):
 
     Args:
         num_experts, in_features, out_features: E, K, N; K and N multiples of 16.
-        recipe: as for `fp8_grouped_mm`; None multiplies in the weight's own type, by torch's grouped product.
+        recipe: as for `fp8_grouped_mm`; None multiplies in x's type, by torch's grouped product.
 
     Attributes:
         weight: (E, N, K).
@@ -77,7 +77,7 @@ class GroupedLinear(nn.Module):
             self._check_skip(skip_update, is_first_microbatch)
         b_t = self.weight.transpose(1, 2)
         if self.recipe is None:
-            return torch._grouped_mm(x, b_t, offs)
+            return torch._grouped_mm(x, b_t.to(x.dtype), offs)
         cast = None
         if is_first_microbatch is not None:
             cast = _from_workspace(self.workspace, self.weight, self.recipe, update=is_first_microbatch, skip=skip_update)

@@ -1,6 +1,6 @@
 """Grouped matrix products of mixture-of-experts training in fp8: a function with autograd.
 
-Casts and products run on a GPU and in Triton's interpreter. May import fp8_products, recipes, tl_lib.
+Casts and products run on a GPU and in Triton's interpreter. May import its neighbours.
 """
 
 from typing import Any
@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from kerneltune.arguments import DTYPE_NAMES
+from kerneltune.nn.alignment import ALIGNED, aligned_groups
 from kerneltune.nn.fp8_products import Fp8Weights, fp8_grouped_mm_bwd, fp8_grouped_mm_fwd
 from kerneltune.nn.recipes import Recipe, recipe_of
-
-_ALIGNED = 16
 
 
 def fp8_grouped_mm(
@@ -57,7 +56,7 @@ def fp8_grouped_mm(
     if check_offs:
         _assert_offs(offs, A.shape[0], recipe)
     if recipe.pad_groups:
-        rows, ends, total = _apart(offs, A.shape[0])
+        rows, ends, total = aligned_groups(offs, A.shape[0])
         spread = A.new_zeros((total, A.shape[1])).index_copy(0, rows, A)
         return _product(spread, B_t, ends, recipe, out_dtype, weights).index_select(0, rows)
     return _product(A, B_t, offs, recipe, out_dtype, weights)
@@ -72,27 +71,11 @@ def _product(A: Tensor, B_t: Tensor, offs: Tensor, recipe: Recipe, out_dtype: to
     return y
 
 
-def _apart(offs: Tensor, M: int) -> tuple[Tensor, Tensor, int]:
-    """Where each row of M goes so that every group begins at a multiple of 16, the ends of the groups there, and all rows.
-
-    The rows between are zeros, which add nothing to any product; those after the last group belong to it.
-    """
-    E = offs.shape[0]
-    total = -(-(M + (_ALIGNED - 1) * E) // _ALIGNED) * _ALIGNED
-    starts = torch.cat([offs.new_zeros(1), offs[:-1]])
-    padded = (offs - starts + (_ALIGNED - 1)) // _ALIGNED * _ALIGNED
-    ends = padded.cumsum(0, dtype=torch.int32)
-    shift = ends - padded - starts
-    rows = torch.arange(M, device=offs.device)
-    group = torch.bucketize(rows, offs, right=True)
-    return rows + shift[group], torch.cat([ends[:-1], ends.new_full((1,), total)]), total
-
-
 def _assert_offs(offs: Tensor, M: int, recipe: Recipe) -> None:
     bounds = torch.cat([offs.new_zeros(1), offs])
     torch._assert_async((bounds.diff() >= 0).all() & (bounds[-1] == M), "offs decrease, or do not end at M")
     if not recipe.pad_groups:
-        torch._assert_async((offs % _ALIGNED == 0).all(), f"offs are no multiples of {_ALIGNED}, and the recipe does not pad")
+        torch._assert_async((offs % ALIGNED == 0).all(), f"offs are no multiples of {ALIGNED}, and the recipe does not pad")
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -130,8 +113,8 @@ def _check(A: Tensor, B_t: Tensor, offs: Tensor, out_dtype: torch.dtype) -> None
     if A.ndim != 2 or B_t.ndim != 3 or A.shape[1] != B_t.shape[1]:
         raise ValueError(f"fp8_grouped_mm takes A (M, K) and B_t (E, K, N), got {tuple(A.shape)} and {tuple(B_t.shape)}")
     E, K, N = B_t.shape
-    if K % _ALIGNED or N % _ALIGNED or not K or not N:
-        raise ValueError(f"K and N must be multiples of {_ALIGNED}, got {K=} {N=}")
+    if K % ALIGNED or N % ALIGNED or not K or not N:
+        raise ValueError(f"K and N must be multiples of {ALIGNED}, got {K=} {N=}")
     for name, dtype in (("A", A.dtype), ("B_t", B_t.dtype), ("out_dtype", out_dtype)):
         if dtype not in DTYPE_NAMES:
             raise ValueError(f"{name} must be one of {', '.join(DTYPE_NAMES.values())}, got {dtype}")

@@ -1,0 +1,27 @@
+"""Groups of rows moved apart, so that every one begins where fp8 products can read it. May import torch."""
+
+import torch
+from torch import Tensor
+
+ALIGNED = 16
+
+
+def aligned_groups(offs: Tensor, M: int) -> tuple[Tensor, Tensor, int]:
+    """Where the rows of groups go so that every group begins at a multiple of 16, without waiting for the device.
+
+    Args:
+        offs: (E,) int32, where each group's rows end, not decreasing; the last is M.
+
+    Returns:
+        (M,) int64, the place of each row; (E,) int32, where the groups end there; and the rows in all, a multiple of 16 that M
+        and E alone decide. Rows between are to be zero, which adds nothing to any product; those after the last group are its.
+    """
+    E = offs.shape[0]
+    total = -(-(M + (ALIGNED - 1) * E) // ALIGNED) * ALIGNED
+    starts = torch.cat([offs.new_zeros(1), offs[:-1]])
+    padded = (offs - starts + (ALIGNED - 1)) // ALIGNED * ALIGNED
+    ends = padded.cumsum(0, dtype=torch.int32)
+    shift = ends - padded - starts
+    rows = torch.arange(M, device=offs.device)
+    group = torch.bucketize(rows, offs, right=True)
+    return rows + shift[group], torch.cat([ends[:-1], ends.new_full((1,), total)]), total
