@@ -193,7 +193,7 @@ def test_another_recipe_takes_another_workspace() -> None:
     module, (x, offs) = layer("tensorwise"), batch()
     module(x, offs, is_first_microbatch=True)
     for recipe in (Recipe("rowwise"), Recipe("rowwise", pow2=False), None):
-        module.recipe = recipe
+        module.set_recipe(recipe)
         y = module(x, offs, is_first_microbatch=False)
         want = torch._grouped_mm(x, module.weight.transpose(1, 2), offs) if recipe is None else fresh(module, x, offs)
         assert torch.equal(y, want)

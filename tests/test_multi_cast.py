@@ -102,3 +102,28 @@ def test_graphs_of_the_same_weights_do_not_share_a_table() -> None:
     graphs[1].replay()  # the first never ran
     torch.cuda.synchronize()
     agrees(xs, scales, amaxes, results[1])
+
+
+@pytest.mark.parametrize("skipped", [False, True])
+def test_a_flag_on_the_device_leaves_everything_as_it_is(skipped: bool) -> None:
+    xs = weights((32, 64), (64, 16))
+    scales, amaxes = torch.full((2,), 32.0, device=WHERE), torch.zeros(2, device=WHERE)
+    outputs = [tuple(torch.zeros(s, device=WHERE).to(torch.float8_e4m3fn) for s in (x.shape, x.t().shape)) for x in xs]
+    scale_inv, skip = torch.zeros(2, device=WHERE), torch.full((1,), float(skipped), device=WHERE)
+    result = multi_cast_transpose(xs, scales, amaxes, outputs=outputs, scale_inv=scale_inv, skip=skip)
+    assert result.scale_inv is scale_inv
+    if skipped:
+        assert not any(t.float().any() for t in (scale_inv, amaxes, *(t for pair in outputs for t in pair)))
+    else:
+        agrees(xs, scales, amaxes, result)
+
+
+def test_what_a_flag_takes() -> None:
+    xs, one = weights((32, 64)), torch.ones(1, device=WHERE)
+    skip = {"skip": torch.zeros(1, device=WHERE), "scale_inv": torch.ones(1, device=WHERE)}
+    with pytest.raises(ValueError, match="skip takes outputs and scale_inv"):
+        multi_cast_transpose(xs, one, one.clone(), **skip)
+    odd = weights((32, 63))
+    outputs = [tuple(torch.empty(s, dtype=torch.float8_e4m3fn, device=WHERE) for s in ((32, 63), (63, 32)))]
+    with pytest.raises(ValueError, match=r"multiples of 16, got xs\[0\] \(32, 63\)"):
+        multi_cast_transpose(odd, one, one.clone(), outputs=outputs, **skip)

@@ -26,7 +26,7 @@ def convert_to_fp8_training(
     Parameters and their names stay.
 
     Args:
-        recipe: as for `fp8_grouped_mm`.
+        recipe: `tensorwise`, `rowwise` or a Recipe; `delayed` where all are GroupedLinears.
         filter_fn: (module, its name in the model) -> whether to convert it; None converts all. Only asked of what could be.
 
     Returns:
@@ -37,19 +37,19 @@ def convert_to_fp8_training(
 
     Source: torchao's quantize_ with a training config, for the habit.
     """
-    recipe = recipe_of(recipe)
-    converted = []
-    for name, module in model.named_modules():
-        if not _has_experts(module) or (filter_fn is not None and not filter_fn(module, name)):
-            continue
-        if isinstance(module, GroupedLinear):
-            module.recipe = recipe
-        else:
-            module.__class__ = _in_fp8(getattr(type(module), "_before_fp8", type(module)), recipe)
-        converted.append(name)
-    if not converted:
+    found = {n: m for n, m in model.named_modules() if _has_experts(m) and (filter_fn is None or filter_fn(m, n))}
+    if not found:
         raise ValueError(f"{type(model).__name__} has no expert weights, parameters of three axes, that were to be converted")
-    return converted
+    others = {name: module for name, module in found.items() if not isinstance(module, GroupedLinear)}
+    if recipe == "delayed" and others:
+        raise ValueError(f"delayed scaling keeps state, which only GroupedLinear has, got {', '.join(others)}")
+    fresh = None if recipe == "delayed" else recipe_of(recipe)
+    for module in found.values():
+        if isinstance(module, GroupedLinear):
+            module.set_recipe(fresh or "delayed")
+        elif fresh is not None:
+            module.__class__ = _in_fp8(getattr(type(module), "_before_fp8", type(module)), fresh)
+    return list(found)
 
 
 def _has_experts(module: nn.Module) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kerneltune.nn.delayed import DelayedScaling
 from kerneltune.nn.fp8_products import Fp8Weights
 from kerneltune.nn.grouped_mm import fp8_grouped_mm
 from kerneltune.nn.recipes import Recipe, recipe_of
@@ -20,11 +21,11 @@ class GroupedLinear(nn.Module):
 
     Args:
         num_experts, in_features, out_features: E, K, N; K and N multiples of 16.
-        recipe: as for `fp8_grouped_mm`; None multiplies in x's type, by torch's grouped product.
+        recipe: as for `fp8_grouped_mm`, or `delayed`, which takes `update_scales` in every step; None multiplies in x's type, by
+            torch's grouped product.
 
     Attributes:
         weight: (E, N, K).
-        recipe: may be set to another one at any time.
 
     Raises:
         ValueError: a size or recipe that does not fit.
@@ -38,7 +39,7 @@ class GroupedLinear(nn.Module):
         in_features: int,
         out_features: int,
         *,
-        recipe: str | Recipe | None = "tensorwise",
+        recipe: str | Recipe | DelayedScaling | None = "tensorwise",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -49,10 +50,26 @@ class GroupedLinear(nn.Module):
                 f"got {num_experts=} {in_features=} {out_features=}"
             )
         self.num_experts, self.in_features, self.out_features = num_experts, in_features, out_features
-        self.recipe = None if recipe is None else recipe_of(recipe)
         self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features, device=device, dtype=dtype))
         self.workspace = WeightWorkspace()
+        self.set_recipe(recipe)
         self.reset_parameters()
+
+    @property
+    def recipe(self) -> Recipe | DelayedScaling | None:
+        """How the layer multiplies."""
+        return self._fresh if self.delayed is None else self.delayed
+
+    def set_recipe(self, recipe: str | Recipe | DelayedScaling | None) -> None:
+        """Multiply otherwise from now on.
+
+        Raises:
+            ValueError: an unknown recipe.
+        """
+        if recipe == "delayed":
+            recipe = DelayedScaling(self.num_experts, device=self.weight.device)
+        self.delayed = recipe if isinstance(recipe, DelayedScaling) else None
+        self._fresh = None if recipe is None or isinstance(recipe, DelayedScaling) else recipe_of(recipe)
 
     def reset_parameters(self) -> None:
         """As torch.nn.Linear does: uniform within 1 / √in_features."""
@@ -76,16 +93,18 @@ class GroupedLinear(nn.Module):
         if skip_update is not None:
             self._check_skip(skip_update, is_first_microbatch)
         b_t = self.weight.transpose(1, 2)
-        if self.recipe is None:
+        recipe = self.recipe
+        if recipe is None:
             return torch._grouped_mm(x, b_t.to(x.dtype), offs)
         cast = None
         if is_first_microbatch is not None:
-            cast = _from_workspace(self.workspace, self.weight, self.recipe, update=is_first_microbatch, skip=skip_update)
-        return fp8_grouped_mm(x, b_t, offs, recipe=self.recipe, weights=cast)
+            cast = _from_workspace(self.workspace, self.weight, recipe, update=is_first_microbatch, skip=skip_update)
+        return fp8_grouped_mm(x, b_t, offs, recipe=recipe, weights=cast)
 
     def extra_repr(self) -> str:
         """What `print(module)` shows."""
-        return f"{self.num_experts}, {self.in_features}, {self.out_features}, recipe={self.recipe}"
+        recipe = self._fresh if self.delayed is None else "delayed"
+        return f"{self.num_experts}, {self.in_features}, {self.out_features}, recipe={recipe}"
 
     def _check_skip(self, skip: Tensor, is_first_microbatch: bool | None) -> None:
         if is_first_microbatch is None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kerneltune.arguments import DTYPE_NAMES
 from kerneltune.nn.alignment import ALIGNED, aligned_groups
+from kerneltune.nn.delayed import DelayedScaling, delayed_product
 from kerneltune.nn.fp8_products import Fp8Weights, fp8_grouped_mm_bwd, fp8_grouped_mm_fwd
 from kerneltune.nn.recipes import Recipe, recipe_of
 
@@ -19,7 +20,7 @@ def fp8_grouped_mm(
     B_t: Tensor,
     offs: Tensor,
     *,
-    recipe: str | Recipe = "tensorwise",
+    recipe: str | Recipe | DelayedScaling = "tensorwise",
     out_dtype: torch.dtype | None = None,
     weights: Fp8Weights | None = None,
     check_offs: bool = False,
@@ -34,7 +35,7 @@ def fp8_grouped_mm(
             N multiples of 16.
         offs: (E,) int32, where each group's rows end, not decreasing; the last is M. Groups may be empty. Multiples of 16, unless
             B_t has no gradient or the recipe pads.
-        recipe: `tensorwise`, `rowwise`, or a Recipe.
+        recipe: `tensorwise`, `rowwise`, or a Recipe; or a DelayedScaling, with which the graph breaks and nothing is padded.
         out_dtype: of the result; None is A's.
         weights: B_t in fp8 by the same recipe, if it has been cast before, as GroupedLinear does.
         check_offs: let the device assert what is said of offs; costs launches.
@@ -48,13 +49,18 @@ def fp8_grouped_mm(
 
     Source: torchao's rowwise grouped product for MoE training and its pull requests 4179 and 4389, from their contract.
     """
-    recipe = recipe_of(recipe)
+    delayed = recipe if isinstance(recipe, DelayedScaling) else None
+    recipe = Recipe("tensorwise") if isinstance(recipe, DelayedScaling) else recipe_of(recipe)
     out_dtype = A.dtype if out_dtype is None else out_dtype
     _check(A, B_t, offs, out_dtype)
     if weights is not None:
         _check_weights(weights, B_t, recipe)
     if check_offs:
         _assert_offs(offs, A.shape[0], recipe)
+    if delayed is not None:
+        if delayed.num_experts != B_t.shape[0]:
+            raise ValueError(f"recipe must scale {B_t.shape[0]} experts, got {delayed.num_experts}")
+        return delayed_product(A, B_t, offs, delayed, weights, out_dtype)
     if recipe.pad_groups:
         rows, ends, total = aligned_groups(offs, A.shape[0])
         spread = A.new_zeros((total, A.shape[1])).index_copy(0, rows, A)

@@ -1,4 +1,4 @@
-"""Expert weights in fp8 that stay in one place, refreshed there once per optimiser step. May import fp8_products, recipes."""
+"""Expert weights in fp8 that stay in one place, refreshed there once per optimiser step. May import its neighbours."""
 
 import weakref
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from kerneltune.nn.delayed import DelayedScaling
 from kerneltune.nn.fp8_products import Fp8Weights, cast_weights
 from kerneltune.nn.recipes import Recipe
 
@@ -33,7 +34,7 @@ class WeightWorkspace:
         """Let go of the memory."""
         self._cast, self._of, self._seen = None, None, ()
 
-    def get(self, weight: Tensor, recipe: Recipe, *, update: bool, skip: Tensor | None = None) -> Fp8Weights:
+    def get(self, weight: Tensor, recipe: Recipe | DelayedScaling, *, update: bool, skip: Tensor | None = None) -> Fp8Weights:
         """The fp8 of weight (E, N, K), contiguous.
 
         Args:
@@ -41,33 +42,37 @@ class WeightWorkspace:
                 elsewhere, or of another version, as after an optimiser step; not seen are changes that torch does not count:
                 through `.data`, and by a replayed graph.
             skip: one number on the device; where it is not 0 what is there stays. Read when the work runs, also in every
-                replay of a graph. The first call casts anyway.
+                replay of a graph; saves the cast under delayed scaling alone. The first call casts anyway.
         """
         seen = (weight.data_ptr(), weight._version, tuple(weight.shape), weight.dtype, weight.device, recipe)
         same = self._of is not None and self._of() is weight and self._seen == seen
         if self._cast is None or self._seen[2:] != seen[2:]:
             self._cast = _cast(weight, recipe)
-        elif skip is not None:
-            self._write(_cast(weight, recipe), same, skip)
-        elif update or not same:
-            self._write(_cast(weight, recipe), same, None)
+        elif update or skip is not None or not same:
+            self._refresh(weight, recipe, skip)
+            if not same:  # backwards under way were to go on with other bytes
+                torch.autograd.graph.increment_version(list(self._cast))
         self._of, self._seen = weakref.ref(weight), seen
         return self._cast
 
-    def _write(self, fresh: Fp8Weights, same: bool, skip: Tensor | None) -> None:
-        """In place. Where the weight is the same no version is counted up: backwards under way may go on with these bytes."""
+    def _refresh(self, weight: Tensor, recipe: Recipe | DelayedScaling, skip: Tensor | None) -> None:
+        """In place, no version counted up."""
         assert self._cast is not None
-        held = {id(t): (t, new) for t, new in zip(self._cast, fresh, strict=True)}
-        unchanged = tuple(t for t, _ in held.values()) if same else ()
-        with torch.no_grad(), _unsafe_preserve_version_counter(unchanged):
-            for t, new in held.values():
+        with torch.no_grad(), _unsafe_preserve_version_counter(tuple(self._cast)):
+            if isinstance(recipe, DelayedScaling) and recipe.known:
+                recipe.cast_weights(weight.detach(), self._cast, None if skip is None else skip.reshape(1).float())
+                return
+            fresh = _cast(weight, recipe)
+            for t, new in {id(t): (t, new) for t, new in zip(self._cast, fresh, strict=True)}.values():
                 if skip is None:
                     t.copy_(new)
                 else:
                     torch.where(skip != 0, _bits(t), _bits(new), out=_bits(t))
 
 
-def _cast(weight: Tensor, recipe: Recipe) -> Fp8Weights:
+def _cast(weight: Tensor, recipe: Recipe | DelayedScaling) -> Fp8Weights:
+    if isinstance(recipe, DelayedScaling):
+        return recipe.cast_weights(weight.detach())
     return cast_weights(weight.detach().transpose(1, 2), recipe)
 
 

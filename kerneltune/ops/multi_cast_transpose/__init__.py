@@ -53,6 +53,8 @@ def multi_cast_transpose(
     fp8_format: str = "e4m3",
     *,
     outputs: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None,
+    scale_inv: torch.Tensor | None = None,
+    skip: torch.Tensor | None = None,
     config: MultiCastConfig | None = None,
 ) -> MultiCast:
     """fp8 casts and transposes of any number of matrices, saturating; NaN stays NaN.
@@ -65,6 +67,9 @@ def multi_cast_transpose(
         amaxes: (T,) fp32 ≥ 0, raised to max |x_t| before scaling; never cleared; NaN is passed over.
         fp8_format: `e4m3` or `e5m2`.
         outputs: (cast (M_t, N_t), transpose (N_t, M_t)) fp8 of every matrix, contiguous, written in place; None allocates.
+        scale_inv: (T,) fp32, likewise.
+        skip: (1,) fp32 on the device: where it is not 0 when the work runs, nothing is done. Takes outputs and scale_inv, and
+            matrices whose sizes are multiples of 16.
         config: None takes the best known config.
 
     Raises:
@@ -74,7 +79,11 @@ def multi_cast_transpose(
     if dtype is None:
         raise ValueError(f"fp8_format must be one of {', '.join(FP8_DTYPES)}, got {fp8_format=}")
     _check(xs, scales, amaxes)
-    scale_inv = torch.empty_like(scales)
+    if scale_inv is not None:
+        check_like("scale_inv", scale_inv, (len(xs),), torch.float32, xs[0].device)
+    if skip is not None:
+        _check_skip(skip, xs, outputs is not None and scale_inv is not None)
+    scale_inv = torch.empty_like(scales) if scale_inv is None else scale_inv
     if outputs is None:
         casts = [torch.empty_like(x, dtype=dtype) for x in xs]
         transposes = [torch.empty((x.shape[1], x.shape[0]), dtype=dtype, device=x.device) for x in xs]
@@ -87,11 +96,11 @@ def multi_cast_transpose(
         return result
     if config is None:
         config = _best(xs)
-    _launch(xs, result, scales, amaxes, fp8_format, config)
+    _launch(xs, result, scales, amaxes, skip, fp8_format, config)
     return result
 
 
-def _launch(xs: Sequence[torch.Tensor], out: MultiCast, scales, amaxes, fp8_format: str, c: MultiCastConfig) -> None:
+def _launch(xs: Sequence[torch.Tensor], out: MultiCast, scales, amaxes, skip, fp8_format: str, c: MultiCastConfig) -> None:
     """One launch for all whose sizes and addresses are multiples of 16; the others, which cannot move words, one by one."""
     where = xs[0].device
     tensors = [
@@ -101,8 +110,9 @@ def _launch(xs: Sequence[torch.Tensor], out: MultiCast, scales, amaxes, fp8_form
     if whole:
         table, total, same = _table(whole, where, c.rows, c.cols)
         cast_transpose_tiles[(min(total, resident(where, c.ctas)) if c.ctas else total,)](
-            table, xs[0], out.casts[0], scales, amaxes, out.scale_inv, len(whole), total // len(whole), total,
-            FP8_MAX=FP8_MAX[fp8_format], SAME=same, T_LOG2=max(1, (len(whole) - 1).bit_length()),
+            table, xs[0], out.casts[0], scales, amaxes, out.scale_inv, amaxes if skip is None else skip,
+            len(whole), total // len(whole), total,
+            SKIP=skip is not None, FP8_MAX=FP8_MAX[fp8_format], SAME=same, T_LOG2=max(1, (len(whole) - 1).bit_length()),
             EVEN=all(t[4] % c.cols == 0 for t in whole), ROWS=c.rows, COLS=c.cols, STAGES=c.stages, num_warps=c.warps,
         )  # fmt: skip
     for i in sorted({t[5] for t in tensors} - {t[5] for t in whole}):
@@ -173,6 +183,15 @@ def _check_outputs(xs: Sequence[torch.Tensor], outputs: Sequence[tuple[torch.Ten
         check_like(f"outputs[{i}][1]", transpose, (x.shape[1], x.shape[0]), dtype, x.device)
         if not cast.is_contiguous() or not transpose.is_contiguous():
             raise ValueError(f"outputs[{i}] must be contiguous, got strides {cast.stride()} and {transpose.stride()}")
+
+
+def _check_skip(skip: torch.Tensor, xs: Sequence[torch.Tensor], in_place: bool) -> None:
+    check_like("skip", skip, (1,), torch.float32, xs[0].device)
+    if not in_place:
+        raise ValueError("skip takes outputs and scale_inv, which would be left without values")
+    for i, x in enumerate(xs):
+        if x.shape[0] % 16 or x.shape[1] % 16 or not x.numel() or _addresses(x)[0] % 16:
+            raise ValueError(f"skip takes matrices whose sizes and addresses are multiples of 16, got xs[{i}] {tuple(x.shape)}")
 
 
 def _best(xs: Sequence[torch.Tensor]) -> MultiCastConfig:

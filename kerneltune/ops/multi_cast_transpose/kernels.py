@@ -14,12 +14,15 @@ def _word(table_ptr, tensor, WORD: tl.constexpr):
 
 @triton.jit
 def cast_transpose_tiles(
-    table_ptr, first_x_ptr, first_q_ptr, scale_ptr, amax_ptr, scale_inv_ptr, T, tiles_each, total,
-    FP8_MAX: tl.constexpr, SAME: tl.constexpr, T_LOG2: tl.constexpr,
+    table_ptr, first_x_ptr, first_q_ptr, scale_ptr, amax_ptr, scale_inv_ptr, skip_ptr, T, tiles_each, total,
+    SKIP: tl.constexpr, FP8_MAX: tl.constexpr, SAME: tl.constexpr, T_LOG2: tl.constexpr,
     EVEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """All sizes and addresses are multiples of 16. SAME: all tensors have tiles_each tiles. EVEN: COLS divides all widths."""
+    """All sizes and addresses are multiples of 16. SAME: all tensors have tiles_each tiles. EVEN: COLS divides all widths.
+    SKIP: do nothing where the number at skip_ptr is not 0."""
     QUADS: tl.constexpr = ROWS // 4
+    if SKIP:
+        total = tl.where(tl.load(skip_ptr) != 0, 0, total)
     lanes = tl.arange(0, COLS)
     for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
         if SAME:

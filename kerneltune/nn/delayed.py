@@ -1,0 +1,156 @@
+"""Delayed scaling: scales from the largest magnitudes of past steps, so that every operand is cast in one launch.
+
+Source: TransformerEngine's delayed scaling, from its contract. May import its neighbours, ops.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from kerneltune.nn.fp8_products import Fp8Weights
+from kerneltune.ops import fp8
+from kerneltune.ops.fp8_grouped_gemm import fp8_grouped_gemm
+from kerneltune.ops.multi_cast_transpose import multi_cast_transpose
+
+_FP8_MAX = 448.0
+_ROWS, _GRADS, _WEIGHTS = 0, 1, 2
+"""Places of the scales: of the rows, of the gradients, and from there on of the experts' weights."""
+
+
+class DelayedScaling(nn.Module):
+    """The scales of one expert layer's rows, gradients and weights, and the largest magnitudes they are made of.
+
+    Until the first `update` every cast takes fresh scales, as under `tensorwise`; call it once per optimiser step. State is part
+    of the layer's.
+
+    Args:
+        num_experts: E.
+        history: steps whose largest magnitudes count.
+
+    Attributes:
+        num_experts: E.
+        known: whether there has been an update.
+        scales: (2 + E,) fp32, multiply before the cast; 1 until known.
+        history: (history, 2 + E) fp32, of the step under way first.
+
+    Raises:
+        ValueError: no expert, or no step.
+    """
+
+    scales: Tensor
+    history: Tensor
+
+    def __init__(self, num_experts: int, history: int = 16, *, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        if num_experts < 1 or history < 1:
+            raise ValueError(f"DelayedScaling takes an expert and a step or more, got {num_experts=} {history=}")
+        self.num_experts, self.known = num_experts, False
+        self.register_buffer("scales", torch.ones(2 + num_experts, dtype=torch.float32, device=device))
+        self.register_buffer("history", torch.zeros(history, 2 + num_experts, dtype=torch.float32, device=device))
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """New scales, and the next step's largest magnitudes from nothing. What was only 0, or infinite, keeps its scale."""
+        amax = self.history.amax(0)
+        usable = (amax > 0) & amax.isfinite()
+        self.scales.copy_(torch.where(usable, _FP8_MAX / amax, self.scales))
+        self.history.copy_(self.history.roll(1, 0))
+        self.history[0].zero_()
+        self.known = True
+
+    def cast(self, x: Tensor, place: int) -> tuple[Tensor, Tensor, Tensor]:
+        """x (M, K) as q, q_t (M, K), strides (1, M), and what to multiply them by, (1,)."""
+        mine, x = slice(place, place + 1), x.contiguous()
+        if self.known:
+            out = multi_cast_transpose([x], self.scales[mine], self.history[0, mine])
+            return out.casts[0], out.transposes[0].t(), out.scale_inv
+        fresh = fp8.fp8_tensorwise_2d(x, layout="both", pow2=False, inverse=True)
+        assert fresh.q is not None and fresh.q_t is not None
+        self._remember(mine, fresh.scale)
+        return fresh.q, fresh.q_t, fresh.scale
+
+    def cast_weights(self, weight: Tensor, into: Fp8Weights | None = None, skip: Tensor | None = None) -> Fp8Weights:
+        """weight (E, N, K), contiguous, in both layouts; into: where to write; skip: (1,) fp32, not 0 to leave it as it is.
+
+        Until the first update neither can be given.
+        """
+        mine = slice(_WEIGHTS, None)
+        if not self.known:
+            assert into is None and skip is None
+            fresh = fp8.fp8_tensorwise_3d(weight.transpose(1, 2), layout="both", pow2=False, inverse=True)
+            assert fresh.q is not None and fresh.q_t is not None
+            self._remember(mine, fresh.scale)
+            return Fp8Weights(fresh.q, fresh.scale, fresh.q_t, fresh.scale)
+        if into is None:
+            E, N, K = weight.shape
+            q, q_t = (weight.new_empty(shape, dtype=torch.float8_e4m3fn).transpose(1, 2) for shape in ((E, N, K), (E, K, N)))
+            scale = weight.new_empty(E, dtype=torch.float32)
+            into = Fp8Weights(q, scale, q_t, scale)
+        outputs = list(zip(into.q.transpose(1, 2).unbind(0), into.q_t.transpose(1, 2).unbind(0), strict=True))
+        multi_cast_transpose(
+            weight.unbind(0), self.scales[mine], self.history[0, mine], outputs=outputs, scale_inv=into.scale, skip=skip
+        )
+        return into
+
+    def _remember(self, mine: slice, scale_inv: Tensor) -> None:
+        seen = self.history[0, mine]
+        torch.maximum(seen, scale_inv * _FP8_MAX, out=seen)
+
+    def get_extra_state(self) -> bool:
+        """Whether the scales are known."""
+        return self.known
+
+    def set_extra_state(self, state: bool) -> None:
+        """The same, when state is loaded."""
+        self.known = state
+
+    def extra_repr(self) -> str:
+        """What `print(module)` shows."""
+        return f"{self.num_experts}, history={self.history.shape[0]}"
+
+
+def update_scales(model: nn.Module) -> int:
+    """`DelayedScaling.update` of every layer in a model, once per optimiser step; how many there are."""
+    layers = [module for module in model.modules() if isinstance(module, DelayedScaling)]
+    for layer in layers:
+        layer.update()
+    return len(layers)
+
+
+class _Product(torch.autograd.Function):
+    """Y, dA and dW under delayed scaling: six launches, three casts and three products."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        a: Tensor,
+        b_t: Tensor,
+        offs: Tensor,
+        scaling: DelayedScaling,
+        weights: Fp8Weights | None,
+        out_dtype: torch.dtype,
+    ) -> Tensor:
+        q, a_t, scale_a = scaling.cast(a, _ROWS)
+        w = scaling.cast_weights(b_t.transpose(1, 2)) if weights is None else weights
+        ctx.save_for_backward(offs, a_t, scale_a, w.q_t, w.scale_t)
+        ctx.scaling, ctx.da_dtype, ctx.dw_dtype = scaling, a.dtype, b_t.dtype
+        return fp8_grouped_gemm(q, w.q, scale_a, w.scale, offs, out_dtype=out_dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        offs, a_t, scale_a, w_t, scale_w = ctx.saved_tensors
+        q, q_t, scale = ctx.scaling.cast(grads[0], _GRADS)
+        da = db_t = None
+        if ctx.needs_input_grad[0]:
+            da = fp8_grouped_gemm(q, w_t, scale, scale_w, offs, out_dtype=ctx.da_dtype)
+        if ctx.needs_input_grad[1]:
+            db_t = fp8_grouped_gemm(q_t.t(), a_t, scale, scale_a, offs, out_dtype=ctx.dw_dtype).transpose(1, 2)
+        return da, db_t, None, None, None, None
+
+
+delayed_product: Callable[..., Tensor] = torch.compiler.disable(_Product.apply)
+"""`_Product` of a (M, K), b_t (E, K, N), offs (E,), their DelayedScaling, b_t in fp8 or None, and the result's type."""
