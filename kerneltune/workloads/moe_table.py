@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kerneltune.records import Record
 from kerneltune.stats import geometric_mean
 
-RECIPES = ("tensorwise", "rowwise")
+RECIPES = ("tensorwise", "rowwise", "delayed")
 _HEAD = (
     "case", "groups", "recipe", "bf16 µs", "torchao µs", "step µs", "bound µs", "% bound", "x bf16", "x torchao",
     "cached µs", "x bf16", "casts µs", "products µs", "other µs",
@@ -58,7 +58,8 @@ def _row(found: dict[str, Record], recipe: str, microbatches: int) -> StepRow:
     def time(variant: str) -> float | None:
         return found[variant].time_us if variant in found else None
 
-    step, products, cached, refresh = (time(f"{recipe}{part}") for part in ("", "_gemms", "_cached", "_refresh"))
+    step, cached, refresh = (time(f"{recipe}{part}") for part in ("", "_cached", "_refresh"))
+    products = time("rowwise_gemms" if recipe == "rowwise" else "tensorwise_gemms")  # of the same operands and scales
     record = found[recipe]
     least = None if step is None or record.pct_ceiling is None else step * record.pct_ceiling / 100
     return StepRow(

@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from kerneltune.nn.delayed import DelayedScaling
 from kerneltune.nn.fp8_products import Fp8Weights, cast_weights
 from kerneltune.nn.grouped_mm import fp8_grouped_mm
 from kerneltune.nn.recipes import SCALINGS, Recipe
@@ -142,6 +143,36 @@ def run_refresh(scaling: str, inputs: Inputs, _config: None) -> Outputs:
     return {"w": _cast_of_w(workspace.get(inputs["w"], Recipe(scaling), update=True))}
 
 
+def _delayed(inputs: Inputs) -> DelayedScaling:
+    """Scales known from one step."""
+
+    def made() -> DelayedScaling:
+        scaling = DelayedScaling(inputs["w"].shape[0], device=inputs["w"].device)
+        _step(partial(fp8_grouped_mm, recipe=scaling), inputs)
+        scaling.update()
+        return scaling
+
+    known: DelayedScaling = _once(inputs, "delayed scaling", made)
+    return known
+
+
+def run_delayed(inputs: Inputs, _config: None) -> Outputs:
+    """`fp8_grouped_mm` under delayed scaling."""
+    return _step(partial(fp8_grouped_mm, recipe=_delayed(inputs)), inputs)
+
+
+def run_delayed_cached(inputs: Inputs, _config: None) -> Outputs:
+    """The same with weights that were cast before."""
+    weights = _once(inputs, "delayed weights", lambda: _delayed(inputs).cast_weights(inputs["w"]))
+    return _step(partial(fp8_grouped_mm, recipe=_delayed(inputs), weights=weights), inputs)
+
+
+def run_delayed_refresh(inputs: Inputs, _config: None) -> Outputs:
+    """The weights into their workspace under delayed scaling."""
+    workspace: WeightWorkspace = _once(inputs, "delayed workspace", WeightWorkspace)
+    return {"w": _cast_of_w(workspace.get(inputs["w"], _delayed(inputs), update=True))}
+
+
 def _cast_of_w(weights: Fp8Weights) -> tuple[Tensor, Tensor]:
     return weights.q.transpose(1, 2), weights.scale.view(*weights.scale.shape[:2], *[1] * (3 - weights.scale.ndim))
 
@@ -219,6 +250,9 @@ OPS = (
         variants=(
             Variant("baseline", run_bf16, unsupported=empty_groups),
             *(Variant(f"{s}{suffix}", partial(run, s)) for s in SCALINGS for suffix, run in _PARTS.items()),
+            Variant("delayed", run_delayed),
+            Variant("delayed_cached", run_delayed_cached),
+            Variant("delayed_refresh", run_delayed_refresh),
             Variant("torchao_rowwise", run_torchao, unsupported=empty_groups, requires=("torchao",)),
         ),
     ),
