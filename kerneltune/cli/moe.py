@@ -20,11 +20,17 @@ def command(
         int, typer.Option("--microbatches", metavar="N", min=1, help="Steps that share one cast of the weights.")
     ] = 8,
     style: Annotated[str, typer.Option("--format", metavar="text|markdown", help="Form of the table.")] = "text",
+    memory: Annotated[
+        str | None, typer.Option("--memory", metavar="CASE", help="Measure the memory of this case's step instead, on a GPU.")
+    ] = None,
     output: o.Output = None,
     results: o.Results = None,
 ) -> None:
     """Show what `kerneltune sweep moe_training` recorded: step, bound, speed-ups, and the parts of every step."""
     o.choice("format", style, ("text", "markdown"))
+    if memory is not None:
+        deliver(_memory(memory), output)
+        return
     from kerneltune.records import load
     from kerneltune.workloads.moe_table import step_markdown, step_rows, step_text
 
@@ -32,3 +38,21 @@ def command(
     if not rows:
         raise ValueError(f"no records of training steps: run `kerneltune sweep {FAMILY}` on a GPU")
     deliver(step_markdown(rows) if style == "markdown" else step_text(rows, microbatches), output)
+
+
+def _memory(name: str) -> str:
+    """The memory of a case by its name, under balanced groups.
+
+    Raises:
+        ValueError: no such case, or no GPU.
+    """
+    known = o.load_ops()
+    from kerneltune import sweep
+    from kerneltune.plan import require_gpu
+    from kerneltune.workloads.moe_memory import memory_text, step_memory
+
+    entries = sweep.load(sweep.find(FAMILY), known).bench
+    cases = {entry.case.name: entry.case for entry in entries if entry.case.option("groups") == "balanced"}
+    o.choice("memory", name, cases)
+    require_gpu("moe --memory")
+    return memory_text(step_memory(cases[name]))

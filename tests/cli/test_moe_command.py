@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+import torch
 from command_line import record, refused, run
 
 from kerneltune import records
+from kerneltune.workloads.moe_memory import Memory, memory_text
 from kerneltune.workloads.moe_table import step_markdown, step_rows, step_text
 
 STEP = {"op": "moe_step", "case": "some-4096", "axes": {"M": 4096, "K": 64, "N": 64, "E": 2}, "family": "moe_training"}
@@ -52,3 +55,28 @@ def test_the_command_reads_records(tmp_path: Path) -> None:
     other = tmp_path / "other.jsonl"
     records.append(other, [record()])
     assert refused("moe", "--from", other).startswith("error: no records of training steps: run `kerneltune sweep moe_training`")
+
+
+def test_the_table_of_memory() -> None:
+    found = {"bf16": Memory(470_000_000, 0, 2_000_000_000), "tensorwise, cached": Memory(235_400_000, 1_880_000_000, 900_000_000)}
+    assert memory_text(found) == (
+        "                    kept MB  workspace MB  peak MB\n"
+        "bf16                    470             0     2000\n"
+        "tensorwise, cached      235          1880      900\n"
+    )
+
+
+def test_memory_takes_a_case_and_a_gpu() -> None:
+    assert refused("moe", "--memory", "softmax").startswith("error: memory: 'softmax': expected one of deepseek-v3-16b-up-4096")
+    if not torch.cuda.is_available():
+        assert "GPU" in refused("moe", "--memory", "qwen3-30b-a3b-down-4096")
+
+
+@pytest.mark.gpu
+def test_fp8_keeps_less_for_the_backward() -> None:
+    result = run("moe", "--memory", "deepseek-v3-16b-up-32768")
+    kept = {line.rsplit(maxsplit=3)[0]: int(line.rsplit(maxsplit=3)[1]) for line in result.stdout.splitlines()[1:]}
+    M, K, E, N = 32768, 2048, 8, 1408
+    assert kept["bf16"] == pytest.approx(2 * M * K / 1e6, abs=2)
+    assert kept["tensorwise, cached"] == pytest.approx(M * K / 1e6, abs=2)
+    assert kept["tensorwise"] == pytest.approx((M * K + E * K * N) / 1e6, abs=2)
