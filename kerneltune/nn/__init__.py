@@ -12,4 +12,15 @@ from kerneltune.nn.int4_linear import Int4Linear
 from kerneltune.nn.recipes import Recipe
 from kerneltune.nn.rmsnorm import RMSNorm, rms_norm
 
-__all__ = ["DelayedScaling", "GroupedLinear", "Int4Linear", "RMSNorm", "Recipe", "aligned_groups", "convert_to_fp8_training", "fp8_grouped_mm", "rms_norm", "update_scales"]
+__all__ = [
+    "DelayedScaling",
+    "GroupedLinear",
+    "Int4Linear",
+    "RMSNorm",
+    "Recipe",
+    "aligned_groups",
+    "convert_to_fp8_training",
+    "fp8_grouped_mm",
+    "rms_norm",
+    "update_scales",
+]
