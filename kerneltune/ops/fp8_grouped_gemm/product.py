@@ -91,8 +91,7 @@ def fp8_grouped_gemm(
             raise ValueError(f"out must be contiguous, got strides {out.stride()}")
     if not p.tokens:
         return torch.zeros(p.shape, dtype=out_dtype, device=a.device) if out is None else out.zero_()
-    scales = "rowwise" if 2 in (mode_a, mode_b) else "tensorwise"
-    c = _best(p, DTYPE_NAMES[out_dtype], scales) if config is None else config
+    c = _best(p, DTYPE_NAMES[out_dtype]) if config is None else config
     if c.backend == "cutlass":
         if out_dtype != torch.bfloat16:
             raise ValueError(f"{c.backend} gives torch.bfloat16, got {out_dtype=}")
@@ -143,9 +142,9 @@ def _with_scratch(grid: tuple[int], arguments: tuple[Any, ...], constants: dict[
     kernels._grouped_gemm[grid](*arguments, **constants)
 
 
-def _best(p: Product, dtype: str, scales: str) -> GemmConfig:
-    """The cached config of the optimized variant for these sizes, or the default."""
-    options = (("product", "weights" if p.rows else "rows"), ("scales", scales), ("groups", "balanced"), ("values", "normal"))
+def _best(p: Product, dtype: str) -> GemmConfig:
+    """The cached config of the optimized variant for these sizes, or the default; scales do not change which is best."""
+    options = (("product", "weights" if p.rows else "rows"), ("scales", "rowwise"), ("groups", "balanced"), ("values", "normal"))
     slug = device.current_slug()
     found: GemmConfig = cache.best(
         "fp8_grouped_gemm", "optimized", slug, p.axes, dtype, "fp8", options, "cold", _FREE_AXES, None, _resolve
