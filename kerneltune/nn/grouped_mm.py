@@ -89,6 +89,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.da_dtype, ctx.dw_dtype, ctx.given = a.dtype, b_t.dtype, len(weights)
     made = output[1:]
     ctx.mark_non_differentiable(*made)
+    ctx.set_materialize_grads(False)  # else autograd fills zeros as large as what was kept
     kept_a, kept_w = [], list(weights[2:]) or [b_t]
     if ctx.for_dw:
         kept_a, made = ([a], made) if ctx.scaling == "rowwise" else (made[:2], made[2:])
@@ -100,9 +101,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.save_for_backward(offs, *kept_a, *kept_w)
 
 
-def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     offs, *kept = ctx.saved_tensors
     dy = grads[0]
+    if dy is None:
+        return (None, None, None, [None] * ctx.given, *[None] * 6)
     found = fp8_grouped_mm_bwd(
         dy if dy.stride(-1) == 1 else dy.contiguous(), offs, kept[: ctx.kept], kept[ctx.kept :], ctx.scaling, ctx.pow2,
         ctx.da_dtype, ctx.dw_dtype, ctx.for_da, ctx.for_dw,

@@ -106,9 +106,12 @@ def _save(ctx: Any, inputs: tuple[Tensor, Tensor, float, bool], output: tuple[Te
     x, weight, _, ctx.zero_centered = inputs
     ctx.save_for_backward(x, weight, output[1])
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # else autograd fills zeros for rsigma
 
 
-def _backward(ctx: Any, dy: Tensor, _drsigma: Tensor | None) -> tuple[Tensor, Tensor, None, None]:
+def _backward(ctx: Any, dy: Tensor | None, _drsigma: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
+    if dy is None:
+        return None, None, None, None
     x, weight, rsigma = ctx.saved_tensors
     dx, dgamma = rmsnorm_bwd(dy, x, rsigma, weight, ctx.zero_centered)
     return dx, dgamma, None, None
