@@ -305,6 +305,30 @@ def store_transposed(q_ptr, base, ld, lo, hi, live, qs, JAGGED: tl.constexpr, EV
 
 
 @triton.jit
+def store_turned(
+    q_ptr, base, ld, lo, hi, live, qs,
+    JAGGED: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """`store_transposed`, or under PAIRS of sub-tiles of int16, each the bytes of two columns."""
+    if PAIRS == 1:
+        store_transposed(q_ptr, base, ld, lo, hi, live, qs, JAGGED, EVEN, PACKED)
+    elif PACKED:
+        lower, upper = words_of_pairs(qs[0], qs[1], qs[2], qs[3])
+        store_transposed_words(q_ptr, base, ld * 2, lo, hi, live, lower, JAGGED, EVEN)
+        store_transposed_words(q_ptr, base + ld, ld * 2, lo, hi, live, upper, JAGGED, EVEN)
+    else:
+        for half in tl.static_range(2):
+            one = (byte_of(qs[0], half), byte_of(qs[1], half), byte_of(qs[2], half), byte_of(qs[3], half))
+            store_transposed(q_ptr, base + half * ld, ld * 2, lo, hi, live, one, JAGGED, EVEN, False)
+
+
+@triton.jit
+def byte_of(pair, HALF: tl.constexpr):
+    """The lower (HALF 0) or upper (1) byte of int16 pairs, as uint8."""
+    return (pair >> (8 * HALF)).to(tl.uint8)
+
+
+@triton.jit
 def store_transposed_words(q_ptr, base, ld, lo, hi, live, words, JAGGED: tl.constexpr, EVEN: tl.constexpr):
     """`store_transposed` of words (QUADS, COLS) uint32, each of four rows of a column; base and ld are multiples of 4.
 

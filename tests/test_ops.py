@@ -1,6 +1,7 @@
 """The contract that every operator, variant and config keeps. In the interpreter on small cases; on a GPU on all check cases."""
 
 import math
+import pickle
 import random
 
 import pytest
@@ -136,3 +137,10 @@ def test_outputs_that_are_not_written_are_caught() -> None:
     case = next(e.case for e in RMSNORM.check if e.op == op.name and e.case["M"] > 1 and small(e))
     lazy = type(op.variants[0])("lazy", lambda i, _c: {"dx": torch.empty_like(i["x"]), "dgamma": torch.empty_like(i["weight"])})
     assert len(Checker(op, case, WHERE).errors(lazy, None)) == 2
+
+
+def test_every_kernel_can_be_compiled_in_another_process() -> None:
+    for op in OPS.values():
+        for variant in op.variants:
+            if not variant.is_peer:
+                pickle.dumps((op.inputs, variant.run))

@@ -18,6 +18,8 @@ Run = Callable[[int], Any]
 """Runs one call on input set `i` and returns its outputs."""
 
 _MIN_CALLS = 10
+_LONG_SAMPLES = 4
+"""How many times as long as asked for a sample may become for the sake of the fewest calls."""
 _MIN_SAMPLE_US = 800.0
 _WARM_MS = 200.0
 _QUEUE_AHEAD_CYCLES = 300_000
@@ -68,7 +70,8 @@ class Contender:
         self._walk()  # compiles, and fills the caches that a capture may not fill
         torch.cuda.synchronize()
         time_us = self._time_eagerly_us()
-        rounds = max(_MIN_CALLS, sample_us / max(time_us, 0.5)) / sets
+        enough = sample_us / max(time_us, 0.5)
+        rounds = max(enough, min(_MIN_CALLS, _LONG_SAMPLES * enough)) / sets
         self.calls = sets * max(1, math.ceil(rounds))
         self._graph = self._capture() if policy.graph else None
         self.sample_us()

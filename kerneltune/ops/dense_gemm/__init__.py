@@ -4,6 +4,7 @@ N tokens, M rows of w, K summed over. Source: kerneltune; the formula is torch's
 """
 
 from collections.abc import Callable
+from functools import partial
 
 from kerneltune.ops.dense_gemm import reference
 from kerneltune.ops.dense_gemm.gemm import (
@@ -32,10 +33,11 @@ def _run_fp8(inputs: Inputs, config: DenseConfig | None) -> Outputs:
     return {"y": fp8_gemm(inputs["x"], inputs["w"], inputs["x_scale"], inputs["w_scale"], inputs["out_dtype"], config=config)}
 
 
-def _op(name: str, quant: str, run: Callable[[Inputs, DenseConfig | None], Outputs], peer: Variant) -> Op:
-    def run_tiles(inputs: Inputs, config: TileConfig) -> Outputs:
-        return run(inputs, config.whole())
+def _run_tiles(run: Callable[[Inputs, DenseConfig | None], Outputs], inputs: Inputs, config: TileConfig) -> Outputs:
+    return run(inputs, config.whole())
 
+
+def _op(name: str, quant: str, run: Callable[[Inputs, DenseConfig | None], Outputs], peer: Variant) -> Op:
     return Op(
         name=name,
         axes=("N", "M", "K"),
@@ -49,7 +51,7 @@ def _op(name: str, quant: str, run: Callable[[Inputs, DenseConfig | None], Outpu
         traffic=reference.traffic,
         module=__name__,
         variants=(
-            Variant("baseline", run_tiles, TileConfig, tile_space, tile_valid, tile_default, reference.not_empty),
+            Variant("baseline", partial(_run_tiles, run), TileConfig, tile_space, tile_valid, tile_default, reference.not_empty),
             Variant("optimized", run, DenseConfig, space, valid, default),
             peer,
         ),

@@ -17,12 +17,10 @@ from kerneltune.tl_lib import (
     quantize,
     reciprocal,
     saturate,
-    store_transposed,
-    store_transposed_words,
+    store_turned,
     to_fp8_pair,
     values,
     wide,
-    words_of_pairs,
 )
 
 
@@ -198,18 +196,8 @@ def _rmsnorm_fwd_transpose(
                 tl.store(y_tile, q, mask=mask, cache_modifier=".cs")
                 bytes_of_rows = bytes_of_rows + (q,)
             amax = tl.maximum(amax, tl.max(tl.reshape(largest, (QUADS, COLS // 4, 4)), axis=2))
-            b0, b1, b2, b3 = bytes_of_rows[0], bytes_of_rows[1], bytes_of_rows[2], bytes_of_rows[3]
             end = tl.minimum(left, ROWS)
-            if PAIRS == 1:
-                store_transposed(yt_ptr, yt_base, M, 0, end, live, (b0, b1, b2, b3), False, EVEN, PACKED)
-            elif PACKED:
-                lower, upper = words_of_pairs(b0, b1, b2, b3)
-                store_transposed_words(yt_ptr, yt_base, M * 2, 0, end, live, lower, False, EVEN)
-                store_transposed_words(yt_ptr, yt_base + M, M * 2, 0, end, live, upper, False, EVEN)
-            else:
-                for half in tl.static_range(2):
-                    one = (_byte(b0, half), _byte(b1, half), _byte(b2, half), _byte(b3, half))
-                    store_transposed(yt_ptr, yt_base + half * M, M * 2, 0, end, live, one, False, EVEN, False)
+            store_turned(yt_ptr, yt_base, M, 0, end, live, bytes_of_rows, False, EVEN, PACKED, PAIRS)
     if PHASE != 1:
         tl.atomic_max(amax_ptr, tl.max(amax), sem="relaxed")
     if PARTS > 1 and PHASE == 0:
@@ -220,8 +208,3 @@ def _rmsnorm_fwd_transpose(
 def _gamma(g, HALF: tl.constexpr, ZERO_CENTERED: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr):
     gamma = values(g, HALF, PAIRS, dtype)
     return (gamma + 1.0 if ZERO_CENTERED else gamma)[None, :]
-
-
-@triton.jit
-def _byte(pair, HALF: tl.constexpr):
-    return (pair >> (8 * HALF)).to(tl.uint8)
