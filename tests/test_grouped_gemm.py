@@ -169,7 +169,7 @@ def test_the_cache_names_the_backend(backend: str, configs_dir: Path, monkeypatc
     c = gemm.CUTLASS if backend == "cutlass" else config()
     entry = cache.Entry(
         variant="optimized", case="stored", axes=(("M", 64), ("N", 32), ("K", 48), ("E", 2)), dtype="bfloat16", quant="fp8",
-        options=(("product", "rows"), ("scales", "tensorwise"), ("groups", "balanced"), ("values", "normal")), policy="cold",
+        options=(("product", "rows"), ("scales", "rowwise"), ("groups", "balanced"), ("values", "normal")), policy="cold",
         config={name: getattr(c, name) for name in c.__slots__},
     )  # fmt: skip
     cache.store(OP.name, device.current_slug(), entry)

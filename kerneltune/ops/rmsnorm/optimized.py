@@ -343,8 +343,7 @@ def default_fwd(case: Case) -> FwdConfig:
     whole = _power_of_two(case["N"])
     if case.quant == "fp8_t":
         cols = max(256, whole // _MAX_PARTS_OF_TILE)
-        warps = 8 if case.dtype == "float32" else 4
-        return FwdConfig(rows=16384 // cols, cols=cols, split=True, warps=warps, ctas=3, stages=1, reload=True)
+        return FwdConfig(rows=16384 // cols, cols=cols, split=True, warps=8, ctas=2, stages=1, reload=True)
     split = whole > 16384
     cols = max(8192, whole // _MAX_PARTS) if split else whole
     return FwdConfig(1, cols, split, warps=min(16, max(1, cols // 512)), ctas=int(split), stages=1 + split, reload=False)
