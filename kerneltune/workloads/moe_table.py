@@ -5,16 +5,19 @@ Pure; imports records and stats, not torch.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from kerneltune.records import Record
 from kerneltune.stats import geometric_mean
 
 RECIPES = ("tensorwise", "rowwise", "delayed")
 _HEAD = (
-    "case", "groups", "recipe", "bf16 µs", "torchao µs", "step µs", "bound µs", "% bound", "x bf16", "x torchao",
+    "case", "groups", "bf16 µs", "torchao µs", "recipe", "step µs", "bound µs", "%", "x bf16", "x torchao",
     "cached µs", "x bf16", "casts µs", "products µs", "other µs",
 )  # fmt: skip
-_TEXTS = 3
+_SHARED = 4
+"""Columns that the recipes of a case share."""
+_TEXTS = ("case", "groups", "recipe")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,25 +80,29 @@ def _row(found: dict[str, Record], recipe: str, microbatches: int) -> StepRow:
 
 
 def step_text(rows: Sequence[StepRow], microbatches: int = 8) -> str:
-    """The table, what its columns mean, and the geometric means."""
-    cells = [_cells(row) for row in rows]
-    widths = [max(map(len, column)) for column in zip(_HEAD, *cells, strict=True)]
-    lines = [_line(line, widths) for line in (_HEAD, *cells)]
-    lines += ["", "bound: the products alone, and the casts' fewest bytes at the ceiling's speed."]
-    lines.append(f"cached: with weights cast once in {microbatches} microbatches, that cast's share included.")
+    """A table of 80 columns per case, what its columns mean, and the geometric means."""
+    cells = {id(row): _cells(row)[_SHARED:] for row in rows}
+    head = [name.removesuffix(" µs") for name in _HEAD[_SHARED:]]
+    widths = [max(map(len, column)) for column in zip(head, *cells.values(), strict=True)]
+    lines = []
+    for (case, groups, bf16, torchao), found in groupby(rows, key=lambda row: (row.case, row.groups, row.bf16, row.torchao)):
+        lines += [f"{case}, {groups} groups: bf16 {_us(bf16) or '-'} µs, torchao {_us(torchao) or '-'} µs", _line(head, widths)]
+        lines += [*(_line(cells[id(row)], widths) for row in found), ""]
+    lines.append("Times in µs. bound, and its share of the step: the products, and the casts'")
+    lines.append(f"fewest bytes at the ceiling's speed. cached: weights cast once in {microbatches} steps.")
     return "\n".join([*lines, *(_means(rows, recipe) for recipe in RECIPES)]).rstrip() + "\n"
 
 
 def step_markdown(rows: Sequence[StepRow]) -> str:
     """The same for a README."""
-    lines = [_HEAD, ["---"] * _TEXTS + ["---:"] * (len(_HEAD) - _TEXTS), *(_cells(row) for row in rows)]
+    lines = [_HEAD, ["---" if name in _TEXTS else "---:" for name in _HEAD], *(_cells(row) for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
 def _cells(row: StepRow) -> list[str]:
     share = _ratio(row.bound, row.step)
     return [
-        row.case, row.groups, row.recipe, _us(row.bf16), _us(row.torchao), _us(row.step), _us(row.bound),
+        row.case, row.groups, _us(row.bf16), _us(row.torchao), row.recipe, _us(row.step), _us(row.bound),
         "" if share is None else f"{100 * share:.1f}", _times(row.bf16, row.step), _times(row.torchao, row.step),
         _us(row.cached), _times(row.bf16, row.cached), _us(row.casts), _us(row.products), _us(row.other),
     ]  # fmt: skip
@@ -124,6 +131,5 @@ def _us(time_us: float | None) -> str:
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    left = [cell.ljust(width) for cell, width in zip(cells[:_TEXTS], widths[:_TEXTS], strict=True)]
-    right = [cell.rjust(width) for cell, width in zip(cells[_TEXTS:], widths[_TEXTS:], strict=True)]
-    return "  ".join([*left, *right]).rstrip()
+    first, *others = cells
+    return " ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]).rstrip()
