@@ -27,9 +27,9 @@ def check_like(name: str, t: torch.Tensor, shape: tuple[int, ...], dtype: torch.
     Raises:
         ValueError: it is not.
     """
-    if tuple(t.shape) != shape or t.dtype != dtype or t.device != where:
-        raise ValueError(f"{name} must be {shape} {dtype} on {where}, got {tuple(t.shape)} {t.dtype} on {t.device}")
-    if t.ndim == 1 and t.shape[0] > 1 and t.stride(0) != 1:
+    if t.shape != shape or t.dtype != dtype or t.device != where:
+        raise ValueError(f"{name} must be {tuple(shape)} {dtype} on {where}, got {tuple(t.shape)} {t.dtype} on {t.device}")
+    if len(shape) == 1 and shape[0] > 1 and t.stride(0) != 1:
         raise ValueError(f"{name} must be contiguous, got strides {t.stride()}")
 
 

@@ -96,10 +96,10 @@ def rmsnorm_fwd(
     """
     _check_fwd(x, weight, eps, quant, scale, amax, fp8_format)
     M, N = x.shape
-    y = torch.empty((M, N), dtype=x.dtype if quant == "none" else FP8_DTYPES[fp8_format], device=x.device)
-    rsigma = torch.empty((M,), dtype=torch.float32, device=x.device)
-    y_t = torch.empty((N, M), dtype=y.dtype, device=x.device) if quant == "fp8_t" else None
-    scale_inv = torch.empty((1,), dtype=torch.float32, device=x.device) if quant != "none" else None
+    y = x.new_empty((M, N), dtype=None if quant == "none" else FP8_DTYPES[fp8_format])
+    rsigma = x.new_empty((M,), dtype=torch.float32)
+    y_t = y.new_empty((N, M)) if quant == "fp8_t" else None
+    scale_inv = x.new_empty((1,), dtype=torch.float32) if quant != "none" else None
     if M == 0 or N == 0:
         if scale_inv is not None and scale is not None:
             torch.reciprocal(scale, out=scale_inv)
@@ -388,7 +388,8 @@ def _check_fwd(
     fp8_format: str,
 ) -> None:
     check_matrix("x", x)
-    check_like("weight", weight, (x.shape[1],), x.dtype, x.device)
+    where = x.device
+    check_like("weight", weight, x.shape[1:], x.dtype, where)
     if not eps >= 0:
         raise ValueError(f"eps must not be negative, got {eps=}")
     if quant not in ("none", "fp8", "fp8_t"):
@@ -398,8 +399,8 @@ def _check_fwd(
     if quant != "none":
         if scale is None or amax is None:
             raise ValueError(f"{quant=} needs scale and amax, got {scale=} {amax=}")
-        check_like("scale", scale, (1,), torch.float32, x.device)
-        check_like("amax", amax, (1,), torch.float32, x.device)
+        check_like("scale", scale, (1,), torch.float32, where)
+        check_like("amax", amax, (1,), torch.float32, where)
 
 
 def _check_bwd(dz: torch.Tensor, x: torch.Tensor, rsigma: torch.Tensor, weight: torch.Tensor) -> None:
