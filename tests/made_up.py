@@ -117,10 +117,11 @@ class FakeTuner(Tuner):
         time_us = self.landscape(config)
         return Trial("wrong", detail="off by one") if time_us is None else Trial("ok", time_us)
 
-    def duel(self, configs: Sequence[Config]) -> tuple[Config, dict[str, Any]]:
+    def duel(self, configs: Sequence[Config], default: Config | None = None) -> tuple[Config, dict[str, Any]]:
         self.duels.append(list(configs))
         best = self.winner(configs)
-        return best, {"time_us": self.landscape(best), "speedup": 1.0}
+        default_us = self.landscape(default) if default in configs else None
+        return best, {"time_us": self.landscape(best), "speedup": 1.0, "default_us": default_us}
 
 
 class Setting:

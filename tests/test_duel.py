@@ -113,7 +113,8 @@ def duel(setting: Setting, *contenders: tuple[float, float, int]) -> tuple[int, 
 
     tuner = Tuner(op_of(SMALL), CASE, SMALL, "cold", setting.store(), Bench())
     tuner.resources = {config: registers for config, (*_, registers) in zip(configs, contenders, strict=True)}
-    best, evidence = tuner.duel(configs)
+    best, evidence = tuner.duel(configs, configs[-1])
+    assert evidence["default_us"] == pytest.approx(contenders[-1][0], rel=0.05), "timed in the same rounds"
     return configs.index(best), evidence
 
 

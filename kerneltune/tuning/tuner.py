@@ -166,8 +166,10 @@ class Tuner:
         self._open()
         return self.bench.trial(config, self._best_us if self.samples == SCREEN_SAMPLES else None, self.samples)
 
-    def duel(self, configs: Sequence[Config]) -> tuple[Config, dict[str, Any]]:
+    def duel(self, configs: Sequence[Config], default: Config | None = None) -> tuple[Config, dict[str, Any]]:
         """The best of correct configs, timed interleaved; the first is the incumbent and is kept unless surely slower.
+
+        The evidence has the default's time, too, from the same rounds, where it is one of them.
 
         Of challengers that cannot be told apart the one with the fewest registers wins, then the first.
         """
@@ -185,6 +187,7 @@ class Tuner:
             "speedup": round(gains[chosen].median, 4),
             "ci_low": round(gains[chosen].low, 4),
             "ci_high": round(gains[chosen].high, 4),
+            "default_us": round(median_interval(samples[configs.index(default)]).median, 4) if default in configs else None,
         }
         return configs[chosen], evidence
 
@@ -326,9 +329,11 @@ def _decide(
         raise NothingPassedError(f"{op.name} {variant.name}: no config passed its check for {case.label}")
     close = [config for config in ranked if times[config] <= _FINAL_MARGIN * times[ranked[0]]][:_FINALISTS]
     finalists = list(dict.fromkeys([*(standing or ranked[:1]), *close]))
-    best, evidence = tuner.duel(finalists) if len(finalists) > 1 else (finalists[0], {"time_us": times.get(finalists[0])})
+    if len(finalists) > 1:
+        best, evidence = tuner.duel(finalists, default)
+    else:
+        best, evidence = finalists[0], {"time_us": times[finalists[0]], "default_us": times.get(default)}
     evidence |= {
-        "default_us": round(times[default], 4) if default in times else None,
         "trials": len(explored.trials),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
