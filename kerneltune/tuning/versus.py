@@ -25,8 +25,7 @@ from kerneltune.search.loop import Search, values
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import Interval, median_interval, ratio_interval
 from kerneltune.tuning.bench import SCREEN_SAMPLES, IsolatedBench, Measuring, Named, split_cores
-from kerneltune.tuning.knobs import Given, narrowed
-from kerneltune.tuning.tuner import checked_space
+from kerneltune.tuning.knobs import Given, checked_space, narrowed
 from kerneltune.tuning.tuners import EXHAUSTIVE, SIDES, US, Found, Task, finalists, unable
 
 DEFAULT = "default config"
