@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from kerneltune.nn.alignment import ALIGNED
 from kerneltune.nn.delayed import DelayedScaling
 from kerneltune.nn.fp8_products import Fp8Weights, cast_weights
 from kerneltune.nn.grouped_mm import fp8_grouped_mm
@@ -29,7 +30,6 @@ _LEAST_SQNR_DB, _LEAST_CAST_SQNR_DB = 26.0, 28.0
 _INTERPRETER_DB = 12.0
 """What the interpreter's casts, which lose the carry of some roundings, may cost."""
 _WEIGHT_STD, _GRADIENT_STD = 0.02, 1e-3
-_ALIGNED = 16
 
 
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
@@ -226,7 +226,7 @@ def empty_groups(case: Case) -> str | None:
     """What keeps torch's products for training from a case."""
     ends = group_ends(_groups(case), "cpu", 0).tolist()
     smallest = min(end - start for start, end in zip([0, *ends], ends, strict=False))
-    return "groups of no rows, on which torch's products may stop the device" if smallest < _ALIGNED else None
+    return "groups of no rows, on which torch's products may stop the device" if smallest < ALIGNED else None
 
 
 _PARTS = {
