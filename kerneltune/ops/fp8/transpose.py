@@ -1,6 +1,6 @@
 """Transpose of an fp8 matrix, bytes as they are: the layout that the other operand of a scaled product wants.
 
-May import arguments, cache, device, spec, tl_lib, launch.
+May import arguments, cache, device, spec, tl_lib, tl_transpose, launch.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,8 @@ from kerneltune import cache, device
 from kerneltune.launch import resident
 from kerneltune.ops.fp8.reference import FP8
 from kerneltune.spec import Case, Inputs, Outputs, Space, Traffic
-from kerneltune.tl_lib import store_transposed, wide
+from kerneltune.tl_lib import wide
+from kerneltune.tl_transpose import store_transposed
 
 _SHARED_BYTES = 225_000
 
