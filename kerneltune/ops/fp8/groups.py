@@ -10,6 +10,7 @@ import torch
 import triton
 
 from kerneltune.arguments import DTYPE_NAMES, ITEMSIZE, in_pairs
+from kerneltune.groups import group_ends
 from kerneltune.launch import phases, resident
 from kerneltune.ops.fp8 import kernels, reference
 from kerneltune.ops.fp8.common import (
@@ -238,14 +239,14 @@ def weight_inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
 def group_inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     """x (M, N) and offs (G,)."""
     x = reference.values((case["M"], case["N"]), getattr(torch, case.dtype), device, seed, bool(case.option("special")))
-    return {"x": x, "offs": reference.group_ends(case, device, seed)} | reference.options(case)
+    return {"x": x, "offs": group_ends(case, case["G"], device, seed)} | reference.options(case)
 
 
 def dual_inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     """x1 (M, N1), x2 (M, N2) and offs (G,)."""
     dtype, special = getattr(torch, case.dtype), bool(case.option("special"))
     xs = {f"x{i}": reference.values((case["M"], case[f"N{i}"]), dtype, device, seed + i, special) for i in (1, 2)}
-    return xs | {"offs": reference.group_ends(case, device, seed)} | reference.options(case)
+    return xs | {"offs": group_ends(case, case["G"], device, seed)} | reference.options(case)
 
 
 def weight_reference(inputs: Inputs) -> Outputs:

@@ -12,6 +12,7 @@ import torch
 import triton
 
 from kerneltune.arguments import ITEMSIZE, check_matrix
+from kerneltune.groups import group_ends
 from kerneltune.launch import phases, resident
 from kerneltune.ops.fp8 import reference, tensorwise_kernels
 from kerneltune.ops.fp8.common import QUANT_OPTIONS, best_config, check_format, check_offs, check_weights, scale_of_nothing
@@ -267,7 +268,7 @@ def matrix_inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
 
 def group_inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     """x (M, K), offs (G,) and layout."""
-    return {**matrix_inputs(case, device=device, seed=seed), "offs": reference.group_ends(case, device, seed)}
+    return {**matrix_inputs(case, device=device, seed=seed), "offs": group_ends(case, case["G"], device, seed)}
 
 
 def weight_inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
