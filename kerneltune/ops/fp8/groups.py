@@ -4,11 +4,11 @@ Kernel in kernels.py. May import cache, device, spec, tl_lib, launch, workspace.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 
+from kerneltune import cache
 from kerneltune.arguments import DTYPE_NAMES, ITEMSIZE, in_pairs
 from kerneltune.groups import group_ends
 from kerneltune.launch import phases, resident
@@ -186,13 +186,6 @@ def _launch(parts, offs, groups: int, rows: int, c: GroupConfig, fp8_format: str
         )  # fmt: skip
 
 
-def _resolve(case: Case, knobs: dict[str, Any] | None) -> GroupConfig | None:
-    if knobs is None:
-        return default(case)
-    config = GroupConfig(**knobs)
-    return config if valid(case, config) is None else None
-
-
 def space(case: Case) -> Space:
     """Tiles from 64 x 32 to 512 x 128; no taller than experts are."""
     rows = (64, 128, 256, 512) if "M" in dict(case.axes) else (64, 128, 256) if case["N"] > 64 else (64,)
@@ -227,6 +220,9 @@ def default(case: Case) -> GroupConfig:
     if case.dtype == "float32":
         return GroupConfig(rows=64, cols=64, warps=8, ctas=3, stages=2, ahead=1, reload=False)
     return GroupConfig(rows=128, cols=128, warps=4, ctas=3, stages=1, ahead=1, reload=True)
+
+
+_resolve = cache.resolver(GroupConfig, valid, default)
 
 
 def weight_inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:

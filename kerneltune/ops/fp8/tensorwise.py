@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from kerneltune import cache
 from kerneltune.arguments import ITEMSIZE, check_matrix
 from kerneltune.groups import group_ends
 from kerneltune.launch import phases, resident
@@ -206,13 +207,6 @@ def _check(fp8_format: str, layout: str) -> None:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout=}")
 
 
-def _resolve(case: Case, knobs: dict[str, Any] | None) -> SegmentConfig | None:
-    if knobs is None:
-        return default(case)
-    config = SegmentConfig(**knobs)
-    return config if valid(case, config) is None else None
-
-
 def space(case: Case) -> Space:
     """Wide tiles where rows go out as rows, tall ones where they go out transposed."""
     wide = tuple(cols for cols in (128, 256, 512, 1024) if cols == 128 or cols < 2 * case["K"])
@@ -251,6 +245,9 @@ def default(case: Case) -> SegmentConfig:
         rows = 8192 // cols
         return SegmentConfig(rows=rows, cols=cols, warps=8 if case.dtype == "float32" else 4, ctas=0, stages=1, staged=False)
     return SegmentConfig(rows=64 if case.dtype == "float32" else 128, cols=64, warps=8, ctas=0, stages=1, staged=False)
+
+
+_resolve = cache.resolver(SegmentConfig, valid, default)
 
 
 def sanitised(inputs: Inputs, x: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -15,12 +15,14 @@ from kerneltune.ops.rmsnorm import backward_kernels, kernels
 from kerneltune.ops.rmsnorm.configs import BwdConfig, FwdConfig, default_bwd, default_fwd, valid_bwd, valid_fwd
 from kerneltune.ops.rmsnorm.reference import EPS
 from kerneltune.ops.rmsnorm.transpose_kernel import _rmsnorm_fwd_transpose
-from kerneltune.spec import Case, Inputs, Outputs
+from kerneltune.spec import Inputs, Outputs
 from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX, TL_DTYPES, TL_FP8
 from kerneltune.workspace import workspace
 
 _FWD_OPTIONS = (("zero_centered", False), ("fp8_format", "e4m3"), ("row_pad", 0))
 _BWD_OPTIONS = (("zero_centered", False),)
+_resolve_fwd = cache.resolver(FwdConfig, valid_fwd, default_fwd)
+_resolve_bwd = cache.resolver(BwdConfig, valid_bwd, default_bwd)
 
 
 class RMSNormOutput(NamedTuple):
@@ -183,20 +185,6 @@ def _best(op: str, quant: str, x: torch.Tensor) -> Any:
     axes = (("M", x.shape[0]), ("N", x.shape[1]))
     slug = device.current_slug()
     return cache.best(op, "optimized", slug, axes, DTYPE_NAMES[x.dtype], quant, options, "cold", ("M",), None, resolve)
-
-
-def _resolve_fwd(case: Case, knobs: dict[str, Any] | None) -> Any:
-    if knobs is None:
-        return default_fwd(case)
-    config = FwdConfig(**knobs)
-    return config if valid_fwd(case, config) is None else None
-
-
-def _resolve_bwd(case: Case, knobs: dict[str, Any] | None) -> Any:
-    if knobs is None:
-        return default_bwd(case)
-    config = BwdConfig(**knobs)
-    return config if valid_bwd(case, config) is None else None
 
 
 def run_fwd(inputs: Inputs, config: FwdConfig | None) -> Outputs:
