@@ -17,12 +17,10 @@ from kerneltune.plan import Options, Quiet, Selection
 from kerneltune.search import spaces
 from kerneltune.tuning import run
 from kerneltune.tuning.cluster import RayWorkers
-from kerneltune.tuning.fleet import Fleet, Workers
+from kerneltune.tuning.fleet import Fleet
 from kerneltune.tuning.local import LocalWorkers, visible_gpus
 from kerneltune.tuning.task import Work
 from kerneltune.tuning.worker import Worker, share_of_cores
-
-Given = Callable[[Options], Workers]
 
 
 class Spoken(Quiet):
