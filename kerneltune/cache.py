@@ -205,7 +205,7 @@ def best(
     """What `resolve` makes of the knobs of the nearest candidate that it takes, remembered until `clear`.
 
     `resolve(case, knobs)` answers None to knobs that are not valid for the case. If it takes no candidate it is asked once
-    more, with None for the knobs, for its own default. It must be a module-level function: the answer is remembered by it.
+    more, with None for the knobs, for its own default: see `resolver`. The answer is remembered by it.
     Anything but an entry of the case's own is a miss, which is warned of once.
 
     Raises:
@@ -223,6 +223,20 @@ def best(
             return resolved
     misses.report(miss, "the default")
     return resolve(case, None)
+
+
+def resolver(
+    config: Callable[..., Any], valid: Callable[[Case, Any], str | None], default: Callable[[Case], Any]
+) -> Callable[[Case, dict[str, Any] | None], Any]:
+    """What `best` wants of a variant, made of its config class, `valid` and `default`; to be made once, not at every call."""
+
+    def resolve(case: Case, knobs: dict[str, Any] | None) -> Any:
+        if knobs is None:
+            return default(case)
+        found = config(**knobs)
+        return found if valid(case, found) is None else None
+
+    return resolve
 
 
 def clear() -> None:

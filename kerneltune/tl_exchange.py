@@ -76,6 +76,17 @@ def await_published(ws_ptr, index, tag):
 
 
 @triton.jit
+def sum_of_published(ws_ptr, tile, tag, ROWS: tl.constexpr, PARTS: tl.constexpr, PHASE: tl.constexpr):
+    """The (ROWS,) sums over the PARTS of a tile's rows, word (tile * PARTS + part) * ROWS + row each, added in the same order in
+    every program and every run. PHASE: 0 waits for them, else an earlier launch published them.
+    """
+    parts = tl.arange(0, triton.next_power_of_2(PARTS))
+    index = (tile * PARTS + tl.where(parts < PARTS, parts, 0))[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+    partials = await_published(ws_ptr, index, tag) if PHASE == 0 else published(ws_ptr, index)
+    return tl.sum(tl.where((parts < PARTS)[:, None], partials, 0.0), axis=0)
+
+
+@triton.jit
 def await_all(ws_ptr, index, tag):
     """Wait until all words `index` are published under `tag`; then every thread of the program may read them by `published`."""
     value = await_published(ws_ptr, index, tag)

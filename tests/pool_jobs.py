@@ -58,7 +58,7 @@ def broken(pool: CompilePool, timeout_s: float) -> list[Compiled]:
 def real(pool: CompilePool) -> list[Compiled]:
     """One config of each of the operators' kernels, and one job that raises in the midst of them."""
     from kerneltune import ops
-    from kerneltune.ops.rmsnorm.optimized import BwdConfig, FwdConfig
+    from kerneltune.ops.rmsnorm.configs import BwdConfig, FwdConfig
     from kerneltune.ops.stream import StreamConfig
     from kerneltune.spec import Case
 

@@ -17,12 +17,10 @@ from kerneltune.plan import Options, Quiet, Selection
 from kerneltune.search import spaces
 from kerneltune.tuning import run
 from kerneltune.tuning.cluster import RayWorkers
-from kerneltune.tuning.fleet import Fleet, Workers
+from kerneltune.tuning.fleet import Fleet
 from kerneltune.tuning.local import LocalWorkers, visible_gpus
 from kerneltune.tuning.task import Work
 from kerneltune.tuning.worker import Worker, share_of_cores
-
-Given = Callable[[Options], Workers]
 
 
 class Spoken(Quiet):
@@ -54,6 +52,10 @@ def two(options: Options) -> LocalWorkers:
     return LocalWorkers("made", options, ["0", "1"], fleet_jobs.worker)
 
 
+def one(options: Options) -> LocalWorkers:
+    return LocalWorkers("made", options, ["0"], fleet_jobs.worker)
+
+
 def evaluations(log: Path) -> list[tuple[str, str, str]]:
     """(case, config, process) of every evaluation that ended."""
     rows = [line.split() for line in log.read_text().splitlines()]
@@ -81,7 +83,7 @@ def test_two_workers_share_the_cases_and_everything_ends_up_here(options: Option
     assert Counter(json.loads(row)["axes"]["M"] for row in rows) == {work.case["M"]: 20 for work in WORKS}
     assert (usage.gpus, usage.evaluations) == (2, 100) and usage.busy_s == pytest.approx(1.0)
     assert 0 <= usage.idle < 1 and progress.notes == []
-    with two(options) as workers:
+    with one(options) as workers:
         assert Fleet(workers, options, Quiet()).run(wanted(WORKS[:2])).evaluations == 0  # nothing is measured twice
     assert len(evaluations(log)) == 100
 
@@ -134,7 +136,7 @@ def test_a_worker_with_another_gpu_is_left_out(options: Options, log: Path, monk
 
 def test_workers_without_a_gpu_are_of_no_use(options: Options) -> None:
     with (
-        LocalWorkers("made", options, ["", ""], Worker) as workers,
+        LocalWorkers("made", options, [""], Worker) as workers,
         pytest.raises(ValueError, match="^no worker is left: interpreter, driver none, .*: no GPU$"),
     ):
         Fleet(workers, options, Quiet()).run(wanted(WORKS))
@@ -142,7 +144,7 @@ def test_workers_without_a_gpu_are_of_no_use(options: Options) -> None:
 
 def test_whole_spaces_come_back(log: Path, tmp_path: Path) -> None:
     options = Options(results=tmp_path / "results", configs=tmp_path / "configs", exhaustive=True)
-    with two(options) as workers:
+    with one(options) as workers:
         fleet = Fleet(workers, options, Quiet())
         fleet.run(wanted(WORKS[:2]))
     paths = sorted((tmp_path / "results" / "nvidia_h200" / "spaces").iterdir())
@@ -180,8 +182,9 @@ def test_what_cannot_be_reached_is_one_line(options: Options, monkeypatch: pytes
         run._workers("made", Options(ray="127.0.0.1:1"))
     with pytest.raises(ValueError, match="^ray: 'nonsense': expected HOST:PORT, auto or local$"):
         run._workers("made", Options(ray="nonsense"))
-    with pytest.raises(ValueError, match="^gpus: 'many': expected all or a number of GPUs$"):
-        run._workers("made", Options(gpus="many", ray="somewhere"))
+    for gpus in ("many", "0"):
+        with pytest.raises(ValueError, match=f"^gpus: '{gpus}': expected all or a number of GPUs$"):
+            run._workers("made", Options(gpus=gpus, ray="somewhere"))
 
 
 def test_every_worker_has_its_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

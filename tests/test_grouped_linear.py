@@ -218,7 +218,7 @@ def test_bad_arguments() -> None:
     for sizes in ((0, 32, 16), (2, 24, 16), (2, 32, 0)):
         with pytest.raises(ValueError, match=f"num_experts={sizes[0]} in_features={sizes[1]} out_features={sizes[2]}"):
             GroupedLinear(*sizes)
-    with pytest.raises(ValueError, match="got 'fp4'"):
+    with pytest.raises(ValueError, match="one of tensorwise, rowwise, delayed or a Recipe, got 'fp4'"):
         GroupedLinear(2, 32, 16, recipe="fp4")
     with pytest.raises(ValueError, match="True or False, got None"):
         module(x, offs, skip_update=torch.ones(1, device=DEVICE))

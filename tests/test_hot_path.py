@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kerneltune import cache
-from kerneltune.ops.rmsnorm import kernels, optimized, rmsnorm_fwd
+from kerneltune.ops.rmsnorm import configs, kernels, optimized, rmsnorm_fwd
 
 
 def seconds_per_call(run: Callable[[], object], calls: int) -> float:
@@ -33,7 +33,7 @@ def look_up() -> object:
 
 
 def test_a_look_up_takes_at_most_2_us() -> None:
-    assert isinstance(look_up(), optimized.FwdConfig)
+    assert isinstance(look_up(), configs.FwdConfig)
     assert seconds_per_call(look_up, 20_000) <= 2e-6
 
 
@@ -43,7 +43,7 @@ def test_the_wrapper_costs_at_most_as_much_again_as_a_bare_launch(record_propert
     the bound here only catches a wrapper that got out of hand."""
     x = torch.randn(64, 1024, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(1024, device="cuda", dtype=torch.bfloat16)
-    c = optimized.FwdConfig(rows=1, cols=1024, split=False, warps=4, ctas=0, stages=1, reload=False)
+    c = configs.FwdConfig(rows=1, cols=1024, split=False, warps=4, ctas=0, stages=1, reload=False)
 
     def bare() -> None:
         y = torch.empty((64, 1024), dtype=x.dtype, device=x.device)

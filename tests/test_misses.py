@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from kerneltune import cache, misses, ops, sweep
 from kerneltune.cli import app
 from kerneltune.misses import CacheMissWarning, Miss
-from kerneltune.ops.rmsnorm import optimized
+from kerneltune.ops.rmsnorm import configs, optimized
 from kerneltune.spec import Case
 
 OPTIONS = (("zero_centered", False), ("fp8_format", "e4m3"), ("row_pad", 0))
@@ -24,7 +24,7 @@ def axes(rows: int, columns: int) -> tuple[tuple[str, int], ...]:
 
 def stored(root: Path, rows: int, columns: int, **knobs: Any) -> None:
     case = Case("", axes(rows, columns), "bfloat16", "none", OPTIONS)
-    config = {**{name: getattr(optimized.default_fwd(case), name) for name in optimized.FwdConfig.__dataclass_fields__}, **knobs}
+    config = {**{name: getattr(configs.default_fwd(case), name) for name in configs.FwdConfig.__dataclass_fields__}, **knobs}
     entry = cache.Entry(
         variant="optimized", case="c", axes=case.axes, dtype="bfloat16", quant="none", options=OPTIONS, policy="cold",
         config=config,
@@ -72,7 +72,7 @@ def test_a_cached_config_that_is_not_valid_at_the_asked_size_is_passed_over(tmp_
     """Entries of any size may be found; `valid` is asked for the size that is wanted."""
     stored(tmp_path, 8192, 4096, warps=3000)
     with pytest.warns(CacheMissWarning, match="; using the default$"):
-        assert best(tmp_path, 4096, 4096) == optimized.default_fwd(Case("", axes(4096, 4096), "bfloat16"))
+        assert best(tmp_path, 4096, 4096) == configs.default_fwd(Case("", axes(4096, 4096), "bfloat16"))
 
 
 def test_strict_mode_raises_every_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ def test_steps_and_their_parts_agree_with_fp32(case: Case) -> None:
     checker = Checker(OP, case, WHERE)
     for variant in OP.variants:
         if not variant.missing() and variant.unsupported(case) is None:
-            keeps = variant.name.endswith(("_cached", "_refresh", "_gemms"))
+            keeps = case is CASES[0] and variant.name.endswith(("_cached", "_refresh", "_gemms"))
             for _ in range(2 if keeps else 1):  # the second run finds what the first has kept
                 assert checker.errors(variant, None) == [], variant.name
 

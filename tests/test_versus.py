@@ -28,10 +28,14 @@ from kerneltune.tuning.versus import BEST, DEFAULT, Contest, contest, keep
 SIDES = {US: versus_jobs.ours, EXHAUSTIVE: versus_jobs.triton, "Third": versus_jobs.broken}
 
 
-@pytest.fixture(autouse=True)
-def an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "current", lambda: H200)
     monkeypatch.setattr(versus, "memory_shortage", lambda *_: None)
+
+
+@pytest.fixture(autouse=True)
+def an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_an_h200(monkeypatch)
 
 
 @pytest.fixture
@@ -39,13 +43,19 @@ def options(tmp_path: Path) -> Options:
     return Options(results=tmp_path / "results", configs=tmp_path / "configs")
 
 
-def fight(options: Options, **sides: object) -> Contest:
+@pytest.fixture(scope="module")
+def fought(tmp_path_factory: pytest.TempPathFactory) -> tuple[Contest, Path]:
+    """A contest of all sides, and the folder that it was given."""
+    folder = tmp_path_factory.mktemp("contest")
+    options = Options(results=folder / "results", configs=folder / "configs")
     knobs = (("block", ("0", "1", "2", "3")),)
-    return contest(OP, CASE, VARIANT, knobs, Search(until_gain=0.01), options, Quiet(), SIDES, Bench)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        on_an_h200(monkeypatch)
+        return contest(OP, CASE, VARIANT, knobs, Search(until_gain=0.01), options, Quiet(), SIDES, Bench), folder
 
 
-def test_all_sides_search_the_same_configs_and_meet_in_one_run(options: Options, tmp_path: Path) -> None:
-    found = fight(options)
+def test_all_sides_search_the_same_configs_and_meet_in_one_run(fought: tuple[Contest, Path]) -> None:
+    found, folder = fought
     lines = {line.name: line for line in found.lines}
     assert list(lines) == [US, EXHAUSTIVE, "Third", "Helion autotune", "Kernel Tuner", DEFAULT, BEST]
     assert found.configs == 16
@@ -60,11 +70,11 @@ def test_all_sides_search_the_same_configs_and_meet_in_one_run(options: Options,
     assert lines["Third"].remark == "RuntimeError: no config found"
     assert lines["Kernel Tuner"].remark.startswith("compiles CUDA") and lines["Helion autotune"].remark
     assert ours.wall_s is not None and theirs.wall_s is not None and found.share == ours.wall_s / theirs.wall_s
-    assert not (tmp_path / "configs").exists()
+    assert not (folder / "configs").exists()
 
 
-def test_a_contest_is_kept_beside_the_others(options: Options) -> None:
-    found = fight(options)
+def test_a_contest_is_kept_beside_the_others(fought: tuple[Contest, Path], options: Options) -> None:
+    found, _ = fought
     path, table = keep(found, ["kerneltune", "versus", "my op"], options)
     row = json.loads(path.read_text())
     assert path.name == "fake_optimized_a_bfloat16_none_cold.json" and path.parent.name == "versus"
@@ -143,7 +153,8 @@ def test_without_a_gpu_the_command_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     result = CliRunner().invoke(app, ["versus", "rmsnorm", "--op", "rmsnorm_fwd"])
     assert (result.exit_code, result.stderr) == (2, "error: versus needs a GPU: in the interpreter nothing can be timed\n")
     assert CliRunner().invoke(app, ["versus", "rmsnorm", "--case", "no-such"]).stderr.startswith("error: case: none selected")
-    assert CliRunner().invoke(app, ["versus", "rmsnorm", "--restrict", "warps"]).exit_code == 2
+    result = CliRunner().invoke(app, ["versus", "rmsnorm", "--restrict", "warps"])
+    assert (result.exit_code, result.stderr) == (2, "error: restrict: 'warps': expected NAME=V1,V2\n")
 
 
 @pytest.mark.gpu

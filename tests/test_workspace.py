@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kerneltune.ops.rmsnorm import optimized, rmsnorm_fwd
-from kerneltune.ops.rmsnorm.optimized import FwdConfig
+from kerneltune.ops.rmsnorm.configs import FwdConfig
 from kerneltune.workspace import HEADER_WORDS, workspace
 
 CPU = torch.device("cpu")

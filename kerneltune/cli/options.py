@@ -77,7 +77,7 @@ def percent(field: str, text: str | None) -> float | None:
     return value / 100
 
 
-def knobs(given: list[str] | None) -> tuple[tuple[str, tuple[str, ...]], ...]:
+def knobs(field: str, given: list[str] | None) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """`warps=1,2` as a name and its values.
 
     Raises:
@@ -87,7 +87,7 @@ def knobs(given: list[str] | None) -> tuple[tuple[str, tuple[str, ...]], ...]:
     for text in given or ():
         name, _, values = text.partition("=")
         if not name or not all(values.split(",")):
-            raise ValueError(f"knob: {text!r}: expected NAME=V1,V2")
+            raise ValueError(f"{field}: {text!r}: expected NAME=V1,V2")
         split.append((name, tuple(values.split(","))))
     return tuple(split)
 

@@ -56,7 +56,7 @@ def command(
     selection = o.make_selection(known, family, op, case, dtype, quant, variant)
     options = o.make_options(
         policy, budget_s=budget, trials=trials, force=force, sampler=sampler,
-        until_gain=o.percent("until-gain", until_gain), exhaustive=exhaustive, knobs=o.knobs(knob), gpus=gpus, ray=ray,
+        until_gain=o.percent("until-gain", until_gain), exhaustive=exhaustive, knobs=o.knobs("knob", knob), gpus=gpus, ray=ray,
         configs=configs, results=results, workers=workers,
     )  # fmt: skip
     with reporter() as progress:

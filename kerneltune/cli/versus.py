@@ -47,6 +47,7 @@ def command(
 
     selection = o.make_selection(known, family, op, case, dtype, quant, [variant])
     options = o.make_options(policy, budget_s=budget, trials=trials, sampler=sampler, results=results, workers=workers)
+    given = o.knobs("restrict", restrict)
     search = Search(budget, trials, options.sampler, until_gain=o.percent("until-gain", until_gain))
     entry = next((e for e in load_plan(known, selection).bench if selection.takes(e)), None)
     if entry is None:
@@ -55,9 +56,7 @@ def command(
     o.require_writable(o.results_root(results))
     chosen = known[entry.op]
     with reporter() as progress:
-        found = versus.contest(
-            chosen, entry.case, chosen.variant(variant), o.knobs(restrict), search, options, progress
-        )  # fmt: skip
+        found = versus.contest(chosen, entry.case, chosen.variant(variant), given, search, options, progress)
     show(f"{found.op} {found.variant} {found.case.label}: {found.configs} configs")
     show_table(versus.HEAD, [versus.cells(line) for line in versus.plain(found)])
     if found.share is not None:

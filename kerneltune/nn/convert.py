@@ -43,7 +43,7 @@ def convert_to_fp8_training(
     others = {name: module for name, module in found.items() if not isinstance(module, GroupedLinear)}
     if recipe == "delayed" and others:
         raise ValueError(f"delayed scaling keeps state, which only GroupedLinear has, got {', '.join(others)}")
-    fresh = None if recipe == "delayed" else recipe_of(recipe)
+    fresh = None if recipe == "delayed" else recipe_of(recipe, "delayed")
     for module in found.values():
         if isinstance(module, GroupedLinear):
             module.set_recipe(fresh or "delayed")

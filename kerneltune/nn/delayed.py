@@ -14,8 +14,9 @@ from kerneltune.nn.fp8_products import Fp8Weights
 from kerneltune.ops import fp8
 from kerneltune.ops.fp8_grouped_gemm import fp8_grouped_gemm
 from kerneltune.ops.multi_cast_transpose import multi_cast_transpose
+from kerneltune.tl_lib import FP8_MAX
 
-_FP8_MAX = 448.0
+_FP8_MAX = FP8_MAX["e4m3"]
 _ROWS, _GRADS, _WEIGHTS = 0, 1, 2
 """Places of the scales: of the rows, of the gradients, and from there on of the experts' weights."""
 

@@ -69,7 +69,7 @@ class GroupedLinear(nn.Module):
         if recipe == "delayed":
             recipe = DelayedScaling(self.num_experts, device=self.weight.device)
         self.delayed = recipe if isinstance(recipe, DelayedScaling) else None
-        self._fresh = None if recipe is None or isinstance(recipe, DelayedScaling) else recipe_of(recipe)
+        self._fresh = None if recipe is None or isinstance(recipe, DelayedScaling) else recipe_of(recipe, "delayed")
 
     def reset_parameters(self) -> None:
         """As torch.nn.Linear does: uniform within 1 / √in_features."""

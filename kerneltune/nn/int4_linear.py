@@ -1,15 +1,14 @@
 """A linear layer with weights of four bits, for inference: made of a float layer, of packed weights, or of GPTQ's or AWQ's.
 
 The kernels run on a GPU and in Triton's interpreter; anywhere else the weights are made whole again and torch multiplies.
+May import ops.
 """
-
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from kerneltune.ops.int4_gemm import Codes, Int4Weight
+from kerneltune.ops.int4_gemm import Codes, Int4Weight, dequantise, int4_gemm, pack, packing, quantise
+from kerneltune.tl_lib import INTERPRETED
 
 
 class Int4Linear(nn.Module):
@@ -44,8 +43,6 @@ class Int4Linear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float16,
     ) -> None:
-        from kerneltune.ops.int4_gemm import packing
-
         super().__init__()
         packing.check_sizes(out_features, in_features, group)
         if dtype not in (torch.float16, torch.bfloat16):
@@ -65,19 +62,15 @@ class Int4Linear(nn.Module):
         Raises:
             ValueError: its sizes, type or values do not fit.
         """
-        from kerneltune.ops.int4_gemm import quantise
-
         return cls.from_codes(quantise(linear.weight.detach(), group, zeros), linear.bias)
 
     @classmethod
-    def from_codes(cls, codes: "Codes", bias: Tensor | None = None) -> "Int4Linear":
+    def from_codes(cls, codes: Codes, bias: Tensor | None = None) -> "Int4Linear":
         """A layer with these codes, scales and zero points, as `from_gptq` and `from_awq` give them.
 
         Raises:
             ValueError: they do not fit.
         """
-        from kerneltune.ops.int4_gemm import pack
-
         weight = pack(*codes)
         layer = cls(
             weight.depth, weight.rows, group=weight.group, zeros=weight.zeros is not None, bias=bias is not None,
@@ -89,10 +82,8 @@ class Int4Linear(nn.Module):
         return layer
 
     @property
-    def weight(self) -> "Int4Weight":
+    def weight(self) -> Int4Weight:
         """What `int4_gemm` takes."""
-        from kerneltune.ops.int4_gemm import Int4Weight
-
         return Int4Weight(self.packed, self.scales, self.zeros, self.out_features, self.in_features, self.group)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -121,13 +112,10 @@ def int4_linear(
     x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, rows: int, group: int
 ) -> Tensor:
     """x (N, K) and a packed weight of so many rows and its group to y (N, rows) of x's type, contiguous."""
-    from kerneltune.ops import int4_gemm
-    from kerneltune.tl_lib import INTERPRETED
-
-    weight = int4_gemm.Int4Weight(packed, scales, zeros, rows, x.shape[1], group)
+    weight = Int4Weight(packed, scales, zeros, rows, x.shape[1], group)
     if x.is_cuda or INTERPRETED:
-        return int4_gemm.int4_gemm(x, weight, bias)
-    return nn.functional.linear(x, int4_gemm.dequantise(weight, x.dtype), bias)
+        return int4_gemm(x, weight, bias)
+    return nn.functional.linear(x, dequantise(weight, x.dtype), bias)
 
 
 @int4_linear.register_fake

@@ -32,8 +32,8 @@ class Recipe:
             raise ValueError(f"scaling must be one of {', '.join(SCALINGS)}, got {self.scaling!r}")
 
 
-def recipe_of(recipe: str | Recipe) -> Recipe:
-    """A recipe, or that of a scaling's name with its defaults.
+def recipe_of(recipe: str | Recipe, *others: str) -> Recipe:
+    """A recipe, or that of a scaling's name with its defaults. others: names that the caller takes besides, for the message.
 
     Raises:
         ValueError: neither.
@@ -41,5 +41,5 @@ def recipe_of(recipe: str | Recipe) -> Recipe:
     if isinstance(recipe, Recipe):
         return recipe
     if recipe not in SCALINGS:
-        raise ValueError(f"recipe must be one of {', '.join(SCALINGS)} or a Recipe, got {recipe!r}")
+        raise ValueError(f"recipe must be one of {', '.join((*SCALINGS, *others))} or a Recipe, got {recipe!r}")
     return Recipe(recipe)

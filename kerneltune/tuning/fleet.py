@@ -73,15 +73,15 @@ class Fleet:
             self._workers.start(index)
             self._alive.add(index)
         while self.identity is None or not self._idle:
-            self._hear()
+            self._handle_next()
         self._works += wanted(self.identity.device.slug)
         self._queue.extend(range(len(self._works)))
         self._progress.stage(f"tune on {self._workers.count} GPUs", len(self._works))
         while self._queue or self._reserved or self._running:
             for index in sorted(self._idle):
-                self._order(index)
+                self._dispatch(index)
             if self._queue or self._reserved or self._running:
-                self._hear()
+                self._handle_next()
         return self._usage()
 
     def _usage(self) -> Usage:
@@ -89,7 +89,7 @@ class Fleet:
         wall_s = time.monotonic() - self._began if self._began is not None else 0.0
         return Usage(wall_s, sum(usage.busy_s for usage in usages), self._trials, max(1, len(self._took_part)))
 
-    def _order(self, index: int) -> None:
+    def _dispatch(self, index: int) -> None:
         """Give an idle worker what was reserved for it, what is next, or what was reserved for another."""
         number = self._reserved.pop(index, None)
         if number is None and self._queue:
@@ -104,9 +104,9 @@ class Fleet:
         self._idle.discard(index)
         self._running[index] = number
         self._took_part.add(index)
-        self._workers.give(index, self._made_out(self._works[number], following))
+        self._workers.give(index, self._order_for(self._works[number], following))
 
-    def _made_out(self, work: Work, following: Work | None) -> Order:
+    def _order_for(self, work: Work, following: Work | None) -> Order:
         slug, op = self.slug, work.op.name
         config_file = (self._options.configs or cache.roots()) / slug / f"{op}.json"
         configs = config_file.read_text() if config_file.exists() else ""
@@ -123,14 +123,14 @@ class Fleet:
     def _store(self, op: str) -> Path:
         return results_root(self._options) / "runs" / "trials" / self.slug / f"{op}.jsonl"
 
-    def _hear(self) -> None:
+    def _handle_next(self) -> None:
         if not self._alive:
             raise ValueError(f"no worker is left: {self._reason}")
         index, (kind, payload) = self._workers.next()
         if kind == "ready":
-            self._welcome(index, payload)
+            self._on_ready(index, payload)
         elif kind == "dead":
-            self._mourn(index, payload)
+            self._on_dead(index, payload)
         else:
             self._began = self._began or time.monotonic()
             work = self._works[self._running[index]]
@@ -142,7 +142,7 @@ class Fleet:
                 del self._running[index]
                 self._idle.add(index)
 
-    def _welcome(self, index: int, identity: Identity) -> None:
+    def _on_ready(self, index: int, identity: Identity) -> None:
         """Take a worker on, unless it is of another kind."""
         if self.identity is None and identity.device.is_gpu:
             self.identity = identity
@@ -154,7 +154,7 @@ class Fleet:
         self._alive.discard(index)
         self._workers.stop(index)
 
-    def _mourn(self, index: int, reason: str) -> None:
+    def _on_dead(self, index: int, reason: str) -> None:
         """Hand on what a dead worker had, and start it again."""
         self._reason = reason
         self._progress.note(f"worker {index} died: {reason}")

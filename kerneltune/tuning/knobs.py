@@ -1,13 +1,16 @@
-"""Spaces of a variant with further values to some knobs, or with fewer.
+"""Spaces of a variant: whether they make sense, and the same with further values to some knobs, or with fewer.
 
 Measures nothing. Imports spec.
 """
 
+import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
-from kerneltune.spec import Case, Space, Variant
+from kerneltune.spec import Case, Config, Op, Space, Variant
 
 Given = Sequence[tuple[str, tuple[str, ...]]]
 """Names of knobs and their values as text."""
@@ -61,3 +64,43 @@ def _typed(name: str, text: str, kind: Any) -> Any:
         return {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
     except (KeyError, ValueError):
         raise ValueError(f"knob: {name}: {text!r}: expected {getattr(kind, '__name__', kind)}") from None
+
+
+def checked_space(op: Op, case: Case, variant: Variant) -> list[Config]:
+    """The valid configs of a space, none twice.
+
+    Raises:
+        ValueError: no config is valid (names the most frequent reason), a knob has no value or the same one twice, knobs and
+            config class disagree, or `space` or `valid` raises.
+    """
+    where = f"{op.name} {variant.name}: {case.label}"
+    try:
+        knobs = variant.space(case)
+        for knob, offered in knobs.items():
+            if not offered:
+                raise ValueError(f"space: {knob}: no value")
+            if len(set(offered)) < len(offered):
+                raise ValueError(f"space: {knob}: {offered!r}: a value twice")
+        found = list(variant.configs(case))
+        default = variant.default_config(case)
+    except Exception as error:  # an operator's own code may fail in any way
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise ValueError(f"{where}: {kind}{' '.join(str(error).split())}") from error
+    if not found:
+        raise ValueError(f"{op.name} {variant.name}: no valid config for {case.label}{_why(variant, case)}")
+    if type(default) is not type(found[0]):
+        raise ValueError(f"{where}: default: {default!r}: expected a {type(found[0]).__name__}")
+    return found
+
+
+def _why(variant: Variant, case: Case) -> str:
+    """The reason that `valid` gives most often."""
+    space = variant.space(case)
+    make = partial(_configured, variant, tuple(space))
+    reasons = Counter(variant.valid(case, make(values)) for values in itertools.product(*space.values()))
+    return f": {reasons.most_common(1)[0][0]} ({reasons.most_common(1)[0][1]} of {reasons.total()} configs)" if reasons else ""
+
+
+def _configured(variant: Variant, knobs: tuple[str, ...], values: tuple[Any, ...]) -> Config:
+    assert variant.config is not None
+    return variant.config(**dict(zip(knobs, values, strict=True)))

@@ -15,11 +15,10 @@ from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.tuning.bench import ChildLostError
 from kerneltune.tuning.cluster import RayWorkers
 from kerneltune.tuning.fleet import Fleet
-from kerneltune.tuning.knobs import widened
+from kerneltune.tuning.knobs import checked_space, widened
 from kerneltune.tuning.local import LocalWorkers, visible_gpus
 from kerneltune.tuning.machines import Machines
 from kerneltune.tuning.task import Done, Work, perform, search_of, tell
-from kerneltune.tuning.tuner import checked_space
 from kerneltune.tuning.usage import Usage, keep
 from kerneltune.tuning.verify import Verdict, verify
 
@@ -92,9 +91,11 @@ def _workers(family: str, options: Options) -> LocalWorkers | RayWorkers:
     """One for every GPU that the options name."""
     if not options.ray:
         return LocalWorkers(family, options, visible_gpus(options.gpus))
-    if options.gpus not in ("", "all") and not options.gpus.isdecimal():
+    if options.gpus in ("", "all"):
+        return RayWorkers(family, options)
+    if not options.gpus.isdecimal() or not int(options.gpus):
         raise ValueError(f"gpus: {options.gpus!r}: expected all or a number of GPUs")
-    return RayWorkers(family, options, int(options.gpus) if options.gpus.isdecimal() else None)
+    return RayWorkers(family, options, int(options.gpus))
 
 
 def _checked(wanted: Iterator[Work], options: Options) -> list[Work]:

@@ -4,7 +4,7 @@ The unit of work of a tuning stage, wherever it runs.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,6 @@ def perform(machines: Machines, work: Work, following: Work | None, family: str,
         return Done(problem=f"not tuned: {op.name} {case.name}: {shortage}")
     tuner = machines.tuner(op, case, widened(work.variant, options.knobs))
     compiling, clock = machines.compiling(tuner), Clock(machines)
-    done = Done()
     try:
         if options.exhaustive:
             path, best = _export(tuner, measure_space(tuner, compiling), family, options)
@@ -99,7 +98,7 @@ def perform(machines: Machines, work: Work, following: Work | None, family: str,
         done = Done(problem=str(error))
     except ChildLostError as error:
         done = Done(problem=f"not tuned: {work.label}: {error}")
-    return Done(done.entry, done.space, done.best, done.problem, clock.usage(tuner))
+    return replace(done, usage=clock.usage(tuner))
 
 
 def tell(progress: Progress, work: Work, done: Done) -> None:

@@ -5,9 +5,7 @@ incumbent, default or cached, only where the interval says that it is faster. Wh
 on a bench.
 """
 
-import itertools
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -23,6 +21,7 @@ from kerneltune.search.trials import Trial, TrialStore
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import median_interval, ratio_interval
 from kerneltune.tuning.bench import SCREEN_SAMPLES, TRIED_WHOLE, Measuring
+from kerneltune.tuning.knobs import checked_space
 
 _FINALISTS = 4
 _FINAL_MARGIN = 1.04
@@ -71,46 +70,6 @@ def candidates(op: Op, case: Case, variant: Variant, policy: str, store: TrialSt
         space = [config for values in ranked[:_TRANSFERRED] if (config := variant.config_from(values)) in set(space)]
     default = variant.default_config(case)
     return [default, *(config for config in space if config != default)]
-
-
-def checked_space(op: Op, case: Case, variant: Variant) -> list[Config]:
-    """The valid configs of a space, none twice.
-
-    Raises:
-        ValueError: no config is valid (names the most frequent reason), a knob has no value or the same one twice, knobs and
-            config class disagree, or `space` or `valid` raises.
-    """
-    where = f"{op.name} {variant.name}: {case.label}"
-    try:
-        knobs = variant.space(case)
-        for knob, offered in knobs.items():
-            if not offered:
-                raise ValueError(f"space: {knob}: no value")
-            if len(set(offered)) < len(offered):
-                raise ValueError(f"space: {knob}: {offered!r}: a value twice")
-        found = list(variant.configs(case))
-        default = variant.default_config(case)
-    except Exception as error:  # an operator's own code may fail in any way
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        raise ValueError(f"{where}: {kind}{' '.join(str(error).split())}") from error
-    if not found:
-        raise ValueError(f"{op.name} {variant.name}: no valid config for {case.label}{_why(variant, case)}")
-    if type(default) is not type(found[0]):
-        raise ValueError(f"{where}: default: {default!r}: expected a {type(found[0]).__name__}")
-    return found
-
-
-def _why(variant: Variant, case: Case) -> str:
-    """The reason that `valid` gives most often."""
-    space = variant.space(case)
-    make = partial(_configured, variant, tuple(space))
-    reasons = Counter(variant.valid(case, make(values)) for values in itertools.product(*space.values()))
-    return f": {reasons.most_common(1)[0][0]} ({reasons.most_common(1)[0][1]} of {reasons.total()} configs)" if reasons else ""
-
-
-def _configured(variant: Variant, knobs: tuple[str, ...], values: tuple[Any, ...]) -> Config:
-    assert variant.config is not None
-    return variant.config(**dict(zip(knobs, values, strict=True)))
 
 
 class Tuner:

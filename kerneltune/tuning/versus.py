@@ -25,13 +25,14 @@ from kerneltune.search.loop import Search, values
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import Interval, median_interval, ratio_interval
 from kerneltune.tuning.bench import SCREEN_SAMPLES, IsolatedBench, Measuring, Named, split_cores
-from kerneltune.tuning.knobs import Given, narrowed
-from kerneltune.tuning.tuner import checked_space
+from kerneltune.tuning.knobs import Given, checked_space, narrowed
 from kerneltune.tuning.tuners import EXHAUSTIVE, SIDES, US, Found, Task, finalists, unable
 
 DEFAULT = "default config"
 BEST = "best of the space"
 _RANKED = 6
+_SIDE_TIMEOUT_S = 4 * 3600.0
+"""One compilation after the other, a large space takes hours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ def contest(
         with _empty_caches() as folder:
             task = Task(Named(op.module, op.name, variant.name), case, knobs, search, options, folder)
             try:
-                (found[name],) = in_fresh_processes(1, sides[name], task)
+                (found[name],) = in_fresh_processes(1, sides[name], task, timeout_s=_SIDE_TIMEOUT_S)
                 progress.best(f"{name} {found[name].wall_s:.1f} s")
             except Exception as error:  # what another tuner raises is its result
                 reasons[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

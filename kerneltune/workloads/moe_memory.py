@@ -7,9 +7,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kerneltune.nn.fp8_products import cast_weights
 from kerneltune.nn.grouped_mm import fp8_grouped_mm
-from kerneltune.nn.recipes import Recipe
+from kerneltune.nn.recipes import SCALINGS, Recipe
+from kerneltune.nn.weight_workspace import WeightWorkspace
 from kerneltune.spec import Case
 from kerneltune.workloads.moe_training import inputs
 
@@ -39,11 +39,11 @@ def step_memory(case: Case) -> dict[str, Memory]:
     }
     for name, recipe in recipes.items():
         found[name] = _measured(case, partial(fp8_grouped_mm, recipe=recipe), 0)
-    for name in ("tensorwise", "rowwise"):
-        weights = cast_weights(inputs(case, device="cuda")["w"].transpose(1, 2), Recipe(name))
-        held = sum({t.data_ptr(): t.untyped_storage().nbytes() for t in weights}.values())
-        found[f"{name}, cached"] = _measured(case, partial(fp8_grouped_mm, recipe=name, weights=weights), held)
-        del weights
+    for name in SCALINGS:
+        workspace = WeightWorkspace()
+        weights = workspace.get(inputs(case, device="cuda")["w"], Recipe(name), update=True)
+        found[f"{name}, cached"] = _measured(case, partial(fp8_grouped_mm, recipe=name, weights=weights), workspace.nbytes)
+        del workspace, weights
     return found
 
 

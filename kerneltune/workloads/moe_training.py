@@ -8,20 +8,20 @@ read and write as many bytes as its casts must, so that time at the ceiling is t
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache, partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from kerneltune.groups import group_ends
+from kerneltune.nn.alignment import ALIGNED
 from kerneltune.nn.delayed import DelayedScaling
 from kerneltune.nn.fp8_products import Fp8Weights, cast_weights
 from kerneltune.nn.grouped_mm import fp8_grouped_mm
 from kerneltune.nn.recipes import SCALINGS, Recipe
 from kerneltune.nn.weight_workspace import WeightWorkspace
 from kerneltune.ops import fp8
-from kerneltune.ops.fp8.reference import group_ends
 from kerneltune.ops.fp8_grouped_gemm import fp8_grouped_gemm
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
 
@@ -29,7 +29,6 @@ _LEAST_SQNR_DB, _LEAST_CAST_SQNR_DB = 26.0, 28.0
 _INTERPRETER_DB = 12.0
 """What the interpreter's casts, which lose the carry of some roundings, may cost."""
 _WEIGHT_STD, _GRADIENT_STD = 0.02, 1e-3
-_ALIGNED = 16
 
 
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
@@ -40,11 +39,7 @@ def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
         generator = torch.Generator(device=device).manual_seed(seed)
         for t, std in ((a, 1.0), (w, _WEIGHT_STD), (dy, _GRADIENT_STD)):
             t.normal_(std=std, generator=generator)
-    return {"a": a, "w": w, "dy": dy, "offs": group_ends(_groups(case), device, seed)}
-
-
-def _groups(case: Case) -> Case:
-    return replace(case, axes=(("M", case["M"]), ("G", case["E"])))
+    return {"a": a, "w": w, "dy": dy, "offs": group_ends(case, E, device, seed)}
 
 
 def reference(inputs: Inputs) -> Outputs:
@@ -224,9 +219,9 @@ def _once(inputs: Inputs, name: str, make: Callable[[], Any]) -> Any:
 
 def empty_groups(case: Case) -> str | None:
     """What keeps torch's products for training from a case."""
-    ends = group_ends(_groups(case), "cpu", 0).tolist()
+    ends = group_ends(case, case["E"], "cpu", 0).tolist()
     smallest = min(end - start for start, end in zip([0, *ends], ends, strict=False))
-    return "groups of no rows, on which torch's products may stop the device" if smallest < _ALIGNED else None
+    return "groups of no rows, on which torch's products may stop the device" if smallest < ALIGNED else None
 
 
 _PARTS = {

@@ -4,7 +4,6 @@ May import cache, device, spec, arguments, tl_gemm, tl_lib, workspace.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -183,13 +182,6 @@ def _launch(op, quant, x, w, x_scale, w_scale, out_dtype, config: DenseConfig | 
     return y
 
 
-def _resolve(case: Case, knobs: dict[str, Any] | None) -> DenseConfig | None:
-    if knobs is None:
-        return default(case)
-    config = DenseConfig(**knobs)
-    return config if valid(case, config) is None else None
-
-
 def weight_bytes(case: Case) -> int:
     """Bytes of one weight."""
     return 1 if case.quant == "fp8" else 2
@@ -243,3 +235,6 @@ def default(case: Case) -> DenseConfig:
     tiles = triton.cdiv(case["K"], depth)
     splits = 4 if tiles >= 16 else 1
     return DenseConfig(16 if case["N"] <= 16 else 32, 64, depth, warps=4, stages=4, splits=splits, swap=False)
+
+
+_resolve = cache.resolver(DenseConfig, valid, default)

@@ -5,7 +5,6 @@ import torch
 from kerneltune.agreement import close
 from kerneltune.spec import Case, Inputs, Outputs, Traffic
 
-_UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 _FP8_SUM = 2.0**-6
 """How far the sums of fp8 products may be off: the tensor cores keep 14 bits of a running sum (Hopper), once for every 32 k."""
 _CHUNK_ROWS = 4096
@@ -38,10 +37,10 @@ def reference(inputs: Inputs) -> Outputs:
 
 def compare(_case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
     """Every element, within the rounding of the result and of the sums."""
-    unit = _UNIT[inputs["out_dtype"]] * (1 if outputs["y"].is_cuda else 2)  # Triton's interpreter truncates bf16
     off = _FP8_SUM if "x_scale" in inputs else 2.0**-14
     if outputs["y"].dtype != inputs["out_dtype"]:
         return [f"y: {outputs['y'].dtype}, expected {inputs['out_dtype']}"]
+    unit = torch.finfo(inputs["out_dtype"]).eps * (0.5 if outputs["y"].is_cuda else 1)  # Triton's interpreter truncates bf16
     magnitude = expected["spread"] + expected["y"].abs()  # of a running sum
     return close("y", outputs["y"], expected["y"].float(), unit, (off * magnitude).float())
 

@@ -1,14 +1,15 @@
 """Expert weights in both layouts, for the forward product and for dgrad, each with its own scales, from one read.
 
-Kernel in both_kernels.py. May import common, groups, reference, rows, spec, tl_lib, launch, workspace.
+Kernel in both_kernels.py. May import cache, common, groups, reference, rows, spec, tl_lib, launch, workspace.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 
+from kerneltune import cache
 from kerneltune.arguments import ITEMSIZE, in_pairs
 from kerneltune.launch import phases, resident
 from kerneltune.ops.fp8 import groups, reference, rows
@@ -99,11 +100,6 @@ def _launch(x, q, q_t, scale, scale_t, shape, c: BothConfig, fp8_format: str, po
         )  # fmt: skip
 
 
-def _resolve(case: Case, knobs: dict[str, Any] | None) -> BothConfig | None:
-    config = default(case) if knobs is None else BothConfig(**knobs)
-    return config if knobs is None or valid(case, config) is None else None
-
-
 def space(case: Case) -> Space:
     """Tiles from 64 x 64 to 256 x 256; no taller than experts are."""
     tall = (64, 128, 256) if case["N"] > 64 else (64,)
@@ -124,6 +120,9 @@ def valid(case: Case, config: BothConfig) -> str | None:
 def default(case: Case) -> BothConfig:
     """A config for any shape, by rule."""
     return BothConfig(rows=64 if case.dtype == "float32" else 128, cols=64, warps=4, ctas=3)
+
+
+_resolve = cache.resolver(BothConfig, valid, default)
 
 
 def both_reference(inputs: Inputs) -> Outputs:

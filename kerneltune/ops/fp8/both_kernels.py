@@ -1,4 +1,4 @@
-"""Both layouts of expert weights, each with scales of its own, from one read of memory. May import tl_lib.
+"""Both layouts of expert weights, each with scales of its own, from one read of memory. May import tl_lib, tl_transpose.
 
 A scale per row of the input for the layout it has, and one per column, over the expert's rows, for the transpose. Either needs
 all of the expert, so programs publish largest magnitudes an expert ahead of the cast, which reads the tile again: from L2 where
@@ -16,14 +16,13 @@ from kerneltune.tl_lib import (
     magnitude,
     magnitude_to_fp32,
     reciprocal,
-    store_transposed,
-    store_transposed_words,
     to_fp8,
     to_fp8_pair,
     to_fp8_words,
     values,
     wide,
 )
+from kerneltune.tl_transpose import store_transposed, store_transposed_words
 
 
 @triton.jit

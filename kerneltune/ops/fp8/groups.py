@@ -4,12 +4,13 @@ Kernel in kernels.py. May import cache, device, spec, tl_lib, launch, workspace.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 
+from kerneltune import cache
 from kerneltune.arguments import DTYPE_NAMES, ITEMSIZE, in_pairs
+from kerneltune.groups import group_ends
 from kerneltune.launch import phases, resident
 from kerneltune.ops.fp8 import kernels, reference
 from kerneltune.ops.fp8.common import (
@@ -185,13 +186,6 @@ def _launch(parts, offs, groups: int, rows: int, c: GroupConfig, fp8_format: str
         )  # fmt: skip
 
 
-def _resolve(case: Case, knobs: dict[str, Any] | None) -> GroupConfig | None:
-    if knobs is None:
-        return default(case)
-    config = GroupConfig(**knobs)
-    return config if valid(case, config) is None else None
-
-
 def space(case: Case) -> Space:
     """Tiles from 64 x 32 to 512 x 128; no taller than experts are."""
     rows = (64, 128, 256, 512) if "M" in dict(case.axes) else (64, 128, 256) if case["N"] > 64 else (64,)
@@ -228,6 +222,9 @@ def default(case: Case) -> GroupConfig:
     return GroupConfig(rows=128, cols=128, warps=4, ctas=3, stages=1, ahead=1, reload=True)
 
 
+_resolve = cache.resolver(GroupConfig, valid, default)
+
+
 def weight_inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     """w (E, K, N), column-major."""
     E, K, N, dtype = case["E"], case["K"], case["N"], getattr(torch, case.dtype)
@@ -238,14 +235,14 @@ def weight_inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
 def group_inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     """x (M, N) and offs (G,)."""
     x = reference.values((case["M"], case["N"]), getattr(torch, case.dtype), device, seed, bool(case.option("special")))
-    return {"x": x, "offs": reference.group_ends(case, device, seed)} | reference.options(case)
+    return {"x": x, "offs": group_ends(case, case["G"], device, seed)} | reference.options(case)
 
 
 def dual_inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     """x1 (M, N1), x2 (M, N2) and offs (G,)."""
     dtype, special = getattr(torch, case.dtype), bool(case.option("special"))
     xs = {f"x{i}": reference.values((case["M"], case[f"N{i}"]), dtype, device, seed + i, special) for i in (1, 2)}
-    return xs | {"offs": reference.group_ends(case, device, seed)} | reference.options(case)
+    return xs | {"offs": group_ends(case, case["G"], device, seed)} | reference.options(case)
 
 
 def weight_reference(inputs: Inputs) -> Outputs:

@@ -1,4 +1,4 @@
-"""Quantise down the columns of groups of rows and transpose, reading the input from memory once. May import tl_lib.
+"""Quantise down the columns of groups of rows and transpose, reading the input from memory once. May import tl_lib, tl_transpose.
 
 A group's scale per column needs all rows of the group, and the output wants the rows side by side. A stripe, COLS columns of a
 group, is cut into tiles of ROWS rows. Programs raise the stripe's largest magnitudes with their tiles, wait for the stripe, and
@@ -12,17 +12,8 @@ import triton.language as tl
 
 from kerneltune.ops.fp8.tiles import locate_fitted, locate_in_weights, number_tiles, raise_columns, start_of
 from kerneltune.tl_exchange import arrive, await_arrivals, close_launch, launch_tag, published
-from kerneltune.tl_lib import (
-    amax_to_scale,
-    load_constant,
-    reciprocal,
-    store_transposed,
-    store_transposed_words,
-    to_fp8,
-    to_fp8_words,
-    values,
-    wide,
-)
+from kerneltune.tl_lib import amax_to_scale, load_constant, reciprocal, to_fp8, to_fp8_words, values, wide
+from kerneltune.tl_transpose import store_transposed, store_transposed_words
 
 
 @triton.jit

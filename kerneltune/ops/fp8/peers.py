@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from kerneltune.ops.fp8.reference import FP8, group_ends
+from kerneltune.groups import group_ends
+from kerneltune.ops.fp8.reference import FP8
 from kerneltune.spec import Case, Inputs, Outputs
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
@@ -251,7 +252,7 @@ def not_torchao_group(case: Case) -> str | None:
     mean = -(-case["M"] // case["G"])
     held = max(256, 1 << max(0, mean - 1).bit_length())
     if case["M"] and held <= 2048:
-        ends = group_ends(case, "cpu", 0).tolist()
+        ends = group_ends(case, case["G"], "cpu", 0).tolist()
         largest = max(end - start for start, end in zip([0, *ends], ends, strict=False))
         if largest > held:
             return f"wrong: loses the rows of a group beyond {held}"

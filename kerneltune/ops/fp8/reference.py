@@ -67,27 +67,6 @@ def chosen(inputs: Inputs) -> dict[str, Any]:
     return {name: inputs[name] for name in ("fp8_format", "pow2", "inverse")}
 
 
-def group_ends(case: Case, device: str, seed: int) -> torch.Tensor:
-    """(G,) int32, where each group's rows end.
-
-    The option `groups`: `balanced`, equal up to a multiple of 16; `zipf`, the i-th largest as 1/i, multiples of 16, shuffled;
-    `ragged`, cut at random rows, some of the groups empty.
-    """
-    M, G = case["M"], case["G"]
-    generator = torch.Generator().manual_seed(seed)
-    if case.option("groups") == "ragged":
-        ends = torch.randint(0, M + 1, (G,), generator=generator).sort().values
-        ends[1::5] = ends[0::5][: ends[1::5].numel()]
-    else:
-        shares = torch.ones(G, dtype=torch.float64)
-        if case.option("groups") == "zipf":
-            shares = (1.0 / torch.arange(1, G + 1, dtype=torch.float64))[torch.randperm(G, generator=generator)]
-        ends = (shares.cumsum(0) / shares.sum() * M / 16).round() * 16
-    ends = ends.clamp(max=M)
-    ends[-1] = M
-    return ends.to(torch.int32).to(device if device != "meta" else "meta")
-
-
 def scale_of(amax: torch.Tensor, fp8_format: str, pow2: bool) -> torch.Tensor:
     """The multiplier for what has this largest magnitude."""
     scale = (torch.finfo(FP8[fp8_format]).max / amax.double().clamp(min=1e-12)).float()

@@ -4,11 +4,11 @@ Kernel in row_kernels.py. May import cache, device, spec, tl_lib, launch.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 
+from kerneltune import cache
 from kerneltune.arguments import ITEMSIZE, check_matrix
 from kerneltune.launch import resident
 from kerneltune.ops.fp8 import reference, row_kernels
@@ -123,13 +123,6 @@ def _cast(
     return q, scale
 
 
-def _resolve(case: Case, knobs: dict[str, Any] | None) -> RowConfig | None:
-    if knobs is None:
-        return default(case)
-    config = RowConfig(**knobs)
-    return config if valid(case, config) is None else None
-
-
 def space(case: Case) -> Space:
     """Loads from an eighth of a row to a whole row; up to four rows, more where they are short."""
     K = case["K"]
@@ -194,6 +187,9 @@ def default(case: Case) -> RowConfig:
         return RowConfig(1, cols, warps=min(16, max(1, cols // 512)), ctas=0, stages=1, reload=False)
     cols = 2048 if K % 2048 == 0 or K > 20000 else 1024
     return RowConfig(1, cols, warps=cols // 256, ctas=0, stages=1, reload=True)
+
+
+_resolve = cache.resolver(RowConfig, valid, default)
 
 
 def _power_of_two(n: int) -> int:

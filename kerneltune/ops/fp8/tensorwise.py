@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from kerneltune import cache
 from kerneltune.arguments import ITEMSIZE, check_matrix
+from kerneltune.groups import group_ends
 from kerneltune.launch import phases, resident
 from kerneltune.ops.fp8 import reference, tensorwise_kernels
 from kerneltune.ops.fp8.common import QUANT_OPTIONS, best_config, check_format, check_offs, check_weights, scale_of_nothing
@@ -205,13 +207,6 @@ def _check(fp8_format: str, layout: str) -> None:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout=}")
 
 
-def _resolve(case: Case, knobs: dict[str, Any] | None) -> SegmentConfig | None:
-    if knobs is None:
-        return default(case)
-    config = SegmentConfig(**knobs)
-    return config if valid(case, config) is None else None
-
-
 def space(case: Case) -> Space:
     """Wide tiles where rows go out as rows, tall ones where they go out transposed."""
     wide = tuple(cols for cols in (128, 256, 512, 1024) if cols == 128 or cols < 2 * case["K"])
@@ -252,6 +247,9 @@ def default(case: Case) -> SegmentConfig:
     return SegmentConfig(rows=64 if case.dtype == "float32" else 128, cols=64, warps=8, ctas=0, stages=1, staged=False)
 
 
+_resolve = cache.resolver(SegmentConfig, valid, default)
+
+
 def sanitised(inputs: Inputs, x: torch.Tensor) -> dict[str, torch.Tensor]:
     """What the reference gives for one segment (rows, cols) under the inputs' options: q, and scale (1,)."""
     flat = torch.nan_to_num(x).reshape(1, -1)
@@ -267,7 +265,7 @@ def matrix_inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
 
 def group_inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     """x (M, K), offs (G,) and layout."""
-    return {**matrix_inputs(case, device=device, seed=seed), "offs": reference.group_ends(case, device, seed)}
+    return {**matrix_inputs(case, device=device, seed=seed), "offs": group_ends(case, case["G"], device, seed)}
 
 
 def weight_inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:

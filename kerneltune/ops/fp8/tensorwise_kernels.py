@@ -2,7 +2,7 @@
 
 A segment is a tensor, an expert or a token group. Tiles of ROWS x COLS are numbered segment by segment; every tile is of one
 segment. The first launch leaves the largest magnitudes in a workspace, the second walks the tiles in reverse, so that it finds
-the end of what the first has read in L2, and closes the launch. May import cast, kernels, tl_lib.
+the end of what the first has read in L2, and closes the launch. May import cast, kernels, tl_lib, tl_transpose.
 """
 
 import triton
@@ -10,16 +10,8 @@ import triton.language as tl
 
 from kerneltune.ops.fp8.tiles import locate_block, start_of
 from kerneltune.tl_exchange import close_launch, launch_tag, publish, published, raise_published
-from kerneltune.tl_lib import (
-    amax_to_scale,
-    load_constant,
-    magnitude,
-    magnitude_to_fp32,
-    reciprocal,
-    store_transposed,
-    to_fp8,
-    wide,
-)
+from kerneltune.tl_lib import amax_to_scale, load_constant, magnitude, magnitude_to_fp32, reciprocal, to_fp8, wide
+from kerneltune.tl_transpose import store_transposed
 
 
 @triton.jit

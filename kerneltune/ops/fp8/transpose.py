@@ -1,10 +1,9 @@
 """Transpose of an fp8 matrix, bytes as they are: the layout that the other operand of a scaled product wants.
 
-May import arguments, cache, device, spec, tl_lib, launch.
+May import arguments, cache, device, spec, tl_lib, tl_transpose, launch.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -14,7 +13,8 @@ from kerneltune import cache, device
 from kerneltune.launch import resident
 from kerneltune.ops.fp8.reference import FP8
 from kerneltune.spec import Case, Inputs, Outputs, Space, Traffic
-from kerneltune.tl_lib import store_transposed, wide
+from kerneltune.tl_lib import wide
+from kerneltune.tl_transpose import store_transposed
 
 _SHARED_BYTES = 225_000
 
@@ -126,13 +126,6 @@ def _best(M: int, N: int) -> TransposeConfig:
     return found
 
 
-def _resolve(case: Case, knobs: dict[str, Any] | None) -> TransposeConfig | None:
-    if knobs is None:
-        return default(case)
-    config = TransposeConfig(**knobs)
-    return config if valid(case, config) is None else None
-
-
 def space(_case: Case) -> Space:
     """Tiles of which a row of either side is two memory sectors to sixteen."""
     return {"rows": (64, 128, 256), "cols": (64, 128, 256), "warps": (4, 8), "ctas": (0, 2, 4, 8), "stages": (1, 2, 3)}
@@ -154,6 +147,9 @@ def valid(_case: Case, config: TransposeConfig) -> str | None:
 def default(_case: Case) -> TransposeConfig:
     """A config for any shape."""
     return TransposeConfig(rows=128, cols=128, warps=8, ctas=0, stages=1)
+
+
+_resolve = cache.resolver(TransposeConfig, valid, default)
 
 
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:

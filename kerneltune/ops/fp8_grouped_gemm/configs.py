@@ -1,15 +1,15 @@
 """What can be chosen about a grouped product: Triton's kernel and its tiles, or torch's CUTLASS kernel; the default.
 
-Launches nothing. Imports the standard library and spec.
+Launches nothing. May import arguments and spec.
 """
 
 from dataclasses import dataclass
 
+from kerneltune.arguments import ITEMSIZE
 from kerneltune.spec import Case, Space
 
 BACKENDS = ("triton", "cutlass")
 _SHARED_BYTES = 232448 - 1024
-_ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def valid(case: Case, config: GemmConfig) -> str | None:
 
 def _shared_bytes(case: Case, config: GemmConfig) -> int:
     tiles = config.stages * (config.rows + config.cols) * config.depth
-    return tiles + config.rows * config.cols * _ITEMSIZE[case.dtype] // config.parts
+    return tiles + config.rows * config.cols * ITEMSIZE[case.dtype] // config.parts
 
 
 def default(case: Case) -> GemmConfig:

@@ -16,10 +16,10 @@ from kerneltune.arguments import DTYPE_NAMES, check_like
 from kerneltune.launch import resident
 from kerneltune.ops.fp8_grouped_gemm import kernels, scaled_mm
 from kerneltune.ops.fp8_grouped_gemm.configs import GemmConfig, default, valid
-from kerneltune.spec import Case
 
 MOST_GROUPS = 1024
 _FREE_AXES = ("M", "E")
+_resolve = cache.resolver(GemmConfig, valid, default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,13 +150,6 @@ def _best(p: Product, dtype: str) -> GemmConfig:
         "fp8_grouped_gemm", "optimized", slug, p.axes, dtype, "fp8", options, "cold", _FREE_AXES, None, _resolve
     )
     return found
-
-
-def _resolve(case: Case, knobs: dict[str, Any] | None) -> GemmConfig | None:
-    if knobs is None:
-        return default(case)
-    config = GemmConfig(**knobs)
-    return config if valid(case, config) is None else None
 
 
 def _checked(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> Product:

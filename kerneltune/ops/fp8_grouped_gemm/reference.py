@@ -11,6 +11,7 @@ import torch
 
 from kerneltune.agreement import close
 from kerneltune.arguments import ITEMSIZE
+from kerneltune.groups import group_ends
 from kerneltune.spec import Case, Inputs, Option, Outputs, Traffic
 
 OPTIONS: dict[str, tuple[Option, ...]] = {
@@ -28,28 +29,6 @@ _MOST_ERROR = 1 / 64
 _SCALE = 2.0**-6
 
 
-def group_ends(case: Case, device: str, seed: int) -> torch.Tensor:
-    """(E,) int32, where each group's tokens end.
-
-    The option `groups`: `balanced`, equal up to a multiple of 16; `zipf`, the i-th largest as 1/i, multiples of 16, shuffled;
-    `ragged`, cut at random tokens, multiples of 16 for weight gradients, some of the groups empty, the last among them.
-    """
-    M, E = case["M"], case["E"]
-    step = 16 if case.option("product") == "weights" else 1
-    generator = torch.Generator().manual_seed(seed)
-    if case.option("groups") == "ragged":
-        ends = torch.randint(0, M // step + 1, (E,), generator=generator).sort().values * step
-        ends[1::4] = ends[0::4][: ends[1::4].numel()]
-        ends[-2:] = M
-    else:
-        shares = torch.ones(E, dtype=torch.float64)
-        if case.option("groups") == "zipf":
-            shares = (1.0 / torch.arange(1, E + 1, dtype=torch.float64))[torch.randperm(E, generator=generator)]
-        ends = (shares.cumsum(0) / shares.sum() * M / 16).round() * 16
-        ends[-1] = M
-    return ends.clamp(max=M).to(torch.int32).to(device)
-
-
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     """a, b, scale_a, scale_b and offs as `fp8_grouped_gemm` takes them, and whether sums are exact."""
     M, N, K, E = (case[axis] for axis in ("M", "N", "K", "E"))
@@ -64,7 +43,8 @@ def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
         sizes = ((M,), (E, N)) if rowwise else ((1,), (E,))
     scale_a, scale_b = (_scales(size, device, generator) for size in sizes)
     return {
-        "a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b, "offs": group_ends(case, device, seed), "exact": exact,
+        "a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b, "exact": exact,
+        "offs": group_ends(case, E, device, seed, multiple=16 if weights else 1),
         "out_dtype": getattr(torch, case.dtype),
     }  # fmt: skip
 

@@ -121,13 +121,6 @@ def group_option(weight: Int4Weight) -> int:
     return weight.group if weight.group in GROUPS else 0
 
 
-def _resolve(case: Case, knobs: dict[str, Any] | None) -> Int4Config | None:
-    if knobs is None:
-        return default(case)
-    config = Int4Config(**knobs)
-    return config if valid(case, config) is None else None
-
-
 def space(case: Case) -> Space:
     """Tiles of as many tokens as there are, or fewer; up to 16 warps."""
     N = case["N"]
@@ -165,6 +158,9 @@ def default(case: Case) -> Int4Config:
     while splits_of(case["K"], Int4Config(tokens, 1, along, steps, early=False)) > _MOST_SPLITS:
         along *= 2
     return Int4Config(tokens, min(2 if row_blocks > 1 else 1, 8 // along), along, steps, early=False)
+
+
+_resolve = cache.resolver(Int4Config, valid, default)
 
 
 def run(inputs: Inputs, config: Int4Config | None) -> Outputs:

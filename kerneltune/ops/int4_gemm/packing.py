@@ -19,6 +19,7 @@ MIDDLE = 8
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight consecutive codes lies in nibble i: pairs of consecutive codes are 16 bits apart. AWQ has the same order."""
+_MOST_CODE = 15
 _MOST_ZERO = 16
 
 
@@ -115,8 +116,10 @@ def quantise(w: torch.Tensor, group: int, zeros: bool = False) -> Codes:
     Raises:
         ValueError: sizes that cannot be packed, or weights that are not finite.
     """
-    if w.ndim != 2 or w.dtype not in (torch.float16, torch.bfloat16) or not bool(w.isfinite().all()):
-        raise ValueError(f"w must be (M, K) float16 or bfloat16 and finite, got {tuple(w.shape)} {w.dtype}")
+    if w.ndim != 2 or w.dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"w must be (M, K) float16 or bfloat16, got {tuple(w.shape)} {w.dtype}")
+    if not bool(w.isfinite().all()):
+        raise ValueError(f"w must be finite, got {int((~w.isfinite()).sum())} that are not")
     rows, depth = w.shape
     check_sizes(rows, depth, group)
     groups = w.float().view(rows, -1, group)
@@ -206,19 +209,24 @@ def to_awq(codes: Codes) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tenso
 
 def _check_codes(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> tuple[int, int, int]:
     """M, K and the group size."""
-    if codes.ndim != 2 or codes.dtype != torch.uint8 or not codes.numel() or int(codes.max()) > 15:
-        raise ValueError(f"codes must be (M, K) uint8 of 0 … 15, got {tuple(codes.shape)} {codes.dtype}")
+    if codes.ndim != 2 or codes.dtype != torch.uint8 or not codes.numel():
+        raise ValueError(f"codes must be (M, K) uint8, got {tuple(codes.shape)} {codes.dtype}")
+    if int(codes.max()) > _MOST_CODE:
+        raise ValueError(f"codes must be 0 … {_MOST_CODE}, got {int(codes.max())}")
     rows, depth = codes.shape
     if scales.ndim != 2 or scales.shape[0] != rows or scales.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"scales must be ({rows}, groups) float16 or bfloat16, got {tuple(scales.shape)} {scales.dtype}")
     if not scales.shape[1] or depth % scales.shape[1]:
         raise ValueError(f"k must be a multiple of the group: k={depth} is not {scales.shape[1]} whole groups")
     if scales.device != codes.device or (zeros is not None and zeros.device != codes.device):
-        raise ValueError(f"codes, scales and zeros must be on one device, got {codes.device} and {scales.device}")
+        where = ", ".join(str(t.device) for t in (codes, scales, zeros) if t is not None)
+        raise ValueError(f"codes, scales and zeros must be on one device, got {where}")
     if not bool(scales.isfinite().all()):
         raise ValueError(f"scales must be finite, got {int((~scales.isfinite()).sum())} that are not")
-    if zeros is not None and (zeros.shape != scales.shape or zeros.dtype != torch.uint8 or int(zeros.max()) > _MOST_ZERO):
-        raise ValueError(f"zeros must be {tuple(scales.shape)} uint8 of 0 … 16, got {tuple(zeros.shape)} {zeros.dtype}")
+    if zeros is not None and (zeros.shape != scales.shape or zeros.dtype != torch.uint8):
+        raise ValueError(f"zeros must be {tuple(scales.shape)} uint8, got {tuple(zeros.shape)} {zeros.dtype}")
+    if zeros is not None and int(zeros.max()) > _MOST_ZERO:
+        raise ValueError(f"zeros must be 0 … {_MOST_ZERO}, got {int(zeros.max())}")
     return rows, depth, depth // scales.shape[1]
 
 

@@ -17,7 +17,6 @@ from kerneltune.spec import Case, Inputs, Outputs, Traffic
 OPTIONS = {"group": (64, 32, 128, 0), "zeros": (False, True), "bias": (False, True)}
 """group: k that share a scale, 0 for all; zeros: zero points instead of 8."""
 
-_UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 _CHUNK_ROWS = 4096
 _ENOUGH = 512
 """Results whose mean error says something."""
@@ -106,7 +105,7 @@ def compare(_case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) ->
     """Every element within what rounding weights and result explains, and on average no further from fp64 than one and a half
     times the product of x with the rounded weights."""
     got, want = outputs["y"], expected["y"]
-    unit = _UNIT[inputs["x"].dtype] * (1 if got.is_cuda else 2)  # Triton's interpreter truncates bf16
+    unit = torch.finfo(inputs["x"].dtype).eps * (0.5 if got.is_cuda else 1)  # Triton's interpreter truncates bf16
     errors = close("y", got, want.float(), 2 * unit, (6 * unit * expected["spread"]).float())
     if errors or got.numel() < _ENOUGH:
         return errors

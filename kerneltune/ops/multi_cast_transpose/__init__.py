@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -204,11 +204,6 @@ def _best(xs: Sequence[torch.Tensor]) -> MultiCastConfig:
     return found
 
 
-def _resolve(case: Case, knobs: dict[str, Any] | None) -> MultiCastConfig | None:
-    config = default(case) if knobs is None else MultiCastConfig(**knobs)
-    return config if valid(case, config) is None else None
-
-
 def shapes(case: Case) -> list[tuple[int, int]]:
     """The shapes of a case's matrices: (M, N) each, or under `mixed` sizes from a quarter to all of it, some not round."""
     M, N = case["M"], case["N"]
@@ -312,6 +307,9 @@ def valid(case: Case, config: MultiCastConfig) -> str | None:
 def default(_case: Case) -> MultiCastConfig:
     """A config for any shapes."""
     return MultiCastConfig(rows=64, cols=128, warps=4, ctas=3, stages=3)
+
+
+_resolve = cache.resolver(MultiCastConfig, valid, default)
 
 
 OPS = (

@@ -1,9 +1,10 @@
-"""The kernel: a tile of one of many matrices, cast and transposed. May import tl_lib."""
+"""The kernel: a tile of one of many matrices, cast and transposed. May import tl_lib, tl_transpose."""
 
 import triton
 import triton.language as tl
 
-from kerneltune.tl_lib import load_constant, quantize, reciprocal, store_transposed, wide
+from kerneltune.tl_lib import load_constant, quantize, reciprocal, wide
+from kerneltune.tl_transpose import store_transposed
 
 
 @triton.jit

@@ -7,7 +7,7 @@ All in fp32 inside; with zero-centred gamma γ = weight + 1, added in fp32. Sour
 RMSNorm and of its pull request 593.
 """
 
-from kerneltune.ops.rmsnorm import optimized, peers, reference, te
+from kerneltune.ops.rmsnorm import configs, optimized, peers, reference, te
 from kerneltune.ops.rmsnorm.optimized import RMSNormOutput, rmsnorm_bwd, rmsnorm_fwd
 from kerneltune.spec import Op, Variant
 
@@ -48,10 +48,10 @@ RMSNORM_FWD = Op(
         Variant(
             "optimized",
             optimized.run_fwd,
-            optimized.FwdConfig,
-            optimized.space_fwd,
-            optimized.valid_fwd,
-            default=optimized.default_fwd,
+            configs.FwdConfig,
+            configs.space_fwd,
+            configs.valid_fwd,
+            default=configs.default_fwd,
         ),
         Variant("eager", peers.eager_fwd, unsupported=peers.not_empty, requires=("torch",)),
         Variant("compile", peers.compile_fwd, unsupported=peers.not_empty, requires=("torch",)),
@@ -93,10 +93,10 @@ RMSNORM_BWD = Op(
         Variant(
             "optimized",
             optimized.run_bwd,
-            optimized.BwdConfig,
-            optimized.space_bwd,
-            optimized.valid_bwd,
-            default=optimized.default_bwd,
+            configs.BwdConfig,
+            configs.space_bwd,
+            configs.valid_bwd,
+            default=configs.default_bwd,
         ),
         Variant("eager", peers.eager_bwd, unsupported=peers.not_empty, requires=("torch",)),
         Variant("compile", peers.compile_bwd, unsupported=peers.not_empty, requires=("torch",)),

@@ -6,7 +6,7 @@
 import triton
 import triton.language as tl
 
-from kerneltune.tl_exchange import await_published, close_launch, launch_tag, publish, published
+from kerneltune.tl_exchange import close_launch, launch_tag, publish, sum_of_published
 from kerneltune.tl_lib import held, load_constant, to_pairs, values, wide
 
 
@@ -35,15 +35,6 @@ def _products(dz, x, g, ZERO_CENTERED: tl.constexpr, PAIRS: tl.constexpr, dtype:
     if PAIRS == 2:
         s += values(dz, 1, PAIRS, dtype) * _gamma(g, 1, ZERO_CENTERED, PAIRS, dtype) * values(x, 1, PAIRS, dtype)
     return s
-
-
-@triton.jit
-def _total(ws_ptr, tile, tag, ROWS: tl.constexpr, PARTS: tl.constexpr, PHASE: tl.constexpr):
-    """The (ROWS,) sums over all parts of a tile's rows, added in the same order in every program and every run."""
-    parts = tl.arange(0, triton.next_power_of_2(PARTS))
-    index = (tile * PARTS + tl.where(parts < PARTS, parts, 0))[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-    partials = await_published(ws_ptr, index, tag) if PHASE == 0 else published(ws_ptr, index)
-    return tl.sum(tl.where((parts < PARTS)[:, None], partials, 0.0), axis=0)
 
 
 @triton.jit
@@ -98,7 +89,7 @@ def _rmsnorm_bwd_main(
                 publish(ws_ptr, ahead * (PARTS * ROWS) + slots, partial, tag, lanes * 0 + ahead < tiles)
             total = tl.zeros((ROWS,), dtype=tl.float32)
             if PHASE != 1:
-                total = _total(ws_ptr, tile, tag, ROWS, PARTS, PHASE)
+                total = sum_of_published(ws_ptr, tile, tag, ROWS, PARTS, PHASE)
         else:
             sums = tl.zeros((ROWS, COLS), dtype=tl.float32)
             for c in tl.static_range(CHUNKS):

@@ -2,13 +2,14 @@
 
 Rows live in registers. A row too long for one program is shared by `PARTS` programs, which publish their partial sums and
 wait for each other's inside the launch (PHASE 0), or in two launches (PHASE 1 publishes, PHASE 2 collects). A program
-publishes its next tile before it waits for the present one, so that the wait is over when it begins. May import tl_lib.
+publishes its next tile before it waits for the present one, so that the wait is over when it begins. May import tl_lib and
+tl_exchange.
 """
 
 import triton
 import triton.language as tl
 
-from kerneltune.tl_exchange import await_published, close_launch, launch_tag, publish, published
+from kerneltune.tl_exchange import close_launch, launch_tag, publish, sum_of_published
 from kerneltune.tl_lib import held, quantize, reciprocal, wide
 
 
@@ -47,15 +48,6 @@ def _gamma(g, ZERO_CENTERED: tl.constexpr):
 def _amax_by_eights(y):
     """|y| (R, C) to (R, C // 8): the largest of eight neighbours, which one thread holds; NaN is passed over."""
     return tl.max(tl.reshape(tl.abs(y), (y.shape[0], y.shape[1] // 8, 8)), axis=2)
-
-
-@triton.jit
-def _total(ws_ptr, tile, tag, ROWS: tl.constexpr, PARTS: tl.constexpr, PHASE: tl.constexpr):
-    """The (ROWS,) sums over all parts of a tile's rows, added in the same order in every program and every run."""
-    parts = tl.arange(0, triton.next_power_of_2(PARTS))
-    index = (tile * PARTS + tl.where(parts < PARTS, parts, 0))[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-    partials = await_published(ws_ptr, index, tag) if PHASE == 0 else published(ws_ptr, index)
-    return tl.sum(tl.where((parts < PARTS)[:, None], partials, 0.0), axis=0)
 
 
 @triton.jit
@@ -177,7 +169,7 @@ def _rmsnorm_fwd_loop(
                 publish(ws_ptr, ahead * (PARTS * ROWS) + slots, _sum_of_squares(x_next), tag, lanes * 0 + ahead < tiles)
             total = tl.zeros((ROWS,), dtype=tl.float32)
             if PHASE != 1:
-                total = _total(ws_ptr, tile, tag, ROWS, PARTS, PHASE)
+                total = sum_of_published(ws_ptr, tile, tag, ROWS, PARTS, PHASE)
         else:
             squares = tl.zeros((ROWS, COLS), dtype=tl.float32)
             for c in tl.static_range(CHUNKS):

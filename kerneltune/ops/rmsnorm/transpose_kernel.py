@@ -1,4 +1,4 @@
-"""RMSNorm into fp8 and its transpose, x read from memory once. May import tl_lib, tl_exchange.
+"""RMSNorm into fp8 and its transpose, x read from memory once. May import tl_lib, tl_transpose, tl_exchange.
 
 A tile is ROWS rows of a part of the columns; PARTS programs share the rows. Each publishes its part of the sums of squares, some
 add them up, a few rows each, and publish 1 / rms, for which all wait before they read the tile again, from L2. A program runs two
@@ -13,15 +13,8 @@ import triton
 import triton.language as tl
 
 from kerneltune.tl_exchange import await_all, await_published, close_launch, launch_tag, publish, published
-from kerneltune.tl_lib import (
-    quantize,
-    reciprocal,
-    saturate,
-    store_turned,
-    to_fp8_pair,
-    values,
-    wide,
-)
+from kerneltune.tl_lib import quantize, reciprocal, saturate, to_fp8_pair, values, wide
+from kerneltune.tl_transpose import store_turned
 
 
 @triton.jit

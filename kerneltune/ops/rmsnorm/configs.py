@@ -1,0 +1,175 @@
+"""What can be chosen about the `optimized` variants: their configs, what makes a config valid, the defaults.
+
+Launches nothing. May import arguments and spec.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+
+from kerneltune.arguments import ITEMSIZE
+from kerneltune.spec import Case, Space
+
+_SHARED_BYTES = 225_000
+_MAX_PARTS = 64
+_MAX_PARTS_OF_TILE = 128
+
+
+@dataclass(frozen=True, slots=True)
+class FwdConfig:
+    """Forward.
+
+    rows: of a tile; cols: of a load; split: programs share a row, one load each (always so with a transpose), or one
+    program loops over it; warps: of a program; ctas: programs per multiprocessor, each looping over tiles, or 0 for a
+    program per tile; stages: depth of that loop's load pipeline; reload: read x once more, from L2, instead of holding it.
+    """
+
+    rows: int
+    cols: int
+    split: bool
+    warps: int
+    ctas: int
+    stages: int
+    reload: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BwdConfig:
+    """Backward: reduce_cols, columns per program of the dγ reduction; all others as in FwdConfig."""
+
+    rows: int
+    cols: int
+    split: bool
+    warps: int
+    ctas: int
+    stages: int
+    reduce_cols: int
+
+
+def space_fwd(case: Case) -> Space:
+    """Loads from a quarter of a row to a whole row; with a transpose tiles of 16 to 64 rows, of which a row of the
+    transposed tile is half a memory sector to two."""
+    whole = _power_of_two(case["N"])
+    if case.quant == "fp8_t":
+        cols = (128, 256, 512) if whole <= 16384 else (256, 512, 1024)
+        shape: Space = {"rows": (16, 32, 64, 128), "cols": cols, "split": (True,), "warps": (2, 4, 8, 16)}
+        return {**shape, "ctas": (1, 2, 3, 4, 6, 8), "stages": (1, 2), "reload": (True,)}
+    long = whole > 8192
+    smallest = max(512, whole >> 3 if case["N"] % 8 or long else whole >> 1)
+    return {
+        "rows": (1, 2, 4) if whole <= 2048 else (1,) if long else (1, 2),
+        "cols": tuple(cols for cols in (whole >> k for k in range(5)) if smallest <= cols <= 16384 or cols == whole <= 32768),
+        "split": (False, True) if long else (False,),
+        "warps": (2, 4, 8, 16, 32) if whole > 1024 else (1, 2, 4, 8),
+        "ctas": (0, 2, 4) if whole <= 16384 else (0, 1, 2, 4),
+        "stages": (1, 2, 3),
+        "reload": (False, True) if whole >= 2048 else (False,),
+    }
+
+
+def space_bwd(case: Case) -> Space:
+    """Tiles of up to four rows, one program to a row or several."""
+    whole = _power_of_two(case["N"])
+    smallest = max(1024, whole >> 3 if whole > 4096 else whole >> 2)
+    cols = tuple(cols for cols in (whole >> k for k in range(5)) if smallest <= cols <= 16384 or cols == whole <= 4096)
+    return {
+        "rows": (1, 2, 4),
+        "cols": cols,
+        "split": (False, True) if whole > 4096 else (False,),
+        "warps": (4, 8, 16, 32) if whole > 8192 else (4, 8, 16),
+        "ctas": (1, 2, 4),
+        "stages": (2, 3, 4),
+        "reduce_cols": (32,),
+    }
+
+
+def valid_fwd(case: Case, config: FwdConfig) -> str | None:
+    """Why a forward config cannot run, or cannot be worth running."""
+    loads = triton.cdiv(case["N"], config.cols)
+    if case.quant == "fp8_t":
+        return _invalid_transpose(case, loads, config)
+    if config.split and loads == 1:
+        return "one load holds the row: nothing to split"
+    if not config.split and loads > 1 and loads * config.cols * 3 > _power_of_two(case["N"]) * 4:
+        return f"{loads} loads of {config.cols} leave a quarter of the lanes idle"
+    if not config.split and loads > 16:
+        return f"{loads} loads to a row"
+    if (config.ctas == 0) != (config.stages == 1):
+        return "a pipeline of loads needs a loop over tiles, and the loop needs the pipeline"
+    if config.reload and (config.split or config.ctas):
+        return "reloading pays where one program has the whole row, and there are many programs"
+    elements = config.rows * config.cols * (1 if config.split or config.reload else loads)
+    return _invalid_tile(case, elements, loads if config.split else 1, config, tensors=1)
+
+
+def valid_bwd(case: Case, config: BwdConfig) -> str | None:
+    """Why a backward config cannot run, or cannot be worth running."""
+    loads = triton.cdiv(case["N"], config.cols)
+    if config.split and loads == 1:
+        return "one load holds the row: nothing to split"
+    if not config.split and loads > 1 and loads * config.cols * 3 > _power_of_two(case["N"]) * 4:
+        return f"{loads} loads of {config.cols} leave a quarter of the lanes idle"
+    if not config.split and loads > 8:
+        return f"{loads} loads to a row"
+    elements = config.rows * config.cols * (1 if config.split else loads)
+    return _invalid_tile(case, elements, loads if config.split else 1, config, tensors=2)
+
+
+def _invalid_transpose(case: Case, parts: int, c: FwdConfig) -> str | None:
+    elements = c.rows * c.cols
+    per_thread = elements / (32 * c.warps)
+    if not c.split or not c.reload or c.rows % 4 or not c.ctas:
+        return "a transpose needs tiles of a multiple of 4 rows, split, in a loop, and reads them again"
+    if parts > _MAX_PARTS_OF_TILE:
+        return f"{parts} programs share a row, at most {_MAX_PARTS_OF_TILE} may"
+    if not 16 <= per_thread <= 128:
+        return f"{per_thread:g} elements per thread"
+    if c.ctas * c.warps > 48 or c.ctas * c.warps < 4:
+        return f"{c.ctas * c.warps} warps per multiprocessor"
+    words = per_thread * ITEMSIZE[case.dtype] / 4
+    if c.ctas * c.warps * 32 * (words + 32) > 65536 + 8192:
+        return "more registers than a multiprocessor has"
+    shared = c.ctas * elements * ((c.stages - 1) * ITEMSIZE[case.dtype] + 1)
+    return f"{shared} bytes of shared memory" if shared > _SHARED_BYTES else None
+
+
+def _invalid_tile(case: Case, elements: int, parts: int, c: Any, tensors: int) -> str | None:
+    per_thread = elements / (32 * c.warps)
+    if parts > _MAX_PARTS:
+        return f"{parts} programs share a row, at most {_MAX_PARTS} may"
+    if parts > 1 and not c.ctas:
+        return "programs that share rows must be resident together: ctas must not be 0"
+    if per_thread > 64 // tensors:
+        return f"{per_thread:g} elements per thread"
+    if per_thread < 8 and c.warps > 4:
+        return f"{per_thread:g} elements per thread"
+    if c.ctas * c.warps > 32 or 0 < c.ctas * c.warps < 4:
+        return f"{c.ctas * c.warps} warps per multiprocessor"
+    if c.ctas * c.warps * 32 * (per_thread * 1.5 * tensors + 16) > 65536 + 8192:
+        return "more registers than a multiprocessor has"
+    shared = max(1, c.ctas) * max(0, c.stages - 1) * elements * ITEMSIZE[case.dtype] * tensors
+    return f"{shared} bytes of shared memory" if shared > _SHARED_BYTES else None
+
+
+def default_fwd(case: Case) -> FwdConfig:
+    """A config for any shape, by rule."""
+    whole = _power_of_two(case["N"])
+    if case.quant == "fp8_t":
+        cols = max(256, whole // _MAX_PARTS_OF_TILE)
+        return FwdConfig(rows=16384 // cols, cols=cols, split=True, warps=8, ctas=2, stages=1, reload=True)
+    split = whole > 16384
+    cols = max(8192, whole // _MAX_PARTS) if split else whole
+    return FwdConfig(1, cols, split, warps=min(16, max(1, cols // 512)), ctas=int(split), stages=1 + split, reload=False)
+
+
+def default_bwd(case: Case) -> BwdConfig:
+    """A config for any shape, by rule."""
+    whole = _power_of_two(case["N"])
+    cols = whole if whole <= 8192 else max(2048, whole // _MAX_PARTS)
+    split = cols < case["N"]
+    return BwdConfig(rows=1, cols=cols, split=split, warps=min(16, max(4, cols // 512)), ctas=1, stages=2, reduce_cols=32)
+
+
+def _power_of_two(n: int) -> int:
+    return max(16, 1 << (n - 1).bit_length())

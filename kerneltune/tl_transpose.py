@@ -1,0 +1,87 @@
+"""How tiles of bytes are stored transposed: whole words where addresses allow, byte by byte at the ends.
+
+Device code; knows no operator. May import triton and tl_lib.
+"""
+
+import triton
+import triton.language as tl
+
+from kerneltune.tl_lib import pack_bytes, words_of_pairs
+
+
+@triton.jit
+def store_transposed(q_ptr, base, ld, lo, hi, live, qs, JAGGED: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr):
+    """Rows [lo, hi) of four fp8 sub-tiles (QUADS, COLS), of which sub-tile k has the rows 4i + k, to byte base + col * ld + row.
+
+    live: (COLS,), which columns exist, all of them under EVEN. PACKED: base and ld are multiples of 4, and the bytes go out as
+    32-bit words, made of integers, never of a transposed fp8 tile (see `pack_bytes`). Else, or without JAGGED, lo is 0.
+    """
+    if PACKED:
+        store_transposed_words(q_ptr, base, ld, lo, hi, live, pack_bytes(qs[0], qs[1], qs[2], qs[3]), JAGGED, EVEN)
+    else:
+        quads = tl.arange(0, qs[0].shape[0])
+        cols = tl.arange(0, qs[0].shape[1])
+        byte_ptr = q_ptr.to(tl.pointer_type(tl.uint8)) + base
+        for k in tl.static_range(4):
+            rows = quads * 4 + k
+            mask = live[:, None] & ((rows >= lo) & (rows < hi))[None, :]
+            tl.store(byte_ptr + (cols[:, None] * ld + rows[None, :]), tl.trans(qs[k].to(tl.uint8, bitcast=True)), mask=mask)
+
+
+@triton.jit
+def store_turned(
+    q_ptr, base, ld, lo, hi, live, qs,
+    JAGGED: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """`store_transposed`, or under PAIRS of sub-tiles of int16, each the bytes of two columns."""
+    if PAIRS == 1:
+        store_transposed(q_ptr, base, ld, lo, hi, live, qs, JAGGED, EVEN, PACKED)
+    elif PACKED:
+        lower, upper = words_of_pairs(qs[0], qs[1], qs[2], qs[3])
+        store_transposed_words(q_ptr, base, ld * 2, lo, hi, live, lower, JAGGED, EVEN)
+        store_transposed_words(q_ptr, base + ld, ld * 2, lo, hi, live, upper, JAGGED, EVEN)
+    else:
+        for half in tl.static_range(2):
+            one = (byte_of(qs[0], half), byte_of(qs[1], half), byte_of(qs[2], half), byte_of(qs[3], half))
+            store_transposed(q_ptr, base + half * ld, ld * 2, lo, hi, live, one, JAGGED, EVEN, False)
+
+
+@triton.jit
+def byte_of(pair, HALF: tl.constexpr):
+    """The lower (HALF 0) or upper (1) byte of int16 pairs, as uint8."""
+    return (pair >> (8 * HALF)).to(tl.uint8)
+
+
+@triton.jit
+def store_transposed_words(q_ptr, base, ld, lo, hi, live, words, JAGGED: tl.constexpr, EVEN: tl.constexpr):
+    """`store_transposed` of words (QUADS, COLS) uint32, each of four rows of a column; base and ld are multiples of 4.
+
+    Without JAGGED lo is 0 and hi as much a multiple of 4 as ld. With it, the words at the ends that hold other rows, too, go
+    out byte by byte.
+    """
+    quads = tl.arange(0, words.shape[0])
+    cols = tl.arange(0, words.shape[1])
+    words = words.to(tl.int32, bitcast=True)
+    mask = (quads < hi // 4)[None, :]
+    if JAGGED:
+        mask = mask & (quads >= (lo + 3) // 4)[None, :]
+    if not EVEN:
+        mask = mask & live[:, None]
+    word_ptr = q_ptr.to(tl.pointer_type(tl.int32)) + base // 4
+    tl.store(word_ptr + (cols[:, None] * (ld // 4) + quads[None, :]), tl.trans(words), mask=mask, cache_modifier=".cs")
+    if JAGGED:
+        if (lo % 4 != 0) | (hi % 4 != 0):
+            byte_ptr = q_ptr.to(tl.pointer_type(tl.uint8)) + base
+            _store_end(byte_ptr, lo // 4, ld, lo, hi, live, words)
+            _store_end(byte_ptr, hi // 4, ld, lo, hi, live, words)
+
+
+@triton.jit
+def _store_end(byte_ptr, quad, ld, lo, hi, live, packed):
+    """The rows in [lo, hi) of one quad of packed words (QUADS, COLS), byte by byte."""
+    quads = tl.arange(0, packed.shape[0])
+    cols = tl.arange(0, packed.shape[1])
+    word = tl.sum(tl.where((quads == quad)[:, None], packed, 0), axis=0)
+    for k in tl.static_range(4):
+        row = quad * 4 + k
+        tl.store(byte_ptr + (cols * ld + row), (word >> (8 * k)).to(tl.uint8), mask=live & (row >= lo) & (row < hi))
