@@ -81,10 +81,28 @@ def real(pool: CompilePool) -> list[Compiled]:
     return list(pool.compile([*jobs, job(boom, "last")]))
 
 
+def fnuz(pool: CompilePool) -> list[Compiled]:
+    """Every cast into the fp8 types of AMD's CDNA 3, under its default config."""
+    from kerneltune import ops
+    from kerneltune.spec import Case
+
+    jobs = []
+    for op in ops.load().values():
+        if op.module.startswith("kerneltune.ops.fp8.") and "bfloat16" in op.dtypes:
+            sizes = {"M": 256, "N": 512, "N1": 512, "N2": 128, "K": 256, "E": 2, "G": 2}
+            for fp8_format in ("e4m3fnuz", "e5m2fnuz"):
+                options = {name: values[0] for name, values in op.options.items()} | {"fp8_format": fp8_format}
+                case = Case("fnuz", tuple((axis, sizes[axis]) for axis in op.axes), "bfloat16", "fp8", tuple(options.items()))
+                variant = op.variant("optimized")
+                jobs.append(Job(partial(op.inputs, case), variant.run, variant.default_config(case)))
+    return list(pool.compile(jobs))
+
+
 def main() -> None:
     """Print what the pool answered, as JSON."""
     with CompilePool(TARGETS["sm_90"], workers=2) as pool:
         compiled = real(pool)
         mixed = broken(pool, timeout_s=1.0)
-    answers = {"real": compiled, "broken": mixed}
+    with CompilePool(TARGETS["gfx942"], workers=2) as pool:
+        answers = {"real": compiled, "broken": mixed, "fnuz": fnuz(pool)}
     json.dump({name: [asdict(c) | {"resources": c.resources} for c in found] for name, found in answers.items()}, sys.stdout)

@@ -44,6 +44,11 @@ def test_real_kernels_compile_for_sm_90_in_the_order_of_the_jobs(answers: dict[s
     assert raised["kernels"] == [] and "RuntimeError" in raised["error"]
 
 
+def test_every_cast_compiles_into_the_fnuz_types_for_gfx942(answers: dict[str, list[dict[str, Any]]]) -> None:
+    assert [c["error"] for c in answers["fnuz"]] == [""] * 18
+    assert all(c["kernels"] for c in answers["fnuz"])
+
+
 def test_resources_of_real_kernels_are_read_from_the_binary(answers: dict[str, list[dict[str, Any]]]) -> None:
     bwd, stream, plain, transposed = (c["kernels"] for c in answers["real"][:4])
     for kernel in [*bwd, *stream, *plain, *transposed]:
