@@ -1,6 +1,7 @@
 """FP8 quantisation: layouts, special values, ragged groups, bad arguments, large tensors, torch operators."""
 
 import inspect
+from functools import partial
 
 import pytest
 import torch
@@ -180,3 +181,34 @@ def test_what_is_published_is_not_loaded_before_the_wait_for_it() -> None:
     """A pipeline would do that, and did on an H200: scales came out too large. The waiting loop of `cast_both` has none."""
     source = inspect.getsource(both_kernels.cast_both.fn)
     assert source.count("tl.range(") == source.count("num_stages=1") == 2
+
+
+def weights_of(K: int = 48, N: int = 40) -> torch.Tensor:
+    return reference.values((3, N, K), torch.bfloat16, WHERE, seed=5).transpose(1, 2)
+
+
+CASTS = {
+    "fp8_colwise_3d": fp8.fp8_colwise_3d,
+    "fp8_rowwise_3d_transpose": fp8.fp8_rowwise_3d_transpose,
+    "fp8_tensorwise_3d": partial(fp8.fp8_tensorwise_3d, layout="both"),
+}
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_weights_are_cast_into_given_tensors(name: str) -> None:
+    w = weights_of()
+    want = CASTS[name](w)
+    out = type(want)(*(torch.zeros_like(t) for t in want)) if hasattr(want, "_fields") else tuple(map(torch.zeros_like, want))
+    found = CASTS[name](w, out=out)
+    for got, given, expected in zip(found, out, want, strict=True):
+        assert got.data_ptr() == given.data_ptr() and got.stride() == expected.stride()
+        assert torch.equal(given.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_given_tensors_of_another_form_are_named(name: str) -> None:
+    w, found = weights_of(), CASTS[name](weights_of())
+    with pytest.raises(ValueError, match=r"out.* must be column-major \(3, \d+, \d+\) torch.float8_e4m3fn on .*, got \(2, "):
+        CASTS[name](w, out=type(found)(*(t[:2] for t in found)) if hasattr(found, "_fields") else tuple(t[:2] for t in found))
+    with pytest.raises(ValueError, match="got .* torch.float8_e5m2"):
+        CASTS[name](w, out=CASTS[name](w, "e5m2"))

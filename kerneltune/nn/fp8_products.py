@@ -32,16 +32,22 @@ class Fp8Weights(NamedTuple):
     scale_t: Tensor
 
 
-def cast_weights(b_t: Tensor, recipe: Recipe) -> Fp8Weights:
-    """b_t (E, K, N), column-major, in both layouts, in two launches. scale_t is scale where an expert has one scale."""
+def cast_weights(b_t: Tensor, recipe: Recipe, into: Fp8Weights | None = None) -> Fp8Weights:
+    """b_t (E, K, N), column-major, in both layouts, in two launches; scale_t is scale where an expert has one scale.
+
+    into: what an earlier call for a weight of this size and recipe returned, to be written in its place.
+    """
     E, K, N = b_t.shape
     if recipe.scaling == "tensorwise":
-        out = fp8.fp8_tensorwise_3d(b_t, layout="both", pow2=recipe.pow2, inverse=True)
+        given = None if into is None else fp8.SegmentOutput(into.q, into.q_t, into.scale)
+        out = fp8.fp8_tensorwise_3d(b_t, layout="both", pow2=recipe.pow2, inverse=True, out=given)
         assert out.q is not None and out.q_t is not None
-        return Fp8Weights(out.q, out.scale, out.q_t, out.scale)
-    q, scale = fp8.fp8_colwise_3d(b_t, pow2=recipe.pow2, inverse=True)
-    q_t, scale_t = fp8.fp8_rowwise_3d_transpose(b_t, pow2=recipe.pow2, inverse=True)
-    return Fp8Weights(q, scale.view(E, N), q_t, scale_t)
+        return into or Fp8Weights(out.q, out.scale, out.q_t, out.scale)
+    forward = None if into is None else (into.q, into.scale.view(E, 1, N))
+    backward = None if into is None else (into.q_t, into.scale_t)
+    q, scale = fp8.fp8_colwise_3d(b_t, pow2=recipe.pow2, inverse=True, out=forward)
+    q_t, scale_t = fp8.fp8_rowwise_3d_transpose(b_t, pow2=recipe.pow2, inverse=True, out=backward)
+    return into or Fp8Weights(q, scale.view(E, N), q_t, scale_t)
 
 
 @torch.library.custom_op("kerneltune::fp8_grouped_mm_fwd", mutates_args=())

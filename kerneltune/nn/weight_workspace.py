@@ -62,6 +62,9 @@ class WeightWorkspace:
             if isinstance(recipe, DelayedScaling) and recipe.known:
                 recipe.cast_weights(weight.detach(), self._cast, None if skip is None else skip.reshape(1).float())
                 return
+            if skip is None and isinstance(recipe, Recipe):
+                cast_weights(weight.detach().transpose(1, 2), recipe, self._cast)
+                return
             fresh = _cast(weight, recipe)
             for t, new in {id(t): (t, new) for t, new in zip(self._cast, fresh, strict=True)}.values():
                 if skip is None:

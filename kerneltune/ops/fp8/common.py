@@ -50,6 +50,27 @@ def check_offs(offs: torch.Tensor, where: torch.device) -> None:
         raise ValueError(f"offs must be (G,) int32 on {where}, got {tuple(offs.shape)} {offs.dtype} on {offs.device}")
 
 
+def target(
+    name: str, given: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, where: torch.device, turned: bool = False
+) -> torch.Tensor:
+    """The contiguous tensor that a result is written to: a new one, or the one given, or its transpose where that is `turned`.
+
+    Raises:
+        ValueError: the one given is another.
+    """
+    if given is None:
+        return torch.empty(shape, dtype=dtype, device=where)
+    found = given.transpose(-2, -1) if turned else given
+    if found.shape != shape or found.dtype != dtype or found.device != where or not found.is_contiguous():
+        wanted = (*shape[:-2], shape[-1], shape[-2]) if turned else shape
+        order = "column-major" if turned else "contiguous"
+        raise ValueError(
+            f"{name} must be {order} {tuple(wanted)} {dtype} on {where}, "
+            f"got {tuple(given.shape)} {given.dtype} on {given.device}, strides {given.stride()}"
+        )
+    return found
+
+
 def scale_of_nothing(fp8_format: str, pow2: bool, inverse: bool) -> float:
     """What amax 0 gives, rounded as the kernels round it."""
     scale = float(torch.tensor(FP8_MAX[fp8_format] / 1e-12, dtype=torch.float32))

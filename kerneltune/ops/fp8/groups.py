@@ -20,6 +20,7 @@ from kerneltune.ops.fp8.common import (
     check_offs,
     check_weights,
     scale_of_nothing,
+    target,
 )
 from kerneltune.spec import Case, Inputs, Outputs, Space, Traffic
 from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX, TL_DTYPES
@@ -51,6 +52,7 @@ def fp8_rowwise_3d_transpose(
     *,
     pow2: bool = True,
     inverse: bool = False,
+    out: _Pair | None = None,
     config: GroupConfig | None = None,
 ) -> _Pair:
     """Expert weights transposed for dgrad, one scale per expert and row of `w`, over its last axis.
@@ -60,6 +62,7 @@ def fp8_rowwise_3d_transpose(
         fp8_format: `e4m3`, `e5m2`, `e4m3fnuz` or `e5m2fnuz`.
         pow2: round scales down to powers of two.
         inverse: return 1 / scale, which scaled matrix products want, instead of the multiplier.
+        out: tensors like those returned, to be written in their place.
         config: None takes the best known config.
 
     Returns:
@@ -74,8 +77,9 @@ def fp8_rowwise_3d_transpose(
     check_format(fp8_format)
     check_weights("w", w)
     E, K, N = w.shape
-    q = torch.empty((E, K, N), dtype=FP8_DTYPES[fp8_format], device=w.device)
-    scale = torch.empty((E, K), dtype=torch.float32, device=w.device)
+    given_q, given_scale = out or (None, None)
+    q = target("out[0]", given_q, (E, K, N), FP8_DTYPES[fp8_format], w.device, turned=True)
+    scale = target("out[1]", given_scale, (E, K), torch.float32, w.device)
     if not w.numel():
         return q.transpose(1, 2), scale.fill_(scale_of_nothing(fp8_format, pow2, inverse))
     if config is None:

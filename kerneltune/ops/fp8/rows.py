@@ -12,7 +12,13 @@ from kerneltune import cache
 from kerneltune.arguments import ITEMSIZE, check_matrix
 from kerneltune.launch import resident
 from kerneltune.ops.fp8 import reference, row_kernels
-from kerneltune.ops.fp8.common import best_config, check_format, check_weights, scale_of_nothing
+from kerneltune.ops.fp8.common import (
+    best_config,
+    check_format,
+    check_weights,
+    scale_of_nothing,
+    target,
+)
 from kerneltune.spec import Case, Inputs, Outputs, Space, Traffic
 from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX
 
@@ -63,7 +69,10 @@ def fp8_rowwise_2d(
     check_format(fp8_format)
     check_matrix("x", x)
     M, K = x.shape
-    return _cast(x, "fp8_rowwise_2d", (("M", M), ("K", K)), ("M",), fp8_format, pow2, inverse, config)
+    q = torch.empty((M, K), dtype=FP8_DTYPES[fp8_format], device=x.device)
+    scale = torch.empty((M, 1), dtype=torch.float32, device=x.device)
+    _cast(x, q, scale, "fp8_rowwise_2d", (("M", M), ("K", K)), ("M",), fp8_format, pow2, inverse, config)
+    return q, scale
 
 
 def fp8_colwise_3d(
@@ -72,6 +81,7 @@ def fp8_colwise_3d(
     *,
     pow2: bool = True,
     inverse: bool = False,
+    out: _Pair | None = None,
     config: RowConfig | None = None,
 ) -> _Pair:
     """Expert weights in fp8 for the forward product, one scale per expert and column of `w`, in the layout they have.
@@ -79,6 +89,7 @@ def fp8_colwise_3d(
     Args:
         w: (E, K, N) bf16, fp16 or fp32, column-major: strides (K N, 1, K), the transposed view of a contiguous (E, N, K).
         fp8_format, pow2, inverse, config: as in `fp8_rowwise_2d`.
+        out: tensors like those returned, to be written in their place.
 
     Returns:
         q (E, K, N) fp8, strides of w; scales (E, 1, N) fp32. NaN and infinity as in `fp8_rowwise_2d`.
@@ -92,12 +103,18 @@ def fp8_colwise_3d(
     check_weights("w", w)
     E, K, N = w.shape
     rows = w.transpose(1, 2).reshape(E * N, K)
-    q, scale = _cast(rows, "fp8_colwise_3d", (("E", E), ("K", K), ("N", N)), ("E", "N"), fp8_format, pow2, inverse, config)
-    return q.view(E, N, K).transpose(1, 2), scale.view(E, 1, N)
+    given_q, given_scale = out or (None, None)
+    q = target("out[0]", given_q, (E, N, K), FP8_DTYPES[fp8_format], w.device, turned=True)
+    scale = target("out[1]", given_scale, (E, 1, N), torch.float32, w.device)
+    axes = (("E", E), ("K", K), ("N", N))
+    _cast(rows, q, scale, "fp8_colwise_3d", axes, ("E", "N"), fp8_format, pow2, inverse, config)
+    return q.transpose(1, 2), scale
 
 
 def _cast(
     x: torch.Tensor,
+    q: torch.Tensor,
+    scale: torch.Tensor,
     op: str,
     axes: tuple[tuple[str, int], ...],
     free_axes: tuple[str, ...],
@@ -105,12 +122,11 @@ def _cast(
     pow2: bool,
     inverse: bool,
     config: RowConfig | None,
-) -> _Pair:
+) -> None:
     M, K = x.shape
-    q = torch.empty((M, K), dtype=FP8_DTYPES[fp8_format], device=x.device)
-    scale = torch.empty((M, 1), dtype=torch.float32, device=x.device)
     if not x.numel():
-        return q, scale.fill_(scale_of_nothing(fp8_format, pow2, inverse))
+        scale.fill_(scale_of_nothing(fp8_format, pow2, inverse))
+        return
     c: RowConfig = best_config(op, axes, free_axes, x, _resolve) if config is None else config
     tiles = triton.cdiv(M, c.rows)
     programs = min(tiles, resident(x.device, c.ctas)) if c.ctas else tiles
@@ -120,7 +136,6 @@ def _cast(
         ROWS=c.rows, COLS=c.cols, CHUNKS=triton.cdiv(K, c.cols), EVEN=K % c.cols == 0,
         STAGES=c.stages, RELOAD=c.reload, num_warps=c.warps,
     )  # fmt: skip
-    return q, scale
 
 
 def space(case: Case) -> Space:

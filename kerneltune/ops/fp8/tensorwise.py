@@ -16,7 +16,15 @@ from kerneltune.arguments import ITEMSIZE, check_matrix
 from kerneltune.groups import group_ends
 from kerneltune.launch import phases, resident
 from kerneltune.ops.fp8 import reference, tensorwise_kernels
-from kerneltune.ops.fp8.common import QUANT_OPTIONS, best_config, check_format, check_offs, check_weights, scale_of_nothing
+from kerneltune.ops.fp8.common import (
+    QUANT_OPTIONS,
+    best_config,
+    check_format,
+    check_offs,
+    check_weights,
+    scale_of_nothing,
+    target,
+)
 from kerneltune.spec import Case, Inputs, Option, Outputs, Space, Traffic
 from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX
 from kerneltune.workspace import workspace
@@ -78,7 +86,7 @@ def fp8_tensorwise_2d(
     check_matrix("x", x)
     M, K = x.shape
     axes = (("M", M), ("K", K))
-    return _quantise(x, None, 1, "fp8_tensorwise_2d", axes, ("M",), fp8_format, layout, pow2, inverse, config)
+    return _of_matrix(x, None, "fp8_tensorwise_2d", axes, ("M",), fp8_format, layout, pow2, inverse, config)
 
 
 def fp8_tensorwise_3d(
@@ -88,6 +96,7 @@ def fp8_tensorwise_3d(
     layout: str = "row",
     pow2: bool = True,
     inverse: bool = False,
+    out: SegmentOutput | None = None,
     config: SegmentConfig | None = None,
 ) -> SegmentOutput:
     """Expert weights in fp8 with one scale per expert, for the forward product, for dgrad, or for both.
@@ -96,6 +105,7 @@ def fp8_tensorwise_3d(
         w: (E, K, N) bf16, fp16 or fp32, column-major: strides (K N, 1, K), the transposed view of a contiguous (E, N, K).
         layout: `row`, as w lies in memory; `col`, transposed; `both`.
         fp8_format, pow2, inverse, config: as in `fp8_tensorwise_2d`.
+        out: tensors like those returned, to be written in their place.
 
     Returns:
         q (E, K, N) fp8, strides of w, or None; q_t (E, N, K), strides (N K, 1, N), or None; scale (E,) fp32.
@@ -109,9 +119,13 @@ def fp8_tensorwise_3d(
     check_weights("w", w)
     E, K, N = w.shape
     rows, axes = w.transpose(1, 2).reshape(E * N, K), (("E", E), ("K", K), ("N", N))
-    out = _quantise(rows, None, E, "fp8_tensorwise_3d", axes, ("E",), fp8_format, layout, pow2, inverse, config)
-    q = None if out.q is None else out.q.view(E, N, K).transpose(1, 2)
-    return SegmentOutput(q, out.q_t, out.scale)
+    given_q, given_q_t, given_scale = out or (None, None, None)
+    dtype = FP8_DTYPES[fp8_format]
+    q = target("out.q", given_q, (E, N, K), dtype, w.device, turned=True) if layout != "col" else None
+    q_t = target("out.q_t", given_q_t, (E, K, N), dtype, w.device, turned=True) if layout != "row" else None
+    scale = target("out.scale", given_scale, (E,), torch.float32, w.device)
+    _quantise(rows, None, q, q_t, scale, "fp8_tensorwise_3d", axes, ("E",), fp8_format, layout, pow2, inverse, config)
+    return SegmentOutput(None if q is None else q.transpose(1, 2), None if q_t is None else q_t.transpose(1, 2), scale)
 
 
 def fp8_tensorwise_group(
@@ -143,13 +157,12 @@ def fp8_tensorwise_group(
     check_matrix("x", x)
     check_offs(offs, x.device)
     axes, free = (("M", x.shape[0]), ("K", x.shape[1]), ("G", offs.shape[0])), ("M", "G")
-    return _quantise(x, offs, offs.shape[0], "fp8_tensorwise_group", axes, free, fp8_format, layout, pow2, inverse, config)
+    return _of_matrix(x, offs, "fp8_tensorwise_group", axes, free, fp8_format, layout, pow2, inverse, config)
 
 
-def _quantise(
+def _of_matrix(
     x: torch.Tensor,
     offs: torch.Tensor | None,
-    segments: int,
     op: str,
     axes: tuple[tuple[str, int], ...],
     free_axes: tuple[str, ...],
@@ -159,24 +172,41 @@ def _quantise(
     inverse: bool,
     config: SegmentConfig | None,
 ) -> SegmentOutput:
-    """The rows of x in `segments` equal segments, or in the groups of `offs`."""
+    """x as a whole, or in the groups of `offs`, into new tensors."""
     M, K = x.shape
-    rows = M // max(1, segments) if offs is None else M
-    dtype = FP8_DTYPES[fp8_format]
-    q = torch.empty((M, K), dtype=dtype, device=x.device) if layout != "col" else None
-    turned = (segments, K, rows) if op == "fp8_tensorwise_3d" else (K, M)
-    q_t = torch.empty(turned, dtype=dtype, device=x.device) if layout != "row" else None
-    scale = torch.empty((segments,), dtype=torch.float32, device=x.device)
-    out = SegmentOutput(q, None if q_t is None else q_t.transpose(-2, -1), scale)
+    q = x.new_empty((M, K), dtype=FP8_DTYPES[fp8_format]) if layout != "col" else None
+    q_t = x.new_empty((K, M), dtype=FP8_DTYPES[fp8_format]) if layout != "row" else None
+    scale = x.new_empty((1 if offs is None else offs.shape[0],), dtype=torch.float32)
+    _quantise(x, offs, q, q_t, scale, op, axes, free_axes, fp8_format, layout, pow2, inverse, config)
+    return SegmentOutput(q, None if q_t is None else q_t.t(), scale)
+
+
+def _quantise(
+    x: torch.Tensor,
+    offs: torch.Tensor | None,
+    q: torch.Tensor | None,
+    q_t: torch.Tensor | None,
+    scale: torch.Tensor,
+    op: str,
+    axes: tuple[tuple[str, int], ...],
+    free_axes: tuple[str, ...],
+    fp8_format: str,
+    layout: str,
+    pow2: bool,
+    inverse: bool,
+    config: SegmentConfig | None,
+) -> None:
+    """The rows of x in as many equal segments as there are scales, or in the groups of `offs`."""
     if not x.numel():
         scale.fill_(scale_of_nothing(fp8_format, pow2, inverse))
-        return out
+        return
     if config is None:
         options: tuple[tuple[str, Option], ...] = (*QUANT_OPTIONS, ("layout", layout))
         options += (("groups", "balanced"),) if offs is not None else ()
         config = best_config(op, axes, free_axes, x, _resolve, options)
+    segments = scale.shape[0]
+    rows = x.shape[0] // segments if offs is None else x.shape[0]
     _launch(x, offs, segments, rows, q, q_t, scale, config, fp8_format, pow2, inverse)
-    return out
 
 
 def _launch(x, offs, segments, rows, q, q_t, scale, c: SegmentConfig, fp8_format: str, pow2: bool, inverse: bool) -> None:
