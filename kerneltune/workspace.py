@@ -1,6 +1,6 @@
 """Zero-initialised memory through which the programs of one launch talk to each other.
 
-Layout: tl_lib's `launch_tag`, `close_launch` and `publish`. Launches nothing. May import torch.
+Layout: tl_exchange's `launch_tag`, `close_launch` and `publish`. Launches nothing. May import torch.
 """
 
 import ctypes

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from literal_records import literal
+
 from kerneltune.records import Record
 
 NO_TIMES = dict.fromkeys(["time_us", "gbps", "ci_low_us", "ci_high_us", "n"])
@@ -10,29 +12,7 @@ LABEL = "rmsnorm_fwd M=8192 N=4096 bfloat16 fp8 cold"
 
 def record(us: float = 100.0, spread: float = 0.5, **changes: Any) -> Record:
     """A record whose interval is `us` ± `spread`."""
-    values: dict[str, Any] = {
-        "op": "rmsnorm_fwd",
-        "variant": "optimized",
-        "case": "te-8192x4096",
-        "dtype": "bfloat16",
-        "quant": "fp8",
-        "policy": "cold",
-        "status": "passed",
-        "time_us": us,
-        "gbps": 1000.0,
-        "ci_low_us": us - spread,
-        "ci_high_us": us + spread,
-        "n": 10,
-        "device": "NVIDIA H200",
-        "driver": "570",
-        "torch": "2.9",
-        "triton": "3.5",
-        "source_hash": "0",
-        "commit": "0",
-        "date": "2026-11-21T06:00:00Z",
-        "axes": {"M": 8192, "N": 4096},
-    }
-    return Record(**{**values, **changes})
+    return literal(us, **{"variant": "optimized", "ci_low_us": us - spread, "ci_high_us": us + spread} | changes)
 
 
 def untimed(status: str, reason: str = "y: values\ndiffer", **changes: Any) -> Record:

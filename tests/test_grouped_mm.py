@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kerneltune.nn import Recipe, aligned_groups, fp8_grouped_mm
 from kerneltune.nn.fp8_products import cast_weights, fp8_grouped_mm_fwd
@@ -234,6 +235,28 @@ def step(recipe: str, M: int = 4096) -> tuple[torch.Tensor, ...]:
     a, w = leaves(M, 512, 256, 8)
     ends = torch.linspace(0, M, 9, device=DEVICE)[1:].round().int()
     return a, w, ends - ends % 16 * (ends != M), torch.randn(M, 256, device=DEVICE).bfloat16()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_backward_fills_nothing_for_what_the_forward_kept(recipe: str) -> None:
+    """Autograd makes zeros as large as every output without a gradient, unless it is told not to."""
+    a, w = leaves(32, 32, 48, 2)
+    y = fp8_grouped_mm(a, w.transpose(1, 2), offsets([16, 32]), recipe=recipe)
+    with Dispatched() as seen:
+        y.backward(torch.ones_like(y))
+    assert not [name for name in seen.names if "zeros" in name or "fill" in name], seen.names
+
+
+class Dispatched(TorchDispatchMode):
+    """The names of the operators that torch calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.gpu

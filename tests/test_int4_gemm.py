@@ -118,8 +118,16 @@ def configs_of(tokens: int, rows: int, depth: int) -> list[gemm.Int4Config]:
     case = Case(
         "", (("N", tokens), ("M", rows), ("K", depth)), "float16", "int4", (("group", 64), ("zeros", False), ("bias", False))
     )
-    found = itertools.product(*gemm.space(case).values())
+    found = itertools.product(*(gemm.space(case) | {"early": (False, True)}).values())
     return [c for c in (gemm.Int4Config(*values) for values in found) if gemm.valid(case, c) is None]
+
+
+def test_no_search_takes_a_config_that_reads_ahead_of_the_stream() -> None:
+    """The kernel in front may be the one that writes the weights: only a caller can know."""
+    options = (("group", 64), ("zeros", False), ("bias", False))
+    for tokens in (1, 16, 64):
+        case = Case("", (("N", tokens), ("M", 3584), ("K", 8192)), "float16", "int4", options)
+        assert gemm.space(case)["early"] == (False,) and not gemm.default(case).early
 
 
 @pytest.mark.gpu

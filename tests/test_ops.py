@@ -144,3 +144,14 @@ def test_every_kernel_can_be_compiled_in_another_process() -> None:
         for variant in op.variants:
             if not variant.is_peer:
                 pickle.dumps((op.inputs, variant.run))
+
+
+def test_a_ceiling_of_many_reads_to_a_write_stays_a_small_kernel() -> None:
+    """Thousands of unrolled loads take the compiler minutes: the mix folds words instead."""
+    op = OPS["stream"]
+    case = Case("weights", (("read", 400_000), ("write", 1_000)), "int32")
+    made = op.inputs(case, device=WHERE)
+    assert made["src"].shape[0] <= 16
+    assert 200 <= op.traffic(case).read / op.traffic(case).write <= 800
+    variant = op.variant("baseline")
+    assert Checker(op, case, WHERE).errors(variant, variant.default_config(case)) == []

@@ -1,7 +1,7 @@
 """Measured spaces as files, and the search run again on them; the spaces of these tests are made up, the shipped ones are not."""
 
 import gzip
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import make_dataclass, replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from kerneltune import cache
 from kerneltune.cli import app
 from kerneltune.search import spaces
 from kerneltune.search.loop import Search, explore
-from kerneltune.search.replay import Answered, Gaps, nearest_best, replay, worse_than
+from kerneltune.search.replay import Answered, Gaps, nearest_best, replay
 from kerneltune.search.trials import Trial
 
 SPACE = landscapes.space(0)
@@ -93,6 +93,12 @@ def test_a_replay_begins_with_the_default_and_the_best_of_the_nearest_space() ->
 def test_a_space_without_a_time_is_refused() -> None:
     with pytest.raises(ValueError, match="no config has a time"):
         replay(replace(SPACE, trials={SPACE.default: Trial("wrong")}), "gp", 2)
+
+
+def worse_than(chance: Gaps, gaps: Gaps, budgets: Sequence[int]) -> list[int]:
+    """The budgets at which the median gap is above that of chance."""
+    both = [(n, chance.at(n), gaps.at(n)) for n in budgets]
+    return [n for n, a, b in both if a is not None and b is not None and b.median > a.median]
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from literal_records import literal
 
 from kerneltune.records import Record
 from kerneltune.reporting import tables
@@ -18,29 +19,7 @@ NO_TIMES = dict.fromkeys(["time_us", "gbps", "pct_ceiling", "ci_low_us", "ci_hig
 
 
 def record(us: float = 100.0, **changes: Any) -> Record:
-    values: dict[str, Any] = {
-        "op": "rmsnorm_fwd",
-        "variant": "baseline",
-        "case": "te-8192x4096",
-        "dtype": "bfloat16",
-        "quant": "fp8",
-        "policy": "cold",
-        "status": "passed",
-        "time_us": us,
-        "gbps": 1000.0,
-        "ci_low_us": us,
-        "ci_high_us": us,
-        "n": 10,
-        "device": "NVIDIA H200",
-        "driver": "570",
-        "torch": "2.9",
-        "triton": "3.5",
-        "source_hash": "0",
-        "commit": "0",
-        "date": "2026-11-21T06:00:00Z",
-        "axes": {"M": 8192, "N": 4096},
-    }
-    return Record(**{**values, **changes})
+    return literal(us, **changes)
 
 
 def failed(**changes: Any) -> Record:

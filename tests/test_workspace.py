@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kerneltune import launch
 from kerneltune.ops.rmsnorm import optimized, rmsnorm_fwd
 from kerneltune.ops.rmsnorm.configs import FwdConfig
 from kerneltune.workspace import HEADER_WORDS, workspace
@@ -71,3 +72,14 @@ def test_two_launches_that_share_rows_give_what_one_program_gives(M: int, N: int
     padded = torch.nn.functional.pad(x, (0, parts * 512 - N)).view(M, parts, 512)
     sums = partials[..., 0].contiguous().view(torch.float32)
     torch.testing.assert_close(sums, padded.square().sum(2), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(("warps", "ctas"), [(2, 5), (4, 3), (8, 2), (2, 1), (32, 1)])
+def test_programs_that_wait_for_each_other_fit_the_quarters_of_a_multiprocessor(
+    warps: int, ctas: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "is_cuda", lambda: True)
+    ((phase, options),) = launch.phases(warps, ctas)
+    assert phase == 0 and options["launch_cooperative_grid"]
+    warps_of_a_quarter = -(-warps * ctas // 4)
+    assert options["maxnreg"] % 8 in (0, 7) and 32 * warps_of_a_quarter * options["maxnreg"] <= 16384

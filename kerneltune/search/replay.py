@@ -5,7 +5,6 @@ Runs the code of `loop`; only the evaluator is another. Touches no GPU. May impo
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, make_dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,9 +95,3 @@ def nearest_best(space: MeasuredSpace, others: Sequence[MeasuredSpace], count: i
     same = (space.op, space.variant, space.quant, space.policy)
     related = [o for o in others if o is not space and (o.op, o.variant, o.quant, o.policy) == same and o.feasible]
     return [min(o.feasible, key=lambda knobs: o.feasible[knobs]) for o in sorted(related, key=distance)[:count]]
-
-
-def worse_than(chance: Gaps, gaps: Gaps, budgets: Sequence[int] = BUDGETS) -> list[int]:
-    """The budgets at which the median gap is above that of chance."""
-    both: list[tuple[int, Any, Any]] = [(n, chance.at(n), gaps.at(n)) for n in budgets]
-    return [n for n, a, b in both if a is not None and b is not None and b.median > a.median]

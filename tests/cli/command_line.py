@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from literal_records import literal
 from typer.testing import CliRunner, Result
 
 from kerneltune.cli import app
@@ -25,32 +26,9 @@ def refused(*arguments: str | Path) -> str:
 
 
 def record(us: float = 100.0, **changes: Any) -> Record:
-    values: dict[str, Any] = {
-        "op": "rmsnorm_fwd",
-        "variant": "baseline",
-        "case": "te-8192x4096",
-        "dtype": "bfloat16",
-        "quant": "fp8",
-        "policy": "cold",
-        "status": "passed",
-        "time_us": us,
-        "gbps": 100_000 / us,
-        "pct_ceiling": 50.0,
-        "ci_low_us": us,
-        "ci_high_us": us,
-        "n": 10,
-        "aa_floor": 0.01,
-        "device": "NVIDIA H200",
-        "driver": "570",
-        "torch": "2.13",
-        "triton": "3.7",
-        "source_hash": "0",
-        "commit": "0",
-        "date": "2026-11-21T06:00:00Z",
-        "axes": {"M": 8192, "N": 4096},
-        "family": "rmsnorm",
-    }
-    return Record(**{**values, **changes})
+    """With a share of the ceiling and a floor, of a family."""
+    more = {"gbps": 100_000 / us, "pct_ceiling": 50.0, "aa_floor": 0.01, "torch": "2.13", "triton": "3.7", "family": "rmsnorm"}
+    return literal(us, **more | changes)
 
 
 def both(baseline_us: float = 100.0, optimized_us: float = 50.0, **changes: Any) -> list[Record]:

@@ -1,0 +1,32 @@
+"""A record written out, for the tests of what is made of records."""
+
+from typing import Any
+
+from kerneltune.records import Record
+
+
+def literal(us: float, **changes: Any) -> Record:
+    """A record of RMSNorm that took `us`, but for what is changed."""
+    values: dict[str, Any] = {
+        "op": "rmsnorm_fwd",
+        "variant": "baseline",
+        "case": "te-8192x4096",
+        "dtype": "bfloat16",
+        "quant": "fp8",
+        "policy": "cold",
+        "status": "passed",
+        "time_us": us,
+        "gbps": 1000.0,
+        "ci_low_us": us,
+        "ci_high_us": us,
+        "n": 10,
+        "device": "NVIDIA H200",
+        "driver": "570",
+        "torch": "2.9",
+        "triton": "3.5",
+        "source_hash": "0",
+        "commit": "0",
+        "date": "2026-11-21T06:00:00Z",
+        "axes": {"M": 8192, "N": 4096},
+    }
+    return Record(**{**values, **changes})
