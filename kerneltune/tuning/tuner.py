@@ -128,7 +128,8 @@ class Tuner:
     def duel(self, configs: Sequence[Config], default: Config | None = None) -> tuple[Config, dict[str, Any]]:
         """The best of correct configs, timed interleaved; the first is the incumbent and is kept unless surely slower.
 
-        The evidence has the default's time, too, from the same rounds, where it is one of them.
+        The evidence has the default's time, too, and the interval of default over best, from the same rounds, where it is one
+        of them.
 
         Of challengers that cannot be told apart the one with the fewest registers wins, then the first.
         """
@@ -140,14 +141,21 @@ class Tuner:
         tied = [i for i in faster if i == best or ratio_interval(samples[i], samples[best]).contains(1.0)]
         chosen = min(tied, key=lambda i: (self.resources.get(configs[i], 0), i), default=0)
         times = median_interval(samples[chosen])
-        evidence = {
+        evidence: dict[str, Any] = {
             "time_us": round(times.median, 4),
             "incumbent_us": round(median_interval(samples[0]).median, 4),
             "speedup": round(gains[chosen].median, 4),
             "ci_low": round(gains[chosen].low, 4),
             "ci_high": round(gains[chosen].high, 4),
-            "default_us": round(median_interval(samples[configs.index(default)]).median, 4) if default in configs else None,
+            "default_us": None,
         }
+        if default in configs:
+            beside = samples[configs.index(default)]
+            over = ratio_interval(beside, samples[chosen])
+            evidence |= {
+                "default_us": round(median_interval(beside).median, 4),
+                "over_default": [round(over.low, 4), round(over.high, 4)],
+            }
         return configs[chosen], evidence
 
     def release(self) -> None:
