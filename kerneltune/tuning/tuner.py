@@ -1,10 +1,11 @@
 """The search for the best config of a variant on a case; the only writer of configs.
 
-compile -> drop what spills -> check on poisoned outputs -> screen -> duel with the incumbent. The winner replaces the
-incumbent, default or cached, only where the interval says that it is faster. What to try is decided in search, and measured
-on a bench.
+compile -> drop what spills or does not fit -> check on poisoned outputs -> screen -> duel with the incumbent. The winner
+replaces the incumbent, default or cached, only where the interval says that it is faster. What to try is decided in search, and
+measured on a bench.
 """
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 from kerneltune import cache, device
 from kerneltune.measuring.compare import commit, config_values
 from kerneltune.measuring.compiler import Compiled, Job
+from kerneltune.measuring.occupancy import LIMITS, resident
 from kerneltune.search.loop import Explored, Search, explore, propose
 from kerneltune.search.trials import Trial, TrialStore
 from kerneltune.spec import Case, Config, Op, Variant
@@ -122,6 +124,9 @@ class Tuner:
             return Trial("compile", detail=compiled.error)
         if compiled.spill_bytes and self.prune:
             return Trial("spills", detail=f"{compiled.spill_bytes} bytes per thread")
+        wanted, fitting = getattr(config, "ctas", 0), _resident(compiled)
+        if wanted > fitting and self.prune and config != self.variant.default_config(self.case):
+            return Trial("occupancy", detail=f"{fitting} programs fit a multiprocessor, not {wanted}")
         self._open()
         return self.bench.trial(config, self._best_us if self.samples == SCREEN_SAMPLES else None, self.samples)
 
@@ -167,6 +172,13 @@ class Tuner:
         if not self._opened:
             self.bench.open(self.op, self.case, self.variant, self.policy)
             self._opened = True
+
+
+def _resident(compiled: Compiled) -> int:
+    """Programs of the config's smallest kernel that one multiprocessor holds; any number where the GPU's limits are not known."""
+    arch = device.current().arch
+    programs = [resident(kernel, arch).programs for kernel in compiled.kernels if arch in LIMITS]
+    return max(programs, default=sys.maxsize)
 
 
 @dataclass(frozen=True, slots=True)
