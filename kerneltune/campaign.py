@@ -203,9 +203,9 @@ def _compile_measured(
     options: Options,
     progress: Progress,
 ) -> None:
-    """Compile what the measurement launches on all cores, where that is enough to be worth starting them."""
+    """Compile the configs that the measurement launches on all cores, where that is enough to be worth starting them."""
     target = TARGETS.get(device.current().arch)
-    own = [(op, case, [pair for pair in pairs if not pair[0].is_peer]) for op, case, pairs in work]
+    own = [(op, case, [pair for pair in pairs if pair[1] is not None]) for op, case, pairs in work]
     own += [(c.op, c.case, [(c.variant, c.config)]) for c in ceilings if c is not None]
     if target is None or sum(len(pairs) for _, _, pairs in own) < _WORTH_A_POOL:
         return
