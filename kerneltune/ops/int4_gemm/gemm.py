@@ -18,22 +18,25 @@ from kerneltune.tl_lib import is_cuda
 from kerneltune.workspace import counters
 
 FREE_AXES = ("N", "M")
-_REGISTERS = 65536
-_MOST_SPLITS = 32
+_ALONG = (1, 2, 4, 8)
+_SPLITS = (1, 2, 4, 8, 16)
+_ENOUGH_PROGRAMS = 192
+_MOST_PROGRAMS = 1024
+_HALF_THE_REGISTERS = 128
+"""Registers per thread with which two programs of eight warps fit on a multiprocessor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Int4Config:
-    """tokens: rows of x per program; across, along: warps side by side, 64 rows of w each, and one behind the other along k;
-    steps: blocks of 128 k per warp, all in flight together. As many programs share a row of w as k then needs. early: read w
-    while the kernel in front on the stream may still be running; wrong where that is the one that writes w, so no search tries
-    it unless `--knob early=true` asks for it."""
+    """tokens: rows of x per program; rows: of w per warp, 64 or 32, of the 64 per program; along: warps one behind the other
+    along k; splits: programs that share a row of w. prefetch: ask L2 for w while the kernel in front on the stream still runs,
+    where that lets the next begin, as this one does; all reads come after its end."""
 
     tokens: int
-    across: int
+    rows: int
     along: int
-    steps: int
-    early: bool
+    splits: int
+    prefetch: bool
 
 
 def int4_gemm(
@@ -59,26 +62,25 @@ def int4_gemm(
     if not N:
         return y
     c: Int4Config = best_config(x, weight, bias is not None) if config is None else config
-    splits, zeros = splits_of(K, c), weight.zeros
-    row_blocks, k_blocks = triton.cdiv(M, ROWS), triton.cdiv(K, DEPTH)
-    tiles = triton.cdiv(row_blocks, c.across) * triton.cdiv(N, c.tokens)
-    parts = torch.empty((splits, N, M), dtype=torch.float32, device=x.device) if splits > 1 else y
-    kernels._int4_gemm[(tiles * splits,)](
+    zeros, steps, row_blocks = weight.zeros, steps_of(K, c), triton.cdiv(M, ROWS)
+    tiles = row_blocks * triton.cdiv(N, c.tokens)
+    parts = torch.empty((c.splits, N, M), dtype=torch.float32, device=x.device) if c.splits > 1 else y
+    prefetch = c.prefetch and is_cuda() and not any(t.data_ptr() % 16 for t in weight[:3] if t is not None)
+    kernels._int4_gemm[(tiles * c.splits,)](
         x, weight.packed, weight.scales, weight.scales if zeros is None else zeros, y if bias is None else bias, y, parts,
-        counters(tiles, x.device) if splits > 1 else y, N, M, K, x.stride(0),
+        counters(tiles, x.device) if c.splits > 1 else y, N, M, K, x.stride(0),
         GROUPS=weight.scales.shape[3], ONE_GROUP=weight.group not in GROUPS, ZEROS=zeros is not None,
-        BIAS=bias is not None, FULL=N % c.tokens == 0,
-        EVEN=K % DEPTH == 0 and k_blocks % (c.along * c.steps) == 0 and row_blocks % c.across == 0,
-        TOKENS=c.tokens, ACROSS=c.across, ALONG=c.along, STEPS=c.steps, SPLITS=splits,
-        EARLY=c.early, num_warps=c.across * c.along, num_stages=1, **({"launch_pdl": True} if c.early and is_cuda() else {}),
+        BIAS=bias is not None, FULL=N % c.tokens == 0, EVEN=DEPTH * steps * c.along * c.splits == K, PREFETCH=prefetch,
+        TOKENS=c.tokens, ROWS=c.rows, ALONG=c.along, STEPS=steps, SPLITS=c.splits, num_warps=_warps(c), num_stages=1,
+        **({"launch_pdl": True} if prefetch else {}),
+        **({"maxnreg": _HALF_THE_REGISTERS} if is_cuda() and _in_pairs(c) else {}),
     )  # fmt: skip
     return y
 
 
-def splits_of(depth: int, config: Int4Config) -> int:
-    """Programs that share a row of w."""
-    blocks = config.along * config.steps * DEPTH
-    return -(-depth // blocks)
+def steps_of(depth: int, config: Int4Config) -> int:
+    """Blocks of k per warp."""
+    return -(-depth // (DEPTH * config.along * config.splits))
 
 
 def check(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None) -> None:
@@ -123,42 +125,45 @@ def group_option(weight: Int4Weight) -> int:
 
 
 def space(case: Case) -> Space:
-    """Tiles of as many tokens as there are, or fewer; up to 16 warps."""
-    N = case["N"]
+    """Tiles of as many tokens as there are, or fewer; programs enough for every multiprocessor, and not many times more."""
+    N, blocks, row_blocks = case["N"], triton.cdiv(case["K"], DEPTH), triton.cdiv(case["M"], ROWS)
     return {
-        "tokens": (16,) if N <= 16 else (16, 32),
-        "across": (1, 2, 4),
-        "along": (1, 2, 4, 8),
-        "steps": (1, 2, 3, 4),
-        "early": (False,),
+        "tokens": (8,) if N <= 8 else (16,) if N <= 16 else (16, 32),
+        "rows": (32, 64),
+        "along": tuple(along for along in _ALONG if along <= blocks)[-2:],
+        "splits": tuple(s for s in _SPLITS if s == 1 or (s <= blocks and s * row_blocks <= _MOST_PROGRAMS)),
+        "prefetch": (False, True),
     }
 
 
 def valid(case: Case, config: Int4Config) -> str | None:
     """Why a config cannot run, or cannot be worth running."""
-    warps, blocks = config.across * config.along, triton.cdiv(case["K"], DEPTH)
-    if config.along * config.steps >= 2 * blocks and config.along * config.steps > 1:
-        return f"{config.along * config.steps} blocks of k at a time, of {blocks}"
-    if warps > 16:
-        return f"{warps} warps"
-    if config.across > 1 and config.across >= 2 * triton.cdiv(case["M"], ROWS):
-        return f"{config.across} blocks of rows at a time"
-    registers = 34 * config.steps + 4 * config.tokens + 40
-    if registers > 255 or registers * warps * 32 > _REGISTERS:
-        return f"about {registers} registers in each of {warps} warps"
-    splits = splits_of(case["K"], config)
-    return f"{splits} programs to a row" if splits > _MOST_SPLITS else None
+    blocks, warps = triton.cdiv(case["K"], DEPTH), _warps(config)
+    if config.rows * config.tokens > 1024 or warps > (16 if _in_pairs(config) else 8):
+        return f"{config.rows}x{config.tokens} sums in each of {warps} warps"
+    if config.along > blocks or (config.splits - 1) * config.along * steps_of(case["K"], config) >= blocks:
+        return f"{config.splits} programs of {config.along} warps along {blocks} blocks of k"
+    return None
 
 
 def default(case: Case) -> Int4Config:
-    """A config for any shape, by rule: eight warps with as much in flight as their registers hold."""
-    blocks, row_blocks = triton.cdiv(case["K"], DEPTH), triton.cdiv(case["M"], ROWS)
-    tokens = 16 if case["N"] <= 16 else 32
-    along = min(4, 1 << (blocks.bit_length() - 1))
-    steps = max(1, min(4 if tokens == 16 else 2, blocks // along))
-    while splits_of(case["K"], Int4Config(tokens, 1, along, steps, early=False)) > _MOST_SPLITS:
-        along *= 2
-    return Int4Config(tokens, min(2 if row_blocks > 1 else 1, 8 // along), along, steps, early=False)
+    """A config for any shape, by rule: the fewest programs that keep a chip of 132 multiprocessors busy."""
+    N, limits = case["N"], space(case)
+    tokens, along = limits["tokens"][-1], min(4, limits["along"][-1])
+    rows, prefetch = (64, False) if tokens == 8 else (32, True)
+    configs = [Int4Config(tokens, rows, along, splits, prefetch) for splits in limits["splits"]]
+    able = [c for c in configs if valid(case, c) is None]
+    tiles = triton.cdiv(case["M"], ROWS) * triton.cdiv(max(N, 1), tokens)
+    return next((c for c in able if tiles * c.splits >= _ENOUGH_PROGRAMS), able[-1])
+
+
+def _in_pairs(config: Int4Config) -> bool:
+    """Whether two programs of eight warps can have the registers that they need on one multiprocessor."""
+    return config.rows == 32 and config.tokens <= 16
+
+
+def _warps(config: Int4Config) -> int:
+    return ROWS // config.rows * config.along
 
 
 _resolve = cache.resolver(Int4Config, valid, default)

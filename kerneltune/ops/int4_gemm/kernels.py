@@ -1,9 +1,10 @@
 """The kernel of `int4_gemm` on packed weights: no shared memory on the way from memory to the tensor cores.
 
-Each warp loads the codes of its 64 rows and its k straight into the registers in which mma.sync wants its second operand, all of
-them before the first product; x comes as the first operand in the same way. Tensors have an axis for the four lanes that share a
-row (c) and one for the eight rows of lanes (j), fastest first, since that is how Triton deals out lanes. May import triton and
-tl_lib.
+Each warp loads the codes of its rows and its k straight into the registers in which mma.sync wants its first operand, those of
+the next block while it multiplies with this one; x comes as the second operand in the same way. Codes less their zero points
+are exact in 16 bits, so sums over a group are those of whole numbers times x, and a scale multiplies a sum. Tensors have an axis
+for the four lanes that share a row (c) and one for the eight rows of lanes (j), fastest first, since that is how Triton deals
+out lanes. May import triton, tl_gemm and tl_lib.
 """
 
 import triton
@@ -12,6 +13,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kerneltune.tl_gemm import dot, is_last, sum_of_parts
 from kerneltune.tl_lib import is_cuda, wide
+
+_STEPS_AHEAD = tl.constexpr(4)
+"""Blocks of k of every warp that are asked for while the kernel in front runs."""
 
 _LOADS_FP16 = """
         shr.u32 t, $8, 8;
@@ -37,26 +41,23 @@ _LOADS_BF16 = "".join(
 """128 + q in bf16."""
 
 
-def _dequantise(loads: str, number: str, even: str, odd: str, zeros: bool) -> str:
-    """PTX from two words of codes ($8, $9) and the scales of each ($10, $11), with `zeros` zero points ($12, $13), to eight pairs
-    of weights. even, odd: what the loads of even and odd pairs are too large by, as two numbers of that type with their signs
-    turned; 8 more where there are no zero points."""
+def _steps(loads: str, number: str, even: str, odd: str, zeros: bool) -> str:
+    """PTX from two words of codes ($8, $9), with `zeros` the zero points of each ($10, $11), to eight pairs of q - z. even, odd:
+    what the loads of even and odd pairs are too large by, as two numbers of that type with their signs turned; 8 more where
+    there are no zero points."""
     lines = ["{", ".reg .b32 t, u, a0, a1, b0, b1;", loads, f"mov.b32 a0, {even};", f"mov.b32 a1, {odd};"]
     if zeros:  # -1024 - z and -64 - z are exact
-        lines += [f"sub.rn.{number} b{h}, a{h}, $13;" for h in range(2)] + [f"sub.rn.{number} a{h}, a{h}, $12;" for h in range(2)]
-    for j in range(8):
-        offset = "b" if zeros and j >= 4 else "a"
-        lines.append(f"add.rn.{number} ${j}, ${j}, {offset}{j % 2};")
-        lines.append(f"mul.rn.{number} ${j}, ${j}, ${10 + j // 4};")
+        lines += [f"sub.rn.{number} b{h}, a{h}, $11;" for h in range(2)] + [f"sub.rn.{number} a{h}, a{h}, $10;" for h in range(2)]
+    lines += [f"add.rn.{number} ${j}, ${j}, {'b' if zeros and j >= 4 else 'a'}{j % 2};" for j in range(8)]
     return "\n".join([*lines, "}"])
 
 
-_FP16 = tl.constexpr(_dequantise(_LOADS_FP16, "f16x2", "0xe408e408", "0xd480d480", zeros=False))
-_FP16_ZEROS = tl.constexpr(_dequantise(_LOADS_FP16, "f16x2", "0xe400e400", "0xd400d400", zeros=True))
-_BF16 = tl.constexpr(_dequantise(_LOADS_BF16, "bf16x2", "0xc308c308", "0xc308c308", zeros=False))
-_BF16_ZEROS = tl.constexpr(_dequantise(_LOADS_BF16, "bf16x2", "0xc300c300", "0xc300c300", zeros=True))
-_CONSTRAINTS = tl.constexpr("=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r")
-_CONSTRAINTS_ZEROS = tl.constexpr("=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r")
+_FP16 = tl.constexpr(_steps(_LOADS_FP16, "f16x2", "0xe408e408", "0xd480d480", zeros=False))
+_FP16_ZEROS = tl.constexpr(_steps(_LOADS_FP16, "f16x2", "0xe400e400", "0xd400d400", zeros=True))
+_BF16 = tl.constexpr(_steps(_LOADS_BF16, "bf16x2", "0xc308c308", "0xc308c308", zeros=False))
+_BF16_ZEROS = tl.constexpr(_steps(_LOADS_BF16, "bf16x2", "0xc300c300", "0xc300c300", zeros=True))
+_CONSTRAINTS = tl.constexpr("=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r")
+_CONSTRAINTS_ZEROS = tl.constexpr("=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r")
 _EIGHT_FP16 = tl.constexpr((tl.float16,) * 8)
 _EIGHT_BF16 = tl.constexpr((tl.bfloat16,) * 8)
 
@@ -69,26 +70,35 @@ def _unpack(words, j: tl.constexpr):
 
 @triton.jit
 def _eight(PTX: tl.constexpr, operands, DTYPES: tl.constexpr):
-    """Eight tiles of pairs from the PTX of `_dequantise`."""
+    """Eight tiles of pairs from the PTX of `_steps`."""
     return tl.inline_asm_elementwise(
-        PTX, _CONSTRAINTS_ZEROS if len(operands) == 5 else _CONSTRAINTS, operands, dtype=DTYPES, is_pure=True, pack=2
+        PTX, _CONSTRAINTS_ZEROS if len(operands) == 3 else _CONSTRAINTS, operands, dtype=DTYPES, is_pure=True, pack=2
     )
 
 
 @triton.jit
-def _weights_of(words, scale_a, scale_b, zero_a, zero_b, ZEROS: tl.constexpr):
-    """Weights (…, 2 e, 2 word, 2, 2) of code words (…, 2 word): of word w the code 4 a + 2 b + e at [e, w, a, b]."""
+def _of_both_words(values):
+    """(…, i) as (…, i, 2)."""
+    shape: tl.constexpr = values.shape
+    return tl.broadcast_to(values[:, :, :, :, None], (shape[0], shape[1], shape[2], shape[3], 2))
+
+
+@triton.jit
+def _steps_of(words, zero_a, zero_b, ZEROS: tl.constexpr, dtype: tl.constexpr):
+    """q - z (c, j, W, i, 2 e, 2 word, 2, 2) of code words (c, j, W, i, 2 word) and the zero points (c, j, W, i) of each: of word
+    w the code 4 a + 2 b + e at [e, w, a, b]."""
     if is_cuda():
         if ZEROS:
-            if scale_a.dtype == tl.float16:
-                d = _eight(_FP16_ZEROS, [words, scale_a, scale_b, zero_a, zero_b], _EIGHT_FP16)
+            operands = [words, _of_both_words(zero_a), _of_both_words(zero_b)]
+            if dtype == tl.float16:
+                d = _eight(_FP16_ZEROS, operands, _EIGHT_FP16)
             else:
-                d = _eight(_BF16_ZEROS, [words, scale_a, scale_b, zero_a, zero_b], _EIGHT_BF16)
+                d = _eight(_BF16_ZEROS, operands, _EIGHT_BF16)
         else:
-            if scale_a.dtype == tl.float16:
-                d = _eight(_FP16, [words, scale_a, scale_b], _EIGHT_FP16)
+            if dtype == tl.float16:
+                d = _eight(_FP16, [words], _EIGHT_FP16)
             else:
-                d = _eight(_BF16, [words, scale_a, scale_b], _EIGHT_BF16)
+                d = _eight(_BF16, [words], _EIGHT_BF16)
         low = tl.join(tl.join(d[0], d[4]), tl.join(d[2], d[6]))
         high = tl.join(tl.join(d[1], d[5]), tl.join(d[3], d[7]))
         return tl.join(low, high)
@@ -97,57 +107,75 @@ def _weights_of(words, scale_a, scale_b, zero_a, zero_b, ZEROS: tl.constexpr):
         low = tl.join(tl.join(_unpack(a, 0), _unpack(b, 0)), tl.join(_unpack(a, 2), _unpack(b, 2)))
         high = tl.join(tl.join(_unpack(a, 1), _unpack(b, 1)), tl.join(_unpack(a, 3), _unpack(b, 3)))
         steps = tl.join(low, high).to(tl.float32)  # (…, e, w, a, b)
-        scale = tl.join(scale_a, scale_b).to(tl.float32)[:, :, :, :, :, :, None, None]
         if ZEROS:
-            steps -= tl.join(zero_a, zero_b).to(tl.float32)[:, :, :, :, :, :, None, None]
+            steps -= tl.join(zero_a, zero_b).to(tl.float32)[:, :, :, :, None, :, None, None]
         else:
             steps -= 8.0
-        return (steps * scale).to(scale_a.dtype)
-
-
-@triton.jit
-def _all_issued(EARLY: tl.constexpr):
-    """The loads before it are issued before those after it, though not waited for; the compiler would move them to their uses.
-
-    EARLY: let the next kernel begin, and wait for the one in front to end. Otherwise there is nothing to wait for.
-    """
-    if is_cuda():
-        if EARLY:
-            gdc_launch_dependents()
-        gdc_wait()
+        return steps.to(dtype)
 
 
 @triton.jit
 def _values_of(tile, q: tl.constexpr, GROUPS: tl.constexpr):
-    """Of scales (4, 8, W, G, 8) those of quarter q of the block, as (4, 8, W, 8, 2): the same for both pairs of a word."""
+    """Of scales (4, 8, W, G, i) those of quarter q of the block, as (4, 8, W, i)."""
     if GROUPS == 1:
-        found = tl.reshape(tile, (tile.shape[0], tile.shape[1], tile.shape[2], tile.shape[4]))
+        return tl.reshape(tile, (tile.shape[0], tile.shape[1], tile.shape[2], tile.shape[4]))
     elif GROUPS == 2:
         first, second = tl.split(tl.permute(tile, (0, 1, 2, 4, 3)))
-        found = first if q < 2 else second
+        return first if q < 2 else second
     else:
-        pairs = tl.permute(tl.reshape(tile, (tile.shape[0], tile.shape[1], tile.shape[2], 2, 2, 8)), (0, 1, 2, 5, 4, 3))
-        first, second = tl.split(pairs)
+        split = tl.reshape(tile, (tile.shape[0], tile.shape[1], tile.shape[2], 2, 2, tile.shape[4]))
+        first, second = tl.split(tl.permute(split, (0, 1, 2, 5, 4, 3)))
         even, odd = tl.split(first if q < 2 else second)
-        found = even if q % 2 == 0 else odd
-    return tl.broadcast_to(found[:, :, :, :, None], (found.shape[0], found.shape[1], found.shape[2], 8, 2))
+        return even if q % 2 == 0 else odd
 
 
 @triton.jit
-def _sum_over_k(acc, ALONG: tl.constexpr, ACROSS: tl.constexpr, TOKENS: tl.constexpr):
-    """(ALONG ACROSS, TOKENS, 64) to (ACROSS, TOKENS, 64), pairwise; splitting moves the parts to one thread in one exchange."""
+def _scaled_sums(w, x, scale, Q: tl.constexpr, R: tl.constexpr, W: tl.constexpr, TOKENS: tl.constexpr):
+    """scale times the product over Q quarters of a block, as (W, i, j, TOKENS / 8, 4, 2): w as in `_steps_of`; x (c, token, W,
+    token, Q, 2, 2, 2)."""
+    # both over (quarter, b, c, a, e)
+    w = tl.reshape(tl.permute(w, (2, 3, 1, 5, 7, 0, 6, 4)), (W, 8 * R, 32 * Q))
+    x = tl.reshape(tl.permute(x, (2, 4, 6, 0, 5, 7, 3, 1)), (W, 32 * Q, TOKENS))
+    sums = dot(w, x, tl.zeros((W, 8 * R, TOKENS), dtype=tl.float32))
+    scale = tl.permute(scale.to(tl.float32), (2, 3, 1, 0))[:, :, :, None, :, None]
+    return tl.reshape(sums, (W, R, 8, TOKENS // 8, 4, 2)) * scale
+
+
+@triton.jit
+def _half_block(words, scales, zeros, x, HALF: tl.constexpr, GROUPS: tl.constexpr, ZEROS: tl.constexpr):
+    """What half a block of k adds: words (4, 8, W, i, 2), scales and zeros (4, 8, W, G, i), x (4, 8, W, TOKENS / 8, 2, 8)."""
+    W: tl.constexpr = words.shape[2]
+    R: tl.constexpr = words.shape[3]
+    TOKENS: tl.constexpr = 8 * x.shape[3]
+    q: tl.constexpr = 2 * HALF
+    w = _steps_of(words, _values_of(zeros, q, GROUPS), _values_of(zeros, q + 1, GROUPS), ZEROS, x.dtype)
+    x = tl.reshape(x, (4, 8, W, TOKENS // 8, 2, 2, 2, 2))
+    first, second = _values_of(scales, q, GROUPS), _values_of(scales, q + 1, GROUPS)
+    if GROUPS < 4:
+        return _scaled_sums(w, x, first, 2, R, W, TOKENS)
+    else:
+        wa, wb = tl.split(tl.permute(w, (0, 1, 2, 3, 4, 6, 7, 5)))
+        xa, xb = tl.split(tl.permute(x, (0, 1, 2, 3, 5, 6, 7, 4)))
+        wa, wb = wa[:, :, :, :, :, None, :, :], wb[:, :, :, :, :, None, :, :]
+        xa, xb = xa[:, :, :, :, None, :, :, :], xb[:, :, :, :, None, :, :, :]
+        return _scaled_sums(wa, xa, first, 1, R, W, TOKENS) + _scaled_sums(wb, xb, second, 1, R, W, TOKENS)
+
+
+@triton.jit
+def _sum_over_warps(y, ALONG: tl.constexpr, PIECES: tl.constexpr, R: tl.constexpr, TOKENS: tl.constexpr):
+    """(ALONG PIECES, 8 i, TOKENS) to (PIECES, 8 i, TOKENS), pairwise; splitting moves the parts to one thread in one exchange."""
     if ALONG == 1:
-        return acc
+        return y
     elif ALONG == 2:
-        a, b = tl.split(tl.permute(tl.reshape(acc, (2, ACROSS, TOKENS, 64)), (1, 2, 3, 0)))
+        a, b = tl.split(tl.permute(tl.reshape(y, (2, PIECES, 8 * R, TOKENS)), (1, 2, 3, 0)))
         return a + b
     elif ALONG == 4:
-        a, b = tl.split(tl.permute(tl.reshape(acc, (2, 2, ACROSS, TOKENS, 64)), (2, 3, 4, 0, 1)))
+        a, b = tl.split(tl.permute(tl.reshape(y, (2, 2, PIECES, 8 * R, TOKENS)), (2, 3, 4, 0, 1)))
         aa, ab = tl.split(a)
         ba, bb = tl.split(b)
         return (aa + ab) + (ba + bb)
     else:
-        a, b = tl.split(tl.permute(tl.reshape(acc, (2, 2, 2, ACROSS, TOKENS, 64)), (3, 4, 5, 0, 1, 2)))
+        a, b = tl.split(tl.permute(tl.reshape(y, (2, 2, 2, PIECES, 8 * R, TOKENS)), (3, 4, 5, 0, 1, 2)))
         aa, ab = tl.split(a)
         ba, bb = tl.split(b)
         aaa, aab = tl.split(aa)
@@ -158,23 +186,29 @@ def _sum_over_k(acc, ALONG: tl.constexpr, ACROSS: tl.constexpr, TOKENS: tl.const
 
 
 @triton.jit
-def _tokens(x_ptrs, token, k6, k: tl.constexpr, N, K, FULL: tl.constexpr, EVEN: tl.constexpr):
-    """Values of x from k on; 0 past the ends."""
-    if FULL and EVEN:
-        return tl.load(x_ptrs + k)
-    elif EVEN:
-        return tl.load(x_ptrs + k, mask=token < N, other=0.0)
-    else:
-        return tl.load(x_ptrs + k, mask=(token < N) & (k6 + k < K), other=0.0)
+def _into_l2(ptrs, lane, live, BYTES: tl.constexpr):
+    """Ask L2 for BYTES from a pointer of every warp on, 16 bytes aligned, where live; nothing waits, nothing is read."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $3; mov.b32 $0, 0; }",
+        "=r,l,r,r", [ptrs.to(tl.int64), ((lane == 0) & live).to(tl.int32), tl.full((), BYTES, tl.int32)],
+        dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
 
 
 @triton.jit
-def _load(ptrs, live, EVEN: tl.constexpr):
-    """Codes or scales, read once; 0 past the ends."""
-    if EVEN:
-        return tl.load(ptrs, eviction_policy="evict_first")
+def _tokens(x_ptrs, live, k6, K, FULL: tl.constexpr, EVEN: tl.constexpr):
+    """Values of x; 0 past the ends."""
+    if FULL and EVEN:
+        return tl.load(x_ptrs)
+    elif EVEN:
+        return tl.load(x_ptrs, mask=live, other=0.0)
     else:
-        return tl.load(ptrs, mask=live, other=0, eviction_policy="evict_first")
+        return tl.load(x_ptrs, mask=live & (k6 < K), other=0.0)
+
+
+@triton.jit
+def _once(ptrs, live):
+    """Codes or scales, read once; 0 past the ends."""
+    return tl.load(ptrs, mask=live, other=0, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -188,40 +222,54 @@ def _finish(y_ptr, bias_ptr, offsets, rows, mask, y, M, BIAS: tl.constexpr):
 def _int4_gemm(
     x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, part_ptr, counter_ptr, N, M, K, stride_xn,
     GROUPS: tl.constexpr, ONE_GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr,
-    FULL: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr,
-    TOKENS: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, STEPS: tl.constexpr, SPLITS: tl.constexpr,
+    FULL: tl.constexpr, EVEN: tl.constexpr, PREFETCH: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, ALONG: tl.constexpr, STEPS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """y (N, M): a program takes TOKENS rows of x, 64 ACROSS rows of w, and 128 ALONG STEPS of k; every warp 64 rows.
+    """y (N, M): a program takes TOKENS rows of x, 64 rows of w, and 128 ALONG STEPS of k; a warp ROWS rows and 128 STEPS of k.
 
-    FULL: N is a multiple of TOKENS. EVEN: blocks of k and rows are multiples of what a program takes, and K of 128. EARLY: read w
-    while the kernel in front may still be running, wait for it, and only then touch anything else.
+    FULL: N is a multiple of TOKENS. EVEN: the programs take exactly K. PREFETCH: ask L2 for the first blocks of every warp while
+    the kernel in front still runs, and read nothing before its end, so that it may be the one that writes w: L2 is where all
+    multiprocessors meet.
     """
-    WARPS: tl.constexpr = ALONG * ACROSS
+    R: tl.constexpr = ROWS // 8
+    PIECES: tl.constexpr = 64 // ROWS
+    W: tl.constexpr = ALONG * PIECES
     row_blocks = tl.cdiv(M, 64)
-    k_blocks = tl.cdiv(K, 128)
     split = tl.program_id(0) % SPLITS
     tile = tl.program_id(0) // SPLITS
-    row_tiles = tl.cdiv(row_blocks, ACROSS)
-    first_row_block = tile % row_tiles * ACROSS
-    first_token = tile // row_tiles * TOKENS
+    rb = tile % row_blocks
+    first_token = tile // row_blocks * TOKENS
+    end = tl.minimum(tl.cdiv(K, 128), (split + 1) * (STEPS * ALONG))
 
-    warp = tl.arange(0, WARPS)
-    kb = split * (STEPS * ALONG) + warp // ACROSS
-    rb = first_row_block + warp % ACROSS
+    warp = tl.arange(0, W)
+    kb = split * (STEPS * ALONG) + warp // PIECES
+    piece = (warp % PIECES)[None, None, :]
+    block = (wide(kb) * row_blocks + rb)[None, None, :]
+    s_block = rb + tl.zeros_like(block) if ONE_GROUP else block
+    w_step = wide(ALONG) * row_blocks * 1024
+    s_step = 0 if ONE_GROUP else wide(ALONG) * row_blocks * (64 * GROUPS)
+    if PREFETCH:
+        gdc_launch_dependents()
+        lane = tl.arange(0, 4)[:, None, None] + tl.arange(0, 8)[None, :, None]
+        for step in tl.static_range(min(STEPS, _STEPS_AHEAD)):
+            live = (kb + step * ALONG < end)[None, None, :]
+            if step == 0 or not ONE_GROUP:
+                _into_l2(scale_ptr + s_block * (64 * GROUPS) + step * s_step, lane + piece, live, 128 * GROUPS)
+                if ZEROS:
+                    _into_l2(zero_ptr + s_block * (64 * GROUPS) + step * s_step, lane + piece, live, 128 * GROUPS)
+            _into_l2(w_ptr + block * 1024 + piece * (128 * R) + step * w_step, lane, live, 512 * R)
+        gdc_wait()
     # five axes: c, j, warp, and two within a thread
     c5 = tl.arange(0, 4)[:, None, None, None, None]
     j5 = tl.arange(0, 8)[None, :, None, None, None]
-    i_outer = tl.arange(0, 8)[None, None, None, :, None]
-    i_inner = tl.arange(0, 8)[None, None, None, None, :]
+    i_outer = tl.arange(0, R)[None, None, None, :, None]
+    i_inner = tl.arange(0, R)[None, None, None, None, :]
     group = tl.arange(0, GROUPS)[None, None, None, :, None]
     word = tl.arange(0, 4)[None, None, None, None, :]
-    block = (wide(kb) * row_blocks + rb)[None, None, :, None, None]
-    w_ptrs = w_ptr + (block * 1024 + (j5 * 16 + c5 * 4)) + (i_outer * 128 + word)
-    s_block = rb[None, None, :, None, None] + tl.zeros_like(block) if ONE_GROUP else block
-    s_offsets = s_block * (64 * GROUPS) + (j5 * (8 * GROUPS) + c5 * 0)
+    piece5 = piece[:, :, :, None, None]
+    w_ptrs = w_ptr + (block[:, :, :, None, None] * 1024 + piece5 * (128 * R) + (j5 * 16 + c5 * 4)) + (i_outer * 128 + word)
+    s_offsets = s_block[:, :, :, None, None] * (64 * GROUPS) + piece5 * R + (j5 * (8 * GROUPS) + c5 * 0)
     s_inner = group * 8 + i_inner
-    w_step = wide(ALONG) * row_blocks * 1024
-    s_step = 0 if ONE_GROUP else wide(ALONG) * row_blocks * (64 * GROUPS)
     # six axes: c, token, warp, and token, quarter of the block and k within a thread
     c6 = tl.arange(0, 4)[:, None, None, None, None, None] * 8
     token = tl.arange(0, 8)[None, :, None, None, None, None] + tl.arange(0, TOKENS // 8)[None, None, None, :, None, None] * 8
@@ -230,44 +278,35 @@ def _int4_gemm(
     t6 = tl.arange(0, 8)[None, None, None, None, None, :]
     k6 = (kb * 128)[None, None, :, None, None, None] + c6
     x_ptrs = x_ptr + (wide(token) * stride_xn + k6) + (quarter + t6)
+    k6 += quarter
 
-    scales, zeros, words = (), (), ()
-    for step in tl.static_range(STEPS):
-        live = ((kb + step * ALONG < k_blocks) & (rb < row_blocks))[None, None, :, None, None]
-        s_ptrs = scale_ptr + (s_offsets + step * s_step)
-        scales = scales + (_load(s_ptrs + s_inner, live, EVEN),)
-        if ZEROS:
-            z_ptrs = zero_ptr + (s_offsets + step * s_step)
-            zeros = zeros + (_load(z_ptrs + s_inner, live, EVEN),)
-    for step in tl.static_range(STEPS):
-        live = ((kb + step * ALONG < k_blocks) & (rb < row_blocks))[None, None, :, None, None]
-        words = words + (_load(w_ptrs + step * w_step, live, EVEN),)
-    _all_issued(EARLY)
-    xs = (_tokens(x_ptrs, token, k6 + quarter, 0, N, K, FULL, EVEN),)
+    live = (kb < end)[None, None, :, None, None]
+    s0 = _once(scale_ptr + s_offsets + s_inner, live)
+    z0 = _once(zero_ptr + s_offsets + s_inner, live) if ZEROS else s0
+    w0 = _once(w_ptrs, live)
+    if is_cuda():
+        gdc_wait()  # the compiler would put the loads of x in front of these
+    y = tl.zeros((W, R, 8, TOKENS // 8, 4, 2), dtype=tl.float32)
+    for step in tl.range(STEPS, num_stages=1):
+        x0 = _tokens(x_ptrs, token < N, k6, K, FULL, EVEN)
+        x1 = _tokens(x_ptrs + 64, token < N, k6 + 64, K, FULL, EVEN)
+        x_ptrs += 128 * ALONG
+        k6 += 128 * ALONG
+        w_ptrs += w_step
+        s_offsets += s_step
+        live = (kb + (step + 1) * ALONG < end)[None, None, :, None, None]
+        s1 = _once(scale_ptr + s_offsets + s_inner, live)
+        z1 = _once(zero_ptr + s_offsets + s_inner, live) if ZEROS else s1
+        w1 = _once(w_ptrs, live)
+        first, second = tl.split(tl.permute(tl.reshape(w0, (4, 8, W, R, 2, 2)), (0, 1, 2, 3, 5, 4)))
+        y += _half_block(first, s0, z0, x0, 0, GROUPS, ZEROS)
+        y += _half_block(second, s0, z0, x1, 1, GROUPS, ZEROS)
+        w0, s0, z0 = w1, s1, z1
 
-    acc = tl.zeros((WARPS, TOKENS, 64), dtype=tl.float32)
-    for half in tl.static_range(2 * STEPS):
-        if half + 1 < 2 * STEPS:
-            then = (half + 1) // 2 * (128 * ALONG) + (half + 1) % 2 * 64
-            xs = xs + (_tokens(x_ptrs, token, k6 + quarter, then, N, K, FULL, EVEN),)
-        pairs = tl.permute(tl.reshape(words[half // 2], (4, 8, WARPS, 8, 2, 2)), (0, 1, 2, 3, 5, 4))
-        first, second = tl.split(pairs)
-        q = half % 2 * 2
-        scale_a, scale_b = _values_of(scales[half // 2], q, GROUPS), _values_of(scales[half // 2], q + 1, GROUPS)
-        zero_a, zero_b = scale_a, scale_b
-        if ZEROS:
-            zero_a, zero_b = _values_of(zeros[half // 2], q, GROUPS), _values_of(zeros[half // 2], q + 1, GROUPS)
-        w = _weights_of(first if half % 2 == 0 else second, scale_a, scale_b, zero_a, zero_b, ZEROS)
-        # (c, j, warp, i, e, quarter, a, b) and (c, token, warp, token, quarter, a, b, e) to products over (quarter, a, c, b, e)
-        w = tl.reshape(tl.permute(w, (2, 5, 6, 0, 7, 4, 3, 1)), (WARPS, 64, 64))
-        x = tl.reshape(xs[half], (4, 8, WARPS, TOKENS // 8, 2, 2, 2, 2))
-        x = tl.reshape(tl.permute(x, (2, 3, 1, 4, 5, 0, 6, 7)), (WARPS, TOKENS, 64))
-        acc = dot(x, w, acc)
-
-    y = tl.reshape(_sum_over_k(acc, ALONG, ACROSS, TOKENS), (ACROSS, TOKENS, 8, 8))  # (…, i, j)
-    y = tl.reshape(tl.permute(y, (1, 0, 3, 2)), (TOKENS, 64 * ACROSS))
+    y = _sum_over_warps(tl.reshape(y, (W, 8 * R, TOKENS)), ALONG, PIECES, R, TOKENS)
+    y = tl.reshape(tl.permute(tl.reshape(y, (PIECES, R, 8, TOKENS)), (3, 2, 0, 1)), (TOKENS, 64))
     tokens = first_token + tl.arange(0, TOKENS)[:, None]
-    rows = first_row_block * 64 + tl.arange(0, 64 * ACROSS)[None, :]
+    rows = rb * 64 + tl.arange(0, 64)[None, :]
     mask = (tokens < N) & (rows < M)
     offsets = wide(tokens) * M + rows
     if SPLITS == 1:
