@@ -29,8 +29,8 @@ _HALF_THE_REGISTERS = 128
 @dataclass(frozen=True, slots=True)
 class Int4Config:
     """tokens: rows of x per program; rows: of w per warp, 64 or 32, of the 64 per program; along: warps one behind the other
-    along k; splits: programs that share a row of w. prefetch: ask L2 for w while the kernel in front on the stream still runs,
-    where that lets the next begin, as this one does; all reads come after its end."""
+    along k; splits: programs that share a row of w. prefetch: ask L2 for x and w while the kernel in front on the stream still
+    runs, where that lets the next begin, as this one does; all reads come after its end."""
 
     tokens: int
     rows: int
@@ -62,13 +62,12 @@ def int4_gemm(
     if not N:
         return y
     c: Int4Config = best_config(x, weight, bias is not None) if config is None else config
-    zeros, steps, row_blocks = weight.zeros, steps_of(K, c), triton.cdiv(M, ROWS)
-    tiles = row_blocks * triton.cdiv(N, c.tokens)
+    zeros, steps, row_blocks, token_tiles = weight.zeros, steps_of(K, c), triton.cdiv(M, ROWS), triton.cdiv(N, c.tokens)
     parts = torch.empty((c.splits, N, M), dtype=torch.float32, device=x.device) if c.splits > 1 else y
-    prefetch = c.prefetch and is_cuda() and not any(t.data_ptr() % 16 for t in weight[:3] if t is not None)
-    kernels._int4_gemm[(tiles * c.splits,)](
+    prefetch = c.prefetch and is_cuda() and _aligned(x, weight)
+    kernels._int4_gemm[(c.splits, row_blocks, token_tiles)](
         x, weight.packed, weight.scales, weight.scales if zeros is None else zeros, y if bias is None else bias, y, parts,
-        counters(tiles, x.device) if c.splits > 1 else y, N, M, K, x.stride(0),
+        counters(row_blocks * token_tiles, x.device) if c.splits > 1 else y, N, M, K, x.stride(0),
         GROUPS=weight.scales.shape[3], ONE_GROUP=weight.group not in GROUPS, ZEROS=zeros is not None,
         BIAS=bias is not None, FULL=N % c.tokens == 0, EVEN=DEPTH * steps * c.along * c.splits == K, PREFETCH=prefetch,
         TOKENS=c.tokens, ROWS=c.rows, ALONG=c.along, STEPS=steps, SPLITS=c.splits, num_warps=_warps(c), num_stages=1,
@@ -76,6 +75,12 @@ def int4_gemm(
         **({"maxnreg": _HALF_THE_REGISTERS} if is_cuda() and _in_pairs(c) else {}),
     )  # fmt: skip
     return y
+
+
+def _aligned(x: torch.Tensor, weight: Int4Weight) -> bool:
+    """Whether rows of x and blocks of w begin where a prefetch into L2 can."""
+    tensors = (x, weight.packed, weight.scales) if weight.zeros is None else (x, weight.packed, weight.scales, weight.zeros)
+    return x.stride(0) % 8 == 0 and not any(t.data_ptr() % 16 for t in tensors)
 
 
 def steps_of(depth: int, config: Int4Config) -> int:

@@ -186,11 +186,11 @@ def _sum_over_warps(y, ALONG: tl.constexpr, PIECES: tl.constexpr, R: tl.constexp
 
 
 @triton.jit
-def _into_l2(ptrs, lane, live, BYTES: tl.constexpr):
-    """Ask L2 for BYTES from a pointer of every warp on, 16 bytes aligned, where live; nothing waits, nothing is read."""
+def _into_l2(ptrs, lane, live, count):
+    """Ask L2 for `count` bytes from the pointer of lane 0 of every warp on, multiples of 16 both, where live; wait for none."""
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $3; mov.b32 $0, 0; }",
-        "=r,l,r,r", [ptrs.to(tl.int64), ((lane == 0) & live).to(tl.int32), tl.full((), BYTES, tl.int32)],
+        "=r,l,r,r", [ptrs.to(tl.int64), ((lane == 0) & live).to(tl.int32), tl.zeros_like(lane) + count],
         dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
 
 
@@ -227,18 +227,16 @@ def _int4_gemm(
 ):  # fmt: skip
     """y (N, M): a program takes TOKENS rows of x, 64 rows of w, and 128 ALONG STEPS of k; a warp ROWS rows and 128 STEPS of k.
 
-    FULL: N is a multiple of TOKENS. EVEN: the programs take exactly K. PREFETCH: ask L2 for the first blocks of every warp while
-    the kernel in front still runs, and read nothing before its end, so that it may be the one that writes w: L2 is where all
-    multiprocessors meet.
+    FULL: N is a multiple of TOKENS. EVEN: the programs take exactly K. PREFETCH: ask L2 for x and the first blocks of every warp
+    while the kernel in front still runs, and read nothing before its end, so that it may be the one that writes them: L2 is where
+    all multiprocessors meet.
     """
     R: tl.constexpr = ROWS // 8
     PIECES: tl.constexpr = 64 // ROWS
     W: tl.constexpr = ALONG * PIECES
     row_blocks = tl.cdiv(M, 64)
-    split = tl.program_id(0) % SPLITS
-    tile = tl.program_id(0) // SPLITS
-    rb = tile % row_blocks
-    first_token = tile // row_blocks * TOKENS
+    split, rb = tl.program_id(0), tl.program_id(1)
+    first_token = tl.program_id(2) * TOKENS
     end = tl.minimum(tl.cdiv(K, 128), (split + 1) * (STEPS * ALONG))
 
     warp = tl.arange(0, W)
@@ -251,6 +249,10 @@ def _int4_gemm(
     if PREFETCH:
         gdc_launch_dependents()
         lane = tl.arange(0, 4)[:, None, None] + tl.arange(0, 8)[None, :, None]
+        row, start = first_token + rb % TOKENS, split * (STEPS * ALONG * 128)  # for programs with other rows of w another
+        x_slice = x_ptr + wide(row) * stride_xn + start + tl.zeros_like(block)
+        bytes_of_x = 2 * (tl.minimum(K, start + STEPS * ALONG * 128) - start)
+        _into_l2(x_slice, lane + warp[None, None, :], (row < N) & (start < K), bytes_of_x)
         for step in tl.static_range(min(STEPS, _STEPS_AHEAD)):
             live = (kb + step * ALONG < end)[None, None, :]
             if step == 0 or not ONE_GROUP:
@@ -313,6 +315,6 @@ def _int4_gemm(
         _finish(y_ptr, bias_ptr, offsets, rows, mask, y, M, BIAS)
     else:
         tl.store(part_ptr + wide(split) * N * M + offsets, y, mask=mask, cache_modifier=".cg")
-        if is_last(counter_ptr + tile, SPLITS):
+        if is_last(counter_ptr + tl.program_id(2) * row_blocks + rb, SPLITS):
             y = sum_of_parts(part_ptr + offsets, wide(N) * M, mask, SPLITS)
             _finish(y_ptr, bias_ptr, offsets, rows, mask, y, M, BIAS)
