@@ -206,9 +206,12 @@ def _tokens(x_ptrs, live, k6, K, FULL: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _once(ptrs, live):
+def _once(ptrs, live, EVEN: tl.constexpr):
     """Codes or scales, read once; 0 past the ends."""
-    return tl.load(ptrs, mask=live, other=0, eviction_policy="evict_first")
+    if EVEN:
+        return tl.load(ptrs, eviction_policy="evict_first")
+    else:
+        return tl.load(ptrs, mask=live, other=0, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -283,9 +286,9 @@ def _int4_gemm(
     k6 += quarter
 
     live = (kb < end)[None, None, :, None, None]
-    s0 = _once(scale_ptr + s_offsets + s_inner, live)
-    z0 = _once(zero_ptr + s_offsets + s_inner, live) if ZEROS else s0
-    w0 = _once(w_ptrs, live)
+    s0 = _once(scale_ptr + s_offsets + s_inner, live, EVEN)
+    z0 = _once(zero_ptr + s_offsets + s_inner, live, EVEN) if ZEROS else s0
+    w0 = _once(w_ptrs, live, EVEN)
     if is_cuda():
         gdc_wait()  # the compiler would put the loads of x in front of these
     y = tl.zeros((W, R, 8, TOKENS // 8, 4, 2), dtype=tl.float32)
@@ -296,10 +299,12 @@ def _int4_gemm(
         k6 += 128 * ALONG
         w_ptrs += w_step
         s_offsets += s_step
-        live = (kb + (step + 1) * ALONG < end)[None, None, :, None, None]
-        s1 = _once(scale_ptr + s_offsets + s_inner, live)
-        z1 = _once(zero_ptr + s_offsets + s_inner, live) if ZEROS else s1
-        w1 = _once(w_ptrs, live)
+        s1, z1, w1 = s0, z0, w0
+        if step + 1 < STEPS:  # a branch: the compiler would put what is loaded without one behind the products
+            live = (kb + (step + 1) * ALONG < end)[None, None, :, None, None]
+            s1 = _once(scale_ptr + s_offsets + s_inner, live, EVEN)
+            z1 = _once(zero_ptr + s_offsets + s_inner, live, EVEN) if ZEROS else s1
+            w1 = _once(w_ptrs, live, EVEN)
         first, second = tl.split(tl.permute(tl.reshape(w0, (4, 8, W, R, 2, 2)), (0, 1, 2, 3, 5, 4)))
         y += _half_block(first, s0, z0, x0, 0, GROUPS, ZEROS)
         y += _half_block(second, s0, z0, x1, 1, GROUPS, ZEROS)
