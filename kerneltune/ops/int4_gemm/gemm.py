@@ -146,6 +146,8 @@ def valid(case: Case, config: Int4Config) -> str | None:
     blocks, warps = triton.cdiv(case["K"], DEPTH), _warps(config)
     if config.rows * config.tokens > 1024 or warps > (16 if _in_pairs(config) else 8):
         return f"{config.rows}x{config.tokens} sums in each of {warps} warps"
+    if config.rows == 32 and config.tokens == 16 and _many_values(case):
+        return f"more scales and zero points than {_HALF_THE_REGISTERS} registers hold"
     if config.along > blocks or (config.splits - 1) * config.along * steps_of(case["K"], config) >= blocks:
         return f"{config.splits} programs of {config.along} warps along {blocks} blocks of k"
     return None
@@ -155,11 +157,16 @@ def default(case: Case) -> Int4Config:
     """A config for any shape, by rule: the fewest programs that keep a chip of 132 multiprocessors busy."""
     N, limits = case["N"], space(case)
     tokens, along = limits["tokens"][-1], min(4, limits["along"][-1])
-    rows, prefetch = (64, False) if tokens == 8 else (32, True)
-    configs = [Int4Config(tokens, rows, along, splits, prefetch) for splits in limits["splits"]]
+    rows = 64 if tokens == 8 or (tokens == 16 and _many_values(case)) else 32
+    configs = [Int4Config(tokens, rows, along, splits, prefetch=tokens > 8) for splits in limits["splits"]]
     able = [c for c in configs if valid(case, c) is None]
     tiles = triton.cdiv(case["M"], ROWS) * triton.cdiv(max(N, 1), tokens)
     return next((c for c in able if tiles * c.splits >= _ENOUGH_PROGRAMS), able[-1])
+
+
+def _many_values(case: Case) -> bool:
+    """Whether a block of k has more for every row than two scales."""
+    return bool(case.option("zeros")) or case.option("group") == 32
 
 
 def _in_pairs(config: Int4Config) -> bool:

@@ -234,6 +234,7 @@ def _int4_gemm(
     while the kernel in front still runs, and read nothing before its end, so that it may be the one that writes them: L2 is where
     all multiprocessors meet.
     """
+    TIGHT: tl.constexpr = GROUPS == 4 and TOKENS > 8  # registers do not hold two blocks
     R: tl.constexpr = ROWS // 8
     PIECES: tl.constexpr = 64 // ROWS
     W: tl.constexpr = ALONG * PIECES
@@ -287,7 +288,6 @@ def _int4_gemm(
 
     live = (kb < end)[None, None, :, None, None]
     s0 = _once(scale_ptr + s_offsets + s_inner, live, EVEN)
-    z0 = _once(zero_ptr + s_offsets + s_inner, live, EVEN) if ZEROS else s0
     w0 = _once(w_ptrs, live, EVEN)
     if is_cuda():
         gdc_wait()  # the compiler would put the loads of x in front of these
@@ -297,18 +297,23 @@ def _int4_gemm(
         x1 = _tokens(x_ptrs + 64, token < N, k6 + 64, K, FULL, EVEN)
         x_ptrs += 128 * ALONG
         k6 += 128 * ALONG
+        zeros = s0
+        if ZEROS:
+            live = (kb + step * ALONG < end)[None, None, :, None, None]
+            zeros = _once(zero_ptr + s_offsets + s_inner, live, EVEN)
         w_ptrs += w_step
         s_offsets += s_step
-        s1, z1, w1 = s0, z0, w0
-        if step + 1 < STEPS:  # a branch: the compiler would put what is loaded without one behind the products
-            live = (kb + (step + 1) * ALONG < end)[None, None, :, None, None]
-            s1 = _once(scale_ptr + s_offsets + s_inner, live, EVEN)
-            z1 = _once(zero_ptr + s_offsets + s_inner, live, EVEN) if ZEROS else s1
-            w1 = _once(w_ptrs, live, EVEN)
+        live = (kb + (step + 1) * ALONG < end)[None, None, :, None, None]
+        if TIGHT:
+            s1, w1 = _once(scale_ptr + s_offsets + s_inner, live, False), _once(w_ptrs, live, False)
+        else:
+            s1, w1 = s0, w0
+            if step + 1 < STEPS:  # a branch: the compiler puts masked loads behind the products
+                s1, w1 = _once(scale_ptr + s_offsets + s_inner, live, EVEN), _once(w_ptrs, live, EVEN)
         first, second = tl.split(tl.permute(tl.reshape(w0, (4, 8, W, R, 2, 2)), (0, 1, 2, 3, 5, 4)))
-        y += _half_block(first, s0, z0, x0, 0, GROUPS, ZEROS)
-        y += _half_block(second, s0, z0, x1, 1, GROUPS, ZEROS)
-        w0, s0, z0 = w1, s1, z1
+        y += _half_block(first, s0, zeros, x0, 0, GROUPS, ZEROS)
+        y += _half_block(second, s0, zeros, x1, 1, GROUPS, ZEROS)
+        w0, s0 = w1, s1
 
     y = _sum_over_warps(tl.reshape(y, (W, 8 * R, TOKENS)), ALONG, PIECES, R, TOKENS)
     y = tl.reshape(tl.permute(tl.reshape(y, (PIECES, R, 8, TOKENS)), (3, 2, 0, 1)), (TOKENS, 64))
