@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from kerneltune.tl_exchange import close_launch, launch_tag, publish, sum_of_published
-from kerneltune.tl_lib import held, load_constant, to_pairs, values, wide
+from kerneltune.tl_lib import held, is_cuda, load_constant, to_pairs, values, wide
 
 
 @triton.jit
@@ -29,6 +29,19 @@ def _gamma(g, HALF: tl.constexpr, ZERO_CENTERED: tl.constexpr, PAIRS: tl.constex
 
 
 @triton.jit
+def _weights(g_ptr, cols, N: tl.constexpr, COLS: tl.constexpr):
+    """Words of the weight, loaded again wherever this is called: kept in registers they would be spilled."""
+    if is_cuda():  # a load that neither a pipeline nor the elimination of repeated loads sees
+        inside = cols if N % COLS == 0 else tl.minimum(cols, N - 1)
+        g = tl.inline_asm_elementwise(
+            "ld.global.ca.b32 $0, [$1];", "=r,l", [(g_ptr + inside).to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        )
+        return g if N % COLS == 0 else tl.where(cols < N, g, 0)
+    else:
+        return tl.load(g_ptr + cols, mask=cols < N, other=0)
+
+
+@triton.jit
 def _products(dz, x, g, ZERO_CENTERED: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr):
     """dz γ x, summed over the halves of words."""
     s = values(dz, 0, PAIRS, dtype) * _gamma(g, 0, ZERO_CENTERED, PAIRS, dtype) * values(x, 0, PAIRS, dtype)
@@ -43,12 +56,12 @@ def _rmsnorm_bwd_main(
     M, N: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, PHASE: tl.constexpr,
-    PAIRS: tl.constexpr, dtype: tl.constexpr, STAGES: tl.constexpr,
+    PAIRS: tl.constexpr, dtype: tl.constexpr, STAGES: tl.constexpr, HOLD_GAMMA: tl.constexpr,
 ):  # fmt: skip
     """dx, and one fp32 row of dγ partials per group of PARTS programs: dg (groups, N * PAIRS).
 
     PARTS programs share a row, one load each, or one program holds its CHUNKS loads. In PAIRS dz, x, γ and dx are int32, and N
-    and COLS count words of two numbers of `dtype`.
+    and COLS count words of two numbers of `dtype`. HOLD_GAMMA: in registers; else words of it are loaded for every use.
     """
     part = tl.program_id(0) % PARTS
     group = tl.program_id(0) // PARTS
@@ -61,7 +74,8 @@ def _rmsnorm_bwd_main(
     dgs = ()
     for c in tl.static_range(CHUNKS):
         cols = first_col + c * COLS + tl.arange(0, COLS)
-        gs = gs + (tl.load(g_ptr + cols, mask=cols < N, other=0, eviction_policy="evict_last"),)
+        if HOLD_GAMMA:
+            gs = gs + (tl.load(g_ptr + cols, mask=cols < N, other=0, eviction_policy="evict_last"),)
         for _ in tl.static_range(PAIRS):
             dgs = dgs + (tl.zeros((ROWS, COLS), dtype=tl.float32),)
     if PARTS > 1:
@@ -95,7 +109,8 @@ def _rmsnorm_bwd_main(
             for c in tl.static_range(CHUNKS):
                 x = _load(x_ptr, tile, c * COLS, M, N, ROWS, COLS)
                 dz = _load(dz_ptr, tile, c * COLS, M, N, ROWS, COLS)
-                sums += _products(dz, x, gs[c], ZERO_CENTERED, PAIRS, dtype)
+                g = gs[c] if HOLD_GAMMA else _weights(g_ptr, c * COLS + tl.arange(0, COLS), N, COLS)
+                sums += _products(dz, x, g, ZERO_CENTERED, PAIRS, dtype)
                 xs = xs + (x,)
                 dzs = dzs + (dz,)
             total = tl.sum(sums, axis=1)
@@ -112,12 +127,13 @@ def _rmsnorm_bwd_main(
                 dz = held(dzs[c])
                 x32 = values(x, 0, PAIRS, dtype)
                 dz32 = values(dz, 0, PAIRS, dtype)
-                dx = r * (dz32 * _gamma(gs[c], 0, ZERO_CENTERED, PAIRS, dtype) - slope * x32)
+                g = gs[c] if HOLD_GAMMA else _weights(g_ptr, cols, N, COLS)
+                dx = r * (dz32 * _gamma(g, 0, ZERO_CENTERED, PAIRS, dtype) - slope * x32)
                 dgs_next = dgs_next + (dgs[c * PAIRS] + dz32 * x32 * r,)
                 if PAIRS == 2:
                     x32 = values(x, 1, PAIRS, dtype)
                     dz32 = values(dz, 1, PAIRS, dtype)
-                    high = r * (dz32 * _gamma(gs[c], 1, ZERO_CENTERED, PAIRS, dtype) - slope * x32)
+                    high = r * (dz32 * _gamma(g, 1, ZERO_CENTERED, PAIRS, dtype) - slope * x32)
                     dgs_next = dgs_next + (dgs[c * PAIRS + 1] + dz32 * x32 * r,)
                     dx = to_pairs(dx, high, dtype)
                 else:
@@ -128,9 +144,11 @@ def _rmsnorm_bwd_main(
     if PHASE != 1:
         for c in tl.static_range(CHUNKS):
             cols = first_col + c * COLS + tl.arange(0, COLS)
-            for half in tl.static_range(PAIRS):
-                to = wide(group) * (N * PAIRS) + cols * PAIRS + half
-                tl.store(dg_ptr + to, tl.sum(dgs[c * PAIRS + half], axis=0), mask=cols < N)
+            dg = tl.sum(dgs[c * PAIRS], axis=0)
+            if PAIRS == 2:
+                cols = (first_col + c * COLS) * 2 + tl.arange(0, COLS * 2)
+                dg = tl.reshape(tl.join(dg, tl.sum(dgs[c * PAIRS + 1], axis=0)), (COLS * 2,))
+            tl.store(dg_ptr + wide(group) * (N * PAIRS) + cols, dg, mask=cols < N * PAIRS)
     if PARTS > 1 and PHASE == 0:
         close_launch(ws_ptr, tag)
 
@@ -140,7 +158,7 @@ def _rmsnorm_bwd_dgamma(dg_ptr, dgamma_ptr, P, N, ROWS: tl.constexpr, COLS: tl.c
     """dγ = column sums of the (P, N) partials, in a fixed order."""
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     total = tl.zeros((ROWS, COLS), dtype=tl.float32)
-    for first in range(0, P, ROWS):
+    for first in tl.range(0, P, ROWS, loop_unroll_factor=2):
         rows = first + tl.arange(0, ROWS)
         mask = (rows < P)[:, None] & (cols < N)[None, :]
         total += tl.load(dg_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :], mask=mask, other=0.0)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kerneltune.tl_exchange import close_launch, launch_tag, publish, sum_of_published
-from kerneltune.tl_lib import held, quantize, reciprocal, wide
+from kerneltune.tl_lib import held, is_cuda, quantize, reciprocal, wide
 
 
 @triton.jit
@@ -51,6 +51,26 @@ def _amax_by_eights(y):
 
 
 @triton.jit
+def _raise_amax(amax_ptr, amax, seen):
+    """Raise *amax_ptr, which was `seen` some time before, to the largest of the tensor amax ≥ 0.
+
+    Every thread for itself, and most find it raised already: a program that waited here, for all of its warps or for memory,
+    would keep the next one from its place.
+    """
+    if is_cuda():  # in the layout of `amax`, whichever that is; numbers ≥ 0 are in the order of their bits
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred larger;
+            setp.gt.f32 larger, $1, $2;
+            @larger red.relaxed.gpu.global.max.u32 [$3], $1;
+            mov.b32 $0, 0;
+            }""",
+            "=r,r,r,l", [amax, seen, amax_ptr.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
+    else:
+        tl.atomic_max(amax_ptr, tl.max(amax), sem="relaxed")
+
+
+@triton.jit
 def _write_rows(
     x, g, r, y_ptr, scale, mask, amax, ZERO_CENTERED: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr
 ):  # fmt: skip
@@ -68,9 +88,12 @@ def _rmsnorm_fwd_once(
     x_ptr, g_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr,
     M, N: tl.constexpr, stride_xm, eps,
     ZERO_CENTERED: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, RELOAD: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, RELOAD: tl.constexpr, LATE_GAMMA: tl.constexpr,
 ):  # fmt: skip
-    """y = x * rsqrt(mean(x²) + eps) * g, a program for every ROWS rows; RELOAD: x is read again, from L2, instead of held."""
+    """y = x * rsqrt(mean(x²) + eps) * g, a program for every ROWS rows; RELOAD: x is read again, from L2, instead of held.
+
+    LATE_GAMMA: the weight is loaded where it is needed, which costs its latency, not before the sum, which costs registers.
+    """
     CHUNKS: tl.constexpr = (N + COLS - 1) // COLS
     tile = tl.program_id(0)
     lanes = tl.arange(0, ROWS)
@@ -94,23 +117,24 @@ def _rmsnorm_fwd_once(
         squares += x.to(tl.float32) * x.to(tl.float32)
         if not RELOAD:
             xs = xs + (x,)
+        if not LATE_GAMMA:
             gs = gs + (_load_gamma(g_ptr, c * COLS + cols, N),)
+    seen = 0.0
+    if FP8:
+        seen = tl.load(amax_ptr, cache_modifier=".cg")  # long before it is needed
     r = tl.rsqrt(tl.sum(squares, axis=1) * (1.0 / N) + eps)
     tl.store(rsigma_ptr + tile * ROWS + lanes, r, mask=lanes < left)
     for c in tl.static_range(CHUNKS):
         mask = _inside(lanes, left, c * COLS + cols, N, ROWS, COLS)
         if RELOAD:
             x = tl.load(x_rows + (c * COLS + cols)[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
-            g = _load_gamma(g_ptr, c * COLS + cols, N)
         else:
             x = held(xs[c])
-            g = gs[c]
+        g = _load_gamma(g_ptr, c * COLS + cols, N) if LATE_GAMMA else gs[c]
         y_tile = y_rows + (c * COLS + cols)[None, :]
         amax = _write_rows(x, g, r, y_tile, scale, mask, amax, ZERO_CENTERED, FP8, FP8_MAX)
     if FP8:
-        largest = tl.max(amax)
-        if largest > tl.load(amax_ptr, cache_modifier=".cg"):  # most programs find it raised already
-            tl.atomic_max(amax_ptr, largest, sem="relaxed")
+        _raise_amax(amax_ptr, amax, seen)
 
 
 @triton.jit
