@@ -35,7 +35,8 @@ class Entry:
 
     Attributes:
         case: the case's name; no part of the entry's identity.
-        evidence: time_us, default_us, speedup, ci_low, ci_high, trials, date, commit, versions, source_hash.
+        evidence: time_us, default_us, speedup, ci_low, ci_high, trials, date, commit, versions, source_hash; over_default, the
+            95 % interval of the default's time over this config's, from the rounds that chose it.
 
     Raises:
         ValueError: one line naming the field, its value and what is expected.

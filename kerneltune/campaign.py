@@ -4,7 +4,7 @@ Knows no operator and prints nothing. May import torch.
 """
 
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from kerneltune.tuning.run import CEILING_OP, cached_config, ceiling_case, tune_
 from kerneltune.tuning.tuner import job
 
 _CHECKED_CONFIGS = 3
+_WORTH_A_POOL = 10
+"""So many kernels compiled one by one take as long as the start of the processes that compile side by side."""
 
 
 def run_sweep(ops: Mapping[str, Op], selection: Selection, options: Options, progress: Progress) -> list[Record]:
@@ -174,13 +176,16 @@ def _measure(
     """Every case beside its peers; with a journal, those that it has are not measured again."""
     done = {(r.key, r.variant): r for r in _journalled(journal)} if journal else {}
     measured = []
-    progress.stage("measure", len(entries))
+    work = []
     for entry in entries:
-        op, case = ops[entry.op], entry.case
-        pairs = _pairs(op, case, selection, options)
-        fresh = _still_good(done, op, case, pairs, options)
+        pairs = _pairs(ops[entry.op], entry.case, selection, options)
+        work.append((ops[entry.op], entry.case, pairs, _still_good(done, ops[entry.op], entry.case, pairs, options)))
+    ceilings = {(op.name, case): _ceiling(ops, op, case, options) for op, case, _, rows in work if rows is None}
+    _compile_measured([(op, case, pairs) for op, case, pairs, rows in work if rows is None], ceilings.values(), options, progress)
+    progress.stage("measure", len(entries))
+    for op, case, pairs, fresh in work:
         if fresh is None:
-            fresh = compare(family, op, case, pairs, options.policy, _ceiling(ops, op, case, options))
+            fresh = compare(family, op, case, pairs, options.policy, ceilings[op.name, case])
             if journal:
                 records.append(journal, fresh)
         measured += fresh
@@ -190,6 +195,23 @@ def _measure(
             progress.best(f"{best.variant} {best.time_us:.1f} µs, {best.gbps:.0f} GB/s")
         progress.advance(f"{op.name} {case.name} {case.dtype} {case.quant}")
     return measured
+
+
+def _compile_measured(
+    work: Sequence[tuple[Op, Case, Sequence[tuple[Variant, Config]]]],
+    ceilings: Iterable[Ceiling | None],
+    options: Options,
+    progress: Progress,
+) -> None:
+    """Compile the configs that the measurement launches on all cores, where that is enough to be worth starting them."""
+    target = TARGETS.get(device.current().arch)
+    own = [(op, case, [pair for pair in pairs if pair[1] is not None]) for op, case, pairs in work]
+    own += [(c.op, c.case, [(c.variant, c.config)]) for c in ceilings if c is not None]
+    if target is None or sum(len(pairs) for _, _, pairs in own) < _WORTH_A_POOL:
+        return
+    progress.stage("compile", 1)
+    compile_ahead(own, target, options.workers)
+    progress.advance("the configs to measure")
 
 
 def _still_good(

@@ -137,6 +137,18 @@ def wide(x):
 
 
 @triton.jit
+def only_if(mask, flag):
+    """mask & flag, of a tensor of booleans and what comparing scalars gave, as a mask.
+
+    Triton's interpreter (3.7.1, 3.9.0) spreads the outcome of comparing two int32 over a tensor as int32, and 3.9's takes no mask
+    of that.
+    """
+    if _INTERPRETED:
+        return (mask & flag) != 0
+    return mask & flag
+
+
+@triton.jit
 def load_constant(ptr):
     """A 32-bit scalar that no other program changes; not pipelined, as `tl.load` would be, through shared memory."""
     if is_cuda():

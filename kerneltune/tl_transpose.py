@@ -6,7 +6,7 @@ Device code; knows no operator. May import triton and tl_lib.
 import triton
 import triton.language as tl
 
-from kerneltune.tl_lib import pack_bytes, words_of_pairs
+from kerneltune.tl_lib import only_if, pack_bytes, words_of_pairs
 
 
 @triton.jit
@@ -84,4 +84,5 @@ def _store_end(byte_ptr, quad, ld, lo, hi, live, packed):
     word = tl.sum(tl.where((quads == quad)[:, None], packed, 0), axis=0)
     for k in tl.static_range(4):
         row = quad * 4 + k
-        tl.store(byte_ptr + (cols * ld + row), (word >> (8 * k)).to(tl.uint8), mask=live & (row >= lo) & (row < hi))
+        mask = only_if(only_if(live, row >= lo), row < hi)
+        tl.store(byte_ptr + (cols * ld + row), (word >> (8 * k)).to(tl.uint8), mask=mask)

@@ -2,10 +2,11 @@
 
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -41,6 +42,28 @@ def poisoned_memory() -> Iterator[None]:
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="session", autouse=not HAS_GPU)
+def masks_of_booleans() -> Iterator[None]:
+    """Triton's interpreter takes masks of booleans only, as 3.9's does; 3.7.1's also takes integers."""
+    from triton.runtime import interpreter
+
+    def strict(name: str, place: int) -> Callable[..., object]:
+        given: Callable[..., object] = getattr(interpreter._interpreter, name)
+
+        def checked(*args: Any) -> object:
+            mask = np.asarray(args[place])
+            if mask.dtype != bool:
+                raise TypeError(f"{name}: mask of {mask.dtype}: see tl_lib.only_if")
+            return given(*args)
+
+        return checked
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, place in {"load": 1, "store": 2, "atomic_rmw": 3}.items():
+            patch.setattr(interpreter._interpreter, name, strict(name, place))
+        yield
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from kerneltune import device, ops, records
+from kerneltune import campaign, device, ops, records, sweep
 from kerneltune.campaign import _journalled, _still_good, compare_live, run_sweep
 from kerneltune.device import INTERPRETER
 from kerneltune.measuring.check import Checker
@@ -316,3 +316,26 @@ def test_what_a_check_will_launch_is_compiled_before() -> None:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", AHEAD], capture_output=True, text=True, env=env, timeout=120)
     assert done.stdout.strip() == "[(['_stream'], ''), (['_stream'], '')]", done.stderr
+
+
+def test_what_is_measured_is_compiled_side_by_side_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, str]] = []
+    here = device.current()
+    monkeypatch.setattr(device, "current", lambda: replace(here, arch="sm_90"))
+    monkeypatch.setattr(campaign, "compare", lambda *_: told.append(("measured", "")) or [])
+    monkeypatch.setattr(
+        campaign, "compile_ahead", lambda work, *_: told.extend((op.name, v.name) for op, _, pairs in work for v, _ in pairs)
+    )
+    given = Options(results=tmp_path / "results", configs=tmp_path / "configs")
+    options = tuple((name, values[0]) for name, values in OPS["rmsnorm_fwd"].options.items())
+    cases = [Case("some", (("M", 64), ("N", n)), "bfloat16", "none", options) for n in (256, 512, 1024)]
+    entries = [sweep.Entry("rmsnorm_fwd", case, "bench") for case in cases]
+
+    campaign._measure(OPS, "norm", entries, Selection("norm"), given, Quiet(), None)
+    own = [v.name for v in OPS["rmsnorm_fwd"].variants if not v.is_peer]
+    ahead = [*[("rmsnorm_fwd", name) for name in own] * 3, *[("stream", OPS["stream"].variants[0].name)] * 3]
+    assert told == [*ahead, *[("measured", "")] * 3]
+
+    told.clear()
+    campaign._measure(OPS, "norm", entries[:1], Selection("norm"), given, Quiet(), None)
+    assert told == [("measured", "")], "few kernels are compiled where they are launched"

@@ -115,6 +115,8 @@ def duel(setting: Setting, *contenders: tuple[float, float, int]) -> tuple[int, 
     tuner.resources = {config: registers for config, (*_, registers) in zip(configs, contenders, strict=True)}
     best, evidence = tuner.duel(configs, configs[-1])
     assert evidence["default_us"] == pytest.approx(contenders[-1][0], rel=0.05), "timed in the same rounds"
+    low, high = evidence["over_default"]
+    assert low <= 1.05 * contenders[-1][0] / evidence["time_us"] and high >= 1.0, "never surely slower than the default"
     return configs.index(best), evidence
 
 

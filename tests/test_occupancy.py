@@ -2,8 +2,8 @@
 
 import pytest
 
-from kerneltune.inspection.occupancy import LIMITS, Occupancy, occupancy
 from kerneltune.measuring.compiler import TARGETS
+from kerneltune.measuring.occupancy import LIMITS, Occupancy, occupancy
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from made_up import (
     tables,
 )
 
+from kerneltune import device
 from kerneltune.measuring.compiler import Compiled, Kernel
 from kerneltune.search import loop
 from kerneltune.search.loop import ENUMERATE_UP_TO, Search
@@ -241,6 +242,24 @@ def test_what_cannot_compile_or_spills_is_never_run(setting: Setting) -> None:
     assert tuner.evaluate(Small(64, 2), spilling) == Trial("spills", detail="96 bytes per thread")
     assert tuner.resources == {Small(64, 1): 0, Small(64, 2): 1020}
     assert setting.store().get(op_of(SMALL), CASE, SMALL, "cold", Small(64, 1)) == broken
+
+
+def test_what_does_not_fit_a_multiprocessor_as_often_as_it_says_is_never_run(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuner = Tuner(op_of(LARGE), CASE, LARGE, "cold", setting.store(), NoBench())
+    asked = Large(64, 1, 1, 4)
+    twice = Compiled((Kernel("k", 8, 128, 0, 65536), Kernel("k", 8, 64, 0, 81920)), 1.0)
+    with pytest.raises(AssertionError):  # it goes to the bench: nothing is known of the interpreter's multiprocessors
+        tuner.evaluate(asked, twice)
+    here = device.current()
+    monkeypatch.setattr(device, "current", lambda: replace(here, arch="sm_90"))
+    assert tuner.evaluate(asked, twice) == Trial(
+        "occupancy", resources=1024, shared_bytes=81920, detail="2 programs fit a multiprocessor, not 4"
+    )
+    for config, kernels in ((Large(64, 1, 1, 2), twice), (Large(64, 1, 2, 4), Compiled((Kernel("k", 4, 64, 0, 8192),), 1.0))):
+        with pytest.raises(AssertionError):  # these fit
+            tuner.evaluate(config, kernels)
 
 
 # errors

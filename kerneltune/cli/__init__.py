@@ -28,6 +28,7 @@ from kerneltune.cli import (
     sweep,
     tune,
     versus,
+    weights,
 )
 from kerneltune.cli.console import error_line, show
 
@@ -79,6 +80,7 @@ app.command("replay")(replay.command)
 app.command("versus")(versus.command)
 app.command("compare")(compare.command)
 app.command("moe")(moe.command)
+app.command("weights")(weights.command)
 app.command("gate")(gate.command)
 app.command("study")(study.command)
 app.command("report")(report.command)

@@ -153,12 +153,16 @@ def import_(
 
 @app.command()
 def check(configs: o.Configs = None) -> None:
-    """Read every file strictly; exit code 2 and the reason at the first broken entry."""
+    """Read every file strictly; exit code 2 and the reason at the first broken entry.
+
+    Exit code 1, and a line each, where a config was surely slower than its variant's default when it was chosen.
+    """
     from kerneltune.cache import load_strict
 
     files = _files(configs)
     known = o.load_ops() if files else {}
-    entries = 0
+    entries, beside = 0, 0
+    slower = []
     for path in files:
         if path.stem not in known:
             raise ValueError(f"{path}: op: {path.stem!r}: expected one of {', '.join(known)}")
@@ -168,7 +172,17 @@ def check(configs: o.Configs = None) -> None:
             except ValueError as error:
                 raise ValueError(f"{path}: entries[{index}]: {error}") from error
             entries += 1
+            over = entry.evidence.get("over_default")
+            if isinstance(over, list) and len(over) == 2:
+                beside += 1
+                if over[1] < 1.0:
+                    name = f"{path.stem} {entry.variant} {entry.case} {entry.dtype} {entry.quant}"
+                    slower.append(f"{name}: {over[0]:.3f} to {over[1]:.3f} of its default's speed")
     show(f"{entries} entries in {len(files)} files of {o.configs_root(configs)} are good")
+    if beside:
+        show("\n".join([f"{beside} were timed in the same rounds as their default: {len(slower)} slower than it", *slower]))
+    if slower:
+        raise typer.Exit(1)
 
 
 def _chosen(op: str | None, gpu: str | None, configs: Path | None) -> list[Path]:

@@ -86,7 +86,7 @@ def command(
 
 def _targets(given: list[str] | None) -> list[str]:
     """The targets asked for, in the order of the table; all of them if none is."""
-    from kerneltune.inspection.occupancy import LIMITS
+    from kerneltune.measuring.occupancy import LIMITS
 
     for name in given or ():
         o.choice("target", name, (*LIMITS, _ALL))
@@ -195,7 +195,8 @@ def _show(found: "Survey") -> None:
 
 def _tables(same: "list[StaticRow]") -> dict[str, list[tuple[str, ...]]]:
     """The lines of every kernel; a second launch of one kernel with other resources is one of its own."""
-    from kerneltune.inspection.static import numbered, resident, widths
+    from kerneltune.inspection.static import numbered, widths
+    from kerneltune.measuring.occupancy import resident
 
     tables: dict[str, list[tuple[str, ...]]] = {}
     for row in same:

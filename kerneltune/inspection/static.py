@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from kerneltune.files import replace_text
-from kerneltune.inspection.occupancy import LIMITS, Occupancy, occupancy
 from kerneltune.measuring.assembly import Access, Kernel, typical_bits
+from kerneltune.measuring.occupancy import LIMITS, resident
 
 SCHEMA = 1
 PASS, REGRESSION, UNUSABLE = 0, 1, 2
@@ -129,11 +129,6 @@ def differences(old: StaticRow, new: StaticRow) -> list[tuple[str, str, str, str
         cells = (_cells(kernel, row.target) for kernel, row in ((first, old), (second, new)))
         found += [(name, what, a, b) for (what, a), (_, b) in zip(*cells, strict=True) if a != b]
     return found
-
-
-def resident(kernel: Kernel, target: str) -> Occupancy:
-    """How many programs of a kernel a multiprocessor of the target holds."""
-    return occupancy(LIMITS[target], kernel.warps, kernel.registers, kernel.shared_bytes, kernel.scalar_registers)
 
 
 def numbered(kernels: Sequence[Kernel]) -> dict[tuple[str, int], Kernel]:

@@ -24,7 +24,8 @@ class Trial:
     """One evaluation.
 
     Attributes:
-        status: `ok`, or why there is no time: `compile`, `spills`, `wrong`, `failed`, `lost` where it took its process along.
+        status: `ok`, or why there is no time: `compile`, `spills`, `occupancy` where too few programs fit, `wrong`, `failed`,
+            `lost` where it took its process along.
         resources: registers of all threads of its largest program.
         spill_bytes: per thread.
         shared_bytes: of its largest program.

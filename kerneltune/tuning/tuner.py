@@ -1,10 +1,11 @@
 """The search for the best config of a variant on a case; the only writer of configs.
 
-compile -> drop what spills -> check on poisoned outputs -> screen -> duel with the incumbent. The winner replaces the
-incumbent, default or cached, only where the interval says that it is faster. What to try is decided in search, and measured
-on a bench.
+compile -> drop what spills or does not fit -> check on poisoned outputs -> screen -> duel with the incumbent. The winner
+replaces the incumbent, default or cached, only where the interval says that it is faster. What to try is decided in search, and
+measured on a bench.
 """
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 from kerneltune import cache, device
 from kerneltune.measuring.compare import commit, config_values
 from kerneltune.measuring.compiler import Compiled, Job
+from kerneltune.measuring.occupancy import LIMITS, resident
 from kerneltune.search.loop import Explored, Search, explore, propose
 from kerneltune.search.trials import Trial, TrialStore
 from kerneltune.spec import Case, Config, Op, Variant
@@ -122,13 +124,17 @@ class Tuner:
             return Trial("compile", detail=compiled.error)
         if compiled.spill_bytes and self.prune:
             return Trial("spills", detail=f"{compiled.spill_bytes} bytes per thread")
+        wanted, fitting = getattr(config, "ctas", 0), _resident(compiled)
+        if wanted > fitting and self.prune and config != self.variant.default_config(self.case):
+            return Trial("occupancy", detail=f"{fitting} programs fit a multiprocessor, not {wanted}")
         self._open()
         return self.bench.trial(config, self._best_us if self.samples == SCREEN_SAMPLES else None, self.samples)
 
     def duel(self, configs: Sequence[Config], default: Config | None = None) -> tuple[Config, dict[str, Any]]:
         """The best of correct configs, timed interleaved; the first is the incumbent and is kept unless surely slower.
 
-        The evidence has the default's time, too, from the same rounds, where it is one of them.
+        The evidence has the default's time, too, and the interval of default over best, from the same rounds, where it is one
+        of them.
 
         Of challengers that cannot be told apart the one with the fewest registers wins, then the first.
         """
@@ -140,14 +146,21 @@ class Tuner:
         tied = [i for i in faster if i == best or ratio_interval(samples[i], samples[best]).contains(1.0)]
         chosen = min(tied, key=lambda i: (self.resources.get(configs[i], 0), i), default=0)
         times = median_interval(samples[chosen])
-        evidence = {
+        evidence: dict[str, Any] = {
             "time_us": round(times.median, 4),
             "incumbent_us": round(median_interval(samples[0]).median, 4),
             "speedup": round(gains[chosen].median, 4),
             "ci_low": round(gains[chosen].low, 4),
             "ci_high": round(gains[chosen].high, 4),
-            "default_us": round(median_interval(samples[configs.index(default)]).median, 4) if default in configs else None,
+            "default_us": None,
         }
+        if default in configs:
+            beside = samples[configs.index(default)]
+            over = ratio_interval(beside, samples[chosen])
+            evidence |= {
+                "default_us": round(median_interval(beside).median, 4),
+                "over_default": [round(over.low, 4), round(over.high, 4)],
+            }
         return configs[chosen], evidence
 
     def release(self) -> None:
@@ -159,6 +172,13 @@ class Tuner:
         if not self._opened:
             self.bench.open(self.op, self.case, self.variant, self.policy)
             self._opened = True
+
+
+def _resident(compiled: Compiled) -> int:
+    """Programs of the config's smallest kernel that one multiprocessor holds; any number where the GPU's limits are not known."""
+    arch = device.current().arch
+    programs = [resident(kernel, arch).programs for kernel in compiled.kernels if arch in LIMITS]
+    return max(programs, default=sys.maxsize)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from kerneltune.tl_lib import (
     half_to_fp32,
     magnitude,
     magnitude_to_fp32,
+    only_if,
     reciprocal,
     to_fp8,
     to_fp8_pair,
@@ -71,7 +72,7 @@ def _publish_tile(
     for k in tl.static_range(4):
         rows = quads * 4 + k
         amax = _amax_of_rows(xs[k], PAIRS, dtype)
-        raise_published(ws_ptr, G + first_row + rows, amax, tag, (rows < hi) & live)
+        raise_published(ws_ptr, G + first_row + rows, amax, tag, only_if(rows < hi, live))
     columns = G + wide(G) * N + (wide(group) * STRIPES + stripe) * (COLS * PAIRS)
     raise_columns(xs, ws_ptr, columns, tag, live, COLS, PAIRS, dtype)
     arrive(ws_ptr, group, tag, live)

@@ -12,7 +12,7 @@ import torch
 import triton
 
 from kerneltune import cache
-from kerneltune.arguments import ITEMSIZE, check_matrix
+from kerneltune.arguments import ITEMSIZE, check_matrix, in_pairs
 from kerneltune.groups import group_ends
 from kerneltune.launch import phases, resident
 from kerneltune.ops.fp8 import reference, tensorwise_kernels
@@ -26,7 +26,7 @@ from kerneltune.ops.fp8.common import (
     target,
 )
 from kerneltune.spec import Case, Inputs, Option, Outputs, Space, Traffic
-from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX
+from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX, TL_DTYPES, TL_FP8
 from kerneltune.workspace import workspace
 
 LAYOUTS = ("row", "col", "both")
@@ -210,24 +210,29 @@ def _quantise(
 
 
 def _launch(x, offs, segments, rows, q, q_t, scale, c: SegmentConfig, fp8_format: str, pow2: bool, inverse: bool) -> None:
-    C = x.shape[1]
+    # 16-bit numbers in pairs, where widths and addresses allow; ptxas 12.8 gets q wrong beside a q_t that goes out in bytes
+    pairs = 2 if in_pairs(x) and (q_t is None or rows % 4 == 0) else 1
+    dtype = TL_DTYPES[x.dtype]
+    if pairs == 2:
+        x, q = x.view(torch.int32), None if q is None else q.view(torch.int16)
+    cols = c.cols // pairs
     blocks = segments * triton.cdiv(rows, c.rows) if offs is None else rows // c.rows + segments
-    total = blocks * triton.cdiv(C, c.cols)
+    total = blocks * triton.cdiv(x.shape[1], cols)
     programs = min(total, resident(x.device, c.ctas)) if c.ctas else total
     ws = workspace(total if c.staged else segments, x.device)
     offs_or_any = x if offs is None else offs
     tile = {
-        "JAGGED": offs is not None, "STAGED": c.staged, "GROUPS_LOG2": max(0, (segments - 1).bit_length()),
-        "ROWS": c.rows, "COLS": c.cols, "EVEN": C % c.cols == 0, "STAGES": c.stages, "num_warps": c.warps,
+        "C": x.shape[1], "stride": x.stride(0), "JAGGED": offs is not None, "STAGED": c.staged,
+        "GROUPS_LOG2": max(0, (segments - 1).bit_length()), "ROWS": c.rows, "COLS": cols, "PAIRS": pairs, "dtype": dtype,
+        "EVEN_ROWS": offs is None and rows % c.rows == 0, "STAGES": c.stages, "num_warps": c.warps,
     }  # fmt: skip
     if c.ctas:
         tile |= phases(c.warps, c.ctas, together=False)[0][1]
-    tensorwise_kernels._amax_segments[(programs,)](x, offs_or_any, ws, rows, C, segments, x.stride(0), total, **tile)
+    tensorwise_kernels._amax_segments[(programs,)](x, offs_or_any, ws, rows, segments, total, **tile)
     tensorwise_kernels._cast_segments[(programs,)](
-        x, q_t if q is None else q, q if q_t is None else q_t, scale, offs_or_any, ws,
-        rows, C, segments, x.stride(0), total,
+        x, x if q is None else q, x if q_t is None else q_t.view(torch.uint8), scale, offs_or_any, ws, rows, segments, total,
         FP8_MAX=FP8_MAX[fp8_format], POW2=pow2, INVERSE=inverse, ROWMAJOR=q is not None, COLMAJOR=q_t is not None,
-        PACKED=rows % 4 == 0, **tile,
+        fp8=TL_FP8[fp8_format], PACKED=rows % 4 == 0, **tile,
     )  # fmt: skip
 
 
@@ -242,8 +247,8 @@ def space(case: Case) -> Space:
     wide = tuple(cols for cols in (128, 256, 512, 1024) if cols == 128 or cols < 2 * case["K"])
     return {
         "rows": (8, 16, 32, 64) if case.option("layout") == "row" else (64, 128),
-        "cols": wide[-3:] if case.option("layout") == "row" else (64, 128),
-        "warps": (4, 8),
+        "cols": wide[-3:] if case.option("layout") == "row" else (64, 128, 256),
+        "warps": (2, 4, 8),
         "ctas": (0, 2, 4, 6, 8),
         "stages": (1, 2, 3),
         "staged": (False, True),

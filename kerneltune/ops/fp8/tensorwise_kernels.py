@@ -2,7 +2,8 @@
 
 A segment is a tensor, an expert or a token group. Tiles of ROWS x COLS are numbered segment by segment; every tile is of one
 segment. The first launch leaves the largest magnitudes in a workspace, the second walks the tiles in reverse, so that it finds
-the end of what the first has read in L2, and closes the launch. May import cast, kernels, tl_lib, tl_transpose.
+the end of what the first has read in L2, and closes the launch. 16-bit numbers come in PAIRS, as int32: sanitised and cast two
+by two, and rows of four bytes turned with byte permutes. May import tiles, tl_lib, tl_exchange, tl_transpose.
 """
 
 import triton
@@ -10,8 +11,20 @@ import triton.language as tl
 
 from kerneltune.ops.fp8.tiles import locate_block, start_of
 from kerneltune.tl_exchange import close_launch, launch_tag, publish, published, raise_published
-from kerneltune.tl_lib import amax_to_scale, load_constant, magnitude, magnitude_to_fp32, reciprocal, to_fp8, wide
-from kerneltune.tl_transpose import store_transposed
+from kerneltune.tl_lib import (
+    amax_to_scale,
+    is_cuda,
+    load_constant,
+    magnitude,
+    magnitude_of_pairs,
+    magnitude_to_fp32,
+    reciprocal,
+    to_fp8,
+    to_fp8_pair,
+    values,
+    wide,
+)
+from kerneltune.tl_transpose import store_turned
 
 
 @triton.jit
@@ -32,41 +45,115 @@ def sanitised(x):
 
 
 @triton.jit
+def finite_pairs(w, dtype: tl.constexpr):
+    """Words of two 16-bit numbers: 0 for NaN, the largest finite number, with its sign, for infinity."""
+    infinite: tl.constexpr = 0x7C00 if dtype == tl.float16 else 0x7F80
+    if is_cuda():  # a NaN is what 0x7FFF - infinite carries into the sign, from where a permute copies it over the number
+        if dtype == tl.float16:
+            return tl.inline_asm_elementwise(
+                """{
+                .reg .b32 m, t, s, most;
+                and.b32 m, $1, 0x7fff7fff;
+                add.u32 t, m, 0x03ff03ff;
+                prmt.b32 s, t, t, 0xbb99;
+                not.b32 s, s;
+                and.b32 t, $1, s;
+                and.b32 m, m, s;
+                mov.b32 most, 0x7bff7bff;
+                min.s16x2 m, m, most;
+                and.b32 t, t, 0x80008000;
+                or.b32 $0, m, t;
+                }""",
+                "=r,r", [w], dtype=tl.int32, is_pure=True, pack=1)  # fmt: skip
+        else:
+            return tl.inline_asm_elementwise(
+                """{
+                .reg .b32 m, t, s, most;
+                and.b32 m, $1, 0x7fff7fff;
+                add.u32 t, m, 0x007f007f;
+                prmt.b32 s, t, t, 0xbb99;
+                not.b32 s, s;
+                and.b32 t, $1, s;
+                and.b32 m, m, s;
+                mov.b32 most, 0x7f7f7f7f;
+                min.s16x2 m, m, most;
+                and.b32 t, t, 0x80008000;
+                or.b32 $0, m, t;
+                }""",
+                "=r,r", [w], dtype=tl.int32, is_pure=True, pack=1)  # fmt: skip
+    else:
+        low = _finite_half(w & 0xFFFF, infinite)
+        high = _finite_half((w >> 16) & 0xFFFF, infinite)
+        return (high << 16) | low
+
+
+@triton.jit
+def _finite_half(bits, infinite: tl.constexpr):
+    m = bits & 0x7FFF
+    return tl.where(m > infinite, 0, (bits & 0x8000) | tl.minimum(m, infinite - 1))
+
+
+@triton.jit
 def _load_quads(
-    x_ptr, stride, C, stripe, first_row, lo, hi,
-    QUADS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr, AGAIN: tl.constexpr,
+    x_ptr, stride: tl.constexpr, C: tl.constexpr, stripe, first_row, lo, hi,
+    QUADS: tl.constexpr, COLS: tl.constexpr, EVEN_ROWS: tl.constexpr, JAGGED: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
     """Rows [lo, hi) of a tile as four (QUADS, COLS) sub-tiles; sub-tile k has the rows 4i + k. Zeros elsewhere."""
     policy: tl.constexpr = "" if AGAIN else "evict_first"
-    cols = stripe * COLS + tl.arange(0, COLS)
+    cols = tl.arange(0, COLS)
+    tile_ptr = x_ptr + first_row * stride + stripe * COLS
     tiles = ()
     for k in tl.static_range(4):
         rows = tl.arange(0, QUADS) * 4 + k
-        mask = ((rows >= lo) & (rows < hi))[:, None]
-        if not EVEN:
-            mask = mask & (cols < C)[None, :]
+        mask = _inside(rows, lo, hi, stripe * COLS + cols, C, COLS, EVEN_ROWS, JAGGED)
         offsets = rows[:, None] * stride + cols[None, :]
-        tiles = tiles + (tl.load(x_ptr + first_row * stride + offsets, mask=mask, other=0.0, eviction_policy=policy),)
+        tiles = tiles + (tl.load(tile_ptr + offsets, mask=mask, other=0, eviction_policy=policy),)
     return tiles
 
 
 @triton.jit
-def _amax_segments(
-    x_ptr, offs_ptr, ws_ptr, rows, C, G, stride, total,
-    JAGGED: tl.constexpr, STAGED: tl.constexpr, GROUPS_LOG2: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+def _inside(
+    rows, lo, hi, cols, C: tl.constexpr, COLS: tl.constexpr, EVEN_ROWS: tl.constexpr, JAGGED: tl.constexpr
 ):  # fmt: skip
-    """The largest magnitude of every tile to its own word of the workspace, or by an atomic maximum to its segment's."""
+    """Which elements of a tile are of its segment. Tiles past the last are the last once more, where EVEN_ROWS."""
+    mask = tl.full((1, 1), True, tl.int1)
+    if not EVEN_ROWS:
+        mask = mask & (rows < hi)[:, None]
+    if JAGGED:
+        mask = mask & (rows >= lo)[:, None]
+    if C % COLS != 0:
+        mask = mask & (cols < C)[None, :]
+    return mask
+
+
+@triton.jit
+def _amax_segments(
+    x_ptr, offs_ptr, ws_ptr, rows, G, total, C: tl.constexpr, stride: tl.constexpr,
+    JAGGED: tl.constexpr, STAGED: tl.constexpr, GROUPS_LOG2: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr,
+    EVEN_ROWS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The largest magnitude of every tile to its own word of the workspace, or by an atomic maximum to its segment's.
+
+    In PAIRS x is int32, and C, COLS and stride count words of two numbers of `dtype`.
+    """
     tag = launch_tag(ws_ptr)
     stripes = tl.cdiv(C, COLS)
     for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
         group, stripe, _tiles, first_row, lo, hi = locate_block(
             tile, total, offs_ptr, rows, stripes, G, JAGGED, GROUPS_LOG2, ROWS
         )  # fmt: skip
-        xs = _load_quads(x_ptr, stride, C, stripe, first_row, lo, hi, ROWS // 4, COLS, EVEN, True)
-        m01 = tl.maximum(finite_magnitude(xs[0]), finite_magnitude(xs[1]))
-        m23 = tl.maximum(finite_magnitude(xs[2]), finite_magnitude(xs[3]))
-        amax = magnitude_to_fp32(tl.max(tl.max(tl.maximum(m01, m23), axis=1), axis=0), x_ptr.dtype.element_ty)
+        xs = _load_quads(x_ptr, stride, C, stripe, first_row, lo, hi, ROWS // 4, COLS, EVEN_ROWS, JAGGED, True)
+        if PAIRS == 2:
+            pairs = magnitude_of_pairs(
+                finite_pairs(xs[0], dtype), finite_pairs(xs[1], dtype), finite_pairs(xs[2], dtype), finite_pairs(xs[3], dtype)
+            )
+            largest = tl.maximum(pairs & 0xFFFF, pairs >> 16)
+        else:
+            m01 = tl.maximum(finite_magnitude(xs[0]), finite_magnitude(xs[1]))
+            m23 = tl.maximum(finite_magnitude(xs[2]), finite_magnitude(xs[3]))
+            largest = tl.maximum(m01, m23)
+        amax = magnitude_to_fp32(tl.max(tl.max(largest, axis=1), axis=0), dtype)
         if STAGED:
             publish(ws_ptr, tile, amax, tag, hi == hi)
         else:
@@ -101,13 +188,17 @@ def _segment_scale(
 
 @triton.jit
 def _cast_segments(
-    x_ptr, q_ptr, qt_ptr, scale_ptr, offs_ptr, ws_ptr, rows, C, G, stride, total,
+    x_ptr, q_ptr, qt_ptr, scale_ptr, offs_ptr, ws_ptr, rows, G, total, C: tl.constexpr, stride: tl.constexpr,
     FP8_MAX: tl.constexpr, POW2: tl.constexpr, INVERSE: tl.constexpr,
     JAGGED: tl.constexpr, STAGED: tl.constexpr, GROUPS_LOG2: tl.constexpr,
     ROWMAJOR: tl.constexpr, COLMAJOR: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr, fp8: tl.constexpr,
+    EVEN_ROWS: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """q (all rows, C) and its transpose, segment by segment (G, C, rows), or under JAGGED as a whole (C, rows)."""
+    """q (all rows, C) and its transpose, segment by segment (G, C, rows), or under JAGGED as a whole (C, rows).
+
+    In PAIRS x is int32 and q int16, and C, COLS and stride count words of two numbers of `dtype`.
+    """
     stripes = tl.cdiv(C, COLS)
     lanes = tl.arange(0, COLS)
     scale = 0.0
@@ -116,7 +207,7 @@ def _cast_segments(
         group, stripe, _tiles, first_row, lo, hi = locate_block(
             total - 1 - turn, total, offs_ptr, rows, stripes, G, JAGGED, GROUPS_LOG2, ROWS
         )  # fmt: skip
-        xs = _load_quads(x_ptr, stride, C, stripe, first_row, lo, hi, ROWS // 4, COLS, EVEN, False)
+        xs = _load_quads(x_ptr, stride, C, stripe, first_row, lo, hi, ROWS // 4, COLS, EVEN_ROWS, JAGGED, False)
         if group != of:
             scale = _segment_scale(ws_ptr, offs_ptr, group, rows, stripes, G, FP8_MAX, POW2, JAGGED, STAGED, ROWS)
             of = group
@@ -126,20 +217,23 @@ def _cast_segments(
             live = stripe * COLS + lanes < C
             qs = ()
             for k in tl.static_range(4):
-                q = to_fp8(sanitised(xs[k]) * scale, q_ptr.dtype.element_ty)
+                if PAIRS == 2:
+                    x = finite_pairs(xs[k], dtype)
+                    q = to_fp8_pair(values(x, 0, PAIRS, dtype) * scale, values(x, 1, PAIRS, dtype) * scale, fp8)
+                else:
+                    q = to_fp8(sanitised(xs[k]) * scale, fp8)
                 if ROWMAJOR:
                     r = tl.arange(0, ROWS // 4) * 4 + k
-                    mask = ((r >= lo) & (r < hi))[:, None]
-                    if not EVEN:
-                        mask = mask & live[None, :]
+                    mask = _inside(r, lo, hi, stripe * COLS + lanes, C, COLS, EVEN_ROWS, JAGGED)
                     q_tile = q_ptr + first_row * C + stripe * COLS
                     tl.store(q_tile + (r[:, None] * C + lanes[None, :]), q, mask=mask, cache_modifier=".cs")
                 qs = qs + (q,)
             if COLMAJOR:
-                base = wide(stripe * COLS) * rows + first_row
+                base = wide(stripe * (COLS * PAIRS)) * rows + first_row
                 if not JAGGED:
-                    base += wide(group) * (C - 1) * rows
-                store_transposed(qt_ptr, base, rows, tl.maximum(lo, 0), tl.minimum(hi, ROWS), live, qs, JAGGED, EVEN, PACKED)
+                    base += wide(group) * (C * PAIRS - 1) * rows
+                end = ROWS if EVEN_ROWS else tl.minimum(hi, ROWS)
+                store_turned(qt_ptr, base, rows, tl.maximum(lo, 0), end, live, qs, JAGGED, C % COLS == 0, PACKED, PAIRS)
     if JAGGED:
         empty = amax_to_scale(tl.zeros((), dtype=tl.float32), FP8_MAX, POW2)
         for group in range(tl.program_id(0), G, tl.num_programs(0)):

@@ -15,7 +15,7 @@ from kerneltune.device import sm_count
 from kerneltune.ops.int4_gemm.reference import group_size
 from kerneltune.spec import Case, Inputs, Outputs, Space
 from kerneltune.tl_gemm import dot, is_last, sum_of_parts
-from kerneltune.tl_lib import wide
+from kerneltune.tl_lib import only_if, wide
 from kerneltune.workspace import counters
 
 
@@ -145,7 +145,7 @@ def _streamk(
             if is_last(counter_ptr + tile, parts):
                 y = tl.load(part_ptrs, mask=mask, other=0.0, cache_modifier=".cg")
                 for part in tl.static_range(1, PARTS):
-                    there = mask & (part < parts)
+                    there = only_if(mask, part < parts)
                     y += tl.load(part_ptrs + part * (wide(N) * M), mask=there, other=0.0, cache_modifier=".cg")
                 _store(y_ptr, bias_ptr, y, tokens, rows, N, M, BIAS)
         at = until

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from kerneltune.tl_exchange import await_all, await_published, close_launch, launch_tag, publish, published
-from kerneltune.tl_lib import held, quantize, reciprocal, saturate, to_fp8_pair, values, wide
+from kerneltune.tl_lib import held, only_if, quantize, reciprocal, saturate, to_fp8_pair, values, wide
 from kerneltune.tl_transpose import store_turned
 
 
@@ -60,7 +60,7 @@ def _publish_parts(
     quads = tl.arange(0, ROWS // 4)
     for k in tl.static_range(4):
         index = (tile * ROWS + quads * 4 + k) * PARTS + part
-        publish(ws_ptr, index, _squares(xs[k], PAIRS, dtype), tag, (quads >= 0) & live)
+        publish(ws_ptr, index, _squares(xs[k], PAIRS, dtype), tag, only_if(quads >= 0, live))
 
 
 @triton.jit
@@ -97,7 +97,7 @@ def _collect_rsigma(ws_ptr, rsigma_ptr, tile, part, M, eps, N: tl.constexpr, ROW
         rows = tile * ROWS + quads * 4 + k
         index = rows[:, None] * PARTS + tl.where(parts < PARTS, parts, 0)[None, :]
         rs = rs + (_rsigma(published(ws_ptr, index), parts, eps, N, PARTS),)
-        tl.store(rsigma_ptr + rows, rs[k], mask=(rows < M) & (part == 0))
+        tl.store(rsigma_ptr + rows, rs[k], mask=only_if(rows < M, part == 0))
     return rs
 
 

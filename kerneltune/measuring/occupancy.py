@@ -1,9 +1,11 @@
 """How many programs of a kernel are resident on one multiprocessor (compute unit), by the architecture's limits.
 
-Does not know the grid, nor what the driver keeps for itself besides. Imports the standard library.
+Does not know the grid, nor what the driver keeps for itself besides. Imports assembly.
 """
 
 from dataclasses import dataclass
+
+from kerneltune.measuring.assembly import Kernel
 
 _REGISTER_UNIT = 8
 
@@ -74,6 +76,11 @@ def occupancy(limits: Limits, warps: int, registers: int, shared_bytes: int, sca
         programs["shared memory"] = limits.shared_bytes // needed
     limiter = min(programs, key=lambda name: programs[name])  # the first of equals: warps before all others
     return Occupancy(programs[limiter], programs[limiter] * warps, limits.partitions * limits.warps, limiter)
+
+
+def resident(kernel: Kernel, target: str) -> Occupancy:
+    """How many programs of a compiled kernel a multiprocessor of the target holds."""
+    return occupancy(LIMITS[target], kernel.warps, kernel.registers, kernel.shared_bytes, kernel.scalar_registers)
 
 
 def _round_up(value: int, unit: int) -> int:
