@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from kerneltune.tl_exchange import close_launch, launch_tag, publish, sum_of_published
-from kerneltune.tl_lib import held, is_cuda, load_constant, to_pairs, values, wide
+from kerneltune.tl_lib import held, load_constant, to_pairs, values, wide
 
 
 @triton.jit
@@ -29,19 +29,6 @@ def _gamma(g, HALF: tl.constexpr, ZERO_CENTERED: tl.constexpr, PAIRS: tl.constex
 
 
 @triton.jit
-def _weights(g_ptr, cols, N: tl.constexpr, COLS: tl.constexpr):
-    """Words of the weight, loaded again wherever this is called: kept in registers they would be spilled."""
-    if is_cuda():  # a load that neither a pipeline nor the elimination of repeated loads sees
-        inside = cols if N % COLS == 0 else tl.minimum(cols, N - 1)
-        g = tl.inline_asm_elementwise(
-            "ld.global.ca.b32 $0, [$1];", "=r,l", [(g_ptr + inside).to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-        )
-        return g if N % COLS == 0 else tl.where(cols < N, g, 0)
-    else:
-        return tl.load(g_ptr + cols, mask=cols < N, other=0)
-
-
-@triton.jit
 def _products(dz, x, g, ZERO_CENTERED: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr):
     """dz γ x, summed over the halves of words."""
     s = values(dz, 0, PAIRS, dtype) * _gamma(g, 0, ZERO_CENTERED, PAIRS, dtype) * values(x, 0, PAIRS, dtype)
@@ -56,12 +43,12 @@ def _rmsnorm_bwd_main(
     M, N: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, PHASE: tl.constexpr,
-    PAIRS: tl.constexpr, dtype: tl.constexpr, STAGES: tl.constexpr, HOLD_GAMMA: tl.constexpr,
+    PAIRS: tl.constexpr, dtype: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dx, and one fp32 row of dγ partials per group of PARTS programs: dg (groups, N * PAIRS).
 
     PARTS programs share a row, one load each, or one program holds its CHUNKS loads. In PAIRS dz, x, γ and dx are int32, and N
-    and COLS count words of two numbers of `dtype`. HOLD_GAMMA: in registers; else words of it are loaded for every use.
+    and COLS count words of two numbers of `dtype`.
     """
     part = tl.program_id(0) % PARTS
     group = tl.program_id(0) // PARTS
@@ -74,8 +61,7 @@ def _rmsnorm_bwd_main(
     dgs = ()
     for c in tl.static_range(CHUNKS):
         cols = first_col + c * COLS + tl.arange(0, COLS)
-        if HOLD_GAMMA:
-            gs = gs + (tl.load(g_ptr + cols, mask=cols < N, other=0, eviction_policy="evict_last"),)
+        gs = gs + (tl.load(g_ptr + cols, mask=cols < N, other=0, eviction_policy="evict_last"),)
         for _ in tl.static_range(PAIRS):
             dgs = dgs + (tl.zeros((ROWS, COLS), dtype=tl.float32),)
     if PARTS > 1:
@@ -109,8 +95,7 @@ def _rmsnorm_bwd_main(
             for c in tl.static_range(CHUNKS):
                 x = _load(x_ptr, tile, c * COLS, M, N, ROWS, COLS)
                 dz = _load(dz_ptr, tile, c * COLS, M, N, ROWS, COLS)
-                g = gs[c] if HOLD_GAMMA else _weights(g_ptr, c * COLS + tl.arange(0, COLS), N, COLS)
-                sums += _products(dz, x, g, ZERO_CENTERED, PAIRS, dtype)
+                sums += _products(dz, x, gs[c], ZERO_CENTERED, PAIRS, dtype)
                 xs = xs + (x,)
                 dzs = dzs + (dz,)
             total = tl.sum(sums, axis=1)
@@ -127,13 +112,12 @@ def _rmsnorm_bwd_main(
                 dz = held(dzs[c])
                 x32 = values(x, 0, PAIRS, dtype)
                 dz32 = values(dz, 0, PAIRS, dtype)
-                g = gs[c] if HOLD_GAMMA else _weights(g_ptr, cols, N, COLS)
-                dx = r * (dz32 * _gamma(g, 0, ZERO_CENTERED, PAIRS, dtype) - slope * x32)
+                dx = r * (dz32 * _gamma(gs[c], 0, ZERO_CENTERED, PAIRS, dtype) - slope * x32)
                 dgs_next = dgs_next + (dgs[c * PAIRS] + dz32 * x32 * r,)
                 if PAIRS == 2:
                     x32 = values(x, 1, PAIRS, dtype)
                     dz32 = values(dz, 1, PAIRS, dtype)
-                    high = r * (dz32 * _gamma(g, 1, ZERO_CENTERED, PAIRS, dtype) - slope * x32)
+                    high = r * (dz32 * _gamma(gs[c], 1, ZERO_CENTERED, PAIRS, dtype) - slope * x32)
                     dgs_next = dgs_next + (dgs[c * PAIRS + 1] + dz32 * x32 * r,)
                     dx = to_pairs(dx, high, dtype)
                 else:

@@ -16,16 +16,13 @@ from kerneltune.ops.rmsnorm.configs import BwdConfig, FwdConfig, default_bwd, de
 from kerneltune.ops.rmsnorm.reference import EPS
 from kerneltune.ops.rmsnorm.transpose_kernel import _rmsnorm_fwd_transpose
 from kerneltune.spec import Inputs, Outputs
-from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX, TL_DTYPES, TL_FP8, is_cuda
+from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX, TL_DTYPES, TL_FP8
 from kerneltune.workspace import workspace
 
 _FWD_OPTIONS = (("zero_centered", False), ("fp8_format", "e4m3"), ("row_pad", 0))
 _BWD_OPTIONS = (("zero_centered", False),)
-_CROWDED = {"maxnreg": 64}
-"""Where the threads of a forward program hold more than 32 numbers each: two programs of 16 warps fit a multiprocessor."""
-
-_MOST_WITH_GAMMA = 12288
-"""Numbers of x that a backward program can hold beside as many of dz, of dγ and of the weight."""
+_MOST_BESIDE_GAMMA = 32768
+"""Numbers of x that a forward program can hold beside the weight: more need 32 warps, whose threads have 64 registers."""
 
 _resolve_fwd = cache.resolver(FwdConfig, valid_fwd, default_fwd)
 _resolve_bwd = cache.resolver(BwdConfig, valid_bwd, default_bwd)
@@ -124,12 +121,11 @@ def rmsnorm_bwd(
     # 16-bit numbers in pairs, where the width and addresses allow
     pairs = 2 if in_pairs(x) and in_pairs(dz) and weight.storage_offset() % 2 == 0 else 1
     words = [t.view(torch.int32) if pairs == 2 else t for t in (dz, x, weight, dx)]
-    hold_gamma = pairs == 1 or parts > 1 or c.rows * N <= _MOST_WITH_GAMMA
     for phase, options in _phases(parts, c):
         backward_kernels._rmsnorm_bwd_main[(groups * parts,)](
             words[0], words[1], rsigma, words[2], words[3], partials, ws, M, N // pairs,
             ZERO_CENTERED=zero_centered, ROWS=c.rows, COLS=c.cols // pairs, CHUNKS=chunks, PARTS=parts, PHASE=phase, PAIRS=pairs,
-            dtype=TL_DTYPES[x.dtype], STAGES=c.stages, HOLD_GAMMA=hold_gamma, num_warps=c.warps, **options,
+            dtype=TL_DTYPES[x.dtype], STAGES=c.stages, num_warps=c.warps, **options,
         )  # fmt: skip
     backward_kernels._rmsnorm_bwd_dgamma[(triton.cdiv(N, c.reduce_cols),)](
         partials, dgamma, groups, N, ROWS=4096 // c.reduce_cols, COLS=c.reduce_cols, num_warps=8
@@ -141,11 +137,11 @@ def _launch_rows(x, weight, y, rsigma, scale, amax, scale_inv, eps, zero_centere
     M, N = x.shape
     loads, tiles = triton.cdiv(N, c.cols), triton.cdiv(M, c.rows)
     if not c.ctas:
-        crowded = not c.reload and c.warps >= 16 and c.rows * loads * c.cols > 1024 * c.warps
+        late_gamma = c.reload or c.rows * loads * c.cols > _MOST_BESIDE_GAMMA
         kernels._rmsnorm_fwd_once[(tiles,)](
             x, weight, y, rsigma, scale, amax, scale_inv, M, N, x.stride(0), eps,
             ZERO_CENTERED=zero_centered, FP8=fp8, FP8_MAX=FP8_MAX[fp8_format], ROWS=c.rows, COLS=c.cols, RELOAD=c.reload,
-            LATE_GAMMA=c.reload or crowded, num_warps=c.warps, **(_CROWDED if crowded and is_cuda() else {}),
+            LATE_GAMMA=late_gamma, num_warps=c.warps,
         )  # fmt: skip
         return
     parts, chunks = (loads, 1) if c.split else (1, loads)
