@@ -94,6 +94,8 @@ def test_the_same_bits_in_every_run() -> None:
     [
         ("rmsnorm_fwd", 3, 65536, "none", (1, 8192, False, 32, 0, 1, False)),  # held, the weight late
         ("rmsnorm_fwd", 3, 65528, "fp8", (1, 8192, False, 32, 0, 1, False)),
+        ("rmsnorm_fwd", 3, 16384, "fp8", (1, 4096, False, 16, 2, 3, False)),  # the weight held, the next rows on their way
+        ("rmsnorm_fwd", 3, 32760, "none", (1, 8192, False, 32, 1, 3, False)),
         ("rmsnorm_fwd", 29, 1001, "fp8_t", (16, 256, True, 4, 2, 1, True)),  # one tile to a program
         ("rmsnorm_fwd", 29, 1000, "fp8_t", (16, 256, True, 4, 2, 1, True)),
         ("rmsnorm_bwd", 3, 12288, "none", (1, 4096, False, 16, 1, 3, 32)),  # partial sums of neighbours side by side

@@ -10,7 +10,7 @@ import triton
 
 from kerneltune import cache, device
 from kerneltune.arguments import DTYPE_NAMES, check_like, check_matrix, in_pairs
-from kerneltune.launch import phases, resident
+from kerneltune.launch import phases, registers, resident
 from kerneltune.ops.rmsnorm import backward_kernels, kernels
 from kerneltune.ops.rmsnorm.configs import BwdConfig, FwdConfig, default_bwd, default_fwd, valid_bwd, valid_fwd
 from kerneltune.ops.rmsnorm.reference import EPS
@@ -141,7 +141,7 @@ def _launch_rows(x, weight, y, rsigma, scale, amax, scale_inv, eps, zero_centere
         kernels._rmsnorm_fwd_once[(tiles,)](
             x, weight, y, rsigma, scale, amax, scale_inv, M, N, x.stride(0), eps,
             ZERO_CENTERED=zero_centered, FP8=fp8, FP8_MAX=FP8_MAX[fp8_format], ROWS=c.rows, COLS=c.cols, RELOAD=c.reload,
-            LATE_GAMMA=late_gamma, num_warps=c.warps,
+            LATE_GAMMA=late_gamma, BY_WARPS=c.warps >= 16, num_warps=c.warps,
         )  # fmt: skip
         return
     parts, chunks = (loads, 1) if c.split else (1, loads)
@@ -181,7 +181,7 @@ def _groups(x: torch.Tensor, tiles: int, parts: int, ctas: int) -> int:
 
 def _phases(parts: int, c: Any) -> list[tuple[int, dict[str, Any]]]:
     """The launches and their options: only programs that share rows wait for each other."""
-    return [(0, {})] if parts == 1 else phases(c.warps, c.ctas)
+    return [(0, registers(c.warps, c.ctas))] if parts == 1 else phases(c.warps, c.ctas)
 
 
 def _best(op: str, quant: str, x: torch.Tensor) -> Any:
