@@ -21,6 +21,11 @@ def resident(where: torch.device, ctas: int) -> int:
     return ctas * device.sm_count(where.type, where.index)
 
 
+def registers(warps: int, ctas: int) -> dict[str, Any]:
+    """The launch option that has `ctas` programs fit a multiprocessor; none where Triton has no such option."""
+    return {"maxnreg": min(_MAX_REGISTERS, _QUARTER // (32 * -(-warps * ctas // 4)) // 8 * 8)} if is_cuda() else {}
+
+
 def phases(warps: int, ctas: int, together: bool = True) -> list[tuple[int, dict[str, Any]]]:
     """The launches of a kernel whose programs wait for each other: PHASE and launch options of each.
 
@@ -30,5 +35,5 @@ def phases(warps: int, ctas: int, together: bool = True) -> list[tuple[int, dict
     """
     if not is_cuda():
         return [(1, {}), (2, {})]
-    limit = {"maxnreg": min(_MAX_REGISTERS, _QUARTER // (32 * -(-warps * ctas // 4)) // 8 * 8)}
+    limit = registers(warps, ctas)
     return [(0, limit | {"launch_cooperative_grid": True})] if together else [(1, limit), (2, limit)]

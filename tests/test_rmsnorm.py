@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from kerneltune import ops
+from kerneltune.measuring.check import Checker
 from kerneltune.ops.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
+from kerneltune.ops.rmsnorm.configs import FwdConfig
 from kerneltune.spec import Case
 
 WHERE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -87,6 +89,40 @@ def test_the_same_bits_in_every_run() -> None:
     assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
 
 
+@pytest.mark.parametrize(
+    ("op_name", "M", "N", "quant", "values"),
+    [
+        ("rmsnorm_fwd", 3, 65536, "none", (1, 8192, False, 32, 0, 1, False)),  # held, the weight late
+        ("rmsnorm_fwd", 3, 65528, "fp8", (1, 8192, False, 32, 0, 1, False)),
+        ("rmsnorm_fwd", 3, 16384, "fp8", (1, 4096, False, 16, 2, 3, False)),  # the weight held, the next rows on their way
+        ("rmsnorm_fwd", 3, 32760, "none", (1, 8192, False, 32, 1, 3, False)),
+        ("rmsnorm_fwd", 29, 1001, "fp8_t", (16, 256, True, 4, 2, 1, True)),  # one tile to a program
+        ("rmsnorm_fwd", 29, 1000, "fp8_t", (16, 256, True, 4, 2, 1, True)),
+        ("rmsnorm_bwd", 3, 12288, "none", (1, 4096, False, 16, 1, 3, 32)),  # partial sums of neighbours side by side
+        ("rmsnorm_bwd", 3, 12284, "none", (1, 4096, False, 16, 1, 3, 32)),
+        ("rmsnorm_bwd", 3, 12283, "none", (1, 4096, False, 16, 1, 3, 32)),
+    ],
+)
+def test_configs_of_long_and_of_few_rows(op_name: str, M: int, N: int, quant: str, values: tuple[Any, ...]) -> None:
+    op = OPS[op_name]
+    case = Case("c", (("M", M), ("N", N)), "bfloat16", quant, tuple((option, v[0]) for option, v in op.options.items()))
+    variant = op.variant("optimized")
+    assert variant.config is not None
+    assert Checker(op, case, WHERE).errors(variant, variant.config(*values)) == []
+
+
+@pytest.mark.gpu
+def test_amax_from_many_programs_at_once_is_the_largest() -> None:
+    x = torch.randn(2048, 16384, device="cuda", dtype=torch.bfloat16)
+    weight = torch.ones(16384, device="cuda", dtype=torch.bfloat16)
+    x[1777, 12345] = 60.0
+    for before in (0.0, 1e4):
+        s = scalars() | {"amax": torch.full((1,), before, device="cuda")}
+        rmsnorm_fwd(x, weight, quant="fp8", config=FwdConfig(1, 4096, False, 16, 0, 1, False), **s)
+        y = x.float() * torch.rsqrt(x.float().square().mean(1, keepdim=True) + 1e-6)
+        assert s["amax"].item() == pytest.approx(max(before, y.abs().max().item()), rel=1e-5)
+
+
 X, W = torch.ones(4, 8), torch.ones(8)
 ONE = torch.ones(1)
 
@@ -151,7 +187,6 @@ def test_graphs_that_share_rows_between_programs_replay_side_by_side() -> None:
 def test_every_cached_config_is_correct_bit_for_bit() -> None:
     """ptxas 12.8 has wrong-code bugs for fp8 stores: what may be used must have been compared."""
     from kerneltune import cache, device
-    from kerneltune.measuring.check import Checker
 
     for op in (OPS["rmsnorm_fwd"], OPS["rmsnorm_bwd"]):
         for entry in cache.load(op.name, device.current().slug):

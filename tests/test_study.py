@@ -45,6 +45,18 @@ def test_decisions_are_counted_by_delay() -> None:
     assert none.part("pass") > 0.95
 
 
+def test_rows_too_short_for_the_delay_are_counted_apart() -> None:
+    rng = np.random.default_rng(1)
+    pool: list[Process] = []
+    for _ in range(9):
+        plain = [rounds_us(rng, us) for us in (4.0, 40.0)]
+        pool.append({d: [one_process(r * (1 + d), i) for i, r in enumerate(plain)] for d in (0.0, 0.1)})
+    none, ten = decide(pool, per_side=3, repeats=40, margin=0.03)
+    assert none.short == 0 and none.caught == 0.0
+    assert 5 < ten.short < 35, "a row of 4 µs becomes 0.4 µs slower"
+    assert ten.counts["regression"] == ten.rows - ten.short and ten.caught == 1.0
+
+
 def test_decisions_follow_the_seed_and_the_margin() -> None:
     pool = simulated(9, 12)
     assert decide(pool, per_side=3, repeats=3, margin=0.03) == decide(pool, per_side=3, repeats=3, margin=0.03)
@@ -84,8 +96,10 @@ def test_the_command_decides_on_what_was_kept(tmp_path: Path) -> None:
     assert head.split() == list(study.STUDY_HEAD)
     assert none.split()[:3] == ["none", "20", "0.00%"] and ten.split()[0] == "10%"
     markdown, csv = (tmp_path / "t.md").read_text(), (tmp_path / "t.csv").read_text()
-    assert markdown.startswith("| planted | measured | rows | caught | regression | ambiguous | slower | pass | faster |\n|---:|")
-    assert csv.splitlines()[0] == "planted,measured,rows,failed,missing,regression,ambiguous,slower,faster,pass"
+    assert markdown.startswith(
+        "| planted | measured | rows | short | caught | regression | ambiguous | slower | pass | faster |\n|---:|"
+    )
+    assert csv.splitlines()[0] == "planted,measured,rows,short,failed,missing,regression,ambiguous,slower,faster,pass"
     assert [line.split(",")[::2][:2] for line in csv.splitlines()[1:]] == [["0", "20"], ["0.1", "2"]]
     few = CliRunner().invoke(app, ["study", "rmsnorm", "--processes", "8"])
     assert (few.exit_code, few.stderr) == (2, "error: processes: 8: expected 9 or more\n")

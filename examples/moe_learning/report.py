@@ -10,9 +10,9 @@ MOST = 0.01
 
 
 def read(file: Path) -> dict[str, list[float]]:
-    """Recipe -> losses."""
+    """Recipe -> losses. Lines that begin with # say where they come from."""
     with file.open(newline="") as rows:
-        columns = list(zip(*csv.reader(rows), strict=True))
+        columns = list(zip(*csv.reader(row for row in rows if not row.startswith("#")), strict=True))
     return {str(name): [float(value) for value in values] for name, *values in columns[1:]}
 
 

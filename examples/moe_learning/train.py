@@ -62,6 +62,10 @@ def main() -> None:
         columns[recipe] = losses(recipe, Sizes(), options.steps, options.batch, seed=options.seed, device="cuda")
         print(f"{recipe}: {columns[recipe][-1]:.4f} nats per byte after {options.steps} steps, {time.time() - started:.0f} s")
     with options.output.open("w", newline="") as file:
+        file.write(
+            f"# train.py --steps {options.steps} --batch {options.batch} --seed {options.seed}; {torch.cuda.get_device_name()}, "
+        )
+        file.write(f"torch {torch.__version__}, {time.strftime('%Y-%m-%d')}\n")
         writer = csv.writer(file)
         writer.writerow(["step", *columns])
         writer.writerows([step, *(f"{loss:.6f}" for loss in row)] for step, row in enumerate(zip(*columns.values(), strict=True)))

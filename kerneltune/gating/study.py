@@ -19,7 +19,7 @@ from kerneltune.files import replace_text
 from kerneltune.gating.planted import measure_planted
 from kerneltune.gating.pooling import pool
 from kerneltune.gating.run import LoadOps
-from kerneltune.gating.verdict import WORST_FIRST, Outcome, RowKey, confirm
+from kerneltune.gating.verdict import MIN_CHANGE_US, WORST_FIRST, Outcome, RowKey, confirm
 from kerneltune.plan import Options, Progress, Selection, require_gpu
 from kerneltune.processes import in_fresh_processes
 from kerneltune.records import Record, load, to_json
@@ -27,7 +27,7 @@ from kerneltune.stats import paired_shift
 
 DELAYS = (0.02, 0.05, 0.10)
 _SHOWN: tuple[Outcome, ...] = ("regression", "ambiguous", "slower", "pass", "faster")
-STUDY_HEAD = ("planted", "measured", "rows", "caught", *_SHOWN)
+STUDY_HEAD = ("planted", "measured", "rows", "short", "caught", *_SHOWN)
 _PLANTED_PART = 10
 _PREFIX = "planted_"
 _FILE = _PREFIX + "{}.jsonl"
@@ -44,11 +44,13 @@ class StudyRow:
         planted: the delay, a fraction; 0.0 for none.
         measured: what it was, process by process in the same rounds: geometric mean over the rows.
         counts: verdict -> rows.
+        short: rows among them that the delay makes no more than 0.5 µs slower, which the gate calls no regression by its rule.
     """
 
     planted: float
     measured: float
     counts: Mapping[Outcome, int]
+    short: int = 0
 
     @property
     def rows(self) -> int:
@@ -58,6 +60,11 @@ class StudyRow:
     def part(self, *verdicts: Outcome) -> float:
         """The part of the rows with one of these verdicts."""
         return sum(self.counts[verdict] for verdict in verdicts) / self.rows
+
+    @property
+    def caught(self) -> float:
+        """The part called a regression of the rows that may be."""
+        return self.counts["regression"] / max(1, self.rows - self.short)
 
 
 def measure(
@@ -91,14 +98,17 @@ def decide(pool_of: Sequence[Process], *, per_side: int, repeats: int, margin: f
     rng = np.random.default_rng(seed)
     rows = list(dict.fromkeys((record.key, record.variant) for record in pool_of[0][0.0]))
     counts = {delay: dict.fromkeys(WORST_FIRST, 0) for delay in sorted(pool_of[0])}
+    short = dict.fromkeys(counts, 0)
+    times_us = [float(np.median([process[0.0][row].time_us or 0.0 for process in pool_of])) for row in range(len(rows))]
     for _repetition in range(repeats):
         order = rng.permutation(len(pool_of))
         old, new, again = ([pool_of[i] for i in order[k * per_side : (k + 1) * per_side]] for k in range(3))
         for delay, count in counts.items():
-            slowed = frozenset(rows[i] for i in rng.permutation(len(rows))[: -(-len(rows) // _PLANTED_PART)])
-            for verdict in _verdicts(old, new, again, delay, slowed, margin):
+            chosen = rng.permutation(len(rows))[: -(-len(rows) // _PLANTED_PART)]
+            short[delay] += sum(0.0 < delay * times_us[i] <= MIN_CHANGE_US for i in chosen)
+            for verdict in _verdicts(old, new, again, delay, frozenset(rows[i] for i in chosen), margin):
                 count[verdict] += 1
-    return [StudyRow(delay, _measured(pool_of, delay), count) for delay, count in counts.items()]
+    return [StudyRow(delay, _measured(pool_of, delay), count, short[delay]) for delay, count in counts.items()]
 
 
 def save(folder: Path, pool_of: Sequence[Process]) -> None:
@@ -139,8 +149,10 @@ def study_markdown(rows: Sequence[StudyRow]) -> str:
 
 def study_csv(rows: Sequence[StudyRow]) -> str:
     """Fractions and counts, as numbers."""
-    lines = [",".join(("planted", "measured", "rows", *WORST_FIRST))]
-    lines += [f"{r.planted:g},{r.measured:.6f},{r.rows}," + ",".join(str(r.counts[v]) for v in WORST_FIRST) for r in rows]
+    lines = [",".join(("planted", "measured", "rows", "short", *WORST_FIRST))]
+    lines += [
+        f"{r.planted:g},{r.measured:.6f},{r.rows},{r.short}," + ",".join(str(r.counts[v]) for v in WORST_FIRST) for r in rows
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -151,7 +163,8 @@ def study_cells(rows: Sequence[StudyRow]) -> list[tuple[str, ...]]:
             f"{row.planted:.0%}" if row.planted else "none",
             f"{row.measured:+.2%}" if row.planted else "",
             f"{row.rows}",
-            f"{row.part('regression'):.2%}",
+            f"{row.short}" if row.planted else "",
+            f"{row.caught:.2%}",
             *(f"{row.counts[verdict]}" for verdict in _SHOWN),
         )
         for row in rows

@@ -1,17 +1,19 @@
 """Tables of records: A against B in the published column form, and what a sweep found, as text, Markdown and CSV.
 
 Pure functions that return text; does not measure, read files or print.
-Imports the standard library, stats, device and records.
+Imports the standard library, stats, device, spec and records.
 """
 
 import csv
 import io
 import statistics
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kerneltune.device import INTERPRETER
 from kerneltune.records import Record
+from kerneltune.spec import Option
 from kerneltune.stats import geometric_mean
 
 WIN, LOSS = 1.05, 0.95
@@ -21,6 +23,8 @@ INTERPRETER_NOTE = "device: interpreter (no GPU): results were checked for corre
 _CSV_CASE = ("op", "case", "options", "policy", "device")
 _CSV_SIDE = ("variant", "us", "pct_ceiling")
 _CSV_LAST = ("speedup_low", "speedup_high", "aa_floor", "note")
+_PUBLISHED = ("kind", "dtype", "quant")
+_AB_NUMBERS = ("A ms", "B ms", "A GB/s", "B GB/s")
 _SWEEP_HEAD = ("op", "case", "dtype", "quant", "  variant", "time µs", "GB/s", "% ceiling", "vs baseline")
 _CASE_CELLS, _LEFT_CELLS = 4, 5
 
@@ -31,11 +35,6 @@ class Row:
 
     a: Record
     b: Record
-
-    @property
-    def kind(self) -> str:
-        """The last part of the operator's name: `fwd`, `bwd`."""
-        return self.a.op.rsplit("_", 1)[-1]
 
     @property
     def note(self) -> str:
@@ -73,38 +72,40 @@ def ab_rows(a: list[Record], b: list[Record]) -> list[Row]:
 
 def ab_text(rows: list[Row], width: int = 100) -> str:
     """The published table and its summary; below 92 columns the same columns, narrower."""
-    head = [*_ab_head(rows), "speedup"]
-    cells = [[*_case_cells(row, _axes(rows)), *_number_cells(row)] for row in rows]
-    usual = [4, 8, 6, *[6] * len(_axes(rows)), 10, 10, 9, 9, 9]
+    names, axes, kinds = _naming(rows), _axes(rows), _kinds(rows)
+    head = [*names, *axes, *_AB_NUMBERS, "speedup"]
+    cells = [[*_names(row, names, kinds), *_sizes(row, axes), *_number_cells(row)] for row in rows]
+    usual = [4, 8, 6, *[0] * (len(names) - len(_PUBLISHED)), *[6] * len(axes), 10, 10, 9, 9, 9]
     content = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
     widths = [max(pair) for pair in zip(usual, content, strict=True)] if width >= _WIDE else content
-    lines = [_line(head, widths, 3), "-" * (sum(widths) + len(widths) - 1)]
+    lines = [_line(head, widths, len(names)), "-" * (sum(widths) + len(widths) - 1)]
     for row, line in zip(rows, cells, strict=True):
         if row.note:
-            lines.append(_cut(f"{_line(line, widths, 3)}  {row.note}", width))
+            lines.append(_cut(f"{_line(line, widths, len(names))}  {row.note}", width))
         else:
-            lines.append(f"{_line(line, widths, 3)}x  {row.mark}".rstrip())
+            lines.append(f"{_line(line, widths, len(names))}x  {row.mark}".rstrip())
     return "\n".join([*lines, "", *_ab_summary(rows)]) + "\n"
 
 
 def ab_markdown(rows: list[Row]) -> str:
     """The same table for a pull request, with percent of ceiling, interval and noise floor."""
-    head = [*_ab_head(rows), "speedup", "", "interval", "B % of ceiling", "A/A floor"]
-    lines = [_pipe(head), _pipe(["---"] * 3 + ["---:"] * (len(head) - 3))]
+    names, axes, kinds = _naming(rows), _axes(rows), _kinds(rows)
+    head = [*names, *axes, *_AB_NUMBERS, "speedup", "", "interval", "B % of ceiling", "A/A floor"]
+    lines = [_pipe(head), _pipe(["---"] * len(names) + ["---:"] * (len(head) - len(names)))]
     for row in rows:
         low, high = row.speedup_interval
         interval = f"{low:.2f}x–{high:.2f}x" if low is not None and high is not None else ""
         floor = f"{row.aa_floor:.1%}" if row.aa_floor is not None else ""
         *numbers, speedup = _number_cells(row)
         last = [f"{speedup}x" if speedup else row.note, row.mark, interval, _number(row.b.pct_ceiling, 1), floor]
-        lines.append(_pipe([*_case_cells(row, _axes(rows)), *numbers, *last]))
+        lines.append(_pipe([*_names(row, names, kinds), *_sizes(row, axes), *numbers, *last]))
     return "\n".join([*lines, "", *(f"- {line.strip()}" for line in _ab_summary(rows))]) + "\n"
 
 
 def ab_csv(rows: list[Row]) -> str:
     """The published CSV columns, then the unrounded times, shares of ceiling, bounds and floor."""
-    axes = _axes(rows)
-    published = ["kind", "dtype", "quant", *axes, "A_ms", "B_ms", "A_gbps", "B_gbps", "speedup", "mark"]
+    axes, kinds = _axes(rows), _kinds(rows)
+    published = [*_PUBLISHED, *axes, "A_ms", "B_ms", "A_gbps", "B_gbps", "speedup", "mark"]
     lines: list[Sequence[object]] = [
         [*published, *_CSV_CASE, *(f"{side}_{name}" for side in "AB" for name in _CSV_SIDE), *_CSV_LAST]
     ]
@@ -112,7 +113,8 @@ def ab_csv(rows: list[Row]) -> str:
         case = [row.a.op, row.a.case, options_label(row.a), row.a.policy, row.a.device]
         sides = [value for side in (row.a, row.b) for value in (side.variant, side.time_us, side.pct_ceiling)]
         last = [*row.speedup_interval, row.aa_floor, row.note]
-        lines.append([*_case_cells(row, axes), *_number_cells(row), row.mark, *case, *sides, *last])
+        named = _names(row, _PUBLISHED, kinds)
+        lines.append([*named, *_sizes(row, axes), *_number_cells(row), row.mark, *case, *sides, *last])
     return _csv(lines)
 
 
@@ -170,16 +172,34 @@ def sweep_csv(records: list[Record]) -> str:
     return _csv(lines)
 
 
-def _ab_head(rows: Iterable[Row]) -> list[str]:
-    return ["kind", "dtype", "quant", *_axes(rows), "A ms", "B ms", "A GB/s", "B GB/s"]
-
-
 def _axes(rows: Iterable[Row]) -> list[str]:
     return list(dict.fromkeys(axis for row in rows for axis in row.a.axes))
 
 
-def _case_cells(row: Row, axes: Sequence[str]) -> list[str]:
-    return [row.kind, row.a.dtype, row.a.quant, *(str(row.a.axes.get(axis, "")) for axis in axes)]
+def _naming(rows: Sequence[Row]) -> list[str]:
+    """The published columns that name a row, and the options by which rows of one operator and size differ."""
+    seen: dict[tuple[object, ...], dict[str, set[Option]]] = {}
+    for row in rows:
+        settings = seen.setdefault((row.a.op, row.a.dtype, row.a.quant, *row.a.axes.items()), {})
+        for name, value in row.a.options.items():
+            settings.setdefault(name, set()).add(value)
+    varied = dict.fromkeys(name for settings in seen.values() for name, values in settings.items() if len(values) > 1)
+    return [*_PUBLISHED, *varied]
+
+
+def _kinds(rows: Iterable[Row]) -> dict[str, str]:
+    """Operator -> the last part of its name, `fwd`; all of it where another operator's ends likewise."""
+    short = {row.a.op: row.a.op.rsplit("_", 1)[-1] for row in rows}
+    counts = Counter(short.values())
+    return {op: kind if counts[kind] == 1 else op for op, kind in short.items()}
+
+
+def _names(row: Row, columns: Sequence[str], kinds: Mapping[str, str]) -> list[str]:
+    return [kinds[row.a.op], row.a.dtype, row.a.quant, *(str(row.a.options.get(name, "")) for name in columns[len(_PUBLISHED) :])]
+
+
+def _sizes(row: Row, axes: Sequence[str]) -> list[str]:
+    return [str(row.a.axes.get(axis, "")) for axis in axes]
 
 
 def _number_cells(row: Row) -> list[str]:
@@ -203,11 +223,11 @@ def _ab_summary(rows: list[Row]) -> list[str]:
         f"{_rows(speedups)}: geometric mean {geometric_mean(speedups):.2f}x, range {extent}",
         f"wins {wins}, ties {ties}, losses {losses}",
     ]
-    kinds = dict.fromkeys((row.kind, row.a.quant) for row in rows)
-    for kind, quant in kinds:
-        part = [row.speedup for row in rows if (row.kind, row.a.quant) == (kind, quant) and row.speedup is not None]
+    kinds = _kinds(rows)
+    for op, quant in dict.fromkeys((row.a.op, row.a.quant) for row in rows):
+        part = [row.speedup for row in rows if (row.a.op, row.a.quant) == (op, quant) and row.speedup is not None]
         if part:
-            lines.append(f"  {kind} {quant}: {_rows(part)}, geometric mean {geometric_mean(part):.2f}x")
+            lines.append(f"  {kinds[op]} {quant}: {_rows(part)}, geometric mean {geometric_mean(part):.2f}x")
     shares = [row.b.pct_ceiling for row in rows if row.b.pct_ceiling is not None]
     if shares:
         lines.append(f"B reaches {statistics.median(shares):.1f} % of the ceiling in the median")

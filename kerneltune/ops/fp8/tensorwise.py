@@ -210,8 +210,8 @@ def _quantise(
 
 
 def _launch(x, offs, segments, rows, q, q_t, scale, c: SegmentConfig, fp8_format: str, pow2: bool, inverse: bool) -> None:
-    # 16-bit numbers in pairs, where widths and addresses allow; ptxas 12.8 gets q wrong beside a q_t that goes out in bytes
-    pairs = 2 if in_pairs(x) and (q_t is None or rows % 4 == 0) else 1
+    # 16-bit numbers in pairs, where widths and addresses allow
+    pairs = 2 if in_pairs(x) else 1
     dtype = TL_DTYPES[x.dtype]
     if pairs == 2:
         x, q = x.view(torch.int32), None if q is None else q.view(torch.int16)

@@ -21,10 +21,11 @@ from kerneltune.tl_lib import (
     reciprocal,
     to_fp8,
     to_fp8_pair,
+    to_fp8_words,
     values,
     wide,
 )
-from kerneltune.tl_transpose import store_turned
+from kerneltune.tl_transpose import store_transposed_words, store_turned
 
 
 @triton.jit
@@ -215,13 +216,15 @@ def _cast_segments(
             if (lo >= 0) & (stripe == 0):
                 tl.store(scale_ptr + group, reciprocal(scale) if INVERSE else scale)
             live = stripe * COLS + lanes < C
-            qs = ()
+            ys, qs = (), ()
             for k in tl.static_range(4):
                 if PAIRS == 2:
                     x = finite_pairs(xs[k], dtype)
                     q = to_fp8_pair(values(x, 0, PAIRS, dtype) * scale, values(x, 1, PAIRS, dtype) * scale, fp8)
                 else:
-                    q = to_fp8(sanitised(xs[k]) * scale, fp8)
+                    y = sanitised(xs[k]) * scale
+                    q = to_fp8(y, fp8)
+                    ys = ys + (y,)
                 if ROWMAJOR:
                     r = tl.arange(0, ROWS // 4) * 4 + k
                     mask = _inside(r, lo, hi, stripe * COLS + lanes, C, COLS, EVEN_ROWS, JAGGED)
@@ -233,7 +236,11 @@ def _cast_segments(
                 if not JAGGED:
                     base += wide(group) * (C * PAIRS - 1) * rows
                 end = ROWS if EVEN_ROWS else tl.minimum(hi, ROWS)
-                store_turned(qt_ptr, base, rows, tl.maximum(lo, 0), end, live, qs, JAGGED, C % COLS == 0, PACKED, PAIRS)
+                if PAIRS == 1 and PACKED:  # cast once more: ptxas 12.8 gets q wrong where these words are made of it
+                    words = to_fp8_words(ys[0], ys[1], ys[2], ys[3], fp8)
+                    store_transposed_words(qt_ptr, base, rows, tl.maximum(lo, 0), end, live, words, JAGGED, C % COLS == 0)
+                else:
+                    store_turned(qt_ptr, base, rows, tl.maximum(lo, 0), end, live, qs, JAGGED, C % COLS == 0, PACKED, PAIRS)
     if JAGGED:
         empty = amax_to_scale(tl.zeros((), dtype=tl.float32), FP8_MAX, POW2)
         for group in range(tl.program_id(0), G, tl.num_programs(0)):

@@ -128,9 +128,11 @@ def _rmsnorm_bwd_main(
     if PHASE != 1:
         for c in tl.static_range(CHUNKS):
             cols = first_col + c * COLS + tl.arange(0, COLS)
-            for half in tl.static_range(PAIRS):
-                to = wide(group) * (N * PAIRS) + cols * PAIRS + half
-                tl.store(dg_ptr + to, tl.sum(dgs[c * PAIRS + half], axis=0), mask=cols < N)
+            dg = tl.sum(dgs[c * PAIRS], axis=0)
+            if PAIRS == 2:
+                cols = (first_col + c * COLS) * 2 + tl.arange(0, COLS * 2)
+                dg = tl.reshape(tl.join(dg, tl.sum(dgs[c * PAIRS + 1], axis=0)), (COLS * 2,))
+            tl.store(dg_ptr + wide(group) * (N * PAIRS) + cols, dg, mask=cols < N * PAIRS)
     if PARTS > 1 and PHASE == 0:
         close_launch(ws_ptr, tag)
 
@@ -140,7 +142,7 @@ def _rmsnorm_bwd_dgamma(dg_ptr, dgamma_ptr, P, N, ROWS: tl.constexpr, COLS: tl.c
     """dγ = column sums of the (P, N) partials, in a fixed order."""
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     total = tl.zeros((ROWS, COLS), dtype=tl.float32)
-    for first in range(0, P, ROWS):
+    for first in tl.range(0, P, ROWS, loop_unroll_factor=2):
         rows = first + tl.arange(0, ROWS)
         mask = (rows < P)[:, None] & (cols < N)[None, :]
         total += tl.load(dg_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :], mask=mask, other=0.0)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kerneltune.tl_exchange import close_launch, launch_tag, publish, sum_of_published
-from kerneltune.tl_lib import held, quantize, reciprocal, wide
+from kerneltune.tl_lib import held, is_cuda, quantize, reciprocal, wide
 
 
 @triton.jit
@@ -45,9 +45,37 @@ def _gamma(g, ZERO_CENTERED: tl.constexpr):
 
 
 @triton.jit
-def _amax_by_eights(y):
-    """|y| (R, C) to (R, C // 8): the largest of eight neighbours, which one thread holds; NaN is passed over."""
-    return tl.max(tl.reshape(tl.abs(y), (y.shape[0], y.shape[1] // 8, 8)), axis=2)
+def _raised(amax, y):
+    """amax (R, C // k), raised to |y| (R, C) by k neighbours, which one thread holds; NaN is passed over."""
+    neighbours: tl.constexpr = y.shape[1] // amax.shape[1]
+    return tl.maximum(amax, tl.max(tl.reshape(tl.abs(y), (y.shape[0], amax.shape[1], neighbours)), axis=2))
+
+
+@triton.jit
+def _raise_amax(amax_ptr, amax, seen, BY_WARPS: tl.constexpr):
+    """Raise *amax_ptr, which was `seen` some time before, to the largest of the tensor amax ≥ 0; most find it raised already.
+
+    BY_WARPS: every warp for itself, so that a large program, whose place the next one waits for, ends without a barrier.
+    """
+    if BY_WARPS and is_cuda():  # in the layout of `amax`, whichever that is; numbers ≥ 0 are in the order of their bits
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred larger, still;
+            .reg .b32 top, now, lane;
+            redux.sync.max.u32 top, $1, 0xffffffff;
+            setp.gt.f32 larger, top, $2;
+            mov.u32 lane, %laneid;
+            setp.eq.and.u32 larger, lane, 0, larger;
+            @larger ld.relaxed.gpu.global.b32 now, [$3];
+            setp.gt.and.f32 still, top, now, larger;
+            @still red.relaxed.gpu.global.max.u32 [$3], top;
+            mov.b32 $0, 0;
+            }""",
+            "=r,r,r,l", [amax, seen, amax_ptr.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
+    else:
+        largest = tl.max(amax)
+        if largest > tl.load(amax_ptr, cache_modifier=".cg"):
+            tl.atomic_max(amax_ptr, largest, sem="relaxed")
 
 
 @triton.jit
@@ -57,7 +85,7 @@ def _write_rows(
     """Store (ROWS, COLS) of y; returns amax, raised by them."""
     y = x.to(tl.float32) * r[:, None] * _gamma(g, ZERO_CENTERED)
     if FP8:
-        amax = tl.maximum(amax, _amax_by_eights(y))
+        amax = _raised(amax, y)
         y = quantize(y, scale, FP8_MAX, y_ptr.dtype.element_ty)
     tl.store(y_ptr, y.to(y_ptr.dtype.element_ty), mask=mask, cache_modifier=".cs")
     return amax
@@ -68,9 +96,12 @@ def _rmsnorm_fwd_once(
     x_ptr, g_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr,
     M, N: tl.constexpr, stride_xm, eps,
     ZERO_CENTERED: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, RELOAD: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, RELOAD: tl.constexpr, LATE_GAMMA: tl.constexpr, BY_WARPS: tl.constexpr,
 ):  # fmt: skip
-    """y = x * rsqrt(mean(x²) + eps) * g, a program for every ROWS rows; RELOAD: x is read again, from L2, instead of held."""
+    """y = x * rsqrt(mean(x²) + eps) * g, a program for every ROWS rows; RELOAD: x is read again, from L2, instead of held.
+
+    LATE_GAMMA: the weight is loaded where it is needed, which costs its latency, not before the sum, which costs registers.
+    """
     CHUNKS: tl.constexpr = (N + COLS - 1) // COLS
     tile = tl.program_id(0)
     lanes = tl.arange(0, ROWS)
@@ -94,23 +125,24 @@ def _rmsnorm_fwd_once(
         squares += x.to(tl.float32) * x.to(tl.float32)
         if not RELOAD:
             xs = xs + (x,)
+        if not LATE_GAMMA:
             gs = gs + (_load_gamma(g_ptr, c * COLS + cols, N),)
+    seen = 0.0
+    if FP8 and BY_WARPS:
+        seen = tl.load(amax_ptr, cache_modifier=".cg")  # long before it is needed
     r = tl.rsqrt(tl.sum(squares, axis=1) * (1.0 / N) + eps)
     tl.store(rsigma_ptr + tile * ROWS + lanes, r, mask=lanes < left)
     for c in tl.static_range(CHUNKS):
         mask = _inside(lanes, left, c * COLS + cols, N, ROWS, COLS)
         if RELOAD:
             x = tl.load(x_rows + (c * COLS + cols)[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
-            g = _load_gamma(g_ptr, c * COLS + cols, N)
         else:
             x = held(xs[c])
-            g = gs[c]
+        g = _load_gamma(g_ptr, c * COLS + cols, N) if LATE_GAMMA else gs[c]
         y_tile = y_rows + (c * COLS + cols)[None, :]
         amax = _write_rows(x, g, r, y_tile, scale, mask, amax, ZERO_CENTERED, FP8, FP8_MAX)
     if FP8:
-        largest = tl.max(amax)
-        if largest > tl.load(amax_ptr, cache_modifier=".cg"):  # most programs find it raised already
-            tl.atomic_max(amax_ptr, largest, sem="relaxed")
+        _raise_amax(amax_ptr, amax, seen, BY_WARPS)
 
 
 @triton.jit
@@ -134,7 +166,10 @@ def _rmsnorm_fwd_loop(
     ROWS: tl.constexpr, COLS: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, PHASE: tl.constexpr,
     EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The same by resident programs that loop over tiles; several PARTS share a row, or one holds its CHUNKS loads."""
+    """The same by resident programs that loop over tiles; several PARTS share a row, or one holds its CHUNKS loads.
+
+    The weight stays in registers, as it is stored: loaded in the loop it would take as much shared memory as x does.
+    """
     part = tl.program_id(0) % PARTS
     first_tile = tl.program_id(0) // PARTS
     step = tl.num_programs(0) // PARTS
@@ -146,23 +181,23 @@ def _rmsnorm_fwd_loop(
         scale = tl.load(scale_ptr)
         if tl.program_id(0) == 0 and PHASE != 1:
             tl.store(scale_inv_ptr, reciprocal(scale))
-    amax = tl.zeros((ROWS, COLS // 8), dtype=tl.float32)
+    amax = tl.zeros((ROWS, COLS // 2), dtype=tl.float32)  # by eights it would cost 14 registers more
+    gs = ()
+    for c in tl.static_range(CHUNKS):
+        gs = gs + (_load_gamma(g_ptr, (part * CHUNKS + c) * COLS + tl.arange(0, COLS), N),)
     if PARTS > 1:
         tag = launch_tag(ws_ptr)
         cols = part * COLS + tl.arange(0, COLS)
         slots = part * ROWS + lanes
-        g_part = _load_gamma(g_ptr, cols, N)
         x_next = _load_tile(x_ptr, first_tile, stride_xm, cols, M, N, ROWS, EVEN)
         if PHASE != 2:
             publish(ws_ptr, first_tile * (PARTS * ROWS) + slots, _sum_of_squares(x_next), tag, lanes >= 0)
 
-    for tile in tl.range(first_tile, tiles, step, num_stages=STAGES):
+    for tile in tl.range(first_tile, tiles, step, num_stages=STAGES, disable_licm=True):
         left = M - tile * ROWS
         xs = ()
-        gs = ()
         if PARTS > 1:
             xs = (x_next,)
-            gs = (g_part,)
             ahead = tile + step
             x_next = _load_tile(x_ptr, ahead, stride_xm, cols, M, N, ROWS, EVEN)
             if PHASE != 2:
@@ -176,7 +211,6 @@ def _rmsnorm_fwd_loop(
                 x = _load_tile(x_ptr, tile, stride_xm, c * COLS + tl.arange(0, COLS), M, N, ROWS, EVEN)
                 squares += x.to(tl.float32) * x.to(tl.float32)
                 xs = xs + (x,)
-                gs = gs + (_load_gamma(g_ptr, c * COLS + tl.arange(0, COLS), N),)
             total = tl.sum(squares, axis=1)
         if PHASE != 1:
             r = tl.rsqrt(total * inv_n + eps)
@@ -188,7 +222,7 @@ def _rmsnorm_fwd_loop(
                 if not EVEN:
                     mask = mask & (cols_c < N)[None, :]
                 y_tile = y_ptr + wide(tile * ROWS) * N + (lanes[:, None] * N + cols_c[None, :])
-                amax = _write_rows(held(xs[c]), gs[c], r, y_tile, scale, mask, amax, ZERO_CENTERED, FP8, FP8_MAX)
+                amax = _write_rows(held(xs[c]), held(gs[c]), r, y_tile, scale, mask, amax, ZERO_CENTERED, FP8, FP8_MAX)
     if FP8 and PHASE != 1:
         tl.atomic_max(amax_ptr, tl.max(amax), sem="relaxed")
     if PARTS > 1 and PHASE == 0:

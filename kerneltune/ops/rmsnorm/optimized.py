@@ -10,7 +10,7 @@ import triton
 
 from kerneltune import cache, device
 from kerneltune.arguments import DTYPE_NAMES, check_like, check_matrix, in_pairs
-from kerneltune.launch import phases, resident
+from kerneltune.launch import phases, registers, resident
 from kerneltune.ops.rmsnorm import backward_kernels, kernels
 from kerneltune.ops.rmsnorm.configs import BwdConfig, FwdConfig, default_bwd, default_fwd, valid_bwd, valid_fwd
 from kerneltune.ops.rmsnorm.reference import EPS
@@ -21,6 +21,9 @@ from kerneltune.workspace import workspace
 
 _FWD_OPTIONS = (("zero_centered", False), ("fp8_format", "e4m3"), ("row_pad", 0))
 _BWD_OPTIONS = (("zero_centered", False),)
+_MOST_BESIDE_GAMMA = 32768
+"""Numbers of x that a forward program can hold beside the weight: more need 32 warps, whose threads have 64 registers."""
+
 _resolve_fwd = cache.resolver(FwdConfig, valid_fwd, default_fwd)
 _resolve_bwd = cache.resolver(BwdConfig, valid_bwd, default_bwd)
 
@@ -134,10 +137,11 @@ def _launch_rows(x, weight, y, rsigma, scale, amax, scale_inv, eps, zero_centere
     M, N = x.shape
     loads, tiles = triton.cdiv(N, c.cols), triton.cdiv(M, c.rows)
     if not c.ctas:
+        late_gamma = c.reload or c.rows * loads * c.cols > _MOST_BESIDE_GAMMA
         kernels._rmsnorm_fwd_once[(tiles,)](
             x, weight, y, rsigma, scale, amax, scale_inv, M, N, x.stride(0), eps,
             ZERO_CENTERED=zero_centered, FP8=fp8, FP8_MAX=FP8_MAX[fp8_format], ROWS=c.rows, COLS=c.cols, RELOAD=c.reload,
-            num_warps=c.warps,
+            LATE_GAMMA=late_gamma, BY_WARPS=c.warps >= 16, num_warps=c.warps,
         )  # fmt: skip
         return
     parts, chunks = (loads, 1) if c.split else (1, loads)
@@ -160,12 +164,13 @@ def _launch_transpose(x, weight, y, y_t, rsigma, scale, amax, scale_inv, eps, ze
     cols = c.cols // pairs
     parts, tiles = triton.cdiv(x.shape[1], cols), triton.cdiv(M, c.rows)
     ws = workspace(tiles * c.rows * (parts + 1), x.device) if parts > 1 else None
+    groups = _groups(x, tiles, parts, c.ctas)
     for phase, options in _phases(parts, c):
-        _rmsnorm_fwd_transpose[(_groups(x, tiles, parts, c.ctas) * parts,)](
+        _rmsnorm_fwd_transpose[(groups * parts,)](
             x, weight, y, y_t.view(torch.uint8), rsigma, scale, amax, scale_inv, ws, M, eps,
             N=x.shape[1], stride=x.stride(0), ZERO_CENTERED=zero_centered, FP8_MAX=FP8_MAX[fp8_format],
             ROWS=c.rows, COLS=cols, PAIRS=pairs, dtype=dtype, fp8=fp8, PHASE=phase,
-            EVEN_ROWS=M % c.rows == 0, PACKED=M % 4 == 0, STAGES=c.stages, num_warps=c.warps, **options,
+            EVEN_ROWS=M % c.rows == 0, PACKED=M % 4 == 0, STAGES=c.stages, ONE_TILE=groups == tiles, num_warps=c.warps, **options,
         )  # fmt: skip
 
 
@@ -176,7 +181,7 @@ def _groups(x: torch.Tensor, tiles: int, parts: int, ctas: int) -> int:
 
 def _phases(parts: int, c: Any) -> list[tuple[int, dict[str, Any]]]:
     """The launches and their options: only programs that share rows wait for each other."""
-    return [(0, {})] if parts == 1 else phases(c.warps, c.ctas)
+    return [(0, registers(c.warps, c.ctas))] if parts == 1 else phases(c.warps, c.ctas)
 
 
 def _best(op: str, quant: str, x: torch.Tensor) -> Any:

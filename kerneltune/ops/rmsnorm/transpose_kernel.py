@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from kerneltune.tl_exchange import await_all, await_published, close_launch, launch_tag, publish, published
-from kerneltune.tl_lib import only_if, quantize, reciprocal, saturate, to_fp8_pair, values, wide
+from kerneltune.tl_lib import held, only_if, quantize, reciprocal, saturate, to_fp8_pair, values, wide
 from kerneltune.tl_transpose import store_turned
 
 
@@ -106,12 +106,12 @@ def _rmsnorm_fwd_transpose(
     x_ptr, g_ptr, y_ptr, yt_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr, ws_ptr, M, eps,
     N: tl.constexpr, stride: tl.constexpr, ZERO_CENTERED: tl.constexpr, FP8_MAX: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr, fp8: tl.constexpr, PHASE: tl.constexpr,
-    EVEN_ROWS: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr,
+    EVEN_ROWS: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr, ONE_TILE: tl.constexpr,
 ):  # fmt: skip
     """fp8 y (M, N) and its transpose (N, M).
 
     In PAIRS x and gamma are int32 and y int16, and N, COLS and stride count words of two numbers of `dtype`. PACKED: M is a
-    multiple of 4.
+    multiple of 4. ONE_TILE: every program has one, and holds it.
     """
     PARTS: tl.constexpr = (N + COLS - 1) // COLS
     EVEN: tl.constexpr = N % COLS == 0
@@ -137,7 +137,7 @@ def _rmsnorm_fwd_transpose(
         tag = launch_tag(ws_ptr)
 
     if PARTS > 1 and PHASE != 2:
-        for early in tl.static_range(2):
+        for early in tl.static_range(1 if ONE_TILE else 2):
             ahead = first_tile + early * step
             xs = _load_quads(x_ptr, tl.minimum(ahead, tiles - 1), M, first_col, N, stride, ROWS, COLS, EVEN, EVEN_ROWS, True)
             _publish_parts(xs, ws_ptr, ahead, part, tag, ahead < tiles, ROWS, PARTS, PAIRS, dtype)
@@ -145,16 +145,17 @@ def _rmsnorm_fwd_transpose(
         _publish_rsigma(ws_ptr, rsigma_ptr, first_tile, part, M, eps, tag, totals, N * PAIRS, ROWS, PARTS)
 
     for tile in tl.range(first_tile, tiles, step, num_stages=STAGES, disable_licm=True):
-        if PARTS > 1 and PHASE != 2:
+        if PARTS > 1 and PHASE != 2 and not ONE_TILE:
             ahead = tile + 2 * step
             xs = _load_quads(x_ptr, tl.minimum(ahead, tiles - 1), M, first_col, N, stride, ROWS, COLS, EVEN, EVEN_ROWS, True)
             _publish_parts(xs, ws_ptr, ahead, part, tag, ahead < tiles, ROWS, PARTS, PAIRS, dtype)
-        if PARTS > 1 and PHASE == 0:
+        if PARTS > 1 and PHASE == 0 and not ONE_TILE:
             _publish_rsigma(
                 ws_ptr, rsigma_ptr, tl.minimum(tile + step, last_tile), part, M, eps, tag, totals, N * PAIRS, ROWS, PARTS
             )
         if PHASE != 1 and tile < tiles:  # a branch, over which no pipeline moves what belongs behind the wait
-            xs = _load_quads(x_ptr, tile, M, first_col, N, stride, ROWS, COLS, EVEN, EVEN_ROWS, False)
+            if PARTS == 1 or PHASE == 2 or not ONE_TILE:
+                xs = _load_quads(x_ptr, tile, M, first_col, N, stride, ROWS, COLS, EVEN, EVEN_ROWS, False)
             rs = ()
             if PARTS == 1:
                 for k in tl.static_range(4):
@@ -178,10 +179,11 @@ def _rmsnorm_fwd_transpose(
                 if not EVEN_ROWS:
                     mask = mask & (rows < left)[:, None]
                 y_tile = y_ptr + first_row * N + (rows[:, None] * N + (first_col + lanes)[None, :])
-                y = values(xs[k], 0, PAIRS, dtype) * rs[k][:, None] * gamma
+                x = held(xs[k]) if ONE_TILE else xs[k]
+                y = values(x, 0, PAIRS, dtype) * rs[k][:, None] * gamma
                 largest = tl.maximum(largest, tl.abs(y))
                 if PAIRS == 2:
-                    high = values(xs[k], 1, PAIRS, dtype) * rs[k][:, None] * gamma_high
+                    high = values(x, 1, PAIRS, dtype) * rs[k][:, None] * gamma_high
                     largest = tl.maximum(largest, tl.abs(high))
                     q = to_fp8_pair(saturate(y * scale, FP8_MAX), saturate(high * scale, FP8_MAX), fp8)
                 else:
