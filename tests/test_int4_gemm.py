@@ -168,7 +168,8 @@ def test_weights_that_the_kernel_in_front_writes_are_read_after_it(prefetch: boo
     first, second = some_codes(3584, 8192, 64, False), some_codes(3584, 8192, 64, False)
     weight, other, x = pack(*first), pack(*second), whole_numbers(16, 8192, torch.float16)
     wants = exact(x, first, None), exact(x, second, None)
-    sources, config = (weight._replace(packed=weight.packed.clone()), other), gemm.Int4Config(16, 32, 4, 4, prefetch=prefetch)
+    kept = weight._replace(packed=weight.packed.clone(), scales=weight.scales.clone())
+    sources, config = (kept, other), gemm.Int4Config(16, 32, 4, 4, prefetch=prefetch)
     for turn in range(20):
         weight.packed.copy_(sources[turn % 2].packed)
         weight.scales.copy_(sources[turn % 2].scales)
