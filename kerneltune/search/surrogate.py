@@ -1,10 +1,11 @@
 """A Gaussian process over the configs of a finite space: how fast an untried config may be, and what is left to gain.
 
-Knows no operator and measures nothing. May import numpy and scipy only.
+Knows no operator and measures nothing. May import numpy, scipy and threadpoolctl only.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,14 +13,33 @@ from scipy.linalg import cho_factor, cho_solve, cholesky
 from scipy.optimize import minimize
 from scipy.spatial.distance import cdist
 from scipy.stats import norm
+from threadpoolctl import ThreadpoolController
 
 Array = NDArray[np.float64]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _WORST = 0.7
 """Logarithms of times are cut this far above the best: how bad a bad config is says little about the good ones."""
 _JOINT = 256
 _DRAWS = 128
 _REFIT_EVERY = 4
+
+
+@cache
+def _blas() -> ThreadpoolController:
+    return ThreadpoolController()
+
+
+def _on_one_core(function: Callable[P, R]) -> Callable[P, R]:
+    """Matrices of some hundred rows: BLAS on two cores takes six times as long, and takes the cores from who compiles."""
+
+    @wraps(function)
+    def limited(*args: P.args, **kwargs: P.kwargs) -> R:
+        with _blas().limit(limits=1, user_api="blas"):
+            return function(*args, **kwargs)
+
+    return limited
 
 
 class Surrogate:
@@ -35,6 +55,7 @@ class Surrogate:
         self._theta = np.concatenate([np.full(self._points.shape[1], np.log(0.5)), [0.0, np.log(0.05)]])
         self._fitted = 0
 
+    @_on_one_core
     def fit(self, seen: Sequence[int], times: Sequence[float | None]) -> None:
         """Learn from evaluated configs, by their index in the pool; None is a config that gave no time."""
         timed = [(index, time) for index, time in zip(seen, times, strict=True) if time is not None]
@@ -51,6 +72,7 @@ class Surrogate:
             self._fit_scales()
             self._fitted = len(timed)
 
+    @_on_one_core
     def improvement(self, wanted: Sequence[int], pending: Sequence[int] = ()) -> Array:
         """Expected improvement (len(wanted),) of the log time, times the chance that the config gives a time at all.
 
@@ -75,6 +97,7 @@ class Surrogate:
         bounded: Array = np.clip(chance, 0.02, 1.0)
         return bounded
 
+    @_on_one_core
     def gain(self, untried: Sequence[int]) -> float:
         """The fraction of the best time that trying everything else is expected to save.
 
