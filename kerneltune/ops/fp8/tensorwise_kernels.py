@@ -45,44 +45,32 @@ def sanitised(x):
     return tl.where(y == y, tl.minimum(tl.maximum(y, -most), most), 0.0)
 
 
+# A NaN is what 0x7FFF - infinite carries into the sign, from where a permute copies it over the number.
+_FINITE_PAIRS = """{
+                .reg .b32 m, t, s, most;
+                and.b32 m, $1, 0x7fff7fff;
+                add.u32 t, m, CARRY;
+                prmt.b32 s, t, t, 0xbb99;
+                not.b32 s, s;
+                and.b32 t, $1, s;
+                and.b32 m, m, s;
+                mov.b32 most, MOST;
+                min.s16x2 m, m, most;
+                and.b32 t, t, 0x80008000;
+                or.b32 $0, m, t;
+                }"""
+_FINITE_PAIRS_FP16 = tl.constexpr(_FINITE_PAIRS.replace("CARRY", "0x03ff03ff").replace("MOST", "0x7bff7bff"))
+_FINITE_PAIRS_BF16 = tl.constexpr(_FINITE_PAIRS.replace("CARRY", "0x007f007f").replace("MOST", "0x7f7f7f7f"))
+
+
 @triton.jit
 def finite_pairs(w, dtype: tl.constexpr):
     """Words of two 16-bit numbers: 0 for NaN, the largest finite number, with its sign, for infinity."""
-    infinite: tl.constexpr = 0x7C00 if dtype == tl.float16 else 0x7F80
-    if is_cuda():  # a NaN is what 0x7FFF - infinite carries into the sign, from where a permute copies it over the number
-        if dtype == tl.float16:
-            return tl.inline_asm_elementwise(
-                """{
-                .reg .b32 m, t, s, most;
-                and.b32 m, $1, 0x7fff7fff;
-                add.u32 t, m, 0x03ff03ff;
-                prmt.b32 s, t, t, 0xbb99;
-                not.b32 s, s;
-                and.b32 t, $1, s;
-                and.b32 m, m, s;
-                mov.b32 most, 0x7bff7bff;
-                min.s16x2 m, m, most;
-                and.b32 t, t, 0x80008000;
-                or.b32 $0, m, t;
-                }""",
-                "=r,r", [w], dtype=tl.int32, is_pure=True, pack=1)  # fmt: skip
-        else:
-            return tl.inline_asm_elementwise(
-                """{
-                .reg .b32 m, t, s, most;
-                and.b32 m, $1, 0x7fff7fff;
-                add.u32 t, m, 0x007f007f;
-                prmt.b32 s, t, t, 0xbb99;
-                not.b32 s, s;
-                and.b32 t, $1, s;
-                and.b32 m, m, s;
-                mov.b32 most, 0x7f7f7f7f;
-                min.s16x2 m, m, most;
-                and.b32 t, t, 0x80008000;
-                or.b32 $0, m, t;
-                }""",
-                "=r,r", [w], dtype=tl.int32, is_pure=True, pack=1)  # fmt: skip
+    if is_cuda():
+        text: tl.constexpr = _FINITE_PAIRS_FP16 if dtype == tl.float16 else _FINITE_PAIRS_BF16
+        return tl.inline_asm_elementwise(text, "=r,r", [w], dtype=tl.int32, is_pure=True, pack=1)
     else:
+        infinite: tl.constexpr = 0x7C00 if dtype == tl.float16 else 0x7F80
         low = _finite_half(w & 0xFFFF, infinite)
         high = _finite_half((w >> 16) & 0xFFFF, infinite)
         return (high << 16) | low

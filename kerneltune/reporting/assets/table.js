@@ -21,8 +21,18 @@ function compared(c) {
   };
 }
 
+const settings = (row) => Object.fromEntries(row.c.options.split(" ").filter(Boolean).map((pair) => pair.split("=")));
+
+/** The options by which rows of one operator, type and size differ. */
+function variedOptions(rows) {
+  const groups = d3.groups(rows, (row) => [row.c.op, row.c.dtype, row.c.quant, sizes(row.c.axes)].join(" "));
+  const differs = (group) => (name) => new Set(group.map((row) => settings(row)[name])).size > 1;
+  return [...new Set(groups.flatMap(([, group]) => Object.keys(settings(group[0])).filter(differs(group))))];
+}
+
 function tableColumns(rows) {
   const axes = [...new Set(rows.flatMap((row) => Object.keys(row.c.axes)))];
+  const varied = variedOptions(rows);
   const text = (name, get, wide) => ({ name, get, show: get, wide });
   const number = (name, get, digits, wide) => ({ name, get, show: (row) => fixed(get(row), digits), number: true, wide });
   const several = (name) => new Set(rows.map((row) => row.c[name])).size > 1;
@@ -31,6 +41,7 @@ function tableColumns(rows) {
     ...(several("device") ? [text("device", (row) => row.c.device, true)] : []),
     text("dtype", (row) => row.c.dtype.replace("bfloat", "bf").replace("float", "fp")),
     text("quant", (row) => row.c.quant),
+    ...(varied.length ? [text("options", (row) => varied.flatMap((name) => settings(row)[name] ?? []).join(" "), true)] : []),
     ...axes.map((axis) => ({ name: axis, get: (row) => row.c.axes[axis], show: (row) => String(row.c.axes[axis] ?? ""), number: true })),
     number("A ms", (row) => (row.speedup == null ? null : row.a.us / 1000), 4),
     number("B ms", (row) => (row.speedup == null ? null : row.b.us / 1000), 4),
