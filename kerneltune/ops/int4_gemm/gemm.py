@@ -157,8 +157,8 @@ def default(case: Case) -> Int4Config:
     """A config for any shape, by rule: the fewest programs that keep a chip of 132 multiprocessors busy."""
     N, limits = case["N"], space(case)
     tokens, along = limits["tokens"][-1], min(4, limits["along"][-1])
-    rows = 64 if tokens == 8 or (tokens == 16 and _many_values(case)) else 32
-    configs = [Int4Config(tokens, rows, along, splits, prefetch=tokens > 8) for splits in limits["splits"]]
+    rows = 64 if tokens == 16 and _many_values(case) else 32
+    configs = [Int4Config(tokens, rows, along, splits, prefetch=True) for splits in limits["splits"]]
     able = [c for c in configs if valid(case, c) is None]
     tiles = triton.cdiv(case["M"], ROWS) * triton.cdiv(max(N, 1), tokens)
     return next((c for c in able if tiles * c.splits >= _ENOUGH_PROGRAMS), able[-1])

@@ -234,7 +234,6 @@ def _int4_gemm(
     while the kernel in front still runs, and read nothing before its end, so that it may be the one that writes them: L2 is where
     all multiprocessors meet.
     """
-    TIGHT: tl.constexpr = GROUPS == 4 and TOKENS > 8  # registers do not hold two blocks
     R: tl.constexpr = ROWS // 8
     PIECES: tl.constexpr = 64 // ROWS
     W: tl.constexpr = ALONG * PIECES
@@ -304,12 +303,7 @@ def _int4_gemm(
         w_ptrs += w_step
         s_offsets += s_step
         live = (kb + (step + 1) * ALONG < end)[None, None, :, None, None]
-        if TIGHT:
-            s1, w1 = _once(scale_ptr + s_offsets + s_inner, live, False), _once(w_ptrs, live, False)
-        else:
-            s1, w1 = s0, w0
-            if step + 1 < STEPS:  # a branch: the compiler puts masked loads behind the products
-                s1, w1 = _once(scale_ptr + s_offsets + s_inner, live, EVEN), _once(w_ptrs, live, EVEN)
+        s1, w1 = _once(scale_ptr + s_offsets + s_inner, live, False), _once(w_ptrs, live, False)
         first, second = tl.split(tl.permute(tl.reshape(w0, (4, 8, W, R, 2, 2)), (0, 1, 2, 3, 5, 4)))
         y += _half_block(first, s0, zeros, x0, 0, GROUPS, ZEROS)
         y += _half_block(second, s0, zeros, x1, 1, GROUPS, ZEROS)
