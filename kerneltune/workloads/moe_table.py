@@ -27,6 +27,7 @@ class StepRow:
     Attributes:
         bound: its products alone, and the bytes that its casts must move at the speed of the ceiling.
         cached: a step of which its share of casting the weights is one in `microbatches`.
+        elsewhere: the commit that torchao was measured at, where bf16 was not.
     """
 
     case: str
@@ -39,6 +40,7 @@ class StepRow:
     cached: float | None
     casts: float | None
     products: float | None
+    elsewhere: str = ""
 
     @property
     def other(self) -> float | None:
@@ -76,7 +78,12 @@ def _row(found: dict[str, Record], recipe: str, microbatches: int) -> StepRow:
         cached=None if cached is None or refresh is None else cached + refresh / microbatches,
         casts=time(f"{recipe}_casts"),
         products=products,
+        elsewhere=_elsewhere(found.get("torchao_rowwise"), found.get("baseline")),
     )
+
+
+def _elsewhere(peer: Record | None, base: Record | None) -> str:
+    return peer.commit if peer is not None and base is not None and peer.commit != base.commit else ""
 
 
 def step_text(rows: Sequence[StepRow], microbatches: int = 8) -> str:
@@ -85,8 +92,10 @@ def step_text(rows: Sequence[StepRow], microbatches: int = 8) -> str:
     head = [name.removesuffix(" µs") for name in _HEAD[_SHARED:]]
     widths = [max(map(len, column)) for column in zip(head, *cells.values(), strict=True)]
     lines = []
-    for (case, groups, bf16, torchao), found in groupby(rows, key=lambda row: (row.case, row.groups, row.bf16, row.torchao)):
-        lines += [f"{case}, {groups} groups: bf16 {_us(bf16) or '-'} µs, torchao {_us(torchao) or '-'} µs", _line(head, widths)]
+    for (case, groups, bf16, torchao), found in groupby(
+        rows, key=lambda row: (row.case, row.groups, _us(row.bf16), _torchao(row))
+    ):
+        lines += [f"{case}, {groups} groups: bf16 {bf16 or '-'} µs, torchao {torchao or '-'}", _line(head, widths)]
         lines += [*(_line(cells[id(row)], widths) for row in found), ""]
     lines.append("Times in µs. bound, and its share of the step: the products, and the casts'")
     lines.append(f"fewest bytes at the ceiling's speed. cached: weights cast once in {microbatches} steps.")
@@ -99,10 +108,18 @@ def step_markdown(rows: Sequence[StepRow]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
+def _torchao(row: StepRow) -> str:
+    """torchao's time, and its commit where that is not bf16's: then the two are of different runs."""
+    if row.torchao is None:
+        return ""
+    return f"{_us(row.torchao)} µs" + (f", of commit {row.elsewhere}" if row.elsewhere else "")
+
+
 def _cells(row: StepRow) -> list[str]:
     share = _ratio(row.bound, row.step)
+    torchao = _us(row.torchao) + (f" ({row.elsewhere})" if row.elsewhere else "")
     return [
-        row.case, row.groups, _us(row.bf16), _us(row.torchao), row.recipe, _us(row.step), _us(row.bound),
+        row.case, row.groups, _us(row.bf16), torchao, row.recipe, _us(row.step), _us(row.bound),
         "" if share is None else f"{100 * share:.1f}", _times(row.bf16, row.step), _times(row.torchao, row.step),
         _us(row.cached), _times(row.bf16, row.cached), _us(row.casts), _us(row.products), _us(row.other),
     ]  # fmt: skip

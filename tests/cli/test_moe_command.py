@@ -1,5 +1,6 @@
 """`kerneltune moe`: the table of training steps, from records."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,12 @@ def test_the_table_as_text() -> None:
     )
     assert max(map(len, text.splitlines())) <= 80
     assert step_markdown(step_rows(RECORDS)).splitlines()[2].startswith("| some-4096 | zipf | 1000 | 1200 | tensorwise | 500 |")
+
+
+def test_a_peer_of_another_run_is_named() -> None:
+    mixed = [replace(r, commit="f00d") if r.variant == "torchao_rowwise" else r for r in RECORDS]
+    assert step_text(step_rows(mixed)).splitlines()[0].endswith("bf16 1000 µs, torchao 1200 µs, of commit f00d")
+    assert "| 1200 (f00d) |" in step_markdown(step_rows(mixed))
 
 
 def test_the_command_reads_records(tmp_path: Path) -> None:
