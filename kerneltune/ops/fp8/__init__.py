@@ -6,17 +6,12 @@ Formula and NaN policy: reference.py. Source: torchao 0.18's float8 kernels for 
 from collections.abc import Callable
 from typing import Any
 
-from kerneltune.ops.fp8 import both, flat, groups, peers, reference, rows, tensorwise, torchao, transpose
+from kerneltune.ops.fp8 import both, flat, groups, peers, reference, rows, segments, tensorwise, torchao, transpose
 from kerneltune.ops.fp8.both import BothConfig, BothLayouts, fp8_rowwise_3d_both
 from kerneltune.ops.fp8.groups import GroupConfig, fp8_group_colwise, fp8_group_colwise_dual, fp8_rowwise_3d_transpose
 from kerneltune.ops.fp8.rows import RowConfig, fp8_colwise_3d, fp8_rowwise_2d
-from kerneltune.ops.fp8.tensorwise import (
-    SegmentConfig,
-    SegmentOutput,
-    fp8_tensorwise_2d,
-    fp8_tensorwise_3d,
-    fp8_tensorwise_group,
-)
+from kerneltune.ops.fp8.segments import SegmentConfig
+from kerneltune.ops.fp8.tensorwise import SegmentOutput, fp8_tensorwise_2d, fp8_tensorwise_3d, fp8_tensorwise_group
 from kerneltune.ops.fp8.transpose import TransposeConfig, fp8_transpose_2d
 from kerneltune.spec import Case, Inputs, Op, Outputs, Variant
 
@@ -85,7 +80,7 @@ def _tensorwise(
         module="kerneltune.ops.fp8.tensorwise",
         variants=(
             Variant("baseline", flat.run, flat.FlatConfig, flat.space, default=flat.default, unsupported=torchao.nothing_to_do),
-            Variant("optimized", run, SegmentConfig, tensorwise.space, tensorwise.valid, default=tensorwise.default),
+            Variant("optimized", run, SegmentConfig, segments.space, segments.valid, default=segments.default),
             Variant("compile", peers.compile_tensorwise, unsupported=peers.not_torch, requires=("torch",)),
             Variant("eager", peers.eager_tensorwise, unsupported=peers.not_torch, requires=("torch",)),
         ),

@@ -5,7 +5,6 @@
 Two launches, no host sync. Kernels in tensorwise_kernels.py. May import cache, device, spec, tl_lib, launch, workspace.
 """
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -25,26 +24,12 @@ from kerneltune.ops.fp8.common import (
     scale_of_nothing,
     target,
 )
-from kerneltune.spec import Case, Inputs, Option, Outputs, Space, Traffic
+from kerneltune.ops.fp8.segments import SegmentConfig, default, valid
+from kerneltune.spec import Case, Inputs, Option, Outputs, Traffic
 from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX, TL_DTYPES, TL_FP8
 from kerneltune.workspace import workspace
 
 LAYOUTS = ("row", "col", "both")
-_SHARED_BYTES = 225_000
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentConfig:
-    """rows, cols: of a tile; warps: of a program; ctas: programs per multiprocessor, each looping over tiles, or 0 for a
-    program per tile; stages: depth of that loop's load pipeline; staged: every tile leaves its largest magnitude in a word of
-    its own for the second launch to reduce, instead of raising the one of its segment."""
-
-    rows: int
-    cols: int
-    warps: int
-    ctas: int
-    stages: int
-    staged: bool
 
 
 class SegmentOutput(NamedTuple):
@@ -240,46 +225,6 @@ def _check(fp8_format: str, layout: str) -> None:
     check_format(fp8_format)
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout=}")
-
-
-def space(case: Case) -> Space:
-    """Wide tiles where rows go out as rows, tall ones where they go out transposed."""
-    wide = tuple(cols for cols in (128, 256, 512, 1024) if cols == 128 or cols < 2 * case["K"])
-    return {
-        "rows": (8, 16, 32, 64) if case.option("layout") == "row" else (64, 128),
-        "cols": wide[-3:] if case.option("layout") == "row" else (64, 128, 256),
-        "warps": (2, 4, 8),
-        "ctas": (0, 2, 4, 6, 8),
-        "stages": (1, 2, 3),
-        "staged": (False, True),
-    }
-
-
-def valid(case: Case, config: SegmentConfig) -> str | None:
-    """Why a config cannot run, or cannot be worth running."""
-    if config.rows % 4:
-        return "tiles are of four interleaved parts: rows must be a multiple of 4"
-    per_thread = config.rows * config.cols / (32 * config.warps)
-    if not 16 <= per_thread <= 128:
-        return f"{per_thread:g} elements per thread"
-    if (config.ctas == 0) != (config.stages == 1):
-        return "a pipeline of loads needs a loop over tiles, and the loop needs the pipeline"
-    if config.staged and not config.ctas:
-        return "a program would reduce all of a segment's words for a single tile"
-    words = per_thread * ITEMSIZE[case.dtype] / 4
-    if 32 * config.warps * config.ctas * (words * 1.25 + 32) > 65536:
-        return "more registers than a multiprocessor has"
-    shared = max(1, config.ctas) * config.rows * config.cols * ((config.stages - 1) * ITEMSIZE[case.dtype] + 1)
-    return f"{shared} bytes of shared memory" if shared > _SHARED_BYTES else None
-
-
-def default(case: Case) -> SegmentConfig:
-    """A config for any shape, by rule."""
-    if case.option("layout") == "row":
-        cols = 512 if case["K"] > 256 else 256 if case["K"] > 64 else 128
-        rows = 8192 // cols
-        return SegmentConfig(rows=rows, cols=cols, warps=8 if case.dtype == "float32" else 4, ctas=0, stages=1, staged=False)
-    return SegmentConfig(rows=64 if case.dtype == "float32" else 128, cols=64, warps=8, ctas=0, stages=1, staged=False)
 
 
 _resolve = cache.resolver(SegmentConfig, valid, default)
