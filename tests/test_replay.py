@@ -8,6 +8,7 @@ from pathlib import Path
 import landscapes
 import numpy as np
 import pytest
+from threadpoolctl import threadpool_info
 from typer.testing import CliRunner
 
 from kerneltune import cache
@@ -15,6 +16,7 @@ from kerneltune.cli import app
 from kerneltune.search import spaces
 from kerneltune.search.loop import Search, explore
 from kerneltune.search.replay import Answered, Gaps, nearest_best, replay
+from kerneltune.search.surrogate import Surrogate
 from kerneltune.search.trials import Trial
 
 SPACE = landscapes.space(0)
@@ -120,6 +122,19 @@ def test_the_search_reaches_the_optimum_of_the_shipped_spaces(path: Path) -> Non
         gap = found.at(evaluations)
         assert gap is not None and gap.median <= bound
     assert worse_than(chance, found, (25, 50)) == []
+
+
+def test_the_surrogate_computes_on_one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """BLAS on all cores takes several times as long for matrices of this size."""
+    threads: list[int] = []
+
+    def seen(_self: Surrogate, *_arguments: object) -> None:
+        threads.extend(pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas")
+
+    monkeypatch.setattr(Surrogate, "_fit_scales", seen)
+    surrogate = Surrogate([dict(knobs) for knobs in SPACE.trials])
+    surrogate.fit([0, 1], [10.0, 11.0])
+    assert threads and set(threads) == {1}
 
 
 def test_a_search_ends_when_little_is_left_to_gain() -> None:

@@ -1,7 +1,7 @@
 """Tables of records: A against B in the published column form, and what a sweep found, as text, Markdown and CSV.
 
 Pure functions that return text; does not measure, read files or print.
-Imports the standard library, stats, device, spec and records.
+Imports the standard library, cells, stats, device, spec and records.
 """
 
 import csv
@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from kerneltune.cells import aligned, number, ratio
 from kerneltune.device import INTERPRETER
 from kerneltune.records import Record
 from kerneltune.spec import Option
@@ -45,12 +46,12 @@ class Row:
     @property
     def speedup(self) -> float | None:
         """Time of A over time of B, unrounded; None where a side has no time."""
-        return _ratio(self.a.time_us, self.b.time_us)
+        return ratio(self.a.time_us, self.b.time_us)
 
     @property
     def speedup_interval(self) -> tuple[float | None, float | None]:
         """Bounds of the speed-up from the ends of the two intervals, so wider than 95 %."""
-        return _ratio(self.a.ci_low_us, self.b.ci_high_us), _ratio(self.a.ci_high_us, self.b.ci_low_us)
+        return ratio(self.a.ci_low_us, self.b.ci_high_us), ratio(self.a.ci_high_us, self.b.ci_low_us)
 
     @property
     def aa_floor(self) -> float | None:
@@ -78,12 +79,12 @@ def ab_text(rows: list[Row], width: int = 100) -> str:
     usual = [4, 8, 6, *[0] * (len(names) - len(_PUBLISHED)), *[6] * len(axes), 10, 10, 9, 9, 9]
     content = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
     widths = [max(pair) for pair in zip(usual, content, strict=True)] if width >= _WIDE else content
-    lines = [_line(head, widths, len(names)), "-" * (sum(widths) + len(widths) - 1)]
+    lines = [aligned(head, widths, len(names)), "-" * (sum(widths) + len(widths) - 1)]
     for row, line in zip(rows, cells, strict=True):
         if row.note:
-            lines.append(_cut(f"{_line(line, widths, len(names))}  {row.note}", width))
+            lines.append(_cut(f"{aligned(line, widths, len(names))}  {row.note}", width))
         else:
-            lines.append(f"{_line(line, widths, len(names))}x  {row.mark}".rstrip())
+            lines.append(f"{aligned(line, widths, len(names))}x  {row.mark}".rstrip())
     return "\n".join([*lines, "", *_ab_summary(rows)]) + "\n"
 
 
@@ -97,7 +98,7 @@ def ab_markdown(rows: list[Row]) -> str:
         interval = f"{low:.2f}x–{high:.2f}x" if low is not None and high is not None else ""
         floor = f"{row.aa_floor:.1%}" if row.aa_floor is not None else ""
         *numbers, speedup = _number_cells(row)
-        last = [f"{speedup}x" if speedup else row.note, row.mark, interval, _number(row.b.pct_ceiling, 1), floor]
+        last = [f"{speedup}x" if speedup else row.note, row.mark, interval, number(row.b.pct_ceiling, 1), floor]
         lines.append(_pipe([*_names(row, names, kinds), *_sizes(row, axes), *numbers, *last]))
     return "\n".join([*lines, "", *(f"- {line.strip()}" for line in _ab_summary(rows))]) + "\n"
 
@@ -126,17 +127,17 @@ def sweep_text(records: list[Record], width: int = 100) -> str:
     widths = [max(map(len, column)) for column in zip(_SWEEP_HEAD, *(line for group in cells for line in group), strict=True)]
     start = 0 if sum(widths) + len(widths) - 1 <= width else _CASE_CELLS
     indent = "  " if start else ""
-    lines.append((indent + _line(_SWEEP_HEAD[start:], widths[start:], _LEFT_CELLS - start)).rstrip())
+    lines.append((indent + aligned(_SWEEP_HEAD[start:], widths[start:], _LEFT_CELLS - start)).rstrip())
     for group, group_cells in zip(groups, cells, strict=True):
         if start:
             lines.append(_cut(" ".join(group_cells[0][:start]), width))
         for index, (record, line) in enumerate(zip(group, group_cells, strict=True)):
             shown = line if index == 0 else [""] * _CASE_CELLS + line[_CASE_CELLS:]
             if record.status != "passed":
-                left = _line(shown[start:_LEFT_CELLS], widths[start:_LEFT_CELLS], _LEFT_CELLS, strip=False)
+                left = aligned(shown[start:_LEFT_CELLS], widths[start:_LEFT_CELLS], _LEFT_CELLS, strip=False)
                 lines.append(_cut(f"{indent}{left} {_status(record)}", width))
             else:
-                lines.append(indent + _line(shown[start:], widths[start:], _LEFT_CELLS - start))
+                lines.append(indent + aligned(shown[start:], widths[start:], _LEFT_CELLS - start))
     return "\n".join([*lines, "", _counts(records)]) + "\n"
 
 
@@ -206,8 +207,8 @@ def _number_cells(row: Row) -> list[str]:
     """A ms, B ms, A GB/s, B GB/s, speed-up; nothing where the two are not compared."""
     if row.note:
         return [""] * 5
-    times = [_number(side.time_us / 1000 if side.time_us else None, 4) for side in (row.a, row.b)]
-    return [*times, _number(row.a.gbps, 1), _number(row.b.gbps, 1), _number(row.speedup, 2)]
+    times = [number(side.time_us / 1000 if side.time_us else None, 4) for side in (row.a, row.b)]
+    return [*times, number(row.a.gbps, 1), number(row.b.gbps, 1), number(row.speedup, 2)]
 
 
 def _ab_summary(rows: list[Row]) -> list[str]:
@@ -257,13 +258,13 @@ def _best(group: Iterable[Record]) -> Record | None:
 def _against_baseline(record: Record, group: Iterable[Record]) -> float | None:
     """Speed-up over the baseline of the same case; None without both times."""
     baseline = next((other.time_us for other in group if other.variant == _BASELINE), None)
-    return _ratio(baseline, record.time_us)
+    return ratio(baseline, record.time_us)
 
 
 def _sweep_cells(record: Record, group: Sequence[Record], ambiguous: set[tuple[str, ...]]) -> list[str]:
     mark = "*" if record is _best(group) else " "
     speedup = _against_baseline(record, group)
-    numbers = [_number(record.time_us, 2), _number(record.gbps, 1), _number(record.pct_ceiling, 1)]
+    numbers = [number(record.time_us, 2), number(record.gbps, 1), number(record.pct_ceiling, 1)]
     key = (record.op, record.case, record.dtype, record.quant)
     case = f"{record.case} {options_label(record)}" if key in ambiguous else record.case
     left = [record.op, case, record.dtype, record.quant, f"{mark} {record.variant}"]
@@ -298,20 +299,6 @@ def _status(record: Record) -> str:
     if record.status == "checked":
         return "checked, not timed"
     return f"{record.status}: {_flat(record.reason)}"
-
-
-def _ratio(numerator: float | None, denominator: float | None) -> float | None:
-    return numerator / denominator if numerator is not None and denominator is not None else None
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
-
-
-def _line(cells: Sequence[str], widths: Sequence[int], left: int, strip: bool = True) -> str:
-    """Cells in columns, the first `left` of them to the left."""
-    padded = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
-    return " ".join(padded).rstrip() if strip else " ".join(padded)
 
 
 def _cut(text: str, width: int) -> str:

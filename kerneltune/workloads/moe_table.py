@@ -1,12 +1,13 @@
 """Where the time of a training step goes, and how near it is to its bound: a table made of records.
 
-Pure; imports records and stats, not torch.
+Pure; imports cells, records and stats, not torch.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from kerneltune.cells import aligned, number, ratio
 from kerneltune.records import Record
 from kerneltune.stats import geometric_mean
 
@@ -95,8 +96,8 @@ def step_text(rows: Sequence[StepRow], microbatches: int = 8) -> str:
     for (case, groups, bf16, torchao), found in groupby(
         rows, key=lambda row: (row.case, row.groups, _us(row.bf16), _torchao(row))
     ):
-        lines += [f"{case}, {groups} groups: bf16 {bf16 or '-'} µs, torchao {torchao or '-'}", _line(head, widths)]
-        lines += [*(_line(cells[id(row)], widths) for row in found), ""]
+        lines += [f"{case}, {groups} groups: bf16 {bf16 or '-'} µs, torchao {torchao or '-'}", aligned(head, widths, left=1)]
+        lines += [*(aligned(cells[id(row)], widths, left=1) for row in found), ""]
     lines.append("Times in µs. bound, and its share of the step: the products, and the casts'")
     lines.append(f"fewest bytes at the ceiling's speed. cached: weights cast once in {microbatches} steps.")
     return "\n".join([*lines, *(_means(rows, recipe) for recipe in RECIPES)]).rstrip() + "\n"
@@ -116,11 +117,11 @@ def _torchao(row: StepRow) -> str:
 
 
 def _cells(row: StepRow) -> list[str]:
-    share = _ratio(row.bound, row.step)
+    share = ratio(row.bound, row.step)
     torchao = _us(row.torchao) + (f" ({row.elsewhere})" if row.elsewhere else "")
     return [
         row.case, row.groups, _us(row.bf16), torchao, row.recipe, _us(row.step), _us(row.bound),
-        "" if share is None else f"{100 * share:.1f}", _times(row.bf16, row.step), _times(row.torchao, row.step),
+        number(None if share is None else 100 * share, 1), _times(row.bf16, row.step), _times(row.torchao, row.step),
         _us(row.cached), _times(row.bf16, row.cached), _us(row.casts), _us(row.products), _us(row.other),
     ]  # fmt: skip
 
@@ -128,25 +129,15 @@ def _cells(row: StepRow) -> list[str]:
 def _means(rows: Sequence[StepRow], recipe: str) -> str:
     parts = []
     for name in ("bf16", "torchao"):
-        found = [r for row in rows if row.recipe == recipe and (r := _ratio(getattr(row, name), row.step)) is not None]
+        found = [r for row in rows if row.recipe == recipe and (r := ratio(getattr(row, name), row.step)) is not None]
         if found:
             parts.append(f"{geometric_mean(found):.2f}x {name} ({len(found)} cases)")
     return f"{recipe}: {', '.join(parts)}" if parts else ""
 
 
-def _ratio(a: float | None, b: float | None) -> float | None:
-    return None if a is None or b is None else a / b
-
-
 def _times(a: float | None, b: float | None) -> str:
-    ratio = _ratio(a, b)
-    return "" if ratio is None else f"{ratio:.2f}"
+    return number(ratio(a, b), 2)
 
 
 def _us(time_us: float | None) -> str:
-    return "" if time_us is None else f"{time_us:.0f}"
-
-
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    first, *others = cells
-    return " ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]).rstrip()
+    return number(time_us, 0)

@@ -1,12 +1,13 @@
 """From how many tokens on weights of 8 or 16 bits are as fast as weights of four: a table made of records.
 
-Pure; imports records and stats, not torch.
+Pure; imports cells, records and stats, not torch.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from kerneltune.cells import aligned, number, ratio
 from kerneltune.records import Record
 from kerneltune.stats import geometric_mean
 
@@ -91,8 +92,8 @@ def weight_text(rows: Sequence[WeightRow]) -> str:
     lines = []
     for layer, group in groupby(rows, key=lambda row: row.layer):
         found = list(group)
-        lines += [f"{layer}: {crossover(found, 'fp8')}, {crossover(found, 'fp16')}", _line(_HEAD, widths)]
-        lines += [*(_line(cells[id(row)], widths) for row in found), ""]
+        lines += [f"{layer}: {crossover(found, 'fp8')}, {crossover(found, 'fp16')}", aligned(_HEAD, widths)]
+        lines += [*(aligned(cells[id(row)], widths) for row in found), ""]
     return "\n".join([*lines, *_means(rows)]).rstrip() + "\n"
 
 
@@ -109,28 +110,16 @@ def weight_markdown(rows: Sequence[WeightRow]) -> str:
 
 
 def _cells(row: WeightRow) -> list[str]:
-    times = [_number(value, 1) for value in (row.peer, row.fp8, row.fp16)]
-    ratios = [_number(_ratio(value, row.int4), 2) for value in (row.peer, row.fp8, row.fp16)]
-    return [str(row.tokens), _number(row.int4, 1), _number(row.gbps, 0), _number(row.pct_ceiling, 1), *times, *ratios]
+    times = [number(value, 1) for value in (row.peer, row.fp8, row.fp16)]
+    ratios = [number(ratio(value, row.int4), 2) for value in (row.peer, row.fp8, row.fp16)]
+    return [str(row.tokens), number(row.int4, 1), number(row.gbps, 0), number(row.pct_ceiling, 1), *times, *ratios]
 
 
 def _means(rows: Sequence[WeightRow]) -> list[str]:
     lines = []
     for name, said in (("peer", "int4 peers"), ("fp8", "fp8"), ("fp16", "fp16")):
-        found = [r for row in rows if row.tokens <= 32 and (r := _ratio(getattr(row, name), row.int4)) is not None]
+        found = [r for row in rows if row.tokens <= 32 and (r := ratio(getattr(row, name), row.int4)) is not None]
         if found:
             mean = f"{geometric_mean(found):.2f}x the fastest of {said}"
             lines.append(f"n <= 32: {mean}, worst {min(found):.2f}x ({len(found)} cases)")
     return lines
-
-
-def _ratio(a: float | None, b: float | None) -> float | None:
-    return None if a is None or b is None else a / b
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
-
-
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    return " ".join(map(str.rjust, cells, widths)).rstrip()

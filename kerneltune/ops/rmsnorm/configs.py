@@ -17,7 +17,19 @@ _MAX_PARTS_OF_TILE = 128
 
 
 @dataclass(frozen=True, slots=True)
-class FwdConfig:
+class _Tiles:
+    """What both directions have; FwdConfig says what it means."""
+
+    rows: int
+    cols: int
+    split: bool
+    warps: int
+    ctas: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class FwdConfig(_Tiles):
     """Forward.
 
     rows: of a tile; cols: of a load; split: programs share a row, one load each (always so with a transpose), or one
@@ -25,25 +37,13 @@ class FwdConfig:
     program per tile; stages: depth of that loop's load pipeline; reload: read x once more, from L2, instead of holding it.
     """
 
-    rows: int
-    cols: int
-    split: bool
-    warps: int
-    ctas: int
-    stages: int
     reload: bool
 
 
 @dataclass(frozen=True, slots=True)
-class BwdConfig:
+class BwdConfig(_Tiles):
     """Backward: reduce_cols, columns per program of the dγ reduction; all others as in FwdConfig."""
 
-    rows: int
-    cols: int
-    split: bool
-    warps: int
-    ctas: int
-    stages: int
     reduce_cols: int
 
 

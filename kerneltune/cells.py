@@ -1,0 +1,19 @@
+"""Cells of the tables that are printed, and lines of them. Pure; imports the standard library."""
+
+from collections.abc import Sequence
+
+
+def ratio(numerator: float | None, denominator: float | None) -> float | None:
+    """None where one of the two is not known."""
+    return None if numerator is None or denominator is None else numerator / denominator
+
+
+def number(value: float | None, digits: int) -> str:
+    """With so many digits behind the point; empty for None."""
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def aligned(cells: Sequence[str], widths: Sequence[int], left: int = 0, strip: bool = True) -> str:
+    """Cells in columns, the first `left` of them to the left."""
+    padded = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
+    return " ".join(padded).rstrip() if strip else " ".join(padded)
