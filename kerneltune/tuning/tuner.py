@@ -124,11 +124,8 @@ class Tuner:
             return Trial("compile", detail=compiled.error)
         if compiled.spill_bytes and self.prune:
             return Trial("spills", detail=f"{compiled.spill_bytes} bytes per thread")
-        wanted, fitting = (
-            getattr(config, "ctas", 0),
-            _resident(compiled),
-        )  # the default is timed all the same: others are held to it
-        if wanted > fitting and self.prune and config != self.variant.default_config(self.case):
+        wanted, fitting = getattr(config, "ctas", 0), _resident(compiled)
+        if wanted > fitting and self.prune and config != self.variant.default_config(self.case):  # all others are held to that
             return Trial("occupancy", detail=f"{fitting} programs fit a multiprocessor, not {wanted}")
         self._open()
         return self.bench.trial(config, self._best_us if self.samples == SCREEN_SAMPLES else None, self.samples)
