@@ -1,5 +1,6 @@
 """Grouped fp8 products: sums to the bit, groups of any sizes, bad arguments, the backend that the cache names, torch operator."""
 
+import dataclasses
 import os
 import random
 import subprocess
@@ -170,7 +171,7 @@ def test_the_cache_names_the_backend(backend: str, configs_dir: Path, monkeypatc
     entry = cache.Entry(
         variant="optimized", case="stored", axes=(("M", 64), ("N", 32), ("K", 48), ("E", 2)), dtype="bfloat16", quant="fp8",
         options=(("product", "rows"), ("scales", "rowwise"), ("groups", "balanced"), ("values", "normal")), policy="cold",
-        config={name: getattr(c, name) for name in c.__slots__},
+        config=dataclasses.asdict(c),
     )  # fmt: skip
     cache.store(OP.name, device.current_slug(), entry)
     took = []

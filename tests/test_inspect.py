@@ -48,7 +48,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[survey.Request]
         return Survey("3.7.1", tuple(row(request, target) for target in targets for request in requests))
 
     def row(request: survey.Request, target: str) -> StaticRow:
-        values = {name: getattr(request.config, name) for name in request.config.__slots__}
+        values = dataclasses.asdict(request.config)
         kernel = Kernel(KERNEL.name, 8, 32 + values["warps"], 0, 32, 0, KERNEL.accesses)
         label = (request.op.name, request.variant.name, f"{request.case.name} {request.case.label}", request.policy, target)
         return StaticRow(*label, values, (kernel,))
