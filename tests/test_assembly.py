@@ -1,23 +1,26 @@
-"""Registers, spills and access widths, on lines as cuobjdump and LLVM print them."""
+"""Registers, spills and access widths, on lines as cuobjdump, Triton and LLVM print them."""
 
-from kerneltune.measuring.assembly import Access, Usage, gcn_accesses, gcn_usage, sass_accesses, sass_usage, typical_bits
+from kerneltune.measuring.assembly import Access, Usage, gcn_accesses, gcn_usage, ptx_accesses, sass_usage, typical_bits
 
-SASS = """
+RESOURCES = """
  Function _rmsnorm_fwd_rows:
   REG:79 STACK:0 SHARED:1024 LOCAL:16 CONSTANT[0]:600 TEXTURE:0 SURFACE:0 SAMPLER:0
-	code for sm_90a
-        /*0000*/                   LDC R1, c[0x0][0x28] ;                         /* 0x00000a00ff017b82 */
-        /*01f0*/               @P0 LDG.E.EF.128 R4, desc[UR8][R8.64] ;            /* 0x0000000808040981 */
-        /*0200*/              @!P0 LDG.E.EL.LTC128B.64 R20, desc[UR8][R8.64] ;    /* 0x0020000808140981 */
-        /*05a0*/                   LDG.E.STRONG.SYS R37, desc[UR8][R4.64] ;       /* 0x0000000804257981 */
-        /*05b0*/             @!UP0 LDG.E.U8.CONSTANT R37, desc[UR8][R4.64] ;      /* 0x0000000804257981 */
-        /*05c0*/                   LDS.128 R8, [R2] ;                             /* 0x0000000804257981 */
-        /*09a0*/              @!P3 STG.E.64.STRONG.GPU desc[UR8][R46.64], R38 ;   /* 0x000100262e00b986 */
-        /*0a30*/                   LDGSTS.E.BYPASS.128 [R2], desc[UR8][R42.64], P4 ;  /* 0x000000002a027fae */
-        /*0a40*/                   STG.E.U16 desc[UR8][R46.64], R38 ;             /* 0x000100262e00b986 */
-        /*0a60*/                   LDGDEPBAR ;                                    /* 0x00000000000079af */
-        /*0a70*/                   RED.E.MAX.STRONG.GPU desc[UR8][R2.64], R9 ;    /* 0x00000000000079af */
-        /*10010*/                  LDG.E.256 R4, desc[UR8][R8.64] ;               /* 0x0000000808040981 */
+"""
+
+PTX = """
+	ld.param.b64 	%rd1, [_rmsnorm_fwd_rows_param_0];
+	ld.global.v4.b32 { %r7, %r8, %r9, %r10 }, [ %rd2 + 0 ];
+	@%p3 ld.global.L1::evict_first.L2::cache_hint.v2.b32 { %r11, %r12 }, [ %rd3 + 0 ], %rd4;
+	@!%p1 ld.global.cg.b16 { %rs1 }, [ %rd5 + 0 ];
+	ld.relaxed.gpu.global.b64 w, [%rd6];
+	ld.shared.v4.b32 {%r13, %r14, %r15, %r16}, [%r17];
+	st.global.cs.v8.b32 [ %rd7 + 0 ], { %r18, %r19, %r20, %r21, %r22, %r23, %r24, %r25 };
+	@%p4 st.global.b8 [ %rd8 + 0 ], { %rs2 };
+	cp.async.cg.shared.global [ %r50 + 0 ], [ %rd21 + 0 ], 0x10, %r52;
+	@%p5 cp.async.ca.shared.global [ %r51 + 0 ], [ %rd22 + 0 ], 4, 4;
+	cp.async.commit_group;
+	cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [%r60], [%rd23, {%r61, %r62}], [%r63];
+	atom.global.gpu.relaxed.max.u64 %rd9, [%rd10], %rd11;
 """
 
 GCN = """
@@ -42,16 +45,15 @@ amdhsa.kernels:
 """
 
 
-def test_sass() -> None:
-    assert sass_usage(SASS) == Usage(79, 16)
-    assert sass_accesses(SASS) == (
-        Access("load", 256, 1),
+def test_nvidia() -> None:
+    assert sass_usage(RESOURCES) == Usage(79, 16)
+    assert ptx_accesses(PTX) == (
         Access("load", 128, 2),
-        Access("load", 64, 1),
+        Access("load", 64, 2),
         Access("load", 32, 1),
-        Access("load", 8, 1),
-        Access("store", 64, 1),
-        Access("store", 16, 1),
+        Access("load", 16, 1),
+        Access("store", 256, 1),
+        Access("store", 8, 1),
     )
 
 
@@ -70,7 +72,7 @@ def test_amdgcn() -> None:
 
 def test_nothing_of_nothing() -> None:
     assert (sass_usage(""), gcn_usage("")) == (Usage(0, 0), Usage(0, 0))
-    assert (sass_accesses(""), gcn_accesses("")) == ((), ())
+    assert (ptx_accesses(""), gcn_accesses("")) == ((), ())
 
 
 def test_the_typical_width_carries_most_bits() -> None:

@@ -1,14 +1,16 @@
-"""What a kernel's machine code says of it: registers, spills, and the width of every access to global memory.
+"""What a kernel's assembly says of it: registers, spills, and the width of every access to global memory.
 
-Pure functions of the text that cuobjdump and LLVM print; compiles and disassembles nothing. Imports the standard library.
+Pure functions of text: what cuobjdump says of resources, PTX and amdgcn. Compiles nothing. Imports the standard library.
 """
 
 import re
 from collections import Counter
 from dataclasses import dataclass
 
-_SASS = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?(LDGSTS|LDG|STG)((?:\.\w+)*) ", re.MULTILINE)
-_SASS_BITS = re.compile(r"[US]?(8|16|32|64|128|256)")
+_PTX = re.compile(
+    r"^\s*(?:@!?%\w+ )?(?:(ld|st)((?:\.[\w:]+)*\.global(?:\.[\w:]+)*) |cp\.async\.c[ag]\.[^;]*?\], (\w+))", re.MULTILINE
+)
+_PTX_TYPE = re.compile(r"(?:\.v(\d))?\.[busf](\d+)$")
 _GCN = re.compile(r"^\s+(?:global|buffer|flat)_(load|store)_(\w+)", re.MULTILINE)
 _GCN_BITS = re.compile(r"(?:lds_)?(?:(dword)(?:x(\d))?|b(\d+)|([us]?byte|[ui]8)|(u?short|short|[ui]16))")
 _DEFAULT_BITS = 32
@@ -45,7 +47,7 @@ class Kernel:
     Attributes:
         registers, spill_bytes: per thread.
         scalar_registers: per warp, on AMD GPUs.
-        accesses: to global memory, where the pool disassembles.
+        accesses: to global memory.
     """
 
     name: str
@@ -68,12 +70,14 @@ def gcn_usage(text: str) -> Usage:
     return Usage(_gcn_field(text, "vgpr_count"), _gcn_field(text, "private_segment_fixed_size"), _gcn_field(text, "sgpr_count"))
 
 
-def sass_accesses(text: str) -> tuple[Access, ...]:
-    """Loads and stores of global memory in SASS, the widest first."""
+def ptx_accesses(text: str) -> tuple[Access, ...]:
+    """Loads and stores of global memory in PTX, the widest first. ptxas keeps their widths; it may copy one that it unrolls."""
     found: Counter[tuple[str, int]] = Counter()
-    for name, modifiers in _SASS.findall(text):
-        widths = [int(m[1]) for part in modifiers.split(".") if (m := _SASS_BITS.fullmatch(part))]
-        found["store" if name == "STG" else "load", widths[-1] if widths else _DEFAULT_BITS] += 1
+    for kind, modifiers, copied_bytes in _PTX.findall(text):
+        if copied_bytes:
+            found["load", 8 * int(copied_bytes, 0)] += 1
+        elif m := _PTX_TYPE.search(modifiers):
+            found["load" if kind == "ld" else "store", int(m[1] or 1) * int(m[2])] += 1
     return _ordered(found)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
-from kerneltune.measuring.assembly import Access, Kernel, Usage, gcn_accesses, gcn_usage, sass_accesses, sass_usage
+from kerneltune.measuring.assembly import Access, Kernel, Usage, gcn_accesses, gcn_usage, ptx_accesses, sass_usage
 
 Inputs = Mapping[str, Any]
 
@@ -96,18 +96,16 @@ class Pending:
 
 
 class CompilePool:
-    """Worker processes that compile jobs for one target, and disassemble them if asked to. Use as a context manager."""
+    """Worker processes that compile jobs for one target. Use as a context manager."""
 
-    def __init__(
-        self, target: Target, workers: int | None = None, cores: frozenset[int] | None = None, disassemble: bool = False
-    ) -> None:
+    def __init__(self, target: Target, workers: int | None = None, cores: frozenset[int] | None = None) -> None:
         """cores: that the workers may use, None for all; workers: one per core if not given."""
         self.target = target
         self.workers = workers or len(cores or os.sched_getaffinity(0))
         self._pool = ProcessPool(
             self.workers,
             initializer=_start_worker,
-            initargs=(target, cores, disassemble),
+            initargs=(target, cores),
             context=multiprocessing.get_context("spawn"),
         )
 
@@ -129,13 +127,13 @@ class CompilePool:
             yield job.result()
 
 
-def _start_worker(target: Target, cores: frozenset[int] | None, disassemble: bool) -> None:
+def _start_worker(target: Target, cores: frozenset[int] | None) -> None:
     if cores:
         os.sched_setaffinity(0, cores)
     os.environ.pop("TRITON_INTERPRET", None)
     from triton.runtime.driver import driver
 
-    driver.set_active(_dry_driver(target, disassemble))
+    driver.set_active(_dry_driver(target))
 
 
 def _compile(job: Job) -> Compiled:
@@ -166,8 +164,8 @@ class _DryLaunch:
 
 
 class _DryUtils:
-    def __init__(self, target: Target, disassemble: bool) -> None:
-        self.target, self.disassemble = target, disassemble
+    def __init__(self, target: Target) -> None:
+        self.target = target
         self.launched: list[Kernel] = []
         self.loading: _DryLaunch | None = None
 
@@ -177,17 +175,16 @@ class _DryUtils:
     def load_binary(self, _name: str, binary: bytes, _shared: int, _device: int) -> tuple[int, int, int, int, int]:
         assert self.loading is not None  # triton makes the launcher of a kernel, then loads it
         if self.target.backend == "cuda":
-            text = _cuobjdump(binary, self.disassemble)
-            self.loading.usage = sass_usage(text)
-            self.loading.accesses = sass_accesses(text)
+            self.loading.usage = sass_usage(_resources(binary))
+            self.loading.accesses = ptx_accesses(_assembly(self.loading.metadata, "ptx"))
         else:
-            text = _amdgcn(self.loading.metadata)
+            text = _assembly(self.loading.metadata, "amdgcn")
             self.loading.usage = gcn_usage(text)
-            self.loading.accesses = gcn_accesses(text) if self.disassemble else ()
+            self.loading.accesses = gcn_accesses(text)
         return 0, 0, self.loading.usage.registers, self.loading.usage.spill_bytes, 1024
 
 
-def _dry_driver(target: Target, disassemble: bool) -> Any:
+def _dry_driver(target: Target) -> Any:
     import torch
     from triton.backends.compiler import GPUTarget
     from triton.backends.driver import DriverBase
@@ -196,7 +193,7 @@ def _dry_driver(target: Target, disassemble: bool) -> Any:
         """Compiles for `target` and launches nothing."""
 
         def __init__(self) -> None:
-            self.utils = _DryUtils(target, disassemble)
+            self.utils = _DryUtils(target)
 
         @classmethod
         def is_active(cls) -> bool:
@@ -227,21 +224,20 @@ def _dry_driver(target: Target, disassemble: bool) -> Any:
     return DryDriver()
 
 
-def _cuobjdump(cubin: bytes, disassemble: bool) -> str:
-    """What the cuobjdump in Triton's package says of a cubin: its resources, and its SASS where asked to disassemble."""
+def _resources(cubin: bytes) -> str:
+    """What the cuobjdump in Triton's package says of a cubin's registers and memory."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    flags = ["-res-usage", "-sass"] if disassemble else ["-res-usage"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([tool, *flags, file.name], capture_output=True, text=True, check=True).stdout
+        return subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
 
 
-def _amdgcn(metadata: Any) -> str:
+def _assembly(metadata: Any, kind: str) -> str:
     """The assembly that Triton keeps beside a kernel's binary."""
     from triton.runtime.cache import get_cache_manager
 
-    path = get_cache_manager(metadata.hash).get_file(f"{metadata.name}.amdgcn")
+    path = get_cache_manager(metadata.hash).get_file(f"{metadata.name}.{kind}")
     return Path(path).read_text(encoding="utf-8") if path else ""
