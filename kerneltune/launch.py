@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from kerneltune import device
+from kerneltune.rounding import cdiv
 from kerneltune.tl_lib import is_cuda
 
 _QUARTER = 16384
@@ -23,7 +24,7 @@ def resident(where: torch.device, ctas: int) -> int:
 
 def registers(warps: int, ctas: int) -> dict[str, Any]:
     """The launch option that has `ctas` programs fit a multiprocessor; none where Triton has no such option."""
-    return {"maxnreg": min(_MAX_REGISTERS, _QUARTER // (32 * -(-warps * ctas // 4)) // 8 * 8)} if is_cuda() else {}
+    return {"maxnreg": min(_MAX_REGISTERS, _QUARTER // (32 * cdiv(warps * ctas, 4)) // 8 * 8)} if is_cuda() else {}
 
 
 def phases(warps: int, ctas: int, together: bool = True) -> list[tuple[int, dict[str, Any]]]:

@@ -8,6 +8,8 @@ from functools import cache, lru_cache
 
 import torch
 
+from kerneltune.rounding import next_power_of_2
+
 HEADER_WORDS = 32
 """64-bit words before the first slot: the launch counter and the count of arrived programs, a cache line apart."""
 
@@ -31,7 +33,7 @@ def counters(count: int, device: torch.device) -> torch.Tensor:
 
 
 def _memory(least: int, device: torch.device, purpose: str) -> torch.Tensor:
-    words = max(_MIN_WORDS, 1 << (least - 1).bit_length())
+    words = max(_MIN_WORDS, next_power_of_2(least))
     if device.type != "cuda":
         return torch.zeros(words, dtype=torch.int64, device=device)
     stream = torch.cuda.current_stream(device).cuda_stream

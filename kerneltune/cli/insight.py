@@ -10,6 +10,7 @@ import typer
 
 from kerneltune.cli import options as o
 from kerneltune.cli.console import show, show_table
+from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Op
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def show_short(title: str, searches: Searches) -> None:
         f"{ties:.0f} configs tie"
     )
     weights: Counter[str] = Counter()
-    for times in cases[:: -(-len(cases) // _WEIGHED)]:
+    for times in cases[:: cdiv(len(cases), _WEIGHED)]:
         weights.update(insight.importances(times))
     if weights.total():
         shares = (f"{knob} {100 * weight / weights.total():.0f} %" for knob, weight in weights.most_common(3))

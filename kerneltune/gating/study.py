@@ -23,6 +23,7 @@ from kerneltune.gating.verdict import MIN_CHANGE_US, WORST_FIRST, Outcome, RowKe
 from kerneltune.plan import Options, Progress, Selection, require_gpu
 from kerneltune.processes import in_fresh_processes
 from kerneltune.records import Record, load, to_json
+from kerneltune.rounding import cdiv
 from kerneltune.stats import paired_shift
 
 DELAYS = (0.02, 0.05, 0.10)
@@ -104,7 +105,7 @@ def decide(pool_of: Sequence[Process], *, per_side: int, repeats: int, margin: f
         order = rng.permutation(len(pool_of))
         old, new, again = ([pool_of[i] for i in order[k * per_side : (k + 1) * per_side]] for k in range(3))
         for delay, count in counts.items():
-            chosen = rng.permutation(len(rows))[: -(-len(rows) // _PLANTED_PART)]
+            chosen = rng.permutation(len(rows))[: cdiv(len(rows), _PLANTED_PART)]
             short[delay] += sum(0.0 < delay * times_us[i] <= MIN_CHANGE_US for i in chosen)
             for verdict in _verdicts(old, new, again, delay, frozenset(rows[i] for i in chosen), margin):
                 count[verdict] += 1

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from kerneltune.rounding import cdiv
+
 ALIGNED = 16
 
 
@@ -17,7 +19,7 @@ def aligned_groups(offs: Tensor, M: int) -> tuple[Tensor, Tensor, int]:
         and E alone decide. Rows between are to be zero, which adds nothing to any product; those after the last group are its.
     """
     E = offs.shape[0]
-    total = -(-(M + (ALIGNED - 1) * E) // ALIGNED) * ALIGNED
+    total = cdiv(M + (ALIGNED - 1) * E, ALIGNED) * ALIGNED
     starts = torch.cat([offs.new_zeros(1), offs[:-1]])
     padded = (offs - starts + (ALIGNED - 1)) // ALIGNED * ALIGNED
     ends = padded.cumsum(0, dtype=torch.int32)

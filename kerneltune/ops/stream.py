@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from kerneltune.device import sm_count
+from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
 from kerneltune.tl_lib import wide
 
@@ -69,7 +70,7 @@ def stream(src: torch.Tensor, writes: int, fold: int, config: StreamConfig) -> t
     """
     reads, words = src.shape
     dst = src.new_empty((writes, words // fold))
-    blocks = triton.cdiv(words, config.block)
+    blocks = cdiv(words, config.block)
     grid = min(blocks, config.ctas * sm_count(src.device.type, src.device.index)) if config.ctas else blocks
     _stream[(grid,)](src, dst, words, READS=reads, WRITES=writes, FOLD=fold, BLOCK=config.block, num_warps=config.warps)
     return dst

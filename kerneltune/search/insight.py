@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kerneltune.rounding import cdiv
+
 Knobs = tuple[tuple[str, Any], ...]
 
 NEAR = 0.02
@@ -46,7 +48,7 @@ def regret(times: Sequence[float | None]) -> list[float]:
 
 def sparkline(gaps: Sequence[float], width: int = 40) -> str:
     """The curve as bars of at most `width` columns, a full bar at 50 % or more."""
-    step = max(1, -(-len(gaps) // width))
+    step = max(1, cdiv(len(gaps), width))
     return "".join(_BARS[min(len(_BARS) - 1, int(min(gap, 0.5) / 0.5 * (len(_BARS) - 1) + 0.999))] for gap in gaps[::step])
 
 

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from kerneltune import cache, device
 from kerneltune.arguments import DTYPE_NAMES
+from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Space
 from kerneltune.tl_gemm import dot, is_last, sum_of_parts
 from kerneltune.tl_lib import wide
@@ -171,7 +172,7 @@ def _launch(op, quant, x, w, x_scale, w_scale, out_dtype, config: DenseConfig | 
         slug, dtype = device.current_slug(), DTYPE_NAMES[out_dtype]
         config = cache.best(op, "optimized", slug, axes, dtype, quant, (), "cold", FREE_AXES, None, _resolve)
     c: DenseConfig = config
-    tiles = triton.cdiv(N, c.tokens) * triton.cdiv(M, c.rows)
+    tiles = cdiv(N, c.tokens) * cdiv(M, c.rows)
     parts = torch.empty((c.splits, N, M), dtype=torch.float32, device=x.device) if c.splits > 1 else y
     _dense_gemm[(tiles * c.splits,)](
         x, w, x if x_scale is None else x_scale, x if w_scale is None else w_scale, y, parts,
@@ -225,14 +226,14 @@ def valid(case: Case, config: DenseConfig) -> str | None:
     shared = config.stages * config.depth * size * (config.tokens + config.rows)
     if shared > _SHARED_BYTES:
         return f"{shared} bytes of shared memory"
-    tiles = triton.cdiv(case["K"], config.depth)
+    tiles = cdiv(case["K"], config.depth)
     return f"{config.splits} parts of {tiles} tiles" if config.splits > max(1, tiles // 2) else None
 
 
 def default(case: Case) -> DenseConfig:
     """A config for any shape, by rule."""
     depth = 256 // weight_bytes(case)
-    tiles = triton.cdiv(case["K"], depth)
+    tiles = cdiv(case["K"], depth)
     splits = 4 if tiles >= 16 else 1
     return DenseConfig(16 if case["N"] <= 16 else 32, 64, depth, warps=4, stages=4, splits=splits, swap=False)
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import triton
 
 from kerneltune import cache
 from kerneltune.arguments import ITEMSIZE, in_pairs
@@ -15,6 +14,7 @@ from kerneltune.launch import phases, resident
 from kerneltune.ops.fp8 import groups, reference, rows
 from kerneltune.ops.fp8.both_kernels import cast_both
 from kerneltune.ops.fp8.common import best_config, check_format, check_weights, scale_of_nothing
+from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Outputs, Space, Traffic
 from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX, TL_DTYPES
 from kerneltune.workspace import workspace
@@ -84,8 +84,8 @@ def fp8_rowwise_3d_both(
 
 def _launch(x, q, q_t, scale, scale_t, shape, c: BothConfig, fp8_format: str, pow2: bool, inverse: bool) -> None:
     E, K, N = shape
-    stripes = triton.cdiv(K, c.cols)
-    total = E * stripes * triton.cdiv(N, c.rows)
+    stripes = cdiv(K, c.cols)
+    total = E * stripes * cdiv(N, c.rows)
     programs = min(total, resident(x.device, c.ctas))
     ws = workspace(E + E * N + E * stripes * c.cols, x.device)
     pairs = 2 if in_pairs(x) else 1

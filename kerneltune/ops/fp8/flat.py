@@ -12,6 +12,7 @@ import triton.language as tl
 
 from kerneltune.ops.fp8.reference import FP8
 from kerneltune.ops.fp8.tensorwise_kernels import finite_magnitude, sanitised
+from kerneltune.rounding import cdiv, next_power_of_2
 from kerneltune.spec import Case, Inputs, Outputs, Space
 from kerneltune.tl_lib import FP8_MAX, amax_to_scale, magnitude_to_fp32, to_fp8, wide
 
@@ -96,8 +97,8 @@ def run(inputs: Inputs, config: FlatConfig) -> Outputs:
     q = torch.empty(x.shape, dtype=FP8[inputs["fp8_format"]], device=x.device)
     amax = torch.zeros(scales, dtype=torch.float32, device=x.device)
     scale = torch.empty_like(amax)
-    grid = (triton.cdiv(elements, config.block), segments)
-    groups = {"JAGGED": offs is not None, "GROUPS": triton.next_power_of_2(scales)}
+    grid = (cdiv(elements, config.block), segments)
+    groups = {"JAGGED": offs is not None, "GROUPS": next_power_of_2(scales)}
     ends = x if offs is None else offs
     size = (elements, x.shape[-1], scales)
     _amax_flat[grid](x, amax, ends, *size, **groups, BLOCK=config.block, num_warps=config.warps)

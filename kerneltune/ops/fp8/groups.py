@@ -6,7 +6,6 @@ Kernel in kernels.py. May import cache, device, spec, tl_lib, launch, workspace.
 from dataclasses import dataclass
 
 import torch
-import triton
 
 from kerneltune import cache
 from kerneltune.arguments import DTYPE_NAMES, ITEMSIZE, in_pairs
@@ -22,6 +21,7 @@ from kerneltune.ops.fp8.common import (
     scale_of_nothing,
     target,
 )
+from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Outputs, Space, Traffic
 from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX, TL_DTYPES
 from kerneltune.workspace import workspace
@@ -167,10 +167,10 @@ def _colwise(
 def _launch(parts, offs, groups: int, rows: int, c: GroupConfig, fp8_format: str, pow2: bool, inverse: bool) -> None:
     """One launch over one or two (input rows, output, scales); offs None: groups of `rows` rows each, else of `rows` in all."""
     (x, q, scale), (x2, q2, scale2) = parts[0], parts[-1]
-    stripes = sum(triton.cdiv(part[0].shape[1], c.cols) for part in parts)
+    stripes = sum(cdiv(part[0].shape[1], c.cols) for part in parts)
     # a token group begins up to three rows before its first and may end anywhere in a tile
-    blocks = groups * triton.cdiv(rows, c.rows) if offs is None else (rows + groups * (c.rows + 2)) // c.rows
-    longest = triton.cdiv(rows + 3, c.rows)
+    blocks = groups * cdiv(rows, c.rows) if offs is None else (rows + groups * (c.rows + 2)) // c.rows
+    longest = cdiv(rows + 3, c.rows)
     total = blocks * stripes
     programs = max(1, min(total, resident(x.device, c.ctas)))
     ws = workspace(groups * stripes * (c.cols + 1), x.device)

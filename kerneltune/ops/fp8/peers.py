@@ -8,6 +8,7 @@ import torch
 
 from kerneltune.groups import group_ends
 from kerneltune.ops.fp8.reference import FP8
+from kerneltune.rounding import cdiv, next_power_of_2
 from kerneltune.spec import Case, Inputs, Outputs
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
@@ -249,8 +250,8 @@ def not_torchao_group(case: Case) -> str | None:
     """Where torchao's cast of token groups is wrong: rows above the mean are lost, scales overwritten."""
     if case["N"] % 128:
         return "wrong: scales of the last columns overwrite the next group's where N % 128 != 0"
-    mean = -(-case["M"] // case["G"])
-    held = max(256, 1 << max(0, mean - 1).bit_length())
+    mean = cdiv(case["M"], case["G"])
+    held = max(256, next_power_of_2(mean))
     if case["M"] and held <= 2048:
         ends = group_ends(case, case["G"], "cpu", 0).tolist()
         largest = max(end - start for start, end in zip([0, *ends], ends, strict=False))

@@ -6,7 +6,6 @@ Kernel in row_kernels.py. May import cache, device, spec, tl_lib, launch.
 from dataclasses import dataclass
 
 import torch
-import triton
 
 from kerneltune import cache
 from kerneltune.arguments import ITEMSIZE, check_matrix
@@ -19,6 +18,7 @@ from kerneltune.ops.fp8.common import (
     scale_of_nothing,
     target,
 )
+from kerneltune.rounding import cdiv, next_power_of_2
 from kerneltune.spec import Case, Inputs, Outputs, Space, Traffic
 from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX
 
@@ -128,12 +128,12 @@ def _cast(
         scale.fill_(scale_of_nothing(fp8_format, pow2, inverse))
         return
     c: RowConfig = best_config(op, axes, free_axes, x, _resolve) if config is None else config
-    tiles = triton.cdiv(M, c.rows)
+    tiles = cdiv(M, c.rows)
     programs = min(tiles, resident(x.device, c.ctas)) if c.ctas else tiles
     row_kernels._cast_rows[(programs,)](
         x, q, scale, M, K, x.stride(0),
         FP8_MAX=FP8_MAX[fp8_format], POW2=pow2, INVERSE=inverse,
-        ROWS=c.rows, COLS=c.cols, CHUNKS=triton.cdiv(K, c.cols), EVEN=K % c.cols == 0,
+        ROWS=c.rows, COLS=c.cols, CHUNKS=cdiv(K, c.cols), EVEN=K % c.cols == 0,
         STAGES=c.stages, RELOAD=c.reload, num_warps=c.warps,
     )  # fmt: skip
 
@@ -141,7 +141,7 @@ def _cast(
 def space(case: Case) -> Space:
     """Loads from an eighth of a row to a whole row; up to four rows, more where they are short."""
     K = case["K"]
-    whole = _power_of_two(K)
+    whole = next_power_of_2(K)
     most = 8192 if whole > 16384 else 4096
     return {
         "rows": (4, 8, 16) if K <= 256 else (1, 2, 4) if K <= 4096 else (1, 2) if K <= 8192 else (1,),
@@ -156,7 +156,7 @@ def space(case: Case) -> Space:
 def valid(case: Case, config: RowConfig) -> str | None:
     """Why a config cannot run, or cannot be worth running."""
     K, itemsize = case["K"], ITEMSIZE[case.dtype]
-    chunks = triton.cdiv(K, config.cols)
+    chunks = cdiv(K, config.cols)
     if chunks > 1 and chunks * config.cols > K * 1.15:
         return f"{chunks} loads of {config.cols} leave more than an eighth of the lanes idle"
     per_load = config.rows * config.cols / (32 * config.warps)
@@ -187,28 +187,24 @@ def default(case: Case) -> RowConfig:
     """A config for any shape, by rule: 16 to 64 elements of a row in every thread, little idle at its end."""
     K, itemsize = case["K"], ITEMSIZE[case.dtype]
     if K <= 256:
-        cols = max(16, _power_of_two(K))
+        cols = max(16, next_power_of_2(K))
         return RowConfig(rows=min(16, 1024 // cols), cols=cols, warps=1, ctas=0, stages=1, reload=False)
     held = 64 * 32 * 2 // itemsize  # elements that a warp can hold
     for cols in (1024, 2048, 4096, 8192, 512, 256):
         warps = max(1, cols // 256)
-        chunks = triton.cdiv(K, cols)
+        chunks = cdiv(K, cols)
         if (chunks == 1 and cols >= 2 * K) or chunks > 8 or chunks * cols >= held * warps:
             continue
         if chunks * cols <= K * 1.1:
             return RowConfig(1, cols, warps, ctas=0, stages=1, reload=False)
     if K <= 8192:
-        cols = _power_of_two(K)
+        cols = next_power_of_2(K)
         return RowConfig(1, cols, warps=min(16, max(1, cols // 512)), ctas=0, stages=1, reload=False)
     cols = 2048 if K % 2048 == 0 or K > 20000 else 1024
     return RowConfig(1, cols, warps=cols // 256, ctas=0, stages=1, reload=True)
 
 
 _resolve = cache.resolver(RowConfig, valid, default)
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
 
 
 def rows_inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:

@@ -8,7 +8,6 @@ Two launches, no host sync. Kernels in tensorwise_kernels.py. May import cache, 
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
 from kerneltune import cache
 from kerneltune.arguments import ITEMSIZE, check_matrix, in_pairs
@@ -25,6 +24,7 @@ from kerneltune.ops.fp8.common import (
     target,
 )
 from kerneltune.ops.fp8.segments import SegmentConfig, default, valid
+from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Option, Outputs, Traffic
 from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX, TL_DTYPES, TL_FP8
 from kerneltune.workspace import workspace
@@ -201,8 +201,8 @@ def _launch(x, offs, segments, rows, q, q_t, scale, c: SegmentConfig, fp8_format
     if pairs == 2:
         x, q = x.view(torch.int32), None if q is None else q.view(torch.int16)
     cols = c.cols // pairs
-    blocks = segments * triton.cdiv(rows, c.rows) if offs is None else rows // c.rows + segments
-    total = blocks * triton.cdiv(x.shape[1], cols)
+    blocks = segments * cdiv(rows, c.rows) if offs is None else rows // c.rows + segments
+    total = blocks * cdiv(x.shape[1], cols)
     programs = min(total, resident(x.device, c.ctas)) if c.ctas else total
     ws = workspace(total if c.staged else segments, x.device)
     offs_or_any = x if offs is None else offs

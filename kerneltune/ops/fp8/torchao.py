@@ -14,6 +14,7 @@ import triton.language as tl
 
 from kerneltune.arguments import ITEMSIZE
 from kerneltune.ops.fp8.reference import FP8
+from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Outputs, Space
 from kerneltune.tl_lib import FP8_MAX, amax_to_scale, magnitude, magnitude_to_fp32, quantize, wide
 
@@ -189,7 +190,7 @@ def run_weights(inputs: Inputs, config: TileConfig) -> Outputs:
     E, K, N = inputs["w"].shape
     q = torch.empty((E, N, K), dtype=FP8[inputs["fp8_format"]], device=inputs["w"].device)
     scale = torch.empty((E, 1, N), dtype=torch.float32, device=q.device)
-    _colwise[(E, triton.cdiv(N, config.rows))](
+    _colwise[(E, cdiv(N, config.rows))](
         inputs["w"], q, scale, K, N, FP8_MAX=FP8_MAX[inputs["fp8_format"]], POW2=inputs["pow2"],
         ROWS=config.rows, COLS=config.cols, STAGES=config.stages, num_warps=config.warps,
     )  # fmt: skip
@@ -201,7 +202,7 @@ def run_atomic(inputs: Inputs, config: TileConfig) -> Outputs:
     E, K, N = inputs["w"].shape
     q = torch.empty((E, K, N), dtype=FP8[inputs["fp8_format"]], device=inputs["w"].device)
     scale = torch.full((E, K), torch.inf, dtype=torch.float32, device=q.device)
-    grid = (E, triton.cdiv(K, config.cols), triton.cdiv(N, config.rows))
+    grid = (E, cdiv(K, config.cols), cdiv(N, config.rows))
     top, tile = FP8_MAX[inputs["fp8_format"]], {"ROWS": config.rows, "COLS": config.cols, "num_warps": config.warps}
     _transpose_scales[grid](inputs["w"], scale, K, N, FP8_MAX=top, POW2=inputs["pow2"], **tile)
     _transpose_cast[grid](inputs["w"], q, scale, K, N, FP8_MAX=top, **tile)
@@ -213,7 +214,7 @@ def run_reduction(inputs: Inputs, config: TileConfig) -> Outputs:
     E, K, N = inputs["w"].shape
     q = torch.empty((E, K, N), dtype=FP8[inputs["fp8_format"]], device=inputs["w"].device)
     scale = torch.empty((E, K), dtype=torch.float32, device=q.device)
-    _transpose_stripe[(E, triton.cdiv(K, config.cols))](
+    _transpose_stripe[(E, cdiv(K, config.cols))](
         inputs["w"], q, scale, K, N, FP8_MAX=FP8_MAX[inputs["fp8_format"]], POW2=inputs["pow2"],
         ROWS=config.rows, COLS=config.cols, STAGES=config.stages, num_warps=config.warps,
     )  # fmt: skip
@@ -241,7 +242,7 @@ def _groups(xs: tuple[torch.Tensor, ...], inputs: Inputs, config: TileConfig) ->
         q = torch.empty((x.shape[1], M), dtype=FP8[inputs["fp8_format"]], device=x.device)
         parts.append((x, q, torch.empty(G * x.shape[1], dtype=torch.float32, device=x.device)))
     (x, q, scale), (x2, q2, scale2) = parts[0], parts[-1]
-    _group_colwise[(triton.cdiv(widest, config.cols), G)](
+    _group_colwise[(cdiv(widest, config.cols), G)](
         x, x2, q, q2, scale, scale2, offs, M, x.shape[1], x2.shape[1], x.stride(0), x2.stride(0),
         FP8_MAX=FP8_MAX[inputs["fp8_format"]], POW2=inputs["pow2"], DUAL=len(xs) > 1,
         ROWS=config.rows, COLS=config.cols, STAGES=config.stages, num_warps=config.warps,

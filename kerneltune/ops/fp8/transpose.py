@@ -12,6 +12,7 @@ import triton.language as tl
 from kerneltune import cache, device
 from kerneltune.launch import resident
 from kerneltune.ops.fp8.reference import FP8
+from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Outputs, Space, Traffic
 from kerneltune.tl_lib import wide
 from kerneltune.tl_transpose import store_transposed
@@ -108,7 +109,7 @@ def fp8_transpose_2d(x: torch.Tensor, *, config: TransposeConfig | None = None) 
     if not x.numel():
         return q
     c = _best(M, N) if config is None else config
-    tiles = triton.cdiv(M, c.rows) * triton.cdiv(N, c.cols)
+    tiles = cdiv(M, c.rows) * cdiv(N, c.cols)
     programs = min(tiles, resident(x.device, c.ctas)) if c.ctas else tiles
     _transpose_words[(programs,)](
         x.view(torch.uint8), q.view(torch.uint8), M, N, x.stride(0), tiles,
@@ -189,7 +190,7 @@ def run_bytes(inputs: Inputs, config: BytesConfig) -> Outputs:
     x = inputs["x"].view(torch.uint8)
     M, N = x.shape
     q = torch.empty((N, M), dtype=torch.uint8, device=x.device)
-    _transpose_bytes[(triton.cdiv(M, config.rows), triton.cdiv(N, config.cols))](
+    _transpose_bytes[(cdiv(M, config.rows), cdiv(N, config.cols))](
         x, q, M, N, x.stride(0), ROWS=config.rows, COLS=config.cols, num_warps=config.warps
     )
     return {"q": q.view(inputs["x"].dtype)}

@@ -16,6 +16,7 @@ from kerneltune.arguments import DTYPE_NAMES, check_like
 from kerneltune.launch import resident
 from kerneltune.ops.fp8_grouped_gemm import kernels, scaled_mm
 from kerneltune.ops.fp8_grouped_gemm.configs import GemmConfig, default, valid
+from kerneltune.rounding import cdiv, next_power_of_2
 
 MOST_GROUPS = 1024
 _FREE_AXES = ("M", "E")
@@ -115,8 +116,8 @@ def _launch(
     mode_b: int,
     c: GemmConfig,
 ) -> None:
-    most_strips = p.groups * triton.cdiv(p.rows, c.rows) if p.rows else p.tokens // c.rows + p.groups
-    programs = min(most_strips * triton.cdiv(p.cols, c.cols), resident(a.device, c.ctas))
+    most_strips = p.groups * cdiv(p.rows, c.rows) if p.rows else p.tokens // c.rows + p.groups
+    programs = min(most_strips * cdiv(p.cols, c.cols), resident(a.device, c.ctas))
     x: Any = a
     y: Any = b.transpose(-2, -1)
     strides = (x.stride(0), y.stride(0))
@@ -129,7 +130,7 @@ def _launch(
         (programs,),
         (x, y, out, scale_a, scale_b, offs, p.tokens, *strides),
         {
-            "ROWS": p.rows, "COLS": p.cols, "DEPTH": p.depth, "E": p.groups, "GROUPS": triton.next_power_of_2(p.groups),
+            "ROWS": p.rows, "COLS": p.cols, "DEPTH": p.depth, "E": p.groups, "GROUPS": next_power_of_2(p.groups),
             "SCALE_A": mode_a, "SCALE_B": mode_b, "BM": c.rows, "BN": c.cols, "BK": c.depth, "BAND": c.band, "RUN": c.run,
             "PARTS": c.parts, "STAGES": c.stages, "num_warps": c.warps,
         },

@@ -12,7 +12,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-import triton
 
 from kerneltune import cache, device
 from kerneltune.agreement import close, same_bits, same_fp8
@@ -20,6 +19,7 @@ from kerneltune.arguments import DTYPE_NAMES, ITEMSIZE, check_like, check_matrix
 from kerneltune.launch import resident
 from kerneltune.ops.multi_cast_transpose import te
 from kerneltune.ops.multi_cast_transpose.kernels import cast_transpose_tiles
+from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
 from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX
 
@@ -152,7 +152,7 @@ def _build(
     tensors: tuple[tuple[int, ...], ...], where: torch.device, rows: int, cols: int, kept: list[torch.Tensor] | None = None
 ) -> _Table:
     """(T, 7) int64 on the device, tiles in all, and whether all tensors have as many. kept: where its host side goes to stay."""
-    counts = [triton.cdiv(t[3], rows) * triton.cdiv(t[4], cols) for t in tensors]
+    counts = [cdiv(t[3], rows) * cdiv(t[4], cols) for t in tensors]
     firsts = [0, *itertools.accumulate(counts)]
     table = torch.tensor([(*t, first) for t, first in zip(tensors, firsts, strict=False)], dtype=torch.int64)
     if where.type == "cuda":

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Outputs, Space
 from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX, quantize, reciprocal, wide
 
@@ -60,7 +61,7 @@ def cast_transpose(
 ) -> None:
     """x (M, N) into q (M, N) and qt (N, M); scale, amax and scale_inv are (1,) fp32."""
     M, N = x.shape
-    _cast_transpose_te[(triton.cdiv(M, c.block) * triton.cdiv(N, c.block),)](
+    _cast_transpose_te[(cdiv(M, c.block) * cdiv(N, c.block),)](
         x, q, qt, scale, amax, scale_inv, M, N,
         FP8_MAX=FP8_MAX[fp8_format], BLOCK=c.block, GROUP=c.group, num_warps=c.warps,
     )  # fmt: skip

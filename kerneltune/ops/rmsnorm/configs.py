@@ -6,9 +6,8 @@ Launches nothing. May import arguments and spec.
 from dataclasses import dataclass
 from typing import Any
 
-import triton
-
 from kerneltune.arguments import ITEMSIZE
+from kerneltune.rounding import cdiv, next_power_of_2
 from kerneltune.spec import Case, Space
 
 _SHARED_BYTES = 225_000
@@ -86,7 +85,7 @@ def space_bwd(case: Case) -> Space:
 
 def valid_fwd(case: Case, config: FwdConfig) -> str | None:
     """Why a forward config cannot run, or cannot be worth running."""
-    loads = triton.cdiv(case["N"], config.cols)
+    loads = cdiv(case["N"], config.cols)
     if case.quant == "fp8_t":
         return _invalid_transpose(case, loads, config)
     if config.split and loads == 1:
@@ -105,7 +104,7 @@ def valid_fwd(case: Case, config: FwdConfig) -> str | None:
 
 def valid_bwd(case: Case, config: BwdConfig) -> str | None:
     """Why a backward config cannot run, or cannot be worth running."""
-    loads = triton.cdiv(case["N"], config.cols)
+    loads = cdiv(case["N"], config.cols)
     if config.split and loads == 1:
         return "one load holds the row: nothing to split"
     if not config.split and loads > 1 and loads * config.cols * 3 > _power_of_two(case["N"]) * 4:
@@ -172,4 +171,4 @@ def default_bwd(case: Case) -> BwdConfig:
 
 
 def _power_of_two(n: int) -> int:
-    return max(16, 1 << (n - 1).bit_length())
+    return max(16, next_power_of_2(n))

@@ -6,7 +6,6 @@ May import cache, device, spec, arguments, launch, tl_lib, workspace.
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
 from kerneltune import cache, device
 from kerneltune.arguments import DTYPE_NAMES, check_like, check_matrix, in_pairs
@@ -15,6 +14,7 @@ from kerneltune.ops.rmsnorm import backward_kernels, kernels
 from kerneltune.ops.rmsnorm.configs import BwdConfig, FwdConfig, default_bwd, default_fwd, valid_bwd, valid_fwd
 from kerneltune.ops.rmsnorm.reference import EPS
 from kerneltune.ops.rmsnorm.transpose_kernel import _rmsnorm_fwd_transpose
+from kerneltune.rounding import cdiv
 from kerneltune.spec import Inputs, Outputs
 from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX, TL_DTYPES, TL_FP8
 from kerneltune.workspace import workspace
@@ -113,7 +113,7 @@ def rmsnorm_bwd(
     if config is None:
         config = _best("rmsnorm_bwd", "none", x)
     c = config
-    loads, tiles = triton.cdiv(N, c.cols), triton.cdiv(M, c.rows)
+    loads, tiles = cdiv(N, c.cols), cdiv(M, c.rows)
     parts, chunks = (loads, 1) if c.split else (1, loads)
     groups = _groups(x, tiles, parts, c.ctas)
     partials = torch.empty((groups, N), dtype=torch.float32, device=x.device)
@@ -127,7 +127,7 @@ def rmsnorm_bwd(
             ZERO_CENTERED=zero_centered, ROWS=c.rows, COLS=c.cols // pairs, CHUNKS=chunks, PARTS=parts, PHASE=phase, PAIRS=pairs,
             dtype=TL_DTYPES[x.dtype], STAGES=c.stages, num_warps=c.warps, **options,
         )  # fmt: skip
-    backward_kernels._rmsnorm_bwd_dgamma[(triton.cdiv(N, c.reduce_cols),)](
+    backward_kernels._rmsnorm_bwd_dgamma[(cdiv(N, c.reduce_cols),)](
         partials, dgamma, groups, N, ROWS=4096 // c.reduce_cols, COLS=c.reduce_cols, num_warps=8
     )
     return dx, dgamma
@@ -135,7 +135,7 @@ def rmsnorm_bwd(
 
 def _launch_rows(x, weight, y, rsigma, scale, amax, scale_inv, eps, zero_centered, fp8, fp8_format, c) -> None:
     M, N = x.shape
-    loads, tiles = triton.cdiv(N, c.cols), triton.cdiv(M, c.rows)
+    loads, tiles = cdiv(N, c.cols), cdiv(M, c.rows)
     if not c.ctas:
         late_gamma = c.reload or c.rows * loads * c.cols > _MOST_BESIDE_GAMMA
         kernels._rmsnorm_fwd_once[(tiles,)](
@@ -162,7 +162,7 @@ def _launch_transpose(x, weight, y, y_t, rsigma, scale, amax, scale_inv, eps, ze
     if pairs == 2:
         x, weight, y = x.view(torch.int32), weight.view(torch.int32), y.view(torch.int16)
     cols = c.cols // pairs
-    parts, tiles = triton.cdiv(x.shape[1], cols), triton.cdiv(M, c.rows)
+    parts, tiles = cdiv(x.shape[1], cols), cdiv(M, c.rows)
     ws = workspace(tiles * c.rows * (parts + 1), x.device) if parts > 1 else None
     groups = _groups(x, tiles, parts, c.ctas)
     for phase, options in _phases(parts, c):

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from kerneltune.device import sm_count
 from kerneltune.ops.rmsnorm.reference import EPS
+from kerneltune.rounding import cdiv, next_power_of_2
 from kerneltune.spec import Case, Inputs, Outputs, Space
 from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX, quantize, reciprocal, wide
 
@@ -184,7 +185,7 @@ def _reduce_te(dg_ptr, dgamma_ptr, P, N, ROWS: tl.constexpr, COLS: tl.constexpr)
 
 def _blocks(n: int, itemsize: int, limit: int) -> tuple[int, bool]:
     """The block size, at most `limit` bytes of a row, and whether a row is blocked: above 16 KiB."""
-    return min(limit // itemsize, triton.next_power_of_2(n)), n > 16384 // itemsize
+    return min(limit // itemsize, next_power_of_2(n)), n > 16384 // itemsize
 
 
 def _programs(x: torch.Tensor) -> int:
@@ -223,7 +224,7 @@ def run_pr593_fwd(inputs: Inputs, config: TePr593FwdConfig) -> Outputs:
     outputs = _fwd(inputs, config.warps, transpose_in_kernel=False, pr593=True)
     if inputs["quant"] == "fp8_t":
         M, N = inputs["x"].shape
-        grid = (triton.cdiv(M, config.tile_rows), triton.cdiv(N, config.tile_cols))
+        grid = (cdiv(M, config.tile_rows), cdiv(N, config.tile_cols))
         q, q_t = outputs["y"].view(torch.uint8), outputs["y_t"].view(torch.uint8)
         _transpose_te[grid](q, q_t, M, N, ROWS=config.tile_rows, COLS=config.tile_cols, num_warps=config.tile_warps)
     return outputs
@@ -242,7 +243,7 @@ def _bwd(inputs: Inputs, config: TeBwdConfig, pr593: bool) -> dict[str, torch.Te
         dz, x, inputs["rsigma"], weight, dx, dg, M, N,
         ZERO_CENTERED=inputs["zero_centered"], BLOCK=block, BLOCKED=blocked, PR593=pr593, num_warps=config.warps,
     )  # fmt: skip
-    _reduce_te[(triton.cdiv(N, config.reduce_cols),)](
+    _reduce_te[(cdiv(N, config.reduce_cols),)](
         dg, dgamma, partials, N, ROWS=config.reduce_rows, COLS=config.reduce_cols, num_warps=config.reduce_warps
     )
     return {"dx": dx, "dgamma": dgamma}
