@@ -13,6 +13,8 @@ from kerneltune.spec import Case, Space
 _SHARED_BYTES = 225_000
 _MAX_PARTS = 64
 _MAX_PARTS_OF_TILE = 128
+_L2_SHARE_BYTES = 400_000
+"""What the L2 holds for each multiprocessor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +33,9 @@ class _Tiles:
 class FwdConfig(_Tiles):
     """Forward.
 
-    rows: of a tile; cols: of a load; split: programs share a row, one load each (always so with a transpose), or one
-    program loops over it; warps: of a program; ctas: programs per multiprocessor, each looping over tiles, or 0 for a
-    program per tile; stages: depth of that loop's load pipeline; reload: read x once more, from L2, instead of holding it.
+    rows: of a tile; cols: of a load; split: programs share a row, one load each, or one program loops over it; warps: of
+    a program; ctas: programs per multiprocessor, each looping over tiles, or 0 for a program per tile; stages: depth of
+    that loop's load pipeline; reload: read x once more, from L2, instead of holding it (always so with a transpose).
     """
 
     reload: bool
@@ -47,13 +49,14 @@ class BwdConfig(_Tiles):
 
 
 def space_fwd(case: Case) -> Space:
-    """Loads from a quarter of a row to a whole row; with a transpose tiles of 16 to 64 rows, of which a row of the
-    transposed tile is half a memory sector to two."""
+    """Loads from a quarter of a row to a whole row; with a transpose tiles of 8 to 128 rows, of which a row of the
+    transposed tile is a quarter of a memory sector to four."""
     whole = _power_of_two(case["N"])
     if case.quant == "fp8_t":
         cols = (128, 256, 512) if whole <= 16384 else (256, 512, 1024)
-        shape: Space = {"rows": (16, 32, 64, 128), "cols": cols, "split": (True,), "warps": (2, 4, 8, 16)}
-        return {**shape, "ctas": (1, 2, 3, 4, 6, 8), "stages": (1, 2), "reload": (True,)}
+        split = (True, False) if case["M"] * 8 >= case["N"] else (True,)
+        shape: Space = {"rows": (8, 16, 32, 64, 128), "cols": cols, "split": split, "warps": (2, 4, 8, 16)}
+        return {**shape, "ctas": (1, 2, 3, 4, 6, 8), "stages": (1, 2, 3), "reload": (True,)}
     long = whole > 8192
     smallest = max(512, whole >> 3 if case["N"] % 8 or long else whole >> 1)
     return {
@@ -118,10 +121,14 @@ def valid_bwd(case: Case, config: BwdConfig) -> str | None:
 def _invalid_transpose(case: Case, parts: int, c: FwdConfig) -> str | None:
     elements = c.rows * c.cols
     per_thread = elements / (32 * c.warps)
-    if not c.split or not c.reload or c.rows % 4 or not c.ctas:
-        return "a transpose needs tiles of a multiple of 4 rows, split, in a loop, and reads them again"
-    if parts > _MAX_PARTS_OF_TILE:
+    if not c.reload or c.rows % 4 or not c.ctas:
+        return "a transpose needs tiles of a multiple of 4 rows, in a loop, and reads them again"
+    if c.split and (c.stages > 2 or c.rows < 16):
+        return "programs that share rows load no more than a tile ahead, of no less than 16 rows"
+    if c.split and parts > _MAX_PARTS_OF_TILE:
         return f"{parts} programs share a row, at most {_MAX_PARTS_OF_TILE} may"
+    if not c.split and (window := c.ctas * c.rows * case["N"] * ITEMSIZE[case.dtype]) > _L2_SHARE_BYTES:
+        return f"{window} bytes of x per multiprocessor are read before they are read again: more than the L2 holds"
     if not 16 <= per_thread <= 128:
         return f"{per_thread:g} elements per thread"
     if c.ctas * c.warps > 48 or c.ctas * c.warps < 4:
@@ -129,7 +136,8 @@ def _invalid_transpose(case: Case, parts: int, c: FwdConfig) -> str | None:
     words = per_thread * ITEMSIZE[case.dtype] / 4
     if c.ctas * c.warps * 32 * (words + 32) > 65536 + 8192:
         return "more registers than a multiprocessor has"
-    shared = c.ctas * elements * ((c.stages - 1) * ITEMSIZE[case.dtype] + 1)
+    loads = 1 if c.split else 2
+    shared = c.ctas * elements * ((c.stages - 1) * loads * ITEMSIZE[case.dtype] + 1)
     return f"{shared} bytes of shared memory" if shared > _SHARED_BYTES else None
 
 

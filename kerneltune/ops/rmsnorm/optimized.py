@@ -13,7 +13,7 @@ from kerneltune.launch import phases, registers, resident
 from kerneltune.ops.rmsnorm import backward_kernels, kernels
 from kerneltune.ops.rmsnorm.configs import BwdConfig, FwdConfig, default_bwd, default_fwd, valid_bwd, valid_fwd
 from kerneltune.ops.rmsnorm.reference import EPS
-from kerneltune.ops.rmsnorm.transpose_kernel import _rmsnorm_fwd_transpose
+from kerneltune.ops.rmsnorm.transpose_kernel import _rmsnorm_fwd_stripes, _rmsnorm_fwd_transpose
 from kerneltune.rounding import cdiv
 from kerneltune.spec import Inputs, Outputs
 from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX, TL_DTYPES, TL_FP8
@@ -161,17 +161,24 @@ def _launch_transpose(x, weight, y, y_t, rsigma, scale, amax, scale_inv, eps, ze
     dtype, fp8 = TL_DTYPES[x.dtype], TL_FP8[fp8_format]
     if pairs == 2:
         x, weight, y = x.view(torch.int32), weight.view(torch.int32), y.view(torch.int16)
-    cols = c.cols // pairs
-    parts, tiles = cdiv(x.shape[1], cols), cdiv(M, c.rows)
+    cols, tiles = c.cols // pairs, cdiv(M, c.rows)
+    tensors = (x, weight, y, y_t.view(torch.uint8), rsigma, scale, amax, scale_inv)
+    options = {
+        "N": x.shape[1], "stride": x.stride(0), "ZERO_CENTERED": zero_centered, "FP8_MAX": FP8_MAX[fp8_format], "ROWS": c.rows,
+        "COLS": cols, "PAIRS": pairs, "dtype": dtype, "fp8": fp8, "EVEN_ROWS": M % c.rows == 0, "PACKED": M % 4 == 0,
+        "STAGES": c.stages, "num_warps": c.warps,
+    }  # fmt: skip
+    if not c.split:
+        stripes = min(tiles, resident(x.device, c.ctas))
+        _rmsnorm_fwd_stripes[(stripes,)](*tensors, M, eps, **options, **registers(c.warps, c.ctas))
+        return
+    parts = cdiv(x.shape[1], cols)
     ws = workspace(tiles * c.rows * (parts + 1), x.device) if parts > 1 else None
     groups = _groups(x, tiles, parts, c.ctas)
-    for phase, options in _phases(parts, c):
+    for phase, limits in _phases(parts, c):
         _rmsnorm_fwd_transpose[(groups * parts,)](
-            x, weight, y, y_t.view(torch.uint8), rsigma, scale, amax, scale_inv, ws, M, eps,
-            N=x.shape[1], stride=x.stride(0), ZERO_CENTERED=zero_centered, FP8_MAX=FP8_MAX[fp8_format],
-            ROWS=c.rows, COLS=cols, PAIRS=pairs, dtype=dtype, fp8=fp8, PHASE=phase,
-            EVEN_ROWS=M % c.rows == 0, PACKED=M % 4 == 0, STAGES=c.stages, ONE_TILE=groups == tiles, num_warps=c.warps, **options,
-        )  # fmt: skip
+            *tensors, ws, M, eps, PHASE=phase, ONE_TILE=groups == tiles, **options, **limits
+        )
 
 
 def _groups(x: torch.Tensor, tiles: int, parts: int, ctas: int) -> int:

@@ -1,6 +1,7 @@
 """RMSNorm into fp8 and its transpose, x read from memory once. May import tl_lib, tl_transpose, tl_exchange.
 
-A tile is ROWS rows of a part of the columns; PARTS programs share the rows. Each publishes its part of the sums of squares, some
+Either a program has whole rows (`_rmsnorm_fwd_stripes`), or PARTS programs share ROWS rows, a tile each
+(`_rmsnorm_fwd_transpose`). Each publishes its part of the sums of squares, some
 add them up, a few rows each, and publish 1 / rms, for which all wait before they read the tile again, from L2. A program runs two
 tiles ahead with the first, and one with the second, so that the waits are over when they begin.
 
@@ -102,6 +103,49 @@ def _collect_rsigma(ws_ptr, rsigma_ptr, tile, part, M, eps, N: tl.constexpr, ROW
 
 
 @triton.jit
+def _folded(x):
+    """(QUADS, COLS // 4): the largest of four neighbours, which one thread holds."""
+    return tl.max(tl.reshape(x, (x.shape[0], x.shape[1] // 4, 4)), axis=2)
+
+
+@triton.jit
+def _write_tile(
+    xs, rs, gamma, gamma_high, y_ptr, yt_ptr, scale, tile, first_col, live, M, N: tl.constexpr, FP8_MAX: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr, fp8: tl.constexpr,
+    EVEN: tl.constexpr, EVEN_ROWS: tl.constexpr, PACKED: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
+    """Store a tile of y and of its transpose; returns (ROWS / 4, COLS), the largest |y| of its columns before scaling."""
+    QUADS: tl.constexpr = ROWS // 4
+    quads = tl.arange(0, QUADS)
+    lanes = tl.arange(0, COLS)
+    left = M - tile * ROWS
+    first_row = wide(tile * ROWS)
+    yt_base = wide(first_col * PAIRS) * M + first_row
+    bytes_of_rows = ()
+    largest = tl.zeros((QUADS, COLS), dtype=tl.float32)
+    for k in tl.static_range(4):
+        rows = quads * 4 + k
+        mask = live[None, :]
+        if not EVEN_ROWS:
+            mask = mask & (rows < left)[:, None]
+        y_tile = y_ptr + first_row * N + (rows[:, None] * N + (first_col + lanes)[None, :])
+        x = held(xs[k]) if HELD else xs[k]
+        y = values(x, 0, PAIRS, dtype) * rs[k][:, None] * gamma
+        largest = tl.maximum(largest, tl.abs(y))
+        if PAIRS == 2:
+            high = values(x, 1, PAIRS, dtype) * rs[k][:, None] * gamma_high
+            largest = tl.maximum(largest, tl.abs(high))
+            q = to_fp8_pair(saturate(y * scale, FP8_MAX), saturate(high * scale, FP8_MAX), fp8)
+        else:
+            q = quantize(y, scale, FP8_MAX, fp8)
+        tl.store(y_tile, q, mask=mask, cache_modifier=".cs")
+        bytes_of_rows = bytes_of_rows + (q,)
+    end = tl.minimum(left, ROWS)
+    store_turned(yt_ptr, yt_base, M, 0, end, live, bytes_of_rows, False, EVEN, PACKED, PAIRS)
+    return largest
+
+
+@triton.jit
 def _rmsnorm_fwd_transpose(
     x_ptr, g_ptr, y_ptr, yt_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr, ws_ptr, M, eps,
     N: tl.constexpr, stride: tl.constexpr, ZERO_CENTERED: tl.constexpr, FP8_MAX: tl.constexpr,
@@ -168,35 +212,81 @@ def _rmsnorm_fwd_transpose(
                 await_all(ws_ptr, totals + tile * ROWS + tl.arange(0, ROWS), tag)
                 for k in tl.static_range(4):
                     rs = rs + (published(ws_ptr, totals + tile * ROWS + quads * 4 + k),)
-            left = M - tile * ROWS
-            first_row = wide(tile * ROWS)
-            yt_base = wide(first_col * PAIRS) * M + first_row
-            bytes_of_rows = ()
-            largest = tl.zeros((QUADS, COLS), dtype=tl.float32)
-            for k in tl.static_range(4):
-                rows = quads * 4 + k
-                mask = live[None, :]
-                if not EVEN_ROWS:
-                    mask = mask & (rows < left)[:, None]
-                y_tile = y_ptr + first_row * N + (rows[:, None] * N + (first_col + lanes)[None, :])
-                x = held(xs[k]) if ONE_TILE else xs[k]
-                y = values(x, 0, PAIRS, dtype) * rs[k][:, None] * gamma
-                largest = tl.maximum(largest, tl.abs(y))
-                if PAIRS == 2:
-                    high = values(x, 1, PAIRS, dtype) * rs[k][:, None] * gamma_high
-                    largest = tl.maximum(largest, tl.abs(high))
-                    q = to_fp8_pair(saturate(y * scale, FP8_MAX), saturate(high * scale, FP8_MAX), fp8)
-                else:
-                    q = quantize(y, scale, FP8_MAX, fp8)
-                tl.store(y_tile, q, mask=mask, cache_modifier=".cs")
-                bytes_of_rows = bytes_of_rows + (q,)
-            amax = tl.maximum(amax, tl.max(tl.reshape(largest, (QUADS, COLS // 4, 4)), axis=2))
-            end = tl.minimum(left, ROWS)
-            store_turned(yt_ptr, yt_base, M, 0, end, live, bytes_of_rows, False, EVEN, PACKED, PAIRS)
+            largest = _write_tile(
+                xs, rs, gamma, gamma_high, y_ptr, yt_ptr, scale, tile, first_col, live, M, N, FP8_MAX,
+                ROWS, COLS, PAIRS, dtype, fp8, EVEN, EVEN_ROWS, PACKED, ONE_TILE,
+            )  # fmt: skip
+            amax = tl.maximum(amax, _folded(largest))
     if PHASE != 1:
         tl.atomic_max(amax_ptr, tl.max(amax), sem="relaxed")
     if PARTS > 1 and PHASE == 0:
         close_launch(ws_ptr, tag)
+
+
+@triton.jit
+def _add_squares(sums, xs, PAIRS: tl.constexpr, dtype: tl.constexpr):
+    """Four (ROWS / 4, COLS / 4) sums of squares, raised by those of a tile's four neighbours, which one thread holds."""
+    raised = ()
+    for k in tl.static_range(4):
+        low = values(xs[k], 0, PAIRS, dtype)
+        squares = low * low
+        if PAIRS == 2:
+            high = values(xs[k], 1, PAIRS, dtype)
+            squares += high * high
+        raised = raised + (sums[k] + tl.sum(tl.reshape(squares, (sums[k].shape[0], sums[k].shape[1], 4)), axis=2),)
+    return raised
+
+
+@triton.jit
+def _rmsnorm_fwd_stripes(
+    x_ptr, g_ptr, y_ptr, yt_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr, M, eps,
+    N: tl.constexpr, stride: tl.constexpr, ZERO_CENTERED: tl.constexpr, FP8_MAX: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr, fp8: tl.constexpr,
+    EVEN_ROWS: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The same by programs that have whole rows, ROWS at a time, and so wait for nobody.
+
+    While a stripe of rows is written, read again from L2, the squares of the program's next one are summed: memory is read and
+    written all the time.
+    """
+    EVEN: tl.constexpr = N % COLS == 0
+    QUADS: tl.constexpr = ROWS // 4
+    stripes = tl.cdiv(M, ROWS)
+    quads = tl.arange(0, QUADS)
+    lanes = tl.arange(0, COLS)
+    scale = tl.load(scale_ptr)
+    if tl.program_id(0) == 0:
+        tl.store(scale_inv_ptr, reciprocal(scale))
+    amax = tl.zeros((QUADS, COLS // 4), dtype=tl.float32)
+    nothing = tl.zeros((QUADS, COLS // 4), dtype=tl.float32)
+    s0, s1, s2, s3 = nothing, nothing, nothing, nothing
+    for first_col in tl.range(0, N, COLS, num_stages=STAGES):
+        xs = _load_quads(x_ptr, tl.program_id(0), M, first_col, N, stride, ROWS, COLS, EVEN, EVEN_ROWS, True)
+        s0, s1, s2, s3 = _add_squares((s0, s1, s2, s3), xs, PAIRS, dtype)
+
+    for stripe in range(tl.program_id(0), stripes, tl.num_programs(0)):
+        ahead = stripe + tl.num_programs(0)
+        rs = ()
+        sums = (s0, s1, s2, s3)
+        for k in tl.static_range(4):
+            rows = stripe * ROWS + quads * 4 + k
+            rs = rs + (tl.rsqrt(tl.sum(sums[k], axis=1) * (1.0 / (N * PAIRS)) + eps),)
+            tl.store(rsigma_ptr + rows, rs[k], mask=rows < M)
+        s0, s1, s2, s3 = nothing, nothing, nothing, nothing
+        for first_col in tl.range(0, N, COLS, num_stages=STAGES):
+            next_xs = _load_quads(x_ptr, ahead, M, first_col, N, stride, ROWS, COLS, EVEN, False, True)
+            live = first_col + lanes < N
+            g = tl.load(g_ptr + first_col + lanes, mask=live, other=0, eviction_policy="evict_last")
+            gamma = _gamma(g, 0, ZERO_CENTERED, PAIRS, dtype)
+            gamma_high = _gamma(g, PAIRS - 1, ZERO_CENTERED, PAIRS, dtype)
+            xs = _load_quads(x_ptr, stripe, M, first_col, N, stride, ROWS, COLS, EVEN, EVEN_ROWS, False)
+            largest = _write_tile(
+                xs, rs, gamma, gamma_high, y_ptr, yt_ptr, scale, stripe, first_col, live, M, N, FP8_MAX,
+                ROWS, COLS, PAIRS, dtype, fp8, EVEN, EVEN_ROWS, PACKED, False,
+            )  # fmt: skip
+            amax = tl.maximum(amax, _folded(largest))
+            s0, s1, s2, s3 = _add_squares((s0, s1, s2, s3), next_xs, PAIRS, dtype)
+    tl.atomic_max(amax_ptr, tl.max(amax), sem="relaxed")
 
 
 @triton.jit
