@@ -1,9 +1,10 @@
 """Checks of tensor arguments that operators share: one line with the name and the values.
 
-May import torch.
+May import torch and triton.
 """
 
 import torch
+from triton import knobs
 
 DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 ITEMSIZE = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
@@ -31,6 +32,23 @@ def check_like(name: str, t: torch.Tensor, shape: tuple[int, ...], dtype: torch.
         raise ValueError(f"{name} must be {tuple(shape)} {dtype} on {where}, got {tuple(t.shape)} {t.dtype} on {t.device}")
     if len(shape) == 1 and shape[0] > 1 and t.stride(0) != 1:
         raise ValueError(f"{name} must be contiguous, got strides {t.stride()}")
+
+
+def assert_group_ends(offs: torch.Tensor, M: int, multiple: int = 1, whole: bool = False) -> None:
+    """Let the device assert that groups end in order, each at a multiple, the last within M rows or, if `whole`, at M.
+
+    The host does not wait; what is asserted costs launches.
+    """
+    bounds = torch.cat([offs.new_zeros(1), offs])
+    within, problem = (bounds[-1] == M, "do not end at M") if whole else (bounds[-1] <= M, "exceed M")
+    torch._assert_async((bounds.diff() >= 0).all() & within, f"offs decrease or {problem}")
+    if multiple > 1:
+        torch._assert_async((offs % multiple == 0).all(), f"offs are no multiples of {multiple}")
+
+
+def debugging() -> bool:
+    """Whether operators shall assert what only the device knows of their arguments: TRITON_DEBUG=1."""
+    return bool(knobs.runtime.debug)
 
 
 def in_pairs(x: torch.Tensor) -> bool:

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+import triton
 
 from kerneltune import ops, sweep
 from kerneltune.agreement import same_bits, same_fp8
@@ -141,6 +142,16 @@ W = torch.zeros(2, 6, 4, dtype=torch.bfloat16)
 def test_wrong_arguments_are_named(call, message: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.skipif(WHERE == "cuda", reason="an assertion on a GPU ends its context")
+@pytest.mark.parametrize("ends", [(12, 8), (8, 21)])
+@pytest.mark.parametrize("cast", [fp8.fp8_group_colwise, fp8.fp8_tensorwise_group])
+def test_offsets_are_asserted_where_asked(cast, ends: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(triton.knobs.runtime, "debug", True)
+    cast(X8, ragged(8, 20))
+    with pytest.raises(RuntimeError, match="offs decrease or exceed M"):
+        cast(X8, ragged(*ends))
 
 
 def test_torchao_is_not_timed_where_it_is_wrong() -> None:

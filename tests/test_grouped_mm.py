@@ -198,9 +198,9 @@ def test_offsets_are_checked_on_the_device() -> None:
     fp8_grouped_mm(a, w.transpose(1, 2), offsets([16, 32]), check_offs=True)
     if DEVICE == "cpu":  # on a GPU the assertion ends the process's context
         for ends in ([20, 16], [16, 24], [-1, 32]):
-            with pytest.raises(RuntimeError, match="offs decrease, or do not end at M"):
+            with pytest.raises(RuntimeError, match="offs decrease or do not end at M"):
                 fp8_grouped_mm(a, w.transpose(1, 2), offsets(ends), check_offs=True)
-        with pytest.raises(RuntimeError, match="offs are no multiples of 16, and the recipe does not pad"):
+        with pytest.raises(RuntimeError, match="offs are no multiples of 16"):
             fp8_grouped_mm(a, w.transpose(1, 2), offsets([8, 32]), check_offs=True)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kerneltune.arguments import DTYPE_NAMES
+from kerneltune.arguments import DTYPE_NAMES, assert_group_ends
 from kerneltune.nn.alignment import ALIGNED, aligned_groups
 from kerneltune.nn.delayed import DelayedScaling, delayed_product
 from kerneltune.nn.fp8_products import Fp8Weights, fp8_grouped_mm_bwd, fp8_grouped_mm_fwd
@@ -56,7 +56,7 @@ def fp8_grouped_mm(
     if weights is not None:
         _check_weights(weights, B_t, recipe)
     if check_offs:
-        _assert_offs(offs, A.shape[0], recipe)
+        assert_group_ends(offs, A.shape[0], 1 if recipe.pad_groups else ALIGNED, whole=True)
     if delayed is not None:
         if delayed.num_experts != B_t.shape[0]:
             raise ValueError(f"recipe must scale {B_t.shape[0]} experts, got {delayed.num_experts}")
@@ -75,13 +75,6 @@ def _product(A: Tensor, B_t: Tensor, offs: Tensor, recipe: Recipe, out_dtype: to
         wanted and A.requires_grad, wanted and B_t.requires_grad,
     )[0]  # fmt: skip
     return y
-
-
-def _assert_offs(offs: Tensor, M: int, recipe: Recipe) -> None:
-    bounds = torch.cat([offs.new_zeros(1), offs])
-    torch._assert_async((bounds.diff() >= 0).all() & (bounds[-1] == M), "offs decrease, or do not end at M")
-    if not recipe.pad_groups:
-        torch._assert_async((offs % ALIGNED == 0).all(), f"offs are no multiples of {ALIGNED}, and the recipe does not pad")
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

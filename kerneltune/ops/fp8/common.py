@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kerneltune import cache, device
-from kerneltune.arguments import DTYPE_NAMES
+from kerneltune.arguments import DTYPE_NAMES, assert_group_ends, debugging
 from kerneltune.spec import Case, Option
 from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX
 
@@ -40,14 +40,16 @@ def check_weights(name: str, w: torch.Tensor) -> None:
         raise ValueError(f"{name} must be column-major, strides {(w.shape[1] * w.shape[2], 1, w.shape[1])}, got {w.stride()}")
 
 
-def check_offs(offs: torch.Tensor, where: torch.device) -> None:
-    """Group ends (G,) int32 on a device, at least one.
+def check_offs(offs: torch.Tensor, M: int, where: torch.device) -> None:
+    """Group ends (G,) int32 on a device, at least one; under TRITON_DEBUG=1 the device asserts that they are ends within M rows.
 
     Raises:
         ValueError: they are not.
     """
     if offs.ndim != 1 or offs.shape[0] == 0 or offs.dtype != torch.int32 or offs.device != where:
         raise ValueError(f"offs must be (G,) int32 on {where}, got {tuple(offs.shape)} {offs.dtype} on {offs.device}")
+    if debugging():
+        assert_group_ends(offs, M)
 
 
 def target(

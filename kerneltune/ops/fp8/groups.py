@@ -148,7 +148,7 @@ def _colwise(
             raise ValueError(f"{name} must be ({M}, N) of {DTYPE_NAMES.get(xs[0].dtype)}, got {tuple(x.shape)} {x.dtype}")
         if x.shape[1] > 1 and x.stride(1) != 1:
             raise ValueError(f"elements of a row of {name} must be adjacent, got strides {x.stride()}")
-    check_offs(offs, xs[0].device)
+    check_offs(offs, M, xs[0].device)
     parts = []
     for x in xs:
         q = torch.empty((x.shape[1], M), dtype=FP8_DTYPES[fp8_format], device=x.device)

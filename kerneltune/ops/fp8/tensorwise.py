@@ -140,7 +140,7 @@ def fp8_tensorwise_group(
     """
     _check(fp8_format, layout)
     check_matrix("x", x)
-    check_offs(offs, x.device)
+    check_offs(offs, x.shape[0], x.device)
     axes, free = (("M", x.shape[0]), ("K", x.shape[1]), ("G", offs.shape[0])), ("M", "G")
     return _of_matrix(x, offs, "fp8_tensorwise_group", axes, free, fp8_format, layout, pow2, inverse, config)
 

@@ -12,7 +12,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kerneltune import cache, device
-from kerneltune.arguments import DTYPE_NAMES, check_like
+from kerneltune.arguments import DTYPE_NAMES, assert_group_ends, check_like, debugging
 from kerneltune.launch import resident
 from kerneltune.ops.fp8_grouped_gemm import kernels, scaled_mm
 from kerneltune.ops.fp8_grouped_gemm.configs import GemmConfig, default, valid
@@ -69,7 +69,7 @@ def fp8_grouped_gemm(
             also (M,) or (M, 1) for a, (E,), (E, N) or (E, 1, N) for b; for b (M, K) also (E,), (E, N) or (E N,) for a, (E,),
             (E, K) or (E K,) for b.
         offs: (E,) int32, where each group's tokens end, not decreasing, at most M. Groups may be empty. For b (M, K) each is a
-            multiple of 16. Not read by the host: TRITON_DEBUG=1 makes the Triton kernel assert it.
+            multiple of 16. Not read by the host: under TRITON_DEBUG=1 the device asserts it.
         out_dtype: bfloat16, float16 or float32.
         out: written and returned, if given.
         config: None takes the best known config.
@@ -176,6 +176,8 @@ def _checked(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> Product:
     for name, x in (("a", a), ("b", b)):
         if x.numel() and x.data_ptr() % 16:
             raise ValueError(f"{name} must begin at a multiple of 16 bytes, got {x.storage_offset()=}")
+    if debugging():
+        assert_group_ends(offs, p.tokens, 16 if p.rows else 1)
     return p
 
 
