@@ -98,11 +98,30 @@ def fnuz(pool: CompilePool) -> list[Compiled]:
     return list(pool.compile(jobs))
 
 
+def too_large(pool: CompilePool) -> list[Compiled]:
+    """A program of more threads than a program may have, and one of more shared memory, on gfx942."""
+    from kerneltune import ops
+    from kerneltune.ops.dense_gemm.gemm import DenseConfig
+    from kerneltune.ops.rmsnorm.configs import FwdConfig
+    from kerneltune.spec import Case
+
+    norm, gemm = ops.load()["rmsnorm_fwd"], ops.load()["fp8_gemm"]
+    rows = Case("rows", (("M", 512), ("N", 8192)), "bfloat16", "none", tuple((name, v[0]) for name, v in norm.options.items()))
+    product = Case(
+        "product", tuple((axis, 512) for axis in gemm.axes), "bfloat16", "fp8", tuple((n, v[0]) for n, v in gemm.options.items())
+    )
+    jobs = [
+        Job(partial(norm.inputs, rows), norm.variant("optimized").run, FwdConfig(1, 8192, False, 32, 0, 1, False)),
+        Job(partial(gemm.inputs, product), gemm.variant("optimized").run, DenseConfig(16, 128, 128, 4, 6, 1, True)),
+    ]
+    return list(pool.compile(jobs))
+
+
 def main() -> None:
     """Print what the pool answered, as JSON."""
     with CompilePool(TARGETS["sm_90"], workers=2) as pool:
         compiled = real(pool)
         mixed = broken(pool, timeout_s=1.0)
     with CompilePool(TARGETS["gfx942"], workers=2) as pool:
-        answers = {"real": compiled, "broken": mixed, "fnuz": fnuz(pool)}
+        answers = {"real": compiled, "broken": mixed, "fnuz": fnuz(pool), "large": too_large(pool)}
     json.dump({name: [asdict(c) | {"resources": c.resources} for c in found] for name, found in answers.items()}, sys.stdout)

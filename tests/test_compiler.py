@@ -19,18 +19,18 @@ THREADS, REGISTER_FILE = 32, 65536
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """What pool_jobs.main printed."""
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What pool_jobs.main printed, and Triton's disk cache after it."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
+    cache = str(tmp_path_factory.mktemp("triton"))
+    env |= {"TRITON_CACHE_DIR": cache, "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
     command = [sys.executable, "-c", "import pool_jobs; pool_jobs.main()"]
     done = subprocess.run(command, cwd=TESTS, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, list[dict[str, Any]]] = json.loads(done.stdout)
-    return found
+    return json.loads(done.stdout) | {"cache": cache}
 
 
-def test_real_kernels_compile_for_sm_90_in_the_order_of_the_jobs(answers: dict[str, list[dict[str, Any]]]) -> None:
+def test_real_kernels_compile_for_sm_90_in_the_order_of_the_jobs(answers: dict[str, Any]) -> None:
     *compiled, raised = answers["real"]
     assert [c["error"] for c in compiled] == [""] * 4
     names = [[kernel["name"] for kernel in c["kernels"]] for c in compiled]
@@ -44,12 +44,12 @@ def test_real_kernels_compile_for_sm_90_in_the_order_of_the_jobs(answers: dict[s
     assert raised["kernels"] == [] and "RuntimeError" in raised["error"]
 
 
-def test_every_cast_compiles_into_the_fnuz_types_for_gfx942(answers: dict[str, list[dict[str, Any]]]) -> None:
+def test_every_cast_compiles_into_the_fnuz_types_for_gfx942(answers: dict[str, Any]) -> None:
     assert [c["error"] for c in answers["fnuz"]] == [""] * 18
     assert all(c["kernels"] for c in answers["fnuz"])
 
 
-def test_resources_of_real_kernels_are_read_from_the_binary(answers: dict[str, list[dict[str, Any]]]) -> None:
+def test_resources_of_real_kernels_are_read_from_the_binary(answers: dict[str, Any]) -> None:
     bwd, stream, plain, transposed = (c["kernels"] for c in answers["real"][:4])
     for kernel in [*bwd, *stream, *plain, *transposed]:
         assert 16 <= kernel["registers"] <= 255, kernel
@@ -64,7 +64,7 @@ def test_resources_of_real_kernels_are_read_from_the_binary(answers: dict[str, l
     assert all(c["seconds"] > 0.05 for c in answers["real"][:4])  # compiled, not found
 
 
-def test_resources_of_a_job_are_those_of_its_largest_kernel(answers: dict[str, list[dict[str, Any]]]) -> None:
+def test_resources_of_a_job_are_those_of_its_largest_kernel(answers: dict[str, Any]) -> None:
     bwd = answers["real"][0]
     assert bwd["resources"] == max(kernel["registers"] * kernel["warps"] for kernel in bwd["kernels"])
     two = Compiled((Kernel("a", 8, 40, 0, 0), Kernel("b", 4, 64, 16, 0)), 1.0)
@@ -72,7 +72,7 @@ def test_resources_of_a_job_are_those_of_its_largest_kernel(answers: dict[str, l
     assert (Compiled((), 0.0, "x").resources, Compiled((), 0.0, "x").spill_bytes) == (0, 0)
 
 
-def test_a_job_that_raises_hangs_or_dies_costs_only_itself(answers: dict[str, list[dict[str, Any]]]) -> None:
+def test_a_job_that_raises_hangs_or_dies_costs_only_itself(answers: dict[str, Any]) -> None:
     assert [c["error"] for c in answers["broken"]] == [
         "",
         "RuntimeError: no such layout: odd",
@@ -85,3 +85,13 @@ def test_a_job_that_raises_hangs_or_dies_costs_only_itself(answers: dict[str, li
         "",
     ]
     assert all(c["kernels"] == [] for c in answers["broken"])
+
+
+def test_what_could_not_be_launched_is_not_compiled_to_its_end(answers: dict[str, Any]) -> None:
+    threads, memory = (c["error"] for c in answers["large"])
+    assert "out of resource: threads, Required: 2048, Hardware limit: 1024" in threads
+    assert "out of resource: shared memory" in memory and "Hardware limit: 65536" in memory
+    assert not list(Path(answers["cache"]).glob("*/_rmsnorm_fwd_once.ttir"))  # refused before its first stage
+    assert list(Path(answers["cache"]).glob("*/_dense_gemm.ttgir"))
+    amdgcn = [path.name for path in Path(answers["cache"]).glob("*/*.amdgcn")]
+    assert amdgcn and "_dense_gemm.amdgcn" not in amdgcn

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from kerneltune.measuring.assembly import Access, Kernel, Usage, gcn_accesses, g
 Inputs = Mapping[str, Any]
 
 COMPILE_TIMEOUT_S = 90.0
+_MAX_THREADS = 1024
+"""Of a program, on every target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +134,37 @@ def _start_worker(target: Target, cores: frozenset[int] | None) -> None:
     if cores:
         os.sched_setaffinity(0, cores)
     os.environ.pop("TRITON_INTERPRET", None)
+    from triton import knobs
     from triton.runtime.driver import driver
 
     driver.set_active(_dry_driver(target))
+    knobs.runtime.add_stages_inspection_hook = partial(_refuse_early, target)
+
+
+def _refuse_early(
+    target: Target, _backend: Any = None, stages: Any = None, options: Any = None, *_others: Any
+) -> tuple[str, str] | None:
+    """Triton's hook into the stages of a compilation: what could not be launched is not compiled to its end.
+
+    Asked without arguments for what it adds to the key of the disk cache, it answers: nothing.
+    """
+    from triton.runtime.errors import OutOfResources
+
+    if stages is None:
+        return "", ""
+    threads = options.num_warps * target.warp_size
+    if threads > _MAX_THREADS:
+        raise OutOfResources(threads, _MAX_THREADS, "threads")
+    to_llir = stages["llir"]
+
+    def checked(source: Any, metadata: Any) -> Any:
+        llir = to_llir(source, metadata)
+        if metadata["shared"] > target.shared_bytes:
+            raise OutOfResources(metadata["shared"], target.shared_bytes, "shared memory")
+        return llir
+
+    stages["llir"] = checked
+    return None
 
 
 def _compile(job: Job) -> Compiled:
@@ -181,7 +212,7 @@ class _DryUtils:
             text = _assembly(self.loading.metadata, "amdgcn")
             self.loading.usage = gcn_usage(text)
             self.loading.accesses = gcn_accesses(text)
-        return 0, 0, self.loading.usage.registers, self.loading.usage.spill_bytes, 1024
+        return 0, 0, self.loading.usage.registers, self.loading.usage.spill_bytes, _MAX_THREADS
 
 
 def _dry_driver(target: Target) -> Any:
