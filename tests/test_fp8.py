@@ -8,7 +8,7 @@ import torch
 import triton
 
 from kerneltune import ops, sweep
-from kerneltune.agreement import same_bits, same_fp8
+from kerneltune.kernel_lib.agreement import same_bits, same_fp8
 from kerneltune.measuring.check import Checker
 from kerneltune.ops import fp8
 from kerneltune.ops.fp8 import both_kernels, custom, peers, reference

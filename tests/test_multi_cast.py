@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kerneltune.agreement import same_bits, same_fp8
+from kerneltune.kernel_lib.agreement import same_bits, same_fp8
 from kerneltune.ops import multi_cast_transpose as multi
 from kerneltune.ops.multi_cast_transpose import MultiCastConfig, multi_cast_transpose
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from kerneltune import launch
+from kerneltune.kernel_lib import launch
+from kerneltune.kernel_lib.workspace import HEADER_WORDS, workspace
 from kerneltune.ops.rmsnorm import optimized, rmsnorm_fwd
 from kerneltune.ops.rmsnorm.configs import FwdConfig
-from kerneltune.workspace import HEADER_WORDS, workspace
 
 CPU = torch.device("cpu")
 SMALLEST = 1 << 16

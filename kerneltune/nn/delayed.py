@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from kerneltune.kernel_lib.tl_lib import FP8_MAX
 from kerneltune.nn.fp8_products import Fp8Weights
 from kerneltune.ops import fp8
 from kerneltune.ops.fp8_grouped_gemm import fp8_grouped_gemm
 from kerneltune.ops.multi_cast_transpose import multi_cast_transpose
-from kerneltune.tl_lib import FP8_MAX
 
 _FP8_MAX = FP8_MAX["e4m3"]
 _ROWS, _GRADS, _WEIGHTS = 0, 1, 2

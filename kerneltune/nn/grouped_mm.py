@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kerneltune.arguments import DTYPE_NAMES, assert_group_ends
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, assert_group_ends
 from kerneltune.nn.alignment import ALIGNED, aligned_groups
 from kerneltune.nn.delayed import DelayedScaling, delayed_product
 from kerneltune.nn.fp8_products import Fp8Weights, fp8_grouped_mm_bwd, fp8_grouped_mm_fwd

@@ -7,8 +7,8 @@ May import ops.
 import torch
 from torch import Tensor, nn
 
+from kerneltune.kernel_lib.tl_lib import INTERPRETED
 from kerneltune.ops.int4_gemm import Codes, Int4Weight, dequantise, int4_gemm, pack, packing, quantise
-from kerneltune.tl_lib import INTERPRETED
 
 
 class Int4Linear(nn.Module):

@@ -122,7 +122,7 @@ rmsnorm_fwd.register_autograd(_backward, setup_context=_save)
 
 def _has_kernels(x: Tensor) -> bool:
     """Whether Triton can run on x's device."""
-    from kerneltune.tl_lib import INTERPRETED
+    from kerneltune.kernel_lib.tl_lib import INTERPRETED
 
     return x.is_cuda or bool(INTERPRETED)
 

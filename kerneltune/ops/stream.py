@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 
 from kerneltune.device import sm_count
+from kerneltune.kernel_lib.tl_lib import wide
 from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
-from kerneltune.tl_lib import wide
 
 
 @dataclass(frozen=True, slots=True)

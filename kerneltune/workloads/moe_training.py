@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kerneltune.groups import group_ends
+from kerneltune.kernel_lib.groups import group_ends
 from kerneltune.nn.alignment import ALIGNED
 from kerneltune.nn.delayed import DelayedScaling
 from kerneltune.nn.fp8_products import Fp8Weights, cast_weights

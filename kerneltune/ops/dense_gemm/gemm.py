@@ -10,12 +10,12 @@ import triton
 import triton.language as tl
 
 from kerneltune import cache, device
-from kerneltune.arguments import DTYPE_NAMES
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES
+from kerneltune.kernel_lib.tl_gemm import dot, is_last, sum_of_parts
+from kerneltune.kernel_lib.tl_lib import wide
+from kerneltune.kernel_lib.workspace import counters
 from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Space
-from kerneltune.tl_gemm import dot, is_last, sum_of_parts
-from kerneltune.tl_lib import wide
-from kerneltune.workspace import counters
 
 FREE_AXES = ("N", "M")
 _SHARED_BYTES = 225_000

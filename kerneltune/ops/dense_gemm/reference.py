@@ -2,7 +2,7 @@
 
 import torch
 
-from kerneltune.agreement import close
+from kerneltune.kernel_lib.agreement import close
 from kerneltune.spec import Case, Inputs, Outputs, Traffic
 
 _FP8_SUM = 2.0**-6

@@ -9,15 +9,15 @@ from typing import NamedTuple
 import torch
 
 from kerneltune import cache
-from kerneltune.arguments import ITEMSIZE, in_pairs
-from kerneltune.launch import phases, resident
+from kerneltune.kernel_lib.arguments import ITEMSIZE, in_pairs
+from kerneltune.kernel_lib.launch import phases, resident
+from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX, TL_DTYPES
+from kerneltune.kernel_lib.workspace import workspace
 from kerneltune.ops.fp8 import groups, reference, rows
 from kerneltune.ops.fp8.both_kernels import cast_both
 from kerneltune.ops.fp8.common import best_config, check_format, check_weights, scale_of_nothing
 from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Outputs, Space, Traffic
-from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX, TL_DTYPES
-from kerneltune.workspace import workspace
 
 _SHARED_BYTES = 225_000
 

@@ -8,9 +8,8 @@ experts are small enough, else from memory. 16-bit numbers come in PAIRS, as int
 import triton
 import triton.language as tl
 
-from kerneltune.ops.fp8.tiles import locate_in_weights, raise_columns
-from kerneltune.tl_exchange import arrive, await_arrivals, close_launch, launch_tag, published, raise_published
-from kerneltune.tl_lib import (
+from kerneltune.kernel_lib.tl_exchange import arrive, await_arrivals, close_launch, launch_tag, published, raise_published
+from kerneltune.kernel_lib.tl_lib import (
     amax_to_scale,
     half_to_fp32,
     magnitude,
@@ -23,7 +22,8 @@ from kerneltune.tl_lib import (
     values,
     wide,
 )
-from kerneltune.tl_transpose import store_transposed, store_transposed_words
+from kerneltune.kernel_lib.tl_transpose import store_transposed, store_transposed_words
+from kerneltune.ops.fp8.tiles import locate_in_weights, raise_columns
 
 
 @triton.jit

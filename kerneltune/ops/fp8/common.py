@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from kerneltune import cache, device
-from kerneltune.arguments import DTYPE_NAMES, assert_group_ends, debugging
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, assert_group_ends, debugging
+from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX
 from kerneltune.spec import Case, Option
-from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX
 
 QUANT_OPTIONS: tuple[tuple[str, Option], ...] = (("fp8_format", "e4m3"), ("pow2", True), ("inverse", False), ("special", False))
 """The options under which configs are cached; they do not change which config is best."""

@@ -10,11 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
+from kerneltune.kernel_lib.tl_lib import FP8_MAX, amax_to_scale, magnitude_to_fp32, to_fp8, wide
 from kerneltune.ops.fp8.reference import FP8
 from kerneltune.ops.fp8.tensorwise_kernels import finite_magnitude, sanitised
 from kerneltune.rounding import cdiv, next_power_of_2
 from kerneltune.spec import Case, Inputs, Outputs, Space
-from kerneltune.tl_lib import FP8_MAX, amax_to_scale, magnitude_to_fp32, to_fp8, wide
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from kerneltune import cache
-from kerneltune.arguments import DTYPE_NAMES, ITEMSIZE, in_pairs
-from kerneltune.groups import group_ends
-from kerneltune.launch import phases, resident
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, in_pairs
+from kerneltune.kernel_lib.groups import group_ends
+from kerneltune.kernel_lib.launch import phases, resident
+from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX, TL_DTYPES
+from kerneltune.kernel_lib.workspace import workspace
 from kerneltune.ops.fp8 import kernels, reference
 from kerneltune.ops.fp8.common import (
     QUANT_OPTIONS,
@@ -23,8 +25,6 @@ from kerneltune.ops.fp8.common import (
 )
 from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Outputs, Space, Traffic
-from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX, TL_DTYPES
-from kerneltune.workspace import workspace
 
 _SHARED_BYTES = 225_000
 _GROUP_OPTIONS = (*QUANT_OPTIONS, ("groups", "balanced"))

@@ -10,10 +10,10 @@ are programs. 16-bit numbers come in PAIRS, as int32: what a loop holds as 16-bi
 import triton
 import triton.language as tl
 
+from kerneltune.kernel_lib.tl_exchange import arrive, await_arrivals, close_launch, launch_tag, published
+from kerneltune.kernel_lib.tl_lib import amax_to_scale, load_constant, reciprocal, to_fp8, to_fp8_words, values, wide
+from kerneltune.kernel_lib.tl_transpose import store_transposed, store_transposed_words
 from kerneltune.ops.fp8.tiles import locate_fitted, locate_in_weights, number_tiles, raise_columns, start_of
-from kerneltune.tl_exchange import arrive, await_arrivals, close_launch, launch_tag, published
-from kerneltune.tl_lib import amax_to_scale, load_constant, reciprocal, to_fp8, to_fp8_words, values, wide
-from kerneltune.tl_transpose import store_transposed, store_transposed_words
 
 
 @triton.jit

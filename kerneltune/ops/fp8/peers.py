@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kerneltune.groups import group_ends
+from kerneltune.kernel_lib.groups import group_ends
 from kerneltune.ops.fp8.reference import FP8
 from kerneltune.rounding import cdiv, next_power_of_2
 from kerneltune.spec import Case, Inputs, Outputs

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kerneltune.agreement import same_bits, same_fp8
+from kerneltune.kernel_lib.agreement import same_bits, same_fp8
 from kerneltune.spec import Case, Inputs, Option, Outputs
 
 FP8 = {

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from kerneltune.tl_lib import amax_to_scale, magnitude, magnitude_to_fp32, reciprocal, to_fp8, wide
+from kerneltune.kernel_lib.tl_lib import amax_to_scale, magnitude, magnitude_to_fp32, reciprocal, to_fp8, wide
 
 
 @triton.jit

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from kerneltune import cache
-from kerneltune.arguments import ITEMSIZE, check_matrix
-from kerneltune.launch import resident
+from kerneltune.kernel_lib.arguments import ITEMSIZE, check_matrix
+from kerneltune.kernel_lib.launch import resident
+from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX
 from kerneltune.ops.fp8 import reference, row_kernels
 from kerneltune.ops.fp8.common import (
     best_config,
@@ -20,7 +21,6 @@ from kerneltune.ops.fp8.common import (
 )
 from kerneltune.rounding import cdiv, next_power_of_2
 from kerneltune.spec import Case, Inputs, Outputs, Space, Traffic
-from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX
 
 _MOST_CHUNKS = 16
 _Pair = tuple[torch.Tensor, torch.Tensor]

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kerneltune.arguments import ITEMSIZE
+from kerneltune.kernel_lib.arguments import ITEMSIZE
 from kerneltune.spec import Case, Space
 
 _SHARED_BYTES = 225_000

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 from kerneltune import cache
-from kerneltune.arguments import ITEMSIZE, check_matrix, in_pairs
-from kerneltune.groups import group_ends
-from kerneltune.launch import phases, resident
+from kerneltune.kernel_lib.arguments import ITEMSIZE, check_matrix, in_pairs
+from kerneltune.kernel_lib.groups import group_ends
+from kerneltune.kernel_lib.launch import phases, resident
+from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX, TL_DTYPES, TL_FP8
+from kerneltune.kernel_lib.workspace import workspace
 from kerneltune.ops.fp8 import reference, tensorwise_kernels
 from kerneltune.ops.fp8.common import (
     QUANT_OPTIONS,
@@ -26,8 +28,6 @@ from kerneltune.ops.fp8.common import (
 from kerneltune.ops.fp8.segments import SegmentConfig, default, valid
 from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Option, Outputs, Traffic
-from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX, TL_DTYPES, TL_FP8
-from kerneltune.workspace import workspace
 
 LAYOUTS = ("row", "col", "both")
 

@@ -9,9 +9,8 @@ by two, and rows of four bytes turned with byte permutes. May import tiles, tl_l
 import triton
 import triton.language as tl
 
-from kerneltune.ops.fp8.tiles import locate_block, start_of
-from kerneltune.tl_exchange import close_launch, launch_tag, publish, published, raise_published
-from kerneltune.tl_lib import (
+from kerneltune.kernel_lib.tl_exchange import close_launch, launch_tag, publish, published, raise_published
+from kerneltune.kernel_lib.tl_lib import (
     amax_to_scale,
     is_cuda,
     load_constant,
@@ -25,7 +24,8 @@ from kerneltune.tl_lib import (
     values,
     wide,
 )
-from kerneltune.tl_transpose import store_transposed_words, store_turned
+from kerneltune.kernel_lib.tl_transpose import store_transposed_words, store_turned
+from kerneltune.ops.fp8.tiles import locate_block, start_of
 
 
 @triton.jit

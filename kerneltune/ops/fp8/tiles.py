@@ -6,8 +6,8 @@ A stripe is COLS columns of a group, a tile ROWS rows of a stripe. Tiles of a st
 import triton
 import triton.language as tl
 
-from kerneltune.tl_exchange import raise_published
-from kerneltune.tl_lib import load_constant, magnitude, magnitude_of_pairs, magnitude_to_fp32, only_if, wide
+from kerneltune.kernel_lib.tl_exchange import raise_published
+from kerneltune.kernel_lib.tl_lib import load_constant, magnitude, magnitude_of_pairs, magnitude_to_fp32, only_if, wide
 
 
 @triton.jit

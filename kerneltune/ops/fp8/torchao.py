@@ -12,11 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
-from kerneltune.arguments import ITEMSIZE
+from kerneltune.kernel_lib.arguments import ITEMSIZE
+from kerneltune.kernel_lib.tl_lib import FP8_MAX, amax_to_scale, magnitude, magnitude_to_fp32, quantize, wide
 from kerneltune.ops.fp8.reference import FP8
 from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Outputs, Space
-from kerneltune.tl_lib import FP8_MAX, amax_to_scale, magnitude, magnitude_to_fp32, quantize, wide
 
 
 @dataclass(frozen=True, slots=True)

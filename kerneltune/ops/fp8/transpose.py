@@ -10,12 +10,12 @@ import triton
 import triton.language as tl
 
 from kerneltune import cache, device
-from kerneltune.launch import resident
+from kerneltune.kernel_lib.launch import resident
+from kerneltune.kernel_lib.tl_lib import wide
+from kerneltune.kernel_lib.tl_transpose import store_transposed
 from kerneltune.ops.fp8.reference import FP8
 from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Outputs, Space, Traffic
-from kerneltune.tl_lib import wide
-from kerneltune.tl_transpose import store_transposed
 
 _SHARED_BYTES = 225_000
 

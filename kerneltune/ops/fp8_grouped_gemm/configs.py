@@ -5,7 +5,7 @@ Launches nothing. May import arguments and spec.
 
 from dataclasses import dataclass
 
-from kerneltune.arguments import ITEMSIZE
+from kerneltune.kernel_lib.arguments import ITEMSIZE
 from kerneltune.spec import Case, Space
 
 BACKENDS = ("triton", "cutlass")

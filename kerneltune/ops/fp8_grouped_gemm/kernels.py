@@ -6,7 +6,7 @@ Holds nothing but device code. May import tl_lib.
 import triton
 import triton.language as tl
 
-from kerneltune.tl_lib import wide
+from kerneltune.kernel_lib.tl_lib import wide
 
 
 @triton.jit

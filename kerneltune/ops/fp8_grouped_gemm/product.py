@@ -12,8 +12,8 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kerneltune import cache, device
-from kerneltune.arguments import DTYPE_NAMES, assert_group_ends, check_like, debugging
-from kerneltune.launch import resident
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, assert_group_ends, check_like, debugging
+from kerneltune.kernel_lib.launch import resident
 from kerneltune.ops.fp8_grouped_gemm import kernels, scaled_mm
 from kerneltune.ops.fp8_grouped_gemm.configs import GemmConfig, default, valid
 from kerneltune.rounding import cdiv, next_power_of_2

@@ -9,9 +9,9 @@ import math
 
 import torch
 
-from kerneltune.agreement import close
-from kerneltune.arguments import ITEMSIZE
-from kerneltune.groups import group_ends
+from kerneltune.kernel_lib.agreement import close
+from kerneltune.kernel_lib.arguments import ITEMSIZE
+from kerneltune.kernel_lib.groups import group_ends
 from kerneltune.spec import Case, Inputs, Option, Outputs, Traffic
 
 OPTIONS: dict[str, tuple[Option, ...]] = {

@@ -10,12 +10,12 @@ import torch
 import triton
 
 from kerneltune import cache, device
-from kerneltune.arguments import DTYPE_NAMES
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES
+from kerneltune.kernel_lib.tl_lib import is_cuda
+from kerneltune.kernel_lib.workspace import counters
 from kerneltune.ops.int4_gemm import kernels
 from kerneltune.ops.int4_gemm.packing import DEPTH, GROUPS, ROWS, Int4Weight, block_shape, check_sizes, scale_shape
 from kerneltune.spec import Case, Inputs, Outputs, Space
-from kerneltune.tl_lib import is_cuda
-from kerneltune.workspace import counters
 
 FREE_AXES = ("N", "M")
 _ALONG = (1, 2, 4, 8)

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kerneltune.tl_gemm import dot, is_last, sum_of_parts
-from kerneltune.tl_lib import is_cuda, wide
+from kerneltune.kernel_lib.tl_gemm import dot, is_last, sum_of_parts
+from kerneltune.kernel_lib.tl_lib import is_cuda, wide
 
 _STEPS_AHEAD = tl.constexpr(4)
 """Blocks of k of every warp that are asked for while the kernel in front runs."""

@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 
 from kerneltune.device import sm_count
+from kerneltune.kernel_lib.tl_gemm import dot, is_last, sum_of_parts
+from kerneltune.kernel_lib.tl_lib import only_if, wide
+from kerneltune.kernel_lib.workspace import counters
 from kerneltune.ops.int4_gemm.reference import group_size
 from kerneltune.spec import Case, Inputs, Outputs, Space
-from kerneltune.tl_gemm import dot, is_last, sum_of_parts
-from kerneltune.tl_lib import only_if, wide
-from kerneltune.workspace import counters
 
 
 @dataclass(frozen=True, slots=True)

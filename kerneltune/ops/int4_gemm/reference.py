@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kerneltune.agreement import close
+from kerneltune.kernel_lib.agreement import close
 from kerneltune.ops.int4_gemm import packing
 from kerneltune.ops.int4_gemm.packing import Int4Weight
 from kerneltune.spec import Case, Inputs, Outputs, Traffic

@@ -14,14 +14,14 @@ from typing import NamedTuple
 import torch
 
 from kerneltune import cache, device
-from kerneltune.agreement import close, same_bits, same_fp8
-from kerneltune.arguments import DTYPE_NAMES, ITEMSIZE, check_like, check_matrix
-from kerneltune.launch import resident
+from kerneltune.kernel_lib.agreement import close, same_bits, same_fp8
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_like, check_matrix
+from kerneltune.kernel_lib.launch import resident
+from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX
 from kerneltune.ops.multi_cast_transpose import te
 from kerneltune.ops.multi_cast_transpose.kernels import cast_transpose_tiles
 from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
-from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX
 
 _OPTIONS = (("fp8_format", "e4m3"), ("shapes", "same"))
 

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from kerneltune.tl_lib import load_constant, quantize, reciprocal, wide
-from kerneltune.tl_transpose import store_transposed
+from kerneltune.kernel_lib.tl_lib import load_constant, quantize, reciprocal, wide
+from kerneltune.kernel_lib.tl_transpose import store_transposed
 
 
 @triton.jit

@@ -10,9 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
+from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX, quantize, reciprocal, wide
 from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Outputs, Space
-from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX, quantize, reciprocal, wide
 
 _PUBLISHED = {64: (1, 8), 128: (8,)}
 """Row groups that were published for a tile."""

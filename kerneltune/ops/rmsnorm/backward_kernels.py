@@ -6,8 +6,8 @@
 import triton
 import triton.language as tl
 
-from kerneltune.tl_exchange import close_launch, launch_tag, publish, sum_of_published
-from kerneltune.tl_lib import held, load_constant, to_pairs, values, wide
+from kerneltune.kernel_lib.tl_exchange import close_launch, launch_tag, publish, sum_of_published
+from kerneltune.kernel_lib.tl_lib import held, load_constant, to_pairs, values, wide
 
 
 @triton.jit

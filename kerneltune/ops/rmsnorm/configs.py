@@ -6,7 +6,7 @@ Launches nothing. May import arguments and spec.
 from dataclasses import dataclass
 from typing import Any
 
-from kerneltune.arguments import ITEMSIZE
+from kerneltune.kernel_lib.arguments import ITEMSIZE
 from kerneltune.rounding import cdiv, next_power_of_2
 from kerneltune.spec import Case, Space
 

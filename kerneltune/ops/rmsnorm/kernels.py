@@ -9,8 +9,8 @@ tl_exchange.
 import triton
 import triton.language as tl
 
-from kerneltune.tl_exchange import close_launch, launch_tag, publish, sum_of_published
-from kerneltune.tl_lib import held, is_cuda, quantize, reciprocal, wide
+from kerneltune.kernel_lib.tl_exchange import close_launch, launch_tag, publish, sum_of_published
+from kerneltune.kernel_lib.tl_lib import held, is_cuda, quantize, reciprocal, wide
 
 
 @triton.jit

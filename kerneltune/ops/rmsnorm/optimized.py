@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 import torch
 
 from kerneltune import cache, device
-from kerneltune.arguments import DTYPE_NAMES, check_like, check_matrix, in_pairs
-from kerneltune.launch import phases, registers, resident
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, check_like, check_matrix, in_pairs
+from kerneltune.kernel_lib.launch import phases, registers, resident
+from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX, TL_DTYPES, TL_FP8
+from kerneltune.kernel_lib.workspace import workspace
 from kerneltune.ops.rmsnorm import backward_kernels, kernels
 from kerneltune.ops.rmsnorm.configs import BwdConfig, FwdConfig, default_bwd, default_fwd, valid_bwd, valid_fwd
 from kerneltune.ops.rmsnorm.reference import EPS
 from kerneltune.ops.rmsnorm.transpose_kernel import _rmsnorm_fwd_stripes, _rmsnorm_fwd_transpose
 from kerneltune.rounding import cdiv
 from kerneltune.spec import Inputs, Outputs
-from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX, TL_DTYPES, TL_FP8
-from kerneltune.workspace import workspace
 
 _FWD_OPTIONS = (("zero_centered", False), ("fp8_format", "e4m3"), ("row_pad", 0))
 _BWD_OPTIONS = (("zero_centered", False),)

@@ -2,7 +2,7 @@
 
 import torch
 
-from kerneltune.agreement import close, same_bits, same_but_for_cast
+from kerneltune.kernel_lib.agreement import close, same_bits, same_but_for_cast
 from kerneltune.spec import Case, Inputs, Outputs, Traffic
 
 EPS = 1e-5

@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 
 from kerneltune.device import sm_count
+from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX, quantize, reciprocal, wide
 from kerneltune.ops.rmsnorm.reference import EPS
 from kerneltune.rounding import cdiv, next_power_of_2
 from kerneltune.spec import Case, Inputs, Outputs, Space
-from kerneltune.tl_lib import FP8_DTYPES, FP8_MAX, quantize, reciprocal, wide
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ fp8 tile: ptxas 12.8 and 12.9 corrupt a dual fp8 store on sm_90 (triton-lang/tri
 import triton
 import triton.language as tl
 
-from kerneltune.tl_exchange import await_all, await_published, close_launch, launch_tag, publish, published
-from kerneltune.tl_lib import held, only_if, quantize, reciprocal, saturate, to_fp8_pair, values, wide
-from kerneltune.tl_transpose import store_turned
+from kerneltune.kernel_lib.tl_exchange import await_all, await_published, close_launch, launch_tag, publish, published
+from kerneltune.kernel_lib.tl_lib import held, only_if, quantize, reciprocal, saturate, to_fp8_pair, values, wide
+from kerneltune.kernel_lib.tl_transpose import store_turned
 
 
 @triton.jit

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from kerneltune import device
+from kerneltune.kernel_lib.tl_lib import is_cuda
 from kerneltune.rounding import cdiv
-from kerneltune.tl_lib import is_cuda
 
 _QUARTER = 16384
 """Registers of a quarter of a multiprocessor, which holds every fourth warp."""

@@ -6,7 +6,7 @@ Device code; knows no operator. May import triton and tl_lib.
 import triton
 import triton.language as tl
 
-from kerneltune.tl_lib import is_cuda
+from kerneltune.kernel_lib.tl_lib import is_cuda
 
 
 @triton.jit

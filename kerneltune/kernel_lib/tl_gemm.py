@@ -7,7 +7,7 @@ equal inputs give equal bits. Launches nothing. May import triton and tl_lib.
 import triton
 import triton.language as tl
 
-from kerneltune.tl_lib import INTERPRETED
+from kerneltune.kernel_lib.tl_lib import INTERPRETED
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 

@@ -1,0 +1,1 @@
+"""What operators share: device code (`tl_…`), launches, memory between programs, checks of tensors, groups of tokens."""
