@@ -4,7 +4,6 @@ A worker calls the variant's own function on meta tensors under a driver that co
 exactly what a later launch will find in Triton's disk cache. Measures nothing. May import torch and triton.
 """
 
-import multiprocessing
 import os
 import subprocess
 import tempfile
@@ -19,6 +18,7 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from kerneltune.measuring.assembly import Access, Kernel, Usage, gcn_accesses, gcn_usage, ptx_accesses, sass_usage
+from kerneltune.processes import fast_context, in_environment
 
 Inputs = Mapping[str, Any]
 
@@ -107,9 +107,9 @@ class CompilePool:
         self.workers = workers or len(cores or os.sched_getaffinity(0))
         self._pool = ProcessPool(
             self.workers,
-            initializer=_start_worker,
-            initargs=(target, cores),
-            context=multiprocessing.get_context("spawn"),
+            initializer=in_environment,
+            initargs=(dict(os.environ), _start_worker, target, cores),
+            context=fast_context(),
         )
 
     def __enter__(self) -> "CompilePool":

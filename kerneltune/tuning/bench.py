@@ -20,6 +20,7 @@ import torch
 from kerneltune import device
 from kerneltune.measuring.check import Checker
 from kerneltune.measuring.rounds import POLICIES, Contender, interleave, rotation
+from kerneltune.processes import fast_context, in_environment
 from kerneltune.search.trials import Trial
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import Samples
@@ -195,9 +196,10 @@ class IsolatedBench:
             self._ready = True
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = fast_context()
         self._pipe, theirs = context.Pipe()
-        self._child = context.Process(target=_serve, args=(theirs, self._make, self._cores), daemon=True)
+        arguments = (dict(os.environ), _serve, theirs, self._make, self._cores)
+        self._child = context.Process(target=in_environment, args=arguments, daemon=True)
         self._child.start()
         theirs.close()
         self.started += 1

@@ -3,7 +3,6 @@
 Knows nothing of the work.
 """
 
-import multiprocessing
 import os
 import signal
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
 from kerneltune.plan import Options
+from kerneltune.processes import fast_context, in_environment
 from kerneltune.tuning.worker import Event, MakeWorker, Order, Worker, share_of_cores
 
 _GRACE_S = 10.0
@@ -29,10 +29,11 @@ class LocalWorkers:
 
     def start(self, index: int) -> None:
         """Start a worker; it says when it is ready."""
-        context = multiprocessing.get_context("spawn")
+        context = fast_context()
         self._pipes[index], theirs = context.Pipe()
-        arguments = (theirs, self._gpus[index], share_of_cores(index, self.count), self._family, self._options, self._make)
-        self._processes[index] = context.Process(target=_serve, args=arguments)
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": self._gpus[index]}
+        arguments = (theirs, share_of_cores(index, self.count), self._family, self._options, self._make)
+        self._processes[index] = context.Process(target=in_environment, args=(environment, _serve, *arguments))
         self._processes[index].start()
         theirs.close()
 
@@ -91,10 +92,9 @@ def visible_gpus(wanted: str) -> list[str]:
     return found[: int(wanted)]
 
 
-def _serve(pipe: Connection, gpu: str, cores: frozenset[int] | None, family: str, options: Options, make: MakeWorker) -> None:
+def _serve(pipe: Connection, cores: frozenset[int] | None, family: str, options: Options, make: MakeWorker) -> None:
     """A worker: carries out what comes through the pipe until nobody is there any more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the driver's to answer
-    os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     with make(family, options, cores) as worker, suppress(EOFError, OSError):
         pipe.send(("ready", worker.identity()))
         while True:
