@@ -1,5 +1,6 @@
 """Cells of the tables that are printed, and lines of them. Pure; imports the standard library."""
 
+import textwrap
 from collections.abc import Sequence
 
 
@@ -17,3 +18,8 @@ def aligned(cells: Sequence[str], widths: Sequence[int], left: int = 0, strip: b
     """Cells in columns, the first `left` of them to the left."""
     padded = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
     return " ".join(padded).rstrip() if strip else " ".join(padded)
+
+
+def wrapped(text: str, width: int, indent: str = "  ") -> list[str]:
+    """Words on lines of at most `width` columns, from the second on with an indent; what is longer than a line stays whole."""
+    return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

@@ -1,7 +1,7 @@
 """What the report page shows, as plain values: cases with their records, searches, and the cache's evidence.
 
 Pure functions; does not read files, know operators or lay anything out.
-Imports the standard library, cache, device, records and tables.
+Imports the standard library, cache, device, records, naming and tables.
 """
 
 from collections import Counter
@@ -12,7 +12,8 @@ from typing import Any
 from kerneltune import cache
 from kerneltune.device import INTERPRETER, PEAK_TFLOPS
 from kerneltune.records import Key, Record, newest
-from kerneltune.reporting.tables import INTERPRETER_NOTE, LOSS, WIN, options_label
+from kerneltune.reporting.naming import CaseName, case_names, pairs, told_apart
+from kerneltune.reporting.tables import INTERPRETER_NOTE, LOSS, WIN
 
 MOST_EVALUATIONS = 25_000
 """Evaluations of searches that a page holds at most, so that it stays below 2 MB; the newest are kept."""
@@ -106,17 +107,12 @@ def _facts(records: Sequence[Record], sources: Sources) -> dict[str, str]:
 def _cases(records: Sequence[Record], sources: Sources) -> list[dict[str, Any]]:
     """One entry per key and device, its records by variant; the element type with the most records first."""
     cases: dict[object, dict[str, Any]] = {}
-    for record in records:
+    for record, name in zip(records, case_names(records), strict=True):
         case = cases.get((record.key, record.device))
         if case is None:
             case = cases[record.key, record.device] = {
-                "op": record.op,
-                "kind": record.op.partition("_")[2] or record.op,
-                "name": record.case,
-                "dtype": record.dtype,
-                "quant": record.quant,
-                "axes": record.axes,
-                "options": options_label(record),
+                **_named(name),
+                "label": record.label,
                 "policy": record.policy,
                 "device": record.device,
                 "bytes": None,
@@ -131,6 +127,21 @@ def _cases(records: Sequence[Record], sources: Sources) -> list[dict[str, Any]]:
         case["of"][record.variant] = _result(record)
     rows = Counter(record.dtype for record in records)
     return sorted(cases.values(), key=lambda case: -rows[case["dtype"]])
+
+
+def _named(name: CaseName) -> dict[str, Any]:
+    """What table and charts call a case; they choose among these and make up none."""
+    return {
+        "op": name.op,
+        "kind": name.kind,
+        "name": name.case,
+        "dtype": name.dtype,
+        "quant": name.quant,
+        "axes": name.axes,
+        "shape": name.shape,
+        "options": name.options,
+        "title": name.title,
+    }
 
 
 def _result(record: Record) -> dict[str, Any]:
@@ -158,7 +169,7 @@ def _searches(trials: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]]
         if group and group[-1]["fingerprint"] != trial["fingerprint"]:
             group.clear()  # another source, driver or compiler: its times do not belong to the same search
         group.append(trial)
-    searches: list[dict[str, Any]] = []
+    found: list[list[Mapping[str, Any]]] = []
     room, left_out = MOST_EVALUATIONS, 0
     for group in reversed(groups.values()):
         if sum(trial["time_us"] is not None for trial in group) < _FEW:
@@ -167,11 +178,17 @@ def _searches(trials: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]]
             left_out += len(group)
             continue
         room -= len(group)
-        searches.insert(0, _search(group))
-    return searches, left_out
+        found.insert(0, group)
+    names = told_apart(_trial_name(group[0]) for group in found)
+    return [_search(name, group) for name, group in zip(names, found, strict=True)], left_out
 
 
-def _search(group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _trial_name(trial: Mapping[str, Any]) -> CaseName:
+    options = {**trial["options"], "policy": trial["policy"]}
+    return CaseName(trial["op"], trial.get("case", ""), trial["dtype"], trial["quant"], trial["axes"], options)
+
+
+def _search(name: CaseName, group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """evaluations: [time in µs or null, status, index of each knob's value]."""
     first = group[0]
     values = {knob: _ordered({trial["config"].get(knob) for trial in group}) for knob in first["config"]}
@@ -181,12 +198,8 @@ def _search(group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         knobs = [values[knob].index(trial["config"].get(knob)) for knob in values]
         evaluations.append([None if time_us is None else float(f"{time_us:.5g}"), trial["status"], *knobs])
     return {
-        "op": first["op"],
+        **_named(name),
         "variant": first["variant"],
-        "axes": first["axes"],
-        "dtype": first["dtype"],
-        "quant": first["quant"],
-        "options": " ".join(f"{name}={value}" for name, value in first["options"].items()),
         "knobs": {knob: [str(value) for value in found] for knob, found in values.items()},
         "evaluations": evaluations,
     }
@@ -194,27 +207,26 @@ def _search(group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _evidence(entries: Mapping[str, Sequence[cache.Entry]], ops: set[str]) -> list[dict[str, Any]]:
     """What tuning gained over the default, case by case; cases of which both times are known."""
-    found = []
-    for op, of_op in entries.items():
-        for entry in of_op if op in ops else ():
-            time_us, default_us = entry.evidence.get("time_us"), entry.evidence.get("default_us")
-            if not time_us or not default_us:
-                continue
-            found.append(
-                {
-                    "op": op,
-                    "variant": entry.variant,
-                    "name": entry.case,
-                    "axes": dict(entry.axes),
-                    "dtype": entry.dtype,
-                    "quant": entry.quant,
-                    "us": time_us,
-                    "default_us": default_us,
-                    "trials": entry.evidence.get("trials"),
-                    "config": " ".join(f"{knob}={value}" for knob, value in entry.config.items()),
-                }
-            )
-    return found
+    timed = [
+        (op, entry)
+        for op, of_op in entries.items()
+        for entry in (of_op if op in ops else ())
+        if entry.evidence.get("time_us") and entry.evidence.get("default_us")
+    ]
+    names = told_apart(
+        CaseName(op, e.case, e.dtype, e.quant, dict(e.axes), {**dict(e.options), "policy": e.policy}) for op, e in timed
+    )
+    return [
+        {
+            **_named(name),
+            "variant": entry.variant,
+            "us": entry.evidence["time_us"],
+            "default_us": entry.evidence["default_us"],
+            "trials": entry.evidence.get("trials"),
+            "config": pairs(entry.config),
+        }
+        for name, (_, entry) in zip(names, timed, strict=True)
+    ]
 
 
 def _ordered(values: set[Any]) -> list[Any]:

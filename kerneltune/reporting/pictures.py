@@ -1,6 +1,6 @@
 """The main charts as PNG or SVG for a pull request: shares of the ceiling, peers, achieved bandwidth.
 
-Returns bytes; does not read or write files. Imports records and tables, and matplotlib when called.
+Returns bytes; does not read or write files. Imports records and naming, and matplotlib when called.
 """
 
 import io
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kerneltune.records import Record, newest
-from kerneltune.reporting.tables import options_label
+from kerneltune.reporting.naming import case_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -73,11 +73,9 @@ def draw(records: Sequence[Record], pair: tuple[str, str], suffix: str) -> dict[
 
 def _groups(timed: Sequence[Record]) -> dict[str, list[Record]]:
     """Title -> the records of one chart: of one operator, mode, element type and setting of the options."""
-    several = len({(r.op, options_label(r)) for r in timed}) > len({r.op for r in timed})
     groups: dict[str, list[Record]] = {}
-    for record in timed:
-        parts = [record.op, record.quant, record.dtype, *([options_label(record)] if several else [])]
-        groups.setdefault(" · ".join(parts), []).append(record)
+    for name, record in zip(case_names(timed), timed, strict=True):
+        groups.setdefault(name.title, []).append(record)
     return groups
 
 

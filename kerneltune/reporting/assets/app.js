@@ -43,7 +43,7 @@ function tuningSection(cases) {
   const evidence = data.evidence.filter((e) => kept(e) && shown([e.variant]).length);
   const parts = [];
   if (searches.length) {
-    const labels = searches.map((s, i) => [`${s.op} ${s.variant} ${sizes(s.axes)} ${s.dtype} ${s.quant} (${s.evaluations.length})`, String(i)]);
+    const labels = searches.map((s, i) => [`${searchLabel(s)} (${s.evaluations.length})`, String(i)]);
     choices.search = Math.min(choices.search, searches.length - 1);
     const search = searches[choices.search];
     const counts = d3.rollups(search.evaluations, (group) => group.length, ([, status]) => status).map(([status, count]) => `${count} ${status}`).join(", ");
