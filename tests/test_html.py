@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 
 from kerneltune import cache
 from kerneltune.cli import app
+from kerneltune.curves import load as load_curves
 from kerneltune.records import Record, append, load, newest
 from kerneltune.reporting import payload as data
 from kerneltune.reporting.page import page
@@ -202,12 +203,13 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A page of recorded rows, experts, searches and a record with flops."""
+    """A page of recorded rows, experts, searches, a record with flops, and training curves."""
     rows = [*load(RECORDED), *experts()]
     flops = {r.key: 10**9 for r in rows if r.op == "scale"}
     searches = [trial(float(50 - i), 2 ** (i % 4), quant=quant) for quant in ("none", "fp8") for i in range(40)]
     peers = frozenset(("rmsnorm_fwd", name) for name in ("eager", "compile", "max-autotune", "liger"))
-    sources = Sources(rows, ("baseline", "optimized"), searches, {}, peers, flops, "kerneltune report", ["a.jsonl"])
+    curves = {"losses.csv": load_curves(RECORDED.parent / "curves" / "moe_learning.csv")}
+    sources = Sources(rows, ("baseline", "optimized"), searches, {}, peers, flops, "kerneltune report", ["a.jsonl"], curves)
     path = tmp_path_factory.mktemp("page") / "report.html"
     path.write_text(page(payload(sources)), encoding="utf-8")
     return path
@@ -232,7 +234,7 @@ def test_browser_shows_it_without_errors_requests_or_sideways_scrolling(
     assert asked == [shown.as_uri()]
     assert window.evaluate("document.documentElement.scrollWidth") == width
     found = window.evaluate("[...document.querySelectorAll('main section')].map((section) => section.id || 'table')")
-    assert found == ["table", "ceiling", "peers", "bandwidth", "roofline", "scaling", "regret", "landscape", "untimed"]
+    assert found == ["table", "ceiling", "peers", "bandwidth", "roofline", "scaling", "regret", "landscape", "untimed", "curves"]
     cut = window.evaluate(
         """[...document.querySelectorAll("figure svg text")].filter((text) => {
             const [inner, outer] = [text, text.closest("figure")].map((node) => node.getBoundingClientRect());

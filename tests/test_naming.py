@@ -42,7 +42,12 @@ def test_every_table_chart_and_page_says_the_same() -> None:
     records = [cast("row"), cast("both", time_us=50.0, case="other"), cast("row", op="cast_3d")]
     shown = payload(Sources(records, ("baseline", "baseline")))["cases"]
     for case, name in zip(shown, case_names(records), strict=True):
-        assert all(case[field] == getattr(name, field) for field in ("kind", "options", "shape", "title"))
+        assert [case[field] for field in ("kind", "options", "shape", "title")] == [
+            name.kind,
+            name.settings,
+            name.shape,
+            name.title,
+        ]
     rows = tables.ab_rows(records, records)
     assert "2d bfloat16 fp8 layout=both M×N" in tables.ab_text(rows, width=60).splitlines()
     assert "| 2d | bfloat16 | fp8 | both | 8192 | 4096 |" in tables.ab_markdown(rows)

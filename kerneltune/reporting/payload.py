@@ -1,7 +1,7 @@
-"""What the report page shows, as plain values: cases with their records, searches, and the cache's evidence.
+"""What the report page shows, as plain values: cases with their records, searches, the cache's evidence, training curves.
 
 Pure functions; does not read files, know operators or lay anything out.
-Imports the standard library, cache, device, records, naming and tables.
+Imports the standard library, cache, curves, device, records, naming and tables.
 """
 
 from collections import Counter
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kerneltune import cache
+from kerneltune.curves import LAST, Curves, thinned
 from kerneltune.device import INTERPRETER, PEAK_TFLOPS
 from kerneltune.records import Key, Record, newest
 from kerneltune.reporting.naming import CaseName, case_names, pairs, told_apart
@@ -33,6 +34,7 @@ class Sources:
         peers: (op, variant) that another package implements.
         flops: a record's key -> floating-point operations of one call, for operators that state them.
         command: the command line that made the page; files: where its data lies.
+        curves: file -> the training curves in it.
     """
 
     records: Sequence[Record]
@@ -43,21 +45,23 @@ class Sources:
     flops: Mapping[Key, int] = field(default_factory=dict)
     command: str = ""
     files: Sequence[str] = ()
+    curves: Mapping[str, Curves] = field(default_factory=dict)
 
 
 def payload(sources: Sources) -> dict[str, Any]:
     """The page's data, ready for JSON.
 
     Raises:
-        ValueError: no records.
+        ValueError: no records and no curves.
     """
     records = newest(sources.records)
-    if not records:
+    if not records and not sources.curves:
         raise ValueError("no records to report")
     variants = sorted(dict.fromkeys(record.variant for record in records), key=lambda name: name != sources.pair[0])
     searches, left_out = _searches(sources.trials)
     return {
-        "title": ", ".join(dict.fromkeys(record.family or record.op for record in records)),
+        "title": ", ".join(dict.fromkeys(record.family or record.op for record in records))
+        or ", ".join(curves.title for curves in sources.curves.values()),
         "facts": _facts(records, sources),
         "remark": INTERPRETER_NOTE if any(record.device == INTERPRETER for record in records) else "",
         "variants": variants,
@@ -70,6 +74,7 @@ def payload(sources: Sources) -> dict[str, Any]:
         "searches": searches,
         "left_out": left_out,
         "evidence": _evidence(sources.entries, {record.op for record in records}),
+        "curves": [_curves(file, curves) for file, curves in sources.curves.items()],
     }
 
 
@@ -92,9 +97,10 @@ def default_pair(
 
 
 def _facts(records: Sequence[Record], sources: Sources) -> dict[str, str]:
-    """What the header says, by name."""
-    dates = sorted(record.date for record in records)
-    facts = {name: ", ".join(dict.fromkeys(getattr(record, name) for record in records)) for name in _COMMON}
+    """What the header says, by name: of the records, else of the curves."""
+    measured: Sequence[Record | Curves] = records or list(sources.curves.values())
+    dates = sorted(one.date for one in measured)
+    facts = {name: ", ".join(dict.fromkeys(getattr(one, name, "") for one in measured)) for name in _COMMON}
     days = list(dict.fromkeys((dates[0][:10], dates[-1][:10])))
     facts["measured"] = " to ".join(days)
     counts = {s: sum(r.status == s for r in records) for s in dict.fromkeys(r.status for r in records)}
@@ -139,7 +145,7 @@ def _named(name: CaseName) -> dict[str, Any]:
         "quant": name.quant,
         "axes": name.axes,
         "shape": name.shape,
-        "options": name.options,
+        "options": name.settings,
         "title": name.title,
     }
 
@@ -227,6 +233,28 @@ def _evidence(entries: Mapping[str, Sequence[cache.Entry]], ops: set[str]) -> li
         }
         for name, (_, entry) in zip(names, timed, strict=True)
     ]
+
+
+def _curves(file: str, curves: Curves) -> dict[str, Any]:
+    """Curves with their final losses, of many steps with few points."""
+    points, window = thinned(curves)
+    return {
+        "title": curves.title,
+        "loss": curves.loss,
+        "facts": {"device": curves.device, "torch": curves.torch, "date": curves.date, "command": curves.command, "file": file},
+        "last": min(LAST, len(curves.steps)),
+        "window": window,
+        "steps": points.steps,
+        "curves": [
+            {
+                "name": final.name,
+                "final": final.loss,
+                "difference": final.difference,
+                "losses": [float(f"{loss:.6g}") for loss in losses],
+            }
+            for final, losses in zip(curves.finals, points.values.values(), strict=True)
+        ],
+    }
 
 
 def _ordered(values: set[Any]) -> list[Any]:

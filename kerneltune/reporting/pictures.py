@@ -1,13 +1,16 @@
-"""The main charts as PNG or SVG for a pull request: shares of the ceiling, peers, achieved bandwidth.
+"""The main charts as PNG or SVG for a pull request: shares of the ceiling, peers, achieved bandwidth; training curves.
 
-Returns bytes; does not read or write files. Imports records and naming, and matplotlib when called.
+Returns bytes; does not read or write files. Imports curves, records and naming, and matplotlib when called.
 """
 
 import io
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from kerneltune.curves import LAST, Curves, thinned
 from kerneltune.records import Record, newest
 from kerneltune.reporting.naming import case_names
 
@@ -56,19 +59,68 @@ def draw(records: Sequence[Record], pair: tuple[str, str], suffix: str) -> dict[
     Raises:
         ValueError: matplotlib is not installed, or no record is timed.
     """
+    with _style():
+        timed = [record for record in newest(records) if record.time_us is not None]
+        if not timed:
+            raise ValueError("no timed records to draw")
+        charts: dict[str, _Chart] = {"ceiling": _ceiling, "peers": _peers, "bandwidth": _bandwidth}
+        drawn = {name: _picture(timed, pair, chart, suffix) for name, chart in charts.items()}
+    family = timed[0].family or timed[0].op
+    return {f"{family}_{name}": content for name, content in drawn.items() if content}
+
+
+def draw_curves(curves: Curves, suffix: str) -> bytes:
+    """Losses over steps with their final values, and beside them how far each is from the first.
+
+    Args:
+        suffix: `png` or `svg`.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    with _style():
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(10.0, 3.9), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        points, window = thinned(curves)
+        base = next(iter(points.values.values()))
+        for (name, losses), final, look in zip(points.values.items(), curves.finals, _curve_looks(), strict=False):
+            label = f"{name} {final.loss:.4f}" + (f" ({final.difference:+.2%})" if losses is not base else "")
+            left.plot(points.steps, losses, label=label, **look)
+            right.plot(points.steps, [100 * (loss / first - 1) for loss, first in zip(losses, base, strict=True)], **look)
+        each = "" if window == 1 else f", a point the mean of {window}"
+        left.set(title=curves.title, xlabel=f"step{each}", ylabel=curves.loss)
+        right.set(title=f"difference to {next(iter(points.values))}", xlabel="step", ylabel="%")
+        for axes in (left, right):
+            axes.grid(True, linewidth=0.6)
+            axes.set_xlim(points.steps[0], max(points.steps[-1], points.steps[0] + 1))
+        left.legend(title=f"mean of the last {min(LAST, len(curves.steps))} steps", frameon=False, alignment="left")
+        figure.supxlabel(curves.source, fontsize=7.5, color=_MUTED, x=0.01, ha="left")
+        return _bytes(figure, suffix)
+
+
+def _curve_looks() -> Iterator[dict[str, Any]]:
+    """The first curve broad and pale, so that those that lie on it are seen; then solid and dashed lines."""
+    yield {"color": _COLOURS[0], "linewidth": 4.0, "alpha": 0.5}
+    for index, colour in itertools.cycle(enumerate((2, 5, 3, 4, 6, 1, 7))):
+        yield {"color": _COLOURS[colour], "linewidth": 1.2, "linestyle": (0, (4, 2)) if index % 2 else "-"}
+
+
+@contextmanager
+def _style() -> Iterator[None]:
+    """The look of all pictures.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
     try:
         from matplotlib import rc_context
     except ImportError as error:
         raise ValueError("pictures need matplotlib: pip install 'kerneltune[report]'") from error
-    timed = [record for record in newest(records) if record.time_us is not None]
-    if not timed:
-        raise ValueError("no timed records to draw")
-    charts: dict[str, _Chart] = {"ceiling": _ceiling, "peers": _peers, "bandwidth": _bandwidth}
     style: dict[Any, Any] = dict(_STYLE)
     with rc_context(style):
-        drawn = {name: _picture(timed, pair, chart, suffix) for name, chart in charts.items()}
-    family = timed[0].family or timed[0].op
-    return {f"{family}_{name}": content for name, content in drawn.items() if content}
+        yield
 
 
 def _groups(timed: Sequence[Record]) -> dict[str, list[Record]]:

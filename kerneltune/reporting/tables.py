@@ -1,7 +1,7 @@
-"""Tables of records: A against B in the published column form, and what a sweep found, as text, Markdown and CSV.
+"""Tables of records: A against B in the published column form, and what a sweep found, as text, Markdown and CSV; final losses.
 
 Pure functions that return text; does not measure, read files or print.
-Imports the standard library, cells, stats, device, records and naming.
+Imports the standard library, cells, curves, stats, device, records and naming.
 """
 
 import csv
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kerneltune.cells import aligned, number, ratio, wrapped
+from kerneltune.curves import LAST, Curves
 from kerneltune.device import INTERPRETER
 from kerneltune.records import Record
 from kerneltune.reporting.naming import CaseName, case_names, pairs
@@ -179,6 +180,15 @@ def sweep_csv(records: list[Record]) -> str:
             head = [r.op, r.case, *sizes, r.dtype, r.quant, pairs(r.options), r.policy, r.variant, r.status]
             lines.append([*head, *measured, best, r.config_label, r.device, _flat(r.reason)])
     return _csv(lines)
+
+
+def curves_markdown(curves: Curves) -> str:
+    """The final losses, and how far they are from the first curve's."""
+    base, *others = curves.finals
+    lines = [_pipe(["", f"{curves.loss}, mean of the last {min(LAST, len(curves.steps))} steps", f"difference to {base.name}"])]
+    lines += [_pipe(["---", "---:", "---:"]), _pipe([base.name, f"{base.loss:.4f}", ""])]
+    lines += [_pipe([final.name, f"{final.loss:.4f}", f"{final.difference:+.2%}"]) for final in others]
+    return "\n".join(lines) + "\n"
 
 
 def _columns(names: Iterable[CaseName]) -> tuple[list[str], list[str]]:

@@ -152,7 +152,7 @@ function scalingCards(cases, axis) {
         y: { ...logAxis([...rows, ...linear].map((d) => d.us), 6), label: "↑ µs", tickFormat: "~g" }, color: colours(variants), symbol: symbols(variants),
         marks: [
           Plot.line(linear, { x: "x", y: "us", stroke: "var(--muted)", strokeDasharray: "5 3" }),
-          Plot.line(rows, { x: "x", y: "us", stroke: "variant", strokeWidth: 1.6 }),
+          Plot.line(rows, { x: "x", y: "us", z: "variant", stroke: "variant", strokeWidth: 1.6 }),
           Plot.dot(rows, { x: "x", y: "us", stroke: "variant", fill: "variant", symbol: "variant", r: 3.5 }),
           nearest(rows, { x: "x", y: "us" }),
           Plot.text(linear.slice(-1), { x: "x", y: "us", text: ["linear"], dy: -10, textAnchor: "end", fill: "var(--muted)", stroke: "var(--surface)", strokeWidth: 4 }),
@@ -163,7 +163,7 @@ function scalingCards(cases, axis) {
   });
 }
 
-const searchLabel = (s) => `${s.op} ${s.variant} ${s.shape} ${[s.dtype, s.quant, ...Object.values(s.options)].join(" ")}`;
+const searchLabel = (s) => `${s.op} ${s.variant} ${s.shape} ${[s.dtype, s.quant, s.options].filter(Boolean).join(" ")}`;
 
 /** The best so far over the best found, after every evaluation; one line a case, the median of all in bold. */
 function regretCards(searches) {

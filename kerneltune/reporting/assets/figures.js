@@ -115,6 +115,8 @@ function select(label, options, value, changed) {
   return element("label", {}, label, list);
 }
 
+const cards = (found, small) => element("div", { class: small ? "cards small" : "cards" }, ...found.filter(Boolean));
+
 function section(id, title, note, ...content) {
   const heading = element("h2", { id: `h-${id}` }, title);
   return element("section", { id, "aria-labelledby": `h-${id}` }, heading, element("p", { class: "note" }, note), ...content);

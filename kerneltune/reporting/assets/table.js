@@ -21,16 +21,26 @@ function compared(c) {
   };
 }
 
+/** A column per axis; one for the whole shape, by its size, where rows have different axes. */
+function sizeColumns(rows) {
+  const kinds = new Set(rows.map((row) => axisNames(row.c.axes)));
+  if (kinds.size > 1) {
+    const volume = (row) => Object.values(row.c.axes).reduce((product, size) => product * size, 1);
+    const cell = (row) => element("span", { title: axisNames(row.c.axes) }, row.c.shape);
+    return [{ name: "shape", get: volume, show: cell, number: true }];
+  }
+  return Object.keys(rows[0]?.c.axes ?? {}).map((axis) => ({ name: axis, get: (row) => row.c.axes[axis], show: (row) => String(row.c.axes[axis]), number: true }));
+}
+
 function tableColumns(rows) {
-  const named = (part) => [...new Set(rows.flatMap((row) => Object.keys(row.c[part])))];
-  const text = (name, get, wide) => ({ name, get, show: get, wide });
+  const text = (name, get) => ({ name, get, show: get });
   const number = (name, get, digits, wide) => ({ name, get, show: (row) => fixed(get(row), digits), number: true, wide });
   const columns = [
     text("kind", (row) => row.c.kind),
     text("dtype", (row) => row.c.dtype.replace("bfloat", "bf").replace("float", "fp")),
     text("quant", (row) => row.c.quant),
-    ...named("options").map((option) => text(option, (row) => String(row.c.options[option] ?? ""), true)),
-    ...named("axes").map((axis) => ({ name: axis, get: (row) => row.c.axes[axis], show: (row) => String(row.c.axes[axis] ?? ""), number: true })),
+    ...(rows.some((row) => row.c.options) ? [text("options", (row) => row.c.options)] : []),
+    ...sizeColumns(rows),
     number("A ms", (row) => (row.speedup == null ? null : row.a.us / 1000), 4),
     number("B ms", (row) => (row.speedup == null ? null : row.b.us / 1000), 4),
     number("A GB/s", (row) => row.a.gbps ?? null, 1, true),
