@@ -24,9 +24,9 @@ def list_(configs: o.Configs = None) -> None:
         entries = load(path.stem, path.parent.name, path.parent.parent)
         variants = ", ".join(sorted({entry.variant for entry in entries}))
         latest = max((str(entry.evidence.get("date", "")) for entry in entries), default="")
-        rows.append((path.parent.name, path.stem, str(len(entries)), variants, latest))
+        rows.append((path.parent.name, path.stem, str(len(entries)), variants, latest.replace("T", " ").removesuffix("+00:00")))
     if rows:
-        show_table(("gpu", "op", "entries", "variants", "latest"), rows)
+        show_table(("gpu", "op", "entries", "variants", "latest, UTC"), rows)
     else:
         show(f"no entries in {o.configs_root(configs)}")
 
@@ -43,12 +43,13 @@ def show_(
     rows = []
     for path in _chosen(op, gpu, configs):
         for entry in load(op, path.parent.name, path.parent.parent):
-            case = [entry.case, *(f"{name}={value}" for name, value in (*entry.axes, *entry.options))]
+            sizes = [f"{name}={value}" for name, value in (*entry.axes, *entry.options)]
+            case = " ".join([entry.case, *sizes, entry.dtype, entry.quant, entry.policy])
             config = " ".join(f"{knob}={value}" for knob, value in entry.config.items())
             speedup = entry.evidence.get("speedup")
             gain = f"{speedup:.2f}x" if isinstance(speedup, float | int) else ""
-            rows.append((path.parent.name, entry.variant, " ".join(case), entry.dtype, entry.quant, entry.policy, config, gain))
-    show_table(("gpu", "variant", "case", "dtype", "quant", "policy", "config", "speedup"), rows)
+            rows.append((path.parent.name, entry.variant, case, config, gain))
+    show_table(("gpu", "variant", "case", "config", "speedup"), rows)
 
 
 @app.command("verify")
