@@ -1,7 +1,7 @@
 """Cells of the tables that are printed, and lines of them. Pure; imports the standard library."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
@@ -12,6 +12,11 @@ def ratio(numerator: float | None, denominator: float | None) -> float | None:
 def number(value: float | None, digits: int) -> str:
     """With so many digits behind the point; empty for None."""
     return "" if value is None else f"{value:.{digits}f}"
+
+
+def pairs(values: Mapping[str, object]) -> str:
+    """`block=1024 warps=4`."""
+    return " ".join(f"{name}={value}" for name, value in values.items())
 
 
 def aligned(cells: Sequence[str], widths: Sequence[int], left: int = 0, strip: bool = True) -> str:

@@ -133,6 +133,13 @@ def test_pictures_and_markdown_of_curves_alone(tmp_path: Path) -> None:
     assert lines[7:] == ["| fp8 | 2.3867 | +2.29% |", "", "![small](small.svg)"]
 
 
+def test_pictures_do_not_replace_each_other(tmp_path: Path) -> None:
+    first, second = (written(tmp_path / name, GOOD) for name in "ab" if not (tmp_path / name).mkdir())
+    result = run(first, second, "--svg", tmp_path)
+    assert (result.exit_code, result.stderr) == (2, f"error: {second}: 'small': expected a file name that no other picture has\n")
+    assert not list(tmp_path.glob("*.svg"))
+
+
 def test_the_picture_in_the_docs_is_that_of_the_recorded_losses() -> None:
     """Make it anew with `kerneltune report results/nvidia_h200/curves/moe_learning.csv --svg docs`."""
     root = Path(__file__).parent.parent

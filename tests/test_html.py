@@ -15,6 +15,7 @@ from kerneltune.cli import app
 from kerneltune.curves import load as load_curves
 from kerneltune.records import Record, append, load, newest
 from kerneltune.reporting import payload as data
+from kerneltune.reporting.naming import case_names
 from kerneltune.reporting.page import page
 from kerneltune.reporting.payload import Sources, default_pair, payload
 from kerneltune.reporting.tables import ab_rows
@@ -280,6 +281,26 @@ def test_browser_table_is_that_of_compare_and_sorts_and_filters(browser: Any, sh
     assert set(column("M")) == {"8192"}
     window.select_option("#a", "pr593")
     assert "A is pr593, B is optimized" in window.locator("#table caption").inner_text()
+    window.close()
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [400, 1600])
+def test_browser_calls_cases_what_every_table_calls_them(browser: Any, tmp_path: Path, width: int) -> None:
+    rows = [record(options={"pow2": True, "layout": layout}) for layout in ("row", "both")]
+    rows.append(record(op="scale_rows", axes={"M": 2}))
+    (tmp_path / "x.html").write_text(page(payload(Sources(rows, ("baseline", "baseline")))), encoding="utf-8")
+    window = browser.new_page(viewport={"width": width, "height": 900})
+    window.goto((tmp_path / "x.html").as_uri())
+    heads = [head.strip() for head in window.locator("#table thead th:visible").all_inner_texts()]
+    assert heads[:5] == ["kind", "dtype", "quant", "options", "shape"]
+    lines = [line.split("\t") for line in window.locator("#table tbody tr").all_inner_texts()]
+    shown = [(cells[0], cells[3], cells[4]) for cells in lines]
+    assert shown == [(name.kind, name.settings, name.shape) for name in case_names(rows)]
+    titles = window.locator("#bandwidth h3").all_inner_texts()
+    assert titles == [name.title for name in case_names(rows)]
+    window.select_option("#filter-op", "scale_rows")
+    assert [head.strip() for head in window.locator("#table thead th:visible").all_inner_texts()][3] == "M"
     window.close()
 
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from kerneltune.cells import pairs
 from kerneltune.cli import options as o
 from kerneltune.cli.console import deliver, show, show_table
 from kerneltune.cli.progress import reporter
@@ -43,12 +44,10 @@ def show_(
     rows = []
     for path in _chosen(op, gpu, configs):
         for entry in load(op, path.parent.name, path.parent.parent):
-            sizes = [f"{name}={value}" for name, value in (*entry.axes, *entry.options)]
-            case = " ".join([entry.case, *sizes, entry.dtype, entry.quant, entry.policy])
-            config = " ".join(f"{knob}={value}" for knob, value in entry.config.items())
+            case = " ".join([entry.case, pairs(dict((*entry.axes, *entry.options))), entry.dtype, entry.quant, entry.policy])
             speedup = entry.evidence.get("speedup")
             gain = f"{speedup:.2f}x" if isinstance(speedup, float | int) else ""
-            rows.append((path.parent.name, entry.variant, case, config, gain))
+            rows.append((path.parent.name, entry.variant, case, pairs(entry.config), gain))
     show_table(("gpu", "variant", "case", "config", "speedup"), rows)
 
 

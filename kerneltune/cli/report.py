@@ -67,11 +67,20 @@ def command(
 
 
 def _pictures(sources: "Sources", suffix: str) -> dict[str, bytes]:
-    """Name -> content."""
+    """Name -> content.
+
+    Raises:
+        ValueError: nothing to draw, no matplotlib, or two pictures of one name.
+    """
     from kerneltune.reporting.pictures import draw, draw_curves
 
     found = draw(sources.records, sources.pair, suffix) if sources.records else {}
-    return found | {Path(file).stem: draw_curves(curves, suffix) for file, curves in sources.curves.items()}
+    for file, curves in sources.curves.items():
+        name = Path(file).stem
+        if name in found:
+            raise ValueError(f"{file}: {name!r}: expected a file name that no other picture has")
+        found[name] = draw_curves(curves, suffix)
+    return found
 
 
 def _sources(

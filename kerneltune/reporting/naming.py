@@ -1,12 +1,13 @@
 """What tables, charts and the page call a case: one value, which all of them print.
 
-Pure; does not lay anything out. Imports the standard library, spec and records.
+Pure; does not lay anything out. Imports the standard library, cells, spec and records.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from kerneltune.cells import pairs
 from kerneltune.records import Record
 from kerneltune.spec import Option
 
@@ -48,11 +49,6 @@ class CaseName:
     def title(self) -> str:
         """What is above a chart of such shapes: `rmsnorm_fwd · fp8 · bfloat16 · row_pad=8`."""
         return " · ".join(filter(None, [self.op, self.quant, self.dtype, self.settings]))
-
-
-def pairs(values: Mapping[str, object]) -> str:
-    """`block=1024 warps=4`."""
-    return " ".join(f"{name}={value}" for name, value in values.items())
 
 
 def case_names(records: Iterable[Record]) -> list[CaseName]:

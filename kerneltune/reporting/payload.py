@@ -1,7 +1,7 @@
 """What the report page shows, as plain values: cases with their records, searches, the cache's evidence, training curves.
 
 Pure functions; does not read files, know operators or lay anything out.
-Imports the standard library, cache, curves, device, records, naming and tables.
+Imports the standard library, cache, cells, curves, device, records, naming and tables.
 """
 
 from collections import Counter
@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kerneltune import cache
+from kerneltune.cells import pairs
 from kerneltune.curves import LAST, Curves, thinned
 from kerneltune.device import INTERPRETER, PEAK_TFLOPS
 from kerneltune.records import Key, Record, newest
-from kerneltune.reporting.naming import CaseName, case_names, pairs, told_apart
+from kerneltune.reporting.naming import CaseName, case_names, told_apart
 from kerneltune.reporting.tables import INTERPRETER_NOTE, LOSS, WIN
 
 MOST_EVALUATIONS = 25_000

@@ -10,11 +10,11 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kerneltune.cells import aligned, number, ratio, wrapped
+from kerneltune.cells import aligned, number, pairs, ratio, wrapped
 from kerneltune.curves import LAST, Curves
 from kerneltune.device import INTERPRETER
 from kerneltune.records import Record
-from kerneltune.reporting.naming import CaseName, case_names, pairs
+from kerneltune.reporting.naming import CaseName, case_names
 from kerneltune.stats import geometric_mean
 
 WIN, LOSS = 1.05, 0.95
@@ -72,7 +72,7 @@ def ab_rows(a: list[Record], b: list[Record]) -> list[Row]:
 
 
 def ab_text(rows: list[Row], width: int = 100) -> str:
-    """The published table and its summary; where it does not fit narrower, and else the shapes of a kind under its heading."""
+    """The published table and its summary; where it is too wide, with narrower columns; else shapes under a heading per kind."""
     names = case_names(row.a for row in rows)
     options, axes = _columns(names)
     head, left = [*_PUBLISHED, *options, *axes, *_AB_NUMBERS], len(_PUBLISHED) + len(options)
@@ -89,8 +89,11 @@ def ab_text(rows: list[Row], width: int = 100) -> str:
     lines = [aligned(head, widths, left), "-" * (sum(widths) + len(widths) - 1)]
     for heading in dict.fromkeys(headings):
         lines += wrapped(heading, width) if heading else []
-        found = (pair for pair, other in zip(zip(rows, cells, strict=True), headings, strict=True) if other == heading)
-        lines += [_ab_line(row, aligned(line, widths, left), width) for row, line in found]
+        lines += [
+            _ab_line(row, aligned(line, widths, left), width)
+            for row, line, other in zip(rows, cells, headings, strict=True)
+            if other == heading
+        ]
     return "\n".join([*lines, "", *_ab_summary(rows)]) + "\n"
 
 
