@@ -1,6 +1,7 @@
 """Cells of the tables that are printed, and lines of them. Pure; imports the standard library."""
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
@@ -13,7 +14,17 @@ def number(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
+def pairs(values: Mapping[str, object]) -> str:
+    """`block=1024 warps=4`."""
+    return " ".join(f"{name}={value}" for name, value in values.items())
+
+
 def aligned(cells: Sequence[str], widths: Sequence[int], left: int = 0, strip: bool = True) -> str:
     """Cells in columns, the first `left` of them to the left."""
     padded = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
     return " ".join(padded).rstrip() if strip else " ".join(padded)
+
+
+def wrapped(text: str, width: int, indent: str = "  ") -> list[str]:
+    """Words on lines of at most `width` columns, from the second on with an indent; what is longer than a line stays whole."""
+    return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

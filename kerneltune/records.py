@@ -1,7 +1,7 @@
 """Records: measured, checked, failed or skipped rows with everything needed to believe them, kept as JSON lines.
 
 Does not measure, compare or print; a file is only ever appended to.
-Imports the standard library, spec, device and files.
+Imports the standard library, cells, spec, device and files.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from kerneltune.cells import pairs
 from kerneltune.device import INTERPRETER
 from kerneltune.files import replace_text
 from kerneltune.spec import Option
@@ -100,13 +101,12 @@ class Record:
     @property
     def config_label(self) -> str:
         """The config in one line: `block=1024 warps=4`; `-` where there is none."""
-        return " ".join(f"{knob}={value}" for knob, value in (self.config or {}).items()) or "-"
+        return pairs(self.config or {}) or "-"
 
     @property
     def label(self) -> str:
         """The key in one line: `rmsnorm_fwd M=8192 N=4096 bfloat16 fp8 cold`."""
-        sizes = [f"{name}={value}" for name, value in [*self.axes.items(), *self.options.items()]]
-        return " ".join([self.op, *sizes, self.dtype, self.quant, self.policy])
+        return " ".join([self.op, pairs({**self.axes, **self.options}), self.dtype, self.quant, self.policy])
 
 
 def rounded(value: float) -> float:

@@ -12,8 +12,10 @@ from typer.testing import CliRunner, Result
 
 from kerneltune import cache
 from kerneltune.cli import app
+from kerneltune.curves import load as load_curves
 from kerneltune.records import Record, append, load, newest
 from kerneltune.reporting import payload as data
+from kerneltune.reporting.naming import case_names
 from kerneltune.reporting.page import page
 from kerneltune.reporting.payload import Sources, default_pair, payload
 from kerneltune.reporting.tables import ab_rows
@@ -202,12 +204,13 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A page of recorded rows, experts, searches and a record with flops."""
+    """A page of recorded rows, experts, searches, a record with flops, and training curves."""
     rows = [*load(RECORDED), *experts()]
     flops = {r.key: 10**9 for r in rows if r.op == "scale"}
     searches = [trial(float(50 - i), 2 ** (i % 4), quant=quant) for quant in ("none", "fp8") for i in range(40)]
     peers = frozenset(("rmsnorm_fwd", name) for name in ("eager", "compile", "max-autotune", "liger"))
-    sources = Sources(rows, ("baseline", "optimized"), searches, {}, peers, flops, "kerneltune report", ["a.jsonl"])
+    curves = {"losses.csv": load_curves(RECORDED.parent / "curves" / "moe_learning.csv")}
+    sources = Sources(rows, ("baseline", "optimized"), searches, {}, peers, flops, "kerneltune report", ["a.jsonl"], curves)
     path = tmp_path_factory.mktemp("page") / "report.html"
     path.write_text(page(payload(sources)), encoding="utf-8")
     return path
@@ -232,7 +235,7 @@ def test_browser_shows_it_without_errors_requests_or_sideways_scrolling(
     assert asked == [shown.as_uri()]
     assert window.evaluate("document.documentElement.scrollWidth") == width
     found = window.evaluate("[...document.querySelectorAll('main section')].map((section) => section.id || 'table')")
-    assert found == ["table", "ceiling", "peers", "bandwidth", "roofline", "scaling", "regret", "landscape", "untimed"]
+    assert found == ["table", "ceiling", "peers", "bandwidth", "roofline", "scaling", "regret", "landscape", "untimed", "curves"]
     cut = window.evaluate(
         """[...document.querySelectorAll("figure svg text")].filter((text) => {
             const [inner, outer] = [text, text.closest("figure")].map((node) => node.getBoundingClientRect());
@@ -278,6 +281,26 @@ def test_browser_table_is_that_of_compare_and_sorts_and_filters(browser: Any, sh
     assert set(column("M")) == {"8192"}
     window.select_option("#a", "pr593")
     assert "A is pr593, B is optimized" in window.locator("#table caption").inner_text()
+    window.close()
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [400, 1600])
+def test_browser_calls_cases_what_every_table_calls_them(browser: Any, tmp_path: Path, width: int) -> None:
+    rows = [record(options={"pow2": True, "layout": layout}) for layout in ("row", "both")]
+    rows.append(record(op="scale_rows", axes={"M": 2}))
+    (tmp_path / "x.html").write_text(page(payload(Sources(rows, ("baseline", "baseline")))), encoding="utf-8")
+    window = browser.new_page(viewport={"width": width, "height": 900})
+    window.goto((tmp_path / "x.html").as_uri())
+    heads = [head.strip() for head in window.locator("#table thead th:visible").all_inner_texts()]
+    assert heads[:5] == ["kind", "dtype", "quant", "options", "shape"]
+    lines = [line.split("\t") for line in window.locator("#table tbody tr").all_inner_texts()]
+    shown = [(cells[0], cells[3], cells[4]) for cells in lines]
+    assert shown == [(name.kind, name.settings, name.shape) for name in case_names(rows)]
+    titles = window.locator("#bandwidth h3").all_inner_texts()
+    assert titles == [name.title for name in case_names(rows)]
+    window.select_option("#filter-op", "scale_rows")
+    assert [head.strip() for head in window.locator("#table thead th:visible").all_inner_texts()][3] == "M"
     window.close()
 
 

@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from kerneltune.cache import data_root
+from kerneltune.curves import load
+
 EXAMPLE = Path(__file__).parents[1] / "examples" / "moe_learning"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -28,21 +31,32 @@ def test_all_recipes_learn_alike() -> None:
         assert losses[-1] == pytest.approx(found["bf16"][-1], rel=0.05)
 
 
-def test_final_losses_and_their_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:  # type: ignore[no-untyped-def]
-    import report
+@pytest.mark.parametrize(("off", "code"), [(0.005, 0), (0.015, 1)])
+def test_losses_become_curves_and_the_exit_code_says_whether_they_end_alike(
+    off: float, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import train
 
-    file, picture = tmp_path / "losses.csv", tmp_path / "losses.svg"
-    rows = [f"{step},{3 - step / 100},{3 - step / 100 + (0.015 if step >= 50 else 0)}" for step in range(100)]
-    file.write_text("\n".join(["step,bf16,rowwise", *rows]) + "\n")
-    columns = report.read(file)
-    assert report.final(columns["bf16"]) == pytest.approx(3 - 0.745)
-    assert report.differences(columns) == pytest.approx({"bf16": 0, "rowwise": 0.015 / 2.255})
-    monkeypatch.setattr(sys, "argv", ["report.py", str(file), "--svg", str(picture)])
+    file = tmp_path / "losses.csv"
+    made_up = {"bf16": 2.0, "rowwise": 2.0 - 2 * off, "tensorwise": 2.0 + 0.002}
+    monkeypatch.setattr(train, "losses", lambda recipe, _sizes, steps, _batch, **_: [made_up[recipe]] * steps)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--steps", "60", "--output", str(file)])
     with pytest.raises(SystemExit) as ended:
-        report.main()
-    assert ended.value.code == 0
-    assert "rowwise      2.2700 nats per byte, mean of the last 50 steps (+0.67%)" in capsys.readouterr().out
-    assert picture.read_text().startswith("<?xml")
+        train.main()
+    assert ended.value.code == code
+    assert f"rowwise      {2 - 2 * off:.4f} nats per byte, mean of the last 50 steps ({-off:+.2%})" in capsys.readouterr().out
+    curves = load(file)
+    assert (curves.device, curves.steps[-1], list(curves.values)) == ("NVIDIA H200", 59, list(made_up))
+    assert curves.command == "python examples/moe_learning/train.py --steps 60 --batch 32 --seed 0"
+
+
+@pytest.mark.parametrize("file", sorted(data_root("results").glob("*/curves/moe_learning.csv")), ids=lambda file: file.parts[-3])
+def test_recorded_losses_end_within_one_percent_of_those_of_bf16(file: Path) -> None:
+    finals = load(file).finals
+    assert [final.name for final in finals] == ["bf16", "rowwise", "tensorwise"]
+    assert all(abs(final.difference) < 0.01 for final in finals)
 
 
 @pytest.mark.gpu

@@ -2,15 +2,19 @@
 
 import csv
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from literal_records import literal
 
-from kerneltune.records import Record
+from kerneltune import cache
+from kerneltune.records import Record, load
 from kerneltune.reporting import tables
+from kerneltune.reporting.naming import case_names
 
+RECORDED = cache.data_root("results") / "nvidia_h200"
 PUBLISHED = Path(__file__).parent / "data" / "te_pr593_rmsnorm_ab.csv"
 OFF_BY_A_HUNDREDTH = 7
 """Published speed-ups were taken from unrounded times, so 7 of the 80 differ by 0.01 from the ratio of the printed ones."""
@@ -96,11 +100,60 @@ def test_80_columns_hold_the_same_columns() -> None:
 def test_other_axes_and_long_names_widen_their_columns() -> None:
     axes = {"E": 8, "M": 8192, "N": 4096, "K": 7168}
     same: dict[str, Any] = {"op": "grouped_gemm", "quant": "blockwise", "axes": axes}
-    lines = tables.ab_text(tables.ab_rows([record(**same)], [record(50.0, **same)])).splitlines()
+    lines = tables.ab_text(tables.ab_rows([record(**same)], [record(50.0, **same)]), width=120).splitlines()
     assert lines[0] == ("kind dtype    quant          E      M      N      K       A ms       B ms    A GB/s    B GB/s   speedup")
     assert lines[2] == (
         "gemm bfloat16 blockwise      8   8192   4096   7168     0.1000     0.0500    1000.0    1000.0      2.00x  +"
     )
+
+
+def quantised() -> list[tables.Row]:
+    """Two operators, one of them in two layouts and with an axis of its own."""
+    both = [
+        record(op=op, options={"pow2": True, "layout": layout}, axes=axes)
+        for op, layout, axes in (
+            ("cast_2d", "row", {"M": 8, "K": 16}),
+            ("cast_rows_of_experts", "row", {"E": 4, "K": 16, "N": 32}),
+            ("cast_2d", "both", {"M": 8, "K": 16}),
+            ("cast_2d", "row", {"M": 8, "K": 32}),
+        )
+    ]
+    return tables.ab_rows(both, [replace(side, time_us=50.0) for side in both])
+
+
+def test_where_the_columns_do_not_fit_shapes_stand_under_what_they_share() -> None:
+    numbers = "0.1000 0.0500 1000.0 1000.0    2.00x  +"
+    assert tables.ab_text(quantised(), width=78).splitlines()[:9] == [
+        "  shape     A ms   B ms A GB/s B GB/s speedup",
+        "-" * 45,
+        "2d bfloat16 fp8 layout=row M×K",
+        f"  8×16    {numbers}",
+        f"  8×32    {numbers}",
+        "experts bfloat16 fp8 layout=row E×K×N",
+        f"  4×16×32 {numbers}",
+        "2d bfloat16 fp8 layout=both M×K",
+        f"  8×16    {numbers}",
+    ]
+    wide = tables.ab_text(quantised(), width=79).splitlines()
+    assert wide[0] == "kind    dtype    quant layout M  K E  N   A ms   B ms A GB/s B GB/s speedup"
+    assert wide[2:4] == [
+        f"2d      bfloat16 fp8   row    8 16      {numbers}",
+        f"experts bfloat16 fp8   row      16 4 32 {numbers}",
+    ]
+
+
+@pytest.mark.parametrize("family", [path.stem for path in sorted(RECORDED.glob("*.jsonl"))])
+@pytest.mark.parametrize("width", [80, 120])
+def test_every_recorded_table_fits_and_tells_all_rows_apart(family: str, width: int) -> None:
+    records = load(RECORDED / f"{family}.jsonl")
+    rows = tables.ab_rows(*([r for r in records if r.variant == "baseline"] for _ in "ab"))
+    lines = tables.ab_text(rows, width).splitlines()
+    table = lines[: lines.index("")]
+    assert max(map(len, table)) <= width
+    if family == "rmsnorm":
+        assert lines[0].split("A ms")[0].split() == ["kind", "dtype", "quant", "M", "N"]
+    named = [name.heading + name.shape for name in case_names(row.a for row in rows)]
+    assert len(set(named)) == len(rows) > 0
 
 
 def test_pairs_are_of_one_key_and_one_device() -> None:

@@ -1,7 +1,10 @@
-"""Train the model of model.py once per recipe, on the same text in the same order; losses of every step as CSV."""
+"""Train the model of model.py once per recipe, on the same text in the same order; exit code 1 if a final loss is off by 1 %.
+
+Writes the loss of every step as a file of training curves, of which `kerneltune report` makes a page or a picture.
+"""
 
 import argparse
-import csv
+import sys
 import time
 from pathlib import Path
 
@@ -10,7 +13,11 @@ import torch.nn.functional as F
 from model import BYTES, Model, Sizes
 from torch import Tensor
 
+from kerneltune.curves import LAST, Curves, save
+
 RECIPES = ("bf16", "rowwise", "tensorwise")
+MOST = 0.01
+"""Largest difference to the first recipe's final loss, a fraction."""
 TEXT = Path(__file__).with_name("text.txt")
 
 
@@ -56,20 +63,27 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a GPU")
-    columns = {}
+    values = {}
     for recipe in options.recipes:
         started = time.time()
-        columns[recipe] = losses(recipe, Sizes(), options.steps, options.batch, seed=options.seed, device="cuda")
-        print(f"{recipe}: {columns[recipe][-1]:.4f} nats per byte after {options.steps} steps, {time.time() - started:.0f} s")
-    with options.output.open("w", newline="") as file:
-        file.write(
-            f"# train.py --steps {options.steps} --batch {options.batch} --seed {options.seed}; {torch.cuda.get_device_name()}, "
-        )
-        file.write(f"torch {torch.__version__}, {time.strftime('%Y-%m-%d')}\n")
-        writer = csv.writer(file)
-        writer.writerow(["step", *columns])
-        writer.writerows([step, *(f"{loss:.6f}" for loss in row)] for step, row in enumerate(zip(*columns.values(), strict=True)))
+        values[recipe] = tuple(losses(recipe, Sizes(), options.steps, options.batch, seed=options.seed, device="cuda"))
+        print(f"{recipe}: {time.time() - started:.0f} s")
+    chosen = f"--steps {options.steps} --batch {options.batch} --seed {options.seed}"
+    curves = Curves(
+        title="A small mixture-of-experts transformer",
+        loss="nats per byte",
+        command=f"python examples/moe_learning/train.py {chosen}",
+        device=torch.cuda.get_device_name(),
+        torch=torch.__version__,
+        date=time.strftime("%Y-%m-%d"),
+        steps=tuple(range(options.steps)),
+        values=values,
+    )
+    save(options.output, curves)
+    for final in curves.finals:
+        print(f"{final.name:12} {final.loss:.4f} {curves.loss}, mean of the last {LAST} steps ({final.difference:+.2%})")
     print(f"wrote {options.output}")
+    sys.exit(any(abs(final.difference) > MOST for final in curves.finals))
 
 
 if __name__ == "__main__":

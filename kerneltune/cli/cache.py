@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from kerneltune.cells import pairs
 from kerneltune.cli import options as o
 from kerneltune.cli.console import deliver, show, show_table
 from kerneltune.cli.progress import reporter
@@ -24,9 +25,9 @@ def list_(configs: o.Configs = None) -> None:
         entries = load(path.stem, path.parent.name, path.parent.parent)
         variants = ", ".join(sorted({entry.variant for entry in entries}))
         latest = max((str(entry.evidence.get("date", "")) for entry in entries), default="")
-        rows.append((path.parent.name, path.stem, str(len(entries)), variants, latest))
+        rows.append((path.parent.name, path.stem, str(len(entries)), variants, latest.replace("T", " ").removesuffix("+00:00")))
     if rows:
-        show_table(("gpu", "op", "entries", "variants", "latest"), rows)
+        show_table(("gpu", "op", "entries", "variants", "latest, UTC"), rows)
     else:
         show(f"no entries in {o.configs_root(configs)}")
 
@@ -43,12 +44,11 @@ def show_(
     rows = []
     for path in _chosen(op, gpu, configs):
         for entry in load(op, path.parent.name, path.parent.parent):
-            case = [entry.case, *(f"{name}={value}" for name, value in (*entry.axes, *entry.options))]
-            config = " ".join(f"{knob}={value}" for knob, value in entry.config.items())
+            case = " ".join([entry.case, pairs(dict((*entry.axes, *entry.options))), entry.dtype, entry.quant, entry.policy])
             speedup = entry.evidence.get("speedup")
             gain = f"{speedup:.2f}x" if isinstance(speedup, float | int) else ""
-            rows.append((path.parent.name, entry.variant, " ".join(case), entry.dtype, entry.quant, entry.policy, config, gain))
-    show_table(("gpu", "variant", "case", "dtype", "quant", "policy", "config", "speedup"), rows)
+            rows.append((path.parent.name, entry.variant, case, pairs(entry.config), gain))
+    show_table(("gpu", "variant", "case", "config", "speedup"), rows)
 
 
 @app.command("verify")

@@ -1,16 +1,20 @@
 """The one place that prints: results on standard output, everything else on standard error; files are announced."""
 
 import os
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kerneltune.cells import wrapped
 from kerneltune.files import replace_bytes
 
 _PIPED_WIDTH = 100
+_GAP = 2
+"""Blanks between the columns of a table."""
 
 console = Console(highlight=False)
 messages = Console(stderr=True, highlight=False)
@@ -26,15 +30,49 @@ def show(text: str) -> None:
     console.print(text.rstrip("\n"), markup=False, soft_wrap=True)
 
 
+def show_wrapped(text: str, indent: str = "  ") -> None:
+    """Print words on as many lines as they need, from the second on with an indent."""
+    show("\n".join(wrapped(text, width(), indent)))
+
+
 def show_table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
-    """A plain table; cells wrap where the output is too narrow for them."""
+    """A plain table; where the output is too narrow cells wrap, between words as long as these fit, and else behind `_`."""
+    lines = list(rows)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for index, name in enumerate(head):
-        table.add_column(name, no_wrap=index == 0, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+    widths = _column_widths([head, *lines], width() - _GAP * (len(head) - 1))
+    for name, columns in zip(head, widths, strict=True):
+        table.add_column(name, width=columns, overflow="fold")
+    for row in lines:
+        table.add_row(*(Text(_folded(cell, columns)) for cell, columns in zip(row, widths, strict=True)))
     console.width = width()
     console.print(table)
+
+
+def _column_widths(lines: Sequence[tuple[str, ...]], room: int) -> list[int]:
+    """Each column's longest word, the first's at any cost, and what is left shared out to those that want more."""
+    columns = list(zip(*lines, strict=True))
+    widths = [max(len(word) for cell in column for word in cell.split() or [""]) for column in columns]
+    wanted = [max(map(len, column)) - least for column, least in zip(columns, widths, strict=True)]
+    while sum(widths) > room and max(widths[1:], default=1) > 1:
+        widths[widths.index(max(widths[1:]), 1)] -= 1
+    left = max(0, room - sum(widths))
+    for nth, index in enumerate(sorted(range(len(widths)), key=wanted.__getitem__)):
+        more = min(wanted[index], left // (len(widths) - nth))
+        widths[index] += more
+        left -= more
+    return widths
+
+
+def _folded(cell: str, columns: int) -> str:
+    """The cell's words on lines of so many columns."""
+    lines: list[str] = []
+    for line in wrapped(cell, columns, ""):
+        lines.append("")
+        for part in re.split("(?<=_)", line) if len(line) > columns else [line]:
+            if lines[-1] and len(lines[-1]) + len(part) > columns:
+                lines.append("")
+            lines[-1] += part
+    return "\n".join(lines)
 
 
 def note(text: str) -> None:

@@ -6,6 +6,14 @@ from kerneltune.cli import options as o
 from kerneltune.cli.console import note
 
 
+def curve_files(results: Path | None) -> list[Path]:
+    """Files of training curves on this GPU, else on any."""
+    from kerneltune import device
+
+    here = device.current()
+    return sorted(o.results_root(results).glob(f"{here.slug if here.is_gpu else '*'}/curves/*.csv"))
+
+
 def record_files(results: Path | None, family: str | None = None) -> list[Path]:
     """Record files of this GPU; where there is no GPU, of any, and a remark that says so.
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kerneltune.cells import pairs
 from kerneltune.cli import options as o
-from kerneltune.cli.console import show, show_table
+from kerneltune.cli.console import show, show_table, show_wrapped
 from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Op
 
@@ -134,5 +135,5 @@ def _show_group(title: str, found: Searches) -> None:
     few = insight.portfolio(cases)
     show(f"{_portfolio(few, len(cases))}:")
     for knobs in few.configs:
-        show("  " + " ".join(f"{knob}={value}" for knob, value in knobs))
+        show_wrapped("  " + pairs(dict(knobs)))
     show("")

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kerneltune.cells import pairs
 from kerneltune.cli import options as o
-from kerneltune.cli.console import error_line, note, show, show_table
+from kerneltune.cli.console import error_line, note, show, show_table, show_wrapped
 from kerneltune.cli.progress import reporter
 from kerneltune.spec import Op
 
@@ -182,8 +183,8 @@ def _show(found: "Survey") -> None:
         rows.setdefault(row.key[:-1], []).append(row)
     for same in rows.values():
         first = same[0]
-        show(f"{first.op} {first.variant}  {first.case}{'' if first.policy == 'cold' else ' ' + first.policy}")
-        show("  " + " ".join(f"{knob}={value}" for knob, value in first.config.items()))
+        show_wrapped(f"{first.op} {first.variant}  {first.case}{'' if first.policy == 'cold' else ' ' + first.policy}")
+        show_wrapped("  " + pairs(first.config))
         for kernel, lines in _tables(same).items():
             show(f"  {kernel}")
             show_table(_HEAD, lines)

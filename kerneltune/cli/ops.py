@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kerneltune.cli import options as o
-from kerneltune.cli.console import show, show_table
+from kerneltune.cli.console import show, show_table, show_wrapped
 from kerneltune.spec import Case, Op, Variant
 
 _USUAL_SIZE = 4096
@@ -27,11 +27,13 @@ def command(
         return
     op = known[o.choice("op", name, known)]
     case = _case(op, sizes or [], dtype or op.dtypes[0], quant or op.quants[0])
-    show(f"{op.name}: {case.label}")
+    show_wrapped(f"{op.name}: {case.label}")
     for option, values in op.options.items():
-        show(f"  option {option:<14} {', '.join(map(str, values))}")
+        show_wrapped(f"  option {option:<14} {', '.join(map(str, values))}", " " * 24)
     for variant in op.variants:
-        show("\n" + "\n".join(_details(variant, case)))
+        show("")
+        for line, indent in _details(variant, case):
+            show_wrapped(line, " " * indent)
 
 
 def _row(op: Op) -> tuple[str, ...]:
@@ -60,18 +62,19 @@ def _case(op: Op, sizes: list[str], dtype: str, quant: str) -> Case:
     return Case("shown", tuple(axes.items()), dtype, quant, options)
 
 
-def _details(variant: Variant, case: Case) -> list[str]:
-    """A variant's lines: what it is, its knobs with their values, its default."""
-    lines = [f"{variant.name}{' (peer)' if variant.is_peer else ''}{_lacking(variant)}"]
+def _details(variant: Variant, case: Case) -> list[tuple[str, int]]:
+    """What a variant is, its knobs with their values, its default: lines, and where they go on if they are too long."""
+    lines = [(f"{variant.name}{' (peer)' if variant.is_peer else ''}{_lacking(variant)}", 2)]
     unsupported = variant.unsupported(case)
     if unsupported:
-        return [*lines, f"  not for this case: {unsupported}"]
+        return [*lines, (f"  not for this case: {unsupported}", 2)]
     if variant.config is None:
-        return [*lines, "  no knobs"]
-    lines += [f"  {line}" for line in (inspect.getdoc(variant.config) or "").splitlines() if line.strip()]
+        return [*lines, ("  no knobs", 2)]
+    lines += [(f"  {' '.join(part.split())}", 2) for part in (inspect.getdoc(variant.config) or "").split("\n\n")]
     default = variant.default_config(case)
     space = variant.space(case)
     for field in dataclasses.fields(variant.config):
         values = ", ".join(map(str, space.get(field.name, ())))
-        lines.append(f"  {field.name:<12} default {getattr(default, field.name, '-')!s:<8} from {values}")
-    return [*lines, f"  {sum(1 for _ in variant.configs(case))} valid configs"]
+        knob = f"  {field.name:<12} default {getattr(default, field.name, '-')!s:<8} from "
+        lines.append((knob + values, len(knob)))
+    return [*lines, (f"  {sum(1 for _ in variant.configs(case))} valid configs", 2)]

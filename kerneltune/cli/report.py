@@ -1,4 +1,4 @@
-"""`kerneltune report`: one HTML page of records, searches and configs; pictures and Markdown for a pull request."""
+"""`kerneltune report`: one HTML page of records, searches, configs and curves; pictures and Markdown for a pull request."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ import typer
 
 from kerneltune.cli import options as o
 from kerneltune.cli.console import note, write
-from kerneltune.cli.files import record_files
+from kerneltune.cli.files import curve_files, record_files
 
 if TYPE_CHECKING:
     from kerneltune.cache import Entry
@@ -19,10 +19,13 @@ if TYPE_CHECKING:
 
 _PAGE = Path("report.html")
 _LARGE = 2_000_000
+_CURVES = ".csv"
 
 
 def command(
-    files: Annotated[list[Path] | None, typer.Argument(metavar="[FILE]...", help="Records; those of this GPU if none.")] = None,
+    files: Annotated[
+        list[Path] | None, typer.Argument(metavar="[FILE]...", help="Records, .csv: training curves; those of this GPU if none.")
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="The page; report.html if not given.")
     ] = None,
@@ -39,18 +42,16 @@ def command(
     configs: o.Configs = None,
     results: o.Results = None,
 ) -> None:
-    """Write one HTML page that needs no network: A against B, ceiling, peers, bandwidth, scaling, tuning.
+    """Write one HTML page that needs no network: A against B, ceiling, peers, bandwidth, scaling, tuning, training curves.
 
     The page is written unless pictures or Markdown are asked for; with -o it is written as well.
     """
-    paths = files or record_files(results)
+    paths = files or [*record_files(results), *([] if op or dtype or quant else curve_files(results))]
     sources = _sources(paths, op, dtype, quant, (a, b), configs, results)
     pictures: list[Path] = []
     for folder, suffix in ((png, "png"), (svg, "svg")):
         if folder is not None:
-            from kerneltune.reporting.pictures import draw
-
-            for name, content in draw(sources.records, sources.pair, suffix).items():
+            for name, content in _pictures(sources, suffix).items():
                 write(folder / f"{name}.{suffix}", content)
                 pictures.append(folder / f"{name}.{suffix}")
     if markdown is not None:
@@ -65,6 +66,23 @@ def command(
             note(f"the page has {len(content) / 1e6:.1f} MB; --op, --dtype and --quant make it smaller")
 
 
+def _pictures(sources: "Sources", suffix: str) -> dict[str, bytes]:
+    """Name -> content.
+
+    Raises:
+        ValueError: nothing to draw, no matplotlib, or two pictures of one name.
+    """
+    from kerneltune.reporting.pictures import draw, draw_curves
+
+    found = draw(sources.records, sources.pair, suffix) if sources.records else {}
+    for file, curves in sources.curves.items():
+        name = Path(file).stem
+        if name in found:
+            raise ValueError(f"{file}: {name!r}: expected a file name that no other picture has")
+        found[name] = draw_curves(curves, suffix)
+    return found
+
+
 def _sources(
     paths: Sequence[Path],
     op: list[str] | None,
@@ -74,22 +92,24 @@ def _sources(
     configs: Path | None,
     results: Path | None,
 ) -> "Sources":
-    """The selected records, and what the operators, the trial stores and the config cache know about them."""
+    """The selected records, what the operators, the trial stores and the config cache know about them, and the curves."""
+    from kerneltune import curves
     from kerneltune.records import load
     from kerneltune.reporting.payload import Sources, default_pair
     from kerneltune.search.trials import history
 
-    records = [record for path in paths for record in load(path)]
+    of_curves = {_short(path): curves.load(path) for path in paths if path.suffix == _CURVES}
+    records = [record for path in paths if path.suffix != _CURVES for record in load(path)]
     for name, wanted in (("op", op), ("dtype", dtype), ("quant", quant)):
         known = list(dict.fromkeys(getattr(record, name) for record in records))
         records = [r for r in records if not wanted or getattr(r, name) in [o.choice(name, value, known) for value in wanted]]
-    if not records:
+    if not records and len(of_curves) < len(paths):
         raise ValueError(f"no records to report in {', '.join(map(str, paths))}")
     known_ops = o.load_ops()
     present = [known_ops[name] for name in dict.fromkeys(record.op for record in records) if name in known_ops]
     peers = frozenset((op.name, variant.name) for op in present for variant in op.variants if variant.is_peer)
     stores = _stores(records, results)
-    if not stores:
+    if records and not stores:
         note("no trial store beside these records: the page shows what the config cache says of the tuning")
     return Sources(
         records=records,
@@ -97,9 +117,10 @@ def _sources(
         entries=_entries(records, configs),
         peers=peers,
         flops=_flops(records),
-        pair=default_pair(records, peers, *pair),
+        pair=default_pair(records, peers, *pair) if records else ("", ""),
         command=" ".join(["kerneltune", *sys.argv[1:]]),
         files=[_short(path) for path in paths],
+        curves=of_curves,
     )
 
 
@@ -143,14 +164,17 @@ def _entries(records: "Sequence[Record]", configs: Path | None) -> "dict[str, li
 
 
 def _markdown(sources: "Sources", pictures: Sequence[Path], folder: Path) -> str:
-    """Where the numbers come from, the A/B table, and the pictures that lie beside it."""
-    from kerneltune.reporting.tables import ab_markdown, ab_rows
+    """Where the numbers come from, the A/B table, the final losses, and the pictures that lie beside it."""
+    from kerneltune.reporting.tables import ab_markdown, ab_rows, curves_markdown
 
-    a, b = sources.pair
-    side_a, side_b = ([record for record in sources.records if record.variant == name] for name in (a, b))
-    first = sources.records[0]
-    source = f"{first.device}, driver {first.driver}, torch {first.torch}, triton {first.triton}, commit {first.commit}"
-    lines = [f"### {a} (A) against {b} (B)", "", f"{source}. `{sources.command}`", "", ab_markdown(ab_rows(side_a, side_b))]
+    lines = []
+    for first in sources.records[:1]:
+        a, b = sources.pair
+        side_a, side_b = ([record for record in sources.records if record.variant == name] for name in (a, b))
+        source = f"{first.device}, driver {first.driver}, torch {first.torch}, triton {first.triton}, commit {first.commit}"
+        lines += [f"### {a} (A) against {b} (B)", "", f"{source}. `{sources.command}`", "", ab_markdown(ab_rows(side_a, side_b))]
+    for file, curves in sources.curves.items():
+        lines += [f"### {curves.title}", "", f"{curves.source}. Losses in `{file}`.", "", curves_markdown(curves)]
     for path in {path.stem: path for path in pictures}.values():
         beside = Path(os.path.relpath(str(path), str(folder))).as_posix()
         lines.append(f"![{path.stem.replace('_', ' ')}]({beside})")

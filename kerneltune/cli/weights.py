@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from kerneltune.cli import options as o
-from kerneltune.cli.console import deliver
+from kerneltune.cli.console import deliver, width
 from kerneltune.cli.files import record_files
 
 FAMILY = "weight_only"
@@ -30,4 +30,4 @@ def command(
     rows = weight_rows([r for path in source or record_files(results, FAMILY) for r in load(path)], policy)
     if not rows:
         raise ValueError(f"no records of int4 products: run `kerneltune sweep {FAMILY}` on a GPU")
-    deliver(weight_markdown(rows) if style == "markdown" else weight_text(rows), output)
+    deliver(weight_markdown(rows) if style == "markdown" else weight_text(rows, width()), output)

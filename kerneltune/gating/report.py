@@ -1,12 +1,12 @@
 """The gate's answer as text, Markdown, JUnit XML and GitHub annotations.
 
-Pure functions of a Verdict: judges nothing and writes no file. Imports the standard library and verdict.
+Pure functions of a Verdict: judges nothing and writes no file. Imports the standard library, cells and verdict.
 """
 
 import re
-import textwrap
 from xml.etree import ElementTree
 
+from kerneltune.cells import wrapped
 from kerneltune.gating.verdict import AMBIGUOUS, PASS, REGRESSION, UNUSABLE, GateRow, Outcome, Verdict
 
 _INDENT = " " * 12
@@ -111,9 +111,7 @@ def _times(row: GateRow) -> str:
 
 
 def _wrapped(text: str, width: int) -> str:
-    return textwrap.fill(
-        text, width, subsequent_indent=_INDENT, break_long_words=False, break_on_hyphens=False, replace_whitespace=False
-    )
+    return "\n".join(wrapped(text, width, _INDENT))
 
 
 def _cell(text: str) -> str:

@@ -1,7 +1,7 @@
-"""What the report page shows, as plain values: cases with their records, searches, and the cache's evidence.
+"""What the report page shows, as plain values: cases with their records, searches, the cache's evidence, training curves.
 
 Pure functions; does not read files, know operators or lay anything out.
-Imports the standard library, cache, device, records and tables.
+Imports the standard library, cache, cells, curves, device, records, naming and tables.
 """
 
 from collections import Counter
@@ -10,9 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kerneltune import cache
+from kerneltune.cells import pairs
+from kerneltune.curves import LAST, Curves, thinned
 from kerneltune.device import INTERPRETER, PEAK_TFLOPS
 from kerneltune.records import Key, Record, newest
-from kerneltune.reporting.tables import INTERPRETER_NOTE, LOSS, WIN, options_label
+from kerneltune.reporting.naming import CaseName, case_names, told_apart
+from kerneltune.reporting.tables import INTERPRETER_NOTE, LOSS, WIN
 
 MOST_EVALUATIONS = 25_000
 """Evaluations of searches that a page holds at most, so that it stays below 2 MB; the newest are kept."""
@@ -32,6 +35,7 @@ class Sources:
         peers: (op, variant) that another package implements.
         flops: a record's key -> floating-point operations of one call, for operators that state them.
         command: the command line that made the page; files: where its data lies.
+        curves: file -> the training curves in it.
     """
 
     records: Sequence[Record]
@@ -42,21 +46,23 @@ class Sources:
     flops: Mapping[Key, int] = field(default_factory=dict)
     command: str = ""
     files: Sequence[str] = ()
+    curves: Mapping[str, Curves] = field(default_factory=dict)
 
 
 def payload(sources: Sources) -> dict[str, Any]:
     """The page's data, ready for JSON.
 
     Raises:
-        ValueError: no records.
+        ValueError: no records and no curves.
     """
     records = newest(sources.records)
-    if not records:
+    if not records and not sources.curves:
         raise ValueError("no records to report")
     variants = sorted(dict.fromkeys(record.variant for record in records), key=lambda name: name != sources.pair[0])
     searches, left_out = _searches(sources.trials)
     return {
-        "title": ", ".join(dict.fromkeys(record.family or record.op for record in records)),
+        "title": ", ".join(dict.fromkeys(record.family or record.op for record in records))
+        or ", ".join(curves.title for curves in sources.curves.values()),
         "facts": _facts(records, sources),
         "remark": INTERPRETER_NOTE if any(record.device == INTERPRETER for record in records) else "",
         "variants": variants,
@@ -69,6 +75,7 @@ def payload(sources: Sources) -> dict[str, Any]:
         "searches": searches,
         "left_out": left_out,
         "evidence": _evidence(sources.entries, {record.op for record in records}),
+        "curves": [_curves(file, curves) for file, curves in sources.curves.items()],
     }
 
 
@@ -91,9 +98,10 @@ def default_pair(
 
 
 def _facts(records: Sequence[Record], sources: Sources) -> dict[str, str]:
-    """What the header says, by name."""
-    dates = sorted(record.date for record in records)
-    facts = {name: ", ".join(dict.fromkeys(getattr(record, name) for record in records)) for name in _COMMON}
+    """What the header says, by name: of the records, else of the curves."""
+    measured: Sequence[Record | Curves] = records or list(sources.curves.values())
+    dates = sorted(one.date for one in measured)
+    facts = {name: ", ".join(dict.fromkeys(getattr(one, name, "") for one in measured)) for name in _COMMON}
     days = list(dict.fromkeys((dates[0][:10], dates[-1][:10])))
     facts["measured"] = " to ".join(days)
     counts = {s: sum(r.status == s for r in records) for s in dict.fromkeys(r.status for r in records)}
@@ -106,17 +114,12 @@ def _facts(records: Sequence[Record], sources: Sources) -> dict[str, str]:
 def _cases(records: Sequence[Record], sources: Sources) -> list[dict[str, Any]]:
     """One entry per key and device, its records by variant; the element type with the most records first."""
     cases: dict[object, dict[str, Any]] = {}
-    for record in records:
+    for record, name in zip(records, case_names(records), strict=True):
         case = cases.get((record.key, record.device))
         if case is None:
             case = cases[record.key, record.device] = {
-                "op": record.op,
-                "kind": record.op.partition("_")[2] or record.op,
-                "name": record.case,
-                "dtype": record.dtype,
-                "quant": record.quant,
-                "axes": record.axes,
-                "options": options_label(record),
+                **_named(name),
+                "label": record.label,
                 "policy": record.policy,
                 "device": record.device,
                 "bytes": None,
@@ -131,6 +134,21 @@ def _cases(records: Sequence[Record], sources: Sources) -> list[dict[str, Any]]:
         case["of"][record.variant] = _result(record)
     rows = Counter(record.dtype for record in records)
     return sorted(cases.values(), key=lambda case: -rows[case["dtype"]])
+
+
+def _named(name: CaseName) -> dict[str, Any]:
+    """What table and charts call a case; they choose among these and make up none."""
+    return {
+        "op": name.op,
+        "kind": name.kind,
+        "name": name.case,
+        "dtype": name.dtype,
+        "quant": name.quant,
+        "axes": name.axes,
+        "shape": name.shape,
+        "options": name.settings,
+        "title": name.title,
+    }
 
 
 def _result(record: Record) -> dict[str, Any]:
@@ -158,7 +176,7 @@ def _searches(trials: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]]
         if group and group[-1]["fingerprint"] != trial["fingerprint"]:
             group.clear()  # another source, driver or compiler: its times do not belong to the same search
         group.append(trial)
-    searches: list[dict[str, Any]] = []
+    found: list[list[Mapping[str, Any]]] = []
     room, left_out = MOST_EVALUATIONS, 0
     for group in reversed(groups.values()):
         if sum(trial["time_us"] is not None for trial in group) < _FEW:
@@ -167,11 +185,17 @@ def _searches(trials: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]]
             left_out += len(group)
             continue
         room -= len(group)
-        searches.insert(0, _search(group))
-    return searches, left_out
+        found.insert(0, group)
+    names = told_apart(_trial_name(group[0]) for group in found)
+    return [_search(name, group) for name, group in zip(names, found, strict=True)], left_out
 
 
-def _search(group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _trial_name(trial: Mapping[str, Any]) -> CaseName:
+    options = {**trial["options"], "policy": trial["policy"]}
+    return CaseName(trial["op"], trial.get("case", ""), trial["dtype"], trial["quant"], trial["axes"], options)
+
+
+def _search(name: CaseName, group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """evaluations: [time in µs or null, status, index of each knob's value]."""
     first = group[0]
     values = {knob: _ordered({trial["config"].get(knob) for trial in group}) for knob in first["config"]}
@@ -181,12 +205,8 @@ def _search(group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         knobs = [values[knob].index(trial["config"].get(knob)) for knob in values]
         evaluations.append([None if time_us is None else float(f"{time_us:.5g}"), trial["status"], *knobs])
     return {
-        "op": first["op"],
+        **_named(name),
         "variant": first["variant"],
-        "axes": first["axes"],
-        "dtype": first["dtype"],
-        "quant": first["quant"],
-        "options": " ".join(f"{name}={value}" for name, value in first["options"].items()),
         "knobs": {knob: [str(value) for value in found] for knob, found in values.items()},
         "evaluations": evaluations,
     }
@@ -194,27 +214,48 @@ def _search(group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _evidence(entries: Mapping[str, Sequence[cache.Entry]], ops: set[str]) -> list[dict[str, Any]]:
     """What tuning gained over the default, case by case; cases of which both times are known."""
-    found = []
-    for op, of_op in entries.items():
-        for entry in of_op if op in ops else ():
-            time_us, default_us = entry.evidence.get("time_us"), entry.evidence.get("default_us")
-            if not time_us or not default_us:
-                continue
-            found.append(
-                {
-                    "op": op,
-                    "variant": entry.variant,
-                    "name": entry.case,
-                    "axes": dict(entry.axes),
-                    "dtype": entry.dtype,
-                    "quant": entry.quant,
-                    "us": time_us,
-                    "default_us": default_us,
-                    "trials": entry.evidence.get("trials"),
-                    "config": " ".join(f"{knob}={value}" for knob, value in entry.config.items()),
-                }
-            )
-    return found
+    timed = [
+        (op, entry)
+        for op, of_op in entries.items()
+        for entry in (of_op if op in ops else ())
+        if entry.evidence.get("time_us") and entry.evidence.get("default_us")
+    ]
+    names = told_apart(
+        CaseName(op, e.case, e.dtype, e.quant, dict(e.axes), {**dict(e.options), "policy": e.policy}) for op, e in timed
+    )
+    return [
+        {
+            **_named(name),
+            "variant": entry.variant,
+            "us": entry.evidence["time_us"],
+            "default_us": entry.evidence["default_us"],
+            "trials": entry.evidence.get("trials"),
+            "config": pairs(entry.config),
+        }
+        for name, (_, entry) in zip(names, timed, strict=True)
+    ]
+
+
+def _curves(file: str, curves: Curves) -> dict[str, Any]:
+    """Curves with their final losses, of many steps with few points."""
+    points, window = thinned(curves)
+    return {
+        "title": curves.title,
+        "loss": curves.loss,
+        "facts": {"device": curves.device, "torch": curves.torch, "date": curves.date, "command": curves.command, "file": file},
+        "last": min(LAST, len(curves.steps)),
+        "window": window,
+        "steps": points.steps,
+        "curves": [
+            {
+                "name": final.name,
+                "final": final.loss,
+                "difference": final.difference,
+                "losses": [float(f"{loss:.6g}") for loss in losses],
+            }
+            for final, losses in zip(curves.finals, points.values.values(), strict=True)
+        ],
+    }
 
 
 def _ordered(values: set[Any]) -> list[Any]:

@@ -1,15 +1,19 @@
-"""The main charts as PNG or SVG for a pull request: shares of the ceiling, peers, achieved bandwidth.
+"""The main charts as PNG or SVG for a pull request: shares of the ceiling, peers, achieved bandwidth; training curves.
 
-Returns bytes; does not read or write files. Imports records and tables, and matplotlib when called.
+Returns bytes; does not read or write files. Imports curves, records and naming, and matplotlib when called.
 """
 
 import io
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from kerneltune.curves import LAST, Curves, thinned
 from kerneltune.records import Record, newest
-from kerneltune.reporting.tables import options_label
+from kerneltune.reporting.naming import case_names
+from kerneltune.rounding import cdiv
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,28 +60,75 @@ def draw(records: Sequence[Record], pair: tuple[str, str], suffix: str) -> dict[
     Raises:
         ValueError: matplotlib is not installed, or no record is timed.
     """
-    try:
-        from matplotlib import rc_context
-    except ImportError as error:
-        raise ValueError("pictures need matplotlib: pip install 'kerneltune[report]'") from error
-    timed = [record for record in newest(records) if record.time_us is not None]
-    if not timed:
-        raise ValueError("no timed records to draw")
-    charts: dict[str, _Chart] = {"ceiling": _ceiling, "peers": _peers, "bandwidth": _bandwidth}
-    style: dict[Any, Any] = dict(_STYLE)
-    with rc_context(style):
+    with _style():
+        timed = [record for record in newest(records) if record.time_us is not None]
+        if not timed:
+            raise ValueError("no timed records to draw")
+        charts: dict[str, _Chart] = {"ceiling": _ceiling, "peers": _peers, "bandwidth": _bandwidth}
         drawn = {name: _picture(timed, pair, chart, suffix) for name, chart in charts.items()}
     family = timed[0].family or timed[0].op
     return {f"{family}_{name}": content for name, content in drawn.items() if content}
 
 
+def draw_curves(curves: Curves, suffix: str) -> bytes:
+    """Losses over steps with their final values, and beside them how far each is from the first.
+
+    Args:
+        suffix: `png` or `svg`.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    with _style():
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(10.0, 3.9), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        points, window = thinned(curves)
+        base = next(iter(points.values.values()))
+        for (name, losses), final, look in zip(points.values.items(), curves.finals, _curve_looks(), strict=False):
+            label = f"{name} {final.loss:.4f}" + (f" ({final.difference:+.2%})" if losses is not base else "")
+            left.plot(points.steps, losses, label=label, **look)
+            right.plot(points.steps, [100 * (loss / first - 1) for loss, first in zip(losses, base, strict=True)], **look)
+        each = "" if window == 1 else f", a point the mean of {window}"
+        left.set(title=curves.title, xlabel=f"step{each}", ylabel=curves.loss)
+        right.set(title=f"difference to {next(iter(points.values))}", xlabel="step", ylabel="%")
+        for axes in (left, right):
+            axes.grid(True, linewidth=0.6)
+            axes.set_xlim(points.steps[0], max(points.steps[-1], points.steps[0] + 1))
+        left.legend(title=f"mean of the last {min(LAST, len(curves.steps))} steps", frameon=False, alignment="left")
+        figure.supxlabel(curves.source, fontsize=7.5, color=_MUTED, x=0.01, ha="left")
+        return _bytes(figure, suffix)
+
+
+def _curve_looks() -> Iterator[dict[str, Any]]:
+    """The first curve broad and pale, so that those that lie on it are seen; then solid and dashed lines."""
+    yield {"color": _COLOURS[0], "linewidth": 4.0, "alpha": 0.5}
+    for index, colour in itertools.cycle(enumerate((2, 5, 3, 4, 6, 1, 7))):
+        yield {"color": _COLOURS[colour], "linewidth": 1.2, "linestyle": (0, (4, 2)) if index % 2 else "-"}
+
+
+@contextmanager
+def _style() -> Iterator[None]:
+    """The look of all pictures.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib import rc_context
+    except ImportError as error:
+        raise ValueError("pictures need matplotlib: pip install 'kerneltune[report]'") from error
+    style: dict[Any, Any] = dict(_STYLE)
+    with rc_context(style):
+        yield
+
+
 def _groups(timed: Sequence[Record]) -> dict[str, list[Record]]:
     """Title -> the records of one chart: of one operator, mode, element type and setting of the options."""
-    several = len({(r.op, options_label(r)) for r in timed}) > len({r.op for r in timed})
     groups: dict[str, list[Record]] = {}
-    for record in timed:
-        parts = [record.op, record.quant, record.dtype, *([options_label(record)] if several else [])]
-        groups.setdefault(" · ".join(parts), []).append(record)
+    for name, record in zip(case_names(timed), timed, strict=True):
+        groups.setdefault(name.title, []).append(record)
     return groups
 
 
@@ -90,7 +141,7 @@ def _picture(timed: Sequence[Record], pair: tuple[str, str], chart: _Chart, suff
     look = {v: (_COLOURS[i % len(_COLOURS)], _MARKERS[i % len(_MARKERS)]) for i, v in enumerate(variants)}
     groups = _groups(timed)
     columns = min(_COLUMNS, len(groups))
-    rows = -(-len(groups) // columns)
+    rows = cdiv(len(groups), columns)
     tallest = max(len({_shape(record) for record in group}) for group in groups.values())
     height = rows * (1.1 + 0.2 * max(tallest, 6)) + 0.8
     figure = Figure(figsize=(5.0 * columns, height), layout="constrained")

@@ -1,31 +1,31 @@
-"""Tables of records: A against B in the published column form, and what a sweep found, as text, Markdown and CSV.
+"""Tables of records: A against B in the published column form, and what a sweep found, as text, Markdown and CSV; final losses.
 
 Pure functions that return text; does not measure, read files or print.
-Imports the standard library, cells, stats, device, spec and records.
+Imports the standard library, cells, curves, stats, device, records and naming.
 """
 
 import csv
 import io
 import statistics
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kerneltune.cells import aligned, number, ratio
+from kerneltune.cells import aligned, number, pairs, ratio, wrapped
+from kerneltune.curves import LAST, Curves
 from kerneltune.device import INTERPRETER
 from kerneltune.records import Record
-from kerneltune.spec import Option
+from kerneltune.reporting.naming import CaseName, case_names
 from kerneltune.stats import geometric_mean
 
 WIN, LOSS = 1.05, 0.95
-_WIDE = 92
 _BASELINE = "baseline"
 INTERPRETER_NOTE = "device: interpreter (no GPU): results were checked for correctness; times do not exist"
 _CSV_CASE = ("op", "case", "options", "policy", "device")
 _CSV_SIDE = ("variant", "us", "pct_ceiling")
 _CSV_LAST = ("speedup_low", "speedup_high", "aa_floor", "note")
 _PUBLISHED = ("kind", "dtype", "quant")
-_AB_NUMBERS = ("A ms", "B ms", "A GB/s", "B GB/s")
+_AB_NUMBERS = ("A ms", "B ms", "A GB/s", "B GB/s", "speedup")
+_AB_WIDTHS = (10, 10, 9, 9, 9)
 _SWEEP_HEAD = ("op", "case", "dtype", "quant", "  variant", "time µs", "GB/s", "% ceiling", "vs baseline")
 _CASE_CELLS, _LEFT_CELLS = 4, 5
 
@@ -72,65 +72,77 @@ def ab_rows(a: list[Record], b: list[Record]) -> list[Row]:
 
 
 def ab_text(rows: list[Row], width: int = 100) -> str:
-    """The published table and its summary; below 92 columns the same columns, narrower."""
-    names, axes, kinds = _naming(rows), _axes(rows), _kinds(rows)
-    head = [*names, *axes, *_AB_NUMBERS, "speedup"]
-    cells = [[*_names(row, names, kinds), *_sizes(row, axes), *_number_cells(row)] for row in rows]
-    usual = [4, 8, 6, *[0] * (len(names) - len(_PUBLISHED)), *[6] * len(axes), 10, 10, 9, 9, 9]
-    content = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
-    widths = [max(pair) for pair in zip(usual, content, strict=True)] if width >= _WIDE else content
-    lines = [aligned(head, widths, len(names)), "-" * (sum(widths) + len(widths) - 1)]
-    for row, line in zip(rows, cells, strict=True):
-        if row.note:
-            lines.append(_cut(f"{aligned(line, widths, len(names))}  {row.note}", width))
-        else:
-            lines.append(f"{aligned(line, widths, len(names))}x  {row.mark}".rstrip())
+    """The published table and its summary; where it is too wide, with narrower columns; else shapes under a heading per kind."""
+    names = case_names(row.a for row in rows)
+    options, axes = _columns(names)
+    head, left = [*_PUBLISHED, *options, *axes, *_AB_NUMBERS], len(_PUBLISHED) + len(options)
+    cells = [[*_case_cells(name, options, axes), *_number_cells(row)] for name, row in zip(names, rows, strict=True)]
+    headings = [""] * len(rows)
+    widths = _widths(head, cells, (4, 8, 6, *[0] * len(options), *[6] * len(axes), *_AB_WIDTHS))
+    if _span(widths) > width:
+        widths = _widths(head, cells)
+    if _span(widths) > width:
+        head, left = ["  shape", *_AB_NUMBERS], 1
+        cells = [[f"  {name.shape}", *_number_cells(row)] for name, row in zip(names, rows, strict=True)]
+        headings = [name.heading for name in names]
+        widths = _widths(head, cells)
+    lines = [aligned(head, widths, left), "-" * (sum(widths) + len(widths) - 1)]
+    for heading in dict.fromkeys(headings):
+        lines += wrapped(heading, width) if heading else []
+        lines += [
+            _ab_line(row, aligned(line, widths, left), width)
+            for row, line, other in zip(rows, cells, headings, strict=True)
+            if other == heading
+        ]
     return "\n".join([*lines, "", *_ab_summary(rows)]) + "\n"
 
 
 def ab_markdown(rows: list[Row]) -> str:
     """The same table for a pull request, with percent of ceiling, interval and noise floor."""
-    names, axes, kinds = _naming(rows), _axes(rows), _kinds(rows)
-    head = [*names, *axes, *_AB_NUMBERS, "speedup", "", "interval", "B % of ceiling", "A/A floor"]
-    lines = [_pipe(head), _pipe(["---"] * len(names) + ["---:"] * (len(head) - len(names)))]
-    for row in rows:
+    names = case_names(row.a for row in rows)
+    options, axes = _columns(names)
+    texts = [*_PUBLISHED, *options]
+    head = [*texts, *axes, *_AB_NUMBERS, "", "interval", "B % of ceiling", "A/A floor"]
+    lines = [_pipe(head), _pipe(["---"] * len(texts) + ["---:"] * (len(head) - len(texts)))]
+    for name, row in zip(names, rows, strict=True):
         low, high = row.speedup_interval
         interval = f"{low:.2f}x–{high:.2f}x" if low is not None and high is not None else ""
         floor = f"{row.aa_floor:.1%}" if row.aa_floor is not None else ""
         *numbers, speedup = _number_cells(row)
         last = [f"{speedup}x" if speedup else row.note, row.mark, interval, number(row.b.pct_ceiling, 1), floor]
-        lines.append(_pipe([*_names(row, names, kinds), *_sizes(row, axes), *numbers, *last]))
+        lines.append(_pipe([*_case_cells(name, options, axes), *numbers, *last]))
     return "\n".join([*lines, "", *(f"- {line.strip()}" for line in _ab_summary(rows))]) + "\n"
 
 
 def ab_csv(rows: list[Row]) -> str:
     """The published CSV columns, then the unrounded times, shares of ceiling, bounds and floor."""
-    axes, kinds = _axes(rows), _kinds(rows)
+    names = case_names(row.a for row in rows)
+    _, axes = _columns(names)
     published = [*_PUBLISHED, *axes, "A_ms", "B_ms", "A_gbps", "B_gbps", "speedup", "mark"]
     lines: list[Sequence[object]] = [
         [*published, *_CSV_CASE, *(f"{side}_{name}" for side in "AB" for name in _CSV_SIDE), *_CSV_LAST]
     ]
-    for row in rows:
-        case = [row.a.op, row.a.case, options_label(row.a), row.a.policy, row.a.device]
+    for name, row in zip(names, rows, strict=True):
+        case = [row.a.op, row.a.case, pairs(row.a.options), row.a.policy, row.a.device]
         sides = [value for side in (row.a, row.b) for value in (side.variant, side.time_us, side.pct_ceiling)]
         last = [*row.speedup_interval, row.aa_floor, row.note]
-        named = _names(row, _PUBLISHED, kinds)
-        lines.append([*named, *_sizes(row, axes), *_number_cells(row), row.mark, *case, *sides, *last])
+        lines.append([*_case_cells(name, (), axes), *_number_cells(row), row.mark, *case, *sides, *last])
     return _csv(lines)
 
 
 def sweep_text(records: list[Record], width: int = 100) -> str:
     """Every variant of every case, the best one marked `*`; a heading per case where the full columns do not fit."""
     lines = _device_lines(records)
-    groups, ambiguous = _groups(records), _ambiguous(records)
-    cells = [[_sweep_cells(record, group, ambiguous) for record in group] for group in groups]
+    groups = _groups(records)
+    names = case_names(group[0] for group in groups)
+    cells = [[_sweep_cells(name, record, group) for record in group] for name, group in zip(names, groups, strict=True)]
     widths = [max(map(len, column)) for column in zip(_SWEEP_HEAD, *(line for group in cells for line in group), strict=True)]
     start = 0 if sum(widths) + len(widths) - 1 <= width else _CASE_CELLS
     indent = "  " if start else ""
     lines.append((indent + aligned(_SWEEP_HEAD[start:], widths[start:], _LEFT_CELLS - start)).rstrip())
     for group, group_cells in zip(groups, cells, strict=True):
         if start:
-            lines.append(_cut(" ".join(group_cells[0][:start]), width))
+            lines += wrapped(" ".join(group_cells[0][:start]), width)
         for index, (record, line) in enumerate(zip(group, group_cells, strict=True)):
             shown = line if index == 0 else [""] * _CASE_CELLS + line[_CASE_CELLS:]
             if record.status != "passed":
@@ -145,10 +157,10 @@ def sweep_markdown(records: list[Record]) -> str:
     """The same as a Markdown table with the configs, the best variant in bold."""
     lines = [*_device_lines(records), "", _pipe([*(name.strip() for name in _SWEEP_HEAD), "config"])]
     lines.append(_pipe(["---"] * _LEFT_CELLS + ["---:"] * 4 + ["---"]))
-    ambiguous = _ambiguous(records)
-    for group in _groups(records):
+    groups = _groups(records)
+    for name, group in zip(case_names(group[0] for group in groups), groups, strict=True):
         for record in group:
-            cells = [cell.strip() for cell in _sweep_cells(record, group, ambiguous)]
+            cells = [cell.strip() for cell in _sweep_cells(name, record, group)]
             if record.status != "passed":
                 cells[_LEFT_CELLS] = _status(record)
             elif record is _best(group):
@@ -168,39 +180,45 @@ def sweep_csv(records: list[Record]) -> str:
             sizes = [r.axes.get(axis, "") for axis in axes]
             measured = [r.time_us, r.ci_low_us, r.ci_high_us, r.gbps, r.pct_ceiling, r.aa_floor, _against_baseline(r, group)]
             best = "*" if r is _best(group) else ""
-            head = [r.op, r.case, *sizes, r.dtype, r.quant, options_label(r), r.policy, r.variant, r.status]
+            head = [r.op, r.case, *sizes, r.dtype, r.quant, pairs(r.options), r.policy, r.variant, r.status]
             lines.append([*head, *measured, best, r.config_label, r.device, _flat(r.reason)])
     return _csv(lines)
 
 
-def _axes(rows: Iterable[Row]) -> list[str]:
-    return list(dict.fromkeys(axis for row in rows for axis in row.a.axes))
+def curves_markdown(curves: Curves) -> str:
+    """The final losses, and how far they are from the first curve's."""
+    base, *others = curves.finals
+    lines = [_pipe(["", f"{curves.loss}, mean of the last {min(LAST, len(curves.steps))} steps", f"difference to {base.name}"])]
+    lines += [_pipe(["---", "---:", "---:"]), _pipe([base.name, f"{base.loss:.4f}", ""])]
+    lines += [_pipe([final.name, f"{final.loss:.4f}", f"{final.difference:+.2%}"]) for final in others]
+    return "\n".join(lines) + "\n"
 
 
-def _naming(rows: Sequence[Row]) -> list[str]:
-    """The published columns that name a row, and the options by which rows of one operator and size differ."""
-    seen: dict[tuple[object, ...], dict[str, set[Option]]] = {}
-    for row in rows:
-        settings = seen.setdefault((row.a.op, row.a.dtype, row.a.quant, *row.a.axes.items()), {})
-        for name, value in row.a.options.items():
-            settings.setdefault(name, set()).add(value)
-    varied = dict.fromkeys(name for settings in seen.values() for name, values in settings.items() if len(values) > 1)
-    return [*_PUBLISHED, *varied]
+def _columns(names: Iterable[CaseName]) -> tuple[list[str], list[str]]:
+    """The options and the axes that the cases have, in order of appearance."""
+    found = list(names)
+    options = dict.fromkeys(option for name in found for option in name.options)
+    return list(options), list(dict.fromkeys(axis for name in found for axis in name.axes))
 
 
-def _kinds(rows: Iterable[Row]) -> dict[str, str]:
-    """Operator -> the last part of its name, `fwd`; all of it where another operator's ends likewise."""
-    short = {row.a.op: row.a.op.rsplit("_", 1)[-1] for row in rows}
-    counts = Counter(short.values())
-    return {op: kind if counts[kind] == 1 else op for op, kind in short.items()}
+def _case_cells(name: CaseName, options: Iterable[str], axes: Iterable[str]) -> list[str]:
+    """The published columns that name a row, those of the options, and the sizes."""
+    chosen = [str(name.options.get(option, "")) for option in options]
+    return [name.kind, name.dtype, name.quant, *chosen, *(str(name.axes.get(axis, "")) for axis in axes)]
 
 
-def _names(row: Row, columns: Sequence[str], kinds: Mapping[str, str]) -> list[str]:
-    return [kinds[row.a.op], row.a.dtype, row.a.quant, *(str(row.a.options.get(name, "")) for name in columns[len(_PUBLISHED) :])]
+def _widths(head: Sequence[str], cells: Iterable[Sequence[str]], least: Sequence[int] = ()) -> list[int]:
+    content = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
+    return [max(pair) for pair in zip(content, least or content, strict=True)]
 
 
-def _sizes(row: Row, axes: Sequence[str]) -> list[str]:
-    return [str(row.a.axes.get(axis, "")) for axis in axes]
+def _span(widths: Sequence[int]) -> int:
+    """Columns that a line takes with its mark."""
+    return sum(widths) + len(widths) - 1 + len("x  +")
+
+
+def _ab_line(row: Row, line: str, width: int) -> str:
+    return _cut(f"{line}  {row.note}", width) if row.note else f"{line}x  {row.mark}".rstrip()
 
 
 def _number_cells(row: Row) -> list[str]:
@@ -224,7 +242,7 @@ def _ab_summary(rows: list[Row]) -> list[str]:
         f"{_rows(speedups)}: geometric mean {geometric_mean(speedups):.2f}x, range {extent}",
         f"wins {wins}, ties {ties}, losses {losses}",
     ]
-    kinds = _kinds(rows)
+    kinds = {name.op: name.kind for name in case_names(row.a for row in rows)}
     for op, quant in dict.fromkeys((row.a.op, row.a.quant) for row in rows):
         part = [row.speedup for row in rows if (row.a.op, row.a.quant) == (op, quant) and row.speedup is not None]
         if part:
@@ -261,27 +279,12 @@ def _against_baseline(record: Record, group: Iterable[Record]) -> float | None:
     return ratio(baseline, record.time_us)
 
 
-def _sweep_cells(record: Record, group: Sequence[Record], ambiguous: set[tuple[str, ...]]) -> list[str]:
+def _sweep_cells(name: CaseName, record: Record, group: Sequence[Record]) -> list[str]:
     mark = "*" if record is _best(group) else " "
     speedup = _against_baseline(record, group)
     numbers = [number(record.time_us, 2), number(record.gbps, 1), number(record.pct_ceiling, 1)]
-    key = (record.op, record.case, record.dtype, record.quant)
-    case = f"{record.case} {options_label(record)}" if key in ambiguous else record.case
-    left = [record.op, case, record.dtype, record.quant, f"{mark} {record.variant}"]
+    left = [name.op, f"{name.case} {name.settings}".rstrip(), name.dtype, name.quant, f"{mark} {record.variant}"]
     return [*left, *numbers, f"{speedup:.2f}x" if speedup is not None else ""]
-
-
-def _ambiguous(records: Iterable[Record]) -> set[tuple[str, ...]]:
-    """The (op, case, dtype, quant) that several settings of the options share."""
-    seen: dict[tuple[str, ...], set[str]] = {}
-    for record in records:
-        seen.setdefault((record.op, record.case, record.dtype, record.quant), set()).add(options_label(record))
-    return {key for key, options in seen.items() if len(options) > 1}
-
-
-def options_label(record: Record) -> str:
-    """The options in one line: `zero_centered=False row_pad=0`; empty where there are none."""
-    return " ".join(f"{name}={value}" for name, value in record.options.items())
 
 
 def _device_lines(records: Iterable[Record]) -> list[str]:

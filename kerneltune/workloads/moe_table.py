@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from kerneltune.cells import aligned, number, ratio
+from kerneltune.cells import aligned, number, ratio, wrapped
 from kerneltune.records import Record
 from kerneltune.stats import geometric_mean
 
@@ -87,7 +87,7 @@ def _elsewhere(peer: Record | None, base: Record | None) -> str:
     return peer.commit if peer is not None and base is not None and peer.commit != base.commit else ""
 
 
-def step_text(rows: Sequence[StepRow], microbatches: int = 8) -> str:
+def step_text(rows: Sequence[StepRow], microbatches: int = 8, width: int = 80) -> str:
     """A table of 80 columns per case, what its columns mean, and the geometric means."""
     cells = {id(row): _cells(row)[_SHARED:] for row in rows}
     head = [name.removesuffix(" µs") for name in _HEAD[_SHARED:]]
@@ -96,10 +96,11 @@ def step_text(rows: Sequence[StepRow], microbatches: int = 8) -> str:
     for (case, groups, bf16, torchao), found in groupby(
         rows, key=lambda row: (row.case, row.groups, _us(row.bf16), _torchao(row))
     ):
-        lines += [f"{case}, {groups} groups: bf16 {bf16 or '-'} µs, torchao {torchao or '-'}", aligned(head, widths, left=1)]
+        lines += wrapped(f"{case}, {groups} groups: bf16 {bf16 or '-'} µs, torchao {torchao or '-'}", width)
+        lines.append(aligned(head, widths, left=1))
         lines += [*(aligned(cells[id(row)], widths, left=1) for row in found), ""]
-    lines.append("Times in µs. bound, and its share of the step: the products, and the casts'")
-    lines.append(f"fewest bytes at the ceiling's speed. cached: weights cast once in {microbatches} steps.")
+    meaning = "bound, and its share of the step: the products, and the casts' fewest bytes at the ceiling's speed."
+    lines += wrapped(f"Times in µs. {meaning} cached: weights cast once in {microbatches} steps.", width, "")
     return "\n".join([*lines, *(_means(rows, recipe) for recipe in RECIPES)]).rstrip() + "\n"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from kerneltune.cells import aligned, number, ratio
+from kerneltune.cells import aligned, number, ratio, wrapped
 from kerneltune.records import Record
 from kerneltune.stats import geometric_mean
 
@@ -85,15 +85,15 @@ def crossover(rows: Sequence[WeightRow], name: str) -> str:
     return f"{name} faster from n={later[0]}" if later else f"{name} faster at n={', '.join(map(str, wins))} only"
 
 
-def weight_text(rows: Sequence[WeightRow]) -> str:
+def weight_text(rows: Sequence[WeightRow], width: int = 80) -> str:
     """A table of 80 columns per layer under its crossovers, and the geometric means."""
     cells = {id(row): _cells(row) for row in rows}
     widths = [max(map(len, column)) for column in zip(_HEAD, *cells.values(), strict=True)]
     lines = []
     for layer, group in groupby(rows, key=lambda row: row.layer):
         found = list(group)
-        lines += [f"{layer}: {crossover(found, 'fp8')}, {crossover(found, 'fp16')}", aligned(_HEAD, widths)]
-        lines += [*(aligned(cells[id(row)], widths) for row in found), ""]
+        lines += wrapped(f"{layer}: {crossover(found, 'fp8')}, {crossover(found, 'fp16')}", width)
+        lines += [aligned(_HEAD, widths), *(aligned(cells[id(row)], widths) for row in found), ""]
     return "\n".join([*lines, *_means(rows)]).rstrip() + "\n"
 
 

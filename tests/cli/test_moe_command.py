@@ -56,7 +56,7 @@ def test_the_command_reads_records(tmp_path: Path) -> None:
     file = tmp_path / "moe_training.jsonl"
     records.append(file, RECORDS)
     result = run("moe", "--from", file)
-    assert result.exit_code == 0 and result.stdout == step_text(step_rows(RECORDS))
+    assert result.exit_code == 0 and result.stdout == step_text(step_rows(RECORDS), width=100)
     output = tmp_path / "table.md"
     assert run("moe", "--from", file, "--format", "markdown", "--output", output).exit_code == 0
     assert output.read_text() == step_markdown(step_rows(RECORDS))

@@ -61,7 +61,8 @@ def test_crossovers() -> None:
 def test_the_table_as_text() -> None:
     text = weight_text(weight_rows(RECORDS))
     assert text == (
-        "M=128 K=256 float16 group=64: fp8 faster from n=64, fp16 never faster up to n=128\n"
+        "M=128 K=256 float16 group=64: fp8 faster from n=64, fp16 never faster up to\n"
+        "  n=128\n"
         "  n int4 µs GB/s % ceiling int4 peer µs fp8 µs fp16 µs x peer x fp8 x fp16\n"
         " 16    10.0  900      55.0         14.0   15.0    22.0   1.40  1.50   2.20\n"
         " 64    20.0  900      55.0         25.0   19.0    25.0   1.25  0.95   1.25\n"
@@ -78,7 +79,7 @@ def test_the_command_reads_records(tmp_path: Path) -> None:
     file = tmp_path / "weight_only.jsonl"
     records.append(file, RECORDS)
     result = run("weights", "--from", file)
-    assert result.exit_code == 0 and result.stdout == weight_text(weight_rows(RECORDS))
+    assert result.exit_code == 0 and result.stdout == weight_text(weight_rows(RECORDS), width=100)
     other = tmp_path / "other.jsonl"
     records.append(other, [record()])
     assert refused("weights", "--from", other).startswith("error: no records of int4 products")

@@ -26,8 +26,6 @@ function controls() {
   });
 }
 
-const cards = (found, small) => element("div", { class: small ? "cards small" : "cards" }, ...found.filter(Boolean));
-
 function scalingSection(cases) {
   const axes = [...new Set(cases.flatMap((c) => Object.keys(c.axes)))].filter((axis) => series(cases, axis).length);
   if (!axes.length) return null;
@@ -43,7 +41,7 @@ function tuningSection(cases) {
   const evidence = data.evidence.filter((e) => kept(e) && shown([e.variant]).length);
   const parts = [];
   if (searches.length) {
-    const labels = searches.map((s, i) => [`${s.op} ${s.variant} ${sizes(s.axes)} ${s.dtype} ${s.quant} (${s.evaluations.length})`, String(i)]);
+    const labels = searches.map((s, i) => [`${searchLabel(s)} (${s.evaluations.length})`, String(i)]);
     choices.search = Math.min(choices.search, searches.length - 1);
     const search = searches[choices.search];
     const counts = d3.rollups(search.evaluations, (group) => group.length, ([, status]) => status).map(([status, count]) => `${count} ${status}`).join(", ");
@@ -88,12 +86,13 @@ function draw() {
     if (roofs.length) parts.push(section("roofline", "Roofline", "Arithmetic rate against arithmetic intensity, both logarithmic; the slope is the largest measured ceiling.", cards(roofs)));
     parts.push(scalingSection(timed));
   }
-  parts.push(...tuningSection(cases), failuresSection(cases));
+  parts.push(...tuningSection(cases), failuresSection(cases), curvesSection());
   const focus = document.activeElement?.getAttribute("aria-label") || document.activeElement?.textContent;
   const inCharts = document.getElementById("charts").contains(document.activeElement);
   document.getElementById("charts").replaceChildren(...parts.filter(Boolean));
   if (inCharts) [...document.querySelectorAll("#charts button, #charts select")].find((node) => (node.getAttribute("aria-label") || node.textContent) === focus)?.focus();
 }
 
+for (const node of document.querySelectorAll(".of-cases")) node.hidden = !data.cases.length;
 controls();
 draw();

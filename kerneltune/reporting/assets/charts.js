@@ -2,7 +2,7 @@
 // The charts: shares of the ceiling, peers, bandwidth, roofline, scaling, and what the searches found.
 
 const timedResults = (cases) =>
-  cases.flatMap((c) => Object.entries(c.of).filter(([variant, r]) => r.us != null && !state.hidden.has(variant)).map(([variant, r]) => ({ c, variant, r, shape: sizes(c.axes) })));
+  cases.flatMap((c) => Object.entries(c.of).filter(([variant, r]) => r.us != null && !state.hidden.has(variant)).map(([variant, r]) => ({ c, variant, r, shape: c.shape })));
 const told = (d) => `${d.variant}  ${d.shape}\n${micros(d.r.us)}, ${Math.round(d.r.gbps)} GB/s${d.r.pct == null ? "" : `, ${fixed(d.r.pct, 1)} % of the ceiling`}\n${d.r.config}`;
 const ratioTick = (value) => `${+value.toPrecision(3)}x`;
 
@@ -44,8 +44,8 @@ function ceilingCards(cases) {
           Plot.ruleX([0], { stroke: "var(--muted)" }),
         ],
       });
-    const alt = `Bars: percent of the ceiling by shape and variant for ${groupTitle(group[0])}. The values are in the table below.`;
-    return figure(groupTitle(group[0]), `${axisNames(group[0].axes)}`, alt, draw, told, rows, resultColumns({ "% of ceiling": (d) => fixed(d.r.pct, 1) }));
+    const alt = `Bars: percent of the ceiling by shape and variant for ${group[0].title}. The values are in the table below.`;
+    return figure(group[0].title, `${axisNames(group[0].axes)}`, alt, draw, told, rows, resultColumns({ "% of ceiling": (d) => fixed(d.r.pct, 1) }));
   });
 }
 
@@ -69,8 +69,8 @@ function peerCards(cases) {
           nearest(rows, { x: "ratio", y: "shape" }),
         ],
       });
-    const alt = `Dots: time of every variant and peer over the time of ${state.b} by shape for ${groupTitle(group[0])}.`;
-    return figure(groupTitle(group[0]), axisNames(group[0].axes), alt, draw, (d) => `${told(d)}\n${fixed(d.ratio, 2)}x the time of ${state.b}`, rows, resultColumns({ ratio: (d) => fixed(d.ratio, 3) }));
+    const alt = `Dots: time of every variant and peer over the time of ${state.b} by shape for ${group[0].title}.`;
+    return figure(group[0].title, axisNames(group[0].axes), alt, draw, (d) => `${told(d)}\n${fixed(d.ratio, 2)}x the time of ${state.b}`, rows, resultColumns({ ratio: (d) => fixed(d.ratio, 3) }));
   });
 }
 
@@ -93,9 +93,9 @@ function bandwidthCards(cases) {
           nearest(rows, { x: (d) => d.c.bytes, y: (d) => d.r.gbps }),
         ],
       });
-    const alt = `Achieved GB/s against the bytes that must move, below the measured ceiling, for ${groupTitle(group[0])}.`;
+    const alt = `Achieved GB/s against the bytes that must move, below the measured ceiling, for ${group[0].title}.`;
     const more = { bytes: (d) => d.c.bytes, "GB/s": (d) => fixed(d.r.gbps, 1), "ceiling GB/s": (d) => fixed(d.c.ceiling, 1) };
-    return figure(groupTitle(group[0]), "", alt, draw, told, rows, resultColumns(more));
+    return figure(group[0].title, "", alt, draw, told, rows, resultColumns(more));
   });
 }
 
@@ -122,11 +122,11 @@ function rooflineCards(cases) {
           nearest(rows, { x: "intensity", y: "tflops" }),
         ],
       });
-    const alt = `Roofline: TFLOP/s against arithmetic intensity for ${groupTitle(group[0])}.`;
+    const alt = `Roofline: TFLOP/s against arithmetic intensity for ${group[0].title}.`;
     const note = peak ? `flat roof: ${peak} TFLOP/s, data sheet` : "sloped roof only: this GPU's peak is not known";
     const more = { "flop per byte": (d) => d.intensity.toPrecision(4), "TFLOP/s": (d) => d.tflops.toPrecision(4) };
     const tell = (d) => `${told(d)}\n${d.tflops.toPrecision(3)} TFLOP/s at ${d.intensity.toPrecision(3)} flop per byte`;
-    return figure(groupTitle(group[0]), note, alt, draw, tell, rows, resultColumns(more));
+    return figure(group[0].title, note, alt, draw, tell, rows, resultColumns(more));
   });
 }
 
@@ -152,16 +152,18 @@ function scalingCards(cases, axis) {
         y: { ...logAxis([...rows, ...linear].map((d) => d.us), 6), label: "↑ µs", tickFormat: "~g" }, color: colours(variants), symbol: symbols(variants),
         marks: [
           Plot.line(linear, { x: "x", y: "us", stroke: "var(--muted)", strokeDasharray: "5 3" }),
-          Plot.line(rows, { x: "x", y: "us", stroke: "variant", strokeWidth: 1.6 }),
+          Plot.line(rows, { x: "x", y: "us", z: "variant", stroke: "variant", strokeWidth: 1.6 }),
           Plot.dot(rows, { x: "x", y: "us", stroke: "variant", fill: "variant", symbol: "variant", r: 3.5 }),
           nearest(rows, { x: "x", y: "us" }),
           Plot.text(linear.slice(-1), { x: "x", y: "us", text: ["linear"], dy: -10, textAnchor: "end", fill: "var(--muted)", stroke: "var(--surface)", strokeWidth: 4 }),
         ],
       });
-    const alt = `Time against ${axis} with ${fixedAxes} for ${groupTitle(run[0])}, and the line of linear scaling.`;
-    return figure(groupTitle(run[0]), fixedAxes, alt, draw, told, rows, resultColumns({ [axis]: (d) => d.x }));
+    const alt = `Time against ${axis} with ${fixedAxes} for ${run[0].title}, and the line of linear scaling.`;
+    return figure(run[0].title, fixedAxes, alt, draw, told, rows, resultColumns({ [axis]: (d) => d.x }));
   });
 }
+
+const searchLabel = (s) => `${s.op} ${s.variant} ${s.shape} ${[s.dtype, s.quant, s.options].filter(Boolean).join(" ")}`;
 
 /** The best so far over the best found, after every evaluation; one line a case, the median of all in bold. */
 function regretCards(searches) {
@@ -170,7 +172,7 @@ function regretCards(searches) {
       const best = d3.min(s.evaluations, ([us]) => us ?? Infinity);
       let least = Infinity;
       const steps = s.evaluations.map(([us], i) => ((least = Math.min(least, us ?? Infinity)), { n: i + 1, ratio: least / best }));
-      return { label: `${sizes(s.axes)} ${s.dtype} ${s.quant} ${s.options}`, steps };
+      return { label: searchLabel(s), steps };
     });
     const longest = d3.max(lines, (line) => line.steps.length);
     const at = (line, n) => line.steps[Math.min(n, line.steps.length) - 1].ratio;
@@ -226,8 +228,8 @@ function landscapeCards(search) {
 
 /** What the cache's evidence says that tuning gained over the default config. */
 function evidenceCards(evidence) {
-  return d3.groups(evidence, (e) => `${e.op} · ${e.quant} · ${e.dtype}`).map(([title, entries]) => {
-    const rows = entries.map((e) => ({ ...e, shape: sizes(e.axes), gain: e.default_us / e.us }));
+  return d3.groups(evidence, (e) => e.title).map(([title, entries]) => {
+    const rows = entries.map((e) => ({ ...e, gain: e.default_us / e.us }));
     const shapes = [...new Set(rows.map((d) => d.shape))];
     const variants = data.variants.filter((variant) => rows.some((d) => d.variant === variant));
     const draw = (width) =>

@@ -7,7 +7,6 @@ const SYMBOLS = ["circle", "square", "triangle", "diamond2", "star", "wye", "cro
 
 const colour = (variant) => `var(--c${data.variants.indexOf(variant) % 8})`;
 const symbol = (variant) => SYMBOLS[data.variants.indexOf(variant) % SYMBOLS.length];
-const sizes = (axes) => Object.values(axes).join("×");
 const axisNames = (axes) => Object.keys(axes).join("×");
 const isPeer = (op, variant) => data.peers.includes(`${op} ${variant}`);
 const shown = (variants) => variants.filter((variant) => !state.hidden.has(variant));
@@ -35,21 +34,13 @@ function visibleCases() {
     if (Object.entries(state.filters).some(([name, value]) => value && c[name] !== value)) return false;
     if (!words.length) return true;
     const configs = Object.values(c.of).map((r) => r.config || "");
-    const axes = Object.entries(c.axes).map(([axis, size]) => `${axis}=${size}`);
-    const text = [c.op, c.name, c.dtype, c.quant, sizes(c.axes), ...axes, c.options, ...configs].join(" ").toLowerCase();
+    const text = [c.name, c.shape, c.label, ...configs].join(" ").toLowerCase();
     return words.every((word) => text.includes(word));
   });
 }
 
-/** Cases that one chart shows: of one operator, mode and type (and options and policy, where those vary). */
-function grouped(cases) {
-  return d3.groups(cases, (c) => [c.op, c.quant, c.dtype, c.options, c.policy, c.device].join("\u0000")).map(([, group]) => group);
-}
-
-function groupTitle(c) {
-  const varies = (name) => new Set(data.cases.filter((o) => o.op === c.op).map((o) => o[name])).size > 1;
-  return [c.op, c.quant, c.dtype, ...["options", "policy", "device"].filter(varies).map((name) => c[name])].join(" · ");
-}
+/** Cases that one chart shows: what they are called differs in nothing but the shape. */
+const grouped = (cases) => d3.groups(cases, (c) => c.title).map(([, group]) => group);
 
 /** One chart in a card.
  * `draw(width)` answers with an SVG whose value is the datum under the pointer, which `tell` puts into words;
@@ -123,6 +114,8 @@ function select(label, options, value, changed) {
   for (const [text, option] of options) list.append(new Option(text, option, false, option === value));
   return element("label", {}, label, list);
 }
+
+const cards = (found, small) => element("div", { class: small ? "cards small" : "cards" }, ...found.filter(Boolean));
 
 function section(id, title, note, ...content) {
   const heading = element("h2", { id: `h-${id}` }, title);

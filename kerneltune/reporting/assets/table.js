@@ -21,28 +21,26 @@ function compared(c) {
   };
 }
 
-const settings = (row) => Object.fromEntries(row.c.options.split(" ").filter(Boolean).map((pair) => pair.split("=")));
-
-/** The options by which rows of one operator, type and size differ. */
-function variedOptions(rows) {
-  const groups = d3.groups(rows, (row) => [row.c.op, row.c.dtype, row.c.quant, sizes(row.c.axes)].join(" "));
-  const differs = (group) => (name) => new Set(group.map((row) => settings(row)[name])).size > 1;
-  return [...new Set(groups.flatMap(([, group]) => Object.keys(settings(group[0])).filter(differs(group))))];
+/** A column per axis; one for the whole shape, by its size, where rows have different axes. */
+function sizeColumns(rows) {
+  const kinds = new Set(rows.map((row) => axisNames(row.c.axes)));
+  if (kinds.size > 1) {
+    const volume = (row) => Object.values(row.c.axes).reduce((product, size) => product * size, 1);
+    const cell = (row) => element("span", { title: axisNames(row.c.axes) }, row.c.shape);
+    return [{ name: "shape", get: volume, show: cell, number: true }];
+  }
+  return Object.keys(rows[0]?.c.axes ?? {}).map((axis) => ({ name: axis, get: (row) => row.c.axes[axis], show: (row) => String(row.c.axes[axis]), number: true }));
 }
 
 function tableColumns(rows) {
-  const axes = [...new Set(rows.flatMap((row) => Object.keys(row.c.axes)))];
-  const varied = variedOptions(rows);
-  const text = (name, get, wide) => ({ name, get, show: get, wide });
+  const text = (name, get) => ({ name, get, show: get });
   const number = (name, get, digits, wide) => ({ name, get, show: (row) => fixed(get(row), digits), number: true, wide });
-  const several = (name) => new Set(rows.map((row) => row.c[name])).size > 1;
   const columns = [
     text("kind", (row) => row.c.kind),
-    ...(several("device") ? [text("device", (row) => row.c.device, true)] : []),
     text("dtype", (row) => row.c.dtype.replace("bfloat", "bf").replace("float", "fp")),
     text("quant", (row) => row.c.quant),
-    ...(varied.length ? [text("options", (row) => varied.flatMap((name) => settings(row)[name] ?? []).join(" "), true)] : []),
-    ...axes.map((axis) => ({ name: axis, get: (row) => row.c.axes[axis], show: (row) => String(row.c.axes[axis] ?? ""), number: true })),
+    ...(rows.some((row) => row.c.options) ? [text("options", (row) => row.c.options)] : []),
+    ...sizeColumns(rows),
     number("A ms", (row) => (row.speedup == null ? null : row.a.us / 1000), 4),
     number("B ms", (row) => (row.speedup == null ? null : row.b.us / 1000), 4),
     number("A GB/s", (row) => row.a.gbps ?? null, 1, true),
@@ -91,7 +89,7 @@ function drawTable(cases) {
   const lines = sorted(rows, columns).map((row) => {
     const cells = columns.map((column) => element("td", { class: cellClass(column) }, column.show(row)));
     const why = row.note ? [element("td", { class: "reason" }, row.note)] : [];
-    return element("tr", { title: `${row.c.op} ${row.c.name} ${row.c.options}\nA ${row.a.config || ""}\nB ${row.b.config || ""}` }, ...cells, ...why);
+    return element("tr", { title: `${row.c.name}: ${row.c.label}\nA ${row.a.config || ""}\nB ${row.b.config || ""}` }, ...cells, ...why);
   });
   const caption = element("caption", {}, `A is ${state.a}, B is ${state.b}: ${rows.length} of ${data.cases.length} cases`);
   place.replaceChildren(element("table", {}, caption, element("thead", {}, element("tr", {}, ...heads)), element("tbody", {}, ...lines)));
@@ -108,7 +106,7 @@ function drawTiles(rows) {
   const worst = d3.least(timed, (row) => row.speedup);
   const shares = timed.map((row) => row.b.pct).filter((share) => share != null);
   const peers = timed.filter((row) => row.peer).map((row) => row.peer.ratio);
-  const where = (row) => `${row.c.kind} ${row.c.quant} ${sizes(row.c.axes)}`;
+  const where = (row) => `${row.c.kind} ${row.c.quant} ${row.c.shape}`;
   const tiles = [
     [timed.length ? `${fixed(geomean(timed.map((row) => row.speedup)), 2)}x` : "–", `geometric mean of ${timed.length} rows`],
     [`${marks("+")} / ${marks("")} / ${marks("-")}`, "wins / ties / losses"],

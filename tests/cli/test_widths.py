@@ -1,0 +1,71 @@
+"""What commands print fits the terminal, and nothing is lost where it is narrow."""
+
+import re
+
+import pytest
+from command_line import run
+
+from kerneltune import cache
+from kerneltune.cli import console
+
+FAMILIES = sorted(path.stem for path in (cache.data_root("results") / "nvidia_h200").glob("*.jsonl"))
+COMMANDS = [
+    *(
+        ("compare", "baseline", "tensorwise" if family == "moe_training" else "optimized", "--family", family)
+        for family in FAMILIES
+    ),
+    ("moe",),
+    ("weights",),
+    ("ops",),
+    *(("ops", op) for op in ("rmsnorm_fwd", "fp8_grouped_gemm", "int4_gemm", "moe_step")),
+    ("cache", "list"),
+    *(("cache", "show", op) for op in ("rmsnorm_fwd", "fp8_grouped_gemm", "int4_gemm")),
+]
+
+
+def printed(columns: int, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(console.console, "width", columns)
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
+def test_no_line_is_longer_than_the_terminal(arguments: tuple[str, ...], columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = printed(columns, monkeypatch, *arguments).splitlines()
+    assert max(map(len, lines)) <= columns
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("arguments", [c for c in COMMANDS if c[0] != "compare"], ids=" ".join)
+def test_80_columns_say_all_that_wide_ones_say(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    def letters(columns: int) -> list[str]:
+        return sorted(re.sub(r"\s", "", printed(columns, monkeypatch, *arguments)))
+
+    assert letters(80) == letters(400)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_80_columns_keep_every_row_and_number_of_a_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    def numbers(columns: int) -> list[str]:
+        text = printed(columns, monkeypatch, "compare", "baseline", "optimized", "--family", "fp8_grouped_gemm")
+        return sorted(re.findall(r"\d+\.\d+", text))
+
+    assert len(numbers(400)) > 47 * 5
+    assert numbers(80) == numbers(400)
+
+
+def test_words_stay_whole_where_they_fit_and_else_break_behind_underscores(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def shown(columns: int) -> list[str]:
+        monkeypatch.setattr(console.console, "width", columns)
+        console.show_table(("name", "says"), [("rows_of_experts", "one tensorwise_cached two")])
+        return [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+
+    assert shown(60) == ["name             says", "rows_of_experts  one tensorwise_cached two"]
+    assert shown(35) == ["name             says", "rows_of_experts  one", " " * 17 + "tensorwise_cached", " " * 17 + "two"]
+    assert shown(30)[2:4] == [" " * 17 + "tensorwise_", " " * 17 + "cached"]

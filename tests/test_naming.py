@@ -1,0 +1,56 @@
+"""What a case is called: by what it differs from the cases beside it, the same in every table, chart and page."""
+
+import re
+from typing import Any
+
+from literal_records import literal
+
+from kerneltune.records import Record
+from kerneltune.reporting import tables
+from kerneltune.reporting.naming import case_names
+from kerneltune.reporting.payload import Sources, payload
+from kerneltune.reporting.pictures import draw
+
+
+def cast(layout: str, op: str = "cast_2d", **changes: Any) -> Record:
+    return literal(100.0, **{"op": op, "options": {"pow2": True, "layout": layout}, **changes})
+
+
+def test_what_all_cases_share_is_not_named() -> None:
+    first, second = case_names([cast("row"), cast("both")])
+    assert (first.kind, first.options, first.settings, first.shape) == ("2d", {"layout": "row"}, "layout=row", "8192×4096")
+    assert second.heading == "2d bfloat16 fp8 layout=both M×N"
+    assert second.title == "cast_2d · fp8 · bfloat16 · layout=both"
+    assert case_names([cast("row"), literal(1.0)])[0].settings == ""
+
+
+def test_policy_and_device_are_named_like_options() -> None:
+    names = case_names([cast("row"), cast("row", policy="hot"), cast("row", device="NVIDIA H100")])
+    assert [name.settings for name in names] == [
+        "policy=cold device=NVIDIA H200",
+        "policy=hot device=NVIDIA H200",
+        "policy=cold device=NVIDIA H100",
+    ]
+
+
+def test_operators_that_end_alike_are_called_by_their_whole_names() -> None:
+    names = case_names([cast("row"), cast("row", op="scale_2d"), literal(1.0)])
+    assert [name.kind for name in names] == ["cast_2d", "scale_2d", "fwd"]
+
+
+def test_every_table_chart_and_page_says_the_same() -> None:
+    records = [cast("row"), cast("both", time_us=50.0, case="other"), cast("row", op="cast_3d")]
+    shown = payload(Sources(records, ("baseline", "baseline")))["cases"]
+    for case, name in zip(shown, case_names(records), strict=True):
+        assert [case[field] for field in ("kind", "options", "shape", "title")] == [
+            name.kind,
+            name.settings,
+            name.shape,
+            name.title,
+        ]
+    rows = tables.ab_rows(records, records)
+    assert "2d bfloat16 fp8 layout=both M×N" in tables.ab_text(rows, width=60).splitlines()
+    assert "| 2d | bfloat16 | fp8 | both | 8192 | 4096 |" in tables.ab_markdown(rows)
+    assert "other layout=both" in tables.sweep_text(records)
+    titles = re.findall(">(cast_[^<]*)<", draw(records, ("baseline", "baseline"), "svg")["cast_2d_bandwidth"].decode())
+    assert titles == [name.title for name in case_names(records)]
