@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from kerneltune.kernel_lib.compiled import compiled_for
 from kerneltune.kernel_lib.groups import group_ends
 from kerneltune.nn.alignment import ALIGNED
 from kerneltune.nn.delayed import DelayedScaling
@@ -108,22 +109,18 @@ def run_torchao(inputs: Inputs, _config: None) -> Outputs:
 
 def run_step(scaling: str, inputs: Inputs, _config: None) -> Outputs:
     """`fp8_grouped_mm`."""
-    return _step(partial(fp8_grouped_mm, recipe=scaling), inputs)
+    return _step(_product(scaling), inputs)
 
 
 @cache
-def _compiled(scaling: str, _shapes: tuple[torch.Size, ...]) -> Callable[..., Tensor]:
-    """A compiled function of its own for every case, so that none meets torch's limit of compilations."""
-    torch._dynamo.reset()
-    backend = "inductor" if torch.cuda.is_available() else "aot_eager"
-    product = partial(fp8_grouped_mm, recipe=scaling)
-    compiled: Callable[..., Tensor] = torch.compile(product, dynamic=False, fullgraph=True, backend=backend)
-    return compiled
+def _product(scaling: str) -> Callable[..., Tensor]:
+    """`fp8_grouped_mm` by one recipe; the same function at every call, so that it is compiled once."""
+    return partial(fp8_grouped_mm, recipe=scaling)
 
 
 def run_compiled(scaling: str, inputs: Inputs, _config: None) -> Outputs:
     """`fp8_grouped_mm` under torch.compile."""
-    return _step(_compiled(scaling, (inputs["a"].shape, inputs["w"].shape)), inputs)
+    return _step(compiled_for(_product(scaling), inputs["a"].shape, inputs["w"].shape), inputs)
 
 
 def run_cached(scaling: str, inputs: Inputs, _config: None) -> Outputs:

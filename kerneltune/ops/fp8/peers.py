@@ -1,11 +1,11 @@
 """What a user would pick instead: torchao, torch.compile, eager torch. Imports torchao when it runs; no kernels here."""
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 
+from kerneltune.kernel_lib.compiled import call_compiled
 from kerneltune.kernel_lib.groups import group_ends
 from kerneltune.ops.fp8.reference import FP8
 from kerneltune.rounding import cdiv, next_power_of_2
@@ -44,16 +44,8 @@ def _grouped(x: torch.Tensor, offs: torch.Tensor, dtype: torch.dtype, pow2: bool
     return q, (scale.reciprocal() if inverse else scale).flatten()
 
 
-@cache
-def _compiled(function: Callable[..., Any], _shape: tuple[int, ...], _dtype: torch.dtype) -> Callable[..., Any]:
-    """A compiled function of its own for every shape, so that no shape runs a kernel made for another."""
-    torch._dynamo.reset()
-    compiled: Callable[..., Any] = torch.compile(function, dynamic=False, fullgraph=True)
-    return compiled
-
-
-def _function(function: Callable[..., Any], compiled: bool, x: torch.Tensor) -> Callable[..., Any]:
-    return _compiled(function, tuple(x.shape), x.dtype) if compiled else function
+def _called(function: Callable[..., Any], compiled: bool, tensors: tuple[torch.Tensor, ...], *options: Any) -> Any:
+    return call_compiled(function, tensors, *options) if compiled else function(*tensors, *options)
 
 
 def _chosen(inputs: Inputs) -> tuple[torch.dtype, bool, bool]:
@@ -61,22 +53,22 @@ def _chosen(inputs: Inputs) -> tuple[torch.dtype, bool, bool]:
 
 
 def _rows(inputs: Inputs, compiled: bool) -> Outputs:
-    q, scale = _function(_slices, compiled, inputs["x"])(inputs["x"], 1, *_chosen(inputs), False)
+    q, scale = _called(_slices, compiled, (inputs["x"],), 1, *_chosen(inputs), False)
     return {"q": q, "scale": scale}
 
 
 def _weights(inputs: Inputs, compiled: bool) -> Outputs:
-    q, scale = _function(_slices, compiled, inputs["w"])(inputs["w"], 1, *_chosen(inputs), False)
+    q, scale = _called(_slices, compiled, (inputs["w"],), 1, *_chosen(inputs), False)
     return {"q": q, "scale": scale}
 
 
 def _transposed_weights(inputs: Inputs, compiled: bool) -> Outputs:
-    q, scale = _function(_slices, compiled, inputs["w"])(inputs["w"], 2, *_chosen(inputs), True)
+    q, scale = _called(_slices, compiled, (inputs["w"],), 2, *_chosen(inputs), True)
     return {"q": q.transpose(1, 2), "scale": scale[:, :, 0]}
 
 
 def _group(inputs: Inputs, compiled: bool) -> Outputs:
-    q, scale = _function(_grouped, compiled, inputs["x"])(inputs["x"], inputs["offs"], *_chosen(inputs))
+    q, scale = _called(_grouped, compiled, (inputs["x"], inputs["offs"]), *_chosen(inputs))
     return {"q": q, "scale": scale}
 
 
@@ -84,7 +76,7 @@ def _dual(inputs: Inputs, compiled: bool) -> Outputs:
     outputs = {}
     for i in (1, 2):
         x = inputs[f"x{i}"]
-        outputs[f"q{i}"], outputs[f"scale{i}"] = _function(_grouped, compiled, x)(x, inputs["offs"], *_chosen(inputs))
+        outputs[f"q{i}"], outputs[f"scale{i}"] = _called(_grouped, compiled, (x, inputs["offs"]), *_chosen(inputs))
     return outputs
 
 
@@ -165,11 +157,10 @@ def _in_layouts(q: torch.Tensor, scale: torch.Tensor, inverse: bool, layout: str
 def _tensorwise(inputs: Inputs, compiled: bool) -> Outputs:
     layout = inputs["layout"]
     if "offs" in inputs:
-        function = _function(_finite_groups, compiled, inputs["x"])
-        q, q_t, scale = function(inputs["x"], inputs["offs"], *_chosen(inputs), layout)
+        q, q_t, scale = _called(_finite_groups, compiled, (inputs["x"], inputs["offs"]), *_chosen(inputs), layout)
     else:
         x = inputs["x"][None] if "x" in inputs else inputs["w"].transpose(1, 2)
-        q, q_t, scale = _function(_finite, compiled, x)(x, *_chosen(inputs), layout)
+        q, q_t, scale = _called(_finite, compiled, (x,), *_chosen(inputs), layout)
         q, q_t = (q[0], q_t[0]) if "x" in inputs else (q.transpose(1, 2), q_t)
     outputs = {"q": q} if layout != "col" else {}
     return outputs | ({"q_t": q_t} if layout != "row" else {}) | {"scale": scale}

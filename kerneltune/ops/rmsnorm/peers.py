@@ -1,11 +1,11 @@
 """What a user would pick instead: eager torch, torch.compile, Liger, quack. Imports the peers when they run."""
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 
+from kerneltune.kernel_lib.compiled import call_compiled
 from kerneltune.ops.rmsnorm.reference import EPS, FP8
 from kerneltune.spec import Case, Inputs, Outputs
 
@@ -40,34 +40,25 @@ def _bwd_formula(
     return (r * (dzg - c * x32)).to(x.dtype), (dz32 * x32 * r).sum(0).to(weight.dtype)
 
 
-@cache
-def _compiled(function: Callable[..., Any], mode: str | None, _shape: tuple[int, ...], _dtype: torch.dtype) -> Callable[..., Any]:
-    """A compiled function of its own for every shape, so that no shape runs a kernel made for another."""
-    torch._dynamo.reset()
-    compiled: Callable[..., Any] = torch.compile(function, mode=mode, dynamic=False, fullgraph=True)
-    return compiled
-
-
-def _function(function: Callable[..., Any], mode: str | None, x: torch.Tensor) -> Callable[..., Any]:
+def _called(function: Callable[..., Any], mode: str, tensors: tuple[torch.Tensor, ...], *options: Any) -> Any:
     if mode == "eager":
-        return function
-    return _compiled(function, None if mode == "default" else mode, tuple(x.shape), x.dtype)
+        return function(*tensors, *options)
+    return call_compiled(function, tensors, *options, mode=None if mode == "default" else mode)
 
 
 def _run_fwd(inputs: Inputs, mode: str) -> Outputs:
     x, weight, zero_centered = inputs["x"], inputs["weight"], inputs["zero_centered"]
     if inputs["quant"] == "none":
-        return {"y": _function(_fwd_formula, mode, x)(x, weight, zero_centered)}
-    function = _function(_fwd_fp8_formula, mode, x)
-    transpose = inputs["quant"] == "fp8_t"
-    q, amax, scale_inv, *rest = function(x, weight, inputs["scale"], zero_centered, FP8[inputs["fp8_format"]], transpose)
+        return {"y": _called(_fwd_formula, mode, (x, weight), zero_centered)}
+    tensors, options = (x, weight, inputs["scale"]), (zero_centered, FP8[inputs["fp8_format"]], inputs["quant"] == "fp8_t")
+    q, amax, scale_inv, *rest = _called(_fwd_fp8_formula, mode, tensors, *options)
     torch.maximum(inputs["amax"], amax, out=inputs["amax"])
     return {"y": q, "scale_inv": scale_inv} | ({"y_t": rest[0]} if rest else {})
 
 
 def _run_bwd(inputs: Inputs, mode: str) -> Outputs:
-    function = _function(_bwd_formula, mode, inputs["x"])
-    dx, dgamma = function(inputs["dz"], inputs["x"], inputs["rsigma"], inputs["weight"], inputs["zero_centered"])
+    tensors = (inputs["dz"], inputs["x"], inputs["rsigma"], inputs["weight"])
+    dx, dgamma = _called(_bwd_formula, mode, tensors, inputs["zero_centered"])
     return {"dx": dx, "dgamma": dgamma}
 
 
