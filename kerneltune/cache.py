@@ -1,7 +1,7 @@
 """The best known configs: one JSON file per GPU and operator, looked up exactly or at the nearest size.
 
 Does not measure, decide which config is better, or check that a config is valid for a case.
-Imports the standard library, filelock, files, misses and spec.
+Imports the standard library, filelock, device, files, misses and spec.
 """
 
 import json
@@ -16,9 +16,9 @@ from typing import Any
 
 from filelock import FileLock
 
-from kerneltune import misses
+from kerneltune import device, misses
 from kerneltune.files import replace_text
-from kerneltune.spec import Case, Option
+from kerneltune.spec import Case, Option, config_from
 
 SCHEMA = 1
 Axes = tuple[tuple[str, int], ...]
@@ -153,15 +153,12 @@ def candidates(
     root: Path | None = None,
 ) -> list[Hit]:
     """Every entry that may serve this case: its own element type first, then the nearest, the larger, the config's text."""
-    wanted = (variant, policy, quant, dict(options))
     hits = []
-    for entry in _loaded(_path(op_name, device_slug, root)):
-        if (entry.variant, entry.policy, entry.quant, dict(entry.options)) != wanted:
-            continue
+    for entry in _alike(_path(op_name, device_slug, root), variant, policy, quant, options):
         distance = _distance(dict(axes), dtype, entry, free_axes)
         if distance is not None:
             hits.append(Hit(entry, exact=distance == 0, distance=distance))
-    return sorted(hits, key=lambda hit: (hit.entry.dtype != dtype, hit.distance, -_size(hit.entry), _text(hit.entry.config)))
+    return sorted(hits, key=lambda hit: (hit.entry.dtype != dtype, hit.distance))
 
 
 def lookup(
@@ -189,61 +186,70 @@ def lookup(
     return hits[0] if hits else None
 
 
-@lru_cache(maxsize=65536)
-def best(
-    op_name: str,
-    variant: str,
-    device_slug: str,
-    axes: Axes,
-    dtype: str,
-    quant: str,
-    options: Options,
-    policy: str = "cold",
-    free_axes: tuple[str, ...] = (),
-    root: Path | None = None,
-    resolve: Callable[[Case, dict[str, Any] | None], Any] = lambda _case, knobs: knobs,
-) -> Any:
-    """What `resolve` makes of the knobs of the nearest candidate that it takes, remembered until `clear`.
+@dataclass(frozen=True, eq=False, slots=True)
+class Chooser:
+    """Comes to the config that an operator's function runs with where its caller gives none. Made once, called at every launch.
 
-    `resolve(case, knobs)` answers None to knobs that are not valid for the case. If it takes no candidate it is asked once
-    more, with None for the knobs, for its own default: see `resolver`. The answer is remembered by it.
-    Anything but an entry of the case's own is a miss, which is warned of once.
-
-    Raises:
-        LookupError: a miss, and KERNELTUNE_STRICT is 1.
+    Attributes:
+        op, variant, policy, free_axes: what is looked up, as in `candidates`.
+        config, valid, default: of the variant, as in spec.Variant.
+        root: the folder of the cache, None for that of `roots`.
     """
+
+    op: str
+    config: type[Any]
+    valid: Callable[[Case, Any], str | None]
+    default: Callable[[Case], Any]
+    free_axes: tuple[str, ...]
+    variant: str = "optimized"
+    policy: str = "cold"
+    root: Path | None = None
+
+    def __call__(self, axes: Axes, dtype: str, quant: str = "none", options: Options = (), gpu: str | None = None) -> Any:
+        """The config of the nearest candidate that is valid for these sizes, else the default; remembered until `clear`.
+
+        Anything but an entry of the case's own is a miss, which is warned of once for all sizes of the free axes.
+
+        Args:
+            gpu: the folder of another device than the present one.
+
+        Raises:
+            LookupError: a miss, and KERNELTUNE_STRICT is 1.
+        """
+        return _chosen(self, gpu or device.current_slug(), axes, dtype, quant, options)
+
+    def from_knobs(self, case: Case, knobs: dict[str, Any]) -> Any:
+        """The config with these knobs; None where they are not those of the variant, or not valid for the case."""
+        try:
+            config = config_from(self.config, knobs)
+        except ValueError:
+            return None
+        return config if self.valid(case, config) is None else None
+
+
+@lru_cache(maxsize=65536)
+def _chosen(chooser: Chooser, gpu: str, axes: Axes, dtype: str, quant: str, options: Options) -> Any:
     case = Case("", axes, dtype, quant, options)
-    miss = misses.Miss(op_name, variant, device_slug, case, policy)
-    for hit in candidates(op_name, variant, device_slug, axes, dtype, quant, options, policy, free_axes, root):
-        resolved = resolve(case, hit.entry.config)
-        if resolved is not None:
+    miss = misses.Miss(chooser.op, chooser.variant, gpu, case, chooser.policy)
+    where = (chooser.op, chooser.variant, gpu, axes, dtype, quant, options, chooser.policy, chooser.free_axes, chooser.root)
+    for hit in candidates(*where):
+        config = chooser.from_knobs(case, hit.entry.config)
+        if config is not None:
             if not hit.exact:
                 entry = hit.entry
                 sizes = " ".join(f"{axis}={size}" for axis, size in entry.axes)
-                misses.report(miss, f"that of {sizes} {entry.dtype}, {hit.distance:.1f} octaves away: {_text(entry.config)}")
-            return resolved
-    misses.report(miss, "the default")
-    return resolve(case, None)
-
-
-def resolver(
-    config: Callable[..., Any], valid: Callable[[Case, Any], str | None], default: Callable[[Case], Any]
-) -> Callable[[Case, dict[str, Any] | None], Any]:
-    """What `best` wants of a variant, made of its config class, `valid` and `default`; to be made once, not at every call."""
-
-    def resolve(case: Case, knobs: dict[str, Any] | None) -> Any:
-        if knobs is None:
-            return default(case)
-        found = config(**knobs)
-        return found if valid(case, found) is None else None
-
-    return resolve
+                used = f"that of {sizes} {entry.dtype}, {hit.distance:.1f} octaves away: {_text(entry.config)}"
+                misses.report(miss, used, chooser.free_axes)
+            return config
+    misses.report(miss, "the default", chooser.free_axes)
+    return chooser.default(case)
 
 
 def clear() -> None:
     """Forget every answer and every file read; needed after KERNELTUNE_CONFIGS or a file changed from outside."""
-    best.cache_clear()
-    _loaded.cache_clear()
+    for remembered in (_chosen, _alike, _loaded):
+        remembered.cache_clear()
+    misses.forget()
 
 
 def _path(op_name: str, device_slug: str, root: Path | None) -> Path:
@@ -253,6 +259,14 @@ def _path(op_name: str, device_slug: str, root: Path | None) -> Path:
 @lru_cache(maxsize=1024)
 def _loaded(path: Path) -> tuple[Entry, ...]:
     return tuple(load(path.stem, path.parent.name, path.parent.parent))
+
+
+@lru_cache(maxsize=1024)
+def _alike(path: Path, variant: str, policy: str, quant: str, options: Options) -> tuple[Entry, ...]:
+    """The entries of a file for any sizes and element type, the larger first, then by the config's text."""
+    wanted = (variant, policy, quant, dict(options))
+    alike = [e for e in _loaded(path) if (e.variant, e.policy, e.quant, dict(e.options)) == wanted]
+    return tuple(sorted(alike, key=lambda entry: (-_size(entry), _text(entry.config))))
 
 
 def _distance(axes: Mapping[str, int], dtype: str, entry: Entry, free_axes: Sequence[str]) -> float | None:

@@ -7,7 +7,7 @@ import json
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,22 +32,38 @@ class Miss:
     policy: str
 
 
-def report(miss: Miss, used: str) -> None:
+_said: set[Miss] = set()
+"""Misses that were warned of, without their free axes."""
+
+
+def report(miss: Miss, used: str, free_axes: Sequence[str]) -> None:
     """Warn of a miss, saying what is used instead; append it to KERNELTUNE_LOG_MISSES where that is set.
 
-    Says nothing of the interpreter, for which nothing is tuned.
+    Warns once for all sizes of the free axes, which may change with every call; says nothing of the interpreter, for which
+    nothing is tuned.
 
     Raises:
         LookupError: KERNELTUNE_STRICT is 1.
     """
     if miss.device == INTERPRETER:
         return
-    text = f"no config for {miss.op} {miss.variant} {miss.case.label} {miss.policy} on {miss.device}"
     if "KERNELTUNE_LOG_MISSES" in os.environ:
         _append(Path(os.environ["KERNELTUNE_LOG_MISSES"]), miss)
-    if os.environ.get("KERNELTUNE_STRICT") == "1":
+    strict = os.environ.get("KERNELTUNE_STRICT") == "1"
+    fixed = tuple(axis for axis in miss.case.axes if axis[0] not in free_axes)
+    alike = replace(miss, case=replace(miss.case, axes=fixed))
+    if not strict and alike in _said:
+        return
+    text = f"no config for {miss.op} {miss.variant} {miss.case.label} {miss.policy} on {miss.device}"
+    if strict:
         raise LookupError(f"{text} (KERNELTUNE_STRICT=1); nearest: {used}")
-    warnings.warn(f"{text}; using {used}", CacheMissWarning, stacklevel=3)
+    _said.add(alike)
+    warnings.warn(f"{text}; using {used}", CacheMissWarning, stacklevel=5)
+
+
+def forget() -> None:
+    """Warn again of what was warned of."""
+    _said.clear()
 
 
 def _append(path: Path, miss: Miss) -> None:

@@ -150,13 +150,25 @@ class Variant:
         """
         if self.config is None:
             raise ValueError(f"variant {self.name} has no config, got {dict(values)}")
-        fields = {f.name: f.type for f in dataclasses.fields(self.config)}
-        if set(values) != set(fields):
-            raise ValueError(f"config of {self.name} has the knobs {sorted(fields)}, got {sorted(values)}")
-        for name, value in values.items():
-            if not isinstance(fields[name], type) or type(value) is not fields[name]:
-                raise ValueError(f"config of {self.name}: {name} must be {fields[name]}, got {value!r}")
-        return self.config(**values)
+        try:
+            return config_from(self.config, values)
+        except ValueError as error:
+            raise ValueError(f"config of {self.name}: {error}") from None
+
+
+def config_from(config: type[Any], values: Mapping[str, Any]) -> Config:
+    """The config of a class with these knob values.
+
+    Raises:
+        ValueError: an unknown, missing or wrongly typed knob.
+    """
+    types = {f.name: f.type for f in dataclasses.fields(config)}
+    if set(values) != set(types):
+        raise ValueError(f"expected the knobs {sorted(types)}, got {sorted(values)}")
+    for name, value in values.items():
+        if type(value) is not types[name]:
+            raise ValueError(f"{name}: {value!r}: expected {getattr(types[name], '__name__', types[name])}")
+    return config(**values)
 
 
 @dataclass(frozen=True)

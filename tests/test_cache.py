@@ -5,6 +5,7 @@ import multiprocessing
 import random
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -115,27 +116,46 @@ def test_strict_look_up_raises(tmp_path: Path) -> None:
     assert str(error.value) == f"no config for rmsnorm_fwd optimized {case} cold on nvidia_h200 in {tmp_path}"
 
 
-def four_warps_at_most(_case: Case, knobs: dict[str, Any] | None) -> str | None:
-    """What an operator makes of knobs; its default where it gets none."""
-    if knobs is None:
-        return "default"
-    return f"{knobs['warps']} warps" if knobs["warps"] <= 4 else None
+@dataclass(frozen=True)
+class Knobs:
+    block: int
+    warps: int
+
+
+DEFAULT = Knobs(0, 0)
+
+
+def chooser(root: Path, most_warps: int = 8) -> cache.Chooser:
+    def valid(_case: Case, knobs: Knobs) -> str | None:
+        return None if knobs.warps <= most_warps else "too many warps"
+
+    return cache.Chooser(OP, Knobs, valid, lambda _case: DEFAULT, ("M", "N"), root=root)
 
 
 @pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")
-def test_best_takes_the_first_that_is_accepted_and_remembers_until_something_is_stored(tmp_path: Path) -> None:
-    asked = (OP, "optimized", GPU, axes(8192, 4096), "bfloat16", "fp8", OPTIONS, "cold", ("M", "N"), tmp_path)
-    assert cache.best(*asked) is None
+def test_a_chooser_takes_the_first_that_is_valid_and_remembers_until_something_is_stored(tmp_path: Path) -> None:
+    asked = (axes(8192, 4096), "bfloat16", "fp8", OPTIONS, GPU)
+    choose = chooser(tmp_path)
+    assert choose(*asked) is DEFAULT
     cache.store(OP, GPU, entry(warps=8), tmp_path)
     cache.store(OP, GPU, entry(16384, warps=2), tmp_path)
-    assert cache.best(*asked) == {"block": 1024, "warps": 8}
-    assert cache.best(*asked, four_warps_at_most) == "2 warps"
-    assert cache.best(*asked[:3], axes(7, 8), *asked[4:], four_warps_at_most) == "2 warps"
-    assert cache.best(*asked[:5], "none", *asked[6:], four_warps_at_most) == "default"
+    assert choose(*asked) == Knobs(1024, 8)
+    assert chooser(tmp_path, most_warps=4)(*asked) == Knobs(1024, 2)
+    assert choose(axes(7, 8), *asked[1:]) == Knobs(1024, 8)
+    assert choose(*asked[:2], "none", *asked[3:]) is DEFAULT
     (tmp_path / GPU / f"{OP}.json").unlink()
-    assert cache.best(*asked) == {"block": 1024, "warps": 8}
+    assert choose(*asked) == Knobs(1024, 8)
     cache.clear()
-    assert cache.best(*asked) is None
+    assert choose(*asked) is DEFAULT
+
+
+@pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")
+@pytest.mark.parametrize("knobs", [{"block": 1024}, {"block": 1024, "warps": 4, "early": True}, {"block": 1024, "warps": "4"}])
+def test_knobs_that_the_variant_no_longer_has_are_passed_over(tmp_path: Path, knobs: dict[str, Any]) -> None:
+    cache.store(OP, GPU, entry(config=knobs), tmp_path)
+    assert chooser(tmp_path)(axes(8192, 4096), "bfloat16", "fp8", OPTIONS, GPU) is DEFAULT
+    cache.store(OP, GPU, entry(16384), tmp_path)
+    assert chooser(tmp_path)(axes(8192, 4096), "bfloat16", "fp8", OPTIONS, GPU) == Knobs(1024, 4)
 
 
 def test_root_is_the_environment_then_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kerneltune import cache
 from kerneltune.ops.rmsnorm import configs, kernels, optimized, rmsnorm_fwd
 
 
@@ -26,15 +25,19 @@ def seconds_per_call(run: Callable[[], object], calls: int) -> float:
 OPTIONS = (("zero_centered", False), ("fp8_format", "e4m3"), ("row_pad", 0))
 
 
-def look_up() -> object:
-    axes = (("M", 8192), ("N", 4096))
-    key = ("rmsnorm_fwd", "optimized", "nvidia_h200", axes, "bfloat16", "none", OPTIONS)
-    return cache.best(*key, "cold", ("M",), None, optimized._resolve_fwd)
+def look_up(rows: int = 8192) -> object:
+    return optimized._choose_fwd((("M", rows), ("N", 4096)), "bfloat16", "none", OPTIONS, "nvidia_h200")
 
 
 def test_a_look_up_takes_at_most_2_us() -> None:
     assert isinstance(look_up(), configs.FwdConfig)
     assert seconds_per_call(look_up, 20_000) <= 2e-6
+
+
+@pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")
+def test_the_first_look_up_of_a_size_reads_no_file() -> None:
+    sizes = iter(range(1, 10_000))
+    assert seconds_per_call(lambda: look_up(next(sizes)), 200) <= 1e-3
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
 """What the cache did not have: warned of once, refused in strict mode, logged, made into a sweep that tune takes."""
 
+import dataclasses
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,10 +34,8 @@ def stored(root: Path, rows: int, columns: int, **knobs: Any) -> None:
 
 
 def best(root: Path, rows: int, columns: int, gpu: str = GPU) -> Any:
-    return cache.best(
-        "rmsnorm_fwd", "optimized", gpu, axes(rows, columns), "bfloat16", "none", OPTIONS, "cold", ("M",), root,
-        optimized._resolve_fwd,
-    )  # fmt: skip
+    choose = dataclasses.replace(optimized._choose_fwd, root=root)
+    return choose(axes(rows, columns), "bfloat16", "none", OPTIONS, gpu)
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +65,16 @@ def test_a_miss_is_one_warning_that_names_what_is_used(tmp_path: Path) -> None:
     )
     with pytest.warns(CacheMissWarning, match="; using the default$"):
         best(tmp_path, 2048, 1024)
+
+
+def test_other_sizes_of_a_free_axis_are_no_news(tmp_path: Path) -> None:
+    stored(tmp_path, 8192, 4096)
+    stored(tmp_path, 8192, 2048)
+    with pytest.warns(CacheMissWarning) as caught:
+        for rows in (1024, 2048, 2049):
+            best(tmp_path, rows, 4096)
+        best(tmp_path, 1024, 2048)
+    assert [str(w.message).split("bfloat16")[0].split("optimized ")[1] for w in caught] == ["M=1024 N=4096 ", "M=1024 N=2048 "]
 
 
 def test_a_cached_config_that_is_not_valid_at_the_asked_size_is_passed_over(tmp_path: Path) -> None:

@@ -9,12 +9,13 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def close(name: str, got: torch.Tensor, want: torch.Tensor, rtol: float, atol: float | torch.Tensor) -> list[str]:
-    """Equal within atol + rtol |want|; NaN agrees with NaN."""
+    """Equal within atol + rtol |want|; NaN agrees with NaN, infinity with itself."""
     if got.shape != want.shape:
         return [f"{name}: shape {tuple(got.shape)}, expected {tuple(want.shape)}"]
     got32, want32 = got.float(), want.float()
     same = (got32 == want32) | (got32.isnan() & want32.isnan())
-    return _report(name, ~(same | ((got32 - want32).abs() <= atol + rtol * want32.abs())), got32, want32)
+    near = want32.isfinite() & ((got32 - want32).abs() <= atol + rtol * want32.abs())
+    return _report(name, ~(same | near), got32, want32)
 
 
 def same_bits(name: str, got: torch.Tensor, want: torch.Tensor) -> list[str]:

@@ -1,9 +1,11 @@
-"""How many programs to launch, and launches whose programs wait for each other.
+"""Where and how many programs to launch, and launches whose programs wait for each other.
 
 Knows no operator and launches nothing itself. May import torch.
 """
 
-from typing import Any
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -15,6 +17,34 @@ _QUARTER = 16384
 """Registers of a quarter of a multiprocessor, which holds every fourth warp."""
 
 _MAX_REGISTERS = 255
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@cache
+def _several_gpus() -> bool:
+    return torch.cuda.device_count() > 1
+
+
+def on_its_device(function: Callable[P, R]) -> Callable[P, R]:
+    """An operator's function, run on the GPU of its first argument, a tensor or several; Triton launches on the current one."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not _several_gpus():
+            return function(*args, **kwargs)
+        first: Any = args[0] if args else next(iter(kwargs.values()), None)
+        if isinstance(first, list | tuple) and first:
+            first = first[0]
+        where = getattr(first, "device", None)
+        if not isinstance(where, torch.device) or where.type != "cuda" or where.index == torch.cuda.current_device():
+            return function(*args, **kwargs)
+        with torch.cuda.device(where):
+            return function(*args, **kwargs)
+
+    return run
 
 
 def resident(where: torch.device, ctas: int) -> int:

@@ -1,6 +1,6 @@
 """x · wᵀ for few rows of x and weights of 16 or 8 bits: kernel, function, configs. What `int4_gemm` has to beat.
 
-May import cache, device, spec, arguments, tl_gemm, tl_lib, workspace.
+May import cache, spec, arguments, tl_gemm, tl_lib, workspace.
 """
 
 from dataclasses import dataclass
@@ -9,8 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kerneltune import cache, device
+from kerneltune import cache
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES
+from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.kernel_lib.tl_gemm import dot, is_last, sum_of_parts
 from kerneltune.kernel_lib.tl_lib import wide
 from kerneltune.kernel_lib.workspace import counters
@@ -98,6 +99,7 @@ def _dense_gemm(
             tl.store(y_ptr + offsets, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
+@on_its_device
 def fp16_gemm(x: torch.Tensor, w: torch.Tensor, *, config: DenseConfig | None = None) -> torch.Tensor:
     """x · wᵀ, fp32 inside.
 
@@ -118,6 +120,7 @@ def fp16_gemm(x: torch.Tensor, w: torch.Tensor, *, config: DenseConfig | None = 
     return _launch("fp16_gemm", "none", x, w, None, None, x.dtype, config)
 
 
+@on_its_device
 def fp8_gemm(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -168,9 +171,8 @@ def _launch(op, quant, x, w, x_scale, w_scale, out_dtype, config: DenseConfig | 
     if not N:
         return y
     if config is None:
-        axes = (("N", N), ("M", M), ("K", K))
-        slug, dtype = device.current_slug(), DTYPE_NAMES[out_dtype]
-        config = cache.best(op, "optimized", slug, axes, dtype, quant, (), "cold", FREE_AXES, None, _resolve)
+        choose = _choose_fp8 if op == "fp8_gemm" else _choose_fp16
+        config = choose((("N", N), ("M", M), ("K", K)), DTYPE_NAMES[out_dtype], quant)
     c: DenseConfig = config
     tiles = cdiv(N, c.tokens) * cdiv(M, c.rows)
     parts = torch.empty((c.splits, N, M), dtype=torch.float32, device=x.device) if c.splits > 1 else y
@@ -238,4 +240,5 @@ def default(case: Case) -> DenseConfig:
     return DenseConfig(16 if case["N"] <= 16 else 32, 64, depth, warps=4, stages=4, splits=splits, swap=False)
 
 
-_resolve = cache.resolver(DenseConfig, valid, default)
+_choose_fp8 = cache.Chooser("fp8_gemm", DenseConfig, valid, default, FREE_AXES)
+_choose_fp16 = cache.Chooser("fp16_gemm", DenseConfig, valid, default, FREE_AXES)

@@ -9,13 +9,13 @@ from typing import NamedTuple
 import torch
 
 from kerneltune import cache
-from kerneltune.kernel_lib.arguments import ITEMSIZE, in_pairs
-from kerneltune.kernel_lib.launch import phases, resident
-from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX, TL_DTYPES
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, in_pairs
+from kerneltune.kernel_lib.launch import on_its_device, phases, resident
+from kerneltune.kernel_lib.tl_lib import TL_DTYPES
 from kerneltune.kernel_lib.workspace import workspace
 from kerneltune.ops.fp8 import groups, reference, rows
 from kerneltune.ops.fp8.both_kernels import cast_both
-from kerneltune.ops.fp8.common import best_config, check_format, check_weights, scale_of_nothing
+from kerneltune.ops.fp8.common import QUANT_OPTIONS, Cast, check_weights
 from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Outputs, Space, Traffic
 
@@ -41,6 +41,7 @@ class BothLayouts(NamedTuple):
     scale_t: torch.Tensor
 
 
+@on_its_device
 def fp8_rowwise_3d_both(
     w: torch.Tensor,
     fp8_format: str = "e4m3",
@@ -63,26 +64,25 @@ def fp8_rowwise_3d_both(
 
     Source: torchao's pull request 4389 for the idea, with a scale per row and column instead of one in all.
     """
-    check_format(fp8_format)
+    cast = Cast(fp8_format, pow2, inverse)
     check_weights("w", w)
     E, K, N = w.shape
-    q = torch.empty((E, N, K), dtype=FP8_DTYPES[fp8_format], device=w.device)
+    q = torch.empty((E, N, K), dtype=cast.dtype, device=w.device)
     q_t = torch.empty((E, K, N), dtype=q.dtype, device=w.device)
     scale = torch.empty((E, 1, N), dtype=torch.float32, device=w.device)
     scale_t = torch.empty((E, K), dtype=torch.float32, device=w.device)
     out = BothLayouts(q.transpose(1, 2), scale, q_t.transpose(1, 2), scale_t)
     if not w.numel():
         for scales in (scale, scale_t):
-            scales.fill_(scale_of_nothing(fp8_format, pow2, inverse))
+            scales.fill_(cast.scale_of_nothing)
         return out
     if config is None:
-        axes = (("E", E), ("K", K), ("N", N))
-        config = best_config("fp8_rowwise_3d_both", axes, ("E",), w, _resolve)
-    _launch(w.transpose(1, 2).view(E * N, K), q, q_t, scale, scale_t, (E, K, N), config, fp8_format, pow2, inverse)
+        config = _choose((("E", E), ("K", K), ("N", N)), DTYPE_NAMES[w.dtype], "fp8", QUANT_OPTIONS)
+    _launch(w.transpose(1, 2).view(E * N, K), q, q_t, scale, scale_t, (E, K, N), cast, config)
     return out
 
 
-def _launch(x, q, q_t, scale, scale_t, shape, c: BothConfig, fp8_format: str, pow2: bool, inverse: bool) -> None:
+def _launch(x, q, q_t, scale, scale_t, shape, cast: Cast, c: BothConfig) -> None:
     E, K, N = shape
     stripes = cdiv(K, c.cols)
     total = E * stripes * cdiv(N, c.rows)
@@ -95,8 +95,8 @@ def _launch(x, q, q_t, scale, scale_t, shape, c: BothConfig, fp8_format: str, po
     for phase, options in phases(c.warps, c.ctas):
         cast_both[(programs,)](
             x, q, q_t, scale, scale_t, ws, E, total,
-            N=N, C=K // pairs, FP8_MAX=FP8_MAX[fp8_format], POW2=pow2, INVERSE=inverse, ROWS=c.rows, COLS=c.cols // pairs,
-            PAIRS=pairs, dtype=dtype, PHASE=phase, PACKED=N % 4 == 0, num_warps=c.warps, **options,
+            N=N, C=K // pairs, ROWS=c.rows, COLS=c.cols // pairs, PAIRS=pairs, dtype=dtype, PHASE=phase, PACKED=N % 4 == 0,
+            num_warps=c.warps, **cast.constants, **options,
         )  # fmt: skip
 
 
@@ -122,7 +122,7 @@ def default(case: Case) -> BothConfig:
     return BothConfig(rows=64 if case.dtype == "float32" else 128, cols=64, warps=4, ctas=3)
 
 
-_resolve = cache.resolver(BothConfig, valid, default)
+_choose = cache.Chooser("fp8_rowwise_3d_both", BothConfig, valid, default, ("E",))
 
 
 def both_reference(inputs: Inputs) -> Outputs:

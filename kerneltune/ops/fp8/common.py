@@ -1,31 +1,54 @@
-"""What the operators of this package share on the host: format check, the scale of nothing, the cached config.
+"""What the operators of this package share on the host: how to cast, checks, outputs.
 
-Knows no kernel and no operator. May import cache, device, arguments, spec, tl_lib.
+Knows no kernel and no operator. May import arguments, spec, tl_lib.
 """
 
 import math
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from kerneltune import cache, device
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, assert_group_ends, debugging
 from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX
-from kerneltune.spec import Case, Option
+from kerneltune.spec import Option
 
 QUANT_OPTIONS: tuple[tuple[str, Option], ...] = (("fp8_format", "e4m3"), ("pow2", True), ("inverse", False), ("special", False))
 """The options under which configs are cached; they do not change which config is best."""
 
 
-def check_format(fp8_format: str) -> None:
-    """An fp8 type by its name.
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """How numbers become fp8: the type, scales rounded down to powers of two or not, the multiplier returned or 1 / scale.
 
     Raises:
         ValueError: there is no such type.
     """
-    if fp8_format not in FP8_DTYPES:
-        raise ValueError(f"fp8_format must be one of {', '.join(FP8_DTYPES)}, got {fp8_format=}")
+
+    fp8_format: str
+    pow2: bool
+    inverse: bool
+
+    def __post_init__(self) -> None:
+        if self.fp8_format not in FP8_DTYPES:
+            raise ValueError(f"fp8_format must be one of {', '.join(FP8_DTYPES)}, got fp8_format={self.fp8_format!r}")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type."""
+        return FP8_DTYPES[self.fp8_format]
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What kernels are told of it."""
+        return {"FP8_MAX": FP8_MAX[self.fp8_format], "POW2": self.pow2, "INVERSE": self.inverse}
+
+    @property
+    def scale_of_nothing(self) -> float:
+        """What amax 0 gives, rounded as the kernels round it."""
+        scale = float(torch.tensor(FP8_MAX[self.fp8_format] / 1e-12, dtype=torch.float32))
+        scale = 2.0 ** math.floor(math.log2(scale)) if self.pow2 else scale
+        return 1.0 / scale if self.inverse else scale
 
 
 def check_weights(name: str, w: torch.Tensor) -> None:
@@ -71,23 +94,3 @@ def target(
             f"got {tuple(given.shape)} {given.dtype} on {given.device}, strides {given.stride()}"
         )
     return found
-
-
-def scale_of_nothing(fp8_format: str, pow2: bool, inverse: bool) -> float:
-    """What amax 0 gives, rounded as the kernels round it."""
-    scale = float(torch.tensor(FP8_MAX[fp8_format] / 1e-12, dtype=torch.float32))
-    scale = 2.0 ** math.floor(math.log2(scale)) if pow2 else scale
-    return 1.0 / scale if inverse else scale
-
-
-def best_config(
-    op: str,
-    axes: tuple[tuple[str, int], ...],
-    free_axes: tuple[str, ...],
-    x: torch.Tensor,
-    resolve: Callable[[Case, dict[str, Any] | None], Any],
-    options: tuple[tuple[str, Option], ...] = QUANT_OPTIONS,
-) -> Any:
-    """The cached config of the optimized variant for this shape, or what `resolve` has where there is none."""
-    slug = device.current_slug()
-    return cache.best(op, "optimized", slug, axes, DTYPE_NAMES[x.dtype], "fp8", options, "cold", free_axes, None, resolve)

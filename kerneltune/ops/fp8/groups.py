@@ -1,6 +1,6 @@
 """Column-wise quantisation of groups of rows into column-major fp8: expert weights for dgrad, token groups for wgrad.
 
-Kernel in kernels.py. May import cache, device, spec, tl_lib, launch, workspace.
+Kernel in kernels.py. May import cache, spec, tl_lib, launch, workspace.
 """
 
 from dataclasses import dataclass
@@ -8,21 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from kerneltune import cache
-from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, in_pairs
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_matrix, in_pairs
 from kerneltune.kernel_lib.groups import group_ends
-from kerneltune.kernel_lib.launch import phases, resident
-from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX, TL_DTYPES
+from kerneltune.kernel_lib.launch import on_its_device, phases, resident
+from kerneltune.kernel_lib.tl_lib import TL_DTYPES
 from kerneltune.kernel_lib.workspace import workspace
 from kerneltune.ops.fp8 import kernels, reference
-from kerneltune.ops.fp8.common import (
-    QUANT_OPTIONS,
-    best_config,
-    check_format,
-    check_offs,
-    check_weights,
-    scale_of_nothing,
-    target,
-)
+from kerneltune.ops.fp8.common import QUANT_OPTIONS, Cast, check_offs, check_weights, target
 from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Outputs, Space, Traffic
 
@@ -46,6 +38,7 @@ class GroupConfig:
     reload: bool
 
 
+@on_its_device
 def fp8_rowwise_3d_transpose(
     w: torch.Tensor,
     fp8_format: str = "e4m3",
@@ -74,21 +67,22 @@ def fp8_rowwise_3d_transpose(
 
     Source: torchao's triton_fp8_rowwise_3d_transpose_rhs.
     """
-    check_format(fp8_format)
+    cast = Cast(fp8_format, pow2, inverse)
     check_weights("w", w)
     E, K, N = w.shape
     given_q, given_scale = out or (None, None)
-    q = target("out[0]", given_q, (E, K, N), FP8_DTYPES[fp8_format], w.device, turned=True)
+    q = target("out[0]", given_q, (E, K, N), cast.dtype, w.device, turned=True)
     scale = target("out[1]", given_scale, (E, K), torch.float32, w.device)
     if not w.numel():
-        return q.transpose(1, 2), scale.fill_(scale_of_nothing(fp8_format, pow2, inverse))
+        return q.transpose(1, 2), scale.fill_(cast.scale_of_nothing)
     if config is None:
-        config = best_config("fp8_rowwise_3d_transpose", (("E", E), ("K", K), ("N", N)), ("E",), w, _resolve)
+        config = _choose_weights((("E", E), ("K", K), ("N", N)), DTYPE_NAMES[w.dtype], "fp8", QUANT_OPTIONS)
     rows = w.transpose(1, 2).view(E * N, K)
-    _launch(((rows, q, scale),), None, E, N, config, fp8_format, pow2, inverse)
+    _launch(((rows, q, scale),), None, E, N, cast, config)
     return q.transpose(1, 2), scale
 
 
+@on_its_device
 def fp8_group_colwise(
     x: torch.Tensor,
     offs: torch.Tensor,
@@ -113,9 +107,10 @@ def fp8_group_colwise(
 
     Source: torchao's triton_fp8_per_group_colwise_scales.
     """
-    return _colwise((x,), offs, "fp8_group_colwise", fp8_format, pow2, inverse, config)[0]
+    return _colwise((x,), offs, Cast(fp8_format, pow2, inverse), config)[0]
 
 
+@on_its_device
 def fp8_group_colwise_dual(
     x1: torch.Tensor,
     x2: torch.Tensor,
@@ -127,44 +122,36 @@ def fp8_group_colwise_dual(
     config: GroupConfig | None = None,
 ) -> tuple[_Pair, _Pair]:
     """`fp8_group_colwise` of two matrices with the same groups, (M, N1) and (M, N2) of one dtype, in one launch."""
-    first, second = _colwise((x1, x2), offs, "fp8_group_colwise_dual", fp8_format, pow2, inverse, config)
+    first, second = _colwise((x1, x2), offs, Cast(fp8_format, pow2, inverse), config)
     return first, second
 
 
-def _colwise(
-    xs: tuple[torch.Tensor, ...],
-    offs: torch.Tensor,
-    op: str,
-    fp8_format: str,
-    pow2: bool,
-    inverse: bool,
-    config: GroupConfig | None,
-) -> list[_Pair]:
-    check_format(fp8_format)
-    M, G = xs[0].shape[0], offs.shape[0]
-    for i, x in enumerate(xs, 1):
-        name = f"x{i}" if len(xs) > 1 else "x"
-        if x.ndim != 2 or x.dtype not in DTYPE_NAMES or x.shape[0] != M or x.dtype != xs[0].dtype:
-            raise ValueError(f"{name} must be ({M}, N) of {DTYPE_NAMES.get(xs[0].dtype)}, got {tuple(x.shape)} {x.dtype}")
-        if x.shape[1] > 1 and x.stride(1) != 1:
-            raise ValueError(f"elements of a row of {name} must be adjacent, got strides {x.stride()}")
+def _colwise(xs: tuple[torch.Tensor, ...], offs: torch.Tensor, cast: Cast, config: GroupConfig | None) -> list[_Pair]:
+    names = ("x",) if len(xs) == 1 else ("x1", "x2")
+    for name, x in zip(names, xs, strict=True):
+        check_matrix(name, x)
+        if x.shape[0] != xs[0].shape[0] or x.dtype != xs[0].dtype or x.device != xs[0].device:
+            wanted = f"({xs[0].shape[0]}, N) {xs[0].dtype} on {xs[0].device}"
+            raise ValueError(f"{name} must be {wanted} as x1 is, got {tuple(x.shape)} {x.dtype} on {x.device}")
+    M = xs[0].shape[0]
     check_offs(offs, M, xs[0].device)
-    parts = []
+    G, parts = offs.shape[0], []
     for x in xs:
-        q = torch.empty((x.shape[1], M), dtype=FP8_DTYPES[fp8_format], device=x.device)
+        q = torch.empty((x.shape[1], M), dtype=cast.dtype, device=x.device)
         parts.append((x, q, torch.empty(G * x.shape[1], dtype=torch.float32, device=x.device)))
     if M == 0:
         for _, _, scale in parts:
-            scale.fill_(scale_of_nothing(fp8_format, pow2, inverse))
+            scale.fill_(cast.scale_of_nothing)
     elif any(x.shape[1] for x in xs):
         if config is None:
-            widths = tuple(("N" if len(xs) == 1 else f"N{i}", x.shape[1]) for i, x in enumerate(xs, 1))
-            config = best_config(op, (("M", M), *widths, ("G", G)), ("M", "G"), xs[0], _resolve, _GROUP_OPTIONS)
-        _launch(tuple(parts), offs, G, M, config, fp8_format, pow2, inverse)
+            choose, widths = (_choose_group, ("N",)) if len(xs) == 1 else (_choose_dual, ("N1", "N2"))
+            axes = (("M", M), *((name, x.shape[1]) for name, x in zip(widths, xs, strict=True)), ("G", G))
+            config = choose(axes, DTYPE_NAMES[xs[0].dtype], "fp8", _GROUP_OPTIONS)
+        _launch(tuple(parts), offs, G, M, cast, config)
     return [(q.t(), scale) for _, q, scale in parts]
 
 
-def _launch(parts, offs, groups: int, rows: int, c: GroupConfig, fp8_format: str, pow2: bool, inverse: bool) -> None:
+def _launch(parts, offs, groups: int, rows: int, cast: Cast, c: GroupConfig) -> None:
     """One launch over one or two (input rows, output, scales); offs None: groups of `rows` rows each, else of `rows` in all."""
     (x, q, scale), (x2, q2, scale2) = parts[0], parts[-1]
     stripes = sum(cdiv(part[0].shape[1], c.cols) for part in parts)
@@ -184,9 +171,9 @@ def _launch(parts, offs, groups: int, rows: int, c: GroupConfig, fp8_format: str
         kernels._cast_transpose_groups[(programs,)](
             x, x2, q, q2, scale, scale2, offs, table, ws, rows, groups, total,
             WEIGHT_ROWS=rows if offs is None else 0, C=x.shape[1], C2=x2.shape[1], stride=x.stride(0), stride2=x2.stride(0),
-            FP8_MAX=FP8_MAX[fp8_format], POW2=pow2, INVERSE=inverse, DUAL=len(parts) > 1,
-            GROUPS_LOG2=max(0, (groups - 1).bit_length()), ROWS=c.rows, COLS=c.cols // pairs, PAIRS=pairs, dtype=dtype,
-            PHASE=phase, PACKED=rows % 4 == 0, STAGES=c.stages, AHEAD=c.ahead, RELOAD=c.reload, num_warps=c.warps, **options,
+            DUAL=len(parts) > 1, GROUPS_LOG2=max(0, (groups - 1).bit_length()), ROWS=c.rows, COLS=c.cols // pairs, PAIRS=pairs,
+            dtype=dtype, PHASE=phase, PACKED=rows % 4 == 0, STAGES=c.stages, AHEAD=c.ahead, RELOAD=c.reload, num_warps=c.warps,
+            **cast.constants, **options,
         )  # fmt: skip
 
 
@@ -226,7 +213,9 @@ def default(case: Case) -> GroupConfig:
     return GroupConfig(rows=128, cols=128, warps=4, ctas=3, stages=1, ahead=1, reload=True)
 
 
-_resolve = cache.resolver(GroupConfig, valid, default)
+_choose_weights = cache.Chooser("fp8_rowwise_3d_transpose", GroupConfig, valid, default, ("E",))
+_choose_group = cache.Chooser("fp8_group_colwise", GroupConfig, valid, default, ("M", "G"))
+_choose_dual = cache.Chooser("fp8_group_colwise_dual", GroupConfig, valid, default, ("M", "G"))
 
 
 def weight_inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:

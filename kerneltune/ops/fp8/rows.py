@@ -1,6 +1,6 @@
 """Row-wise quantisation: activations for the forward product, and expert weights in the layout they have.
 
-Kernel in row_kernels.py. May import cache, device, spec, tl_lib, launch.
+Kernel in row_kernels.py. May import cache, spec, tl_lib, launch.
 """
 
 from dataclasses import dataclass
@@ -8,17 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from kerneltune import cache
-from kerneltune.kernel_lib.arguments import ITEMSIZE, check_matrix
-from kerneltune.kernel_lib.launch import resident
-from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_matrix
+from kerneltune.kernel_lib.launch import on_its_device, resident
 from kerneltune.ops.fp8 import reference, row_kernels
-from kerneltune.ops.fp8.common import (
-    best_config,
-    check_format,
-    check_weights,
-    scale_of_nothing,
-    target,
-)
+from kerneltune.ops.fp8.common import QUANT_OPTIONS, Cast, check_weights, target
 from kerneltune.rounding import cdiv, next_power_of_2
 from kerneltune.spec import Case, Inputs, Outputs, Space, Traffic
 
@@ -40,6 +33,7 @@ class RowConfig:
     reload: bool
 
 
+@on_its_device
 def fp8_rowwise_2d(
     x: torch.Tensor,
     fp8_format: str = "e4m3",
@@ -66,15 +60,18 @@ def fp8_rowwise_2d(
 
     Source: torchao's triton_fp8_rowwise_2d_scale_and_cast.
     """
-    check_format(fp8_format)
+    cast = Cast(fp8_format, pow2, inverse)
     check_matrix("x", x)
     M, K = x.shape
-    q = torch.empty((M, K), dtype=FP8_DTYPES[fp8_format], device=x.device)
+    q = torch.empty((M, K), dtype=cast.dtype, device=x.device)
     scale = torch.empty((M, 1), dtype=torch.float32, device=x.device)
-    _cast(x, q, scale, "fp8_rowwise_2d", (("M", M), ("K", K)), ("M",), fp8_format, pow2, inverse, config)
+    if config is None and x.numel():
+        config = _choose_rows((("M", M), ("K", K)), DTYPE_NAMES[x.dtype], "fp8", QUANT_OPTIONS)
+    _launch(x, q, scale, cast, config)
     return q, scale
 
 
+@on_its_device
 def fp8_colwise_3d(
     w: torch.Tensor,
     fp8_format: str = "e4m3",
@@ -99,42 +96,31 @@ def fp8_colwise_3d(
 
     Source: torchao's triton_fp8_colwise_3d_scale_and_cast.
     """
-    check_format(fp8_format)
+    cast = Cast(fp8_format, pow2, inverse)
     check_weights("w", w)
     E, K, N = w.shape
     rows = w.transpose(1, 2).reshape(E * N, K)
     given_q, given_scale = out or (None, None)
-    q = target("out[0]", given_q, (E, N, K), FP8_DTYPES[fp8_format], w.device, turned=True)
+    q = target("out[0]", given_q, (E, N, K), cast.dtype, w.device, turned=True)
     scale = target("out[1]", given_scale, (E, 1, N), torch.float32, w.device)
-    axes = (("E", E), ("K", K), ("N", N))
-    _cast(rows, q, scale, "fp8_colwise_3d", axes, ("E", "N"), fp8_format, pow2, inverse, config)
+    if config is None and w.numel():
+        config = _choose_weights((("E", E), ("K", K), ("N", N)), DTYPE_NAMES[w.dtype], "fp8", QUANT_OPTIONS)
+    _launch(rows, q, scale, cast, config)
     return q.transpose(1, 2), scale
 
 
-def _cast(
-    x: torch.Tensor,
-    q: torch.Tensor,
-    scale: torch.Tensor,
-    op: str,
-    axes: tuple[tuple[str, int], ...],
-    free_axes: tuple[str, ...],
-    fp8_format: str,
-    pow2: bool,
-    inverse: bool,
-    config: RowConfig | None,
-) -> None:
-    M, K = x.shape
-    if not x.numel():
-        scale.fill_(scale_of_nothing(fp8_format, pow2, inverse))
+def _launch(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, cast: Cast, config: RowConfig | None) -> None:
+    """config: None where there is nothing to cast."""
+    if config is None or not x.numel():
+        scale.fill_(cast.scale_of_nothing)
         return
-    c: RowConfig = best_config(op, axes, free_axes, x, _resolve) if config is None else config
+    (M, K), c = x.shape, config
     tiles = cdiv(M, c.rows)
     programs = min(tiles, resident(x.device, c.ctas)) if c.ctas else tiles
     row_kernels._cast_rows[(programs,)](
         x, q, scale, M, K, x.stride(0),
-        FP8_MAX=FP8_MAX[fp8_format], POW2=pow2, INVERSE=inverse,
-        ROWS=c.rows, COLS=c.cols, CHUNKS=cdiv(K, c.cols), EVEN=K % c.cols == 0,
-        STAGES=c.stages, RELOAD=c.reload, num_warps=c.warps,
+        ROWS=c.rows, COLS=c.cols, CHUNKS=cdiv(K, c.cols), EVEN=K % c.cols == 0, STAGES=c.stages, RELOAD=c.reload,
+        num_warps=c.warps, **cast.constants,
     )  # fmt: skip
 
 
@@ -204,7 +190,8 @@ def default(case: Case) -> RowConfig:
     return RowConfig(1, cols, warps=cols // 256, ctas=0, stages=1, reload=True)
 
 
-_resolve = cache.resolver(RowConfig, valid, default)
+_choose_rows = cache.Chooser("fp8_rowwise_2d", RowConfig, valid, default, ("M",))
+_choose_weights = cache.Chooser("fp8_colwise_3d", RowConfig, valid, default, ("E", "N"))
 
 
 def rows_inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:

@@ -2,7 +2,7 @@
 
     x' = 0 for NaN, ± the largest finite number of x's type for ± infinity      q = fp8(x' * s), s from max |x'|
 
-Two launches, no host sync. Kernels in tensorwise_kernels.py. May import cache, device, spec, tl_lib, launch, workspace.
+Two launches, no host sync. Kernels in tensorwise_kernels.py. May import cache, spec, tl_lib, launch, workspace.
 """
 
 from typing import Any, NamedTuple
@@ -10,21 +10,13 @@ from typing import Any, NamedTuple
 import torch
 
 from kerneltune import cache
-from kerneltune.kernel_lib.arguments import ITEMSIZE, check_matrix, in_pairs
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_matrix, in_pairs
 from kerneltune.kernel_lib.groups import group_ends
-from kerneltune.kernel_lib.launch import phases, resident
-from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX, TL_DTYPES, TL_FP8
+from kerneltune.kernel_lib.launch import on_its_device, registers, resident
+from kerneltune.kernel_lib.tl_lib import TL_DTYPES, TL_FP8
 from kerneltune.kernel_lib.workspace import workspace
 from kerneltune.ops.fp8 import reference, tensorwise_kernels
-from kerneltune.ops.fp8.common import (
-    QUANT_OPTIONS,
-    best_config,
-    check_format,
-    check_offs,
-    check_weights,
-    scale_of_nothing,
-    target,
-)
+from kerneltune.ops.fp8.common import QUANT_OPTIONS, Cast, check_offs, check_weights, target
 from kerneltune.ops.fp8.segments import SegmentConfig, default, valid
 from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Option, Outputs, Traffic
@@ -40,6 +32,7 @@ class SegmentOutput(NamedTuple):
     scale: torch.Tensor
 
 
+@on_its_device
 def fp8_tensorwise_2d(
     x: torch.Tensor,
     fp8_format: str = "e4m3",
@@ -67,13 +60,14 @@ def fp8_tensorwise_2d(
 
     Source: torchao pull request 4179's fp8_tensorwise_quantize_2d, 4389's dual layout.
     """
-    _check(fp8_format, layout)
+    cast = _checked(fp8_format, pow2, inverse, layout)
     check_matrix("x", x)
-    M, K = x.shape
-    axes = (("M", M), ("K", K))
-    return _of_matrix(x, None, "fp8_tensorwise_2d", axes, ("M",), fp8_format, layout, pow2, inverse, config)
+    if config is None and x.numel():
+        config = _choose_2d((("M", x.shape[0]), ("K", x.shape[1])), DTYPE_NAMES[x.dtype], "fp8", _options(layout))
+    return _of_matrix(x, None, layout, cast, config)
 
 
+@on_its_device
 def fp8_tensorwise_3d(
     w: torch.Tensor,
     fp8_format: str = "e4m3",
@@ -100,19 +94,20 @@ def fp8_tensorwise_3d(
 
     Source: torchao pull request 4179's fp8_tensorwise_quantize_3d.
     """
-    _check(fp8_format, layout)
+    cast = _checked(fp8_format, pow2, inverse, layout)
     check_weights("w", w)
     E, K, N = w.shape
-    rows, axes = w.transpose(1, 2).reshape(E * N, K), (("E", E), ("K", K), ("N", N))
     given_q, given_q_t, given_scale = out or (None, None, None)
-    dtype = FP8_DTYPES[fp8_format]
-    q = target("out.q", given_q, (E, N, K), dtype, w.device, turned=True) if layout != "col" else None
-    q_t = target("out.q_t", given_q_t, (E, K, N), dtype, w.device, turned=True) if layout != "row" else None
+    q = target("out.q", given_q, (E, N, K), cast.dtype, w.device, turned=True) if layout != "col" else None
+    q_t = target("out.q_t", given_q_t, (E, K, N), cast.dtype, w.device, turned=True) if layout != "row" else None
     scale = target("out.scale", given_scale, (E,), torch.float32, w.device)
-    _quantise(rows, None, q, q_t, scale, "fp8_tensorwise_3d", axes, ("E",), fp8_format, layout, pow2, inverse, config)
+    if config is None and w.numel():
+        config = _choose_3d((("E", E), ("K", K), ("N", N)), DTYPE_NAMES[w.dtype], "fp8", _options(layout))
+    _launch(w.transpose(1, 2).reshape(E * N, K), None, q, q_t, scale, cast, config)
     return SegmentOutput(None if q is None else q.transpose(1, 2), None if q_t is None else q_t.transpose(1, 2), scale)
 
 
+@on_its_device
 def fp8_tensorwise_group(
     x: torch.Tensor,
     offs: torch.Tensor,
@@ -138,63 +133,34 @@ def fp8_tensorwise_group(
 
     Source: torchao pull request 4179's fp8_tensorwise_per_group_quantize.
     """
-    _check(fp8_format, layout)
+    cast = _checked(fp8_format, pow2, inverse, layout)
     check_matrix("x", x)
     check_offs(offs, x.shape[0], x.device)
-    axes, free = (("M", x.shape[0]), ("K", x.shape[1]), ("G", offs.shape[0])), ("M", "G")
-    return _of_matrix(x, offs, "fp8_tensorwise_group", axes, free, fp8_format, layout, pow2, inverse, config)
+    if config is None and x.numel():
+        axes, options = (("M", x.shape[0]), ("K", x.shape[1]), ("G", offs.shape[0])), (*_options(layout), ("groups", "balanced"))
+        config = _choose_group(axes, DTYPE_NAMES[x.dtype], "fp8", options)
+    return _of_matrix(x, offs, layout, cast, config)
 
 
 def _of_matrix(
-    x: torch.Tensor,
-    offs: torch.Tensor | None,
-    op: str,
-    axes: tuple[tuple[str, int], ...],
-    free_axes: tuple[str, ...],
-    fp8_format: str,
-    layout: str,
-    pow2: bool,
-    inverse: bool,
-    config: SegmentConfig | None,
+    x: torch.Tensor, offs: torch.Tensor | None, layout: str, cast: Cast, config: SegmentConfig | None
 ) -> SegmentOutput:
     """x as a whole, or in the groups of `offs`, into new tensors."""
     M, K = x.shape
-    q = x.new_empty((M, K), dtype=FP8_DTYPES[fp8_format]) if layout != "col" else None
-    q_t = x.new_empty((K, M), dtype=FP8_DTYPES[fp8_format]) if layout != "row" else None
+    q = x.new_empty((M, K), dtype=cast.dtype) if layout != "col" else None
+    q_t = x.new_empty((K, M), dtype=cast.dtype) if layout != "row" else None
     scale = x.new_empty((1 if offs is None else offs.shape[0],), dtype=torch.float32)
-    _quantise(x, offs, q, q_t, scale, op, axes, free_axes, fp8_format, layout, pow2, inverse, config)
+    _launch(x, offs, q, q_t, scale, cast, config)
     return SegmentOutput(q, None if q_t is None else q_t.t(), scale)
 
 
-def _quantise(
-    x: torch.Tensor,
-    offs: torch.Tensor | None,
-    q: torch.Tensor | None,
-    q_t: torch.Tensor | None,
-    scale: torch.Tensor,
-    op: str,
-    axes: tuple[tuple[str, int], ...],
-    free_axes: tuple[str, ...],
-    fp8_format: str,
-    layout: str,
-    pow2: bool,
-    inverse: bool,
-    config: SegmentConfig | None,
-) -> None:
-    """The rows of x in as many equal segments as there are scales, or in the groups of `offs`."""
-    if not x.numel():
-        scale.fill_(scale_of_nothing(fp8_format, pow2, inverse))
+def _launch(x, offs, q, q_t, scale, cast: Cast, config: SegmentConfig | None) -> None:
+    """The rows of x in as many equal segments as there are scales, or in the groups of `offs`; config: None to cast nothing."""
+    if config is None or not x.numel():
+        scale.fill_(cast.scale_of_nothing)
         return
-    if config is None:
-        options: tuple[tuple[str, Option], ...] = (*QUANT_OPTIONS, ("layout", layout))
-        options += (("groups", "balanced"),) if offs is not None else ()
-        config = best_config(op, axes, free_axes, x, _resolve, options)
-    segments = scale.shape[0]
+    c, segments = config, scale.shape[0]
     rows = x.shape[0] // segments if offs is None else x.shape[0]
-    _launch(x, offs, segments, rows, q, q_t, scale, config, fp8_format, pow2, inverse)
-
-
-def _launch(x, offs, segments, rows, q, q_t, scale, c: SegmentConfig, fp8_format: str, pow2: bool, inverse: bool) -> None:
     # 16-bit numbers in pairs, where widths and addresses allow
     pairs = 2 if in_pairs(x) else 1
     dtype = TL_DTYPES[x.dtype]
@@ -212,22 +178,28 @@ def _launch(x, offs, segments, rows, q, q_t, scale, c: SegmentConfig, fp8_format
         "EVEN_ROWS": offs is None and rows % c.rows == 0, "STAGES": c.stages, "num_warps": c.warps,
     }  # fmt: skip
     if c.ctas:
-        tile |= phases(c.warps, c.ctas, together=False)[0][1]
+        tile |= registers(c.warps, c.ctas)
     tensorwise_kernels._amax_segments[(programs,)](x, offs_or_any, ws, rows, segments, total, **tile)
     tensorwise_kernels._cast_segments[(programs,)](
         x, x if q is None else q, x if q_t is None else q_t.view(torch.uint8), scale, offs_or_any, ws, rows, segments, total,
-        FP8_MAX=FP8_MAX[fp8_format], POW2=pow2, INVERSE=inverse, ROWMAJOR=q is not None, COLMAJOR=q_t is not None,
-        fp8=TL_FP8[fp8_format], PACKED=rows % 4 == 0, **tile,
+        ROWMAJOR=q is not None, COLMAJOR=q_t is not None, fp8=TL_FP8[cast.fp8_format], PACKED=rows % 4 == 0,
+        **cast.constants, **tile,
     )  # fmt: skip
 
 
-def _check(fp8_format: str, layout: str) -> None:
-    check_format(fp8_format)
+def _checked(fp8_format: str, pow2: bool, inverse: bool, layout: str) -> Cast:
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout=}")
+    return Cast(fp8_format, pow2, inverse)
 
 
-_resolve = cache.resolver(SegmentConfig, valid, default)
+def _options(layout: str) -> tuple[tuple[str, Option], ...]:
+    return (*QUANT_OPTIONS, ("layout", layout))
+
+
+_choose_2d = cache.Chooser("fp8_tensorwise_2d", SegmentConfig, valid, default, ("M",))
+_choose_3d = cache.Chooser("fp8_tensorwise_3d", SegmentConfig, valid, default, ("E",))
+_choose_group = cache.Chooser("fp8_tensorwise_group", SegmentConfig, valid, default, ("M", "G"))
 
 
 def sanitised(inputs: Inputs, x: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -1,6 +1,6 @@
 """Transpose of an fp8 matrix, bytes as they are: the layout that the other operand of a scaled product wants.
 
-May import arguments, cache, device, spec, tl_lib, tl_transpose, launch.
+May import arguments, cache, spec, tl_lib, tl_transpose, launch.
 """
 
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kerneltune import cache, device
-from kerneltune.kernel_lib.launch import resident
+from kerneltune import cache
+from kerneltune.kernel_lib.launch import on_its_device, resident
 from kerneltune.kernel_lib.tl_lib import wide
 from kerneltune.kernel_lib.tl_transpose import store_transposed
 from kerneltune.ops.fp8.reference import FP8
@@ -85,6 +85,7 @@ def _transpose_bytes(x_ptr, q_ptr, M, N, stride, ROWS: tl.constexpr, COLS: tl.co
     tl.store(q_ptr + (cols.to(tl.int64)[:, None] * M + rows[None, :]), tl.trans(x), mask=tl.trans(mask))
 
 
+@on_its_device
 def fp8_transpose_2d(x: torch.Tensor, *, config: TransposeConfig | None = None) -> torch.Tensor:
     """The transpose of an fp8 matrix, copied byte for byte, NaN included.
 
@@ -108,7 +109,7 @@ def fp8_transpose_2d(x: torch.Tensor, *, config: TransposeConfig | None = None) 
     q = torch.empty((N, M), dtype=x.dtype, device=x.device)
     if not x.numel():
         return q
-    c = _best(M, N) if config is None else config
+    c: TransposeConfig = config or _choose((("M", M), ("N", N)), "uint8", "fp8", (("fp8_format", "e4m3"),))
     tiles = cdiv(M, c.rows) * cdiv(N, c.cols)
     programs = min(tiles, resident(x.device, c.ctas)) if c.ctas else tiles
     _transpose_words[(programs,)](
@@ -116,15 +117,6 @@ def fp8_transpose_2d(x: torch.Tensor, *, config: TransposeConfig | None = None) 
         ROWS=c.rows, COLS=c.cols, EVEN=N % c.cols == 0, PACKED=M % 4 == 0, STAGES=c.stages, num_warps=c.warps,
     )  # fmt: skip
     return q
-
-
-def _best(M: int, N: int) -> TransposeConfig:
-    slug = device.current_slug()
-    axes, options = (("M", M), ("N", N)), (("fp8_format", "e4m3"),)
-    found: TransposeConfig = cache.best(
-        "fp8_transpose_2d", "optimized", slug, axes, "uint8", "fp8", options, "cold", ("M",), None, _resolve
-    )
-    return found
 
 
 def space(_case: Case) -> Space:
@@ -150,7 +142,7 @@ def default(_case: Case) -> TransposeConfig:
     return TransposeConfig(rows=128, cols=128, warps=8, ctas=0, stages=1)
 
 
-_resolve = cache.resolver(TransposeConfig, valid, default)
+_choose = cache.Chooser("fp8_transpose_2d", TransposeConfig, valid, default, ("M",))
 
 
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:

@@ -1,6 +1,6 @@
 """The public function: checks its tensors, takes the best known config, launches that backend.
 
-Kernel in kernels.py. May import cache, device, arguments, launch, spec.
+Kernel in kernels.py. May import cache, arguments, launch, spec.
 """
 
 import contextvars
@@ -11,16 +11,15 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kerneltune import cache, device
+from kerneltune import cache
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, assert_group_ends, check_like, debugging
-from kerneltune.kernel_lib.launch import resident
+from kerneltune.kernel_lib.launch import on_its_device, resident
 from kerneltune.ops.fp8_grouped_gemm import kernels, scaled_mm
 from kerneltune.ops.fp8_grouped_gemm.configs import GemmConfig, default, valid
 from kerneltune.rounding import cdiv, next_power_of_2
 
 MOST_GROUPS = 1024
-_FREE_AXES = ("M", "E")
-_resolve = cache.resolver(GemmConfig, valid, default)
+_choose = cache.Chooser("fp8_grouped_gemm", GemmConfig, valid, default, ("M", "E"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +45,7 @@ class Product:
         return ("M", self.tokens), ("N", n), ("K", k), ("E", self.groups)
 
 
+@on_its_device
 def fp8_grouped_gemm(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -146,10 +146,7 @@ def _with_scratch(grid: tuple[int], arguments: tuple[Any, ...], constants: dict[
 def _best(p: Product, dtype: str) -> GemmConfig:
     """The cached config of the optimized variant for these sizes, or the default; scales do not change which is best."""
     options = (("product", "weights" if p.rows else "rows"), ("scales", "rowwise"), ("groups", "balanced"), ("values", "normal"))
-    slug = device.current_slug()
-    found: GemmConfig = cache.best(
-        "fp8_grouped_gemm", "optimized", slug, p.axes, dtype, "fp8", options, "cold", _FREE_AXES, None, _resolve
-    )
+    found: GemmConfig = _choose(p.axes, dtype, "fp8", options)
     return found
 
 

@@ -1,6 +1,6 @@
 """x · dequantised(w)ᵀ by the kernel in kernels.py: the function, its configs, what they may be.
 
-May import cache, device, spec, arguments, workspace.
+May import cache, spec, arguments, workspace.
 """
 
 from dataclasses import dataclass
@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import triton
 
-from kerneltune import cache, device
+from kerneltune import cache
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES
+from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.kernel_lib.tl_lib import is_cuda
 from kerneltune.kernel_lib.workspace import counters
 from kerneltune.ops.int4_gemm import kernels
@@ -39,6 +40,7 @@ class Int4Config:
     prefetch: bool
 
 
+@on_its_device
 def int4_gemm(
     x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None = None, *, config: Int4Config | None = None
 ) -> torch.Tensor:
@@ -118,10 +120,7 @@ def best_config(x: torch.Tensor, weight: Int4Weight, bias: bool) -> Any:
     """The cached config for these sizes, or the default."""
     axes = (("N", x.shape[0]), ("M", weight.rows), ("K", weight.depth))
     options = (("group", group_option(weight)), ("zeros", weight.zeros is not None), ("bias", bias))
-    slug = device.current_slug()
-    return cache.best(
-        "int4_gemm", "optimized", slug, axes, DTYPE_NAMES[x.dtype], "int4", options, "cold", FREE_AXES, None, _resolve
-    )
+    return _choose(axes, DTYPE_NAMES[x.dtype], "int4", options)
 
 
 def group_option(weight: Int4Weight) -> int:
@@ -178,7 +177,7 @@ def _warps(config: Int4Config) -> int:
     return ROWS // config.rows * config.along
 
 
-_resolve = cache.resolver(Int4Config, valid, default)
+_choose = cache.Chooser("int4_gemm", Int4Config, valid, default, FREE_AXES)
 
 
 def run(inputs: Inputs, config: Int4Config | None) -> Outputs:

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import torch
 
-from kerneltune import cache, device
+from kerneltune import cache
 from kerneltune.kernel_lib.agreement import close, same_bits, same_fp8
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_like, check_matrix
-from kerneltune.kernel_lib.launch import resident
+from kerneltune.kernel_lib.launch import on_its_device, resident
 from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX
 from kerneltune.ops.multi_cast_transpose import te
 from kerneltune.ops.multi_cast_transpose.kernels import cast_transpose_tiles
@@ -46,6 +46,7 @@ class MultiCast(NamedTuple):
     scale_inv: torch.Tensor
 
 
+@on_its_device
 def multi_cast_transpose(
     xs: Sequence[torch.Tensor],
     scales: torch.Tensor,
@@ -197,10 +198,7 @@ def _check_skip(skip: torch.Tensor, xs: Sequence[torch.Tensor], in_place: bool) 
 def _best(xs: Sequence[torch.Tensor]) -> MultiCastConfig:
     """The cached config for as many matrices of the first one's shape, or the heuristic one."""
     axes = (("T", len(xs)), ("M", xs[0].shape[0]), ("N", xs[0].shape[1]))
-    found: MultiCastConfig = cache.best(
-        "multi_cast_transpose", "optimized", device.current_slug(), axes, DTYPE_NAMES[xs[0].dtype], "fp8", _OPTIONS, "cold",
-        ("T", "M", "N"), None, _resolve,
-    )  # fmt: skip
+    found: MultiCastConfig = _choose(axes, DTYPE_NAMES[xs[0].dtype], "fp8", _OPTIONS)
     return found
 
 
@@ -309,7 +307,7 @@ def default(_case: Case) -> MultiCastConfig:
     return MultiCastConfig(rows=64, cols=128, warps=4, ctas=3, stages=3)
 
 
-_resolve = cache.resolver(MultiCastConfig, valid, default)
+_choose = cache.Chooser("multi_cast_transpose", MultiCastConfig, valid, default, ("T", "M", "N"))
 
 
 OPS = (

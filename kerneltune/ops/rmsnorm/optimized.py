@@ -1,15 +1,15 @@
 """The `optimized` variants: the public functions, which check, take the best known config and launch.
 
-May import cache, device, spec, arguments, launch, tl_lib, workspace.
+May import cache, spec, arguments, launch, tl_lib, workspace.
 """
 
 from typing import Any, NamedTuple
 
 import torch
 
-from kerneltune import cache, device
+from kerneltune import cache
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, check_like, check_matrix, in_pairs
-from kerneltune.kernel_lib.launch import phases, registers, resident
+from kerneltune.kernel_lib.launch import on_its_device, phases, registers, resident
 from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX, TL_DTYPES, TL_FP8
 from kerneltune.kernel_lib.workspace import workspace
 from kerneltune.ops.rmsnorm import backward_kernels, kernels
@@ -19,13 +19,14 @@ from kerneltune.ops.rmsnorm.transpose_kernel import _rmsnorm_fwd_stripes, _rmsno
 from kerneltune.rounding import cdiv
 from kerneltune.spec import Inputs, Outputs
 
+# options under which configs are cached; they do not change which is best
 _FWD_OPTIONS = (("zero_centered", False), ("fp8_format", "e4m3"), ("row_pad", 0))
 _BWD_OPTIONS = (("zero_centered", False),)
 _MOST_BESIDE_GAMMA = 32768
 """Numbers of x that a forward program can hold beside the weight: more need 32 warps, whose threads have 64 registers."""
 
-_resolve_fwd = cache.resolver(FwdConfig, valid_fwd, default_fwd)
-_resolve_bwd = cache.resolver(BwdConfig, valid_bwd, default_bwd)
+_choose_fwd = cache.Chooser("rmsnorm_fwd", FwdConfig, valid_fwd, default_fwd, ("M",))
+_choose_bwd = cache.Chooser("rmsnorm_bwd", BwdConfig, valid_bwd, default_bwd, ("M",))
 
 
 class RMSNormOutput(NamedTuple):
@@ -37,6 +38,7 @@ class RMSNormOutput(NamedTuple):
     scale_inv: torch.Tensor | None
 
 
+@on_its_device
 def rmsnorm_fwd(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -76,7 +78,7 @@ def rmsnorm_fwd(
             torch.reciprocal(scale, out=scale_inv)
         return RMSNormOutput(y, rsigma, y_t, scale_inv)
     if config is None:
-        config = _best("rmsnorm_fwd", quant, x)
+        config = _choose_fwd((("M", M), ("N", N)), DTYPE_NAMES[x.dtype], quant, _FWD_OPTIONS)
     scalars = (scale, amax, scale_inv)
     if y_t is not None:
         _launch_transpose(x, weight, y, y_t, rsigma, *scalars, eps, zero_centered, fp8_format, config)
@@ -85,6 +87,7 @@ def rmsnorm_fwd(
     return RMSNormOutput(y, rsigma, y_t, scale_inv)
 
 
+@on_its_device
 def rmsnorm_bwd(
     dz: torch.Tensor,
     x: torch.Tensor,
@@ -111,7 +114,7 @@ def rmsnorm_bwd(
     if M == 0 or N == 0:
         return dx, dgamma.zero_()
     if config is None:
-        config = _best("rmsnorm_bwd", "none", x)
+        config = _choose_bwd((("M", M), ("N", N)), DTYPE_NAMES[x.dtype], "none", _BWD_OPTIONS)
     c = config
     loads, tiles = cdiv(N, c.cols), cdiv(M, c.rows)
     parts, chunks = (loads, 1) if c.split else (1, loads)
@@ -189,14 +192,6 @@ def _groups(x: torch.Tensor, tiles: int, parts: int, ctas: int) -> int:
 def _phases(parts: int, c: Any) -> list[tuple[int, dict[str, Any]]]:
     """The launches and their options: only programs that share rows wait for each other."""
     return [(0, registers(c.warps, c.ctas))] if parts == 1 else phases(c.warps, c.ctas)
-
-
-def _best(op: str, quant: str, x: torch.Tensor) -> Any:
-    """The cached config for this shape, or the heuristic one. Options do not change which config is best."""
-    resolve, options = (_resolve_bwd, _BWD_OPTIONS) if op == "rmsnorm_bwd" else (_resolve_fwd, _FWD_OPTIONS)
-    axes = (("M", x.shape[0]), ("N", x.shape[1]))
-    slug = device.current_slug()
-    return cache.best(op, "optimized", slug, axes, DTYPE_NAMES[x.dtype], quant, options, "cold", ("M",), None, resolve)
 
 
 def run_fwd(inputs: Inputs, config: FwdConfig | None) -> Outputs:
