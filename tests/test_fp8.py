@@ -121,6 +121,7 @@ def test_more_than_two_to_the_31_elements() -> None:
 
 X = torch.zeros(4, 6, dtype=torch.bfloat16)
 W = torch.zeros(2, 6, 4, dtype=torch.bfloat16)
+TALL = torch.zeros(1 << 21, 1, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -135,6 +136,16 @@ W = torch.zeros(2, 6, 4, dtype=torch.bfloat16)
         (lambda: fp8.fp8_tensorwise_3d(W), "w must be column-major"),
         (lambda: fp8.fp8_tensorwise_group(X, torch.tensor([4])), r"offs must be \(G,\) int32 .*int64"),
         (lambda: fp8.fp8_tensorwise_group(X, torch.tensor([], dtype=torch.int32)), r"offs must be \(G,\) int32"),
+        (lambda: fp8.fp8_group_colwise(X, 3 * torch.ones((), dtype=torch.int32)), r"offs must be \(G,\) int32"),
+        (lambda: fp8.fp8_group_colwise(X[0], ragged(4)), "x must be a matrix"),
+        (
+            lambda: fp8.fp8_group_colwise_dual(X, X[:3], ragged(4)),
+            r"x2 must be \(4, N\) .* as x1 is, got \(3, 6\)",
+        ),
+        (lambda: fp8.fp8_group_colwise_dual(X, X.to("meta"), ragged(4)), "x2 must be .* on cpu as x1 is, got .* on meta"),
+        (lambda: fp8.fp8_tensorwise_2d(TALL, layout="col"), "x must have at most 2097151 rows to be transposed, got 2097152"),
+        (lambda: fp8.fp8_group_colwise(TALL, ragged(1 << 21)), "x must have at most 2097151 rows"),
+        (lambda: fp8.fp8_transpose_2d(TALL.to(torch.float8_e4m3fn)), "x must have at most 2097151 rows"),
         (lambda: fp8.fp8_transpose_2d(X), "x must be a matrix of an fp8 type.*bfloat16"),
         (lambda: fp8.fp8_transpose_2d(X.to(torch.float8_e4m3fn).t()), "elements of a row of x must be adjacent"),
     ],

@@ -192,9 +192,10 @@ def test_every_cached_config_is_correct_bit_for_bit() -> None:
     from kerneltune import cache, device
 
     for op in (OPS["rmsnorm_fwd"], OPS["rmsnorm_bwd"]):
-        for entry in cache.load(op.name, device.current().slug):
+        entries = [e for e in cache.load(op.name, device.current().slug) if e.variant == "optimized"]
+        if not entries:
+            pytest.skip(f"nothing is cached for {device.current().name}")
+        for entry in entries:
             variant = op.variant(entry.variant)
-            if variant.name != "optimized":
-                continue
             case = Case(entry.case, entry.axes, entry.dtype, entry.quant, entry.options)
             assert Checker(op, case, "cuda", seed=7).errors(variant, variant.config_from(entry.config)) == [], entry

@@ -9,6 +9,8 @@ from triton import knobs
 DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 ITEMSIZE = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
 
+MOST_TURNED_ROWS = (1 << 21) - 1
+
 
 def check_matrix(name: str, x: torch.Tensor) -> None:
     """A matrix of bf16, fp16 or fp32 whose rows are contiguous.
@@ -32,6 +34,16 @@ def check_like(name: str, t: torch.Tensor, shape: tuple[int, ...], dtype: torch.
         raise ValueError(f"{name} must be {tuple(shape)} {dtype} on {where}, got {tuple(t.shape)} {t.dtype} on {t.device}")
     if len(shape) == 1 and shape[0] > 1 and t.stride(0) != 1:
         raise ValueError(f"{name} must be contiguous, got strides {t.stride()}")
+
+
+def check_turned(name: str, rows: int) -> None:
+    """Rows of a matrix whose transpose is written: kernels count the bytes of a tile of 1024 of its columns in 31 bits.
+
+    Raises:
+        ValueError: there are more.
+    """
+    if rows > MOST_TURNED_ROWS:
+        raise ValueError(f"{name} must have at most {MOST_TURNED_ROWS} rows to be transposed, got {rows}")
 
 
 def assert_group_ends(offs: torch.Tensor, M: int, multiple: int = 1, whole: bool = False) -> None:

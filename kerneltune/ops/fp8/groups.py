@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from kerneltune import cache
-from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_matrix, in_pairs
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_matrix, check_turned, in_pairs
 from kerneltune.kernel_lib.groups import group_ends
 from kerneltune.kernel_lib.launch import on_its_device, phases, resident
 from kerneltune.kernel_lib.tl_lib import TL_DTYPES
@@ -130,6 +130,7 @@ def _colwise(xs: tuple[torch.Tensor, ...], offs: torch.Tensor, cast: Cast, confi
     names = ("x",) if len(xs) == 1 else ("x1", "x2")
     for name, x in zip(names, xs, strict=True):
         check_matrix(name, x)
+        check_turned(name, x.shape[0])
         if x.shape[0] != xs[0].shape[0] or x.dtype != xs[0].dtype or x.device != xs[0].device:
             wanted = f"({xs[0].shape[0]}, N) {xs[0].dtype} on {xs[0].device}"
             raise ValueError(f"{name} must be {wanted} as x1 is, got {tuple(x.shape)} {x.dtype} on {x.device}")

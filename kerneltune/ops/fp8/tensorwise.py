@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kerneltune import cache
-from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_matrix, in_pairs
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_matrix, check_turned, in_pairs
 from kerneltune.kernel_lib.groups import group_ends
 from kerneltune.kernel_lib.launch import on_its_device, registers, resident
 from kerneltune.kernel_lib.tl_lib import TL_DTYPES, TL_FP8
@@ -147,6 +147,8 @@ def _of_matrix(
 ) -> SegmentOutput:
     """x as a whole, or in the groups of `offs`, into new tensors."""
     M, K = x.shape
+    if layout != "row":
+        check_turned("x", M)
     q = x.new_empty((M, K), dtype=cast.dtype) if layout != "col" else None
     q_t = x.new_empty((K, M), dtype=cast.dtype) if layout != "row" else None
     scale = x.new_empty((1 if offs is None else offs.shape[0],), dtype=torch.float32)

@@ -151,7 +151,7 @@ def _amax_segments(
 
 @triton.jit
 def _segment_scale(
-    ws_ptr, offs_ptr, group, rows, stripes, G,
+    ws_ptr, offs_ptr, group, rows, stripes,
     FP8_MAX: tl.constexpr, POW2: tl.constexpr, JAGGED: tl.constexpr, STAGED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """The scale of a segment out of what the first launch left."""
@@ -198,7 +198,7 @@ def _cast_segments(
         )  # fmt: skip
         xs = _load_quads(x_ptr, stride, C, stripe, first_row, lo, hi, ROWS // 4, COLS, EVEN_ROWS, JAGGED, False)
         if group != of:
-            scale = _segment_scale(ws_ptr, offs_ptr, group, rows, stripes, G, FP8_MAX, POW2, JAGGED, STAGED, ROWS)
+            scale = _segment_scale(ws_ptr, offs_ptr, group, rows, stripes, FP8_MAX, POW2, JAGGED, STAGED, ROWS)
             of = group
         if hi > 0:
             if (lo >= 0) & (stripe == 0):

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from kerneltune import cache
+from kerneltune.kernel_lib.arguments import check_turned
 from kerneltune.kernel_lib.launch import on_its_device, resident
 from kerneltune.kernel_lib.tl_lib import wide
 from kerneltune.kernel_lib.tl_transpose import store_transposed
@@ -105,6 +106,7 @@ def fp8_transpose_2d(x: torch.Tensor, *, config: TransposeConfig | None = None) 
         raise ValueError(f"x must be a matrix of an fp8 type ({', '.join(FP8)}), got shape {tuple(x.shape)} {x.dtype}")
     if x.shape[1] > 1 and x.stride(1) != 1:
         raise ValueError(f"elements of a row of x must be adjacent, got strides {x.stride()}")
+    check_turned("x", x.shape[0])
     M, N = x.shape
     q = torch.empty((N, M), dtype=x.dtype, device=x.device)
     if not x.numel():

@@ -15,7 +15,7 @@ import torch
 
 from kerneltune import cache
 from kerneltune.kernel_lib.agreement import close, same_bits, same_fp8
-from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_like, check_matrix
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_like, check_matrix, check_turned
 from kerneltune.kernel_lib.launch import on_its_device, resident
 from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX
 from kerneltune.ops.multi_cast_transpose import te
@@ -168,6 +168,7 @@ def _check(xs: Sequence[torch.Tensor], scales: torch.Tensor, amaxes: torch.Tenso
         raise ValueError("xs must hold at least one matrix, got none")
     for i, x in enumerate(xs):
         check_matrix(f"xs[{i}]", x)
+        check_turned(f"xs[{i}]", x.shape[0])
         if not x.is_contiguous() or x.dtype != xs[0].dtype or x.device != xs[0].device:
             raise ValueError(
                 f"xs[{i}] must be contiguous {xs[0].dtype} on {xs[0].device}, got strides {x.stride()} {x.dtype} on {x.device}"

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kerneltune import cache
-from kerneltune.kernel_lib.arguments import DTYPE_NAMES, check_like, check_matrix, in_pairs
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, check_like, check_matrix, check_turned, in_pairs
 from kerneltune.kernel_lib.launch import on_its_device, phases, registers, resident
 from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX, TL_DTYPES, TL_FP8
 from kerneltune.kernel_lib.workspace import workspace
@@ -229,6 +229,8 @@ def _check_fwd(
         raise ValueError(f"quant must be none, fp8 or fp8_t, got {quant=}")
     if fp8_format not in FP8_DTYPES:
         raise ValueError(f"fp8_format must be one of {', '.join(FP8_DTYPES)}, got {fp8_format=}")
+    if quant == "fp8_t":
+        check_turned("x", x.shape[0])
     if quant != "none":
         if scale is None or amax is None:
             raise ValueError(f"{quant=} needs scale and amax, got {scale=} {amax=}")
