@@ -4,6 +4,7 @@ Formula and NaN policy: reference.py. Source: torchao 0.18's float8 kernels for 
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from kerneltune.ops.fp8 import both, flat, groups, peers, reference, rows, segments, tensorwise, torchao, transpose
@@ -39,17 +40,20 @@ __all__ = [
 _DTYPES = ("bfloat16", "float16", "float32")
 _GROUPS = {**reference.OPTIONS, "groups": ("balanced", "zipf", "ragged")}
 _LAYOUTS = {**reference.OPTIONS, "layout": tensorwise.LAYOUTS}
-_Run = Callable[[Any, Any], Any]
+_Run = Callable[..., Any]
+
+
+def _torch(run: _Run) -> tuple[Variant, ...]:
+    return tuple(
+        Variant(name, partial(run, compiled), unsupported=peers.not_torch, requires=("torch",))
+        for name, compiled in (("compile", True), ("eager", False))
+    )
 
 
 def _peers(
-    torchao_run: _Run, compile_run: _Run, eager_run: _Run, not_torchao: Callable[[Case], str | None] = peers.not_torchao
+    torchao_run: _Run, torch_run: _Run, not_torchao: Callable[[Case], str | None] = peers.not_torchao
 ) -> tuple[Variant, ...]:
-    return (
-        Variant("torchao", torchao_run, unsupported=not_torchao, requires=("torchao",)),
-        Variant("compile", compile_run, unsupported=peers.not_torch, requires=("torch",)),
-        Variant("eager", eager_run, unsupported=peers.not_torch, requires=("torch",)),
-    )
+    return (Variant("torchao", torchao_run, unsupported=not_torchao, requires=("torchao",)), *_torch(torch_run))
 
 
 def _groups_baseline(run: _Run) -> Variant:
@@ -81,8 +85,7 @@ def _tensorwise(
         variants=(
             Variant("baseline", flat.run, flat.FlatConfig, flat.space, default=flat.default, unsupported=torchao.nothing_to_do),
             Variant("optimized", run, SegmentConfig, segments.space, segments.valid, default=segments.default),
-            Variant("compile", peers.compile_tensorwise, unsupported=peers.not_torch, requires=("torch",)),
-            Variant("eager", peers.eager_tensorwise, unsupported=peers.not_torch, requires=("torch",)),
+            *_torch(peers.tensorwise),
         ),
     )
 
@@ -110,7 +113,7 @@ OPS = (
                 unsupported=torchao.nothing_to_do,
             ),
             Variant("optimized", rows.run_rows, rows.RowConfig, rows.space, rows.valid, default=rows.default),
-            *_peers(peers.torchao_rows, peers.compile_rows, peers.eager_rows),
+            *_peers(peers.torchao_rows, peers.rows),
         ),
     ),
     Op(
@@ -136,7 +139,7 @@ OPS = (
                 unsupported=torchao.nothing_to_do,
             ),
             Variant("optimized", rows.run_weights, rows.RowConfig, rows.space, rows.valid, default=rows.default),
-            *_peers(peers.torchao_weights, peers.compile_weights, peers.eager_weights),
+            *_peers(peers.torchao_weights, peers.weights),
         ),
     ),
     Op(
@@ -171,7 +174,7 @@ OPS = (
                 unsupported=torchao.nothing_to_do,
             ),
             Variant("optimized", groups.run_weights, GroupConfig, groups.space, groups.valid, default=groups.default),
-            *_peers(peers.torchao_transpose, peers.compile_transpose, peers.eager_transpose),
+            *_peers(peers.torchao_transpose, peers.transposed_weights),
         ),
     ),
     Op(
@@ -206,7 +209,7 @@ OPS = (
         variants=(
             _groups_baseline(torchao.run_group),
             Variant("optimized", groups.run_group, GroupConfig, groups.space, groups.valid, default=groups.default),
-            *_peers(peers.torchao_group, peers.compile_group, peers.eager_group, peers.not_torchao_group),
+            *_peers(peers.torchao_group, peers.group, peers.not_torchao_group),
         ),
     ),
     Op(
@@ -224,7 +227,7 @@ OPS = (
         variants=(
             _groups_baseline(torchao.run_dual),
             Variant("optimized", groups.run_dual, GroupConfig, groups.space, groups.valid, default=groups.default),
-            *_peers(peers.torchao_dual, peers.compile_dual, peers.eager_dual),
+            *_peers(peers.torchao_dual, peers.dual),
         ),
     ),
     _tensorwise(

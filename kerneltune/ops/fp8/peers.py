@@ -52,82 +52,37 @@ def _chosen(inputs: Inputs) -> tuple[torch.dtype, bool, bool]:
     return FP8[inputs["fp8_format"]], inputs["pow2"], inputs["inverse"]
 
 
-def _rows(inputs: Inputs, compiled: bool) -> Outputs:
+def rows(compiled: bool, inputs: Inputs, _config: None) -> Outputs:
+    """`fp8_rowwise_2d` in torch, one operator after another or by torch.compile with its defaults."""
     q, scale = _called(_slices, compiled, (inputs["x"],), 1, *_chosen(inputs), False)
     return {"q": q, "scale": scale}
 
 
-def _weights(inputs: Inputs, compiled: bool) -> Outputs:
+def weights(compiled: bool, inputs: Inputs, _config: None) -> Outputs:
+    """`fp8_colwise_3d`, as in `rows`."""
     q, scale = _called(_slices, compiled, (inputs["w"],), 1, *_chosen(inputs), False)
     return {"q": q, "scale": scale}
 
 
-def _transposed_weights(inputs: Inputs, compiled: bool) -> Outputs:
+def transposed_weights(compiled: bool, inputs: Inputs, _config: None) -> Outputs:
+    """`fp8_rowwise_3d_transpose`, as in `rows`."""
     q, scale = _called(_slices, compiled, (inputs["w"],), 2, *_chosen(inputs), True)
     return {"q": q.transpose(1, 2), "scale": scale[:, :, 0]}
 
 
-def _group(inputs: Inputs, compiled: bool) -> Outputs:
+def group(compiled: bool, inputs: Inputs, _config: None) -> Outputs:
+    """`fp8_group_colwise`, as in `rows`."""
     q, scale = _called(_grouped, compiled, (inputs["x"], inputs["offs"]), *_chosen(inputs))
     return {"q": q, "scale": scale}
 
 
-def _dual(inputs: Inputs, compiled: bool) -> Outputs:
+def dual(compiled: bool, inputs: Inputs, _config: None) -> Outputs:
+    """`group`, twice."""
     outputs = {}
     for i in (1, 2):
         x = inputs[f"x{i}"]
         outputs[f"q{i}"], outputs[f"scale{i}"] = _called(_grouped, compiled, (x, inputs["offs"]), *_chosen(inputs))
     return outputs
-
-
-def eager_rows(inputs: Inputs, _config: None) -> Outputs:
-    """torch, one operator after another."""
-    return _rows(inputs, False)
-
-
-def compile_rows(inputs: Inputs, _config: None) -> Outputs:
-    """torch.compile with its defaults."""
-    return _rows(inputs, True)
-
-
-def eager_weights(inputs: Inputs, _config: None) -> Outputs:
-    """torch, one operator after another."""
-    return _weights(inputs, False)
-
-
-def compile_weights(inputs: Inputs, _config: None) -> Outputs:
-    """torch.compile with its defaults."""
-    return _weights(inputs, True)
-
-
-def eager_transpose(inputs: Inputs, _config: None) -> Outputs:
-    """torch, one operator after another."""
-    return _transposed_weights(inputs, False)
-
-
-def compile_transpose(inputs: Inputs, _config: None) -> Outputs:
-    """torch.compile with its defaults."""
-    return _transposed_weights(inputs, True)
-
-
-def eager_group(inputs: Inputs, _config: None) -> Outputs:
-    """torch, one operator after another."""
-    return _group(inputs, False)
-
-
-def compile_group(inputs: Inputs, _config: None) -> Outputs:
-    """torch.compile with its defaults."""
-    return _group(inputs, True)
-
-
-def eager_dual(inputs: Inputs, _config: None) -> Outputs:
-    """`eager_group`, twice."""
-    return _dual(inputs, False)
-
-
-def compile_dual(inputs: Inputs, _config: None) -> Outputs:
-    """`compile_group`, twice."""
-    return _dual(inputs, True)
 
 
 def _finite(x: torch.Tensor, dtype: torch.dtype, pow2: bool, inverse: bool, layout: str) -> tuple[torch.Tensor, ...]:
@@ -154,7 +109,8 @@ def _in_layouts(q: torch.Tensor, scale: torch.Tensor, inverse: bool, layout: str
     return q, turned, scale
 
 
-def _tensorwise(inputs: Inputs, compiled: bool) -> Outputs:
+def tensorwise(compiled: bool, inputs: Inputs, _config: None) -> Outputs:
+    """The tensorwise casts, as in `rows`."""
     layout = inputs["layout"]
     if "offs" in inputs:
         q, q_t, scale = _called(_finite_groups, compiled, (inputs["x"], inputs["offs"]), *_chosen(inputs), layout)
@@ -164,16 +120,6 @@ def _tensorwise(inputs: Inputs, compiled: bool) -> Outputs:
         q, q_t = (q[0], q_t[0]) if "x" in inputs else (q.transpose(1, 2), q_t)
     outputs = {"q": q} if layout != "col" else {}
     return outputs | ({"q_t": q_t} if layout != "row" else {}) | {"scale": scale}
-
-
-def eager_tensorwise(inputs: Inputs, _config: None) -> Outputs:
-    """torch, one operator after another."""
-    return _tensorwise(inputs, False)
-
-
-def compile_tensorwise(inputs: Inputs, _config: None) -> Outputs:
-    """torch.compile with its defaults."""
-    return _tensorwise(inputs, True)
 
 
 def _torchao(inputs: Inputs, q: torch.Tensor, scale: torch.Tensor) -> Outputs:

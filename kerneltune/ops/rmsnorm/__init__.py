@@ -7,13 +7,25 @@ All in fp32 inside; with zero-centred gamma γ = weight + 1, added in fp32. Sour
 RMSNorm and of its pull request 593.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 from kerneltune.ops.rmsnorm import configs, optimized, peers, reference, te
 from kerneltune.ops.rmsnorm.optimized import RMSNormOutput, rmsnorm_bwd, rmsnorm_fwd
-from kerneltune.spec import Op, Variant
+from kerneltune.spec import Op, Outputs, Variant
 
 __all__ = ["OPS", "RMSNormOutput", "rmsnorm_bwd", "rmsnorm_fwd"]
 
 _DTYPES = ("bfloat16", "float16", "float32")
+
+_MODES = {"eager": "eager", "compile": "default", "max-autotune": "max-autotune-no-cudagraphs"}
+
+
+def _torch(run: Callable[..., Outputs]) -> tuple[Variant, ...]:
+    return tuple(
+        Variant(name, partial(run, mode), unsupported=peers.not_empty, requires=("torch",)) for name, mode in _MODES.items()
+    )
+
 
 RMSNORM_FWD = Op(
     name="rmsnorm_fwd",
@@ -53,9 +65,7 @@ RMSNORM_FWD = Op(
             configs.valid_fwd,
             default=configs.default_fwd,
         ),
-        Variant("eager", peers.eager_fwd, unsupported=peers.not_empty, requires=("torch",)),
-        Variant("compile", peers.compile_fwd, unsupported=peers.not_empty, requires=("torch",)),
-        Variant("max-autotune", peers.max_autotune_fwd, unsupported=peers.not_empty, requires=("torch",)),
+        *_torch(peers.fwd),
         Variant("liger", peers.liger_fwd, unsupported=peers.only_unquantised, requires=("liger_kernel",)),
         Variant("quack", peers.quack_fwd, unsupported=peers.only_plain_gamma, requires=("quack",)),
     ),
@@ -98,9 +108,7 @@ RMSNORM_BWD = Op(
             configs.valid_bwd,
             default=configs.default_bwd,
         ),
-        Variant("eager", peers.eager_bwd, unsupported=peers.not_empty, requires=("torch",)),
-        Variant("compile", peers.compile_bwd, unsupported=peers.not_empty, requires=("torch",)),
-        Variant("max-autotune", peers.max_autotune_bwd, unsupported=peers.not_empty, requires=("torch",)),
+        *_torch(peers.bwd),
         Variant("liger", peers.liger_bwd, unsupported=peers.only_unquantised, requires=("liger_kernel",)),
         Variant("quack", peers.quack_bwd, unsupported=peers.only_plain_gamma, requires=("quack",)),
     ),

@@ -46,7 +46,8 @@ def _called(function: Callable[..., Any], mode: str, tensors: tuple[torch.Tensor
     return call_compiled(function, tensors, *options, mode=None if mode == "default" else mode)
 
 
-def _run_fwd(inputs: Inputs, mode: str) -> Outputs:
+def fwd(mode: str, inputs: Inputs, _config: None) -> Outputs:
+    """torch: `eager`, one operator after another, or torch.compile in that mode, `default` being its default."""
     x, weight, zero_centered = inputs["x"], inputs["weight"], inputs["zero_centered"]
     if inputs["quant"] == "none":
         return {"y": _called(_fwd_formula, mode, (x, weight), zero_centered)}
@@ -56,40 +57,11 @@ def _run_fwd(inputs: Inputs, mode: str) -> Outputs:
     return {"y": q, "scale_inv": scale_inv} | ({"y_t": rest[0]} if rest else {})
 
 
-def _run_bwd(inputs: Inputs, mode: str) -> Outputs:
+def bwd(mode: str, inputs: Inputs, _config: None) -> Outputs:
+    """dx and dγ in one function, as in `fwd`."""
     tensors = (inputs["dz"], inputs["x"], inputs["rsigma"], inputs["weight"])
     dx, dgamma = _called(_bwd_formula, mode, tensors, inputs["zero_centered"])
     return {"dx": dx, "dgamma": dgamma}
-
-
-def eager_fwd(inputs: Inputs, _config: None) -> Outputs:
-    """torch, one operator after another."""
-    return _run_fwd(inputs, "eager")
-
-
-def compile_fwd(inputs: Inputs, _config: None) -> Outputs:
-    """torch.compile with its defaults."""
-    return _run_fwd(inputs, "default")
-
-
-def max_autotune_fwd(inputs: Inputs, _config: None) -> Outputs:
-    """torch.compile in its max-autotune mode."""
-    return _run_fwd(inputs, "max-autotune-no-cudagraphs")
-
-
-def eager_bwd(inputs: Inputs, _config: None) -> Outputs:
-    """torch, one operator after another."""
-    return _run_bwd(inputs, "eager")
-
-
-def compile_bwd(inputs: Inputs, _config: None) -> Outputs:
-    """torch.compile with its defaults: dx and dγ in one function."""
-    return _run_bwd(inputs, "default")
-
-
-def max_autotune_bwd(inputs: Inputs, _config: None) -> Outputs:
-    """torch.compile in its max-autotune mode."""
-    return _run_bwd(inputs, "max-autotune-no-cudagraphs")
 
 
 def liger_fwd(inputs: Inputs, _config: None) -> Outputs:
