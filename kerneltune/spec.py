@@ -1,19 +1,17 @@
 """The nouns: Op, Variant, Case, and the configs of a variant.
 
-Frozen values without behaviour of their own. Does not measure, tune or print. Imports nothing but the standard library.
+Frozen values. Does not measure, tune or print. Imports the standard library and sources.
 """
 
-import ast
 import dataclasses
-import hashlib
 import importlib.util
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+from kerneltune.sources import source_hash
 
 Config = Any
 """An instance of a variant's frozen config dataclass; its fields are the knobs."""
@@ -22,9 +20,6 @@ Outputs = Mapping[str, Any]
 Space = Mapping[str, tuple[Any, ...]]
 """The values of every knob; a config takes one of each."""
 Option = bool | int | float | str
-
-_NOT_DECIDING = frozenset({"kerneltune", "kerneltune.spec", "kerneltune.device", "kerneltune.cache", "kerneltune.ops"})
-"""Modules that change neither an operator's results nor its speed."""
 
 NO_OPTIONS: Mapping[str, tuple[Option, ...]] = MappingProxyType({})
 
@@ -219,36 +214,4 @@ class Op:
     @property
     def source_hash(self) -> str:
         """Hash of the source that decides this operator's results and speed."""
-        return _source_hash(self.module)
-
-
-@cache
-def _source_hash(module: str) -> str:
-    """Hash of a module and of all that it imports of its own package and of this one, but for the nouns and the cache."""
-    digest = hashlib.sha256()
-    for name, file in sorted(_sources(module, {}).items()):
-        digest.update(name.encode() + file.read_bytes())
-    return digest.hexdigest()[:12]
-
-
-def _sources(module: str, found: dict[str, Path]) -> dict[str, Path]:
-    spec = importlib.util.find_spec(module)
-    if spec is None or spec.origin is None or module in found or module in _NOT_DECIDING:
-        return found
-    found[module] = Path(spec.origin)
-    shown = {module.partition(".")[0], "kerneltune"}
-    for node in ast.walk(ast.parse(found[module].read_bytes())):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        for name in names:
-            if name.partition(".")[0] in shown and _is_module(name):
-                _sources(name, found)
-    return found
-
-
-def _is_module(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # a name inside a module that is no package
-        return False
+        return source_hash(self.module)

@@ -101,7 +101,7 @@ def _launch(x, q, q_t, scale, scale_t, shape, cast: Cast, c: BothConfig) -> None
 
 
 def space(case: Case) -> Space:
-    """Tiles from 64 x 64 to 256 x 256; no taller than experts are."""
+    """Tiles from 64 x 64 to 256 x 256; 64 rows where experts have no more."""
     tall = (64, 128, 256) if case["N"] > 64 else (64,)
     return {"rows": tall, "cols": (64, 128, 256), "warps": (2, 4, 8), "ctas": (1, 2, 3, 4, 5, 6, 8)}
 

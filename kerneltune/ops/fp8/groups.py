@@ -179,7 +179,7 @@ def _launch(parts, offs, groups: int, rows: int, cast: Cast, c: GroupConfig) -> 
 
 
 def space(case: Case) -> Space:
-    """Tiles from 64 x 32 to 512 x 128; no taller than experts are."""
+    """Tiles from 64 x 32 to 512 x 128; 64 rows where experts have no more."""
     rows = (64, 128, 256, 512) if "M" in dict(case.axes) else (64, 128, 256) if case["N"] > 64 else (64,)
     return {
         "rows": rows,

@@ -122,7 +122,7 @@ def fp8_transpose_2d(x: torch.Tensor, *, config: TransposeConfig | None = None) 
 
 
 def space(_case: Case) -> Space:
-    """Tiles of which a row of either side is two memory sectors to sixteen."""
+    """Tiles of which a row of either side is two memory sectors to eight."""
     return {"rows": (64, 128, 256), "cols": (64, 128, 256), "warps": (4, 8), "ctas": (0, 2, 4, 8), "stages": (1, 2, 3)}
 
 

@@ -1,0 +1,45 @@
+"""Whether two measurements were made with the same code: a hash of what an operator's modules are made of.
+
+Runs none of it. Imports the standard library.
+"""
+
+import ast
+import hashlib
+import importlib.util
+from functools import cache
+from pathlib import Path
+
+_NOT_DECIDING = frozenset({"kerneltune", "kerneltune.spec", "kerneltune.device", "kerneltune.cache", "kerneltune.ops"})
+"""Modules that change neither an operator's results nor its speed."""
+
+
+@cache
+def source_hash(module: str) -> str:
+    """Hash of a module and of all that it imports of its own package and of this one, but for the nouns and the cache."""
+    digest = hashlib.sha256()
+    for name, file in sorted(_sources(module, {}).items()):
+        digest.update(name.encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _sources(module: str, found: dict[str, Path]) -> dict[str, Path]:
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None or module in found or module in _NOT_DECIDING:
+        return found
+    found[module] = Path(spec.origin)
+    shown = {module.partition(".")[0], "kerneltune"}
+    for node in ast.walk(ast.parse(found[module].read_bytes())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        for name in names:
+            if name.partition(".")[0] in shown and _is_module(name):
+                _sources(name, found)
+    return found
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # a name inside a module that is no package
+        return False
