@@ -23,7 +23,6 @@ class Device:
         arch: `sm_90`, `gfx942`, … or `interpreter`.
         sms: streaming multiprocessors (compute units).
         l2_bytes: size of the last-level cache.
-        shared_bytes: shared memory that one program may use.
         driver: driver version.
     """
 
@@ -31,7 +30,6 @@ class Device:
     arch: str
     sms: int
     l2_bytes: int
-    shared_bytes: int
     driver: str
 
     @property
@@ -55,7 +53,7 @@ PEAK_TFLOPS: Mapping[str, Mapping[str, float]] = {
 }
 """Device name -> element type -> TFLOP/s of the tensor cores as the data sheet gives them, without sparsity."""
 
-NO_GPU = Device(INTERPRETER, INTERPRETER, sms=4, l2_bytes=0, shared_bytes=0, driver="none")
+NO_GPU = Device(INTERPRETER, INTERPRETER, sms=4, l2_bytes=0, driver="none")
 
 
 def slug(name: str) -> str:
@@ -86,8 +84,7 @@ def current() -> Device:
     p: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
     hip = torch.version.hip is not None
     arch = p.gcnArchName.split(":")[0] if hip else f"sm_{p.major}{p.minor}"
-    shared = p.shared_memory_per_block if hip else p.shared_memory_per_block_optin
-    return Device(p.name, arch, p.multi_processor_count, p.L2_cache_size, shared, _driver_version())
+    return Device(p.name, arch, p.multi_processor_count, p.L2_cache_size, _driver_version())
 
 
 @cache

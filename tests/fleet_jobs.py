@@ -45,7 +45,7 @@ class LoggedBench(Bench):
 
 def worker(family: str, options: Options, cores: frozenset[int] | None) -> Worker:
     """A worker whose GPU is made up."""
-    gpu = Device(os.environ.get(MODEL, H200.name), "sm_90", 132, 50 << 20, 232448, "580")
+    gpu = Device(os.environ.get(MODEL, H200.name), "sm_90", 132, 50 << 20, "580")
     setattr(device, "current", lambda: gpu)  # noqa: B010
     setattr(machines, "CompilePool", Pool)  # noqa: B010
     setattr(machines, "IsolatedBench", LoggedBench)  # noqa: B010

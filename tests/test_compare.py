@@ -29,7 +29,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     us = {"baseline": 20.0, compare.SELF: 20.2, "optimized": 10.0}
     rounds = np.linspace(0.99, 1.01, 15)
-    h200 = device.Device("NVIDIA H200", "sm_90", 132, 60_000_000, 232448, "580")
+    h200 = device.Device("NVIDIA H200", "sm_90", 132, 60_000_000, "580")
     monkeypatch.setattr(device, "current", lambda: h200)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(compare, "Checker", Checker)

@@ -65,7 +65,7 @@ def lab(monkeypatch: pytest.MonkeyPatch) -> Lab:
     lab = Lab()
     monkeypatch.setattr(campaign, "compare", lab.compare)
     monkeypatch.setattr(gate_run, "in_fresh_processes", lab.in_fresh_processes)
-    monkeypatch.setattr(device, "current", lambda: device.Device("NVIDIA H200", "sm_90", 132, 60_000_000, 232448, "580"))
+    monkeypatch.setattr(device, "current", lambda: device.Device("NVIDIA H200", "sm_90", 132, 60_000_000, "580"))
     return lab
 
 

@@ -137,7 +137,7 @@ def test_a_revision_is_asked_with_the_same_arguments(compiled: list[Any], monkey
         (["--gpu", "b200"], "error: nothing to compile: "),
         (["--workers", "0"], "error: workers: 0: expected 1 or more"),
         (["rmsnorm_bwd", "--variant", "optimized", "--config", "{"], "error: config: '{': JSON: "),
-        (["rmsnorm_bwd", "--variant", "optimized", "--config", "{}"], "error: config of optimized has the knobs ["),
+        (["rmsnorm_bwd", "--variant", "optimized", "--config", "{}"], "error: config of optimized: expected the knobs ["),
         (["rmsnorm_bwd", "--config", "{}"], "error: config: '{}': expected OP and --variant beside it, for there are "),
         (["--gate", "a.json", "--against-rev", "main"], "error: --against, --against-rev and --gate: expected one of them"),
         (["--gate", "nowhere.json"], "error: cannot read nowhere.json: No such file or directory"),
@@ -230,7 +230,7 @@ def test_the_real_pool_compiles_for_both_makers(tmp_path: Path, monkeypatch: pyt
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with a GPU."""
-    monkeypatch.setattr(device, "current", lambda: device.Device("NVIDIA H200", "sm_90", 132, 1 << 26, 232448, "580"))
+    monkeypatch.setattr(device, "current", lambda: device.Device("NVIDIA H200", "sm_90", 132, 1 << 26, "580"))
 
 
 def test_profile_without_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +241,7 @@ def test_profile_without_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused(*pair, "--case", "x").startswith("error: case: 'x': expected one of te-29x17389, ")
     assert refused(*pair[:3], "fast").startswith("error: variant: 'fast': expected one of baseline, ")
     assert refused(*pair[:3], "quack") == "error: quack needs quack, which is not installed"
-    assert refused(*pair, "--config-b", "{}").startswith("error: config of optimized has the knobs [")
+    assert refused(*pair, "--config-b", "{}").startswith("error: config of optimized: expected the knobs [")
     assert refused(*pair, "--quant", "int4").endswith("no sweep has a bench case of rmsnorm_fwd with dtype=None quant='int4'")
 
 

@@ -151,7 +151,7 @@ def test_the_planted_delay_is_the_part_asked_for(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(planted, "input_sets", lambda *_: [{}])
     monkeypatch.setattr(planted, "contender", lambda v, c, i, p, after=None: Timed(lambda _: None, 1, after))
     monkeypatch.setattr(planted, "time_contenders", lambda cs: {n: np.array([c.sample_us()] * 5) for n, c in cs.items()})
-    h200 = device.Device("NVIDIA H200", "sm_90", 132, 60_000_000, 232448, "580")
+    h200 = device.Device("NVIDIA H200", "sm_90", 132, 60_000_000, "580")
     monkeypatch.setattr(device, "current", lambda: h200)
     op = ops.load()["stream"]
     case = Case("c", (("read", 4096), ("write", 4096)), "int32")

@@ -25,7 +25,7 @@ from kerneltune.tuning.bench import ChildLostError
 from kerneltune.tuning.knobs import widened
 from kerneltune.tuning.run import run_tune, verify_cache
 
-H200 = Device("NVIDIA H200", "sm_90", 132, 50 << 20, 232448, "580")
+H200 = Device("NVIDIA H200", "sm_90", 132, 50 << 20, "580")
 SWEEP = """
 family: tiny
 ops: [stream]

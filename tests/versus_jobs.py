@@ -16,7 +16,7 @@ from kerneltune.stats import Samples
 from kerneltune.tuning import machines
 from kerneltune.tuning.tuners import Found, Task, by_kerneltune, by_triton
 
-H200 = Device("NVIDIA H200", "sm_90", 132, 50 << 20, 232448, "580")
+H200 = Device("NVIDIA H200", "sm_90", 132, 50 << 20, "580")
 launched: list[Config] = []
 
 

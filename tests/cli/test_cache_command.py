@@ -76,7 +76,7 @@ def test_cache_show_refuses_what_is_unknown(stored: Path) -> None:
         ({"variant": 3}, "variant: 3: expected a name"),
         ({"speed": 3}, "speed: 3: expected no field of this name"),
         ({"variant": "fast"}, "rmsnorm_bwd has no variant 'fast'; it has baseline, "),
-        ({"config": {"speed": 3}}, "config of baseline has the knobs ["),
+        ({"config": {"speed": 3}}, "config of baseline: expected the knobs ["),
     ],
 )
 def test_cache_check_finds_a_broken_entry(fields: dict[str, Any], message: str, stored: Path) -> None:

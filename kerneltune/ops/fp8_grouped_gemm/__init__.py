@@ -32,9 +32,9 @@ OPS = (
         flops=reference.flops,
         module=__name__,
         variants=(
-            Variant("baseline", scaled_mm.run_scaled, unsupported=scaled_mm.not_scaled),
+            Variant("baseline", scaled_mm.run_scaled, unsupported=scaled_mm.not_torch),
             Variant("optimized", run, GemmConfig, configs.space, configs.valid, configs.default, promising=configs.promising),
-            Variant("torch_bf16", scaled_mm.run_bf16, unsupported=scaled_mm.not_bf16, requires=("torch",)),
+            Variant("torch_bf16", scaled_mm.run_bf16, unsupported=scaled_mm.not_torch, requires=("torch",)),
         ),
     ),
 )

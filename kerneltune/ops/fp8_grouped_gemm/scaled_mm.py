@@ -76,13 +76,8 @@ def _in_bf16(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     return found
 
 
-def not_scaled(case: Case) -> str | None:
-    """What torch's fp8 kernel does not take."""
+def not_torch(case: Case) -> str | None:
+    """What torch's grouped products do not take."""
     if case.dtype != "bfloat16":
         return "gives bfloat16"
     return None if case["M"] else "no tokens"
-
-
-def not_bf16(case: Case) -> str | None:
-    """What torch's bf16 kernel does not take."""
-    return not_scaled(case)
