@@ -1,8 +1,14 @@
-"""Groups of rows as the cases of grouped operators name them. Knows no operator. May import torch and spec."""
+"""Groups of rows, as cases of grouped operators name them. Knows no operator. May import torch and spec."""
 
 import torch
 
 from kerneltune.spec import Case
+
+
+def bounds(offs: torch.Tensor) -> list[tuple[int, int]]:
+    """Where each group begins and ends, on the host."""
+    ends = offs.tolist()
+    return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
 def group_ends(case: Case, groups: int, device: str, seed: int, multiple: int = 1) -> torch.Tensor:

@@ -17,6 +17,7 @@ _QUARTER = 16384
 """Registers of a quarter of a multiprocessor, which holds every fourth warp."""
 
 _MAX_REGISTERS = 255
+_SHARED_BYTES = 225_000
 
 
 P = ParamSpec("P")
@@ -55,6 +56,11 @@ def resident(where: torch.device, ctas: int) -> int:
 def registers(warps: int, ctas: int) -> dict[str, Any]:
     """The launch option that has `ctas` programs fit a multiprocessor; none where Triton has no such option."""
     return {"maxnreg": min(_MAX_REGISTERS, _QUARTER // (32 * cdiv(warps * ctas, 4)) // 8 * 8)} if is_cuda() else {}
+
+
+def too_much_shared(shared_bytes: int) -> str | None:
+    """Why programs that take so much shared memory are not resident together; None where a Hopper multiprocessor has it."""
+    return f"{shared_bytes} bytes of shared memory" if shared_bytes > _SHARED_BYTES else None
 
 
 def phases(warps: int, ctas: int, together: bool = True) -> list[tuple[int, dict[str, Any]]]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kerneltune.kernel_lib.compiled import compiled_for
-from kerneltune.kernel_lib.groups import group_ends
+from kerneltune.kernel_lib.groups import bounds, group_ends
 from kerneltune.nn.alignment import ALIGNED
 from kerneltune.nn.delayed import DelayedScaling
 from kerneltune.nn.fp8_products import Fp8Weights, cast_weights
@@ -48,8 +48,7 @@ def reference(inputs: Inputs) -> Outputs:
     a, w, dy = inputs["a"], inputs["w"], inputs["dy"]
     (M, K), (E, N, _) = a.shape, w.shape
     y, da, dw = (a.new_empty(shape, dtype=torch.float32) for shape in ((M, N), (M, K), (E, N, K)))
-    ends = inputs["offs"].tolist()
-    for e, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+    for e, (start, end) in enumerate(bounds(inputs["offs"])):
         rows, expert, grad = a[start:end].float(), w[e].float(), dy[start:end].float()
         y[start:end], da[start:end], dw[e] = rows @ expert.t(), grad @ expert, grad.t() @ rows
     return {"y": y, "da": da, "dw": dw}
@@ -216,8 +215,7 @@ def _once(inputs: Inputs, name: str, make: Callable[[], Any]) -> Any:
 
 def empty_groups(case: Case) -> str | None:
     """What keeps torch's products for training from a case."""
-    ends = group_ends(case, case["E"], "cpu", 0).tolist()
-    smallest = min(end - start for start, end in zip([0, *ends], ends, strict=False))
+    smallest = min(end - start for start, end in bounds(group_ends(case, case["E"], "cpu", 0)))
     return "groups of no rows, on which torch's products may stop the device" if smallest < ALIGNED else None
 
 

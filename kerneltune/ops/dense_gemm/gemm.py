@@ -11,7 +11,7 @@ import triton.language as tl
 
 from kerneltune import cache
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES
-from kerneltune.kernel_lib.launch import on_its_device
+from kerneltune.kernel_lib.launch import on_its_device, too_much_shared
 from kerneltune.kernel_lib.tl_gemm import dot, is_last, sum_of_parts
 from kerneltune.kernel_lib.tl_lib import wide
 from kerneltune.kernel_lib.workspace import counters
@@ -19,7 +19,6 @@ from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Space
 
 FREE_AXES = ("N", "M")
-_SHARED_BYTES = 225_000
 _FP8 = torch.float8_e4m3fn
 
 
@@ -226,10 +225,10 @@ def valid(case: Case, config: DenseConfig) -> str | None:
     if config.tokens * config.rows > 16384 or config.tokens * config.rows < 16 * 8 * config.warps:
         return f"{config.tokens}x{config.rows} sums for {config.warps} warps"
     shared = config.stages * config.depth * size * (config.tokens + config.rows)
-    if shared > _SHARED_BYTES:
-        return f"{shared} bytes of shared memory"
     tiles = cdiv(case["K"], config.depth)
-    return f"{config.splits} parts of {tiles} tiles" if config.splits > max(1, tiles // 2) else None
+    if config.splits > max(1, tiles // 2):
+        return f"{config.splits} parts of {tiles} tiles"
+    return too_much_shared(shared)
 
 
 def default(case: Case) -> DenseConfig:

@@ -10,7 +10,7 @@ import torch
 
 from kerneltune import cache
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, in_pairs
-from kerneltune.kernel_lib.launch import on_its_device, phases, resident
+from kerneltune.kernel_lib.launch import on_its_device, phases, resident, too_much_shared
 from kerneltune.kernel_lib.tl_lib import TL_DTYPES
 from kerneltune.kernel_lib.workspace import workspace
 from kerneltune.ops.fp8 import groups, reference, rows
@@ -18,8 +18,6 @@ from kerneltune.ops.fp8.both_kernels import cast_both
 from kerneltune.ops.fp8.common import QUANT_OPTIONS, Cast, check_weights
 from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Outputs, Space, Traffic
-
-_SHARED_BYTES = 225_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +112,7 @@ def valid(case: Case, config: BothConfig) -> str | None:
     if 32 * config.warps * config.ctas * (per_thread * ITEMSIZE[case.dtype] / 4 + 32) > 65536:
         return "more registers than a multiprocessor has"
     shared = config.ctas * config.rows * config.cols
-    return f"{shared} bytes of shared memory" if shared > _SHARED_BYTES else None
+    return too_much_shared(shared)
 
 
 def default(case: Case) -> BothConfig:

@@ -9,8 +9,8 @@ import torch
 
 from kerneltune import cache
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_matrix, check_turned, in_pairs
-from kerneltune.kernel_lib.groups import group_ends
-from kerneltune.kernel_lib.launch import on_its_device, phases, resident
+from kerneltune.kernel_lib.groups import bounds, group_ends
+from kerneltune.kernel_lib.launch import on_its_device, phases, resident, too_much_shared
 from kerneltune.kernel_lib.tl_lib import TL_DTYPES
 from kerneltune.kernel_lib.workspace import workspace
 from kerneltune.ops.fp8 import kernels, reference
@@ -18,7 +18,6 @@ from kerneltune.ops.fp8.common import QUANT_OPTIONS, Cast, check_offs, check_wei
 from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Outputs, Space, Traffic
 
-_SHARED_BYTES = 225_000
 _GROUP_OPTIONS = (*QUANT_OPTIONS, ("groups", "balanced"))
 _Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -204,7 +203,7 @@ def valid(case: Case, config: GroupConfig) -> str | None:
     if 32 * config.warps * config.ctas * (held + 32) > 65536:
         return "more registers than a multiprocessor has"
     shared = config.ctas * ((config.stages - 1) * ITEMSIZE[case.dtype] + 1) * config.rows * config.cols
-    return f"{shared} bytes of shared memory" if shared > _SHARED_BYTES else None
+    return too_much_shared(shared)
 
 
 def default(case: Case) -> GroupConfig:
@@ -262,8 +261,7 @@ def dual_reference(inputs: Inputs) -> Outputs:
 
 
 def _grouped(x: torch.Tensor, inputs: Inputs) -> _Pair:
-    ends = inputs["offs"].tolist()
-    parts = [reference.quantised(x[start:end], 0, inputs) for start, end in zip([0, *ends], ends, strict=False)]
+    parts = [reference.quantised(x[start:end], 0, inputs) for start, end in bounds(inputs["offs"])]
     return torch.cat([q.view(torch.uint8) for q, _ in parts]).view(parts[0][0].dtype), torch.cat(
         [s.reshape(-1) for _, s in parts]
     )

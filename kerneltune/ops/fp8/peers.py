@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from kerneltune.kernel_lib.compiled import call_compiled
-from kerneltune.kernel_lib.groups import group_ends
+from kerneltune.kernel_lib.groups import bounds, group_ends
 from kerneltune.ops.fp8.reference import FP8
 from kerneltune.rounding import cdiv, next_power_of_2
 from kerneltune.spec import Case, Inputs, Outputs
@@ -190,8 +190,7 @@ def not_torchao_group(case: Case) -> str | None:
     mean = cdiv(case["M"], case["G"])
     held = max(256, next_power_of_2(mean))
     if case["M"] and held <= 2048:
-        ends = group_ends(case, case["G"], "cpu", 0).tolist()
-        largest = max(end - start for start, end in zip([0, *ends], ends, strict=False))
+        largest = max(end - start for start, end in bounds(group_ends(case, case["G"], "cpu", 0)))
         if largest > held:
             return f"wrong: loses the rows of a group beyond {held}"
     return not_torchao(case)

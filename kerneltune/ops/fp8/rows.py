@@ -9,7 +9,7 @@ import torch
 
 from kerneltune import cache
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_matrix
-from kerneltune.kernel_lib.launch import on_its_device, resident
+from kerneltune.kernel_lib.launch import on_its_device, resident, too_much_shared
 from kerneltune.ops.fp8 import reference, row_kernels
 from kerneltune.ops.fp8.common import QUANT_OPTIONS, Cast, check_weights, target
 from kerneltune.rounding import cdiv, next_power_of_2
@@ -166,7 +166,7 @@ def valid(case: Case, config: RowConfig) -> str | None:
     if config.ctas * config.warps * 32 * (words * 1.25 + 24) > 65536 + 8192:
         return "more registers than a multiprocessor has"
     shared = config.ctas * (config.stages - 1) * config.rows * chunks * config.cols * itemsize
-    return f"{shared} bytes of shared memory" if shared > 225_000 else None
+    return too_much_shared(shared)
 
 
 def default(case: Case) -> RowConfig:

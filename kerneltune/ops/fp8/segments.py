@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 
 from kerneltune.kernel_lib.arguments import ITEMSIZE
+from kerneltune.kernel_lib.launch import too_much_shared
 from kerneltune.spec import Case, Space
-
-_SHARED_BYTES = 225_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ def valid(case: Case, config: SegmentConfig) -> str | None:
     if 32 * config.warps * config.ctas * (words * 1.25 + 32) > 65536:
         return "more registers than a multiprocessor has"
     shared = max(1, config.ctas) * config.rows * config.cols * ((config.stages - 1) * ITEMSIZE[case.dtype] + 1)
-    return f"{shared} bytes of shared memory" if shared > _SHARED_BYTES else None
+    return too_much_shared(shared)
 
 
 def default(case: Case) -> SegmentConfig:

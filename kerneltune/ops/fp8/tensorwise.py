@@ -11,7 +11,7 @@ import torch
 
 from kerneltune import cache
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_matrix, check_turned, in_pairs
-from kerneltune.kernel_lib.groups import group_ends
+from kerneltune.kernel_lib.groups import bounds, group_ends
 from kerneltune.kernel_lib.launch import on_its_device, registers, resident
 from kerneltune.kernel_lib.tl_lib import TL_DTYPES, TL_FP8
 from kerneltune.kernel_lib.workspace import workspace
@@ -236,8 +236,7 @@ def matrix_reference(inputs: Inputs) -> Outputs:
 
 def group_reference(inputs: Inputs) -> Outputs:
     """Group by group."""
-    ends = inputs["offs"].tolist()
-    parts = [sanitised(inputs, inputs["x"][start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+    parts = [sanitised(inputs, inputs["x"][start:end]) for start, end in bounds(inputs["offs"])]
     q = torch.cat([part["q"].view(torch.uint8) for part in parts]).view(parts[0]["q"].dtype)
     return _laid_out(inputs, q, torch.cat([part["scale"] for part in parts]))
 

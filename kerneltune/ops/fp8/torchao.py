@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from kerneltune.kernel_lib.arguments import ITEMSIZE
+from kerneltune.kernel_lib.launch import too_much_shared
 from kerneltune.kernel_lib.tl_lib import FP8_MAX, amax_to_scale, magnitude, magnitude_to_fp32, quantize, wide
 from kerneltune.ops.fp8.reference import FP8
 from kerneltune.rounding import cdiv
@@ -312,7 +313,7 @@ def tile_valid(case: Case, config: TileConfig) -> str | None:
     if words > 128:
         return f"{words:g} registers of input per thread"
     shared = config.rows * config.cols * ITEMSIZE[case.dtype] * config.stages
-    return f"{shared} bytes of shared memory" if shared > 225_000 else None
+    return too_much_shared(shared)
 
 
 def nothing_to_do(case: Case) -> str | None:

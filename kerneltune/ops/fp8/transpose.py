@@ -11,14 +11,12 @@ import triton.language as tl
 
 from kerneltune import cache
 from kerneltune.kernel_lib.arguments import check_turned
-from kerneltune.kernel_lib.launch import on_its_device, resident
+from kerneltune.kernel_lib.launch import on_its_device, resident, too_much_shared
 from kerneltune.kernel_lib.tl_lib import wide
 from kerneltune.kernel_lib.tl_transpose import store_transposed
 from kerneltune.ops.fp8.reference import FP8
 from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Outputs, Space, Traffic
-
-_SHARED_BYTES = 225_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +134,7 @@ def valid(_case: Case, config: TransposeConfig) -> str | None:
     if 32 * config.warps * config.ctas * (per_thread / 4 * 2.5 + 32) > 65536 + 8192:
         return "more registers than a multiprocessor has"
     shared = max(1, config.ctas) * config.stages * config.rows * config.cols
-    return f"{shared} bytes of shared memory" if shared > _SHARED_BYTES else None
+    return too_much_shared(shared)
 
 
 def default(_case: Case) -> TransposeConfig:

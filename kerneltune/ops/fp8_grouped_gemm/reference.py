@@ -11,7 +11,7 @@ import torch
 
 from kerneltune.kernel_lib.agreement import close
 from kerneltune.kernel_lib.arguments import ITEMSIZE
-from kerneltune.kernel_lib.groups import group_ends
+from kerneltune.kernel_lib.groups import bounds, group_ends
 from kerneltune.spec import Case, Inputs, Option, Outputs, Traffic
 
 OPTIONS: dict[str, tuple[Option, ...]] = {
@@ -68,19 +68,18 @@ def _scales(shape: tuple[int, ...], device: str, generator: torch.Generator | No
 def reference(inputs: Inputs) -> Outputs:
     """Group by group in fp32; beside it the largest error that fast accumulation of such rows and columns explains."""
     a, b, dtype = inputs["a"], inputs["b"], inputs["out_dtype"]
-    ends = inputs["offs"].tolist()
-    bounds = list(zip([0, *ends[:-1]], ends, strict=True))
+    groups = bounds(inputs["offs"])
     if b.ndim == 3:
         out = torch.zeros(a.shape[0], b.shape[2], dtype=dtype, device=a.device)
         atol = torch.zeros(out.shape[0], out.shape[1], dtype=torch.bfloat16, device=a.device)
-        for group, (start, end) in enumerate(bounds):
+        for group, (start, end) in enumerate(groups):
             scale_a = inputs["scale_a"] if inputs["scale_a"].numel() == 1 else inputs["scale_a"][start:end, None]
             scale_b = inputs["scale_b"][group]
             out[start:end], atol[start:end] = _product(a[start:end], b[group], scale_a, scale_b, dtype)
     else:
-        out = torch.zeros(len(ends), a.shape[0], b.shape[1], dtype=dtype, device=a.device)
+        out = torch.zeros(len(groups), a.shape[0], b.shape[1], dtype=dtype, device=a.device)
         atol = torch.zeros(out.shape, dtype=torch.bfloat16, device=a.device)
-        for group, (start, end) in enumerate(bounds):
+        for group, (start, end) in enumerate(groups):
             scale_a, scale_b = inputs["scale_a"][group, ..., None], inputs["scale_b"][group]
             out[group], atol[group] = _product(a[:, start:end], b[start:end], scale_a, scale_b, dtype)
     return {"out": out, "atol": atol}

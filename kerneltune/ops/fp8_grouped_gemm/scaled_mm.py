@@ -5,6 +5,7 @@ Neither exists on the CPU. There `_emulated` stands for them, so that what surro
 
 import torch
 
+from kerneltune.kernel_lib.groups import bounds
 from kerneltune.spec import Case, Inputs, Outputs
 
 
@@ -32,16 +33,15 @@ def _expanded(scale: torch.Tensor, groups: int, each: int) -> torch.Tensor:
 
 def _emulated(a: torch.Tensor, b: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
     """What torch._scaled_grouped_mm answers, for tensors on the CPU."""
-    ends = offs.tolist()
-    starts = [0, *ends[:-1]]
+    groups = bounds(offs)
     x, y = a.float(), b.float()
     if b.ndim == 3:
         out = torch.empty(a.shape[0], b.shape[2], dtype=torch.bfloat16)
-        for group, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        for group, (start, end) in enumerate(groups):
             out[start:end] = (x[start:end] @ y[group]) * rows[start:end, None] * columns[group]
         return out
-    each, every = rows.view(len(ends), -1, 1), columns.view(len(ends), 1, -1)
-    return torch.stack([x[:, s:e] @ y[s:e] for s, e in zip(starts, ends, strict=True)]).mul_(each).mul_(every).bfloat16()
+    each, every = rows.view(len(groups), -1, 1), columns.view(len(groups), 1, -1)
+    return torch.stack([x[:, s:e] @ y[s:e] for s, e in groups]).mul_(each).mul_(every).bfloat16()
 
 
 def run_scaled(inputs: Inputs, _config: None) -> Outputs:

@@ -16,7 +16,7 @@ import torch
 from kerneltune import cache
 from kerneltune.kernel_lib.agreement import close, same_bits, same_fp8
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_like, check_matrix, check_turned
-from kerneltune.kernel_lib.launch import on_its_device, resident
+from kerneltune.kernel_lib.launch import on_its_device, resident, too_much_shared
 from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX
 from kerneltune.ops.multi_cast_transpose import te
 from kerneltune.ops.multi_cast_transpose.kernels import cast_transpose_tiles
@@ -300,7 +300,7 @@ def valid(case: Case, config: MultiCastConfig) -> str | None:
     if config.ctas * config.warps > 48:
         return f"{config.ctas * config.warps} warps per multiprocessor"
     shared = max(1, config.ctas) * ((config.stages - 1) * ITEMSIZE[case.dtype] + 1) * config.rows * config.cols
-    return f"{shared} bytes of shared memory" if shared > 225_000 else None
+    return too_much_shared(shared)
 
 
 def default(_case: Case) -> MultiCastConfig:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kerneltune.kernel_lib.arguments import ITEMSIZE
+from kerneltune.kernel_lib.launch import too_much_shared
 from kerneltune.rounding import cdiv, next_power_of_2
 from kerneltune.spec import Case, Space
 
-_SHARED_BYTES = 225_000
 _MAX_PARTS = 64
 _MAX_PARTS_OF_TILE = 128
 _L2_SHARE_BYTES = 400_000
@@ -138,7 +138,7 @@ def _invalid_transpose(case: Case, parts: int, c: FwdConfig) -> str | None:
         return "more registers than a multiprocessor has"
     loads = 1 if c.split else 2
     shared = c.ctas * elements * ((c.stages - 1) * loads * ITEMSIZE[case.dtype] + 1)
-    return f"{shared} bytes of shared memory" if shared > _SHARED_BYTES else None
+    return too_much_shared(shared)
 
 
 def _invalid_tile(case: Case, elements: int, parts: int, c: Any, tensors: int) -> str | None:
@@ -156,7 +156,7 @@ def _invalid_tile(case: Case, elements: int, parts: int, c: Any, tensors: int) -
     if c.ctas * c.warps * 32 * (per_thread * 1.5 * tensors + 16) > 65536 + 8192:
         return "more registers than a multiprocessor has"
     shared = max(1, c.ctas) * max(0, c.stages - 1) * elements * ITEMSIZE[case.dtype] * tensors
-    return f"{shared} bytes of shared memory" if shared > _SHARED_BYTES else None
+    return too_much_shared(shared)
 
 
 def default_fwd(case: Case) -> FwdConfig:
