@@ -21,6 +21,7 @@ from kerneltune.workspace import counters
 FREE_AXES = ("N", "M")
 _ALONG = (1, 2, 4, 8)
 _SPLITS = (1, 2, 4, 8, 16)
+_SPLITS_OF_WIDE = (1, 2, 3, 4, 6, 8, 16)
 _ENOUGH_PROGRAMS = 192
 _MOST_PROGRAMS = 1024
 _HALF_THE_REGISTERS = 128
@@ -30,6 +31,8 @@ _WIDE = (128, 256)
 _MOST_TOKENS = 64
 """Per program of that kernel."""
 _ENOUGH_WIDE_PROGRAMS = 96
+_MOST_ROWS_TO_ADD = 1024
+"""Rows of parts that the last program of a tile adds."""
 _STAGES = 4
 """Of its load pipeline: three blocks of k of every warp in shared memory."""
 
@@ -145,11 +148,12 @@ def group_option(weight: Int4Weight) -> int:
 def space(case: Case) -> Space:
     """Tiles of as many tokens as there are, or fewer; programs enough for every multiprocessor, and not many times more."""
     N, blocks, row_blocks = case["N"], triton.cdiv(case["K"], DEPTH), triton.cdiv(case["M"], ROWS)
+    splits = _SPLITS if N <= 8 else _SPLITS_OF_WIDE
     return {
         "tokens": (8,) if N <= 8 else (16,) if N <= 16 else (16, 32) if N <= 32 else (16, 32, 64),
         "rows": (32, 64) if N <= 8 else (32, 64, 128) if N <= 16 else (32, 64, 128, 256),
         "along": _alongs(blocks) if N <= 8 else tuple(along for along in _ALONG if along <= blocks),
-        "splits": tuple(s for s in _SPLITS if s == 1 or (s <= blocks and s * row_blocks <= _MOST_PROGRAMS)),
+        "splits": tuple(s for s in splits if s == 1 or (s <= blocks and s * row_blocks <= _MOST_PROGRAMS)),
         "prefetch": (False, True),
     }
 
@@ -174,14 +178,18 @@ def _not_wide(case: Case, config: Int4Config) -> str | None:
         return f"tiles of {config.tokens} of {case['N']} tokens"
     if config.tokens > _MOST_TOKENS or warps > (16 if _in_pairs(config) else 8):
         return f"32x{config.tokens} sums in each of {warps} warps"
+    if config.tokens <= 32 and warps < 8:
+        return f"{warps} warps, as if more than two programs fit a multiprocessor"
+    if config.rows * config.splits > _MOST_ROWS_TO_ADD:
+        return f"{config.splits} parts of {config.rows} rows for one program to add"
     return None
 
 
 def _not_narrow(case: Case, config: Int4Config) -> str | None:
     """Why a config of 64 rows per program cannot run, or cannot be worth running."""
     warps, least = _warps(config), _alongs(triton.cdiv(case["K"], DEPTH))[0]
-    if config.along < least:
-        return f"{config.along} warps along k, fewer than {least}"
+    if config.along < least or config.splits not in _SPLITS:
+        return f"{config.along} warps along k in {config.splits} programs"
     if config.rows * config.tokens > 1024 or warps > (16 if _in_pairs(config) else 8):
         return f"{config.rows}x{config.tokens} sums in each of {warps} warps"
     if config.rows == 32 and config.tokens == 16 and _many_values(case):
