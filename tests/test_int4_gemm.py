@@ -176,12 +176,14 @@ def test_programs_of_many_rows_round_weights_as_a_product_with_dequantised_ones_
 @pytest.mark.parametrize(("tokens", "want"), [
     (8, []), (16, [(16, 128, 2, 4), (16, 128, 2, 6), (16, 128, 4, 4)]),
     (32, [(32, 128, 2, 4), (32, 128, 2, 6), (32, 128, 4, 4), (32, 256, 2, 4)]),
-    (64, [(64, 128, 2, 4), (64, 128, 2, 6), (64, 256, 1, 4)]), (128, [(64, 128, 2, 2), (64, 128, 2, 3), (64, 256, 1, 4)]),
+    (128, [
+        (32, 128, 2, 1), (32, 128, 2, 2), (32, 128, 4, 1), (32, 256, 2, 2), (64, 128, 2, 2), (64, 128, 2, 3), (64, 256, 1, 4),
+    ]),
 ])  # fmt: skip
 def test_searches_try_programs_of_many_rows_first(tokens: int, want: list[tuple[int, ...]]) -> None:
     case = case_of(tokens, 3584, 8192)
     assert [dataclasses.astuple(c)[:4] for c in gemm.promising(case)] == want
-    assert set(gemm.promising(case)) <= set(configs_of(case)) and len(configs_of(case)) <= 130
+    assert set(gemm.promising(case)) <= set(configs_of(case)) and len(configs_of(case)) <= 120
 
 
 def test_large_x_of_whole_numbers_is_exact() -> None:
@@ -197,7 +199,7 @@ def test_large_x_of_whole_numbers_is_exact() -> None:
 ])  # fmt: skip
 def test_the_default_at_the_seed_is_the_measured_best(tokens: int, want: gemm.Int4Config) -> None:
     case = case_of(tokens, 3584, 8192)
-    assert gemm.default(case) == want and want in configs_of(case) and len(configs_of(case)) <= 70
+    assert gemm.default(case) == want and want in configs_of(case) and len(configs_of(case)) <= 60
 
 
 def test_weights_that_begin_anywhere_are_taken() -> None:

@@ -40,9 +40,9 @@ _STAGES = 4
 @dataclass(frozen=True, slots=True)
 class Int4Config:
     """tokens: rows of x per program; rows: of w, 64 or 32 per warp and 64 per program, or 128 or 256 per program and 32 per warp,
-    with x and w in shared memory and scales that multiply weights, not sums; along: warps one behind the other along k; splits:
-    programs that share a row of w. prefetch: ask L2 for x and w while the kernel in front on the stream still runs, where that
-    lets the next begin, as this one does; all reads come after its end."""
+    with x and w in shared memory and weights rounded to the type of x, as those of `dequantise`; along: warps one behind the
+    other along k; splits: programs that share a row of w. prefetch: ask L2 for x and w while the kernel in front on the stream
+    still runs, where that lets the next begin, as this one does; all reads come after its end."""
 
     tokens: int
     rows: int
@@ -209,15 +209,15 @@ def default(case: Case) -> Int4Config:
 
 
 def promising(case: Case) -> tuple[Int4Config, ...]:
-    """For more tokens than eight: x and w through shared memory, in one program or two per multiprocessor."""
-    N, limits = case["N"], space(case)
-    found = []
-    for rows, along in ((128, 2), (128, 4), (256, 2 if N <= 32 else 1)) if N > 8 else ():
-        configs = [Int4Config(limits["tokens"][-1], rows, along, splits, prefetch=True) for splits in limits["splits"]]
-        able = [c for c in configs if rows in limits["rows"] and valid(case, c) is None]
-        tiles = triton.cdiv(case["M"], rows) * triton.cdiv(N, limits["tokens"][-1])
-        enough = [c for c in able if tiles * c.splits >= _ENOUGH_WIDE_PROGRAMS]
-        found += enough[: 2 if rows == 128 and along == 2 else 1] or able[-1:]
+    """For more tokens than eight: programs of many rows, as few as keep the chip busy, and the next more."""
+    N, limits, found = case["N"], space(case), []
+    for tokens, rows, along in ((16, 128, 2), (16, 128, 4), (32, 128, 2), (32, 128, 4), (32, 256, 2), (64, 128, 2), (64, 256, 1)):
+        if tokens in limits["tokens"] and rows in limits["rows"]:
+            configs = [Int4Config(tokens, rows, along, splits, prefetch=True) for splits in limits["splits"]]
+            able = [c for c in configs if valid(case, c) is None]
+            tiles = triton.cdiv(case["M"], rows) * triton.cdiv(N, tokens)
+            enough = [c for c in able if tiles * c.splits >= _ENOUGH_WIDE_PROGRAMS]
+            found += enough[: 2 if along == 2 and rows == 128 else 1] or able[-1:]
     return tuple(found)
 
 
