@@ -33,6 +33,13 @@ def _scaled(w, scale):
 
 
 @triton.jit
+def _by_warp(values, GROUPS: tl.constexpr):
+    """Scales or zero points of pairs of warps (W / 2, 64 GROUPS) as (1, j, W, G, i)."""
+    pairs: tl.constexpr = values.shape[0]
+    return tl.reshape(tl.permute(tl.reshape(values, (pairs, 8, GROUPS, 2, 4)), (1, 0, 3, 2, 4)), (1, 8, 2 * pairs, GROUPS, 4))
+
+
+@triton.jit
 def _add_half_block(y, words, scales, zeros, x, HALF: tl.constexpr, GROUPS: tl.constexpr, ZEROS: tl.constexpr):
     """y (W, 32, TOKENS) and what half a block of k adds: words (4, 8, W, i, 2), scales and zeros (1, 8, W, G, i), x (2 quarters,
     ALONG, TOKENS, 32)."""
@@ -72,40 +79,36 @@ def _int4_gemm_wide(
     first_block = split * (STEPS * ALONG)
     end = tl.minimum(tl.cdiv(K, 128), first_block + STEPS * ALONG)
 
-    # axes of codes: warp, row within a thread, the words of eight rows; of scales: warp, j, group, row within a thread
-    warp = tl.arange(0, W)
-    kb = first_block + warp // PIECES
-    rb = tl.minimum(tile * (ROWS // 64) + warp % PIECES // 2, row_blocks - 1)
+    # a pair of warps has the same 64 rows and the same k
+    pair = tl.arange(0, W // 2)
+    kb = first_block + pair // (ROWS // 64)
+    rb = tl.minimum(tile * (ROWS // 64) + pair % (ROWS // 64), row_blocks - 1)
     block = wide(kb) * row_blocks + rb
     s_block = rb + tl.zeros_like(block) if ONE_GROUP else block
-    w_starts = w_ptr + block * 1024 + warp % 2 * 512
-    s_starts = s_block * (64 * GROUPS) + warp % 2 * 4
     w_step = wide(ALONG) * row_blocks * 1024
     s_step = 0 if ONE_GROUP else wide(ALONG) * row_blocks * (64 * GROUPS)
     if PREFETCH:
         gdc_launch_dependents()
-        lane = tl.arange(0, 32)[None, :] + tl.zeros_like(warp)[:, None]
-        row = tile * W + warp
-        ahead = tl.minimum(K, (first_block + STEPS * ALONG) * 128) - first_block * 128
-        x_slices = x_ptr + wide(first_token + row) * stride_xn + first_block * 128
-        live = (row < TOKENS) & (first_token + row < N) & (ahead > 0)
-        _into_l2(x_slices[:, None] + tl.zeros_like(lane), lane, live[:, None], 2 * ahead)
+        lane = tl.arange(0, 32)[None, :] + tl.zeros_like(pair)[:, None]
+        for turn in tl.static_range(2):
+            row = tile * W + pair * 2 + turn
+            ahead = tl.minimum(K, (first_block + STEPS * ALONG) * 128) - first_block * 128
+            x_slices = x_ptr + wide(first_token + row) * stride_xn + first_block * 128
+            live = (row < TOKENS) & (first_token + row < N) & (ahead > 0)
+            _into_l2(x_slices[:, None] + tl.zeros_like(lane), lane, live[:, None], 2 * ahead)
         for step in tl.static_range(min(STEPS, _STEPS_AHEAD)):
             live = (kb + step * ALONG < end)[:, None]
             if step == 0 or not ONE_GROUP:
-                # two warps have the same 64 rows
-                s_lane = lane + (warp % 2)[:, None]
-                s_ahead = (s_starts - warp % 2 * 4 + step * s_step)[:, None] + tl.zeros_like(lane)
-                _into_l2(scale_ptr + s_ahead, s_lane, live, 128 * GROUPS)
+                s_ahead = (s_block * (64 * GROUPS) + step * s_step)[:, None] + tl.zeros_like(lane)
+                _into_l2(scale_ptr + s_ahead, lane, live, 128 * GROUPS)
                 if ZEROS:
-                    _into_l2(zero_ptr + s_ahead, s_lane, live, 128 * GROUPS)
-            _into_l2((w_starts + step * w_step)[:, None] + tl.zeros_like(lane), lane, live, 2048)
+                    _into_l2(zero_ptr + s_ahead, lane, live, 128 * GROUPS)
+            _into_l2((w_ptr + block * 1024 + step * w_step)[:, None] + tl.zeros_like(lane), lane, live, 4096)
         gdc_wait()
 
-    i = tl.arange(0, 4)
-    w_ptrs = w_starts[:, None, None] + (i[None, :, None] * 128 + tl.arange(0, 128)[None, None, :])
-    s_inner = tl.arange(0, 8)[:, None, None] * (8 * GROUPS) + tl.arange(0, GROUPS)[None, :, None] * 8 + i[None, None, :]
-    s_offsets = s_starts[:, None, None, None] + s_inner[None, :, :, :]
+    w_ptrs = w_ptr + block[:, None, None] * 1024
+    w_ptrs += tl.arange(0, 8)[None, :, None] * 128 + tl.arange(0, 128)[None, None, :]
+    s_offsets = s_block[:, None] * (64 * GROUPS) + tl.arange(0, 64 * GROUPS)[None, :]
     # axes of x: quarter of half a block, warps along k, token, k
     k = (first_block + tl.arange(0, ALONG))[None, :, None, None] * 128 + tl.arange(0, 2)[:, None, None, None] * 32
     token = first_token + tl.arange(0, TOKENS)[None, None, :, None]
@@ -114,10 +117,10 @@ def _int4_gemm_wide(
     for step in tl.range(STEPS, num_stages=STAGES):
         here = kb + step * ALONG < end
         words = _once(w_ptrs, here[:, None, None], EVEN)
-        scales = tl.permute(_once(scale_ptr + s_offsets, here[:, None, None, None], EVEN), (1, 0, 2, 3))[None, :, :, :, :]
+        scales = _by_warp(_once(scale_ptr + s_offsets, here[:, None], EVEN), GROUPS)
         zeros = scales
         if ZEROS:
-            zeros = tl.permute(_once(zero_ptr + s_offsets, here[:, None, None, None], EVEN), (1, 0, 2, 3))[None, :, :, :, :]
+            zeros = _by_warp(_once(zero_ptr + s_offsets, here[:, None], EVEN), GROUPS)
         x0 = _tokens(x_ptrs, token < N, k, K, FULL, EVEN)
         x1 = _tokens(x_ptrs + 64, token < N, k + 64, K, FULL, EVEN)
         # (W, i, j, c, half, quarter) to (c, j, W, i, quarter, half)
