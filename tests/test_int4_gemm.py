@@ -1,5 +1,6 @@
 """Weights of four bits: the packed layout, GPTQ and AWQ both ways, exact products, bad inputs, and the layer."""
 
+import dataclasses
 import itertools
 import random
 from collections.abc import Callable
@@ -136,6 +137,55 @@ def test_every_shape_of_program_is_exact(tokens: int, rows: int, depth: int, gro
         assert torch.equal(ops.int4_gemm(x, weight, bias, config=config), want), config
 
 
+WIDE = [
+    (12, 64, 256, 128, False, (16, 128, 2, 1)),  # half the rows
+    (21, 130, 544, 32, True, (32, 128, 2, 2)),  # an odd number of row blocks, k that ends in a block
+    (32, 256, 1024, 64, False, (32, 128, 4, 2)),
+    (32, 322, 512, 64, True, (32, 256, 2, 2)),
+    (17, 66, 416, 416, True, (32, 256, 1, 2)),
+    (70, 192, 640, 128, False, (64, 128, 2, 2)),
+]
+"""Tokens, rows, depth, group, zeros; tokens, rows, along and splits of a config."""
+
+
+@pytest.mark.parametrize(("tokens", "rows", "depth", "group", "zeros", "knobs"), WIDE)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_programs_of_many_rows_are_exact(
+    tokens: int, rows: int, depth: int, group: int, zeros: bool, knobs: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    codes = some_codes(rows, depth, group, zeros, dtype)
+    apart = torch.cat([whole_numbers(tokens, depth, dtype), torch.full((tokens, 3), torch.nan, device=DEVICE, dtype=dtype)], 1)
+    x, bias, config = apart[:, :depth], whole_numbers(1, rows, dtype)[0], gemm.Int4Config(*knobs, prefetch=True)
+    assert gemm.valid(case_of(tokens, rows, depth, group if group < depth else 0, zeros), config) is None
+    tolerance = 2.0**-7 if dtype == torch.bfloat16 and DEVICE == "cpu" else 0.0
+    for rows_of_x in (x, x.contiguous()):
+        got = ops.int4_gemm(rows_of_x, pack(*codes), bias, config=config)
+        torch.testing.assert_close(got, exact(x, codes, bias), rtol=tolerance, atol=0)
+
+
+def test_programs_of_many_rows_round_weights_as_a_product_with_dequantised_ones_does() -> None:
+    """Scales of eleven bits times q - z of four."""
+    w = torch.randn(128, 256, device=DEVICE).half()
+    codes = quantise(w, 64)
+    x = torch.randn(32, 256, device=DEVICE).half()
+    got = ops.int4_gemm(x, pack(*codes), config=gemm.Int4Config(32, 128, 2, 1, prefetch=True))
+    rounded = x.double() @ dequantise(pack(*codes), torch.float16).double().t()
+    torch.testing.assert_close(got.double(), rounded, rtol=2.0**-10, atol=2.0**-10)
+
+
+@pytest.mark.parametrize(("tokens", "want"), [
+    (8, []), (16, [(16, 128, 2, 4), (16, 128, 2, 6), (16, 128, 4, 4)]),
+    (32, [(32, 128, 2, 4), (32, 128, 2, 6), (32, 128, 4, 4), (32, 256, 2, 4)]),
+    (128, [
+        (32, 128, 2, 1), (32, 128, 2, 2), (32, 128, 4, 1), (32, 256, 2, 2), (64, 128, 2, 2), (64, 128, 2, 3), (64, 256, 1, 4),
+    ]),
+])  # fmt: skip
+def test_searches_try_programs_of_many_rows_first(tokens: int, want: list[tuple[int, ...]]) -> None:
+    case = case_of(tokens, 3584, 8192)
+    assert [dataclasses.astuple(c)[:4] for c in gemm.promising(case)] == want
+    assert set(gemm.promising(case)) <= set(configs_of(case)) and len(configs_of(case)) <= 120
+
+
 def test_large_x_of_whole_numbers_is_exact() -> None:
     """As long as the sums over k of |x| |q - z| stay below 2^24."""
     codes = some_codes(64, 256, 64, False)
@@ -163,13 +213,14 @@ def test_weights_that_begin_anywhere_are_taken() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("prefetch", [False, True])
-def test_weights_that_the_kernel_in_front_writes_are_read_after_it(prefetch: bool) -> None:
+@pytest.mark.parametrize("rows", [32, 128])
+def test_weights_that_the_kernel_in_front_writes_are_read_after_it(rows: int, prefetch: bool) -> None:
     """A prefetch into L2 sees old bytes; the reads must not."""
     first, second = some_codes(3584, 8192, 64, False), some_codes(3584, 8192, 64, False)
     weight, other, x = pack(*first), pack(*second), whole_numbers(16, 8192, torch.float16)
     wants = exact(x, first, None), exact(x, second, None)
     kept = weight._replace(packed=weight.packed.clone(), scales=weight.scales.clone())
-    sources, config = (kept, other), gemm.Int4Config(16, 32, 4, 4, prefetch=prefetch)
+    sources, config = (kept, other), gemm.Int4Config(16, rows, 4, 4, prefetch=prefetch)
     for turn in range(20):
         weight.packed.copy_(sources[turn % 2].packed)
         weight.scales.copy_(sources[turn % 2].scales)
@@ -179,11 +230,12 @@ def test_weights_that_the_kernel_in_front_writes_are_read_after_it(prefetch: boo
 
 
 @pytest.mark.gpu
-def test_a_product_may_read_what_the_one_in_front_wrote() -> None:
+@pytest.mark.parametrize("rows", [32, 128])
+def test_a_product_may_read_what_the_one_in_front_wrote(rows: int) -> None:
     """Two launches that may overlap: the second's x is the first's y."""
     square, x = some_codes(4096, 4096, 64, False), whole_numbers(16, 4096, torch.float16)
     square.scales.fill_(2.0**-10)
-    weight, config = pack(*square), gemm.Int4Config(16, 32, 4, 4, prefetch=True)
+    weight, config = pack(*square), gemm.Int4Config(16, rows, 4, 4, prefetch=True)
     middle = ops.int4_gemm(x, weight, config=config)
     torch.cuda.synchronize()
     want = ops.int4_gemm(middle.clone(), weight, config=config)
@@ -193,7 +245,7 @@ def test_a_product_may_read_what_the_one_in_front_wrote() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("tokens", "zeros", "group"), [(16, False, 64), (5, True, 32), (32, False, 128)])
+@pytest.mark.parametrize(("tokens", "zeros", "group"), [(16, False, 64), (5, True, 32), (32, False, 128), (50, True, 64)])
 def test_every_shape_of_program_is_exact_and_repeats_itself_on_a_gpu(
     tokens: int, zeros: bool, group: int, dtype: torch.dtype
 ) -> None:
@@ -207,6 +259,24 @@ def test_every_shape_of_program_is_exact_and_repeats_itself_on_a_gpu(
         answers[config] = ops.int4_gemm(noise, weight, config=config)
         for _ in range(20):
             assert torch.equal(ops.int4_gemm(noise, weight, config=config), answers[config]), config
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "zeros", "group", "dtype"), [
+    (16, True, 32, torch.float16), (32, False, 64, torch.float16), (47, True, 128, torch.bfloat16),
+    (128, False, 64, torch.float16),
+])  # fmt: skip
+def test_programs_of_many_rows_are_exact_and_repeat_themselves_at_the_seed(
+    tokens: int, zeros: bool, group: int, dtype: torch.dtype
+) -> None:
+    codes = some_codes(3584, 8192, group, zeros, dtype)
+    weight, x = pack(*codes), whole_numbers(tokens, 8192, dtype)
+    want, noise = exact(x, codes, None), torch.randn(tokens, 8192, device=DEVICE).to(dtype)
+    for config in gemm.promising(case_of(tokens, 3584, 8192, group, zeros)):
+        assert torch.equal(ops.int4_gemm(x, weight, config=config), want), config
+        answer = ops.int4_gemm(noise, weight, config=config)
+        for _ in range(20):
+            assert torch.equal(ops.int4_gemm(noise, weight, config=config), answer), config
 
 
 @pytest.mark.gpu

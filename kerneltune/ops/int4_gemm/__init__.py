@@ -78,7 +78,7 @@ OPS = (
                 plain.stream_default,
                 peers.not_empty,
             ),
-            Variant("optimized", gemm.run, Int4Config, gemm.space, gemm.valid, gemm.default),
+            Variant("optimized", gemm.run, Int4Config, gemm.space, gemm.valid, gemm.default, promising=gemm.promising),
             Variant("dequantised", peers.dequantised, unsupported=peers.not_empty, requires=("torch",)),
             Variant("tinygemm", peers.tinygemm, unsupported=peers.not_tinygemm, requires=("torch",)),
             Variant("humming", peers.humming, unsupported=peers.not_humming, requires=("humming",)),
