@@ -6,6 +6,7 @@ Does not know the grid, nor what the driver keeps for itself besides. Imports as
 from dataclasses import dataclass
 
 from kerneltune.measuring.assembly import Kernel
+from kerneltune.rounding import cdiv
 
 _REGISTER_UNIT = 8
 
@@ -84,4 +85,4 @@ def resident(kernel: Kernel, target: str) -> Occupancy:
 
 
 def _round_up(value: int, unit: int) -> int:
-    return -(-value // unit) * unit
+    return cdiv(value, unit) * unit

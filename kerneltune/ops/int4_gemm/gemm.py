@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 
 from kerneltune import cache
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES
@@ -17,6 +16,7 @@ from kerneltune.kernel_lib.workspace import counters
 from kerneltune.ops.int4_gemm import kernels
 from kerneltune.ops.int4_gemm.packing import DEPTH, GROUPS, ROWS, Int4Weight, block_shape, check_sizes, scale_shape
 from kerneltune.ops.int4_gemm.wide import _int4_gemm_wide
+from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Outputs, Space
 
 FREE_AXES = ("N", "M")
@@ -78,7 +78,7 @@ def int4_gemm(
     c: Int4Config = best_config(x, weight, bias is not None) if config is None else config
     is_wide = c.rows in _WIDE
     zeros, steps, rows = weight.zeros, steps_of(K, c), c.rows if is_wide else ROWS
-    row_blocks, token_tiles = triton.cdiv(M, rows), triton.cdiv(N, c.tokens)
+    row_blocks, token_tiles = cdiv(M, rows), cdiv(N, c.tokens)
     parts = torch.empty((c.splits, N, M), dtype=torch.float32, device=x.device) if c.splits > 1 else y
     prefetch = c.prefetch and is_cuda() and _aligned(x, weight)
     kernel = _int4_gemm_wide if is_wide else kernels._int4_gemm
@@ -103,7 +103,7 @@ def _aligned(x: torch.Tensor, weight: Int4Weight) -> bool:
 
 def steps_of(depth: int, config: Int4Config) -> int:
     """Blocks of k per warp."""
-    return -(-depth // (DEPTH * config.along * config.splits))
+    return cdiv(depth, DEPTH * config.along * config.splits)
 
 
 def check(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None) -> None:
@@ -146,7 +146,7 @@ def group_option(weight: Int4Weight) -> int:
 
 def space(case: Case) -> Space:
     """Tiles of as many tokens as there are, or fewer; programs enough for every multiprocessor, and not many times more."""
-    N, blocks, row_blocks = case["N"], triton.cdiv(case["K"], DEPTH), triton.cdiv(case["M"], ROWS)
+    N, blocks, row_blocks = case["N"], cdiv(case["K"], DEPTH), cdiv(case["M"], ROWS)
     splits = _SPLITS if N <= 8 else _SPLITS_OF_WIDE
     return {
         "tokens": (8,) if N <= 8 else (16,) if N <= 16 else (16, 32) if N <= 32 else (16, 32, 64),
@@ -164,7 +164,7 @@ def _alongs(blocks: int) -> tuple[int, ...]:
 
 def valid(case: Case, config: Int4Config) -> str | None:
     """Why a config cannot run, or cannot be worth running."""
-    blocks = triton.cdiv(case["K"], DEPTH)
+    blocks = cdiv(case["K"], DEPTH)
     if config.along > blocks or (config.splits - 1) * config.along * steps_of(case["K"], config) >= blocks:
         return f"{config.splits} programs of {config.along} warps along {blocks} blocks of k"
     return _not_wide(case, config) if config.rows in _WIDE else _not_narrow(case, config)
@@ -186,7 +186,7 @@ def _not_wide(case: Case, config: Int4Config) -> str | None:
 
 def _not_narrow(case: Case, config: Int4Config) -> str | None:
     """Why a config of 64 rows per program cannot run, or cannot be worth running."""
-    warps, least = _warps(config), _alongs(triton.cdiv(case["K"], DEPTH))[0]
+    warps, least = _warps(config), _alongs(cdiv(case["K"], DEPTH))[0]
     if config.along < least or config.splits not in _SPLITS:
         return f"{config.along} warps along k in {config.splits} programs"
     if config.rows * config.tokens > 1024 or warps > (16 if _in_pairs(config) else 8):
@@ -203,7 +203,7 @@ def default(case: Case) -> Int4Config:
     rows = 64 if tokens == 16 and _many_values(case) else 32
     configs = [Int4Config(tokens, rows, along, splits, prefetch=True) for splits in limits["splits"]]
     able = [c for c in configs if valid(case, c) is None]
-    tiles = triton.cdiv(case["M"], ROWS) * triton.cdiv(max(N, 1), tokens)
+    tiles = cdiv(case["M"], ROWS) * cdiv(max(N, 1), tokens)
     return next((c for c in able if tiles * c.splits >= _ENOUGH_PROGRAMS), able[-1])
 
 
@@ -214,7 +214,7 @@ def promising(case: Case) -> tuple[Int4Config, ...]:
         if tokens in limits["tokens"] and rows in limits["rows"]:
             configs = [Int4Config(tokens, rows, along, splits, prefetch=True) for splits in limits["splits"]]
             able = [c for c in configs if valid(case, c) is None]
-            tiles = triton.cdiv(case["M"], rows) * triton.cdiv(N, tokens)
+            tiles = cdiv(case["M"], rows) * cdiv(N, tokens)
             enough = [c for c in able if tiles * c.splits >= _ENOUGH_WIDE_PROGRAMS]
             found += enough[: 2 if along == 2 and rows == 128 else 1] or able[-1:]
     return tuple(found)

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from kerneltune.rounding import cdiv
+
 ROWS = 64
 """Rows in a block of the packed layout."""
 DEPTH = 128
@@ -67,13 +69,13 @@ def check_sizes(rows: int, depth: int, group: int) -> None:
 
 def block_shape(rows: int, depth: int) -> tuple[int, ...]:
     """The shape of `Int4Weight.packed`."""
-    return -(-depth // DEPTH), -(-rows // ROWS), 8, 8, 4, 4
+    return cdiv(depth, DEPTH), cdiv(rows, ROWS), 8, 8, 4, 4
 
 
 def scale_shape(rows: int, depth: int, group: int) -> tuple[int, ...]:
     """The shape of `Int4Weight.scales`."""
-    blocks = -(-depth // (group if group not in GROUPS else DEPTH))
-    return blocks, -(-rows // ROWS), 8, _groups_per_block(group), 8
+    blocks = cdiv(depth, group if group not in GROUPS else DEPTH)
+    return blocks, cdiv(rows, ROWS), 8, _groups_per_block(group), 8
 
 
 def pack(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None = None) -> Int4Weight:

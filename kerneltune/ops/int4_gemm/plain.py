@@ -16,6 +16,7 @@ from kerneltune.kernel_lib.tl_gemm import dot, is_last, sum_of_parts
 from kerneltune.kernel_lib.tl_lib import only_if, wide
 from kerneltune.kernel_lib.workspace import counters
 from kerneltune.ops.int4_gemm.reference import group_size
+from kerneltune.rounding import cdiv, next_power_of_2
 from kerneltune.spec import Case, Inputs, Outputs, Space
 
 
@@ -177,13 +178,13 @@ def run_streamk(inputs: Inputs, c: StreamConfig) -> Outputs:
     arguments, tile, y, tiles = _arguments(inputs, c)
     (N, M), K = y.shape, inputs["x"].shape[1]
     depth = K // c.depth
-    share = triton.cdiv(tiles * depth, c.ctas * sm_count(y.device.type, y.device.index))
-    most = triton.cdiv(depth - 1, share) + 1
+    share = cdiv(tiles * depth, c.ctas * sm_count(y.device.type, y.device.index))
+    most = cdiv(depth - 1, share) + 1
     parts = torch.empty((most, N, M), dtype=torch.float32, device=y.device)
-    programs = triton.cdiv(tiles * depth, share)
+    programs = cdiv(tiles * depth, share)
     _streamk[(programs,)](
         *arguments, y, parts, counters(tiles, y.device), N, M, K, arguments[2].shape[1], inputs["weight"].group, share,
-        PARTS=triton.next_power_of_2(most), **tile,
+        PARTS=next_power_of_2(most), **tile,
     )  # fmt: skip
     return {"y": y}
 
@@ -199,7 +200,7 @@ def _arguments(
         "ZEROS": zeros is not None, "BIAS": bias is not None, "TOKENS": c.tokens, "ROWS": c.rows, "DEPTH": c.depth,
         "STAGES": c.stages, "num_warps": c.warps,
     }  # fmt: skip
-    tiles = triton.cdiv(N, c.tokens) * triton.cdiv(M, c.rows)
+    tiles = cdiv(N, c.tokens) * cdiv(M, c.rows)
     return (x, codes, scales, scales if zeros is None else zeros, y if bias is None else bias), tile, y, tiles
 
 

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kerneltune.kernel_lib.tl_gemm import dot, is_last, sum_of_parts
+from kerneltune.kernel_lib.tl_lib import is_cuda, wide
 from kerneltune.ops.int4_gemm.kernels import (
     _STEPS_AHEAD,
     _finish,
@@ -19,8 +21,6 @@ from kerneltune.ops.int4_gemm.kernels import (
     _tokens,
     _values_of,
 )
-from kerneltune.tl_gemm import dot, is_last, sum_of_parts
-from kerneltune.tl_lib import is_cuda, wide
 
 
 @triton.jit
