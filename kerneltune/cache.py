@@ -222,9 +222,9 @@ class Chooser:
         """The config with these knobs; None where they are not those of the variant, or not valid for the case."""
         try:
             config = config_from(self.config, knobs)
-        except ValueError:
+            return config if self.valid(case, config) is None else None
+        except (ValueError, ArithmeticError):  # of knobs that no space has, such as tiles of 0 rows
             return None
-        return config if self.valid(case, config) is None else None
 
 
 @lru_cache(maxsize=65536)

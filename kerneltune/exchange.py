@@ -86,7 +86,7 @@ def from_python(path: Path) -> list[Entry]:
         tables = [n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "ENTRIES"]
         rows = ast.literal_eval(tables[0])
         return _some(path, [_entry(row, row["config"], path) for row in rows])
-    except (SyntaxError, ValueError, KeyError, IndexError, TypeError) as error:
+    except (SyntaxError, ValueError, KeyError, IndexError, TypeError, MemoryError, RecursionError) as error:
         raise ValueError(f"{path}: ENTRIES: not a table of configs") from error
 
 

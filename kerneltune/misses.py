@@ -5,6 +5,7 @@ Looks nothing up. Imports the standard library, device and spec.
 
 import json
 import os
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,8 @@ from typing import Any
 from kerneltune.device import INTERPRETER
 from kerneltune.spec import Case
 
-_FIELDS = {"op": str, "variant": str, "device": str, "axes": dict, "dtype": str, "quant": str, "options": dict, "policy": str}
+_NAME, _SIZES, _PLAIN = "a name", "sizes by axis", "plain values by option"
+_FIELDS = {name: _NAME for name in ("op", "variant", "device", "dtype", "quant", "policy")} | {"axes": _SIZES, "options": _PLAIN}
 
 
 class CacheMissWarning(UserWarning):
@@ -96,14 +98,24 @@ def read(path: Path) -> list[Miss]:
     for number, line in enumerate(lines, start=1):
         try:
             row: dict[str, Any] = json.loads(line)
-            wrong = next((name for name, kind in _FIELDS.items() if type(row.get(name)) is not kind), None)
-        except (json.JSONDecodeError, AttributeError):
+            wrong = next((name for name, kind in _FIELDS.items() if not _good(row.get(name), kind)), None)
+        except (json.JSONDecodeError, RecursionError, AttributeError):
             raise ValueError(f"{path}:{number}: not a miss: {line[:80]!r}") from None
         if wrong is not None:
-            raise ValueError(f"{path}:{number}: {wrong}: {row.get(wrong)!r}: expected {_FIELDS[wrong].__name__}")
+            raise ValueError(f"{path}:{number}: {wrong}: {row.get(wrong)!r}: expected {_FIELDS[wrong]}")
         case = Case("", tuple(row["axes"].items()), row["dtype"], row["quant"], tuple(row["options"].items()))
         found[Miss(row["op"], row["variant"], row["device"], case, row["policy"])] = None
     return list(found)
+
+
+def _good(value: Any, expected: str) -> bool:
+    if expected == _NAME:
+        return isinstance(value, str) and re.fullmatch(r"[^\s{}:,]+", value) is not None
+    if not isinstance(value, dict):
+        return False
+    if expected == _SIZES:
+        return all(type(size) is int and size >= 0 for size in value.values())
+    return all(isinstance(plain, bool | int | float | str) for plain in value.values())
 
 
 def sweep_text(misses: Sequence[Miss]) -> str:

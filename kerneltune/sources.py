@@ -7,6 +7,7 @@ import ast
 import hashlib
 import importlib.util
 from functools import cache
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 _NOT_DECIDING = frozenset({"kerneltune", "kerneltune.spec", "kerneltune.device", "kerneltune.cache", "kerneltune.ops"})
@@ -30,12 +31,22 @@ def _sources(module: str, found: dict[str, Path]) -> dict[str, Path]:
     shown = {module.partition(".")[0], "kerneltune"}
     for node in ast.walk(ast.parse(found[module].read_bytes())):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        if isinstance(node, ast.ImportFrom):
+            base = _imported_from(node, spec)
+            names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
         for name in names:
             if name.partition(".")[0] in shown and _is_module(name):
                 _sources(name, found)
     return found
+
+
+def _imported_from(node: ast.ImportFrom, spec: ModuleSpec) -> str:
+    """The module of `from … import …`, which may be relative to the package of the module that says so."""
+    if not node.level:
+        return node.module or ""
+    package = spec.name if spec.submodule_search_locations is not None else spec.name.rpartition(".")[0]
+    above = package.split(".")[: len(package.split(".")) - node.level + 1]
+    return ".".join([*above, *([node.module] if node.module else [])])
 
 
 def _is_module(name: str) -> bool:

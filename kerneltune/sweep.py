@@ -20,7 +20,10 @@ Section = Literal["check", "bench"]
 
 _TOP = ("family", "defaults", "ops", "check", "bench", "gate")
 _SMALLEST: Mapping[Section, int] = {"check": 0, "bench": 1}
-_NAME = re.compile(r"[^\s{}]+")
+_NAME = re.compile(r"[^\s{}\x00-\x1f\x7f]{1,200}")
+_FAMILY = re.compile(r"[A-Za-z0-9_][\w.-]{0,79}", re.ASCII)
+_LARGEST = 2**48
+"""More than the bytes of any memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,8 @@ class _Reader:
             if key not in items:
                 self.fail(root, key, "missing", "a name" if key == "family" else "names of operators")
         family = self.name(items["family"].value, "family")
+        if not _FAMILY.fullmatch(family):  # files are called by it
+            self.fail(items["family"].value, "family", repr(family), "at most 80 letters, digits, `_`, `-` and `.`")
         self.ops = self.operators(items["ops"].value, "ops")
         if "defaults" in items:
             self.defaults = self.mapping(items["defaults"].value, "defaults")
@@ -182,6 +187,8 @@ class _Reader:
         for child, value in self.values(node, axis):
             if type(value) is not int or value < smallest:
                 self.fail(child, axis, repr(value), f"an integer of {smallest} or more")
+            if value > _LARGEST:
+                self.fail(child, axis, str(value)[:40], f"at most {_LARGEST}")
             sizes.append(value)
         return sizes
 
@@ -285,7 +292,7 @@ class _Reader:
             self.fail(node, field, self.shown(node), "a plain value")
         try:
             return yaml.constructor.SafeConstructor().construct_object(node)
-        except (yaml.YAMLError, ValueError):
+        except (yaml.YAMLError, ValueError, LookupError, AttributeError):  # PyYAML's own of a tag that does not fit its value
             self.fail(node, field, repr(node.value), "a plain value")
 
     def shown(self, node: yaml.Node) -> str:

@@ -127,7 +127,7 @@ DEFAULT = Knobs(0, 0)
 
 def chooser(root: Path, most_warps: int = 8) -> cache.Chooser:
     def valid(_case: Case, knobs: Knobs) -> str | None:
-        return None if knobs.warps <= most_warps else "too many warps"
+        return None if knobs.warps <= most_warps and 4096 % knobs.block == 0 else "no such tile"
 
     return cache.Chooser(OP, Knobs, valid, lambda _case: DEFAULT, ("M", "N"), root=root)
 
@@ -150,7 +150,10 @@ def test_a_chooser_takes_the_first_that_is_valid_and_remembers_until_something_i
 
 
 @pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")
-@pytest.mark.parametrize("knobs", [{"block": 1024}, {"block": 1024, "warps": 4, "early": True}, {"block": 1024, "warps": "4"}])
+@pytest.mark.parametrize(
+    "knobs",
+    [{"block": 0, "warps": 4}, {"block": 1024}, {"block": 1024, "warps": 4, "early": True}, {"block": 1024, "warps": "4"}],
+)
 def test_knobs_that_the_variant_no_longer_has_are_passed_over(tmp_path: Path, knobs: dict[str, Any]) -> None:
     cache.store(OP, GPU, entry(config=knobs), tmp_path)
     assert chooser(tmp_path)(axes(8192, 4096), "bfloat16", "fp8", OPTIONS, GPU) is DEFAULT

@@ -61,9 +61,20 @@ def test_an_import_does_not_replace_what_was_measured(tmp_path: Path) -> None:
     assert run(*command, "--force").stdout == f"{total} entries stored in {path}\n"
 
 
+def test_nothing_is_stored_outside_the_cache(tmp_path: Path) -> None:
+    root = tmp_path / "a" / "b"
+    run("export", "rmsnorm_bwd", tmp_path / "files", "--gpu", "nvidia_h200")
+    (file,) = (tmp_path / "files").iterdir()
+    result = run("import", "rmsnorm_bwd", file, "--gpu", "../../escape", "--configs", root)
+    assert result.exit_code == 2
+    assert result.stderr == "error: gpu: '../../escape': expected the name of a folder, like escape\n"
+    assert not (tmp_path / "escape").exists() and not list(root.rglob("*.json"))
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
+        ("a.py", f"ENTRIES = {'-' * 50_000}1", ": ENTRIES: not a table of configs"),
         ("a.py", "ENTRIES = [{}]", ": ENTRIES: not a table of configs"),
         ("a.py", "import os", ": ENTRIES: not a table of configs"),
         ("a.py", "import triton\ntriton.Config({})", ":2: not a config with its case in the line before: 'triton.Config({})'"),

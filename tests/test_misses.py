@@ -1,6 +1,7 @@
 """What the cache did not have: warned of once, refused in strict mode, logged, made into a sweep that tune takes."""
 
 import dataclasses
+import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from kerneltune.misses import CacheMissWarning, Miss
 from kerneltune.ops.rmsnorm import configs, optimized
 from kerneltune.spec import Case
 
+MISS = {"op": "a", "variant": "b", "device": "c", "axes": {}, "dtype": "d", "quant": "e", "options": {}, "policy": "cold"}
 OPTIONS = (("zero_centered", False), ("fp8_format", "e4m3"), ("row_pad", 0))
 GPU = "nvidia_h200"
 
@@ -121,7 +123,16 @@ def test_a_log_that_cannot_be_written_does_not_stop_the_work(tmp_path: Path, mon
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    [("{", ":1: not a miss: '{'"), ("[]", ":1: not a miss: '[]'"), ('{"op": 3}', ":1: op: 3: expected str")],
+    [
+        ("{", ":1: not a miss: '{'"),
+        ("[]", ":1: not a miss: '[]'"),
+        ("[" * 99999, f":1: not a miss: '{'[' * 80}'"),
+        ('{"op": 3}', ":1: op: 3: expected a name"),
+        ('{"op": "a b"}', ":1: op: 'a b': expected a name"),
+        (json.dumps(MISS | {"axes": {"M": -4}}), ":1: axes: {'M': -4}: expected sizes by axis"),
+        (json.dumps(MISS | {"axes": {"M": "x"}}), ":1: axes: {'M': 'x'}: expected sizes by axis"),
+        (json.dumps(MISS | {"options": {"a": [1]}}), ":1: options: {'a': [1]}: expected plain values by option"),
+    ],
 )
 def test_a_broken_log_is_named_with_its_line(line: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "log"

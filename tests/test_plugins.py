@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kerneltune import cache, ops
+from kerneltune import cache, ops, sources
 from kerneltune.cli import app
 from kerneltune.spec import Case
 
@@ -93,6 +93,25 @@ def test_compile_workers_find_a_module_of_the_working_folder(guide: Path) -> Non
     assert done.stdout == "['_swiglu']\n", done.stderr
 
 
+def test_a_source_hash_follows_relative_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "relative_kernels"
+    (package / "device").mkdir(parents=True)
+    (package / "__init__.py").write_text("from .ops import OPS\n")
+    (package / "ops.py").write_text("from . import launch\nOPS = ()\n")
+    (package / "launch.py").write_text("from .device import kern\n")
+    (package / "device" / "__init__.py").touch()
+    (package / "device" / "kern.py").write_text("from ..tables import SIZE\n")
+    (package / "tables.py").write_text("SIZE = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    hashes = set()
+    for file in ("ops.py", "launch.py", "device/__init__.py", "device/kern.py", "tables.py", "__init__.py"):
+        with (package / file).open("a") as source:
+            source.write("# changed\n")
+        sources.source_hash.cache_clear()
+        hashes.add(sources.source_hash("relative_kernels"))
+    assert len(hashes) == 6
+
+
 def test_source_hash_and_config_cache_serve_a_plug_in(guide: Path, monkeypatch: pytest.MonkeyPatch, configs_dir: Path) -> None:
     monkeypatch.setenv(ops.PLUGINS, str(guide / "swiglu.py"))
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -129,6 +148,8 @@ def test_a_broken_plug_in_is_named_in_one_line(tmp_path: Path, monkeypatch: pyte
 
     raises = written("plug_raises", "1 / 0\n")
     assert refused(monkeypatch, raises) == f"error: plug-in {raises}: ZeroDivisionError: division by zero"
+    leaves = written("plug_leaves", "import sys; sys.exit(3)\n")
+    assert refused(monkeypatch, leaves) == f"error: plug-in {leaves}: SystemExit: 3"
     empty = written("plug_empty", "")
     assert refused(monkeypatch, empty) == f"error: plug-in {empty}: OPS: missing: expected a tuple of Op"
     number = written("plug_number", "OPS = (3,)\n")
@@ -136,6 +157,8 @@ def test_a_broken_plug_in_is_named_in_one_line(tmp_path: Path, monkeypatch: pyte
     stream = "import dataclasses\nfrom kerneltune.ops.stream import OPS as FIRST\nOPS = (dataclasses.replace(FIRST[0]{}),)\n"
     twin = written("plug_twin", stream.format(""))
     assert refused(monkeypatch, twin).startswith("error: two operators are called 'stream': in kerneltune.ops.stream and in ")
+    step = written("plug_step", stream.format(", name='moe_step'"))
+    assert refused(monkeypatch, step).startswith("error: two operators are called 'moe_step': in kerneltune.ops.stream and in ")
     lost = written("plug_lost", stream.format(", module='x'"))
     assert refused(monkeypatch, lost).startswith(f"error: plug-in {lost}: module of stream: 'x': expected the one")
     shadow = written("json", "OPS = ()\n")

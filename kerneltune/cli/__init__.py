@@ -3,6 +3,7 @@
 Heavy packages are imported inside the commands, so that `--help` answers at once.
 """
 
+import errno
 import importlib.metadata
 import os
 import warnings
@@ -52,6 +53,11 @@ class _Group(TyperGroup):
             raise typer.Exit(2) from None
         except (ValueError, LookupError) as error:
             error_line(f"error: {error}")
+            raise typer.Exit(2) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EIO):
+                raise
+            error_line(f"error: cannot write the output: {error.strerror}")
             raise typer.Exit(2) from None
 
 

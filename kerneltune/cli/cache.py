@@ -127,11 +127,13 @@ def import_(
     configs: o.Configs = None,
 ) -> None:
     """Take configs from exported files into the cache; all are checked before one is stored."""
-    from kerneltune import cache, exchange
+    from kerneltune import cache, device, exchange
     from kerneltune.spec import Case
 
     known = o.load_ops()
     chosen = known[o.choice("op", op, known)]
+    if gpu != device.slug(gpu):
+        raise ValueError(f"gpu: {gpu!r}: expected the name of a folder, like {device.slug(gpu) or 'nvidia_h200'}")
     root = o.configs_root(configs)
     o.require_writable(root)
     path = root / gpu / f"{op}.json"

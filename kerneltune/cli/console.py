@@ -12,12 +12,15 @@ from rich.text import Text
 from kerneltune.cells import wrapped
 from kerneltune.files import replace_bytes
 
-_PIPED_WIDTH = 100
+_PIPED_WIDTH, _LEAST_WIDTH = 100, 20
 _GAP = 2
 """Blanks between the columns of a table."""
 
 console = Console(highlight=False)
 messages = Console(stderr=True, highlight=False)
+for each in (console, messages):
+    if each.width < _LEAST_WIDTH:  # rich prints nothing into no columns
+        each.width = _PIPED_WIDTH
 
 
 def width() -> int:

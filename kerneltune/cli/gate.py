@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 Baseline = Annotated[str, typer.Argument(help="Records to hold against: a .jsonl file, or REV or REV:PATH of git.")]
 New = Annotated[Path | None, typer.Argument(help="Records to judge, a .jsonl file; or measure them with --run.")]
+_PROCESSES = 3
 
 
 def command(
@@ -29,8 +30,13 @@ def command(
     quant: o.Quants = None,
     variant: o.VariantNames = None,
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="With --run: what other packages offer as well.")] = False,
-    policy: o.PolicyName = "cold",
-    processes: Annotated[int, typer.Option("--processes", metavar="N", help="With --run: fresh processes to measure in.")] = 3,
+    policy: Annotated[
+        str | None, typer.Option("--policy", metavar="|".join(o.POLICIES), help="With --run: how times are taken; else cold.")
+    ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option("--processes", metavar="N", help=f"With --run: fresh processes to measure in, else {_PROCESSES}."),
+    ] = None,
     update: Annotated[
         bool, typer.Option("--update", help="With --run: put the rows measured into the file BASELINE, judge nothing.")
     ] = False,
@@ -54,19 +60,22 @@ def command(
     """
     if (new is None) == (run is None):
         raise ValueError(f"new: {str(new) if new else None!r}: expected a .jsonl file or --run, one of them")
+    if margin is not None and not 0 <= margin < 1:
+        raise ValueError(f"margin: {margin}: expected a fraction from 0 to below 1, such as 0.03")
     if new is not None:
         _only_with_run(
-            op=op, case=case, dtype=dtype, quant=quant, variant=variant, peers=peers or None, update=update or None, save=save
-        )
+            op=op, case=case, dtype=dtype, quant=quant, variant=variant, peers=peers or None, policy=policy, processes=processes,
+            update=update or None, save=save,
+        )  # fmt: skip
         _report(_judged(baseline, new, margin), junit, markdown, annotations)
         return
-    o.number("margin", margin, 0.0)
+    processes = _PROCESSES if processes is None else processes
     o.number("processes", processes, 1)
     from kerneltune import sweep
 
     sweep.find(str(run))
     selection = o.make_selection(o.load_ops(), str(run), op, case, dtype, quant, variant)
-    options = o.make_options(policy, peers=peers, configs=configs, results=results)
+    options = o.make_options(policy or "cold", peers=peers, configs=configs, results=results)
     if update:
         _update(baseline, selection, options, processes)
     else:

@@ -27,13 +27,22 @@ def command(
         return
     op = known[o.choice("op", name, known)]
     case = _case(op, sizes or [], dtype or op.dtypes[0], quant or op.quants[0])
+    described = [_described(op, variant, case) for variant in op.variants]
     show_wrapped(f"{op.name}: {case.label}")
     for option, values in op.options.items():
         show_wrapped(f"  option {option:<14} {', '.join(map(str, values))}", " " * 24)
-    for variant in op.variants:
+    for lines in described:
         show("")
-        for line, indent in _details(variant, case):
+        for line, indent in lines:
             show_wrapped(line, " " * indent)
+
+
+def _described(op: Op, variant: Variant, case: Case) -> list[tuple[str, int]]:
+    try:
+        return list(_details(variant, case))
+    except (StopIteration, LookupError, ArithmeticError, TypeError) as error:
+        reason = str(error) or type(error).__name__
+        raise ValueError(f"{op.name} {variant.name}: no knobs for {case.label}: {reason}") from error
 
 
 def _row(op: Op) -> tuple[str, ...]:

@@ -141,7 +141,10 @@ def load_ops() -> Mapping[str, Op]:
     device.select_backend()
     from kerneltune import ops, workloads
 
-    return ops.load() | workloads.load()
+    known, built = ops.load(), workloads.load()
+    for name in known.keys() & built.keys():
+        raise ValueError(f"two operators are called {name!r}: in {known[name].module} and in {built[name].module}")
+    return known | built
 
 
 def make_selection(

@@ -58,7 +58,7 @@ def _plugged(name: str, get: Callable[[], Any]) -> tuple[Op, ...]:
     """
     try:
         given = get()
-    except Exception as error:  # whatever a stranger's module raises on import
+    except (Exception, SystemExit) as error:  # whatever a stranger's module raises on import
         raise ValueError(f"plug-in {name}: {type(error).__name__}: {error}") from error
     ops = getattr(given, "OPS", given)
     if not isinstance(ops, tuple | list) or not ops:

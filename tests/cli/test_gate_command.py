@@ -39,7 +39,12 @@ def test_the_gate_s_exit_code_is_its_answer(new: list[Record], code: int, last: 
 def test_the_gate_s_margin_and_formats(write: Callable[..., Path], tmp_path: Path) -> None:
     old, new = write("old.jsonl", *both()), write("new.jsonl", *both(100, 70))
     assert run("gate", old, new, "--margin", "0.5").exit_code == 0
-    assert refused("gate", old, new, "--margin", "-1") == "error: margin: -1.0: expected a finite fraction of 0 or more"
+    assert (
+        refused("gate", old, new, "--margin", "-1") == "error: margin: -1.0: expected a fraction from 0 to below 1, such as 0.03"
+    )
+    assert refused("gate", old, new, "--margin", "3") == "error: margin: 3.0: expected a fraction from 0 to below 1, such as 0.03"
+    assert refused("gate", old, new, "--policy", "warm") == "error: policy: 'warm': expected only with --run"
+    assert refused("gate", old, new, "--processes", "0") == "error: processes: '0': expected only with --run"
 
 
 def test_the_gate_s_files_and_annotations(write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,24 @@ def test_every_command_has_help(command: str) -> None:
     assert "Usage:" in result.stdout
 
 
+def test_sizes_that_an_operator_has_no_knobs_for() -> None:
+    assert refused("ops", "int4_gemm", "K=7").startswith("error: int4_gemm baseline: no knobs for N=4096 M=4096 K=7 ")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_behind_the_output_is_one_line() -> None:
+    command = [sys.executable, "-m", "kerneltune", "ops", "stream"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (2, "error: cannot write the output: No space left on device\n")
+
+
+def test_a_terminal_of_no_columns_still_says_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    done = subprocess.run([sys.executable, "-m", "kerneltune", "ops", "stream"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("stream: ")
+
+
 def test_version() -> None:
     result = run("--version")
     assert result.exit_code == 0
