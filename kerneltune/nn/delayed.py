@@ -135,7 +135,7 @@ class _Product(torch.autograd.Function):
         out_dtype: torch.dtype,
     ) -> Tensor:
         q, a_t, scale_a = scaling.cast(a, _ROWS)
-        w = scaling.cast_weights(b_t.transpose(1, 2)) if weights is None else weights
+        w = weights or _cast_weights(b_t, scaling)
         ctx.save_for_backward(offs, a_t, scale_a, w.q_t, w.scale_t)
         ctx.scaling, ctx.da_dtype, ctx.dw_dtype = scaling, a.dtype, b_t.dtype
         return fp8_grouped_gemm(q, w.q, scale_a, w.scale, offs, out_dtype=out_dtype)
@@ -151,6 +151,10 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             db_t = fp8_grouped_gemm(q_t.t(), a_t, scale, scale_a, offs, out_dtype=ctx.dw_dtype).transpose(1, 2)
         return da, db_t, None, None, None, None
+
+
+def _cast_weights(b_t: Tensor, scaling: DelayedScaling) -> Fp8Weights:
+    return scaling.cast_weights(b_t.transpose(1, 2)) if b_t.stride(1) == 1 else scaling.cast_weights(b_t).turned()
 
 
 delayed_product: Callable[..., Tensor] = torch.compiler.disable(_Product.apply)
