@@ -173,6 +173,21 @@ def test_row_major_parameters() -> None:
     assert torch.equal(module(x, offs), fp8_grouped_mm(x, module.up.mT.contiguous().mT, offs))
 
 
+def test_parameters_in_lists_are_of_the_module_that_has_the_list() -> None:
+    class Lists(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lists = nn.ModuleList([nn.ParameterList([torch.randn(E, N, K, device=DEVICE).bfloat16()]), nn.Linear(K, K)])
+
+        def forward(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+            return product(x, self.lists[0][0], offs)
+
+    model, (x, offs) = nn.ModuleDict({"experts": Lists()}), batch()
+    assert convert_to_fp8_training(model) == ["experts"]
+    layer = model["experts"]
+    assert torch.equal(layer(x, offs), fp8_grouped_mm(x, layer.lists[0][0].mT, offs))
+
+
 @pytest.mark.parametrize("inner", ["left out", "in bf16", "in bf16, of fp32 weights"])
 def test_modules_inside_keep_to_themselves(inner: str) -> None:
     if inner == "left out":

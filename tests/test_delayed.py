@@ -245,8 +245,7 @@ def test_conversion() -> None:
     assert "recipe=delayed" in repr(module) and "DelayedScaling(2, history=16)" in repr(module)
     convert_to_fp8_training(module, "tensorwise")
     assert module.delayed is None
-    foreign = torch.nn.Module()
-    foreign.experts = torch.nn.Parameter(torch.zeros(E, N, K))
+    foreign = torch.nn.Bilinear(N, K, E)
     with pytest.raises(ValueError, match="delayed scaling keeps state, which only GroupedLinear has"):
         convert_to_fp8_training(foreign, "delayed")
 

@@ -26,10 +26,11 @@ def convert_to_fp8_training(
     """Let the expert layers of a model multiply in fp8 from now on, in place: forward and backward.
 
     A GroupedLinear takes the recipe. Any other module with expert weights of its own, which are parameters of three axes, the
-    last two multiples of 16, becomes one of a subclass in whose forward `torch._grouped_mm` of rows with these weights runs in
-    fp8: with the parameters, views of them, and what is made of them first, such as a copy of another type; in either order,
-    column-major or row-major. All other products stay as they are, those in modules inside it included. What `fp8_grouped_mm`
-    asks of offs holds for them: groups of multiples of 16 rows unless the recipe pads, and the last ends at the last row.
+    last two multiples of 16, also in a ParameterList, becomes one of a subclass in whose forward `torch._grouped_mm` of rows with
+    these weights runs in fp8: with the parameters, views of them, and what is made of them first, such as a copy of another type;
+    in either order, column-major or row-major. All other products stay as they are, those in modules inside it included. What
+    `fp8_grouped_mm` asks of offs holds for them: groups of multiples of 16 rows unless the recipe pads, and the last ends at the
+    last row.
 
     Its forward breaks torch.compile's graph, and as an object it can be copied but not pickled; its state can. Activation
     checkpoints may be around its forward, not inside. Parameters and their names stay.
@@ -68,8 +69,18 @@ def convert_to_fp8_training(
 
 
 def _experts(module: nn.Module) -> list[Tensor]:
-    """The expert weights that a module itself has."""
-    return [p for p in module.parameters(recurse=False) if p.ndim == 3 and p.shape[1] % ALIGNED == p.shape[2] % ALIGNED == 0]
+    """The expert weights that a module with a forward has itself, or in a ParameterList or the like."""
+    if not _has_forward(module):
+        return []
+    own = [module]
+    for part in own:
+        own += [child for child in part.children() if not _has_forward(child)]
+    parameters = (p for part in own for p in part.parameters(recurse=False))
+    return [p for p in parameters if p.ndim == 3 and p.shape[1] % ALIGNED == p.shape[2] % ALIGNED == 0]
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
 
 
 @cache
