@@ -1,10 +1,15 @@
 """Existing models to fp8 training: which products change, that names and state stay, copies, compilation."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 from kerneltune.nn import GroupedLinear, Recipe, convert_to_fp8_training, fp8_grouped_mm
 
@@ -65,10 +70,20 @@ def test_all_expert_layers_of_a_model(recipe: str | Recipe) -> None:
 
 def test_a_second_conversion_takes_the_place_of_the_first() -> None:
     model, (x, offs) = Model(), batch()
-    for recipe in ("rowwise", "tensorwise"):
-        convert_to_fp8_training(model, recipe)
-    assert torch.equal(model(x, offs), by_hand(model, x, offs, "tensorwise"))
+    convert_to_fp8_training(model, "rowwise")
     assert type(model.experts).__mro__[1] is Experts
+    outer = type("Sharded", (type(model.experts),), {})  # as FSDP makes them
+    model.experts.__class__ = outer
+    convert_to_fp8_training(model, "tensorwise")
+    assert torch.equal(model(x, offs), by_hand(model, x, offs, "tensorwise"))
+    assert type(model.experts) is outer
+
+
+def test_layers_of_a_kind_stay_of_a_kind() -> None:
+    model, other = Model(), Model()
+    convert_to_fp8_training(model, "rowwise")
+    convert_to_fp8_training(other, "tensorwise")
+    assert type(model.experts) is type(other.experts)
 
 
 def test_what_the_filter_leaves_out_stays() -> None:
@@ -78,8 +93,9 @@ def test_what_the_filter_leaves_out_stays() -> None:
     assert type(model.experts) is kind and model.grouped.recipe == Recipe("tensorwise")
     with pytest.raises(ValueError, match="Model has no expert weights"):
         convert_to_fp8_training(model, filter_fn=lambda module, name: False)
-    with pytest.raises(ValueError, match="Linear has no expert weights"):
-        convert_to_fp8_training(model.dense)
+    for other in (model.dense, nn.Conv1d(16, 16, 3)):
+        with pytest.raises(ValueError, match=f"{type(other).__name__} has no expert weights"):
+            convert_to_fp8_training(other)
     with pytest.raises(ValueError, match="got 'int4'"):
         convert_to_fp8_training(model, "int4")
 
@@ -95,15 +111,150 @@ def test_copies_of_a_converted_model() -> None:
     assert torch.equal(fresh(x, offs), model(x, offs))
 
 
-def test_only_products_with_expert_weights_change() -> None:
-    class Others(Experts):
-        def forward(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-            return torch._grouped_mm(x.t().contiguous(), x, offs).relu()  # (E, K, K), between two matrices
+Forward = Callable[["Single", torch.Tensor, torch.Tensor], torch.Tensor]
 
-    module, (x, offs) = Others(), batch()
-    plain = module(x, offs)
+
+class Single(nn.Module):
+    """A layer with one weight (E, N, K) and a forward of its own."""
+
+    def __init__(self, forward: Forward, **modules: nn.Module) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(E, N, K, device=DEVICE).bfloat16())
+        self.forward_of = forward
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        return self.forward_of(self, x, offs)
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    return torch._grouped_mm(x, weight.mT, offs)
+
+
+def plain(layer: nn.Module, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    return product(x, layer.weight, offs)
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        lambda w: w.transpose(-2, -1),
+        lambda w: w.float().bfloat16().mT,
+        lambda w: torch.cat([w, w], 1).chunk(2, 1)[0].mT,
+        lambda w: w[torch.arange(E, device=DEVICE)].mT,
+        lambda w: w.mT.contiguous(),
+        lambda w: w.repeat(1, 1, 2)[..., :K].mT,
+    ],
+    ids=["view", "other type and back", "half of both", "chosen experts", "row-major", "neither order"],
+)
+def test_weights_in_any_shape(weights: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    module, (x, offs) = Single(lambda self, x, offs: torch._grouped_mm(x, weights(self.weight), offs)), batch()
+    x.requires_grad_()
+    want = fp8_grouped_mm(x, module.weight.mT, offs)
     convert_to_fp8_training(module)
-    assert torch.equal(module(x, offs), plain)
+    got, dy = module(x, offs), torch.randn_like(want)
+    assert torch.equal(got, want)
+    for found, expected in zip(*(torch.autograd.grad(y, (x, module.weight), dy) for y in (got, want)), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_row_major_parameters() -> None:
+    class RowMajor(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Parameter(torch.randn(E, K, N, device=DEVICE).bfloat16())
+
+        def forward(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+            return torch._grouped_mm(x.t().contiguous().t(), self.up, offs)
+
+    module, (x, offs) = RowMajor(), batch()
+    convert_to_fp8_training(module)
+    assert torch.equal(module(x, offs), fp8_grouped_mm(x, module.up.mT.contiguous().mT, offs))
+
+
+def test_parameters_in_lists_are_of_the_module_that_has_the_list() -> None:
+    class Lists(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lists = nn.ModuleList([nn.ParameterList([torch.randn(E, N, K, device=DEVICE).bfloat16()]), nn.Linear(K, K)])
+
+        def forward(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+            return product(x, self.lists[0][0], offs)
+
+    model, (x, offs) = nn.ModuleDict({"experts": Lists()}), batch()
+    assert convert_to_fp8_training(model) == ["experts"]
+    layer = model["experts"]
+    assert torch.equal(layer(x, offs), fp8_grouped_mm(x, layer.lists[0][0].mT, offs))
+
+
+@pytest.mark.parametrize("inner", ["left out", "in bf16", "in bf16, of fp32 weights"])
+def test_modules_inside_keep_to_themselves(inner: str) -> None:
+    if inner == "left out":
+        child: nn.Module = Single(plain)
+    else:
+        dtype = torch.float32 if "fp32" in inner else torch.bfloat16
+        child = GroupedLinear(E, K, N, recipe=None, device=DEVICE, dtype=dtype)
+    module, (x, offs) = Single(lambda self, x, offs: plain(self, x, offs) + self.child(x, offs), child=child), batch()
+    want = fp8_grouped_mm(x, module.weight.mT, offs) + child(x, offs)
+    assert convert_to_fp8_training(module, filter_fn=lambda _, name: not name) == [""]
+    assert torch.equal(module(x, offs), want)
+    assert convert_to_fp8_training(child, "rowwise") == [""]
+    want = fp8_grouped_mm(x, module.weight.mT, offs) + fp8_grouped_mm(x, child.weight.mT, offs, recipe="rowwise")
+    assert torch.equal(module(x, offs), want)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda x, w, offs: torch._grouped_mm(x.t().contiguous(), x, offs),  # (E, K, K), between two matrices
+        lambda x, w, offs: torch._grouped_mm(x, x.view(E, N, K).mT, offs),
+        lambda x, w, offs: torch._grouped_mm(x.view(E, N, K), w.mT),
+        lambda x, w, offs: torch.vmap(lambda w: x @ w.t())(w),
+        lambda x, w, offs: w.to_sparse().to_dense(),
+    ],
+    ids=["of rows", "not with weights", "of batches", "vmap", "sparse"],
+)
+def test_other_products_stay(other: Callable[..., torch.Tensor]) -> None:
+    module, (x, offs) = Single(lambda self, x, offs: other(x, self.weight.detach(), offs)), batch()
+    before = module(x, offs)
+    convert_to_fp8_training(module)
+    assert torch.equal(module(x, offs), before)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a group of one process on the CPU")
+def test_sharded_weights() -> None:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        local, whole, (x, offs) = Single(lambda self, x, offs: product(x, self.weight.to_local(), offs)), Single(plain), batch()
+        want = fp8_grouped_mm(x, local.weight.mT, offs), fp8_grouped_mm(x, whole.weight.mT, offs)
+        local.weight = nn.Parameter(distribute_tensor(local.weight.detach(), mesh, [Shard(0)]))
+        for module in (local, whole):
+            convert_to_fp8_training(module)
+        fully_shard(whole, mesh=mesh)
+        for module, expected in zip((local, whole), want, strict=True):
+            y = module(x, offs)
+            y.backward(torch.randn_like(y))
+            assert torch.equal(y, expected) and isinstance(module.weight.grad, DTensor)
+    finally:
+        distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing(reentrant: bool) -> None:
+    module, (x, offs) = Single(plain), batch()
+    convert_to_fp8_training(module)
+    x.requires_grad_()
+    dy = torch.randn(M, N, device=DEVICE).bfloat16()
+    want = torch.autograd.grad(module(x, offs), (x, module.weight), dy)
+    checkpoint(module, x, offs, use_reentrant=reentrant).backward(dy)
+    assert torch.equal(x.grad, want[0]) and torch.equal(module.weight.grad, want[1])
+    inside = Single(lambda self, x, offs: checkpoint(plain, self, x, offs, use_reentrant=reentrant))
+    inside(x, offs).backward(dy)
+    convert_to_fp8_training(inside)
+    with pytest.raises(RuntimeError, match="checkpoint the module as a whole"):
+        inside(x, offs)
 
 
 def test_compilation() -> None:

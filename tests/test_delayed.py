@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from kerneltune.nn import DelayedScaling, GroupedLinear, convert_to_fp8_training, fp8_grouped_mm, update_scales
 
@@ -36,16 +37,43 @@ def scaling_of(module: GroupedLinear) -> DelayedScaling:
     return module.delayed
 
 
+def expected(module: GroupedLinear, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Y, dA and dW in fp64, by autograd."""
+    x64, w64 = (t.detach().double().requires_grad_() for t in (x, module.weight))
+    y64 = torch.cat([x64[:16] @ w64[0].t(), x64[16:] @ w64[1].t()])
+    return y64.detach(), *torch.autograd.grad(y64, (x64, w64), dy.double())
+
+
 @pytest.mark.usefixtures("exact_casts")
 def test_signal_to_noise_before_and_after_the_first_update() -> None:
     module, (x, offs, dy) = layer(), batch()
-    x64, w64 = (t.detach().double().requires_grad_() for t in (x, module.weight))
-    y64 = torch.cat([x64[:16] @ w64[0].t(), x64[16:] @ w64[1].t()])
-    want = y64.detach(), *torch.autograd.grad(y64, (x64, w64), dy.double())
+    want = expected(module, x, dy)
     for updates in range(3):
-        for name, got, expected in zip(("Y", "dA", "dW"), step(module, x, offs, dy), want, strict=True):
-            assert got.dtype == torch.bfloat16 and sqnr_db(got, expected) >= 26, (name, updates)
+        for name, got, exact in zip(("Y", "dA", "dW"), step(module, x, offs, dy), want, strict=True):
+            assert got.dtype == torch.bfloat16 and sqnr_db(got, exact) >= 26, (name, updates)
         assert update_scales(module) == 1
+
+
+@pytest.mark.usefixtures("exact_casts")
+@pytest.mark.parametrize("zeros", ["x", "dy", "weight", "one expert"])
+def test_what_was_0_before_the_first_update_is_exact_after_it(zeros: str) -> None:
+    """As the gradients are behind an output projection that starts from zeros."""
+    module, (x, offs, dy) = layer(), batch()
+    weight = module.weight.detach()
+    filled = {"x": x.detach(), "dy": dy, "weight": weight, "one expert": weight[1]}[zeros]
+    values = filled * 1e-3
+    filled.zero_()
+    for _ in range(2):
+        found = step(module, x, offs, dy)
+        assert all(got.isfinite().all() for got in found) and not found[zeros == "dy"][16:].any()
+        update_scales(module)
+        assert not scaling_of(module).known
+    filled.copy_(values)
+    for known in (False, True):
+        assert scaling_of(module).known == known
+        for name, got, exact in zip(("Y", "dA", "dW"), step(module, x, offs, dy), expected(module, x, dy), strict=True):
+            assert sqnr_db(got, exact) >= 26, (name, known)
+        update_scales(module)
 
 
 def test_scales_are_of_the_largest_magnitudes_of_the_history() -> None:
@@ -65,11 +93,48 @@ def test_scales_are_of_the_largest_magnitudes_of_the_history() -> None:
 
 def test_what_cannot_scale_keeps_what_there_was() -> None:
     scaling = DelayedScaling(1, history=1, device=DEVICE)
-    for values in ([1.0, 2.0, 4.0], [0.0, torch.inf, 8.0]):
-        scaling.history[0] = torch.tensor(values, device=DEVICE)
+
+    def update(rows: float, grads: float, weights: float) -> list[float]:
+        for place, value in enumerate((rows, grads)):
+            scaling.cast(torch.full((16, 16), value, dtype=torch.float32, device=DEVICE), place)
+        scaling.cast_weights(torch.full((1, 16, 16), weights, dtype=torch.float32, device=DEVICE))
         scaling.update()
-    assert scaling.scales.tolist() == [448, 224, 56]
-    assert not scaling.history.any()
+        assert not scaling.history.any()
+        return scaling.scales.tolist()
+
+    assert update(0, 2, 4) == pytest.approx([1, 224, 112]) and not scaling.known
+    assert update(1, 0, 8) == pytest.approx([448, 224, 56]) and not scaling.known
+    assert update(1, 2, 4) == pytest.approx([448, 224, 112]) and scaling.known
+    assert update(0, torch.inf, 8) == pytest.approx([448, 224, 56]) and scaling.known
+    least = [FP8_MAX / 1e-12, FP8_MAX / 1e-12, 448]
+    assert update(1e-37, 1e-14, 1) == pytest.approx(least)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scales_stay_fp32_where_the_layer_is_cast(dtype: torch.dtype) -> None:
+    module, (x, offs, dy) = GroupedLinear(E, K, N, recipe="delayed", device=DEVICE), batch()
+    scaling = scaling_of(module)
+    for _ in range(2):
+        step(module, x, offs, dy)
+        before = scaling.scales.clone(), scaling.history.clone()
+        module.to(dtype)
+        assert module.weight.dtype == dtype and scaling.scales.dtype == scaling.history.dtype == torch.float32
+        assert torch.equal(scaling.scales, before[0]) and torch.equal(scaling.history, before[1])
+        update_scales(module)
+    step(module, x, offs, dy)
+    assert module.to("meta").delayed.scales.is_meta
+
+
+def test_memory_without_values_is_filled() -> None:
+    module, (x, offs, dy) = layer(), batch()
+    step(module, x, offs, dy)
+    update_scales(module)
+    scaling = scaling_of(module.to_empty(device=DEVICE))
+    scaling.reset_parameters()
+    assert not scaling.known and not scaling.history.any() and scaling.scales.tolist() == [1] * (2 + E)
+    scaling = DelayedScaling(E, device="meta")
+    scaling.update()  # as where kernels are compiled ahead: waits for nothing
+    assert scaling.known
 
 
 def test_state_is_saved_and_copied() -> None:
@@ -105,6 +170,62 @@ def test_the_workspace_keeps_its_place_and_its_flag(updates: int) -> None:
     assert [t.data_ptr() for t in module.workspace._cast] == kept
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing(reentrant: bool) -> None:
+    module, (x, offs, dy) = layer(), batch()
+    for _ in range(2):
+        y, da, dw = step(module, x, offs, dy)
+        again = checkpoint(module, x, offs, use_reentrant=reentrant)
+        again.backward(dy)
+        for got, want in ((again, y), (x.grad, da), (module.weight.grad, dw)):
+            assert torch.equal(got, want)
+        x.grad = module.weight.grad = None
+        update_scales(module)
+
+
+def test_a_compiled_layer() -> None:
+    torch.compiler.reset()
+    module, (x, offs, dy) = layer(), batch()
+    compiled = torch.compile(module, backend="aot_eager")
+    for _ in range(2):
+        for got, want in zip(step(compiled, x, offs, dy), step(module, x, offs, dy), strict=True):
+            assert torch.equal(got, want)
+        update_scales(module)
+
+
+def test_one_gradient_alone_is_the_same_as_both() -> None:
+    module, (x, offs, dy) = layer(), batch()
+    for _ in range(2):
+        y, *grads = step(module, x, offs, dy)
+        for leaf, want in zip((x, module.weight), grads, strict=True):
+            other = module.weight if leaf is x else x
+            other.requires_grad_(False)
+            kept: list[torch.Size] = []
+            with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t.shape) or t, lambda t: t):
+                alone = module(x, offs)
+            assert torch.equal(alone, y) and torch.equal(torch.autograd.grad(alone, leaf, dy)[0], want)
+            assert ((M, K) in kept, (E, N, K) in kept) == (leaf is not x, leaf is x)
+            other.requires_grad_()
+        update_scales(module)
+
+
+@pytest.mark.parametrize("updates", [0, 1])
+def test_weights_of_either_order(updates: int) -> None:
+    module, (x, offs, dy) = layer(), batch()
+    scaling = scaling_of(module)
+    for _ in range(updates):
+        step(module, x, offs, dy)
+        scaling.update()
+    b_t = module.weight.detach().mT
+    results = []
+    for b in (b_t, b_t.contiguous()):
+        b.requires_grad_()
+        y = fp8_grouped_mm(x, b, offs, recipe=scaling)
+        results.append((y, *torch.autograd.grad(y, (x, b), dy)))
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
+
+
 def test_a_backward_after_the_weight_has_changed_is_refused() -> None:
     module, (x, offs, dy) = layer(), batch()
     step(module, x, offs, dy)
@@ -124,8 +245,7 @@ def test_conversion() -> None:
     assert "recipe=delayed" in repr(module) and "DelayedScaling(2, history=16)" in repr(module)
     convert_to_fp8_training(module, "tensorwise")
     assert module.delayed is None
-    foreign = torch.nn.Module()
-    foreign.experts = torch.nn.Parameter(torch.zeros(E, N, K))
+    foreign = torch.nn.Bilinear(N, K, E)
     with pytest.raises(ValueError, match="delayed scaling keeps state, which only GroupedLinear has"):
         convert_to_fp8_training(foreign, "delayed")
 

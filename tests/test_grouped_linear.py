@@ -153,6 +153,26 @@ def test_copies_have_workspaces_of_their_own() -> None:
         assert torch.equal(module(x, offs, is_first_microbatch=False), fresh(module, x, offs))
 
 
+@pytest.mark.parametrize("recipe", [*RECIPES, "delayed"])
+def test_what_an_evaluation_casts_is_there_for_training(recipe: str) -> None:
+    module, (x, offs) = layer(recipe), batch()
+    with torch.inference_mode():
+        want = module(x, offs, is_first_microbatch=True)
+    for first in (False, True):
+        y = module(x, offs, is_first_microbatch=first)
+        y.float().sum().backward()
+        assert torch.equal(y, want)
+    with torch.inference_mode():
+        assert torch.equal(module(x, offs, is_first_microbatch=False), want)
+
+
+def test_a_layer_made_for_inference_alone() -> None:
+    with torch.inference_mode():
+        module, (x, offs) = layer(), batch()
+        for first in (True, False, None):
+            assert torch.equal(module(x, offs, is_first_microbatch=first), fresh(module, x, offs))
+
+
 def test_layers_that_share_a_weight() -> None:
     module, twin, (x, offs) = layer(), layer(), batch()
     twin.weight = module.weight

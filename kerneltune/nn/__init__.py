@@ -1,6 +1,7 @@
 """What a model imports: functions with autograd and modules, built from the operators.
 
-Every function is a custom operator of torch's, so it compiles without a graph break. May import torch and ops.
+The functions are custom operators of torch's, so they compile without a graph break, and so do modules; but for delayed scaling,
+weights kept from microbatch to microbatch, and converted modules of other kinds than GroupedLinear. May import torch and ops.
 """
 
 from kerneltune.nn.alignment import aligned_groups

@@ -17,6 +17,8 @@ from kerneltune.ops.fp8_grouped_gemm import fp8_grouped_gemm
 from kerneltune.ops.multi_cast_transpose import multi_cast_transpose
 
 _FP8_MAX = FP8_MAX["e4m3"]
+_LEAST = 1e-12
+"""The largest magnitude that scales are made of where there is less, as in fresh casts."""
 _ROWS, _GRADS, _WEIGHTS = 0, 1, 2
 """Places of the scales: of the rows, of the gradients, and from there on of the experts' weights."""
 
@@ -24,8 +26,8 @@ _ROWS, _GRADS, _WEIGHTS = 0, 1, 2
 class DelayedScaling(nn.Module):
     """The scales of one expert layer's rows, gradients and weights, and the largest magnitudes they are made of.
 
-    Until the first `update` every cast takes fresh scales, as under `tensorwise`; call it once per optimiser step. State is part
-    of the layer's.
+    Call `update` once per optimiser step. Until one has seen rows, gradients and every expert's weights that are not all 0 or
+    infinite, each cast takes fresh scales, as under `tensorwise`. State is part of the layer's; where that is cast it stays fp32.
 
     Args:
         num_experts: E.
@@ -33,8 +35,8 @@ class DelayedScaling(nn.Module):
 
     Attributes:
         num_experts: E.
-        known: whether there has been an update.
-        scales: (2 + E,) fp32, multiply before the cast; 1 until known.
+        known: whether casts take `scales`.
+        scales: (2 + E,) fp32, multiply before the cast; 1 until there is a magnitude to make them of.
         history: (history, 2 + E) fp32, of the step under way first.
 
     Raises:
@@ -48,19 +50,29 @@ class DelayedScaling(nn.Module):
         super().__init__()
         if num_experts < 1 or history < 1:
             raise ValueError(f"DelayedScaling takes an expert and a step or more, got {num_experts=} {history=}")
-        self.num_experts, self.known = num_experts, False
-        self.register_buffer("scales", torch.ones(2 + num_experts, dtype=torch.float32, device=device))
-        self.register_buffer("history", torch.zeros(history, 2 + num_experts, dtype=torch.float32, device=device))
+        self.num_experts = num_experts
+        self.register_buffer("scales", torch.empty(2 + num_experts, dtype=torch.float32, device=device))
+        self.register_buffer("history", torch.empty(history, 2 + num_experts, dtype=torch.float32, device=device))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Forget all steps."""
+        self.known = False
+        self.scales.fill_(1.0)
+        self.history.zero_()
 
     @torch.no_grad()
     def update(self) -> None:
-        """New scales, and the next step's largest magnitudes from nothing. What was only 0, or infinite, keeps its scale."""
+        """New scales, and the next step's largest magnitudes from nothing. What was only 0, or infinite, keeps its scale.
+
+        Waits for the device until the scales are known.
+        """
         amax = self.history.amax(0)
         usable = (amax > 0) & amax.isfinite()
-        self.scales.copy_(torch.where(usable, _FP8_MAX / amax, self.scales))
+        self.scales.copy_(torch.where(usable, _FP8_MAX / amax.clamp(min=_LEAST), self.scales))
         self.history.copy_(self.history.roll(1, 0))
         self.history[0].zero_()
-        self.known = True
+        self.known = self.known or usable.is_meta or bool(usable.all())
 
     def cast(self, x: Tensor, place: int) -> tuple[Tensor, Tensor, Tensor]:
         """x (M, K) as q, q_t (M, K), strides (1, M), and what to multiply them by, (1,)."""
@@ -76,7 +88,7 @@ class DelayedScaling(nn.Module):
     def cast_weights(self, weight: Tensor, into: Fp8Weights | None = None, skip: Tensor | None = None) -> Fp8Weights:
         """weight (E, N, K), contiguous, in both layouts; into: where to write; skip: (1,) fp32, not 0 to leave it as it is.
 
-        Until the first update neither can be given.
+        Until the scales are known neither can be given.
         """
         mine = slice(_WEIGHTS, None)
         if not self.known:
@@ -98,7 +110,15 @@ class DelayedScaling(nn.Module):
 
     def _remember(self, mine: slice, scale_inv: Tensor) -> None:
         seen = self.history[0, mine]
-        torch.maximum(seen, scale_inv * _FP8_MAX, out=seen)
+        amax = nn.functional.threshold(scale_inv * _FP8_MAX, 1.0001 * _LEAST, 0.0)  # what fresh casts make of less may be of 0
+        torch.maximum(seen, amax, out=seen)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        def moved(t: Tensor) -> Tensor:
+            made: Tensor = fn(t)
+            return made if made.dtype == t.dtype else t.to(made.device)
+
+        return nn.Module._apply(self, moved, recurse)
 
     def get_extra_state(self) -> bool:
         """Whether the scales are known."""
@@ -135,8 +155,10 @@ class _Product(torch.autograd.Function):
         out_dtype: torch.dtype,
     ) -> Tensor:
         q, a_t, scale_a = scaling.cast(a, _ROWS)
-        w = scaling.cast_weights(b_t.transpose(1, 2)) if weights is None else weights
-        ctx.save_for_backward(offs, a_t, scale_a, w.q_t, w.scale_t)
+        w = weights or _cast_weights(b_t, scaling)
+        for_da, for_dw = ctx.needs_input_grad[:2]
+        kept_a, kept_w = ((a_t, scale_a) if for_dw else (None, None)), ((w.q_t, w.scale_t) if for_da else (None, None))
+        ctx.save_for_backward(offs, *kept_a, *kept_w)
         ctx.scaling, ctx.da_dtype, ctx.dw_dtype = scaling, a.dtype, b_t.dtype
         return fp8_grouped_gemm(q, w.q, scale_a, w.scale, offs, out_dtype=out_dtype)
 
@@ -151,6 +173,10 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             db_t = fp8_grouped_gemm(q_t.t(), a_t, scale, scale_a, offs, out_dtype=ctx.dw_dtype).transpose(1, 2)
         return da, db_t, None, None, None, None
+
+
+def _cast_weights(b_t: Tensor, scaling: DelayedScaling) -> Fp8Weights:
+    return scaling.cast_weights(b_t.transpose(1, 2)) if b_t.stride(1) == 1 else scaling.cast_weights(b_t).turned()
 
 
 delayed_product: Callable[..., Tensor] = torch.compiler.disable(_Product.apply)

@@ -31,6 +31,10 @@ class Fp8Weights(NamedTuple):
     q_t: Tensor
     scale_t: Tensor
 
+    def turned(self) -> "Fp8Weights":
+        """The transposed weights."""
+        return Fp8Weights(self.q_t, self.scale_t, self.q, self.scale)
+
 
 def cast_weights(b_t: Tensor, recipe: Recipe, into: Fp8Weights | None = None) -> Fp8Weights:
     """b_t (E, K, N), column-major, in both layouts, in two launches; scale_t is scale where an expert has one scale.
@@ -75,19 +79,17 @@ def fp8_grouped_mm_fwd(
         Y (M, N); tensorwise for_dw then A (M, K) fp8, strides (1, M), and its scale (1,); tensorwise for_da, where the weights
         are cast here and kept, then q_t and scale_t of Fp8Weights.
     """
-    E, K, N = b_t.shape
     if scaling == "rowwise":
         q, scale_a = fp8.fp8_rowwise_2d(a, pow2=pow2, inverse=True)
-        w, scale_w = weights[:2] if weights else fp8.fp8_colwise_3d(b_t, pow2=pow2, inverse=True)
-        return [fp8_grouped_gemm(q, w, scale_a.view(-1), scale_w.view(E, N), offs, out_dtype=out_dtype)]
+        w, scale_w = weights[:2] or _rowwise_weights(b_t, pow2)
+        return [fp8_grouped_gemm(q, w, scale_a.view(-1), scale_w, offs, out_dtype=out_dtype)]
     layout = "both" if for_dw else "row"
     *acts, scale_a = _present(fp8.fp8_tensorwise_2d(a, layout=layout, pow2=pow2, inverse=True))
     kept = [acts[1], scale_a] if for_dw else []
     if weights:
         w, scale_w = weights[:2]
     else:
-        layout = "both" if for_da and keep_weights else "row"
-        w, *w_t, scale_w = _present(fp8.fp8_tensorwise_3d(b_t, layout=layout, pow2=pow2, inverse=True))
+        w, *w_t, scale_w = _tensorwise_weights(b_t, pow2, both=for_da and keep_weights)
         kept += [*w_t, scale_w] if w_t else []
     return [fp8_grouped_gemm(acts[0], w, scale_a, scale_w, offs, out_dtype=out_dtype), *kept]
 
@@ -139,7 +141,7 @@ def fp8_grouped_mm_bwd(
     if scaling == "rowwise":
         if for_da:
             q, scale = fp8.fp8_rowwise_2d(dy, **options)
-            w_t, scale_w = w if len(w) == 2 else fp8.fp8_rowwise_3d_transpose(w[0], **options)
+            w_t, scale_w = w if len(w) == 2 else _rowwise_weights(w[0].transpose(1, 2), pow2)
             grads.append(fp8_grouped_gemm(q, w_t, scale.view(-1), scale_w, offs, out_dtype=da_dtype))
         if for_dw:
             groups = (offs.shape[0], -1)
@@ -152,7 +154,7 @@ def fp8_grouped_mm_bwd(
     layout = "both" if for_da and for_dw else "row" if for_da else "col"
     *qs, scale = _present(fp8.fp8_tensorwise_2d(dy, layout=layout, **options))
     if for_da:
-        w_t, scale_w = w if len(w) == 2 else _present(fp8.fp8_tensorwise_3d(w[0], layout="col", **options))
+        w_t, scale_w = w if len(w) == 2 else _tensorwise_weights(w[0].transpose(1, 2), pow2)
         grads.append(fp8_grouped_gemm(qs[0], w_t, scale, scale_w, offs, out_dtype=da_dtype))
     if for_dw:
         grads.append(fp8_grouped_gemm(qs[-1].t(), a[0], scale, a[1], offs, out_dtype=dw_dtype))
@@ -179,6 +181,24 @@ def _(
     if for_dw:
         grads.append(dy.new_empty((offs.shape[0], N, a[0].shape[1]), dtype=dw_dtype))
     return grads
+
+
+def _rowwise_weights(b: Tensor, pow2: bool) -> list[Tensor]:
+    """b (E, K, N) of either order as q (E, K, N), column-major, and scales (E, N)."""
+    if b.stride(1) == 1:
+        q, scale = fp8.fp8_colwise_3d(b, pow2=pow2, inverse=True)
+    else:
+        q, scale = fp8.fp8_rowwise_3d_transpose(b.transpose(1, 2), pow2=pow2, inverse=True)
+    return [q, scale.view(b.shape[0], b.shape[2])]
+
+
+def _tensorwise_weights(b: Tensor, pow2: bool, both: bool = False) -> list[Tensor]:
+    """b (E, K, N) of either order as q (E, K, N), if both are asked for q_t (E, N, K), both column-major, and scales (E,)."""
+    column_major = b.stride(1) == 1
+    layout = "both" if both else "row" if column_major else "col"
+    out = fp8.fp8_tensorwise_3d(b if column_major else b.transpose(1, 2), layout=layout, pow2=pow2, inverse=True)
+    *qs, scale = _present(out)
+    return [*(qs if column_major else reversed(qs)), scale]
 
 
 def _present(out: fp8.SegmentOutput) -> list[Tensor]:

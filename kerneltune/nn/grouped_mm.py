@@ -31,8 +31,8 @@ def fp8_grouped_mm(
 
     Args:
         A: (M, K) bf16, fp16 or fp32, rows contiguous.
-        B_t: (E, K, N) bf16, fp16 or fp32, column-major: strides (K N, 1, K), the transposed view of a contiguous (E, N, K). K and
-            N multiples of 16.
+        B_t: (E, K, N) bf16, fp16 or fp32, column-major, which is the transposed view of a contiguous (E, N, K), or contiguous. K
+            and N multiples of 16. Its gradient is column-major.
         offs: (E,) int32, where each group's rows end, not decreasing; the last is M. Groups may be empty. Multiples of 16, unless
             B_t has no gradient or the recipe pads.
         recipe: `tensorwise`, `rowwise`, or a Recipe; or a DelayedScaling, with which the graph breaks and nothing is padded.
@@ -122,8 +122,8 @@ def _check(A: Tensor, B_t: Tensor, offs: Tensor, out_dtype: torch.dtype) -> None
             raise ValueError(f"{name} must be one of {', '.join(DTYPE_NAMES.values())}, got {dtype}")
     if A.stride(1) != 1 or A.stride(0) < K:
         raise ValueError(f"A must be row-major, got strides {A.stride()}")
-    if B_t.stride() != (K * N, 1, K):
-        raise ValueError(f"B_t must be column-major, strides {(K * N, 1, K)}, got {B_t.stride()}")
+    if B_t.stride() not in ((K * N, 1, K), (K * N, N, 1)):
+        raise ValueError(f"B_t must be column-major, strides {(K * N, 1, K)}, or contiguous, got {B_t.stride()}")
     if tuple(offs.shape) != (E,) or offs.dtype != torch.int32:
         raise ValueError(f"offs must be ({E},) int32, got {tuple(offs.shape)} {offs.dtype}")
     if A.device != B_t.device or A.device != offs.device:

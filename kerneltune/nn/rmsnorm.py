@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kerneltune.kernel_lib.tl_lib import INTERPRETED
+from kerneltune.ops import rmsnorm
+
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -75,8 +78,6 @@ def rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> t
     """x (M, N), weight (N,) to y (M, N) of x's type, contiguous, and rsigma (M,) in fp32."""
     if not _has_kernels(x):
         return _plain_fwd(x, weight, eps, zero_centered)
-    from kerneltune.ops import rmsnorm
-
     out = rmsnorm.rmsnorm_fwd(x, weight, eps, zero_centered=zero_centered)
     return out.y, out.rsigma
 
@@ -86,8 +87,6 @@ def rmsnorm_bwd(dz: Tensor, x: Tensor, rsigma: Tensor, weight: Tensor, zero_cent
     """dz, x (M, N), rsigma (M,), weight (N,) to dx (M, N) of x's type, contiguous, and dgamma (N,) of the weight's."""
     if not _has_kernels(x):
         return _plain_bwd(dz, x, rsigma, weight, zero_centered)
-    from kerneltune.ops import rmsnorm
-
     dx, dgamma = rmsnorm.rmsnorm_bwd(dz, x, rsigma, weight, zero_centered=zero_centered)
     return dx, dgamma
 
@@ -122,8 +121,6 @@ rmsnorm_fwd.register_autograd(_backward, setup_context=_save)
 
 def _has_kernels(x: Tensor) -> bool:
     """Whether Triton can run on x's device."""
-    from kerneltune.kernel_lib.tl_lib import INTERPRETED
-
     return x.is_cuda or bool(INTERPRETED)
 
 

@@ -40,18 +40,20 @@ class WeightWorkspace:
         Args:
             update: cast again whatever is known of the weight. Else only where it is another tensor than at the last call,
                 elsewhere, or of another version, as after an optimiser step; not seen are changes that torch does not count:
-                through `.data`, and by a replayed graph.
+                through `.data`, of weights made under inference_mode, and by a replayed graph.
             skip: one number on the device; where it is not 0 what is there stays. Read when the work runs, also in every
                 replay of a graph; saves the cast under delayed scaling alone. The first call casts anyway.
         """
-        seen = (weight.data_ptr(), weight._version, tuple(weight.shape), weight.dtype, weight.device, recipe)
+        version = 0 if weight.is_inference() else weight._version
+        seen = (weight.data_ptr(), version, tuple(weight.shape), weight.dtype, weight.device, recipe)
         same = self._of is not None and self._of() is weight and self._seen == seen
-        if self._cast is None or self._seen[2:] != seen[2:]:
-            self._cast = _cast(weight, recipe)
-        elif update or skip is not None or not same:
-            self._refresh(weight, recipe, skip)
-            if not same:  # backwards under way were to go on with other bytes
-                torch.autograd.graph.increment_version(list(self._cast))
+        with torch.inference_mode(False):  # what an evaluation casts is there for training, too
+            if self._cast is None or self._seen[2:] != seen[2:]:
+                self._cast = _cast(weight, recipe)
+            elif update or skip is not None or not same:
+                self._refresh(weight, recipe, skip)
+                if not same:  # backwards under way were to go on with other bytes
+                    torch.autograd.graph.increment_version(list(self._cast))
         self._of, self._seen = weakref.ref(weight), seen
         return self._cast
 
