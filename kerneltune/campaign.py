@@ -6,22 +6,27 @@ Knows no operator and prints nothing. May import torch.
 import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from multiprocessing import current_process
 from pathlib import Path
 from typing import Any
 
 from kerneltune import device, records, sweep
 from kerneltune.files import replace_text
-from kerneltune.measuring.compare import Ceiling, check_only, compare, config_values
+from kerneltune.measuring.compare import Ceiling, ContextLostError, check_only, compare, config_values
 from kerneltune.measuring.compiler import TARGETS, Compiled, CompilePool, Target
 from kerneltune.plan import Options, Progress, Selection, load_plan, require_gpu, results_folder, results_root, wanted_variants
 from kerneltune.records import Key, Record
 from kerneltune.reporting import tables
 from kerneltune.search.trials import drop_cut_line
 from kerneltune.spec import Case, Config, Op, Variant
+from kerneltune.tuning.apart import compare_apart, errors_apart
+from kerneltune.tuning.bench import CheckBench, IsolatedBench
 from kerneltune.tuning.run import CEILING_OP, cached_config, ceiling_case, tune_entries
 from kerneltune.tuning.tuner import job
 
 _CHECKED_CONFIGS = 3
+_CHECK_TIMEOUT_S = 300.0
 _WORTH_A_POOL = 10
 """So many kernels compiled one by one take as long as the start of the processes that compile side by side."""
 
@@ -119,9 +124,10 @@ def _check(
         progress.advance("the configs to check")
     progress.stage("check", len(entries))
     found = []
-    for op, case, pairs in work:
-        found += check_only(family, op, case, pairs, "cuda" if on_gpu else "cpu")
-        progress.advance(f"{op.name} {case.name} {case.dtype} {case.quant}")
+    with IsolatedBench(CheckBench, trial_timeout_s=_CHECK_TIMEOUT_S) as bench:
+        for op, case, pairs in work:
+            found += check_only(family, op, case, pairs, partial(errors_apart, bench, op, case) if on_gpu else None)
+            progress.advance(f"{op.name} {case.name} {case.dtype} {case.quant}")
     return found
 
 
@@ -183,9 +189,10 @@ def _measure(
     ceilings = {(op.name, case): _ceiling(ops, op, case, options) for op, case, _, rows in work if rows is None}
     _compile_measured([(op, case, pairs) for op, case, pairs, rows in work if rows is None], ceilings.values(), options, progress)
     progress.stage("measure", len(entries))
+    here = True
     for op, case, pairs, fresh in work:
         if fresh is None:
-            fresh = compare(family, op, case, pairs, options.policy, ceilings[op.name, case])
+            fresh, here = _compared(family, op, case, pairs, options.policy, ceilings[op.name, case], here)
             if journal:
                 records.append(journal, fresh)
         measured += fresh
@@ -195,6 +202,34 @@ def _measure(
             progress.best(f"{best.variant} {best.time_us:.1f} µs, {best.gbps:.0f} GB/s")
         progress.advance(f"{op.name} {case.name} {case.dtype} {case.quant}")
     return measured
+
+
+def _compared(
+    family: str,
+    op: Op,
+    case: Case,
+    pairs: Sequence[tuple[Variant, Config]],
+    policy: str,
+    ceiling: Ceiling | None,
+    here: bool,
+) -> tuple[list[Record], bool]:
+    """The rows of a case, and whether the next may be measured here: not where a launch took this process's context along.
+
+    That costs the variant its row, or all rows of the case where it is not known whose launch it was; the others are measured
+    in a fresh process.
+
+    Raises:
+        ContextLostError: in a process that may not start others.
+    """
+    lost: dict[str, str] = {}
+    while True:
+        try:
+            return (compare if here else compare_apart)(family, op, case, pairs, policy, ceiling, lost), here
+        except ContextLostError as error:
+            if current_process().daemon:
+                raise
+            here = False
+            lost |= dict.fromkeys([error.variant] if error.variant else [variant.name for variant, _ in pairs], error.reason)
 
 
 def _compile_measured(

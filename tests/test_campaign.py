@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,15 +12,18 @@ from typing import Any
 
 import pytest
 import torch
+from bench_jobs import FakeCheck
 
 from kerneltune import campaign, device, ops, records, sweep
 from kerneltune.campaign import _journalled, _still_good, compare_live, run_sweep
 from kerneltune.device import INTERPRETER
+from kerneltune.measuring import compare
 from kerneltune.measuring.check import Checker
 from kerneltune.measuring.compare import config_values
 from kerneltune.plan import Options, Quiet, Selection, results_folder
 from kerneltune.records import Record
 from kerneltune.spec import Case, Variant
+from kerneltune.tuning import apart
 from kerneltune.tuning.run import run_tune
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")
@@ -165,6 +169,80 @@ def test_a_wrong_kernel_is_a_failed_record_that_says_why(
     odd, even = run(stream_sweep, options)
     assert (odd.status, odd.reason) == ("failed", "dst: 1 of 2 words wrong; too late")
     assert even.status == "checked"
+
+
+@pytest.fixture
+def an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    h200 = device.Device("NVIDIA H200", "sm_90", 132, 60_000_000, 232448, "580")
+    monkeypatch.setattr(device, "current", lambda: h200)
+    monkeypatch.setattr(compare, "memory_shortage", lambda *_: None)
+    monkeypatch.setattr(campaign, "compile_ahead", lambda *_: None)
+
+
+@pytest.mark.usefixtures("an_h200")
+def test_on_a_gpu_a_check_that_takes_its_process_along_costs_only_its_row(
+    stream_sweep: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(campaign, "CheckBench", FakeCheck)
+    rows = run(stream_sweep, replace(options, check_only=True))
+    assert {(row.case, row.config["block"]) for row in rows if row.config} >= {("odd", 1024), ("even", 1024), ("even", 512)}
+    for row in rows:
+        assert row.config is not None
+        fate = {
+            512: ("failed", "lost: the measuring process died: exit code -6"),
+            4096: ("failed", "dst: 1 of 2 words wrong"),
+        }.get(row.config["block"], ("checked", ""))
+        assert (row.status, row.reason) == fate, row.config
+
+
+def measured_row(op: Any, case: Case, variant: str, reason: str) -> Record:
+    return row(variant, op=op.name, case=case.name, reason=reason or "x", axes=dict(case.axes), options=dict(case.options))
+
+
+@pytest.mark.usefixtures("an_h200")
+def test_a_measurement_that_takes_the_context_along_costs_only_its_row(
+    tmp_path: Path, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From then on a fresh process measures, as this one no longer can; of a launch that nobody is known for all rows fail."""
+    path = tmp_path / "norm.yaml"
+    path.write_text(RMSNORM)
+    faults = {"rmsnorm_fwd": ["optimized"], "rmsnorm_bwd": [""]}
+    where: list[str] = []
+
+    def comparing(name: str) -> Callable[..., list[Record]]:
+        def compared(_f: str, op: Any, case: Case, pairs: Any, _p: str, _c: object, lost: dict[str, str]) -> list[Record]:
+            where.append(name)
+            if faults[op.name]:
+                raise compare.ContextLostError(faults[op.name].pop(), "an illegal memory access")
+            return [measured_row(op, case, variant.name, lost.get(variant.name, "")) for variant, _ in pairs]
+
+        return compared
+
+    monkeypatch.setattr(campaign, "compare", comparing("here"))
+    monkeypatch.setattr(campaign, "compare_apart", comparing("apart"))
+    found = compare_live(OPS, Selection(str(path), quants=("none",)), "baseline", "optimized", options, Quiet())
+    assert where == ["here", "apart", "apart", "apart"]
+    assert [(r.op, r.variant, r.reason) for r in found] == [
+        ("rmsnorm_fwd", "baseline", "x"),
+        ("rmsnorm_fwd", "optimized", "an illegal memory access"),
+        ("rmsnorm_bwd", "baseline", "an illegal memory access"),
+        ("rmsnorm_bwd", "optimized", "an illegal memory access"),
+    ]
+
+
+def test_a_fresh_process_finds_all_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def here(count: int, work: Callable[..., Any], *args: Any) -> list[Any]:
+        assert count == 1
+        return [work(*pickle.loads(pickle.dumps(args)))]
+
+    monkeypatch.setattr(apart, "in_fresh_processes", here)
+    monkeypatch.setattr(apart, "compare", lambda *given: given)
+    stream = OPS["stream"]
+    beside = Case("c", (("read", 64), ("write", 64)), "int32")
+    ceiling = compare.Ceiling(stream, stream.variants[0], stream.variants[0].default_config(beside), beside)
+    lost = {"baseline": "it faults"}
+    assert apart.compare_apart("f", OP, CASE, PAIRS, "hot", ceiling, lost) == ("f", OP, CASE, PAIRS, "hot", ceiling, lost)
+    assert apart.compare_apart("f", OP, CASE, PAIRS, "hot", None, {})[5] is None  # type: ignore[comparison-overlap]
 
 
 @pytest.mark.parametrize(
