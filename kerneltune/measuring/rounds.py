@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kerneltune import nvml
 from kerneltune.stats import Samples, ratio_interval
 
 Run = Callable[[int], Any]
@@ -161,17 +162,13 @@ def interleave(
 
 
 def throttled() -> bool:
-    """Whether the GPU says that heat or power slow it down now; false where NVML cannot be asked."""
+    """Whether the GPU says that heat or the power brake slow it down now; false where NVML cannot be asked."""
     import pynvml
 
     try:
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
-        reasons = pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
+        return nvml.slowed_down(pynvml.nvmlDeviceGetCurrentClocksEventReasons(nvml.handle()))
     except pynvml.NVMLError:
         return False
-    slowing = pynvml.nvmlClocksEventReasonSwThermalSlowdown | pynvml.nvmlClocksEventReasonHwSlowdown
-    return bool(reasons & slowing)
 
 
 def _settled(times: Mapping[str, list[float]], half_width: float) -> bool:
