@@ -262,6 +262,22 @@ def test_what_does_not_fit_a_multiprocessor_as_often_as_it_says_is_never_run(
             tuner.evaluate(config, kernels)
 
 
+def test_a_cooperative_grid_that_does_not_fit_is_not_hidden_by_a_smaller_kernel(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuner = Tuner(op_of(LARGE), CASE, LARGE, "cold", setting.store(), NoBench())
+    here = device.current()
+    monkeypatch.setattr(device, "current", lambda: replace(here, arch="sm_90"))
+    main, small = Kernel("main", 8, 168, 0, 0), Kernel("dgamma", 8, 32, 0, 0)
+    together = Compiled((replace(main, cooperative=True), small), 1.0)
+    trial = tuner.evaluate(Large(64, 1, 1, 2), together)
+    assert (trial.status, trial.detail) == ("occupancy", "1 programs fit a multiprocessor, not 2")
+    with pytest.raises(AssertionError):  # as many as it asks for fit
+        tuner.evaluate(Large(64, 1, 1, 1), together)
+    with pytest.raises(AssertionError):  # a grid that can run in turns is not dropped for what is beside it
+        tuner.evaluate(Large(64, 1, 2, 2), Compiled((main, small), 1.0))
+
+
 # errors
 
 

@@ -192,7 +192,8 @@ class _DryLaunch:
     def __call__(self, *_args: Any) -> None:
         meta, usage = self.metadata, self.usage
         resources = (usage.registers, usage.spill_bytes, meta.shared, usage.scalar_registers, self.accesses)
-        self.launched.append(Kernel(meta.name, meta.num_warps, *resources))
+        cooperative = bool(meta.launch_cooperative_grid)
+        self.launched.append(Kernel(meta.name, meta.num_warps, *resources, cooperative))
 
 
 class _DryUtils:

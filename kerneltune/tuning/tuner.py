@@ -175,10 +175,15 @@ class Tuner:
 
 
 def _resident(compiled: Compiled) -> int:
-    """Programs of the config's smallest kernel that one multiprocessor holds; any number where the GPU's limits are not known."""
+    """Programs that one multiprocessor holds of the config's cooperative grids, all of which must fit to be launched.
+
+    Where there is none, of the kernel of which it holds most: which one `ctas` is about is not known, and any of them runs. Any
+    number where the GPU's limits are not known.
+    """
     arch = device.current().arch
-    programs = [resident(kernel, arch).programs for kernel in compiled.kernels if arch in LIMITS]
-    return max(programs, default=sys.maxsize)
+    programs = [(kernel.cooperative, resident(kernel, arch).programs) for kernel in compiled.kernels if arch in LIMITS]
+    together = [fitting for cooperative, fitting in programs if cooperative]
+    return min(together) if together else max((fitting for _, fitting in programs), default=sys.maxsize)
 
 
 @dataclass(frozen=True, slots=True)
