@@ -8,9 +8,7 @@ of the whole space. Changes no config cache. Prints nothing.
 import json
 import os
 import shlex
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,6 +24,7 @@ from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import Interval, median_interval, ratio_interval
 from kerneltune.tuning.bench import SCREEN_SAMPLES, IsolatedBench, Measuring, Named, split_cores
 from kerneltune.tuning.knobs import Given, checked_space, narrowed
+from kerneltune.tuning.machines import empty_caches
 from kerneltune.tuning.tuners import EXHAUSTIVE, SIDES, US, Found, Task, finalists, unable
 
 DEFAULT = "default config"
@@ -109,7 +108,7 @@ def contest(
     wanted = [name for name in sides if name not in lacking]
     progress.stage("versus", len(wanted) + 1)
     for name in wanted:
-        with _empty_caches() as folder:
+        with empty_caches() as folder:
             task = Task(Named(op.module, op.name, variant.name), case, knobs, search, options, folder)
             try:
                 (found[name],) = in_fresh_processes(1, sides[name], task, timeout_s=_SIDE_TIMEOUT_S)
@@ -127,21 +126,6 @@ def contest(
     lines += [Line(name, None, None, None, None, None, reason) for name, reason in (*reasons.items(), *lacking.items())]
     lines += [_line(name, config, judged, wrong) for name, config in ((DEFAULT, default), (BEST, best))]
     return Contest(op.name, variant.name, case, options.policy, len(space), tuple(lines))
-
-
-@contextmanager
-def _empty_caches() -> Iterator[Path]:
-    """An empty folder, and in the environment an empty one for what Triton compiles."""
-    before = os.environ.get("TRITON_CACHE_DIR")
-    with tempfile.TemporaryDirectory(prefix="kerneltune-", ignore_cleanup_errors=True) as folder:
-        os.environ["TRITON_CACHE_DIR"] = str(Path(folder) / "triton")
-        try:
-            yield Path(folder)
-        finally:
-            if before is None:
-                del os.environ["TRITON_CACHE_DIR"]
-            else:
-                os.environ["TRITON_CACHE_DIR"] = before
 
 
 _Judged = dict[Config, tuple[Interval, Interval]]
