@@ -152,6 +152,18 @@ def test_the_default_sampler_finds_a_good_config_and_beats_chance(setting: Setti
     assert statistics.median(found) < statistics.median(chance), (found, chance)
 
 
+@pytest.mark.parametrize("sampler", ["tpe", "qmc"])
+def test_optuna_hears_the_time_of_every_config_also_of_those_it_did_not_draw(sampler: str) -> None:
+    pool = list(SMALL.configs(CASE))
+    proposals = loop.propose(pool, pool[:1], Search(sampler=sampler, budget_s=60.0))
+    times = {}
+    while (config := proposals.ask()) is not None:
+        times[config] = small_time(config)
+        proposals.tell(config, times[config])
+    heard = {Small(**trial.params): trial.value for trial in proposals._study.trials if trial.value is not None}  # type: ignore[attr-defined]
+    assert heard == times and len(times) == len(pool)
+
+
 def test_optuna_goes_on_where_half_of_the_configs_fail(setting: Setting) -> None:
     landscape = tables(2)
     tuner = setting.tuner(LARGE, lambda c: None if c.warps in (1, 2) and c != Large(64, 1, 1, 0) else landscape(c))

@@ -271,20 +271,21 @@ class _Asked:
         while self._begin and self._begin[0] not in self._left:
             self._begin.popleft()
         if self._begin:
-            config = self._begin.popleft()
-            self._study.enqueue_trial(values(config))
-            self._trials[config] = self._study.ask(self._space)
-            del self._left[config]
-            return config
+            return self._given(self._begin.popleft())
         for _ in range(20 * AHEAD):
             trial = self._study.ask(self._space)
             config = self._make(**trial.params)
             if config in self._left:
                 self._trials[config] = trial
-                break
+                del self._left[config]
+                return config
             self._study.tell(trial, state=optuna.trial.TrialState.FAIL)
-        else:
-            config = next(iter(self._left))
+        return self._given(next(iter(self._left)))
+
+    def _given(self, config: Config) -> Config:
+        """A config that the sampler did not draw, as a trial of its study: it hears the time of that, too."""
+        self._study.enqueue_trial(values(config))
+        self._trials[config] = self._study.ask(self._space)
         del self._left[config]
         return config
 
