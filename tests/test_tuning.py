@@ -128,21 +128,21 @@ def options(tmp_path: Path) -> Options:
 
 
 def test_a_search_stores_the_best_config_and_every_trial(selection: Selection, options: Options) -> None:
-    (entry,) = run_tune(OPS, selection, options, Quiet())
+    (entry,) = run_tune(OPS, selection, options, Quiet()).entries
     assert entry.config == {"block": 2048, "warps": 8, "ctas": 0}
     assert options.results is not None
     path = options.results / "runs" / "trials" / "nvidia_h200" / "stream.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert len({json.dumps(row["config"]) for row in rows}) == len(rows) == entry.evidence["trials"]
     assert rows[0]["resources"] == 128 and rows[0]["shared_bytes"] == 1024 and rows[0]["date"] and rows[0]["commit"]
-    assert run_tune(OPS, selection, options, Quiet()) == []  # nothing is lacking
+    assert run_tune(OPS, selection, options, Quiet()).entries == []  # nothing is lacking
 
 
 def test_a_config_that_is_lost_does_not_end_the_search(
     selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Bench, "lost", staticmethod(lambda config: config.block == 2048))
-    (entry,) = run_tune(OPS, selection, options, Quiet())
+    (entry,) = run_tune(OPS, selection, options, Quiet()).entries
     assert entry.config["block"] in (1024, 4096) and entry.evidence["trials"] > 4
 
 
@@ -155,7 +155,7 @@ def test_a_case_whose_child_is_lost_is_left_out_and_said(
         raise ChildLostError("MemoryError: inputs do not fit")
 
     monkeypatch.setattr(Bench, "trial", lost)
-    assert run_tune(OPS, selection, options, Spoken(notes)) == []
+    assert run_tune(OPS, selection, options, Spoken(notes)).entries == []
     assert notes[:1] == ["not tuned: stream baseline 1048576+1048576 int32 none: MemoryError: inputs do not fit"]
 
 
@@ -171,7 +171,7 @@ def test_a_run_says_how_long_the_gpu_waited_and_keeps_it(
 
     monkeypatch.setattr(Bench, "trial", trial)
     notes: list[str] = []
-    (entry,) = run_tune(OPS, selection, options, Spoken(notes))
+    (entry,) = run_tune(OPS, selection, options, Spoken(notes)).entries
     assert options.results is not None
     rows = (options.results / "runs" / "searches" / "nvidia_h200.jsonl").read_text().splitlines()
     (row,) = map(json.loads, rows)
@@ -209,7 +209,7 @@ def test_what_the_next_case_begins_with_is_compiled_while_this_one_is_measured(
 
     monkeypatch.setattr(Pool, "submit", submit)
     monkeypatch.setattr(Bench, "open", opened)
-    first, second = run_tune(OPS, Selection(str(tmp_path / "two.yaml")), options, Quiet())
+    first, second = run_tune(OPS, Selection(str(tmp_path / "two.yaml")), options, Quiet()).entries
     assert happened.index(("compile", 2 << 20)) < happened.index(("open", 1 << 20)) < happened.index(("open", 2 << 20))
     assert sum(size == 2 << 20 for what, size in happened if what == "compile") == second.evidence["trials"]  # none twice
 
@@ -217,7 +217,7 @@ def test_what_the_next_case_begins_with_is_compiled_while_this_one_is_measured(
 def test_a_whole_space_is_measured_and_written(selection: Selection, options: Options) -> None:
     knobs = (("warps", ("16",)), ("ctas", ("1", "2")))
     wide = replace(options, exhaustive=True, knobs=knobs)
-    assert run_tune(OPS, selection, wide, Quiet()) == []
+    assert run_tune(OPS, selection, wide, Quiet()).entries == []
     assert options.results is not None and not (options.results.parent / "configs").exists()
     (path,) = (options.results / "nvidia_h200" / "spaces").iterdir()
     space = spaces.read(path)
@@ -252,7 +252,7 @@ def test_knobs_that_do_not_exist_are_refused(knobs: Any, message: str, selection
 
 
 def test_stale_entries_of_this_gpu_are_timed_again(selection: Selection, options: Options) -> None:
-    (entry,) = run_tune(OPS, selection, options, Quiet())
+    (entry,) = run_tune(OPS, selection, options, Quiet()).entries
 
     def status(**changes: Any) -> str:
         stored = replace(entry, **changes)

@@ -5,6 +5,7 @@ Decides nothing about configs and prints nothing.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 
@@ -25,8 +26,16 @@ from kerneltune.tuning.verify import Verdict, verify
 CEILING_OP = "stream"
 
 
-def run_tune(ops: Mapping[str, Op], selection: Selection, options: Options, progress: Progress) -> list[cache.Entry]:
-    """Search the selected bench cases, or measure their whole spaces; returns the entries that were stored.
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """What a run stored in the config cache, and the GPU model, as its folder is called, that it is for."""
+
+    device_slug: str
+    entries: list[cache.Entry]
+
+
+def run_tune(ops: Mapping[str, Op], selection: Selection, options: Options, progress: Progress) -> Tuned:
+    """Search the selected bench cases, or measure their whole spaces.
 
     Raises:
         ValueError: no GPU, bad input, a space that makes no sense, or a folder that cannot be written.
@@ -39,7 +48,7 @@ def run_tune(ops: Mapping[str, Op], selection: Selection, options: Options, prog
         return _tune_on_many(ops, entries, selection, options, progress)
     if not device.current().is_gpu:
         raise ValueError("tune needs a GPU: in the interpreter nothing can be timed")
-    return tune_entries(ops, entries, selection, options, progress)
+    return Tuned(device.current().slug, tune_entries(ops, entries, selection, options, progress))
 
 
 def tune_entries(
@@ -68,7 +77,7 @@ def tune_entries(
 
 def _tune_on_many(
     ops: Mapping[str, Op], entries: Sequence[sweep.Entry], selection: Selection, options: Options, progress: Progress
-) -> list[cache.Entry]:
+) -> Tuned:
     """The same on several GPUs at once.
 
     Raises:
@@ -80,11 +89,11 @@ def _tune_on_many(
 
     here = device.current()
     if here.is_gpu and not wanted(here.slug):
-        return []
+        return Tuned(here.slug, [])
     with _workers(selection.family, options) as workers:
         fleet = Fleet(workers, options, progress)
         whole = fleet.run(wanted)
-    return _ended(fleet.finished, whole, fleet.slug, selection, options, progress)
+    return Tuned(fleet.slug, _ended(fleet.finished, whole, fleet.slug, selection, options, progress))
 
 
 def _workers(family: str, options: Options) -> LocalWorkers | RayWorkers:

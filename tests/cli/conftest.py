@@ -10,6 +10,7 @@ from command_line import both
 from kerneltune import device, records
 from kerneltune.cli import console
 from kerneltune.records import Record
+from kerneltune.tuning.run import Tuned
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +52,9 @@ def campaign(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         reporter.note("a remark")
         return list(seen["answer"])
 
+    def tuned(*given: Any) -> Tuned:
+        return Tuned("nvidia_h200", fake(*given))  # type: ignore[arg-type]
+
     monkeypatch.setattr("kerneltune.campaign.run_sweep", fake)
-    monkeypatch.setattr("kerneltune.tuning.run.run_tune", fake)
+    monkeypatch.setattr("kerneltune.tuning.run.run_tune", tuned)
     return seen
