@@ -181,6 +181,9 @@ def _measure(
 ) -> list[Record]:
     """Every case beside its peers; with a journal, those that it has are not measured again."""
     done = {(r.key, r.variant): r for r in _journalled(journal)} if journal else {}
+    if journal and journal.exists():
+        with journal.open("r+b") as file:
+            drop_cut_line(file)
     measured = []
     work = []
     for entry in entries:
@@ -252,25 +255,24 @@ def _compile_measured(
 def _still_good(
     done: Mapping[tuple[Any, str], Record], op: Op, case: Case, pairs: Sequence[tuple[Variant, Config]], options: Options
 ) -> list[Record] | None:
-    """The rows of a case that an interrupted run left, if it left all of them for this source, driver, triton and config."""
+    """The rows of a case that an interrupted run left, if it left all of them for this source, driver, versions and config."""
     key = _key(op, case, options)
-    here = (op.source_hash, device.current().driver, device.versions()["triton"])
+    here = {"source_hash": op.source_hash, "driver": device.current().driver, **device.versions()}
     rows = [(done.get((key, variant.name)), config_values(config)) for variant, config in pairs]
     found = [
         row
         for row, config in rows
-        if row is not None and (row.source_hash, row.driver, row.triton) == here and row.config == config
+        if row is not None and {name: getattr(row, name) for name in here} == here and row.config == config
     ]
     return found if len(found) == len(pairs) else None
 
 
 def _journalled(journal: Path) -> list[Record]:
-    """What an interrupted run measured; a row that was being written is gone."""
+    """What an interrupted run measured, without a row that was being written."""
     if not journal.exists():
         return []
-    with journal.open("r+b") as file:
-        drop_cut_line(file)
-    return records.load(journal)
+    whole, end, _cut = journal.read_bytes().rpartition(b"\n")
+    return records.parse(whole + end, str(journal))
 
 
 def _journal(family: str, options: Options) -> Path:
