@@ -83,7 +83,8 @@ def run(selection: Selection, options: Options) -> list[Record]:
 
 def written(options: Options) -> list[Path]:
     assert options.results is not None
-    return sorted(path.relative_to(options.results) for path in options.results.rglob("*") if path.is_file())
+    found = [path for path in options.results.rglob("*") if path.is_file() and path.suffix != ".lock"]
+    return sorted(path.relative_to(options.results) for path in found)
 
 
 def test_without_a_gpu_a_sweep_only_checks(stream_sweep: Selection, options: Options) -> None:
