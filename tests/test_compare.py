@@ -35,7 +35,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "current", lambda: h200)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(compare, "Checker", Checker)
-    monkeypatch.setattr(compare, "memory_shortage", lambda *_: None)
+    monkeypatch.setattr(compare, "obstacle", lambda *_: None)
     monkeypatch.setattr(compare, "input_sets", lambda *_: [{}])
     monkeypatch.setattr(compare, "contender", lambda *_: None)
     monkeypatch.setattr(compare, "time_contenders", lambda cs: {name: us[name] * rounds for name in cs})
@@ -114,6 +114,15 @@ def test_inputs_that_cannot_be_put_back_are_the_check_s_finding() -> None:
     assert checker.errors(variant, variant.default_config(CASE)) == [
         "the launch failed: RuntimeError: CUDA error: an illegal memory access was encountered"
     ]
+
+
+def test_a_case_that_cannot_be_cold_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    h200 = device.Device("NVIDIA H200", "sm_90", 132, 60_000_000, 232448, "580")
+    monkeypatch.setattr(device, "current", lambda: h200)
+    monkeypatch.setattr(compare, "_free_bytes", lambda: 1 << 37)
+    rows = compare.compare("f", OP, CASE, PAIRS, "cold", None)
+    reason = "a cold L2 takes 14,313 input sets of 16,768 bytes, more than 8,192: only policy hot can time it"
+    assert [(row.status, row.reason) for row in rows] == [("skipped", reason)] * 3
 
 
 def test_nothing_is_timed_where_nothing_is_right(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,7 @@ def an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(device, "current", lambda: H200)
     monkeypatch.setattr(machines, "CompilePool", Pool)
     monkeypatch.setattr(machines, "IsolatedBench", Bench)
-    monkeypatch.setattr(task, "memory_shortage", lambda *_: None)
+    monkeypatch.setattr(task, "obstacle", lambda *_: None)
     cache.clear()
     yield
     cache.clear()

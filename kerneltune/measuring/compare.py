@@ -63,6 +63,15 @@ def memory_shortage(op: Op, case: Case) -> str | None:
     return f"needs {needed:,} bytes, {free:,} are free" if needed > free else None
 
 
+def obstacle(op: Op, case: Case, policy: str) -> str | None:
+    """None if the case can be timed under a policy, else why not: it does not fit the GPU, or its calls would not be cold."""
+    try:
+        _sets(op, case, POLICIES[policy])
+    except ValueError as error:
+        return str(error)
+    return memory_shortage(op, case)
+
+
 def release_memory() -> None:
     """Give back what torch keeps of the GPU's memory for later, so that another process finds it."""
     torch.cuda.empty_cache()
@@ -118,9 +127,9 @@ def compare(
     Raises:
         ContextLostError: a launch took the process's context with the GPU along.
     """
-    shortage = memory_shortage(op, case)
-    if shortage is not None:
-        return [make_record(family, op, case, v, c, policy, "skipped", shortage) for v, c in variants]
+    reason = obstacle(op, case, policy)
+    if reason is not None:
+        return [make_record(family, op, case, v, c, policy, "skipped", reason) for v, c in variants]
     checker = Checker(op, case, "cuda")
     reasons = {name: ("failed", reason) for name, reason in lost.items()}
     for variant, config in variants:
@@ -186,13 +195,20 @@ def _time(
     if not contenders:
         return {}
     try:
-        if ceiling is not None:
-            stream_inputs = input_sets(ceiling.op, ceiling.case, policy)
+        if ceiling is not None and (stream_inputs := _inputs_beside(ceiling, policy)):
             contenders[_CEILING] = contender(ceiling.variant, ceiling.config, stream_inputs, policy)
         return time_contenders(contenders)
     except RuntimeError as error:
         _require_context("", f"cannot be timed: {first_line(error)}")
         raise
+
+
+def _inputs_beside(ceiling: Ceiling, policy: Policy) -> list[Inputs]:
+    """Input sets of a ceiling; none, and so no ceiling, where what else is timed leaves too little memory for them."""
+    try:
+        return input_sets(ceiling.op, ceiling.case, policy)
+    except ValueError:
+        return []
 
 
 def time_contenders(contenders: Mapping[str, Contender]) -> dict[str, Samples]:
@@ -201,9 +217,16 @@ def time_contenders(contenders: Mapping[str, Contender]) -> dict[str, Samples]:
 
 
 def input_sets(op: Op, case: Case, policy: Policy) -> list[Inputs]:
-    """As many input sets as make every call find the L2 as the policy says."""
-    sets = rotation(policy, op.traffic(case).total, device.current().l2_bytes, _free_bytes())
-    return [op.inputs(case, device="cuda", seed=i) for i in range(sets)]
+    """As many input sets as make every call find the L2 as the policy says.
+
+    Raises:
+        ValueError: there is not the memory for these, or they are too many.
+    """
+    return [op.inputs(case, device="cuda", seed=i) for i in range(_sets(op, case, policy))]
+
+
+def _sets(op: Op, case: Case, policy: Policy) -> int:
+    return rotation(policy, op.traffic(case).total, device.current().l2_bytes, _free_bytes())
 
 
 def contender(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kerneltune import cache, device
-from kerneltune.measuring.compare import memory_shortage
+from kerneltune.measuring.compare import obstacle
 from kerneltune.plan import Options, Progress, results_root
 from kerneltune.search import spaces
 from kerneltune.search.loop import Search, values
@@ -77,9 +77,9 @@ def perform(machines: Machines, work: Work, following: Work | None, family: str,
         ValueError: a space that makes no sense, a store that cannot be read, or a folder that cannot be written.
     """
     op, case = work.op, work.case
-    shortage = memory_shortage(op, case)
-    if shortage is not None:
-        return Done(problem=f"not tuned: {op.name} {case.name}: {shortage}")
+    reason = obstacle(op, case, options.policy)
+    if reason is not None:
+        return Done(problem=f"not tuned: {op.name} {case.name}: {reason}")
     tuner = machines.tuner(op, case, widened(work.variant, options.knobs))
     compiling, clock = machines.compiling(tuner), Clock(machines)
     try:

@@ -16,7 +16,7 @@ from typing import Any
 
 from kerneltune import device
 from kerneltune.files import replace_text
-from kerneltune.measuring.compare import commit, memory_shortage, release_memory
+from kerneltune.measuring.compare import commit, obstacle, release_memory
 from kerneltune.plan import Options, Progress, require_gpu, results_folder
 from kerneltune.processes import in_fresh_processes
 from kerneltune.search.loop import Search, values
@@ -92,15 +92,15 @@ def contest(
         judge: makes the bench of the common run; the measuring child if not given.
 
     Raises:
-        ValueError: no GPU, a case that does not fit, a space that makes no sense, or no side found a config.
+        ValueError: no GPU, a case that does not fit or cannot be cold, a space that makes no sense, or no side found a config.
     """
     require_gpu("versus")
     space = checked_space(op, case, narrowed(variant, knobs))
     if len(space) < 2:
         raise ValueError(f"{op.name} {case.label}: one config: expected a space to search")
-    shortage = memory_shortage(op, case)
-    if shortage is not None:
-        raise ValueError(f"{op.name} {case.label}: {shortage}")
+    reason = obstacle(op, case, options.policy)
+    if reason is not None:
+        raise ValueError(f"{op.name} {case.label}: {reason}")
     release_memory()
     lacking = unable()
     found: dict[str, Found] = {}
