@@ -5,7 +5,7 @@ Knows no operator and prints nothing. May import torch.
 
 import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import current_process
 from pathlib import Path
@@ -31,8 +31,16 @@ _WORTH_A_POOL = 10
 """So many kernels compiled one by one take as long as the start of the processes that compile side by side."""
 
 
-def run_sweep(ops: Mapping[str, Op], selection: Selection, options: Options, progress: Progress) -> list[Record]:
-    """All stages of a sweep; returns the records of this run, failed checks before the measured rows.
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """The records of a run, failed checks before the measured rows, and the files that it wrote."""
+
+    records: list[Record]
+    files: list[Path]
+
+
+def run_sweep(ops: Mapping[str, Op], selection: Selection, options: Options, progress: Progress) -> Swept:
+    """All stages of a sweep.
 
     Without a GPU, and with `check_only`, the sweep's check cases run and no time is taken. On a GPU the records, the table,
     Markdown and CSV are written under results/; rows measured before an interruption are not measured again.
@@ -43,8 +51,7 @@ def run_sweep(ops: Mapping[str, Op], selection: Selection, options: Options, pro
     plan = load_plan(ops, selection)
     checked = _check(ops, plan.family, [e for e in plan.check if selection.takes(e)], selection, options, progress)
     if options.check_only or not device.current().is_gpu:
-        _write_checked(plan.family, checked, options)
-        return checked
+        return Swept(checked, [_write_checked(plan.family, checked, options)])
     for record in checked:
         if record.status == "failed":
             progress.note(
@@ -54,8 +61,8 @@ def run_sweep(ops: Mapping[str, Op], selection: Selection, options: Options, pro
     if options.tune:
         tune_entries(ops, entries, selection, options, progress)
     measured = _measure(ops, plan.family, entries, selection, options, progress, _journal(plan.family, options))
-    _write(plan.family, measured, options)
-    return [*(record for record in checked if record.status == "failed"), *measured]
+    files = _write(plan.family, measured, options)
+    return Swept([*(record for record in checked if record.status == "failed"), *measured], files)
 
 
 def compare_live(
@@ -280,15 +287,17 @@ def _journal(family: str, options: Options) -> Path:
     return results_root(options) / "runs" / device.current().slug / f"{family}.journal.jsonl"
 
 
-def _write(family: str, measured: Sequence[Record], options: Options) -> None:
-    folder = results_folder(options)
-    records.merge(folder / f"{family}.jsonl", [*_journalled(_journal(family, options)), *measured])
-    everything = records.load(folder / f"{family}.jsonl")
-    replace_text(folder / f"{family}.md", tables.sweep_markdown(everything))
-    replace_text(folder / f"{family}.csv", tables.sweep_csv(everything))
+def _write(family: str, measured: Sequence[Record], options: Options) -> list[Path]:
+    rows, markdown, csv = (results_folder(options) / f"{family}{suffix}" for suffix in (".jsonl", ".md", ".csv"))
+    records.merge(rows, [*_journalled(_journal(family, options)), *measured])
+    everything = records.load(rows)
+    replace_text(markdown, tables.sweep_markdown(everything))
+    replace_text(csv, tables.sweep_csv(everything))
     _journal(family, options).unlink(missing_ok=True)
+    return [rows, markdown, csv]
 
 
-def _write_checked(family: str, checked: Sequence[Record], options: Options) -> None:
-    folder = results_root(options) / "runs" / device.current().slug
-    records.merge(folder / f"{family}.check.jsonl", checked)
+def _write_checked(family: str, checked: Sequence[Record], options: Options) -> Path:
+    path = results_root(options) / "runs" / device.current().slug / f"{family}.check.jsonl"
+    records.merge(path, checked)
+    return path

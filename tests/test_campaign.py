@@ -78,7 +78,7 @@ def options(tmp_path: Path) -> Options:
 
 
 def run(selection: Selection, options: Options) -> list[Record]:
-    return run_sweep(OPS, selection, options, Quiet())
+    return run_sweep(OPS, selection, options, Quiet()).records
 
 
 def written(options: Options) -> list[Path]:
@@ -89,7 +89,7 @@ def written(options: Options) -> list[Path]:
 
 def test_without_a_gpu_a_sweep_only_checks(stream_sweep: Selection, options: Options) -> None:
     progress = Spoken()
-    found = run_sweep(OPS, stream_sweep, options, progress)
+    found = run_sweep(OPS, stream_sweep, options, progress).records
     assert [(r.op, r.variant, r.case, r.status) for r in found] == [
         ("stream", "baseline", "odd", "checked"),
         ("stream", "baseline", "even", "checked"),
@@ -103,9 +103,10 @@ def test_without_a_gpu_a_sweep_only_checks(stream_sweep: Selection, options: Opt
 
 
 def test_checks_are_written_where_git_does_not_look_and_nowhere_else(stream_sweep: Selection, options: Options) -> None:
-    found = run(stream_sweep, options)
+    swept = run_sweep(OPS, stream_sweep, options, Quiet())
     assert written(options) == [Path("runs/interpreter/tiny.check.jsonl")]
-    assert records.load(options.results / "runs" / "interpreter" / "tiny.check.jsonl") == found  # type: ignore[operator]
+    path = options.results / "runs" / "interpreter" / "tiny.check.jsonl"  # type: ignore[operator]
+    assert swept.files == [path] and records.load(path) == swept.records
     assert results_folder(options) == options.results / "runs" / "interpreter"  # type: ignore[operator]
     assert options.configs is not None and not options.configs.exists()
 
