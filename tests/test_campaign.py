@@ -14,8 +14,8 @@ import pytest
 import torch
 from bench_jobs import FakeCheck
 
-from kerneltune import campaign, device, ops, records, sweep
-from kerneltune.campaign import _journalled, _still_good, compare_live, run_sweep
+from kerneltune import campaign, device, ops, records
+from kerneltune.campaign import _journalled, _still_good, compare_live, measure_live, run_sweep
 from kerneltune.device import INTERPRETER
 from kerneltune.measuring import compare
 from kerneltune.measuring.check import Checker
@@ -399,24 +399,56 @@ def test_what_a_check_will_launch_is_compiled_before() -> None:
     assert done.stdout.strip() == "[(['_stream'], ''), (['_stream'], '')]", done.stderr
 
 
-def test_what_is_measured_is_compiled_side_by_side_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("an_h200")
+def test_what_is_measured_is_compiled_side_by_side_before(
+    tmp_path: Path, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: list[tuple[str, str]] = []
-    here = device.current()
-    monkeypatch.setattr(device, "current", lambda: replace(here, arch="sm_90"))
     monkeypatch.setattr(campaign, "compare", lambda *_: told.append(("measured", "")) or [])
     monkeypatch.setattr(
         campaign, "compile_ahead", lambda work, *_: told.extend((op.name, v.name) for op, _, pairs in work for v, _ in pairs)
     )
-    given = Options(results=tmp_path / "results", configs=tmp_path / "configs")
-    options = tuple((name, values[0]) for name, values in OPS["rmsnorm_fwd"].options.items())
-    cases = [Case("some", (("M", 64), ("N", n)), "bfloat16", "none", options) for n in (256, 512, 1024)]
-    entries = [sweep.Entry("rmsnorm_fwd", case, "bench") for case in cases]
+    path = tmp_path / "norm.yaml"
+    cases = 'bench:\n  - {name: "n{N}", M: 64, N: [256, 512, 1024], quant: none}\n'
+    path.write_text(f"family: norm\nops: [rmsnorm_fwd]\ndefaults: {{dtype: bfloat16, zero_centered: false}}\n{cases}")
 
-    campaign._measure(OPS, "norm", entries, Selection("norm"), given, Quiet(), None)
+    measure_live(OPS, Selection(str(path)), options, Quiet(), "test")
     own = [v.name for v in OPS["rmsnorm_fwd"].variants if not v.is_peer]
     ahead = [*[("rmsnorm_fwd", name) for name in own] * 3, *[("stream", OPS["stream"].variants[0].name)] * 3]
     assert told == [*ahead, *[("measured", "")] * 3]
 
     told.clear()
-    campaign._measure(OPS, "norm", entries[:1], Selection("norm"), given, Quiet(), None)
+    measure_live(OPS, Selection(str(path), cases=("n256",)), options, Quiet(), "test")
     assert told == [("measured", "")], "few kernels are compiled where they are launched"
+
+
+@pytest.mark.usefixtures("an_h200")
+def test_an_interrupted_measurement_goes_on_where_it_was(
+    tmp_path: Path, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(STREAM + "  - {name: bigger, read: 2097152, write: 2097152}\n")
+    measured: list[str] = []
+
+    def comparing(_f: str, op: Any, case: Case, pairs: Any, *_: object) -> list[Record]:
+        if case.name == "bigger" and "bigger" not in measured:
+            measured.append("bigger")
+            raise KeyboardInterrupt
+        measured.append(case.name)
+        identity = {"op": op.name, "case": case.name, "dtype": case.dtype, "axes": dict(case.axes), "options": {}}
+        known = {"source_hash": op.source_hash, "driver": "580", "config": config_values(pairs[0][1])}
+        return [row(pairs[0][0].name, **identity, **known)]
+
+    monkeypatch.setattr(campaign, "compare", comparing)
+    given = replace(options, tune=False)
+    selection = Selection(str(path), cases=("big*",))
+    with pytest.raises(KeyboardInterrupt):
+        run_sweep(OPS, selection, given, Quiet())
+    assert options.results is not None
+    journal = options.results / "runs" / "nvidia_h200" / "tiny.journal.jsonl"
+    with journal.open("ab") as file:
+        file.write(b'{"op": "stre')  # what was being written
+    swept = run_sweep(OPS, selection, given, Quiet())
+    assert measured == ["big", "bigger", "bigger"] and [record.case for record in swept.records] == ["big", "bigger"]
+    assert swept.files == [options.results / "nvidia_h200" / name for name in ("tiny.jsonl", "tiny.md", "tiny.csv")]
+    assert records.load(swept.files[0]) == swept.records and not journal.exists()
