@@ -22,7 +22,8 @@ from kerneltune.search.trials import drop_cut_line
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.tuning.apart import compare_apart, errors_apart
 from kerneltune.tuning.bench import CheckBench, IsolatedBench
-from kerneltune.tuning.run import CEILING_OP, cached_config, ceiling_case, tune_entries
+from kerneltune.tuning.cached import config_for
+from kerneltune.tuning.run import CEILING_OP, ceiling_case, tune_entries
 from kerneltune.tuning.tuner import job
 
 _CHECKED_CONFIGS = 3
@@ -154,14 +155,8 @@ def _some_configs(variant: Variant, case: Case, count: int) -> list[Config]:
     return [default, *random.Random(0).sample(others, min(count, len(others)))]
 
 
-def _config(op: Op, case: Case, variant: Variant, options: Options) -> Config:
-    if variant.config is None:
-        return None
-    return cached_config(op, case, variant, options, exact=False) or variant.default_config(case)
-
-
 def _pairs(op: Op, case: Case, selection: Selection, options: Options) -> list[tuple[Variant, Config]]:
-    return [(variant, _config(op, case, variant, options)) for variant in wanted_variants(op, selection, options)]
+    return [(variant, config_for(op, case, variant, options)) for variant in wanted_variants(op, selection, options)]
 
 
 def _key(op: Op, case: Case, options: Options) -> Key:
@@ -174,7 +169,7 @@ def _ceiling(ops: Mapping[str, Op], op: Op, case: Case, options: Options) -> Cei
         return None
     stream, stream_case = ops[CEILING_OP], ceiling_case(op, case)
     variant = stream.variants[0]
-    return Ceiling(stream, variant, _config(stream, stream_case, variant, options), stream_case)
+    return Ceiling(stream, variant, config_for(stream, stream_case, variant, options), stream_case)
 
 
 def _measure(

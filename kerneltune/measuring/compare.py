@@ -20,6 +20,7 @@ from kerneltune.errors import first_line
 from kerneltune.measuring.check import Checker, broken_context
 from kerneltune.measuring.rounds import POLICIES, Contender, Policy, interleave, rotation, throttled
 from kerneltune.records import Record, rounded
+from kerneltune.search.trials import knobs_of
 from kerneltune.spec import Case, Config, Inputs, Op, Variant
 from kerneltune.stats import Samples, median_interval, ratio_interval
 
@@ -306,8 +307,8 @@ def make_record(
 
 
 def config_values(config: Config) -> dict[str, Any] | None:
-    """A config as JSON."""
-    return None if config is None else {name: getattr(config, name) for name in config.__dataclass_fields__}
+    """A config as JSON; None for none."""
+    return None if config is None else knobs_of(config)
 
 
 @functools.cache

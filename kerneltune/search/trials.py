@@ -73,7 +73,7 @@ class TrialStore:
 
     def get(self, op: Op, case: Case, variant: Variant, policy: str, config: Config) -> Trial | None:
         """The stored evaluation, if there is one under the same fingerprint."""
-        return self._trials.get(self._key(op.name, case, variant.name, policy, _values(config)))
+        return self._trials.get(self._key(op.name, case, variant.name, policy, tuple(knobs_of(config).items())))
 
     def put(self, op: Op, case: Case, variant: Variant, policy: str, config: Config, trial: Trial) -> None:
         """Store an evaluation; it is on disk when this returns.
@@ -89,14 +89,14 @@ class TrialStore:
             "quant": case.quant,
             "options": dict(case.options),
             "policy": policy,
-            "config": dict(_values(config)),
+            "config": knobs_of(config),
         }
         origin = (datetime.now(UTC).isoformat(timespec="seconds"), self._commit)
         more = {"fingerprint": dict(self._fingerprint), "date": origin[0], "commit": origin[1], "schema": SCHEMA}
         line = json.dumps(identity | asdict(trial) | more) + "\n"
         append(self._path, line)
         self.on_put(line)
-        key = self._key(op.name, case, variant.name, policy, _values(config))
+        key = self._key(op.name, case, variant.name, policy, tuple(knobs_of(config).items()))
         self._trials[key], self._origins[key] = trial, origin
 
     def of_case(self, op: Op, case: Case, variant: Variant, policy: str) -> list[StoredTrial]:
@@ -238,5 +238,6 @@ def drop_cut_line(file: BinaryIO) -> None:
         file.truncate(file.read().rfind(b"\n") + 1)
 
 
-def _values(config: Config) -> tuple[tuple[str, Any], ...]:
-    return tuple((name, getattr(config, name)) for name in config.__dataclass_fields__)
+def knobs_of(config: Config) -> dict[str, Any]:
+    """The knobs of a config and their values."""
+    return {name: getattr(config, name) for name in config.__dataclass_fields__}

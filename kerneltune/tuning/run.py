@@ -14,6 +14,7 @@ from kerneltune.measuring.compare import commit, release_memory
 from kerneltune.plan import Options, Progress, Selection, load_plan, results_root, wanted_variants
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.tuning.bench import ChildLostError
+from kerneltune.tuning.cached import cached_config
 from kerneltune.tuning.cluster import RayWorkers
 from kerneltune.tuning.fleet import Fleet
 from kerneltune.tuning.knobs import checked_space, widened
@@ -213,27 +214,9 @@ def _wanted(
         if (
             options.force
             or options.exhaustive
-            or not cached_config(one.op, one.case, one.variant, options, exact=True, device_slug=device_slug)
+            or not cached_config(one.op, one.case, one.variant, options.policy, options.configs, device_slug)
         ):
             yield one
-
-
-def cached_config(op: Op, case: Case, variant: Variant, options: Options, exact: bool, device_slug: str = "") -> Config | None:
-    """The cached config of a case, exactly its own or the nearest that is valid; of this GPU if no other is named."""
-    hits = cache.candidates(
-        op.name, variant.name, device_slug or device.current().slug, case.axes, case.dtype, case.quant, case.options,
-        options.policy, () if exact else op.free_axes, options.configs,
-    )  # fmt: skip
-    for hit in hits:
-        if exact and not hit.exact:
-            continue
-        try:
-            config = variant.config_from(hit.entry.config)
-        except ValueError:
-            continue
-        if variant.valid(case, config) is None:
-            return config
-    return None
 
 
 def ceiling_case(op: Op, case: Case) -> Case:

@@ -12,8 +12,8 @@ from kerneltune import cache, device
 from kerneltune.measuring.compare import obstacle
 from kerneltune.plan import Options, Progress, results_root
 from kerneltune.search import spaces
-from kerneltune.search.loop import Search, values
-from kerneltune.search.trials import Trial
+from kerneltune.search.loop import Search
+from kerneltune.search.trials import Trial, knobs_of
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.tuning.bench import ChildLostError
 from kerneltune.tuning.knobs import widened
@@ -136,4 +136,4 @@ def _export(tuner: Tuner, trials: Mapping[Config, Trial], family: str, options: 
 
 
 def _knobs(config: Config) -> spaces.Knobs:
-    return tuple(values(config).items())
+    return tuple(knobs_of(config).items())

@@ -19,7 +19,8 @@ from kerneltune.files import replace_text
 from kerneltune.measuring.compare import commit, obstacle, release_memory
 from kerneltune.plan import Options, Progress, require_gpu, results_folder
 from kerneltune.processes import in_fresh_processes
-from kerneltune.search.loop import Search, values
+from kerneltune.search.loop import Search
+from kerneltune.search.trials import knobs_of
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import Interval, median_interval, ratio_interval
 from kerneltune.tuning.bench import SCREEN_SAMPLES, IsolatedBench, Measuring, Named, split_cores
@@ -161,10 +162,10 @@ def _line(
 ) -> Line:
     remark = "; ".join(text for text in (remark, wrong.get(config, "")) if text)
     if config not in judged:
-        return Line(name, wall_s, evaluations, values(config), None, None, remark)
+        return Line(name, wall_s, evaluations, knobs_of(config), None, None, remark)
     time_us, ratio = judged[config]
     gap = Interval(ratio.median - 1, ratio.low - 1, ratio.high - 1)
-    return Line(name, wall_s, evaluations, values(config), time_us, gap, remark)
+    return Line(name, wall_s, evaluations, knobs_of(config), time_us, gap, remark)
 
 
 def keep(contest: Contest, command: Sequence[str], options: Options) -> list[Path]:
