@@ -7,7 +7,6 @@ import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing import current_process
 from pathlib import Path
 from typing import Any
 
@@ -222,17 +221,12 @@ def _compared(
 
     That costs the variant its row, or all rows of the case where it is not known whose launch it was; the others are measured
     in a fresh process.
-
-    Raises:
-        ContextLostError: in a process that may not start others.
     """
     lost: dict[str, str] = {}
     while True:
         try:
             return (compare if here else compare_apart)(family, op, case, pairs, policy, ceiling, lost), here
         except ContextLostError as error:
-            if current_process().daemon:
-                raise
             here = False
             lost |= dict.fromkeys([error.variant] if error.variant else [variant.name for variant, _ in pairs], error.reason)
 
