@@ -5,29 +5,42 @@ Knows no operator and prints nothing. May import torch.
 
 import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kerneltune import device, records, sweep
 from kerneltune.files import replace_text
-from kerneltune.measuring.compare import Ceiling, check_only, compare, config_values
+from kerneltune.measuring.compare import Ceiling, ContextLostError, check_only, compare, config_values
 from kerneltune.measuring.compiler import TARGETS, Compiled, CompilePool, Target
 from kerneltune.plan import Options, Progress, Selection, load_plan, require_gpu, results_folder, results_root, wanted_variants
 from kerneltune.records import Key, Record
 from kerneltune.reporting import tables
 from kerneltune.search.trials import drop_cut_line
 from kerneltune.spec import Case, Config, Op, Variant
-from kerneltune.tuning.run import CEILING_OP, cached_config, ceiling_case, tune_entries
+from kerneltune.tuning.apart import compare_apart, errors_apart
+from kerneltune.tuning.bench import CheckBench, IsolatedBench
+from kerneltune.tuning.cached import config_for
+from kerneltune.tuning.run import CEILING_OP, ceiling_case, tune_entries
 from kerneltune.tuning.tuner import job
 
 _CHECKED_CONFIGS = 3
+_CHECK_TIMEOUT_S = 300.0
 _WORTH_A_POOL = 10
 """So many kernels compiled one by one take as long as the start of the processes that compile side by side."""
 
 
-def run_sweep(ops: Mapping[str, Op], selection: Selection, options: Options, progress: Progress) -> list[Record]:
-    """All stages of a sweep; returns the records of this run, failed checks before the measured rows.
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """The records of a run, failed checks before the measured rows, and the files that it wrote."""
+
+    records: list[Record]
+    files: list[Path]
+
+
+def run_sweep(ops: Mapping[str, Op], selection: Selection, options: Options, progress: Progress) -> Swept:
+    """All stages of a sweep.
 
     Without a GPU, and with `check_only`, the sweep's check cases run and no time is taken. On a GPU the records, the table,
     Markdown and CSV are written under results/; rows measured before an interruption are not measured again.
@@ -38,8 +51,7 @@ def run_sweep(ops: Mapping[str, Op], selection: Selection, options: Options, pro
     plan = load_plan(ops, selection)
     checked = _check(ops, plan.family, [e for e in plan.check if selection.takes(e)], selection, options, progress)
     if options.check_only or not device.current().is_gpu:
-        _write_checked(plan.family, checked, options)
-        return checked
+        return Swept(checked, [_write_checked(plan.family, checked, options)])
     for record in checked:
         if record.status == "failed":
             progress.note(
@@ -49,8 +61,8 @@ def run_sweep(ops: Mapping[str, Op], selection: Selection, options: Options, pro
     if options.tune:
         tune_entries(ops, entries, selection, options, progress)
     measured = _measure(ops, plan.family, entries, selection, options, progress, _journal(plan.family, options))
-    _write(plan.family, measured, options)
-    return [*(record for record in checked if record.status == "failed"), *measured]
+    files = _write(plan.family, measured, options)
+    return Swept([*(record for record in checked if record.status == "failed"), *measured], files)
 
 
 def compare_live(
@@ -119,9 +131,10 @@ def _check(
         progress.advance("the configs to check")
     progress.stage("check", len(entries))
     found = []
-    for op, case, pairs in work:
-        found += check_only(family, op, case, pairs, "cuda" if on_gpu else "cpu")
-        progress.advance(f"{op.name} {case.name} {case.dtype} {case.quant}")
+    with IsolatedBench(CheckBench, trial_timeout_s=_CHECK_TIMEOUT_S) as bench:
+        for op, case, pairs in work:
+            found += check_only(family, op, case, pairs, partial(errors_apart, bench, op, case) if on_gpu else None)
+            progress.advance(f"{op.name} {case.name} {case.dtype} {case.quant}")
     return found
 
 
@@ -141,14 +154,8 @@ def _some_configs(variant: Variant, case: Case, count: int) -> list[Config]:
     return [default, *random.Random(0).sample(others, min(count, len(others)))]
 
 
-def _config(op: Op, case: Case, variant: Variant, options: Options) -> Config:
-    if variant.config is None:
-        return None
-    return cached_config(op, case, variant, options, exact=False) or variant.default_config(case)
-
-
 def _pairs(op: Op, case: Case, selection: Selection, options: Options) -> list[tuple[Variant, Config]]:
-    return [(variant, _config(op, case, variant, options)) for variant in wanted_variants(op, selection, options)]
+    return [(variant, config_for(op, case, variant, options)) for variant in wanted_variants(op, selection, options)]
 
 
 def _key(op: Op, case: Case, options: Options) -> Key:
@@ -161,7 +168,7 @@ def _ceiling(ops: Mapping[str, Op], op: Op, case: Case, options: Options) -> Cei
         return None
     stream, stream_case = ops[CEILING_OP], ceiling_case(op, case)
     variant = stream.variants[0]
-    return Ceiling(stream, variant, _config(stream, stream_case, variant, options), stream_case)
+    return Ceiling(stream, variant, config_for(stream, stream_case, variant, options), stream_case)
 
 
 def _measure(
@@ -175,6 +182,9 @@ def _measure(
 ) -> list[Record]:
     """Every case beside its peers; with a journal, those that it has are not measured again."""
     done = {(r.key, r.variant): r for r in _journalled(journal)} if journal else {}
+    if journal and journal.exists():
+        with journal.open("r+b") as file:
+            drop_cut_line(file)
     measured = []
     work = []
     for entry in entries:
@@ -183,9 +193,10 @@ def _measure(
     ceilings = {(op.name, case): _ceiling(ops, op, case, options) for op, case, _, rows in work if rows is None}
     _compile_measured([(op, case, pairs) for op, case, pairs, rows in work if rows is None], ceilings.values(), options, progress)
     progress.stage("measure", len(entries))
+    here = True
     for op, case, pairs, fresh in work:
         if fresh is None:
-            fresh = compare(family, op, case, pairs, options.policy, ceilings[op.name, case])
+            fresh, here = _compared(family, op, case, pairs, options.policy, ceilings[op.name, case], here)
             if journal:
                 records.append(journal, fresh)
         measured += fresh
@@ -195,6 +206,29 @@ def _measure(
             progress.best(f"{best.variant} {best.time_us:.1f} µs, {best.gbps:.0f} GB/s")
         progress.advance(f"{op.name} {case.name} {case.dtype} {case.quant}")
     return measured
+
+
+def _compared(
+    family: str,
+    op: Op,
+    case: Case,
+    pairs: Sequence[tuple[Variant, Config]],
+    policy: str,
+    ceiling: Ceiling | None,
+    here: bool,
+) -> tuple[list[Record], bool]:
+    """The rows of a case, and whether the next may be measured here: not where a launch took this process's context along.
+
+    That costs the variant its row, or all rows of the case where it is not known whose launch it was; the others are measured
+    in a fresh process.
+    """
+    lost: dict[str, str] = {}
+    while True:
+        try:
+            return (compare if here else compare_apart)(family, op, case, pairs, policy, ceiling, lost), here
+        except ContextLostError as error:
+            here = False
+            lost |= dict.fromkeys([error.variant] if error.variant else [variant.name for variant, _ in pairs], error.reason)
 
 
 def _compile_measured(
@@ -217,25 +251,24 @@ def _compile_measured(
 def _still_good(
     done: Mapping[tuple[Any, str], Record], op: Op, case: Case, pairs: Sequence[tuple[Variant, Config]], options: Options
 ) -> list[Record] | None:
-    """The rows of a case that an interrupted run left, if it left all of them for this source, driver, triton and config."""
+    """The rows of a case that an interrupted run left, if it left all of them for this source, driver, versions and config."""
     key = _key(op, case, options)
-    here = (op.source_hash, device.current().driver, device.versions()["triton"])
+    here = {"source_hash": op.source_hash, "driver": device.current().driver, **device.versions()}
     rows = [(done.get((key, variant.name)), config_values(config)) for variant, config in pairs]
     found = [
         row
         for row, config in rows
-        if row is not None and (row.source_hash, row.driver, row.triton) == here and row.config == config
+        if row is not None and {name: getattr(row, name) for name in here} == here and row.config == config
     ]
     return found if len(found) == len(pairs) else None
 
 
 def _journalled(journal: Path) -> list[Record]:
-    """What an interrupted run measured; a row that was being written is gone."""
+    """What an interrupted run measured, without a row that was being written."""
     if not journal.exists():
         return []
-    with journal.open("r+b") as file:
-        drop_cut_line(file)
-    return records.load(journal)
+    whole, end, _cut = journal.read_bytes().rpartition(b"\n")
+    return records.parse(whole + end, str(journal))
 
 
 def _journal(family: str, options: Options) -> Path:
@@ -243,15 +276,17 @@ def _journal(family: str, options: Options) -> Path:
     return results_root(options) / "runs" / device.current().slug / f"{family}.journal.jsonl"
 
 
-def _write(family: str, measured: Sequence[Record], options: Options) -> None:
-    folder = results_folder(options)
-    records.merge(folder / f"{family}.jsonl", [*_journalled(_journal(family, options)), *measured])
-    everything = records.load(folder / f"{family}.jsonl")
-    replace_text(folder / f"{family}.md", tables.sweep_markdown(everything))
-    replace_text(folder / f"{family}.csv", tables.sweep_csv(everything))
+def _write(family: str, measured: Sequence[Record], options: Options) -> list[Path]:
+    rows, markdown, csv = (results_folder(options) / f"{family}{suffix}" for suffix in (".jsonl", ".md", ".csv"))
+    records.merge(rows, [*_journalled(_journal(family, options)), *measured])
+    everything = records.load(rows)
+    replace_text(markdown, tables.sweep_markdown(everything))
+    replace_text(csv, tables.sweep_csv(everything))
     _journal(family, options).unlink(missing_ok=True)
+    return [rows, markdown, csv]
 
 
-def _write_checked(family: str, checked: Sequence[Record], options: Options) -> None:
-    folder = results_root(options) / "runs" / device.current().slug
-    records.merge(folder / f"{family}.check.jsonl", checked)
+def _write_checked(family: str, checked: Sequence[Record], options: Options) -> Path:
+    path = results_root(options) / "runs" / device.current().slug / f"{family}.check.jsonl"
+    records.merge(path, checked)
+    return path

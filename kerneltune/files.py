@@ -50,6 +50,6 @@ def _replace(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
-    except OSError:
+    except BaseException:  # an interrupt as well
         part.unlink(missing_ok=True)
         raise

@@ -1,7 +1,7 @@
 """Records: measured, checked, failed or skipped rows with everything needed to believe them, kept as JSON lines.
 
-Does not measure, compare or print; a file is only ever appended to.
-Imports the standard library, cells, spec, device and files.
+Does not measure, compare or print. A journal is appended to; a file of results is replaced as a whole.
+Imports the standard library, filelock, cells, spec, device and files.
 """
 
 import contextlib
@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 from kerneltune.cells import pairs
 from kerneltune.device import INTERPRETER
@@ -295,8 +297,15 @@ def _check_status(record: Record) -> None:
 def merge(path: Path, new: Sequence[Record]) -> None:
     """Replace the rows of a file that `new` measured again, keep the others; the file changes as a whole or not at all.
 
+    Processes that do so at the same time wait for each other; readers see the old file or the new one.
+
     Raises:
         ValueError: a broken file, or one that cannot be written.
     """
-    rows = newest([*(load(path) if path.exists() else []), *new])
-    replace_text(path, "".join(f"{to_json(row)}\n" for row in rows))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_name(f".{path.name}.lock")):
+            rows = newest([*(load(path) if path.exists() else []), *new])
+            replace_text(path, "".join(f"{to_json(row)}\n" for row in rows))
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror or error}") from error

@@ -79,6 +79,19 @@ class FakeBench:
         """Nothing to free."""
 
 
+class FakeCheck(FakeBench):
+    """Checks that nothing is wrong; a block of 512 words takes the process along."""
+
+    def open(self, op: Op, case: Case, variant: Variant, policy: str) -> None:
+        """Any case."""
+
+    def trial(self, config: Config, best_us: float | None, samples: int) -> Trial:
+        """No time."""
+        if config.block == 512:
+            os.abort()
+        return Trial("wrong", detail="dst: 1 of 2 words wrong") if config.block == 4096 else Trial("ok")
+
+
 class NeverOpens(FakeBench):
     """Dies before it comes to a config."""
 

@@ -1,4 +1,4 @@
-"""An operator whose kernel faults, hangs or asks for too much memory when its config says so; for the GPU tests of the bench."""
+"""An operator whose kernel faults, hangs or asks for too much memory when its config says so; for GPU tests."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -62,4 +62,6 @@ def space(_case: Case) -> Space:
 
 CASE = Case("broken", (("N", N),), "float32")
 VARIANT = Variant("optimized", run, Knobs, space, default=lambda _case: Knobs("fine"))
-OPS = (Op("broken", ("N",), ("float32",), inputs, reference, compare, lambda _: Traffic(4 * N, 4 * N), (VARIANT,), __name__),)
+FAULTY = Variant("faulty", run, Knobs, space, default=lambda _case: Knobs("fault"))
+_VARIANTS = (VARIANT, FAULTY)
+OPS = (Op("broken", ("N",), ("float32",), inputs, reference, compare, lambda _: Traffic(4 * N, 4 * N), _VARIANTS, __name__),)

@@ -49,7 +49,7 @@ def worker(family: str, options: Options, cores: frozenset[int] | None) -> Worke
     setattr(device, "current", lambda: gpu)  # noqa: B010
     setattr(machines, "CompilePool", Pool)  # noqa: B010
     setattr(machines, "IsolatedBench", LoggedBench)  # noqa: B010
-    setattr(task, "memory_shortage", lambda *_: None)  # noqa: B010
+    setattr(task, "obstacle", lambda *_: None)  # noqa: B010
     return Worker(family, options, None)
 
 

@@ -5,6 +5,8 @@ The same with deliberately broken kernels on a GPU is at the end.
 
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +19,8 @@ from bench_jobs import CASE, OPS, VARIANT, FakeBench, Knobs, NeverOpens
 from kerneltune import ops
 from kerneltune.search.trials import Trial
 from kerneltune.spec import Op
-from kerneltune.tuning.bench import ChildLostError, GpuBench, IsolatedBench, Named, split_cores
+from kerneltune.tuning.apart import errors_apart
+from kerneltune.tuning.bench import CheckBench, ChildLostError, GpuBench, IsolatedBench, Named, split_cores
 
 
 @pytest.fixture
@@ -122,6 +125,42 @@ def test_a_broken_kernel_costs_only_its_child(does: str, status: str, detail: st
         bench._trial_timeout_s = 60.0
         again: Any = bench.trial(broken.Knobs("fine"), None)
         assert again.status == "ok" and bench.started == 2
+
+
+LIVE = """
+from pathlib import Path
+import broken_kernels as broken
+from kerneltune.campaign import compare_live
+from kerneltune.plan import Options, Quiet, Selection
+
+folder = Path(%r)
+(folder / "broken.yaml").write_text(
+    "family: broken\\nops: [broken]\\ndefaults: {dtype: float32}\\nbench:\\n"
+    "  - {name: first, N: 65536}\\n  - {name: second, N: 65536}\\n"
+)
+selection, options = Selection(str(folder / "broken.yaml")), Options(configs=folder, results=folder)
+for row in compare_live({"broken": broken.OPS[0]}, selection, "optimized", "faulty", options, Quiet()):
+    print(row.case, row.variant, row.status, "illegal memory access" in row.reason)
+"""
+
+
+@pytest.mark.gpu
+def test_a_variant_that_faults_while_cases_are_compared_costs_only_its_rows(tmp_path: Path) -> None:
+    tests = Path(__file__).parent
+    env = os.environ | {"PYTHONPATH": f"{tests.parent}{os.pathsep}{tests}"}
+    done = subprocess.run([sys.executable, "-c", LIVE % str(tmp_path)], capture_output=True, text=True, env=env, timeout=240)
+    rows = [f"{case} {row}" for case in ("first", "second") for row in ("optimized passed False", "faulty failed True")]
+    assert done.stdout.splitlines() == rows, done.stderr
+
+
+@pytest.mark.gpu
+def test_checks_in_a_child_find_what_is_wrong() -> None:
+    import broken_kernels as broken
+
+    op = broken.OPS[0]
+    with IsolatedBench(CheckBench) as bench:
+        fates = [errors_apart(bench, op, broken.CASE, op.variants[0], broken.Knobs(does)) for does in ("fine", "fault", "fine")]
+    assert fates[0] == fates[2] == [] and "illegal memory access" in fates[1][0]
 
 
 @pytest.mark.parametrize("op", [*ops.load().values(), bench_jobs.OPS[0]], ids=lambda op: op.name)

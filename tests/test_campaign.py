@@ -1,6 +1,5 @@
-"""A sweep without a GPU: what is checked, where it is written, what is refused, what an interrupted run leaves to resume."""
+"""A sweep without a GPU: what is checked, where it is written, what is refused."""
 
-import json
 import os
 import subprocess
 import sys
@@ -11,40 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+from small_sweeps import RMSNORM, STREAM
 
-from kerneltune import campaign, device, ops, records, sweep
-from kerneltune.campaign import _journalled, _still_good, compare_live, run_sweep
+from kerneltune import ops, records
+from kerneltune.campaign import compare_live, run_sweep
 from kerneltune.device import INTERPRETER
 from kerneltune.measuring.check import Checker
-from kerneltune.measuring.compare import config_values
 from kerneltune.plan import Options, Quiet, Selection, results_folder
 from kerneltune.records import Record
-from kerneltune.spec import Case, Variant
+from kerneltune.spec import Variant
 from kerneltune.tuning.run import run_tune
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")
 
 OPS = ops.load()
-STREAM = """
-family: tiny
-ops: [stream]
-defaults: {dtype: int32}
-check:
-  - {name: odd, read: 4004, write: 4004}
-  - {name: even, read: 8192, write: 4096}
-bench:
-  - {name: big, read: 1048576, write: 1048576}
-"""
-RMSNORM = """
-family: norm
-ops: [rmsnorm_fwd, rmsnorm_bwd]
-defaults: {dtype: float32, zero_centered: false}
-check:
-  - {name: small, M: 3, N: 40, quant: none}
-  - {name: none, M: 0, N: 64, quant: none}
-bench:
-  - {name: big, M: 64, N: 64}
-"""
 
 
 class Spoken(Quiet):
@@ -74,17 +53,18 @@ def options(tmp_path: Path) -> Options:
 
 
 def run(selection: Selection, options: Options) -> list[Record]:
-    return run_sweep(OPS, selection, options, Quiet())
+    return run_sweep(OPS, selection, options, Quiet()).records
 
 
 def written(options: Options) -> list[Path]:
     assert options.results is not None
-    return sorted(path.relative_to(options.results) for path in options.results.rglob("*") if path.is_file())
+    found = [path for path in options.results.rglob("*") if path.is_file() and path.suffix != ".lock"]
+    return sorted(path.relative_to(options.results) for path in found)
 
 
 def test_without_a_gpu_a_sweep_only_checks(stream_sweep: Selection, options: Options) -> None:
     progress = Spoken()
-    found = run_sweep(OPS, stream_sweep, options, progress)
+    found = run_sweep(OPS, stream_sweep, options, progress).records
     assert [(r.op, r.variant, r.case, r.status) for r in found] == [
         ("stream", "baseline", "odd", "checked"),
         ("stream", "baseline", "even", "checked"),
@@ -98,9 +78,10 @@ def test_without_a_gpu_a_sweep_only_checks(stream_sweep: Selection, options: Opt
 
 
 def test_checks_are_written_where_git_does_not_look_and_nowhere_else(stream_sweep: Selection, options: Options) -> None:
-    found = run(stream_sweep, options)
+    swept = run_sweep(OPS, stream_sweep, options, Quiet())
     assert written(options) == [Path("runs/interpreter/tiny.check.jsonl")]
-    assert records.load(options.results / "runs" / "interpreter" / "tiny.check.jsonl") == found  # type: ignore[operator]
+    path = options.results / "runs" / "interpreter" / "tiny.check.jsonl"  # type: ignore[operator]
+    assert swept.files == [path] and records.load(path) == swept.records
     assert results_folder(options) == options.results / "runs" / "interpreter"  # type: ignore[operator]
     assert options.configs is not None and not options.configs.exists()
 
@@ -214,89 +195,6 @@ def test_results_that_cannot_be_written_are_one_line(stream_sweep: Selection, tm
     assert "\n" not in str(caught.value)
 
 
-# what an interrupted run left
-
-CASE = Case("a", (("M", 8), ("N", 64)), "bfloat16", "none", (("zero_centered", False),))
-OP = OPS["rmsnorm_bwd"]
-BASELINE, OPTIMIZED = OP.variant("baseline"), OP.variant("optimized")
-PAIRS = [(variant, variant.default_config(CASE)) for variant in (BASELINE, OPTIMIZED)]
-CONFIGS = {variant.name: config_values(config) for variant, config in PAIRS}
-
-
-def row(variant: str, **changes: Any) -> Record:
-    values: dict[str, Any] = {
-        "op": OP.name,
-        "variant": variant,
-        "case": CASE.name,
-        "dtype": CASE.dtype,
-        "quant": CASE.quant,
-        "policy": "cold",
-        "status": "failed",
-        "reason": "x",
-        "device": "NVIDIA H200",
-        "driver": device.current().driver,
-        "config": CONFIGS.get(variant),
-        "torch": "2",
-        "triton": device.versions()["triton"],
-        "source_hash": OP.source_hash,
-        "commit": "c",
-        "date": "2026-01-01T00:00:00+00:00",
-        "axes": dict(CASE.axes),
-        "options": dict(CASE.options),
-    }
-    return Record(**values | changes)
-
-
-def still_good(rows: list[Record], policy: str = "cold") -> list[Record] | None:
-    """Rows as the journal gives them back."""
-    loaded = [records.from_json(json.dumps(json.loads(records.to_json(r)))) for r in rows]
-    done = {(r.key, r.variant): r for r in loaded}
-    return _still_good(done, OP, CASE, PAIRS, Options(policy=policy))
-
-
-def test_a_complete_case_is_resumed_in_the_order_of_the_variants() -> None:
-    rows = [row("optimized"), row("baseline")]
-    assert still_good(rows) == [rows[1], rows[0]]
-    assert still_good([*rows, row("pr593")]) == [rows[1], rows[0]]
-
-
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [],
-        [row("baseline")],
-        [row("baseline"), row("optimized", source_hash="older")],
-        [row("baseline"), row("optimized", driver="older")],
-        [row("baseline"), row("optimized", triton="older")],
-        [row("baseline"), row("optimized", config={"rows": 4})],
-        [row("baseline"), row("optimized", axes={"M": 9, "N": 64})],
-        [row("baseline"), row("optimized", dtype="float16")],
-        [row("baseline"), row("optimized", quant="fp8")],
-        [row("baseline"), row("optimized", options={"zero_centered": True})],
-        [row("baseline"), row("optimized", policy="hot")],
-        [row("baseline"), row("optimized", op="rmsnorm_fwd")],
-    ],
-    ids=["none", "one", "source", "driver", "triton", "config", "axes", "dtype", "quant", "options", "policy", "op"],
-)
-def test_a_case_that_lacks_a_row_of_this_source_is_measured_again(rows: list[Record]) -> None:
-    assert still_good(rows) is None
-
-
-def test_a_journal_row_that_was_being_written_is_gone(tmp_path: Path) -> None:
-    journal = tmp_path / "runs" / "rmsnorm.journal.jsonl"
-    assert _journalled(journal) == []
-    rows = [row("baseline"), row("optimized")]
-    records.append(journal, rows)
-    whole = journal.read_bytes()
-    journal.write_bytes(whole + whole[:100])
-    assert _journalled(journal) == rows and journal.read_bytes() == whole
-
-
-def test_rows_under_another_policy_do_not_count() -> None:
-    rows = [row("baseline"), row("optimized")]
-    assert still_good(rows, "hot") is None and still_good(rows) == rows
-
-
 AHEAD = """
 from kerneltune import ops
 from kerneltune.campaign import compile_ahead
@@ -316,26 +214,3 @@ def test_what_a_check_will_launch_is_compiled_before() -> None:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", AHEAD], capture_output=True, text=True, env=env, timeout=120)
     assert done.stdout.strip() == "[(['_stream'], ''), (['_stream'], '')]", done.stderr
-
-
-def test_what_is_measured_is_compiled_side_by_side_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[str, str]] = []
-    here = device.current()
-    monkeypatch.setattr(device, "current", lambda: replace(here, arch="sm_90"))
-    monkeypatch.setattr(campaign, "compare", lambda *_: told.append(("measured", "")) or [])
-    monkeypatch.setattr(
-        campaign, "compile_ahead", lambda work, *_: told.extend((op.name, v.name) for op, _, pairs in work for v, _ in pairs)
-    )
-    given = Options(results=tmp_path / "results", configs=tmp_path / "configs")
-    options = tuple((name, values[0]) for name, values in OPS["rmsnorm_fwd"].options.items())
-    cases = [Case("some", (("M", 64), ("N", n)), "bfloat16", "none", options) for n in (256, 512, 1024)]
-    entries = [sweep.Entry("rmsnorm_fwd", case, "bench") for case in cases]
-
-    campaign._measure(OPS, "norm", entries, Selection("norm"), given, Quiet(), None)
-    own = [v.name for v in OPS["rmsnorm_fwd"].variants if not v.is_peer]
-    ahead = [*[("rmsnorm_fwd", name) for name in own] * 3, *[("stream", OPS["stream"].variants[0].name)] * 3]
-    assert told == [*ahead, *[("measured", "")] * 3]
-
-    told.clear()
-    campaign._measure(OPS, "norm", entries[:1], Selection("norm"), given, Quiet(), None)
-    assert told == [("measured", "")], "few kernels are compiled where they are launched"

@@ -1,5 +1,6 @@
 """Records of a measured case, with a GPU that is only pretended."""
 
+import pickle
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 
 from kerneltune import device, ops
 from kerneltune.measuring import compare
+from kerneltune.measuring.check import Checker
 from kerneltune.spec import Case, Variant
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="pretends a GPU")
@@ -33,7 +35,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "current", lambda: h200)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(compare, "Checker", Checker)
-    monkeypatch.setattr(compare, "memory_shortage", lambda *_: None)
+    monkeypatch.setattr(compare, "obstacle", lambda *_: None)
     monkeypatch.setattr(compare, "input_sets", lambda *_: [{}])
     monkeypatch.setattr(compare, "contender", lambda *_: None)
     monkeypatch.setattr(compare, "time_contenders", lambda cs: {name: us[name] * rounds for name in cs})
@@ -47,6 +49,80 @@ def test_a_record_keeps_the_rounds_of_its_process(gpu: None) -> None:
     assert optimized.samples_us[0] == pytest.approx(list(10.0 * np.linspace(0.99, 1.01, 15)), rel=1e-5)
     assert optimized.n == 15 and optimized.family == "f"
     assert baseline.aa_floor == optimized.aa_floor == pytest.approx(1 - 1 / 1.01, rel=1e-4)
+
+
+def test_an_error_without_text_is_a_failed_row(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(variant: Variant, *_: Any) -> None:
+        if variant.name == "baseline":
+            raise NotImplementedError
+
+    monkeypatch.setattr(compare, "contender", refuses)
+    baseline, _, optimized = compare.compare("f", OP, CASE, PAIRS, "cold", None)
+    assert (baseline.status, baseline.reason) == ("failed", "cannot be timed: NotImplementedError")
+    assert (optimized.status, optimized.time_us) == ("passed", 10.0)
+
+
+def test_a_launch_that_takes_the_context_along_is_named(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its row is all it costs where the rest is measured by a process that knows of it."""
+    monkeypatch.setattr(compare, "broken_context", lambda: "AcceleratorError: an illegal memory access was encountered")
+    with pytest.raises(compare.ContextLostError) as caught:
+        compare.compare("f", OP, CASE, PAIRS, "cold", None)
+    assert (caught.value.variant, caught.value.reason) == ("pr593", "y differs")
+    assert str(pickle.loads(pickle.dumps(caught.value))) == "pr593: y differs: nothing more can run on the GPU in this process"
+    baseline, lost, optimized = compare.compare("f", OP, CASE, PAIRS, "cold", None, {"pr593": "an illegal memory access"})
+    assert (lost.status, lost.reason) == ("failed", "an illegal memory access")
+    assert [row.time_us for row in (baseline, optimized)] == [20.0, 10.0]
+
+
+def test_a_fault_while_all_are_timed_is_nobodys(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def faults(_: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+
+    monkeypatch.setattr(compare, "time_contenders", faults)
+    with pytest.raises(RuntimeError, match="illegal"):  # the context is well: this is our failure
+        compare.compare("f", OP, CASE, PAIRS, "cold", None)
+    monkeypatch.setattr(compare, "broken_context", lambda: "lost")
+    with pytest.raises(compare.ContextLostError) as caught:
+        compare.compare("f", OP, CASE, PAIRS[::2], "cold", None)
+    reason = "cannot be timed: RuntimeError: CUDA error: an illegal memory access was encountered"
+    assert (caught.value.variant, caught.value.reason) == ("", reason)
+
+
+def test_what_does_not_fit_is_a_failed_row(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def errors(_self: Any, variant: Variant, _config: object) -> list[str]:
+        if variant.name == "pr593":
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory.\nmore")
+        return []
+
+    monkeypatch.setattr(compare.Checker, "errors", errors)
+    statuses = [(row.status, row.reason) for row in compare.compare("f", OP, CASE, PAIRS, "cold", None)]
+    assert statuses == [("passed", ""), ("failed", "OutOfMemoryError: CUDA out of memory."), ("passed", "")]
+
+
+def test_inputs_that_cannot_be_put_back_are_the_check_s_finding() -> None:
+    """As in a process whose GPU context an earlier launch has broken."""
+
+    class Gone:
+        def copy_(self, _: object) -> None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+
+    op = ops.load()["rmsnorm_bwd"]
+    checker = Checker(op, CASE, "cpu")
+    checker.inputs = {**checker.inputs, "amax": Gone()}
+    checker._before["amax"] = torch.zeros(1)
+    variant = op.variants[0]
+    assert checker.errors(variant, variant.default_config(CASE)) == [
+        "the launch failed: RuntimeError: CUDA error: an illegal memory access was encountered"
+    ]
+
+
+def test_a_case_that_cannot_be_cold_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    h200 = device.Device("NVIDIA H200", "sm_90", 132, 60_000_000, "580")
+    monkeypatch.setattr(device, "current", lambda: h200)
+    monkeypatch.setattr(compare, "_free_bytes", lambda: 1 << 37)
+    rows = compare.compare("f", OP, CASE, PAIRS, "cold", None)
+    reason = "a cold L2 takes 14,313 input sets of 16,768 bytes, more than 8,192: only policy hot can time it"
+    assert [(row.status, row.reason) for row in rows] == [("skipped", reason)] * 3
 
 
 def test_nothing_is_timed_where_nothing_is_right(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,8 @@ def test_resources_of_real_kernels_are_read_from_the_binary(answers: dict[str, A
         assert kernel["spill_bytes"] == 0, kernel
         assert 0 <= kernel["shared_bytes"] <= TARGETS["sm_90"].shared_bytes, kernel
     assert [kernel["warps"] for kernel in (*bwd, *stream, *plain, *transposed)] == [4, 8, 8, 4, 8]
+    # only the transposed cast splits its rows over programs that wait for each other
+    assert [kernel["cooperative"] for kernel in (*bwd, *stream, *plain, *transposed)] == [False] * 4 + [True]
     assert stream[0]["shared_bytes"] == 0  # nothing to reduce, nothing to pipeline
     row = 1024 * 2
     assert row * 2 <= plain[0]["shared_bytes"] <= row * 6  # the tiles that three stages keep in flight, and the reduction

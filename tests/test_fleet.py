@@ -5,12 +5,13 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import fleet_jobs
 import pytest
 from fleet_jobs import DIE, LOG, WORKS
-from versus_jobs import H200
+from versus_jobs import H200, OP
 
 from kerneltune import cache, device, ops
 from kerneltune.plan import Options, Quiet, Selection
@@ -152,6 +153,18 @@ def test_whole_spaces_come_back(log: Path, tmp_path: Path) -> None:
     assert [len(spaces.read(path).trials) for path in paths] == [20, 20] and not (tmp_path / "configs").exists()
 
 
+def test_a_host_without_a_gpu_hears_whose_configs_it_has(
+    options: Options, log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "made.yaml").write_text("family: made\nops: [fake]\ndefaults: {dtype: bfloat16}\nbench:\n  - {name: m8, M: 8}\n")
+    monkeypatch.setattr(run, "_workers", lambda _family, options: one(options))
+    there = replace(options, ray="elsewhere:1")
+    tuned = run.run_tune({"fake": OP}, Selection(str(tmp_path / "made.yaml")), there, Quiet())
+    assert device.current().slug == "interpreter" and tuned.device_slug == "nvidia_h200"
+    assert [entry.config for entry in tuned.entries] == [{"block": 3, "warps": 8}]
+    assert (tmp_path / "results" / "runs" / "trials" / tuned.device_slug / "fake.jsonl").is_file()
+
+
 def test_a_ray_cluster_does_the_same(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # for the workers, which unpickle what is in these modules
@@ -200,7 +213,7 @@ def test_a_gpu_of_this_host_is_tuned_on(tmp_path: Path) -> None:
     )
     options = Options(results=tmp_path / "results", configs=tmp_path / "configs", gpus="1")
     progress = Spoken()
-    (entry,) = run.run_tune(ops.load(), Selection(str(tmp_path / "tiny.yaml")), options, progress)
+    (entry,) = run.run_tune(ops.load(), Selection(str(tmp_path / "tiny.yaml")), options, progress).entries
     assert entry.evidence["time_us"] <= 1.05 * entry.evidence["default_us"]
     assert progress.notes[-1].startswith("GPU idle for ")
-    assert run.run_tune(ops.load(), Selection(str(tmp_path / "tiny.yaml")), options, progress) == []
+    assert run.run_tune(ops.load(), Selection(str(tmp_path / "tiny.yaml")), options, progress).entries == []

@@ -43,7 +43,7 @@ class Lab:
         self.processes = 0
         self.odd = 1.0
 
-    def compare(self, family: str, op: Op, case: Case, variants: Any, policy: str, _ceiling: object) -> list[Record]:
+    def compare(self, family: str, op: Op, case: Case, variants: Any, policy: str, *_: object) -> list[Record]:
         self.measured.append(case.name)
         us = self.us[case.name] * (self.odd if self.processes == 1 and case.name == "b" else 1.0)
         return [

@@ -59,7 +59,10 @@ def test_a_gpu_in_order_says_little() -> None:
     [
         ("application clocks", {"ApplicationsClock": 1500}, "SM 1500 MHz, default 1980", "do not compare"),
         ("power limit", {"EnforcedPowerLimit": 500_000}, "500 W of 700 W", "capped"),
-        ("throttled", {"CurrentClocksEventReasons": 0x45}, "power cap, hardware thermal", "too long"),
+        ("throttled", {"CurrentClocksEventReasons": 0x4D}, "power cap, hardware slowdown, hardware thermal", "are repeated"),
+        ("throttled", {"CurrentClocksEventReasons": 0x20}, "software thermal", "are repeated"),
+        ("throttled", {"CurrentClocksEventReasons": 0x5}, "power cap", "are kept"),
+        ("throttled", {"CurrentClocksEventReasons": 0x110}, "sync boost, display clock", "are kept"),
         ("persistence mode", {"PersistenceMode": 0}, "off", "slow starts"),
         ("ECC", {"EccMode": [0, 1]}, "off", "faster"),
         ("MIG", {"MigMode": [1, 1]}, "on", "a slice of a GPU"),

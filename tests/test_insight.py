@@ -12,6 +12,7 @@ from kerneltune.search import insight
 from kerneltune.search.insight import dead_values, importances, portfolio, regret, sparkline, ties
 from kerneltune.search.trials import Trial, TrialStore
 from kerneltune.spec import Case
+from kerneltune.tuning.run import Tuned
 
 
 def knobs(block: int, warps: int) -> insight.Knobs:
@@ -79,15 +80,16 @@ def test_insight_prints_what_the_store_holds(tmp_path: Path) -> None:
 
 
 def test_tune_ends_with_the_same_in_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the GPUs that were tuned on, which this host need not have."""
     op = ops.load()["rmsnorm_bwd"]
     variant = op.variant("optimized")
-    store = TrialStore(tmp_path / "runs" / "trials" / "interpreter" / "rmsnorm_bwd.jsonl", source_hash="x")
+    store = TrialStore(tmp_path / "runs" / "trials" / "nvidia_h200" / "rmsnorm_bwd.jsonl", source_hash="x")
     for m in (8192, 16384):
         case = Case(f"te-{m}x4096", (("M", m), ("N", 4096)), "bfloat16", "none", (("zero_centered", False),))
         for i, config in enumerate(variant.configs(case)):
             trial = Trial("spills") if i % 5 == 4 else Trial("ok", 50.0 + 10 * (config.stages == 2) + config.rows)
             store.put(op, case, variant, "cold", config, trial)
-    monkeypatch.setattr("kerneltune.tuning.run.run_tune", lambda *_: ["an entry"])
+    monkeypatch.setattr("kerneltune.tuning.run.run_tune", lambda *_: Tuned("nvidia_h200", ["an entry"]))
     result = CliRunner().invoke(app, ["tune", "rmsnorm", "--results", str(tmp_path), "--configs", str(tmp_path / "c")])
     assert result.exit_code == 0, result.output
     title, regret_line, matter, dead, few = result.stdout.splitlines()
@@ -100,7 +102,7 @@ def test_tune_ends_with_the_same_in_short(tmp_path: Path, monkeypatch: pytest.Mo
     )
     assert matter.startswith("  knobs that matter: stages ") and dead.startswith("  never within 2 %: stages=2 (-")
     assert few == "  1 config keeps every case (2) within 2 % of its best (worst 0.0 %)"
-    monkeypatch.setattr("kerneltune.tuning.run.run_tune", lambda *_: [])
+    monkeypatch.setattr("kerneltune.tuning.run.run_tune", lambda *_: Tuned("nvidia_h200", []))
     assert CliRunner().invoke(app, ["tune", "rmsnorm", "--results", str(tmp_path)]).stdout == ""  # nothing was lacking
 
 

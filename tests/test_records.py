@@ -4,10 +4,13 @@ import dataclasses
 import errno
 import json
 import os
+import time
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from kerneltune import records
 from kerneltune.records import Record
@@ -236,4 +239,17 @@ def test_merge_replaces_the_file_as_a_whole(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(ValueError, match=f"^cannot write {path}: No space left on device$"):
         records.merge(path, [record(time_us=1.0)])
-    assert path.read_bytes() == before and list(path.parent.iterdir()) == [path]
+    assert path.read_bytes() == before and [p for p in path.parent.iterdir() if p.suffix != ".lock"] == [path]
+
+
+def test_two_that_merge_at_the_same_time_lose_no_row(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    records.merge(path, [record()])
+    with FileLock(tmp_path / ".r.jsonl.lock"):  # as another process holds it that has read the file and not replaced it yet
+        waiting = Thread(target=records.merge, args=(path, [record(variant="baseline")]))
+        waiting.start()
+        time.sleep(0.2)
+        assert waiting.is_alive() and records.load(path) == [record()]
+        records.append(path, [record(variant="pr593")])
+    waiting.join()
+    assert records.load(path) == [record(), record(variant="pr593"), record(variant="baseline")]

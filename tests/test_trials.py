@@ -1,16 +1,20 @@
 """The trial store: what was paid for is found again, whatever a kill leaves of the file."""
 
+import errno
+import fcntl
 import json
 import os
 import random
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 
-from kerneltune.search.trials import Trial, TrialStore
+from kerneltune.search.trials import Trial, TrialStore, latest_fingerprint
 from kerneltune.spec import Case, Op, Traffic, Variant
 
 
@@ -118,13 +122,13 @@ def test_the_file_only_grows_and_the_last_row_counts(path: Path) -> None:
     assert get(open_store(path), Knobs(1, True)) == get(store, Knobs(1, True)) == Trial("ok", 1.0)
 
 
-def test_a_truncated_last_line_is_dropped_and_the_file_is_valid_again(path: Path) -> None:
+def test_a_truncated_last_line_is_not_read_and_the_next_trial_is_put_in_its_place(path: Path) -> None:
     configs = filled(path, 3)
     whole = path.read_bytes()
     path.write_bytes(whole[:-20])
     store = open_store(path)
     assert [get(store, config) is None for config in configs] == [False, False, True]
-    assert path.read_bytes() == b"".join(whole.splitlines(keepends=True)[:2])
+    assert path.read_bytes() == whole[:-20]  # another process may be writing it
     put(store, configs[2], Trial("ok", 2.5))
     assert path.read_bytes().startswith(b"".join(whole.splitlines(keepends=True)[:2]))
     assert len(open_store(path)) == 3
@@ -207,6 +211,45 @@ def test_a_line_that_another_process_left_cut_is_not_written_onto(path: Path) ->
     put(store, Knobs(2, True), Trial("ok", 2.0))
     reread = open_store(path)
     assert [get(reread, Knobs(i, True)) for i in (1, 2)] == [Trial("ok", 1.0), Trial("ok", 2.0)]
+
+
+def test_a_store_is_read_where_nothing_can_be_written(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may write anywhere, so the modes of the files are not enough of a test."""
+    (config, *_) = filled(path, 2)
+    with path.open("ab") as file:
+        file.write(b'{"op": ')
+    before = path.read_bytes()
+    opened = Path.open
+
+    def read_only(self: Path, mode: str = "r", *args: Any, **more: Any) -> Any:
+        if set(mode) & set("wax+"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return opened(self, mode, *args, **more)
+
+    monkeypatch.setattr(Path, "open", read_only)
+    assert get(open_store(path), config) == Trial("ok", 0.5)
+    assert latest_fingerprint(path) == FINGERPRINT
+    assert path.read_bytes() == before
+
+
+def test_two_writers_wait_for_each_other(path: Path) -> None:
+    """A line that is being written is not cut off as one that a kill left."""
+    store = open_store(path)
+    put(store, Knobs(1, True), Trial("ok", 1.0))
+    line = path.read_text()
+    with path.open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        other.write(line[:40])
+        other.flush()
+        waiting = Thread(target=put, args=(store, Knobs(2, True), Trial("ok", 2.0)))
+        waiting.start()
+        time.sleep(0.2)
+        assert waiting.is_alive() and path.read_text() == line + line[:40]
+        other.write(line[40:])
+        other.flush()
+        fcntl.flock(other, fcntl.LOCK_UN)
+        waiting.join()
+    assert [json.loads(row)["config"]["block"] for row in path.read_text().splitlines()] == [1, 1, 2]
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:

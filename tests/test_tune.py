@@ -152,6 +152,18 @@ def test_the_default_sampler_finds_a_good_config_and_beats_chance(setting: Setti
     assert statistics.median(found) < statistics.median(chance), (found, chance)
 
 
+@pytest.mark.parametrize("sampler", ["tpe", "qmc"])
+def test_optuna_hears_the_time_of_every_config_also_of_those_it_did_not_draw(sampler: str) -> None:
+    pool = list(SMALL.configs(CASE))
+    proposals = loop.propose(pool, pool[:1], Search(sampler=sampler, budget_s=60.0))
+    times = {}
+    while (config := proposals.ask()) is not None:
+        times[config] = small_time(config)
+        proposals.tell(config, times[config])
+    heard = {Small(**trial.params): trial.value for trial in proposals._study.trials if trial.value is not None}  # type: ignore[attr-defined]
+    assert heard == times and len(times) == len(pool)
+
+
 def test_optuna_goes_on_where_half_of_the_configs_fail(setting: Setting) -> None:
     landscape = tables(2)
     tuner = setting.tuner(LARGE, lambda c: None if c.warps in (1, 2) and c != Large(64, 1, 1, 0) else landscape(c))
@@ -260,6 +272,22 @@ def test_what_does_not_fit_a_multiprocessor_as_often_as_it_says_is_never_run(
     for config, kernels in ((Large(64, 1, 1, 2), twice), (Large(64, 1, 2, 4), Compiled((Kernel("k", 4, 64, 0, 8192),), 1.0))):
         with pytest.raises(AssertionError):  # these fit
             tuner.evaluate(config, kernels)
+
+
+def test_a_cooperative_grid_that_does_not_fit_is_not_hidden_by_a_smaller_kernel(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuner = Tuner(op_of(LARGE), CASE, LARGE, "cold", setting.store(), NoBench())
+    here = device.current()
+    monkeypatch.setattr(device, "current", lambda: replace(here, arch="sm_90"))
+    main, small = Kernel("main", 8, 168, 0, 0), Kernel("dgamma", 8, 32, 0, 0)
+    together = Compiled((replace(main, cooperative=True), small), 1.0)
+    trial = tuner.evaluate(Large(64, 1, 1, 2), together)
+    assert (trial.status, trial.detail) == ("occupancy", "1 programs fit a multiprocessor, not 2")
+    with pytest.raises(AssertionError):  # as many as it asks for fit
+        tuner.evaluate(Large(64, 1, 1, 1), together)
+    with pytest.raises(AssertionError):  # a grid that can run in turns is not dropped for what is beside it
+        tuner.evaluate(Large(64, 1, 2, 2), Compiled((main, small), 1.0))
 
 
 # errors

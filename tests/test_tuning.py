@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -11,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from kerneltune import cache, device, ops
+from kerneltune.cli import app
 from kerneltune.device import Device
 from kerneltune.measuring.compiler import Compiled, Kernel
 from kerneltune.plan import Options, Quiet, Selection
@@ -107,7 +110,7 @@ def an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(device, "current", lambda: H200)
     monkeypatch.setattr(machines, "CompilePool", Pool)
     monkeypatch.setattr(machines, "IsolatedBench", Bench)
-    monkeypatch.setattr(task, "memory_shortage", lambda *_: None)
+    monkeypatch.setattr(task, "obstacle", lambda *_: None)
     cache.clear()
     yield
     cache.clear()
@@ -125,21 +128,21 @@ def options(tmp_path: Path) -> Options:
 
 
 def test_a_search_stores_the_best_config_and_every_trial(selection: Selection, options: Options) -> None:
-    (entry,) = run_tune(OPS, selection, options, Quiet())
+    (entry,) = run_tune(OPS, selection, options, Quiet()).entries
     assert entry.config == {"block": 2048, "warps": 8, "ctas": 0}
     assert options.results is not None
     path = options.results / "runs" / "trials" / "nvidia_h200" / "stream.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert len({json.dumps(row["config"]) for row in rows}) == len(rows) == entry.evidence["trials"]
     assert rows[0]["resources"] == 128 and rows[0]["shared_bytes"] == 1024 and rows[0]["date"] and rows[0]["commit"]
-    assert run_tune(OPS, selection, options, Quiet()) == []  # nothing is lacking
+    assert run_tune(OPS, selection, options, Quiet()).entries == []  # nothing is lacking
 
 
 def test_a_config_that_is_lost_does_not_end_the_search(
     selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Bench, "lost", staticmethod(lambda config: config.block == 2048))
-    (entry,) = run_tune(OPS, selection, options, Quiet())
+    (entry,) = run_tune(OPS, selection, options, Quiet()).entries
     assert entry.config["block"] in (1024, 4096) and entry.evidence["trials"] > 4
 
 
@@ -152,7 +155,7 @@ def test_a_case_whose_child_is_lost_is_left_out_and_said(
         raise ChildLostError("MemoryError: inputs do not fit")
 
     monkeypatch.setattr(Bench, "trial", lost)
-    assert run_tune(OPS, selection, options, Spoken(notes)) == []
+    assert run_tune(OPS, selection, options, Spoken(notes)).entries == []
     assert notes[:1] == ["not tuned: stream baseline 1048576+1048576 int32 none: MemoryError: inputs do not fit"]
 
 
@@ -168,7 +171,7 @@ def test_a_run_says_how_long_the_gpu_waited_and_keeps_it(
 
     monkeypatch.setattr(Bench, "trial", trial)
     notes: list[str] = []
-    (entry,) = run_tune(OPS, selection, options, Spoken(notes))
+    (entry,) = run_tune(OPS, selection, options, Spoken(notes)).entries
     assert options.results is not None
     rows = (options.results / "runs" / "searches" / "nvidia_h200.jsonl").read_text().splitlines()
     (row,) = map(json.loads, rows)
@@ -206,7 +209,7 @@ def test_what_the_next_case_begins_with_is_compiled_while_this_one_is_measured(
 
     monkeypatch.setattr(Pool, "submit", submit)
     monkeypatch.setattr(Bench, "open", opened)
-    first, second = run_tune(OPS, Selection(str(tmp_path / "two.yaml")), options, Quiet())
+    first, second = run_tune(OPS, Selection(str(tmp_path / "two.yaml")), options, Quiet()).entries
     assert happened.index(("compile", 2 << 20)) < happened.index(("open", 1 << 20)) < happened.index(("open", 2 << 20))
     assert sum(size == 2 << 20 for what, size in happened if what == "compile") == second.evidence["trials"]  # none twice
 
@@ -214,7 +217,7 @@ def test_what_the_next_case_begins_with_is_compiled_while_this_one_is_measured(
 def test_a_whole_space_is_measured_and_written(selection: Selection, options: Options) -> None:
     knobs = (("warps", ("16",)), ("ctas", ("1", "2")))
     wide = replace(options, exhaustive=True, knobs=knobs)
-    assert run_tune(OPS, selection, wide, Quiet()) == []
+    assert run_tune(OPS, selection, wide, Quiet()).entries == []
     assert options.results is not None and not (options.results.parent / "configs").exists()
     (path,) = (options.results / "nvidia_h200" / "spaces").iterdir()
     space = spaces.read(path)
@@ -249,7 +252,7 @@ def test_knobs_that_do_not_exist_are_refused(knobs: Any, message: str, selection
 
 
 def test_stale_entries_of_this_gpu_are_timed_again(selection: Selection, options: Options) -> None:
-    (entry,) = run_tune(OPS, selection, options, Quiet())
+    (entry,) = run_tune(OPS, selection, options, Quiet()).entries
 
     def status(**changes: Any) -> str:
         stored = replace(entry, **changes)
@@ -314,17 +317,70 @@ def test_a_store_of_another_version_is_left_alone(selection: Selection, options:
     assert path.read_text() == text
 
 
+# noise
+
+
+class Busy(Pool):
+    """Compiles and is never done; says what it was given, and where its cache is."""
+
+    given: list[Any] = []
+    caches: set[str | None] = set()
+
+    def __init__(self, *_: object) -> None:
+        Busy.given, Busy.caches = [], {os.environ.get("TRITON_CACHE_DIR")}
+
+    def submit(self, job: object) -> "Future[Compiled]":
+        self.given.append(job)
+        return Future()
+
+
+CASE = Case("big", (("read", 1 << 20), ("write", 1 << 20)), "int32")
+STREAM = OPS["stream"].variants[0]
+
+
+def disturbed(options: Options, variant: Variant = STREAM) -> tuple[noise.Noise, noise.Noise]:
+    return noise.disturbance(OPS["stream"], CASE, variant, variant.default_config(CASE), options)
+
+
 def test_noise_compares_an_idle_with_a_busy_pool(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     rng, calls = np.random.default_rng(0), itertools.count()
 
     def samples(_self: Bench, configs: Sequence[Config]) -> list[Samples]:
-        spread = 0.001 if next(calls) < 5 else 0.05
-        return [10.0 * np.exp(rng.normal(0, spread, 15)) for _ in configs]
+        assert bool(Busy.given) == ((call := next(calls)) >= 5)
+        return [10.0 * np.exp(rng.normal(0, 0.001 if call < 5 else 0.05, 15)) for _ in configs]
 
+    monkeypatch.setattr(machines, "CompilePool", Busy)
     monkeypatch.setattr(Bench, "samples", samples)
-    op = OPS["stream"]
-    case = Case("big", (("read", 1 << 20), ("write", 1 << 20)), "int32")
-    variant = op.variants[0]
-    idle, busy = noise.disturbance(op, case, variant, variant.default_config(case), options)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "full of what was tuned")
+    idle, busy = disturbed(options)
     assert idle.floor < 0.005 < busy.floor and idle.spread < 0.01 < busy.spread
     assert idle.time_us.median == pytest.approx(10.0, rel=0.01)
+    (folder,) = Busy.caches  # where nothing is found that need not be compiled
+    assert folder != "full of what was tuned" == os.environ["TRITON_CACHE_DIR"] and not Path(str(folder)).exists()
+
+
+def test_noise_says_where_the_pool_would_be_idle(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = "stream baseline: read=1048576 write=1048576 int32 none: "
+    alone = replace(STREAM, space=lambda _: {"block": (1024,), "warps": (8,), "ctas": (0,)})
+    with pytest.raises(ValueError, match=f"^{where}one config: expected others"):
+        disturbed(options, alone)
+    with pytest.raises(ValueError, match=f"^{where}11 other configs keep 2 workers busy for less than it takes"):
+        disturbed(options)  # the pool of these tests is done at once
+
+
+def test_noise_of_a_config_without_a_time_is_one_line(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Bench, "lost", staticmethod(lambda _config: True))
+    with pytest.raises(ValueError, match="int32 none: lost: took longer than 60 s$"):
+        disturbed(options)
+
+    def lost(*_: object) -> None:
+        raise ChildLostError("the measuring process died: exit code -9")
+
+    monkeypatch.setattr(Bench, "trial", lost)
+    with pytest.raises(ValueError, match="int32 none: lost: the measuring process died: exit code -9$"):
+        disturbed(options)
+
+
+def test_noise_of_an_operator_without_knobs_is_one_line() -> None:
+    result = CliRunner().invoke(app, ["noise", "moe_training"])
+    assert result.exit_code == 2 and result.stderr.startswith("error: moe_step: no variant of ours has knobs")

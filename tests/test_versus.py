@@ -30,7 +30,7 @@ SIDES = {US: versus_jobs.ours, EXHAUSTIVE: versus_jobs.triton, "Third": versus_j
 
 def on_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "current", lambda: H200)
-    monkeypatch.setattr(versus, "memory_shortage", lambda *_: None)
+    monkeypatch.setattr(versus, "obstacle", lambda *_: None)
 
 
 @pytest.fixture(autouse=True)

@@ -50,19 +50,18 @@ def _gpu() -> Iterator[Line]:
     yield "free memory", f"{free / 1e9:.1f} of {total / 1e9:.1f} GB", "larger cases are skipped"
     yield "L2 cache", f"{here.l2_bytes / 1e6:.0f} MB", ""
     if torch.version.hip is None:
-        yield from _nvml(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
+        yield from _nvml()
 
 
-def _nvml(uuid: str) -> Iterator[Line]:
-    """Clocks, throttling and other processes of the GPU with this id."""
+def _nvml() -> Iterator[Line]:
+    """Clocks, throttling and other processes of the GPU."""
     import pynvml
 
+    from kerneltune import nvml
     from kerneltune.inspection.health import gpu_lines
 
     try:
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-        yield from gpu_lines(pynvml, handle, os.getpid())
+        yield from gpu_lines(pynvml, nvml.handle(), os.getpid())
     except pynvml.NVMLError as error:
         yield "NVML", str(error), "clocks and throttling are unknown: a throttled round is not noticed"
 

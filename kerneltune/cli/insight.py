@@ -2,8 +2,6 @@
 
 import statistics
 from collections import Counter
-from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,12 +10,10 @@ from kerneltune.cells import pairs
 from kerneltune.cli import options as o
 from kerneltune.cli.console import show, show_table, show_wrapped
 from kerneltune.rounding import cdiv
-from kerneltune.spec import Case, Op
 
 if TYPE_CHECKING:
-    from kerneltune.plan import Selection
     from kerneltune.search.insight import Portfolio
-    from kerneltune.search.trials import StoredTrial
+    from kerneltune.search.trials import Searches
 
 _WEIGHED = 8
 """Cases of which it is asked which knobs matter, where only a short answer is wanted."""
@@ -40,11 +36,13 @@ def command(
     o.choice("policy", policy, o.POLICIES)
     known = o.load_ops()
     from kerneltune import device
-    from kerneltune.plan import Options, results_root
+    from kerneltune.plan import Options, load_plan, results_root
+    from kerneltune.search.trials import searches_below
 
     selection = o.make_selection(known, family, op, case, dtype, quant, [variant])
     folder = results_root(Options(results=results)) / "runs" / "trials" / (gpu or device.current().slug)
-    found = groups(known, selection, policy, folder)
+    cases = [(known[entry.op], entry.case) for entry in load_plan(known, selection).bench if selection.takes(entry)]
+    found = searches_below(folder, cases, selection.variants, policy)
     if not found:
         show(f"no trials of {family} in {folder}")
         return
@@ -52,36 +50,11 @@ def command(
         _show_group(title, searches)
 
 
-Searches = list[tuple[Case, list["StoredTrial"]]]
-"""Cases, each with the stored trials of it."""
-
-
-def groups(known: Mapping[str, Op], selection: "Selection", policy: str, folder: Path) -> dict[str, Searches]:
-    """The stored trials of the selected bench cases and variants, by operator, variant and quantisation mode."""
-    from kerneltune.plan import load_plan
-    from kerneltune.search.trials import TrialStore, latest_fingerprint
-
-    found: dict[str, Searches] = {}
-    stores: dict[str, TrialStore] = {}
-    for entry in (e for e in load_plan(known, selection).bench if selection.takes(e)):
-        if entry.op not in stores:
-            path = folder / f"{entry.op}.jsonl"
-            stores[entry.op] = TrialStore(path, **latest_fingerprint(path))
-        for variant in known[entry.op].variants:
-            if variant.config is None or (selection.variants and variant.name not in selection.variants):
-                continue
-            stored = stores[entry.op].of_case(known[entry.op], entry.case, variant, policy)
-            if any(s.trial.time_us is not None for s in stored):
-                title = f"{entry.op} {variant.name} {entry.case.quant}"
-                found.setdefault(title, []).append((entry.case, stored))
-    return found
-
-
-def _times(searches: Searches) -> list[dict[Any, float]]:
+def _times(searches: "Searches") -> list[dict[Any, float]]:
     return [{tuple(s.config.items()): s.trial.time_us for s in stored if s.trial.time_us is not None} for _, stored in searches]
 
 
-def show_short(title: str, searches: Searches) -> None:
+def show_short(title: str, searches: "Searches") -> None:
     """The same in a few lines."""
     from kerneltune.search import insight
 
@@ -116,7 +89,7 @@ def _portfolio(few: "Portfolio", cases: int) -> str:
     return f"{count} every case ({cases}) within 2 % of its best (worst {100 * few.worst:.1f} %{how})"
 
 
-def _show_group(title: str, found: Searches) -> None:
+def _show_group(title: str, found: "Searches") -> None:
     from kerneltune.search import insight
 
     show(title)

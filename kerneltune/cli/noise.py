@@ -32,7 +32,9 @@ def command(
     if not device.current().is_gpu:
         raise ValueError("noise needs a GPU: in the interpreter nothing can be timed")
     chosen = known[entries[0].op]
-    variant = next(v for v in reversed(chosen.variants) if v.config is not None and not v.is_peer)
+    variant = next((v for v in reversed(chosen.variants) if v.config is not None and not v.is_peer), None)
+    if variant is None:
+        raise ValueError(f"{chosen.name}: no variant of ours has knobs: expected an operator with one that has")
     idle, busy = disturbance(chosen, entries[0].case, variant, variant.default_config(entries[0].case), options)
     show(f"{chosen.name} {variant.name} {entries[0].case.label}, default config against itself")
     rows = []

@@ -68,11 +68,14 @@ def driver(op: str, variant: str, case: str, config: str) -> None:
     import torch
 
     known = o.load_ops()
+    from kerneltune.plan import Options
+    from kerneltune.tuning.cached import config_for
+
     chosen = known[op].variant(variant)
     values = json.loads(case)
     pairs = {name: tuple((key, value) for key, value in values[name]) for name in ("axes", "options")}
     shape = Case(values["name"], pairs["axes"], values["dtype"], values["quant"], pairs["options"])
-    knobs = _config(known[op], variant, "config", config) or _known_config(known[op], variant, shape)
+    knobs = _config(known[op], variant, "config", config) or config_for(known[op], shape, chosen, Options())
     inputs = known[op].inputs(shape, device="cuda")
     chosen.run(inputs, knobs)
     torch.cuda.synchronize()
@@ -120,21 +123,6 @@ def _config(op: Op, variant: str, field: str, text: str | None) -> Any:
     if not isinstance(values, dict):
         raise ValueError(f"{field}: {text!r}: expected an object")
     return op.variant(variant).config_from(values)
-
-
-def _known_config(op: Op, name: str, case: Case) -> Any:
-    """The cached config of the nearest size that fits the case, else the default."""
-    from kerneltune import cache, device
-
-    variant = op.variant(name)
-    if variant.config is None:
-        return None
-    where = (case.axes, case.dtype, case.quant, case.options)
-    for hit in cache.candidates(op.name, name, device.current_slug(), *where, free_axes=op.free_axes):
-        config = variant.config_from(hit.entry.config)
-        if variant.valid(case, config) is None:
-            return config
-    return variant.default_config(case)
 
 
 def _case(known: Any, op: Op, name: str | None, dtype: str | None, quant: str | None) -> Case:

@@ -1,7 +1,5 @@
 """`kerneltune sweep`: check, tune what the cache lacks, measure, record and tabulate a family."""
 
-import time
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -39,7 +37,6 @@ def command(
     o.require_writable(o.results_root(results))
     known = o.load_ops()
     from kerneltune.campaign import run_sweep
-    from kerneltune.plan import results_folder
     from kerneltune.reporting.tables import sweep_text
 
     selection = o.make_selection(known, family, op, case, dtype, quant, variant)
@@ -47,20 +44,13 @@ def command(
         policy, tune=tune, peers=peers, budget_s=budget, trials=trials, check_only=check_only,
         configs=configs, results=results, workers=workers,
     )  # fmt: skip
-    started = time.time()
     with reporter() as progress:
-        records = run_sweep(known, selection, options, progress)
-    show(sweep_text(records, width()))
-    for path in _written(results_folder(options), started):
+        swept = run_sweep(known, selection, options, progress)
+    show(sweep_text(swept.records, width()))
+    for path in swept.files:
         note(f"wrote {path}")
-    failed = [r for r in records if r.status == "failed" and not known[r.op].variant(r.variant).is_peer]
+    failed = [r for r in swept.records if r.status == "failed" and not known[r.op].variant(r.variant).is_peer]
     for record in failed:
         error_line(f"failed: {record.variant} {record.case} {record.label}: {record.reason}")
     if failed:
         raise typer.Exit(1)
-
-
-def _written(folder: Path, since: float) -> list[Path]:
-    """Files of the folder changed since then, in seconds since the epoch."""
-    changed = (path for path in folder.glob("*") if path.is_file() and path.stat().st_mtime >= since - 1)
-    return sorted(path for path in changed if not path.name.startswith("."))

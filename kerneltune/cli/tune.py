@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from kerneltune.cli import options as o
-from kerneltune.cli.insight import groups, show_short
+from kerneltune.cli.insight import show_short
 from kerneltune.cli.progress import reporter
 
 
@@ -60,11 +60,12 @@ def command(
         configs=configs, results=results, workers=workers,
     )  # fmt: skip
     with reporter() as progress:
-        stored = run_tune(known, selection, options, progress)
-    if stored:
-        from kerneltune import device
-        from kerneltune.plan import results_root
+        tuned = run_tune(known, selection, options, progress)
+    if tuned.entries:
+        from kerneltune.plan import load_plan, results_root
+        from kerneltune.search.trials import searches_below
 
-        folder = results_root(options) / "runs" / "trials" / device.current().slug
-        for title, searches in groups(known, selection, policy, folder).items():
+        folder = results_root(options) / "runs" / "trials" / tuned.device_slug
+        cases = [(known[entry.op], entry.case) for entry in load_plan(known, selection).bench if selection.takes(entry)]
+        for title, searches in searches_below(folder, cases, selection.variants, policy).items():
             show_short(title, searches)

@@ -14,8 +14,8 @@ from kerneltune.measuring.compare import (
     contender,
     input_sets,
     make_record,
-    memory_shortage,
     noise_floor,
+    obstacle,
     time_contenders,
     timing,
 )
@@ -33,9 +33,9 @@ def measure_planted(
 ) -> dict[float, Record]:
     """A record of this process for every delay, a fraction of the time; 0.0 is the variant as it is.
 
-    Empty where the variant cannot run the case or the case does not fit the GPU.
+    Empty where the variant cannot run the case or the case cannot be timed.
     """
-    if variant.unsupported(case) is not None or memory_shortage(op, case) is not None:
+    if variant.unsupported(case) is not None or obstacle(op, case, policy_name) is not None:
         return {}
     policy = POLICIES[policy_name]
     inputs = input_sets(op, case, policy)

@@ -1,21 +1,21 @@
 """What the state of an NVIDIA GPU means for the numbers measured on it: clocks, power, memory, sharing, counters.
 
-Changes nothing and prints nothing. NVML is an argument, so that tests give their own. Imports the standard library.
+Changes nothing and prints nothing. NVML is an argument, so that tests give their own. Imports the standard library and nvml.
 """
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from kerneltune.nvml import SLOWDOWNS, slowed_down
+
 Line = tuple[str, str, str]
 """(what, found, what that means for the numbers; empty where it is as it should be)."""
 
 _HARMLESS = 0x1 | 0x2  # idle; held at the application clocks, which have a line of their own
-_REASONS = {
+_REASONS = SLOWDOWNS | {
     0x4: "power cap",
-    0x8: "hardware slowdown",
     0x10: "sync boost",
-    0x20: "software thermal",
-    0x40: "hardware thermal",
+    0x40: "hardware thermal",  # 0x8 is set along with this one and the next
     0x80: "power brake",
     0x100: "display clock",
 }
@@ -46,7 +46,7 @@ def gpu_lines(nvml: Any, handle: Any, own_pid: int) -> Iterator[Line]:
 
 def throttle_names(reasons: int) -> list[str]:
     """What slows the GPU down, of NVML's bits; being idle or held at its application clocks does not count."""
-    named = [name for bit, name in _REASONS.items() if reasons & bit]
+    named = [name for bit, name in sorted(_REASONS.items()) if reasons & bit]
     rest = reasons & ~_HARMLESS & ~sum(_REASONS)
     return [*named, f"{rest:#x}"] if rest else named
 
@@ -88,8 +88,10 @@ def _power(nvml: Any, handle: Any) -> Line:
 
 
 def _throttled(nvml: Any, handle: Any) -> Line:
-    names = throttle_names(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
-    return "throttled", ", ".join(names) or "no", "times are too long now: such rounds are repeated" if names else ""
+    reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
+    names = throttle_names(reasons)
+    fate = "are repeated" if slowed_down(reasons) else "are kept: compare only what is measured interleaved"
+    return "throttled", ", ".join(names) or "no", f"times are too long now: such rounds {fate}" if names else ""
 
 
 def _persistence(nvml: Any, handle: Any) -> Line:

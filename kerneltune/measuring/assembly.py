@@ -48,6 +48,7 @@ class Kernel:
         registers, spill_bytes: per thread.
         scalar_registers: per warp, on AMD GPUs.
         accesses: to global memory.
+        cooperative: launched as a cooperative grid, which fails unless all its programs are resident at once.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Kernel:
     shared_bytes: int
     scalar_registers: int = 0
     accesses: tuple[Access, ...] = ()
+    cooperative: bool = False
 
 
 def sass_usage(text: str) -> Usage:

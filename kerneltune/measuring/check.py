@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
+from kerneltune.errors import first_line
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Variant
 
 _LAUNCH_FAILURE = "the launch failed"
@@ -39,23 +40,26 @@ class Checker:
 
     def errors(self, variant: Variant, config: Config) -> list[str]:
         """What is wrong with a variant under a config: disagreements, or why the launch failed."""
-        for name, tensor in self._before.items():
-            self.inputs[name].copy_(tensor)
         try:
+            for name, tensor in self._before.items():
+                self.inputs[name].copy_(tensor)
             with poisoned_memory():
                 outputs = variant.run(self.inputs, config)
-            self._wait()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:  # a launch may fail in any way: the config is wrong, not the search
-            return [f"{_LAUNCH_FAILURE}: {type(error).__name__}: {_first_line(error)}"]
+            return [f"{_LAUNCH_FAILURE}: {first_line(error)}"]
         return self.op.compare(self.case, self.inputs, outputs, self._expected)
 
-    def _wait(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
 
-
-def _first_line(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[0].strip()[:200] if lines else ""
+def broken_context() -> str:
+    """Why nothing more can run on this process's GPU; empty where all is well."""
+    if not torch.cuda.is_initialized():
+        return ""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return first_line(error)
+    return ""

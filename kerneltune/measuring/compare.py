@@ -10,14 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from kerneltune import device
-from kerneltune.measuring.check import Checker
+from kerneltune.errors import first_line
+from kerneltune.measuring.check import Checker, broken_context
 from kerneltune.measuring.rounds import POLICIES, Contender, Policy, interleave, rotation, throttled
 from kerneltune.records import Record, rounded
+from kerneltune.search.trials import knobs_of
 from kerneltune.spec import Case, Config, Inputs, Op, Variant
 from kerneltune.stats import Samples, median_interval, ratio_interval
 
@@ -38,6 +41,22 @@ class Ceiling:
     case: Case
 
 
+class ContextLostError(ValueError):
+    """A launch after which nothing can run on the GPU in this process.
+
+    Attributes:
+        variant: whose launch it was; empty where that is not known.
+        reason: what was raised.
+    """
+
+    def __init__(self, variant: str, reason: str) -> None:
+        super().__init__(variant, reason)
+        self.variant, self.reason = variant, reason
+
+    def __str__(self) -> str:
+        return f"{self.variant or 'a launch'}: {self.reason}: nothing more can run on the GPU in this process"
+
+
 def memory_shortage(op: Op, case: Case) -> str | None:
     """None if the case fits the GPU, else the bytes needed and free."""
     needed = _BYTES_PER_TRAFFIC_BYTE * op.traffic(case).total
@@ -45,22 +64,45 @@ def memory_shortage(op: Op, case: Case) -> str | None:
     return f"needs {needed:,} bytes, {free:,} are free" if needed > free else None
 
 
+def obstacle(op: Op, case: Case, policy: str) -> str | None:
+    """None if the case can be timed under a policy, else why not: it does not fit the GPU, or its calls would not be cold."""
+    try:
+        _sets(op, case, POLICIES[policy])
+    except ValueError as error:
+        return str(error)
+    return memory_shortage(op, case)
+
+
 def release_memory() -> None:
     """Give back what torch keeps of the GPU's memory for later, so that another process finds it."""
     torch.cuda.empty_cache()
 
 
-def check_only(family: str, op: Op, case: Case, variants: Sequence[tuple[Variant, Config]], where: str) -> list[Record]:
-    """Records without times: `checked`, `failed` or `skipped`."""
+def check_only(
+    family: str,
+    op: Op,
+    case: Case,
+    variants: Sequence[tuple[Variant, Config]],
+    apart: Callable[[Variant, Config], list[str]] | None = None,
+) -> list[Record]:
+    """Records without times: `checked`, `failed` or `skipped`.
+
+    Args:
+        apart: says what is wrong with a variant on the GPU, which it finds out in another process; without it they are
+            checked on the CPU, in this one.
+    """
     checker = None
     records = []
     for variant, config in variants:
-        reason = variant.unsupported(case) or (memory_shortage(op, case) if where == "cuda" else None)
+        reason = variant.unsupported(case) or (memory_shortage(op, case) if apart else None)
         if reason is not None:
             records.append(make_record(family, op, case, variant, config, "cold", "skipped", reason))
             continue
-        checker = checker or Checker(op, case, where)
-        errors = checker.errors(variant, config)
+        if apart is not None:
+            errors = apart(variant, config)
+        else:
+            checker = checker or Checker(op, case, "cpu")
+            errors = checker.errors(variant, config)
         records.append(
             make_record(family, op, case, variant, config, "cold", "failed" if errors else "checked", "; ".join(errors))
         )
@@ -68,23 +110,38 @@ def check_only(family: str, op: Op, case: Case, variants: Sequence[tuple[Variant
 
 
 def compare(
-    family: str, op: Op, case: Case, variants: Sequence[tuple[Variant, Config]], policy: str, ceiling: Ceiling | None
+    family: str,
+    op: Op,
+    case: Case,
+    variants: Sequence[tuple[Variant, Config]],
+    policy: str,
+    ceiling: Ceiling | None,
+    lost: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Record]:
     """Check every variant, time those that are correct in one interleaved run, one Record each.
 
     The first correct variant is timed twice: what it shows against itself is the noise floor of all rows of the case.
+
+    Args:
+        lost: variants that failed elsewhere and are not launched here, and why.
+
+    Raises:
+        ContextLostError: a launch took the process's context with the GPU along.
     """
-    shortage = memory_shortage(op, case)
-    if shortage is not None:
-        return [make_record(family, op, case, v, c, policy, "skipped", shortage) for v, c in variants]
+    reason = obstacle(op, case, policy)
+    if reason is not None:
+        return [make_record(family, op, case, v, c, policy, "skipped", reason) for v, c in variants]
     checker = Checker(op, case, "cuda")
-    reasons: dict[str, tuple[str, str]] = {}
+    reasons = {name: ("failed", reason) for name, reason in lost.items()}
     for variant, config in variants:
         unsupported = variant.unsupported(case)
+        if variant.name in lost:
+            continue
         if unsupported is not None:
             reasons[variant.name] = ("skipped", unsupported)
-        elif errors := checker.errors(variant, config):
+        elif errors := _errors(checker, variant, config):
             reasons[variant.name] = ("failed", "; ".join(errors))
+            _require_context(variant.name, "; ".join(errors))
     del checker
     torch.cuda.empty_cache()
     samples = _time(op, case, [(v, c) for v, c in variants if v.name not in reasons], policy, ceiling, reasons)
@@ -99,6 +156,20 @@ def compare(
             times = timing(samples[variant.name], op.traffic(case).total, ceiling_gbps, floor)
             records.append(make_record(family, op, case, variant, config, policy, "passed", "", **times))
     return records
+
+
+def _errors(checker: Checker, variant: Variant, config: Config) -> list[str]:
+    try:
+        return checker.errors(variant, config)
+    except torch.cuda.OutOfMemoryError as error:
+        torch.cuda.empty_cache()
+        return [first_line(error)]
+
+
+def _require_context(variant: str, reason: str) -> None:
+    """Raises ContextLostError where the reason is one for all that follows."""
+    if broken_context():
+        raise ContextLostError(variant, reason)
 
 
 def _time(
@@ -120,12 +191,25 @@ def _time(
             if len(contenders) == 1:
                 contenders[SELF] = contender(variant, config, inputs, policy)
         except Exception as error:  # what another package raises under capture is a result, not our failure
-            torch.cuda.synchronize()
-            reasons[variant.name] = ("failed", f"cannot be timed: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
-    if ceiling is not None:
-        stream_inputs = input_sets(ceiling.op, ceiling.case, policy)
-        contenders[_CEILING] = contender(ceiling.variant, ceiling.config, stream_inputs, policy)
-    return time_contenders(contenders) if contenders else {}
+            reasons[variant.name] = ("failed", f"cannot be timed: {first_line(error)}")
+            _require_context(variant.name, reasons[variant.name][1])
+    if not contenders:
+        return {}
+    try:
+        if ceiling is not None and (stream_inputs := _inputs_beside(ceiling, policy)):
+            contenders[_CEILING] = contender(ceiling.variant, ceiling.config, stream_inputs, policy)
+        return time_contenders(contenders)
+    except RuntimeError as error:
+        _require_context("", f"cannot be timed: {first_line(error)}")
+        raise
+
+
+def _inputs_beside(ceiling: Ceiling, policy: Policy) -> list[Inputs]:
+    """Input sets of a ceiling; none, and so no ceiling, where what else is timed leaves too little memory for them."""
+    try:
+        return input_sets(ceiling.op, ceiling.case, policy)
+    except ValueError:
+        return []
 
 
 def time_contenders(contenders: Mapping[str, Contender]) -> dict[str, Samples]:
@@ -134,9 +218,16 @@ def time_contenders(contenders: Mapping[str, Contender]) -> dict[str, Samples]:
 
 
 def input_sets(op: Op, case: Case, policy: Policy) -> list[Inputs]:
-    """As many input sets as make every call find the L2 as the policy says."""
-    sets = rotation(policy, op.traffic(case).total, device.current().l2_bytes, _free_bytes())
-    return [op.inputs(case, device="cuda", seed=i) for i in range(sets)]
+    """As many input sets as make every call find the L2 as the policy says.
+
+    Raises:
+        ValueError: there is not the memory for these, or they are too many.
+    """
+    return [op.inputs(case, device="cuda", seed=i) for i in range(_sets(op, case, policy))]
+
+
+def _sets(op: Op, case: Case, policy: Policy) -> int:
+    return rotation(policy, op.traffic(case).total, device.current().l2_bytes, _free_bytes())
 
 
 def contender(
@@ -216,8 +307,8 @@ def make_record(
 
 
 def config_values(config: Config) -> dict[str, Any] | None:
-    """A config as JSON."""
-    return None if config is None else {name: getattr(config, name) for name in config.__dataclass_fields__}
+    """A config as JSON; None for none."""
+    return None if config is None else knobs_of(config)
 
 
 @functools.cache

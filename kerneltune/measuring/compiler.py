@@ -17,6 +17,7 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
+from kerneltune.errors import first_line
 from kerneltune.measuring.assembly import Access, Kernel, Usage, gcn_accesses, gcn_usage, ptx_accesses, sass_usage
 from kerneltune.processes import fast_context, in_environment
 
@@ -177,7 +178,7 @@ def _compile(job: Job) -> Compiled:
     try:
         job.run(job.make_inputs(device="meta"), job.config)
     except Exception as exception:  # whatever a compiler raises is a property of the config, and is recorded
-        error = f"{type(exception).__name__}: {str(exception).strip().splitlines()[0] if str(exception).strip() else ''}"
+        error = first_line(exception)
     return Compiled(tuple(active.utils.launched), time.perf_counter() - started, error)
 
 
@@ -191,7 +192,8 @@ class _DryLaunch:
     def __call__(self, *_args: Any) -> None:
         meta, usage = self.metadata, self.usage
         resources = (usage.registers, usage.spill_bytes, meta.shared, usage.scalar_registers, self.accesses)
-        self.launched.append(Kernel(meta.name, meta.num_warps, *resources))
+        cooperative = bool(meta.launch_cooperative_grid)
+        self.launched.append(Kernel(meta.name, meta.num_warps, *resources, cooperative))
 
 
 class _DryUtils:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kerneltune import nvml
 from kerneltune.stats import Samples, ratio_interval
 
 Run = Callable[[int], Any]
@@ -24,6 +25,8 @@ _MIN_SAMPLE_US = 800.0
 _WARM_MS = 200.0
 _QUEUE_AHEAD_CYCLES = 300_000
 _L2_MULTIPLE = 4
+_MOST_SETS = 8192
+"""A sample walks over all sets: with more, capturing it takes many seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +42,22 @@ POLICIES = {p.name: p for p in (Policy("cold", True, True), Policy("hot", True, 
 
 
 def rotation(policy: Policy, set_bytes: int, l2_bytes: int, free_bytes: int) -> int:
-    """How many input/output sets make every call find the L2 cold: more than four times its size, at least two.
+    """How many input/output sets make every call find the L2 cold: as many as four times its size hold, and one more.
 
-    Bounded by half the free memory; one set under the hot policy.
+    No more than half the free memory holds, but never fewer than have four times the L2's size together; one set under the hot
+    policy.
+
+    Raises:
+        ValueError: there is not the memory for these, or they are too many.
     """
     if not policy.cold:
         return 1
-    wanted = max(2, math.ceil(_L2_MULTIPLE * l2_bytes / max(set_bytes, 1)) + 1)
-    return max(1, min(wanted, 512, free_bytes // (2 * max(set_bytes, 1))))
+    least = max(1, math.ceil(_L2_MULTIPLE * l2_bytes / max(set_bytes, 1)))
+    affordable = max(1, free_bytes // (2 * max(set_bytes, 1)))
+    if least > min(affordable, _MOST_SETS):
+        limit = f"more than {_MOST_SETS:,}" if least > _MOST_SETS else f"half of the free memory holds {affordable:,}"
+        raise ValueError(f"a cold L2 takes {least:,} input sets of {set_bytes:,} bytes, {limit}: only policy hot can time it")
+    return min(least + 1, affordable)
 
 
 class Contender:
@@ -161,17 +172,13 @@ def interleave(
 
 
 def throttled() -> bool:
-    """Whether the GPU says that heat or power slow it down now; false where NVML cannot be asked."""
+    """Whether the GPU says that heat or the power brake slow it down now; false where NVML cannot be asked."""
     import pynvml
 
     try:
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
-        reasons = pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
+        return nvml.slowed_down(pynvml.nvmlDeviceGetCurrentClocksEventReasons(nvml.handle()))
     except pynvml.NVMLError:
         return False
-    slowing = pynvml.nvmlClocksEventReasonSwThermalSlowdown | pynvml.nvmlClocksEventReasonHwSlowdown
-    return bool(reasons & slowing)
 
 
 def _settled(times: Mapping[str, list[float]], half_width: float) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kerneltune.search.surrogate import Surrogate
-from kerneltune.search.trials import Trial
+from kerneltune.search.trials import Trial, knobs_of
 from kerneltune.spec import Config
 
 SAMPLERS = ("gp", "tpe", "random", "qmc")
@@ -204,7 +204,7 @@ class _Modelled:
         self._left = dict.fromkeys(range(len(order)))
         self._begin = deque(range(min(len(order), known + _FIRST)))
         self._index = {config: i for i, config in enumerate(order)}
-        self._surrogate = Surrogate([values(config) for config in order], seed)
+        self._surrogate = Surrogate([knobs_of(config) for config in order], seed)
         self._seen: dict[int, float | None] = {}
         self._pending: dict[int, None] = {}
         self._stale = True
@@ -255,7 +255,7 @@ class _Asked:
         self._study = optuna.create_study(sampler=sampler)
         self._left = dict.fromkeys(order)
         self._begin = deque(order[:known])
-        knobs = list(values(order[0]))
+        knobs = list(knobs_of(order[0]))
         self._space: dict[str, optuna.distributions.BaseDistribution] = {
             knob: optuna.distributions.CategoricalDistribution(sorted({getattr(config, knob) for config in order}, key=repr))
             for knob in knobs
@@ -271,20 +271,21 @@ class _Asked:
         while self._begin and self._begin[0] not in self._left:
             self._begin.popleft()
         if self._begin:
-            config = self._begin.popleft()
-            self._study.enqueue_trial(values(config))
-            self._trials[config] = self._study.ask(self._space)
-            del self._left[config]
-            return config
+            return self._given(self._begin.popleft())
         for _ in range(20 * AHEAD):
             trial = self._study.ask(self._space)
             config = self._make(**trial.params)
             if config in self._left:
                 self._trials[config] = trial
-                break
+                del self._left[config]
+                return config
             self._study.tell(trial, state=optuna.trial.TrialState.FAIL)
-        else:
-            config = next(iter(self._left))
+        return self._given(next(iter(self._left)))
+
+    def _given(self, config: Config) -> Config:
+        """A config that the sampler did not draw, as a trial of its study: it hears the time of that, too."""
+        self._study.enqueue_trial(knobs_of(config))
+        self._trials[config] = self._study.ask(self._space)
         del self._left[config]
         return config
 
@@ -294,7 +295,7 @@ class _Asked:
         trial = self._trials.pop(config, None)
         if trial is None:
             if self._left.pop(config, self) is None and time_us is not None:
-                known = optuna.trial.create_trial(params=values(config), distributions=self._space, value=time_us)
+                known = optuna.trial.create_trial(params=knobs_of(config), distributions=self._space, value=time_us)
                 self._study.add_trial(known)
         elif time_us is None:
             self._study.tell(trial, state=optuna.trial.TrialState.FAIL)
@@ -310,7 +311,7 @@ class _Gain:
         self.expected: float | None = None
         if self._least is not None:
             self._index = {config: i for i, config in enumerate(pool)}
-            self._surrogate = Surrogate([values(config) for config in pool], search.seed)
+            self._surrogate = Surrogate([knobs_of(config) for config in pool], search.seed)
             self._seen = {self._index[config]: trial.time_us for config, trial in known.items()}
 
     def is_small(self, config: Config, trial: Trial) -> bool:
@@ -324,8 +325,3 @@ class _Gain:
         self._surrogate.fit(list(self._seen), list(self._seen.values()))
         self.expected = self._surrogate.gain([i for i in self._index.values() if i not in self._seen])
         return self.expected < self._least
-
-
-def values(config: Config) -> dict[str, Any]:
-    """The knobs of a config by name."""
-    return {name: getattr(config, name) for name in config.__dataclass_fields__}

@@ -3,9 +3,10 @@
 Knows no GPU and decides nothing. Imports the standard library and spec.
 """
 
+import fcntl
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -49,13 +50,16 @@ class StoredTrial:
     commit: str
 
 
+Searches = list[tuple[Case, list[StoredTrial]]]
+"""Cases, each with the stored trials of it."""
+
 _RESOURCES = ("resources", "spill_bytes", "shared_bytes")
 
 
 class TrialStore:
-    """Trials of one operator on one GPU, in one JSONL file; a truncated last line, as a kill leaves it, is dropped.
+    """Trials of one operator on one GPU, in one JSONL file; a truncated last line, as a kill leaves it, is not read.
 
-    on_put is told every line that `put` has written.
+    Opening a store writes nothing. on_put is told every line that `put` has written.
     """
 
     def __init__(self, path: Path, commit: str = "", **fingerprint: str) -> None:
@@ -69,7 +73,7 @@ class TrialStore:
 
     def get(self, op: Op, case: Case, variant: Variant, policy: str, config: Config) -> Trial | None:
         """The stored evaluation, if there is one under the same fingerprint."""
-        return self._trials.get(self._key(op.name, case, variant.name, policy, _values(config)))
+        return self._trials.get(self._key(op.name, case, variant.name, policy, tuple(knobs_of(config).items())))
 
     def put(self, op: Op, case: Case, variant: Variant, policy: str, config: Config, trial: Trial) -> None:
         """Store an evaluation; it is on disk when this returns.
@@ -85,14 +89,14 @@ class TrialStore:
             "quant": case.quant,
             "options": dict(case.options),
             "policy": policy,
-            "config": dict(_values(config)),
+            "config": knobs_of(config),
         }
         origin = (datetime.now(UTC).isoformat(timespec="seconds"), self._commit)
         more = {"fingerprint": dict(self._fingerprint), "date": origin[0], "commit": origin[1], "schema": SCHEMA}
         line = json.dumps(identity | asdict(trial) | more) + "\n"
         append(self._path, line)
         self.on_put(line)
-        key = self._key(op.name, case, variant.name, policy, _values(config))
+        key = self._key(op.name, case, variant.name, policy, tuple(knobs_of(config).items()))
         self._trials[key], self._origins[key] = trial, origin
 
     def of_case(self, op: Op, case: Case, variant: Variant, policy: str) -> list[StoredTrial]:
@@ -116,7 +120,7 @@ class TrialStore:
     def _load(self) -> None:
         if not self._path.exists():
             return
-        for row in _rows(self._path):
+        for row in history(self._path):
             if tuple(sorted(row.pop("fingerprint").items())) != self._fingerprint:
                 continue
             case = Case("", tuple(row["axes"].items()), row["dtype"], row["quant"], tuple(row["options"].items()))
@@ -128,7 +132,7 @@ class TrialStore:
 
 
 def append(path: Path, lines: str) -> None:
-    """Add whole lines to a store; they are on disk when this returns.
+    """Add whole lines to a store, behind its last whole line; they are on disk when this returns.
 
     Raises:
         ValueError: the file cannot be written.
@@ -161,24 +165,36 @@ def latest_fingerprint(path: Path) -> dict[str, str]:
     """
     latest: dict[str, str] = {}
     if path.exists():
-        for row in _rows(path):
+        for row in history(path):
             latest = row["fingerprint"]
     return latest
 
 
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        with path.open("r+b") as file:
-            drop_cut_line(file)
-            file.seek(0)
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
-    yield from _parsed(path, lines)
+def searches_below(folder: Path, cases: Iterable[tuple[Op, Case]], variants: Collection[str], policy: str) -> dict[str, Searches]:
+    """What the stores of a folder hold of cases under their newest fingerprint, by operator, variant and quantisation mode.
+
+    variants: by name, none for all.
+
+    Raises:
+        ValueError: a store cannot be read, or holds something that is no trial.
+    """
+    found: dict[str, Searches] = {}
+    stores: dict[str, TrialStore] = {}
+    for op, case in cases:
+        if op.name not in stores:
+            path = folder / f"{op.name}.jsonl"
+            stores[op.name] = TrialStore(path, **latest_fingerprint(path))
+        for variant in op.variants:
+            if variant.config is None or (variants and variant.name not in variants):
+                continue
+            stored = stores[op.name].of_case(op, case, variant, policy)
+            if any(s.trial.time_us is not None for s in stored):
+                found.setdefault(f"{op.name} {variant.name} {case.quant}", []).append((case, stored))
+    return found
 
 
 def history(path: Path) -> list[dict[str, Any]]:
-    """Every evaluation of a store, oldest first, under whatever fingerprint; only reads, and skips a line being written.
+    """Every evaluation of a store, oldest first, under whatever fingerprint, without a line that is being written.
 
     Raises:
         ValueError: the file cannot be read, or holds something that is no trial.
@@ -208,7 +224,11 @@ def _parsed(path: Path, lines: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def drop_cut_line(file: BinaryIO) -> None:
-    """Cut off what stands behind the last newline: a line that a killed process did not finish."""
+    """Cut off what stands behind the last newline: a line that a killed process did not finish.
+
+    Waits for a line that another process is writing, and keeps others from it until the file is closed.
+    """
+    fcntl.flock(file, fcntl.LOCK_EX)
     end = file.seek(0, os.SEEK_END)
     if not end:
         return
@@ -218,5 +238,6 @@ def drop_cut_line(file: BinaryIO) -> None:
         file.truncate(file.read().rfind(b"\n") + 1)
 
 
-def _values(config: Config) -> tuple[tuple[str, Any], ...]:
-    return tuple((name, getattr(config, name)) for name in config.__dataclass_fields__)
+def knobs_of(config: Config) -> dict[str, Any]:
+    """The knobs of a config and their values."""
+    return {name: getattr(config, name) for name in config.__dataclass_fields__}

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from kerneltune import device
-from kerneltune.measuring.check import Checker
+from kerneltune.errors import first_line
+from kerneltune.measuring.check import Checker, broken_context
 from kerneltune.measuring.rounds import POLICIES, Contender, interleave, rotation
 from kerneltune.processes import fast_context, in_environment
 from kerneltune.search.trials import Trial
@@ -80,7 +81,7 @@ class GpuBench:
                 times.append(contender.sample_us())
             return Trial("ok", time_us=float(np.median(times)))
         except RuntimeError as error:
-            return Trial("failed", detail=_one_line(error))
+            return Trial("failed", detail=first_line(error))
 
     def samples(self, configs: Sequence[Config]) -> list[Samples]:
         """Rounds until the ratios to the first are known well."""
@@ -95,6 +96,34 @@ class GpuBench:
 
     def _contender(self, config: Config, sample_us: float = 800.0) -> Contender:
         return Contender(lambda i: self._variant.run(self._inputs[i], config), len(self._inputs), self._policy, sample_us)
+
+
+class CheckBench:
+    """A bench that checks and times nothing. What a case needs is kept until the next case."""
+
+    def __init__(self) -> None:
+        self._of: tuple[str, Case] | None = None
+        self._checker: Checker | None = None
+
+    def open(self, op: Op, case: Case, variant: Variant, policy: str) -> None:
+        """Make inputs and reference, if the case is another."""
+        self._variant = variant
+        if self._of != (op.name, case):
+            self._of = self._checker = None
+            self._checker, self._of = Checker(op, case, "cuda"), (op.name, case)
+
+    def trial(self, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Trial:
+        """`ok` or `wrong`."""
+        assert self._checker is not None
+        errors = self._checker.errors(self._variant, config)
+        return Trial("wrong", detail="; ".join(errors)) if errors else Trial("ok")
+
+    def samples(self, configs: Sequence[Config]) -> list[Samples]:
+        """Not here."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Keep all for the next variant of the case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,30 +284,14 @@ def _serve(pipe: Connection, make: Callable[[], Measuring], cores: frozenset[int
                 arguments = (op, case, variant, policy)
             answer, lost = getattr(bench, name)(*arguments), ""
         except Exception as error:  # out of memory as well: the next config finds a clean process
-            answer, lost = None, _one_line(error)
-        lost = lost or _broken_context()
+            answer, lost = None, first_line(error)
+        lost = lost or broken_context()
         pipe.send((answer, lost, time.monotonic() - began))
         if lost:
             return
-
-
-def _broken_context() -> str:
-    """Why nothing more can run on this process's GPU; empty where all is well."""
-    if not torch.cuda.is_initialized():
-        return ""
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError as error:
-        return _one_line(error)
-    return ""
 
 
 def split_cores() -> tuple[frozenset[int] | None, frozenset[int] | None]:
     """One core for the measuring process and the others for the compilers; (None, None) where there is one core only."""
     cores = sorted(os.sched_getaffinity(0))
     return (frozenset(cores[-1:]), frozenset(cores[:-1])) if len(cores) > 1 else (None, None)
-
-
-def _one_line(error: BaseException) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0].strip()[:200] if lines else ''}".rstrip(": ")

@@ -3,8 +3,12 @@
 Decides nothing about configs and prints nothing.
 """
 
+import os
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from kerneltune import device
 from kerneltune.measuring.compare import commit
@@ -18,6 +22,21 @@ from kerneltune.tuning.tuner import Compiling, Tuner, first_asked, job
 from kerneltune.tuning.usage import Usage
 
 _AHEAD = 8
+
+
+@contextmanager
+def empty_caches() -> Iterator[Path]:
+    """An empty folder, and in the environment an empty one for what Triton compiles, also in processes started from here."""
+    before = os.environ.get("TRITON_CACHE_DIR")
+    with tempfile.TemporaryDirectory(prefix="kerneltune-", ignore_cleanup_errors=True) as folder:
+        os.environ["TRITON_CACHE_DIR"] = str(Path(folder) / "triton")
+        try:
+            yield Path(folder)
+        finally:
+            if before is None:
+                del os.environ["TRITON_CACHE_DIR"]
+            else:
+                os.environ["TRITON_CACHE_DIR"] = before
 
 
 class Machines:

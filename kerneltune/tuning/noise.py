@@ -3,15 +3,16 @@
 Prints nothing and keeps nothing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import cycle, islice
+from itertools import islice
 
-from kerneltune.measuring.compiler import Pending
+from kerneltune.measuring.compiler import CompilePool, Job, Pending
 from kerneltune.plan import Options
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import Interval, Samples, median_interval, ratio_interval
-from kerneltune.tuning.machines import Machines
+from kerneltune.tuning.bench import ChildLostError
+from kerneltune.tuning.machines import Machines, empty_caches
 from kerneltune.tuning.tuner import job
 
 _REPEATS = 5
@@ -33,30 +34,59 @@ class Noise:
 
 
 def disturbance(op: Op, case: Case, variant: Variant, config: Config, options: Options) -> tuple[Noise, Noise]:
-    """The noise with the pool idle, and with every worker of it compiling.
+    """The noise with the pool idle, and with every worker of it compiling: the other configs, each once, into an empty cache.
 
     Raises:
-        ChildLostError: the config takes the measuring process along.
+        ValueError: the config has no time, or takes the measuring process along; there is not enough else to compile.
     """
-    with Machines(options) as machines:
-        machines.bench.open(op, case, variant, options.policy)
-        machines.bench.trial(config, None)  # compiled before anything is timed
-        idle = _noise([machines.bench.samples([config, config]) for _ in range(_REPEATS)])
-        others = cycle(other for other in variant.configs(case) if other != config)
-        busy_samples = []
-        pending: list[Pending] = []
-        for _ in range(_REPEATS):
-            pending += [machines.pool.submit(job(op, case, other, variant)) for other in _twice(others, machines.pool.workers)]
-            busy_samples.append(machines.bench.samples([config, config]))
-        for waiting in pending:
-            waiting.cancel()
-        machines.bench.close()
+    where = f"{op.name} {variant.name}: {case.label}"
+    others = [other for other in variant.configs(case) if other != config]
+    if not others:
+        raise ValueError(f"{where}: one config: expected others, which are compiled while it is timed")
+    with empty_caches(), Machines(options) as machines:
+        try:
+            machines.bench.open(op, case, variant, options.policy)
+            trial = machines.bench.trial(config, None)  # compiled before anything is timed
+            if trial.time_us is None:
+                raise ValueError(f"{where}: {trial.status}: {trial.detail}")
+            idle = _noise([machines.bench.samples([config, config]) for _ in range(_REPEATS)])
+            compiling = _Compiling(machines.pool, [job(op, case, other, variant) for other in others])
+            busy_samples = []
+            for _ in range(_REPEATS):
+                compiling.top_up()
+                busy_samples.append(machines.bench.samples([config, config]))
+                if compiling.left < machines.pool.workers:
+                    few = f"{len(others)} other configs keep {machines.pool.workers} workers busy for less than it takes"
+                    raise ValueError(f"{where}: {few}: fewer --workers, or a case with a larger space")
+            compiling.stop()
+            machines.bench.close()
+        except ChildLostError as error:
+            raise ValueError(f"{where}: lost: {error}") from error
     return idle, _noise(busy_samples)
 
 
-def _twice(others: Iterator[Config], workers: int) -> Iterator[Config]:
-    """Enough for every worker to be busy as long as the samples take."""
-    return islice(others, 2 * workers)
+class _Compiling:
+    """Jobs of a pool, each given once."""
+
+    def __init__(self, pool: CompilePool, jobs: Sequence[Job]) -> None:
+        self._pool, self._jobs = pool, iter(jobs)
+        self._pending: list[Pending] = []
+
+    def top_up(self) -> None:
+        """Twice as many jobs as workers, as far as there are others: enough for as long as samples take."""
+        wanted = 2 * self._pool.workers - self.left
+        self._pending += [self._pool.submit(job) for job in islice(self._jobs, wanted)]
+
+    @property
+    def left(self) -> int:
+        """Jobs that are not done."""
+        self._pending = [waiting for waiting in self._pending if not waiting.done()]
+        return len(self._pending)
+
+    def stop(self) -> None:
+        """Give up what is not done."""
+        for waiting in self._pending:
+            waiting.cancel()
 
 
 def _noise(repeats: list[list[Samples]]) -> Noise:

@@ -5,6 +5,7 @@ Decides nothing about configs and prints nothing.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 
@@ -13,6 +14,7 @@ from kerneltune.measuring.compare import commit, release_memory
 from kerneltune.plan import Options, Progress, Selection, load_plan, results_root, wanted_variants
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.tuning.bench import ChildLostError
+from kerneltune.tuning.cached import cached_config
 from kerneltune.tuning.cluster import RayWorkers
 from kerneltune.tuning.fleet import Fleet
 from kerneltune.tuning.knobs import checked_space, widened
@@ -25,8 +27,16 @@ from kerneltune.tuning.verify import Verdict, verify
 CEILING_OP = "stream"
 
 
-def run_tune(ops: Mapping[str, Op], selection: Selection, options: Options, progress: Progress) -> list[cache.Entry]:
-    """Search the selected bench cases, or measure their whole spaces; returns the entries that were stored.
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """What a run stored in the config cache, and the GPU model, as its folder is called, that it is for."""
+
+    device_slug: str
+    entries: list[cache.Entry]
+
+
+def run_tune(ops: Mapping[str, Op], selection: Selection, options: Options, progress: Progress) -> Tuned:
+    """Search the selected bench cases, or measure their whole spaces.
 
     Raises:
         ValueError: no GPU, bad input, a space that makes no sense, or a folder that cannot be written.
@@ -39,7 +49,7 @@ def run_tune(ops: Mapping[str, Op], selection: Selection, options: Options, prog
         return _tune_on_many(ops, entries, selection, options, progress)
     if not device.current().is_gpu:
         raise ValueError("tune needs a GPU: in the interpreter nothing can be timed")
-    return tune_entries(ops, entries, selection, options, progress)
+    return Tuned(device.current().slug, tune_entries(ops, entries, selection, options, progress))
 
 
 def tune_entries(
@@ -68,7 +78,7 @@ def tune_entries(
 
 def _tune_on_many(
     ops: Mapping[str, Op], entries: Sequence[sweep.Entry], selection: Selection, options: Options, progress: Progress
-) -> list[cache.Entry]:
+) -> Tuned:
     """The same on several GPUs at once.
 
     Raises:
@@ -80,11 +90,11 @@ def _tune_on_many(
 
     here = device.current()
     if here.is_gpu and not wanted(here.slug):
-        return []
+        return Tuned(here.slug, [])
     with _workers(selection.family, options) as workers:
         fleet = Fleet(workers, options, progress)
         whole = fleet.run(wanted)
-    return _ended(fleet.finished, whole, fleet.slug, selection, options, progress)
+    return Tuned(fleet.slug, _ended(fleet.finished, whole, fleet.slug, selection, options, progress))
 
 
 def _workers(family: str, options: Options) -> LocalWorkers | RayWorkers:
@@ -204,27 +214,9 @@ def _wanted(
         if (
             options.force
             or options.exhaustive
-            or not cached_config(one.op, one.case, one.variant, options, exact=True, device_slug=device_slug)
+            or not cached_config(one.op, one.case, one.variant, options.policy, options.configs, device_slug)
         ):
             yield one
-
-
-def cached_config(op: Op, case: Case, variant: Variant, options: Options, exact: bool, device_slug: str = "") -> Config | None:
-    """The cached config of a case, exactly its own or the nearest that is valid; of this GPU if no other is named."""
-    hits = cache.candidates(
-        op.name, variant.name, device_slug or device.current().slug, case.axes, case.dtype, case.quant, case.options,
-        options.policy, () if exact else op.free_axes, options.configs,
-    )  # fmt: skip
-    for hit in hits:
-        if exact and not hit.exact:
-            continue
-        try:
-            config = variant.config_from(hit.entry.config)
-        except ValueError:
-            continue
-        if variant.valid(case, config) is None:
-            return config
-    return None
 
 
 def ceiling_case(op: Op, case: Case) -> Case:

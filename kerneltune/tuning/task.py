@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from kerneltune import cache, device
-from kerneltune.measuring.compare import memory_shortage
+from kerneltune.measuring.compare import obstacle
 from kerneltune.plan import Options, Progress, results_root
 from kerneltune.search import spaces
-from kerneltune.search.loop import Search, values
-from kerneltune.search.trials import Trial
+from kerneltune.search.loop import Search
+from kerneltune.search.trials import Trial, knobs_of
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.tuning.bench import ChildLostError
 from kerneltune.tuning.knobs import widened
@@ -77,9 +77,9 @@ def perform(machines: Machines, work: Work, following: Work | None, family: str,
         ValueError: a space that makes no sense, a store that cannot be read, or a folder that cannot be written.
     """
     op, case = work.op, work.case
-    shortage = memory_shortage(op, case)
-    if shortage is not None:
-        return Done(problem=f"not tuned: {op.name} {case.name}: {shortage}")
+    reason = obstacle(op, case, options.policy)
+    if reason is not None:
+        return Done(problem=f"not tuned: {op.name} {case.name}: {reason}")
     tuner = machines.tuner(op, case, widened(work.variant, options.knobs))
     compiling, clock = machines.compiling(tuner), Clock(machines)
     try:
@@ -136,4 +136,4 @@ def _export(tuner: Tuner, trials: Mapping[Config, Trial], family: str, options: 
 
 
 def _knobs(config: Config) -> spaces.Knobs:
-    return tuple(values(config).items())
+    return tuple(knobs_of(config).items())

@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kerneltune import cache, device
-from kerneltune.measuring.compare import commit, config_values
+from kerneltune.measuring.compare import commit
 from kerneltune.measuring.compiler import Compiled, Job
 from kerneltune.measuring.occupancy import LIMITS, resident
 from kerneltune.search.loop import Explored, Search, explore, propose
-from kerneltune.search.trials import Trial, TrialStore
+from kerneltune.search.trials import Trial, TrialStore, knobs_of
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import median_interval, ratio_interval
 from kerneltune.tuning.bench import SCREEN_SAMPLES, TRIED_WHOLE, Measuring
+from kerneltune.tuning.cached import cached_config, fitting
 from kerneltune.tuning.knobs import checked_space
 
 _FINALISTS = 4
@@ -175,10 +176,15 @@ class Tuner:
 
 
 def _resident(compiled: Compiled) -> int:
-    """Programs of the config's smallest kernel that one multiprocessor holds; any number where the GPU's limits are not known."""
+    """Programs that one multiprocessor holds of the config's cooperative grids, all of which must fit to be launched.
+
+    Where there is none, of the kernel of which it holds most: which one `ctas` is about is not known, and any of them runs. Any
+    number where the GPU's limits are not known.
+    """
     arch = device.current().arch
-    programs = [resident(kernel, arch).programs for kernel in compiled.kernels if arch in LIMITS]
-    return max(programs, default=sys.maxsize)
+    programs = [(kernel.cooperative, resident(kernel, arch).programs) for kernel in compiled.kernels if arch in LIMITS]
+    together = [fitting for cooperative, fitting in programs if cooperative]
+    return min(together) if together else max((fitting for _, fitting in programs), default=sys.maxsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +233,7 @@ def tune(
         pool = candidates(tuner.op, tuner.case, tuner.variant, tuner.policy, tuner.store)
         explored = explore(pool, starting_points(tuner, pool, root), search, begin, on_trial, _known(tuner, pool))
         times = explored.times
-        cached = _cached(tuner, root)
+        cached = cached_config(tuner.op, tuner.case, tuner.variant, tuner.policy, root)
         if cached is not None and cached not in times:  # whatever the budget left out, the incumbent is judged anew
             trial = begin(cached).result()
             times |= {cached: trial.time_us} if trial.time_us is not None else {}
@@ -280,21 +286,11 @@ def _begin(tuner: Tuner, compiling: Callable[[Config], Compiling], config: Confi
 
 def starting_points(tuner: Tuner, pool: Sequence[Config], root: Path | None) -> list[Config]:
     """The default, what is promising, then what the cache holds for this case, the nearest sizes and the other 16-bit type."""
-    op, case, variant = tuner.op, tuner.case, tuner.variant
-    near = cache.candidates(
-        op.name, variant.name, device.current().slug, case.axes, case.dtype, case.quant, case.options, tuner.policy,
-        op.free_axes, root,
-    )  # fmt: skip
+    near = fitting(tuner.op, tuner.case, tuner.variant, tuner.policy, root)
+    nearest = [config for _, config in sorted(near, key=lambda found: found[0].distance)[:_NEIGHBOURS]]
     offered = set(pool)
-    found = [pool[0], *(config for config in variant.promising(case) if config in offered)]
-    for hit in sorted(near, key=lambda hit: hit.distance)[:_NEIGHBOURS]:
-        try:
-            config = variant.config_from(hit.entry.config)
-        except ValueError:
-            continue
-        if config in offered:
-            found.append(config)
-    return list(dict.fromkeys(found))
+    found = [config for config in (*tuner.variant.promising(tuner.case), *nearest) if config in offered]
+    return list(dict.fromkeys([pool[0], *found]))
 
 
 def _decide(
@@ -328,23 +324,8 @@ def _decide(
         quant=case.quant,
         options=case.options,
         policy=tuner.policy,
-        config=config_values(best) or {},
+        config=knobs_of(best),
         evidence=evidence,
     )
     cache.store(op.name, device.current().slug, entry, root)
     return entry
-
-
-def _cached(tuner: Tuner, root: Path | None) -> Config | None:
-    """The config that the cache holds for exactly this case, if it still fits."""
-    op, case, variant = tuner.op, tuner.case, tuner.variant
-    hit = cache.lookup(
-        op.name, variant.name, device.current().slug, case.axes, case.dtype, case.quant, case.options, tuner.policy, (), root
-    )
-    if hit is None or not hit.exact:
-        return None
-    try:
-        config = variant.config_from(hit.entry.config)
-    except ValueError:
-        return None
-    return config if variant.valid(case, config) is None else None

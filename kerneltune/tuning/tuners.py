@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from kerneltune.plan import Options
-from kerneltune.search.loop import Search, values
-from kerneltune.search.trials import TrialStore
+from kerneltune.search.loop import Search
+from kerneltune.search.trials import TrialStore, knobs_of
 from kerneltune.spec import Case, Config, Inputs, Op, Variant
 from kerneltune.tuning.bench import Named
 from kerneltune.tuning.knobs import Given, narrowed
@@ -151,7 +151,7 @@ def by_helion(task: Task, where: str = "cuda") -> Found:
     from triton.runtime.errors import OutOfResources
 
     op, variant, configs = task.load()
-    offered, default = set(configs), values(configs[0])
+    offered, default = set(configs), knobs_of(configs[0])
     tried: set[Config] = set()
 
     def compiled(given: Mapping[str, Any]) -> Callable[..., Any]:

@@ -8,9 +8,7 @@ of the whole space. Changes no config cache. Prints nothing.
 import json
 import os
 import shlex
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,14 +16,16 @@ from typing import Any
 
 from kerneltune import device
 from kerneltune.files import replace_text
-from kerneltune.measuring.compare import commit, memory_shortage, release_memory
+from kerneltune.measuring.compare import commit, obstacle, release_memory
 from kerneltune.plan import Options, Progress, require_gpu, results_folder
 from kerneltune.processes import in_fresh_processes
-from kerneltune.search.loop import Search, values
+from kerneltune.search.loop import Search
+from kerneltune.search.trials import knobs_of
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import Interval, median_interval, ratio_interval
 from kerneltune.tuning.bench import SCREEN_SAMPLES, IsolatedBench, Measuring, Named, split_cores
 from kerneltune.tuning.knobs import Given, checked_space, narrowed
+from kerneltune.tuning.machines import empty_caches
 from kerneltune.tuning.tuners import EXHAUSTIVE, SIDES, US, Found, Task, finalists, unable
 
 DEFAULT = "default config"
@@ -93,15 +93,15 @@ def contest(
         judge: makes the bench of the common run; the measuring child if not given.
 
     Raises:
-        ValueError: no GPU, a case that does not fit, a space that makes no sense, or no side found a config.
+        ValueError: no GPU, a case that does not fit or cannot be cold, a space that makes no sense, or no side found a config.
     """
     require_gpu("versus")
     space = checked_space(op, case, narrowed(variant, knobs))
     if len(space) < 2:
         raise ValueError(f"{op.name} {case.label}: one config: expected a space to search")
-    shortage = memory_shortage(op, case)
-    if shortage is not None:
-        raise ValueError(f"{op.name} {case.label}: {shortage}")
+    reason = obstacle(op, case, options.policy)
+    if reason is not None:
+        raise ValueError(f"{op.name} {case.label}: {reason}")
     release_memory()
     lacking = unable()
     found: dict[str, Found] = {}
@@ -109,7 +109,7 @@ def contest(
     wanted = [name for name in sides if name not in lacking]
     progress.stage("versus", len(wanted) + 1)
     for name in wanted:
-        with _empty_caches() as folder:
+        with empty_caches() as folder:
             task = Task(Named(op.module, op.name, variant.name), case, knobs, search, options, folder)
             try:
                 (found[name],) = in_fresh_processes(1, sides[name], task, timeout_s=_SIDE_TIMEOUT_S)
@@ -127,21 +127,6 @@ def contest(
     lines += [Line(name, None, None, None, None, None, reason) for name, reason in (*reasons.items(), *lacking.items())]
     lines += [_line(name, config, judged, wrong) for name, config in ((DEFAULT, default), (BEST, best))]
     return Contest(op.name, variant.name, case, options.policy, len(space), tuple(lines))
-
-
-@contextmanager
-def _empty_caches() -> Iterator[Path]:
-    """An empty folder, and in the environment an empty one for what Triton compiles."""
-    before = os.environ.get("TRITON_CACHE_DIR")
-    with tempfile.TemporaryDirectory(prefix="kerneltune-", ignore_cleanup_errors=True) as folder:
-        os.environ["TRITON_CACHE_DIR"] = str(Path(folder) / "triton")
-        try:
-            yield Path(folder)
-        finally:
-            if before is None:
-                del os.environ["TRITON_CACHE_DIR"]
-            else:
-                os.environ["TRITON_CACHE_DIR"] = before
 
 
 _Judged = dict[Config, tuple[Interval, Interval]]
@@ -177,10 +162,10 @@ def _line(
 ) -> Line:
     remark = "; ".join(text for text in (remark, wrong.get(config, "")) if text)
     if config not in judged:
-        return Line(name, wall_s, evaluations, values(config), None, None, remark)
+        return Line(name, wall_s, evaluations, knobs_of(config), None, None, remark)
     time_us, ratio = judged[config]
     gap = Interval(ratio.median - 1, ratio.low - 1, ratio.high - 1)
-    return Line(name, wall_s, evaluations, values(config), time_us, gap, remark)
+    return Line(name, wall_s, evaluations, knobs_of(config), time_us, gap, remark)
 
 
 def keep(contest: Contest, command: Sequence[str], options: Options) -> list[Path]:

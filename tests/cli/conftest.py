@@ -8,8 +8,10 @@ import pytest
 from command_line import both
 
 from kerneltune import device, records
+from kerneltune.campaign import Swept
 from kerneltune.cli import console
 from kerneltune.records import Record
+from kerneltune.tuning.run import Tuned
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +53,12 @@ def campaign(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         reporter.note("a remark")
         return list(seen["answer"])
 
-    monkeypatch.setattr("kerneltune.campaign.run_sweep", fake)
-    monkeypatch.setattr("kerneltune.tuning.run.run_tune", fake)
+    def swept(*given: Any) -> Swept:
+        return Swept(fake(*given), [])
+
+    def tuned(*given: Any) -> Tuned:
+        return Tuned("nvidia_h200", fake(*given))  # type: ignore[arg-type]
+
+    monkeypatch.setattr("kerneltune.campaign.run_sweep", swept)
+    monkeypatch.setattr("kerneltune.tuning.run.run_tune", tuned)
     return seen

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 from command_line import NO_TIMES, both, operators, record, refused, run
 
-from kerneltune import records
+from kerneltune.campaign import Swept
 from kerneltune.cli import console, progress
-from kerneltune.records import Record
 
 
 def test_sweep_passes_everything_on_and_prints_the_table(campaign: dict[str, Any], tmp_path: Path) -> None:
@@ -39,18 +38,10 @@ def test_sweep_passes_everything_on_and_prints_the_table(campaign: dict[str, Any
 
 @pytest.mark.usefixtures("campaign")
 def test_sweep_names_the_files_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "nvidia_h200"
-
-    def writes(*_: object) -> list[Record]:
-        records.append(folder / "rmsnorm.jsonl", both())
-        return both()
-
-    folder.mkdir()
-    (folder / "old.jsonl").touch()
-    os.utime(folder / "old.jsonl", (0, 0))
-    monkeypatch.setattr("kerneltune.campaign.run_sweep", writes)
-    monkeypatch.setattr("kerneltune.plan.results_folder", lambda _: folder)
-    assert run("sweep", "rmsnorm", "--results", tmp_path).stderr == f"wrote {folder}/rmsnorm.jsonl\n"
+    """And no others, such as those of another sweep that writes into the same folder at the same time."""
+    files = [tmp_path / "nvidia_h200" / name for name in ("rmsnorm.jsonl", "rmsnorm.md")]
+    monkeypatch.setattr("kerneltune.campaign.run_sweep", lambda *_: Swept(both(), files))
+    assert run("sweep", "rmsnorm", "--results", tmp_path).stderr == "".join(f"wrote {path}\n" for path in files)
 
 
 def test_sweep_fails_when_a_variant_of_ours_fails(campaign: dict[str, Any], tmp_path: Path) -> None:

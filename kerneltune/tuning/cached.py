@@ -1,0 +1,42 @@
+"""Configs of the cache that a variant can still be given: entries outlive the knobs and the limits that they were stored for.
+
+Measures nothing.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from kerneltune import cache, device
+from kerneltune.plan import Options
+from kerneltune.spec import Case, Config, Op, Variant
+
+
+def fitting(
+    op: Op, case: Case, variant: Variant, policy: str, root: Path | None, *, device_slug: str = "", nearest: bool = True
+) -> Iterator[tuple[cache.Hit, Config]]:
+    """The cached configs that are valid for a case, in the cache's order; without `nearest` those of its own sizes only.
+
+    root: the configs folder, None for the usual one; device_slug: whose configs, this GPU's if not given.
+    """
+    where = (case.axes, case.dtype, case.quant, case.options, policy, op.free_axes if nearest else (), root)
+    for hit in cache.candidates(op.name, variant.name, device_slug or device.current().slug, *where):
+        try:
+            config = variant.config_from(hit.entry.config)
+        except ValueError:
+            continue
+        if variant.valid(case, config) is None:
+            yield hit, config
+
+
+def cached_config(op: Op, case: Case, variant: Variant, policy: str, root: Path | None, device_slug: str = "") -> Config | None:
+    """The config that was stored for exactly this case, if it still fits."""
+    hits = fitting(op, case, variant, policy, root, device_slug=device_slug, nearest=False)
+    return next((config for hit, config in hits if hit.exact), None)
+
+
+def config_for(op: Op, case: Case, variant: Variant, options: Options) -> Config:
+    """What a variant runs with: the cached config of the nearest sizes that fits, else its default; None without knobs."""
+    if variant.config is None:
+        return None
+    hits = fitting(op, case, variant, options.policy, options.configs)
+    return next((config for _, config in hits), None) or variant.default_config(case)

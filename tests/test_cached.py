@@ -1,0 +1,59 @@
+"""Configs of the cache that outlived the knobs or the limits that they were stored for."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_up import CASE, HALF, Small, nothing, op_of, small_space
+
+from kerneltune import cache, device
+from kerneltune.plan import Options
+from kerneltune.spec import Case, Variant
+from kerneltune.tuning.cached import cached_config, config_for, fitting
+
+VARIANT = Variant(
+    "optimized",
+    nothing,
+    Small,
+    small_space,
+    valid=lambda _case, config: "too wide" if config.block > 512 else None,
+    default=lambda _case: Small(256, 4),
+)
+STALE: list[dict[str, Any]] = [{"block": 64}, {"block": 64, "warps": 4, "gone": 1}, {"block": "64", "warps": 4}]
+UNFIT = {"block": 1024, "warps": 4}
+GOOD = {"block": 64, "warps": 2}
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> Options:
+    cache.clear()
+    return Options(configs=tmp_path)
+
+
+def store(options: Options, config: dict[str, Any], case: Case = CASE, slug: str = "") -> None:
+    identity = {"case": case.name, "axes": case.axes, "dtype": case.dtype, "quant": case.quant, "options": case.options}
+    entry = cache.Entry(variant="optimized", policy="cold", config=config, **identity)
+    cache.store("fake", slug or device.current().slug, entry, options.configs)
+
+
+@pytest.mark.parametrize("config", [*STALE, UNFIT])
+def test_an_entry_that_no_longer_fits_is_passed_over(config: dict[str, Any], options: Options) -> None:
+    op = op_of(VARIANT)
+    store(options, config)
+    assert cached_config(op, CASE, VARIANT, "cold", options.configs) is None
+    assert config_for(op, CASE, VARIANT, options) == Small(256, 4)
+    store(options, GOOD, HALF)
+    assert cached_config(op, CASE, VARIANT, "cold", options.configs) is None  # it is of another type
+    assert config_for(op, CASE, VARIANT, options) == Small(64, 2)
+    assert [(hit.exact, found) for hit, found in fitting(op, CASE, VARIANT, "cold", options.configs)] == [(False, Small(64, 2))]
+
+
+def test_the_config_of_the_case_itself_comes_first_and_that_of_another_gpu_does_not_count(options: Options) -> None:
+    op = op_of(VARIANT)
+    store(options, GOOD)
+    store(options, {"block": 512, "warps": 1}, HALF)
+    store(options, {"block": 128, "warps": 1}, CASE, "nvidia_h200")
+    assert cached_config(op, CASE, VARIANT, "cold", options.configs) == config_for(op, CASE, VARIANT, options) == Small(64, 2)
+    assert cached_config(op, CASE, VARIANT, "cold", options.configs, "nvidia_h200") == Small(128, 1)
+    assert cached_config(op, CASE, VARIANT, "hot", options.configs) is None
+    assert config_for(op, CASE, Variant("eager", nothing), options) is None

@@ -1,0 +1,81 @@
+"""What rounds of times are held to: whose throttling they hear of, and how many input sets keep the L2 cold."""
+
+from types import SimpleNamespace
+
+import pynvml
+import pytest
+import torch
+
+from kerneltune.measuring.rounds import POLICIES, rotation, throttled
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="pretends a GPU")
+
+
+@pytest.fixture
+def second_of_two(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Two GPUs, of which CUDA_VISIBLE_DEVICES=1 shows torch the second as its first; the reasons of each, by its id."""
+    reasons = {"GPU-one": 0, "GPU-two": 0}
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="two"))
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: list(reasons)[index])
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda uuid: uuid)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCurrentClocksEventReasons", lambda handle: reasons[handle])
+    return reasons
+
+
+def test_throttling_is_that_of_the_gpu_that_torch_uses(second_of_two: dict[str, int]) -> None:
+    second_of_two["GPU-one"] = 0x20
+    assert not throttled()
+    second_of_two["GPU-two"] = 0x20
+    assert throttled()
+
+
+@pytest.mark.parametrize(
+    ("reasons", "repeated"), [(0x0, False), (0x1, False), (0x4, False), (0x110, False), (0x8 | 0x80, True), (0x24, True)]
+)
+def test_heat_and_the_power_brake_spoil_a_round_and_the_power_cap_does_not(
+    reasons: int, repeated: bool, second_of_two: dict[str, int]
+) -> None:
+    second_of_two["GPU-two"] = reasons
+    assert throttled() == repeated
+
+
+def test_without_nvml_nothing_is_throttled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", missing)
+    assert not throttled()
+
+
+L2, FREE = 62_914_560, 140 << 30
+COLD = POLICIES["cold"]
+
+
+@pytest.mark.parametrize(
+    ("set_bytes", "sets"),
+    [(1_547_737, 164), (2_144_384, 119), (67_117_056, 5), (251_658_239, 3), (251_658_240, 2), (1 << 34, 2), (100_000, 2518)],
+)
+def test_the_input_sets_are_together_more_than_four_times_the_l2(set_bytes: int, sets: int) -> None:
+    """The first six as records of the H200 were measured with."""
+    assert rotation(COLD, set_bytes, L2, FREE) == sets
+    assert sets * set_bytes > 4 * L2 and rotation(POLICIES["eager"], set_bytes, L2, FREE) == sets
+    assert rotation(POLICIES["hot"], set_bytes, L2, FREE) == 1
+
+
+def test_memory_takes_no_more_than_the_set_that_is_one_too_many() -> None:
+    assert rotation(COLD, 1 << 20, L2, 482 << 20) == 241  # four times the L2 is 240 MiB
+    assert rotation(COLD, 1 << 20, L2, 481 << 20) == 240
+    assert rotation(COLD, 1 << 30, L2, 1 << 30) == 1  # it pushes itself out
+    with pytest.raises(
+        ValueError, match="^a cold L2 takes 240 input sets of 1,048,576 bytes, half of the free memory holds 239: "
+    ):
+        rotation(COLD, 1 << 20, L2, 479 << 20)
+    assert rotation(POLICIES["hot"], 1 << 20, L2, 479 << 20) == 1
+
+
+def test_a_case_too_small_to_be_cold_is_not_timed_as_if_it_were() -> None:
+    assert rotation(COLD, 30_721, L2, FREE) == 8193
+    with pytest.raises(ValueError, match="^a cold L2 takes 61,440 input sets of 4,096 bytes, more than 8,192: only policy hot"):
+        rotation(COLD, 4096, L2, FREE)
