@@ -25,6 +25,7 @@ Axes = tuple[tuple[str, int], ...]
 Options = tuple[tuple[str, Option], ...]
 
 _NAMES = ("variant", "case", "dtype", "quant", "policy")
+_MEASURES = ("time_us", "default_us", "speedup", "ci_low", "ci_high")
 _SIXTEEN_BIT = frozenset({"bfloat16", "float16"})
 _OTHER_DTYPE_DISTANCE = 0.5
 
@@ -64,6 +65,12 @@ class Entry:
         for name in ("config", "evidence"):
             if not isinstance(getattr(self, name), dict):
                 raise _bad(name, getattr(self, name), "an object")
+        for name in _MEASURES:
+            if self.evidence.get(name) is not None and not _is_measure(self.evidence[name]):
+                raise _bad(f"evidence.{name}", self.evidence[name], "a number of 0 or more, or null")
+        over = self.evidence.get("over_default")
+        if over is not None and not (isinstance(over, list | tuple) and len(over) == 2 and all(map(_is_measure, over))):
+            raise _bad("evidence.over_default", over, "the two ends of an interval, or null")
 
     @property
     def identity(self) -> tuple[str, str, str, str, Options, Axes]:
@@ -159,31 +166,6 @@ def candidates(
         if distance is not None:
             hits.append(Hit(entry, exact=distance == 0, distance=distance))
     return sorted(hits, key=lambda hit: (hit.entry.dtype != dtype, hit.distance))
-
-
-def lookup(
-    op_name: str,
-    variant: str,
-    device_slug: str,
-    axes: Axes,
-    dtype: str,
-    quant: str,
-    options: Options,
-    policy: str = "cold",
-    free_axes: tuple[str, ...] = (),
-    root: Path | None = None,
-    strict: bool = False,
-) -> Hit | None:
-    """The first of the candidates; None where there is none.
-
-    Raises:
-        LookupError: there is none, and `strict`.
-    """
-    hits = candidates(op_name, variant, device_slug, axes, dtype, quant, options, policy, free_axes, root)
-    if not hits and strict:
-        label = Case("", axes, dtype, quant, options).label
-        raise LookupError(f"no config for {op_name} {variant} {label} {policy} on {device_slug} in {root or roots()}")
-    return hits[0] if hits else None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -286,6 +268,10 @@ def _size(entry: Entry) -> int:
 
 def _text(value: object) -> str:
     return json.dumps(value, allow_nan=False, ensure_ascii=False)
+
+
+def _is_measure(value: object) -> bool:
+    return type(value) in (int, float) and 0 <= value <= 1e15  # type: ignore[operator]
 
 
 def _bad(name: str, value: object, expected: str) -> ValueError:

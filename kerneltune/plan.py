@@ -112,7 +112,7 @@ def load_plan(ops: Mapping[str, Op], selection: Selection) -> sweep.Sweep:
     """The sweep that a selection is a part of.
 
     Raises:
-        ValueError: an unknown family, operator or variant, or a broken file.
+        ValueError: an unknown family, operator or variant, a selection that takes no case, or a broken file.
     """
     for name in selection.ops:
         if name not in ops:
@@ -121,6 +121,10 @@ def load_plan(ops: Mapping[str, Op], selection: Selection) -> sweep.Sweep:
     for name in selection.variants:
         if not any(v.name == name for op in {e.op for e in (*plan.check, *plan.bench)} for v in ops[op].variants):
             raise ValueError(f"unknown variant {name!r} in family {plan.family}")
+    if not any(selection.takes(entry) for entry in (*plan.check, *plan.bench)):
+        fields = {"op": selection.ops, "case": selection.cases, "dtype": selection.dtypes, "quant": selection.quants}
+        wanted = " ".join(f"{field}={','.join(values)}" for field, values in fields.items() if values)
+        raise ValueError(f"{plan.path}: no case with {wanted}")
     return plan
 
 

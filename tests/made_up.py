@@ -140,8 +140,8 @@ class Setting:
         return tune(tuner, search or Search(), compiled, self.root)
 
     def cached(self, case: Case = CASE) -> dict[str, Any] | None:
-        hit = cache.lookup("fake", "optimized", device.current().slug, case.axes, case.dtype, "none", (), root=self.root)
-        return hit.entry.config if hit and hit.exact else None
+        hits = cache.candidates("fake", "optimized", device.current().slug, case.axes, case.dtype, "none", (), root=self.root)
+        return hits[0].entry.config if hits and hits[0].exact else None
 
 
 def compiled(_config: Config) -> "Future[Compiled]":

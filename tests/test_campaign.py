@@ -1,6 +1,7 @@
 """A sweep without a GPU: what is checked, where it is written, what is refused."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -124,7 +125,6 @@ def test_every_own_variant_is_checked_and_no_peer(tmp_path: Path, options: Optio
         ({"ops": ("rmsnorm_bwd",)}, {("rmsnorm_bwd", "small"), ("rmsnorm_bwd", "none")}),
         ({"cases": ("sm*",)}, {("rmsnorm_fwd", "small"), ("rmsnorm_bwd", "small")}),
         ({"cases": ("none", "x"), "ops": ("rmsnorm_fwd",)}, {("rmsnorm_fwd", "none")}),
-        ({"dtypes": ("bfloat16",)}, set()),
         ({"quants": ("fp8",)}, set()),
     ],
 )
@@ -134,6 +134,36 @@ def test_a_selection_takes_a_part(tmp_path: Path, options: Options, part: dict[s
     found = run(Selection(str(path), variants=("optimized",), **part), options)
     assert {(record.op, record.case) for record in found} == expected
     assert {record.variant for record in found} <= {"optimized"}
+
+
+def test_a_selection_of_nothing_is_named(tmp_path: Path, options: Options) -> None:
+    path = tmp_path / "norm.yaml"
+    path.write_text(RMSNORM)
+    with pytest.raises(ValueError, match=r"norm.yaml: no case with case=smal dtype=bfloat16,float16$"):
+        run(Selection(str(path), cases=("smal",), dtypes=("bfloat16", "float16")), options)
+
+
+def no_values(_inputs: Any) -> Any:
+    raise RuntimeError("not enough memory: you tried to allocate 99 bytes\nat allocator.cpp")
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        (
+            {"reference": no_values},
+            r"^no inputs or reference for stream .*: RuntimeError: not enough memory: you tried to allocate 99 bytes$",
+        ),
+        ({"compare": lambda *_: None}, "^the outputs cannot be compared: TypeError: "),
+    ],
+)
+def test_an_operator_that_fails_beside_its_kernels_fails_its_rows(
+    stream_sweep: Selection, options: Options, broken: dict[str, Any], reason: str
+) -> None:
+    known = {**OPS, "stream": replace(OPS["stream"], **broken)}
+    found = run_sweep(known, stream_sweep, options, Quiet()).records
+    assert found and {record.status for record in found} == {"failed"}
+    assert all(re.search(reason, record.reason) for record in found)
 
 
 def test_a_wrong_kernel_is_a_failed_record_that_says_why(

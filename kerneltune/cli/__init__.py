@@ -43,7 +43,7 @@ class _Group(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            error_line("interrupted: what is done so far is kept, and the same command resumes from there")
+            error_line("interrupted: trials and measurements so far are kept, and the same command goes on from there")
             raise typer.Exit(130) from None
         except (KeyError, IndexError):
             raise  # ours to mend, so with a traceback

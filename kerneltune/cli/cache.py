@@ -2,7 +2,7 @@
 
 from collections import Counter
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,7 +10,10 @@ from kerneltune.cells import pairs
 from kerneltune.cli import options as o
 from kerneltune.cli.console import deliver, show, show_table
 from kerneltune.cli.progress import reporter
-from kerneltune.spec import Op
+from kerneltune.spec import Case, Op
+
+if TYPE_CHECKING:
+    from kerneltune.cache import Entry
 
 app = typer.Typer(no_args_is_help=True, help="Show, check, verify and exchange the cached configs.")
 
@@ -128,7 +131,6 @@ def import_(
 ) -> None:
     """Take configs from exported files into the cache; all are checked before one is stored."""
     from kerneltune import cache, device, exchange
-    from kerneltune.spec import Case
 
     known = o.load_ops()
     chosen = known[o.choice("op", op, known)]
@@ -141,11 +143,10 @@ def import_(
     taken = []
     for file in files:
         for entry in exchange.read(file, chosen.axes, _first_axis(chosen), chosen.options):
-            variant = chosen.variant(entry.variant)
-            case = Case(entry.case, entry.axes, entry.dtype, entry.quant, entry.options)
-            reason = variant.valid(case, variant.config_from(entry.config))
-            if reason is not None:
-                raise ValueError(f"{file}: {case.label}: {entry.config}: {reason}")
+            try:
+                _require_fit(chosen, entry)
+            except ValueError as error:
+                raise ValueError(f"{file}: {error}") from error
             if force or entry.identity not in present:
                 taken.append(entry)
     for entry in taken:
@@ -170,7 +171,7 @@ def check(configs: o.Configs = None) -> None:
             raise ValueError(f"{path}: op: {path.stem!r}: expected one of {', '.join(known)}")
         for index, entry in enumerate(load_strict(path)):
             try:
-                known[path.stem].variant(entry.variant).config_from(entry.config)
+                _require_fit(known[path.stem], entry)
             except ValueError as error:
                 raise ValueError(f"{path}: entries[{index}]: {error}") from error
             entries += 1
@@ -185,6 +186,29 @@ def check(configs: o.Configs = None) -> None:
         show("\n".join([f"{beside} were timed in the same rounds as their default: {len(slower)} slower than it", *slower]))
     if slower:
         raise typer.Exit(1)
+
+
+def _require_fit(op: Op, entry: "Entry") -> None:
+    """Raises ValueError for an entry of another operator, or with a config that is not valid for its case."""
+    variant = op.variant(entry.variant)
+    config = variant.config_from(entry.config)
+    names = tuple(axis for axis, _ in entry.axes)
+    if names != op.axes:
+        raise ValueError(f"axes: {', '.join(names) or 'none'}: expected {', '.join(op.axes)}")
+    for field, value, known in (("dtype", entry.dtype, op.dtypes), ("quant", entry.quant, op.quants)):
+        if value not in known:
+            raise ValueError(f"{field}: {value!r}: expected one of {', '.join(known)}")
+    o.choice("policy", entry.policy, o.POLICIES)
+    given = dict(entry.options)
+    if given.keys() != op.options.keys() or any(given[name] not in offered for name, offered in op.options.items()):
+        raise ValueError(f"options: {given}: expected a value for each of {', '.join(op.options) or 'none'}")
+    case = Case(entry.case, entry.axes, entry.dtype, entry.quant, entry.options)
+    try:
+        reason = variant.valid(case, config)
+    except ArithmeticError as error:
+        reason = str(error)
+    if reason is not None:
+        raise ValueError(f"{case.label}: {entry.config}: {reason}")
 
 
 def _chosen(op: str | None, gpu: str | None, configs: Path | None) -> list[Path]:

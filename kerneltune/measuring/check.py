@@ -26,17 +26,29 @@ def poisoned_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
 
 
+class CaseError(ValueError):
+    """An operator has no inputs or no reference for a case."""
+
+
 class Checker:
     """Checks the variants of one case; the inputs and what is expected of them are made once.
 
     Inputs that a variant changes, such as an accumulated amax, are put back before every run.
+
+    Raises:
+        CaseError: they cannot be made.
     """
 
     def __init__(self, op: Op, case: Case, device: str, seed: int = 0) -> None:
         self.op, self.case = op, case
-        self.inputs: Inputs = op.inputs(case, device=device, seed=seed)
-        self._before = {k: v.clone() for k, v in self.inputs.items() if isinstance(v, torch.Tensor) and v.numel() <= 1024}
-        self._expected: Outputs = op.reference(self.inputs)
+        try:
+            self.inputs: Inputs = op.inputs(case, device=device, seed=seed)
+            self._before = {k: v.clone() for k, v in self.inputs.items() if isinstance(v, torch.Tensor) and v.numel() <= 1024}
+            self._expected: Outputs = op.reference(self.inputs)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception as error:  # a plug-in's own, or an allocator's of the CPU
+            raise CaseError(f"no inputs or reference for {op.name} {case.label}: {first_line(error)}") from error
 
     def errors(self, variant: Variant, config: Config) -> list[str]:
         """What is wrong with a variant under a config: disagreements, or why the launch failed."""
@@ -51,7 +63,10 @@ class Checker:
             raise
         except Exception as error:  # a launch may fail in any way: the config is wrong, not the search
             return [f"{_LAUNCH_FAILURE}: {first_line(error)}"]
-        return self.op.compare(self.case, self.inputs, outputs, self._expected)
+        try:
+            return list(self.op.compare(self.case, self.inputs, outputs, self._expected))
+        except Exception as error:  # outputs that are missing, or of a kind that cannot be compared
+            return [f"the outputs cannot be compared: {first_line(error)}"]
 
 
 def broken_context() -> str:

@@ -17,7 +17,7 @@ import torch
 
 from kerneltune import device
 from kerneltune.errors import first_line
-from kerneltune.measuring.check import Checker, broken_context
+from kerneltune.measuring.check import CaseError, Checker, broken_context
 from kerneltune.measuring.rounds import POLICIES, Contender, Policy, interleave, rotation, throttled
 from kerneltune.records import Record, rounded
 from kerneltune.search.trials import knobs_of
@@ -101,8 +101,11 @@ def check_only(
         if apart is not None:
             errors = apart(variant, config)
         else:
-            checker = checker or Checker(op, case, "cpu")
-            errors = checker.errors(variant, config)
+            try:
+                checker = checker or Checker(op, case, "cpu")
+                errors = checker.errors(variant, config)
+            except CaseError as error:
+                errors = [str(error)]
         records.append(
             make_record(family, op, case, variant, config, "cold", "failed" if errors else "checked", "; ".join(errors))
         )
@@ -131,7 +134,10 @@ def compare(
     reason = obstacle(op, case, policy)
     if reason is not None:
         return [make_record(family, op, case, v, c, policy, "skipped", reason) for v, c in variants]
-    checker = Checker(op, case, "cuda")
+    try:
+        checker = Checker(op, case, "cuda")
+    except CaseError as error:
+        return [make_record(family, op, case, v, c, policy, "failed", str(error)) for v, c in variants]
     reasons = {name: ("failed", reason) for name, reason in lost.items()}
     for variant, config in variants:
         unsupported = variant.unsupported(case)

@@ -77,6 +77,12 @@ def test_cache_show_refuses_what_is_unknown(stored: Path) -> None:
         ({"speed": 3}, "speed: 3: expected no field of this name"),
         ({"variant": "fast"}, "rmsnorm_bwd has no variant 'fast'; it has baseline, "),
         ({"config": {"speed": 3}}, "config of baseline: expected the knobs ["),
+        ({"axes": {"Q": 4}}, "axes: Q: expected M, N"),
+        ({"quant": "fp99"}, "quant: 'fp99': expected one of none"),
+        ({"policy": "warm"}, "policy: 'warm': expected one of cold, hot, eager"),
+        ({"options": {}}, "options: {}: expected a value for each of zero_centered"),
+        ({"evidence": {"speedup": 10**400}}, "evidence.speedup: 1000"),
+        ({"evidence": {"over_default": ["a", "b"]}}, "evidence.over_default: ['a', 'b']: expected the two ends of an interval"),
     ],
 )
 def test_cache_check_finds_a_broken_entry(fields: dict[str, Any], message: str, stored: Path) -> None:

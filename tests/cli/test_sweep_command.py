@@ -169,7 +169,7 @@ def test_an_interrupt_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr("kerneltune.campaign.run_sweep", interrupted)
     result = run("sweep", "rmsnorm", "--results", tmp_path)
     assert result.exit_code == 130
-    assert result.stderr == "interrupted: what is done so far is kept, and the same command resumes from there\n"
+    assert result.stderr == "interrupted: trials and measurements so far are kept, and the same command goes on from there\n"
 
 
 def test_log_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
