@@ -17,7 +17,7 @@ from typing import Any
 from filelock import FileLock
 
 from kerneltune import device, misses
-from kerneltune.files import replace_text
+from kerneltune.files import data_root, replace_text
 from kerneltune.spec import Case, Option, config_from
 
 SCHEMA = 1
@@ -90,13 +90,6 @@ class Hit:
     entry: Entry
     exact: bool
     distance: float
-
-
-def data_root(folder: str) -> Path:
-    """`folder` of the checkout that holds this package, or its packaged copy where there is no checkout."""
-    package = Path(__file__).resolve().parent
-    in_checkout = (package.parent / "pyproject.toml").is_file()
-    return (package.parent if in_checkout else package) / folder
 
 
 def roots() -> Path:

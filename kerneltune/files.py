@@ -1,10 +1,17 @@
-"""Files that are replaced as a whole or not at all, or added to.
+"""Files that are replaced as a whole or not at all, or added to, and where those of this package are.
 
 Knows nothing of what is in them. Imports the standard library.
 """
 
 import os
 from pathlib import Path
+
+
+def data_root(folder: str) -> Path:
+    """`folder` of the checkout that holds this package, or its packaged copy where there is no checkout."""
+    package = Path(__file__).resolve().parent
+    in_checkout = (package.parent / "pyproject.toml").is_file()
+    return (package.parent if in_checkout else package) / folder
 
 
 def replace_text(path: Path, text: str) -> None:

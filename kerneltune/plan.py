@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from kerneltune import cache, device, sweep
+from kerneltune import device, sweep
+from kerneltune.files import data_root
 from kerneltune.search.loop import DEFAULT_SAMPLER
 from kerneltune.spec import Op, Variant
 
@@ -105,7 +106,7 @@ def results_root(options: Options) -> Path:
     """As given, else KERNELTUNE_RESULTS, else `results` of the checkout, else the packaged copy."""
     if options.results is not None:
         return options.results
-    return Path(os.environ["KERNELTUNE_RESULTS"]) if "KERNELTUNE_RESULTS" in os.environ else cache.data_root("results")
+    return Path(os.environ["KERNELTUNE_RESULTS"]) if "KERNELTUNE_RESULTS" in os.environ else data_root("results")
 
 
 def load_plan(ops: Mapping[str, Op], selection: Selection) -> sweep.Sweep:

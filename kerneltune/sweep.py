@@ -1,7 +1,7 @@
 """Sweep files: YAML that names an operator family's check cases, bench cases and gate limits, expanded to Cases.
 
 Does not know any operator (they are passed in) and runs nothing; every error names file, line, field and value.
-Imports the standard library, yaml, cache (for the folder rule) and spec.
+Imports the standard library, yaml, files (for the folder rule) and spec.
 """
 
 import itertools
@@ -13,7 +13,7 @@ from typing import Any, Literal, NoReturn
 
 import yaml
 
-from kerneltune.cache import data_root
+from kerneltune.files import data_root
 from kerneltune.spec import Case, Op, Option
 
 Section = Literal["check", "bench"]

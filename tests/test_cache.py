@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kerneltune import cache
+from kerneltune import cache, files
 from kerneltune.cache import Entry
 from kerneltune.spec import Case
 
@@ -160,7 +160,7 @@ def test_root_is_the_environment_then_the_checkout(tmp_path: Path, monkeypatch: 
     monkeypatch.delenv("KERNELTUNE_CONFIGS")
     package = tmp_path / "kerneltune"
     package.mkdir()
-    monkeypatch.setattr(cache, "__file__", str(package / "cache.py"))
+    monkeypatch.setattr(files, "__file__", str(package / "files.py"))
     assert cache.roots() == package / "configs"
     (tmp_path / "pyproject.toml").write_text("")
     assert cache.roots() == tmp_path / "configs"

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from kerneltune import cache
 from kerneltune.cli import app
 from kerneltune.curves import load as load_curves
+from kerneltune.files import data_root
 from kerneltune.records import Record, append, load, newest
 from kerneltune.reporting import payload as data
 from kerneltune.reporting.naming import case_names
@@ -20,7 +20,7 @@ from kerneltune.reporting.page import page
 from kerneltune.reporting.payload import Sources, default_pair, payload
 from kerneltune.reporting.tables import ab_rows
 
-RECORDED = cache.data_root("results") / "nvidia_h200" / "rmsnorm.jsonl"
+RECORDED = data_root("results") / "nvidia_h200" / "rmsnorm.jsonl"
 MOST_BYTES = 2_000_000
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kerneltune.cache import data_root
 from kerneltune.curves import load
+from kerneltune.files import data_root
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "moe_learning"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

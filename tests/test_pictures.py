@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kerneltune import cache
 from kerneltune.cli import app
+from kerneltune.files import data_root
 from kerneltune.records import load
 from kerneltune.reporting.pictures import draw
 
-RECORDED = cache.data_root("results") / "nvidia_h200" / "rmsnorm.jsonl"
+RECORDED = data_root("results") / "nvidia_h200" / "rmsnorm.jsonl"
 PAIR = ("baseline", "optimized")
 
 

@@ -11,8 +11,8 @@ import pytest
 from threadpoolctl import threadpool_info
 from typer.testing import CliRunner
 
-from kerneltune import cache
 from kerneltune.cli import app
+from kerneltune.files import data_root
 from kerneltune.search import spaces
 from kerneltune.search.loop import Search, explore
 from kerneltune.search.replay import Answered, Gaps, nearest_best, replay
@@ -20,7 +20,7 @@ from kerneltune.search.surrogate import Surrogate
 from kerneltune.search.trials import Trial
 
 SPACE = landscapes.space(0)
-SHIPPED = spaces.find([], cache.data_root("results"))
+SHIPPED = spaces.find([], data_root("results"))
 
 
 @pytest.fixture

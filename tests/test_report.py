@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from literal_records import literal
 
-from kerneltune import cache
+from kerneltune.files import data_root
 from kerneltune.records import Record, load
 from kerneltune.reporting import tables
 from kerneltune.reporting.naming import case_names
 
-RECORDED = cache.data_root("results") / "nvidia_h200"
+RECORDED = data_root("results") / "nvidia_h200"
 PUBLISHED = Path(__file__).parent / "data" / "te_pr593_rmsnorm_ab.csv"
 OFF_BY_A_HUNDREDTH = 7
 """Published speed-ups were taken from unrounded times, so 7 of the 80 differ by 0.01 from the ratio of the printed ones."""

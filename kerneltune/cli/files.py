@@ -28,7 +28,7 @@ def record_files(results: Path | None, family: str | None = None) -> list[Path]:
     files = [path for path in sorted(root.glob(pattern)) if path.parent.name not in (device.INTERPRETER, "runs")]
     if not files:
         place = f"of {here.name} in" if here.is_gpu else "of any GPU in"
-        raise ValueError(f"no records {place} {root / pattern}; measure with --run, or name a file with --from")
+        raise ValueError(f"no records {place} {root / pattern}: run a sweep first, or name a file")
     if not here.is_gpu:
         note(f"no GPU here: recorded results from {', '.join(str(path) for path in files)}")
     return files

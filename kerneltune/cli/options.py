@@ -94,7 +94,7 @@ def knobs(field: str, given: list[str] | None) -> tuple[tuple[str, tuple[str, ..
 
 def results_root(results: Path | None) -> Path:
     """The folder of the records: as given, else `results` of the checkout, else the packaged copy."""
-    from kerneltune.cache import data_root
+    from kerneltune.files import data_root
 
     return results or data_root("results")
 

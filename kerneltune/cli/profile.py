@@ -128,7 +128,7 @@ def _config(op: Op, variant: str, field: str, text: str | None) -> Any:
 def _case(known: Any, op: Op, name: str | None, dtype: str | None, quant: str | None) -> Case:
     """The first case of any sweep for this operator with that name, type and mode."""
     from kerneltune import sweep
-    from kerneltune.cache import data_root
+    from kerneltune.files import data_root
 
     entries = [entry for path in sorted(data_root("sweeps").glob("*.yaml")) for entry in sweep.load(path, known).bench]
     cases = [entry.case for entry in entries if entry.op == op.name]

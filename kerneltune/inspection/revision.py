@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from kerneltune.cache import data_root
+from kerneltune.files import data_root
 from kerneltune.inspection.static import Survey, load
 
 

@@ -49,7 +49,7 @@ def test_compare_takes_the_newest_records_of_this_gpu(write: Callable[..., Path]
 def test_compare_without_records_says_where_it_looked(tmp_path: Path) -> None:
     line = refused("compare", "baseline", "optimized", "--results", tmp_path, "--family", "rmsnorm")
     place = tmp_path / "nvidia_h200" / "rmsnorm.jsonl"
-    assert line == f"error: no records of NVIDIA H200 in {place}; measure with --run, or name a file with --from"
+    assert line == f"error: no records of NVIDIA H200 in {place}: run a sweep first, or name a file"
 
 
 def test_compare_two_files_variant_by_variant(write: Callable[..., Path]) -> None:

@@ -5,10 +5,10 @@ import re
 import pytest
 from command_line import run
 
-from kerneltune import cache
 from kerneltune.cli import console
+from kerneltune.files import data_root
 
-FAMILIES = sorted(path.stem for path in (cache.data_root("results") / "nvidia_h200").glob("*.jsonl"))
+FAMILIES = sorted(path.stem for path in (data_root("results") / "nvidia_h200").glob("*.jsonl"))
 COMMANDS = [
     *(
         ("compare", "baseline", "tensorwise" if family == "moe_training" else "optimized", "--family", family)
