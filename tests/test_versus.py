@@ -152,7 +152,8 @@ def test_without_a_gpu_the_command_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(device, "current", lambda: device.NO_GPU)
     result = CliRunner().invoke(app, ["versus", "rmsnorm", "--op", "rmsnorm_fwd"])
     assert (result.exit_code, result.stderr) == (2, "error: versus needs a GPU: in the interpreter nothing can be timed\n")
-    assert CliRunner().invoke(app, ["versus", "rmsnorm", "--case", "no-such"]).stderr.endswith("rmsnorm.yaml: no case with case=no-such\n")
+    nothing = CliRunner().invoke(app, ["versus", "rmsnorm", "--case", "no-such"])
+    assert nothing.stderr.endswith("rmsnorm.yaml: no case with case=no-such\n")
     result = CliRunner().invoke(app, ["versus", "rmsnorm", "--restrict", "warps"])
     assert (result.exit_code, result.stderr) == (2, "error: restrict: 'warps': expected NAME=V1,V2\n")
 
