@@ -92,6 +92,13 @@ class FakeCheck(FakeBench):
         return Trial("wrong", detail="dst: 1 of 2 words wrong") if config.block == 4096 else Trial("ok")
 
 
+class StartsSlowly(FakeBench):
+    """As a child that imports much before it can be asked."""
+
+    def __init__(self) -> None:
+        time.sleep(0.5)
+
+
 class NeverOpens(FakeBench):
     """Dies before it comes to a config."""
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import bench_jobs
 import pytest
-from bench_jobs import CASE, OPS, VARIANT, FakeBench, Knobs, NeverOpens
+from bench_jobs import CASE, OPS, VARIANT, FakeBench, Knobs, NeverOpens, StartsSlowly
 
 from kerneltune import ops
 from kerneltune.search.trials import Trial
@@ -39,11 +39,11 @@ def test_a_child_answers_as_the_bench_does_and_stays(bench: IsolatedBench) -> No
 
 
 def test_a_bench_counts_the_seconds_of_its_work_and_not_of_its_start() -> None:
-    with IsolatedBench(FakeBench) as bench:
+    with IsolatedBench(StartsSlowly) as bench:
         bench.open(OPS[0], CASE, VARIANT, "cold")
         began = time.monotonic()
         assert bench.trial(Knobs("slow", 1), None).status == "ok"
-        assert 0.2 <= bench.busy_s < 0.4 < time.monotonic() - began  # a child that imports torch needs longer than that
+        assert 0.2 <= bench.busy_s <= time.monotonic() - began - 0.5
 
 
 @pytest.mark.parametrize(
