@@ -12,7 +12,7 @@ A file `results/<gpu>/curves/<name>.csv` says first what it is, in lines `# fiel
     0,5.641071,5.640997
 
 Then come a heading and a line per step, steps ascending. The first curve is the base that the others are held against.
-Does not train, draw or print. Imports the standard library and files.
+Does not train, draw or print. Imports the standard library, files and rounding.
 """
 
 import math
@@ -22,6 +22,7 @@ from pathlib import Path
 from statistics import fmean
 
 from kerneltune.files import replace_text
+from kerneltune.rounding import cdiv
 
 LAST = 50
 """Steps at the end whose mean is the final loss."""
@@ -115,7 +116,7 @@ def save(path: Path, curves: Curves) -> None:
 
 def thinned(curves: Curves) -> tuple[Curves, int]:
     """The curves to draw, and how many steps each of their points is the mean of; a point stands at the last of its steps."""
-    window = -(-len(curves.steps) // MOST_POINTS)
+    window = cdiv(len(curves.steps), MOST_POINTS)
     if window == 1:
         return curves, 1
     starts = range(0, len(curves.steps), window)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from kerneltune import cache
 from kerneltune.ops.rmsnorm import configs, kernels, optimized, rmsnorm_fwd
 
 
@@ -35,9 +36,30 @@ def test_a_look_up_takes_at_most_2_us() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")
-def test_the_first_look_up_of_a_size_reads_no_file() -> None:
-    sizes = iter(range(1, 10_000))
-    assert seconds_per_call(lambda: look_up(next(sizes)), 200) <= 1e-3
+def test_the_first_look_up_of_a_size_reads_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(look_up(1), configs.FwdConfig)
+    monkeypatch.setattr(cache, "_read", lambda path: pytest.fail(f"read {path}"))
+    assert isinstance(look_up(3), configs.FwdConfig)
+
+
+class NoLaunch:
+    """Stands for a kernel."""
+
+    def __getitem__(self, _grid: tuple[int]) -> Callable[..., None]:
+        return lambda *_arguments, **_constants: None
+
+
+def test_a_call_costs_little_beside_its_outputs_and_its_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_rmsnorm_fwd_once", NoLaunch())
+    x, weight = torch.zeros(64, 1024, dtype=torch.bfloat16), torch.zeros(1024, dtype=torch.bfloat16)
+
+    def outputs() -> None:
+        x.new_empty((64, 1024), dtype=x.dtype)
+        x.new_empty((64,), dtype=torch.float32)
+
+    times = {"outputs": seconds_per_call(outputs, 5000), "called": seconds_per_call(lambda: rmsnorm_fwd(x, weight), 5000)}
+    print({name: round(1e6 * seconds, 2) for name, seconds in times.items()})  # noqa: T201
+    assert times["called"] <= 4 * times["outputs"]
 
 
 @pytest.mark.gpu

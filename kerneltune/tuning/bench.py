@@ -119,7 +119,7 @@ class CheckBench:
         return Trial("wrong", detail="; ".join(errors)) if errors else Trial("ok")
 
     def samples(self, configs: Sequence[Config]) -> list[Samples]:
-        """Not here."""
+        """A bench that checks has no times to give."""
         raise NotImplementedError
 
     def close(self) -> None:
