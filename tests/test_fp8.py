@@ -29,7 +29,8 @@ def ragged(*ends: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, op in OPS.items() if op.module.startswith("kerneltune.ops.fp8.") and name != "fp8_rowwise_3d_both"]
+    "name",
+    [n for n, op in OPS.items() if op.module.startswith("kerneltune.ops.fp8.") and "eager" in {v.name for v in op.variants}],
 )
 def test_eager_torch_agrees_with_the_reference(name: str) -> None:
     eager = OPS[name].variant("eager")
@@ -145,7 +146,6 @@ TALL = torch.zeros(1 << 21, 1, dtype=torch.bfloat16)
         (lambda: fp8.fp8_group_colwise_dual(X, X.to("meta"), ragged(4)), "x2 must be .* on cpu as x1 is, got .* on meta"),
         (lambda: fp8.fp8_tensorwise_2d(TALL, layout="col"), "x must have at most 2097151 rows to be transposed, got 2097152"),
         (lambda: fp8.fp8_group_colwise(TALL, ragged(1 << 21)), "x must have at most 2097151 rows"),
-        (lambda: fp8.fp8_transpose_2d(TALL.to(torch.float8_e4m3fn)), "x must have at most 2097151 rows"),
         (lambda: fp8.fp8_transpose_2d(X), "x must be a matrix of an fp8 type.*bfloat16"),
         (lambda: fp8.fp8_transpose_2d(X.to(torch.float8_e4m3fn).t()), "elements of a row of x must be adjacent"),
     ],

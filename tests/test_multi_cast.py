@@ -8,7 +8,7 @@ from kerneltune.ops import multi_cast_transpose as multi
 from kerneltune.ops.multi_cast_transpose import MultiCastConfig, multi_cast_transpose
 
 WHERE = "cuda" if torch.cuda.is_available() else "cpu"
-SMALL = MultiCastConfig(rows=64, cols=64, warps=4, ctas=0, stages=1)
+SMALL = MultiCastConfig(rows=64, cols=64, group=2, warps=4, ctas=0, stages=1)
 
 
 def weights(*shapes: tuple[int, int]) -> list[torch.Tensor]:

@@ -267,16 +267,8 @@ OPS = (
         traffic=transpose.traffic,
         module="kerneltune.ops.fp8.transpose",
         variants=(
-            Variant(
-                "baseline",
-                transpose.run_bytes,
-                transpose.BytesConfig,
-                transpose.bytes_space,
-                default=transpose.bytes_default,
-                unsupported=torchao.nothing_to_do,
-            ),
+            Variant("baseline", transpose.run_copy),
             Variant("optimized", transpose.run, TransposeConfig, transpose.space, transpose.valid, default=transpose.default),
-            Variant("eager", transpose.run_eager, requires=("torch",)),
         ),
     ),
 )

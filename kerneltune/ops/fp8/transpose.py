@@ -1,6 +1,6 @@
 """Transpose of an fp8 matrix, bytes as they are: the layout that the other operand of a scaled product wants.
 
-May import arguments, cache, spec, tl_lib, tl_transpose, launch.
+May import cache, spec, launch.
 """
 
 from dataclasses import dataclass
@@ -10,10 +10,7 @@ import triton
 import triton.language as tl
 
 from kerneltune import cache
-from kerneltune.kernel_lib.arguments import check_turned
-from kerneltune.kernel_lib.launch import on_its_device, resident, too_much_shared
-from kerneltune.kernel_lib.tl_lib import wide
-from kerneltune.kernel_lib.tl_transpose import store_transposed
+from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.ops.fp8.reference import FP8
 from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Outputs, Space, Traffic
@@ -21,62 +18,16 @@ from kerneltune.spec import Case, Inputs, Outputs, Space, Traffic
 
 @dataclass(frozen=True, slots=True)
 class TransposeConfig:
-    """rows, cols: of a tile; warps: of a program; ctas: programs per multiprocessor, each looping over tiles, or 0 for a
-    program per tile; stages: depth of that loop's load pipeline."""
+    """rows, cols: of a tile; warps: of a program, which has one tile."""
 
     rows: int
     cols: int
     warps: int
-    ctas: int
-    stages: int
-
-
-@dataclass(frozen=True, slots=True)
-class BytesConfig:
-    """rows, cols: of a tile; warps."""
-
-    rows: int
-    cols: int
-    warps: int
-
-
-@triton.jit
-def _load_quarter(x_ptr, stride, left, live, k: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr):
-    """The rows 4i + k of a tile."""
-    rows = tl.arange(0, ROWS // 4) * 4 + k
-    mask = (rows < left)[:, None]
-    if not EVEN:
-        mask = mask & live[None, :]
-    offsets = rows[:, None] * stride + tl.arange(0, COLS)[None, :]
-    return tl.load(x_ptr + offsets, mask=mask, other=0, eviction_policy="evict_first")
-
-
-@triton.jit
-def _transpose_words(
-    x_ptr, q_ptr, M, N, stride, tiles,
-    ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """q[n, m] = x[m, n]: four interleaved sub-tiles, of which four bytes make a word, and words are transposed."""
-    lanes = tl.arange(0, COLS)
-    blocks = tl.cdiv(M, ROWS)
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
-        first_row = wide(tile % blocks) * ROWS
-        first_col = tile // blocks * COLS
-        left = (M - first_row).to(tl.int32)
-        live = first_col + lanes < N
-        tile_ptr = x_ptr + first_row * stride + first_col
-        qs = (
-            _load_quarter(tile_ptr, stride, left, live, 0, ROWS, COLS, EVEN),
-            _load_quarter(tile_ptr, stride, left, live, 1, ROWS, COLS, EVEN),
-            _load_quarter(tile_ptr, stride, left, live, 2, ROWS, COLS, EVEN),
-            _load_quarter(tile_ptr, stride, left, live, 3, ROWS, COLS, EVEN),
-        )
-        base = wide(first_col) * M + first_row
-        store_transposed(q_ptr, base, M, 0, tl.minimum(left, ROWS), live, qs, False, EVEN, PACKED)
 
 
 @triton.jit
 def _transpose_bytes(x_ptr, q_ptr, M, N, stride, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """q[n, m] = x[m, n] of a tile. Programs that follow each other write neighbouring pieces of the same rows of q."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
     mask = (rows < M)[:, None] & (cols < N)[None, :]
@@ -104,42 +55,31 @@ def fp8_transpose_2d(x: torch.Tensor, *, config: TransposeConfig | None = None) 
         raise ValueError(f"x must be a matrix of an fp8 type ({', '.join(FP8)}), got shape {tuple(x.shape)} {x.dtype}")
     if x.shape[1] > 1 and x.stride(1) != 1:
         raise ValueError(f"elements of a row of x must be adjacent, got strides {x.stride()}")
-    check_turned("x", x.shape[0])
     M, N = x.shape
     q = torch.empty((N, M), dtype=x.dtype, device=x.device)
     if not x.numel():
         return q
     c: TransposeConfig = config or _choose((("M", M), ("N", N)), "uint8", "fp8", (("fp8_format", "e4m3"),))
-    tiles = cdiv(M, c.rows) * cdiv(N, c.cols)
-    programs = min(tiles, resident(x.device, c.ctas)) if c.ctas else tiles
-    _transpose_words[(programs,)](
-        x.view(torch.uint8), q.view(torch.uint8), M, N, x.stride(0), tiles,
-        ROWS=c.rows, COLS=c.cols, EVEN=N % c.cols == 0, PACKED=M % 4 == 0, STAGES=c.stages, num_warps=c.warps,
-    )  # fmt: skip
+    _transpose_bytes[(cdiv(M, c.rows), cdiv(N, c.cols))](
+        x.view(torch.uint8), q.view(torch.uint8), M, N, x.stride(0), ROWS=c.rows, COLS=c.cols, num_warps=c.warps
+    )
     return q
 
 
 def space(_case: Case) -> Space:
     """Tiles of which a row of either side is two memory sectors to eight."""
-    return {"rows": (64, 128, 256), "cols": (64, 128, 256), "warps": (4, 8), "ctas": (0, 2, 4, 8), "stages": (1, 2, 3)}
+    return {"rows": (64, 128, 256), "cols": (64, 128, 256), "warps": (2, 4, 8)}
 
 
 def valid(_case: Case, config: TransposeConfig) -> str | None:
-    """Why a config cannot run, or cannot be worth running."""
-    per_thread = config.rows * config.cols / (32 * config.warps)
-    if not 32 <= per_thread <= 256:
-        return f"{per_thread:g} bytes per thread"
-    if (config.ctas == 0) != (config.stages == 1):
-        return "a pipeline of loads needs a loop over tiles, and the loop needs the pipeline"
-    if 32 * config.warps * config.ctas * (per_thread / 4 * 2.5 + 32) > 65536 + 8192:
-        return "more registers than a multiprocessor has"
-    shared = max(1, config.ctas) * config.stages * config.rows * config.cols
-    return too_much_shared(shared)
+    """Why a config cannot be worth running."""
+    per_thread = config.rows * config.cols // (32 * config.warps)
+    return None if 16 <= per_thread <= 256 else f"{per_thread} bytes per thread"
 
 
 def default(_case: Case) -> TransposeConfig:
     """A config for any shape."""
-    return TransposeConfig(rows=128, cols=128, warps=8, ctas=0, stages=1)
+    return TransposeConfig(rows=64, cols=128, warps=4)
 
 
 _choose = cache.Chooser("fp8_transpose_2d", TransposeConfig, valid, default, ("M",))
@@ -177,27 +117,6 @@ def run(inputs: Inputs, config: TransposeConfig | None) -> Outputs:
     return {"q": fp8_transpose_2d(inputs["x"], config=config)}
 
 
-def run_bytes(inputs: Inputs, config: BytesConfig) -> Outputs:
-    """A program per tile, transposed as bytes."""
-    x = inputs["x"].view(torch.uint8)
-    M, N = x.shape
-    q = torch.empty((N, M), dtype=torch.uint8, device=x.device)
-    _transpose_bytes[(cdiv(M, config.rows), cdiv(N, config.cols))](
-        x, q, M, N, x.stride(0), ROWS=config.rows, COLS=config.cols, num_warps=config.warps
-    )
-    return {"q": q.view(inputs["x"].dtype)}
-
-
-def run_eager(inputs: Inputs, _config: None) -> Outputs:
-    """torch's copy."""
+def run_copy(inputs: Inputs, _config: None) -> Outputs:
+    """torch's copy, as torchao makes it after its tensor-wise casts."""
     return {"q": inputs["x"].t().contiguous()}
-
-
-def bytes_space(_case: Case) -> Space:
-    """Square and oblong tiles."""
-    return {"rows": (64, 128), "cols": (64, 128), "warps": (4, 8)}
-
-
-def bytes_default(_case: Case) -> BytesConfig:
-    """A config for any shape."""
-    return BytesConfig(rows=64, cols=64, warps=4)

@@ -28,11 +28,12 @@ _OPTIONS = (("fp8_format", "e4m3"), ("shapes", "same"))
 
 @dataclass(frozen=True, slots=True)
 class MultiCastConfig:
-    """rows, cols: of a tile; warps: of a program; ctas: programs per multiprocessor, each looping over tiles, or 0 for a program
-    per tile; stages: depth of that loop's load pipeline."""
+    """rows, cols: of a tile; group: row blocks whose tiles follow each other; warps: of a program; ctas: programs per
+    multiprocessor, each looping over tiles, or 0 for a program per tile; stages: depth of that loop's load pipeline."""
 
     rows: int
     cols: int
+    group: int
     warps: int
     ctas: int
     stages: int
@@ -114,7 +115,8 @@ def _launch(xs: Sequence[torch.Tensor], out: MultiCast, scales, amaxes, skip, fp
             table, xs[0], out.casts[0], scales, amaxes, out.scale_inv, amaxes if skip is None else skip,
             len(whole), total // len(whole), total,
             SKIP=skip is not None, FP8_MAX=FP8_MAX[fp8_format], SAME=same, T_LOG2=max(1, (len(whole) - 1).bit_length()),
-            EVEN=all(t[4] % c.cols == 0 for t in whole), ROWS=c.rows, COLS=c.cols, STAGES=c.stages, num_warps=c.warps,
+            EVEN=all(t[4] % c.cols == 0 for t in whole),
+            ROWS=c.rows, COLS=c.cols, GROUP=c.group, STAGES=c.stages, num_warps=c.warps,
         )  # fmt: skip
     for i in sorted({t[5] for t in tensors} - {t[5] for t in whole}):
         single = (scales[i : i + 1], amaxes[i : i + 1], out.scale_inv[i : i + 1])
@@ -287,7 +289,8 @@ def _named(out: MultiCast) -> Outputs:
 
 def space(_case: Case) -> Space:
     """Tiles from 64 x 64 to 256 x 256; a program per tile or a loop."""
-    return {"rows": (64, 128, 256), "cols": (64, 128, 256), "warps": (4, 8, 16), "ctas": (0, 2, 3, 4, 6), "stages": (1, 2, 3)}
+    tile: Space = {"rows": (64, 128, 256), "cols": (64, 128, 256), "group": (1, 8), "warps": (4, 8, 16)}
+    return {**tile, "ctas": (0, 2, 3, 4, 6), "stages": (1, 2, 3)}
 
 
 def valid(case: Case, config: MultiCastConfig) -> str | None:
@@ -305,7 +308,7 @@ def valid(case: Case, config: MultiCastConfig) -> str | None:
 
 def default(_case: Case) -> MultiCastConfig:
     """A config for any shapes."""
-    return MultiCastConfig(rows=64, cols=128, warps=4, ctas=3, stages=3)
+    return MultiCastConfig(rows=64, cols=128, group=1, warps=4, ctas=3, stages=3)
 
 
 _choose = cache.Chooser("multi_cast_transpose", MultiCastConfig, valid, default, ("T", "M", "N"))

@@ -17,10 +17,11 @@ def _word(table_ptr, tensor, WORD: tl.constexpr):
 def cast_transpose_tiles(
     table_ptr, first_x_ptr, first_q_ptr, scale_ptr, amax_ptr, scale_inv_ptr, skip_ptr, T, tiles_each, total,
     SKIP: tl.constexpr, FP8_MAX: tl.constexpr, SAME: tl.constexpr, T_LOG2: tl.constexpr,
-    EVEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
+    EVEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """All sizes and addresses are multiples of 16. SAME: all tensors have tiles_each tiles. EVEN: COLS divides all widths.
-    SKIP: do nothing where the number at skip_ptr is not 0."""
+    SKIP: do nothing where the number at skip_ptr is not 0. GROUP: row blocks whose tiles follow each other, for they write
+    neighbouring pieces of the same rows of a transpose."""
     QUADS: tl.constexpr = ROWS // 4
     if SKIP:
         total = tl.where(tl.load(skip_ptr) != 0, 0, total)
@@ -45,8 +46,11 @@ def cast_transpose_tiles(
         M, N = tl.multiple_of(M, 16), tl.multiple_of(N, 16)
         place = _word(table_ptr, tensor, 5).to(tl.int32)
         across = tl.cdiv(N, COLS)
-        row0 = local // across * ROWS
-        col0 = local % across * COLS
+        above = local // (GROUP * across) * GROUP
+        height = tl.minimum(tl.cdiv(M, ROWS) - above, GROUP)
+        inside = local % (GROUP * across)
+        row0 = (above + inside % height) * ROWS
+        col0 = inside // height * COLS
         scale = tl.load(scale_ptr + place)
         if local == 0:
             tl.store(scale_inv_ptr + place, reciprocal(scale))
