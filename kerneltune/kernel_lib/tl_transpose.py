@@ -1,4 +1,4 @@
-"""How tiles of bytes are stored transposed: whole words where addresses allow, byte by byte at the ends.
+"""How bytes are transposed: a matrix, or tiles as they are stored, whole words where addresses allow, byte by byte at the ends.
 
 Device code; knows no operator. May import triton and tl_lib.
 """
@@ -7,6 +7,29 @@ import triton
 import triton.language as tl
 
 from kerneltune.kernel_lib.tl_lib import only_if, pack_bytes, words_of_pairs
+
+
+@triton.jit
+def transpose_bytes(
+    x_ptr, q_ptr, M, N, stride, ROWS: tl.constexpr, COLS: tl.constexpr, GROUP: tl.constexpr, BACKWARDS: tl.constexpr
+):  # fmt: skip
+    """q[n, m] = x[m, n] (M, N) of a tile, a program each; both uint8, rows of x `stride` apart, those of q adjacent.
+
+    GROUP row blocks follow each other, for their tiles are neighbouring pieces of the same rows of q. BACKWARDS: from the
+    last tile to the first, so that what was written last is read while L2 still has it.
+    """
+    down, across = tl.cdiv(M, ROWS), tl.cdiv(N, COLS)
+    tile = tl.program_id(0)
+    if BACKWARDS:
+        tile = tl.num_programs(0) - 1 - tile
+    above = tile // (GROUP * across) * GROUP
+    height = tl.minimum(down - above, GROUP)
+    inside = tile % (GROUP * across)
+    rows = (above + inside % height) * ROWS + tl.arange(0, ROWS)
+    cols = inside // height * COLS + tl.arange(0, COLS)
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    x = tl.load(x_ptr + (rows.to(tl.int64)[:, None] * stride + cols[None, :]), mask=mask, other=0)
+    tl.store(q_ptr + (cols.to(tl.int64)[:, None] * M + rows[None, :]), tl.trans(x), mask=tl.trans(mask))
 
 
 @triton.jit

@@ -1,16 +1,15 @@
 """Transpose of an fp8 matrix, bytes as they are: the layout that the other operand of a scaled product wants.
 
-May import cache, spec, launch.
+May import cache, spec, launch, tl_transpose.
 """
 
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 
 from kerneltune import cache
 from kerneltune.kernel_lib.launch import on_its_device
+from kerneltune.kernel_lib.tl_transpose import transpose_bytes
 from kerneltune.ops.fp8.reference import FP8
 from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Outputs, Space, Traffic
@@ -18,21 +17,12 @@ from kerneltune.spec import Case, Inputs, Outputs, Space, Traffic
 
 @dataclass(frozen=True, slots=True)
 class TransposeConfig:
-    """rows, cols: of a tile; warps: of a program, which has one tile."""
+    """rows, cols: of a tile; group: row blocks that follow each other; warps: of a program, which has one tile."""
 
     rows: int
     cols: int
+    group: int
     warps: int
-
-
-@triton.jit
-def _transpose_bytes(x_ptr, q_ptr, M, N, stride, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """q[n, m] = x[m, n] of a tile. Programs that follow each other write neighbouring pieces of the same rows of q."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    mask = (rows < M)[:, None] & (cols < N)[None, :]
-    x = tl.load(x_ptr + (rows.to(tl.int64)[:, None] * stride + cols[None, :]), mask=mask, other=0)
-    tl.store(q_ptr + (cols.to(tl.int64)[:, None] * M + rows[None, :]), tl.trans(x), mask=tl.trans(mask))
 
 
 @on_its_device
@@ -60,15 +50,16 @@ def fp8_transpose_2d(x: torch.Tensor, *, config: TransposeConfig | None = None) 
     if not x.numel():
         return q
     c: TransposeConfig = config or _choose((("M", M), ("N", N)), "uint8", "fp8", (("fp8_format", "e4m3"),))
-    _transpose_bytes[(cdiv(M, c.rows), cdiv(N, c.cols))](
-        x.view(torch.uint8), q.view(torch.uint8), M, N, x.stride(0), ROWS=c.rows, COLS=c.cols, num_warps=c.warps
-    )
+    transpose_bytes[(cdiv(M, c.rows) * cdiv(N, c.cols),)](
+        x.view(torch.uint8), q.view(torch.uint8), M, N, x.stride(0),
+        ROWS=c.rows, COLS=c.cols, GROUP=c.group, BACKWARDS=False, num_warps=c.warps,
+    )  # fmt: skip
     return q
 
 
 def space(_case: Case) -> Space:
     """Tiles of which a row of either side is two memory sectors to eight."""
-    return {"rows": (64, 128, 256), "cols": (64, 128, 256), "warps": (2, 4, 8)}
+    return {"rows": (64, 128, 256), "cols": (64, 128, 256), "group": (8, 512), "warps": (2, 4, 8)}
 
 
 def valid(_case: Case, config: TransposeConfig) -> str | None:
@@ -79,7 +70,7 @@ def valid(_case: Case, config: TransposeConfig) -> str | None:
 
 def default(_case: Case) -> TransposeConfig:
     """A config for any shape."""
-    return TransposeConfig(rows=64, cols=128, warps=4)
+    return TransposeConfig(rows=64, cols=128, group=512, warps=4)
 
 
 _choose = cache.Chooser("fp8_transpose_2d", TransposeConfig, valid, default, ("M",))

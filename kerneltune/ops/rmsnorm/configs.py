@@ -13,6 +13,8 @@ from kerneltune.spec import Case, Space
 
 _MAX_PARTS = 64
 _MAX_PARTS_OF_TILE = 128
+FUSED_ROWS = 16
+"""With a transpose, tiles of as many rows are written both ways by one kernel; smaller ones leave the transpose to a second."""
 _L2_SHARE_BYTES = 400_000
 """What the L2 holds for each multiprocessor."""
 
@@ -49,14 +51,25 @@ class BwdConfig(_Tiles):
 
 
 def space_fwd(case: Case) -> Space:
-    """Loads from a quarter of a row to a whole row; with a transpose tiles of 8 to 128 rows, of which a row of the
-    transposed tile is a quarter of a memory sector to four."""
+    """What there is for rows; with a transpose that a second kernel makes, or that one kernel makes of larger tiles."""
+    rows = _space_of_rows(case)
+    if case.quant != "fp8_t":
+        return rows
+    fused = _space_of_fused_transposes(case)
+    return {name: tuple(dict.fromkeys((*rows[name], *fused[name]))) for name in rows}
+
+
+def _space_of_fused_transposes(case: Case) -> Space:
+    """Tiles of 16 to 64 rows, of which a row of the transposed tile is half a memory sector to two."""
+    cols = (128, 256, 512) if _power_of_two(case["N"]) <= 16384 else (256, 512, 1024)
+    split = (True, False) if case["M"] * 8 >= case["N"] else (True,)
+    shape: Space = {"rows": (16, 32, 64), "cols": cols, "split": split, "warps": (2, 4, 8, 16)}
+    return {**shape, "ctas": (1, 2, 3, 4), "stages": (1, 2), "reload": (True,)}
+
+
+def _space_of_rows(case: Case) -> Space:
+    """Loads from a quarter of a row to a whole row."""
     whole = _power_of_two(case["N"])
-    if case.quant == "fp8_t":
-        cols = (128, 256, 512) if whole <= 16384 else (256, 512, 1024)
-        split = (True, False) if case["M"] * 8 >= case["N"] else (True,)
-        shape: Space = {"rows": (8, 16, 32, 64, 128), "cols": cols, "split": split, "warps": (2, 4, 8, 16)}
-        return {**shape, "ctas": (1, 2, 3, 4, 6, 8), "stages": (1, 2, 3), "reload": (True,)}
     long = whole > 8192
     smallest = max(512, whole >> 3 if case["N"] % 8 or long else whole >> 1)
     return {
@@ -89,8 +102,10 @@ def space_bwd(case: Case) -> Space:
 def valid_fwd(case: Case, config: FwdConfig) -> str | None:
     """Why a forward config cannot run, or cannot be worth running."""
     loads = cdiv(case["N"], config.cols)
-    if case.quant == "fp8_t":
+    if case.quant == "fp8_t" and config.rows >= FUSED_ROWS:
         return _invalid_transpose(case, loads, config)
+    if case.quant == "fp8_t" and config.cols not in _space_of_rows(case)["cols"]:
+        return "loads as short as those of a fused transpose"
     if config.split and loads == 1:
         return "one load holds the row: nothing to split"
     if not config.split and loads > 1 and loads * config.cols * 3 > _power_of_two(case["N"]) * 4:
@@ -103,6 +118,18 @@ def valid_fwd(case: Case, config: FwdConfig) -> str | None:
         return "reloading pays where one program has the whole row, and there are many programs"
     elements = config.rows * config.cols * (1 if config.split or config.reload else loads)
     return _invalid_tile(case, elements, loads if config.split else 1, config, tensors=1)
+
+
+def promising_fwd(case: Case) -> tuple[FwdConfig, ...]:
+    """With a transpose, what a row-wise kernel and a second one do best in most shapes."""
+    if case.quant != "fp8_t":
+        return ()
+    whole = _power_of_two(case["N"])
+    once = [FwdConfig(1, whole, False, warps, 0, 1, False) for warps in (2, 4, 8, 16, 32)]
+    loops = [
+        FwdConfig(1, whole >> k, False, warps, ctas, 3, False) for k in range(3) for warps, ctas in ((4, 4), (8, 2), (16, 1))
+    ]
+    return tuple(c for c in (*once, *loops) if valid_fwd(case, c) is None)
 
 
 def valid_bwd(case: Case, config: BwdConfig) -> str | None:

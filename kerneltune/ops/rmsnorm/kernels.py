@@ -80,14 +80,15 @@ def _raise_amax(amax_ptr, amax, seen, BY_WARPS: tl.constexpr):
 
 @triton.jit
 def _write_rows(
-    x, g, r, y_ptr, scale, mask, amax, ZERO_CENTERED: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr
+    x, g, r, y_ptr, scale, mask, amax,
+    ZERO_CENTERED: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Store (ROWS, COLS) of y; returns amax, raised by them."""
+    """Store (ROWS, COLS) of y, under KEEP so that L2 has it for the next kernel; returns amax, raised by them."""
     y = x.to(tl.float32) * r[:, None] * _gamma(g, ZERO_CENTERED)
     if FP8:
         amax = _raised(amax, y)
         y = quantize(y, scale, FP8_MAX, y_ptr.dtype.element_ty)
-    tl.store(y_ptr, y.to(y_ptr.dtype.element_ty), mask=mask, cache_modifier=".cs")
+    tl.store(y_ptr, y.to(y_ptr.dtype.element_ty), mask=mask, cache_modifier="" if KEEP else ".cs")
     return amax
 
 
@@ -95,7 +96,7 @@ def _write_rows(
 def _rmsnorm_fwd_once(
     x_ptr, g_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr,
     M, N: tl.constexpr, stride_xm, eps,
-    ZERO_CENTERED: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, KEEP: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, RELOAD: tl.constexpr, LATE_GAMMA: tl.constexpr, BY_WARPS: tl.constexpr,
 ):  # fmt: skip
     """y = x * rsqrt(mean(x²) + eps) * g, a program for every ROWS rows; RELOAD: x is read again, from L2, instead of held.
@@ -140,7 +141,7 @@ def _rmsnorm_fwd_once(
             x = held(xs[c])
         g = _load_gamma(g_ptr, c * COLS + cols, N) if LATE_GAMMA else gs[c]
         y_tile = y_rows + (c * COLS + cols)[None, :]
-        amax = _write_rows(x, g, r, y_tile, scale, mask, amax, ZERO_CENTERED, FP8, FP8_MAX)
+        amax = _write_rows(x, g, r, y_tile, scale, mask, amax, ZERO_CENTERED, FP8, FP8_MAX, KEEP)
     if FP8:
         _raise_amax(amax_ptr, amax, seen, BY_WARPS)
 
@@ -162,7 +163,7 @@ def _inside(lanes, left, cols, N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.con
 def _rmsnorm_fwd_loop(
     x_ptr, g_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr, ws_ptr,
     M, N, stride_xm, eps,
-    ZERO_CENTERED: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, KEEP: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, PHASE: tl.constexpr,
     EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -222,7 +223,7 @@ def _rmsnorm_fwd_loop(
                 if not EVEN:
                     mask = mask & (cols_c < N)[None, :]
                 y_tile = y_ptr + wide(tile * ROWS) * N + (lanes[:, None] * N + cols_c[None, :])
-                amax = _write_rows(held(xs[c]), held(gs[c]), r, y_tile, scale, mask, amax, ZERO_CENTERED, FP8, FP8_MAX)
+                amax = _write_rows(held(xs[c]), held(gs[c]), r, y_tile, scale, mask, amax, ZERO_CENTERED, FP8, FP8_MAX, KEEP)
     if FP8 and PHASE != 1:
         tl.atomic_max(amax_ptr, tl.max(amax), sem="relaxed")
     if PARTS > 1 and PHASE == 0:

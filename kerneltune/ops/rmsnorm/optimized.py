@@ -11,9 +11,10 @@ from kerneltune import cache
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, check_like, check_matrix, check_turned, in_pairs
 from kerneltune.kernel_lib.launch import on_its_device, phases, registers, resident
 from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX, TL_DTYPES, TL_FP8
+from kerneltune.kernel_lib.tl_transpose import transpose_bytes
 from kerneltune.kernel_lib.workspace import workspace
 from kerneltune.ops.rmsnorm import backward_kernels, kernels
-from kerneltune.ops.rmsnorm.configs import BwdConfig, FwdConfig, default_bwd, default_fwd, valid_bwd, valid_fwd
+from kerneltune.ops.rmsnorm.configs import FUSED_ROWS, BwdConfig, FwdConfig, default_bwd, default_fwd, valid_bwd, valid_fwd
 from kerneltune.ops.rmsnorm.reference import EPS
 from kerneltune.ops.rmsnorm.transpose_kernel import _rmsnorm_fwd_stripes, _rmsnorm_fwd_transpose
 from kerneltune.rounding import cdiv
@@ -24,6 +25,9 @@ _FWD_OPTIONS = (("zero_centered", False), ("fp8_format", "e4m3"), ("row_pad", 0)
 _BWD_OPTIONS = (("zero_centered", False),)
 _MOST_BESIDE_GAMMA = 32768
 """Numbers of x that a forward program can hold beside the weight: more need 32 warps, whose threads have 64 registers."""
+
+_TILE_ROWS, _TILE_COLS = 64, 128
+"""Of the transpose's tiles: the best of fp8_transpose_2d in six of seven shapes."""
 
 _choose_fwd = cache.Chooser("rmsnorm_fwd", FwdConfig, valid_fwd, default_fwd, ("M",))
 _choose_bwd = cache.Chooser("rmsnorm_bwd", BwdConfig, valid_bwd, default_bwd, ("M",))
@@ -80,10 +84,16 @@ def rmsnorm_fwd(
     if config is None:
         config = _choose_fwd((("M", M), ("N", N)), DTYPE_NAMES[x.dtype], quant, _FWD_OPTIONS)
     scalars = (scale, amax, scale_inv)
-    if y_t is not None:
+    if y_t is not None and config.rows >= FUSED_ROWS:
         _launch_transpose(x, weight, y, y_t, rsigma, *scalars, eps, zero_centered, fp8_format, config)
-    else:
-        _launch_rows(x, weight, y, rsigma, *scalars, eps, zero_centered, quant != "none", fp8_format, config)
+        return RMSNormOutput(y, rsigma, y_t, scale_inv)
+    keep = y_t is not None
+    _launch_rows(x, weight, y, rsigma, *scalars, eps, zero_centered, quant != "none", keep, fp8_format, config)
+    if y_t is not None:
+        transpose_bytes[(cdiv(M, _TILE_ROWS) * cdiv(N, _TILE_COLS),)](
+            y.view(torch.uint8), y_t.view(torch.uint8), M, N, N,
+            ROWS=_TILE_ROWS, COLS=_TILE_COLS, GROUP=8, BACKWARDS=True, num_warps=4,
+        )  # fmt: skip
     return RMSNormOutput(y, rsigma, y_t, scale_inv)
 
 
@@ -136,15 +146,15 @@ def rmsnorm_bwd(
     return dx, dgamma
 
 
-def _launch_rows(x, weight, y, rsigma, scale, amax, scale_inv, eps, zero_centered, fp8, fp8_format, c) -> None:
+def _launch_rows(x, weight, y, rsigma, scale, amax, scale_inv, eps, zero_centered, fp8, keep, fp8_format, c) -> None:
     M, N = x.shape
     loads, tiles = cdiv(N, c.cols), cdiv(M, c.rows)
     if not c.ctas:
         late_gamma = c.reload or c.rows * loads * c.cols > _MOST_BESIDE_GAMMA
         kernels._rmsnorm_fwd_once[(tiles,)](
             x, weight, y, rsigma, scale, amax, scale_inv, M, N, x.stride(0), eps,
-            ZERO_CENTERED=zero_centered, FP8=fp8, FP8_MAX=FP8_MAX[fp8_format], ROWS=c.rows, COLS=c.cols, RELOAD=c.reload,
-            LATE_GAMMA=late_gamma, BY_WARPS=c.warps >= 16, num_warps=c.warps,
+            ZERO_CENTERED=zero_centered, FP8=fp8, FP8_MAX=FP8_MAX[fp8_format], KEEP=keep,
+            ROWS=c.rows, COLS=c.cols, RELOAD=c.reload, LATE_GAMMA=late_gamma, BY_WARPS=c.warps >= 16, num_warps=c.warps,
         )  # fmt: skip
         return
     parts, chunks = (loads, 1) if c.split else (1, loads)
@@ -152,8 +162,8 @@ def _launch_rows(x, weight, y, rsigma, scale, amax, scale_inv, eps, zero_centere
     for phase, options in _phases(parts, c):
         kernels._rmsnorm_fwd_loop[(_groups(x, tiles, parts, c.ctas) * parts,)](
             x, weight, y, rsigma, scale, amax, scale_inv, ws, M, N, x.stride(0), eps,
-            ZERO_CENTERED=zero_centered, FP8=fp8, FP8_MAX=FP8_MAX[fp8_format], ROWS=c.rows, COLS=c.cols, CHUNKS=chunks,
-            PARTS=parts, PHASE=phase, EVEN=N % c.cols == 0, STAGES=c.stages, num_warps=c.warps, **options,
+            ZERO_CENTERED=zero_centered, FP8=fp8, FP8_MAX=FP8_MAX[fp8_format], KEEP=keep, ROWS=c.rows, COLS=c.cols,
+            CHUNKS=chunks, PARTS=parts, PHASE=phase, EVEN=N % c.cols == 0, STAGES=c.stages, num_warps=c.warps, **options,
         )  # fmt: skip
 
 
