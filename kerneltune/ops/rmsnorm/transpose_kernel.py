@@ -120,6 +120,9 @@ def _write_tile(
     lanes = tl.arange(0, COLS)
     left = M - tile * ROWS
     first_row = wide(tile * ROWS)
+    y_cols = first_col + lanes
+    if HELD:  # or a thread would store 16 bytes of y, and load 32 of x, half a sector at a time, whose other half L2 sends again
+        y_cols = tl.max_contiguous(y_cols, [16 // (xs[0].dtype.primitive_bitwidth // 8)])
     yt_base = wide(first_col * PAIRS) * M + first_row
     bytes_of_rows = ()
     largest = tl.zeros((QUADS, COLS), dtype=tl.float32)
@@ -128,7 +131,7 @@ def _write_tile(
         mask = live[None, :]
         if not EVEN_ROWS:
             mask = mask & (rows < left)[:, None]
-        y_tile = y_ptr + first_row * N + (rows[:, None] * N + (first_col + lanes)[None, :])
+        y_tile = y_ptr + first_row * N + (rows[:, None] * N + y_cols[None, :])
         x = held(xs[k]) if HELD else xs[k]
         y = values(x, 0, PAIRS, dtype) * rs[k][:, None] * gamma
         largest = tl.maximum(largest, tl.abs(y))
