@@ -60,11 +60,12 @@ def space_fwd(case: Case) -> Space:
 
 
 def _space_of_fused_transposes(case: Case) -> Space:
-    """Tiles of 16 to 64 rows, of which a row of the transposed tile is half a memory sector to two."""
+    """Tiles of 16 to 128 rows, of which a row of the transposed tile is half a memory sector to four."""
     cols = (128, 256, 512) if _power_of_two(case["N"]) <= 16384 else (256, 512, 1024)
     split = (True, False) if case["M"] * 8 >= case["N"] else (True,)
-    shape: Space = {"rows": (16, 32, 64), "cols": cols, "split": split, "warps": (2, 4, 8, 16)}
-    return {**shape, "ctas": (1, 2, 3, 4), "stages": (1, 2), "reload": (True,)}
+    rows = (16, 32, 64) if case["M"] <= 512 else (32, 64, 128)
+    shape: Space = {"rows": rows, "cols": cols, "split": split, "warps": (2, 4, 8, 16)}
+    return {**shape, "ctas": (1, 2, 3, 4), "stages": (1, 2, 3), "reload": (False, True)}
 
 
 def _space_of_rows(case: Case) -> Space:
@@ -146,26 +147,30 @@ def valid_bwd(case: Case, config: BwdConfig) -> str | None:
 
 
 def _invalid_transpose(case: Case, parts: int, c: FwdConfig) -> str | None:
+    itemsize = ITEMSIZE[case.dtype]
     elements = c.rows * c.cols
     per_thread = elements / (32 * c.warps)
-    if not c.reload or c.rows % 4 or not c.ctas:
-        return "a transpose needs tiles of a multiple of 4 rows, in a loop, and reads them again"
-    if c.split and (c.stages > 2 or c.rows < 16):
-        return "programs that share rows load no more than a tile ahead, of no less than 16 rows"
+    if c.rows % 4 or not c.ctas:
+        return "a transpose needs tiles of a multiple of 4 rows, in a loop"
+    if c.reload == (c.stages > 1):
+        return "tiles that are held need the next one on its way, tiles that are read again have been fetched before"
     if c.split and parts > _MAX_PARTS_OF_TILE:
         return f"{parts} programs share a row, at most {_MAX_PARTS_OF_TILE} may"
-    if not c.split and (window := c.ctas * c.rows * case["N"] * ITEMSIZE[case.dtype]) > _L2_SHARE_BYTES:
+    if not c.split and not c.reload:
+        return "whole rows are read again"
+    if not c.split and (window := c.ctas * c.rows * case["N"] * itemsize) > _L2_SHARE_BYTES:
         return f"{window} bytes of x per multiprocessor are read before they are read again: more than the L2 holds"
     if not 16 <= per_thread <= 128:
         return f"{per_thread:g} elements per thread"
+    paired = _paired(case)
+    if not paired and case["M"] % 4 and c.cols >= 128 * c.warps:
+        return "ptxas 12.8 makes wrong bytes of the transpose where a thread turns them by itself"
     if c.ctas * c.warps > 48 or c.ctas * c.warps < 4:
         return f"{c.ctas * c.warps} warps per multiprocessor"
-    words = per_thread * ITEMSIZE[case.dtype] / 4
-    if c.ctas * c.warps * 32 * (words + 32) > 65536 + 8192:
+    words = per_thread / 2 if paired else per_thread  # 16-bit numbers that are not in pairs take a register each
+    if c.ctas * c.warps * 32 * ((1 if c.reload else 2) * words + 32) > 65536 + (8192 if c.reload else 0):
         return "more registers than a multiprocessor has"
-    loads = 1 if c.split else 2
-    shared = c.ctas * elements * ((c.stages - 1) * loads * ITEMSIZE[case.dtype] + 1)
-    return too_much_shared(shared)
+    return too_much_shared(c.ctas * elements * ((c.stages - 1) * itemsize + 1))
 
 
 def _invalid_tile(case: Case, elements: int, parts: int, c: Any, tensors: int) -> str | None:
@@ -191,7 +196,8 @@ def default_fwd(case: Case) -> FwdConfig:
     whole = _power_of_two(case["N"])
     if case.quant == "fp8_t":
         cols = max(256, whole // _MAX_PARTS_OF_TILE)
-        return FwdConfig(rows=16384 // cols, cols=cols, split=True, warps=8, ctas=2, stages=1, reload=True)
+        rows, ctas = (16384 // cols, 2) if _paired(case) else (8192 // cols, 1)
+        return FwdConfig(rows, cols, split=True, warps=8, ctas=ctas, stages=2, reload=False)
     split = whole > 16384
     cols = max(8192, whole // _MAX_PARTS) if split else whole
     return FwdConfig(1, cols, split, warps=min(16, max(1, cols // 512)), ctas=int(split), stages=1 + split, reload=False)
@@ -203,6 +209,11 @@ def default_bwd(case: Case) -> BwdConfig:
     cols = whole if whole <= 8192 else max(2048, whole // _MAX_PARTS)
     split = cols < case["N"]
     return BwdConfig(rows=1, cols=cols, split=split, warps=min(16, max(4, cols // 512)), ctas=1, stages=2, reduce_cols=32)
+
+
+def _paired(case: Case) -> bool:
+    """Whether kernels read numbers of 16 bits two at a time."""
+    return ITEMSIZE[case.dtype] == 2 and case["N"] % 2 == 0
 
 
 def _power_of_two(n: int) -> int:

@@ -16,7 +16,7 @@ from kerneltune.kernel_lib.workspace import workspace
 from kerneltune.ops.rmsnorm import backward_kernels, kernels
 from kerneltune.ops.rmsnorm.configs import FUSED_ROWS, BwdConfig, FwdConfig, default_bwd, default_fwd, valid_bwd, valid_fwd
 from kerneltune.ops.rmsnorm.reference import EPS
-from kerneltune.ops.rmsnorm.transpose_kernel import _rmsnorm_fwd_stripes, _rmsnorm_fwd_transpose
+from kerneltune.ops.rmsnorm.transpose_kernel import _rmsnorm_fwd_held, _rmsnorm_fwd_stripes, _rmsnorm_fwd_transpose
 from kerneltune.rounding import cdiv
 from kerneltune.spec import Inputs, Outputs
 
@@ -189,9 +189,12 @@ def _launch_transpose(x, weight, y, y_t, rsigma, scale, amax, scale_inv, eps, ze
     ws = workspace(tiles * c.rows * (parts + 1), x.device) if parts > 1 else None
     groups = _groups(x, tiles, parts, c.ctas)
     for phase, limits in _phases(parts, c):
-        _rmsnorm_fwd_transpose[(groups * parts,)](
-            *tensors, ws, M, eps, PHASE=phase, ONE_TILE=groups == tiles, **options, **limits
-        )
+        if c.reload:
+            _rmsnorm_fwd_transpose[(groups * parts,)](
+                *tensors, ws, M, eps, PHASE=phase, ONE_TILE=groups == tiles, **options, **limits
+            )
+        else:
+            _rmsnorm_fwd_held[(groups * parts,)](*tensors, ws, M, eps, PHASE=phase, **options, **limits)
 
 
 def _groups(x: torch.Tensor, tiles: int, parts: int, ctas: int) -> int:

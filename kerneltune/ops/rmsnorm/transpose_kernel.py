@@ -1,9 +1,9 @@
 """RMSNorm into fp8 and its transpose, x read from memory once. May import tl_lib, tl_transpose, tl_exchange.
 
-Either a program has whole rows (`_rmsnorm_fwd_stripes`), or PARTS programs share ROWS rows, a tile each
-(`_rmsnorm_fwd_transpose`). Each publishes its part of the sums of squares, some
-add them up, a few rows each, and publish 1 / rms, for which all wait before they read the tile again, from L2. A program runs two
-tiles ahead with the first, and one with the second, so that the waits are over when they begin.
+Either a program has whole rows (`_rmsnorm_fwd_stripes`), or PARTS programs share ROWS rows, a tile each. Each publishes its part
+of the sums of squares, some add them up, a few rows each, and publish 1 / rms, for which all wait before they write the tile: out
+of registers, while the next one is on its way (`_rmsnorm_fwd_held`), or read again from L2 (`_rmsnorm_fwd_transpose`). The latter
+runs two tiles ahead with the first, and one with the second, so that the waits are over when they begin.
 
 16-bit numbers come in PAIRS, as int32, in four interleaved sub-tiles: the four bytes that lie side by side in
 the transpose belong to one thread, which moves words instead of bytes. Those words are made of integers, never of a transposed
@@ -31,7 +31,7 @@ def _load_quads(
     tiles = ()
     for k in tl.static_range(4):
         rows = tl.arange(0, ROWS // 4) * 4 + k
-        mask = tl.full((1, 1), True, tl.int1)
+        mask = only_if(tl.full((1, 1), True, tl.int1), left > 0)
         if not EVEN_ROWS:
             mask = mask & (rows < left)[:, None]
         if not EVEN:
@@ -120,6 +120,9 @@ def _write_tile(
     lanes = tl.arange(0, COLS)
     left = M - tile * ROWS
     first_row = wide(tile * ROWS)
+    y_cols = first_col + lanes
+    if HELD:  # or a thread would store 16 bytes of y, and load 32 of x, half a sector at a time, whose other half L2 sends again
+        y_cols = tl.max_contiguous(y_cols, [16 // (xs[0].dtype.primitive_bitwidth // 8)])
     yt_base = wide(first_col * PAIRS) * M + first_row
     bytes_of_rows = ()
     largest = tl.zeros((QUADS, COLS), dtype=tl.float32)
@@ -128,7 +131,7 @@ def _write_tile(
         mask = live[None, :]
         if not EVEN_ROWS:
             mask = mask & (rows < left)[:, None]
-        y_tile = y_ptr + first_row * N + (rows[:, None] * N + (first_col + lanes)[None, :])
+        y_tile = y_ptr + first_row * N + (rows[:, None] * N + y_cols[None, :])
         x = held(xs[k]) if HELD else xs[k]
         y = values(x, 0, PAIRS, dtype) * rs[k][:, None] * gamma
         largest = tl.maximum(largest, tl.abs(y))
@@ -209,14 +212,89 @@ def _rmsnorm_fwd_transpose(
             elif PHASE == 2:
                 rs = _collect_rsigma(ws_ptr, rsigma_ptr, tile, part, M, eps, N * PAIRS, ROWS, PARTS)
             else:
-                await_all(ws_ptr, totals + tile * ROWS + tl.arange(0, ROWS), tag)
-                for k in tl.static_range(4):
-                    rs = rs + (published(ws_ptr, totals + tile * ROWS + quads * 4 + k),)
+                rs = _await_rsigma(ws_ptr, totals + tile * ROWS, tag, ROWS)
             largest = _write_tile(
                 xs, rs, gamma, gamma_high, y_ptr, yt_ptr, scale, tile, first_col, live, M, N, FP8_MAX,
                 ROWS, COLS, PAIRS, dtype, fp8, EVEN, EVEN_ROWS, PACKED, ONE_TILE,
             )  # fmt: skip
             amax = tl.maximum(amax, _folded(largest))
+    if PHASE != 1:
+        tl.atomic_max(amax_ptr, tl.max(amax), sem="relaxed")
+    if PARTS > 1 and PHASE == 0:
+        close_launch(ws_ptr, tag)
+
+
+@triton.jit
+def _await_rsigma(ws_ptr, first, tag, ROWS: tl.constexpr):
+    """1 / rms of a tile's rows, four (ROWS / 4,) tensors, from word `first` on, as soon as all are published."""
+    await_all(ws_ptr, first + tl.arange(0, ROWS), tag)
+    rs = ()
+    for k in tl.static_range(4):
+        rs = rs + (published(ws_ptr, first + tl.arange(0, ROWS // 4) * 4 + k),)
+    return rs
+
+
+@triton.jit
+def _rmsnorm_fwd_held(
+    x_ptr, g_ptr, y_ptr, yt_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr, ws_ptr, M, eps,
+    N: tl.constexpr, stride: tl.constexpr, ZERO_CENTERED: tl.constexpr, FP8_MAX: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr, fp8: tl.constexpr, PHASE: tl.constexpr,
+    EVEN_ROWS: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The same by programs that hold a tile in registers while the next one comes, and so read nothing again.
+
+    A turn of the loop sums the tile `ahead`, writes the one before, and adds up the parts of the one ahead, which the others have
+    published meanwhile.
+    """
+    PARTS: tl.constexpr = (N + COLS - 1) // COLS
+    EVEN: tl.constexpr = N % COLS == 0
+    QUADS: tl.constexpr = ROWS // 4
+    part = tl.program_id(0) % PARTS
+    first_tile = tl.program_id(0) // PARTS
+    step = tl.num_programs(0) // PARTS
+    tiles = tl.cdiv(M, ROWS)
+    totals = tiles * ROWS * PARTS
+    quads = tl.arange(0, QUADS)
+    lanes = tl.arange(0, COLS)
+    first_col = part * COLS
+    live = first_col + lanes < N
+    scale = tl.load(scale_ptr)
+    if tl.program_id(0) == 0 and PHASE != 1:
+        tl.store(scale_inv_ptr, reciprocal(scale))
+    amax = tl.zeros((QUADS, COLS // 4), dtype=tl.float32)
+    g = tl.load(g_ptr + first_col + lanes, mask=live, other=0, eviction_policy="evict_last")
+    gamma = _gamma(g, 0, ZERO_CENTERED, PAIRS, dtype)
+    gamma_high = _gamma(g, PAIRS - 1, ZERO_CENTERED, PAIRS, dtype)
+    if PARTS > 1:
+        tag = launch_tag(ws_ptr)
+
+    nothing = tl.zeros((QUADS, COLS), dtype=x_ptr.dtype.element_ty)
+    xs = (nothing, nothing, nothing, nothing)
+    for ahead in tl.range(first_tile, tiles + step, step, num_stages=STAGES, disable_licm=True):
+        next_xs = _load_quads(x_ptr, ahead, M, first_col, N, stride, ROWS, COLS, EVEN, EVEN_ROWS, False)
+        if PARTS > 1 and PHASE != 2:
+            _publish_parts(next_xs, ws_ptr, ahead, part, tag, ahead < tiles, ROWS, PARTS, PAIRS, dtype)
+        if ahead < tiles + step:  # a branch, over which no pipeline moves what belongs behind the waits
+            if PHASE != 1 and ahead > first_tile:
+                tile = ahead - step
+                rs = ()
+                if PARTS == 1:
+                    for k in tl.static_range(4):
+                        rows = tile * ROWS + quads * 4 + k
+                        rs = rs + (tl.rsqrt(_squares(xs[k], PAIRS, dtype) * (1.0 / (N * PAIRS)) + eps),)
+                        tl.store(rsigma_ptr + rows, rs[k], mask=rows < M)
+                elif PHASE == 2:
+                    rs = _collect_rsigma(ws_ptr, rsigma_ptr, tile, part, M, eps, N * PAIRS, ROWS, PARTS)
+                else:
+                    rs = _await_rsigma(ws_ptr, totals + tile * ROWS, tag, ROWS)
+                largest = _write_tile(
+                    xs, rs, gamma, gamma_high, y_ptr, yt_ptr, scale, tile, first_col, live, M, N, FP8_MAX,
+                    ROWS, COLS, PAIRS, dtype, fp8, EVEN, EVEN_ROWS, PACKED, True,
+                )  # fmt: skip
+                amax = tl.maximum(amax, _folded(largest))
+            if PARTS > 1 and PHASE == 0 and ahead < tiles:
+                _publish_rsigma(ws_ptr, rsigma_ptr, ahead, part, M, eps, tag, totals, N * PAIRS, ROWS, PARTS)
+        xs = next_xs
     if PHASE != 1:
         tl.atomic_max(amax_ptr, tl.max(amax), sem="relaxed")
     if PARTS > 1 and PHASE == 0:
