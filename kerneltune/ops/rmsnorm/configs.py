@@ -125,7 +125,7 @@ def promising_fwd(case: Case) -> tuple[FwdConfig, ...]:
     """With a transpose, what a row-wise kernel and a second one do best in most shapes."""
     if case.quant != "fp8_t":
         return ()
-    whole = _power_of_two(case["N"])
+    whole = min(8192, _power_of_two(case["N"]))
     once = [FwdConfig(1, whole, False, warps, 0, 1, False) for warps in (2, 4, 8, 16, 32)]
     loops = [
         FwdConfig(1, whole >> k, False, warps, ctas, 3, False) for k in range(3) for warps, ctas in ((4, 4), (8, 2), (16, 1))
