@@ -10,8 +10,9 @@ from kerneltune.spec import Case, Space
 @dataclass(frozen=True, slots=True)
 class SegmentConfig:
     """rows, cols: of a tile; warps: of a program; ctas: programs per multiprocessor, each looping over tiles, or 0 for a
-    program per tile; stages: depth of that loop's load pipeline; staged: every tile leaves its largest magnitude in a word of
-    its own for the second launch to reduce, instead of raising the one of its segment."""
+    program per tile; stages: depth of that loop's load pipeline; staged: read twice, every tile leaving its largest magnitude in
+    a word of its own for the second launch to reduce, instead of raising the one of its segment, by which it can be cast at
+    once where scales are powers of two."""
 
     rows: int
     cols: int
