@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kerneltune.kernel_lib.tl_exchange import close_launch, launch_tag, publish, published, raised
-from kerneltune.kernel_lib.tl_lib import amax_to_scale, load_constant, reciprocal
+from kerneltune.kernel_lib.tl_lib import amax_to_scale, load_constant, magnitude_to_fp32, reciprocal
 from kerneltune.ops.fp8.tensorwise_kernels import largest_magnitude, load_quads, sanitised_words, store_tile
 from kerneltune.ops.fp8.tiles import locate_block, start_of
 
@@ -33,12 +33,18 @@ def cast_early(
             tile, total, offs_ptr, rows, stripes, G, JAGGED, GROUPS_LOG2, ROWS
         )  # fmt: skip
         xs = load_quads(x_ptr, stride, C, stripe, first_row, lo, hi, ROWS // 4, COLS, EVEN_ROWS, JAGGED, False)
-        xs = sanitised_words(xs, PAIRS, dtype)
-        seen = raised(ws_ptr, group, largest_magnitude(xs, PAIRS, dtype), tag, hi > 0)
+        x0, x1, x2, x3 = xs
+        largest = largest_magnitude((x0, x1, x2, x3), PAIRS, dtype)
+        if PAIRS == 2:
+            infinite: tl.constexpr = 0x7C00 if dtype == tl.float16 else 0x7F80
+            if largest >= infinite:  # the tile holds NaN or infinity, and only then costs the making finite
+                x0, x1, x2, x3 = sanitised_words((x0, x1, x2, x3), PAIRS, dtype)
+                largest = largest_magnitude((x0, x1, x2, x3), PAIRS, dtype)
+        seen = raised(ws_ptr, group, magnitude_to_fp32(largest, dtype), tag, hi > 0)
         if hi > 0:
             publish(ws_ptr, G + tile, seen, tag, hi > 0)
             store_tile(
-                xs, amax_to_scale(seen, FP8_MAX, True), q_ptr, qt_ptr, rows, group, stripe, first_row, lo, hi, C,
+                (x0, x1, x2, x3), amax_to_scale(seen, FP8_MAX, True), q_ptr, qt_ptr, rows, group, stripe, first_row, lo, hi, C,
                 JAGGED, ROWMAJOR, COLMAJOR, ROWS, COLS, PAIRS, dtype, fp8, EVEN_ROWS, PACKED,
             )  # fmt: skip
 

@@ -53,6 +53,12 @@ def valid(case: Case, config: SegmentConfig) -> str | None:
     return too_much_shared(shared)
 
 
+def at_most(config: SegmentConfig, itemsize: int) -> int:
+    """Programs whose registers a multiprocessor has: each its tile, half as much again, and 32 for addresses."""
+    words = config.rows * config.cols * itemsize / (128 * config.warps)
+    return int(65536 / (32 * config.warps * (1.5 * words + 32)))
+
+
 def default(case: Case) -> SegmentConfig:
     """A config for any shape, by rule."""
     if case.option("layout") == "row":

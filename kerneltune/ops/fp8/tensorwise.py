@@ -19,7 +19,7 @@ from kerneltune.kernel_lib.tl_lib import TL_DTYPES, TL_FP8
 from kerneltune.kernel_lib.workspace import workspace
 from kerneltune.ops.fp8 import early_kernels, reference, tensorwise_kernels
 from kerneltune.ops.fp8.common import QUANT_OPTIONS, Cast, check_offs, check_weights, target
-from kerneltune.ops.fp8.segments import SegmentConfig, default, valid
+from kerneltune.ops.fp8.segments import SegmentConfig, at_most, default, valid
 from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Option, Outputs, Traffic
 
@@ -193,6 +193,8 @@ def _launch(x, offs, q, q_t, scale, cast: Cast, config: SegmentConfig | None) ->
     size = (rows, segments, total)
     q_or_any, q_t_or_any = x if q is None else q, x if q_t is None else q_t.view(torch.uint8)
     if early:
+        if not c.ctas and offs is None and x.itemsize == 4:
+            tile |= registers(c.warps, at_most(c, 4 // pairs))
         constants = {"FP8_MAX": cast.constants["FP8_MAX"], **out, **tile}
         early_kernels.cast_early[(programs,)](x, q_or_any, q_t_or_any, offs_or_any, ws, *size, STAGES=c.stages, **constants)
         few = min(total, resident(x.device, c.ctas or _AGAIN))

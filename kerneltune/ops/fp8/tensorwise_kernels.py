@@ -125,7 +125,7 @@ def sanitised_words(xs, PAIRS: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def largest_magnitude(xs, PAIRS: tl.constexpr, dtype: tl.constexpr):
-    """The largest magnitude of a tile out of `sanitised_words`, in fp32."""
+    """The largest `magnitude` of a tile out of `sanitised_words`."""
     if PAIRS == 2:
         pairs = magnitude_of_pairs(xs[0], xs[1], xs[2], xs[3])
         largest = tl.maximum(pairs & 0xFFFF, pairs >> 16)
@@ -133,7 +133,7 @@ def largest_magnitude(xs, PAIRS: tl.constexpr, dtype: tl.constexpr):
         m01 = tl.maximum(finite_magnitude(xs[0]), finite_magnitude(xs[1]))
         m23 = tl.maximum(finite_magnitude(xs[2]), finite_magnitude(xs[3]))
         largest = tl.maximum(m01, m23)
-    return magnitude_to_fp32(tl.max(tl.max(largest, axis=1), axis=0), dtype)
+    return tl.max(tl.max(largest, axis=1), axis=0)
 
 
 @triton.jit
@@ -154,7 +154,7 @@ def _amax_segments(
             tile, total, offs_ptr, rows, stripes, G, JAGGED, GROUPS_LOG2, ROWS
         )  # fmt: skip
         xs = load_quads(x_ptr, stride, C, stripe, first_row, lo, hi, ROWS // 4, COLS, EVEN_ROWS, JAGGED, True)
-        amax = largest_magnitude(sanitised_words(xs, PAIRS, dtype), PAIRS, dtype)
+        amax = magnitude_to_fp32(largest_magnitude(sanitised_words(xs, PAIRS, dtype), PAIRS, dtype), dtype)
         if STAGED:
             publish(ws_ptr, tile, amax, tag, hi == hi)
         else:
