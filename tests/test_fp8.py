@@ -1,6 +1,8 @@
 """FP8 quantisation: layouts, special values, ragged groups, bad arguments, large tensors, torch operators."""
 
 import inspect
+from collections import defaultdict
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,7 +13,7 @@ from kerneltune import ops, sweep
 from kerneltune.kernel_lib.agreement import same_bits, same_fp8
 from kerneltune.measuring.check import Checker
 from kerneltune.ops import fp8
-from kerneltune.ops.fp8 import both_kernels, custom, peers, reference
+from kerneltune.ops.fp8 import both_kernels, custom, early_kernels, peers, reference
 from kerneltune.spec import Case
 
 OPS = ops.load()
@@ -91,6 +93,63 @@ def test_groups_of_any_sizes(ends: tuple[int, ...]) -> None:
         assert same_fp8("q", out.q[start:end], want.view(-1, 24)) == []
         assert same_bits("scale", out.scale[i], scale[0, 0]) == []
     assert torch.equal(out.q_t.view(torch.uint8), out.q.view(torch.uint8))
+
+
+TILES = fp8.SegmentConfig(rows=16, cols=32, warps=2, ctas=0, stages=1, staged=False)
+
+
+@pytest.mark.parametrize("at", [0, 1500, -1], ids=["first", "amid", "last"])
+@pytest.mark.parametrize("K", [72, 67])
+def test_scales_are_of_the_largest_wherever_it_lies(at: int, K: int) -> None:
+    x = reference.values((70, K), torch.bfloat16, WHERE, seed=4)
+    x.view(-1)[at] = -30000.0  # in another binade than the rest: all tiles that were cast before it are cast again
+    offs = ragged(30, 30, 70)
+    for out, ends in (
+        (fp8.fp8_tensorwise_2d(x, layout="both", config=TILES), (70,)),
+        (fp8.fp8_tensorwise_group(x, offs, layout="both", config=TILES), (30, 30, 70)),
+        (fp8.fp8_tensorwise_group(x, offs, layout="both", config=replace(TILES, ctas=2, stages=2)), (30, 30, 70)),
+    ):
+        assert out.q is not None and out.q_t is not None
+        for i, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
+            want, scale = quantised(x[start:end].reshape(1, -1), 1)
+            assert same_fp8("q", out.q[start:end], want.view(-1, K)) == []
+            assert same_bits("scale", out.scale[i], scale[0, 0]) == []
+        assert torch.equal(out.q_t.view(torch.uint8), out.q.view(torch.uint8))
+
+
+@pytest.mark.skipif(WHERE == "cuda", reason="there tiles arrive in any order")
+@pytest.mark.parametrize("later", [False, True])
+def test_a_tile_is_cast_again_only_where_a_larger_binade_came_after_it(later: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first launch alone, then both: the second changes what was cast too early, here all tiles but the last, or none."""
+    x = torch.ones(64, 64, dtype=torch.bfloat16, device=WHERE)
+    x[-1 if later else 0, -1 if later else 0] = 900.0
+    with monkeypatch.context() as only_first:
+        only_first.setattr(early_kernels, "cast_again", defaultdict(lambda: lambda *_args, **_options: None))
+        early = fp8.fp8_tensorwise_2d(x, config=TILES).q
+    final = fp8.fp8_tensorwise_2d(x, config=TILES).q
+    assert early is not None and final is not None
+    changed = (early.float() != final.float()).view(4, 16, 2, 32).any(3).any(1)
+    assert int(changed.sum()) == (7 if later else 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["row", "both"])
+@pytest.mark.parametrize("std", [0.02, 1.0])
+def test_casts_of_large_weights_are_exact_every_time(layout: str, std: float) -> None:
+    """Of experts of which some have their largest number last, all by itself."""
+    w = torch.empty(6, 1408, 2048, dtype=torch.bfloat16, device=WHERE).normal_(std=std)
+    w[1, -1, -1], w[2, 700, 9], w[3] = 40.0, -40.0, 0.0
+    rising = torch.linspace(0.1, 100, 1408, device=WHERE)[:, None]
+    w[4] = (w[4] * rising).bfloat16()
+    amax = w.abs().amax((1, 2)).float()
+    scale = reference.scale_of(amax, "e4m3", True)
+    want = (w.float() * scale[:, None, None]).to(torch.float8_e4m3fn).view(torch.uint8)
+    for _ in range(10):
+        out = fp8.fp8_tensorwise_3d(w.transpose(1, 2), layout=layout)
+        assert out.q is not None and torch.equal(out.scale, scale)
+        assert torch.equal(out.q.transpose(1, 2).view(torch.uint8), want)
+        if out.q_t is not None:
+            assert torch.equal(out.q_t.view(torch.uint8), want)
 
 
 def test_nothing_has_the_scale_of_zeros() -> None:

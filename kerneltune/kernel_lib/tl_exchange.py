@@ -101,6 +101,14 @@ def raise_published(ws_ptr, index, value, tag, mask):
 
 
 @triton.jit
+def raised(ws_ptr, index, value, tag, mask):
+    """`raise_published` of one word, and what it holds then: the largest of this launch until now."""
+    word = (tag.to(tl.uint64) << 32) | value.to(tl.uint32, bitcast=True).to(tl.uint64)
+    found = tl.atomic_max((ws_ptr + 32 + index).to(tl.pointer_type(tl.uint64)), word, mask=mask, sem="relaxed")
+    return (tl.maximum(found, word) & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def arrive(ws_ptr, index, tag, live):
     """Count this program in at word `index`, if `live`, after all that its threads raised or published before.
 

@@ -10,8 +10,9 @@ from kerneltune.spec import Case, Space
 @dataclass(frozen=True, slots=True)
 class SegmentConfig:
     """rows, cols: of a tile; warps: of a program; ctas: programs per multiprocessor, each looping over tiles, or 0 for a
-    program per tile; stages: depth of that loop's load pipeline; staged: every tile leaves its largest magnitude in a word of
-    its own for the second launch to reduce, instead of raising the one of its segment."""
+    program per tile; stages: depth of that loop's load pipeline; staged: read twice, every tile leaving its largest magnitude in
+    a word of its own for the second launch to reduce, instead of raising the one of its segment, by which it can be cast at
+    once where scales are powers of two."""
 
     rows: int
     cols: int
@@ -50,6 +51,12 @@ def valid(case: Case, config: SegmentConfig) -> str | None:
         return "more registers than a multiprocessor has"
     shared = max(1, config.ctas) * config.rows * config.cols * ((config.stages - 1) * ITEMSIZE[case.dtype] + 1)
     return too_much_shared(shared)
+
+
+def at_most(config: SegmentConfig, itemsize: int) -> int:
+    """Programs whose registers a multiprocessor has: each its tile, half as much again, and 32 for addresses."""
+    words = config.rows * config.cols * itemsize / (128 * config.warps)
+    return int(65536 / (32 * config.warps * (1.5 * words + 32)))
 
 
 def default(case: Case) -> SegmentConfig:

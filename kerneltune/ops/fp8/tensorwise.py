@@ -2,7 +2,9 @@
 
     x' = 0 for NaN, ± the largest finite number of x's type for ± infinity      q = fp8(x' * s), s from max |x'|
 
-Two launches, no host sync. Kernels in tensorwise_kernels.py. May import cache, spec, tl_lib, launch, workspace.
+Two launches, no host sync. Where scales are powers of two they read x once, and again what was cast too early
+(early_kernels.py: how much depends on where the largest numbers lie, at worst all); else twice (tensorwise_kernels.py).
+May import cache, spec, tl_lib, launch, workspace.
 """
 
 from typing import Any, NamedTuple
@@ -15,13 +17,18 @@ from kerneltune.kernel_lib.groups import bounds, group_ends
 from kerneltune.kernel_lib.launch import on_its_device, registers, resident
 from kerneltune.kernel_lib.tl_lib import TL_DTYPES, TL_FP8
 from kerneltune.kernel_lib.workspace import workspace
-from kerneltune.ops.fp8 import reference, tensorwise_kernels
+from kerneltune.ops.fp8 import early_kernels, reference, tensorwise_kernels
 from kerneltune.ops.fp8.common import QUANT_OPTIONS, Cast, check_offs, check_weights, target
-from kerneltune.ops.fp8.segments import SegmentConfig, default, valid
+from kerneltune.ops.fp8.segments import SegmentConfig, at_most, default, valid
 from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Option, Outputs, Traffic
 
 LAYOUTS = ("row", "col", "both")
+_AGAIN = 4
+"""Programs per multiprocessor that cast again, after a launch with a program per tile."""
+
+_LANES = 128
+"""Tiles that such a program looks at together."""
 
 
 class SegmentOutput(NamedTuple):
@@ -172,21 +179,34 @@ def _launch(x, offs, q, q_t, scale, cast: Cast, config: SegmentConfig | None) ->
     blocks = segments * cdiv(rows, c.rows) if offs is None else rows // c.rows + segments
     total = blocks * cdiv(x.shape[1], cols)
     programs = min(total, resident(x.device, c.ctas)) if c.ctas else total
-    ws = workspace(total if c.staged else segments, x.device)
+    early = cast.pow2 and not c.staged
+    ws = workspace(segments + total if early else total if c.staged else segments, x.device)
     offs_or_any = x if offs is None else offs
     tile = {
-        "C": x.shape[1], "stride": x.stride(0), "JAGGED": offs is not None, "STAGED": c.staged,
+        "C": x.shape[1], "stride": x.stride(0), "JAGGED": offs is not None,
         "GROUPS_LOG2": max(0, (segments - 1).bit_length()), "ROWS": c.rows, "COLS": cols, "PAIRS": pairs, "dtype": dtype,
-        "EVEN_ROWS": offs is None and rows % c.rows == 0, "STAGES": c.stages, "num_warps": c.warps,
+        "EVEN_ROWS": offs is None and rows % c.rows == 0, "num_warps": c.warps,
     }  # fmt: skip
     if c.ctas:
         tile |= registers(c.warps, c.ctas)
-    tensorwise_kernels._amax_segments[(programs,)](x, offs_or_any, ws, rows, segments, total, **tile)
+    out = {"ROWMAJOR": q is not None, "COLMAJOR": q_t is not None, "fp8": TL_FP8[cast.fp8_format], "PACKED": rows % 4 == 0}
+    size = (rows, segments, total)
+    q_or_any, q_t_or_any = x if q is None else q, x if q_t is None else q_t.view(torch.uint8)
+    if early:
+        if not c.ctas and offs is None and x.itemsize == 4:
+            tile |= registers(c.warps, at_most(c, 4 // pairs))
+        constants = {"FP8_MAX": cast.constants["FP8_MAX"], **out, **tile}
+        early_kernels.cast_early[(programs,)](x, q_or_any, q_t_or_any, offs_or_any, ws, *size, STAGES=c.stages, **constants)
+        few = min(total, resident(x.device, c.ctas or _AGAIN))
+        early_kernels.cast_again[(few,)](
+            x, q_or_any, q_t_or_any, scale, offs_or_any, ws, *size, INVERSE=cast.inverse, LANES=_LANES, **constants
+        )
+        return
+    tile |= {"STAGED": c.staged, "STAGES": c.stages}
+    tensorwise_kernels._amax_segments[(programs,)](x, offs_or_any, ws, *size, **tile)
     tensorwise_kernels._cast_segments[(programs,)](
-        x, x if q is None else q, x if q_t is None else q_t.view(torch.uint8), scale, offs_or_any, ws, rows, segments, total,
-        ROWMAJOR=q is not None, COLMAJOR=q_t is not None, fp8=TL_FP8[cast.fp8_format], PACKED=rows % 4 == 0,
-        **cast.constants, **tile,
-    )  # fmt: skip
+        x, q_or_any, q_t_or_any, scale, offs_or_any, ws, *size, **cast.constants, **out, **tile
+    )
 
 
 def _checked(fp8_format: str, pow2: bool, inverse: bool, layout: str) -> Cast:

@@ -1,4 +1,4 @@
-"""Quantise segments of rows with one scale each, in two launches: sanitise and take amax, then sanitise, scale and cast.
+"""Quantise segments of rows with one scale each, reading twice: sanitise and take amax, then sanitise, scale and cast.
 
 A segment is a tensor, an expert or a token group. Tiles of ROWS x COLS are numbered segment by segment; every tile is of one
 segment. The first launch leaves the largest magnitudes in a workspace, the second walks the tiles in reverse, so that it finds
@@ -83,7 +83,7 @@ def _finite_half(bits, infinite: tl.constexpr):
 
 
 @triton.jit
-def _load_quads(
+def load_quads(
     x_ptr, stride: tl.constexpr, C: tl.constexpr, stripe, first_row, lo, hi,
     QUADS: tl.constexpr, COLS: tl.constexpr, EVEN_ROWS: tl.constexpr, JAGGED: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
@@ -116,6 +116,27 @@ def _inside(
 
 
 @triton.jit
+def sanitised_words(xs, PAIRS: tl.constexpr, dtype: tl.constexpr):
+    """A tile that `load_quads` loaded, its pairs made finite; single numbers are sanitised where they are used."""
+    if PAIRS == 2:
+        xs = finite_pairs(xs[0], dtype), finite_pairs(xs[1], dtype), finite_pairs(xs[2], dtype), finite_pairs(xs[3], dtype)
+    return xs
+
+
+@triton.jit
+def largest_magnitude(xs, PAIRS: tl.constexpr, dtype: tl.constexpr):
+    """The largest `magnitude` of a tile out of `sanitised_words`."""
+    if PAIRS == 2:
+        pairs = magnitude_of_pairs(xs[0], xs[1], xs[2], xs[3])
+        largest = tl.maximum(pairs & 0xFFFF, pairs >> 16)
+    else:
+        m01 = tl.maximum(finite_magnitude(xs[0]), finite_magnitude(xs[1]))
+        m23 = tl.maximum(finite_magnitude(xs[2]), finite_magnitude(xs[3]))
+        largest = tl.maximum(m01, m23)
+    return tl.max(tl.max(largest, axis=1), axis=0)
+
+
+@triton.jit
 def _amax_segments(
     x_ptr, offs_ptr, ws_ptr, rows, G, total, C: tl.constexpr, stride: tl.constexpr,
     JAGGED: tl.constexpr, STAGED: tl.constexpr, GROUPS_LOG2: tl.constexpr,
@@ -132,17 +153,8 @@ def _amax_segments(
         group, stripe, _tiles, first_row, lo, hi = locate_block(
             tile, total, offs_ptr, rows, stripes, G, JAGGED, GROUPS_LOG2, ROWS
         )  # fmt: skip
-        xs = _load_quads(x_ptr, stride, C, stripe, first_row, lo, hi, ROWS // 4, COLS, EVEN_ROWS, JAGGED, True)
-        if PAIRS == 2:
-            pairs = magnitude_of_pairs(
-                finite_pairs(xs[0], dtype), finite_pairs(xs[1], dtype), finite_pairs(xs[2], dtype), finite_pairs(xs[3], dtype)
-            )
-            largest = tl.maximum(pairs & 0xFFFF, pairs >> 16)
-        else:
-            m01 = tl.maximum(finite_magnitude(xs[0]), finite_magnitude(xs[1]))
-            m23 = tl.maximum(finite_magnitude(xs[2]), finite_magnitude(xs[3]))
-            largest = tl.maximum(m01, m23)
-        amax = magnitude_to_fp32(tl.max(tl.max(largest, axis=1), axis=0), dtype)
+        xs = load_quads(x_ptr, stride, C, stripe, first_row, lo, hi, ROWS // 4, COLS, EVEN_ROWS, JAGGED, True)
+        amax = magnitude_to_fp32(largest_magnitude(sanitised_words(xs, PAIRS, dtype), PAIRS, dtype), dtype)
         if STAGED:
             publish(ws_ptr, tile, amax, tag, hi == hi)
         else:
@@ -176,6 +188,42 @@ def _segment_scale(
 
 
 @triton.jit
+def store_tile(
+    xs, scale, q_ptr, qt_ptr, rows, group, stripe, first_row, lo, hi, C: tl.constexpr,
+    JAGGED: tl.constexpr, ROWMAJOR: tl.constexpr, COLMAJOR: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr, fp8: tl.constexpr,
+    EVEN_ROWS: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """A tile out of `sanitised_words`, scaled and cast, to q and its transpose."""
+    lanes = tl.arange(0, COLS)
+    live = stripe * COLS + lanes < C
+    ys, qs = (), ()
+    for k in tl.static_range(4):
+        if PAIRS == 2:
+            q = to_fp8_pair(values(xs[k], 0, PAIRS, dtype) * scale, values(xs[k], 1, PAIRS, dtype) * scale, fp8)
+        else:
+            y = sanitised(xs[k]) * scale
+            q = to_fp8(y, fp8)
+            ys = ys + (y,)
+        if ROWMAJOR:
+            r = tl.arange(0, ROWS // 4) * 4 + k
+            mask = _inside(r, lo, hi, stripe * COLS + lanes, C, COLS, EVEN_ROWS, JAGGED)
+            q_tile = q_ptr + first_row * C + stripe * COLS
+            tl.store(q_tile + (r[:, None] * C + lanes[None, :]), q, mask=mask, cache_modifier=".cs")
+        qs = qs + (q,)
+    if COLMAJOR:
+        base = wide(stripe * (COLS * PAIRS)) * rows + first_row
+        if not JAGGED:
+            base += wide(group) * (C * PAIRS - 1) * rows
+        end = ROWS if EVEN_ROWS else tl.minimum(hi, ROWS)
+        if PAIRS == 1 and PACKED:  # cast once more: ptxas 12.8 gets q wrong where these words are made of it
+            words = to_fp8_words(ys[0], ys[1], ys[2], ys[3], fp8)
+            store_transposed_words(qt_ptr, base, rows, tl.maximum(lo, 0), end, live, words, JAGGED, C % COLS == 0)
+        else:
+            store_turned(qt_ptr, base, rows, tl.maximum(lo, 0), end, live, qs, JAGGED, C % COLS == 0, PACKED, PAIRS)
+
+
+@triton.jit
 def _cast_segments(
     x_ptr, q_ptr, qt_ptr, scale_ptr, offs_ptr, ws_ptr, rows, G, total, C: tl.constexpr, stride: tl.constexpr,
     FP8_MAX: tl.constexpr, POW2: tl.constexpr, INVERSE: tl.constexpr,
@@ -189,46 +237,23 @@ def _cast_segments(
     In PAIRS x is int32 and q int16, and C, COLS and stride count words of two numbers of `dtype`.
     """
     stripes = tl.cdiv(C, COLS)
-    lanes = tl.arange(0, COLS)
     scale = 0.0
     of = -1
     for turn in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
         group, stripe, _tiles, first_row, lo, hi = locate_block(
             total - 1 - turn, total, offs_ptr, rows, stripes, G, JAGGED, GROUPS_LOG2, ROWS
         )  # fmt: skip
-        xs = _load_quads(x_ptr, stride, C, stripe, first_row, lo, hi, ROWS // 4, COLS, EVEN_ROWS, JAGGED, False)
+        xs = load_quads(x_ptr, stride, C, stripe, first_row, lo, hi, ROWS // 4, COLS, EVEN_ROWS, JAGGED, False)
         if group != of:
             scale = _segment_scale(ws_ptr, offs_ptr, group, rows, stripes, FP8_MAX, POW2, JAGGED, STAGED, ROWS)
             of = group
         if hi > 0:
             if (lo >= 0) & (stripe == 0):
                 tl.store(scale_ptr + group, reciprocal(scale) if INVERSE else scale)
-            live = stripe * COLS + lanes < C
-            ys, qs = (), ()
-            for k in tl.static_range(4):
-                if PAIRS == 2:
-                    x = finite_pairs(xs[k], dtype)
-                    q = to_fp8_pair(values(x, 0, PAIRS, dtype) * scale, values(x, 1, PAIRS, dtype) * scale, fp8)
-                else:
-                    y = sanitised(xs[k]) * scale
-                    q = to_fp8(y, fp8)
-                    ys = ys + (y,)
-                if ROWMAJOR:
-                    r = tl.arange(0, ROWS // 4) * 4 + k
-                    mask = _inside(r, lo, hi, stripe * COLS + lanes, C, COLS, EVEN_ROWS, JAGGED)
-                    q_tile = q_ptr + first_row * C + stripe * COLS
-                    tl.store(q_tile + (r[:, None] * C + lanes[None, :]), q, mask=mask, cache_modifier=".cs")
-                qs = qs + (q,)
-            if COLMAJOR:
-                base = wide(stripe * (COLS * PAIRS)) * rows + first_row
-                if not JAGGED:
-                    base += wide(group) * (C * PAIRS - 1) * rows
-                end = ROWS if EVEN_ROWS else tl.minimum(hi, ROWS)
-                if PAIRS == 1 and PACKED:  # cast once more: ptxas 12.8 gets q wrong where these words are made of it
-                    words = to_fp8_words(ys[0], ys[1], ys[2], ys[3], fp8)
-                    store_transposed_words(qt_ptr, base, rows, tl.maximum(lo, 0), end, live, words, JAGGED, C % COLS == 0)
-                else:
-                    store_turned(qt_ptr, base, rows, tl.maximum(lo, 0), end, live, qs, JAGGED, C % COLS == 0, PACKED, PAIRS)
+            store_tile(
+                sanitised_words(xs, PAIRS, dtype), scale, q_ptr, qt_ptr, rows, group, stripe, first_row, lo, hi, C,
+                JAGGED, ROWMAJOR, COLMAJOR, ROWS, COLS, PAIRS, dtype, fp8, EVEN_ROWS, PACKED,
+            )  # fmt: skip
     if JAGGED:
         empty = amax_to_scale(tl.zeros((), dtype=tl.float32), FP8_MAX, POW2)
         for group in range(tl.program_id(0), G, tl.num_programs(0)):
