@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from kerneltune.kernel_lib.workspace import counters
 from kerneltune.nn import Int4Linear
 from kerneltune.ops import int4_gemm as ops
 from kerneltune.ops.int4_gemm import gemm, plain
@@ -170,6 +171,26 @@ def test_searches_try_programs_of_many_tokens_and_rows_first(tokens: int, want: 
     case = case_of(tokens, 3584, 8192)
     assert [dataclasses.astuple(c)[:4] for c in gemm.promising(case)] == want
     assert set(gemm.promising(case)) <= set(configs_of(case)) and len(configs_of(case)) <= 120
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_parts_of_any_value_are_handed_over_and_leave_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A word of zero means that a part is not there yet."""
+    handed_out: list[torch.Tensor] = []
+
+    def spied(count: int, device: torch.device) -> torch.Tensor:
+        handed_out.append(counters(count, device))
+        return handed_out[-1]
+
+    monkeypatch.setattr(gemm, "counters", spied)
+    codes = some_codes(66, 512, 64, True)
+    x = whole_numbers(10, 512, torch.float16)
+    x[0], x[1, 3], x[2, 500], x[3, 1] = 0.0, torch.nan, torch.inf, -torch.inf
+    x[4].view(torch.int16).fill_(-1)  # NaN of ones alone
+    config = gemm.Int4Config(16, 32, 2, 2, prefetch=False)
+    got, want = ops.int4_gemm(x, pack(*codes), config=config), exact(x, codes, None)
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+    assert handed_out and not any(bool(words.any()) for words in handed_out)
 
 
 def test_large_x_of_whole_numbers_is_exact() -> None:

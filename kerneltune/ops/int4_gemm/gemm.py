@@ -70,11 +70,11 @@ def int4_gemm(
     c: Int4Config = best_config(x, weight, bias is not None) if config is None else config
     zeros, steps, tile = weight.zeros, steps_of(K, c), max(c.rows, ROWS)
     tiles, token_tiles = cdiv(M, tile), cdiv(N, c.tokens)
-    parts = torch.empty((c.splits, N, M), dtype=torch.float32, device=x.device) if c.splits > 1 else y
+    parts = counters(cdiv((c.splits - 1) * N * M, 2), x.device) if c.splits > 1 else y  # words of four bytes
     prefetch = c.prefetch and is_cuda() and _aligned(x, weight)
     kernels._int4_gemm[(c.splits, tiles, token_tiles)](
         x, weight.packed, weight.scales, weight.scales if zeros is None else zeros, y if bias is None else bias, y, parts,
-        counters(tiles * token_tiles, x.device) if c.splits > 1 else y, N, M, K, x.stride(0),
+        N, M, K, x.stride(0),
         GROUPS=weight.scales.shape[3], ONE_GROUP=weight.group not in GROUPS, ZEROS=zeros is not None,
         BIAS=bias is not None, FULL=N % c.tokens == 0, EVEN=DEPTH * steps * c.along * c.splits == K, PREFETCH=prefetch,
         TOKENS=c.tokens, TILE=tile, ROWS=_rows_of_warp(c), ALONG=c.along, STEPS=steps, SPLITS=c.splits,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kerneltune.kernel_lib.tl_gemm import dot, is_last, sum_of_parts
+from kerneltune.kernel_lib.tl_gemm import dot, leave_part, with_parts
 from kerneltune.kernel_lib.tl_lib import is_cuda, wide
 
 _STEPS_AHEAD = tl.constexpr(4)
@@ -225,7 +225,7 @@ def _finish(y_ptr, bias_ptr, offsets, rows, mask, y, M, BIAS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N"])
 def _int4_gemm(
-    x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, part_ptr, counter_ptr, N, M, K, stride_xn,
+    x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, part_ptr, N, M, K, stride_xn,
     GROUPS: tl.constexpr, ONE_GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr,
     FULL: tl.constexpr, EVEN: tl.constexpr, PREFETCH: tl.constexpr,
     TOKENS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, ALONG: tl.constexpr, STEPS: tl.constexpr,
@@ -339,8 +339,10 @@ def _int4_gemm(
     offsets = wide(tokens) * M + rows
     if SPLITS == 1:
         _finish(y_ptr, bias_ptr, offsets, rows, mask, y, M, BIAS)
-    else:
-        tl.store(part_ptr + wide(split) * N * M + offsets, y, mask=mask, cache_modifier=".cg")
-        if is_last(counter_ptr + tl.program_id(2) * tl.cdiv(M, TILE) + tile, SPLITS):
-            y = sum_of_parts(part_ptr + offsets, wide(N) * M, mask, SPLITS)
+    else:  # the program of the last split began after those of the others
+        word_ptrs = part_ptr.to(tl.pointer_type(tl.int32)) + offsets
+        if split < SPLITS - 1:
+            leave_part(word_ptrs + wide(split) * N * M, y, mask)
+        else:
+            y = with_parts(word_ptrs, wide(N) * M, y, mask, SPLITS - 1)
             _finish(y_ptr, bias_ptr, offsets, rows, mask, y, M, BIAS)
