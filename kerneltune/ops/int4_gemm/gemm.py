@@ -1,4 +1,4 @@
-"""x · dequantised(w)ᵀ by the kernels in kernels.py and wide.py: the function, its configs, what they may be.
+"""x · dequantised(w)ᵀ by the kernel in kernels.py: the function, its configs, what they may be.
 
 May import cache, spec, arguments, workspace.
 """
@@ -15,35 +15,27 @@ from kerneltune.kernel_lib.tl_lib import is_cuda
 from kerneltune.kernel_lib.workspace import counters
 from kerneltune.ops.int4_gemm import kernels
 from kerneltune.ops.int4_gemm.packing import DEPTH, GROUPS, ROWS, Int4Weight, block_shape, check_sizes, scale_shape
-from kerneltune.ops.int4_gemm.wide import _int4_gemm_wide
 from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Outputs, Space
 
 FREE_AXES = ("N", "M")
 _ALONG = (1, 2, 4, 8)
 _SPLITS = (1, 2, 4, 8, 16)
-_SPLITS_OF_WIDE = (1, 2, 3, 4, 6, 8, 16)
 _ENOUGH_PROGRAMS = 192
 _MOST_PROGRAMS = 1024
 _HALF_THE_REGISTERS = 128
 """Registers per thread with which two programs of eight warps fit on a multiprocessor."""
-_WIDE = (128, 256)
-"""Rows per program of the kernel in wide.py."""
-_MOST_TOKENS = 64
-"""Per program of that kernel."""
-_ENOUGH_WIDE_PROGRAMS = 96
-_MOST_ROWS_TO_ADD = 1024
-"""Rows of parts that the last program of a tile adds."""
-_STAGES = 4
-"""Of its load pipeline: three blocks of k of every warp in shared memory."""
+_ENOUGH_ALONE = 96
+"""The same of programs that each fill a multiprocessor."""
+_LONG = 128
+"""Rows per program whose warps share x in the cache of their multiprocessor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Int4Config:
-    """tokens: rows of x per program; rows: of w, 64 or 32 per warp and 64 per program, or 128 or 256 per program and 32 per warp,
-    with x and w in shared memory and weights rounded to the type of x, as those of `dequantise`; along: warps one behind the
-    other along k; splits: programs that share a row of w. prefetch: ask L2 for x and w while the kernel in front on the stream
-    still runs, where that lets the next begin, as this one does; all reads come after its end."""
+    """tokens: rows of x per program; rows: of w, 64 or 32 per warp and 64 per program, or 128 per program and 32 per warp; along:
+    warps one behind the other along k; splits: programs that share a row of w. prefetch: ask L2 for x and w while the kernel in
+    front on the stream still runs, where that lets the next begin, as this one does; all reads come after its end."""
 
     tokens: int
     rows: int
@@ -76,19 +68,17 @@ def int4_gemm(
     if not N:
         return y
     c: Int4Config = best_config(x, weight, bias is not None) if config is None else config
-    is_wide = c.rows in _WIDE
-    zeros, steps, rows = weight.zeros, steps_of(K, c), c.rows if is_wide else ROWS
-    row_blocks, token_tiles = cdiv(M, rows), cdiv(N, c.tokens)
-    parts = torch.empty((c.splits, N, M), dtype=torch.float32, device=x.device) if c.splits > 1 else y
+    zeros, steps, tile = weight.zeros, steps_of(K, c), max(c.rows, ROWS)
+    tiles, token_tiles = cdiv(M, tile), cdiv(N, c.tokens)
+    parts = counters(cdiv((c.splits - 1) * N * M, 2), x.device) if c.splits > 1 else y  # words of four bytes
     prefetch = c.prefetch and is_cuda() and _aligned(x, weight)
-    kernel = _int4_gemm_wide if is_wide else kernels._int4_gemm
-    kernel[(c.splits, row_blocks, token_tiles)](
+    kernels._int4_gemm[(c.splits, tiles, token_tiles)](
         x, weight.packed, weight.scales, weight.scales if zeros is None else zeros, y if bias is None else bias, y, parts,
-        counters(row_blocks * token_tiles, x.device) if c.splits > 1 else y, N, M, K, x.stride(0),
+        N, M, K, x.stride(0),
         GROUPS=weight.scales.shape[3], ONE_GROUP=weight.group not in GROUPS, ZEROS=zeros is not None,
         BIAS=bias is not None, FULL=N % c.tokens == 0, EVEN=DEPTH * steps * c.along * c.splits == K, PREFETCH=prefetch,
-        TOKENS=c.tokens, ROWS=c.rows, ALONG=c.along, STEPS=steps, SPLITS=c.splits, num_warps=_warps(c), num_stages=1,
-        **({"STAGES": _STAGES} if is_wide else {}),
+        TOKENS=c.tokens, TILE=tile, ROWS=_rows_of_warp(c), ALONG=c.along, STEPS=steps, SPLITS=c.splits,
+        AHEAD=c.tokens == 32 and weight.scales.shape[3] < 4, num_warps=_warps(c), num_stages=1,
         **({"launch_pdl": True} if prefetch else {}),
         **({"maxnreg": _HALF_THE_REGISTERS} if is_cuda() and _in_pairs(c) else {}),
     )  # fmt: skip
@@ -146,78 +136,58 @@ def group_option(weight: Int4Weight) -> int:
 
 def space(case: Case) -> Space:
     """Tiles of as many tokens as there are, or fewer; programs enough for every multiprocessor, and not many times more."""
-    N, blocks, row_blocks = case["N"], cdiv(case["K"], DEPTH), cdiv(case["M"], ROWS)
-    splits = _SPLITS if N <= 8 else _SPLITS_OF_WIDE
+    N, blocks, tiles = case["N"], cdiv(case["K"], DEPTH), cdiv(case["M"], ROWS) * cdiv(max(case["N"], 1), 32)
     return {
-        "tokens": (8,) if N <= 8 else (16,) if N <= 16 else (16, 32) if N <= 32 else (16, 32, 64),
-        "rows": (32, 64) if N <= 8 else (32, 64, 128) if N <= 16 else (32, 64, 128, 256),
-        "along": _alongs(blocks) if N <= 8 else tuple(along for along in _ALONG if along <= blocks),
-        "splits": tuple(s for s in splits if s == 1 or (s <= blocks and s * row_blocks <= _MOST_PROGRAMS)),
+        "tokens": (8,) if N <= 8 else (16,) if N <= 16 else (16, 32),
+        "rows": (32, 64) if N <= 8 else (32, 64, _LONG),
+        "along": _alongs(blocks, 2 if N <= 8 else 3),
+        "splits": tuple(s for s in _SPLITS if s == 1 or (s <= blocks and s * tiles <= _MOST_PROGRAMS)),
         "prefetch": (False, True),
     }
 
 
-def _alongs(blocks: int) -> tuple[int, ...]:
-    """Warps along k worth having in programs of 64 rows."""
-    return tuple(along for along in _ALONG if along <= blocks)[-2:]
+def _alongs(blocks: int, count: int) -> tuple[int, ...]:
+    """The largest numbers of warps along k that blocks of k allow."""
+    return tuple(along for along in _ALONG if along <= blocks)[-count:]
 
 
 def valid(case: Case, config: Int4Config) -> str | None:
     """Why a config cannot run, or cannot be worth running."""
-    blocks = cdiv(case["K"], DEPTH)
+    blocks, warps = cdiv(case["K"], DEPTH), _warps(config)
     if config.along > blocks or (config.splits - 1) * config.along * steps_of(case["K"], config) >= blocks:
         return f"{config.splits} programs of {config.along} warps along {blocks} blocks of k"
-    return _not_wide(case, config) if config.rows in _WIDE else _not_narrow(case, config)
-
-
-def _not_wide(case: Case, config: Int4Config) -> str | None:
-    """Why a config of 128 or more rows per program cannot run, or cannot be worth running."""
-    warps = _warps(config)
-    if config.tokens < max(16, min(case["N"], 32)):
-        return f"tiles of {config.tokens} of {case['N']} tokens"
-    if config.tokens > _MOST_TOKENS or warps > (16 if _in_pairs(config) else 8):
-        return f"32x{config.tokens} sums in each of {warps} warps"
-    if config.tokens <= 32 and warps < 8:
-        return f"{warps} warps, as if more than two programs fit a multiprocessor"
-    if config.rows * config.splits > _MOST_ROWS_TO_ADD:
-        return f"{config.splits} parts of {config.rows} rows for one program to add"
-    return None
-
-
-def _not_narrow(case: Case, config: Int4Config) -> str | None:
-    """Why a config of 64 rows per program cannot run, or cannot be worth running."""
-    warps, least = _warps(config), _alongs(cdiv(case["K"], DEPTH))[0]
-    if config.along < least or config.splits not in _SPLITS:
-        return f"{config.along} warps along k in {config.splits} programs"
-    if config.rows * config.tokens > 1024 or warps > (16 if _in_pairs(config) else 8):
-        return f"{config.rows}x{config.tokens} sums in each of {warps} warps"
-    if config.rows == 32 and config.tokens == 16 and _many_values(case):
+    if _rows_of_warp(config) * config.tokens > 1024 or warps > (16 if _in_pairs(config) else 8):
+        return f"{_rows_of_warp(config)}x{config.tokens} sums in each of {warps} warps"
+    if config.rows != _LONG and config.tokens < 32 and config.along < _alongs(blocks, 2)[0]:
+        return f"{config.along} warps along k"
+    if _in_pairs(config) and config.tokens == 16 and _many_values(case):
         return f"more scales and zero points than {_HALF_THE_REGISTERS} registers hold"
     return None
 
 
 def default(case: Case) -> Int4Config:
     """A config for any shape, by rule: the fewest programs that keep a chip of 132 multiprocessors busy."""
-    N, limits = case["N"], space(case)
+    limits = space(case)
     tokens, along = min(32, limits["tokens"][-1]), min(4, limits["along"][-1])
     rows = 64 if tokens == 16 and _many_values(case) else 32
-    configs = [Int4Config(tokens, rows, along, splits, prefetch=True) for splits in limits["splits"]]
-    able = [c for c in configs if valid(case, c) is None]
-    tiles = cdiv(case["M"], ROWS) * cdiv(max(N, 1), tokens)
-    return next((c for c in able if tiles * c.splits >= _ENOUGH_PROGRAMS), able[-1])
+    return _busy(case, tokens, rows, along)[0]
 
 
 def promising(case: Case) -> tuple[Int4Config, ...]:
-    """For more tokens than eight: programs of many rows, as few as keep the chip busy, and the next more."""
-    N, limits, found = case["N"], space(case), []
-    for tokens, rows, along in ((16, 128, 2), (16, 128, 4), (32, 128, 2), (32, 128, 4), (32, 256, 2), (64, 128, 2), (64, 256, 1)):
-        if tokens in limits["tokens"] and rows in limits["rows"]:
-            configs = [Int4Config(tokens, rows, along, splits, prefetch=True) for splits in limits["splits"]]
-            able = [c for c in configs if valid(case, c) is None]
-            tiles = cdiv(case["M"], rows) * cdiv(N, tokens)
-            enough = [c for c in able if tiles * c.splits >= _ENOUGH_WIDE_PROGRAMS]
-            found += enough[: 2 if along == 2 and rows == 128 else 1] or able[-1:]
-    return tuple(found)
+    """For more tokens than eight: programs of 32 tokens, as few as keep the chip busy, and those whose warps share x."""
+    shapes = ((32, 32, 4), (32, 32, 2), (32, _LONG, 2), (16, _LONG, 4), (16, 32, 8))
+    limits = space(case)
+    tried = [(t, r, a) for t, r, a in shapes if t in limits["tokens"] and r in limits["rows"] and a in limits["along"]]
+    return tuple(c for shape in tried if case["N"] > 8 for c in _busy(case, *shape)[:1])
+
+
+def _busy(case: Case, tokens: int, rows: int, along: int) -> list[Int4Config]:
+    """Those of any number of splits that may run, from the first on that keeps the chip busy, or the last."""
+    configs = [Int4Config(tokens, rows, along, splits, prefetch=True) for splits in space(case)["splits"]]
+    able = [c for c in configs if valid(case, c) is None]
+    tiles = cdiv(case["M"], max(rows, ROWS)) * cdiv(max(case["N"], 1), tokens)
+    enough = _ENOUGH_ALONE if _warps(configs[0]) > (4 if tokens == 32 else 8) else _ENOUGH_PROGRAMS
+    return [c for c in able if tiles * c.splits >= enough] or able[-1:]
 
 
 def _many_values(case: Case) -> bool:
@@ -227,11 +197,15 @@ def _many_values(case: Case) -> bool:
 
 def _in_pairs(config: Int4Config) -> bool:
     """Whether two programs of eight warps can have the registers that they need on one multiprocessor."""
-    return config.tokens <= 32 if config.rows in _WIDE else config.rows == 32 and config.tokens <= 16
+    return _rows_of_warp(config) == 32 and config.tokens <= 16
+
+
+def _rows_of_warp(config: Int4Config) -> int:
+    return 64 if config.rows == ROWS else 32
 
 
 def _warps(config: Int4Config) -> int:
-    return (config.rows // 32 if config.rows in _WIDE else ROWS // config.rows) * config.along
+    return max(config.rows, ROWS) // _rows_of_warp(config) * config.along
 
 
 _choose = cache.Chooser("int4_gemm", Int4Config, valid, default, FREE_AXES)

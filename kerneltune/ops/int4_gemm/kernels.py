@@ -5,17 +5,23 @@ the next block while it multiplies with this one; x comes as the second operand 
 are exact in 16 bits, so sums over a group are those of whole numbers times x, and a scale multiplies a sum. Tensors have an axis
 for the four lanes that share a row (c) and one for the eight rows of lanes (j), fastest first, since that is how Triton deals
 out lanes. May import triton, tl_gemm and tl_lib.
+
+With 32 tokens a warp needs so many registers that a multiprocessor holds eight, too few to wait for L2 in turn: they load x a
+step ahead. For 32 tokens, m = 3584 and k = 8192 in 112 programs of eight warps a scheduler issues 8 steps x 2 warps x 411
+instructions, 3.4 us; through L2 go 14.7 MB of codes and 29.4 MB of x, half as much of x with 128 rows per program.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kerneltune.kernel_lib.tl_gemm import dot, is_last, sum_of_parts
+from kerneltune.kernel_lib.tl_gemm import dot, leave_part, with_parts
 from kerneltune.kernel_lib.tl_lib import is_cuda, wide
 
 _STEPS_AHEAD = tl.constexpr(4)
 """Blocks of k of every warp that are asked for while the kernel in front runs."""
+_MORE_STEPS_AHEAD = tl.constexpr(16)
+"""The same where half as many warps wait for memory."""
 
 _LOADS_FP16 = """
         shr.u32 t, $8, 8;
@@ -223,28 +229,33 @@ def _finish(y_ptr, bias_ptr, offsets, rows, mask, y, M, BIAS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N"])
 def _int4_gemm(
-    x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, part_ptr, counter_ptr, N, M, K, stride_xn,
+    x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, part_ptr, N, M, K, stride_xn,
     GROUPS: tl.constexpr, ONE_GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr,
     FULL: tl.constexpr, EVEN: tl.constexpr, PREFETCH: tl.constexpr,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, ALONG: tl.constexpr, STEPS: tl.constexpr, SPLITS: tl.constexpr,
+    TOKENS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, ALONG: tl.constexpr, STEPS: tl.constexpr,
+    SPLITS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """y (N, M): a program takes TOKENS rows of x, 64 rows of w, and 128 ALONG STEPS of k; a warp ROWS rows and 128 STEPS of k.
+    """y (N, M): a program takes TOKENS rows of x, TILE rows of w, and 128 ALONG STEPS of k; a warp ROWS rows and 128 STEPS of k.
 
     FULL: N is a multiple of TOKENS. EVEN: the programs take exactly K. PREFETCH: ask L2 for x and the first blocks of every warp
     while the kernel in front still runs, and read nothing before its end, so that it may be the one that writes them: L2 is where
-    all multiprocessors meet.
+    all multiprocessors meet. AHEAD: load x a step ahead of its use.
     """
     R: tl.constexpr = ROWS // 8
-    PIECES: tl.constexpr = 64 // ROWS
+    PIECES: tl.constexpr = TILE // ROWS
     W: tl.constexpr = ALONG * PIECES
     row_blocks = tl.cdiv(M, 64)
-    split, rb = tl.program_id(0), tl.program_id(1)
+    split, tile = tl.program_id(0), tl.program_id(1)
     first_token = tl.program_id(2) * TOKENS
     end = tl.minimum(tl.cdiv(K, 128), (split + 1) * (STEPS * ALONG))
 
     warp = tl.arange(0, W)
     kb = split * (STEPS * ALONG) + warp // PIECES
-    piece = (warp % PIECES)[None, None, :]
+    piece = (warp % (64 // ROWS))[None, None, :]
+    if TILE == 64:
+        rb = tile
+    else:
+        rb = tl.minimum(tile * (TILE // 64) + warp % PIECES // (64 // ROWS), row_blocks - 1)
     block = (wide(kb) * row_blocks + rb)[None, None, :]
     s_block = rb + tl.zeros_like(block) if ONE_GROUP else block
     w_step = wide(ALONG) * row_blocks * 1024
@@ -252,11 +263,13 @@ def _int4_gemm(
     if PREFETCH:
         gdc_launch_dependents()
         lane = tl.arange(0, 4)[:, None, None] + tl.arange(0, 8)[None, :, None]
-        row, start = first_token + rb % TOKENS, split * (STEPS * ALONG * 128)  # for programs with other rows of w another
-        x_slice = x_ptr + wide(row) * stride_xn + start + tl.zeros_like(block)
+        BLOCKS: tl.constexpr = TILE // 64
+        start = split * (STEPS * ALONG * 128)
+        row = first_token + (tile * BLOCKS + warp % BLOCKS)[None, None, :] % TOKENS  # for every block of rows of w another
+        x_slice = x_ptr + wide(row) * stride_xn + start
         bytes_of_x = 2 * (tl.minimum(K, start + STEPS * ALONG * 128) - start)
-        _into_l2(x_slice, lane + warp[None, None, :], (row < N) & (start < K), bytes_of_x)
-        for step in tl.static_range(min(STEPS, _STEPS_AHEAD)):
+        _into_l2(x_slice + tl.zeros_like(lane), lane + (warp // BLOCKS)[None, None, :], (row < N) & (start < K), bytes_of_x)
+        for step in tl.static_range(min(STEPS, _MORE_STEPS_AHEAD if AHEAD else _STEPS_AHEAD)):
             live = (kb + step * ALONG < end)[None, None, :]
             if step == 0 or not ONE_GROUP:
                 _into_l2(scale_ptr + s_block * (64 * GROUPS) + step * s_step, lane + piece, live, 128 * GROUPS)
@@ -291,11 +304,16 @@ def _int4_gemm(
     if is_cuda():
         gdc_wait()  # the compiler would put the loads of x in front of these
     y = tl.zeros((W, R, 8, TOKENS // 8, 4, 2), dtype=tl.float32)
-    for step in tl.range(STEPS, num_stages=1):
+    if AHEAD:
         x0 = _tokens(x_ptrs, token < N, k6, K, FULL, EVEN)
         x1 = _tokens(x_ptrs + 64, token < N, k6 + 64, K, FULL, EVEN)
-        x_ptrs += 128 * ALONG
-        k6 += 128 * ALONG
+    for step in tl.range(STEPS, num_stages=1):
+        if not AHEAD:
+            x0 = _tokens(x_ptrs, token < N, k6, K, FULL, EVEN)
+            x1 = _tokens(x_ptrs + 64, token < N, k6 + 64, K, FULL, EVEN)
+        x_step = 128 * ALONG if not AHEAD else tl.where(step + 1 < STEPS, 128 * ALONG, 0)  # after the last the same again
+        x_ptrs += x_step
+        k6 += x_step
         zeros = s0
         if ZEROS:
             live = (kb + step * ALONG < end)[None, None, :, None, None]
@@ -306,19 +324,29 @@ def _int4_gemm(
         s1, w1 = _once(scale_ptr + s_offsets + s_inner, live, False), _once(w_ptrs, live, False)
         first, second = tl.split(tl.permute(tl.reshape(w0, (4, 8, W, R, 2, 2)), (0, 1, 2, 3, 5, 4)))
         y += _half_block(first, s0, zeros, x0, 0, GROUPS, ZEROS)
+        if AHEAD:
+            x0 = _tokens(x_ptrs, token < N, k6, K, FULL, EVEN)
         y += _half_block(second, s0, zeros, x1, 1, GROUPS, ZEROS)
+        if AHEAD:
+            x1 = _tokens(x_ptrs + 64, token < N, k6 + 64, K, FULL, EVEN)
         w0, s0 = w1, s1
 
     y = _sum_over_warps(tl.reshape(y, (W, 8 * R, TOKENS)), ALONG, PIECES, R, TOKENS)
-    y = tl.reshape(tl.permute(tl.reshape(y, (PIECES, R, 8, TOKENS)), (3, 2, 0, 1)), (TOKENS, 64))
+    if TILE == 64:
+        y = tl.permute(tl.reshape(y, (PIECES, R, 8, TOKENS)), (3, 2, 0, 1))
+    else:
+        y = tl.permute(tl.reshape(y, (TILE // 64, 64 // ROWS, R, 8, TOKENS)), (4, 0, 3, 1, 2))
+    y = tl.reshape(y, (TOKENS, TILE))
     tokens = first_token + tl.arange(0, TOKENS)[:, None]
-    rows = rb * 64 + tl.arange(0, 64)[None, :]
+    rows = tile * TILE + tl.arange(0, TILE)[None, :]
     mask = (tokens < N) & (rows < M)
     offsets = wide(tokens) * M + rows
     if SPLITS == 1:
         _finish(y_ptr, bias_ptr, offsets, rows, mask, y, M, BIAS)
-    else:
-        tl.store(part_ptr + wide(split) * N * M + offsets, y, mask=mask, cache_modifier=".cg")
-        if is_last(counter_ptr + tl.program_id(2) * row_blocks + rb, SPLITS):
-            y = sum_of_parts(part_ptr + offsets, wide(N) * M, mask, SPLITS)
+    else:  # the program of the last split began after those of the others
+        word_ptrs = part_ptr.to(tl.pointer_type(tl.int32)) + offsets
+        if split < SPLITS - 1:
+            leave_part(word_ptrs + wide(split) * N * M, y, mask)
+        else:
+            y = with_parts(word_ptrs, wide(N) * M, y, mask, SPLITS - 1)
             _finish(y_ptr, bias_ptr, offsets, rows, mask, y, M, BIAS)
