@@ -10,6 +10,7 @@ from kerneltune.cells import pairs
 from kerneltune.cli import options as o
 from kerneltune.cli.console import deliver, show, show_table
 from kerneltune.cli.progress import reporter
+from kerneltune.errors import unknown
 from kerneltune.spec import Case, Op
 
 if TYPE_CHECKING:
@@ -168,7 +169,7 @@ def check(configs: o.Configs = None) -> None:
     slower = []
     for path in files:
         if path.stem not in known:
-            raise ValueError(f"{path}: op: {path.stem!r}: expected one of {', '.join(known)}")
+            raise unknown(f"{path}: op", path.stem, known)
         for index, entry in enumerate(load_strict(path)):
             try:
                 _require_fit(known[path.stem], entry)
@@ -196,8 +197,7 @@ def _require_fit(op: Op, entry: "Entry") -> None:
     if names != op.axes:
         raise ValueError(f"axes: {', '.join(names) or 'none'}: expected {', '.join(op.axes)}")
     for field, value, known in (("dtype", entry.dtype, op.dtypes), ("quant", entry.quant, op.quants)):
-        if value not in known:
-            raise ValueError(f"{field}: {value!r}: expected one of {', '.join(known)}")
+        o.choice(field, value, known)
     o.choice("policy", entry.policy, o.POLICIES)
     given = dict(entry.options)
     if given.keys() != op.options.keys() or any(given[name] not in offered for name, offered in op.options.items()):
