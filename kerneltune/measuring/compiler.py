@@ -149,12 +149,15 @@ def _refuse_early(
 ) -> tuple[str, str] | None:
     """Triton's hook into the stages of a compilation: what could not be launched is not compiled to its end.
 
-    Asked without arguments for what it adds to the key of the disk cache, it answers: nothing.
+    Nor is what is for AMD's GPUs, of which nothing but the assembly is read. Asked without arguments for what it adds to the key
+    of the disk cache, it answers: nothing but that.
     """
     from triton.runtime.errors import OutOfResources
 
     if stages is None:
-        return "", ""
+        return ("assembly only", "") if target.backend == "hip" else ("", "")
+    if target.backend == "hip":
+        stages["hsaco"] = lambda _assembly, _metadata: b""
     threads = options.num_warps * target.warp_size
     if threads > _MAX_THREADS:
         raise OutOfResources(threads, _MAX_THREADS, "threads")
