@@ -18,7 +18,7 @@ from filelock import FileLock
 
 from kerneltune import device, misses
 from kerneltune.files import data_root, replace_text
-from kerneltune.spec import Case, Option, config_from
+from kerneltune.spec import MOST, Case, Option, config_from
 
 SCHEMA = 1
 Axes = tuple[tuple[str, int], ...]
@@ -264,7 +264,7 @@ def _text(value: object) -> str:
 
 
 def _is_measure(value: object) -> bool:
-    return type(value) in (int, float) and 0 <= value <= 1e15  # type: ignore[operator]
+    return type(value) in (int, float) and 0 <= value <= MOST  # type: ignore[operator]
 
 
 def _bad(name: str, value: object, expected: str) -> ValueError:

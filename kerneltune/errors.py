@@ -1,4 +1,7 @@
-"""What an error says, on one line. Imports nothing."""
+"""What an error says, on one line. Imports the standard library."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
 
 _LONGEST = 200
 
@@ -7,3 +10,15 @@ def first_line(error: BaseException) -> str:
     """`TypeError: text`, where the text is the first line that says something; the type alone where none does."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:_LONGEST]}" if lines else type(error).__name__
+
+
+def unknown(field: str, value: object, known: Iterable[object], more: str = "") -> ValueError:
+    """The error of a value that is none of those known: it names them, then what else may be, then the nearest of them."""
+    names = [str(name) for name in known]
+    return ValueError(f"{field}: {value!r}: expected one of {', '.join(names) or '(none found)'}{more}{meant(value, names)}")
+
+
+def meant(value: object, names: Iterable[str]) -> str:
+    """`; did you mean NAME?`, the nearest name of a text; empty where none is near."""
+    near = get_close_matches(value, list(names), 1) if isinstance(value, str) else []
+    return f"; did you mean {near[0]}?" if near else ""

@@ -1,6 +1,6 @@
 """Which part of a sweep is run, how, and where long work says how far it is.
 
-Runs nothing. Imports cache, device, search, spec and sweep.
+Runs nothing. Imports cache, device, errors, search, spec and sweep.
 """
 
 import fnmatch
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from kerneltune import device, sweep
+from kerneltune.errors import meant, unknown
 from kerneltune.files import data_root
 from kerneltune.search.loop import DEFAULT_SAMPLER
 from kerneltune.spec import Op, Variant
@@ -117,15 +118,18 @@ def load_plan(ops: Mapping[str, Op], selection: Selection) -> sweep.Sweep:
     """
     for name in selection.ops:
         if name not in ops:
-            raise ValueError(f"unknown op {name!r}; there are {', '.join(ops)}")
+            raise unknown("op", name, ops)
     plan = sweep.load(sweep.find(selection.family), ops)
     for name in selection.variants:
-        if not any(v.name == name for op in {e.op for e in (*plan.check, *plan.bench)} for v in ops[op].variants):
-            raise ValueError(f"unknown variant {name!r} in family {plan.family}")
+        offered = dict.fromkeys(v.name for e in (*plan.check, *plan.bench) for v in ops[e.op].variants)
+        if name not in offered:
+            raise unknown("variant", name, offered, f" in family {plan.family}")
     if not any(selection.takes(entry) for entry in (*plan.check, *plan.bench)):
         fields = {"op": selection.ops, "case": selection.cases, "dtype": selection.dtypes, "quant": selection.quants}
         wanted = " ".join(f"{field}={','.join(values)}" for field, values in fields.items() if values)
-        raise ValueError(f"{plan.path}: no case with {wanted}")
+        cases = {entry.case.name for entry in (*plan.check, *plan.bench)}
+        near = next(filter(None, (meant(pattern, cases) for pattern in selection.cases)), "")
+        raise ValueError(f"{plan.path}: no case with {wanted}{near}")
     return plan
 
 

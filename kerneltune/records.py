@@ -20,7 +20,7 @@ from filelock import FileLock
 from kerneltune.cells import pairs
 from kerneltune.device import INTERPRETER
 from kerneltune.files import replace_text
-from kerneltune.spec import Option
+from kerneltune.spec import MOST, Option
 
 STATUSES = ("passed", "failed", "skipped", "checked")
 
@@ -29,8 +29,6 @@ Key = tuple[str, str, str, tuple[tuple[str, int], ...], tuple[tuple[str, Option]
 _NAMES = ("op", "variant", "case", "dtype", "quant", "policy", "device")
 _TEXTS = ("driver", "torch", "triton", "source_hash", "commit", "reason", "family")
 _REQUIRED_MEASURES = ("time_us", "gbps", "ci_low_us", "ci_high_us")
-_MOST = 1e15
-"""More than any µs, GB/s or per cent: 30 years."""
 _ADDED = ("samples_us",)
 """Fields that files written before them lack."""
 _OPTIONAL_MEASURES = ("ceiling_gbps", "pct_ceiling", "aa_floor", "p10_us", "p90_us")
@@ -254,8 +252,8 @@ def _check_measures(record: Record) -> None:
         value = getattr(record, name)
         if value is None:
             continue
-        if type(value) not in (int, float) or not 0 <= value <= _MOST:
-            raise _bad(name, value, f"a number from 0 to {_MOST:g}, or null")
+        if type(value) not in (int, float) or not 0 <= value <= MOST:
+            raise _bad(name, value, f"a number from 0 to {MOST:g}, or null")
     _check_samples(record)
     if record.n is not None and (type(record.n) is not int or record.n < 1):
         raise _bad("n", record.n, "a number of samples, or null")
@@ -268,8 +266,8 @@ def _check_samples(record: Record) -> None:
     if not isinstance(processes, list) or not processes or not all(isinstance(rounds, list) and rounds for rounds in processes):
         raise _bad("samples_us", processes, "a list of times for every process, or null")
     for time_us in (time_us for rounds in processes for time_us in rounds):
-        if type(time_us) not in (int, float) or not 0 < time_us <= _MOST:
-            raise _bad("samples_us", time_us, f"times above 0, at most {_MOST:g}")
+        if type(time_us) not in (int, float) or not 0 < time_us <= MOST:
+            raise _bad("samples_us", time_us, f"times above 0, at most {MOST:g}")
     if record.n is not None and sum(map(len, processes)) != record.n:
         raise _bad("n", record.n, f"the number of samples_us, {sum(map(len, processes))}")
 

@@ -1,6 +1,6 @@
 """The nouns: Op, Variant, Case, and the configs of a variant.
 
-Frozen values. Does not measure, tune or print. Imports the standard library and sources.
+Frozen values. Does not measure, tune or print. Imports the standard library, errors and sources.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from kerneltune.errors import unknown
 from kerneltune.sources import source_hash
 
 Config = Any
@@ -20,6 +21,8 @@ Outputs = Mapping[str, Any]
 Space = Mapping[str, tuple[Any, ...]]
 """The values of every knob; a config takes one of each."""
 Option = bool | int | float | str
+MOST = 1e15
+"""More than any µs, GB/s or per cent that is measured: 30 years."""
 
 NO_OPTIONS: Mapping[str, tuple[Option, ...]] = MappingProxyType({})
 
@@ -209,7 +212,7 @@ class Op:
         for variant in self.variants:
             if variant.name == name:
                 return variant
-        raise ValueError(f"{self.name} has no variant {name!r}; it has {', '.join(v.name for v in self.variants)}")
+        raise unknown(f"{self.name}: variant", name, [variant.name for variant in self.variants])
 
     @property
     def source_hash(self) -> str:

@@ -1,7 +1,7 @@
 """Sweep files: YAML that names an operator family's check cases, bench cases and gate limits, expanded to Cases.
 
 Does not know any operator (they are passed in) and runs nothing; every error names file, line, field and value.
-Imports the standard library, yaml, files (for the folder rule) and spec.
+Imports the standard library, yaml, errors, files (for the folder rule) and spec.
 """
 
 import itertools
@@ -13,6 +13,7 @@ from typing import Any, Literal, NoReturn
 
 import yaml
 
+from kerneltune.errors import meant, unknown
 from kerneltune.files import data_root
 from kerneltune.spec import Case, Op, Option
 
@@ -65,7 +66,7 @@ def find(family: str, root: Path | None = None) -> Path:
         if (folder / f"{family}.yaml").is_file():
             return folder / f"{family}.yaml"
     known = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
-    raise ValueError(f"family: {family!r}: expected one of {', '.join(known) or '(none found)'}, or a .yaml file")
+    raise unknown("family", family, known, ", or a .yaml file")
 
 
 def load(path: Path, ops: Mapping[str, Op]) -> Sweep:
@@ -113,7 +114,7 @@ class _Reader:
         items = self.mapping(root, "file")
         for key, item in items.items():
             if key not in _TOP:
-                self.fail(item.key, key, self.shown(item.value), f"one of {', '.join(_TOP)}")
+                self.fail(item.key, key, self.shown(item.value), f"one of {', '.join(_TOP)}{meant(key, _TOP)}")
         for key in ("family", "ops"):
             if key not in items:
                 self.fail(root, key, "missing", "a name" if key == "family" else "names of operators")
@@ -205,7 +206,7 @@ class _Reader:
                 taken.append(match)
             elif named or all(_match(value, _offered(other, field)) is None for other in ops):
                 offered = dict.fromkeys(str(v).lower() for o in ([op] if named else ops) for v in _offered(o, field))
-                self.fail(node, field, repr(value), f"one of {', '.join(offered)}")
+                self.fail(node, field, repr(value), f"one of {', '.join(offered)}{meant(value, offered)}")
         return taken
 
     def check_fields(self, items: Mapping[str, _Item], ops: list[Op], named: bool) -> None:
@@ -231,7 +232,7 @@ class _Reader:
         ops = []
         for child, value in self.values(node, field):
             if not isinstance(value, str) or value not in known:
-                self.fail(child, field, repr(value), f"one of {', '.join(known)}")
+                self.fail(child, field, repr(value), f"one of {', '.join(known)}{meant(value, known)}")
             ops.append(known[value])
         return ops
 

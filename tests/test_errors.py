@@ -2,7 +2,7 @@
 
 import pytest
 
-from kerneltune.errors import first_line
+from kerneltune.errors import first_line, meant, unknown
 
 
 @pytest.mark.parametrize(
@@ -17,3 +17,12 @@ from kerneltune.errors import first_line
 )
 def test_the_first_line_that_says_something(error: BaseException, text: str) -> None:
     assert first_line(error) == text
+
+
+def test_what_is_unknown_names_what_is_known_and_the_nearest_of_it() -> None:
+    assert str(unknown("op", "rmsnrom_fwd", ["rmsnorm_fwd", "stream"])) == (
+        "op: 'rmsnrom_fwd': expected one of rmsnorm_fwd, stream; did you mean rmsnorm_fwd?"
+    )
+    assert str(unknown("family", "x", [], ", or a .yaml file")) == "family: 'x': expected one of (none found), or a .yaml file"
+    assert str(unknown("row_pad", 3, [0, 8])) == "row_pad: 3: expected one of 0, 8"
+    assert meant(None, ["none"]) == meant("softmax", ["rmsnorm"]) == ""

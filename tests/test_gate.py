@@ -25,7 +25,8 @@ from kerneltune.records import Record
         (record(), record(spread=9.0), "ambiguous", 3),
         (record(4.0, spread=0.2), record(4.0, spread=0.2), "pass", 0),
         (record(aa_floor=0.09), record(110.0), "ambiguous", 3),
-        (record(4.0, spread=0.01), record(4.49, spread=0.01), "pass", 0),
+        (record(4.0, spread=0.01), record(4.47, spread=0.01), "pass", 0),
+        (record(4.0, spread=0.01), record(4.49, spread=0.01), "ambiguous", 3),
         (record(4.0, spread=0.01), record(4.51, spread=0.01), "regression", 1),
         (record(4.0, spread=0.01), record(3.51, spread=0.01), "pass", 0),
     ],
@@ -211,6 +212,36 @@ def test_what_is_slow_stays_slow_when_measured_again_and_nothing_is_measured_wit
     assert confirm([old], [old], 0.03, never) == (gate([old], [old], 0.03), [old])
     gone, _pooled = confirm([old], [slow], 0.03, lambda _suspects: [])
     assert gone.exit_code == 1 and gone.rows[0].reason.endswith("; 3 and 3 processes")
+
+
+def test_what_is_ambiguous_still_is_measured_a_second_time_and_a_regression_is_not() -> None:
+    old = [by_process(100, 0, 0.002, -0.002), by_process(100, 0, 0.002, -0.002, quant="none")]
+    odd = [by_process(105, 0, 0, -0.048), by_process(105, 0, 0.001, -0.001, quant="none")]
+    clean = [by_process(105, 0, 0.001, -0.001), by_process(105, 0, 0.001, -0.001, quant="none")]
+    asked: list[Any] = []
+
+    def remeasure(suspects: Any) -> list[Record]:
+        asked.append(suspects)
+        return odd if len(asked) == 1 else clean
+
+    verdict, pooled = confirm(old, odd, 0.03, remeasure)
+    rows = [(record.key, "optimized") for record in old]
+    assert asked == [frozenset(rows), frozenset(rows[:1])]
+    assert [row.verdict for row in verdict.rows] == ["ambiguous", "regression"]
+    assert verdict.rows[0].reason.endswith("; 3 and 9 processes; measured again 2 times")
+    assert verdict.rows[1].reason.endswith("; 3 and 6 processes; measured again")
+    assert [len(row.samples_us or ()) for row in pooled] == [9, 6]
+    asked.clear()
+    assert confirm(old, odd, 0.03, remeasure, reruns=0)[1] == odd and not asked
+
+
+def test_beyond_the_margin_but_perhaps_within_half_a_microsecond_is_ambiguous() -> None:
+    old = by_process(6, 0, 0.002, -0.002)
+    verdicts = [gate([old], [by_process(6 * (1 + part), 0, 0.002, -0.002)], 0.03).rows[0] for part in (0.06, 0.08, 0.09)]
+    assert [row.verdict for row in verdicts] == ["pass", "ambiguous", "regression"]
+    assert verdicts[1].reason == (
+        "at least +7.5%, tolerated 3.0%; 0.48 µs, up to 0.51, tolerated 0.5: measure more; 3 and 3 processes"
+    )
 
 
 def test_a_row_that_changed_names_what_else_did() -> None:

@@ -101,7 +101,7 @@ def test_pair_is_as_asked_else_baseline_and_optimized_else_first_and_last() -> N
     assert default_pair(experts()) == ("baseline", "optimized")
     assert default_pair(rows, frozenset({("scale", "liger")})) == ("old", "new")
     assert default_pair(rows, frozenset(), "new", "liger") == ("new", "liger")
-    with pytest.raises(ValueError, match=r"^b: 'newer': expected one of old, new, liger$"):
+    with pytest.raises(ValueError, match=r"^b: 'newer': expected one of old, new, liger; did you mean new\?$"):
         default_pair(rows, b="newer")
 
 
@@ -158,6 +158,15 @@ def test_command_writes_the_page_of_the_recorded_results(tmp_path: Path, monkeyp
     assert result.stderr.endswith("wrote report.html\n")
     assert (tmp_path / "report.html").stat().st_size < MOST_BYTES
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_records_with_the_axes_of_another_operator_are_shown_without_a_roofline(tmp_path: Path) -> None:
+    rows = tmp_path / "strange.jsonl"
+    append(rows, [record(op="fp16_gemm", axes={"M": 8}), record(op="fp16_gemm", axes={"N": 8, "M": 8, "K": 8})])
+    result = run("report", rows, "--results", tmp_path, "-o", tmp_path / "x.html")
+    assert result.exit_code == 0, result.stderr
+    notes = [line for line in result.stderr.splitlines() if "no roofline" in line]
+    assert notes == ["fp16_gemm with M, not N, M, K: of another version or operator; no roofline"]
 
 
 def test_command_names_what_is_wrong(tmp_path: Path) -> None:

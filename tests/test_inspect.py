@@ -90,6 +90,17 @@ def config(**changes: Any) -> str:
     return json.dumps({**values, **changes})
 
 
+def test_a_case_that_no_config_is_cached_for(compiled: list[Any], tmp_path: Path) -> None:
+    assert run("inspect", "rmsnorm_bwd", "M=256", "N=3000", "--variant", "optimized", "--target", "sm_90").exit_code == 0
+    (request,) = compiled[0][0]
+    assert (request.case.label, request.policy) == ("M=256 N=3000 bfloat16 none zero_centered=False", "cold")
+    assert request.config == request.variant.default_config(request.case)
+    assert run(*ONE, "--configs", tmp_path, "--config", config(warps=16)).exit_code == 0
+    (request,) = compiled[1][0]
+    assert (request.case.name, request.config.warps) == ("te-8192x4096", 16)
+    assert refused(*ONE, "--configs", tmp_path).startswith("error: nothing to compile: ")
+
+
 def test_another_config_beside_the_cached_one(compiled: list[Any]) -> None:
     result = run(*ONE, "--target", "sm_90", "--config", config(), "--against", config(warps=16))
     words = [line.split() for line in result.stdout.splitlines()]
@@ -140,6 +151,10 @@ def test_a_revision_is_asked_with_the_same_arguments(compiled: list[Any], monkey
         (["rmsnorm_bwd", "--variant", "optimized", "--config", "{}"], "error: config of optimized: expected the knobs ["),
         (["rmsnorm_bwd", "--config", "{}"], "error: config: '{}': expected OP and --variant beside it, for there are "),
         (["--gate", "a.json", "--against-rev", "main"], "error: --against, --against-rev and --gate: expected one of them"),
+        (["rmsnorm_bwd", "K=3"], "error: axis: 'K': expected one of M, N"),
+        (["rmsnorm_bwd", "M=3", "--case", "te-*"], "error: case: 'te-*': expected sizes or --case, one of them"),
+        (["rmsnorm_bwd", "--case", "nope"], "error: nothing to compile: "),
+        (["rmsnorm_bwd", "--case", "nope", "--config", "{}"], "error: nothing to compile: "),
         (["--gate", "nowhere.json"], "error: cannot read nowhere.json: No such file or directory"),
     ],
 )
@@ -155,7 +170,7 @@ def test_an_entry_that_its_operator_does_not_know(compiled: list[Any], tmp_path:
     path.parent.mkdir()
     path.write_text(json.dumps({"schema": 1, "op": "rmsnorm_bwd", "device": "nvidia_h200", "entries": [entry]}))
     said = refused("inspect", "rmsnorm_bwd", "--configs", tmp_path)
-    assert said.startswith(f"error: {path}: c: rmsnorm_bwd has no variant 'fast'")
+    assert said.startswith(f"error: {path}: c: rmsnorm_bwd: variant: 'fast': expected one of ")
 
 
 def test_a_revision_that_is_not_there() -> None:

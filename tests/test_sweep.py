@@ -129,7 +129,10 @@ FIELDS = "name, op, M, N, dtype, quant, zero_centered, fp8_format, row_pad"
         ("family: f\nops: [gemm]\n", ":2: ops: 'gemm': expected one of rmsnorm_fwd, rmsnorm_bwd"),
         ("family: f\nops: []\n", ":2: ops: []: expected at least one value"),
         ("family: f\nfamily: g\n", ":2: family: 'g': expected each field once"),
-        (f"{HEAD}benches: 1\n", ":3: benches: '1': expected one of family, defaults, ops, check, bench, gate"),
+        (
+            f"{HEAD}benches: 1\n",
+            ":3: benches: '1': expected one of family, defaults, ops, check, bench, gate; did you mean bench?",
+        ),
         (HEAD, ":1: check: missing: expected at least one entry in check or bench"),
         (f"{HEAD}check: {{M: 1}}\n", ":3: check: a mapping: expected a list of entries"),
         (f"{HEAD}check: [5]\n", ":3: check: '5': expected fields with values"),
@@ -150,7 +153,10 @@ FIELDS = "name, op, M, N, dtype, quant, zero_centered, fp8_format, row_pad"
         (check("{name: 'a{M}', M: [8, 8], N: 1}"), ":4: M: 8: expected each value once"),
         (check("{name: a, M: 8, N: 1, K: 4}"), f":4: K: '4': expected a field among {FIELDS}"),
         (check("{name: a, M: 8, N: 1, op: gemm}"), ":4: op: 'gemm': expected one of rmsnorm_fwd, rmsnorm_bwd"),
-        (check("{name: a, M: 8, N: 1, dtype: bf16}"), ":4: dtype: 'bf16': expected one of bfloat16, float16, float32"),
+        (
+            check("{name: a, M: 8, N: 1, dtype: bf16}"),
+            ":4: dtype: 'bf16': expected one of bfloat16, float16, float32; did you mean bfloat16?",
+        ),
         (check("{name: a, M: 8, N: 1, dtype: 16}"), ":4: dtype: 16: expected one of bfloat16, float16, float32"),
         (check("{name: a, M: 8, N: 1, quant: [none, int8]}"), ":4: quant: 'int8': expected one of none, fp8, fp8_t"),
         (check("{name: a, M: 8, N: 1, op: rmsnorm_bwd, quant: fp8}"), ":4: quant: 'fp8': expected one of none"),
@@ -206,7 +212,7 @@ def test_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sweep.find("norm") == Path("sweeps/norm.yaml")
     assert sweep.find("gemm") == tmp_path / "repo/sweeps/gemm.yaml"
     assert sweep.find("repo/sweeps/norm.yaml") == Path("repo/sweeps/norm.yaml")
-    with pytest.raises(ValueError, match=r"^family: 'nrom': expected one of gemm, norm, or a \.yaml file$"):
+    with pytest.raises(ValueError, match=r"^family: 'nrom': expected one of gemm, norm, or a \.yaml file; did you mean norm\?$"):
         sweep.find("nrom")
     with pytest.raises(ValueError, match=r"^cannot read nrom\.yaml: no such file$"):
         sweep.find("nrom.yaml")

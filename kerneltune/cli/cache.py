@@ -1,6 +1,8 @@
 """`kerneltune cache`: what the config cache holds, and whether it is sound."""
 
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +12,7 @@ from kerneltune.cells import pairs
 from kerneltune.cli import options as o
 from kerneltune.cli.console import deliver, show, show_table
 from kerneltune.cli.progress import reporter
+from kerneltune.errors import unknown
 from kerneltune.spec import Case, Op
 
 if TYPE_CHECKING:
@@ -58,17 +61,30 @@ def show_(
 def verify_(
     op: Annotated[str | None, typer.Argument(metavar="[OP]", help="Only this operator.")] = None,
     gpu: Annotated[str | None, typer.Option("--gpu", help="Only this GPU, as its folder is called.")] = None,
+    static: Annotated[
+        bool, typer.Option("--static", help="Time nothing; compare what stale entries launch with their commit's source.")
+    ] = False,
+    refresh: Annotated[
+        bool, typer.Option("--write", help="With --static: give what launches the same the present hash.")
+    ] = False,
     configs: o.Configs = None,
 ) -> None:
     """Judge every entry: fresh, stale-but-good, stale-slower, invalid. Exit code 1 where one is slower or invalid.
 
     On the entries' GPU stale ones are timed against the default again; elsewhere they are called stale, by source and versions.
+    With --static an entry is same-code where the source of the commit that chose it launches the same kernels, by Triton's IR,
+    with the same grids and scalar arguments, as the source does now; GPU, driver and versions may differ still.
     """
     from kerneltune.cache import load_strict
 
+    if refresh and not static:
+        raise ValueError("write: True: expected only with --static")
     files = _chosen(op, gpu, configs)
     known = o.load_ops()
     entries = [(path.parent.name, path.stem, entry) for path in files for entry in load_strict(path)]
+    if static:
+        _verify_static(known, entries, refresh, o.configs_root(configs))
+        return
     from kerneltune.tuning.run import verify_cache
 
     with reporter() as progress:
@@ -81,6 +97,33 @@ def verify_(
             show(f"{verdict.status}: {slug} {name} {e.variant} {e.case} {e.dtype} {e.quant}: {verdict.reason}")
     if any(verdict.status in ("stale-slower", "invalid") for *_, verdict in found):
         raise typer.Exit(1)
+
+
+def _verify_static(known: Mapping[str, Op], entries: "list[tuple[str, str, Entry]]", refresh: bool, root: Path) -> None:
+    """Tell stale entries apart by what they launch; with `refresh`, store those that launch the same as they did."""
+    from kerneltune.cache import store
+    from kerneltune.device import versions
+    from kerneltune.inspection.same import SAME_CODE, differences, measured_hash
+
+    hashes = {name: known[o.choice("op", name, known)].source_hash for _slug, name, _entry in entries}
+    stale = [(slug, name, entry) for slug, name, entry in entries if entry.evidence.get("source_hash") != hashes[name]]
+    with reporter() as progress:
+        progress.stage("compare", len({entry.evidence.get("commit") for *_, entry in stale}))
+        reasons = differences("kerneltune.ops", [(name, entry) for _slug, name, entry in stale], progress.advance)
+    found = Counter((slug, name, "fresh") for slug, name, _entry in entries)
+    why: Counter[str] = Counter()
+    for (slug, name, entry), reason in zip(stale, reasons, strict=True):
+        found[slug, name, "fresh"] -= 1
+        found[slug, name, "stale" if reason else "same-code"] += 1
+        if reason:
+            why[reason] += 1
+        elif refresh:
+            proof = {"source_hash": measured_hash(entry), "triton": versions()["triton"]}
+            evidence = {**entry.evidence, "source_hash": hashes[name], SAME_CODE: proof}
+            store(name, slug, replace(entry, evidence=evidence), root)
+    show_table(("gpu", "op", "status", "entries"), [(*key, str(count)) for key, count in sorted(found.items()) if count])
+    for reason, count in why.most_common():
+        show(f"{count} stale: {reason}")
 
 
 @app.command("misses")
@@ -168,7 +211,7 @@ def check(configs: o.Configs = None) -> None:
     slower = []
     for path in files:
         if path.stem not in known:
-            raise ValueError(f"{path}: op: {path.stem!r}: expected one of {', '.join(known)}")
+            raise unknown(f"{path}: op", path.stem, known)
         for index, entry in enumerate(load_strict(path)):
             try:
                 _require_fit(known[path.stem], entry)
@@ -196,8 +239,7 @@ def _require_fit(op: Op, entry: "Entry") -> None:
     if names != op.axes:
         raise ValueError(f"axes: {', '.join(names) or 'none'}: expected {', '.join(op.axes)}")
     for field, value, known in (("dtype", entry.dtype, op.dtypes), ("quant", entry.quant, op.quants)):
-        if value not in known:
-            raise ValueError(f"{field}: {value!r}: expected one of {', '.join(known)}")
+        o.choice(field, value, known)
     o.choice("policy", entry.policy, o.POLICIES)
     given = dict(entry.options)
     if given.keys() != op.options.keys() or any(given[name] not in offered for name, offered in op.options.items()):

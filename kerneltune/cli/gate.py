@@ -56,7 +56,7 @@ def command(
     """Say whether the new records are slower than the baseline.
 
     Exit code 0: no. 1: a regression, a failed or a missing row. 2: nothing compared, or not comparable. 3: ambiguous, measure
-    more. A run measures suspects once more by itself. A first baseline: gate FILE --run FAMILY --update.
+    more. A run measures suspects again by itself, up to twice. A first baseline: gate FILE --run FAMILY --update.
     """
     if (new is None) == (run is None):
         raise ValueError(f"new: {str(new) if new else None!r}: expected a .jsonl file or --run, one of them")

@@ -1,6 +1,7 @@
 """`kerneltune inspect`: what compiling alone says of configs, on a machine without a GPU; and the static gate."""
 
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +11,7 @@ from kerneltune.cells import pairs
 from kerneltune.cli import options as o
 from kerneltune.cli.console import error_line, note, show, show_table, show_wrapped
 from kerneltune.cli.progress import reporter
-from kerneltune.spec import Op
+from kerneltune.spec import Case, Op
 
 if TYPE_CHECKING:
     from kerneltune.inspection.static import StaticRow, Survey
@@ -36,6 +37,9 @@ Save = Annotated[Path | None, typer.Option("--save", metavar="FILE", help="Keep 
 
 def command(
     op: Annotated[str | None, typer.Argument(metavar="[OP]", help="Only this operator.")] = None,
+    sizes: Annotated[
+        list[str] | None, typer.Argument(metavar="[AXIS=SIZE]...", help="This case, like M=8192, not the cached ones.")
+    ] = None,
     variant: o.VariantNames = None,
     case: o.CaseNames = None,
     dtype: o.Dtypes = None,
@@ -52,6 +56,8 @@ def command(
 ) -> None:
     """Compile the cached configs on the CPU; show registers, spills, shared memory, occupancy and access widths.
 
+    Sizes: the default configs for that case. With --config the case may be any of the sweeps' too.
+
     Registers and spilled bytes are per thread, shared bytes per program; programs and warps are what one multiprocessor holds,
     and what limits them; loads and stores of global memory are bits x instructions.
 
@@ -63,10 +69,10 @@ def command(
         raise ValueError("--against, --against-rev and --gate: expected one of them")
     o.number("workers", workers, 1)
     targets = _targets(target)
-    requests = _requests(op, variant, case, dtype, quant, gpu, configs)
+    requests = _requests(op, sizes, variant, case, dtype, quant, gpu, configs, any_case=config is not None)
     if config is not None:
         requests = _with_config(requests, "config", config)
-    arguments = _again(op, variant, case, dtype, quant, targets, config, gpu, workers)
+    arguments = _again([*([op] if op else []), *(sizes or [])], variant, case, dtype, quant, targets, config, gpu, workers)
     earlier = _earlier(gate if gate is not None else against_rev, gate is not None, arguments)
     with reporter() as progress:
         found = survey(requests, targets, workers, progress.stage, progress.advance)
@@ -96,32 +102,59 @@ def _targets(given: list[str] | None) -> list[str]:
 
 def _requests(
     op: str | None,
+    sizes: list[str] | None,
     variants: list[str] | None,
     cases: list[str] | None,
     dtypes: list[str] | None,
     quants: list[str] | None,
     gpu: str,
     configs: Path | None,
+    any_case: bool,
 ) -> "list[Request]":
+    """The cached configs that are asked for; else, of an operator's cases in the sweeps or of given sizes, the default ones."""
     from fnmatch import fnmatch
 
-    from kerneltune.inspection.survey import cached_requests
+    from kerneltune.inspection.survey import cached_requests, default_requests
 
     known = o.load_ops()
     selection = o.make_selection(known, "inspect", [op] if op else None, cases, dtypes, quants, variants)
     chosen: list[Op] = [known[name] for name in selection.ops or known]
     root = o.configs_root(configs)
-    found = [
-        request
-        for request in cached_requests(chosen, root, gpu)
-        if (not variants or request.variant.name in variants)
-        and (not cases or any(fnmatch(request.case.name, name) for name in cases))
-        and (not dtypes or request.case.dtype in dtypes)
-        and (not quants or request.case.quant in quants)
-    ]
+
+    def wanted(requests: "Iterable[Request]") -> "list[Request]":
+        return [
+            request
+            for request in requests
+            if (not variants or request.variant.name in variants)
+            and (not cases or any(fnmatch(request.case.name, name) for name in cases))
+            and (not dtypes or request.case.dtype in dtypes)
+            and (not quants or request.case.quant in quants)
+        ]
+
+    if sizes:
+        if cases:
+            raise ValueError(f"case: {cases[0]!r}: expected sizes or --case, one of them")
+        first = chosen[0]  # sizes follow an operator
+        case = o.case_of_sizes(first, sizes, (dtypes or first.dtypes)[0], (quants or first.quants)[0])
+        found = wanted(default_requests(first, [case], variants or ()))
+        if not found:
+            raise ValueError(f"nothing to compile: {first.name} has no such variant with knobs for {case.label}")
+        return found
+    found = wanted(cached_requests(chosen, root, gpu))
+    if not found and any_case and op:
+        found = wanted(default_requests(chosen[0], _swept(known, op), variants or ()))
     if not found:
         raise ValueError(f"nothing to compile: {root / gpu} has no such cached config")
     return found
+
+
+def _swept(known: Mapping[str, Op], op: str) -> list[Case]:
+    """The cases of an operator in all sweeps, none twice."""
+    from kerneltune import sweep
+    from kerneltune.files import data_root
+
+    plans = [sweep.load(path, known) for path in sorted(data_root("sweeps").glob("*.yaml"))]
+    return list(dict.fromkeys(entry.case for plan in plans for entry in (*plan.bench, *plan.check) if entry.op == op))
 
 
 def _with_config(requests: "list[Request]", field: str, text: str) -> "list[Request]":
@@ -142,10 +175,9 @@ def _with_config(requests: "list[Request]", field: str, text: str) -> "list[Requ
     return [dataclasses.replace(request, config=config) for request in requests]
 
 
-def _again(op: str | None, *given: Any) -> list[str]:
+def _again(arguments: list[str], *given: Any) -> list[str]:
     """The arguments with which another revision does the same."""
     names = ("variant", "case", "dtype", "quant", "target", "config", "gpu", "workers")
-    arguments = [op] if op else []
     for name, value in zip(names, given, strict=True):
         for item in value if isinstance(value, list) else [] if value is None else [value]:
             arguments += [f"--{name}", str(item)]

@@ -10,8 +10,6 @@ from kerneltune.cli import options as o
 from kerneltune.cli.console import show, show_table, show_wrapped
 from kerneltune.spec import Case, Op, Variant
 
-_USUAL_SIZE = 4096
-
 
 def command(
     name: Annotated[str | None, typer.Argument(metavar="[OP]", help="Show this operator's variants and knobs.")] = None,
@@ -26,7 +24,7 @@ def command(
         show_table(head, [_row(op) for op in known.values()])
         return
     op = known[o.choice("op", name, known)]
-    case = _case(op, sizes or [], dtype or op.dtypes[0], quant or op.quants[0])
+    case = o.case_of_sizes(op, sizes or [], dtype or op.dtypes[0], quant or op.quants[0])
     described = [_described(op, variant, case) for variant in op.variants]
     show_wrapped(f"{op.name}: {case.label}")
     for option, values in op.options.items():
@@ -40,7 +38,7 @@ def command(
 def _described(op: Op, variant: Variant, case: Case) -> list[tuple[str, int]]:
     try:
         return list(_details(variant, case))
-    except (StopIteration, LookupError, ArithmeticError, TypeError) as error:
+    except (ValueError, LookupError, ArithmeticError, TypeError) as error:
         reason = str(error) or type(error).__name__
         raise ValueError(f"{op.name} {variant.name}: no knobs for {case.label}: {reason}") from error
 
@@ -54,21 +52,6 @@ def _row(op: Op) -> tuple[str, ...]:
 def _lacking(variant: Variant) -> str:
     missing = variant.missing()
     return f" (needs {', '.join(missing)})" if missing else ""
-
-
-def _case(op: Op, sizes: list[str], dtype: str, quant: str) -> Case:
-    """The case to show knobs for: every axis is 4096 unless given, every option its default."""
-    axes = dict.fromkeys(op.axes, _USUAL_SIZE)
-    for text in sizes:
-        axis, _, size = text.partition("=")
-        o.choice("axis", axis, op.axes)
-        if not size.isdecimal():
-            raise ValueError(f"{axis}: {size!r}: expected a size, like {axis}={_USUAL_SIZE}")
-        axes[axis] = int(size)
-    o.choice("dtype", dtype, op.dtypes)
-    o.choice("quant", quant, op.quants)
-    options = tuple((name, values[0]) for name, values in op.options.items())
-    return Case("shown", tuple(axes.items()), dtype, quant, options)
 
 
 def _details(variant: Variant, case: Case) -> list[tuple[str, int]]:

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kerneltune.spec import Op
+from kerneltune.errors import unknown
+from kerneltune.spec import Case, Op
 
 if TYPE_CHECKING:
     from kerneltune.plan import Options, Selection
 
 POLICIES = ("cold", "hot", "eager")
+_USUAL_SIZE = 4096
 SAMPLERS = ("gp", "tpe", "random", "qmc")
 
 Family = Annotated[str, typer.Argument(help="A file of sweeps/ by name, or a path ending in .yaml.")]
@@ -50,7 +52,7 @@ def choice(field: str, value: str, known: Collection[str]) -> str:
         ValueError: it is not; names what is.
     """
     if value not in known:
-        raise ValueError(f"{field}: {value!r}: expected one of {', '.join(known) or '(none found)'}")
+        raise unknown(field, value, known)
     return value
 
 
@@ -145,6 +147,25 @@ def load_ops() -> Mapping[str, Op]:
     for name in known.keys() & built.keys():
         raise ValueError(f"two operators are called {name!r}: in {known[name].module} and in {built[name].module}")
     return known | built
+
+
+def case_of_sizes(op: Op, sizes: Iterable[str], dtype: str, quant: str) -> Case:
+    """The case of sizes such as `M=8192`: every other axis is 4096, every option its default.
+
+    Raises:
+        ValueError: no such axis, dtype or quant, or no size.
+    """
+    axes = dict.fromkeys(op.axes, _USUAL_SIZE)
+    for text in sizes:
+        axis, _, size = text.partition("=")
+        choice("axis", axis, op.axes)
+        if not size.isdecimal():
+            raise ValueError(f"{axis}: {size!r}: expected a size, like {axis}={_USUAL_SIZE}")
+        axes[axis] = int(size)
+    choice("dtype", dtype, op.dtypes)
+    choice("quant", quant, op.quants)
+    options = tuple((name, values[0]) for name, values in op.options.items())
+    return Case("shown", tuple(axes.items()), dtype, quant, options)
 
 
 def make_selection(

@@ -131,15 +131,23 @@ def _short(path: Path) -> str:
 
 
 def _flops(records: "Sequence[Record]") -> "dict[Key, int]":
-    """Floating-point operations of the records' keys, where the operator states them."""
+    """Floating-point operations of the records' keys, where the operator states them and the axes and options are its own."""
     from kerneltune.spec import Case
 
     known = o.load_ops()
     found: dict[Key, int] = {}
+    strange: dict[str, None] = {}
     for r in records:
-        count = known[r.op].flops if r.op in known else None
-        if count is not None:
-            found[r.key] = count(Case(r.case, tuple(r.axes.items()), r.dtype, r.quant, tuple(r.options.items())))
+        op = known.get(r.op)
+        if op is None or op.flops is None:
+            continue
+        if tuple(r.axes) != op.axes or r.options.keys() != op.options.keys():
+            given, expected = (", ".join(names) for names in ([*r.axes, *r.options], [*op.axes, *op.options]))
+            strange[f"{r.op} with {given}, not {expected}: of another version or operator; no roofline"] = None
+            continue
+        found[r.key] = op.flops(Case(r.case, tuple(r.axes.items()), r.dtype, r.quant, tuple(r.options.items())))
+    for text in strange:
+        note(text)
     return found
 
 

@@ -25,7 +25,7 @@ def command(
     quant: o.Quants = None,
     variant: o.VariantNames = None,
     policy: o.PolicyName = "cold",
-    processes: Annotated[int, typer.Option("--processes", metavar="N", help="Fresh processes to measure in.")] = 9,
+    processes: Annotated[int, typer.Option("--processes", metavar="N", help="Fresh processes to measure in.")] = 12,
     per_side: Annotated[int, typer.Option("--per-side", metavar="N", help="Processes of a gate run.")] = 3,
     repeats: Annotated[int, typer.Option("--repeats", metavar="N", help="Decisions per row.")] = 20,
     margin: Annotated[float, typer.Option("--margin", metavar="FRACTION", help="Slowdown that is tolerated.")] = 0.03,

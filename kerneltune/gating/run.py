@@ -1,4 +1,4 @@
-"""A gate run on this GPU: the selected rows in fresh processes, judged against a baseline, suspects measured once more.
+"""A gate run on this GPU: the selected rows in fresh processes, judged against a baseline, suspects measured again.
 
 Prints nothing and knows no operator. Imports campaign, verdict, pooling, processes and what they need.
 """
@@ -30,7 +30,7 @@ def run_gate(
     margin: float | None,
     progress: Progress,
 ) -> tuple[Verdict, list[Record]]:
-    """The verdict, and the new records, pooled over the processes and over the second measurement of suspects.
+    """The verdict, and the new records, pooled over the processes and over the further measurements of suspects.
 
     Rows of the baseline that the selection leaves out are not missed. `margin`: None for the sweep file's.
 
@@ -47,7 +47,7 @@ def run_gate(
     tolerated = plan.gate.get("margin", DEFAULT_MARGIN) if margin is None else margin
 
     def remeasure(suspects: frozenset[RowKey]) -> list[Record]:
-        progress.note(f"measuring {len(suspects)} suspect {'row' if len(suspects) == 1 else 'rows'} once more")
+        progress.note(f"measuring {len(suspects)} suspect {'row' if len(suspects) == 1 else 'rows'} again")
         return run_processes(load_ops, selection, options, processes, progress, {key for key, _variant in suspects})
 
     return confirm(kept, run_processes(load_ops, selection, options, processes, progress), tolerated, remeasure)

@@ -1,7 +1,7 @@
 """How often the gate cries wolf and how often it sleeps: its decisions on runs whose slowdown is known.
 
 Every process of a pool times the selected rows as they are and with planted delays. A repetition draws from the pool, without
-replacement, the processes of a baseline, of a new run and of its second measurement of suspects, and takes the gate's decision:
+replacement, the processes of a baseline, of a new run and of its further measurements of suspects, and takes the gate's decision:
 once with nothing planted, and for every delay once with it planted in one row of ten. No process is on both sides, but
 repetitions share processes, and all processes run one after another on one GPU: other days, drivers and GPUs are not in it.
 
@@ -19,7 +19,7 @@ from kerneltune.files import replace_text
 from kerneltune.gating.planted import measure_planted
 from kerneltune.gating.pooling import pool
 from kerneltune.gating.run import LoadOps
-from kerneltune.gating.verdict import MIN_CHANGE_US, WORST_FIRST, Outcome, RowKey, confirm
+from kerneltune.gating.verdict import MIN_CHANGE_US, RERUNS, WORST_FIRST, Outcome, RowKey, confirm
 from kerneltune.plan import Options, Progress, Selection, require_gpu
 from kerneltune.processes import in_fresh_processes
 from kerneltune.records import Record, load, to_json
@@ -89,6 +89,8 @@ def measure(
 def decide(pool_of: Sequence[Process], *, per_side: int, repeats: int, margin: float, seed: int = 0) -> list[StudyRow]:
     """The gate's decisions on runs of `per_side` processes drawn from those measured; no delay first.
 
+    Suspects are measured again as often as the gate does it, or as often as the processes suffice for.
+
     Raises:
         ValueError: too few processes, or nothing measured.
     """
@@ -97,13 +99,14 @@ def decide(pool_of: Sequence[Process], *, per_side: int, repeats: int, margin: f
     if not pool_of[0].get(0.0):
         raise ValueError("nothing measured: no selected row can be timed here")
     rng = np.random.default_rng(seed)
+    runs = min(2 + RERUNS, len(pool_of) // per_side)
     rows = list(dict.fromkeys((record.key, record.variant) for record in pool_of[0][0.0]))
     counts = {delay: dict.fromkeys(WORST_FIRST, 0) for delay in sorted(pool_of[0])}
     short = dict.fromkeys(counts, 0)
     times_us = [float(np.median([process[0.0][row].time_us or 0.0 for process in pool_of])) for row in range(len(rows))]
     for _repetition in range(repeats):
         order = rng.permutation(len(pool_of))
-        old, new, again = ([pool_of[i] for i in order[k * per_side : (k + 1) * per_side]] for k in range(3))
+        old, new, *again = ([pool_of[i] for i in order[k * per_side : (k + 1) * per_side]] for k in range(runs))
         for delay, count in counts.items():
             chosen = rng.permutation(len(rows))[: cdiv(len(rows), _PLANTED_PART)]
             short[delay] += sum(0.0 < delay * times_us[i] <= MIN_CHANGE_US for i in chosen)
@@ -186,7 +189,7 @@ def _measure(load_ops: LoadOps, selection: Selection, options: Options, delays: 
 def _verdicts(
     old: Iterable[Process],
     new: Iterable[Process],
-    again: Iterable[Process],
+    again: Sequence[Sequence[Process]],
     delay: float,
     slowed: frozenset[RowKey],
     margin: float,
@@ -203,7 +206,8 @@ def _verdicts(
         )
 
     unchanged = pool(record for process in old for record in process[0.0])
-    verdict, _pooled = confirm(unchanged, run(new), margin, lambda suspects: run(again, suspects))
+    further = iter(again)
+    verdict, _pooled = confirm(unchanged, run(new), margin, lambda suspects: run(next(further), suspects), len(again))
     return [row.verdict for row in verdict.rows if not delay or (row.key, row.variant) in slowed]
 
 

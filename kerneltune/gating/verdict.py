@@ -3,7 +3,8 @@
 A row is a regression when all of this holds: "not slower" is rejected after Holm's correction over all rows; the lower bound of
 its slowdown is above the margin and above the noise floor of either record; it is more than 0.5 µs slower. The bound guards the
 single row, the correction the run: with 200 rows something always looks slower. A row that may be beyond the margin but is not
-surely so, or that is known too badly to tell, is ambiguous: it neither fails nor passes, but asks to be measured again.
+surely so, that is beyond it but not surely within 0.5 µs, or that is known too badly to tell, is ambiguous: it neither fails nor
+passes, but asks to be measured again.
 
 Records with samples are compared by process (see stats). Where both sides are of one process, or a side has no samples, the
 intervals are held against each other at their worst ends: wide, but blind to what differs between processes.
@@ -12,8 +13,10 @@ Does not measure or read files. Imports the standard library, numpy, device, poo
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -29,6 +32,8 @@ MIN_CHANGE_US = 0.5
 ALPHA = 0.05
 _BLIND = 0.03
 """A row whose slowdown is known no better than ± this is not judged."""
+RERUNS = 2
+"""How often suspects are measured again: all of them once, those that are ambiguous then once more."""
 
 Outcome = Literal["pass", "slower", "regression", "ambiguous", "missing", "failed", "faster"]
 WORST_FIRST: tuple[Outcome, ...] = ("failed", "missing", "regression", "ambiguous", "slower", "faster", "pass")
@@ -90,7 +95,11 @@ class Verdict:
     @property
     def suspects(self) -> frozenset[RowKey]:
         """The rows worth measuring again."""
-        return frozenset((row.key, row.variant) for row in self.rows if row.verdict in ("regression", "ambiguous"))
+        return self.of("regression", "ambiguous")
+
+    def of(self, *verdicts: Outcome) -> frozenset[RowKey]:
+        """The rows with one of these verdicts."""
+        return frozenset((row.key, row.variant) for row in self.rows if row.verdict in verdicts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +123,14 @@ class _Change:
         return max(self.old.aa_floor or 0.0, self.new.aa_floor or 0.0)
 
 
-def gate(baseline: Sequence[Record], new: Sequence[Record], margin: float, again: Collection[RowKey] = ()) -> Verdict:
+def gate(
+    baseline: Sequence[Record], new: Sequence[Record], margin: float, again: Mapping[RowKey, int] = MappingProxyType({})
+) -> Verdict:
     """Compare the newest record of every row.
 
     Args:
         margin: slowdown that is tolerated, a fraction.
-        again: rows whose new record is pooled with a second measurement; the row says so.
+        again: how many further measurements a row's new record is pooled with; the row says so.
 
     Raises:
         ValueError: a margin below 0 or not finite.
@@ -139,22 +150,32 @@ def gate(baseline: Sequence[Record], new: Sequence[Record], margin: float, again
 
 
 def confirm(
-    baseline: Sequence[Record], new: Sequence[Record], margin: float, remeasure: Callable[[frozenset[RowKey]], Sequence[Record]]
+    baseline: Sequence[Record],
+    new: Sequence[Record],
+    margin: float,
+    remeasure: Callable[[frozenset[RowKey]], Sequence[Record]],
+    reruns: int = RERUNS,
 ) -> tuple[Verdict, list[Record]]:
-    """The gate, with regressions and ambiguous rows measured once more; returns the verdict and the pooled new records.
+    """The gate, with regressions and ambiguous rows measured again; returns the verdict and the pooled new records.
 
-    A row that was suspect by chance is cleared by the second measurement, and a slow one is known better: what `remeasure`
-    returns of the suspects is pooled with the first measurement, never put in its place.
+    A row that was suspect by chance is cleared by a further measurement, and a slow one is known better: what `remeasure`
+    returns of the suspects is pooled with what was measured before, never put in its place. Rows that are ambiguous still are
+    measured again up to `reruns` times; what the first of these leaves a regression is one.
 
     Raises:
         ValueError: a bad margin, or records that cannot be pooled.
     """
-    first = gate(baseline, new, margin)
-    if not first.suspects:
-        return first, list(new)
-    again = [record for record in remeasure(first.suspects) if (record.key, record.variant) in first.suspects]
-    pooled = pool([*new, *again])
-    return gate(baseline, pooled, margin, {(record.key, record.variant) for record in again}), pooled
+    verdict, pooled = gate(baseline, new, margin), list(new)
+    suspects, again = verdict.suspects, Counter[RowKey]()
+    for _ in range(reruns):
+        if not suspects:
+            break
+        found = [record for record in remeasure(suspects) if (record.key, record.variant) in suspects]
+        pooled = pool([*pooled, *found])
+        again.update((record.key, record.variant) for record in found)
+        verdict = gate(baseline, pooled, margin, again)
+        suspects = suspects & verdict.of("ambiguous")
+    return verdict, pooled
 
 
 def _obstacle(baseline: Sequence[Record], new: Sequence[Record]) -> str:
@@ -191,9 +212,10 @@ def _met(old: Record, new: Record | None) -> _Change | GateRow:
     return _Change(old, new, change.slowdown, after.low / before.high - 1, after.high / before.low - 1, change.p_slower, "")
 
 
-def _judged(met: _Change, p: float, margin: float, again: Collection[RowKey]) -> GateRow:
+def _judged(met: _Change, p: float, margin: float, again: Mapping[RowKey, int]) -> GateRow:
     threshold = max(margin, met.floor)
-    surely_slower = p <= ALPHA and met.change_us > MIN_CHANGE_US and met.low > 0
+    not_by_chance = p <= ALPHA and met.low > 0
+    surely_slower = not_by_chance and met.change_us > MIN_CHANGE_US
     beyond = f"at least {met.low:+.1%}, tolerated {threshold:.1%}"
     half_width = (met.high - met.low) / 2
     verdict: Outcome = "pass"
@@ -204,6 +226,9 @@ def _judged(met: _Change, p: float, margin: float, again: Collection[RowKey]) ->
         verdict, reason = "ambiguous", f"{beyond}: measure more"
     elif surely_slower and met.high > threshold:
         verdict, reason = "ambiguous", f"up to {met.high:+.1%}, tolerated {threshold:.1%}: measure more"
+    elif not_by_chance and met.low > threshold and met.high * _us(met.old) > MIN_CHANGE_US:
+        up_to = f"{met.change_us:.2f} µs, up to {met.high * _us(met.old):.2f}, tolerated {MIN_CHANGE_US}"
+        verdict, reason = "ambiguous", f"{beyond}; {up_to}: measure more"
     elif half_width > max(_BLIND, margin) and half_width * _us(met.old) > MIN_CHANGE_US:
         verdict, reason = "ambiguous", f"known to ±{half_width:.1%} only: measure more"
     elif met.basis and surely_slower and met.low > met.floor:
@@ -212,8 +237,9 @@ def _judged(met: _Change, p: float, margin: float, again: Collection[RowKey]) ->
         verdict = "faster"
     if verdict != "pass":
         reason = "; ".join(filter(None, [reason, *_other_versions(met)]))
-    measured_again = (met.old.key, met.old.variant) in again
-    parts = [reason, met.basis if verdict != "pass" or measured_again else "", "measured again" if measured_again else ""]
+    times = again.get((met.old.key, met.old.variant), 0)
+    measured_again = f"measured again{f' {times} times' if times > 1 else ''}" if times else ""
+    parts = [reason, met.basis if verdict != "pass" or measured_again else "", measured_again]
     return _row(met.old, verdict, "; ".join(filter(None, parts)), met, p)
 
 

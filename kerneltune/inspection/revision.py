@@ -1,4 +1,4 @@
-"""The same inspection of another git revision: a temporary work tree, and this command in a process of its own.
+"""Another git revision in a temporary work tree, and the same inspection of it in a process of its own.
 
 Compiles nothing itself. Imports the standard library, cache and static.
 """
@@ -7,7 +7,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from kerneltune.files import data_root
@@ -20,13 +21,24 @@ def survey_revision(revision: str, arguments: Sequence[str]) -> Survey:
     Raises:
         ValueError: no checkout, no such revision, or one whose command cannot do it; one line.
     """
+    with checked_out(revision) as tree:
+        return _inspected(revision, tree, tree.parent / "rows.json", arguments)
+
+
+@contextmanager
+def checked_out(revision: str) -> Iterator[Path]:
+    """A work tree of the checkout's `revision`, in a temporary folder of its own; both are gone afterwards.
+
+    Raises:
+        ValueError: no checkout or no such revision; one line.
+    """
     checkout = data_root("kerneltune").parent
     commit = _git(checkout, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}", what=f"{revision!r}: no such revision")
     with tempfile.TemporaryDirectory(prefix="kerneltune-") as folder:
-        tree, rows = Path(folder) / "tree", Path(folder) / "rows.json"
+        tree = Path(folder) / "tree"
         _git(checkout, "worktree", "add", "--detach", str(tree), commit, what=f"cannot check out {revision!r}")
         try:
-            return _inspected(revision, tree, rows, arguments)
+            yield tree
         finally:
             _git(checkout, "worktree", "remove", "--force", str(tree), what=f"cannot remove {tree}")
 

@@ -4,7 +4,7 @@ Knows no operator by name and judges nothing. May import torch.
 """
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,21 @@ def cached_requests(ops: Iterable[Op], root: Path, gpu: str) -> list[Request]:
                 found.append(Request(op, variant, case, entry.policy, variant.config_from(entry.config)))
             except ValueError as error:
                 raise ValueError(f"{root / gpu / op.name}.json: {case.name}: {error}") from error
+    return found
+
+
+def default_requests(op: Op, cases: Iterable[Case], variants: Collection[str]) -> list[Request]:
+    """The default configs of these variants of an operator, of all that are no peers if none, for the cases that they take.
+
+    Raises:
+        ValueError: a variant that has none for such sizes.
+    """
+    found = []
+    for case in cases:
+        for variant in op.variants:
+            chosen = variant.name in variants if variants else not variant.is_peer
+            if chosen and variant.config is not None and variant.unsupported(case) is None:
+                found.append(Request(op, variant, case, "cold", variant.default_config(case)))
     return found
 
 

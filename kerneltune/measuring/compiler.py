@@ -19,6 +19,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from kerneltune.errors import first_line
 from kerneltune.measuring.assembly import Access, Kernel, Usage, gcn_accesses, gcn_usage, ptx_accesses, sass_usage
+from kerneltune.measuring.dry import dry_driver
 from kerneltune.processes import fast_context, in_environment
 
 Inputs = Mapping[str, Any]
@@ -138,7 +139,8 @@ def _start_worker(target: Target, cores: frozenset[int] | None) -> None:
     from triton import knobs
     from triton.runtime.driver import driver
 
-    driver.set_active(_dry_driver(target))
+    utils = _DryUtils(target)
+    driver.set_active(dry_driver(target.backend, target.arch, target.warp_size, utils, utils.launcher))
     knobs.runtime.add_stages_inspection_hook = partial(_refuse_early, target)
 
 
@@ -147,12 +149,15 @@ def _refuse_early(
 ) -> tuple[str, str] | None:
     """Triton's hook into the stages of a compilation: what could not be launched is not compiled to its end.
 
-    Asked without arguments for what it adds to the key of the disk cache, it answers: nothing.
+    Nor is what is for AMD's GPUs, of which nothing but the assembly is read. Asked without arguments for what it adds to the key
+    of the disk cache, it answers: nothing but that.
     """
     from triton.runtime.errors import OutOfResources
 
     if stages is None:
-        return "", ""
+        return ("assembly only", "") if target.backend == "hip" else ("", "")
+    if target.backend == "hip":
+        stages["hsaco"] = lambda _assembly, _metadata: b""
     threads = options.num_warps * target.warp_size
     if threads > _MAX_THREADS:
         raise OutOfResources(threads, _MAX_THREADS, "threads")
@@ -205,6 +210,10 @@ class _DryUtils:
     def get_device_properties(self, _device: int) -> dict[str, int]:
         return {"max_shared_mem": self.target.shared_bytes, "multiprocessor_count": 132, "warpSize": self.target.warp_size}
 
+    def launcher(self, _source: Any, metadata: Any) -> _DryLaunch:
+        self.loading = _DryLaunch(self.launched, metadata)
+        return self.loading
+
     def load_binary(self, _name: str, binary: bytes, _shared: int, _device: int) -> tuple[int, int, int, int, int]:
         assert self.loading is not None  # triton makes the launcher of a kernel, then loads it
         if self.target.backend == "cuda":
@@ -215,46 +224,6 @@ class _DryUtils:
             self.loading.usage = gcn_usage(text)
             self.loading.accesses = gcn_accesses(text)
         return 0, 0, self.loading.usage.registers, self.loading.usage.spill_bytes, _MAX_THREADS
-
-
-def _dry_driver(target: Target) -> Any:
-    import torch
-    from triton.backends.compiler import GPUTarget
-    from triton.backends.driver import DriverBase
-
-    class DryDriver(DriverBase):
-        """Compiles for `target` and launches nothing."""
-
-        def __init__(self) -> None:
-            self.utils = _DryUtils(target)
-
-        @classmethod
-        def is_active(cls) -> bool:
-            return True
-
-        def launcher_cls(self, _src: Any, metadata: Any) -> _DryLaunch:
-            self.utils.loading = _DryLaunch(self.utils.launched, metadata)
-            return self.utils.loading
-
-        def map_python_to_cpp_type(self, ty: str) -> str:
-            return ty
-
-        def get_current_target(self) -> GPUTarget:
-            return GPUTarget(target.backend, target.arch, target.warp_size)
-
-        def get_active_torch_device(self) -> torch.device:
-            return torch.device("meta")
-
-        def get_benchmarker(self) -> Any:
-            raise RuntimeError("nothing can be timed while compiling")
-
-        def get_current_device(self) -> int:
-            return 0
-
-        def get_current_stream(self, _device: int = 0) -> int:
-            return 0
-
-    return DryDriver()
 
 
 def _resources(cubin: bytes) -> str:

@@ -1,7 +1,7 @@
 """What the report page shows, as plain values: cases with their records, searches, the cache's evidence, training curves.
 
 Pure functions; does not read files, know operators or lay anything out.
-Imports the standard library, cache, cells, curves, device, records, naming and tables.
+Imports the standard library, cache, cells, curves, device, errors, records, naming and tables.
 """
 
 from collections import Counter
@@ -13,6 +13,7 @@ from kerneltune import cache
 from kerneltune.cells import pairs
 from kerneltune.curves import LAST, Curves, thinned
 from kerneltune.device import INTERPRETER, PEAK_TFLOPS
+from kerneltune.errors import unknown
 from kerneltune.records import Key, Record, newest
 from kerneltune.reporting.naming import CaseName, case_names, told_apart
 from kerneltune.reporting.tables import INTERPRETER_NOTE, LOSS, WIN
@@ -90,7 +91,7 @@ def default_pair(
     variants = list(dict.fromkeys(record.variant for record in records))
     for side, name in (("a", a), ("b", b)):
         if name is not None and name not in variants:
-            raise ValueError(f"{side}: {name!r}: expected one of {', '.join(variants)}")
+            raise unknown(side, name, variants)
     own = list(dict.fromkeys(r.variant for r in records if (r.op, r.variant) not in peers)) or variants
     first = "baseline" if "baseline" in variants else own[0]
     last = "optimized" if "optimized" in variants else own[-1]

@@ -55,7 +55,9 @@ def test_every_command_has_help(command: str) -> None:
 
 
 def test_sizes_that_an_operator_has_no_knobs_for() -> None:
-    assert refused("ops", "int4_gemm", "K=7").startswith("error: int4_gemm baseline: no knobs for N=4096 M=4096 K=7 ")
+    said = refused("ops", "int4_gemm", "K=7")
+    assert said.startswith("error: int4_gemm baseline: no knobs for N=4096 M=4096 K=7 ")
+    assert said.endswith(": k must be a multiple of the group and of 32, got k=7 group=64")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

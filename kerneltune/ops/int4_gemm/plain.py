@@ -15,6 +15,7 @@ from kerneltune.device import sm_count
 from kerneltune.kernel_lib.tl_gemm import dot, is_last, sum_of_parts
 from kerneltune.kernel_lib.tl_lib import only_if, wide
 from kerneltune.kernel_lib.workspace import counters
+from kerneltune.ops.int4_gemm.packing import check_sizes
 from kerneltune.ops.int4_gemm.reference import group_size
 from kerneltune.rounding import cdiv, next_power_of_2
 from kerneltune.spec import Case, Inputs, Outputs, Space
@@ -237,6 +238,12 @@ def valid(case: Case, config: PlainConfig | SplitConfig | StreamConfig) -> str |
 
 
 def _tile(case: Case) -> dict[str, int]:
+    """The knobs that all three have.
+
+    Raises:
+        ValueError: sizes that cannot be packed.
+    """
+    check_sizes(case["M"], case["K"], group_size(case))
     depth = next(d for d in (64, 32) if group_size(case) % d == 0 and case["K"] % d == 0)
     return {"tokens": 16 if case["N"] <= 16 else 32, "rows": 64, "depth": depth, "warps": 4, "stages": 3}
 
