@@ -334,7 +334,7 @@ def test_one_slow_compilation_does_not_keep_the_others_waiting(setting: Setting)
         return slow if config == Small(64, 1) else compiled(config)
 
     def on_trial(_config: Config, _trial: Trial) -> None:
-        if len(tuner.evaluated) == 24:
+        if len(tuner.evaluated) == 24 and not slow.done():
             slow.set_result(Compiled((), 60.0))
 
     entry = tune(tuner, Search(), compiling, setting.root, on_trial)

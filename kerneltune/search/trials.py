@@ -111,9 +111,7 @@ class TrialStore:
     def of_case(self, op: Op, case: Case, variant: Variant, policy: str) -> list[StoredTrial]:
         """Everything stored of a case, in the order of the first evaluation."""
         wanted = self._key(op.name, case, variant.name, policy, ())[:-1]
-        return [
-            StoredTrial(dict(key[-1]), trial, *self._origins[key]) for key, trial in self._snapshot() if key[:-1] == wanted
-        ]
+        return [StoredTrial(dict(key[-1]), trial, *self._origins[key]) for key, trial in self._snapshot() if key[:-1] == wanted]
 
     def of_other_sizes(self, op: Op, case: Case, variant: Variant) -> list[tuple[Sizes, dict[str, Any], Trial]]:
         """Sizes, knobs and trial of everything stored of cases that differ in their sizes only."""

@@ -14,6 +14,7 @@ from kerneltune import device
 from kerneltune.measuring.compare import commit
 from kerneltune.measuring.compiler import TARGETS, CompilePool
 from kerneltune.plan import Options, results_root
+from kerneltune.processes import start_server
 from kerneltune.search.loop import Search
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case, Config, Op, Variant
@@ -56,6 +57,7 @@ class Machines:
         Raises:
             ValueError: a GPU that nothing can be compiled for ahead of time.
         """
+        start_server()  # before the driver is asked, which takes as long
         here = device.current()
         target = TARGETS.get(here.arch)
         if target is None:

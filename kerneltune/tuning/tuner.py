@@ -293,9 +293,7 @@ def tune(
         known, first = _known(tuner, pool), starting_points(tuner, pool, root)
         if len(known) < len(pool):
             tuner.prepare()
-        explored = explore(
-            pool, first, search, begin, on_trial, known, tuner.compilers, tuner.meanwhile, chances_of(tuner, pool)
-        )
+        explored = explore(pool, first, search, begin, on_trial, known, tuner.compilers, tuner.meanwhile, chances_of(tuner, pool))
         times = explored.times
         cached = cached_config(tuner.op, tuner.case, tuner.variant, tuner.policy, root)
         if cached is not None and cached not in times:  # whatever the budget left out, the incumbent is judged anew
