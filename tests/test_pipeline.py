@@ -214,6 +214,6 @@ def test_the_deciding_process_keeps_off_the_measuring_core(slow: Options) -> Non
     before = os.sched_getaffinity(0)
     if len(before) < 2:
         pytest.skip("one core")
-    with Machines(slow):
+    with Machines(slow) as stage, stage.deciding():
         assert os.sched_getaffinity(0) == before - {max(before)}
     assert os.sched_getaffinity(0) == before

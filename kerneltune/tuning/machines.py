@@ -124,6 +124,16 @@ class Machines:
         """Let go of what was compiled ahead for a case whose search is over."""
         self._ahead = {wanted: begun for wanted, begun in self._ahead.items() if wanted[:3] != _wanted(tuner, None)[:3]}
 
+    @contextmanager
+    def deciding(self) -> Iterator[None]:
+        """Keep this thread off the measuring core: what is tried next is decided while something is measured."""
+        before = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, self._cores or before)
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, before)
+
     def count(self, began: float, evaluations: int) -> None:
         """Add a search to those of the stage."""
         self._began, self._evaluations = self._began or began, self._evaluations + evaluations
@@ -136,9 +146,6 @@ class Machines:
         return Usage(now - began, self.bench.busy_since(began), self._evaluations)
 
     def __enter__(self) -> "Machines":
-        self._before = os.sched_getaffinity(0)
-        if self._cores:  # what is decided here while something is measured does not take that core's time
-            os.sched_setaffinity(0, self._cores)
         self.pool.__enter__()
         self.bench.__enter__()
         return self
@@ -146,7 +153,6 @@ class Machines:
     def __exit__(self, *error: object) -> None:
         self.bench.__exit__(*error)
         self.pool.__exit__(*error)
-        os.sched_setaffinity(0, self._before)
 
 
 class Clock:

@@ -84,27 +84,32 @@ def perform(machines: Machines, work: Work, following: Sequence[Work], family: s
     if reason is not None:
         return Done(problem=f"not tuned: {op.name} {case.name}: {reason}")
     tuner = machines.tuner(op, case, widened(work.variant, options.knobs))
-    compiling, clock = machines.compiling(tuner), Clock(machines)
+    clock = Clock(machines)
     try:
-        if options.exhaustive:
-            path, best = _export(tuner, measure_space(tuner, compiling), family, options)
-            done = Done(space=path, best=best)
-        else:
-            search = search_of(options)
-            later = [
-                machines.tuner(one.op, one.case, widened(one.variant, options.knobs), anew=False)
-                for one in following[:_CASES_AHEAD]
-            ]
-            machines.look_ahead(later, search)
-            entry = tune(tuner, search, compiling, options.configs)
-            gain = entry.evidence.get("speedup")
-            done = Done(entry, best=f"{entry.config}" + (f" {gain:.2f}x the incumbent" if gain else ""))
+        with machines.deciding():
+            done = (
+                _measured(machines, tuner, family, options) if options.exhaustive else _tuned(machines, tuner, following, options)
+            )
     except NothingPassedError as error:
         done = Done(problem=str(error))
     except ChildLostError as error:
         done = Done(problem=f"not tuned: {work.label}: {error}")
     machines.forget_ahead(tuner)
     return replace(done, usage=clock.usage(tuner))
+
+
+def _tuned(machines: Machines, tuner: Tuner, following: Sequence[Work], options: Options) -> Done:
+    search, next_ones = search_of(options), following[:_CASES_AHEAD]
+    later = [machines.tuner(one.op, one.case, widened(one.variant, options.knobs), anew=False) for one in next_ones]
+    machines.look_ahead(later, search)
+    entry = tune(tuner, search, machines.compiling(tuner), options.configs)
+    gain = entry.evidence.get("speedup")
+    return Done(entry, best=f"{entry.config}" + (f" {gain:.2f}x the incumbent" if gain else ""))
+
+
+def _measured(machines: Machines, tuner: Tuner, family: str, options: Options) -> Done:
+    path, best = _export(tuner, measure_space(tuner, machines.compiling(tuner)), family, options)
+    return Done(space=path, best=best)
 
 
 def tell(progress: Progress, work: Work, done: Done) -> None:

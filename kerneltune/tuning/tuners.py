@@ -75,7 +75,7 @@ def by_kerneltune(task: Task) -> Found:
     op, variant, _ = task.load()
     options = replace(task.options, configs=task.folder / "configs", results=task.folder / "results")
     began = time.monotonic()
-    with Machines(options) as machines:
+    with Machines(options) as machines, machines.deciding():
         clock, tuner = Clock(machines), machines.tuner(op, task.case, variant)
         entry = tune(tuner, task.search, machines.compiling(tuner), options.configs)
         usage = clock.usage(tuner)
