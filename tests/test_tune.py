@@ -36,7 +36,8 @@ from kerneltune.search import loop
 from kerneltune.search.loop import ENUMERATE_UP_TO, Search
 from kerneltune.search.trials import Trial, TrialStore
 from kerneltune.spec import Case, Config, Variant
-from kerneltune.tuning.tuner import NothingPassedError, Tuner, candidates, neighbour_dtype, tune
+from kerneltune.tuning.candidates import candidates, neighbour_dtype
+from kerneltune.tuning.tuner import NothingPassedError, Tuner, tune
 
 # enumeration
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from kerneltune.search.line import Line, Started
 from kerneltune.search.surrogate import Surrogate
 from kerneltune.search.trials import Trial, knobs_of
 from kerneltune.spec import Config
@@ -27,9 +28,6 @@ AHEAD = 8
 before its time is known; a replay keeps the same delay. While none waits, as many compile as there are compilers."""
 _AHEAD_BLIND = 48
 """The same where no time changes what is tried next."""
-_HANDED_OVER = 2
-"""Configs that the bench has: with one measured and the next one at hand, it does not wait for what is decided here."""
-_POLL_S = 0.001
 _FIRST = 8
 _GAIN_AFTER = 16
 _GAIN_EVERY = 4
@@ -66,28 +64,6 @@ class Search:
             raise ValueError(f"until-gain must be between 0 and 1, got {self.until_gain}")
         if self.sampler not in SAMPLERS:
             raise ValueError(f"sampler must be one of {', '.join(SAMPLERS)}, got {self.sampler!r}")
-
-
-class Started(Protocol):
-    """A config whose evaluation has begun: it is compiled, then measured unless it is refused for what the compiler says."""
-
-    def done(self) -> bool:
-        """Whether it is compiled."""
-
-    def refused(self) -> bool:
-        """Of a compiled one, whether its trial needs no bench."""
-
-    def measure(self) -> None:
-        """Hand a compiled one to the bench, which measures one after the other."""
-
-    def measured(self) -> bool:
-        """Whether the bench is done with it."""
-
-    def result(self) -> Trial:
-        """The trial of one that is refused, or was handed to the bench: waits for it."""
-
-    def cancel(self) -> None:
-        """Give it up; what was stored stays."""
 
 
 class Proposals(Protocol):
@@ -139,7 +115,7 @@ def explore(
     for config, trial in known.items():
         proposals.tell(config, trial.time_us)
     limit = len(pool) if search.trials is None else min(search.trials, len(pool))
-    line, trials = _Line(compilers), dict(known)
+    line, trials = Line(compilers), dict(known)
     began: float | None = None  # starting a process on the GPU, inputs and reference are not the search's time
     enough = False
     try:
@@ -164,55 +140,6 @@ def explore(
     finally:
         line.give_up(also_measured=True)
     return Explored(trials)
-
-
-class _Line:
-    """Configs on their way: compiling, compiled, handed to the bench. One slow compilation does not keep the others waiting."""
-
-    def __init__(self, compilers: int) -> None:
-        self._compilers = compilers
-        self._compiling: list[tuple[Config, Started]] = []
-        self._compiled: deque[tuple[Config, Started]] = deque()
-        self._handed: deque[tuple[Config, Started]] = deque()
-
-    @property
-    def length(self) -> int:
-        """Configs that were asked for and have no trial yet."""
-        return len(self._compiling) + len(self._compiled) + len(self._handed)
-
-    def has_room(self, ahead: int) -> bool:
-        """Whether to ask for another config."""
-        return self.length < ahead or (not self._compiled and len(self._compiling) < self._compilers)
-
-    def add(self, config: Config, begun: Started) -> None:
-        """A config that begins to compile."""
-        self._compiling.append((config, begun))
-
-    def move(self) -> list[tuple[Config, Trial]]:
-        """Everything one step on, as far as it is done; the trials there are now. Waits a little where there is none."""
-        trials = []
-        for one in [one for one in self._compiling if one[1].done()]:
-            self._compiling.remove(one)
-            if one[1].refused():
-                trials.append((one[0], one[1].result()))
-            else:
-                self._compiled.append(one)
-        while self._handed and self._handed[0][1].measured():
-            config, begun = self._handed.popleft()
-            trials.append((config, begun.result()))
-        while self._compiled and len(self._handed) < _HANDED_OVER:
-            self._handed.append(self._compiled.popleft())
-            self._handed[-1][1].measure()
-        if not trials:
-            time.sleep(_POLL_S)
-        return trials
-
-    def give_up(self, also_measured: bool = False) -> None:
-        """Give up what the bench has not been given, or all."""
-        for _, begun in (*self._compiling, *self._compiled, *(self._handed if also_measured else ())):
-            begun.cancel()
-        self._compiling.clear()
-        self._compiled.clear()
 
 
 def propose(

@@ -21,20 +21,17 @@ from kerneltune.measuring.compare import commit
 from kerneltune.measuring.compiler import Compiled, Job
 from kerneltune.measuring.occupancy import LIMITS, resident
 from kerneltune.search.loop import Explored, Search, explore, propose
-from kerneltune.search.refusals import REFUSED, chances
 from kerneltune.search.trials import Trial, TrialStore, knobs_of
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import Samples, median_interval, ratio_interval
 from kerneltune.tuning.bench import SCREEN_SAMPLES, TRIED_WHOLE, ChildLostError, Measuring
-from kerneltune.tuning.cached import cached_config, fitting
+from kerneltune.tuning.cached import cached_config
+from kerneltune.tuning.candidates import candidates, chances_of, starting_points
 from kerneltune.tuning.knobs import checked_space
 
 _FINALISTS = 4
 _FINAL_MARGIN = 1.04
-_NEIGHBOURS = 3
-_TRANSFERRED = 16
 _POLL_S = 0.001
-_TOLD = 2000
 
 
 class NothingPassedError(Exception):
@@ -57,27 +54,6 @@ class Compiling(Protocol):
 def job(op: Op, case: Case, config: Config, variant: Variant) -> Job:
     """What a compile pool is given to compile a config of a variant."""
     return Job(partial(op.inputs, case), variant.run, config)
-
-
-def neighbour_dtype(op: Op, case: Case) -> Case | None:
-    """The same case in the other 16-bit type, whose ranking this one may start from."""
-    other = {"bfloat16": "float16", "float16": "bfloat16"}.get(case.dtype)
-    return Case(case.name, case.axes, other, case.quant, case.options) if other in op.dtypes and other else None
-
-
-def candidates(op: Op, case: Case, variant: Variant, policy: str, store: TrialStore) -> list[Config]:
-    """Default first, then the space; only the neighbour's best where the other 16-bit type was searched before.
-
-    Raises:
-        ValueError: the space has no valid config for the case, or says what makes no sense.
-    """
-    space = checked_space(op, case, variant)
-    neighbour = neighbour_dtype(op, case)
-    ranked = store.ranked(op, neighbour, variant, policy) if neighbour else []
-    if len(ranked) > max(_TRANSFERRED, len(store.ranked(op, case, variant, policy))):
-        space = [config for values in ranked[:_TRANSFERRED] if (config := variant.config_from(values)) in set(space)]
-    default = variant.default_config(case)
-    return [default, *(config for config in space if config != default)]
 
 
 class Tuner:
@@ -290,10 +266,10 @@ def tune(
     begin = partial(_begin, tuner, compiling)
     try:
         pool = candidates(tuner.op, tuner.case, tuner.variant, tuner.policy, tuner.store)
-        known, first = _known(tuner, pool), starting_points(tuner, pool, root)
+        known, first = _known(tuner, pool), _first(tuner, pool, root)
         if len(known) < len(pool):
             tuner.prepare()
-        explored = explore(pool, first, search, begin, on_trial, known, tuner.compilers, tuner.meanwhile, chances_of(tuner, pool))
+        explored = explore(pool, first, search, begin, on_trial, known, tuner.compilers, tuner.meanwhile, _chances(tuner, pool))
         times = explored.times
         cached = cached_config(tuner.op, tuner.case, tuner.variant, tuner.policy, root)
         if cached is not None and cached not in times:  # whatever the budget left out, the incumbent is judged anew
@@ -335,20 +311,17 @@ def first_asked(tuner: Tuner, search: Search, root: Path | None, count: int) -> 
     pool = candidates(tuner.op, tuner.case, tuner.variant, tuner.policy, tuner.store)
     if _known(tuner, pool):
         return []
-    proposals = propose(pool, starting_points(tuner, pool, root), search, chances_of(tuner, pool))
+    proposals = propose(pool, _first(tuner, pool, root), search, _chances(tuner, pool))
     asked = (proposals.ask() for _ in range(min(count, len(pool), search.trials or count)))
     return [config for config in asked if config is not None]
 
 
-def chances_of(tuner: Tuner, pool: Sequence[Config]) -> dict[Config, float] | None:
-    """How likely each config is not to be refused, by what was stored of other sizes; None where there is nothing of these."""
-    told = [
-        (axes, knobs, trial.status in REFUSED)
-        for axes, knobs, trial in tuner.store.of_other_sizes(tuner.op, tuner.case, tuner.variant)[-_TOLD:]
-        if list(knobs) == list(knobs_of(pool[0]))
-    ]
-    found = chances(tuner.case.axes, [knobs_of(config) for config in pool], told)
-    return None if found is None else dict(zip(pool, map(float, found), strict=True))
+def _first(tuner: Tuner, pool: Sequence[Config], root: Path | None) -> list[Config]:
+    return starting_points(tuner.op, tuner.case, tuner.variant, tuner.policy, pool, root)
+
+
+def _chances(tuner: Tuner, pool: Sequence[Config]) -> dict[Config, float] | None:
+    return chances_of(tuner.op, tuner.case, tuner.variant, tuner.store, pool)
 
 
 def _known(tuner: Tuner, pool: Sequence[Config]) -> dict[Config, Trial]:
@@ -357,15 +330,6 @@ def _known(tuner: Tuner, pool: Sequence[Config]) -> dict[Config, Trial]:
 
 def _begin(tuner: Tuner, compiling: Callable[[Config], Compiling], config: Config) -> _Begun:
     return _Begun(tuner, config, compiling(config))
-
-
-def starting_points(tuner: Tuner, pool: Sequence[Config], root: Path | None) -> list[Config]:
-    """The default, what is promising, then what the cache holds for this case, the nearest sizes and the other 16-bit type."""
-    near = fitting(tuner.op, tuner.case, tuner.variant, tuner.policy, root)
-    nearest = [config for _, config in sorted(near, key=lambda found: found[0].distance)[:_NEIGHBOURS]]
-    offered = set(pool)
-    found = [config for config in (*tuner.variant.promising(tuner.case), *nearest) if config in offered]
-    return list(dict.fromkeys([pool[0], *found]))
 
 
 def _decide(

@@ -15,9 +15,10 @@ from kerneltune.search.loop import Search
 from kerneltune.search.trials import TrialStore, knobs_of
 from kerneltune.spec import Case, Config, Inputs, Op, Variant
 from kerneltune.tuning.bench import Named
+from kerneltune.tuning.candidates import candidates
 from kerneltune.tuning.knobs import Given, narrowed
 from kerneltune.tuning.machines import Clock, Machines
-from kerneltune.tuning.tuner import candidates, tune
+from kerneltune.tuning.tuner import tune
 
 US = "kerneltune tune"
 EXHAUSTIVE = "@triton.autotune"
