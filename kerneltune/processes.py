@@ -7,6 +7,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from typing import Any, TypeVar
 
@@ -45,6 +46,12 @@ def fast_context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch"])
     return context
+
+
+def start_server() -> None:
+    """Have the server of `fast_context` import torch while this process does something else."""
+    fast_context()
+    forkserver.ensure_running()
 
 
 def in_environment(environment: Mapping[str, str], work: Callable[..., T], *args: Any) -> T:

@@ -51,6 +51,16 @@ class Sweep:
     gate: Mapping[str, float]
 
 
+def results_of(family: str) -> Path:
+    """Where the results of a family are kept unless told: with the sweeps of the checkout or package, else in the current folder.
+
+    Raises:
+        ValueError: there is no such family.
+    """
+    own = find(family).resolve().parent == data_root("sweeps").resolve()
+    return data_root("results") if own else Path("results")
+
+
 def find(family: str, root: Path | None = None) -> Path:
     """The sweep file of a family: a `.yaml` path itself, else `sweeps/` here, else that of the checkout or package.
 

@@ -32,7 +32,7 @@ class LoggedBench(Bench):
 
     def trial(self, config: Config, best_us: float | None, samples: int = 5) -> Trial:
         """Ten milliseconds of work; the fifth evaluation of a case may be the last of a worker."""
-        self.busy_s += 0.01
+        self.busy.append((time.monotonic(), 0.01))
         time.sleep(0.01)
         deadly = Path(os.environ[DIE]) / self.case.name
         if config == Knobs(3, 8) and deadly.exists():

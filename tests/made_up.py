@@ -90,7 +90,10 @@ class NoBench:
     """A bench that must not be asked for times."""
 
     def open(self, *_args: Any) -> None:
-        raise AssertionError
+        pass
+
+    def prepare(self) -> None:
+        pass
 
     def trial(self, *_args: Any) -> Trial:
         raise AssertionError
@@ -112,7 +115,10 @@ class FakeTuner(Tuner):
         self.duels: list[list[Config]] = []
         self.winner: Callable[[Sequence[Config]], Config] = lambda configs: min(configs, key=landscape)  # type: ignore[arg-type]
 
-    def _evaluate(self, config: Config, compiled: Compiled) -> Trial:
+    def refusal(self, config: Config, compiled: Compiled) -> Trial | None:
+        return None
+
+    def _measure(self, config: Config) -> Trial:
         self.evaluated.append(config)
         time_us = self.landscape(config)
         return Trial("wrong", detail="off by one") if time_us is None else Trial("ok", time_us)

@@ -55,6 +55,18 @@ def broken(pool: CompilePool, timeout_s: float) -> list[Compiled]:
     return list(pool.compile(bad, timeout_s))
 
 
+def given_up(pool: CompilePool) -> list[Compiled]:
+    """What is given up while it compiles is compiled to its end, by a worker that stays; what waits is not begun."""
+    running = [pool.submit(job(hang, 0.5)) for _ in range(pool.workers)]
+    waiting = pool.submit(job(boom, "never begun"))
+    while not all(one._future.running() for one in running):
+        time.sleep(0.01)
+    for one in (*running, waiting):
+        one.cancel()
+    assert waiting._future.cancelled()
+    return [one.result() for one in running]
+
+
 def real(pool: CompilePool) -> list[Compiled]:
     """One config of each of the operators' kernels, and one job that raises in the midst of them."""
     from kerneltune import ops
@@ -121,7 +133,8 @@ def main() -> None:
     """Print what the pool answered, as JSON."""
     with CompilePool(TARGETS["sm_90"], workers=2) as pool:
         compiled = real(pool)
+        kept = given_up(pool)
         mixed = broken(pool, timeout_s=1.0)
     with CompilePool(TARGETS["gfx942"], workers=2) as pool:
-        answers = {"real": compiled, "broken": mixed, "fnuz": fnuz(pool), "large": too_large(pool)}
+        answers = {"real": compiled, "given up": kept, "broken": mixed, "fnuz": fnuz(pool), "large": too_large(pool)}
     json.dump({name: [asdict(c) | {"resources": c.resources} for c in found] for name, found in answers.items()}, sys.stdout)

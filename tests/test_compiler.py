@@ -44,6 +44,10 @@ def test_real_kernels_compile_for_sm_90_in_the_order_of_the_jobs(answers: dict[s
     assert raised["kernels"] == [] and "RuntimeError" in raised["error"]
 
 
+def test_what_is_given_up_costs_no_worker(answers: dict[str, Any]) -> None:
+    assert [(one["error"], one["seconds"] >= 0.5) for one in answers["given up"]] == [("", True)] * 2
+
+
 def test_every_cast_compiles_into_the_fnuz_types_for_gfx942(answers: dict[str, Any]) -> None:
     assert [c["error"] for c in answers["fnuz"]] == [""] * 18
     assert all(c["kernels"] for c in answers["fnuz"])

@@ -143,7 +143,6 @@ def test_a_search_ends_when_little_is_left_to_gain() -> None:
     make = make_dataclass("Knobs", [name for name, _ in configs[0]], frozen=True)
     trials = {make(**dict(knobs)): trial for knobs, trial in SPACE.trials.items()}
     found = explore(list(trials), (), Search(until_gain=0.01), lambda config: Answered(trials[config]))
-    assert found.expected_gain is not None and found.expected_gain < 0.01
     assert 16 <= len(found.trials) < len(trials) / 2
     assert min(found.times.values()) <= 1.05 * min(SPACE.feasible.values())
 

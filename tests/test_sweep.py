@@ -71,6 +71,19 @@ gate: {{margin: 0.05}}
     assert {entry.section for entry in read_sweep.check} == {"check"}
 
 
+def test_results_of_a_family_from_elsewhere_are_kept_in_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sweeps").mkdir()
+    for path in (tmp_path / "mine.yaml", tmp_path / "sweeps" / "also.yaml"):
+        path.write_text("family: mine\n")
+    assert sweep.results_of("./mine.yaml") == sweep.results_of("also") == Path("results")
+    assert sweep.results_of("rmsnorm") == sweep.results_of(str(REPO / "sweeps" / "rmsnorm.yaml")) == REPO / "results"
+    with pytest.raises(ValueError, match="theirs"):
+        sweep.results_of("theirs")
+
+
 def test_what_is_not_given_is_every_quant_the_first_type_and_the_first_option(tmp_path: Path) -> None:
     found = rows(read(tmp_path, HEAD + "bench: [{name: a, M: 4, N: 8}]").bench)
     assert found == [

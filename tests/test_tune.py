@@ -36,7 +36,8 @@ from kerneltune.search import loop
 from kerneltune.search.loop import ENUMERATE_UP_TO, Search
 from kerneltune.search.trials import Trial, TrialStore
 from kerneltune.spec import Case, Config, Variant
-from kerneltune.tuning.tuner import NothingPassedError, Tuner, candidates, neighbour_dtype, tune
+from kerneltune.tuning.candidates import candidates, neighbour_dtype
+from kerneltune.tuning.tuner import NothingPassedError, Tuner, tune
 
 # enumeration
 
@@ -126,7 +127,7 @@ def test_a_search_ends_when_its_seconds_are_over(
     tuner = setting.tuner(variant, slow)
     tuner.winner = lambda configs: configs[0]
     setting.tune(tuner, Search(budget_s=4.5))
-    assert len(tuner.evaluated) == 1 + 4 + 1  # the seconds count from the first result on
+    assert 0 <= len(tuner.evaluated) - (1 + 4 + 1) <= 4  # from the first result on, until the end: the bench is up to two ahead
 
 
 @pytest.mark.parametrize("sampler", loop.SAMPLERS)
@@ -199,7 +200,8 @@ def test_an_interrupted_search_goes_on_where_it_was(setting: Setting) -> None:
         setting.tune(first)
     second = setting.tuner(SMALL, small_time)
     entry = setting.tune(second)
-    assert len(second.evaluated) == 25 - 9 and not set(second.evaluated) & set(first.evaluated[:9])
+    stored = {*first.evaluated} - {first.evaluated[9]}  # the bench may have had the next one already
+    assert len(stored) in (9, 10) and len(second.evaluated) == 25 - len(stored) and not set(second.evaluated) & stored
     assert entry.config == {"block": 512, "warps": 8}
 
 
@@ -334,7 +336,7 @@ def test_one_slow_compilation_does_not_keep_the_others_waiting(setting: Setting)
         return slow if config == Small(64, 1) else compiled(config)
 
     def on_trial(_config: Config, _trial: Trial) -> None:
-        if len(tuner.evaluated) == 24:
+        if len(tuner.evaluated) == 24 and not slow.done():
             slow.set_result(Compiled((), 60.0))
 
     entry = tune(tuner, Search(), compiling, setting.root, on_trial)
@@ -355,4 +357,4 @@ def test_what_is_in_flight_at_the_end_is_given_up(setting: Setting) -> None:
     tuner = setting.tuner(LARGE, tables(0))
     with pytest.raises(KeyboardInterrupt):
         tune(tuner, Search(trials=30), compiling, setting.root, interrupt)
-    assert len(futures) == 2 + loop.AHEAD and all(future.cancelled() for future in futures[3:])
+    assert loop.AHEAD <= len(futures) <= 2 + loop.AHEAD and all(future.cancelled() for future in futures[3:])

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -64,7 +65,8 @@ def test_all_sides_search_the_same_configs_and_meet_in_one_run(fought: tuple[Con
     assert theirs.config == {"block": 2, "warps": 8}  # fastest by its own clock, but wrong
     assert (theirs.time_us, theirs.gap, theirs.evaluations) == (None, None, 16)
     assert theirs.remark == ("one compilation after the other, no check of results, 1 could not be launched; wrong: off by one")
-    assert ours.gap is not None and ours.gap.median == 0.0 and ours.remark == "GPU idle for 100 %"
+    assert ours.gap is not None and ours.gap.median == 0.0
+    assert re.fullmatch(r"first config compiled after \d+\.\d s, from there GPU idle for 100 %", ours.remark)
     gap = lines[DEFAULT].gap
     assert gap is not None and gap.median == pytest.approx(13.875 / 10 - 1) and gap.low <= gap.median <= gap.high
     assert lines["Third"].remark == "RuntimeError: no config found"

@@ -65,6 +65,8 @@ CASE = Case("a", (("M", 8),), "bfloat16")
 class Pool:
     """A compile pool that is done at once."""
 
+    workers = 2
+
     def __init__(self, *_: object) -> None: ...
 
     def __enter__(self) -> "Pool":
@@ -83,7 +85,11 @@ class Bench:
     """A bench whose times are a formula; a config with block 2 is wrong."""
 
     def __init__(self, *_: object, **__: object) -> None:
-        self.busy_s = 0.0
+        self.busy: list[tuple[float, float]] = []
+
+    def busy_since(self, moment: float) -> float:
+        """The seconds that were noted since."""
+        return sum(seconds for ended, seconds in self.busy if ended >= moment)
 
     def __enter__(self) -> "Bench":
         return self
@@ -91,6 +97,9 @@ class Bench:
     def __exit__(self, *_: object) -> None: ...
 
     def open(self, op: Op, case: Case, variant: Variant, policy: str) -> None:
+        """Nothing to make."""
+
+    def prepare(self) -> None:
         """Nothing to make."""
 
     def trial(self, config: Config, best_us: float | None, samples: int = 5) -> Trial:

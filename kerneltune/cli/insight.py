@@ -36,11 +36,11 @@ def command(
     o.choice("policy", policy, o.POLICIES)
     known = o.load_ops()
     from kerneltune import device
-    from kerneltune.plan import Options, load_plan, results_root
+    from kerneltune.plan import load_plan
     from kerneltune.search.trials import searches_below
 
     selection = o.make_selection(known, family, op, case, dtype, quant, [variant])
-    folder = results_root(Options(results=results)) / "runs" / "trials" / (gpu or device.current().slug)
+    folder = o.results_of(family, results) / "runs" / "trials" / (gpu or device.current().slug)
     cases = [(known[entry.op], entry.case) for entry in load_plan(known, selection).bench if selection.takes(entry)]
     found = searches_below(folder, cases, selection.variants, policy)
     if not found:

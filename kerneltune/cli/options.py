@@ -101,6 +101,18 @@ def results_root(results: Path | None) -> Path:
     return results or data_root("results")
 
 
+def results_of(family: str, results: Path | None) -> Path:
+    """As given, else where those of a family are kept: a plug-in's are not mixed with ours.
+
+    Raises:
+        ValueError: there is no such family.
+    """
+    from kerneltune import sweep
+
+    kept = sweep.results_of(family)
+    return results or kept
+
+
 def configs_root(configs: Path | None) -> Path:
     """The folder of the config cache: as given, else where kernels look."""
     from kerneltune.cache import roots

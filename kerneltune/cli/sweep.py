@@ -31,10 +31,8 @@ def command(
     Without a GPU the check cases run in Triton's interpreter: results are real there, times do not exist.
     Exit code 1 if one of our own variants fails.
     """
-    from kerneltune import sweep
-
-    sweep.find(family)
-    o.require_writable(o.results_root(results))
+    results = o.results_of(family, results)
+    o.require_writable(results)
     known = o.load_ops()
     from kerneltune.campaign import run_sweep
     from kerneltune.reporting.tables import sweep_text

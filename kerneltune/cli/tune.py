@@ -46,9 +46,7 @@ def command(
     expected gain is the mean, over joint draws of a Gaussian process, of how far the fastest untried config lies below the
     best so far.
     """
-    from kerneltune import sweep
-
-    sweep.find(family)
+    results = o.results_of(family, results)
     o.require_writable(o.configs_root(configs))
     known = o.load_ops()
     from kerneltune.tuning.run import run_tune

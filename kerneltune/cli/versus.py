@@ -37,9 +37,7 @@ def command(
     Each starts with nothing compiled, in a process of its own. What they choose is timed in one interleaved run, beside the
     default and the best few of every ranking. Written to results/<gpu>/versus; the config cache stays as it is.
     """
-    from kerneltune import sweep
-
-    sweep.find(family)
+    results = o.results_of(family, results)
     known = o.load_ops()
     from kerneltune.plan import load_plan, require_gpu
     from kerneltune.search.loop import Search
@@ -53,7 +51,7 @@ def command(
     if entry is None:
         raise ValueError("case: none selected: expected a bench case of the sweep")
     require_gpu("versus")
-    o.require_writable(o.results_root(results))
+    o.require_writable(results)
     chosen = known[entry.op]
     with reporter() as progress:
         found = versus.contest(chosen, entry.case, chosen.variant(variant), given, search, options, progress)

@@ -96,8 +96,9 @@ class Pending:
         return bool(self._future.done())
 
     def cancel(self) -> None:
-        """Stop compiling it, if it is not done."""
-        self._future.cancel()
+        """Give it up, if it has not begun: ending a worker costs more than what is left, which Triton's disk cache keeps."""
+        if not self._future.running():
+            self._future.cancel()
 
 
 class CompilePool:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from kerneltune.search.line import Line, Started
 from kerneltune.search.surrogate import Surrogate
 from kerneltune.search.trials import Trial, knobs_of
 from kerneltune.spec import Config
@@ -23,11 +24,10 @@ SAMPLERS = ("gp", "tpe", "random", "qmc")
 DEFAULT_SAMPLER = "gp"
 ENUMERATE_UP_TO = 120
 AHEAD = 8
-"""Configs in flight: one is measured while the others compile. What to try is decided that many configs before its time is
-known; a replay keeps the same delay."""
+"""Configs in flight as long as one of them is compiled and waits to be measured: what to try is decided that many configs
+before its time is known; a replay keeps the same delay. While none waits, as many compile as there are compilers."""
 _AHEAD_BLIND = 48
 """The same where no time changes what is tried next."""
-_POLL_S = 0.001
 _FIRST = 8
 _GAIN_AFTER = 16
 _GAIN_EVERY = 4
@@ -66,19 +66,6 @@ class Search:
             raise ValueError(f"sampler must be one of {', '.join(SAMPLERS)}, got {self.sampler!r}")
 
 
-class Started(Protocol):
-    """A config whose evaluation has begun."""
-
-    def done(self) -> bool:
-        """Whether what it waits for is there."""
-
-    def result(self) -> Trial:
-        """Wait for it."""
-
-    def cancel(self) -> None:
-        """Give it up; what was stored stays."""
-
-
 class Proposals(Protocol):
     """Where configs come from, each of them once. ahead: how many may be in flight."""
 
@@ -93,10 +80,9 @@ class Proposals(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Explored:
-    """The trials of a search in the order of their evaluation, and the gain still expected, where it was estimated."""
+    """The trials of a search in the order of their evaluation."""
 
     trials: dict[Config, Trial]
-    expected_gain: float | None = None
 
     @property
     def times(self) -> dict[Config, float]:
@@ -111,6 +97,9 @@ def explore(
     start: Callable[[Config], Started],
     on_trial: Callable[[Config, Trial], None] = lambda _config, _trial: None,
     known: Mapping[Config, Trial] = MappingProxyType({}),
+    compilers: int = 1,
+    meanwhile: Callable[[], None] = lambda: None,
+    chances: Mapping[Config, float] | None = None,
 ) -> Explored:
     """Try configs of a pool until a budget is used, the expected gain is small, or there are no others.
 
@@ -118,62 +107,63 @@ def explore(
         pool: all configs, none twice.
         first: those of the pool to begin with, such as the default and the best of the nearest shape.
         known: what was found out before; it counts as tried, as in a search that was interrupted.
+        compilers: how many configs compile at the same time.
+        meanwhile: called whenever the search has asked for what it wants, again and again.
+        chances: how likely each config of the pool is not to be refused, where that can be told.
     """
-    began: float | None = None  # starting a process on the GPU, inputs and reference are not the search's time
-    proposals = propose(pool, first, search)
-    gain = _Gain(pool, search, known)
-    pending: deque[tuple[Config, Started]] = deque()
-    trials = dict(known)
+    proposals, gain = propose(pool, first, search, chances), _Gain(pool, search, known)
     for config, trial in known.items():
         proposals.tell(config, trial.time_us)
     limit = len(pool) if search.trials is None else min(search.trials, len(pool))
+    line, trials = Line(compilers), dict(known)
+    began: float | None = None  # starting a process on the GPU, inputs and reference are not the search's time
+    enough = False
     try:
         while True:
-            while len(pending) < proposals.ahead and len(trials) + len(pending) < limit:
+            while not enough and line.has_room(proposals.ahead) and len(trials) + line.length < limit:
                 asked = proposals.ask()
                 if asked is None:
                     break
-                pending.append((asked, start(asked)))
-            if not pending:
+                line.add(asked, start(asked))
+            if not line.length:
                 break
-            config, begun = _first_done(pending)
-            trial = begun.result()
-            trials[config] = trial
-            proposals.tell(config, trial.time_us)
-            on_trial(config, trial)
-            began = time.monotonic() if began is None else began
-            if search.budget_s is not None and time.monotonic() - began > search.budget_s:
-                break
-            if gain.is_small(config, trial):
-                break
+            meanwhile()
+            for config, trial in line.move():
+                trials[config] = trial
+                proposals.tell(config, trial.time_us)
+                on_trial(config, trial)
+                began = time.monotonic() if began is None else began
+                spent = search.budget_s is not None and time.monotonic() - began > search.budget_s
+                enough = enough or spent or gain.is_small(config, trial)
+            if enough:
+                line.give_up()
     finally:
-        for _, begun in pending:
-            begun.cancel()
-    return Explored(trials, gain.expected)
+        line.give_up(also_measured=True)
+    return Explored(trials)
 
 
-def _first_done(pending: deque[tuple[Config, Started]]) -> tuple[Config, Started]:
-    """Take the first that is done, so that one slow compilation does not keep the others waiting."""
-    while True:
-        for index, (config, begun) in enumerate(pending):
-            if begun.done():
-                del pending[index]
-                return config, begun
-        time.sleep(_POLL_S)
+def propose(
+    pool: Sequence[Config], first: Sequence[Config], search: Search, chances: Mapping[Config, float] | None = None
+) -> Proposals:
+    """The proposals of a search: all in order where the space is small and no budget is set, else those of its sampler.
 
-
-def propose(pool: Sequence[Config], first: Sequence[Config], search: Search) -> Proposals:
-    """The proposals of a search: all in order where the space is small and no budget is set, else those of its sampler."""
+    What is more likely to be refused than not comes last, as long as no sampler knows better.
+    """
     order = list(dict.fromkeys([*first, *pool]))
+    begin = len(set(first))
     unlimited = search.budget_s is None and search.until_gain is None and (search.trials or len(pool)) >= len(pool)
     if unlimited and len(pool) <= ENUMERATE_UP_TO:
-        return _Listed(order)
-    rest = order[len(set(first)) :]
+        return _Listed(order[:begin] + _doubtful_last(order[begin:], chances))
+    rest = order[begin:]
     random.Random(search.seed).shuffle(rest)
-    order[len(set(first)) :] = rest
+    order[begin:] = _doubtful_last(rest, chances)
     if search.sampler == "random":
         return _Listed(order)
-    return _Modelled(order, len(set(first)), search.seed) if search.sampler == "gp" else _Asked(order, len(set(first)), search)
+    return _Modelled(order, begin, search.seed, chances) if search.sampler == "gp" else _Asked(order, begin, search)
+
+
+def _doubtful_last(order: Sequence[Config], chances: Mapping[Config, float] | None) -> list[Config]:
+    return sorted(order, key=lambda config: chances is not None and chances[config] < 0.5)
 
 
 class _Listed:
@@ -198,13 +188,14 @@ class _Modelled:
 
     ahead = AHEAD
 
-    def __init__(self, order: Sequence[Config], known: int, seed: int) -> None:
+    def __init__(self, order: Sequence[Config], known: int, seed: int, chances: Mapping[Config, float] | None = None) -> None:
         """order: what to begin with in front, `known` of them chosen, the others drawn."""
         self._order = list(order)
         self._left = dict.fromkeys(range(len(order)))
         self._begin = deque(range(min(len(order), known + _FIRST)))
         self._index = {config: i for i, config in enumerate(order)}
-        self._surrogate = Surrogate([knobs_of(config) for config in order], seed)
+        believed = None if chances is None else np.array([chances[config] for config in order])
+        self._surrogate = Surrogate([knobs_of(config) for config in order], seed, believed)
         self._seen: dict[int, float | None] = {}
         self._pending: dict[int, None] = {}
         self._stale = True
@@ -308,7 +299,6 @@ class _Gain:
 
     def __init__(self, pool: Sequence[Config], search: Search, known: Mapping[Config, Trial]) -> None:
         self._least = search.until_gain
-        self.expected: float | None = None
         if self._least is not None:
             self._index = {config: i for i, config in enumerate(pool)}
             self._surrogate = Surrogate([knobs_of(config) for config in pool], search.seed)
@@ -323,5 +313,4 @@ class _Gain:
         if timed < _GAIN_AFTER or len(self._seen) % _GAIN_EVERY:
             return False
         self._surrogate.fit(list(self._seen), list(self._seen.values()))
-        self.expected = self._surrogate.gain([i for i in self._index.values() if i not in self._seen])
-        return self.expected < self._least
+        return self._surrogate.gain([i for i in self._index.values() if i not in self._seen]) < self._least

@@ -28,6 +28,17 @@ class Answered:
         """Always."""
         return True
 
+    def refused(self) -> bool:
+        """A replay has no compiler."""
+        return False
+
+    def measure(self) -> None:
+        """Nothing to wait for."""
+
+    def measured(self) -> bool:
+        """Always."""
+        return True
+
     def result(self) -> Trial:
         """The trial."""
         return self.trial

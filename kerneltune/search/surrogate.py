@@ -21,6 +21,7 @@ R = TypeVar("R")
 
 _WORST = 0.7
 """Logarithms of times are cut this far above the best: how bad a bad config is says little about the good ones."""
+_DOUBTFUL = 1e-6
 _JOINT = 256
 _DRAWS = 128
 _REFIT_EVERY = 4
@@ -48,8 +49,9 @@ class Surrogate:
     Matérn 5/2 with one length scale per knob, fitted to the times seen under a prior on the scales.
     """
 
-    def __init__(self, pool: Sequence[Mapping[str, Any]], seed: int = 0) -> None:
-        """pool: the knob values of every config of the space."""
+    def __init__(self, pool: Sequence[Mapping[str, Any]], seed: int = 0, chances: Array | None = None) -> None:
+        """pool: the knob values of every config of the space; chances: how likely each gives a time, before any is tried."""
+        self._chances = chances
         self._points = _coordinates(pool)
         self._rng = np.random.default_rng(seed)
         self._theta = np.concatenate([np.full(self._points.shape[1], np.log(0.5)), [0.0, np.log(0.05)]])
@@ -76,7 +78,8 @@ class Surrogate:
     def improvement(self, wanted: Sequence[int], pending: Sequence[int] = ()) -> Array:
         """Expected improvement (len(wanted),) of the log time, times the chance that the config gives a time at all.
 
-        Pending configs are believed to take what is predicted.
+        One that more likely gives none counts next to nothing, and so comes last: nothing is known of times around it, and the
+        improvement there would look large for ever. Pending configs are believed to take what is predicted.
         """
         seen, values = self._seen, self._values
         if len(pending):
@@ -87,13 +90,15 @@ class Surrogate:
         deviation = np.sqrt(variance)
         z = (self._best - mean) / deviation
         improvement: Array = deviation * (z * norm.cdf(z) + norm.pdf(z)) * self._scale
-        return improvement * self._chance(np.asarray(wanted, dtype=int))
+        chance = self._chance(np.asarray(wanted, dtype=int))
+        return improvement * np.where(chance < 0.5, _DOUBTFUL * chance, chance)
 
     def _chance(self, wanted: NDArray[np.int_]) -> Array:
         """How likely a config gives a time: the same process over what worked and what did not."""
-        share = float(np.mean(self._worked))
+        believed = np.full(len(self._points), np.mean(self._worked)) if self._chances is None else self._chances
         factor = cho_factor(self._covariance(self._tried) + 0.1 * np.eye(len(self._tried)))
-        chance = share + self._kernel(self._tried, wanted).T @ cho_solve(factor, self._worked - share)
+        surprise = cho_solve(factor, self._worked - believed[self._tried])
+        chance = believed[wanted] + self._kernel(self._tried, wanted).T @ surprise
         bounded: Array = np.clip(chance, 0.02, 1.0)
         return bounded
 

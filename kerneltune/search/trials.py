@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from threading import Lock
 from typing import Any, BinaryIO
 
 from kerneltune.spec import Case, Config, Op, Variant
@@ -50,6 +51,7 @@ class StoredTrial:
     commit: str
 
 
+Sizes = tuple[tuple[str, int], ...]
 Searches = list[tuple[Case, list[StoredTrial]]]
 """Cases, each with the stored trials of it."""
 
@@ -59,7 +61,7 @@ _RESOURCES = ("resources", "spill_bytes", "shared_bytes")
 class TrialStore:
     """Trials of one operator on one GPU, in one JSONL file; a truncated last line, as a kill leaves it, is not read.
 
-    Opening a store writes nothing. on_put is told every line that `put` has written.
+    Opening a store writes nothing. Threads may share it. on_put is told every line that `put` has written.
     """
 
     def __init__(self, path: Path, commit: str = "", **fingerprint: str) -> None:
@@ -69,6 +71,7 @@ class TrialStore:
         self._fingerprint = tuple(sorted(fingerprint.items()))
         self._trials: dict[tuple[Any, ...], Trial] = {}
         self._origins: dict[tuple[Any, ...], tuple[str, str]] = {}
+        self._lock = Lock()
         self._load()
 
     def get(self, op: Op, case: Case, variant: Variant, policy: str, config: Config) -> Trial | None:
@@ -97,13 +100,26 @@ class TrialStore:
         append(self._path, line)
         self.on_put(line)
         key = self._key(op.name, case, variant.name, policy, tuple(knobs_of(config).items()))
-        self._trials[key], self._origins[key] = trial, origin
+        with self._lock:
+            self._trials[key], self._origins[key] = trial, origin
+
+    def _snapshot(self) -> list[tuple[tuple[Any, ...], Trial]]:
+        """All of it; another thread may be in `put`."""
+        with self._lock:
+            return list(self._trials.items())
 
     def of_case(self, op: Op, case: Case, variant: Variant, policy: str) -> list[StoredTrial]:
         """Everything stored of a case, in the order of the first evaluation."""
         wanted = self._key(op.name, case, variant.name, policy, ())[:-1]
+        return [StoredTrial(dict(key[-1]), trial, *self._origins[key]) for key, trial in self._snapshot() if key[:-1] == wanted]
+
+    def of_other_sizes(self, op: Op, case: Case, variant: Variant) -> list[tuple[Sizes, dict[str, Any], Trial]]:
+        """Sizes, knobs and trial of everything stored of cases that differ in their sizes only."""
+        wanted = (op.name, variant.name, case.dtype, case.quant, case.options)
         return [
-            StoredTrial(dict(key[-1]), trial, *self._origins[key]) for key, trial in self._trials.items() if key[:-1] == wanted
+            (key[2], dict(key[-1]), trial)
+            for key, trial in self._snapshot()
+            if (*key[:2], *key[3:6]) == wanted and key[2] != case.axes
         ]
 
     def ranked(self, op: Op, case: Case, variant: Variant, policy: str) -> list[dict[str, Any]]:

@@ -43,6 +43,9 @@ class Measuring(Protocol):
     def open(self, op: Op, case: Case, variant: Variant, policy: str) -> None:
         """Make ready for the configs of a variant on a case."""
 
+    def prepare(self) -> None:
+        """Do now what `open` has put off until the first config."""
+
     def trial(self, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Trial:
         """Check a config and time it roughly; one far slower than best_us, where that is given, gets one sample."""
 
@@ -61,12 +64,18 @@ class GpuBench:
         self._inputs: list[Any] = []
 
     def open(self, op: Op, case: Case, variant: Variant, policy: str) -> None:
-        """Make inputs and reference."""
+        """Make inputs and reference; Triton's driver compiles what it needs itself."""
+        from triton.runtime.driver import driver
+
         self._variant, self._policy = variant, POLICIES[policy]
         self._checker = Checker(op, case, "cuda")
         free, _ = torch.cuda.mem_get_info()
         sets = rotation(self._policy, op.traffic(case).total, device.current().l2_bytes, free)
         self._inputs = [op.inputs(case, device="cuda", seed=i) for i in range(sets)]
+        driver.active.get_current_device()
+
+    def prepare(self) -> None:
+        """Nothing is put off."""
 
     def trial(self, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Trial:
         """The median of the samples, or one sample of a config that is far behind."""
@@ -112,6 +121,9 @@ class CheckBench:
             self._of = self._checker = None
             self._checker, self._of = Checker(op, case, "cuda"), (op.name, case)
 
+    def prepare(self) -> None:
+        """Nothing is put off."""
+
     def trial(self, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Trial:
         """`ok` or `wrong`."""
         assert self._checker is not None
@@ -155,7 +167,6 @@ class IsolatedBench:
 
     Attributes:
         started: children so far.
-        busy_s: seconds that they spent on what they were asked for, not on starting.
     """
 
     def __init__(
@@ -171,7 +182,7 @@ class IsolatedBench:
         self._opened: tuple[Named, Case, str] | None = None
         self._ready = False
         self.started = 0
-        self.busy_s = 0.0
+        self._busy: list[tuple[float, float]] = []
 
     def __enter__(self) -> "IsolatedBench":
         return self
@@ -184,13 +195,31 @@ class IsolatedBench:
         self.close()
         self._opened = (Named(op.module, op.name, variant.name), case, policy)
 
+    def busy_since(self, moment: float) -> float:
+        """Seconds since a moment (time.monotonic) that the children spent on what they were asked for, not on starting."""
+        return sum(ended - max(began, moment) for began, ended in self._busy if ended > moment)
+
+    def prepare(self) -> None:
+        """Have a child make its tensors.
+
+        Raises:
+            ChildLostError: the child was lost.
+        """
+        assert self._opened is not None
+        if self._child is None:
+            self._start()
+            self._ready = False
+        if not self._ready:
+            self._ask("open", DUEL_TIMEOUT_S, *self._opened)
+            self._ready = True
+
     def trial(self, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Trial:
         """As the bench in the child says; `lost` where the child is lost over it.
 
         Raises:
             ChildLostError: the child was lost before it came to the config.
         """
-        self._prepare()
+        self.prepare()
         try:
             trial: Trial = self._ask("trial", self._trial_timeout_s, config, best_us, samples)
             return trial
@@ -203,7 +232,7 @@ class IsolatedBench:
         Raises:
             ChildLostError: the child was lost.
         """
-        self._prepare()
+        self.prepare()
         samples: list[Samples] = self._ask("samples", DUEL_TIMEOUT_S, configs)
         return samples
 
@@ -214,15 +243,6 @@ class IsolatedBench:
                 self._ask("close", self._trial_timeout_s)
             self._ready = False
         self._opened = None
-
-    def _prepare(self) -> None:
-        assert self._opened is not None
-        if self._child is None:
-            self._start()
-            self._ready = False
-        if not self._ready:
-            self._ask("open", DUEL_TIMEOUT_S, *self._opened)
-            self._ready = True
 
     def _start(self) -> None:
         context = fast_context()
@@ -240,11 +260,11 @@ class IsolatedBench:
             if not self._pipe.poll(timeout_s):
                 self._stop()
                 raise ChildLostError(f"took longer than {timeout_s:g} s")
-            answer, lost, seconds = self._pipe.recv()
+            answer, lost, busy = self._pipe.recv()
         except (EOFError, OSError) as error:
             code = self._stop()
             raise ChildLostError(f"the measuring process died: exit code {code}") from error
-        self.busy_s += seconds
+        self._busy.append(busy)
         if lost:
             self._stop()
             raise ChildLostError(lost)
@@ -286,7 +306,7 @@ def _serve(pipe: Connection, make: Callable[[], Measuring], cores: frozenset[int
         except Exception as error:  # out of memory as well: the next config finds a clean process
             answer, lost = None, first_line(error)
         lost = lost or broken_context()
-        pipe.send((answer, lost, time.monotonic() - began))
+        pipe.send((answer, lost, (began, time.monotonic())))
         if lost:
             return
 

@@ -6,7 +6,7 @@ Decides nothing about configs and prints nothing.
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from kerneltune import device
 from kerneltune.measuring.compare import commit
 from kerneltune.measuring.compiler import TARGETS, CompilePool
 from kerneltune.plan import Options, results_root
+from kerneltune.processes import start_server
 from kerneltune.search.loop import Search
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case, Config, Op, Variant
@@ -21,7 +22,8 @@ from kerneltune.tuning.bench import IsolatedBench, split_cores
 from kerneltune.tuning.tuner import Compiling, Tuner, first_asked, job
 from kerneltune.tuning.usage import Usage
 
-_AHEAD = 8
+_AHEAD = 256
+"""Of a later case; there may be nothing else to compile while large inputs are made and a duel is run."""
 
 
 @contextmanager
@@ -39,6 +41,13 @@ def empty_caches() -> Iterator[Path]:
                 os.environ["TRITON_CACHE_DIR"] = before
 
 
+_Wanted = tuple[str, str, Case, Config]
+
+
+def _wanted(tuner: Tuner, config: Config) -> _Wanted:
+    return tuner.op.name, tuner.variant.name, tuner.case, config
+
+
 class Machines:
     """For as long as a stage lasts. Use as a context manager."""
 
@@ -48,6 +57,7 @@ class Machines:
         Raises:
             ValueError: a GPU that nothing can be compiled for ahead of time.
         """
+        start_server()  # before the driver is asked, which takes as long
         here = device.current()
         target = TARGETS.get(here.arch)
         if target is None:
@@ -59,34 +69,70 @@ class Machines:
         self._options, self._folder = options, results_root(options) / "runs" / "trials" / here.slug
         self._began: float | None = None
         self._evaluations = 0
-        self._ahead: dict[tuple[str, str, Case, Config], Compiling] = {}
+        self._cores = compiling
+        self._stores: dict[str, TrialStore] = {}
+        self._begun: list[Compiling] = []
+        self._ahead: dict[_Wanted, Compiling] = {}
+        self._later: Iterator[tuple[Tuner, Config]] = iter(())
 
-    def tuner(self, op: Op, case: Case, variant: Variant, policy: str = "") -> Tuner:
-        """A tuner that remembers what was tried before.
+    def tuner(self, op: Op, case: Case, variant: Variant, policy: str = "", anew: bool = True) -> Tuner:
+        """A tuner that remembers what was tried before; not anew, as the last one of the operator did.
 
         Raises:
             ValueError: the store cannot be read.
         """
-        prints = {"source_hash": op.source_hash, "driver": device.current().driver, **device.versions()}
-        store = TrialStore(self._folder / f"{op.name}.jsonl", commit(), **prints)
-        store.on_put = self._on_trial
-        return Tuner(op, case, variant, policy or self._options.policy, store, self.bench)
+        if anew or op.name not in self._stores:
+            prints = {"source_hash": op.source_hash, "driver": device.current().driver, **device.versions()}
+            self._stores[op.name] = TrialStore(self._folder / f"{op.name}.jsonl", commit(), **prints)
+            self._stores[op.name].on_put = self._on_trial
+        tuner = Tuner(op, case, variant, policy or self._options.policy, self._stores[op.name], self.bench)
+        tuner.compilers, tuner.meanwhile = self.pool.workers, self.fill
+        return tuner
 
     def compiling(self, tuner: Tuner) -> Callable[[Config], Compiling]:
         """What begins to compile a tuner's configs, or hands out those that were begun ahead."""
-        op, case, variant = tuner.op, tuner.case, tuner.variant
 
         def begin(config: Config) -> Compiling:
-            begun = self._ahead.pop((op.name, variant.name, case, config), None)
-            return begun or self.pool.submit(job(op, case, config, variant))
+            return self._ahead.pop(_wanted(tuner, config), None) or self._begin(tuner, config)
 
         return begin
 
-    def compile_ahead(self, tuner: Tuner, search: Search) -> None:
-        """Begin to compile what the search of a later case will ask for first, so that the GPU does not wait for it."""
-        begin = self.compiling(tuner)
-        for config in first_asked(tuner, search, self._options.configs, _AHEAD):
-            self._ahead[tuner.op.name, tuner.variant.name, tuner.case, config] = begin(config)
+    def _begin(self, tuner: Tuner, config: Config) -> Compiling:
+        self._begun.append(self.pool.submit(job(tuner.op, tuner.case, config, tuner.variant)))
+        return self._begun[-1]
+
+    def look_ahead(self, later: Sequence[Tuner], search: Search) -> None:
+        """Say which cases come next, in place of those said before; `fill` compiles for them."""
+        self._later = self._asked(later, search)
+
+    def _asked(self, later: Sequence[Tuner], search: Search) -> Iterator[tuple[Tuner, Config]]:
+        for tuner in later:
+            for config in first_asked(tuner, search, self._options.configs, _AHEAD):
+                if _wanted(tuner, config) not in self._ahead:
+                    yield tuner, config
+
+    def fill(self) -> None:
+        """Begin to compile what later cases will ask for first where a core has nothing to do."""
+        self._begun = [one for one in self._begun if not one.done()]
+        while len(self._begun) < self.pool.workers:
+            following = next(self._later, None)
+            if following is None:
+                return
+            self._ahead[_wanted(*following)] = self._begin(*following)
+
+    def forget_ahead(self, tuner: Tuner) -> None:
+        """Let go of what was compiled ahead for a case whose search is over."""
+        self._ahead = {wanted: begun for wanted, begun in self._ahead.items() if wanted[:3] != _wanted(tuner, None)[:3]}
+
+    @contextmanager
+    def deciding(self) -> Iterator[None]:
+        """Keep this thread off the measuring core: what is tried next is decided while something is measured."""
+        before = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, self._cores or before)
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, before)
 
     def count(self, began: float, evaluations: int) -> None:
         """Add a search to those of the stage."""
@@ -96,7 +142,8 @@ class Machines:
     def usage(self) -> Usage:
         """Of all searches, from the first compiled config until now."""
         now = time.monotonic()
-        return Usage(now - (self._began or now), self.bench.busy_s, self._evaluations)
+        began = self._began or now
+        return Usage(now - began, self.bench.busy_since(began), self._evaluations)
 
     def __enter__(self) -> "Machines":
         self.pool.__enter__()
@@ -109,13 +156,14 @@ class Machines:
 
 
 class Clock:
-    """How busy the measuring child of some machines is with one search; made when it begins."""
+    """How busy the measuring child of some machines is with one search."""
 
     def __init__(self, machines: Machines) -> None:
-        self._machines, self._busy_s = machines, machines.bench.busy_s
+        self._machines = machines
 
     def usage(self, tuner: Tuner) -> Usage:
         """From the search's first compiled config until now."""
-        began = tuner.began or time.monotonic()
+        now = time.monotonic()
+        began = tuner.began or now
         self._machines.count(began, tuner.evaluations)
-        return Usage(time.monotonic() - began, self._machines.bench.busy_s - self._busy_s, tuner.evaluations)
+        return Usage(now - began, self._machines.bench.busy_since(began), tuner.evaluations)

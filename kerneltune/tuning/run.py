@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
 
 from kerneltune import cache, device, sweep
 from kerneltune.measuring.compare import commit, release_memory
@@ -68,8 +67,8 @@ def tune_entries(
     finished: list[tuple[Work, Done]] = []
     progress.stage("measure spaces" if options.exhaustive else "tune", len(wanted))
     with Machines(options) as machines:
-        for work, following in zip_longest(wanted, wanted[1:]):
-            done = perform(machines, work, following, selection.family, options)
+        for number, work in enumerate(wanted, start=1):
+            done = perform(machines, work, wanted[number:], selection.family, options)
             finished.append((work, done))
             tell(progress, work, done)
         whole = machines.usage

@@ -3,7 +3,7 @@
 The unit of work of a tuning stage, wherever it runs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,9 @@ from kerneltune.tuning.knobs import widened
 from kerneltune.tuning.machines import Clock, Machines
 from kerneltune.tuning.tuner import NothingPassedError, Tuner, measure_space, tune
 from kerneltune.tuning.usage import Usage
+
+_CASES_AHEAD = 6
+"""Every other of them is the ceiling of one, which is compiled in no time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +73,8 @@ def search_of(options: Options) -> Search:
     return Search(options.budget_s, options.trials, options.sampler, until_gain=options.until_gain)
 
 
-def perform(machines: Machines, work: Work, following: Work | None, family: str, options: Options) -> Done:
-    """Do it; `following` is what these machines are expected to do next.
+def perform(machines: Machines, work: Work, following: Sequence[Work], family: str, options: Options) -> Done:
+    """Do it; `following` is what these machines are expected to do next, in this order.
 
     Raises:
         ValueError: a space that makes no sense, a store that cannot be read, or a folder that cannot be written.
@@ -81,24 +84,32 @@ def perform(machines: Machines, work: Work, following: Work | None, family: str,
     if reason is not None:
         return Done(problem=f"not tuned: {op.name} {case.name}: {reason}")
     tuner = machines.tuner(op, case, widened(work.variant, options.knobs))
-    compiling, clock = machines.compiling(tuner), Clock(machines)
+    clock = Clock(machines)
     try:
-        if options.exhaustive:
-            path, best = _export(tuner, measure_space(tuner, compiling), family, options)
-            done = Done(space=path, best=best)
-        else:
-            search = search_of(options)
-            if following is not None:
-                later = machines.tuner(following.op, following.case, widened(following.variant, options.knobs))
-                machines.compile_ahead(later, search)
-            entry = tune(tuner, search, compiling, options.configs)
-            gain = entry.evidence.get("speedup")
-            done = Done(entry, best=f"{entry.config}" + (f" {gain:.2f}x the incumbent" if gain else ""))
+        with machines.deciding():
+            done = (
+                _measured(machines, tuner, family, options) if options.exhaustive else _tuned(machines, tuner, following, options)
+            )
     except NothingPassedError as error:
         done = Done(problem=str(error))
     except ChildLostError as error:
         done = Done(problem=f"not tuned: {work.label}: {error}")
+    machines.forget_ahead(tuner)
     return replace(done, usage=clock.usage(tuner))
+
+
+def _tuned(machines: Machines, tuner: Tuner, following: Sequence[Work], options: Options) -> Done:
+    search, next_ones = search_of(options), following[:_CASES_AHEAD]
+    later = [machines.tuner(one.op, one.case, widened(one.variant, options.knobs), anew=False) for one in next_ones]
+    machines.look_ahead(later, search)
+    entry = tune(tuner, search, machines.compiling(tuner), options.configs)
+    gain = entry.evidence.get("speedup")
+    return Done(entry, best=f"{entry.config}" + (f" {gain:.2f}x the incumbent" if gain else ""))
+
+
+def _measured(machines: Machines, tuner: Tuner, family: str, options: Options) -> Done:
+    path, best = _export(tuner, measure_space(tuner, machines.compiling(tuner)), family, options)
+    return Done(space=path, best=best)
 
 
 def tell(progress: Progress, work: Work, done: Done) -> None:

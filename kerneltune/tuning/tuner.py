@@ -8,6 +8,8 @@ measured on a bench.
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -21,15 +23,15 @@ from kerneltune.measuring.occupancy import LIMITS, resident
 from kerneltune.search.loop import Explored, Search, explore, propose
 from kerneltune.search.trials import Trial, TrialStore, knobs_of
 from kerneltune.spec import Case, Config, Op, Variant
-from kerneltune.stats import median_interval, ratio_interval
-from kerneltune.tuning.bench import SCREEN_SAMPLES, TRIED_WHOLE, Measuring
-from kerneltune.tuning.cached import cached_config, fitting
+from kerneltune.stats import Samples, median_interval, ratio_interval
+from kerneltune.tuning.bench import SCREEN_SAMPLES, TRIED_WHOLE, ChildLostError, Measuring
+from kerneltune.tuning.cached import cached_config
+from kerneltune.tuning.candidates import candidates, chances_of, starting_points
 from kerneltune.tuning.knobs import checked_space
 
 _FINALISTS = 4
 _FINAL_MARGIN = 1.04
-_NEIGHBOURS = 3
-_TRANSFERRED = 16
+_POLL_S = 0.001
 
 
 class NothingPassedError(Exception):
@@ -54,34 +56,18 @@ def job(op: Op, case: Case, config: Config, variant: Variant) -> Job:
     return Job(partial(op.inputs, case), variant.run, config)
 
 
-def neighbour_dtype(op: Op, case: Case) -> Case | None:
-    """The same case in the other 16-bit type, whose ranking this one may start from."""
-    other = {"bfloat16": "float16", "float16": "bfloat16"}.get(case.dtype)
-    return Case(case.name, case.axes, other, case.quant, case.options) if other in op.dtypes and other else None
-
-
-def candidates(op: Op, case: Case, variant: Variant, policy: str, store: TrialStore) -> list[Config]:
-    """Default first, then the space; only the neighbour's best where the other 16-bit type was searched before.
-
-    Raises:
-        ValueError: the space has no valid config for the case, or says what makes no sense.
-    """
-    space = checked_space(op, case, variant)
-    neighbour = neighbour_dtype(op, case)
-    ranked = store.ranked(op, neighbour, variant, policy) if neighbour else []
-    if len(ranked) > max(_TRANSFERRED, len(store.ranked(op, case, variant, policy))):
-        space = [config for values in ranked[:_TRANSFERRED] if (config := variant.config_from(values)) in set(space)]
-    default = variant.default_config(case)
-    return [default, *(config for config in space if config != default)]
-
-
 class Tuner:
     """Evaluates configs of one variant on one case, each once, on a bench.
+
+    What needs the bench is done by a thread, one thing after the other, so that the bench does not wait while this process
+    decides what to try next.
 
     Attributes:
         resources: registers of all threads of a config's largest program, as far as it was compiled.
         began: when the first config was there, compiled, to be evaluated (time.monotonic); None before.
         evaluations: that were not known before.
+        compilers: how many configs compile at the same time.
+        meanwhile: called again and again while the bench is waited for.
     """
 
     def __init__(self, op: Op, case: Case, variant: Variant, policy: str, store: TrialStore, bench: Measuring) -> None:
@@ -91,8 +77,11 @@ class Tuner:
         self.samples = SCREEN_SAMPLES
         self.began: float | None = None
         self.evaluations = 0
+        self.compilers = 1
+        self.meanwhile: Callable[[], None] = lambda: None
         self._best_us: float | None = None
         self._opened = False
+        self._in_turn = ThreadPoolExecutor(1)
 
     def known(self, config: Config) -> Trial | None:
         """The stored trial of a config."""
@@ -101,12 +90,10 @@ class Tuner:
 
     def evaluate(self, config: Config, compiled: Compiled) -> Trial:
         """The stored trial of a config, or a new one, stored."""
-        self.began = self.began or time.monotonic()
         known = self.known(config)
         if known is None:
-            self.evaluations += 1
             known = replace(
-                self._evaluate(config, compiled),
+                self.refusal(config, compiled) or self._measure(config),
                 resources=compiled.resources,
                 spill_bytes=compiled.spill_bytes,
                 shared_bytes=max((kernel.shared_bytes for kernel in compiled.kernels), default=0),
@@ -120,7 +107,8 @@ class Tuner:
             self._best_us = min(trial.time_us, self._best_us or trial.time_us)
         return trial
 
-    def _evaluate(self, config: Config, compiled: Compiled) -> Trial:
+    def refusal(self, config: Config, compiled: Compiled) -> Trial | None:
+        """The trial of a config that is not measured for what the compiler says; None for one that is."""
         if compiled.error:
             return Trial("compile", detail=compiled.error)
         if compiled.spill_bytes and self.prune:
@@ -128,8 +116,28 @@ class Tuner:
         wanted, fitting = getattr(config, "ctas", 0), _resident(compiled)
         if wanted > fitting and self.prune and config != self.variant.default_config(self.case):  # all others are held to that
             return Trial("occupancy", detail=f"{fitting} programs fit a multiprocessor, not {wanted}")
+        return None
+
+    def _measure(self, config: Config) -> Trial:
         self._open()
         return self.bench.trial(config, self._best_us if self.samples == SCREEN_SAMPLES else None, self.samples)
+
+    def _samples(self, configs: Sequence[Config]) -> list[Samples]:
+        self._open()
+        return self.bench.samples(configs)
+
+    def in_turn(self, work: Callable[..., Any], *arguments: Any) -> "Future[Any]":
+        """Have the thread do what needs the bench, behind everything that it was given before."""
+        return self._in_turn.submit(work, *arguments)
+
+    def prepare(self) -> None:
+        """Have the bench make ready while the first configs compile."""
+        self.in_turn(self._prepare)
+
+    def _prepare(self) -> None:
+        self._open()
+        with suppress(ChildLostError):  # the first trial starts another child, or says so
+            self.bench.prepare()
 
     def duel(self, configs: Sequence[Config], default: Config | None = None) -> tuple[Config, dict[str, Any]]:
         """The best of correct configs, timed interleaved; the first is the incumbent and is kept unless surely slower.
@@ -139,8 +147,11 @@ class Tuner:
 
         Of challengers that cannot be told apart the one with the fewest registers wins, then the first.
         """
-        self._open()
-        samples = self.bench.samples(configs)
+        asked = self.in_turn(self._samples, configs)
+        while not asked.done():
+            self.meanwhile()
+            time.sleep(_POLL_S)
+        samples = asked.result()
         gains = [ratio_interval(samples[0], sample) for sample in samples]
         best = max(range(len(configs)), key=lambda i: gains[i].median)
         faster = [i for i in range(len(configs)) if gains[i].low > 1.0]
@@ -165,7 +176,9 @@ class Tuner:
         return configs[chosen], evidence
 
     def release(self) -> None:
-        """Give the memory of inputs and reference back."""
+        """Wait for what the bench is at, and give the memory of inputs and reference back."""
+        self._in_turn.shutdown(cancel_futures=True)
+        self._in_turn = ThreadPoolExecutor(1)
         self.bench.close()
         self._opened = False
 
@@ -187,25 +200,47 @@ def _resident(compiled: Compiled) -> int:
     return min(together) if together else max((fitting for _, fitting in programs), default=sys.maxsize)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Begun:
-    """A search.Started of a tuner: a config that is being compiled."""
+    """A search.Started of a tuner: a config that is being compiled, then measured."""
 
     tuner: Tuner
     config: Config
     pending: Compiling
+    _measured: "Future[Trial] | None" = None
 
     def done(self) -> bool:
         """Whether it is compiled."""
         return self.pending.done()
 
+    def refused(self) -> bool:
+        """Whether the compiler's word is enough."""
+        self.tuner.began = self.tuner.began or time.monotonic()
+        return self.tuner.refusal(self.config, self.pending.result()) is not None
+
+    def measure(self) -> None:
+        """Behind what the bench was given before."""
+        self._measured = self.tuner.in_turn(self.tuner.evaluate, self.config, self.pending.result())
+
+    def measured(self) -> bool:
+        """Whether its time is there."""
+        return self._measured is not None and self._measured.done()
+
     def result(self) -> Trial:
-        """Wait for the compiler, then measure."""
-        return self.tuner.evaluate(self.config, self.pending.result())
+        """Wait for it; stored by then."""
+        self.tuner.evaluations += 1
+        if self._measured is None and self.refused():
+            return self.tuner.evaluate(self.config, self.pending.result())
+        if self._measured is None:
+            self.measure()
+        assert self._measured is not None
+        return self._measured.result()
 
     def cancel(self) -> None:
-        """Stop compiling."""
+        """Stop compiling, or do not begin to measure."""
         self.pending.cancel()
+        if self._measured is not None:
+            self._measured.cancel()
 
 
 def tune(
@@ -231,7 +266,10 @@ def tune(
     begin = partial(_begin, tuner, compiling)
     try:
         pool = candidates(tuner.op, tuner.case, tuner.variant, tuner.policy, tuner.store)
-        explored = explore(pool, starting_points(tuner, pool, root), search, begin, on_trial, _known(tuner, pool))
+        known, first = _known(tuner, pool), _first(tuner, pool, root)
+        if len(known) < len(pool):
+            tuner.prepare()
+        explored = explore(pool, first, search, begin, on_trial, known, tuner.compilers, tuner.meanwhile, _chances(tuner, pool))
         times = explored.times
         cached = cached_config(tuner.op, tuner.case, tuner.variant, tuner.policy, root)
         if cached is not None and cached not in times:  # whatever the budget left out, the incumbent is judged anew
@@ -254,10 +292,12 @@ def measure_space(
     """
     pool = checked_space(tuner.op, tuner.case, tuner.variant)
     tuner.samples = 3 * SCREEN_SAMPLES
+    known, begin = _known(tuner, pool), partial(_begin, tuner, compiling)
     try:
-        return explore(
-            pool, (), Search(sampler="random"), partial(_begin, tuner, compiling), on_trial, _known(tuner, pool)
-        ).trials
+        if len(known) < len(pool):
+            tuner.prepare()
+        search = Search(sampler="random")
+        return explore(pool, (), search, begin, on_trial, known, tuner.compilers, tuner.meanwhile).trials
     finally:
         tuner.release()
 
@@ -271,9 +311,17 @@ def first_asked(tuner: Tuner, search: Search, root: Path | None, count: int) -> 
     pool = candidates(tuner.op, tuner.case, tuner.variant, tuner.policy, tuner.store)
     if _known(tuner, pool):
         return []
-    proposals = propose(pool, starting_points(tuner, pool, root), search)
+    proposals = propose(pool, _first(tuner, pool, root), search, _chances(tuner, pool))
     asked = (proposals.ask() for _ in range(min(count, len(pool), search.trials or count)))
     return [config for config in asked if config is not None]
+
+
+def _first(tuner: Tuner, pool: Sequence[Config], root: Path | None) -> list[Config]:
+    return starting_points(tuner.op, tuner.case, tuner.variant, tuner.policy, pool, root)
+
+
+def _chances(tuner: Tuner, pool: Sequence[Config]) -> dict[Config, float] | None:
+    return chances_of(tuner.op, tuner.case, tuner.variant, tuner.store, pool)
 
 
 def _known(tuner: Tuner, pool: Sequence[Config]) -> dict[Config, Trial]:
@@ -282,15 +330,6 @@ def _known(tuner: Tuner, pool: Sequence[Config]) -> dict[Config, Trial]:
 
 def _begin(tuner: Tuner, compiling: Callable[[Config], Compiling], config: Config) -> _Begun:
     return _Begun(tuner, config, compiling(config))
-
-
-def starting_points(tuner: Tuner, pool: Sequence[Config], root: Path | None) -> list[Config]:
-    """The default, what is promising, then what the cache holds for this case, the nearest sizes and the other 16-bit type."""
-    near = fitting(tuner.op, tuner.case, tuner.variant, tuner.policy, root)
-    nearest = [config for _, config in sorted(near, key=lambda found: found[0].distance)[:_NEIGHBOURS]]
-    offered = set(pool)
-    found = [config for config in (*tuner.variant.promising(tuner.case), *nearest) if config in offered]
-    return list(dict.fromkeys([pool[0], *found]))
 
 
 def _decide(

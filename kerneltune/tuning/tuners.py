@@ -15,9 +15,10 @@ from kerneltune.search.loop import Search
 from kerneltune.search.trials import TrialStore, knobs_of
 from kerneltune.spec import Case, Config, Inputs, Op, Variant
 from kerneltune.tuning.bench import Named
+from kerneltune.tuning.candidates import candidates
 from kerneltune.tuning.knobs import Given, narrowed
 from kerneltune.tuning.machines import Clock, Machines
-from kerneltune.tuning.tuner import candidates, tune
+from kerneltune.tuning.tuner import tune
 
 US = "kerneltune tune"
 EXHAUSTIVE = "@triton.autotune"
@@ -75,7 +76,7 @@ def by_kerneltune(task: Task) -> Found:
     op, variant, _ = task.load()
     options = replace(task.options, configs=task.folder / "configs", results=task.folder / "results")
     began = time.monotonic()
-    with Machines(options) as machines:
+    with Machines(options) as machines, machines.deciding():
         clock, tuner = Clock(machines), machines.tuner(op, task.case, variant)
         entry = tune(tuner, task.search, machines.compiling(tuner), options.configs)
         usage = clock.usage(tuner)
@@ -83,7 +84,10 @@ def by_kerneltune(task: Task) -> Found:
     chosen = variant.config_from(entry.config)
     ranked = [variant.config_from(knobs) for knobs in tuner.store.ranked(op, task.case, variant, options.policy)]
     best = tuple(dict.fromkeys([chosen, *ranked]))
-    return Found(chosen, wall_s, usage.evaluations, best, f"GPU idle for {100 * usage.idle:.0f} %")
+    remark = (
+        f"first config compiled after {(tuner.began or began) - began:.1f} s, from there GPU idle for {100 * usage.idle:.0f} %"
+    )
+    return Found(chosen, wall_s, usage.evaluations, best, remark)
 
 
 class _Launch:

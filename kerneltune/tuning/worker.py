@@ -121,7 +121,7 @@ class Worker:
         if order.configs:
             replace_text(config_file, order.configs)
         cache.clear()
-        following = _work(*order.following) if order.following is not None else None
+        following = [_work(*order.following)] if order.following is not None else []
         done = perform(machines, work, following, self._family, self._options)
         return Report(done, done.space.read_bytes() if done.space is not None else b"")
 

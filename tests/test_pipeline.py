@@ -1,0 +1,219 @@
+"""What a search keeps compiling, what it hands the bench, and what of this goes on while it decides."""
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import made_up
+import pytest
+from made_up import CASE, LARGE, SMALL, Setting, Small, compiled, op_of, small_time
+from test_tuning import H200, Bench, Pool
+
+from kerneltune import device
+from kerneltune.measuring.compiler import Compiled, Kernel
+from kerneltune.plan import Options
+from kerneltune.search import loop
+from kerneltune.search.loop import Search, explore
+from kerneltune.search.trials import Trial
+from kerneltune.spec import Case, Config
+from kerneltune.tuning import machines
+from kerneltune.tuning.machines import Machines
+from kerneltune.tuning.tuner import tune
+
+SPILLS = Compiled((Kernel("k", 4, 255, 96, 0),), 1.0)
+POOL = list(LARGE.configs(CASE))
+
+
+class OnItsWay:
+    """A search.Started that is compiled, refused and measured when a test says so."""
+
+    compiled: Callable[[Any], bool] = staticmethod(lambda _config: True)
+    refuses: Callable[[Any], bool] = staticmethod(lambda _config: False)
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.handed_over, self.cancelled = config, False, False
+
+    def done(self) -> bool:
+        return self.compiled(self.config)
+
+    def refused(self) -> bool:
+        return self.refuses(self.config)
+
+    def measure(self) -> None:
+        self.handed_over = True
+
+    def measured(self) -> bool:
+        return self.handed_over
+
+    def result(self) -> Trial:
+        return Trial("spills") if self.refused() else Trial("ok", 10.0)
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Enough(Exception):
+    """Ends a search that would wait for ever."""
+
+
+def in_flight(done: Callable[[Config], bool], compilers: int) -> int:
+    """Configs that a search begins before anything is measured."""
+
+    class One(OnItsWay):
+        compiled = staticmethod(done)
+
+        def measured(self) -> bool:
+            return False
+
+    begun: list[One] = []
+
+    def start(config: Config) -> One:
+        begun.append(One(config))
+        return begun[-1]
+
+    turns = iter(range(5))
+
+    def meanwhile() -> None:
+        if next(turns, None) is None:
+            raise Enough
+
+    with pytest.raises(Enough):
+        explore(POOL, POOL[:1], Search(budget_s=60.0), start, compilers=compilers, meanwhile=meanwhile)
+    assert all(one.cancelled for one in begun)
+    return len(begun)
+
+
+def test_every_core_compiles_as_long_as_nothing_waits_to_be_measured() -> None:
+    assert in_flight(lambda _config: False, 20) == 20
+    assert in_flight(lambda _config: False, 2) == loop.AHEAD
+    assert in_flight(lambda config: config == POOL[0], 20) == 21  # this one is with the bench
+    assert in_flight(lambda _config: True, 2) == loop.AHEAD
+
+
+def test_what_is_refused_does_not_wait_for_the_bench() -> None:
+    class One(OnItsWay):
+        refuses = staticmethod(lambda config: config != POOL[0])
+
+        def measured(self) -> bool:
+            return self.handed_over and len(told) == 9
+
+    told: list[tuple[Config, str]] = []
+    explore(POOL[:10], (), Search(), One, lambda config, trial: told.append((config, trial.status)))
+    assert told[-1] == (POOL[0], "ok") and {status for _, status in told[:-1]} == {"spills"}
+
+
+@pytest.fixture
+def setting(tmp_path: Path) -> Setting:
+    return Setting(tmp_path)
+
+
+def test_the_bench_goes_on_while_the_search_decides(setting: Setting) -> None:
+    tuner = setting.tuner(SMALL, small_time)
+    ahead: list[int] = []
+
+    def on_trial(_config: Config, _trial: Trial) -> None:
+        if not ahead:
+            patience = time.monotonic() + 10
+            while len(tuner.evaluated) < 2 and time.monotonic() < patience:
+                time.sleep(0.001)
+            ahead.append(len(tuner.evaluated))
+
+    entry = tune(tuner, Search(), compiled, setting.root, on_trial)
+    assert ahead == [2] and entry.evidence["trials"] == len(tuner.evaluated) == tuner.evaluations == 25
+
+
+def test_what_was_measured_when_the_seconds_are_over_counts(setting: Setting) -> None:
+    tuner = setting.tuner(SMALL, small_time)
+    told: list[Config] = []
+    entry = tune(tuner, Search(budget_s=1e-9), compiled, setting.root, lambda config, _trial: told.append(config))
+    assert told == tuner.evaluated and entry.evidence["trials"] == len(told) < 25
+
+
+def test_the_bench_makes_ready_while_the_first_config_compiles(setting: Setting) -> None:
+    prepared: list[bool] = []
+
+    class Ready(made_up.NoBench):
+        def prepare(self) -> None:
+            prepared.append(True)
+
+    tuner = setting.tuner(SMALL, small_time)
+    tuner.bench = Ready()
+    waiting: list[Future[Compiled]] = []
+
+    def compiling(_config: Config) -> "Future[Compiled]":
+        waiting.append(Future())
+        return waiting[-1]
+
+    def meanwhile() -> None:
+        if prepared:
+            for future in waiting:
+                if not future.done():
+                    future.set_result(Compiled((), 0.0))
+
+    tuner.meanwhile = meanwhile
+    assert tune(tuner, Search(), compiling, setting.root).evidence["trials"] == 25
+    again = setting.tuner(SMALL, small_time)
+    again.bench = Ready()
+    tune(again, Search(), compiling, setting.root)
+    assert prepared == [True]  # not where everything is known
+
+
+# look-ahead
+
+
+class Slow(Pool):
+    """Compiles when a test says so."""
+
+    workers = 3
+    given: list[tuple[Case, Config]] = []
+    futures: list["Future[Compiled]"] = []
+
+    def submit(self, job: Any) -> "Future[Compiled]":
+        self.given.append((job.make_inputs.args[0], job.config))
+        self.futures.append(Future())
+        return self.futures[-1]
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Options:
+    Slow.given, Slow.futures = [], []
+    monkeypatch.setattr(device, "current", lambda: H200)
+    monkeypatch.setattr(machines, "CompilePool", Slow)
+    monkeypatch.setattr(machines, "IsolatedBench", Bench)
+    return Options(results=tmp_path / "results", configs=tmp_path / "configs")
+
+
+def test_cores_with_nothing_to_do_compile_for_later_cases(slow: Options) -> None:
+    cases = [Case(f"m{size}", (("M", size),), "bfloat16") for size in (8, 16, 32)]
+    op = op_of(SMALL)
+    with Machines(slow) as stage:
+        now, *later = (stage.tuner(op, case, SMALL) for case in cases)
+        stage.look_ahead(later, Search())
+        begin = stage.compiling(now)
+        begin(Small(64, 1))
+        stage.fill()
+        stage.fill()
+        assert [case for case, _ in Slow.given] == [cases[0], cases[1], cases[1]]  # three workers
+        for done in range(1, 60):
+            Slow.futures[done].set_result(Compiled((), 0.0)) if done < len(Slow.futures) else None
+            stage.fill()
+        ahead = Slow.given[1:]
+        assert len(ahead) == len(set(ahead)) == 50 and {case for case, _ in ahead} == {cases[1], cases[2]}
+        assert ahead[0] == (cases[1], Small(256, 4))  # what the search asks for first
+        taken = [stage.compiling(later[0])(config) for config in SMALL.configs(cases[1])]
+        assert len(Slow.given) == 51 and len(taken) == 25  # none is compiled twice
+        stage.forget_ahead(later[1])
+        stage.compiling(later[1])(Small(64, 1))
+        assert len(Slow.given) == 52
+
+
+def test_the_deciding_process_keeps_off_the_measuring_core(slow: Options) -> None:
+    before = os.sched_getaffinity(0)
+    if len(before) < 2:
+        pytest.skip("one core")
+    with Machines(slow) as stage, stage.deciding():
+        assert os.sched_getaffinity(0) == before - {max(before)}
+    assert os.sched_getaffinity(0) == before
