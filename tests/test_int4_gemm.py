@@ -139,19 +139,17 @@ def test_every_shape_of_program_is_exact(tokens: int, rows: int, depth: int, gro
 
 
 LONG = [
-    (12, 64, 256, 128, False, (16, 128, 2, 1)),  # half the rows
-    (21, 130, 544, 32, True, (32, 128, 2, 2)),  # an odd number of row blocks, k that ends in a block
-    (32, 256, 1024, 64, False, (32, 128, 2, 2)),
+    (21, 130, 544, 32, True, (32, 32, 2, 2)),  # an odd number of row blocks, k that ends in a block
     (17, 66, 416, 416, True, (32, 32, 2, 2)),
     (32, 64, 1024, 64, False, (32, 32, 4, 2)),
 ]
-"""Tokens, rows, depth, group, zeros; tokens, rows, along and splits of a config: programs of 128 rows, and of 32 tokens, which
-read x a step ahead."""
+"""Tokens, rows, depth, group, zeros; tokens, rows, along and splits of a config: programs of 32 tokens, which read x
+a step ahead."""
 
 
 @pytest.mark.parametrize(("tokens", "rows", "depth", "group", "zeros", "knobs"), LONG)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_programs_of_many_rows_or_tokens_are_exact(
+def test_programs_of_many_tokens_are_exact(
     tokens: int, rows: int, depth: int, group: int, zeros: bool, knobs: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     codes = some_codes(rows, depth, group, zeros, dtype)
@@ -164,10 +162,10 @@ def test_programs_of_many_rows_or_tokens_are_exact(
 
 
 @pytest.mark.parametrize(("tokens", "want"), [
-    (8, []), (16, [(16, 128, 4, 4), (16, 32, 8, 2)]),
-    (32, [(32, 32, 4, 2), (32, 32, 2, 4), (32, 128, 2, 4), (16, 128, 4, 2), (16, 32, 8, 1)]),
+    (8, []), (16, [(16, 32, 8, 2)]),
+    (32, [(32, 32, 4, 2), (32, 32, 2, 4), (16, 32, 8, 1)]),
 ])  # fmt: skip
-def test_searches_try_programs_of_many_tokens_and_rows_first(tokens: int, want: list[tuple[int, ...]]) -> None:
+def test_searches_try_programs_of_many_tokens_first(tokens: int, want: list[tuple[int, ...]]) -> None:
     case = case_of(tokens, 3584, 8192)
     assert [dataclasses.astuple(c)[:4] for c in gemm.promising(case)] == want
     assert set(gemm.promising(case)) <= set(configs_of(case)) and len(configs_of(case)) <= 120
@@ -220,7 +218,7 @@ def test_weights_that_begin_anywhere_are_taken() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("prefetch", [False, True])
-@pytest.mark.parametrize("rows", [32, 128])
+@pytest.mark.parametrize("rows", [32, 64])
 def test_weights_that_the_kernel_in_front_writes_are_read_after_it(rows: int, prefetch: bool) -> None:
     """A prefetch into L2 sees old bytes; the reads must not."""
     first, second = some_codes(3584, 8192, 64, False), some_codes(3584, 8192, 64, False)
@@ -237,7 +235,7 @@ def test_weights_that_the_kernel_in_front_writes_are_read_after_it(rows: int, pr
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [32, 128])
+@pytest.mark.parametrize("rows", [32, 64])
 def test_a_product_may_read_what_the_one_in_front_wrote(rows: int) -> None:
     """Two launches that may overlap: the second's x is the first's y."""
     square, x = some_codes(4096, 4096, 64, False), whole_numbers(16, 4096, torch.float16)

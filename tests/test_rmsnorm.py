@@ -96,18 +96,9 @@ def test_the_same_bits_in_every_run() -> None:
         ("rmsnorm_fwd", 3, 65528, "fp8", (1, 8192, False, 32, 0, 1, False)),
         ("rmsnorm_fwd", 3, 16384, "fp8", (1, 4096, False, 16, 2, 3, False)),  # the weight held, the next rows on their way
         ("rmsnorm_fwd", 3, 32760, "none", (1, 8192, False, 32, 1, 3, False)),
-        ("rmsnorm_fwd", 29, 1001, "fp8_t", (16, 256, True, 4, 2, 1, True)),  # one tile to a program
-        ("rmsnorm_fwd", 29, 1000, "fp8_t", (16, 256, True, 4, 2, 1, True)),
         ("rmsnorm_fwd", 131, 1001, "fp8_t", (1, 1024, False, 4, 0, 1, False)),  # transposed by a second kernel
         ("rmsnorm_fwd", 1100, 40, "fp8_t", (2, 64, False, 2, 2, 3, False)),
         ("rmsnorm_fwd", 3, 16390, "fp8_t", (1, 8192, True, 8, 1, 2, False)),
-        ("rmsnorm_fwd", 29, 1001, "fp8_t", (16, 256, True, 4, 2, 2, False)),  # tiles held, odd rows, one or two to a program
-        ("rmsnorm_fwd", 132, 1000, "fp8_t", (32, 256, True, 4, 2, 2, False)),
-        ("rmsnorm_fwd", 1060, 260, "fp8_t", (64, 128, True, 4, 1, 3, False)),  # several tiles to a program
-        ("rmsnorm_fwd", 1101, 40, "fp8_t", (32, 64, True, 4, 1, 2, False)),  # whole rows in a tile
-        ("rmsnorm_fwd", 131, 1001, "fp8_t", (16, 256, False, 8, 1, 1, True)),  # whole rows, a stripe at a time
-        ("rmsnorm_fwd", 132, 1000, "fp8_t", (32, 256, False, 4, 2, 1, True)),
-        ("rmsnorm_fwd", 1101, 40, "fp8_t", (16, 64, False, 4, 1, 1, True)),  # several stripes to a program, on a GPU, too
         ("rmsnorm_bwd", 3, 12288, "none", (1, 4096, False, 16, 1, 3, 32)),  # partial sums of neighbours side by side
         ("rmsnorm_bwd", 3, 12284, "none", (1, 4096, False, 16, 1, 3, 32)),
         ("rmsnorm_bwd", 3, 12283, "none", (1, 4096, False, 16, 1, 3, 32)),

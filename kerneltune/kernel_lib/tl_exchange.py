@@ -87,13 +87,6 @@ def sum_of_published(ws_ptr, tile, tag, ROWS: tl.constexpr, PARTS: tl.constexpr,
 
 
 @triton.jit
-def await_all(ws_ptr, index, tag):
-    """Wait until all words `index` are published under `tag`; then every thread of the program may read them by `published`."""
-    value = await_published(ws_ptr, index, tag)
-    tl.inline_asm_elementwise("bar.sync 0; mov.b32 $0, $1;", "=r,r", [value], dtype=tl.float32, is_pure=False, pack=1)
-
-
-@triton.jit
 def raise_published(ws_ptr, index, value, tag, mask):
     """Raise word `index` to at least the fp32 `value` ≥ 0 of this launch; NaN stands above infinity."""
     word = (tag.to(tl.uint64) << 32) | value.to(tl.uint32, bitcast=True).to(tl.uint64)

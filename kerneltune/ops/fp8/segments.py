@@ -10,9 +10,8 @@ from kerneltune.spec import Case, Space
 @dataclass(frozen=True, slots=True)
 class SegmentConfig:
     """rows, cols: of a tile; warps: of a program; ctas: programs per multiprocessor, each looping over tiles, or 0 for a
-    program per tile; stages: depth of that loop's load pipeline; staged: read twice, every tile leaving its largest magnitude in
-    a word of its own for the second launch to reduce, instead of raising the one of its segment, by which it can be cast at
-    once where scales are powers of two."""
+    program per tile; stages: depth of that loop's load pipeline; staged: of scales that are no powers of two, every tile
+    leaves its largest magnitude in a word of its own for the second launch to reduce, instead of raising its segment's."""
 
     rows: int
     cols: int
@@ -31,7 +30,7 @@ def space(case: Case) -> Space:
         "warps": (2, 4, 8),
         "ctas": (0, 2, 4, 6, 8),
         "stages": (1, 2, 3),
-        "staged": (False, True),
+        "staged": (False,) if case.option("pow2") else (False, True),
     }
 
 
@@ -44,6 +43,8 @@ def valid(case: Case, config: SegmentConfig) -> str | None:
         return f"{per_thread:g} elements per thread"
     if (config.ctas == 0) != (config.stages == 1):
         return "a pipeline of loads needs a loop over tiles, and the loop needs the pipeline"
+    if config.staged and case.option("pow2"):
+        return "tiles are cast at once by the largest magnitude so far, which nobody knows of words of their own"
     if config.staged and not config.ctas:
         return "a program would reduce all of a segment's words for a single tile"
     words = per_thread * ITEMSIZE[case.dtype] / 4

@@ -179,8 +179,7 @@ def _launch(x, offs, q, q_t, scale, cast: Cast, config: SegmentConfig | None) ->
     blocks = segments * cdiv(rows, c.rows) if offs is None else rows // c.rows + segments
     total = blocks * cdiv(x.shape[1], cols)
     programs = min(total, resident(x.device, c.ctas)) if c.ctas else total
-    early = cast.pow2 and not c.staged
-    ws = workspace(segments + total if early else total if c.staged else segments, x.device)
+    ws = workspace(segments + total if cast.pow2 else total if c.staged else segments, x.device)
     offs_or_any = x if offs is None else offs
     tile = {
         "C": x.shape[1], "stride": x.stride(0), "JAGGED": offs is not None,
@@ -192,7 +191,7 @@ def _launch(x, offs, q, q_t, scale, cast: Cast, config: SegmentConfig | None) ->
     out = {"ROWMAJOR": q is not None, "COLMAJOR": q_t is not None, "fp8": TL_FP8[cast.fp8_format], "PACKED": rows % 4 == 0}
     size = (rows, segments, total)
     q_or_any, q_t_or_any = x if q is None else q, x if q_t is None else q_t.view(torch.uint8)
-    if early:
+    if cast.pow2:
         if not c.ctas and offs is None and x.itemsize == 4:
             tile |= registers(c.warps, at_most(c, 4 // pairs))
         constants = {"FP8_MAX": cast.constants["FP8_MAX"], **out, **tile}

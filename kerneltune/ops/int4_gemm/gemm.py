@@ -27,13 +27,11 @@ _HALF_THE_REGISTERS = 128
 """Registers per thread with which two programs of eight warps fit on a multiprocessor."""
 _ENOUGH_ALONE = 96
 """The same of programs that each fill a multiprocessor."""
-_LONG = 128
-"""Rows per program whose warps share x in the cache of their multiprocessor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Int4Config:
-    """tokens: rows of x per program; rows: of w, 64 or 32 per warp and 64 per program, or 128 per program and 32 per warp; along:
+    """tokens: rows of x per program; rows: of w per warp, 64 or 32; a program has 64. along:
     warps one behind the other along k; splits: programs that share a row of w. prefetch: ask L2 for x and w while the kernel in
     front on the stream still runs, where that lets the next begin, as this one does; all reads come after its end."""
 
@@ -68,8 +66,8 @@ def int4_gemm(
     if not N:
         return y
     c: Int4Config = best_config(x, weight, bias is not None) if config is None else config
-    zeros, steps, tile = weight.zeros, steps_of(K, c), max(c.rows, ROWS)
-    tiles, token_tiles = cdiv(M, tile), cdiv(N, c.tokens)
+    zeros, steps = weight.zeros, steps_of(K, c)
+    tiles, token_tiles = cdiv(M, ROWS), cdiv(N, c.tokens)
     parts = counters(cdiv((c.splits - 1) * N * M, 2), x.device) if c.splits > 1 else y  # words of four bytes
     prefetch = c.prefetch and is_cuda() and _aligned(x, weight)
     kernels._int4_gemm[(c.splits, tiles, token_tiles)](
@@ -77,7 +75,7 @@ def int4_gemm(
         N, M, K, x.stride(0),
         GROUPS=weight.scales.shape[3], ONE_GROUP=weight.group not in GROUPS, ZEROS=zeros is not None,
         BIAS=bias is not None, FULL=N % c.tokens == 0, EVEN=DEPTH * steps * c.along * c.splits == K, PREFETCH=prefetch,
-        TOKENS=c.tokens, TILE=tile, ROWS=_rows_of_warp(c), ALONG=c.along, STEPS=steps, SPLITS=c.splits,
+        TOKENS=c.tokens, ROWS=c.rows, ALONG=c.along, STEPS=steps, SPLITS=c.splits,
         AHEAD=c.tokens == 32 and weight.scales.shape[3] < 4, num_warps=_warps(c), num_stages=1,
         **({"launch_pdl": True} if prefetch else {}),
         **({"maxnreg": _HALF_THE_REGISTERS} if is_cuda() and _in_pairs(c) else {}),
@@ -139,7 +137,7 @@ def space(case: Case) -> Space:
     N, blocks, tiles = case["N"], cdiv(case["K"], DEPTH), cdiv(case["M"], ROWS) * cdiv(max(case["N"], 1), 32)
     return {
         "tokens": (8,) if N <= 8 else (16,) if N <= 16 else (16, 32),
-        "rows": (32, 64) if N <= 8 else (32, 64, _LONG),
+        "rows": (32, 64),
         "along": _alongs(blocks, 2 if N <= 8 else 3),
         "splits": tuple(s for s in _SPLITS if s == 1 or (s <= blocks and s * tiles <= _MOST_PROGRAMS)),
         "prefetch": (False, True),
@@ -156,9 +154,9 @@ def valid(case: Case, config: Int4Config) -> str | None:
     blocks, warps = cdiv(case["K"], DEPTH), _warps(config)
     if config.along > blocks or (config.splits - 1) * config.along * steps_of(case["K"], config) >= blocks:
         return f"{config.splits} programs of {config.along} warps along {blocks} blocks of k"
-    if _rows_of_warp(config) * config.tokens > 1024 or warps > (16 if _in_pairs(config) else 8):
-        return f"{_rows_of_warp(config)}x{config.tokens} sums in each of {warps} warps"
-    if config.rows != _LONG and config.tokens < 32 and config.along < _alongs(blocks, 2)[0]:
+    if config.rows * config.tokens > 1024 or warps > (16 if _in_pairs(config) else 8):
+        return f"{config.rows}x{config.tokens} sums in each of {warps} warps"
+    if config.tokens < 32 and config.along < _alongs(blocks, 2)[0]:
         return f"{config.along} warps along k"
     if _in_pairs(config) and config.tokens == 16 and _many_values(case):
         return f"more scales and zero points than {_HALF_THE_REGISTERS} registers hold"
@@ -174,8 +172,8 @@ def default(case: Case) -> Int4Config:
 
 
 def promising(case: Case) -> tuple[Int4Config, ...]:
-    """For more tokens than eight: programs of 32 tokens, as few as keep the chip busy, and those whose warps share x."""
-    shapes = ((32, 32, 4), (32, 32, 2), (32, _LONG, 2), (16, _LONG, 4), (16, 32, 8))
+    """For more tokens than eight: programs of 32 tokens, as few as keep the chip busy, and longer programs of 16."""
+    shapes = ((32, 32, 4), (32, 32, 2), (16, 32, 8))
     limits = space(case)
     tried = [(t, r, a) for t, r, a in shapes if t in limits["tokens"] and r in limits["rows"] and a in limits["along"]]
     return tuple(c for shape in tried if case["N"] > 8 for c in _busy(case, *shape)[:1])
@@ -185,7 +183,7 @@ def _busy(case: Case, tokens: int, rows: int, along: int) -> list[Int4Config]:
     """Those of any number of splits that may run, from the first on that keeps the chip busy, or the last."""
     configs = [Int4Config(tokens, rows, along, splits, prefetch=True) for splits in space(case)["splits"]]
     able = [c for c in configs if valid(case, c) is None]
-    tiles = cdiv(case["M"], max(rows, ROWS)) * cdiv(max(case["N"], 1), tokens)
+    tiles = cdiv(case["M"], ROWS) * cdiv(max(case["N"], 1), tokens)
     enough = _ENOUGH_ALONE if _warps(configs[0]) > (4 if tokens == 32 else 8) else _ENOUGH_PROGRAMS
     return [c for c in able if tiles * c.splits >= enough] or able[-1:]
 
@@ -197,15 +195,11 @@ def _many_values(case: Case) -> bool:
 
 def _in_pairs(config: Int4Config) -> bool:
     """Whether two programs of eight warps can have the registers that they need on one multiprocessor."""
-    return _rows_of_warp(config) == 32 and config.tokens <= 16
-
-
-def _rows_of_warp(config: Int4Config) -> int:
-    return 64 if config.rows == ROWS else 32
+    return config.rows == 32 and config.tokens <= 16
 
 
 def _warps(config: Int4Config) -> int:
-    return max(config.rows, ROWS) // _rows_of_warp(config) * config.along
+    return ROWS // config.rows * config.along
 
 
 _choose = cache.Chooser("int4_gemm", Int4Config, valid, default, FREE_AXES)

@@ -8,7 +8,7 @@ out lanes. May import triton, tl_gemm and tl_lib.
 
 With 32 tokens a warp needs so many registers that a multiprocessor holds eight, too few to wait for L2 in turn: they load x a
 step ahead. For 32 tokens, m = 3584 and k = 8192 in 112 programs of eight warps a scheduler issues 8 steps x 2 warps x 411
-instructions, 3.4 us; through L2 go 14.7 MB of codes and 29.4 MB of x, half as much of x with 128 rows per program.
+instructions, 3.4 us; through L2 go 14.7 MB of codes and 29.4 MB of x.
 """
 
 import triton
@@ -232,30 +232,26 @@ def _int4_gemm(
     x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, part_ptr, N, M, K, stride_xn,
     GROUPS: tl.constexpr, ONE_GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr,
     FULL: tl.constexpr, EVEN: tl.constexpr, PREFETCH: tl.constexpr,
-    TOKENS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, ALONG: tl.constexpr, STEPS: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, ALONG: tl.constexpr, STEPS: tl.constexpr,
     SPLITS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """y (N, M): a program takes TOKENS rows of x, TILE rows of w, and 128 ALONG STEPS of k; a warp ROWS rows and 128 STEPS of k.
+    """y (N, M): a program takes TOKENS rows of x, 64 rows of w, and 128 ALONG STEPS of k; a warp ROWS rows and 128 STEPS of k.
 
     FULL: N is a multiple of TOKENS. EVEN: the programs take exactly K. PREFETCH: ask L2 for x and the first blocks of every warp
     while the kernel in front still runs, and read nothing before its end, so that it may be the one that writes them: L2 is where
     all multiprocessors meet. AHEAD: load x a step ahead of its use.
     """
     R: tl.constexpr = ROWS // 8
-    PIECES: tl.constexpr = TILE // ROWS
+    PIECES: tl.constexpr = 64 // ROWS
     W: tl.constexpr = ALONG * PIECES
     row_blocks = tl.cdiv(M, 64)
-    split, tile = tl.program_id(0), tl.program_id(1)
+    split, rb = tl.program_id(0), tl.program_id(1)
     first_token = tl.program_id(2) * TOKENS
     end = tl.minimum(tl.cdiv(K, 128), (split + 1) * (STEPS * ALONG))
 
     warp = tl.arange(0, W)
     kb = split * (STEPS * ALONG) + warp // PIECES
-    piece = (warp % (64 // ROWS))[None, None, :]
-    if TILE == 64:
-        rb = tile
-    else:
-        rb = tl.minimum(tile * (TILE // 64) + warp % PIECES // (64 // ROWS), row_blocks - 1)
+    piece = (warp % PIECES)[None, None, :]
     block = (wide(kb) * row_blocks + rb)[None, None, :]
     s_block = rb + tl.zeros_like(block) if ONE_GROUP else block
     w_step = wide(ALONG) * row_blocks * 1024
@@ -263,12 +259,11 @@ def _int4_gemm(
     if PREFETCH:
         gdc_launch_dependents()
         lane = tl.arange(0, 4)[:, None, None] + tl.arange(0, 8)[None, :, None]
-        BLOCKS: tl.constexpr = TILE // 64
         start = split * (STEPS * ALONG * 128)
-        row = first_token + (tile * BLOCKS + warp % BLOCKS)[None, None, :] % TOKENS  # for every block of rows of w another
+        row = first_token + (rb + tl.zeros_like(warp))[None, None, :] % TOKENS  # for every block of rows of w another
         x_slice = x_ptr + wide(row) * stride_xn + start
         bytes_of_x = 2 * (tl.minimum(K, start + STEPS * ALONG * 128) - start)
-        _into_l2(x_slice + tl.zeros_like(lane), lane + (warp // BLOCKS)[None, None, :], (row < N) & (start < K), bytes_of_x)
+        _into_l2(x_slice + tl.zeros_like(lane), lane + warp[None, None, :], (row < N) & (start < K), bytes_of_x)
         for step in tl.static_range(min(STEPS, _MORE_STEPS_AHEAD if AHEAD else _STEPS_AHEAD)):
             live = (kb + step * ALONG < end)[None, None, :]
             if step == 0 or not ONE_GROUP:
@@ -332,13 +327,9 @@ def _int4_gemm(
         w0, s0 = w1, s1
 
     y = _sum_over_warps(tl.reshape(y, (W, 8 * R, TOKENS)), ALONG, PIECES, R, TOKENS)
-    if TILE == 64:
-        y = tl.permute(tl.reshape(y, (PIECES, R, 8, TOKENS)), (3, 2, 0, 1))
-    else:
-        y = tl.permute(tl.reshape(y, (TILE // 64, 64 // ROWS, R, 8, TOKENS)), (4, 0, 3, 1, 2))
-    y = tl.reshape(y, (TOKENS, TILE))
+    y = tl.reshape(tl.permute(tl.reshape(y, (PIECES, R, 8, TOKENS)), (3, 2, 0, 1)), (TOKENS, 64))
     tokens = first_token + tl.arange(0, TOKENS)[:, None]
-    rows = tile * TILE + tl.arange(0, TILE)[None, :]
+    rows = rb * 64 + tl.arange(0, 64)[None, :]
     mask = (tokens < N) & (rows < M)
     offsets = wide(tokens) * M + rows
     if SPLITS == 1:

@@ -64,7 +64,6 @@ RMSNORM_FWD = Op(
             configs.space_fwd,
             configs.valid_fwd,
             default=configs.default_fwd,
-            promising=configs.promising_fwd,
         ),
         *_torch(peers.fwd),
         Variant("liger", peers.liger_fwd, unsupported=peers.only_unquantised, requires=("liger_kernel",)),

@@ -8,15 +8,14 @@ from typing import Any, NamedTuple
 import torch
 
 from kerneltune import cache
-from kerneltune.kernel_lib.arguments import DTYPE_NAMES, check_like, check_matrix, check_turned, in_pairs
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, check_like, check_matrix, in_pairs
 from kerneltune.kernel_lib.launch import on_its_device, phases, registers, resident
-from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX, TL_DTYPES, TL_FP8
+from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX, TL_DTYPES
 from kerneltune.kernel_lib.tl_transpose import transpose_bytes
 from kerneltune.kernel_lib.workspace import workspace
 from kerneltune.ops.rmsnorm import backward_kernels, kernels
-from kerneltune.ops.rmsnorm.configs import FUSED_ROWS, BwdConfig, FwdConfig, default_bwd, default_fwd, valid_bwd, valid_fwd
+from kerneltune.ops.rmsnorm.configs import BwdConfig, FwdConfig, default_bwd, default_fwd, valid_bwd, valid_fwd
 from kerneltune.ops.rmsnorm.reference import EPS
-from kerneltune.ops.rmsnorm.transpose_kernel import _rmsnorm_fwd_held, _rmsnorm_fwd_stripes, _rmsnorm_fwd_transpose
 from kerneltune.rounding import cdiv
 from kerneltune.spec import Inputs, Outputs
 
@@ -84,9 +83,6 @@ def rmsnorm_fwd(
     if config is None:
         config = _choose_fwd((("M", M), ("N", N)), DTYPE_NAMES[x.dtype], quant, _FWD_OPTIONS)
     scalars = (scale, amax, scale_inv)
-    if y_t is not None and config.rows >= FUSED_ROWS:
-        _launch_transpose(x, weight, y, y_t, rsigma, *scalars, eps, zero_centered, fp8_format, config)
-        return RMSNormOutput(y, rsigma, y_t, scale_inv)
     keep = y_t is not None
     _launch_rows(x, weight, y, rsigma, *scalars, eps, zero_centered, quant != "none", keep, fp8_format, config)
     if y_t is not None:
@@ -167,36 +163,6 @@ def _launch_rows(x, weight, y, rsigma, scale, amax, scale_inv, eps, zero_centere
         )  # fmt: skip
 
 
-def _launch_transpose(x, weight, y, y_t, rsigma, scale, amax, scale_inv, eps, zero_centered, fp8_format, c) -> None:
-    M = x.shape[0]
-    # 16-bit numbers in pairs, where widths and addresses allow
-    pairs = 2 if in_pairs(x) and weight.storage_offset() % 2 == 0 else 1
-    dtype, fp8 = TL_DTYPES[x.dtype], TL_FP8[fp8_format]
-    if pairs == 2:
-        x, weight, y = x.view(torch.int32), weight.view(torch.int32), y.view(torch.int16)
-    cols, tiles = c.cols // pairs, cdiv(M, c.rows)
-    tensors = (x, weight, y, y_t.view(torch.uint8), rsigma, scale, amax, scale_inv)
-    options = {
-        "N": x.shape[1], "stride": x.stride(0), "ZERO_CENTERED": zero_centered, "FP8_MAX": FP8_MAX[fp8_format], "ROWS": c.rows,
-        "COLS": cols, "PAIRS": pairs, "dtype": dtype, "fp8": fp8, "EVEN_ROWS": M % c.rows == 0, "PACKED": M % 4 == 0,
-        "STAGES": c.stages, "num_warps": c.warps,
-    }  # fmt: skip
-    if not c.split:
-        stripes = min(tiles, resident(x.device, c.ctas))
-        _rmsnorm_fwd_stripes[(stripes,)](*tensors, M, eps, **options, **registers(c.warps, c.ctas))
-        return
-    parts = cdiv(x.shape[1], cols)
-    ws = workspace(tiles * c.rows * (parts + 1), x.device) if parts > 1 else None
-    groups = _groups(x, tiles, parts, c.ctas)
-    for phase, limits in _phases(parts, c):
-        if c.reload:
-            _rmsnorm_fwd_transpose[(groups * parts,)](
-                *tensors, ws, M, eps, PHASE=phase, ONE_TILE=groups == tiles, **options, **limits
-            )
-        else:
-            _rmsnorm_fwd_held[(groups * parts,)](*tensors, ws, M, eps, PHASE=phase, **options, **limits)
-
-
 def _groups(x: torch.Tensor, tiles: int, parts: int, ctas: int) -> int:
     """How many groups of `parts` programs to launch: no more than are resident together where `ctas` limits them."""
     return max(1, min(tiles, resident(x.device, ctas) // parts)) if ctas else tiles
@@ -242,8 +208,6 @@ def _check_fwd(
         raise ValueError(f"quant must be none, fp8 or fp8_t, got {quant=}")
     if fp8_format not in FP8_DTYPES:
         raise ValueError(f"fp8_format must be one of {', '.join(FP8_DTYPES)}, got {fp8_format=}")
-    if quant == "fp8_t":
-        check_turned("x", x.shape[0])
     if quant != "none":
         if scale is None or amax is None:
             raise ValueError(f"{quant=} needs scale and amax, got {scale=} {amax=}")
