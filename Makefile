@@ -28,7 +28,7 @@ test: $(VENV)/.installed-test
 
 # Compiles every cached config for four targets, without a GPU, here and at BASE: fails on new spills and narrower accesses.
 inspect: $(VENV)/.installed-test
-	$(BIN)/kerneltune inspect --gate $(BASE)
+	$(BIN)/kerneltune gate $(BASE) --static
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)

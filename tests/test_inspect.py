@@ -113,16 +113,17 @@ def test_another_config_beside_the_cached_one(compiled: list[Any]) -> None:
 def test_the_gate_s_exit_code_is_its_answer(compiled: list[Any], tmp_path: Path) -> None:
     path = tmp_path / "baseline.json"
     assert run(*ONE, "--save", path).exit_code == 0
-    passed = run(*ONE, "--gate", path)
+    gate = ("gate", path, "--static", "--op", *ONE[1:])
+    passed = run(*gate)
     assert (passed.exit_code, passed.stdout.split(":")[0]) == (0, "pass")
     text = path.read_text()
     path.write_text(text.replace('"bits": 32', '"bits": 64'))
-    worse = run(*ONE, "--gate", path)
+    worse = run(*gate)
     assert worse.exit_code == 1
     finding = f"rmsnorm_fwd optimized {LABEL} sm_90: _rmsnorm_fwd_rows: stores are 32 bits wide, were 64"
     assert worse.stdout.splitlines()[0] == finding
     path.write_text(text.replace("te-8192x4096", "other"))
-    assert refused(*ONE, "--gate", path).startswith("nothing compared: ")
+    assert refused(*gate).startswith("nothing compared: ")
 
 
 def test_a_revision_is_asked_with_the_same_arguments(compiled: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +135,8 @@ def test_a_revision_is_asked_with_the_same_arguments(compiled: list[Any], monkey
 
     monkeypatch.setattr(revision, "survey_revision", fake)
     run(*ONE, "--target", "sm_90", "--workers", "1")
-    assert run(*ONE, "--target", "sm_90", "--workers", "1", "--gate", "main").exit_code == 0
+    gate = ("gate", "main", "--static", "--op", *ONE[1:], "--target", "sm_90", "--workers", "1")
+    assert run(*gate).exit_code == 0
     assert run(*ONE, "--target", "sm_90", "--against-rev", "v1").stdout == "no difference in 1 configs\n"
     arguments = [*ONE[1:], "--target", "sm_90", "--gpu", "nvidia_h200"]
     assert asked == [("main", [*arguments, "--workers", "1"]), ("v1", arguments)]
@@ -150,16 +152,31 @@ def test_a_revision_is_asked_with_the_same_arguments(compiled: list[Any], monkey
         (["rmsnorm_bwd", "--variant", "optimized", "--config", "{"], "error: config: '{': JSON: "),
         (["rmsnorm_bwd", "--variant", "optimized", "--config", "{}"], "error: config of optimized: expected the knobs ["),
         (["rmsnorm_bwd", "--config", "{}"], "error: config: '{}': expected OP and --variant beside it, for there are "),
-        (["--gate", "a.json", "--against-rev", "main"], "error: --against, --against-rev and --gate: expected one of them"),
+        (["--against", "{}", "--against-rev", "main"], "error: --against and --against-rev: expected one of them"),
         (["rmsnorm_bwd", "K=3"], "error: axis: 'K': expected one of M, N"),
         (["rmsnorm_bwd", "M=3", "--case", "te-*"], "error: case: 'te-*': expected sizes or --case, one of them"),
         (["rmsnorm_bwd", "--case", "nope"], "error: nothing to compile: "),
         (["rmsnorm_bwd", "--case", "nope", "--config", "{}"], "error: nothing to compile: "),
-        (["--gate", "nowhere.json"], "error: cannot read nowhere.json: No such file or directory"),
     ],
 )
 def test_what_inspect_refuses(arguments: list[str], message: str, compiled: list[Any]) -> None:
     assert refused("inspect", *arguments).startswith(message)
+    assert compiled == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.json", "--static"], "error: cannot read nowhere.json: No such file or directory"),
+        (["main", "--static", "--run", "rmsnorm"], "error: run: 'rmsnorm': expected without --static"),
+        (["main", "--static", "--junit", "a.xml"], "error: junit: 'a.xml': expected without --static"),
+        (["main", "--static", "--op", "rmsnorm_fwd", "--op", "rmsnorm_bwd"], "error: op: 'rmsnorm_bwd': expected one operator"),
+        (["main", "new.jsonl", "--target", "sm_90"], "error: target: 'sm_90': expected only with --static"),
+        (["main", "new.jsonl", "--workers", "2"], "error: workers: 2: expected only with --static"),
+    ],
+)
+def test_what_the_static_gate_refuses(arguments: list[str], message: str, compiled: list[Any]) -> None:
+    assert refused("gate", *arguments).startswith(message)
     assert compiled == []
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kerneltune.cli import inspect
 from kerneltune.cli import options as o
 from kerneltune.cli.console import error_line, note, show, width, write
 from kerneltune.cli.progress import reporter
@@ -15,7 +16,10 @@ if TYPE_CHECKING:
     from kerneltune.plan import Options, Selection
     from kerneltune.records import Record
 
-Baseline = Annotated[str, typer.Argument(help="Records to hold against: a .jsonl file, or REV or REV:PATH of git.")]
+_HELD_AGAINST = (
+    "Records to hold against: a .jsonl file, or REV or REV:PATH of git; with --static REV or a file of inspect --save."
+)
+Baseline = Annotated[str, typer.Argument(help=_HELD_AGAINST)]
 New = Annotated[Path | None, typer.Argument(help="Records to judge, a .jsonl file; or measure them with --run.")]
 _PROCESSES = 3
 
@@ -50,6 +54,13 @@ def command(
     annotations: Annotated[
         bool, typer.Option("--annotations", help="Print GitHub annotations; append Markdown to $GITHUB_STEP_SUMMARY if set.")
     ] = False,
+    static: Annotated[
+        bool, typer.Option("--static", help="Compile the cached configs instead of timing them, on any machine.")
+    ] = False,
+    target: Annotated[
+        list[str] | None, typer.Option("--target", metavar="ARCH|all", help="With --static: for it alone; may be repeated.")
+    ] = None,
+    workers: o.Workers = None,
     configs: o.Configs = None,
     results: o.Results = None,
 ) -> None:
@@ -57,7 +68,20 @@ def command(
 
     Exit code 0: no. 1: a regression, a failed or a missing row. 2: nothing compared, or not comparable. 3: ambiguous, measure
     more. A run measures suspects again by itself, up to twice. A first baseline: gate FILE --run FAMILY --update.
+
+    With --static 1 means new spills, narrower accesses of memory, or over a limit of the target.
     """
+    if static:
+        _only_without_static(
+            new=new, run=run, peers=peers or None, policy=policy, processes=processes, update=update or None, save=save,
+            margin=margin, junit=junit, markdown=markdown, annotations=annotations or None,
+        )  # fmt: skip
+        if op is not None and len(op) > 1:
+            raise ValueError(f"op: {op[1]!r}: expected one operator, or all, with --static")
+        inspect.judge(baseline, op[0] if op else None, variant, case, dtype, quant, target, workers, configs)
+    if target is not None or workers is not None:
+        name, value = ("target", target[0]) if target else ("workers", workers)
+        raise ValueError(f"{name}: {value!r}: expected only with --static")
     if (new is None) == (run is None):
         raise ValueError(f"new: {str(new) if new else None!r}: expected a .jsonl file or --run, one of them")
     if margin is not None and not 0 <= margin < 1:
@@ -86,6 +110,12 @@ def _only_with_run(**given: Any) -> None:
     for name, value in given.items():
         if value is not None:
             raise ValueError(f"{name}: {value if isinstance(value, bool) else str(value)!r}: expected only with --run")
+
+
+def _only_without_static(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name}: {value if isinstance(value, bool) else str(value)!r}: expected without --static")
 
 
 def _judged(baseline: str, new: Path, margin: float | None) -> "Verdict":

@@ -1,9 +1,9 @@
-"""`kerneltune inspect`: what compiling alone says of configs, on a machine without a GPU; and the static gate."""
+"""`kerneltune inspect`: what compiling alone says of configs, on a machine without a GPU; and what `gate --static` does."""
 
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -29,10 +29,7 @@ Against = Annotated[str | None, typer.Option("--against", metavar="JSON", help="
 AgainstRev = Annotated[
     str | None, typer.Option("--against-rev", metavar="REV", help="Show what differs from a git revision and its configs.")
 ]
-Gate = Annotated[
-    str | None, typer.Option("--gate", metavar="FILE|REV", help="Fail on what is worse than in a saved file or a git revision.")
-]
-Save = Annotated[Path | None, typer.Option("--save", metavar="FILE", help="Keep what was found, for --gate.")]
+Save = Annotated[Path | None, typer.Option("--save", metavar="FILE", help="Keep what was found, for gate --static.")]
 
 
 def command(
@@ -48,7 +45,6 @@ def command(
     config: Knobs = None,
     against: Against = None,
     against_rev: AgainstRev = None,
-    gate: Gate = None,
     save: Save = None,
     gpu: Annotated[str, typer.Option("--gpu", metavar="NAME", help="Whose cached configs, as its folder is called.")] = _GPU,
     workers: o.Workers = None,
@@ -59,21 +55,19 @@ def command(
     Sizes: the default configs for that case. With --config the case may be any of the sweeps' too.
 
     Registers and spilled bytes are per thread, shared bytes per program; programs and warps are what one multiprocessor holds,
-    and what limits them; loads and stores of global memory are bits x instructions.
-
-    Exit code of --gate 0: nothing is worse. 1: new spills, narrower accesses, or over a limit. 2: nothing compared.
+    and what limits them; loads and stores of global memory are bits x instructions. Whether they got worse: gate --static.
     """
     from kerneltune.inspection.survey import survey
 
-    if sum(value is not None for value in (against, against_rev, gate)) > 1:
-        raise ValueError("--against, --against-rev and --gate: expected one of them")
+    if against is not None and against_rev is not None:
+        raise ValueError("--against and --against-rev: expected one of them")
     o.number("workers", workers, 1)
     targets = _targets(target)
     requests = _requests(op, sizes, variant, case, dtype, quant, gpu, configs, any_case=config is not None)
     if config is not None:
         requests = _with_config(requests, "config", config)
     arguments = _again([*([op] if op else []), *(sizes or [])], variant, case, dtype, quant, targets, config, gpu, workers)
-    earlier = _earlier(gate if gate is not None else against_rev, gate is not None, arguments)
+    earlier = None if against_rev is None else _of_revision(against_rev, arguments)
     with reporter() as progress:
         found = survey(requests, targets, workers, progress.stage, progress.advance)
         if against is not None:
@@ -83,12 +77,41 @@ def command(
 
         save_survey(save, found)
         note(f"wrote {save}")
-    if gate is not None and earlier is not None:
-        _judge(earlier, found)
-    elif earlier is not None:
+    if earlier is not None:
         _show_differences(*((found, earlier) if against is not None else (earlier, found)))
     elif save is None:
         _show(found)
+
+
+def judge(
+    baseline: str,
+    op: str | None,
+    variant: list[str] | None,
+    case: list[str] | None,
+    dtype: list[str] | None,
+    quant: list[str] | None,
+    target: list[str] | None,
+    workers: int | None,
+    configs: Path | None,
+) -> NoReturn:
+    """The cached configs against those of a file of `--save` or of a git revision; ends the command with the gate's exit code."""
+    from kerneltune.inspection.static import load, static_gate
+    from kerneltune.inspection.survey import survey
+
+    o.number("workers", workers, 1)
+    targets = _targets(target)
+    requests = _requests(op, None, variant, case, dtype, quant, _GPU, configs, any_case=False)
+    if baseline.endswith(".json") or Path(baseline).is_file():
+        earlier = load(Path(baseline))
+    else:
+        earlier = _of_revision(baseline, _again([op] if op else [], variant, case, dtype, quant, targets, None, _GPU, workers))
+    with reporter() as progress:
+        found = survey(requests, targets, workers, progress.stage, progress.advance)
+    verdict = static_gate(earlier, found)
+    for line in verdict.findings:
+        show(line)
+    (error_line if verdict.exit_code == 2 else show)(verdict.summary)
+    raise typer.Exit(verdict.exit_code)
 
 
 def _targets(given: list[str] | None) -> list[str]:
@@ -184,28 +207,12 @@ def _again(arguments: list[str], *given: Any) -> list[str]:
     return arguments
 
 
-def _earlier(name: str | None, may_be_file: bool, arguments: list[str]) -> "Survey | None":
-    """What a file or a revision holds; None where neither is asked for."""
-    if name is None:
-        return None
-    if may_be_file and (name.endswith(".json") or Path(name).is_file()):
-        from kerneltune.inspection.static import load
-
-        return load(Path(name))
+def _of_revision(name: str, arguments: list[str]) -> "Survey":
+    """What a git revision's own configs compile to."""
     from kerneltune.inspection.revision import survey_revision
 
     note(f"compiling revision {name}")
     return survey_revision(name, arguments)
-
-
-def _judge(baseline: "Survey", found: "Survey") -> None:
-    from kerneltune.inspection.static import static_gate
-
-    verdict = static_gate(baseline, found)
-    for line in verdict.findings:
-        show(line)
-    (error_line if verdict.exit_code == 2 else show)(verdict.summary)
-    raise typer.Exit(verdict.exit_code)
 
 
 def _show(found: "Survey") -> None:
