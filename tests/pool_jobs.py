@@ -59,7 +59,7 @@ def given_up(pool: CompilePool) -> list[Compiled]:
     """What is given up while it compiles is compiled to its end, by a worker that stays; what waits is not begun."""
     running = [pool.submit(job(hang, 0.5)) for _ in range(pool.workers)]
     waiting = pool.submit(job(boom, "never begun"))
-    while not all(one._future.running() for one in running):
+    while not all(one._future.running() or one._future.done() for one in running):
         time.sleep(0.01)
     for one in (*running, waiting):
         one.cancel()

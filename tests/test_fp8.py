@@ -65,6 +65,12 @@ def test_rows_may_lie_any_distance_apart(pad: int) -> None:
     assert torch.equal(fp8.fp8_transpose_2d(q[:, :40]).view(torch.uint8), q[:, :40].t().view(torch.uint8))
 
 
+def test_a_transpose_has_no_limit_on_rows() -> None:
+    x = torch.arange(1 << 21, device=WHERE).to(torch.uint8).view(torch.float8_e4m3fn)[:, None]
+    config = fp8.TransposeConfig(rows=1 << 15, cols=1, warps=4)
+    assert torch.equal(fp8.fp8_transpose_2d(x, config=config).view(torch.uint8), x.t().view(torch.uint8))
+
+
 def test_a_nan_or_infinite_row_spoils_only_itself() -> None:
     x = torch.ones(4, 40, dtype=torch.bfloat16, device=WHERE)
     x[1, 3], x[2, 5], x[3] = torch.nan, -torch.inf, 0.0
@@ -95,7 +101,7 @@ def test_groups_of_any_sizes(ends: tuple[int, ...]) -> None:
     assert torch.equal(out.q_t.view(torch.uint8), out.q.view(torch.uint8))
 
 
-TILES = fp8.SegmentConfig(rows=16, cols=32, warps=2, ctas=0, stages=1, staged=False)
+TILES = fp8.SegmentConfig(rows=16, cols=32, warps=2, ctas=0, stages=1)
 
 
 @pytest.mark.parametrize("at", [0, 1500, -1], ids=["first", "amid", "last"])

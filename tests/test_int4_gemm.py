@@ -185,10 +185,18 @@ def test_parts_of_any_value_are_handed_over_and_leave_zeros(monkeypatch: pytest.
     x = whole_numbers(10, 512, torch.float16)
     x[0], x[1, 3], x[2, 500], x[3, 1] = 0.0, torch.nan, torch.inf, -torch.inf
     x[4].view(torch.int16).fill_(-1)  # NaN of ones alone
-    config = gemm.Int4Config(16, 32, 2, 2, prefetch=False)
-    got, want = ops.int4_gemm(x, pack(*codes), config=config), exact(x, codes, None)
-    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+    for along, splits in ((2, 2), (1, 4)):
+        config = gemm.Int4Config(16, 32, along, splits, prefetch=False)
+        got, want = ops.int4_gemm(x, pack(*codes), config=config), exact(x, codes, None)
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
     assert handed_out and not any(bool(words.any()) for words in handed_out)
+
+
+def test_a_config_of_few_tokens_is_not_taken_for_many() -> None:
+    """Programs that share a row have memory for their parts."""
+    config = gemm.Int4Config(16, 32, 4, 4, prefetch=True)
+    assert gemm.valid(case_of(16, 4096, 4096), config) is None
+    assert gemm.valid(case_of(8192, 4096, 4096), config) == "131072 programs whose parts are added up"
 
 
 def test_large_x_of_whole_numbers_is_exact() -> None:

@@ -38,6 +38,12 @@ def test_whole_and_odd_sizes_keep_their_places_in_one_call(monkeypatch: pytest.M
     assert alone == [(33, 20), (5, 7)]
 
 
+def test_groups_of_row_blocks_and_what_is_left_of_the_last() -> None:
+    xs = weights((320, 160), (192, 80), (64, 208))
+    scales, amaxes = scalars(3)
+    agrees(xs, scales, amaxes, multi_cast_transpose(xs, scales, amaxes, config=SMALL))
+
+
 def test_more_than_sixty_four_weights_of_differing_sizes() -> None:
     xs = weights(*((16 * (1 + i % 3), 16 * (1 + i % 2)) for i in range(70)))
     scales, amaxes = scalars(70)

@@ -103,13 +103,15 @@ def _verify_static(known: Mapping[str, Op], entries: "list[tuple[str, str, Entry
     """Tell stale entries apart by what they launch; with `refresh`, store those that launch the same as they did."""
     from kerneltune.cache import store
     from kerneltune.device import versions
-    from kerneltune.inspection.same import SAME_CODE, differences, measured_hash
+    from kerneltune.inspection.same import SAME_CODE, comparable, differences, measured_hash
 
     hashes = {name: known[o.choice("op", name, known)].source_hash for _slug, name, _entry in entries}
     stale = [(slug, name, entry) for slug, name, entry in entries if entry.evidence.get("source_hash") != hashes[name]]
+    known_code = [(name, entry) for slug, name, entry in stale if comparable(slug)]
     with reporter() as progress:
-        progress.stage("compare", len({entry.evidence.get("commit") for *_, entry in stale}))
-        reasons = differences("kerneltune.ops", [(name, entry) for _slug, name, entry in stale], progress.advance)
+        progress.stage("compare", len({entry.evidence.get("commit") for _name, entry in known_code}))
+        told = iter(differences("kerneltune.ops", known_code, progress.advance))
+    reasons = [next(told) if comparable(slug) else "kernels are compared for sm_90 only" for slug, *_ in stale]
     found = Counter((slug, name, "fresh") for slug, name, _entry in entries)
     why: Counter[str] = Counter()
     for (slug, name, entry), reason in zip(stale, reasons, strict=True):

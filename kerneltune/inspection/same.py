@@ -21,6 +21,9 @@ from kerneltune.inspection.revision import checked_out
 SAME_CODE = "same_code"
 """Of an entry's evidence: the source hash that was measured, where another one was found to launch the same."""
 
+_SM_90 = ("nvidia_h100", "nvidia_h200", "nvidia_gh200")
+"""How the folders of those GPUs begin for whose kind kernels are compiled here."""
+
 Found = list[tuple[str, str]]
 """(source hash of the operator, digest of what is launched; empty where that revision cannot) of each entry."""
 
@@ -29,6 +32,11 @@ def measured_hash(entry: Entry) -> str:
     """The hash of the source that was measured when the entry was chosen."""
     proven = entry.evidence.get(SAME_CODE)
     return str(proven["source_hash"] if isinstance(proven, dict) else entry.evidence.get("source_hash"))
+
+
+def comparable(gpu: str) -> bool:
+    """Whether what `differences` compiles is what this GPU, named as its folder, would launch."""
+    return gpu.startswith(_SM_90)
 
 
 def differences(operators: str, entries: Sequence[tuple[str, Entry]], advance: Callable[[str], None]) -> list[str]:
@@ -61,6 +69,8 @@ def differences(operators: str, entries: Sequence[tuple[str, Entry]], advance: C
 
 def _difference(entry: Entry, then: tuple[str, str], now: tuple[str, str]) -> str:
     commit = entry.evidence.get("commit")
+    if "" in (then[0], now[0]):
+        return "its operator is not among those of this package"
     if then[0] != measured_hash(entry):
         return f"commit {commit} has not the source that was measured"
     if not then[1] or not now[1]:

@@ -81,7 +81,7 @@ def survey(
         stage(f"compile for {target}", len(distinct))
         compiled = {}
         most = min(len(distinct), workers or len(os.sched_getaffinity(0)))
-        with CompilePool(TARGETS[target], most) as pool:
+        with CompilePool(TARGETS[target], most, to_launch=False) as pool:
             jobs = [Job(partial(r.op.inputs, r.case), r.variant.run, r.config) for r in distinct.values()]
             for (key, request), answer in zip(distinct.items(), pool.compile(jobs), strict=True):
                 compiled[key] = answer

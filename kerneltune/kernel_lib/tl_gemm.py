@@ -56,8 +56,8 @@ def leave_part(word_ptrs, part, mask):
 def with_parts(word_ptrs, stride, part, mask, PARTS: tl.constexpr):
     """The sum of the fp32 tiles left at word_ptrs, word_ptrs + stride, …, in this order, and last of this program's own.
 
-    Waits for the others, word by word, and leaves zeros. They must have begun before this one: on a GPU, where programs begin in
-    the order of their ids, those of smaller ones.
+    Waits for the others, word by word, and leaves zeros. They must have begun before this one: on NVIDIA's GPUs those of smaller
+    ids, for programs begin in that order; it is what they do, not what CUDA promises. For CUDA and the interpreter alone.
     """
     total = part
     missing = 1

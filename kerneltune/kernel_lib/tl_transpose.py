@@ -22,9 +22,10 @@ def transpose_bytes(
     tile = tl.program_id(0)
     if BACKWARDS:
         tile = tl.num_programs(0) - 1 - tile
-    above = tile // (GROUP * across) * GROUP
-    height = tl.minimum(down - above, GROUP)
-    inside = tile % (GROUP * across)
+    group = tl.minimum(down, GROUP)
+    above = tile // (group * across) * group
+    height = tl.minimum(down - above, group)
+    inside = tile % (group * across)
     rows = (above + inside % height) * ROWS + tl.arange(0, ROWS)
     cols = inside // height * COLS + tl.arange(0, COLS)
     mask = (rows < M)[:, None] & (cols < N)[None, :]

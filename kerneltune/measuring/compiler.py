@@ -104,14 +104,18 @@ class Pending:
 class CompilePool:
     """Worker processes that compile jobs for one target. Use as a context manager."""
 
-    def __init__(self, target: Target, workers: int | None = None, cores: frozenset[int] | None = None) -> None:
-        """cores: that the workers may use, None for all; workers: one per core if not given."""
+    def __init__(
+        self, target: Target, workers: int | None = None, cores: frozenset[int] | None = None, *, to_launch: bool = True
+    ) -> None:
+        """cores: that the workers may use, None for all; workers: one per core if not given; to_launch: else what is for AMD's
+        GPUs is not assembled, for which Triton's disk cache keeps it apart."""
+        assembly_only = target.backend == "hip" and not to_launch
         self.target = target
         self.workers = workers or len(cores or os.sched_getaffinity(0))
         self._pool = ProcessPool(
             self.workers,
             initializer=in_environment,
-            initargs=(dict(os.environ), _start_worker, target, cores),
+            initargs=(dict(os.environ), _start_worker, target, cores, assembly_only),
             context=fast_context(),
         )
 
@@ -133,7 +137,7 @@ class CompilePool:
             yield job.result()
 
 
-def _start_worker(target: Target, cores: frozenset[int] | None) -> None:
+def _start_worker(target: Target, cores: frozenset[int] | None, assembly_only: bool) -> None:
     if cores:
         os.sched_setaffinity(0, cores)
     os.environ.pop("TRITON_INTERPRET", None)
@@ -142,22 +146,22 @@ def _start_worker(target: Target, cores: frozenset[int] | None) -> None:
 
     utils = _DryUtils(target)
     driver.set_active(dry_driver(target.backend, target.arch, target.warp_size, utils, utils.launcher))
-    knobs.runtime.add_stages_inspection_hook = partial(_refuse_early, target)
+    knobs.runtime.add_stages_inspection_hook = partial(_refuse_early, target, assembly_only)
 
 
 def _refuse_early(
-    target: Target, _backend: Any = None, stages: Any = None, options: Any = None, *_others: Any
+    target: Target, assembly_only: bool, _backend: Any = None, stages: Any = None, options: Any = None, *_others: Any
 ) -> tuple[str, str] | None:
     """Triton's hook into the stages of a compilation: what could not be launched is not compiled to its end.
 
-    Nor is what is for AMD's GPUs, of which nothing but the assembly is read. Asked without arguments for what it adds to the key
-    of the disk cache, it answers: nothing but that.
+    Nor, with assembly_only, is what is for AMD's GPUs. Asked without arguments for what it adds to the key of the disk cache, it
+    answers: nothing but that.
     """
     from triton.runtime.errors import OutOfResources
 
     if stages is None:
-        return ("assembly only", "") if target.backend == "hip" else ("", "")
-    if target.backend == "hip":
+        return ("assembly only", "") if assembly_only else ("", "")
+    if assembly_only:
         stages["hsaco"] = lambda _assembly, _metadata: b""
     threads = options.num_warps * target.warp_size
     if threads > _MAX_THREADS:

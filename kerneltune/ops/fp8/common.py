@@ -14,7 +14,7 @@ from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX
 from kerneltune.spec import Option
 
 QUANT_OPTIONS: tuple[tuple[str, Option], ...] = (("fp8_format", "e4m3"), ("pow2", True), ("inverse", False), ("special", False))
-"""The options under which configs are cached; they do not change which config is best."""
+"""The options under which configs are cached. Only pow2 may change which is best: without it tensorwise casts read twice."""
 
 
 @dataclass(frozen=True, slots=True)

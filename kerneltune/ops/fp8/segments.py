@@ -10,15 +10,13 @@ from kerneltune.spec import Case, Space
 @dataclass(frozen=True, slots=True)
 class SegmentConfig:
     """rows, cols: of a tile; warps: of a program; ctas: programs per multiprocessor, each looping over tiles, or 0 for a
-    program per tile; stages: depth of that loop's load pipeline; staged: of scales that are no powers of two, every tile
-    leaves its largest magnitude in a word of its own for the second launch to reduce, instead of raising its segment's."""
+    program per tile; stages: depth of that loop's load pipeline."""
 
     rows: int
     cols: int
     warps: int
     ctas: int
     stages: int
-    staged: bool
 
 
 def space(case: Case) -> Space:
@@ -30,7 +28,6 @@ def space(case: Case) -> Space:
         "warps": (2, 4, 8),
         "ctas": (0, 2, 4, 6, 8),
         "stages": (1, 2, 3),
-        "staged": (False,) if case.option("pow2") else (False, True),
     }
 
 
@@ -43,10 +40,6 @@ def valid(case: Case, config: SegmentConfig) -> str | None:
         return f"{per_thread:g} elements per thread"
     if (config.ctas == 0) != (config.stages == 1):
         return "a pipeline of loads needs a loop over tiles, and the loop needs the pipeline"
-    if config.staged and case.option("pow2"):
-        return "tiles are cast at once by the largest magnitude so far, which nobody knows of words of their own"
-    if config.staged and not config.ctas:
-        return "a program would reduce all of a segment's words for a single tile"
     words = per_thread * ITEMSIZE[case.dtype] / 4
     if 32 * config.warps * config.ctas * (words * 1.25 + 32) > 65536:
         return "more registers than a multiprocessor has"
@@ -57,7 +50,7 @@ def valid(case: Case, config: SegmentConfig) -> str | None:
 def at_most(config: SegmentConfig, itemsize: int) -> int:
     """Programs whose registers a multiprocessor has: each its tile, half as much again, and 32 for addresses."""
     words = config.rows * config.cols * itemsize / (128 * config.warps)
-    return int(65536 / (32 * config.warps * (1.5 * words + 32)))
+    return max(1, int(65536 / (32 * config.warps * (1.5 * words + 32))))
 
 
 def default(case: Case) -> SegmentConfig:
@@ -65,5 +58,5 @@ def default(case: Case) -> SegmentConfig:
     if case.option("layout") == "row":
         cols = 512 if case["K"] > 256 else 256 if case["K"] > 64 else 128
         rows = 8192 // cols
-        return SegmentConfig(rows=rows, cols=cols, warps=8 if case.dtype == "float32" else 4, ctas=0, stages=1, staged=False)
-    return SegmentConfig(rows=64 if case.dtype == "float32" else 128, cols=64, warps=8, ctas=0, stages=1, staged=False)
+        return SegmentConfig(rows=rows, cols=cols, warps=8 if case.dtype == "float32" else 4, ctas=0, stages=1)
+    return SegmentConfig(rows=64 if case.dtype == "float32" else 128, cols=64, warps=8, ctas=0, stages=1)

@@ -179,7 +179,7 @@ def _launch(x, offs, q, q_t, scale, cast: Cast, config: SegmentConfig | None) ->
     blocks = segments * cdiv(rows, c.rows) if offs is None else rows // c.rows + segments
     total = blocks * cdiv(x.shape[1], cols)
     programs = min(total, resident(x.device, c.ctas)) if c.ctas else total
-    ws = workspace(segments + total if cast.pow2 else total if c.staged else segments, x.device)
+    ws = workspace(segments + total if cast.pow2 else segments, x.device)
     offs_or_any = x if offs is None else offs
     tile = {
         "C": x.shape[1], "stride": x.stride(0), "JAGGED": offs is not None,
@@ -201,11 +201,12 @@ def _launch(x, offs, q, q_t, scale, cast: Cast, config: SegmentConfig | None) ->
             x, q_or_any, q_t_or_any, scale, offs_or_any, ws, *size, INVERSE=cast.inverse, LANES=_LANES, **constants
         )
         return
-    tile |= {"STAGED": c.staged, "STAGES": c.stages}
+    tile |= {"STAGES": c.stages}
     tensorwise_kernels._amax_segments[(programs,)](x, offs_or_any, ws, *size, **tile)
     tensorwise_kernels._cast_segments[(programs,)](
-        x, q_or_any, q_t_or_any, scale, offs_or_any, ws, *size, **cast.constants, **out, **tile
-    )
+        x, q_or_any, q_t_or_any, scale, offs_or_any, ws, *size,
+        FP8_MAX=cast.constants["FP8_MAX"], INVERSE=cast.inverse, **out, **tile,
+    )  # fmt: skip
 
 
 def _checked(fp8_format: str, pow2: bool, inverse: bool, layout: str) -> Cast:

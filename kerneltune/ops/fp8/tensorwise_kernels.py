@@ -9,7 +9,7 @@ by two, and rows of four bytes turned with byte permutes. May import tiles, tl_l
 import triton
 import triton.language as tl
 
-from kerneltune.kernel_lib.tl_exchange import close_launch, launch_tag, publish, published, raise_published
+from kerneltune.kernel_lib.tl_exchange import close_launch, launch_tag, published, raise_published
 from kerneltune.kernel_lib.tl_lib import (
     amax_to_scale,
     is_cuda,
@@ -125,7 +125,7 @@ def sanitised_words(xs, PAIRS: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def largest_magnitude(xs, PAIRS: tl.constexpr, dtype: tl.constexpr):
-    """The largest `magnitude` of a tile out of `sanitised_words`."""
+    """The largest `magnitude` of a tile; under PAIRS that of NaN or infinity, unless it is one of `sanitised_words`."""
     if PAIRS == 2:
         pairs = magnitude_of_pairs(xs[0], xs[1], xs[2], xs[3])
         largest = tl.maximum(pairs & 0xFFFF, pairs >> 16)
@@ -139,11 +139,11 @@ def largest_magnitude(xs, PAIRS: tl.constexpr, dtype: tl.constexpr):
 @triton.jit
 def _amax_segments(
     x_ptr, offs_ptr, ws_ptr, rows, G, total, C: tl.constexpr, stride: tl.constexpr,
-    JAGGED: tl.constexpr, STAGED: tl.constexpr, GROUPS_LOG2: tl.constexpr,
+    JAGGED: tl.constexpr, GROUPS_LOG2: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr,
     EVEN_ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The largest magnitude of every tile to its own word of the workspace, or by an atomic maximum to its segment's.
+    """The largest magnitude of every segment to its word of the workspace, by atomic maxima of its tiles.
 
     In PAIRS x is int32, and C, COLS and stride count words of two numbers of `dtype`.
     """
@@ -155,36 +155,7 @@ def _amax_segments(
         )  # fmt: skip
         xs = load_quads(x_ptr, stride, C, stripe, first_row, lo, hi, ROWS // 4, COLS, EVEN_ROWS, JAGGED, True)
         amax = magnitude_to_fp32(largest_magnitude(sanitised_words(xs, PAIRS, dtype), PAIRS, dtype), dtype)
-        if STAGED:
-            publish(ws_ptr, tile, amax, tag, hi == hi)
-        else:
-            raise_published(ws_ptr, group, amax, tag, hi > 0)
-
-
-@triton.jit
-def _segment_scale(
-    ws_ptr, offs_ptr, group, rows, stripes,
-    FP8_MAX: tl.constexpr, POW2: tl.constexpr, JAGGED: tl.constexpr, STAGED: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """The scale of a segment out of what the first launch left."""
-    if STAGED:
-        if JAGGED:
-            start = start_of(offs_ptr, group)
-            end = load_constant(offs_ptr + group)
-            first = (start // ROWS + group) * stripes
-            last = (end // ROWS + group + 1) * stripes
-        else:
-            first = group * tl.cdiv(rows, ROWS) * stripes
-            last = first + tl.cdiv(rows, ROWS) * stripes
-        lanes = tl.arange(0, 512)
-        amaxes = tl.zeros((512,), dtype=tl.float32)
-        for at in tl.range(first, last, 512):
-            live = at + lanes < last
-            amaxes = tl.maximum(amaxes, tl.where(live, published(ws_ptr, tl.where(live, at + lanes, first)), 0.0))
-        amax = tl.max(amaxes, axis=0)
-    else:
-        amax = published(ws_ptr, group)
-    return amax_to_scale(amax, FP8_MAX, POW2)
+        raise_published(ws_ptr, group, amax, tag, hi > 0)
 
 
 @triton.jit
@@ -226,8 +197,8 @@ def store_tile(
 @triton.jit
 def _cast_segments(
     x_ptr, q_ptr, qt_ptr, scale_ptr, offs_ptr, ws_ptr, rows, G, total, C: tl.constexpr, stride: tl.constexpr,
-    FP8_MAX: tl.constexpr, POW2: tl.constexpr, INVERSE: tl.constexpr,
-    JAGGED: tl.constexpr, STAGED: tl.constexpr, GROUPS_LOG2: tl.constexpr,
+    FP8_MAX: tl.constexpr, INVERSE: tl.constexpr,
+    JAGGED: tl.constexpr, GROUPS_LOG2: tl.constexpr,
     ROWMAJOR: tl.constexpr, COLMAJOR: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr, fp8: tl.constexpr,
     EVEN_ROWS: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr,
@@ -245,7 +216,7 @@ def _cast_segments(
         )  # fmt: skip
         xs = load_quads(x_ptr, stride, C, stripe, first_row, lo, hi, ROWS // 4, COLS, EVEN_ROWS, JAGGED, False)
         if group != of:
-            scale = _segment_scale(ws_ptr, offs_ptr, group, rows, stripes, FP8_MAX, POW2, JAGGED, STAGED, ROWS)
+            scale = amax_to_scale(published(ws_ptr, group), FP8_MAX, False)
             of = group
         if hi > 0:
             if (lo >= 0) & (stripe == 0):
@@ -255,7 +226,7 @@ def _cast_segments(
                 JAGGED, ROWMAJOR, COLMAJOR, ROWS, COLS, PAIRS, dtype, fp8, EVEN_ROWS, PACKED,
             )  # fmt: skip
     if JAGGED:
-        empty = amax_to_scale(tl.zeros((), dtype=tl.float32), FP8_MAX, POW2)
+        empty = amax_to_scale(tl.zeros((), dtype=tl.float32), FP8_MAX, False)
         for group in range(tl.program_id(0), G, tl.num_programs(0)):
             if start_of(offs_ptr, group) == load_constant(offs_ptr + group):
                 tl.store(scale_ptr + group, reciprocal(empty) if INVERSE else empty)

@@ -3,7 +3,7 @@
 May import cache, spec, arguments, workspace.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from kerneltune import cache
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES
 from kerneltune.kernel_lib.launch import on_its_device
-from kerneltune.kernel_lib.tl_lib import is_cuda
+from kerneltune.kernel_lib.tl_lib import INTERPRETED, is_cuda
 from kerneltune.kernel_lib.workspace import counters
 from kerneltune.ops.int4_gemm import kernels
 from kerneltune.ops.int4_gemm.packing import DEPTH, GROUPS, ROWS, Int4Weight, block_shape, check_sizes, scale_shape
@@ -22,11 +22,13 @@ FREE_AXES = ("N", "M")
 _ALONG = (1, 2, 4, 8)
 _SPLITS = (1, 2, 4, 8, 16)
 _ENOUGH_PROGRAMS = 192
-_MOST_PROGRAMS = 1024
-_HALF_THE_REGISTERS = 128
-"""Registers per thread with which two programs of eight warps fit on a multiprocessor."""
+"""Programs that keep a chip busy."""
 _ENOUGH_ALONE = 96
 """The same of programs that each fill a multiprocessor."""
+_MOST_PROGRAMS = 1024
+"""Of several splits, each of which has memory for its part."""
+_HALF_THE_REGISTERS = 128
+"""Registers per thread with which two programs of eight warps fit on a multiprocessor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,8 @@ def int4_gemm(
     if not N:
         return y
     c: Int4Config = best_config(x, weight, bias is not None) if config is None else config
+    if c.splits > 1 and not (is_cuda() or INTERPRETED):
+        c = replace(c, splits=1)  # programs wait for each other's parts
     zeros, steps = weight.zeros, steps_of(K, c)
     tiles, token_tiles = cdiv(M, ROWS), cdiv(N, c.tokens)
     parts = counters(cdiv((c.splits - 1) * N * M, 2), x.device) if c.splits > 1 else y  # words of four bytes
@@ -154,6 +158,9 @@ def valid(case: Case, config: Int4Config) -> str | None:
     blocks, warps = cdiv(case["K"], DEPTH), _warps(config)
     if config.along > blocks or (config.splits - 1) * config.along * steps_of(case["K"], config) >= blocks:
         return f"{config.splits} programs of {config.along} warps along {blocks} blocks of k"
+    programs = config.splits * cdiv(case["M"], ROWS) * cdiv(max(case["N"], 1), config.tokens)
+    if config.splits > 1 and programs > 2 * _MOST_PROGRAMS:
+        return f"{programs} programs whose parts are added up"
     if config.rows * config.tokens > 1024 or warps > (16 if _in_pairs(config) else 8):
         return f"{config.rows}x{config.tokens} sums in each of {warps} warps"
     if config.tokens < 32 and config.along < _alongs(blocks, 2)[0]:

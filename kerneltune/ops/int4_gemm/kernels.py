@@ -6,9 +6,9 @@ are exact in 16 bits, so sums over a group are those of whole numbers times x, a
 for the four lanes that share a row (c) and one for the eight rows of lanes (j), fastest first, since that is how Triton deals
 out lanes. May import triton, tl_gemm and tl_lib.
 
-With 32 tokens a warp needs so many registers that a multiprocessor holds eight, too few to wait for L2 in turn: they load x a
-step ahead. For 32 tokens, m = 3584 and k = 8192 in 112 programs of eight warps a scheduler issues 8 steps x 2 warps x 411
-instructions, 3.4 us; through L2 go 14.7 MB of codes and 29.4 MB of x.
+With 32 tokens a warp needs so many registers that a multiprocessor holds eight, too few to wait for L2 in turn: but for groups
+of 32 they load x a step ahead. For 32 tokens, m = 3584 and k = 8192 in 112 programs of eight warps a scheduler issues 8 steps x
+2 warps x 411 instructions, 3.4 us; through L2 go 14.7 MB of codes and 29.4 MB of x.
 """
 
 import triton

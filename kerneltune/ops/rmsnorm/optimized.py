@@ -26,7 +26,7 @@ _MOST_BESIDE_GAMMA = 32768
 """Numbers of x that a forward program can hold beside the weight: more need 32 warps, whose threads have 64 registers."""
 
 _TILE_ROWS, _TILE_COLS = 64, 128
-"""Of the transpose's tiles: the best of fp8_transpose_2d in six of seven shapes."""
+"""Of the transpose's tiles; not searched: fp8_transpose_2d prefers 64 x 256 and groups of 512 row blocks, where x is cold."""
 
 _choose_fwd = cache.Chooser("rmsnorm_fwd", FwdConfig, valid_fwd, default_fwd, ("M",))
 _choose_bwd = cache.Chooser("rmsnorm_bwd", BwdConfig, valid_bwd, default_bwd, ("M",))
