@@ -104,6 +104,9 @@ class NoBench:
     def close(self) -> None:
         pass
 
+    def stop(self) -> None:
+        pass
+
 
 class FakeTuner(Tuner):
     """Times are a formula, None for a config that is wrong; a duel is won by the faster config, or by whom it is told."""

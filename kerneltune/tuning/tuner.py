@@ -24,7 +24,7 @@ from kerneltune.search.loop import Explored, Search, explore, propose
 from kerneltune.search.trials import Trial, TrialStore, knobs_of
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import Samples, median_interval, ratio_interval
-from kerneltune.tuning.bench import SCREEN_SAMPLES, TRIED_WHOLE, ChildLostError, Measuring
+from kerneltune.tuning.bench import SCREEN_SAMPLES, TRIED_WHOLE, ChildLostError, Stoppable
 from kerneltune.tuning.cached import cached_config
 from kerneltune.tuning.candidates import candidates, chances_of, starting_points
 from kerneltune.tuning.knobs import checked_space
@@ -60,7 +60,7 @@ class Tuner:
     """Evaluates configs of one variant on one case, each once, on a bench.
 
     What needs the bench is done by a thread, one thing after the other, so that the bench does not wait while this process
-    decides what to try next.
+    decides what to try next. Use as a context manager, which gives the bench back.
 
     Attributes:
         resources: registers of all threads of a config's largest program, as far as it was compiled.
@@ -70,7 +70,7 @@ class Tuner:
         meanwhile: called again and again while the bench is waited for.
     """
 
-    def __init__(self, op: Op, case: Case, variant: Variant, policy: str, store: TrialStore, bench: Measuring) -> None:
+    def __init__(self, op: Op, case: Case, variant: Variant, policy: str, store: TrialStore, bench: Stoppable) -> None:
         self.op, self.case, self.variant, self.policy, self.store, self.bench = op, case, variant, policy, store, bench
         self.resources: dict[Config, int] = {}
         self.prune = sum(1 for _ in variant.configs(case)) > TRIED_WHOLE
@@ -175,8 +175,13 @@ class Tuner:
             }
         return configs[chosen], evidence
 
-    def release(self) -> None:
-        """Wait for what the bench is at, and give the memory of inputs and reference back."""
+    def __enter__(self) -> "Tuner":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Wait for what the bench is at, unless interrupted, and have it give the memory of inputs and reference back."""
+        if kind is not None and not issubclass(kind, Exception):
+            self.bench.stop()
         self._in_turn.shutdown(cancel_futures=True)
         self._in_turn = ThreadPoolExecutor(1)
         self.bench.close()
@@ -264,7 +269,7 @@ def tune(
     """
 
     begin = partial(_begin, tuner, compiling)
-    try:
+    with tuner:
         pool = candidates(tuner.op, tuner.case, tuner.variant, tuner.policy, tuner.store)
         known, first = _known(tuner, pool), _first(tuner, pool, root)
         if len(known) < len(pool):
@@ -276,8 +281,6 @@ def tune(
             trial = begin(cached).result()
             times |= {cached: trial.time_us} if trial.time_us is not None else {}
         return _decide(tuner, cached, times, explored, root)
-    finally:
-        tuner.release()
 
 
 def measure_space(
@@ -293,13 +296,11 @@ def measure_space(
     pool = checked_space(tuner.op, tuner.case, tuner.variant)
     tuner.samples = 3 * SCREEN_SAMPLES
     known, begin = _known(tuner, pool), partial(_begin, tuner, compiling)
-    try:
+    with tuner:
         if len(known) < len(pool):
             tuner.prepare()
         search = Search(sampler="random")
         return explore(pool, (), search, begin, on_trial, known, tuner.compilers, tuner.meanwhile).trials
-    finally:
-        tuner.release()
 
 
 def first_asked(tuner: Tuner, search: Search, root: Path | None, count: int) -> list[Config]:
