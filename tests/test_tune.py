@@ -4,6 +4,7 @@ import itertools
 import statistics
 from concurrent.futures import Future
 from dataclasses import replace
+from threading import Event
 from typing import Any
 
 import pytest
@@ -128,6 +129,33 @@ def test_a_search_ends_when_its_seconds_are_over(
     tuner.winner = lambda configs: configs[0]
     setting.tune(tuner, Search(budget_s=4.5))
     assert 0 <= len(tuner.evaluated) - (1 + 4 + 1) <= 4  # from the first result on, until the end: the bench is up to two ahead
+
+
+def test_the_seconds_do_not_begin_with_a_refusal_while_inputs_are_made(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, refused = [0.0], Event()
+    monkeypatch.setattr(loop.time, "monotonic", lambda: now[0])
+
+    class MakesInputs(NoBench):
+        def prepare(self) -> None:
+            assert refused.wait(10)
+            now[0] += 100.0
+
+    def slow(config: Any) -> float | None:
+        now[0] += 1.0
+        return small_time(config)
+
+    tuner, default = setting.tuner(SMALL, slow), Small(256, 4)
+    tuner.bench = MakesInputs()
+    tuner.refusal = lambda config, _compiled: Trial("spills") if config == default else None  # type: ignore[method-assign]
+    tuner.winner = lambda configs: configs[0]
+    statuses: list[str] = []
+
+    def on_trial(_config: Config, trial: Trial) -> None:
+        statuses.append(trial.status)
+        refused.set()
+
+    tune(tuner, Search(budget_s=4.5), compiled, setting.root, on_trial)
+    assert statuses[:2] == ["spills", "ok"] and 0 <= len(tuner.evaluated) - (1 + 4 + 1) <= 4
 
 
 @pytest.mark.parametrize("sampler", loop.SAMPLERS)

@@ -82,6 +82,7 @@ class Tuner:
         self._best_us: float | None = None
         self._opened = False
         self._in_turn = ThreadPoolExecutor(1)
+        self._preparing: Future[Any] | None = None
 
     def known(self, config: Config) -> Trial | None:
         """The stored trial of a config."""
@@ -132,7 +133,11 @@ class Tuner:
 
     def prepare(self) -> None:
         """Have the bench make ready while the first configs compile."""
-        self.in_turn(self._prepare)
+        self._preparing = self.in_turn(self._prepare)
+
+    def ready(self) -> bool:
+        """Whether the bench makes nothing ready any more."""
+        return self._preparing is None or self._preparing.done()
 
     def _prepare(self) -> None:
         self._open()
@@ -274,7 +279,8 @@ def tune(
         known, first = _known(tuner, pool), _first(tuner, pool, root)
         if len(known) < len(pool):
             tuner.prepare()
-        explored = explore(pool, first, search, begin, on_trial, known, tuner.compilers, tuner.meanwhile, _chances(tuner, pool))
+        pace = tuner.compilers, tuner.meanwhile
+        explored = explore(pool, first, search, begin, on_trial, known, *pace, _chances(tuner, pool), tuner.ready)
         times = explored.times
         cached = cached_config(tuner.op, tuner.case, tuner.variant, tuner.policy, root)
         if cached is not None and cached not in times:  # whatever the budget left out, the incumbent is judged anew
