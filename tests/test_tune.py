@@ -217,6 +217,15 @@ def test_a_second_run_over_the_same_store_evaluates_nothing_anew(
     assert setting.trials.stat().st_size == size
 
 
+def test_a_cached_config_that_the_space_no_longer_has_is_no_evaluation_where_it_is_known(setting: Setting) -> None:
+    setting.tune(first := setting.tuner(SMALL, small_time))
+    assert setting.cached() == {"block": 512, "warps": 8} and first.evaluations == 25
+    narrow = Variant("optimized", nothing, Small, lambda _: {"block": (256, 1024), "warps": WARPS}, default=SMALL.default)
+    again = setting.tuner(narrow, small_time)
+    setting.tune(again)
+    assert again.duels[0][0] == Small(512, 8) and again.evaluated == [] and again.evaluations == 0
+
+
 def test_an_interrupted_search_goes_on_where_it_was(setting: Setting) -> None:
     def interrupted(config: Small) -> float:
         if len(first.evaluated) == 10:

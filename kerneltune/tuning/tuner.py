@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any, Protocol
 
 from kerneltune import cache, device
@@ -65,7 +66,7 @@ class Tuner:
     Attributes:
         resources: registers of all threads of a config's largest program, as far as it was compiled.
         began: when the first config was there, compiled, to be evaluated (time.monotonic); None before.
-        evaluations: that were not known before.
+        evaluations: trials that it has stored.
         compilers: how many configs compile at the same time.
         meanwhile: called again and again while the bench is waited for.
     """
@@ -77,6 +78,7 @@ class Tuner:
         self.samples = SCREEN_SAMPLES
         self.began: float | None = None
         self.evaluations = 0
+        self._counting = Lock()
         self.compilers = 1
         self.meanwhile: Callable[[], None] = lambda: None
         self._best_us: float | None = None
@@ -100,6 +102,8 @@ class Tuner:
                 shared_bytes=max((kernel.shared_bytes for kernel in compiled.kernels), default=0),
             )
             self.store.put(self.op, self.case, self.variant, self.policy, config, known)
+            with self._counting:  # what is refused is stored by another thread than what is measured
+                self.evaluations += 1
         return self._remember(config, known)
 
     def _remember(self, config: Config, trial: Trial) -> Trial:
@@ -238,7 +242,6 @@ class _Begun:
 
     def result(self) -> Trial:
         """Wait for it; stored by then."""
-        self.tuner.evaluations += 1
         if self._measured is None and self.refused():
             return self.tuner.evaluate(self.config, self.pending.result())
         if self._measured is None:
