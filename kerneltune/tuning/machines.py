@@ -134,16 +134,21 @@ class Machines:
         finally:
             os.sched_setaffinity(0, before)
 
-    def count(self, began: float, evaluations: int) -> None:
-        """Add a search to those of the stage."""
-        self._began, self._evaluations = self._began or began, self._evaluations + evaluations
+    def usage_of(self, tuner: Tuner) -> Usage:
+        """Of a search that is over, from its first compiled config until now; `usage` counts it from here on."""
+        usage = self._usage(tuner.began, tuner.evaluations)
+        self._began, self._evaluations = self._began or tuner.began, self._evaluations + tuner.evaluations
+        return usage
 
     @property
     def usage(self) -> Usage:
         """Of all searches, from the first compiled config until now."""
+        return self._usage(self._began, self._evaluations)
+
+    def _usage(self, began: float | None, evaluations: int) -> Usage:
         now = time.monotonic()
-        began = self._began or now
-        return Usage(now - began, self.bench.busy_since(began), self._evaluations)
+        since = began or now
+        return Usage(now - since, self.bench.busy_since(since), evaluations)
 
     def __enter__(self) -> "Machines":
         self.pool.__enter__()
@@ -153,17 +158,3 @@ class Machines:
     def __exit__(self, *error: object) -> None:
         self.bench.__exit__(*error)
         self.pool.__exit__(*error)
-
-
-class Clock:
-    """How busy the measuring child of some machines is with one search."""
-
-    def __init__(self, machines: Machines) -> None:
-        self._machines = machines
-
-    def usage(self, tuner: Tuner) -> Usage:
-        """From the search's first compiled config until now."""
-        now = time.monotonic()
-        began = tuner.began or now
-        self._machines.count(began, tuner.evaluations)
-        return Usage(now - began, self._machines.bench.busy_since(began), tuner.evaluations)
