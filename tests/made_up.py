@@ -153,6 +153,11 @@ class Setting:
         return hits[0].entry.config if hits and hits[0].exact else None
 
 
+def evaluated(tuner: Tuner, config: Config, compiled: Compiled) -> Trial:
+    """As a search has it, on the thread that asks."""
+    return tuner.evaluate(config, compiled, tuner.refusal(config, compiled))
+
+
 def compiled(_config: Config) -> "Future[Compiled]":
     future: Future[Compiled] = Future()
     future.set_result(Compiled((), 0.0))

@@ -23,6 +23,7 @@ from made_up import (
     Setting,
     Small,
     compiled,
+    evaluated,
     large_space,
     nothing,
     op_of,
@@ -287,10 +288,10 @@ def test_a_second_run_of_a_narrowed_search_evaluates_nothing_anew(setting: Setti
 def test_what_cannot_compile_or_spills_is_never_run(setting: Setting) -> None:
     tuner = Tuner(op_of(SMALL), CASE, SMALL, "cold", setting.store(), NoBench())
     assert tuner.prune  # 25 configs: no published list
-    broken = tuner.evaluate(Small(64, 1), Compiled((), 0.0, "CompilationError: no"))
+    broken = evaluated(tuner, Small(64, 1), Compiled((), 0.0, "CompilationError: no"))
     assert broken == Trial("compile", detail="CompilationError: no")
     spilling = Compiled((Kernel("k", 4, 255, 96, 0),), 1.0)
-    assert tuner.evaluate(Small(64, 2), spilling) == Trial("spills", detail="96 bytes per thread")
+    assert evaluated(tuner, Small(64, 2), spilling) == Trial("spills", detail="96 bytes per thread")
     assert tuner.resources == {Small(64, 1): 0, Small(64, 2): 1020}
     assert setting.store().get(op_of(SMALL), CASE, SMALL, "cold", Small(64, 1)) == broken
 
@@ -302,15 +303,15 @@ def test_what_does_not_fit_a_multiprocessor_as_often_as_it_says_is_never_run(
     asked = Large(64, 1, 1, 4)
     twice = Compiled((Kernel("k", 8, 128, 0, 65536), Kernel("k", 8, 64, 0, 81920)), 1.0)
     with pytest.raises(AssertionError):  # it goes to the bench: nothing is known of the interpreter's multiprocessors
-        tuner.evaluate(asked, twice)
+        evaluated(tuner, asked, twice)
     here = device.current()
     monkeypatch.setattr(device, "current", lambda: replace(here, arch="sm_90"))
-    assert tuner.evaluate(asked, twice) == Trial(
+    assert evaluated(tuner, asked, twice) == Trial(
         "occupancy", resources=1024, shared_bytes=81920, detail="2 programs fit a multiprocessor, not 4"
     )
     for config, kernels in ((Large(64, 1, 1, 2), twice), (Large(64, 1, 2, 4), Compiled((Kernel("k", 4, 64, 0, 8192),), 1.0))):
         with pytest.raises(AssertionError):  # these fit
-            tuner.evaluate(config, kernels)
+            evaluated(tuner, config, kernels)
 
 
 def test_a_cooperative_grid_that_does_not_fit_is_not_hidden_by_a_smaller_kernel(
@@ -321,12 +322,12 @@ def test_a_cooperative_grid_that_does_not_fit_is_not_hidden_by_a_smaller_kernel(
     monkeypatch.setattr(device, "current", lambda: replace(here, arch="sm_90"))
     main, small = Kernel("main", 8, 168, 0, 0), Kernel("dgamma", 8, 32, 0, 0)
     together = Compiled((replace(main, cooperative=True), small), 1.0)
-    trial = tuner.evaluate(Large(64, 1, 1, 2), together)
+    trial = evaluated(tuner, Large(64, 1, 1, 2), together)
     assert (trial.status, trial.detail) == ("occupancy", "1 programs fit a multiprocessor, not 2")
     with pytest.raises(AssertionError):  # as many as it asks for fit
-        tuner.evaluate(Large(64, 1, 1, 1), together)
+        evaluated(tuner, Large(64, 1, 1, 1), together)
     with pytest.raises(AssertionError):  # a grid that can run in turns is not dropped for what is beside it
-        tuner.evaluate(Large(64, 1, 2, 2), Compiled((main, small), 1.0))
+        evaluated(tuner, Large(64, 1, 2, 2), Compiled((main, small), 1.0))
 
 
 # errors

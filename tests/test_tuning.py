@@ -258,8 +258,17 @@ def test_knobs_that_do_not_exist_are_refused(knobs: Any, message: str, selection
     assert str(caught.value) == message
 
 
-def test_stale_entries_of_this_gpu_are_timed_again(selection: Selection, options: Options) -> None:
+def test_stale_entries_of_this_gpu_are_timed_again(
+    selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (entry,) = run_tune(OPS, selection, options, Quiet()).entries
+    opened: list[Case] = []
+
+    def open_(self: Bench, op: Op, case: Case, variant: Variant, policy: str) -> None:
+        self.opened = True
+        opened.append(case)
+
+    monkeypatch.setattr(Bench, "open", open_)
 
     def status(**changes: Any) -> str:
         stored = replace(entry, **changes)
@@ -271,6 +280,7 @@ def test_stale_entries_of_this_gpu_are_timed_again(selection: Selection, options
     assert status(evidence=old) == "stale-but-good"
     slow = {"block": 4096, "warps": 8, "ctas": 8}
     assert status(evidence=old, config=slow) == "stale-slower"
+    assert len(opened) == 2  # once for each that is stale
 
 
 # spaces that make no sense

@@ -41,11 +41,11 @@ def empty_caches() -> Iterator[Path]:
                 os.environ["TRITON_CACHE_DIR"] = before
 
 
-_Wanted = tuple[str, str, Case, Config]
+_Place = tuple[str, str, Case]
 
 
-def _wanted(tuner: Tuner, config: Config) -> _Wanted:
-    return tuner.op.name, tuner.variant.name, tuner.case, config
+def _place(tuner: Tuner) -> _Place:
+    return tuner.op.name, tuner.variant.name, tuner.case
 
 
 class Machines:
@@ -72,7 +72,7 @@ class Machines:
         self._cores = compiling
         self._stores: dict[str, TrialStore] = {}
         self._begun: list[Compiling] = []
-        self._ahead: dict[_Wanted, Compiling] = {}
+        self._ahead: dict[tuple[_Place, Config], Compiling] = {}
         self._later: Iterator[tuple[Tuner, Config]] = iter(())
 
     def tuner(self, op: Op, case: Case, variant: Variant, policy: str = "", anew: bool = True) -> Tuner:
@@ -93,7 +93,7 @@ class Machines:
         """What begins to compile a tuner's configs, or hands out those that were begun ahead."""
 
         def begin(config: Config) -> Compiling:
-            return self._ahead.pop(_wanted(tuner, config), None) or self._begin(tuner, config)
+            return self._ahead.pop((_place(tuner), config), None) or self._begin(tuner, config)
 
         return begin
 
@@ -108,7 +108,7 @@ class Machines:
     def _asked(self, later: Sequence[Tuner], search: Search) -> Iterator[tuple[Tuner, Config]]:
         for tuner in later:
             for config in first_asked(tuner, search, self._options.configs, _AHEAD):
-                if _wanted(tuner, config) not in self._ahead:
+                if (_place(tuner), config) not in self._ahead:
                     yield tuner, config
 
     def fill(self) -> None:
@@ -118,11 +118,13 @@ class Machines:
             following = next(self._later, None)
             if following is None:
                 return
-            self._ahead[_wanted(*following)] = self._begin(*following)
+            tuner, config = following
+            self._ahead[_place(tuner), config] = self._begin(tuner, config)
 
     def forget_ahead(self, tuner: Tuner) -> None:
         """Let go of what was compiled ahead for a case whose search is over."""
-        self._ahead = {wanted: begun for wanted, begun in self._ahead.items() if wanted[:3] != _wanted(tuner, None)[:3]}
+        over = _place(tuner)
+        self._ahead = {(place, config): begun for (place, config), begun in self._ahead.items() if place != over}
 
     @contextmanager
     def deciding(self) -> Iterator[None]:

@@ -91,12 +91,12 @@ class Tuner:
         trial = self.store.get(self.op, self.case, self.variant, self.policy, config)
         return None if trial is None else self._remember(config, trial)
 
-    def evaluate(self, config: Config, compiled: Compiled) -> Trial:
-        """The stored trial of a config, or a new one, stored."""
+    def evaluate(self, config: Config, compiled: Compiled, refusal: Trial | None) -> Trial:
+        """The stored trial of a config, or a new one, stored: its `refusal`, or measured here where there is none."""
         known = self.known(config)
         if known is None:
             known = replace(
-                self.refusal(config, compiled) or self._measure(config),
+                refusal or self._measure(config),
                 resources=compiled.resources,
                 spill_bytes=compiled.spill_bytes,
                 shared_bytes=max((kernel.shared_bytes for kernel in compiled.kernels), default=0),
@@ -126,6 +126,10 @@ class Tuner:
     def _measure(self, config: Config) -> Trial:
         self._open()
         return self.bench.trial(config, self._best_us if self.samples == SCREEN_SAMPLES else None, self.samples)
+
+    def trials(self, configs: Sequence[Config]) -> list[Trial]:
+        """Every config measured anew; stores nothing."""
+        return [self.in_turn(self._measure, config).result() for config in configs]
 
     def _samples(self, configs: Sequence[Config]) -> list[Samples]:
         self._open()
@@ -221,6 +225,7 @@ class _Begun:
     tuner: Tuner
     config: Config
     pending: Compiling
+    _refusal: Trial | None = None
     _measured: "Future[Trial] | None" = None
 
     def done(self) -> bool:
@@ -230,11 +235,12 @@ class _Begun:
     def refused(self) -> bool:
         """Whether the compiler's word is enough."""
         self.tuner.began = self.tuner.began or time.monotonic()
-        return self.tuner.refusal(self.config, self.pending.result()) is not None
+        self._refusal = self.tuner.refusal(self.config, self.pending.result())
+        return self._refusal is not None
 
     def measure(self) -> None:
         """Behind what the bench was given before."""
-        self._measured = self.tuner.in_turn(self.tuner.evaluate, self.config, self.pending.result())
+        self._measured = self.tuner.in_turn(self.tuner.evaluate, self.config, self.pending.result(), None)
 
     def measured(self) -> bool:
         """Whether its time is there."""
@@ -242,12 +248,9 @@ class _Begun:
 
     def result(self) -> Trial:
         """Wait for it; stored by then."""
-        if self._measured is None and self.refused():
-            return self.tuner.evaluate(self.config, self.pending.result())
-        if self._measured is None:
-            self.measure()
-        assert self._measured is not None
-        return self._measured.result()
+        if self._measured is not None:
+            return self._measured.result()
+        return self.tuner.evaluate(self.config, self.pending.result(), self._refusal)
 
     def cancel(self) -> None:
         """Stop compiling, or do not begin to measure."""
@@ -287,7 +290,10 @@ def tune(
         times = explored.times
         cached = cached_config(tuner.op, tuner.case, tuner.variant, tuner.policy, root)
         if cached is not None and cached not in times:  # whatever the budget left out, the incumbent is judged anew
-            trial = begin(cached).result()
+            begun = begin(cached)
+            if not begun.refused():
+                begun.measure()
+            trial = begun.result()
             times |= {cached: trial.time_us} if trial.time_us is not None else {}
         return _decide(tuner, cached, times, explored, root)
 
