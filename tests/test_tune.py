@@ -24,6 +24,7 @@ from made_up import (
     Small,
     compiled,
     evaluated,
+    in_step,
     large_space,
     nothing,
     op_of,
@@ -128,8 +129,8 @@ def test_a_search_ends_when_its_seconds_are_over(
 
     tuner = setting.tuner(variant, slow)
     tuner.winner = lambda configs: configs[0]
-    setting.tune(tuner, Search(budget_s=4.5))
-    assert 0 <= len(tuner.evaluated) - (1 + 4 + 1) <= 4  # from the first result on, until the end: the bench is up to two ahead
+    setting.tune(tuner, Search(budget_s=4.5), in_step(tuner))
+    assert len(tuner.evaluated) == 1 + 4 + 1 + 2  # from the first result on, until the end, and what the bench has by then
 
 
 def test_the_seconds_do_not_begin_with_a_refusal_while_inputs_are_made(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,16 +148,24 @@ def test_the_seconds_do_not_begin_with_a_refusal_while_inputs_are_made(setting: 
 
     tuner, default = setting.tuner(SMALL, slow), Small(256, 4)
     tuner.bench = MakesInputs()
+    told, statuses = in_step(tuner), list[str]()
+    step = tuner.meanwhile
+
+    def meanwhile() -> None:
+        step()
+        if statuses:
+            refused.set()
+
+    tuner.meanwhile = meanwhile
     tuner.refusal = lambda config, _compiled: Trial("spills") if config == default else None  # type: ignore[method-assign]
     tuner.winner = lambda configs: configs[0]
-    statuses: list[str] = []
 
-    def on_trial(_config: Config, trial: Trial) -> None:
+    def on_trial(config: Config, trial: Trial) -> None:
         statuses.append(trial.status)
-        refused.set()
+        told(config, trial)
 
-    tune(tuner, Search(budget_s=4.5), compiled, setting.root, on_trial)
-    assert statuses[:2] == ["spills", "ok"] and 0 <= len(tuner.evaluated) - (1 + 4 + 1) <= 4
+    setting.tune(tuner, Search(budget_s=4.5), on_trial)
+    assert statuses == ["spills"] + ["ok"] * (1 + 4 + 1 + 2)
 
 
 @pytest.mark.parametrize("sampler", loop.SAMPLERS)
@@ -235,11 +244,11 @@ def test_an_interrupted_search_goes_on_where_it_was(setting: Setting) -> None:
 
     first = setting.tuner(SMALL, interrupted)
     with pytest.raises(KeyboardInterrupt):
-        setting.tune(first)
+        setting.tune(first, None, in_step(first))
     second = setting.tuner(SMALL, small_time)
     entry = setting.tune(second)
-    stored = {*first.evaluated} - {first.evaluated[9]}  # the bench may have had the next one already
-    assert len(stored) in (9, 10) and len(second.evaluated) == 25 - len(stored) and not set(second.evaluated) & stored
+    assert len(first.evaluated) == 10 and len(second.evaluated) == 25 - 9  # all but the one that was measured then
+    assert not set(second.evaluated) & {*first.evaluated[:9]}
     assert entry.config == {"block": 512, "warps": 8}
 
 
@@ -388,11 +397,14 @@ def test_what_is_in_flight_at_the_end_is_given_up(setting: Setting) -> None:
         futures.append(Future() if len(futures) >= 3 else compiled(config))
         return futures[-1]
 
-    def interrupt(_config: Config, _trial: Trial) -> None:
+    tuner = setting.tuner(LARGE, tables(0))
+    told = in_step(tuner)
+
+    def interrupt(config: Config, trial: Trial) -> None:
+        told(config, trial)
         if len(tuner.evaluated) == 3:
             raise KeyboardInterrupt
 
-    tuner = setting.tuner(LARGE, tables(0))
     with pytest.raises(KeyboardInterrupt):
         tune(tuner, Search(trials=30), compiling, setting.root, interrupt)
-    assert loop.AHEAD <= len(futures) <= 2 + loop.AHEAD and all(future.cancelled() for future in futures[3:])
+    assert len(futures) == 2 + loop.AHEAD and all(future.cancelled() for future in futures[3:])
