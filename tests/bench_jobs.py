@@ -53,6 +53,10 @@ class FakeBench:
     def trial(self, config: Config, best_us: float | None, samples: int) -> Trial:
         """The n-th config since the child was opened, in the detail."""
         self.tried += 1
+        if LOG in os.environ:
+            with open(os.environ[LOG], "a") as file:
+                file.write(f"{config.n}\n")
+            time.sleep(0.02)
         if config.does == "abort":
             os.abort()
         if config.does == "exit":
@@ -65,10 +69,6 @@ class FakeBench:
             raise MemoryError("no memory for 17 tensors\nsecond line")
         if config.does == "fault":
             raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
-        if LOG in os.environ:
-            with open(os.environ[LOG], "a") as file:
-                file.write(f"{config.n}\n")
-            time.sleep(0.02)
         return Trial("ok", 10.0 + config.n, f"{self.tried} {os.getpid()}")
 
     def samples(self, configs: Sequence[Config]) -> list[Samples]:

@@ -1,10 +1,11 @@
-"""A whole search on a made-up bench, in a process of its own that test_kill.py kills: `python kill_jobs.py FOLDER`."""
+"""A whole search on a made-up bench, in a process of its own that test_kill.py kills: `python kill_jobs.py FOLDER DOES`."""
 
 import sys
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
-from bench_jobs import CASE, OPS, VARIANT, FakeBench
+from bench_jobs import CASE, OPS, VARIANT, FakeBench, Knobs
 
 from kerneltune.measuring.compiler import Compiled
 from kerneltune.search.loop import Search
@@ -20,12 +21,14 @@ def compiled(_config: object) -> "Future[Compiled]":
     return future
 
 
-def main(folder: Path) -> None:
-    """Search the sixty configs; the store and the cache are below `folder`."""
+def main(folder: Path, does: str) -> None:
+    """Search sixty configs that do the same; the store and the cache are below `folder`."""
+    space, default = {"does": (does,), "n": tuple(range(60))}, Knobs(does, 0)
+    variant = replace(VARIANT, space=lambda _case: space, default=lambda _case: default)
     store = TrialStore(folder / "trials.jsonl", source_hash="abc")
     with IsolatedBench(FakeBench) as bench:
-        tune(Tuner(OPS[0], CASE, VARIANT, "cold", store, bench), Search(), compiled, folder / "configs")
+        tune(Tuner(OPS[0], CASE, variant, "cold", store, bench), Search(), compiled, folder / "configs")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -2,10 +2,12 @@
 
 import math
 import random
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event, Semaphore
 from typing import Any
 
 from kerneltune import cache, device
@@ -13,6 +15,7 @@ from kerneltune.measuring.compiler import Compiled
 from kerneltune.search.loop import Search
 from kerneltune.search.trials import Trial, TrialStore
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
+from kerneltune.tuning.bench import ChildLostError
 from kerneltune.tuning.tuner import Tuner, tune
 
 BLOCKS, WARPS, STAGES, CTAS = (64, 128, 256, 512, 1024), (1, 2, 4, 8, 16), (1, 2, 3, 4), (0, 1, 2, 4)
@@ -104,6 +107,9 @@ class NoBench:
     def close(self) -> None:
         pass
 
+    def stop(self) -> None:
+        pass
+
 
 class FakeTuner(Tuner):
     """Times are a formula, None for a config that is wrong; a duel is won by the faster config, or by whom it is told."""
@@ -130,6 +136,33 @@ class FakeTuner(Tuner):
         return best, {"time_us": self.landscape(best), "speedup": 1.0, "default_us": default_us}
 
 
+def in_step(tuner: FakeTuner) -> Callable[[Config, Trial], None]:
+    """Have the bench begin with a config when the search is done with the one before; it has to be told every trial."""
+    gate, measure, told, stopped = Semaphore(), tuner._measure, deque[Config](), Event()
+
+    def gated(config: Config) -> Trial:
+        assert gate.acquire(timeout=10)
+        if stopped.is_set():
+            raise ChildLostError
+        return measure(config)
+
+    def stop() -> None:
+        stopped.set()
+        gate.release()
+
+    def meanwhile() -> None:
+        while told:
+            told.popleft()
+            gate.release()
+
+    def on_trial(config: Config, _trial: Trial) -> None:
+        if config in tuner.evaluated:  # not where it is refused
+            told.append(config)
+
+    tuner._measure, tuner.meanwhile, tuner.bench.stop = gated, meanwhile, stop  # type: ignore[method-assign]
+    return on_trial
+
+
 class Setting:
     """A store and a configs folder; every `tuner` is a new process in what it knows."""
 
@@ -142,12 +175,22 @@ class Setting:
     def tuner(self, variant: Variant, landscape: Landscape, case: Case = CASE) -> FakeTuner:
         return FakeTuner(case, variant, self.store(), landscape)
 
-    def tune(self, tuner: FakeTuner, search: Search | None = None) -> cache.Entry:
-        return tune(tuner, search or Search(), compiled, self.root)
+    def tune(
+        self,
+        tuner: FakeTuner,
+        search: Search | None = None,
+        on_trial: Callable[[Config, Trial], None] = lambda _config, _trial: None,
+    ) -> cache.Entry:
+        return tune(tuner, search or Search(), compiled, self.root, on_trial)
 
     def cached(self, case: Case = CASE) -> dict[str, Any] | None:
         hits = cache.candidates("fake", "optimized", device.current().slug, case.axes, case.dtype, "none", (), root=self.root)
         return hits[0].entry.config if hits and hits[0].exact else None
+
+
+def evaluated(tuner: Tuner, config: Config, compiled: Compiled) -> Trial:
+    """As a search has it, on the thread that asks."""
+    return tuner.evaluate(config, compiled, tuner.refusal(config, compiled))
 
 
 def compiled(_config: Config) -> "Future[Compiled]":

@@ -8,7 +8,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,33 @@ def test_no_child_outlives_its_bench(bench: IsolatedBench) -> None:
     with bench:
         pass
     assert not child.is_alive() and child not in multiprocessing.active_children()
+
+
+def is_hanging(bench: IsolatedBench, log: Path) -> bool:
+    """Waits until the child is at a config that hangs."""
+    patience = time.monotonic() + 20
+    while not log.exists() and time.monotonic() < patience:
+        time.sleep(0.01)
+    return log.exists() and bench._asking
+
+
+@pytest.mark.parametrize("end", [IsolatedBench.stop, lambda bench: bench.__exit__()])
+def test_a_bench_that_another_thread_stops_blames_no_config(
+    end: Callable[[IsolatedBench], None], bench: IsolatedBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(bench_jobs.LOG, str(tmp_path / "log"))
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(bench.trial, Knobs("hang", 0), None)
+        queued = thread.submit(bench.trial, Knobs("run", 1), None)
+        assert is_hanging(bench, tmp_path / "log")
+        child, began = bench._child, time.monotonic()
+        end(bench)
+        for trial in (running, queued):
+            with pytest.raises(ChildLostError, match="^the measuring process was stopped$"):
+                trial.result(timeout=10)
+    assert time.monotonic() - began < 5.0 and child is not None and not child.is_alive() and bench.started == 1
+    end(bench)
+    bench.close()
 
 
 def test_the_measuring_child_has_a_core_that_no_compiler_uses() -> None:

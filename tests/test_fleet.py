@@ -11,11 +11,12 @@ from pathlib import Path
 import fleet_jobs
 import pytest
 from fleet_jobs import DIE, LOG, WORKS
-from versus_jobs import H200, OP
+from versus_jobs import H200, OP, VARIANT, Knobs
 
 from kerneltune import cache, device, ops
 from kerneltune.plan import Options, Quiet, Selection
 from kerneltune.search import spaces
+from kerneltune.search.trials import Trial, TrialStore
 from kerneltune.tuning import run
 from kerneltune.tuning.cluster import RayWorkers
 from kerneltune.tuning.fleet import Fleet
@@ -87,6 +88,18 @@ def test_two_workers_share_the_cases_and_everything_ends_up_here(options: Option
     with one(options) as workers:
         assert Fleet(workers, options, Quiet()).run(wanted(WORKS[:2])).evaluations == 0  # nothing is measured twice
     assert len(evaluations(log)) == 100
+
+
+def test_a_worker_is_told_what_was_refused_at_other_sizes(options: Options, log: Path, tmp_path: Path) -> None:
+    path = tmp_path / "results" / "runs" / "trials" / "nvidia_h200" / "fake.jsonl"
+    store = TrialStore(path, source_hash=OP.source_hash, driver=H200.driver, **device.versions())
+    likely = [Knobs(3, 8), Knobs(4, 8)]
+    for config in VARIANT.configs(WORKS[2].case):
+        store.put(OP, WORKS[2].case, VARIANT, "cold", config, Trial("spills") if config in likely else Trial("ok", 10.0))
+    with one(options) as workers:
+        Fleet(workers, options, Quiet()).run(wanted(WORKS[1:2]))
+    asked = [config for case, config, _ in evaluations(log) if case == "m16"]
+    assert len(asked) == 20 and asked[0] == "0 1" and asked[-2:] == ["3 8", "4 8"]  # the default first, likely refusals last
 
 
 def test_a_worker_that_dies_costs_one_evaluation_and_its_case_goes_on(options: Options, log: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""kill -9 at random moments of a search: nothing is lost but the running evaluation, nothing measured twice."""
+"""A search that is killed or interrupted: nothing is lost but the running evaluation, nothing measured twice."""
 
 import json
 import os
@@ -23,7 +23,7 @@ KILLS = 20
 def test_twenty_kills_lose_nothing_but_the_running_evaluation(tmp_path: Path) -> None:
     log, trials = tmp_path / "log", tmp_path / "trials.jsonl"
     env = os.environ | {LOG: str(log), "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(TESTS / "kill_jobs.py"), str(tmp_path)]
+    command = [sys.executable, str(TESTS / "kill_jobs.py"), str(tmp_path), "run"]
     rng = random.Random(0)
     log.touch()
     killed = 0
@@ -51,3 +51,24 @@ def test_twenty_kills_lose_nothing_but_the_running_evaluation(tmp_path: Path) ->
     (path,) = (tmp_path / "configs").rglob("*.json")
     (entry,) = cache.load_strict(path)
     assert entry.config == {"does": "run", "n": 0}
+
+
+@pytest.mark.parametrize("interrupts", [1, 2])
+def test_what_is_measured_when_a_search_is_interrupted_is_not_waited_for_and_not_stored(interrupts: int, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.touch()
+    env = os.environ | {LOG: str(log), "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(TESTS / "kill_jobs.py"), str(tmp_path), "hang"]
+    process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 60.0
+        while process.poll() is None and not log.read_text() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for _ in range(interrupts):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.01)
+        _, said = process.communicate(timeout=10)
+    finally:
+        process.kill()
+    assert process.returncode and "KeyboardInterrupt" in said and "Error:" not in said
+    assert log.read_text() == "0\n" and not (tmp_path / "trials.jsonl").exists()

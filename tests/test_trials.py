@@ -7,14 +7,14 @@ import os
 import random
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import pytest
 
-from kerneltune.search.trials import Trial, TrialStore, latest_fingerprint
+from kerneltune.search.trials import Trial, TrialStore, latest_fingerprint, lines_of
 from kerneltune.spec import Case, Op, Traffic, Variant
 
 
@@ -200,6 +200,19 @@ def test_what_another_process_appends_is_found_by_the_next_store(path: Path) -> 
     assert os.waitpid(child, 0)[1] == 0
     put(first, Knobs(3, True), Trial("ok", 3.0))
     assert [get(open_store(path), Knobs(i, True)) for i in (1, 2, 3)] == [Trial("ok", float(i)) for i in (1, 2, 3)]
+
+
+def test_a_case_is_told_of_its_own_sizes_and_the_newest_of_others(path: Path) -> None:
+    store = open_store(path)
+    other, half = replace(CASE, axes=(("M", 64),)), replace(CASE, axes=(("M", 64),), dtype="float16")
+    for n, case in enumerate((other, CASE, half, other, replace(CASE, dtype="float16"), other)):
+        store.put(OP, case, VARIANT, "cold", Knobs(n, True), Trial("spills"))
+
+    def told(others: int, variant: str = VARIANT.name) -> list[int]:
+        return [json.loads(line)["config"]["block"] for line in lines_of(path, CASE, variant, others).splitlines()]
+
+    assert told(0) == [1, 4] and told(2) == [1, 3, 4, 5] and told(9) == [0, 1, 3, 4, 5] and told(9, "another") == [1, 4]
+    assert lines_of(path.with_name("none.jsonl"), CASE, VARIANT.name, 9) == ""
 
 
 def test_a_line_that_another_process_left_cut_is_not_written_onto(path: Path) -> None:

@@ -4,6 +4,7 @@ import itertools
 import statistics
 from concurrent.futures import Future
 from dataclasses import replace
+from threading import Event
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ from made_up import (
     Setting,
     Small,
     compiled,
+    evaluated,
+    in_step,
     large_space,
     nothing,
     op_of,
@@ -126,8 +129,43 @@ def test_a_search_ends_when_its_seconds_are_over(
 
     tuner = setting.tuner(variant, slow)
     tuner.winner = lambda configs: configs[0]
-    setting.tune(tuner, Search(budget_s=4.5))
-    assert 0 <= len(tuner.evaluated) - (1 + 4 + 1) <= 4  # from the first result on, until the end: the bench is up to two ahead
+    setting.tune(tuner, Search(budget_s=4.5), in_step(tuner))
+    assert len(tuner.evaluated) == 1 + 4 + 1 + 2  # from the first result on, until the end, and what the bench has by then
+
+
+def test_the_seconds_do_not_begin_with_a_refusal_while_inputs_are_made(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, refused = [0.0], Event()
+    monkeypatch.setattr(loop.time, "monotonic", lambda: now[0])
+
+    class MakesInputs(NoBench):
+        def prepare(self) -> None:
+            assert refused.wait(10)
+            now[0] += 100.0
+
+    def slow(config: Any) -> float | None:
+        now[0] += 1.0
+        return small_time(config)
+
+    tuner, default = setting.tuner(SMALL, slow), Small(256, 4)
+    tuner.bench = MakesInputs()
+    told, statuses = in_step(tuner), list[str]()
+    step = tuner.meanwhile
+
+    def meanwhile() -> None:
+        step()
+        if statuses:
+            refused.set()
+
+    tuner.meanwhile = meanwhile
+    tuner.refusal = lambda config, _compiled: Trial("spills") if config == default else None  # type: ignore[method-assign]
+    tuner.winner = lambda configs: configs[0]
+
+    def on_trial(config: Config, trial: Trial) -> None:
+        statuses.append(trial.status)
+        told(config, trial)
+
+    setting.tune(tuner, Search(budget_s=4.5), on_trial)
+    assert statuses == ["spills"] + ["ok"] * (1 + 4 + 1 + 2)
 
 
 @pytest.mark.parametrize("sampler", loop.SAMPLERS)
@@ -189,6 +227,15 @@ def test_a_second_run_over_the_same_store_evaluates_nothing_anew(
     assert setting.trials.stat().st_size == size
 
 
+def test_a_cached_config_that_the_space_no_longer_has_is_no_evaluation_where_it_is_known(setting: Setting) -> None:
+    setting.tune(first := setting.tuner(SMALL, small_time))
+    assert setting.cached() == {"block": 512, "warps": 8} and first.evaluations == 25
+    narrow = Variant("optimized", nothing, Small, lambda _: {"block": (256, 1024), "warps": WARPS}, default=SMALL.default)
+    again = setting.tuner(narrow, small_time)
+    setting.tune(again)
+    assert again.duels[0][0] == Small(512, 8) and again.evaluated == [] and again.evaluations == 0
+
+
 def test_an_interrupted_search_goes_on_where_it_was(setting: Setting) -> None:
     def interrupted(config: Small) -> float:
         if len(first.evaluated) == 10:
@@ -197,11 +244,11 @@ def test_an_interrupted_search_goes_on_where_it_was(setting: Setting) -> None:
 
     first = setting.tuner(SMALL, interrupted)
     with pytest.raises(KeyboardInterrupt):
-        setting.tune(first)
+        setting.tune(first, None, in_step(first))
     second = setting.tuner(SMALL, small_time)
     entry = setting.tune(second)
-    stored = {*first.evaluated} - {first.evaluated[9]}  # the bench may have had the next one already
-    assert len(stored) in (9, 10) and len(second.evaluated) == 25 - len(stored) and not set(second.evaluated) & stored
+    assert len(first.evaluated) == 10 and len(second.evaluated) == 25 - 9  # all but the one that was measured then
+    assert not set(second.evaluated) & {*first.evaluated[:9]}
     assert entry.config == {"block": 512, "warps": 8}
 
 
@@ -250,10 +297,10 @@ def test_a_second_run_of_a_narrowed_search_evaluates_nothing_anew(setting: Setti
 def test_what_cannot_compile_or_spills_is_never_run(setting: Setting) -> None:
     tuner = Tuner(op_of(SMALL), CASE, SMALL, "cold", setting.store(), NoBench())
     assert tuner.prune  # 25 configs: no published list
-    broken = tuner.evaluate(Small(64, 1), Compiled((), 0.0, "CompilationError: no"))
+    broken = evaluated(tuner, Small(64, 1), Compiled((), 0.0, "CompilationError: no"))
     assert broken == Trial("compile", detail="CompilationError: no")
     spilling = Compiled((Kernel("k", 4, 255, 96, 0),), 1.0)
-    assert tuner.evaluate(Small(64, 2), spilling) == Trial("spills", detail="96 bytes per thread")
+    assert evaluated(tuner, Small(64, 2), spilling) == Trial("spills", detail="96 bytes per thread")
     assert tuner.resources == {Small(64, 1): 0, Small(64, 2): 1020}
     assert setting.store().get(op_of(SMALL), CASE, SMALL, "cold", Small(64, 1)) == broken
 
@@ -265,15 +312,15 @@ def test_what_does_not_fit_a_multiprocessor_as_often_as_it_says_is_never_run(
     asked = Large(64, 1, 1, 4)
     twice = Compiled((Kernel("k", 8, 128, 0, 65536), Kernel("k", 8, 64, 0, 81920)), 1.0)
     with pytest.raises(AssertionError):  # it goes to the bench: nothing is known of the interpreter's multiprocessors
-        tuner.evaluate(asked, twice)
+        evaluated(tuner, asked, twice)
     here = device.current()
     monkeypatch.setattr(device, "current", lambda: replace(here, arch="sm_90"))
-    assert tuner.evaluate(asked, twice) == Trial(
+    assert evaluated(tuner, asked, twice) == Trial(
         "occupancy", resources=1024, shared_bytes=81920, detail="2 programs fit a multiprocessor, not 4"
     )
     for config, kernels in ((Large(64, 1, 1, 2), twice), (Large(64, 1, 2, 4), Compiled((Kernel("k", 4, 64, 0, 8192),), 1.0))):
         with pytest.raises(AssertionError):  # these fit
-            tuner.evaluate(config, kernels)
+            evaluated(tuner, config, kernels)
 
 
 def test_a_cooperative_grid_that_does_not_fit_is_not_hidden_by_a_smaller_kernel(
@@ -284,12 +331,12 @@ def test_a_cooperative_grid_that_does_not_fit_is_not_hidden_by_a_smaller_kernel(
     monkeypatch.setattr(device, "current", lambda: replace(here, arch="sm_90"))
     main, small = Kernel("main", 8, 168, 0, 0), Kernel("dgamma", 8, 32, 0, 0)
     together = Compiled((replace(main, cooperative=True), small), 1.0)
-    trial = tuner.evaluate(Large(64, 1, 1, 2), together)
+    trial = evaluated(tuner, Large(64, 1, 1, 2), together)
     assert (trial.status, trial.detail) == ("occupancy", "1 programs fit a multiprocessor, not 2")
     with pytest.raises(AssertionError):  # as many as it asks for fit
-        tuner.evaluate(Large(64, 1, 1, 1), together)
+        evaluated(tuner, Large(64, 1, 1, 1), together)
     with pytest.raises(AssertionError):  # a grid that can run in turns is not dropped for what is beside it
-        tuner.evaluate(Large(64, 1, 2, 2), Compiled((main, small), 1.0))
+        evaluated(tuner, Large(64, 1, 2, 2), Compiled((main, small), 1.0))
 
 
 # errors
@@ -350,11 +397,14 @@ def test_what_is_in_flight_at_the_end_is_given_up(setting: Setting) -> None:
         futures.append(Future() if len(futures) >= 3 else compiled(config))
         return futures[-1]
 
-    def interrupt(_config: Config, _trial: Trial) -> None:
+    tuner = setting.tuner(LARGE, tables(0))
+    told = in_step(tuner)
+
+    def interrupt(config: Config, trial: Trial) -> None:
+        told(config, trial)
         if len(tuner.evaluated) == 3:
             raise KeyboardInterrupt
 
-    tuner = setting.tuner(LARGE, tables(0))
     with pytest.raises(KeyboardInterrupt):
         tune(tuner, Search(trials=30), compiling, setting.root, interrupt)
-    assert loop.AHEAD <= len(futures) <= 2 + loop.AHEAD and all(future.cancelled() for future in futures[3:])
+    assert len(futures) == 2 + loop.AHEAD and all(future.cancelled() for future in futures[3:])

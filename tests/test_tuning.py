@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -205,19 +206,23 @@ def test_what_the_next_case_begins_with_is_compiled_while_this_one_is_measured(
     two = SWEEP + "  - {name: twice, read: 2097152, write: 2097152}\n"
     (tmp_path / "two.yaml").write_text(two)
     happened: list[tuple[str, int]] = []
+    begun = Event()
 
     def submit(self: Pool, job: Any) -> "Future[Compiled]":
+        assert begun.wait(10)
         happened.append(("compile", dict(job.make_inputs.args[0].axes)["read"]))
         return Pool().done()
 
     def opened(self: Bench, op: Op, case: Case, variant: Variant, policy: str) -> None:
         self.opened = True
         happened.append(("open", case["read"]))
+        begun.set()
 
     monkeypatch.setattr(Pool, "submit", submit)
     monkeypatch.setattr(Bench, "open", opened)
     first, second = run_tune(OPS, Selection(str(tmp_path / "two.yaml")), options, Quiet()).entries
-    assert happened.index(("open", 1 << 20)) < happened.index(("compile", 2 << 20)) < happened.index(("open", 2 << 20))
+    assert happened[0] == ("open", 1 << 20)
+    assert happened.index(("compile", 2 << 20)) < happened.index(("open", 2 << 20))
     assert sum(size == 2 << 20 for what, size in happened if what == "compile") == second.evidence["trials"]  # none twice
 
 
@@ -258,8 +263,17 @@ def test_knobs_that_do_not_exist_are_refused(knobs: Any, message: str, selection
     assert str(caught.value) == message
 
 
-def test_stale_entries_of_this_gpu_are_timed_again(selection: Selection, options: Options) -> None:
+def test_stale_entries_of_this_gpu_are_timed_again(
+    selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (entry,) = run_tune(OPS, selection, options, Quiet()).entries
+    opened: list[Case] = []
+
+    def open_(self: Bench, op: Op, case: Case, variant: Variant, policy: str) -> None:
+        self.opened = True
+        opened.append(case)
+
+    monkeypatch.setattr(Bench, "open", open_)
 
     def status(**changes: Any) -> str:
         stored = replace(entry, **changes)
@@ -271,6 +285,7 @@ def test_stale_entries_of_this_gpu_are_timed_again(selection: Selection, options
     assert status(evidence=old) == "stale-but-good"
     slow = {"block": 4096, "warps": 8, "ctas": 8}
     assert status(evidence=old, config=slow) == "stale-slower"
+    assert len(opened) == 2  # once for each that is stale
 
 
 # spaces that make no sense

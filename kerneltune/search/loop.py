@@ -39,7 +39,7 @@ class Search:
     """How much to search.
 
     Attributes:
-        budget_s: seconds per case from its first result on, None for no limit.
+        budget_s: seconds per case from its first result on that the bench is ready for, None for no limit.
         trials: most configs.
         until_gain: stop when trying all the rest is expected to save less than this fraction of the best time.
         sampler: where the space is not simply enumerated: one of SAMPLERS.
@@ -100,6 +100,7 @@ def explore(
     compilers: int = 1,
     meanwhile: Callable[[], None] = lambda: None,
     chances: Mapping[Config, float] | None = None,
+    ready: Callable[[], bool] = lambda: True,
 ) -> Explored:
     """Try configs of a pool until a budget is used, the expected gain is small, or there are no others.
 
@@ -110,6 +111,7 @@ def explore(
         compilers: how many configs compile at the same time.
         meanwhile: called whenever the search has asked for what it wants, again and again.
         chances: how likely each config of the pool is not to be refused, where that can be told.
+        ready: whether the bench could measure: what is refused before that does not begin the budget's seconds.
     """
     proposals, gain = propose(pool, first, search, chances), _Gain(pool, search, known)
     for config, trial in known.items():
@@ -132,8 +134,8 @@ def explore(
                 trials[config] = trial
                 proposals.tell(config, trial.time_us)
                 on_trial(config, trial)
-                began = time.monotonic() if began is None else began
-                spent = search.budget_s is not None and time.monotonic() - began > search.budget_s
+                began = time.monotonic() if began is None and ready() else began
+                spent = search.budget_s is not None and began is not None and time.monotonic() - began > search.budget_s
                 enough = enough or spent or gain.is_small(config, trial)
             if enough:
                 line.give_up()

@@ -6,7 +6,7 @@ Knows no GPU and decides nothing. Imports the standard library and spec.
 import fcntl
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -164,13 +164,20 @@ def append(path: Path, lines: str) -> None:
         raise ValueError(f"cannot write {path}: {error.strerror}") from error
 
 
-def lines_of(path: Path, sizes: Mapping[str, int]) -> str:
-    """The lines of a store that are about a case of these sizes, whatever else they are; empty where there is no store.
+def lines_of(path: Path, case: Case, variant: str, others: int) -> str:
+    """The lines of a store that the search of a case looks at; empty where there is no store.
+
+    Those about its sizes, whatever else they are, and the newest `others` that differ from the case in their sizes only.
 
     Raises:
         ValueError: the file cannot be read, or holds something that is no trial.
     """
-    return "".join(json.dumps(row) + "\n" for row in (history(path) if path.exists() else ()) if row["axes"] == dict(sizes))
+    rows = history(path) if path.exists() else []
+    kind = {"variant": variant, "dtype": case.dtype, "quant": case.quant, "options": dict(case.options)}
+    here = [row["axes"] == dict(case.axes) for row in rows]
+    told = [i for i, row in enumerate(rows) if not here[i] and all(row[name] == value for name, value in kind.items())]
+    newest = set(told[max(0, len(told) - others) :])
+    return "".join(json.dumps(row) + "\n" for i, row in enumerate(rows) if here[i] or i in newest)
 
 
 def latest_fingerprint(path: Path) -> dict[str, str]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from threading import Lock
 from typing import Any, Protocol
 
 import numpy as np
@@ -54,6 +55,13 @@ class Measuring(Protocol):
 
     def close(self) -> None:
         """Give the memory of inputs and reference back."""
+
+
+class Stoppable(Measuring, Protocol):
+    """A bench that another thread can end."""
+
+    def stop(self) -> None:
+        """End what is being measured, at once; nothing is measured after that."""
 
 
 class GpuBench:
@@ -156,14 +164,15 @@ class Named:
 
 
 class ChildLostError(Exception):
-    """The measuring process died or was killed; says how."""
+    """The measuring process died, was killed or stopped; says how."""
 
 
 class IsolatedBench:
     """A bench in a child process, which alone touches the GPU.
 
     A config that hangs, faults or takes the process along is a trial of status `lost`; the next one finds a new child with a
-    clean context, inputs and reference made anew. Use as a context manager.
+    clean context, inputs and reference made anew. Use as a context manager. One thread asks; `stop` and the end of the context
+    may come from another, and what is then being measured has no trial: it raises ChildLostError.
 
     Attributes:
         started: children so far.
@@ -181,6 +190,9 @@ class IsolatedBench:
         self._pipe: Connection | None = None
         self._opened: tuple[Named, Case, str] | None = None
         self._ready = False
+        self._lock = Lock()
+        self._asking = False
+        self._closed = False
         self.started = 0
         self._busy: list[tuple[float, float]] = []
 
@@ -188,7 +200,12 @@ class IsolatedBench:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop()
+        self.stop()
+
+    def stop(self) -> None:
+        """End the child, also while another thread waits for it, and start no other."""
+        self._closed = True
+        self._end_child(asked_here=False)
 
     def open(self, op: Op, case: Case, variant: Variant, policy: str) -> None:
         """Remember the case; the child makes its tensors when the first config is tried."""
@@ -203,7 +220,7 @@ class IsolatedBench:
         """Have a child make its tensors.
 
         Raises:
-            ChildLostError: the child was lost.
+            ChildLostError: the child was lost, or the bench stopped.
         """
         assert self._opened is not None
         if self._child is None:
@@ -217,20 +234,22 @@ class IsolatedBench:
         """As the bench in the child says; `lost` where the child is lost over it.
 
         Raises:
-            ChildLostError: the child was lost before it came to the config.
+            ChildLostError: the child was lost before it came to the config, or the bench stopped.
         """
         self.prepare()
         try:
             trial: Trial = self._ask("trial", self._trial_timeout_s, config, best_us, samples)
             return trial
         except ChildLostError as error:
+            if self._closed:
+                raise
             return Trial("lost", detail=str(error))
 
     def samples(self, configs: Sequence[Config]) -> list[Samples]:
         """As the bench in the child says.
 
         Raises:
-            ChildLostError: the child was lost.
+            ChildLostError: the child was lost, or the bench stopped.
         """
         self.prepare()
         samples: list[Samples] = self._ask("samples", DUEL_TIMEOUT_S, configs)
@@ -246,43 +265,60 @@ class IsolatedBench:
 
     def _start(self) -> None:
         context = fast_context()
-        self._pipe, theirs = context.Pipe()
-        arguments = (dict(os.environ), _serve, theirs, self._make, self._cores)
-        self._child = context.Process(target=in_environment, args=arguments, daemon=True)
-        self._child.start()
+        with self._lock:
+            self._refuse_if_closed()
+            pipe, theirs = context.Pipe()
+            arguments = (dict(os.environ), _serve, theirs, self._make, self._cores)
+            child = context.Process(target=in_environment, args=arguments, daemon=True)
+            child.start()
+            self._child, self._pipe = child, pipe
         theirs.close()
         self.started += 1
 
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise ChildLostError("the measuring process was stopped")
+
     def _ask(self, name: str, timeout_s: float, *arguments: Any) -> Any:
-        assert self._pipe is not None
+        with self._lock:
+            self._refuse_if_closed()
+            pipe, self._asking = self._pipe, True
+        assert pipe is not None
         try:
-            self._pipe.send((name, arguments))
-            if not self._pipe.poll(timeout_s):
-                self._stop()
+            pipe.send((name, arguments))
+            if not pipe.poll(timeout_s):
+                self._end_child()
                 raise ChildLostError(f"took longer than {timeout_s:g} s")
-            answer, lost, busy = self._pipe.recv()
+            answer, lost, busy = pipe.recv()
         except (EOFError, OSError) as error:
-            code = self._stop()
+            code = self._end_child()
+            self._refuse_if_closed()
             raise ChildLostError(f"the measuring process died: exit code {code}") from error
+        finally:
+            self._asking = False
         self._busy.append(busy)
         if lost:
-            self._stop()
+            self._end_child()
             raise ChildLostError(lost)
         return answer
 
-    def _stop(self) -> int | None:
-        """End the child, by force if it must be; its exit code."""
-        if self._child is None:
+    def _end_child(self, asked_here: bool = True) -> int | None:
+        """Have the child leave, by force if it must be; its exit code, None where another thread has it leave.
+
+        asked_here: False where another thread may wait for an answer: the pipe stays open for that one to find the end of it.
+        """
+        with self._lock:
+            child, pipe, in_use = self._child, self._pipe, self._asking and not asked_here
+            self._child, self._pipe, self._ready = None, None, False
+        if child is None or pipe is None:
             return None
-        assert self._pipe is not None
-        self._pipe.close()
-        self._child.join(_EXIT_GRACE_S if self._child.exitcode is not None else 0.2)
-        if self._child.exitcode is None:
-            self._child.kill()
-            self._child.join(_EXIT_GRACE_S)
-        code = self._child.exitcode
-        self._child, self._pipe, self._ready = None, None, False
-        return code
+        if not in_use:
+            pipe.close()
+            child.join(_EXIT_GRACE_S if child.exitcode is not None else 0.2)
+        if child.exitcode is None:
+            child.kill()
+            child.join(_EXIT_GRACE_S)
+        return child.exitcode
 
 
 def _serve(pipe: Connection, make: Callable[[], Measuring], cores: frozenset[int] | None) -> None:

@@ -14,7 +14,7 @@ from kerneltune.tuning.knobs import checked_space
 
 _NEIGHBOURS = 3
 _TRANSFERRED = 16
-_TOLD = 2000
+TOLD = 2000
 """Refusals of other sizes that are asked, the newest: more take longer than they are worth."""
 
 
@@ -52,7 +52,7 @@ def chances_of(op: Op, case: Case, variant: Variant, store: TrialStore, pool: Se
     """How likely each config is not to be refused, by what was stored of other sizes; None where there is nothing of these."""
     told = [
         (axes, knobs, trial.status in REFUSED)
-        for axes, knobs, trial in store.of_other_sizes(op, case, variant)[-_TOLD:]
+        for axes, knobs, trial in store.of_other_sizes(op, case, variant)[-TOLD:]
         if list(knobs) == list(knobs_of(pool[0]))
     ]
     found = chances(case.axes, [knobs_of(config) for config in pool], told)

@@ -16,6 +16,7 @@ from kerneltune.files import replace_bytes
 from kerneltune.plan import Options, Progress, results_root
 from kerneltune.search.trials import append, lines_of
 from kerneltune.tuning.bench import Named
+from kerneltune.tuning.candidates import TOLD
 from kerneltune.tuning.task import Done, Work, tell
 from kerneltune.tuning.usage import Usage
 from kerneltune.tuning.worker import Event, Identity, Order, Report
@@ -110,7 +111,7 @@ class Fleet:
         slug, op = self.slug, work.op.name
         config_file = (self._options.configs or cache.roots()) / slug / f"{op}.json"
         configs = config_file.read_text() if config_file.exists() else ""
-        trials = lines_of(self._store(op), dict(work.case.axes))
+        trials = lines_of(self._store(op), work.case, work.variant.name, TOLD)
         named = _named(work)
         return Order(named, work.case, (_named(following), following.case) if following else None, trials, configs)
 

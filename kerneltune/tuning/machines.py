@@ -41,11 +41,11 @@ def empty_caches() -> Iterator[Path]:
                 os.environ["TRITON_CACHE_DIR"] = before
 
 
-_Wanted = tuple[str, str, Case, Config]
+_Place = tuple[str, str, Case]
 
 
-def _wanted(tuner: Tuner, config: Config) -> _Wanted:
-    return tuner.op.name, tuner.variant.name, tuner.case, config
+def _place(tuner: Tuner) -> _Place:
+    return tuner.op.name, tuner.variant.name, tuner.case
 
 
 class Machines:
@@ -72,7 +72,7 @@ class Machines:
         self._cores = compiling
         self._stores: dict[str, TrialStore] = {}
         self._begun: list[Compiling] = []
-        self._ahead: dict[_Wanted, Compiling] = {}
+        self._ahead: dict[tuple[_Place, Config], Compiling] = {}
         self._later: Iterator[tuple[Tuner, Config]] = iter(())
 
     def tuner(self, op: Op, case: Case, variant: Variant, policy: str = "", anew: bool = True) -> Tuner:
@@ -93,7 +93,7 @@ class Machines:
         """What begins to compile a tuner's configs, or hands out those that were begun ahead."""
 
         def begin(config: Config) -> Compiling:
-            return self._ahead.pop(_wanted(tuner, config), None) or self._begin(tuner, config)
+            return self._ahead.pop((_place(tuner), config), None) or self._begin(tuner, config)
 
         return begin
 
@@ -108,7 +108,7 @@ class Machines:
     def _asked(self, later: Sequence[Tuner], search: Search) -> Iterator[tuple[Tuner, Config]]:
         for tuner in later:
             for config in first_asked(tuner, search, self._options.configs, _AHEAD):
-                if _wanted(tuner, config) not in self._ahead:
+                if (_place(tuner), config) not in self._ahead:
                     yield tuner, config
 
     def fill(self) -> None:
@@ -118,11 +118,13 @@ class Machines:
             following = next(self._later, None)
             if following is None:
                 return
-            self._ahead[_wanted(*following)] = self._begin(*following)
+            tuner, config = following
+            self._ahead[_place(tuner), config] = self._begin(tuner, config)
 
     def forget_ahead(self, tuner: Tuner) -> None:
         """Let go of what was compiled ahead for a case whose search is over."""
-        self._ahead = {wanted: begun for wanted, begun in self._ahead.items() if wanted[:3] != _wanted(tuner, None)[:3]}
+        over = _place(tuner)
+        self._ahead = {(place, config): begun for (place, config), begun in self._ahead.items() if place != over}
 
     @contextmanager
     def deciding(self) -> Iterator[None]:
@@ -134,16 +136,21 @@ class Machines:
         finally:
             os.sched_setaffinity(0, before)
 
-    def count(self, began: float, evaluations: int) -> None:
-        """Add a search to those of the stage."""
-        self._began, self._evaluations = self._began or began, self._evaluations + evaluations
+    def usage_of(self, tuner: Tuner) -> Usage:
+        """Of a search that is over, from its first compiled config until now; `usage` counts it from here on."""
+        usage = self._usage(tuner.began, tuner.evaluations)
+        self._began, self._evaluations = self._began or tuner.began, self._evaluations + tuner.evaluations
+        return usage
 
     @property
     def usage(self) -> Usage:
         """Of all searches, from the first compiled config until now."""
+        return self._usage(self._began, self._evaluations)
+
+    def _usage(self, began: float | None, evaluations: int) -> Usage:
         now = time.monotonic()
-        began = self._began or now
-        return Usage(now - began, self.bench.busy_since(began), self._evaluations)
+        since = began or now
+        return Usage(now - since, self.bench.busy_since(since), evaluations)
 
     def __enter__(self) -> "Machines":
         self.pool.__enter__()
@@ -153,17 +160,3 @@ class Machines:
     def __exit__(self, *error: object) -> None:
         self.bench.__exit__(*error)
         self.pool.__exit__(*error)
-
-
-class Clock:
-    """How busy the measuring child of some machines is with one search."""
-
-    def __init__(self, machines: Machines) -> None:
-        self._machines = machines
-
-    def usage(self, tuner: Tuner) -> Usage:
-        """From the search's first compiled config until now."""
-        now = time.monotonic()
-        began = tuner.began or now
-        self._machines.count(began, tuner.evaluations)
-        return Usage(now - began, self._machines.bench.busy_since(began), tuner.evaluations)

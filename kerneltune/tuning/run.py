@@ -170,19 +170,15 @@ def _duel(machines: Machines, policy: str, op: Op, case: Case, variant: Variant,
     Raises:
         ValueError: the first is wrong now, or cannot be timed.
     """
-    bench = machines.bench
     try:
-        bench.open(op, case, variant, policy)
-        trials = [bench.trial(config, None) for config in configs]
-        if trials[0].time_us is None:
-            raise ValueError(f"{trials[0].status}: {trials[0].detail}")
-        timed = [config for config, trial in zip(configs, trials, strict=True) if trial.time_us is not None]
-        best, _ = machines.tuner(op, case, variant, policy).duel(timed)
-        return configs.index(best)
+        with machines.tuner(op, case, variant, policy) as tuner:
+            trials = tuner.trials(configs)
+            if trials[0].time_us is None:
+                raise ValueError(f"{trials[0].status}: {trials[0].detail}")
+            best, _ = tuner.duel([config for config, trial in zip(configs, trials, strict=True) if trial.time_us is not None])
     except ChildLostError as error:
         raise ValueError(f"lost: {error}") from error
-    finally:
-        bench.close()
+    return configs.index(best)
 
 
 def _check_knobs(ops: Mapping[str, Op], entries: Sequence[sweep.Entry], selection: Selection, options: Options) -> None:

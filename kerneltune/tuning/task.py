@@ -17,7 +17,7 @@ from kerneltune.search.trials import Trial, knobs_of
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.tuning.bench import ChildLostError
 from kerneltune.tuning.knobs import widened
-from kerneltune.tuning.machines import Clock, Machines
+from kerneltune.tuning.machines import Machines
 from kerneltune.tuning.tuner import NothingPassedError, Tuner, measure_space, tune
 from kerneltune.tuning.usage import Usage
 
@@ -84,7 +84,6 @@ def perform(machines: Machines, work: Work, following: Sequence[Work], family: s
     if reason is not None:
         return Done(problem=f"not tuned: {op.name} {case.name}: {reason}")
     tuner = machines.tuner(op, case, widened(work.variant, options.knobs))
-    clock = Clock(machines)
     try:
         with machines.deciding():
             done = (
@@ -95,7 +94,7 @@ def perform(machines: Machines, work: Work, following: Sequence[Work], family: s
     except ChildLostError as error:
         done = Done(problem=f"not tuned: {work.label}: {error}")
     machines.forget_ahead(tuner)
-    return replace(done, usage=clock.usage(tuner))
+    return replace(done, usage=machines.usage_of(tuner))
 
 
 def _tuned(machines: Machines, tuner: Tuner, following: Sequence[Work], options: Options) -> Done:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any, Protocol
 
 from kerneltune import cache, device
@@ -24,7 +25,7 @@ from kerneltune.search.loop import Explored, Search, explore, propose
 from kerneltune.search.trials import Trial, TrialStore, knobs_of
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import Samples, median_interval, ratio_interval
-from kerneltune.tuning.bench import SCREEN_SAMPLES, TRIED_WHOLE, ChildLostError, Measuring
+from kerneltune.tuning.bench import SCREEN_SAMPLES, TRIED_WHOLE, ChildLostError, Stoppable
 from kerneltune.tuning.cached import cached_config
 from kerneltune.tuning.candidates import candidates, chances_of, starting_points
 from kerneltune.tuning.knobs import checked_space
@@ -60,45 +61,49 @@ class Tuner:
     """Evaluates configs of one variant on one case, each once, on a bench.
 
     What needs the bench is done by a thread, one thing after the other, so that the bench does not wait while this process
-    decides what to try next.
+    decides what to try next. Use as a context manager, which gives the bench back.
 
     Attributes:
         resources: registers of all threads of a config's largest program, as far as it was compiled.
         began: when the first config was there, compiled, to be evaluated (time.monotonic); None before.
-        evaluations: that were not known before.
+        evaluations: trials that it has stored.
         compilers: how many configs compile at the same time.
         meanwhile: called again and again while the bench is waited for.
     """
 
-    def __init__(self, op: Op, case: Case, variant: Variant, policy: str, store: TrialStore, bench: Measuring) -> None:
+    def __init__(self, op: Op, case: Case, variant: Variant, policy: str, store: TrialStore, bench: Stoppable) -> None:
         self.op, self.case, self.variant, self.policy, self.store, self.bench = op, case, variant, policy, store, bench
         self.resources: dict[Config, int] = {}
         self.prune = sum(1 for _ in variant.configs(case)) > TRIED_WHOLE
         self.samples = SCREEN_SAMPLES
         self.began: float | None = None
         self.evaluations = 0
+        self._counting = Lock()
         self.compilers = 1
         self.meanwhile: Callable[[], None] = lambda: None
         self._best_us: float | None = None
         self._opened = False
         self._in_turn = ThreadPoolExecutor(1)
+        self._preparing: Future[Any] | None = None
 
     def known(self, config: Config) -> Trial | None:
         """The stored trial of a config."""
         trial = self.store.get(self.op, self.case, self.variant, self.policy, config)
         return None if trial is None else self._remember(config, trial)
 
-    def evaluate(self, config: Config, compiled: Compiled) -> Trial:
-        """The stored trial of a config, or a new one, stored."""
+    def evaluate(self, config: Config, compiled: Compiled, refusal: Trial | None) -> Trial:
+        """The stored trial of a config, or a new one, stored: its `refusal`, or measured here where there is none."""
         known = self.known(config)
         if known is None:
             known = replace(
-                self.refusal(config, compiled) or self._measure(config),
+                refusal or self._measure(config),
                 resources=compiled.resources,
                 spill_bytes=compiled.spill_bytes,
                 shared_bytes=max((kernel.shared_bytes for kernel in compiled.kernels), default=0),
             )
             self.store.put(self.op, self.case, self.variant, self.policy, config, known)
+            with self._counting:  # what is refused is stored by another thread than what is measured
+                self.evaluations += 1
         return self._remember(config, known)
 
     def _remember(self, config: Config, trial: Trial) -> Trial:
@@ -122,6 +127,10 @@ class Tuner:
         self._open()
         return self.bench.trial(config, self._best_us if self.samples == SCREEN_SAMPLES else None, self.samples)
 
+    def trials(self, configs: Sequence[Config]) -> list[Trial]:
+        """Every config measured anew; stores nothing."""
+        return [self.in_turn(self._measure, config).result() for config in configs]
+
     def _samples(self, configs: Sequence[Config]) -> list[Samples]:
         self._open()
         return self.bench.samples(configs)
@@ -132,7 +141,11 @@ class Tuner:
 
     def prepare(self) -> None:
         """Have the bench make ready while the first configs compile."""
-        self.in_turn(self._prepare)
+        self._preparing = self.in_turn(self._prepare)
+
+    def ready(self) -> bool:
+        """Whether the bench makes nothing ready any more."""
+        return self._preparing is None or self._preparing.done()
 
     def _prepare(self) -> None:
         self._open()
@@ -175,8 +188,13 @@ class Tuner:
             }
         return configs[chosen], evidence
 
-    def release(self) -> None:
-        """Wait for what the bench is at, and give the memory of inputs and reference back."""
+    def __enter__(self) -> "Tuner":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Wait for what the bench is at, unless interrupted, and have it give the memory of inputs and reference back."""
+        if kind is not None and not issubclass(kind, Exception):
+            self.bench.stop()
         self._in_turn.shutdown(cancel_futures=True)
         self._in_turn = ThreadPoolExecutor(1)
         self.bench.close()
@@ -207,6 +225,7 @@ class _Begun:
     tuner: Tuner
     config: Config
     pending: Compiling
+    _refusal: Trial | None = None
     _measured: "Future[Trial] | None" = None
 
     def done(self) -> bool:
@@ -216,11 +235,12 @@ class _Begun:
     def refused(self) -> bool:
         """Whether the compiler's word is enough."""
         self.tuner.began = self.tuner.began or time.monotonic()
-        return self.tuner.refusal(self.config, self.pending.result()) is not None
+        self._refusal = self.tuner.refusal(self.config, self.pending.result())
+        return self._refusal is not None
 
     def measure(self) -> None:
         """Behind what the bench was given before."""
-        self._measured = self.tuner.in_turn(self.tuner.evaluate, self.config, self.pending.result())
+        self._measured = self.tuner.in_turn(self.tuner.evaluate, self.config, self.pending.result(), None)
 
     def measured(self) -> bool:
         """Whether its time is there."""
@@ -228,13 +248,9 @@ class _Begun:
 
     def result(self) -> Trial:
         """Wait for it; stored by then."""
-        self.tuner.evaluations += 1
-        if self._measured is None and self.refused():
-            return self.tuner.evaluate(self.config, self.pending.result())
-        if self._measured is None:
-            self.measure()
-        assert self._measured is not None
-        return self._measured.result()
+        if self._measured is not None:
+            return self._measured.result()
+        return self.tuner.evaluate(self.config, self.pending.result(), self._refusal)
 
     def cancel(self) -> None:
         """Stop compiling, or do not begin to measure."""
@@ -264,20 +280,22 @@ def tune(
     """
 
     begin = partial(_begin, tuner, compiling)
-    try:
+    with tuner:
         pool = candidates(tuner.op, tuner.case, tuner.variant, tuner.policy, tuner.store)
         known, first = _known(tuner, pool), _first(tuner, pool, root)
         if len(known) < len(pool):
             tuner.prepare()
-        explored = explore(pool, first, search, begin, on_trial, known, tuner.compilers, tuner.meanwhile, _chances(tuner, pool))
+        pace = tuner.compilers, tuner.meanwhile
+        explored = explore(pool, first, search, begin, on_trial, known, *pace, _chances(tuner, pool), tuner.ready)
         times = explored.times
         cached = cached_config(tuner.op, tuner.case, tuner.variant, tuner.policy, root)
         if cached is not None and cached not in times:  # whatever the budget left out, the incumbent is judged anew
-            trial = begin(cached).result()
+            begun = begin(cached)
+            if not begun.refused():
+                begun.measure()
+            trial = begun.result()
             times |= {cached: trial.time_us} if trial.time_us is not None else {}
         return _decide(tuner, cached, times, explored, root)
-    finally:
-        tuner.release()
 
 
 def measure_space(
@@ -293,13 +311,11 @@ def measure_space(
     pool = checked_space(tuner.op, tuner.case, tuner.variant)
     tuner.samples = 3 * SCREEN_SAMPLES
     known, begin = _known(tuner, pool), partial(_begin, tuner, compiling)
-    try:
+    with tuner:
         if len(known) < len(pool):
             tuner.prepare()
         search = Search(sampler="random")
         return explore(pool, (), search, begin, on_trial, known, tuner.compilers, tuner.meanwhile).trials
-    finally:
-        tuner.release()
 
 
 def first_asked(tuner: Tuner, search: Search, root: Path | None, count: int) -> list[Config]:

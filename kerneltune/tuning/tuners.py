@@ -17,7 +17,7 @@ from kerneltune.spec import Case, Config, Inputs, Op, Variant
 from kerneltune.tuning.bench import Named
 from kerneltune.tuning.candidates import candidates
 from kerneltune.tuning.knobs import Given, narrowed
-from kerneltune.tuning.machines import Clock, Machines
+from kerneltune.tuning.machines import Machines
 from kerneltune.tuning.tuner import tune
 
 US = "kerneltune tune"
@@ -77,9 +77,9 @@ def by_kerneltune(task: Task) -> Found:
     options = replace(task.options, configs=task.folder / "configs", results=task.folder / "results")
     began = time.monotonic()
     with Machines(options) as machines, machines.deciding():
-        clock, tuner = Clock(machines), machines.tuner(op, task.case, variant)
+        tuner = machines.tuner(op, task.case, variant)
         entry = tune(tuner, task.search, machines.compiling(tuner), options.configs)
-        usage = clock.usage(tuner)
+        usage = machines.usage_of(tuner)
     wall_s = time.monotonic() - began
     chosen = variant.config_from(entry.config)
     ranked = [variant.config_from(knobs) for knobs in tuner.store.ranked(op, task.case, variant, options.policy)]

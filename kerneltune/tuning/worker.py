@@ -54,7 +54,7 @@ class Order:
 
     Attributes:
         following: what the worker is expected to do next.
-        trials: lines of the operator's store.
+        trials: lines of the operator's store, as far as the search looks at them.
         configs: the operator's file in the config cache; empty where there is none.
     """
 
