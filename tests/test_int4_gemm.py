@@ -192,6 +192,15 @@ def test_parts_of_any_value_are_handed_over_and_leave_zeros(monkeypatch: pytest.
     assert handed_out and not any(bool(words.any()) for words in handed_out)
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="CUDA's programs do wait")
+def test_programs_that_may_not_wait_for_each_other_share_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes, x = some_codes(64, 512, 64, False), whole_numbers(5, 512, torch.float16)
+    monkeypatch.setattr(gemm, "INTERPRETED", False)  # as on a GPU that is not CUDA's
+    monkeypatch.setattr(gemm, "counters", lambda *_: pytest.fail("memory for parts"))
+    config = gemm.Int4Config(8, 32, 2, 2, prefetch=False)
+    assert torch.equal(ops.int4_gemm(x, pack(*codes), config=config), exact(x, codes, None))
+
+
 def test_a_config_of_few_tokens_is_not_taken_for_many() -> None:
     """Programs that share a row have memory for their parts."""
     config = gemm.Int4Config(16, 32, 4, 4, prefetch=True)
