@@ -3,6 +3,7 @@
 Queries the device only when asked. Imports torch inside functions, so that the CLI starts without it.
 """
 
+import hashlib
 import importlib.metadata
 import os
 import re
@@ -16,7 +17,7 @@ INTERPRETER = "interpreter"
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One GPU model, or the interpreter.
+    """A GPU, or the interpreter.
 
     Attributes:
         name: as the driver says it, for example `NVIDIA H200`.
@@ -24,6 +25,7 @@ class Device:
         sms: streaming multiprocessors (compute units).
         l2_bytes: size of the last-level cache.
         driver: driver version.
+        unit: which GPU of the model: a digest of the identifier that the driver gives it; empty where there is none.
     """
 
     name: str
@@ -31,6 +33,7 @@ class Device:
     sms: int
     l2_bytes: int
     driver: str
+    unit: str = ""
 
     @property
     def slug(self) -> str:
@@ -52,6 +55,8 @@ PEAK_TFLOPS: Mapping[str, Mapping[str, float]] = {
     )
 }
 """Device name -> element type -> TFLOP/s of the tensor cores as the data sheet gives them, without sparsity."""
+
+_UNIT_DIGITS = 12
 
 NO_GPU = Device(INTERPRETER, INTERPRETER, sms=4, l2_bytes=0, driver="none")
 
@@ -84,7 +89,12 @@ def current() -> Device:
     p: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
     hip = torch.version.hip is not None
     arch = p.gcnArchName.split(":")[0] if hip else f"sm_{p.major}{p.minor}"
-    return Device(p.name, arch, p.multi_processor_count, p.L2_cache_size, _driver_version())
+    return Device(p.name, arch, p.multi_processor_count, p.L2_cache_size, _driver_version(), unit_of(str(p.uuid)))
+
+
+def unit_of(uuid: str) -> str:
+    """A GPU's identifier as records show it: long enough to tell GPUs apart, and nothing else."""
+    return hashlib.sha256(uuid.removeprefix("GPU-").encode()).hexdigest()[:_UNIT_DIGITS]
 
 
 @cache

@@ -27,9 +27,9 @@ STATUSES = ("passed", "failed", "skipped", "checked")
 Key = tuple[str, str, str, tuple[tuple[str, int], ...], tuple[tuple[str, Option], ...], str]
 
 _NAMES = ("op", "variant", "case", "dtype", "quant", "policy", "device")
-_TEXTS = ("driver", "torch", "triton", "source_hash", "commit", "reason", "family")
+_TEXTS = ("driver", "torch", "triton", "source_hash", "commit", "reason", "family", "unit")
 _REQUIRED_MEASURES = ("time_us", "gbps", "ci_low_us", "ci_high_us")
-_ADDED = ("samples_us",)
+_ADDED = ("samples_us", "unit")
 """Fields that files written before them lack."""
 _OPTIONAL_MEASURES = ("ceiling_gbps", "pct_ceiling", "aa_floor", "p10_us", "p90_us")
 
@@ -52,6 +52,7 @@ class Record:
         date: ISO 8601 in UTC.
         reason: why it failed or was skipped; empty when it passed.
         samples_us: time of one call in every round, a list per process; None in rows that were written without.
+        unit: which GPU of the model `device`; empty in rows that were written without.
 
     Raises:
         ValueError: one line naming the field, its value and what is expected.
@@ -87,6 +88,7 @@ class Record:
     p90_us: float | None = None
     family: str = ""
     samples_us: list[list[float]] | None = None
+    unit: str = ""
 
     def __post_init__(self) -> None:
         _check_texts(self)

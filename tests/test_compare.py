@@ -31,7 +31,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     us = {"baseline": 20.0, compare.SELF: 20.2, "optimized": 10.0}
     rounds = np.linspace(0.99, 1.01, 15)
-    h200 = device.Device("NVIDIA H200", "sm_90", 132, 60_000_000, "580")
+    h200 = device.Device("NVIDIA H200", "sm_90", 132, 60_000_000, "580", "0123456789ab")
     monkeypatch.setattr(device, "current", lambda: h200)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(compare, "Checker", Checker)
@@ -48,6 +48,7 @@ def test_a_record_keeps_the_rounds_of_its_process(gpu: None) -> None:
     assert optimized.samples_us is not None and len(optimized.samples_us) == 1
     assert optimized.samples_us[0] == pytest.approx(list(10.0 * np.linspace(0.99, 1.01, 15)), rel=1e-5)
     assert optimized.n == 15 and optimized.family == "f"
+    assert {row.unit for row in (baseline, wrong, optimized)} == {"0123456789ab"}
     assert baseline.aa_floor == optimized.aa_floor == pytest.approx(1 - 1 / 1.01, rel=1e-4)
 
 
@@ -132,3 +133,10 @@ def test_nothing_is_timed_where_nothing_is_right(gpu: None, monkeypatch: pytest.
     monkeypatch.setattr(compare, "time_contenders", never)
     (wrong,) = compare.compare("f", OP, CASE, PAIRS[1:2], "cold", None)
     assert wrong.status == "failed"
+
+
+def test_a_unit_is_the_gpu_s_identifier_and_does_not_show_it() -> None:
+    uuid = "5c7a2d5e-3f4b-4b0f-8d7e-0123456789ab"
+    unit = device.unit_of(uuid)
+    assert unit == device.unit_of(f"GPU-{uuid}") != device.unit_of(uuid[::-1])
+    assert len(unit) == 12 and unit not in uuid

@@ -248,3 +248,18 @@ def test_a_row_that_changed_names_what_else_did() -> None:
     (row,) = gate([record()], [record(110.0, driver="580", triton="3.6")], 0.03).rows
     assert row.reason == "at least +9.0%, tolerated 3.0%; driver 570 → 580; triton 3.5 → 3.6"
     assert gate([record()], [record(driver="580")], 0.03).rows[0].reason == ""
+
+
+def test_two_units_of_one_model_are_a_note_and_no_verdict() -> None:
+    old = [record(unit="a"), record(quant="none", unit="a")]
+    note = "another unit of NVIDIA H200: rows may differ by about 5 %"
+    there = [record(unit="b"), record(quant="none", unit="b")]
+    assert (gate(old, there, 0.03).note, gate(old, there, 0.03).exit_code) == (note, 0)
+    slower = gate(old, [record(110.0, unit="b"), there[1]], 0.03)
+    assert (slower.note, slower.exit_code) == (note, 1)
+    assert gate(old, [record(unit="b"), old[1]], 0.03).note == note.replace("rows", "1 of 2 rows")
+    for same in (old, [record(), record(quant="none")]):
+        assert gate(old, same, 0.03).note == gate(same, old, 0.03).note == ""
+    assert gate([record(unit="a")], [record(unit="b", device="NVIDIA H100")], 0.03).note == ""
+    _verdict, pooled = confirm([by_process(100, 0, unit="a")], [by_process(100, 0, unit="b")], 0.03, lambda _: [])
+    assert _verdict.note == note and pooled[0].unit == "b"

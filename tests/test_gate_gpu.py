@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kerneltune import ops
+from kerneltune import device, nvml, ops
 from kerneltune.cli.options import load_ops
 from kerneltune.gating.planted import measure_planted
 from kerneltune.gating.run import run_gate, run_processes
@@ -46,3 +46,9 @@ def test_a_run_of_two_processes_passes_against_itself(tmp_path: Path) -> None:
     verdict, measured = run_gate(load_ops, baseline, selection, options, 2, 0.05, Quiet())
     assert verdict.exit_code == 0 and verdict.compared == len(measured) == len(baseline)
     assert gate(baseline, baseline, 0.05).exit_code == 0
+
+
+def test_a_record_s_unit_is_the_gpu_that_nvml_calls_so() -> None:
+    import pynvml
+
+    assert device.current().unit == device.unit_of(pynvml.nvmlDeviceGetUUID(nvml.handle()))

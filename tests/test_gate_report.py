@@ -126,3 +126,18 @@ def test_more_annotations_than_github_shows_are_counted() -> None:
     assert len(lines) == 10
     assert lines[1] == "::error title=missing%3A c0 a%2Cb%0D%0A::l: gone"
     assert lines[-1] == "::error title=kerneltune gate::and 22 more rows: see the log"
+
+
+def test_a_note_is_in_every_form_and_counts_as_no_row() -> None:
+    verdict = gate([record(unit="a")], [record(unit="b")], 0.03)
+    note = "another unit of NVIDIA H200: rows may differ by about 5 %"
+    said = "gate: pass: no row is slower (1 row compared, 0 faster)"
+    assert gate_text(verdict, 80) == f"note: {note}\n{said}\n"
+    assert gate_markdown(verdict) == f"**{said}**\n\nNote: {note}\n"
+    suite = parsed(verdict)
+    assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("1", "0", "0")
+    assert [(child.tag, child.text) for child in suite if child.tag != "testcase"] == [("system-out", f"note: {note}")]
+    assert gate_annotations(verdict).splitlines() == [
+        f"::notice title=kerneltune gate::{said}",
+        f"::notice title=kerneltune gate::{note.replace('%', '%25')}",
+    ]

@@ -39,7 +39,10 @@ def test_a_row_that_failed_once_failed() -> None:
     assert pool([skipped, failed, timed]) == [failed]
 
 
-@pytest.mark.parametrize("change", [{"config": {"warps": 4}}, {"source_hash": "1"}, {"device": "NVIDIA H100"}, {"driver": "580"}])
+@pytest.mark.parametrize(
+    "change",
+    [{"config": {"warps": 4}}, {"source_hash": "1"}, {"device": "NVIDIA H100"}, {"unit": "b"}, {"driver": "580"}],
+)
 def test_what_differs_is_not_pooled(change: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=f"^{next(iter(change))}: .* differs between the processes of rmsnorm_fwd M=8192 "):
         pool([by_process(100, 0.0), by_process(100, 0.0, **change)])

@@ -227,6 +227,16 @@ def test_rows_written_before_samples_were_kept_are_read(tmp_path: Path) -> None:
         untimed("checked", samples_us=[[1.0]])
 
 
+def test_rows_written_before_units_were_are_read() -> None:
+    values = json.loads(records.to_json(record()))
+    del values["unit"]
+    assert records.from_json(json.dumps(values)) == record()
+    kept = record(unit="0123456789ab")
+    assert records.from_json(records.to_json(kept)) == kept
+    with pytest.raises(ValueError, match="^unit: 7: expected a string$"):
+        record(unit=7)
+
+
 def test_merge_replaces_the_file_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "new" / "r.jsonl"
     records.merge(path, [record(), record(variant="baseline")])

@@ -12,7 +12,7 @@ import numpy as np
 from kerneltune.records import Record, rounded
 from kerneltune.stats import centre_interval
 
-_SAME = ("device", "driver", "torch", "triton", "source_hash", "config")
+_SAME = ("device", "unit", "driver", "torch", "triton", "source_hash", "config")
 
 
 def pool(rows: Iterable[Record]) -> list[Record]:

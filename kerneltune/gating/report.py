@@ -25,7 +25,7 @@ def summary(verdict: Verdict) -> str:
 
 
 def gate_text(verdict: Verdict, width: int = 100) -> str:
-    """The rows that did not simply pass, worst first, then the summary; at most `width` columns where words allow it."""
+    """The rows that did not simply pass, worst first, then note and summary; at most `width` columns where words allow it."""
     lines = []
     for row in verdict.notable:
         change, reason = _change(row), f"({row.reason})" if row.reason else ""
@@ -34,12 +34,15 @@ def gate_text(verdict: Verdict, width: int = 100) -> str:
             named = _wrapped(f"{row.verdict:<10}  {row.label}  {row.variant}", width)
             text = "\n".join(filter(None, [named, _wrapped(_INDENT + "  ".join(filter(None, [change, reason])), width)]))
         lines.append(text)
+    lines += [_wrapped(f"note: {verdict.note}", width)] if verdict.note else []
     return "\n".join([*lines, _wrapped(summary(verdict), width)]) + "\n"
 
 
 def gate_markdown(verdict: Verdict) -> str:
     """The same as a Markdown table under its summary."""
     lines = [f"**{_cell(summary(verdict))}**", ""]
+    if verdict.note:
+        lines += [f"Note: {verdict.note}", ""]
     if verdict.notable:
         lines += ["| verdict | row | case | variant | µs | slowdown | reason |", "|---|---|---|---|---:|---:|---|"]
     for row in verdict.notable:
@@ -65,6 +68,8 @@ def gate_junit(verdict: Verdict) -> str:
     if verdict.exit_code == UNUSABLE:
         test = ElementTree.SubElement(suite, "testcase", classname="gate", name="comparable", time="0")
         ElementTree.SubElement(test, "error", message=_xml(verdict.reason)).text = _xml(summary(verdict))
+    if verdict.note:
+        ElementTree.SubElement(suite, "system-out").text = _xml(f"note: {verdict.note}")
     tests = suite.findall("testcase")
     suite.set("tests", str(len(tests)))
     for name, tag in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
@@ -80,6 +85,8 @@ def gate_annotations(verdict: Verdict) -> str:
     level = {PASS: "notice", AMBIGUOUS: "warning"}.get(verdict.exit_code, "error")
     lines: dict[str, list[str]] = {"error": [], "warning": [], "notice": []}
     lines[level].append(_command(level, "kerneltune gate", summary(verdict)))
+    if verdict.note:
+        lines["notice"].append(_command("notice", "kerneltune gate", verdict.note))
     for row in verdict.notable:
         level = "error" if row.verdict in _ERRORS else "warning" if row.verdict == "ambiguous" else "notice"
         if row.verdict != "faster":

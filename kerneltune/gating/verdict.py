@@ -32,6 +32,8 @@ MIN_CHANGE_US = 0.5
 ALPHA = 0.05
 _BLIND = 0.03
 """A row whose slowdown is known no better than ± this is not judged."""
+_BETWEEN_UNITS_PERCENT = 5
+"""How far apart the same code was found on two H200s at worst: 5.5 % (docs/h200.md)."""
 RERUNS = 2
 """How often suspects are measured again: all of them once, those that are ambiguous then once more."""
 
@@ -72,11 +74,15 @@ class GateRow:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The gate's answer: exit code 0 pass, 1 regression, 2 nothing to compare or not comparable, 3 ambiguous."""
+    """The gate's answer: exit code 0 pass, 1 regression, 2 nothing to compare or not comparable, 3 ambiguous.
+
+    `note` is what a reader has to know of all rows, whatever the answer; empty where there is nothing.
+    """
 
     rows: tuple[GateRow, ...]
     exit_code: int
     reason: str
+    note: str = ""
 
     def count(self, verdict: Outcome) -> int:
         """How many rows got this verdict."""
@@ -146,7 +152,7 @@ def gate(
     corrected = iter(holm([met.p for met in found if isinstance(met, _Change)]))
     rows = [_judged(met, next(corrected), margin, again) if isinstance(met, _Change) else met for met in found]
     rows += [_row(record, "failed", record.reason) for record in fresh.values() if record.status == "failed"]
-    return _verdict(tuple(rows))
+    return _verdict(tuple(rows), _other_unit([met for met in found if isinstance(met, _Change)]))
 
 
 def confirm(
@@ -276,16 +282,25 @@ def _interval(record: Record) -> Interval:
     return Interval(_us(record), record.ci_low_us, record.ci_high_us)
 
 
-def _verdict(rows: tuple[GateRow, ...]) -> Verdict:
+def _other_unit(compared: Sequence[_Change]) -> str:
+    """What to know of rows whose sides were measured on two GPUs of one model; records that do not say are taken to be of one."""
+    apart = [met.new for met in compared if met.old.unit and met.new.unit and met.old.unit != met.new.unit]
+    if not apart:
+        return ""
+    rows = "rows" if len(apart) == len(compared) else f"{len(apart)} of {len(compared)} rows"
+    return f"another unit of {apart[0].device}: {rows} may differ by about {_BETWEEN_UNITS_PERCENT} %"
+
+
+def _verdict(rows: tuple[GateRow, ...], note: str) -> Verdict:
     counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in WORST_FIRST}
     if not counts["failed"] and all(row.slowdown is None for row in rows):
-        return Verdict(rows, UNUSABLE, "nothing compared: no row of the baseline is timed in the new records")
+        return Verdict(rows, UNUSABLE, "nothing compared: no row of the baseline is timed in the new records", note)
     for verdicts, code in ((("failed", "missing", "regression"), REGRESSION), (("ambiguous",), AMBIGUOUS)):
         found = [_counted(counts[verdict], verdict) for verdict in WORST_FIRST if verdict in verdicts and counts[verdict]]
         if found:
-            return Verdict(rows, code, ", ".join(found))
+            return Verdict(rows, code, ", ".join(found), note)
     tolerated = counts["slower"]
-    return Verdict(rows, PASS, f"{tolerated} slower within the margin" if tolerated else "no row is slower")
+    return Verdict(rows, PASS, f"{tolerated} slower within the margin" if tolerated else "no row is slower", note)
 
 
 def _counted(count: int, verdict: Outcome) -> str:

@@ -301,6 +301,7 @@ def make_record(
         config=config_values(config),
         device=here.name,
         driver=here.driver,
+        unit=here.unit,
         source_hash=op.source_hash,
         commit=commit(),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
