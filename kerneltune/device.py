@@ -8,7 +8,7 @@ import importlib.metadata
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -17,7 +17,7 @@ INTERPRETER = "interpreter"
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU, or the interpreter.
+    """A GPU, or the interpreter; two units of one model are equal.
 
     Attributes:
         name: as the driver says it, for example `NVIDIA H200`.
@@ -33,7 +33,7 @@ class Device:
     sms: int
     l2_bytes: int
     driver: str
-    unit: str = ""
+    unit: str = field(default="", compare=False)
 
     @property
     def slug(self) -> str:

@@ -5,9 +5,10 @@ Does not know what their work is. Imports pebble.
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
 from typing import Any, TypeVar
 
@@ -41,17 +42,28 @@ def in_fresh_processes(count: int, work: Callable[..., T], *args: Any, timeout_s
 def fast_context() -> ForkServerContext:
     """Starts processes that need not import torch, which takes seconds: forked from a server that has, and has done nothing else.
 
-    They have the environment that the server began with: give them yours by `in_environment`.
+    They have the environment that the server began with: give them yours by `in_environment`. Like the server they do not hear
+    Ctrl-C, which is their parent's to answer.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch"])
+    _start_server()
     return context
 
 
 def start_server() -> None:
     """Have the server of `fast_context` import torch while this process does something else."""
     fast_context()
-    forkserver.ensure_running()
+
+
+def _start_server() -> None:
+    """Blocked while the server is started, an interrupt is blocked in it for good; here it comes when the server has begun."""
+    resource_tracker.ensure_running()  # else the server starts it, and lets interrupts through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def in_environment(environment: Mapping[str, str], work: Callable[..., T], *args: Any) -> T:

@@ -2,9 +2,12 @@
 
 Environment: LOG, a file that every evaluation is appended to; DIE, a folder of files named after a case, each of which the
 worker that first evaluates this case takes away and dies of; MODEL, the GPU's name.
+
+Run as `python fleet_jobs.py FOLDER` it is a whole run on two workers, which test_fleet.py interrupts.
 """
 
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -12,10 +15,12 @@ from versus_jobs import H200, OP, VARIANT, Bench, Knobs, Pool
 
 from kerneltune import device
 from kerneltune.device import Device
-from kerneltune.plan import Options
+from kerneltune.plan import Options, Quiet
 from kerneltune.search.trials import Trial
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.tuning import machines, task
+from kerneltune.tuning.fleet import Fleet
+from kerneltune.tuning.local import LocalWorkers
 from kerneltune.tuning.task import Work
 from kerneltune.tuning.worker import Worker
 
@@ -45,7 +50,8 @@ class LoggedBench(Bench):
 
 def worker(family: str, options: Options, cores: frozenset[int] | None) -> Worker:
     """A worker whose GPU is made up."""
-    gpu = Device(os.environ.get(MODEL, H200.name), "sm_90", 132, 50 << 20, "580")
+    unit = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    gpu = Device(os.environ.get(MODEL, H200.name), "sm_90", 132, 50 << 20, "580", unit)
     setattr(device, "current", lambda: gpu)  # noqa: B010
     setattr(machines, "CompilePool", Pool)  # noqa: B010
     setattr(machines, "IsolatedBench", LoggedBench)  # noqa: B010
@@ -58,3 +64,17 @@ def odd_worker(family: str, options: Options, cores: frozenset[int] | None) -> W
     if os.environ["CUDA_VISIBLE_DEVICES"] == "1":
         os.environ[MODEL] = "NVIDIA A100"
     return worker(family, options, cores)
+
+
+def main(folder: Path) -> None:
+    """All works on two workers; results and configs are below `folder`, and a file `began`."""
+    options = Options(results=folder / "results", configs=folder / "configs")
+    (folder / "began").touch()
+    with LocalWorkers("made", options, ["0", "1"], worker) as workers:
+        Fleet(workers, options, Quiet()).run(lambda _slug: WORKS)
+
+
+if __name__ == "__main__":
+    import fleet_jobs  # by the name under which the workers find what is here
+
+    fleet_jobs.main(Path(sys.argv[1]))

@@ -2,7 +2,10 @@
 
 import json
 import os
+import signal
+import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -62,6 +65,21 @@ def evaluations(log: Path) -> list[tuple[str, str, str]]:
     """(case, config, process) of every evaluation that ended."""
     rows = [line.split() for line in log.read_text().splitlines()]
     return [(case, f"{block} {warps}", pid) for case, block, warps, pid in rows]
+
+
+def wait_for(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60.0
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def alive(pid: str) -> bool:
+    """Whether a process runs; one that has ended may stay listed until somebody asks what became of it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def wanted(works: list[Work]) -> Callable[[str], list[Work]]:
@@ -125,6 +143,32 @@ class Deadly(LocalWorkers):
         super().give(index, order)  # type: ignore[arg-type]
 
     folder = ""
+
+
+@pytest.mark.parametrize("when", ["starting", "measuring"])
+def test_an_interrupted_run_leaves_no_worker_and_goes_on(when: str, options: Options, log: Path, tmp_path: Path) -> None:
+    """Ctrl-C as a terminal sends it, to all processes at once, while the first worker is started or after some evaluations."""
+    tests = Path(fleet_jobs.__file__).parent
+    env = os.environ | {"PYTHONPATH": f"{tests.parent}{os.pathsep}{tests}"}
+    command = [sys.executable, str(tests / "fleet_jobs.py"), str(tmp_path)]
+    log.touch()
+    with (tmp_path / "said").open("w") as said:
+        process = subprocess.Popen(command, env=env, stderr=said, start_new_session=True)
+    wait_for(lambda: (tmp_path / "began").exists() and (when == "starting" or len(evaluations(log)) > 9))
+    time.sleep(0.3 if when == "starting" else 0.0)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=30) == -signal.SIGINT
+    text = (tmp_path / "said").read_text()
+    assert text.count("Traceback") == 1 and text.endswith("KeyboardInterrupt\n"), text
+    wait_for(lambda: not any(alive(pid) for *_, pid in evaluations(log)))
+    if when == "measuring":
+        path = tmp_path / "results" / "runs" / "trials" / "nvidia_h200" / "fake.jsonl"
+        kept = [(f"m{row['axes']['M']}", *row["config"].values()) for row in map(json.loads, path.read_text().splitlines())]
+        before = len(evaluations(log))
+        with two(options) as workers:
+            Fleet(workers, options, Quiet()).run(wanted(WORKS))
+        again = {(case, *map(int, config.split())) for case, config, _ in evaluations(log)[before:]}
+        assert 0 < len(set(kept)) == len(kept) and not again & set(kept) and len(again | set(kept)) == 100
 
 
 def test_a_case_that_kills_every_worker_is_given_up_and_the_rest_is_done(options: Options, log: Path, tmp_path: Path) -> None:

@@ -33,8 +33,9 @@ class LocalWorkers:
         self._pipes[index], theirs = context.Pipe()
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": self._gpus[index]}
         arguments = (theirs, share_of_cores(index, self.count), self._family, self._options, self._make)
-        self._processes[index] = context.Process(target=in_environment, args=(environment, _serve, *arguments))
-        self._processes[index].start()
+        process = context.Process(target=in_environment, args=(environment, _serve, *arguments))
+        process.start()
+        self._processes[index] = process  # not before: an interrupted start leaves nothing to wait for
         theirs.close()
 
     def give(self, index: int, order: Order) -> None:
