@@ -1,15 +1,23 @@
 """What an error says, on one line. Imports the standard library."""
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 _LONGEST = 200
+_INSTALLED = re.compile(r"/[^\s()'\":,]*/(?:site|dist)-packages/")
+_PLACE = re.compile(rf" \({_INSTALLED.pattern}[^()]*\)")
 
 
 def first_line(error: BaseException) -> str:
     """`TypeError: text`, where the text is the first line that says something; the type alone where none does."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:_LONGEST]}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {without_places(lines[0])[:_LONGEST]}" if lines else type(error).__name__
+
+
+def without_places(text: str) -> str:
+    """A text without where packages are installed, which is this machine's own: results are read on others."""
+    return _INSTALLED.sub("", _PLACE.sub("", text))
 
 
 def unknown(field: str, value: object, known: Iterable[object], more: str = "") -> ValueError:

@@ -12,6 +12,12 @@ from kerneltune.errors import first_line, meant, unknown
         (RuntimeError("\n  first \nsecond"), "RuntimeError: first"),
         (AssertionError(), "AssertionError"),
         (KeyboardInterrupt(" \n "), "KeyboardInterrupt"),
+        (
+            ImportError("cannot import name 'a' from 'b.c' (/v/lib/python3/site-packages/b/c.py)"),
+            "ImportError: cannot import name 'a' from 'b.c'",
+        ),
+        (OSError("/usr/lib/python3/dist-packages/b/_c.so: undefined symbol: d"), "OSError: b/_c.so: undefined symbol: d"),
+        (OSError("cannot read /home/me/mine.py"), "OSError: cannot read /home/me/mine.py"),
         (ValueError("x" * 300), f"ValueError: {'x' * 200}"),
     ],
 )

@@ -253,7 +253,7 @@ def test_a_whole_space_is_measured_and_written(selection: Selection, options: Op
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ((("odd", ("1",)),), "knob: 'odd': baseline has block, warps, ctas"),
+        ((("odd", ("1",)),), "knob: 'odd': expected one of block, warps, ctas of baseline"),
         ((("warps", ("many",)),), "knob: warps: 'many': expected int"),
     ],
 )

@@ -1,6 +1,7 @@
 """What compiling alone says of configs: rows, the file that keeps them, and the gate over two sets of them.
 
-Compiles nothing and asks no GPU. Imports the standard library, assembly, files and occupancy.
+Compiles nothing and asks no GPU. Imports the standard library, assembly, errors, files and
+occupancy.
 """
 
 import json
@@ -10,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kerneltune.errors import unknown
 from kerneltune.files import replace_text
 from kerneltune.measuring.assembly import Access, Kernel, typical_bits
 from kerneltune.measuring.occupancy import LIMITS, resident
@@ -90,7 +92,7 @@ def load(path: Path) -> Survey:
     for index, values in enumerate(data["rows"]):
         try:
             rows.append(_row(values))
-        except (TypeError, KeyError, AttributeError) as error:
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise ValueError(f"{path}: rows[{index}]: {error}") from error
     return Survey(str(data.get("triton")), tuple(rows))
 
@@ -194,5 +196,5 @@ def _row(values: dict[str, Any]) -> StaticRow:
     )
     row = StaticRow(**{**values, "kernels": kernels})
     if row.target not in LIMITS:
-        raise KeyError(f"target: {row.target!r}: expected one of {', '.join(LIMITS)}")
+        raise unknown("target", row.target, LIMITS)
     return row

@@ -1,6 +1,6 @@
 """Spaces of a variant: whether they make sense, and the same with further values to some knobs, or with fewer.
 
-Measures nothing. Imports spec.
+Measures nothing. Imports errors and spec.
 """
 
 import itertools
@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
+from kerneltune.errors import unknown
 from kerneltune.spec import Case, Config, Op, Space, Variant
 
 Given = Sequence[tuple[str, tuple[str, ...]]]
@@ -38,7 +39,7 @@ def narrowed(variant: Variant, knobs: Given) -> Variant:
 def _some_of(offered: _Values, given: _Values) -> _Values:
     missing = [value for value in given if value not in offered]
     if missing:
-        raise ValueError(f"knob: {missing[0]!r}: expected one of {', '.join(map(str, offered))}")
+        raise unknown("knob", missing[0], offered)
     return given
 
 
@@ -49,7 +50,7 @@ def _changed(variant: Variant, knobs: Given, change: Callable[[_Values, _Values]
     values: dict[str, _Values] = {}
     for name, texts in knobs:
         if name not in types:
-            raise ValueError(f"knob: {name!r}: {variant.name} has {', '.join(types) or 'none'}")
+            raise unknown("knob", name, types, f" of {variant.name}")
         values[name] = tuple(_typed(name, text, types[name]) for text in texts)
 
     def space(case: Case) -> Space:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kerneltune import device
+from kerneltune.errors import without_places
 from kerneltune.files import replace_text
 from kerneltune.measuring.compare import commit, obstacle, release_memory
 from kerneltune.plan import Options, Progress, require_gpu, results_folder
@@ -115,7 +116,7 @@ def contest(
                 (found[name],) = in_fresh_processes(1, sides[name], task, timeout_s=_SIDE_TIMEOUT_S)
                 progress.best(f"{name} {found[name].wall_s:.1f} s")
             except Exception as error:  # what another tuner raises is its result
-                reasons[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                reasons[name] = f"{type(error).__name__}: {without_places(' '.join(str(error).split()))[:200]}"
         progress.advance(name)
     if not found:
         raise ValueError(f"{op.name} {case.label}: no side found a config: {'; '.join(reasons.values())}")
