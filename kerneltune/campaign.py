@@ -14,7 +14,7 @@ from kerneltune import device, records, sweep
 from kerneltune.files import replace_text
 from kerneltune.measuring.compare import Ceiling, ContextLostError, check_only, compare, config_values
 from kerneltune.measuring.compiler import TARGETS, Compiled, CompilePool, Target
-from kerneltune.plan import Options, Progress, Selection, load_plan, require_gpu, results_folder, results_root, wanted_variants
+from kerneltune.plan import Options, Progress, Selection, load_plan, require_gpu, results_folder, wanted_variants
 from kerneltune.records import Key, Record
 from kerneltune.reporting import tables
 from kerneltune.search.trials import drop_cut_line
@@ -273,7 +273,7 @@ def _journalled(journal: Path) -> list[Record]:
 
 def _journal(family: str, options: Options) -> Path:
     """Rows of a run that has not ended; it goes when the run's results are written."""
-    return results_root(options) / "runs" / device.current().slug / f"{family}.journal.jsonl"
+    return sweep.results_root(options.results) / "runs" / device.current().slug / f"{family}.journal.jsonl"
 
 
 def _write(family: str, measured: Sequence[Record], options: Options) -> list[Path]:
@@ -287,6 +287,6 @@ def _write(family: str, measured: Sequence[Record], options: Options) -> list[Pa
 
 
 def _write_checked(family: str, checked: Sequence[Record], options: Options) -> Path:
-    path = results_root(options) / "runs" / device.current().slug / f"{family}.check.jsonl"
+    path = sweep.results_root(options.results) / "runs" / device.current().slug / f"{family}.check.jsonl"
     records.merge(path, checked)
     return path

@@ -4,7 +4,6 @@ Runs nothing. Imports cache, device, errors, search, spec and sweep.
 """
 
 import fnmatch
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Protocol
 
 from kerneltune import device, sweep
 from kerneltune.errors import meant, unknown
-from kerneltune.files import data_root
 from kerneltune.search.loop import DEFAULT_SAMPLER
 from kerneltune.spec import Op, Variant
 
@@ -98,16 +96,9 @@ class Options:
 
 def results_folder(options: Options) -> Path:
     """results/<device> for GPUs; results/runs/interpreter, which git ignores, where nothing is timed."""
-    root = results_root(options)
+    root = sweep.results_root(options.results)
     here = device.current()
     return root / here.slug if here.is_gpu else root / "runs" / here.slug
-
-
-def results_root(options: Options) -> Path:
-    """As given, else KERNELTUNE_RESULTS, else `results` of the checkout, else the packaged copy."""
-    if options.results is not None:
-        return options.results
-    return Path(os.environ["KERNELTUNE_RESULTS"]) if "KERNELTUNE_RESULTS" in os.environ else data_root("results")
 
 
 def load_plan(ops: Mapping[str, Op], selection: Selection) -> sweep.Sweep:

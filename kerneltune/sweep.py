@@ -5,6 +5,7 @@ Imports the standard library, yaml, errors, files (for the folder rule) and spec
 """
 
 import itertools
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from kerneltune.spec import Case, Op, Option
 
 Section = Literal["check", "bench"]
 
+PLUGINS, RESULTS = "KERNELTUNE_PLUGINS", "KERNELTUNE_RESULTS"
 _TOP = ("family", "defaults", "ops", "check", "bench", "gate")
 _SMALLEST: Mapping[Section, int] = {"check": 0, "bench": 1}
 _NAME = re.compile(r"[^\s{}\x00-\x1f\x7f]{1,200}")
@@ -51,13 +53,18 @@ class Sweep:
     gate: Mapping[str, float]
 
 
-def results_of(family: str) -> Path:
-    """Where the results of a family are kept unless told: with the sweeps of the checkout or package, else in the current folder.
+def results_root(given: Path | None, family: str | None = None) -> Path:
+    """The folder of the records, for all that write and read them: as given, else KERNELTUNE_RESULTS, else `results`.
+
+    That is the one of the checkout or package, but of the current folder for what is not theirs: a family whose sweep file is
+    elsewhere or, where none is named, anything at all while plug-ins are asked for.
 
     Raises:
         ValueError: there is no such family.
     """
-    own = find(family).resolve().parent == data_root("sweeps").resolve()
+    own = not os.environ.get(PLUGINS) if family is None else find(family).resolve().parent == data_root("sweeps").resolve()
+    if given is not None or RESULTS in os.environ:
+        return given or Path(os.environ[RESULTS])
     return data_root("results") if own else Path("results")
 
 

@@ -78,10 +78,19 @@ def test_results_of_a_family_from_elsewhere_are_kept_in_the_current_folder(
     (tmp_path / "sweeps").mkdir()
     for path in (tmp_path / "mine.yaml", tmp_path / "sweeps" / "also.yaml"):
         path.write_text("family: mine\n")
-    assert sweep.results_of("./mine.yaml") == sweep.results_of("also") == Path("results")
-    assert sweep.results_of("rmsnorm") == sweep.results_of(str(REPO / "sweeps" / "rmsnorm.yaml")) == REPO / "results"
-    with pytest.raises(ValueError, match="theirs"):
-        sweep.results_of("theirs")
+    monkeypatch.delenv("KERNELTUNE_RESULTS", raising=False)
+    monkeypatch.delenv("KERNELTUNE_PLUGINS", raising=False)
+    ours, here = REPO / "results", Path("results")
+    for plugins in ("", "mine"):
+        monkeypatch.setenv("KERNELTUNE_PLUGINS", plugins)
+        assert sweep.results_root(None, "./mine.yaml") == sweep.results_root(None, "also") == here
+        assert sweep.results_root(None, "rmsnorm") == sweep.results_root(None, str(REPO / "sweeps" / "rmsnorm.yaml")) == ours
+        assert sweep.results_root(None) == (here if plugins else ours)
+        with pytest.raises(ValueError, match="theirs"):
+            sweep.results_root(None, "theirs")
+    monkeypatch.setenv("KERNELTUNE_RESULTS", "kept")
+    assert sweep.results_root(None) == sweep.results_root(None, "rmsnorm") == Path("kept")
+    assert sweep.results_root(tmp_path, "rmsnorm") == sweep.results_root(tmp_path) == tmp_path
 
 
 def test_what_is_not_given_is_every_quant_the_first_type_and_the_first_option(tmp_path: Path) -> None:

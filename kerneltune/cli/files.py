@@ -22,7 +22,10 @@ def record_files(results: Path | None, family: str | None = None) -> list[Path]:
     """
     from kerneltune import device
 
-    root = o.results_root(results)
+    try:
+        root = o.results_root(results, family)
+    except ValueError:  # records do not need the sweep file that they were made by
+        root = o.results_root(results)
     here = device.current()
     pattern = f"{here.slug if here.is_gpu else '*'}/{family or '*'}.jsonl"
     files = [path for path in sorted(root.glob(pattern)) if path.parent.name not in (device.INTERPRETER, "runs")]

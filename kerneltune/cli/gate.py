@@ -99,7 +99,7 @@ def command(
 
     sweep.find(str(run))
     selection = o.make_selection(o.load_ops(), str(run), op, case, dtype, quant, variant)
-    options = o.make_options(policy or "cold", peers=peers, configs=configs, results=results)
+    options = o.make_options(policy or "cold", peers=peers, configs=configs, results=o.results_root(results, run))
     if update:
         _update(baseline, selection, options, processes)
     else:

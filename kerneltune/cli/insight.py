@@ -40,7 +40,7 @@ def command(
     from kerneltune.search.trials import searches_below
 
     selection = o.make_selection(known, family, op, case, dtype, quant, [variant])
-    folder = o.results_of(family, results) / "runs" / "trials" / (gpu or device.current().slug)
+    folder = o.results_root(results, family) / "runs" / "trials" / (gpu or device.current().slug)
     cases = [(known[entry.op], entry.case) for entry in load_plan(known, selection).bench if selection.takes(entry)]
     found = searches_below(folder, cases, selection.variants, policy)
     if not found:

@@ -94,23 +94,11 @@ def knobs(field: str, given: list[str] | None) -> tuple[tuple[str, tuple[str, ..
     return tuple(split)
 
 
-def results_root(results: Path | None) -> Path:
-    """The folder of the records: as given, else `results` of the checkout, else the packaged copy."""
-    from kerneltune.files import data_root
-
-    return results or data_root("results")
-
-
-def results_of(family: str, results: Path | None) -> Path:
-    """As given, else where those of a family are kept: a plug-in's are not mixed with ours.
-
-    Raises:
-        ValueError: there is no such family.
-    """
+def results_root(results: Path | None, family: str | None = None) -> Path:
+    """The folder of the records, as in `sweep`."""
     from kerneltune import sweep
 
-    kept = sweep.results_of(family)
-    return results or kept
+    return sweep.results_root(results, family)
 
 
 def configs_root(configs: Path | None) -> Path:

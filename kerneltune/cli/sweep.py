@@ -31,7 +31,7 @@ def command(
     Without a GPU the check cases run in Triton's interpreter: results are real there, times do not exist.
     Exit code 1 if one of our own variants fails.
     """
-    results = o.results_of(family, results)
+    results = o.results_root(results, family)
     o.require_writable(results)
     known = o.load_ops()
     from kerneltune.campaign import run_sweep

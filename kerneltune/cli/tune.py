@@ -46,7 +46,7 @@ def command(
     expected gain is the mean, over joint draws of a Gaussian process, of how far the fastest untried config lies below the
     best so far.
     """
-    results = o.results_of(family, results)
+    results = o.results_root(results, family)
     o.require_writable(o.configs_root(configs))
     known = o.load_ops()
     from kerneltune.tuning.run import run_tune
@@ -60,10 +60,10 @@ def command(
     with reporter() as progress:
         tuned = run_tune(known, selection, options, progress)
     if tuned.entries:
-        from kerneltune.plan import load_plan, results_root
+        from kerneltune.plan import load_plan
         from kerneltune.search.trials import searches_below
 
-        folder = results_root(options) / "runs" / "trials" / tuned.device_slug
+        folder = results / "runs" / "trials" / tuned.device_slug
         cases = [(known[entry.op], entry.case) for entry in load_plan(known, selection).bench if selection.takes(entry)]
         for title, searches in searches_below(folder, cases, selection.variants, policy).items():
             show_short(title, searches)

@@ -37,7 +37,7 @@ def command(
     Each starts with nothing compiled, in a process of its own. What they choose is timed in one interleaved run, beside the
     default and the best few of every ranking. Written to results/<gpu>/versus; the config cache stays as it is.
     """
-    results = o.results_of(family, results)
+    results = o.results_root(results, family)
     known = o.load_ops()
     from kerneltune.plan import load_plan, require_gpu
     from kerneltune.search.loop import Search

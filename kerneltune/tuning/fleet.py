@@ -13,8 +13,9 @@ from typing import Protocol
 
 from kerneltune import cache, device
 from kerneltune.files import replace_bytes
-from kerneltune.plan import Options, Progress, results_root
+from kerneltune.plan import Options, Progress
 from kerneltune.search.trials import append, lines_of
+from kerneltune.sweep import results_root
 from kerneltune.tuning.bench import Named
 from kerneltune.tuning.candidates import TOLD
 from kerneltune.tuning.task import Done, Work, tell
@@ -122,7 +123,7 @@ class Fleet:
         return self.identity.device.slug
 
     def _store(self, op: str) -> Path:
-        return results_root(self._options) / "runs" / "trials" / self.slug / f"{op}.jsonl"
+        return results_root(self._options.results) / "runs" / "trials" / self.slug / f"{op}.jsonl"
 
     def _handle_next(self) -> None:
         if not self._alive:
@@ -182,7 +183,7 @@ class Fleet:
         if done.entry is not None:
             cache.store(work.op.name, self.slug, done.entry, self._options.configs)
         if done.space is not None:
-            path = results_root(self._options) / self.slug / "spaces" / done.space.name
+            path = results_root(self._options.results) / self.slug / "spaces" / done.space.name
             replace_bytes(path, report.space)
             done = replace(done, space=path)
         self._finish(work, done)

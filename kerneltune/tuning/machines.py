@@ -13,11 +13,12 @@ from pathlib import Path
 from kerneltune import device
 from kerneltune.measuring.compare import commit
 from kerneltune.measuring.compiler import TARGETS, CompilePool
-from kerneltune.plan import Options, results_root
+from kerneltune.plan import Options
 from kerneltune.processes import start_server
 from kerneltune.search.loop import Search
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case, Config, Op, Variant
+from kerneltune.sweep import results_root
 from kerneltune.tuning.bench import IsolatedBench, split_cores
 from kerneltune.tuning.tuner import Compiling, Tuner, first_asked, job
 from kerneltune.tuning.usage import Usage
@@ -66,7 +67,7 @@ class Machines:
         self.pool = CompilePool(target, options.workers, compiling)
         self.bench = IsolatedBench(cores=measuring)
         self._on_trial = on_trial
-        self._options, self._folder = options, results_root(options) / "runs" / "trials" / here.slug
+        self._options, self._folder = options, results_root(options.results) / "runs" / "trials" / here.slug
         self._began: float | None = None
         self._evaluations = 0
         self._cores = compiling

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from kerneltune import cache, device, sweep
+from kerneltune.errors import unknown
 from kerneltune.measuring.compare import commit, release_memory
-from kerneltune.plan import Options, Progress, Selection, load_plan, results_root, wanted_variants
+from kerneltune.plan import Options, Progress, Selection, load_plan, wanted_variants
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.tuning.bench import ChildLostError
 from kerneltune.tuning.cached import cached_config
@@ -137,7 +138,7 @@ def _keep_usage(
 ) -> None:
     """Add a run to the file of runs of a GPU model."""
     searches = [(work.identity(options.policy), done.usage) for work, done in finished if done.usage is not None]
-    path = results_root(options) / "runs" / "searches" / f"{device_slug}.jsonl"
+    path = sweep.results_root(options.results) / "runs" / "searches" / f"{device_slug}.jsonl"
     keep(path, whole, searches, family=selection.family, commit=commit())
 
 
@@ -152,7 +153,7 @@ def verify_cache(
     here = device.current()
     for _, name, _ in entries:
         if name not in ops:
-            raise ValueError(f"unknown op {name!r}; there are {', '.join(ops)}")
+            raise unknown("op", name, ops)
     found = []
     progress.stage("verify", len(entries))
     with ExitStack() as stack:

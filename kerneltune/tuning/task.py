@@ -10,11 +10,12 @@ from typing import Any
 
 from kerneltune import cache, device
 from kerneltune.measuring.compare import obstacle
-from kerneltune.plan import Options, Progress, results_root
+from kerneltune.plan import Options, Progress
 from kerneltune.search import spaces
 from kerneltune.search.loop import Search
 from kerneltune.search.trials import Trial, knobs_of
 from kerneltune.spec import Case, Config, Op, Variant
+from kerneltune.sweep import results_root
 from kerneltune.tuning.bench import ChildLostError
 from kerneltune.tuning.knobs import widened
 from kerneltune.tuning.machines import Machines
@@ -140,7 +141,7 @@ def _export(tuner: Tuner, trials: Mapping[Config, Trial], family: str, options: 
         driver=here.driver, source_hash=op.source_hash, commit=newest.commit, date=newest.date, command=" ".join(command),
         trials={_knobs(config): trials[config] for config in variant.configs(case) if config in trials}, **device.versions(),
     )  # fmt: skip
-    path = spaces.write(results_root(options) / here.slug / "spaces", space)
+    path = spaces.write(results_root(options.results) / here.slug / "spaces", space)
     best = f"{len(space.feasible)} of {len(space.trials)} configs have a time, best {min(space.feasible.values()):.2f} µs"
     return path, best
 

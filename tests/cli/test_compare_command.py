@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from command_line import NO_TIMES, both, record, refused, run
 
+from kerneltune import sweep
 from kerneltune.records import Record
 
 TABLE = """\
@@ -108,3 +109,19 @@ def test_compare_live_asks_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     result = run("compare", "baseline", "optimized", "--run", "--family", "rmsnorm", "--op", "rmsnorm_fwd")
     assert result.stdout == TABLE
     assert seen == {"family": "rmsnorm", "ops": ("rmsnorm_fwd",), "pair": ("baseline", "optimized"), "policy": "cold"}
+
+
+def test_what_a_plug_in_leaves_is_read_where_it_was_written(
+    write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_gpu: None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KERNELTUNE_PLUGINS", "")
+    monkeypatch.delenv("KERNELTUNE_RESULTS", raising=False)
+    write("mine.yaml").write_text("family: mine\n")
+    written = write(sweep.results_root(None, "mine.yaml") / "nvidia_h200" / "mine.jsonl", *both())
+    plugged = ("--plugin", "versus_jobs")
+    compared = run(*plugged, "compare", "baseline", "optimized", "--family", "mine")
+    assert compared.exit_code == 0 and "mine.jsonl" in compared.stderr and written.is_file()
+    assert run(*plugged, "report", "--output", "r.html").exit_code == 0 and Path("r.html").is_file()
+    assert "no measured spaces in results/*/spaces" in run(*plugged, "replay").stdout
+    assert any(line.split()[:2] == ["results", "results"] for line in run(*plugged, "doctor").stdout.splitlines())
