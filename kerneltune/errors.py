@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 _LONGEST = 200
+_MANY = 24
 _INSTALLED = re.compile(r"/[^\s()'\":,]*/(?:site|dist)-packages/")
 _PLACE = re.compile(rf" \({_INSTALLED.pattern}[^()]*\)")
 
@@ -21,9 +22,14 @@ def without_places(text: str) -> str:
 
 
 def unknown(field: str, value: object, known: Iterable[object], more: str = "") -> ValueError:
-    """The error of a value that is none of those known: it names them, then what else may be, then the nearest of them."""
+    """The error of a value that is none of those known: it names them, then what else may be, then the nearest of them.
+
+    More than a screen of names are only counted where one of them is near.
+    """
     names = [str(name) for name in known]
-    return ValueError(f"{field}: {value!r}: expected one of {', '.join(names) or '(none found)'}{more}{meant(value, names)}")
+    near = meant(value, names)
+    listed = f"{len(names)} names" if near and len(names) > _MANY else ", ".join(names) or "(none found)"
+    return ValueError(f"{field}: {value!r}: expected one of {listed}{more}{near}")
 
 
 def meant(value: object, names: Iterable[str]) -> str:

@@ -99,13 +99,22 @@ def load(path: Path, ops: Mapping[str, Op]) -> Sweep:
     except UnicodeDecodeError as error:
         raise ValueError(f"cannot read {path}: not UTF-8") from error
     except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ValueError(f"{path}:{line}: YAML: {error.problem}") from error
+        raise ValueError(f"{path}:{_yaml_problem(error)}") from error
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"{path}:1: YAML: {str(error).splitlines()[0]}") from error
     if root is None:
         raise ValueError(f"{path}:1: file: empty: expected family, ops and cases")
     return _Reader(path, ops).sweep(root)
+
+
+def _yaml_problem(error: yaml.MarkedYAMLError) -> str:
+    """The line, and what is wrong there; where that began, if it was on an earlier line."""
+    line = error.problem_mark.line + 1 if error.problem_mark else 1
+    began = error.context_mark.line + 1 if error.context_mark else line
+    context = error.context or ""
+    if not context.startswith("while"):
+        return f"{line}: YAML: {context} {error.problem}".replace("  ", " ")
+    return f"{line}: YAML: {error.problem}" + (f", in what begins on line {began}" if began < line else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +242,8 @@ class _Reader:
             if len(lacking) == len(ops) or (named and lacking):
                 known = dict.fromkeys(field for op in (lacking if named else ops) for field in _fields(op))
                 first = [] if items is self.defaults else ["name", "op"]
-                self.fail(item.key, key, self.shown(item.value), f"a field among {', '.join([*first, *known])}")
+                fields = [*first, *known]
+                self.fail(item.key, key, self.shown(item.value), f"a field among {', '.join(fields)}{meant(key, fields)}")
 
     def check_defaults(self) -> None:
         """The defaults are checked where they stand, whether an entry uses them or not."""

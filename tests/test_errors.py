@@ -31,4 +31,9 @@ def test_what_is_unknown_names_what_is_known_and_the_nearest_of_it() -> None:
     )
     assert str(unknown("family", "x", [], ", or a .yaml file")) == "family: 'x': expected one of (none found), or a .yaml file"
     assert str(unknown("row_pad", 3, [0, 8])) == "row_pad: 3: expected one of 0, 8"
+    many = [f"variant_{number}" for number in range(25)]
+    assert str(unknown("variant", "variant_x", many, ", or a file")).startswith(
+        "variant: 'variant_x': expected one of 25 names, or a file; did you mean variant_"
+    )
+    assert str(unknown("variant", "?", many)).endswith(many[-1])
     assert meant(None, ["none"]) == meant("softmax", ["rmsnorm"]) == ""

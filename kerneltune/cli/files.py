@@ -4,6 +4,7 @@ from pathlib import Path
 
 from kerneltune.cli import options as o
 from kerneltune.cli.console import note
+from kerneltune.errors import meant
 
 
 def curve_files(results: Path | None) -> list[Path]:
@@ -31,7 +32,9 @@ def record_files(results: Path | None, family: str | None = None) -> list[Path]:
     files = [path for path in sorted(root.glob(pattern)) if path.parent.name not in (device.INTERPRETER, "runs")]
     if not files:
         place = f"of {here.name} in" if here.is_gpu else "of any GPU in"
-        raise ValueError(f"no records {place} {root / pattern}: run a sweep first, or name a file")
+        others = dict.fromkeys(path.stem for path in root.glob("*/*.jsonl"))
+        raise ValueError(f"no records {place} {root / pattern}: run a sweep first, or name a file{meant(family, others)}")
     if not here.is_gpu:
-        note(f"no GPU here: recorded results from {', '.join(str(path) for path in files)}")
+        folders = ", ".join(str(folder) for folder in dict.fromkeys(path.parent for path in files))
+        note(f"no GPU here: recorded results from {files[0] if len(files) == 1 else f'{len(files)} files of {folders}'}")
     return files

@@ -83,7 +83,7 @@ def command(
         name, value = ("target", target[0]) if target else ("workers", workers)
         raise ValueError(f"{name}: {value!r}: expected only with --static")
     if (new is None) == (run is None):
-        raise ValueError(f"new: {str(new) if new else None!r}: expected a .jsonl file or --run, one of them")
+        raise ValueError(f"new: {repr(str(new)) if new else 'missing'}: expected a .jsonl file or --run, one of them")
     if margin is not None and not 0 <= margin < 1:
         raise ValueError(f"margin: {margin}: expected a fraction from 0 to below 1, such as 0.03")
     if new is not None:

@@ -24,7 +24,8 @@ _CURVES = ".csv"
 
 def command(
     files: Annotated[
-        list[Path] | None, typer.Argument(metavar="[FILE]...", help="Records, .csv: training curves; those of this GPU if none.")
+        list[Path] | None,
+        typer.Argument(metavar="[FILE]...", help="Records, or curves (.csv); those of this GPU if none."),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="The page; report.html if not given.")

@@ -85,7 +85,7 @@ def test_a_wrong_use_is_one_line() -> None:
     assert refused("sweep") == "error: Missing argument 'family'."
     assert refused("sweep", "rmsnorm", "--budget", "soon").startswith("error: Invalid value for '--budget':")
     assert refused("gate") == "error: Missing argument 'baseline'."
-    one_of_them = "error: new: None: expected a .jsonl file or --run, one of them"
+    one_of_them = "error: new: missing: expected a .jsonl file or --run, one of them"
     assert refused("gate", "one.jsonl") == one_of_them
     assert refused("gate", "one.jsonl", "two.jsonl", "--run", "rmsnorm") == one_of_them.replace("None", "'two.jsonl'")
 
