@@ -20,8 +20,9 @@ from kerneltune.reporting import tables
 from kerneltune.search.trials import drop_cut_line
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.tuning.apart import compare_apart, errors_apart
-from kerneltune.tuning.bench import CheckBench, IsolatedBench
+from kerneltune.tuning.bench import CheckBench
 from kerneltune.tuning.cached import config_for
+from kerneltune.tuning.isolated import IsolatedBench
 from kerneltune.tuning.run import CEILING_OP, ceiling_case, tune_entries
 from kerneltune.tuning.tuner import job
 

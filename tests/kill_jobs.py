@@ -10,8 +10,9 @@ from bench_jobs import CASE, OPS, VARIANT, FakeBench, Knobs
 from kerneltune.measuring.compiler import Compiled
 from kerneltune.search.loop import Search
 from kerneltune.search.trials import TrialStore
-from kerneltune.tuning.bench import IsolatedBench
-from kerneltune.tuning.tuner import Tuner, tune
+from kerneltune.tuning.isolated import IsolatedBench
+from kerneltune.tuning.one_case import tune
+from kerneltune.tuning.tuner import Tuner
 
 
 def compiled(_config: object) -> "Future[Compiled]":

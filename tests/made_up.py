@@ -15,8 +15,9 @@ from kerneltune.measuring.compiler import Compiled
 from kerneltune.search.loop import Search
 from kerneltune.search.trials import Trial, TrialStore
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
-from kerneltune.tuning.bench import ChildLostError
-from kerneltune.tuning.tuner import Tuner, tune
+from kerneltune.tuning.isolated import ChildLostError
+from kerneltune.tuning.one_case import tune
+from kerneltune.tuning.tuner import Tuner
 
 BLOCKS, WARPS, STAGES, CTAS = (64, 128, 256, 512, 1024), (1, 2, 4, 8, 16), (1, 2, 3, 4), (0, 1, 2, 4)
 CASE = Case("a", (("M", 8),), "bfloat16")

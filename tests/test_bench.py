@@ -21,7 +21,8 @@ from kerneltune import ops
 from kerneltune.search.trials import Trial
 from kerneltune.spec import Op
 from kerneltune.tuning.apart import errors_apart
-from kerneltune.tuning.bench import CheckBench, ChildLostError, GpuBench, IsolatedBench, Named, split_cores
+from kerneltune.tuning.bench import CheckBench, GpuBench
+from kerneltune.tuning.isolated import ChildLostError, IsolatedBench, Named, split_cores
 
 
 @pytest.fixture

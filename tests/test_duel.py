@@ -9,7 +9,8 @@ from made_up import CASE, SMALL, NoBench, Setting, Small, nothing, op_of, small_
 
 from kerneltune.search.loop import Search
 from kerneltune.spec import Config, Variant
-from kerneltune.tuning.tuner import _FINALISTS, Tuner
+from kerneltune.tuning.one_case import _FINALISTS
+from kerneltune.tuning.tuner import Tuner
 
 
 def test_the_incumbent_stays_when_the_duel_says_so(setting: Setting) -> None:

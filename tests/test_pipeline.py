@@ -21,7 +21,7 @@ from kerneltune.search.trials import Trial
 from kerneltune.spec import Case, Config
 from kerneltune.tuning import machines
 from kerneltune.tuning.machines import Machines
-from kerneltune.tuning.tuner import tune
+from kerneltune.tuning.one_case import tune
 
 SPILLS = Compiled((Kernel("k", 4, 255, 96, 0),), 1.0)
 POOL = list(LARGE.configs(CASE))

@@ -40,7 +40,8 @@ from kerneltune.search.loop import ENUMERATE_UP_TO, Search
 from kerneltune.search.trials import Trial, TrialStore
 from kerneltune.spec import Case, Config, Variant
 from kerneltune.tuning.candidates import candidates, neighbour_dtype
-from kerneltune.tuning.tuner import NothingPassedError, Tuner, tune
+from kerneltune.tuning.one_case import NothingPassedError, tune
+from kerneltune.tuning.tuner import Tuner
 
 # enumeration
 

@@ -25,7 +25,7 @@ from kerneltune.search.trials import Trial
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import Samples
 from kerneltune.tuning import machines, noise, task
-from kerneltune.tuning.bench import ChildLostError
+from kerneltune.tuning.isolated import ChildLostError
 from kerneltune.tuning.knobs import widened
 from kerneltune.tuning.run import run_tune, verify_cache
 

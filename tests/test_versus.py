@@ -22,7 +22,7 @@ from kerneltune.plan import Options, Quiet
 from kerneltune.search.loop import Search
 from kerneltune.spec import Case
 from kerneltune.tuning import versus
-from kerneltune.tuning.bench import Named
+from kerneltune.tuning.isolated import Named
 from kerneltune.tuning.tuners import EXHAUSTIVE, US, Found, Task, by_helion, by_triton, finalists
 from kerneltune.tuning.versus import BEST, DEFAULT, Contest, contest, keep
 

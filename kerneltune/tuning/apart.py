@@ -9,7 +9,8 @@ from kerneltune.measuring.compare import Ceiling, compare
 from kerneltune.processes import in_fresh_processes
 from kerneltune.records import Record
 from kerneltune.spec import Case, Config, Op, Variant
-from kerneltune.tuning.bench import ChildLostError, Measuring, Named
+from kerneltune.tuning.bench import Measuring
+from kerneltune.tuning.isolated import ChildLostError, Named
 
 
 def errors_apart(bench: Measuring, op: Op, case: Case, variant: Variant, config: Config) -> list[str]:

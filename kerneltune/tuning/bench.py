@@ -1,18 +1,9 @@
-"""Where configs of one variant on one case are checked and timed: in this process, or in a child that may be lost.
+"""Where configs of one variant on one case are checked and timed, in this process.
 
 Decides nothing and stores nothing. May import torch.
 """
 
-import importlib
-import multiprocessing
-import os
-import signal
-import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from threading import Lock
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,22 +11,18 @@ import torch
 
 from kerneltune import device
 from kerneltune.errors import first_line
-from kerneltune.measuring.check import Checker, broken_context
+from kerneltune.measuring.check import Checker
 from kerneltune.measuring.rounds import POLICIES, Contender, interleave, rotation
-from kerneltune.processes import fast_context, in_environment
 from kerneltune.search.trials import Trial
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import Samples
 
 TRIED_WHOLE = 20
 """Spaces up to this size are published lists, and run even where they spill."""
-TRIAL_TIMEOUT_S = 60.0
-DUEL_TIMEOUT_S = 300.0
 SCREEN_SAMPLES = 5
 _SCREEN_US = 250.0
 _REJECTED_AT = 1.3
 """A config whose first sample is slower than the best so far by this factor gets no others."""
-_EXIT_GRACE_S = 5.0
 
 
 class Measuring(Protocol):
@@ -55,13 +42,6 @@ class Measuring(Protocol):
 
     def close(self) -> None:
         """Give the memory of inputs and reference back."""
-
-
-class Stoppable(Measuring, Protocol):
-    """A bench that another thread can end."""
-
-    def stop(self) -> None:
-        """End what is being measured, at once; nothing is measured after that."""
 
 
 class GpuBench:
@@ -144,210 +124,3 @@ class CheckBench:
 
     def close(self) -> None:
         """Keep all for the next variant of the case."""
-
-
-@dataclass(frozen=True, slots=True)
-class Named:
-    """An operator's variant by name, as a child finds it again: in the operator's module or a package that holds it."""
-
-    module: str
-    op: str
-    variant: str
-
-    def load(self) -> tuple[Op, Variant]:
-        parts = self.module.split(".")
-        for length in range(len(parts), 0, -1):
-            for op in getattr(importlib.import_module(".".join(parts[:length])), "OPS", ()):
-                if op.name == self.op:
-                    return op, op.variant(self.variant)
-        raise ValueError(f"no operator {self.op} in OPS of {self.module} or of a package that holds it")
-
-
-class ChildLostError(Exception):
-    """The measuring process died, was killed or stopped; says how."""
-
-
-class IsolatedBench:
-    """A bench in a child process, which alone touches the GPU.
-
-    A config that hangs, faults or takes the process along is a trial of status `lost`; the next one finds a new child with a
-    clean context, inputs and reference made anew. Use as a context manager. One thread asks; `stop` and the end of the context
-    may come from another, and what is then being measured has no trial: it raises ChildLostError.
-
-    Attributes:
-        started: children so far.
-    """
-
-    def __init__(
-        self,
-        make: Callable[[], Measuring] = GpuBench,
-        cores: frozenset[int] | None = None,
-        trial_timeout_s: float = TRIAL_TIMEOUT_S,
-    ) -> None:
-        """make: the bench, made in the child; an importable function. cores: that the child may run on, None for all."""
-        self._make, self._cores, self._trial_timeout_s = make, cores, trial_timeout_s
-        self._child: multiprocessing.process.BaseProcess | None = None
-        self._pipe: Connection | None = None
-        self._opened: tuple[Named, Case, str] | None = None
-        self._ready = False
-        self._lock = Lock()
-        self._asking = False
-        self._closed = False
-        self.started = 0
-        self._busy: list[tuple[float, float]] = []
-
-    def __enter__(self) -> "IsolatedBench":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        """End the child, also while another thread waits for it, and start no other."""
-        self._closed = True
-        self._end_child(asked_here=False)
-
-    def open(self, op: Op, case: Case, variant: Variant, policy: str) -> None:
-        """Remember the case; the child makes its tensors when the first config is tried."""
-        self.close()
-        self._opened = (Named(op.module, op.name, variant.name), case, policy)
-
-    def busy_since(self, moment: float) -> float:
-        """Seconds since a moment (time.monotonic) that the children spent on what they were asked for, not on starting."""
-        return sum(ended - max(began, moment) for began, ended in self._busy if ended > moment)
-
-    def prepare(self) -> None:
-        """Have a child make its tensors.
-
-        Raises:
-            ChildLostError: the child was lost, or the bench stopped.
-        """
-        assert self._opened is not None
-        if self._child is None:
-            self._start()
-            self._ready = False
-        if not self._ready:
-            self._ask("open", DUEL_TIMEOUT_S, *self._opened)
-            self._ready = True
-
-    def trial(self, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Trial:
-        """As the bench in the child says; `lost` where the child is lost over it.
-
-        Raises:
-            ChildLostError: the child was lost before it came to the config, or the bench stopped.
-        """
-        self.prepare()
-        try:
-            trial: Trial = self._ask("trial", self._trial_timeout_s, config, best_us, samples)
-            return trial
-        except ChildLostError as error:
-            if self._closed:
-                raise
-            return Trial("lost", detail=str(error))
-
-    def samples(self, configs: Sequence[Config]) -> list[Samples]:
-        """As the bench in the child says.
-
-        Raises:
-            ChildLostError: the child was lost, or the bench stopped.
-        """
-        self.prepare()
-        samples: list[Samples] = self._ask("samples", DUEL_TIMEOUT_S, configs)
-        return samples
-
-    def close(self) -> None:
-        """Have the child free its tensors."""
-        if self._ready:
-            with suppress(ChildLostError):
-                self._ask("close", self._trial_timeout_s)
-            self._ready = False
-        self._opened = None
-
-    def _start(self) -> None:
-        context = fast_context()
-        with self._lock:
-            self._refuse_if_closed()
-            pipe, theirs = context.Pipe()
-            arguments = (dict(os.environ), _serve, theirs, self._make, self._cores)
-            child = context.Process(target=in_environment, args=arguments, daemon=True)
-            child.start()
-            self._child, self._pipe = child, pipe
-        theirs.close()
-        self.started += 1
-
-    def _refuse_if_closed(self) -> None:
-        if self._closed:
-            raise ChildLostError("the measuring process was stopped")
-
-    def _ask(self, name: str, timeout_s: float, *arguments: Any) -> Any:
-        with self._lock:
-            self._refuse_if_closed()
-            pipe, self._asking = self._pipe, True
-        assert pipe is not None
-        try:
-            pipe.send((name, arguments))
-            if not pipe.poll(timeout_s):
-                self._end_child()
-                raise ChildLostError(f"took longer than {timeout_s:g} s")
-            answer, lost, busy = pipe.recv()
-        except (EOFError, OSError) as error:
-            code = self._end_child()
-            self._refuse_if_closed()
-            raise ChildLostError(f"the measuring process died: exit code {code}") from error
-        finally:
-            self._asking = False
-        self._busy.append(busy)
-        if lost:
-            self._end_child()
-            raise ChildLostError(lost)
-        return answer
-
-    def _end_child(self, asked_here: bool = True) -> int | None:
-        """Have the child leave, by force if it must be; its exit code, None where another thread has it leave.
-
-        asked_here: False where another thread may wait for an answer: the pipe stays open for that one to find the end of it.
-        """
-        with self._lock:
-            child, pipe, in_use = self._child, self._pipe, self._asking and not asked_here
-            self._child, self._pipe, self._ready = None, None, False
-        if child is None or pipe is None:
-            return None
-        if not in_use:
-            pipe.close()
-            child.join(_EXIT_GRACE_S if child.exitcode is not None else 0.2)
-        if child.exitcode is None:
-            child.kill()
-            child.join(_EXIT_GRACE_S)
-        return child.exitcode
-
-
-def _serve(pipe: Connection, make: Callable[[], Measuring], cores: frozenset[int] | None) -> None:
-    """The child: answers one request after the other; ends when its context is lost, or nobody asks any more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to answer
-    if cores:
-        os.sched_setaffinity(0, cores)
-    bench = make()
-    while True:
-        try:
-            name, arguments = pipe.recv()
-        except EOFError:
-            return
-        began = time.monotonic()
-        try:
-            if name == "open":
-                named, case, policy = arguments
-                op, variant = named.load()
-                arguments = (op, case, variant, policy)
-            answer, lost = getattr(bench, name)(*arguments), ""
-        except Exception as error:  # out of memory as well: the next config finds a clean process
-            answer, lost = None, first_line(error)
-        lost = lost or broken_context()
-        pipe.send((answer, lost, (began, time.monotonic())))
-        if lost:
-            return
-
-
-def split_cores() -> tuple[frozenset[int] | None, frozenset[int] | None]:
-    """One core for the measuring process and the others for the compilers; (None, None) where there is one core only."""
-    cores = sorted(os.sched_getaffinity(0))
-    return (frozenset(cores[-1:]), frozenset(cores[:-1])) if len(cores) > 1 else (None, None)

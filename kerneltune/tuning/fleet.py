@@ -16,8 +16,8 @@ from kerneltune.files import replace_bytes
 from kerneltune.plan import Options, Progress
 from kerneltune.search.trials import append, lines_of
 from kerneltune.sweep import results_root
-from kerneltune.tuning.bench import Named
 from kerneltune.tuning.candidates import TOLD
+from kerneltune.tuning.isolated import Named
 from kerneltune.tuning.task import Done, Work, tell
 from kerneltune.tuning.usage import Usage
 from kerneltune.tuning.worker import Event, Identity, Order, Report

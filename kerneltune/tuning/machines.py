@@ -19,8 +19,9 @@ from kerneltune.search.loop import Search
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.sweep import results_root
-from kerneltune.tuning.bench import IsolatedBench, split_cores
-from kerneltune.tuning.tuner import Compiling, Tuner, first_asked, job
+from kerneltune.tuning.isolated import IsolatedBench, split_cores
+from kerneltune.tuning.one_case import first_asked
+from kerneltune.tuning.tuner import Compiling, Tuner, job
 from kerneltune.tuning.usage import Usage
 
 _AHEAD = 256

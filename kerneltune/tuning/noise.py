@@ -11,7 +11,7 @@ from kerneltune.measuring.compiler import CompilePool, Job, Pending
 from kerneltune.plan import Options
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import Interval, Samples, median_interval, ratio_interval
-from kerneltune.tuning.bench import ChildLostError
+from kerneltune.tuning.isolated import ChildLostError
 from kerneltune.tuning.machines import Machines, empty_caches
 from kerneltune.tuning.tuner import job
 

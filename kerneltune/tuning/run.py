@@ -13,10 +13,10 @@ from kerneltune.errors import unknown
 from kerneltune.measuring.compare import commit, release_memory
 from kerneltune.plan import Options, Progress, Selection, load_plan, wanted_variants
 from kerneltune.spec import Case, Config, Op, Variant
-from kerneltune.tuning.bench import ChildLostError
 from kerneltune.tuning.cached import cached_config
 from kerneltune.tuning.cluster import RayWorkers
 from kerneltune.tuning.fleet import Fleet
+from kerneltune.tuning.isolated import ChildLostError
 from kerneltune.tuning.knobs import checked_space, widened
 from kerneltune.tuning.local import LocalWorkers, visible_gpus
 from kerneltune.tuning.machines import Machines

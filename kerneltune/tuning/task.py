@@ -16,10 +16,11 @@ from kerneltune.search.loop import Search
 from kerneltune.search.trials import Trial, knobs_of
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.sweep import results_root
-from kerneltune.tuning.bench import ChildLostError
+from kerneltune.tuning.isolated import ChildLostError
 from kerneltune.tuning.knobs import widened
 from kerneltune.tuning.machines import Machines
-from kerneltune.tuning.tuner import NothingPassedError, Tuner, measure_space, tune
+from kerneltune.tuning.one_case import NothingPassedError, measure_space, tune
+from kerneltune.tuning.tuner import Tuner
 from kerneltune.tuning.usage import Usage
 
 _CASES_AHEAD = 6

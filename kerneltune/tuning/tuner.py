@@ -1,8 +1,6 @@
-"""The search for the best config of a variant on a case; the only writer of configs.
+"""What becomes of each config: refused for what the compiler says, or measured on a bench, and stored; and the final duel.
 
-compile -> drop what spills or does not fit -> check on poisoned outputs -> screen -> duel with the incumbent. The winner
-replaces the incumbent, default or cached, only where the interval says that it is faster. What to try is decided in search, and
-measured on a bench.
+Does not know which configs are tried; see one_case.
 """
 
 import sys
@@ -10,33 +8,21 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol
 
-from kerneltune import cache, device
-from kerneltune.measuring.compare import commit
+from kerneltune import device
 from kerneltune.measuring.compiler import Compiled, Job
 from kerneltune.measuring.occupancy import LIMITS, resident
-from kerneltune.search.loop import Explored, Search, explore, propose
-from kerneltune.search.trials import Trial, TrialStore, knobs_of
+from kerneltune.search.trials import Trial, TrialStore
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import Samples, median_interval, ratio_interval
-from kerneltune.tuning.bench import SCREEN_SAMPLES, TRIED_WHOLE, ChildLostError, Stoppable
-from kerneltune.tuning.cached import cached_config
-from kerneltune.tuning.candidates import candidates, chances_of, starting_points
-from kerneltune.tuning.knobs import checked_space
+from kerneltune.tuning.bench import SCREEN_SAMPLES, TRIED_WHOLE
+from kerneltune.tuning.isolated import ChildLostError, Stoppable
 
-_FINALISTS = 4
-_FINAL_MARGIN = 1.04
 _POLL_S = 0.001
-
-
-class NothingPassedError(Exception):
-    """A search in which no config was correct and timed."""
 
 
 class Compiling(Protocol):
@@ -216,171 +202,3 @@ def _resident(compiled: Compiled) -> int:
     programs = [(kernel.cooperative, resident(kernel, arch).programs) for kernel in compiled.kernels if arch in LIMITS]
     together = [fitting for cooperative, fitting in programs if cooperative]
     return min(together) if together else max((fitting for _, fitting in programs), default=sys.maxsize)
-
-
-@dataclass(slots=True)
-class _Begun:
-    """A search.Started of a tuner: a config that is being compiled, then measured."""
-
-    tuner: Tuner
-    config: Config
-    pending: Compiling
-    _refusal: Trial | None = None
-    _measured: "Future[Trial] | None" = None
-
-    def done(self) -> bool:
-        """Whether it is compiled."""
-        return self.pending.done()
-
-    def refused(self) -> bool:
-        """Whether the compiler's word is enough."""
-        self.tuner.began = self.tuner.began or time.monotonic()
-        self._refusal = self.tuner.refusal(self.config, self.pending.result())
-        return self._refusal is not None
-
-    def measure(self) -> None:
-        """Behind what the bench was given before."""
-        self._measured = self.tuner.in_turn(self.tuner.evaluate, self.config, self.pending.result(), None)
-
-    def measured(self) -> bool:
-        """Whether its time is there."""
-        return self._measured is not None and self._measured.done()
-
-    def result(self) -> Trial:
-        """Wait for it; stored by then."""
-        if self._measured is not None:
-            return self._measured.result()
-        return self.tuner.evaluate(self.config, self.pending.result(), self._refusal)
-
-    def cancel(self) -> None:
-        """Stop compiling, or do not begin to measure."""
-        self.pending.cancel()
-        if self._measured is not None:
-            self._measured.cancel()
-
-
-def tune(
-    tuner: Tuner,
-    search: Search,
-    compiling: Callable[[Config], Compiling],
-    root: Path | None,
-    on_trial: Callable[[Config, Trial], None] = lambda _config, _trial: None,
-) -> cache.Entry:
-    """Search one case and store the best config.
-
-    Args:
-        compiling: begins to compile a config.
-        root: the configs folder, None for the usual one.
-
-    Returns:
-        The entry that is now in the cache.
-
-    Raises:
-        NothingPassedError: there is no config to store.
-    """
-
-    begin = partial(_begin, tuner, compiling)
-    with tuner:
-        pool = candidates(tuner.op, tuner.case, tuner.variant, tuner.policy, tuner.store)
-        known, first = _known(tuner, pool), _first(tuner, pool, root)
-        if len(known) < len(pool):
-            tuner.prepare()
-        pace = tuner.compilers, tuner.meanwhile
-        explored = explore(pool, first, search, begin, on_trial, known, *pace, _chances(tuner, pool), tuner.ready)
-        times = explored.times
-        cached = cached_config(tuner.op, tuner.case, tuner.variant, tuner.policy, root)
-        if cached is not None and cached not in times:  # whatever the budget left out, the incumbent is judged anew
-            begun = begin(cached)
-            if not begun.refused():
-                begun.measure()
-            trial = begun.result()
-            times |= {cached: trial.time_us} if trial.time_us is not None else {}
-        return _decide(tuner, cached, times, explored, root)
-
-
-def measure_space(
-    tuner: Tuner,
-    compiling: Callable[[Config], Compiling],
-    on_trial: Callable[[Config, Trial], None] = lambda _config, _trial: None,
-) -> dict[Config, Trial]:
-    """Evaluate every valid config of the space, in random order, with three times the samples of a search; decides nothing.
-
-    Raises:
-        ValueError: the space has no valid config for the case, or says what makes no sense.
-    """
-    pool = checked_space(tuner.op, tuner.case, tuner.variant)
-    tuner.samples = 3 * SCREEN_SAMPLES
-    known, begin = _known(tuner, pool), partial(_begin, tuner, compiling)
-    with tuner:
-        if len(known) < len(pool):
-            tuner.prepare()
-        search = Search(sampler="random")
-        return explore(pool, (), search, begin, on_trial, known, tuner.compilers, tuner.meanwhile).trials
-
-
-def first_asked(tuner: Tuner, search: Search, root: Path | None, count: int) -> list[Config]:
-    """What the search of a case would try first now; nothing where some of it was tried before.
-
-    Raises:
-        ValueError: the space has no valid config for the case, or says what makes no sense.
-    """
-    pool = candidates(tuner.op, tuner.case, tuner.variant, tuner.policy, tuner.store)
-    if _known(tuner, pool):
-        return []
-    proposals = propose(pool, _first(tuner, pool, root), search, _chances(tuner, pool))
-    asked = (proposals.ask() for _ in range(min(count, len(pool), search.trials or count)))
-    return [config for config in asked if config is not None]
-
-
-def _first(tuner: Tuner, pool: Sequence[Config], root: Path | None) -> list[Config]:
-    return starting_points(tuner.op, tuner.case, tuner.variant, tuner.policy, pool, root)
-
-
-def _chances(tuner: Tuner, pool: Sequence[Config]) -> dict[Config, float] | None:
-    return chances_of(tuner.op, tuner.case, tuner.variant, tuner.store, pool)
-
-
-def _known(tuner: Tuner, pool: Sequence[Config]) -> dict[Config, Trial]:
-    return {config: trial for config in pool if (trial := tuner.known(config)) is not None}
-
-
-def _begin(tuner: Tuner, compiling: Callable[[Config], Compiling], config: Config) -> _Begun:
-    return _Begun(tuner, config, compiling(config))
-
-
-def _decide(
-    tuner: Tuner, cached: Config | None, times: dict[Config, float], explored: Explored, root: Path | None
-) -> cache.Entry:
-    op, case, variant = tuner.op, tuner.case, tuner.variant
-    default = variant.default_config(case)
-    standing = [config for config in (cached, default) if config in times]
-    ranked = sorted(times, key=lambda config: times[config])
-    if not ranked:
-        raise NothingPassedError(f"{op.name} {variant.name}: no config passed its check for {case.label}")
-    close = [config for config in ranked if times[config] <= _FINAL_MARGIN * times[ranked[0]]][:_FINALISTS]
-    finalists = list(dict.fromkeys([*(standing or ranked[:1]), *close]))
-    if len(finalists) > 1:
-        best, evidence = tuner.duel(finalists, default)
-    else:
-        best, evidence = finalists[0], {"time_us": times[finalists[0]], "default_us": times.get(default)}
-    evidence |= {
-        "trials": len(explored.trials),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "driver": device.current().driver,
-        "source_hash": op.source_hash,
-        **device.versions(),
-    }
-    entry = cache.Entry(
-        variant=variant.name,
-        case=case.name,
-        axes=case.axes,
-        dtype=case.dtype,
-        quant=case.quant,
-        options=case.options,
-        policy=tuner.policy,
-        config=knobs_of(best),
-        evidence=evidence,
-    )
-    cache.store(op.name, device.current().slug, entry, root)
-    return entry

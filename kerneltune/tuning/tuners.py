@@ -14,11 +14,11 @@ from kerneltune.plan import Options
 from kerneltune.search.loop import Search
 from kerneltune.search.trials import TrialStore, knobs_of
 from kerneltune.spec import Case, Config, Inputs, Op, Variant
-from kerneltune.tuning.bench import Named
 from kerneltune.tuning.candidates import candidates
+from kerneltune.tuning.isolated import Named
 from kerneltune.tuning.knobs import Given, narrowed
 from kerneltune.tuning.machines import Machines
-from kerneltune.tuning.tuner import tune
+from kerneltune.tuning.one_case import tune
 
 US = "kerneltune tune"
 EXHAUSTIVE = "@triton.autotune"

@@ -24,7 +24,8 @@ from kerneltune.search.loop import Search
 from kerneltune.search.trials import knobs_of
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import Interval, median_interval, ratio_interval
-from kerneltune.tuning.bench import SCREEN_SAMPLES, IsolatedBench, Measuring, Named, split_cores
+from kerneltune.tuning.bench import SCREEN_SAMPLES, Measuring
+from kerneltune.tuning.isolated import IsolatedBench, Named, split_cores
 from kerneltune.tuning.knobs import Given, checked_space, narrowed
 from kerneltune.tuning.machines import empty_caches
 from kerneltune.tuning.tuners import EXHAUSTIVE, SIDES, US, Found, Task, finalists, unable

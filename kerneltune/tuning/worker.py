@@ -19,7 +19,7 @@ from kerneltune.measuring.compare import commit
 from kerneltune.plan import Options
 from kerneltune.search.trials import append
 from kerneltune.spec import Case
-from kerneltune.tuning.bench import Named
+from kerneltune.tuning.isolated import Named
 from kerneltune.tuning.machines import Machines
 from kerneltune.tuning.task import Done, Work, perform
 

@@ -87,7 +87,7 @@ def test_a_wrong_use_is_one_line() -> None:
     assert refused("gate") == "error: Missing argument 'baseline'."
     one_of_them = "error: new: missing: expected a .jsonl file or --run, one of them"
     assert refused("gate", "one.jsonl") == one_of_them
-    assert refused("gate", "one.jsonl", "two.jsonl", "--run", "rmsnorm") == one_of_them.replace("None", "'two.jsonl'")
+    assert refused("gate", "one.jsonl", "two.jsonl", "--run", "rmsnorm") == one_of_them.replace("missing", "'two.jsonl'")
 
 
 def test_a_failure_of_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch, write: Callable[..., Path]) -> None:
