@@ -255,6 +255,8 @@ def test_the_real_pool_compiles_for_both_makers(tmp_path: Path, monkeypatch: pyt
         assert row["error"] == "" and len(row["kernels"]) >= 1, row
         for kernel in row["kernels"]:
             assert kernel["registers"] >= 8 and {access["kind"] for access in kernel["accesses"]} == {"load", "store"}
+    texts = {kind: "".join(p.read_text() for p in (tmp_path / "triton").rglob(f"*.{kind}")) for kind in ("ptx", "amdgcn")}
+    assert ".loc" in texts["ptx"] and texts["amdgcn"] and ".loc" not in texts["amdgcn"]  # what AMD's are inspected by
 
 
 # --- profile
