@@ -43,6 +43,8 @@ class BwdConfig(_Tiles):
     """Backward: reduce_cols, columns per program of the dγ reduction; all others as in FwdConfig."""
 
     reduce_cols: int
+    late: bool = False
+    ahead: bool = True
 
 
 def space_fwd(case: Case) -> Space:

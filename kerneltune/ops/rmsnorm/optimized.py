@@ -134,7 +134,8 @@ def rmsnorm_bwd(
         backward_kernels._rmsnorm_bwd_main[(groups * parts,)](
             words[0], words[1], rsigma, words[2], words[3], partials, ws, M, N // pairs,
             ZERO_CENTERED=zero_centered, ROWS=c.rows, COLS=c.cols // pairs, CHUNKS=chunks, PARTS=parts, PHASE=phase, PAIRS=pairs,
-            dtype=TL_DTYPES[x.dtype], STAGES=c.stages, num_warps=c.warps, **options,
+            dtype=TL_DTYPES[x.dtype], STAGES=c.stages,
+            LATE_GAMMA=c.late, AHEAD=c.split and c.ahead, DG_ROWS=1 if c.cols // pairs >= 128 * c.warps else c.rows, num_warps=c.warps, **options,
         )  # fmt: skip
     backward_kernels._rmsnorm_bwd_dgamma[(cdiv(N, c.reduce_cols),)](
         partials, dgamma, groups, N, ROWS=4096 // c.reduce_cols, COLS=c.reduce_cols, num_warps=8
