@@ -99,9 +99,11 @@ def test_the_same_bits_in_every_run() -> None:
         ("rmsnorm_fwd", 131, 1001, "fp8_t", (1, 1024, False, 4, 0, 1, False)),  # transposed by a second kernel
         ("rmsnorm_fwd", 1100, 300, "fp8_t", (2, 512, False, 2, 2, 3, False)),
         ("rmsnorm_fwd", 3, 16390, "fp8_t", (1, 8192, True, 8, 1, 2, False)),
-        ("rmsnorm_bwd", 3, 12288, "none", (1, 4096, False, 16, 1, 3, 32)),  # partial sums of neighbours side by side
-        ("rmsnorm_bwd", 3, 12284, "none", (1, 4096, False, 16, 1, 3, 32)),
-        ("rmsnorm_bwd", 3, 12283, "none", (1, 4096, False, 16, 1, 3, 32)),
+        ("rmsnorm_bwd", 3, 12288, "none", (1, 4096, False, 16, 1, 3)),  # partial sums of neighbours side by side
+        ("rmsnorm_bwd", 3, 12284, "none", (1, 4096, False, 16, 1, 3)),
+        ("rmsnorm_bwd", 3, 12283, "none", (1, 4096, False, 16, 1, 3)),
+        ("rmsnorm_bwd", 27, 5000, "none", (4, 2048, True, 4, 2, 3)),  # four rows of a tile in one of sums
+        ("rmsnorm_bwd", 27, 1000, "none", (4, 1024, False, 4, 2, 3)),
     ],
 )
 def test_configs_of_long_and_of_few_rows(op_name: str, M: int, N: int, quant: str, values: tuple[Any, ...]) -> None:
@@ -182,6 +184,35 @@ def test_graphs_that_share_rows_between_programs_replay_side_by_side() -> None:
                 graph.replay()
     torch.cuda.synchronize()
     assert all(torch.equal(y, expected) for out in outputs for y in out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("M", "N"), [(4096, 1024), (256, 65536)])
+def test_the_backward_waits_for_its_partial_sums(M: int, N: int) -> None:
+    """Their reduction is launched before the kernel that writes them has ended, in graphs too, where steps follow each other."""
+    dz, x = (torch.randn(M, N, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    weight, rsigma = torch.randn(N, device="cuda", dtype=torch.bfloat16), torch.rand(M, device="cuda")
+
+    def steps() -> list[torch.Tensor]:
+        found, gradient = [], dz
+        for _ in range(4):
+            gradient, dgamma = rmsnorm_bwd(gradient, x, rsigma, weight)
+            found.append(dgamma * 2)
+        return found
+
+    expected = []
+    gradient = dz
+    for _ in range(4):
+        gradient, dgamma = rmsnorm_bwd(gradient, x, rsigma, weight)
+        torch.cuda.synchronize()
+        expected.append(dgamma * 2)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = steps()
+    for _ in range(20):
+        graph.replay()
+        assert all(map(torch.equal, captured, expected))
+        assert all(map(torch.equal, steps(), expected))
 
 
 @pytest.mark.gpu

@@ -33,6 +33,12 @@ def is_cuda():
     return not INTERPRETED and target_info.is_cuda()
 
 
+@triton.constexpr_function
+def overlaps_launches():
+    """Whether a kernel may be launched before the one in front of it has ended, which it then waits for: from sm_90 on."""
+    return not INTERPRETED and target_info.cuda_capability_geq(9, 0)
+
+
 @triton.jit
 def saturate(y, FP8_MAX: tl.constexpr):
     """fp32 within what fp8 holds; NaN stays NaN. On CUDA y as it is: the conversion saturates by itself."""

@@ -5,9 +5,10 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kerneltune.kernel_lib.tl_exchange import close_launch, launch_tag, publish, sum_of_published
-from kerneltune.kernel_lib.tl_lib import held, load_constant, to_pairs, values, wide
+from kerneltune.kernel_lib.tl_lib import held, load_constant, overlaps_launches, to_pairs, values, wide
 
 
 @triton.jit
@@ -29,21 +30,6 @@ def _gamma(g, HALF: tl.constexpr, ZERO_CENTERED: tl.constexpr, PAIRS: tl.constex
 
 
 @triton.jit
-def _weight(g_ptr, cols, N: tl.constexpr):
-    """The weight as stored."""
-    return tl.load(g_ptr + cols, mask=cols < N, other=0, eviction_policy="evict_last")
-
-
-@triton.jit
-def _late_weight(g_ptr, cols, N: tl.constexpr, always):
-    """`_weight`, in a loop whose loads are pipelined, not through shared memory: `always`, which is true, hides it from the pipeliner."""
-    g = tl.zeros(cols.shape, dtype=g_ptr.dtype.element_ty)
-    if always:
-        g = _weight(g_ptr, cols, N)
-    return g
-
-
-@triton.jit
 def _products(dz, x, g, ZERO_CENTERED: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr):
     """dz γ x, summed over the halves of words."""
     s = values(dz, 0, PAIRS, dtype) * _gamma(g, 0, ZERO_CENTERED, PAIRS, dtype) * values(x, 0, PAIRS, dtype)
@@ -53,28 +39,9 @@ def _products(dz, x, g, ZERO_CENTERED: tl.constexpr, PAIRS: tl.constexpr, dtype:
 
 
 @triton.jit
-def _dx(
-    dz, x, g, HALF: tl.constexpr, r, slope, ZERO_CENTERED: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr
-):  # fmt: skip
-    dzg = values(dz, HALF, PAIRS, dtype) * _gamma(g, HALF, ZERO_CENTERED, PAIRS, dtype)
-    return r * (dzg - slope * values(x, HALF, PAIRS, dtype))
-
-
-@triton.jit
 def _to_rows(x, ROWS: tl.constexpr):
     """x (R, C) summed to one row, or as it is."""
     return x if ROWS == x.shape[0] else tl.sum(x, axis=0)[None, :]
-
-
-@triton.jit
-def _raised(dgs, dzs, xs, r, CHUNKS: tl.constexpr, DG_ROWS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr):
-    """The sums for dγ and what this tile adds to them."""
-    raised = ()
-    for c in tl.static_range(CHUNKS):
-        for half in tl.static_range(PAIRS):
-            product = values(held(dzs[c]), half, PAIRS, dtype) * values(held(xs[c]), half, PAIRS, dtype) * r[:, None]
-            raised = raised + (dgs[c * PAIRS + half] + _to_rows(product, DG_ROWS),)
-    return raised
 
 
 @triton.jit
@@ -83,36 +50,33 @@ def _rmsnorm_bwd_main(
     M, N: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, PHASE: tl.constexpr,
-    PAIRS: tl.constexpr, dtype: tl.constexpr, STAGES: tl.constexpr,
-    LATE_GAMMA: tl.constexpr, AHEAD: tl.constexpr, DG_ROWS: tl.constexpr,
+    PAIRS: tl.constexpr, dtype: tl.constexpr, DG_ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dx, and one fp32 row of dγ partials per group of PARTS programs: dg (groups, N * PAIRS).
 
     PARTS programs share a row, one load each, or one program holds its CHUNKS loads. In PAIRS dz, x, γ and dx are int32, and N
-    and COLS count words of two numbers of `dtype`.
+    and COLS count words of two numbers of `dtype`. DG_ROWS: of a program's sums for dγ, ROWS or 1.
     """
     part = tl.program_id(0) % PARTS
     group = tl.program_id(0) // PARTS
     step = tl.num_programs(0) // PARTS
     tiles = tl.cdiv(M, ROWS)
-    first_col = part * (COLS * CHUNKS)
+    first_col = part * COLS
     lanes = tl.arange(0, ROWS)
     slots = part * ROWS + lanes
     gs = ()
     dgs = ()
     for c in tl.static_range(CHUNKS):
-        if not LATE_GAMMA:
-            gs = gs + (_weight(g_ptr, first_col + c * COLS + tl.arange(0, COLS), N),)
+        cols = first_col + c * COLS + tl.arange(0, COLS)
+        gs = gs + (tl.load(g_ptr + cols, mask=cols < N, other=0, eviction_policy="evict_last"),)
         for _ in tl.static_range(PAIRS):
             dgs = dgs + (tl.zeros((DG_ROWS, COLS), dtype=tl.float32),)
     if PARTS > 1:
         tag = launch_tag(ws_ptr)
-    if AHEAD:
         x_next = _load(x_ptr, group, first_col, M, N, ROWS, COLS)
         dz_next = _load(dz_ptr, group, first_col, M, N, ROWS, COLS)
         if PHASE != 2:
-            g = _weight(g_ptr, first_col + tl.arange(0, COLS), N) if LATE_GAMMA else gs[0]
-            partial = tl.sum(_products(dz_next, x_next, g, ZERO_CENTERED, PAIRS, dtype), axis=1)
+            partial = tl.sum(_products(dz_next, x_next, gs[0], ZERO_CENTERED, PAIRS, dtype), axis=1)
             publish(ws_ptr, group * (PARTS * ROWS) + slots, partial, tag, lanes >= 0)
     r_next = load_constant(rsigma_ptr + tl.minimum(group * ROWS + lanes, M - 1))
     for tile in tl.range(group, tiles, step, num_stages=STAGES, disable_licm=True):
@@ -121,35 +85,31 @@ def _rmsnorm_bwd_main(
         r_next = load_constant(rsigma_ptr + tl.minimum((tile + step) * ROWS + lanes, M - 1))
         xs = ()
         dzs = ()
-        if AHEAD:
+        if PARTS > 1:
             xs = (x_next,)
             dzs = (dz_next,)
             ahead = tile + step
             x_next = _load(x_ptr, ahead, first_col, M, N, ROWS, COLS)
             dz_next = _load(dz_ptr, ahead, first_col, M, N, ROWS, COLS)
             if PHASE != 2:
-                g = _late_weight(g_ptr, first_col + tl.arange(0, COLS), N, left > 0) if LATE_GAMMA else gs[0]
-                partial = tl.sum(_products(dz_next, x_next, g, ZERO_CENTERED, PAIRS, dtype), axis=1)
+                partial = tl.sum(_products(dz_next, x_next, gs[0], ZERO_CENTERED, PAIRS, dtype), axis=1)
                 publish(ws_ptr, ahead * (PARTS * ROWS) + slots, partial, tag, lanes * 0 + ahead < tiles)
             total = tl.zeros((ROWS,), dtype=tl.float32)
+            if PHASE != 1:
+                total = sum_of_published(ws_ptr, tile, tag, ROWS, PARTS, PHASE)
         else:
             sums = tl.zeros((ROWS, COLS), dtype=tl.float32)
             for c in tl.static_range(CHUNKS):
-                x = _load(x_ptr, tile, first_col + c * COLS, M, N, ROWS, COLS)
-                dz = _load(dz_ptr, tile, first_col + c * COLS, M, N, ROWS, COLS)
-                g = _late_weight(g_ptr, first_col + c * COLS + tl.arange(0, COLS), N, left > 0) if LATE_GAMMA else gs[c]
-                sums += _products(dz, x, g, ZERO_CENTERED, PAIRS, dtype)
+                x = _load(x_ptr, tile, c * COLS, M, N, ROWS, COLS)
+                dz = _load(dz_ptr, tile, c * COLS, M, N, ROWS, COLS)
+                sums += _products(dz, x, gs[c], ZERO_CENTERED, PAIRS, dtype)
                 xs = xs + (x,)
                 dzs = dzs + (dz,)
             total = tl.sum(sums, axis=1)
-            if PARTS > 1 and PHASE != 2:
-                publish(ws_ptr, tile * (PARTS * ROWS) + slots, total, tag, lanes >= 0)
         if PHASE != 1:
-            if not AHEAD:
-                dgs = _raised(dgs, dzs, xs, r, CHUNKS, DG_ROWS, PAIRS, dtype)
-            if PARTS > 1:
-                total = sum_of_published(ws_ptr, tile, tag, ROWS, PARTS, PHASE)
             slope = (r * r * total * (1.0 / (N * PAIRS)))[:, None]
+            r = r[:, None]
+            dgs_next = ()
             for c in tl.static_range(CHUNKS):
                 cols = first_col + c * COLS + tl.arange(0, COLS)
                 mask = (lanes < left)[:, None]
@@ -157,17 +117,24 @@ def _rmsnorm_bwd_main(
                     mask = mask & (cols < N)[None, :]
                 x = held(xs[c])
                 dz = held(dzs[c])
-                g = _late_weight(g_ptr, cols, N, tile < tiles) if LATE_GAMMA else gs[c]
-                dx = _dx(dz, x, g, 0, r[:, None], slope, ZERO_CENTERED, PAIRS, dtype)
+                x32 = values(x, 0, PAIRS, dtype)
+                dz32 = values(dz, 0, PAIRS, dtype)
+                dx = r * (dz32 * _gamma(gs[c], 0, ZERO_CENTERED, PAIRS, dtype) - slope * x32)
+                dgs_next = dgs_next + (dgs[c * PAIRS] + _to_rows(dz32 * x32 * r, DG_ROWS),)
                 if PAIRS == 2:
-                    dx = to_pairs(dx, _dx(dz, x, g, 1, r[:, None], slope, ZERO_CENTERED, PAIRS, dtype), dtype)
+                    x32 = values(x, 1, PAIRS, dtype)
+                    dz32 = values(dz, 1, PAIRS, dtype)
+                    high = r * (dz32 * _gamma(gs[c], 1, ZERO_CENTERED, PAIRS, dtype) - slope * x32)
+                    dgs_next = dgs_next + (dgs[c * PAIRS + 1] + _to_rows(dz32 * x32 * r, DG_ROWS),)
+                    dx = to_pairs(dx, high, dtype)
                 else:
                     dx = dx.to(dtype)
                 dx_tile = dx_ptr + wide(tile * ROWS) * N
                 tl.store(dx_tile + (lanes[:, None] * N + cols[None, :]), dx, mask=mask, cache_modifier=".cs")
-            if AHEAD:
-                dgs = _raised(dgs, dzs, xs, r, CHUNKS, DG_ROWS, PAIRS, dtype)
+            dgs = dgs_next
     if PHASE != 1:
+        if overlaps_launches():
+            gdc_launch_dependents()
         for c in tl.static_range(CHUNKS):
             cols = first_col + c * COLS + tl.arange(0, COLS)
             dg = tl.sum(dgs[c * PAIRS], axis=0)
@@ -181,11 +148,11 @@ def _rmsnorm_bwd_main(
 
 @triton.jit
 def _rmsnorm_bwd_dgamma(dg_ptr, dgamma_ptr, P, N, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """dγ = column sums of the (P, N) partials, in a fixed order."""
+    """dγ = column sums of the (P, N) partials, P ≤ ROWS, in a fixed order; may begin before the kernel that writes them ends."""
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
-    total = tl.zeros((ROWS, COLS), dtype=tl.float32)
-    for first in tl.range(0, P, ROWS, loop_unroll_factor=2):
-        rows = first + tl.arange(0, ROWS)
-        mask = (rows < P)[:, None] & (cols < N)[None, :]
-        total += tl.load(dg_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :], mask=mask, other=0.0)
-    tl.store(dgamma_ptr + cols, tl.sum(total, axis=0).to(dgamma_ptr.dtype.element_ty), mask=cols < N)
+    rows = tl.arange(0, ROWS)
+    mask = (rows < P)[:, None] & (cols < N)[None, :]
+    if overlaps_launches():
+        gdc_wait()
+    partials = tl.load(dg_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :], mask=mask, other=0.0)
+    tl.store(dgamma_ptr + cols, tl.sum(partials, axis=0).to(dgamma_ptr.dtype.element_ty), mask=cols < N)

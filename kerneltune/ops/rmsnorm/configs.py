@@ -12,6 +12,8 @@ from kerneltune.rounding import cdiv, next_power_of_2
 from kerneltune.spec import Case, Space
 
 _MAX_PARTS = 64
+_WARP_BYTES = 512
+"""That a warp loads at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +42,11 @@ class FwdConfig(_Tiles):
 
 @dataclass(frozen=True, slots=True)
 class BwdConfig(_Tiles):
-    """Backward: reduce_cols, columns per program of the dγ reduction; all others as in FwdConfig."""
+    """Backward: as in FwdConfig."""
 
-    reduce_cols: int
-    late: bool = False
-    ahead: bool = True
+    def sum_rows(self, itemsize: int) -> int:
+        """Rows of a program's sums for dγ: 1 where its warps lie side by side, so that a thread has all rows of its columns."""
+        return 1 if self.cols * itemsize >= _WARP_BYTES * self.warps else self.rows
 
 
 def space_fwd(case: Case) -> Space:
@@ -66,8 +68,8 @@ def space_fwd(case: Case) -> Space:
 def space_bwd(case: Case) -> Space:
     """Tiles of up to four rows, one program to a row or several."""
     whole = _power_of_two(case["N"])
-    smallest = max(1024, whole >> 3 if whole > 4096 else whole >> 2)
-    cols = tuple(cols for cols in (whole >> k for k in range(5)) if smallest <= cols <= 16384 or cols == whole <= 4096)
+    smallest = 1024 if whole <= 8192 else 2048
+    cols = tuple(cols for cols in (whole >> k for k in range(6)) if smallest <= cols <= 16384 or cols == whole <= 4096)
     return {
         "rows": (1, 2, 4),
         "cols": cols,
@@ -75,7 +77,6 @@ def space_bwd(case: Case) -> Space:
         "warps": (4, 8, 16, 32) if whole > 8192 else (4, 8, 16),
         "ctas": (1, 2, 4),
         "stages": (2, 3, 4),
-        "reduce_cols": (32,),
     }
 
 
@@ -93,12 +94,14 @@ def valid_fwd(case: Case, config: FwdConfig) -> str | None:
     if config.reload and (config.split or config.ctas):
         return "reloading pays where one program has the whole row, and there are many programs"
     elements = config.rows * config.cols * (1 if config.split or config.reload else loads)
-    return _invalid_tile(case, elements, loads if config.split else 1, config, tensors=1)
+    return _invalid_tile(case, elements, loads if config.split else 1, config, tensors=1, most=64)
 
 
 def valid_bwd(case: Case, config: BwdConfig) -> str | None:
     """Why a backward config cannot run, or cannot be worth running."""
     loads = cdiv(case["N"], config.cols)
+    if not config.ctas:
+        return "dγ takes programs that loop over tiles: ctas must not be 0"
     if config.split and loads == 1:
         return "one load holds the row: nothing to split"
     if not config.split and loads > 1 and loads * config.cols * 3 > _power_of_two(case["N"]) * 4:
@@ -106,16 +109,17 @@ def valid_bwd(case: Case, config: BwdConfig) -> str | None:
     if not config.split and loads > 8:
         return f"{loads} loads to a row"
     elements = config.rows * config.cols * (1 if config.split else loads)
-    return _invalid_tile(case, elements, loads if config.split else 1, config, tensors=2)
+    most = 64 if config.sum_rows(ITEMSIZE[case.dtype]) * 4 <= config.rows else 32  # the sums take registers too
+    return _invalid_tile(case, elements, loads if config.split else 1, config, tensors=2, most=most)
 
 
-def _invalid_tile(case: Case, elements: int, parts: int, c: Any, tensors: int) -> str | None:
+def _invalid_tile(case: Case, elements: int, parts: int, c: Any, tensors: int, most: int) -> str | None:
     per_thread = elements / (32 * c.warps)
     if parts > _MAX_PARTS:
         return f"{parts} programs share a row, at most {_MAX_PARTS} may"
     if parts > 1 and not c.ctas:
         return "programs that share rows must be resident together: ctas must not be 0"
-    if per_thread > 64 // tensors:
+    if per_thread > most:
         return f"{per_thread:g} elements per thread"
     if per_thread < 8 and c.warps > 4:
         return f"{per_thread:g} elements per thread"
@@ -140,7 +144,7 @@ def default_bwd(case: Case) -> BwdConfig:
     whole = _power_of_two(case["N"])
     cols = whole if whole <= 8192 else max(2048, whole // _MAX_PARTS)
     split = cols < case["N"]
-    return BwdConfig(rows=1, cols=cols, split=split, warps=min(16, max(4, cols // 512)), ctas=1, stages=2, reduce_cols=32)
+    return BwdConfig(rows=1, cols=cols, split=split, warps=min(16, max(4, cols // 512)), ctas=1, stages=2)
 
 
 def _power_of_two(n: int) -> int:

@@ -10,13 +10,13 @@ import torch
 from kerneltune import cache
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, check_like, check_matrix, in_pairs
 from kerneltune.kernel_lib.launch import on_its_device, phases, registers, resident
-from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX, TL_DTYPES
+from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX, TL_DTYPES, overlaps_launches
 from kerneltune.kernel_lib.tl_transpose import transpose_bytes
 from kerneltune.kernel_lib.workspace import workspace
 from kerneltune.ops.rmsnorm import backward_kernels, kernels
 from kerneltune.ops.rmsnorm.configs import BwdConfig, FwdConfig, default_bwd, default_fwd, valid_bwd, valid_fwd
 from kerneltune.ops.rmsnorm.reference import EPS
-from kerneltune.rounding import cdiv
+from kerneltune.rounding import cdiv, next_power_of_2
 from kerneltune.spec import Inputs, Outputs
 
 # options under which configs are cached; they do not change which is best
@@ -27,6 +27,9 @@ _MOST_BESIDE_GAMMA = 32768
 
 _TILE_ROWS, _TILE_COLS = 64, 128
 """Of the transpose's tiles; not searched: fp8_transpose_2d prefers 64 x 256 and groups of 512 row blocks, where x is cold."""
+
+_DGAMMA_TILE = 4096
+"""Numbers that a program of the dγ reduction has in flight: all partials of some columns."""
 
 _choose_fwd = cache.Chooser("rmsnorm_fwd", FwdConfig, valid_fwd, default_fwd, ("M",))
 _choose_bwd = cache.Chooser("rmsnorm_bwd", BwdConfig, valid_bwd, default_bwd, ("M",))
@@ -134,12 +137,14 @@ def rmsnorm_bwd(
         backward_kernels._rmsnorm_bwd_main[(groups * parts,)](
             words[0], words[1], rsigma, words[2], words[3], partials, ws, M, N // pairs,
             ZERO_CENTERED=zero_centered, ROWS=c.rows, COLS=c.cols // pairs, CHUNKS=chunks, PARTS=parts, PHASE=phase, PAIRS=pairs,
-            dtype=TL_DTYPES[x.dtype], STAGES=c.stages,
-            LATE_GAMMA=c.late, AHEAD=c.split and c.ahead, DG_ROWS=1 if c.cols // pairs >= 128 * c.warps else c.rows, num_warps=c.warps, **options,
+            dtype=TL_DTYPES[x.dtype], DG_ROWS=c.sum_rows(x.element_size()), STAGES=c.stages, num_warps=c.warps, **options,
         )  # fmt: skip
-    backward_kernels._rmsnorm_bwd_dgamma[(cdiv(N, c.reduce_cols),)](
-        partials, dgamma, groups, N, ROWS=4096 // c.reduce_cols, COLS=c.reduce_cols, num_warps=8
-    )
+    rows = next_power_of_2(groups)
+    cols = max(8, _DGAMMA_TILE // rows)
+    backward_kernels._rmsnorm_bwd_dgamma[(cdiv(N, cols),)](
+        partials, dgamma, groups, N, ROWS=rows, COLS=cols, num_warps=8,
+        **({"launch_pdl": True} if overlaps_launches() else {}),
+    )  # fmt: skip
     return dx, dgamma
 
 
