@@ -41,7 +41,7 @@ def _products(dz, x, g, ZERO_CENTERED: tl.constexpr, PAIRS: tl.constexpr, dtype:
 @triton.jit
 def _to_rows(x, ROWS: tl.constexpr):
     """x (R, C) summed to one row, or as it is."""
-    return x if ROWS == x.shape[0] else tl.sum(x, axis=0)[None, :]
+    return x if x.shape[0] == ROWS else tl.sum(x, axis=0)[None, :]
 
 
 @triton.jit
