@@ -57,6 +57,8 @@ def _rmsnorm_bwd_main(
     PARTS programs share a row, one load each, or one program holds its CHUNKS loads. In PAIRS dz, x, γ and dx are int32, and N
     and COLS count words of two numbers of `dtype`. DG_ROWS: of a program's sums for dγ, ROWS or 1.
     """
+    if PARTS == 1 and overlaps_launches():
+        gdc_launch_dependents()
     part = tl.program_id(0) % PARTS
     group = tl.program_id(0) // PARTS
     step = tl.num_programs(0) // PARTS
@@ -133,7 +135,7 @@ def _rmsnorm_bwd_main(
                 tl.store(dx_tile + (lanes[:, None] * N + cols[None, :]), dx, mask=mask, cache_modifier=".cs")
             dgs = dgs_next
     if PHASE != 1:
-        if overlaps_launches():
+        if PARTS > 1 and overlaps_launches():  # where programs wait for each other, earlier is slower
             gdc_launch_dependents()
         for c in tl.static_range(CHUNKS):
             cols = first_col + c * COLS + tl.arange(0, COLS)
