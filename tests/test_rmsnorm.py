@@ -10,7 +10,7 @@ import torch
 
 from kerneltune import ops
 from kerneltune.measuring.check import Checker
-from kerneltune.ops.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
+from kerneltune.ops.rmsnorm import optimized, rmsnorm_bwd, rmsnorm_fwd
 from kerneltune.ops.rmsnorm.configs import FwdConfig
 from kerneltune.spec import Case
 
@@ -112,6 +112,43 @@ def test_configs_of_long_and_of_few_rows(op_name: str, M: int, N: int, quant: st
     variant = op.variant("optimized")
     assert variant.config is not None
     assert Checker(op, case, WHERE).errors(variant, variant.config(*values)) == []
+
+
+def turned_and_apart(monkeypatch: pytest.MonkeyPatch, M: int, N: int, config: FwdConfig, behind: int, runs: int) -> None:
+    """fp8_t with its transpose in the same launch, `behind` bytes later, gives the bits of two launches, in every run."""
+    x, weight = torch.randn(M, N, dtype=torch.bfloat16), torch.randn(N, dtype=torch.bfloat16)
+    launched = []
+    launch = optimized._launch_turned
+    monkeypatch.setattr(optimized, "_launch_turned", lambda *args: (launched.append(args), launch(*args)))
+    monkeypatch.setattr(optimized, "_BEHIND_BYTES", behind)
+    results = []
+    for cols in [range(0), *[range(1, 1 << 20)] * runs]:
+        monkeypatch.setattr(optimized, "_BEHIND_COLS", cols)
+        s = scalars(3.0)
+        out = fwd(x, weight, quant="fp8_t", config=config, **s)
+        results.append([t.view(torch.uint8) for t in (out.y, out.y_t, out.rsigma, out.scale_inv, s["amax"])])
+    assert len(launched) == runs
+    assert torch.equal(results[0][0].t(), results[0][1])
+    for result in results[1:]:
+        assert all(map(torch.equal, result, results[0]))
+
+
+@pytest.mark.parametrize(("M", "N"), [(640, 300), (4, 1000), (1028, 130)])
+@pytest.mark.parametrize(
+    ("behind", "config"), [(1, FwdConfig(1, 1024, False, 4, 0, 1, False)), (999, FwdConfig(2, 512, False, 4, 0, 1, True))]
+)
+def test_rows_turned_beside_others(monkeypatch: pytest.MonkeyPatch, M: int, N: int, behind: int, config: FwdConfig) -> None:
+    turned_and_apart(monkeypatch, M, N, config, behind, runs=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("M", "N"), [(4096, 12288), (2052, 16384), (8192, 8200)])
+def test_rows_turned_beside_others_wait_for_their_writers(monkeypatch: pytest.MonkeyPatch, M: int, N: int) -> None:
+    for config, behind in (
+        (FwdConfig(1, 4096, False, 16, 0, 1, True), 8_000_000),
+        (FwdConfig(1, 4096, False, 8, 0, 1, False), 1),
+    ):
+        turned_and_apart(monkeypatch, M, N, config, behind, runs=50)
 
 
 @pytest.mark.gpu

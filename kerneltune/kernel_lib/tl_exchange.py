@@ -135,3 +135,71 @@ def await_arrivals(ws_ptr, index, count, tag):
         mov.b32 $0, 0;
         }""",
         "=&r,l,l", [(ws_ptr + 32 + index).to(tl.int64), word], dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
+
+
+@triton.jit
+def leave_done(counter_ptr):
+    """Count this program in at a 32-bit counter, after all that its threads stored before, for programs of larger ids."""
+    if is_cuda():
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred first;
+            .reg .b32 tid;
+            bar.sync 0;
+            mov.u32 tid, %tid.x;
+            setp.eq.u32 first, tid, 0;
+            @first red.release.gpu.global.add.u32 [$1], 1;
+            mov.b32 $0, 0;
+            }""",
+            "=r,l", [counter_ptr.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
+    else:
+        tl.debug_barrier()
+        tl.atomic_add(counter_ptr, 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def await_done(counter_ptr, count):
+    """Wait until `count` programs have counted themselves in; loads that follow must go to L2 (`.cg`), as this one does.
+
+    They must have begun before: on NVIDIA's GPUs those of smaller ids, for programs begin in that order; it is what they do, not
+    what CUDA promises. Elsewhere they must have come to their end in an earlier launch.
+    """
+    if is_cuda():
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred p, first;
+            .reg .b32 tid, seen;
+            mov.u32 tid, %tid.x;
+            setp.eq.u32 first, tid, 0;
+            @!first bra READY_${:uid};
+            AGAIN_${:uid}:
+            ld.relaxed.gpu.global.u32 seen, [$1];
+            setp.lt.u32 p, seen, $2;
+            @p bra AGAIN_${:uid};
+            READY_${:uid}:
+            bar.sync 0;
+            mov.b32 $0, 0;
+            }""",
+            "=r,l,r", [counter_ptr.to(tl.int64), count], dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
+
+
+@triton.jit
+def clear_done(counter_ptr, count):
+    """Every program that waits with `await_done` calls this after it, and does not wait for it to happen: the one that makes
+    `count`, arrivals and waiters together, sets the counter to 0.
+    """
+    if is_cuda():
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred p;
+            .reg .b32 tid, seen;
+            mov.u32 tid, %tid.x;
+            setp.eq.u32 p, tid, 0;
+            @p atom.relaxed.gpu.global.add.u32 seen, [$1], 1;
+            setp.eq.and.u32 p, seen, $2, p;
+            @p st.relaxed.gpu.global.u32 [$1], 0;
+            mov.b32 $0, 0;
+            }""",
+            "=r,l,r", [counter_ptr.to(tl.int64), count - 1], dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
+    elif tl.atomic_add(counter_ptr, 1, sem="relaxed", scope="gpu") == count - 1:
+        tl.store(counter_ptr, 0)

@@ -2,15 +2,24 @@
 
 Rows live in registers. A row too long for one program is shared by `PARTS` programs, which publish their partial sums and
 wait for each other's inside the launch (PHASE 0), or in two launches (PHASE 1 publishes, PHASE 2 collects). A program
-publishes its next tile before it waits for the present one, so that the wait is over when it begins. May import tl_lib and
-tl_exchange.
+publishes its next tile before it waits for the present one, so that the wait is over when it begins. May import tl_lib,
+tl_exchange and tl_transpose.
 """
 
 import triton
 import triton.language as tl
 
-from kerneltune.kernel_lib.tl_exchange import close_launch, launch_tag, publish, sum_of_published
+from kerneltune.kernel_lib.tl_exchange import (
+    await_done,
+    clear_done,
+    close_launch,
+    launch_tag,
+    leave_done,
+    publish,
+    sum_of_published,
+)
 from kerneltune.kernel_lib.tl_lib import held, is_cuda, quantize, reciprocal, wide
+from kerneltune.kernel_lib.tl_transpose import store_transposed
 
 
 @triton.jit
@@ -99,12 +108,89 @@ def _rmsnorm_fwd_once(
     ZERO_CENTERED: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, KEEP: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, RELOAD: tl.constexpr, LATE_GAMMA: tl.constexpr, BY_WARPS: tl.constexpr,
 ):  # fmt: skip
-    """y = x * rsqrt(mean(x²) + eps) * g, a program for every ROWS rows; RELOAD: x is read again, from L2, instead of held.
+    """y = x * rsqrt(mean(x²) + eps) * g, a program for every ROWS rows; the options are those of `_whole_rows`."""
+    _whole_rows(
+        tl.program_id(0), x_ptr, g_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr, M, N, stride_xm, eps,
+        ZERO_CENTERED, FP8, FP8_MAX, KEEP, ROWS, COLS, RELOAD, LATE_GAMMA, BY_WARPS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _rmsnorm_fwd_turned(
+    x_ptr, g_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr, y_t_ptr, done_ptr,
+    M, N: tl.constexpr, stride_xm, eps, lag,
+    ZERO_CENTERED: tl.constexpr, FP8_MAX: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, RELOAD: tl.constexpr, LATE_GAMMA: tl.constexpr, BY_WARPS: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The same as fp8, and its transpose (N, M), M a multiple of 4: a tile of BLOCK rows and TILE columns is turned by a program
+    whose id comes `lag` blocks after those that write its rows, so that it seldom waits for them and L2 still has them.
+
+    done_ptr: a 32-bit counter per block of rows, 0 before and after.
+    """
+    WRITERS: tl.constexpr = BLOCK // ROWS
+    TURNERS: tl.constexpr = (N + TILE - 1) // TILE
+    BOTH: tl.constexpr = WRITERS + TURNERS
+    blocks = tl.cdiv(M, BLOCK)
+    lag = tl.minimum(lag, blocks)
+    first = lag * WRITERS  # then blocks that are written beside one that is turned, then blocks that are only turned
+    inside = tl.program_id(0) - first
+    last = inside - (blocks - lag) * BOTH
+    turns = True
+    if inside < 0:
+        block, inside, turns = tl.program_id(0) // WRITERS, tl.program_id(0) % WRITERS, False
+    elif last < 0:
+        block, inside = inside // BOTH, inside % BOTH
+        turns = inside >= WRITERS
+        if turns:
+            inside -= WRITERS
+        else:
+            block += lag
+    else:
+        block, inside = blocks - lag + last // TURNERS, last % TURNERS
+    if turns:
+        await_done(done_ptr + block, WRITERS)
+        clear_done(done_ptr + block, WRITERS + TURNERS)
+        _turn(y_ptr, y_t_ptr, block, inside * TILE, M, N, BLOCK, TILE)
+    else:
+        tile = block * WRITERS + inside
+        if tile * ROWS < M:
+            _whole_rows(
+                tile, x_ptr, g_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr, M, N, stride_xm, eps,
+                ZERO_CENTERED, True, FP8_MAX, True, ROWS, COLS, RELOAD, LATE_GAMMA, BY_WARPS,
+            )  # fmt: skip
+        leave_done(done_ptr + block)
+
+
+@triton.jit
+def _turn(y_ptr, y_t_ptr, block, first_col, M, N: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """y_t[n, m] = y[m, n] of a block of rows and TILE columns, out of L2."""
+    quads = tl.arange(0, BLOCK // 4)
+    cols = tl.arange(0, TILE)
+    live = first_col + cols < N
+    left = M - block * BLOCK
+    mask = (quads < left // 4)[:, None] & live[None, :]
+    rows = y_ptr.to(tl.pointer_type(tl.uint8)) + wide(block * BLOCK) * N + first_col
+    qs = ()
+    for k in tl.static_range(4):
+        qs = qs + (tl.load(rows + (quads[:, None] * 4 + k) * N + cols[None, :], mask=mask, other=0, cache_modifier=".cg"),)
+    base = wide(first_col) * M + block * BLOCK
+    store_transposed(y_t_ptr, base, M, 0, tl.minimum(left, BLOCK), live, qs, JAGGED=False, EVEN=N % TILE == 0, PACKED=True)
+
+
+@triton.jit
+def _whole_rows(
+    tile,
+    x_ptr, g_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr,
+    M, N: tl.constexpr, stride_xm, eps,
+    ZERO_CENTERED: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, KEEP: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, RELOAD: tl.constexpr, LATE_GAMMA: tl.constexpr, BY_WARPS: tl.constexpr,
+):  # fmt: skip
+    """Rows [tile * ROWS, …) of y. RELOAD: x is read again, from L2, instead of held. KEEP: as in `_write_rows`.
 
     LATE_GAMMA: the weight is loaded where it is needed, which costs its latency, not before the sum, which costs registers.
     """
     CHUNKS: tl.constexpr = (N + COLS - 1) // COLS
-    tile = tl.program_id(0)
     lanes = tl.arange(0, ROWS)
     left = M - tile * ROWS
     cols = tl.arange(0, COLS)
