@@ -6,9 +6,9 @@ are exact in 16 bits, so sums over a group are those of whole numbers times x, a
 for the four lanes that share a row (c) and one for the eight rows of lanes (j), fastest first, since that is how Triton deals
 out lanes. May import triton, tl_gemm and tl_lib.
 
-With 32 tokens a warp needs so many registers that a multiprocessor holds eight, too few to wait for L2 in turn: but for groups
-of 32 they load x a step ahead. For 32 tokens, m = 3584 and k = 8192 in 112 programs of eight warps a scheduler issues 8 steps x
-2 warps x 411 instructions, 3.4 us; through L2 go 14.7 MB of codes and 29.4 MB of x.
+Where there are registers for it warps load x a step ahead. With 32 tokens a warp needs so many that a multiprocessor holds
+eight, too few to wait for L2 in turn. For 32 tokens, m = 3584 and k = 8192 in 112 programs of eight warps a scheduler issues 8
+steps x 2 warps x 411 instructions, 3.4 us; through L2 go 14.7 MB of codes and 29.4 MB of x.
 """
 
 import triton
@@ -264,7 +264,7 @@ def _int4_gemm(
         x_slice = x_ptr + wide(row) * stride_xn + start
         bytes_of_x = 2 * (tl.minimum(K, start + STEPS * ALONG * 128) - start)
         _into_l2(x_slice + tl.zeros_like(lane), lane + warp[None, None, :], (row < N) & (start < K), bytes_of_x)
-        for step in tl.static_range(min(STEPS, _MORE_STEPS_AHEAD if AHEAD else _STEPS_AHEAD)):
+        for step in tl.static_range(min(STEPS, _MORE_STEPS_AHEAD if TOKENS == 32 else _STEPS_AHEAD)):
             live = (kb + step * ALONG < end)[None, None, :]
             if step == 0 or not ONE_GROUP:
                 _into_l2(scale_ptr + s_block * (64 * GROUPS) + step * s_step, lane + piece, live, 128 * GROUPS)
