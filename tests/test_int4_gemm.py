@@ -142,14 +142,16 @@ LONG = [
     (21, 130, 544, 32, True, (32, 32, 2, 2)),  # an odd number of row blocks, k that ends in a block
     (17, 66, 416, 416, True, (32, 32, 2, 2)),
     (32, 64, 1024, 64, False, (32, 32, 4, 2)),
+    (8, 66, 768, 64, False, (8, 32, 2, 1)),
+    (16, 66, 512, 128, False, (16, 32, 2, 1)),
+    (32, 66, 1536, 64, False, (16, 32, 2, 2)),  # more than two steps: the last apart
 ]
-"""Tokens, rows, depth, group, zeros; tokens, rows, along and splits of a config: programs of 32 tokens, which read x
-a step ahead."""
+"""Tokens, rows, depth, group, zeros; tokens, rows, along and splits of a config: programs that read x a step ahead."""
 
 
 @pytest.mark.parametrize(("tokens", "rows", "depth", "group", "zeros", "knobs"), LONG)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_programs_of_many_tokens_are_exact(
+def test_programs_that_read_x_ahead_are_exact(
     tokens: int, rows: int, depth: int, group: int, zeros: bool, knobs: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     codes = some_codes(rows, depth, group, zeros, dtype)
@@ -276,7 +278,7 @@ def test_every_shape_of_program_is_exact_and_repeats_itself_on_a_gpu(
     want = exact(x, codes, None)
     noise, answers = torch.randn(tokens, 4096, device=DEVICE).to(dtype), {}
     configs = configs_of(case_of(tokens, 256, 4096))
-    for config in random.Random(tokens).sample(configs, 12 if dtype == torch.float16 else 4):
+    for config in random.Random(tokens).sample(configs, 4 if dtype == torch.float16 else 2):
         assert torch.equal(ops.int4_gemm(x, weight, config=config), want), config
         answers[config] = ops.int4_gemm(noise, weight, config=config)
         for _ in range(20):

@@ -89,7 +89,7 @@ def with_parts(word_ptrs, stride, part, mask, PARTS: tl.constexpr):
     """
     if is_cuda():
         tl.static_assert(part.numel >= num_threads())
-        AT_ONCE: tl.constexpr = min(4, part.numel // num_threads())
+        AT_ONCE: tl.constexpr = min(8, part.numel // num_threads())
         addresses = word_ptrs.to(tl.int64)
         # no more pure than a load, but of what is not Triton may keep two, one in a layout that nothing uses, both waiting
         return tl.inline_asm_elementwise(

@@ -75,13 +75,14 @@ def int4_gemm(
     parts = counters(cdiv((c.splits - 1) * N * M, 2), x.device) if c.splits > 1 else y  # words of four bytes
     prefetch = c.prefetch and is_cuda() and _aligned(x, weight)
     full, even = N % c.tokens == 0, DEPTH * steps * c.along * c.splits == K
+    ahead = _reads_ahead(c, weight, full and even)
     kernels._int4_gemm[(c.splits, tiles, token_tiles)](
         x, weight.packed, weight.scales, weight.scales if zeros is None else zeros, y if bias is None else bias, y, parts,
         N, M, K, x.stride(0),
         GROUPS=weight.scales.shape[3], ONE_GROUP=weight.group not in GROUPS, ZEROS=zeros is not None,
         BIAS=bias is not None, FULL=full, EVEN=even, PREFETCH=prefetch,
         TOKENS=c.tokens, ROWS=c.rows, ALONG=c.along, STEPS=steps, SPLITS=c.splits,
-        AHEAD=_reads_ahead(c, weight, full and even), num_warps=_warps(c), num_stages=1,
+        AHEAD=ahead, LAST_APART=ahead and c.tokens == 16 and steps > 2, num_warps=_warps(c), num_stages=1,
         **({"launch_pdl": True} if prefetch else {}),
         **({"maxnreg": _HALF_THE_REGISTERS} if is_cuda() and _in_pairs(c) else {}),
     )  # fmt: skip
@@ -96,9 +97,9 @@ def _aligned(x: torch.Tensor, weight: Int4Weight) -> bool:
 
 def _reads_ahead(config: Int4Config, weight: Int4Weight, whole: bool) -> bool:
     """Whether there are registers for the x of two steps. whole: nothing is past an end."""
-    if config.tokens == 16:
-        return config.rows == 32 and whole and weight.zeros is None and weight.scales.shape[3] < 4
-    return config.tokens == 32 and weight.scales.shape[3] < 4
+    if weight.scales.shape[3] == 4:
+        return False
+    return config.tokens == 32 or (config.rows == 32 and whole and weight.zeros is None and weight.group in GROUPS)
 
 
 def steps_of(depth: int, config: Int4Config) -> int:

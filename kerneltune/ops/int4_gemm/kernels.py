@@ -6,9 +6,10 @@ are exact in 16 bits, so sums over a group are those of whole numbers times x, a
 for the four lanes that share a row (c) and one for the eight rows of lanes (j), fastest first, since that is how Triton deals
 out lanes. May import triton, tl_gemm and tl_lib.
 
-Where there are registers for it warps load x a step ahead. With 32 tokens a warp needs so many that a multiprocessor holds
-eight, too few to wait for L2 in turn. For 32 tokens, m = 3584 and k = 8192 in 112 programs of eight warps a scheduler issues 8
-steps x 2 warps x 411 instructions, 3.4 us; through L2 go 14.7 MB of codes and 29.4 MB of x.
+Where there are registers for it warps load x a step ahead. With 16 tokens and more than two steps the registers are those of
+the next codes, which then come half a step later. With 32 tokens a warp needs so many that a multiprocessor holds eight, too few
+to wait for L2 in turn. For 32 tokens, m = 3584 and k = 8192 in 112 programs of eight warps a scheduler issues 8 steps x 2 warps x
+411 instructions, 3.4 us; through L2 go 14.7 MB of codes and 29.4 MB of x.
 """
 
 import triton
@@ -212,12 +213,19 @@ def _tokens(x_ptrs, live, k6, K, FULL: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _once(ptrs, live, EVEN: tl.constexpr):
-    """Codes or scales, read once; 0 past the ends."""
+def _codes(ptrs, live, EVEN: tl.constexpr):
+    """Codes or scales; 0 past the ends."""
     if EVEN:
-        return tl.load(ptrs, eviction_policy="evict_first")
+        return tl.load(ptrs)
     else:
-        return tl.load(ptrs, mask=live, other=0, eviction_policy="evict_first")
+        return tl.load(ptrs, mask=live, other=0)
+
+
+@triton.jit
+def _halves(words):
+    """The words of both halves of a block of k."""
+    shape: tl.constexpr = words.shape
+    return tl.split(tl.permute(tl.reshape(words, (4, 8, shape[2], shape[3], 2, 2)), (0, 1, 2, 3, 5, 4)))
 
 
 @triton.jit
@@ -233,13 +241,14 @@ def _int4_gemm(
     GROUPS: tl.constexpr, ONE_GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr,
     FULL: tl.constexpr, EVEN: tl.constexpr, PREFETCH: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, ALONG: tl.constexpr, STEPS: tl.constexpr,
-    SPLITS: tl.constexpr, AHEAD: tl.constexpr,
+    SPLITS: tl.constexpr, AHEAD: tl.constexpr, LAST_APART: tl.constexpr,
 ):  # fmt: skip
     """y (N, M): a program takes TOKENS rows of x, 64 rows of w, and 128 ALONG STEPS of k; a warp ROWS rows and 128 STEPS of k.
 
     FULL: N is a multiple of TOKENS. EVEN: the programs take exactly K. PREFETCH: ask L2 for x and the first blocks of every warp
     while the kernel in front still runs, and read nothing before its end, so that it may be the one that writes them: L2 is where
-    all multiprocessors meet. AHEAD: load x a step ahead of its use.
+    all multiprocessors meet. AHEAD: load x a step ahead of its use. LAST_APART: the last step follows the loop, which
+    loads nothing past the end and codes between the halves of a block; of even programs AHEAD, without zero points.
     """
     R: tl.constexpr = ROWS // 8
     PIECES: tl.constexpr = 64 // ROWS
@@ -294,37 +303,45 @@ def _int4_gemm(
     k6 += quarter
 
     live = (kb < end)[None, None, :, None, None]
-    s0 = _once(scale_ptr + s_offsets + s_inner, live, EVEN)
-    w0 = _once(w_ptrs, live, EVEN)
+    s0 = _codes(scale_ptr + s_offsets + s_inner, live, EVEN)
+    w0 = _codes(w_ptrs, live, EVEN)
     if is_cuda():
         gdc_wait()  # the compiler would put the loads of x in front of these
     y = tl.zeros((W, R, 8, TOKENS // 8, 4, 2), dtype=tl.float32)
     if AHEAD:
         x0 = _tokens(x_ptrs, token < N, k6, K, FULL, EVEN)
         x1 = _tokens(x_ptrs + 64, token < N, k6 + 64, K, FULL, EVEN)
-    for step in tl.range(STEPS, num_stages=1):
+    for step in tl.range(STEPS - 1 if LAST_APART else STEPS, num_stages=1):
         if not AHEAD:
             x0 = _tokens(x_ptrs, token < N, k6, K, FULL, EVEN)
             x1 = _tokens(x_ptrs + 64, token < N, k6 + 64, K, FULL, EVEN)
-        x_step = 128 * ALONG if not AHEAD else tl.where(step + 1 < STEPS, 128 * ALONG, 0)  # after the last the same again
+        # after the last the same again
+        x_step = tl.where(step + 1 < STEPS, 128 * ALONG, 0) if AHEAD and not LAST_APART else 128 * ALONG
         x_ptrs += x_step
         k6 += x_step
         zeros = s0
         if ZEROS:
             live = (kb + step * ALONG < end)[None, None, :, None, None]
-            zeros = _once(zero_ptr + s_offsets + s_inner, live, EVEN)
+            zeros = _codes(zero_ptr + s_offsets + s_inner, live, EVEN)
         w_ptrs += w_step
         s_offsets += s_step
         live = (kb + (step + 1) * ALONG < end)[None, None, :, None, None]
-        s1, w1 = _once(scale_ptr + s_offsets + s_inner, live, False), _once(w_ptrs, live, False)
-        first, second = tl.split(tl.permute(tl.reshape(w0, (4, 8, W, R, 2, 2)), (0, 1, 2, 3, 5, 4)))
+        first, second = _halves(w0)
+        if not LAST_APART:
+            s1, w1 = _codes(scale_ptr + s_offsets + s_inner, live, False), _codes(w_ptrs, live, False)
         y += _half_block(first, s0, zeros, x0, 0, GROUPS, ZEROS)
         if AHEAD:
             x0 = _tokens(x_ptrs, token < N, k6, K, FULL, EVEN)
+        if LAST_APART:
+            s1, w1 = _codes(scale_ptr + s_offsets + s_inner, live, EVEN), _codes(w_ptrs, live, EVEN)
         y += _half_block(second, s0, zeros, x1, 1, GROUPS, ZEROS)
         if AHEAD:
             x1 = _tokens(x_ptrs + 64, token < N, k6 + 64, K, FULL, EVEN)
         w0, s0 = w1, s1
+    if LAST_APART:
+        first, second = _halves(w0)
+        y += _half_block(first, s0, s0, x0, 0, GROUPS, False)
+        y += _half_block(second, s0, s0, x1, 1, GROUPS, False)
 
     y = _sum_over_warps(tl.reshape(y, (W, 8 * R, TOKENS)), ALONG, PIECES, R, TOKENS)
     y = tl.reshape(tl.permute(tl.reshape(y, (PIECES, R, 8, TOKENS)), (3, 2, 0, 1)), (TOKENS, 64))
