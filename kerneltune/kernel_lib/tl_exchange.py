@@ -6,7 +6,7 @@ Device code; knows no operator. May import triton and tl_lib.
 import triton
 import triton.language as tl
 
-from kerneltune.kernel_lib.tl_lib import is_cuda
+from kerneltune.kernel_lib.tl_lib import held, is_cuda, wide
 
 
 @triton.jit
@@ -91,6 +91,28 @@ def raise_published(ws_ptr, index, value, tag, mask):
     """Raise word `index` to at least the fp32 `value` ≥ 0 of this launch; NaN stands above infinity."""
     word = (tag.to(tl.uint64) << 32) | value.to(tl.uint32, bitcast=True).to(tl.uint64)
     tl.atomic_max((ws_ptr + 32 + index).to(tl.pointer_type(tl.uint64)), word, mask=mask, sem="relaxed")
+
+
+@triton.jit
+def places(ws_ptr, index):
+    """Where words are, for `seen` and `raise_seen`: so that neighbouring threads take neighbouring ones, one of each at a time.
+
+    Triton, which cannot tell that they are neighbours, gives no thread several; L2 raises what lies in one sector together.
+    """
+    return (ws_ptr + 32 + held(index)).to(tl.pointer_type(tl.uint64))
+
+
+@triton.jit
+def seen(word_ptr, mask):
+    """What words hold just now, tags and all."""
+    return tl.load(word_ptr, mask=mask, other=0, cache_modifier=".cg")
+
+
+@triton.jit
+def raise_seen(word_ptr, value, tag, before, mask):
+    """`raise_published` of those words alone that were `seen` to be lower `before`: most need not be raised."""
+    word = (tag.to(tl.uint64) << 32) | value.to(tl.uint32, bitcast=True).to(tl.uint64)
+    tl.atomic_max(word_ptr, word, mask=mask & (word > before), sem="relaxed")
 
 
 @triton.jit
@@ -203,3 +225,36 @@ def clear_done(counter_ptr, count):
             "=r,l,r", [counter_ptr.to(tl.int64), count - 1], dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
     elif tl.atomic_add(counter_ptr, 1, sem="relaxed", scope="gpu") == count - 1:
         tl.store(counter_ptr, 0)
+
+
+@triton.jit
+def close_done(counter_ptr, count, ws_ptr, groups):
+    """Every program that waits with `await_done` calls this after it, and does not wait for it to happen.
+
+    The one that makes `count`, arrivals and waiters together, sets the counter to 0; the last of `groups` counters that is set to
+    0 gives the next launch on the workspace another tag.
+    """
+    if is_cuda():
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred p;
+            .reg .b32 tid, seen;
+            mov.u32 tid, %tid.x;
+            setp.eq.u32 p, tid, 0;
+            @p atom.relaxed.gpu.global.add.u32 seen, [$1], 1;
+            setp.eq.and.u32 p, seen, $2, p;
+            @p st.relaxed.gpu.global.u32 [$1], 0;
+            @p atom.relaxed.gpu.global.add.u32 seen, [$3 + 128], 1;
+            setp.eq.and.u32 p, seen, $4, p;
+            @p st.relaxed.gpu.global.u32 [$3 + 128], 0;
+            @p red.relaxed.gpu.global.add.u32 [$3], 1;
+            mov.b32 $0, 0;
+            }""",
+            "=r,l,r,l,r", [counter_ptr.to(tl.int64), wide(count - 1).to(tl.int32), ws_ptr.to(tl.int64), groups - 1],
+            dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
+    elif tl.atomic_add(counter_ptr, 1, sem="relaxed", scope="gpu") == count - 1:
+        tl.store(counter_ptr, 0)
+        launch_ptr = ws_ptr.to(tl.pointer_type(tl.int32))
+        if tl.atomic_add(launch_ptr + 32, 1, sem="relaxed", scope="gpu") == groups - 1:
+            tl.store(launch_ptr + 32, 0)
+            tl.atomic_add(launch_ptr, 1, sem="relaxed", scope="gpu")

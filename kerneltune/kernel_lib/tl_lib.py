@@ -113,6 +113,15 @@ def magnitude_of_pairs(w0, w1, w2, w3):
 
 
 @triton.jit
+def larger_pairs(m, n):
+    """The larger `magnitude` of two tiles of int32, each two of them, element by element and half by half."""
+    if is_cuda():
+        return tl.inline_asm_elementwise("max.s16x2 $0, $1, $2;", "=r,r,r", [m, n], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        return tl.maximum(m & 0xFFFF, n & 0xFFFF) | (tl.maximum(m >> 16, n >> 16) << 16)
+
+
+@triton.jit
 def half_to_fp32(w, HALF: tl.constexpr, dtype: tl.constexpr):
     """The lower (HALF 0) or upper (1) 16-bit number of int32 words as fp32."""
     if dtype == tl.bfloat16:
@@ -162,6 +171,17 @@ def load_constant(ptr):
             "ld.global.ca.b32 $0, [$1];", "=r,l", [ptr.to(tl.int64)], dtype=ptr.dtype.element_ty, is_pure=True, pack=1
         )
     return tl.load(ptr)
+
+
+@triton.jit
+def store_here(ptr, value, mask):
+    """Store fp32 from the threads that hold it, several perhaps; `tl.store` would first hand it to others, over barriers."""
+    if is_cuda():
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.b32 [$1], $2; mov.b32 $0, 0; }",
+            "=r,l,r,r", [ptr.to(tl.int64), value, mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
+    else:
+        tl.store(ptr, value, mask=mask)
 
 
 @triton.jit

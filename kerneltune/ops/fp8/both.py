@@ -10,24 +10,35 @@ import torch
 
 from kerneltune import cache
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, in_pairs
-from kerneltune.kernel_lib.launch import on_its_device, phases, resident, too_much_shared
-from kerneltune.kernel_lib.tl_lib import TL_DTYPES
-from kerneltune.kernel_lib.workspace import workspace
+from kerneltune.kernel_lib.launch import on_its_device, resident
+from kerneltune.kernel_lib.tl_lib import INTERPRETED, is_cuda
+from kerneltune.kernel_lib.workspace import counters, workspace
 from kerneltune.ops.fp8 import groups, reference, rows
 from kerneltune.ops.fp8.both_kernels import cast_both
 from kerneltune.ops.fp8.common import QUANT_OPTIONS, Cast, check_weights
-from kerneltune.rounding import cdiv
+from kerneltune.rounding import cdiv, next_power_of_2
 from kerneltune.spec import Case, Inputs, Outputs, Space, Traffic
+
+_TILE_ROWS, _TILE_COLS_OF_WARP = 128, 16
+"""Of a tile that a program turns: 64 elements of a thread, and 128 bytes of a row of the transpose."""
+
+_MOST_STEP = 16
+"""Rows at a time, where rows are so short that the registers would take more."""
+
+_MANY_ROWS = 4 * 132 * 32
+"""In all: 32 for each of four programs of every multiprocessor of an H200."""
 
 
 @dataclass(frozen=True, slots=True)
 class BothConfig:
-    """rows, cols: of a tile; warps: of a program; ctas: programs per multiprocessor, each looping over tiles."""
+    """rows: of a program that casts rows, step: at a time, cols: of a load, of which a row takes several; warps: of it and of one
+    that turns a tile; lag: how many programs that cast rows, per multiprocessor, go ahead of those that turn."""
 
     rows: int
+    step: int
     cols: int
     warps: int
-    ctas: int
+    lag: int
 
 
 class BothLayouts(NamedTuple):
@@ -82,42 +93,75 @@ def fp8_rowwise_3d_both(
 
 def _launch(x, q, q_t, scale, scale_t, shape, cast: Cast, c: BothConfig) -> None:
     E, K, N = shape
-    stripes = cdiv(K, c.cols)
-    total = E * stripes * cdiv(N, c.rows)
-    programs = min(total, resident(x.device, c.ctas))
-    ws = workspace(E + E * N + E * stripes * c.cols, x.device)
     pairs = 2 if in_pairs(x) else 1
-    dtype = TL_DTYPES[x.dtype]
-    if pairs == 2:
-        x, q = x.view(torch.int32), q.view(torch.int16)
-    for phase, options in phases(c.warps, c.ctas):
+    tile_cols = _TILE_COLS_OF_WARP * c.warps
+    blocks, tiles = E * cdiv(N, c.rows), E * cdiv(N, _TILE_ROWS) * cdiv(K, tile_cols)
+    lag = min(blocks, resident(x.device, c.lag))
+    ws, done = workspace(E * K, x.device), counters(cdiv(E, 2), x.device).view(torch.int32)
+    together = is_cuda() or INTERPRETED
+    for phase, programs in ((0, lag + blocks + tiles),) if together else ((1, blocks), (2, tiles)):
         cast_both[(programs,)](
-            x, q, q_t, scale, scale_t, ws, E, total,
-            N=N, C=K // pairs, ROWS=c.rows, COLS=c.cols // pairs, PAIRS=pairs, dtype=dtype, PHASE=phase, PACKED=N % 4 == 0,
-            num_warps=c.warps, **cast.constants, **options,
+            x, q, q_t, scale, scale_t, ws, done, E, lag,
+            N=N, K=K, ROWS=c.rows, STEP=c.step, ABREAST=min(c.step, abreast(c)), LANES=c.cols // pairs, PAIRS=pairs,
+            TILE_ROWS=_TILE_ROWS, TILE_COLS=tile_cols, PHASE=phase, num_warps=c.warps, **cast.constants,
         )  # fmt: skip
 
 
+def abreast(config: BothConfig) -> int:
+    """Rows that the warps of a program load side by side, 16 elements of a thread each, stored as 16 bytes."""
+    return max(1, config.warps * 512 // config.cols)
+
+
 def space(case: Case) -> Space:
-    """Tiles from 64 x 64 to 256 x 256; 64 rows where experts have no more."""
-    tall = (64, 128, 256) if case["N"] > 64 else (64,)
-    return {"rows": tall, "cols": (64, 128, 256), "warps": (2, 4, 8), "ctas": (1, 2, 3, 4, 5, 6, 8)}
+    """16 to 64 rows of a program, as many at a time as fill 17 to 40 registers; in loads of 8 or 16 elements of a thread."""
+    return {
+        "rows": (16, 32, 64),
+        "step": (1, 2, 4, 8, 16),
+        "cols": tuple(sorted({_at_most_a_row(case, cols) for cols in (1024, 2048, 4096)})),
+        "warps": (4, 8),
+        "lag": (2, 4, 8),
+    }
 
 
 def valid(case: Case, config: BothConfig) -> str | None:
     """Why a config cannot run, or cannot be worth running."""
-    per_thread = config.rows * config.cols / (32 * config.warps)
-    if not 16 <= per_thread <= 128:
-        return f"{per_thread:g} elements per thread"
-    if 32 * config.warps * config.ctas * (per_thread * ITEMSIZE[case.dtype] / 4 + 32) > 65536:
-        return "more registers than a multiprocessor has"
-    shared = config.ctas * config.rows * config.cols
-    return too_much_shared(shared)
+    c, K = config, case["K"]
+    side_by_side = min(abreast(c), _MOST_STEP)
+    if not side_by_side <= c.step <= c.rows:
+        return f"{c.step} of {c.rows} rows at a time, where the warps hold {side_by_side} side by side"
+    if not _at_most_a_row(case, 256 * c.warps) <= c.cols <= 512 * c.warps:
+        return f"loads of {c.cols}, neither 8 nor 16 elements of a thread"
+    if cdiv(K, c.cols) > 1 and cdiv(K, c.cols) * c.cols > K * 1.7:
+        return f"loads of {c.cols} leave two lanes in five idle"
+    words = _registers(case, c.step, c.cols, c.warps)
+    if words > 40 and c.step > 1:
+        return f"{words:g} registers of input per thread"
+    if words <= 16 and c.step < _MOST_STEP:
+        return f"no more than {words:g} registers of input per thread"
+    return None
 
 
 def default(case: Case) -> BothConfig:
-    """A config for any shape, by rule."""
-    return BothConfig(rows=64 if case.dtype == "float32" else 128, cols=64, warps=4, ctas=3)
+    """A config for any shape, by rule: few idle lanes, up to 32 registers of input; 16 rows of a program where there are few in
+    all, or where four fill the registers, as those of 2048 bf16 do: what runs ahead then stays in L2."""
+    K, few = case["K"], case["E"] * case["N"] < _MANY_ROWS
+    warps = next((w for w in (4, 8) if _registers(case, 1, 512 * w, w) <= 32), 16)
+    cols = _at_most_a_row(case, 512 * warps)
+    if cdiv(K, cols) * cols > max(cols, K * 1.25) and _registers(case, 2, cols // 2, warps) <= 32:
+        cols //= 2
+    step = 1
+    while step < _MOST_STEP and _registers(case, 2 * step, cols, warps) <= 32:
+        step *= 2
+    return BothConfig(rows=16 if few or step == 4 else 32, step=step, cols=cols, warps=warps, lag=8 if K > 4096 else 4)
+
+
+def _at_most_a_row(case: Case, cols: int) -> int:
+    return min(cols, max(16, next_power_of_2(case["K"])))
+
+
+def _registers(case: Case, rows: int, cols: int, warps: int) -> float:
+    """Of a thread, for the input of so many rows."""
+    return rows * cdiv(case["K"], cols) * cols * ITEMSIZE[case.dtype] / (128 * warps)
 
 
 _choose = cache.Chooser("fp8_rowwise_3d_both", BothConfig, valid, default, ("E",))

@@ -1,158 +1,212 @@
-"""Both layouts of expert weights, each with scales of its own, from one read of memory. May import tl_lib, tl_transpose.
+"""Both layouts of expert weights, each with scales of its own, in one launch. May import tl_lib, tl_exchange.
 
-A scale per row of the input for the layout it has, and one per column, over the expert's rows, for the transpose. Either needs
-all of the expert, so programs publish largest magnitudes an expert ahead of the cast, which reads the tile again: from L2 where
-experts are small enough, else from memory. 16-bit numbers come in PAIRS, as int32.
+An expert takes two passes. Row programs cast whole rows and raise the largest magnitudes of the expert's columns; turn programs
+cast the same numbers by the scales of the columns and transpose the bytes. Ids follow each other expert by expert, but for some
+row programs that go ahead of the turn programs before them, so that nobody waits long for them: programs begin in the order of
+their ids. What turn programs read was read a little before, and is still in L2 where experts are small enough. They begin with
+the rows that were read last, for of larger experts L2 has those.
 """
 
 import triton
 import triton.language as tl
 
-from kerneltune.kernel_lib.tl_exchange import arrive, await_arrivals, close_launch, launch_tag, published, raise_published
+from kerneltune.kernel_lib.tl_exchange import await_done, close_done, launch_tag, leave_done, places, published, raise_seen, seen
 from kerneltune.kernel_lib.tl_lib import (
     amax_to_scale,
-    half_to_fp32,
+    is_cuda,
+    larger_pairs,
     magnitude,
     magnitude_to_fp32,
-    only_if,
     reciprocal,
+    store_here,
     to_fp8,
     to_fp8_pair,
-    to_fp8_words,
     values,
     wide,
 )
-from kerneltune.kernel_lib.tl_transpose import store_transposed, store_transposed_words
-from kerneltune.ops.fp8.tiles import locate_in_weights, raise_columns
+
+_ROWS_IN_TURN = tl.constexpr(2048)
+"""Rows of x whose tiles follow each other: they write neighbouring pieces of the same rows of the transpose."""
 
 
 @triton.jit
-def _load_quads(
-    x_ptr, stripe, first_row, hi,
-    C: tl.constexpr, QUADS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr, EVEN_ROWS: tl.constexpr, AGAIN: tl.constexpr,
-):  # fmt: skip
-    """A tile as four (QUADS, COLS) sub-tiles; sub-tile k has the rows 4i + k. Zeros outside. AGAIN: keep it in L2."""
-    policy: tl.constexpr = "evict_last" if AGAIN else "evict_first"
-    cols = tl.arange(0, COLS)
-    tiles = ()
-    for k in tl.static_range(4):
-        rows = tl.arange(0, QUADS) * 4 + k
-        mask = tl.full((1, 1), True, tl.int1)
-        if not EVEN_ROWS:
-            mask = mask & (rows < hi)[:, None]
-        if not EVEN:
-            mask = mask & (stripe * COLS + cols < C)[None, :]
-        offsets = rows[:, None] * C + cols[None, :]
-        tiles = tiles + (tl.load(x_ptr + first_row * C + stripe * COLS + offsets, mask=mask, other=0.0, eviction_policy=policy),)
-    return tiles
+def _magnitudes(x, PAIRS: tl.constexpr):
+    return x & 0x7FFF7FFF if PAIRS == 2 else magnitude(x).to(tl.int32)
 
 
 @triton.jit
-def _amax_of_rows(x, PAIRS: tl.constexpr, dtype: tl.constexpr):
-    """The largest magnitude of every row of a sub-tile, fp32 (QUADS,)."""
-    if PAIRS == 2:
-        m = x & 0x7FFF7FFF
-        return magnitude_to_fp32(tl.max(tl.maximum(m & 0xFFFF, m >> 16), axis=1), dtype)
+def _larger(m, n, PAIRS: tl.constexpr):
+    return larger_pairs(m, n) if PAIRS == 2 else tl.maximum(m, n)
+
+
+@triton.jit
+def _largest(m, axis: tl.constexpr, PAIRS: tl.constexpr):
+    if PAIRS == 1:
+        return tl.max(m, axis=axis)
+    elif is_cuda():
+        return tl.reduce(m, axis, larger_pairs)
     else:
-        return magnitude_to_fp32(tl.max(magnitude(x), axis=1), dtype)
+        return tl.max(m & 0xFFFF, axis=axis) | (tl.max(m >> 16, axis=axis) << 16)
 
 
 @triton.jit
-def _publish_tile(
-    tile, total, x_ptr, ws_ptr, G, tag,
-    N: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr,
+def _amax(m, dtype: tl.constexpr, PAIRS: tl.constexpr):
+    return magnitude_to_fp32(tl.maximum(m & 0xFFFF, m >> 16) if PAIRS == 2 else m, dtype)
+
+
+@triton.jit
+def _place(rows, words, height, c: tl.constexpr, C: tl.constexpr, COLS: tl.constexpr, WHOLE: tl.constexpr):
+    """Offsets of load c of some rows, and which there are."""
+    word = c * COLS + words
+    mask = tl.full((1, 1, 1), True, tl.int1)
+    if not WHOLE:
+        mask = mask & (rows < height)[:, :, None]
+    if (c + 1) * COLS > C:
+        mask = mask & (word < C)[None, None, :]
+    return rows[:, :, None] * C + word[None, None, :], mask
+
+
+@triton.jit
+def _cast_rows(
+    block, x_ptr, q_ptr, scale_ptr, ws_ptr, done_ptr,
+    N: tl.constexpr, K: tl.constexpr, FP8_MAX: tl.constexpr, POW2: tl.constexpr, INVERSE: tl.constexpr,
+    ROWS: tl.constexpr, STEP: tl.constexpr, ABREAST: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Raise the largest magnitudes of a tile's rows and columns and count it in for its expert."""
-    QUADS: tl.constexpr = ROWS // 4
-    STRIPES: tl.constexpr = (C + COLS - 1) // COLS
-    group, stripe, _, first_row, lo, hi = locate_in_weights(tile, total, N, STRIPES, ROWS)
-    xs = _load_quads(x_ptr, stripe, first_row, hi, C, QUADS, COLS, C % COLS == 0, N % ROWS == 0, True)
-    live = hi > 0
-    quads = tl.arange(0, QUADS)
-    for k in tl.static_range(4):
-        rows = quads * 4 + k
-        amax = _amax_of_rows(xs[k], PAIRS, dtype)
-        raise_published(ws_ptr, G + first_row + rows, amax, tag, only_if(rows < hi, live))
-    columns = G + wide(G) * N + (wide(group) * STRIPES + stripe) * (COLS * PAIRS)
-    raise_columns(xs, ws_ptr, columns, tag, live, COLS, PAIRS, dtype)
-    arrive(ws_ptr, group, tag, live)
+    """ROWS rows of an expert, STEP at a time, in loads of COLS words; 16-bit numbers come in PAIRS, as int32.
+
+    A tile is (ABREAST, STEP / ABREAST, COLS): Triton gives its warps COLS first and then what lies ABREAST, so that a thread
+    holds all STEP / ABREAST rows of a word and finds the larger of them alone.
+    """
+    C: tl.constexpr = K // PAIRS
+    CHUNKS: tl.constexpr = (C + COLS - 1) // COLS
+    BLOCKS: tl.constexpr = (N + ROWS - 1) // ROWS
+    WHOLE: tl.constexpr = N % ROWS == 0 and ROWS % STEP == 0
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    fp8: tl.constexpr = q_ptr.dtype.element_ty
+    if PAIRS == 2:
+        x_ptr = x_ptr.to(tl.pointer_type(tl.int32))
+        q_ptr = q_ptr.to(tl.pointer_type(tl.int16))
+    expert = block // BLOCKS
+    first = block % BLOCKS * ROWS
+    tag = launch_tag(ws_ptr)
+    row = wide(expert) * N + first
+    x_ptr += row * C
+    q_ptr += row * C
+    words = tl.arange(0, COLS)
+    inside = tl.arange(0, ABREAST)[:, None] + tl.arange(0, STEP // ABREAST)[None, :] * ABREAST
+    height = ROWS if N % ROWS == 0 else tl.minimum(N - first, ROWS)
+    tops = ()
+    for _ in tl.static_range(CHUNKS):
+        tops = tops + (_magnitudes(tl.zeros((ABREAST, COLS), dtype=x_ptr.dtype.element_ty), PAIRS),)
+    for at in tl.range(0, height, STEP, num_stages=1):
+        rows = at + inside
+        xs, raised = (), ()
+        for c in tl.static_range(CHUNKS):
+            offsets, mask = _place(rows, words, height, c, C, COLS, WHOLE)
+            xs = xs + (tl.load(x_ptr + offsets, mask=mask, other=0, eviction_policy="evict_last"),)
+        top = _magnitudes(xs[0], PAIRS)
+        for c in tl.static_range(CHUNKS):
+            m = _magnitudes(xs[c], PAIRS)
+            raised = raised + (_larger(tops[c], _largest(m, 1, PAIRS), PAIRS),)
+            if c > 0:
+                top = _larger(top, m, PAIRS)
+        tops = raised
+        scale = amax_to_scale(_amax(_largest(top, 2, PAIRS), dtype, PAIRS), FP8_MAX, POW2)
+        store_here(scale_ptr + row + rows, reciprocal(scale) if INVERSE else scale, rows < height)
+        for c in tl.static_range(CHUNKS):
+            offsets, mask = _place(rows, words, height, c, C, COLS, WHOLE)
+            if PAIRS == 2:
+                low = values(xs[c], 0, PAIRS, dtype) * scale[:, :, None]
+                q = to_fp8_pair(low, values(xs[c], 1, PAIRS, dtype) * scale[:, :, None], fp8)
+            else:
+                q = to_fp8(xs[c].to(tl.float32) * scale[:, :, None], fp8)
+            tl.store(q_ptr + offsets, q, mask=mask, cache_modifier=".cs")
+    word_ptr = places(ws_ptr, expert * K + words)  # first halves of words lie together, then second ones
+    for first_c in tl.static_range(0, CHUNKS, ABREAST):  # a thread looks at 16 words at a time
+        befores = ()
+        for i in tl.static_range(ABREAST):
+            if first_c + i < CHUNKS:
+                for half in tl.static_range(PAIRS):
+                    at = (first_c + i) * COLS
+                    befores = befores + (seen(word_ptr + (at + half * C), words < C - at),)
+        for i in tl.static_range(ABREAST):
+            if first_c + i < CHUNKS:
+                at = (first_c + i) * COLS
+                top = _largest(tops[first_c + i], 0, PAIRS)
+                for half in tl.static_range(PAIRS):
+                    amax = magnitude_to_fp32((top >> (16 * half)) & 0xFFFF if PAIRS == 2 else top, dtype)
+                    raise_seen(word_ptr + (at + half * C), amax, tag, befores[i * PAIRS + half], words < C - at)
+    leave_done(done_ptr + expert)
+
+
+@triton.jit
+def _turn_tile(
+    expert, tile, x_ptr, qt_ptr, scale_t_ptr, ws_ptr, done_ptr, G,
+    N: tl.constexpr, K: tl.constexpr, FP8_MAX: tl.constexpr, POW2: tl.constexpr, INVERSE: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, ARRIVALS: tl.constexpr,
+):  # fmt: skip
+    """A tile of an expert, from its last rows to its first, after its ARRIVALS row programs."""
+    BLOCKS: tl.constexpr = (N + ROWS - 1) // ROWS
+    STRIPES: tl.constexpr = (K + COLS - 1) // COLS
+    GROUP: tl.constexpr = (_ROWS_IN_TURN + ROWS - 1) // ROWS
+    fp8: tl.constexpr = qt_ptr.dtype.element_ty
+    tile = BLOCKS * STRIPES - 1 - tile
+    above = tile // (GROUP * STRIPES) * GROUP
+    height = tl.minimum(BLOCKS - above, GROUP)
+    inside = tile % (GROUP * STRIPES)
+    row0 = (above + inside % height) * ROWS
+    col0 = inside // height * COLS
+    rows, cols = tl.arange(0, ROWS), tl.arange(0, COLS)
+    live = cols < K - col0
+    mask = tl.full((1, 1), True, tl.int1)
+    if N % ROWS != 0:
+        mask = mask & (rows < N - row0)[:, None]
+    if K % COLS != 0:
+        mask = mask & live[None, :]
+    x_ptr += (wide(expert) * N + row0) * K + col0
+    x = tl.load(x_ptr + (rows[:, None] * K + cols[None, :]), mask=mask, other=0.0, eviction_policy="evict_first")
+    await_done(done_ptr + expert, ARRIVALS)
+    column = tl.minimum(col0 + cols, K - 1)
+    amax = published(ws_ptr, expert * K + column % PAIRS * (K // PAIRS) + column // PAIRS)
+    close_done(done_ptr + expert, ARRIVALS + BLOCKS * STRIPES, ws_ptr, G)
+    scale = amax_to_scale(amax, FP8_MAX, POW2)
+    if row0 == 0:
+        tl.store(scale_t_ptr + expert * K + col0 + cols, reciprocal(scale) if INVERSE else scale, mask=live)
+    q = to_fp8(x.to(tl.float32) * scale[None, :], fp8).to(tl.uint8, bitcast=True)
+    to_ptr = qt_ptr.to(tl.pointer_type(tl.uint8)) + (wide(expert) * K + col0) * N + row0
+    tl.store(to_ptr + (cols[:, None] * N + rows[None, :]), tl.trans(q), mask=tl.trans(mask), cache_modifier=".cs")
 
 
 @triton.jit
 def cast_both(
-    x_ptr, q_ptr, qt_ptr, scale_ptr, scale_t_ptr, ws_ptr, G, total,
-    N: tl.constexpr, C: tl.constexpr, FP8_MAX: tl.constexpr, POW2: tl.constexpr, INVERSE: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr, PHASE: tl.constexpr,
-    PACKED: tl.constexpr,
+    x_ptr, q_ptr, qt_ptr, scale_ptr, scale_t_ptr, ws_ptr, done_ptr, G, lag,
+    N: tl.constexpr, K: tl.constexpr, FP8_MAX: tl.constexpr, POW2: tl.constexpr, INVERSE: tl.constexpr,
+    ROWS: tl.constexpr, STEP: tl.constexpr, ABREAST: tl.constexpr, LANES: tl.constexpr, PAIRS: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
-    """q (G, N, C) and scale (G, N) along the rows of x (G, N, C); qt (G, C, N) and scale_t (G, C) down its columns.
+    """q (G, N, K) and scale (G, N) along the rows of x (G, N, K); qt (G, K, N) and scale_t (G, K) down its columns.
 
-    In PAIRS x is int32, q int16, and C and COLS count words of two numbers of `dtype`. The loops may not be pipelined: a pipeline
-    would load the published magnitudes before the wait for them.
+    lag: by how many row programs those run ahead. PHASE: 0 both passes in one launch, 1 the row programs, 2 the turn programs.
     """
-    QUADS: tl.constexpr = ROWS // 4
-    STRIPES: tl.constexpr = (C + COLS - 1) // COLS
-    TILES: tl.constexpr = (N + ROWS - 1) // ROWS * STRIPES
-    EVEN: tl.constexpr = C % COLS == 0
-    EVEN_ROWS: tl.constexpr = N % ROWS == 0
-    fp8: tl.constexpr = qt_ptr.dtype.element_ty
-    lanes = tl.arange(0, COLS)
-    quads = tl.arange(0, QUADS)
-    tag = launch_tag(ws_ptr)
-    step = tl.num_programs(0)
-    ahead = tl.cdiv(TILES, step) * step  # all of an expert is published before any of it is awaited
+    BLOCKS: tl.constexpr = (N + ROWS - 1) // ROWS
+    TILES: tl.constexpr = (N + TILE_ROWS - 1) // TILE_ROWS * ((K + TILE_COLS - 1) // TILE_COLS)
+    program = tl.program_id(0)
     if PHASE == 0:
-        for tile in tl.range(tl.program_id(0), tl.minimum(ahead, total), step, num_stages=1):
-            _publish_tile(tile, total, x_ptr, ws_ptr, G, tag, N, C, ROWS, COLS, PAIRS, dtype)
-    if PHASE == 1:
-        ahead = 0
-    for tile in tl.range(tl.program_id(0), total, step, num_stages=1, disable_licm=True):
-        if PHASE != 2:
-            _publish_tile(tile + ahead, total, x_ptr, ws_ptr, G, tag, N, C, ROWS, COLS, PAIRS, dtype)
-        if PHASE != 1:
-            group, stripe, _, first_row, lo, hi = locate_in_weights(tile, total, N, STRIPES, ROWS)
-            xs = _load_quads(x_ptr, stripe, first_row, hi, C, QUADS, COLS, EVEN, EVEN_ROWS, False)
-            if PHASE == 0:
-                await_arrivals(ws_ptr, group, TILES, tag)
-            live = stripe * COLS + lanes < C
-            for k in tl.static_range(4):
-                rows = quads * 4 + k
-                inside = rows < hi
-                amax = published(ws_ptr, G + first_row + tl.minimum(rows, hi - 1))
-                scale = amax_to_scale(amax, FP8_MAX, POW2)
-                if stripe == 0:
-                    tl.store(scale_ptr + first_row + rows, reciprocal(scale) if INVERSE else scale, mask=inside)
-                mask = tl.full((1, 1), True, tl.int1)
-                if not EVEN_ROWS:
-                    mask = mask & inside[:, None]
-                if not EVEN:
-                    mask = mask & live[None, :]
-                if PAIRS == 2:
-                    low = half_to_fp32(xs[k], 0, dtype) * scale[:, None]
-                    high = half_to_fp32(xs[k], 1, dtype) * scale[:, None]
-                    q = to_fp8_pair(low, high, fp8)
-                else:
-                    q = to_fp8(xs[k].to(tl.float32) * scale[:, None], fp8)
-                tile_ptr = q_ptr + first_row * C + stripe * COLS
-                tl.store(tile_ptr + (rows[:, None] * C + lanes[None, :]), q, mask=mask, cache_modifier=".cs")
-            columns = G + wide(G) * N + (wide(group) * STRIPES + stripe) * (COLS * PAIRS)
-            base = (wide(group) * C + stripe * COLS) * PAIRS * N - lo
-            end = ROWS if EVEN_ROWS else tl.minimum(hi, ROWS)
-            for half in tl.static_range(PAIRS):
-                scale = amax_to_scale(published(ws_ptr, columns + half * COLS + lanes), FP8_MAX, POW2)
-                if lo == 0:
-                    to = (wide(group) * C + stripe * COLS + lanes) * PAIRS + half
-                    tl.store(scale_t_ptr + to, reciprocal(scale) if INVERSE else scale, mask=live)
-                y0 = values(xs[0], half, PAIRS, dtype) * scale[None, :]
-                y1 = values(xs[1], half, PAIRS, dtype) * scale[None, :]
-                y2 = values(xs[2], half, PAIRS, dtype) * scale[None, :]
-                y3 = values(xs[3], half, PAIRS, dtype) * scale[None, :]
-                at = base + half * N
-                if PACKED:
-                    words = to_fp8_words(y0, y1, y2, y3, fp8)
-                    store_transposed_words(qt_ptr, at, N * PAIRS, 0, end, live, words, False, EVEN)
-                else:
-                    qs = (to_fp8(y0, fp8), to_fp8(y1, fp8), to_fp8(y2, fp8), to_fp8(y3, fp8))
-                    store_transposed(qt_ptr, at, N * PAIRS, 0, end, live, qs, False, EVEN, PACKED)
-    if PHASE != 1:
-        close_launch(ws_ptr, tag)
+        turn = tl.maximum(program - lag, 0)
+        expert = turn // (BLOCKS + TILES)
+        place = turn % (BLOCKS + TILES)
+        block = tl.where(program < lag, program, lag + expert * BLOCKS + place)
+        tile = tl.where(program < lag, -1, place - BLOCKS)
+        casts = (tile < 0) & (block < G * BLOCKS)
+    else:
+        block, expert, tile, casts = program, program // TILES, program % TILES, PHASE == 1
+    if casts:
+        _cast_rows(
+            block, x_ptr, q_ptr, scale_ptr, ws_ptr, done_ptr, N, K, FP8_MAX, POW2, INVERSE,
+            ROWS, STEP, ABREAST, LANES, PAIRS,
+        )  # fmt: skip
+    if PHASE != 1 and tile >= 0:
+        _turn_tile(
+            expert, tile, x_ptr, qt_ptr, scale_t_ptr, ws_ptr, done_ptr, G, N, K, FP8_MAX, POW2, INVERSE,
+            TILE_ROWS, TILE_COLS, PAIRS, BLOCKS,
+        )  # fmt: skip
