@@ -50,14 +50,15 @@ def _rmsnorm_bwd_main(
     M, N: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, PHASE: tl.constexpr,
-    PAIRS: tl.constexpr, dtype: tl.constexpr, DG_ROWS: tl.constexpr, STAGES: tl.constexpr,
+    PAIRS: tl.constexpr, dtype: tl.constexpr, DG_ROWS: tl.constexpr, EARLY: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dx, and one fp32 row of dγ partials per group of PARTS programs: dg (groups, N * PAIRS).
 
     PARTS programs share a row, one load each, or one program holds its CHUNKS loads. In PAIRS dz, x, γ and dx are int32, and N
-    and COLS count words of two numbers of `dtype`. DG_ROWS: of a program's sums for dγ, ROWS or 1.
+    and COLS count words of two numbers of `dtype`. DG_ROWS: of a program's sums for dγ, ROWS or 1. EARLY: the
+    next kernel may be launched at once, not only when the loops are over.
     """
-    if PARTS == 1 and overlaps_launches():
+    if EARLY and overlaps_launches():
         gdc_launch_dependents()
     part = tl.program_id(0) % PARTS
     group = tl.program_id(0) // PARTS
@@ -135,7 +136,7 @@ def _rmsnorm_bwd_main(
                 tl.store(dx_tile + (lanes[:, None] * N + cols[None, :]), dx, mask=mask, cache_modifier=".cs")
             dgs = dgs_next
     if PHASE != 1:
-        if PARTS > 1 and overlaps_launches():  # where programs wait for each other, earlier is slower
+        if not EARLY and overlaps_launches():
             gdc_launch_dependents()
         for c in tl.static_range(CHUNKS):
             cols = first_col + c * COLS + tl.arange(0, COLS)
