@@ -11,7 +11,7 @@ import torch
 from kerneltune import ops
 from kerneltune.measuring.check import Checker
 from kerneltune.ops.rmsnorm import optimized, rmsnorm_bwd, rmsnorm_fwd
-from kerneltune.ops.rmsnorm.configs import FwdConfig
+from kerneltune.ops.rmsnorm.configs import BwdConfig, FwdConfig
 from kerneltune.spec import Case
 
 WHERE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -138,7 +138,10 @@ def turned_and_apart(monkeypatch: pytest.MonkeyPatch, M: int, N: int, config: Fw
     ("behind", "config"), [(1, FwdConfig(1, 1024, False, 4, 0, 1, False)), (999, FwdConfig(2, 512, False, 4, 0, 1, True))]
 )
 def test_rows_turned_beside_others(monkeypatch: pytest.MonkeyPatch, M: int, N: int, behind: int, config: FwdConfig) -> None:
+    counted = torch.zeros(16, dtype=torch.int64, device=WHERE)
+    monkeypatch.setattr(optimized, "counters", lambda *_: counted)
     turned_and_apart(monkeypatch, M, N, config, behind, runs=1)
+    assert not counted.any()
 
 
 @pytest.mark.gpu
@@ -189,6 +192,13 @@ def test_wrong_tensors_are_named(args: tuple[torch.Tensor, ...], kwargs: dict[st
         rmsnorm_fwd(*args, **kwargs)
 
 
+def test_the_backward_takes_no_config_without_a_loop() -> None:
+    x = torch.randn(4, 64)
+    config = BwdConfig(rows=1, cols=64, split=False, warps=4, ctas=0, stages=2)
+    with pytest.raises(ValueError, match="^config: ctas must be at least 1, got BwdConfig"):
+        rmsnorm_bwd(x, x, torch.ones(4), torch.ones(64), config=config)
+
+
 def test_wrong_tensors_of_the_backward_are_named() -> None:
     r = torch.ones(4)
     for args, message in [
@@ -224,9 +234,12 @@ def test_graphs_that_share_rows_between_programs_replay_side_by_side() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("M", "N"), [(4096, 1024), (256, 65536)])
+@pytest.mark.parametrize(("M", "N"), [(4096, 1024), (16384, 4096), (256, 65536)])
 def test_the_backward_waits_for_its_partial_sums(M: int, N: int) -> None:
-    """Their reduction is launched before the kernel that writes them has ended, in graphs too, where steps follow each other."""
+    """Their reduction is launched before the kernel that writes them has ended, in graphs too, where steps follow each other.
+
+    That is as the kernel begins, as its loops end, and where programs share rows.
+    """
     dz, x = (torch.randn(M, N, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     weight, rsigma = torch.randn(N, device="cuda", dtype=torch.bfloat16), torch.rand(M, device="cuda")
 

@@ -184,7 +184,8 @@ def await_done(counter_ptr, count):
     """Wait until `count` programs have counted themselves in; loads that follow must go to L2 (`.cg`), as this one does.
 
     They must have begun before: on NVIDIA's GPUs those of smaller ids, for programs begin in that order; it is what they do, not
-    what CUDA promises. Elsewhere they must have come to their end in an earlier launch.
+    what CUDA promises. Nor does PTX promise that loads behind the barrier see what came before the count, for there is no fence:
+    L2, to which both go, orders them. Elsewhere the programs must have come to their end in an earlier launch.
     """
     if is_cuda():
         tl.inline_asm_elementwise(

@@ -91,7 +91,7 @@ def with_parts(word_ptrs, stride, part, mask, PARTS: tl.constexpr):
         tl.static_assert(part.numel >= num_threads())
         AT_ONCE: tl.constexpr = min(8, part.numel // num_threads())
         addresses = word_ptrs.to(tl.int64)
-        # no more pure than a load, but of what is not Triton may keep two, one in a layout that nothing uses, both waiting
+        # called pure so that the copy of another layout, which nothing uses, is dropped; a test counts that one is left
         return tl.inline_asm_elementwise(
             _waiting(PARTS, AT_ONCE), _operands_of_waiting(AT_ONCE),
             [addresses, mask.to(tl.int32), tl.zeros_like(addresses) + stride * 4, part],

@@ -34,8 +34,8 @@ def is_cuda():
 
 
 @triton.constexpr_function
-def overlaps_launches():
-    """Whether a kernel may be launched before the one in front of it has ended, which it then waits for: from sm_90 on."""
+def since_sm_90():
+    """Whether kernels may hold PTX that sm_90 brought: launches before the kernel in front has ended, packed 16-bit maxima."""
     return not INTERPRETED and target_info.cuda_capability_geq(9, 0)
 
 
@@ -91,7 +91,7 @@ def magnitude(x):
 @triton.jit
 def magnitude_of_pairs(w0, w1, w2, w3):
     """Of four tiles of int32, each two 16-bit numbers, the largest `magnitude` element by element and half by half."""
-    if is_cuda():
+    if since_sm_90():
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 a, b, c, d;
@@ -115,14 +115,14 @@ def magnitude_of_pairs(w0, w1, w2, w3):
 @triton.jit
 def larger_pairs(m, n):
     """The larger `magnitude` of two tiles of int32, each two of them, element by element and half by half."""
-    if is_cuda():
+    if since_sm_90():
         return tl.inline_asm_elementwise("max.s16x2 $0, $1, $2;", "=r,r,r", [m, n], dtype=tl.int32, is_pure=True, pack=1)
     else:
         return tl.maximum(m & 0xFFFF, n & 0xFFFF) | (tl.maximum(m >> 16, n >> 16) << 16)
 
 
 @triton.jit
-def half_to_fp32(w, HALF: tl.constexpr, dtype: tl.constexpr):
+def _half_to_fp32(w, HALF: tl.constexpr, dtype: tl.constexpr):
     """The lower (HALF 0) or upper (1) 16-bit number of int32 words as fp32."""
     if dtype == tl.bfloat16:
         return (w & -65536 if HALF else w << 16).to(tl.float32, bitcast=True)
@@ -133,7 +133,7 @@ def half_to_fp32(w, HALF: tl.constexpr, dtype: tl.constexpr):
 @triton.jit
 def values(x, HALF: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr):
     """The numbers of a tile, or under PAIRS of a half of each of its words, as fp32."""
-    return half_to_fp32(x, HALF, dtype) if PAIRS == 2 else x.to(tl.float32)
+    return _half_to_fp32(x, HALF, dtype) if PAIRS == 2 else x.to(tl.float32)
 
 
 @triton.jit
@@ -175,7 +175,10 @@ def load_constant(ptr):
 
 @triton.jit
 def store_here(ptr, value, mask):
-    """Store fp32 from the threads that hold it, several perhaps; `tl.store` would first hand it to others, over barriers."""
+    """Store 32-bit numbers from the threads that hold them; `tl.store` would first hand them to others, over barriers.
+
+    Several threads may hold one number, and store the same.
+    """
     if is_cuda():
         tl.inline_asm_elementwise(
             "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.b32 [$1], $2; mov.b32 $0, 0; }",

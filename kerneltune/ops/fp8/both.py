@@ -1,4 +1,4 @@
-"""Expert weights in both layouts, for the forward product and for dgrad, each with its own scales, from one read.
+"""Expert weights in both layouts, for the forward product and for dgrad, each with its own scales, in one launch.
 
 Kernel in both_kernels.py. May import cache, common, groups, reference, rows, spec, tl_lib, launch, workspace.
 """
@@ -102,12 +102,12 @@ def _launch(x, q, q_t, scale, scale_t, shape, cast: Cast, c: BothConfig) -> None
     for phase, programs in ((0, lag + blocks + tiles),) if together else ((1, blocks), (2, tiles)):
         cast_both[(programs,)](
             x, q, q_t, scale, scale_t, ws, done, E, lag,
-            N=N, K=K, ROWS=c.rows, STEP=c.step, ABREAST=min(c.step, abreast(c)), LANES=c.cols // pairs, PAIRS=pairs,
+            N=N, K=K, ROWS=c.rows, STEP=c.step, ABREAST=min(c.step, _abreast(c)), LANES=c.cols // pairs, PAIRS=pairs,
             TILE_ROWS=_TILE_ROWS, TILE_COLS=tile_cols, PHASE=phase, num_warps=c.warps, **cast.constants,
         )  # fmt: skip
 
 
-def abreast(config: BothConfig) -> int:
+def _abreast(config: BothConfig) -> int:
     """Rows that the warps of a program load side by side, 16 elements of a thread each, stored as 16 bytes."""
     return max(1, config.warps * 512 // config.cols)
 
@@ -126,7 +126,7 @@ def space(case: Case) -> Space:
 def valid(case: Case, config: BothConfig) -> str | None:
     """Why a config cannot run, or cannot be worth running."""
     c, K = config, case["K"]
-    side_by_side = min(abreast(c), _MOST_STEP)
+    side_by_side = min(_abreast(c), _MOST_STEP)
     if not side_by_side <= c.step <= c.rows:
         return f"{c.step} of {c.rows} rows at a time, where the warps hold {side_by_side} side by side"
     if not _at_most_a_row(case, 256 * c.warps) <= c.cols <= 512 * c.warps:
@@ -159,9 +159,9 @@ def _at_most_a_row(case: Case, cols: int) -> int:
     return min(cols, max(16, next_power_of_2(case["K"])))
 
 
-def _registers(case: Case, rows: int, cols: int, warps: int) -> float:
-    """Of a thread, for the input of so many rows."""
-    return rows * cdiv(case["K"], cols) * cols * ITEMSIZE[case.dtype] / (128 * warps)
+def _registers(case: Case, step: int, cols: int, warps: int) -> float:
+    """Of a thread, for the input of so many rows at a time."""
+    return step * cdiv(case["K"], cols) * cols * ITEMSIZE[case.dtype] / (128 * warps)
 
 
 _choose = cache.Chooser("fp8_rowwise_3d_both", BothConfig, valid, default, ("E",))

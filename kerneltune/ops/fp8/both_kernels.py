@@ -13,11 +13,11 @@ import triton.language as tl
 from kerneltune.kernel_lib.tl_exchange import await_done, close_done, launch_tag, leave_done, places, published, raise_seen, seen
 from kerneltune.kernel_lib.tl_lib import (
     amax_to_scale,
-    is_cuda,
     larger_pairs,
     magnitude,
     magnitude_to_fp32,
     reciprocal,
+    since_sm_90,
     store_here,
     to_fp8,
     to_fp8_pair,
@@ -43,7 +43,7 @@ def _larger(m, n, PAIRS: tl.constexpr):
 def _largest(m, axis: tl.constexpr, PAIRS: tl.constexpr):
     if PAIRS == 1:
         return tl.max(m, axis=axis)
-    elif is_cuda():
+    elif since_sm_90():
         return tl.reduce(m, axis, larger_pairs)
     else:
         return tl.max(m & 0xFFFF, axis=axis) | (tl.max(m >> 16, axis=axis) << 16)

@@ -11,7 +11,7 @@ import torch
 from kerneltune import cache
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES
 from kerneltune.kernel_lib.launch import on_its_device
-from kerneltune.kernel_lib.tl_lib import INTERPRETED, is_cuda
+from kerneltune.kernel_lib.tl_lib import INTERPRETED, is_cuda, since_sm_90
 from kerneltune.kernel_lib.workspace import counters
 from kerneltune.ops.int4_gemm import kernels
 from kerneltune.ops.int4_gemm.packing import DEPTH, GROUPS, ROWS, Int4Weight, block_shape, check_sizes, scale_shape
@@ -73,7 +73,7 @@ def int4_gemm(
     zeros, steps = weight.zeros, steps_of(K, c)
     tiles, token_tiles = cdiv(M, ROWS), cdiv(N, c.tokens)
     parts = counters(cdiv((c.splits - 1) * N * M, 2), x.device) if c.splits > 1 else y  # words of four bytes
-    prefetch = c.prefetch and is_cuda() and _aligned(x, weight)
+    prefetch = c.prefetch and since_sm_90() and _aligned(x, weight)
     full, even = N % c.tokens == 0, DEPTH * steps * c.along * c.splits == K
     ahead = _reads_ahead(c, weight, full and even)
     kernels._int4_gemm[(c.splits, tiles, token_tiles)](

@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kerneltune.kernel_lib.tl_gemm import dot, leave_part, with_parts
-from kerneltune.kernel_lib.tl_lib import is_cuda, wide
+from kerneltune.kernel_lib.tl_lib import is_cuda, since_sm_90, wide
 
 _STEPS_AHEAD = tl.constexpr(4)
 """Blocks of k of every warp that are asked for while the kernel in front runs."""
@@ -305,7 +305,7 @@ def _int4_gemm(
     live = (kb < end)[None, None, :, None, None]
     s0 = _codes(scale_ptr + s_offsets + s_inner, live, EVEN)
     w0 = _codes(w_ptrs, live, EVEN)
-    if is_cuda():
+    if since_sm_90():
         gdc_wait()  # the compiler would put the loads of x in front of these
     y = tl.zeros((W, R, 8, TOKENS // 8, 4, 2), dtype=tl.float32)
     if AHEAD:

@@ -8,7 +8,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kerneltune.kernel_lib.tl_exchange import close_launch, launch_tag, publish, sum_of_published
-from kerneltune.kernel_lib.tl_lib import held, load_constant, overlaps_launches, to_pairs, values, wide
+from kerneltune.kernel_lib.tl_lib import held, load_constant, since_sm_90, to_pairs, values, wide
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def _rmsnorm_bwd_main(
     and COLS count words of two numbers of `dtype`. DG_ROWS: of a program's sums for dγ, ROWS or 1. EARLY: the
     next kernel may be launched at once, not only when the loops are over.
     """
-    if EARLY and overlaps_launches():
+    if EARLY and since_sm_90():
         gdc_launch_dependents()
     part = tl.program_id(0) % PARTS
     group = tl.program_id(0) // PARTS
@@ -136,7 +136,7 @@ def _rmsnorm_bwd_main(
                 tl.store(dx_tile + (lanes[:, None] * N + cols[None, :]), dx, mask=mask, cache_modifier=".cs")
             dgs = dgs_next
     if PHASE != 1:
-        if not EARLY and overlaps_launches():
+        if not EARLY and since_sm_90():
             gdc_launch_dependents()
         for c in tl.static_range(CHUNKS):
             cols = first_col + c * COLS + tl.arange(0, COLS)
@@ -155,7 +155,7 @@ def _rmsnorm_bwd_dgamma(dg_ptr, dgamma_ptr, P, N, ROWS: tl.constexpr, COLS: tl.c
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     rows = tl.arange(0, ROWS)
     mask = (rows < P)[:, None] & (cols < N)[None, :]
-    if overlaps_launches():
+    if since_sm_90():
         gdc_wait()
     partials = tl.load(dg_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :], mask=mask, other=0.0)
     tl.store(dgamma_ptr + cols, tl.sum(partials, axis=0).to(dgamma_ptr.dtype.element_ty), mask=cols < N)

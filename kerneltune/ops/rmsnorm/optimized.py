@@ -1,6 +1,6 @@
 """The `optimized` variants: the public functions, which check, take the best known config and launch.
 
-May import cache, spec, arguments, launch, tl_lib, workspace.
+May import cache, spec, arguments, launch, tl_lib, tl_transpose, workspace.
 """
 
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ import torch
 from kerneltune import cache
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, check_like, check_matrix, in_pairs
 from kerneltune.kernel_lib.launch import on_its_device, phases, registers, resident
-from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX, INTERPRETED, TL_DTYPES, is_cuda, overlaps_launches
+from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX, INTERPRETED, TL_DTYPES, is_cuda, since_sm_90
 from kerneltune.kernel_lib.tl_transpose import transpose_bytes
 from kerneltune.kernel_lib.workspace import counters, workspace
 from kerneltune.ops.rmsnorm import backward_kernels, kernels
@@ -30,10 +30,11 @@ _TILE_ROWS, _TILE_COLS = 64, 128
 
 _SHORT = 1 << 25
 """Numbers of x up to which the dγ reduction is launched as the main kernel begins: on an H200 (2026-11-22) 1 to 6 % faster up to
-8192 x 4096, 1 % slower at twice that and 6 % where programs share rows; there it is launched when the main loops are over."""
+8192 x 4096, 1 % slower at twice that and 6 % where programs share rows, and there launched when the main loops are over
+(docs/h200.md)."""
 
 _DGAMMA_TILE = 4096
-"""Numbers that a program of the dγ reduction has in flight: all partials of some columns."""
+"""Numbers that a program of the dγ reduction has in flight: all partials of some columns, of eight at least."""
 
 _BLOCK, _TILE = 128, 128
 """Rows and columns of tiles that are turned beside the rows in work."""
@@ -41,7 +42,8 @@ _BLOCK, _TILE = 128, 128
 _BEHIND_COLS = range(8192, 16385)
 _BEHIND_BYTES = 8_000_000
 """Rows of so many numbers are turned in the launch that writes them, so many bytes of y behind: on an H200 (2026-11-22) 3 to 7 %
-faster than in a second launch; level at 4096 numbers, slower for fewer, and for more, which looping programs write faster."""
+faster than in a second launch; level at 4096 numbers, slower for fewer, and for more, which looping programs write faster
+(docs/h200.md). A matrix of less than three times the bytes leaves little to do beside."""
 
 _choose_fwd = cache.Chooser("rmsnorm_fwd", FwdConfig, valid_fwd, default_fwd, ("M",))
 _choose_bwd = cache.Chooser("rmsnorm_bwd", BwdConfig, valid_bwd, default_bwd, ("M",))
@@ -129,7 +131,7 @@ def rmsnorm_bwd(
         weight: (N,), dtype of x.
 
     Raises:
-        ValueError: a wrong shape, dtype or device, which it names.
+        ValueError: a wrong shape, dtype, device or config, which it names.
     """
     _check_bwd(dz, x, rsigma, weight)
     dz, x = dz.contiguous(), x.contiguous()
@@ -140,6 +142,8 @@ def rmsnorm_bwd(
     if config is None:
         config = _choose_bwd((("M", M), ("N", N)), DTYPE_NAMES[x.dtype], "none", _BWD_OPTIONS)
     c = config
+    if c.ctas < 1:
+        raise ValueError(f"config: ctas must be at least 1, got {c}")
     loads, tiles = cdiv(N, c.cols), cdiv(M, c.rows)
     parts, chunks = (loads, 1) if c.split else (1, loads)
     groups = _groups(x, tiles, parts, c.ctas)
@@ -159,7 +163,7 @@ def rmsnorm_bwd(
     cols = max(8, _DGAMMA_TILE // rows)
     backward_kernels._rmsnorm_bwd_dgamma[(cdiv(N, cols),)](
         partials, dgamma, groups, N, ROWS=rows, COLS=cols, num_warps=8,
-        **({"launch_pdl": True} if overlaps_launches() else {}),
+        **({"launch_pdl": True} if since_sm_90() else {}),
     )  # fmt: skip
     return dx, dgamma
 
@@ -171,7 +175,7 @@ def _launch_rows(x, weight, y, rsigma, scale, amax, scale_inv, eps, zero_centere
         kernels._rmsnorm_fwd_once[(tiles,)](
             x, weight, y, rsigma, scale, amax, scale_inv, M, N, x.stride(0), eps,
             ZERO_CENTERED=zero_centered, FP8=fp8, FP8_MAX=FP8_MAX[fp8_format], KEEP=keep,
-            **_whole_rows(N, c),
+            **_options(N, c),
         )  # fmt: skip
         return
     parts, chunks = (loads, 1) if c.split else (1, loads)
@@ -198,11 +202,11 @@ def _launch_turned(x, weight, y, y_t, rsigma, scale, amax, scale_inv, eps, zero_
     kernels._rmsnorm_fwd_turned[(blocks * (_BLOCK // c.rows + cdiv(N, _TILE)),)](
         x, weight, y, rsigma, scale, amax, scale_inv, y_t.view(torch.uint8), done, M, N, x.stride(0), eps,
         cdiv(_BEHIND_BYTES, _BLOCK * N), ZERO_CENTERED=zero_centered, FP8_MAX=FP8_MAX[fp8_format], BLOCK=_BLOCK, TILE=_TILE,
-        **_whole_rows(N, c),
+        **_options(N, c),
     )  # fmt: skip
 
 
-def _whole_rows(N: int, c: FwdConfig) -> dict[str, Any]:
+def _options(N: int, c: FwdConfig) -> dict[str, Any]:
     """What programs that write whole rows are told."""
     late_gamma = c.reload or c.rows * cdiv(N, c.cols) * c.cols > _MOST_BESIDE_GAMMA
     sizes = {"ROWS": c.rows, "COLS": c.cols, "RELOAD": c.reload}
