@@ -6,8 +6,8 @@ from difflib import get_close_matches
 
 _LONGEST = 200
 _MANY = 24
-_INSTALLED = re.compile(r"/[^\s()'\":,]*/(?:site|dist)-packages/")
-_PLACE = re.compile(rf" \({_INSTALLED.pattern}[^()]*\)")
+_INSTALLED = re.compile(r"(?<![^\s()'\":,])/[^\s()'\":,]*/(?:site|dist)-packages/")
+_PLACE = re.compile(r" \((?>/[^()\n]*/(?:site|dist)-packages/)[^()]*\)")
 
 
 def first_line(error: BaseException) -> str:
@@ -17,7 +17,10 @@ def first_line(error: BaseException) -> str:
 
 
 def without_places(text: str) -> str:
-    """A text without where packages are installed, which is this machine's own: results are read on others."""
+    """A text without the folders that packages are installed in, which are this machine's own: results are read on others.
+
+    A path with a space is found only where it stands alone in brackets.
+    """
     return _INSTALLED.sub("", _PLACE.sub("", text))
 
 
@@ -33,6 +36,7 @@ def unknown(field: str, value: object, known: Iterable[object], more: str = "") 
 
 
 def meant(value: object, names: Iterable[str]) -> str:
-    """`; did you mean NAME?`, the nearest name of a text; empty where none is near."""
-    near = get_close_matches(value, list(names), 1) if isinstance(value, str) else []
+    """`; did you mean NAME?`, the nearest name of a text; empty where none is near, or it is one of them."""
+    names = list(names)
+    near = get_close_matches(value, names, 1) if isinstance(value, str) and value not in names else []
     return f"; did you mean {near[0]}?" if near else ""

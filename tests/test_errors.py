@@ -1,8 +1,10 @@
 """What an error says on one line."""
 
+import time
+
 import pytest
 
-from kerneltune.errors import first_line, meant, unknown
+from kerneltune.errors import first_line, meant, unknown, without_places
 
 
 @pytest.mark.parametrize(
@@ -17,12 +19,21 @@ from kerneltune.errors import first_line, meant, unknown
             "ImportError: cannot import name 'a' from 'b.c'",
         ),
         (OSError("/usr/lib/python3/dist-packages/b/_c.so: undefined symbol: d"), "OSError: b/_c.so: undefined symbol: d"),
+        (ImportError("cannot import name 'a' (/v/my files/site-packages/b/c.py)"), "ImportError: cannot import name 'a'"),
         (OSError("cannot read /home/me/mine.py"), "OSError: cannot read /home/me/mine.py"),
         (ValueError("x" * 300), f"ValueError: {'x' * 200}"),
     ],
 )
 def test_the_first_line_that_says_something(error: BaseException, text: str) -> None:
     assert first_line(error) == text
+
+
+@pytest.mark.parametrize("unit", ["/a", " (/a", "/site-packages/a", " (/a/site-packages/"])
+def test_a_long_text_is_read_in_time(unit: str) -> None:
+    text = unit * (40_000 // len(unit))
+    began = time.perf_counter()
+    assert len(without_places(text)) <= len(text) and time.perf_counter() - began < 0.5
+    assert without_places("/a" * 20_000) == "/a" * 20_000
 
 
 def test_what_is_unknown_names_what_is_known_and_the_nearest_of_it() -> None:
@@ -36,4 +47,5 @@ def test_what_is_unknown_names_what_is_known_and_the_nearest_of_it() -> None:
         "variant: 'variant_x': expected one of 25 names, or a file; did you mean variant_"
     )
     assert str(unknown("variant", "?", many)).endswith(many[-1])
-    assert meant(None, ["none"]) == meant("softmax", ["rmsnorm"]) == ""
+    assert meant(None, ["none"]) == meant("softmax", ["rmsnorm"]) == meant("rmsnorm", ["rmsnorm", "rmsnorm_2"]) == ""
+    assert meant("rmsnorn", iter(["rmsnorm", "stream"])) == "; did you mean rmsnorm?"
