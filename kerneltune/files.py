@@ -6,6 +6,9 @@ Knows nothing of what is in them. Imports the standard library.
 import os
 from pathlib import Path
 
+RESULTS = "KERNELTUNE_RESULTS"
+"""Environment variable: the folder of the records."""
+
 
 def data_root(folder: str) -> Path:
     """`folder` of the checkout that holds this package, or its packaged copy where there is no checkout."""

@@ -24,6 +24,9 @@ Option = bool | int | float | str
 MOST = 1e15
 """More than any µs, GB/s or per cent that is measured: 30 years."""
 
+GROUP, PLUGINS = "kerneltune.ops", "KERNELTUNE_PLUGINS"
+"""Where operators of other packages are named: an entry-point group, and an environment variable."""
+
 NO_OPTIONS: Mapping[str, tuple[Option, ...]] = MappingProxyType({})
 
 

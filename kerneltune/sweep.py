@@ -4,6 +4,7 @@ Does not know any operator (they are passed in) and runs nothing; every error na
 Imports the standard library, yaml, errors, files (for the folder rule) and spec.
 """
 
+import importlib.metadata
 import itertools
 import os
 import re
@@ -15,12 +16,11 @@ from typing import Any, Literal, NoReturn
 import yaml
 
 from kerneltune.errors import meant, unknown
-from kerneltune.files import data_root
-from kerneltune.spec import Case, Op, Option
+from kerneltune.files import RESULTS, data_root
+from kerneltune.spec import GROUP, PLUGINS, Case, Op, Option
 
 Section = Literal["check", "bench"]
 
-PLUGINS, RESULTS = "KERNELTUNE_PLUGINS", "KERNELTUNE_RESULTS"
 _TOP = ("family", "defaults", "ops", "check", "bench", "gate")
 _SMALLEST: Mapping[Section, int] = {"check": 0, "bench": 1}
 _NAME = re.compile(r"[^\s{}\x00-\x1f\x7f]{1,200}")
@@ -57,15 +57,21 @@ def results_root(given: Path | None, family: str | None = None) -> Path:
     """The folder of the records, for all that write and read them: as given, else KERNELTUNE_RESULTS, else `results`.
 
     That is the one of the checkout or package, but of the current folder for what is not theirs: a family whose sweep file is
-    elsewhere or, where none is named, anything at all while plug-ins are asked for.
-
-    Raises:
-        ValueError: there is no such family.
+    elsewhere or not found or, where none is named, anything at all while there are plug-ins, asked for or installed.
     """
-    own = not os.environ.get(PLUGINS) if family is None else find(family).resolve().parent == data_root("sweeps").resolve()
-    if given is not None or RESULTS in os.environ:
-        return given or Path(os.environ[RESULTS])
+    if named := given or os.environ.get(RESULTS):
+        return Path(named)
+    plugged = os.environ.get(PLUGINS) or importlib.metadata.entry_points(group=GROUP)
+    own = not plugged if family is None else _is_own(family)
     return data_root("results") if own else Path("results")
+
+
+def _is_own(family: str) -> bool:
+    """Whether the sweep file of a family is that of the checkout or package."""
+    try:
+        return find(family).resolve().parent == data_root("sweeps").resolve()
+    except ValueError:  # a package's, gone or not here: its records do not need it
+        return False
 
 
 def find(family: str, root: Path | None = None) -> Path:
@@ -113,7 +119,7 @@ def _yaml_problem(error: yaml.MarkedYAMLError) -> str:
     began = error.context_mark.line + 1 if error.context_mark else line
     context = error.context or ""
     if not context.startswith("while"):
-        return f"{line}: YAML: {context} {error.problem}".replace("  ", " ")
+        return f"{line}: YAML: {' '.join(filter(None, [context, error.problem]))}"
     return f"{line}: YAML: {error.problem}" + (f", in what begins on line {began}" if began < line else "")
 
 

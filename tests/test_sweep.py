@@ -86,8 +86,9 @@ def test_results_of_a_family_from_elsewhere_are_kept_in_the_current_folder(
         assert sweep.results_root(None, "./mine.yaml") == sweep.results_root(None, "also") == here
         assert sweep.results_root(None, "rmsnorm") == sweep.results_root(None, str(REPO / "sweeps" / "rmsnorm.yaml")) == ours
         assert sweep.results_root(None) == (here if plugins else ours)
-        with pytest.raises(ValueError, match="theirs"):
-            sweep.results_root(None, "theirs")
+        assert sweep.results_root(None, "theirs") == here  # swept by the path of a file, which may be gone
+    monkeypatch.setenv("KERNELTUNE_RESULTS", "")
+    assert (sweep.results_root(None), sweep.results_root(None, "rmsnorm")) == (here, ours)
     monkeypatch.setenv("KERNELTUNE_RESULTS", "kept")
     assert sweep.results_root(None) == sweep.results_root(None, "rmsnorm") == Path("kept")
     assert sweep.results_root(tmp_path, "rmsnorm") == sweep.results_root(tmp_path) == tmp_path

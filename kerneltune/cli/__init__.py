@@ -32,6 +32,7 @@ from kerneltune.cli import (
     weights,
 )
 from kerneltune.cli.console import error_line, show
+from kerneltune.spec import PLUGINS
 
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
@@ -112,8 +113,8 @@ def _root(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
 ) -> None:
     if plugin:  # by the environment, so that processes started from here have them too
-        known = os.environ.get("KERNELTUNE_PLUGINS")
-        os.environ["KERNELTUNE_PLUGINS"] = os.pathsep.join([*([known] if known else []), *plugin])
+        known = os.environ.get(PLUGINS)
+        os.environ[PLUGINS] = os.pathsep.join([*([known] if known else []), *plugin])
 
 
 def _show_warning(

@@ -21,18 +21,15 @@ def record_files(results: Path | None, family: str | None = None) -> list[Path]:
     Raises:
         ValueError: there are none.
     """
-    from kerneltune import device
+    from kerneltune import device, sweep
 
-    try:
-        root = o.results_root(results, family)
-    except ValueError:  # records do not need the sweep file that they were made by
-        root = o.results_root(results)
+    root = sweep.results_root(results, family)
     here = device.current()
     pattern = f"{here.slug if here.is_gpu else '*'}/{family or '*'}.jsonl"
     files = [path for path in sorted(root.glob(pattern)) if path.parent.name not in (device.INTERPRETER, "runs")]
     if not files:
         place = f"of {here.name} in" if here.is_gpu else "of any GPU in"
-        others = dict.fromkeys(path.stem for path in root.glob("*/*.jsonl"))
+        others = dict.fromkeys(path.stem for folder in (root, sweep.results_root(results)) for path in folder.glob("*/*.jsonl"))
         raise ValueError(f"no records {place} {root / pattern}: run a sweep first, or name a file{meant(family, others)}")
     if not here.is_gpu:
         folders = ", ".join(str(folder) for folder in dict.fromkeys(path.parent for path in files))

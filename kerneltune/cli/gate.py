@@ -95,11 +95,9 @@ def command(
         return
     processes = _PROCESSES if processes is None else processes
     o.number("processes", processes, 1)
-    from kerneltune import sweep
-
-    sweep.find(str(run))
+    results = o.results_root(results, run)
     selection = o.make_selection(o.load_ops(), str(run), op, case, dtype, quant, variant)
-    options = o.make_options(policy or "cold", peers=peers, configs=configs, results=o.results_root(results, run))
+    options = o.make_options(policy or "cold", peers=peers, configs=configs, results=results)
     if update:
         _update(baseline, selection, options, processes)
     else:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kerneltune.errors import unknown
+from kerneltune.files import RESULTS
 from kerneltune.spec import Case, Op
 
 if TYPE_CHECKING:
@@ -35,9 +36,7 @@ Trials = Annotated[int | None, typer.Option("--trials", metavar="N", help="Most 
 Configs = Annotated[
     Path | None, typer.Option("--configs", metavar="DIR", envvar="KERNELTUNE_CONFIGS", help="Folder of the config cache.")
 ]
-Results = Annotated[
-    Path | None, typer.Option("--results", metavar="DIR", envvar="KERNELTUNE_RESULTS", help="Folder of the records.")
-]
+Results = Annotated[Path | None, typer.Option("--results", metavar="DIR", envvar=RESULTS, help="Folder of the records.")]
 Sampler = Annotated[str | None, typer.Option("--sampler", metavar="|".join(SAMPLERS), help="How large spaces are searched.")]
 Workers = Annotated[
     int | None, typer.Option("--workers", metavar="N", help="Processes that compile; one per CPU core if not given.")
@@ -95,9 +94,15 @@ def knobs(field: str, given: list[str] | None) -> tuple[tuple[str, tuple[str, ..
 
 
 def results_root(results: Path | None, family: str | None = None) -> Path:
-    """The folder of the records, as in `sweep`."""
+    """The folder of the records, as in `sweep`, for a command that needs the family's sweep file.
+
+    Raises:
+        ValueError: there is no such family.
+    """
     from kerneltune import sweep
 
+    if family is not None:
+        sweep.find(family)
     return sweep.results_root(results, family)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kerneltune.plan import Options
+from kerneltune.spec import PLUGINS
 from kerneltune.tuning.worker import Event, Identity, MakeWorker, Order, Worker, share_of_cores
 
 _REACH_S = 5.0
@@ -33,7 +34,7 @@ class RayWorkers:
             raise ValueError("ray: not installed: pip install 'kerneltune[ray]'") from None
         self._family, self._options, self._make, self._gpus_each = family, options, make, gpus_each
         try:
-            plugins = {name: os.environ[name] for name in ("KERNELTUNE_PLUGINS",) if name in os.environ}
+            plugins = {name: os.environ[name] for name in (PLUGINS,) if name in os.environ}
             self._ray.init(address=options.ray, log_to_driver=False, runtime_env={"env_vars": plugins})
         except Exception as error:  # ray has many ways to say so
             raise ValueError(f"ray: {options.ray!r}: cannot connect: {' '.join(str(error).split())[:200]}") from error

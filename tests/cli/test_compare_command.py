@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from command_line import NO_TIMES, both, record, refused, run
 
-from kerneltune import sweep
+from kerneltune import ops, sweep
 from kerneltune.records import Record
 
 TABLE = """\
@@ -111,17 +111,34 @@ def test_compare_live_asks_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == {"family": "rmsnorm", "ops": ("rmsnorm_fwd",), "pair": ("baseline", "optimized"), "policy": "cold"}
 
 
+@pytest.mark.parametrize("how", ["asked for", "installed"])
 def test_what_a_plug_in_leaves_is_read_where_it_was_written(
-    write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_gpu: None
+    how: str, write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_gpu: None
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KERNELTUNE_PLUGINS", "")
     monkeypatch.delenv("KERNELTUNE_RESULTS", raising=False)
+    if how == "installed":
+        info = tmp_path / "mine-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text("[kerneltune.ops]\nmine = versus_jobs\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setattr(ops, "_load", ops._load.__wrapped__)  # which other tests have asked already
     write("mine.yaml").write_text("family: mine\n")
-    written = write(sweep.results_root(None, "mine.yaml") / "nvidia_h200" / "mine.jsonl", *both())
-    plugged = ("--plugin", "versus_jobs")
+    assert sweep.results_root(None, "mine.yaml") == Path("results")
+    write("results/nvidia_h200/mine.jsonl", *both())
+    plugged = ("--plugin", "versus_jobs") if how == "asked for" else ()
+    assert "fake" in run(*plugged, "ops").stdout
     compared = run(*plugged, "compare", "baseline", "optimized", "--family", "mine")
-    assert compared.exit_code == 0 and "mine.jsonl" in compared.stderr and written.is_file()
+    assert compared.exit_code == 0 and "mine.jsonl" in compared.stderr
     assert run(*plugged, "report", "--output", "r.html").exit_code == 0 and Path("r.html").is_file()
     assert "no measured spaces in results/*/spaces" in run(*plugged, "replay").stdout
     assert any(line.split()[:2] == ["results", "results"] for line in run(*plugged, "doctor").stdout.splitlines())
+
+
+@pytest.mark.usefixtures("an_h200")
+def test_a_family_that_is_known_is_not_meant_to_be_another(write: Callable[..., Path], tmp_path: Path) -> None:
+    write("nvidia_h100/rmsnorm.jsonl", *both(device="NVIDIA H100"))
+    for family, said in (("rmsnorm", "name a file"), ("rmsnrom", "name a file; did you mean rmsnorm?")):
+        assert refused("compare", "baseline", "optimized", "--results", tmp_path, "--family", family).endswith(said)
