@@ -25,7 +25,7 @@ class Device:
         sms: streaming multiprocessors (compute units).
         l2_bytes: size of the last-level cache.
         driver: driver version.
-        unit: which GPU of the model: a digest of the identifier that the driver gives it; empty where there is none.
+        unit: which GPU of the model: a digest of the identifier that the driver gives it; empty where it gives none.
     """
 
     name: str
@@ -93,8 +93,11 @@ def current() -> Device:
 
 
 def unit_of(uuid: str) -> str:
-    """A GPU's identifier as records show it: long enough to tell GPUs apart, and nothing else."""
-    return hashlib.sha256(uuid.removeprefix("GPU-").encode()).hexdigest()[:_UNIT_DIGITS]
+    """A GPU's identifier as records show it: long enough to tell GPUs apart, and nothing else; empty for one of zeros."""
+    uuid = uuid.removeprefix("GPU-")
+    if not uuid.strip("0-"):
+        return ""
+    return hashlib.sha256(uuid.encode()).hexdigest()[:_UNIT_DIGITS]
 
 
 @cache

@@ -140,3 +140,4 @@ def test_a_unit_is_the_gpu_s_identifier_and_does_not_show_it() -> None:
     unit = device.unit_of(uuid)
     assert unit == device.unit_of(f"GPU-{uuid}") != device.unit_of(uuid[::-1])
     assert len(unit) == 12 and unit not in uuid
+    assert device.unit_of("GPU-00000000-0000-0000-0000-000000000000") == device.unit_of("") == ""

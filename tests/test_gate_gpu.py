@@ -4,8 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from kerneltune import device, nvml, ops
+from kerneltune import device, ops
 from kerneltune.cli.options import load_ops
 from kerneltune.gating.planted import measure_planted
 from kerneltune.gating.run import run_gate, run_processes
@@ -48,7 +49,10 @@ def test_a_run_of_two_processes_passes_against_itself(tmp_path: Path) -> None:
     assert gate(baseline, baseline, 0.05).exit_code == 0
 
 
-def test_a_record_s_unit_is_the_gpu_that_nvml_calls_so() -> None:
+def test_a_record_s_unit_is_that_of_the_gpu_on_torch_s_bus() -> None:
     import pynvml
 
-    assert device.current().unit == device.unit_of(pynvml.nvmlDeviceGetUUID(nvml.handle()))
+    p = torch.cuda.get_device_properties(torch.cuda.current_device())
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByPciBusId(f"{p.pci_domain_id:08x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0")
+    assert device.current().unit == device.unit_of(pynvml.nvmlDeviceGetUUID(handle)) != ""

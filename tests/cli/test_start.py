@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from command_line import operators, record, refused, run
 
+from kerneltune import device
+
 COMMANDS = [
     "ops",
     "sweep",
@@ -133,6 +135,17 @@ def test_doctor_says_what_is_missing(tmp_path: Path, no_gpu: None) -> None:
     text = " ".join(result.stdout.split())
     for words in ("python 3.", "torch 2.", "triton 3.", "GPU none no times", "KERNELTUNE_RESULTS"):
         assert words in text
+
+
+@pytest.mark.parametrize(
+    ("unit", "line"),
+    [("0a1b2c3d4e5f", "unit 0a1b2c3d4e5f"), ("", "unit not known records cannot say on which GPU of this model")],
+)
+def test_doctor_says_which_gpu_it_is(unit: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "current", lambda: device.Device("NVIDIA H200", "sm_90", 132, 60_000_000, "570", unit))
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (100 << 30, 140 << 30))
+    monkeypatch.setattr("kerneltune.cli.doctor._nvml", lambda: iter(()))
+    assert line in " ".join(run("doctor", "--configs", tmp_path, "--results", tmp_path).stdout.split())
 
 
 @pytest.mark.gpu
