@@ -45,19 +45,16 @@ def fast_context() -> ForkServerContext:
     They have the environment that the server began with: give them yours by `in_environment`. Like the server they do not hear
     Ctrl-C, which is their parent's to answer.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch"])
-    _start_server()
-    return context
+    start_server()
+    return multiprocessing.get_context("forkserver")
 
 
 def start_server() -> None:
-    """Have the server of `fast_context` import torch while this process does something else."""
-    fast_context()
+    """Have the server of `fast_context` import torch while this process does something else; nothing where it runs already.
 
-
-def _start_server() -> None:
-    """Blocked while the server is started, an interrupt is blocked in it for good; here it comes when the server has begun."""
+    Blocked while the server is started, an interrupt is blocked in it for good; here it comes when the server has begun.
+    """
+    forkserver.set_forkserver_preload(["torch"])
     resource_tracker.ensure_running()  # else the server starts it, and lets interrupts through again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -1,12 +1,11 @@
 """A bench in a child process that may be lost: what it is asked, and what becomes of it.
 
-Decides nothing and stores nothing. Imports bench.
+Decides nothing and stores nothing. Imports bench, check, errors, processes, search, spec and stats.
 """
 
 import importlib
 import multiprocessing
 import os
-import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -212,7 +211,6 @@ class IsolatedBench:
 
 def _serve(pipe: Connection, make: Callable[[], Measuring], cores: frozenset[int] | None) -> None:
     """The child: answers one request after the other; ends when its context is lost, or nobody asks any more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to answer
     if cores:
         os.sched_setaffinity(0, cores)
     bench = make()

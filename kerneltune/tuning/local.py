@@ -4,7 +4,6 @@ Knows nothing of the work.
 """
 
 import os
-import signal
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
@@ -95,7 +94,6 @@ def visible_gpus(wanted: str) -> list[str]:
 
 def _serve(pipe: Connection, cores: frozenset[int] | None, family: str, options: Options, make: MakeWorker) -> None:
     """A worker: carries out what comes through the pipe until nobody is there any more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the driver's to answer
     with make(family, options, cores) as worker, suppress(EOFError, OSError):
         pipe.send(("ready", worker.identity()))
         while True:
