@@ -16,6 +16,7 @@ from typing import Any
 import bench_jobs
 import pytest
 from bench_jobs import CASE, OPS, VARIANT, FakeBench, Knobs, NeverOpens, StartsSlowly
+from started import environment
 
 from kerneltune import ops
 from kerneltune.search.trials import Trial
@@ -176,10 +177,8 @@ for row in compare_live({"broken": broken.OPS[0]}, selection, "optimized", "faul
 
 @pytest.mark.gpu
 def test_a_variant_that_faults_while_cases_are_compared_costs_only_its_rows(tmp_path: Path) -> None:
-    tests = Path(__file__).parent
-    found = [str(tests.parent), str(tests), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(found)}
-    done = subprocess.run([sys.executable, "-c", LIVE % str(tmp_path)], capture_output=True, text=True, env=env, timeout=240)
+    command = [sys.executable, "-c", LIVE % str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=240)
     rows = [f"{case} {row}" for case in ("first", "second") for row in ("optimized passed False", "faulty failed True")]
     assert done.stdout.splitlines() == rows, done.stderr
 

@@ -4,26 +4,25 @@ Runs in one process of its own, without Triton's interpreter, which this process
 """
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from started import TESTS, environment
 
 from kerneltune.measuring.compiler import TARGETS, Compiled, Kernel
 
-TESTS = Path(__file__).parent
 THREADS, REGISTER_FILE = 32, 65536
 
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What pool_jobs.main printed, and Triton's disk cache after it."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     cache = str(tmp_path_factory.mktemp("triton"))
-    env |= {"TRITON_CACHE_DIR": cache, "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
+    env = environment(TRITON_CACHE_DIR=cache)
+    env.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-c", "import pool_jobs; pool_jobs.main()"]
     done = subprocess.run(command, cwd=TESTS, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -8,12 +8,14 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import fleet_jobs
 import pytest
 from fleet_jobs import DIE, LOG, WORKS
+from started import TESTS, environment
 from versus_jobs import H200, OP, VARIANT, Knobs
 
 from kerneltune import cache, device, ops
@@ -74,12 +76,14 @@ def wait_for(happened: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def alive(pid: str) -> bool:
-    """Whether a process runs; one that has ended may stay listed until somebody asks what became of it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+def running(group: int) -> list[str]:
+    """The processes of a group; those that have ended may stay listed until somebody asks what became of them."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has just ended
+            state, _, its, *_ = path.read_text().rpartition(")")[2].split()
+            found += [path.parent.name] if state != "Z" and int(its) == group else []
+    return found
 
 
 def wanted(works: list[Work]) -> Callable[[str], list[Work]]:
@@ -135,32 +139,26 @@ def test_a_worker_that_dies_costs_one_evaluation_and_its_case_goes_on(options: O
     assert {done.entry.case for _, done in fleet.finished if done.entry} == {work.case.name for work in WORKS}
 
 
-class Deadly(LocalWorkers):
-    """Every worker dies of the case m8, again and again."""
-
-    def give(self, index: int, order: object) -> None:
-        (Path(self.folder) / "m8").touch()
-        super().give(index, order)  # type: ignore[arg-type]
-
-    folder = ""
-
-
 @pytest.mark.parametrize("when", ["starting", "measuring"])
 def test_an_interrupted_run_leaves_no_worker_and_goes_on(when: str, options: Options, log: Path, tmp_path: Path) -> None:
     """Ctrl-C as a terminal sends it, to all processes at once, while the first worker is started or after some evaluations."""
-    tests = Path(fleet_jobs.__file__).parent
-    env = os.environ | {"PYTHONPATH": f"{tests.parent}{os.pathsep}{tests}"}
-    command = [sys.executable, str(tests / "fleet_jobs.py"), str(tmp_path)]
     log.touch()
     with (tmp_path / "said").open("w") as said:
-        process = subprocess.Popen(command, env=env, stderr=said, start_new_session=True)
-    wait_for(lambda: (tmp_path / "began").exists() and (when == "starting" or len(evaluations(log)) > 9))
-    time.sleep(0.3 if when == "starting" else 0.0)
-    os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(timeout=30) == -signal.SIGINT
+        command = [sys.executable, str(TESTS / "fleet_jobs.py"), str(tmp_path)]
+        process = subprocess.Popen(command, env=environment(), stderr=said, start_new_session=True)
+    try:
+        wait_for(lambda: (tmp_path / "began").exists() and len(running(process.pid)) > 1)
+        wait_for(lambda: when == "starting" or len(evaluations(log)) > 9)
+        time.sleep(0.3 if when == "starting" else 0.0)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(timeout=30) == -signal.SIGINT
+        wait_for(lambda: not running(process.pid))
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     text = (tmp_path / "said").read_text()
     assert text.count("Traceback") == 1 and text.endswith("KeyboardInterrupt\n"), text
-    wait_for(lambda: not any(alive(pid) for *_, pid in evaluations(log)))
     if when == "measuring":
         path = tmp_path / "results" / "runs" / "trials" / "nvidia_h200" / "fake.jsonl"
         kept = [(f"m{row['axes']['M']}", *row["config"].values()) for row in map(json.loads, path.read_text().splitlines())]
@@ -169,6 +167,16 @@ def test_an_interrupted_run_leaves_no_worker_and_goes_on(when: str, options: Opt
             Fleet(workers, options, Quiet()).run(wanted(WORKS))
         again = {(case, *map(int, config.split())) for case, config, _ in evaluations(log)[before:]}
         assert 0 < len(set(kept)) == len(kept) and not again & set(kept) and len(again | set(kept)) == 100
+
+
+class Deadly(LocalWorkers):
+    """Every worker dies of the case m8, again and again."""
+
+    def give(self, index: int, order: object) -> None:
+        (Path(self.folder) / "m8").touch()
+        super().give(index, order)  # type: ignore[arg-type]
+
+    folder = ""
 
 
 def test_a_case_that_kills_every_worker_is_given_up_and_the_rest_is_done(options: Options, log: Path, tmp_path: Path) -> None:

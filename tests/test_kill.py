@@ -1,7 +1,6 @@
 """A search that is killed or interrupted: nothing is lost but the running evaluation, nothing measured twice."""
 
 import json
-import os
 import random
 import signal
 import subprocess
@@ -12,17 +11,17 @@ from pathlib import Path
 
 import pytest
 from bench_jobs import LOG
+from started import TESTS, environment
 
 from kerneltune import cache
 
-TESTS = Path(__file__).parent
 KILLS = 20
 
 
 @pytest.mark.timeout(280)
 def test_twenty_kills_lose_nothing_but_the_running_evaluation(tmp_path: Path) -> None:
     log, trials = tmp_path / "log", tmp_path / "trials.jsonl"
-    env = os.environ | {LOG: str(log), "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}", "OMP_NUM_THREADS": "1"}
+    env = environment(OMP_NUM_THREADS="1") | {LOG: str(log)}
     command = [sys.executable, str(TESTS / "kill_jobs.py"), str(tmp_path), "run"]
     rng = random.Random(0)
     log.touch()
@@ -57,7 +56,7 @@ def test_twenty_kills_lose_nothing_but_the_running_evaluation(tmp_path: Path) ->
 def test_what_is_measured_when_a_search_is_interrupted_is_not_waited_for_and_not_stored(interrupts: int, tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.touch()
-    env = os.environ | {LOG: str(log), "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}", "OMP_NUM_THREADS": "1"}
+    env = environment(OMP_NUM_THREADS="1") | {LOG: str(log)}
     command = [sys.executable, str(TESTS / "kill_jobs.py"), str(tmp_path), "hang"]
     process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
     try:
