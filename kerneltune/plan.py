@@ -1,6 +1,6 @@
 """Which part of a sweep is run, how, and where long work says how far it is.
 
-Runs nothing. Imports cache, device, errors, search, spec and sweep.
+Runs nothing. Imports device, errors, search, spec and sweep.
 """
 
 import fnmatch

@@ -32,8 +32,8 @@ MIN_CHANGE_US = 0.5
 ALPHA = 0.05
 _BLIND = 0.03
 """A row whose slowdown is known no better than ± this is not judged."""
-_BETWEEN_UNITS_PERCENT = 5
-"""How far apart the same code was found on two H200s at worst: 5.5 % (docs/h200.md)."""
+_BETWEEN_UNITS_PERCENT = 5.5
+"""How far apart the same code was found on two H200s at worst (docs/h200.md)."""
 RERUNS = 2
 """How often suspects are measured again: all of them once, those that are ambiguous then once more."""
 
@@ -288,7 +288,7 @@ def _other_unit(compared: Sequence[_Change]) -> str:
     if not apart:
         return ""
     rows = "rows" if len(apart) == len(compared) else f"{len(apart)} of {len(compared)} rows"
-    return f"another unit of {apart[0].device}: {rows} may differ by about {_BETWEEN_UNITS_PERCENT} %"
+    return f"another unit of {apart[0].device}: {rows} may differ by up to about {_BETWEEN_UNITS_PERCENT} %"
 
 
 def _verdict(rows: tuple[GateRow, ...], note: str) -> Verdict:

@@ -107,8 +107,9 @@ class CompilePool:
     def __init__(
         self, target: Target, workers: int | None = None, cores: frozenset[int] | None = None, *, to_launch: bool = True
     ) -> None:
-        """cores: that the workers may use, None for all; workers: one per core if not given; to_launch: else what is for AMD's
-        GPUs is not assembled and knows no lines of source, for which Triton's disk cache keeps it apart."""
+        """cores: that the workers may use, None for all; workers: one per core if not given; to_launch: False where nothing will
+        be launched: AMD's code is then neither assembled nor given line numbers, and is a separate entry of Triton's disk cache.
+        """
         assembly_only = target.backend == "hip" and not to_launch
         self.target = target
         self.workers = workers or len(cores or os.sched_getaffinity(0))
@@ -148,7 +149,7 @@ def _start_worker(target: Target, cores: frozenset[int] | None, assembly_only: b
     driver.set_active(dry_driver(target.backend, target.arch, target.warp_size, utils, utils.launcher))
     knobs.runtime.add_stages_inspection_hook = partial(_refuse_early, target, assembly_only)
     if assembly_only:
-        knobs.compilation.disable_line_info = True  # LLVM carries them along
+        knobs.compilation.disable_line_info = True  # nobody reads lines of AMD's assembly here
 
 
 def _refuse_early(

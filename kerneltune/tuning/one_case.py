@@ -1,4 +1,4 @@
-"""The search for the best config of a variant on a case; the only writer of configs.
+"""The search for the best config of a variant on a case, and its entry in the cache.
 
 compile -> drop what spills or does not fit -> check on poisoned outputs -> screen -> duel with the incumbent. The winner
 replaces the incumbent, default or cached, only where the interval says that it is faster. What to try is decided in search, and
@@ -92,7 +92,6 @@ def tune(
     Raises:
         NothingPassedError: there is no config to store.
     """
-
     begin = partial(_begin, tuner, compiling)
     with tuner:
         pool = candidates(tuner.op, tuner.case, tuner.variant, tuner.policy, tuner.store)

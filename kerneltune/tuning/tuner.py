@@ -1,6 +1,6 @@
 """What becomes of each config: refused for what the compiler says, or measured on a bench, and stored; and the final duel.
 
-Does not know which configs are tried; see one_case.
+Does not know which configs are tried; see one_case. Imports bench, compiler, device, isolated, occupancy, search, spec and stats.
 """
 
 import sys
