@@ -14,10 +14,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from kerneltune.spec import Op
-
-GROUP = "kerneltune.ops"
-PLUGINS = "KERNELTUNE_PLUGINS"
+from kerneltune.spec import GROUP, PLUGINS, Op
 
 
 def load() -> dict[str, Op]:
