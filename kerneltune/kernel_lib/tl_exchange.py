@@ -206,14 +206,8 @@ def await_done(counter_ptr, count):
             "=r,l,r", [counter_ptr.to(tl.int64), count], dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
 
 
-@triton.jit
-def clear_done(counter_ptr, count):
-    """Every program that waits with `await_done` calls this after it, and does not wait for it to happen: the one that makes
-    `count`, arrivals and waiters together, sets the counter to 0.
-    """
-    if is_cuda():
-        tl.inline_asm_elementwise(
-            """{
+_COUNT_OUT = tl.constexpr(
+    """{
             .reg .pred p;
             .reg .b32 tid, seen;
             mov.u32 tid, %tid.x;
@@ -221,7 +215,19 @@ def clear_done(counter_ptr, count):
             @p atom.relaxed.gpu.global.add.u32 seen, [$1], 1;
             setp.eq.and.u32 p, seen, $2, p;
             @p st.relaxed.gpu.global.u32 [$1], 0;
-            mov.b32 $0, 0;
+            """
+)
+"""PTX of one thread that counts its program out at $1, and as number $2 sets the counter to 0; p holds in that thread alone."""
+
+
+@triton.jit
+def clear_done(counter_ptr, count):
+    """Every program that waits with `await_done` calls this after it, and does not wait for it to happen: the one that makes
+    `count`, arrivals and waiters together, sets the counter to 0.
+    """
+    if is_cuda():
+        tl.inline_asm_elementwise(
+            _COUNT_OUT + """mov.b32 $0, 0;
             }""",
             "=r,l,r", [counter_ptr.to(tl.int64), count - 1], dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
     elif tl.atomic_add(counter_ptr, 1, sem="relaxed", scope="gpu") == count - 1:
@@ -237,15 +243,7 @@ def close_done(counter_ptr, count, ws_ptr, groups):
     """
     if is_cuda():
         tl.inline_asm_elementwise(
-            """{
-            .reg .pred p;
-            .reg .b32 tid, seen;
-            mov.u32 tid, %tid.x;
-            setp.eq.u32 p, tid, 0;
-            @p atom.relaxed.gpu.global.add.u32 seen, [$1], 1;
-            setp.eq.and.u32 p, seen, $2, p;
-            @p st.relaxed.gpu.global.u32 [$1], 0;
-            @p atom.relaxed.gpu.global.add.u32 seen, [$3 + 128], 1;
+            _COUNT_OUT + """@p atom.relaxed.gpu.global.add.u32 seen, [$3 + 128], 1;
             setp.eq.and.u32 p, seen, $4, p;
             @p st.relaxed.gpu.global.u32 [$3 + 128], 0;
             @p red.relaxed.gpu.global.add.u32 [$3], 1;
