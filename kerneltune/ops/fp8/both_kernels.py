@@ -3,8 +3,8 @@
 An expert takes two passes. Row programs cast whole rows and raise the largest magnitudes of the expert's columns; turn programs
 cast the same numbers by the scales of the columns and transpose the bytes. Ids follow each other expert by expert, but for some
 row programs that go ahead of the turn programs before them, so that nobody waits long for them: programs begin in the order of
-their ids. What turn programs read was read a little before, and is still in L2 where experts are small enough. They begin with
-the rows that were read last, for of larger experts L2 has those.
+their ids. What turn programs read was read a little before, and L2 may still have some of it, most likely the rows read last,
+with which they begin; most of what is gained is that the two passes overlap.
 """
 
 import triton
