@@ -4,6 +4,7 @@ Knows nothing of the work. Imports ray when it is used.
 """
 
 import importlib
+import logging
 import os
 import socket
 from collections.abc import Iterator
@@ -35,7 +36,9 @@ class RayWorkers:
         self._family, self._options, self._make, self._gpus_each = family, options, make, gpus_each
         try:
             plugins = {name: os.environ[name] for name in (PLUGINS,) if name in os.environ}
-            self._ray.init(address=options.ray, log_to_driver=False, runtime_env={"env_vars": plugins})
+            self._ray.init(
+                address=options.ray, log_to_driver=False, logging_level=logging.WARNING, runtime_env={"env_vars": plugins}
+            )
         except Exception as error:  # ray has many ways to say so
             raise ValueError(f"ray: {options.ray!r}: cannot connect: {' '.join(str(error).split())[:200]}") from error
         offered = int(self._ray.cluster_resources().get("GPU", 0))
