@@ -1,7 +1,7 @@
 """A made-up operator and workers without a GPU for test_fleet.py, importable by worker processes.
 
 Environment: LOG, a file that every evaluation is appended to; DIE, a folder of files named after a case, each of which the
-worker that first evaluates this case takes away and dies of; MODEL, the GPU's name.
+worker that first comes to its best config names after itself and dies of; MODEL, the GPU's name.
 
 Run as `python fleet_jobs.py FOLDER` it is a whole run on two workers, which test_fleet.py interrupts.
 """
@@ -36,12 +36,12 @@ class LoggedBench(Bench):
         self.case = case
 
     def trial(self, config: Config, best_us: float | None, samples: int = 5) -> Trial:
-        """Ten milliseconds of work; the fifth evaluation of a case may be the last of a worker."""
+        """Ten milliseconds of work; a case's best config may be the last that a worker evaluates."""
         self.busy.append((time.monotonic(), 0.01))
         time.sleep(0.01)
         deadly = Path(os.environ[DIE]) / self.case.name
         if config == Knobs(3, 8) and deadly.exists():
-            deadly.unlink()
+            deadly.rename(deadly.with_name(f"{os.getpid()}.dead"))
             os._exit(9)
         with open(os.environ[LOG], "a") as file:
             file.write(f"{self.case.name} {config.block} {config.warps} {os.getpid()}\n")
