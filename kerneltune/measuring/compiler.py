@@ -6,8 +6,6 @@ nothing. May import torch and triton.
 """
 
 import os
-import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -19,10 +17,11 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from kerneltune.errors import first_line
-from kerneltune.measuring.assembly import Access, Kernel, Usage, gcn_accesses, gcn_usage, ptx_accesses, sass_usage
+from kerneltune.measuring.assembly import Kernel
 from kerneltune.measuring.dry import dry_driver
 from kerneltune.measuring.inspected import Inspecting, fact_of
 from kerneltune.measuring.known import Fact, Known
+from kerneltune.measuring.reading import read
 from kerneltune.processes import fast_context, in_environment
 
 Inputs = Mapping[str, Any]
@@ -151,17 +150,10 @@ def _start_worker(target: Target, cores: frozenset[int] | None, known: Known | N
 
     utils = _DryUtils(target)
     driver.set_active(dry_driver(target.backend, target.arch, target.warp_size, utils, utils.launcher))
-    inspecting = None if known is None else _inspecting(target, known)
+    inspecting = None if known is None else Inspecting(known, target.backend, target.shared_bytes)
     knobs.runtime.add_stages_inspection_hook = partial(_refuse_early, target, inspecting)
     if inspecting and target.backend == "hip":
         knobs.compilation.disable_line_info = True  # without changing the code, which ptxas would
-
-
-def _inspecting(target: Target, known: Known) -> Inspecting:
-    def read(binary: bytes, assembly: str) -> tuple[Usage, tuple[Access, ...]]:
-        return _read(target.backend, binary, assembly)
-
-    return Inspecting(known, target.shared_bytes, target.backend == "cuda", read)
 
 
 def _refuse_early(
@@ -245,27 +237,9 @@ class _DryUtils:
 
     def _kernel(self, metadata: Any, binary: bytes, shared: int) -> Kernel:
         assembly = _assembly(metadata, "ptx" if self.target.backend == "cuda" else "amdgcn")
-        usage, accesses = _read(self.target.backend, binary, assembly)
+        usage, accesses = read(self.target.backend, binary, assembly)
         resources = (usage.registers, usage.spill_bytes, shared, usage.scalar_registers, accesses)
         return Kernel(metadata.name, metadata.num_warps, *resources, bool(metadata.launch_cooperative_grid))
-
-
-def _read(backend: str, binary: bytes, assembly: str) -> tuple[Usage, tuple[Access, ...]]:
-    """What binary and assembly say of resources and accesses; of AMD's code the assembly says all."""
-    if backend == "cuda":
-        return sass_usage(_resources(binary)), ptx_accesses(assembly)
-    return gcn_usage(assembly), gcn_accesses(assembly)
-
-
-def _resources(cubin: bytes) -> str:
-    """What the cuobjdump in Triton's package says of a cubin's registers and memory."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
 
 
 def _assembly(metadata: Any, kind: str) -> str:

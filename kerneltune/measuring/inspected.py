@@ -11,8 +11,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kerneltune.measuring.assembly import Access, Kernel, Usage
+from kerneltune.measuring import reading
+from kerneltune.measuring.assembly import Kernel
 from kerneltune.measuring.known import Fact, Known, line, parse
+from kerneltune.sources import source_hash
 
 FACT = "inspected_by_kerneltune"
 """Of a compiled kernel's metadata: a line of `known`."""
@@ -22,29 +24,29 @@ _DIGEST = "digest_by_kerneltune"
 _DIGITS = 20
 
 Stage = Callable[[Any, Any], Any]
-Read = Callable[[bytes, str], tuple[Usage, tuple[Access, ...]]]
 
 
 class Inspecting:
     """Triton's hook into the stages of a compilation."""
 
-    def __init__(self, known: Known, shared_bytes: int, assemble: bool, read: Read) -> None:
-        """shared_bytes: the most that a program may use; assemble: whether `read` needs the binary beside the assembly."""
-        self.known, self.shared_bytes, self.assemble, self.read = known, shared_bytes, assemble, read
+    def __init__(self, known: Known, backend: str, shared_bytes: int) -> None:
+        """backend: triton's; shared_bytes: the most that a program may use."""
+        self.known, self.backend, self.shared_bytes = known, backend, shared_bytes
 
     def __call__(self, backend: Any = None, stages: Any = None, options: Any = None, *_: Any) -> tuple[str, str] | None:
         """Changes the stages; without them, says what it adds to the key of the disk cache: no binary is kept there."""
         if stages is None:
             return f"inspected {self.known.check}", ""
         names = list(stages)
-        stages[names[0]] = self._identified(stages[names[0]], f"{backend.hash()} {_text(options)}")
+        made_for = f"{backend.hash()} {_text(options)} {self.shared_bytes} {source_hash(reading.__name__)}"
+        stages[names[0]] = self._identified(stages[names[0]], made_for)
         for name in names[1:-1]:
             stages[name] = self._unless_known(stages[name])
         stages[names[-1]] = self._settled(stages[names[-1]], bool(options.launch_cooperative_grid))
         return None
 
     def _identified(self, to_ir: Stage, made_for: str) -> Stage:
-        """The first stage, Triton's own IR: all others follow from it and from what it is made for."""
+        """The first stage, Triton's own IR: all others follow from it and from what it is made for, and how that is read."""
 
         def stage(source: Any, metadata: Any) -> Any:
             module = to_ir(source, metadata)
@@ -71,7 +73,8 @@ class Inspecting:
     def _settled(self, to_binary: Stage, cooperative: bool) -> Stage:
         def stage(assembly: Any, metadata: Any) -> bytes:
             if FACT not in metadata:
-                usage, accesses = self.read(to_binary(assembly, metadata) if self.assemble else b"", assembly)
+                binary = to_binary(assembly, metadata) if reading.needs_binary(self.backend) else b""
+                usage, accesses = reading.read(self.backend, binary, assembly)
                 name, warps, shared = (metadata[value] for value in ("name", "num_warps", "shared"))
                 resources = (usage.registers, usage.spill_bytes, shared, usage.scalar_registers, accesses, cooperative)
                 _settle(metadata, Fact(Kernel(name, warps, *resources), metadata.get("tmem_size") or 0))

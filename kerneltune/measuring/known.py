@@ -1,8 +1,9 @@
 """Kernels that were compiled before: what the compiler said of each, by a digest of everything that decides it.
 
 One text file per target, one line per kernel, made by `inspect --renew`. The digest is of Triton's own IR, the options, the
-target and the versions of triton and assembler: a file that is old, or not there, costs time alone. So does a damaged line, for
-each has a check of its own. Compiles nothing. Imports the standard library, assembly and files.
+target, the versions of triton and assembler, and the code that reads what they write: a file that is old, or not there, costs
+time alone. So does a damaged line, for each has a check of its own. Compiles nothing. Imports the standard library, assembly and
+files.
 """
 
 import hashlib
