@@ -246,7 +246,9 @@ def test_the_real_pool_compiles_for_both_makers(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     case = ("--case", "te-29x17389", "--quant", "fp8_t", "--dtype", "bfloat16", "--variant", "optimized")
     save = ("--save", tmp_path / "rows.json")
-    result = run("inspect", "rmsnorm_fwd", *case, "--target", "sm_90", "--target", "gfx942", "--workers", "1", *save)
+    result = run(
+        "inspect", "rmsnorm_fwd", *case, "--target", "sm_90", "--target", "gfx942", "--workers", "1", "--recompile", *save
+    )
     assert result.exit_code == 0, result.output
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     launches = {row["target"]: len(row["kernels"]) for row in rows if "fp8_t" in row["case"]}

@@ -29,6 +29,8 @@ Against = Annotated[str | None, typer.Option("--against", metavar="JSON", help="
 AgainstRev = Annotated[
     str | None, typer.Option("--against-rev", metavar="REV", help="Show what differs from a git revision and its configs.")
 ]
+Recompile = Annotated[bool, typer.Option("--recompile", help="Believe nothing that was compiled before.")]
+Renew = Annotated[bool, typer.Option("--renew", help="Ship what was found with the package, in place of what is shipped.")]
 Save = Annotated[Path | None, typer.Option("--save", metavar="FILE", help="Keep what was found, for gate --static.")]
 
 
@@ -46,6 +48,8 @@ def command(
     against: Against = None,
     against_rev: AgainstRev = None,
     save: Save = None,
+    recompile: Recompile = False,
+    renew: Renew = False,
     gpu: Annotated[str, typer.Option("--gpu", metavar="NAME", help="Whose cached configs, as its folder is called.")] = _GPU,
     workers: o.Workers = None,
     configs: o.Configs = None,
@@ -56,22 +60,27 @@ def command(
 
     Registers and spilled bytes are per thread, shared bytes per program; programs and warps are what one multiprocessor holds,
     and what limits them; loads and stores of global memory are bits x instructions. Whether they got worse: gate --static.
+    Kernels that results/static knows, by a digest of Triton's own IR, are not compiled further.
     """
-    from kerneltune.inspection.survey import survey
-
     if against is not None and against_rev is not None:
         raise ValueError("--against and --against-rev: expected one of them")
     o.number("workers", workers, 1)
+    whole = gpu == _GPU and not any((op, variant, case, dtype, quant, target, config, against, against_rev, configs))
+    if renew and not whole:
+        raise ValueError("renew: True: expected without a selection, for it takes the place of everything that is shipped")
     targets = _targets(target)
     requests = _requests(op, sizes, variant, case, dtype, quant, gpu, configs, any_case=config is not None)
     if config is not None:
         requests = _with_config(requests, "config", config)
     arguments = _again([*([op] if op else []), *(sizes or [])], variant, case, dtype, quant, targets, config, gpu, workers)
     earlier = None if against_rev is None else _of_revision(against_rev, arguments)
-    with reporter() as progress:
-        found = survey(requests, targets, workers, progress.stage, progress.advance)
-        if against is not None:
-            earlier = survey(_with_config(requests, "against", against), targets, workers, progress.stage, progress.advance)
+    found = _survey(requests, targets, workers, recompile)
+    if against is not None:
+        earlier = _survey(_with_config(requests, "against", against), targets, workers, recompile)
+    if renew:
+        _ship(found)
+    elif whole:
+        _say_unknown(found)
     if save is not None:
         from kerneltune.inspection.static import save as save_survey
 
@@ -79,7 +88,7 @@ def command(
         note(f"wrote {save}")
     if earlier is not None:
         _show_differences(*((found, earlier) if against is not None else (earlier, found)))
-    elif save is None:
+    elif save is None and not renew:
         _show(found)
 
 
@@ -96,7 +105,6 @@ def judge(
 ) -> NoReturn:
     """The cached configs against those of a file of `--save` or of a git revision; ends the command with the gate's exit code."""
     from kerneltune.inspection.static import load, static_gate
-    from kerneltune.inspection.survey import survey
 
     o.number("workers", workers, 1)
     targets = _targets(target)
@@ -105,13 +113,39 @@ def judge(
         earlier = load(Path(baseline))
     else:
         earlier = _of_revision(baseline, _again([op] if op else [], variant, case, dtype, quant, targets, None, _GPU, workers))
-    with reporter() as progress:
-        found = survey(requests, targets, workers, progress.stage, progress.advance)
+    found = _survey(requests, targets, workers)
+    if not any((op, variant, case, dtype, quant, target, configs)):
+        _say_unknown(found)
     verdict = static_gate(earlier, found)
     for line in verdict.findings:
         show(line)
     (error_line if verdict.exit_code == 2 else show)(verdict.summary)
     raise typer.Exit(verdict.exit_code)
+
+
+def _survey(requests: "list[Request]", targets: list[str], workers: int | None, recompile: bool = False) -> "Survey":
+    """What the requests compile to, with a bar while they do."""
+    from kerneltune.inspection.survey import survey
+    from kerneltune.measuring import known
+
+    before = {} if recompile else {target: known.load(known.shipped(), target) for target in targets}
+    with reporter() as progress:
+        return survey(requests, targets, workers, progress.stage, progress.advance, before)
+
+
+def _ship(found: "Survey") -> None:
+    """Have results/static know the kernels that were found, and no others."""
+    from kerneltune.measuring import known
+
+    for target, facts in found.facts.items():
+        known.save(known.shipped(), target, facts)
+    note(f"wrote {known.shipped()}")
+
+
+def _say_unknown(found: "Survey") -> None:
+    if found.unknown:
+        kernels = sum(map(len, found.facts.values()))
+        note(f"{found.unknown} of {kernels} kernels are not in results/static: `kerneltune inspect --renew` puts them there")
 
 
 def _targets(given: list[str] | None) -> list[str]:

@@ -10,9 +10,13 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 
 from kerneltune.files import data_root
 from kerneltune.inspection.static import Survey, load
+
+_LIST_OF_TREES = Lock()
+"""git keeps one list, whose folder goes with its last entry."""
 
 
 def survey_revision(revision: str, arguments: Sequence[str]) -> Survey:
@@ -36,11 +40,13 @@ def checked_out(revision: str) -> Iterator[Path]:
     commit = _git(checkout, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}", what=f"{revision!r}: no such revision")
     with tempfile.TemporaryDirectory(prefix="kerneltune-") as folder:
         tree = Path(folder) / "tree"
-        _git(checkout, "worktree", "add", "--detach", str(tree), commit, what=f"cannot check out {revision!r}")
+        with _LIST_OF_TREES:
+            _git(checkout, "worktree", "add", "--detach", str(tree), commit, what=f"cannot check out {revision!r}")
         try:
             yield tree
         finally:
-            _git(checkout, "worktree", "remove", "--force", str(tree), what=f"cannot remove {tree}")
+            with _LIST_OF_TREES:
+                _git(checkout, "worktree", "remove", "--force", str(tree), what=f"cannot remove {tree}")
 
 
 def _inspected(revision: str, tree: Path, rows: Path, arguments: Sequence[str]) -> Survey:

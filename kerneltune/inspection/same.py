@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,27 +45,31 @@ def differences(operators: str, entries: Sequence[tuple[str, Entry]], advance: C
 
     Args:
         operators: the module whose `load` gives the operators, in any revision.
-        advance: called after each commit, with its name.
+        advance: called after each commit, with its name. As many are asked at once as there are cores.
     """
     reasons = [""] * len(entries)
     by_commit: dict[str, list[int]] = {}
     for number, (_op, entry) in enumerate(entries):
         by_commit.setdefault(str(entry.evidence.get("commit") or ""), []).append(number)
-    with tempfile.TemporaryDirectory(prefix="kerneltune-") as folder:
-        for commit, numbers in by_commit.items():
-            chosen = [entries[number] for number in numbers]
-            try:
-                with checked_out(commit) as tree:
-                    then = _launched(operators, chosen, tree, Path(folder))
-                now = _launched(operators, chosen, data_root("kerneltune").parent, Path(folder))
-            except ValueError as error:
-                found = [str(error)] * len(chosen)
-            else:
-                found = [_difference(e, *pair) for (_op, e), pair in zip(chosen, zip(then, now, strict=True), strict=True)]
-            for number, reason in zip(numbers, found, strict=True):
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+        found = threads.map(lambda pair: _since(operators, pair[0], [entries[n] for n in pair[1]]), by_commit.items())
+        for (commit, numbers), answer in zip(by_commit.items(), found, strict=True):
+            for number, reason in zip(numbers, answer, strict=True):
                 reasons[number] = reason
             advance(commit)
     return reasons
+
+
+def _since(operators: str, commit: str, entries: Sequence[tuple[str, Entry]]) -> list[str]:
+    """The reasons of entries that were chosen at one commit."""
+    with tempfile.TemporaryDirectory(prefix="kerneltune-") as folder:
+        try:
+            with checked_out(commit) as tree:
+                then = _launched(operators, entries, tree, Path(folder))
+            now = _launched(operators, entries, data_root("kerneltune").parent, Path(folder))
+        except ValueError as error:
+            return [str(error)] * len(entries)
+    return [_difference(entry, *pair) for (_op, entry), pair in zip(entries, zip(then, now, strict=True), strict=True)]
 
 
 def _difference(entry: Entry, then: tuple[str, str], now: tuple[str, str]) -> str:

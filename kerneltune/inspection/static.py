@@ -1,12 +1,11 @@
 """What compiling alone says of configs: rows, the file that keeps them, and the gate over two sets of them.
 
-Compiles nothing and asks no GPU. Imports the standard library, assembly, errors, files and
-occupancy.
+Compiles nothing and asks no GPU. Imports the standard library, assembly, errors, files, known and occupancy.
 """
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from kerneltune.errors import unknown
 from kerneltune.files import replace_text
 from kerneltune.measuring.assembly import Access, Kernel, typical_bits
+from kerneltune.measuring.known import Fact
 from kerneltune.measuring.occupancy import LIMITS, resident
 
 SCHEMA = 1
@@ -46,10 +46,17 @@ class StaticRow:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """Rows, and the version of triton that compiled them: another one allocates other registers."""
+    """Rows, and the version of triton that compiled them: another one allocates other registers.
+
+    Attributes:
+        facts: of the kernels, by target and digest.
+        unknown: how many of these were not known before. Both are not kept in files of surveys.
+    """
 
     triton: str
     rows: tuple[StaticRow, ...]
+    facts: Mapping[str, Mapping[str, Fact]] = field(default_factory=dict, compare=False)
+    unknown: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,11 @@ Knows no operator by name and judges nothing. May import torch.
 """
 
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from kerneltune import cache, device
@@ -15,6 +16,7 @@ from kerneltune.inspection.static import StaticRow, Survey
 from kerneltune.measuring.assembly import Kernel
 from kerneltune.measuring.compare import config_values
 from kerneltune.measuring.compiler import TARGETS, Compiled, CompilePool, Job
+from kerneltune.measuring.known import Fact, Known
 from kerneltune.measuring.occupancy import resident
 from kerneltune.spec import Case, Op, Variant
 
@@ -69,25 +71,30 @@ def survey(
     workers: int | None = None,
     stage: Callable[[str, int], None] = lambda _name, _total: None,
     advance: Callable[[str], None] = lambda _text: None,
+    known: Mapping[str, Known] = MappingProxyType({}),
 ) -> Survey:
     """Compile every request for every target; a config that cannot be compiled is a row with its error.
 
     Requests that differ in nothing that reaches the compiler are compiled once: kernels by Triton's disk cache, and whole
-    requests, of one case under several policies, here.
+    requests, of one case under several policies, here. Kernels that are `known`, by target, are compiled to Triton's own IR only.
     """
     rows = []
+    facts: dict[str, dict[str, Fact]] = {}
     for target in targets:
         distinct = {_job_key(request): request for request in requests}
         stage(f"compile for {target}", len(distinct))
         compiled = {}
         most = min(len(distinct), workers or len(os.sched_getaffinity(0)))
-        with CompilePool(TARGETS[target], most, to_launch=False) as pool:
+        facts[target] = {}
+        with CompilePool(TARGETS[target], most, known=known.get(target, Known({}))) as pool:
             jobs = [Job(partial(r.op.inputs, r.case), r.variant.run, r.config) for r in distinct.values()]
             for (key, request), answer in zip(distinct.items(), pool.compile(jobs), strict=True):
                 compiled[key] = answer
+                facts[target] |= answer.facts
                 advance(f"{request.op.name} {request.variant.name} {request.case.name}")
         rows += [_row(request, target, compiled[_job_key(request)]) for request in requests]
-    return Survey(device.versions()["triton"], tuple(rows))
+    unknown = sum(digest not in known[target].facts for target in known for digest in facts[target])
+    return Survey(device.versions()["triton"], tuple(rows), facts, unknown)
 
 
 def _job_key(request: Request) -> tuple[str, str, Case, Any]:

@@ -1,16 +1,15 @@
 """Ahead-of-time compilation of a variant's kernels on the CPU, in a pool of worker processes.
 
 A worker calls the variant's own function on meta tensors under a driver that compiles but never launches, so it compiles
-exactly what a later launch will find in Triton's disk cache. Measures nothing. May import torch and triton.
+exactly what a later launch will find in Triton's disk cache; or, where nothing will be launched, only what is not known. Measures
+nothing. May import torch and triton.
 """
 
 import os
-import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,11 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from kerneltune.errors import first_line
-from kerneltune.measuring.assembly import Access, Kernel, Usage, gcn_accesses, gcn_usage, ptx_accesses, sass_usage
+from kerneltune.measuring.assembly import Kernel
 from kerneltune.measuring.dry import dry_driver
+from kerneltune.measuring.inspected import Inspecting, fact_of
+from kerneltune.measuring.known import Fact, Known
+from kerneltune.measuring.reading import read
 from kerneltune.processes import fast_context, in_environment
 
 Inputs = Mapping[str, Any]
@@ -58,11 +60,12 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """The kernels that a job launches, or why it has none."""
+    """The kernels that a job launches, or why it has none; of a pool that inspects, also the facts of each by digest."""
 
     kernels: tuple[Kernel, ...]
     seconds: float
     error: str = ""
+    facts: Mapping[str, Fact] = field(default_factory=dict)
 
     @property
     def spill_bytes(self) -> int:
@@ -105,18 +108,18 @@ class CompilePool:
     """Worker processes that compile jobs for one target. Use as a context manager."""
 
     def __init__(
-        self, target: Target, workers: int | None = None, cores: frozenset[int] | None = None, *, to_launch: bool = True
+        self, target: Target, workers: int | None = None, cores: frozenset[int] | None = None, known: Known | None = None
     ) -> None:
-        """cores: that the workers may use, None for all; workers: one per core if not given; to_launch: False where nothing will
-        be launched: AMD's code is then neither assembled nor given line numbers, and is a separate entry of Triton's disk cache.
+        """cores: that the workers may use, None for all; workers: one per core if not given; known: given where nothing will be
+        launched. Then only what it lacks is compiled, AMD's code is neither assembled nor given line numbers, and entries of
+        Triton's disk cache are not those of launches.
         """
-        assembly_only = target.backend == "hip" and not to_launch
         self.target = target
         self.workers = workers or len(cores or os.sched_getaffinity(0))
         self._pool = ProcessPool(
             self.workers,
             initializer=in_environment,
-            initargs=(dict(os.environ), _start_worker, target, cores, assembly_only),
+            initargs=(dict(os.environ), _start_worker, target, cores, known),
             context=fast_context(),
         )
 
@@ -138,7 +141,7 @@ class CompilePool:
             yield job.result()
 
 
-def _start_worker(target: Target, cores: frozenset[int] | None, assembly_only: bool) -> None:
+def _start_worker(target: Target, cores: frozenset[int] | None, known: Known | None) -> None:
     if cores:
         os.sched_setaffinity(0, cores)
     os.environ.pop("TRITON_INTERPRET", None)
@@ -147,28 +150,28 @@ def _start_worker(target: Target, cores: frozenset[int] | None, assembly_only: b
 
     utils = _DryUtils(target)
     driver.set_active(dry_driver(target.backend, target.arch, target.warp_size, utils, utils.launcher))
-    knobs.runtime.add_stages_inspection_hook = partial(_refuse_early, target, assembly_only)
-    if assembly_only:
-        knobs.compilation.disable_line_info = True  # nobody reads lines of AMD's assembly here
+    inspecting = None if known is None else Inspecting(known, target.backend, target.shared_bytes)
+    knobs.runtime.add_stages_inspection_hook = partial(_refuse_early, target, inspecting)
+    if inspecting and target.backend == "hip":
+        knobs.compilation.disable_line_info = True  # without changing the code, which ptxas would
 
 
 def _refuse_early(
-    target: Target, assembly_only: bool, _backend: Any = None, stages: Any = None, options: Any = None, *_others: Any
+    target: Target, inspecting: Inspecting | None, backend: Any = None, stages: Any = None, options: Any = None, *_others: Any
 ) -> tuple[str, str] | None:
     """Triton's hook into the stages of a compilation: what could not be launched is not compiled to its end.
 
-    Nor, with assembly_only, is what is for AMD's GPUs. Asked without arguments for what it adds to the key of the disk cache, it
-    answers: nothing but that.
+    Asked without arguments for what it adds to the key of the disk cache, it answers: nothing but what an inspection does.
     """
     from triton.runtime.errors import OutOfResources
 
     if stages is None:
-        return ("assembly only", "") if assembly_only else ("", "")
-    if assembly_only:
-        stages["hsaco"] = lambda _assembly, _metadata: b""
+        return inspecting() if inspecting else ("", "")
     threads = options.num_warps * target.warp_size
     if threads > _MAX_THREADS:
         raise OutOfResources(threads, _MAX_THREADS, "threads")
+    if inspecting:
+        return inspecting(backend, stages, options)
     to_llir = stages["llir"]
 
     def checked(source: Any, metadata: Any) -> Any:
@@ -186,13 +189,14 @@ def _compile(job: Job) -> Compiled:
 
     active: Any = driver.active
     active.utils.launched.clear()
+    active.utils.facts.clear()
     started = time.perf_counter()
     error = ""
     try:
         job.run(job.make_inputs(device="meta"), job.config)
     except Exception as exception:  # whatever a compiler raises is a property of the config, and is recorded
         error = first_line(exception)
-    return Compiled(tuple(active.utils.launched), time.perf_counter() - started, error)
+    return Compiled(tuple(active.utils.launched), time.perf_counter() - started, error, dict(active.utils.facts))
 
 
 class _DryLaunch:
@@ -200,19 +204,18 @@ class _DryLaunch:
 
     def __init__(self, launched: list[Kernel], metadata: Any) -> None:
         self.launched, self.metadata = launched, metadata
-        self.usage, self.accesses = Usage(0, 0), tuple[Access, ...]()
+        self.kernel: Kernel | None = None
 
     def __call__(self, *_args: Any) -> None:
-        meta, usage = self.metadata, self.usage
-        resources = (usage.registers, usage.spill_bytes, meta.shared, usage.scalar_registers, self.accesses)
-        cooperative = bool(meta.launch_cooperative_grid)
-        self.launched.append(Kernel(meta.name, meta.num_warps, *resources, cooperative))
+        assert self.kernel is not None  # it has been loaded
+        self.launched.append(self.kernel)
 
 
 class _DryUtils:
     def __init__(self, target: Target) -> None:
         self.target = target
         self.launched: list[Kernel] = []
+        self.facts: dict[str, Fact] = {}
         self.loading: _DryLaunch | None = None
 
     def get_device_properties(self, _device: int) -> dict[str, int]:
@@ -220,29 +223,23 @@ class _DryUtils:
 
     def launcher(self, _source: Any, metadata: Any) -> _DryLaunch:
         self.loading = _DryLaunch(self.launched, metadata)
+        inspected = fact_of(metadata)
+        if inspected is not None:
+            digest, fact = inspected
+            self.facts[digest], self.loading.kernel = fact, fact.kernel
         return self.loading
 
-    def load_binary(self, _name: str, binary: bytes, _shared: int, _device: int) -> tuple[int, int, int, int, int]:
-        assert self.loading is not None  # triton makes the launcher of a kernel, then loads it
-        if self.target.backend == "cuda":
-            self.loading.usage = sass_usage(_resources(binary))
-            self.loading.accesses = ptx_accesses(_assembly(self.loading.metadata, "ptx"))
-        else:
-            text = _assembly(self.loading.metadata, "amdgcn")
-            self.loading.usage = gcn_usage(text)
-            self.loading.accesses = gcn_accesses(text)
-        return 0, 0, self.loading.usage.registers, self.loading.usage.spill_bytes, _MAX_THREADS
+    def load_binary(self, _name: str, binary: bytes, shared: int, _device: int) -> tuple[int, int, int, int, int]:
+        loading = self.loading
+        assert loading is not None  # triton makes the launcher of a kernel, then loads it
+        kernel = loading.kernel = loading.kernel or self._kernel(loading.metadata, binary, shared)
+        return 0, 0, kernel.registers, kernel.spill_bytes, _MAX_THREADS
 
-
-def _resources(cubin: bytes) -> str:
-    """What the cuobjdump in Triton's package says of a cubin's registers and memory."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    def _kernel(self, metadata: Any, binary: bytes, shared: int) -> Kernel:
+        assembly = _assembly(metadata, "ptx" if self.target.backend == "cuda" else "amdgcn")
+        usage, accesses = read(self.target.backend, binary, assembly)
+        resources = (usage.registers, usage.spill_bytes, shared, usage.scalar_registers, accesses)
+        return Kernel(metadata.name, metadata.num_warps, *resources, bool(metadata.launch_cooperative_grid))
 
 
 def _assembly(metadata: Any, kind: str) -> str:

@@ -1,0 +1,126 @@
+"""What becomes of a compilation whose result is inspected and never launched: Triton's stages end where the rest is known.
+
+A kernel's facts stand in the metadata that Triton keeps of it, for `Kernel` to be read from. Decides nothing about configs. May
+import triton.
+"""
+
+import hashlib
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from kerneltune.measuring import reading
+from kerneltune.measuring.assembly import Kernel
+from kerneltune.measuring.known import Fact, Known, line, parse
+from kerneltune.sources import source_hash
+
+FACT = "inspected_by_kerneltune"
+"""Of a compiled kernel's metadata: a line of `known`."""
+
+_PLACE = re.compile(r'"([^"\n]*)":(\d+)(?=:\d)')
+_DIGEST = "digest_by_kerneltune"
+_DIGITS = 20
+
+Stage = Callable[[Any, Any], Any]
+
+
+class Inspecting:
+    """Triton's hook into the stages of a compilation."""
+
+    def __init__(self, known: Known, backend: str, shared_bytes: int) -> None:
+        """backend: triton's; shared_bytes: the most that a program may use."""
+        self.known, self.backend, self.shared_bytes = known, backend, shared_bytes
+
+    def __call__(self, backend: Any = None, stages: Any = None, options: Any = None, *_: Any) -> tuple[str, str] | None:
+        """Changes the stages; without them, says what it adds to the key of the disk cache: no binary is kept there."""
+        if stages is None:
+            return f"inspected {self.known.check}", ""
+        names = list(stages)
+        made_for = f"{backend.hash()} {_text(options)} {self.shared_bytes} {source_hash(reading.__name__)}"
+        stages[names[0]] = self._identified(stages[names[0]], made_for)
+        for name in names[1:-1]:
+            stages[name] = self._unless_known(stages[name])
+        stages[names[-1]] = self._settled(stages[names[-1]], bool(options.launch_cooperative_grid))
+        return None
+
+    def _identified(self, to_ir: Stage, made_for: str) -> Stage:
+        """The first stage, Triton's own IR: all others follow from it and from what it is made for, and how that is read."""
+
+        def stage(source: Any, metadata: Any) -> Any:
+            module = to_ir(source, metadata)
+            text = f"{_ir_text(module)} {made_for} {metadata['triton_version']}"
+            digest = metadata[_DIGEST] = hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
+            metadata["name"] = module.get_entry_func_name()
+            if digest in self.known.facts:
+                _settle(metadata, self.known.facts[digest])
+            return module
+
+        return stage
+
+    def _unless_known(self, compile_further: Stage) -> Stage:
+        def stage(source: Any, metadata: Any) -> Any:
+            if FACT in metadata:
+                return ""
+            found = compile_further(source, metadata)
+            if metadata.get("shared", 0) > self.shared_bytes:  # Triton refuses to load it: no need of machine code
+                _settle(metadata, Fact(Kernel(metadata["name"], metadata["num_warps"], 0, 0, metadata["shared"])))
+            return found
+
+        return stage
+
+    def _settled(self, to_binary: Stage, cooperative: bool) -> Stage:
+        def stage(assembly: Any, metadata: Any) -> bytes:
+            if FACT not in metadata:
+                binary = to_binary(assembly, metadata) if reading.needs_binary(self.backend) else b""
+                usage, accesses = reading.read(self.backend, binary, assembly)
+                name, warps, shared = (metadata[value] for value in ("name", "num_warps", "shared"))
+                resources = (usage.registers, usage.spill_bytes, shared, usage.scalar_registers, accesses, cooperative)
+                _settle(metadata, Fact(Kernel(name, warps, *resources), metadata.get("tmem_size") or 0))
+            return b""
+
+        return stage
+
+
+def fact_of(metadata: Any) -> tuple[str, Fact] | None:
+    """Digest and fact of a compiled kernel; None where it was compiled to be launched."""
+    return parse(getattr(metadata, FACT)) if hasattr(metadata, FACT) else None
+
+
+def _settle(metadata: Any, fact: Fact) -> None:
+    """Nothing is left to be found out: the metadata of a whole compilation."""
+    metadata |= dict.fromkeys(("global_scratch_size", "profile_scratch_size"), 0)
+    metadata |= dict.fromkeys(("global_scratch_align", "profile_scratch_align"), 1)
+    metadata |= {"shared": fact.kernel.shared_bytes, "num_warps": fact.kernel.warps, "tmem_size": fact.tensor_columns}
+    metadata[FACT] = line(metadata[_DIGEST], fact)
+
+
+def _ir_text(module: Any) -> str:
+    """The text of Triton's IR. With line information it has part in the code: ptxas takes the labels that bound an inlined
+    function for joints, and allocates other registers. What a file is called, and how far apart its lines are, has none.
+    """
+    from triton import knobs
+
+    if knobs.compilation.disable_line_info:
+        return str(module.str_nodebug())
+    text = module.str()
+    lines: dict[str, set[int]] = {}
+    for file, number in _PLACE.findall(text):
+        lines.setdefault(file, set()).add(int(number))
+    places = {(file, str(n)): f"{f}:{rank}" for f, file in enumerate(lines) for rank, n in enumerate(sorted(lines[file]))}
+    return _PLACE.sub(lambda place: places[place[1], place[2]], text)
+
+
+def _text(options: Any) -> str:
+    """All compile options, libraries by content, and the environment variables that Triton heeds."""
+    from triton._C.libtriton import get_cache_invalidating_env_vars
+
+    values = dict(options.__dict__)
+    values["extern_libs"] = [(name, _file_digest(path)) for name, path in values["extern_libs"]]
+    return f"{sorted(values.items())} {sorted(get_cache_invalidating_env_vars().items())}"
+
+
+@cache
+def _file_digest(path: str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()

@@ -1,0 +1,118 @@
+"""Kernels that were compiled before: what the compiler said of each, by a digest of everything that decides it.
+
+One text file per target, one line per kernel, made by `inspect --renew`. The digest is of Triton's own IR, the options, the
+target, the versions of triton and assembler, and the code that reads what they write: a file that is old, or not there, costs
+time alone. So does a damaged line, for each has a check of its own. Compiles nothing. Imports the standard library, assembly and
+files.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from kerneltune.files import data_root, replace_text
+from kerneltune.measuring.assembly import Access, Kernel
+
+_COLUMNS = (
+    *("kernel", "digest", "check", "warps", "registers", "spill_bytes", "shared_bytes", "scalar_registers", "tensor_columns"),
+    *("cooperative", "loads", "stores"),
+)
+_CHECK_DIGITS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """What compiling said of a kernel; one that exceeds the target's shared memory has no registers and no accesses.
+
+    Attributes:
+        tensor_columns: of Blackwell's tensor memory, that a program uses.
+    """
+
+    kernel: Kernel
+    tensor_columns: int = 0
+
+
+@dataclass(frozen=True)
+class Known:
+    """Facts of one target by digest."""
+
+    facts: Mapping[str, Fact]
+
+    @cached_property
+    def check(self) -> str:
+        """Of all of them."""
+        return _sha256("\n".join(line(*pair) for pair in sorted(self.facts.items(), key=lambda pair: pair[0])))
+
+
+def line(digest: str, fact: Fact) -> str:
+    """One line of a file; `parse` reads it."""
+    kernel = fact.kernel
+    accesses = (",".join(f"{a.bits}x{a.count}" for a in kernel.accesses if a.kind == kind) or "-" for kind in ("load", "store"))
+    numbers = (kernel.warps, kernel.registers, kernel.spill_bytes, kernel.shared_bytes, kernel.scalar_registers)
+    values = "\t".join((*map(str, (*numbers, fact.tensor_columns, int(kernel.cooperative))), *accesses))
+    return f"{kernel.name}\t{digest}\t{_check(kernel.name, digest, values)}\t{values}"
+
+
+def parse(text: str) -> tuple[str, Fact]:
+    """Digest and fact of a line.
+
+    Raises:
+        ValueError: it is not as `line` wrote it.
+    """
+    name, digest, check, values = text.split("\t", 3)
+    if check != _check(name, digest, values):
+        raise ValueError(f"{name} {digest}: damaged")
+    *numbers, loads, stores = values.split("\t")
+    warps, registers, spill_bytes, shared_bytes, scalar_registers, tensor_columns, cooperative = map(int, numbers)
+    kernel = Kernel(name, warps, registers, spill_bytes, shared_bytes, scalar_registers, cooperative=bool(cooperative))
+    return digest, Fact(replace(kernel, accesses=_accesses("load", loads) + _accesses("store", stores)), tensor_columns)
+
+
+def shipped() -> Path:
+    """The folder of this package's files."""
+    return data_root("results") / "static"
+
+
+def load(folder: Path, target: str) -> Known:
+    """What a folder knows of a target: nothing of lines that are not as they were written, and nothing where there is no file."""
+    try:
+        rows = _file(folder, target).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return Known({})
+    facts = {}
+    for row in rows[1:]:
+        try:
+            digest, fact = parse(row)
+        except ValueError:
+            continue
+        facts[digest] = fact
+    return Known(facts)
+
+
+def save(folder: Path, target: str, facts: Mapping[str, Fact]) -> None:
+    """Write a target's file, its lines sorted by kernel.
+
+    Raises:
+        ValueError: it cannot be written; it is as before then.
+    """
+    rows = sorted(line(digest, fact) for digest, fact in facts.items())
+    replace_text(_file(folder, target), "\n".join(["\t".join(_COLUMNS), *rows]) + "\n")
+
+
+def _file(folder: Path, target: str) -> Path:
+    return folder / f"{target}.tsv"
+
+
+def _accesses(kind: str, text: str) -> tuple[Access, ...]:
+    pairs = (item.split("x") for item in text.split(",") if item != "-")
+    return tuple(Access(kind, int(bits), int(count)) for bits, count in pairs)
+
+
+def _check(name: str, digest: str, values: str) -> str:
+    return _sha256(f"{name} {digest} {values}")[:_CHECK_DIGITS]
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
