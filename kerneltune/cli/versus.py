@@ -28,7 +28,7 @@ def command(
     sampler: o.Sampler = None,
     until_gain: Annotated[
         str, typer.Option("--until-gain", metavar="PERCENT", help="Our search stops when the rest is expected to gain less.")
-    ] = "1%",
+    ] = "0.5%",
     helion_budget: Annotated[
         float | None,
         typer.Option(
