@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -121,6 +122,8 @@ class CompilePool:
         )
 
     def __enter__(self) -> "CompilePool":
+        """Starts the workers, which have something to do before the first job."""
+        self._pool.schedule(_nothing)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -138,6 +141,17 @@ class CompilePool:
             yield job.result()
 
 
+def know_triton() -> None:
+    """Have Triton hash its own files, which takes 0.3 s and is otherwise done for the first kernel of a process."""
+    with suppress(ImportError):  # of a version that has it elsewhere: only time is lost
+        from triton.runtime.cache import triton_key
+
+        triton_key()
+
+
+def _nothing() -> None: ...
+
+
 def _start_worker(target: Target, cores: frozenset[int] | None, assembly_only: bool) -> None:
     if cores:
         os.sched_setaffinity(0, cores)
@@ -150,6 +164,7 @@ def _start_worker(target: Target, cores: frozenset[int] | None, assembly_only: b
     knobs.runtime.add_stages_inspection_hook = partial(_refuse_early, target, assembly_only)
     if assembly_only:
         knobs.compilation.disable_line_info = True  # nobody reads lines of AMD's assembly here
+    know_triton()
 
 
 def _refuse_early(

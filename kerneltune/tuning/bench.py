@@ -13,6 +13,7 @@ import torch
 from kerneltune import device
 from kerneltune.errors import first_line
 from kerneltune.measuring.check import Checker
+from kerneltune.measuring.compiler import know_triton
 from kerneltune.measuring.rounds import POLICIES, Contender, interleave, rotation
 from kerneltune.search.trials import Trial
 from kerneltune.spec import Case, Config, Op, Variant
@@ -97,10 +98,11 @@ class GpuBench:
 
 
 def _have_driver() -> None:
-    """Have Triton make its driver, for which it compiles and loads a C module."""
+    """Have Triton make its driver, for which it compiles and loads a C module, and whatever else comes before a first launch."""
     from triton.runtime.driver import driver
 
     driver.active.get_current_device()
+    know_triton()
 
 
 class CheckBench:

@@ -50,10 +50,14 @@ class Task:
         """Seconds since the process was asked for."""
         return time.monotonic() - self.began
 
+    def narrow(self) -> tuple[Op, Variant]:
+        """The operator, and its variant with the space of the contest."""
+        op, variant = self.named.load()
+        return op, narrowed(variant, self.knobs)
+
     def load(self) -> tuple[Op, Variant, list[Config]]:
         """The operator, its variant, and what there is to choose from, the default first."""
-        op, variant = self.named.load()
-        variant = narrowed(variant, self.knobs)
+        op, variant = self.narrow()
         empty = TrialStore(self.folder / "none.jsonl")
         return op, variant, candidates(op, self.case, variant, self.options.policy, empty)
 
@@ -83,9 +87,9 @@ def by_kerneltune(task: Task) -> Found:
     Raises:
         NothingPassedError, ChildLostError: there is no config.
     """
-    op, variant, _ = task.load()
     options = replace(task.options, configs=task.folder / "configs", results=task.folder / "results")
     with Machines(options) as machines, machines.deciding():
+        op, variant = task.narrow()  # while the pool starts
         tuner = machines.tuner(op, task.case, variant)
         entry = tune(tuner, task.search, machines.compiling(tuner), options.configs)
         usage = machines.usage_of(tuner)
