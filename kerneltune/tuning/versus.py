@@ -43,7 +43,7 @@ BEST = "best of the space"
 _RANKED = 6
 _SIDE_TIMEOUT_S = 4 * 3600.0
 """One compilation after the other, a large space takes hours."""
-_PAST_LIMIT_S = 120.0
+_PAST_LIMIT_S = 60.0
 """A side that has a limit ends what it has begun."""
 
 
