@@ -123,7 +123,11 @@ class CompilePool:
 
     def __enter__(self) -> "CompilePool":
         """Starts the workers, which have something to do before the first job."""
-        self._pool.schedule(_nothing)
+        try:
+            self._pool.schedule(_nothing)
+        except BaseException:  # an interrupt, most likely
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
