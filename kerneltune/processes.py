@@ -19,14 +19,18 @@ T = TypeVar("T")
 TIMEOUT_S = 1800.0
 
 
-def in_fresh_processes(count: int, work: Callable[..., T], *args: Any, timeout_s: float = TIMEOUT_S) -> Iterator[T]:
+def in_fresh_processes(
+    count: int, work: Callable[..., T], *args: Any, timeout_s: float = TIMEOUT_S, first: Callable[[], Any] | None = None
+) -> Iterator[T]:
     """What `work(*args)` returns in `count` processes; both are pickled. Only one process runs at a time.
+
+    first: called in each, before what `work` needs is imported.
 
     Raises:
         ValueError: a process crashed or took longer than `timeout_s`. What `work` raises is raised here.
     """
     for number in range(1, count + 1):
-        pool = ProcessPool(max_workers=1, context=multiprocessing.get_context("spawn"))
+        pool = ProcessPool(max_workers=1, initializer=first, context=multiprocessing.get_context("spawn"))
         try:
             result = pool.schedule(work, args=args, timeout=timeout_s).result()
         except FutureTimeoutError:
@@ -49,12 +53,15 @@ def fast_context() -> ForkServerContext:
     return multiprocessing.get_context("forkserver")
 
 
-def start_server() -> None:
+def start_server(*modules: str) -> None:
     """Have the server of `fast_context` import torch while this process does something else; nothing where it runs already.
+
+    modules: that it imports as well, unless kernels are interpreted: not every process that it starts interprets them then, and
+    Triton decides that when it is imported.
 
     Blocked while the server is started, an interrupt is blocked in it for good; here it comes when the server has begun.
     """
-    forkserver.set_forkserver_preload(["torch"])
+    forkserver.set_forkserver_preload(["torch", *(modules if "TRITON_INTERPRET" not in os.environ else ())])
     resource_tracker.ensure_running()  # else the server starts it, and lets interrupts through again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -38,10 +38,11 @@ def seed(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(autouse=HAS_GPU)
 def poisoned_memory() -> Iterator[None]:
     """`torch.empty` holds NaN, so that a kernel that leaves a part of its output unwritten is caught."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    from kerneltune.measuring import check
+
     torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(False)
+    with check.poisoned_memory():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=not HAS_GPU)

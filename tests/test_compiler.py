@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from started import TESTS, environment
 
-from kerneltune.measuring.compiler import TARGETS, Compiled, Kernel
+from kerneltune.measuring.compiler import TARGETS, Compiled, CompilePool, Kernel
 
 THREADS, REGISTER_FILE = 32, 65536
 
@@ -75,6 +75,20 @@ def test_resources_of_a_job_are_those_of_its_largest_kernel(answers: dict[str, A
     two = Compiled((Kernel("a", 8, 40, 0, 0), Kernel("b", 4, 64, 16, 0)), 1.0)
     assert (two.resources, two.spill_bytes) == (320, 16)
     assert (Compiled((), 0.0, "x").resources, Compiled((), 0.0, "x").spill_bytes) == (0, 0)
+
+
+def test_a_pool_that_is_interrupted_while_it_starts_leaves_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = CompilePool(TARGETS["sm_90"], 1)
+    started = pool._pool.schedule
+
+    def interrupted(*arguments: Any) -> None:
+        started(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pool._pool, "schedule", interrupted)
+    with pytest.raises(KeyboardInterrupt), pool:
+        raise AssertionError("the pool was entered")
+    assert not pool._pool.active and not pool._pool._pool_manager.worker_manager.workers
 
 
 def test_a_job_that_raises_hangs_or_dies_costs_only_itself(answers: dict[str, Any]) -> None:

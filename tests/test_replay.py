@@ -98,9 +98,9 @@ def test_a_space_without_a_time_is_refused() -> None:
 
 
 def worse_than(chance: Gaps, gaps: Gaps, budgets: Sequence[int]) -> list[int]:
-    """The budgets at which the median gap is above that of chance."""
+    """The budgets at which the gap is above that of chance, by the intervals: early on both often stand at the same config."""
     both = [(n, chance.at(n), gaps.at(n)) for n in budgets]
-    return [n for n, a, b in both if a is not None and b is not None and b.median > a.median]
+    return [n for n, a, b in both if a is not None and b is not None and b.low > a.high]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -114,7 +114,7 @@ def test_the_search_beats_chance_on_made_up_spaces(seed: int) -> None:
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
 def test_the_search_reaches_the_optimum_of_the_shipped_spaces(path: Path) -> None:
-    """Median gap at most 3 % at 50 evaluations and 1 % at a quarter of the space, and never behind chance."""
+    """Median gap at most 3 % at 50 evaluations and 1 % at a quarter of the space, no more than chance there, never behind it."""
     space = spaces.read(path)
     quarter = len(space.trials) // 4
     found, chance = replay(space, "gp", 10, max(50, quarter)), replay(space, "random", 100, max(50, quarter))
@@ -122,6 +122,8 @@ def test_the_search_reaches_the_optimum_of_the_shipped_spaces(path: Path) -> Non
         gap = found.at(evaluations)
         assert gap is not None and gap.median <= bound
     assert worse_than(chance, found, (25, 50)) == []
+    at_quarter, by_chance = found.at(quarter), chance.at(quarter)
+    assert at_quarter is not None and by_chance is not None and at_quarter.median <= by_chance.median
 
 
 def test_the_surrogate_computes_on_one_core(monkeypatch: pytest.MonkeyPatch) -> None:

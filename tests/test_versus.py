@@ -21,9 +21,9 @@ from kerneltune.cli import app
 from kerneltune.plan import Options, Quiet
 from kerneltune.search.loop import Search
 from kerneltune.spec import Case
-from kerneltune.tuning import versus
+from kerneltune.tuning import tuners, versus
 from kerneltune.tuning.isolated import Named
-from kerneltune.tuning.tuners import EXHAUSTIVE, US, Found, Task, by_helion, by_triton, finalists
+from kerneltune.tuning.tuners import EXHAUSTIVE, HELION, US, Found, Task, by_helion, by_triton, finalists
 from kerneltune.tuning.versus import BEST, DEFAULT, Contest, contest, keep
 
 SIDES = {US: versus_jobs.ours, EXHAUSTIVE: versus_jobs.triton, "Third": versus_jobs.broken}
@@ -66,7 +66,8 @@ def test_all_sides_search_the_same_configs_and_meet_in_one_run(fought: tuple[Con
     assert (theirs.time_us, theirs.gap, theirs.evaluations) == (None, None, 16)
     assert theirs.remark == ("one compilation after the other, no check of results, 1 could not be launched; wrong: off by one")
     assert ours.gap is not None and ours.gap.median == 0.0
-    assert re.fullmatch(r"first config compiled after \d+\.\d s, from there GPU idle for 100 %", ours.remark)
+    said = r"first config compiled after \d+\.\d s, from there GPU idle for 100 %"
+    assert re.fullmatch(f"{said}; until the rest is expected to gain less than 1 %", ours.remark)
     gap = lines[DEFAULT].gap
     assert gap is not None and gap.median == pytest.approx(13.875 / 10 - 1) and gap.low <= gap.median <= gap.high
     assert lines["Third"].remark == "RuntimeError: no config found"
@@ -87,6 +88,95 @@ def test_a_contest_is_kept_beside_the_others(fought: tuple[Contest, Path], optio
     assert text.count("| tuner | wall s |") == 2 and "**fake optimized b bfloat16 none**: 16 configs; wall time" in text
     assert f"| {BEST} |  |  | 10.00 | +0.0 % (+0.0 to +0.0) |  |" in text
     assert len({line.count("|") for line in text.splitlines() if line.startswith("| ")}) == 1
+
+
+class Sides:
+    """Stands for the processes of the sides: finds what it is told to, counts how often it was asked."""
+
+    def __init__(self, **found: Found | Exception) -> None:
+        self.found, self.asked = found, list[str]()
+
+    def __call__(self, name: str, _side: object, _task: Task) -> Found:
+        self.asked.append(name)
+        found = self.found[name]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+A, B = Found(Knobs(3, 8), 2.0, 9, (Knobs(3, 8), Knobs(3, 4)), "first"), Found(Knobs(0, 8), 40.0, 20, (Knobs(0, 8),))
+
+
+def again(
+    options: Options, sides: Sides, monkeypatch: pytest.MonkeyPatch, trials: int | None = None, limit_s: int | None = None
+) -> Contest:
+    """A contest between the sides A, B and, where they have it, Helion."""
+    monkeypatch.setattr(versus, "_tuned", sides)
+    monkeypatch.setattr(versus, "unable", dict)
+    names = {name: versus_jobs.broken for name in sides.found}
+    return contest(OP, CASE, VARIANT, (), Search(trials=trials), options, Quiet(), names, Bench, limit_s)
+
+
+def journals(options: Options) -> list[Path]:
+    assert options.results is not None
+    return sorted(options.results.rglob("*.journal.jsonl"))
+
+
+def test_an_interrupted_contest_goes_on_with_the_side_that_had_not_ended(
+    options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as interrupted:
+        interrupted.setattr(versus, "_judge", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        again(options, Sides(A=A, B=B, C=RuntimeError("out of memory")), monkeypatch)
+    (journal,) = journals(options)
+    journal.write_bytes(journal.read_bytes() + b'{"schema": 1, "side": "C", "dep')  # killed while it wrote
+    later = Sides(A=A, B=B, C=A)
+    found = again(options, later, monkeypatch)
+    assert later.asked == ["C"]
+    assert [(line.name, line.wall_s, line.remark) for line in found.lines][:3] == [
+        ("A", 2.0, "first"),
+        ("B", 40.0, ""),
+        ("C", 2.0, "first"),
+    ]
+    assert found.lines[0].config == {"block": 3, "warps": 8}
+    keep(found, ["kerneltune"], options)
+    assert journals(options) == []
+    anew = Sides(A=A, B=B)
+    again(options, anew, monkeypatch)
+    assert anew.asked == ["A", "B"]
+
+
+def test_what_was_found_under_another_search_or_limit_is_not_taken(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    again(options, Sides(A=A, **{HELION: B}), monkeypatch)
+    other_search = Sides(A=A, **{HELION: B})
+    again(options, other_search, monkeypatch, trials=5)
+    assert other_search.asked == ["A", HELION]
+    other_limit = Sides(A=A, **{HELION: B})
+    again(options, other_limit, monkeypatch, limit_s=30)
+    assert other_limit.asked == [HELION]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("hello", r":1: not a side's result: 'hello'; move the file away to start anew$"),
+        ("[1]", r":1: not a side's result: '\[1\]'; move the file away to start anew$"),
+        (
+            '{"schema": 2}',
+            r":1: schema: 2: expected 1: written by another version of kerneltune; move the file away to start anew$",
+        ),
+    ],
+)
+def test_a_journal_of_something_else_is_left_as_it_is(
+    line: str, message: str, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again(options, Sides(A=A), monkeypatch)
+    (journal,) = journals(options)
+    journal.write_text(line + "\n")
+    nobody = Sides(A=A)
+    with pytest.raises(ValueError, match=message):
+        again(options, nobody, monkeypatch)
+    assert nobody.asked == [] and journal.read_text() == line + "\n"
 
 
 def test_a_space_of_one_config_is_no_contest(options: Options) -> None:
@@ -120,8 +210,10 @@ def test_helion_is_given_the_knobs_and_told_what_does_not_go_together(
 ) -> None:
     """A stand-in for Helion that tries everything: the default's values come first, as Helion begins with them."""
     refused: list[Mapping[str, Any]] = []
+    limits: list[int | None] = []
 
-    def autotune(tunables: Mapping[str, tuple[Any, ...]], compiled: Any, tensors: Any, **_: Any) -> Mapping[str, Any]:
+    def autotune(tunables: Mapping[str, tuple[Any, ...]], compiled: Any, tensors: Any, **given: Any) -> Mapping[str, Any]:
+        limits.append(given.get("autotune_budget_seconds"))
         assert list(tunables) == ["block", "warps"] and [offer[0] for offer in tunables.values()] == [0, 1]
         ranking = {}
         for chosen in itertools.product(*tunables.values()):
@@ -141,6 +233,10 @@ def test_helion_is_given_the_knobs_and_told_what_does_not_go_together(
     task = Task(Named("versus_jobs", "fake", "optimized"), CASE, (("block", ("0", "4")),), Search(), options, tmp_path)
     found = by_helion(task, "cpu")
     assert found.config == Knobs(4, 8) and found.evaluations == 8 and refused == [{"block": 4, "warps": 2}]
+    assert "stopped" not in found.remark
+    clock = itertools.count(0.0, 31.0)
+    monkeypatch.setattr(tuners, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    assert by_helion(replace(task, limit_s=30), "cpu").remark.endswith(", stopped after 31 s") and limits == [None, 30]
 
 
 def test_the_finalists_are_the_choices_the_default_and_the_best_of_every_ranking() -> None:
@@ -156,6 +252,9 @@ def test_without_a_gpu_the_command_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     assert (result.exit_code, result.stderr) == (2, "error: versus needs a GPU: in the interpreter nothing can be timed\n")
     nothing = CliRunner().invoke(app, ["versus", "rmsnorm", "--case", "no-such"])
     assert nothing.stderr.endswith("rmsnorm.yaml: no case with case=no-such\n")
+    for seconds in ("0", "nan"):
+        result = CliRunner().invoke(app, ["versus", "rmsnorm", "--helion-budget", seconds])
+        assert (result.exit_code, result.stderr) == (2, f"error: helion-budget: {float(seconds)!r}: expected 1 or more\n")
     result = CliRunner().invoke(app, ["versus", "rmsnorm", "--restrict", "warps"])
     assert (result.exit_code, result.stderr) == (2, "error: restrict: 'warps': expected NAME=V1,V2\n")
 

@@ -48,6 +48,11 @@ def command(
     """
     results = o.results_root(results, family)
     o.require_writable(o.configs_root(configs))
+    if not ray:
+        from kerneltune.processes import start_server
+        from kerneltune.tuning import IMPORTED
+
+        start_server(*IMPORTED)  # which takes as long as the imports of this process
     known = o.load_ops()
     from kerneltune.tuning.run import run_tune
 

@@ -28,14 +28,21 @@ def command(
     sampler: o.Sampler = None,
     until_gain: Annotated[
         str, typer.Option("--until-gain", metavar="PERCENT", help="Our search stops when the rest is expected to gain less.")
-    ] = "1%",
+    ] = "0.5%",
+    helion_budget: Annotated[
+        float | None,
+        typer.Option(
+            "--helion-budget", metavar="SECONDS", help="Helion stops then; its best so far counts. No limit if not given."
+        ),
+    ] = None,
     results: o.Results = None,
     workers: o.Workers = None,
 ) -> None:
     """Tune the first selected case with kerneltune, @triton.autotune over the whole space, and Helion where it is installed.
 
     Each starts with nothing compiled, in a process of its own. What they choose is timed in one interleaved run, beside the
-    default and the best few of every ranking. Written to results/<gpu>/versus; the config cache stays as it is.
+    default and the best few of every ranking. Written to results/<gpu>/versus; the config cache stays as it is. Interrupted, the
+    same command goes on with the tuner that had not ended.
     """
     results = o.results_root(results, family)
     known = o.load_ops()
@@ -46,6 +53,7 @@ def command(
     selection = o.make_selection(known, family, op, case, dtype, quant, [variant])
     options = o.make_options(policy, budget_s=budget, trials=trials, sampler=sampler, results=results, workers=workers)
     given = o.knobs("restrict", restrict)
+    o.number("helion-budget", helion_budget, 1)
     search = Search(budget, trials, options.sampler, until_gain=o.percent("until-gain", until_gain))
     entry = next((e for e in load_plan(known, selection).bench if selection.takes(e)), None)
     if entry is None:
@@ -54,7 +62,8 @@ def command(
     o.require_writable(results)
     chosen = known[entry.op]
     with reporter() as progress:
-        found = versus.contest(chosen, entry.case, chosen.variant(variant), given, search, options, progress)
+        limit_s = None if helion_budget is None else round(helion_budget)
+        found = versus.contest(chosen, entry.case, chosen.variant(variant), given, search, options, progress, limit_s=limit_s)
     show(f"{found.op} {found.variant} {found.case.label}: {found.configs} configs")
     show_table(versus.HEAD, [versus.cells(line) for line in versus.plain(found)])
     if found.share is not None:

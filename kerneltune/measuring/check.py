@@ -16,14 +16,16 @@ _LAUNCH_FAILURE = "the launch failed"
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Uninitialised tensors hold NaN, or the largest integer, so that an output that is not written shows."""
-    enabled = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    """Uninitialised tensors hold NaN, or the largest integer, so that an output that is not written shows.
+
+    Not by torch.use_deterministic_algorithms, which imports torch's own compiler: seconds, in every process.
+    """
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("warn")
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        torch.set_deterministic_debug_mode(before)
 
 
 class CaseError(ValueError):

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -124,6 +125,12 @@ class CompilePool:
         )
 
     def __enter__(self) -> "CompilePool":
+        """Starts the workers, which have something to do before the first job."""
+        try:
+            self._pool.schedule(_nothing)
+        except BaseException:  # an interrupt, most likely
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -141,6 +148,17 @@ class CompilePool:
             yield job.result()
 
 
+def know_triton() -> None:
+    """Have Triton hash its own files, which takes 0.3 s and is otherwise done for the first kernel of a process."""
+    with suppress(ImportError):  # of a version that has it elsewhere: only time is lost
+        from triton.runtime.cache import triton_key
+
+        triton_key()
+
+
+def _nothing() -> None: ...
+
+
 def _start_worker(target: Target, cores: frozenset[int] | None, known: Known | None) -> None:
     if cores:
         os.sched_setaffinity(0, cores)
@@ -154,6 +172,7 @@ def _start_worker(target: Target, cores: frozenset[int] | None, known: Known | N
     knobs.runtime.add_stages_inspection_hook = partial(_refuse_early, target, inspecting)
     if inspecting and target.backend == "hip":
         knobs.compilation.disable_line_info = True  # without changing the code, which ptxas would
+    know_triton()
 
 
 def _refuse_early(

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scipy.linalg import cho_factor, cho_solve, cholesky
 from scipy.optimize import minimize
 from scipy.spatial.distance import cdist
-from scipy.stats import norm
+from scipy.special import ndtr
 from threadpoolctl import ThreadpoolController
 
 Array = NDArray[np.float64]
@@ -89,7 +89,7 @@ class Surrogate:
         mean, variance = self._posterior(seen, values, np.asarray(wanted, dtype=int))
         deviation = np.sqrt(variance)
         z = (self._best - mean) / deviation
-        improvement: Array = deviation * (z * norm.cdf(z) + norm.pdf(z)) * self._scale
+        improvement: Array = deviation * (z * ndtr(z) + np.exp(-(z**2) / 2) / np.sqrt(2 * np.pi)) * self._scale
         chance = self._chance(np.asarray(wanted, dtype=int))
         return improvement * np.where(chance < 0.5, _DOUBTFUL * chance, chance)
 

@@ -4,6 +4,7 @@ Decides nothing and stores nothing. May import torch.
 """
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from kerneltune import device
 from kerneltune.errors import first_line
 from kerneltune.measuring.check import Checker
+from kerneltune.measuring.compiler import know_triton
 from kerneltune.measuring.rounds import POLICIES, Contender, interleave, rotation
 from kerneltune.search.trials import Trial
 from kerneltune.spec import Case, Config, Op, Variant
@@ -52,15 +54,15 @@ class GpuBench:
         self._inputs: list[Any] = []
 
     def open(self, op: Op, case: Case, variant: Variant, policy: str) -> None:
-        """Make inputs and reference; Triton's driver compiles what it needs itself."""
-        from triton.runtime.driver import driver
-
+        """Make inputs and reference, while the C compiler is at work for Triton's driver."""
         self._variant, self._policy = variant, POLICIES[policy]
-        self._checker = Checker(op, case, "cuda")
-        free, _ = torch.cuda.mem_get_info()
-        sets = rotation(self._policy, op.traffic(case).total, device.current().l2_bytes, free)
-        self._inputs = [op.inputs(case, device="cuda", seed=i) for i in range(sets)]
-        driver.active.get_current_device()
+        with ThreadPoolExecutor(1) as beside:
+            launchable = beside.submit(_have_driver)
+            self._checker = Checker(op, case, "cuda")
+            free, _ = torch.cuda.mem_get_info()
+            sets = rotation(self._policy, op.traffic(case).total, device.current().l2_bytes, free)
+            self._inputs = [op.inputs(case, device="cuda", seed=i) for i in range(sets)]
+            launchable.result()
 
     def prepare(self) -> None:
         """Nothing is put off."""
@@ -93,6 +95,14 @@ class GpuBench:
 
     def _contender(self, config: Config, sample_us: float = 800.0) -> Contender:
         return Contender(lambda i: self._variant.run(self._inputs[i], config), len(self._inputs), self._policy, sample_us)
+
+
+def _have_driver() -> None:
+    """Have Triton make its driver, for which it compiles and loads a C module, and whatever else comes before a first launch."""
+    from triton.runtime.driver import driver
+
+    driver.active.get_current_device()
+    know_triton()
 
 
 class CheckBench:

@@ -210,9 +210,10 @@ class IsolatedBench:
 
 
 def _serve(pipe: Connection, make: Callable[[], Measuring], cores: frozenset[int] | None) -> None:
-    """The child: answers one request after the other; ends when its context is lost, or nobody asks any more."""
-    if cores:
-        os.sched_setaffinity(0, cores)
+    """The child: answers one request after the other; ends when its context is lost, or nobody asks any more.
+
+    It keeps to its cores once it is open: before that it waits for the GPU's and Triton's drivers, and other cores may as well.
+    """
     bench = make()
     while True:
         try:
@@ -225,6 +226,8 @@ def _serve(pipe: Connection, make: Callable[[], Measuring], cores: frozenset[int
                 named, case, policy = arguments
                 op, variant = named.load()
                 arguments = (op, case, variant, policy)
+            elif cores:
+                os.sched_setaffinity(0, cores)
             answer, lost = getattr(bench, name)(*arguments), ""
         except Exception as error:  # out of memory as well: the next config finds a clean process
             answer, lost = None, first_line(error)

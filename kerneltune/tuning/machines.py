@@ -19,6 +19,7 @@ from kerneltune.search.loop import Search
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.sweep import results_root
+from kerneltune.tuning import IMPORTED
 from kerneltune.tuning.isolated import IsolatedBench, split_cores
 from kerneltune.tuning.one_case import first_asked
 from kerneltune.tuning.tuner import Compiling, Tuner, job
@@ -59,7 +60,7 @@ class Machines:
         Raises:
             ValueError: a GPU that nothing can be compiled for ahead of time.
         """
-        start_server()  # before the driver is asked, which takes as long
+        start_server(*IMPORTED)  # before the driver is asked, which takes as long
         here = device.current()
         target = TARGETS.get(here.arch)
         if target is None:

@@ -22,6 +22,7 @@ from kerneltune.tuning.one_case import tune
 
 US = "kerneltune tune"
 EXHAUSTIVE = "@triton.autotune"
+HELION = "Helion autotune"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,8 @@ class Task:
     Attributes:
         knobs: values that the space is narrowed to.
         folder: empty, for what a side has to write.
+        began: when the process of the side was asked for (time.monotonic()).
+        limit_s: seconds after which Helion is to stop with its best so far; None for no limit.
     """
 
     named: Named
@@ -38,12 +41,23 @@ class Task:
     knobs: Given
     search: Search
     options: Options
-    folder: Path
+    folder: Path = Path()
+    began: float = 0.0
+    limit_s: int | None = None
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds since the process was asked for."""
+        return time.monotonic() - self.began
+
+    def narrow(self) -> tuple[Op, Variant]:
+        """The operator, and its variant with the space of the contest."""
+        op, variant = self.named.load()
+        return op, narrowed(variant, self.knobs)
 
     def load(self) -> tuple[Op, Variant, list[Config]]:
         """The operator, its variant, and what there is to choose from, the default first."""
-        op, variant = self.named.load()
-        variant = narrowed(variant, self.knobs)
+        op, variant = self.narrow()
         empty = TrialStore(self.folder / "none.jsonl")
         return op, variant, candidates(op, self.case, variant, self.options.policy, empty)
 
@@ -54,7 +68,7 @@ class Found:
 
     Attributes:
         config: its choice.
-        wall_s: seconds, with all processes it starts, without the import of torch and triton into its own.
+        wall_s: seconds from when its process was asked for: imports, and all processes that it starts, included.
         evaluations: configs that it tried.
         best: its ranking as far as it has one, its choice first.
         remark: what else is to be said.
@@ -73,20 +87,20 @@ def by_kerneltune(task: Task) -> Found:
     Raises:
         NothingPassedError, ChildLostError: there is no config.
     """
-    op, variant, _ = task.load()
     options = replace(task.options, configs=task.folder / "configs", results=task.folder / "results")
-    began = time.monotonic()
     with Machines(options) as machines, machines.deciding():
+        op, variant = task.narrow()  # while the pool starts
         tuner = machines.tuner(op, task.case, variant)
         entry = tune(tuner, task.search, machines.compiling(tuner), options.configs)
         usage = machines.usage_of(tuner)
-    wall_s = time.monotonic() - began
+    wall_s = task.spent_s
     chosen = variant.config_from(entry.config)
     ranked = [variant.config_from(knobs) for knobs in tuner.store.ranked(op, task.case, variant, options.policy)]
     best = tuple(dict.fromkeys([chosen, *ranked]))
-    remark = (
-        f"first config compiled after {(tuner.began or began) - began:.1f} s, from there GPU idle for {100 * usage.idle:.0f} %"
-    )
+    first_s = (tuner.began or task.began) - task.began
+    remark = f"first config compiled after {first_s:.1f} s, from there GPU idle for {100 * usage.idle:.0f} %"
+    if task.search.until_gain is not None:
+        remark += f"; until the rest is expected to gain less than {100 * task.search.until_gain:g} %"
     return Found(chosen, wall_s, usage.evaluations, best, remark)
 
 
@@ -124,12 +138,11 @@ def by_triton(task: Task, do_bench: Callable[..., Any] | None = None, where: str
     from triton.runtime.autotuner import Autotuner
 
     op, variant, configs = task.load()
-    began = time.monotonic()
     launch = _Launch(variant, op.inputs(task.case, device=where, seed=0))
     offered = [triton.Config({"config": config}) for config in configs]
     tuner = Autotuner(launch, [], offered, [], None, None, do_bench=do_bench)
     tuner.run()
-    wall_s = time.monotonic() - began
+    wall_s = task.spent_s
     times = {given.kwargs["config"]: float(timings[0]) for given, timings in getattr(tuner, "configs_timings", {}).items()}
     ranked = tuple(sorted((config for config in times if times[config] < float("inf")), key=lambda config: times[config]))
     if not ranked:
@@ -140,7 +153,8 @@ def by_triton(task: Task, do_bench: Callable[..., Any] | None = None, where: str
     return Found(ranked[0], wall_s, len(configs), ranked, remark)
 
 
-_HELION_QUICK = {"initial_population": 30, "copies": 2, "max_generations": 5}
+_HELION_QUICK = {"autotune_effort": "quick", "initial_population": 30, "copies": 2, "max_generations": 5}
+"""At its full effort Helion ends with more than a minute of final selection, however short the search was."""
 
 
 def by_helion(task: Task, where: str = "cuda") -> Found:
@@ -169,23 +183,28 @@ def by_helion(task: Task, where: str = "cuda") -> Found:
 
         return launch
 
-    began = time.monotonic()
     inputs = op.inputs(task.case, device=where, seed=0)
     tensors = [value for value in inputs.values() if hasattr(value, "dtype")]
     spaces = {name: dict.fromkeys([default[name], *(getattr(config, name) for config in configs)]) for name in default}
     tunables = {name: EnumFragment(tuple(offer)) for name, offer in spaces.items()}
-    chosen = variant.config_from(dict(autotune(tunables, compiled, tensors, autotune_accuracy_check=False, **_HELION_QUICK)))
+    limits = {} if task.limit_s is None else {"autotune_budget_seconds": task.limit_s}
+    began = time.monotonic()
+    found = autotune(tunables, compiled, tensors, autotune_accuracy_check=False, **_HELION_QUICK, **limits)
+    searched_s = time.monotonic() - began
+    chosen = variant.config_from(dict(found))
     remark = "PatternSearch, quick effort, no check of results"
-    return Found(chosen, time.monotonic() - began, len(tried), (chosen,), remark)
+    if task.limit_s is not None and searched_s >= task.limit_s:
+        remark += f", stopped after {searched_s:.0f} s"
+    return Found(chosen, task.spent_s, len(tried), (chosen,), remark)
 
 
-SIDES: Mapping[str, Callable[[Task], Found]] = {US: by_kerneltune, EXHAUSTIVE: by_triton, "Helion autotune": by_helion}
+SIDES: Mapping[str, Callable[[Task], Found]] = {US: by_kerneltune, EXHAUSTIVE: by_triton, HELION: by_helion}
 """Ours first, then the one that visits every config."""
 
 
 def unable() -> Mapping[str, str]:
     """The tuners that cannot run here, and why."""
-    lacking = {} if importlib.util.find_spec("helion") else {"Helion autotune": "helion is not installed"}
+    lacking = {} if importlib.util.find_spec("helion") else {HELION: "helion is not installed"}
     return lacking | {"Kernel Tuner": "compiles CUDA, HIP, OpenCL, C and Fortran sources, no Triton kernels"}
 
 

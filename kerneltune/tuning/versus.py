@@ -1,16 +1,19 @@
 """One case tuned by several tuners over the same configs on the same machine: how long each took, how good its config is.
 
-Every side runs in a fresh process with an empty Triton cache, one after the other. The configs they end with, the default,
-and the best few of every ranking are then checked and timed in one interleaved run; the fastest of these stands for the best
-of the whole space. Changes no config cache. Prints nothing.
+Every side runs in a fresh process with an empty Triton cache, one after the other; what it found is kept, and a contest that was
+interrupted goes on with the next side. The configs they end with, the default, and the best few of every ranking are then checked
+and timed in one interleaved run; the fastest of these stands for the best of the whole space. Changes no config cache. Prints
+nothing.
 """
 
 import json
 import os
 import shlex
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +21,30 @@ from kerneltune import device
 from kerneltune.errors import without_places
 from kerneltune.files import replace_text
 from kerneltune.measuring.compare import commit, obstacle, release_memory
+from kerneltune.measuring.compiler import TARGETS, CompilePool
 from kerneltune.plan import Options, Progress, require_gpu, results_folder
-from kerneltune.processes import in_fresh_processes
+from kerneltune.processes import in_fresh_processes, start_server
 from kerneltune.search.loop import Search
 from kerneltune.search.trials import knobs_of
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import Interval, median_interval, ratio_interval
+from kerneltune.sweep import results_root
+from kerneltune.tuning import IMPORTED
 from kerneltune.tuning.bench import SCREEN_SAMPLES, Measuring
 from kerneltune.tuning.isolated import IsolatedBench, Named, split_cores
+from kerneltune.tuning.journal import Journal
 from kerneltune.tuning.knobs import Given, checked_space, narrowed
 from kerneltune.tuning.machines import empty_caches
-from kerneltune.tuning.tuners import EXHAUSTIVE, SIDES, US, Found, Task, finalists, unable
+from kerneltune.tuning.tuner import job
+from kerneltune.tuning.tuners import EXHAUSTIVE, HELION, SIDES, US, Found, Task, finalists, unable
 
 DEFAULT = "default config"
 BEST = "best of the space"
 _RANKED = 6
 _SIDE_TIMEOUT_S = 4 * 3600.0
 """One compilation after the other, a large space takes hours."""
+_PAST_LIMIT_S = 60.0
+"""A side that has a limit ends what it has begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +97,18 @@ def contest(
     progress: Progress,
     sides: Mapping[str, Callable[[Task], Found]] = SIDES,
     judge: Callable[[], Measuring] | None = None,
+    limit_s: int | None = None,
 ) -> Contest:
-    """Let every side tune the case, then compare what they found.
+    """Let every side tune the case, unless that was done before an interruption, then compare what they found.
 
     Args:
         knobs: values that the space is narrowed to.
         judge: makes the bench of the common run; the measuring child if not given.
+        limit_s: seconds after which Helion is to stop with its best so far.
 
     Raises:
-        ValueError: no GPU, a case that does not fit or cannot be cold, a space that makes no sense, or no side found a config.
+        ValueError: no GPU, a case that does not fit or cannot be cold, a space that makes no sense, a journal that cannot be read
+            or written, or no side found a config.
     """
     require_gpu("versus")
     space = checked_space(op, case, narrowed(variant, knobs))
@@ -104,6 +117,9 @@ def contest(
     reason = obstacle(op, case, options.policy)
     if reason is not None:
         raise ValueError(f"{op.name} {case.label}: {reason}")
+    task = Task(Named(op.module, op.name, variant.name), case, knobs, search, options, limit_s=limit_s)
+    journal = Journal(_journal(op.name, case, variant.name, options), _depends_on(op, task))
+    kept = journal.found(variant)
     release_memory()
     lacking = unable()
     found: dict[str, Found] = {}
@@ -111,13 +127,18 @@ def contest(
     wanted = [name for name in sides if name not in lacking]
     progress.stage("versus", len(wanted) + 1)
     for name in wanted:
-        with empty_caches() as folder:
-            task = Task(Named(op.module, op.name, variant.name), case, knobs, search, options, folder)
+        limited = f"{name} {limit_s} s" if name == HELION and limit_s else name
+        if limited in kept:
+            found[name] = kept[limited]
+            progress.note(f"{name}: {found[name].wall_s:.1f} s, before an interruption")
+        else:
             try:
-                (found[name],) = in_fresh_processes(1, sides[name], task, timeout_s=_SIDE_TIMEOUT_S)
-                progress.best(f"{name} {found[name].wall_s:.1f} s")
+                found[name] = _tuned(name, sides[name], task)
             except Exception as error:  # what another tuner raises is its result
                 reasons[name] = f"{type(error).__name__}: {without_places(' '.join(str(error).split()))[:200]}"
+            else:
+                journal.keep(limited, found[name])
+                progress.best(f"{name} {found[name].wall_s:.1f} s")
         progress.advance(name)
     if not found:
         raise ValueError(f"{op.name} {case.label}: no side found a config: {'; '.join(reasons.values())}")
@@ -131,6 +152,38 @@ def contest(
     return Contest(op.name, variant.name, case, options.policy, len(space), tuple(lines))
 
 
+def _tuned(name: str, side: Callable[[Task], Found], task: Task) -> Found:
+    """What a side finds; raises what it raises."""
+    timeout_s = task.limit_s + _PAST_LIMIT_S if name == HELION and task.limit_s is not None else _SIDE_TIMEOUT_S
+    first = partial(start_server, *IMPORTED) if name == US else None  # as the command does
+    with empty_caches() as folder:
+        begun = replace(task, folder=folder, began=time.monotonic())
+        (found,) = in_fresh_processes(1, side, begun, timeout_s=timeout_s, first=first)
+    return found
+
+
+def _labels(op: str, variant: str, case: Case, policy: str) -> str:
+    return device.slug(" ".join((op, variant, case.name, case.dtype, case.quant, policy)))
+
+
+def _journal(op: str, case: Case, variant: str, options: Options) -> Path:
+    """Of a contest that is not over; it goes when the contest's results are written."""
+    name = _labels(op, variant, case, options.policy)
+    return results_root(options.results) / "runs" / device.current().slug / "versus" / f"{name}.journal.jsonl"
+
+
+def _depends_on(op: Op, task: Task) -> dict[str, Any]:
+    """Everything that what a side finds is of."""
+    case, options, here = task.case, task.options, device.current()
+    return {
+        "op": op.name, "variant": task.named.variant, "case": case.name, "axes": dict(case.axes), "dtype": case.dtype,
+        "quant": case.quant, "options": dict(case.options), "policy": options.policy, "knobs": task.knobs,
+        "search": asdict(task.search), "workers": options.workers,
+        "cores": len(os.sched_getaffinity(0)), "device": here.name, "driver": here.driver, "source_hash": op.source_hash,
+        "commit": commit(), **device.versions(),
+    }  # fmt: skip
+
+
 _Judged = dict[Config, tuple[Interval, Interval]]
 
 
@@ -139,6 +192,8 @@ def _judge(
 ) -> tuple[_Judged, dict[Config, str]]:
     """Time and gap to the fastest of the configs that are correct; what is wrong with the others."""
     measuring, _ = split_cores()
+    if make is None:
+        _compile(op, case, variant, configs)
     with IsolatedBench(cores=measuring) if make is None else IsolatedBench(make) as bench:
         bench.open(op, case, variant, policy)
         trials = {config: bench.trial(config, None, SCREEN_SAMPLES) for config in configs}
@@ -151,6 +206,14 @@ def _judge(
     fastest = min(samples.values(), key=lambda taken: median_interval(taken).median)
     judged = {config: (median_interval(taken), ratio_interval(taken, fastest)) for config, taken in samples.items()}
     return judged, wrong
+
+
+def _compile(op: Op, case: Case, variant: Variant, configs: Sequence[Config]) -> None:
+    """All of them side by side, so that launches find them: no side has left anything compiled."""
+    target = TARGETS.get(device.current().arch)
+    if target is not None:
+        with CompilePool(target) as pool:
+            list(pool.compile([job(op, case, config, variant) for config in configs]))
 
 
 def _line(
@@ -173,12 +236,13 @@ def _line(
 def keep(contest: Contest, command: Sequence[str], options: Options) -> list[Path]:
     """Write a contest, and the table of all contests of this GPU, under results/<gpu>/versus; returns the files.
 
+    The next contest of the same begins anew.
+
     Raises:
         ValueError: they cannot be written.
     """
     here, case = device.current(), contest.case
     folder = results_folder(options) / "versus"
-    labels = (contest.op, contest.variant, case.name, case.dtype, case.quant, contest.policy)
     row = {
         **{name: value for name, value in asdict(contest).items() if name != "case"},
         "case": case.name, "axes": dict(case.axes), "dtype": case.dtype, "quant": case.quant, "options": dict(case.options),
@@ -186,10 +250,11 @@ def keep(contest: Contest, command: Sequence[str], options: Options) -> list[Pat
         "commit": commit(), "date": datetime.now(UTC).isoformat(timespec="seconds"), "command": shlex.join(command),
         "share": contest.share,
     }  # fmt: skip
-    path = folder / f"{device.slug(' '.join(labels))}.json"
+    path = folder / f"{_labels(contest.op, contest.variant, case, contest.policy)}.json"
     replace_text(path, json.dumps(row, indent=1) + "\n")
     rows = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
     replace_text(folder / "versus.md", _markdown(rows))
+    _journal(contest.op, case, contest.variant, options).unlink(missing_ok=True)
     return [path, folder / "versus.md"]
 
 
