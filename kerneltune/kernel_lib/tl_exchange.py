@@ -75,34 +75,6 @@ def await_published(ws_ptr, index, tag):
         "=&r,l,r", [(ws_ptr + 32 + index).to(tl.int64), tag], dtype=tl.float32, is_pure=False, pack=1)  # fmt: skip
 
 
-@triton.constexpr_function
-def _await_words(each, apart_bytes):
-    """PTX that loads words at `each` addresses and 1, 2 and 3 times `apart_bytes` behind them until all have the tag."""
-    words = [(k, i) for k in range(4) for i in range(each)]
-    tag = f"${5 * each}"
-    loads = [f"ld.relaxed.gpu.global.b64 w{k}_{i}, [${4 * each + i} + {k * apart_bytes}];" for k, i in words]
-    checks = [f"mov.b64 {{${k * each + i}, t}}, w{k}_{i}; setp.ne.or.b32 p, t, {tag}, p;" for k, i in words]
-    names = ", ".join(f"w{k}_{i}" for k, i in words)
-    declared = f".reg .pred p; .reg .b32 t; .reg .b64 {names};"
-    start = "AGAIN_${:uid}: setp.ne.b32 p, 0, 0;"
-    return "{ " + declared + start + " ".join(loads + checks) + " vote.sync.any.pred p, p, 0xffffffff; @p bra AGAIN_${:uid}; }"
-
-
-@triton.constexpr_function
-def _await_constraints(each):
-    return ",".join(["=&r"] * (4 * each) + ["l"] * each + ["r"] * each)
-
-
-@triton.jit
-def await_quads(ws_ptr, index, tag, APART: tl.constexpr, EACH: tl.constexpr):
-    """`await_published` of the words `index` + k APART, k = 0 … 3, those of EACH elements of a thread in one loop: one way to L2
-    and back after the last of them is there, not one for each.
-    """
-    return tl.inline_asm_elementwise(
-        _await_words(EACH, APART * 8), _await_constraints(EACH), [(ws_ptr + 32 + index).to(tl.int64), tag],
-        dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=False, pack=EACH)  # fmt: skip
-
-
 @triton.jit
 def sum_of_published(ws_ptr, tile, tag, ROWS: tl.constexpr, PARTS: tl.constexpr, PHASE: tl.constexpr):
     """The (ROWS,) sums over the PARTS of a tile's rows, word (tile * PARTS + part) * ROWS + row each, added in the same order in

@@ -12,8 +12,6 @@ from kerneltune.rounding import cdiv, next_power_of_2
 from kerneltune.spec import Case, Space
 
 _MAX_PARTS = 64
-_STRIPE = 32
-"""Fewest rows of a stripe: so many bytes, a sector of memory, are the shortest piece of a transposed row."""
 _WARP_BYTES = 512
 """That a warp loads at once."""
 
@@ -40,11 +38,6 @@ class FwdConfig(_Tiles):
     """
 
     reload: bool
-
-    @property
-    def in_stripes(self) -> bool:
-        """Whether programs share stripes of rows, and turn what they hold (fp8_t alone)."""
-        return self.rows >= _STRIPE
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ def _raised(amax, y):
 
 
 @triton.jit
-def raise_amax(amax_ptr, amax, seen, BY_WARPS: tl.constexpr):
+def _raise_amax(amax_ptr, amax, seen, BY_WARPS: tl.constexpr):
     """Raise *amax_ptr, which was `seen` some time before, to the largest of the tensor amax ≥ 0; most find it raised already.
 
     BY_WARPS: every warp for itself, so that a large program, whose place the next one waits for, ends without a barrier.
@@ -229,7 +229,7 @@ def _whole_rows(
         y_tile = y_rows + (c * COLS + cols)[None, :]
         amax = _write_rows(x, g, r, y_tile, scale, mask, amax, ZERO_CENTERED, FP8, FP8_MAX, KEEP)
     if FP8:
-        raise_amax(amax_ptr, amax, seen, BY_WARPS)
+        _raise_amax(amax_ptr, amax, seen, BY_WARPS)
 
 
 @triton.jit

@@ -10,10 +10,10 @@ import torch
 from kerneltune import cache
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, check_like, check_matrix, in_pairs
 from kerneltune.kernel_lib.launch import on_its_device, phases, registers, resident
-from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX, INTERPRETED, TL_DTYPES, TL_FP8, is_cuda, since_sm_90
+from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX, INTERPRETED, TL_DTYPES, is_cuda, since_sm_90
 from kerneltune.kernel_lib.tl_transpose import transpose_bytes
 from kerneltune.kernel_lib.workspace import counters, workspace
-from kerneltune.ops.rmsnorm import backward_kernels, kernels, stripe_kernels
+from kerneltune.ops.rmsnorm import backward_kernels, kernels
 from kerneltune.ops.rmsnorm.configs import BwdConfig, FwdConfig, default_bwd, default_fwd, valid_bwd, valid_fwd
 from kerneltune.ops.rmsnorm.reference import EPS
 from kerneltune.rounding import cdiv, next_power_of_2
@@ -44,10 +44,6 @@ _BEHIND_BYTES = 8_000_000
 """Rows of so many numbers are turned in the launch that writes them, so many bytes of y behind: on an H200 (2026-11-22) 3 to 7 %
 faster than in a second launch; level at 4096 numbers, slower for fewer, and for more, which looping programs write faster
 (docs/h200.md). A matrix of less than three times the bytes leaves little to do beside."""
-
-_AHEAD = 0
-_WARP_WORDS = 128
-"""32-bit words of a row that a warp loads at once."""
 
 _choose_fwd = cache.Chooser("rmsnorm_fwd", FwdConfig, valid_fwd, default_fwd, ("M",))
 _choose_bwd = cache.Chooser("rmsnorm_bwd", BwdConfig, valid_bwd, default_bwd, ("M",))
@@ -104,9 +100,6 @@ def rmsnorm_fwd(
     if config is None:
         config = _choose_fwd((("M", M), ("N", N)), DTYPE_NAMES[x.dtype], quant, _FWD_OPTIONS)
     scalars = (scale, amax, scale_inv)
-    if y_t is not None and config.in_stripes:
-        _launch_stripes(x, weight, y, y_t, rsigma, *scalars, eps, zero_centered, fp8_format, config)
-        return RMSNormOutput(y, rsigma, y_t, scale_inv)
     if y_t is not None and _turns_behind(y, config):
         _launch_turned(x, weight, y, y_t, rsigma, *scalars, eps, zero_centered, fp8_format, config)
         return RMSNormOutput(y, rsigma, y_t, scale_inv)
@@ -211,22 +204,6 @@ def _launch_turned(x, weight, y, y_t, rsigma, scale, amax, scale_inv, eps, zero_
         cdiv(_BEHIND_BYTES, _BLOCK * N), ZERO_CENTERED=zero_centered, FP8_MAX=FP8_MAX[fp8_format], BLOCK=_BLOCK, TILE=_TILE,
         **_options(N, c),
     )  # fmt: skip
-
-
-def _launch_stripes(x, weight, y, y_t, rsigma, scale, amax, scale_inv, eps, zero_centered, fp8_format, c) -> None:
-    M, N = x.shape
-    parts, stripes = N // c.cols, cdiv(M, c.rows)
-    pairs = 2 if in_pairs(x) and weight.storage_offset() % 2 == 0 else 1
-    words = [t.view(torch.int32) for t in (x, weight)] if pairs == 2 else [x, weight]
-    q = y.view(torch.int16) if pairs == 2 else y
-    ws = workspace(stripes * c.rows * parts, x.device)
-    for phase, options in phases(c.warps, c.ctas):
-        stripe_kernels._rmsnorm_fwd_stripes[(_groups(x, stripes, parts, c.ctas) * parts,)](
-            *words, q, rsigma, scale, amax, scale_inv, y_t.view(torch.uint8), ws, M, N // pairs, words[0].stride(0), eps,
-            ZERO_CENTERED=zero_centered, FP8_MAX=FP8_MAX[fp8_format], PAIRS=pairs, dtype=TL_DTYPES[x.dtype],
-            fp8=TL_FP8[fp8_format], ROWS=c.rows, COLS=c.cols // pairs, WORDS=min(_WARP_WORDS, c.cols // pairs), PHASE=phase,
-            STAGES=c.stages, EVEN=M % c.rows == 0, AHEAD=_AHEAD, WARPS=c.warps, num_warps=c.warps, **options,
-        )  # fmt: skip
 
 
 def _options(N: int, c: FwdConfig) -> dict[str, Any]:
