@@ -1,6 +1,7 @@
 """RMSNorm beyond the contract suite: the published bytes model, special values, wrong tensors, workspaces."""
 
 import csv
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from kerneltune import ops
 from kerneltune.measuring.check import Checker
 from kerneltune.ops.rmsnorm import optimized, rmsnorm_bwd, rmsnorm_fwd
-from kerneltune.ops.rmsnorm.configs import BwdConfig, FwdConfig
+from kerneltune.ops.rmsnorm.configs import BwdConfig, FwdConfig, space_fwd, valid_fwd
 from kerneltune.spec import Case
 
 WHERE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -96,6 +97,9 @@ def test_the_same_bits_in_every_run() -> None:
         ("rmsnorm_fwd", 3, 65528, "fp8", (1, 8192, False, 32, 0, 1, False)),
         ("rmsnorm_fwd", 3, 16384, "fp8", (1, 4096, False, 16, 2, 3, False)),  # the weight held, the next rows on their way
         ("rmsnorm_fwd", 3, 32760, "none", (1, 8192, False, 32, 1, 3, False)),
+        ("rmsnorm_fwd", 3, 65536, "none", (1, 4096, False, 16, 0, 7, True)),  # held in part, the rest read again ahead of its use
+        ("rmsnorm_fwd", 3, 65528, "fp8", (1, 8192, False, 32, 0, 2, True)),
+        ("rmsnorm_fwd", 3, 17389, "fp8_t", (1, 4096, False, 16, 0, 3, True)),
         ("rmsnorm_fwd", 131, 1001, "fp8_t", (1, 1024, False, 4, 0, 1, False)),  # transposed by a second kernel
         ("rmsnorm_fwd", 1100, 300, "fp8_t", (2, 512, False, 2, 2, 3, False)),
         ("rmsnorm_fwd", 3, 16390, "fp8_t", (1, 8192, True, 8, 1, 2, False)),
@@ -112,6 +116,51 @@ def test_configs_of_long_and_of_few_rows(op_name: str, M: int, N: int, quant: st
     variant = op.variant("optimized")
     assert variant.config is not None
     assert Checker(op, case, WHERE).errors(variant, variant.config(*values)) == []
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("quant", ["none", "fp8"])
+@pytest.mark.parametrize(
+    ("N", "stages"),
+    [(1999, 2), (2048, 4), (2048, 5), (1537, 3)],  # the last load held or read again, whole or not, a row held as a whole
+)
+def test_rows_held_in_part(N: int, stages: int, quant: str, dtype: str) -> None:
+    op = OPS["rmsnorm_fwd"]
+    options = (("zero_centered", True), ("fp8_format", "e5m2"), ("row_pad", 3))
+    case = Case("c", (("M", 5), ("N", N)), dtype, quant, options)
+    config = FwdConfig(rows=2, cols=512, split=False, warps=4, ctas=0, stages=stages, reload=True)
+    assert Checker(op, case, WHERE).errors(op.variant("optimized"), config) == []
+
+
+def in_part(M: int, N: int, dtype: str = "bfloat16") -> tuple[list[tuple[int, int, int]], int]:
+    """cols, warps and stages of the configs of a space that hold rows in part, and how many others there are."""
+    case = Case("c", (("M", M), ("N", N)), dtype)
+    configs = [FwdConfig(*values) for values in itertools.product(*space_fwd(case).values())]
+    valid = [c for c in configs if valid_fwd(case, c) is None]
+    found = [(c.cols, c.warps, c.stages) for c in valid if c.reload and c.stages > 1]
+    return sorted(found), len(valid) - len(found)
+
+
+def test_long_rows_alone_may_be_held_in_part() -> None:
+    both = [(4096, 16, 2), (4096, 16, 3), (4096, 16, 5), (4096, 16, 7), (8192, 32, 2), (8192, 32, 3)]
+    assert in_part(256, 65536) == (both, 37)
+    assert in_part(1024, 32768) == (both, 85)
+    assert in_part(29, 17389) == ([c for c in both if c != (4096, 16, 7)], 85)  # five loads: six are not held
+    assert in_part(1024, 32768, "float32") == ([(4096, 16, 2), (4096, 16, 3)], 73)
+    assert in_part(2048, 16384) == ([], 78)
+    assert in_part(8192, 8192) == ([], 57)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quant", ["none", "fp8", "fp8_t"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("M", "N"), [(256, 65536), (300, 40000)])
+def test_all_configs_that_hold_rows_in_part_are_correct_bit_for_bit(M: int, N: int, dtype: str, quant: str) -> None:
+    op = OPS["rmsnorm_fwd"]
+    checker = Checker(op, Case("c", (("M", M), ("N", N)), dtype, quant, tuple((o, v[0]) for o, v in op.options.items())), "cuda")
+    for cols, warps, stages in in_part(M, N)[0]:
+        config = FwdConfig(1, cols, False, warps, 0, stages, True)
+        assert checker.errors(op.variant("optimized"), config) == [], config
 
 
 def turned_and_apart(monkeypatch: pytest.MonkeyPatch, M: int, N: int, config: FwdConfig, behind: int, runs: int) -> None:

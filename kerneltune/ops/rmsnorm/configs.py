@@ -15,6 +15,15 @@ _MAX_PARTS = 64
 _WARP_BYTES = 512
 """That a warp loads at once."""
 
+SHARING = 2
+"""Programs that share a multiprocessor's registers where they hold a part of a row: one waits for its sum, the other reads."""
+
+_REGISTERS = 65536
+"""Of a multiprocessor."""
+
+_LONG = 16384
+"""Numbers of a row beyond which a program may hold a part of it."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Tiles:
@@ -34,7 +43,8 @@ class FwdConfig(_Tiles):
 
     rows: of a tile; cols: of a load; split: programs share a row, one load each, or one program loops over it; warps: of
     a program; ctas: programs per multiprocessor, each looping over tiles, or 0 for a program per tile; stages: depth of
-    that loop's load pipeline; reload: read x once more, from L2, instead of holding it.
+    that loop's load pipeline; reload: read x once more, from L2, instead of holding it; with stages over 1 and no loop,
+    one load less than stages is held, and the others are read that many ahead.
     """
 
     reload: bool
@@ -50,17 +60,18 @@ class BwdConfig(_Tiles):
 
 
 def space_fwd(case: Case) -> Space:
-    """Loads from a quarter of a row to a whole row."""
+    """Loads from half a row, an eighth of a long or uneven one, to a whole row; a sixteenth of one that may be held in part."""
     whole = _power_of_two(case["N"])
     long = whole > 8192
-    smallest = max(512, whole >> 3 if case["N"] % 8 or long else whole >> 1)
+    in_part = whole > _LONG
+    smallest = max(4096, whole >> 4) if in_part else max(512, whole >> 3 if case["N"] % 8 or long else whole >> 1)
     return {
         "rows": (1, 2, 4) if whole <= 2048 else (1,) if long else (1, 2),
         "cols": tuple(cols for cols in (whole >> k for k in range(5)) if smallest <= cols <= 16384 or cols == whole <= 32768),
         "split": (False, True) if long else (False,),
         "warps": (2, 4, 8, 16, 32) if whole > 1024 else (1, 2, 4, 8),
         "ctas": (0, 2, 4) if whole <= 16384 else (0, 1, 2, 4),
-        "stages": (1, 2, 3),
+        "stages": (1, 2, 3, 5, 7) if in_part else (1, 2, 3),
         "reload": (False, True) if whole >= 2048 else (False,),
     }
 
@@ -87,14 +98,36 @@ def valid_fwd(case: Case, config: FwdConfig) -> str | None:
         return "one load holds the row: nothing to split"
     if not config.split and loads > 1 and loads * config.cols * 3 > _power_of_two(case["N"]) * 4:
         return f"{loads} loads of {config.cols} leave a quarter of the lanes idle"
-    if not config.split and loads > 16:
+    in_part = config.reload and not config.ctas and config.stages > 1
+    if loads > (16 if in_part else 8) and (not config.split or config.cols < 8192):
         return f"{loads} loads to a row"
-    if (config.ctas == 0) != (config.stages == 1):
-        return "a pipeline of loads needs a loop over tiles, and the loop needs the pipeline"
     if config.reload and (config.split or config.ctas):
         return "reloading pays where one program has the whole row, and there are many programs"
+    if in_part:
+        return _invalid_in_part(case, config, loads)
+    if (config.ctas == 0) != (config.stages == 1):
+        return "a pipeline of loads needs a loop over tiles, and the loop needs the pipeline"
+    if config.stages > 3:
+        return f"{config.stages} tiles in the pipeline"
     elements = config.rows * config.cols * (1 if config.split or config.reload else loads)
     return _invalid_tile(case, elements, loads if config.split else 1, config, tensors=1, most=64)
+
+
+def _invalid_in_part(case: Case, c: FwdConfig, loads: int) -> str | None:
+    """The same where a program holds a part of its rows, and there is no loop.
+
+    On an H200 (2026-11-22) that won with wide programs, two to a multiprocessor, that load 8 numbers to a thread, at long rows.
+    """
+    registers = 2 * ITEMSIZE[case.dtype] * (c.stages + 2)  # of what is held, the load ahead and the weight
+    if case["N"] <= _LONG:
+        return f"rows of at most {_LONG} are held or read again as a whole"
+    if c.stages > loads:
+        return f"{c.stages - 1} of {loads} loads held leave none to read again"
+    if c.warps < 16 or c.rows * c.cols != 256 * c.warps:
+        return "rows are held in part by at least 16 warps, 8 numbers of a load to a thread"
+    if registers * 8 > _REGISTERS // (SHARING * 32 * c.warps) * 5:
+        return f"{registers} registers per thread for loads"
+    return None
 
 
 def valid_bwd(case: Case, config: BwdConfig) -> str | None:
@@ -125,7 +158,7 @@ def _invalid_tile(case: Case, elements: int, parts: int, c: Any, tensors: int, m
         return f"{per_thread:g} elements per thread"
     if c.ctas * c.warps > 32 or 0 < c.ctas * c.warps < 4:
         return f"{c.ctas * c.warps} warps per multiprocessor"
-    if c.ctas * c.warps * 32 * (per_thread * 1.5 * tensors + 16) > 65536 + 8192:
+    if c.ctas * c.warps * 32 * (per_thread * 1.5 * tensors + 16) > _REGISTERS + 8192:
         return "more registers than a multiprocessor has"
     shared = max(1, c.ctas) * max(0, c.stages - 1) * elements * ITEMSIZE[case.dtype] * tensors
     return too_much_shared(shared)

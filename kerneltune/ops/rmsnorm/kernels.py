@@ -106,12 +106,12 @@ def _rmsnorm_fwd_once(
     x_ptr, g_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr,
     M, N: tl.constexpr, stride_xm, eps,
     ZERO_CENTERED: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, KEEP: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, RELOAD: tl.constexpr, LATE_GAMMA: tl.constexpr, BY_WARPS: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, HELD: tl.constexpr, GAMMAS: tl.constexpr, BY_WARPS: tl.constexpr,
 ):  # fmt: skip
     """y = x * rsqrt(mean(x²) + eps) * g, a program for every ROWS rows; the options are those of `_whole_rows`."""
     _whole_rows(
         tl.program_id(0), x_ptr, g_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr, M, N, stride_xm, eps,
-        ZERO_CENTERED, FP8, FP8_MAX, KEEP, ROWS, COLS, RELOAD, LATE_GAMMA, BY_WARPS,
+        ZERO_CENTERED, FP8, FP8_MAX, KEEP, ROWS, COLS, HELD, GAMMAS, BY_WARPS,
     )  # fmt: skip
 
 
@@ -120,7 +120,7 @@ def _rmsnorm_fwd_turned(
     x_ptr, g_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr, y_t_ptr, done_ptr,
     M, N: tl.constexpr, stride_xm, eps, lag,
     ZERO_CENTERED: tl.constexpr, FP8_MAX: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, RELOAD: tl.constexpr, LATE_GAMMA: tl.constexpr, BY_WARPS: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, HELD: tl.constexpr, GAMMAS: tl.constexpr, BY_WARPS: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The same as fp8, and its transpose (N, M), M a multiple of 4: a tile of BLOCK rows and TILE columns is turned by a program
@@ -157,7 +157,7 @@ def _rmsnorm_fwd_turned(
         if tile * ROWS < M:
             _whole_rows(
                 tile, x_ptr, g_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr, M, N, stride_xm, eps,
-                ZERO_CENTERED, True, FP8_MAX, True, ROWS, COLS, RELOAD, LATE_GAMMA, BY_WARPS,
+                ZERO_CENTERED, True, FP8_MAX, True, ROWS, COLS, HELD, GAMMAS, BY_WARPS,
             )  # fmt: skip
         leave_done(done_ptr + block)
 
@@ -184,11 +184,12 @@ def _whole_rows(
     x_ptr, g_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr,
     M, N: tl.constexpr, stride_xm, eps,
     ZERO_CENTERED: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, KEEP: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, RELOAD: tl.constexpr, LATE_GAMMA: tl.constexpr, BY_WARPS: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, HELD: tl.constexpr, GAMMAS: tl.constexpr, BY_WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Rows [tile * ROWS, …) of y. RELOAD: x is read again, from L2, instead of held. KEEP: as in `_write_rows`.
+    """Rows [tile * ROWS, …) of y. KEEP: as in `_write_rows`.
 
-    LATE_GAMMA: the weight is loaded where it is needed, which costs its latency, not before the sum, which costs registers.
+    HELD: how many loads of x are held between the sum and the output; the others are read again, from L2, that many ahead of
+    their use. GAMMAS: as many loads of the weight are ahead of theirs: all cost registers, none costs their latency.
     """
     CHUNKS: tl.constexpr = (N + COLS - 1) // COLS
     lanes = tl.arange(0, ROWS)
@@ -205,14 +206,14 @@ def _whole_rows(
     squares = tl.zeros((ROWS, COLS), dtype=tl.float32)
     xs = ()
     gs = ()
-    policy: tl.constexpr = "evict_last" if RELOAD else "evict_first"
-    for c in tl.static_range(CHUNKS):
-        mask = _inside(lanes, left, c * COLS + cols, N, ROWS, COLS)
-        x = tl.load(x_rows + (c * COLS + cols)[None, :], mask=mask, other=0.0, eviction_policy=policy)
+    for c in tl.static_range(HELD, CHUNKS):
+        x = _load_chunk(x_rows, c, lanes, left, N, ROWS, COLS, "evict_last")
         squares += x.to(tl.float32) * x.to(tl.float32)
-        if not RELOAD:
-            xs = xs + (x,)
-        if not LATE_GAMMA:
+    for c in tl.static_range(HELD):
+        x = _load_chunk(x_rows, c, lanes, left, N, ROWS, COLS, "evict_first")
+        squares += x.to(tl.float32) * x.to(tl.float32)
+        xs = xs + (x,)
+        if c < GAMMAS:
             gs = gs + (_load_gamma(g_ptr, c * COLS + cols, N),)
     seen = 0.0
     if FP8 and BY_WARPS:
@@ -221,15 +222,22 @@ def _whole_rows(
     tl.store(rsigma_ptr + tile * ROWS + lanes, r, mask=lanes < left)
     for c in tl.static_range(CHUNKS):
         mask = _inside(lanes, left, c * COLS + cols, N, ROWS, COLS)
-        if RELOAD:
-            x = tl.load(x_rows + (c * COLS + cols)[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
-        else:
-            x = held(xs[c])
-        g = _load_gamma(g_ptr, c * COLS + cols, N) if LATE_GAMMA else gs[c]
+        if c + HELD < CHUNKS:
+            xs = xs + (_load_chunk(x_rows, c + HELD, lanes, left, N, ROWS, COLS, "evict_first"),)
+        x = held(xs[c]) if HELD > 0 else xs[c]
+        if c + GAMMAS < CHUNKS:
+            gs = gs + (_load_gamma(g_ptr, (c + GAMMAS) * COLS + cols, N),)
         y_tile = y_rows + (c * COLS + cols)[None, :]
-        amax = _write_rows(x, g, r, y_tile, scale, mask, amax, ZERO_CENTERED, FP8, FP8_MAX, KEEP)
+        amax = _write_rows(x, gs[c], r, y_tile, scale, mask, amax, ZERO_CENTERED, FP8, FP8_MAX, KEEP)
     if FP8:
         _raise_amax(amax_ptr, amax, seen, BY_WARPS)
+
+
+@triton.jit
+def _load_chunk(x_rows, c, lanes, left, N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, POLICY: tl.constexpr):
+    """(ROWS, COLS) of x, columns [c * COLS, …); zeros outside it."""
+    cols = c * COLS + tl.arange(0, COLS)
+    return tl.load(x_rows + cols[None, :], mask=_inside(lanes, left, cols, N, ROWS, COLS), other=0.0, eviction_policy=POLICY)
 
 
 @triton.jit

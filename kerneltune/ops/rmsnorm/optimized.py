@@ -14,7 +14,7 @@ from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX, INTERPRETED, TL_DT
 from kerneltune.kernel_lib.tl_transpose import transpose_bytes
 from kerneltune.kernel_lib.workspace import counters, workspace
 from kerneltune.ops.rmsnorm import backward_kernels, kernels
-from kerneltune.ops.rmsnorm.configs import BwdConfig, FwdConfig, default_bwd, default_fwd, valid_bwd, valid_fwd
+from kerneltune.ops.rmsnorm.configs import SHARING, BwdConfig, FwdConfig, default_bwd, default_fwd, valid_bwd, valid_fwd
 from kerneltune.ops.rmsnorm.reference import EPS
 from kerneltune.rounding import cdiv, next_power_of_2
 from kerneltune.spec import Inputs, Outputs
@@ -208,9 +208,15 @@ def _launch_turned(x, weight, y, y_t, rsigma, scale, amax, scale_inv, eps, zero_
 
 def _options(N: int, c: FwdConfig) -> dict[str, Any]:
     """What programs that write whole rows are told."""
-    late_gamma = c.reload or c.rows * cdiv(N, c.cols) * c.cols > _MOST_BESIDE_GAMMA
-    sizes = {"ROWS": c.rows, "COLS": c.cols, "RELOAD": c.reload}
-    return sizes | {"LATE_GAMMA": late_gamma, "BY_WARPS": c.warps >= 16, "num_warps": c.warps}
+    loads = cdiv(N, c.cols)
+    if c.reload:
+        held = min(c.stages - 1, loads)
+        gammas = min(1, held)
+    else:
+        held = loads
+        gammas = 0 if c.rows * loads * c.cols > _MOST_BESIDE_GAMMA else loads
+    sizes = {"ROWS": c.rows, "COLS": c.cols, "HELD": held, "GAMMAS": gammas, "BY_WARPS": c.warps >= 16, "num_warps": c.warps}
+    return sizes | registers(c.warps, SHARING) if c.reload and held else sizes
 
 
 def _groups(x: torch.Tensor, tiles: int, parts: int, ctas: int) -> int:
