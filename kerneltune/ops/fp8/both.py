@@ -25,7 +25,7 @@ TILE_ROWS, TILE_COLS_OF_WARP = 128, 16
 _MOST_STEP = 16
 """Rows at a time, where rows are so short that the registers would take more."""
 
-_MANY_ROWS = 4 * 132 * 32
+MANY_ROWS = 4 * 132 * 32
 """In all: 32 for each of four programs of every multiprocessor of an H200."""
 
 
@@ -147,7 +147,7 @@ def valid(case: Case, config: BothConfig) -> str | None:
 def default(case: Case) -> BothConfig:
     """A config for any shape, by rule: few idle lanes, up to 32 registers of input; 16 rows of a program where there are few in
     all, or where four fill the registers, as those of 2048 bf16 do: what runs ahead then stays in L2."""
-    K, few = case["K"], case["E"] * case["N"] < _MANY_ROWS
+    K, few = case["K"], case["E"] * case["N"] < MANY_ROWS
     warps = next((w for w in (4, 8) if _registers(case, 1, 512 * w, w) <= 32), 16)
     cols = _at_most_a_row(case, 512 * warps)
     if cdiv(K, cols) * cols > max(cols, K * 1.25) and _registers(case, 2, cols // 2, warps) <= 32:

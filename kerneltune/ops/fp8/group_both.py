@@ -3,6 +3,8 @@
 Kernel in both_kernels.py. May import its neighbours, cache, spec, tl_lib, launch, workspace.
 """
 
+from dataclasses import replace
+
 import torch
 
 from kerneltune import cache
@@ -84,8 +86,9 @@ def _launch(x, offs, q, q_t, scale, scale_t, cast: Cast, c: BothConfig) -> None:
 
 
 def default(case: Case) -> BothConfig:
-    """A config for any shape: that of weights with so many rows."""
-    return both.default(Case(case.name, (("E", 1), ("K", case["K"]), ("N", case["M"])), case.dtype, case.quant))
+    """A config for any shape: that of weights with so many rows, but 32 of a program unless there are few, and not so far ahead."""
+    weights = both.default(Case(case.name, (("E", 1), ("K", case["K"]), ("N", case["M"])), case.dtype, case.quant))
+    return replace(weights, rows=16 if case["M"] < both.MANY_ROWS else 32, lag=4)
 
 
 _choose = cache.Chooser("fp8_group_both", BothConfig, both.valid, default, ("M", "G"))
