@@ -301,9 +301,9 @@ def test_both_layouts_are_exact_every_time(E: int, K: int, N: int, lag: int) -> 
 @pytest.mark.parametrize(
     ("M", "K", "ends"), [(96, 40, (16, 48, 48, 96)), (333, 67, (0, 5, 6, 200, 333)), (144, 66, (17, 144, 144))]
 )
-@pytest.mark.parametrize(("lag", "together"), [(0, True), (9, True), (0, False)])
+@pytest.mark.parametrize(("step", "lag", "together"), [(4, 0, True), (4, 9, True), (1, 9, True), (4, 0, False)])
 def test_groups_in_both_layouts_in_one_launch_and_in_two(
-    M: int, K: int, ends: tuple[int, ...], lag: int, together: bool, monkeypatch: pytest.MonkeyPatch
+    M: int, K: int, ends: tuple[int, ...], step: int, lag: int, together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Groups of no rows, of fewer rows than a program casts, and that begin in the middle of 16; of rows that lie apart."""
     counted = torch.zeros(16, dtype=torch.int64, device=WHERE)
@@ -312,7 +312,7 @@ def test_groups_in_both_layouts_in_one_launch_and_in_two(
         monkeypatch.setattr(group_both, "is_cuda", lambda: False)
         monkeypatch.setattr(group_both, "INTERPRETED", False)
     x = reference.values((M, K + 2), torch.bfloat16, WHERE, seed=3)[:, :K]
-    config = fp8.BothConfig(rows=16, step=4, cols=32, warps=1, lag=lag)
+    config = fp8.BothConfig(rows=16, step=step, cols=64, warps=1, lag=lag)
     options = {"fp8_format": "e4m3", "pow2": True, "inverse": False}
     want = group_both.both_reference({"x": x, "offs": ragged(*ends), **options})
     found = fp8.fp8_group_both(x, ragged(*ends), config=config)._asdict()

@@ -298,15 +298,16 @@ def cast_both_groups(
         of = _group_of(block, blocks_before, G)
         begins, ends = start_of(offs_ptr, of), load_constant(offs_ptr + of)
         slot = block - begins // ROWS - of
-        if ends - begins < ROWS:
+        if (ends - begins < ROWS) & (STEP > 1):
             if slot == 0:  # few rows at a time: masks of more would take registers from all
                 _cast_rows(
                     of, wide(begins), ends - begins, x_ptr, q_ptr, scale_ptr, ws_ptr, done_ptr,
-                    stride, K, FP8_MAX, POW2, INVERSE, ABREAST, ABREAST, LANES, PAIRS, False,
+                    stride, K, FP8_MAX, POW2, INVERSE, ABREAST, ABREAST, LANES, PAIRS, ABREAST == 1,
                 )  # fmt: skip
-        elif slot * ROWS < ends - begins:  # the last ROWS rows of a group may be some that another program casts, too
+        elif slot * ROWS < tl.maximum(ends - begins, 1):  # the last ROWS rows may be some that another program casts, too
             _cast_rows(
-                of, wide(tl.minimum(begins + slot * ROWS, ends - ROWS)), ROWS, x_ptr, q_ptr, scale_ptr, ws_ptr, done_ptr,
+                of, wide(tl.maximum(tl.minimum(begins + slot * ROWS, ends - ROWS), begins)), tl.minimum(ends - begins, ROWS),
+                x_ptr, q_ptr, scale_ptr, ws_ptr, done_ptr,
                 stride, K, FP8_MAX, POW2, INVERSE, STEP, ABREAST, LANES, PAIRS, True,
             )  # fmt: skip
     elif tile < tile_blocks * STRIPES:

@@ -86,7 +86,7 @@ def _launch(x, offs, q, q_t, scale, scale_t, cast: Cast, c: BothConfig) -> None:
 
 
 def default(case: Case) -> BothConfig:
-    """A config for any shape: that of weights with so many rows, but 32 of a program unless there are few, and not so far ahead."""
+    """A config for any shape: that of weights with so many rows, but 32 of a program unless there are few, and a lag of 4."""
     weights = both.default(Case(case.name, (("E", 1), ("K", case["K"]), ("N", case["M"])), case.dtype, case.quant))
     return replace(weights, rows=16 if case["M"] < both.MANY_ROWS else 32, lag=4)
 
