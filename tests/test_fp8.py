@@ -12,7 +12,7 @@ from kerneltune import ops, sweep
 from kerneltune.kernel_lib.agreement import same_bits, same_fp8
 from kerneltune.measuring.check import Checker
 from kerneltune.ops import fp8
-from kerneltune.ops.fp8 import both, custom, early_kernels, peers, reference
+from kerneltune.ops.fp8 import both, custom, early_kernels, group_both, peers, reference
 from kerneltune.spec import Case
 
 OPS = ops.load()
@@ -221,7 +221,7 @@ def test_wrong_arguments_are_named(call, message: str) -> None:  # type: ignore[
 
 @pytest.mark.skipif(WHERE == "cuda", reason="an assertion on a GPU ends its context")
 @pytest.mark.parametrize("ends", [(12, 8), (8, 21)])
-@pytest.mark.parametrize("cast", [fp8.fp8_group_colwise, fp8.fp8_tensorwise_group])
+@pytest.mark.parametrize("cast", [fp8.fp8_group_both, fp8.fp8_group_colwise, fp8.fp8_tensorwise_group])
 def test_offsets_are_asserted_where_asked(cast, ends: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(triton.knobs.runtime, "debug", True)
     cast(X8, ragged(8, 20))
@@ -246,6 +246,7 @@ OPERATORS = [
     (custom.fp8_colwise_3d, (W8, "e5m2", False, True)),
     (custom.fp8_rowwise_3d_transpose, (W8,)),
     (custom.fp8_rowwise_3d_both, (W8,)),
+    (custom.fp8_group_both, (X8, OFFS)),
     (custom.fp8_group_colwise, (X8, OFFS)),
     (custom.fp8_group_colwise_dual, (X8, X8[:, :8].contiguous(), OFFS)),
     (custom.fp8_tensorwise_2d, (X8, "e4m3", "both")),
@@ -297,6 +298,44 @@ def test_both_layouts_are_exact_every_time(E: int, K: int, N: int, lag: int) -> 
             assert torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
 
 
+@pytest.mark.parametrize(
+    ("M", "K", "ends"), [(96, 40, (16, 48, 48, 96)), (333, 67, (0, 5, 6, 200, 333)), (144, 66, (17, 144, 144))]
+)
+@pytest.mark.parametrize(("step", "lag", "together"), [(4, 0, True), (4, 9, True), (1, 9, True), (4, 0, False)])
+def test_groups_in_both_layouts_in_one_launch_and_in_two(
+    M: int, K: int, ends: tuple[int, ...], step: int, lag: int, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups of no rows, of fewer rows than a program casts, and that begin in the middle of 16; of rows that lie apart."""
+    counted = torch.zeros(16, dtype=torch.int64, device=WHERE)
+    monkeypatch.setattr(group_both, "counters", lambda *_: counted)
+    if not together:
+        monkeypatch.setattr(group_both, "is_cuda", lambda: False)
+        monkeypatch.setattr(group_both, "INTERPRETED", False)
+    x = reference.values((M, K + 2), torch.bfloat16, WHERE, seed=3)[:, :K]
+    config = fp8.BothConfig(rows=16, step=step, cols=64, warps=1, lag=lag)
+    options = {"fp8_format": "e4m3", "pow2": True, "inverse": False}
+    want = group_both.both_reference({"x": x, "offs": ragged(*ends), **options})
+    found = fp8.fp8_group_both(x, ragged(*ends), config=config)._asdict()
+    for name, compare in (("q", same_fp8), ("q_t", same_fp8), ("scale", same_bits), ("scale_t", same_bits)):
+        assert compare(name, found[name], want[name]) == []
+    assert not counted.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("groups", ["balanced", "zipf", "ragged"])
+@pytest.mark.parametrize(("M", "K", "G"), [(32768, 2048, 8), (16384, 7168, 32), (4096, 1408, 128), (3001, 2880, 12)])
+def test_groups_in_both_layouts_are_exact_every_time(M: int, K: int, G: int, groups: str) -> None:
+    """Of other tokens and groups every time, whose programs wait for what the same words of a workspace said before."""
+    options = {"fp8_format": "e4m3", "pow2": True, "inverse": False, "special": False, "groups": groups}
+    case = Case("each", (("M", M), ("K", K), ("G", G)), "bfloat16", "fp8", tuple(options.items()))
+    for seed in range(6):
+        inputs = group_both.inputs(case, device=WHERE, seed=seed)
+        for lag in (2, 8):
+            found = group_both.run(inputs, replace(group_both.default(case), lag=lag))
+            for name, want in group_both.run_separately(inputs, None).items():
+                assert torch.equal(found[name].contiguous().view(torch.uint8), want.contiguous().view(torch.uint8)), (seed, name)
+
+
 def weights_of(K: int = 48, N: int = 40) -> torch.Tensor:
     return reference.values((3, N, K), torch.bfloat16, WHERE, seed=5).transpose(1, 2)
 
@@ -304,6 +343,7 @@ def weights_of(K: int = 48, N: int = 40) -> torch.Tensor:
 CASTS = {
     "fp8_colwise_3d": fp8.fp8_colwise_3d,
     "fp8_rowwise_3d_transpose": fp8.fp8_rowwise_3d_transpose,
+    "fp8_rowwise_3d_both": fp8.fp8_rowwise_3d_both,
     "fp8_tensorwise_3d": partial(fp8.fp8_tensorwise_3d, layout="both"),
 }
 

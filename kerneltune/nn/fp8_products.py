@@ -2,7 +2,7 @@
 
     Y = A W      dA = dY Wᵀ      dW = Aᵀ dY      for every group of rows with its own W
 
-Launches, forward and backward: tensorwise 9, rowwise 8; with weights already cast 7 and 6. Trusts what it is given. May import
+Launches, forward and backward: tensorwise 9, rowwise 6; with weights already cast 7 and 5. Trusts what it is given. May import
 recipes, ops.
 """
 
@@ -37,7 +37,7 @@ class Fp8Weights(NamedTuple):
 
 
 def cast_weights(b_t: Tensor, recipe: Recipe, into: Fp8Weights | None = None) -> Fp8Weights:
-    """b_t (E, K, N), column-major, in both layouts, in two launches; scale_t is scale where an expert has one scale.
+    """b_t (E, K, N), column-major, in both layouts; scale_t is scale where an expert has one scale.
 
     into: what an earlier call for a weight of this size and recipe returned, to be written in its place.
     """
@@ -47,10 +47,8 @@ def cast_weights(b_t: Tensor, recipe: Recipe, into: Fp8Weights | None = None) ->
         out = fp8.fp8_tensorwise_3d(b_t, layout="both", pow2=recipe.pow2, inverse=True, out=given)
         assert out.q is not None and out.q_t is not None
         return into or Fp8Weights(out.q, out.scale, out.q_t, out.scale)
-    forward = None if into is None else (into.q, into.scale.view(E, 1, N))
-    backward = None if into is None else (into.q_t, into.scale_t)
-    q, scale = fp8.fp8_colwise_3d(b_t, pow2=recipe.pow2, inverse=True, out=forward)
-    q_t, scale_t = fp8.fp8_rowwise_3d_transpose(b_t, pow2=recipe.pow2, inverse=True, out=backward)
+    there = None if into is None else fp8.BothLayouts(into.q, into.scale.view(E, 1, N), into.q_t, into.scale_t)
+    q, scale, q_t, scale_t = fp8.fp8_rowwise_3d_both(b_t, pow2=recipe.pow2, inverse=True, out=there)
     return into or Fp8Weights(q, scale.view(E, N), q_t, scale_t)
 
 
@@ -76,22 +74,16 @@ def fp8_grouped_mm_fwd(
         for_da, for_dw: which gradients will be asked for.
 
     Returns:
-        Y (M, N); tensorwise for_dw then A (M, K) fp8, strides (1, M), and its scale (1,); tensorwise for_da, where the weights
-        are cast here and kept, then q_t and scale_t of Fp8Weights.
+        Y (M, N); for_dw then A (M, K) fp8, strides (1, M), and its scale, (1,) or rowwise (E, K); for_da, where the weights are
+        cast here and kept, then q_t and scale_t of Fp8Weights.
     """
-    if scaling == "rowwise":
-        q, scale_a = fp8.fp8_rowwise_2d(a, pow2=pow2, inverse=True)
-        w, scale_w = weights[:2] or _rowwise_weights(b_t, pow2)
-        return [fp8_grouped_gemm(q, w, scale_a.view(-1), scale_w, offs, out_dtype=out_dtype)]
-    layout = "both" if for_dw else "row"
-    *acts, scale_a = _present(fp8.fp8_tensorwise_2d(a, layout=layout, pow2=pow2, inverse=True))
-    kept = [acts[1], scale_a] if for_dw else []
+    (q, scale_a), kept = _tokens(a, offs, scaling, pow2, rows=True, columns=for_dw)
     if weights:
         w, scale_w = weights[:2]
     else:
-        w, *w_t, scale_w = _tensorwise_weights(b_t, pow2, both=for_da and keep_weights)
-        kept += [*w_t, scale_w] if w_t else []
-    return [fp8_grouped_gemm(acts[0], w, scale_a, scale_w, offs, out_dtype=out_dtype), *kept]
+        w, scale_w, *w_t = _weights(b_t, scaling, pow2, both=for_da and keep_weights)
+        kept += w_t
+    return [fp8_grouped_gemm(q, w, scale_a, scale_w, offs, out_dtype=out_dtype), *kept]
 
 
 @fp8_grouped_mm_fwd.register_fake
@@ -107,12 +99,14 @@ def _(
     for_da: bool,
     for_dw: bool,
 ) -> list[Tensor]:
-    (M, K), (E, _, N) = a.shape, b_t.shape
+    (M, K), (E, _, N), rowwise = a.shape, b_t.shape, scaling == "rowwise"
     made = [a.new_empty((M, N), dtype=out_dtype)]
-    if scaling == "tensorwise" and for_dw:
-        made += [a.new_empty((K, M), dtype=torch.float8_e4m3fn).t(), a.new_empty(1, dtype=torch.float32)]
-    if scaling == "tensorwise" and for_da and keep_weights and not weights:
-        made += [a.new_empty((E, K, N), dtype=torch.float8_e4m3fn).transpose(1, 2), a.new_empty(E, dtype=torch.float32)]
+    if for_dw:
+        made += [a.new_empty((K, M), dtype=torch.float8_e4m3fn).t()]
+        made += [a.new_empty((E, K) if rowwise else (1,), dtype=torch.float32)]
+    if for_da and keep_weights and not weights:
+        made += [a.new_empty((E, K, N), dtype=torch.float8_e4m3fn).transpose(1, 2)]
+        made += [a.new_empty((E, K) if rowwise else (E,), dtype=torch.float32)]
     return made
 
 
@@ -133,31 +127,16 @@ def fp8_grouped_mm_bwd(
 
     Args:
         dy: (M, N), rows any distance apart.
-        a: rowwise A itself, tensorwise its fp8 and scale from the forward; anything where dW is not asked for.
+        a: its fp8 and scale from the forward; anything where dW is not asked for.
         w: q_t and scale_t of Fp8Weights, or b_t alone, to be cast here; anything where dA is not asked for.
     """
-    options: dict[str, Any] = {"pow2": pow2, "inverse": True}
+    along, down = _tokens(dy, offs, scaling, pow2, rows=for_da, columns=for_dw)
     grads = []
-    if scaling == "rowwise":
-        if for_da:
-            q, scale = fp8.fp8_rowwise_2d(dy, **options)
-            w_t, scale_w = w if len(w) == 2 else _rowwise_weights(w[0].transpose(1, 2), pow2)
-            grads.append(fp8_grouped_gemm(q, w_t, scale.view(-1), scale_w, offs, out_dtype=da_dtype))
-        if for_dw:
-            groups = (offs.shape[0], -1)
-            if dy.dtype == a[0].dtype:
-                (q, scale), (a_t, scale_a) = fp8.fp8_group_colwise_dual(dy, a[0], offs, **options)
-            else:
-                (q, scale), (a_t, scale_a) = (fp8.fp8_group_colwise(x, offs, **options) for x in (dy, a[0]))
-            grads.append(fp8_grouped_gemm(q.t(), a_t, scale.view(groups), scale_a.view(groups), offs, out_dtype=dw_dtype))
-        return grads
-    layout = "both" if for_da and for_dw else "row" if for_da else "col"
-    *qs, scale = _present(fp8.fp8_tensorwise_2d(dy, layout=layout, **options))
     if for_da:
-        w_t, scale_w = w if len(w) == 2 else _tensorwise_weights(w[0].transpose(1, 2), pow2)
-        grads.append(fp8_grouped_gemm(qs[0], w_t, scale, scale_w, offs, out_dtype=da_dtype))
+        w_t, scale_w = w if len(w) == 2 else _weights(w[0].transpose(1, 2), scaling, pow2)
+        grads.append(fp8_grouped_gemm(along[0], w_t, along[1], scale_w, offs, out_dtype=da_dtype))
     if for_dw:
-        grads.append(fp8_grouped_gemm(qs[-1].t(), a[0], scale, a[1], offs, out_dtype=dw_dtype))
+        grads.append(fp8_grouped_gemm(down[0].t(), a[0], down[1], a[1], offs, out_dtype=dw_dtype))
     return grads
 
 
@@ -183,23 +162,42 @@ def _(
     return grads
 
 
-def _rowwise_weights(b: Tensor, pow2: bool) -> list[Tensor]:
-    """b (E, K, N) of either order as q (E, K, N), column-major, and scales (E, N)."""
-    if b.stride(1) == 1:
-        q, scale = fp8.fp8_colwise_3d(b, pow2=pow2, inverse=True)
+def _tokens(x: Tensor, offs: Tensor, scaling: str, pow2: bool, rows: bool, columns: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """x (M, K) in fp8 and its scale for the product with the weights, and for dW; one that is not asked for is empty."""
+    options: dict[str, Any] = {"pow2": pow2, "inverse": True}
+    found: tuple[tuple[Tensor | None, ...], ...]
+    if scaling == "tensorwise":
+        cast = fp8.fp8_tensorwise_2d(x, layout="both" if rows and columns else "row" if rows else "col", **options)
+        found = (cast.q, cast.scale), (cast.q_t, cast.scale)
+    elif rows and columns:
+        q, scale, q_t, scale_t = fp8.fp8_group_both(x, offs, **options)
+        found = (q, scale.view(-1)), (q_t, scale_t.view(-1, x.shape[1]))
+    elif rows:
+        q, scale = fp8.fp8_rowwise_2d(x, **options)
+        found = (q, scale.view(-1)), ()
     else:
-        q, scale = fp8.fp8_rowwise_3d_transpose(b.transpose(1, 2), pow2=pow2, inverse=True)
-    return [q, scale.view(b.shape[0], b.shape[2])]
+        q_t, scale_t = fp8.fp8_group_colwise(x, offs, **options)
+        found = (), (q_t, scale_t.view(-1, x.shape[1]))
+    row, column = ([t for t in part if t is not None] for part in found)
+    return row if rows else [], column if columns else []
 
 
-def _tensorwise_weights(b: Tensor, pow2: bool, both: bool = False) -> list[Tensor]:
-    """b (E, K, N) of either order as q (E, K, N), if both are asked for q_t (E, N, K), both column-major, and scales (E,)."""
+def _weights(b: Tensor, scaling: str, pow2: bool, both: bool = False) -> list[Tensor]:
+    """b (E, K, N) of either order as q (E, K, N), column-major, and its scale; with `both` then q_t (E, N, K) and its scale."""
+    options: dict[str, Any] = {"pow2": pow2, "inverse": True}
     column_major = b.stride(1) == 1
-    layout = "both" if both else "row" if column_major else "col"
-    out = fp8.fp8_tensorwise_3d(b if column_major else b.transpose(1, 2), layout=layout, pow2=pow2, inverse=True)
-    *qs, scale = _present(out)
-    return [*(qs if column_major else reversed(qs)), scale]
-
-
-def _present(out: fp8.SegmentOutput) -> list[Tensor]:
-    return [t for t in out if t is not None]
+    w = b if column_major else b.transpose(1, 2)
+    found: list[tuple[Tensor | None, Tensor]]
+    if scaling == "tensorwise":
+        cast = fp8.fp8_tensorwise_3d(w, layout="both" if both else "row" if column_major else "col", **options)
+        found = [(cast.q, cast.scale), (cast.q_t, cast.scale)]
+    elif both:
+        q, scale, q_t, scale_t = fp8.fp8_rowwise_3d_both(w, **options)
+        found = [(q, scale.view(w.shape[0], -1)), (q_t, scale_t)]
+    elif column_major:
+        q, scale = fp8.fp8_colwise_3d(w, **options)
+        found = [(q, scale.view(w.shape[0], -1))]
+    else:
+        found = [fp8.fp8_rowwise_3d_transpose(w, **options)]
+    present = [(q, scale) for q, scale in found if q is not None]
+    return [t for pair in (present if column_major else present[::-1]) for t in pair]

@@ -41,8 +41,8 @@ def fp8_grouped_mm(
         check_offs: let the device assert what is said of offs; costs launches.
 
     Returns:
-        (M, N), contiguous. Of A the backward keeps M K bytes under `tensorwise`, all of A under `rowwise`; of the weights E K N
-        bytes under `tensorwise` with `Recipe.keep_weights`, unless they are passed in.
+        (M, N), contiguous. Of A the backward keeps M K bytes; of the weights E K N bytes with `Recipe.keep_weights`, unless they
+        are passed in.
 
     Raises:
         ValueError: a wrong shape, stride, dtype, device or recipe, which it names.
@@ -85,7 +85,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.set_materialize_grads(False)  # else autograd fills zeros as large as what was kept
     kept_a, kept_w = [], list(weights[2:]) or [b_t]
     if ctx.for_dw:
-        kept_a, made = ([a], made) if ctx.scaling == "rowwise" else (made[:2], made[2:])
+        kept_a, made = made[:2], made[2:]
     if not ctx.for_da:
         kept_w = []
     elif made:

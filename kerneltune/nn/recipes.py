@@ -13,8 +13,8 @@ class Recipe:
         scaling: `tensorwise`, one scale per activation or gradient tensor and one per expert's weights; or `rowwise`, one per
             row of what is multiplied: per token and per weight column, and for the weight gradient per group and column.
         pow2: scales rounded down to powers of two.
-        keep_weights: tensorwise only. The weights' fp8 transpose, made beside the cast of the forward, waits for the backward,
-            E K N bytes; else the backward reads the weights again, two launches more.
+        keep_weights: the weights' fp8 transpose, made beside the cast of the forward, waits for the backward,
+            E K N bytes; else the backward reads the weights again, one launch more, two under tensorwise.
         pad_groups: let groups have any size, by moving their rows apart and back, which costs launches and copies. Else every
             group must be a multiple of 16 rows where the weights have a gradient, as token dispatchers arrange.
 

@@ -173,8 +173,7 @@ def _casts(scaling: str, inputs: Inputs) -> dict[str, list[Tensor]]:
     a, b_t, dy, offs = inputs["a"], inputs["w"].transpose(1, 2), inputs["dy"], inputs["offs"]
     weights = cast_weights(b_t, Recipe(scaling))
     if scaling == "rowwise":
-        (q_a, s_a), (q_dy, s_dy) = (fp8.fp8_rowwise_2d(x, inverse=True) for x in (a, dy))
-        (dy_t, s_dy_t), (a_t, s_a_t) = fp8.fp8_group_colwise_dual(dy, a, offs, inverse=True)
+        (q_a, s_a, a_t, s_a_t), (q_dy, s_dy, dy_t, s_dy_t) = (fp8.fp8_group_both(x, offs, inverse=True) for x in (a, dy))
         s_dy_t, s_a_t = s_dy_t.view(offs.shape[0], -1), s_a_t.view(offs.shape[0], -1)
     else:
         (q_a, a_t, s_a), (q_dy, dy_t, s_dy) = (_both(x) for x in (a, dy))

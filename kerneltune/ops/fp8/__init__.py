@@ -7,8 +7,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from kerneltune.ops.fp8 import both, flat, groups, peers, reference, rows, segments, tensorwise, torchao, transpose
+from kerneltune.ops.fp8 import both, flat, group_both, groups, peers, reference, rows, segments, tensorwise, torchao, transpose
 from kerneltune.ops.fp8.both import BothConfig, BothLayouts, fp8_rowwise_3d_both
+from kerneltune.ops.fp8.group_both import fp8_group_both
 from kerneltune.ops.fp8.groups import GroupConfig, fp8_group_colwise, fp8_group_colwise_dual, fp8_rowwise_3d_transpose
 from kerneltune.ops.fp8.rows import RowConfig, fp8_colwise_3d, fp8_rowwise_2d
 from kerneltune.ops.fp8.segments import SegmentConfig
@@ -26,6 +27,7 @@ __all__ = [
     "SegmentOutput",
     "TransposeConfig",
     "fp8_colwise_3d",
+    "fp8_group_both",
     "fp8_group_colwise",
     "fp8_group_colwise_dual",
     "fp8_rowwise_2d",
@@ -228,6 +230,23 @@ OPS = (
             _groups_baseline(torchao.run_dual),
             Variant("optimized", groups.run_dual, GroupConfig, groups.space, groups.valid, default=groups.default),
             *_peers(peers.torchao_dual, peers.dual),
+        ),
+    ),
+    Op(
+        name="fp8_group_both",
+        axes=("M", "K", "G"),
+        dtypes=_DTYPES,
+        quants=("fp8",),
+        options=_GROUPS,
+        free_axes=("M", "G"),
+        inputs=group_both.inputs,
+        reference=group_both.both_reference,
+        compare=groups.compare,
+        traffic=group_both.traffic,
+        module="kerneltune.ops.fp8.group_both",
+        variants=(
+            Variant("baseline", group_both.run_separately),
+            Variant("optimized", group_both.run, BothConfig, both.space, both.valid, default=group_both.default),
         ),
     ),
     _tensorwise(

@@ -15,17 +15,17 @@ from kerneltune.kernel_lib.tl_lib import INTERPRETED, is_cuda
 from kerneltune.kernel_lib.workspace import counters, workspace
 from kerneltune.ops.fp8 import groups, reference, rows
 from kerneltune.ops.fp8.both_kernels import cast_both
-from kerneltune.ops.fp8.common import QUANT_OPTIONS, Cast, check_weights
+from kerneltune.ops.fp8.common import QUANT_OPTIONS, Cast, check_weights, target
 from kerneltune.rounding import cdiv, next_power_of_2
 from kerneltune.spec import Case, Inputs, Outputs, Space, Traffic
 
-_TILE_ROWS, _TILE_COLS_OF_WARP = 128, 16
+TILE_ROWS, TILE_COLS_OF_WARP = 128, 16
 """Of a tile that a program turns: 64 elements of a thread, and 128 bytes of a row of the transpose."""
 
 _MOST_STEP = 16
 """Rows at a time, where rows are so short that the registers would take more."""
 
-_MANY_ROWS = 4 * 132 * 32
+MANY_ROWS = 4 * 132 * 32
 """In all: 32 for each of four programs of every multiprocessor of an H200."""
 
 
@@ -57,6 +57,7 @@ def fp8_rowwise_3d_both(
     *,
     pow2: bool = True,
     inverse: bool = False,
+    out: BothLayouts | None = None,
     config: BothConfig | None = None,
 ) -> BothLayouts:
     """`fp8_colwise_3d` and `fp8_rowwise_3d_transpose` of the same weights in one launch, bit for bit.
@@ -66,6 +67,7 @@ def fp8_rowwise_3d_both(
         fp8_format: `e4m3`, `e5m2`, `e4m3fnuz` or `e5m2fnuz`.
         pow2: round scales down to powers of two.
         inverse: return 1 / scale instead of the multiplier.
+        out: tensors like those returned, to be written in their place.
         config: None takes the best known config.
 
     Raises:
@@ -76,38 +78,39 @@ def fp8_rowwise_3d_both(
     cast = Cast(fp8_format, pow2, inverse)
     check_weights("w", w)
     E, K, N = w.shape
-    q = torch.empty((E, N, K), dtype=cast.dtype, device=w.device)
-    q_t = torch.empty((E, K, N), dtype=q.dtype, device=w.device)
-    scale = torch.empty((E, 1, N), dtype=torch.float32, device=w.device)
-    scale_t = torch.empty((E, K), dtype=torch.float32, device=w.device)
-    out = BothLayouts(q.transpose(1, 2), scale, q_t.transpose(1, 2), scale_t)
+    given = out or (None, None, None, None)
+    q = target("out.q", given[0], (E, N, K), cast.dtype, w.device, turned=True)
+    scale = target("out.scale", given[1], (E, 1, N), torch.float32, w.device)
+    q_t = target("out.q_t", given[2], (E, K, N), cast.dtype, w.device, turned=True)
+    scale_t = target("out.scale_t", given[3], (E, K), torch.float32, w.device)
+    found = BothLayouts(q.transpose(1, 2), scale, q_t.transpose(1, 2), scale_t)
     if not w.numel():
         for scales in (scale, scale_t):
             scales.fill_(cast.scale_of_nothing)
-        return out
+        return found
     if config is None:
         config = _choose((("E", E), ("K", K), ("N", N)), DTYPE_NAMES[w.dtype], "fp8", QUANT_OPTIONS)
     _launch(w.transpose(1, 2).view(E * N, K), q, q_t, scale, scale_t, (E, K, N), cast, config)
-    return out
+    return found
 
 
 def _launch(x, q, q_t, scale, scale_t, shape, cast: Cast, c: BothConfig) -> None:
     E, K, N = shape
     pairs = 2 if in_pairs(x) else 1
-    tile_cols = _TILE_COLS_OF_WARP * c.warps
-    blocks, tiles = E * cdiv(N, c.rows), E * cdiv(N, _TILE_ROWS) * cdiv(K, tile_cols)
+    tile_cols = TILE_COLS_OF_WARP * c.warps
+    blocks, tiles = E * cdiv(N, c.rows), E * cdiv(N, TILE_ROWS) * cdiv(K, tile_cols)
     lag = min(blocks, resident(x.device, c.lag))
     ws, done = workspace(E * K, x.device), counters(cdiv(E, 2), x.device).view(torch.int32)
     together = is_cuda() or INTERPRETED
     for phase, programs in ((0, lag + blocks + tiles),) if together else ((1, blocks), (2, tiles)):
         cast_both[(programs,)](
             x, q, q_t, scale, scale_t, ws, done, E, lag,
-            N=N, K=K, ROWS=c.rows, STEP=c.step, ABREAST=min(c.step, _abreast(c)), LANES=c.cols // pairs, PAIRS=pairs,
-            TILE_ROWS=_TILE_ROWS, TILE_COLS=tile_cols, PHASE=phase, num_warps=c.warps, **cast.constants,
+            N=N, K=K, ROWS=c.rows, STEP=c.step, ABREAST=min(c.step, abreast(c)), LANES=c.cols // pairs, PAIRS=pairs,
+            TILE_ROWS=TILE_ROWS, TILE_COLS=tile_cols, PHASE=phase, num_warps=c.warps, **cast.constants,
         )  # fmt: skip
 
 
-def _abreast(config: BothConfig) -> int:
+def abreast(config: BothConfig) -> int:
     """Rows that the warps of a program load side by side, 16 elements of a thread each, stored as 16 bytes."""
     return max(1, config.warps * 512 // config.cols)
 
@@ -126,7 +129,7 @@ def space(case: Case) -> Space:
 def valid(case: Case, config: BothConfig) -> str | None:
     """Why a config cannot run, or cannot be worth running."""
     c, K = config, case["K"]
-    side_by_side = min(_abreast(c), _MOST_STEP)
+    side_by_side = min(abreast(c), _MOST_STEP)
     if not side_by_side <= c.step <= c.rows:
         return f"{c.step} of {c.rows} rows at a time, where the warps hold {side_by_side} side by side"
     if not _at_most_a_row(case, 256 * c.warps) <= c.cols <= 512 * c.warps:
@@ -144,7 +147,7 @@ def valid(case: Case, config: BothConfig) -> str | None:
 def default(case: Case) -> BothConfig:
     """A config for any shape, by rule: few idle lanes, up to 32 registers of input; 16 rows of a program where there are few in
     all, or where four fill the registers, as those of 2048 bf16 do: what runs ahead then stays in L2."""
-    K, few = case["K"], case["E"] * case["N"] < _MANY_ROWS
+    K, few = case["K"], case["E"] * case["N"] < MANY_ROWS
     warps = next((w for w in (4, 8) if _registers(case, 1, 512 * w, w) <= 32), 16)
     cols = _at_most_a_row(case, 512 * warps)
     if cdiv(K, cols) * cols > max(cols, K * 1.25) and _registers(case, 2, cols // 2, warps) <= 32:

@@ -16,6 +16,9 @@ from kerneltune.spec import Option
 QUANT_OPTIONS: tuple[tuple[str, Option], ...] = (("fp8_format", "e4m3"), ("pow2", True), ("inverse", False), ("special", False))
 """The options under which configs are cached. Only pow2 may change which is best: without it tensorwise casts read twice."""
 
+GROUP_OPTIONS: tuple[tuple[str, Option], ...] = (*QUANT_OPTIONS, ("groups", "balanced"))
+"""The same of token groups, whose sizes the host does not know."""
+
 
 @dataclass(frozen=True, slots=True)
 class Cast:

@@ -7,7 +7,7 @@ differentiated: quantisation has no gradient of its own. Results that a layout l
 import torch
 from torch import Tensor
 
-from kerneltune.ops.fp8 import both, groups, rows, tensorwise, transpose
+from kerneltune.ops.fp8 import both, group_both, groups, rows, tensorwise, transpose
 from kerneltune.ops.fp8.reference import FP8
 
 
@@ -94,6 +94,24 @@ def _(
     (M, N1), N2, G = x1.shape, x2.shape[1], offs.shape[0]
     q1, q2 = (x1.new_empty((N, M), dtype=FP8[fp8_format]).t() for N in (N1, N2))
     return q1, _scales(x1, G * N1), q2, _scales(x1, G * N2)
+
+
+@torch.library.custom_op("kerneltune::fp8_group_both", mutates_args=())
+def fp8_group_both(
+    x: Tensor, offs: Tensor, fp8_format: str = "e4m3", pow2: bool = True, inverse: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x (M, K) with groups of rows to q (M, K), scales (M, 1), q_t (M, K), strides (1, M), and scales (G K,)."""
+    q, scale, q_t, scale_t = group_both.fp8_group_both(x, offs, fp8_format, pow2=pow2, inverse=inverse)
+    return q, scale, q_t, scale_t
+
+
+@fp8_group_both.register_fake
+def _(
+    x: Tensor, offs: Tensor, fp8_format: str = "e4m3", pow2: bool = True, inverse: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (M, K), G = x.shape, offs.shape[0]
+    q, q_t = x.new_empty((M, K), dtype=FP8[fp8_format]), x.new_empty((K, M), dtype=FP8[fp8_format]).t()
+    return q, _scales(x, M, 1), q_t, _scales(x, G * K)
 
 
 @torch.library.custom_op("kerneltune::fp8_tensorwise_2d", mutates_args=())

@@ -14,11 +14,10 @@ from kerneltune.kernel_lib.launch import on_its_device, phases, resident, too_mu
 from kerneltune.kernel_lib.tl_lib import TL_DTYPES
 from kerneltune.kernel_lib.workspace import workspace
 from kerneltune.ops.fp8 import kernels, reference
-from kerneltune.ops.fp8.common import QUANT_OPTIONS, Cast, check_offs, check_weights, target
+from kerneltune.ops.fp8.common import GROUP_OPTIONS, QUANT_OPTIONS, Cast, check_offs, check_weights, target
 from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Outputs, Space, Traffic
 
-_GROUP_OPTIONS = (*QUANT_OPTIONS, ("groups", "balanced"))
 _Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -146,7 +145,7 @@ def _colwise(xs: tuple[torch.Tensor, ...], offs: torch.Tensor, cast: Cast, confi
         if config is None:
             choose, widths = (_choose_group, ("N",)) if len(xs) == 1 else (_choose_dual, ("N1", "N2"))
             axes = (("M", M), *((name, x.shape[1]) for name, x in zip(widths, xs, strict=True)), ("G", G))
-            config = choose(axes, DTYPE_NAMES[xs[0].dtype], "fp8", _GROUP_OPTIONS)
+            config = choose(axes, DTYPE_NAMES[xs[0].dtype], "fp8", GROUP_OPTIONS)
         _launch(tuple(parts), offs, G, M, cast, config)
     return [(q.t(), scale) for _, q, scale in parts]
 
