@@ -23,15 +23,6 @@ def dot(a, b, acc):
 
 
 @triton.jit
-def times(a, b):
-    """a b of one 16-bit type, rounded to it. Triton's interpreter has no bf16, as in `dot`."""
-    if _INTERPRETED:
-        return (a.to(tl.float32) * b.to(tl.float32)).to(a.dtype)
-    else:
-        return a * b
-
-
-@triton.jit
 def is_last(counter_ptr, parts):
     """Count this program in at a word that is zero between launches, after all that its threads stored; whether it is the last
     of `parts`.

@@ -13,14 +13,12 @@ from kerneltune.kernel_lib.arguments import DTYPE_NAMES
 from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.kernel_lib.tl_lib import INTERPRETED, is_cuda, since_sm_90
 from kerneltune.kernel_lib.workspace import counters
-from kerneltune.ops.int4_gemm import kernels, tiled
+from kerneltune.ops.int4_gemm import kernels
 from kerneltune.ops.int4_gemm.packing import DEPTH, GROUPS, ROWS, Int4Weight, block_shape, check_sizes, scale_shape
-from kerneltune.rounding import cdiv, next_power_of_2
+from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Outputs, Space
 
 FREE_AXES = ("N", "M")
-WGMMA_TOKENS = 64
-_STAGES = 3
 _ALONG = (1, 2, 4, 8)
 _SPLITS = (1, 2, 4, 8, 16)
 _ENOUGH_PROGRAMS = 192
@@ -72,9 +70,6 @@ def int4_gemm(
     c: Int4Config = best_config(x, weight, bias is not None) if config is None else config
     if c.splits > 1 and not (is_cuda() or INTERPRETED):
         c = replace(c, splits=1)  # programs wait for each other's parts
-    if c.tokens >= WGMMA_TOKENS:
-        _launch_tiles(x, weight, bias, y, c)
-        return y
     zeros, steps = weight.zeros, steps_of(K, c)
     tiles, token_tiles = cdiv(M, ROWS), cdiv(N, c.tokens)
     parts = counters(cdiv((c.splits - 1) * N * M, 2), x.device) if c.splits > 1 else y  # words of four bytes
@@ -92,25 +87,6 @@ def int4_gemm(
         **({"maxnreg": _HALF_THE_REGISTERS} if is_cuda() and _in_pairs(c) else {}),
     )  # fmt: skip
     return y
-
-
-def _launch_tiles(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None, y: torch.Tensor, c: Int4Config) -> None:
-    (N, K), M, zeros = x.shape, weight.rows, weight.zeros
-    parts = counters(cdiv(c.splits * N * M, 2), x.device) if c.splits > 1 else y  # words of four bytes
-    prefetch = c.prefetch and since_sm_90() and _aligned(x, weight)
-    tiled._int4_tiles[(c.splits, cdiv(M, c.rows), cdiv(N, c.tokens))](
-        x, weight.packed, weight.scales, weight.scales if zeros is None else zeros, y if bias is None else bias, y, parts,
-        N, M, K, x.stride(0),
-        GROUPS=weight.scales.shape[3], ONE_GROUP=weight.group not in GROUPS, ZEROS=zeros is not None, BIAS=bias is not None,
-        FULL=N % c.tokens == 0, EVEN=K % DEPTH == 0, PREFETCH=prefetch,
-        TOKENS=c.tokens, ROWS=c.rows, SPLITS=c.splits, SLICES=_slices(c), STAGES=_STAGES, num_warps=4 * c.along, num_stages=1,
-        **({"launch_pdl": True} if prefetch else {}),
-    )  # fmt: skip
-
-
-def _slices(c: Int4Config) -> int:
-    """Programs that add up a tile's parts. They wait for programs of larger ids, which the interpreter begins after them."""
-    return 1 if INTERPRETED else min(next_power_of_2(c.splits + 1) // 2, c.tokens * c.rows // (128 * c.along))
 
 
 def _aligned(x: torch.Tensor, weight: Int4Weight) -> bool:

@@ -70,10 +70,9 @@ _EIGHT_BF16 = tl.constexpr((tl.bfloat16,) * 8)
 
 
 @triton.jit
-def _unpack(words, j: tl.constexpr, zero, dtype: tl.constexpr):
-    """Codes 2 j and 2 j + 1 of words (…) less the zero point, as (…, 2)."""
-    codes = tl.join((words >> (4 * j)) & 15, (words >> (4 * j + 16)) & 15)
-    return (codes.to(tl.float32) - zero).to(dtype)
+def _unpack(words, j: tl.constexpr):
+    """Codes 2 j and 2 j + 1 of words (…), as (…, 2)."""
+    return tl.join((words >> (4 * j)) & 15, (words >> (4 * j + 16)) & 15)
 
 
 @triton.jit
@@ -92,39 +91,34 @@ def _of_both_words(values):
 
 
 @triton.jit
-def eight_pairs(words, zero_a, zero_b, ZEROS: tl.constexpr, dtype: tl.constexpr):
-    """q - z of code words (c, j, W, i, 2) and the zero points (c, j, W, i) of each, as eight tiles (c, j, W, i, 2): codes 2 p and
-    2 p + 1 of word w at p + 4 w."""
+def _steps_of(words, zero_a, zero_b, ZEROS: tl.constexpr, dtype: tl.constexpr):
+    """q - z (c, j, W, i, 2 e, 2 word, 2, 2) of code words (c, j, W, i, 2 word) and the zero points (c, j, W, i) of each: of word
+    w the code 4 a + 2 b + e at [e, w, a, b]."""
     if is_cuda():
         if ZEROS:
             operands = [words, _of_both_words(zero_a), _of_both_words(zero_b)]
             if dtype == tl.float16:
-                return _eight(_FP16_ZEROS, operands, _EIGHT_FP16)
+                d = _eight(_FP16_ZEROS, operands, _EIGHT_FP16)
             else:
-                return _eight(_BF16_ZEROS, operands, _EIGHT_BF16)
+                d = _eight(_BF16_ZEROS, operands, _EIGHT_BF16)
         else:
             if dtype == tl.float16:
-                return _eight(_FP16, [words], _EIGHT_FP16)
+                d = _eight(_FP16, [words], _EIGHT_FP16)
             else:
-                return _eight(_BF16, [words], _EIGHT_BF16)
+                d = _eight(_BF16, [words], _EIGHT_BF16)
+        low = tl.join(tl.join(d[0], d[4]), tl.join(d[2], d[6]))
+        high = tl.join(tl.join(d[1], d[5]), tl.join(d[3], d[7]))
+        return tl.join(low, high)
     else:
         a, b = tl.split(words)
-        za = tl.join(zero_a, zero_a).to(tl.float32) if ZEROS else 8.0
-        zb = tl.join(zero_b, zero_b).to(tl.float32) if ZEROS else 8.0
-        return (
-            _unpack(a, 0, za, dtype), _unpack(a, 1, za, dtype), _unpack(a, 2, za, dtype), _unpack(a, 3, za, dtype),
-            _unpack(b, 0, zb, dtype), _unpack(b, 1, zb, dtype), _unpack(b, 2, zb, dtype), _unpack(b, 3, zb, dtype),
-        )  # fmt: skip
-
-
-@triton.jit
-def _steps_of(words, zero_a, zero_b, ZEROS: tl.constexpr, dtype: tl.constexpr):
-    """q - z (c, j, W, i, 2 e, 2 word, 2, 2) of code words (c, j, W, i, 2 word) and the zero points (c, j, W, i) of each: of word
-    w the code 4 a + 2 b + e at [e, w, a, b]."""
-    d = eight_pairs(words, zero_a, zero_b, ZEROS, dtype)
-    low = tl.join(tl.join(d[0], d[4]), tl.join(d[2], d[6]))
-    high = tl.join(tl.join(d[1], d[5]), tl.join(d[3], d[7]))
-    return tl.join(low, high)
+        low = tl.join(tl.join(_unpack(a, 0), _unpack(b, 0)), tl.join(_unpack(a, 2), _unpack(b, 2)))
+        high = tl.join(tl.join(_unpack(a, 1), _unpack(b, 1)), tl.join(_unpack(a, 3), _unpack(b, 3)))
+        steps = tl.join(low, high).to(tl.float32)  # (…, e, w, a, b)
+        if ZEROS:
+            steps -= tl.join(zero_a, zero_b).to(tl.float32)[:, :, :, :, None, :, None, None]
+        else:
+            steps -= 8.0
+        return steps.to(dtype)
 
 
 @triton.jit
@@ -199,7 +193,7 @@ def _sum_over_warps(y, ALONG: tl.constexpr, PIECES: tl.constexpr, R: tl.constexp
 
 
 @triton.jit
-def into_l2(ptrs, lane, live, count):
+def _into_l2(ptrs, lane, live, count):
     """Ask L2 for `count` bytes from the pointer of lane 0 of every warp on, multiples of 16 both, where live; wait for none."""
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $3; mov.b32 $0, 0; }",
@@ -235,7 +229,7 @@ def _halves(words):
 
 
 @triton.jit
-def finish(y_ptr, bias_ptr, offsets, rows, mask, y, M, BIAS: tl.constexpr):
+def _finish(y_ptr, bias_ptr, offsets, rows, mask, y, M, BIAS: tl.constexpr):
     if BIAS:
         y += tl.load(bias_ptr + rows, mask=rows < M, other=0.0).to(tl.float32)
     tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
@@ -278,14 +272,14 @@ def _int4_gemm(
         row = first_token + (rb + tl.zeros_like(warp))[None, None, :] % TOKENS  # for every block of rows of w another
         x_slice = x_ptr + wide(row) * stride_xn + start
         bytes_of_x = 2 * (tl.minimum(K, start + STEPS * ALONG * 128) - start)
-        into_l2(x_slice + tl.zeros_like(lane), lane + warp[None, None, :], (row < N) & (start < K), bytes_of_x)
+        _into_l2(x_slice + tl.zeros_like(lane), lane + warp[None, None, :], (row < N) & (start < K), bytes_of_x)
         for step in tl.static_range(min(STEPS, _MORE_STEPS_AHEAD if TOKENS == 32 else _STEPS_AHEAD)):
             live = (kb + step * ALONG < end)[None, None, :]
             if step == 0 or not ONE_GROUP:
-                into_l2(scale_ptr + s_block * (64 * GROUPS) + step * s_step, lane + piece, live, 128 * GROUPS)
+                _into_l2(scale_ptr + s_block * (64 * GROUPS) + step * s_step, lane + piece, live, 128 * GROUPS)
                 if ZEROS:
-                    into_l2(zero_ptr + s_block * (64 * GROUPS) + step * s_step, lane + piece, live, 128 * GROUPS)
-            into_l2(w_ptr + block * 1024 + piece * (128 * R) + step * w_step, lane, live, 512 * R)
+                    _into_l2(zero_ptr + s_block * (64 * GROUPS) + step * s_step, lane + piece, live, 128 * GROUPS)
+            _into_l2(w_ptr + block * 1024 + piece * (128 * R) + step * w_step, lane, live, 512 * R)
         gdc_wait()
     # five axes: c, j, warp, and two within a thread
     c5 = tl.arange(0, 4)[:, None, None, None, None]
@@ -356,11 +350,11 @@ def _int4_gemm(
     mask = (tokens < N) & (rows < M)
     offsets = wide(tokens) * M + rows
     if SPLITS == 1:
-        finish(y_ptr, bias_ptr, offsets, rows, mask, y, M, BIAS)
+        _finish(y_ptr, bias_ptr, offsets, rows, mask, y, M, BIAS)
     else:  # the program of the last split began after those of the others
         word_ptrs = part_ptr.to(tl.pointer_type(tl.int32)) + offsets
         if split < SPLITS - 1:
             leave_part(word_ptrs + wide(split) * N * M, y, mask)
         else:
             y = with_parts(word_ptrs, wide(N) * M, y, mask, SPLITS - 1)
-            finish(y_ptr, bias_ptr, offsets, rows, mask, y, M, BIAS)
+            _finish(y_ptr, bias_ptr, offsets, rows, mask, y, M, BIAS)
