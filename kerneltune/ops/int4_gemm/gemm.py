@@ -13,7 +13,7 @@ from kerneltune.kernel_lib.arguments import DTYPE_NAMES
 from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.kernel_lib.tl_lib import INTERPRETED, is_cuda, since_sm_90
 from kerneltune.kernel_lib.workspace import counters
-from kerneltune.ops.int4_gemm import kernels
+from kerneltune.ops.int4_gemm import kernels, stream
 from kerneltune.ops.int4_gemm.packing import DEPTH, GROUPS, ROWS, Int4Weight, block_shape, check_sizes, scale_shape
 from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Outputs, Space
@@ -29,6 +29,9 @@ _MOST_PROGRAMS = 1024
 """Of several splits, each of which has memory for its part."""
 _HALF_THE_REGISTERS = 128
 """Registers per thread with which two programs of eight warps fit on a multiprocessor."""
+
+_NEXT = 4
+"""Steps of the next rows that L2 is asked for before these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,9 @@ def int4_gemm(
     c: Int4Config = best_config(x, weight, bias is not None) if config is None else config
     if c.splits > 1 and not (is_cuda() or INTERPRETED):
         c = replace(c, splits=1)  # programs wait for each other's parts
+    if not c.splits:
+        _launch_stream(x, weight, bias, y, c)
+        return y
     zeros, steps = weight.zeros, steps_of(K, c)
     tiles, token_tiles = cdiv(M, ROWS), cdiv(N, c.tokens)
     parts = counters(cdiv((c.splits - 1) * N * M, 2), x.device) if c.splits > 1 else y  # words of four bytes
@@ -87,6 +93,34 @@ def int4_gemm(
         **({"maxnreg": _HALF_THE_REGISTERS} if is_cuda() and _in_pairs(c) else {}),
     )  # fmt: skip
     return y
+
+
+def _launch_stream(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None, y: torch.Tensor, c: Int4Config) -> None:
+    (N, K), M, zeros = x.shape, weight.rows, weight.zeros
+    token_tiles, width = cdiv(N, c.tokens), DEPTH * c.along
+    programs = min(cdiv(_resident(x.device, c), token_tiles), cdiv(M, ROWS) * cdiv(K, width))
+    parts = counters(cdiv(token_tiles * programs * c.tokens * ROWS, 2), x.device)  # words of four bytes
+    prefetch = c.prefetch and since_sm_90() and _aligned(x, weight)
+    full, even = N % c.tokens == 0, K % width == 0
+    ahead = _reads_ahead(c, weight, full and even)
+    stream._int4_stream[(programs, token_tiles)](
+        x, weight.packed, weight.scales, weight.scales if zeros is None else zeros, y if bias is None else bias, y, parts,
+        N, M, K, x.stride(0),
+        GROUPS=weight.scales.shape[3], ONE_GROUP=weight.group not in GROUPS, ZEROS=zeros is not None,
+        BIAS=bias is not None, FULL=full, EVEN=even, PREFETCH=prefetch,
+        TOKENS=c.tokens, ROWS=c.rows, ALONG=c.along, AHEAD=ahead, LATE=ahead and c.tokens == 16, NEXT=_NEXT,
+        num_warps=_warps(c), num_stages=1,
+        **({"launch_pdl": True} if prefetch else {}),
+        **({"maxnreg": _HALF_THE_REGISTERS} if is_cuda() and _in_pairs(c) else {}),
+    )  # fmt: skip
+
+
+def _resident(device: torch.device, config: Int4Config) -> int:
+    """Programs that a GPU holds at once."""
+    if device.type != "cuda":
+        return 3
+    warps = 16 if _in_pairs(config) else 8
+    return torch.cuda.get_device_properties(device).multi_processor_count * (warps // _warps(config))
 
 
 def _aligned(x: torch.Tensor, weight: Int4Weight) -> bool:
