@@ -7,10 +7,12 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
+from kerneltune import cache
 from kerneltune.kernel_lib.workspace import counters
 from kerneltune.nn import Int4Linear
 from kerneltune.ops import int4_gemm as ops
@@ -148,6 +150,7 @@ LONG = [
     (8, 66, 768, 64, False, (8, 32, 2, 1)),
     (16, 66, 512, 128, False, (16, 32, 2, 1)),
     (32, 66, 1536, 64, False, (16, 32, 2, 2)),  # more than two steps: the last apart
+    (12, 66, 1280, 64, False, (16, 32, 2, 3)),  # three splits, of which the last has less
 ]
 """Tokens, rows, depth, group, zeros; tokens, rows, along and splits of a config: programs that read x a step ahead."""
 
@@ -167,13 +170,13 @@ def test_programs_that_read_x_ahead_are_exact(
 
 
 @pytest.mark.parametrize(("tokens", "want"), [
-    (8, []), (16, [(16, 32, 8, 2)]),
-    (32, [(32, 32, 4, 2), (32, 32, 2, 4), (16, 32, 8, 1)]),
+    (8, [(8, 32, 4, 4), (8, 32, 8, 2), (8, 64, 4, 4), (8, 64, 8, 2)]),
+    (32, [(16, 32, 4, 2), (16, 32, 8, 1), (16, 64, 4, 2), (16, 64, 8, 1), (32, 32, 2, 4), (32, 32, 4, 2)]),
 ])  # fmt: skip
-def test_searches_try_programs_of_many_tokens_first(tokens: int, want: list[tuple[int, ...]]) -> None:
+def test_searches_try_every_shape_of_program_first(tokens: int, want: list[tuple[int, ...]]) -> None:
     case = case_of(tokens, 3584, 8192)
     assert [dataclasses.astuple(c)[:4] for c in gemm.promising(case)] == want
-    assert set(gemm.promising(case)) <= set(configs_of(case)) and len(configs_of(case)) <= 120
+    assert set(gemm.promising(case)) <= set(configs_of(case)) and len(configs_of(case)) <= 60
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
@@ -211,6 +214,7 @@ def test_a_config_of_few_tokens_is_not_taken_for_many() -> None:
     config = gemm.Int4Config(16, 32, 4, 4, prefetch=True)
     assert gemm.valid(case_of(16, 4096, 4096), config) is None
     assert gemm.valid(case_of(8192, 4096, 4096), config) == "131072 programs whose parts are added up"
+    assert gemm.valid(case_of(8, 4096, 4096), config) == "programs of 16 tokens where there are 8"
 
 
 def test_large_x_of_whole_numbers_is_exact() -> None:
@@ -221,12 +225,37 @@ def test_large_x_of_whole_numbers_is_exact() -> None:
     assert torch.equal(ops.int4_gemm(x, pack(*codes)), exact(x, codes, None))
 
 
-@pytest.mark.parametrize(("tokens", "want"), [
-    (1, gemm.Int4Config(8, 32, 4, 4, prefetch=True)), (16, gemm.Int4Config(16, 32, 4, 4, prefetch=True)),
+@pytest.mark.parametrize(("sizes", "want"), [
+    ((1, 3584, 8192), (8, 32, 4, 4)), ((8, 3584, 8192), (8, 32, 4, 4)), ((16, 3584, 8192), (16, 32, 8, 2)),
+    ((16, 4096, 4096), (16, 32, 8, 2)), ((16, 6144, 4096), (16, 32, 8, 1)), ((8, 10240, 8192), (8, 32, 4, 3)),
+    ((16, 5120, 25600), (16, 32, 4, 3)), ((32, 576, 7168), (16, 32, 8, 4)), ((32, 28672, 4096), (16, 32, 4, 1)),
 ])  # fmt: skip
-def test_the_default_at_the_seed_is_the_measured_best(tokens: int, want: gemm.Int4Config) -> None:
-    case = case_of(tokens, 3584, 8192)
-    assert gemm.default(case) == want and want in configs_of(case) and len(configs_of(case)) <= 60
+def test_the_default_is_the_measured_best(sizes: tuple[int, int, int], want: tuple[int, ...]) -> None:
+    case = case_of(*sizes)
+    assert gemm.default(case) == gemm.Int4Config(*want, prefetch=True) and gemm.default(case) in configs_of(case)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 16, 33])
+@pytest.mark.parametrize(("rows", "depth"), [(2, 32), (66, 416), (200_000, 40_000)])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_every_case_has_a_default(tokens: int, rows: int, depth: int, zeros: bool) -> None:
+    case = case_of(tokens, rows, depth, zeros=zeros)
+    assert gemm.default(case) in configs_of(case)
+
+
+@pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")
+def test_a_config_serves_other_tokens_but_no_other_rows(tmp_path: Path) -> None:
+    """Nor tokens that fit in smaller programs."""
+    stored, options = gemm.Int4Config(16, 32, 4, 2, prefetch=False), case_of(16, 3584, 8192).options
+    entry = cache.Entry(
+        variant="optimized", case="seed", axes=case_of(16, 3584, 8192).axes, dtype="float16", quant="int4", options=options,
+        policy="cold", config=dataclasses.asdict(stored),
+    )  # fmt: skip
+    cache.store("int4_gemm", "a_gpu", entry, tmp_path)
+    choose = dataclasses.replace(gemm._choose, root=tmp_path)
+    sizes = [(11, 3584, 8192), (16, 10240, 8192), (8, 3584, 8192)]
+    got = [choose(case_of(*s).axes, "float16", "int4", options, gpu="a_gpu") for s in sizes]
+    assert got == [stored, *(gemm.default(case_of(*s)) for s in sizes[1:])]
 
 
 def test_weights_that_begin_anywhere_are_taken() -> None:

@@ -3,6 +3,7 @@
 May import cache, spec, arguments, workspace.
 """
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,13 +19,12 @@ from kerneltune.ops.int4_gemm.packing import DEPTH, GROUPS, ROWS, Int4Weight, bl
 from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Outputs, Space
 
-FREE_AXES = ("N", "M")
+FREE_AXES = ("N",)
+"""Splits that suit the rows of one weight leave another's last programs alone on the chip: `default` does better by its rule."""
 _ALONG = (1, 2, 4, 8)
-_SPLITS = (1, 2, 4, 8, 16)
-_ENOUGH_PROGRAMS = 192
-"""Programs that keep a chip busy."""
-_ENOUGH_ALONE = 96
-"""The same of programs that each fill a multiprocessor."""
+_SPLITS = (1, 2, 3, 4, 8)
+_MULTIPROCESSORS = 132
+"""Of the GPUs for which the rule of `default` was found."""
 _MOST_PROGRAMS = 1024
 """Of several splits, each of which has memory for its part."""
 _HALF_THE_REGISTERS = 128
@@ -152,7 +152,7 @@ def space(case: Case) -> Space:
         "tokens": (8,) if N <= 8 else (16,) if N <= 16 else (16, 32),
         "rows": (32, 64),
         "along": _alongs(blocks, 2 if N <= 8 else 3),
-        "splits": tuple(s for s in _SPLITS if s == 1 or (s <= blocks and s * tiles <= _MOST_PROGRAMS)),
+        "splits": tuple(s for s in _SPLITS if s <= blocks and (s <= 2 or s * tiles <= _MOST_PROGRAMS)),
         "prefetch": (False, True),
     }
 
@@ -165,9 +165,11 @@ def _alongs(blocks: int, count: int) -> tuple[int, ...]:
 def valid(case: Case, config: Int4Config) -> str | None:
     """Why a config cannot run, or cannot be worth running."""
     blocks, warps = cdiv(case["K"], DEPTH), _warps(config)
+    if config.tokens not in space(case)["tokens"]:
+        return f"programs of {config.tokens} tokens where there are {case['N']}"
     if config.along > blocks or (config.splits - 1) * config.along * steps_of(case["K"], config) >= blocks:
         return f"{config.splits} programs of {config.along} warps along {blocks} blocks of k"
-    programs = config.splits * cdiv(case["M"], ROWS) * cdiv(max(case["N"], 1), config.tokens)
+    programs = _programs(case, config)
     if config.splits > 1 and programs > 2 * _MOST_PROGRAMS:
         return f"{programs} programs whose parts are added up"
     if config.rows * config.tokens > 1024 or warps > (16 if _in_pairs(config) else 8):
@@ -180,28 +182,39 @@ def valid(case: Case, config: Int4Config) -> str | None:
 
 
 def default(case: Case) -> Int4Config:
-    """A config for any shape, by rule: the fewest programs that keep a chip of 132 multiprocessors busy."""
-    limits = space(case)
-    tokens, along = min(32, limits["tokens"][-1]), min(4, limits["along"][-1])
-    rows = 64 if tokens == 16 and _many_values(case) else 32
-    return _busy(case, tokens, rows, along)[0]
+    """A config for any shape, by rule: few rows to a warp, then few tokens to a program, and of those what takes the shortest.
+
+    With eight tokens programs of 16 warps lost to twice as many of eight."""
+    able = _able(case)
+    rows, tokens = min((c.rows, c.tokens) for c in able)
+    alike = [c for c in able if (c.rows, c.tokens) == (rows, tokens) and (tokens > 8 or c.along <= 4)]
+    return min(alike, key=lambda c: _length(case, c))
 
 
 def promising(case: Case) -> tuple[Int4Config, ...]:
-    """For more tokens than eight: programs of 32 tokens, as few as keep the chip busy, and longer programs of 16."""
-    shapes = ((32, 32, 4), (32, 32, 2), (16, 32, 8))
-    limits = space(case)
-    tried = [(t, r, a) for t, r, a in shapes if t in limits["tokens"] and r in limits["rows"] and a in limits["along"]]
-    return tuple(c for shape in tried if case["N"] > 8 for c in _busy(case, *shape)[:1])
+    """Of every shape of program the number of splits that takes the shortest by the rule of `default`."""
+    shapes: dict[tuple[int, int, int], list[Int4Config]] = {}
+    for config in _able(case):
+        shapes.setdefault((config.tokens, config.rows, config.along), []).append(config)
+    return tuple(min(alike, key=lambda c: _length(case, c)) for alike in shapes.values())
 
 
-def _busy(case: Case, tokens: int, rows: int, along: int) -> list[Int4Config]:
-    """Those of any number of splits that may run, from the first on that keeps the chip busy, or the last."""
-    configs = [Int4Config(tokens, rows, along, splits, prefetch=True) for splits in space(case)["splits"]]
-    able = [c for c in configs if valid(case, c) is None]
-    tiles = cdiv(case["M"], ROWS) * cdiv(max(case["N"], 1), tokens)
-    enough = _ENOUGH_ALONE if _warps(configs[0]) > (4 if tokens == 32 else 8) else _ENOUGH_PROGRAMS
-    return [c for c in able if tiles * c.splits >= enough] or able[-1:]
+def _able(case: Case) -> list[Int4Config]:
+    """The valid configs that prefetch, those of few splits first."""
+    found = (Int4Config(*knobs) for knobs in itertools.product(*space(case).values()))
+    return [config for config in found if config.prefetch and valid(case, config) is None]
+
+
+def _length(case: Case, config: Int4Config) -> float:
+    """About how long a config takes, in blocks of k of a warp: of all programs that have a place in turn, with what is lost from
+    one to the next, half as much where another has the other half of the multiprocessor, and with what parts take."""
+    at_once = (16 if _in_pairs(config) else 8) // _warps(config)
+    turns = cdiv(_programs(case, config), _MULTIPROCESSORS * at_once)
+    return turns * steps_of(case["K"], config) + (turns - 1) * 6 / at_once + config.splits * config.tokens / 20
+
+
+def _programs(case: Case, config: Int4Config) -> int:
+    return config.splits * cdiv(case["M"], ROWS) * cdiv(max(case["N"], 1), config.tokens)
 
 
 def _many_values(case: Case) -> bool:
