@@ -52,8 +52,8 @@ def test_the_config_of_the_case_itself_comes_first_and_that_of_another_gpu_does_
     op = op_of(VARIANT)
     store(options, GOOD)
     store(options, {"block": 512, "warps": 1}, HALF)
-    store(options, {"block": 128, "warps": 1}, CASE, "nvidia_h200")
+    store(options, {"block": 128, "warps": 1}, CASE, "another_gpu")
     assert cached_config(op, CASE, VARIANT, "cold", options.configs) == config_for(op, CASE, VARIANT, options) == Small(64, 2)
-    assert cached_config(op, CASE, VARIANT, "cold", options.configs, "nvidia_h200") == Small(128, 1)
+    assert cached_config(op, CASE, VARIANT, "cold", options.configs, "another_gpu") == Small(128, 1)
     assert cached_config(op, CASE, VARIANT, "hot", options.configs) is None
     assert config_for(op, CASE, Variant("eager", nothing), options) is None

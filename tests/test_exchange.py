@@ -151,11 +151,11 @@ def test_an_entry_that_cannot_run_is_invalid() -> None:
 
 
 def test_cache_verify_counts_and_fails_on_what_is_invalid(tmp_path: Path) -> None:
-    entry = ours("rmsnorm_bwd")[0]
-    cache.store("rmsnorm_bwd", "nvidia_h200", entry, tmp_path)
+    entry = replace(ours("rmsnorm_bwd")[0], evidence={"source_hash": "old"})
+    cache.store("rmsnorm_bwd", "another_gpu", entry, tmp_path)
     good = run("verify", "--configs", tmp_path)
-    assert good.exit_code == 0 and good.stdout.splitlines()[1].split() == ["nvidia_h200", "rmsnorm_bwd", "stale", "1"]
-    cache.store("rmsnorm_bwd", "nvidia_h200", replace(entry, config={**entry.config, "warps": 4096}), tmp_path)
+    assert good.exit_code == 0 and good.stdout.splitlines()[1].split() == ["another_gpu", "rmsnorm_bwd", "stale", "1"]
+    cache.store("rmsnorm_bwd", "another_gpu", replace(entry, config={**entry.config, "warps": 4096}), tmp_path)
     bad = run("verify", "rmsnorm_bwd", "--configs", tmp_path)
     assert bad.exit_code == 1
-    assert bad.stdout.splitlines()[-1].startswith("invalid: nvidia_h200 rmsnorm_bwd optimized te-29x17389 bfloat16 none: ")
+    assert bad.stdout.splitlines()[-1].startswith("invalid: another_gpu rmsnorm_bwd optimized te-29x17389 bfloat16 none: ")

@@ -45,6 +45,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "die").mkdir()
     monkeypatch.setenv(DIE, str(tmp_path / "die"))
     monkeypatch.setenv(LOG, str(tmp_path / "log"))
+    monkeypatch.setattr(device, "current", lambda: device.NO_GPU)  # that of the driver; the workers' is made up
     cache.clear()
     yield tmp_path / "log"
     cache.clear()
@@ -254,9 +255,12 @@ def test_what_cannot_be_reached_is_one_line(options: Options, monkeypatch: pytes
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
         visible_gpus("3")
     assert (visible_gpus("all"), visible_gpus("1")) == (["0", "1"], ["0"])
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)  # torch does not count again after its first use of a GPU
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(ValueError, match="^gpus: 'all': expected all or a number of GPUs, 0 here$"):
         visible_gpus("all")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert visible_gpus("all") == ["0", "1"]
     with pytest.raises(ValueError, match="^ray: '127.0.0.1:1': cannot connect: Connection refused$"):
         run._workers("made", Options(ray="127.0.0.1:1"))
     with pytest.raises(ValueError, match="^ray: 'nonsense': expected HOST:PORT, auto or local$"):

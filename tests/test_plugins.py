@@ -54,8 +54,11 @@ def guide(tmp_path: Path) -> Path:
 
 
 def shell(folder: Path, script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A script where no GPU is seen; PYTHONPATH comes behind the package and what this process has."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "COLUMNS": "100"} | environment
+    env |= {"PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "100", "CUDA_VISIBLE_DEVICES": ""}
+    path = [str(ROOT), os.environ.get("PYTHONPATH", ""), environment.pop("PYTHONPATH", "")]
+    env |= {"PYTHONPATH": os.pathsep.join(filter(None, path))} | environment
     return subprocess.run(["sh", "-ec", script], cwd=folder, env=env, capture_output=True, text=True, timeout=120)
 
 
@@ -78,9 +81,8 @@ def test_every_block_of_the_guide_that_needs_no_gpu_runs(guide: Path) -> None:
     assert "optimized\n" in check.stdout and "valid configs" in check.stdout
     assert "8 checked" in check.stdout
     assert use.stdout == "(8, 64)\n", use.stderr
-    path = f"{ROOT}{os.pathsep}{guide}"
     install(guide)
-    installed = shell(guide, scripts[1][0], PYTHONPATH=path)
+    installed = shell(guide, scripts[1][0], PYTHONPATH=str(guide))
     assert installed.returncode == 0, installed.stderr
     assert "8 checked" in installed.stdout
 
@@ -171,6 +173,6 @@ def test_a_broken_plug_in_is_named_in_one_line(tmp_path: Path, monkeypatch: pyte
 def test_a_broken_entry_point_names_its_package(guide: Path) -> None:
     install(guide)
     (guide / "swiglu.py").write_text("import nowhere\n")
-    done = shell(guide, "kerneltune ops", PYTHONPATH=f"{ROOT}{os.pathsep}{guide}")
+    done = shell(guide, "kerneltune ops", PYTHONPATH=str(guide))
     assert done.returncode == 2
     assert done.stderr == "error: plug-in swiglu of package swiglu-kernels: ModuleNotFoundError: No module named 'nowhere'\n"

@@ -312,10 +312,10 @@ def test_what_does_not_fit_a_multiprocessor_as_often_as_it_says_is_never_run(
     tuner = Tuner(op_of(LARGE), CASE, LARGE, "cold", setting.store(), NoBench())
     asked = Large(64, 1, 1, 4)
     twice = Compiled((Kernel("k", 8, 128, 0, 65536), Kernel("k", 8, 64, 0, 81920)), 1.0)
+    monkeypatch.setattr(device, "current", lambda: device.NO_GPU)
     with pytest.raises(AssertionError):  # it goes to the bench: nothing is known of the interpreter's multiprocessors
         evaluated(tuner, asked, twice)
-    here = device.current()
-    monkeypatch.setattr(device, "current", lambda: replace(here, arch="sm_90"))
+    monkeypatch.setattr(device, "current", lambda: replace(device.NO_GPU, arch="sm_90"))
     assert evaluated(tuner, asked, twice) == Trial(
         "occupancy", resources=1024, shared_bytes=81920, detail="2 programs fit a multiprocessor, not 4"
     )

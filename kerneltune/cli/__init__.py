@@ -100,7 +100,10 @@ app.command("doctor")(doctor.command)
 
 def _version(wanted: bool) -> None:
     if wanted:
-        show(f"kerneltune {importlib.metadata.version('kerneltune')}")
+        try:
+            show(f"kerneltune {importlib.metadata.version('kerneltune')}")
+        except importlib.metadata.PackageNotFoundError:
+            show("kerneltune, a source tree that is not installed")
         raise typer.Exit
 
 

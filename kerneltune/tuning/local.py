@@ -84,7 +84,10 @@ def visible_gpus(wanted: str) -> list[str]:
     import torch
 
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    found = given.split(",") if given else [str(index) for index in range(torch.cuda.device_count())]
+    if given is None:
+        found = [str(index) for index in range(torch.cuda.device_count())]
+    else:
+        found = [name for name in given.split(",") if name]  # torch may have counted before the variable was set
     if wanted == "all" and found:
         return found
     if not wanted.isdecimal() or not 0 < int(wanted) <= len(found):

@@ -1,5 +1,6 @@
 """Start-up, help and version, wrong use, and the commands that only look: ops and doctor."""
 
+import importlib.metadata
 import subprocess
 import sys
 import time
@@ -76,10 +77,20 @@ def test_a_terminal_of_no_columns_still_says_something(monkeypatch: pytest.Monke
     assert done.returncode == 0 and done.stdout.startswith("stream: ")
 
 
+@pytest.mark.skipif(not [*importlib.metadata.distributions(name="kerneltune")], reason="kerneltune is not installed")
 def test_version() -> None:
     result = run("--version")
     assert result.exit_code == 0
     assert result.stdout.startswith("kerneltune 0.")
+
+
+def test_a_source_tree_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, "kerneltune, a source tree that is not installed\n")
 
 
 def test_a_wrong_use_is_one_line() -> None:
