@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kerneltune.search.line import Line, Started
-from kerneltune.search.surrogate import Surrogate
+from kerneltune.search.surrogate import FAR, Surrogate
 from kerneltune.search.trials import Trial, knobs_of
 from kerneltune.spec import Config
 
@@ -303,7 +303,7 @@ class _Gain:
         self._least = search.until_gain
         if self._least is not None:
             self._index = {config: i for i, config in enumerate(pool)}
-            self._surrogate = Surrogate([knobs_of(config) for config in pool], search.seed)
+            self._surrogate = Surrogate([knobs_of(config) for config in pool], search.seed, worst=FAR)
             self._seen = {self._index[config]: trial.time_us for config, trial in known.items()}
 
     def is_small(self, config: Config, trial: Trial) -> bool:

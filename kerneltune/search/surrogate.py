@@ -19,8 +19,9 @@ Array = NDArray[np.float64]
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_WORST = 0.7
-"""Logarithms of times are cut this far above the best: how bad a bad config is says little about the good ones."""
+NEAR, FAR = 0.3, 0.7
+"""Logarithms of times are cut so far above the best: how bad a bad config is says little about the good ones. FAR leaves more of
+the spread, and so more doubt about what is left to gain."""
 _DOUBTFUL = 1e-6
 _JOINT = 256
 _DRAWS = 128
@@ -49,9 +50,13 @@ class Surrogate:
     Matérn 5/2 with one length scale per knob, fitted to the times seen under a prior on the scales.
     """
 
-    def __init__(self, pool: Sequence[Mapping[str, Any]], seed: int = 0, chances: Array | None = None) -> None:
-        """pool: the knob values of every config of the space; chances: how likely each gives a time, before any is tried."""
-        self._chances = chances
+    def __init__(
+        self, pool: Sequence[Mapping[str, Any]], seed: int = 0, chances: Array | None = None, worst: float = NEAR
+    ) -> None:
+        """pool: the knob values of every config of the space; chances: how likely each gives a time, before any is tried; worst:
+        where logarithms of times are cut, above the best.
+        """
+        self._chances, self._worst = chances, worst
         self._points = _coordinates(pool)
         self._rng = np.random.default_rng(seed)
         self._theta = np.concatenate([np.full(self._points.shape[1], np.log(0.5)), [0.0, np.log(0.05)]])
@@ -63,7 +68,7 @@ class Surrogate:
         timed = [(index, time) for index, time in zip(seen, times, strict=True) if time is not None]
         logs = np.log([time for _, time in timed])
         best = float(np.min(logs))
-        logs = np.minimum(logs, best + _WORST)
+        logs = np.minimum(logs, best + self._worst)
         self._seen = np.array([index for index, _ in timed], dtype=int)
         self._mean, self._scale = float(np.mean(logs)), float(np.std(logs)) or 1.0
         self._values = (logs - self._mean) / self._scale
