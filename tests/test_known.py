@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kerneltune import cache, ops
+from kerneltune import cache, ops, sources
 from kerneltune.inspection.static import Survey
 from kerneltune.inspection.survey import Request, cached_requests, survey
 from kerneltune.measuring import inspected, known
@@ -57,6 +57,16 @@ def test_a_kernel_that_moved_is_known_and_one_with_other_joints_is_not() -> None
     assert text != inspected._ir_text(ir("/a/kernels.py", 10, 10, 12))
     assert text != inspected._ir_text(ir("/lib/tl.py", 10, 12, 12))  # one file, not two
     assert "/a/" not in text and '"ttg.num-warps" = 4' in text
+
+
+def test_what_other_code_read_is_not_found_in_the_disk_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    def key(facts: dict[str, Fact], shared_bytes: int) -> object:
+        return inspected.Inspecting(Known(facts), "cuda", shared_bytes)()
+
+    keys = [key({}, 1024), key({"a" * 20: FACT}, 1024), key({}, 2048)]
+    assert inspected.reading.__name__ in sources._sources(inspected.__name__, {}) and key({}, 1024) == keys[0]
+    monkeypatch.setattr(inspected, "source_hash", {inspected.__name__: "changed"}.__getitem__)
+    assert len({*keys, key({}, 1024)}) == 4
 
 
 @pytest.fixture

@@ -34,9 +34,12 @@ class Inspecting:
         self.known, self.backend, self.shared_bytes = known, backend, shared_bytes
 
     def __call__(self, backend: Any = None, stages: Any = None, options: Any = None, *_: Any) -> tuple[str, str] | None:
-        """Changes the stages; without them, says what it adds to the key of the disk cache: no binary is kept there."""
+        """Changes the stages; without them, says what it adds to the key of the disk cache.
+
+        No binary is kept there, and facts as this code read them.
+        """
         if stages is None:
-            return f"inspected {self.known.check}", ""
+            return f"inspected {self.known.check} {self.shared_bytes} {source_hash(__name__)}", ""
         names = list(stages)
         made_for = f"{backend.hash()} {_text(options)} {self.shared_bytes} {source_hash(reading.__name__)}"
         stages[names[0]] = self._identified(stages[names[0]], made_for)
