@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,13 @@ from typer.testing import CliRunner, Result
 
 from kerneltune import device
 from kerneltune.cli import app, console
+from kerneltune.files import data_root
 from kerneltune.inspection import ncu, revision, survey
 from kerneltune.inspection.static import StaticRow, Survey, save
+from kerneltune.measuring import known
 from kerneltune.measuring.assembly import Access, Kernel
 from kerneltune.measuring.compiler import Compiled
+from kerneltune.measuring.known import Fact, Known
 from kerneltune.spec import Variant
 
 KERNEL = Kernel("_rmsnorm_fwd_rows", 8, 40, 0, 32, 0, (Access("load", 128, 4), Access("store", 32, 1)))
@@ -157,11 +162,36 @@ def test_a_revision_is_asked_with_the_same_arguments(compiled: list[Any], monkey
         (["rmsnorm_bwd", "M=3", "--case", "te-*"], "error: case: 'te-*': expected sizes or --case, one of them"),
         (["rmsnorm_bwd", "--case", "nope"], "error: nothing to compile: "),
         (["rmsnorm_bwd", "--case", "nope", "--config", "{}"], "error: nothing to compile: "),
+        (["--renew", "--target", "sm_90"], "error: renew: True: expected with all of the package's configs, "),
+        (["--renew", "--configs", "elsewhere"], "error: renew: True: expected with all of the package's configs, "),
     ],
 )
 def test_what_inspect_refuses(arguments: list[str], message: str, compiled: list[Any]) -> None:
     assert refused("inspect", *arguments).startswith(message)
     assert compiled == []
+
+
+def test_what_was_found_is_shipped_and_known_from_then_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Mapping[str, Known]] = []
+    facts = {"sm_90": {"a" * 20: Fact(KERNEL), "b" * 20: Fact(KERNEL)}}
+
+    def fake(*arguments: Any) -> Survey:
+        asked.append(arguments[-1])
+        unknown = len(facts["sm_90"].keys() - asked[-1]["sm_90"].facts.keys()) if asked[-1] else 0
+        return Survey("3.7.1", (), facts, unknown)
+
+    monkeypatch.setattr(survey, "survey", fake)
+    monkeypatch.setattr(known, "shipped", lambda: tmp_path / "static")
+    said = "2 of 2 kernels are not in results/static: `kerneltune inspect --renew` puts them there"
+    assert run("inspect").stderr == said + "\n"
+    renewed = run("inspect", "--renew")
+    assert (renewed.exit_code, renewed.stdout) == (0, "") and f"wrote {tmp_path / 'static'}\n" in renewed.stderr
+    assert [path.name for path in (tmp_path / "static").iterdir()] == ["sm_90.tsv"]
+    assert run("inspect").stderr == "" and asked[-1]["sm_90"].facts == facts["sm_90"]
+    assert run("inspect", "--recompile").exit_code == 0 and asked[-1] == {}
+    monkeypatch.setenv("KERNELTUNE_CONFIGS", str(tmp_path))
+    shutil.copytree(data_root("configs") / "nvidia_h200", tmp_path / "nvidia_h200")
+    assert refused("inspect", "--renew").startswith("error: renew: True: ")
 
 
 @pytest.mark.parametrize(

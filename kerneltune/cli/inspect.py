@@ -11,6 +11,7 @@ from kerneltune.cells import pairs
 from kerneltune.cli import options as o
 from kerneltune.cli.console import error_line, note, show, show_table, show_wrapped
 from kerneltune.cli.progress import reporter
+from kerneltune.files import data_root
 from kerneltune.spec import Case, Op
 
 if TYPE_CHECKING:
@@ -65,9 +66,9 @@ def command(
     if against is not None and against_rev is not None:
         raise ValueError("--against and --against-rev: expected one of them")
     o.number("workers", workers, 1)
-    whole = gpu == _GPU and not any((op, variant, case, dtype, quant, target, config, against, against_rev, configs))
+    whole = gpu == _GPU and _is_whole(configs, op, variant, case, dtype, quant, target, config, against, against_rev)
     if renew and not whole:
-        raise ValueError("renew: True: expected without a selection, for it takes the place of everything that is shipped")
+        raise ValueError("renew: True: expected with all of the package's configs, for it takes the place of what is shipped")
     targets = _targets(target)
     requests = _requests(op, sizes, variant, case, dtype, quant, gpu, configs, any_case=config is not None)
     if config is not None:
@@ -114,7 +115,7 @@ def judge(
     else:
         earlier = _of_revision(baseline, _again([op] if op else [], variant, case, dtype, quant, targets, None, _GPU, workers))
     found = _survey(requests, targets, workers)
-    if not any((op, variant, case, dtype, quant, target, configs)):
+    if _is_whole(configs, op, variant, case, dtype, quant, target):
         _say_unknown(found)
     verdict = static_gate(earlier, found)
     for line in verdict.findings:
@@ -131,6 +132,11 @@ def _survey(requests: "list[Request]", targets: list[str], workers: int | None, 
     before = {} if recompile else {target: known.load(known.shipped(), target) for target in targets}
     with reporter() as progress:
         return survey(requests, targets, workers, progress.stage, progress.advance, before)
+
+
+def _is_whole(configs: Path | None, *selection: object) -> bool:
+    """Whether all configs of the package are compiled, and no others, as for results/static."""
+    return not any(selection) and o.configs_root(configs) == data_root("configs")
 
 
 def _ship(found: "Survey") -> None:
@@ -208,7 +214,6 @@ def _requests(
 def _swept(known: Mapping[str, Op], op: str) -> list[Case]:
     """The cases of an operator in all sweeps, none twice."""
     from kerneltune import sweep
-    from kerneltune.files import data_root
 
     plans = [sweep.load(path, known) for path in sorted(data_root("sweeps").glob("*.yaml"))]
     return list(dict.fromkeys(entry.case for plan in plans for entry in (*plan.bench, *plan.check) if entry.op == op))
