@@ -156,6 +156,10 @@ def test_what_was_found_under_another_search_or_limit_is_not_taken(options: Opti
     other_limit = Sides(A=A, **{HELION: B})
     again(options, other_limit, monkeypatch, limit_s=30)
     assert other_limit.asked == [HELION]
+    monkeypatch.setattr(versus, "helion_version", lambda: "9.9")
+    other_helion = Sides(A=A, **{HELION: B})
+    again(options, other_helion, monkeypatch)
+    assert other_helion.asked == ["A", HELION]
 
 
 @pytest.mark.parametrize(

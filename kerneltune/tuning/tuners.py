@@ -3,9 +3,11 @@
 A side is a function of a Task, run in a fresh process with a Triton cache of its own. Decides nothing about their results.
 """
 
+import importlib.metadata
 import importlib.util
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -206,6 +208,13 @@ def unable() -> Mapping[str, str]:
     """The tuners that cannot run here, and why."""
     lacking = {} if importlib.util.find_spec("helion") else {HELION: "helion is not installed"}
     return lacking | {"Kernel Tuner": "compiles CUDA, HIP, OpenCL, C and Fortran sources, no Triton kernels"}
+
+
+def helion_version() -> str:
+    """Of the Helion that would be asked; empty where it is not installed."""
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("helion")
+    return ""
 
 
 def finalists(found: Sequence[Found], default: Config, count: int) -> list[Config]:

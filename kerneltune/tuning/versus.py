@@ -36,7 +36,7 @@ from kerneltune.tuning.journal import Journal
 from kerneltune.tuning.knobs import Given, checked_space, narrowed
 from kerneltune.tuning.machines import empty_caches
 from kerneltune.tuning.tuner import job
-from kerneltune.tuning.tuners import EXHAUSTIVE, HELION, SIDES, US, Found, Task, finalists, unable
+from kerneltune.tuning.tuners import EXHAUSTIVE, HELION, SIDES, US, Found, Task, finalists, helion_version, unable
 
 DEFAULT = "default config"
 BEST = "best of the space"
@@ -180,7 +180,7 @@ def _depends_on(op: Op, task: Task) -> dict[str, Any]:
         "quant": case.quant, "options": dict(case.options), "policy": options.policy, "knobs": task.knobs,
         "search": asdict(task.search), "workers": options.workers,
         "cores": len(os.sched_getaffinity(0)), "device": here.name, "driver": here.driver, "source_hash": op.source_hash,
-        "commit": commit(), **device.versions(),
+        "commit": commit(), "helion": helion_version(), **device.versions(),
     }  # fmt: skip
 
 
