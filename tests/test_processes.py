@@ -1,12 +1,16 @@
 """Work in fresh processes: really fresh, one by one, and what goes wrong is one line."""
 
 import os
+import subprocess
+import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from gate_rows import record
+from started import environment
 
 from kerneltune import records
 from kerneltune.cli.options import load_ops
@@ -24,6 +28,27 @@ def test_every_process_is_another_and_errors_come_through(tmp_path: Path) -> Non
         list(in_fresh_processes(2, os._exit, 7))
     with pytest.raises(FileNotFoundError):
         list(in_fresh_processes(1, os.rmdir, str(tmp_path / "none")))
+
+
+def test_what_a_process_does_first_is_done_before_its_work(tmp_path: Path) -> None:
+    assert list(in_fresh_processes(1, os.getcwd, first=partial(os.chdir, tmp_path))) == [str(tmp_path)]
+
+
+SERVED = """
+from kerneltune.processes import fast_context, start_server
+
+start_server("colorsys")
+with fast_context().Pool(1) as pool:
+    print(pool.apply(eval, ("[name in __import__('sys').modules for name in ('torch', 'colorsys')]",)))
+"""
+
+
+@pytest.mark.parametrize("interpreted", [False, True])
+def test_the_server_imports_what_it_is_told_unless_kernels_are_interpreted(interpreted: bool) -> None:
+    env = {name: value for name, value in environment().items() if name != "TRITON_INTERPRET"}
+    env |= {"TRITON_INTERPRET": "1"} if interpreted else {}
+    done = subprocess.run([sys.executable, "-c", SERVED], capture_output=True, text=True, env=env, timeout=120)
+    assert done.stdout == f"[True, {not interpreted}]\n", done.stderr[-2000:]
 
 
 def test_records_come_back_from_a_process(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ class Survey:
 
     Attributes:
         facts: of the kernels, by target and digest.
-        unknown: how many of these were not known before. Both are not kept in files of surveys.
+        unknown: how many of these were not known before; neither is kept in files of surveys.
     """
 
     triton: str
