@@ -68,7 +68,7 @@ def test_all_sides_search_the_same_configs_and_meet_in_one_run(fought: tuple[Con
     assert theirs.remark == ("one compilation after the other, no check of results, 1 could not be launched; wrong: off by one")
     assert ours.gap is not None and ours.gap.median == 0.0
     said = r"first config compiled after \d+\.\d s, from there GPU idle for 100 %"
-    assert re.fullmatch(f"{said}; until the rest is expected to gain less than 1 %", ours.remark)
+    assert re.fullmatch(f"{said}; stops when the rest is expected to gain less than 1 %", ours.remark)
     gap = lines[DEFAULT].gap
     assert gap is not None and gap.median == pytest.approx(13.875 / 10 - 1) and gap.low <= gap.median <= gap.high
     assert lines["Third"].remark == "RuntimeError: no config found"

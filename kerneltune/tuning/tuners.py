@@ -102,7 +102,7 @@ def by_kerneltune(task: Task) -> Found:
     first_s = (tuner.began or task.began) - task.began
     remark = f"first config compiled after {first_s:.1f} s, from there GPU idle for {100 * usage.idle:.0f} %"
     if task.search.until_gain is not None:
-        remark += f"; until the rest is expected to gain less than {100 * task.search.until_gain:g} %"
+        remark += f"; stops when the rest is expected to gain less than {100 * task.search.until_gain:g} %"
     return Found(chosen, wall_s, usage.evaluations, best, remark)
 
 
