@@ -1,9 +1,9 @@
 """Start-up, help and version, wrong use, and the commands that only look: ops and doctor."""
 
 import importlib.metadata
+import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,9 +42,10 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
     code = "import sys; from kerneltune.cli import main\ntry: main()\nfinally: print(*sys.modules, file=sys.stderr)"
     times = []
     for _ in range(5):
-        started = time.perf_counter()
+        before = os.times()
         done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=True)
-        times.append(time.perf_counter() - started)
+        after = os.times()  # the processor's time: on a busy machine the clock's is that of others as well
+        times.append(after.children_user + after.children_system - before.children_user - before.children_system)
     assert not set(HEAVY) & set(done.stderr.split())
     assert "KERNELTUNE_CONFIGS" in done.stdout
     assert min(times) < 0.3
