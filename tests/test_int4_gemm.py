@@ -435,7 +435,7 @@ from kerneltune import ops
 from kerneltune.spec import Case
 from triton.runtime.jit import JITFunction
 
-compiler._start_worker(compiler.TARGETS["sm_90"], None, False)
+compiler._start_worker(compiler.TARGETS["sm_90"], None, None)
 run, texts = JITFunction.run, []
 
 
