@@ -226,6 +226,17 @@ def test_weights_of_either_order(updates: int) -> None:
         assert torch.equal(got, want)
 
 
+def test_no_rows() -> None:
+    """A gradient that was a number, as that of a sum is: `contiguous` keeps its strides of 0."""
+    module = layer()
+    x = torch.empty(0, K, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    for _ in range(2):
+        dx, dw = torch.autograd.grad(module(x, torch.zeros(E, dtype=torch.int32, device=DEVICE)).sum(), (x, module.weight))
+        assert dx.shape == x.shape and dw.shape == module.weight.shape and not dw.any()
+        step(module, *batch())
+        update_scales(module)
+
+
 def test_a_backward_after_the_weight_has_changed_is_refused() -> None:
     module, (x, offs, dy) = layer(), batch()
     step(module, x, offs, dy)

@@ -11,6 +11,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ENDS = {"even": [32, 64, 96], "uneven": [16, 80, 96], "empty": [0, 96, 96]}
 RAGGED = {"ragged": [5, 38, 91], "one row": [95, 95, 96], "short": [1, 2, 3]}
 RECIPES = ["tensorwise", "rowwise"]
+CAST_AGAIN = [Recipe(scaling, keep_weights=False) for scaling in RECIPES]
 
 
 def sqnr_db(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -80,9 +81,7 @@ def test_other_types_in_and_out(recipe: str, dtype: torch.dtype) -> None:
         assert sqnr_db(got, want) >= 26
 
 
-@pytest.mark.parametrize(
-    "recipe", [*RECIPES, Recipe("tensorwise", keep_weights=False), Recipe("tensorwise", pow2=False)], ids=str
-)
+@pytest.mark.parametrize("recipe", [*RECIPES, *CAST_AGAIN, Recipe("tensorwise", pow2=False)], ids=str)
 def test_one_gradient_alone_is_the_same_as_both(recipe: str | Recipe) -> None:
     a, w = leaves(32, 32, 16, 2)
     offs, dy = offsets([16, 32]), torch.randn(32, 16, device=DEVICE).bfloat16()
@@ -96,7 +95,7 @@ def test_one_gradient_alone_is_the_same_as_both(recipe: str | Recipe) -> None:
         assert torch.equal(fp8_grouped_mm(a, w.transpose(1, 2), offs, recipe=recipe), y)
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, Recipe("tensorwise", keep_weights=False)], ids=str)
+@pytest.mark.parametrize("recipe", [*RECIPES, *CAST_AGAIN], ids=str)
 def test_weights_of_either_order(recipe: str | Recipe) -> None:
     a, w = leaves(48, 32, 16, 2)
     offs, dy = offsets([16, 48]), torch.randn(48, 16, device=DEVICE).bfloat16()
@@ -171,9 +170,12 @@ def test_gradients_of_any_layout(recipe: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_no_rows(recipe: str) -> None:
+@pytest.mark.parametrize("strides", [(16, 1), (0, 0)])
+def test_no_rows(recipe: str, strides: tuple[int, int]) -> None:
+    """Of a gradient that was a number, as that of a sum is, `contiguous` keeps the strides of 0."""
     a, w = leaves(0, 32, 16, 2)
-    y, da, dw = products(a, w, offsets([0, 0]), torch.zeros(0, 16, device=DEVICE).bfloat16(), recipe=recipe)
+    dy = torch.zeros(1, 16, device=DEVICE).bfloat16().as_strided((0, 16), strides)
+    y, da, dw = products(a, w, offsets([0, 0]), dy, recipe=recipe)
     assert y.shape == (0, 16) and da.shape == (0, 32)
     assert dw.shape == (2, 16, 32) and not dw.any()
 
@@ -199,9 +201,10 @@ def test_compiles_without_a_graph_break(recipe: str | Recipe, dynamic: bool) -> 
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_operators_keep_torch_s_rules(recipe: str) -> None:
+@pytest.mark.parametrize("keep_weights", [True, False])
+def test_operators_keep_torch_s_rules(recipe: str, keep_weights: bool) -> None:
     a, w = leaves(32, 32, 16, 2)
-    arguments = (a, w.transpose(1, 2), offsets([16, 32]), [], recipe, True, True, torch.bfloat16, True, True)
+    arguments = (a, w.transpose(1, 2), offsets([16, 32]), [], recipe, True, keep_weights, torch.bfloat16, True, True)
     # The remaining utilities of opcheck sum fp8 results, which torch cannot.
     torch.library.opcheck(
         fp8_grouped_mm_fwd, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
@@ -235,6 +238,9 @@ def test_bad_arguments() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             fp8_grouped_mm(*wrong)
+    for recipe in RECIPES:
+        with pytest.raises(ValueError, match=r"offs must .* got \(0,\)"):
+            fp8_grouped_mm(a, b_t[:0].detach(), offs[:0], recipe=recipe)
     with pytest.raises(ValueError, match="out_dtype must be one of .* torch.float8"):
         fp8_grouped_mm(a, b_t, offs, out_dtype=torch.float8_e4m3fn)
     with pytest.raises(ValueError, match="recipe must be one of tensorwise, rowwise or a Recipe, got 'blockwise'"):

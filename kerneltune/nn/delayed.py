@@ -76,7 +76,9 @@ class DelayedScaling(nn.Module):
 
     def cast(self, x: Tensor, place: int) -> tuple[Tensor, Tensor, Tensor]:
         """x (M, K) as q, q_t (M, K), strides (1, M), and what to multiply them by, (1,)."""
-        mine, x = slice(place, place + 1), x.contiguous()
+        mine = slice(place, place + 1)
+        # without rows any strides are contiguous
+        x = x.contiguous() if x.stride(1) == 1 else x.clone(memory_format=torch.contiguous_format)
         if self.known:
             out = multi_cast_transpose([x], self.scales[mine], self.history[0, mine])
             return out.casts[0], out.transposes[0].t(), out.scale_inv

@@ -171,13 +171,13 @@ def _tokens(x: Tensor, offs: Tensor, scaling: str, pow2: bool, rows: bool, colum
         found = (cast.q, cast.scale), (cast.q_t, cast.scale)
     elif rows and columns:
         q, scale, q_t, scale_t = fp8.fp8_group_both(x, offs, **options)
-        found = (q, scale.view(-1)), (q_t, scale_t.view(-1, x.shape[1]))
+        found = (q, scale.view(-1)), (q_t, scale_t.view(offs.shape[0], x.shape[1]))
     elif rows:
         q, scale = fp8.fp8_rowwise_2d(x, **options)
         found = (q, scale.view(-1)), ()
     else:
         q_t, scale_t = fp8.fp8_group_colwise(x, offs, **options)
-        found = (), (q_t, scale_t.view(-1, x.shape[1]))
+        found = (), (q_t, scale_t.view(offs.shape[0], x.shape[1]))
     row, column = ([t for t in part if t is not None] for part in found)
     return row if rows else [], column if columns else []
 
@@ -193,10 +193,10 @@ def _weights(b: Tensor, scaling: str, pow2: bool, both: bool = False) -> list[Te
         found = [(cast.q, cast.scale), (cast.q_t, cast.scale)]
     elif both:
         q, scale, q_t, scale_t = fp8.fp8_rowwise_3d_both(w, **options)
-        found = [(q, scale.view(w.shape[0], -1)), (q_t, scale_t)]
+        found = [(q, scale.view(w.shape[0], w.shape[2])), (q_t, scale_t)]
     elif column_major:
         q, scale = fp8.fp8_colwise_3d(w, **options)
-        found = [(q, scale.view(w.shape[0], -1))]
+        found = [(q, scale.view(w.shape[0], w.shape[2]))]
     else:
         found = [fp8.fp8_rowwise_3d_transpose(w, **options)]
     present = [(q, scale) for q, scale in found if q is not None]

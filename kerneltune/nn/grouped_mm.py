@@ -99,10 +99,11 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     dy = grads[0]
     if dy is None:
         return (None, None, None, [None] * ctx.given, *[None] * 6)
+    if dy.stride(-1) != 1:
+        dy = dy.clone(memory_format=torch.contiguous_format)  # without rows any strides are contiguous
     found = fp8_grouped_mm_bwd(
-        dy if dy.stride(-1) == 1 else dy.contiguous(), offs, kept[: ctx.kept], kept[ctx.kept :], ctx.scaling, ctx.pow2,
-        ctx.da_dtype, ctx.dw_dtype, ctx.for_da, ctx.for_dw,
-    )  # fmt: skip
+        dy, offs, kept[: ctx.kept], kept[ctx.kept :], ctx.scaling, ctx.pow2, ctx.da_dtype, ctx.dw_dtype, ctx.for_da, ctx.for_dw
+    )
     da = found[0] if ctx.for_da else None
     db_t = found[-1].transpose(1, 2) if ctx.for_dw else None
     return (da, db_t, None, [None] * ctx.given, *[None] * 6)
