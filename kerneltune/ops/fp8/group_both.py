@@ -34,8 +34,9 @@ def fp8_group_both(
     """`fp8_rowwise_2d` and `fp8_group_colwise` of the same tokens in one launch, bit for bit.
 
     Args:
-        x: (M, K) bf16, fp16 or fp32; rows may be any distance apart, elements of a row must be adjacent.
-        offs: (G,) int32, where each group's rows end, not decreasing; the last is M. Groups may be empty and of any size.
+        x: (M, K) bf16, fp16 or fp32; rows may be less than 2^24 numbers apart, elements of a row must be adjacent.
+        offs: (G,) int32, where each group's rows end, not decreasing; the last is M. Groups may be empty and of any size. Nobody
+            waits for the GPU to check it; where it does not hold, this launch or a later one may wait for ever.
         fp8_format: `e4m3`, `e5m2`, `e4m3fnuz` or `e5m2fnuz`.
         pow2: round scales down to powers of two.
         inverse: return 1 / scale instead of the multiplier.
@@ -47,6 +48,8 @@ def fp8_group_both(
 
     Raises:
         ValueError: a wrong shape, stride, dtype, device or value, which it names.
+
+    Source: torchao's triton_fp8_rowwise_2d_scale_and_cast and triton_fp8_per_group_colwise_scales, which read the tokens each.
     """
     cast = Cast(fp8_format, pow2, inverse)
     check_matrix("x", x)
