@@ -103,16 +103,16 @@ def test_groups_of_any_sizes(ends: tuple[int, ...]) -> None:
 TILES = fp8.SegmentConfig(rows=16, cols=32, warps=2, ctas=0, stages=1)
 
 
-@pytest.mark.parametrize("at", [0, 1500, -1], ids=["first", "amid", "last"])
-@pytest.mark.parametrize("K", [72, 67])
+@pytest.mark.parametrize("at", [0, 750, -1], ids=["first", "amid", "last"])
+@pytest.mark.parametrize("K", [40, 35])
 def test_scales_are_of_the_largest_wherever_it_lies(at: int, K: int) -> None:
-    x = reference.values((70, K), torch.bfloat16, WHERE, seed=4)
+    x = reference.values((40, K), torch.bfloat16, WHERE, seed=4)
     x.view(-1)[at] = -30000.0  # in another binade than the rest: all tiles that were cast before it are cast again
-    offs = ragged(30, 30, 70)
+    offs = ragged(18, 18, 40)
     for out, ends in (
-        (fp8.fp8_tensorwise_2d(x, layout="both", config=TILES), (70,)),
-        (fp8.fp8_tensorwise_group(x, offs, layout="both", config=TILES), (30, 30, 70)),
-        (fp8.fp8_tensorwise_group(x, offs, layout="both", config=replace(TILES, ctas=2, stages=2)), (30, 30, 70)),
+        (fp8.fp8_tensorwise_2d(x, layout="both", config=TILES), (40,)),
+        (fp8.fp8_tensorwise_group(x, offs, layout="both", config=TILES), (18, 18, 40)),
+        (fp8.fp8_tensorwise_group(x, offs, layout="both", config=replace(TILES, ctas=2, stages=2)), (18, 18, 40)),
     ):
         assert out.q is not None and out.q_t is not None
         for i, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
@@ -298,9 +298,7 @@ def test_both_layouts_are_exact_every_time(E: int, K: int, N: int, lag: int) -> 
             assert torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
 
 
-@pytest.mark.parametrize(
-    ("M", "K", "ends"), [(96, 40, (16, 48, 48, 96)), (333, 67, (0, 5, 6, 200, 333)), (144, 66, (17, 144, 144))]
-)
+@pytest.mark.parametrize(("M", "K", "ends"), [(96, 40, (16, 48, 48, 96)), (133, 67, (0, 5, 6, 90, 133)), (80, 66, (17, 80, 80))])
 @pytest.mark.parametrize(("step", "lag", "together"), [(4, 0, True), (4, 9, True), (1, 9, True), (4, 0, False)])
 def test_groups_in_both_layouts_in_one_launch_and_in_two(
     M: int, K: int, ends: tuple[int, ...], step: int, lag: int, together: bool, monkeypatch: pytest.MonkeyPatch
