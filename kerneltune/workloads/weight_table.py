@@ -17,6 +17,10 @@ _NO_PEERS = ("baseline", "splitk", "streamk", OURS, "dequantised")
 _HEAD = ("n", "int4 µs", "GB/s", "% ceiling", "int4 peer µs", "fp8 µs", "fp16 µs", "x peer", "x fp8", "x fp16")
 
 
+_FEW = 32
+"""Tokens up to which four bits are meant to win."""
+
+
 @dataclass(frozen=True, slots=True)
 class WeightRow:
     """A product of `tokens` with a (M, K) weight; fastest times in microseconds, None where nothing was timed.
@@ -116,10 +120,19 @@ def _cells(row: WeightRow) -> list[str]:
 
 
 def _means(rows: Sequence[WeightRow]) -> list[str]:
+    """For each kind of others a line over few tokens, and one for every number of tokens where there are several."""
     lines = []
     for name, said in (("peer", "int4 peers"), ("fp8", "fp8"), ("fp16", "fp16")):
-        found = [r for row in rows if row.tokens <= 32 and (r := ratio(getattr(row, name), row.int4)) is not None]
-        if found:
-            mean = f"{geometric_mean(found):.2f}x the fastest of {said}"
-            lines.append(f"n <= 32: {mean}, worst {min(found):.2f}x ({len(found)} cases)")
+        found = [(row.tokens, r) for row in rows if (r := ratio(getattr(row, name), row.int4)) is not None]
+        few = [r for tokens, r in found if tokens <= _FEW]
+        if few:
+            lines.append(
+                f"n <= {_FEW}: {geometric_mean(few):.2f}x the fastest of {said}, worst {min(few):.2f}x ({len(few)} cases)"
+            )
+        counts = sorted({tokens for tokens, _ in found})
+        for count in counts if len(counts) > 1 else ():
+            these = [r for tokens, r in found if tokens == count]
+            lines.append(
+                f"  n = {count}: {geometric_mean(these):.2f}x, {min(these):.2f} to {max(these):.2f}x ({len(these)} cases)"
+            )
     return lines

@@ -69,8 +69,16 @@ def test_the_table_as_text() -> None:
         "128    40.0  900      55.0                30.0    45.0         0.75   1.12\n"
         "\n"
         "n <= 32: 1.40x the fastest of int4 peers, worst 1.40x (1 cases)\n"
+        "  n = 16: 1.40x, 1.40 to 1.40x (1 cases)\n"
+        "  n = 64: 1.25x, 1.25 to 1.25x (1 cases)\n"
         "n <= 32: 1.50x the fastest of fp8, worst 1.50x (1 cases)\n"
+        "  n = 16: 1.50x, 1.50 to 1.50x (1 cases)\n"
+        "  n = 64: 0.95x, 0.95 to 0.95x (1 cases)\n"
+        "  n = 128: 0.75x, 0.75 to 0.75x (1 cases)\n"
         "n <= 32: 2.20x the fastest of fp16, worst 2.20x (1 cases)\n"
+        "  n = 16: 2.20x, 2.20 to 2.20x (1 cases)\n"
+        "  n = 64: 1.25x, 1.25 to 1.25x (1 cases)\n"
+        "  n = 128: 1.12x, 1.12 to 1.12x (1 cases)\n"
     )
     assert weight_markdown(weight_rows(RECORDS)).splitlines()[2].startswith("| M=128 K=256 float16 group=64 | 16 | 10.0 | 900 |")
 
