@@ -1,14 +1,14 @@
-"""The best known configs: one JSON file per GPU and operator, looked up exactly or at the nearest size.
+"""The best known configs: one JSON file per GPU and operator, looked up exactly or at the nearest sizes and options.
 
 Does not measure, decide which config is better, or check that a config is valid for a case.
-Imports the standard library, filelock, device, files, misses and spec.
+Imports the standard library, filelock, device, files, misses, nearness and spec.
 """
 
 import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
@@ -18,6 +18,7 @@ from filelock import FileLock
 
 from kerneltune import device, misses
 from kerneltune.files import data_root, replace_text
+from kerneltune.nearness import Place, ranked
 from kerneltune.spec import MOST, Case, Option, config_from
 
 SCHEMA = 1
@@ -26,8 +27,6 @@ Options = tuple[tuple[str, Option], ...]
 
 _NAMES = ("variant", "case", "dtype", "quant", "policy")
 _MEASURES = ("time_us", "default_us", "speedup", "ci_low", "ci_high")
-_SIXTEEN_BIT = frozenset({"bfloat16", "float16"})
-_OTHER_DTYPE_DISTANCE = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +83,8 @@ class Hit:
 
     Attributes:
         exact: whether it was stored for exactly this case.
-        distance: octaves along the free axes, more for another element type; 0 when exact.
+        distance: octaves along free axes or options, one for an option that is no number, a half for another element type; 0
+            when exact.
     """
 
     entry: Entry
@@ -151,14 +151,17 @@ def candidates(
     policy: str = "cold",
     free_axes: tuple[str, ...] = (),
     root: Path | None = None,
+    free_options: tuple[str, ...] = (),
 ) -> list[Hit]:
-    """Every entry that may serve this case: its own element type first, then the nearest, the larger, the config's text."""
-    hits = []
-    for entry in _alike(_path(op_name, device_slug, root), variant, policy, quant, options):
-        distance = _distance(dict(axes), dtype, entry, free_axes)
-        if distance is not None:
-            hits.append(Hit(entry, exact=distance == 0, distance=distance))
-    return sorted(hits, key=lambda hit: (hit.entry.dtype != dtype, hit.distance))
+    """Every entry that may serve this case, as `nearness.ranked` says, the nearest first; ties as `in_order`."""
+    alike = _alike(_path(op_name, device_slug, root), variant, policy, quant)
+    found = ranked((dict(axes), dtype, dict(options)), alike, free_axes, free_options)
+    return [Hit(entry, exact=octaves == 0, distance=octaves) for (_other, _moved, octaves), entry in found]
+
+
+def in_order(entries: Iterable[Entry]) -> list[Entry]:
+    """The larger first, by sizes and options, then by the config's text: of two that are as near the first is taken."""
+    return sorted(entries, key=lambda entry: (-_size(entry), _text(entry.config)))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -166,7 +169,7 @@ class Chooser:
     """Comes to the config that an operator's function runs with where its caller gives none. Made once, called at every launch.
 
     Attributes:
-        op, variant, policy, free_axes: what is looked up, as in `candidates`.
+        op, variant, policy, free_axes, free_options: what is looked up, as in `candidates`.
         config, valid, default: of the variant, as in spec.Variant.
         root: the folder of the cache, None for that of `roots`.
     """
@@ -179,6 +182,7 @@ class Chooser:
     variant: str = "optimized"
     policy: str = "cold"
     root: Path | None = None
+    free_options: tuple[str, ...] = ()
 
     def __call__(self, axes: Axes, dtype: str, quant: str = "none", options: Options = (), gpu: str | None = None) -> Any:
         """The config of the nearest candidate that is valid for these sizes, else the default; remembered until `clear`.
@@ -207,17 +211,21 @@ def _chosen(chooser: Chooser, gpu: str, axes: Axes, dtype: str, quant: str, opti
     case = Case("", axes, dtype, quant, options)
     miss = misses.Miss(chooser.op, chooser.variant, gpu, case, chooser.policy)
     where = (chooser.op, chooser.variant, gpu, axes, dtype, quant, options, chooser.policy, chooser.free_axes, chooser.root)
-    for hit in candidates(*where):
+    for hit in candidates(*where, chooser.free_options):
         config = chooser.from_knobs(case, hit.entry.config)
         if config is not None:
             if not hit.exact:
-                entry = hit.entry
-                sizes = " ".join(f"{axis}={size}" for axis, size in entry.axes)
-                used = f"that of {sizes} {entry.dtype}, {hit.distance:.1f} octaves away: {_text(entry.config)}"
-                misses.report(miss, used, chooser.free_axes)
+                misses.report(miss, _told(case, hit), chooser.free_axes)
             return config
     misses.report(miss, "the default", chooser.free_axes)
     return chooser.default(case)
+
+
+def _told(case: Case, hit: Hit) -> str:
+    """What an entry is for, as far as it is not for this case, and its config."""
+    sizes = " ".join(f"{axis}={size}" for axis, size in hit.entry.axes)
+    changed = "".join(f" {name}={value}" for name, value in hit.entry.options if value != case.option(name))
+    return f"that of {sizes} {hit.entry.dtype}{changed}, {hit.distance:.1f} octaves away: {_text(hit.entry.config)}"
 
 
 def clear() -> None:
@@ -237,26 +245,15 @@ def _loaded(path: Path) -> tuple[Entry, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _alike(path: Path, variant: str, policy: str, quant: str, options: Options) -> tuple[Entry, ...]:
-    """The entries of a file for any sizes and element type, the larger first, then by the config's text."""
-    wanted = (variant, policy, quant, dict(options))
-    alike = [e for e in _loaded(path) if (e.variant, e.policy, e.quant, dict(e.options)) == wanted]
-    return tuple(sorted(alike, key=lambda entry: (-_size(entry), _text(entry.config))))
-
-
-def _distance(axes: Mapping[str, int], dtype: str, entry: Entry, free_axes: Sequence[str]) -> float | None:
-    """How far `entry` lies from a case; None where it cannot serve it."""
-    sizes = dict(entry.axes)
-    if sizes.keys() != axes.keys() or any(sizes[axis] != axes[axis] for axis in axes if axis not in free_axes):
-        return None
-    if entry.dtype != dtype and not {entry.dtype, dtype} <= _SIXTEEN_BIT:
-        return None
-    octaves = sum(abs(math.log2(max(axes[axis], 1) / max(sizes[axis], 1))) for axis in axes if axes[axis] != sizes[axis])
-    return octaves + (_OTHER_DTYPE_DISTANCE if entry.dtype != dtype else 0.0)
+def _alike(path: Path, variant: str, policy: str, quant: str) -> tuple[tuple[Place, Entry], ...]:
+    """The entries of a file for any sizes, element type and options, each with these, in order."""
+    alike = [e for e in _loaded(path) if (e.variant, e.policy, e.quant) == (variant, policy, quant)]
+    return tuple(((dict(e.axes), e.dtype, dict(e.options)), e) for e in in_order(alike))
 
 
 def _size(entry: Entry) -> int:
-    return math.prod(size for _, size in entry.axes)
+    numbers = (value for _, value in entry.options if type(value) is int and value > 0)
+    return math.prod(size for _, size in entry.axes) * math.prod(numbers)
 
 
 def _text(value: object) -> str:

@@ -1,6 +1,6 @@
 """Cached configs in other people's formats: a list of triton.Config, a dispatch module without dependencies, vLLM's JSON.
 
-Writes no cache and checks no config. Imports the standard library and cache.
+Writes no cache and checks no config. Imports the standard library, cache, nearness and spec.
 """
 
 import ast
@@ -9,20 +9,22 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kerneltune.cache import Entry
+from kerneltune import nearness
+from kerneltune.cache import Entry, in_order
+from kerneltune.spec import Op
 
 _TRITON = {"warps": "num_warps", "stages": "num_stages"}
 _CASE = ("variant", "case", "axes", "dtype", "quant", "options", "policy")
 
 
-def to_triton(op: str, device: str, entries: Sequence[Entry], _free_axis: str) -> dict[str, str]:
+def to_triton(op: Op, device: str, entries: Sequence[Entry]) -> dict[str, str]:
     """A Python source with a `triton.Config` per entry; the comment before it says what the entry is for."""
-    lines = [f'"""Configs of {op} on {device}, written by kerneltune."""', "", "import triton", "", "CONFIGS = ["]
+    lines = [f'"""Configs of {op.name} on {device}, written by kerneltune."""', "", "import triton", "", "CONFIGS = ["]
     for entry in entries:
         knobs = {name: value for name, value in entry.config.items() if name not in _TRITON}
         meta = "".join(f", {_TRITON[name]}={value!r}" for name, value in entry.config.items() if name in _TRITON)
         lines += [f"    # {json.dumps(_case(entry))}", f"    triton.Config({knobs!r}{meta}),"]
-    return {f"{op}.py": "\n".join([*lines, "]"]) + "\n"}
+    return {f"{op.name}.py": "\n".join([*lines, "]"]) + "\n"}
 
 
 def from_triton(path: Path) -> list[Entry]:
@@ -51,28 +53,29 @@ def from_triton(path: Path) -> list[Entry]:
 
 _DISPATCH = '''
 
-def best(variant, axes, dtype, quant="none", options=(), policy="cold"):
-    """The knobs of the nearest entry along {free_axis}, or None.
+def best(variant, axes, dtype, quant="none", options=(), policy="cold", valid=lambda config: True):
+    """The knobs that kerneltune's cache has for a case: of the nearest entry that is valid; None where it has none.
 
-    axes: sizes by name, such as {{"M": 8192, "N": 4096}}.
+    axes: sizes by name, such as {"M": 8192, "N": 4096}. options: a value for each. valid: whether the kernel takes these knobs
+    for the case, which the cache asks of the operator and this module does not know.
     """
-    fitting = [
-        entry
+    stored = [
+        ((entry["axes"], entry["dtype"], entry["options"]), entry["config"])
         for entry in ENTRIES
-        if (entry["variant"], entry["dtype"], entry["quant"], entry["policy"]) == (variant, dtype, quant, policy)
-        and entry["options"] == dict(options)
-        and all(entry["axes"].get(axis) == size for axis, size in axes.items() if axis != {free_axis!r})
+        if (entry["variant"], entry["quant"], entry["policy"]) == (variant, quant, policy)
     ]
-    distance = lambda entry: abs(math.log2(max(entry["axes"][{free_axis!r}], 1) / max(axes[{free_axis!r}], 1)))
-    return dict(min(fitting, key=distance)["config"]) if fitting else None
+    found = ranked((dict(axes), dtype, dict(options)), stored, FREE_AXES, FREE_OPTIONS)
+    return next((dict(config) for _, config in found if valid(config)), None)
 '''
 
 
-def to_python(op: str, device: str, entries: Sequence[Entry], free_axis: str) -> dict[str, str]:
-    """A module with a table and a function `best`, which imports nothing but math."""
-    rows = [f"    { ({**_case(entry), 'config': entry.config})!r}," for entry in entries]
-    lines = [f'"""Configs of {op} on {device}, written by kerneltune."""', "", "import math", "", "ENTRIES = [", *rows, "]"]
-    return {f"{op}.py": "\n".join(lines) + "\n" + _DISPATCH.format(free_axis=free_axis)}
+def to_python(op: Op, device: str, entries: Sequence[Entry]) -> dict[str, str]:
+    """A module with a table and a function `best`, which finds what the cache does, by its rule, and needs nothing installed."""
+    rows = [f"    { ({**_case(entry), 'config': entry.config})!r}," for entry in in_order(entries)]
+    rule = Path(nearness.__file__).read_text(encoding="utf-8").partition('"""\n\n')[2]
+    table = ["ENTRIES = [", *rows, "]", f"FREE_AXES = {op.free_axes!r}", f"FREE_OPTIONS = {op.free_options!r}"]
+    lines = [f'"""Configs of {op.name} on {device}, written by kerneltune."""', "", rule, "", *table]
+    return {f"{op.name}.py": "\n".join(lines) + "\n" + _DISPATCH}
 
 
 def from_python(path: Path) -> list[Entry]:
@@ -90,31 +93,33 @@ def from_python(path: Path) -> list[Entry]:
         raise ValueError(f"{path}: ENTRIES: not a table of configs") from error
 
 
-def to_vllm(op: str, device: str, entries: Sequence[Entry], free_axis: str) -> dict[str, str]:
+def to_vllm(op: Op, device: str, entries: Sequence[Entry]) -> dict[str, str]:
     """A JSON object for every set of entries that differ along one axis only, keyed by the size; the file's name says the
     rest: `fused_op,variant=optimized,N=4096,dtype=bfloat16,…,device_name=nvidia_h200.json`."""
     files: dict[str, dict[str, Any]] = {}
+    free_axis = _first_axis(op)
     for entry in sorted(entries, key=lambda e: dict(e.axes).get(free_axis, 0)):
         fixed = {"variant": entry.variant, **{a: s for a, s in entry.axes if a != free_axis}, "dtype": entry.dtype}
         fixed |= {"quant": entry.quant, **dict(entry.options), "policy": entry.policy, "device_name": device}
-        name = ",".join([op, *(f"{key}={value}" for key, value in fixed.items())]) + ".json"
+        name = ",".join([op.name, *(f"{key}={value}" for key, value in fixed.items())]) + ".json"
         files.setdefault(name, {})[str(dict(entry.axes)[free_axis])] = entry.config
     return {name: json.dumps(table, indent=4) + "\n" for name, table in files.items()}
 
 
-def from_vllm(path: Path, axes: Sequence[str], free_axis: str, options: Mapping[str, Sequence[Any]]) -> list[Entry]:
-    """The entries of a file that `to_vllm` wrote, for an operator's axes and options.
+def from_vllm(path: Path, op: Op) -> list[Entry]:
+    """The entries of a file that `to_vllm` wrote for an operator.
 
     Raises:
         ValueError: the name or the content is none of such a file.
     """
+    free_axis = _first_axis(op)
     try:
         fixed = dict(part.split("=", 1) for part in path.name.removesuffix(".json").split(",")[1:])
         table = json.loads(_text(path))
-        given = {name: next(v for v in offered if str(v) == fixed[name]) for name, offered in options.items()}
+        given = {name: next(v for v in offered if str(v) == fixed[name]) for name, offered in op.options.items()}
         entries = []
         for size, knobs in table.items():
-            sizes = {axis: int(size if axis == free_axis else fixed[axis]) for axis in axes}
+            sizes = {axis: int(size if axis == free_axis else fixed[axis]) for axis in op.axes}
             case = {name: fixed[name] for name in ("variant", "dtype", "quant", "policy")}
             label = "x".join(map(str, sizes.values()))
             entries.append(_entry({**case, "case": label, "axes": sizes, "options": given}, knobs, path))
@@ -123,22 +128,27 @@ def from_vllm(path: Path, axes: Sequence[str], free_axis: str, options: Mapping[
         raise ValueError(f"{path}: not a table of configs by {free_axis}, named as `cache export --format vllm` does") from error
 
 
-WRITERS: Mapping[str, Callable[[str, str, Sequence[Entry], str], dict[str, str]]] = {
+WRITERS: Mapping[str, Callable[[Op, str, Sequence[Entry]], dict[str, str]]] = {
     "triton": to_triton,
     "python": to_python,
     "vllm": to_vllm,
 }
 
 
-def read(path: Path, axes: Sequence[str], free_axis: str, options: Mapping[str, Sequence[Any]]) -> list[Entry]:
-    """The entries of a file of any of the formats.
+def read(path: Path, op: Op) -> list[Entry]:
+    """The entries of an operator's file of any of the formats.
 
     Raises:
         ValueError: it is of none of them, or cannot be read.
     """
     if path.suffix == ".json":
-        return from_vllm(path, axes, free_axis, options)
+        return from_vllm(path, op)
     return from_triton(path) if "import triton" in _text(path) else from_python(path)
+
+
+def _first_axis(op: Op) -> str:
+    """The axis along which entries of an operator are told apart in vLLM's format."""
+    return (op.free_axes or op.axes)[0]
 
 
 def _case(entry: Entry) -> dict[str, Any]:

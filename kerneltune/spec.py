@@ -183,6 +183,7 @@ class Op:
         quants: quantisation modes.
         options: option -> allowed values, the first is the default.
         free_axes: axes along which a cached config may serve another size.
+        free_options: options of which it may serve another value, at the same sizes, where there is none for the case's own.
         flops: case -> floating-point operations of one call, for a roofline; None where memory is all that counts.
         inputs: (case, device=…, seed=…) -> inputs by name; on device `meta` without values.
         reference: (inputs) -> outputs by name, plain torch, fp32 inside.
@@ -204,6 +205,7 @@ class Op:
     quants: tuple[str, ...] = ("none",)
     options: Mapping[str, tuple[Option, ...]] = field(default_factory=lambda: NO_OPTIONS)
     free_axes: tuple[str, ...] = ()
+    free_options: tuple[str, ...] = ()
     flops: Callable[[Case], int] | None = None
 
     def variant(self, name: str) -> Variant:

@@ -5,7 +5,7 @@ import multiprocessing
 import random
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +109,43 @@ def test_everything_but_free_axes_and_type_must_match(tmp_path: Path, change: di
     assert look(tmp_path, 8192, 4096) is None
 
 
+GROUPS = (("group", 128), ("zeros", False))
+
+
+def near(
+    root: Path, wanted: tuple[tuple[str, Any], ...], free: tuple[str, ...] = ("group", "zeros")
+) -> list[tuple[int, bool, float]]:
+    where = (OP, "optimized", GPU, axes(8192, 4096), "bfloat16", "fp8", wanted, "cold", ("M",), root, free)
+    return [(hit.entry.config["warps"], hit.exact, hit.distance) for hit in cache.candidates(*where)]
+
+
+def test_the_case_itself_then_other_values_of_free_options_then_other_sizes(tmp_path: Path) -> None:
+    """Never both: that is left to the default."""
+    stored = [(4096, 128, False), (8192, 32, False), (8192, 64, False), (8192, 64, True), (4096, 64, False)]
+    for warps, (rows, group, zeros) in enumerate(stored):
+        cache.store(OP, GPU, entry(rows, warps=warps, options=(("group", group), ("zeros", zeros))), tmp_path)
+    assert near(tmp_path, GROUPS) == [(2, False, 1), (3, False, 2), (1, False, 2), (0, False, 1)]
+    assert near(tmp_path, (("group", 32), ("zeros", False)))[0] == (1, True, 0)
+    assert near(tmp_path, GROUPS, free=("group",)) == [(2, False, 1), (1, False, 2), (0, False, 1)]
+    assert near(tmp_path, GROUPS, free=()) == [(0, False, 1)]
+    cache.store(OP, GPU, entry(warps=5, options=GROUPS), tmp_path)
+    assert near(tmp_path, GROUPS)[0] == (5, True, 0)
+    assert near(tmp_path, (("group", 128),)) == []
+
+
+def test_an_option_that_is_no_number_is_an_octave_and_ties_go_to_the_larger_one(tmp_path: Path) -> None:
+    for group in (32, 64, 128):
+        cache.store(OP, GPU, entry(warps=group, options=(("group", group), ("zeros", False))), tmp_path)
+    assert near(tmp_path, (("group", 0), ("zeros", False))) == [(128, False, 1), (64, False, 1), (32, False, 1)]
+    assert near(tmp_path, (("group", 64), ("zeros", True)))[0] == (64, False, 1)
+
+
+def test_other_options_of_the_own_type_come_before_another_type(tmp_path: Path) -> None:
+    cache.store(OP, GPU, entry(warps=1, dtype="float16", options=GROUPS), tmp_path)
+    cache.store(OP, GPU, entry(warps=2, options=(("group", 128), ("zeros", True))), tmp_path)
+    assert near(tmp_path, GROUPS) == [(2, False, 1), (1, False, 0.5)]
+
+
 @dataclass(frozen=True)
 class Knobs:
     block: int
@@ -140,6 +177,20 @@ def test_a_chooser_takes_the_first_that_is_valid_and_remembers_until_something_i
     assert choose(*asked) == Knobs(1024, 8)
     cache.clear()
     assert choose(*asked) is DEFAULT
+
+
+@pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")
+def test_a_chooser_passes_over_what_is_not_valid_of_other_options(tmp_path: Path) -> None:
+    choose = replace(chooser(tmp_path), free_options=("zero_centered",))
+    asked = (axes(8192, 4096), "bfloat16", "fp8", OPTIONS, GPU)
+    cache.store(OP, GPU, entry(warps=16, options=(("zero_centered", True),)), tmp_path)
+    assert choose(*asked) is DEFAULT
+    cache.store(OP, GPU, entry(128, warps=4), tmp_path)
+    assert choose(*asked) == Knobs(1024, 4)
+    cache.store(OP, GPU, entry(warps=2, options=(("zero_centered", True),)), tmp_path)
+    assert choose(*asked) == Knobs(1024, 2) and chooser(tmp_path)(*asked) == Knobs(1024, 4)
+    cache.store(OP, GPU, entry(warps=1), tmp_path)
+    assert choose(*asked) == Knobs(1024, 1)
 
 
 @pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")

@@ -1,5 +1,6 @@
 """Configs of the cache that outlived the knobs or the limits that they were stored for."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,3 +58,14 @@ def test_the_config_of_the_case_itself_comes_first_and_that_of_another_gpu_does_
     assert cached_config(op, CASE, VARIANT, "cold", options.configs, "another_gpu") == Small(128, 1)
     assert cached_config(op, CASE, VARIANT, "hot", options.configs) is None
     assert config_for(op, CASE, Variant("eager", nothing), options) is None
+
+
+def test_a_config_for_another_value_of_a_free_option_is_run_but_is_not_the_case_s_own(options: Options) -> None:
+    op = replace(op_of(VARIANT), options={"group": (64, 32)}, free_options=("group",))
+    wide, narrow = (replace(CASE, options=(("group", group),)) for group in (64, 32))
+    store(options, GOOD, wide)
+    assert config_for(op, narrow, VARIANT, options) == Small(64, 2)
+    assert cached_config(op, narrow, VARIANT, "cold", options.configs) is None  # so `tune` searches it
+    assert config_for(replace(op, free_options=()), narrow, VARIANT, options) == Small(256, 4)
+    store(options, {"block": 128, "warps": 1}, narrow)
+    assert config_for(op, narrow, VARIANT, options) == Small(128, 1)

@@ -1,9 +1,12 @@
 """Cached configs in other formats and back, and what `cache verify` says of them."""
 
+import random
+import runpy
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from typer.testing import CliRunner, Result
 from kerneltune import cache, device, exchange, ops
 from kerneltune.cache import Entry
 from kerneltune.cli import app
+from kerneltune.spec import Case
 from kerneltune.tuning.verify import verify
 
 SHIPPED = Path(__file__).parent.parent / "configs" / "nvidia_h200"
@@ -46,6 +50,29 @@ def test_the_dispatch_module_needs_nothing_and_finds_the_nearest(tmp_path: Path)
     script = f"import rmsnorm_bwd; print({call}); print(rmsnorm_bwd.best('optimized', {{'M': 1, 'N': 3}}, 'bfloat16'))"
     done = subprocess.run([sys.executable, "-S", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [str(wanted.config), "None"]
+
+
+@pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")
+@pytest.mark.parametrize("name", ["int4_gemm", "rmsnorm_fwd", "fp8_group_colwise_dual", "fp8_grouped_gemm", "fp8_tensorwise_2d"])
+def test_the_dispatch_module_gives_what_the_cache_gives(name: str, tmp_path: Path) -> None:
+    """Sizes between those tuned, other options and types, some of them with configs that are not valid there."""
+    assert run("export", name, tmp_path, "--gpu", "nvidia_h200").exit_code == 0
+    best = runpy.run_path(str(tmp_path / f"{name}.py"))["best"]
+    op, rng = OPS[name], random.Random(0)
+    variant = op.variant("optimized")
+    free = {"free_options": op.free_options, "root": SHIPPED.parent}
+    choose = cache.Chooser(name, variant.config, variant.valid, lambda _: None, op.free_axes, **free)
+    found = []
+    for entry in rng.choices(ours(name), k=150):
+        axes = tuple((axis, max(1, int(size * rng.choice((0.1, 0.7, 1, 1, 3))))) for axis, size in entry.axes)
+        axes = tuple((axis, size if axis in op.free_axes else dict(entry.axes)[axis]) for axis, size in axes)
+        options = tuple((option, rng.choice((value, *op.options[option]))) for option, value in entry.options)
+        case = Case("", axes, rng.choice((entry.dtype, "float16")), entry.quant, options)
+        there = best("optimized", dict(axes), case.dtype, case.quant, options, valid=partial(choose.from_knobs, case))
+        assert choose.config is not None
+        found.append(choose(axes, case.dtype, case.quant, options, "nvidia_h200"))
+        assert found[-1] == (None if there is None else choose.config(**there)), case.label
+    assert len(set(found)) > 5
 
 
 def test_an_import_does_not_replace_what_was_measured(tmp_path: Path) -> None:
@@ -91,7 +118,7 @@ def test_a_file_of_no_format_is_one_line_and_nothing_is_stored(name: str, text: 
 
 def test_an_invalid_config_in_a_file_stores_nothing(tmp_path: Path) -> None:
     bad = replace(ours("rmsnorm_bwd")[0], config={**ours("rmsnorm_bwd")[0].config, "warps": 4096})
-    for name, text in exchange.to_python("rmsnorm_bwd", "g", [*ours("rmsnorm_bwd")[1:], bad], "M").items():
+    for name, text in exchange.to_python(OPS["rmsnorm_bwd"], "g", [*ours("rmsnorm_bwd")[1:], bad]).items():
         (tmp_path / name).write_text(text)
     result = run("import", "rmsnorm_bwd", tmp_path / "rmsnorm_bwd.py", "--gpu", "g", "--configs", tmp_path / "configs")
     assert result.exit_code == 2 and "elements per thread" in result.stderr

@@ -245,7 +245,7 @@ def test_every_case_has_a_default(tokens: int, rows: int, depth: int, zeros: boo
 
 @pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")
 def test_a_config_serves_other_tokens_but_no_other_rows(tmp_path: Path) -> None:
-    """Nor tokens that fit in smaller programs."""
+    """Nor tokens that fit in smaller programs, nor groups whose scales take more registers than there are."""
     stored, options = gemm.Int4Config(16, 32, 4, 2, prefetch=False), case_of(16, 3584, 8192).options
     entry = cache.Entry(
         variant="optimized", case="seed", axes=case_of(16, 3584, 8192).axes, dtype="float16", quant="int4", options=options,
@@ -256,6 +256,9 @@ def test_a_config_serves_other_tokens_but_no_other_rows(tmp_path: Path) -> None:
     sizes = [(11, 3584, 8192), (16, 10240, 8192), (8, 3584, 8192)]
     got = [choose(case_of(*s).axes, "float16", "int4", options, gpu="a_gpu") for s in sizes]
     assert got == [stored, *(gemm.default(case_of(*s)) for s in sizes[1:])]
+    larger, smaller = (case_of(16, 3584, 8192, group=group) for group in (128, 32))
+    assert choose(larger.axes, "float16", "int4", larger.options, gpu="a_gpu") == stored
+    assert choose(smaller.axes, "float16", "int4", smaller.options, gpu="a_gpu") == gemm.default(smaller)
 
 
 def test_weights_that_begin_anywhere_are_taken() -> None:

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kerneltune import cache, misses, ops, sweep
+from kerneltune.cache import Options
 from kerneltune.cli import app
 from kerneltune.misses import CacheMissWarning, Miss
 from kerneltune.ops.rmsnorm import configs, optimized
@@ -25,11 +26,11 @@ def axes(rows: int, columns: int) -> tuple[tuple[str, int], ...]:
     return ("M", rows), ("N", columns)
 
 
-def stored(root: Path, rows: int, columns: int, **knobs: Any) -> None:
-    case = Case("", axes(rows, columns), "bfloat16", "none", OPTIONS)
+def stored(root: Path, rows: int, columns: int, options: Options = OPTIONS, **knobs: Any) -> None:
+    case = Case("", axes(rows, columns), "bfloat16", "none", options)
     config = {**{name: getattr(configs.default_fwd(case), name) for name in configs.FwdConfig.__dataclass_fields__}, **knobs}
     entry = cache.Entry(
-        variant="optimized", case="c", axes=case.axes, dtype="bfloat16", quant="none", options=OPTIONS, policy="cold",
+        variant="optimized", case="c", axes=case.axes, dtype="bfloat16", quant="none", options=options, policy="cold",
         config=config,
     )  # fmt: skip
     cache.store("rmsnorm_fwd", GPU, entry, root)
@@ -67,6 +68,20 @@ def test_a_miss_is_one_warning_that_names_what_is_used(tmp_path: Path) -> None:
     )
     with pytest.warns(CacheMissWarning, match="; using the default$"):
         best(tmp_path, 2048, 1024)
+
+
+def test_other_options_are_named_once_and_refused_in_strict_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored(tmp_path, 8192, 4096, options=(("zero_centered", True), ("fp8_format", "e5m2"), ("row_pad", 0)), warps=16)
+    with pytest.warns(CacheMissWarning) as caught:
+        used = [best(tmp_path, rows, 4096) for rows in (8192, 4096, 8192)]
+    default = configs.default_fwd(Case("", axes(4096, 4096), "bfloat16"))
+    assert len(caught) == 1 and used[1] == default and used[0] == used[2] == dataclasses.replace(default, warps=16)
+    said = str(caught[0].message).partition("; using ")[2]
+    assert said.startswith('that of M=8192 N=4096 bfloat16 zero_centered=True fp8_format=e5m2, 2.0 octaves away: {"rows": 1, ')
+    cache.clear()
+    monkeypatch.setenv("KERNELTUNE_STRICT", "1")
+    with pytest.raises(LookupError, match=r"nearest: that of M=8192 N=4096 bfloat16 zero_centered=True fp8_format=e5m2, 2\.0 "):
+        best(tmp_path, 8192, 4096)
 
 
 def test_other_sizes_of_a_free_axis_are_no_news(tmp_path: Path) -> None:

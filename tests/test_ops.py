@@ -4,11 +4,13 @@ import math
 import pickle
 import random
 import re
+import sys
 
 import pytest
 import torch
 
 from kerneltune import ops, sweep
+from kerneltune.cache import Chooser
 from kerneltune.measuring.check import Checker
 from kerneltune.spec import Case, Op
 
@@ -158,3 +160,14 @@ def test_a_ceiling_of_many_reads_to_a_write_stays_a_small_kernel() -> None:
     assert 200 <= op.traffic(case).read / op.traffic(case).write <= 800
     variant = op.variant("baseline")
     assert Checker(op, case, WHERE).errors(variant, variant.default_config(case)) == []
+
+
+def test_calls_look_up_as_the_operator_says() -> None:
+    modules = [module for name, module in sys.modules.items() if name.startswith("kerneltune.ops.")]
+    choosers = {id(found): found for module in modules for found in vars(module).values() if isinstance(found, Chooser)}
+    assert len(choosers) >= 17
+    for chooser in choosers.values():
+        op = OPS[chooser.op]
+        assert (chooser.free_axes, set(chooser.free_options)) == (op.free_axes, set(op.free_options)), op.name
+    for op in OPS.values():
+        assert set(op.free_options) <= op.options.keys() and set(op.free_axes) <= set(op.axes), op.name

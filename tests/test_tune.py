@@ -33,13 +33,13 @@ from made_up import (
     tables,
 )
 
-from kerneltune import device
+from kerneltune import cache, device
 from kerneltune.measuring.compiler import Compiled, Kernel
 from kerneltune.search import loop
 from kerneltune.search.loop import ENUMERATE_UP_TO, Search
 from kerneltune.search.trials import Trial, TrialStore
 from kerneltune.spec import Case, Config, Variant
-from kerneltune.tuning.candidates import candidates, neighbour_dtype
+from kerneltune.tuning.candidates import candidates, neighbour_dtype, starting_points
 from kerneltune.tuning.one_case import NothingPassedError, tune
 from kerneltune.tuning.tuner import Tuner
 
@@ -290,6 +290,20 @@ def test_a_second_run_of_a_narrowed_search_evaluates_nothing_anew(setting: Setti
     again = setting.tuner(SMALL, small_time, HALF)
     setting.tune(again)
     assert again.evaluated == []
+
+
+def test_a_search_starts_from_the_configs_of_other_options_that_are_free(setting: Setting) -> None:
+    op = replace(op_of(SMALL), options={"group": (64, 32)}, free_options=("group",))
+    wide, narrow = (replace(CASE, options=(("group", group),)) for group in (64, 32))
+    entry = cache.Entry(
+        variant="optimized", case="a", axes=wide.axes, dtype=wide.dtype, quant="none", options=wide.options, policy="cold",
+        config={"block": 512, "warps": 8},
+    )  # fmt: skip
+    cache.store("fake", device.current().slug, entry, setting.root)
+    pool = candidates(op, narrow, SMALL, "cold", setting.store())
+    assert starting_points(op, narrow, SMALL, "cold", pool, setting.root) == [Small(256, 4), Small(512, 8)]
+    fixed = replace(op, free_options=())
+    assert starting_points(fixed, narrow, SMALL, "cold", pool, setting.root) == [Small(256, 4)]
 
 
 # before the GPU is touched

@@ -160,8 +160,7 @@ def export_(
     entries = [entry for entry in load_strict(path) if entry.variant == variant]
     if not entries:
         raise ValueError(f"{path}: variant: {variant!r}: no entry")
-    free_axis = _first_axis(o.load_ops()[op])
-    for name, text in exchange.WRITERS[format_](op, path.parent.name, entries, free_axis).items():
+    for name, text in exchange.WRITERS[format_](o.load_ops()[op], path.parent.name, entries).items():
         o.make_folder(folder)
         deliver(text, folder / name)
 
@@ -187,7 +186,7 @@ def import_(
     present = {entry.identity for entry in cache.load_strict(path)} if path.exists() else set()
     taken = []
     for file in files:
-        for entry in exchange.read(file, chosen.axes, _first_axis(chosen), chosen.options):
+        for entry in exchange.read(file, chosen):
             try:
                 _require_fit(chosen, entry)
             except ValueError as error:
@@ -267,11 +266,6 @@ def _chosen(op: str | None, gpu: str | None, configs: Path | None) -> list[Path]
     if gpu is not None:
         o.choice("gpu", gpu, sorted({path.parent.name for path in files if op in (None, path.stem)}))
     return [path for path in files if op in (None, path.stem) and gpu in (None, path.parent.name)]
-
-
-def _first_axis(op: Op) -> str:
-    """The axis along which entries of an operator are told apart in other formats."""
-    return (op.free_axes or op.axes)[0]
 
 
 def _files(configs: Path | None) -> list[Path]:

@@ -14,11 +14,13 @@ from kerneltune.spec import Case, Config, Op, Variant
 def fitting(
     op: Op, case: Case, variant: Variant, policy: str, root: Path | None, *, device_slug: str = "", nearest: bool = True
 ) -> Iterator[tuple[cache.Hit, Config]]:
-    """The cached configs that are valid for a case, in the cache's order; without `nearest` those of its own sizes only.
+    """The cached configs that are valid for a case, in the cache's order; without `nearest` those of its own sizes and
+    options only.
 
     root: the configs folder, None for the usual one; device_slug: whose configs, this GPU's if not given.
     """
-    where = (case.axes, case.dtype, case.quant, case.options, policy, op.free_axes if nearest else (), root)
+    free_axes, free_options = (op.free_axes, op.free_options) if nearest else ((), ())
+    where = (case.axes, case.dtype, case.quant, case.options, policy, free_axes, root, free_options)
     for hit in cache.candidates(op.name, variant.name, device_slug or device.current().slug, *where):
         try:
             config = variant.config_from(hit.entry.config)
@@ -35,7 +37,7 @@ def cached_config(op: Op, case: Case, variant: Variant, policy: str, root: Path 
 
 
 def config_for(op: Op, case: Case, variant: Variant, options: Options) -> Config:
-    """What a variant runs with: the cached config of the nearest sizes that fits, else its default; None without knobs."""
+    """What a variant runs with: the nearest cached config that fits, else its default; None without knobs."""
     if variant.config is None:
         return None
     hits = fitting(op, case, variant, options.policy, options.configs)

@@ -40,7 +40,7 @@ def candidates(op: Op, case: Case, variant: Variant, policy: str, store: TrialSt
 
 
 def starting_points(op: Op, case: Case, variant: Variant, policy: str, pool: Sequence[Config], root: Path | None) -> list[Config]:
-    """The default, what is promising, then what the cache holds for this case, the nearest sizes and the other 16-bit type."""
+    """The default, what is promising, then what the cache holds for this case and the nearest: sizes, options, 16-bit type."""
     near = fitting(op, case, variant, policy, root)
     nearest = [config for _, config in sorted(near, key=lambda found: found[0].distance)[:_NEIGHBOURS]]
     offered = set(pool)

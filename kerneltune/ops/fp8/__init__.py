@@ -9,6 +9,7 @@ from typing import Any
 
 from kerneltune.ops.fp8 import both, flat, group_both, groups, peers, reference, rows, segments, tensorwise, torchao, transpose
 from kerneltune.ops.fp8.both import BothConfig, BothLayouts, fp8_rowwise_3d_both
+from kerneltune.ops.fp8.common import FREE_GROUP_OPTIONS, FREE_OPTIONS
 from kerneltune.ops.fp8.group_both import fp8_group_both
 from kerneltune.ops.fp8.groups import GroupConfig, fp8_group_colwise, fp8_group_colwise_dual, fp8_rowwise_3d_transpose
 from kerneltune.ops.fp8.rows import RowConfig, fp8_colwise_3d, fp8_rowwise_2d
@@ -79,6 +80,7 @@ def _tensorwise(
         quants=("fp8",),
         options=_LAYOUTS | ({"groups": _GROUPS["groups"]} if "G" in axes else {}),
         free_axes=free_axes,
+        free_options=FREE_GROUP_OPTIONS if "G" in axes else FREE_OPTIONS,
         inputs=inputs,
         reference=formula,
         compare=groups.compare,
@@ -100,6 +102,7 @@ OPS = (
         quants=("fp8",),
         options=reference.OPTIONS,
         free_axes=("M",),
+        free_options=FREE_OPTIONS,
         inputs=rows.rows_inputs,
         reference=rows.rows_reference,
         compare=groups.compare,
@@ -125,6 +128,7 @@ OPS = (
         quants=("fp8",),
         options=reference.OPTIONS,
         free_axes=("E", "N"),
+        free_options=FREE_OPTIONS,
         inputs=groups.weight_inputs,
         reference=rows.weights_reference,
         compare=groups.compare,
@@ -151,6 +155,7 @@ OPS = (
         quants=("fp8",),
         options=reference.OPTIONS,
         free_axes=("E",),
+        free_options=FREE_OPTIONS,
         inputs=groups.weight_inputs,
         reference=groups.weight_reference,
         compare=groups.compare,
@@ -186,6 +191,7 @@ OPS = (
         quants=("fp8",),
         options=reference.OPTIONS,
         free_axes=("E",),
+        free_options=FREE_OPTIONS,
         inputs=groups.weight_inputs,
         reference=both.both_reference,
         compare=groups.compare,
@@ -203,6 +209,7 @@ OPS = (
         quants=("fp8",),
         options=_GROUPS,
         free_axes=("M", "G"),
+        free_options=FREE_GROUP_OPTIONS,
         inputs=groups.group_inputs,
         reference=groups.group_reference,
         compare=groups.compare,
@@ -221,6 +228,7 @@ OPS = (
         quants=("fp8",),
         options=_GROUPS,
         free_axes=("M", "G"),
+        free_options=FREE_GROUP_OPTIONS,
         inputs=groups.dual_inputs,
         reference=groups.dual_reference,
         compare=groups.compare,
@@ -239,6 +247,7 @@ OPS = (
         quants=("fp8",),
         options=_GROUPS,
         free_axes=("M", "G"),
+        free_options=FREE_GROUP_OPTIONS,
         inputs=group_both.inputs,
         reference=group_both.both_reference,
         compare=groups.compare,
@@ -280,6 +289,7 @@ OPS = (
         quants=("fp8",),
         options={"fp8_format": reference.OPTIONS["fp8_format"]},
         free_axes=("M",),
+        free_options=("fp8_format",),
         inputs=transpose.inputs,
         reference=transpose.reference,
         compare=transpose.compare,

@@ -15,7 +15,7 @@ from kerneltune.kernel_lib.tl_lib import INTERPRETED, is_cuda
 from kerneltune.kernel_lib.workspace import counters, workspace
 from kerneltune.ops.fp8 import groups, reference, rows
 from kerneltune.ops.fp8.both_kernels import cast_both
-from kerneltune.ops.fp8.common import QUANT_OPTIONS, Cast, check_weights, target
+from kerneltune.ops.fp8.common import FREE_OPTIONS, QUANT_OPTIONS, Cast, check_weights, target
 from kerneltune.rounding import cdiv, next_power_of_2
 from kerneltune.spec import Case, Inputs, Outputs, Space, Traffic
 
@@ -167,7 +167,7 @@ def _registers(case: Case, step: int, cols: int, warps: int) -> float:
     return step * cdiv(case["K"], cols) * cols * ITEMSIZE[case.dtype] / (128 * warps)
 
 
-_choose = cache.Chooser("fp8_rowwise_3d_both", BothConfig, valid, default, ("E",))
+_choose = cache.Chooser("fp8_rowwise_3d_both", BothConfig, valid, default, ("E",), free_options=FREE_OPTIONS)
 
 
 def both_reference(inputs: Inputs) -> Outputs:

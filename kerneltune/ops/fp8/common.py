@@ -19,6 +19,10 @@ QUANT_OPTIONS: tuple[tuple[str, Option], ...] = (("fp8_format", "e4m3"), ("pow2"
 GROUP_OPTIONS: tuple[tuple[str, Option], ...] = (*QUANT_OPTIONS, ("groups", "balanced"))
 """The same of token groups, whose sizes the host does not know."""
 
+FREE_OPTIONS = tuple(name for name, _ in QUANT_OPTIONS)
+FREE_GROUP_OPTIONS = tuple(name for name, _ in GROUP_OPTIONS)
+"""Options under which a cached config may serve another value. Layouts are none of them: they want tiles of other shapes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Cast:

@@ -16,7 +16,7 @@ from kerneltune.kernel_lib.workspace import counters, workspace
 from kerneltune.ops.fp8 import both, groups, reference, rows
 from kerneltune.ops.fp8.both import BothConfig, BothLayouts
 from kerneltune.ops.fp8.both_kernels import cast_both_groups
-from kerneltune.ops.fp8.common import GROUP_OPTIONS, Cast, check_offs
+from kerneltune.ops.fp8.common import FREE_GROUP_OPTIONS, GROUP_OPTIONS, Cast, check_offs
 from kerneltune.rounding import cdiv, next_power_of_2
 from kerneltune.spec import Case, Inputs, Outputs, Traffic
 
@@ -94,7 +94,7 @@ def default(case: Case) -> BothConfig:
     return replace(weights, rows=16 if case["M"] < both.MANY_ROWS else 32, lag=4)
 
 
-_choose = cache.Chooser("fp8_group_both", BothConfig, both.valid, default, ("M", "G"))
+_choose = cache.Chooser("fp8_group_both", BothConfig, both.valid, default, ("M", "G"), free_options=FREE_GROUP_OPTIONS)
 
 
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:

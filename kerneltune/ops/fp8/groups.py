@@ -14,7 +14,16 @@ from kerneltune.kernel_lib.launch import on_its_device, phases, resident, too_mu
 from kerneltune.kernel_lib.tl_lib import TL_DTYPES
 from kerneltune.kernel_lib.workspace import workspace
 from kerneltune.ops.fp8 import kernels, reference
-from kerneltune.ops.fp8.common import GROUP_OPTIONS, QUANT_OPTIONS, Cast, check_offs, check_weights, target
+from kerneltune.ops.fp8.common import (
+    FREE_GROUP_OPTIONS,
+    FREE_OPTIONS,
+    GROUP_OPTIONS,
+    QUANT_OPTIONS,
+    Cast,
+    check_offs,
+    check_weights,
+    target,
+)
 from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Outputs, Space, Traffic
 
@@ -212,9 +221,9 @@ def default(case: Case) -> GroupConfig:
     return GroupConfig(rows=128, cols=128, warps=4, ctas=3, stages=1, ahead=1, reload=True)
 
 
-_choose_weights = cache.Chooser("fp8_rowwise_3d_transpose", GroupConfig, valid, default, ("E",))
-_choose_group = cache.Chooser("fp8_group_colwise", GroupConfig, valid, default, ("M", "G"))
-_choose_dual = cache.Chooser("fp8_group_colwise_dual", GroupConfig, valid, default, ("M", "G"))
+_choose_weights = cache.Chooser("fp8_rowwise_3d_transpose", GroupConfig, valid, default, ("E",), free_options=FREE_OPTIONS)
+_choose_group = cache.Chooser("fp8_group_colwise", GroupConfig, valid, default, ("M", "G"), free_options=FREE_GROUP_OPTIONS)
+_choose_dual = cache.Chooser("fp8_group_colwise_dual", GroupConfig, valid, default, ("M", "G"), free_options=FREE_GROUP_OPTIONS)
 
 
 def weight_inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:

@@ -11,7 +11,7 @@ from kerneltune import cache
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_matrix
 from kerneltune.kernel_lib.launch import on_its_device, resident, too_much_shared
 from kerneltune.ops.fp8 import reference, row_kernels
-from kerneltune.ops.fp8.common import QUANT_OPTIONS, Cast, check_weights, target
+from kerneltune.ops.fp8.common import FREE_OPTIONS, QUANT_OPTIONS, Cast, check_weights, target
 from kerneltune.rounding import cdiv, next_power_of_2
 from kerneltune.spec import Case, Inputs, Outputs, Space, Traffic
 
@@ -190,8 +190,8 @@ def default(case: Case) -> RowConfig:
     return RowConfig(1, cols, warps=cols // 256, ctas=0, stages=1, reload=True)
 
 
-_choose_rows = cache.Chooser("fp8_rowwise_2d", RowConfig, valid, default, ("M",))
-_choose_weights = cache.Chooser("fp8_colwise_3d", RowConfig, valid, default, ("E", "N"))
+_choose_rows = cache.Chooser("fp8_rowwise_2d", RowConfig, valid, default, ("M",), free_options=FREE_OPTIONS)
+_choose_weights = cache.Chooser("fp8_colwise_3d", RowConfig, valid, default, ("E", "N"), free_options=FREE_OPTIONS)
 
 
 def rows_inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:

@@ -25,6 +25,7 @@ OPS = (
         quants=("fp8",),
         options=reference.OPTIONS,
         free_axes=("M", "E"),
+        free_options=("scales", "groups", "values"),
         inputs=reference.inputs,
         reference=reference.reference,
         compare=reference.compare,

@@ -19,7 +19,7 @@ from kerneltune.ops.fp8_grouped_gemm.configs import GemmConfig, default, valid
 from kerneltune.rounding import cdiv, next_power_of_2
 
 MOST_GROUPS = 1024
-_choose = cache.Chooser("fp8_grouped_gemm", GemmConfig, valid, default, ("M", "E"))
+_choose = cache.Chooser("fp8_grouped_gemm", GemmConfig, valid, default, ("M", "E"), free_options=("scales", "groups", "values"))
 
 
 @dataclass(frozen=True, slots=True)

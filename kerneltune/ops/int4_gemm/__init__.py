@@ -44,6 +44,7 @@ OPS = (
         quants=("int4",),
         options=reference.OPTIONS,
         free_axes=gemm.FREE_AXES,
+        free_options=gemm.FREE_OPTIONS,
         flops=reference.flops,
         inputs=reference.inputs,
         reference=reference.reference,

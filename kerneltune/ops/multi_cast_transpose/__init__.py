@@ -311,7 +311,9 @@ def default(_case: Case) -> MultiCastConfig:
     return MultiCastConfig(rows=64, cols=128, group=1, warps=4, ctas=3, stages=3)
 
 
-_choose = cache.Chooser("multi_cast_transpose", MultiCastConfig, valid, default, ("T", "M", "N"))
+_choose = cache.Chooser(
+    "multi_cast_transpose", MultiCastConfig, valid, default, ("T", "M", "N"), free_options=tuple(dict(_OPTIONS))
+)
 
 
 OPS = (
@@ -322,6 +324,7 @@ OPS = (
         quants=("fp8",),
         options={"fp8_format": ("e4m3", "e5m2"), "shapes": ("same", "mixed")},
         free_axes=("T", "M", "N"),
+        free_options=("fp8_format", "shapes"),
         inputs=inputs,
         reference=reference,
         compare=compare,

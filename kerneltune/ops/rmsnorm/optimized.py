@@ -45,8 +45,8 @@ _BEHIND_BYTES = 8_000_000
 faster than in a second launch; level at 4096 numbers, slower for fewer, and for more, which looping programs write faster
 (docs/h200.md). A matrix of less than three times the bytes leaves little to do beside."""
 
-_choose_fwd = cache.Chooser("rmsnorm_fwd", FwdConfig, valid_fwd, default_fwd, ("M",))
-_choose_bwd = cache.Chooser("rmsnorm_bwd", BwdConfig, valid_bwd, default_bwd, ("M",))
+_choose_fwd = cache.Chooser("rmsnorm_fwd", FwdConfig, valid_fwd, default_fwd, ("M",), free_options=tuple(dict(_FWD_OPTIONS)))
+_choose_bwd = cache.Chooser("rmsnorm_bwd", BwdConfig, valid_bwd, default_bwd, ("M",), free_options=tuple(dict(_BWD_OPTIONS)))
 
 
 class RMSNormOutput(NamedTuple):
