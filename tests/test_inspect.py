@@ -143,8 +143,12 @@ def test_a_revision_is_asked_with_the_same_arguments(compiled: list[Any], monkey
     gate = ("gate", "main", "--static", "--op", *ONE[1:], "--target", "sm_90", "--workers", "1")
     assert run(*gate).exit_code == 0
     assert run(*ONE, "--target", "sm_90", "--against-rev", "v1").stdout == "no difference in 1 configs\n"
+    assert run(*gate, "--recompile").exit_code == 0
+    run(*ONE, "--target", "sm_90", "--against-rev", "v1", "--recompile")
     arguments = [*ONE[1:], "--target", "sm_90", "--gpu", "nvidia_h200"]
-    assert asked == [("main", [*arguments, "--workers", "1"]), ("v1", arguments)]
+    assert asked[:2] == [("main", [*arguments, "--workers", "1"]), ("v1", arguments)]
+    arguments.insert(1, "--recompile")
+    assert asked[2:] == [("main", [*arguments, "--workers", "1"]), ("v1", arguments)]
 
 
 @pytest.mark.parametrize(
@@ -188,7 +192,11 @@ def test_what_was_found_is_shipped_and_known_from_then_on(tmp_path: Path, monkey
     assert (renewed.exit_code, renewed.stdout) == (0, "") and f"wrote {tmp_path / 'static'}\n" in renewed.stderr
     assert [path.name for path in (tmp_path / "static").iterdir()] == ["sm_90.tsv"]
     assert run("inspect").stderr == "" and asked[-1]["sm_90"].facts == facts["sm_90"]
-    assert run("inspect", "--recompile").exit_code == 0 and asked[-1] == {}
+    assert run("inspect", "--recompile", "--save", tmp_path / "rows.json").exit_code == 0 and asked[-1] == {}
+    run("gate", tmp_path / "rows.json", "--static")
+    assert asked[-1]
+    run("gate", tmp_path / "rows.json", "--static", "--recompile")
+    assert asked[-1] == {}
     monkeypatch.setenv("KERNELTUNE_CONFIGS", str(tmp_path))
     shutil.copytree(data_root("configs") / "nvidia_h200", tmp_path / "nvidia_h200")
     assert refused("inspect", "--renew").startswith("error: renew: True: ")
@@ -203,6 +211,7 @@ def test_what_was_found_is_shipped_and_known_from_then_on(tmp_path: Path, monkey
         (["main", "--static", "--op", "rmsnorm_fwd", "--op", "rmsnorm_bwd"], "error: op: 'rmsnorm_bwd': expected one operator"),
         (["main", "new.jsonl", "--target", "sm_90"], "error: target: 'sm_90': expected only with --static"),
         (["main", "new.jsonl", "--workers", "2"], "error: workers: 2: expected only with --static"),
+        (["main", "new.jsonl", "--recompile"], "error: recompile: True: expected only with --static"),
     ],
 )
 def test_what_the_static_gate_refuses(arguments: list[str], message: str, compiled: list[Any]) -> None:

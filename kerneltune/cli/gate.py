@@ -61,6 +61,9 @@ def command(
         list[str] | None, typer.Option("--target", metavar="ARCH|all", help="With --static: for it alone; may be repeated.")
     ] = None,
     workers: o.Workers = None,
+    recompile: Annotated[
+        bool, typer.Option("--recompile", help="With --static: believe nothing that was compiled before, on either side.")
+    ] = False,
     configs: o.Configs = None,
     results: o.Results = None,
 ) -> None:
@@ -78,10 +81,11 @@ def command(
         )  # fmt: skip
         if op is not None and len(op) > 1:
             raise ValueError(f"op: {op[1]!r}: expected one operator, or all, with --static")
-        inspect.judge(baseline, op[0] if op else None, variant, case, dtype, quant, target, workers, configs)
-    if target is not None or workers is not None:
-        name, value = ("target", target[0]) if target else ("workers", workers)
-        raise ValueError(f"{name}: {value!r}: expected only with --static")
+        inspect.judge(baseline, op[0] if op else None, variant, case, dtype, quant, target, workers, recompile, configs)
+    only_static: dict[str, Any] = {"target": target[0] if target else None, "workers": workers, "recompile": recompile or None}
+    for name, value in only_static.items():
+        if value is not None:
+            raise ValueError(f"{name}: {value!r}: expected only with --static")
     if (new is None) == (run is None):
         raise ValueError(f"new: {repr(str(new)) if new else 'missing'}: expected a .jsonl file or --run, one of them")
     if margin is not None and not 0 <= margin < 1:

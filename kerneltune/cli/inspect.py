@@ -73,7 +73,8 @@ def command(
     requests = _requests(op, sizes, variant, case, dtype, quant, gpu, configs, any_case=config is not None)
     if config is not None:
         requests = _with_config(requests, "config", config)
-    arguments = _again([*([op] if op else []), *(sizes or [])], variant, case, dtype, quant, targets, config, gpu, workers)
+    named = [*([op] if op else []), *(sizes or [])]
+    arguments = _again(named, recompile, variant, case, dtype, quant, targets, config, gpu, workers)
     earlier = None if against_rev is None else _of_revision(against_rev, arguments)
     found = _survey(requests, targets, workers, recompile)
     if against is not None:
@@ -102,6 +103,7 @@ def judge(
     quant: list[str] | None,
     target: list[str] | None,
     workers: int | None,
+    recompile: bool,
     configs: Path | None,
 ) -> NoReturn:
     """The cached configs against those of a file of `--save` or of a git revision; ends the command with the gate's exit code."""
@@ -113,8 +115,9 @@ def judge(
     if baseline.endswith(".json") or Path(baseline).is_file():
         earlier = load(Path(baseline))
     else:
-        earlier = _of_revision(baseline, _again([op] if op else [], variant, case, dtype, quant, targets, None, _GPU, workers))
-    found = _survey(requests, targets, workers)
+        again = _again([op] if op else [], recompile, variant, case, dtype, quant, targets, None, _GPU, workers)
+        earlier = _of_revision(baseline, again)
+    found = _survey(requests, targets, workers, recompile)
     if _is_whole(configs, op, variant, case, dtype, quant, target):
         _say_unknown(found)
     verdict = static_gate(earlier, found)
@@ -124,7 +127,7 @@ def judge(
     raise typer.Exit(verdict.exit_code)
 
 
-def _survey(requests: "list[Request]", targets: list[str], workers: int | None, recompile: bool = False) -> "Survey":
+def _survey(requests: "list[Request]", targets: list[str], workers: int | None, recompile: bool) -> "Survey":
     """What the requests compile to, with a bar while they do."""
     from kerneltune.inspection.survey import survey
     from kerneltune.measuring import known
@@ -237,8 +240,9 @@ def _with_config(requests: "list[Request]", field: str, text: str) -> "list[Requ
     return [dataclasses.replace(request, config=config) for request in requests]
 
 
-def _again(arguments: list[str], *given: Any) -> list[str]:
+def _again(arguments: list[str], recompile: bool, *given: Any) -> list[str]:
     """The arguments with which another revision does the same."""
+    arguments += ["--recompile"] if recompile else []
     names = ("variant", "case", "dtype", "quant", "target", "config", "gpu", "workers")
     for name, value in zip(names, given, strict=True):
         for item in value if isinstance(value, list) else [] if value is None else [value]:
