@@ -190,17 +190,17 @@ def _turn_tile(
         tl.store(scale_t_ptr + group * K + col0 + cols, reciprocal(scale) if INVERSE else scale, mask=live)
     q = to_fp8(x.to(tl.float32) * scale[None, :], fp8).to(tl.uint8, bitcast=True)
     to_ptr = to_ptr.to(tl.pointer_type(tl.uint8))
-    places = cols[:, None] * ld + rows[None, :]
+    offsets = cols[:, None] * ld + rows[None, :]
     if JAGGED:  # by sixteens, which the compiler sees to be stored all or none
         mask = ((rows // 16 >= (lo + 15) // 16) & (rows // 16 < hi // 16))[None, :]
         if K % COLS != 0:
             mask = mask & live[:, None]
-        tl.store(to_ptr + places, tl.trans(q), mask=mask, cache_modifier=".cs")
+        tl.store(to_ptr + offsets, tl.trans(q), mask=mask, cache_modifier=".cs")
         if (lo % 16 != 0) | (hi % 16 != 0):
             for end in range(2):
                 _turn_end(tl.where(end == 0, lo, hi) // 16 * 16, lo, hi, live, scale, x_ptr, to_ptr, ld, stride, fp8)
     else:
-        tl.store(to_ptr + places, tl.trans(q), mask=tl.trans(mask), cache_modifier=".cs")
+        tl.store(to_ptr + offsets, tl.trans(q), mask=tl.trans(mask), cache_modifier=".cs")
 
 
 @triton.jit
