@@ -63,7 +63,17 @@ def test_rows_of_groups_are_exact_and_rows_of_none_are_left(ends: tuple[int, ...
     ("ends", "c"), [*((ends, CONFIGS[0]) for ends in TOKEN_ENDS), *((TOKEN_ENDS[0], c) for c in CONFIGS[1:])], ids=str
 )
 def test_weight_gradients_are_exact_and_those_of_empty_groups_zero(ends: tuple[int, ...], c: gemm.GemmConfig) -> None:
-    M, N, K, E = 208, 80, 272, len(ends)
+    _check_weight_gradients(208, ends, c)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("ends", [(48, 368, 384, 640, 640), (16, 496, 640), (304, 624, 640)], ids=str)
+def test_steps_that_begin_before_their_group_take_nothing_of_its_neighbours(ends: tuple[int, ...], parts: int) -> None:
+    _check_weight_gradients(640, ends, config(depth=64, parts=parts))
+
+
+def _check_weight_gradients(M: int, ends: tuple[int, ...], c: gemm.GemmConfig) -> None:
+    N, K, E = 80, 272, len(ends)
     a, b = integers(N, M), integers(K, M).t()
     scale_a, scale_b = powers(E, N), powers(E * K)
     out = gemm.fp8_grouped_gemm(a, b, scale_a, scale_b, ends_of(*ends), out_dtype=torch.float32, config=c)
@@ -88,11 +98,11 @@ def test_one_scale_for_a_tensor_or_a_group() -> None:
 
 
 @pytest.mark.gpu  # the interpreter reads NaN as 480
-def test_nan_stays_in_its_group() -> None:
-    a, b, offs = integers(16, 64), integers(32, 64).t(), ends_of(16, 48, 64)
-    a.view(torch.uint8)[3, 20] = 0x7F
-    one = powers(1)
-    found = gemm.fp8_grouped_gemm(a, b, one, one, offs, config=config())
+@pytest.mark.parametrize(("ends", "at"), [((16, 48, 64), 20), ((640, 1296, 1936), 1295), ((640, 1296, 1936), 641)], ids=str)
+def test_nan_stays_in_its_group(ends: tuple[int, ...], at: int) -> None:
+    a, b, one = integers(16, ends[-1]), integers(32, ends[-1]).t(), powers(1)
+    a.view(torch.uint8)[3, at] = 0x7F
+    found = gemm.fp8_grouped_gemm(a, b, one, one, ends_of(*ends), config=config())
     assert found[1, 3].isnan().all() and int(found.isnan().sum()) == found.shape[2]
 
 
@@ -155,6 +165,10 @@ CALL = gemm.fp8_grouped_gemm
         (lambda: CALL(X, Y, torch.ones(16), ONE, OFFS), r"scale_a must be .*\(2, 16\) or \(32,\).* got \(16,\)"),
         (lambda: CALL(A, B, ONE, TWO, OFFS, out_dtype=torch.float64), "out_dtype must be one of bfloat16.*float64"),
         (lambda: CALL(A, B, ONE, TWO, OFFS, out=torch.empty(32, 64)), r"out must be \(32, 64\) torch.bfloat16"),
+        (
+            lambda: CALL(X, Y, ONE, ONE, OFFS, out=torch.empty(1540, dtype=torch.bfloat16)[4:].view(2, 16, 48)),
+            "out must begin at a multiple of 16 bytes, got out.storage_offset.*4",
+        ),
         (lambda: CALL(A, B, ONE, TWO, OFFS, out_dtype=torch.float32, config=gemm.CUTLASS), "cutlass gives torch.bfloat16"),
     ],
 )

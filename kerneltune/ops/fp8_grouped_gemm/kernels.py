@@ -76,13 +76,15 @@ def _locate(
 
 @triton.jit
 def _scaled_store(
-    acc, out_ptr, scale_a_ptr, scale_b_ptr, group, row, row_end, col,
+    acc, out, scale_a_ptr, scale_b_ptr, group, row, row_end, col,
     ROWS: tl.constexpr, COLS: tl.constexpr, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr,
 ):  # fmt: skip
-    """acc times its scales to rows [row, row_end) of a result. SCALE_…: 0 one number, 1 per group, 2 per row or column."""
+    """acc times its scales to rows [row, row_end) of a result. SCALE_…: 0 one number, 1 per group, 2 per row or column.
+
+    out: a pointer to (M, COLS), or, with ROWS, a descriptor of (E, ROWS, COLS).
+    """
     rows = row + tl.arange(0, acc.shape[0])
     cols = col + tl.arange(0, acc.shape[1])
-    live = (rows < row_end)[:, None] & (cols < COLS)[None, :]
     if SCALE_A == 2:
         scale = tl.load(scale_a_ptr + group * ROWS + rows, mask=rows < row_end, other=0.0)[:, None]
     else:
@@ -92,8 +94,11 @@ def _scaled_store(
     else:
         scale *= tl.load(scale_b_ptr + group * SCALE_B)
     acc *= scale
-    at = (wide(group) * ROWS + rows)[:, None] * COLS + cols[None, :]
-    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=live)
+    if ROWS:
+        out.store([group, row, col], acc.to(out.dtype).reshape(1, acc.shape[0], acc.shape[1]))
+    else:
+        live = (rows < row_end)[:, None] & (cols < COLS)[None, :]
+        tl.store(out + (wide(group) * ROWS + rows)[:, None] * COLS + cols[None, :], acc.to(out.dtype.element_ty), mask=live)
 
 
 @triton.jit
@@ -104,38 +109,38 @@ def _halves(acc):
 
 @triton.jit
 def _epilogue(
-    acc, out_ptr, scale_a_ptr, scale_b_ptr, group, row, row_end, col,
+    acc, out, scale_a_ptr, scale_b_ptr, group, row, row_end, col,
     ROWS: tl.constexpr, COLS: tl.constexpr, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """`_scaled_store` by parts of the columns, of which one at a time goes through shared memory."""
     if PARTS == 1:
-        _scaled_store(acc, out_ptr, scale_a_ptr, scale_b_ptr, group, row, row_end, col, ROWS, COLS, SCALE_A, SCALE_B)
+        _scaled_store(acc, out, scale_a_ptr, scale_b_ptr, group, row, row_end, col, ROWS, COLS, SCALE_A, SCALE_B)
     else:
         WIDTH: tl.constexpr = acc.shape[1] // 2
         left, right = _halves(acc)
-        _epilogue(left, out_ptr, scale_a_ptr, scale_b_ptr, group, row, row_end, col, ROWS, COLS, SCALE_A, SCALE_B, PARTS // 2)
+        _epilogue(left, out, scale_a_ptr, scale_b_ptr, group, row, row_end, col, ROWS, COLS, SCALE_A, SCALE_B, PARTS // 2)
         _epilogue(
-            right, out_ptr, scale_a_ptr, scale_b_ptr, group, row, row_end, col + WIDTH, ROWS, COLS, SCALE_A, SCALE_B, PARTS // 2
+            right, out, scale_a_ptr, scale_b_ptr, group, row, row_end, col + WIDTH, ROWS, COLS, SCALE_A, SCALE_B, PARTS // 2
         )
 
 
 @triton.jit
-def _clipped(x_ptr, rows, depth, stride, HEIGHT: tl.constexpr, BK: tl.constexpr):
-    """A descriptor of the first `depth` columns of x: what a load reads beyond them is 0."""
-    return tl.make_tensor_descriptor(x_ptr, [rows, depth], [wide(stride), 1], [HEIGHT, BK])
+def _columns(x_ptr, start, size, rows, stride, HEIGHT: tl.constexpr, BK: tl.constexpr):
+    """A descriptor of the columns [start, start + size) of x, the first of which is 0: what a load reads beside them is 0."""
+    return tl.make_tensor_descriptor(x_ptr + start, [rows, size], [wide(stride), 1], [HEIGHT, BK])
 
 
 @triton.jit(do_not_specialize=["M"])
 def _grouped_gemm(
-    a, b, out_ptr, scale_a_ptr, scale_b_ptr, offs_ptr, M, stride_a, stride_b,
+    a, b, out, scale_a_ptr, scale_b_ptr, offs_ptr, M, stride_a, stride_b,
     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, E: tl.constexpr, GROUPS: tl.constexpr,
     SCALE_A: tl.constexpr, SCALE_B: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr, RUN: tl.constexpr, PARTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Forward (ROWS 0): a and b are descriptors of (M, DEPTH) and (E COLS, DEPTH), the result is (M, COLS).
+    """Forward (ROWS 0): a and b are descriptors of (M, DEPTH) and (E COLS, DEPTH), out is a pointer to (M, COLS).
 
-    Weight gradient: a and b are pointers to (ROWS, M) and (COLS, M), rows stride_… apart, the result is (E, ROWS, COLS).
+    Weight gradient: a and b are pointers to (ROWS, M) and (COLS, M), rows stride_… apart, out a descriptor of (E, ROWS, COLS).
     """
     TILE_COLS: tl.constexpr = (COLS + BN - 1) // BN
     STEPS: tl.constexpr = (DEPTH + BK - 1) // BK
@@ -148,7 +153,7 @@ def _grouped_gemm(
         places = _places(tokens, E) if GROUPS <= 128 else groups
         tiles = tl.where(groups < E, (ROWS + BM - 1) // BM * TILE_COLS, 0)
         last = (places + 1) * tiles
-        steps = tl.maximum(tl.cdiv(tokens, BK), 1)  # a group of no tokens has a result too, of zeros
+        steps = tl.maximum(tl.cdiv(tokens + starts % BK, BK), 1)  # a group of no tokens has a result too, of zeros
     else:
         places = groups
         tiles = tl.cdiv(tokens, BM) * TILE_COLS
@@ -161,9 +166,10 @@ def _grouped_gemm(
     k, a_row, b_row = 0, 0, 0
     if ROWS:
         tile_steps = 1
-        clipped_to = M
-        a_desc = _clipped(a, ROWS, M, stride_a, BM, BK)
-        b_desc = _clipped(b, COLS, M, stride_b, BN, BK)
+        first = 0
+        size = M
+        a_desc = _columns(a, first, size, ROWS, stride_a, BM, BK)
+        b_desc = _columns(b, first, size, COLS, stride_b, BN, BK)
     else:
         tile_steps: tl.constexpr = STEPS
         a_desc = a
@@ -177,15 +183,18 @@ def _grouped_gemm(
             nth += 1
             group, start, end, strip, column = _locate(_tile(nth, RUN), places, last, offs_ptr, M, ROWS, TILE_COLS, BM, BAND)
             if ROWS:
-                depth = tl.where((end - start) % BK == 0, M, end)  # steps that end with the group need no clipping
-                k = tl.where(start < end, start, depth)  # from beyond the last column where there is nothing to read
+                lead = start % BK  # steps begin where lines of memory do
+                whole = (lead == 0) & ((end - start) % BK == 0) & (start < end)  # steps that need no clipping
+                had_first, had_size = first, size
+                first = tl.where(whole, 0, start)
+                size = tl.where(whole, M, tl.maximum(end - start, 1))
+                k = tl.where(start < end, start - first - lead, BK)  # beside all columns where there is nothing to read
                 a_row = strip * BM
                 b_row = column * BN
-                tile_steps = tl.maximum(tl.cdiv(end - start, BK), 1)
-                if depth != clipped_to:
-                    clipped_to = depth
-                    a_desc = _clipped(a, ROWS, depth, stride_a, BM, BK)
-                    b_desc = _clipped(b, COLS, depth, stride_b, BN, BK)
+                tile_steps = tl.maximum(tl.cdiv(end - start + lead, BK), 1)
+                if (first != had_first) | (size != had_size):
+                    a_desc = _columns(a, first, size, ROWS, stride_a, BM, BK)
+                    b_desc = _columns(b, first, size, COLS, stride_b, BN, BK)
             else:
                 a_row = start + strip * BM
                 b_row = group * COLS + column * BN
@@ -201,7 +210,7 @@ def _grouped_gemm(
                 row = start + strip * BM
                 row_end = end
             _epilogue(
-                acc, out_ptr, scale_a_ptr, scale_b_ptr, group, row, row_end, column * BN,
+                acc, out, scale_a_ptr, scale_b_ptr, group, row, row_end, column * BN,
                 ROWS, COLS, SCALE_A, SCALE_B, PARTS,
             )  # fmt: skip
             acc = tl.zeros((BM, BN), dtype=tl.float32)

@@ -90,6 +90,8 @@ def fp8_grouped_gemm(
         check_like("out", out, p.shape, out_dtype, a.device)
         if not out.is_contiguous():
             raise ValueError(f"out must be contiguous, got strides {out.stride()}")
+        if p.rows and out.data_ptr() % 16:
+            raise ValueError(f"out must begin at a multiple of 16 bytes, got {out.storage_offset()=}")
     if not p.tokens:
         return torch.zeros(p.shape, dtype=out_dtype, device=a.device) if out is None else out.zero_()
     c = _best(p, DTYPE_NAMES[out_dtype]) if config is None else config
@@ -120,15 +122,18 @@ def _launch(
     programs = min(most_strips * cdiv(p.cols, c.cols), resident(a.device, c.ctas))
     x: Any = a
     y: Any = b.transpose(-2, -1)
+    z: Any = out
     strides = (x.stride(0), y.stride(0))
-    if not p.rows:
+    if p.rows:
+        z = TensorDescriptor(out, [p.groups, p.rows, p.cols], [p.rows * p.cols, p.cols, 1], [1, c.rows, c.cols // c.parts])
+    else:
         x = TensorDescriptor(x, [p.tokens, p.depth], [strides[0], 1], [c.rows, c.depth])
         y = TensorDescriptor(y, [p.groups * p.cols, p.depth], [p.depth, 1], [c.cols, c.depth])
     # descriptors that the kernel makes lie in memory that Triton asks for; the caller's allocator stays as it is
     contextvars.copy_context().run(
         _with_scratch,
         (programs,),
-        (x, y, out, scale_a, scale_b, offs, p.tokens, *strides),
+        (x, y, z, scale_a, scale_b, offs, p.tokens, *strides),
         {
             "ROWS": p.rows, "COLS": p.cols, "DEPTH": p.depth, "E": p.groups, "GROUPS": next_power_of_2(p.groups),
             "SCALE_A": mode_a, "SCALE_B": mode_b, "BM": c.rows, "BN": c.cols, "BK": c.depth, "BAND": c.band, "RUN": c.run,
@@ -138,8 +143,8 @@ def _launch(
 
 
 def _with_scratch(grid: tuple[int], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    device_of_out = arguments[2].device
-    triton.set_allocator(lambda size, _alignment, _stream: torch.empty(size, dtype=torch.int8, device=device_of_out))
+    where = arguments[3].device
+    triton.set_allocator(lambda size, _alignment, _stream: torch.empty(size, dtype=torch.int8, device=where))
     kernels._grouped_gemm[grid](*arguments, **constants)
 
 
