@@ -305,10 +305,10 @@ def test_groups_in_both_layouts_in_one_launch_and_in_two(
 ) -> None:
     """Groups of no rows, of fewer rows than a program casts, and that begin in the middle of 16; of rows that lie apart."""
     counted = torch.zeros(16, dtype=torch.int64, device=WHERE)
-    monkeypatch.setattr(group_both, "counters", lambda *_: counted)
+    monkeypatch.setattr(both, "counters", lambda *_: counted)
     if not together:
-        monkeypatch.setattr(group_both, "is_cuda", lambda: False)
-        monkeypatch.setattr(group_both, "INTERPRETED", False)
+        monkeypatch.setattr(both, "is_cuda", lambda: False)
+        monkeypatch.setattr(both, "INTERPRETED", False)
     x = reference.values((M, K + 2), torch.bfloat16, WHERE, seed=3)[:, :K]
     config = fp8.BothConfig(rows=16, step=step, cols=64, warps=1, lag=lag)
     options = {"fp8_format": "e4m3", "pow2": True, "inverse": False}
