@@ -18,6 +18,9 @@ from kerneltune.ops.fp8.common import GROUP_OPTIONS, Cast, check_offs
 from kerneltune.rounding import next_power_of_2
 from kerneltune.spec import Case, Inputs, Outputs, Traffic
 
+_ROWS_APART = (1 << 31) // both.TILE_ROWS
+"""Within a tile numbers are counted in 31 bits."""
+
 
 @on_its_device
 def fp8_group_both(
@@ -33,8 +36,9 @@ def fp8_group_both(
 
     Args:
         x: (M, K) bf16, fp16 or fp32; rows may be less than 2^24 numbers apart, elements of a row must be adjacent.
-        offs: (G,) int32, where each group's rows end, not decreasing; the last is M. Groups may be empty and of any size. Nobody
-            waits for the GPU to check it; where it does not hold, this launch or a later one may wait for ever.
+        offs: (G,) int32, where each group's rows end, not decreasing; the last is M, or rows behind it are not written. Groups
+            may be empty and of any size. Nobody waits for the GPU to check it: where they decrease or exceed M, bytes elsewhere
+            are written, and this launch or a later one may wait for ever.
         fp8_format: `e4m3`, `e5m2`, `e4m3fnuz` or `e5m2fnuz`.
         pow2: round scales down to powers of two.
         inverse: return 1 / scale instead of the multiplier.
@@ -52,6 +56,8 @@ def fp8_group_both(
     cast = Cast(fp8_format, pow2, inverse)
     check_matrix("x", x)
     check_turned("x", x.shape[0])
+    if x.shape[0] > 1 and x.stride(0) >= _ROWS_APART:
+        raise ValueError(f"rows of x must be less than {_ROWS_APART} numbers apart, got strides {x.stride()}")
     (M, K), G = x.shape, offs.numel()
     check_offs(offs, M, x.device)
     q = torch.empty((M, K), dtype=cast.dtype, device=x.device)
