@@ -6,6 +6,8 @@ Runs none of it. Imports the standard library.
 import ast
 import hashlib
 import importlib.util
+import io
+import tokenize
 from functools import cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -21,6 +23,30 @@ def source_hash(module: str) -> str:
     for name, file in sorted(_sources(module, {}).items()):
         digest.update(name.encode() + file.read_bytes())
     return digest.hexdigest()[:12]
+
+
+@cache
+def code_hash(module: str) -> str:
+    """`source_hash` of what runs alone: comments, docstrings and empty lines have no part in it."""
+    digest = hashlib.sha256()
+    for name, file in sorted(_sources(module, {}).items()):
+        digest.update(f"{name}\n{_code(file.read_text(encoding='utf-8'))}\n".encode())
+    return digest.hexdigest()[:12]
+
+
+def _code(source: str) -> str:
+    """Made of the text, not printed from its tree, which versions of Python print differently."""
+    lines = source.split("\n")
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(source)):
+        match node:  # a string alone, in lines of its own
+            case ast.Expr(value=ast.Constant(value=str()), lineno=first, end_lineno=int(last)):
+                if not lines[first - 1][: node.col_offset].strip():
+                    lines[first - 1 : last] = [""] * (last - first + 1)
+    return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
 def _sources(module: str, found: dict[str, Path]) -> dict[str, Path]:

@@ -17,9 +17,9 @@ from kerneltune.files import data_root
 from kerneltune.inspection import ncu, revision, survey
 from kerneltune.inspection.static import StaticRow, Survey, save
 from kerneltune.measuring import known
-from kerneltune.measuring.assembly import Access, Kernel
+from kerneltune.measuring.assembly import Access, Fact, Kernel
 from kerneltune.measuring.compiler import Compiled
-from kerneltune.measuring.known import Fact, Known
+from kerneltune.measuring.known import Known
 from kerneltune.spec import Variant
 
 KERNEL = Kernel("_rmsnorm_fwd_rows", 8, 40, 0, 32, 0, (Access("load", 128, 4), Access("store", 32, 1)))
@@ -197,6 +197,11 @@ def test_what_was_found_is_shipped_and_known_from_then_on(tmp_path: Path, monkey
     assert asked[-1]
     run("gate", tmp_path / "rows.json", "--static", "--recompile")
     assert asked[-1] == {}
+    with monkeypatch.context() as patch:
+        patch.setattr(known, "code_hash", lambda _module: "changed")
+        disbelieved = "results/static is not believed, for other code read the compiler's output: `kerneltune inspect --renew`"
+        assert run("inspect").stderr == f"{disbelieved}\n{said}\n" and asked[-1]["sm_90"] == Known({}, refused=True)
+    assert run("inspect").stderr == ""
     monkeypatch.setenv("KERNELTUNE_CONFIGS", str(tmp_path))
     shutil.copytree(data_root("configs") / "nvidia_h200", tmp_path / "nvidia_h200")
     assert refused("inspect", "--renew").startswith("error: renew: True: ")

@@ -12,8 +12,8 @@ from kerneltune import cache, ops, sources
 from kerneltune.inspection.static import Survey
 from kerneltune.inspection.survey import Request, cached_requests, survey
 from kerneltune.measuring import inspected, known
-from kerneltune.measuring.assembly import Access, Kernel
-from kerneltune.measuring.known import Fact, Known
+from kerneltune.measuring.assembly import Access, Fact, Kernel
+from kerneltune.measuring.known import Known
 from kerneltune.measuring.occupancy import LIMITS
 from kerneltune.ops.dense_gemm.gemm import DenseConfig
 from kerneltune.ops.stream import StreamConfig
@@ -29,8 +29,8 @@ def test_facts_survive_their_file(tmp_path: Path) -> None:
     assert known.load(tmp_path, "sm_90").facts == facts
     assert known.load(tmp_path, "sm_100").facts == {}
     lines = (tmp_path / "sm_90.tsv").read_text().splitlines()
-    assert [line.split("\t")[0] for line in lines] == ["kernel", "_k", "_large"]
-    assert {len(line.split("\t")) for line in lines} == {12}
+    assert lines[0].startswith("# read by ") and [line.split("\t")[0] for line in lines[1:]] == ["kernel", "_k", "_large"]
+    assert {len(line.split("\t")) for line in lines[1:]} == {12}
 
 
 @pytest.mark.parametrize(
@@ -43,6 +43,19 @@ def test_a_damaged_line_is_not_believed(damage: tuple[str, str], tmp_path: Path)
     assert known.load(tmp_path, "sm_90").facts == {"a" * 20: REFUSED}
     path.write_bytes(b"\xff" + path.read_bytes())
     assert known.load(tmp_path, "sm_90").facts == {}
+
+
+def test_what_other_code_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {f"kerneltune.measuring.{name}" for name in ("reading", "assembly")} == sources._sources(
+        known.reading.__name__, {}
+    ).keys()
+    known.save(tmp_path, "sm_90", {"b" * 20: FACT})
+    assert not known.load(tmp_path, "sm_90").refused and not known.load(tmp_path, "sm_100").refused
+    monkeypatch.setattr(known, "code_hash", {known.reading.__name__: "changed"}.__getitem__)
+    assert known.load(tmp_path, "sm_90") == Known({}, refused=True)
+    path = tmp_path / "sm_90.tsv"
+    path.write_text(path.read_text().partition("\n")[2])  # as files were before they said who read them
+    assert known.load(tmp_path, "sm_90") == Known({}, refused=True)
 
 
 def ir(file: str, *lines: int, inner: int = 0) -> SimpleNamespace:
@@ -109,6 +122,11 @@ def test_what_exceeds_shared_memory_says_the_same_when_known(own_cache: Path) ->
     second = survey(large, ["gfx942"], 1, known={"gfx942": Known(first.facts["gfx942"])})
     assert second == first and second.unknown == 0 and second.facts == first.facts
     assert "out of resource: shared memory" in first.rows[0].error and not any(texts(own_cache, "amdgcn"))
+
+
+def test_what_is_shipped_was_read_by_this_code() -> None:
+    """After a change of what reads the compiler's output: `kerneltune inspect --renew`."""
+    assert [target for target in LIMITS if known.load(known.shipped(), target).refused] == []
 
 
 def test_what_is_shipped_is_what_compiling_says(own_cache: Path) -> None:

@@ -114,6 +114,28 @@ def test_a_source_hash_follows_relative_imports(tmp_path: Path, monkeypatch: pyt
     assert len(hashes) == 6
 
 
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [
+        ('"""Other words,\nof two lines."""\n\n\nA = "# no comment"  # one\ndef f():\n    # two\n    return A\nC = 1\n', True),
+        ('A = "# no comment"\n"""What A is."""\ndef f():\n    """Gives A."""\n    return A\n\nC = 1\n', True),
+        ('A = "# a comment"\ndef f():\n    return A\nC = 1\n', False),
+        ('A = "# no comment"\ndef f():\n    return C\nC = 1\n', False),
+        ('A = "# no comment"\ndef f():\n    return A\nif 0: "text"\nC = 1\n', False),
+        ('A = "# no comment"\ndef f():\n    return A\n    C = 1\n', False),
+    ],
+    ids=["other words", "more words", "quoted", "name", "beside code", "indent"],
+)
+def test_a_code_hash_is_of_what_runs(text: str, same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    hashes = set()
+    for source in ('"""Words."""\nA = "# no comment"\ndef f():\n    return A\nC = 1\n', text):
+        (tmp_path / "code_to_hash.py").write_text(source)
+        sources.code_hash.cache_clear()
+        hashes.add(sources.code_hash("code_to_hash"))
+    assert (len(hashes) == 1) == same
+
+
 def test_source_hash_and_config_cache_serve_a_plug_in(guide: Path, monkeypatch: pytest.MonkeyPatch, configs_dir: Path) -> None:
     monkeypatch.setenv(ops.PLUGINS, str(guide / "swiglu.py"))
     monkeypatch.setattr(sys, "path", [*sys.path])

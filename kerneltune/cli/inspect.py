@@ -133,6 +133,8 @@ def _survey(requests: "list[Request]", targets: list[str], workers: int | None, 
     from kerneltune.measuring import known
 
     before = {} if recompile else {target: known.load(known.shipped(), target) for target in targets}
+    if any(found.refused for found in before.values()):
+        note("results/static is not believed, for other code read the compiler's output: `kerneltune inspect --renew`")
     with reporter() as progress:
         return survey(requests, targets, workers, progress.stage, progress.advance, before)
 

@@ -12,8 +12,7 @@ from typing import Any
 
 from kerneltune.errors import unknown
 from kerneltune.files import replace_text
-from kerneltune.measuring.assembly import Access, Kernel, typical_bits
-from kerneltune.measuring.known import Fact
+from kerneltune.measuring.assembly import Access, Fact, Kernel, typical_bits
 from kerneltune.measuring.occupancy import LIMITS, resident
 
 SCHEMA = 1

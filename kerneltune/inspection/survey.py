@@ -13,10 +13,10 @@ from typing import Any
 
 from kerneltune import cache, device
 from kerneltune.inspection.static import StaticRow, Survey
-from kerneltune.measuring.assembly import Kernel
+from kerneltune.measuring.assembly import Fact, Kernel
 from kerneltune.measuring.compare import config_values
 from kerneltune.measuring.compiler import TARGETS, Compiled, CompilePool, Job
-from kerneltune.measuring.known import Fact, Known
+from kerneltune.measuring.known import Known
 from kerneltune.measuring.occupancy import resident
 from kerneltune.spec import Case, Op, Variant
 

@@ -61,6 +61,18 @@ class Kernel:
     cooperative: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """What compiling said of a kernel; one that exceeds the target's shared memory has no registers and no accesses.
+
+    Attributes:
+        tensor_columns: of Blackwell's tensor memory, that a program uses.
+    """
+
+    kernel: Kernel
+    tensor_columns: int = 0
+
+
 def sass_usage(text: str) -> Usage:
     """What `cuobjdump -res-usage` says of a cubin: the largest of its functions; spills are stack and local memory."""
     registers, stack, local = (re.findall(rf"{field}:(\d+)", text) for field in ("REG", "STACK", "LOCAL"))

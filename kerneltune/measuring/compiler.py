@@ -18,10 +18,10 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from kerneltune.errors import first_line
-from kerneltune.measuring.assembly import Kernel
+from kerneltune.measuring.assembly import Fact, Kernel
 from kerneltune.measuring.dry import dry_driver
 from kerneltune.measuring.inspected import Inspecting, fact_of
-from kerneltune.measuring.known import Fact, Known
+from kerneltune.measuring.known import Known
 from kerneltune.measuring.reading import read
 from kerneltune.processes import fast_context, in_environment
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from kerneltune.measuring import reading
-from kerneltune.measuring.assembly import Kernel
-from kerneltune.measuring.known import Fact, Known, line, parse
+from kerneltune.measuring.assembly import Fact
+from kerneltune.measuring.known import Known, line, parse
 from kerneltune.sources import source_hash
 
 FACT = "inspected_by_kerneltune"
@@ -41,7 +41,7 @@ class Inspecting:
         if stages is None:
             return f"inspected {self.known.check} {self.shared_bytes} {source_hash(__name__)}", ""
         names = list(stages)
-        made_for = f"{backend.hash()} {_text(options)} {self.shared_bytes} {source_hash(reading.__name__)}"
+        made_for = f"{backend.hash()} {_text(options)} {self.shared_bytes}"
         stages[names[0]] = self._identified(stages[names[0]], made_for)
         for name in names[1:-1]:
             stages[name] = self._unless_known(stages[name])
@@ -49,7 +49,7 @@ class Inspecting:
         return None
 
     def _identified(self, to_ir: Stage, made_for: str) -> Stage:
-        """The first stage, Triton's own IR: all others follow from it and from what it is made for, and how that is read."""
+        """The first stage, Triton's own IR: all others follow from it and from what it is made for."""
 
         def stage(source: Any, metadata: Any) -> Any:
             module = to_ir(source, metadata)
@@ -67,8 +67,8 @@ class Inspecting:
             if FACT in metadata:
                 return ""
             found = compile_further(source, metadata)
-            if metadata.get("shared", 0) > self.shared_bytes:  # Triton refuses to load it: no need of machine code
-                _settle(metadata, Fact(Kernel(metadata["name"], metadata["num_warps"], 0, 0, metadata["shared"])))
+            if fact := reading.too_large(metadata, self.shared_bytes):  # no need of machine code
+                _settle(metadata, fact)
             return found
 
         return stage
@@ -77,10 +77,7 @@ class Inspecting:
         def stage(assembly: Any, metadata: Any) -> bytes:
             if FACT not in metadata:
                 binary = to_binary(assembly, metadata) if reading.needs_binary(self.backend) else b""
-                usage, accesses = reading.read(self.backend, binary, assembly)
-                name, warps, shared = (metadata[value] for value in ("name", "num_warps", "shared"))
-                resources = (usage.registers, usage.spill_bytes, shared, usage.scalar_registers, accesses, cooperative)
-                _settle(metadata, Fact(Kernel(name, warps, *resources), metadata.get("tmem_size") or 0))
+                _settle(metadata, reading.compiled(self.backend, binary, assembly, metadata, cooperative))
             return b""
 
         return stage

@@ -1,9 +1,9 @@
 """Kernels that were compiled before: what the compiler said of each, by a digest of everything that decides it.
 
 One text file per target, one line per kernel, made by `inspect --renew`. The digest is of Triton's own IR, the options, the
-target, the versions of triton and assembler, and the code that reads what they write: a file that is old, or not there, costs
-time alone. So does a damaged line, for each has a check of its own. Compiles nothing. Imports the standard library, assembly and
-files.
+target, the versions of triton and assembler; the file's head is of the code that read what they wrote, without its comments. A
+file that is old, not there, or read by other code costs time alone. So does a damaged line, for each has a check of its own.
+Compiles nothing. Imports the standard library, assembly, reading, files and sources.
 """
 
 import hashlib
@@ -13,7 +13,9 @@ from functools import cached_property
 from pathlib import Path
 
 from kerneltune.files import data_root, replace_text
-from kerneltune.measuring.assembly import Access, Kernel
+from kerneltune.measuring import reading
+from kerneltune.measuring.assembly import Access, Fact, Kernel
+from kerneltune.sources import code_hash
 
 _COLUMNS = (
     *("kernel", "digest", "check", "warps", "registers", "spill_bytes", "shared_bytes", "scalar_registers", "tensor_columns"),
@@ -22,23 +24,16 @@ _COLUMNS = (
 _CHECK_DIGITS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Fact:
-    """What compiling said of a kernel; one that exceeds the target's shared memory has no registers and no accesses.
-
-    Attributes:
-        tensor_columns: of Blackwell's tensor memory, that a program uses.
-    """
-
-    kernel: Kernel
-    tensor_columns: int = 0
-
-
 @dataclass(frozen=True)
 class Known:
-    """Facts of one target by digest."""
+    """Facts of one target by digest.
+
+    Attributes:
+        refused: there are some that other code read, which are not among them.
+    """
 
     facts: Mapping[str, Fact]
+    refused: bool = False
 
     @cached_property
     def check(self) -> str:
@@ -76,13 +71,16 @@ def shipped() -> Path:
 
 
 def load(folder: Path, target: str) -> Known:
-    """What a folder knows of a target: nothing of lines that are not as they were written, and nothing where there is no file."""
+    """What a folder knows of a target: nothing of lines that are not as they were written, or that other code read, and nothing
+    where there is no file."""
     try:
         rows = _file(folder, target).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
         return Known({})
+    if rows[:1] != [_head()]:
+        return Known({}, refused=True)
     facts = {}
-    for row in rows[1:]:
+    for row in rows[2:]:
         try:
             digest, fact = parse(row)
         except ValueError:
@@ -98,7 +96,12 @@ def save(folder: Path, target: str, facts: Mapping[str, Fact]) -> None:
         ValueError: it cannot be written; it is as before then.
     """
     rows = sorted(line(digest, fact) for digest, fact in facts.items())
-    replace_text(_file(folder, target), "\n".join(["\t".join(_COLUMNS), *rows]) + "\n")
+    replace_text(_file(folder, target), "\n".join([_head(), "\t".join(_COLUMNS), *rows]) + "\n")
+
+
+def _head() -> str:
+    """The first line of a file that this code may read."""
+    return f"# read by {code_hash(reading.__name__)}"
 
 
 def _file(folder: Path, target: str) -> Path:

@@ -1,13 +1,16 @@
-"""What binary and assembly of a compiled kernel say of registers, spills and accesses, of either maker's GPUs.
+"""What binary, assembly and metadata of a compiled kernel say of registers, spills and accesses, of either maker's GPUs.
 
-Compiles nothing. Imports assembly; may import triton, for where its tools are.
+Facts are kept with a hash of this module and of assembly, which between them read all that compilers write. Compiles nothing.
+Imports assembly; may import triton, for where its tools are.
 """
 
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from kerneltune.measuring.assembly import Access, Usage, gcn_accesses, gcn_usage, ptx_accesses, sass_usage
+from kerneltune.measuring.assembly import Access, Fact, Kernel, Usage, gcn_accesses, gcn_usage, ptx_accesses, sass_usage
 
 
 def needs_binary(backend: str) -> bool:
@@ -26,6 +29,20 @@ def read(backend: str, binary: bytes, assembly: str) -> tuple[Usage, tuple[Acces
     if needs_binary(backend):
         return sass_usage(_resources(binary)), ptx_accesses(assembly)
     return gcn_usage(assembly), gcn_accesses(assembly)
+
+
+def compiled(backend: str, binary: bytes, assembly: str, metadata: Mapping[str, Any], cooperative: bool) -> Fact:
+    """The fact of a kernel that was compiled to its end: `read`, and what Triton's metadata say."""
+    usage, accesses = read(backend, binary, assembly)
+    name, warps, shared = (metadata[value] for value in ("name", "num_warps", "shared"))
+    resources = (usage.registers, usage.spill_bytes, shared, usage.scalar_registers, accesses, cooperative)
+    return Fact(Kernel(name, warps, *resources), metadata.get("tmem_size") or 0)
+
+
+def too_large(metadata: Mapping[str, Any], shared_bytes: int) -> Fact | None:
+    """The fact of a kernel that was compiled so far that it exceeds shared memory, which Triton refuses to load; else None."""
+    shared = metadata.get("shared", 0)
+    return Fact(Kernel(metadata["name"], metadata["num_warps"], 0, 0, shared)) if shared > shared_bytes else None
 
 
 def _resources(cubin: bytes) -> str:

@@ -4,7 +4,7 @@ Kernel in both_kernels.py. May import cache, common, groups, reference, rows, sp
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -90,27 +90,45 @@ def fp8_rowwise_3d_both(
         return found
     if config is None:
         config = _choose((("E", E), ("K", K), ("N", N)), DTYPE_NAMES[w.dtype], "fp8", QUANT_OPTIONS)
-    _launch(w.transpose(1, 2).view(E * N, K), q, q_t, scale, scale_t, (E, K, N), cast, config)
+    x = w.transpose(1, 2).view(E * N, K)
+    blocks, tile_blocks = E * cdiv(N, config.rows), E * cdiv(N, TILE_ROWS)
+    launch(cast_both, x, (q, q_t, scale, scale_t), E, blocks, tile_blocks, cast, config, N=N)
     return found
 
 
-def _launch(x, q, q_t, scale, scale_t, shape, cast: Cast, c: BothConfig) -> None:
-    E, K, N = shape
+def launch(
+    kernel: Any,
+    x: torch.Tensor,
+    outputs: tuple[torch.Tensor, ...],
+    groups: int,
+    blocks: int,
+    tile_blocks: int,
+    cast: Cast,
+    c: BothConfig,
+    **arguments: Any,
+) -> None:
+    """Both passes of `cast_both` or `cast_both_groups` in one launch, or in two where programs may not wait for each other.
+
+    Args:
+        outputs: q, q_t, scale, scale_t as the kernel has them.
+        blocks: row programs. tile_blocks: turn programs of every stripe.
+        arguments: those of this kernel alone.
+    """
+    K, tile_cols = x.shape[1], TILE_COLS_OF_WARP * c.warps
     pairs = 2 if in_pairs(x) else 1
-    tile_cols = TILE_COLS_OF_WARP * c.warps
-    blocks, tiles = E * cdiv(N, c.rows), E * cdiv(N, TILE_ROWS) * cdiv(K, tile_cols)
+    tiles = tile_blocks * cdiv(K, tile_cols)
     lag = min(blocks, resident(x.device, c.lag))
-    ws, done = workspace(E * K, x.device), counters(cdiv(E, 2), x.device).view(torch.int32)
+    ws, done = workspace(groups * K, x.device), counters(cdiv(groups, 2), x.device).view(torch.int32)
     together = is_cuda() or INTERPRETED
     for phase, programs in ((0, lag + blocks + tiles),) if together else ((1, blocks), (2, tiles)):
-        cast_both[(programs,)](
-            x, q, q_t, scale, scale_t, ws, done, E, lag,
-            N=N, K=K, ROWS=c.rows, STEP=c.step, ABREAST=min(c.step, abreast(c)), LANES=c.cols // pairs, PAIRS=pairs,
+        kernel[(programs,)](
+            x, *outputs, ws_ptr=ws, done_ptr=done, G=groups, lag=lag, **arguments,
+            K=K, ROWS=c.rows, STEP=c.step, ABREAST=min(c.step, _abreast(c)), LANES=c.cols // pairs, PAIRS=pairs,
             TILE_ROWS=TILE_ROWS, TILE_COLS=tile_cols, PHASE=phase, num_warps=c.warps, **cast.constants,
         )  # fmt: skip
 
 
-def abreast(config: BothConfig) -> int:
+def _abreast(config: BothConfig) -> int:
     """Rows that the warps of a program load side by side, 16 elements of a thread each, stored as 16 bytes."""
     return max(1, config.warps * 512 // config.cols)
 
@@ -129,7 +147,7 @@ def space(case: Case) -> Space:
 def valid(case: Case, config: BothConfig) -> str | None:
     """Why a config cannot run, or cannot be worth running."""
     c, K = config, case["K"]
-    side_by_side = min(abreast(c), _MOST_STEP)
+    side_by_side = min(_abreast(c), _MOST_STEP)
     if not side_by_side <= c.step <= c.rows:
         return f"{c.step} of {c.rows} rows at a time, where the warps hold {side_by_side} side by side"
     if not _at_most_a_row(case, 256 * c.warps) <= c.cols <= 512 * c.warps:

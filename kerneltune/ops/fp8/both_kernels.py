@@ -269,7 +269,7 @@ def cast_both_groups(
     """`cast_both` of G ≤ GROUPS groups of rows of x (M, K), ends offs (G,): q (M, K), scale (M,), qt (K, M), scale_t (G, K).
 
     Row programs begin where the group does; tiles lie at multiples of TILE_ROWS, so that their bytes go out in whole lines. Rows
-    of x are `stride` apart, in words of PAIRS.
+    of x are `stride` numbers apart.
     """
     STRIPES: tl.constexpr = (K + TILE_COLS - 1) // TILE_COLS
     program = tl.program_id(0)
@@ -302,21 +302,21 @@ def cast_both_groups(
             if slot == 0:  # few rows at a time: masks of more would take registers from all
                 _cast_rows(
                     of, wide(begins), ends - begins, x_ptr, q_ptr, scale_ptr, ws_ptr, done_ptr,
-                    stride, K, FP8_MAX, POW2, INVERSE, ABREAST, ABREAST, LANES, PAIRS, ABREAST == 1,
+                    stride // PAIRS, K, FP8_MAX, POW2, INVERSE, ABREAST, ABREAST, LANES, PAIRS, ABREAST == 1,
                 )  # fmt: skip
         elif slot * ROWS < tl.maximum(ends - begins, 1):  # the last ROWS rows may be some that another program casts, too
             _cast_rows(
                 of, wide(tl.maximum(tl.minimum(begins + slot * ROWS, ends - ROWS), begins)), tl.minimum(ends - begins, ROWS),
                 x_ptr, q_ptr, scale_ptr, ws_ptr, done_ptr,
-                stride, K, FP8_MAX, POW2, INVERSE, STEP, ABREAST, LANES, PAIRS, True,
+                stride // PAIRS, K, FP8_MAX, POW2, INVERSE, STEP, ABREAST, LANES, PAIRS, True,
             )  # fmt: skip
     elif tile < tile_blocks * STRIPES:
         block, stripe = _place_of_tile(tile, tile_blocks, STRIPES, TILE_ROWS)
         row0, col0 = (start // TILE_ROWS + block) * TILE_ROWS, stripe * TILE_COLS
         lo, hi = tl.maximum(start - row0, 0), tl.minimum(end - row0, TILE_ROWS)
-        x_ptr += wide(row0) * (stride * PAIRS) + col0
+        x_ptr += wide(row0) * stride + col0
         qt_ptr += wide(col0) * M + row0
         _turn_tile(
             group, block == 0, col0, lo, hi, blocks, tile_blocks * STRIPES, x_ptr, qt_ptr, M, scale_t_ptr, ws_ptr, done_ptr, G,
-            stride * PAIRS, K, FP8_MAX, POW2, INVERSE, TILE_ROWS, TILE_COLS, PAIRS, False, True,
+            stride, K, FP8_MAX, POW2, INVERSE, TILE_ROWS, TILE_COLS, PAIRS, False, True,
         )  # fmt: skip

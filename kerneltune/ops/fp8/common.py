@@ -71,13 +71,16 @@ def check_weights(name: str, w: torch.Tensor) -> None:
 
 
 def check_offs(offs: torch.Tensor, M: int, where: torch.device) -> None:
-    """Group ends (G,) int32 on a device, at least one; under TRITON_DEBUG=1 the device asserts that they are ends within M rows.
+    """Group ends (G,) int32 on a device, contiguous, at least one; under TRITON_DEBUG=1 the device asserts that they are ends
+    within M rows.
 
     Raises:
         ValueError: they are not.
     """
     if offs.ndim != 1 or offs.shape[0] == 0 or offs.dtype != torch.int32 or offs.device != where:
         raise ValueError(f"offs must be (G,) int32 on {where}, got {tuple(offs.shape)} {offs.dtype} on {offs.device}")
+    if offs.shape[0] > 1 and offs.stride(0) != 1:
+        raise ValueError(f"offs must be contiguous, got strides {offs.stride()}")
     if debugging():
         assert_group_ends(offs, M)
 

@@ -1,6 +1,6 @@
 """Token groups in both layouts, row by row for the product and column by column of every group for wgrad, in one launch.
 
-Kernel in both_kernels.py. May import its neighbours, cache, spec, tl_lib, launch, workspace.
+Kernel in both_kernels.py. May import its neighbours, cache, spec, launch.
 """
 
 from dataclasses import replace
@@ -8,17 +8,18 @@ from dataclasses import replace
 import torch
 
 from kerneltune import cache
-from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_matrix, check_turned, in_pairs
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_matrix, check_turned
 from kerneltune.kernel_lib.groups import group_ends
-from kerneltune.kernel_lib.launch import on_its_device, resident
-from kerneltune.kernel_lib.tl_lib import INTERPRETED, is_cuda
-from kerneltune.kernel_lib.workspace import counters, workspace
+from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.ops.fp8 import both, groups, reference, rows
 from kerneltune.ops.fp8.both import BothConfig, BothLayouts
 from kerneltune.ops.fp8.both_kernels import cast_both_groups
 from kerneltune.ops.fp8.common import FREE_GROUP_OPTIONS, GROUP_OPTIONS, Cast, check_offs
-from kerneltune.rounding import cdiv, next_power_of_2
+from kerneltune.rounding import next_power_of_2
 from kerneltune.spec import Case, Inputs, Outputs, Traffic
+
+_ROWS_APART = (1 << 31) // both.TILE_ROWS
+"""Within a tile numbers are counted in 31 bits."""
 
 
 @on_its_device
@@ -35,8 +36,9 @@ def fp8_group_both(
 
     Args:
         x: (M, K) bf16, fp16 or fp32; rows may be less than 2^24 numbers apart, elements of a row must be adjacent.
-        offs: (G,) int32, where each group's rows end, not decreasing; the last is M. Groups may be empty and of any size. Nobody
-            waits for the GPU to check it; where it does not hold, this launch or a later one may wait for ever.
+        offs: (G,) int32, where each group's rows end, not decreasing; the last is M, or rows behind it are not written. Groups
+            may be empty and of any size. Nobody waits for the GPU to check it: where they decrease or exceed M, bytes elsewhere
+            are written, and this launch or a later one may wait for ever.
         fp8_format: `e4m3`, `e5m2`, `e4m3fnuz` or `e5m2fnuz`.
         pow2: round scales down to powers of two.
         inverse: return 1 / scale instead of the multiplier.
@@ -54,6 +56,8 @@ def fp8_group_both(
     cast = Cast(fp8_format, pow2, inverse)
     check_matrix("x", x)
     check_turned("x", x.shape[0])
+    if x.shape[0] > 1 and x.stride(0) >= _ROWS_APART:
+        raise ValueError(f"rows of x must be less than {_ROWS_APART} numbers apart, got strides {x.stride()}")
     (M, K), G = x.shape, offs.numel()
     check_offs(offs, M, x.device)
     q = torch.empty((M, K), dtype=cast.dtype, device=x.device)
@@ -66,26 +70,13 @@ def fp8_group_both(
     else:
         if config is None:
             config = _choose((("M", M), ("K", K), ("G", G)), DTYPE_NAMES[x.dtype], "fp8", GROUP_OPTIONS)
-        _launch(x, offs, q, q_t, scale, scale_t, cast, config)
-    return BothLayouts(q, scale, q_t.t(), scale_t)
-
-
-def _launch(x, offs, q, q_t, scale, scale_t, cast: Cast, c: BothConfig) -> None:
-    (M, K), G = x.shape, offs.shape[0]
-    pairs = 2 if in_pairs(x) else 1
-    tile_cols = both.TILE_COLS_OF_WARP * c.warps
-    # a group has one slot more than there are multiples of a block's rows in it
-    blocks, tiles = M // c.rows + G, (M // both.TILE_ROWS + G) * cdiv(K, tile_cols)
-    lag = min(blocks, resident(x.device, c.lag))
-    ws, done = workspace(G * K, x.device), counters(cdiv(G, 2), x.device).view(torch.int32)
-    together = is_cuda() or INTERPRETED
-    for phase, programs in ((0, lag + blocks + tiles),) if together else ((1, blocks), (2, tiles)):
-        cast_both_groups[(programs,)](
-            x, q, q_t, scale, scale_t, offs, ws, done, M, G, lag,
-            stride=x.stride(0) // pairs, K=K, ROWS=c.rows, STEP=c.step, ABREAST=min(c.step, both.abreast(c)),
-            LANES=c.cols // pairs, PAIRS=pairs, TILE_ROWS=both.TILE_ROWS, TILE_COLS=tile_cols, GROUPS=next_power_of_2(G),
-            PHASE=phase, num_warps=c.warps, **cast.constants,
+        # a group has one slot more than there are multiples of a block's rows in it
+        blocks, tile_blocks = M // config.rows + G, M // both.TILE_ROWS + G
+        both.launch(
+            cast_both_groups, x, (q, q_t, scale, scale_t), G, blocks, tile_blocks, cast, config,
+            offs_ptr=offs, M=M, stride=x.stride(0), GROUPS=next_power_of_2(G),
         )  # fmt: skip
+    return BothLayouts(q, scale, q_t.t(), scale_t)
 
 
 def default(case: Case) -> BothConfig:
