@@ -21,6 +21,12 @@ if not HAS_GPU:
 os.environ.setdefault("COLUMNS", "100")  # the console's width decides how tables break
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    """Workers compute on one thread each, as what they start does: more threads than cores wait for each other."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if HAS_GPU:
         return
