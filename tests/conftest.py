@@ -73,6 +73,24 @@ def masks_of_booleans() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=not HAS_GPU)
+def language_patched_once_per_launch() -> Iterator[None]:
+    """Triton's interpreter (3.7.1) patches its language again for every call of a device function, which takes 3 ms each time."""
+    from triton.runtime import interpreter
+
+    tl, patch_lang = interpreter.tl, interpreter._patch_lang
+
+    def unless_patched(fn: Any) -> object:
+        seen = [lang for lang in (tl, tl.core) if any(value is lang for value in fn.__globals__.values())]
+        if any(map(tl.core.is_builtin, [tl.tensor.__add__, *(lang.load for lang in seen)])):
+            return patch_lang(fn)
+        return interpreter._LangPatchScope()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", unless_patched)
+        yield
+
+
 @pytest.fixture
 def configs_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty config cache of this test's own."""
