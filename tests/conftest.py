@@ -21,6 +21,12 @@ if not HAS_GPU:
 os.environ.setdefault("COLUMNS", "100")  # the console's width decides how tables break
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    """Workers compute on one thread each, as what they start does: more threads than cores wait for each other."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if HAS_GPU:
         return
@@ -64,6 +70,24 @@ def masks_of_booleans() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, place in {"load": 1, "store": 2, "atomic_rmw": 3}.items():
             patch.setattr(interpreter._interpreter, name, strict(name, place))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=not HAS_GPU)
+def language_patched_once_per_launch() -> Iterator[None]:
+    """Triton's interpreter (3.7.1) patches its language again for every call of a device function, which takes 3 ms each time."""
+    from triton.runtime import interpreter
+
+    tl, patch_lang = interpreter.tl, interpreter._patch_lang
+
+    def unless_patched(fn: Any) -> object:
+        seen = [lang for lang in (tl, tl.core) if any(value is lang for value in fn.__globals__.values())]
+        if any(map(tl.core.is_builtin, [tl.tensor.__add__, *(lang.load for lang in seen)])):
+            return patch_lang(fn)
+        return interpreter._LangPatchScope()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", unless_patched)
         yield
 
 

@@ -1,6 +1,7 @@
 """A search that is killed or interrupted: nothing is lost but the running evaluation, nothing measured twice."""
 
 import json
+import os
 import random
 import signal
 import subprocess
@@ -22,31 +23,39 @@ KILLS = 20
 def test_twenty_kills_lose_nothing_but_the_running_evaluation(tmp_path: Path) -> None:
     log, trials = tmp_path / "log", tmp_path / "trials.jsonl"
     env = environment(OMP_NUM_THREADS="1") | {LOG: str(log)}
-    command = [sys.executable, str(TESTS / "kill_jobs.py"), str(tmp_path), "run"]
+    command = [sys.executable, str(TESTS / "kill_jobs.py"), str(tmp_path)]
     rng = random.Random(0)
     log.touch()
-    killed = 0
-    for _ in range(KILLS):
-        before = len(log.read_text().splitlines())
-        process = subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 60.0
-        while process.poll() is None and len(log.read_text().splitlines()) <= before and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(rng.uniform(0.0, 0.04))
-        if process.poll() is None:
-            process.send_signal(signal.SIGKILL)
-            killed += 1
-        process.wait()
-        time.sleep(0.1)  # the measuring child sees that nobody asks any more
-        for path in (tmp_path / "configs").rglob("*.json"):
-            cache.load_strict(path)
-    assert killed == KILLS
-    subprocess.run(command, env=env, check=True, timeout=60)
+    exit_codes = []
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as searches:
+        assert searches.stdin and searches.stdout
+
+        def begin() -> int:
+            """The id of a process that searches."""
+            print(file=searches.stdin, flush=True)
+            return int(searches.stdout.readline())
+
+        for _ in range(KILLS):
+            before = len(log.read_text().splitlines())
+            process = begin()
+            deadline = time.monotonic() + 60.0
+            while len(log.read_text().splitlines()) <= before and time.monotonic() < deadline:
+                time.sleep(0.01)
+            time.sleep(rng.uniform(0.0, 0.04))
+            os.kill(process, signal.SIGKILL)
+            exit_codes.append(int(searches.stdout.readline()))
+            time.sleep(0.1)  # the measuring child sees that nobody asks any more
+            for path in (tmp_path / "configs").rglob("*.json"):
+                cache.load_strict(path)
+        begin()
+        exit_codes.append(int(searches.stdout.readline()))
+        searches.stdin.close()
+    assert exit_codes == [-signal.SIGKILL] * KILLS + [0]
     stored = Counter(json.loads(line)["config"]["n"] for line in trials.read_text().splitlines())
     measured = Counter(map(int, log.read_text().split()))
     assert stored == Counter(range(60))  # every config once
     assert measured.keys() == stored.keys()
-    assert measured.total() - 60 <= killed  # what was running when the process died is measured again, nothing else
+    assert measured.total() - 60 <= KILLS  # what was running when the process died is measured again, nothing else
     (path,) = (tmp_path / "configs").rglob("*.json")
     (entry,) = cache.load_strict(path)
     assert entry.config == {"does": "run", "n": 0}
@@ -66,7 +75,7 @@ def test_what_is_measured_when_a_search_is_interrupted_is_not_waited_for_and_not
         for _ in range(interrupts):
             process.send_signal(signal.SIGINT)
             time.sleep(0.01)
-        _, said = process.communicate(timeout=10)
+        _, said = process.communicate(timeout=30)
     finally:
         process.kill()
     assert process.returncode and "KeyboardInterrupt" in said and "Error:" not in said

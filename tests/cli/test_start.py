@@ -38,6 +38,7 @@ COMMANDS = [
 HEAVY = ("torch", "triton", "optuna", "pandas", "numpy")
 
 
+@pytest.mark.alone
 def test_help_is_quick_and_imports_nothing_heavy() -> None:
     code = "import sys; from kerneltune.cli import main\ntry: main()\nfinally: print(*sys.modules, file=sys.stderr)"
     times = []
