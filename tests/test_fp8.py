@@ -100,7 +100,7 @@ def test_groups_of_any_sizes(ends: tuple[int, ...]) -> None:
     assert torch.equal(out.q_t.view(torch.uint8), out.q.view(torch.uint8))
 
 
-TILES = fp8.SegmentConfig(rows=16, cols=32, warps=2, ctas=0, stages=1)
+TILES = fp8.SegmentConfig(rows=16, cols=32, warps=1, ctas=0, stages=1)
 
 
 @pytest.mark.parametrize("at", [0, 750, -1], ids=["first", "amid", "last"])
@@ -204,6 +204,10 @@ STRIDED = torch.tensor([2, 3, 4, 4], dtype=torch.int32)[::2]
         (lambda: fp8.fp8_colwise_3d(W), r"w must be column-major, strides \(24, 1, 6\)"),
         (lambda: fp8.fp8_colwise_3d(X), r"w must be \(E, K, N\)"),
         (lambda: fp8.fp8_tensorwise_2d(X, layout="diagonal"), "layout must be one of row, col, both, got layout='diagonal'"),
+        (
+            lambda: fp8.fp8_tensorwise_2d(X, layout="both", config=replace(TILES, warps=2)),
+            r"config=SegmentConfig\(rows=16, cols=32, warps=2, .* 8 elements per thread, of which .* transposed need 16",
+        ),
         (lambda: fp8.fp8_tensorwise_3d(W), "w must be column-major"),
         (lambda: fp8.fp8_tensorwise_group(X, torch.tensor([4])), r"offs must be \(G,\) int32 .*int64"),
         (lambda: fp8.fp8_tensorwise_group(X, torch.tensor([], dtype=torch.int32)), r"offs must be \(G,\) int32"),

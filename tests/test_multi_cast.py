@@ -1,5 +1,7 @@
 """Casts and transposes of many weights: in place, in one launch where sizes allow, and what wrong arguments are told."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -78,6 +80,10 @@ def test_a_weight_of_nothing_only_gets_its_scale() -> None:
         ({"scales": torch.ones(3, device=WHERE)}, "scales must be (1,)"),
         ({"fp8_format": "e3m4"}, "fp8_format must be one of e4m3"),
         ({"outputs": []}, "outputs must be 1 pairs, got 0"),
+        (
+            {"config": replace(SMALL, warps=16)},
+            "config=MultiCastConfig(rows=64, cols=64, group=2, warps=16, ctas=0, stages=1): 8 elements per thread",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(change: dict[str, object], text: str) -> None:

@@ -63,6 +63,16 @@ def too_much_shared(shared_bytes: int) -> str | None:
     return f"{shared_bytes} bytes of shared memory" if shared_bytes > _SHARED_BYTES else None
 
 
+def too_small_to_turn(rows: int, cols: int, warps: int) -> str | None:
+    """Why a tile of fp8 numbers cannot be cast and go out as words of its transpose; None where it can.
+
+    Where a thread has fewer than sixteen, bytes of those words are of no number, and ptxas 12.8 then stores casts of which the
+    words are made before it has made them: the neighbouring output is wrong, without an error.
+    """
+    per_thread = rows * cols / (32 * warps)
+    return f"{per_thread:g} elements per thread, of which fp8 tiles that are transposed need 16" if per_thread < 16 else None
+
+
 def phases(warps: int, ctas: int, together: bool = True) -> list[tuple[int, dict[str, Any]]]:
     """The launches of a kernel whose programs wait for each other: PHASE and launch options of each.
 

@@ -14,7 +14,7 @@ import torch
 from kerneltune import cache
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_matrix, check_turned, in_pairs
 from kerneltune.kernel_lib.groups import bounds, group_ends
-from kerneltune.kernel_lib.launch import on_its_device, registers, resident
+from kerneltune.kernel_lib.launch import on_its_device, registers, resident, too_small_to_turn
 from kerneltune.kernel_lib.tl_lib import TL_DTYPES, TL_FP8
 from kerneltune.kernel_lib.workspace import workspace
 from kerneltune.ops.fp8 import early_kernels, reference, tensorwise_kernels
@@ -169,6 +169,8 @@ def _launch(x, offs, q, q_t, scale, cast: Cast, config: SegmentConfig | None) ->
         scale.fill_(cast.scale_of_nothing)
         return
     c, segments = config, scale.shape[0]
+    if q_t is not None and (reason := too_small_to_turn(c.rows, c.cols, c.warps)):
+        raise ValueError(f"{config=}: {reason}")
     rows = x.shape[0] // segments if offs is None else x.shape[0]
     # 16-bit numbers in pairs, where widths and addresses allow
     pairs = 2 if in_pairs(x) else 1

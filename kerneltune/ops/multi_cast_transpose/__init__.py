@@ -16,7 +16,7 @@ import torch
 from kerneltune import cache
 from kerneltune.kernel_lib.agreement import close, same_bits, same_fp8
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_like, check_matrix, check_turned
-from kerneltune.kernel_lib.launch import on_its_device, resident, too_much_shared
+from kerneltune.kernel_lib.launch import on_its_device, resident, too_much_shared, too_small_to_turn
 from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX
 from kerneltune.ops.multi_cast_transpose import te
 from kerneltune.ops.multi_cast_transpose.kernels import cast_transpose_tiles
@@ -109,6 +109,8 @@ def _launch(xs: Sequence[torch.Tensor], out: MultiCast, scales, amaxes, skip, fp
         (*_addresses(x, q, qt), *x.shape, i) for i, (x, q, qt) in enumerate(zip(xs, out.casts, out.transposes, strict=True))
     ]
     whole = tuple(t for t in tensors if all(value % 16 == 0 for value in t[:5]) and t[3] * t[4])
+    if whole and (reason := too_small_to_turn(c.rows, c.cols, c.warps)):
+        raise ValueError(f"config={c}: {reason}")
     if whole:
         table, total, same = _table(whole, where, c.rows, c.cols)
         cast_transpose_tiles[(min(total, resident(where, c.ctas)) if c.ctas else total,)](
