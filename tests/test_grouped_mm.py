@@ -1,10 +1,12 @@
 """The fp8 grouped product for models: signal to noise against fp32, gradients, groups of any size, compilation, bad inputs."""
 
+import weakref
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kerneltune.nn import Recipe, aligned_groups, fp8_grouped_mm
+from kerneltune.nn import Recipe, aligned_groups, fp8_grouped_mm, fp8_products
 from kerneltune.nn.fp8_products import cast_weights, fp8_grouped_mm_fwd
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -66,6 +68,26 @@ def against_fp64(recipe: str | Recipe, ends: list[int]) -> None:
         assert sqnr_db(got, want) >= 26, name
     sizes = torch.tensor(ends).diff(prepend=torch.zeros(1, dtype=torch.int64))
     assert not found[2][(sizes == 0).to(DEVICE)].any()
+
+
+@pytest.mark.parametrize("scaling", RECIPES)
+def test_nothing_of_da_waits_beside_dw(scaling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """dW is the largest tensor of a step: casts of dY and of the weights for dA are gone when it is made."""
+    of_da: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+    product = fp8_products.fp8_grouped_gemm
+
+    def watched(x: torch.Tensor, w: torch.Tensor, *rest: torch.Tensor, **options: object) -> torch.Tensor:
+        alive.append(sum(ref() is not None for ref in of_da))
+        if not of_da:
+            of_da.extend(weakref.ref(t) for t in (x, w))
+        return product(x, w, *rest, **options)  # type: ignore[arg-type]
+
+    a, w = leaves(32, 64, 48, 2)
+    y = fp8_grouped_mm(a, w.transpose(1, 2), offsets([16, 32]), recipe=Recipe(scaling, keep_weights=False))
+    monkeypatch.setattr(fp8_products, "fp8_grouped_gemm", watched)
+    y.backward(torch.ones_like(y))
+    assert alive == [0, 0] and len(of_da) == 2
 
 
 @pytest.mark.usefixtures("exact_casts")

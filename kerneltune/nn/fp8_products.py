@@ -135,6 +135,7 @@ def fp8_grouped_mm_bwd(
     if for_da:
         w_t, scale_w = w if len(w) == 2 else _weights(w[0].transpose(1, 2), scaling, pow2)
         grads.append(fp8_grouped_gemm(along[0], w_t, along[1], scale_w, offs, out_dtype=da_dtype))
+        del along, w_t, scale_w  # before dW, the largest of all, is made
     if for_dw:
         grads.append(fp8_grouped_gemm(down[0].t(), a[0], down[1], a[1], offs, out_dtype=dw_dtype))
     return grads
