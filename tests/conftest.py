@@ -1,6 +1,7 @@
 """Fixtures of all tests: interpreter without a GPU, a seed per test, poisoned memory on a GPU, folders of their own."""
 
 import os
+import signal
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,9 @@ HAS_GPU = torch.cuda.is_available()
 
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start background jobs; children would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ.setdefault("COLUMNS", "100")  # the console's width decides how tables break
 
