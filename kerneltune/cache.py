@@ -84,7 +84,7 @@ class Hit:
     Attributes:
         exact: whether it was stored for exactly this case.
         distance: octaves along free axes or options, one for an option that is no number, a half for another element type; 0
-            when exact.
+            when exact, and between sizes of 0 and 1.
     """
 
     entry: Entry
@@ -156,7 +156,7 @@ def candidates(
     """Every entry that may serve this case, as `nearness.ranked` says, the nearest first; ties as `in_order`."""
     alike = _alike(_path(op_name, device_slug, root), variant, policy, quant)
     found = ranked((dict(axes), dtype, dict(options)), alike, free_axes, free_options)
-    return [Hit(entry, exact=octaves == 0, distance=octaves) for (_other, _moved, octaves), entry in found]
+    return [Hit(entry, exact=not any(near), distance=near[2]) for near, entry in found]
 
 
 def in_order(entries: Iterable[Entry]) -> list[Entry]:

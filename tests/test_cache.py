@@ -146,6 +146,12 @@ def test_other_options_of_the_own_type_come_before_another_type(tmp_path: Path) 
     assert near(tmp_path, GROUPS) == [(2, False, 1), (1, False, 0.5)]
 
 
+def test_no_rows_are_another_size_than_one(tmp_path: Path) -> None:
+    cache.store(OP, GPU, entry(0), tmp_path)
+    found = look(tmp_path, 1, 4096), look(tmp_path, 0, 4096)
+    assert [hit and (hit.exact, hit.distance) for hit in found] == [(False, 0), (True, 0)]
+
+
 @dataclass(frozen=True)
 class Knobs:
     block: int

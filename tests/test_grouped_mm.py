@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kerneltune.nn import Recipe, aligned_groups, fp8_grouped_mm, fp8_products
+from kerneltune.nn import DelayedScaling, Recipe, aligned_groups, delayed, fp8_grouped_mm, fp8_products
 from kerneltune.nn.fp8_products import cast_weights, fp8_grouped_mm_fwd
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -70,24 +70,29 @@ def against_fp64(recipe: str | Recipe, ends: list[int]) -> None:
     assert not found[2][(sizes == 0).to(DEVICE)].any()
 
 
-@pytest.mark.parametrize("scaling", RECIPES)
-def test_nothing_of_da_waits_beside_dw(scaling: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """dW is the largest tensor of a step: casts of dY and of the weights for dA are gone when it is made."""
+@pytest.mark.parametrize("recipe", [*CAST_AGAIN, "delayed", "delayed and known"], ids=str)
+def test_nothing_of_da_waits_beside_dw(recipe: Recipe | str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """dW is the largest tensor of a step: casts of dY and of the weights for dA are gone when it is made, but for weights that
+    were cast in the forward."""
     of_da: list[weakref.ref[torch.Tensor]] = []
     alive: list[int] = []
+    scaling = DelayedScaling(2, device=DEVICE) if isinstance(recipe, str) else None
+    if scaling is not None:
+        scaling.known = recipe == "delayed and known"
     product = fp8_products.fp8_grouped_gemm
 
     def watched(x: torch.Tensor, w: torch.Tensor, *rest: torch.Tensor, **options: object) -> torch.Tensor:
         alive.append(sum(ref() is not None for ref in of_da))
         if not of_da:
-            of_da.extend(weakref.ref(t) for t in (x, w))
+            of_da.extend(weakref.ref(t) for t in ((x, w) if scaling is None else (x,)))
         return product(x, w, *rest, **options)  # type: ignore[arg-type]
 
     a, w = leaves(32, 64, 48, 2)
-    y = fp8_grouped_mm(a, w.transpose(1, 2), offsets([16, 32]), recipe=Recipe(scaling, keep_weights=False))
-    monkeypatch.setattr(fp8_products, "fp8_grouped_gemm", watched)
+    y = fp8_grouped_mm(a, w.transpose(1, 2), offsets([16, 32]), recipe=scaling or recipe)
+    for module in (fp8_products, delayed):
+        monkeypatch.setattr(module, "fp8_grouped_gemm", watched)
     y.backward(torch.ones_like(y))
-    assert alive == [0, 0] and len(of_da) == 2
+    assert alive == [0, 0] and of_da
 
 
 @pytest.mark.usefixtures("exact_casts")

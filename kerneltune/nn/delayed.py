@@ -172,6 +172,7 @@ class _Product(torch.autograd.Function):
         da = db_t = None
         if ctx.needs_input_grad[0]:
             da = fp8_grouped_gemm(q, w_t, scale, scale_w, offs, out_dtype=ctx.da_dtype)
+        del q  # before dW, the largest of all, is made
         if ctx.needs_input_grad[1]:
             db_t = fp8_grouped_gemm(q_t.t(), a_t, scale, scale_a, offs, out_dtype=ctx.dw_dtype).transpose(1, 2)
         return da, db_t, None, None, None, None

@@ -126,7 +126,7 @@ def fp8_grouped_mm_bwd(
     """The gradients asked for: dA (M, K) of da_dtype, dW (E, N, K) of dw_dtype, in this order.
 
     Args:
-        dy: (M, N), rows any distance apart.
+        dy: (M, N), rows any distance apart, for `rowwise` less than 2^24 numbers.
         a: its fp8 and scale from the forward; anything where dW is not asked for.
         w: q_t and scale_t of Fp8Weights, or b_t alone, to be cast here; anything where dA is not asked for.
     """
