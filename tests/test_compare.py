@@ -100,6 +100,24 @@ def test_what_does_not_fit_is_a_skipped_row(gpu: None, monkeypatch: pytest.Monke
     assert statuses == [("passed", ""), ("skipped", "OutOfMemoryError: CUDA out of memory."), ("passed", "")]
 
 
+def test_what_failed_before_memory_ran_out_stays_failed(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(variant: Variant, *_: Any) -> None:
+        if variant.name == "baseline":
+            raise NotImplementedError
+
+    def short(_: Any) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(compare, "contender", refuses)
+    monkeypatch.setattr(compare, "time_contenders", short)
+    rows = compare.compare("f", OP, CASE, PAIRS, "cold", None)
+    assert [(row.status, row.reason) for row in rows] == [
+        ("failed", "cannot be timed: NotImplementedError"),
+        ("failed", "y differs"),
+        ("skipped", "OutOfMemoryError: CUDA out of memory."),
+    ]
+
+
 def test_inputs_that_cannot_be_put_back_are_the_check_s_finding() -> None:
     """As in a process whose GPU context an earlier launch has broken."""
 

@@ -15,7 +15,7 @@ from kerneltune.errors import first_line
 T = TypeVar("T")
 
 _SAID = ("out of memory", "STATUS_ALLOC_FAILED")
-"""By drivers and libraries that allocate for themselves, as torch's own error does not."""
+"""By torch, and by drivers and libraries that allocate for themselves, whose errors have no type of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def shortage(error: BaseException) -> str:
     """
     said: BaseException | None = error
     while said is not None:
-        if isinstance(said, torch.OutOfMemoryError) or any(text in str(said) for text in _SAID):
+        if any(text in str(said) for text in _SAID):
             return first_line(said)
         said = said.__cause__ or said.__context__
     return ""
