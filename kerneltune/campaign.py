@@ -19,7 +19,7 @@ from kerneltune.records import Key, Record
 from kerneltune.reporting import tables
 from kerneltune.search.trials import drop_cut_line
 from kerneltune.spec import Case, Config, Op, Variant
-from kerneltune.tuning.apart import compare_apart, errors_apart
+from kerneltune.tuning.apart import check_apart, compare_apart
 from kerneltune.tuning.bench import CheckBench
 from kerneltune.tuning.cached import config_for
 from kerneltune.tuning.isolated import IsolatedBench
@@ -134,7 +134,7 @@ def _check(
     found = []
     with IsolatedBench(CheckBench, trial_timeout_s=_CHECK_TIMEOUT_S) as bench:
         for op, case, pairs in work:
-            found += check_only(family, op, case, pairs, partial(errors_apart, bench, op, case) if on_gpu else None)
+            found += check_only(family, op, case, pairs, partial(check_apart, bench, op, case) if on_gpu else None)
             progress.advance(f"{op.name} {case.name} {case.dtype} {case.quant}")
     return found
 

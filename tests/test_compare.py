@@ -89,7 +89,7 @@ def test_a_fault_while_all_are_timed_is_nobodys(gpu: None, monkeypatch: pytest.M
     assert (caught.value.variant, caught.value.reason) == ("", reason)
 
 
-def test_what_does_not_fit_is_a_failed_row(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_a_skipped_row(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def errors(_self: Any, variant: Variant, _config: object) -> list[str]:
         if variant.name == "pr593":
             raise torch.cuda.OutOfMemoryError("CUDA out of memory.\nmore")
@@ -97,7 +97,25 @@ def test_what_does_not_fit_is_a_failed_row(gpu: None, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(compare.Checker, "errors", errors)
     statuses = [(row.status, row.reason) for row in compare.compare("f", OP, CASE, PAIRS, "cold", None)]
-    assert statuses == [("passed", ""), ("failed", "OutOfMemoryError: CUDA out of memory."), ("passed", "")]
+    assert statuses == [("passed", ""), ("skipped", "OutOfMemoryError: CUDA out of memory."), ("passed", "")]
+
+
+def test_what_failed_before_memory_ran_out_stays_failed(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(variant: Variant, *_: Any) -> None:
+        if variant.name == "baseline":
+            raise NotImplementedError
+
+    def short(_: Any) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(compare, "contender", refuses)
+    monkeypatch.setattr(compare, "time_contenders", short)
+    rows = compare.compare("f", OP, CASE, PAIRS, "cold", None)
+    assert [(row.status, row.reason) for row in rows] == [
+        ("failed", "cannot be timed: NotImplementedError"),
+        ("failed", "y differs"),
+        ("skipped", "OutOfMemoryError: CUDA out of memory."),
+    ]
 
 
 def test_inputs_that_cannot_be_put_back_are_the_check_s_finding() -> None:

@@ -13,11 +13,13 @@ from kerneltune.inspection.static import Survey
 from kerneltune.inspection.survey import Request, cached_requests, survey
 from kerneltune.measuring import inspected, known
 from kerneltune.measuring.assembly import Access, Fact, Kernel
+from kerneltune.measuring.compiler import TARGETS, CompilePool
 from kerneltune.measuring.known import Known
 from kerneltune.measuring.occupancy import LIMITS
 from kerneltune.ops.dense_gemm.gemm import DenseConfig
 from kerneltune.ops.stream import StreamConfig
 from kerneltune.spec import Case
+from kerneltune.tuning.tuner import job
 
 FACT = Fact(Kernel("_k", 4, 40, 8, 1024, 96, (Access("load", 128, 4), Access("load", 32, 1), Access("store", 64, 2)), True), 256)
 REFUSED = Fact(Kernel("_large", 8, 0, 0, 163840))
@@ -73,8 +75,8 @@ def test_a_kernel_that_moved_is_known_and_one_with_other_joints_is_not() -> None
 
 
 def test_what_other_code_read_is_not_found_in_the_disk_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    def key(facts: dict[str, Fact], shared_bytes: int) -> object:
-        return inspected.Inspecting(Known(facts), "cuda", shared_bytes)()
+    def key(facts: dict[str, Fact], shared_bytes: int) -> str:
+        return inspected.Inspecting(Known(facts), "cuda", shared_bytes).folder
 
     keys = [key({}, 1024), key({"a" * 20: FACT}, 1024), key({}, 2048)]
     assert inspected.reading.__name__ in sources._sources(inspected.__name__, {}) and key({}, 1024) == keys[0]
@@ -113,6 +115,17 @@ def test_what_is_known_is_not_compiled_and_what_is_not_known_is(own_cache: Path)
     assert second.unknown == 1 and second.facts["sm_90"] == facts | told.facts  # other facts are other entries of the disk cache
     assert sorted(texts(own_cache, "ptx"))[0] == "" and len(texts(own_cache, "ptx")) == 4
     assert {kernel.registers for row in second.rows for kernel in row.kernels} > {7}
+
+
+def test_an_inspection_leaves_nothing_that_a_launch_finds(own_cache: Path) -> None:
+    """Where it shared Triton's entries, a kernel that was inspected was launched without its binary."""
+    request = requested("stream", Case("s", (("read", 1 << 20), ("write", 1 << 20)), "int32"), StreamConfig(1024, 4, 0))
+    inspected_row = survey([request], ["sm_90"], 1).rows[0]
+    assert [path.stat().st_size for path in own_cache.rglob("*.cubin")] == [0]
+    with CompilePool(TARGETS["sm_90"], 1) as pool:
+        (compiled,) = pool.compile([job(request.op, request.case, request.config, request.variant)])
+    assert compiled.kernels == inspected_row.kernels and compiled.facts == {}
+    assert [path.stat().st_size > 1000 for path in own_cache.glob("*/*.cubin")] == [True]
 
 
 def test_what_exceeds_shared_memory_says_the_same_when_known(own_cache: Path) -> None:

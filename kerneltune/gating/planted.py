@@ -5,6 +5,7 @@ of the sample, so that kernels of a few µs can be delayed by 2 %. Judges nothin
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,9 +20,11 @@ from kerneltune.measuring.compare import (
     time_contenders,
     timing,
 )
-from kerneltune.measuring.rounds import POLICIES, Contender
+from kerneltune.measuring.memory import Shortage, affordable
+from kerneltune.measuring.rounds import POLICIES, Contender, Policy
 from kerneltune.records import Record
 from kerneltune.spec import Case, Config, Op, Variant
+from kerneltune.stats import Samples
 
 _SPINS = (50_000, 500_000)
 """Cycles of the two spins that the clock is taken from."""
@@ -37,14 +40,9 @@ def measure_planted(
     """
     if variant.unsupported(case) is not None or obstacle(op, case, policy_name) is not None:
         return {}
-    policy = POLICIES[policy_name]
-    inputs = input_sets(op, case, policy)
-    plain = contender(variant, config, inputs, policy)
-    contenders = {_name(0.0): plain, SELF: contender(variant, config, inputs, policy)}
-    time_us, spin = _median_us(plain), _spinner()
-    for delay in delays:
-        contenders[_name(delay)] = contender(variant, config, inputs, policy, after=_spin_for(spin, delay * time_us))
-    samples = time_contenders(contenders)
+    samples = affordable(partial(_planted, op, case, variant, config, POLICIES[policy_name], delays))
+    if isinstance(samples, Shortage):
+        return {}
     floor, traffic = noise_floor(samples), op.traffic(case).total
     records = {}
     for delay in (0.0, *delays):
@@ -52,6 +50,20 @@ def measure_planted(
         records[delay] = make_record(family, op, case, variant, config, policy_name, "passed", "", **times)
     torch.cuda.empty_cache()
     return records
+
+
+def _planted(
+    op: Op, case: Case, variant: Variant, config: Config, policy: Policy, delays: Sequence[float]
+) -> dict[str, Samples] | Shortage:
+    inputs = input_sets(op, case, policy)
+    if isinstance(inputs, Shortage):
+        return inputs
+    plain = contender(variant, config, inputs, policy)
+    contenders = {_name(0.0): plain, SELF: contender(variant, config, inputs, policy)}
+    time_us, spin = _median_us(plain), _spinner()
+    for delay in delays:
+        contenders[_name(delay)] = contender(variant, config, inputs, policy, after=_spin_for(spin, delay * time_us))
+    return time_contenders(contenders)
 
 
 def _name(delay: float) -> str:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from kerneltune.errors import first_line
+from kerneltune.measuring.memory import shortage
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Variant
 
 _LAUNCH_FAILURE = "the launch failed"
@@ -38,7 +39,7 @@ class Checker:
     Inputs that a variant changes, such as an accumulated amax, are put back before every run.
 
     Raises:
-        CaseError: they cannot be made.
+        CaseError: they cannot be made; where that is for want of the GPU's memory, what was raised, here and by `errors`.
     """
 
     def __init__(self, op: Op, case: Case, device: str, seed: int = 0) -> None:
@@ -47,9 +48,9 @@ class Checker:
             self.inputs: Inputs = op.inputs(case, device=device, seed=seed)
             self._before = {k: v.clone() for k, v in self.inputs.items() if isinstance(v, torch.Tensor) and v.numel() <= 1024}
             self._expected: Outputs = op.reference(self.inputs)
-        except torch.cuda.OutOfMemoryError:
-            raise
         except Exception as error:  # a plug-in's own, or an allocator's of the CPU
+            if shortage(error):
+                raise
             raise CaseError(f"no inputs or reference for {op.name} {case.label}: {first_line(error)}") from error
 
     def errors(self, variant: Variant, config: Config) -> list[str]:
@@ -61,13 +62,15 @@ class Checker:
                 outputs = variant.run(self.inputs, config)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-        except torch.cuda.OutOfMemoryError:
-            raise
         except Exception as error:  # a launch may fail in any way: the config is wrong, not the search
+            if shortage(error):
+                raise
             return [f"{_LAUNCH_FAILURE}: {first_line(error)}"]
         try:
             return list(self.op.compare(self.case, self.inputs, outputs, self._expected))
         except Exception as error:  # outputs that are missing, or of a kind that cannot be compared
+            if shortage(error):
+                raise
             return [f"the outputs cannot be compared: {first_line(error)}"]
 
 

@@ -6,9 +6,10 @@ Chooses no config and prints nothing. May import torch.
 import functools
 import os
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,11 +19,15 @@ import torch
 from kerneltune import device
 from kerneltune.errors import first_line
 from kerneltune.measuring.check import CaseError, Checker, broken_context
+from kerneltune.measuring.memory import Shortage, affordable
 from kerneltune.measuring.rounds import POLICIES, Contender, Policy, interleave, rotation, throttled
 from kerneltune.records import Record, rounded
 from kerneltune.search.trials import knobs_of
 from kerneltune.spec import Case, Config, Inputs, Op, Variant
 from kerneltune.stats import Samples, median_interval, ratio_interval
+
+Fate = tuple[str, str]
+"""Status and reason of a record without a time."""
 
 SELF = "A/A"
 _CEILING = "ceiling"
@@ -73,23 +78,18 @@ def obstacle(op: Op, case: Case, policy: str) -> str | None:
     return memory_shortage(op, case)
 
 
-def release_memory() -> None:
-    """Give back what torch keeps of the GPU's memory for later, so that another process finds it."""
-    torch.cuda.empty_cache()
-
-
 def check_only(
     family: str,
     op: Op,
     case: Case,
     variants: Sequence[tuple[Variant, Config]],
-    apart: Callable[[Variant, Config], list[str]] | None = None,
+    apart: Callable[[Variant, Config], Fate] | None = None,
 ) -> list[Record]:
     """Records without times: `checked`, `failed` or `skipped`.
 
     Args:
-        apart: says what is wrong with a variant on the GPU, which it finds out in another process; without it they are
-            checked on the CPU, in this one.
+        apart: what becomes of a variant on the GPU, which it finds out in another process; without it they are checked on the
+            CPU, in this one.
     """
     checker = None
     records = []
@@ -99,16 +99,15 @@ def check_only(
             records.append(make_record(family, op, case, variant, config, "cold", "skipped", reason))
             continue
         if apart is not None:
-            errors = apart(variant, config)
+            fate = apart(variant, config)
         else:
             try:
                 checker = checker or Checker(op, case, "cpu")
                 errors = checker.errors(variant, config)
             except CaseError as error:
                 errors = [str(error)]
-        records.append(
-            make_record(family, op, case, variant, config, "cold", "failed" if errors else "checked", "; ".join(errors))
-        )
+            fate = ("failed" if errors else "checked", "; ".join(errors))
+        records.append(make_record(family, op, case, variant, config, "cold", *fate))
     return records
 
 
@@ -123,7 +122,8 @@ def compare(
 ) -> list[Record]:
     """Check every variant, time those that are correct in one interleaved run, one Record each.
 
-    The first correct variant is timed twice: what it shows against itself is the noise floor of all rows of the case.
+    The first correct variant is timed twice: what it shows against itself is the noise floor of all rows of the case. A variant
+    that runs out of memory is skipped, and so is a ceiling; all are where it is what they share that does not fit.
 
     Args:
         lost: variants that failed elsewhere and are not launched here, and why.
@@ -131,23 +131,34 @@ def compare(
     Raises:
         ContextLostError: a launch took the process's context with the GPU along.
     """
+    reasons: dict[str, Fate] = {name: ("failed", reason) for name, reason in lost.items()}
+
+    def untimed(status: str, reason: str) -> list[Record]:
+        return [make_record(family, op, case, v, c, policy, *reasons.get(v.name, (status, reason))) for v, c in variants]
+
     reason = obstacle(op, case, policy)
     if reason is not None:
-        return [make_record(family, op, case, v, c, policy, "skipped", reason) for v, c in variants]
+        return untimed("skipped", reason)
     try:
-        checker = Checker(op, case, "cuda")
+        checker = affordable(lambda: Checker(op, case, "cuda"))
     except CaseError as error:
-        return [make_record(family, op, case, v, c, policy, "failed", str(error)) for v, c in variants]
-    reasons = {name: ("failed", reason) for name, reason in lost.items()}
+        return untimed("failed", str(error))
+    if isinstance(checker, Shortage):
+        return untimed("skipped", checker.reason)
     for variant, config in variants:
         unsupported = variant.unsupported(case)
         if variant.name in lost:
             continue
         if unsupported is not None:
             reasons[variant.name] = ("skipped", unsupported)
-        elif errors := _errors(checker, variant, config):
+            continue
+        errors = affordable(partial(checker.errors, variant, config))
+        if isinstance(errors, Shortage):
+            reasons[variant.name] = ("skipped", errors.reason)
+        elif errors:
             reasons[variant.name] = ("failed", "; ".join(errors))
-            _require_context(variant.name, "; ".join(errors))
+        if errors:
+            _require_context(variant.name, reasons[variant.name][1])
     del checker
     torch.cuda.empty_cache()
     samples = _time(op, case, [(v, c) for v, c in variants if v.name not in reasons], policy, ceiling, reasons)
@@ -164,14 +175,6 @@ def compare(
     return records
 
 
-def _errors(checker: Checker, variant: Variant, config: Config) -> list[str]:
-    try:
-        return checker.errors(variant, config)
-    except torch.cuda.OutOfMemoryError as error:
-        torch.cuda.empty_cache()
-        return [first_line(error)]
-
-
 def _require_context(variant: str, reason: str) -> None:
     """Raises ContextLostError where the reason is one for all that follows."""
     if broken_context():
@@ -184,38 +187,55 @@ def _time(
     variants: Sequence[tuple[Variant, Config]],
     policy_name: str,
     ceiling: Ceiling | None,
-    reasons: dict[str, tuple[str, str]],
+    reasons: dict[str, Fate],
 ) -> dict[str, Samples]:
+    """Samples of the variants that can be timed; `reasons` gains the others."""
     if not variants:
         return {}
     policy = POLICIES[policy_name]
     inputs = input_sets(op, case, policy)
+    if isinstance(inputs, Shortage):
+        reasons |= {variant.name: ("skipped", inputs.reason) for variant, _ in variants}
+        return {}
     contenders: dict[str, Contender] = {}
     for variant, config in variants:
+        names = (variant.name,) if contenders else (variant.name, SELF)
         try:
-            contenders[variant.name] = contender(variant, config, inputs, policy)
-            if len(contenders) == 1:
-                contenders[SELF] = contender(variant, config, inputs, policy)
+            made = affordable(partial(_contenders, names, variant, config, inputs, policy))
         except Exception as error:  # what another package raises under capture is a result, not our failure
             reasons[variant.name] = ("failed", f"cannot be timed: {first_line(error)}")
-            _require_context(variant.name, reasons[variant.name][1])
+        else:
+            if not isinstance(made, Shortage):
+                contenders |= made
+                continue
+            reasons[variant.name] = ("skipped", made.reason)
+        _require_context(variant.name, reasons[variant.name][1])
     if not contenders:
         return {}
     try:
-        if ceiling is not None and (stream_inputs := _inputs_beside(ceiling, policy)):
-            contenders[_CEILING] = contender(ceiling.variant, ceiling.config, stream_inputs, policy)
-        return time_contenders(contenders)
+        if ceiling is not None:
+            beside = affordable(partial(_ceiling_contender, ceiling, policy))
+            if not isinstance(beside, Shortage):
+                contenders[_CEILING] = beside
+        samples = affordable(partial(time_contenders, contenders))
     except RuntimeError as error:
         _require_context("", f"cannot be timed: {first_line(error)}")
         raise
+    if isinstance(samples, Shortage):
+        reasons |= {variant.name: ("skipped", samples.reason) for variant, _ in variants if variant.name in contenders}
+        return {}
+    return samples
 
 
-def _inputs_beside(ceiling: Ceiling, policy: Policy) -> list[Inputs]:
-    """Input sets of a ceiling; none, and so no ceiling, where what else is timed leaves too little memory for them."""
-    try:
-        return input_sets(ceiling.op, ceiling.case, policy)
-    except ValueError:
-        return []
+def _contenders(
+    names: Iterable[str], variant: Variant, config: Config, inputs: Sequence[Inputs], policy: Policy
+) -> dict[str, Contender]:
+    return {name: contender(variant, config, inputs, policy) for name in names}
+
+
+def _ceiling_contender(ceiling: Ceiling, policy: Policy) -> Contender | Shortage:
+    inputs = input_sets(ceiling.op, ceiling.case, policy)
+    return inputs if isinstance(inputs, Shortage) else contender(ceiling.variant, ceiling.config, inputs, policy)
 
 
 def time_contenders(contenders: Mapping[str, Contender]) -> dict[str, Samples]:
@@ -223,13 +243,13 @@ def time_contenders(contenders: Mapping[str, Contender]) -> dict[str, Samples]:
     return interleave(contenders, throttled=throttled, seed=os.getpid())
 
 
-def input_sets(op: Op, case: Case, policy: Policy) -> list[Inputs]:
-    """As many input sets as make every call find the L2 as the policy says.
-
-    Raises:
-        ValueError: there is not the memory for these, or they are too many.
-    """
-    return [op.inputs(case, device="cuda", seed=i) for i in range(_sets(op, case, policy))]
+def input_sets(op: Op, case: Case, policy: Policy) -> list[Inputs] | Shortage:
+    """As many input sets as make every call find the L2 as the policy says, if there is the memory for them."""
+    try:
+        count = _sets(op, case, policy)
+    except ValueError as error:
+        return Shortage(str(error))
+    return affordable(lambda: [op.inputs(case, device="cuda", seed=i) for i in range(count)])
 
 
 def _sets(op: Op, case: Case, policy: Policy) -> int:

@@ -170,6 +170,8 @@ def _start_worker(target: Target, cores: frozenset[int] | None, known: Known | N
     driver.set_active(dry_driver(target.backend, target.arch, target.warp_size, utils, utils.launcher))
     inspecting = None if known is None else Inspecting(known, target.backend, target.shared_bytes)
     knobs.runtime.add_stages_inspection_hook = partial(_refuse_early, target, inspecting)
+    if inspecting:
+        knobs.cache.dir = os.path.join(knobs.cache.dir, inspecting.folder)
     if inspecting and target.backend == "hip":
         knobs.compilation.disable_line_info = True  # without changing the code, which ptxas would
     know_triton()
@@ -180,17 +182,19 @@ def _refuse_early(
 ) -> tuple[str, str] | None:
     """Triton's hook into the stages of a compilation: what could not be launched is not compiled to its end.
 
-    Asked without arguments for what it adds to the key of the disk cache, it answers: nothing but what an inspection does.
+    Asked without arguments for what it adds to the key of the disk cache, it answers: nothing. What it changes is not kept, or in
+    a folder of its own.
     """
     from triton.runtime.errors import OutOfResources
 
     if stages is None:
-        return inspecting() if inspecting else ("", "")
+        return "", ""
     threads = options.num_warps * target.warp_size
     if threads > _MAX_THREADS:
         raise OutOfResources(threads, _MAX_THREADS, "threads")
     if inspecting:
-        return inspecting(backend, stages, options)
+        inspecting.change(backend, stages, options)
+        return None
     to_llir = stages["llir"]
 
     def checked(source: Any, metadata: Any) -> Any:

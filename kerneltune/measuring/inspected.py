@@ -27,26 +27,29 @@ Stage = Callable[[Any, Any], Any]
 
 
 class Inspecting:
-    """Triton's hook into the stages of a compilation."""
+    """What is done to the stages of a compilation."""
 
     def __init__(self, known: Known, backend: str, shared_bytes: int) -> None:
         """backend: triton's; shared_bytes: the most that a program may use."""
         self.known, self.backend, self.shared_bytes = known, backend, shared_bytes
 
-    def __call__(self, backend: Any = None, stages: Any = None, options: Any = None, *_: Any) -> tuple[str, str] | None:
-        """Changes the stages; without them, says what it adds to the key of the disk cache.
+    @property
+    def folder(self) -> str:
+        """Of Triton's disk cache, its own: no binary is kept there, and facts as this code read them.
 
-        No binary is kept there, and facts as this code read them.
+        A folder, as Triton 3.6 does not ask a hook what it adds to the key of an entry.
         """
-        if stages is None:
-            return f"inspected {self.known.check} {self.shared_bytes} {source_hash(__name__)}", ""
+        of = f"{self.known.check} {self.shared_bytes} {source_hash(__name__)}"
+        return f"inspected-{hashlib.sha256(of.encode()).hexdigest()[:_DIGITS]}"
+
+    def change(self, backend: Any, stages: Any, options: Any) -> None:
+        """Ends the stages where the rest is known."""
         names = list(stages)
         made_for = f"{backend.hash()} {_text(options)} {self.shared_bytes}"
         stages[names[0]] = self._identified(stages[names[0]], made_for)
         for name in names[1:-1]:
             stages[name] = self._unless_known(stages[name])
         stages[names[-1]] = self._settled(stages[names[-1]], bool(options.launch_cooperative_grid))
-        return None
 
     def _identified(self, to_ir: Stage, made_for: str) -> Stage:
         """The first stage, Triton's own IR: all others follow from it and from what it is made for."""

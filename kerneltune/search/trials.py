@@ -27,7 +27,7 @@ class Trial:
 
     Attributes:
         status: `ok`, or why there is no time: `compile`, `spills`, `occupancy` where too few programs fit, `wrong`, `failed`,
-            `lost` where it took its process along.
+            `memory` where it ran out of it, `lost` where it took its process along.
         resources: registers of all threads of its largest program.
         spill_bytes: per thread.
         shared_bytes: of its largest program.

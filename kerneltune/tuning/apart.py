@@ -5,7 +5,7 @@ Decides nothing and stores nothing.
 
 from collections.abc import Mapping, Sequence
 
-from kerneltune.measuring.compare import Ceiling, compare
+from kerneltune.measuring.compare import Ceiling, Fate, compare
 from kerneltune.processes import in_fresh_processes
 from kerneltune.records import Record
 from kerneltune.spec import Case, Config, Op, Variant
@@ -13,16 +13,18 @@ from kerneltune.tuning.bench import Measuring
 from kerneltune.tuning.isolated import ChildLostError, Named
 
 
-def errors_apart(bench: Measuring, op: Op, case: Case, variant: Variant, config: Config) -> list[str]:
-    """What a checking bench says is wrong, also where its process is lost."""
+def check_apart(bench: Measuring, op: Op, case: Case, variant: Variant, config: Config) -> Fate:
+    """What a checking bench says becomes of a variant, also where its process is lost."""
     bench.open(op, case, variant, "")
     try:
         trial = bench.trial(config, None)
     except ChildLostError as error:
-        return [f"lost: {error}"]
+        return "failed", f"lost: {error}"
     if trial.status == "ok":
-        return []
-    return [trial.detail if trial.status == "wrong" else f"{trial.status}: {trial.detail}"]
+        return "checked", ""
+    if trial.status == "memory":
+        return "skipped", trial.detail
+    return "failed", trial.detail if trial.status == "wrong" else f"{trial.status}: {trial.detail}"
 
 
 def compare_apart(

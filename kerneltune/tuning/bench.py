@@ -5,6 +5,7 @@ Decides nothing and stores nothing. May import torch.
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,6 +15,7 @@ from kerneltune import device
 from kerneltune.errors import first_line
 from kerneltune.measuring.check import Checker
 from kerneltune.measuring.compiler import know_triton
+from kerneltune.measuring.memory import Shortage, affordable, shortage
 from kerneltune.measuring.rounds import POLICIES, Contender, interleave, rotation
 from kerneltune.search.trials import Trial
 from kerneltune.spec import Case, Config, Op, Variant
@@ -39,8 +41,8 @@ class Measuring(Protocol):
     def trial(self, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Trial:
         """Check a config and time it roughly; one far slower than best_us, where that is given, gets one sample."""
 
-    def samples(self, configs: Sequence[Config]) -> list[Samples]:
-        """Time correct configs interleaved; (rounds,) microseconds for each."""
+    def samples(self, configs: Sequence[Config]) -> Sequence[Samples | None]:
+        """Time correct configs interleaved; (rounds,) microseconds for each, None where those before leave no memory."""
 
     def close(self) -> None:
         """Give the memory of inputs and reference back."""
@@ -69,6 +71,10 @@ class GpuBench:
 
     def trial(self, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Trial:
         """The median of the samples, or one sample of a config that is far behind."""
+        tried = affordable(lambda: self._tried(config, best_us, samples))
+        return Trial("memory", detail=tried.reason) if isinstance(tried, Shortage) else tried
+
+    def _tried(self, config: Config, best_us: float | None, samples: int) -> Trial:
         assert self._checker is not None
         errors = self._checker.errors(self._variant, config)
         if errors:
@@ -80,13 +86,19 @@ class GpuBench:
                 times.append(contender.sample_us())
             return Trial("ok", time_us=float(np.median(times)))
         except RuntimeError as error:
+            if shortage(error):
+                raise
             return Trial("failed", detail=first_line(error))
 
-    def samples(self, configs: Sequence[Config]) -> list[Samples]:
+    def samples(self, configs: Sequence[Config]) -> list[Samples | None]:
         """Rounds until the ratios to the first are known well."""
-        contenders = {str(i): self._contender(config) for i, config in enumerate(configs)}
+        contenders = {"0": self._contender(configs[0])}  # the others are held against it: without it there is no answer
+        for i, config in enumerate(configs[1:], start=1):
+            beside = affordable(partial(self._contender, config))
+            if not isinstance(beside, Shortage):
+                contenders[str(i)] = beside
         samples = interleave(contenders, min_rounds=15, max_rounds=40)
-        return [samples[str(i)] for i in range(len(configs))]
+        return [samples.get(str(i)) for i in range(len(configs))]
 
     def close(self) -> None:
         """Free the tensors."""
@@ -110,22 +122,25 @@ class CheckBench:
 
     def __init__(self) -> None:
         self._of: tuple[str, Case] | None = None
-        self._checker: Checker | None = None
+        self._checker: Checker | Shortage | None = None
 
     def open(self, op: Op, case: Case, variant: Variant, policy: str) -> None:
         """Make inputs and reference, if the case is another."""
         self._variant = variant
         if self._of != (op.name, case):
             self._of = self._checker = None
-            self._checker, self._of = Checker(op, case, "cuda"), (op.name, case)
+            self._checker, self._of = affordable(lambda: Checker(op, case, "cuda")), (op.name, case)
 
     def prepare(self) -> None:
         """Nothing is put off."""
 
     def trial(self, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Trial:
-        """`ok` or `wrong`."""
-        assert self._checker is not None
-        errors = self._checker.errors(self._variant, config)
+        """`ok`, `wrong` or `memory`."""
+        checker = self._checker
+        assert checker is not None
+        errors = checker if isinstance(checker, Shortage) else affordable(lambda: checker.errors(self._variant, config))
+        if isinstance(errors, Shortage):
+            return Trial("memory", detail=errors.reason)
         return Trial("wrong", detail="; ".join(errors)) if errors else Trial("ok")
 
     def samples(self, configs: Sequence[Config]) -> list[Samples]:

@@ -133,14 +133,14 @@ class IsolatedBench:
                 raise
             return Trial("lost", detail=str(error))
 
-    def samples(self, configs: Sequence[Config]) -> list[Samples]:
+    def samples(self, configs: Sequence[Config]) -> Sequence[Samples | None]:
         """As the bench in the child says.
 
         Raises:
             ChildLostError: the child was lost, or the bench stopped.
         """
         self.prepare()
-        samples: list[Samples] = self._ask("samples", DUEL_TIMEOUT_S, configs)
+        samples: Sequence[Samples | None] = self._ask("samples", DUEL_TIMEOUT_S, configs)
         return samples
 
     def close(self) -> None:
@@ -229,7 +229,7 @@ def _serve(pipe: Connection, make: Callable[[], Measuring], cores: frozenset[int
             elif cores:
                 os.sched_setaffinity(0, cores)
             answer, lost = getattr(bench, name)(*arguments), ""
-        except Exception as error:  # out of memory as well: the next config finds a clean process
+        except Exception as error:  # no memory for the inputs as well: the next config finds a clean process
             answer, lost = None, first_line(error)
         lost = lost or broken_context()
         pipe.send((answer, lost, (began, time.monotonic())))

@@ -11,6 +11,7 @@ from kerneltune.measuring.compiler import CompilePool, Job, Pending
 from kerneltune.plan import Options
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import Interval, Samples, median_interval, ratio_interval
+from kerneltune.tuning.bench import Measuring
 from kerneltune.tuning.isolated import ChildLostError
 from kerneltune.tuning.machines import Machines, empty_caches
 from kerneltune.tuning.tuner import job
@@ -49,12 +50,12 @@ def disturbance(op: Op, case: Case, variant: Variant, config: Config, options: O
             trial = machines.bench.trial(config, None)  # compiled before anything is timed
             if trial.time_us is None:
                 raise ValueError(f"{where}: {trial.status}: {trial.detail}")
-            idle = _noise([machines.bench.samples([config, config]) for _ in range(_REPEATS)])
+            idle = _noise([_twice(machines.bench, config) for _ in range(_REPEATS)])
             compiling = _Compiling(machines.pool, [job(op, case, other, variant) for other in others])
             busy_samples = []
             for _ in range(_REPEATS):
                 compiling.top_up()
-                busy_samples.append(machines.bench.samples([config, config]))
+                busy_samples.append(_twice(machines.bench, config))
                 if compiling.left < machines.pool.workers:
                     few = f"{len(others)} other configs keep {machines.pool.workers} workers busy for less than it takes"
                     raise ValueError(f"{where}: {few}: fewer --workers, or a case with a larger space")
@@ -63,6 +64,13 @@ def disturbance(op: Op, case: Case, variant: Variant, config: Config, options: O
         except ChildLostError as error:
             raise ValueError(f"{where}: lost: {error}") from error
     return idle, _noise(busy_samples)
+
+
+def _twice(bench: Measuring, config: Config) -> list[Samples]:
+    samples = [taken for taken in bench.samples([config, config]) if taken is not None]
+    if len(samples) < 2:
+        raise ValueError(f"{config}: there is not the memory to time it twice")
+    return samples
 
 
 class _Compiling:

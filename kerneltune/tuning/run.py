@@ -10,7 +10,8 @@ from functools import partial
 
 from kerneltune import cache, device, sweep
 from kerneltune.errors import unknown
-from kerneltune.measuring.compare import commit, release_memory
+from kerneltune.measuring.compare import commit
+from kerneltune.measuring.memory import release_memory
 from kerneltune.plan import Options, Progress, Selection, load_plan, wanted_variants
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.tuning.cached import cached_config

@@ -117,7 +117,7 @@ class Tuner:
         """Every config measured anew; stores nothing."""
         return [self.in_turn(self._measure, config).result() for config in configs]
 
-    def _samples(self, configs: Sequence[Config]) -> list[Samples]:
+    def _samples(self, configs: Sequence[Config]) -> Sequence[Samples | None]:
         self._open()
         return self.bench.samples(configs)
 
@@ -141,6 +141,8 @@ class Tuner:
     def duel(self, configs: Sequence[Config], default: Config | None = None) -> tuple[Config, dict[str, Any]]:
         """The best of correct configs, timed interleaved; the first is the incumbent and is kept unless surely slower.
 
+        One for which there is no memory beside those before it drops out.
+
         The evidence has the default's time, too, and the interval of default over best, from the same rounds, where it is one
         of them.
 
@@ -150,7 +152,8 @@ class Tuner:
         while not asked.done():
             self.meanwhile()
             time.sleep(_POLL_S)
-        samples = asked.result()
+        timed = [(config, taken) for config, taken in zip(configs, asked.result(), strict=True) if taken is not None]
+        configs, samples = [config for config, _ in timed], [taken for _, taken in timed]
         gains = [ratio_interval(samples[0], sample) for sample in samples]
         best = max(range(len(configs)), key=lambda i: gains[i].median)
         faster = [i for i in range(len(configs)) if gains[i].low > 1.0]

@@ -20,8 +20,9 @@ from typing import Any
 from kerneltune import device
 from kerneltune.errors import without_places
 from kerneltune.files import replace_text
-from kerneltune.measuring.compare import commit, obstacle, release_memory
+from kerneltune.measuring.compare import commit, obstacle
 from kerneltune.measuring.compiler import TARGETS, CompilePool
+from kerneltune.measuring.memory import release_memory
 from kerneltune.plan import Options, Progress, require_gpu, results_folder
 from kerneltune.processes import in_fresh_processes, start_server
 from kerneltune.search.loop import Search
@@ -199,8 +200,10 @@ def _judge(
         trials = {config: bench.trial(config, None, SCREEN_SAMPLES) for config in configs}
         wrong = {config: f"{trial.status}: {trial.detail}" for config, trial in trials.items() if trial.time_us is None}
         correct = [config for config in configs if config not in wrong]
-        samples = dict(zip(correct, bench.samples(correct), strict=True)) if correct else {}
+        taken = dict(zip(correct, bench.samples(correct), strict=True)) if correct else {}
         bench.close()
+    samples = {config: times for config, times in taken.items() if times is not None}
+    wrong |= {config: "memory: none is left beside the others" for config in taken if config not in samples}
     if not samples:
         return {}, wrong
     fastest = min(samples.values(), key=lambda taken: median_interval(taken).median)

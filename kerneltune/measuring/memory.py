@@ -1,0 +1,56 @@
+"""Running out of the GPU's memory: it costs what asked for it and nothing else, and what that held is given back.
+
+Decides nothing about records or trials. May import torch.
+"""
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from kerneltune.errors import first_line
+
+T = TypeVar("T")
+
+_SAID = ("out of memory", "STATUS_ALLOC_FAILED")
+"""By torch, and by drivers and libraries that allocate for themselves, whose errors have no type of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """Stands for what there was not the memory for; reason: one line, with the bytes wanted and free where torch names them."""
+
+    reason: str
+
+
+def affordable(work: Callable[[], T]) -> T | Shortage:
+    """What the work returns, or that there was not the memory for it."""
+    try:
+        return work()
+    except Exception as error:
+        reason = shortage(error)
+        if not reason:
+            raise
+    release_memory()  # only here: the traceback held what the work had allocated
+    return Shortage(reason)
+
+
+def shortage(error: BaseException) -> str:
+    """What an error, or what led to it, says of memory that was not there; empty where it is about something else.
+
+    What led to it: the end of a capture, or a compiler that wraps all errors, raises one of its own.
+    """
+    said: BaseException | None = error
+    while said is not None:
+        if any(text in str(said) for text in _SAID):
+            return first_line(said)
+        said = said.__cause__ or said.__context__
+    return ""
+
+
+def release_memory() -> None:
+    """Give back what torch keeps of the GPU's memory for later, so that others find it."""
+    gc.collect()
+    torch.cuda.empty_cache()

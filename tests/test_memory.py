@@ -1,0 +1,331 @@
+"""What running out of memory costs, wherever it happens, on a GPU that is only pretended: what asked for it, and nothing else."""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from made_up import NoBench
+
+from kerneltune import campaign, device
+from kerneltune.campaign import measure_live
+from kerneltune.gating import planted
+from kerneltune.measuring import compare
+from kerneltune.measuring.memory import Shortage, affordable, shortage
+from kerneltune.plan import Options, Quiet, Selection
+from kerneltune.records import Record
+from kerneltune.search.trials import Trial, TrialStore
+from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
+from kerneltune.stats import Samples
+from kerneltune.tuning import bench, noise, versus
+from kerneltune.tuning.apart import check_apart
+from kerneltune.tuning.tuner import Tuner
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="pretends a GPU")
+
+TEXT = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 1.00 GiB is free."
+REASON = f"OutOfMemoryError: {TEXT}"
+MIB, GIB = 1 << 20, 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Knobs:
+    n: int
+
+
+class Gpu:
+    """Has too little memory at one place, of one case; remembers whether what was held there still was when memory went back."""
+
+    def __init__(self, place: str, case: str = "large") -> None:
+        self.place, self.case = place, case
+        self.held: list[weakref.ref[torch.Tensor]] = []
+        self.still_held: list[int] = []
+        self.inputs_made: list[str] = []
+        self.free = 100 * GIB
+
+    def at(self, place: str, case: str) -> None:
+        if (place, case) != (self.place, self.case):
+            return
+        partly = torch.zeros(8)
+        cycle: list[Any] = [partly]
+        cycle.append(cycle)  # as compilers' objects have them
+        self.held.append(weakref.ref(partly))
+        try:
+            raise torch.OutOfMemoryError(TEXT + "\nmore")
+        finally:
+            if place == "capture of second":
+                raise RuntimeError("operation failed due to a previous error during capture")
+
+    def release(self) -> None:
+        if self.held:
+            self.still_held.append(sum(ref() is not None for ref in self.held))
+
+    # an operator
+
+    def inputs(self, name: str, case: Case, *, device: str, seed: int = 0) -> Mapping[str, Any]:
+        self.inputs_made.append(f"{name} {case.name}")
+        first = name == "stream" or self.inputs_made.count(f"{name} {case.name}") == 1
+        self.at("inputs of the ceiling" if name == "stream" else "inputs" if first else "input sets", case.name)
+        return {"x": torch.ones(8), "case": case.name}
+
+    def reference(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        self.at("reference", inputs["case"])
+        return {"y": inputs["x"]}
+
+    def run(self, name: str, inputs: Mapping[str, Any], _config: Config) -> Mapping[str, Any]:
+        self.at(f"first run of {name}", inputs["case"])
+        if self.place == "less is free than was" and inputs["case"] == self.case:
+            self.free = 64 * MIB
+        return {"y": inputs["x"], "of": name}
+
+    def compare(self, case: Case, _inputs: Any, outputs: Mapping[str, Any], _expected: Any) -> list[str]:
+        self.at(f"comparison of {outputs['of']}", case.name)
+        return []
+
+    def op(self, name: str, variants: Sequence[str]) -> Op:
+        made = tuple(Variant(v, partial(self.run, v), Knobs, space, default=lambda _: Knobs(0)) for v in variants)
+        axes, dtypes = (("read", "write"), ("int32",)) if name == "stream" else (("M",), ("bfloat16",))
+        traffic = Traffic(MIB, MIB)
+        return Op(name, axes, dtypes, partial(self.inputs, name), self.reference, self.compare, lambda _: traffic, made, __name__)
+
+    # what times it
+
+    def contender(self, variant: Variant, _config: Config, inputs: Sequence[Any], _policy: Any, after: Any = None) -> str:
+        self.at(f"capture of {variant.name}", inputs[0]["case"])
+        return str(inputs[0]["case"])
+
+    def time_contenders(self, contenders: Mapping[str, str]) -> dict[str, Samples]:
+        self.at("timing", contenders[next(iter(contenders))])
+        return {name: np.linspace(9.9, 10.1, 15) for name in contenders}
+
+
+def space(_case: Case) -> Space:
+    return {"n": (0,)}
+
+
+def pretend(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    h200 = device.Device("NVIDIA H200", "", 132, 60_000_000, "580")
+    monkeypatch.setattr(device, "current", lambda: h200)
+    monkeypatch.setattr(torch.cuda, "empty_cache", gpu.release)
+    monkeypatch.setattr(compare, "_free_bytes", lambda: gpu.free)
+    monkeypatch.setattr(compare, "contender", gpu.contender)
+    monkeypatch.setattr(compare, "time_contenders", gpu.time_contenders)
+
+
+def measured(gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Record]]:
+    """Rows of a sweep of two cases, the large one first, by case; the ceiling of the small one is not the large one's."""
+    pretend(gpu, monkeypatch)
+    monkeypatch.setattr(campaign, "ceiling_case", lambda _op, case: Case(case.name, (("read", MIB), ("write", MIB)), "int32"))
+    path = tmp_path / "tiny.yaml"
+    cases = "bench:\n  - {name: large, M: 2}\n  - {name: small, M: 1}\n"
+    path.write_text(f"family: tiny\nops: [made]\ndefaults: {{dtype: bfloat16}}\n{cases}")
+    ops = {"made": gpu.op("made", ("first", "second", "third")), "stream": gpu.op("stream", ("copy",))}
+    rows = measure_live(ops, Selection(str(path)), Options(configs=tmp_path, results=tmp_path), Quiet(), "test")
+    return {name: [row for row in rows if row.case == name] for name in ("large", "small")}
+
+
+ALL, SECOND = ["first", "second", "third"], ["second"]
+FEW = "a cold L2 takes 115 input sets of 2,097,152 bytes, half of the free memory holds 16: only policy hot can time it"
+
+
+@pytest.mark.parametrize(
+    ("place", "skipped"),
+    [
+        ("inputs", ALL),
+        ("reference", ALL),
+        ("input sets", ALL),
+        ("timing", ALL),
+        ("first run of second", SECOND),
+        ("comparison of second", SECOND),
+        ("capture of second", SECOND),
+        ("capture of first", ["first"]),
+    ],
+)
+def test_what_runs_out_of_memory_is_skipped_and_the_sweep_goes_on(
+    place: str, skipped: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = Gpu(place)
+    found = measured(gpu, tmp_path, monkeypatch)
+    fates = {row.variant: (row.status, row.reason) for row in found["large"]}
+    assert fates == {name: ("skipped", REASON) if name in skipped else ("passed", "") for name in ALL}
+    assert all(row.aa_floor is not None and row.ceiling_gbps for row in found["large"] if row.status == "passed")
+    assert [row.status for row in found["small"]] == ["passed"] * 3
+    assert gpu.still_held[0] == 0, "memory went back before what held it was gone"
+    assert gpu.held[0]() is None
+
+
+@pytest.mark.parametrize("place", ["inputs of the ceiling", "capture of copy"])
+def test_a_ceiling_that_does_not_fit_beside_the_case_costs_its_column(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = Gpu(place)
+    found = measured(gpu, tmp_path, monkeypatch)
+    assert [(row.status, row.time_us, row.ceiling_gbps) for row in found["large"]] == [("passed", 10.0, None)] * 3
+    assert gpu.still_held[0] == 0
+
+
+def test_a_case_for_which_too_little_is_left_after_its_check_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = measured(Gpu("less is free than was"), tmp_path, monkeypatch)
+    assert [(row.status, row.reason) for row in found["large"]] == [("skipped", FEW)] * 3
+
+
+def test_a_variant_that_was_lost_stays_failed_where_the_case_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu("reference")
+    pretend(gpu, monkeypatch)
+    op, case = gpu.op("made", ("first", "second")), Case("large", (("M", 2),), "bfloat16")
+    pairs = [(variant, Knobs(0)) for variant in op.variants]
+    rows = compare.compare("f", op, case, pairs, "cold", None, {"second": "it faults"})
+    assert [(row.status, row.reason) for row in rows] == [("skipped", REASON), ("failed", "it faults")]
+
+
+def test_other_errors_are_not_about_memory() -> None:
+    def fails() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match="illegal"):
+        affordable(fails)
+
+
+@pytest.mark.parametrize(
+    "text", ["CUDA error: out of memory\nmore", "Triton Error [CUDA]: out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED"]
+)
+def test_what_others_than_torch_s_allocator_ask_for_counts(text: str) -> None:
+    assert shortage(RuntimeError(text)) == f"RuntimeError: {text.splitlines()[0]}"
+    wrapped = ValueError("the compiler failed")
+    wrapped.__cause__ = RuntimeError(text)
+    assert shortage(wrapped) == shortage(RuntimeError(text)) and shortage(ValueError("the compiler failed")) == ""
+
+
+# the search
+
+
+class Timed:
+    """A contender of a config: one of 2 does not fit, one of 3 does not under capture, one of 4 fails."""
+
+    def __init__(self, run: Any, _sets: int, _policy: object, _sample_us: float) -> None:
+        self.n = run(0)["n"]
+        if self.n == 2:
+            raise torch.OutOfMemoryError(TEXT)
+        if self.n == 3:
+            try:
+                raise torch.OutOfMemoryError(TEXT)
+            finally:
+                raise RuntimeError("operation failed due to a previous error during capture")
+        if self.n == 4:
+            raise RuntimeError("operation not permitted")
+
+    def sample_us(self) -> float:
+        return 10.0 + self.n
+
+
+def run_checked(_inputs: Any, config: Knobs) -> dict[str, int]:
+    if config.n == 1:
+        raise torch.OutOfMemoryError(TEXT)
+    return {"n": config.n}
+
+
+def checked_op(inputs: Any = lambda _case, **_: {}) -> Op:
+    variant = Variant("optimized", run_checked, Knobs, space, default=lambda _: Knobs(0))
+    return Op("made", ("M",), ("bfloat16",), inputs, lambda _: {}, lambda *_: [], lambda _: Traffic(1, 1), (variant,), __name__)
+
+
+CASE = Case("a", (("M", 8),), "bfloat16")
+
+
+@pytest.fixture
+def gpu_bench(monkeypatch: pytest.MonkeyPatch) -> bench.GpuBench:
+    monkeypatch.setattr(bench, "_have_driver", lambda: None)
+    monkeypatch.setattr(bench, "rotation", lambda *_: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB, GIB))
+    monkeypatch.setattr(bench, "Contender", Timed)
+    monkeypatch.setattr(bench, "interleave", lambda cs, **_: {name: np.full(15, c.sample_us()) for name, c in cs.items()})
+    op, made = checked_op(), bench.GpuBench()
+    made.open(op, CASE, op.variants[0], "cold")
+    return made
+
+
+def test_a_config_that_runs_out_of_memory_costs_itself(gpu_bench: bench.GpuBench) -> None:
+    trials = [gpu_bench.trial(Knobs(n), None) for n in (0, 1, 2, 3, 4, 5)]
+    assert trials[0] == Trial("ok", 10.0) and trials[5] == Trial("ok", 15.0)
+    assert trials[1:4] == [Trial("memory", None, REASON)] * 3
+    assert trials[4] == Trial("failed", None, "RuntimeError: operation not permitted")
+
+
+def test_a_duel_leaves_out_what_does_not_fit_beside_the_others(gpu_bench: bench.GpuBench) -> None:
+    samples = gpu_bench.samples([Knobs(0), Knobs(2), Knobs(5)])
+    assert [None if taken is None else float(taken[0]) for taken in samples] == [10.0, None, 15.0]
+    with pytest.raises(torch.OutOfMemoryError):  # the incumbent: nothing can be said
+        gpu_bench.samples([Knobs(2), Knobs(0)])
+
+
+def test_the_duel_is_decided_among_those_that_fit(tmp_path: Path) -> None:
+    class Bench(NoBench):
+        def samples(self, configs: Sequence[Config]) -> list[Samples | None]:
+            return [None if config.n == 2 else np.linspace(0.99, 1.01, 15) * (20.0 - config.n) for config in configs]
+
+    op = checked_op()
+    with Tuner(op, CASE, op.variants[0], "cold", TrialStore(tmp_path / "trials"), Bench()) as tuner:
+        best, evidence = tuner.duel([Knobs(0), Knobs(2), Knobs(5), Knobs(1)], Knobs(1))
+    assert best == Knobs(5) and evidence["time_us"] == 15.0 and evidence["default_us"] == 19.0
+
+
+def test_a_check_that_runs_out_of_memory_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def inputs(case: Case, **_: Any) -> dict[str, Any]:
+        if case.name == "large":
+            raise torch.OutOfMemoryError(TEXT)
+        return {}
+
+    op, checks = checked_op(inputs), bench.CheckBench()
+    variant, large = op.variants[0], Case("large", (("M", 9),), "bfloat16")
+    asked = [(CASE, 0), (CASE, 1), (large, 0), (large, 5), (CASE, 5)]
+    fates = [check_apart(checks, op, case, variant, Knobs(n)) for case, n in asked]
+    assert fates == [("checked", ""), ("skipped", REASON), ("skipped", REASON), ("skipped", REASON), ("checked", "")]
+
+
+def test_a_common_run_says_who_did_not_fit(monkeypatch: pytest.MonkeyPatch, gpu_bench: bench.GpuBench) -> None:
+    class Bench:
+        def __init__(self, *_: object, **__: object) -> None: ...
+
+        def __enter__(self) -> Any:
+            return SimpleBench()
+
+        def __exit__(self, *_: object) -> None: ...
+
+    class SimpleBench(NoBench):
+        def open(self, *_: object) -> None: ...
+
+        def trial(self, config: Config, *_: object) -> Trial:
+            return Trial("ok", 10.0)
+
+        def samples(self, configs: Sequence[Config]) -> list[Samples | None]:
+            return gpu_bench.samples(configs)
+
+    monkeypatch.setattr(versus, "IsolatedBench", Bench)
+    op = checked_op()
+    judged, wrong = versus._judge(op, CASE, op.variants[0], "cold", [Knobs(0), Knobs(2), Knobs(5)], lambda: gpu_bench)
+    assert list(judged) == [Knobs(0), Knobs(5)] and wrong == {Knobs(2): "memory: none is left beside the others"}
+
+
+def test_what_does_not_fit_twice_has_no_noise(gpu_bench: bench.GpuBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [float(taken[0]) for taken in noise._twice(gpu_bench, Knobs(5))] == [15.0, 15.0]
+    monkeypatch.setattr(gpu_bench, "samples", lambda _: [np.ones(15), None])
+    with pytest.raises(ValueError, match=r"^Knobs\(n=5\): there is not the memory to time it twice$"):
+        noise._twice(gpu_bench, Knobs(5))
+
+
+@pytest.mark.parametrize("place", ["inputs", "contender"])
+def test_a_study_leaves_out_what_does_not_fit(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def contender(*_: object, **__: object) -> None:
+        assert place == "contender", "made without inputs"
+        raise torch.OutOfMemoryError(TEXT)
+
+    monkeypatch.setattr(planted, "obstacle", lambda *_: None)
+    monkeypatch.setattr(planted, "input_sets", lambda *_: Shortage(REASON) if place == "inputs" else [{}])
+    monkeypatch.setattr(planted, "contender", contender)
+    op = checked_op()
+    assert planted.measure_planted("f", op, CASE, op.variants[0], Knobs(0), "cold", (0.02,)) == {}
