@@ -96,6 +96,10 @@ app.command("profile")(profile.command)
 app.command("profiled", hidden=True)(profile.driver)
 app.add_typer(cache.app, name="cache")
 app.command("doctor")(doctor.command)
+for _command in (*app.registered_commands, *cache.app.registered_commands):
+    # one line a paragraph, which typer breaks where the terminal ends; it would keep the source's breaks too
+    _paragraphs = ((_command.callback and _command.callback.__doc__) or "").split("\n\n")
+    _command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in _paragraphs)
 
 
 def _version(wanted: bool) -> None:

@@ -24,8 +24,10 @@ def command(
     ] = False,
     results: o.Results = None,
 ) -> None:
-    """Gap to the optimum after 10, 25, 50, 100 and 200 evaluations and at a quarter of the space: median over seeds and its 95 %
-    interval, in per cent. Configs that give no time count as evaluations. No GPU is touched.
+    """Search measured spaces again, without a GPU, and show how far from the optimum the search ends.
+
+    The gap after 10, 25, 50, 100 and 200 evaluations and at a quarter of the space: median over seeds and its 95 % interval, in
+    per cent. Configs that give no time count as evaluations.
     """
     o.number("seeds", seeds, _LEAST_SEEDS)
     samplers = [o.choice("sampler", name, o.SAMPLERS) for name in sampler.split(",")]
