@@ -85,6 +85,8 @@ def _scaled_store(
     """
     rows = row + tl.arange(0, acc.shape[0])
     cols = col + tl.arange(0, acc.shape[1])
+    if not ROWS:
+        live = (rows < row_end)[:, None] & (cols < COLS)[None, :]
     if SCALE_A == 2:
         scale = tl.load(scale_a_ptr + group * ROWS + rows, mask=rows < row_end, other=0.0)[:, None]
     else:
@@ -97,8 +99,8 @@ def _scaled_store(
     if ROWS:
         out.store([group, row, col], acc.to(out.dtype).reshape(1, acc.shape[0], acc.shape[1]))
     else:
-        live = (rows < row_end)[:, None] & (cols < COLS)[None, :]
-        tl.store(out + (wide(group) * ROWS + rows)[:, None] * COLS + cols[None, :], acc.to(out.dtype.element_ty), mask=live)
+        at = (wide(group) * ROWS + rows)[:, None] * COLS + cols[None, :]
+        tl.store(out + at, acc.to(out.dtype.element_ty), mask=live)
 
 
 @triton.jit
