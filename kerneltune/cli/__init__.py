@@ -4,7 +4,6 @@ Heavy packages are imported inside the commands, so that `--help` answers at onc
 """
 
 import errno
-import importlib.metadata
 import os
 import warnings
 from typing import Annotated, Any, TextIO
@@ -104,9 +103,11 @@ for _command in (*app.registered_commands, *cache.app.registered_commands):
 
 def _version(wanted: bool) -> None:
     if wanted:
+        from importlib import metadata  # slow to import, and --help is to be quick
+
         try:
-            show(f"kerneltune {importlib.metadata.version('kerneltune')}")
-        except importlib.metadata.PackageNotFoundError:
+            show(f"kerneltune {metadata.version('kerneltune')}")
+        except metadata.PackageNotFoundError:
             show("kerneltune, a source tree that is not installed")
         raise typer.Exit
 

@@ -1,6 +1,5 @@
 """`kerneltune doctor`: what this machine offers, and what each missing thing means for the numbers."""
 
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -21,11 +20,13 @@ def command(configs: o.Configs = None, results: o.Results = None) -> None:
 
 
 def _software() -> Iterator[Line]:
+    from importlib import metadata
+
     import torch
 
     yield "python", platform.python_version(), ""
     for package in ("torch", "triton"):
-        yield package, importlib.metadata.version(package), ""
+        yield package, metadata.version(package), ""
     build = torch.version.cuda or torch.version.hip
     yield "torch build", build or "CPU only", "" if build else "no GPU can be used with this torch"
 
