@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kerneltune.nn import DelayedScaling, Recipe, aligned_groups, delayed, fp8_grouped_mm, fp8_products
 from kerneltune.nn.fp8_products import cast_weights, fp8_grouped_mm_fwd
+from kerneltune.ops import fp8_grouped_gemm as gemm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ENDS = {"even": [32, 64, 96], "uneven": [16, 80, 96], "empty": [0, 96, 96]}
@@ -70,13 +71,16 @@ def against_fp64(recipe: str | Recipe, ends: list[int]) -> None:
     assert not found[2][(sizes == 0).to(DEVICE)].any()
 
 
-@pytest.mark.parametrize("recipe", [*CAST_AGAIN, "delayed", "delayed and known"], ids=str)
-def test_nothing_of_da_waits_beside_dw(recipe: Recipe | str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("recipe", [*RECIPES, *CAST_AGAIN, "delayed", "delayed and known"], ids=str)
+@pytest.mark.parametrize("again", [False, True])
+def test_nothing_of_da_waits_beside_dw(recipe: Recipe | str, again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """dW is the largest tensor of a step: casts of dY and of the weights for dA are gone when it is made, but for weights that
-    were cast in the forward."""
+    were cast in the forward and are wanted again."""
     of_da: list[weakref.ref[torch.Tensor]] = []
     alive: list[int] = []
-    scaling = DelayedScaling(2, device=DEVICE) if isinstance(recipe, str) else None
+    delays = isinstance(recipe, str) and recipe.startswith("delayed")
+    kept = int(again and recipe not in CAST_AGAIN)
+    scaling = DelayedScaling(2, device=DEVICE) if delays else None
     if scaling is not None:
         scaling.known = recipe == "delayed and known"
     product = fp8_products.fp8_grouped_gemm
@@ -84,15 +88,20 @@ def test_nothing_of_da_waits_beside_dw(recipe: Recipe | str, monkeypatch: pytest
     def watched(x: torch.Tensor, w: torch.Tensor, *rest: torch.Tensor, **options: object) -> torch.Tensor:
         alive.append(sum(ref() is not None for ref in of_da))
         if not of_da:
-            of_da.extend(weakref.ref(t) for t in ((x, w) if scaling is None else (x,)))
+            of_da.extend(map(weakref.ref, (x, w)))
         return product(x, w, *rest, **options)  # type: ignore[arg-type]
 
     a, w = leaves(32, 64, 48, 2)
     y = fp8_grouped_mm(a, w.transpose(1, 2), offsets([16, 32]), recipe=scaling or recipe)
-    for module in (fp8_products, delayed):
+    for module in (fp8_products, gemm.product, delayed):
         monkeypatch.setattr(module, "fp8_grouped_gemm", watched)
-    y.backward(torch.ones_like(y))
-    assert alive == [0, 0] and of_da
+    y.backward(torch.ones_like(y), retain_graph=again)
+    assert alive == [0, kept] and of_da
+    if again:
+        first = a.grad, w.grad
+        a.grad = w.grad = None
+        y.backward(torch.ones_like(y))
+        assert all(torch.equal(x, y) for x, y in zip(first, (a.grad, w.grad), strict=True))
 
 
 @pytest.mark.usefixtures("exact_casts")

@@ -3,7 +3,6 @@
 Source: TransformerEngine's delayed scaling, from its contract. May import its neighbours, ops.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from kerneltune.kernel_lib.tl_lib import FP8_MAX
 from kerneltune.nn.fp8_products import Fp8Weights
+from kerneltune.nn.uncompiled import uncompiled
 from kerneltune.ops import fp8
 from kerneltune.ops.fp8_grouped_gemm import fp8_grouped_gemm
 from kerneltune.ops.multi_cast_transpose import multi_cast_transpose
@@ -168,11 +168,12 @@ class _Product(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         offs, a_t, scale_a, w_t, scale_w = ctx.saved_tensors
+        ctx.maybe_clear_saved_tensors()  # unless the graph is kept; torch does so itself, but after this function
         q, q_t, scale = ctx.scaling.cast(grads[0], _GRADS)
         da = db_t = None
         if ctx.needs_input_grad[0]:
             da = fp8_grouped_gemm(q, w_t, scale, scale_w, offs, out_dtype=ctx.da_dtype)
-        del q  # before dW, the largest of all, is made
+        del q, w_t  # before dW, the largest of all, is made
         if ctx.needs_input_grad[1]:
             db_t = fp8_grouped_gemm(q_t.t(), a_t, scale, scale_a, offs, out_dtype=ctx.dw_dtype).transpose(1, 2)
         return da, db_t, None, None, None, None
@@ -182,5 +183,8 @@ def _cast_weights(b_t: Tensor, scaling: DelayedScaling) -> Fp8Weights:
     return scaling.cast_weights(b_t.transpose(1, 2)) if b_t.stride(1) == 1 else scaling.cast_weights(b_t).turned()
 
 
-delayed_product: Callable[..., Tensor] = torch.compiler.disable(_Product.apply)
-"""`_Product` of a (M, K), b_t (E, K, N), offs (E,), their DelayedScaling, b_t in fp8 or None, and the result's type."""
+@uncompiled
+def delayed_product(*args: Any) -> Tensor:
+    """`_Product` of a (M, K), b_t (E, K, N), offs (E,), their DelayedScaling, b_t in fp8 or None, and the result's type."""
+    product: Tensor = _Product.apply(*args)  # type: ignore[no-untyped-call]
+    return product

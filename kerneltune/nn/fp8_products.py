@@ -1,4 +1,4 @@
-"""The three products of an expert layer in fp8, casts included, as torch operators: one for the forward, one for the backward.
+"""The three products of an expert layer in fp8, casts included, as torch operators: one for Y, one for dA.
 
     Y = A W      dA = dY Wᵀ      dW = Aᵀ dY      for every group of rows with its own W
 
@@ -110,57 +110,39 @@ def _(
     return made
 
 
-@torch.library.custom_op("kerneltune::fp8_grouped_mm_bwd", mutates_args=())
-def fp8_grouped_mm_bwd(
-    dy: Tensor,
-    offs: Tensor,
-    a: list[Tensor],
-    w: list[Tensor],
-    scaling: str,
-    pow2: bool,
-    da_dtype: torch.dtype,
-    dw_dtype: torch.dtype,
-    for_da: bool,
-    for_dw: bool,
+@torch.library.custom_op("kerneltune::fp8_grouped_mm_da", mutates_args=())
+def fp8_grouped_mm_da(
+    dy: Tensor, offs: Tensor, w: list[Tensor], scaling: str, pow2: bool, da_dtype: torch.dtype, for_da: bool, for_dw: bool
 ) -> list[Tensor]:
-    """The gradients asked for: dA (M, K) of da_dtype, dW (E, N, K) of dw_dtype, in this order.
+    """dA, and what dW takes of dY: an operator of its own, so that nothing of it is alive when dW, the largest of all, is made.
 
     Args:
         dy: (M, N), rows any distance apart, for `rowwise` less than 2^24 numbers.
-        a: its fp8 and scale from the forward; anything where dW is not asked for.
         w: q_t and scale_t of Fp8Weights, or b_t alone, to be cast here; anything where dA is not asked for.
+
+    Returns:
+        for_da dA (M, K) of da_dtype; for_dw then dY in fp8, (N, M) row-major, and its scale, (1,) or rowwise (E, N).
     """
     along, down = _tokens(dy, offs, scaling, pow2, rows=for_da, columns=for_dw)
-    grads = []
+    da = []
     if for_da:
         w_t, scale_w = w if len(w) == 2 else _weights(w[0].transpose(1, 2), scaling, pow2)
-        grads.append(fp8_grouped_gemm(along[0], w_t, along[1], scale_w, offs, out_dtype=da_dtype))
-        del along, w_t, scale_w  # before dW, the largest of all, is made
-    if for_dw:
-        grads.append(fp8_grouped_gemm(down[0].t(), a[0], down[1], a[1], offs, out_dtype=dw_dtype))
-    return grads
+        da.append(fp8_grouped_gemm(along[0], w_t, along[1], scale_w, offs, out_dtype=da_dtype))
+    return [*da, down[0].t(), down[1]] if for_dw else da
 
 
-@fp8_grouped_mm_bwd.register_fake
+@fp8_grouped_mm_da.register_fake
 def _(
-    dy: Tensor,
-    offs: Tensor,
-    a: list[Tensor],
-    w: list[Tensor],
-    scaling: str,
-    pow2: bool,
-    da_dtype: torch.dtype,
-    dw_dtype: torch.dtype,
-    for_da: bool,
-    for_dw: bool,
+    dy: Tensor, offs: Tensor, w: list[Tensor], scaling: str, pow2: bool, da_dtype: torch.dtype, for_da: bool, for_dw: bool
 ) -> list[Tensor]:
     M, N = dy.shape
-    grads = []
+    made = []
     if for_da:
-        grads.append(dy.new_empty((M, w[0].shape[2] if len(w) == 2 else w[0].shape[1]), dtype=da_dtype))
+        made.append(dy.new_empty((M, w[0].shape[2] if len(w) == 2 else w[0].shape[1]), dtype=da_dtype))
     if for_dw:
-        grads.append(dy.new_empty((offs.shape[0], N, a[0].shape[1]), dtype=dw_dtype))
-    return grads
+        made.append(dy.new_empty((N, M), dtype=torch.float8_e4m3fn))
+        made.append(dy.new_empty((offs.shape[0], N) if scaling == "rowwise" else (1,), dtype=torch.float32))
+    return made
 
 
 def _tokens(x: Tensor, offs: Tensor, scaling: str, pow2: bool, rows: bool, columns: bool) -> tuple[list[Tensor], list[Tensor]]:

@@ -11,9 +11,10 @@ from kerneltune.nn.delayed import DelayedScaling
 from kerneltune.nn.fp8_products import Fp8Weights
 from kerneltune.nn.grouped_mm import fp8_grouped_mm
 from kerneltune.nn.recipes import Recipe, recipe_of
+from kerneltune.nn.uncompiled import uncompiled
 from kerneltune.nn.weight_workspace import WeightWorkspace
 
-_from_workspace: Callable[..., Fp8Weights] = torch.compiler.disable(WeightWorkspace.get)
+_from_workspace: Callable[..., Fp8Weights] = uncompiled(WeightWorkspace.get)
 
 
 class GroupedLinear(nn.Module):

@@ -1,6 +1,6 @@
 """Grouped matrix products of mixture-of-experts training in fp8: a function with autograd.
 
-Casts and products run on a GPU and in Triton's interpreter. May import its neighbours.
+Casts and products run on a GPU and in Triton's interpreter. May import its neighbours, ops.
 """
 
 from typing import Any
@@ -11,8 +11,9 @@ from torch import Tensor
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, assert_group_ends
 from kerneltune.nn.alignment import ALIGNED, aligned_groups
 from kerneltune.nn.delayed import DelayedScaling, delayed_product
-from kerneltune.nn.fp8_products import Fp8Weights, fp8_grouped_mm_bwd, fp8_grouped_mm_fwd
+from kerneltune.nn.fp8_products import Fp8Weights, fp8_grouped_mm_da, fp8_grouped_mm_fwd
 from kerneltune.nn.recipes import Recipe, recipe_of
+from kerneltune.ops.fp8_grouped_gemm import custom
 
 
 def fp8_grouped_mm(
@@ -96,16 +97,19 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     offs, *kept = ctx.saved_tensors
-    dy = grads[0]
+    ctx.maybe_clear_saved_tensors()  # unless the graph is kept; torch does so itself, but after this function
+    a, w, dy = kept[: ctx.kept], kept[ctx.kept :], grads[0]
+    del kept
     if dy is None:
         return (None, None, None, [None] * ctx.given, *[None] * 6)
     if dy.stride(-1) != 1:
         dy = dy.clone(memory_format=torch.contiguous_format)  # without rows any strides are contiguous
-    found = fp8_grouped_mm_bwd(
-        dy, offs, kept[: ctx.kept], kept[ctx.kept :], ctx.scaling, ctx.pow2, ctx.da_dtype, ctx.dw_dtype, ctx.for_da, ctx.for_dw
-    )
-    da = found[0] if ctx.for_da else None
-    db_t = found[-1].transpose(1, 2) if ctx.for_dw else None
+    made = fp8_grouped_mm_da(dy, offs, w, ctx.scaling, ctx.pow2, ctx.da_dtype, ctx.for_da, ctx.for_dw)
+    del w
+    da, db_t = made[0] if ctx.for_da else None, None
+    if ctx.for_dw:
+        q, scale = made[-2:]
+        db_t = custom.fp8_grouped_gemm(q, a[0], scale, a[1], offs, out_dtype=ctx.dw_dtype).transpose(1, 2)
     return (da, db_t, None, [None] * ctx.given, *[None] * 6)
 
 
