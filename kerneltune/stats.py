@@ -14,7 +14,7 @@ the same GPU), and Student's t widens intervals and p-values. As process medians
 term counts it twice: this errs on the wide side, and three medians that agree by chance do not pass for certainty.
 Assumed: processes are exchangeable, and their medians about normal on the log scale; one odd process widens the interval.
 
-Pure functions of numbers. May import numpy and scipy.special only.
+Pure functions of numbers. May import numpy, and scipy.special inside functions: a search needs none of those.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,6 @@ from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import betainc, ndtri, stdtr, stdtrit
 
 Samples = NDArray[np.float64]
 
@@ -105,12 +104,16 @@ class Shift:
     @property
     def bounds(self) -> tuple[float, float]:
         """The 95 % interval of the slowdown."""
+        from scipy.special import stdtrit
+
         reach = self.error * float(stdtrit(self.freedom, (1 + CONFIDENCE) / 2))
         return float(np.expm1(self.log - reach)), float(np.expm1(self.log + reach))
 
     @property
     def p_slower(self) -> float:
         """One-sided p-value of "new is not slower than old"."""
+        from scipy.special import stdtr
+
         if self.error == 0:
             return 0.0 if self.log > 0 else 1.0
         return float(stdtr(self.freedom, -self.log / self.error))
@@ -149,6 +152,8 @@ def paired_shift(old: Sequence[Samples], new: Sequence[Samples]) -> Shift | None
 
 def interval_shift(old: Interval, new: Interval) -> Shift:
     """From one interval to another, both of a single process: what differs between processes is not known and not in it."""
+    from scipy.special import ndtri
+
     widths = [np.log(interval.high / interval.low) / (2 * ndtri((1 + CONFIDENCE) / 2)) for interval in (old, new)]
     return Shift(float(np.log(new.median / old.median)), float(np.hypot(*widths)), float("inf"))
 
@@ -193,6 +198,8 @@ def _levels(processes: Sequence[Samples]) -> tuple[Samples, Samples]:
 @cache
 def _rank_weights(rounds: int) -> Samples:
     """How often each of the sorted samples (rounds,) is the median of a resample."""
+    from scipy.special import betainc
+
     half = (rounds + 1) / 2
     return np.diff(betainc(half, half, np.linspace(0.0, 1.0, rounds + 1)))
 

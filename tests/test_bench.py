@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ from started import environment
 from kerneltune import ops
 from kerneltune.search.trials import Trial
 from kerneltune.spec import Op
+from kerneltune.tuning import bench as tuning_bench
 from kerneltune.tuning.apart import check_apart
 from kerneltune.tuning.bench import CheckBench, GpuBench
 from kerneltune.tuning.isolated import ChildLostError, IsolatedBench, Named, split_cores
@@ -41,6 +43,23 @@ def test_a_child_answers_as_the_bench_does_and_stays(bench: IsolatedBench) -> No
     assert [list(s[:1]) for s in bench.samples([Knobs("run", 1), Knobs("run", 3)])] == [[11.0], [13.0]]
 
 
+def test_what_keeps_triton_s_driver_away_is_said_when_a_case_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    began = threading.Event()
+
+    def fails() -> None:
+        began.set()
+        raise RuntimeError("no C compiler")
+
+    monkeypatch.setattr(tuning_bench, "_have_driver", fails)
+    monkeypatch.setattr(tuning_bench, "Checker", lambda *_: None)
+    monkeypatch.setattr(tuning_bench, "rotation", lambda *_: 0)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (0, 0))
+    gpu = GpuBench()
+    assert began.wait(10), "begun before a case is known"
+    with pytest.raises(RuntimeError, match="^no C compiler$"):
+        gpu.open(OPS[0], CASE, VARIANT, "cold")
+
+
 def test_a_bench_counts_the_seconds_of_its_work_and_not_of_its_start() -> None:
     with IsolatedBench(StartsSlowly) as bench:
         bench.open(OPS[0], CASE, VARIANT, "cold")
@@ -48,6 +67,14 @@ def test_a_bench_counts_the_seconds_of_its_work_and_not_of_its_start() -> None:
         assert bench.trial(Knobs("slow", 1), None).status == "ok"
         assert 0.2 <= bench.busy_since(began) <= time.monotonic() - began - 0.5
         assert bench.busy_since(time.monotonic()) == 0
+
+
+def test_a_child_that_was_begun_early_is_the_one_that_is_asked(bench: IsolatedBench) -> None:
+    bench.begin()
+    begun = bench._child
+    bench.begin()
+    assert bench.trial(Knobs("run", 1), None).status == "ok"
+    assert begun is not None and begun is bench._child and bench.started == 1
 
 
 @pytest.mark.parametrize(
@@ -139,6 +166,7 @@ def test_the_measuring_child_has_a_core_that_no_compiler_uses() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone  # one asks for all the memory there is
 @pytest.mark.parametrize(
     ("does", "status", "detail", "children"),
     [

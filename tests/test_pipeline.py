@@ -1,15 +1,19 @@
 """What a search keeps compiling, what it hands the bench, and what of this goes on while it decides."""
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import made_up
 import pytest
 from made_up import CASE, LARGE, SMALL, Setting, Small, compiled, op_of, small_time
+from started import environment
 from test_tuning import H200, Bench, Pool
 
 from kerneltune import device
@@ -208,6 +212,48 @@ def test_cores_with_nothing_to_do_compile_for_later_cases(slow: Options) -> None
         stage.forget_ahead(later[1])
         stage.compiling(later[1])(Small(64, 1))
         assert len(Slow.given) == 52
+
+
+def test_the_measuring_child_begins_before_the_driver_is_asked(slow: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[str] = []
+
+    class Begun(Bench):
+        def begin(self) -> None:
+            happened.append("child")
+
+        def __exit__(self, *_: object) -> None:
+            happened.append("ended")
+
+    def current() -> device.Device:
+        happened.append("driver")
+        return replace(H200, arch="sm_70")
+
+    monkeypatch.setattr(machines, "IsolatedBench", Begun)
+    monkeypatch.setattr(device, "current", current)
+    with pytest.raises(ValueError, match="^cannot compile ahead of time for sm_70; known targets: sm_90, "), Machines(slow):
+        pass
+    assert happened == ["child", "driver", "ended"]
+
+
+SEARCHED = """
+import sys
+from kerneltune.cli.options import load_ops
+from kerneltune.tuning import run
+from kerneltune.search.loop import Search, propose
+from made_up import CASE, LARGE
+
+load_ops()
+proposals = propose(list(LARGE.configs(CASE)), (), Search(budget_s=1.0))
+proposals.ask()
+print(*sorted({"scipy", "optuna", "pandas", "torch._dynamo"} & set(sys.modules)))
+proposals.prepare()
+print(*sorted({"scipy", "optuna", "pandas", "torch._dynamo"} & set(sys.modules)))
+"""
+
+
+def test_what_is_not_needed_to_begin_is_imported_while_the_first_configs_compile() -> None:
+    done = subprocess.run([sys.executable, "-c", SEARCHED], capture_output=True, text=True, env=environment(), timeout=120)
+    assert done.stdout == "\nscipy\n", done.stderr[-2000:]
 
 
 def test_the_deciding_process_keeps_off_the_measuring_core(slow: Options) -> None:

@@ -169,10 +169,10 @@ def test_a_broken_plug_in_is_named_in_one_line(tmp_path: Path, monkeypatch: pyte
         (tmp_path / f"{name}.py").write_text(text)
         return tmp_path / f"{name}.py"
 
-    raises = written("plug_raises", "1 / 0\n")
-    assert refused(monkeypatch, raises) == f"error: plug-in {raises}: ZeroDivisionError: division by zero"
+    raises = written("plug_raises", "\n1 / 0\n")
+    assert refused(monkeypatch, raises) == f"error: plug-in {raises}: plug_raises.py:2: ZeroDivisionError: division by zero"
     leaves = written("plug_leaves", "import sys; sys.exit(3)\n")
-    assert refused(monkeypatch, leaves) == f"error: plug-in {leaves}: SystemExit: 3"
+    assert refused(monkeypatch, leaves) == f"error: plug-in {leaves}: plug_leaves.py:1: SystemExit: 3"
     empty = written("plug_empty", "")
     assert refused(monkeypatch, empty) == f"error: plug-in {empty}: OPS: missing: expected a tuple of Op"
     number = written("plug_number", "OPS = (3,)\n")
@@ -197,4 +197,5 @@ def test_a_broken_entry_point_names_its_package(guide: Path) -> None:
     (guide / "swiglu.py").write_text("import nowhere\n")
     done = shell(guide, "kerneltune ops", PYTHONPATH=str(guide))
     assert done.returncode == 2
-    assert done.stderr == "error: plug-in swiglu of package swiglu-kernels: ModuleNotFoundError: No module named 'nowhere'\n"
+    error = "swiglu.py:1: ModuleNotFoundError: No module named 'nowhere'"
+    assert done.stderr == f"error: plug-in swiglu of package swiglu-kernels: {error}\n"

@@ -174,6 +174,20 @@ def test_replay_prints_a_table_for_each_space(written: Path, tmp_path: Path) -> 
     assert run("--results", tmp_path, "--seeds", 2, "--sampler", "random", written)[1] == out
 
 
+def test_replay_says_what_it_is_at_and_keeps_nothing_when_interrupted(
+    written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("--results", tmp_path, "--seeds", 2, "--sampler", "random,qmc", written)
+    assert run(*arguments)[2].startswith("search: 4 of 4 in ")
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kerneltune.search.replay.replay", interrupted)
+    code, _, err = run(*arguments)
+    assert (code, err.splitlines()[-1]) == (130, "interrupted")
+
+
 def test_replay_refuses_what_is_unknown(written: Path, tmp_path: Path) -> None:
     code, _, err = run("--results", tmp_path, "nothing")
     assert (code, err.count("\n")) == (2, 1) and err.startswith(

@@ -89,6 +89,9 @@ class Bench:
     def prepare(self) -> None:
         pass
 
+    def begin(self) -> None:
+        pass
+
     def busy_since(self, moment: float) -> float:
         return sum(seconds for ended, seconds in self.busy if ended >= moment)
 

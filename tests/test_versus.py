@@ -266,6 +266,7 @@ def test_without_a_gpu_the_command_says_so(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_on_a_gpu_our_config_is_as_good_as_that_of_the_exhaustive_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # the GPU is real
     op = ops.load()["stream"]

@@ -87,6 +87,9 @@ class Bench:
     def __init__(self, *_: object, **__: object) -> None:
         self.busy: list[tuple[float, float]] = []
 
+    def begin(self) -> None:
+        """Nothing to start."""
+
     def busy_since(self, moment: float) -> float:
         """The seconds that were noted since."""
         return sum(seconds for ended, seconds in self.busy if ended >= moment)

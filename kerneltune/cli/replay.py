@@ -1,11 +1,13 @@
 """`kerneltune replay`: searches run again on measured spaces, and how far from the optimum they end."""
 
+from functools import partial
 from typing import Annotated
 
 import typer
 
 from kerneltune.cli import options as o
 from kerneltune.cli.console import show, show_table
+from kerneltune.cli.progress import reporter
 
 _LEAST_SEEDS = 2
 
@@ -46,9 +48,11 @@ def command(
         show(f"{len(one.feasible)} of {len(one.trials)} configs have a time; {one.device}, {one.date[:10]}, commit {one.commit}")
         quarter = max(1, len(one.trials) // 4)
         rows = []
-        for name in samplers:
-            gaps = replay(one, name, seeds, max(*BUDGETS, quarter), first)
-            rows.append((name, *(_cell(gaps.at(n)) for n in (*BUDGETS, quarter))))
+        with reporter() as progress:
+            progress.stage("search", seeds * len(samplers))
+            for name in samplers:
+                gaps = replay(one, name, seeds, max(*BUDGETS, quarter), first, ended=partial(progress.advance, name))
+                rows.append((name, *(_cell(gaps.at(n)) for n in (*BUDGETS, quarter))))
         show_table(("sampler", *(f"@{n}" for n in BUDGETS), f"@{quarter} (25 %)"), rows)
         show("")
 

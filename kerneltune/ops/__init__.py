@@ -9,6 +9,7 @@ import importlib.metadata
 import os
 import pkgutil
 import sys
+import traceback
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -56,7 +57,7 @@ def _plugged(name: str, get: Callable[[], Any]) -> tuple[Op, ...]:
     try:
         given = get()
     except (Exception, SystemExit) as error:  # whatever a stranger's module raises on import
-        raise ValueError(f"plug-in {name}: {type(error).__name__}: {error}") from error
+        raise ValueError(f"plug-in {name}: {_place(error)}{type(error).__name__}: {error}") from error
     ops = getattr(given, "OPS", given)
     if not isinstance(ops, tuple | list) or not ops:
         raise ValueError(f"plug-in {name}: OPS: {'missing' if ops is given else repr(ops)}: expected a tuple of Op")
@@ -66,6 +67,13 @@ def _plugged(name: str, get: Callable[[], Any]) -> tuple[Op, ...]:
         if op.module not in sys.modules:
             raise ValueError(f"plug-in {name}: module of {op.name}: {op.module!r}: expected the one that holds its source")
     return tuple(ops)
+
+
+def _place(error: BaseException) -> str:
+    """`FILE:LINE: ` of the plug-in's statement that raised; empty where it was the import itself."""
+    ours = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen ")]
+    last = next((frame for frame in reversed(ours) if frame.filename != __file__), None)
+    return f"{Path(last.filename).name}:{last.lineno}: " if last and "importlib" not in Path(last.filename).parts else ""
 
 
 def _module(name: str) -> Any:

@@ -10,15 +10,18 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from kerneltune.search.line import Line, Started
-from kerneltune.search.surrogate import FAR, Surrogate
 from kerneltune.search.trials import Trial, knobs_of
 from kerneltune.spec import Config
+
+if TYPE_CHECKING:
+    from kerneltune.search.surrogate import Surrogate
 
 SAMPLERS = ("gp", "tpe", "random", "qmc")
 DEFAULT_SAMPLER = "gp"
@@ -77,6 +80,9 @@ class Proposals(Protocol):
     def tell(self, config: Config, time_us: float | None) -> None:
         """What it took; None where it gave no time. It is not proposed after that."""
 
+    def prepare(self) -> None:
+        """Now that the first configs compile: what takes long and was not needed to ask for them. Called again and again."""
+
 
 @dataclass(frozen=True, slots=True)
 class Explored:
@@ -129,6 +135,7 @@ def explore(
                 line.add(asked, start(asked))
             if not line.length:
                 break
+            proposals.prepare()
             meanwhile()
             for config, trial in line.move():
                 trials[config] = trial
@@ -184,6 +191,9 @@ class _Listed:
     def tell(self, config: Config, time_us: float | None) -> None:
         self._left.pop(config, None)
 
+    def prepare(self) -> None:
+        """Nothing."""
+
 
 class _Modelled:
     """The largest expected improvement of a Gaussian process over all untried configs."""
@@ -196,8 +206,7 @@ class _Modelled:
         self._left = dict.fromkeys(range(len(order)))
         self._begin = deque(range(min(len(order), known + _FIRST)))
         self._index = {config: i for i, config in enumerate(order)}
-        believed = None if chances is None else np.array([chances[config] for config in order])
-        self._surrogate = Surrogate([knobs_of(config) for config in order], seed, believed)
+        self._seed, self._chances = seed, chances
         self._seen: dict[int, float | None] = {}
         self._pending: dict[int, None] = {}
         self._stale = True
@@ -225,6 +234,16 @@ class _Modelled:
         self._left.pop(index, None)
         self._seen[index] = time_us
         self._stale = True
+
+    def prepare(self) -> None:
+        _ = self._surrogate
+
+    @cached_property
+    def _surrogate(self) -> "Surrogate":
+        from kerneltune.search.surrogate import Surrogate
+
+        believed = None if self._chances is None else np.array([self._chances[config] for config in self._order])
+        return Surrogate([knobs_of(config) for config in self._order], self._seed, believed)
 
     @property
     def _fitted(self) -> bool:
@@ -295,15 +314,17 @@ class _Asked:
         else:
             self._study.tell(trial, time_us)
 
+    def prepare(self) -> None:
+        """Nothing."""
+
 
 class _Gain:
     """The expected gain of a search with `until_gain`, by the surrogate's joint draws, whatever the sampler is."""
 
     def __init__(self, pool: Sequence[Config], search: Search, known: Mapping[Config, Trial]) -> None:
-        self._least = search.until_gain
+        self._least, self._seed = search.until_gain, search.seed
         if self._least is not None:
             self._index = {config: i for i, config in enumerate(pool)}
-            self._surrogate = Surrogate([knobs_of(config) for config in pool], search.seed, worst=FAR)
             self._seen = {self._index[config]: trial.time_us for config, trial in known.items()}
 
     def is_small(self, config: Config, trial: Trial) -> bool:
@@ -316,3 +337,9 @@ class _Gain:
             return False
         self._surrogate.fit(list(self._seen), list(self._seen.values()))
         return self._surrogate.gain([i for i in self._index.values() if i not in self._seen]) < self._least
+
+    @cached_property
+    def _surrogate(self) -> "Surrogate":
+        from kerneltune.search.surrogate import FAR, Surrogate
+
+        return Surrogate([knobs_of(config) for config in self._index], self._seed, worst=FAR)

@@ -3,7 +3,7 @@
 Runs the code of `loop`; only the evaluator is another. Touches no GPU. May import numpy, and what loop may.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, make_dataclass
 
 import numpy as np
@@ -70,13 +70,20 @@ class Gaps:
 
 
 def replay(
-    space: MeasuredSpace, sampler: str, seeds: int, evaluations: int = max(BUDGETS), first: Sequence[Knobs] = (), label: str = ""
+    space: MeasuredSpace,
+    sampler: str,
+    seeds: int,
+    evaluations: int = max(BUDGETS),
+    first: Sequence[Knobs] = (),
+    label: str = "",
+    ended: Callable[[], None] = lambda: None,
 ) -> Gaps:
     """Run the search on a stored space, once with every seed.
 
     Args:
         evaluations: where to stop, also configs that give no time count.
         first: what to begin with beside the default, such as the best of the nearest shape.
+        ended: called after every search.
 
     Raises:
         ValueError: no config of the space has a time.
@@ -93,6 +100,7 @@ def replay(
         found = explore(list(trials), begin, Search(trials=steps, sampler=sampler, seed=seed), lambda c: Answered(trials[c]))
         times = [np.inf if trial.time_us is None else trial.time_us for trial in found.trials.values()]
         curves.append(np.minimum.accumulate(times) / optimum - 1.0)
+        ended()
     return Gaps(label or space.file_name, sampler, len(trials), np.array(curves))
 
 

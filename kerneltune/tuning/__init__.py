@@ -1,5 +1,5 @@
 """The search on a device: measure in a child, decide a duel, write the winner to the cache."""
 
-IMPORTED = ("triton", "scipy.special")
+IMPORTED = ("triton",)
 """What the processes that compile and measure import beside torch, for `processes.start_server`; nothing of this package, another
 copy of which may lie where the command is run."""

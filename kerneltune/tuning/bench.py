@@ -52,19 +52,21 @@ class GpuBench:
     """A bench on the GPU of this process."""
 
     def __init__(self) -> None:
+        """Begin with what every case needs, a context on the GPU and Triton's driver; `open` waits for it."""
         self._checker: Checker | None = None
         self._inputs: list[Any] = []
+        beside = ThreadPoolExecutor(1)
+        self._launchable = beside.submit(_have_driver)
+        beside.shutdown(wait=False)
 
     def open(self, op: Op, case: Case, variant: Variant, policy: str) -> None:
-        """Make inputs and reference, while the C compiler is at work for Triton's driver."""
+        """Make inputs and reference."""
         self._variant, self._policy = variant, POLICIES[policy]
-        with ThreadPoolExecutor(1) as beside:
-            launchable = beside.submit(_have_driver)
-            self._checker = Checker(op, case, "cuda")
-            free, _ = torch.cuda.mem_get_info()
-            sets = rotation(self._policy, op.traffic(case).total, device.current().l2_bytes, free)
-            self._inputs = [op.inputs(case, device="cuda", seed=i) for i in range(sets)]
-            launchable.result()
+        self._checker = Checker(op, case, "cuda")
+        free, _ = torch.cuda.mem_get_info()
+        sets = rotation(self._policy, op.traffic(case).total, device.current().l2_bytes, free)
+        self._inputs = [op.inputs(case, device="cuda", seed=i) for i in range(sets)]
+        self._launchable.result()
 
     def prepare(self) -> None:
         """Nothing is put off."""
@@ -110,9 +112,10 @@ class GpuBench:
 
 
 def _have_driver() -> None:
-    """Have Triton make its driver, for which it compiles and loads a C module, and whatever else comes before a first launch."""
+    """A context on the GPU, Triton's driver, for which it compiles and loads a C module, and what else comes before a launch."""
     from triton.runtime.driver import driver
 
+    torch.cuda.synchronize()
     driver.active.get_current_device()
     know_triton()
 

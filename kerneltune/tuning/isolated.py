@@ -104,6 +104,16 @@ class IsolatedBench:
         """Seconds since a moment (time.monotonic) that the children spent on what they were asked for, not on starting."""
         return sum(ended - max(began, moment) for began, ended in self._busy if ended > moment)
 
+    def begin(self) -> None:
+        """Start a child, which makes ready what does not depend on the case while this process does something else.
+
+        Raises:
+            ChildLostError: the bench stopped.
+        """
+        if self._child is None:
+            self._start()
+            self._ready = False
+
     def prepare(self) -> None:
         """Have a child make its tensors.
 
@@ -111,9 +121,7 @@ class IsolatedBench:
             ChildLostError: the child was lost, or the bench stopped.
         """
         assert self._opened is not None
-        if self._child is None:
-            self._start()
-            self._ready = False
+        self.begin()
         if not self._ready:
             self._ask("open", DUEL_TIMEOUT_S, *self._opened)
             self._ready = True

@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from kerneltune import device
@@ -55,24 +55,15 @@ class Machines:
     """For as long as a stage lasts. Use as a context manager."""
 
     def __init__(self, options: Options, on_trial: Callable[[str], None] = lambda _line: None) -> None:
-        """on_trial: told every new trial, as a line of its store.
-
-        Raises:
-            ValueError: a GPU that nothing can be compiled for ahead of time.
-        """
-        start_server(*IMPORTED)  # before the driver is asked, which takes as long
-        here = device.current()
-        target = TARGETS.get(here.arch)
-        if target is None:
-            raise ValueError(f"cannot compile ahead of time for {here.arch}; known targets: {', '.join(TARGETS)}")
-        measuring, compiling = split_cores()
-        self.pool = CompilePool(target, options.workers, compiling)
+        """on_trial: told every new trial, as a line of its store."""
+        start_server(*IMPORTED)
+        measuring, self._cores = split_cores()
+        self.pool: CompilePool
         self.bench = IsolatedBench(cores=measuring)
         self._on_trial = on_trial
-        self._options, self._folder = options, results_root(options.results) / "runs" / "trials" / here.slug
+        self._options = options
         self._began: float | None = None
         self._evaluations = 0
-        self._cores = compiling
         self._stores: dict[str, TrialStore] = {}
         self._begun: list[Compiling] = []
         self._ahead: dict[tuple[_Place, Config], Compiling] = {}
@@ -156,10 +147,22 @@ class Machines:
         return Usage(now - since, self.bench.busy_since(since), evaluations)
 
     def __enter__(self) -> "Machines":
-        self.pool.__enter__()
-        self.bench.__enter__()
+        """Start the measuring child, then the compilers.
+
+        Raises:
+            ValueError: a GPU that nothing can be compiled for ahead of time.
+        """
+        with ExitStack() as entered:
+            entered.enter_context(self.bench)
+            self.bench.begin()  # asks for the driver while this process does, which takes as long
+            here = device.current()
+            target = TARGETS.get(here.arch)
+            if target is None:
+                raise ValueError(f"cannot compile ahead of time for {here.arch}; known targets: {', '.join(TARGETS)}")
+            self._folder = results_root(self._options.results) / "runs" / "trials" / here.slug
+            self.pool = entered.enter_context(CompilePool(target, self._options.workers, self._cores))
+            self._entered = entered.pop_all()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.bench.__exit__(*error)
-        self.pool.__exit__(*error)
+    def __exit__(self, *_: object) -> None:
+        self._entered.close()
