@@ -18,7 +18,7 @@ from kerneltune.plan import Options, Progress, Selection, load_plan, require_gpu
 from kerneltune.records import Key, Record
 from kerneltune.reporting import tables
 from kerneltune.search.trials import drop_cut_line
-from kerneltune.spec import Case, Config, Op, Variant
+from kerneltune.spec import Case, Config, Op, Variant, parts_of
 from kerneltune.tuning.apart import check_apart, compare_apart
 from kerneltune.tuning.bench import CheckBench
 from kerneltune.tuning.cached import config_for
@@ -44,7 +44,8 @@ def run_sweep(ops: Mapping[str, Op], selection: Selection, options: Options, pro
     """All stages of a sweep.
 
     Without a GPU, and with `check_only`, the sweep's check cases run and no time is taken. On a GPU the records, the table,
-    Markdown and CSV are written under results/; rows measured before an interruption are not measured again.
+    Markdown and CSV are written under results/, also where the measurement is interrupted; rows measured before an interruption
+    are not measured again.
 
     Raises:
         ValueError: bad input, or a folder that cannot be written.
@@ -61,8 +62,15 @@ def run_sweep(ops: Mapping[str, Op], selection: Selection, options: Options, pro
     entries = [e for e in plan.bench if selection.takes(e)]
     if options.tune:
         tune_entries(ops, entries, selection, options, progress)
-    measured = _measure(ops, plan.family, entries, selection, options, progress, _journal(plan.family, options))
-    files = _write(plan.family, measured, options)
+    journal = _journal(plan.family, options)
+    try:
+        measured = _measure(ops, plan.family, entries, selection, options, progress, journal)
+    except KeyboardInterrupt:
+        if _journalled(journal):
+            _write(ops, plan.family, [], options)
+        raise
+    files = _write(ops, plan.family, measured, options)
+    journal.unlink(missing_ok=True)
     return Swept([*(record for record in checked if record.status == "failed"), *measured], files)
 
 
@@ -273,17 +281,17 @@ def _journalled(journal: Path) -> list[Record]:
 
 
 def _journal(family: str, options: Options) -> Path:
-    """Rows of a run that has not ended; it goes when the run's results are written."""
+    """Rows of a run that has not come to its end, where it is deleted."""
     return sweep.results_root(options.results) / "runs" / device.current().slug / f"{family}.journal.jsonl"
 
 
-def _write(family: str, measured: Sequence[Record], options: Options) -> list[Path]:
+def _write(ops: Mapping[str, Op], family: str, measured: Sequence[Record], options: Options) -> list[Path]:
+    """The journal's rows and these among the records of the family, and its tables."""
     rows, markdown, csv = (results_folder(options) / f"{family}{suffix}" for suffix in (".jsonl", ".md", ".csv"))
     records.merge(rows, [*_journalled(_journal(family, options)), *measured])
-    everything = records.load(rows)
-    replace_text(markdown, tables.sweep_markdown(everything))
-    replace_text(csv, tables.sweep_csv(everything))
-    _journal(family, options).unlink(missing_ok=True)
+    everything, parts = records.load(rows), parts_of(ops.values())
+    replace_text(markdown, tables.sweep_markdown(everything, parts))
+    replace_text(csv, tables.sweep_csv(everything, parts))
     return [rows, markdown, csv]
 
 

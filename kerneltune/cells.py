@@ -10,8 +10,8 @@ def ratio(numerator: float | None, denominator: float | None) -> float | None:
 
 
 def number(value: float | None, digits: int) -> str:
-    """With so many digits behind the point; empty for None."""
-    return "" if value is None else f"{value:.{digits}f}"
+    """With so many digits behind the point, and no minus before nothing but zeros; empty for None."""
+    return "" if value is None else f"{value:z.{digits}f}"
 
 
 def pairs(values: Mapping[str, object]) -> str:

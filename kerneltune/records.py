@@ -203,8 +203,13 @@ def append(path: Path, records: Sequence[Record]) -> None:
 
 
 def newest(records: Iterable[Record]) -> list[Record]:
-    """The last record of every (key, variant, device), in the order of their first."""
-    return list({(record.key, record.variant, record.device): record for record in records}.values())
+    """The newest record of every (key, variant, device), the last of those of one time, in the order of their first."""
+    found: dict[tuple[Key, str, str], Record] = {}
+    for record in records:
+        known = found.setdefault((record.key, record.variant, record.device), record)
+        if datetime.fromisoformat(record.date) >= datetime.fromisoformat(known.date):
+            found[record.key, record.variant, record.device] = record
+    return list(found.values())
 
 
 def _append(descriptor: int, data: bytes) -> None:
@@ -296,7 +301,7 @@ def _check_status(record: Record) -> None:
 
 
 def merge(path: Path, new: Sequence[Record]) -> None:
-    """Replace the rows of a file that `new` measured again, keep the others; the file changes as a whole or not at all.
+    """Replace the rows of a file that `new` measured again later, keep the others; the file changes as a whole or not at all.
 
     Processes that do so at the same time wait for each other; readers see the old file or the new one.
 

@@ -6,7 +6,7 @@ Frozen values. Does not measure, tune or print. Imports the standard library, er
 import dataclasses
 import importlib.util
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -23,6 +23,10 @@ Space = Mapping[str, tuple[Any, ...]]
 Option = bool | int | float | str
 MOST = 1e15
 """More than any µs, GB/s or per cent that is measured: 30 years."""
+
+Parts = frozenset[tuple[str, str]]
+"""(operator, variant) of variants that are parts."""
+NO_PARTS: Parts = frozenset()
 
 GROUP, PLUGINS = "kerneltune.ops", "KERNELTUNE_PLUGINS"
 """Where operators of other packages are named: an entry-point group, and an environment variable."""
@@ -108,6 +112,7 @@ class Variant:
         unsupported: case -> None, or why this variant cannot take the case.
         requires: packages that must import; a variant that requires any is a peer.
         promising: case -> configs of the space that every search tries, after the default.
+        part: does some of the operator's work only, so that its time is not compared with the others'.
     """
 
     name: str
@@ -119,6 +124,7 @@ class Variant:
     unsupported: Callable[[Case], str | None] = _nothing_unsupported
     requires: tuple[str, ...] = ()
     promising: Callable[[Case], tuple[Config, ...]] = _nothing_promising
+    part: bool = False
 
     @property
     def is_peer(self) -> bool:
@@ -155,6 +161,11 @@ class Variant:
             return config_from(self.config, values)
         except ValueError as error:
             raise ValueError(f"config of {self.name}: {error}") from None
+
+
+def parts_of(ops: Iterable["Op"]) -> Parts:
+    """The operators' variants that are parts."""
+    return frozenset((op.name, variant.name) for op in ops for variant in op.variants if variant.part)
 
 
 def config_from(config: type[Any], values: Mapping[str, Any]) -> Config:

@@ -191,10 +191,20 @@ def test_markdown_has_the_table_its_source_and_its_pictures(tmp_path: Path) -> N
     assert result.exit_code == 0, result.output
     lines = (tmp_path / "pr.md").read_text().splitlines()
     assert lines[0] == "### baseline (A) against optimized (B)"
-    assert lines[2].startswith("NVIDIA H200, driver 570, torch 2.13, triton 3.7, commit abc. `kerneltune")
+    assert lines[2].startswith("NVIDIA H200, driver 570, torch 2.13, triton 3.7, commit abc, 2026-")
     assert lines[6].startswith("| scale | bfloat16 | none | 4 | 256 | 0.0400 | 0.0200 | 5000.0 | 10000.0 | 2.00x | + |")
     assert lines[-3:] == [f"![scale {name}](pictures/scale_{name}.svg)" for name in ("ceiling", "peers", "bandwidth")]
     assert not (tmp_path / "report.html").exists()
+
+
+def test_markdown_has_a_table_for_every_family(tmp_path: Path) -> None:
+    result = run("report", *sorted(RECORDED.parent.glob("fp8_t*.jsonl")), "--markdown", tmp_path / "pr.md")
+    assert result.exit_code == 0, result.output
+    lines = (tmp_path / "pr.md").read_text().splitlines()
+    heads = [f"### {family}: baseline (A) against optimized (B)" for family in ("fp8_tensorwise", "fp8_transpose")]
+    assert [line for line in lines if line.startswith("###")] == heads
+    columns = [line for line in lines if line.startswith("| kind")]
+    assert ["layout" in line for line in columns] == [True, False]
 
 
 @pytest.fixture(scope="module")
@@ -286,7 +296,7 @@ def test_browser_table_is_that_of_compare_and_sorts_and_filters(browser: Any, sh
     assert descending == sorted(descending, reverse=True) != ascending
     window.select_option("#filter-op", "rmsnorm_bwd")
     window.fill("#text", "8192 M=8192")
-    assert set(column("kind")) == {"bwd"}
+    assert set(column("kind")) == {"rmsnorm_bwd"}
     assert set(column("M")) == {"8192"}
     window.select_option("#a", "pr593")
     assert "A is pr593, B is optimized" in window.locator("#table caption").inner_text()
@@ -310,6 +320,53 @@ def test_browser_calls_cases_what_every_table_calls_them(browser: Any, tmp_path:
     assert titles == [name.title for name in case_names(rows)]
     window.select_option("#filter-op", "scale_rows")
     assert [head.strip() for head in window.locator("#table thead th:visible").all_inner_texts()][3] == "M"
+    window.close()
+
+
+@pytest.fixture(scope="module")
+def of_all(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of all recorded results."""
+    path = tmp_path_factory.mktemp("all") / "report.html"
+    folder = RECORDED.parent
+    assert run("report", *sorted(folder.glob("*.jsonl")), *sorted(folder.glob("curves/*.csv")), "-o", path).exit_code == 0
+    return path
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [390, 1000])
+def test_browser_keeps_labels_within_their_charts_where_all_results_are_shown(browser: Any, of_all: Path, width: int) -> None:
+    window = browser.new_page(viewport={"width": width, "height": 900})
+    window.goto(of_all.as_uri())
+    window.wait_for_selector("#curves figure svg")
+    cut = window.evaluate(
+        """[...document.querySelectorAll("[aria-label$='axis tick label'] text")].filter((text) => {
+            const [inner, outer] = [text, text.closest("figure")].map((node) => node.getBoundingClientRect());
+            return inner.left < outer.left || inner.right > outer.right;
+        }).map((text) => text.textContent)"""
+    )
+    assert cut == []
+    window.close()
+
+
+@pytest.mark.browser
+def test_browser_finds_its_way_on_the_page_of_all_results(browser: Any, of_all: Path) -> None:
+    window = browser.new_page(viewport={"width": 1200, "height": 900})
+    window.goto(of_all.as_uri())
+    assert window.locator("#sections a").all_inner_texts()[:3] == ["A against B", "Share of the ceiling", "Variants and peers"]
+    window.locator("#sections a", has_text="Variants and peers").click()
+    bar, title = (window.locator(where).bounding_box() for where in ("#controls", "#peers h2"))
+    assert bar["y"] + bar["height"] <= title["y"] < 300
+    heads = window.locator("#table thead th").all_inner_texts()
+    speedup = window.locator(f"#table thead th:nth-child({heads.index('speedup') + 1})").bounding_box()
+    assert speedup["x"] + speedup["width"] <= 1200
+    marks = window.evaluate("data.variants.map((variant) => colour(variant) + symbol(variant))")
+    assert len(set(marks)) == len(marks) > 16
+    window.select_option("#filter-op", "rmsnorm_fwd")
+    assert "splitk" not in window.locator("#ceiling .chip").all_inner_texts()
+    window.select_option("#a", "splitk")
+    assert window.locator("#table-hint").inner_text() == "No case that is left has both splitk and optimized."
+    window.fill("#text", "no such case")
+    assert window.locator("#charts figure").count() == window.locator("#curves figure").count() > 0
     window.close()
 
 

@@ -236,6 +236,8 @@ def test_an_interrupted_measurement_goes_on_where_it_was(
         run_sweep(OPS, selection, given, Quiet())
     assert options.results is not None
     journal = options.results / "runs" / "nvidia_h200" / "tiny.journal.jsonl"
+    table = options.results / "nvidia_h200" / "tiny.csv"
+    assert [record.case for record in records.load(table.with_suffix(".jsonl"))] == ["big"] and ",big," in table.read_text()
     with journal.open("ab") as file:
         file.write(b'{"op": "stre')  # what was being written
     swept = run_sweep(OPS, selection, given, Quiet())

@@ -33,13 +33,16 @@ def test_policy_and_device_are_named_like_options() -> None:
     ]
 
 
-def test_operators_that_end_alike_are_called_by_their_whole_names() -> None:
-    names = case_names([cast("row"), cast("row", op="scale_2d"), literal(1.0)])
-    assert [name.kind for name in names] == ["cast_2d", "scale_2d", "fwd"]
+def test_operators_are_called_by_what_tells_them_apart() -> None:
+    together = case_names([cast("row", op=op) for op in ("fp8_colwise_3d", "fp8_group_colwise", "fp8_rowwise_2d")])
+    assert [name.kind for name in together] == ["colwise_3d", "group_colwise", "rowwise_2d"]
+    assert [name.kind for name in case_names([cast("row"), cast("row", op="cast_2d_both")])] == ["2d", "2d_both"]
+    assert [name.kind for name in case_names([cast("row"), literal(1.0)])] == ["cast_2d", "rmsnorm_fwd"]
 
 
 def test_every_table_chart_and_page_says_the_same() -> None:
-    records = [cast("row"), cast("both", time_us=50.0, case="other"), cast("row", op="cast_3d")]
+    others = cast("both", time_us=50.0, case="other", family="cast"), cast("row", op="cast_3d", family="cast")
+    records = [cast("row", family="cast"), *others]
     shown = payload(Sources(records, ("baseline", "baseline")))["cases"]
     for case, name in zip(shown, case_names(records), strict=True):
         assert [case[field] for field in ("kind", "options", "shape", "title")] == [
@@ -52,5 +55,5 @@ def test_every_table_chart_and_page_says_the_same() -> None:
     assert "2d bfloat16 fp8 layout=both M×N" in tables.ab_text(rows, width=60).splitlines()
     assert "| 2d | bfloat16 | fp8 | both | 8192 | 4096 |" in tables.ab_markdown(rows)
     assert "other layout=both" in tables.sweep_text(records)
-    titles = re.findall(">(cast_[^<]*)<", draw(records, ("baseline", "baseline"), "svg")["cast_2d_bandwidth"].decode())
+    titles = re.findall(">(cast_[^<]*)<", draw(records, ("baseline", "baseline"), "svg")["cast_bandwidth"].decode())
     assert titles == [name.title for name in case_names(records)]

@@ -136,6 +136,14 @@ def test_newest_keeps_the_last_of_each_variant_key_and_device() -> None:
     assert records.newest([old, other, new]) == [new, other]
 
 
+def test_a_row_of_an_earlier_time_takes_no_newer_one_s_place(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    new, left_over = record(date="2026-02-01T00:00:00+00:00"), record(date="2026-01-01T00:00:00+00:00", time_us=50.0)
+    records.merge(path, [new])
+    records.merge(path, [left_over])  # of an interrupted run, after newer rows have come from elsewhere
+    assert records.load(path) == [new]
+
+
 def line(**changes: Any) -> str:
     values = json.loads(records.to_json(record()))
     values.update(changes)

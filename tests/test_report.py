@@ -113,7 +113,7 @@ def quantised() -> list[tables.Row]:
         record(op=op, options={"pow2": True, "layout": layout}, axes=axes)
         for op, layout, axes in (
             ("cast_2d", "row", {"M": 8, "K": 16}),
-            ("cast_rows_of_experts", "row", {"E": 4, "K": 16, "N": 32}),
+            ("cast_experts", "row", {"E": 4, "K": 16, "N": 32}),
             ("cast_2d", "both", {"M": 8, "K": 16}),
             ("cast_2d", "row", {"M": 8, "K": 32}),
         )
@@ -184,7 +184,7 @@ def test_a_row_that_failed_shows_its_reason_and_no_time() -> None:
         "wins 1, ties 0, losses 0\n"
         "  fwd none: 1 row, geometric mean 2.00x\n"
         "B reaches 80.0 % of the ceiling in the median\n"
-        "A/A floor at most 1.0%\n"
+        "A/A floor, a variant against itself: at most 1.0%\n"
     )
     assert tables.ab_text([]).endswith("\n\nno rows to compare\n")
     assert tables.ab_text(rows[:1]).endswith("\n\n1 of 1 rows not compared\n")
@@ -204,7 +204,7 @@ def test_ab_markdown() -> None:
         "- wins 1, ties 0, losses 0\n"
         "- fwd fp8: 1 row, geometric mean 2.00x\n"
         "- B reaches 80.0 % of the ceiling in the median\n"
-        "- A/A floor at most 1.0%\n"
+        "- A/A floor, a variant against itself: at most 1.0%\n"
     )
 
 
@@ -254,11 +254,29 @@ def test_sweep_text_in_80_columns() -> None:
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_long_reasons_are_cut_to_the_width() -> None:
-    for width in (80, 120):
-        lines = tables.sweep_text([failed(reason="x " * 200)], width).splitlines()
-        assert max(map(len, lines)) == width
-        assert any(line.endswith("…") for line in lines)
+def test_reasons_are_shown_on_up_to_three_lines() -> None:
+    reason = "wrong: scales of the last columns overwrite the next group's, so that no row of it is what it should be"
+    rows = tables.ab_rows([failed(reason=reason)], [record(50.0)])
+    assert tables.ab_text(rows, width=80).splitlines()[2:6] == [
+        "fwd  bfloat16 fp8   8192 4096  A failed: wrong: scales of the last columns",
+        "                               overwrite the next group's, so that no row of it",
+        "                               is what it should be",
+        "",
+    ]
+    assert tables.sweep_text([failed(reason=reason)], 80).splitlines()[3:6] == [
+        "    baseline failed: wrong: scales of the last columns overwrite the next",
+        "             group's, so that no row of it is what it should be",
+        "",
+    ]
+    narrow = tables.sweep_text([failed(reason=reason, variant="a_variant_of_a_long_name")], 50).splitlines()
+    assert narrow[3:5] == ["    a_variant_of_a_long_name", "        failed: wrong: scales of the last columns"]
+
+
+@pytest.mark.parametrize("width", [50, 80, 120])
+def test_longer_reasons_are_cut(width: int) -> None:
+    lines = tables.sweep_text([failed(reason="x " * 300)], width).splitlines()
+    assert max(map(len, lines)) <= width
+    assert [line.endswith(" …") for line in lines].count(True) == 1
 
 
 def test_the_interpreter_has_results_and_no_times() -> None:
@@ -279,6 +297,15 @@ def test_options_are_shown_where_they_tell_rows_apart() -> None:
         "te-8192x4096 pad=8 b",
         "te-8192x4096       b",
     ]
+
+
+def test_a_part_is_never_the_best() -> None:
+    rows = [record(), record(variant="optimized", time_us=50.0), record(variant="optimized_gemms", time_us=10.0)]
+    parts = frozenset({(rows[0].op, "optimized_gemms")})
+    assert "* optimized " in tables.sweep_text(rows, 120, parts) and "* optimized_gemms " in tables.sweep_text(rows, 120)
+    assert "**optimized**" in tables.sweep_markdown(rows, parts)
+    lines = csv.DictReader(io.StringIO(tables.sweep_csv(rows, parts)))
+    assert [line["variant"] for line in lines if line["best"]] == ["optimized"]
 
 
 def test_sweep_markdown() -> None:

@@ -98,17 +98,20 @@ def _sources(
     from kerneltune.records import load
     from kerneltune.reporting.payload import Sources, default_pair
     from kerneltune.search.trials import history
+    from kerneltune.spec import parts_of
 
     of_curves = {_short(path): curves.load(path) for path in paths if path.suffix == _CURVES}
     records = [record for path in paths if path.suffix != _CURVES for record in load(path)]
     for name, wanted in (("op", op), ("dtype", dtype), ("quant", quant)):
-        known = list(dict.fromkeys(getattr(record, name) for record in records))
-        records = [r for r in records if not wanted or getattr(r, name) in [o.choice(name, value, known) for value in wanted]]
+        taken = o.chosen(name, wanted, [getattr(record, name) for record in records])
+        records = [record for record in records if getattr(record, name) in taken]
     if not records and len(of_curves) < len(paths):
         raise ValueError(f"no records to report in {', '.join(map(str, paths))}")
     known_ops = o.load_ops()
     present = [known_ops[name] for name in dict.fromkeys(record.op for record in records) if name in known_ops]
     peers = frozenset((op.name, variant.name) for op in present for variant in op.variants if variant.is_peer)
+    parts = parts_of(present)
+    records = [record for record in records if (record.op, record.variant) not in parts]
     stores = _stores(records, results)
     if records and not stores:
         note("no trial store beside these records: the page shows what the config cache says of the tuning")
@@ -173,15 +176,20 @@ def _entries(records: "Sequence[Record]", configs: Path | None) -> "dict[str, li
 
 
 def _markdown(sources: "Sources", pictures: Sequence[Path], folder: Path) -> str:
-    """Where the numbers come from, the A/B table, the final losses, and the pictures that lie beside it."""
+    """The A/B table of every family and where its numbers come from, the final losses, and the pictures that lie beside it."""
+    from kerneltune.reporting.naming import by_family, source
     from kerneltune.reporting.tables import ab_markdown, ab_rows, curves_markdown
 
+    a, b = sources.pair
+    families = by_family(sources.records)
+    tables = {f: ab_rows(*([r for r in members if r.variant == name] for name in (a, b))) for f, members in families.items()}
+    if any(tables.values()):
+        tables = {family: rows for family, rows in tables.items() if rows}
     lines = []
-    for first in sources.records[:1]:
-        a, b = sources.pair
-        side_a, side_b = ([record for record in sources.records if record.variant == name] for name in (a, b))
-        source = f"{first.device}, driver {first.driver}, torch {first.torch}, triton {first.triton}, commit {first.commit}"
-        lines += [f"### {a} (A) against {b} (B)", "", f"{source}. `{sources.command}`", "", ab_markdown(ab_rows(side_a, side_b))]
+    for family, rows in tables.items():
+        of = f"{family}: " if len(tables) > 1 else ""
+        whence = source([side for row in rows for side in (row.a, row.b)] or families[family])
+        lines += [f"### {of}{a} (A) against {b} (B)", "", f"{whence}. `{sources.command}`", "", ab_markdown(rows)]
     for file, curves in sources.curves.items():
         lines += [f"### {curves.title}", "", f"{curves.source}. Losses in `{file}`.", "", curves_markdown(curves)]
     for path in {path.stem: path for path in pictures}.values():

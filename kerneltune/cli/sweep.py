@@ -36,6 +36,7 @@ def command(
     known = o.load_ops()
     from kerneltune.campaign import run_sweep
     from kerneltune.reporting.tables import sweep_text
+    from kerneltune.spec import parts_of
 
     selection = o.make_selection(known, family, op, case, dtype, quant, variant)
     options = o.make_options(
@@ -44,7 +45,7 @@ def command(
     )  # fmt: skip
     with reporter() as progress:
         swept = run_sweep(known, selection, options, progress)
-    show(sweep_text(swept.records, width()))
+    show(sweep_text(swept.records, width(), parts_of(known.values())))
     for path in swept.files:
         note(f"wrote {path}")
     failed = [r for r in swept.records if r.status == "failed" and not known[r.op].variant(r.variant).is_peer]

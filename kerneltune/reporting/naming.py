@@ -1,11 +1,11 @@
-"""What tables, charts and the page call a case: one value, which all of them print.
+"""What tables, charts and the page call a case: one value, which all of them print; and where their records come from.
 
 Pure; does not lay anything out. Imports the standard library, cells, spec and records.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from os.path import commonprefix
 
 from kerneltune.cells import pairs
 from kerneltune.records import Record
@@ -19,7 +19,7 @@ class CaseName:
     Attributes:
         case: what people call it; no part of its identity.
         options: options, policy and device by name; `told_apart` leaves those that are not the same in all cases.
-        kind: last part of the operator's name, `fwd`; all of it where another operator's ends likewise.
+        kind: the operator's name without the parts that all operators' begin with, `fwd`; the last part is never left out.
     """
 
     op: str
@@ -65,8 +65,24 @@ def told_apart(cases: Iterable[CaseName]) -> list[CaseName]:
     for case in cases:
         for name, value in case.options.items():
             values.setdefault(name, set()).add(str(value))
-    short = {case.op: case.op.rsplit("_", 1)[-1] for case in cases}
-    ends = Counter(short.values())
-    kinds = {op: kind if ends[kind] == 1 else op for op, kind in short.items()}
+    parts = {case.op: case.op.split("_") for case in cases}
+    shared = min(len(commonprefix(list(parts.values()))), *(len(words) - 1 for words in parts.values())) if parts else 0
+    kinds = {op: "_".join(words[shared:]) for op, words in parts.items()}
     varied = [{name: value for name, value in case.options.items() if len(values[name]) > 1} for case in cases]
     return [replace(case, options=options, kind=kinds[case.op]) for case, options in zip(cases, varied, strict=True)]
+
+
+def by_family(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """The records of every family, in order of appearance; where none is known the operator stands for it."""
+    families: dict[str, list[Record]] = {}
+    for record in records:
+        families.setdefault(record.family or record.op, []).append(record)
+    return families
+
+
+def source(records: Sequence[Record]) -> str:
+    """GPU, versions, commits and days of the records."""
+    parts = [("", "device"), ("driver ", "driver"), ("torch ", "torch"), ("triton ", "triton"), ("commit ", "commit")]
+    shown = [f"{word}{' and '.join(dict.fromkeys(getattr(r, name) for r in records))}" for word, name in parts]
+    days = sorted({record.date[:10] for record in records})
+    return ", ".join([*shown, " to ".join(dict.fromkeys((days[0], days[-1])))])

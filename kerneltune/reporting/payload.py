@@ -15,7 +15,7 @@ from kerneltune.curves import LAST, Curves, thinned
 from kerneltune.device import INTERPRETER, PEAK_TFLOPS
 from kerneltune.errors import unknown
 from kerneltune.records import Key, Record, newest
-from kerneltune.reporting.naming import CaseName, case_names, told_apart
+from kerneltune.reporting.naming import CaseName, by_family, case_names, told_apart
 from kerneltune.reporting.tables import INTERPRETER_NOTE, LOSS, WIN
 
 MOST_EVALUATIONS = 25_000
@@ -62,8 +62,7 @@ def payload(sources: Sources) -> dict[str, Any]:
     variants = sorted(dict.fromkeys(record.variant for record in records), key=lambda name: name != sources.pair[0])
     searches, left_out = _searches(sources.trials)
     return {
-        "title": ", ".join(dict.fromkeys(record.family or record.op for record in records))
-        or ", ".join(curves.title for curves in sources.curves.values()),
+        "title": ", ".join(by_family(records)) or ", ".join(curves.title for curves in sources.curves.values()),
         "facts": _facts(records, sources),
         "remark": INTERPRETER_NOTE if any(record.device == INTERPRETER for record in records) else "",
         "variants": variants,

@@ -1,6 +1,6 @@
 """The main charts as PNG or SVG for a pull request: shares of the ceiling, peers, achieved bandwidth; training curves.
 
-Returns bytes; does not read or write files. Imports curves, records and naming, and matplotlib when called.
+Returns bytes; does not read or write files. Imports cells, curves, records and naming, and matplotlib when called.
 """
 
 import io
@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from kerneltune.cells import wrapped
 from kerneltune.curves import LAST, Curves, thinned
 from kerneltune.records import Record, newest
-from kerneltune.reporting.naming import case_names
+from kerneltune.reporting.naming import by_family, case_names, source
 from kerneltune.rounding import cdiv
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ _COLOURS = ("#8a93a2", "#e69f00", "#0072b2", "#009e73", "#cc79a7", "#d55e00", "#
 _MARKERS = ("o", "s", "^", "D", "*", "v", "P", "X")
 _SCALE = {"*": 1.6, "^": 1.15, "v": 1.15, "D": 0.85, "P": 1.1}
 _COLUMNS, _MOST_TICKS = 2, 7
+_TITLE_WIDTH = 38
 _INK, _MUTED, _LINE = "#1a1f27", "#586171", "#dce1e8"
 _STYLE = {
     "font.size": 9.0,
@@ -44,14 +46,14 @@ _STYLE = {
     "figure.facecolor": "white",
 }
 
-_Look = Mapping[str, tuple[str, str]]
+_Looks = Mapping[str, tuple[str, str]]
 """Variant -> colour and marker."""
-_Chart = Callable[["Axes", Sequence[Record], tuple[str, str], _Look], str]
+_Chart = Callable[["Axes", Sequence[Record], tuple[str, str], _Looks], str]
 """Draws the records of one group and answers with what its x axis shows; nothing where it has nothing to show."""
 
 
 def draw(records: Sequence[Record], pair: tuple[str, str], suffix: str) -> dict[str, bytes]:
-    """The charts that have data, by name: `<family>_ceiling`, `_peers` (time over that of B) and `_bandwidth`.
+    """The charts that have data, by name: `<family>_ceiling`, `_peers` (time over that of B) and `_bandwidth` of every family.
 
     Args:
         pair: the variants A and B, which `ceiling` joins by a line.
@@ -65,9 +67,12 @@ def draw(records: Sequence[Record], pair: tuple[str, str], suffix: str) -> dict[
         if not timed:
             raise ValueError("no timed records to draw")
         charts: dict[str, _Chart] = {"ceiling": _ceiling, "peers": _peers, "bandwidth": _bandwidth}
-        drawn = {name: _picture(timed, pair, chart, suffix) for name, chart in charts.items()}
-    family = timed[0].family or timed[0].op
-    return {f"{family}_{name}": content for name, content in drawn.items() if content}
+        drawn = {
+            f"{family}_{name}": _picture(members, pair, chart, suffix)
+            for family, members in by_family(timed).items()
+            for name, chart in charts.items()
+        }
+    return {name: content for name, content in drawn.items() if content}
 
 
 def draw_curves(curves: Curves, suffix: str) -> bytes:
@@ -124,6 +129,22 @@ def _style() -> Iterator[None]:
         yield
 
 
+def _look(nth: int) -> tuple[str, str]:
+    """Colour and marker of the n-th variant; the two together are its own, also where the colours begin again."""
+    return _COLOURS[nth % len(_COLOURS)], _MARKERS[(nth + nth // len(_COLOURS)) % len(_MARKERS)]
+
+
+def _keys(variants: Sequence[str], inches: float) -> int:
+    """Columns of the legend: one per variant where they fit side by side, else as many as the longest name leaves room for."""
+    widths = [0.4 + 0.075 * len(variant) for variant in variants]
+    return len(variants) if sum(widths) <= inches else max(1, int(inches / max(widths)))
+
+
+def _title(text: str) -> str:
+    """On lines that stay within their panel; a dot ends a line, it begins none."""
+    return "\n".join(wrapped(text.replace(" · ", "\xa0· "), _TITLE_WIDTH, "")).replace("\xa0", " ")
+
+
 def _groups(timed: Sequence[Record]) -> dict[str, list[Record]]:
     """Title -> the records of one chart: of one operator, mode, element type and setting of the options."""
     groups: dict[str, list[Record]] = {}
@@ -138,17 +159,19 @@ def _picture(timed: Sequence[Record], pair: tuple[str, str], chart: _Chart, suff
     from matplotlib.lines import Line2D
 
     variants = list(dict.fromkeys(record.variant for record in timed))
-    look = {v: (_COLOURS[i % len(_COLOURS)], _MARKERS[i % len(_MARKERS)]) for i, v in enumerate(variants)}
+    look = {v: _look(i) for i, v in enumerate(variants)}
     groups = _groups(timed)
     columns = min(_COLUMNS, len(groups))
     rows = cdiv(len(groups), columns)
-    tallest = max(len({_shape(record) for record in group}) for group in groups.values())
-    height = rows * (1.1 + 0.2 * max(tallest, 6)) + 0.8
+    shapes = [len({_shape(record) for record in group}) for group in groups.values()]
+    heights = [1.1 + 0.2 * max(6, *shapes[row * columns : (row + 1) * columns]) for row in range(rows)]
+    keys = _keys(variants, 5.0 * columns)
+    height = sum(heights) + 0.6 + 0.2 * cdiv(len(variants), keys)
     figure = Figure(figsize=(5.0 * columns, height), layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False).flatten()
+    panels = figure.subplots(rows, columns, squeeze=False, height_ratios=heights).flatten()
     shown = False
     for panel, (title, group) in zip(panels, groups.items(), strict=False):
-        panel.set_title(title)
+        panel.set_title(_title(title))
         label = chart(panel, group, pair, look)
         panel.set_xlabel(label)
         shown = shown or bool(label)
@@ -157,12 +180,12 @@ def _picture(timed: Sequence[Record], pair: tuple[str, str], chart: _Chart, suff
     if not shown:
         return b""
     marks = [Line2D([], [], color=colour, marker=marker, linestyle="", label=v) for v, (colour, marker) in look.items()]
-    figure.legend(handles=marks, loc="outside upper left", ncols=len(marks), frameon=False, handletextpad=0.1, columnspacing=1.2)
-    figure.supxlabel(_source(timed), fontsize=7.5, color=_MUTED, x=0.01, ha="left")
+    figure.legend(handles=marks, loc="outside upper left", ncols=keys, frameon=False, handletextpad=0.1, columnspacing=1.2)
+    figure.supxlabel(source(timed), fontsize=7.5, color=_MUTED, x=0.01, ha="left")
     return _bytes(figure, suffix)
 
 
-def _ceiling(axes: "Axes", group: Sequence[Record], pair: tuple[str, str], look: _Look) -> str:
+def _ceiling(axes: "Axes", group: Sequence[Record], pair: tuple[str, str], look: _Looks) -> str:
     """Percent of the ceiling; a line joins A and B."""
     shares = [record for record in group if record.pct_ceiling is not None]
     if not shares:
@@ -178,7 +201,7 @@ def _ceiling(axes: "Axes", group: Sequence[Record], pair: tuple[str, str], look:
     return "% of the ceiling"
 
 
-def _peers(axes: "Axes", group: Sequence[Record], pair: tuple[str, str], look: _Look) -> str:
+def _peers(axes: "Axes", group: Sequence[Record], pair: tuple[str, str], look: _Looks) -> str:
     """Time over that of B: right of 1 is slower than B."""
     times = {r.key: r.time_us for r in group if r.variant == pair[1] and r.time_us}
     ratios = [(record, (record.time_us or 0.0) / times[record.key]) for record in group if record.key in times]
@@ -191,7 +214,7 @@ def _peers(axes: "Axes", group: Sequence[Record], pair: tuple[str, str], look: _
     return f"time / time of {pair[1]}"
 
 
-def _bandwidth(axes: "Axes", group: Sequence[Record], pair: tuple[str, str], look: _Look) -> str:
+def _bandwidth(axes: "Axes", group: Sequence[Record], pair: tuple[str, str], look: _Looks) -> str:
     """GB/s against the bytes that must move, below the measured ceiling."""
     moved = [(r, r.gbps * r.time_us / 1e3) for r in group if r.gbps and r.time_us]
     ceiling = sorted({(size, r.ceiling_gbps) for r, size in moved if r.ceiling_gbps})
@@ -204,7 +227,7 @@ def _bandwidth(axes: "Axes", group: Sequence[Record], pair: tuple[str, str], loo
     return "MB that must move; dashed: the ceiling"
 
 
-def _dots(axes: "Axes", points: Sequence[tuple[Record, float, float]], pair: tuple[str, str], look: _Look) -> None:
+def _dots(axes: "Axes", points: Sequence[tuple[Record, float, float]], pair: tuple[str, str], look: _Looks) -> None:
     """One mark per point, those of A and B on top."""
     for variant, (colour, marker) in look.items():
         xs, ys = [x for r, x, _ in points if r.variant == variant], [y for r, _, y in points if r.variant == variant]
@@ -234,6 +257,7 @@ def _round_ticks(axes: "Axes", values: Sequence[float], form: str) -> None:
         ticks = [digit * 10.0**power for power in powers for digit in digits if low <= digit * 10.0**power <= high]
         if len(ticks) <= _MOST_TICKS:
             break
+    ticks = ticks or [float(f"{value:.2g}") for value in dict.fromkeys((min(values), max(values)))]
     axes.set_xscale("log")
     axes.set_xlim(low, high)
     axes.xaxis.set_major_locator(FixedLocator(ticks))
@@ -243,14 +267,6 @@ def _round_ticks(axes: "Axes", values: Sequence[float], form: str) -> None:
 
 def _shape(record: Record) -> str:
     return "×".join(str(size) for size in record.axes.values())
-
-
-def _source(timed: Sequence[Record]) -> str:
-    """GPU, versions, commits and days of the records."""
-    parts = [("", "device"), ("driver ", "driver"), ("torch ", "torch"), ("triton ", "triton"), ("commit ", "commit")]
-    shown = [f"{word}{' and '.join(dict.fromkeys(getattr(r, name) for r in timed))}" for word, name in parts]
-    days = sorted({record.date[:10] for record in timed})
-    return ", ".join([*shown, " to ".join(dict.fromkeys((days[0], days[-1])))])
 
 
 def _bytes(figure: "Figure", suffix: str) -> bytes:

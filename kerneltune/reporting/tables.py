@@ -1,12 +1,13 @@
 """Tables of records: A against B in the published column form, and what a sweep found, as text, Markdown and CSV; final losses.
 
 Pure functions that return text; does not measure, read files or print.
-Imports the standard library, cells, curves, stats, device, records and naming.
+Imports the standard library, cells, curves, stats, device, records, naming and spec.
 """
 
 import csv
 import io
 import statistics
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from kerneltune.curves import LAST, Curves
 from kerneltune.device import INTERPRETER
 from kerneltune.records import Record
 from kerneltune.reporting.naming import CaseName, case_names
+from kerneltune.spec import NO_PARTS, Parts
 from kerneltune.stats import geometric_mean
 
 WIN, LOSS = 1.05, 0.95
@@ -28,6 +30,7 @@ _AB_NUMBERS = ("A ms", "B ms", "A GB/s", "B GB/s", "speedup")
 _AB_WIDTHS = (10, 10, 9, 9, 9)
 _SWEEP_HEAD = ("op", "case", "dtype", "quant", "  variant", "time µs", "GB/s", "% ceiling", "vs baseline")
 _CASE_CELLS, _LEFT_CELLS = 4, 5
+_LEAST_ROOM, _REASON_INDENT, _REASON_LINES = 30, 8, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +92,9 @@ def ab_text(rows: list[Row], width: int = 100) -> str:
     lines = [aligned(head, widths, left), "-" * (sum(widths) + len(widths) - 1)]
     for heading in dict.fromkeys(headings):
         lines += wrapped(heading, width) if heading else []
-        lines += [
-            _ab_line(row, aligned(line, widths, left), width)
-            for row, line, other in zip(rows, cells, headings, strict=True)
-            if other == heading
-        ]
+        for row, line, other in zip(rows, cells, headings, strict=True):
+            if other == heading:
+                lines += _ab_lines(row, aligned(line, widths, left), width)
     return "\n".join([*lines, "", *_ab_summary(rows)]) + "\n"
 
 
@@ -130,12 +131,15 @@ def ab_csv(rows: list[Row]) -> str:
     return _csv(lines)
 
 
-def sweep_text(records: list[Record], width: int = 100) -> str:
-    """Every variant of every case, the best one marked `*`; a heading per case where the full columns do not fit."""
+def sweep_text(records: list[Record], width: int = 100, parts: Parts = NO_PARTS) -> str:
+    """Every variant of every case, the best one marked `*`; a heading per case where the full columns do not fit.
+
+    parts: what is never the best, in all tables of a sweep.
+    """
     lines = _device_lines(records)
     groups = _groups(records)
     names = case_names(group[0] for group in groups)
-    cells = [[_sweep_cells(name, record, group) for record in group] for name, group in zip(names, groups, strict=True)]
+    cells = [[_sweep_cells(name, record, group, parts) for record in group] for name, group in zip(names, groups, strict=True)]
     widths = [max(map(len, column)) for column in zip(_SWEEP_HEAD, *(line for group in cells for line in group), strict=True)]
     start = 0 if sum(widths) + len(widths) - 1 <= width else _CASE_CELLS
     indent = "  " if start else ""
@@ -147,29 +151,29 @@ def sweep_text(records: list[Record], width: int = 100) -> str:
             shown = line if index == 0 else [""] * _CASE_CELLS + line[_CASE_CELLS:]
             if record.status != "passed":
                 left = aligned(shown[start:_LEFT_CELLS], widths[start:_LEFT_CELLS], _LEFT_CELLS, strip=False)
-                lines.append(_cut(f"{indent}{left} {_status(record)}", width))
+                lines += _reasoned(f"{indent}{left} ", _status(record), width)
             else:
                 lines.append(indent + aligned(shown[start:], widths[start:], _LEFT_CELLS - start))
     return "\n".join([*lines, "", _counts(records)]) + "\n"
 
 
-def sweep_markdown(records: list[Record]) -> str:
+def sweep_markdown(records: list[Record], parts: Parts = NO_PARTS) -> str:
     """The same as a Markdown table with the configs, the best variant in bold."""
     lines = [*_device_lines(records), "", _pipe([*(name.strip() for name in _SWEEP_HEAD), "config"])]
     lines.append(_pipe(["---"] * _LEFT_CELLS + ["---:"] * 4 + ["---"]))
     groups = _groups(records)
     for name, group in zip(case_names(group[0] for group in groups), groups, strict=True):
         for record in group:
-            cells = [cell.strip() for cell in _sweep_cells(name, record, group)]
+            cells = [cell.strip() for cell in _sweep_cells(name, record, group, parts)]
             if record.status != "passed":
                 cells[_LEFT_CELLS] = _status(record)
-            elif record is _best(group):
+            elif record is _best(group, parts):
                 cells[_LEFT_CELLS - 1] = f"**{record.variant}**"
             lines.append(_pipe([*cells, record.config_label]))
     return "\n".join([*lines, "", _counts(records)]) + "\n"
 
 
-def sweep_csv(records: list[Record]) -> str:
+def sweep_csv(records: list[Record], parts: Parts = NO_PARTS) -> str:
     """One line per record, unrounded."""
     axes = list(dict.fromkeys(axis for record in records for axis in record.axes))
     names = ("dtype", "quant", "options", "policy", "variant", "status", "time_us", "ci_low_us", "ci_high_us", "gbps")
@@ -179,7 +183,7 @@ def sweep_csv(records: list[Record]) -> str:
         for r in group:
             sizes = [r.axes.get(axis, "") for axis in axes]
             measured = [r.time_us, r.ci_low_us, r.ci_high_us, r.gbps, r.pct_ceiling, r.aa_floor, _against_baseline(r, group)]
-            best = "*" if r is _best(group) else ""
+            best = "*" if r is _best(group, parts) else ""
             head = [r.op, r.case, *sizes, r.dtype, r.quant, pairs(r.options), r.policy, r.variant, r.status]
             lines.append([*head, *measured, best, r.config_label, r.device, _flat(r.reason)])
     return _csv(lines)
@@ -217,8 +221,8 @@ def _span(widths: Sequence[int]) -> int:
     return sum(widths) + len(widths) - 1 + len("x  +")
 
 
-def _ab_line(row: Row, line: str, width: int) -> str:
-    return _cut(f"{line}  {row.note}", width) if row.note else f"{line}x  {row.mark}".rstrip()
+def _ab_lines(row: Row, line: str, width: int) -> list[str]:
+    return _reasoned(f"{line}  ", row.note, width) if row.note else [f"{line}x  {row.mark}".rstrip()]
 
 
 def _number_cells(row: Row) -> list[str]:
@@ -252,7 +256,7 @@ def _ab_summary(rows: list[Row]) -> list[str]:
         lines.append(f"B reaches {statistics.median(shares):.1f} % of the ceiling in the median")
     floors = [row.aa_floor for row in rows if row.aa_floor is not None]
     if floors:
-        lines.append(f"A/A floor at most {max(floors):.1%}")
+        lines.append(f"A/A floor, a variant against itself: at most {max(floors):.1%}")
     return lines
 
 
@@ -268,8 +272,9 @@ def _groups(records: Iterable[Record]) -> list[list[Record]]:
     return list(groups.values())
 
 
-def _best(group: Iterable[Record]) -> Record | None:
-    timed = [(record.time_us, index, record) for index, record in enumerate(group) if record.time_us is not None]
+def _best(group: Iterable[Record], parts: Parts) -> Record | None:
+    whole = [record for record in group if (record.op, record.variant) not in parts]
+    timed = [(record.time_us, index, record) for index, record in enumerate(whole) if record.time_us is not None]
     return min(timed)[2] if timed else None
 
 
@@ -279,8 +284,8 @@ def _against_baseline(record: Record, group: Iterable[Record]) -> float | None:
     return ratio(baseline, record.time_us)
 
 
-def _sweep_cells(name: CaseName, record: Record, group: Sequence[Record]) -> list[str]:
-    mark = "*" if record is _best(group) else " "
+def _sweep_cells(name: CaseName, record: Record, group: Sequence[Record], parts: Parts) -> list[str]:
+    mark = "*" if record is _best(group, parts) else " "
     speedup = _against_baseline(record, group)
     numbers = [number(record.time_us, 2), number(record.gbps, 1), number(record.pct_ceiling, 1)]
     left = [name.op, f"{name.case} {name.settings}".rstrip(), name.dtype, name.quant, f"{mark} {record.variant}"]
@@ -304,8 +309,13 @@ def _status(record: Record) -> str:
     return f"{record.status}: {_flat(record.reason)}"
 
 
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: width - 1]}…"
+def _reasoned(left: str, reason: str, width: int) -> list[str]:
+    """A reason beside what is on the left, or below it where there is little room, on few lines."""
+    beside = width - len(left) >= _LEAST_ROOM
+    indent = " " * (len(left) if beside else _REASON_INDENT)
+    words = textwrap.wrap(reason, width - len(indent), max_lines=_REASON_LINES, placeholder=" …", break_on_hyphens=False)
+    lines = [indent + line for line in words]
+    return [left + words[0], *lines[1:]] if beside else [left.rstrip(), *lines]
 
 
 def _flat(text: str) -> str:

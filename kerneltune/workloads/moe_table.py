@@ -96,11 +96,13 @@ def step_text(rows: Sequence[StepRow], microbatches: int = 8, width: int = 80) -
     for (case, groups, bf16, torchao), found in groupby(
         rows, key=lambda row: (row.case, row.groups, _us(row.bf16), _torchao(row))
     ):
-        lines += wrapped(f"{case}, {groups} groups: bf16 {bf16 or '-'} µs, torchao {torchao or '-'}", width)
+        lines += wrapped(f"{case}, {groups} groups: bf16 {bf16 or '-'} µs, torchao {torchao or 'not measured'}", width)
         lines.append(aligned(head, widths, left=1))
         lines += [*(aligned(cells[id(row)], widths, left=1) for row in found), ""]
     meaning = "bound, and its share of the step: the products, and the casts' fewest bytes at the ceiling's speed."
-    lines += wrapped(f"Times in µs. {meaning} cached: weights cast once in {microbatches} steps.", width, "")
+    cached = f"cached: weights cast once in {microbatches} steps."
+    other = "other: the step less casts and products, which are timed by themselves."
+    lines += wrapped(f"Times in µs. {meaning} {cached} {other}", width, "")
     return "\n".join([*lines, *(_means(rows, recipe) for recipe in RECIPES)]).rstrip() + "\n"
 
 

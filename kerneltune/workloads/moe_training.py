@@ -218,10 +218,8 @@ def empty_groups(case: Case) -> str | None:
     return "groups of no rows, on which torch's products may stop the device" if smallest < ALIGNED else None
 
 
-_PARTS = {
-    "": run_step, "_compiled": run_compiled, "_cached": run_cached, "_refresh": run_refresh, "_casts": run_casts,
-    "_gemms": run_gemms,
-}  # fmt: skip
+_STEPS = {"": run_step, "_compiled": run_compiled, "_cached": run_cached}
+_PARTS = {"_refresh": run_refresh, "_casts": run_casts, "_gemms": run_gemms}
 
 OPS = (
     Op(
@@ -238,10 +236,14 @@ OPS = (
         module=__name__,
         variants=(
             Variant("baseline", run_bf16, unsupported=empty_groups),
-            *(Variant(f"{s}{suffix}", partial(run, s)) for s in SCALINGS for suffix, run in _PARTS.items()),
+            *(
+                Variant(f"{s}{suffix}", partial(run, s), part=suffix in _PARTS)
+                for s in SCALINGS
+                for suffix, run in (_STEPS | _PARTS).items()
+            ),
             Variant("delayed", run_delayed),
             Variant("delayed_cached", run_delayed_cached),
-            Variant("delayed_refresh", run_delayed_refresh),
+            Variant("delayed_refresh", run_delayed_refresh, part=True),
             Variant("torchao_rowwise", run_torchao, unsupported=empty_groups, requires=("torchao",)),
         ),
     ),

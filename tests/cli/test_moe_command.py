@@ -19,6 +19,12 @@ RECORDS = [
 ]
 
 
+def test_a_rest_of_nothing_has_no_sign() -> None:
+    whole = [replace(r, time_us=449.7 if r.variant == "tensorwise" else r.time_us) for r in RECORDS]
+    (line,) = (line for line in step_text(step_rows(whole)).splitlines() if line.startswith("tensorwise  "))
+    assert line.endswith(" 300     0")
+
+
 def test_rows_of_the_table() -> None:
     tensorwise, rowwise = step_rows(RECORDS)
     assert (tensorwise.bf16, tensorwise.torchao, tensorwise.step, tensorwise.products) == (1000, 1200, 500, 300)
@@ -39,11 +45,21 @@ def test_the_table_as_text() -> None:
         "\n"
         "Times in µs. bound, and its share of the step: the products, and the casts'\n"
         "fewest bytes at the ceiling's speed. cached: weights cast once in 8 steps.\n"
+        "other: the step less casts and products, which are timed by themselves.\n"
         "tensorwise: 2.00x bf16 (1 cases), 2.40x torchao (1 cases)\n"
         "rowwise: 1.60x bf16 (1 cases), 1.92x torchao (1 cases)\n"
     )
     assert max(map(len, text.splitlines())) <= 80
+    alone = [r for r in RECORDS if r.variant != "torchao_rowwise"]
+    assert step_text(step_rows(alone)).splitlines()[0] == "some-4096, zipf groups: bf16 1000 µs, torchao not measured"
     assert step_markdown(step_rows(RECORDS)).splitlines()[2].startswith("| some-4096 | zipf | 1000 | 1200 | tensorwise | 500 |")
+
+
+def test_a_page_shows_whole_steps_only(tmp_path: Path) -> None:
+    records.append(tmp_path / "moe.jsonl", RECORDS)
+    assert run("report", tmp_path / "moe.jsonl", "--results", tmp_path, "-o", tmp_path / "page.html").exit_code == 0
+    text = (tmp_path / "page.html").read_text()
+    assert [name for name in TIMES if f'"{name}"' not in text] == ["tensorwise_gemms", "tensorwise_casts", "tensorwise_refresh"]
 
 
 def test_a_peer_of_another_run_is_named() -> None:

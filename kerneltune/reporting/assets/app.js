@@ -19,7 +19,11 @@ function controls() {
   }
   const text = document.getElementById("text");
   text.addEventListener("input", () => { state.text = text.value; draw(); });
-  document.getElementById("controls").addEventListener("submit", (event) => event.preventDefault());
+  const bar = document.getElementById("controls");
+  bar.addEventListener("submit", (event) => event.preventDefault());
+  new ResizeObserver(() => { // a link to a section leaves its heading below the bar
+    document.documentElement.style.scrollPaddingTop = `${8 + (getComputedStyle(bar).position === "sticky" ? bar.offsetHeight : 0)}px`;
+  }).observe(bar);
   document.getElementById("theme").addEventListener("click", () => {
     const dark = document.documentElement.dataset.theme ? document.documentElement.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
     document.documentElement.dataset.theme = dark ? "light" : "dark";
@@ -38,7 +42,8 @@ function scalingSection(cases) {
 function tuningSection(cases) {
   const kept = (x) => Object.entries(state.filters).every(([name, value]) => !value || x[name] === undefined || x[name] === value);
   const searches = data.searches.filter(kept);
-  const evidence = data.evidence.filter((e) => kept(e) && shown([e.variant]).length);
+  const sizes = (e) => Object.entries(e.axes).map(([axis, size]) => `${axis}=${size}`);
+  const evidence = data.evidence.filter((e) => kept(e) && shown([e.variant]).length && searched(e.name, e.shape, e.options, e.config, ...sizes(e)));
   const parts = [];
   if (searches.length) {
     const labels = searches.map((s, i) => [`${searchLabel(s)} (${s.evaluations.length})`, String(i)]);
@@ -77,10 +82,11 @@ function draw() {
   const cases = visibleCases();
   drawTable(cases);
   const timed = cases.filter((c) => Object.values(c.of).some((r) => r.us != null));
+  const variants = data.variants.filter((variant) => timed.some((c) => c.of[variant]?.us != null));
   const parts = [];
   if (timed.length) {
-    parts.push(section("ceiling", "Share of the ceiling", "The ceiling is a streaming kernel with the same bytes and mix, timed in the same run. Hover for times and configs; the chips hide variants in every chart.", legend(data.variants, draw), cards(ceilingCards(timed))));
-    parts.push(section("peers", "Variants and peers", `Time over the time of ${state.b}, logarithmic: right of 1x is slower than ${state.b}.`, legend(data.variants, draw), cards(peerCards(timed))));
+    parts.push(section("ceiling", "Share of the ceiling", "The ceiling is a streaming kernel with the same bytes and mix, timed in the same run. Hover for times and configs; the chips hide variants in every chart.", legend(variants, draw), cards(ceilingCards(timed))));
+    parts.push(section("peers", "Variants and peers", `Time over the time of ${state.b}, logarithmic: right of 1x is slower than ${state.b}.`, legend(variants, draw), cards(peerCards(timed))));
     parts.push(section("bandwidth", "Bandwidth against size", "Achieved GB/s against the bytes that must move; the dashed curve is the measured ceiling at that size and mix.", cards(bandwidthCards(timed))));
     const roofs = rooflineCards(timed).filter(Boolean);
     if (roofs.length) parts.push(section("roofline", "Roofline", "Arithmetic rate against arithmetic intensity, both logarithmic; the slope is the largest measured ceiling.", cards(roofs)));
@@ -90,6 +96,8 @@ function draw() {
   const focus = document.activeElement?.getAttribute("aria-label") || document.activeElement?.textContent;
   const inCharts = document.getElementById("charts").contains(document.activeElement);
   document.getElementById("charts").replaceChildren(...parts.filter(Boolean));
+  const links = [...document.querySelectorAll("main section")].map((part) => element("a", { href: `#${part.id || "table"}` }, part.querySelector("h2").textContent));
+  document.getElementById("sections").replaceChildren(...links);
   if (inCharts) [...document.querySelectorAll("#charts button, #charts select")].find((node) => (node.getAttribute("aria-label") || node.textContent) === focus)?.focus();
 }
 

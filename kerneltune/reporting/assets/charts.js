@@ -20,7 +20,13 @@ function logAxis(values, count, including) {
   return { type: "log", domain, ticks: round.length > 1 ? round : d3.ticks(...domain, 2), grid: true };
 }
 
-const shapeMargin = (shapes) => 14 + 6.6 * d3.max(shapes, (shape) => shape.length);
+const ruler = document.createElement("canvas").getContext("2d");
+
+/** The room that the longest shape takes in the fonts of the charts, and its tick. */
+function shapeMargin(shapes) {
+  ruler.font = '12px system-ui, "DejaVu Sans", sans-serif';
+  return 14 + Math.ceil(d3.max(shapes, (shape) => ruler.measureText(shape).width));
+}
 const marked = { fill: "none", stroke: "var(--text)", strokeWidth: 1.5 };
 const nearest = (rows, options) => Plot.dot(rows, Plot.pointer({ ...options, ...marked, r: 7.5 }));
 

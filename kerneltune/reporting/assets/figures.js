@@ -6,7 +6,8 @@ const state = { a: "", b: "", filters: {}, text: "", hidden: new Set() };
 const SYMBOLS = ["circle", "square", "triangle", "diamond2", "star", "wye", "cross", "asterisk"];
 
 const colour = (variant) => `var(--c${data.variants.indexOf(variant) % 8})`;
-const symbol = (variant) => SYMBOLS[data.variants.indexOf(variant) % SYMBOLS.length];
+/** One more each time the colours begin again, so that colour and symbol together are of one variant. */
+const symbol = (variant) => SYMBOLS[(data.variants.indexOf(variant) + Math.floor(data.variants.indexOf(variant) / 8)) % SYMBOLS.length];
 const axisNames = (axes) => Object.keys(axes).join("×");
 const isPeer = (op, variant) => data.peers.includes(`${op} ${variant}`);
 const shown = (variants) => variants.filter((variant) => !state.hidden.has(variant));
@@ -27,15 +28,18 @@ function element(tag, attributes = {}, ...children) {
   return node;
 }
 
+/** Whether all words of the search text are among these. */
+function searched(...texts) {
+  const words = state.text.toLowerCase().split(/\s+/).filter(Boolean);
+  const text = texts.join(" ").toLowerCase();
+  return words.every((word) => text.includes(word));
+}
+
 /** The cases that the filters and the search text leave. */
 function visibleCases() {
-  const words = state.text.toLowerCase().split(/\s+/).filter(Boolean);
   return data.cases.filter((c) => {
     if (Object.entries(state.filters).some(([name, value]) => value && c[name] !== value)) return false;
-    if (!words.length) return true;
-    const configs = Object.values(c.of).map((r) => r.config || "");
-    const text = [c.name, c.shape, c.label, ...configs].join(" ").toLowerCase();
-    return words.every((word) => text.includes(word));
+    return searched(c.name, c.shape, c.label, ...Object.values(c.of).map((r) => r.config || ""));
   });
 }
 

@@ -39,7 +39,7 @@ function tableColumns(rows) {
     text("kind", (row) => row.c.kind),
     text("dtype", (row) => row.c.dtype.replace("bfloat", "bf").replace("float", "fp")),
     text("quant", (row) => row.c.quant),
-    ...(rows.some((row) => row.c.options) ? [text("options", (row) => row.c.options)] : []),
+    ...(rows.some((row) => row.c.options) ? [{ ...text("options", (row) => row.c.options), words: true }] : []),
     ...sizeColumns(rows),
     number("A ms", (row) => (row.speedup == null ? null : row.a.us / 1000), 4),
     number("B ms", (row) => (row.speedup == null ? null : row.b.us / 1000), 4),
@@ -93,12 +93,12 @@ function drawTable(cases) {
   });
   const caption = element("caption", {}, `A is ${state.a}, B is ${state.b}: ${rows.length} of ${data.cases.length} cases`);
   place.replaceChildren(element("table", {}, caption, element("thead", {}, element("tr", {}, ...heads)), element("tbody", {}, ...lines)));
-  document.getElementById("table-hint").textContent =
+  document.getElementById("table-hint").textContent = !rows.length ? `No case that is left has both ${state.a} and ${state.b}.` :
     "+ above 1.05x, - below 0.95x. Click a heading to sort; hover a row for its configs, a peer's share for its name.";
   drawTiles(rows);
 }
 
-const cellClass = (column) => [column.number ? "num" : "", column.wide ? "wide-only" : ""].join(" ").trim() || null;
+const cellClass = (column) => [column.number ? "num" : "", column.wide ? "wide-only" : "", column.words ? "words" : ""].join(" ").trim() || null;
 
 function drawTiles(rows) {
   const timed = rows.filter((row) => row.speedup != null);
