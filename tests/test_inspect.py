@@ -78,6 +78,7 @@ def test_a_config_is_a_table_of_its_targets(compiled: list[Any]) -> None:
     ]
     assert compiled[0][1] == ["sm_90", "sm_100", "gfx942", "gfx950"]
     assert max(map(len, lines[2:])) <= 80
+    assert "regs: registers of a thread. spill, shared: bytes. programs, warps: " in " ".join(lines)
 
 
 def test_what_is_compiled_is_what_was_selected(compiled: list[Any]) -> None:

@@ -36,21 +36,29 @@ from kerneltune.spec import PLUGINS
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
+_RESUMED = ("sweep", "tune", "versus")
+
+
 class _Group(TyperGroup):
     """Turns what the library and the user do wrong into one line and an exit code."""
+
+    def make_context(self, *arguments: Any, **named: Any) -> Any:
+        try:
+            return super().make_context(*arguments, **named)
+        except _UsageError as error:  # of the options before the command
+            raise _refused(error) from None
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            error_line("interrupted: trials and measurements so far are kept, and the same command goes on from there")
+            kept = ": trials and measurements so far are kept, and the same command goes on from there"
+            error_line(f"interrupted{kept if ctx.invoked_subcommand in _RESUMED else ''}")
             raise typer.Exit(130) from None
         except (KeyError, IndexError):
             raise  # ours to mend, so with a traceback
         except _UsageError as error:
-            if _message(error):  # empty where it has just shown the help
-                error_line(f"error: {_message(error)}")
-            raise typer.Exit(2) from None
+            raise _refused(error) from None
         except (ValueError, LookupError) as error:
             error_line(f"error: {error}")
             raise typer.Exit(2) from None
@@ -61,10 +69,12 @@ class _Group(TyperGroup):
             raise typer.Exit(2) from None
 
 
-def _message(error: Exception) -> str:
-    """What typer has to say about a wrong use."""
+def _refused(error: Exception) -> typer.Exit:
+    """Says what typer has to say about a wrong use, unless it has just shown the help."""
     text: str = getattr(error, "format_message", error.__str__)()
-    return text
+    if text:
+        error_line(f"error: {text}")
+    return typer.Exit(2)
 
 
 app = typer.Typer(

@@ -1,5 +1,6 @@
 """`kerneltune cache`: what the config cache holds, and whether it is sound."""
 
+import fnmatch
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -41,19 +42,31 @@ def list_(configs: o.Configs = None) -> None:
 @app.command("show")
 def show_(
     op: Annotated[str, typer.Argument(metavar="OP", help="Name of an operator.")],
+    case: o.CaseNames = None,
+    dtype: o.Dtypes = None,
+    quant: o.Quants = None,
+    variant: o.VariantNames = None,
     gpu: Annotated[str | None, typer.Option("--gpu", help="Only this GPU, as its folder is called.")] = None,
     configs: o.Configs = None,
 ) -> None:
     """The cached configs of one operator."""
     from kerneltune.cache import load
 
+    files = _chosen(op, gpu, configs)
+    entries = [(path.parent.name, entry) for path in files for entry in load(op, path.parent.name, path.parent.parent)]
+    for name, wanted in (("dtype", dtype), ("quant", quant), ("variant", variant)):
+        taken = o.chosen(name, wanted, [getattr(entry, name) for _, entry in entries])
+        entries = [(where, entry) for where, entry in entries if getattr(entry, name) in taken]
     rows = []
-    for path in _chosen(op, gpu, configs):
-        for entry in load(op, path.parent.name, path.parent.parent):
-            case = " ".join([entry.case, pairs(dict((*entry.axes, *entry.options))), entry.dtype, entry.quant, entry.policy])
-            speedup = entry.evidence.get("speedup")
-            gain = f"{speedup:.2f}x" if isinstance(speedup, float | int) else ""
-            rows.append((path.parent.name, entry.variant, case, pairs(entry.config), gain))
+    for where, entry in entries:
+        if case and not any(fnmatch.fnmatch(entry.case, pattern) for pattern in case):
+            continue
+        found = " ".join([entry.case, pairs(dict((*entry.axes, *entry.options))), entry.dtype, entry.quant, entry.policy])
+        speedup = entry.evidence.get("speedup")
+        gain = f"{speedup:.2f}x" if isinstance(speedup, float | int) else ""
+        rows.append((where, entry.variant, found, pairs(entry.config), gain))
+    if case and not rows:
+        raise ValueError(f"no entry of {op} with case={', '.join(case)}")
     show_table(("gpu", "variant", "case", "config", "speedup"), rows)
 
 

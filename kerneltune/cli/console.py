@@ -13,8 +13,8 @@ from kerneltune.cells import wrapped
 from kerneltune.files import replace_bytes
 
 _PIPED_WIDTH, _LEAST_WIDTH = 100, 20
-_GAP = 2
-"""Blanks between the columns of a table."""
+_GAP, _LEAST_GAP = 2, 1
+"""Blanks between the columns of a table, and where it is these that would break words."""
 
 console = Console(highlight=False)
 messages = Console(stderr=True, highlight=False)
@@ -41,8 +41,10 @@ def show_wrapped(text: str, indent: str = "  ") -> None:
 def show_table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
     """A plain table; where the output is too narrow cells wrap, between words as long as these fit, and else behind `_`."""
     lines = list(rows)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    widths = _column_widths([head, *lines], width() - _GAP * (len(head) - 1))
+    words, gaps = sum(_longest_words([head, *lines])), len(head) - 1
+    gap = _LEAST_GAP if words + _LEAST_GAP * gaps <= width() < words + _GAP * gaps else _GAP
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
+    widths = _column_widths([head, *lines], width() - gap * gaps)
     for name, columns in zip(head, widths, strict=True):
         table.add_column(name, width=columns, overflow="fold")
     for row in lines:
@@ -54,7 +56,7 @@ def show_table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
 def _column_widths(lines: Sequence[tuple[str, ...]], room: int) -> list[int]:
     """Each column's longest word, the first's at any cost, and what is left shared out to those that want more."""
     columns = list(zip(*lines, strict=True))
-    widths = [max(len(word) for cell in column for word in cell.split() or [""]) for column in columns]
+    widths = _longest_words(lines)
     wanted = [max(map(len, column)) - least for column, least in zip(columns, widths, strict=True)]
     while sum(widths) > room and max(widths[1:], default=1) > 1:
         widths[widths.index(max(widths[1:]), 1)] -= 1
@@ -64,6 +66,11 @@ def _column_widths(lines: Sequence[tuple[str, ...]], room: int) -> list[int]:
         widths[index] += more
         left -= more
     return widths
+
+
+def _longest_words(lines: Sequence[tuple[str, ...]]) -> list[int]:
+    """The length of each column's longest word."""
+    return [max(len(word) for cell in column for word in cell.split() or [""]) for column in zip(*lines, strict=True)]
 
 
 def _folded(cell: str, columns: int) -> str:

@@ -10,13 +10,12 @@ from kerneltune.cli import options as o
 from kerneltune.cli.console import show_table
 
 Line = tuple[str, str, str]
-_PEERS = {"liger_kernel": "Liger", "quack": "quack", "torchao": "torchao", "transformer_engine": "TransformerEngine"}
 _DRIVER = Path("/proc/driver/nvidia")
 
 
 def command(configs: o.Configs = None, results: o.Results = None) -> None:
     """Show versions, GPU, clocks, tools and folders, and what a missing one means."""
-    show_table(("what", "found", "means"), [*_software(), *_gpu(), *_tools(), *_folders(configs, results)])
+    show_table(("what", "found", "means"), [*_software(), *_gpu(), *_tools(), *_peers(), *_folders(configs, results)])
 
 
 def _software() -> Iterator[Line]:
@@ -76,9 +75,22 @@ def _tools() -> Iterator[Line]:
     yield "ncu", str(ncu or "not found"), "" if ncu else "profile cannot run; nothing else needs it"
     if ncu:
         yield counter_line(_text(_DRIVER / "params"), _text(Path("/proc/self/status")) or "")
-    for package, name in _PEERS.items():
+
+
+def _peers() -> Iterator[Line]:
+    """The packages that peers need, and what lacks a peer where one is not installed."""
+    try:
+        known = o.load_ops()
+    except ValueError as error:
+        yield "operators", "not usable", str(error)
+        return
+    needed: dict[str, dict[str, None]] = {}
+    for op in known.values():
+        for package in (package for variant in op.variants for package in variant.requires if package != "torch"):
+            needed.setdefault(package, {})[op.name] = None
+    for package, ops in needed.items():
         found = importlib.util.find_spec(package) is not None
-        yield f"peer {name}", "found" if found else "not installed", "" if found else "left out of the comparison"
+        yield f"peer {package}", "found" if found else "not installed", "" if found else f"left out of {', '.join(ops)}"
 
 
 def _text(path: Path) -> str | None:

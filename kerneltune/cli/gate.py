@@ -126,7 +126,8 @@ def _judged(baseline: str, new: Path, margin: float | None) -> "Verdict":
     from kerneltune.gating.verdict import DEFAULT_MARGIN, gate
     from kerneltune.records import load
 
-    return gate(load_baseline(baseline, new), load(new), DEFAULT_MARGIN if margin is None else margin)
+    records = load(new)  # first, for where it is missing git would say the wrong thing of the baseline
+    return gate(load_baseline(baseline, new), records, DEFAULT_MARGIN if margin is None else margin)
 
 
 def _measured(

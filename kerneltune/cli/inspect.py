@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 _ALL = "all"
 _GPU = "nvidia_h200"
+_LEGEND = (
+    "regs: registers of a thread. spill, shared: bytes. programs, warps: what a multiprocessor holds at once, and the limiter, "
+    "which allows no more. loads, stores: 128x4 is four instructions of 128 bits a thread."
+)
 _HEAD = ("target", "regs", "spill", "shared", "programs", "warps", "limiter", "loads", "stores")
 
 Target = Annotated[
@@ -276,6 +280,8 @@ def _show(found: "Survey") -> None:
             if row.error:
                 show(f"  {row.target}: {row.error}")
         show("")
+    if any(row.kernels for row in found.rows):
+        show_wrapped(_LEGEND, "")
 
 
 def _tables(same: "list[StaticRow]") -> dict[str, list[tuple[str, ...]]]:

@@ -1,7 +1,7 @@
 """Options that several commands share, and what they stand for."""
 
 import tempfile
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -53,6 +53,16 @@ def choice(field: str, value: str, known: Collection[str]) -> str:
     if value not in known:
         raise unknown(field, value, known)
     return value
+
+
+def chosen(field: str, wanted: Sequence[str] | None, present: Iterable[str]) -> list[str]:
+    """The values wanted, or all that are present if none are.
+
+    Raises:
+        ValueError: one that is not present; names what is.
+    """
+    known = list(dict.fromkeys(present))
+    return [choice(field, value, known) for value in wanted or known]
 
 
 def number(field: str, value: float | None, least: float) -> None:

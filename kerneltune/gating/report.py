@@ -10,6 +10,7 @@ from kerneltune.cells import wrapped
 from kerneltune.gating.verdict import AMBIGUOUS, PASS, REGRESSION, UNUSABLE, GateRow, Outcome, Verdict
 
 _INDENT = " " * 12
+_UNIT = " µs"
 _ANNOTATIONS = 10
 """GitHub shows ten errors and ten warnings of a step and drops the rest without a word."""
 _ERRORS: tuple[Outcome, ...] = ("failed", "missing", "regression")
@@ -28,11 +29,13 @@ def gate_text(verdict: Verdict, width: int = 100) -> str:
     """The rows that did not simply pass, worst first, then note and summary; at most `width` columns where words allow it."""
     lines = []
     for row in verdict.notable:
-        change, reason = _change(row), f"({row.reason})" if row.reason else ""
+        change, reason = "  ".join(filter(None, [_times(row), _change(row)])), f"({row.reason})" if row.reason else ""
         text = "  ".join(filter(None, [f"{row.verdict:<10}", row.label, row.variant, change, reason]))
         if len(text) > width:  # the change begins a line of its own, so that the eye finds it
             named = _wrapped(f"{row.verdict:<10}  {row.label}  {row.variant}", width)
-            text = "\n".join(filter(None, [named, _wrapped(_INDENT + "  ".join(filter(None, [change, reason])), width)]))
+            below = [_INDENT + "  ".join(filter(None, [change, reason]))]
+            below = below if len(below[0]) <= width else [_INDENT + part for part in (change, reason) if part]
+            text = "\n".join([named, *(_wrapped(part, width) for part in below if part.strip())])
         lines.append(text)
     lines += [_wrapped(f"note: {verdict.note}", width)] if verdict.note else []
     return "\n".join([*lines, _wrapped(summary(verdict), width)]) + "\n"
@@ -46,7 +49,7 @@ def gate_markdown(verdict: Verdict) -> str:
     if verdict.notable:
         lines += ["| verdict | row | case | variant | µs | slowdown | reason |", "|---|---|---|---|---:|---:|---|"]
     for row in verdict.notable:
-        cells = [row.verdict, row.label, row.case, row.variant, _times(row), _change(row), row.reason]
+        cells = [row.verdict, row.label, row.case, row.variant, _times(row).removesuffix(_UNIT), _change(row), row.reason]
         lines.append(f"| {' | '.join(map(_cell, cells))} |")
     return "\n".join(lines).rstrip() + "\n"
 
@@ -114,7 +117,7 @@ def _change(row: GateRow) -> str:
 
 
 def _times(row: GateRow) -> str:
-    return "" if row.old_us is None or row.new_us is None else f"{row.old_us:.4g} → {row.new_us:.4g}"
+    return "" if row.old_us is None or row.new_us is None else f"{row.old_us:.4g} → {row.new_us:.4g}{_UNIT}"
 
 
 def _wrapped(text: str, width: int) -> str:

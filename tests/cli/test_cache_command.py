@@ -40,6 +40,8 @@ def test_cache_shows_what_is_stored(stored: Path) -> None:
     shown = run("cache", "show", "rmsnorm_bwd")
     assert shown.exit_code == 0
     assert "1.25x" in shown.stdout and "baseline" in shown.stdout
+    fits = ("--case", "t*", "--dtype", "bfloat16", "--quant", "none", "--variant", "baseline")
+    assert run("cache", "show", "rmsnorm_bwd", *fits).stdout == shown.stdout
     assert run("cache", "check").stdout == f"1 entries in 1 files of {stored.parent.parent} are good\n"
 
 
@@ -67,6 +69,8 @@ def test_cache_show_refuses_what_is_unknown(stored: Path) -> None:
     assert stored.is_file()
     assert refused("cache", "show", "softmax") == "error: op: 'softmax': expected one of rmsnorm_bwd"
     assert refused("cache", "show", "rmsnorm_bwd", "--gpu", "b200") == "error: gpu: 'b200': expected one of nvidia_h200"
+    assert refused("cache", "show", "rmsnorm_bwd", "--dtype", "int8") == "error: dtype: 'int8': expected one of bfloat16"
+    assert refused("cache", "show", "rmsnorm_bwd", "--case", "a*") == "error: no entry of rmsnorm_bwd with case=a*"
 
 
 @pytest.mark.parametrize(

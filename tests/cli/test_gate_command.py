@@ -36,6 +36,12 @@ def test_the_gate_s_exit_code_is_its_answer(new: list[Record], code: int, last: 
     assert (result.exit_code, " ".join(line.strip() for line in lines[answer:])) == (code, last)
 
 
+def test_a_missing_new_file_is_not_blamed_on_the_baseline(tmp_path: Path) -> None:
+    assert (
+        refused("gate", "main", tmp_path / "gone.jsonl") == f"error: cannot read {tmp_path}/gone.jsonl: No such file or directory"
+    )
+
+
 def test_the_gate_s_margin_and_formats(write: Callable[..., Path], tmp_path: Path) -> None:
     old, new = write("old.jsonl", *both()), write("new.jsonl", *both(100, 70))
     assert run("gate", old, new, "--margin", "0.5").exit_code == 0
@@ -78,7 +84,8 @@ def test_the_gate_breaks_its_lines_where_the_screen_ends(write: Callable[..., Pa
     monkeypatch.setattr(console.console, "width", 80)
     assert run("gate", old, new).stdout == (
         "regression  rmsnorm_fwd M=8192 N=4096 bfloat16 fp8 cold  optimized\n"
-        "            +40.0% [+40.0%, +40.0%]  (at least +40.0%, tolerated 3.0%)\n"
+        "            50 → 70 µs  +40.0% [+40.0%, +40.0%]\n"
+        "            (at least +40.0%, tolerated 3.0%)\n"
         "gate: regression: 1 regression (2 rows compared, 0 faster)\n"
     )
 

@@ -11,6 +11,7 @@ import pytest
 from command_line import operators, record, refused, run
 
 from kerneltune import device
+from kerneltune.cli import doctor
 
 COMMANDS = [
     "ops",
@@ -104,6 +105,8 @@ def test_a_source_tree_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_wrong_use_is_one_line() -> None:
     assert refused("nothing") == "error: No such command 'nothing'."
+    assert refused("--nothing") == "error: No such option: --nothing"
+    assert refused("--plugin") == "error: Option '--plugin' requires an argument."
     assert refused("sweep") == "error: Missing argument 'family'."
     assert refused("sweep", "rmsnorm", "--budget", "soon").startswith("error: Invalid value for '--budget':")
     assert refused("gate") == "error: Missing argument 'baseline'."
@@ -146,6 +149,22 @@ def test_ops_refuses_what_is_unknown() -> None:
     assert refused("ops", "rmsnorm_fwd", "M") == "error: M: '': expected a size, like M=4096"
     assert refused("ops", "rmsnorm_bwd", "--quant", "fp8") == "error: quant: 'fp8': expected one of none"
     assert refused("ops", "rmsnorm_fwd", "--dtype", "int8") == "error: dtype: 'int8': expected one of bfloat16, float16, float32"
+
+
+def test_doctor_knows_the_peers_of_all_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    operators()  # imported with the real one
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in ("liger_kernel", "gemlite") else object())
+    said = {what: (found, means) for what, found, means in doctor._peers()}
+    assert said["peer liger_kernel"] == ("not installed", "left out of rmsnorm_fwd, rmsnorm_bwd")
+    assert said["peer gemlite"] == ("not installed", "left out of int4_gemm")
+    assert said["peer quack"] == ("found", "") and not any("TransformerEngine" in what for what in said)
+
+
+def test_doctor_says_what_is_wrong_with_a_plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KERNELTUNE_PLUGINS", str(tmp_path / "gone.py"))
+    result = run("doctor", "--configs", tmp_path, "--results", tmp_path)
+    assert result.exit_code == 0
+    assert "operators not usable plug-in" in " ".join(result.stdout.split())
 
 
 def test_doctor_says_what_is_missing(tmp_path: Path, no_gpu: None) -> None:

@@ -19,6 +19,7 @@ COMMANDS = [
     ("ops",),
     *(("ops", op) for op in ("rmsnorm_fwd", "fp8_grouped_gemm", "int4_gemm", "moe_step")),
     ("cache", "list"),
+    ("study", "--from", str(data_root("results") / "nvidia_h200" / "study")),
     *(("cache", "show", op) for op in ("rmsnorm_fwd", "fp8_grouped_gemm", "int4_gemm")),
 ]
 
@@ -68,4 +69,5 @@ def test_words_stay_whole_where_they_fit_and_else_break_behind_underscores(
 
     assert shown(60) == ["name             says", "rows_of_experts  one tensorwise_cached two"]
     assert shown(35) == ["name             says", "rows_of_experts  one", " " * 17 + "tensorwise_cached", " " * 17 + "two"]
+    assert shown(33)[2:4] == [" " * 16 + "tensorwise_cached", " " * 16 + "two"]
     assert shown(30)[2:4] == [" " * 17 + "tensorwise_", " " * 17 + "cached"]
