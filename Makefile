@@ -24,8 +24,8 @@ test: $(VENV)/.installed-test
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy --strict
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "not gpu and not alone"
-	$(BIN)/python -m pytest -m "gpu or alone"
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not alone"
+	$(BIN)/python -m pytest -m alone
 
 # Compiles every cached config for four targets, without a GPU, here and at BASE: fails on new spills and narrower accesses.
 inspect: $(VENV)/.installed-test

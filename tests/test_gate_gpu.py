@@ -27,6 +27,7 @@ bench:
 """
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("size", [1 << 22, 1 << 27])
 def test_a_planted_delay_is_as_long_as_it_says(size: int) -> None:
     op = ops.load()["stream"]
@@ -34,10 +35,12 @@ def test_a_planted_delay_is_as_long_as_it_says(size: int) -> None:
     variant = op.variants[0]
     found = measure_planted("f", op, case, variant, variant.default_config(case), "cold", (0.02, 0.1))
     plain, two, ten = (np.asarray((row.samples_us or [[]])[0]) for row in found.values())
-    assert np.median(two / plain) == pytest.approx(1.02, abs=0.007)
-    assert np.median(ten / plain) == pytest.approx(1.10, abs=0.015)
+    short = 0.03 / np.median(plain)  # µs; 2 % of a kernel of a few µs came out as 1.2 % once
+    assert np.median(two / plain) == pytest.approx(1.02, abs=0.005 + short)
+    assert np.median(ten / plain) == pytest.approx(1.10, abs=0.013 + short)
 
 
+@pytest.mark.alone
 def test_a_run_of_two_processes_passes_against_itself(tmp_path: Path) -> None:
     path = tmp_path / "tiny.yaml"
     path.write_text(STREAM)
