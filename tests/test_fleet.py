@@ -153,14 +153,13 @@ def test_an_interrupted_run_leaves_no_worker_and_goes_on(when: str, options: Opt
         wait_for(lambda: when == "starting" or len(evaluations(log)) > 9)
         time.sleep(0.3 if when == "starting" else 0.0)
         os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(timeout=30) == -signal.SIGINT
+        assert process.wait(timeout=30) == 130
         wait_for(lambda: not running(process.pid))
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    text = (tmp_path / "said").read_text()
-    assert text.count("Traceback") == 1 and text.endswith("KeyboardInterrupt\n"), text
+    assert (tmp_path / "said").read_text() == ""
     if when == "measuring":
         path = tmp_path / "results" / "runs" / "trials" / "nvidia_h200" / "fake.jsonl"
         kept = [(f"m{row['axes']['M']}", *row["config"].values()) for row in map(json.loads, path.read_text().splitlines())]
@@ -277,6 +276,7 @@ def test_every_worker_has_its_share_of_the_cores(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_gpu_of_this_host_is_tuned_on(tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(
         "family: tiny\nops: [stream]\ndefaults: {dtype: int32}\nbench:\n  - {name: big, read: 67108864, write: 67108864}\n"
