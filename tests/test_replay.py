@@ -2,7 +2,7 @@
 
 import gzip
 from collections.abc import Callable, Sequence
-from dataclasses import make_dataclass, replace
+from dataclasses import astuple, make_dataclass, replace
 from pathlib import Path
 
 import landscapes
@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from kerneltune.cli import app
 from kerneltune.files import data_root
 from kerneltune.search import spaces
-from kerneltune.search.loop import Search, explore
+from kerneltune.search.loop import Search, explore, propose
 from kerneltune.search.replay import Answered, Gaps, nearest_best, replay
 from kerneltune.search.surrogate import Surrogate
 from kerneltune.search.trials import Trial
@@ -115,16 +115,33 @@ def test_the_search_beats_chance_on_made_up_spaces(seed: int) -> None:
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
 def test_the_search_reaches_the_optimum_of_the_shipped_spaces(path: Path) -> None:
-    """Median gap at most 3 % at 50 evaluations and 1 % at a quarter of the space, no more than chance there, never behind it."""
+    """Median gap at most 3 % at 50 evaluations and 1 % at a quarter of the space, at no budget more than that of chance."""
     space = spaces.read(path)
     quarter = len(space.trials) // 4
-    found, chance = replay(space, "gp", 10, max(50, quarter)), replay(space, "random", 100, max(50, quarter))
-    for evaluations, bound in ((50, 0.03), (quarter, 0.01)):
-        gap = found.at(evaluations)
-        assert gap is not None and gap.median <= bound
-    assert worse_than(chance, found, (25, 50)) == []
-    at_quarter, by_chance = found.at(quarter), chance.at(quarter)
-    assert at_quarter is not None and by_chance is not None and at_quarter.median <= by_chance.median
+    early, late, chance = replay(space, "gp", 30, 50), replay(space, "gp", 6, quarter), replay(space, "random", 100, quarter)
+    assert worse_than(chance, early, (10, 25)) == []
+    for gaps, evaluations, bound in ((early, 25, np.inf), (early, 50, 0.03), (late, quarter, 0.01)):
+        gap, by_chance = gaps.at(evaluations), chance.at(evaluations)
+        assert gap is not None and by_chance is not None
+        assert gap.median <= min(by_chance.median, bound), evaluations
+
+
+def test_configs_like_a_guess_are_drawn_sooner_and_by_the_seed() -> None:
+    make = make_dataclass("Knobs", [name for name, _ in next(iter(SPACE.trials))], frozen=True)
+    pool = [make(**dict(knobs)) for knobs in SPACE.trials]
+    guess = pool[7]
+
+    def drawn(sampler: str, seed: int, first: Sequence[object]) -> list[int]:
+        """In how many knobs each of the first configs differs from the guess."""
+        proposals = propose(pool, first, Search(trials=20, sampler=sampler, seed=seed))
+        asked = [proposals.ask() for _ in range(9)]
+        return [sum(a != b for a, b in zip(astuple(config), astuple(guess), strict=True)) for config in asked if config]
+
+    near, far = (np.mean([drawn(name, seed, [guess])[1:] for seed in range(20)]) for name in ("gp", "random"))
+    assert drawn("gp", 3, [guess])[0] == 0 and near < far - 0.5
+    assert drawn("gp", 3, [guess]) == drawn("gp", 3, [guess]) != drawn("gp", 4, [guess])
+    without = np.mean([drawn("gp", seed, []) for seed in range(20)])
+    assert abs(without - far) < 0.3
 
 
 def test_the_surrogate_computes_on_one_core(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +195,7 @@ def test_replay_says_what_it_is_at_and_keeps_nothing_when_interrupted(
     written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = ("--results", tmp_path, "--seeds", 2, "--sampler", "random,qmc", written)
-    assert run(*arguments)[2].startswith("search: 4 of 4 in ")
+    assert run(*arguments)[2].splitlines()[-1].startswith("search: 4 of 4 in ")  # a slow machine says more before
 
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt

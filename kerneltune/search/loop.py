@@ -4,6 +4,7 @@ Knows no operator, GPU or file: whoever starts a search says how a config is eva
 offline. May import optuna.
 """
 
+import operator
 import random
 import time
 import warnings
@@ -32,6 +33,10 @@ before its time is known; a replay keeps the same delay. While none waits, as ma
 _AHEAD_BLIND = 48
 """The same where no time changes what is tried next."""
 _FIRST = 8
+_LESS_LIKELY = 2.0
+"""How much less likely a config is drawn for every knob in which it differs from a default or a neighbour's best, which are good
+guesses: on the shipped spaces at most two knobs differ from the default's in 8 % of all configs, and in 39 of the 63 that are
+within 3 % of the best."""
 _GAIN_AFTER = 16
 _GAIN_EVERY = 4
 _SCORED = 2048
@@ -163,12 +168,27 @@ def propose(
     unlimited = search.budget_s is None and search.until_gain is None and (search.trials or len(pool)) >= len(pool)
     if unlimited and len(pool) <= ENUMERATE_UP_TO:
         return _Listed(order[:begin] + _doubtful_last(order[begin:], chances))
-    rest = order[begin:]
-    random.Random(search.seed).shuffle(rest)
-    order[begin:] = _doubtful_last(rest, chances)
+    guesses = () if search.sampler == "random" else order[:begin]
+    order[begin:] = _doubtful_last(_drawn(order[begin:], guesses, search.seed), chances)
     if search.sampler == "random":
         return _Listed(order)
     return _Modelled(order, begin, search.seed, chances) if search.sampler == "gp" else _Asked(order, begin, search)
+
+
+def _drawn(rest: Sequence[Config], guesses: Sequence[Config], seed: int) -> list[Config]:
+    """In random order, those like one of the guesses sooner: each is drawn with a weight, without being put back."""
+    rng, known = random.Random(seed), [_values(guess) for guess in guesses]
+
+    def when(config: Config) -> float:
+        values = _values(config)
+        changed = min((sum(map(operator.ne, values, guess)) for guess in known), default=0)
+        return rng.expovariate(1.0) * _LESS_LIKELY**changed
+
+    return sorted(rest, key=when)
+
+
+def _values(config: Config) -> tuple[Any, ...]:
+    return tuple(knobs_of(config).values())
 
 
 def _doubtful_last(order: Sequence[Config], chances: Mapping[Config, float] | None) -> list[Config]:

@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.linalg import cho_factor, cho_solve, cholesky
+from scipy.linalg import cho_factor, cho_solve, cholesky, solve_triangular
 from scipy.optimize import minimize
 from scipy.spatial.distance import cdist
 from scipy.special import ndtr
@@ -126,37 +126,52 @@ class Surrogate:
         return float(np.mean(-np.expm1(-saved)))
 
     def _posterior(self, seen: NDArray[np.int_], values: Array, wanted: NDArray[np.int_]) -> tuple[Array, Array]:
-        factor = cho_factor(self._covariance(seen))
-        cross = self._kernel(seen, wanted)
-        mean = cross.T @ cho_solve(factor, values)
-        variance = np.exp(self._theta[-2]) - np.sum(cross * cho_solve(factor, cross), axis=0)
+        factor = cholesky(self._covariance(seen), lower=True)
+        cross = solve_triangular(factor, self._kernel(seen, wanted), lower=True)
+        mean = cross.T @ solve_triangular(factor, values, lower=True)
+        variance = np.exp(self._theta[-2]) - np.sum(cross**2, axis=0)
         return mean, np.maximum(variance, 1e-9)
 
-    def _kernel(self, a: NDArray[np.int_], b: NDArray[np.int_], theta: Array | None = None) -> Array:
-        theta = self._theta if theta is None else theta
-        scaled = self._points / np.exp(theta[:-2])
-        distance = np.sqrt(5.0) * cdist(scaled[a], scaled[b])
-        kernel: Array = np.exp(theta[-2]) * (1.0 + distance + distance**2 / 3.0) * np.exp(-distance)
-        return kernel
+    def _kernel(self, a: NDArray[np.int_], b: NDArray[np.int_]) -> Array:
+        scaled = self._points / np.exp(self._theta[:-2])
+        return _matern(np.sqrt(5.0) * cdist(scaled[a], scaled[b]), self._theta)
 
-    def _covariance(self, seen: NDArray[np.int_], theta: Array | None = None) -> Array:
-        theta = self._theta if theta is None else theta
-        covariance: Array = self._kernel(seen, seen, theta) + (np.exp(2 * theta[-1]) + 1e-6) * np.eye(len(seen))
-        return covariance
+    def _covariance(self, seen: NDArray[np.int_]) -> Array:
+        return self._kernel(seen, seen) + _noise(self._theta) * np.eye(len(seen))
 
     def _fit_scales(self) -> None:
         """The scales that make what was seen most likely, under a prior that holds them where nothing was seen."""
-        knobs = self._points.shape[1]
+        points, knobs = self._points[self._seen], self._points.shape[1]
         bounds = [(np.log(0.05), np.log(20.0))] * knobs + [(np.log(0.05), np.log(20.0)), (np.log(1e-3), np.log(0.5))]
+        middle = np.log([*[0.7] * knobs, 1.0, 0.03])
+        apart = np.square(points[:, None] - points).transpose(2, 0, 1)
 
-        def cost(theta: Array) -> float:
-            factor = cholesky(self._covariance(self._seen, theta), lower=True)
-            whitened = np.linalg.solve(factor, self._values)
-            prior = np.sum((theta[:knobs] - np.log(0.7)) ** 2) / 2 + theta[-2] ** 2 / 2 + (theta[-1] - np.log(0.03)) ** 2 / 2
-            return float(0.5 * whitened @ whitened + np.sum(np.log(np.diag(factor))) + prior)
+        def cost(theta: Array) -> tuple[float, Array]:
+            """What is minimised, and its slope along each of theta."""
+            shrink = np.exp(-2 * theta[:knobs])
+            distance = np.sqrt(5.0 * np.tensordot(shrink, apart, 1))
+            kernel = _matern(distance, theta)
+            factor = cholesky(kernel + _noise(theta) * np.eye(len(points)), lower=True)
+            inverse = cho_solve((factor, True), np.eye(len(points)))
+            weights, off = inverse @ self._values, theta - middle
+            slopes = (inverse - np.outer(weights, weights)) / 2
+            nearer = slopes * np.exp(theta[-2] - distance) * (1.0 + distance) * 5.0 / 3.0
+            of_noise = 2 * np.exp(2 * theta[-1]) * np.trace(slopes)
+            slope = np.concatenate([shrink * np.tensordot(apart, nearer, 2), [np.sum(slopes * kernel), of_noise]])
+            return float(self._values @ weights / 2 + np.sum(np.log(np.diag(factor))) + off @ off / 2), slope + off
 
-        found = minimize(cost, self._theta, method="L-BFGS-B", bounds=bounds, options={"maxiter": 25})
+        found = minimize(cost, self._theta, jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": 25})
         self._theta = np.asarray(found.x)
+
+
+def _matern(distance: Array, theta: Array) -> Array:
+    """Matérn 5/2 of distances in length scales times √5."""
+    kernel: Array = np.exp(theta[-2] - distance) * (1.0 + distance + distance**2 / 3.0)
+    return kernel
+
+
+def _noise(theta: Array) -> float:
+    return float(np.exp(2 * theta[-1])) + 1e-6
 
 
 def _coordinates(pool: Sequence[Mapping[str, Any]]) -> Array:
