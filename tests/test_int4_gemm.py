@@ -301,6 +301,11 @@ def a_weight() -> Int4Weight:
     (lambda x, w: (x, w._replace(depth=96), None), "k must be a multiple of the group and of 32, got k=96 group=64"),
     (lambda x, w: (x, w, torch.zeros(63, device=DEVICE).half()), "bias must be (64,)"),
     (lambda x, w: (x.to("meta"), w, None), "on meta, got"),
+    (lambda x, w: (x.as_strided((4, 128), (64, 1)), w, None), "rows of x must not overlap, got strides (64, 1)"),
+    (lambda x, w: (x.tolist(), w, None), "x must be a tensor, got [["),
+    (lambda x, w: (x, w.packed, None), "weight must be an Int4Weight, as `pack` makes it, got Tensor"),
+    (lambda x, w: (x, w, 0.5), "bias must be a tensor, got 0.5"),
+    (lambda x, w: (x, w._replace(scales=w.scales.transpose(2, 4)), None), "scales must be contiguous, got strides"),
 ])  # fmt: skip
 def test_bad_products(change: Callable, message: str) -> None:  # type: ignore[type-arg]
     with pytest.raises(ValueError) as error:

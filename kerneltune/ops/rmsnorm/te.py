@@ -4,11 +4,10 @@ Source: ROCm/TransformerEngine pull request 593; written anew from its contract.
 constexprs: gamma hoisted out of the row loop, the transpose written by the norm kernel itself or by a tiled second one, the
 backward's warps and reduce tile tuned, dγ of a single row of partials written at once.
 
-What differs from the published code, all of it in scalars and around the kernels: 1 / N is hoisted with gamma, and elsewhere a sum
-is divided by N; c = r² s / N is one number per row in both backwards, while the baseline's multiplied r³ x (s / N) out; the default
-is eight warps, in the published forward without autotuning four; the baseline always reduces its partials; no multiprocessors are
-left free (sm_margin), outputs are not handed in (ln_out) or of another type (otype). Triton finds out by itself which addresses are
-aligned. May import tl_lib.
+What differs from the published code: 1 / N is hoisted with gamma alone, elsewhere a sum is divided by N; c = r² s / N is one
+number per row in both backwards, where the baseline had r³ x (s / N); the default is eight warps, in the published forward four
+where it is not tuned; the baseline always reduces its partials; no multiprocessors are left free (sm_margin), outputs are not
+handed in (ln_out) or of another type (otype). Which addresses are aligned Triton finds out by itself. May import tl_lib.
 """
 
 from dataclasses import dataclass
