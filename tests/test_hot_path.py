@@ -59,7 +59,9 @@ class NoLaunch:
 def test_a_call_costs_little_beside_its_outputs_and_its_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     allocate_only(monkeypatch)
     monkeypatch.setattr(kernels, "_rmsnorm_fwd_once", NoLaunch())
-    x, weight = torch.zeros(64, 1024, dtype=torch.bfloat16), torch.zeros(1024, dtype=torch.bfloat16)
+    where = "cuda" if torch.cuda.is_available() else "cpu"
+    x = torch.zeros(64, 1024, dtype=torch.bfloat16, device=where)
+    weight = torch.zeros(1024, dtype=torch.bfloat16, device=where)
 
     def outputs() -> None:
         x.new_empty((64, 1024), dtype=x.dtype)

@@ -194,6 +194,8 @@ def test_bad_types_and_devices() -> None:
         rms_norm(torch.ones(2, 8, dtype=torch.float64), torch.ones(8, dtype=torch.float64))
     with pytest.raises(ValueError, match=r"x\.device=device\(type='meta'\) weight\.device=device\(type='cpu'\)"):
         rms_norm(torch.ones(2, 8, device="meta"), torch.ones(8))
+    with pytest.raises(ValueError, match=r"rms_norm takes tensors, got x=None weight=tensor"):
+        rms_norm(None, torch.ones(8))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="hidden_size=0"):
         RMSNorm(0)
     with pytest.raises(ValueError, match=r"eps=-1"):

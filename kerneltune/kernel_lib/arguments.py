@@ -10,18 +10,23 @@ DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float
 ITEMSIZE = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
 
 MOST_TURNED_ROWS = (1 << 21) - 1
+_INTERPRETED = knobs.runtime.interpret
 
 
 def check_matrix(name: str, x: torch.Tensor) -> None:
-    """A matrix of bf16, fp16 or fp32 whose rows are contiguous.
+    """A matrix of bf16, fp16 or fp32 whose rows are contiguous, where kernels run: on a GPU, in Triton's interpreter, on `meta`.
 
     Raises:
         ValueError: it is not.
     """
+    if not isinstance(x, torch.Tensor):
+        raise ValueError(f"{name} must be a tensor, got {x!r}")
     if x.ndim != 2 or x.dtype not in DTYPE_NAMES:
         raise ValueError(f"{name} must be a matrix of {', '.join(DTYPE_NAMES.values())}, got shape {tuple(x.shape)} {x.dtype}")
     if x.shape[1] > 1 and x.stride(1) != 1:
         raise ValueError(f"elements of a row of {name} must be adjacent, got strides {x.stride()}")
+    if not (x.is_cuda or _INTERPRETED or x.is_meta):
+        raise ValueError(f"{name} must be on a GPU, or kernels interpreted (TRITON_INTERPRET=1), got {name} on {x.device}")
 
 
 def check_like(name: str, t: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, where: torch.device) -> None:
@@ -30,6 +35,8 @@ def check_like(name: str, t: torch.Tensor, shape: tuple[int, ...], dtype: torch.
     Raises:
         ValueError: it is not.
     """
+    if not isinstance(t, torch.Tensor):
+        raise ValueError(f"{name} must be a tensor, got {t!r}")
     if t.shape != shape or t.dtype != dtype or t.device != where:
         raise ValueError(f"{name} must be {tuple(shape)} {dtype} on {where}, got {tuple(t.shape)} {t.dtype} on {t.device}")
     if len(shape) == 1 and shape[0] > 1 and t.stride(0) != 1:

@@ -4,6 +4,9 @@ The kernels run on a GPU and in Triton's interpreter; anywhere else the weights 
 May import ops.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -14,7 +17,8 @@ from kerneltune.ops.int4_gemm import Codes, Int4Weight, dequantise, int4_gemm, p
 class Int4Linear(nn.Module):
     """y = x · wᵀ + bias, w = (q - z) s with codes q of four bits. Has no gradient: nothing in it is a parameter.
 
-    A new layer holds zeros; `from_linear` and `from_codes` make one with weights, `load_state_dict` fills one.
+    A new layer holds zeros; `from_linear` and `from_codes` make one with weights, `load_state_dict` fills one, and refuses
+    tensors of other types and scales that are not finite.
 
     Args:
         in_features, out_features: K and M; K a multiple of the group and of 32, M even.
@@ -68,10 +72,20 @@ class Int4Linear(nn.Module):
     def from_codes(cls, codes: Codes, bias: Tensor | None = None) -> "Int4Linear":
         """A layer with these codes, scales and zero points, as `from_gptq` and `from_awq` give them.
 
+        Zero points that are all 8, as symmetric checkpoints store them, are left out: the weights are the same, the kernel is
+        faster.
+
+        Args:
+            bias: (M,) numbers on the codes' device, or None.
+
         Raises:
             ValueError: they do not fit.
         """
         weight = pack(*codes)
+        if codes.zeros is not None and bool((codes.zeros == packing.MIDDLE).all()):
+            weight = weight._replace(zeros=None)
+        if bias is not None and (bias.shape != (weight.rows,) or bias.device != codes.codes.device):
+            raise ValueError(f"bias must be ({weight.rows},) on {codes.codes.device}, got {tuple(bias.shape)} on {bias.device}")
         layer = cls(
             weight.depth, weight.rows, group=weight.group, zeros=weight.zeros is not None, bias=bias is not None,
             device=weight.packed.device, dtype=weight.scales.dtype,
@@ -101,10 +115,34 @@ class Int4Linear(nn.Module):
         y: Tensor = int4_linear(rows, self.packed, self.scales, self.zeros, self.bias, self.out_features, self.group)
         return y.view(*x.shape[:-1], self.out_features)
 
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool,
+        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        """Nothing of a state that torch would convert to the layer's types, or whose values no weights have."""
+        found = [e for name, t in self.named_buffers() if (e := _broken(name, state_dict.get(prefix + name), t.dtype))]
+        error_msgs.extend(f"{prefix}{error}" for error in found)
+        if not found:
+            super()._load_from_state_dict(
+                state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+            )  # fmt: skip
+
     def extra_repr(self) -> str:
         """What `print(module)` shows."""
         zeros, bias = self.zeros is not None, self.bias is not None
         return f"{self.in_features}, {self.out_features}, group={self.group}, zeros={zeros}, bias={bias}"
+
+
+def _broken(name: str, loaded: Any, dtype: torch.dtype) -> str | None:
+    """Why a tensor cannot be loaded; None where it can, or where torch says why."""
+    if not isinstance(loaded, Tensor):
+        return None
+    if loaded.dtype != dtype:
+        return f"{name} must be {dtype}, got {loaded.dtype}"
+    if name == "packed" or loaded.is_meta:
+        return None
+    wrong = int((~loaded.isfinite()).sum())
+    return f"{name} must be finite, got {wrong} that are not" if wrong else None
 
 
 @torch.library.custom_op("kerneltune::int4_linear", mutates_args=())

@@ -143,6 +143,8 @@ def _gamma(weight: Tensor, zero_centered: bool) -> Tensor:
 
 
 def _check(x: Tensor, weight: Tensor, eps: float) -> None:
+    if not isinstance(x, Tensor) or not isinstance(weight, Tensor):
+        raise ValueError(f"rms_norm takes tensors, got {x=} {weight=}")
     if x.ndim == 0 or x.shape[-1] == 0 or tuple(weight.shape) != (x.shape[-1],):
         raise ValueError(f"rms_norm takes x (…, N) and weight (N,), got {tuple(x.shape)=} {tuple(weight.shape)=}")
     if x.dtype not in _DTYPES or weight.dtype != x.dtype:

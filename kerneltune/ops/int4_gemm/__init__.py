@@ -1,23 +1,13 @@
 """y = x · wᵀ + bias with weights of four bits, for few tokens: w = (q - z) s, one scale s per row and group of k.
 
 N tokens, M rows of w, K summed over. Layout of the weights: packing.py. Source: NVIDIA/cutlass issue 1549; the formula and the
-plain packings are GPTQ's and AWQ's.
+plain packings, checkpoints.py, are GPTQ's and AWQ's.
 """
 
 from kerneltune.ops.int4_gemm import gemm, peers, plain, reference
+from kerneltune.ops.int4_gemm.checkpoints import from_awq, from_gptq, to_awq, to_gptq
 from kerneltune.ops.int4_gemm.gemm import Int4Config, int4_gemm
-from kerneltune.ops.int4_gemm.packing import (
-    Codes,
-    Int4Weight,
-    dequantise,
-    from_awq,
-    from_gptq,
-    pack,
-    quantise,
-    to_awq,
-    to_gptq,
-    unpack,
-)
+from kerneltune.ops.int4_gemm.packing import Codes, Int4Weight, dequantise, pack, quantise, unpack
 from kerneltune.spec import Op, Variant
 
 __all__ = [

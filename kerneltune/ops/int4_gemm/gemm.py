@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kerneltune import cache
-from kerneltune.kernel_lib.arguments import DTYPE_NAMES
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, check_like, check_matrix
 from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.kernel_lib.tl_lib import INTERPRETED, is_cuda, since_sm_90
 from kerneltune.kernel_lib.workspace import counters
@@ -116,11 +116,14 @@ def check(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None) -> Non
     Raises:
         ValueError: they do not fit each other.
     """
+    check_matrix("x", x)
+    if not isinstance(weight, Int4Weight):
+        raise ValueError(f"weight must be an Int4Weight, as `pack` makes it, got {type(weight).__name__}")
     check_sizes(weight.rows, weight.depth, weight.group)
-    if x.ndim != 2 or x.dtype not in (torch.float16, torch.bfloat16) or x.shape[1] != weight.depth:
+    if x.dtype == torch.float32 or x.shape[1] != weight.depth:
         raise ValueError(f"x must be (N, {weight.depth}) float16 or bfloat16, got {tuple(x.shape)} {x.dtype}")
-    if x.shape[0] > 1 and x.stride(0) < x.shape[1] or x.stride(1) != 1:
-        raise ValueError(f"elements of a row of x must be adjacent, got strides {x.stride()}")
+    if x.shape[0] > 1 and x.stride(0) < x.shape[1]:
+        raise ValueError(f"rows of x must not overlap, got strides {x.stride()}")
     scales = scale_shape(weight.rows, weight.depth, weight.group)
     wanted = [
         ("packed", weight.packed, block_shape(weight.rows, weight.depth), torch.int32),
@@ -129,11 +132,9 @@ def check(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None) -> Non
     wanted += [("zeros", weight.zeros, scales, x.dtype)] if weight.zeros is not None else []
     wanted += [("bias", bias, (weight.rows,), x.dtype)] if bias is not None else []
     for name, t, shape, dtype in wanted:
-        if tuple(t.shape) != shape or t.dtype != dtype or t.device != x.device or not t.is_contiguous():
-            raise ValueError(
-                f"{name} must be {shape} {dtype}, contiguous, on {x.device}, "
-                f"got {tuple(t.shape)} {t.dtype} {t.stride()} on {t.device}"
-            )
+        check_like(name, t, shape, dtype, x.device)
+        if not t.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {t.stride()}")
 
 
 def best_config(x: torch.Tensor, weight: Int4Weight, bias: bool) -> Any:

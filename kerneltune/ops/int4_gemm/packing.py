@@ -1,4 +1,4 @@
-"""Weights of four bits: the layout that `int4_gemm` reads, and its exact way to and from GPTQ's and AWQ's plain packing.
+"""Weights of four bits: the layout that `int4_gemm` reads, and codes of 16-bit weights.
 
 Codes q are 0 … 15; a weight is (q - z) s with one scale s, and one zero point z, per row and group of consecutive k; z is 8
 where no zero points are given. Launches nothing of its own. May import torch.
@@ -19,9 +19,9 @@ GROUPS = (32, 64, 128)
 MIDDLE = 8
 """The zero point where none are given."""
 
-_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight consecutive codes lies in nibble i: pairs of consecutive codes are 16 bits apart. AWQ has the same order."""
-_MOST_CODE = 15
+MOST_CODE = 15
 _MOST_ZERO = 16
 
 
@@ -89,14 +89,14 @@ def pack(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None =
     Raises:
         ValueError: a shape, type, device or value that does not fit, NaN among the scales included.
     """
-    rows, depth, group = _check_codes(codes, scales, zeros)
+    rows, depth, group = check_codes(codes, scales, zeros)
     check_sizes(rows, depth, group)
     kb, rb = block_shape(rows, depth)[:2]
     padded = codes.new_full((rb * ROWS, kb * DEPTH), MIDDLE)
     padded[:rows, :depth] = codes
     # (rb, j, i, kb, q, c, t) -> (kb, rb, i, j, c, q, t)
     split = padded.view(rb, 8, 8, kb, 4, 4, 8).permute(3, 0, 2, 1, 5, 4, 6)
-    packed = _into_words(split[..., list(_ORDER)])
+    packed = into_words(split[..., list(ORDER)])
     z = None if zeros is None else _arrange(zeros.to(scales.dtype), rows, depth, group)
     return Int4Weight(packed, _arrange(scales, rows, depth, group), z, rows, depth, group)
 
@@ -105,7 +105,7 @@ def unpack(weight: Int4Weight) -> Codes:
     """What `pack` was given."""
     rows, depth, group = weight.rows, weight.depth, weight.group
     kb, rb = weight.packed.shape[:2]
-    nibbles = _out_of_words(weight.packed)[..., [_ORDER.index(t) for t in range(8)]]  # (kb, rb, i, j, c, q, t)
+    nibbles = out_of_words(weight.packed)[..., [ORDER.index(t) for t in range(8)]]  # (kb, rb, i, j, c, q, t)
     codes = nibbles.permute(1, 3, 2, 0, 5, 4, 6).reshape(rb * ROWS, kb * DEPTH)[:rows, :depth].contiguous()
     zeros = None if weight.zeros is None else _rearrange(weight.zeros, rows, depth // group).to(torch.uint8)
     return Codes(codes, _rearrange(weight.scales, rows, depth // group), zeros)
@@ -144,77 +144,16 @@ def dequantise(weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
     return (steps * scales.to(dtype)[:, :, None]).view(weight.rows, weight.depth)
 
 
-def from_gptq(qweight: torch.Tensor, qzeros: torch.Tensor | None, scales: torch.Tensor) -> Codes:
-    """GPTQ's plain packing: qweight (K / 8, M) int32, eight k of a row in one word, the first in the lowest bits; qzeros
-    (K / group, M / 8) int32, eight rows' zero points less one, or None for 8; scales (K / group, M).
+def check_codes(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> tuple[int, int, int]:
+    """M, K and the group size of codes, scales and zero points as in `Codes`.
 
     Raises:
-        ValueError: a wrong shape or type.
+        ValueError: a shape, type, device or value that does not fit.
     """
-    _check_words("qweight", qweight)
-    codes = _out_of_words(qweight.t()).reshape(qweight.shape[1], -1)
-    zeros = None
-    if qzeros is not None:
-        _check_words("qzeros", qzeros)
-        zeros = (_out_of_words(qzeros).reshape(qzeros.shape[0], -1) + 1).t().contiguous()
-    return Codes(codes.contiguous(), scales.t().contiguous(), zeros)
-
-
-def to_gptq(codes: Codes) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """qweight, qzeros and scales as `from_gptq` takes them; zero points are 1 … 16 there.
-
-    Raises:
-        ValueError: a zero point of 0, or zero points of rows that are no multiple of 8.
-    """
-    rows, depth = codes.codes.shape
-    qweight = _into_words(codes.codes.view(rows, depth // 8, 8)).t().contiguous()
-    qzeros = None
-    if codes.zeros is not None:
-        if rows % 8 or bool((codes.zeros == 0).any()):
-            raise ValueError(f"GPTQ packs zero points 1 … 16 of eight rows, got m={rows} and {int(codes.zeros.min())=}")
-        qzeros = _into_words((codes.zeros - 1).t().reshape(-1, rows // 8, 8))
-    return qweight, qzeros, codes.scales.t().contiguous()
-
-
-def from_awq(qweight: torch.Tensor, qzeros: torch.Tensor | None, scales: torch.Tensor) -> Codes:
-    """AWQ's plain packing: qweight (K, M / 8) int32, eight rows of a k in one word, in the order 0, 2, 4, 6, 1, 3, 5, 7 from the
-    lowest bits; qzeros (K / group, M / 8) alike, or None for 8; scales (K / group, M).
-
-    Raises:
-        ValueError: a wrong shape or type.
-    """
-    back = [_ORDER.index(t) for t in range(8)]
-    _check_words("qweight", qweight)
-    codes = _out_of_words(qweight)[..., back].reshape(qweight.shape[0], -1).t().contiguous()
-    zeros = None
-    if qzeros is not None:
-        _check_words("qzeros", qzeros)
-        zeros = _out_of_words(qzeros)[..., back].reshape(qzeros.shape[0], -1).t().contiguous()
-    return Codes(codes, scales.t().contiguous(), zeros)
-
-
-def to_awq(codes: Codes) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """qweight, qzeros and scales as `from_awq` takes them; zero points are 0 … 15 there.
-
-    Raises:
-        ValueError: rows that are no multiple of 8, or a zero point of 16.
-    """
-    rows = codes.codes.shape[0]
-    most = int(codes.zeros.max()) if codes.zeros is not None else 0
-    if rows % 8 or most > 15:
-        raise ValueError(f"AWQ packs zero points 0 … 15 and eight rows to a word, got m={rows} and a zero point of {most}")
-    order = list(_ORDER)
-    qweight = _into_words(codes.codes.t().reshape(-1, rows // 8, 8)[..., order])
-    qzeros = None if codes.zeros is None else _into_words(codes.zeros.t().reshape(-1, rows // 8, 8)[..., order])
-    return qweight, qzeros, codes.scales.t().contiguous()
-
-
-def _check_codes(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> tuple[int, int, int]:
-    """M, K and the group size."""
     if codes.ndim != 2 or codes.dtype != torch.uint8 or not codes.numel():
         raise ValueError(f"codes must be (M, K) uint8, got {tuple(codes.shape)} {codes.dtype}")
-    if int(codes.max()) > _MOST_CODE:
-        raise ValueError(f"codes must be 0 … {_MOST_CODE}, got {int(codes.max())}")
+    if int(codes.max()) > MOST_CODE:
+        raise ValueError(f"codes must be 0 … {MOST_CODE}, got {int(codes.max())}")
     rows, depth = codes.shape
     if scales.ndim != 2 or scales.shape[0] != rows or scales.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"scales must be ({rows}, groups) float16 or bfloat16, got {tuple(scales.shape)} {scales.dtype}")
@@ -230,11 +169,6 @@ def _check_codes(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor 
     if zeros is not None and int(zeros.max()) > _MOST_ZERO:
         raise ValueError(f"zeros must be 0 … {_MOST_ZERO}, got {int(zeros.max())}")
     return rows, depth, depth // scales.shape[1]
-
-
-def _check_words(name: str, words: torch.Tensor) -> None:
-    if words.ndim != 2 or words.dtype != torch.int32:
-        raise ValueError(f"{name} must be a matrix of int32, got {tuple(words.shape)} {words.dtype}")
 
 
 def _groups_per_block(group: int) -> int:
@@ -255,14 +189,14 @@ def _rearrange(values: torch.Tensor, rows: int, groups: int) -> torch.Tensor:
     return values.permute(1, 2, 4, 0, 3).reshape(rb * ROWS, blocks * per_block)[:rows, :groups].contiguous()
 
 
-def _into_words(nibbles: torch.Tensor) -> torch.Tensor:
+def into_words(nibbles: torch.Tensor) -> torch.Tensor:
     """(…, 8) of 0 … 15 to (…) int32, the first in the lowest bits."""
     shifts = torch.arange(0, 32, 4, device=nibbles.device)
     words = (nibbles.to(torch.int64) << shifts).sum(-1)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
 
-def _out_of_words(words: torch.Tensor) -> torch.Tensor:
-    """What `_into_words` was given, uint8."""
+def out_of_words(words: torch.Tensor) -> torch.Tensor:
+    """What `into_words` was given, uint8."""
     shifts = torch.arange(0, 32, 4, device=words.device, dtype=torch.int32)
     return ((words[..., None] >> shifts) & 15).to(torch.uint8)

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from kerneltune.ops.int4_gemm import packing
+from kerneltune.ops.int4_gemm import checkpoints, packing
 from kerneltune.ops.int4_gemm.reference import Forms, group_size
 from kerneltune.spec import Case, Inputs, Outputs
 
@@ -45,7 +45,7 @@ def _humming_layer(forms: Forms) -> Any:
     from humming.layer import HummingLayer
 
     weight = forms.weight
-    qweight, _, scales = packing.to_gptq(packing.unpack(weight))
+    qweight, _, scales = checkpoints.to_gptq(packing.unpack(weight))
     config = {"quant_method": "gptq", "bits": 4, "group_size": weight.group, "sym": True, "desc_act": False}
     layer = HummingLayer(shape_n=weight.rows, shape_k=weight.depth, weight_config=config, torch_dtype=scales.dtype)
     layer = layer.to(qweight.device)

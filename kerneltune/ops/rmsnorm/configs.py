@@ -59,6 +59,23 @@ class BwdConfig(_Tiles):
         return 1 if self.cols * itemsize >= _WARP_BYTES * self.warps else self.rows
 
 
+def check_config(config: Any, kind: type[_Tiles], least_ctas: int) -> None:
+    """A config of this class whose tiles a kernel can have: sizes that are powers of two, 16 columns at least.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not isinstance(config, kind):
+        raise ValueError(f"config must be a {kind.__name__} or None, got {config!r}")
+    for name, least in (("rows", 1), ("cols", 16), ("warps", 1)):
+        size = getattr(config, name)
+        if size < least or size & (size - 1):
+            raise ValueError(f"config: {name} must be a power of two of at least {least}, got {config}")
+    for name, least in (("ctas", least_ctas), ("stages", 1)):
+        if getattr(config, name) < least:
+            raise ValueError(f"config: {name} must be at least {least}, got {config}")
+
+
 def space_fwd(case: Case) -> Space:
     """Loads from half a row, an eighth of a long or uneven one, to a whole row; a sixteenth of one that may be held in part."""
     whole = _power_of_two(case["N"])

@@ -14,7 +14,16 @@ from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX, INTERPRETED, TL_DT
 from kerneltune.kernel_lib.tl_transpose import transpose_bytes
 from kerneltune.kernel_lib.workspace import counters, workspace
 from kerneltune.ops.rmsnorm import backward_kernels, kernels
-from kerneltune.ops.rmsnorm.configs import SHARING, BwdConfig, FwdConfig, default_bwd, default_fwd, valid_bwd, valid_fwd
+from kerneltune.ops.rmsnorm.configs import (
+    SHARING,
+    BwdConfig,
+    FwdConfig,
+    check_config,
+    default_bwd,
+    default_fwd,
+    valid_bwd,
+    valid_fwd,
+)
 from kerneltune.ops.rmsnorm.reference import EPS
 from kerneltune.rounding import cdiv, next_power_of_2
 from kerneltune.spec import Inputs, Outputs
@@ -69,6 +78,7 @@ def rmsnorm_fwd(
     amax: torch.Tensor | None = None,
     fp8_format: str = "e4m3",
     zero_centered: bool = False,
+    out_dtype: torch.dtype | None = None,
     config: FwdConfig | None = None,
 ) -> RMSNormOutput:
     """y = x * rsqrt(mean(x², 1) + eps) * weight, in fp32 inside; under fp8 clamp(y * scale) as well as the largest |y|.
@@ -76,20 +86,23 @@ def rmsnorm_fwd(
     Args:
         x: (M, N) bf16, fp16 or fp32; rows may be any distance apart, elements of a row must be adjacent.
         weight: (N,), dtype of x; with `zero_centered` 1 is added to it, in fp32.
-        quant: `none` (y has x's dtype), `fp8`, or `fp8_t` (y and its transpose). NaN stays NaN, ±Inf saturates.
+        quant: `none`, `fp8`, or `fp8_t` (y and its transpose). NaN stays NaN, ±Inf saturates.
         scale: (1,) fp32, multiplies y before the cast.
         amax: (1,) fp32 ≥ 0, raised to max |y| before scaling; never cleared; NaN is passed over.
         fp8_format: `e4m3` or `e5m2`.
+        out_dtype: of y without quantisation; None for x's. fp32 x may become bf16 or fp16.
         config: None takes the best known config.
 
     Raises:
-        ValueError: a wrong shape, stride, dtype, device or value, which it names.
+        ValueError: a wrong shape, stride, dtype, device, value or config, which it names.
 
     Source: the contract of ROCm/TransformerEngine's te_rmsnorm_fwd_triton.
     """
-    _check_fwd(x, weight, eps, quant, scale, amax, fp8_format)
+    _check_fwd(x, weight, eps, quant, scale, amax, fp8_format, out_dtype)
+    if config is not None:
+        check_config(config, FwdConfig, least_ctas=0)
     M, N = x.shape
-    y = x.new_empty((M, N), dtype=None if quant == "none" else FP8_DTYPES[fp8_format])
+    y = x.new_empty((M, N), dtype=out_dtype if quant == "none" else FP8_DTYPES[fp8_format])
     rsigma = x.new_empty((M,), dtype=torch.float32)
     y_t = y.new_empty((N, M)) if quant == "fp8_t" else None
     scale_inv = x.new_empty((1,), dtype=torch.float32) if quant != "none" else None
@@ -134,6 +147,8 @@ def rmsnorm_bwd(
         ValueError: a wrong shape, dtype, device or config, which it names.
     """
     _check_bwd(dz, x, rsigma, weight)
+    if config is not None:
+        check_config(config, BwdConfig, least_ctas=1)
     dz, x = dz.contiguous(), x.contiguous()
     M, N = x.shape
     dx, dgamma = torch.empty_like(x), torch.empty_like(weight)
@@ -142,8 +157,6 @@ def rmsnorm_bwd(
     if config is None:
         config = _choose_bwd((("M", M), ("N", N)), DTYPE_NAMES[x.dtype], "none", _BWD_OPTIONS)
     c = config
-    if c.ctas < 1:
-        raise ValueError(f"config: ctas must be at least 1, got {c}")
     loads, tiles = cdiv(N, c.cols), cdiv(M, c.rows)
     parts, chunks = (loads, 1) if c.split else (1, loads)
     groups = _groups(x, tiles, parts, c.ctas)
@@ -254,6 +267,7 @@ def _check_fwd(
     scale: torch.Tensor | None,
     amax: torch.Tensor | None,
     fp8_format: str,
+    out_dtype: torch.dtype | None,
 ) -> None:
     check_matrix("x", x)
     where = x.device
@@ -264,6 +278,11 @@ def _check_fwd(
         raise ValueError(f"quant must be none, fp8 or fp8_t, got {quant=}")
     if fp8_format not in FP8_DTYPES:
         raise ValueError(f"fp8_format must be one of {', '.join(FP8_DTYPES)}, got {fp8_format=}")
+    if out_dtype is not None:
+        known = () if quant != "none" else tuple(DTYPE_NAMES) if x.dtype == torch.float32 else (x.dtype,)
+        if out_dtype not in known:
+            allowed = ", ".join(map(str, known)) or "None"
+            raise ValueError(f"out_dtype must be {allowed} for {x.dtype} x and {quant=}, got {out_dtype=}")
     if quant != "none":
         if scale is None or amax is None:
             raise ValueError(f"{quant=} needs scale and amax, got {scale=} {amax=}")

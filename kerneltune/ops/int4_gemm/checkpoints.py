@@ -1,0 +1,116 @@
+"""Weights of four bits as checkpoints have them: GPTQ's and AWQ's plain packing, exactly, both ways. May import packing."""
+
+import torch
+
+from kerneltune.ops.int4_gemm.packing import MOST_CODE, ORDER, Codes, check_codes, into_words, out_of_words
+
+
+def from_gptq(
+    qweight: torch.Tensor,
+    qzeros: torch.Tensor | None,
+    scales: torch.Tensor,
+    g_idx: torch.Tensor | None = None,
+    *,
+    v2: bool = False,
+) -> Codes:
+    """GPTQ's plain packing: qweight (K / 8, M) int32, eight k of a row in one word, the first in the lowest bits; qzeros
+    (K / group, M / 8) int32, eight rows' zero points less one, or None for 8; scales (K / group, M).
+
+    Args:
+        g_idx: (K,) the group of every k, where the checkpoint has it. Groups must be of consecutive k, as they are without
+            act-order (`desc_act`); None takes them for that.
+        v2: zero points are stored as they are (`checkpoint_format: gptq_v2`).
+
+    Raises:
+        ValueError: a wrong shape, type, device or value.
+    """
+    _check(qweight, qzeros, scales, 1)
+    codes = out_of_words(qweight.t()).reshape(qweight.shape[1], -1)
+    zeros = None
+    if qzeros is not None:
+        zeros = (out_of_words(qzeros).reshape(qzeros.shape[0], -1) + (0 if v2 else 1)).t().contiguous()
+    found = Codes(codes.contiguous(), scales.t().contiguous(), zeros)
+    _, depth, group = check_codes(*found)
+    if g_idx is not None:
+        _check_order(g_idx, depth, group)
+    return found
+
+
+def to_gptq(codes: Codes, *, v2: bool = False) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """qweight, qzeros and scales as `from_gptq` takes them; zero points are 1 … 16 there, 0 … 15 under v2.
+
+    Raises:
+        ValueError: a wrong shape, type, device or value, k or rows with zero points that are no multiple of 8 included.
+    """
+    rows, depth, _ = check_codes(*codes)
+    if depth % 8:
+        raise ValueError(f"GPTQ packs eight k to a word, got k={depth}")
+    qweight = into_words(codes.codes.reshape(rows, depth // 8, 8)).t().contiguous()
+    qzeros = None
+    if codes.zeros is not None:
+        stored = codes.zeros.to(torch.int16) - (0 if v2 else 1)
+        if rows % 8 or int(stored.min()) < 0 or int(stored.max()) > MOST_CODE:
+            raise ValueError(
+                f"GPTQ packs zero points {'0 … 15' if v2 else '1 … 16'} of eight rows, "
+                f"got m={rows} and {int(codes.zeros.min())} … {int(codes.zeros.max())}"
+            )
+        qzeros = into_words(stored.t().reshape(-1, rows // 8, 8))
+    return qweight, qzeros, codes.scales.t().contiguous()
+
+
+def from_awq(qweight: torch.Tensor, qzeros: torch.Tensor | None, scales: torch.Tensor) -> Codes:
+    """AWQ's plain packing: qweight (K, M / 8) int32, eight rows of a k in one word, in the order 0, 2, 4, 6, 1, 3, 5, 7 from the
+    lowest bits; qzeros (K / group, M / 8) alike, or None for 8; scales (K / group, M).
+
+    Raises:
+        ValueError: a wrong shape, type, device or value.
+    """
+    _check(qweight, qzeros, scales, 8)
+    back = [ORDER.index(t) for t in range(8)]
+    codes = out_of_words(qweight)[..., back].reshape(qweight.shape[0], -1).t().contiguous()
+    zeros = None
+    if qzeros is not None:
+        zeros = out_of_words(qzeros)[..., back].reshape(qzeros.shape[0], -1).t().contiguous()
+    found = Codes(codes, scales.t().contiguous(), zeros)
+    check_codes(*found)
+    return found
+
+
+def to_awq(codes: Codes) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """qweight, qzeros and scales as `from_awq` takes them; zero points are 0 … 15 there.
+
+    Raises:
+        ValueError: a wrong shape, type, device or value, rows that are no multiple of 8 and a zero point of 16 included.
+    """
+    rows = check_codes(*codes)[0]
+    most = int(codes.zeros.max()) if codes.zeros is not None else 0
+    if rows % 8 or most > MOST_CODE:
+        raise ValueError(f"AWQ packs zero points 0 … 15 and eight rows to a word, got m={rows} and a zero point of {most}")
+    order = list(ORDER)
+    qweight = into_words(codes.codes.t().reshape(-1, rows // 8, 8)[..., order])
+    qzeros = None if codes.zeros is None else into_words(codes.zeros.t().reshape(-1, rows // 8, 8)[..., order])
+    return qweight, qzeros, codes.scales.t().contiguous()
+
+
+def _check(qweight: torch.Tensor, qzeros: torch.Tensor | None, scales: torch.Tensor, rows_per_word: int) -> None:
+    """What has to fit before codes can be read."""
+    for name, words in (("qweight", qweight), ("qzeros", qzeros)):
+        if words is not None and (words.ndim != 2 or words.dtype != torch.int32):
+            raise ValueError(f"{name} must be a matrix of int32, got {tuple(words.shape)} {words.dtype}")
+    rows = qweight.shape[1] * rows_per_word
+    if scales.ndim != 2 or scales.shape[1] != rows:
+        raise ValueError(f"scales must be (groups, {rows}), got {tuple(scales.shape)}")
+    if qzeros is not None and (rows % 8 or qzeros.shape != (scales.shape[0], rows // 8)):
+        raise ValueError(f"qzeros must be ({scales.shape[0]}, {rows} / 8), got {tuple(qzeros.shape)}")
+
+
+def _check_order(g_idx: torch.Tensor, depth: int, group: int) -> None:
+    if g_idx.shape != (depth,) or g_idx.is_floating_point():
+        raise ValueError(f"g_idx must be ({depth},) whole numbers, got {tuple(g_idx.shape)} {g_idx.dtype}")
+    wrong = (g_idx != torch.arange(depth, device=g_idx.device) // group).nonzero()
+    if len(wrong):
+        k = int(wrong[0])
+        raise ValueError(
+            f"g_idx must give groups of {group} consecutive k: act-order is not supported, "
+            f"got g_idx[{k}]={int(g_idx[k])}, expected {k // group}"
+        )

@@ -1,0 +1,24 @@
+"""Peers that are torch alone are held to the reference wherever torch runs: what we are compared with must do the same work."""
+
+import pytest
+import torch
+
+from kerneltune import ops, sweep
+from kerneltune.measuring.check import Checker
+from kerneltune.spec import Case, Variant
+
+OPS = ops.load()
+PLAIN = ("eager", "dequantised", "torch")
+FAMILIES = ("rmsnorm", "weight_only")  # test_fp8.py has those of casts
+CASES = [
+    pytest.param(entry.op, variant, entry.case, id=f"{entry.op},{variant.name},{entry.case.label.replace(' ', ',')}")
+    for family in FAMILIES
+    for entry in sweep.load(sweep.find(family), OPS).check
+    for variant in OPS[entry.op].variants
+    if variant.name in PLAIN and variant.unsupported(entry.case) is None
+]
+
+
+@pytest.mark.parametrize(("name", "variant", "case"), CASES)
+def test_plain_torch_agrees_with_the_reference(name: str, variant: Variant, case: Case) -> None:
+    assert Checker(OPS[name], case, "cuda" if torch.cuda.is_available() else "cpu").errors(variant, None) == []
