@@ -166,6 +166,8 @@ def export_(
     from kerneltune.cache import load_strict
 
     o.choice("format", format_, exchange.WRITERS)
+    known = o.load_ops()
+    o.choice("op", op, known)
     files = _chosen(op, gpu, configs)
     if len(files) > 1:
         raise ValueError(f"gpu: not given: expected one of {', '.join(path.parent.name for path in files)}")
@@ -173,7 +175,7 @@ def export_(
     entries = [entry for entry in load_strict(path) if entry.variant == variant]
     if not entries:
         raise ValueError(f"{path}: variant: {variant!r}: no entry")
-    for name, text in exchange.WRITERS[format_](o.load_ops()[op], path.parent.name, entries).items():
+    for name, text in exchange.WRITERS[format_](known[op], path.parent.name, entries).items():
         o.make_folder(folder)
         deliver(text, folder / name)
 
@@ -183,7 +185,7 @@ def import_(
     op: Annotated[str, typer.Argument(metavar="OP", help="Name of an operator.")],
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="What `cache export` wrote.")],
     gpu: Annotated[str, typer.Option("--gpu", help="The GPU that they are for, as its folder is called.")],
-    force: Annotated[bool, typer.Option("--force", help="Also in the place of what the cache has.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Also of another GPU, and in the place of what the cache has.")] = False,
     configs: o.Configs = None,
 ) -> None:
     """Take configs from exported files into the cache; all are checked before one is stored."""
@@ -195,11 +197,11 @@ def import_(
         raise ValueError(f"gpu: {gpu!r}: expected the name of a folder, like {device.slug(gpu) or 'nvidia_h200'}")
     root = o.configs_root(configs)
     o.require_writable(root)
-    path = root / gpu / f"{op}.json"
+    path = cache.path_of(op, gpu, root)
     present = {entry.identity for entry in cache.load_strict(path)} if path.exists() else set()
     taken = []
     for file in files:
-        for entry in exchange.read(file, chosen):
+        for entry in exchange.read(file, chosen, None if force else gpu):
             try:
                 _require_fit(chosen, entry)
             except ValueError as error:
