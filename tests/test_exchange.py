@@ -185,10 +185,10 @@ def judged(duel: Any = None, **changes: Any) -> tuple[str, str]:
 
 
 def picks(index: int) -> Any:
-    def duel(*arguments: Any) -> int:
+    def duel(*arguments: Any) -> tuple[int, dict[str, Any]]:
         configs: Sequence[Any] = arguments[-1]
         assert len(configs) == 2
-        return index
+        return index, {}
 
     return duel
 
@@ -204,6 +204,14 @@ def test_a_stale_entry_is_timed_where_that_is_possible() -> None:
     assert judged(evidence=evidence) == ("stale", changed)
     assert judged(picks(0), evidence=evidence) == ("stale-but-good", changed)
     assert judged(picks(1), evidence=evidence) == ("stale-slower", f"{changed}: the default is faster")
+
+
+def test_where_an_entry_s_gpu_is_not_here_only_its_source_counts() -> None:
+    """Neither the driver nor the packages of this machine are those that its kernels run with."""
+    elsewhere = {"source_hash": OPS["rmsnorm_bwd"].source_hash, "driver": "1", **dict.fromkeys(device.versions(), "0")}
+    assert judged(evidence=elsewhere) == ("fresh", "")
+    status, reason = judged(picks(0), evidence=elsewhere)
+    assert status == "stale-but-good" and {line.split()[0] for line in reason.split(", ")} == {"driver", *device.versions()}
 
 
 def test_an_entry_that_cannot_run_is_invalid() -> None:
@@ -223,6 +231,8 @@ def test_cache_verify_counts_and_fails_on_what_is_invalid(tmp_path: Path) -> Non
     cache.store("rmsnorm_bwd", "another_gpu", entry, tmp_path)
     good = run("verify", "--configs", tmp_path)
     assert good.exit_code == 0 and good.stdout.splitlines()[1].split() == ["another_gpu", "rmsnorm_bwd", "stale", "1"]
+    why = f"stale: source_hash old is now {OPS['rmsnorm_bwd'].source_hash}"
+    assert good.stdout.splitlines()[2:] == [f"1 {why}"]
     cache.store("rmsnorm_bwd", "another_gpu", replace(entry, config={**entry.config, "warps": 4096}), tmp_path)
     bad = run("verify", "rmsnorm_bwd", "--configs", tmp_path)
     assert bad.exit_code == 1
