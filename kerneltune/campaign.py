@@ -21,7 +21,7 @@ from kerneltune.search.trials import drop_cut_line
 from kerneltune.spec import Case, Config, Op, Variant, parts_of
 from kerneltune.tuning.apart import check_apart, compare_apart
 from kerneltune.tuning.bench import CheckBench
-from kerneltune.tuning.cached import config_for, present
+from kerneltune.tuning.cached import config_for
 from kerneltune.tuning.isolated import IsolatedBench
 from kerneltune.tuning.run import CEILING_OP, ceiling_case, tune_entries
 from kerneltune.tuning.tuner import job
@@ -262,7 +262,7 @@ def _still_good(
 ) -> list[Record] | None:
     """The rows of a case that an interrupted run left, if it left all of them for this source, driver, versions and config."""
     key = _key(op, case, options)
-    here = present(op)
+    here = {"source_hash": op.source_hash, "driver": device.current().driver, **device.versions()}
     rows = [(done.get((key, variant.name)), config_values(config)) for variant, config in pairs]
     found = [
         row
