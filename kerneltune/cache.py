@@ -98,9 +98,14 @@ def roots() -> Path:
     return Path(override) if override else data_root("configs")
 
 
+def path_of(op_name: str, device_slug: str, root: Path | None = None) -> Path:
+    """The file of an operator and a GPU, there or not; root: the folder of the cache, None for that of `roots`."""
+    return (root or roots()) / device_slug / f"{op_name}.json"
+
+
 def load(op_name: str, device_slug: str, root: Path | None = None) -> list[Entry]:
     """The readable entries of an operator; whatever is broken is left out with one warning."""
-    path = _path(op_name, device_slug, root)
+    path = path_of(op_name, device_slug, root)
     if not path.exists():
         return []
     entries, errors = _scan(path)
@@ -128,7 +133,7 @@ def store(op_name: str, device_slug: str, entry: Entry, root: Path | None = None
     Raises:
         ValueError: the folder cannot be written, or the existing file is broken; nothing is changed then.
     """
-    path = _path(op_name, device_slug, root)
+    path = path_of(op_name, device_slug, root)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_name(f".{path.name}.lock")):
@@ -154,7 +159,7 @@ def candidates(
     free_options: tuple[str, ...] = (),
 ) -> list[Hit]:
     """Every entry that may serve this case, as `nearness.ranked` says, the nearest first; ties as `in_order`."""
-    alike = _alike(_path(op_name, device_slug, root), variant, policy, quant)
+    alike = _alike(path_of(op_name, device_slug, root), variant, policy, quant)
     found = ranked((dict(axes), dtype, dict(options)), alike, free_axes, free_options)
     return [Hit(entry, exact=not any(near), distance=near[2]) for near, entry in found]
 
@@ -193,7 +198,7 @@ class Chooser:
             gpu: the folder of another device than the present one.
 
         Raises:
-            LookupError: a miss, and KERNELTUNE_STRICT is 1.
+            LookupError: a miss, and KERNELTUNE_STRICT is on.
         """
         return _chosen(self, gpu or device.current_slug(), axes, dtype, quant, options)
 
@@ -233,10 +238,6 @@ def clear() -> None:
     for remembered in (_chosen, _alike, _loaded):
         remembered.cache_clear()
     misses.forget()
-
-
-def _path(op_name: str, device_slug: str, root: Path | None) -> Path:
-    return (root or roots()) / device_slug / f"{op_name}.json"
 
 
 @lru_cache(maxsize=1024)

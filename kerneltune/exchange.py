@@ -19,7 +19,7 @@ _CASE = ("variant", "case", "axes", "dtype", "quant", "options", "policy")
 
 def to_triton(op: Op, device: str, entries: Sequence[Entry]) -> dict[str, str]:
     """A Python source with a `triton.Config` per entry; the comment before it says what the entry is for."""
-    lines = [f'"""Configs of {op.name} on {device}, written by kerneltune."""', "", "import triton", "", "CONFIGS = ["]
+    lines = [*_head(op, device), "import triton", "", "CONFIGS = ["]
     for entry in entries:
         knobs = {name: value for name, value in entry.config.items() if name not in _TRITON}
         meta = "".join(f", {_TRITON[name]}={value!r}" for name, value in entry.config.items() if name in _TRITON)
@@ -74,8 +74,7 @@ def to_python(op: Op, device: str, entries: Sequence[Entry]) -> dict[str, str]:
     rows = [f"    { ({**_case(entry), 'config': entry.config})!r}," for entry in in_order(entries)]
     rule = Path(nearness.__file__).read_text(encoding="utf-8").partition('"""\n\n')[2]
     table = ["ENTRIES = [", *rows, "]", f"FREE_AXES = {op.free_axes!r}", f"FREE_OPTIONS = {op.free_options!r}"]
-    lines = [f'"""Configs of {op.name} on {device}, written by kerneltune."""', "", rule, "", *table]
-    return {f"{op.name}.py": "\n".join(lines) + "\n" + _DISPATCH}
+    return {f"{op.name}.py": "\n".join([*_head(op, device), rule, "", *table]) + "\n" + _DISPATCH}
 
 
 def from_python(path: Path) -> list[Entry]:
@@ -85,11 +84,9 @@ def from_python(path: Path) -> list[Entry]:
         ValueError: it is none.
     """
     try:
-        tree = ast.parse(_text(path))
-        tables = [n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "ENTRIES"]
-        rows = ast.literal_eval(tables[0])
+        rows = ast.literal_eval(_assigned(path)["ENTRIES"])
         return _some(path, [_entry(row, row["config"], path) for row in rows])
-    except (SyntaxError, ValueError, KeyError, IndexError, TypeError, MemoryError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, MemoryError, RecursionError) as error:
         raise ValueError(f"{path}: ENTRIES: not a table of configs") from error
 
 
@@ -114,7 +111,10 @@ def from_vllm(path: Path, op: Op) -> list[Entry]:
     """
     free_axis = _first_axis(op)
     try:
-        fixed = dict(part.split("=", 1) for part in path.name.removesuffix(".json").split(",")[1:])
+        fixed = _fixed(path)
+        fields = {"variant", "dtype", "quant", "policy", "device_name", *op.axes, *op.options} - {free_axis}
+        if fixed.keys() != fields:
+            raise ValueError("keys of another operator")
         table = json.loads(_text(path))
         given = {name: next(v for v in offered if str(v) == fixed[name]) for name, offered in op.options.items()}
         entries = []
@@ -125,7 +125,9 @@ def from_vllm(path: Path, op: Op) -> list[Entry]:
             entries.append(_entry({**case, "case": label, "axes": sizes, "options": given}, knobs, path))
         return _some(path, entries)
     except (ValueError, KeyError, StopIteration, AttributeError, TypeError) as error:
-        raise ValueError(f"{path}: not a table of configs by {free_axis}, named as `cache export --format vllm` does") from error
+        raise ValueError(
+            f"{path}: not a table of {op.name} by {free_axis}, named as `cache export --format vllm` does"
+        ) from error
 
 
 WRITERS: Mapping[str, Callable[[Op, str, Sequence[Entry]], dict[str, str]]] = {
@@ -135,15 +137,50 @@ WRITERS: Mapping[str, Callable[[Op, str, Sequence[Entry]], dict[str, str]]] = {
 }
 
 
-def read(path: Path, op: Op) -> list[Entry]:
-    """The entries of an operator's file of any of the formats.
+def read(path: Path, op: Op, device: str | None = None) -> list[Entry]:
+    """The entries of a file of any of the formats.
+
+    device: the only GPU, as its folder is called, of which they may be; any if not given.
 
     Raises:
-        ValueError: it is of none of them, or cannot be read.
+        ValueError: it is of none of the formats, of another operator or GPU, or cannot be read.
     """
+    found: tuple[object, object]
     if path.suffix == ".json":
-        return from_vllm(path, op)
-    return from_triton(path) if "import triton" in _text(path) else from_python(path)
+        entries = from_vllm(path, op)
+        found = (path.name.partition(",")[0], _fixed(path)["device_name"])
+    else:
+        entries = from_triton(path) if "import triton" in _text(path) else from_python(path)
+        constants = {name: node.value for name, node in _assigned(path).items() if isinstance(node, ast.Constant)}
+        found = (constants.get("OP"), constants.get("DEVICE"))
+    for field, of, expected in (("op", found[0], op.name), ("device", found[1], device or found[1])):
+        if of != expected:
+            raise ValueError(f"{path}: {field}: {of!r}: expected {expected!r}")
+    return entries
+
+
+def _head(op: Op, device: str) -> list[str]:
+    """How a Python source begins."""
+    doc = f'"""Configs of {op.name} on {device}, written by kerneltune."""'
+    return [doc, "", f"OP = {op.name!r}", f"DEVICE = {device!r}", ""]
+
+
+def _assigned(path: Path) -> dict[str, ast.expr]:
+    """What a source, which is not run, assigns to which name.
+
+    Raises:
+        ValueError: it is no Python.
+    """
+    try:
+        tree = ast.parse(_text(path))
+    except (SyntaxError, MemoryError, RecursionError) as error:
+        raise ValueError(f"{path}: not Python") from error
+    return {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
+
+
+def _fixed(path: Path) -> dict[str, str]:
+    """What the name of a file in vLLM's format says besides the operator."""
+    return dict(part.split("=", 1) for part in path.name.removesuffix(".json").split(",")[1:])
 
 
 def _first_axis(op: Op) -> str:

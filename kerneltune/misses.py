@@ -15,6 +15,9 @@ from typing import Any
 from kerneltune.device import INTERPRETER
 from kerneltune.spec import Case
 
+_STRICT = "KERNELTUNE_STRICT"
+_LOG = "KERNELTUNE_LOG_MISSES"
+_SWITCH = {"1": True, "true": True, "yes": True, "on": True, "": False, "0": False, "false": False, "no": False, "off": False}
 _NAME, _SIZES, _PLAIN = "a name", "sizes by axis", "plain values by option"
 _FIELDS = {name: _NAME for name in ("op", "variant", "device", "dtype", "quant", "policy")} | {"axes": _SIZES, "options": _PLAIN}
 
@@ -45,22 +48,36 @@ def report(miss: Miss, used: str, free_axes: Sequence[str]) -> None:
     nothing is tuned.
 
     Raises:
-        LookupError: KERNELTUNE_STRICT is 1.
+        LookupError: KERNELTUNE_STRICT is on.
+        ValueError: it is neither on nor off.
     """
     if miss.device == INTERPRETER:
         return
-    if "KERNELTUNE_LOG_MISSES" in os.environ:
-        _append(Path(os.environ["KERNELTUNE_LOG_MISSES"]), miss)
-    strict = os.environ.get("KERNELTUNE_STRICT") == "1"
+    strict = _is_strict()
+    if log := os.environ.get(_LOG):
+        _append(Path(log), miss)
     fixed = tuple(axis for axis in miss.case.axes if axis[0] not in free_axes)
     alike = replace(miss, case=replace(miss.case, axes=fixed))
     if not strict and alike in _said:
         return
     text = f"no config for {miss.op} {miss.variant} {miss.case.label} {miss.policy} on {miss.device}"
     if strict:
-        raise LookupError(f"{text} (KERNELTUNE_STRICT=1); nearest: {used}")
+        raise LookupError(f"{text} ({_STRICT}=1); nearest: {used}")
     _said.add(alike)
     warnings.warn(f"{text}; using {used}", CacheMissWarning, stacklevel=5)
+
+
+def _is_strict() -> bool:
+    """Whether a miss is an error.
+
+    Raises:
+        ValueError: the variable has a value that is neither on nor off.
+    """
+    value = os.environ.get(_STRICT, "")
+    strict = _SWITCH.get(value.lower())
+    if strict is None:
+        raise ValueError(f"{_STRICT}: {value!r}: expected one of {', '.join(filter(None, _SWITCH))}")
+    return strict
 
 
 def forget() -> None:

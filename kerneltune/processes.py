@@ -6,8 +6,9 @@ Does not know what their work is. Imports pebble.
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
 from typing import Any, TypeVar
@@ -68,6 +69,23 @@ def start_server(*modules: str) -> None:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def side_by_side(count: int) -> Iterator[Callable[[Callable[[Any], T], Iterable[Any]], Iterator[T]]]:
+    """A `map` whose work is done by `count` processes, and given in order; the usual one if it is one. What it maps is pickled.
+
+    The processes do not hear Ctrl-C, which is their parent's to answer, and are gone at the end, whatever they are at.
+    """
+    if count == 1:
+        yield map
+        return
+    pool = ProcessPool(count, context=fast_context())
+    try:
+        yield lambda work, items: iter(pool.map(work, items).result())
+    finally:
+        pool.stop()
+        pool.join()
 
 
 def in_environment(environment: Mapping[str, str], work: Callable[..., T], *args: Any) -> T:

@@ -106,7 +106,7 @@ def test_nothing_is_stored_outside_the_cache(tmp_path: Path) -> None:
         ("a.py", "import os", ": ENTRIES: not a table of configs"),
         ("a.py", "import triton\ntriton.Config({})", ":2: not a config with its case in the line before: 'triton.Config({})'"),
         ("a.py", "import triton", ": configs: none"),
-        ("a.json", "{}", ": not a table of configs by M, named as `cache export --format vllm` does"),
+        ("a.json", "{}", ": not a table of rmsnorm_bwd by M, named as `cache export --format vllm` does"),
     ],
 )
 def test_a_file_of_no_format_is_one_line_and_nothing_is_stored(name: str, text: str, message: str, tmp_path: Path) -> None:
@@ -114,6 +114,47 @@ def test_a_file_of_no_format_is_one_line_and_nothing_is_stored(name: str, text: 
     result = run("import", "rmsnorm_bwd", tmp_path / name, "--gpu", "nvidia_h200", "--configs", tmp_path / "configs")
     assert (result.exit_code, result.stderr) == (2, f"error: {tmp_path / name}{message}\n")
     assert not (tmp_path / "configs").exists()
+
+
+@pytest.mark.parametrize("format_", sorted(exchange.WRITERS))
+def test_what_is_of_another_operator_or_gpu_is_refused(format_: str, tmp_path: Path) -> None:
+    """Of an operator with the same axes and options, whose files look the same but for its name."""
+    op, entry, root = OPS["rmsnorm_bwd"], ours("rmsnorm_bwd")[0], tmp_path / "configs"
+    written = {device: exchange.WRITERS[format_](op, device, [entry]) for device in ("nvidia_h200", "nvidia_h100")}
+    written["renamed"] = exchange.WRITERS[format_](replace(op, name="other"), "nvidia_h200", [entry])
+    for folder, files in written.items():
+        ((name, text),) = files.items()
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).write_text(text)
+
+    def imported(folder: str, *more: str) -> tuple[int, str, str]:
+        (file,) = (tmp_path / folder).iterdir()
+        result = run("import", "rmsnorm_bwd", file, "--gpu", "nvidia_h200", "--configs", root, *more)
+        return result.exit_code, result.stdout, result.stderr.removeprefix(f"error: {file}: ").rstrip()
+
+    assert imported("renamed", "--force") == (2, "", "op: 'other': expected 'rmsnorm_bwd'")
+    assert imported("nvidia_h100") == (2, "", "device: 'nvidia_h100': expected 'nvidia_h200'")
+    assert not root.exists()
+    path = root / "nvidia_h200" / "rmsnorm_bwd.json"
+    assert imported("nvidia_h100", "--force") == (0, f"1 entries stored in {path}\n", "")
+    assert imported("nvidia_h200") == (0, f"0 entries stored in {path}\n", "")
+
+
+def test_vllm_files_have_the_keys_of_their_operator_and_no_others(tmp_path: Path) -> None:
+    ((name, text),) = exchange.to_vllm(OPS["rmsnorm_bwd"], "g", ours("rmsnorm_bwd")[:1]).items()
+    for odd in (name.replace(",N=", ",K=8,N="), name.replace(",policy=cold", "")):
+        (tmp_path / odd).write_text(text)
+        with pytest.raises(ValueError, match=": not a table of rmsnorm_bwd by M, named as `cache export --format vllm` does$"):
+            exchange.read(tmp_path / odd, OPS["rmsnorm_bwd"])
+
+
+def test_an_operator_that_is_not_loaded_is_not_exported(tmp_path: Path) -> None:
+    file = tmp_path / "configs" / "nvidia_h200" / "gone.json"
+    file.parent.mkdir(parents=True)
+    file.write_text((SHIPPED / "rmsnorm_bwd.json").read_text().replace('"op": "rmsnorm_bwd"', '"op": "gone"'))
+    result = run("export", "gone", tmp_path / "files", "--configs", tmp_path / "configs")
+    assert result.exit_code == 2 and result.stderr.startswith("error: op: 'gone': expected one of ")
+    assert not (tmp_path / "files").exists()
 
 
 def test_an_invalid_config_in_a_file_stores_nothing(tmp_path: Path) -> None:
@@ -144,10 +185,10 @@ def judged(duel: Any = None, **changes: Any) -> tuple[str, str]:
 
 
 def picks(index: int) -> Any:
-    def duel(*arguments: Any) -> int:
+    def duel(*arguments: Any) -> tuple[int, dict[str, Any]]:
         configs: Sequence[Any] = arguments[-1]
         assert len(configs) == 2
-        return index
+        return index, {}
 
     return duel
 
@@ -163,6 +204,14 @@ def test_a_stale_entry_is_timed_where_that_is_possible() -> None:
     assert judged(evidence=evidence) == ("stale", changed)
     assert judged(picks(0), evidence=evidence) == ("stale-but-good", changed)
     assert judged(picks(1), evidence=evidence) == ("stale-slower", f"{changed}: the default is faster")
+
+
+def test_where_an_entry_s_gpu_is_not_here_only_its_source_counts() -> None:
+    """Neither the driver nor the packages of this machine are those that its kernels run with."""
+    elsewhere = {"source_hash": OPS["rmsnorm_bwd"].source_hash, "driver": "1", **dict.fromkeys(device.versions(), "0")}
+    assert judged(evidence=elsewhere) == ("fresh", "")
+    status, reason = judged(picks(0), evidence=elsewhere)
+    assert status == "stale-but-good" and {line.split()[0] for line in reason.split(", ")} == {"driver", *device.versions()}
 
 
 def test_an_entry_that_cannot_run_is_invalid() -> None:
@@ -182,6 +231,8 @@ def test_cache_verify_counts_and_fails_on_what_is_invalid(tmp_path: Path) -> Non
     cache.store("rmsnorm_bwd", "another_gpu", entry, tmp_path)
     good = run("verify", "--configs", tmp_path)
     assert good.exit_code == 0 and good.stdout.splitlines()[1].split() == ["another_gpu", "rmsnorm_bwd", "stale", "1"]
+    why = f"stale: source_hash old is now {OPS['rmsnorm_bwd'].source_hash}"
+    assert good.stdout.splitlines()[2:] == [f"1 {why}"]
     cache.store("rmsnorm_bwd", "another_gpu", replace(entry, config={**entry.config, "warps": 4096}), tmp_path)
     bad = run("verify", "rmsnorm_bwd", "--configs", tmp_path)
     assert bad.exit_code == 1

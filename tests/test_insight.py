@@ -89,7 +89,7 @@ def test_tune_ends_with_the_same_in_short(tmp_path: Path, monkeypatch: pytest.Mo
         for i, config in enumerate(variant.configs(case)):
             trial = Trial("spills") if i % 5 == 4 else Trial("ok", 50.0 + 10 * (config.stages == 2) + config.rows)
             store.put(op, case, variant, "cold", config, trial)
-    monkeypatch.setattr("kerneltune.tuning.run.run_tune", lambda *_: Tuned("nvidia_h200", ["an entry"]))
+    monkeypatch.setattr("kerneltune.tuning.run.run_tune", lambda *_: Tuned("nvidia_h200", ["an entry"], searched=1))
     result = CliRunner().invoke(app, ["tune", "rmsnorm", "--results", str(tmp_path), "--configs", str(tmp_path / "c")])
     assert result.exit_code == 0, result.output
     title, regret_line, matter, dead, few = result.stdout.splitlines()
@@ -102,8 +102,23 @@ def test_tune_ends_with_the_same_in_short(tmp_path: Path, monkeypatch: pytest.Mo
     )
     assert matter.startswith("  knobs that matter: stages ") and dead.startswith("  never within 2 %: stages=2 (-")
     assert few == "  1 config keeps every case (2) within 2 % of its best (worst 0.0 %)"
-    monkeypatch.setattr("kerneltune.tuning.run.run_tune", lambda *_: Tuned("nvidia_h200", []))
-    assert CliRunner().invoke(app, ["tune", "rmsnorm", "--results", str(tmp_path)]).stdout == ""  # nothing was lacking
+
+
+@pytest.mark.parametrize(
+    ("counts", "code", "out", "err"),
+    [
+        ({"kept": 3}, 0, "nothing to tune: 3 cases have configs (--force searches again)\n", ""),
+        ({}, 0, "nothing to tune: no selected variant has knobs\n", ""),
+        ({"searched": 2, "kept": 1}, 0, "", ""),
+        ({"searched": 2, "failed": 1}, 1, "", "1 of 2 cases not tuned\n"),
+    ],
+)
+def test_tune_says_that_nothing_was_lacking_and_fails_where_a_case_did(
+    counts: dict[str, int], code: int, out: str, err: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kerneltune.tuning.run.run_tune", lambda *_: Tuned("nvidia_h200", [], **counts))
+    result = CliRunner().invoke(app, ["tune", "rmsnorm", "--results", str(tmp_path), "--configs", str(tmp_path)])
+    assert (result.exit_code, result.stdout, result.stderr) == (code, out, err)
 
 
 def test_insight_without_trials_says_where_it_looked(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from kerneltune import device
+from kerneltune import device, ops
 from kerneltune.cli import app, console
 from kerneltune.files import data_root
 from kerneltune.inspection import ncu, revision, survey
@@ -20,7 +20,7 @@ from kerneltune.measuring import known
 from kerneltune.measuring.assembly import Access, Fact, Kernel
 from kerneltune.measuring.compiler import Compiled
 from kerneltune.measuring.known import Known
-from kerneltune.spec import Variant
+from kerneltune.spec import Case, Variant
 
 KERNEL = Kernel("_rmsnorm_fwd_rows", 8, 40, 0, 32, 0, (Access("load", 128, 4), Access("store", 32, 1)))
 
@@ -285,6 +285,26 @@ def test_a_program_that_no_multiprocessor_holds_is_an_error(monkeypatch: pytest.
     result = run(*ONE, "--target", "gfx942", "--workers", "1")
     last = "  gfx942: _rmsnorm_fwd_rows: no program fits a multiprocessor: threads of a program"
     assert last in result.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("cooperative", "registers", "error"),
+    [
+        (True, 120, "_rmsnorm_fwd_rows: 2 programs fit a multiprocessor, not 3: registers"),
+        (True, 80, ""),
+        (False, 120, ""),  # its programs do not wait for each other
+    ],
+)
+def test_programs_that_wait_for_each_other_must_all_fit(
+    cooperative: bool, registers: int, error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = dataclasses.replace(KERNEL, warps=8, registers=registers, shared_bytes=0, cooperative=cooperative)
+    monkeypatch.setattr(survey.CompilePool, "compile", lambda _pool, jobs: [Compiled((kernel,), 1.0)] * len(jobs))
+    op = ops.load()["rmsnorm_bwd"]
+    variant, case = op.variant("optimized"), Case("c", (("M", 8192), ("N", 4096)), "bfloat16")
+    config = dataclasses.replace(variant.default_config(case), ctas=3)
+    (row,) = survey.survey([survey.Request(op, variant, case, "cold", config)], ["sm_90"], 1).rows
+    assert row.error == error
 
 
 def test_the_real_pool_compiles_for_both_makers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

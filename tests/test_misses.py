@@ -101,13 +101,34 @@ def test_a_cached_config_that_is_not_valid_at_the_asked_size_is_passed_over(tmp_
         assert best(tmp_path, 4096, 4096) == configs.default_fwd(Case("", axes(4096, 4096), "bfloat16"))
 
 
-def test_strict_mode_raises_every_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("value", ["1", "true", "Yes", "on"])
+def test_strict_mode_raises_every_time(value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored(tmp_path, 8192, 4096)
-    monkeypatch.setenv("KERNELTUNE_STRICT", "1")
+    monkeypatch.setenv("KERNELTUNE_STRICT", value)
     for _ in range(2):
         with pytest.raises(LookupError, match=r"^no config for rmsnorm_fwd .*\(KERNELTUNE_STRICT=1\); nearest: that of M=8192"):
             best(tmp_path, 16, 4096)
     assert best(tmp_path, 8192, 4096) is not None
+
+
+def test_strict_mode_is_on_or_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored(tmp_path, 8192, 4096)
+    for value in ("", "0", "False", "off"):
+        monkeypatch.setenv("KERNELTUNE_STRICT", value)
+        cache.clear()
+        with pytest.warns(CacheMissWarning):
+            assert best(tmp_path, 16, 4096) is not None
+    monkeypatch.setenv("KERNELTUNE_STRICT", "maybe")
+    with pytest.raises(ValueError, match=r"^KERNELTUNE_STRICT: 'maybe': expected one of 1, true, yes, on, 0, false, no, off$"):
+        best(tmp_path, 32, 4096)
+
+
+@pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")
+def test_an_empty_name_of_a_log_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KERNELTUNE_LOG_MISSES", "")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="cannot write")
+        assert best(tmp_path, 16, 4096) is not None
 
 
 @pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")

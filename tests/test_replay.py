@@ -11,6 +11,7 @@ import pytest
 from threadpoolctl import threadpool_info, threadpool_limits
 from typer.testing import CliRunner
 
+from kerneltune import processes
 from kerneltune.cli import app
 from kerneltune.files import data_root
 from kerneltune.search import spaces
@@ -189,6 +190,21 @@ def test_replay_prints_a_table_for_each_space(written: Path, tmp_path: Path) -> 
     assert lines[1] == "1134 of 1204 configs have a time; none, never, commit none"
     assert "sampler" in lines[2] and "@301 (25 %)" in lines[2] and lines[3].startswith("random")
     assert run("--results", tmp_path, "--seeds", 2, "--sampler", "random", written)[1] == out
+
+
+def test_replay_finds_the_same_on_one_core_and_on_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = spaces.write(tmp_path / "small", replace(SPACE, trials=dict(list(SPACE.trials.items())[:40])))
+    started: list[int] = []
+    pool = processes.ProcessPool
+    monkeypatch.setattr(processes, "ProcessPool", lambda count, **how: started.append(count) or pool(count, **how))
+
+    def tables(cores: int) -> str:
+        monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+        code, out, err = run("--seeds", 3, "--sampler", "gp,random", small)
+        assert code == 0 and err.splitlines()[-1].startswith("search: 6 of 6 in ")
+        return out
+
+    assert tables(2) == tables(1) and started == [2]
 
 
 def test_replay_says_what_it_is_at_and_keeps_nothing_when_interrupted(

@@ -166,8 +166,47 @@ def test_a_case_whose_child_is_lost_is_left_out_and_said(
         raise ChildLostError("MemoryError: inputs do not fit")
 
     monkeypatch.setattr(Bench, "trial", lost)
-    assert run_tune(OPS, selection, options, Spoken(notes)).entries == []
+    tuned = run_tune(OPS, selection, options, Spoken(notes))
+    assert (tuned.entries, tuned.searched, tuned.failed) == ([], 1, 1)
     assert notes[:1] == ["not tuned: stream baseline 1048576+1048576 int32 none: MemoryError: inputs do not fit"]
+
+
+def test_a_case_that_the_gpu_has_no_room_for_is_said_and_is_no_failure(
+    selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
+    monkeypatch.setattr(task, "obstacle", lambda *_: "needs 200 GB")
+    tuned = run_tune(OPS, selection, options, Spoken(notes))
+    assert (tuned.entries, tuned.searched, tuned.failed) == ([], 1, 0)
+    assert notes == ["not tuned: stream 1048576+1048576: needs 200 GB"]
+
+
+def test_a_broken_config_file_is_found_before_anything_is_measured(
+    selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = cache.path_of("stream", H200.slug, options.configs)
+    path.parent.mkdir(parents=True)
+    path.write_text('{"schema": 7}')
+    monkeypatch.setattr(Bench, "open", lambda *_: pytest.fail("measured"))
+    for changes in ({}, {"force": True}, {"stale": True}):
+        with pytest.raises(ValueError, match=f"^{path}: schema: 7: expected 1$"):
+            run_tune(OPS, selection, replace(options, **changes), Quiet())
+    assert path.read_text() == '{"schema": 7}'
+
+
+def test_stale_configs_are_kept_and_counted_or_searched_again(selection: Selection, options: Options) -> None:
+    (entry,) = run_tune(OPS, selection, options, Quiet()).entries
+    old = replace(entry, config={"block": 512, "warps": 4, "ctas": 0}, evidence=entry.evidence | {"source_hash": "old"})
+    path = cache.store("stream", H200.slug, old, options.configs)
+    notes: list[str] = []
+    kept = run_tune(OPS, selection, options, Spoken(notes))
+    assert (kept.searched, kept.kept) == (0, 1) and cache.load_strict(path) == [old]
+    assert notes == [
+        "1 of 1 cached configs are stale: kept (`tune --stale` searches again, `cache verify --write` holds them to the clock)"
+    ]
+    (again,) = run_tune(OPS, selection, replace(options, stale=True), Spoken(notes)).entries
+    assert again.config == entry.config and again.evidence["source_hash"] == OPS["stream"].source_hash and len(notes) == 1
+    assert run_tune(OPS, selection, replace(options, stale=True), Quiet()).searched == 0  # what is fresh is left alone
 
 
 def test_a_run_says_how_long_the_gpu_waited_and_keeps_it(
@@ -280,14 +319,23 @@ def test_stale_entries_of_this_gpu_are_timed_again(
 
     def status(**changes: Any) -> str:
         stored = replace(entry, **changes)
-        ((_, _, verdict),) = verify_cache(OPS, [("nvidia_h200", "stream", stored)], options, Quiet())
+        ((_, _, verdict),) = verify_cache(OPS, [("nvidia_h200", "stream", stored)], options, Quiet(), renew=True)
         return verdict.status
 
-    assert status() == "fresh"
-    old = entry.evidence | {"source_hash": "old"}
+    def stored() -> cache.Entry:
+        (there,) = cache.load_strict(cache.path_of("stream", "nvidia_h200", options.configs))
+        return there
+
+    assert status() == "fresh" and stored() == entry
+    old = entry.evidence | {"source_hash": "old", "same_code": {"source_hash": "older"}, "time_us": 99.0}
     assert status(evidence=old) == "stale-but-good"
+    renewed = stored()
+    assert renewed.config == entry.config and renewed.evidence.keys() == entry.evidence.keys()
+    same = ("time_us", "default_us", "trials", "source_hash", "driver", "triton")
+    assert {name: renewed.evidence[name] for name in same} == {name: entry.evidence[name] for name in same}
+    assert renewed.evidence["over_default"] == [round(time_us(OPS["stream"].variants[0].default_config(opened[0])) / 10.0, 4)] * 2
     slow = {"block": 4096, "warps": 8, "ctas": 8}
-    assert status(evidence=old, config=slow) == "stale-slower"
+    assert status(evidence=old, config=slow) == "stale-slower" and stored() == renewed
     assert len(opened) == 2  # once for each that is stale
 
 

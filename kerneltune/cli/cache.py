@@ -19,6 +19,8 @@ from kerneltune.spec import Case, Op
 if TYPE_CHECKING:
     from kerneltune.cache import Entry
 
+_STALE = ("stale", "stale-but-good")
+
 app = typer.Typer(no_args_is_help=True, help="Show, check, verify and exchange the cached configs.")
 
 
@@ -78,22 +80,27 @@ def verify_(
         bool, typer.Option("--static", help="Time nothing; compare what stale entries launch with their commit's source.")
     ] = False,
     refresh: Annotated[
-        bool, typer.Option("--write", help="With --static: give what launches the same the present hash.")
+        bool,
+        typer.Option("--write", help="Store stale entries that are as good as the default, or with --static launch the same."),
     ] = False,
     configs: o.Configs = None,
 ) -> None:
     """Judge every entry: fresh, stale-but-good, stale-slower, invalid. Exit code 1 where one is slower or invalid.
 
-    On the entries' GPU stale ones are timed against the default again; elsewhere they are called stale, by source and versions.
+    On the entries' GPU stale ones are timed against the default again; elsewhere they are called stale, by their source alone.
     With --static an entry is same-code where the source of the commit that chose it launches the same kernels, by Triton's IR,
     with the same grids and scalar arguments, as the source does now; GPU, driver and versions may differ still.
     """
     from kerneltune.cache import load_strict
 
-    if refresh and not static:
-        raise ValueError("write: True: expected only with --static")
     files = _chosen(op, gpu, configs)
     known = o.load_ops()
+    if refresh:
+        from kerneltune import device
+
+        if not static and device.current().slug not in (path.parent.name for path in files):
+            raise ValueError("write: True: expected --static, or the entries' GPU in this machine")
+        o.require_writable(o.configs_root(configs))
     entries = [(path.parent.name, path.stem, entry) for path in files for entry in load_strict(path)]
     if static:
         _verify_static(known, entries, refresh, o.configs_root(configs))
@@ -101,9 +108,10 @@ def verify_(
     from kerneltune.tuning.run import verify_cache
 
     with reporter() as progress:
-        found = verify_cache(known, entries, o.make_options("cold", configs=configs), progress)
+        found = verify_cache(known, entries, o.make_options("cold", configs=configs), progress, renew=refresh)
     counts = Counter((slug, name, verdict.status) for slug, name, verdict in found)
     show_table(("gpu", "op", "status", "entries"), [(*key, str(count)) for key, count in sorted(counts.items())])
+    _show_reasons(Counter((verdict.status, verdict.reason) for *_, verdict in found if verdict.status in _STALE))
     for slug, name, verdict in found:
         if verdict.status in ("stale-slower", "invalid"):
             e = verdict.entry
@@ -126,19 +134,24 @@ def _verify_static(known: Mapping[str, Op], entries: "list[tuple[str, str, Entry
         told = iter(differences("kerneltune.ops", known_code, progress.advance))
     reasons = [next(told) if comparable(slug) else "kernels are compared for sm_90 only" for slug, *_ in stale]
     found = Counter((slug, name, "fresh") for slug, name, _entry in entries)
-    why: Counter[str] = Counter()
+    why: Counter[tuple[str, str]] = Counter()
     for (slug, name, entry), reason in zip(stale, reasons, strict=True):
         found[slug, name, "fresh"] -= 1
         found[slug, name, "stale" if reason else "same-code"] += 1
         if reason:
-            why[reason] += 1
+            why["stale", reason] += 1
         elif refresh:
             proof = {"source_hash": measured_hash(entry), "triton": versions()["triton"]}
             evidence = {**entry.evidence, "source_hash": hashes[name], SAME_CODE: proof}
             store(name, slug, replace(entry, evidence=evidence), root)
     show_table(("gpu", "op", "status", "entries"), [(*key, str(count)) for key, count in sorted(found.items()) if count])
-    for reason, count in why.most_common():
-        show(f"{count} stale: {reason}")
+    _show_reasons(why)
+
+
+def _show_reasons(why: Counter[tuple[str, str]]) -> None:
+    """How many entries are of which status for which reason."""
+    for (status, reason), count in why.most_common():
+        show(f"{count} {status}: {reason}")
 
 
 @app.command("misses")
@@ -166,6 +179,8 @@ def export_(
     from kerneltune.cache import load_strict
 
     o.choice("format", format_, exchange.WRITERS)
+    known = o.load_ops()
+    o.choice("op", op, known)
     files = _chosen(op, gpu, configs)
     if len(files) > 1:
         raise ValueError(f"gpu: not given: expected one of {', '.join(path.parent.name for path in files)}")
@@ -173,7 +188,7 @@ def export_(
     entries = [entry for entry in load_strict(path) if entry.variant == variant]
     if not entries:
         raise ValueError(f"{path}: variant: {variant!r}: no entry")
-    for name, text in exchange.WRITERS[format_](o.load_ops()[op], path.parent.name, entries).items():
+    for name, text in exchange.WRITERS[format_](known[op], path.parent.name, entries).items():
         o.make_folder(folder)
         deliver(text, folder / name)
 
@@ -183,7 +198,7 @@ def import_(
     op: Annotated[str, typer.Argument(metavar="OP", help="Name of an operator.")],
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="What `cache export` wrote.")],
     gpu: Annotated[str, typer.Option("--gpu", help="The GPU that they are for, as its folder is called.")],
-    force: Annotated[bool, typer.Option("--force", help="Also in the place of what the cache has.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Also of another GPU, and in the place of what the cache has.")] = False,
     configs: o.Configs = None,
 ) -> None:
     """Take configs from exported files into the cache; all are checked before one is stored."""
@@ -195,11 +210,11 @@ def import_(
         raise ValueError(f"gpu: {gpu!r}: expected the name of a folder, like {device.slug(gpu) or 'nvidia_h200'}")
     root = o.configs_root(configs)
     o.require_writable(root)
-    path = root / gpu / f"{op}.json"
+    path = cache.path_of(op, gpu, root)
     present = {entry.identity for entry in cache.load_strict(path)} if path.exists() else set()
     taken = []
     for file in files:
-        for entry in exchange.read(file, chosen):
+        for entry in exchange.read(file, chosen, None if force else gpu):
             try:
                 _require_fit(chosen, entry)
             except ValueError as error:

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from kerneltune.cli import options as o
+from kerneltune.cli.console import error_line, show
 from kerneltune.cli.insight import show_short
 from kerneltune.cli.progress import reporter
 
@@ -20,6 +21,9 @@ def command(
     budget: o.Budget = None,
     trials: o.Trials = None,
     force: Annotated[bool, typer.Option("--force", help="Search again where the cache has a config already.")] = False,
+    stale: Annotated[
+        bool, typer.Option("--stale", help="Search again what was chosen with another source, driver or packages.")
+    ] = False,
     sampler: o.Sampler = None,
     until_gain: Annotated[
         str | None,
@@ -44,7 +48,7 @@ def command(
 
     Ends with what the trials say, in short; `insight` says more. Every trial is kept, so an interrupted search resumes. The
     expected gain is the mean, over joint draws of a Gaussian process, of how far the fastest untried config lies below the
-    best so far.
+    best so far. Exit code 1 where a case that this GPU can run was not tuned.
     """
     results = o.results_root(results, family)
     o.require_writable(o.configs_root(configs))
@@ -58,7 +62,7 @@ def command(
 
     selection = o.make_selection(known, family, op, case, dtype, quant, variant)
     options = o.make_options(
-        policy, budget_s=budget, trials=trials, force=force, sampler=sampler,
+        policy, budget_s=budget, trials=trials, force=force, stale=stale, sampler=sampler,
         until_gain=o.percent("until-gain", until_gain), exhaustive=exhaustive, knobs=o.knobs("knob", knob), gpus=gpus, ray=ray,
         configs=configs, results=results, workers=workers,
     )  # fmt: skip
@@ -72,3 +76,9 @@ def command(
         cases = [(known[entry.op], entry.case) for entry in load_plan(known, selection).bench if selection.takes(entry)]
         for title, searches in searches_below(folder, cases, selection.variants, policy).items():
             show_short(title, searches)
+    if tuned.failed:
+        error_line(f"{tuned.failed} of {tuned.searched} cases not tuned")
+        raise typer.Exit(1)
+    if not tuned.searched:
+        kept = f"{tuned.kept} cases have configs (--force searches again)"
+        show(f"nothing to tune: {kept if tuned.kept else 'no selected variant has knobs'}")

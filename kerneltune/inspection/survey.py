@@ -112,14 +112,19 @@ def _row(request: Request, target: str, compiled: Compiled) -> StaticRow:
         target,
         config_values(request.config) or {},
         () if compiled.error else kernels,
-        compiled.error or _unfit(kernels, target),
+        compiled.error or _unfit(kernels, target, getattr(request.config, "ctas", 0)),
     )
 
 
-def _unfit(kernels: Sequence[Kernel], target: str) -> str:
-    """Why a kernel that compiles could not be launched; empty where nothing is in the way."""
+def _unfit(kernels: Sequence[Kernel], target: str, ctas: int) -> str:
+    """Why a kernel that compiles could not be launched; empty where nothing is in the way.
+
+    ctas: programs that a multiprocessor must hold of a cooperative grid.
+    """
     for kernel in kernels:
         held = resident(kernel, target)
         if not held.programs:
             return f"{kernel.name}: no program fits a multiprocessor: {held.limiter}"
+        if kernel.cooperative and held.programs < ctas:
+            return f"{kernel.name}: {held.programs} programs fit a multiprocessor, not {ctas}: {held.limiter}"
     return ""

@@ -3,8 +3,10 @@
 Runs the code of `loop`; only the evaluator is another. Touches no GPU. May import numpy, and what loop may.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, make_dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,6 +79,7 @@ def replay(
     first: Sequence[Knobs] = (),
     label: str = "",
     ended: Callable[[], None] = lambda: None,
+    each: Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]] = map,
 ) -> Gaps:
     """Run the search on a stored space, once with every seed.
 
@@ -84,24 +87,29 @@ def replay(
         evaluations: where to stop, also configs that give no time count.
         first: what to begin with beside the default, such as the best of the nearest shape.
         ended: called after every search.
+        each: as `map`: does the searches, which know nothing of each other, and gives what they return in order.
 
     Raises:
         ValueError: no config of the space has a time.
     """
     if not space.feasible:
         raise ValueError(f"{label or space.file_name}: no config has a time")
+    curves = []
+    for curve in each(partial(_search, space, sampler, evaluations, first), range(seeds)):
+        curves.append(curve)
+        ended()
+    return Gaps(label or space.file_name, sampler, len(space.trials), np.array(curves))
+
+
+def _search(space: MeasuredSpace, sampler: str, evaluations: int, first: Sequence[Knobs], seed: int) -> NDArray[np.float64]:
+    """(evaluations,) gaps of one search."""
     make = make_dataclass("Knobs", [name for name, _ in next(iter(space.trials))], frozen=True, slots=True)
     trials: Mapping[Config, Trial] = {make(**dict(knobs)): trial for knobs, trial in space.trials.items()}
     begin = [config for knobs in (space.default, *first) if (config := make(**dict(knobs))) in trials]
-    optimum = min(space.feasible.values())
-    steps = min(evaluations, len(trials))
-    curves = []
-    for seed in range(seeds):
-        found = explore(list(trials), begin, Search(trials=steps, sampler=sampler, seed=seed), lambda c: Answered(trials[c]))
-        times = [np.inf if trial.time_us is None else trial.time_us for trial in found.trials.values()]
-        curves.append(np.minimum.accumulate(times) / optimum - 1.0)
-        ended()
-    return Gaps(label or space.file_name, sampler, len(trials), np.array(curves))
+    search = Search(trials=min(evaluations, len(trials)), sampler=sampler, seed=seed)
+    found = explore(list(trials), begin, search, lambda c: Answered(trials[c]))
+    times = [np.inf if trial.time_us is None else trial.time_us for trial in found.trials.values()]
+    return np.asarray(np.minimum.accumulate(times) / min(space.feasible.values()) - 1.0)
 
 
 def nearest_best(space: MeasuredSpace, others: Sequence[MeasuredSpace], count: int = 2) -> list[Knobs]:

@@ -1,12 +1,16 @@
 """Configs of the cache that a variant can still be given: entries outlive the knobs and the limits that they were stored for.
+What an entry's evidence says of the present.
 
 Measures nothing.
 """
 
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from kerneltune import cache, device
+from kerneltune.measuring.compare import commit
 from kerneltune.plan import Options
 from kerneltune.spec import Case, Config, Op, Variant
 
@@ -30,10 +34,18 @@ def fitting(
             yield hit, config
 
 
-def cached_config(op: Op, case: Case, variant: Variant, policy: str, root: Path | None, device_slug: str = "") -> Config | None:
-    """The config that was stored for exactly this case, if it still fits."""
+def cached(
+    op: Op, case: Case, variant: Variant, policy: str, root: Path | None, device_slug: str = ""
+) -> tuple[cache.Entry, Config] | None:
+    """The entry that was stored for exactly this case, and its config, if that still fits."""
     hits = fitting(op, case, variant, policy, root, device_slug=device_slug, nearest=False)
-    return next((config for hit, config in hits if hit.exact), None)
+    return next(((hit.entry, config) for hit, config in hits if hit.exact), None)
+
+
+def cached_config(op: Op, case: Case, variant: Variant, policy: str, root: Path | None, device_slug: str = "") -> Config | None:
+    """The config of `cached`."""
+    found = cached(op, case, variant, policy, root, device_slug)
+    return None if found is None else found[1]
 
 
 def config_for(op: Op, case: Case, variant: Variant, options: Options) -> Config:
@@ -42,3 +54,13 @@ def config_for(op: Op, case: Case, variant: Variant, options: Options) -> Config
         return None
     hits = fitting(op, case, variant, options.policy, options.configs)
     return next((config for _, config in hits), None) or variant.default_config(case)
+
+
+def present(op: Op) -> dict[str, str]:
+    """What times of an operator depend on besides case and config, as it is now, by the names that evidence has for it."""
+    return {"driver": device.current().driver, "source_hash": op.source_hash, **device.versions()}
+
+
+def stamp(op: Op) -> dict[str, Any]:
+    """The evidence of when, at which commit and with what something is measured now."""
+    return {"date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit(), **present(op)}

@@ -110,7 +110,7 @@ class Fleet:
 
     def _order_for(self, work: Work, following: Work | None) -> Order:
         slug, op = self.slug, work.op.name
-        config_file = (self._options.configs or cache.roots()) / slug / f"{op}.json"
+        config_file = cache.path_of(op, slug, self._options.configs)
         configs = config_file.read_text() if config_file.exists() else ""
         trials = lines_of(self._store(op), work.case, work.variant.name, TOLD)
         named = _named(work)

@@ -20,6 +20,7 @@ from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.sweep import results_root
 from kerneltune.tuning import IMPORTED
+from kerneltune.tuning.cached import present
 from kerneltune.tuning.isolated import IsolatedBench, split_cores
 from kerneltune.tuning.one_case import first_asked
 from kerneltune.tuning.tuner import Compiling, Tuner, job
@@ -76,8 +77,7 @@ class Machines:
             ValueError: the store cannot be read.
         """
         if anew or op.name not in self._stores:
-            prints = {"source_hash": op.source_hash, "driver": device.current().driver, **device.versions()}
-            self._stores[op.name] = TrialStore(self._folder / f"{op.name}.jsonl", commit(), **prints)
+            self._stores[op.name] = TrialStore(self._folder / f"{op.name}.jsonl", commit(), **present(op))
             self._stores[op.name].on_put = self._on_trial
         tuner = Tuner(op, case, variant, policy or self._options.policy, self._stores[op.name], self.bench)
         tuner.compilers, tuner.meanwhile = self.pool.workers, self.fill

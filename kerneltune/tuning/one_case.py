@@ -9,17 +9,15 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
 from kerneltune import cache, device
-from kerneltune.measuring.compare import commit
 from kerneltune.search.loop import Explored, Search, explore, propose
 from kerneltune.search.trials import Trial, knobs_of
 from kerneltune.spec import Config
 from kerneltune.tuning.bench import SCREEN_SAMPLES
-from kerneltune.tuning.cached import cached_config
+from kerneltune.tuning.cached import cached_config, stamp
 from kerneltune.tuning.candidates import candidates, chances_of, starting_points
 from kerneltune.tuning.knobs import checked_space
 from kerneltune.tuning.tuner import Compiling, Tuner
@@ -176,14 +174,7 @@ def _decide(
         best, evidence = tuner.duel(finalists, default)
     else:
         best, evidence = finalists[0], {"time_us": times[finalists[0]], "default_us": times.get(default)}
-    evidence |= {
-        "trials": len(explored.trials),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "driver": device.current().driver,
-        "source_hash": op.source_hash,
-        **device.versions(),
-    }
+    evidence |= {"trials": len(explored.trials), **stamp(op)}
     entry = cache.Entry(
         variant=variant.name,
         case=case.name,

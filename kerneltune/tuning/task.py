@@ -55,13 +55,15 @@ class Done:
         entry: stored in the config cache; None where whole spaces are measured, or nothing passed.
         space: the file of a measured space.
         best: what was found, in a few words.
-        problem: why nothing was; empty where all is well.
+        skipped: why it cannot be done on this GPU; empty where it can.
+        problem: why nothing was found though it can; empty where all is well.
         usage: None where the search did not begin.
     """
 
     entry: cache.Entry | None = None
     space: Path | None = None
     best: str = ""
+    skipped: str = ""
     problem: str = ""
     usage: Usage | None = None
 
@@ -84,7 +86,7 @@ def perform(machines: Machines, work: Work, following: Sequence[Work], family: s
     op, case = work.op, work.case
     reason = obstacle(op, case, options.policy)
     if reason is not None:
-        return Done(problem=f"not tuned: {op.name} {case.name}: {reason}")
+        return Done(skipped=f"not tuned: {op.name} {case.name}: {reason}")
     tuner = machines.tuner(op, case, widened(work.variant, options.knobs))
     try:
         with machines.deciding():
@@ -115,8 +117,8 @@ def _measured(machines: Machines, tuner: Tuner, family: str, options: Options) -
 
 def tell(progress: Progress, work: Work, done: Done) -> None:
     """Say what became of a piece of work."""
-    if done.problem:
-        progress.note(done.problem)
+    if reason := done.skipped or done.problem:
+        progress.note(reason)
     if done.best:
         progress.best(f"{done.best}: {done.space}" if done.space else done.best)
     progress.advance(work.label)

@@ -4,23 +4,34 @@ Changes no cache and prints nothing.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-from kerneltune import device
 from kerneltune.cache import Entry
 from kerneltune.spec import Case, Config, Op, Variant
+from kerneltune.tuning.cached import present, stamp
 
-Duel = Callable[[Op, Case, Variant, Sequence[Config]], int]
-"""Which of configs is the fastest, the first unless another surely is."""
+Duel = Callable[[Op, Case, Variant, Sequence[Config]], tuple[int, dict[str, Any]]]
+"""Which of configs is the fastest, the first unless another surely is, and the evidence for it; the last is the default."""
+
+_OF_THE_SEARCH = ("trials", "imported")
+"""What evidence says of how a config was found, whenever it is timed again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """status: `fresh`; `stale` where no GPU can tell more; `stale-but-good`, `stale-slower`; `invalid`. reason: one line."""
+    """Of an entry.
+
+    Attributes:
+        status: `fresh`; `stale` where no GPU can tell more; `stale-but-good`, `stale-slower`; `invalid`.
+        reason: one line.
+        renewed: of a `stale-but-good` entry: the same with the evidence of the duel that it has just stood.
+    """
 
     entry: Entry
     status: str
     reason: str = ""
+    renewed: Entry | None = None
 
 
 def verify(op: Op, entry: Entry, duel: Duel | None) -> Verdict:
@@ -35,20 +46,26 @@ def verify(op: Op, entry: Entry, duel: Duel | None) -> Verdict:
         return Verdict(entry, "invalid", " ".join(str(error).split()) or type(error).__name__)
     if reason is not None:
         return Verdict(entry, "invalid", reason)
-    changed = _changed(op, entry, duel is not None)
-    if not changed:
+    stale = changed(op, entry, duel is not None)
+    if not stale:
         return Verdict(entry, "fresh")
     if duel is None:
-        return Verdict(entry, "stale", changed)
+        return Verdict(entry, "stale", stale)
     try:
-        best = duel(op, case, variant, list(dict.fromkeys([config, default])))
+        best, measured = duel(op, case, variant, list(dict.fromkeys([config, default])))
     except ValueError as error:
         return Verdict(entry, "invalid", str(error))
-    return Verdict(entry, "stale-slower" if best else "stale-but-good", changed + (": the default is faster" if best else ""))
+    if best:
+        return Verdict(entry, "stale-slower", f"{stale}: the default is faster")
+    found = {name: entry.evidence[name] for name in _OF_THE_SEARCH if name in entry.evidence}
+    return Verdict(entry, "stale-but-good", stale, replace(entry, evidence={**measured, **found, **stamp(op)}))
 
 
-def _changed(op: Op, entry: Entry, on_gpu: bool) -> str:
-    """What the evidence says that is no longer so; the driver is known on a GPU only."""
-    now = {"source_hash": op.source_hash, **device.versions()} | ({"driver": device.current().driver} if on_gpu else {})
+def changed(op: Op, entry: Entry, here: bool) -> str:
+    """What an entry's evidence says that is no longer so, empty where nothing is; `here`: this machine has the entry's GPU.
+
+    Elsewhere neither driver nor packages are those that its kernels run with, and only the source is compared.
+    """
+    now = present(op) if here else {"source_hash": op.source_hash}
     then = {name: entry.evidence.get(name) for name in now}
     return ", ".join(f"{name} {then[name] or 'unknown'} is now {now[name]}" for name in now if then[name] != now[name])
