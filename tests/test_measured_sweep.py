@@ -141,8 +141,8 @@ def test_a_fresh_process_finds_all_by_name(monkeypatch: pytest.MonkeyPatch) -> N
 def still_good(rows: list[Record], policy: str = "cold") -> list[Record] | None:
     """Rows as the journal gives them back."""
     loaded = [records.from_json(json.dumps(json.loads(records.to_json(r)))) for r in rows]
-    done = {(r.key, r.variant): r for r in loaded}
-    return _still_good(done, OP, CASE, PAIRS, Options(policy=policy))
+    done = {(r.key, r.variant): [r] for r in loaded}
+    return _still_good(done, OP, CASE, PAIRS, policy)
 
 
 def test_a_complete_case_is_resumed_in_the_order_of_the_variants() -> None:

@@ -139,6 +139,16 @@ def require_writable(folder: Path) -> None:
         raise ValueError(f"cannot write {folder}: {error.strerror}") from error
 
 
+def require_tunable(configs: Path | None, results: Path, exhaustive: bool = False) -> None:
+    """Raises ValueError where a search on this machine could not keep its configs, its trials, itself or a whole space."""
+    from kerneltune import device
+
+    here = device.current().slug
+    kept = [configs_root(configs) / here, results / "runs" / "trials" / here, results / "runs" / "searches"]
+    for folder in [*kept, *([results / here / "spaces"] if exhaustive else [])]:
+        require_writable(folder)
+
+
 def make_folder(folder: Path) -> None:
     """Make a folder.
 

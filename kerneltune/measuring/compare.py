@@ -19,7 +19,7 @@ import torch
 from kerneltune import device
 from kerneltune.errors import first_line
 from kerneltune.measuring.check import CaseError, Checker, broken_context
-from kerneltune.measuring.memory import Shortage, affordable
+from kerneltune.measuring.memory import Shortage, affordable, host_free_bytes
 from kerneltune.measuring.rounds import POLICIES, Contender, Policy, interleave, rotation, throttled
 from kerneltune.records import Record, rounded
 from kerneltune.search.trials import knobs_of
@@ -63,9 +63,9 @@ class ContextLostError(ValueError):
 
 
 def memory_shortage(op: Op, case: Case) -> str | None:
-    """None if the case fits the GPU, else the bytes needed and free."""
+    """None if the case fits the memory of the GPU, or of this machine without one, else the bytes needed and free."""
     needed = _BYTES_PER_TRAFFIC_BYTE * op.traffic(case).total
-    free = _free_bytes()
+    free = _free_bytes() if device.current().is_gpu else host_free_bytes()
     return f"needs {needed:,} bytes, {free:,} are free" if needed > free else None
 
 
@@ -94,7 +94,7 @@ def check_only(
     checker = None
     records = []
     for variant, config in variants:
-        reason = variant.unsupported(case) or (memory_shortage(op, case) if apart else None)
+        reason = variant.unsupported(case) or memory_shortage(op, case)
         if reason is not None:
             records.append(make_record(family, op, case, variant, config, "cold", "skipped", reason))
             continue

@@ -127,6 +127,41 @@ def test_an_unwritable_folder_is_found_before_the_work(option: str, tmp_path: Pa
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]
 
 
+@pytest.mark.usefixtures("an_h200")
+@pytest.mark.parametrize(
+    ("command", "folder"),
+    [
+        ("sweep", "results/nvidia_h200"),
+        ("sweep", "results/runs/nvidia_h200"),
+        ("sweep", "results/runs/trials"),
+        ("sweep", "configs/nvidia_h200"),
+        ("sweep --check-only", "results/runs/nvidia_h200"),
+        ("tune", "results"),
+        ("tune", "results/runs/searches"),
+        ("tune", "configs/nvidia_h200"),
+        ("tune --exhaustive", "results/nvidia_h200"),
+    ],
+)
+def test_so_is_one_of_this_gpu(command: str, folder: str, tmp_path: Path, campaign: dict[str, Any]) -> None:
+    (tmp_path / folder).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / folder).touch()
+    given = ["rmsnorm", "--results", tmp_path / "results", "--configs", tmp_path / "configs"]
+    line = refused(*command.split(), *given)
+    assert line.startswith(f"error: cannot write {tmp_path / folder}") and line.endswith(": Not a directory")
+    assert "options" not in campaign
+
+
+@pytest.mark.usefixtures("an_h200")
+@pytest.mark.parametrize(("arguments", "folder"), [(["--check-only"], "results/nvidia_h200"), (["--no-tune"], "configs")])
+def test_a_folder_that_is_not_written_may_be_anything(
+    arguments: list[str], folder: str, tmp_path: Path, campaign: dict[str, Any]
+) -> None:
+    (tmp_path / folder).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / folder).touch()
+    given = ["rmsnorm", "--results", tmp_path / "results", "--configs", tmp_path / "configs"]
+    assert run("sweep", *given, *arguments).exit_code == 0 and "options" in campaign
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_read_only_folder_is_found_before_the_work(tmp_path: Path) -> None:
     tmp_path.chmod(0o555)
@@ -169,7 +204,8 @@ def test_an_interrupt_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr("kerneltune.campaign.run_sweep", interrupted)
     result = run("sweep", "rmsnorm", "--results", tmp_path)
     assert result.exit_code == 130
-    assert result.stderr == "interrupted: trials and measurements so far are kept, and the same command goes on from there\n"
+    kept = "checks, trials and measurements so far are kept, and the same command goes on from there"
+    assert result.stderr == f"interrupted: {kept}\n"
 
 
 def test_log_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
