@@ -16,6 +16,7 @@ from kerneltune.measuring.compiler import TARGETS, Compiled, CompilePool, Target
 from kerneltune.plan import Options, Progress, Selection, load_plan, require_gpu, results_folder, wanted_variants
 from kerneltune.records import Key, Record
 from kerneltune.reporting import tables
+from kerneltune.reporting.ranks import rank_flips
 from kerneltune.search.trials import drop_cut_line
 from kerneltune.spec import Case, Config, Op, Variant, parts_of
 from kerneltune.tuning.apart import check_apart, compare_apart
@@ -39,10 +40,14 @@ Work = tuple[Op, Case, list[tuple[Variant, Config]]]
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """The records of a run, failed checks before the measured rows, and the files that it wrote."""
+    """The records of a run, failed checks before the measured rows, and the files that it wrote.
+
+    `remark` is what those files say of several policies, a line; mostly empty.
+    """
 
     records: list[Record]
     files: list[Path]
+    remark: str = ""
 
 
 def run_sweep(ops: Mapping[str, Op], selection: Selection, options: Options, progress: Progress) -> Swept:
@@ -80,13 +85,14 @@ def run_sweep(ops: Mapping[str, Op], selection: Selection, options: Options, pro
         raise
     files = _write(ops, plan.family, measured, options)
     journal.unlink(missing_ok=True)
-    return Swept([*(record for record in checked if record.status == "failed"), *measured], files)
+    remark = rank_flips(records.load(files[0]), parts_of(ops.values()))
+    return Swept([*(record for record in checked if record.status == "failed"), *measured], files, remark)
 
 
 def compare_live(
     ops: Mapping[str, Op], selection: Selection, a: str, b: str, options: Options, progress: Progress
 ) -> list[Record]:
-    """Measure two variants now, interleaved, on the selected bench cases.
+    """Measure two variants now, interleaved, on the selected bench cases; or one against itself, A and B by turns.
 
     Raises:
         ValueError: no GPU, or bad input.
@@ -191,7 +197,12 @@ def _some_configs(variant: Variant, case: Case, count: int) -> list[Config]:
 
 
 def _pairs(op: Op, case: Case, selection: Selection, options: Options) -> list[tuple[Variant, Config]]:
-    return [(variant, config_for(op, case, variant, options)) for variant in wanted_variants(op, selection, options)]
+    """The variants with their configs; twice where the selection has a variant twice."""
+    return [
+        (variant, config_for(op, case, variant, options))
+        for variant in wanted_variants(op, selection, options)
+        for _ in range(max(1, selection.variants.count(variant.name)))
+    ]
 
 
 def _key(op: Op, case: Case, policy: str) -> Key:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from bench_jobs import FakeCheck
+from literal_records import literal
 from small_sweeps import RMSNORM, STREAM
 
 from kerneltune import campaign, device, ops, records
@@ -118,6 +119,20 @@ def test_a_measurement_that_takes_the_context_along_costs_only_its_row(
         ("rmsnorm_bwd", "baseline", "an illegal memory access"),
         ("rmsnorm_bwd", "optimized", "an illegal memory access"),
     ]
+
+
+@pytest.mark.usefixtures("an_h200")
+def test_one_variant_alone_is_measured_twice(tmp_path: Path, options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compared(_f: str, op: Any, case: Case, pairs: Any, *_: object) -> list[Record]:
+        return [measured_row(op, case, variant.name, "") for variant, _ in pairs]
+
+    path = tmp_path / "norm.yaml"
+    path.write_text(RMSNORM)
+    monkeypatch.setattr(campaign, "compare", compared)
+    selection = Selection(str(path), ("rmsnorm_bwd",))
+    for a, b in (("pr593", "pr593"), ("baseline", "optimized")):
+        found = compare_live(OPS, selection, a, b, options, Quiet())
+        assert [(record.case, record.variant) for record in found] == [("big", a), ("big", b)]
 
 
 def test_a_fresh_process_finds_all_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,3 +259,26 @@ def test_an_interrupted_measurement_goes_on_where_it_was(
     assert measured == ["big", "bigger", "bigger"] and [record.case for record in swept.records] == ["big", "bigger"]
     assert swept.files == [options.results / "nvidia_h200" / name for name in ("tiny.jsonl", "tiny.md", "tiny.csv")]
     assert records.load(swept.files[0]) == swept.records and not journal.exists()
+
+
+@pytest.mark.usefixtures("an_h200")
+def test_a_sweep_says_where_its_files_rank_otherwise_under_another_policy(
+    tmp_path: Path, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    us = {("baseline", "cold"): 10.0, ("optimized", "cold"): 20.0, ("baseline", "hot"): 20.0, ("optimized", "hot"): 10.0}
+
+    def compared(_f: str, op: Any, case: Case, pairs: Any, policy: str, *_: object) -> list[Record]:
+        of_case = {"op": op.name, "case": case.name, "axes": dict(case.axes), "options": dict(case.options)}
+        of_run = {"dtype": case.dtype, "quant": case.quant, "policy": policy}
+        return [literal(us[variant.name, policy], variant=variant.name, **of_case, **of_run) for variant, _ in pairs]
+
+    path = tmp_path / "norm.yaml"
+    path.write_text(RMSNORM)
+    monkeypatch.setattr(campaign, "compare", compared)
+    selection = Selection(str(path), ("rmsnorm_bwd",), cases=("big",), variants=("baseline", "optimized"))
+    cold, hot = (run_sweep(OPS, selection, replace(options, tune=False, policy=policy), Quiet()) for policy in ("cold", "hot"))
+    flips = (
+        "ranks flip in 1 of 1 cases with several policies; baseline is faster than optimized cold, slower hot: big float32 none"
+    )
+    assert (cold.remark, hot.remark) == ("", flips)
+    assert hot.files[1].read_text().endswith(f"\n\n{flips}\n")

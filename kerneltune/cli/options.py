@@ -214,7 +214,7 @@ def make_selection(
     _all_known("quant", quants, (quant for op in chosen for quant in op.quants))
     _all_known("variant", variants, (variant.name for op in chosen for variant in op.variants))
     lists = {"ops": ops, "cases": cases, "dtypes": dtypes, "quants": quants, "variants": variants}
-    return Selection(family=family, **{name: tuple(values) for name, values in lists.items() if values})
+    return Selection(family=family, **{name: tuple(dict.fromkeys(values)) for name, values in lists.items() if values})
 
 
 def make_options(policy: str, **given: Any) -> "Options":

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from kerneltune.cli import options as o
-from kerneltune.cli.console import error_line, note, show, width
+from kerneltune.cli.console import error_line, note, show, show_wrapped, width
 from kerneltune.cli.progress import reporter
 
 
@@ -48,6 +48,8 @@ def command(
     with reporter() as progress:
         swept = run_sweep(known, selection, options, progress)
     show(sweep_text(swept.records, width(), parts_of(known.values())))
+    if swept.remark:
+        show_wrapped(swept.remark)
     for path in swept.files:
         note(f"wrote {path}")
     failed = [r for r in swept.records if r.status == "failed" and not known[r.op].variant(r.variant).is_peer]

@@ -14,7 +14,8 @@ from kerneltune.cli import console, progress
 def test_sweep_passes_everything_on_and_prints_the_table(campaign: dict[str, Any], tmp_path: Path) -> None:
     result = run(
         "sweep", "rmsnorm", "--op", "rmsnorm_fwd", "--case", "te-*", "--case", "llama*", "--dtype", "bfloat16", "--quant", "fp8",
-        "--policy", "hot", "--variant", "optimized", "--no-tune", "--no-peers", "--budget", "2.5", "--trials", "7",
+        "--policy", "hot", "--variant", "optimized", "--variant", "optimized",
+        "--no-tune", "--no-peers", "--budget", "2.5", "--trials", "7",
         "--check-only", "--configs", tmp_path / "configs", "--results", tmp_path / "results", "--workers", "3",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
@@ -40,8 +41,10 @@ def test_sweep_passes_everything_on_and_prints_the_table(campaign: dict[str, Any
 def test_sweep_names_the_files_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And no others, such as those of another sweep that writes into the same folder at the same time."""
     files = [tmp_path / "nvidia_h200" / name for name in ("rmsnorm.jsonl", "rmsnorm.md")]
-    monkeypatch.setattr("kerneltune.campaign.run_sweep", lambda *_: Swept(both(), files))
-    assert run("sweep", "rmsnorm", "--results", tmp_path).stderr == "".join(f"wrote {path}\n" for path in files)
+    monkeypatch.setattr("kerneltune.campaign.run_sweep", lambda *_: Swept(both(), files, "ranks flip"))
+    result = run("sweep", "rmsnorm", "--results", tmp_path)
+    assert result.stderr == "".join(f"wrote {path}\n" for path in files)
+    assert result.stdout.endswith("2 passed\nranks flip\n")
 
 
 def test_sweep_fails_when_a_variant_of_ours_fails(campaign: dict[str, Any], tmp_path: Path) -> None:
