@@ -160,7 +160,7 @@ def _check(family: str, work: Sequence[Work], options: Options, progress: Progre
     known = [_still_good(done, op, case, pairs, _CHECK_POLICY) for op, case, pairs in work]
     ahead = _ours(of_case for of_case, rows in zip(work, known, strict=True) if rows is None)
     target = TARGETS.get(device.current().arch)
-    if on_gpu and target is not None:
+    if ahead and on_gpu and target is not None:
         progress.stage("compile", 1)
         compile_ahead(ahead, target, options.workers)
         progress.advance("the configs to check")
