@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from kerneltune import device, records, sweep
 from kerneltune.files import replace_text
@@ -17,6 +16,7 @@ from kerneltune.measuring.compiler import TARGETS, Compiled, CompilePool, Target
 from kerneltune.plan import Options, Progress, Selection, load_plan, require_gpu, results_folder, wanted_variants
 from kerneltune.records import Key, Record
 from kerneltune.reporting import tables
+from kerneltune.reporting.ranks import rank_flips
 from kerneltune.search.trials import drop_cut_line
 from kerneltune.spec import Case, Config, Op, Variant, parts_of
 from kerneltune.tuning.apart import check_apart, compare_apart
@@ -28,31 +28,45 @@ from kerneltune.tuning.tuner import job
 
 _CHECKED_CONFIGS = 3
 _CHECK_TIMEOUT_S = 300.0
+_CHECK_POLICY = "cold"
+"""What records of checks are kept under."""
 _WORTH_A_POOL = 10
 """So many kernels compiled one by one take as long as the start of the processes that compile side by side."""
 
 
+Work = tuple[Op, Case, list[tuple[Variant, Config]]]
+"""A case, and its variants with the configs that they are to run with."""
+
+
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """The records of a run, failed checks before the measured rows, and the files that it wrote."""
+    """The records of a run, failed checks before the measured rows, and the files that it wrote.
+
+    `remark` is what those files say of several policies, a line; mostly empty.
+    """
 
     records: list[Record]
     files: list[Path]
+    remark: str = ""
 
 
 def run_sweep(ops: Mapping[str, Op], selection: Selection, options: Options, progress: Progress) -> Swept:
     """All stages of a sweep.
 
     Without a GPU, and with `check_only`, the sweep's check cases run and no time is taken. On a GPU the records, the table,
-    Markdown and CSV are written under results/, also where the measurement is interrupted; rows measured before an interruption
-    are not measured again.
+    Markdown and CSV are written under results/, also where the measurement is interrupted; cases checked or measured before an
+    interruption are not checked or measured again.
 
     Raises:
-        ValueError: bad input, or a folder that cannot be written.
+        ValueError: bad input, nothing to check where only checks run, or a folder that cannot be written.
     """
     plan = load_plan(ops, selection)
-    checked = _check(ops, plan.family, [e for e in plan.check if selection.takes(e)], selection, options, progress)
-    if options.check_only or not device.current().is_gpu:
+    only_checks = options.check_only or not device.current().is_gpu
+    work = _to_check(ops, plan, selection, options, only_checks)
+    if only_checks and not any(pairs for *_, pairs in work):
+        raise ValueError(f"{plan.path}: {_unchecked(plan, selection)}")
+    checked = _check(plan.family, work, options, progress)
+    if only_checks:
         return Swept(checked, [_write_checked(plan.family, checked, options)])
     for record in checked:
         if record.status == "failed":
@@ -62,7 +76,7 @@ def run_sweep(ops: Mapping[str, Op], selection: Selection, options: Options, pro
     entries = [e for e in plan.bench if selection.takes(e)]
     if options.tune:
         tune_entries(ops, entries, selection, options, progress)
-    journal = _journal(plan.family, options)
+    journal = _journal(plan.family, options, "journal")
     try:
         measured = _measure(ops, plan.family, entries, selection, options, progress, journal)
     except KeyboardInterrupt:
@@ -71,13 +85,14 @@ def run_sweep(ops: Mapping[str, Op], selection: Selection, options: Options, pro
         raise
     files = _write(ops, plan.family, measured, options)
     journal.unlink(missing_ok=True)
-    return Swept([*(record for record in checked if record.status == "failed"), *measured], files)
+    remark = rank_flips(records.load(files[0]), parts_of(ops.values()))
+    return Swept([*(record for record in checked if record.status == "failed"), *measured], files, remark)
 
 
 def compare_live(
     ops: Mapping[str, Op], selection: Selection, a: str, b: str, options: Options, progress: Progress
 ) -> list[Record]:
-    """Measure two variants now, interleaved, on the selected bench cases.
+    """Measure two variants now, interleaved, on the selected bench cases; or one against itself, A and B by turns.
 
     Raises:
         ValueError: no GPU, or bad input.
@@ -100,13 +115,11 @@ def measure_live(
     """
     require_gpu(command)
     plan = load_plan(ops, selection)
-    entries = [e for e in plan.bench if selection.takes(e) and (keys is None or _key(ops[e.op], e.case, options) in keys)]
+    entries = [e for e in plan.bench if selection.takes(e) and (keys is None or _key(ops[e.op], e.case, options.policy) in keys)]
     return _measure(ops, plan.family, entries, selection, options, progress, None)
 
 
-def configured(
-    ops: Mapping[str, Op], selection: Selection, options: Options
-) -> tuple[str, list[tuple[Op, Case, list[tuple[Variant, Config]]]]]:
+def configured(ops: Mapping[str, Op], selection: Selection, options: Options) -> tuple[str, list[Work]]:
     """The family, and per selected bench case its variants with the configs they are measured with.
 
     Raises:
@@ -117,43 +130,63 @@ def configured(
     return plan.family, [(op, case, _pairs(op, case, selection, options)) for op, case in chosen]
 
 
-def _check(
-    ops: Mapping[str, Op],
-    family: str,
-    entries: Sequence[sweep.Entry],
-    selection: Selection,
-    options: Options,
-    progress: Progress,
-) -> list[Record]:
-    """The check cases: every own variant's default config, and on a GPU some random valid ones."""
-    on_gpu = device.current().is_gpu
+def _to_check(ops: Mapping[str, Op], plan: sweep.Sweep, selection: Selection, options: Options, only_checks: bool) -> list[Work]:
+    """The check cases: every own variant's default config, and on a GPU some random valid ones.
+
+    Peers are checked where they are measured; where only checks run, those that the selection names.
+    """
+    count = _CHECKED_CONFIGS if device.current().is_gpu else 0
     work = []
-    for entry in entries:
-        op, case = ops[entry.op], entry.case
-        own = [variant for variant in wanted_variants(op, selection, options) if not variant.is_peer]
-        count = _CHECKED_CONFIGS if on_gpu else 0
-        work.append((op, case, [(variant, config) for variant in own for config in _some_configs(variant, case, count)]))
+    for op, case in ((ops[e.op], e.case) for e in plan.check if selection.takes(e)):
+        wanted = [v for v in wanted_variants(op, selection, options) if not v.is_peer or (only_checks and selection.variants)]
+        work.append((op, case, [(variant, config) for variant in wanted for config in _some_configs(variant, case, count)]))
+    return work
+
+
+def _unchecked(plan: sweep.Sweep, selection: Selection) -> str:
+    """Why a selection has nothing to check."""
+    check, bench = (sum(selection.takes(entry) for entry in section) for section in (plan.check, plan.bench))
+    if check:
+        return f"no installed variant to check in the {check} check cases selected"
+    alone = "bench cases are no checks" if device.current().is_gpu else "bench cases need a GPU"
+    return f"no check case among the {bench} selected: {alone}"
+
+
+def _check(family: str, work: Sequence[Work], options: Options, progress: Progress) -> list[Record]:
+    """Every case's records, which are kept case by case until the last is done."""
+    on_gpu = device.current().is_gpu
+    journal = _journal(family, options, "check.journal")
+    done = _resumed(journal)
+    known = [_still_good(done, op, case, pairs, _CHECK_POLICY) for op, case, pairs in work]
+    ahead = _ours(of_case for of_case, rows in zip(work, known, strict=True) if rows is None)
     target = TARGETS.get(device.current().arch)
-    if on_gpu and target is not None:
+    if ahead and on_gpu and target is not None:
         progress.stage("compile", 1)
-        compile_ahead(work, target, options.workers)
+        compile_ahead(ahead, target, options.workers)
         progress.advance("the configs to check")
-    progress.stage("check", len(entries))
+    progress.stage("check", len(work))
     found = []
     with IsolatedBench(CheckBench, trial_timeout_s=_CHECK_TIMEOUT_S) as bench:
-        for op, case, pairs in work:
-            found += check_only(family, op, case, pairs, partial(check_apart, bench, op, case) if on_gpu else None)
+        for (op, case, pairs), rows in zip(work, known, strict=True):
+            if rows is None:
+                rows = check_only(family, op, case, pairs, partial(check_apart, bench, op, case) if on_gpu else None)
+                records.append(journal, rows)
+            found += rows
             progress.advance(f"{op.name} {case.name} {case.dtype} {case.quant}")
+    journal.unlink(missing_ok=True)
     return found
 
 
-def compile_ahead(
-    work: Sequence[tuple[Op, Case, Sequence[tuple[Variant, Config]]]], target: Target, workers: int | None
-) -> list[Compiled]:
+def compile_ahead(work: Sequence[Work], target: Target, workers: int | None) -> list[Compiled]:
     """Compile what will be launched on all cores, so that launches find it in Triton's disk cache; the answers in order."""
     jobs = [job(op, case, config, variant) for op, case, pairs in work for variant, config in pairs]
     with CompilePool(target, workers) as pool:
         return list(pool.compile(jobs))
+
+
+def _ours(work: Iterable[Work]) -> list[Work]:
+    """The same without what has no config, so nothing that we compile."""
+    return [(op, case, [pair for pair in pairs if pair[1] is not None]) for op, case, pairs in work]
 
 
 def _some_configs(variant: Variant, case: Case, count: int) -> list[Config]:
@@ -164,12 +197,17 @@ def _some_configs(variant: Variant, case: Case, count: int) -> list[Config]:
 
 
 def _pairs(op: Op, case: Case, selection: Selection, options: Options) -> list[tuple[Variant, Config]]:
-    return [(variant, config_for(op, case, variant, options)) for variant in wanted_variants(op, selection, options)]
+    """The variants with their configs; twice where the selection has a variant twice."""
+    return [
+        (variant, config_for(op, case, variant, options))
+        for variant in wanted_variants(op, selection, options)
+        for _ in range(max(1, selection.variants.count(variant.name)))
+    ]
 
 
-def _key(op: Op, case: Case, options: Options) -> Key:
+def _key(op: Op, case: Case, policy: str) -> Key:
     """The key of the case's records."""
-    return op.name, case.dtype, case.quant, tuple(case.axes), tuple(case.options), options.policy
+    return op.name, case.dtype, case.quant, tuple(case.axes), tuple(case.options), policy
 
 
 def _ceiling(ops: Mapping[str, Op], op: Op, case: Case, options: Options) -> Ceiling | None:
@@ -190,15 +228,12 @@ def _measure(
     journal: Path | None,
 ) -> list[Record]:
     """Every case beside its peers; with a journal, those that it has are not measured again."""
-    done = {(r.key, r.variant): r for r in _journalled(journal)} if journal else {}
-    if journal and journal.exists():
-        with journal.open("r+b") as file:
-            drop_cut_line(file)
+    done = _resumed(journal) if journal else {}
     measured = []
     work = []
     for entry in entries:
         pairs = _pairs(ops[entry.op], entry.case, selection, options)
-        work.append((ops[entry.op], entry.case, pairs, _still_good(done, ops[entry.op], entry.case, pairs, options)))
+        work.append((ops[entry.op], entry.case, pairs, _still_good(done, ops[entry.op], entry.case, pairs, options.policy)))
     ceilings = {(op.name, case): _ceiling(ops, op, case, options) for op, case, _, rows in work if rows is None}
     _compile_measured([(op, case, pairs) for op, case, pairs, rows in work if rows is None], ceilings.values(), options, progress)
     progress.stage("measure", len(entries))
@@ -241,14 +276,14 @@ def _compared(
 
 
 def _compile_measured(
-    work: Sequence[tuple[Op, Case, Sequence[tuple[Variant, Config]]]],
+    work: Sequence[Work],
     ceilings: Iterable[Ceiling | None],
     options: Options,
     progress: Progress,
 ) -> None:
     """Compile the configs that the measurement launches on all cores, where that is enough to be worth starting them."""
     target = TARGETS.get(device.current().arch)
-    own = [(op, case, [pair for pair in pairs if pair[1] is not None]) for op, case, pairs in work]
+    own = _ours(work)
     own += [(c.op, c.case, [(c.variant, c.config)]) for c in ceilings if c is not None]
     if target is None or sum(len(pairs) for _, _, pairs in own) < _WORTH_A_POOL:
         return
@@ -258,37 +293,51 @@ def _compile_measured(
 
 
 def _still_good(
-    done: Mapping[tuple[Any, str], Record], op: Op, case: Case, pairs: Sequence[tuple[Variant, Config]], options: Options
+    done: Mapping[tuple[Key, str], Sequence[Record]],
+    op: Op,
+    case: Case,
+    pairs: Sequence[tuple[Variant, Config]],
+    policy: str,
 ) -> list[Record] | None:
     """The rows of a case that an interrupted run left, if it left all of them for this source, driver, versions and config."""
-    key = _key(op, case, options)
+    key = _key(op, case, policy)
     here = {"source_hash": op.source_hash, "driver": device.current().driver, **device.versions()}
-    rows = [(done.get((key, variant.name)), config_values(config)) for variant, config in pairs]
-    found = [
-        row
-        for row, config in rows
-        if row is not None and {name: getattr(row, name) for name in here} == here and row.config == config
-    ]
+    found = []
+    for variant, config in pairs:
+        wanted = {**here, "config": config_values(config)}
+        rows = [row for row in done.get((key, variant.name), ()) if {name: getattr(row, name) for name in wanted} == wanted]
+        found += rows[-1:]
     return found if len(found) == len(pairs) else None
 
 
+def _resumed(journal: Path) -> dict[tuple[Key, str], list[Record]]:
+    """What an interrupted run left, by key and variant; a line that was being written is cut off."""
+    if journal.exists():
+        with journal.open("r+b") as file:
+            drop_cut_line(file)
+    rows: dict[tuple[Key, str], list[Record]] = {}
+    for record in _journalled(journal):
+        rows.setdefault((record.key, record.variant), []).append(record)
+    return rows
+
+
 def _journalled(journal: Path) -> list[Record]:
-    """What an interrupted run measured, without a row that was being written."""
+    """The rows of a journal, without one that was being written."""
     if not journal.exists():
         return []
     whole, end, _cut = journal.read_bytes().rpartition(b"\n")
     return records.parse(whole + end, str(journal))
 
 
-def _journal(family: str, options: Options) -> Path:
-    """Rows of a run that has not come to its end, where it is deleted."""
-    return sweep.results_root(options.results) / "runs" / device.current().slug / f"{family}.journal.jsonl"
+def _journal(family: str, options: Options, name: str) -> Path:
+    """Rows of a stage that has not come to its end, where it is deleted."""
+    return sweep.results_root(options.results) / "runs" / device.current().slug / f"{family}.{name}.jsonl"
 
 
 def _write(ops: Mapping[str, Op], family: str, measured: Sequence[Record], options: Options) -> list[Path]:
     """The journal's rows and these among the records of the family, and its tables."""
     rows, markdown, csv = (results_folder(options) / f"{family}{suffix}" for suffix in (".jsonl", ".md", ".csv"))
-    records.merge(rows, [*_journalled(_journal(family, options)), *measured])
+    records.merge(rows, [*_journalled(_journal(family, options, "journal")), *measured])
     everything, parts = records.load(rows), parts_of(ops.values())
     replace_text(markdown, tables.sweep_markdown(everything, parts))
     replace_text(csv, tables.sweep_csv(everything, parts))
@@ -296,6 +345,6 @@ def _write(ops: Mapping[str, Op], family: str, measured: Sequence[Record], optio
 
 
 def _write_checked(family: str, checked: Sequence[Record], options: Options) -> Path:
-    path = sweep.results_root(options.results) / "runs" / device.current().slug / f"{family}.check.jsonl"
+    path = _journal(family, options, "check")
     records.merge(path, checked)
     return path

@@ -60,12 +60,15 @@ class Selection:
 
     def takes(self, entry: sweep.Entry) -> bool:
         """Whether an entry of the sweep belongs to the selection."""
-        case = entry.case
+        return self.covers(entry.op, entry.case.name, entry.case.dtype, entry.case.quant)
+
+    def covers(self, op: str, case: str, dtype: str, quant: str) -> bool:
+        """The same of an operator, a case's name, an element type and a quant mode, of whatever they are."""
         return (
-            (not self.ops or entry.op in self.ops)
-            and (not self.cases or any(fnmatch.fnmatch(case.name, pattern) for pattern in self.cases))
-            and (not self.dtypes or case.dtype in self.dtypes)
-            and (not self.quants or case.quant in self.quants)
+            (not self.ops or op in self.ops)
+            and (not self.cases or any(fnmatch.fnmatch(case, pattern) for pattern in self.cases))
+            and (not self.dtypes or dtype in self.dtypes)
+            and (not self.quants or quant in self.quants)
         )
 
 

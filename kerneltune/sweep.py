@@ -141,6 +141,7 @@ class _Reader:
         self.defaults: dict[str, _Item] = {}
         self.lines: dict[object, int] = {}
         self.sizes: dict[object, object] = {}
+        self.named: dict[object, tuple[str, int]] = {}
 
     def sweep(self, root: yaml.Node) -> Sweep:
         items = self.mapping(root, "file")
@@ -281,11 +282,14 @@ class _Reader:
         return limits
 
     def remember(self, section: Section, op: str, case: Case, node: yaml.Node) -> None:
-        """Keep names unique: one row each, one shape each."""
+        """Keep names unique, one row each, one shape each; and rows, as a record's name is no part of its identity."""
         row, shape = (section, op, case.name, case.dtype, case.quant, case.options), (section, op, case.name)
         if row in self.lines or self.sizes.get(shape, case.axes) != case.axes:
             used = self.lines.get(row, self.lines.get(shape))
             self.fail(node, "name", repr(case.name), f"a name not used for {op} on line {used}")
+        first, line = self.named.setdefault((section, op, case), (case.name, node.start_mark.line + 1))
+        if first != case.name:
+            self.fail(node, "name", repr(case.name), f"sizes or options of {op} not used by {first!r} on line {line}")
         self.sizes[shape] = case.axes
         self.lines[row] = node.start_mark.line + 1
         self.lines.setdefault(shape, node.start_mark.line + 1)

@@ -16,6 +16,7 @@ from small_sweeps import RMSNORM, STREAM
 from kerneltune import ops, records
 from kerneltune.campaign import compare_live, run_sweep
 from kerneltune.device import INTERPRETER
+from kerneltune.measuring import compare
 from kerneltune.measuring.check import Checker
 from kerneltune.plan import Options, Quiet, Selection, results_folder
 from kerneltune.records import Record
@@ -125,7 +126,6 @@ def test_every_own_variant_is_checked_and_no_peer(tmp_path: Path, options: Optio
         ({"ops": ("rmsnorm_bwd",)}, {("rmsnorm_bwd", "small"), ("rmsnorm_bwd", "none")}),
         ({"cases": ("sm*",)}, {("rmsnorm_fwd", "small"), ("rmsnorm_bwd", "small")}),
         ({"cases": ("none", "x"), "ops": ("rmsnorm_fwd",)}, {("rmsnorm_fwd", "none")}),
-        ({"quants": ("fp8",)}, set()),
     ],
 )
 def test_a_selection_takes_a_part(tmp_path: Path, options: Options, part: dict[str, Any], expected: set[Any]) -> None:
@@ -134,6 +134,64 @@ def test_a_selection_takes_a_part(tmp_path: Path, options: Options, part: dict[s
     found = run(Selection(str(path), variants=("optimized",), **part), options)
     assert {(record.op, record.case) for record in found} == expected
     assert {record.variant for record in found} <= {"optimized"}
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ({"cases": ("b*",)}, "no check case among the 4 selected: bench cases need a GPU"),
+        ({"quants": ("fp8",), "variants": ("optimized",)}, "no check case among the 1 selected: bench cases need a GPU"),
+        ({"cases": ("small",), "variants": ("eager",)}, "no installed variant to check in the 2 check cases selected"),
+    ],
+)
+def test_where_nothing_is_checked_nothing_passes(
+    tmp_path: Path, options: Options, monkeypatch: pytest.MonkeyPatch, part: dict[str, Any], said: str
+) -> None:
+    monkeypatch.setattr(Variant, "missing", lambda variant: variant.requires)
+    path = tmp_path / "norm.yaml"
+    path.write_text(RMSNORM)
+    with pytest.raises(ValueError) as caught:
+        run(Selection(str(path), **part), options)
+    assert str(caught.value) == f"{path}: {said}"
+    assert written(options) == []
+
+
+def test_a_peer_that_is_named_is_checked(tmp_path: Path, options: Options) -> None:
+    path = tmp_path / "norm.yaml"
+    path.write_text(RMSNORM)
+    found = run(Selection(str(path), cases=("small",), variants=("eager", "optimized")), options)
+    assert [(r.op, r.variant, r.status) for r in found] == [
+        (op, variant, "checked") for op in ("rmsnorm_fwd", "rmsnorm_bwd") for variant in ("optimized", "eager")
+    ]
+
+
+def test_an_interrupted_check_goes_on_where_it_was(
+    stream_sweep: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not with what other source has checked."""
+    checked: list[str] = []
+    stop_at = {"even"}
+
+    def errors(self: Checker, _variant: Variant, _config: Any) -> list[str]:
+        checked.append(self.case.name)
+        if self.case.name in stop_at:
+            raise KeyboardInterrupt
+        return []
+
+    monkeypatch.setattr(Checker, "errors", errors)
+    with pytest.raises(KeyboardInterrupt):
+        run(stream_sweep, options)
+    journal = Path("runs/interpreter/tiny.check.journal.jsonl")
+    assert written(options) == [journal]
+    stop_at.clear()
+    assert options.results is not None
+    left = (options.results / journal).read_text()
+    found = run(stream_sweep, options)
+    assert checked == ["odd", "even", "even"] and [(r.case, r.status) for r in found] == [("odd", "checked"), ("even", "checked")]
+    assert written(options) == [Path("runs/interpreter/tiny.check.jsonl")]
+    (options.results / journal).write_text(left.replace(OPS["stream"].source_hash, "older") + '{"op": "stre')
+    run(stream_sweep, options)
+    assert checked[3:] == ["odd", "even"]
 
 
 def test_a_selection_of_nothing_is_named(tmp_path: Path, options: Options) -> None:
@@ -164,6 +222,15 @@ def test_an_operator_that_fails_beside_its_kernels_fails_its_rows(
     found = run_sweep(known, stream_sweep, options, Quiet()).records
     assert found and {record.status for record in found} == {"failed"}
     assert all(re.search(reason, record.reason) for record in found)
+
+
+def test_a_case_too_large_for_this_machine_is_skipped(
+    stream_sweep: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare, "host_free_bytes", lambda: 98_303)
+    odd, even = run(stream_sweep, options)
+    assert odd.status == "checked"
+    assert (even.status, even.reason) == ("skipped", "needs 98,304 bytes, 98,303 are free")
 
 
 def test_a_wrong_kernel_is_a_failed_record_that_says_why(
@@ -220,7 +287,7 @@ def test_names_that_do_not_exist_are_one_line_and_nothing_runs(
 
 def test_results_that_cannot_be_written_are_one_line(stream_sweep: Selection, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="^cannot write .*tiny.check.jsonl: ") as caught:
+    with pytest.raises(ValueError, match=r"^cannot write .*tiny\.check\.journal\.jsonl: ") as caught:
         run(stream_sweep, Options(results=tmp_path / "file"))
     assert "\n" not in str(caught.value)
 

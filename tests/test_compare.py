@@ -52,6 +52,12 @@ def test_a_record_keeps_the_rounds_of_its_process(gpu: None) -> None:
     assert baseline.aa_floor == optimized.aa_floor == pytest.approx(1 - 1 / 1.01, rel=1e-4)
 
 
+def test_the_second_record_of_a_variant_is_of_its_second_time(gpu: None) -> None:
+    first, second = compare.compare("f", OP, CASE, [PAIRS[0]] * 2, "cold", None)
+    assert [(row.variant, row.time_us) for row in (first, second)] == [("baseline", 20.0), ("baseline", 20.2)]
+    assert first.samples_us != second.samples_us
+
+
 def test_an_error_without_text_is_a_failed_row(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(variant: Variant, *_: Any) -> None:
         if variant.name == "baseline":

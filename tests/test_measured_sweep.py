@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from bench_jobs import FakeCheck
+from literal_records import literal
 from small_sweeps import RMSNORM, STREAM
 
 from kerneltune import campaign, device, ops, records
@@ -120,6 +121,20 @@ def test_a_measurement_that_takes_the_context_along_costs_only_its_row(
     ]
 
 
+@pytest.mark.usefixtures("an_h200")
+def test_one_variant_alone_is_measured_twice(tmp_path: Path, options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compared(_f: str, op: Any, case: Case, pairs: Any, *_: object) -> list[Record]:
+        return [measured_row(op, case, variant.name, "") for variant, _ in pairs]
+
+    path = tmp_path / "norm.yaml"
+    path.write_text(RMSNORM)
+    monkeypatch.setattr(campaign, "compare", compared)
+    selection = Selection(str(path), ("rmsnorm_bwd",))
+    for a, b in (("pr593", "pr593"), ("baseline", "optimized")):
+        found = compare_live(OPS, selection, a, b, options, Quiet())
+        assert [(record.case, record.variant) for record in found] == [("big", a), ("big", b)]
+
+
 def test_a_fresh_process_finds_all_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     def here(count: int, work: Callable[..., Any], *args: Any) -> list[Any]:
         assert count == 1
@@ -141,8 +156,8 @@ def test_a_fresh_process_finds_all_by_name(monkeypatch: pytest.MonkeyPatch) -> N
 def still_good(rows: list[Record], policy: str = "cold") -> list[Record] | None:
     """Rows as the journal gives them back."""
     loaded = [records.from_json(json.dumps(json.loads(records.to_json(r)))) for r in rows]
-    done = {(r.key, r.variant): r for r in loaded}
-    return _still_good(done, OP, CASE, PAIRS, Options(policy=policy))
+    done = {(r.key, r.variant): [r] for r in loaded}
+    return _still_good(done, OP, CASE, PAIRS, policy)
 
 
 def test_a_complete_case_is_resumed_in_the_order_of_the_variants() -> None:
@@ -244,3 +259,26 @@ def test_an_interrupted_measurement_goes_on_where_it_was(
     assert measured == ["big", "bigger", "bigger"] and [record.case for record in swept.records] == ["big", "bigger"]
     assert swept.files == [options.results / "nvidia_h200" / name for name in ("tiny.jsonl", "tiny.md", "tiny.csv")]
     assert records.load(swept.files[0]) == swept.records and not journal.exists()
+
+
+@pytest.mark.usefixtures("an_h200")
+def test_a_sweep_says_where_its_files_rank_otherwise_under_another_policy(
+    tmp_path: Path, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    us = {("baseline", "cold"): 10.0, ("optimized", "cold"): 20.0, ("baseline", "hot"): 20.0, ("optimized", "hot"): 10.0}
+
+    def compared(_f: str, op: Any, case: Case, pairs: Any, policy: str, *_: object) -> list[Record]:
+        of_case = {"op": op.name, "case": case.name, "axes": dict(case.axes), "options": dict(case.options)}
+        of_run = {"dtype": case.dtype, "quant": case.quant, "policy": policy}
+        return [literal(us[variant.name, policy], variant=variant.name, **of_case, **of_run) for variant, _ in pairs]
+
+    path = tmp_path / "norm.yaml"
+    path.write_text(RMSNORM)
+    monkeypatch.setattr(campaign, "compare", compared)
+    selection = Selection(str(path), ("rmsnorm_bwd",), cases=("big",), variants=("baseline", "optimized"))
+    cold, hot = (run_sweep(OPS, selection, replace(options, tune=False, policy=policy), Quiet()) for policy in ("cold", "hot"))
+    flips = (
+        "ranks flip in 1 of 1 cases with several policies; baseline is faster than optimized cold, slower hot: big float32 none"
+    )
+    assert (cold.remark, hot.remark) == ("", flips)
+    assert hot.files[1].read_text().endswith(f"\n\n{flips}\n")

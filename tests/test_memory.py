@@ -15,7 +15,7 @@ from made_up import NoBench
 from kerneltune import campaign, device
 from kerneltune.campaign import measure_live
 from kerneltune.gating import planted
-from kerneltune.measuring import compare
+from kerneltune.measuring import compare, memory
 from kerneltune.measuring.memory import Shortage, affordable, shortage
 from kerneltune.plan import Options, Quiet, Selection
 from kerneltune.records import Record
@@ -227,6 +227,12 @@ def run_checked(_inputs: Any, config: Knobs) -> dict[str, int]:
     if config.n == 1:
         raise torch.OutOfMemoryError(TEXT)
     return {"n": config.n}
+
+
+def test_what_the_machine_can_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal:       24684084 kB\nMemAvailable:        3 kB\nHugePages_Total:       0\n")
+    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
+    assert memory.host_free_bytes() == 3072
 
 
 def checked_op(inputs: Any = lambda _case, **_: {}) -> Op:

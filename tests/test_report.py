@@ -208,6 +208,23 @@ def test_ab_markdown() -> None:
     )
 
 
+def test_rows_of_different_runs_have_no_interval() -> None:
+    """The intervals are of what differs within a run, so they say nothing of another GPU or other code."""
+    runs = [{"commit": "1", "unit": "a"}, {"commit": "2", "unit": "a"}, {"commit": "1", "unit": "b"}, {"commit": "2", "unit": ""}]
+    sizes = [{"M": size, "N": 8} for size in (1, 2, 3, 4)]
+    a = [record(axes=axes, **runs[0]) for axes in sizes]
+    b = [record(50.0, axes=axes, **run) for axes, run in zip(sizes, runs, strict=True)]
+    rows = tables.ab_rows(a, [*b[:3], replace(b[3], commit="1")])
+    said = "2 of 4 rows: A and B are of different runs (another commit or GPU unit): may differ by a few per cent"
+    assert tables.ab_text(rows, width=120).endswith(f"\n{said}\n")
+    assert tables.ab_markdown(rows).endswith(f"\n- {said}\n")
+    assert [("2.00x–2.00x" in line) for line in tables.ab_markdown(rows).splitlines()[2:6]] == [True, False, False, True]
+    lines = list(csv.DictReader(io.StringIO(tables.ab_csv(rows))))
+    assert [line["speedup_low"] for line in lines] == ["2.0", "", "", "2.0"]
+    assert [(line["A_unit"], line["B_unit"]) for line in lines] == [("a", "a"), ("a", "a"), ("a", "b"), ("a", "")]
+    assert [(line["A_commit"], line["B_commit"]) for line in lines] == [("1", "1"), ("1", "2"), ("1", "1"), ("1", "1")]
+
+
 def swept() -> list[Record]:
     long: dict[str, Any] = {"case": "llama3-70b-32768", "axes": {"M": 32768, "N": 8192}}
     return [

@@ -114,6 +114,12 @@ def test_sizes_may_be_lists_where_the_name_says_them(tmp_path: Path) -> None:
     ]
 
 
+def test_a_shape_may_be_checked_and_timed_under_two_names(tmp_path: Path) -> None:
+    """Their records are kept in different files."""
+    found = read(tmp_path, check("{name: a, M: 1, N: 2}") + "bench: [{name: b, M: 1, N: 2}]\n")
+    assert [{entry.case.name for entry in section} for section in (found.check, found.bench)] == [{"a"}, {"b"}]
+
+
 def test_one_name_may_have_several_entries_of_one_shape(tmp_path: Path) -> None:
     text = HEAD + "bench:\n- {name: a, M: 1, N: 2, quant: none}\n- {name: a, M: 1, N: 2, quant: fp8}\n"
     assert len(read(tmp_path, text).bench) == 3
@@ -195,12 +201,16 @@ FIELDS = "name, op, M, N, dtype, quant, zero_centered, fp8_format, row_pad"
         ),
         (f"{HEAD}bench: [{{name: a, M: 0, N: 1}}]\n", ":3: M: 0: expected an integer of 1 or more"),
         (
-            check("{name: a, M: 1, N: 1}\n  - {name: b, M: 1, N: 1}\n  - {name: a, M: 1, N: 1}"),
+            check("{name: a, M: 1, N: 1}\n  - {name: b, M: 2, N: 1}\n  - {name: a, M: 1, N: 1}"),
             ":6: name: 'a': expected a name not used for rmsnorm_fwd on line 4",
         ),
         (
             check("{name: a, M: 1, N: 1, quant: none}\n  - {name: a, M: 2, N: 1, quant: fp8}"),
             ":5: name: 'a': expected a name not used for rmsnorm_fwd on line 4",
+        ),
+        (
+            check("{name: a, M: 1, N: 1, quant: none}\n  - {name: b, M: 1, N: 1, quant: [fp8, none]}"),
+            ":5: name: 'b': expected sizes or options of rmsnorm_fwd not used by 'a' on line 4",
         ),
         (f"{HEAD}defaults: {{name: a}}\n", f":3: name: 'a': expected a field among {FIELDS[10:]}"),
         (f"{HEAD}defaults: {{dtype: bf17}}\n", ":3: dtype: 'bf17': expected one of bfloat16, float16, float32"),

@@ -52,7 +52,7 @@ class _Group(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            kept = ": trials and measurements so far are kept, and the same command goes on from there"
+            kept = ": checks, trials and measurements so far are kept, and the same command goes on from there"
             error_line(f"interrupted{kept if ctx.invoked_subcommand in _RESUMED else ''}")
             raise typer.Exit(130) from None
         except (KeyError, IndexError):

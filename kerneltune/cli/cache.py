@@ -234,8 +234,8 @@ def check(configs: o.Configs = None) -> None:
     """
     from kerneltune.cache import load_strict
 
-    files = _files(configs)
-    known = o.load_ops() if files else {}
+    files = _chosen(None, None, configs)
+    known = o.load_ops()
     entries, beside = 0, 0
     slower = []
     for path in files:
@@ -289,6 +289,8 @@ def _chosen(op: str | None, gpu: str | None, configs: Path | None) -> list[Path]
         ValueError: there is none; names those that are.
     """
     files = _files(configs)
+    if not files:
+        raise ValueError(f"no cached configs in {o.configs_root(configs)}")
     if op is not None:
         o.choice("op", op, sorted({path.stem for path in files}))
     if gpu is not None:

@@ -1,19 +1,25 @@
 """`kerneltune compare`: the A/B table of two variants, peers or record files."""
 
-from collections.abc import Callable
+import fnmatch
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kerneltune.cells import wrapped
 from kerneltune.cli import options as o
-from kerneltune.cli.console import deliver, width
+from kerneltune.cli.console import deliver, note, width
 from kerneltune.cli.files import record_files
 from kerneltune.cli.progress import reporter
+from kerneltune.errors import meant
 
 if TYPE_CHECKING:
+    from kerneltune.plan import Selection
     from kerneltune.records import Record
     from kerneltune.reporting.tables import Row
+
+    Sides = tuple[list[Record], list[Record]]
 
 _SUFFIX = ".jsonl"
 
@@ -22,6 +28,9 @@ def command(
     a: Annotated[str, typer.Argument(metavar="A", help="A variant, a peer, or a file of records.")],
     b: Annotated[str, typer.Argument(metavar="B", help="The same, to compare with A.")],
     op: o.OpNames = None,
+    case: o.CaseNames = None,
+    dtype: o.Dtypes = None,
+    quant: o.Quants = None,
     source: Annotated[
         list[Path] | None, typer.Option("--from", metavar="FILE", help="Take records from this file; may be repeated.")
     ] = None,
@@ -36,64 +45,100 @@ def command(
 ) -> None:
     """Show A against B, case by case, with `+` above 1.05x and `-` below 0.95x.
 
-    Reads the newest records of this GPU; where there is no GPU, the recorded ones of any.
+    Reads the newest records of this GPU; where there is no GPU, the recorded ones of any. `compare X X --run` measures X twice:
+    what it shows against itself is noise.
     """
     o.choice("format", style, ("text", "markdown", "csv"))
     o.choice("policy", policy, o.POLICIES)
+    if source and (run or (_is_file(a) and _is_file(b))):
+        raise ValueError(f"from: {str(source[0])!r}: expected only where A or B is a variant, and without --run")
+    if a == b and not run:
+        raise ValueError(f"b: {b!r}: the same records as A: expected others, or --run to measure a variant twice")
+    from kerneltune.plan import Selection
+
+    wanted = Selection(family or "", *(tuple(names or ()) for names in (op, case, dtype, quant)))
     if run:
-        records = _measure(a, b, op, family, policy, results)
-    elif a.endswith(_SUFFIX) and b.endswith(_SUFFIX):
-        records = []
+        sides = _measured(a, b, wanted, policy, results)
     else:
-        records = _recorded(source, family, results)
-    sides = _side(a, records, op, policy), _side(b, records, op, policy)
-    tables = _tables(a, b, *sides)
+        records = [] if _is_file(a) and _is_file(b) else _recorded(source, family, results)
+        sides = _side(a, records, wanted), _side(b, records, wanted)
+    tables = _tables(a, b, *([record for record in side if record.policy == policy] for side in sides))
     if not any(tables.values()):
         raise ValueError(f"nothing to compare: no case, device and policy that both {a} and {b} have records of")
-    deliver(_render(tables, style), output)
+    deliver(_render(tables, style, _remarks(a, b, sides, tables)), output)
 
 
-def _measure(a: str, b: str, op: list[str] | None, family: str | None, policy: str, results: Path | None) -> "list[Record]":
+def _is_file(name: str) -> bool:
+    return name.endswith(_SUFFIX)
+
+
+def _measured(a: str, b: str, wanted: "Selection", policy: str, results: Path | None) -> "Sides":
     """Records of A and B, measured now."""
-    if family is None:
+    if not wanted.family:
         raise ValueError("family: missing: expected --family where --run is given")
     from kerneltune import sweep
 
-    sweep.find(family)
+    sweep.find(wanted.family)
     known = o.load_ops()
     from kerneltune.campaign import compare_live
 
-    selection = o.make_selection(known, family, op, variants=list(dict.fromkeys((a, b))))
+    lists = map(list, (wanted.ops, wanted.cases, wanted.dtypes, wanted.quants, (a, b)))
+    selection = o.make_selection(known, wanted.family, *lists)
     with reporter() as progress:
-        return compare_live(known, selection, a, b, o.make_options(policy, results=results), progress)
+        found = compare_live(known, selection, a, b, o.make_options(policy, results=results), progress)
+    if a == b:
+        return found[::2], found[1::2]
+    return [record for record in found if record.variant == a], [record for record in found if record.variant == b]
 
 
 def _recorded(source: list[Path] | None, family: str | None, results: Path | None) -> "list[Record]":
     """Records of the files given, else of this GPU, else of any GPU."""
     from kerneltune.records import load
 
-    return [record for path in source or record_files(results, family) for record in load(path)]
+    if source:
+        return _loaded(source, family)
+    return [record for path in record_files(results, family) for record in load(path)]
 
 
-def _side(name: str, records: "list[Record]", op: list[str] | None, policy: str) -> "list[Record]":
-    """The records that a name stands for: of a file, or of a variant among `records`."""
+def _loaded(files: Iterable[Path], family: str | None) -> "list[Record]":
+    """The records of files that were named, those of one family if that is, too.
+
+    Raises:
+        ValueError: a file that has no records, or a family that none has.
+    """
     from kerneltune.records import load
+    from kerneltune.reporting.naming import by_family
 
-    is_file = name.endswith(_SUFFIX)
-    found = load(Path(name)) if is_file else records
-    for wanted in op or ():
-        o.choice("op", wanted, list(dict.fromkeys(record.op for record in found)))
-    if not is_file:
+    found = []
+    for path in files:
+        rows = load(path)
+        if not rows:
+            raise ValueError(f"{path}: no records")
+        found += rows
+    families = by_family(found)
+    return found if family is None else families[o.choice("family", family, families)]
+
+
+def _side(name: str, records: "list[Record]", wanted: "Selection") -> "list[Record]":
+    """The wanted records that a name stands for, of all policies: of a file, or of a variant among `records`."""
+    found = _loaded([Path(name)], wanted.family or None) if _is_file(name) else records
+    for field, names in (("op", wanted.ops), ("dtype", wanted.dtypes), ("quant", wanted.quants)):
+        o.chosen(field, names, (getattr(record, field) for record in found))
+    for pattern in wanted.cases:
+        cases = dict.fromkeys(record.case for record in found)
+        if not fnmatch.filter(cases, pattern):
+            raise ValueError(f"case: {pattern!r}: no record of such a case{meant(pattern, cases)}")
+    if not _is_file(name):
         o.choice("variant", name, [*dict.fromkeys(record.variant for record in found), f"a {_SUFFIX} file"])
         found = [record for record in found if record.variant == name]
-    return [record for record in found if (not op or record.op in op) and record.policy == policy]
+    return [record for record in found if wanted.covers(record.op, record.case, record.dtype, record.quant)]
 
 
 def _tables(a: str, b: str, of_a: "list[Record]", of_b: "list[Record]") -> "dict[str, list[Row]]":
     """Heading -> rows: one table, or one per variant where a file holds several."""
     from kerneltune.reporting.tables import ab_rows
 
-    if not a.endswith(_SUFFIX) and not b.endswith(_SUFFIX):
+    if not _is_file(a) and not _is_file(b):
         return {"": ab_rows(of_a, of_b)}
     of_both = [v for v in dict.fromkeys(record.variant for record in of_a) if any(record.variant == v for record in of_b)]
     if not of_both:  # a file of one variant against another
@@ -102,11 +147,27 @@ def _tables(a: str, b: str, of_a: "list[Record]", of_b: "list[Record]") -> "dict
     return {variant: found for variant, found in rows.items() if found}
 
 
-def _render(tables: "dict[str, list[Row]]", style: str) -> str:
+def _remarks(a: str, b: str, sides: "Sides", tables: "dict[str, list[Row]]") -> list[str]:
+    """Lines below the tables: rows of A against itself that do not say 1.00x, and cases that another policy ranks otherwise."""
+    from kerneltune.reporting.ranks import rank_flips
+    from kerneltune.reporting.tables import aa_lines
+
+    if a == b:
+        return aa_lines(row for rows in tables.values() for row in rows)
+    flips = "" if _is_file(a) or _is_file(b) else rank_flips([*sides[0], *sides[1]])
+    return [flips] if flips else []
+
+
+def _render(tables: "dict[str, list[Row]]", style: str, remarks: list[str]) -> str:
+    """The tables in a style, the remarks below them; in CSV, which has no place for these, on standard error."""
     from kerneltune.reporting.tables import ab_csv, ab_markdown, ab_text
 
     if style == "csv":
+        for line in remarks:
+            note(line)
         return ab_csv([row for rows in tables.values() for row in rows])
     table: Callable[[list[Row]], str] = ab_markdown if style == "markdown" else lambda rows: ab_text(rows, width())
     mark = "### " if style == "markdown" else ""
-    return "\n".join((f"{mark}{heading}\n\n" if heading else "") + table(rows) for heading, rows in tables.items())
+    texts = [(f"{mark}{heading}\n\n" if heading else "") + table(rows) for heading, rows in tables.items()]
+    below = [part for line in remarks for part in ([f"- {line}"] if mark else wrapped(line, width()))]
+    return "\n".join([*texts, *below, *([""] if below else [])])

@@ -184,8 +184,6 @@ def _requests(
     any_case: bool,
 ) -> "list[Request]":
     """The cached configs that are asked for; else, of an operator's cases in the sweeps or of given sizes, the default ones."""
-    from fnmatch import fnmatch
-
     from kerneltune.inspection.survey import cached_requests, default_requests
 
     known = o.load_ops()
@@ -198,9 +196,7 @@ def _requests(
             request
             for request in requests
             if (not variants or request.variant.name in variants)
-            and (not cases or any(fnmatch(request.case.name, name) for name in cases))
-            and (not dtypes or request.case.dtype in dtypes)
-            and (not quants or request.case.quant in quants)
+            and selection.covers(request.op.name, request.case.name, request.case.dtype, request.case.quant)
         ]
 
     if sizes:

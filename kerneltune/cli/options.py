@@ -139,6 +139,16 @@ def require_writable(folder: Path) -> None:
         raise ValueError(f"cannot write {folder}: {error.strerror}") from error
 
 
+def require_tunable(configs: Path | None, results: Path, exhaustive: bool = False) -> None:
+    """Raises ValueError where a search on this machine could not keep its configs, its trials, itself or a whole space."""
+    from kerneltune import device
+
+    here = device.current().slug
+    kept = [configs_root(configs) / here, results / "runs" / "trials" / here, results / "runs" / "searches"]
+    for folder in [*kept, *([results / here / "spaces"] if exhaustive else [])]:
+        require_writable(folder)
+
+
 def make_folder(folder: Path) -> None:
     """Make a folder.
 
@@ -204,7 +214,7 @@ def make_selection(
     _all_known("quant", quants, (quant for op in chosen for quant in op.quants))
     _all_known("variant", variants, (variant.name for op in chosen for variant in op.variants))
     lists = {"ops": ops, "cases": cases, "dtypes": dtypes, "quants": quants, "variants": variants}
-    return Selection(family=family, **{name: tuple(values) for name, values in lists.items() if values})
+    return Selection(family=family, **{name: tuple(dict.fromkeys(values)) for name, values in lists.items() if values})
 
 
 def make_options(policy: str, **given: Any) -> "Options":

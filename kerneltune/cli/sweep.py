@@ -1,11 +1,12 @@
 """`kerneltune sweep`: check, tune what the cache lacks, measure, record and tabulate a family."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kerneltune.cli import options as o
-from kerneltune.cli.console import error_line, note, show, width
+from kerneltune.cli.console import error_line, note, show, show_wrapped, width
 from kerneltune.cli.progress import reporter
 
 
@@ -34,6 +35,7 @@ def command(
     results = o.results_root(results, family)
     o.require_writable(results)
     known = o.load_ops()
+    _require_writable(configs, results, check_only, tune)
     from kerneltune.campaign import run_sweep
     from kerneltune.reporting.tables import sweep_text
     from kerneltune.spec import parts_of
@@ -46,6 +48,8 @@ def command(
     with reporter() as progress:
         swept = run_sweep(known, selection, options, progress)
     show(sweep_text(swept.records, width(), parts_of(known.values())))
+    if swept.remark:
+        show_wrapped(swept.remark)
     for path in swept.files:
         note(f"wrote {path}")
     failed = [r for r in swept.records if r.status == "failed" and not known[r.op].variant(r.variant).is_peer]
@@ -53,3 +57,15 @@ def command(
         error_line(f"failed: {record.variant} {record.case} {record.label}: {record.reason}")
     if failed:
         raise typer.Exit(1)
+
+
+def _require_writable(configs: Path | None, results: Path, check_only: bool, tune: bool) -> None:
+    """Raises ValueError for a folder of this device that could not be written when the work is done."""
+    from kerneltune import device
+
+    here = device.current()
+    o.require_writable(results / "runs" / here.slug)
+    if here.is_gpu and not check_only:
+        o.require_writable(results / here.slug)
+        if tune:
+            o.require_tunable(configs, results)

@@ -51,13 +51,15 @@ def command(
     best so far. Exit code 1 where a case that this GPU can run was not tuned.
     """
     results = o.results_root(results, family)
-    o.require_writable(o.configs_root(configs))
+    for folder in (o.configs_root(configs), results):
+        o.require_writable(folder)
     if not ray:
         from kerneltune.processes import start_server
         from kerneltune.tuning import IMPORTED
 
         start_server(*IMPORTED)  # which takes as long as the imports of this process
     known = o.load_ops()
+    o.require_tunable(configs, results, exhaustive)
     from kerneltune.tuning.run import run_tune
 
     selection = o.make_selection(known, family, op, case, dtype, quant, variant)

@@ -3,7 +3,6 @@
 Prints nothing and knows no operator. Imports campaign, verdict, pooling, processes and what they need.
 """
 
-import fnmatch
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from kerneltune import device, sweep
@@ -99,9 +98,6 @@ def _selected(record: Record, ops: Mapping[str, Op], plan: sweep.Sweep, selectio
     return (
         of_plan
         and record.policy == options.policy
-        and (not selection.ops or record.op in selection.ops)
-        and (not selection.cases or any(fnmatch.fnmatch(record.case, pattern) for pattern in selection.cases))
-        and (not selection.dtypes or record.dtype in selection.dtypes)
-        and (not selection.quants or record.quant in selection.quants)
+        and selection.covers(record.op, record.case, record.dtype, record.quant)
         and (record.variant in selection.variants if selection.variants else options.peers or not peer)
     )

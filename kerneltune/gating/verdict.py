@@ -9,7 +9,7 @@ passes, but asks to be measured again.
 Records with samples are compared by process (see stats). Where both sides are of one process, or a side has no samples, the
 intervals are held against each other at their worst ends: wide, but blind to what differs between processes.
 
-Does not measure or read files. Imports the standard library, numpy, device, pooling, records and stats.
+Does not measure or read files. Imports the standard library, numpy, device, pooling, records, stats and reporting's naming.
 """
 
 import math
@@ -24,6 +24,7 @@ import numpy as np
 from kerneltune.device import INTERPRETER
 from kerneltune.gating.pooling import pool
 from kerneltune.records import Key, Record, newest
+from kerneltune.reporting.naming import other_run
 from kerneltune.stats import Interval, holm, interval_shift, shift
 
 PASS, REGRESSION, UNUSABLE, AMBIGUOUS = 0, 1, 2, 3
@@ -251,8 +252,8 @@ def _judged(met: _Change, p: float, margin: float, again: Mapping[RowKey, int]) 
 
 def _other_versions(met: _Change) -> list[str]:
     """What besides the kernel may have changed its time."""
-    pairs = ((name, getattr(met.old, name), getattr(met.new, name)) for name in ("driver", "torch", "triton"))
-    return [f"{name} {old} → {new}" for name, old, new in pairs if old != new]
+    names = [name for name in other_run(met.old, met.new) if name in ("driver", "torch", "triton")]
+    return [f"{name} {getattr(met.old, name)} → {getattr(met.new, name)}" for name in names]
 
 
 def _row(record: Record, verdict: Outcome, reason: str, met: _Change | None = None, p: float | None = None) -> GateRow:
@@ -283,8 +284,8 @@ def _interval(record: Record) -> Interval:
 
 
 def _other_unit(compared: Sequence[_Change]) -> str:
-    """What to know of rows whose sides were measured on two GPUs of one model; records that do not say are taken to be of one."""
-    apart = [met.new for met in compared if met.old.unit and met.new.unit and met.old.unit != met.new.unit]
+    """What to know of rows whose sides were measured on two GPUs of one model."""
+    apart = [met.new for met in compared if "unit" in other_run(met.old, met.new)]
     if not apart:
         return ""
     rows = "rows" if len(apart) == len(compared) else f"{len(apart)} of {len(compared)} rows"

@@ -1,4 +1,4 @@
-"""Running out of the GPU's memory: it costs what asked for it and nothing else, and what that held is given back.
+"""Running out of memory: it costs what asked for it and nothing else, and what that held of the GPU's is given back.
 
 Decides nothing about records or trials. May import torch.
 """
@@ -6,6 +6,7 @@ Decides nothing about records or trials. May import torch.
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -13,6 +14,8 @@ import torch
 from kerneltune.errors import first_line
 
 T = TypeVar("T")
+
+_MEMINFO = Path("/proc/meminfo")
 
 _SAID = ("out of memory", "STATUS_ALLOC_FAILED")
 """By torch, and by drivers and libraries that allocate for themselves, whose errors have no type of their own."""
@@ -48,6 +51,12 @@ def shortage(error: BaseException) -> str:
             return first_line(said)
         said = said.__cause__ or said.__context__
     return ""
+
+
+def host_free_bytes() -> int:
+    """Bytes that Linux can give to processes without swapping."""
+    fields = dict(line.split(":") for line in _MEMINFO.read_text().splitlines())
+    return int(fields["MemAvailable"].removesuffix("kB")) * 1024
 
 
 def release_memory() -> None:

@@ -1,7 +1,7 @@
 """Tables of records: A against B in the published column form, and what a sweep found, as text, Markdown and CSV; final losses.
 
 Pure functions that return text; does not measure, read files or print.
-Imports the standard library, cells, curves, stats, device, records, naming and spec.
+Imports the standard library, numpy, cells, curves, stats, device, records, naming, ranks and spec.
 """
 
 import csv
@@ -11,20 +11,24 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from kerneltune.cells import aligned, number, pairs, ratio, wrapped
 from kerneltune.curves import LAST, Curves
 from kerneltune.device import INTERPRETER
 from kerneltune.records import Record
-from kerneltune.reporting.naming import CaseName, case_names
+from kerneltune.reporting.naming import CaseName, case_names, other_run
+from kerneltune.reporting.ranks import rank_flips
 from kerneltune.spec import NO_PARTS, Parts
-from kerneltune.stats import geometric_mean
+from kerneltune.stats import geometric_mean, ratio_interval
 
 WIN, LOSS = 1.05, 0.95
 _BASELINE = "baseline"
 INTERPRETER_NOTE = "device: interpreter (no GPU): results were checked for correctness; times do not exist"
 _CSV_CASE = ("op", "case", "options", "policy", "device")
-_CSV_SIDE = ("variant", "us", "pct_ceiling")
+_CSV_SIDE = ("variant", "us", "pct_ceiling", "unit", "commit")
 _CSV_LAST = ("speedup_low", "speedup_high", "aa_floor", "note")
+_RUN_WORDS = {"unit": "GPU unit"}
 _PUBLISHED = ("kind", "dtype", "quant")
 _AB_NUMBERS = ("A ms", "B ms", "A GB/s", "B GB/s", "speedup")
 _AB_WIDTHS = (10, 10, 9, 9, 9)
@@ -53,7 +57,12 @@ class Row:
 
     @property
     def speedup_interval(self) -> tuple[float | None, float | None]:
-        """Bounds of the speed-up from the ends of the two intervals, so wider than 95 %."""
+        """Bounds of the speed-up from the ends of the two intervals, so wider than 95 %; None for sides of different runs.
+
+        Intervals are of what differs within a run.
+        """
+        if other_run(self.a, self.b):
+            return None, None
         return ratio(self.a.ci_low_us, self.b.ci_high_us), ratio(self.a.ci_high_us, self.b.ci_low_us)
 
     @property
@@ -95,7 +104,8 @@ def ab_text(rows: list[Row], width: int = 100) -> str:
         for row, line, other in zip(rows, cells, headings, strict=True):
             if other == heading:
                 lines += _ab_lines(row, aligned(line, widths, left), width)
-    return "\n".join([*lines, "", *_ab_summary(rows)]) + "\n"
+    summary = [part for line in _ab_summary(rows) for part in wrapped(line, width)]
+    return "\n".join([*lines, "", *summary]) + "\n"
 
 
 def ab_markdown(rows: list[Row]) -> str:
@@ -125,10 +135,22 @@ def ab_csv(rows: list[Row]) -> str:
     ]
     for name, row in zip(names, rows, strict=True):
         case = [row.a.op, row.a.case, pairs(row.a.options), row.a.policy, row.a.device]
-        sides = [value for side in (row.a, row.b) for value in (side.variant, side.time_us, side.pct_ceiling)]
+        sides = [value for side in (row.a, row.b) for value in _csv_side(side)]
         last = [*row.speedup_interval, row.aa_floor, row.note]
         lines.append([*_case_cells(name, (), axes), *_number_cells(row), row.mark, *case, *sides, *last])
     return _csv(lines)
+
+
+def aa_lines(rows: Iterable[Row]) -> list[str]:
+    """A line per row of a variant against itself, both timed in the same rounds, that does not say 1.00x within its interval."""
+    lines = []
+    for row in rows:
+        if row.a.samples_us and row.b.samples_us:
+            interval = ratio_interval(np.concatenate(row.a.samples_us), np.concatenate(row.b.samples_us))
+            if not interval.contains(1.0):
+                extent = f"{interval.low:.4f}x to {interval.high:.4f}x"
+                lines.append(f"A/A interval without 1: {row.a.case} {row.a.label}: {extent}")
+    return lines
 
 
 def sweep_text(records: list[Record], width: int = 100, parts: Parts = NO_PARTS) -> str:
@@ -170,7 +192,8 @@ def sweep_markdown(records: list[Record], parts: Parts = NO_PARTS) -> str:
             elif record is _best(group, parts):
                 cells[_LEFT_CELLS - 1] = f"**{record.variant}**"
             lines.append(_pipe([*cells, record.config_label]))
-    return "\n".join([*lines, "", _counts(records)]) + "\n"
+    flips = rank_flips(records, parts)
+    return "\n".join([*lines, "", _counts(records), *(["", flips] if flips else [])]) + "\n"
 
 
 def sweep_csv(records: list[Record], parts: Parts = NO_PARTS) -> str:
@@ -196,6 +219,10 @@ def curves_markdown(curves: Curves) -> str:
     lines += [_pipe(["---", "---:", "---:"]), _pipe([base.name, f"{base.loss:.4f}", ""])]
     lines += [_pipe([final.name, f"{final.loss:.4f}", f"{final.difference:+.2%}"]) for final in others]
     return "\n".join(lines) + "\n"
+
+
+def _csv_side(side: Record) -> tuple[object, ...]:
+    return side.variant, side.time_us, side.pct_ceiling, side.unit, side.commit
 
 
 def _columns(names: Iterable[CaseName]) -> tuple[list[str], list[str]]:
@@ -257,6 +284,11 @@ def _ab_summary(rows: list[Row]) -> list[str]:
     floors = [row.aa_floor for row in rows if row.aa_floor is not None]
     if floors:
         lines.append(f"A/A floor, a variant against itself: at most {max(floors):.1%}")
+    apart = [fields for row in rows if row.speedup is not None and (fields := other_run(row.a, row.b))]
+    if apart:
+        other = " or ".join(dict.fromkeys(_RUN_WORDS.get(name, name) for fields in apart for name in fields))
+        other_runs = f"A and B are of different runs (another {other}): may differ by a few per cent"
+        lines.append(f"{len(apart)} of {_rows(speedups)}: {other_runs}")
     return lines
 
 

@@ -8,6 +8,7 @@ import pytest
 from command_line import NO_TIMES, both, record, refused, run
 
 from kerneltune import ops, sweep
+from kerneltune.plan import Selection
 from kerneltune.records import Record
 
 TABLE = """\
@@ -71,10 +72,55 @@ def test_compare_a_file_with_a_variant(write: Callable[..., Path]) -> None:
 
 
 def test_compare_keeps_to_operators_and_policy(write: Callable[..., Path]) -> None:
-    path = write("a.jsonl", *both(), *both(10, 20, op="rmsnorm_bwd"), *both(10, 20, policy="hot"))
+    path = write("a.jsonl", *both(), *both(10, 20, op="rmsnorm_bwd"), *both(20, 10, policy="hot"))
     assert run("compare", "baseline", "optimized", "--from", path, "--op", "rmsnorm_fwd").stdout == TABLE
     expected = "error: op: 'softmax': expected one of rmsnorm_fwd, rmsnorm_bwd"
     assert refused("compare", "baseline", "optimized", "--from", path, "--op", "softmax") == expected
+
+
+def test_compare_takes_a_part_of_the_records(write: Callable[..., Path]) -> None:
+    others = [*both(10, 20, quant="none"), *both(10, 20, dtype="float16"), *both(10, 20, case="other", axes={"M": 1, "N": 1})]
+    path = write("a.jsonl", *both(), *others)
+    part = ("--case", "te-*", "--dtype", "bfloat16", "--quant", "fp8")
+    assert run("compare", "baseline", "optimized", "--from", path, *part).stdout == TABLE
+    for option, said in (
+        (("--case", "othr"), "case: 'othr': no record of such a case; did you mean other?"),
+        (("--dtype", "int8"), "dtype: 'int8': expected one of bfloat16, float16"),
+        (("--quant", "int4"), "quant: 'int4': expected one of fp8, none"),
+    ):
+        assert refused("compare", "baseline", "optimized", "--from", path, *option) == f"error: {said}"
+
+
+def test_compare_takes_one_family_of_the_files_named(write: Callable[..., Path]) -> None:
+    old, new = (write(name, *both(), *both(10, 20, op="cast", family="casts")) for name in ("old.jsonl", "new.jsonl"))
+    assert run("compare", "baseline", "optimized", "--from", old, "--family", "rmsnorm").stdout == TABLE
+    assert "cast" not in run("compare", old, new, "--family", "rmsnorm").stdout
+    line = refused("compare", "baseline", "optimized", "--from", old, "--family", "cast")
+    assert line == "error: family: 'cast': expected one of rmsnorm, casts; did you mean casts?"
+
+
+def test_compare_refuses_options_that_it_would_not_use(write: Callable[..., Path], tmp_path: Path) -> None:
+    path, other, empty = write("a.jsonl", *both()), write("b.jsonl", *both()), tmp_path / "empty.jsonl"
+    empty.touch()
+    unused = f"error: from: '{path}': expected only where A or B is a variant, and without --run"
+    assert refused("compare", path, other, "--from", path) == unused
+    assert refused("compare", "baseline", "optimized", "--from", path, "--run", "--family", "rmsnorm") == unused
+    for names in (("baseline", "optimized", "--from", path, "--from", empty), (path, empty)):
+        assert refused("compare", *names) == f"error: {empty}: no records"
+    for same in ("baseline", str(path)):
+        said = f"b: {same!r}: the same records as A: expected others, or --run to measure a variant twice"
+        assert refused("compare", same, same) == f"error: {said}"
+
+
+def test_compare_says_where_another_policy_ranks_otherwise(write: Callable[..., Path]) -> None:
+    path = write("a.jsonl", *both(), *both(10, 20, policy="hot"))
+    flips = "ranks flip in 1 of 1 cases with several policies; optimized is faster than baseline cold, slower"
+    case = "hot: te-8192x4096 bfloat16 fp8"
+    given = ("compare", "baseline", "optimized", "--from", path)
+    assert run(*given).stdout == f"{TABLE}\n{flips}\n  {case}\n"
+    assert run(*given, "--format", "markdown").stdout.endswith(f"\n- {flips} {case}\n")
+    as_csv = run(*given, "--format", "csv")
+    assert as_csv.stdout.count("\n") == 2 and as_csv.stderr == f"{flips} {case}\n"
 
 
 def test_compare_writes_a_file(write: Callable[..., Path], tmp_path: Path) -> None:
@@ -102,13 +148,30 @@ def test_compare_live_asks_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
 
     def live(_ops: object, selection: Any, a: str, b: str, options: Any, _progress: object) -> list[Record]:
-        seen.update(family=selection.family, ops=selection.ops, pair=(a, b), policy=options.policy)
+        seen.update(selection=selection, pair=(a, b), policy=options.policy)
         return both()
 
     monkeypatch.setattr("kerneltune.campaign.compare_live", live)
-    result = run("compare", "baseline", "optimized", "--run", "--family", "rmsnorm", "--op", "rmsnorm_fwd")
+    part = ("--op", "rmsnorm_fwd", "--case", "te-*", "--dtype", "bfloat16", "--quant", "fp8")
+    result = run("compare", "baseline", "optimized", "--run", "--family", "rmsnorm", *part)
     assert result.stdout == TABLE
-    assert seen == {"family": "rmsnorm", "ops": ("rmsnorm_fwd",), "pair": ("baseline", "optimized"), "policy": "cold"}
+    of_part = Selection("rmsnorm", ("rmsnorm_fwd",), ("te-*",), ("bfloat16",), ("fp8",), ("baseline", "optimized"))
+    assert seen == {"selection": of_part, "pair": ("baseline", "optimized"), "policy": "cold"}
+
+
+def test_a_variant_is_measured_against_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def timed(shift: float, noise: list[float], **changes: Any) -> Record:
+        return record(100.0, samples_us=[[100.0 * (shift + x) for x in noise]], n=len(noise), **changes)
+
+    noise = [0.01, -0.01, 0.02, -0.02, 0.0]
+    good = [timed(1.0, noise), timed(1.0, noise[::-1])]
+    odd = [timed(1.0, noise, quant="none"), timed(1.05, noise, quant="none")]
+    monkeypatch.setattr("kerneltune.campaign.compare_live", lambda *_: [*good, *odd])
+    lines = run("compare", "baseline", "baseline", "--run", "--family", "rmsnorm").stdout.splitlines()
+    assert [line.split()[:3] for line in lines[2:4]] == [["fwd", "bfloat16", "fp8"], ["fwd", "bfloat16", "none"]]
+    label = "te-8192x4096 rmsnorm_fwd M=8192 N=4096 bfloat16 none cold"
+    (said,) = (line for line in lines if line.startswith("A/A interval"))
+    assert said.startswith(f"A/A interval without 1: {label}: 0.95")
 
 
 @pytest.mark.parametrize("how", ["asked for", "installed"])

@@ -14,7 +14,8 @@ from kerneltune.cli import console, progress
 def test_sweep_passes_everything_on_and_prints_the_table(campaign: dict[str, Any], tmp_path: Path) -> None:
     result = run(
         "sweep", "rmsnorm", "--op", "rmsnorm_fwd", "--case", "te-*", "--case", "llama*", "--dtype", "bfloat16", "--quant", "fp8",
-        "--policy", "hot", "--variant", "optimized", "--no-tune", "--no-peers", "--budget", "2.5", "--trials", "7",
+        "--policy", "hot", "--variant", "optimized", "--variant", "optimized",
+        "--no-tune", "--no-peers", "--budget", "2.5", "--trials", "7",
         "--check-only", "--configs", tmp_path / "configs", "--results", tmp_path / "results", "--workers", "3",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
@@ -40,8 +41,10 @@ def test_sweep_passes_everything_on_and_prints_the_table(campaign: dict[str, Any
 def test_sweep_names_the_files_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And no others, such as those of another sweep that writes into the same folder at the same time."""
     files = [tmp_path / "nvidia_h200" / name for name in ("rmsnorm.jsonl", "rmsnorm.md")]
-    monkeypatch.setattr("kerneltune.campaign.run_sweep", lambda *_: Swept(both(), files))
-    assert run("sweep", "rmsnorm", "--results", tmp_path).stderr == "".join(f"wrote {path}\n" for path in files)
+    monkeypatch.setattr("kerneltune.campaign.run_sweep", lambda *_: Swept(both(), files, "ranks flip"))
+    result = run("sweep", "rmsnorm", "--results", tmp_path)
+    assert result.stderr == "".join(f"wrote {path}\n" for path in files)
+    assert result.stdout.endswith("2 passed\nranks flip\n")
 
 
 def test_sweep_fails_when_a_variant_of_ours_fails(campaign: dict[str, Any], tmp_path: Path) -> None:
@@ -127,6 +130,41 @@ def test_an_unwritable_folder_is_found_before_the_work(option: str, tmp_path: Pa
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]
 
 
+@pytest.mark.usefixtures("an_h200")
+@pytest.mark.parametrize(
+    ("command", "folder"),
+    [
+        ("sweep", "results/nvidia_h200"),
+        ("sweep", "results/runs/nvidia_h200"),
+        ("sweep", "results/runs/trials"),
+        ("sweep", "configs/nvidia_h200"),
+        ("sweep --check-only", "results/runs/nvidia_h200"),
+        ("tune", "results"),
+        ("tune", "results/runs/searches"),
+        ("tune", "configs/nvidia_h200"),
+        ("tune --exhaustive", "results/nvidia_h200"),
+    ],
+)
+def test_so_is_one_of_this_gpu(command: str, folder: str, tmp_path: Path, campaign: dict[str, Any]) -> None:
+    (tmp_path / folder).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / folder).touch()
+    given = ["rmsnorm", "--results", tmp_path / "results", "--configs", tmp_path / "configs"]
+    line = refused(*command.split(), *given)
+    assert line.startswith(f"error: cannot write {tmp_path / folder}") and line.endswith(": Not a directory")
+    assert "options" not in campaign
+
+
+@pytest.mark.usefixtures("an_h200")
+@pytest.mark.parametrize(("arguments", "folder"), [(["--check-only"], "results/nvidia_h200"), (["--no-tune"], "configs")])
+def test_a_folder_that_is_not_written_may_be_anything(
+    arguments: list[str], folder: str, tmp_path: Path, campaign: dict[str, Any]
+) -> None:
+    (tmp_path / folder).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / folder).touch()
+    given = ["rmsnorm", "--results", tmp_path / "results", "--configs", tmp_path / "configs"]
+    assert run("sweep", *given, *arguments).exit_code == 0 and "options" in campaign
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_read_only_folder_is_found_before_the_work(tmp_path: Path) -> None:
     tmp_path.chmod(0o555)
@@ -169,7 +207,8 @@ def test_an_interrupt_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr("kerneltune.campaign.run_sweep", interrupted)
     result = run("sweep", "rmsnorm", "--results", tmp_path)
     assert result.exit_code == 130
-    assert result.stderr == "interrupted: trials and measurements so far are kept, and the same command goes on from there\n"
+    kept = "checks, trials and measurements so far are kept, and the same command goes on from there"
+    assert result.stderr == f"interrupted: {kept}\n"
 
 
 def test_log_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
