@@ -3,8 +3,8 @@
 Environment: LOG, a file that every evaluation is appended to; DIE, a folder of files named after a case, each of which the
 worker that first comes to its best config names after itself and dies of; MODEL, the GPU's name.
 
-Run as `python fleet_jobs.py FOLDER` it is a whole run on two workers, which test_fleet.py interrupts. Like the command line it ends
-with 130 then and says nothing of where it was, so that whatever stands on stderr is of another process.
+Run as `python fleet_jobs.py FOLDER` it is a whole run on two workers, which test_fleet.py interrupts. Like the command line it
+ends with 130 then and says nothing of where it was, so that whatever stands on stderr is of another process.
 """
 
 import os

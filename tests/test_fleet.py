@@ -15,7 +15,7 @@ from pathlib import Path
 import fleet_jobs
 import pytest
 from fleet_jobs import DIE, LOG, WORKS
-from started import TESTS, environment
+from started import TESTS, environment, running, wait_for
 from versus_jobs import H200, OP, VARIANT, Knobs
 
 from kerneltune import cache, device, ops
@@ -68,23 +68,6 @@ def evaluations(log: Path) -> list[tuple[str, str, str]]:
     """(case, config, process) of every evaluation that ended."""
     rows = [line.split() for line in log.read_text().splitlines()]
     return [(case, f"{block} {warps}", pid) for case, block, warps, pid in rows]
-
-
-def wait_for(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60.0
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def running(group: int) -> list[str]:
-    """The processes of a group; those that have ended may stay listed until somebody asks what became of them."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has just ended
-            state, _, its, *_ = path.read_text().rpartition(")")[2].split()
-            found += [path.parent.name] if state != "Z" and int(its) == group else []
-    return found
 
 
 def wanted(works: list[Work]) -> Callable[[str], list[Work]]:
