@@ -8,10 +8,12 @@ measured by a tuner.
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from kerneltune import cache, device
 from kerneltune.measuring.compare import commit
@@ -21,6 +23,7 @@ from kerneltune.spec import Config
 from kerneltune.tuning.bench import SCREEN_SAMPLES
 from kerneltune.tuning.cached import cached_config
 from kerneltune.tuning.candidates import candidates, chances_of, starting_points
+from kerneltune.tuning.isolated import ChildLostError
 from kerneltune.tuning.knobs import checked_space
 from kerneltune.tuning.tuner import Compiling, Tuner
 
@@ -91,6 +94,7 @@ def tune(
 
     Raises:
         NothingPassedError: there is no config to store.
+        ChildLostError: the measuring process was lost over every finalist, or stopped.
     """
     begin = partial(_begin, tuner, compiling)
     with tuner:
@@ -173,7 +177,7 @@ def _decide(
     close = [config for config in ranked if times[config] <= _FINAL_MARGIN * times[ranked[0]]][:_FINALISTS]
     finalists = list(dict.fromkeys([*(standing or ranked[:1]), *close]))
     if len(finalists) > 1:
-        best, evidence = tuner.duel(finalists, default)
+        best, evidence = _duel(tuner, finalists, default)
     else:
         best, evidence = finalists[0], {"time_us": times[finalists[0]], "default_us": times.get(default)}
     evidence |= {
@@ -197,3 +201,28 @@ def _decide(
     )
     cache.store(op.name, device.current().slug, entry, root)
     return entry
+
+
+def _duel(tuner: Tuner, finalists: Sequence[Config], default: Config) -> tuple[Config, dict[str, Any]]:
+    """The tuner's duel. Where it loses the measuring process each challenger meets the incumbent in a duel of two.
+
+    What loses that drops out: a challenger beside the incumbent, or the incumbent alone, whom the next then follows.
+
+    Raises:
+        ChildLostError: all dropped out, or the bench stopped.
+    """
+    try:
+        return tuner.duel(finalists, default)
+    except ChildLostError:
+        if len(finalists) == 1:
+            raise
+    incumbent, *challengers = finalists
+    try:
+        alone = tuner.duel([incumbent], default)
+    except ChildLostError:
+        return _duel(tuner, challengers, default)
+    duels = []
+    for challenger in challengers:
+        with suppress(ChildLostError):
+            duels.append(tuner.duel([incumbent, challenger], default))
+    return max((*duels, alone), key=lambda duel: duel[1]["speedup"])
