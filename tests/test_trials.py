@@ -122,6 +122,19 @@ def test_the_file_only_grows_and_the_last_row_counts(path: Path) -> None:
     assert get(open_store(path), Knobs(1, True)) == get(store, Knobs(1, True)) == Trial("ok", 1.0)
 
 
+def test_a_store_that_is_to_try_again_forgets_what_may_pass_until_it_is_tried(path: Path) -> None:
+    statuses = ("ok", "memory", "lost", "compile", "wrong", "failed", "spills")
+    for i, status in enumerate(statuses):
+        put(open_store(path), Knobs(i, True), Trial("ok", 1.0))  # the last row counts
+        put(open_store(path), Knobs(i, True), Trial(status, 2.0 if status == "ok" else None))
+    again = open_store(path)
+    again.forget_passing()
+    found = [get(again, Knobs(i, True)) for i in range(len(statuses))]
+    assert [trial and trial.status for trial in found] == ["ok", None, None, "compile", "wrong", "failed", "spills"]
+    put(again, Knobs(1, True), Trial("memory"))
+    assert get(again, Knobs(1, True)) == Trial("memory")  # not a second time
+
+
 def test_a_truncated_last_line_is_not_read_and_the_next_trial_is_put_in_its_place(path: Path) -> None:
     configs = filled(path, 3)
     whole = path.read_bytes()

@@ -16,6 +16,8 @@ from typing import Any, BinaryIO
 from kerneltune.spec import Case, Config, Op, Variant
 
 SCHEMA = 1
+PASSING = frozenset(("memory", "lost"))
+"""What a config may not have been at fault for: another process held the memory, or the machine was busy."""
 _FIELDS = frozenset(
     ("op", "variant", "axes", "dtype", "quant", "options", "policy", "config", "status", "time_us", "detail", "fingerprint")
 )
@@ -27,7 +29,7 @@ class Trial:
 
     Attributes:
         status: `ok`, or why there is no time: `compile`, `spills`, `occupancy` where too few programs fit, `wrong`, `failed`,
-            `memory` where it ran out of it, `lost` where it took its process along.
+            `memory` where it ran out of it, `lost` where it took its process along or the compiler's.
         resources: registers of all threads of its largest program.
         spill_bytes: per thread.
         shared_bytes: of its largest program.
@@ -102,6 +104,11 @@ class TrialStore:
         key = self._key(op.name, case, variant.name, policy, tuple(knobs_of(config).items()))
         with self._lock:
             self._trials[key], self._origins[key] = trial, origin
+
+    def forget_passing(self) -> None:
+        """Have what failed as it may for a while only tried again; the file keeps it."""
+        with self._lock:
+            self._trials = {key: trial for key, trial in self._trials.items() if trial.status not in PASSING}
 
     def _snapshot(self) -> list[tuple[tuple[Any, ...], Trial]]:
         """All of it; another thread may be in `put`."""

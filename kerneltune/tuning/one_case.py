@@ -98,7 +98,7 @@ def tune(
     """
     begin = partial(_begin, tuner, compiling)
     with tuner:
-        pool = candidates(tuner.op, tuner.case, tuner.variant, tuner.policy, tuner.store)
+        pool = _pool(tuner)
         known, first = _known(tuner, pool), _first(tuner, pool, root)
         if len(known) < len(pool):
             tuner.prepare()
@@ -141,12 +141,16 @@ def first_asked(tuner: Tuner, search: Search, root: Path | None, count: int) -> 
     Raises:
         ValueError: the space has no valid config for the case, or says what makes no sense.
     """
-    pool = candidates(tuner.op, tuner.case, tuner.variant, tuner.policy, tuner.store)
+    pool = _pool(tuner)
     if _known(tuner, pool):
         return []
     proposals = propose(pool, _first(tuner, pool, root), search, _chances(tuner, pool))
     asked = (proposals.ask() for _ in range(min(count, len(pool), search.trials or count)))
     return [config for config in asked if config is not None]
+
+
+def _pool(tuner: Tuner) -> list[Config]:
+    return candidates(tuner.op, tuner.case, tuner.variant, tuner.policy, None if tuner.whole else tuner.store)
 
 
 def _first(tuner: Tuner, pool: Sequence[Config], root: Path | None) -> list[Config]:
