@@ -360,9 +360,12 @@ WHERE = "stream baseline: read=1048576 write=1048576 int32 none: "
         ({"valid": raises}, WHERE + "ZeroDivisionError: warps are none"),
         ({"space": raises}, WHERE + "ZeroDivisionError: warps are none"),
         ({"default": raises}, WHERE + "ZeroDivisionError: warps are none"),
+        ({"promising": raises}, WHERE + "ZeroDivisionError: warps are none"),
+        ({"unsupported": raises}, WHERE + "ZeroDivisionError: warps are none"),
         ({"space": lambda _: {"block": (512,), "warps": (), "ctas": (0,)}}, WHERE + "space: warps: no value"),
         ({"space": lambda _: {"block": (512, 512), "warps": (4,)}}, WHERE + "space: block: (512, 512): a value twice"),
         ({"default": lambda _: 3}, WHERE + "default: 3: expected a StreamConfig"),
+        ({"promising": lambda _: (3,)}, WHERE + "promising: 3: expected a StreamConfig"),
         (
             {"valid": lambda _, c: f"{c.warps} warps" if c.warps == 4 else "never"},
             "stream baseline: no valid config for read=1048576 write=1048576 int32 none: 4 warps (8 of 16 configs)",
