@@ -188,6 +188,28 @@ def test_a_line_without_a_field_is_named(path: Path, field: str) -> None:
     assert str(caught.value).startswith(f"{path}:2: ") and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("time_us", value) for value in ("fast", True, 0, -1.0, float("nan"), float("inf"), 10**400, [1.0])),
+        *((field, value) for field in ("axes", "options", "config") for value in ([["M", 8]], "M", None, {"M": [8]})),
+        ("axes", {"M": 8.5}),
+        ("axes", {"M": True}),
+        ("fingerprint", {"driver": 1}),
+        *((field, 7) for field in ("op", "variant", "dtype", "quant", "policy", "status", "detail", "date", "commit")),
+        *((field, "7") for field in ("resources", "spill_bytes", "shared_bytes")),
+    ],
+)
+def test_a_line_with_a_field_of_another_type_is_named(field: str, value: object, path: Path) -> None:
+    filled(path, 3)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[1][field] = value
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError) as caught:
+        open_store(path)
+    assert str(caught.value).startswith(f"{path}:2: {field}: {repr(value)[:80]}: expected ") and "\n" not in str(caught.value)
+
+
 def test_trials_of_another_source_or_driver_are_not_found(path: Path) -> None:
     (config, *_) = filled(path, 2)
     for changes in ({"source_hash": "def"}, {"driver": "2.0"}, {"torch": "3"}):
