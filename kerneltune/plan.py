@@ -75,10 +75,10 @@ class Selection:
 @dataclass(frozen=True, slots=True)
 class Options:
     """How to run. budget_s: seconds of search per case; trials: most configs per case; force: search again what the cache
-    has; stale: what it has of another source, driver or packages; workers: compile processes; configs, results: folders, None
-    for the usual ones; until_gain: stop a search that is expected to gain less; exhaustive: measure whole spaces and decide
-    nothing; knobs: values, as text, to try beyond a space; gpus: of this host, `all` or a number; ray: address of a cluster;
-    without either, the one GPU of this process."""
+    has, and try again what failed as it may for a while only; stale: what it has of another source, driver or packages; workers:
+    compile processes; configs, results: folders, None for the usual ones; until_gain: stop a search that is expected to gain
+    less; exhaustive: measure whole spaces and decide nothing; knobs: values, as text, to try beyond a space; gpus: of this host,
+    `all` or a number; ray: address of a cluster; without either, the one GPU of this process."""
 
     policy: str = "cold"
     tune: bool = True

@@ -1,4 +1,4 @@
-"""Other processes: fresh ones, one after the other, or many that are started fast.
+"""Other processes: fresh ones, one after the other, or many that are started fast. None outlives the one that started it.
 
 Does not know what their work is. Imports pebble.
 """
@@ -11,6 +11,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
+from threading import Thread
 from typing import Any, TypeVar
 
 from pebble import ProcessExpired, ProcessPool
@@ -31,7 +32,8 @@ def in_fresh_processes(
         ValueError: a process crashed or took longer than `timeout_s`. What `work` raises is raised here.
     """
     for number in range(1, count + 1):
-        pool = ProcessPool(max_workers=1, initializer=first, context=multiprocessing.get_context("spawn"))
+        context = multiprocessing.get_context("spawn")
+        pool = ProcessPool(max_workers=1, initializer=_begin, initargs=(first,), context=context)
         try:
             result = pool.schedule(work, args=args, timeout=timeout_s).result()
         except FutureTimeoutError:
@@ -42,6 +44,24 @@ def in_fresh_processes(
             pool.stop()
             pool.join()
         yield result
+
+
+def _begin(first: Callable[[], Any] | None) -> None:
+    _leave_with_parent()
+    if first is not None:
+        first()
+
+
+def _leave_with_parent() -> None:
+    """Have this process end as soon as its parent does, whatever it is at: one that hangs would hold the GPU for good."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    Thread(target=watch, daemon=True).start()
 
 
 def fast_context() -> ForkServerContext:
@@ -89,7 +109,8 @@ def side_by_side(count: int) -> Iterator[Callable[[Callable[[Any], T], Iterable[
 
 
 def in_environment(environment: Mapping[str, str], work: Callable[..., T], *args: Any) -> T:
-    """What `work(*args)` returns where os.environ is `environment`, from here on."""
+    """What `work(*args)` returns in a process of `fast_context` where os.environ is `environment`, from here on."""
+    _leave_with_parent()
     os.environ.clear()
     os.environ.update(environment)
     return work(*args)

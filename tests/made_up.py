@@ -134,7 +134,8 @@ class FakeTuner(Tuner):
         self.duels.append(list(configs))
         best = self.winner(configs)
         default_us = self.landscape(default) if default in configs else None
-        return best, {"time_us": self.landscape(best), "speedup": 1.0, "default_us": default_us}
+        speedup = self.landscape(configs[0]) / self.landscape(best)  # type: ignore[operator]
+        return best, {"time_us": self.landscape(best), "speedup": speedup, "default_us": default_us}
 
 
 def in_step(tuner: FakeTuner) -> Callable[[Config, Trial], None]:

@@ -1,6 +1,9 @@
 """Processes that tests start."""
 
 import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 TESTS = Path(__file__).parent
@@ -10,3 +13,21 @@ def environment(**more: str) -> dict[str, str]:
     """This process's environment, where the package and the tests' modules are found before what PYTHONPATH names already."""
     found = [str(TESTS.parent), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {"PYTHONPATH": os.pathsep.join(found)} | more
+
+
+def wait_for(happened: Callable[[], bool]) -> None:
+    """Until it has, a minute at most."""
+    deadline = time.monotonic() + 60.0
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def running(group: int) -> list[str]:
+    """The processes of a group; those that have ended may stay listed until somebody asks what became of them."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has just ended
+            state, _, its, *_ = path.read_text().rpartition(")")[2].split()
+            found += [path.parent.name] if state != "Z" and int(its) == group else []
+    return found

@@ -5,12 +5,14 @@ The same with deliberately broken kernels on a GPU is at the end.
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +152,25 @@ def test_a_bench_that_another_thread_stops_blames_no_config(
     assert time.monotonic() - began < 5.0 and child is not None and not child.is_alive() and bench.started == 1
     end(bench)
     bench.close()
+
+
+@pytest.mark.parametrize(("served", "exit_code"), [(True, -15), (False, 255)])
+def test_a_child_that_is_sent_sigterm_blames_no_config(
+    served: bool, exit_code: int, bench: IsolatedBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(bench_jobs.LOG, str(tmp_path / "log"))
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(bench.trial, Knobs("hang", 0), None)
+        assert is_hanging(bench, tmp_path / "log")
+        assert bench._child is not None and bench._child.pid is not None
+        if not served:  # as where all processes are sent it
+            server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+            os.kill(server, signal.SIGKILL)
+            os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)
+        os.kill(bench._child.pid, signal.SIGTERM)
+        with pytest.raises(ChildLostError, match=f"^the measuring process died: exit code {exit_code}$"):
+            running.result(timeout=10)
+    assert bench.trial(Knobs("run", 1), None).status == "ok"
 
 
 def test_the_measuring_child_has_a_core_that_no_compiler_uses() -> None:

@@ -17,11 +17,12 @@ VARIANT = Variant(
     nothing,
     Small,
     small_space,
-    valid=lambda _case, config: "too wide" if config.block > 512 else None,
+    valid=lambda _case, config: "too wide" if config.block > 512 or 512 % config.block else None,
     default=lambda _case: Small(256, 4),
 )
 STALE: list[dict[str, Any]] = [{"block": 64}, {"block": 64, "warps": 4, "gone": 1}, {"block": "64", "warps": 4}]
 UNFIT = {"block": 1024, "warps": 4}
+ABSURD = {"block": 0, "warps": 4}
 GOOD = {"block": 64, "warps": 2}
 
 
@@ -37,7 +38,7 @@ def store(options: Options, config: dict[str, Any], case: Case = CASE, slug: str
     cache.store("fake", slug or device.current().slug, entry, options.configs)
 
 
-@pytest.mark.parametrize("config", [*STALE, UNFIT])
+@pytest.mark.parametrize("config", [*STALE, UNFIT, ABSURD])
 def test_an_entry_that_no_longer_fits_is_passed_over(config: dict[str, Any], options: Options) -> None:
     op = op_of(VARIANT)
     store(options, config)

@@ -8,7 +8,9 @@ import pytest
 from made_up import CASE, SMALL, NoBench, Setting, Small, nothing, op_of, small_space, small_time
 
 from kerneltune.search.loop import Search
+from kerneltune.search.trials import knobs_of
 from kerneltune.spec import Config, Variant
+from kerneltune.tuning.isolated import ChildLostError
 from kerneltune.tuning.one_case import _FINALISTS
 from kerneltune.tuning.tuner import Tuner
 
@@ -77,6 +79,46 @@ def test_a_cached_config_that_is_wrong_now_or_no_longer_fits_does_not_stand(sett
     tuner = setting.tuner(invalid, small_time)
     setting.tune(tuner)
     assert tuner.duels[0][0] == Small(256, 4) and Small(64, 1) not in tuner.duels[0]
+
+
+DEFAULT, BEST, SECOND = Small(256, 4), Small(512, 8), Small(512, 4)
+
+
+@pytest.mark.parametrize(
+    ("lost", "stored", "duels"),
+    [
+        ({BEST}, SECOND, 6),  # all, the incumbent alone, beside each of four
+        ({BEST, SECOND, Small(512, 16), Small(512, 2)}, DEFAULT, 6),
+        ({DEFAULT}, BEST, 3),  # all, the incumbent alone, all but the incumbent
+        ({DEFAULT, BEST}, SECOND, 5),  # the same, then the best alone, and the three behind it
+    ],
+)
+def test_what_loses_the_measuring_process_in_the_duel_drops_out(
+    lost: set[Config], stored: Small, duels: int, setting: Setting
+) -> None:
+    tuner = setting.tuner(SMALL, small_time)
+
+    def winner(configs: Sequence[Config]) -> Config:
+        if lost & set(configs):
+            raise ChildLostError("took longer than 300 s")
+        return min(configs, key=small_time)
+
+    tuner.winner = winner
+    entry = setting.tune(tuner)
+    assert setting.cached() == knobs_of(stored) and len(tuner.duels) == duels
+    assert entry.evidence["time_us"] == small_time(stored)
+    assert entry.evidence["default_us"] == (None if DEFAULT in lost else small_time(DEFAULT))
+
+
+def test_where_every_finalist_loses_the_measuring_process_nothing_is_stored(setting: Setting) -> None:
+    def winner(_configs: Sequence[Config]) -> Config:
+        raise ChildLostError("took longer than 300 s")
+
+    tuner = setting.tuner(SMALL, small_time)
+    tuner.winner = winner
+    with pytest.raises(ChildLostError, match="^took longer than 300 s$"):
+        setting.tune(tuner)
+    assert setting.cached() is None and set(map(tuple, tuner.duels)) >= {(config,) for config in tuner.duels[0]}
 
 
 def test_only_what_is_close_to_the_best_is_in_the_duel(setting: Setting) -> None:

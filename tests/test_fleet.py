@@ -10,19 +10,21 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import fleet_jobs
 import pytest
 from fleet_jobs import DIE, LOG, WORKS
-from started import TESTS, environment
+from started import TESTS, environment, running, wait_for
 from versus_jobs import H200, OP, VARIANT, Knobs
 
 from kerneltune import cache, device, ops
 from kerneltune.plan import Options, Quiet, Selection
 from kerneltune.search import spaces
 from kerneltune.search.trials import Trial, TrialStore
-from kerneltune.tuning import run
+from kerneltune.tuning import cluster, run
 from kerneltune.tuning.cluster import RayWorkers
 from kerneltune.tuning.fleet import Fleet
 from kerneltune.tuning.local import LocalWorkers, visible_gpus
@@ -68,23 +70,6 @@ def evaluations(log: Path) -> list[tuple[str, str, str]]:
     """(case, config, process) of every evaluation that ended."""
     rows = [line.split() for line in log.read_text().splitlines()]
     return [(case, f"{block} {warps}", pid) for case, block, warps, pid in rows]
-
-
-def wait_for(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60.0
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def running(group: int) -> list[str]:
-    """The processes of a group; those that have ended may stay listed until somebody asks what became of them."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has just ended
-            state, _, its, *_ = path.read_text().rpartition(")")[2].split()
-            found += [path.parent.name] if state != "Z" and int(its) == group else []
-    return found
 
 
 def wanted(works: list[Work]) -> Callable[[str], list[Work]]:
@@ -247,6 +232,55 @@ def test_a_ray_cluster_does_the_same(log: Path, tmp_path: Path, monkeypatch: pyt
     entries = cache.load_strict(tmp_path / "configs" / "nvidia_h200" / "fake.json")
     assert {e.case: e.config for e in entries} == {work.case.name: {"block": 3, "warps": 8} for work in WORKS[:4]}
     assert len(progress.notes) == 1 and progress.notes[0].startswith(("worker 0 died", "worker 1 died"))
+
+
+def test_a_case_goes_on_where_a_gpu_is_left_and_a_cluster_without_one_is_one_line(
+    log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    class Losing(RayWorkers):
+        """The cluster loses a node after the second order, and the other after the third."""
+
+        given = 0
+
+        def give(self, index: int, order: object) -> None:
+            super().give(index, order)  # type: ignore[arg-type]
+            self.given += 1
+            if self.given > 1 and nodes:
+                made.remove_node(nodes.pop(), allow_graceful=False)
+
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setattr(cluster, "_GONE_S", 1.0)
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0})
+    try:
+        nodes = [made.add_node(num_cpus=1, num_gpus=1) for _ in range(2)]
+        options = Options(results=tmp_path / "results", configs=tmp_path / "configs", ray=made.address)
+        with Losing("made", options, make=fleet_jobs.worker) as workers:
+            fleet = Fleet(workers, options, Quiet())
+            with pytest.raises(ValueError, match="^no worker is left: no GPU left in the cluster$"):
+                fleet.run(wanted(WORKS))
+    finally:
+        made.shutdown()
+    assert [done.entry is not None for _, done in fleet.finished] == [True] * len(fleet.finished) and fleet.finished
+
+
+def test_a_worker_whose_gpu_does_not_come_back_is_dead(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above, of what a cluster says only: no actor is ever placed, and after a while its last GPU is gone."""
+    ray = MagicMock(ObjectRef=type("ObjectRef", (), {}))
+    ray.remote.return_value.options.return_value.remote.return_value.identity.remote.side_effect = ray.ObjectRef
+    ray.cluster_resources.side_effect = chain([{"GPU": 1.0}] * 3, repeat({"CPU": 1.0}))
+    ray.wait.return_value = [], []
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(cluster, "_GONE_S", 0.0)
+    with RayWorkers("made", replace(options, ray="local")) as workers:
+        fleet = Fleet(workers, options, progress := Spoken())
+        with pytest.raises(ValueError, match="^no worker is left: no GPU left in the cluster$"):
+            fleet.run(wanted(WORKS))
+    assert progress.notes == ["worker 0 died: no GPU left in the cluster"] * 3 and ray.wait.call_count == 2 + 3
 
 
 def test_what_cannot_be_reached_is_one_line(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:

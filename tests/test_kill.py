@@ -8,11 +8,13 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from bench_jobs import LOG
-from started import TESTS, environment
+from orphan_jobs import STARTED
+from started import TESTS, environment, running, wait_for
 
 from kerneltune import cache
 
@@ -80,3 +82,24 @@ def test_what_is_measured_when_a_search_is_interrupted_is_not_waited_for_and_not
         process.kill()
     assert process.returncode and "KeyboardInterrupt" in said and "Error:" not in said
     assert log.read_text() == "0\n" and not (tmp_path / "trials.jsonl").exists()
+
+
+@pytest.mark.parametrize(("sent", "exit_code", "said"), [(signal.SIGKILL, -9, ""), (signal.SIGTERM, 130, "interrupted\n")])
+def test_nothing_that_hangs_outlives_a_search_that_is_killed(
+    sent: signal.Signals, exit_code: int, said: str, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    log.touch()
+    command = [sys.executable, "-c", "import orphan_jobs; orphan_jobs.main()"]
+    env = environment(OMP_NUM_THREADS="1") | {LOG: str(log)}
+    process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        wait_for(lambda: len(log.read_text().splitlines()) == STARTED)
+        process.send_signal(sent)
+        assert process.wait(timeout=30) == exit_code
+        wait_for(lambda: not running(process.pid))
+        assert process.stderr is not None and said in process.stderr.read()
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

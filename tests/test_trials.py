@@ -122,6 +122,19 @@ def test_the_file_only_grows_and_the_last_row_counts(path: Path) -> None:
     assert get(open_store(path), Knobs(1, True)) == get(store, Knobs(1, True)) == Trial("ok", 1.0)
 
 
+def test_a_store_that_is_to_try_again_forgets_what_may_pass_until_it_is_tried(path: Path) -> None:
+    statuses = ("ok", "memory", "lost", "compile", "wrong", "failed", "spills")
+    for i, status in enumerate(statuses):
+        put(open_store(path), Knobs(i, True), Trial("ok", 1.0))  # the last row counts
+        put(open_store(path), Knobs(i, True), Trial(status, 2.0 if status == "ok" else None))
+    again = open_store(path)
+    again.forget_passing()
+    found = [get(again, Knobs(i, True)) for i in range(len(statuses))]
+    assert [trial and trial.status for trial in found] == ["ok", None, None, "compile", "wrong", "failed", "spills"]
+    put(again, Knobs(1, True), Trial("memory"))
+    assert get(again, Knobs(1, True)) == Trial("memory")  # not a second time
+
+
 def test_a_truncated_last_line_is_not_read_and_the_next_trial_is_put_in_its_place(path: Path) -> None:
     configs = filled(path, 3)
     whole = path.read_bytes()
@@ -173,6 +186,28 @@ def test_a_line_without_a_field_is_named(path: Path, field: str) -> None:
     with pytest.raises(ValueError) as caught:
         open_store(path)
     assert str(caught.value).startswith(f"{path}:2: ") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("time_us", value) for value in ("fast", True, 0, -1.0, float("nan"), float("inf"), 10**400, [1.0])),
+        *((field, value) for field in ("axes", "options", "config") for value in ([["M", 8]], "M", None, {"M": [8]})),
+        ("axes", {"M": 8.5}),
+        ("axes", {"M": True}),
+        ("fingerprint", {"driver": 1}),
+        *((field, 7) for field in ("op", "variant", "dtype", "quant", "policy", "status", "detail", "date", "commit")),
+        *((field, "7") for field in ("resources", "spill_bytes", "shared_bytes")),
+    ],
+)
+def test_a_line_with_a_field_of_another_type_is_named(field: str, value: object, path: Path) -> None:
+    filled(path, 3)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[1][field] = value
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError) as caught:
+        open_store(path)
+    assert str(caught.value).startswith(f"{path}:2: {field}: {repr(value)[:80]}: expected ") and "\n" not in str(caught.value)
 
 
 def test_trials_of_another_source_or_driver_are_not_found(path: Path) -> None:

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import versus_jobs
 from typer.testing import CliRunner
 
 from kerneltune import cache, device, ops
@@ -38,6 +40,7 @@ bench:
   - {name: big, read: 1048576, write: 1048576}
 """
 OPS = ops.load()
+COMPILED = Compiled((Kernel("k", 4, 32, 0, 1024),), 0.1)
 
 
 def time_us(config: Any) -> float:
@@ -62,9 +65,9 @@ class Pool:
     def submit(self, _job: object) -> "Future[Compiled]":
         return self.done()
 
-    def done(self) -> "Future[Compiled]":
+    def done(self, compiled: Compiled = COMPILED) -> "Future[Compiled]":
         future: Future[Compiled] = Future()
-        future.set_result(Compiled((Kernel("k", 4, 32, 0, 1024),), 0.1))
+        future.set_result(compiled)
         return future
 
 
@@ -155,6 +158,51 @@ def test_a_config_that_is_lost_does_not_end_the_search(
     monkeypatch.setattr(Bench, "lost", staticmethod(lambda config: config.block == 2048))
     (entry,) = run_tune(OPS, selection, options, Quiet()).entries
     assert entry.config["block"] in (1024, 4096) and entry.evidence["trials"] > 4
+
+
+@pytest.mark.parametrize("where", ["bench", "compiler"])
+def test_what_failed_in_a_bad_moment_is_tried_again_when_that_is_forced(
+    where: str, selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def submit(self: Pool, job: Any) -> "Future[Compiled]":
+        return (
+            self.done(Compiled((), 90.0, "compiling took longer than 90 s", lost=True))
+            if job.config.block == 2048
+            else self.done()
+        )
+
+    with monkeypatch.context() as moment:
+        if where == "bench":
+            moment.setattr(Bench, "lost", staticmethod(lambda config: config.block == 2048))
+        else:
+            moment.setattr(Pool, "submit", submit)
+        (entry,) = run_tune(OPS, selection, options, Quiet()).entries
+        assert entry.config["block"] != 2048
+    forced = replace(options, force=True)
+    (entry,) = run_tune(OPS, selection, forced, Quiet()).entries
+    assert entry.config == {"block": 2048, "warps": 8, "ctas": 0}
+    assert options.results is not None
+    path = options.results / "runs" / "trials" / "nvidia_h200" / "stream.jsonl"
+    rows = Counter(json.dumps(json.loads(line)["config"]) for line in path.read_text().splitlines())
+    assert {json.loads(config)["block"] for config, count in rows.items() if count == 2} == {2048} and max(rows.values()) == 2
+    run_tune(OPS, selection, forced, Quiet())
+    assert len(path.read_text().splitlines()) == rows.total()  # nothing is left to be tried again
+
+
+@pytest.mark.parametrize(("asked", "tried"), [({}, 17), ({"force": True}, 40), ({"knobs": (("warps", ("16",)),)}, 50)])
+def test_all_of_the_space_is_searched_where_that_is_asked_for(
+    asked: dict[str, Any], tried: int, options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else, where the other 16-bit type was searched, its sixteen best and the default."""
+    monkeypatch.setattr(machines, "IsolatedBench", versus_jobs.Bench)
+    variant = replace(versus_jobs.VARIANT, space=lambda _: {"block": tuple(range(10)), "warps": (1, 2, 4, 8)})
+    made = {"fake": replace(versus_jobs.OP, dtypes=("bfloat16", "float16"), variants=(variant,))}
+    sweep = "family: made\nops: [fake]\nbench:\n  - {name: m8, M: 8, dtype: [bfloat16, float16]}\n"
+    (tmp_path / "made.yaml").write_text(sweep)
+    first, second = (Selection(str(tmp_path / "made.yaml"), dtypes=(dtype,)) for dtype in ("bfloat16", "float16"))
+    run_tune(made, first, options, Quiet())
+    (entry,) = run_tune(made, second, replace(options, **asked), Quiet()).entries
+    assert entry.evidence["trials"] == tried
 
 
 def test_a_case_whose_child_is_lost_is_left_out_and_said(
@@ -360,9 +408,12 @@ WHERE = "stream baseline: read=1048576 write=1048576 int32 none: "
         ({"valid": raises}, WHERE + "ZeroDivisionError: warps are none"),
         ({"space": raises}, WHERE + "ZeroDivisionError: warps are none"),
         ({"default": raises}, WHERE + "ZeroDivisionError: warps are none"),
+        ({"promising": raises}, WHERE + "ZeroDivisionError: warps are none"),
+        ({"unsupported": raises}, WHERE + "ZeroDivisionError: warps are none"),
         ({"space": lambda _: {"block": (512,), "warps": (), "ctas": (0,)}}, WHERE + "space: warps: no value"),
         ({"space": lambda _: {"block": (512, 512), "warps": (4,)}}, WHERE + "space: block: (512, 512): a value twice"),
         ({"default": lambda _: 3}, WHERE + "default: 3: expected a StreamConfig"),
+        ({"promising": lambda _: (3,)}, WHERE + "promising: 3: expected a StreamConfig"),
         (
             {"valid": lambda _, c: f"{c.warps} warps" if c.warps == 4 else "never"},
             "stream baseline: no valid config for read=1048576 write=1048576 int32 none: 4 warps (8 of 16 configs)",

@@ -5,6 +5,7 @@ Heavy packages are imported inside the commands, so that `--help` answers at onc
 
 import errno
 import os
+import signal
 import warnings
 from typing import Annotated, Any, TextIO
 
@@ -147,6 +148,10 @@ def _show_warning(
 
 
 def main() -> None:
-    """Run the command line and exit: 0 done, 1 a check or the gate failed, 2 bad input, 3 ambiguous, 130 interrupted."""
+    """Run the command line and exit: 0 done, 1 a check or the gate failed, 2 bad input, 3 ambiguous, 130 interrupted.
+
+    SIGTERM, as batch systems and `timeout` send it, is Ctrl-C.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     warnings.showwarning = _show_warning
     app()

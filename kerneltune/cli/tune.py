@@ -20,7 +20,10 @@ def command(
     policy: o.PolicyName = "cold",
     budget: o.Budget = None,
     trials: o.Trials = None,
-    force: Annotated[bool, typer.Option("--force", help="Search again where the cache has a config already.")] = False,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Search again where the cache has a config; try again what ran out of memory or was lost."),
+    ] = False,
     stale: Annotated[
         bool, typer.Option("--stale", help="Search again what was chosen with another source, driver or packages.")
     ] = False,

@@ -61,12 +61,17 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """The kernels that a job launches, or why it has none; of a pool that inspects, also the facts of each by digest."""
+    """The kernels that a job launches, or why it has none; of a pool that inspects, also the facts of each by digest.
+
+    Attributes:
+        lost: there was no answer; the error says what became of the worker.
+    """
 
     kernels: tuple[Kernel, ...]
     seconds: float
     error: str = ""
     facts: Mapping[str, Fact] = field(default_factory=dict)
+    lost: bool = False
 
     @property
     def spill_bytes(self) -> int:
@@ -91,9 +96,9 @@ class Pending:
             compiled: Compiled = self._future.result()
             return compiled
         except FutureTimeoutError:
-            return Compiled((), self._timeout_s, f"compiling took longer than {self._timeout_s:g} s")
+            return Compiled((), self._timeout_s, f"compiling took longer than {self._timeout_s:g} s", lost=True)
         except ProcessExpired as error:
-            return Compiled((), 0.0, f"the compiler crashed: exit code {error.exitcode}")
+            return Compiled((), 0.0, f"the compiler crashed: exit code {error.exitcode}", lost=True)
 
     def done(self) -> bool:
         """Whether `result` answers at once."""

@@ -13,12 +13,11 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, BinaryIO
 
-from kerneltune.spec import Case, Config, Op, Variant
+from kerneltune.spec import MOST, Case, Config, Op, Variant
 
 SCHEMA = 1
-_FIELDS = frozenset(
-    ("op", "variant", "axes", "dtype", "quant", "options", "policy", "config", "status", "time_us", "detail", "fingerprint")
-)
+PASSING = frozenset(("memory", "lost"))
+"""What a config may not have been at fault for: another process held the memory, or the machine was busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,7 @@ class Trial:
 
     Attributes:
         status: `ok`, or why there is no time: `compile`, `spills`, `occupancy` where too few programs fit, `wrong`, `failed`,
-            `memory` where it ran out of it, `lost` where it took its process along.
+            `memory` where it ran out of it, `lost` where it took its process along or the compiler's.
         resources: registers of all threads of its largest program.
         spill_bytes: per thread.
         shared_bytes: of its largest program.
@@ -56,6 +55,36 @@ Searches = list[tuple[Case, list[StoredTrial]]]
 """Cases, each with the stored trials of it."""
 
 _RESOURCES = ("resources", "spill_bytes", "shared_bytes")
+
+
+def _is_text(found: object) -> bool:
+    return isinstance(found, str)
+
+
+def _is_whole(found: object) -> bool:
+    return type(found) is int
+
+
+def _is_time(found: object) -> bool:
+    return found is None or (isinstance(found, int | float) and type(found) is not bool and 0 < found < MOST)
+
+
+def _maps_to(*types: type) -> Callable[[object], bool]:
+    return lambda found: isinstance(found, dict) and all(type(value) in types for value in found.values())
+
+
+_FIELDS = {
+    **dict.fromkeys(("op", "variant", "dtype", "quant", "policy", "status", "detail"), ("a text", _is_text)),
+    **dict.fromkeys(("options", "config"), ("values by name", _maps_to(bool, int, float, str))),
+    "axes": ("sizes by name", _maps_to(int)),
+    "fingerprint": ("texts by name", _maps_to(str)),
+    "time_us": ("microseconds above 0, or null", _is_time),
+}
+_LATER_FIELDS = {
+    **dict.fromkeys(("date", "commit"), ("a text", _is_text)),
+    **dict.fromkeys(_RESOURCES, ("a whole number", _is_whole)),
+}
+"""Which rows of an older version lack."""
 
 
 class TrialStore:
@@ -102,6 +131,11 @@ class TrialStore:
         key = self._key(op.name, case, variant.name, policy, tuple(knobs_of(config).items()))
         with self._lock:
             self._trials[key], self._origins[key] = trial, origin
+
+    def forget_passing(self) -> None:
+        """Have what failed as it may for a while only tried again; the file keeps it."""
+        with self._lock:
+            self._trials = {key: trial for key, trial in self._trials.items() if trial.status not in PASSING}
 
     def _snapshot(self) -> list[tuple[tuple[Any, ...], Trial]]:
         """All of it; another thread may be in `put`."""
@@ -233,7 +267,7 @@ def _parsed(path: Path, lines: list[str]) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-            whole = row.keys() >= _FIELDS
+            whole = row.keys() >= _FIELDS.keys()
         except (json.JSONDecodeError, AttributeError):
             whole = False
         if not whole:
@@ -243,6 +277,10 @@ def _parsed(path: Path, lines: list[str]) -> Iterator[dict[str, Any]]:
                 f"{path}:{number}: schema: {row['schema']!r}: expected {SCHEMA}: written by another version of kerneltune; "
                 "move the file away to start anew"
             )
+        for name, (expected, fits) in (_FIELDS | _LATER_FIELDS).items():
+            if name in row and not fits(row[name]):
+                found = f"{name}: {repr(row[name])[:80]}: expected {expected}"
+                raise ValueError(f"{path}:{number}: {found}; move the file away to start anew")
         yield row
 
 

@@ -28,9 +28,10 @@ def fitting(
     for hit in cache.candidates(op.name, variant.name, device_slug or device.current().slug, *where):
         try:
             config = variant.config_from(hit.entry.config)
-        except ValueError:
+            fits = variant.valid(case, config) is None
+        except (ValueError, ArithmeticError):  # of knobs that no space has, such as tiles of 0 rows
             continue
-        if variant.valid(case, config) is None:
+        if fits:
             yield hit, config
 
 

@@ -24,17 +24,20 @@ def neighbour_dtype(op: Op, case: Case) -> Case | None:
     return Case(case.name, case.axes, other, case.quant, case.options) if other in op.dtypes and other else None
 
 
-def candidates(op: Op, case: Case, variant: Variant, policy: str, store: TrialStore) -> list[Config]:
+def candidates(op: Op, case: Case, variant: Variant, policy: str, store: TrialStore | None = None) -> list[Config]:
     """Default first, then the space; only the neighbour's best where the other 16-bit type was searched before.
+
+    store: of what was searched before; without it all of the space is a candidate.
 
     Raises:
         ValueError: the space has no valid config for the case, or says what makes no sense.
     """
     space = checked_space(op, case, variant)
     neighbour = neighbour_dtype(op, case)
-    ranked = store.ranked(op, neighbour, variant, policy) if neighbour else []
-    if len(ranked) > max(_TRANSFERRED, len(store.ranked(op, case, variant, policy))):
-        space = [config for values in ranked[:_TRANSFERRED] if (config := variant.config_from(values)) in set(space)]
+    if store is not None and neighbour is not None:
+        ranked = store.ranked(op, neighbour, variant, policy)
+        if len(ranked) > max(_TRANSFERRED, len(store.ranked(op, case, variant, policy))):
+            space = [config for values in ranked[:_TRANSFERRED] if (config := variant.config_from(values)) in set(space)]
     default = variant.default_config(case)
     return [default, *(config for config in space if config != default)]
 

@@ -7,6 +7,7 @@ import importlib
 import logging
 import os
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,9 @@ from kerneltune.spec import PLUGINS
 from kerneltune.tuning.worker import Event, Identity, MakeWorker, Order, Worker, share_of_cores
 
 _REACH_S = 5.0
+_ASK_S = 1.0
+_GONE_S = 30.0
+"""A cluster that has had no GPU for so long gets none back."""
 
 
 class RayWorkers:
@@ -41,7 +45,7 @@ class RayWorkers:
             )
         except Exception as error:  # ray has many ways to say so
             raise ValueError(f"ray: {options.ray!r}: cannot connect: {' '.join(str(error).split())[:200]}") from error
-        offered = int(self._ray.cluster_resources().get("GPU", 0))
+        offered = self._gpus()
         self.count = count or offered
         if gpus_each and not 0 < self.count <= offered:
             self._ray.shutdown()
@@ -60,8 +64,16 @@ class RayWorkers:
         self._waiting[index] = self._actors[index].events.options(num_returns="streaming").remote(order)
 
     def next(self) -> tuple[int, Event]:
-        """Wait for what any worker has to say next."""
-        (heard,), _ = self._ray.wait(list(self._waiting.values()), num_returns=1)
+        """Wait for what any worker has to say next; where all wait for a GPU and the cluster has lost its last, one is dead."""
+        hoped = time.monotonic()
+        while not (said := self._ray.wait(list(self._waiting.values()), num_returns=1, timeout=_ASK_S)[0]):
+            if self._is_any_at_work() or self._gpus() >= self._gpus_each:
+                hoped = time.monotonic()
+            elif time.monotonic() - hoped >= _GONE_S:
+                index = next(iter(self._waiting))
+                self.stop(index)
+                return index, ("dead", "no GPU left in the cluster")
+        (heard,) = said
         index = next(number for number, waiting in self._waiting.items() if waiting is heard)
         try:
             if isinstance(heard, self._ray.ObjectRef):
@@ -74,6 +86,12 @@ class RayWorkers:
         except (self._ray.exceptions.RayError, StopIteration) as error:
             self.stop(index)
             return index, ("dead", " ".join(str(error).split())[:200] or type(error).__name__)
+
+    def _is_any_at_work(self) -> bool:
+        return not all(isinstance(waiting, self._ray.ObjectRef) for waiting in self._waiting.values())
+
+    def _gpus(self) -> int:
+        return int(self._ray.cluster_resources().get("GPU", 0))
 
     def stop(self, index: int) -> None:
         """End a worker, and give its GPU back."""

@@ -6,6 +6,7 @@ Decides nothing and stores nothing. Imports bench, check, errors, processes, sea
 import importlib
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -25,6 +26,8 @@ from kerneltune.tuning.bench import SCREEN_SAMPLES, GpuBench, Measuring
 TRIAL_TIMEOUT_S = 60.0
 DUEL_TIMEOUT_S = 300.0
 _EXIT_GRACE_S = 5.0
+_ENDED_FROM_OUTSIDE = (-signal.SIGTERM, 255)
+"""Exit codes of a child that was sent SIGTERM, as by `timeout` to all processes at once: 255 where its server was, too."""
 
 
 class Stoppable(Measuring, Protocol):
@@ -53,6 +56,10 @@ class Named:
 
 class ChildLostError(Exception):
     """The measuring process died, was killed or stopped; says how."""
+
+
+class ChildStoppedError(ChildLostError):
+    """It was ended from here or from outside, whatever it was at."""
 
 
 class IsolatedBench:
@@ -130,15 +137,15 @@ class IsolatedBench:
         """As the bench in the child says; `lost` where the child is lost over it.
 
         Raises:
-            ChildLostError: the child was lost before it came to the config, or the bench stopped.
+            ChildLostError: the child was lost before it came to the config or sent SIGTERM, or the bench stopped.
         """
         self.prepare()
         try:
             trial: Trial = self._ask("trial", self._trial_timeout_s, config, best_us, samples)
             return trial
+        except ChildStoppedError:
+            raise
         except ChildLostError as error:
-            if self._closed:
-                raise
             return Trial("lost", detail=str(error))
 
     def samples(self, configs: Sequence[Config]) -> Sequence[Samples | None]:
@@ -173,7 +180,7 @@ class IsolatedBench:
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
-            raise ChildLostError("the measuring process was stopped")
+            raise ChildStoppedError("the measuring process was stopped")
 
     def _ask(self, name: str, timeout_s: float, *arguments: Any) -> Any:
         with self._lock:
@@ -189,7 +196,8 @@ class IsolatedBench:
         except (EOFError, OSError) as error:
             code = self._end_child()
             self._refuse_if_closed()
-            raise ChildLostError(f"the measuring process died: exit code {code}") from error
+            lost_to = ChildStoppedError if code in _ENDED_FROM_OUTSIDE else ChildLostError
+            raise lost_to(f"the measuring process died: exit code {code}") from error
         finally:
             self._asking = False
         self._busy.append(busy)

@@ -1,11 +1,12 @@
 """Spaces of a variant: whether they make sense, and the same with further values to some knobs, or with fewer.
 
-Measures nothing. Imports errors and spec.
+An operator's own code may fail in any way: what it raises is one line here. Measures nothing. Imports errors and spec.
 """
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -67,15 +68,24 @@ def _typed(name: str, text: str, kind: Any) -> Any:
         raise ValueError(f"knob: {name}: {text!r}: expected {getattr(kind, '__name__', kind)}") from None
 
 
+def takes(op: Op, case: Case, variant: Variant) -> bool:
+    """Whether a variant takes a case.
+
+    Raises:
+        ValueError: `unsupported` raises.
+    """
+    with _in_one_line(op, case, variant):
+        return variant.unsupported(case) is None
+
+
 def checked_space(op: Op, case: Case, variant: Variant) -> list[Config]:
     """The valid configs of a space, none twice.
 
     Raises:
         ValueError: no config is valid (names the most frequent reason), a knob has no value or the same one twice, knobs and
-            config class disagree, or `space` or `valid` raises.
+            config class disagree, or `space`, `valid`, `default` or `promising` raises.
     """
-    where = f"{op.name} {variant.name}: {case.label}"
-    try:
+    with _in_one_line(op, case, variant):
         knobs = variant.space(case)
         for knob, offered in knobs.items():
             if not offered:
@@ -83,15 +93,23 @@ def checked_space(op: Op, case: Case, variant: Variant) -> list[Config]:
             if len(set(offered)) < len(offered):
                 raise ValueError(f"space: {knob}: {offered!r}: a value twice")
         found = list(variant.configs(case))
-        default = variant.default_config(case)
-    except Exception as error:  # an operator's own code may fail in any way
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        raise ValueError(f"{where}: {kind}{' '.join(str(error).split())}") from error
+        chosen = [("default", variant.default_config(case)), *(("promising", config) for config in variant.promising(case))]
     if not found:
         raise ValueError(f"{op.name} {variant.name}: no valid config for {case.label}{_why(variant, case)}")
-    if type(default) is not type(found[0]):
-        raise ValueError(f"{where}: default: {default!r}: expected a {type(found[0]).__name__}")
+    with _in_one_line(op, case, variant):
+        for name, config in chosen:
+            if type(config) is not type(found[0]):
+                raise ValueError(f"{name}: {config!r}: expected a {type(found[0]).__name__}")
     return found
+
+
+@contextmanager
+def _in_one_line(op: Op, case: Case, variant: Variant) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise ValueError(f"{op.name} {variant.name}: {case.label}: {kind}{' '.join(str(error).split())}") from error
 
 
 def _why(variant: Variant, case: Case) -> str:

@@ -71,7 +71,8 @@ class Machines:
         self._later: Iterator[tuple[Tuner, Config]] = iter(())
 
     def tuner(self, op: Op, case: Case, variant: Variant, policy: str = "", anew: bool = True) -> Tuner:
-        """A tuner that remembers what was tried before; not anew, as the last one of the operator did.
+        """A tuner that remembers what was tried before, under `force` but for passing failures; not anew, as the last one of the
+        operator did.
 
         Raises:
             ValueError: the store cannot be read.
@@ -79,8 +80,11 @@ class Machines:
         if anew or op.name not in self._stores:
             self._stores[op.name] = TrialStore(self._folder / f"{op.name}.jsonl", commit(), **present(op))
             self._stores[op.name].on_put = self._on_trial
+            if self._options.force:
+                self._stores[op.name].forget_passing()
         tuner = Tuner(op, case, variant, policy or self._options.policy, self._stores[op.name], self.bench)
         tuner.compilers, tuner.meanwhile = self.pool.workers, self.fill
+        tuner.whole = self._options.force or bool(self._options.knobs)
         return tuner
 
     def compiling(self, tuner: Tuner) -> Callable[[Config], Compiling]:

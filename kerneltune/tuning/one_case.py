@@ -8,9 +8,11 @@ measured by a tuner.
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from kerneltune import cache, device
 from kerneltune.search.loop import Explored, Search, explore, propose
@@ -19,6 +21,7 @@ from kerneltune.spec import Config
 from kerneltune.tuning.bench import SCREEN_SAMPLES
 from kerneltune.tuning.cached import cached_config, stamp
 from kerneltune.tuning.candidates import candidates, chances_of, starting_points
+from kerneltune.tuning.isolated import ChildLostError
 from kerneltune.tuning.knobs import checked_space
 from kerneltune.tuning.tuner import Compiling, Tuner
 
@@ -89,10 +92,11 @@ def tune(
 
     Raises:
         NothingPassedError: there is no config to store.
+        ChildLostError: the measuring process was lost over every finalist, or stopped.
     """
     begin = partial(_begin, tuner, compiling)
     with tuner:
-        pool = candidates(tuner.op, tuner.case, tuner.variant, tuner.policy, tuner.store)
+        pool = _pool(tuner)
         known, first = _known(tuner, pool), _first(tuner, pool, root)
         if len(known) < len(pool):
             tuner.prepare()
@@ -135,12 +139,16 @@ def first_asked(tuner: Tuner, search: Search, root: Path | None, count: int) -> 
     Raises:
         ValueError: the space has no valid config for the case, or says what makes no sense.
     """
-    pool = candidates(tuner.op, tuner.case, tuner.variant, tuner.policy, tuner.store)
+    pool = _pool(tuner)
     if _known(tuner, pool):
         return []
     proposals = propose(pool, _first(tuner, pool, root), search, _chances(tuner, pool))
     asked = (proposals.ask() for _ in range(min(count, len(pool), search.trials or count)))
     return [config for config in asked if config is not None]
+
+
+def _pool(tuner: Tuner) -> list[Config]:
+    return candidates(tuner.op, tuner.case, tuner.variant, tuner.policy, None if tuner.whole else tuner.store)
 
 
 def _first(tuner: Tuner, pool: Sequence[Config], root: Path | None) -> list[Config]:
@@ -171,7 +179,7 @@ def _decide(
     close = [config for config in ranked if times[config] <= _FINAL_MARGIN * times[ranked[0]]][:_FINALISTS]
     finalists = list(dict.fromkeys([*(standing or ranked[:1]), *close]))
     if len(finalists) > 1:
-        best, evidence = tuner.duel(finalists, default)
+        best, evidence = _duel(tuner, finalists, default)
     else:
         best, evidence = finalists[0], {"time_us": times[finalists[0]], "default_us": times.get(default)}
     evidence |= {"trials": len(explored.trials), **stamp(op)}
@@ -188,3 +196,28 @@ def _decide(
     )
     cache.store(op.name, device.current().slug, entry, root)
     return entry
+
+
+def _duel(tuner: Tuner, finalists: Sequence[Config], default: Config) -> tuple[Config, dict[str, Any]]:
+    """The tuner's duel. Where it loses the measuring process each challenger meets the incumbent in a duel of two.
+
+    What loses that drops out: a challenger beside the incumbent, or the incumbent alone, whom the next then follows.
+
+    Raises:
+        ChildLostError: all dropped out, or the bench stopped.
+    """
+    try:
+        return tuner.duel(finalists, default)
+    except ChildLostError:
+        if len(finalists) == 1:
+            raise
+    incumbent, *challengers = finalists
+    try:
+        alone = tuner.duel([incumbent], default)
+    except ChildLostError:
+        return _duel(tuner, challengers, default)
+    duels = []
+    for challenger in challengers:
+        with suppress(ChildLostError):
+            duels.append(tuner.duel([incumbent, challenger], default))
+    return max((*duels, alone), key=lambda duel: duel[1]["speedup"])

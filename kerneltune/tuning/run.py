@@ -19,7 +19,7 @@ from kerneltune.tuning.cached import cached
 from kerneltune.tuning.cluster import RayWorkers
 from kerneltune.tuning.fleet import Fleet
 from kerneltune.tuning.isolated import ChildLostError
-from kerneltune.tuning.knobs import checked_space, widened
+from kerneltune.tuning.knobs import checked_space, takes, widened
 from kerneltune.tuning.local import LocalWorkers, visible_gpus
 from kerneltune.tuning.machines import Machines
 from kerneltune.tuning.task import Done, Work, perform, search_of, tell
@@ -268,13 +268,16 @@ def _works(ops: Mapping[str, Op], entries: Sequence[sweep.Entry], selection: Sel
     """The ceiling of every case first, then the cases, bf16 before the other types.
 
     No ceilings where whole spaces are measured.
+
+    Raises:
+        ValueError: a variant that cannot say whether it takes a case.
     """
     work: dict[tuple[str, str, Case], Work] = {}
     ceiling = ops.get(CEILING_OP)
     for entry in sorted(entries, key=lambda e: e.case.dtype != "bfloat16"):
         op, case = ops[entry.op], entry.case
         for variant in wanted_variants(op, selection, options):
-            if variant.config is not None and variant.unsupported(case) is None:
+            if variant.config is not None and takes(op, case, variant):
                 work[op.name, variant.name, case] = Work(op, case, variant)
         if ceiling is not None and not options.exhaustive:
             stream_case = ceiling_case(op, case)

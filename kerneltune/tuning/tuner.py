@@ -54,6 +54,7 @@ class Tuner:
         began: when the first config was there, compiled, to be evaluated (time.monotonic); None before.
         evaluations: trials that it has stored.
         compilers: how many configs compile at the same time.
+        whole: whether all of the space is searched, whatever was found for the other 16-bit type.
         meanwhile: called again and again while the bench is waited for.
     """
 
@@ -65,7 +66,7 @@ class Tuner:
         self.began: float | None = None
         self.evaluations = 0
         self._counting = Lock()
-        self.compilers = 1
+        self.compilers, self.whole = 1, False
         self.meanwhile: Callable[[], None] = lambda: None
         self._best_us: float | None = None
         self._opened = False
@@ -101,7 +102,7 @@ class Tuner:
     def refusal(self, config: Config, compiled: Compiled) -> Trial | None:
         """The trial of a config that is not measured for what the compiler says; None for one that is."""
         if compiled.error:
-            return Trial("compile", detail=compiled.error)
+            return Trial("lost" if compiled.lost else "compile", detail=compiled.error)
         if compiled.spill_bytes and self.prune:
             return Trial("spills", detail=f"{compiled.spill_bytes} bytes per thread")
         wanted, fitting = getattr(config, "ctas", 0), _resident(compiled)

@@ -14,7 +14,7 @@ from typing import Any
 
 from kerneltune.plan import Options
 from kerneltune.search.loop import Search
-from kerneltune.search.trials import TrialStore, knobs_of
+from kerneltune.search.trials import knobs_of
 from kerneltune.spec import Case, Config, Inputs, Op, Variant
 from kerneltune.tuning.candidates import candidates
 from kerneltune.tuning.isolated import Named
@@ -60,8 +60,7 @@ class Task:
     def load(self) -> tuple[Op, Variant, list[Config]]:
         """The operator, its variant, and what there is to choose from, the default first."""
         op, variant = self.narrow()
-        empty = TrialStore(self.folder / "none.jsonl")
-        return op, variant, candidates(op, self.case, variant, self.options.policy, empty)
+        return op, variant, candidates(op, self.case, variant, self.options.policy)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,67 @@
+"""A command of the command line that starts what a search starts, none of which ends by itself, for test_kill.py."""
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from bench_jobs import CASE, LOG, OPS, VARIANT, FakeBench, Knobs
+
+from kerneltune import cli
+from kerneltune.measuring.compiler import TARGETS, CompilePool, Job
+from kerneltune.plan import Options
+from kerneltune.tuning import local
+from kerneltune.tuning.isolated import IsolatedBench
+from kerneltune.tuning.local import LocalWorkers
+from kerneltune.tuning.worker import Worker
+
+STARTED = 4
+"""A line of the log for each."""
+
+
+def no_inputs(*, device: str) -> Mapping[str, Any]:
+    """Of a job that compiles nothing."""
+    return {}
+
+
+def compile_for_ever(_inputs: Mapping[str, Any], _config: object) -> None:
+    """As a compiler that hangs."""
+    hang()
+
+
+def work_for_ever(_family: str, _options: Options, _cores: frozenset[int] | None) -> Worker:
+    """As a worker that hangs before it is ready."""
+    hang()
+    raise AssertionError
+
+
+def hang() -> None:
+    """Says so first."""
+    with open(os.environ[LOG], "a") as file:
+        file.write("hangs\n")
+    time.sleep(3600)
+
+
+def search() -> None:
+    """A fleet's worker, two compilers and a measuring child."""
+    setattr(local, "_GRACE_S", 0.1)  # noqa: B010
+    with (
+        LocalWorkers("made", Options(), ["0"], work_for_ever) as workers,
+        CompilePool(TARGETS["sm_90"], 2) as pool,
+        IsolatedBench(FakeBench) as bench,
+    ):
+        workers.start(0)
+        for _ in range(2):
+            pool.submit(Job(no_inputs, compile_for_ever, None))
+        bench.open(OPS[0], CASE, VARIANT, "cold")
+        ThreadPoolExecutor(1).submit(bench.trial, Knobs("hang", 0), None)
+        time.sleep(3600)
+
+
+def main() -> None:
+    """`kerneltune search`."""
+    cli.app.command("search")(search)
+    sys.argv = ["kerneltune", "search"]
+    cli.main()
