@@ -9,7 +9,7 @@ import torch
 import triton
 
 from kerneltune import ops, sweep
-from kerneltune.kernel_lib.agreement import same_bits, same_fp8
+from kerneltune.kernel_lib.agreement import same_bits
 from kerneltune.measuring.check import Checker
 from kerneltune.ops import fp8
 from kerneltune.ops.fp8 import both, custom, early_kernels, group_both, peers, reference
@@ -40,6 +40,29 @@ def test_eager_torch_agrees_with_the_reference(name: str) -> None:
             assert Checker(OPS[name], entry.case, WHERE).errors(eager, None) == [], entry.case.label
 
 
+@pytest.mark.parametrize("spoiled", ["a step", "half", "no NaN"])
+def test_a_wrong_cast_is_caught(spoiled: str) -> None:
+    options = (("fp8_format", "e4m3"), ("pow2", False), ("inverse", False), ("special", True))
+    case, op = Case("small", (("M", 6), ("K", 72)), "bfloat16", "fp8", options), OPS["fp8_rowwise_2d"]
+    good = op.variant("optimized")
+
+    def run(inputs, config):  # type: ignore[no-untyped-def]
+        outputs = dict(good.run(inputs, config))
+        q = outputs["q"].view(torch.uint8)
+        if spoiled == "a step":
+            q[-1, -1] += 1
+        elif spoiled == "half":
+            q[-1] -= 8 * (q[-1] & 0x78 > 8)
+        else:
+            q[outputs["q"].isnan()] = 0
+        return outputs
+
+    checker = Checker(op, case, WHERE)
+    assert checker.errors(good, good.default_config(case)) == []
+    (line,) = checker.errors(replace(good, run=run), good.default_config(case))
+    assert line.startswith("q: ")
+
+
 @pytest.mark.parametrize("K", [17389, 28672])
 @pytest.mark.parametrize("reload", [False, True])
 def test_long_rows_are_held_or_read_again(K: int, reload: bool) -> None:
@@ -47,7 +70,7 @@ def test_long_rows_are_held_or_read_again(K: int, reload: bool) -> None:
     config = fp8.RowConfig(rows=1, cols=2048, warps=8, ctas=0, stages=2 if reload else 1, reload=reload)
     q, scale = fp8.fp8_rowwise_2d(x, config=config)
     want, want_scale = quantised(x, 1)
-    assert same_fp8("q", q, want) == [] and same_bits("scale", scale, want_scale) == []
+    assert same_bits("q", q, want) == [] and same_bits("scale", scale, want_scale) == []
 
 
 @pytest.mark.parametrize("pad", [1, 8])
@@ -55,11 +78,11 @@ def test_rows_may_lie_any_distance_apart(pad: int) -> None:
     x = reference.values((9, 64 + pad), torch.bfloat16, WHERE, seed=1)[:, :64]
     q, scale = fp8.fp8_rowwise_2d(x)
     want, want_scale = quantised(x, 1)
-    assert same_fp8("q", q, want) == [] and same_bits("scale", scale, want_scale) == []
+    assert same_bits("q", q, want) == [] and same_bits("scale", scale, want_scale) == []
     out = fp8.fp8_tensorwise_2d(x, layout="both")
     assert out.q is not None and out.q_t is not None
     want, want_scale = quantised(x.reshape(1, -1), 1)
-    assert same_fp8("q", out.q, want.view(x.shape)) == [] and same_bits("scale", out.scale, want_scale[0]) == []
+    assert same_bits("q", out.q, want.view(x.shape)) == [] and same_bits("scale", out.scale, want_scale[0]) == []
     assert torch.equal(out.q_t.view(torch.uint8), out.q.view(torch.uint8)) and out.q_t.stride() == (1, 9)
     assert torch.equal(fp8.fp8_transpose_2d(q[:, :40]).view(torch.uint8), q[:, :40].t().view(torch.uint8))
 
@@ -95,7 +118,7 @@ def test_groups_of_any_sizes(ends: tuple[int, ...]) -> None:
     assert out.q is not None and out.q_t is not None
     for i, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
         want, scale = quantised(x[start:end].reshape(1, -1), 1, inverse=True)
-        assert same_fp8("q", out.q[start:end], want.view(-1, 24)) == []
+        assert same_bits("q", out.q[start:end], want.view(-1, 24)) == []
         assert same_bits("scale", out.scale[i], scale[0, 0]) == []
     assert torch.equal(out.q_t.view(torch.uint8), out.q.view(torch.uint8))
 
@@ -117,7 +140,7 @@ def test_scales_are_of_the_largest_wherever_it_lies(at: int, K: int) -> None:
         assert out.q is not None and out.q_t is not None
         for i, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
             want, scale = quantised(x[start:end].reshape(1, -1), 1)
-            assert same_fp8("q", out.q[start:end], want.view(-1, K)) == []
+            assert same_bits("q", out.q[start:end], want.view(-1, K)) == []
             assert same_bits("scale", out.scale[i], scale[0, 0]) == []
         assert torch.equal(out.q_t.view(torch.uint8), out.q.view(torch.uint8))
 
@@ -172,20 +195,20 @@ def test_more_than_two_to_the_31_elements() -> None:
     tail = x[-8:]
     q, scale = fp8.fp8_rowwise_2d(x)
     want, want_scale = quantised(tail, 1)
-    assert same_fp8("q", q[-8:], want) == [] and same_bits("scale", scale[-8:], want_scale) == []
+    assert same_bits("q", q[-8:], want) == [] and same_bits("scale", scale[-8:], want_scale) == []
     found = fp8.fp8_group_both(x, ragged(M - 8, M))
-    assert same_fp8("q", found.q[-8:], want) == [] and same_bits("scale", found.scale[-8:], want_scale) == []
-    assert same_fp8("q_t", found.q_t[-8:], quantised(tail, 0)[0]) == []
+    assert same_bits("q", found.q[-8:], want) == [] and same_bits("scale", found.scale[-8:], want_scale) == []
+    assert same_bits("q_t", found.q_t[-8:], quantised(tail, 0)[0]) == []
     del found
     assert torch.equal(fp8.fp8_transpose_2d(q)[:, -8:].view(torch.uint8), q[-8:].t().view(torch.uint8))
     w = x.view(4, M // 4, K).transpose(1, 2)
     q, scale = fp8.fp8_colwise_3d(w)
-    assert same_fp8("q", q[-1, :, -8:], want.t()) == [] and same_bits("scale", scale[-1, :, -8:], want_scale.t()) == []
+    assert same_bits("q", q[-1, :, -8:], want.t()) == [] and same_bits("scale", scale[-1, :, -8:], want_scale.t()) == []
     out = fp8.fp8_tensorwise_3d(w, layout="both")
     assert out.q is not None and out.q_t is not None
     want = (tail.float() * out.scale[-1]).to(torch.float8_e4m3fn)
     assert same_bits("scale", out.scale[-1:], reference.scale_of(w[-1].abs().amax(), "e4m3", True)[None]) == []
-    assert same_fp8("q", out.q[-1, :, -8:], want.t()) == [] and same_fp8("q_t", out.q_t[-1, -8:], want) == []
+    assert same_bits("q", out.q[-1, :, -8:], want.t()) == [] and same_bits("q_t", out.q_t[-1, -8:], want) == []
 
 
 X = torch.zeros(4, 6, dtype=torch.bfloat16)
@@ -291,9 +314,7 @@ def test_both_layouts_in_one_launch_and_in_two(K: int, lag: int, together: bool,
     config = fp8.BothConfig(rows=16, step=4, cols=32, warps=1, lag=lag)
     want = both.both_reference({"w": w, "fp8_format": "e4m3", "pow2": True, "inverse": False})
     found = fp8.fp8_rowwise_3d_both(w, config=config)._asdict()
-    for name in ("q", "q_t"):
-        assert same_fp8(name, found[name], want[name]) == []
-    for name in ("scale", "scale_t"):
+    for name in ("q", "q_t", "scale", "scale_t"):
         assert same_bits(name, found[name], want[name]) == []
     assert not counted.any()
 
@@ -329,8 +350,8 @@ def test_groups_in_both_layouts_in_one_launch_and_in_two(
     options = {"fp8_format": "e4m3", "pow2": True, "inverse": False}
     want = group_both.both_reference({"x": x[: ends[-1]], "offs": ragged(*ends), **options})
     found = fp8.fp8_group_both(x, ragged(*ends), config=config)
-    for name, compare in (("q", same_fp8), ("q_t", same_fp8), ("scale", same_bits)):
-        assert compare(name, getattr(found, name)[: ends[-1]], want[name]) == []
+    for name in ("q", "q_t", "scale"):
+        assert same_bits(name, getattr(found, name)[: ends[-1]], want[name]) == []
     assert same_bits("scale_t", found.scale_t, want["scale_t"]) == []
     assert not counted.any()
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kerneltune.kernel_lib.agreement import same_bits, same_fp8
+from kerneltune.kernel_lib.agreement import same_bits
 from kerneltune.ops import multi_cast_transpose as multi
 from kerneltune.ops.multi_cast_transpose import MultiCastConfig, multi_cast_transpose
 
@@ -24,7 +24,7 @@ def scalars(count: int) -> tuple[torch.Tensor, torch.Tensor]:
 def agrees(xs: list[torch.Tensor], scales: torch.Tensor, amaxes: torch.Tensor, out: multi.MultiCast) -> None:
     for i, x in enumerate(xs):
         want = (x.float() * scales[i]).clamp(-448, 448).to(torch.float8_e4m3fn)
-        assert same_fp8(f"q{i}", out.casts[i], want) == []
+        assert same_bits(f"q{i}", out.casts[i], want) == []
         assert same_bits(f"qt{i}", out.transposes[i], out.casts[i].t().contiguous()) == []
         assert float(amaxes[i]) == float(x.float().abs().max())
     assert torch.allclose(out.scale_inv, 1 / scales, rtol=1e-6)
@@ -61,7 +61,7 @@ def test_given_outputs_are_written_in_place_and_amax_is_never_cleared() -> None:
     outputs = list(zip(first.casts, first.transposes, strict=True))
     again = multi_cast_transpose(xs, scales, amaxes, outputs=outputs, config=SMALL)
     assert [q.data_ptr() for q in again.casts] == [q.data_ptr() for q in first.casts]
-    assert same_fp8("q0", first.casts[0], (xs[0].float() * scales[0]).clamp(-448, 448).to(torch.float8_e4m3fn)) == []
+    assert same_bits("q0", first.casts[0], (xs[0].float() * scales[0]).clamp(-448, 448).to(torch.float8_e4m3fn)) == []
     assert torch.equal(amaxes, kept)
 
 
