@@ -12,7 +12,7 @@ from kerneltune import ops, sweep
 from kerneltune.kernel_lib.agreement import same_bits
 from kerneltune.measuring.check import Checker
 from kerneltune.ops import fp8
-from kerneltune.ops.fp8 import both, custom, early_kernels, group_both, peers, reference
+from kerneltune.ops.fp8 import both, common, custom, early_kernels, group_both, peers, reference
 from kerneltune.spec import Case
 
 OPS = ops.load()
@@ -214,7 +214,9 @@ def test_more_than_two_to_the_31_elements() -> None:
 X = torch.zeros(4, 6, dtype=torch.bfloat16)
 W = torch.zeros(2, 6, 4, dtype=torch.bfloat16)
 TALL = torch.zeros(1 << 21, 1, dtype=torch.bfloat16)
-APART = torch.empty_strided((2, 6), (1 << 24, 1), dtype=torch.bfloat16)
+APART = torch.empty_strided((2, 6), (1 << 28, 1), dtype=torch.bfloat16, device="meta")
+END = torch.empty(1, dtype=torch.int32, device="meta")
+ROWS = fp8.RowConfig(rows=16, cols=64, warps=1, ctas=0, stages=1, reload=False)
 STRIDED = torch.tensor([2, 3, 4, 4], dtype=torch.int32)[::2]
 
 
@@ -239,7 +241,17 @@ STRIDED = torch.tensor([2, 3, 4, 4], dtype=torch.int32)[::2]
         (lambda: fp8.fp8_group_colwise(X, STRIDED), r"offs must be contiguous, got strides \(2,\)"),
         (lambda: fp8.fp8_tensorwise_group(X, STRIDED), "offs must be contiguous"),
         (lambda: fp8.fp8_group_both(X, STRIDED), "offs must be contiguous"),
-        (lambda: fp8.fp8_group_both(APART, ragged(4)), r"rows of x must be less than 16777216 .* \(16777216, 1\)"),
+        (lambda: fp8.fp8_group_both(APART, END), r"rows of x must be less than 16777216 .* of 128, got strides \(268435456, 1\)"),
+        (lambda: fp8.fp8_group_colwise(APART, END), "rows of x must be less than 33554432 numbers apart in tiles of 128"),
+        (lambda: fp8.fp8_group_colwise_dual(X.to("meta")[:2], APART, END), "rows of x must be less than 33554432 numbers apart"),
+        (lambda: fp8.fp8_tensorwise_2d(APART), "rows of x must be less than 67108864 numbers apart in tiles of 64"),
+        (lambda: fp8.fp8_tensorwise_2d(APART, pow2=False), "rows of x must be less than 67108864 numbers apart"),
+        (lambda: fp8.fp8_tensorwise_group(APART, END), "rows of x must be less than 67108864 numbers apart"),
+        (lambda: fp8.fp8_rowwise_2d(APART), "rows of x must be less than 134217728 numbers apart in tiles of 16"),
+        (
+            lambda: fp8.fp8_rowwise_2d(APART, "e5m2", config=replace(ROWS, rows=64)),
+            "less than 33554432 numbers apart in tiles of 64",
+        ),
         (
             lambda: fp8.fp8_group_colwise_dual(X, X[:3], ragged(4)),
             r"x2 must be \(4, N\) .* as x1 is, got \(3, 6\)",
@@ -256,13 +268,45 @@ def test_wrong_arguments_are_named(call, message: str) -> None:  # type: ignore[
         call()
 
 
+@pytest.mark.parametrize("where", ["cuda", "cpu"])
+@pytest.mark.parametrize("name", ["e4m3fnuz", "e5m2fnuz"])
+def test_types_that_the_device_has_not_are_named(name: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.device(where)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert common.Cast(name, True, False, x).dtype == reference.FP8[name]
+    monkeypatch.setattr(torch.version, "hip", None)
+    if where == "cpu":
+        assert common.Cast(name, True, False, x).dtype == reference.FP8[name]
+        return
+    with pytest.raises(ValueError, match=f"fp8_format='{name}' needs an AMD GPU .gfx942., got a tensor on cuda"):
+        common.Cast(name, True, False, x)
+
+
+@pytest.mark.parametrize("stride", [6, 7])
+def test_a_single_row_may_have_any_stride(stride: int) -> None:
+    x = reference.values((3, stride), torch.bfloat16, WHERE, seed=6)[:1, :6]
+    want, scale = quantised(x.reshape(1, -1), 1)
+    out = fp8.fp8_tensorwise_2d(x, layout="both")
+    assert out.q is not None and same_bits("q", out.q, want) == [] and same_bits("scale", out.scale, scale[0]) == []
+    down, scale = quantised(x, 0)
+    q_t, scale_t = fp8.fp8_group_colwise(x, ragged(1))
+    assert same_bits("q_t", q_t, down) == [] and same_bits("scale_t", scale_t, scale[0]) == []
+    found = fp8.fp8_group_both(x, ragged(1))
+    assert same_bits("q", found.q, want) == [] and same_bits("q_t", found.q_t, down) == []
+
+
 @pytest.mark.skipif(WHERE == "cuda", reason="an assertion on a GPU ends its context")
-@pytest.mark.parametrize("ends", [(12, 8), (8, 21)])
+@pytest.mark.parametrize("ends", [(12, 8), (8, 21), (8, 19)])
 @pytest.mark.parametrize("cast", [fp8.fp8_group_both, fp8.fp8_group_colwise, fp8.fp8_tensorwise_group])
 def test_offsets_are_asserted_where_asked(cast, ends: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(triton.knobs.runtime, "debug", True)
     cast(X8, ragged(8, 20))
-    with pytest.raises(RuntimeError, match="offs decrease or exceed M"):
+    if cast is fp8.fp8_group_both and ends == (8, 19):
+        cast(X8, ragged(*ends))  # rows behind the last group are left out
+        return
+    with pytest.raises(
+        RuntimeError, match="offs decrease or " + ("exceed M" if cast is fp8.fp8_group_both else "do not end at M")
+    ):
         cast(X8, ragged(*ends))
 
 
