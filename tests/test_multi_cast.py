@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kerneltune.kernel_lib.agreement import same_bits
+from kerneltune.kernel_lib.tl_lib import FP8_DTYPES
 from kerneltune.ops import multi_cast_transpose as multi
 from kerneltune.ops.multi_cast_transpose import MultiCastConfig, multi_cast_transpose
 
@@ -21,12 +22,19 @@ def scalars(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.linspace(2.0, 40.0, count, device=WHERE), torch.zeros(count, device=WHERE)
 
 
-def agrees(xs: list[torch.Tensor], scales: torch.Tensor, amaxes: torch.Tensor, out: multi.MultiCast) -> None:
+def agrees(
+    xs: list[torch.Tensor],
+    scales: torch.Tensor,
+    amaxes: torch.Tensor,
+    out: multi.MultiCast,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+) -> None:
+    limit = torch.finfo(dtype).max
     for i, x in enumerate(xs):
-        want = (x.float() * scales[i]).clamp(-448, 448).to(torch.float8_e4m3fn)
+        want = (x.float() * scales[i]).clamp(-limit, limit).to(dtype)
         assert same_bits(f"q{i}", out.casts[i], want) == []
         assert same_bits(f"qt{i}", out.transposes[i], out.casts[i].t().contiguous()) == []
-        assert float(amaxes[i]) == float(x.float().abs().max())
+        assert float(amaxes[i]) == float(x.float().abs().nan_to_num(0.0, torch.inf).max())
     assert torch.allclose(out.scale_inv, 1 / scales, rtol=1e-6)
 
 
@@ -70,6 +78,28 @@ def test_a_weight_of_nothing_only_gets_its_scale() -> None:
     scales, amaxes = scalars(2)
     out = multi_cast_transpose(xs, scales, amaxes, config=SMALL)
     assert torch.allclose(out.scale_inv, 1 / scales, rtol=1e-6) and float(amaxes[0]) == 0.0 and out.transposes[0].shape == (16, 0)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (65, 70), (1, 1), (16, 160)])
+def test_nan_and_infinity_are_cast_and_only_infinity_raises_amax(shape: tuple[int, int]) -> None:
+    xs = weights(*[shape] * 4)
+    xs[0].fill_(torch.nan)
+    xs[1][0, 0] = torch.nan
+    xs[2][-1, 0], xs[3][0, -1] = torch.inf, -torch.inf
+    scales, amaxes = scalars(4)
+    # tiles wider than the matrices: of one full of NaN Triton's interpreter, other than a GPU, takes NaN for the maximum
+    wide = replace(SMALL, cols=256)
+    agrees(xs, scales, amaxes, multi_cast_transpose(xs, scales, amaxes, config=wide))
+    assert float(amaxes[0]) == 0.0 and amaxes[2:].isinf().all()
+
+
+@pytest.mark.parametrize("fp8_format", ["e5m2", *(["e4m3fnuz", "e5m2fnuz"] if WHERE == "cpu" or torch.version.hip else [])])
+def test_other_formats(fp8_format: str) -> None:
+    xs = weights((64, 32), (33, 20))
+    xs[0][0, :4] = torch.tensor([torch.nan, -torch.inf, -1e-30, 1e30])
+    scales, amaxes = scalars(2)
+    out = multi_cast_transpose(xs, scales, amaxes, fp8_format, config=SMALL)
+    agrees(xs, scales, amaxes, out, FP8_DTYPES[fp8_format])
 
 
 @pytest.mark.parametrize(

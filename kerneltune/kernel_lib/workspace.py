@@ -25,8 +25,8 @@ def workspace(slots: int, device: torch.device) -> torch.Tensor:
     """(≥ slots + header,) int64 for the next launch on the current stream.
 
     Launches on one stream follow each other and share a workspace: each marks its words with the number of its launch, so
-    nothing has to be cleared but once in 2^31 launches. A CUDA graph has a workspace of its own, cleared once at the start of every replay, so that
-    graphs may be replayed side by side.
+    nothing has to be cleared but once in 2^31 launches. A CUDA graph has a workspace of its own, cleared once at the start of
+    every replay, so that graphs may be replayed side by side.
     """
     return _memory(slots + HEADER_WORDS, device, "slots")
 
