@@ -1,5 +1,7 @@
 """FP8 quantisation: layouts, special values, ragged groups, bad arguments, large tensors, torch operators."""
 
+import subprocess
+import sys
 from collections import defaultdict
 from dataclasses import replace
 from functools import partial
@@ -343,6 +345,35 @@ def test_operators_have_fakes_that_tell_shapes_and_strides(operator, arguments) 
     if arguments[0].dtype.itemsize > 1:  # the schema test multiplies the inputs, which torch cannot for fp8
         tests.append("test_schema")
     torch.library.opcheck(operator, arguments, test_utils=tests)
+
+
+def test_the_documented_import_registers_every_operator() -> None:
+    """In a process of its own, where no test has imported anything else."""
+    names = [*(operator._name for operator, _ in OPERATORS), "multi_cast_transpose", "multi_cast_transpose_out"]
+    code = "import sys, torch, kerneltune.nn\nfor name in sys.argv[1:]: getattr(torch.ops.kerneltune, name).default"
+    done = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_operators_compile_without_a_graph_break() -> None:
+    fp8_ops = torch.ops.kerneltune
+
+    def cast(x: torch.Tensor, offs: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        return [*fp8_ops.fp8_tensorwise_group(x, offs, "e5m2", "both"), *fp8_ops.fp8_rowwise_3d_both(w)]
+
+    compiled = torch.compile(cast, fullgraph=True, backend="aot_eager")
+    for got, want in zip(compiled(X8, OFFS, W8), cast(X8, OFFS, W8), strict=True):
+        assert same_bits("", got, want) == [] and got.stride() == want.stride()
+
+
+@pytest.mark.parametrize(("operator", "arguments"), OPERATORS[:-1], ids=lambda v: getattr(v, "_name", ""))
+def test_fakes_name_what_the_operator_would(operator, arguments) -> None:  # type: ignore[no-untyped-def]
+    tensors = [t.to("meta") for t in arguments if isinstance(t, torch.Tensor)]
+    with pytest.raises(ValueError, match="fp8_format must be one of e4m3.*'e3m4'"):
+        operator(*tensors, "e3m4")
+    if "tensorwise" in operator._name:
+        with pytest.raises(ValueError, match="layout must be one of row, col, both, got layout='diagonal'"):
+            operator(*tensors, "e4m3", "diagonal")
 
 
 @pytest.mark.parametrize("K", [40, 67])

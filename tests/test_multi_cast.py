@@ -8,7 +8,7 @@ import torch
 from kerneltune.kernel_lib.agreement import same_bits
 from kerneltune.kernel_lib.tl_lib import FP8_DTYPES
 from kerneltune.ops import multi_cast_transpose as multi
-from kerneltune.ops.multi_cast_transpose import MultiCastConfig, multi_cast_transpose
+from kerneltune.ops.multi_cast_transpose import MultiCastConfig, custom, multi_cast_transpose
 
 WHERE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = MultiCastConfig(rows=64, cols=64, group=2, warps=4, ctas=0, stages=1)
@@ -122,6 +122,43 @@ def test_wrong_arguments_are_named(change: dict[str, object], text: str) -> None
     with pytest.raises(ValueError) as caught:
         multi_cast_transpose(**arguments)  # type: ignore[arg-type]
     assert str(caught.value).startswith(text), str(caught.value)
+
+
+def given(xs: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    casts = [torch.zeros_like(x, dtype=torch.float8_e4m3fn) for x in xs]
+    return casts, [cast.t().contiguous() for cast in casts]
+
+
+def test_the_operator_of_torch_has_a_fake_and_compiles() -> None:
+    xs = weights((32, 64), (33, 20))
+    scales, amaxes = scalars(2)
+    torch.library.opcheck(custom.multi_cast_transpose, (xs, scales, amaxes), test_utils=["test_schema", "test_faketensor"])
+    compiled = torch.compile(lambda *t: torch.ops.kerneltune.multi_cast_transpose(*t), fullgraph=True, backend="aot_eager")
+    *out, raised = compiled(xs, scales, amaxes)
+    agrees(xs, scales, raised, multi.MultiCast(*out))
+    assert not amaxes.any()
+    with pytest.raises(ValueError, match="fp8_format must be one of e4m3.*'e3m4'"):
+        custom.multi_cast_transpose([x.to("meta") for x in xs], scales.to("meta"), amaxes.to("meta"), "e3m4")
+
+
+@pytest.mark.parametrize("skipped", [False, True])
+def test_the_operator_of_torch_writes_in_place_and_compiles(skipped: bool) -> None:
+    xs = weights((32, 64), (16, 48))
+    scales, amaxes = scalars(2)
+    skip, scale_inv = torch.full((1,), float(skipped), device=WHERE), torch.zeros_like(scales)
+    casts, transposes = given(xs)
+    arguments = (xs, scales, amaxes, casts, transposes, scale_inv, skip)
+    torch.library.opcheck(
+        custom.multi_cast_transpose_out, arguments, test_utils=["test_faketensor", "test_autograd_registration"]
+    )
+    for t in (*casts, *transposes, scale_inv, amaxes):
+        t.view(torch.uint8).zero_()
+    compiled = torch.compile(lambda *t: torch.ops.kerneltune.multi_cast_transpose_out(*t), fullgraph=True, backend="aot_eager")
+    compiled(*arguments)
+    if skipped:
+        assert not any(t.float().any() for t in (*casts, *transposes, scale_inv, amaxes))
+    else:
+        agrees(xs, scales, amaxes, multi.MultiCast(casts, transposes, scale_inv))
 
 
 @pytest.mark.gpu
