@@ -14,7 +14,7 @@ from kerneltune import ops, sweep
 from kerneltune.kernel_lib.agreement import same_bits
 from kerneltune.measuring.check import Checker
 from kerneltune.ops import fp8
-from kerneltune.ops.fp8 import both, common, custom, early_kernels, group_both, peers, reference
+from kerneltune.ops.fp8 import both, common, custom, early_kernels, flat, group_both, groups, peers, reference, rows, tensorwise
 from kerneltune.spec import Case
 
 OPS = ops.load()
@@ -145,6 +145,52 @@ def test_scales_are_of_the_largest_wherever_it_lies(at: int, K: int) -> None:
             assert same_bits("q", out.q[start:end], want.view(-1, K)) == []
             assert same_bits("scale", out.scale[i], scale[0, 0]) == []
         assert torch.equal(out.q_t.view(torch.uint8), out.q.view(torch.uint8))
+
+
+@pytest.mark.parametrize("run", [flat.run, flat.run_staged])
+@pytest.mark.parametrize("ends", [(0, 18, 18, 40), (40,), (1, 2, 40, 40)], ids=str)
+def test_blocks_of_elements_may_hold_several_groups(run, ends: tuple[int, ...]) -> None:  # type: ignore[no-untyped-def]
+    x = reference.values((40, 35), torch.bfloat16, WHERE, seed=8)
+    inputs = {"x": x, "offs": ragged(*ends), "fp8_format": "e4m3", "pow2": False, "inverse": False, "layout": "both"}
+    found = run(inputs, flat.FlatConfig(block=64, warps=1))
+    for name, want in tensorwise.group_reference(inputs).items():
+        assert same_bits(name, found[name], want) == []
+
+
+FNUZ_RUNS = {
+    "rows": (rows.run_rows, rows.rows_reference),
+    "weights": (rows.run_weights, rows.weights_reference),
+    "weights transposed": (groups.run_weights, groups.weight_reference),
+    "weights in both layouts": (both.run_both, both.both_reference),
+    "groups": (groups.run_group, groups.group_reference),
+    "groups in both layouts": (group_both.run, group_both.both_reference),
+    "tensor": (tensorwise.run_matrix, tensorwise.matrix_reference),
+    "experts": (tensorwise.run_weights, tensorwise.weight_reference),
+    "tensors of groups": (tensorwise.run_group, tensorwise.group_reference),
+}
+
+
+@pytest.mark.skipif(WHERE == "cuda" and not torch.version.hip, reason="NVIDIA's GPUs have no fnuz types")
+@pytest.mark.parametrize(("fp8_format", "pow2"), [("e4m3fnuz", True), ("e5m2fnuz", False)])
+@pytest.mark.parametrize("name", FNUZ_RUNS)
+def test_fnuz_types_are_exact(name: str, fp8_format: str, pow2: bool) -> None:
+    """-0 is 0 there, and what would be -0 elsewhere is NaN."""
+    x = reference.values((21, 34), torch.bfloat16, WHERE, seed=1)
+    x[3], x[4, :5] = -0.0, -1e-30
+    w = reference.values((2, 20, 36), torch.bfloat16, WHERE, seed=2, special=True).transpose(1, 2)
+    inputs = {
+        "x": x,
+        "w": w,
+        "offs": ragged(5, 5, 21),
+        "fp8_format": fp8_format,
+        "pow2": pow2,
+        "inverse": False,
+        "layout": "both",
+    }
+    run, formula = FNUZ_RUNS[name]
+    found = run(inputs, None)
+    for output, want in formula(inputs).items():
+        assert same_bits(output, found[output], want) == []
 
 
 @pytest.mark.skipif(WHERE == "cuda", reason="there tiles arrive in any order")
