@@ -95,6 +95,15 @@ def language_patched_once_per_launch() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def exact_casts() -> Iterator[None]:
+    """Casts of fp32 to fp8 round as a GPU's do, wherever a test launches."""
+    from kerneltune.kernel_lib import interpreted
+
+    with interpreted.exact_casts():
+        yield
+
+
 @pytest.fixture
 def configs_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty config cache of this test's own."""
@@ -118,22 +127,3 @@ def setting(tmp_path: Path) -> Iterator["Setting"]:
     cache.clear()
     yield Setting(tmp_path)
     cache.clear()
-
-
-@pytest.fixture
-def exact_casts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Casts of fp32 to fp8 round to nearest even, as a GPU's do; Triton's interpreter (3.7.1) loses the carry of some."""
-    if HAS_GPU:
-        return
-    from triton.runtime import interpreter
-
-    convert = interpreter._convert_float
-    fp8 = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
-
-    def rounded(data, source, target, rounding):  # type: ignore[no-untyped-def]
-        dtype = fp8.get(target.name)
-        if dtype is None or source.name != "fp32":
-            return convert(data, source, target, rounding)
-        return torch.from_numpy(data.copy()).to(dtype).view(torch.uint8).numpy()
-
-    monkeypatch.setattr(interpreter, "_convert_float", rounded)

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kerneltune.kernel_lib.agreement import same_bits, same_fp8
+from kerneltune.kernel_lib.agreement import same_bits
+from kerneltune.kernel_lib.tl_lib import FP8_DTYPES
 from kerneltune.ops import multi_cast_transpose as multi
-from kerneltune.ops.multi_cast_transpose import MultiCastConfig, multi_cast_transpose
+from kerneltune.ops.multi_cast_transpose import MultiCastConfig, custom, multi_cast_transpose
 
 WHERE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = MultiCastConfig(rows=64, cols=64, group=2, warps=4, ctas=0, stages=1)
@@ -21,12 +22,19 @@ def scalars(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.linspace(2.0, 40.0, count, device=WHERE), torch.zeros(count, device=WHERE)
 
 
-def agrees(xs: list[torch.Tensor], scales: torch.Tensor, amaxes: torch.Tensor, out: multi.MultiCast) -> None:
+def agrees(
+    xs: list[torch.Tensor],
+    scales: torch.Tensor,
+    amaxes: torch.Tensor,
+    out: multi.MultiCast,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+) -> None:
+    limit = torch.finfo(dtype).max
     for i, x in enumerate(xs):
-        want = (x.float() * scales[i]).clamp(-448, 448).to(torch.float8_e4m3fn)
-        assert same_fp8(f"q{i}", out.casts[i], want) == []
+        want = (x.float() * scales[i]).clamp(-limit, limit).to(dtype)
+        assert same_bits(f"q{i}", out.casts[i], want) == []
         assert same_bits(f"qt{i}", out.transposes[i], out.casts[i].t().contiguous()) == []
-        assert float(amaxes[i]) == float(x.float().abs().max())
+        assert float(amaxes[i]) == float(x.float().abs().nan_to_num(0.0, torch.inf).max())
     assert torch.allclose(out.scale_inv, 1 / scales, rtol=1e-6)
 
 
@@ -61,7 +69,7 @@ def test_given_outputs_are_written_in_place_and_amax_is_never_cleared() -> None:
     outputs = list(zip(first.casts, first.transposes, strict=True))
     again = multi_cast_transpose(xs, scales, amaxes, outputs=outputs, config=SMALL)
     assert [q.data_ptr() for q in again.casts] == [q.data_ptr() for q in first.casts]
-    assert same_fp8("q0", first.casts[0], (xs[0].float() * scales[0]).clamp(-448, 448).to(torch.float8_e4m3fn)) == []
+    assert same_bits("q0", first.casts[0], (xs[0].float() * scales[0]).clamp(-448, 448).to(torch.float8_e4m3fn)) == []
     assert torch.equal(amaxes, kept)
 
 
@@ -70,6 +78,28 @@ def test_a_weight_of_nothing_only_gets_its_scale() -> None:
     scales, amaxes = scalars(2)
     out = multi_cast_transpose(xs, scales, amaxes, config=SMALL)
     assert torch.allclose(out.scale_inv, 1 / scales, rtol=1e-6) and float(amaxes[0]) == 0.0 and out.transposes[0].shape == (16, 0)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (65, 70), (1, 1), (16, 160)])
+def test_nan_and_infinity_are_cast_and_only_infinity_raises_amax(shape: tuple[int, int]) -> None:
+    xs = weights(*[shape] * 4)
+    xs[0].fill_(torch.nan)
+    xs[1][0, 0] = torch.nan
+    xs[2][-1, 0], xs[3][0, -1] = torch.inf, -torch.inf
+    scales, amaxes = scalars(4)
+    # tiles wider than the matrices: of one full of NaN Triton's interpreter, other than a GPU, takes NaN for the maximum
+    wide = replace(SMALL, cols=256)
+    agrees(xs, scales, amaxes, multi_cast_transpose(xs, scales, amaxes, config=wide))
+    assert float(amaxes[0]) == 0.0 and amaxes[2:].isinf().all()
+
+
+@pytest.mark.parametrize("fp8_format", ["e5m2", *(["e4m3fnuz", "e5m2fnuz"] if WHERE == "cpu" or torch.version.hip else [])])
+def test_other_formats(fp8_format: str) -> None:
+    xs = weights((64, 32), (33, 20))
+    xs[0][0, :4] = torch.tensor([torch.nan, -torch.inf, -1e-30, 1e30])
+    scales, amaxes = scalars(2)
+    out = multi_cast_transpose(xs, scales, amaxes, fp8_format, config=SMALL)
+    agrees(xs, scales, amaxes, out, FP8_DTYPES[fp8_format])
 
 
 @pytest.mark.parametrize(
@@ -92,6 +122,43 @@ def test_wrong_arguments_are_named(change: dict[str, object], text: str) -> None
     with pytest.raises(ValueError) as caught:
         multi_cast_transpose(**arguments)  # type: ignore[arg-type]
     assert str(caught.value).startswith(text), str(caught.value)
+
+
+def given(xs: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    casts = [torch.zeros_like(x, dtype=torch.float8_e4m3fn) for x in xs]
+    return casts, [cast.t().contiguous() for cast in casts]
+
+
+def test_the_operator_of_torch_has_a_fake_and_compiles() -> None:
+    xs = weights((32, 64), (33, 20))
+    scales, amaxes = scalars(2)
+    torch.library.opcheck(custom.multi_cast_transpose, (xs, scales, amaxes), test_utils=["test_schema", "test_faketensor"])
+    compiled = torch.compile(lambda *t: torch.ops.kerneltune.multi_cast_transpose(*t), fullgraph=True, backend="aot_eager")
+    *out, raised = compiled(xs, scales, amaxes)
+    agrees(xs, scales, raised, multi.MultiCast(*out))
+    assert not amaxes.any()
+    with pytest.raises(ValueError, match="fp8_format must be one of e4m3.*'e3m4'"):
+        custom.multi_cast_transpose([x.to("meta") for x in xs], scales.to("meta"), amaxes.to("meta"), "e3m4")
+
+
+@pytest.mark.parametrize("skipped", [False, True])
+def test_the_operator_of_torch_writes_in_place_and_compiles(skipped: bool) -> None:
+    xs = weights((32, 64), (16, 48))
+    scales, amaxes = scalars(2)
+    skip, scale_inv = torch.full((1,), float(skipped), device=WHERE), torch.zeros_like(scales)
+    casts, transposes = given(xs)
+    arguments = (xs, scales, amaxes, casts, transposes, scale_inv, skip)
+    torch.library.opcheck(
+        custom.multi_cast_transpose_out, arguments, test_utils=["test_faketensor", "test_autograd_registration"]
+    )
+    for t in (*casts, *transposes, scale_inv, amaxes):
+        t.view(torch.uint8).zero_()
+    compiled = torch.compile(lambda *t: torch.ops.kerneltune.multi_cast_transpose_out(*t), fullgraph=True, backend="aot_eager")
+    compiled(*arguments)
+    if skipped:
+        assert not any(t.float().any() for t in (*casts, *transposes, scale_inv, amaxes))
+    else:
+        agrees(xs, scales, amaxes, multi.MultiCast(casts, transposes, scale_inv))
 
 
 @pytest.mark.gpu

@@ -4,7 +4,10 @@ import pytest
 import torch
 
 from kerneltune.kernel_lib import launch
+from kerneltune.kernel_lib import workspace as workspaces
 from kerneltune.kernel_lib.workspace import HEADER_WORDS, workspace
+from kerneltune.ops import fp8
+from kerneltune.ops.fp8 import groups, tensorwise
 from kerneltune.ops.rmsnorm import optimized, rmsnorm_fwd
 from kerneltune.ops.rmsnorm.configs import FwdConfig
 
@@ -41,6 +44,32 @@ def test_a_workspace_without_a_gpu_is_not_shared() -> None:
 
 def test_a_meta_workspace_has_no_memory() -> None:
     assert workspace(8, torch.device("meta")).is_meta
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("op", ["early", "twice", "columns"])
+def test_launches_are_numbered_anew_before_their_numbers_come_round(
+    op: str, fresh: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a workspace that is two launches short of 2^32; of a new one, which is cleared as often."""
+    where = torch.device("cuda", 0) if torch.cuda.is_available() else CPU
+    monkeypatch.setattr(workspaces, "_LAUNCHES_NUMBERED", 3)
+    with torch.inference_mode(fresh):
+        shared = workspaces._Shared(SMALLEST, where)
+    number = shared._memory.view(torch.int32)[:1]
+    number.fill_(0 if fresh else -3)
+    for module in (tensorwise, groups):
+        monkeypatch.setattr(module, "workspace", lambda *_: shared.next())
+    numbers = []
+    for exponent in range(5):
+        x = torch.full((16, 16), 2.0**-exponent, dtype=torch.bfloat16, device=where)
+        if op == "columns":
+            scale = fp8.fp8_group_colwise(x, torch.tensor([16], dtype=torch.int32, device=where))[1]
+        else:
+            scale = fp8.fp8_tensorwise_2d(x, pow2=op == "early").scale
+        assert (scale == (448 if op == "twice" else 256) * 2.0**exponent).all()
+        numbers.append(int(number))
+    assert numbers == ([1, 2, 1, 2, 3] if fresh else [-2, -1, 1, 2, 3])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's two launches")

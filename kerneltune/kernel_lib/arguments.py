@@ -3,6 +3,8 @@
 May import torch and triton.
 """
 
+from collections.abc import Collection
+
 import torch
 from triton import knobs
 
@@ -43,6 +45,29 @@ def check_like(name: str, t: torch.Tensor, shape: tuple[int, ...], dtype: torch.
         raise ValueError(f"{name} must be contiguous, got strides {t.stride()}")
 
 
+def check_format(fp8_format: str, known: Collection[str], where: torch.device) -> None:
+    """One of the known fp8 formats, which the device has: NVIDIA's GPUs have no fnuz types.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if fp8_format not in known:
+        raise ValueError(f"fp8_format must be one of {', '.join(known)}, got {fp8_format=}")
+    if where.type == "cuda" and torch.version.hip is None and fp8_format.endswith("fnuz"):
+        raise ValueError(f"{fp8_format=} needs an AMD GPU (gfx942), got a tensor on {where}")
+
+
+def check_apart(name: str, x: torch.Tensor, rows: int, numbers: int = 1) -> None:
+    """A matrix of which kernels take tiles of `rows`, inside of which they count words of some numbers in 31 bits.
+
+    Raises:
+        ValueError: its rows lie further apart.
+    """
+    apart = (1 << 31) // rows * numbers
+    if x.shape[0] > 1 and x.stride(0) >= apart:
+        raise ValueError(f"rows of {name} must be less than {apart} numbers apart in tiles of {rows}, got strides {x.stride()}")
+
+
 def check_turned(name: str, rows: int) -> None:
     """Rows of a matrix whose transpose is written: kernels count the bytes of a tile of 1024 of its columns in 31 bits.
 
@@ -72,5 +97,5 @@ def debugging() -> bool:
 
 def in_pairs(x: torch.Tensor) -> bool:
     """Whether the rows of x (M, N) are 16-bit numbers that can be read two by two, as int32."""
-    even = x.shape[1] % 2 == 0 and (x.stride(0) % 2 == 0 or x.shape[0] == 1) and x.storage_offset() % 2 == 0
+    even = x.shape[1] % 2 == 0 and x.stride(0) % 2 == 0 and x.storage_offset() % 2 == 0
     return x.element_size() == 2 and even

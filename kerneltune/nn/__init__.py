@@ -1,9 +1,12 @@
 """What a model imports: functions with autograd and modules, built from the operators.
 
 The functions are custom operators of torch's, so they compile without a graph break, and so do modules; but for delayed scaling,
-weights kept from microbatch to microbatch, and converted modules of other kinds than GroupedLinear. May import torch and ops.
+weights kept from microbatch to microbatch, and converted modules of other kinds than GroupedLinear. Importing this also registers
+the casts, `kerneltune::fp8_…` and `kerneltune::multi_cast_transpose`, as operators of torch's. May import torch and ops.
 """
 
+import kerneltune.ops.fp8.custom
+import kerneltune.ops.multi_cast_transpose.custom  # noqa: F401
 from kerneltune.nn.alignment import aligned_groups
 from kerneltune.nn.convert import convert_to_fp8_training
 from kerneltune.nn.delayed import DelayedScaling, update_scales

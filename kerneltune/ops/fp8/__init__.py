@@ -88,6 +88,9 @@ def _tensorwise(
         module="kerneltune.ops.fp8.tensorwise",
         variants=(
             Variant("baseline", flat.run, flat.FlatConfig, flat.space, default=flat.default, unsupported=torchao.nothing_to_do),
+            Variant(
+                "staged", flat.run_staged, flat.FlatConfig, flat.space, default=flat.default, unsupported=torchao.nothing_to_do
+            ),
             Variant("optimized", run, SegmentConfig, segments.space, segments.valid, default=segments.default),
             *_torch(peers.tensorwise),
         ),

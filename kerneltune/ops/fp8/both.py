@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kerneltune import cache
-from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, in_pairs
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_apart, in_pairs
 from kerneltune.kernel_lib.launch import on_its_device, resident
 from kerneltune.kernel_lib.tl_lib import INTERPRETED, is_cuda
 from kerneltune.kernel_lib.workspace import counters, workspace
@@ -75,8 +75,8 @@ def fp8_rowwise_3d_both(
 
     Source: torchao's pull request 4389 for the idea, with a scale per row and column instead of one in all.
     """
-    cast = Cast(fp8_format, pow2, inverse)
     check_weights("w", w)
+    cast = Cast(fp8_format, pow2, inverse, w.device)
     E, K, N = w.shape
     given = out or (None, None, None, None)
     q = target("out.q", given[0], (E, N, K), cast.dtype, w.device, turned=True)
@@ -114,6 +114,7 @@ def launch(
         blocks: row programs. tile_blocks: turn programs of every stripe.
         arguments: those of this kernel alone.
     """
+    check_apart("x", x, max(TILE_ROWS, c.rows))
     K, tile_cols = x.shape[1], TILE_COLS_OF_WARP * c.warps
     pairs = 2 if in_pairs(x) else 1
     tiles = tile_blocks * cdiv(K, tile_cols)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kerneltune.kernel_lib.arguments import DTYPE_NAMES, assert_group_ends, debugging
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, assert_group_ends, check_format, debugging
 from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX
 from kerneltune.spec import Option
 
@@ -26,19 +26,19 @@ FREE_GROUP_OPTIONS = tuple(name for name, _ in GROUP_OPTIONS)
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """How numbers become fp8: the type, scales rounded down to powers of two or not, the multiplier returned or 1 / scale.
+    """How numbers become fp8: the type, scales rounded down to powers of two or not, the multiplier returned or 1 / scale; where.
 
     Raises:
-        ValueError: there is no such type.
+        ValueError: there is no such type, or the device has it not.
     """
 
     fp8_format: str
     pow2: bool
     inverse: bool
+    where: torch.device
 
     def __post_init__(self) -> None:
-        if self.fp8_format not in FP8_DTYPES:
-            raise ValueError(f"fp8_format must be one of {', '.join(FP8_DTYPES)}, got fp8_format={self.fp8_format!r}")
+        check_format(self.fp8_format, FP8_DTYPES, self.where)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -70,9 +70,9 @@ def check_weights(name: str, w: torch.Tensor) -> None:
         raise ValueError(f"{name} must be column-major, strides {(w.shape[1] * w.shape[2], 1, w.shape[1])}, got {w.stride()}")
 
 
-def check_offs(offs: torch.Tensor, M: int, where: torch.device) -> None:
+def check_offs(offs: torch.Tensor, M: int, where: torch.device, whole: bool = True) -> None:
     """Group ends (G,) int32 on a device, contiguous, at least one; under TRITON_DEBUG=1 the device asserts that they are ends
-    within M rows.
+    within M rows, the last at M if `whole`.
 
     Raises:
         ValueError: they are not.
@@ -82,7 +82,7 @@ def check_offs(offs: torch.Tensor, M: int, where: torch.device) -> None:
     if offs.shape[0] > 1 and offs.stride(0) != 1:
         raise ValueError(f"offs must be contiguous, got strides {offs.stride()}")
     if debugging():
-        assert_group_ends(offs, M)
+        assert_group_ends(offs, M, whole=whole)
 
 
 def target(

@@ -1,6 +1,6 @@
 """The functions of this package as torch operators `kerneltune::fp8_…` with fakes: what torch.compile and export can trace.
 
-Each has the arguments of the function of its name, without `config`, and returns a list or pair of tensors. None can be
+Each has the arguments of the function of its name, without `config`, and returns a list or tuple of tensors. None can be
 differentiated: quantisation has no gradient of its own. Results that a layout leaves out are absent from the list.
 """
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kerneltune.ops.fp8 import both, group_both, groups, rows, tensorwise, transpose
-from kerneltune.ops.fp8.reference import FP8
+from kerneltune.ops.fp8.common import Cast
 
 
 @torch.library.custom_op("kerneltune::fp8_rowwise_2d", mutates_args=())
@@ -19,7 +19,7 @@ def fp8_rowwise_2d(x: Tensor, fp8_format: str = "e4m3", pow2: bool = True, inver
 
 @fp8_rowwise_2d.register_fake
 def _(x: Tensor, fp8_format: str = "e4m3", pow2: bool = True, inverse: bool = False) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape, dtype=FP8[fp8_format]), _scales(x, x.shape[0], 1)
+    return x.new_empty(x.shape, dtype=_fp8(x, fp8_format)), _scales(x, x.shape[0], 1)
 
 
 @torch.library.custom_op("kerneltune::fp8_colwise_3d", mutates_args=())
@@ -31,7 +31,7 @@ def fp8_colwise_3d(w: Tensor, fp8_format: str = "e4m3", pow2: bool = True, inver
 @fp8_colwise_3d.register_fake
 def _(w: Tensor, fp8_format: str = "e4m3", pow2: bool = True, inverse: bool = False) -> tuple[Tensor, Tensor]:
     E, K, N = w.shape
-    return w.new_empty((E, N, K), dtype=FP8[fp8_format]).transpose(1, 2), _scales(w, E, 1, N)
+    return w.new_empty((E, N, K), dtype=_fp8(w, fp8_format)).transpose(1, 2), _scales(w, E, 1, N)
 
 
 @torch.library.custom_op("kerneltune::fp8_rowwise_3d_transpose", mutates_args=())
@@ -45,7 +45,7 @@ def fp8_rowwise_3d_transpose(
 @fp8_rowwise_3d_transpose.register_fake
 def _(w: Tensor, fp8_format: str = "e4m3", pow2: bool = True, inverse: bool = False) -> tuple[Tensor, Tensor]:
     E, K, N = w.shape
-    return w.new_empty((E, K, N), dtype=FP8[fp8_format]).transpose(1, 2), _scales(w, E, K)
+    return w.new_empty((E, K, N), dtype=_fp8(w, fp8_format)).transpose(1, 2), _scales(w, E, K)
 
 
 @torch.library.custom_op("kerneltune::fp8_rowwise_3d_both", mutates_args=())
@@ -60,7 +60,7 @@ def fp8_rowwise_3d_both(
 @fp8_rowwise_3d_both.register_fake
 def _(w: Tensor, fp8_format: str = "e4m3", pow2: bool = True, inverse: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     E, K, N = w.shape
-    q, q_t = (w.new_empty(shape, dtype=FP8[fp8_format]).transpose(1, 2) for shape in ((E, N, K), (E, K, N)))
+    q, q_t = (w.new_empty(shape, dtype=_fp8(w, fp8_format)).transpose(1, 2) for shape in ((E, N, K), (E, K, N)))
     return q, _scales(w, E, 1, N), q_t, _scales(w, E, K)
 
 
@@ -75,7 +75,7 @@ def fp8_group_colwise(
 @fp8_group_colwise.register_fake
 def _(x: Tensor, offs: Tensor, fp8_format: str = "e4m3", pow2: bool = True, inverse: bool = False) -> tuple[Tensor, Tensor]:
     M, N = x.shape
-    return x.new_empty((N, M), dtype=FP8[fp8_format]).t(), _scales(x, offs.shape[0] * N)
+    return x.new_empty((N, M), dtype=_fp8(x, fp8_format)).t(), _scales(x, offs.shape[0] * N)
 
 
 @torch.library.custom_op("kerneltune::fp8_group_colwise_dual", mutates_args=())
@@ -92,7 +92,7 @@ def _(
     x1: Tensor, x2: Tensor, offs: Tensor, fp8_format: str = "e4m3", pow2: bool = True, inverse: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     (M, N1), N2, G = x1.shape, x2.shape[1], offs.shape[0]
-    q1, q2 = (x1.new_empty((N, M), dtype=FP8[fp8_format]).t() for N in (N1, N2))
+    q1, q2 = (x1.new_empty((N, M), dtype=_fp8(x1, fp8_format)).t() for N in (N1, N2))
     return q1, _scales(x1, G * N1), q2, _scales(x1, G * N2)
 
 
@@ -110,7 +110,7 @@ def _(
     x: Tensor, offs: Tensor, fp8_format: str = "e4m3", pow2: bool = True, inverse: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     (M, K), G = x.shape, offs.shape[0]
-    q, q_t = x.new_empty((M, K), dtype=FP8[fp8_format]), x.new_empty((K, M), dtype=FP8[fp8_format]).t()
+    q, q_t = x.new_empty((M, K), dtype=_fp8(x, fp8_format)), x.new_empty((K, M), dtype=_fp8(x, fp8_format)).t()
     return q, _scales(x, M, 1), q_t, _scales(x, G * K)
 
 
@@ -137,9 +137,9 @@ def fp8_tensorwise_3d(
 
 @fp8_tensorwise_3d.register_fake
 def _(w: Tensor, fp8_format: str = "e4m3", layout: str = "row", pow2: bool = True, inverse: bool = False) -> list[Tensor]:
-    E, K, N = w.shape
-    found = [w.new_empty((E, N, K), dtype=FP8[fp8_format]).transpose(1, 2)] if layout != "col" else []
-    found += [w.new_empty((E, K, N), dtype=FP8[fp8_format]).transpose(1, 2)] if layout != "row" else []
+    (E, K, N), dtype = w.shape, tensorwise.checked(fp8_format, True, False, layout, w.device).dtype
+    found = [w.new_empty((E, N, K), dtype=dtype).transpose(1, 2)] if layout != "col" else []
+    found += [w.new_empty((E, K, N), dtype=dtype).transpose(1, 2)] if layout != "row" else []
     return [*found, _scales(w, E)]
 
 
@@ -169,6 +169,10 @@ def _(x: Tensor) -> Tensor:
     return x.new_empty((x.shape[1], x.shape[0]))
 
 
+def _fp8(x: Tensor, fp8_format: str) -> torch.dtype:
+    return Cast(fp8_format, pow2=True, inverse=False, where=x.device).dtype
+
+
 def _scales(x: Tensor, *shape: int) -> Tensor:
     return x.new_empty(shape, dtype=torch.float32)
 
@@ -178,6 +182,6 @@ def _present(out: tensorwise.SegmentOutput) -> list[Tensor]:
 
 
 def _matrices(x: Tensor, fp8_format: str, layout: str) -> list[Tensor]:
-    M, K = x.shape
-    found = [x.new_empty((M, K), dtype=FP8[fp8_format])] if layout != "col" else []
-    return found + ([x.new_empty((K, M), dtype=FP8[fp8_format]).t()] if layout != "row" else [])
+    (M, K), dtype = x.shape, tensorwise.checked(fp8_format, True, False, layout, x.device).dtype
+    found = [x.new_empty((M, K), dtype=dtype)] if layout != "col" else []
+    return found + ([x.new_empty((K, M), dtype=dtype).t()] if layout != "row" else [])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from kerneltune import cache
-from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_matrix, check_turned, in_pairs
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_apart, check_matrix, check_turned, in_pairs
 from kerneltune.kernel_lib.groups import bounds, group_ends
 from kerneltune.kernel_lib.launch import on_its_device, phases, resident, too_much_shared
 from kerneltune.kernel_lib.tl_lib import TL_DTYPES
@@ -74,8 +74,8 @@ def fp8_rowwise_3d_transpose(
 
     Source: torchao's triton_fp8_rowwise_3d_transpose_rhs.
     """
-    cast = Cast(fp8_format, pow2, inverse)
     check_weights("w", w)
+    cast = Cast(fp8_format, pow2, inverse, w.device)
     E, K, N = w.shape
     given_q, given_scale = out or (None, None)
     q = target("out[0]", given_q, (E, K, N), cast.dtype, w.device, turned=True)
@@ -102,8 +102,10 @@ def fp8_group_colwise(
     """Token groups for wgrad: fp8 column-major, one scale per group and column.
 
     Args:
-        x: (M, N) bf16, fp16 or fp32; rows may be any distance apart, elements of a row must be adjacent.
+        x: (M, N) bf16, fp16 or fp32; rows may be less than 2^22 numbers apart, elements of a row must be adjacent.
         offs: (G,) int32, where each group's rows end, not decreasing; the last is M. Groups may be empty and of any size.
+            Nobody waits for the GPU to check it (under TRITON_DEBUG=1 the device asserts it): where they decrease or exceed M,
+            bytes elsewhere are written, and this launch or a later one may wait for ever.
         fp8_format, pow2, inverse, config: as in `fp8_rowwise_3d_transpose`.
 
     Returns:
@@ -114,7 +116,7 @@ def fp8_group_colwise(
 
     Source: torchao's triton_fp8_per_group_colwise_scales.
     """
-    return _colwise((x,), offs, Cast(fp8_format, pow2, inverse), config)[0]
+    return _colwise((x,), offs, (fp8_format, pow2, inverse), config)[0]
 
 
 @on_its_device
@@ -128,12 +130,28 @@ def fp8_group_colwise_dual(
     inverse: bool = False,
     config: GroupConfig | None = None,
 ) -> tuple[_Pair, _Pair]:
-    """`fp8_group_colwise` of two matrices with the same groups, (M, N1) and (M, N2) of one dtype, in one launch."""
-    first, second = _colwise((x1, x2), offs, Cast(fp8_format, pow2, inverse), config)
+    """`fp8_group_colwise` of two matrices with the same groups, in one launch.
+
+    Args:
+        x1, x2: (M, N1) and (M, N2) of one dtype, as there.
+        offs: (G,) int32, where each group's rows end, not decreasing; the last is M. Groups may be empty and of any size.
+            Nobody waits for the GPU to check it (under TRITON_DEBUG=1 the device asserts it): where they decrease or exceed M,
+            bytes elsewhere are written, and this launch or a later one may wait for ever.
+        fp8_format, pow2, inverse, config: as there.
+
+    Returns:
+        What `fp8_group_colwise` returns, of each.
+
+    Raises:
+        ValueError: a wrong shape, stride, dtype, device or value, which it names.
+    """
+    first, second = _colwise((x1, x2), offs, (fp8_format, pow2, inverse), config)
     return first, second
 
 
-def _colwise(xs: tuple[torch.Tensor, ...], offs: torch.Tensor, cast: Cast, config: GroupConfig | None) -> list[_Pair]:
+def _colwise(
+    xs: tuple[torch.Tensor, ...], offs: torch.Tensor, how: tuple[str, bool, bool], config: GroupConfig | None
+) -> list[_Pair]:
     names = ("x",) if len(xs) == 1 else ("x1", "x2")
     for name, x in zip(names, xs, strict=True):
         check_matrix(name, x)
@@ -141,7 +159,7 @@ def _colwise(xs: tuple[torch.Tensor, ...], offs: torch.Tensor, cast: Cast, confi
         if x.shape[0] != xs[0].shape[0] or x.dtype != xs[0].dtype or x.device != xs[0].device:
             wanted = f"({xs[0].shape[0]}, N) {xs[0].dtype} on {xs[0].device}"
             raise ValueError(f"{name} must be {wanted} as x1 is, got {tuple(x.shape)} {x.dtype} on {x.device}")
-    M = xs[0].shape[0]
+    M, cast = xs[0].shape[0], Cast(*how, xs[0].device)
     check_offs(offs, M, xs[0].device)
     G, parts = offs.shape[0], []
     for x in xs:
@@ -173,6 +191,8 @@ def _launch(parts, offs, groups: int, rows: int, cast: Cast, c: GroupConfig) -> 
     # 16-bit numbers in pairs, where widths and addresses allow
     pairs = 2 if all(in_pairs(part[0]) for part in parts) else 1
     dtype = TL_DTYPES[x.dtype]
+    for part in parts:
+        check_apart("x", part[0], c.rows, pairs)
     if pairs == 2:
         x, x2 = x.view(torch.int32), x2.view(torch.int32)
     for phase, options in phases(c.warps, c.ctas, together=longest <= (c.ahead + 1) * programs):

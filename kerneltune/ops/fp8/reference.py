@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kerneltune.kernel_lib.agreement import same_bits, same_fp8
+from kerneltune.kernel_lib.agreement import same_bits
 from kerneltune.spec import Case, Inputs, Option, Outputs
 
 FP8 = {
@@ -86,7 +86,6 @@ def quantised(x: torch.Tensor, axis: int, inputs: Inputs) -> tuple[torch.Tensor,
 
 
 def compare(outputs: Outputs, expected: Outputs) -> Iterator[str]:
-    """One line per wrong output: `q…` are fp8 tensors, the rest scales; all are held to their bits."""
+    """One line per wrong output; all are held to their bits."""
     for name, want in expected.items():
-        same = same_fp8 if name.startswith("q") else same_bits
-        yield from same(name, outputs[name], want)
+        yield from same_bits(name, outputs[name], want)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from kerneltune import cache
-from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_matrix
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_apart, check_matrix
 from kerneltune.kernel_lib.launch import on_its_device, resident, too_much_shared
 from kerneltune.ops.fp8 import reference, row_kernels
 from kerneltune.ops.fp8.common import FREE_OPTIONS, QUANT_OPTIONS, Cast, check_weights, target
@@ -45,7 +45,7 @@ def fp8_rowwise_2d(
     """Activations in fp8 with one scale per row.
 
     Args:
-        x: (M, K) bf16, fp16 or fp32; rows may be any distance apart, elements of a row must be adjacent.
+        x: (M, K) bf16, fp16 or fp32; rows may be less than 2^27 numbers apart, elements of a row must be adjacent.
         fp8_format: `e4m3`, `e5m2`, `e4m3fnuz` or `e5m2fnuz`.
         pow2: round scales down to powers of two.
         inverse: return 1 / scale, which scaled matrix products want, instead of the multiplier.
@@ -60,8 +60,8 @@ def fp8_rowwise_2d(
 
     Source: torchao's triton_fp8_rowwise_2d_scale_and_cast.
     """
-    cast = Cast(fp8_format, pow2, inverse)
     check_matrix("x", x)
+    cast = Cast(fp8_format, pow2, inverse, x.device)
     M, K = x.shape
     q = torch.empty((M, K), dtype=cast.dtype, device=x.device)
     scale = torch.empty((M, 1), dtype=torch.float32, device=x.device)
@@ -96,8 +96,8 @@ def fp8_colwise_3d(
 
     Source: torchao's triton_fp8_colwise_3d_scale_and_cast.
     """
-    cast = Cast(fp8_format, pow2, inverse)
     check_weights("w", w)
+    cast = Cast(fp8_format, pow2, inverse, w.device)
     E, K, N = w.shape
     rows = w.transpose(1, 2).reshape(E * N, K)
     given_q, given_scale = out or (None, None)
@@ -115,6 +115,7 @@ def _launch(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, cast: Cast, c
         scale.fill_(cast.scale_of_nothing)
         return
     (M, K), c = x.shape, config
+    check_apart("x", x, c.rows)
     tiles = cdiv(M, c.rows)
     programs = min(tiles, resident(x.device, c.ctas)) if c.ctas else tiles
     row_kernels._cast_rows[(programs,)](

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kerneltune import cache
-from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_matrix, check_turned, in_pairs
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_apart, check_matrix, check_turned, in_pairs
 from kerneltune.kernel_lib.groups import bounds, group_ends
 from kerneltune.kernel_lib.launch import on_its_device, registers, resident, too_small_to_turn
 from kerneltune.kernel_lib.tl_lib import TL_DTYPES, TL_FP8
@@ -52,7 +52,7 @@ def fp8_tensorwise_2d(
     """A matrix in fp8 with one scale; NaN becomes 0, infinity the largest finite number of x's type.
 
     Args:
-        x: (M, K) bf16, fp16 or fp32; rows may be any distance apart, elements of a row must be adjacent.
+        x: (M, K) bf16, fp16 or fp32; rows may be less than 2^24 numbers apart, elements of a row must be adjacent.
         fp8_format: `e4m3`, `e5m2`, `e4m3fnuz` or `e5m2fnuz`.
         layout: `row`, `col` or `both`, from one pass.
         pow2: round scales down to powers of two.
@@ -67,8 +67,8 @@ def fp8_tensorwise_2d(
 
     Source: torchao pull request 4179's fp8_tensorwise_quantize_2d, 4389's dual layout.
     """
-    cast = _checked(fp8_format, pow2, inverse, layout)
     check_matrix("x", x)
+    cast = checked(fp8_format, pow2, inverse, layout, x.device)
     if config is None and x.numel():
         config = _choose_2d((("M", x.shape[0]), ("K", x.shape[1])), DTYPE_NAMES[x.dtype], "fp8", _options(layout))
     return _of_matrix(x, None, layout, cast, config)
@@ -101,8 +101,8 @@ def fp8_tensorwise_3d(
 
     Source: torchao pull request 4179's fp8_tensorwise_quantize_3d.
     """
-    cast = _checked(fp8_format, pow2, inverse, layout)
     check_weights("w", w)
+    cast = checked(fp8_format, pow2, inverse, layout, w.device)
     E, K, N = w.shape
     given_q, given_q_t, given_scale = out or (None, None, None)
     q = target("out.q", given_q, (E, N, K), cast.dtype, w.device, turned=True) if layout != "col" else None
@@ -129,7 +129,9 @@ def fp8_tensorwise_group(
 
     Args:
         x: (M, K) as in `fp8_tensorwise_2d`.
-        offs: (G,) int32, where each group's rows end, not decreasing; the last is M. Any sizes, none included.
+        offs: (G,) int32, where each group's rows end, not decreasing; the last is M. Groups may be empty and of any size.
+            Nobody waits for the GPU to check it (under TRITON_DEBUG=1 the device asserts it): where they decrease or exceed M,
+            bytes elsewhere are written, and this launch or a later one may wait for ever.
         fp8_format, layout, pow2, inverse, config: as in `fp8_tensorwise_2d`.
 
     Returns:
@@ -140,8 +142,8 @@ def fp8_tensorwise_group(
 
     Source: torchao pull request 4179's fp8_tensorwise_per_group_quantize.
     """
-    cast = _checked(fp8_format, pow2, inverse, layout)
     check_matrix("x", x)
+    cast = checked(fp8_format, pow2, inverse, layout, x.device)
     check_offs(offs, x.shape[0], x.device)
     if config is None and x.numel():
         axes, options = (("M", x.shape[0]), ("K", x.shape[1]), ("G", offs.shape[0])), (*_options(layout), ("groups", "balanced"))
@@ -175,6 +177,7 @@ def _launch(x, offs, q, q_t, scale, cast: Cast, config: SegmentConfig | None) ->
     # 16-bit numbers in pairs, where widths and addresses allow
     pairs = 2 if in_pairs(x) else 1
     dtype = TL_DTYPES[x.dtype]
+    check_apart("x", x, c.rows, pairs)
     if pairs == 2:
         x, q = x.view(torch.int32), None if q is None else q.view(torch.int16)
     cols = c.cols // pairs
@@ -211,10 +214,15 @@ def _launch(x, offs, q, q_t, scale, cast: Cast, config: SegmentConfig | None) ->
     )  # fmt: skip
 
 
-def _checked(fp8_format: str, pow2: bool, inverse: bool, layout: str) -> Cast:
+def checked(fp8_format: str, pow2: bool, inverse: bool, layout: str, where: torch.device) -> Cast:
+    """How to cast.
+
+    Raises:
+        ValueError: there is no such format, on the device, or no such layout.
+    """
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout=}")
-    return Cast(fp8_format, pow2, inverse)
+    return Cast(fp8_format, pow2, inverse, where)
 
 
 def _options(layout: str) -> tuple[tuple[str, Option], ...]:

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 
 from kerneltune import cache
-from kerneltune.kernel_lib.agreement import close, same_bits, same_fp8
-from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_like, check_matrix, check_turned
+from kerneltune.kernel_lib.agreement import close, same_bits
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_format, check_like, check_matrix, check_turned
 from kerneltune.kernel_lib.launch import on_its_device, resident, too_much_shared, too_small_to_turn
 from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX
 from kerneltune.ops.multi_cast_transpose import te
@@ -67,7 +67,7 @@ def multi_cast_transpose(
         xs: T contiguous matrices (M_t, N_t) of one dtype, bf16, fp16 or fp32, on one device; shapes may differ.
         scales: (T,) fp32, multiply before the cast.
         amaxes: (T,) fp32 ≥ 0, raised to max |x_t| before scaling; never cleared; NaN is passed over.
-        fp8_format: `e4m3` or `e5m2`.
+        fp8_format: `e4m3`, `e5m2`, `e4m3fnuz` or `e5m2fnuz`.
         outputs: (cast (M_t, N_t), transpose (N_t, M_t)) fp8 of every matrix, contiguous, written in place; None allocates.
         scale_inv: (T,) fp32, likewise.
         skip: (1,) fp32 on the device: where it is not 0 when the work runs, nothing is done. Takes outputs and scale_inv, and
@@ -77,10 +77,9 @@ def multi_cast_transpose(
     Raises:
         ValueError: a wrong shape, stride, dtype, device or value, which it names.
     """
-    dtype = FP8_DTYPES.get(fp8_format)
-    if dtype is None:
-        raise ValueError(f"fp8_format must be one of {', '.join(FP8_DTYPES)}, got {fp8_format=}")
     _check(xs, scales, amaxes)
+    check_format(fp8_format, FP8_DTYPES, xs[0].device)
+    dtype = FP8_DTYPES[fp8_format]
     if scale_inv is not None:
         check_like("scale_inv", scale_inv, (len(xs),), torch.float32, xs[0].device)
     if skip is not None:
@@ -208,7 +207,7 @@ def _best(xs: Sequence[torch.Tensor]) -> MultiCastConfig:
 
 
 def shapes(case: Case) -> list[tuple[int, int]]:
-    """The shapes of a case's matrices: (M, N) each, or under `mixed` sizes from a quarter to all of it, some not round."""
+    """The shapes of a case's matrices: (M, N) each, but for `same` sizes from a quarter to all of it, some not round."""
     M, N = case["M"], case["N"]
     if case.option("shapes") == "same":
         return [(M, N)] * case["T"]
@@ -216,7 +215,7 @@ def shapes(case: Case) -> list[tuple[int, int]]:
 
 
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
-    """x0, x1, … (M_t, N_t), scales (T,) and amaxes (T,)."""
+    """x0, x1, … (M_t, N_t), scales (T,) and amaxes (T,); under `special` with NaN, infinities, or nothing but NaN."""
     sizes = shapes(case)
     flat = torch.empty(sum(m * n for m, n in sizes), dtype=getattr(torch, case.dtype), device=device)
     scales = torch.empty(len(sizes), dtype=torch.float32, device=device)
@@ -228,8 +227,19 @@ def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     xs = {f"x{i}": part.view(size) for i, (part, size) in enumerate(zip(parts, sizes, strict=True))}
     if case.option("shapes") != "same":
         xs = {name: x.clone() for name, x in xs.items()}
+    if case.option("shapes") == "special" and device != "meta":
+        _plant(list(xs.values()))
     amaxes = torch.zeros(len(sizes), dtype=torch.float32, device=device)
     return xs | {"scales": scales, "amaxes": amaxes, "fp8_format": case.option("fp8_format")}
+
+
+def _plant(xs: list[torch.Tensor]) -> None:
+    for i, x in enumerate(x.view(-1) for x in xs if x.numel()):
+        if i % 4 == 0:
+            x.fill_(torch.nan)
+        elif i % 4 < 3:
+            x[0], x[-1] = torch.nan, torch.inf if i % 4 == 1 else torch.nan
+            x[x.numel() // 2] = -torch.inf if i % 4 == 1 else torch.nan
 
 
 def _matrices(inputs: Inputs) -> list[torch.Tensor]:
@@ -255,7 +265,7 @@ def compare(_case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) ->
     errors = close("scale_inv", outputs["scale_inv"], expected["scale_inv"], rtol=1e-7, atol=0.0)
     errors += same_bits("amaxes", inputs["amaxes"], expected["amaxes"])
     for i in range(expected["amaxes"].shape[0]):
-        errors += same_fp8(f"q{i}", outputs[f"q{i}"], expected[f"q{i}"])
+        errors += same_bits(f"q{i}", outputs[f"q{i}"], expected[f"q{i}"])
         errors += same_bits(f"qt{i}", outputs[f"qt{i}"], outputs[f"q{i}"].t().contiguous())
     return errors
 
@@ -324,7 +334,7 @@ OPS = (
         axes=("T", "M", "N"),
         dtypes=("bfloat16", "float16", "float32"),
         quants=("fp8",),
-        options={"fp8_format": ("e4m3", "e5m2"), "shapes": ("same", "mixed")},
+        options={"fp8_format": tuple(FP8_DTYPES), "shapes": ("same", "mixed", "special")},
         free_axes=("T", "M", "N"),
         free_options=("fp8_format", "shapes"),
         inputs=inputs,

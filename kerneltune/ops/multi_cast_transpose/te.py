@@ -1,7 +1,7 @@
 """The published design: one launch per weight of TransformerEngine's Triton cast-transpose, under delayed scaling.
 
 Source: ROCm/TransformerEngine's te_cast_transpose_noop_triton, written anew from its contract: a tile is stored twice from the
-registers that loaded it, programs are ordered in groups of row blocks, every tile raises amax. May import tl_lib.
+registers that loaded it, programs are ordered in groups of row blocks, every tile raises amax; NaN does not. May import tl_lib.
 """
 
 from dataclasses import dataclass
@@ -46,7 +46,8 @@ def _cast_transpose_te(
     q = quantize(x, scale, FP8_MAX, q_ptr.dtype.element_ty)
     tl.store(q_ptr + wide(rows)[:, None] * N + cols[None, :], q, mask=mask)
     tl.store(qt_ptr + wide(cols)[None, :] * M + rows[:, None], q, mask=mask)
-    tl.atomic_max(amax_ptr, tl.max(tl.max(tl.abs(x), axis=1), axis=0), sem="relaxed")
+    m = tl.where(x == x, tl.abs(x), 0.0)
+    tl.atomic_max(amax_ptr, tl.max(tl.max(m, axis=1), axis=0), sem="relaxed")
 
 
 def cast_transpose(

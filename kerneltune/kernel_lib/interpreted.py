@@ -1,0 +1,78 @@
+"""Casts to fp8 in Triton's interpreter as a GPU makes them. Knows no operator.
+
+Imports torch and triton in functions: Triton must not be imported before it is known whether it shall interpret.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_NAMES = ("_convert_float", "_patch_lang_core")
+"""What is replaced of the interpreter, the same from triton 3.6.0 to 3.9.0. Neither is public."""
+
+_FNUZ = {"fp8e4b8": "get_fp8e4b8_ty", "fp8e5b16": "get_fp8e5b16_ty"}
+"""Types that some interpreters have, but do not find by name (3.6.0 and 3.7.1 neither, 3.9.0 both)."""
+
+
+@contextmanager
+def exact_casts() -> Iterator[None]:
+    """Meanwhile Triton's interpreter rounds fp32 to fp8 to nearest even, and has the fnuz types; nothing where there is a GPU.
+
+    By itself it loses the carry of a cast that rounds up into the next binade (1.98 becomes 1.0), rounds ties up, casts
+    subnormals to anything and NaN to a number.
+
+    Raises:
+        RuntimeError: this version's interpreter is made of other functions.
+    """
+    from triton import __version__, knobs
+
+    if not knobs.runtime.interpret:
+        yield
+        return
+    from triton.runtime import interpreter
+
+    missing = [name for name in _NAMES if not hasattr(interpreter, name)]
+    if missing:
+        raise RuntimeError(
+            f"the interpreter of triton {__version__} has no {' and no '.join(missing)}: its casts to fp8 are not exact"
+        )
+    before = {name: getattr(interpreter, name) for name in _NAMES}
+    interpreter._convert_float = _rounded(before["_convert_float"])
+    interpreter._patch_lang_core = _with_fnuz(before["_patch_lang_core"])
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(interpreter, name, function)
+
+
+def _rounded(convert: Callable[..., Any]) -> Callable[..., Any]:
+    import torch
+
+    fp8 = {
+        "fp8e4nv": torch.float8_e4m3fn,
+        "fp8e5": torch.float8_e5m2,
+        "fp8e4b8": torch.float8_e4m3fnuz,
+        "fp8e5b16": torch.float8_e5m2fnuz,
+    }
+
+    def rounded(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        dtype = fp8.get(target.name)
+        if dtype is None or source.name != "fp32":
+            return convert(data, source, target, rounding)
+        return torch.from_numpy(data.copy()).to(dtype).view(torch.uint8).numpy()
+
+    return rounded
+
+
+def _with_fnuz(patch_language: Callable[..., None]) -> Callable[..., None]:
+    def patched(language: Any, scope: Any) -> None:
+        patch_language(language, scope)
+        named = language.dtype.to_ir
+
+        def to_ir(self: Any, builder: Any) -> Any:
+            return getattr(builder, _FNUZ[self.name])() if self.name in _FNUZ else named(self, builder)
+
+        scope.set_attr(language.dtype, "to_ir", to_ir)
+
+    return patched
