@@ -259,13 +259,13 @@ def test_more_than_two_to_the_31_elements() -> None:
     assert same_bits("q", out.q[-1, :, -8:], want.t()) == [] and same_bits("q_t", out.q_t[-1, -8:], want) == []
 
 
-X = torch.zeros(4, 6, dtype=torch.bfloat16)
-W = torch.zeros(2, 6, 4, dtype=torch.bfloat16)
-TALL = torch.zeros(1 << 21, 1, dtype=torch.bfloat16)
+X = torch.zeros(4, 6, dtype=torch.bfloat16, device=WHERE)
+W = torch.zeros(2, 6, 4, dtype=torch.bfloat16, device=WHERE)
+TALL = torch.zeros(1 << 21, 1, dtype=torch.bfloat16, device=WHERE)
 APART = torch.empty_strided((2, 6), (1 << 28, 1), dtype=torch.bfloat16, device="meta")
 END = torch.empty(1, dtype=torch.int32, device="meta")
 ROWS = fp8.RowConfig(rows=16, cols=64, warps=1, ctas=0, stages=1, reload=False)
-STRIDED = torch.tensor([2, 3, 4, 4], dtype=torch.int32)[::2]
+STRIDED = torch.tensor([2, 3, 4, 4], dtype=torch.int32, device=WHERE)[::2]
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ STRIDED = torch.tensor([2, 3, 4, 4], dtype=torch.int32)[::2]
             r"config=SegmentConfig\(rows=16, cols=32, warps=2, .* 8 elements per thread, of which .* transposed need 16",
         ),
         (lambda: fp8.fp8_tensorwise_3d(W), "w must be column-major"),
-        (lambda: fp8.fp8_tensorwise_group(X, torch.tensor([4])), r"offs must be \(G,\) int32 .*int64"),
+        (lambda: fp8.fp8_tensorwise_group(X, torch.tensor([4], device=WHERE)), r"offs must be \(G,\) int32 .*int64"),
         (lambda: fp8.fp8_tensorwise_group(X, torch.tensor([], dtype=torch.int32)), r"offs must be \(G,\) int32"),
         (lambda: fp8.fp8_group_colwise(X, 3 * torch.ones((), dtype=torch.int32)), r"offs must be \(G,\) int32"),
         (lambda: fp8.fp8_group_colwise(X[0], ragged(4)), "x must be a matrix"),
@@ -304,7 +304,7 @@ STRIDED = torch.tensor([2, 3, 4, 4], dtype=torch.int32)[::2]
             lambda: fp8.fp8_group_colwise_dual(X, X[:3], ragged(4)),
             r"x2 must be \(4, N\) .* as x1 is, got \(3, 6\)",
         ),
-        (lambda: fp8.fp8_group_colwise_dual(X, X.to("meta"), ragged(4)), "x2 must be .* on cpu as x1 is, got .* on meta"),
+        (lambda: fp8.fp8_group_colwise_dual(X, X.to("meta"), ragged(4)), "x2 must be .* on .* as x1 is, got .* on meta"),
         (lambda: fp8.fp8_tensorwise_2d(TALL, layout="col"), "x must have at most 2097151 rows to be transposed, got 2097152"),
         (lambda: fp8.fp8_group_colwise(TALL, ragged(1 << 21)), "x must have at most 2097151 rows"),
         (lambda: fp8.fp8_transpose_2d(X), "x must be a matrix of an fp8 type.*bfloat16"),
