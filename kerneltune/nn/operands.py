@@ -36,7 +36,7 @@ def check_operands(A: Tensor, B_t: Tensor, offs: Tensor, recipe: Recipe | Delaye
         raise ValueError(f"offs must be ({E},) int32, got {tuple(offs.shape)} {offs.dtype}")
     if not 1 <= E <= MOST_GROUPS:
         raise ValueError(f"offs must be of 1 to {MOST_GROUPS} groups, got {tuple(offs.shape)}")
-    if not offs.is_contiguous():
+    if offs.stride(0) != 1:
         raise ValueError(f"offs must be contiguous, got strides {offs.stride()}")
     if A.device != B_t.device or A.device != offs.device:
         raise ValueError(f"A, B_t and offs must be on one device, got {A.device}, {B_t.device} and {offs.device}")
@@ -48,8 +48,8 @@ def check_operands(A: Tensor, B_t: Tensor, offs: Tensor, recipe: Recipe | Delaye
     # what is compiled may have sizes that only the device knows; there the backward refuses them
     if not recipe.pad_groups and wants_gradient(B_t) and not torch.compiler.is_compiling() and A.shape[0] % ALIGNED:
         raise ValueError(
-            f"M must be a multiple of {ALIGNED} where B_t has a gradient, got M={A.shape[0]}: {type(recipe).__name__} "
-            "pads groups with pad_groups=True"
+            f"M must be a multiple of {ALIGNED} where B_t has a gradient, unless {type(recipe).__name__}(pad_groups=True), "
+            f"got M={A.shape[0]}"
         )
 
 

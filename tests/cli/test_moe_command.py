@@ -65,12 +65,6 @@ def test_means_stand_together() -> None:
     assert [line.split(":")[0] for line in last] == ["compiled", "tensorwise", "delayed"]
 
 
-def test_the_casts_of_delayed_scaling_are_a_part() -> None:
-    delayed = [replace(r, variant=r.variant.replace("tensorwise_casts", "delayed_casts")) for r in RECORDS]
-    row = step_rows([*delayed, replace(RECORDS[2], variant="delayed")])[-1]
-    assert (row.recipe, row.casts, row.other) == ("delayed", 150, 50)
-
-
 def test_records_measured_otherwise_are_told_apart() -> None:
     slower = [replace(r, policy="eager", time_us=(r.time_us or 0) * (1 if r.variant == "baseline" else 3)) for r in RECORDS]
     rows = step_rows([*RECORDS, *slower])

@@ -172,7 +172,7 @@ def _checked(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> Product:
     for name, x in (("b", b), ("offs", offs)):
         if x.device != a.device:
             raise ValueError(f"{name} must be on {a.device} as a is, got {x.device}")
-    if not offs.is_contiguous():
+    if offs.stride(0) != 1:
         raise ValueError(f"offs must be contiguous, got strides {offs.stride()}")
     p = _forward(a, b, G) if b.ndim == 3 else _weights(a, b, G)
     for name, x in (("a", a), ("b", b)):
