@@ -34,6 +34,8 @@ class GroupedLinear(nn.Module):
     """
 
     weight: nn.Parameter
+    delayed: DelayedScaling | None
+    _fresh: Recipe | None
 
     def __init__(
         self,
@@ -70,11 +72,12 @@ class GroupedLinear(nn.Module):
         """
         if recipe == "delayed":
             recipe = DelayedScaling(self.num_experts, device=self.weight.device)
-        delayed = recipe if isinstance(recipe, DelayedScaling) else None
-        if delayed is not None and delayed.num_experts != self.num_experts:
-            raise ValueError(f"recipe must scale {self.num_experts} experts, got {delayed.num_experts}")
-        self._fresh = None if recipe is None or isinstance(recipe, DelayedScaling) else recipe_of(recipe, "delayed")
-        self.delayed = delayed
+        if not isinstance(recipe, DelayedScaling):
+            self._fresh, self.delayed = None if recipe is None else recipe_of(recipe, "delayed"), None
+        elif recipe.num_experts == self.num_experts:
+            self._fresh, self.delayed = None, recipe
+        else:
+            raise ValueError(f"recipe must scale {self.num_experts} experts, got {recipe.num_experts}")
         self.workspace.clear()
 
     def reset_parameters(self) -> None:
