@@ -159,6 +159,14 @@ def test_weights_in_any_shape(weights: Callable[[torch.Tensor], torch.Tensor]) -
         assert torch.equal(found, expected)
 
 
+def test_the_public_product() -> None:
+    module, (x, offs) = Single(lambda self, x, offs: nn.functional.grouped_mm(x, self.weight.mT, offs=offs)), batch()
+    want = fp8_grouped_mm(x, module.weight.mT, offs)
+    assert not torch.equal(module(x, offs), want)
+    convert_to_fp8_training(module)
+    assert torch.equal(module(x, offs), want)
+
+
 def test_row_major_parameters() -> None:
     class RowMajor(nn.Module):
         def __init__(self) -> None:
@@ -237,6 +245,19 @@ def test_sharded_weights() -> None:
             y = module(x, offs)
             y.backward(torch.randn_like(y))
             assert torch.equal(y, expected) and isinstance(module.weight.grad, DTensor)
+        layer = GroupedLinear(E, K, N, dtype=torch.bfloat16)
+        fully_shard(layer, mesh=mesh)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+        for first in (True, False):
+            y = layer(x, offs, is_first_microbatch=first)
+            assert torch.equal(y, layer(x, offs))
+            y.sum().backward()
+            optimizer.step()
+        layer = GroupedLinear(E, K, N, dtype=torch.bfloat16)
+        layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
+        for first in (None, True):
+            with pytest.raises(ValueError, match=r"B_t must be a plain tensor, as to_local\(\) of a DTensor is, got DTensor"):
+                layer(x, offs, is_first_microbatch=first)
     finally:
         distributed.destroy_process_group()
 

@@ -37,10 +37,10 @@ def scaling_of(module: GroupedLinear) -> DelayedScaling:
     return module.delayed
 
 
-def expected(module: GroupedLinear, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Y, dA and dW in fp64, by autograd."""
+def expected(module: GroupedLinear, x: torch.Tensor, dy: torch.Tensor, end: int = 16) -> tuple[torch.Tensor, ...]:
+    """Y, dA and dW in fp64, by autograd; end: of the first expert's rows."""
     x64, w64 = (t.detach().double().requires_grad_() for t in (x, module.weight))
-    y64 = torch.cat([x64[:16] @ w64[0].t(), x64[16:] @ w64[1].t()])
+    y64 = torch.cat([x64[:end] @ w64[0].t(), x64[end:] @ w64[1].t()])
     return y64.detach(), *torch.autograd.grad(y64, (x64, w64), dy.double())
 
 
@@ -52,6 +52,20 @@ def test_signal_to_noise_before_and_after_the_first_update() -> None:
         for name, got, exact in zip(("Y", "dA", "dW"), step(module, x, offs, dy), want, strict=True):
             assert got.dtype == torch.bfloat16 and sqnr_db(got, exact) >= 26, (name, updates)
         assert update_scales(module) == 1
+
+
+@pytest.mark.usefixtures("exact_casts")
+@pytest.mark.parametrize("ends", [[5, M], [1, 3]], ids=["ragged", "short"])
+def test_groups_of_any_size_where_it_pads(ends: list[int]) -> None:
+    module = layer(DelayedScaling(E, pad_groups=True, device=DEVICE))
+    x, dy = (torch.randn(ends[-1], width, device=DEVICE).bfloat16() for width in (K, N))
+    x.requires_grad_()
+    offs = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+    for _ in range(2):
+        for got, exact in zip(step(module, x, offs, dy), expected(module, x, dy, ends[0]), strict=True):
+            assert sqnr_db(got, exact) >= 26
+        update_scales(module)
+    assert scaling_of(module).known
 
 
 @pytest.mark.usefixtures("exact_casts")
@@ -165,6 +179,11 @@ def test_the_workspace_keeps_its_place_and_its_flag(updates: int) -> None:
     changed = module(x, offs)
     skip = torch.ones(1, device=DEVICE)
     assert torch.equal(module(x, offs, is_first_microbatch=False, skip_update=skip), plain[0])
+    assert torch.equal(module(x, offs, is_first_microbatch=False), changed)
+    with torch.no_grad():
+        module.weight.mul_(-1)
+    assert torch.equal(module(x, offs, is_first_microbatch=False, skip_update=skip), changed)
+    changed = module(x, offs)
     skip.zero_()
     assert torch.equal(module(x, offs, is_first_microbatch=False, skip_update=skip), changed)
     assert [t.data_ptr() for t in module.workspace._cast] == kept
@@ -253,7 +272,7 @@ def test_conversion() -> None:
     module = layer("rowwise")
     assert convert_to_fp8_training(module, "delayed") == [""] and scaling_of(module).num_experts == E
     assert repr(module).splitlines()[0] == "GroupedLinear("
-    assert "recipe=delayed" in repr(module) and "DelayedScaling(2, history=16)" in repr(module)
+    assert "recipe=delayed" in repr(module) and "DelayedScaling(2, history=16, pad_groups=False)" in repr(module)
     convert_to_fp8_training(module, "tensorwise")
     assert module.delayed is None
     foreign = torch.nn.Bilinear(N, K, E)
@@ -267,6 +286,14 @@ def test_bad_arguments() -> None:
     module, (x, offs, _) = layer(), batch()
     with pytest.raises(ValueError, match="recipe must scale 2 experts, got 3"):
         fp8_grouped_mm(x, module.weight.transpose(1, 2), offs, recipe=DelayedScaling(3, device=DEVICE))
+    with pytest.raises(ValueError, match="recipe must be on .* as A is, got meta"):
+        fp8_grouped_mm(x, module.weight.transpose(1, 2), offs, recipe=DelayedScaling(E, device="meta"))
+    kept = module.recipe
+    with pytest.raises(ValueError, match="recipe must scale 2 experts, got 3"):
+        module.set_recipe(DelayedScaling(3, device=DEVICE))
+    assert module.recipe is kept
+    with pytest.raises(ValueError, match=r"where B_t has a gradient, unless DelayedScaling\(pad_groups=True\), got M=24"):
+        module(x[:24], offs)
 
 
 @pytest.mark.gpu

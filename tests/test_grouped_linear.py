@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from kerneltune.nn import GroupedLinear, Recipe, fp8_grouped_mm
+from kerneltune.nn import GroupedLinear, Recipe, fp8_grouped_mm, update_scales
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RECIPES = ["tensorwise", "rowwise"]
@@ -52,6 +52,22 @@ def test_microbatches_share_one_cast(recipe: str) -> None:
     change(module)
     assert torch.equal(module(x, offs, is_first_microbatch=True), fresh(module, x, offs))
     assert addresses(module) == kept
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, "delayed"])
+def test_a_weight_in_column_major_order(recipe: str) -> None:
+    module, (x, offs) = layer(recipe), batch()
+    x.requires_grad_()
+    dy = torch.randn(M, N, device=DEVICE).bfloat16()
+    module.weight = torch.nn.Parameter(module.weight.detach().mT.contiguous().mT)
+    for _ in range(2 if recipe == "delayed" else 1):
+        y = module(x, offs)
+        want = y, *torch.autograd.grad(y, (x, module.weight), dy)
+        module(x, offs, is_first_microbatch=True)
+        y = module(x, offs, is_first_microbatch=True)  # in the same place
+        for got, exact in zip((y, *torch.autograd.grad(y, (x, module.weight), dy)), want, strict=True):
+            assert torch.equal(got, exact)
+        update_scales(module)
 
 
 def test_a_later_microbatch_does_not_cast(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,9 +220,35 @@ def test_a_flag_on_the_device_keeps_the_workspace(recipe: str) -> None:
     old = module(x, offs, is_first_microbatch=True, skip_update=skip)  # the first call casts anyway
     assert torch.equal(old, fresh(module, x, offs))
     change(module)
-    assert torch.equal(module(x, offs, is_first_microbatch=False, skip_update=skip), old)
+    for _ in range(2):
+        assert torch.equal(module(x, offs, is_first_microbatch=False, skip_update=skip), old)
     skip.zero_()
     assert torch.equal(module(x, offs, is_first_microbatch=False, skip_update=skip), fresh(module, x, offs))
+
+
+def test_what_a_flag_on_the_device_may_have_kept_is_cast_again_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, (x, offs) = layer(), batch()
+    skip = torch.ones(1, device=DEVICE)
+    module(x, offs, is_first_microbatch=True)
+    change(module)
+    late = module(x.detach().requires_grad_(), offs, is_first_microbatch=False, skip_update=skip)
+    want = fresh(module, x, offs)
+    assert torch.equal(module(x, offs, is_first_microbatch=False), want) and not torch.equal(late, want)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        late.sum().backward()
+    monkeypatch.setattr(module.workspace, "_refresh", lambda *_: pytest.fail("cast again"))
+    assert torch.equal(module(x, offs, is_first_microbatch=False), want)
+
+
+def test_a_backward_after_a_flag_has_kept_the_workspace_goes_on() -> None:
+    module, (x, offs) = layer(), batch()
+    skip, dy = torch.ones(1, device=DEVICE), torch.randn(M, N, device=DEVICE).bfloat16()
+    module(x, offs, is_first_microbatch=True)
+    change(module)
+    x.requires_grad_()
+    late, other = (module(x, offs, is_first_microbatch=False, skip_update=skip) for _ in range(2))
+    (got,), (want,) = (torch.autograd.grad(y, x, dy) for y in (late, other))
+    assert torch.equal(got, want)
 
 
 def test_another_recipe_takes_another_workspace() -> None:
@@ -214,6 +256,7 @@ def test_another_recipe_takes_another_workspace() -> None:
     module(x, offs, is_first_microbatch=True)
     for recipe in (Recipe("rowwise"), Recipe("rowwise", pow2=False), None):
         module.set_recipe(recipe)
+        assert module.workspace.nbytes == 0
         y = module(x, offs, is_first_microbatch=False)
         want = torch._grouped_mm(x, module.weight.transpose(1, 2), offs) if recipe is None else fresh(module, x, offs)
         assert torch.equal(y, want)
@@ -244,8 +287,15 @@ def test_bad_arguments() -> None:
         module(x, offs, skip_update=torch.ones(1, device=DEVICE))
     with pytest.raises(ValueError, match=r"one number on .*, got \(2,\) on"):
         module(x, offs, is_first_microbatch=True, skip_update=torch.ones(2, device=DEVICE))
-    with pytest.raises(ValueError, match="one device, got meta"):
-        module(x.to("meta"), offs)
+    with pytest.raises(ValueError, match=r"one number on .*, got True"):
+        module(x, offs, is_first_microbatch=True, skip_update=True)
+    for first in (None, True):
+        with pytest.raises(ValueError, match="one device, got meta"):
+            module(x.to("meta"), offs, is_first_microbatch=first)
+    assert module.workspace.nbytes == 0  # nothing was cast
+    module.weight = torch.nn.Parameter(torch.empty(E, N, 2 * K, device=DEVICE, dtype=torch.bfloat16)[..., ::2])
+    with pytest.raises(ValueError, match=r"B_t must be column-major, .* got \(1024, 2, 64\)"):
+        module(x, offs, is_first_microbatch=True)
 
 
 @pytest.mark.gpu

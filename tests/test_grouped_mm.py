@@ -1,5 +1,8 @@
 """The fp8 grouped product for models: signal to noise against fp32, gradients, groups of any size, compilation, bad inputs."""
 
+import os
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -83,11 +86,15 @@ def test_nothing_of_da_waits_beside_dw(recipe: Recipe | str, again: bool, monkey
     scaling = DelayedScaling(2, device=DEVICE) if delays else None
     if scaling is not None:
         scaling.known = recipe == "delayed and known"
-    product = fp8_products.fp8_grouped_gemm
+    product, tokens = fp8_products.fp8_grouped_gemm, fp8_products._tokens
+
+    def tokens_of_dy(dy: torch.Tensor, *rest: object, **options: bool) -> object:
+        of_da.append(weakref.ref(dy))  # a copy of which rows are contiguous
+        return tokens(dy, *rest, **options)  # type: ignore[arg-type]
 
     def watched(x: torch.Tensor, w: torch.Tensor, *rest: torch.Tensor, **options: object) -> torch.Tensor:
         alive.append(sum(ref() is not None for ref in of_da))
-        if not of_da:
+        if len(alive) == 1:
             of_da.extend(map(weakref.ref, (x, w)))
         return product(x, w, *rest, **options)  # type: ignore[arg-type]
 
@@ -95,8 +102,9 @@ def test_nothing_of_da_waits_beside_dw(recipe: Recipe | str, again: bool, monkey
     y = fp8_grouped_mm(a, w.transpose(1, 2), offsets([16, 32]), recipe=scaling or recipe)
     for module in (fp8_products, gemm.product, delayed):
         monkeypatch.setattr(module, "fp8_grouped_gemm", watched)
-    y.backward(torch.ones_like(y), retain_graph=again)
-    assert alive == [0, kept] and of_da
+    monkeypatch.setattr(fp8_products, "_tokens", tokens_of_dy)
+    y.backward(torch.ones(48, 32, device=DEVICE).bfloat16().t(), retain_graph=again)
+    assert alive == [len(of_da) - 2, kept]  # dY itself is there for dA
     if again:
         first = a.grad, w.grad
         a.grad = w.grad = None
@@ -247,6 +255,52 @@ def test_operators_keep_torch_s_rules(recipe: str, keep_weights: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("gradients", [(True, True), (True, False), (False, True)])
+def test_the_operator_of_da_keeps_torch_s_rules(recipe: str, gradients: tuple[bool, bool]) -> None:
+    a, w = (t.detach() for t in leaves(32, 48, 16, 2))
+    cast = cast_weights(w.mT, Recipe(recipe))
+    for weights in ([cast.q_t, cast.scale_t], [w.mT]):
+        arguments = (a[:, :16], offsets([16, 32]), weights, recipe, True, torch.bfloat16, *gradients)
+        tests = ["test_faketensor"] if len(weights) == 2 else ["test_faketensor", "test_schema"]  # which sums what it is given
+        torch.library.opcheck(fp8_products.fp8_grouped_mm_da, arguments, test_utils=tests)
+
+
+def test_a_second_derivative_is_an_error() -> None:
+    a, w = leaves(32, 32, 16, 2)
+    y = fp8_grouped_mm(a, w.mT, offsets([16, 32]))
+    da, dw = torch.autograd.grad(y.float().square().sum(), (a, w), create_graph=True)
+    for gradient in (da, dw):
+        with pytest.raises(RuntimeError):
+            gradient.float().sum().backward(retain_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("ends", "pads", "problem"),
+    [
+        ("8, 16", False, "decrease or do not end at M"),
+        ("40, 32", True, "decrease or do not end at M"),
+        ("8, 32", False, "are no multiples of 16"),
+    ],
+)
+def test_offsets_are_asserted_where_asked(ends: str, pads: bool, problem: str) -> None:
+    code = f"""if True:
+        import torch
+        from kerneltune.nn import GroupedLinear, Recipe
+        layer = GroupedLinear(2, 32, 16, recipe=Recipe(pad_groups={pads}), device="{DEVICE}", dtype=torch.bfloat16)
+        x = torch.ones(32, 32, device="{DEVICE}").bfloat16()
+        good, bad = (torch.tensor(ends, dtype=torch.int32, device="{DEVICE}") for ends in ([8, 32], [{ends}]))
+        with torch.no_grad():
+            layer(x, good)
+        print("without a gradient")
+        layer(x, bad)
+        torch.cuda.synchronize()
+    """  # in a process of its own: on a GPU an assertion ends the context
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"TRITON_DEBUG": "1"}, capture_output=True, text=True)
+    assert "without a gradient" in done.stdout
+    assert done.returncode and f"offs {problem}" in done.stdout + done.stderr
+
+
 def test_offsets_are_checked_on_the_device() -> None:
     a, w = leaves(32, 32, 16, 2)
     fp8_grouped_mm(a, w.transpose(1, 2), offsets([16, 32]), check_offs=True)
@@ -256,6 +310,59 @@ def test_offsets_are_checked_on_the_device() -> None:
                 fp8_grouped_mm(a, w.transpose(1, 2), offsets(ends), check_offs=True)
         with pytest.raises(RuntimeError, match="offs are no multiples of 16"):
             fp8_grouped_mm(a, w.transpose(1, 2), offsets([8, 32]), check_offs=True)
+        fp8_grouped_mm(a, w.detach().transpose(1, 2), offsets([8, 32]), check_offs=True)
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, "delayed"])
+def test_contiguous_operands_of_any_strides(recipe: str) -> None:
+    """Those of an axis of one element mean nothing."""
+    scaling = DelayedScaling(1, device=DEVICE) if recipe == "delayed" else recipe
+    a, w = leaves(1, 32, 16, 1)
+    dy = torch.randn(16, 1, device=DEVICE).bfloat16().t()
+    row, b_t = a.detach().view(32, 1).t().requires_grad_(), w.detach()[0].t().unsqueeze(0)
+    offs = offsets([1])
+    assert row.stride() == dy.stride() == (1, 1) and b_t.stride() != w.mT.stride()
+    results = []
+    usual = a, w.detach().mT, dy.clone(memory_format=torch.contiguous_format)
+    for x, b, grad in (usual, (row, b_t, dy)):
+        y = fp8_grouped_mm(x, b, offs, recipe=scaling)
+        results.append((y, *torch.autograd.grad(y, x, grad)))
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_compiled_autograd(recipe: str) -> None:
+    torch.compiler.reset()
+    a, w = leaves(32, 32, 16, 2)
+    offs, dy = offsets([16, 32]), torch.randn(32, 16, device=DEVICE).bfloat16()
+    _, da, dw = products(a, w, offs, dy, recipe=recipe)
+
+    @torch.compile(backend="aot_eager")
+    def trained() -> None:
+        fp8_grouped_mm(a, w.mT, offs, recipe=recipe).backward(dy)
+
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        trained()
+    assert torch.equal(a.grad, da) and torch.equal(w.grad, dw)
+
+
+def test_what_is_refused_is_refused_before_anything_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, w = leaves(40, 32, 16, 2)
+    b_t, offs = w.mT, offsets([16, 32])
+    cast = cast_weights(b_t.detach(), Recipe("tensorwise"))
+    many = torch.empty(1025, 16, 16, device=DEVICE).bfloat16()
+    monkeypatch.setattr(fp8_products, "_tokens", lambda *_, **__: pytest.fail("launched"))
+    for arguments, options, message in (
+        ((a, b_t, offsets([16, 40])), {}, r"M must be a multiple of 16 .* unless Recipe\(pad_groups=True\), got M=40"),
+        ((a[:32], b_t, offs.repeat_interleave(2)[::2]), {}, r"offs must be contiguous, got strides \(2,\)"),
+        ((a[:, :16].contiguous(), many, offsets([16] * 1025)), {}, r"offs must be of 1 to 1024 groups, got \(1025,\)"),
+        ((a[:32], b_t, offs), {"weights": tuple(cast)}, "weights must be Fp8Weights, got tuple"),
+        ((a[:32], b_t, offs), {"weights": cast._replace(q_t=cast.q_t.contiguous())}, r"weights\.q_t must be column-major, got"),
+        ((a[:32], b_t, offs), {"weights": cast._replace(scale=cast.scale.repeat(2)[::2])}, r"weights\.scale must be contiguous"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fp8_grouped_mm(*arguments, **options)
 
 
 def test_bad_arguments() -> None:

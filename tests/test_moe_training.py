@@ -5,7 +5,8 @@ import torch
 
 from kerneltune import sweep, workloads
 from kerneltune.measuring.check import Checker
-from kerneltune.spec import Case
+from kerneltune.spec import Case, parts_of
+from kerneltune.workloads.moe_table import RECIPES
 
 WHERE = "cuda" if torch.cuda.is_available() else "cpu"
 OPS = workloads.load()
@@ -22,6 +23,12 @@ def test_steps_and_their_parts_agree_with_fp32(case: Case) -> None:
             keeps = case is CASES[0] and variant.name.endswith(("_cached", "_refresh", "_gemms"))
             for _ in range(2 if keeps else 1):  # the second run finds what the first has kept
                 assert checker.errors(variant, None) == [], variant.name
+
+
+def test_every_recipe_is_measured_in_parts() -> None:
+    parts = {name for _, name in parts_of([OP])}
+    assert parts >= {f"{recipe}_{part}" for recipe in RECIPES for part in ("casts", "cached", "refresh")}
+    assert {variant.name for variant in OP.variants} - parts >= {*RECIPES, "tensorwise_compiled", "rowwise_compiled"}
 
 
 def test_noise_is_an_error() -> None:

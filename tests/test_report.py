@@ -325,6 +325,16 @@ def test_a_part_is_never_the_best() -> None:
     assert [line["variant"] for line in lines if line["best"]] == ["optimized"]
 
 
+def test_a_part_has_a_time_alone() -> None:
+    rows = [record(pct_ceiling=50.0), record(variant="optimized_gemms", time_us=10.0, pct_ceiling=500.0)]
+    parts = frozenset({(rows[0].op, "optimized_gemms")})
+    (text,) = (line for line in tables.sweep_text(rows, 120, parts).splitlines() if "optimized_gemms" in line)
+    assert text.split() == ["optimized_gemms", "10.00"]
+    assert "| optimized_gemms | 10.00 |  |  |  |" in tables.sweep_markdown(rows, parts)
+    whole, part = csv.DictReader(io.StringIO(tables.sweep_csv(rows, parts)))
+    assert all(whole[name] and not part[name] for name in ("gbps", "pct_ceiling", "vs_baseline")) and part["time_us"] == "10.0"
+
+
 def test_sweep_markdown() -> None:
     assert tables.sweep_markdown(swept()[:4]) == (
         "device: NVIDIA H200\n"

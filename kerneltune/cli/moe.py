@@ -37,7 +37,7 @@ def command(
     rows = step_rows([r for path in source or record_files(results, FAMILY) for r in load(path)], microbatches)
     if not rows:
         raise ValueError(f"no records of training steps: run `kerneltune sweep {FAMILY}` on a GPU")
-    deliver(step_markdown(rows) if style == "markdown" else step_text(rows, microbatches, width()), output)
+    deliver(step_markdown(rows, microbatches) if style == "markdown" else step_text(rows, microbatches, width()), output)
 
 
 def _memory(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Groups of rows moved apart, so that every one begins where fp8 products can read it. May import torch."""
+"""Rows, and groups of them moved apart, so that every one begins where fp8 casts and products can read it. May import torch."""
 
 import torch
 from torch import Tensor
@@ -6,6 +6,16 @@ from torch import Tensor
 from kerneltune.rounding import cdiv
 
 ALIGNED = 16
+
+
+def is_row_major(x: Tensor) -> bool:
+    """Whether rows of x (M, K) are contiguous, one after the other."""
+    return x.stride(1) == 1 and x.stride(0) >= x.shape[1]
+
+
+def row_major(x: Tensor) -> Tensor:
+    """x (M, K), copied if it is not; `contiguous` would keep any strides that there are without rows, or of one."""
+    return x if is_row_major(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def aligned_groups(offs: Tensor, M: int) -> tuple[Tensor, Tensor, int]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from kerneltune.kernel_lib.tl_lib import FP8_MAX
+from kerneltune.nn.alignment import row_major
 from kerneltune.nn.fp8_products import Fp8Weights
 from kerneltune.nn.uncompiled import uncompiled
 from kerneltune.ops import fp8
@@ -19,7 +20,7 @@ from kerneltune.ops.multi_cast_transpose import multi_cast_transpose
 _FP8_MAX = FP8_MAX["e4m3"]
 _LEAST = 1e-12
 """The largest magnitude that scales are made of where there is less, as in fresh casts."""
-_ROWS, _GRADS, _WEIGHTS = 0, 1, 2
+ROWS, GRADS, WEIGHTS = 0, 1, 2
 """Places of the scales: of the rows, of the gradients, and from there on of the experts' weights."""
 
 
@@ -32,9 +33,11 @@ class DelayedScaling(nn.Module):
     Args:
         num_experts: E.
         history: steps whose largest magnitudes count.
+        pad_groups: as for `Recipe`.
 
     Attributes:
         num_experts: E.
+        pad_groups: as given.
         known: whether casts take `scales`.
         scales: (2 + E,) fp32, multiply before the cast; 1 until there is a magnitude to make them of.
         history: (history, 2 + E) fp32, of the step under way first.
@@ -46,11 +49,13 @@ class DelayedScaling(nn.Module):
     scales: Tensor
     history: Tensor
 
-    def __init__(self, num_experts: int, history: int = 16, *, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self, num_experts: int, history: int = 16, *, pad_groups: bool = False, device: torch.device | str | None = None
+    ) -> None:
         super().__init__()
         if num_experts < 1 or history < 1:
             raise ValueError(f"DelayedScaling takes an expert and a step or more, got {num_experts=} {history=}")
-        self.num_experts = num_experts
+        self.num_experts, self.pad_groups = num_experts, pad_groups
         self.register_buffer("scales", torch.empty(2 + num_experts, dtype=torch.float32, device=device))
         self.register_buffer("history", torch.empty(history, 2 + num_experts, dtype=torch.float32, device=device))
         self.reset_parameters()
@@ -77,8 +82,7 @@ class DelayedScaling(nn.Module):
     def cast(self, x: Tensor, place: int) -> tuple[Tensor, Tensor, Tensor]:
         """x (M, K) as q, q_t (M, K), strides (1, M), and what to multiply them by, (1,)."""
         mine = slice(place, place + 1)
-        # without rows any strides are contiguous
-        x = x.contiguous() if x.stride(1) == 1 else x.clone(memory_format=torch.contiguous_format)
+        x = row_major(x).contiguous()
         if self.known:
             out = multi_cast_transpose([x], self.scales[mine], self.history[0, mine])
             return out.casts[0], out.transposes[0].t(), out.scale_inv
@@ -88,11 +92,13 @@ class DelayedScaling(nn.Module):
         return fresh.q, fresh.q_t, fresh.scale
 
     def cast_weights(self, weight: Tensor, into: Fp8Weights | None = None, skip: Tensor | None = None) -> Fp8Weights:
-        """weight (E, N, K), contiguous, in both layouts; into: where to write; skip: (1,) fp32, not 0 to leave it as it is.
+        """weight (E, N, K), contiguous or column-major, in both layouts.
 
-        Until the scales are known neither can be given.
+        into: where to write; skip: (1,) fp32, not 0 to leave it as it is. Until the scales are known neither can be given.
         """
-        mine = slice(_WEIGHTS, None)
+        if not weight.is_contiguous() and weight.mT.is_contiguous():
+            return self.cast_weights(weight.mT, into and into.turned(), skip).turned()
+        mine = slice(WEIGHTS, None)
         if not self.known:
             assert into is None and skip is None
             fresh = fp8.fp8_tensorwise_3d(weight.transpose(1, 2), layout="both", pow2=False, inverse=True)
@@ -132,7 +138,7 @@ class DelayedScaling(nn.Module):
 
     def extra_repr(self) -> str:
         """What `print(module)` shows."""
-        return f"{self.num_experts}, history={self.history.shape[0]}"
+        return f"{self.num_experts}, history={self.history.shape[0]}, pad_groups={self.pad_groups}"
 
 
 def update_scales(model: nn.Module) -> int:
@@ -156,8 +162,8 @@ class _Product(torch.autograd.Function):
         weights: Fp8Weights | None,
         out_dtype: torch.dtype,
     ) -> Tensor:
-        q, a_t, scale_a = scaling.cast(a, _ROWS)
-        w = weights or _cast_weights(b_t, scaling)
+        q, a_t, scale_a = scaling.cast(a, ROWS)
+        w = weights or scaling.cast_weights(b_t.mT)
         for_da, for_dw = ctx.needs_input_grad[:2]
         kept_a, kept_w = ((a_t, scale_a) if for_dw else (None, None)), ((w.q_t, w.scale_t) if for_da else (None, None))
         ctx.save_for_backward(offs, *kept_a, *kept_w)
@@ -169,7 +175,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         offs, a_t, scale_a, w_t, scale_w = ctx.saved_tensors
         ctx.maybe_clear_saved_tensors()  # unless the graph is kept; torch does so itself, but after this function
-        q, q_t, scale = ctx.scaling.cast(grads[0], _GRADS)
+        q, q_t, scale = ctx.scaling.cast(grads[0], GRADS)
         da = db_t = None
         if ctx.needs_input_grad[0]:
             da = fp8_grouped_gemm(q, w_t, scale, scale_w, offs, out_dtype=ctx.da_dtype)
@@ -177,10 +183,6 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             db_t = fp8_grouped_gemm(q_t.t(), a_t, scale, scale_a, offs, out_dtype=ctx.dw_dtype).transpose(1, 2)
         return da, db_t, None, None, None, None
-
-
-def _cast_weights(b_t: Tensor, scaling: DelayedScaling) -> Fp8Weights:
-    return scaling.cast_weights(b_t.transpose(1, 2)) if b_t.stride(1) == 1 else scaling.cast_weights(b_t).turned()
 
 
 @uncompiled

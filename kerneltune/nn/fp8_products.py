@@ -37,10 +37,12 @@ class Fp8Weights(NamedTuple):
 
 
 def cast_weights(b_t: Tensor, recipe: Recipe, into: Fp8Weights | None = None) -> Fp8Weights:
-    """b_t (E, K, N), column-major, in both layouts; scale_t is scale where an expert has one scale.
+    """b_t (E, K, N), column-major or contiguous, in both layouts; scale_t is scale where an expert has one scale.
 
     into: what an earlier call for a weight of this size and recipe returned, to be written in its place.
     """
+    if b_t.is_contiguous():
+        return cast_weights(b_t.mT, recipe, into and into.turned()).turned()
     E, K, N = b_t.shape
     if recipe.scaling == "tensorwise":
         given = None if into is None else fp8.SegmentOutput(into.q, into.q_t, into.scale)

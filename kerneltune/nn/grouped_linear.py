@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from kerneltune.nn.delayed import DelayedScaling
 from kerneltune.nn.fp8_products import Fp8Weights
 from kerneltune.nn.grouped_mm import fp8_grouped_mm
+from kerneltune.nn.operands import check_operands
 from kerneltune.nn.recipes import Recipe, recipe_of
 from kerneltune.nn.uncompiled import uncompiled
 from kerneltune.nn.weight_workspace import WeightWorkspace
@@ -33,6 +34,8 @@ class GroupedLinear(nn.Module):
     """
 
     weight: nn.Parameter
+    delayed: DelayedScaling | None
+    _fresh: Recipe | None
 
     def __init__(
         self,
@@ -62,15 +65,20 @@ class GroupedLinear(nn.Module):
         return self._fresh if self.delayed is None else self.delayed
 
     def set_recipe(self, recipe: str | Recipe | DelayedScaling | None) -> None:
-        """Multiply otherwise from now on.
+        """Multiply otherwise from now on; the workspace is let go of.
 
         Raises:
-            ValueError: an unknown recipe.
+            ValueError: an unknown recipe, or a DelayedScaling of another number of experts. The layer stays as it is.
         """
         if recipe == "delayed":
             recipe = DelayedScaling(self.num_experts, device=self.weight.device)
-        self.delayed = recipe if isinstance(recipe, DelayedScaling) else None
-        self._fresh = None if recipe is None or isinstance(recipe, DelayedScaling) else recipe_of(recipe, "delayed")
+        if not isinstance(recipe, DelayedScaling):
+            self._fresh, self.delayed = None if recipe is None else recipe_of(recipe, "delayed"), None
+        elif recipe.num_experts == self.num_experts:
+            self._fresh, self.delayed = None, recipe
+        else:
+            raise ValueError(f"recipe must scale {self.num_experts} experts, got {recipe.num_experts}")
+        self.workspace.clear()
 
     def reset_parameters(self) -> None:
         """As torch.nn.Linear does: uniform within 1 / √in_features."""
@@ -84,7 +92,8 @@ class GroupedLinear(nn.Module):
 
         Args:
             is_first_microbatch: None casts the weight anew and keeps nothing. True casts it into the workspace, False takes
-                what is there, unless the weight is known to have changed; the workspace breaks torch.compile's graph.
+                what is there, unless the weight is known to have changed, as an optimiser step lets know and a change of its
+                `.data` does not; the workspace breaks torch.compile's graph.
             skip_update: with either, one number on the device: not 0 leaves the workspace as it is. For captured steps, which
                 are replayed for first and later microbatches alike.
 
@@ -99,6 +108,7 @@ class GroupedLinear(nn.Module):
             return torch._grouped_mm(x, b_t.to(x.dtype), offs)
         cast = None
         if is_first_microbatch is not None:
+            check_operands(x, b_t, offs, recipe, x.dtype)  # before the weight is cast
             cast = _from_workspace(self.workspace, self.weight, recipe, update=is_first_microbatch, skip=skip_update)
         return fp8_grouped_mm(x, b_t, offs, recipe=recipe, weights=cast)
 
@@ -110,6 +120,8 @@ class GroupedLinear(nn.Module):
     def _check_skip(self, skip: Tensor, is_first_microbatch: bool | None) -> None:
         if is_first_microbatch is None:
             raise ValueError("skip_update takes is_first_microbatch True or False, got None")
+        if not isinstance(skip, Tensor):
+            raise ValueError(f"skip_update must be one number on {self.weight.device}, got {skip!r}")
         if skip.numel() != 1 or skip.device != self.weight.device:
             raise ValueError(f"skip_update must be one number on {self.weight.device}, got {tuple(skip.shape)} on {skip.device}")
 

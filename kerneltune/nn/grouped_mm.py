@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kerneltune.kernel_lib.arguments import DTYPE_NAMES, assert_group_ends
-from kerneltune.nn.alignment import ALIGNED, aligned_groups
+from kerneltune.kernel_lib.arguments import assert_group_ends, debugging
+from kerneltune.nn.alignment import ALIGNED, aligned_groups, row_major
 from kerneltune.nn.delayed import DelayedScaling, delayed_product
 from kerneltune.nn.fp8_products import Fp8Weights, fp8_grouped_mm_da, fp8_grouped_mm_fwd
+from kerneltune.nn.operands import check_operands, check_weights, wants_gradient
 from kerneltune.nn.recipes import Recipe, recipe_of
 from kerneltune.ops.fp8_grouped_gemm import custom
 
@@ -34,46 +35,45 @@ def fp8_grouped_mm(
         A: (M, K) bf16, fp16 or fp32, rows contiguous.
         B_t: (E, K, N) bf16, fp16 or fp32, column-major, which is the transposed view of a contiguous (E, N, K), or contiguous. K
             and N multiples of 16. Its gradient is column-major.
-        offs: (E,) int32, where each group's rows end, not decreasing; the last is M. Groups may be empty. Multiples of 16, unless
-            B_t has no gradient or the recipe pads.
-        recipe: `tensorwise`, `rowwise`, or a Recipe; or a DelayedScaling, with which the graph breaks and nothing is padded.
+        offs: (E,) int32, E to 1024, where each group's rows end, not decreasing; the last is M. Groups may be empty. Multiples
+            of 16, unless B_t has no gradient or the recipe pads.
+        recipe: `tensorwise`, `rowwise`, or a Recipe; or a DelayedScaling, with which the graph breaks.
         out_dtype: of the result; None is A's.
         weights: B_t in fp8 by the same recipe, if it has been cast before, as GroupedLinear does.
-        check_offs: let the device assert what is said of offs; costs launches.
+        check_offs: let the device assert what is said of offs, as under TRITON_DEBUG=1; costs launches.
 
     Returns:
         (M, N), contiguous. Of A the backward keeps M K bytes; of the weights E K N bytes with `Recipe.keep_weights`, unless they
         are passed in.
 
     Raises:
-        ValueError: a wrong shape, stride, dtype, device or recipe, which it names.
+        ValueError: a wrong shape, stride, dtype, device or recipe, which it names; a DTensor.
 
     Source: torchao's rowwise grouped product for MoE training and its pull requests 4179 and 4389, from their contract.
     """
-    delayed = recipe if isinstance(recipe, DelayedScaling) else None
-    recipe = Recipe("tensorwise") if isinstance(recipe, DelayedScaling) else recipe_of(recipe)
+    how = recipe if isinstance(recipe, DelayedScaling) else recipe_of(recipe)
     out_dtype = A.dtype if out_dtype is None else out_dtype
-    _check(A, B_t, offs, out_dtype)
+    check_operands(A, B_t, offs, how, out_dtype)
     if weights is not None:
-        _check_weights(weights, B_t, recipe)
-    if check_offs:
-        assert_group_ends(offs, A.shape[0], 1 if recipe.pad_groups else ALIGNED, whole=True)
-    if delayed is not None:
-        if delayed.num_experts != B_t.shape[0]:
-            raise ValueError(f"recipe must scale {B_t.shape[0]} experts, got {delayed.num_experts}")
-        return delayed_product(A, B_t, offs, delayed, weights, out_dtype)
-    if recipe.pad_groups:
-        rows, ends, total = aligned_groups(offs, A.shape[0])
-        spread = A.new_zeros((total, A.shape[1])).index_copy(0, rows, A)
-        return _product(spread, B_t, ends, recipe, out_dtype, weights).index_select(0, rows)
-    return _product(A, B_t, offs, recipe, out_dtype, weights)
+        check_weights(weights, B_t, how)
+    if check_offs or debugging():
+        assert_group_ends(offs, A.shape[0], ALIGNED if wants_gradient(B_t) and not how.pad_groups else 1, whole=True)
+    A = row_major(A)
+    if not how.pad_groups:
+        return _product(A, B_t, offs, how, out_dtype, weights)
+    rows, ends, total = aligned_groups(offs, A.shape[0])
+    spread = A.new_zeros((total, A.shape[1])).index_copy(0, rows, A)
+    return _product(spread, B_t, ends, how, out_dtype, weights).index_select(0, rows)
 
 
-def _product(A: Tensor, B_t: Tensor, offs: Tensor, recipe: Recipe, out_dtype: torch.dtype, weights: Fp8Weights | None) -> Tensor:
-    wanted = torch.is_grad_enabled()
+def _product(
+    A: Tensor, B_t: Tensor, offs: Tensor, recipe: Recipe | DelayedScaling, out_dtype: torch.dtype, weights: Fp8Weights | None
+) -> Tensor:
+    if isinstance(recipe, DelayedScaling):
+        return delayed_product(A, B_t, offs, recipe, weights, out_dtype)
     y: Tensor = fp8_grouped_mm_fwd(
         A, B_t, offs, [] if weights is None else list(weights), recipe.scaling, recipe.pow2, recipe.keep_weights, out_dtype,
-        wanted and A.requires_grad, wanted and B_t.requires_grad,
+        wants_gradient(A), wants_gradient(B_t),
     )[0]  # fmt: skip
     return y
 
@@ -102,10 +102,9 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     del kept
     if dy is None:
         return (None, None, None, [None] * ctx.given, *[None] * 6)
-    if dy.stride(-1) != 1:
-        dy = dy.clone(memory_format=torch.contiguous_format)  # without rows any strides are contiguous
+    dy = row_major(dy)
     made = fp8_grouped_mm_da(dy, offs, w, ctx.scaling, ctx.pow2, ctx.da_dtype, ctx.for_da, ctx.for_dw)
-    del w
+    del w, dy
     da, db_t = made[0] if ctx.for_da else None, None
     if ctx.for_dw:
         q, scale = made[-2:]
@@ -114,39 +113,3 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
 
 
 fp8_grouped_mm_fwd.register_autograd(_backward, setup_context=_save)
-
-
-def _check(A: Tensor, B_t: Tensor, offs: Tensor, out_dtype: torch.dtype) -> None:
-    if A.ndim != 2 or B_t.ndim != 3 or A.shape[1] != B_t.shape[1]:
-        raise ValueError(f"fp8_grouped_mm takes A (M, K) and B_t (E, K, N), got {tuple(A.shape)} and {tuple(B_t.shape)}")
-    E, K, N = B_t.shape
-    if K % ALIGNED or N % ALIGNED or not K or not N:
-        raise ValueError(f"K and N must be multiples of {ALIGNED}, got {K=} {N=}")
-    for name, dtype in (("A", A.dtype), ("B_t", B_t.dtype), ("out_dtype", out_dtype)):
-        if dtype not in DTYPE_NAMES:
-            raise ValueError(f"{name} must be one of {', '.join(DTYPE_NAMES.values())}, got {dtype}")
-    if A.stride(1) != 1 or A.stride(0) < K:
-        raise ValueError(f"A must be row-major, got strides {A.stride()}")
-    if B_t.stride() not in ((K * N, 1, K), (K * N, N, 1)):
-        raise ValueError(f"B_t must be column-major, strides {(K * N, 1, K)}, or contiguous, got {B_t.stride()}")
-    if tuple(offs.shape) != (E,) or offs.dtype != torch.int32:
-        raise ValueError(f"offs must be ({E},) int32, got {tuple(offs.shape)} {offs.dtype}")
-    if A.device != B_t.device or A.device != offs.device:
-        raise ValueError(f"A, B_t and offs must be on one device, got {A.device}, {B_t.device} and {offs.device}")
-
-
-def _check_weights(weights: Fp8Weights, B_t: Tensor, recipe: Recipe) -> None:
-    E, K, N = B_t.shape
-    per_expert = recipe.scaling == "tensorwise"
-    wanted = {
-        "q": ((E, K, N), torch.float8_e4m3fn),
-        "scale": ((E,) if per_expert else (E, N), torch.float32),
-        "q_t": ((E, N, K), torch.float8_e4m3fn),
-        "scale_t": ((E,) if per_expert else (E, K), torch.float32),
-    }
-    for name, (shape, dtype) in wanted.items():
-        t = getattr(weights, name)
-        if tuple(t.shape) != shape or t.dtype != dtype or t.device != B_t.device:
-            raise ValueError(
-                f"weights.{name} must be {shape} {dtype} on {B_t.device}, got {tuple(t.shape)} {t.dtype} on {t.device}"
-            )

@@ -21,6 +21,8 @@ class WeightWorkspace:
         self._cast: Fp8Weights | None = None
         self._of: weakref.ref[Tensor] | None = None
         self._seen: tuple[object, ...] = ()
+        self._unsure = False
+        """Whether a flag on the device may have kept what an older weight was cast to than the one seen."""
 
     def __reduce__(self) -> tuple[type["WeightWorkspace"], tuple[()]]:
         return WeightWorkspace, ()
@@ -32,10 +34,10 @@ class WeightWorkspace:
 
     def clear(self) -> None:
         """Let go of the memory."""
-        self._cast, self._of, self._seen = None, None, ()
+        self._cast, self._of, self._seen, self._unsure = None, None, (), False
 
     def get(self, weight: Tensor, recipe: Recipe | DelayedScaling, *, update: bool, skip: Tensor | None = None) -> Fp8Weights:
-        """The fp8 of weight (E, N, K), contiguous.
+        """The fp8 of weight (E, N, K), contiguous or column-major.
 
         Args:
             update: cast again whatever is known of the weight. Else only where it is another tensor than at the last call,
@@ -47,12 +49,14 @@ class WeightWorkspace:
         version = 0 if weight.is_inference() else weight._version
         seen = (weight.data_ptr(), version, tuple(weight.shape), weight.dtype, weight.device, recipe)
         same = self._of is not None and self._of() is weight and self._seen == seen
+        known = same and (skip is not None or not self._unsure)
         with torch.inference_mode(False):  # what an evaluation casts is there for training, too
             if self._cast is None or self._seen[2:] != seen[2:]:
-                self._cast = _cast(weight, recipe)
-            elif update or skip is not None or not same:
+                self._cast, self._unsure = _cast(weight, recipe), False
+            elif update or skip is not None or not known:
                 self._refresh(weight, recipe, skip)
-                if not same:  # backwards under way were to go on with other bytes
+                self._unsure = skip is not None and (self._unsure or not same)
+                if not known:  # backwards under way were to go on with other bytes
                     torch.autograd.graph.increment_version(list(self._cast))
         self._of, self._seen = weakref.ref(weight), seen
         return self._cast

@@ -156,7 +156,7 @@ def aa_lines(rows: Iterable[Row]) -> list[str]:
 def sweep_text(records: list[Record], width: int = 100, parts: Parts = NO_PARTS) -> str:
     """Every variant of every case, the best one marked `*`; a heading per case where the full columns do not fit.
 
-    parts: what is never the best, in all tables of a sweep.
+    parts: in all tables of a sweep, what is never the best and has a time alone: bytes and speed-ups are of the whole.
     """
     lines = _device_lines(records)
     groups = _groups(records)
@@ -205,7 +205,8 @@ def sweep_csv(records: list[Record], parts: Parts = NO_PARTS) -> str:
     for group in _groups(records):
         for r in group:
             sizes = [r.axes.get(axis, "") for axis in axes]
-            measured = [r.time_us, r.ci_low_us, r.ci_high_us, r.gbps, r.pct_ceiling, r.aa_floor, _against_baseline(r, group)]
+            gbps, share, speedup = _of_the_whole(r, group, parts)
+            measured = [r.time_us, r.ci_low_us, r.ci_high_us, gbps, share, r.aa_floor, speedup]
             best = "*" if r is _best(group, parts) else ""
             head = [r.op, r.case, *sizes, r.dtype, r.quant, pairs(r.options), r.policy, r.variant, r.status]
             lines.append([*head, *measured, best, r.config_label, r.device, _flat(r.reason)])
@@ -310,16 +311,18 @@ def _best(group: Iterable[Record], parts: Parts) -> Record | None:
     return min(timed)[2] if timed else None
 
 
-def _against_baseline(record: Record, group: Iterable[Record]) -> float | None:
-    """Speed-up over the baseline of the same case; None without both times."""
+def _of_the_whole(record: Record, group: Iterable[Record], parts: Parts) -> tuple[float | None, float | None, float | None]:
+    """GB/s, percent of the ceiling, and the speed-up over the baseline of the same case; none for a part of the work."""
+    if (record.op, record.variant) in parts:
+        return None, None, None
     baseline = next((other.time_us for other in group if other.variant == _BASELINE), None)
-    return ratio(baseline, record.time_us)
+    return record.gbps, record.pct_ceiling, ratio(baseline, record.time_us)
 
 
 def _sweep_cells(name: CaseName, record: Record, group: Sequence[Record], parts: Parts) -> list[str]:
     mark = "*" if record is _best(group, parts) else " "
-    speedup = _against_baseline(record, group)
-    numbers = [number(record.time_us, 2), number(record.gbps, 1), number(record.pct_ceiling, 1)]
+    gbps, share, speedup = _of_the_whole(record, group, parts)
+    numbers = [number(record.time_us, 2), number(gbps, 1), number(share, 1)]
     left = [name.op, f"{name.case} {name.settings}".rstrip(), name.dtype, name.quant, f"{mark} {record.variant}"]
     return [*left, *numbers, f"{speedup:.2f}x" if speedup is not None else ""]
 

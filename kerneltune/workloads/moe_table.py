@@ -14,10 +14,12 @@ from kerneltune.stats import geometric_mean
 RECIPES = ("tensorwise", "rowwise", "delayed")
 _HEAD = (
     "case", "groups", "bf16 µs", "torchao µs", "recipe", "step µs", "bound µs", "%", "x bf16", "x torchao",
-    "cached µs", "x bf16", "casts µs", "products µs", "other µs",
+    "cached µs", "x bf16", "casts µs", "products µs", "other µs", "compiled µs",
 )  # fmt: skip
 _SHARED = 4
 """Columns that the recipes of a case share."""
+_IN_LINE = slice(_SHARED, -1)
+"""Columns for which 80 of text have room."""
 _TEXTS = ("case", "groups", "recipe")
 
 
@@ -28,11 +30,14 @@ class StepRow:
     Attributes:
         bound: its products alone, and the bytes that its casts must move at the speed of the ceiling.
         cached: a step of which its share of casting the weights is one in `microbatches`.
+        compiled: the step under torch.compile.
         elsewhere: the commit that torchao was measured at, where bf16 was not.
     """
 
     case: str
     groups: str
+    policy: str
+    device: str
     recipe: str
     bf16: float | None
     torchao: float | None
@@ -41,6 +46,7 @@ class StepRow:
     cached: float | None
     casts: float | None
     products: float | None
+    compiled: float | None
     elsewhere: str = ""
 
     @property
@@ -71,6 +77,8 @@ def _row(found: dict[str, Record], recipe: str, microbatches: int) -> StepRow:
     return StepRow(
         case=record.case,
         groups=str(record.options.get("groups", "")),
+        policy=record.policy,
+        device=record.device,
         recipe=recipe,
         bf16=time("baseline"),
         torchao=time("torchao_rowwise"),
@@ -79,6 +87,7 @@ def _row(found: dict[str, Record], recipe: str, microbatches: int) -> StepRow:
         cached=None if cached is None or refresh is None else cached + refresh / microbatches,
         casts=time(f"{recipe}_casts"),
         products=products,
+        compiled=time(f"{recipe}_compiled"),
         elsewhere=_elsewhere(found.get("torchao_rowwise"), found.get("baseline")),
     )
 
@@ -89,27 +98,48 @@ def _elsewhere(peer: Record | None, base: Record | None) -> str:
 
 def step_text(rows: Sequence[StepRow], microbatches: int = 8, width: int = 80) -> str:
     """A table of 80 columns per case, what its columns mean, and the geometric means."""
-    cells = {id(row): _cells(row)[_SHARED:] for row in rows}
-    head = [name.removesuffix(" µs") for name in _HEAD[_SHARED:]]
+    cells = {id(row): _cells(row)[_IN_LINE] for row in rows}
+    head = [name.removesuffix(" µs") for name in _HEAD[_IN_LINE]]
     widths = [max(map(len, column)) for column in zip(head, *cells.values(), strict=True)]
+    apart = _apart(rows)
     lines = []
-    for (case, groups, bf16, torchao), found in groupby(
-        rows, key=lambda row: (row.case, row.groups, _us(row.bf16), _torchao(row))
+    for (case, groups, measured, bf16, torchao), of_case in groupby(
+        rows, key=lambda row: (row.case, row.groups, (row.policy, row.device), _us(row.bf16), _torchao(row))
     ):
-        lines += wrapped(f"{case}, {groups} groups: bf16 {bf16 or '-'} µs, torchao {torchao or 'not measured'}", width)
+        found = list(of_case)
+        title = f"{case}, {groups} groups{apart[measured]}"
+        lines += wrapped(f"{title}: bf16 {bf16 or '-'} µs, torchao {torchao or 'not measured'}", width)
         lines.append(aligned(head, widths, left=1))
-        lines += [*(aligned(cells[id(row)], widths, left=1) for row in found), ""]
-    meaning = "bound, and its share of the step: the products, and the casts' fewest bytes at the ceiling's speed."
-    cached = f"cached: weights cast once in {microbatches} steps."
-    other = "other: the step less casts and products, which are timed by themselves."
-    lines += wrapped(f"Times in µs. {meaning} {cached} {other}", width, "")
-    return "\n".join([*lines, *(_means(rows, recipe) for recipe in RECIPES)]).rstrip() + "\n"
+        lines += [aligned(cells[id(row)], widths, left=1) for row in found]
+        compiled = [f"{row.recipe} {_us(row.compiled)}" for row in found if row.compiled is not None]
+        lines += [*(wrapped(f"compiled: {', '.join(compiled)}", width) if compiled else []), ""]
+    lines += wrapped(_meaning(microbatches), width, "")
+    means = [_means(rows, recipe, measured, name) for measured, name in apart.items() for recipe in RECIPES]
+    return "\n".join([*lines, *filter(None, means)]) + "\n"
 
 
-def step_markdown(rows: Sequence[StepRow]) -> str:
-    """The same for a README."""
-    lines = [_HEAD, ["---" if name in _TEXTS else "---:" for name in _HEAD], *(_cells(row) for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+def step_markdown(rows: Sequence[StepRow], microbatches: int = 8) -> str:
+    """The same for a README, without the means."""
+    apart = _apart(rows)
+    lines = [_HEAD, ["---" if name in _TEXTS else "---:" for name in _HEAD]]
+    lines += [[row.case + apart[row.policy, row.device], *_cells(row)[1:]] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\n{_meaning(microbatches)}\n"
+
+
+def _meaning(microbatches: int) -> str:
+    """What the columns are."""
+    return (
+        "Times in µs. bound, and its share of the step: the products, and the casts' fewest bytes at the ceiling's speed. "
+        f"cached: weights cast once in {microbatches} steps. "
+        "other: the step less casts and products, which are timed by themselves. compiled: the step under torch.compile."
+    )
+
+
+def _apart(rows: Iterable[StepRow]) -> dict[tuple[str, str], str]:
+    """By policy and device, what tells the rows measured so from the others."""
+    found = dict.fromkeys((row.policy, row.device) for row in rows)
+    telling = [len(set(names)) > 1 for names in zip(*found, strict=True)]
+    return {names: "".join(f", {n}" for n, tells in zip(names, telling, strict=True) if tells) for names in found}
 
 
 def _torchao(row: StepRow) -> str:
@@ -125,17 +155,19 @@ def _cells(row: StepRow) -> list[str]:
     return [
         row.case, row.groups, _us(row.bf16), torchao, row.recipe, _us(row.step), _us(row.bound),
         number(None if share is None else 100 * share, 1), _times(row.bf16, row.step), _times(row.torchao, row.step),
-        _us(row.cached), _times(row.bf16, row.cached), _us(row.casts), _us(row.products), _us(row.other),
+        _us(row.cached), _times(row.bf16, row.cached), _us(row.casts), _us(row.products), _us(row.other), _us(row.compiled),
     ]  # fmt: skip
 
 
-def _means(rows: Sequence[StepRow], recipe: str) -> str:
+def _means(rows: Iterable[StepRow], recipe: str, measured: tuple[str, str], name: str) -> str:
+    """Of a recipe's rows of one policy and device; empty where there is nothing to compare."""
+    mine = [row for row in rows if row.recipe == recipe and (row.policy, row.device) == measured]
     parts = []
-    for name in ("bf16", "torchao"):
-        found = [r for row in rows if row.recipe == recipe and (r := ratio(getattr(row, name), row.step)) is not None]
+    for peer in ("bf16", "torchao"):
+        found = [r for row in mine if (r := ratio(getattr(row, peer), row.step)) is not None]
         if found:
-            parts.append(f"{geometric_mean(found):.2f}x {name} ({len(found)} cases)")
-    return f"{recipe}: {', '.join(parts)}" if parts else ""
+            parts.append(f"{geometric_mean(found):.2f}x {peer} ({len(found)} case{'' if len(found) == 1 else 's'})")
+    return f"{recipe}{name}: {', '.join(parts)}" if parts else ""
 
 
 def _times(a: float | None, b: float | None) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 from kerneltune.kernel_lib.compiled import compiled_for
 from kerneltune.kernel_lib.groups import bounds, group_ends
 from kerneltune.nn.alignment import ALIGNED
-from kerneltune.nn.delayed import DelayedScaling
+from kerneltune.nn.delayed import GRADS, ROWS, DelayedScaling
 from kerneltune.nn.fp8_products import Fp8Weights, cast_weights
 from kerneltune.nn.grouped_mm import fp8_grouped_mm
 from kerneltune.nn.recipes import SCALINGS, Recipe
@@ -164,6 +164,13 @@ def run_delayed_refresh(inputs: Inputs, _config: None) -> Outputs:
     return {"w": _cast_of_w(workspace.get(inputs["w"], _delayed(inputs), update=True))}
 
 
+def run_delayed_casts(inputs: Inputs, _config: None) -> Outputs:
+    """All casts of a step under delayed scaling."""
+    scaling = _delayed(inputs)
+    (a, _, s_a), (dy, _, s_dy) = (scaling.cast(inputs[name], place) for name, place in (("a", ROWS), ("dy", GRADS)))
+    return {"a": (a, s_a), "dy": (dy, s_dy), "w": _cast_of_w(scaling.cast_weights(inputs["w"]))}
+
+
 def _cast_of_w(weights: Fp8Weights) -> tuple[Tensor, Tensor]:
     return weights.q.transpose(1, 2), weights.scale.view(*weights.scale.shape[:2], *[1] * (3 - weights.scale.ndim))
 
@@ -218,8 +225,8 @@ def empty_groups(case: Case) -> str | None:
     return "groups of no rows, on which torch's products may stop the device" if smallest < ALIGNED else None
 
 
-_STEPS = {"": run_step, "_compiled": run_compiled, "_cached": run_cached}
-_PARTS = {"_refresh": run_refresh, "_casts": run_casts, "_gemms": run_gemms}
+_STEPS = {"": run_step, "_compiled": run_compiled}
+_PARTS = {"_cached": run_cached, "_refresh": run_refresh, "_casts": run_casts, "_gemms": run_gemms}
 
 OPS = (
     Op(
@@ -242,8 +249,9 @@ OPS = (
                 for suffix, run in (_STEPS | _PARTS).items()
             ),
             Variant("delayed", run_delayed),
-            Variant("delayed_cached", run_delayed_cached),
+            Variant("delayed_cached", run_delayed_cached, part=True),
             Variant("delayed_refresh", run_delayed_refresh, part=True),
+            Variant("delayed_casts", run_delayed_casts, part=True),
             Variant("torchao_rowwise", run_torchao, unsupported=empty_groups, requires=("torchao",)),
         ),
     ),

@@ -13,7 +13,7 @@ from kerneltune.workloads.moe_table import step_markdown, step_rows, step_text
 
 STEP = {"op": "moe_step", "case": "some-4096", "axes": {"M": 4096, "K": 64, "N": 64, "E": 2}, "family": "moe_training"}
 TIMES = {"baseline": 1000.0, "torchao_rowwise": 1200.0, "tensorwise": 500.0, "tensorwise_gemms": 300.0, "tensorwise_casts": 150.0,
-         "tensorwise_cached": 400.0, "tensorwise_refresh": 80.0, "rowwise": 625.0}  # fmt: skip
+         "tensorwise_cached": 400.0, "tensorwise_refresh": 80.0, "tensorwise_compiled": 444.0, "rowwise": 625.0}  # fmt: skip
 RECORDS = [
     record(us, variant=variant, options={"groups": "zipf"}, **STEP | {"pct_ceiling": 1e4 / us}) for variant, us in TIMES.items()
 ]
@@ -42,24 +42,48 @@ def test_the_table_as_text() -> None:
         "recipe     step bound    % x bf16 x torchao cached x bf16 casts products other\n"
         "tensorwise  500   400 80.0   2.00      2.40    410   2.44   150      300    50\n"
         "rowwise     625              1.60      1.92\n"
+        "compiled: tensorwise 444\n"
         "\n"
         "Times in µs. bound, and its share of the step: the products, and the casts'\n"
         "fewest bytes at the ceiling's speed. cached: weights cast once in 8 steps.\n"
         "other: the step less casts and products, which are timed by themselves.\n"
-        "tensorwise: 2.00x bf16 (1 cases), 2.40x torchao (1 cases)\n"
-        "rowwise: 1.60x bf16 (1 cases), 1.92x torchao (1 cases)\n"
+        "compiled: the step under torch.compile.\n"
+        "tensorwise: 2.00x bf16 (1 case), 2.40x torchao (1 case)\n"
+        "rowwise: 1.60x bf16 (1 case), 1.92x torchao (1 case)\n"
     )
     assert max(map(len, text.splitlines())) <= 80
     alone = [r for r in RECORDS if r.variant != "torchao_rowwise"]
     assert step_text(step_rows(alone)).splitlines()[0] == "some-4096, zipf groups: bf16 1000 µs, torchao not measured"
-    assert step_markdown(step_rows(RECORDS)).splitlines()[2].startswith("| some-4096 | zipf | 1000 | 1200 | tensorwise | 500 |")
+    lines = step_markdown(step_rows(RECORDS, 4), 4).splitlines()
+    assert lines[2].startswith("| some-4096 | zipf | 1000 | 1200 | tensorwise | 500 |") and lines[2].endswith("| 444 |")
+    assert "cached: weights cast once in 4 steps." in lines[-1]
+
+
+def test_means_stand_together() -> None:
+    of_two = [r for r in RECORDS if r.variant != "rowwise"] + [replace(RECORDS[2], variant="delayed")]
+    last = step_text(step_rows(of_two)).splitlines()[-3:]
+    assert [line.split(":")[0] for line in last] == ["compiled", "tensorwise", "delayed"]
+
+
+def test_records_measured_otherwise_are_told_apart() -> None:
+    slower = [replace(r, policy="eager", time_us=(r.time_us or 0) * (1 if r.variant == "baseline" else 3)) for r in RECORDS]
+    rows = step_rows([*RECORDS, *slower])
+    text, markdown = step_text(rows), step_markdown(rows)
+    titles = [line for line in text.splitlines() if line.startswith("some-4096")]
+    assert titles[0].startswith("some-4096, zipf groups, cold: bf16 1000 µs")
+    assert titles[1].startswith("some-4096, zipf groups, eager: bf16 1000 µs")
+    assert "tensorwise, cold: 2.00x bf16 (1 case)" in text and "tensorwise, eager: 0.67x bf16 (1 case)" in text
+    assert "| some-4096, cold | zipf |" in markdown and "| some-4096, eager | zipf |" in markdown
+    elsewhere = step_text(step_rows([*RECORDS, *(replace(r, device="NVIDIA B200") for r in RECORDS)]))
+    assert "some-4096, zipf groups, NVIDIA B200: bf16" in elsewhere and "(2 cases)" not in elsewhere
 
 
 def test_a_page_shows_whole_steps_only(tmp_path: Path) -> None:
     records.append(tmp_path / "moe.jsonl", RECORDS)
     assert run("report", tmp_path / "moe.jsonl", "--results", tmp_path, "-o", tmp_path / "page.html").exit_code == 0
     text = (tmp_path / "page.html").read_text()
-    assert [name for name in TIMES if f'"{name}"' not in text] == ["tensorwise_gemms", "tensorwise_casts", "tensorwise_refresh"]
+    parts = ["tensorwise_gemms", "tensorwise_casts", "tensorwise_cached", "tensorwise_refresh"]
+    assert [name for name in TIMES if f'"{name}"' not in text] == parts
 
 
 def test_a_peer_of_another_run_is_named() -> None:
