@@ -77,30 +77,12 @@ def masks_of_booleans() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session", autouse=not HAS_GPU)
-def language_patched_once_per_launch() -> Iterator[None]:
-    """Triton's interpreter (3.7.1) patches its language again for every call of a device function, which takes 3 ms each time."""
-    from triton.runtime import interpreter
-
-    tl, patch_lang = interpreter.tl, interpreter._patch_lang
-
-    def unless_patched(fn: Any) -> object:
-        seen = [lang for lang in (tl, tl.core) if any(value is lang for value in fn.__globals__.values())]
-        if any(map(tl.core.is_builtin, [tl.tensor.__add__, *(lang.load for lang in seen)])):
-            return patch_lang(fn)
-        return interpreter._LangPatchScope()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_lang", unless_patched)
-        yield
-
-
 @pytest.fixture(scope="session", autouse=True)
-def exact_casts() -> Iterator[None]:
-    """Casts of fp32 to fp8 round as a GPU's do, wherever a test launches."""
+def mended_interpreter() -> Iterator[None]:
+    """Wherever a test launches, as where a variant is checked."""
     from kerneltune.kernel_lib import interpreted
 
-    with interpreted.exact_casts():
+    with interpreted.mended():
         yield
 
 

@@ -44,7 +44,6 @@ def expected(module: GroupedLinear, x: torch.Tensor, dy: torch.Tensor, end: int 
     return y64.detach(), *torch.autograd.grad(y64, (x64, w64), dy.double())
 
 
-@pytest.mark.usefixtures("exact_casts")
 def test_signal_to_noise_before_and_after_the_first_update() -> None:
     module, (x, offs, dy) = layer(), batch()
     want = expected(module, x, dy)
@@ -54,7 +53,6 @@ def test_signal_to_noise_before_and_after_the_first_update() -> None:
         assert update_scales(module) == 1
 
 
-@pytest.mark.usefixtures("exact_casts")
 @pytest.mark.parametrize("ends", [[5, M], [1, 3]], ids=["ragged", "short"])
 def test_groups_of_any_size_where_it_pads(ends: list[int]) -> None:
     module = layer(DelayedScaling(E, pad_groups=True, device=DEVICE))
@@ -68,7 +66,6 @@ def test_groups_of_any_size_where_it_pads(ends: list[int]) -> None:
     assert scaling_of(module).known
 
 
-@pytest.mark.usefixtures("exact_casts")
 @pytest.mark.parametrize("zeros", ["x", "dy", "weight", "one expert"])
 def test_what_was_0_before_the_first_update_is_exact_after_it(zeros: str) -> None:
     """As the gradients are behind an output projection that starts from zeros."""

@@ -48,14 +48,12 @@ def products(a: torch.Tensor, w: torch.Tensor, offs: torch.Tensor, dy: torch.Ten
     return y.detach(), *torch.autograd.grad(y, (a, w), dy)
 
 
-@pytest.mark.usefixtures("exact_casts")
 @pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_signal_to_noise_against_fp64(recipe: str, ends: list[int]) -> None:
     against_fp64(recipe, ends)
 
 
-@pytest.mark.usefixtures("exact_casts")
 @pytest.mark.parametrize("ends", RAGGED.values(), ids=RAGGED)
 @pytest.mark.parametrize("scaling", RECIPES)
 def test_groups_of_any_size_where_the_recipe_pads(scaling: str, ends: list[int]) -> None:
@@ -112,7 +110,6 @@ def test_nothing_of_da_waits_beside_dw(recipe: Recipe | str, again: bool, monkey
         assert all(torch.equal(x, y) for x, y in zip(first, (a.grad, w.grad), strict=True))
 
 
-@pytest.mark.usefixtures("exact_casts")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_other_types_in_and_out(recipe: str, dtype: torch.dtype) -> None:

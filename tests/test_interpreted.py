@@ -1,4 +1,4 @@
-"""Casts to fp8 in Triton's interpreter."""
+"""Triton's interpreter, mended."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from kerneltune.kernel_lib.agreement import same_bits
-from kerneltune.kernel_lib.interpreted import exact_casts
+from kerneltune.kernel_lib.interpreted import mended
 from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, TL_FP8
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU")
@@ -31,15 +31,37 @@ def test_every_number_of_sixteen_bits_is_cast_to_the_nearest(fp8_format: str) ->
     assert same_bits("q", q, x.to(dtype)) == []
 
 
-@pytest.mark.parametrize("name", ["_convert_float", "_patch_lang_core"])
+@pytest.mark.parametrize("name", ["_convert_float", "_patch_lang_core", "_patch_lang"])
 def test_another_interpreter_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(interpreter, name)
-    with pytest.raises(RuntimeError, match=rf"interpreter of triton {triton.__version__} has no {name}: "), exact_casts():
+    with pytest.raises(RuntimeError, match=rf"interpreter of triton {triton.__version__} has no {name}: "), mended():
         pass
 
 
+@triton.jit
+def _twice(x):
+    return x + x
+
+
+@triton.jit
+def _twice_twice(x_ptr):
+    tl.store(x_ptr, _twice(_twice(tl.load(x_ptr))))
+
+
+def test_the_language_is_patched_once_for_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    patched = []
+    before = interpreter._patch_builtin
+    monkeypatch.setattr(interpreter, "_patch_builtin", lambda package, *rest: (patched.append(package), before(package, *rest)))
+    x = torch.ones(1)
+    with mended():
+        _twice_twice[(1,)](x)
+    assert x.item() == 4 and len(set(map(id, patched))) == len(patched) > 0
+    assert tl.core.is_builtin(tl.load)
+
+
 def test_the_interpreter_is_put_back() -> None:
-    before = interpreter._convert_float, interpreter._patch_lang_core
-    with exact_casts():
-        assert before[0] is not interpreter._convert_float
-    assert before == (interpreter._convert_float, interpreter._patch_lang_core)
+    names = ("_convert_float", "_patch_lang_core", "_patch_lang")
+    before = [getattr(interpreter, name) for name in names]
+    with mended():
+        assert not any(function is getattr(interpreter, name) for name, function in zip(names, before, strict=True))
+    assert before == [getattr(interpreter, name) for name in names]

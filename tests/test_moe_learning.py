@@ -18,7 +18,6 @@ def example_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLE))
 
 
-@pytest.mark.usefixtures("exact_casts")
 def test_all_recipes_learn_alike() -> None:
     import train
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from kerneltune.errors import first_line
-from kerneltune.kernel_lib.interpreted import exact_casts
+from kerneltune.kernel_lib.interpreted import mended
 from kerneltune.measuring.memory import shortage
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Variant
 
@@ -59,7 +59,7 @@ class Checker:
         try:
             for name, tensor in self._before.items():
                 self.inputs[name].copy_(tensor)
-            with poisoned_memory(), exact_casts():
+            with poisoned_memory(), mended():
                 outputs = variant.run(self.inputs, config)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
