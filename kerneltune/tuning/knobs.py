@@ -107,7 +107,7 @@ def checked_space(op: Op, case: Case, variant: Variant) -> list[Config]:
 def _in_one_line(op: Op, case: Case, variant: Variant) -> Iterator[None]:
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # an operator's own code may fail in any way
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise ValueError(f"{op.name} {variant.name}: {case.label}: {kind}{' '.join(str(error).split())}") from error
 
