@@ -12,7 +12,7 @@ FAMILY ?= rmsnorm
 BASE ?= main
 
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --quiet $(PIP_FLAGS) --constraint $(CONSTRAINTS)
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile $(PIP_FLAGS) --constraint $(CONSTRAINTS)
 
 .PHONY: sweep test inspect clean
 

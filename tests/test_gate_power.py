@@ -32,11 +32,11 @@ def verdicts(
 
 @pytest.mark.parametrize("odd_process", [0.0, 0.02])
 def test_false_alarms_are_at_most_one_in_a_thousand_rows(odd_process: float) -> None:
-    rows, _none = verdicts(20, 0.0, odd_process=odd_process)
-    assert rows.total() == 20 * ROWS
-    assert rows["regression"] <= 20 * ROWS // 1000
+    rows, _none = verdicts(10, 0.0, odd_process=odd_process)
+    assert rows.total() == 10 * ROWS
+    assert rows["regression"] <= 10 * ROWS // 1000
     assert rows["faster"] == 0
-    assert rows["ambiguous"] <= 20 * ROWS // 100
+    assert rows["ambiguous"] <= 10 * ROWS // 100
 
 
 def test_first_looks_alone_give_no_false_alarm_either() -> None:
@@ -56,8 +56,8 @@ def test_five_percent_are_caught(every: int) -> None:
 
 @pytest.mark.parametrize("odd_process", [0.0, 0.02])
 def test_ten_percent_are_always_caught(odd_process: float) -> None:
-    slowed, _others = verdicts(8, 0.10, every=20, odd_process=odd_process)
-    assert slowed == {"regression": 80}
+    slowed, _others = verdicts(5, 0.10, every=20, odd_process=odd_process)
+    assert slowed == {"regression": 50}
 
 
 def test_two_percent_are_never_called_faster() -> None:
