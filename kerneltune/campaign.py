@@ -34,7 +34,7 @@ _WORTH_A_POOL = 10
 """So many kernels compiled one by one take as long as the start of the processes that compile side by side."""
 
 
-Work = tuple[Op, Case, list[tuple[Variant, Config]]]
+Configured = tuple[Op, Case, list[tuple[Variant, Config]]]
 """A case, and its variants with the configs that they are to run with."""
 
 
@@ -119,7 +119,7 @@ def measure_live(
     return _measure(ops, plan.family, entries, selection, options, progress, None)
 
 
-def configured(ops: Mapping[str, Op], selection: Selection, options: Options) -> tuple[str, list[Work]]:
+def configured(ops: Mapping[str, Op], selection: Selection, options: Options) -> tuple[str, list[Configured]]:
     """The family, and per selected bench case its variants with the configs they are measured with.
 
     Raises:
@@ -130,7 +130,9 @@ def configured(ops: Mapping[str, Op], selection: Selection, options: Options) ->
     return plan.family, [(op, case, _pairs(op, case, selection, options)) for op, case in chosen]
 
 
-def _to_check(ops: Mapping[str, Op], plan: sweep.Sweep, selection: Selection, options: Options, only_checks: bool) -> list[Work]:
+def _to_check(
+    ops: Mapping[str, Op], plan: sweep.Sweep, selection: Selection, options: Options, only_checks: bool
+) -> list[Configured]:
     """The check cases: every own variant's default config, and on a GPU some random valid ones.
 
     Peers are checked where they are measured; where only checks run, those that the selection names.
@@ -152,7 +154,7 @@ def _unchecked(plan: sweep.Sweep, selection: Selection) -> str:
     return f"no check case among the {bench} selected: {alone}"
 
 
-def _check(family: str, work: Sequence[Work], options: Options, progress: Progress) -> list[Record]:
+def _check(family: str, work: Sequence[Configured], options: Options, progress: Progress) -> list[Record]:
     """Every case's records, which are kept case by case until the last is done."""
     on_gpu = device.current().is_gpu
     journal = _journal(family, options, "check.journal")
@@ -177,14 +179,14 @@ def _check(family: str, work: Sequence[Work], options: Options, progress: Progre
     return found
 
 
-def compile_ahead(work: Sequence[Work], target: Target, workers: int | None) -> list[Compiled]:
+def compile_ahead(work: Sequence[Configured], target: Target, workers: int | None) -> list[Compiled]:
     """Compile what will be launched on all cores, so that launches find it in Triton's disk cache; the answers in order."""
     jobs = [job(op, case, config, variant) for op, case, pairs in work for variant, config in pairs]
     with CompilePool(target, workers) as pool:
         return list(pool.compile(jobs))
 
 
-def _ours(work: Iterable[Work]) -> list[Work]:
+def _ours(work: Iterable[Configured]) -> list[Configured]:
     """The same without what has no config, so nothing that we compile."""
     return [(op, case, [pair for pair in pairs if pair[1] is not None]) for op, case, pairs in work]
 
@@ -276,7 +278,7 @@ def _compared(
 
 
 def _compile_measured(
-    work: Sequence[Work],
+    work: Sequence[Configured],
     ceilings: Iterable[Ceiling | None],
     options: Options,
     progress: Progress,

@@ -8,13 +8,12 @@ from functools import partial
 
 import pytest
 import torch
-import triton
 
 from kerneltune import ops, sweep
 from kerneltune.kernel_lib.agreement import same_bits
 from kerneltune.measuring.check import Checker
 from kerneltune.ops import fp8
-from kerneltune.ops.fp8 import both, common, custom, early_kernels, flat, group_both, groups, peers, reference, rows, tensorwise
+from kerneltune.ops.fp8 import both, custom, early_kernels, flat, group_both, groups, peers, reference, rows, tensorwise
 from kerneltune.spec import Case
 
 OPS = ops.load()
@@ -259,77 +258,6 @@ def test_more_than_two_to_the_31_elements() -> None:
     assert same_bits("q", out.q[-1, :, -8:], want.t()) == [] and same_bits("q_t", out.q_t[-1, -8:], want) == []
 
 
-X = torch.zeros(4, 6, dtype=torch.bfloat16, device=WHERE)
-W = torch.zeros(2, 6, 4, dtype=torch.bfloat16, device=WHERE)
-TALL = torch.zeros(1 << 21, 1, dtype=torch.bfloat16, device=WHERE)
-APART = torch.empty_strided((2, 6), (1 << 28, 1), dtype=torch.bfloat16, device="meta")
-END = torch.empty(1, dtype=torch.int32, device="meta")
-ROWS = fp8.RowConfig(rows=16, cols=64, warps=1, ctas=0, stages=1, reload=False)
-STRIDED = torch.tensor([2, 3, 4, 4], dtype=torch.int32, device=WHERE)[::2]
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: fp8.fp8_rowwise_2d(X, "e3m4"), "fp8_format must be one of e4m3.*'e3m4'"),
-        (lambda: fp8.fp8_rowwise_2d(X.t()), "elements of a row of x must be adjacent"),
-        (lambda: fp8.fp8_rowwise_2d(X.double()), "x must be a matrix of bfloat16.*float64"),
-        (lambda: fp8.fp8_colwise_3d(W), r"w must be column-major, strides \(24, 1, 6\)"),
-        (lambda: fp8.fp8_colwise_3d(X), r"w must be \(E, K, N\)"),
-        (lambda: fp8.fp8_tensorwise_2d(X, layout="diagonal"), "layout must be one of row, col, both, got layout='diagonal'"),
-        (
-            lambda: fp8.fp8_tensorwise_2d(X, layout="both", config=replace(TILES, warps=2)),
-            r"config=SegmentConfig\(rows=16, cols=32, warps=2, .* 8 elements per thread, of which .* transposed need 16",
-        ),
-        (lambda: fp8.fp8_tensorwise_3d(W), "w must be column-major"),
-        (lambda: fp8.fp8_tensorwise_group(X, torch.tensor([4], device=WHERE)), r"offs must be \(G,\) int32 .*int64"),
-        (lambda: fp8.fp8_tensorwise_group(X, torch.tensor([], dtype=torch.int32)), r"offs must be \(G,\) int32"),
-        (lambda: fp8.fp8_group_colwise(X, 3 * torch.ones((), dtype=torch.int32)), r"offs must be \(G,\) int32"),
-        (lambda: fp8.fp8_group_colwise(X[0], ragged(4)), "x must be a matrix"),
-        (lambda: fp8.fp8_group_colwise(X, STRIDED), r"offs must be contiguous, got strides \(2,\)"),
-        (lambda: fp8.fp8_tensorwise_group(X, STRIDED), "offs must be contiguous"),
-        (lambda: fp8.fp8_group_both(X, STRIDED), "offs must be contiguous"),
-        (lambda: fp8.fp8_group_both(APART, END), r"rows of x must be less than 16777216 .* of 128, got strides \(268435456, 1\)"),
-        (lambda: fp8.fp8_group_colwise(APART, END), "rows of x must be less than 33554432 numbers apart in tiles of 128"),
-        (lambda: fp8.fp8_group_colwise_dual(X.to("meta")[:2], APART, END), "rows of x must be less than 33554432 numbers apart"),
-        (lambda: fp8.fp8_tensorwise_2d(APART), "rows of x must be less than 67108864 numbers apart in tiles of 64"),
-        (lambda: fp8.fp8_tensorwise_2d(APART, pow2=False), "rows of x must be less than 67108864 numbers apart"),
-        (lambda: fp8.fp8_tensorwise_group(APART, END), "rows of x must be less than 67108864 numbers apart"),
-        (lambda: fp8.fp8_rowwise_2d(APART), "rows of x must be less than 134217728 numbers apart in tiles of 16"),
-        (
-            lambda: fp8.fp8_rowwise_2d(APART, "e5m2", config=replace(ROWS, rows=64)),
-            "less than 33554432 numbers apart in tiles of 64",
-        ),
-        (
-            lambda: fp8.fp8_group_colwise_dual(X, X[:3], ragged(4)),
-            r"x2 must be \(4, N\) .* as x1 is, got \(3, 6\)",
-        ),
-        (lambda: fp8.fp8_group_colwise_dual(X, X.to("meta"), ragged(4)), "x2 must be .* on .* as x1 is, got .* on meta"),
-        (lambda: fp8.fp8_tensorwise_2d(TALL, layout="col"), "x must have at most 2097151 rows to be transposed, got 2097152"),
-        (lambda: fp8.fp8_group_colwise(TALL, ragged(1 << 21)), "x must have at most 2097151 rows"),
-        (lambda: fp8.fp8_transpose_2d(X), "x must be a matrix of an fp8 type.*bfloat16"),
-        (lambda: fp8.fp8_transpose_2d(X.to(torch.float8_e4m3fn).t()), "elements of a row of x must be adjacent"),
-    ],
-)
-def test_wrong_arguments_are_named(call, message: str) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
-@pytest.mark.parametrize("where", ["cuda", "cpu"])
-@pytest.mark.parametrize("name", ["e4m3fnuz", "e5m2fnuz"])
-def test_types_that_the_device_has_not_are_named(name: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = torch.device(where)
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert common.Cast(name, True, False, x).dtype == reference.FP8[name]
-    monkeypatch.setattr(torch.version, "hip", None)
-    if where == "cpu":
-        assert common.Cast(name, True, False, x).dtype == reference.FP8[name]
-        return
-    with pytest.raises(ValueError, match=f"fp8_format='{name}' needs an AMD GPU .gfx942., got a tensor on cuda"):
-        common.Cast(name, True, False, x)
-
-
 @pytest.mark.parametrize("stride", [6, 7])
 def test_a_single_row_may_have_any_stride(stride: int) -> None:
     x = reference.values((3, stride), torch.bfloat16, WHERE, seed=6)[:1, :6]
@@ -341,21 +269,6 @@ def test_a_single_row_may_have_any_stride(stride: int) -> None:
     assert same_bits("q_t", q_t, down) == [] and same_bits("scale_t", scale_t, scale[0]) == []
     found = fp8.fp8_group_both(x, ragged(1))
     assert same_bits("q", found.q, want) == [] and same_bits("q_t", found.q_t, down) == []
-
-
-@pytest.mark.skipif(WHERE == "cuda", reason="an assertion on a GPU ends its context")
-@pytest.mark.parametrize("ends", [(12, 8), (8, 21), (8, 19)])
-@pytest.mark.parametrize("cast", [fp8.fp8_group_both, fp8.fp8_group_colwise, fp8.fp8_tensorwise_group])
-def test_offsets_are_asserted_where_asked(cast, ends: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(triton.knobs.runtime, "debug", True)
-    cast(X8, ragged(8, 20))
-    if cast is fp8.fp8_group_both and ends == (8, 19):
-        cast(X8, ragged(*ends))  # rows behind the last group are left out
-        return
-    with pytest.raises(
-        RuntimeError, match="offs decrease or " + ("exceed M" if cast is fp8.fp8_group_both else "do not end at M")
-    ):
-        cast(X8, ragged(*ends))
 
 
 def test_torchao_is_not_timed_where_it_is_wrong() -> None:

@@ -31,7 +31,7 @@ def test_every_number_of_sixteen_bits_is_cast_to_the_nearest(fp8_format: str) ->
     assert same_bits("q", q, x.to(dtype)) == []
 
 
-@pytest.mark.parametrize("name", ["_convert_float", "_patch_lang_core", "_patch_lang"])
+@pytest.mark.parametrize("name", ["_convert_float", "_patch_lang_core", "_patch_lang", "_LangPatchScope"])
 def test_another_interpreter_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(interpreter, name)
     with pytest.raises(RuntimeError, match=rf"interpreter of triton {triton.__version__} has no {name}: "), mended():

@@ -249,6 +249,11 @@ BWD = BwdConfig(rows=1, cols=64, split=False, warps=4, ctas=1, stages=2)
             (X, W), {"quant": "fp8", "scale": ONE, "amax": ONE, "out_dtype": torch.float16},
             "out_dtype must be None for torch.float32 x and quant='fp8', got out_dtype=torch.float16",
         ),
+        (
+            (torch.empty_strided((2, 8), (1 << 30, 1), device="meta"), torch.empty(8, device="meta")),
+            {"config": replace(FWD, rows=2)},
+            "rows of x must be less than 1073741824 numbers apart in tiles of 2, got strides (1073741824, 1)",
+        ),
         ((X, W), {"config": {}}, "config must be a FwdConfig or None, got {}"),
         ((X, W), {"config": BWD}, "config must be a FwdConfig or None, got BwdConfig(rows=1"),
         ((X, W), {"config": replace(FWD, cols=0)}, "config: cols must be a power of two of at least 16, got Fwd"),
@@ -283,7 +288,7 @@ def test_wrong_arguments_of_the_backward_are_named(args: tuple[Any, ...], config
 
 def test_tensors_that_no_kernel_can_reach_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by Triton, which has no driver then."""
-    monkeypatch.setattr(arguments, "_INTERPRETED", False)
+    monkeypatch.setattr(arguments, "INTERPRETED", False)
     x, weight = X.cpu(), W.cpu()
     message = "^x must be on a GPU, or kernels interpreted .*, got x on cpu$"
     for call in (lambda: rmsnorm_fwd(x, weight), lambda: rmsnorm_bwd(x, x, R.cpu(), weight)):

@@ -1,6 +1,6 @@
 """Checks of tensor arguments that operators share: one line with the name and the values.
 
-May import torch and triton.
+May import torch, triton and tl_lib.
 """
 
 from collections.abc import Collection
@@ -8,11 +8,12 @@ from collections.abc import Collection
 import torch
 from triton import knobs
 
+from kerneltune.kernel_lib.tl_lib import INTERPRETED
+
 DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 ITEMSIZE = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
 
 MOST_TURNED_ROWS = (1 << 21) - 1
-_INTERPRETED = knobs.runtime.interpret
 
 
 def check_matrix(name: str, x: torch.Tensor) -> None:
@@ -27,7 +28,7 @@ def check_matrix(name: str, x: torch.Tensor) -> None:
         raise ValueError(f"{name} must be a matrix of {', '.join(DTYPE_NAMES.values())}, got shape {tuple(x.shape)} {x.dtype}")
     if x.shape[1] > 1 and x.stride(1) != 1:
         raise ValueError(f"elements of a row of {name} must be adjacent, got strides {x.stride()}")
-    if not (x.is_cuda or _INTERPRETED or x.is_meta):
+    if not (x.is_cuda or INTERPRETED or x.is_meta):
         raise ValueError(f"{name} must be on a GPU, or kernels interpreted (TRITON_INTERPRET=1), got {name} on {x.device}")
 
 

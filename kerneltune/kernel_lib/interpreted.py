@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_NAMES = ("_convert_float", "_patch_lang_core", "_patch_lang")
-"""What is replaced of the interpreter, the same from triton 3.6.0 to 3.9.0. None is public."""
+_REPLACED = ("_convert_float", "_patch_lang_core", "_patch_lang")
+_USED = ("_LangPatchScope",)
+"""What is replaced of the interpreter and used, the same from triton 3.6.0 to 3.9.0. None is public."""
 
 _FNUZ = {"fp8e4b8": "get_fp8e4b8_ty", "fp8e5b16": "get_fp8e5b16_ty"}
 """Types that some interpreters have, but do not find by name (3.6.0 and 3.7.1 neither, 3.9.0 both)."""
@@ -32,12 +33,12 @@ def mended() -> Iterator[None]:
         return
     from triton.runtime import interpreter
 
-    missing = [name for name in _NAMES if not hasattr(interpreter, name)]
+    missing = [name for name in (*_REPLACED, *_USED) if not hasattr(interpreter, name)]
     if missing:
         raise RuntimeError(
             f"the interpreter of triton {__version__} has no {' and no '.join(missing)}: its casts to fp8 are not exact"
         )
-    before = {name: getattr(interpreter, name) for name in _NAMES}
+    before = {name: getattr(interpreter, name) for name in _REPLACED}
     interpreter._convert_float = _rounded(before["_convert_float"])
     interpreter._patch_lang_core = _with_fnuz(before["_patch_lang_core"])
     interpreter._patch_lang = _once(before["_patch_lang"])

@@ -48,14 +48,19 @@ def _inside(offs_ptr, group, at, C):
 
 
 @triton.jit
+def _magnitudes(x_ptr, at, elements):
+    x = tl.load(x_ptr + at, mask=at < elements, other=0.0)
+    return magnitude_to_fp32(finite_magnitude(x), x.dtype)
+
+
+@triton.jit
 def _amax_flat(
     x_ptr, amax_ptr, offs_ptr, elements, C, G, JAGGED: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     segment = wide(tl.program_id(1))
     first = wide(tl.program_id(0)) * BLOCK
     at = first + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + segment * elements + at, mask=at < elements, other=0.0)
-    m = magnitude_to_fp32(finite_magnitude(x), x.dtype)
+    m = _magnitudes(x_ptr + segment * elements, at, elements)
     if JAGGED:
         last = tl.minimum(first + BLOCK, elements) - 1
         lo, hi = _first_and_last(offs_ptr, first, last, C, G, GROUPS)
@@ -75,8 +80,7 @@ def _partials_flat(
     block = tl.program_id(0)
     first = wide(block) * BLOCK
     at = first + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + segment * elements + at, mask=at < elements, other=0.0)
-    m = magnitude_to_fp32(finite_magnitude(x), x.dtype)
+    m = _magnitudes(x_ptr + segment * elements, at, elements)
     if JAGGED:
         last = tl.minimum(first + BLOCK, elements) - 1
         lo, hi = _first_and_last(offs_ptr, first, last, C, G, GROUPS)

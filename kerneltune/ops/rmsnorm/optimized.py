@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kerneltune import cache
-from kerneltune.kernel_lib.arguments import DTYPE_NAMES, check_like, check_matrix, in_pairs
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, check_apart, check_format, check_like, check_matrix, in_pairs
 from kerneltune.kernel_lib.launch import on_its_device, phases, registers, resident
 from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX, INTERPRETED, TL_DTYPES, is_cuda, since_sm_90
 from kerneltune.kernel_lib.tl_transpose import transpose_bytes
@@ -112,6 +112,7 @@ def rmsnorm_fwd(
         return RMSNormOutput(y, rsigma, y_t, scale_inv)
     if config is None:
         config = _choose_fwd((("M", M), ("N", N)), DTYPE_NAMES[x.dtype], quant, _FWD_OPTIONS)
+    check_apart("x", x, config.rows)
     scalars = (scale, amax, scale_inv)
     if y_t is not None and _turns_behind(y, config):
         _launch_turned(x, weight, y, y_t, rsigma, *scalars, eps, zero_centered, fp8_format, config)
@@ -276,8 +277,7 @@ def _check_fwd(
         raise ValueError(f"eps must not be negative, got {eps=}")
     if quant not in ("none", "fp8", "fp8_t"):
         raise ValueError(f"quant must be none, fp8 or fp8_t, got {quant=}")
-    if fp8_format not in FP8_DTYPES:
-        raise ValueError(f"fp8_format must be one of {', '.join(FP8_DTYPES)}, got {fp8_format=}")
+    check_format(fp8_format, FP8_DTYPES, where)
     if out_dtype is not None:
         known = () if quant != "none" else tuple(DTYPE_NAMES) if x.dtype == torch.float32 else (x.dtype,)
         if out_dtype not in known:
