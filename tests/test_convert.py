@@ -248,8 +248,8 @@ def test_sharded_weights() -> None:
         layer = GroupedLinear(E, K, N, dtype=torch.bfloat16)
         fully_shard(layer, mesh=mesh)
         optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
-        for _ in range(2):  # False after a step would not do: what FSDP gathers has no new version, and maybe the same address
-            y = layer(x, offs, is_first_microbatch=True)
+        for first in (True, False, False):  # what FSDP gathers after a step has no new version, and maybe the same address
+            y = layer(x, offs, is_first_microbatch=first)
             assert torch.equal(y, layer(x, offs))
             y.sum().backward()
             optimizer.step()

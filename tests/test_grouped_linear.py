@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from kerneltune.nn import GroupedLinear, Recipe, fp8_grouped_mm, update_scales
+from kerneltune.nn import GroupedLinear, Recipe, fp8_grouped_mm, update_scales, weight_workspace
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RECIPES = ["tensorwise", "rowwise"]
@@ -71,8 +71,6 @@ def test_a_weight_in_column_major_order(recipe: str) -> None:
 
 
 def test_a_later_microbatch_does_not_cast(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kerneltune.nn import weight_workspace
-
     casts = []
     cast = weight_workspace.cast_weights
     monkeypatch.setattr(weight_workspace, "cast_weights", lambda *args: casts.append(1) or cast(*args))
@@ -104,6 +102,38 @@ def test_an_optimiser_step_between_microbatches(optimizer: type[torch.optim.Opti
     after = module(x, offs, is_first_microbatch=False)
     assert torch.equal(after, fresh(module, x, offs)) and not torch.equal(after, before)
     assert addresses(module) == kept
+
+
+def test_a_step_that_leaves_no_trace_on_the_weight() -> None:
+    """As under FSDP, whose optimiser has the shards: what is gathered of them has no new version."""
+    module, (x, offs) = layer(), batch()
+    steps = torch.optim.SGD(module.parameters(), lr=0.5)
+    before = module(x, offs, is_first_microbatch=True)
+    before.float().square().sum().backward()
+    kept = addresses(module)
+    with torch.autograd.grad_mode._unsafe_preserve_version_counter(module.weight):
+        steps.step()
+    after = module(x, offs, is_first_microbatch=False)
+    assert torch.equal(after, fresh(module, x, offs)) and not torch.equal(after, before)
+    assert addresses(module) == kept
+
+
+def test_a_step_of_other_weights_casts_again_and_spoils_no_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    casts = []
+    cast = weight_workspace.cast_weights
+    monkeypatch.setattr(weight_workspace, "cast_weights", lambda *args: casts.append(1) or cast(*args))
+    module, (x, offs) = layer(), batch()
+    other = torch.ones(1, requires_grad=True)
+    other.sum().backward()
+    for trains in (True, False):
+        module.weight.requires_grad_(trains)
+        x.requires_grad_()
+        y = module(x, offs, is_first_microbatch=True)
+        torch.optim.SGD([other], lr=0.5).step()
+        before = len(casts)
+        module(x, offs, is_first_microbatch=False)
+        assert len(casts) == before + trains  # a frozen weight is none that an optimiser changes
+        y.sum().backward()
 
 
 def test_a_backward_after_the_weight_has_changed_is_refused() -> None:

@@ -1,10 +1,13 @@
 """Expert weights in fp8 that stay in one place, refreshed there once per optimiser step. May import its neighbours."""
 
 import weakref
+from collections import Counter
+from functools import cache
 
 import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from kerneltune.nn.delayed import DelayedScaling
 from kerneltune.nn.fp8_products import Fp8Weights, cast_weights
@@ -21,6 +24,7 @@ class WeightWorkspace:
         self._cast: Fp8Weights | None = None
         self._of: weakref.ref[Tensor] | None = None
         self._seen: tuple[object, ...] = ()
+        self._steps = 0
         self._unsure = False
         """Whether a flag on the device may have kept what an older weight was cast to than the one seen."""
 
@@ -41,24 +45,27 @@ class WeightWorkspace:
 
         Args:
             update: cast again whatever is known of the weight. Else only where it is another tensor than at the last call,
-                elsewhere, or of another version, as after an optimiser step; not seen are changes that torch does not count:
-                through `.data`, of weights made under inference_mode, and by a replayed graph.
+                elsewhere, or of another version, or where it takes gradients and an optimiser has made a step since, whosever:
+                what FSDP gathers has no new version. Not seen are changes that torch does not count: through `.data`, of
+                weights made under inference_mode, and by a replayed graph.
             skip: one number on the device; where it is not 0 what is there stays. Read when the work runs, also in every
                 replay of a graph; saves the cast under delayed scaling alone. The first call casts anyway.
         """
         version = 0 if weight.is_inference() else weight._version
         seen = (weight.data_ptr(), version, tuple(weight.shape), weight.dtype, weight.device, recipe)
         same = self._of is not None and self._of() is weight and self._seen == seen
+        steps = _optimiser_steps()["made"] if weight.requires_grad else 0
+        stepped = steps != self._steps
         known = same and (skip is not None or not self._unsure)
         with torch.inference_mode(False):  # what an evaluation casts is there for training, too
             if self._cast is None or self._seen[2:] != seen[2:]:
                 self._cast, self._unsure = _cast(weight, recipe), False
-            elif update or skip is not None or not known:
+            elif update or skip is not None or not known or stepped:
                 self._refresh(weight, recipe, skip)
-                self._unsure = skip is not None and (self._unsure or not same)
+                self._unsure = skip is not None and (self._unsure or not same or stepped)
                 if not known:  # backwards under way were to go on with other bytes
                     torch.autograd.graph.increment_version(list(self._cast))
-        self._of, self._seen = weakref.ref(weight), seen
+        self._of, self._seen, self._steps = weakref.ref(weight), seen, steps
         return self._cast
 
     def _refresh(self, weight: Tensor, recipe: Recipe | DelayedScaling, skip: Tensor | None) -> None:
@@ -77,6 +84,14 @@ class WeightWorkspace:
                     t.copy_(new)
                 else:
                     torch.where(skip != 0, _bits(t), _bits(new), out=_bits(t))
+
+
+@cache
+def _optimiser_steps() -> Counter[str]:
+    """How many steps torch's optimisers have `made` since this was first asked."""
+    steps: Counter[str] = Counter()
+    register_optimizer_step_post_hook(lambda *_: steps.update(["made"]))
+    return steps
 
 
 def _cast(weight: Tensor, recipe: Recipe | DelayedScaling) -> Fp8Weights:

@@ -203,6 +203,7 @@ OPS = (
         variants=(
             Variant("baseline", both.run_separately),
             Variant("optimized", both.run_both, BothConfig, both.space, both.valid, default=both.default),
+            *_peers(peers.torchao_both_of_weights, peers.both_of_weights),
         ),
     ),
     Op(
@@ -259,6 +260,7 @@ OPS = (
         variants=(
             Variant("baseline", group_both.run_separately),
             Variant("optimized", group_both.run, BothConfig, both.space, both.valid, default=group_both.default),
+            *_peers(peers.torchao_both_of_groups, peers.both_of_groups, peers.not_torchao_group),
         ),
     ),
     _tensorwise(

@@ -76,6 +76,28 @@ def group(compiled: bool, inputs: Inputs, _config: None) -> Outputs:
     return {"q": q, "scale": scale}
 
 
+def _along_and_down(w: torch.Tensor, dtype: torch.dtype, pow2: bool, inverse: bool) -> tuple[torch.Tensor, ...]:
+    return *_slices(w, 1, dtype, pow2, inverse, False), *_slices(w, 2, dtype, pow2, inverse, True)
+
+
+def both_of_weights(compiled: bool, inputs: Inputs, _config: None) -> Outputs:
+    """`fp8_rowwise_3d_both`, as in `rows`."""
+    q, scale, q_t, scale_t = _called(_along_and_down, compiled, (inputs["w"],), *_chosen(inputs))
+    return {"q": q, "scale": scale, "q_t": q_t.transpose(1, 2), "scale_t": scale_t[:, :, 0]}
+
+
+def _along_and_down_groups(
+    x: torch.Tensor, offs: torch.Tensor, dtype: torch.dtype, pow2: bool, inverse: bool
+) -> tuple[torch.Tensor, ...]:
+    return *_slices(x, 1, dtype, pow2, inverse, False), *_grouped(x, offs, dtype, pow2, inverse)
+
+
+def both_of_groups(compiled: bool, inputs: Inputs, _config: None) -> Outputs:
+    """`fp8_group_both`, as in `rows`."""
+    q, scale, q_t, scale_t = _called(_along_and_down_groups, compiled, (inputs["x"], inputs["offs"]), *_chosen(inputs))
+    return {"q": q, "scale": scale, "q_t": q_t, "scale_t": scale_t}
+
+
 def dual(compiled: bool, inputs: Inputs, _config: None) -> Outputs:
     """`group`, twice."""
     outputs = {}
@@ -154,6 +176,20 @@ def torchao_group(inputs: Inputs, _config: None) -> Outputs:
     return _torchao(inputs, *cast(inputs["x"], inputs["offs"], FP8[inputs["fp8_format"]], inputs["pow2"]))
 
 
+def _both_of(along: Outputs, down: Outputs) -> Outputs:
+    return {**along, "q_t": down["q"], "scale_t": down["scale"]}
+
+
+def torchao_both_of_weights(inputs: Inputs, config: None) -> Outputs:
+    """torchao's casts of weights for the forward product and for dgrad, one after the other."""
+    return _both_of(torchao_weights(inputs, config), torchao_transpose(inputs, config))
+
+
+def torchao_both_of_groups(inputs: Inputs, config: None) -> Outputs:
+    """torchao's casts of activations and of token groups, one after the other."""
+    return _both_of(torchao_rows(inputs, config), torchao_group(inputs, config))
+
+
 def torchao_dual(inputs: Inputs, _config: None) -> Outputs:
     """torchao's cast of two matrices with the same token groups, what its training path runs."""
     from torchao.prototype.moe_training.kernels.jagged_float8_scales import triton_fp8_per_group_colwise_scales_dual as cast
@@ -185,8 +221,9 @@ def not_torchao(case: Case) -> str | None:
 
 def not_torchao_group(case: Case) -> str | None:
     """Where torchao's cast of token groups is wrong: rows above the mean are lost, scales overwritten."""
-    if case["N"] % 128:
-        return "wrong: scales of the last columns overwrite the next group's where N % 128 != 0"
+    axis = "N" if "N" in dict(case.axes) else "K"
+    if case[axis] % 128:
+        return f"wrong: scales of the last columns overwrite the next group's where {axis} % 128 != 0"
     mean = cdiv(case["M"], case["G"])
     held = max(256, next_power_of_2(mean))
     if case["M"] and held <= 2048:

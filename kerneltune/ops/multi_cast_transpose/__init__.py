@@ -8,7 +8,7 @@ Source: TransformerEngine's nvte_multi_cast_transpose and ROCm/TransformerEngine
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from kerneltune.kernel_lib.agreement import close, same_bits
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_format, check_like, check_matrix, check_turned
 from kerneltune.kernel_lib.launch import on_its_device, resident, too_much_shared, too_small_to_turn
 from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX
-from kerneltune.ops.multi_cast_transpose import te
+from kerneltune.ops.multi_cast_transpose import peers, te
 from kerneltune.ops.multi_cast_transpose.kernels import cast_transpose_tiles
 from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
@@ -346,6 +346,8 @@ OPS = (
             Variant("baseline", te.run, te.TeCastConfig, te.space, te.valid, te.default, unsupported=te.unsupported),
             Variant("loop", run_loop, MultiCastConfig, space, valid, default, unsupported=te.unsupported),
             Variant("optimized", run, MultiCastConfig, space, valid, default),
+            Variant("compile", partial(peers.run, True), unsupported=peers.not_compiled, requires=("torch",)),
+            Variant("eager", partial(peers.run, False), unsupported=peers.unsupported, requires=("torch",)),
         ),
     ),
 )

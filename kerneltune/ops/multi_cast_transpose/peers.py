@@ -1,0 +1,42 @@
+"""What a user would pick instead: plain torch, weight by weight, or compiled as one. No kernels here."""
+
+from typing import Any
+
+import torch
+
+from kerneltune.kernel_lib.compiled import call_compiled
+from kerneltune.kernel_lib.tl_lib import FP8_DTYPES
+from kerneltune.spec import Case, Inputs, Outputs
+
+_MOST_COMPILED = 64
+"""Weights of one compiled function: torch.compile unrolls the loop over them."""
+
+
+def _cast_all(scales: torch.Tensor, amaxes: torch.Tensor, *weights_and_dtype: Any) -> tuple[Any, ...]:
+    *xs, dtype = weights_and_dtype
+    limit = torch.finfo(dtype).max
+    casts = [(x.float() * scale).clamp(-limit, limit).to(dtype) for x, scale in zip(xs, scales.unbind(), strict=True)]
+    magnitudes = [x.float().abs().nan_to_num(nan=0.0, posinf=torch.inf).amax() for x in xs]
+    raised = torch.maximum(amaxes, torch.stack(magnitudes))
+    return casts, [q.t().contiguous() for q in casts], raised, scales.reciprocal()
+
+
+def run(compiled: bool, inputs: Inputs, _config: None) -> Outputs:
+    """`multi_cast_transpose` in torch, one operator after another or by torch.compile with its defaults."""
+    scales, amaxes = inputs["scales"], inputs["amaxes"]
+    tensors = (scales, amaxes, *(inputs[f"x{i}"] for i in range(scales.shape[0])))
+    dtype = FP8_DTYPES[inputs["fp8_format"]]
+    casts, turned, raised, scale_inv = call_compiled(_cast_all, tensors, dtype) if compiled else _cast_all(*tensors, dtype)
+    amaxes.copy_(raised)
+    named = {f"q{i}": q for i, q in enumerate(casts)} | {f"qt{i}": q for i, q in enumerate(turned)}
+    return named | {"scale_inv": scale_inv}
+
+
+def unsupported(case: Case) -> str | None:
+    """What has no largest number."""
+    return "no elements" if case["M"] == 0 or case["N"] == 0 else None
+
+
+def not_compiled(case: Case) -> str | None:
+    """The same, and what torch.compile takes minutes for."""
+    return f"one function of more than {_MOST_COMPILED} weights" if case["T"] > _MOST_COMPILED else unsupported(case)
