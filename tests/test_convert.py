@@ -278,6 +278,16 @@ def test_activation_checkpointing(reentrant: bool) -> None:
         inside(x, offs)
 
 
+def test_what_each_product_expects_of_its_weights() -> None:
+    model, (x, offs) = Model(), batch()
+    convert_to_fp8_training(model)
+    want = model(x.requires_grad_(), offs)
+    experts = model.experts
+    largest = [w.detach().abs().amax((1, 2)).float() for w in (experts.up, experts.down)]
+    assert [torch.equal(*pair) for pair in zip(experts._fp8_amaxes, largest, strict=True)] == [True, True]
+    assert torch.equal(model(x, offs), want)
+
+
 def test_compilation() -> None:
     torch.compiler.reset()
     model, (x, offs) = Model(), batch()

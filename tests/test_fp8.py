@@ -207,6 +207,36 @@ def test_a_tile_is_cast_again_only_where_a_larger_binade_came_after_it(later: bo
     assert int(changed.sum()) == (7 if later else 0)
 
 
+@pytest.mark.parametrize("expected", [0.0, 1e-3, 1.0, 64.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("layout", ["row", "col", "both"])
+def test_what_is_expected_of_weights_changes_no_result(expected: float, layout: str) -> None:
+    w = reference.values((3, 48, 40), torch.bfloat16, WHERE, seed=7).mT
+    w[2] = 0.0
+    want, largest = fp8.fp8_tensorwise_3d(w, layout=layout), w.abs().amax((1, 2)).float()
+    amax = largest * expected
+    for _ in range(2):
+        out = fp8.fp8_tensorwise_3d(w, layout=layout, amax=amax, config=TILES)
+        for name, t in out._asdict().items():
+            other = getattr(want, name)
+            assert (t is None) == (other is None) and (t is None or same_bits(name, t, other) == [])
+        assert torch.equal(amax, largest)
+
+
+@pytest.mark.skipif(WHERE == "cuda", reason="there tiles arrive in any order")
+@pytest.mark.parametrize("known", [False, True])
+def test_nothing_is_cast_twice_where_the_largest_was_expected(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest comes last: a first launch alone makes the result only if it knew."""
+    w = torch.full((1, 48, 40), 0.5, dtype=torch.bfloat16)
+    w[:, -1, -1] = 100.0
+    amax = torch.full((1,), 100.0 if known else 0.0)
+    final = fp8.fp8_tensorwise_3d(w.mT).q
+    with monkeypatch.context() as patched:
+        patched.setattr(early_kernels, "cast_again", defaultdict(lambda: lambda *_, **__: None))
+        early = fp8.fp8_tensorwise_3d(w.mT, amax=amax, config=TILES).q
+    assert early is not None and final is not None
+    assert torch.equal(early.view(torch.uint8), final.view(torch.uint8)) == known
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["row", "both"])
 @pytest.mark.parametrize("std", [0.02, 1.0])
@@ -219,9 +249,10 @@ def test_casts_of_large_weights_are_exact_every_time(layout: str, std: float) ->
     amax = w.abs().amax((1, 2)).float()
     scale = reference.scale_of(amax, "e4m3", True)
     want = (w.float() * scale[:, None, None]).to(torch.float8_e4m3fn).view(torch.uint8)
-    for _ in range(10):
-        out = fp8.fp8_tensorwise_3d(w.transpose(1, 2), layout=layout)
+    for expected in (*(None,) * 10, amax * 0, amax, amax * 3, amax / 3, *(amax,) * 10):
+        out = fp8.fp8_tensorwise_3d(w.transpose(1, 2), layout=layout, amax=expected)
         assert out.q is not None and torch.equal(out.scale, scale)
+        assert expected is None or torch.equal(expected, w.abs().amax((1, 2)).float())
         assert torch.equal(out.q.transpose(1, 2).view(torch.uint8), want)
         if out.q_t is not None:
             assert torch.equal(out.q_t.view(torch.uint8), want)

@@ -73,11 +73,25 @@ def test_a_weight_in_column_major_order(recipe: str) -> None:
 def test_a_later_microbatch_does_not_cast(monkeypatch: pytest.MonkeyPatch) -> None:
     casts = []
     cast = weight_workspace.cast_weights
-    monkeypatch.setattr(weight_workspace, "cast_weights", lambda *args: casts.append(1) or cast(*args))
+    monkeypatch.setattr(weight_workspace, "cast_weights", lambda *args, **options: casts.append(1) or cast(*args, **options))
     module, (x, offs) = layer(), batch()
     for first, so_far in ((True, 1), (False, 1), (False, 1), (True, 2), (None, 2), (False, 2)):
         module(x, offs, is_first_microbatch=first)
         assert len(casts) == so_far
+
+
+@pytest.mark.parametrize("first", [None, True])
+def test_what_the_weights_reached_is_expected_of_the_next_cast(first: bool | None) -> None:
+    module, (x, offs) = layer(), batch()
+    x.requires_grad_()
+    for _ in range(2):
+        want = fresh(module, x, offs)
+        assert torch.equal(module(x, offs, is_first_microbatch=first), want)
+        assert torch.equal(module._amax, module.weight.detach().abs().amax((1, 2)).float())
+        with torch.no_grad():
+            module.weight *= 3
+    assert set(module.state_dict()) == {"weight"}
+    assert not copy.deepcopy(module).half()._amax.any() and module.half()._amax.dtype == torch.float32
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -121,7 +135,7 @@ def test_a_step_that_leaves_no_trace_on_the_weight() -> None:
 def test_a_step_of_other_weights_casts_again_and_spoils_no_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     casts = []
     cast = weight_workspace.cast_weights
-    monkeypatch.setattr(weight_workspace, "cast_weights", lambda *args: casts.append(1) or cast(*args))
+    monkeypatch.setattr(weight_workspace, "cast_weights", lambda *args, **options: casts.append(1) or cast(*args, **options))
     module, (x, offs) = layer(), batch()
     other = torch.ones(1, requires_grad=True)
     other.sum().backward()

@@ -241,6 +241,27 @@ def test_compiles_without_a_graph_break(recipe: str | Recipe, dynamic: bool) -> 
         assert torch.equal(eager, traced)
 
 
+@pytest.mark.parametrize("column_major", [True, False])
+def test_the_largest_weights_of_the_step_before(column_major: bool) -> None:
+    """Taken and left in eager and in compiled code; results and gradients are those without."""
+    torch.compiler.reset()
+    a, w = leaves(32, 32, 16, 2)
+    offs, amax, traced = offsets([16, 32]), torch.zeros(2, device=DEVICE), torch.zeros(2, device=DEVICE)
+
+    def product(amax: torch.Tensor | None) -> torch.Tensor:
+        return fp8_grouped_mm(a, w.mT if column_major else w.mT.contiguous(), offs, amax=amax)
+
+    compiled = torch.compile(product, fullgraph=True, backend="aot_eager")
+    want = product(None)
+    dy = torch.randn_like(want)
+    gradients = torch.autograd.grad(want, (a, w), dy)
+    for y in (product(amax), product(amax), compiled(traced), compiled(traced)):
+        assert torch.equal(y, want)
+        assert all(torch.equal(*pair) for pair in zip(torch.autograd.grad(y, (a, w), dy), gradients, strict=True))
+    assert torch.equal(amax, w.detach().abs().amax((1, 2)).float()) and torch.equal(amax, traced)
+    torch.library.opcheck(fp8_products._expected_weights, (w.detach().mT, amax), test_utils=("test_schema", "test_faketensor"))
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("keep_weights", [True, False])
 def test_operators_keep_torch_s_rules(recipe: str, keep_weights: bool) -> None:
@@ -355,6 +376,7 @@ def test_what_is_refused_is_refused_before_anything_is_launched(monkeypatch: pyt
         ((a[:32], b_t, offs.repeat_interleave(2)[::2]), {}, r"offs must be contiguous, got strides \(2,\)"),
         ((a[:, :16].contiguous(), many, offsets([16] * 1025)), {}, r"offs must be of 1 to 1024 groups, got \(1025,\)"),
         ((a[:32], b_t, offs), {"weights": tuple(cast)}, "weights must be Fp8Weights, got tuple"),
+        ((a[:32], b_t, offs), {"amax": a[0]}, r"amax must be \(2,\) torch.float32 on"),
         ((a[:32], b_t, offs), {"weights": cast._replace(q_t=cast.q_t.contiguous())}, r"weights\.q_t must be column-major, got"),
         ((a[:32], b_t, offs), {"weights": cast._replace(scale=cast.scale.repeat(2)[::2])}, r"weights\.scale must be contiguous"),
     ):

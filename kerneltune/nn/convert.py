@@ -64,7 +64,7 @@ def convert_to_fp8_training(
         elif fresh is not None:
             if "_fp8_recipe" not in vars(module):
                 module.__class__ = _in_fp8(type(module))  # type: ignore[arg-type]  # classes are hashable
-            vars(module)["_fp8_recipe"] = fresh
+            vars(module).update(_fp8_recipe=fresh, _fp8_amaxes=[])
     return list(found)
 
 
@@ -89,7 +89,7 @@ def _in_fp8(base: type[nn.Module]) -> type[nn.Module]:
 
     @wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _GroupedProducts(_experts(self), self._fp8_recipe):
+        with _GroupedProducts(_experts(self), self._fp8_recipe, self._fp8_amaxes):
             return base.forward(self, *args, **kwargs)
 
     # torch.compile does not see a mode's view of torch._grouped_mm, and would go on in bf16
@@ -97,11 +97,14 @@ def _in_fp8(base: type[nn.Module]) -> type[nn.Module]:
 
 
 class _GroupedProducts(TorchFunctionMode):
-    """Takes the place of torch's grouped products, of which torch.nn.functional's is one, with these weights."""
+    """Takes the place of torch's grouped products, of which torch.nn.functional's is one, with these weights.
 
-    def __init__(self, weights: list[Tensor], recipe: Recipe) -> None:
+    amaxes: of each product in turn what `fp8_grouped_mm` takes as its amax, made here where it does not fit.
+    """
+
+    def __init__(self, weights: list[Tensor], recipe: Recipe, amaxes: list[Tensor]) -> None:
         super().__init__()
-        self.recipe = recipe
+        self.recipe, self.amaxes, self.products = recipe, amaxes, 0
         self.storages = {_storage(getattr(w, "_local_tensor", w)) for w in weights}  # of a DTensor the rows meet the local part
 
     def __torch_function__(
@@ -135,7 +138,15 @@ class _GroupedProducts(TorchFunctionMode):
             )
         rows = a if a.stride(1) == 1 and a.stride(0) >= a.shape[1] else a.contiguous()
         weights = b if b.is_contiguous() or b.mT.is_contiguous() else b.contiguous()
-        return fp8_grouped_mm(rows, weights, offs, recipe=self.recipe, out_dtype=out_dtype)
+        return fp8_grouped_mm(rows, weights, offs, recipe=self.recipe, out_dtype=out_dtype, amax=self._amax(weights))
+
+    def _amax(self, weights: Tensor) -> Tensor:
+        at, self.products = self.products, self.products + 1
+        if at == len(self.amaxes):
+            self.amaxes.append(weights.new_empty(0))
+        if self.amaxes[at].shape != weights.shape[:1] or self.amaxes[at].device != weights.device:
+            self.amaxes[at] = torch.zeros(weights.shape[0], dtype=torch.float32, device=weights.device)
+        return self.amaxes[at]
 
 
 def _storage(t: Tensor) -> StorageWeakRef | None:

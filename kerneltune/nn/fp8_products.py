@@ -36,22 +36,44 @@ class Fp8Weights(NamedTuple):
         return Fp8Weights(self.q_t, self.scale_t, self.q, self.scale)
 
 
-def cast_weights(b_t: Tensor, recipe: Recipe, into: Fp8Weights | None = None) -> Fp8Weights:
+def cast_weights(b_t: Tensor, recipe: Recipe, into: Fp8Weights | None = None, amax: Tensor | None = None) -> Fp8Weights:
     """b_t (E, K, N), column-major or contiguous, in both layouts; scale_t is scale where an expert has one scale.
 
     into: what an earlier call for a weight of this size and recipe returned, to be written in its place.
+    amax: as in `fp8_tensorwise_3d`, where that casts.
     """
     if b_t.is_contiguous():
-        return cast_weights(b_t.mT, recipe, into and into.turned()).turned()
+        return cast_weights(b_t.mT, recipe, into and into.turned(), amax).turned()
     E, K, N = b_t.shape
     if recipe.scaling == "tensorwise":
         given = None if into is None else fp8.SegmentOutput(into.q, into.q_t, into.scale)
-        out = fp8.fp8_tensorwise_3d(b_t, layout="both", pow2=recipe.pow2, inverse=True, out=given)
+        out = fp8.fp8_tensorwise_3d(b_t, layout="both", pow2=recipe.pow2, inverse=True, amax=amax, out=given)
         assert out.q is not None and out.q_t is not None
         return into or Fp8Weights(out.q, out.scale, out.q_t, out.scale)
     there = None if into is None else fp8.BothLayouts(into.q, into.scale.view(E, 1, N), into.q_t, into.scale_t)
     q, scale, q_t, scale_t = fp8.fp8_rowwise_3d_both(b_t, pow2=recipe.pow2, inverse=True, out=there)
     return into or Fp8Weights(q, scale.view(E, N), q_t, scale_t)
+
+
+def cast_expected_weights(b_t: Tensor, amax: Tensor) -> Fp8Weights:
+    """`cast_weights` with one power of two per expert, as torch.compile can trace it. No gradient."""
+    contiguous = b_t.is_contiguous()
+    q, scale, q_t = _expected_weights((b_t.mT if contiguous else b_t).detach(), amax)
+    weights = Fp8Weights(q, scale, q_t, scale)
+    return weights.turned() if contiguous else weights
+
+
+@torch.library.custom_op("kerneltune::fp8_expected_weights", mutates_args=("amax",))
+def _expected_weights(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, scale, q_t, _ = cast_weights(w, Recipe("tensorwise"), amax=amax)
+    return q, scale, q_t
+
+
+@_expected_weights.register_fake
+def _(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    E, K, N = w.shape
+    q, q_t = (w.new_empty(shape, dtype=torch.float8_e4m3fn).transpose(1, 2) for shape in ((E, N, K), (E, K, N)))
+    return q, w.new_empty((E,), dtype=torch.float32), q_t
 
 
 @torch.library.custom_op("kerneltune::fp8_grouped_mm_fwd", mutates_args=())

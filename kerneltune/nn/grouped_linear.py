@@ -36,6 +36,8 @@ class GroupedLinear(nn.Module):
     weight: nn.Parameter
     delayed: DelayedScaling | None
     _fresh: Recipe | None
+    _amax: Tensor
+    """(E,) fp32, what the weights of the experts are expected to reach: as at the last cast. No part of the state."""
 
     def __init__(
         self,
@@ -56,6 +58,7 @@ class GroupedLinear(nn.Module):
         self.num_experts, self.in_features, self.out_features = num_experts, in_features, out_features
         self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features, device=device, dtype=dtype))
         self.workspace = WeightWorkspace()
+        self._expect_nothing()
         self.set_recipe(recipe)
         self.reset_parameters()
 
@@ -109,8 +112,10 @@ class GroupedLinear(nn.Module):
         cast = None
         if is_first_microbatch is not None:
             check_operands(x, b_t, offs, recipe, x.dtype)  # before the weight is cast
-            cast = _from_workspace(self.workspace, self.weight, recipe, update=is_first_microbatch, skip=skip_update)
-        return fp8_grouped_mm(x, b_t, offs, recipe=recipe, weights=cast)
+            cast = _from_workspace(
+                self.workspace, self.weight, recipe, update=is_first_microbatch, skip=skip_update, amax=self._amax
+            )
+        return fp8_grouped_mm(x, b_t, offs, recipe=recipe, weights=cast, amax=self._amax)
 
     def extra_repr(self) -> str:
         """What `print(module)` shows."""
@@ -127,4 +132,9 @@ class GroupedLinear(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self.workspace.clear()  # of a weight that is about to move
-        return nn.Module._apply(self, fn, recurse)
+        moved = nn.Module._apply(self, fn, recurse)
+        self._expect_nothing()
+        return moved
+
+    def _expect_nothing(self) -> None:
+        self._amax = torch.zeros(self.num_experts, dtype=torch.float32, device=self.weight.device)

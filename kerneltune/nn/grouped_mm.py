@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kerneltune.kernel_lib.arguments import assert_group_ends, debugging
+from kerneltune.kernel_lib.arguments import assert_group_ends, check_like, debugging
 from kerneltune.nn.alignment import ALIGNED, aligned_groups, row_major
 from kerneltune.nn.delayed import DelayedScaling, delayed_product
-from kerneltune.nn.fp8_products import Fp8Weights, fp8_grouped_mm_da, fp8_grouped_mm_fwd
+from kerneltune.nn.fp8_products import Fp8Weights, cast_expected_weights, fp8_grouped_mm_da, fp8_grouped_mm_fwd
 from kerneltune.nn.operands import check_operands, check_weights, wants_gradient
 from kerneltune.nn.recipes import Recipe, recipe_of
 from kerneltune.ops.fp8_grouped_gemm import custom
@@ -25,6 +25,7 @@ def fp8_grouped_mm(
     recipe: str | Recipe | DelayedScaling = "tensorwise",
     out_dtype: torch.dtype | None = None,
     weights: Fp8Weights | None = None,
+    amax: Tensor | None = None,
     check_offs: bool = False,
 ) -> Tensor:
     """Rows of A times their group's matrix, in fp8 with fp32 accumulation; differentiable once in A and B_t, also in fp8.
@@ -40,6 +41,9 @@ def fp8_grouped_mm(
         recipe: `tensorwise`, `rowwise`, or a Recipe; or a DelayedScaling, with which the graph breaks.
         out_dtype: of the result; None is A's.
         weights: B_t in fp8 by the same recipe, if it has been cast before, as GroupedLinear does.
+        amax: (E,) fp32 that stays from step to step, zeros at first: under `tensorwise` what the largest magnitudes of B_t were,
+            by which they are cast in one go while their scales stay; no result depends on it. Taken where the backward shall
+            have the weights' transpose, with powers of two.
         check_offs: let the device assert what is said of offs, as under TRITON_DEBUG=1; costs launches.
 
     Returns:
@@ -56,6 +60,10 @@ def fp8_grouped_mm(
     check_operands(A, B_t, offs, how, out_dtype)
     if weights is not None:
         check_weights(weights, B_t, how)
+    elif amax is not None:
+        check_like("amax", amax, (B_t.shape[0],), torch.float32, B_t.device)
+        if isinstance(how, Recipe) and how.scaling == "tensorwise" and how.pow2 and how.keep_weights and wants_gradient(A):
+            weights = cast_expected_weights(B_t, amax)
     if check_offs or debugging():
         assert_group_ends(offs, A.shape[0], ALIGNED if wants_gradient(B_t) and not how.pad_groups else 1, whole=True)
     A = row_major(A)

@@ -40,7 +40,15 @@ class WeightWorkspace:
         """Let go of the memory."""
         self._cast, self._of, self._seen, self._unsure = None, None, (), False
 
-    def get(self, weight: Tensor, recipe: Recipe | DelayedScaling, *, update: bool, skip: Tensor | None = None) -> Fp8Weights:
+    def get(
+        self,
+        weight: Tensor,
+        recipe: Recipe | DelayedScaling,
+        *,
+        update: bool,
+        skip: Tensor | None = None,
+        amax: Tensor | None = None,
+    ) -> Fp8Weights:
         """The fp8 of weight (E, N, K), contiguous or column-major.
 
         Args:
@@ -50,6 +58,7 @@ class WeightWorkspace:
                 weights made under inference_mode, and by a replayed graph.
             skip: one number on the device; where it is not 0 what is there stays. Read when the work runs, also in every
                 replay of a graph; saves the cast under delayed scaling alone. The first call casts anyway.
+            amax: as in `fp8_grouped_mm`.
         """
         version = 0 if weight.is_inference() else weight._version
         seen = (weight.data_ptr(), version, tuple(weight.shape), weight.dtype, weight.device, recipe)
@@ -59,16 +68,16 @@ class WeightWorkspace:
         known = same and (skip is not None or not self._unsure)
         with torch.inference_mode(False):  # what an evaluation casts is there for training, too
             if self._cast is None or self._seen[2:] != seen[2:]:
-                self._cast, self._unsure = _cast(weight, recipe), False
+                self._cast, self._unsure = _cast(weight, recipe, amax), False
             elif update or skip is not None or not known or stepped:
-                self._refresh(weight, recipe, skip)
+                self._refresh(weight, recipe, skip, amax)
                 self._unsure = skip is not None and (self._unsure or not same or stepped)
                 if not known:  # backwards under way were to go on with other bytes
                     torch.autograd.graph.increment_version(list(self._cast))
         self._of, self._seen, self._steps = weakref.ref(weight), seen, steps
         return self._cast
 
-    def _refresh(self, weight: Tensor, recipe: Recipe | DelayedScaling, skip: Tensor | None) -> None:
+    def _refresh(self, weight: Tensor, recipe: Recipe | DelayedScaling, skip: Tensor | None, amax: Tensor | None) -> None:
         """In place, no version counted up."""
         assert self._cast is not None
         with torch.no_grad(), _unsafe_preserve_version_counter(tuple(self._cast)):
@@ -76,9 +85,9 @@ class WeightWorkspace:
                 recipe.cast_weights(weight.detach(), self._cast, None if skip is None else skip.reshape(1).float())
                 return
             if skip is None and isinstance(recipe, Recipe):
-                cast_weights(weight.detach().transpose(1, 2), recipe, self._cast)
+                cast_weights(weight.detach().transpose(1, 2), recipe, self._cast, amax)
                 return
-            fresh = _cast(weight, recipe)
+            fresh = _cast(weight, recipe, amax)
             for t, new in {id(t): (t, new) for t, new in zip(self._cast, fresh, strict=True)}.values():
                 if skip is None:
                     t.copy_(new)
@@ -94,10 +103,10 @@ def _optimiser_steps() -> Counter[str]:
     return steps
 
 
-def _cast(weight: Tensor, recipe: Recipe | DelayedScaling) -> Fp8Weights:
+def _cast(weight: Tensor, recipe: Recipe | DelayedScaling, amax: Tensor | None) -> Fp8Weights:
     if isinstance(recipe, DelayedScaling):
         return recipe.cast_weights(weight.detach())
-    return cast_weights(weight.detach().transpose(1, 2), recipe)
+    return cast_weights(weight.detach().transpose(1, 2), recipe, amax=amax)
 
 
 def _bits(t: Tensor) -> Tensor:

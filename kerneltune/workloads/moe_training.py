@@ -107,19 +107,29 @@ def run_torchao(inputs: Inputs, _config: None) -> Outputs:
 
 
 def run_step(scaling: str, inputs: Inputs, _config: None) -> Outputs:
-    """`fp8_grouped_mm`."""
-    return _step(_product(scaling), inputs)
+    """`fp8_grouped_mm`, as GroupedLinear calls it: the largest weights are those of the step before."""
+    return _step(partial(_product(scaling), _amax(inputs)), inputs)
 
 
 @cache
 def _product(scaling: str) -> Callable[..., Tensor]:
     """`fp8_grouped_mm` by one recipe; the same function at every call, so that it is compiled once."""
-    return partial(fp8_grouped_mm, recipe=scaling)
+
+    def product(amax: Tensor, a: Tensor, b_t: Tensor, offs: Tensor) -> Tensor:
+        return fp8_grouped_mm(a, b_t, offs, recipe=scaling, amax=amax)
+
+    return product
+
+
+def _amax(inputs: Inputs) -> Tensor:
+    w = inputs["w"]
+    amax: Tensor = _once(inputs, "amax", lambda: torch.zeros(w.shape[0], dtype=torch.float32, device=w.device))
+    return amax
 
 
 def run_compiled(scaling: str, inputs: Inputs, _config: None) -> Outputs:
-    """`fp8_grouped_mm` under torch.compile."""
-    return _step(compiled_for(_product(scaling), inputs["a"].shape, inputs["w"].shape), inputs)
+    """The same under torch.compile."""
+    return _step(partial(compiled_for(_product(scaling), inputs["a"].shape, inputs["w"].shape), _amax(inputs)), inputs)
 
 
 def run_cached(scaling: str, inputs: Inputs, _config: None) -> Outputs:
@@ -131,7 +141,7 @@ def run_cached(scaling: str, inputs: Inputs, _config: None) -> Outputs:
 def run_refresh(scaling: str, inputs: Inputs, _config: None) -> Outputs:
     """The weights into their workspace: what the first microbatch does besides."""
     workspace: WeightWorkspace = _once(inputs, f"{scaling} workspace", WeightWorkspace)
-    return {"w": _cast_of_w(workspace.get(inputs["w"], Recipe(scaling), update=True))}
+    return {"w": _cast_of_w(workspace.get(inputs["w"], Recipe(scaling), update=True, amax=_amax(inputs)))}
 
 
 def _delayed(inputs: Inputs) -> DelayedScaling:
@@ -178,7 +188,7 @@ def _cast_of_w(weights: Fp8Weights) -> tuple[Tensor, Tensor]:
 def _casts(scaling: str, inputs: Inputs) -> dict[str, list[Tensor]]:
     """All casts of a step: of a, w and dy for Y and dA, and of a and dy for dW, each as fp8 and scale."""
     a, b_t, dy, offs = inputs["a"], inputs["w"].transpose(1, 2), inputs["dy"], inputs["offs"]
-    weights = cast_weights(b_t, Recipe(scaling))
+    weights = cast_weights(b_t, Recipe(scaling), amax=_amax(inputs))
     if scaling == "rowwise":
         (q_a, s_a, a_t, s_a_t), (q_dy, s_dy, dy_t, s_dy_t) = (fp8.fp8_group_both(x, offs, inverse=True) for x in (a, dy))
         s_dy_t, s_a_t = s_dy_t.view(offs.shape[0], -1), s_a_t.view(offs.shape[0], -1)

@@ -2,8 +2,9 @@
 
 `cast_early` casts every tile by the largest magnitude of its segment seen until then, its own included. Most tiles see the binade
 of the segment's largest, so that their scale is right: the k-th to arrive only fails to if that binade is in none of the first
-k. `cast_again`, the second launch, knows the largest and repeats the others. Scales and bytes are those of two passes, whatever
-the order in which tiles arrive. Nobody waits for anybody. May import tensorwise_kernels, tiles, tl_lib, tl_exchange.
+k, and not where a largest of that binade was expected. `cast_again`, the second launch, knows the largest and repeats the others.
+Scales and bytes are those of two passes, whatever was expected and in whatever order tiles arrive. Nobody waits for anybody. May
+import tensorwise_kernels, tiles, tl_lib, tl_exchange.
 """
 
 import triton
@@ -17,12 +18,12 @@ from kerneltune.ops.fp8.tiles import locate_block, start_of
 
 @triton.jit
 def cast_early(
-    x_ptr, q_ptr, qt_ptr, offs_ptr, ws_ptr, rows, G, total, C: tl.constexpr, stride: tl.constexpr, FP8_MAX: tl.constexpr,
-    JAGGED: tl.constexpr, GROUPS_LOG2: tl.constexpr, ROWMAJOR: tl.constexpr, COLMAJOR: tl.constexpr,
+    x_ptr, q_ptr, qt_ptr, offs_ptr, amax_ptr, ws_ptr, rows, G, total, C: tl.constexpr, stride: tl.constexpr,
+    FP8_MAX: tl.constexpr, JAGGED: tl.constexpr, GROUPS_LOG2: tl.constexpr, ROWMAJOR: tl.constexpr, COLMAJOR: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr, fp8: tl.constexpr,
     EVEN_ROWS: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """q and its transpose as from `_cast_segments`, some tiles by too large a scale.
+    """q and its transpose as from `_cast_segments`, some tiles by another scale. amax_ptr: None, or what is expected per segment.
 
     Workspace: word g the largest magnitude of segment g, word G + t the one that tile t was cast by.
     """
@@ -41,6 +42,8 @@ def cast_early(
                 x0, x1, x2, x3 = sanitised_words((x0, x1, x2, x3), PAIRS, dtype)
                 largest = largest_magnitude((x0, x1, x2, x3), PAIRS, dtype)
         seen = raised(ws_ptr, group, magnitude_to_fp32(largest, dtype), tag, hi > 0)
+        if amax_ptr is not None:
+            seen = tl.maximum(seen, tl.load(amax_ptr + group))
         if hi > 0:
             publish(ws_ptr, G + tile, seen, tag, hi > 0)
             store_tile(
@@ -51,13 +54,14 @@ def cast_early(
 
 @triton.jit
 def cast_again(
-    x_ptr, q_ptr, qt_ptr, scale_ptr, offs_ptr, ws_ptr, rows, G, total, C: tl.constexpr, stride: tl.constexpr,
+    x_ptr, q_ptr, qt_ptr, scale_ptr, offs_ptr, amax_ptr, ws_ptr, rows, G, total, C: tl.constexpr, stride: tl.constexpr,
     FP8_MAX: tl.constexpr, INVERSE: tl.constexpr,
     JAGGED: tl.constexpr, GROUPS_LOG2: tl.constexpr, ROWMAJOR: tl.constexpr, COLMAJOR: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr, fp8: tl.constexpr,
     EVEN_ROWS: tl.constexpr, PACKED: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """The scales, and once more the tiles that `cast_early` cast by another; closes the launch.
+    """The scales, and at amax_ptr the largest magnitudes, and once more the tiles that `cast_early` cast by another; closes the
+    launch.
 
     A program looks at LANES tiles at a time, each as far from the next as there are programs: wrong ones lie side by side.
     """
@@ -68,6 +72,8 @@ def cast_again(
         amax = published(ws_ptr, group)
         if JAGGED:
             amax = tl.where(start_of(offs_ptr, group) == load_constant(offs_ptr + group), 0.0, amax)
+        if amax_ptr is not None:
+            tl.store(amax_ptr + group, amax)
         scale = amax_to_scale(amax, FP8_MAX, True)
         tl.store(scale_ptr + group, reciprocal(scale) if INVERSE else scale)
     for first in range(tl.program_id(0), total, step * LANES):

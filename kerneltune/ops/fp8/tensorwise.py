@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kerneltune import cache
-from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_apart, check_matrix, check_turned, in_pairs
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_apart, check_like, check_matrix, check_turned, in_pairs
 from kerneltune.kernel_lib.groups import bounds, group_ends
 from kerneltune.kernel_lib.launch import on_its_device, registers, resident, too_small_to_turn
 from kerneltune.kernel_lib.tl_lib import TL_DTYPES, TL_FP8
@@ -82,6 +82,7 @@ def fp8_tensorwise_3d(
     layout: str = "row",
     pow2: bool = True,
     inverse: bool = False,
+    amax: torch.Tensor | None = None,
     out: SegmentOutput | None = None,
     config: SegmentConfig | None = None,
 ) -> SegmentOutput:
@@ -91,6 +92,8 @@ def fp8_tensorwise_3d(
         w: (E, K, N) bf16, fp16 or fp32, column-major: strides (K N, 1, K), the transposed view of a contiguous (E, N, K).
         layout: `row`, as w lies in memory; `col`, transposed; `both`.
         fp8_format, pow2, inverse, config: as in `fp8_tensorwise_2d`.
+        amax: (E,) fp32, the largest magnitudes expected, 0 where nothing is known; those found take their place. The results do
+            not depend on it: where a scale comes out as expected, nothing of the expert is cast twice. Left alone without pow2.
         out: tensors like those returned, to be written in their place.
 
     Returns:
@@ -108,9 +111,11 @@ def fp8_tensorwise_3d(
     q = target("out.q", given_q, (E, N, K), cast.dtype, w.device, turned=True) if layout != "col" else None
     q_t = target("out.q_t", given_q_t, (E, K, N), cast.dtype, w.device, turned=True) if layout != "row" else None
     scale = target("out.scale", given_scale, (E,), torch.float32, w.device)
+    if amax is not None:
+        check_like("amax", amax, (E,), torch.float32, w.device)
     if config is None and w.numel():
         config = _choose_3d((("E", E), ("K", K), ("N", N)), DTYPE_NAMES[w.dtype], "fp8", _options(layout))
-    _launch(w.transpose(1, 2).reshape(E * N, K), None, q, q_t, scale, cast, config)
+    _launch(w.transpose(1, 2).reshape(E * N, K), None, q, q_t, scale, cast, config, amax)
     return SegmentOutput(None if q is None else q.transpose(1, 2), None if q_t is None else q_t.transpose(1, 2), scale)
 
 
@@ -165,7 +170,7 @@ def _of_matrix(
     return SegmentOutput(q, None if q_t is None else q_t.t(), scale)
 
 
-def _launch(x, offs, q, q_t, scale, cast: Cast, config: SegmentConfig | None) -> None:
+def _launch(x, offs, q, q_t, scale, cast: Cast, config: SegmentConfig | None, amax: torch.Tensor | None = None) -> None:
     """The rows of x in as many equal segments as there are scales, or in the groups of `offs`; config: None to cast nothing."""
     if config is None or not x.numel():
         scale.fill_(cast.scale_of_nothing)
@@ -200,10 +205,10 @@ def _launch(x, offs, q, q_t, scale, cast: Cast, config: SegmentConfig | None) ->
         if not c.ctas and offs is None and x.itemsize == 4:
             tile |= registers(c.warps, at_most(c, 4 // pairs))
         constants = {"FP8_MAX": cast.constants["FP8_MAX"], **out, **tile}
-        early_kernels.cast_early[(programs,)](x, q_or_any, q_t_or_any, offs_or_any, ws, *size, STAGES=c.stages, **constants)
+        early_kernels.cast_early[(programs,)](x, q_or_any, q_t_or_any, offs_or_any, amax, ws, *size, STAGES=c.stages, **constants)
         few = min(total, resident(x.device, c.ctas or _AGAIN))
         early_kernels.cast_again[(few,)](
-            x, q_or_any, q_t_or_any, scale, offs_or_any, ws, *size, INVERSE=cast.inverse, LANES=_LANES, **constants
+            x, q_or_any, q_t_or_any, scale, offs_or_any, amax, ws, *size, INVERSE=cast.inverse, LANES=_LANES, **constants
         )
         return
     tile |= {"STAGES": c.stages}
