@@ -89,7 +89,7 @@ def with_parts(word_ptrs, stride, part, mask, PARTS: tl.constexpr):
     """
     if is_cuda():
         tl.static_assert(part.numel >= num_threads())
-        AT_ONCE: tl.constexpr = min(8, part.numel // num_threads())
+        AT_ONCE: tl.constexpr = min(8 if PARTS < 8 else 4, part.numel // num_threads())  # each word takes three registers
         addresses = word_ptrs.to(tl.int64)
         # called pure so that the copy of another layout, which nothing uses, is dropped; a test counts that one is left
         return tl.inline_asm_elementwise(

@@ -26,6 +26,9 @@ FREE_OPTIONS = ("group", "zeros", "bias")
 half the tokens up to 39 % longer (H200, 63 pairs in weight_only's records, 2026-11-22). `valid` refuses what lacks registers."""
 _ALONG = (1, 2, 4, 8)
 _SPLITS = (1, 2, 3, 4, 8)
+_BLOCKS = (1, 2, 4)
+_SPLITS_OF_SEVERAL_BLOCKS = (1, 2, 3, 4, 5, 6, 8, 12)
+"""A split has fewer programs: it takes more splits, and finer numbers of them, to give every multiprocessor one."""
 _MULTIPROCESSORS = 132
 """Of the GPUs for which the rule of `default` was found."""
 _MOST_PROGRAMS = 1024
@@ -36,15 +39,17 @@ _HALF_THE_REGISTERS = 128
 
 @dataclass(frozen=True, slots=True)
 class Int4Config:
-    """tokens: rows of x per program; rows: of w per warp, 64 or 32; a program has 64. along:
+    """tokens: rows of x per program; rows: of w per warp, 64 or 32; a program has 64 times `blocks`. along:
     warps one behind the other along k; splits: programs that share a row of w. prefetch: ask L2 for x and w while the kernel in
-    front on the stream still runs, where that lets the next begin, as this one does; all reads come after its end."""
+    front on the stream still runs, where that lets the next begin, as this one does; all reads come after its end. blocks: of 64
+    rows, whose warps read the same x at the same time, the first of them from L2 and the others from L1."""
 
     tokens: int
     rows: int
     along: int
     splits: int
     prefetch: bool
+    blocks: int = 1
 
 
 @on_its_device
@@ -74,20 +79,23 @@ def int4_gemm(
     if c.splits > 1 and not (is_cuda() or INTERPRETED):
         c = replace(c, splits=1)  # programs wait for each other's parts
     zeros, steps = weight.zeros, steps_of(K, c)
-    tiles, token_tiles = cdiv(M, ROWS), cdiv(N, c.tokens)
+    tiles, token_tiles = cdiv(M, ROWS * c.blocks), cdiv(N, c.tokens)
     parts = counters(cdiv((c.splits - 1) * N * M, 2), x.device) if c.splits > 1 else y  # words of four bytes
     prefetch = c.prefetch and since_sm_90() and _aligned(x, weight)
     full, even = N % c.tokens == 0, DEPTH * steps * c.along * c.splits == K
-    ahead = _reads_ahead(c, weight, full and even)
+    shorter = not even and _last_shorter(K, c)
+    even = even or shorter
+    ahead, (lead, ask_on) = _reads_ahead(c, weight, full and even), _lead(c)
     kernels._int4_gemm[(c.splits, tiles, token_tiles)](
         x, weight.packed, weight.scales, weight.scales if zeros is None else zeros, y if bias is None else bias, y, parts,
         N, M, K, x.stride(0),
         GROUPS=weight.scales.shape[3], ONE_GROUP=weight.group not in GROUPS, ZEROS=zeros is not None,
-        BIAS=bias is not None, FULL=full, EVEN=even, PREFETCH=prefetch,
-        TOKENS=c.tokens, ROWS=c.rows, ALONG=c.along, STEPS=steps, SPLITS=c.splits,
+        BIAS=bias is not None, FULL=full, EVEN=even, LAST_SHORTER=shorter, PREFETCH=prefetch,
+        TOKENS=c.tokens, ROWS=c.rows, ALONG=c.along, STEPS=steps, SPLITS=c.splits, BLOCKS=c.blocks,
+        LEAD=lead, ASK_ON=ask_on and prefetch and steps > lead,
         AHEAD=ahead, LAST_APART=ahead and c.tokens == 16 and steps > 2, num_warps=_warps(c), num_stages=1,
         **({"launch_pdl": True} if prefetch else {}),
-        **({"maxnreg": _HALF_THE_REGISTERS} if is_cuda() and _in_pairs(c) else {}),
+        **({"maxnreg": _most_registers(c)} if is_cuda() and _most_registers(c) else {}),
     )  # fmt: skip
     return y
 
@@ -102,7 +110,25 @@ def _reads_ahead(config: Int4Config, weight: Int4Weight, whole: bool) -> bool:
     """Whether there are registers for the x of two steps. whole: nothing is past an end."""
     if weight.scales.shape[3] == 4:
         return False
-    return config.tokens == 32 or (config.rows == 32 and whole and weight.zeros is None and weight.group in GROUPS)
+    if config.tokens == 32:
+        return True
+    alone = config.rows == 32 and config.blocks == 1  # of several blocks of rows most warps find x in L1
+    return alone and whole and weight.zeros is None and weight.group in GROUPS
+
+
+def _last_shorter(depth: int, config: Int4Config) -> bool:
+    """Whether programs of the last split may count their steps, where these are fewer, and ask of no x whether it is past
+    the end: never with one block of rows, as which many configs were measured."""
+    begun = (config.splits - 1) * config.along * steps_of(depth, config) < depth // DEPTH
+    return config.blocks > 1 and depth % (DEPTH * config.along) == 0 and begun
+
+
+def _lead(config: Int4Config) -> tuple[int, bool]:
+    """How many steps before their use L2 is asked for codes and scales, more where half as many warps wait for memory, and
+    whether for those of all steps: the warps of several blocks have more of them, but with half the registers none to spare."""
+    if config.blocks > 1 and not _in_pairs(config):
+        return 8, True
+    return (16 if config.tokens == 32 else 4), False
 
 
 def steps_of(depth: int, config: Int4Config) -> int:
@@ -151,13 +177,15 @@ def group_option(weight: Int4Weight) -> int:
 
 def space(case: Case) -> Space:
     """Tiles of as many tokens as there are, or fewer; programs enough for every multiprocessor, and not many times more."""
-    N, blocks, tiles = case["N"], cdiv(case["K"], DEPTH), cdiv(case["M"], ROWS) * cdiv(max(case["N"], 1), 32)
+    N, depth = case["N"], cdiv(case["K"], DEPTH)
+    able = _BLOCKS if N > 8 else (1,)
     return {
         "tokens": (8,) if N <= 8 else (16,) if N <= 16 else (16, 32),
         "rows": (32, 64),
-        "along": _alongs(blocks, 2 if N <= 8 else 3),
-        "splits": tuple(s for s in _SPLITS if s <= blocks and (s <= 2 or s * tiles <= _MOST_PROGRAMS)),
+        "along": _alongs(depth, 2) if N <= 8 else tuple(along for along in _ALONG if along <= depth),
+        "splits": tuple(sorted({splits for blocks in able for splits in _splits(case, blocks)})),
         "prefetch": (False, True),
+        "blocks": able,
     }
 
 
@@ -166,21 +194,48 @@ def _alongs(blocks: int, count: int) -> tuple[int, ...]:
     return tuple(along for along in _ALONG if along <= blocks)[-count:]
 
 
+def _splits(case: Case, blocks: int) -> tuple[int, ...]:
+    """Numbers of programs that may share a row, where a program has this many blocks of rows."""
+    depth, tiles = cdiv(case["K"], DEPTH), cdiv(case["M"], ROWS * blocks) * cdiv(max(case["N"], 1), 32)
+    some = _SPLITS if blocks == 1 else _SPLITS_OF_SEVERAL_BLOCKS
+    return tuple(s for s in some if s <= depth and (s <= 2 or s * tiles <= _MOST_PROGRAMS))
+
+
 def valid(case: Case, config: Int4Config) -> str | None:
     """Why a config cannot run, or cannot be worth running."""
-    blocks, warps = cdiv(case["K"], DEPTH), _warps(config)
+    depth, warps = cdiv(case["K"], DEPTH), _warps(config)
     if config.tokens not in space(case)["tokens"]:
         return f"programs of {config.tokens} tokens where there are {case['N']}"
-    if config.along > blocks or (config.splits - 1) * config.along * steps_of(case["K"], config) >= blocks:
-        return f"{config.splits} programs of {config.along} warps along {blocks} blocks of k"
+    if config.along > depth or (config.splits - 1) * config.along * steps_of(case["K"], config) >= depth:
+        return f"{config.splits} programs of {config.along} warps along {depth} blocks of k"
     programs = _programs(case, config)
     if config.splits > 1 and programs > 2 * _MOST_PROGRAMS:
         return f"{programs} programs whose parts are added up"
     if config.rows * config.tokens > 1024 or warps > (16 if _in_pairs(config) else 8):
         return f"{config.rows}x{config.tokens} sums in each of {warps} warps"
-    if config.tokens < 32 and config.along < _alongs(blocks, 2)[0]:
+    if config.blocks > 1:
+        return _no_several_blocks(case, config)
+    if config.along < _alongs(depth, 2 if config.tokens < 32 else 3)[0]:
         return f"{config.along} warps along k"
+    if config.splits not in _splits(case, 1):
+        return f"{config.splits} programs to a block of rows"
     if _in_pairs(config) and config.tokens == 16 and _many_values(case):
+        return f"more scales and zero points than {_HALF_THE_REGISTERS} registers hold"
+    return None
+
+
+def _no_several_blocks(case: Case, config: Int4Config) -> str | None:
+    """What `valid` has against programs of several blocks of rows."""
+    most = 16 if _in_pairs(config) else 8
+    if config.blocks not in space(case)["blocks"]:
+        return f"{config.blocks} blocks of rows where there are {case['N']} tokens"
+    if _warps(config) < most // 2:
+        return f"{_warps(config)} warps, of which too few have a place at once"
+    if 3 * _programs(case, config) < 2 * _MULTIPROCESSORS * (most // _warps(config)):
+        return f"{_programs(case, config)} programs of {_warps(config)} warps"
+    if config.splits not in _splits(case, config.blocks):
+        return f"{config.splits} programs to {config.blocks} blocks of rows"
+    if _in_pairs(config) and _many_values(case):
         return f"more scales and zero points than {_HALF_THE_REGISTERS} registers hold"
     return None
 
@@ -188,8 +243,8 @@ def valid(case: Case, config: Int4Config) -> str | None:
 def default(case: Case) -> Int4Config:
     """A config for any shape, by rule: few rows to a warp, then few tokens to a program, and of those what takes the shortest.
 
-    With eight tokens programs of 16 warps lost to twice as many of eight."""
-    able = _able(case)
+    With eight tokens programs of 16 warps lost to twice as many of eight. Several blocks of rows are left to a search."""
+    able = [c for c in _able(case) if c.blocks == 1]
     rows, tokens = min((c.rows, c.tokens) for c in able)
     alike = [c for c in able if (c.rows, c.tokens) == (rows, tokens) and (tokens > 8 or c.along <= 4)]
     return min(alike, key=lambda c: _length(case, c))
@@ -197,9 +252,9 @@ def default(case: Case) -> Int4Config:
 
 def promising(case: Case) -> tuple[Int4Config, ...]:
     """Of every shape of program the number of splits that takes the shortest by the rule of `default`."""
-    shapes: dict[tuple[int, int, int], list[Int4Config]] = {}
+    shapes: dict[tuple[int, int, int, int], list[Int4Config]] = {}
     for config in _able(case):
-        shapes.setdefault((config.tokens, config.rows, config.along), []).append(config)
+        shapes.setdefault((config.blocks, config.tokens, config.rows, config.along), []).append(config)
     return tuple(min(alike, key=lambda c: _length(case, c)) for alike in shapes.values())
 
 
@@ -218,12 +273,17 @@ def _length(case: Case, config: Int4Config) -> float:
 
 
 def _programs(case: Case, config: Int4Config) -> int:
-    return config.splits * cdiv(case["M"], ROWS) * cdiv(max(case["N"], 1), config.tokens)
+    return config.splits * cdiv(case["M"], ROWS * config.blocks) * cdiv(max(case["N"], 1), config.tokens)
 
 
 def _many_values(case: Case) -> bool:
     """Whether a block of k has more for every row than two scales."""
     return bool(case.option("zeros")) or case.option("group") == 32
+
+
+def _most_registers(config: Int4Config) -> int | None:
+    """Per thread; None for what the compiler takes."""
+    return _HALF_THE_REGISTERS if _in_pairs(config) else None
 
 
 def _in_pairs(config: Int4Config) -> bool:
@@ -232,7 +292,7 @@ def _in_pairs(config: Int4Config) -> bool:
 
 
 def _warps(config: Int4Config) -> int:
-    return ROWS // config.rows * config.along
+    return ROWS // config.rows * config.blocks * config.along
 
 
 _choose = cache.Chooser("int4_gemm", Int4Config, valid, default, FREE_AXES, free_options=FREE_OPTIONS)

@@ -6,6 +6,7 @@ are exact in 16 bits, so sums over a group are those of whole numbers times x, a
 for the four lanes that share a row (c) and one for the eight rows of lanes (j), fastest first, since that is how Triton deals
 out lanes. May import triton, tl_gemm and tl_lib.
 
+The warps of several blocks of rows in one program read the same x at the same time, which goes from L2 to L1 once for all.
 Where there are registers for it warps load x a step ahead. With 16 tokens and more than two steps the registers are those of
 the next codes, which then come half a step later. With 32 tokens a warp needs so many that a multiprocessor holds eight, too few
 to wait for L2 in turn. For 32 tokens, m = 3584 and k = 8192 in 112 programs of eight warps a scheduler issues 8 steps x 2 warps x
@@ -18,11 +19,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kerneltune.kernel_lib.tl_gemm import dot, leave_part, with_parts
 from kerneltune.kernel_lib.tl_lib import is_cuda, since_sm_90, wide
-
-_STEPS_AHEAD = tl.constexpr(4)
-"""Blocks of k of every warp that are asked for while the kernel in front runs."""
-_MORE_STEPS_AHEAD = tl.constexpr(16)
-"""The same where half as many warps wait for memory."""
 
 _LOADS_FP16 = """
         shr.u32 t, $8, 8;
@@ -239,47 +235,61 @@ def _finish(y_ptr, bias_ptr, offsets, rows, mask, y, M, BIAS: tl.constexpr):
 def _int4_gemm(
     x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, part_ptr, N, M, K, stride_xn,
     GROUPS: tl.constexpr, ONE_GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr,
-    FULL: tl.constexpr, EVEN: tl.constexpr, PREFETCH: tl.constexpr,
+    FULL: tl.constexpr, EVEN: tl.constexpr, LAST_SHORTER: tl.constexpr, PREFETCH: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, ALONG: tl.constexpr, STEPS: tl.constexpr,
-    SPLITS: tl.constexpr, AHEAD: tl.constexpr, LAST_APART: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCKS: tl.constexpr, LEAD: tl.constexpr, ASK_ON: tl.constexpr, AHEAD: tl.constexpr,
+    LAST_APART: tl.constexpr,
 ):  # fmt: skip
-    """y (N, M): a program takes TOKENS rows of x, 64 rows of w, and 128 ALONG STEPS of k; a warp ROWS rows and 128 STEPS of k.
+    """y (N, M): a program takes TOKENS rows of x, BLOCKS blocks of 64 rows of w, and 128 ALONG STEPS of k; a warp ROWS rows and
+    128 STEPS of k.
 
-    FULL: N is a multiple of TOKENS. EVEN: the programs take exactly K. PREFETCH: ask L2 for x and the first blocks of every warp
-    while the kernel in front still runs, and read nothing before its end, so that it may be the one that writes them: L2 is where
-    all multiprocessors meet. AHEAD: load x a step ahead of its use. LAST_APART: the last step follows the loop, which
-    loads nothing past the end and codes between the halves of a block; of even programs AHEAD, without zero points.
+    FULL: N is a multiple of TOKENS. EVEN: the programs take exactly K; LAST_SHORTER: those of the last split in fewer steps.
+    PREFETCH: ask L2 for x and the first LEAD blocks of every warp while the kernel in front still runs, and read nothing before
+    its end, so that it may be the one that writes them: L2 is where all multiprocessors meet. ASK_ON: for the later ones as many
+    steps before their use. AHEAD: load x a step ahead of its use. LAST_APART: the last step follows the loop, which loads nothing
+    past the end and codes between the halves of a block; of even programs AHEAD, without zero points.
     """
     R: tl.constexpr = ROWS // 8
-    PIECES: tl.constexpr = 64 // ROWS
+    PER_BLOCK: tl.constexpr = 64 // ROWS
+    PIECES: tl.constexpr = PER_BLOCK * BLOCKS
     W: tl.constexpr = ALONG * PIECES
     row_blocks = tl.cdiv(M, 64)
-    split, rb = tl.program_id(0), tl.program_id(1)
+    split, tile = tl.program_id(0), tl.program_id(1)
     first_token = tl.program_id(2) * TOKENS
     end = tl.minimum(tl.cdiv(K, 128), (split + 1) * (STEPS * ALONG))
 
     warp = tl.arange(0, W)
     kb = split * (STEPS * ALONG) + warp // PIECES
-    piece = (warp % PIECES)[None, None, :]
-    block = (wide(kb) * row_blocks + rb)[None, None, :]
-    s_block = rb + tl.zeros_like(block) if ONE_GROUP else block
+    piece = (warp % PER_BLOCK)[None, None, :]
+    first_of_block = warp
+    rb = tile + tl.zeros_like(warp)
+    if BLOCKS > 1:  # warps side by side read the same x at the same time: the first from L2, the others from L1
+        first_of_block = warp // PIECES + warp % PER_BLOCK
+        rb = tile * BLOCKS + warp % PIECES // PER_BLOCK
+    row_block = tl.minimum(rb, row_blocks - 1) if BLOCKS > 1 else rb  # the last once more past the end
+    block = (wide(kb) * row_blocks + row_block)[None, None, :]
+    s_block = wide(row_block)[None, None, :] if ONE_GROUP else block
     w_step = wide(ALONG) * row_blocks * 1024
     s_step = 0 if ONE_GROUP else wide(ALONG) * row_blocks * (64 * GROUPS)
     if PREFETCH:
         gdc_launch_dependents()
         lane = tl.arange(0, 4)[:, None, None] + tl.arange(0, 8)[None, :, None]
         start = split * (STEPS * ALONG * 128)
-        row = first_token + (rb + tl.zeros_like(warp))[None, None, :] % TOKENS  # for every block of rows of w another
+        row = first_token + rb[None, None, :] % TOKENS  # for every block of rows of w another
         x_slice = x_ptr + wide(row) * stride_xn + start
         bytes_of_x = 2 * (tl.minimum(K, start + STEPS * ALONG * 128) - start)
-        _into_l2(x_slice + tl.zeros_like(lane), lane + warp[None, None, :], (row < N) & (start < K), bytes_of_x)
-        for step in tl.static_range(min(STEPS, _MORE_STEPS_AHEAD if TOKENS == 32 else _STEPS_AHEAD)):
+        _into_l2(x_slice + tl.zeros_like(lane), lane + first_of_block[None, None, :], (row < N) & (start < K), bytes_of_x)
+        for step in tl.static_range(min(STEPS, LEAD)):
             live = (kb + step * ALONG < end)[None, None, :]
             if step == 0 or not ONE_GROUP:
                 _into_l2(scale_ptr + s_block * (64 * GROUPS) + step * s_step, lane + piece, live, 128 * GROUPS)
                 if ZEROS:
                     _into_l2(zero_ptr + s_block * (64 * GROUPS) + step * s_step, lane + piece, live, 128 * GROUPS)
             _into_l2(w_ptr + block * 1024 + piece * (128 * R) + step * w_step, lane, live, 512 * R)
+        if ASK_ON:
+            ahead_w_ptrs = w_ptr + block * 1024 + piece * (128 * R) + LEAD * w_step
+            ahead_s_ptrs = scale_ptr + s_block * (64 * GROUPS) + LEAD * s_step
+            ahead_z_ptrs = zero_ptr + s_block * (64 * GROUPS) + LEAD * s_step
         gdc_wait()
     # five axes: c, j, warp, and two within a thread
     c5 = tl.arange(0, 4)[:, None, None, None, None]
@@ -299,7 +309,8 @@ def _int4_gemm(
     quarter = tl.arange(0, 2)[None, None, None, None, :, None] * 32
     t6 = tl.arange(0, 8)[None, None, None, None, None, :]
     k6 = (kb * 128)[None, None, :, None, None, None] + c6
-    x_ptrs = x_ptr + (wide(token) * stride_xn + k6) + (quarter + t6)
+    x_rows = x_ptr + (wide(token) * stride_xn + k6)
+    x_ptrs = x_rows + (quarter + t6)
     k6 += quarter
 
     live = (kb < end)[None, None, :, None, None]
@@ -308,16 +319,24 @@ def _int4_gemm(
     if since_sm_90():
         gdc_wait()  # the compiler would put the loads of x in front of these
     y = tl.zeros((W, R, 8, TOKENS // 8, 4, 2), dtype=tl.float32)
+    steps = STEPS
+    if LAST_SHORTER:
+        steps = tl.minimum((end - split * (STEPS * ALONG)) // ALONG, STEPS)
+        tl.assume(steps > 0)  # else ptxas takes x apart in every step
     if AHEAD:
         x0 = _tokens(x_ptrs, token < N, k6, K, FULL, EVEN)
         x1 = _tokens(x_ptrs + 64, token < N, k6 + 64, K, FULL, EVEN)
-    for step in tl.range(STEPS - 1 if LAST_APART else STEPS, num_stages=1):
+    for step in tl.range(steps - 1 if LAST_APART else steps, num_stages=1):
         if not AHEAD:
             x0 = _tokens(x_ptrs, token < N, k6, K, FULL, EVEN)
             x1 = _tokens(x_ptrs + 64, token < N, k6 + 64, K, FULL, EVEN)
         # after the last the same again
-        x_step = tl.where(step + 1 < STEPS, 128 * ALONG, 0) if AHEAD and not LAST_APART else 128 * ALONG
-        x_ptrs += x_step
+        x_step = tl.where(step + 1 < steps, 128 * ALONG, 0) if AHEAD and not LAST_APART else 128 * ALONG
+        if BLOCKS == 1:
+            x_ptrs += x_step
+        else:  # half as many pointers to keep
+            x_rows += x_step
+            x_ptrs = x_rows + (quarter + t6)
         k6 += x_step
         zeros = s0
         if ZEROS:
@@ -326,6 +345,16 @@ def _int4_gemm(
         w_ptrs += w_step
         s_offsets += s_step
         live = (kb + (step + 1) * ALONG < end)[None, None, :, None, None]
+        if ASK_ON:
+            far = (kb + (step + LEAD) * ALONG < end)[None, None, :]
+            if not ONE_GROUP:
+                _into_l2(ahead_s_ptrs, lane + piece, far, 128 * GROUPS)
+                if ZEROS:
+                    _into_l2(ahead_z_ptrs, lane + piece, far, 128 * GROUPS)
+                    ahead_z_ptrs += s_step
+                ahead_s_ptrs += s_step
+            _into_l2(ahead_w_ptrs, lane, far, 512 * R)
+            ahead_w_ptrs += w_step
         first, second = _halves(w0)
         if not LAST_APART:
             s1, w1 = _codes(scale_ptr + s_offsets + s_inner, live, False), _codes(w_ptrs, live, False)
@@ -344,9 +373,13 @@ def _int4_gemm(
         y += _half_block(second, s0, s0, x1, 1, GROUPS, False)
 
     y = _sum_over_warps(tl.reshape(y, (W, 8 * R, TOKENS)), ALONG, PIECES, R, TOKENS)
-    y = tl.reshape(tl.permute(tl.reshape(y, (PIECES, R, 8, TOKENS)), (3, 2, 0, 1)), (TOKENS, 64))
+    if BLOCKS == 1:
+        y = tl.reshape(tl.permute(tl.reshape(y, (PIECES, R, 8, TOKENS)), (3, 2, 0, 1)), (TOKENS, 64))
+    else:
+        y = tl.permute(tl.reshape(y, (BLOCKS, PER_BLOCK, R, 8, TOKENS)), (4, 0, 3, 1, 2))
+        y = tl.reshape(y, (TOKENS, 64 * BLOCKS))
     tokens = first_token + tl.arange(0, TOKENS)[:, None]
-    rows = rb * 64 + tl.arange(0, 64)[None, :]
+    rows = tile * (64 * BLOCKS) + tl.arange(0, 64 * BLOCKS)[None, :]
     mask = (tokens < N) & (rows < M)
     offsets = wide(tokens) * M + rows
     if SPLITS == 1:
