@@ -40,7 +40,7 @@ def run(inputs: Mapping[str, Any], config: Knobs) -> dict[str, Any]:
 
 
 def inputs(_case: Case, *, device: str, seed: int = 0) -> dict[str, Any]:
-    """x (65536,) fp32."""
+    """x (65536,) fp32, whatever the case says."""
     x = torch.empty((N,), device=device)
     return {"x": x if device == "meta" else x.normal_(generator=torch.Generator(device).manual_seed(seed))}
 

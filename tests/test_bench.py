@@ -220,7 +220,7 @@ from kerneltune.plan import Options, Quiet, Selection
 folder = Path(%r)
 (folder / "broken.yaml").write_text(
     "family: broken\\nops: [broken]\\ndefaults: {dtype: float32}\\nbench:\\n"
-    "  - {name: first, N: 65536}\\n  - {name: second, N: 65536}\\n"
+    "  - {name: first, N: 65536}\\n  - {name: second, N: 131072}\\n"
 )
 selection, options = Selection(str(folder / "broken.yaml")), Options(configs=folder, results=folder)
 for row in compare_live({"broken": broken.OPS[0]}, selection, "optimized", "faulty", options, Quiet()):
