@@ -85,15 +85,14 @@ def int4_gemm(
     full, even = N % c.tokens == 0, DEPTH * steps * c.along * c.splits == K
     shorter = not even and _last_shorter(K, c)
     even = even or shorter
-    ahead, (lead, ask_on) = _reads_ahead(c, weight, full and even), _lead(c)
+    ahead = _reads_ahead(c, weight, full and even)
     kernels._int4_gemm[(c.splits, tiles, token_tiles)](
         x, weight.packed, weight.scales, weight.scales if zeros is None else zeros, y if bias is None else bias, y, parts,
         N, M, K, x.stride(0),
         GROUPS=weight.scales.shape[3], ONE_GROUP=weight.group not in GROUPS, ZEROS=zeros is not None,
         BIAS=bias is not None, FULL=full, EVEN=even, LAST_SHORTER=shorter, PREFETCH=prefetch,
         TOKENS=c.tokens, ROWS=c.rows, ALONG=c.along, STEPS=steps, SPLITS=c.splits, BLOCKS=c.blocks,
-        LEAD=lead, ASK_ON=ask_on and prefetch and steps > lead,
-        AHEAD=ahead, LAST_APART=ahead and c.tokens == 16 and steps > 2, num_warps=_warps(c), num_stages=1,
+        LEAD=_lead(c), AHEAD=ahead, LAST_APART=ahead and c.tokens == 16 and steps > 2, num_warps=_warps(c), num_stages=1,
         **({"launch_pdl": True} if prefetch else {}),
         **({"maxnreg": _most_registers(c)} if is_cuda() and _most_registers(c) else {}),
     )  # fmt: skip
@@ -117,18 +116,21 @@ def _reads_ahead(config: Int4Config, weight: Int4Weight, whole: bool) -> bool:
 
 
 def _last_shorter(depth: int, config: Int4Config) -> bool:
-    """Whether programs of the last split may count their steps, where these are fewer, and ask of no x whether it is past
-    the end: never with one block of rows, as which many configs were measured."""
-    begun = (config.splits - 1) * config.along * steps_of(depth, config) < depth // DEPTH
-    return config.blocks > 1 and depth % (DEPTH * config.along) == 0 and begun
+    """Whether programs of the last split count their steps, where these are fewer, and ask of no x whether it is past the end: of
+    32 tokens, where asking takes 150 of 550 instructions of a step, and of several blocks of rows."""
+    if config.tokens < 32 and config.blocks == 1:
+        return False
+    return depth % (DEPTH * config.along) == 0 and (config.splits - 1) * config.along * steps_of(depth, config) < depth // DEPTH
 
 
-def _lead(config: Int4Config) -> tuple[int, bool]:
-    """How many steps before their use L2 is asked for codes and scales, more where half as many warps wait for memory, and
-    whether for those of all steps: the warps of several blocks have more of them, but with half the registers none to spare."""
-    if config.blocks > 1 and not _in_pairs(config):
-        return 8, True
-    return (16 if config.tokens == 32 else 4), False
+def _lead(config: Int4Config) -> int:
+    """How many steps of every warp L2 is asked for in advance: more where half as many warps wait for memory, and fewer of those
+    where they have steps of several blocks of rows to do."""
+    if _in_pairs(config):
+        return 4
+    if config.blocks > 1:
+        return 8
+    return 16 if config.tokens == 32 else 4
 
 
 def steps_of(depth: int, config: Int4Config) -> int:

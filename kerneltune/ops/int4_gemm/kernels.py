@@ -237,17 +237,16 @@ def _int4_gemm(
     GROUPS: tl.constexpr, ONE_GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr,
     FULL: tl.constexpr, EVEN: tl.constexpr, LAST_SHORTER: tl.constexpr, PREFETCH: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, ALONG: tl.constexpr, STEPS: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCKS: tl.constexpr, LEAD: tl.constexpr, ASK_ON: tl.constexpr, AHEAD: tl.constexpr,
-    LAST_APART: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCKS: tl.constexpr, LEAD: tl.constexpr, AHEAD: tl.constexpr, LAST_APART: tl.constexpr,
 ):  # fmt: skip
     """y (N, M): a program takes TOKENS rows of x, BLOCKS blocks of 64 rows of w, and 128 ALONG STEPS of k; a warp ROWS rows and
     128 STEPS of k.
 
     FULL: N is a multiple of TOKENS. EVEN: the programs take exactly K; LAST_SHORTER: those of the last split in fewer steps.
     PREFETCH: ask L2 for x and the first LEAD blocks of every warp while the kernel in front still runs, and read nothing before
-    its end, so that it may be the one that writes them: L2 is where all multiprocessors meet. ASK_ON: for the later ones as many
-    steps before their use. AHEAD: load x a step ahead of its use. LAST_APART: the last step follows the loop, which loads nothing
-    past the end and codes between the halves of a block; of even programs AHEAD, without zero points.
+    its end, so that it may be the one that writes them: L2 is where all multiprocessors meet. AHEAD: load x a step ahead of its
+    use. LAST_APART: the last step follows the loop, which loads nothing past the end and codes between the halves of a block; of
+    even programs AHEAD, without zero points.
     """
     R: tl.constexpr = ROWS // 8
     PER_BLOCK: tl.constexpr = 64 // ROWS
@@ -286,10 +285,6 @@ def _int4_gemm(
                 if ZEROS:
                     _into_l2(zero_ptr + s_block * (64 * GROUPS) + step * s_step, lane + piece, live, 128 * GROUPS)
             _into_l2(w_ptr + block * 1024 + piece * (128 * R) + step * w_step, lane, live, 512 * R)
-        if ASK_ON:
-            ahead_w_ptrs = w_ptr + block * 1024 + piece * (128 * R) + LEAD * w_step
-            ahead_s_ptrs = scale_ptr + s_block * (64 * GROUPS) + LEAD * s_step
-            ahead_z_ptrs = zero_ptr + s_block * (64 * GROUPS) + LEAD * s_step
         gdc_wait()
     # five axes: c, j, warp, and two within a thread
     c5 = tl.arange(0, 4)[:, None, None, None, None]
@@ -345,16 +340,6 @@ def _int4_gemm(
         w_ptrs += w_step
         s_offsets += s_step
         live = (kb + (step + 1) * ALONG < end)[None, None, :, None, None]
-        if ASK_ON:
-            far = (kb + (step + LEAD) * ALONG < end)[None, None, :]
-            if not ONE_GROUP:
-                _into_l2(ahead_s_ptrs, lane + piece, far, 128 * GROUPS)
-                if ZEROS:
-                    _into_l2(ahead_z_ptrs, lane + piece, far, 128 * GROUPS)
-                    ahead_z_ptrs += s_step
-                ahead_s_ptrs += s_step
-            _into_l2(ahead_w_ptrs, lane, far, 512 * R)
-            ahead_w_ptrs += w_step
         first, second = _halves(w0)
         if not LAST_APART:
             s1, w1 = _codes(scale_ptr + s_offsets + s_inner, live, False), _codes(w_ptrs, live, False)
