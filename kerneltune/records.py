@@ -202,6 +202,12 @@ def append(path: Path, records: Sequence[Record]) -> None:
         raise ValueError(f"cannot write {path}: {error.strerror}") from error
 
 
+def other_run(a: Record, b: Record) -> list[str]:
+    """What tells the runs of two records apart, by field; a field that a record lacks tells nothing."""
+    sides = ((name, getattr(a, name), getattr(b, name)) for name in ("unit", "driver", "torch", "triton", "commit"))
+    return [name for name, of_a, of_b in sides if of_a and of_b and of_a != of_b]
+
+
 def newest(records: Iterable[Record]) -> list[Record]:
     """The newest record of every (key, variant, device), the last of those of one time, in the order of their first."""
     found: dict[tuple[Key, str, str], Record] = {}

@@ -169,13 +169,14 @@ def parts_of(ops: Iterable["Op"]) -> Parts:
 
 
 def config_from(config: type[Any], values: Mapping[str, Any]) -> Config:
-    """The config of a class with these knob values.
+    """The config of a class with these knob values. A knob that has a default may be missing: it is newer than what was stored.
 
     Raises:
         ValueError: an unknown, missing or wrongly typed knob.
     """
     types = {f.name: f.type for f in dataclasses.fields(config)}
-    if set(values) != set(types):
+    needed = {f.name for f in dataclasses.fields(config) if f.default is dataclasses.MISSING}
+    if not needed <= set(values) <= set(types):
         raise ValueError(f"expected the knobs {sorted(types)}, got {sorted(values)}")
     for name, value in values.items():
         if type(value) is not types[name]:

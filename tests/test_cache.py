@@ -13,7 +13,7 @@ import pytest
 
 from kerneltune import cache, files
 from kerneltune.cache import Entry
-from kerneltune.spec import Case
+from kerneltune.spec import Case, config_from
 
 OP, GPU = "rmsnorm_fwd", "nvidia_h200"
 OPTIONS = (("zero_centered", False),)
@@ -209,6 +209,25 @@ def test_knobs_that_the_variant_no_longer_has_are_passed_over(tmp_path: Path, kn
     assert chooser(tmp_path)(axes(8192, 4096), "bfloat16", "fp8", OPTIONS, GPU) is DEFAULT
     cache.store(OP, GPU, entry(16384), tmp_path)
     assert chooser(tmp_path)(axes(8192, 4096), "bfloat16", "fp8", OPTIONS, GPU) == Knobs(1024, 4)
+
+
+@dataclass(frozen=True)
+class MoreKnobs:
+    block: int
+    warps: int
+    blocks: int = 1
+
+
+def test_a_knob_that_is_newer_than_a_stored_config_has_its_default() -> None:
+    assert config_from(MoreKnobs, {"block": 1024, "warps": 4}) == MoreKnobs(1024, 4, 1)
+    assert config_from(MoreKnobs, {"block": 1024, "warps": 4, "blocks": 2}) == MoreKnobs(1024, 4, 2)
+    for knobs in (
+        {"block": 1024, "blocks": 2},
+        {"block": 1024, "warps": 4, "early": 1},
+        {"block": 1024, "warps": 4, "blocks": None},
+    ):
+        with pytest.raises(ValueError, match="expected the knobs|blocks: None: expected int"):
+            config_from(MoreKnobs, knobs)
 
 
 def test_root_is_the_environment_then_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,7 @@ import numpy as np
 
 from kerneltune.device import INTERPRETER
 from kerneltune.gating.pooling import pool
-from kerneltune.records import Key, Record, newest
-from kerneltune.reporting.naming import other_run
+from kerneltune.records import Key, Record, newest, other_run
 from kerneltune.stats import Interval, holm, interval_shift, shift
 
 PASS, REGRESSION, UNUSABLE, AMBIGUOUS = 0, 1, 2, 3

@@ -80,12 +80,6 @@ def by_family(records: Iterable[Record]) -> dict[str, list[Record]]:
     return families
 
 
-def other_run(a: Record, b: Record) -> list[str]:
-    """What tells the runs of two records apart, by field; a field that a record lacks tells nothing."""
-    sides = ((name, getattr(a, name), getattr(b, name)) for name in ("unit", "driver", "torch", "triton", "commit"))
-    return [name for name, of_a, of_b in sides if of_a and of_b and of_a != of_b]
-
-
 def source(records: Sequence[Record]) -> str:
     """GPU, versions, commits and days of the records."""
     parts = [("", "device"), ("driver ", "driver"), ("torch ", "torch"), ("triton ", "triton"), ("commit ", "commit")]

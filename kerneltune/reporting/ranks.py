@@ -6,8 +6,7 @@ Pure. Imports the standard library, naming, records and spec.
 from collections.abc import Iterable, Mapping
 from itertools import combinations, permutations
 
-from kerneltune.records import Record, newest
-from kerneltune.reporting.naming import other_run
+from kerneltune.records import Record, newest, other_run
 from kerneltune.spec import NO_PARTS, Parts
 
 _Timed = Mapping[str, Record]

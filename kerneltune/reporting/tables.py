@@ -16,8 +16,8 @@ import numpy as np
 from kerneltune.cells import aligned, number, pairs, ratio, wrapped
 from kerneltune.curves import LAST, Curves
 from kerneltune.device import INTERPRETER
-from kerneltune.records import Record
-from kerneltune.reporting.naming import CaseName, case_names, other_run
+from kerneltune.records import Record, other_run
+from kerneltune.reporting.naming import CaseName, case_names
 from kerneltune.reporting.ranks import rank_flips
 from kerneltune.spec import NO_PARTS, Parts
 from kerneltune.stats import geometric_mean, ratio_interval

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from kerneltune.cells import aligned, number, ratio, wrapped
-from kerneltune.records import Record
+from kerneltune.records import Record, other_run
 from kerneltune.stats import geometric_mean
 
 RECIPES = ("tensorwise", "rowwise", "delayed")
@@ -32,6 +32,8 @@ class StepRow:
         cached: a step of which its share of casting the weights is one in `microbatches`.
         compiled: the step under torch.compile.
         elsewhere: the commit that torchao was measured at, where bf16 was not.
+        times_bf16, times_cached, times_torchao: how many times as long bf16 takes as the step and as `cached`, and torchao as the
+            step; None where they are of different runs.
     """
 
     case: str
@@ -48,6 +50,9 @@ class StepRow:
     products: float | None
     compiled: float | None
     elsewhere: str = ""
+    times_bf16: float | None = None
+    times_cached: float | None = None
+    times_torchao: float | None = None
 
     @property
     def other(self) -> float | None:
@@ -70,9 +75,14 @@ def _row(found: dict[str, Record], recipe: str, microbatches: int) -> StepRow:
     def time(variant: str) -> float | None:
         return found[variant].time_us if variant in found else None
 
-    step, cached, refresh = (time(f"{recipe}{part}") for part in ("", "_cached", "_refresh"))
-    products = time("rowwise_gemms" if recipe == "rowwise" else "tensorwise_gemms")  # of the same operands and scales
+    def beside(variant: str) -> float | None:
+        """The same, of the step's run."""
+        return None if variant not in found or other_run(record, found[variant]) else found[variant].time_us
+
     record = found[recipe]
+    step, cached, refresh = record.time_us, beside(f"{recipe}_cached"), beside(f"{recipe}_refresh")
+    products = beside("rowwise_gemms" if recipe == "rowwise" else "tensorwise_gemms")  # of the same operands and scales
+    whole = None if cached is None or refresh is None else cached + refresh / microbatches
     least = None if step is None or record.pct_ceiling is None else step * record.pct_ceiling / 100
     return StepRow(
         case=record.case,
@@ -84,11 +94,14 @@ def _row(found: dict[str, Record], recipe: str, microbatches: int) -> StepRow:
         torchao=time("torchao_rowwise"),
         step=step,
         bound=None if products is None or least is None else products + least,
-        cached=None if cached is None or refresh is None else cached + refresh / microbatches,
-        casts=time(f"{recipe}_casts"),
+        cached=whole,
+        casts=beside(f"{recipe}_casts"),
         products=products,
-        compiled=time(f"{recipe}_compiled"),
+        compiled=beside(f"{recipe}_compiled"),
         elsewhere=_elsewhere(found.get("torchao_rowwise"), found.get("baseline")),
+        times_bf16=ratio(beside("baseline"), step),
+        times_cached=ratio(beside("baseline"), whole),
+        times_torchao=ratio(beside("torchao_rowwise"), step),
     )
 
 
@@ -131,7 +144,8 @@ def _meaning(microbatches: int) -> str:
     return (
         "Times in µs. bound, and its share of the step: the products, and the casts' fewest bytes at the ceiling's speed. "
         f"cached: weights cast once in {microbatches} steps. "
-        "other: the step less casts and products, which are timed by themselves. compiled: the step under torch.compile."
+        "other: the step less casts and products, which are timed by themselves. compiled: the step under torch.compile. "
+        "Times are compared where they are of one run."
     )
 
 
@@ -154,8 +168,8 @@ def _cells(row: StepRow) -> list[str]:
     torchao = _us(row.torchao) + (f" ({row.elsewhere})" if row.elsewhere else "")
     return [
         row.case, row.groups, _us(row.bf16), torchao, row.recipe, _us(row.step), _us(row.bound),
-        number(None if share is None else 100 * share, 1), _times(row.bf16, row.step), _times(row.torchao, row.step),
-        _us(row.cached), _times(row.bf16, row.cached), _us(row.casts), _us(row.products), _us(row.other), _us(row.compiled),
+        number(None if share is None else 100 * share, 1), number(row.times_bf16, 2), number(row.times_torchao, 2),
+        _us(row.cached), number(row.times_cached, 2), _us(row.casts), _us(row.products), _us(row.other), _us(row.compiled),
     ]  # fmt: skip
 
 
@@ -164,14 +178,10 @@ def _means(rows: Iterable[StepRow], recipe: str, measured: tuple[str, str], name
     mine = [row for row in rows if row.recipe == recipe and (row.policy, row.device) == measured]
     parts = []
     for peer in ("bf16", "torchao"):
-        found = [r for row in mine if (r := ratio(getattr(row, peer), row.step)) is not None]
+        found = [r for row in mine if (r := getattr(row, f"times_{peer}")) is not None]
         if found:
             parts.append(f"{geometric_mean(found):.2f}x {peer} ({len(found)} case{'' if len(found) == 1 else 's'})")
     return f"{recipe}{name}: {', '.join(parts)}" if parts else ""
-
-
-def _times(a: float | None, b: float | None) -> str:
-    return number(ratio(a, b), 2)
 
 
 def _us(time_us: float | None) -> str:

@@ -47,7 +47,8 @@ def test_the_table_as_text() -> None:
         "Times in µs. bound, and its share of the step: the products, and the casts'\n"
         "fewest bytes at the ceiling's speed. cached: weights cast once in 8 steps.\n"
         "other: the step less casts and products, which are timed by themselves.\n"
-        "compiled: the step under torch.compile.\n"
+        "compiled: the step under torch.compile. Times are compared where they are of one\n"
+        "run.\n"
         "tensorwise: 2.00x bf16 (1 case), 2.40x torchao (1 case)\n"
         "rowwise: 1.60x bf16 (1 case), 1.92x torchao (1 case)\n"
     )
@@ -62,7 +63,7 @@ def test_the_table_as_text() -> None:
 def test_means_stand_together() -> None:
     of_two = [r for r in RECORDS if r.variant != "rowwise"] + [replace(RECORDS[2], variant="delayed")]
     last = step_text(step_rows(of_two)).splitlines()[-3:]
-    assert [line.split(":")[0] for line in last] == ["compiled", "tensorwise", "delayed"]
+    assert [line.split(":")[0] for line in last] == ["run.", "tensorwise", "delayed"]
 
 
 def test_records_measured_otherwise_are_told_apart() -> None:
@@ -90,6 +91,16 @@ def test_a_peer_of_another_run_is_named() -> None:
     mixed = [replace(r, commit="f00d") if r.variant == "torchao_rowwise" else r for r in RECORDS]
     assert step_text(step_rows(mixed)).splitlines()[0].endswith("bf16 1000 µs, torchao 1200 µs, of commit f00d")
     assert "| 1200 (f00d) |" in step_markdown(step_rows(mixed))
+
+
+def test_times_of_different_runs_are_not_compared() -> None:
+    later = [replace(r, unit="b" if r.variant in ("baseline", "rowwise") else "a") for r in RECORDS]
+    tensorwise, rowwise = step_rows(later)
+    assert (tensorwise.times_bf16, tensorwise.times_cached, tensorwise.times_torchao) == (None, None, 2.4)
+    assert (tensorwise.bf16, tensorwise.cached, tensorwise.bound) == (1000, 410, 400)
+    assert (rowwise.times_bf16, rowwise.times_torchao) == (1.6, None)
+    apart = [replace(r, commit="f00d") if r.variant in ("tensorwise_gemms", "tensorwise_refresh") else r for r in RECORDS]
+    assert (step_rows(apart)[0].bound, step_rows(apart)[0].cached) == (None, None)
 
 
 def test_the_command_reads_records(tmp_path: Path) -> None:

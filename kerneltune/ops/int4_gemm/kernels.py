@@ -260,21 +260,23 @@ def _int4_gemm(
     warp = tl.arange(0, W)
     kb = split * (STEPS * ALONG) + warp // PIECES
     piece = (warp % PER_BLOCK)[None, None, :]
-    first_of_block = warp
-    rb = tile + tl.zeros_like(warp)
-    if BLOCKS > 1:  # warps side by side read the same x at the same time: the first from L2, the others from L1
+    if BLOCKS == 1:
+        first_of_block = warp
+        rb = tile
+        row_block = tile
+    else:  # warps side by side read the same x at the same time: the first from L2, the others from L1
         first_of_block = warp // PIECES + warp % PER_BLOCK
         rb = tile * BLOCKS + warp % PIECES // PER_BLOCK
-    row_block = tl.minimum(rb, row_blocks - 1) if BLOCKS > 1 else rb  # the last once more past the end
+        row_block = tl.minimum(rb, row_blocks - 1)  # the last once more past the end
     block = (wide(kb) * row_blocks + row_block)[None, None, :]
-    s_block = wide(row_block)[None, None, :] if ONE_GROUP else block
+    s_block = (row_block if BLOCKS == 1 else row_block[None, None, :]) + tl.zeros_like(block) if ONE_GROUP else block
     w_step = wide(ALONG) * row_blocks * 1024
     s_step = 0 if ONE_GROUP else wide(ALONG) * row_blocks * (64 * GROUPS)
     if PREFETCH:
         gdc_launch_dependents()
         lane = tl.arange(0, 4)[:, None, None] + tl.arange(0, 8)[None, :, None]
         start = split * (STEPS * ALONG * 128)
-        row = first_token + rb[None, None, :] % TOKENS  # for every block of rows of w another
+        row = first_token + (rb + tl.zeros_like(warp))[None, None, :] % TOKENS  # for every block of rows of w another
         x_slice = x_ptr + wide(row) * stride_xn + start
         bytes_of_x = 2 * (tl.minimum(K, start + STEPS * ALONG * 128) - start)
         _into_l2(x_slice + tl.zeros_like(lane), lane + first_of_block[None, None, :], (row < N) & (start < K), bytes_of_x)
@@ -314,8 +316,9 @@ def _int4_gemm(
     if since_sm_90():
         gdc_wait()  # the compiler would put the loads of x in front of these
     y = tl.zeros((W, R, 8, TOKENS // 8, 4, 2), dtype=tl.float32)
-    steps = STEPS
-    if LAST_SHORTER:
+    if not LAST_SHORTER:
+        steps: tl.constexpr = STEPS
+    else:
         steps = tl.minimum((end - split * (STEPS * ALONG)) // ALONG, STEPS)
         tl.assume(steps > 0)  # else ptxas takes x apart in every step
     if AHEAD:
