@@ -91,7 +91,10 @@ def test_what_the_weights_reached_is_expected_of_the_next_cast(first: bool | Non
         with torch.no_grad():
             module.weight *= 3
     assert set(module.state_dict()) == {"weight"}
-    assert not copy.deepcopy(module).half()._amax.any() and module.half()._amax.dtype == torch.float32
+    assert module._amax.any() and not copy.deepcopy(module).half()._amax.any() and module._amax.dtype == torch.float32
+    elsewhere = GroupedLinear(E, K, N, device="meta", dtype=torch.bfloat16)
+    elsewhere.load_state_dict(module.state_dict(), assign=True)
+    assert torch.equal(elsewhere(x, offs, is_first_microbatch=first), fresh(module, x, offs))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

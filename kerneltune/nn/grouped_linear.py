@@ -94,9 +94,9 @@ class GroupedLinear(nn.Module):
         """x (M, K) in groups that end at offs (E,) int32 to (M, N) of x's type.
 
         Args:
-            is_first_microbatch: None casts the weight anew and keeps nothing. True casts it into the workspace, False takes
-                what is there, unless the weight is known to have changed, as an optimiser step lets know and a change of its
-                `.data` does not; the workspace breaks torch.compile's graph.
+            is_first_microbatch: None casts the weight anew and keeps nothing but how large it was. True casts it into the
+                workspace, False takes what is there, unless the weight is known to have changed, as an optimiser step lets know
+                and a change of its `.data` does not; the workspace breaks torch.compile's graph.
             skip_update: with either, one number on the device: not 0 leaves the workspace as it is. For captured steps, which
                 are replayed for first and later microbatches alike.
 
@@ -113,9 +113,9 @@ class GroupedLinear(nn.Module):
         if is_first_microbatch is not None:
             check_operands(x, b_t, offs, recipe, x.dtype)  # before the weight is cast
             cast = _from_workspace(
-                self.workspace, self.weight, recipe, update=is_first_microbatch, skip=skip_update, amax=self._amax
+                self.workspace, self.weight, recipe, update=is_first_microbatch, skip=skip_update, amax=self._expected()
             )
-        return fp8_grouped_mm(x, b_t, offs, recipe=recipe, weights=cast, amax=self._amax)
+        return fp8_grouped_mm(x, b_t, offs, recipe=recipe, weights=cast, amax=self._expected())
 
     def extra_repr(self) -> str:
         """What `print(module)` shows."""
@@ -135,6 +135,11 @@ class GroupedLinear(nn.Module):
         moved = nn.Module._apply(self, fn, recurse)
         self._expect_nothing()
         return moved
+
+    def _expected(self) -> Tensor:
+        if self._amax.device != self.weight.device:  # a weight that was put in another's place
+            self._expect_nothing()
+        return self._amax
 
     def _expect_nothing(self) -> None:
         self._amax = torch.zeros(self.num_experts, dtype=torch.float32, device=self.weight.device)
