@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kerneltune import device, records, sweep
 from kerneltune.files import replace_text
+from kerneltune.interrupts import hear_interrupts
 from kerneltune.measuring.compare import Ceiling, ContextLostError, check_only, compare, config_values
 from kerneltune.measuring.compiler import TARGETS, Compiled, CompilePool, Target
 from kerneltune.plan import Options, Progress, Selection, load_plan, require_gpu, results_folder, wanted_variants
@@ -242,6 +243,7 @@ def _measure(
     here = True
     for op, case, pairs, fresh in work:
         if fresh is None:
+            hear_interrupts()
             fresh, here = _compared(family, op, case, pairs, options.policy, ceilings[op.name, case], here)
             if journal:
                 records.append(journal, fresh)
