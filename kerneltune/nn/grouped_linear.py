@@ -58,6 +58,7 @@ class GroupedLinear(nn.Module):
         self.num_experts, self.in_features, self.out_features = num_experts, in_features, out_features
         self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features, device=device, dtype=dtype))
         self.workspace = WeightWorkspace()
+        self.register_buffer("_amax", None, persistent=False)  # a buffer stays where it is, so compiled graphs may write to it
         self._expect_nothing()
         self.set_recipe(recipe)
         self.reset_parameters()
