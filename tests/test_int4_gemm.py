@@ -55,7 +55,7 @@ def test_every_shape_of_program_is_exact(tokens: int, rows: int, depth: int, gro
     codes = some_codes(rows, depth, group, zeros)
     weight, x, bias = pack(*codes), whole_numbers(tokens, depth, torch.float16), whole_numbers(1, rows, torch.float16)[0]
     want = exact(x, codes, bias)
-    for config in random.Random(tokens).sample(configs_of(case_of(tokens, rows, depth)), 4):
+    for config in random.Random(tokens).sample(configs_of(case_of(tokens, rows, depth, group)), 4):
         assert torch.equal(ops.int4_gemm(x, weight, bias, config=config), want), config
 
 
@@ -114,6 +114,11 @@ BLOCKS = [
     (17, 66, 128, 32, False, (16, 64, 1, 1), 4),
     (40, 514, 256, 256, False, (32, 32, 1, 2), 4),
     (16, 64, 640, 64, False, (32, 32, 1, 4), 4),  # more splits than there are steps for
+    (32, 322, 576, 64, True, (32, 16, 1, 2), 2),  # warps in fours
+    (11, 130, 896, 128, False, (16, 16, 1, 3), 4),
+    (40, 66, 416, 416, True, (32, 16, 1, 1), 1),
+    (70, 256, 640, 64, False, (64, 16, 1, 5), 2),
+    (33, 514, 288, 288, False, (64, 16, 1, 2), 4),
 ]
 """Tokens, rows, depth, group, zeros; tokens, rows, along and splits of a config; blocks of rows."""
 
@@ -138,12 +143,22 @@ def test_programs_of_several_blocks_are_exact_and_repeat_themselves(zeros: bool,
     codes = some_codes(1090, 4096, group, zeros)
     weight, x = pack(*codes), whole_numbers(32, 4096, torch.float16)
     want, noise = exact(x, codes, None), torch.randn(32, 4096, device=DEVICE).half()
-    for knobs in ((32, 32, 1, 3, True, 4), (32, 32, 2, 1, True, 2), (16, 64, 1, 3, True, 4), (16, 32, 2, 3, False, 4)):
+    fours = [(32, 16, 1, splits, True, blocks) for splits in (1, 5) for blocks in (1, 2, 4)] + [(16, 16, 1, 3, True, 2)]
+    fours = [] if group == 32 else [*fours, (64, 16, 1, 3, True, 4)]
+    for knobs in ((32, 32, 1, 3, True, 4), (32, 32, 2, 1, True, 2), (16, 64, 1, 3, True, 4), (16, 32, 2, 3, False, 4), *fours):
         config = gemm.Int4Config(*knobs)
         assert torch.equal(ops.int4_gemm(x, weight, config=config), want), config
         answer = ops.int4_gemm(noise, weight, config=config)
         for _ in range(20):
             assert torch.equal(ops.int4_gemm(noise, weight, config=config), answer), config
+
+
+def test_warps_in_fours_take_groups_of_half_a_block_at_least() -> None:
+    config = gemm.Int4Config(32, 16, 1, 1, prefetch=True)
+    assert gemm.valid(case_of(32, 4096, 4096, 32), config) == "groups of 32, of which half a block of k has two"
+    codes = some_codes(64, 128, 32, False)
+    with pytest.raises(ValueError, match="rows=16, .* takes groups of 64, 128 or all of k, got groups of 32"):
+        ops.int4_gemm(whole_numbers(32, 128, torch.float16), pack(*codes), config=config)
 
 
 def test_several_blocks_of_rows_are_for_many_tokens_and_large_weights() -> None:
@@ -155,19 +170,20 @@ def test_several_blocks_of_rows_are_for_many_tokens_and_large_weights() -> None:
     assert gemm.valid(case_of(8, 5120, 25600), few) == "4 blocks of rows where there are 8 tokens"
     for tokens in (8, 16, 32, 64):
         found = configs_of(case_of(tokens, 5120, 25600))
-        assert len(found) <= 200 and {c.blocks for c in found} == ({1} if tokens == 8 else {1, 2, 4})
+        assert len(found) <= 260 and {c.blocks for c in found} == ({1} if tokens == 8 else {1, 2, 4})
 
 
 @pytest.mark.parametrize(("tokens", "want"), [
     (8, [(8, 32, 4, 4), (8, 32, 8, 2), (8, 64, 4, 4), (8, 64, 8, 2)]),
-    (32, [(16, 32, 4, 2), (16, 32, 8, 1), (16, 64, 4, 2), (16, 64, 8, 1), (32, 32, 2, 4), (32, 32, 4, 2)]),
+    (32, [(16, 32, 4, 2), (16, 32, 8, 1), (16, 64, 4, 2), (16, 64, 8, 1), (32, 16, 1, 8), (32, 32, 2, 4),
+          (32, 32, 4, 2)]),
 ])  # fmt: skip
 def test_searches_try_every_shape_of_program_first(tokens: int, want: list[tuple[int, ...]]) -> None:
     case = case_of(tokens, 3584, 8192)
     assert [dataclasses.astuple(c)[:4] for c in gemm.promising(case) if c.blocks == 1] == want
-    assert len(gemm.promising(case)) <= 18
+    assert len(gemm.promising(case)) <= 20
     assert set(gemm.promising(case)) <= set(configs_of(case))
-    assert len([c for c in configs_of(case) if c.blocks == 1]) <= 60
+    assert len([c for c in configs_of(case) if c.blocks == 1]) <= 70
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
@@ -219,11 +235,12 @@ def test_large_x_of_whole_numbers_is_exact() -> None:
 @pytest.mark.parametrize(("sizes", "want"), [
     ((1, 3584, 8192), (8, 32, 4, 4)), ((8, 3584, 8192), (8, 32, 4, 4)), ((16, 3584, 8192), (16, 32, 8, 2)),
     ((16, 4096, 4096), (16, 32, 8, 2)), ((16, 6144, 4096), (16, 32, 8, 1)), ((8, 10240, 8192), (8, 32, 4, 3)),
-    ((16, 5120, 25600), (16, 32, 4, 3)), ((32, 576, 7168), (16, 32, 8, 4)), ((32, 28672, 4096), (16, 32, 4, 1)),
+    ((16, 5120, 25600), (16, 32, 4, 3)), ((32, 576, 7168), (16, 32, 8, 4)), ((32, 28672, 4096), (32, 16, 1, 1, 2)),
+    ((32, 10240, 5120), (32, 16, 1, 3, 2)), ((32, 5120, 25600), (32, 16, 1, 6, 2)), ((64, 10240, 5120), (64, 16, 1, 3, 4)),
 ])  # fmt: skip
 def test_the_default_is_the_measured_best(sizes: tuple[int, int, int], want: tuple[int, ...]) -> None:
     case = case_of(*sizes)
-    assert gemm.default(case) == gemm.Int4Config(*want, prefetch=True) and gemm.default(case) in configs_of(case)
+    assert gemm.default(case) == gemm.Int4Config(*want[:4], True, *want[4:]) and gemm.default(case) in configs_of(case)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 16, 33])
@@ -369,8 +386,9 @@ def test_bad_products(change: Callable, message: str) -> None:  # type: ignore[t
     assert message in str(error.value)
 
 
-WAITS = """
+WAITS = r"""
 import os
+import re
 import kerneltune.measuring.compiler as compiler
 from kerneltune import ops
 from kerneltune.spec import Case
@@ -395,7 +413,8 @@ for tokens, rows, along, splits, blocks in %r:
     knobs = {"tokens": max(8, tokens), "rows": rows, "along": along, "splits": splits, "prefetch": False, "blocks": blocks}
     variant.run(op.inputs(case, device="meta"), variant.config_from(knobs))
     threads = int(texts[-1].split(".reqntid ")[1].split()[0].rstrip(","))
-    print(texts[-1].count("ld.relaxed.gpu.global.b32") * threads, (splits - 1) * max(8, tokens) * 64 * blocks)
+    waited = sum(int(words or 1) for words in re.findall(r"ld\.relaxed\.gpu\.global(?:\.v(\d))?\.b32", texts[-1]))
+    print(waited * threads, (splits - 1) * max(8, tokens) * 64 * blocks)
 """
 
 

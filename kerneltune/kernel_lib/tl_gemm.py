@@ -11,6 +11,8 @@ from triton.language.extra.cuda import num_threads
 from kerneltune.kernel_lib.tl_lib import INTERPRETED, is_cuda
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
+_WORDS_WAITED_FOR = 48
+"""How many words a thread waits for at once, each of which has a register."""
 
 
 @triton.jit
@@ -46,59 +48,89 @@ def sum_of_parts(part_ptr, stride, mask, PARTS: tl.constexpr):
 
 
 @triton.jit
-def leave_part(word_ptrs, part, mask):
-    """Store an fp32 tile in words that are zero between launches, for the program that waits in `with_parts`. No such word is 0:
-    its bits are turned, and a NaN of ones alone becomes another."""
-    bits = part.to(tl.int32, bitcast=True)
-    tl.store(word_ptrs, tl.where(bits == -1, 0x7FFFFFFF, bits) ^ -1, mask=mask, cache_modifier=".cg")
+def gather_parts(tile_ptr, stride, split, part, SPLITS: tl.constexpr):
+    """Of programs 0 … SPLITS - 1 with an fp32 tile each the last gets the sum, in this order; the others leave it theirs.
 
+    In words that are zero between launches: SPLITS - 1 tiles from tile_ptr on, stride words apart. A word left there is never 0
+    (its bits are turned, and a NaN of ones alone becomes another), and who waits for one leaves zero. Every thread has words of
+    its own in every tile, those of a warp side by side: what they hold is known to nobody but the same thread of the programs
+    that share them. So leaving and waiting are one piece of code: two might have different numbers in a thread. What other
+    programs get means nothing, and all must use it somehow, for code that nobody uses is dropped.
 
-@triton.constexpr_function
-def _waiting(parts, at_once):
-    """PTX that waits until `at_once` words of each part are there, leaves zeros and adds up. Operands: pointers, whether to,
-    bytes from part to part, the last summands."""
-    each = range(at_once)
-    words = [f"w{part}_{i}" for part in range(parts) for i in each]
-    lines = ["{", ".reg .pred p;", ".reg .b32 least;"]
-    lines += [f".reg .pred p{i}; setp.ne.b32 p{i}, ${2 * at_once + i}, 0;" for i in each]
-    lines += [f".reg .b32 {w}; .reg .b64 at_{w}; mov.b32 {w}, -1;" for w in words]
-    lines += [f"mov.b64 at_w0_{i}, ${at_once + i};" for i in each]
-    lines += [f"add.s64 at_w{p}_{i}, at_w{p - 1}_{i}, ${3 * at_once};" for p in range(1, parts) for i in each]
-    lines += ["AGAIN_${:uid}:", *(f"@p{w[-1]} ld.relaxed.gpu.global.b32 {w}, [at_{w}];" for w in words)]
-    lines += [f"mov.b32 least, {words[0]};", *(f"min.u32 least, least, {w};" for w in words[1:])]
-    lines += ["setp.eq.b32 p, least, 0;", "@p bra AGAIN_${:uid};"]
-    lines += [f"@p{w[-1]} st.global.b32 [at_{w}], 0; not.b32 {w}, {w};" for w in words]
-    lines += [f"mov.b32 ${i}, w0_{i};" for i in each]
-    lines += [f"add.rn.f32 ${i}, ${i}, w{p}_{i};" for p in range(1, parts) for i in each]
-    lines += [f"add.rn.f32 ${i}, ${i}, ${4 * at_once + i};" for i in each]
-    return "\n".join([*lines, "}"])
-
-
-@triton.constexpr_function
-def _operands_of_waiting(at_once):
-    return ",".join(kind for kind in ("=&f", "l", "r", "l", "f") for _ in range(at_once))
-
-
-@triton.jit
-def with_parts(word_ptrs, stride, part, mask, PARTS: tl.constexpr):
-    """The sum of the fp32 tiles left at word_ptrs, word_ptrs + stride, …, in this order, and last of this program's own.
-
-    Every thread waits for its own words, which no other must have, and leaves zeros. The other programs must have begun before
-    this one: on NVIDIA's GPUs those of smaller ids, for programs begin in that order; it is what they do, not what CUDA promises.
-    For CUDA and the interpreter alone.
+    The others must have begun before the last: on NVIDIA's GPUs those of smaller ids have, for programs begin in that order; it
+    is what they do, not what CUDA promises. For CUDA and the interpreter alone.
     """
     if is_cuda():
         tl.static_assert(part.numel >= num_threads())
-        AT_ONCE: tl.constexpr = min(8 if PARTS < 8 else 4, part.numel // num_threads())  # each word takes three registers
-        addresses = word_ptrs.to(tl.int64)
+        EACH: tl.constexpr = part.numel // num_threads()
+        zeros = tl.zeros_like(part).to(tl.int32)
+        operands = [tl.cast(tile_ptr, tl.int64) + zeros, tl.cast(stride, tl.int64) * 4 + zeros, split + zeros, part]
         # called pure so that the copy of another layout, which nothing uses, is dropped; a test counts that one is left
         return tl.inline_asm_elementwise(
-            _waiting(PARTS, AT_ONCE), _operands_of_waiting(AT_ONCE),
-            [addresses, mask.to(tl.int32), tl.zeros_like(addresses) + stride * 4, part],
-            dtype=tl.float32, is_pure=True, pack=AT_ONCE)  # fmt: skip
+            _gathering(SPLITS - 1, EACH, num_threads()), _operands(EACH), operands, dtype=tl.float32, is_pure=True, pack=EACH
+        )
+    rows, columns = tl.arange(0, part.shape[0]), tl.arange(0, part.shape[1])
+    word_ptrs = tile_ptr + (rows[:, None] * part.shape[1] + columns[None, :])
+    if split < SPLITS - 1:
+        words = part.to(tl.int32, bitcast=True) ^ -1
+        tl.store(word_ptrs + split * stride, tl.where(words == 0, 1, words))
+        return part
     total = tl.zeros_like(part)
-    for other in tl.static_range(PARTS):
-        words = tl.load(word_ptrs + other * stride, mask=mask, other=-1)
-        total += (words ^ -1).to(tl.float32, bitcast=True)
-        tl.store(word_ptrs + other * stride, tl.zeros_like(part).to(tl.int32), mask=mask)
+    for other in tl.static_range(SPLITS - 1):
+        total += (tl.load(word_ptrs + other * stride) ^ -1).to(tl.float32, bitcast=True)
+        tl.store(word_ptrs + other * stride, tl.zeros_like(part).to(tl.int32))
     return total + part
+
+
+@triton.constexpr_function
+def _operands(each):
+    return ",".join(kind for kind in ("=&f", "l", "l", "r", "f") for _ in range(each))
+
+
+@triton.constexpr_function
+def _gathering(others, each, threads):
+    """PTX for `each` numbers of a thread. Operands: the sums; the first tile's address, bytes from tile to tile, which program
+    this is, the numbers."""
+    at_once = min(each, 4)  # words of one instruction
+    vector = f".v{at_once}" if at_once > 1 else ""
+    batch = max(at_once, min(each, _WORDS_WAITED_FOR // others // at_once * at_once))
+    sums, numbers = [f"${i}" for i in range(each)], [f"${4 * each + i}" for i in range(each)]
+
+    def group(words):
+        return f"{{{', '.join(words)}}}"
+
+    def at(tile, i):
+        return f"[at{tile}+{4 * i * threads}]"
+
+    lines = ["{", ".reg .pred p; .reg .b32 thread, least; .reg .b64 at0, mine;"]
+    lines += ["mov.u32 thread, %tid.x;", f"mul.wide.u32 at0, thread, {4 * at_once}; add.s64 at0, at0, ${each};"]
+    lines += [f"setp.eq.s32 p, ${3 * each}, {others};", "@p bra WAIT_${:uid};"]
+
+    lines += [f"cvt.s64.s32 mine, ${3 * each}; mad.lo.s64 at0, mine, ${2 * each}, at0;"]
+    lines += [
+        f".reg .b32 left{i}; mov.b32 left{i}, {n}; not.b32 left{i}, left{i}; max.u32 left{i}, left{i}, 1;"
+        for i, n in enumerate(numbers)
+    ]
+    for i in range(0, each, at_once):
+        lines += [f"st.relaxed.gpu.global{vector}.b32 {at(0, i)}, {group([f'left{j}' for j in range(i, i + at_once)])};"]
+    lines += [f"mov.f32 {total}, {n};" for total, n in zip(sums, numbers, strict=True)]
+    lines += ["bra.uni DONE_${:uid};", "WAIT_${:uid}:"]
+
+    lines += [f".reg .b64 at{tile}; add.s64 at{tile}, at{tile - 1}, ${2 * each};" for tile in range(1, others)]
+    lines += [f".reg .b32 w{tile}_{i};" for tile in range(others) for i in range(batch)]
+    for first in range(0, each, batch):
+        count = min(batch, each - first)
+        words = [[f"w{tile}_{i}" for i in range(count)] for tile in range(others)]
+        groups = [(tile, i) for tile in range(others) for i in range(0, count, at_once)]
+        lines += [f"AGAIN{first}_${{:uid}}:"]
+        lines += [f"ld.relaxed.gpu.global{vector}.b32 {group(words[t][i : i + at_once])}, {at(t, first + i)};" for t, i in groups]
+        every = [w for of_tile in words for w in of_tile]
+        lines += [f"mov.b32 least, {every[0]};", *(f"min.u32 least, least, {w};" for w in every[1:])]
+        lines += ["setp.eq.b32 p, least, 0;", f"@p bra AGAIN{first}_${{:uid}};"]
+        lines += [f"st.relaxed.gpu.global{vector}.b32 {at(t, first + i)}, {group(['0'] * at_once)};" for t, i in groups]
+        lines += [f"not.b32 {w}, {w};" for w in every]
+        for i in range(count):
+            total, number = sums[first + i], numbers[first + i]
+            lines += [f"mov.b32 {total}, w0_{i};", *(f"add.rn.f32 {total}, {total}, w{t}_{i};" for t in range(1, others))]
+            lines += [f"add.rn.f32 {total}, {total}, {number};"]
+    return "\n".join([*lines, "DONE_${:uid}:", "}"])

@@ -1,4 +1,4 @@
-"""x · dequantised(w)ᵀ by the kernel in kernels.py: the function, its configs, what they may be.
+"""x · dequantised(w)ᵀ by the kernels in kernels.py and warpgroups.py: the function, its configs, what they may be.
 
 May import cache, spec, arguments, workspace.
 """
@@ -14,7 +14,7 @@ from kerneltune.kernel_lib.arguments import DTYPE_NAMES, check_like, check_matri
 from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.kernel_lib.tl_lib import INTERPRETED, is_cuda, since_sm_90
 from kerneltune.kernel_lib.workspace import counters
-from kerneltune.ops.int4_gemm import kernels
+from kerneltune.ops.int4_gemm import kernels, warpgroups
 from kerneltune.ops.int4_gemm.packing import DEPTH, GROUPS, ROWS, Int4Weight, block_shape, check_sizes, scale_shape
 from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Outputs, Space
@@ -35,14 +35,16 @@ _MOST_PROGRAMS = 1024
 """Of several splits, each of which has memory for its part."""
 _HALF_THE_REGISTERS = 128
 """Registers per thread with which two programs of eight warps fit on a multiprocessor."""
+_IN_FOURS_AT_ONCE = 4 * _MULTIPROCESSORS
+"""Fours of such warps that the chip holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Int4Config:
-    """tokens: rows of x per program; rows: of w per warp, 64 or 32; a program has 64 times `blocks`. along:
-    warps one behind the other along k; splits: programs that share a row of w. prefetch: ask L2 for x and w while the kernel in
-    front on the stream still runs, where that lets the next begin, as this one does; all reads come after its end. blocks: of 64
-    rows, whose warps read the same x at the same time, the first of them from L2 and the others from L1."""
+    """tokens: rows of x per program; rows: of w per warp, 64 or 32, or 16 of warps that multiply in fours and find x in shared
+    memory; a program has 64 times `blocks`. along: warps one behind the other along k; splits: programs that share a row of w.
+    prefetch: ask L2 for x and w while the kernel in front on the stream still runs, where that lets the next begin, as this one
+    does; all reads come after its end. blocks: of 64 rows, whose warps read the same x at the same time."""
 
     tokens: int
     rows: int
@@ -68,7 +70,7 @@ def int4_gemm(
         (N, M) of x's type, contiguous. The same inputs and config give the same bits.
 
     Raises:
-        ValueError: a shape, stride, type or device that does not fit.
+        ValueError: a shape, stride, type or device that does not fit, or a config that does not fit the group.
     """
     check(x, weight, bias)
     (N, K), M = x.shape, weight.rows
@@ -80,21 +82,32 @@ def int4_gemm(
         c = replace(c, splits=1)  # programs wait for each other's parts
     zeros, steps = weight.zeros, steps_of(K, c)
     tiles, token_tiles = cdiv(M, ROWS * c.blocks), cdiv(N, c.tokens)
-    parts = counters(cdiv((c.splits - 1) * N * M, 2), x.device) if c.splits > 1 else y  # words of four bytes
+    words = (c.splits - 1) * tiles * token_tiles * (ROWS * c.blocks * c.tokens)  # of four bytes
     prefetch = c.prefetch and since_sm_90() and _aligned(x, weight)
+    operands = (
+        x, weight.packed, weight.scales, weight.scales if zeros is None else zeros, y if bias is None else bias, y,
+        counters(cdiv(words, 2), x.device) if words else y, N, M, K, x.stride(0),
+    )  # fmt: skip
+    common = {
+        "GROUPS": weight.scales.shape[3], "ONE_GROUP": weight.group not in GROUPS, "ZEROS": zeros is not None,
+        "BIAS": bias is not None, "PREFETCH": prefetch, "TOKENS": c.tokens, "STEPS": steps, "SPLITS": c.splits,
+        "BLOCKS": c.blocks, "LEAD": _lead(c), "num_warps": _warps(c), "num_stages": 1,
+        **({"launch_pdl": True} if prefetch else {}),
+        **({"maxnreg": _most_registers(c)} if is_cuda() and _most_registers(c) else {}),
+    }  # fmt: skip
+    grid = (c.splits, tiles, token_tiles)
+    if _in_fours(c):
+        if weight.group == 32:
+            raise ValueError(f"config={c} takes groups of 64, 128 or all of k, got groups of 32")
+        warpgroups._int4_gemm_by_warpgroups[grid](*operands, **common)
+        return y
     full, even = N % c.tokens == 0, DEPTH * steps * c.along * c.splits == K
     shorter = not even and _last_shorter(K, c)
     even = even or shorter
     ahead = _reads_ahead(c, weight, full and even)
-    kernels._int4_gemm[(c.splits, tiles, token_tiles)](
-        x, weight.packed, weight.scales, weight.scales if zeros is None else zeros, y if bias is None else bias, y, parts,
-        N, M, K, x.stride(0),
-        GROUPS=weight.scales.shape[3], ONE_GROUP=weight.group not in GROUPS, ZEROS=zeros is not None,
-        BIAS=bias is not None, FULL=full, EVEN=even, LAST_SHORTER=shorter, PREFETCH=prefetch,
-        TOKENS=c.tokens, ROWS=c.rows, ALONG=c.along, STEPS=steps, SPLITS=c.splits, BLOCKS=c.blocks,
-        LEAD=_lead(c), AHEAD=ahead, LAST_APART=ahead and c.tokens == 16 and steps > 2, num_warps=_warps(c), num_stages=1,
-        **({"launch_pdl": True} if prefetch else {}),
-        **({"maxnreg": _most_registers(c)} if is_cuda() and _most_registers(c) else {}),
+    kernels._int4_gemm[grid](
+        *operands, FULL=full, EVEN=even, LAST_SHORTER=shorter, ROWS=c.rows, ALONG=c.along, AHEAD=ahead,
+        LAST_APART=ahead and c.tokens == 16 and steps > 2, **common,
     )  # fmt: skip
     return y
 
@@ -126,7 +139,7 @@ def _last_shorter(depth: int, config: Int4Config) -> bool:
 def _lead(config: Int4Config) -> int:
     """How many steps of every warp L2 is asked for in advance: more where half as many warps wait for memory, and fewer of those
     where they have steps of several blocks of rows to do."""
-    if _in_pairs(config):
+    if _in_pairs(config) or _in_fours(config):
         return 4
     if config.blocks > 1:
         return 8
@@ -182,8 +195,8 @@ def space(case: Case) -> Space:
     N, depth = case["N"], cdiv(case["K"], DEPTH)
     able = _BLOCKS if N > 8 else (1,)
     return {
-        "tokens": (8,) if N <= 8 else (16,) if N <= 16 else (16, 32),
-        "rows": (32, 64),
+        "tokens": (8,) if N <= 8 else (16,) if N <= 16 else (16, 32) if N <= 32 else (16, 32, 64),
+        "rows": (32, 64) if N <= 8 else (16, 32, 64),
         "along": _alongs(depth, 2) if N <= 8 else tuple(along for along in _ALONG if along <= depth),
         "splits": tuple(sorted({splits for blocks in able for splits in _splits(case, blocks)})),
         "prefetch": (False, True),
@@ -213,7 +226,9 @@ def valid(case: Case, config: Int4Config) -> str | None:
     programs = _programs(case, config)
     if config.splits > 1 and programs > 2 * _MOST_PROGRAMS:
         return f"{programs} programs whose parts are added up"
-    if config.rows * config.tokens > 1024 or warps > (16 if _in_pairs(config) else 8):
+    if _in_fours(config):
+        return _not_in_fours(case, config)
+    if config.rows * config.tokens > 1024 or config.tokens > 32 or warps > (16 if _in_pairs(config) else 8):
         return f"{config.rows}x{config.tokens} sums in each of {warps} warps"
     if config.blocks > 1:
         return _no_several_blocks(case, config)
@@ -223,6 +238,22 @@ def valid(case: Case, config: Int4Config) -> str | None:
         return f"{config.splits} programs to a block of rows"
     if _in_pairs(config) and config.tokens == 16 and _many_values(case):
         return f"more scales and zero points than {_HALF_THE_REGISTERS} registers hold"
+    return None
+
+
+def _not_in_fours(case: Case, config: Int4Config) -> str | None:
+    """What `valid` has against warps that multiply in fours."""
+    if config.along > 1:
+        return f"{config.along} warps along k, of which each multiplies with three others"
+    if case.option("group") == 32:
+        return "groups of 32, of which half a block of k has two"
+    if config.tokens < min(case["N"], 32) or (config.tokens == 64 and config.blocks == 1):
+        return f"programs of {config.tokens} tokens and {config.blocks} blocks of rows where there are {case['N']} tokens"
+    if config.splits not in _splits(case, config.blocks):
+        return f"{config.splits} programs to {config.blocks} blocks of rows"
+    programs = _programs(case, config)
+    if config.splits > 1 and programs * config.blocks > 2 * _IN_FOURS_AT_ONCE:
+        return f"{programs} programs of {config.blocks} blocks, of which the chip holds {_IN_FOURS_AT_ONCE // config.blocks}"
     return None
 
 
@@ -243,13 +274,17 @@ def _no_several_blocks(case: Case, config: Int4Config) -> str | None:
 
 
 def default(case: Case) -> Int4Config:
-    """A config for any shape, by rule: few rows to a warp, then few tokens to a program, and of those what takes the shortest.
+    """A config for any shape, by rule: few rows to a warp, then few tokens to a program, or four warps together; of those what
+    takes the shortest.
 
-    With eight tokens programs of 16 warps lost to twice as many of eight. Several blocks of rows are left to a search."""
-    able = [c for c in _able(case) if c.blocks == 1]
-    rows, tokens = min((c.rows, c.tokens) for c in able)
-    alike = [c for c in able if (c.rows, c.tokens) == (rows, tokens) and (tokens > 8 or c.along <= 4)]
-    return min(alike, key=lambda c: _length(case, c))
+    With eight tokens programs of 16 warps lost to twice as many of eight. Several blocks of rows of one warp are left to a
+    search."""
+    able = _able(case)
+    apart = [c for c in able if c.blocks == 1 and not _in_fours(c)]
+    rows, tokens = min((c.rows, c.tokens) for c in apart)
+    alike = [c for c in apart if (c.rows, c.tokens) == (rows, tokens) and (tokens > 8 or c.along <= 4)]
+    together = [c for c in able if _in_fours(c) and c.blocks == (2 if c.tokens <= 32 else 4)]
+    return min([*alike, *together], key=lambda c: _length(case, c))
 
 
 def promising(case: Case) -> tuple[Int4Config, ...]:
@@ -268,7 +303,13 @@ def _able(case: Case) -> list[Int4Config]:
 
 def _length(case: Case, config: Int4Config) -> float:
     """About how long a config takes, in blocks of k of a warp: of all programs that have a place in turn, with what is lost from
-    one to the next, half as much where another has the other half of the multiprocessor, and with what parts take."""
+    one to the next, half as much where another has the other half of the multiprocessor, and with what parts take. Of fours as
+    measured (H200, 2026-11-22, within 4 % of nine configs)."""
+    if _in_fours(config):
+        programs, chip = _programs(case, config), _IN_FOURS_AT_ONCE // config.blocks
+        turns = cdiv(programs, chip)
+        step = (0.4 + 0.0135 * config.tokens) * (0.5 + 0.5 * programs / (turns * chip))
+        return 2 + turns * steps_of(case["K"], config) * step + config.splits * config.tokens / 55
     at_once = (16 if _in_pairs(config) else 8) // _warps(config)
     turns = cdiv(_programs(case, config), _MULTIPROCESSORS * at_once)
     return turns * steps_of(case["K"], config) + (turns - 1) * 6 / at_once + config.splits * config.tokens / 20
@@ -285,12 +326,17 @@ def _many_values(case: Case) -> bool:
 
 def _most_registers(config: Int4Config) -> int | None:
     """Per thread; None for what the compiler takes."""
-    return _HALF_THE_REGISTERS if _in_pairs(config) else None
+    return _HALF_THE_REGISTERS if _in_pairs(config) or _in_fours(config) else None
 
 
 def _in_pairs(config: Int4Config) -> bool:
     """Whether two programs of eight warps can have the registers that they need on one multiprocessor."""
     return config.rows == 32 and config.tokens <= 16
+
+
+def _in_fours(config: Int4Config) -> bool:
+    """Whether four warps multiply together, by the kernel of `warpgroups`."""
+    return config.rows == 16
 
 
 def _warps(config: Int4Config) -> int:

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kerneltune.kernel_lib.tl_gemm import dot, leave_part, with_parts
-from kerneltune.kernel_lib.tl_lib import is_cuda, since_sm_90, wide
+from kerneltune.kernel_lib.tl_gemm import dot, gather_parts
+from kerneltune.kernel_lib.tl_lib import is_cuda, only_if, since_sm_90, wide
 
 _LOADS_FP16 = """
         shr.u32 t, $8, 8;
@@ -87,7 +87,7 @@ def _of_both_words(values):
 
 
 @triton.jit
-def _steps_of(words, zero_a, zero_b, ZEROS: tl.constexpr, dtype: tl.constexpr):
+def steps_of(words, zero_a, zero_b, ZEROS: tl.constexpr, dtype: tl.constexpr):
     """q - z (c, j, W, i, 2 e, 2 word, 2, 2) of code words (c, j, W, i, 2 word) and the zero points (c, j, W, i) of each: of word
     w the code 4 a + 2 b + e at [e, w, a, b]."""
     if is_cuda():
@@ -118,7 +118,7 @@ def _steps_of(words, zero_a, zero_b, ZEROS: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _values_of(tile, q: tl.constexpr, GROUPS: tl.constexpr):
+def values_of(tile, q: tl.constexpr, GROUPS: tl.constexpr):
     """Of scales (4, 8, W, G, i) those of quarter q of the block, as (4, 8, W, i)."""
     if GROUPS == 1:
         return tl.reshape(tile, (tile.shape[0], tile.shape[1], tile.shape[2], tile.shape[4]))
@@ -134,7 +134,7 @@ def _values_of(tile, q: tl.constexpr, GROUPS: tl.constexpr):
 
 @triton.jit
 def _scaled_sums(w, x, scale, Q: tl.constexpr, R: tl.constexpr, W: tl.constexpr, TOKENS: tl.constexpr):
-    """scale times the product over Q quarters of a block, as (W, i, j, TOKENS / 8, 4, 2): w as in `_steps_of`; x (c, token, W,
+    """scale times the product over Q quarters of a block, as (W, i, j, TOKENS / 8, 4, 2): w as in `steps_of`; x (c, token, W,
     token, Q, 2, 2, 2)."""
     # both over (quarter, b, c, a, e)
     w = tl.reshape(tl.permute(w, (2, 3, 1, 5, 7, 0, 6, 4)), (W, 8 * R, 32 * Q))
@@ -151,9 +151,9 @@ def _half_block(words, scales, zeros, x, HALF: tl.constexpr, GROUPS: tl.constexp
     R: tl.constexpr = words.shape[3]
     TOKENS: tl.constexpr = 8 * x.shape[3]
     q: tl.constexpr = 2 * HALF
-    w = _steps_of(words, _values_of(zeros, q, GROUPS), _values_of(zeros, q + 1, GROUPS), ZEROS, x.dtype)
+    w = steps_of(words, values_of(zeros, q, GROUPS), values_of(zeros, q + 1, GROUPS), ZEROS, x.dtype)
     x = tl.reshape(x, (4, 8, W, TOKENS // 8, 2, 2, 2, 2))
-    first, second = _values_of(scales, q, GROUPS), _values_of(scales, q + 1, GROUPS)
+    first, second = values_of(scales, q, GROUPS), values_of(scales, q + 1, GROUPS)
     if GROUPS < 4:
         return _scaled_sums(w, x, first, 2, R, W, TOKENS)
     else:
@@ -189,7 +189,7 @@ def _sum_over_warps(y, ALONG: tl.constexpr, PIECES: tl.constexpr, R: tl.constexp
 
 
 @triton.jit
-def _into_l2(ptrs, lane, live, count):
+def into_l2(ptrs, lane, live, count):
     """Ask L2 for `count` bytes from the pointer of lane 0 of every warp on, multiples of 16 both, where live; wait for none."""
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $3; mov.b32 $0, 0; }",
@@ -209,7 +209,7 @@ def _tokens(x_ptrs, live, k6, K, FULL: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _codes(ptrs, live, EVEN: tl.constexpr):
+def codes(ptrs, live, EVEN: tl.constexpr):
     """Codes or scales; 0 past the ends."""
     if EVEN:
         return tl.load(ptrs)
@@ -218,17 +218,31 @@ def _codes(ptrs, live, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _halves(words):
+def halves(words):
     """The words of both halves of a block of k."""
     shape: tl.constexpr = words.shape
     return tl.split(tl.permute(tl.reshape(words, (4, 8, shape[2], shape[3], 2, 2)), (0, 1, 2, 3, 5, 4)))
 
 
 @triton.jit
-def _finish(y_ptr, bias_ptr, offsets, rows, mask, y, M, BIAS: tl.constexpr):
+def finish(
+    y_ptr, bias_ptr, part_ptr, split, tile, first_token, y, N, M, SPLITS: tl.constexpr, BIAS: tl.constexpr
+):  # fmt: skip
+    """Add the parts of all splits to y (tokens, rows), the bias to that, and store it."""
+    TOKENS: tl.constexpr = y.shape[0]
+    ROWS: tl.constexpr = y.shape[1]
+    tokens = first_token + tl.arange(0, TOKENS)[:, None]
+    rows = tile * ROWS + tl.arange(0, ROWS)[None, :]
+    mask = (tokens < N) & (rows < M)
+    if SPLITS > 1:  # the program of the last split began after those of the others
+        place = wide(tl.program_id(2)) * tl.num_programs(1) + tile
+        each = wide(tl.num_programs(2)) * tl.num_programs(1) * (TOKENS * ROWS)
+        first = part_ptr.to(tl.pointer_type(tl.int32)) + place * (TOKENS * ROWS)
+        y = gather_parts(first, each, split, y, SPLITS)
+        mask = only_if(mask, split == SPLITS - 1)
     if BIAS:
         y += tl.load(bias_ptr + rows, mask=rows < M, other=0.0).to(tl.float32)
-    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + (wide(tokens) * M + rows), y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -279,14 +293,14 @@ def _int4_gemm(
         row = first_token + (rb + tl.zeros_like(warp))[None, None, :] % TOKENS  # for every block of rows of w another
         x_slice = x_ptr + wide(row) * stride_xn + start
         bytes_of_x = 2 * (tl.minimum(K, start + STEPS * ALONG * 128) - start)
-        _into_l2(x_slice + tl.zeros_like(lane), lane + first_of_block[None, None, :], (row < N) & (start < K), bytes_of_x)
+        into_l2(x_slice + tl.zeros_like(lane), lane + first_of_block[None, None, :], (row < N) & (start < K), bytes_of_x)
         for step in tl.static_range(min(STEPS, LEAD)):
             live = (kb + step * ALONG < end)[None, None, :]
             if step == 0 or not ONE_GROUP:
-                _into_l2(scale_ptr + s_block * (64 * GROUPS) + step * s_step, lane + piece, live, 128 * GROUPS)
+                into_l2(scale_ptr + s_block * (64 * GROUPS) + step * s_step, lane + piece, live, 128 * GROUPS)
                 if ZEROS:
-                    _into_l2(zero_ptr + s_block * (64 * GROUPS) + step * s_step, lane + piece, live, 128 * GROUPS)
-            _into_l2(w_ptr + block * 1024 + piece * (128 * R) + step * w_step, lane, live, 512 * R)
+                    into_l2(zero_ptr + s_block * (64 * GROUPS) + step * s_step, lane + piece, live, 128 * GROUPS)
+            into_l2(w_ptr + block * 1024 + piece * (128 * R) + step * w_step, lane, live, 512 * R)
         gdc_wait()
     # five axes: c, j, warp, and two within a thread
     c5 = tl.arange(0, 4)[:, None, None, None, None]
@@ -311,8 +325,8 @@ def _int4_gemm(
     k6 += quarter
 
     live = (kb < end)[None, None, :, None, None]
-    s0 = _codes(scale_ptr + s_offsets + s_inner, live, EVEN)
-    w0 = _codes(w_ptrs, live, EVEN)
+    s0 = codes(scale_ptr + s_offsets + s_inner, live, EVEN)
+    w0 = codes(w_ptrs, live, EVEN)
     if since_sm_90():
         gdc_wait()  # the compiler would put the loads of x in front of these
     y = tl.zeros((W, R, 8, TOKENS // 8, 4, 2), dtype=tl.float32)
@@ -339,24 +353,24 @@ def _int4_gemm(
         zeros = s0
         if ZEROS:
             live = (kb + step * ALONG < end)[None, None, :, None, None]
-            zeros = _codes(zero_ptr + s_offsets + s_inner, live, EVEN)
+            zeros = codes(zero_ptr + s_offsets + s_inner, live, EVEN)
         w_ptrs += w_step
         s_offsets += s_step
         live = (kb + (step + 1) * ALONG < end)[None, None, :, None, None]
-        first, second = _halves(w0)
+        first, second = halves(w0)
         if not LAST_APART:
-            s1, w1 = _codes(scale_ptr + s_offsets + s_inner, live, False), _codes(w_ptrs, live, False)
+            s1, w1 = codes(scale_ptr + s_offsets + s_inner, live, False), codes(w_ptrs, live, False)
         y += _half_block(first, s0, zeros, x0, 0, GROUPS, ZEROS)
         if AHEAD:
             x0 = _tokens(x_ptrs, token < N, k6, K, FULL, EVEN)
         if LAST_APART:
-            s1, w1 = _codes(scale_ptr + s_offsets + s_inner, live, EVEN), _codes(w_ptrs, live, EVEN)
+            s1, w1 = codes(scale_ptr + s_offsets + s_inner, live, EVEN), codes(w_ptrs, live, EVEN)
         y += _half_block(second, s0, zeros, x1, 1, GROUPS, ZEROS)
         if AHEAD:
             x1 = _tokens(x_ptrs + 64, token < N, k6 + 64, K, FULL, EVEN)
         w0, s0 = w1, s1
     if LAST_APART:
-        first, second = _halves(w0)
+        first, second = halves(w0)
         y += _half_block(first, s0, s0, x0, 0, GROUPS, False)
         y += _half_block(second, s0, s0, x1, 1, GROUPS, False)
 
@@ -366,16 +380,4 @@ def _int4_gemm(
     else:
         y = tl.permute(tl.reshape(y, (BLOCKS, PER_BLOCK, R, 8, TOKENS)), (4, 0, 3, 1, 2))
         y = tl.reshape(y, (TOKENS, 64 * BLOCKS))
-    tokens = first_token + tl.arange(0, TOKENS)[:, None]
-    rows = tile * (64 * BLOCKS) + tl.arange(0, 64 * BLOCKS)[None, :]
-    mask = (tokens < N) & (rows < M)
-    offsets = wide(tokens) * M + rows
-    if SPLITS == 1:
-        _finish(y_ptr, bias_ptr, offsets, rows, mask, y, M, BIAS)
-    else:  # the program of the last split began after those of the others
-        word_ptrs = part_ptr.to(tl.pointer_type(tl.int32)) + offsets
-        if split < SPLITS - 1:
-            leave_part(word_ptrs + wide(split) * N * M, y, mask)
-        else:
-            y = with_parts(word_ptrs, wide(N) * M, y, mask, SPLITS - 1)
-            _finish(y_ptr, bias_ptr, offsets, rows, mask, y, M, BIAS)
+    finish(y_ptr, bias_ptr, part_ptr, split, tile, first_token, y, N, M, SPLITS, BIAS)

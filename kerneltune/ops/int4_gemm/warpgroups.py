@@ -1,0 +1,139 @@
+"""The kernel of `int4_gemm` whose warps multiply in fours (wgmma): codes straight into registers, x through shared memory.
+
+A warp has sixteen rows of w, the four warps of a block its 64, and all warps of a program read one tile of x from shared memory,
+half a block of k at a time. Of sixteen k that are multiplied at once a lane holds two neighbours and the two that are eight
+further on, and the packed layout gives it eight neighbours: so x is put into the order of the codes on its way to shared memory.
+A multiprocessor has room for sixteen such warps with 32 tokens, and for eight of `kernels`. Both tiles of x of a step are stored
+before the first is read, so that a step has two barriers.
+
+ptxas before 13.3 may overwrite the registers of a wgmma that still reads them. Here every wgmma is waited for before the next
+codes are turned into numbers, and all configs must multiply whole numbers exactly before they are timed.
+
+May import triton, tl_gemm, tl_lib and kernels.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kerneltune.kernel_lib.tl_gemm import dot
+from kerneltune.kernel_lib.tl_lib import only_if, since_sm_90, wide
+from kerneltune.ops.int4_gemm.kernels import codes, finish, halves, into_l2, steps_of, values_of
+
+
+@triton.jit
+def _in_order(x):
+    """x (TOKENS, 64) as (64, TOKENS), its k in the order in which `steps_of` makes numbers of two words."""
+    TOKENS: tl.constexpr = x.shape[0]
+    x = tl.reshape(x, (TOKENS, 2, 4, 2, 2, 2))  # quarter, c, a, b, e
+    return tl.trans(tl.reshape(tl.permute(x, (0, 1, 4, 3, 2, 5)), (TOKENS, 64)))
+
+
+@triton.jit
+def _tokens(x_ptrs, live, some, k, K):
+    """Values of x, 0 past the ends. live: which tokens there are; some: whether any are wanted."""
+    return tl.load(x_ptrs, mask=only_if(live & (k < K), some), other=0.0)
+
+
+@triton.jit
+def _product(words, zeros, x, sums, HALF: tl.constexpr, GROUPS: tl.constexpr, ZEROS: tl.constexpr):
+    """sums + what half a block of k adds without its scales: words (4, 8, W, 2, 2), x (64, TOKENS), sums (16 W, TOKENS)."""
+    W: tl.constexpr = words.shape[2]
+    q: tl.constexpr = 2 * HALF
+    w = steps_of(words, values_of(zeros, q, GROUPS), values_of(zeros, q + 1, GROUPS), ZEROS, x.dtype)
+    return dot(tl.reshape(tl.permute(w, (2, 3, 1, 5, 7, 6, 0, 4)), (16 * W, 64)), x, sums)
+
+
+@triton.jit
+def _scaled(sums, scales, q: tl.constexpr, GROUPS: tl.constexpr):
+    """sums (16 W, TOKENS) times the scales of a quarter of the block."""
+    W: tl.constexpr = scales.shape[2]
+    TOKENS: tl.constexpr = sums.shape[1]
+    scale = tl.permute(values_of(scales, q, GROUPS).to(tl.float32), (2, 3, 1, 0))[:, :, :, None, :, None]
+    return tl.reshape(tl.reshape(sums, (W, 2, 8, TOKENS // 8, 4, 2)) * scale, (16 * W, TOKENS))
+
+
+@triton.jit(do_not_specialize=["N"])
+def _int4_gemm_by_warpgroups(
+    x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, part_ptr, N, M, K, stride_xn,
+    GROUPS: tl.constexpr, ONE_GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr, PREFETCH: tl.constexpr,
+    TOKENS: tl.constexpr, STEPS: tl.constexpr, SPLITS: tl.constexpr, BLOCKS: tl.constexpr, LEAD: tl.constexpr,
+):  # fmt: skip
+    """y (N, M): a program takes TOKENS rows of x, BLOCKS blocks of 64 rows of w, and 128 STEPS of k, the last split what is left.
+
+    PREFETCH: as in `kernels`, of the first LEAD steps. GROUPS: at most two groups in 128 of k.
+    """
+    W: tl.constexpr = 4 * BLOCKS
+    row_blocks = tl.cdiv(M, 64)
+    split, tile = tl.program_id(0), tl.program_id(1)
+    first_token = tl.program_id(2) * TOKENS
+    kb = split * STEPS
+    steps = tl.minimum(tl.cdiv(K, 128) - kb, STEPS)
+    tl.assume(steps > 0)
+    warp = tl.arange(0, W)
+    piece = (warp % 4)[None, None, :]
+    row_block = tl.minimum(tile * BLOCKS + warp // 4, row_blocks - 1)  # the last once more past the end
+    block = (wide(kb) * row_blocks + row_block)[None, None, :]
+    s_block = row_block[None, None, :] + tl.zeros_like(block) if ONE_GROUP else block
+    w_step = wide(row_blocks) * 1024
+    s_step = 0 if ONE_GROUP else wide(row_blocks) * (64 * GROUPS)
+    if PREFETCH:
+        gdc_launch_dependents()
+        lane = tl.arange(0, 4)[:, None, None] + tl.arange(0, 8)[None, :, None]
+        row = first_token + (tile * W + warp)[None, None, :] % TOKENS  # for every block of rows of w another
+        x_slice = x_ptr + wide(row) * stride_xn + kb * 128
+        into_l2(x_slice + tl.zeros_like(lane), lane, row < N, 2 * (tl.minimum(K, (kb + STEPS) * 128) - kb * 128))
+        for step in tl.static_range(min(STEPS, LEAD)):
+            live = (step + 0 * warp < steps)[None, None, :]
+            if step == 0 or not ONE_GROUP:
+                into_l2(scale_ptr + s_block * (64 * GROUPS) + step * s_step, lane + piece, live, 128 * GROUPS)
+                if ZEROS:
+                    into_l2(zero_ptr + s_block * (64 * GROUPS) + step * s_step, lane + piece, live, 128 * GROUPS)
+            into_l2(w_ptr + block * 1024 + piece * 256 + step * w_step, lane, live, 1024)
+        gdc_wait()
+    # five axes: c, j, warp, and two within a thread, as in `kernels`
+    c5 = tl.arange(0, 4)[:, None, None, None, None]
+    j5 = tl.arange(0, 8)[None, :, None, None, None]
+    i_outer = tl.arange(0, 2)[None, None, None, :, None]
+    i_inner = tl.arange(0, 2)[None, None, None, None, :]
+    group = tl.arange(0, GROUPS)[None, None, None, :, None]
+    word = tl.arange(0, 4)[None, None, None, None, :]
+    piece5 = piece[:, :, :, None, None]
+    w_ptrs = w_ptr + (block[:, :, :, None, None] * 1024 + piece5 * 256 + (j5 * 16 + c5 * 4)) + (i_outer * 128 + word)
+    s_offsets = s_block[:, :, :, None, None] * (64 * GROUPS) + piece5 * 2 + (j5 * (8 * GROUPS) + c5 * 0)
+    s_offsets += group * 8 + i_inner
+    token = first_token + tl.arange(0, TOKENS)[:, None]
+    k = kb * 128 + tl.arange(0, 64)[None, :]
+    x_ptrs = x_ptr + (wide(token) * stride_xn + k)
+
+    s0, w0 = tl.load(scale_ptr + s_offsets), tl.load(w_ptrs)
+    z0 = tl.load(zero_ptr + s_offsets) if ZEROS else s0
+    if since_sm_90():
+        gdc_wait()  # the compiler would put the loads of x in front of these
+    live = token < N
+    xa0 = _tokens(x_ptrs, live, steps > 0, k, K)
+    xb0 = _tokens(x_ptrs + 64, live, steps > 0, k + 64, K)
+    y = tl.zeros((16 * W, TOKENS), dtype=tl.float32)
+    for step in tl.range(steps, num_stages=1):
+        more = step + 1 < steps
+        w_ptrs += w_step
+        s_offsets += s_step
+        x_ptrs += 128
+        k += 128
+        more5 = (step + 1 + 0 * warp < steps)[None, None, :, None, None]
+        w1 = codes(w_ptrs, more5, False)
+        s1 = codes(scale_ptr + s_offsets, more5, False)
+        z1 = codes(zero_ptr + s_offsets, more5, False) if ZEROS else s1
+        xa1 = _tokens(x_ptrs, live, more, k, K)
+        xb1 = _tokens(x_ptrs + 64, live, more, k + 64, K)
+        first, second = halves(w0)
+        xa, xb = _in_order(xa0), _in_order(xb0)
+        none = tl.zeros((16 * W, TOKENS), dtype=tl.float32)
+        sums = _product(first, z0, xa, none, 0, GROUPS, ZEROS)
+        if GROUPS == 2:
+            y += _scaled(sums, s0, 0, GROUPS)
+            sums = none
+        y += _scaled(_product(second, z0, xb, sums, 1, GROUPS, ZEROS), s0, 2, GROUPS)
+        w0, s0, z0, xa0, xb0 = w1, s1, z1, xa1, xb1
+    y = tl.reshape(tl.permute(tl.reshape(y, (BLOCKS, 4, 2, 8, TOKENS)), (4, 0, 3, 1, 2)), (TOKENS, 64 * BLOCKS))
+    finish(y_ptr, bias_ptr, part_ptr, split, tile, first_token, y, N, M, SPLITS, BIAS)
