@@ -1,7 +1,8 @@
 """The published design: one launch per weight of TransformerEngine's Triton cast-transpose, under delayed scaling.
 
 Source: ROCm/TransformerEngine's te_cast_transpose_noop_triton, written anew from its contract: a tile is stored twice from the
-registers that loaded it, programs are ordered in groups of row blocks, every tile raises amax; NaN does not. May import tl_lib.
+registers that loaded it (of fp32 after a turn through shared memory), programs are ordered in groups of row blocks, every tile
+raises amax; NaN does not. May import tl_lib.
 """
 
 from dataclasses import dataclass
@@ -45,7 +46,11 @@ def _cast_transpose_te(
     x = tl.load(x_ptr + wide(rows)[:, None] * N + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     q = quantize(x, scale, FP8_MAX, q_ptr.dtype.element_ty)
     tl.store(q_ptr + wide(rows)[:, None] * N + cols[None, :], q, mask=mask)
-    tl.store(qt_ptr + wide(cols)[None, :] * M + rows[:, None], q, mask=mask)
+    if x_ptr.dtype.element_ty == tl.float32:  # stored from one tile of fp8, ptxas 12.8 gives one of them the stack pointer
+        q = quantize(tl.trans(x), scale, FP8_MAX, q_ptr.dtype.element_ty)
+        tl.store(qt_ptr + wide(cols)[:, None] * M + rows[None, :], q, mask=tl.trans(mask))
+    else:
+        tl.store(qt_ptr + wide(cols)[None, :] * M + rows[:, None], q, mask=mask)
     m = tl.where(x == x, tl.abs(x), 0.0)
     tl.atomic_max(amax_ptr, tl.max(tl.max(m, axis=1), axis=0), sem="relaxed")
 
