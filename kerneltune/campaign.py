@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from kerneltune import device, records, sweep
+from kerneltune import cells, device, records, sweep
 from kerneltune.files import replace_text
 from kerneltune.interrupts import hear_interrupts
 from kerneltune.measuring.compare import Ceiling, ContextLostError, check_only, compare, config_values
@@ -71,9 +71,9 @@ def run_sweep(ops: Mapping[str, Op], selection: Selection, options: Options, pro
         return Swept(checked, [_write_checked(plan.family, checked, options)])
     for record in checked:
         if record.status == "failed":
-            progress.note(
-                f"failed its check: {record.op} {record.variant} {record.case} {record.dtype} {record.quant}: {record.reason}"
-            )
+            what = f"{record.op} {record.variant} {record.case} {record.dtype} {record.quant}"
+            config = f" with {cells.pairs(record.config)}" if record.config else ""
+            progress.note(f"failed its check: {what}{config}: {record.reason}")
     entries = [e for e in plan.bench if selection.takes(e)]
     if options.tune:
         tune_entries(ops, entries, selection, options, progress)

@@ -129,12 +129,21 @@ def too_large(pool: CompilePool) -> list[Compiled]:
     return list(pool.compile(jobs))
 
 
+def stray_stores(pool: CompilePool) -> list[Compiled]:
+    """A kernel that ptxas 12.8 compiles into wrong code."""
+    import stray
+
+    return list(pool.compile([Job(stray.tile, stray.run, None)]))
+
+
 def main() -> None:
     """Print what the pool answered, as JSON."""
     with CompilePool(TARGETS["sm_90"], workers=2) as pool:
+        wrong = stray_stores(pool)
         compiled = real(pool)
         kept = given_up(pool)
         mixed = broken(pool, timeout_s=1.0)
     with CompilePool(TARGETS["gfx942"], workers=2) as pool:
         answers = {"real": compiled, "given up": kept, "broken": mixed, "fnuz": fnuz(pool), "large": too_large(pool)}
+    answers["wrong"] = wrong
     json.dump({name: [asdict(c) | {"resources": c.resources} for c in found] for name, found in answers.items()}, sys.stdout)

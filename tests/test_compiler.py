@@ -69,6 +69,17 @@ def test_resources_of_real_kernels_are_read_from_the_binary(answers: dict[str, A
     assert all(c["seconds"] > 0.05 for c in answers["real"][:4])  # compiled, not found
 
 
+def test_code_that_stores_what_nobody_made_is_an_error(answers: dict[str, Any]) -> None:
+    """As ptxas 12.8 makes it of a tile of fp8 that is stored twice (triton-lang/triton#11111)."""
+    (wrong,) = answers["wrong"]
+    (kernel,) = wrong["kernels"]
+    assert kernel["stray_stores"] > 0
+    assert wrong["error"] == (
+        f"_twice: wrong code: ptxas stores the stack pointer in {kernel['stray_stores']} places where numbers belong"
+    )
+    assert {kernel["stray_stores"] for c in answers["real"] + answers["fnuz"] for kernel in c["kernels"]} == {0}
+
+
 def test_resources_of_a_job_are_those_of_its_largest_kernel(answers: dict[str, Any]) -> None:
     bwd = answers["real"][0]
     assert bwd["resources"] == max(kernel["registers"] * kernel["warps"] for kernel in bwd["kernels"])

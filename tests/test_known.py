@@ -21,7 +21,8 @@ from kerneltune.ops.stream import StreamConfig
 from kerneltune.spec import Case
 from kerneltune.tuning.tuner import job
 
-FACT = Fact(Kernel("_k", 4, 40, 8, 1024, 96, (Access("load", 128, 4), Access("load", 32, 1), Access("store", 64, 2)), True), 256)
+ACCESSES = (Access("load", 128, 4), Access("load", 32, 1), Access("store", 64, 2))
+FACT = Fact(Kernel("_k", 4, 40, 8, 1024, 96, ACCESSES, True, 3), 256)
 REFUSED = Fact(Kernel("_large", 8, 0, 0, 163840))
 
 
@@ -32,7 +33,7 @@ def test_facts_survive_their_file(tmp_path: Path) -> None:
     assert known.load(tmp_path, "sm_100").facts == {}
     lines = (tmp_path / "sm_90.tsv").read_text().splitlines()
     assert lines[0].startswith("# read by ") and [line.split("\t")[0] for line in lines[1:]] == ["kernel", "_k", "_large"]
-    assert {len(line.split("\t")) for line in lines[1:]} == {12}
+    assert {len(line.split("\t")) for line in lines[1:]} == {13}
 
 
 @pytest.mark.parametrize(

@@ -33,11 +33,13 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Per thread: vector registers and spilled bytes; scalar registers per warp, 0 where they do not limit anything."""
+    """Per thread: vector registers and spilled bytes; scalar registers per warp, 0 where they do not limit anything; stray stores
+    as in `Kernel`."""
 
     registers: int
     spill_bytes: int
     scalar_registers: int = 0
+    stray_stores: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,8 @@ class Kernel:
         scalar_registers: per warp, on AMD GPUs.
         accesses: to global memory.
         cooperative: launched as a cooperative grid, which fails unless all its programs are resident at once.
+        stray_stores: instructions that store the stack pointer. No source asks for one: it is how ptxas 12.8 stores numbers of
+            fp8 that it has not made (triton-lang/triton#11111).
     """
 
     name: str
@@ -59,6 +63,7 @@ class Kernel:
     scalar_registers: int = 0
     accesses: tuple[Access, ...] = ()
     cooperative: bool = False
+    stray_stores: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -219,12 +219,17 @@ def _compile(job: Job) -> Compiled:
     active.utils.launched.clear()
     active.utils.facts.clear()
     started = time.perf_counter()
-    error = ""
     try:
         job.run(job.make_inputs(device="meta"), job.config)
     except Exception as exception:  # whatever a compiler raises is a property of the config, and is recorded
         error = first_line(exception)
+    else:
+        error = next((_wrong_code(kernel) for kernel in active.utils.launched if kernel.stray_stores), "")
     return Compiled(tuple(active.utils.launched), time.perf_counter() - started, error, dict(active.utils.facts))
+
+
+def _wrong_code(kernel: Kernel) -> str:
+    return f"{kernel.name}: wrong code: ptxas stores the stack pointer in {kernel.stray_stores} places where numbers belong"
 
 
 class _DryLaunch:
@@ -267,7 +272,8 @@ class _DryUtils:
         assembly = _assembly(metadata, "ptx" if self.target.backend == "cuda" else "amdgcn")
         usage, accesses = read(self.target.backend, binary, assembly)
         resources = (usage.registers, usage.spill_bytes, shared, usage.scalar_registers, accesses)
-        return Kernel(metadata.name, metadata.num_warps, *resources, bool(metadata.launch_cooperative_grid))
+        cooperative = bool(metadata.launch_cooperative_grid)
+        return Kernel(metadata.name, metadata.num_warps, *resources, cooperative, usage.stray_stores)
 
 
 def _assembly(metadata: Any, kind: str) -> str:

@@ -8,7 +8,7 @@ Compiles nothing. Imports the standard library, assembly, reading, files and sou
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from kerneltune.sources import code_hash
 
 _COLUMNS = (
     *("kernel", "digest", "check", "warps", "registers", "spill_bytes", "shared_bytes", "scalar_registers", "tensor_columns"),
-    *("cooperative", "loads", "stores"),
+    *("cooperative", "stray_stores", "loads", "stores"),
 )
 _CHECK_DIGITS = 8
 
@@ -46,7 +46,7 @@ def line(digest: str, fact: Fact) -> str:
     kernel = fact.kernel
     accesses = (",".join(f"{a.bits}x{a.count}" for a in kernel.accesses if a.kind == kind) or "-" for kind in ("load", "store"))
     numbers = (kernel.warps, kernel.registers, kernel.spill_bytes, kernel.shared_bytes, kernel.scalar_registers)
-    values = "\t".join((*map(str, (*numbers, fact.tensor_columns, int(kernel.cooperative))), *accesses))
+    values = "\t".join((*map(str, (*numbers, fact.tensor_columns, int(kernel.cooperative), kernel.stray_stores)), *accesses))
     return f"{kernel.name}\t{digest}\t{_check(kernel.name, digest, values)}\t{values}"
 
 
@@ -60,9 +60,10 @@ def parse(text: str) -> tuple[str, Fact]:
     if check != _check(name, digest, values):
         raise ValueError(f"{name} {digest}: damaged")
     *numbers, loads, stores = values.split("\t")
-    warps, registers, spill_bytes, shared_bytes, scalar_registers, tensor_columns, cooperative = map(int, numbers)
-    kernel = Kernel(name, warps, registers, spill_bytes, shared_bytes, scalar_registers, cooperative=bool(cooperative))
-    return digest, Fact(replace(kernel, accesses=_accesses("load", loads) + _accesses("store", stores)), tensor_columns)
+    warps, registers, spill_bytes, shared_bytes, scalar_registers, tensor_columns, cooperative, stray = map(int, numbers)
+    accesses = _accesses("load", loads) + _accesses("store", stores)
+    resources = (registers, spill_bytes, shared_bytes, scalar_registers, accesses, bool(cooperative), stray)
+    return digest, Fact(Kernel(name, warps, *resources), tensor_columns)
 
 
 def shipped() -> Path:

@@ -4,9 +4,11 @@ Facts are kept with a hash of this module and of assembly, which between them re
 Imports assembly; may import triton, for where its tools are.
 """
 
+import struct
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ def read(backend: str, binary: bytes, assembly: str) -> tuple[Usage, tuple[Acces
         assembly: PTX or amdgcn.
     """
     if needs_binary(backend):
-        return sass_usage(_resources(binary)), ptx_accesses(assembly)
+        return replace(sass_usage(_resources(binary)), stray_stores=_stray_stores(binary)), ptx_accesses(assembly)
     return gcn_usage(assembly), gcn_accesses(assembly)
 
 
@@ -35,7 +37,7 @@ def compiled(backend: str, binary: bytes, assembly: str, metadata: Mapping[str, 
     """The fact of a kernel that was compiled to its end: `read`, and what Triton's metadata say."""
     usage, accesses = read(backend, binary, assembly)
     name, warps, shared = (metadata[value] for value in ("name", "num_warps", "shared"))
-    resources = (usage.registers, usage.spill_bytes, shared, usage.scalar_registers, accesses, cooperative)
+    resources = (usage.registers, usage.spill_bytes, shared, usage.scalar_registers, accesses, cooperative, usage.stray_stores)
     return Fact(Kernel(name, warps, *resources), metadata.get("tmem_size") or 0)
 
 
@@ -43,6 +45,28 @@ def too_large(metadata: Mapping[str, Any], shared_bytes: int) -> Fact | None:
     """The fact of a kernel that was compiled so far that it exceeds shared memory, which Triton refuses to load; else None."""
     shared = metadata.get("shared", 0)
     return Fact(Kernel(metadata["name"], metadata["num_warps"], 0, 0, shared)) if shared > shared_bytes else None
+
+
+_STORES = {0x986, 0x388, 0x385, 0x387}
+"""The lowest twelve bits of instructions of sm_90 and sm_100 that store to global, shared, any and local memory: those that
+cuobjdump calls STG, STS, ST and STL. Bits 32 to 39 are the register that is stored."""
+_STACK_POINTER = 1
+
+
+def _stray_stores(cubin: bytes) -> int:
+    """Instructions that store the stack pointer, as in `Kernel`."""
+    words = (word for code in _code(cubin) for (word, _) in struct.iter_unpack("<QQ", code[: len(code) // 16 * 16]))
+    return sum(word & 0xFFF in _STORES and word >> 32 & 0xFF == _STACK_POINTER for word in words)
+
+
+def _code(cubin: bytes) -> Iterator[bytes]:
+    """The sections of a 64-bit ELF file that hold instructions."""
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count = struct.unpack_from("<HH", cubin, 0x3A)
+    for place in range(table, table + size * count, size):
+        _name, _kind, flags, _address, offset, length = struct.unpack_from("<IIQQQQ", cubin, place)
+        if flags & 0x4:  # executable
+            yield cubin[offset : offset + length]
 
 
 def _resources(cubin: bytes) -> str:

@@ -91,10 +91,13 @@ def space(_case: Case) -> Space:
     return {"block": (64, 128), "group": (1, 8), "warps": (4, 8)}
 
 
-def valid(_case: Case, config: TeCastConfig) -> str | None:
-    """Whether a config was published."""
-    published = config.group in _PUBLISHED[config.block] and config.warps == config.block // 16
-    return None if published else "not among the published configs"
+def valid(case: Case, config: TeCastConfig) -> str | None:
+    """Whether a config was published, and is compiled into right code."""
+    if config.group not in _PUBLISHED[config.block] or config.warps != config.block // 16:
+        return "not among the published configs"
+    if case.dtype == "float32" and config.block == 128:  # H200, 2026-11-22: 64 of 320 bytes of 16x20 were the stack pointer's
+        return "tiles of 128x128 of fp32, of which ptxas 12.8 makes wrong code"
+    return None
 
 
 def default(_case: Case) -> TeCastConfig:
