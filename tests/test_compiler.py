@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import triton
 from started import TESTS, environment
 
 from kerneltune.measuring.compiler import TARGETS, Compiled, CompilePool, Kernel
@@ -71,6 +72,10 @@ def test_resources_of_real_kernels_are_read_from_the_binary(answers: dict[str, A
 
 def test_code_that_stores_what_nobody_made_is_an_error(answers: dict[str, Any]) -> None:
     """As ptxas 12.8 makes it of a tile of fp8 that is stored twice (triton-lang/triton#11111)."""
+    assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    version = subprocess.run([assembler, "--version"], capture_output=True, text=True, check=True).stdout
+    if "release 12.8" not in version:
+        pytest.skip(f"another ptxas may compile it right: {version.splitlines()[-1]}")
     (wrong,) = answers["wrong"]
     (kernel,) = wrong["kernels"]
     assert kernel["stray_stores"] > 0

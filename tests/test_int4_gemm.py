@@ -68,7 +68,7 @@ CACHED = sorted({tuple(entry.config.items()) for entry in cache.load("int4_gemm"
 def test_every_cached_config_is_exact(knobs: tuple[tuple[str, int], ...]) -> None:
     """Whole tiles, and such as end in the middle; the interpreter takes some."""
     config = gemm.Int4Config(**dict(knobs))
-    depth = 128 * config.along * config.splits * (3 if config.tokens == 16 else 1)  # more than two steps: the last apart
+    depth = 128 * config.along * config.splits * (3 if config.tokens == 16 or config.rows == 16 else 1)  # the last apart
     for tokens, k, group, zeros in [
         (config.tokens, depth, 64, False), (config.tokens - 1, depth + 96, 0 if config.rows == 16 else 32, True),
         (256, depth, 128, False),
@@ -160,6 +160,25 @@ def test_warps_in_fours_take_groups_of_half_a_block_at_least() -> None:
     codes = some_codes(64, 128, 32, False)
     with pytest.raises(ValueError, match="rows=16, .* takes groups of 64, 128 or all of k, got groups of 32"):
         ops.int4_gemm(whole_numbers(32, 128, torch.float16), pack(*codes), config=config)
+    one = case_of(200, 28672, 32, 0)
+    assert gemm.valid(one, gemm.default(one)) is None and gemm.default(one).rows != 16
+
+
+@pytest.mark.parametrize(("knobs", "said"), [
+    ({"along": 2}, "warps that multiply in fours are not along k"),
+    ({"splits": 4}, "the last of 4 programs has none of 5 blocks of k"),
+])  # fmt: skip
+def test_configs_of_warps_in_fours_that_would_go_wrong_are_refused(knobs: dict[str, int], said: str) -> None:
+    config = dataclasses.replace(gemm.Int4Config(32, 16, 1, 1, prefetch=True), **knobs)
+    assert gemm.valid(case_of(32, 64, 640), config) is not None
+    with pytest.raises(ValueError, match=said):
+        ops.int4_gemm(whole_numbers(32, 640, torch.float16), pack(*some_codes(64, 640, 64, False)), config=config)
+
+
+def test_warps_in_fours_are_those_of_the_space() -> None:
+    config = gemm.Int4Config(32, 16, 1, 1, prefetch=True, blocks=3)
+    assert gemm.valid(case_of(32, 4096, 4096), config) == "3 blocks of rows of warps in fours where there are 32 tokens"
+    assert gemm.valid(case_of(8, 4096, 4096), dataclasses.replace(config, tokens=8, blocks=1)) is not None
 
 
 def test_several_blocks_of_rows_are_for_many_tokens_and_large_weights() -> None:
@@ -281,14 +300,14 @@ def test_weights_that_begin_anywhere_are_taken() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("prefetch", [False, True])
-@pytest.mark.parametrize("rows", [32, 64])
+@pytest.mark.parametrize("rows", [16, 32, 64])
 def test_weights_that_the_kernel_in_front_writes_are_read_after_it(rows: int, prefetch: bool) -> None:
     """A prefetch into L2 sees old bytes; the reads must not."""
     first, second = some_codes(3584, 8192, 64, False), some_codes(3584, 8192, 64, False)
     weight, other, x = pack(*first), pack(*second), whole_numbers(16, 8192, torch.float16)
     wants = exact(x, first, None), exact(x, second, None)
     kept = weight._replace(packed=weight.packed.clone(), scales=weight.scales.clone())
-    sources, config = (kept, other), gemm.Int4Config(16, rows, 4, 4, prefetch=prefetch)
+    sources, config = (kept, other), gemm.Int4Config(16, rows, 1 if rows == 16 else 4, 4, prefetch=prefetch)
     for turn in range(20):
         weight.packed.copy_(sources[turn % 2].packed)
         weight.scales.copy_(sources[turn % 2].scales)
@@ -298,12 +317,12 @@ def test_weights_that_the_kernel_in_front_writes_are_read_after_it(rows: int, pr
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [32, 64])
+@pytest.mark.parametrize("rows", [16, 32, 64])
 def test_a_product_may_read_what_the_one_in_front_wrote(rows: int) -> None:
     """Two launches that may overlap: the second's x is the first's y."""
     square, x = some_codes(4096, 4096, 64, False), whole_numbers(16, 4096, torch.float16)
     square.scales.fill_(2.0**-10)
-    weight, config = pack(*square), gemm.Int4Config(16, rows, 4, 4, prefetch=True)
+    weight, config = pack(*square), gemm.Int4Config(16, rows, 1 if rows == 16 else 4, 4, prefetch=True)
     middle = ops.int4_gemm(x, weight, config=config)
     torch.cuda.synchronize()
     want = ops.int4_gemm(middle.clone(), weight, config=config)
@@ -422,7 +441,9 @@ for tokens, rows, along, splits, blocks in %r:
 def test_every_part_is_waited_for_once() -> None:
     """Parts are set to zero by who has waited for them: a second copy of that code, which a compiler may make, waits for ever."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = WAITS % ([(16, 32, 8, 2, 1), (16, 32, 4, 4, 1), (32, 32, 4, 2, 1), (32, 32, 1, 8, 4), (32, 32, 2, 12, 2)],)
+    configs = [(16, 32, 8, 2, 1), (16, 32, 4, 4, 1), (32, 32, 4, 2, 1), (32, 32, 1, 8, 4), (32, 32, 2, 12, 2)]
+    configs += [(16, 16, 1, 4, 1), (32, 16, 1, 3, 2), (64, 16, 1, 3, 4)]
+    script = WAITS % (configs,)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env, timeout=240)
     pairs = [line.split() for line in done.stdout.splitlines()]
-    assert len(pairs) == 5 and all(found == wanted for found, wanted in pairs), (pairs, done.stderr[-600:])
+    assert len(pairs) == 8 and all(found == wanted for found, wanted in pairs), (pairs, done.stderr[-600:])

@@ -48,6 +48,14 @@ def test_whole_and_odd_sizes_keep_their_places_in_one_call(monkeypatch: pytest.M
     assert alone == [(33, 20), (5, 7)]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_sizes_of_which_one_is_a_multiple_of_16_are_cast_right(dtype: torch.dtype) -> None:
+    """Of one tile of fp8 stored both ways ptxas 12.8 makes wrong code there."""
+    xs = [x.to(dtype) for x in weights((64, 20), (20, 64), (48, 40), (40, 48), (16, 19), (130, 144))]
+    scales, amaxes = scalars(6)
+    agrees(xs, scales, amaxes, multi_cast_transpose(xs, scales, amaxes, config=SMALL))
+
+
 def test_groups_of_row_blocks_and_what_is_left_of_the_last() -> None:
     xs = weights((320, 160), (192, 80), (64, 208))
     scales, amaxes = scalars(3)

@@ -1,6 +1,6 @@
 """Device code that matrix products share: a product of tiles, and a contraction that several programs share.
 
-Every program leaves its part in fp32; one adds the parts in the order of the contraction, so that equal inputs give equal bits:
+Programs leave their parts in fp32; one adds the parts in the order of the contraction, so that equal inputs give equal bits:
 the last to arrive at a tile, or one that waits for the others. Launches nothing. May import triton and tl_lib.
 """
 

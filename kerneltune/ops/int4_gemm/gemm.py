@@ -70,7 +70,7 @@ def int4_gemm(
         (N, M) of x's type, contiguous. The same inputs and config give the same bits.
 
     Raises:
-        ValueError: a shape, stride, type or device that does not fit, or a config that does not fit the group.
+        ValueError: a shape, stride, type or device that does not fit, or a config that does not fit the weight.
     """
     check(x, weight, bias)
     (N, K), M = x.shape, weight.rows
@@ -97,8 +97,7 @@ def int4_gemm(
     }  # fmt: skip
     grid = (c.splits, tiles, token_tiles)
     if _in_fours(c):
-        if weight.group == 32:
-            raise ValueError(f"config={c} takes groups of 64, 128 or all of k, got groups of 32")
+        _check_fours(c, weight)
         warpgroups._int4_gemm_by_warpgroups[grid](*operands, **common)
         return y
     full, even = N % c.tokens == 0, DEPTH * steps * c.along * c.splits == K
@@ -110,6 +109,16 @@ def int4_gemm(
         LAST_APART=ahead and c.tokens == 16 and steps > 2, **common,
     )  # fmt: skip
     return y
+
+
+def _check_fours(config: Int4Config, weight: Int4Weight) -> None:
+    """What would hang, read past an end or multiply wrongly."""
+    if weight.group == 32:
+        raise ValueError(f"{config=} takes groups of 64, 128 or all of k, got groups of 32")
+    if config.along != 1:
+        raise ValueError(f"{config=}: warps that multiply in fours are not along k")
+    if (config.splits - 1) * steps_of(weight.depth, config) >= cdiv(weight.depth, DEPTH):
+        raise ValueError(f"{config=}: the last of {config.splits} programs has none of {cdiv(weight.depth, DEPTH)} blocks of k")
 
 
 def _aligned(x: torch.Tensor, weight: Int4Weight) -> bool:
@@ -243,9 +252,12 @@ def valid(case: Case, config: Int4Config) -> str | None:
 
 def _not_in_fours(case: Case, config: Int4Config) -> str | None:
     """What `valid` has against warps that multiply in fours."""
+    knobs = space(case)
     if config.along > 1:
         return f"{config.along} warps along k, of which each multiplies with three others"
-    if case.option("group") == 32:
+    if config.rows not in knobs["rows"] or config.blocks not in knobs["blocks"]:
+        return f"{config.blocks} blocks of rows of warps in fours where there are {case['N']} tokens"
+    if 32 in (case.option("group"), case["K"]):
         return "groups of 32, of which half a block of k has two"
     if config.tokens < min(case["N"], 32) or (config.tokens == 64 and config.blocks == 1):
         return f"programs of {config.tokens} tokens and {config.blocks} blocks of rows where there are {case['N']} tokens"

@@ -1,4 +1,5 @@
-"""The kernel of `int4_gemm` on packed weights: no shared memory on the way from memory to the tensor cores.
+"""The kernel of `int4_gemm` whose warps multiply alone, and what `warpgroups` shares with it: no shared memory on the way from
+memory to the tensor cores.
 
 Each warp loads the codes of its rows and its k straight into the registers in which mma.sync wants its first operand, those of
 the next block while it multiplies with this one; x comes as the second operand in the same way. Codes less their zero points
@@ -87,7 +88,7 @@ def _of_both_words(values):
 
 
 @triton.jit
-def steps_of(words, zero_a, zero_b, ZEROS: tl.constexpr, dtype: tl.constexpr):
+def numbers_of(words, zero_a, zero_b, ZEROS: tl.constexpr, dtype: tl.constexpr):
     """q - z (c, j, W, i, 2 e, 2 word, 2, 2) of code words (c, j, W, i, 2 word) and the zero points (c, j, W, i) of each: of word
     w the code 4 a + 2 b + e at [e, w, a, b]."""
     if is_cuda():
@@ -134,7 +135,7 @@ def values_of(tile, q: tl.constexpr, GROUPS: tl.constexpr):
 
 @triton.jit
 def _scaled_sums(w, x, scale, Q: tl.constexpr, R: tl.constexpr, W: tl.constexpr, TOKENS: tl.constexpr):
-    """scale times the product over Q quarters of a block, as (W, i, j, TOKENS / 8, 4, 2): w as in `steps_of`; x (c, token, W,
+    """scale times the product over Q quarters of a block, as (W, i, j, TOKENS / 8, 4, 2): w as in `numbers_of`; x (c, token, W,
     token, Q, 2, 2, 2)."""
     # both over (quarter, b, c, a, e)
     w = tl.reshape(tl.permute(w, (2, 3, 1, 5, 7, 0, 6, 4)), (W, 8 * R, 32 * Q))
@@ -151,7 +152,7 @@ def _half_block(words, scales, zeros, x, HALF: tl.constexpr, GROUPS: tl.constexp
     R: tl.constexpr = words.shape[3]
     TOKENS: tl.constexpr = 8 * x.shape[3]
     q: tl.constexpr = 2 * HALF
-    w = steps_of(words, values_of(zeros, q, GROUPS), values_of(zeros, q + 1, GROUPS), ZEROS, x.dtype)
+    w = numbers_of(words, values_of(zeros, q, GROUPS), values_of(zeros, q + 1, GROUPS), ZEROS, x.dtype)
     x = tl.reshape(x, (4, 8, W, TOKENS // 8, 2, 2, 2, 2))
     first, second = values_of(scales, q, GROUPS), values_of(scales, q + 1, GROUPS)
     if GROUPS < 4:

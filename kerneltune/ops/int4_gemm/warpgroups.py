@@ -4,7 +4,8 @@ A warp has sixteen rows of w, the four warps of a block its 64, and all warps of
 half a block of k at a time. Of sixteen k that are multiplied at once a lane holds two neighbours and the two that are eight
 further on, and the packed layout gives it eight neighbours: so x is put into the order of the codes on its way to shared memory.
 A multiprocessor has room for sixteen such warps with 32 tokens, and for eight of `kernels`. Both tiles of x of a step are stored
-before the first is read, so that a step has two barriers.
+before the first is read, so that a step has two barriers. So it is with Triton 3.6; 3.7.1 moves the numbers of w and the scales
+through shared memory, too, with six barriers to a step.
 
 ptxas before 13.3 may overwrite the registers of a wgmma that still reads them. Here every wgmma is waited for before the next
 codes are turned into numbers, and all configs must multiply whole numbers exactly before they are timed.
@@ -18,12 +19,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kerneltune.kernel_lib.tl_gemm import dot
 from kerneltune.kernel_lib.tl_lib import only_if, since_sm_90, wide
-from kerneltune.ops.int4_gemm.kernels import codes, finish, halves, into_l2, steps_of, values_of
+from kerneltune.ops.int4_gemm.kernels import codes, finish, halves, into_l2, numbers_of, values_of
 
 
 @triton.jit
 def _in_order(x):
-    """x (TOKENS, 64) as (64, TOKENS), its k in the order in which `steps_of` makes numbers of two words."""
+    """x (TOKENS, 64) as (64, TOKENS), its k in the order in which `numbers_of` makes numbers of two words."""
     TOKENS: tl.constexpr = x.shape[0]
     x = tl.reshape(x, (TOKENS, 2, 4, 2, 2, 2))  # quarter, c, a, b, e
     return tl.trans(tl.reshape(tl.permute(x, (0, 1, 4, 3, 2, 5)), (TOKENS, 64)))
@@ -40,7 +41,7 @@ def _product(words, zeros, x, sums, HALF: tl.constexpr, GROUPS: tl.constexpr, ZE
     """sums + what half a block of k adds without its scales: words (4, 8, W, 2, 2), x (64, TOKENS), sums (16 W, TOKENS)."""
     W: tl.constexpr = words.shape[2]
     q: tl.constexpr = 2 * HALF
-    w = steps_of(words, values_of(zeros, q, GROUPS), values_of(zeros, q + 1, GROUPS), ZEROS, x.dtype)
+    w = numbers_of(words, values_of(zeros, q, GROUPS), values_of(zeros, q + 1, GROUPS), ZEROS, x.dtype)
     return dot(tl.reshape(tl.permute(w, (2, 3, 1, 5, 7, 6, 0, 4)), (16 * W, 64)), x, sums)
 
 
