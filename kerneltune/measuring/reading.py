@@ -48,8 +48,8 @@ def too_large(metadata: Mapping[str, Any], shared_bytes: int) -> Fact | None:
 
 
 _STORES = {0x986, 0x388, 0x385, 0x387}
-"""The lowest twelve bits of instructions of sm_90 and sm_100 that store to global, shared, any and local memory: those that
-cuobjdump calls STG, STS, ST and STL. Bits 32 to 39 are the register that is stored."""
+"""The lowest twelve bits of instructions of sm_90 and sm_100 that store to global, shared and local memory: of those that
+cuobjdump calls STG, STS and STL the most usual forms. Bits 32 to 39 are the register that is stored."""
 _STACK_POINTER = 1
 
 

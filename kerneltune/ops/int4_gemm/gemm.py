@@ -315,8 +315,8 @@ def _able(case: Case) -> list[Int4Config]:
 
 def _length(case: Case, config: Int4Config) -> float:
     """About how long a config takes, in blocks of k of a warp: of all programs that have a place in turn, with what is lost from
-    one to the next, half as much where another has the other half of the multiprocessor, and with what parts take. Of fours as
-    measured (H200, 2026-11-22, within 4 % of nine configs)."""
+    one to the next, half as much where another has the other half of the multiprocessor, and with what parts take. Of fours in
+    µs: 0.85 to 1.11 times what weight_only's 42 records of them say (H200, 2026-11-22, commit fd9ec0b)."""
     if _in_fours(config):
         programs, chip = _programs(case, config), _IN_FOURS_AT_ONCE // config.blocks
         turns = cdiv(programs, chip)
