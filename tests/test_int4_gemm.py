@@ -137,6 +137,18 @@ def test_programs_of_several_blocks_of_rows_are_exact(
         torch.testing.assert_close(got, exact(x, codes, bias), rtol=tolerance, atol=0)
 
 
+@pytest.mark.parametrize(("apart", "first"), [(2, 0), (8, 2), (8, 3), (3, 0), (5, 1)])
+def test_warps_in_fours_read_rows_that_begin_anywhere(apart: int, first: int) -> None:
+    """They read words of two elements; some of these rows begin within one."""
+    codes = some_codes(130, 288, 288, True)
+    wide = torch.full((33, 288 + apart), torch.nan, device=DEVICE, dtype=torch.float16)
+    x = wide[:, first : first + 288]
+    x.copy_(whole_numbers(33, 288, torch.float16))
+    config = gemm.Int4Config(32, 16, 1, 2, prefetch=True, blocks=2)
+    for rows in (x, x[1:], x[:1], x[::2]):
+        assert torch.equal(ops.int4_gemm(rows, pack(*codes), config=config), exact(rows, codes, None))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("zeros", "group"), [(False, 64), (True, 32), (False, 128), (True, 4096)])
 def test_programs_of_several_blocks_are_exact_and_repeat_themselves(zeros: bool, group: int) -> None:
@@ -194,11 +206,11 @@ def test_several_blocks_of_rows_are_for_many_tokens_and_large_weights() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "want"), [
-    (8, [(8, 32, 4, 4), (8, 32, 8, 2), (8, 64, 4, 4), (8, 64, 8, 2)]),
-    (32, [(16, 32, 4, 2), (16, 32, 8, 1), (16, 64, 4, 2), (16, 64, 8, 1), (32, 16, 1, 8), (32, 32, 2, 4),
-          (32, 32, 4, 2)]),
+    (8, [(8, 32, 8, 2), (8, 64, 8, 2), (8, 32, 4, 4), (8, 64, 4, 4)]),
+    (32, [(16, 32, 8, 1), (16, 64, 8, 1), (16, 32, 4, 2), (16, 64, 4, 2), (32, 32, 4, 2), (32, 16, 1, 8),
+          (32, 32, 2, 4)]),
 ])  # fmt: skip
-def test_searches_try_every_shape_of_program_first(tokens: int, want: list[tuple[int, ...]]) -> None:
+def test_searches_try_every_shape_of_program_first_the_shortest_before_all(tokens: int, want: list[tuple[int, ...]]) -> None:
     case = case_of(tokens, 3584, 8192)
     assert [dataclasses.astuple(c)[:4] for c in gemm.promising(case) if c.blocks == 1] == want
     assert len(gemm.promising(case)) <= 20

@@ -47,9 +47,9 @@ def too_large(metadata: Mapping[str, Any], shared_bytes: int) -> Fact | None:
     return Fact(Kernel(metadata["name"], metadata["num_warps"], 0, 0, shared)) if shared > shared_bytes else None
 
 
-_STORES = {0x986, 0x388, 0x385, 0x387}
-"""The lowest twelve bits of instructions of sm_90 and sm_100 that store to global, shared and local memory: of those that
-cuobjdump calls STG, STS and STL the most usual forms. Bits 32 to 39 are the register that is stored."""
+_STORES = {0x386, 0x986, 0x388, 0x988, 0x387, 0x987, 0x385, 0x985, 0x844}
+"""The lowest twelve bits of instructions of sm_90 and sm_100 that store: of STG, STS, STL and ST the forms without and with a
+uniform base, and of STSM, as cuobjdump names them. Bits 32 to 39 are the register that is stored, or the first of several."""
 _STACK_POINTER = 1
 
 
