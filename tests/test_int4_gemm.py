@@ -69,10 +69,8 @@ def test_every_cached_config_is_exact(knobs: tuple[tuple[str, int], ...]) -> Non
     """Whole tiles, and such as end in the middle; the interpreter takes some."""
     config = gemm.Int4Config(**dict(knobs))
     depth = 128 * config.along * config.splits * (3 if config.tokens == 16 or config.rows == 16 else 1)  # the last apart
-    for tokens, k, group, zeros in [
-        (config.tokens, depth, 64, False), (config.tokens - 1, depth + 96, 0 if config.rows == 16 else 32, True),
-        (256, depth, 128, False),
-    ]:  # fmt: skip
+    odd = (config.tokens - 1, depth - 32, 0, True) if config.rows == 16 else (config.tokens - 1, depth + 96, 32, True)
+    for tokens, k, group, zeros in [(config.tokens, depth, 64, False), odd, (256, depth, 128, False)]:
         if tokens == 256 and DEVICE == "cpu":
             continue
         codes, x = some_codes(66, k, group or k, zeros), whole_numbers(tokens, k, torch.float16)
@@ -139,7 +137,7 @@ def test_programs_of_several_blocks_of_rows_are_exact(
 
 @pytest.mark.parametrize(("apart", "first"), [(2, 0), (8, 2), (8, 3), (3, 0), (5, 1)])
 def test_warps_in_fours_read_rows_that_begin_anywhere(apart: int, first: int) -> None:
-    """They read words of two elements; some of these rows begin within one."""
+    """Some at odd addresses, some at odd distances."""
     codes = some_codes(130, 288, 288, True)
     wide = torch.full((33, 288 + apart), torch.nan, device=DEVICE, dtype=torch.float16)
     x = wide[:, first : first + 288]

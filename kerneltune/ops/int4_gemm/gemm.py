@@ -80,9 +80,6 @@ def int4_gemm(
     c: Int4Config = best_config(x, weight, bias is not None) if config is None else config
     if c.splits > 1 and not (is_cuda() or INTERPRETED):
         c = replace(c, splits=1)  # programs wait for each other's parts
-    if _in_fours(c):
-        _check_fours(c, weight)
-        x = _in_words(x)
     zeros, steps = weight.zeros, steps_of(K, c)
     tiles, token_tiles = cdiv(M, ROWS * c.blocks), cdiv(N, c.tokens)
     words = (c.splits - 1) * tiles * token_tiles * (ROWS * c.blocks * c.tokens)  # of four bytes
@@ -100,6 +97,7 @@ def int4_gemm(
     }  # fmt: skip
     grid = (c.splits, tiles, token_tiles)
     if _in_fours(c):
+        _check_fours(c, weight)
         warpgroups._int4_gemm_by_warpgroups[grid](*operands, **common)
         return y
     full, even = N % c.tokens == 0, DEPTH * steps * c.along * c.splits == K
@@ -121,12 +119,6 @@ def _check_fours(config: Int4Config, weight: Int4Weight) -> None:
         raise ValueError(f"{config=}: warps that multiply in fours are not along k")
     if (config.splits - 1) * steps_of(weight.depth, config) >= cdiv(weight.depth, DEPTH):
         raise ValueError(f"{config=}: the last of {config.splits} programs has none of {cdiv(weight.depth, DEPTH)} blocks of k")
-
-
-def _in_words(x: torch.Tensor) -> torch.Tensor:
-    """x of which words of two elements can be read: a copy where a row begins within one."""
-    within = x.data_ptr() % 4 != 0 or (x.shape[0] > 1 and x.stride(0) % 2 != 0)
-    return x.clone(memory_format=torch.contiguous_format) if within else x
 
 
 def _aligned(x: torch.Tensor, weight: Int4Weight) -> bool:

@@ -23,19 +23,17 @@ from kerneltune.ops.int4_gemm.kernels import codes, finish, halves, into_l2, num
 
 
 @triton.jit
-def _in_order(pairs, dtype: tl.constexpr):
-    """Pairs of x (TOKENS, 32) as x (64, TOKENS), its k in the order in which `numbers_of` makes numbers of two words."""
-    TOKENS: tl.constexpr = pairs.shape[0]
-    pairs = tl.reshape(pairs, (TOKENS, 2, 4, 2, 2))  # quarter, c, a, b
-    pairs = tl.reshape(tl.permute(pairs, (0, 1, 4, 3, 2)), (TOKENS, 32))
-    x = tl.join((pairs & 0xFFFF).to(tl.uint16), (pairs >> 16).to(tl.uint16)).to(dtype, bitcast=True)
-    return tl.trans(tl.reshape(x, (TOKENS, 64)))
+def _in_order(x):
+    """x (TOKENS, 64) as (64, TOKENS), its k in the order in which `numbers_of` makes numbers of two words."""
+    TOKENS: tl.constexpr = x.shape[0]
+    x = tl.reshape(x, (TOKENS, 2, 4, 2, 2, 2))  # quarter, c, a, b, e
+    return tl.trans(tl.reshape(tl.permute(x, (0, 1, 4, 3, 2, 5)), (TOKENS, 64)))
 
 
 @triton.jit
-def _tokens(x_ptrs, live, some, pair, pairs):
-    """Pairs of x, 0 past the ends. live: which tokens there are; some: whether any are wanted."""
-    return tl.load(x_ptrs, mask=only_if(live & (pair < pairs), some), other=0)
+def _tokens(x_ptrs, live, some, k, K):
+    """Values of x, 0 past the ends. live: which tokens there are; some: whether any are wanted."""
+    return tl.load(x_ptrs, mask=only_if(live & (k < K), some), other=0.0)
 
 
 @triton.jit
@@ -70,7 +68,6 @@ def _int4_gemm_by_warpgroups(
     row_blocks = tl.cdiv(M, 64)
     split, tile = tl.program_id(0), tl.program_id(1)
     first_token = tl.program_id(2) * TOKENS
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
     kb = split * STEPS
     steps = tl.minimum(tl.cdiv(K, 128) - kb, STEPS)
     tl.assume(steps > 0)
@@ -107,31 +104,31 @@ def _int4_gemm_by_warpgroups(
     s_offsets = s_block[:, :, :, None, None] * (64 * GROUPS) + piece5 * 2 + (j5 * (8 * GROUPS) + c5 * 0)
     s_offsets += group * 8 + i_inner
     token = first_token + tl.arange(0, TOKENS)[:, None]
-    pair, pairs = kb * 64 + tl.arange(0, 32)[None, :], K // 2
-    x_ptrs = x_ptr.to(tl.pointer_type(tl.int32)) + (wide(token) * (stride_xn // 2) + pair)
+    k = kb * 128 + tl.arange(0, 64)[None, :]
+    x_ptrs = x_ptr + (wide(token) * stride_xn + k)
 
     s0, w0 = tl.load(scale_ptr + s_offsets), tl.load(w_ptrs)
     z0 = tl.load(zero_ptr + s_offsets) if ZEROS else s0
     if since_sm_90():
         gdc_wait()  # the compiler would put the loads of x in front of these
     live = token < N
-    xa0 = _tokens(x_ptrs, live, steps > 0, pair, pairs)
-    xb0 = _tokens(x_ptrs + 32, live, steps > 0, pair + 32, pairs)
+    xa0 = _tokens(x_ptrs, live, steps > 0, k, K)
+    xb0 = _tokens(x_ptrs + 64, live, steps > 0, k + 64, K)
     y = tl.zeros((16 * W, TOKENS), dtype=tl.float32)
     for step in tl.range(steps, num_stages=1):
         more = step + 1 < steps
         w_ptrs += w_step
         s_offsets += s_step
-        x_ptrs += 64
-        pair += 64
+        x_ptrs += 128
+        k += 128
         more5 = (step + 1 + 0 * warp < steps)[None, None, :, None, None]
         w1 = codes(w_ptrs, more5, False)
         s1 = codes(scale_ptr + s_offsets, more5, False)
         z1 = codes(zero_ptr + s_offsets, more5, False) if ZEROS else s1
-        xa1 = _tokens(x_ptrs, live, more, pair, pairs)
-        xb1 = _tokens(x_ptrs + 32, live, more, pair + 32, pairs)
+        xa1 = _tokens(x_ptrs, live, more, k, K)
+        xb1 = _tokens(x_ptrs + 64, live, more, k + 64, K)
         first, second = halves(w0)
-        xa, xb = _in_order(xa0, dtype), _in_order(xb0, dtype)
+        xa, xb = _in_order(xa0), _in_order(xb0)
         none = tl.zeros((16 * W, TOKENS), dtype=tl.float32)
         sums = _product(first, z0, xa, none, 0, GROUPS, ZEROS)
         if GROUPS == 2:
