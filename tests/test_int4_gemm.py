@@ -168,15 +168,15 @@ def test_warps_in_fours_take_groups_of_half_a_block_at_least() -> None:
     config = gemm.Int4Config(32, 16, 1, 1, prefetch=True)
     assert gemm.valid(case_of(32, 4096, 4096, 32), config) == "groups of 32, of which half a block of k has two"
     codes = some_codes(64, 128, 32, False)
-    with pytest.raises(ValueError, match="rows=16, .* takes groups of 64, 128 or all of k, got groups of 32"):
+    with pytest.raises(ValueError, match="rows=16, .*: groups of 32, of which half a block of k has two"):
         ops.int4_gemm(whole_numbers(32, 128, torch.float16), pack(*codes), config=config)
     one = case_of(200, 28672, 32, 0)
     assert gemm.valid(one, gemm.default(one)) is None and gemm.default(one).rows != 16
 
 
 @pytest.mark.parametrize(("knobs", "said"), [
-    ({"along": 2}, "warps that multiply in fours are not along k"),
-    ({"splits": 4}, "the last of 4 programs has none of 5 blocks of k"),
+    ({"along": 2}, "2 warps along k, of which each multiplies with three others"),
+    ({"splits": 4}, "4 programs along 5 blocks of k"),
 ])  # fmt: skip
 def test_configs_of_warps_in_fours_that_would_go_wrong_are_refused(knobs: dict[str, int], said: str) -> None:
     config = dataclasses.replace(gemm.Int4Config(32, 16, 1, 1, prefetch=True), **knobs)

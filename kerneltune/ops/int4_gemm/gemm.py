@@ -17,7 +17,7 @@ from kerneltune.kernel_lib.workspace import counters
 from kerneltune.ops.int4_gemm import kernels, warpgroups
 from kerneltune.ops.int4_gemm.packing import DEPTH, GROUPS, ROWS, Int4Weight, block_shape, check_sizes, scale_shape
 from kerneltune.rounding import cdiv
-from kerneltune.spec import Case, Inputs, Outputs, Space
+from kerneltune.spec import Case, Inputs, Option, Outputs, Space
 
 FREE_AXES = ("N",)
 """Splits that suit the rows of one weight leave another's last programs alone on the chip: `default` does better by its rule."""
@@ -97,7 +97,8 @@ def int4_gemm(
     }  # fmt: skip
     grid = (c.splits, tiles, token_tiles)
     if _in_fours(c):
-        _check_fours(c, weight)
+        if wrong := _wrong_in_fours(K, weight.group, c):
+            raise ValueError(f"config={c}: {wrong}")
         warpgroups._int4_gemm_by_warpgroups[grid](*operands, **common)
         return y
     full, even = N % c.tokens == 0, DEPTH * steps * c.along * c.splits == K
@@ -109,16 +110,6 @@ def int4_gemm(
         LAST_APART=ahead and c.tokens == 16 and steps > 2, **common,
     )  # fmt: skip
     return y
-
-
-def _check_fours(config: Int4Config, weight: Int4Weight) -> None:
-    """What would hang, read past an end or multiply wrongly."""
-    if weight.group == 32:
-        raise ValueError(f"{config=} takes groups of 64, 128 or all of k, got groups of 32")
-    if config.along != 1:
-        raise ValueError(f"{config=}: warps that multiply in fours are not along k")
-    if (config.splits - 1) * steps_of(weight.depth, config) >= cdiv(weight.depth, DEPTH):
-        raise ValueError(f"{config=}: the last of {config.splits} programs has none of {cdiv(weight.depth, DEPTH)} blocks of k")
 
 
 def _aligned(x: torch.Tensor, weight: Int4Weight) -> bool:
@@ -252,13 +243,11 @@ def valid(case: Case, config: Int4Config) -> str | None:
 
 def _not_in_fours(case: Case, config: Int4Config) -> str | None:
     """What `valid` has against warps that multiply in fours."""
+    if wrong := _wrong_in_fours(case["K"], case.option("group"), config):
+        return wrong
     knobs = space(case)
-    if config.along > 1:
-        return f"{config.along} warps along k, of which each multiplies with three others"
     if config.rows not in knobs["rows"] or config.blocks not in knobs["blocks"]:
         return f"{config.blocks} blocks of rows of warps in fours where there are {case['N']} tokens"
-    if 32 in (case.option("group"), case["K"]):
-        return "groups of 32, of which half a block of k has two"
     if config.tokens < min(case["N"], 32) or (config.tokens == 64 and config.blocks == 1):
         return f"programs of {config.tokens} tokens and {config.blocks} blocks of rows where there are {case['N']} tokens"
     if config.splits not in _splits(case, config.blocks):
@@ -266,6 +255,18 @@ def _not_in_fours(case: Case, config: Int4Config) -> str | None:
     programs = _programs(case, config)
     if config.splits > 1 and programs * config.blocks > 2 * _IN_FOURS_AT_ONCE:
         return f"{programs} programs of {config.blocks} blocks, of which the chip holds {_IN_FOURS_AT_ONCE // config.blocks}"
+    return None
+
+
+def _wrong_in_fours(depth: int, group: Option, config: Int4Config) -> str | None:
+    """What would hang, read past an end or multiply wrongly. group: 0, or `depth`, is one for all of k."""
+    blocks = cdiv(depth, DEPTH)
+    if 32 in (group, depth):
+        return "groups of 32, of which half a block of k has two"
+    if config.along > 1:
+        return f"{config.along} warps along k, of which each multiplies with three others"
+    if (config.splits - 1) * steps_of(depth, config) >= blocks:
+        return f"{config.splits} programs along {blocks} blocks of k"
     return None
 
 
