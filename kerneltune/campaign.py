@@ -167,15 +167,15 @@ def _check(family: str, work: Sequence[Configured], options: Options, progress: 
         progress.stage("compile", 1)
         compile_ahead(ahead, target, options.workers)
         progress.advance("the configs to check")
-    progress.stage("check", len(work))
+    progress.stage("check", len(work), len(work) - known.count(None))
     found = []
     with IsolatedBench(CheckBench, trial_timeout_s=_CHECK_TIMEOUT_S) as bench:
         for (op, case, pairs), rows in zip(work, known, strict=True):
             if rows is None:
                 rows = check_only(family, op, case, pairs, partial(check_apart, bench, op, case) if on_gpu else None)
                 records.append(journal, rows)
+                progress.advance(f"{op.name} {case.name} {case.dtype} {case.quant}")
             found += rows
-            progress.advance(f"{op.name} {case.name} {case.dtype} {case.quant}")
     journal.unlink(missing_ok=True)
     return found
 
@@ -239,14 +239,16 @@ def _measure(
         work.append((ops[entry.op], entry.case, pairs, _still_good(done, ops[entry.op], entry.case, pairs, options.policy)))
     ceilings = {(op.name, case): _ceiling(ops, op, case, options) for op, case, _, rows in work if rows is None}
     _compile_measured([(op, case, pairs) for op, case, pairs, rows in work if rows is None], ceilings.values(), options, progress)
-    progress.stage("measure", len(entries))
+    progress.stage("measure", len(work), sum(rows is not None for *_, rows in work))
     here = True
-    for op, case, pairs, fresh in work:
-        if fresh is None:
-            hear_interrupts()
-            fresh, here = _compared(family, op, case, pairs, options.policy, ceilings[op.name, case], here)
-            if journal:
-                records.append(journal, fresh)
+    for op, case, pairs, kept in work:
+        if kept is not None:
+            measured += kept
+            continue
+        hear_interrupts()
+        fresh, here = _compared(family, op, case, pairs, options.policy, ceilings[op.name, case], here)
+        if journal:
+            records.append(journal, fresh)
         measured += fresh
         timed = [r for r in fresh if r.time_us is not None]
         if timed:

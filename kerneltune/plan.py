@@ -18,8 +18,8 @@ from kerneltune.spec import Op, Variant
 class Progress(Protocol):
     """Where long work says how far it is."""
 
-    def stage(self, name: str, total: int) -> None:
-        """A new stage of `total` steps."""
+    def stage(self, name: str, total: int, kept: int = 0) -> None:
+        """A new stage of `total` steps, of which an earlier run has done `kept`."""
 
     def advance(self, text: str) -> None:
         """One step done; `text` says which comes next or was done."""
@@ -34,7 +34,7 @@ class Progress(Protocol):
 class Quiet:
     """A Progress that says nothing."""
 
-    def stage(self, name: str, total: int) -> None:
+    def stage(self, name: str, total: int, kept: int = 0) -> None:
         """Nothing."""
 
     def advance(self, text: str) -> None:

@@ -33,10 +33,12 @@ class Spoken(Quiet):
 
     def __init__(self) -> None:
         self.stages: list[tuple[str, int]] = []
+        self.kept: list[int] = []
         self.steps: list[str] = []
 
-    def stage(self, name: str, total: int) -> None:
+    def stage(self, name: str, total: int, kept: int = 0) -> None:
         self.stages.append((name, total))
+        self.kept.append(kept)
 
     def advance(self, text: str) -> None:
         self.steps.append(text)
@@ -186,7 +188,9 @@ def test_an_interrupted_check_goes_on_where_it_was(
     stop_at.clear()
     assert options.results is not None
     left = (options.results / journal).read_text()
-    found = run(stream_sweep, options)
+    spoken = Spoken()
+    found = run_sweep(OPS, stream_sweep, options, spoken).records
+    assert (spoken.stages[-1], spoken.kept[-1], len(spoken.steps)) == (("check", 2), 1, 1)
     assert checked == ["odd", "even", "even"] and [(r.case, r.status) for r in found] == [("odd", "checked"), ("even", "checked")]
     assert written(options) == [Path("runs/interpreter/tiny.check.jsonl")]
     (options.results / journal).write_text(left.replace(OPS["stream"].source_hash, "older") + '{"op": "stre')

@@ -14,7 +14,7 @@ _LOG_EVERY_S = 5.0
 class Reporter(Protocol):
     """What the engine tells while it works; a context manager around the work."""
 
-    def stage(self, name: str, total: int) -> None: ...
+    def stage(self, name: str, total: int, kept: int = 0) -> None: ...
     def advance(self, text: str) -> None: ...
     def best(self, text: str) -> None: ...
     def note(self, text: str) -> None: ...
@@ -52,11 +52,11 @@ class RichProgress:
             self._bars.update(self._task, current="")
         self._bars.stop()
 
-    def stage(self, name: str, total: int) -> None:
-        """Begin a stage of `total` steps."""
+    def stage(self, name: str, total: int, kept: int = 0) -> None:
+        """Begin a stage of `total` steps, of which an earlier run has done `kept`."""
         if self._task is not None:
             self._bars.remove_task(self._task)
-        self._task = self._bars.add_task(name, total=total, current="", best="")
+        self._task = self._bars.add_task(name, total=total, completed=kept, current="", best="")
 
     def advance(self, text: str) -> None:
         """One step done; `text` says which."""
@@ -77,7 +77,7 @@ class LogProgress:
     """A line per stage, and one every few seconds within it."""
 
     def __init__(self) -> None:
-        self._name, self._total, self._done, self._best = "", 0, 0, ""
+        self._name, self._total, self._kept, self._done, self._best = "", 0, 0, 0, ""
         self._started = self._shown = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -86,10 +86,10 @@ class LogProgress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._end()
 
-    def stage(self, name: str, total: int) -> None:
-        """Begin a stage of `total` steps."""
+    def stage(self, name: str, total: int, kept: int = 0) -> None:
+        """Begin a stage of `total` steps, of which an earlier run has done `kept`."""
         self._end()
-        self._name, self._total, self._done, self._best = name, total, 0, ""
+        self._name, self._total, self._kept, self._done, self._best = name, total, kept, kept, ""
         self._started = self._shown = time.monotonic()
 
     def advance(self, text: str) -> None:
@@ -98,7 +98,7 @@ class LogProgress:
         now = time.monotonic()
         if now - self._shown >= _LOG_EVERY_S and self._done < self._total:
             self._shown = now
-            left = (now - self._started) / self._done * (self._total - self._done)
+            left = (now - self._started) / (self._done - self._kept) * (self._total - self._done)
             note(f"{self._name}: {self._done} of {self._total}: {text}{self._best} (about {left:.0f} s left)")
 
     def best(self, text: str) -> None:
@@ -111,5 +111,6 @@ class LogProgress:
 
     def _end(self) -> None:
         if self._name:
-            note(f"{self._name}: {self._done} of {self._total} in {time.monotonic() - self._started:.1f} s{self._best}")
+            before = f", {self._kept} of them before" if self._kept else ""
+            note(f"{self._name}: {self._done} of {self._total} in {time.monotonic() - self._started:.1f} s{before}{self._best}")
         self._name = ""

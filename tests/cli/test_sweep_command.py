@@ -230,16 +230,30 @@ def test_log_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch, c
     ]
 
 
+def test_what_was_done_before_says_nothing_about_the_time_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = iter([0.0, 100.0, 110.0, 125.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
+    with progress.LogProgress() as log:
+        log.stage("measure", 100, kept=90)
+        log.advance("rows=1")
+    assert capsys.readouterr().err.splitlines() == [
+        "measure: 91 of 100: rows=1 (about 90 s left)",
+        "measure: 91 of 100 in 25.0 s, 90 of them before",
+    ]
+
+
 def test_bars_where_there_is_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(console.messages, "_force_terminal", True)
     monkeypatch.setattr(console.messages, "width", 140)
     with progress.reporter() as bars:
         assert isinstance(bars, progress.RichProgress)
         bars.stage("check", 1)
-        bars.stage("tune", 2)
+        bars.stage("tune", 3, kept=1)
         bars.advance("rows=[1]")
         bars.best("3.2 µs")
         bars.note("skipped: [too large]")
     text = capsys.readouterr().err
     assert "skipped: [too large]" in text
-    assert "tune" in text and "1/2" in text and "best 3.2 µs" in text
+    assert "tune" in text and "2/3" in text and "best 3.2 µs" in text
