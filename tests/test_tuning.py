@@ -1,37 +1,31 @@
 """The tuning stage as it is on a GPU, with a made-up bench in the place of the GPU and a pool that compiles nothing."""
 
-import itertools
 import json
-import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import Any
 
-import numpy as np
+import made_up_gpu
 import pytest
 import versus_jobs
-from typer.testing import CliRunner
+from made_up_gpu import H200, OPS, Bench, Pool, time_us
 
-from kerneltune import cache, device, ops
-from kerneltune.cli import app
-from kerneltune.device import Device
-from kerneltune.measuring.compiler import Compiled, Kernel
+from kerneltune import cache
+from kerneltune.measuring.compiler import Compiled
 from kerneltune.plan import Options, Quiet, Selection
 from kerneltune.search import spaces
 from kerneltune.search.trials import Trial
-from kerneltune.spec import Case, Config, Op, Variant
-from kerneltune.stats import Samples
-from kerneltune.tuning import machines, noise, task
+from kerneltune.spec import Case, Op, Variant
+from kerneltune.tuning import machines, task
 from kerneltune.tuning.isolated import ChildLostError
 from kerneltune.tuning.knobs import widened
 from kerneltune.tuning.run import run_tune, verify_cache
 
-H200 = Device("NVIDIA H200", "sm_90", 132, 50 << 20, "580")
 SWEEP = """
 family: tiny
 ops: [stream]
@@ -39,74 +33,6 @@ defaults: {dtype: int32}
 bench:
   - {name: big, read: 1048576, write: 1048576}
 """
-OPS = ops.load()
-COMPILED = Compiled((Kernel("k", 4, 32, 0, 1024),), 0.1)
-
-
-def time_us(config: Any) -> float:
-    """Best at 2048 words and 8 warps."""
-    return 10.0 + abs(np.log2(config.block / 2048)) + abs(config.warps - 8) / 8 + config.ctas / 100
-
-
-class Pool:
-    """A compile pool that is done at once."""
-
-    workers = 2
-
-    def __init__(self, *_: object) -> None:
-        pass
-
-    def __enter__(self) -> "Pool":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def submit(self, _job: object) -> "Future[Compiled]":
-        return self.done()
-
-    def done(self, compiled: Compiled = COMPILED) -> "Future[Compiled]":
-        future: Future[Compiled] = Future()
-        future.set_result(compiled)
-        return future
-
-
-class Bench:
-    """A bench whose times are a formula; refuses what a test tells it to."""
-
-    lost: Callable[[Any], bool] = staticmethod(lambda _config: False)
-
-    def __init__(self, *_: object, **__: object) -> None:
-        self.opened = False
-        self.busy: list[tuple[float, float]] = []
-
-    def __enter__(self) -> "Bench":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def open(self, op: Op, case: Case, variant: Variant, policy: str) -> None:
-        self.opened = True
-
-    def prepare(self) -> None:
-        pass
-
-    def begin(self) -> None:
-        pass
-
-    def busy_since(self, moment: float) -> float:
-        return sum(seconds for ended, seconds in self.busy if ended >= moment)
-
-    def trial(self, config: Config, best_us: float | None, samples: int = 5) -> Trial:
-        assert self.opened
-        return Trial("lost", detail="took longer than 60 s") if Bench.lost(config) else Trial("ok", time_us(config))
-
-    def samples(self, configs: Sequence[Config]) -> list[Samples]:
-        return [np.full(15, time_us(config)) for config in configs]
-
-    def close(self) -> None:
-        self.opened = False
 
 
 class Spoken(Quiet):
@@ -121,13 +47,8 @@ class Spoken(Quiet):
 
 @pytest.fixture(autouse=True)
 def an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(device, "current", lambda: H200)
-    monkeypatch.setattr(machines, "CompilePool", Pool)
-    monkeypatch.setattr(machines, "IsolatedBench", Bench)
-    monkeypatch.setattr(task, "obstacle", lambda *_: None)
-    cache.clear()
-    yield
-    cache.clear()
+    with made_up_gpu.stands_in(monkeypatch):
+        yield
 
 
 @pytest.fixture
@@ -439,72 +360,3 @@ def test_a_store_of_another_version_is_left_alone(selection: Selection, options:
     with pytest.raises(ValueError, match=r"stream.jsonl:1: schema: 2: expected 1: written by another version of kerneltune"):
         run_tune(OPS, selection, replace(options, force=True), Quiet())
     assert path.read_text() == text
-
-
-# noise
-
-
-class Busy(Pool):
-    """Compiles and is never done; says what it was given, and where its cache is."""
-
-    given: list[Any] = []
-    caches: set[str | None] = set()
-
-    def __init__(self, *_: object) -> None:
-        Busy.given, Busy.caches = [], {os.environ.get("TRITON_CACHE_DIR")}
-
-    def submit(self, job: object) -> "Future[Compiled]":
-        self.given.append(job)
-        return Future()
-
-
-CASE = Case("big", (("read", 1 << 20), ("write", 1 << 20)), "int32")
-STREAM = OPS["stream"].variants[0]
-
-
-def disturbed(options: Options, variant: Variant = STREAM) -> tuple[noise.Noise, noise.Noise]:
-    return noise.disturbance(OPS["stream"], CASE, variant, variant.default_config(CASE), options)
-
-
-def test_noise_compares_an_idle_with_a_busy_pool(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
-    rng, calls = np.random.default_rng(0), itertools.count()
-
-    def samples(_self: Bench, configs: Sequence[Config]) -> list[Samples]:
-        assert bool(Busy.given) == ((call := next(calls)) >= 5)
-        return [10.0 * np.exp(rng.normal(0, 0.001 if call < 5 else 0.05, 15)) for _ in configs]
-
-    monkeypatch.setattr(machines, "CompilePool", Busy)
-    monkeypatch.setattr(Bench, "samples", samples)
-    monkeypatch.setenv("TRITON_CACHE_DIR", "full of what was tuned")
-    idle, busy = disturbed(options)
-    assert idle.floor < 0.005 < busy.floor and idle.spread < 0.01 < busy.spread
-    assert idle.time_us.median == pytest.approx(10.0, rel=0.01)
-    (folder,) = Busy.caches  # where nothing is found that need not be compiled
-    assert folder != "full of what was tuned" == os.environ["TRITON_CACHE_DIR"] and not Path(str(folder)).exists()
-
-
-def test_noise_says_where_the_pool_would_be_idle(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
-    where = "stream baseline: read=1048576 write=1048576 int32 none: "
-    alone = replace(STREAM, space=lambda _: {"block": (1024,), "warps": (8,), "ctas": (0,)})
-    with pytest.raises(ValueError, match=f"^{where}one config: expected others"):
-        disturbed(options, alone)
-    with pytest.raises(ValueError, match=f"^{where}11 other configs keep 2 workers busy for less than it takes"):
-        disturbed(options)  # the pool of these tests is done at once
-
-
-def test_noise_of_a_config_without_a_time_is_one_line(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Bench, "lost", staticmethod(lambda _config: True))
-    with pytest.raises(ValueError, match="int32 none: lost: took longer than 60 s$"):
-        disturbed(options)
-
-    def lost(*_: object) -> None:
-        raise ChildLostError("the measuring process died: exit code -9")
-
-    monkeypatch.setattr(Bench, "trial", lost)
-    with pytest.raises(ValueError, match="int32 none: lost: the measuring process died: exit code -9$"):
-        disturbed(options)
-
-
-def test_noise_of_an_operator_without_knobs_is_one_line() -> None:
-    result = CliRunner().invoke(app, ["noise", "moe_training"])
-    assert result.exit_code == 2 and result.stderr.startswith("error: moe_step: no variant of ours has knobs")

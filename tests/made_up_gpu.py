@@ -1,0 +1,99 @@
+"""An H200 that is none: a compile pool that is done at once, and a bench whose times are a formula."""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kerneltune import cache, device, ops
+from kerneltune.device import Device
+from kerneltune.measuring.compiler import Compiled, Kernel
+from kerneltune.search.trials import Trial
+from kerneltune.spec import Case, Config, Op, Variant
+from kerneltune.stats import Samples
+from kerneltune.tuning import machines, task
+
+H200 = Device("NVIDIA H200", "sm_90", 132, 50 << 20, "580")
+OPS = ops.load()
+COMPILED = Compiled((Kernel("k", 4, 32, 0, 1024),), 0.1)
+
+
+def time_us(config: Any) -> float:
+    """Best at 2048 words and 8 warps."""
+    return 10.0 + abs(np.log2(config.block / 2048)) + abs(config.warps - 8) / 8 + config.ctas / 100
+
+
+class Pool:
+    """A compile pool that is done at once."""
+
+    workers = 2
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def submit(self, _job: object) -> "Future[Compiled]":
+        return self.done()
+
+    def done(self, compiled: Compiled = COMPILED) -> "Future[Compiled]":
+        future: Future[Compiled] = Future()
+        future.set_result(compiled)
+        return future
+
+
+class Bench:
+    """A bench whose times are a formula; refuses what a test tells it to."""
+
+    lost: Callable[[Any], bool] = staticmethod(lambda _config: False)
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.opened = False
+        self.busy: list[tuple[float, float]] = []
+
+    def __enter__(self) -> "Bench":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def open(self, op: Op, case: Case, variant: Variant, policy: str) -> None:
+        self.opened = True
+
+    def prepare(self) -> None:
+        pass
+
+    def begin(self) -> None:
+        pass
+
+    def busy_since(self, moment: float) -> float:
+        return sum(seconds for ended, seconds in self.busy if ended >= moment)
+
+    def trial(self, config: Config, best_us: float | None, samples: int = 5) -> Trial:
+        assert self.opened
+        return Trial("lost", detail="took longer than 60 s") if Bench.lost(config) else Trial("ok", time_us(config))
+
+    def samples(self, configs: Sequence[Config]) -> list[Samples]:
+        return [np.full(15, time_us(config)) for config in configs]
+
+    def close(self) -> None:
+        self.opened = False
+
+
+@contextmanager
+def stands_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What is tuned finds this GPU, until the end."""
+    monkeypatch.setattr(device, "current", lambda: H200)
+    monkeypatch.setattr(machines, "CompilePool", Pool)
+    monkeypatch.setattr(machines, "IsolatedBench", Bench)
+    monkeypatch.setattr(task, "obstacle", lambda *_: None)
+    cache.clear()
+    yield
+    cache.clear()
