@@ -18,7 +18,7 @@ from filelock import FileLock
 
 from kerneltune import device, misses
 from kerneltune.files import data_root, replace_text
-from kerneltune.nearness import Place, ranked
+from kerneltune.nearness import NO_BANDS, Bands, Place, ranked
 from kerneltune.spec import MOST, Case, Option, config_from
 
 SCHEMA = 1
@@ -157,10 +157,11 @@ def candidates(
     free_axes: tuple[str, ...] = (),
     root: Path | None = None,
     free_options: tuple[str, ...] = (),
+    bands: Bands = NO_BANDS,
 ) -> list[Hit]:
     """Every entry that may serve this case, as `nearness.ranked` says, the nearest first; ties as `in_order`."""
     alike = _alike(path_of(op_name, device_slug, root), variant, policy, quant)
-    found = ranked((dict(axes), dtype, dict(options)), alike, free_axes, free_options)
+    found = ranked((dict(axes), dtype, dict(options)), alike, free_axes, free_options, bands)
     return [Hit(entry, exact=not any(near), distance=near[2]) for near, entry in found]
 
 
@@ -174,7 +175,7 @@ class Chooser:
     """Comes to the config that an operator's function runs with where its caller gives none. Made once, called at every launch.
 
     Attributes:
-        op, variant, policy, free_axes, free_options: what is looked up, as in `candidates`.
+        op, variant, policy, free_axes, free_options, bands: what is looked up, as in `candidates`.
         config, valid, default: of the variant, as in spec.Variant.
         root: the folder of the cache, None for that of `roots`.
     """
@@ -188,6 +189,7 @@ class Chooser:
     policy: str = "cold"
     root: Path | None = None
     free_options: tuple[str, ...] = ()
+    bands: Bands = field(default_factory=lambda: NO_BANDS)
 
     def __call__(self, axes: Axes, dtype: str, quant: str = "none", options: Options = (), gpu: str | None = None) -> Any:
         """The config of the nearest candidate that is valid for these sizes, else the default; remembered until `clear`.
@@ -216,7 +218,7 @@ def _chosen(chooser: Chooser, gpu: str, axes: Axes, dtype: str, quant: str, opti
     case = Case("", axes, dtype, quant, options)
     miss = misses.Miss(chooser.op, chooser.variant, gpu, case, chooser.policy)
     where = (chooser.op, chooser.variant, gpu, axes, dtype, quant, options, chooser.policy, chooser.free_axes, chooser.root)
-    for hit in candidates(*where, chooser.free_options):
+    for hit in candidates(*where, chooser.free_options, chooser.bands):
         config = chooser.from_knobs(case, hit.entry.config)
         if config is not None:
             if not hit.exact:

@@ -64,7 +64,7 @@ def best(variant, axes, dtype, quant="none", options=(), policy="cold", valid=la
         for entry in ENTRIES
         if (entry["variant"], entry["quant"], entry["policy"]) == (variant, quant, policy)
     ]
-    found = ranked((dict(axes), dtype, dict(options)), stored, FREE_AXES, FREE_OPTIONS)
+    found = ranked((dict(axes), dtype, dict(options)), stored, FREE_AXES, FREE_OPTIONS, BANDS)
     return next((dict(config) for _, config in found if valid(config)), None)
 '''
 
@@ -74,6 +74,7 @@ def to_python(op: Op, device: str, entries: Sequence[Entry]) -> dict[str, str]:
     rows = [f"    { ({**_case(entry), 'config': entry.config})!r}," for entry in in_order(entries)]
     rule = Path(nearness.__file__).read_text(encoding="utf-8").partition('"""\n\n')[2]
     table = ["ENTRIES = [", *rows, "]", f"FREE_AXES = {op.free_axes!r}", f"FREE_OPTIONS = {op.free_options!r}"]
+    table.append(f"BANDS = {dict(op.bands)!r}")
     return {f"{op.name}.py": "\n".join([*_head(op, device), rule, "", *table]) + "\n" + _DISPATCH}
 
 

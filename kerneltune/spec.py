@@ -1,6 +1,6 @@
 """The nouns: Op, Variant, Case, and the configs of a variant.
 
-Frozen values. Does not measure, tune or print. Imports the standard library, errors and sources.
+Frozen values. Does not measure, tune or print. Imports the standard library, errors, nearness and sources.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kerneltune.errors import unknown
+from kerneltune.nearness import NO_BANDS, Bands
 from kerneltune.sources import source_hash
 
 Config = Any
@@ -196,6 +197,7 @@ class Op:
         options: option -> allowed values, the first is the default.
         free_axes: axes along which a cached config may serve another size.
         free_options: options of which it may serve another value, at the same sizes, where there is none for the case's own.
+        bands: free axis -> the last size of each band but that of the largest; a config serves sizes of its own band only.
         flops: case -> floating-point operations of one call, for a roofline; None where memory is all that counts.
         inputs: (case, device=…, seed=…) -> inputs by name; on device `meta` without values.
         reference: (inputs) -> outputs by name, plain torch, fp32 inside.
@@ -218,6 +220,7 @@ class Op:
     options: Mapping[str, tuple[Option, ...]] = field(default_factory=lambda: NO_OPTIONS)
     free_axes: tuple[str, ...] = ()
     free_options: tuple[str, ...] = ()
+    bands: Bands = field(default_factory=lambda: NO_BANDS)
     flops: Callable[[Case], int] | None = None
 
     def variant(self, name: str) -> Variant:

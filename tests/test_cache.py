@@ -109,6 +109,19 @@ def test_everything_but_free_axes_and_type_must_match(tmp_path: Path, change: di
     assert look(tmp_path, 8192, 4096) is None
 
 
+def test_a_config_serves_sizes_of_its_own_band_only(tmp_path: Path) -> None:
+    for rows in (16, 32, 100):
+        cache.store(OP, GPU, entry(rows, warps=rows), tmp_path)
+    bands = {"M": (16, 32)}
+
+    def served(rows: int, columns: int = 4096) -> list[int]:
+        where = (OP, "optimized", GPU, axes(rows, columns), "bfloat16", "fp8", OPTIONS, "cold", ("M", "N"), tmp_path, ())
+        return [hit.entry.config["warps"] for hit in cache.candidates(*where, bands)]
+
+    assert [served(rows) for rows in (1, 16, 17, 32, 33, 5000)] == [[16], [16], [32], [32], [100], [100]]
+    assert served(31, 8192) == [32]
+
+
 GROUPS = (("group", 128), ("zeros", False))
 
 

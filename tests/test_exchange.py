@@ -60,7 +60,7 @@ def test_the_dispatch_module_gives_what_the_cache_gives(name: str, tmp_path: Pat
     best = runpy.run_path(str(tmp_path / f"{name}.py"))["best"]
     op, rng = OPS[name], random.Random(0)
     variant = op.variant("optimized")
-    free = {"free_options": op.free_options, "root": SHIPPED.parent}
+    free = {"free_options": op.free_options, "bands": op.bands, "root": SHIPPED.parent}
     choose = cache.Chooser(name, variant.config, variant.valid, lambda _: None, op.free_axes, **free)
     found = []
     for entry in rng.choices(ours(name), k=150):

@@ -283,7 +283,7 @@ def test_every_case_has_a_default(tokens: int, rows: int, depth: int, zeros: boo
 
 @pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")
 def test_a_config_serves_other_tokens_but_no_other_rows(tmp_path: Path) -> None:
-    """Nor tokens that fit in smaller programs, nor groups whose scales take more registers than there are."""
+    """Nor tokens that other programs suit, nor groups whose scales take more registers than there are."""
     stored, options = gemm.Int4Config(16, 32, 4, 2, prefetch=False), case_of(16, 3584, 8192).options
     entry = cache.Entry(
         variant="optimized", case="seed", axes=case_of(16, 3584, 8192).axes, dtype="float16", quant="int4", options=options,
@@ -291,7 +291,8 @@ def test_a_config_serves_other_tokens_but_no_other_rows(tmp_path: Path) -> None:
     )  # fmt: skip
     cache.store("int4_gemm", "a_gpu", entry, tmp_path)
     choose = dataclasses.replace(gemm._choose, root=tmp_path)
-    sizes = [(11, 3584, 8192), (16, 10240, 8192), (8, 3584, 8192)]
+    sizes = [(11, 3584, 8192), (16, 10240, 8192), (8, 3584, 8192), (17, 3584, 8192), (32, 3584, 8192)]
+    assert gemm.valid(case_of(*sizes[-1]), stored) is None
     got = [choose(case_of(*s).axes, "float16", "int4", options, gpu="a_gpu") for s in sizes]
     assert got == [stored, *(gemm.default(case_of(*s)) for s in sizes[1:])]
     larger, smaller = (case_of(16, 3584, 8192, group=group) for group in (128, 32))

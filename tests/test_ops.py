@@ -182,5 +182,7 @@ def test_calls_look_up_as_the_operator_says() -> None:
     for chooser in choosers.values():
         op = OPS[chooser.op]
         assert (chooser.free_axes, set(chooser.free_options)) == (op.free_axes, set(op.free_options)), op.name
+        assert chooser.bands == op.bands, op.name
     for op in OPS.values():
         assert set(op.free_options) <= op.options.keys() and set(op.free_axes) <= set(op.axes), op.name
+        assert op.bands.keys() <= set(op.free_axes) and all(ends == tuple(sorted(ends)) for ends in op.bands.values()), op.name

@@ -24,7 +24,7 @@ def fitting(
     root: the configs folder, None for the usual one; device_slug: whose configs, this GPU's if not given.
     """
     free_axes, free_options = (op.free_axes, op.free_options) if nearest else ((), ())
-    where = (case.axes, case.dtype, case.quant, case.options, policy, free_axes, root, free_options)
+    where = (case.axes, case.dtype, case.quant, case.options, policy, free_axes, root, free_options, op.bands)
     for hit in cache.candidates(op.name, variant.name, device_slug or device.current().slug, *where):
         try:
             config = variant.config_from(hit.entry.config)

@@ -34,6 +34,7 @@ OPS = (
         quants=("int4",),
         options=reference.OPTIONS,
         free_axes=gemm.FREE_AXES,
+        bands=gemm.BANDS,
         free_options=gemm.FREE_OPTIONS,
         flops=reference.flops,
         inputs=reference.inputs,
