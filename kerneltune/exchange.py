@@ -73,8 +73,8 @@ def to_python(op: Op, device: str, entries: Sequence[Entry]) -> dict[str, str]:
     """A module with a table and a function `best`, which finds what the cache does, by its rule, and needs nothing installed."""
     rows = [f"    { ({**_case(entry), 'config': entry.config})!r}," for entry in in_order(entries)]
     rule = Path(nearness.__file__).read_text(encoding="utf-8").partition('"""\n\n')[2]
-    table = ["ENTRIES = [", *rows, "]", f"FREE_AXES = {op.free_axes!r}", f"FREE_OPTIONS = {op.free_options!r}"]
-    table.append(f"BANDS = {dict(op.bands)!r}")
+    free = [f"FREE_AXES = {op.free_axes!r}", f"FREE_OPTIONS = {op.free_options!r}", f"BANDS = {dict(op.bands)!r}"]
+    table = ["ENTRIES = [", *rows, "]", *free]
     return {f"{op.name}.py": "\n".join([*_head(op, device), rule, "", *table]) + "\n" + _DISPATCH}
 
 

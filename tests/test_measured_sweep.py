@@ -255,7 +255,18 @@ def test_an_interrupted_measurement_goes_on_where_it_was(
     assert [record.case for record in records.load(table.with_suffix(".jsonl"))] == ["big"] and ",big," in table.read_text()
     with journal.open("ab") as file:
         file.write(b'{"op": "stre')  # what was being written
-    swept = run_sweep(OPS, selection, given, Quiet())
+    stages: list[tuple[str, int, int]] = []
+    steps: list[str] = []
+
+    class Spoken(Quiet):
+        def stage(self, name: str, total: int, kept: int = 0) -> None:
+            stages.append((name, total, kept))
+
+        def advance(self, text: str) -> None:
+            steps.append(text)
+
+    swept = run_sweep(OPS, selection, given, Spoken())
+    assert stages[-1] == ("measure", 2, 1) and steps[-1:] == ["stream bigger int32 none"] and sum("big" in s for s in steps) == 1
     assert measured == ["big", "bigger", "bigger"] and [record.case for record in swept.records] == ["big", "bigger"]
     assert swept.files == [options.results / "nvidia_h200" / name for name in ("tiny.jsonl", "tiny.md", "tiny.csv")]
     assert records.load(swept.files[0]) == swept.records and not journal.exists()

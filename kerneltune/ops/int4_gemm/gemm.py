@@ -22,11 +22,11 @@ from kerneltune.spec import Case, Inputs, Option, Outputs, Space
 FREE_AXES = ("N",)
 """Splits that suit the rows of one weight leave another's last programs alone on the chip: `default` does better by its rule."""
 BANDS = {"N": (8, 16, 32)}
-"""Beyond 8 tokens a config for half as many, or twice, took 1.10 to 1.45 times as long as the default in 15 of 16 cases of 17 to
-64 tokens, and 0.95 times in one (H200, a search's trials, 2026-11-22, commits 5ec71b3 to 244df5b)."""
+"""Of 32 and 64 tokens a config for half or twice as many took 1.10 to 1.45 times as long as the default in 15 of 16 cases, 0.95
+times in one (H200, trials of `tune weight_only --case '*-n32' --case '*-n64'`, 2026-11-22, commits 5ec71b3 to 244df5b)."""
 FREE_OPTIONS = ("group", "zeros", "bias")
-"""Zero points and bias add little to a tile. A config takes as long for groups of 128 as for those of 64, within 7 %, and one for
-half the tokens up to 39 % longer (H200, 63 pairs in weight_only's records, 2026-11-22). `valid` refuses what lacks registers."""
+"""Zero points and bias add little to a tile. A config takes as long for groups of 128 as for those of 64, within 7 % (H200,
+weight_only's records, 2026-11-22). `valid` refuses what lacks registers."""
 _ALONG = (1, 2, 4, 8)
 _SPLITS = (1, 2, 3, 4, 8)
 _BLOCKS = (1, 2, 4)
