@@ -38,14 +38,21 @@ def agrees(
     assert torch.allclose(out.scale_inv, 1 / scales, rtol=1e-6)
 
 
-def test_whole_and_odd_sizes_keep_their_places_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone: list[tuple[int, ...]] = []
-    single = multi.te.cast_transpose
-    monkeypatch.setattr(multi.te, "cast_transpose", lambda x, *rest: (alone.append(tuple(x.shape)), single(x, *rest)))
-    xs = weights((64, 32), (33, 20), (16, 128), (48, 80), (5, 7))
-    scales, amaxes = scalars(5)
+def test_whole_and_odd_sizes_keep_their_places_in_one_call_of_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[list[tuple[int, ...]]] = []
+    table = multi._table
+    monkeypatch.setattr(multi, "_table", lambda ts, *rest: (launched.append([t[3:5] for t in ts]), table(ts, *rest))[1])
+    xs = weights((64, 32), (33, 20), (16, 128), (48, 80), (5, 7), (70, 130))
+    scales, amaxes = scalars(6)
     agrees(xs, scales, amaxes, multi_cast_transpose(xs, scales, amaxes, config=SMALL))
-    assert alone == [(33, 20), (5, 7)]
+    assert launched == [[(64, 32), (16, 128), (48, 80)], [(33, 20), (5, 7), (70, 130)]]
+
+
+def test_an_address_that_is_no_multiple_of_16_is_read_number_by_number() -> None:
+    flat = torch.randn(64 * 32 + 1, device=WHERE).to(torch.bfloat16)
+    xs = [flat[1:].view(64, 32), flat[:-1].view(32, 64)]
+    scales, amaxes = scalars(2)
+    agrees(xs, scales, amaxes, multi_cast_transpose(xs, scales, amaxes, config=SMALL))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -193,7 +200,7 @@ def test_graphs_of_the_same_weights_do_not_share_a_table() -> None:
 
 @pytest.mark.parametrize("skipped", [False, True])
 def test_a_flag_on_the_device_leaves_everything_as_it_is(skipped: bool) -> None:
-    xs = weights((32, 64), (64, 16))
+    xs = weights((32, 64), (33, 20))
     scales, amaxes = torch.full((2,), 32.0, device=WHERE), torch.zeros(2, device=WHERE)
     outputs = [tuple(torch.zeros(s, device=WHERE).to(torch.float8_e4m3fn) for s in (x.shape, x.t().shape)) for x in xs]
     scale_inv, skip = torch.zeros(2, device=WHERE), torch.full((1,), float(skipped), device=WHERE)
@@ -210,7 +217,7 @@ def test_what_a_flag_takes() -> None:
     skip = {"skip": torch.zeros(1, device=WHERE), "scale_inv": torch.ones(1, device=WHERE)}
     with pytest.raises(ValueError, match="skip takes outputs and scale_inv"):
         multi_cast_transpose(xs, one, one.clone(), **skip)
-    odd = weights((32, 63))
-    outputs = [tuple(torch.empty(s, dtype=torch.float8_e4m3fn, device=WHERE) for s in ((32, 63), (63, 32)))]
-    with pytest.raises(ValueError, match=r"multiples of 16, got xs\[0\] \(32, 63\)"):
-        multi_cast_transpose(odd, one, one.clone(), outputs=outputs, **skip)
+    empty = weights((0, 64))
+    outputs = [tuple(torch.empty(s, dtype=torch.float8_e4m3fn, device=WHERE) for s in ((0, 64), (64, 0)))]
+    with pytest.raises(ValueError, match=r"not empty, got xs\[0\] \(0, 64\)"):
+        multi_cast_transpose(empty, one, one.clone(), outputs=outputs, **skip)

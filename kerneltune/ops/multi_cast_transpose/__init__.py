@@ -1,4 +1,4 @@
-"""Cast a list of weights to fp8 and transpose them, in one launch, under delayed scaling.
+"""Cast a list of weights to fp8 and transpose them, in one launch or two, under delayed scaling.
 
     q_t = fp8(clamp(x_t * scale_t))      q_tᵀ      amax_t = max(amax_t, max |x_t|)      scale_inv_t = 1 / scale_t
 
@@ -19,11 +19,14 @@ from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_format,
 from kerneltune.kernel_lib.launch import on_its_device, resident, too_much_shared, too_small_to_turn
 from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX
 from kerneltune.ops.multi_cast_transpose import peers, te
-from kerneltune.ops.multi_cast_transpose.kernels import cast_transpose_tiles
+from kerneltune.ops.multi_cast_transpose.kernels import cast_transpose_odd_tiles, cast_transpose_tiles
 from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
 
 _OPTIONS = (("fp8_format", "e4m3"), ("shapes", "same"))
+
+_ODD_TILE = 64
+"""Rows and columns of a tile of a matrix whose transpose is not moved in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,7 @@ def multi_cast_transpose(
 ) -> MultiCast:
     """fp8 casts and transposes of any number of matrices, saturating; NaN stays NaN.
 
-    Matrices whose sizes are multiples of 16 share one launch; each of the others has its own.
+    Matrices whose sizes and addresses are multiples of 16 share one launch, all others another.
 
     Args:
         xs: T contiguous matrices (M_t, N_t) of one dtype, bf16, fp16 or fp32, on one device; shapes may differ.
@@ -71,7 +74,7 @@ def multi_cast_transpose(
         outputs: (cast (M_t, N_t), transpose (N_t, M_t)) fp8 of every matrix, contiguous, written in place; None allocates.
         scale_inv: (T,) fp32, likewise.
         skip: (1,) fp32 on the device: where it is not 0 when the work runs, nothing is done. Takes outputs and scale_inv, and
-            matrices whose sizes are multiples of 16.
+            matrices that are not empty.
         config: None takes the best known config.
 
     Raises:
@@ -102,29 +105,33 @@ def multi_cast_transpose(
 
 
 def _launch(xs: Sequence[torch.Tensor], out: MultiCast, scales, amaxes, skip, fp8_format: str, c: MultiCastConfig) -> None:
-    """One launch for all whose sizes and addresses are multiples of 16; the others, which cannot move words, one by one."""
-    where = xs[0].device
+    """One launch for all whose sizes and addresses are multiples of 16, one for the others."""
     tensors = [
         (*_addresses(x, q, qt), *x.shape, i) for i, (x, q, qt) in enumerate(zip(xs, out.casts, out.transposes, strict=True))
     ]
-    whole = tuple(t for t in tensors if all(value % 16 == 0 for value in t[:5]) and t[3] * t[4])
-    if whole and (reason := too_small_to_turn(c.rows, c.cols, c.warps)):
-        raise ValueError(f"config={c}: {reason}")
+    filled = [t for t in tensors if t[3] * t[4]]
+    whole = tuple(t for t in filled if all(value % 16 == 0 for value in t[:5]))
+    odd = tuple(t for t in filled if t not in whole)
+    pointers = (xs[0], out.casts[0], scales, amaxes, out.scale_inv, amaxes if skip is None else skip)
+    chosen = {"SKIP": skip is not None, "FP8_MAX": FP8_MAX[fp8_format]}
     if whole:
-        table, total, same = _table(whole, where, c.rows, c.cols)
-        cast_transpose_tiles[(min(total, resident(where, c.ctas)) if c.ctas else total,)](
-            table, xs[0], out.casts[0], scales, amaxes, out.scale_inv, amaxes if skip is None else skip,
-            len(whole), total // len(whole), total,
-            SKIP=skip is not None, FP8_MAX=FP8_MAX[fp8_format], SAME=same, T_LOG2=max(1, (len(whole) - 1).bit_length()),
-            EVEN=all(t[4] % c.cols == 0 for t in whole),
+        if reason := too_small_to_turn(c.rows, c.cols, c.warps):
+            raise ValueError(f"config={c}: {reason}")
+        table, total, same = _table(whole, xs[0].device, c.rows, c.cols)
+        cast_transpose_tiles[(min(total, resident(xs[0].device, c.ctas)) if c.ctas else total,)](
+            table, *pointers, len(whole), total // len(whole), total, **chosen,
+            SAME=same, T_LOG2=max(1, (len(whole) - 1).bit_length()), EVEN=all(t[4] % c.cols == 0 for t in whole),
             ROWS=c.rows, COLS=c.cols, GROUP=c.group, STAGES=c.stages, num_warps=c.warps,
         )  # fmt: skip
-    for i in sorted({t[5] for t in tensors} - {t[5] for t in whole}):
-        single = (scales[i : i + 1], amaxes[i : i + 1], out.scale_inv[i : i + 1])
-        if xs[i].numel():
-            te.cast_transpose(xs[i], out.casts[i], out.transposes[i], *single, fp8_format, te.TeCastConfig(64, 1, 4))
-        else:
-            torch.reciprocal(single[0], out=single[2])
+    if odd:
+        table, total, same = _table(odd, xs[0].device, _ODD_TILE, _ODD_TILE)
+        cast_transpose_odd_tiles[(total,)](
+            table, *pointers, len(odd), total // len(odd), total, **chosen,
+            SAME=same, T_LOG2=max(1, (len(odd) - 1).bit_length()), ALIGNED=not any(value % 16 for t in odd for value in t[:3]),
+            ROWS=_ODD_TILE, COLS=_ODD_TILE, GROUP=8, num_warps=4,
+        )  # fmt: skip
+    for i in sorted({t[5] for t in tensors} - {t[5] for t in filled}):
+        torch.reciprocal(scales[i : i + 1], out=out.scale_inv[i : i + 1])
 
 
 def _addresses(*tensors: torch.Tensor) -> tuple[int, ...]:
@@ -195,8 +202,8 @@ def _check_skip(skip: torch.Tensor, xs: Sequence[torch.Tensor], in_place: bool) 
     if not in_place:
         raise ValueError("skip takes outputs and scale_inv, which would be left without values")
     for i, x in enumerate(xs):
-        if x.shape[0] % 16 or x.shape[1] % 16 or not x.numel() or _addresses(x)[0] % 16:
-            raise ValueError(f"skip takes matrices whose sizes and addresses are multiples of 16, got xs[{i}] {tuple(x.shape)}")
+        if not x.numel():
+            raise ValueError(f"skip takes matrices that are not empty, got xs[{i}] {tuple(x.shape)}")
 
 
 def _best(xs: Sequence[torch.Tensor]) -> MultiCastConfig:
