@@ -32,7 +32,8 @@ MANY_ROWS = 4 * 132 * 32
 @dataclass(frozen=True, slots=True)
 class BothConfig:
     """rows: of a program that casts rows, step: at a time, cols: of a load, of which a row takes several; warps: of it and of one
-    that turns a tile; lag: how many programs that cast rows, per multiprocessor, go ahead of those that turn."""
+    that turns a tile; lag: how many programs that cast rows, per multiprocessor, go ahead of those that turn, with weights beside
+    all of an expert."""
 
     rows: int
     step: int
@@ -91,8 +92,8 @@ def fp8_rowwise_3d_both(
     if config is None:
         config = _choose((("E", E), ("K", K), ("N", N)), DTYPE_NAMES[w.dtype], "fp8", QUANT_OPTIONS)
     x = w.transpose(1, 2).view(E * N, K)
-    blocks, tile_blocks = E * cdiv(N, config.rows), E * cdiv(N, TILE_ROWS)
-    launch(cast_both, x, (q, q_t, scale, scale_t), E, blocks, tile_blocks, cast, config, N=N)
+    blocks, tile_blocks = cdiv(N, config.rows), E * cdiv(N, TILE_ROWS)
+    launch(cast_both, x, (q, q_t, scale, scale_t), E, E * blocks, tile_blocks, cast, config, ahead=blocks, N=N)
     return found
 
 
@@ -105,20 +106,21 @@ def launch(
     tile_blocks: int,
     cast: Cast,
     c: BothConfig,
+    ahead: int = 0,
     **arguments: Any,
 ) -> None:
     """Both passes of `cast_both` or `cast_both_groups` in one launch, or in two where programs may not wait for each other.
 
     Args:
         outputs: q, q_t, scale, scale_t as the kernel has them.
-        blocks: row programs. tile_blocks: turn programs of every stripe.
+        blocks: row programs. tile_blocks: turn programs of every stripe. ahead: row programs that go first, beside the lag's.
         arguments: those of this kernel alone.
     """
     check_apart("x", x, max(TILE_ROWS, c.rows))
     K, tile_cols = x.shape[1], TILE_COLS_OF_WARP * c.warps
     pairs = 2 if in_pairs(x) else 1
     tiles = tile_blocks * cdiv(K, tile_cols)
-    lag = min(blocks, resident(x.device, c.lag))
+    lag = min(blocks, ahead + resident(x.device, c.lag))
     ws, done = workspace(groups * K, x.device), counters(cdiv(groups, 2), x.device).view(torch.int32)
     together = is_cuda() or INTERPRETED
     for phase, programs in ((0, lag + blocks + tiles),) if together else ((1, blocks), (2, tiles)):
@@ -135,13 +137,13 @@ def _abreast(config: BothConfig) -> int:
 
 
 def space(case: Case) -> Space:
-    """16 to 64 rows of a program, as many at a time as fill 17 to 40 registers; in loads of 8 or 16 elements of a thread."""
+    """16 to 64 rows of a program, as many at a time as fill 17 to 64 registers; in loads of 8 or 16 elements of a thread."""
     return {
         "rows": (16, 32, 64),
         "step": (1, 2, 4, 8, 16),
         "cols": tuple(sorted({_at_most_a_row(case, cols) for cols in (1024, 2048, 4096)})),
         "warps": (4, 8),
-        "lag": (2, 4, 8),
+        "lag": (1, 2, 4, 8),
     }
 
 
@@ -156,7 +158,7 @@ def valid(case: Case, config: BothConfig) -> str | None:
     if cdiv(K, c.cols) > 1 and cdiv(K, c.cols) * c.cols > K * 1.7:
         return f"loads of {c.cols} leave two lanes in five idle"
     words = _registers(case, c.step, c.cols, c.warps)
-    if words > 40 and c.step > 1:
+    if words > 64 and c.step > 1:
         return f"{words:g} registers of input per thread"
     if words <= 16 and c.step < _MOST_STEP:
         return f"no more than {words:g} registers of input per thread"
@@ -164,17 +166,22 @@ def valid(case: Case, config: BothConfig) -> str | None:
 
 
 def default(case: Case) -> BothConfig:
-    """A config for any shape, by rule: few idle lanes, up to 32 registers of input; 16 rows of a program where there are few in
-    all, or where four fill the registers, as those of 2048 bf16 do: what runs ahead then stays in L2."""
+    """A config for any shape, by rule: up to 32 registers of input, 64 where a load takes whole rows."""
+    return by_rule(case, 64)
+
+
+def by_rule(case: Case, of_whole_rows: int) -> BothConfig:
+    """A config of few idle lanes, up to 32 registers of input, or `of_whole_rows` where a load takes them whole; 16 rows of a
+    program where there are few in all, or where rows are those of 2048 bf16: what runs ahead then stays in L2."""
     K, few = case["K"], case["E"] * case["N"] < MANY_ROWS
     warps = next((w for w in (4, 8) if _registers(case, 1, 512 * w, w) <= 32), 16)
     cols = _at_most_a_row(case, 512 * warps)
     if cdiv(K, cols) * cols > max(cols, K * 1.25) and _registers(case, 2, cols // 2, warps) <= 32:
         cols //= 2
-    step = 1
-    while step < _MOST_STEP and _registers(case, 2 * step, cols, warps) <= 32:
+    step, most = 1, of_whole_rows if cols >= K else 32
+    while step < _MOST_STEP and _registers(case, 2 * step, cols, warps) <= most:
         step *= 2
-    return BothConfig(rows=16 if few or step == 4 else 32, step=step, cols=cols, warps=warps, lag=8 if K > 4096 else 4)
+    return BothConfig(rows=16 if few or step == most // 8 else 32, step=step, cols=cols, warps=warps, lag=2)
 
 
 def _at_most_a_row(case: Case, cols: int) -> int:

@@ -1,10 +1,9 @@
 """Both layouts of expert weights or token groups, each with scales of its own, in one launch.
 
 An expert takes two passes, and so does a group. Row programs cast whole rows and raise the largest magnitudes of the expert's
-columns; turn programs cast the same numbers by the scales of the columns and transpose the bytes. Ids follow each other expert by
-expert, but for some row programs that go ahead of the turn programs before them, so that nobody waits long for them: programs
-begin in the order of their ids. What turn programs read was read a little before, and L2 may still have some of it, most likely
-the rows read last, with which they begin; most of what is gained is that the two passes overlap. May import tiles, tl_lib,
+columns; turn programs cast the same numbers by the scales of the columns and transpose the bytes. Row programs go so far ahead of
+the turn programs of their expert that nobody waits long for them: programs begin in the order of their ids. Of small experts L2
+still has what turn programs read; else most of what is gained is that the two passes overlap. May import tiles, tl_lib,
 tl_exchange.
 """
 
@@ -212,7 +211,8 @@ def cast_both(
 ):  # fmt: skip
     """q (G, N, K) and scale (G, N) along the rows of x (G, N, K); qt (G, K, N) and scale_t (G, K) down its columns.
 
-    lag: by how many row programs those run ahead. PHASE: 0 both passes in one launch, 1 the row programs, 2 the turn programs.
+    lag: by how many row programs those run ahead, at least an expert's; the others come evenly between turn programs.
+    PHASE: 0 both passes in one launch, 1 the row programs, 2 the turn programs.
     """
     BLOCKS: tl.constexpr = (N + ROWS - 1) // ROWS
     TILE_BLOCKS: tl.constexpr = (N + TILE_ROWS - 1) // TILE_ROWS
@@ -223,9 +223,11 @@ def cast_both(
         turn = tl.maximum(program - lag, 0)
         expert = turn // (BLOCKS + TILES)
         place = turn % (BLOCKS + TILES)
-        block = tl.where(program < lag, program, lag + expert * BLOCKS + place)
-        tile = tl.where(program < lag, -1, place - BLOCKS)
-        casts = (tile < 0) & (block < G * BLOCKS)
+        before = place * BLOCKS // (BLOCKS + TILES)
+        casts = (program < lag) | ((place + 1) * BLOCKS // (BLOCKS + TILES) > before)
+        block = tl.where(program < lag, program, lag + expert * BLOCKS + before)
+        tile = tl.where(casts, -1, place - before)
+        casts = casts & (block < G * BLOCKS)
     else:
         block, expert, tile, casts = program, program // TILES, program % TILES, PHASE == 1
     if casts:

@@ -76,7 +76,7 @@ def fp8_group_both(
 
 def default(case: Case) -> BothConfig:
     """A config for any shape: that of weights with so many rows, but 32 of a program unless there are few, and a lag of 4."""
-    weights = both.default(Case(case.name, (("E", 1), ("K", case["K"]), ("N", case["M"])), case.dtype, case.quant))
+    weights = both.by_rule(Case(case.name, (("E", 1), ("K", case["K"]), ("N", case["M"])), case.dtype, case.quant), 32)
     return replace(weights, rows=16 if case["M"] < both.MANY_ROWS else 32, lag=4)
 
 
