@@ -49,7 +49,8 @@ class Quiet:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which part of a family: operator names, patterns of case names, dtypes, quant modes, variant names; empty means all."""
+    """Which part of a family: operator names, patterns of case names, dtypes, quant modes, patterns of variant names; empty means
+    all."""
 
     family: str
     ops: tuple[str, ...] = ()
@@ -70,6 +71,14 @@ class Selection:
             and (not self.dtypes or dtype in self.dtypes)
             and (not self.quants or quant in self.quants)
         )
+
+    def names(self, variant: str) -> bool:
+        """Whether a variant is asked for by name."""
+        return any(fnmatch.fnmatchcase(variant, pattern) for pattern in self.variants)
+
+    def takes_variant(self, variant: str) -> bool:
+        """Whether a variant belongs to the selection."""
+        return not self.variants or self.names(variant)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +127,7 @@ def load_plan(ops: Mapping[str, Op], selection: Selection) -> sweep.Sweep:
     plan = sweep.load(sweep.find(selection.family), ops)
     for name in selection.variants:
         offered = dict.fromkeys(v.name for e in (*plan.check, *plan.bench) for v in ops[e.op].variants)
-        if name not in offered:
+        if not fnmatch.filter(offered, name):
             raise unknown("variant", name, offered, f" in family {plan.family}")
     if not any(selection.takes(entry) for entry in (*plan.check, *plan.bench)):
         fields = {"op": selection.ops, "case": selection.cases, "dtype": selection.dtypes, "quant": selection.quants}
@@ -140,7 +149,7 @@ def wanted_variants(op: Op, selection: Selection, options: Options) -> list[Vari
     return [
         variant
         for variant in op.variants
-        if (not selection.variants or variant.name in selection.variants)
-        and not (variant.is_peer and not options.peers and variant.name not in selection.variants)
+        if selection.takes_variant(variant.name)
+        and not (variant.is_peer and not options.peers and not selection.names(variant.name))
         and not variant.missing()
     ]

@@ -158,10 +158,11 @@ def test_where_nothing_is_checked_nothing_passes(
     assert written(options) == []
 
 
-def test_a_peer_that_is_named_is_checked(tmp_path: Path, options: Options) -> None:
+@pytest.mark.parametrize("variants", [("eager", "optimized"), ("e*r", "opt*")])
+def test_a_peer_that_is_named_is_checked(tmp_path: Path, options: Options, variants: tuple[str, ...]) -> None:
     path = tmp_path / "norm.yaml"
     path.write_text(RMSNORM)
-    found = run(Selection(str(path), cases=("small",), variants=("eager", "optimized")), options)
+    found = run(Selection(str(path), cases=("small",), variants=variants), options)
     assert [(r.op, r.variant, r.status) for r in found] == [
         (op, variant, "checked") for op in ("rmsnorm_fwd", "rmsnorm_bwd") for variant in ("optimized", "eager")
     ]

@@ -42,7 +42,7 @@ def command(
     selection = o.make_selection(known, family, op, case, dtype, quant, [variant])
     folder = o.results_root(results, family) / "runs" / "trials" / (gpu or device.current().slug)
     cases = [(known[entry.op], entry.case) for entry in load_plan(known, selection).bench if selection.takes(entry)]
-    found = searches_below(folder, cases, selection.variants, policy)
+    found = searches_below(folder, cases, selection.takes_variant, policy)
     if not found:
         show(f"no trials of {family} in {folder}: `kerneltune tune {family}` makes them, on a GPU")
         return

@@ -1,5 +1,6 @@
 """Options that several commands share, and what they stand for."""
 
+import fnmatch
 import tempfile
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -28,7 +29,8 @@ Quants = Annotated[
     list[str] | None, typer.Option("--quant", metavar="NAME", help="Only this quantisation mode; may be repeated.")
 ]
 VariantNames = Annotated[
-    list[str] | None, typer.Option("--variant", metavar="NAME", help="Only this variant or peer; may be repeated.")
+    list[str] | None,
+    typer.Option("--variant", metavar="NAME", help="Only variants or peers of such a name, like 'fp8*'; may be repeated."),
 ]
 PolicyName = Annotated[str, typer.Option("--policy", metavar="|".join(POLICIES), help="How times are taken.")]
 Budget = Annotated[float | None, typer.Option("--budget", metavar="SECONDS", help="Tuning time per case.")]
@@ -212,7 +214,8 @@ def make_selection(
     chosen = [known[choice("op", name, known)] for name in ops or known]
     _all_known("dtype", dtypes, (dtype for op in chosen for dtype in op.dtypes))
     _all_known("quant", quants, (quant for op in chosen for quant in op.quants))
-    _all_known("variant", variants, (variant.name for op in chosen for variant in op.variants))
+    offered = dict.fromkeys(variant.name for op in chosen for variant in op.variants)
+    _all_known("variant", [name for name in variants or () if not fnmatch.filter(offered, name)], offered)
     lists = {"ops": ops, "cases": cases, "dtypes": dtypes, "quants": quants, "variants": variants}
     return Selection(family=family, **{name: tuple(dict.fromkeys(values)) for name, values in lists.items() if values})
 

@@ -79,7 +79,7 @@ def command(
 
         folder = results / "runs" / "trials" / tuned.device_slug
         cases = [(known[entry.op], entry.case) for entry in load_plan(known, selection).bench if selection.takes(entry)]
-        for title, searches in searches_below(folder, cases, selection.variants, policy).items():
+        for title, searches in searches_below(folder, cases, selection.takes_variant, policy).items():
             show_short(title, searches)
     if tuned.failed:
         error_line(f"{tuned.failed} of {tuned.searched} cases not tuned")

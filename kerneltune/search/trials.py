@@ -6,7 +6,7 @@ Knows no GPU and decides nothing. Imports the standard library and spec.
 import fcntl
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -227,10 +227,12 @@ def latest_fingerprint(path: Path) -> dict[str, str]:
     return latest
 
 
-def searches_below(folder: Path, cases: Iterable[tuple[Op, Case]], variants: Collection[str], policy: str) -> dict[str, Searches]:
+def searches_below(
+    folder: Path, cases: Iterable[tuple[Op, Case]], takes: Callable[[str], bool], policy: str
+) -> dict[str, Searches]:
     """What the stores of a folder hold of cases under their newest fingerprint, by operator, variant and quantisation mode.
 
-    variants: by name, none for all.
+    takes: whether a variant of such a name is wanted.
 
     Raises:
         ValueError: a store cannot be read, or holds something that is no trial.
@@ -242,7 +244,7 @@ def searches_below(folder: Path, cases: Iterable[tuple[Op, Case]], variants: Col
             path = folder / f"{op.name}.jsonl"
             stores[op.name] = TrialStore(path, **latest_fingerprint(path))
         for variant in op.variants:
-            if variant.config is None or (variants and variant.name not in variants):
+            if variant.config is None or not takes(variant.name):
                 continue
             stored = stores[op.name].of_case(op, case, variant, policy)
             if any(s.trial.time_us is not None for s in stored):

@@ -74,6 +74,7 @@ def test_tune_passes_everything_on(campaign: dict[str, Any], tmp_path: Path) -> 
         (["no/such.yaml"], "cannot read no/such.yaml: no such file"),
         (["rmsnorm", "--op", "softmax"], "op: 'softmax': expected one of {ops}"),
         (["rmsnorm", "--variant", "fast"], "variant: 'fast': expected one of "),
+        (["rmsnorm", "--variant", "fast*"], "variant: 'fast*': expected one of "),
         (["rmsnorm", "--dtype", "int8"], "dtype: 'int8': expected one of bfloat16, float16, float32"),
         (["rmsnorm", "--quant", "int3"], "quant: 'int3': expected one of "),
         (["rmsnorm", "--policy", "warm"], "policy: 'warm': expected one of cold, hot, eager"),
