@@ -159,10 +159,11 @@ def candidates(
     free_options: tuple[str, ...] = (),
     bands: Bands = NO_BANDS,
 ) -> list[Hit]:
-    """Every entry that may serve this case, as `nearness.ranked` says, the nearest first; ties as `in_order`."""
+    """Every entry that may serve this case, as `nearness.ranked` says, the nearest first; of two as near that of the policy, then that
+    of `cold`, which models run with; then as `in_order`. Only entries of the policy are exact."""
     alike = _alike(path_of(op_name, device_slug, root), variant, policy, quant)
     found = ranked((dict(axes), dtype, dict(options)), alike, free_axes, free_options, bands)
-    return [Hit(entry, exact=not any(near), distance=near[2]) for near, entry in found]
+    return [Hit(entry, exact=not any(near) and entry.policy == policy, distance=near[2]) for near, entry in found]
 
 
 def in_order(entries: Iterable[Entry]) -> list[Entry]:
@@ -249,9 +250,10 @@ def _loaded(path: Path) -> tuple[Entry, ...]:
 
 @lru_cache(maxsize=1024)
 def _alike(path: Path, variant: str, policy: str, quant: str) -> tuple[tuple[Place, Entry], ...]:
-    """The entries of a file for any sizes, element type and options, each with these, in order."""
-    alike = [e for e in _loaded(path) if (e.variant, e.policy, e.quant) == (variant, policy, quant)]
-    return tuple(((dict(e.axes), e.dtype, dict(e.options)), e) for e in in_order(alike))
+    """The entries of a file for any sizes, element type and options, each with these, in order; those of `cold` behind the others."""
+    alike = [e for e in _loaded(path) if (e.variant, e.quant) == (variant, quant)]
+    found = [e for wanted in dict.fromkeys((policy, "cold")) for e in in_order(e for e in alike if e.policy == wanted)]
+    return tuple(((dict(e.axes), e.dtype, dict(e.options)), e) for e in found)
 
 
 def _size(entry: Entry) -> int:

@@ -109,6 +109,21 @@ def test_everything_but_free_axes_and_type_must_match(tmp_path: Path, change: di
     assert look(tmp_path, 8192, 4096) is None
 
 
+def test_a_policy_without_an_entry_of_its_own_takes_what_models_run_with(tmp_path: Path) -> None:
+    cache.store(OP, GPU, entry(warps=4), tmp_path)
+    cache.store(OP, GPU, entry(16384, warps=8, policy="hot"), tmp_path)
+
+    def served(rows: int, policy: str) -> list[tuple[int, bool]]:
+        where = (OP, "optimized", GPU, axes(rows, 4096), "bfloat16", "fp8", OPTIONS, policy, ("M", "N"), tmp_path)
+        return [(hit.entry.config["warps"], hit.exact) for hit in cache.candidates(*where)]
+
+    assert served(8192, "hot") == [(4, False), (8, False)]  # its own sizes before its own policy, and neither is exact
+    assert served(16384, "hot") == [(8, True), (4, False)]
+    assert served(8192, "cold") == [(4, True)] and served(8192, "eager") == [(4, False)]
+    cache.store(OP, GPU, entry(warps=2, policy="hot"), tmp_path)
+    assert served(8192, "hot") == [(2, True), (4, False), (8, False)]
+
+
 def test_a_config_serves_sizes_of_its_own_band_only(tmp_path: Path) -> None:
     for rows in (16, 32, 100):
         cache.store(OP, GPU, entry(rows, warps=rows), tmp_path)

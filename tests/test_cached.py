@@ -57,7 +57,8 @@ def test_the_config_of_the_case_itself_comes_first_and_that_of_another_gpu_does_
     store(options, {"block": 128, "warps": 1}, CASE, "another_gpu")
     assert cached_config(op, CASE, VARIANT, "cold", options.configs) == config_for(op, CASE, VARIANT, options) == Small(64, 2)
     assert cached_config(op, CASE, VARIANT, "cold", options.configs, "another_gpu") == Small(128, 1)
-    assert cached_config(op, CASE, VARIANT, "hot", options.configs) is None
+    assert cached_config(op, CASE, VARIANT, "hot", options.configs) is None  # so `tune --policy hot` searches it
+    assert config_for(op, CASE, VARIANT, replace(options, policy="hot")) == Small(64, 2)
     assert config_for(op, CASE, Variant("eager", nothing), options) is None
 
 
