@@ -145,7 +145,7 @@ def _meaning(microbatches: int) -> str:
         "Times in µs. bound, and its share of the step: the products, and the casts' fewest bytes at the ceiling's speed. "
         f"cached: weights cast once in {microbatches} steps. "
         "other: the step less casts and products, which are timed by themselves. compiled: the step under torch.compile. "
-        "Times are compared where they are of one run."
+        "Times are compared where they are of one run; blank: not measured in it."
     )
 
 

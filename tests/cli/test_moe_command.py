@@ -48,7 +48,7 @@ def test_the_table_as_text() -> None:
         "fewest bytes at the ceiling's speed. cached: weights cast once in 8 steps.\n"
         "other: the step less casts and products, which are timed by themselves.\n"
         "compiled: the step under torch.compile. Times are compared where they are of one\n"
-        "run.\n"
+        "run; blank: not measured in it.\n"
         "tensorwise: 2.00x bf16 (1 case), 2.40x torchao (1 case)\n"
         "rowwise: 1.60x bf16 (1 case), 1.92x torchao (1 case)\n"
     )

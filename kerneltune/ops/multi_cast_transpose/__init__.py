@@ -109,9 +109,8 @@ def _launch(xs: Sequence[torch.Tensor], out: MultiCast, scales, amaxes, skip, fp
     tensors = [
         (*_addresses(x, q, qt), *x.shape, i) for i, (x, q, qt) in enumerate(zip(xs, out.casts, out.transposes, strict=True))
     ]
-    filled = [t for t in tensors if t[3] * t[4]]
-    whole = tuple(t for t in filled if all(value % 16 == 0 for value in t[:5]))
-    odd = tuple(t for t in filled if t not in whole)
+    whole = tuple(t for t in tensors if t[3] * t[4] and not _is_odd(t))
+    odd = tuple(t for t in tensors if t[3] * t[4] and _is_odd(t))
     pointers = (xs[0], out.casts[0], scales, amaxes, out.scale_inv, amaxes if skip is None else skip)
     chosen = {"SKIP": skip is not None, "FP8_MAX": FP8_MAX[fp8_format]}
     if whole:
@@ -130,8 +129,14 @@ def _launch(xs: Sequence[torch.Tensor], out: MultiCast, scales, amaxes, skip, fp
             SAME=same, T_LOG2=max(1, (len(odd) - 1).bit_length()), ALIGNED=not any(value % 16 for t in odd for value in t[:3]),
             ROWS=_ODD_TILE, COLS=_ODD_TILE, GROUP=8, num_warps=4,
         )  # fmt: skip
-    for i in sorted({t[5] for t in tensors} - {t[5] for t in filled}):
-        torch.reciprocal(scales[i : i + 1], out=out.scale_inv[i : i + 1])
+    for *_, rows, columns, i in tensors:
+        if not rows * columns:
+            torch.reciprocal(scales[i : i + 1], out=out.scale_inv[i : i + 1])
+
+
+def _is_odd(tensor: tuple[int, ...]) -> bool:
+    """Whether an address or a size is no multiple of 16."""
+    return any(value % 16 for value in tensor[:5])
 
 
 def _addresses(*tensors: torch.Tensor) -> tuple[int, ...]:
