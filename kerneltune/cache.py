@@ -159,8 +159,8 @@ def candidates(
     free_options: tuple[str, ...] = (),
     bands: Bands = NO_BANDS,
 ) -> list[Hit]:
-    """Every entry that may serve this case, as `nearness.ranked` says, the nearest first; of two as near that of the policy before
-    that of `cold`, which models run with; then as `in_order`. Only entries of the policy are exact."""
+    """Every entry that may serve this case, as `nearness.ranked` says, the nearest first; of two as near that of the policy
+    before one of `cold`, which models run with; then as `in_order`. Only entries of the policy are exact."""
     alike = _alike(path_of(op_name, device_slug, root), variant, policy, quant)
     found = ranked((dict(axes), dtype, dict(options)), alike, free_axes, free_options, bands)
     return [Hit(entry, exact=not any(near) and entry.policy == policy, distance=near[2]) for near, entry in found]
@@ -250,7 +250,7 @@ def _loaded(path: Path) -> tuple[Entry, ...]:
 
 @lru_cache(maxsize=1024)
 def _alike(path: Path, variant: str, policy: str, quant: str) -> tuple[tuple[Place, Entry], ...]:
-    """The entries of a file for any sizes, element type and options, each with these, in order; those of `cold` come last."""
+    """The entries of a file for any sizes, element type and options, each with these, in order; `cold` comes last."""
     alike = [e for e in _loaded(path) if (e.variant, e.quant) == (variant, quant)]
     found = [e for wanted in dict.fromkeys((policy, "cold")) for e in in_order(e for e in alike if e.policy == wanted)]
     return tuple(((dict(e.axes), e.dtype, dict(e.options)), e) for e in found)
