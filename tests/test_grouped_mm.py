@@ -7,45 +7,15 @@ import weakref
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from training_step import DEVICE, RECIPES, expected, leaves, offsets, products, sqnr_db
 
 from kerneltune.nn import DelayedScaling, Recipe, aligned_groups, delayed, fp8_grouped_mm, fp8_products
 from kerneltune.nn.fp8_products import cast_weights, fp8_grouped_mm_fwd
 from kerneltune.ops import fp8_grouped_gemm as gemm
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ENDS = {"even": [32, 64, 96], "uneven": [16, 80, 96], "empty": [0, 96, 96]}
 RAGGED = {"ragged": [5, 38, 91], "one row": [95, 95, 96], "short": [1, 2, 3]}
-RECIPES = ["tensorwise", "rowwise"]
 CAST_AGAIN = [Recipe(scaling, keep_weights=False) for scaling in RECIPES]
-
-
-def sqnr_db(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Signal to quantisation noise."""
-    want = want.double()
-    return float(20 * torch.log10(want.norm() / (got.double() - want).norm()))
-
-
-def leaves(M: int, K: int, N: int, E: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
-    """A (M, K) and the parameter W (E, N, K), of normal numbers."""
-    a = torch.randn(M, K, device=DEVICE).to(dtype).requires_grad_()
-    return a, torch.randn(E, N, K, device=DEVICE).to(dtype).requires_grad_()
-
-
-def offsets(ends: list[int]) -> torch.Tensor:
-    return torch.tensor(ends, dtype=torch.int32, device=DEVICE)
-
-
-def expected(a: torch.Tensor, w: torch.Tensor, ends: list[int], dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Y, dA and dW in fp64, by autograd."""
-    a64, w64 = (t.detach().double().requires_grad_() for t in (a, w))
-    y = torch.cat([a64[start:end] @ w64[e].t() for e, (start, end) in enumerate(zip([0, *ends], ends, strict=False))])
-    return y.detach(), *torch.autograd.grad(y, (a64, w64), dy.double())
-
-
-def products(a: torch.Tensor, w: torch.Tensor, offs: torch.Tensor, dy: torch.Tensor, **options) -> tuple[torch.Tensor, ...]:
-    y = fp8_grouped_mm(a, w.transpose(1, 2), offs, **options)
-    return y.detach(), *torch.autograd.grad(y, (a, w), dy)
 
 
 @pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
@@ -411,91 +381,3 @@ def test_bad_arguments() -> None:
         Recipe("mx")
     with pytest.raises(ValueError, match=r"weights\.scale must be \(2, 16\) .* got \(2,\)"):
         fp8_grouped_mm(a, b_t, offs, recipe="rowwise", weights=cast_weights(b_t.detach(), Recipe("tensorwise")))
-
-
-def step(recipe: str, M: int = 4096) -> tuple[torch.Tensor, ...]:
-    """Leaves, offs and dY of a layer large enough for the GPU."""
-    a, w = leaves(M, 512, 256, 8)
-    ends = torch.linspace(0, M, 9, device=DEVICE)[1:].round().int()
-    return a, w, ends - ends % 16 * (ends != M), torch.randn(M, 256, device=DEVICE).bfloat16()
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_the_backward_fills_nothing_for_what_the_forward_kept(recipe: str) -> None:
-    """Autograd makes zeros as large as every output without a gradient, unless it is told not to."""
-    a, w = leaves(32, 32, 48, 2)
-    y = fp8_grouped_mm(a, w.transpose(1, 2), offsets([16, 32]), recipe=recipe)
-    with Dispatched() as seen:
-        y.backward(torch.ones_like(y))
-    assert not [name for name in seen.names if "zeros" in name or "fill" in name], seen.names
-
-
-class Dispatched(TorchDispatchMode):
-    """The names of the operators that torch calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_launches_of_a_step(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # launches of their own
-    a, w, offs, dy = step(recipe)
-    products(a, w, offs, dy, recipe=recipe)
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        products(a, w, offs, dy, recipe=recipe)
-        torch.cuda.synchronize()
-    launched = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    assert 0 < len(launched) <= 10, launched
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_captured_step_follows_its_inputs(recipe: str) -> None:
-    a, w, offs, dy = step(recipe)
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        products(a, w, offs, dy, recipe=recipe)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = products(a, w, offs, dy, recipe=recipe)
-    for ends in (offs, offs // 32 * 16 + (offs == a.shape[0]) * (a.shape[0] - offs // 32 * 16)):
-        with torch.no_grad():
-            a.copy_(torch.randn_like(a) * 3)
-            w.copy_(torch.randn_like(w))
-        offs.copy_(ends)
-        graph.replay()
-        for got, want in zip(captured, products(a, w, offs, dy, recipe=recipe), strict=True):
-            assert torch.equal(got, want)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_inductor_compiles_a_step(recipe: str) -> None:
-    torch.compiler.reset()
-    a, w, offs, dy = step(recipe)
-    compiled = torch.compile(lambda a, w: fp8_grouped_mm(a, w.transpose(1, 2), offs, recipe=recipe), fullgraph=True)
-    y = compiled(a, w)
-    want = products(a, w, offs, dy, recipe=recipe)
-    for got, eager in zip((y, *torch.autograd.grad(y, (a, w), dy)), want, strict=True):
-        assert torch.equal(got, eager)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_signal_to_noise_at_a_size_of_training(recipe: str) -> None:
-    M = 4096
-    a, w = leaves(M, 1024, 768, 5)
-    dy = torch.randn(M, 768, device=DEVICE).bfloat16()
-    for ends in ([1008, 1008, 1024, 2496, M], [1000, 1000, 1017, 2500, M]):
-        used = Recipe(recipe, pad_groups=ends[0] % 16 != 0)
-        for got, want in zip(products(a, w, offsets(ends), dy, recipe=used), expected(a, w, ends, dy), strict=True):
-            assert sqnr_db(got, want) >= 26
