@@ -223,16 +223,17 @@ def _chosen(chooser: Chooser, gpu: str, axes: Axes, dtype: str, quant: str, opti
         config = chooser.from_knobs(case, hit.entry.config)
         if config is not None:
             if not hit.exact:
-                misses.report(miss, _told(case, hit), chooser.free_axes)
+                misses.report(miss, _told(case, hit, chooser.policy), chooser.free_axes)
             return config
     misses.report(miss, "the default", chooser.free_axes)
     return chooser.default(case)
 
 
-def _told(case: Case, hit: Hit) -> str:
+def _told(case: Case, hit: Hit, policy: str) -> str:
     """What an entry is for, as far as it is not for this case, and its config."""
     sizes = " ".join(f"{axis}={size}" for axis, size in hit.entry.axes)
     changed = "".join(f" {name}={value}" for name, value in hit.entry.options if value != case.option(name))
+    changed += f" {hit.entry.policy}" if hit.entry.policy != policy else ""
     return f"that of {sizes} {hit.entry.dtype}{changed}, {hit.distance:.1f} octaves away: {_text(hit.entry.config)}"
 
 

@@ -61,8 +61,9 @@ def best(variant, axes, dtype, quant="none", options=(), policy="cold", valid=la
     """
     stored = [
         ((entry["axes"], entry["dtype"], entry["options"]), entry["config"])
+        for wanted in dict.fromkeys((policy, "cold"))
         for entry in ENTRIES
-        if (entry["variant"], entry["quant"], entry["policy"]) == (variant, quant, policy)
+        if (entry["variant"], entry["quant"], entry["policy"]) == (variant, quant, wanted)
     ]
     found = ranked((dict(axes), dtype, dict(options)), stored, FREE_AXES, FREE_OPTIONS, BANDS)
     return next((dict(config) for _, config in found if valid(config)), None)

@@ -52,6 +52,14 @@ def test_the_dispatch_module_needs_nothing_and_finds_the_nearest(tmp_path: Path)
     assert done.stdout.splitlines() == [str(wanted.config), "None"]
 
 
+def test_the_dispatch_module_knows_what_another_policy_takes(tmp_path: Path) -> None:
+    run("export", "rmsnorm_bwd", tmp_path, "--gpu", "nvidia_h200")
+    best = runpy.run_path(str(tmp_path / "rmsnorm_bwd.py"))["best"]
+    entry = ours("rmsnorm_bwd")[0]
+    where = entry.variant, dict(entry.axes), entry.dtype, entry.quant, entry.options
+    assert entry.policy == "cold" and best(*where, policy="hot") == best(*where) == entry.config
+
+
 @pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")
 @pytest.mark.parametrize("name", ["int4_gemm", "rmsnorm_fwd", "fp8_group_colwise_dual", "fp8_grouped_gemm", "fp8_tensorwise_2d"])
 def test_the_dispatch_module_gives_what_the_cache_gives(name: str, tmp_path: Path) -> None:

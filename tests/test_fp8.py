@@ -366,78 +366,8 @@ def test_fakes_name_what_the_operator_would(operator, arguments) -> None:  # typ
             operator(*tensors, "e4m3", "diagonal")
 
 
-@pytest.mark.parametrize("K", [40, 67])
-@pytest.mark.parametrize(("lag", "together"), [(0, True), (9, True), (0, False)])
-def test_both_layouts_in_one_launch_and_in_two(K: int, lag: int, together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In two where programs may not wait for each other; there the launches follow each other in any case."""
-    counted = torch.zeros(16, dtype=torch.int64, device=WHERE)
-    monkeypatch.setattr(both, "counters", lambda *_: counted)
-    if not together:
-        monkeypatch.setattr(both, "is_cuda", lambda: False)
-        monkeypatch.setattr(both, "INTERPRETED", False)
-    w = weights_of(K, N=70)
-    config = fp8.BothConfig(rows=16, step=4, cols=32, warps=1, lag=lag)
-    want = both.both_reference({"w": w, "fp8_format": "e4m3", "pow2": True, "inverse": False})
-    found = fp8.fp8_rowwise_3d_both(w, config=config)._asdict()
-    for name in ("q", "q_t", "scale", "scale_t"):
-        assert same_bits(name, found[name], want[name]) == []
-    assert not counted.any()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("lag", [2, 8])
-@pytest.mark.parametrize(("E", "K", "N"), [(64, 2048, 1408), (3, 7168, 4096), (128, 64, 96), (5, 67, 131)])
-def test_both_layouts_are_exact_every_time(E: int, K: int, N: int, lag: int) -> None:
-    """Of other weights every time, whose programs wait for what the same words of a workspace said of others before."""
-    axes = (("E", E), ("K", K), ("N", N))
-    config = replace(both.default(Case("each", axes, "bfloat16", "fp8")), lag=lag)
-    for seed in range(10):
-        w = reference.values((E, N, K), torch.bfloat16, WHERE, seed=seed).transpose(1, 2)
-        found = fp8.fp8_rowwise_3d_both(w, config=config)
-        for got, want in zip(found, (*fp8.fp8_colwise_3d(w), *fp8.fp8_rowwise_3d_transpose(w)), strict=True):
-            assert torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
-
-
-@pytest.mark.parametrize(("M", "K", "ends"), [(96, 40, (16, 48, 48, 96)), (133, 67, (0, 5, 6, 90)), (128, 66, (17, 128, 128))])
-@pytest.mark.parametrize(("step", "lag", "together"), [(4, 0, True), (4, 9, True), (1, 9, True), (4, 0, False)])
-def test_groups_in_both_layouts_in_one_launch_and_in_two(
-    M: int, K: int, ends: tuple[int, ...], step: int, lag: int, together: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Groups of no rows, of one, of fewer than a program casts, that begin in the middle of 16 or behind the last tile; of rows
-    that lie apart; rows behind the last group, which leave nobody waiting."""
-    counted = torch.zeros(16, dtype=torch.int64, device=WHERE)
-    monkeypatch.setattr(both, "counters", lambda *_: counted)
-    if not together:
-        monkeypatch.setattr(both, "is_cuda", lambda: False)
-        monkeypatch.setattr(both, "INTERPRETED", False)
-    x = reference.values((M, K + 2), torch.bfloat16, WHERE, seed=3)[:, :K]
-    config = fp8.BothConfig(rows=16, step=step, cols=64, warps=1, lag=lag)
-    options = {"fp8_format": "e4m3", "pow2": True, "inverse": False}
-    want = group_both.both_reference({"x": x[: ends[-1]], "offs": ragged(*ends), **options})
-    found = fp8.fp8_group_both(x, ragged(*ends), config=config)
-    for name in ("q", "q_t", "scale"):
-        assert same_bits(name, getattr(found, name)[: ends[-1]], want[name]) == []
-    assert same_bits("scale_t", found.scale_t, want["scale_t"]) == []
-    assert not counted.any()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("groups", ["balanced", "zipf", "ragged"])
-@pytest.mark.parametrize(("M", "K", "G"), [(32768, 2048, 8), (16384, 7168, 32), (4096, 1408, 128), (3001, 2880, 12)])
-def test_groups_in_both_layouts_are_exact_every_time(M: int, K: int, G: int, groups: str) -> None:
-    """Of other tokens and groups every time, whose programs wait for what the same words of a workspace said before."""
-    options = {"fp8_format": "e4m3", "pow2": True, "inverse": False, "special": False, "groups": groups}
-    case = Case("each", (("M", M), ("K", K), ("G", G)), "bfloat16", "fp8", tuple(options.items()))
-    for seed in range(6):
-        inputs = group_both.inputs(case, device=WHERE, seed=seed)
-        for lag in (2, 8):
-            found = group_both.run(inputs, replace(group_both.default(case), lag=lag))
-            for name, want in group_both.run_separately(inputs, None).items():
-                assert torch.equal(found[name].contiguous().view(torch.uint8), want.contiguous().view(torch.uint8)), (seed, name)
-
-
-def weights_of(K: int = 48, N: int = 40) -> torch.Tensor:
-    return reference.values((3, N, K), torch.bfloat16, WHERE, seed=5).transpose(1, 2)
+def weights() -> torch.Tensor:
+    return reference.values((3, 40, 48), torch.bfloat16, WHERE, seed=5).transpose(1, 2)
 
 
 CASTS = {
@@ -450,7 +380,7 @@ CASTS = {
 
 @pytest.mark.parametrize("name", CASTS)
 def test_weights_are_cast_into_given_tensors(name: str) -> None:
-    w = weights_of()
+    w = weights()
     want = CASTS[name](w)
     out = type(want)(*(torch.zeros_like(t) for t in want)) if hasattr(want, "_fields") else tuple(map(torch.zeros_like, want))
     found = CASTS[name](w, out=out)
@@ -461,7 +391,7 @@ def test_weights_are_cast_into_given_tensors(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASTS)
 def test_given_tensors_of_another_form_are_named(name: str) -> None:
-    w, found = weights_of(), CASTS[name](weights_of())
+    w, found = weights(), CASTS[name](weights())
     with pytest.raises(ValueError, match=r"out.* must be column-major \(3, \d+, \d+\) torch.float8_e4m3fn on .*, got \(2, "):
         CASTS[name](w, out=type(found)(*(t[:2] for t in found)) if hasattr(found, "_fields") else tuple(t[:2] for t in found))
     with pytest.raises(ValueError, match="got .* torch.float8_e5m2"):

@@ -70,6 +70,15 @@ def test_a_miss_is_one_warning_that_names_what_is_used(tmp_path: Path) -> None:
         best(tmp_path, 2048, 1024)
 
 
+def test_a_config_of_another_policy_is_said_to_be(tmp_path: Path) -> None:
+    stored(tmp_path, 8192, 4096)
+    choose = dataclasses.replace(optimized._choose_fwd, root=tmp_path, policy="hot")
+    with pytest.warns(
+        CacheMissWarning, match=r"hot on nvidia_h200; using that of M=8192 N=4096 bfloat16 cold, 0\.0 octaves away: "
+    ):
+        choose(axes(8192, 4096), "bfloat16", "none", OPTIONS, GPU)
+
+
 def test_other_options_are_named_once_and_refused_in_strict_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored(tmp_path, 8192, 4096, options=(("zero_centered", True), ("fp8_format", "e5m2"), ("row_pad", 0)), warps=16)
     with pytest.warns(CacheMissWarning) as caught:

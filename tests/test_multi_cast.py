@@ -212,6 +212,20 @@ def test_a_flag_on_the_device_leaves_everything_as_it_is(skipped: bool) -> None:
         agrees(xs, scales, amaxes, result)
 
 
+@pytest.mark.parametrize("rows", [1, 3, 256])
+def test_rows_too_long_for_a_tile_are_refused(rows: int) -> None:
+    """Before anything is launched: tensors without memory come as far."""
+    most = 2**31 // rows
+    xs = [torch.empty(rows, most, dtype=torch.bfloat16, device="meta")]
+    one = torch.ones(1, device="meta")
+    if rows > 1:
+        with pytest.raises(ValueError, match=rf"rows of xs\[0\] must be less than {most} numbers apart in tiles of {rows}"):
+            multi_cast_transpose(xs, one, one.clone())
+    else:
+        with pytest.raises(ValueError, match=r"xs\[0\] must have less than 2\^31 columns"):
+            multi_cast_transpose(xs, one, one.clone())
+
+
 def test_what_a_flag_takes() -> None:
     xs, one = weights((32, 64)), torch.ones(1, device=WHERE)
     skip = {"skip": torch.zeros(1, device=WHERE), "scale_inv": torch.ones(1, device=WHERE)}

@@ -56,8 +56,8 @@ def show_(
 
     files = _chosen(op, gpu, configs)
     entries = [(path.parent.name, entry) for path in files for entry in load(op, path.parent.name, path.parent.parent)]
-    for name, wanted in (("dtype", dtype), ("quant", quant), ("variant", variant)):
-        taken = o.chosen(name, wanted, [getattr(entry, name) for _, entry in entries])
+    for name, wanted, among in (("dtype", dtype, o.chosen), ("quant", quant, o.chosen), ("variant", variant, o.matching)):
+        taken = among(name, wanted, [getattr(entry, name) for _, entry in entries])
         entries = [(where, entry) for where, entry in entries if getattr(entry, name) in taken]
     rows = []
     for where, entry in entries:

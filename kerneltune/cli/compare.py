@@ -82,6 +82,8 @@ def _measured(a: str, b: str, wanted: "Selection", policy: str, results: Path | 
     known = o.load_ops()
     from kerneltune.campaign import compare_live
 
+    for name in (a, b):  # one variant each: a pattern may be of several
+        o.choice("variant", name, dict.fromkeys(v.name for op in wanted.ops or known for v in known[op].variants))
     lists = map(list, (wanted.ops, wanted.cases, wanted.dtypes, wanted.quants, (a, b)))
     selection = o.make_selection(known, wanted.family, *lists)
     with reporter() as progress:

@@ -12,7 +12,7 @@ from kerneltune.cli import options as o
 from kerneltune.cli.console import error_line, note, show, show_table, show_wrapped
 from kerneltune.cli.progress import reporter
 from kerneltune.files import data_root
-from kerneltune.spec import Case, Op
+from kerneltune.spec import Case, Op, Variant
 
 if TYPE_CHECKING:
     from kerneltune.inspection.static import StaticRow, Survey
@@ -191,11 +191,14 @@ def _requests(
     chosen: list[Op] = [known[name] for name in selection.ops or known]
     root = o.configs_root(configs)
 
+    def asked(variant: Variant) -> bool:
+        return selection.takes_variant(variant.name) if variants else not variant.is_peer
+
     def wanted(requests: "Iterable[Request]") -> "list[Request]":
         return [
             request
             for request in requests
-            if (not variants or request.variant.name in variants)
+            if selection.takes_variant(request.variant.name)
             and selection.covers(request.op.name, request.case.name, request.case.dtype, request.case.quant)
         ]
 
@@ -204,13 +207,13 @@ def _requests(
             raise ValueError(f"case: {cases[0]!r}: expected sizes or --case, one of them")
         first = chosen[0]  # sizes follow an operator
         case = o.case_of_sizes(first, sizes, (dtypes or first.dtypes)[0], (quants or first.quants)[0])
-        found = wanted(default_requests(first, [case], variants or ()))
+        found = wanted(default_requests(first, [case], asked))
         if not found:
             raise ValueError(f"nothing to compile: {first.name} has no such variant with knobs for {case.label}")
         return found
     found = wanted(cached_requests(chosen, root, gpu))
     if not found and any_case and op:
-        found = wanted(default_requests(chosen[0], _swept(known, op), variants or ()))
+        found = wanted(default_requests(chosen[0], _swept(known, op), asked))
     if not found:
         raise ValueError(f"nothing to compile: {root / gpu} has no such cached config")
     return found

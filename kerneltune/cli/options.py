@@ -67,6 +67,19 @@ def chosen(field: str, wanted: Sequence[str] | None, present: Iterable[str]) -> 
     return [choice(field, value, known) for value in wanted or known]
 
 
+def matching(field: str, patterns: Sequence[str] | None, present: Iterable[str]) -> list[str]:
+    """The values that patterns are of, or all that are present if none are given.
+
+    Raises:
+        ValueError: a pattern of none; names what is present.
+    """
+    known = list(dict.fromkeys(present))
+    for pattern in patterns or ():
+        if not fnmatch.filter(known, pattern):
+            choice(field, pattern, known)
+    return [name for name in known if not patterns or any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
+
+
 def number(field: str, value: float | None, least: float) -> None:
     """Raises ValueError for a number below `least`, infinite or NaN; None is fine."""
     if value is not None and not least <= value < float("inf"):
@@ -214,8 +227,7 @@ def make_selection(
     chosen = [known[choice("op", name, known)] for name in ops or known]
     _all_known("dtype", dtypes, (dtype for op in chosen for dtype in op.dtypes))
     _all_known("quant", quants, (quant for op in chosen for quant in op.quants))
-    offered = dict.fromkeys(variant.name for op in chosen for variant in op.variants)
-    _all_known("variant", [name for name in variants or () if not fnmatch.filter(offered, name)], offered)
+    matching("variant", variants, (variant.name for op in chosen for variant in op.variants))
     lists = {"ops": ops, "cases": cases, "dtypes": dtypes, "quants": quants, "variants": variants}
     return Selection(family=family, **{name: tuple(dict.fromkeys(values)) for name, values in lists.items() if values})
 

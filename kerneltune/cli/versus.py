@@ -58,12 +58,13 @@ def command(
     entry = next((e for e in load_plan(known, selection).bench if selection.takes(e)), None)
     if entry is None:
         raise ValueError("case: none selected: expected a bench case of the sweep")
+    chosen = known[entry.op]
+    contender = chosen.variant(variant)
     require_gpu("versus")
     o.require_writable(results)
-    chosen = known[entry.op]
     with reporter() as progress:
         limit_s = None if helion_budget is None else round(helion_budget)
-        found = versus.contest(chosen, entry.case, chosen.variant(variant), given, search, options, progress, limit_s=limit_s)
+        found = versus.contest(chosen, entry.case, contender, given, search, options, progress, limit_s=limit_s)
     show(f"{found.op} {found.variant} {found.case.label}: {found.configs} configs")
     show_table(versus.HEAD, [versus.cells(line) for line in versus.plain(found)])
     if found.share is not None:

@@ -4,7 +4,7 @@ Knows no operator by name and judges nothing. May import torch.
 """
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,8 +50,8 @@ def cached_requests(ops: Iterable[Op], root: Path, gpu: str) -> list[Request]:
     return found
 
 
-def default_requests(op: Op, cases: Iterable[Case], variants: Collection[str]) -> list[Request]:
-    """The default configs of these variants of an operator, of all that are no peers if none, for the cases that they take.
+def default_requests(op: Op, cases: Iterable[Case], takes: Callable[[Variant], bool]) -> list[Request]:
+    """The default configs of the variants of an operator that are wanted, for the cases that they take.
 
     Raises:
         ValueError: a variant that has none for such sizes.
@@ -59,8 +59,7 @@ def default_requests(op: Op, cases: Iterable[Case], variants: Collection[str]) -
     found = []
     for case in cases:
         for variant in op.variants:
-            chosen = variant.name in variants if variants else not variant.is_peer
-            if chosen and variant.config is not None and variant.unsupported(case) is None:
+            if takes(variant) and variant.config is not None and variant.unsupported(case) is None:
                 found.append(Request(op, variant, case, "cold", variant.default_config(case)))
     return found
 

@@ -142,6 +142,9 @@ def test_compare_refuses_what_is_unknown(write: Callable[..., Path], tmp_path: P
     line = refused("compare", "optimized", "baseline", "--from", other)
     assert line == "error: nothing to compare: no case, device and policy that both optimized and baseline have records of"
     assert refused("compare", "a", "b", "--run") == "error: family: missing: expected --family where --run is given"
+    for pair in (("opt*", "baseline"), ("[bp]*", "[bp]*")):
+        line = refused("compare", *pair, "--run", "--family", "rmsnorm")
+        assert line.startswith(f"error: variant: '{pair[0]}': expected one of ")
 
 
 def test_compare_live_asks_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,6 +203,23 @@ def _turn_tile(
 
 
 @triton.jit
+def in_turn(program, lag, BLOCKS: tl.constexpr, TILES: tl.constexpr):
+    """What a program does: its expert and tile, or tile -1 and the row block that it casts, of all experts' BLOCKS each.
+
+    After the first `lag` ids, at least BLOCKS, an expert's BLOCKS + TILES ids hold its tiles in order, and evenly between them
+    row blocks of later experts. So all of an expert's row blocks have smaller ids than its tiles.
+    """
+    turn = tl.maximum(program - lag, 0)
+    expert = turn // (BLOCKS + TILES)
+    place = turn % (BLOCKS + TILES)
+    at = wide(place) if BLOCKS * (BLOCKS + TILES) >= 1 << 31 else place
+    before = (at * BLOCKS // (BLOCKS + TILES)).to(tl.int32)
+    casts = (program < lag) | (((at + 1) * BLOCKS // (BLOCKS + TILES)).to(tl.int32) > before)
+    block = tl.where(program < lag, program, lag + expert * BLOCKS + before)
+    return expert, block, tl.where(casts, -1, place - before)
+
+
+@triton.jit
 def cast_both(
     x_ptr, q_ptr, qt_ptr, scale_ptr, scale_t_ptr, ws_ptr, done_ptr, G, lag,
     N: tl.constexpr, K: tl.constexpr, FP8_MAX: tl.constexpr, POW2: tl.constexpr, INVERSE: tl.constexpr,
@@ -220,14 +237,8 @@ def cast_both(
     TILES: tl.constexpr = TILE_BLOCKS * STRIPES
     program = tl.program_id(0)
     if PHASE == 0:
-        turn = tl.maximum(program - lag, 0)
-        expert = turn // (BLOCKS + TILES)
-        place = turn % (BLOCKS + TILES)
-        before = place * BLOCKS // (BLOCKS + TILES)
-        casts = (program < lag) | ((place + 1) * BLOCKS // (BLOCKS + TILES) > before)
-        block = tl.where(program < lag, program, lag + expert * BLOCKS + before)
-        tile = tl.where(casts, -1, place - before)
-        casts = casts & (block < G * BLOCKS)
+        expert, block, tile = in_turn(program, lag, BLOCKS, TILES)
+        casts = (tile < 0) & (block < G * BLOCKS)
     else:
         block, expert, tile, casts = program, program // TILES, program % TILES, PHASE == 1
     if casts:

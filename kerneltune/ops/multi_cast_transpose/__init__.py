@@ -15,7 +15,15 @@ import torch
 
 from kerneltune import cache
 from kerneltune.kernel_lib.agreement import close, same_bits
-from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_format, check_like, check_matrix, check_turned
+from kerneltune.kernel_lib.arguments import (
+    DTYPE_NAMES,
+    ITEMSIZE,
+    check_apart,
+    check_format,
+    check_like,
+    check_matrix,
+    check_turned,
+)
 from kerneltune.kernel_lib.launch import on_its_device, resident, too_much_shared, too_small_to_turn
 from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX
 from kerneltune.ops.multi_cast_transpose import peers, te
@@ -24,6 +32,9 @@ from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
 
 _OPTIONS = (("fp8_format", "e4m3"), ("shapes", "same"))
+
+_MOST_ROWS = 256
+"""Of a tile."""
 
 _ODD_TILE = 64
 """Rows and columns of a tile of a matrix whose transpose is not moved in words."""
@@ -184,6 +195,9 @@ def _check(xs: Sequence[torch.Tensor], scales: torch.Tensor, amaxes: torch.Tenso
     for i, x in enumerate(xs):
         check_matrix(f"xs[{i}]", x)
         check_turned(f"xs[{i}]", x.shape[0])
+        check_apart(f"xs[{i}]", x, min(x.shape[0], _MOST_ROWS) or 1)
+        if x.shape[1] >= 1 << 31:
+            raise ValueError(f"xs[{i}] must have less than 2^31 columns, got {x.shape[1]}")
         if not x.is_contiguous() or x.dtype != xs[0].dtype or x.device != xs[0].device:
             raise ValueError(
                 f"xs[{i}] must be contiguous {xs[0].dtype} on {xs[0].device}, got strides {x.stride()} {x.dtype} on {x.device}"

@@ -1,0 +1,130 @@
+"""FP8 casts into both layouts in one launch: who does what, and that all is exact, of weights and of token groups."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from kerneltune.kernel_lib.agreement import same_bits
+from kerneltune.ops import fp8
+from kerneltune.ops.fp8 import both, group_both, reference
+from kerneltune.ops.fp8.both_kernels import in_turn
+from kerneltune.rounding import next_power_of_2
+from kerneltune.spec import Case
+
+WHERE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@triton.jit
+def _roles(out_ptr, first, lag, BLOCKS: tl.constexpr, TILES: tl.constexpr, COUNT: tl.constexpr):
+    ids = tl.arange(0, COUNT)
+    expert, block, tile = in_turn(first + ids, lag, BLOCKS, TILES)
+    tl.store(out_ptr + ids, expert)
+    tl.store(out_ptr + COUNT + ids, block)
+    tl.store(out_ptr + 2 * COUNT + ids, tile)
+
+
+def roles(blocks: int, tiles: int, lag: int, first: int, count: int) -> list[tuple[int, int, int]]:
+    """(expert, block, tile) of programs; the block counts where the tile is -1."""
+    out = torch.empty(3, next_power_of_2(count), dtype=torch.int32, device=WHERE)
+    _roles[(1,)](out, first, lag, BLOCKS=blocks, TILES=tiles, COUNT=out.shape[1])
+    return list(zip(*out[:, :count].tolist(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("experts", "blocks", "tiles", "lag"),
+    [(3, 5, 14, 5), (3, 5, 14, 9), (2, 88, 176, 200), (4, 1, 1, 1), (1, 16, 3, 16), (5, 7, 2, 8)],
+)
+def test_all_is_done_once_and_no_tile_waits_for_a_later_program(experts: int, blocks: int, tiles: int, lag: int) -> None:
+    rows, turned = {}, {}
+    lag = min(lag, experts * blocks)
+    for program, (expert, block, tile) in enumerate(roles(blocks, tiles, lag, 0, lag + experts * (blocks + tiles))):
+        where, what = (turned, (expert, tile)) if tile >= 0 else (rows, block)
+        assert what not in where
+        where[what] = program
+    assert {block for block in rows if block < experts * blocks} == set(range(experts * blocks))
+    assert set(turned) == {(expert, tile) for expert in range(experts) for tile in range(tiles)}
+    for expert in range(experts):
+        assert max(rows[expert * blocks + i] for i in range(blocks)) < min(turned[expert, tile] for tile in range(tiles))
+
+
+def test_ids_of_experts_of_very_many_rows() -> None:
+    """Whose row blocks times programs of an expert are more than 2^31."""
+    blocks, tiles = 8192, 262144
+    found = roles(blocks, tiles, blocks, 2 * blocks + tiles - 4096, 4096)
+    assert [tile for _, _, tile in found if tile >= 0][-1] == tiles - 1
+    cast = [block for _, block, tile in found if tile < 0]
+    assert cast == list(range(2 * blocks - len(cast), 2 * blocks)) and len(cast) in (124, 125)
+
+
+@pytest.mark.parametrize("K", [40, 67])
+@pytest.mark.parametrize(("lag", "together"), [(0, True), (9, True), (0, False)])
+def test_both_layouts_in_one_launch_and_in_two(K: int, lag: int, together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In two where programs may not wait for each other; there the launches follow each other in any case."""
+    counted = torch.zeros(16, dtype=torch.int64, device=WHERE)
+    monkeypatch.setattr(both, "counters", lambda *_: counted)
+    if not together:
+        monkeypatch.setattr(both, "is_cuda", lambda: False)
+        monkeypatch.setattr(both, "INTERPRETED", False)
+    w = reference.values((3, 70, K), torch.bfloat16, WHERE, seed=5).transpose(1, 2)
+    config = fp8.BothConfig(rows=16, step=4, cols=32, warps=1, lag=lag)
+    want = both.both_reference({"w": w, "fp8_format": "e4m3", "pow2": True, "inverse": False})
+    found = fp8.fp8_rowwise_3d_both(w, config=config)._asdict()
+    for name in ("q", "q_t", "scale", "scale_t"):
+        assert same_bits(name, found[name], want[name]) == []
+    assert not counted.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lag", [2, 8])
+@pytest.mark.parametrize(("E", "K", "N"), [(64, 2048, 1408), (3, 7168, 4096), (128, 64, 96), (5, 67, 131)])
+def test_both_layouts_are_exact_every_time(E: int, K: int, N: int, lag: int) -> None:
+    """Of other weights every time, whose programs wait for what the same words of a workspace said of others before."""
+    axes = (("E", E), ("K", K), ("N", N))
+    config = replace(both.default(Case("each", axes, "bfloat16", "fp8")), lag=lag)
+    for seed in range(10):
+        w = reference.values((E, N, K), torch.bfloat16, WHERE, seed=seed).transpose(1, 2)
+        found = fp8.fp8_rowwise_3d_both(w, config=config)
+        for got, want in zip(found, (*fp8.fp8_colwise_3d(w), *fp8.fp8_rowwise_3d_transpose(w)), strict=True):
+            assert torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize(("M", "K", "ends"), [(96, 40, (16, 48, 48, 96)), (133, 67, (0, 5, 6, 90)), (128, 66, (17, 128, 128))])
+@pytest.mark.parametrize(("step", "lag", "together"), [(4, 0, True), (4, 9, True), (1, 9, True), (4, 0, False)])
+def test_groups_in_both_layouts_in_one_launch_and_in_two(
+    M: int, K: int, ends: tuple[int, ...], step: int, lag: int, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups of no rows, of one, of fewer than a program casts, that begin in the middle of 16 or behind the last tile; of rows
+    that lie apart; rows behind the last group, which leave nobody waiting."""
+    counted = torch.zeros(16, dtype=torch.int64, device=WHERE)
+    monkeypatch.setattr(both, "counters", lambda *_: counted)
+    if not together:
+        monkeypatch.setattr(both, "is_cuda", lambda: False)
+        monkeypatch.setattr(both, "INTERPRETED", False)
+    x = reference.values((M, K + 2), torch.bfloat16, WHERE, seed=3)[:, :K]
+    config = fp8.BothConfig(rows=16, step=step, cols=64, warps=1, lag=lag)
+    options = {"fp8_format": "e4m3", "pow2": True, "inverse": False}
+    offs = torch.tensor(ends, dtype=torch.int32, device=WHERE)
+    want = group_both.both_reference({"x": x[: ends[-1]], "offs": offs, **options})
+    found = fp8.fp8_group_both(x, offs, config=config)
+    for name in ("q", "q_t", "scale"):
+        assert same_bits(name, getattr(found, name)[: ends[-1]], want[name]) == []
+    assert same_bits("scale_t", found.scale_t, want["scale_t"]) == []
+    assert not counted.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("groups", ["balanced", "zipf", "ragged"])
+@pytest.mark.parametrize(("M", "K", "G"), [(32768, 2048, 8), (16384, 7168, 32), (4096, 1408, 128), (3001, 2880, 12)])
+def test_groups_in_both_layouts_are_exact_every_time(M: int, K: int, G: int, groups: str) -> None:
+    """Of other tokens and groups every time, whose programs wait for what the same words of a workspace said before."""
+    options = {"fp8_format": "e4m3", "pow2": True, "inverse": False, "special": False, "groups": groups}
+    case = Case("each", (("M", M), ("K", K), ("G", G)), "bfloat16", "fp8", tuple(options.items()))
+    for seed in range(6):
+        inputs = group_both.inputs(case, device=WHERE, seed=seed)
+        for lag in (2, 8):
+            found = group_both.run(inputs, replace(group_both.default(case), lag=lag))
+            for name, want in group_both.run_separately(inputs, None).items():
+                assert torch.equal(found[name].contiguous().view(torch.uint8), want.contiguous().view(torch.uint8)), (seed, name)
