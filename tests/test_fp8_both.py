@@ -20,7 +20,7 @@ WHERE = "cuda" if torch.cuda.is_available() else "cpu"
 @triton.jit
 def _roles(out_ptr, first, lag, BLOCKS: tl.constexpr, TILES: tl.constexpr, COUNT: tl.constexpr):
     ids = tl.arange(0, COUNT)
-    expert, block, tile = in_turn(first + ids, lag, BLOCKS, TILES)
+    expert, block, tile, _ = in_turn(first + ids, lag, BLOCKS, TILES)
     tl.store(out_ptr + ids, expert)
     tl.store(out_ptr + COUNT + ids, block)
     tl.store(out_ptr + 2 * COUNT + ids, tile)

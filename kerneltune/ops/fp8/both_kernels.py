@@ -204,7 +204,8 @@ def _turn_tile(
 
 @triton.jit
 def in_turn(program, lag, BLOCKS: tl.constexpr, TILES: tl.constexpr):
-    """What a program does: its expert and tile, or tile -1 and the row block that it casts, of all experts' BLOCKS each.
+    """What a program does: its expert and tile, or tile -1 and the row block that it casts, of all experts' BLOCKS each; and
+    whether it casts.
 
     After the first `lag` ids, at least BLOCKS, an expert's BLOCKS + TILES ids hold its tiles in order, and evenly between them
     row blocks of later experts. So all of an expert's row blocks have smaller ids than its tiles.
@@ -216,7 +217,7 @@ def in_turn(program, lag, BLOCKS: tl.constexpr, TILES: tl.constexpr):
     before = (at * BLOCKS // (BLOCKS + TILES)).to(tl.int32)
     casts = (program < lag) | (((at + 1) * BLOCKS // (BLOCKS + TILES)).to(tl.int32) > before)
     block = tl.where(program < lag, program, lag + expert * BLOCKS + before)
-    return expert, block, tl.where(casts, -1, place - before)
+    return expert, block, tl.where(casts, -1, place - before), casts
 
 
 @triton.jit
@@ -237,8 +238,8 @@ def cast_both(
     TILES: tl.constexpr = TILE_BLOCKS * STRIPES
     program = tl.program_id(0)
     if PHASE == 0:
-        expert, block, tile = in_turn(program, lag, BLOCKS, TILES)
-        casts = (tile < 0) & (block < G * BLOCKS)
+        expert, block, tile, casts = in_turn(program, lag, BLOCKS, TILES)
+        casts = casts & (block < G * BLOCKS)
     else:
         block, expert, tile, casts = program, program // TILES, program % TILES, PHASE == 1
     if casts:
