@@ -17,6 +17,16 @@ from kerneltune.spec import Case
 WHERE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_default_is_a_config_of_the_space_s_rules(dtype: str) -> None:
+    for K in [*range(1, 200), *range(200, 20000, 57)]:
+        for rows, experts in ((64, 1), (2048, 64)):
+            weights = Case("", (("E", experts), ("K", K), ("N", rows)), dtype, "fp8")
+            tokens = Case("", (("M", experts * rows), ("K", K), ("G", experts)), dtype, "fp8")
+            assert both.valid(weights, both.default(weights)) is None, weights.label
+            assert both.valid(tokens, group_both.default(tokens)) is None, tokens.label
+
+
 @triton.jit
 def _roles(out_ptr, first, lag, BLOCKS: tl.constexpr, TILES: tl.constexpr, COUNT: tl.constexpr):
     ids = tl.arange(0, COUNT)

@@ -176,9 +176,10 @@ def by_rule(case: Case, of_whole_rows: int) -> BothConfig:
     K, few = case["K"], case["E"] * case["N"] < MANY_ROWS
     warps = next((w for w in (4, 8) if _registers(case, 1, 512 * w, w) <= 32), 16)
     cols = _at_most_a_row(case, 512 * warps)
-    if cdiv(K, cols) * cols > max(cols, K * 1.25) and _registers(case, 2, cols // 2, warps) <= 32:
+    held = cdiv(K, cols) * cols
+    if held > max(cols, K * 1.7) or (held > max(cols, K * 1.25) and _registers(case, 2, cols // 2, warps) <= 32):
         cols //= 2
-    step, most = 1, of_whole_rows if cols >= K else 32
+    step, most = min(max(1, warps * 512 // cols), _MOST_STEP), of_whole_rows if cols >= K else 32
     while step < _MOST_STEP and _registers(case, 2 * step, cols, warps) <= most:
         step *= 2
     return BothConfig(rows=16 if few or step == most // 8 else 32, step=step, cols=cols, warps=warps, lag=2)
