@@ -30,7 +30,7 @@ Quants = Annotated[
 ]
 VariantNames = Annotated[
     list[str] | None,
-    typer.Option("--variant", metavar="NAME", help="Only variants or peers of such a name, like 'fp8*'; may be repeated."),
+    typer.Option("--variant", metavar="NAME", help="Only variants or peers of such a name, like 'rowwise*'; may be repeated."),
 ]
 PolicyName = Annotated[str, typer.Option("--policy", metavar="|".join(POLICIES), help="How times are taken.")]
 Budget = Annotated[float | None, typer.Option("--budget", metavar="SECONDS", help="Tuning time per case.")]
