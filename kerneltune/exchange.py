@@ -56,8 +56,9 @@ _DISPATCH = '''
 def best(variant, axes, dtype, quant="none", options=(), policy="cold", valid=lambda config: True):
     """The knobs that kerneltune's cache has for a case: of the nearest entry that is valid; None where it has none.
 
-    axes: sizes by name, such as {"M": 8192, "N": 4096}. options: a value for each. valid: whether the kernel takes these knobs
-    for the case, which the cache asks of the operator and this module does not know.
+    axes: sizes by name, such as {"M": 8192, "N": 4096}. options: a value for each. policy: how times were taken; entries of it
+    and of "cold" serve, of two as near its own. valid: whether the kernel takes these knobs for the case, which the cache asks of
+    the operator and this module does not know.
     """
     stored = [
         ((entry["axes"], entry["dtype"], entry["options"]), entry["config"])

@@ -74,7 +74,7 @@ class Selection:
 
     def names(self, variant: str) -> bool:
         """Whether a variant is asked for by name."""
-        return any(fnmatch.fnmatchcase(variant, pattern) for pattern in self.variants)
+        return any(fnmatch.fnmatch(variant, pattern) for pattern in self.variants)
 
     def takes_variant(self, variant: str) -> bool:
         """Whether a variant belongs to the selection."""

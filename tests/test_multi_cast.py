@@ -38,21 +38,28 @@ def agrees(
     assert torch.allclose(out.scale_inv, 1 / scales, rtol=1e-6)
 
 
-def test_whole_and_odd_sizes_keep_their_places_in_one_call_of_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: list[list[tuple[int, ...]]] = []
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, ...]]]:
+    """The sizes of every launch."""
+    found: list[list[tuple[int, ...]]] = []
     table = multi._table
-    monkeypatch.setattr(multi, "_table", lambda ts, *rest: (launched.append([t[3:5] for t in ts]), table(ts, *rest))[1])
+    monkeypatch.setattr(multi, "_table", lambda ts, *rest: (found.append([t[3:5] for t in ts]), table(ts, *rest))[1])
+    return found
+
+
+def test_whole_and_odd_sizes_keep_their_places_in_one_call_of_two_launches(launched: list[list[tuple[int, ...]]]) -> None:
     xs = weights((64, 32), (33, 20), (16, 128), (48, 80), (5, 7), (70, 130))
     scales, amaxes = scalars(6)
     agrees(xs, scales, amaxes, multi_cast_transpose(xs, scales, amaxes, config=SMALL))
     assert launched == [[(64, 32), (16, 128), (48, 80)], [(33, 20), (5, 7), (70, 130)]]
 
 
-def test_an_address_that_is_no_multiple_of_16_is_read_number_by_number() -> None:
+def test_an_address_that_is_no_multiple_of_16_is_not_read_in_words(launched: list[list[tuple[int, ...]]]) -> None:
     flat = torch.randn(64 * 32 + 1, device=WHERE).to(torch.bfloat16)
     xs = [flat[1:].view(64, 32), flat[:-1].view(32, 64)]
     scales, amaxes = scalars(2)
     agrees(xs, scales, amaxes, multi_cast_transpose(xs, scales, amaxes, config=SMALL))
+    assert launched == [[(32, 64)], [(64, 32)]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

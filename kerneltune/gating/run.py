@@ -99,5 +99,5 @@ def _selected(record: Record, ops: Mapping[str, Op], plan: sweep.Sweep, selectio
         of_plan
         and record.policy == options.policy
         and selection.covers(record.op, record.case, record.dtype, record.quant)
-        and (selection.takes_variant(record.variant) if selection.variants else options.peers or not peer)
+        and (selection.names(record.variant) if selection.variants else options.peers or not peer)
     )
