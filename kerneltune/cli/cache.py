@@ -11,6 +11,7 @@ import typer
 
 from kerneltune.cells import pairs
 from kerneltune.cli import options as o
+from kerneltune.cli import rules
 from kerneltune.cli.console import deliver, show, show_table
 from kerneltune.cli.progress import reporter
 from kerneltune.errors import unknown
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 _STALE = ("stale", "stale-but-good")
 
 app = typer.Typer(no_args_is_help=True, help="Show, check, verify and exchange the cached configs.")
+
+app.command("observe")(rules.observe)
 
 
 @app.command("list")

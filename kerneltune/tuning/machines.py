@@ -6,7 +6,7 @@ Decides nothing about configs and prints nothing.
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -102,6 +102,10 @@ class Machines:
     def look_ahead(self, later: Sequence[Tuner], search: Search) -> None:
         """Say which cases come next, in place of those said before; `fill` compiles for them."""
         self._later = self._asked(later, search)
+
+    def look_ahead_at(self, later: Iterable[tuple[Tuner, Config]]) -> None:
+        """Say which configs come next, in place of what was said before; `fill` compiles them."""
+        self._later = ((tuner, config) for tuner, config in later if (_place(tuner), config) not in self._ahead)
 
     def _asked(self, later: Sequence[Tuner], search: Search) -> Iterator[tuple[Tuner, Config]]:
         for tuner in later:

@@ -117,13 +117,16 @@ def measure_space(
     tuner: Tuner,
     compiling: Callable[[Config], Compiling],
     on_trial: Callable[[Config, Trial], None] = lambda _config, _trial: None,
+    some: Sequence[Config] | None = None,
 ) -> dict[Config, Trial]:
-    """Evaluate every valid config of the space, in random order, with three times the samples of a search; decides nothing.
+    """Evaluate configs in random order with three times the samples of a search; decide nothing.
+
+    some: the configs, None for every valid one of the space.
 
     Raises:
         ValueError: the space has no valid config for the case, or says what makes no sense.
     """
-    pool = checked_space(tuner.op, tuner.case, tuner.variant)
+    pool = checked_space(tuner.op, tuner.case, tuner.variant) if some is None else list(some)
     tuner.samples = 3 * SCREEN_SAMPLES
     known, begin = _known(tuner, pool), partial(_begin, tuner, compiling)
     with tuner:

@@ -36,6 +36,7 @@ OPS = (
         free_axes=gemm.FREE_AXES,
         bands=gemm.BANDS,
         free_options=gemm.FREE_OPTIONS,
+        unseen_options=(),
         flops=reference.flops,
         inputs=reference.inputs,
         reference=reference.reference,

@@ -1,0 +1,100 @@
+"""Configs that serve a case from other cases: knobs as they are, or following a size as the recorded configs do."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kerneltune import cache
+from kerneltune.rounding import next_power_of_2
+from kerneltune.rule import Form, Scaled
+from kerneltune.spec import Case, Config, Op, Variant
+
+_EXPLAINED = 0.7
+"""Share of a knob's variance that may be left when it follows a size; more is chance."""
+_LEAST_DONORS = 5
+
+Donor = tuple[Case, dict[str, Any]]
+
+
+def donors_of(op: Op, variant: Variant, policy: str, device_slug: str, root: Path | None) -> list[Donor]:
+    """Return the recorded cases of a variant with their knobs, without those that no longer fit."""
+    found = []
+    for entry in cache.load(op.name, device_slug, root):
+        case = Case(entry.case, entry.axes, entry.dtype, entry.quant, entry.options)
+        if (entry.variant, entry.policy) == (variant.name, policy) and config_of(variant, case, entry.config) is not None:
+            found.append((case, entry.config))
+    return found
+
+
+def config_of(variant: Variant, case: Case, knobs: Mapping[str, Any]) -> Config | None:
+    """Return the config with these knobs; None where it is not valid for the case."""
+    try:
+        config = variant.config_from(knobs)
+        return config if variant.valid(case, config) is None else None
+    except (ValueError, ArithmeticError, TypeError, OverflowError):
+        return None
+
+
+def followed(donors: Sequence[Donor]) -> dict[str, tuple[str, int]]:
+    """Return the knobs that follow a size: knob -> (axis, 1 where it grows with the size, -1 where it shrinks)."""
+    found: dict[str, tuple[str, int]] = {}
+    if len(donors) < _LEAST_DONORS:
+        return found
+    for knob, value in donors[0][1].items():
+        if type(value) is not int or any(type(given.get(knob)) is not int or given[knob] < 1 for _, given in donors):
+            continue
+        logs = np.log2([given[knob] for _, given in donors])
+        best = _EXPLAINED * float(logs.var())
+        for axis, _ in donors[0][0].axes:
+            sizes = np.log2([next_power_of_2(case[axis]) for case, _ in donors])
+            for sign in (1, -1):
+                left = float((logs - sign * sizes).var())
+                if left < best:
+                    best, found[knob] = left, (axis, sign)
+    return found
+
+
+def forms_of(donor: Donor, follows: Mapping[str, tuple[str, int]]) -> list[Form]:
+    """Return a donor's config as it is and, where knobs follow a size, with these following."""
+    case, knobs = donor
+    plain = Form(tuple(knobs.items()))
+    if not follows:
+        return [plain]
+    scaled = {}
+    for knob, (axis, sign) in follows.items():
+        whole = next_power_of_2(case[axis])
+        scaled[knob] = Scaled(axis, knobs[knob] / whole if sign > 0 else float(knobs[knob] * whole), sign < 0)
+    return [plain, Form(tuple((name, scaled.get(name, value)) for name, value in knobs.items()))]
+
+
+def distance(a: Case, b: Case) -> float:
+    """Return how far apart two cases are: log2 of their sizes, 2 for another option or mode, 0.5 for another type."""
+    apart = sum(abs(math.log2(max(size, 1) / max(b[axis], 1))) for axis, size in a.axes)
+    other = dict(b.options)
+    apart += 2.0 * sum(other.get(name) != value for name, value in a.options)
+    return apart + 2.0 * (a.quant != b.quant) + 0.5 * (a.dtype != b.dtype)
+
+
+def rivals(op: Op, variant: Variant, case: Case, donors: Sequence[Donor], most: int) -> list[Config]:
+    """Return what a rule might choose for a case: default, promising, the nearest donors' configs, then the most frequent."""
+    follows = followed(donors)
+    offered = [(distance(case, donor[0]), form) for donor in donors for form in forms_of(donor, follows)]
+    counts = Counter(form for _, form in offered)
+    near = [form for _, form in sorted(offered, key=lambda pair: pair[0])]
+    frequent = [form for form, _ in counts.most_common()]
+    sizes = dict(case.axes)
+    own = [knobs for donor, knobs in donors if donor == case]
+    found: dict[Config, None] = {config: None for knobs in own if (config := config_of(variant, case, knobs)) is not None}
+    found |= dict.fromkeys([variant.default_config(case), *variant.promising(case)[: most // 4]])
+    for group, limit in ((near, most // 2), (frequent, most), (near, most)):
+        for form in dict.fromkeys(group):
+            if len(found) >= (limit + len(own) + 1 if group is near else most):
+                break
+            config = config_of(variant, case, form.at(sizes))
+            if config is not None:
+                found[config] = None
+    return list(found)[:most]
