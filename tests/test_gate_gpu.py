@@ -8,9 +8,9 @@ import torch
 
 from kerneltune import device, ops
 from kerneltune.cli.options import load_ops
-from kerneltune.gating.planted import measure_planted
 from kerneltune.gating.run import run_gate, run_processes
 from kerneltune.gating.verdict import gate
+from kerneltune.lab.planted import measure_planted
 from kerneltune.plan import Options, Quiet, Selection
 from kerneltune.spec import Case
 

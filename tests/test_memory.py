@@ -22,7 +22,8 @@ from kerneltune.records import Record
 from kerneltune.search.trials import Trial, TrialStore
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
 from kerneltune.stats import Samples
-from kerneltune.tuning import bench, noise, versus
+from kerneltune.lab import noise, versus
+from kerneltune.tuning import bench
 from kerneltune.tuning.apart import check_apart
 from kerneltune.tuning.tuner import Tuner
 

@@ -7,9 +7,9 @@ from typing import Any
 import landscapes
 import numpy as np
 
+from kerneltune.lab.replay import Answered
 from kerneltune.search.loop import Search, explore
 from kerneltune.search.refusals import REFUSED, chances
-from kerneltune.search.replay import Answered
 from kerneltune.search.trials import Trial, TrialStore
 from kerneltune.spec import Case
 

@@ -9,12 +9,12 @@ import numpy as np
 
 from kerneltune import device
 from kerneltune.device import Device
+from kerneltune.lab.tuners import Found, Task, by_kerneltune, by_triton
 from kerneltune.measuring.compiler import Compiled
 from kerneltune.search.trials import Trial
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
 from kerneltune.stats import Samples
 from kerneltune.tuning import machines
-from kerneltune.tuning.tuners import Found, Task, by_kerneltune, by_triton
 
 H200 = Device("NVIDIA H200", "sm_90", 132, 50 << 20, "580")
 launched: list[Config] = []

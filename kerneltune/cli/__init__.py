@@ -19,16 +19,13 @@ from kerneltune.cli import (
     gate,
     insight,
     inspect,
+    lab,
     moe,
-    noise,
     ops,
     profile,
-    replay,
     report,
-    study,
     sweep,
     tune,
-    versus,
     weights,
 )
 from kerneltune.cli.console import error_line, show
@@ -37,7 +34,7 @@ from kerneltune.spec import PLUGINS
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
-_RESUMED = ("sweep", "tune", "versus")
+_RESUMED = ("sweep", "tune")
 
 
 class _Group(TyperGroup):
@@ -92,24 +89,30 @@ app.command("ops")(ops.command)
 app.command("sweep")(sweep.command)
 app.command("tune")(tune.command)
 app.command("insight")(insight.command)
-app.command("noise")(noise.command)
-app.command("replay")(replay.command)
-app.command("versus")(versus.command)
 app.command("compare")(compare.command)
 app.command("moe")(moe.command)
 app.command("weights")(weights.command)
 app.command("gate")(gate.command)
-app.command("study")(study.command)
 app.command("report")(report.command)
 app.command("inspect")(inspect.command)
 app.command("profile")(profile.command)
 app.command("profiled", hidden=True)(profile.driver)
 app.add_typer(cache.app, name="cache")
+app.add_typer(lab.app, name="lab")
 app.command("doctor")(doctor.command)
-for _command in (*app.registered_commands, *cache.app.registered_commands):
+for _command in (*app.registered_commands, *cache.app.registered_commands, *lab.app.registered_commands):
     # one line a paragraph, which typer breaks where the terminal ends; it would keep the source's breaks too
     _paragraphs = ((_command.callback and _command.callback.__doc__) or "").split("\n\n")
     _command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in _paragraphs)
+
+
+def _moved(context: typer.Context) -> None:
+    raise ValueError(f"{context.info_name}: moved: kerneltune lab {' '.join([str(context.info_name), *context.args])}".rstrip())
+
+
+for _name in ("noise", "replay", "study", "versus"):
+    _any = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+    app.command(_name, hidden=True, context_settings=_any)(_moved)
 
 
 def _version(wanted: bool) -> None:

@@ -19,7 +19,6 @@ COMMANDS = [
     "tune",
     "compare",
     "gate",
-    "study",
     "cache",
     "cache list",
     "cache show",
@@ -29,8 +28,10 @@ COMMANDS = [
     "cache export",
     "cache import",
     "insight",
-    "noise",
-    "replay",
+    "lab noise",
+    "lab replay",
+    "lab study",
+    "lab versus",
     "report",
     "inspect",
     "profile",
@@ -65,6 +66,12 @@ def test_every_command_has_help(command: str) -> None:
     result = run(*command.split(), "--help")
     assert result.exit_code == 0
     assert "Usage:" in result.stdout
+
+
+@pytest.mark.parametrize("name", ["noise", "replay", "study", "versus"])
+def test_command_moved_to_the_lab_names_its_new_place(name: str) -> None:
+    assert refused(name) == f"error: {name}: moved: kerneltune lab {name}"
+    assert refused(name, "rmsnorm", "--help") == f"error: {name}: moved: kerneltune lab {name} rmsnorm --help"
 
 
 def test_sizes_that_an_operator_has_no_knobs_for() -> None:

@@ -19,7 +19,7 @@ COMMANDS = [
     ("ops",),
     *(("ops", op) for op in ("rmsnorm_fwd", "fp8_grouped_gemm", "int4_gemm", "moe_step")),
     ("cache", "list"),
-    ("study", "--from", str(data_root("results") / "nvidia_h200" / "study")),
+    ("lab", "study", "--from", str(data_root("results") / "nvidia_h200" / "study")),
     *(("cache", "show", op) for op in ("rmsnorm_fwd", "fp8_grouped_gemm", "int4_gemm")),
 ]
 

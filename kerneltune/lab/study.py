@@ -5,7 +5,7 @@ replacement, the processes of a baseline, of a new run and of its further measur
 once with nothing planted, and for every delay once with it planted in one row of ten. No process is on both sides, but
 repetitions share processes, and all processes run one after another on one GPU: other days, drivers and GPUs are not in it.
 
-Judges by gate.confirm alone; the decision part is a pure function. Imports campaign, gate, planted, pooling and processes.
+Judges by gate.confirm alone; the decision part is a pure function.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,10 +16,10 @@ import numpy as np
 
 from kerneltune.campaign import configured
 from kerneltune.files import replace_text
-from kerneltune.gating.planted import measure_planted
 from kerneltune.gating.pooling import pool
 from kerneltune.gating.run import LoadOps
 from kerneltune.gating.verdict import MIN_CHANGE_US, RERUNS, WORST_FIRST, Outcome, RowKey, confirm
+from kerneltune.lab.planted import measure_planted
 from kerneltune.plan import Options, Progress, Selection, require_gpu
 from kerneltune.processes import in_fresh_processes
 from kerneltune.records import Record, load, to_json
@@ -77,7 +77,7 @@ def measure(
         ValueError: no GPU, bad input, or a process that crashed.
     """
     load_ops()
-    require_gpu("study")
+    require_gpu("lab study")
     progress.stage("measure", processes)
     found: list[Process] = []
     for process in in_fresh_processes(processes, _measure, load_ops, selection, options, tuple(delays)):

@@ -20,6 +20,8 @@ from typing import Any
 from kerneltune import device
 from kerneltune.errors import without_places
 from kerneltune.files import replace_text
+from kerneltune.lab.journal import Journal
+from kerneltune.lab.tuners import EXHAUSTIVE, HELION, SIDES, US, Found, Task, finalists, helion_version, unable
 from kerneltune.measuring.compare import commit, obstacle
 from kerneltune.measuring.compiler import TARGETS, CompilePool
 from kerneltune.measuring.memory import release_memory
@@ -33,11 +35,9 @@ from kerneltune.sweep import results_root
 from kerneltune.tuning import IMPORTED
 from kerneltune.tuning.bench import SCREEN_SAMPLES, Measuring
 from kerneltune.tuning.isolated import IsolatedBench, Named, split_cores
-from kerneltune.tuning.journal import Journal
 from kerneltune.tuning.knobs import Given, checked_space, narrowed
 from kerneltune.tuning.machines import empty_caches
 from kerneltune.tuning.tuner import job
-from kerneltune.tuning.tuners import EXHAUSTIVE, HELION, SIDES, US, Found, Task, finalists, helion_version, unable
 
 DEFAULT = "default config"
 BEST = "best of the space"
@@ -111,7 +111,7 @@ def contest(
         ValueError: no GPU, a case that does not fit or cannot be cold, a space that makes no sense, a journal that cannot be read
             or written, or no side found a config.
     """
-    require_gpu("versus")
+    require_gpu("lab versus")
     space = checked_space(op, case, narrowed(variant, knobs))
     if len(space) < 2:
         raise ValueError(f"{op.name} {case.label}: one config: expected a space to search")

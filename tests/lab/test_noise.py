@@ -15,11 +15,12 @@ from made_up_gpu import OPS, Bench, Pool
 from typer.testing import CliRunner
 
 from kerneltune.cli import app
+from kerneltune.lab import noise
 from kerneltune.measuring.compiler import Compiled
 from kerneltune.plan import Options
 from kerneltune.spec import Case, Config, Variant
 from kerneltune.stats import Samples
-from kerneltune.tuning import machines, noise
+from kerneltune.tuning import machines
 from kerneltune.tuning.isolated import ChildLostError
 
 
@@ -96,5 +97,5 @@ def test_noise_of_a_config_without_a_time_is_one_line(options: Options, monkeypa
 
 
 def test_noise_of_an_operator_without_knobs_is_one_line() -> None:
-    result = CliRunner().invoke(app, ["noise", "moe_training"])
+    result = CliRunner().invoke(app, ["lab", "noise", "moe_training"])
     assert result.exit_code == 2 and result.stderr.startswith("error: moe_step: no variant of ours has knobs")

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 from kerneltune import processes
 from kerneltune.cli import app
 from kerneltune.files import data_root
+from kerneltune.lab.replay import Answered, Gaps, nearest_best, replay
 from kerneltune.search import spaces
 from kerneltune.search.loop import Search, explore, propose
-from kerneltune.search.replay import Answered, Gaps, nearest_best, replay
 from kerneltune.search.surrogate import Surrogate
 from kerneltune.search.trials import Trial
 
@@ -178,7 +178,7 @@ def test_gaps_before_the_first_time_count_as_large() -> None:
 
 
 def run(*arguments: object) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, ["replay", *map(str, arguments)])
+    result = CliRunner().invoke(app, ["lab", "replay", *map(str, arguments)])
     return result.exit_code, result.stdout, result.stderr
 
 
@@ -216,7 +216,7 @@ def test_replay_says_what_it_is_at_and_keeps_nothing_when_interrupted(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kerneltune.search.replay.replay", interrupted)
+    monkeypatch.setattr("kerneltune.lab.replay.replay", interrupted)
     code, _, err = run(*arguments)
     assert (code, err.splitlines()[-1]) == (130, "interrupted")
 

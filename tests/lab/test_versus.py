@@ -18,13 +18,13 @@ from versus_jobs import CASE, H200, OP, VARIANT, Bench, Knobs
 
 from kerneltune import device, ops
 from kerneltune.cli import app
+from kerneltune.lab import tuners, versus
+from kerneltune.lab.tuners import EXHAUSTIVE, HELION, US, Found, Task, by_helion, by_triton, finalists
+from kerneltune.lab.versus import BEST, DEFAULT, Contest, contest, keep
 from kerneltune.plan import Options, Quiet
 from kerneltune.search.loop import Search
 from kerneltune.spec import Case
-from kerneltune.tuning import tuners, versus
 from kerneltune.tuning.isolated import Named
-from kerneltune.tuning.tuners import EXHAUSTIVE, HELION, US, Found, Task, by_helion, by_triton, finalists
-from kerneltune.tuning.versus import BEST, DEFAULT, Contest, contest, keep
 
 SIDES = {US: versus_jobs.ours, EXHAUSTIVE: versus_jobs.triton, "Third": versus_jobs.broken}
 
@@ -80,10 +80,10 @@ def test_all_sides_search_the_same_configs_and_meet_in_one_run(fought: tuple[Con
 
 def test_a_contest_is_kept_beside_the_others(fought: tuple[Contest, Path], options: Options) -> None:
     found, _ = fought
-    path, table = keep(found, ["kerneltune", "versus", "my op"], options)
+    path, table = keep(found, ["kerneltune", "lab", "versus", "my op"], options)
     row = json.loads(path.read_text())
     assert path.name == "fake_optimized_a_bfloat16_none_cold.json" and path.parent.name == "versus"
-    assert row["command"] == "kerneltune versus 'my op'" and row["configs"] == 16 and row["driver"] == "580"
+    assert row["command"] == "kerneltune lab versus 'my op'" and row["configs"] == 16 and row["driver"] == "580"
     assert [line["name"] for line in row["lines"]] == [line.name for line in found.lines]
     keep(replace(found, case=replace(CASE, name="b")), ["kerneltune"], options)
     text = table.read_text()
@@ -254,14 +254,14 @@ def test_the_finalists_are_the_choices_the_default_and_the_best_of_every_ranking
 
 def test_without_a_gpu_the_command_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "current", lambda: device.NO_GPU)
-    result = CliRunner().invoke(app, ["versus", "rmsnorm", "--op", "rmsnorm_fwd"])
-    assert (result.exit_code, result.stderr) == (2, "error: versus needs a GPU: in the interpreter nothing can be timed\n")
-    nothing = CliRunner().invoke(app, ["versus", "rmsnorm", "--case", "no-such"])
+    result = CliRunner().invoke(app, ["lab", "versus", "rmsnorm", "--op", "rmsnorm_fwd"])
+    assert (result.exit_code, result.stderr) == (2, "error: lab versus needs a GPU: in the interpreter nothing can be timed\n")
+    nothing = CliRunner().invoke(app, ["lab", "versus", "rmsnorm", "--case", "no-such"])
     assert nothing.stderr.endswith("rmsnorm.yaml: no case with case=no-such\n")
     for seconds in ("0", "nan"):
-        result = CliRunner().invoke(app, ["versus", "rmsnorm", "--helion-budget", seconds])
+        result = CliRunner().invoke(app, ["lab", "versus", "rmsnorm", "--helion-budget", seconds])
         assert (result.exit_code, result.stderr) == (2, f"error: helion-budget: {float(seconds)!r}: expected 1 or more\n")
-    result = CliRunner().invoke(app, ["versus", "rmsnorm", "--restrict", "warps"])
+    result = CliRunner().invoke(app, ["lab", "versus", "rmsnorm", "--restrict", "warps"])
     assert (result.exit_code, result.stderr) == (2, "error: restrict: 'warps': expected NAME=V1,V2\n")
 
 

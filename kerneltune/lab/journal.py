@@ -9,9 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from kerneltune.lab.tuners import Found
 from kerneltune.search.trials import append, knobs_of
 from kerneltune.spec import Variant
-from kerneltune.tuning.tuners import Found
 
 SCHEMA = 1
 

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from kerneltune import device, ops
 from kerneltune.cli import app
-from kerneltune.gating import planted, study
-from kerneltune.gating.study import Process, decide
+from kerneltune.lab import planted, study
+from kerneltune.lab.study import Process, decide
 from kerneltune.records import Record
 from kerneltune.spec import Case
 
@@ -89,7 +89,7 @@ def test_what_is_kept_is_read_back(tmp_path: Path) -> None:
 
 def test_the_command_decides_on_what_was_kept(tmp_path: Path) -> None:
     study.save(tmp_path / "kept", simulated(3, 10, (0.1,)))
-    arguments = ["study", "--from", tmp_path / "kept", "--per-side", "1", "--repeats", "2"]
+    arguments = ["lab", "study", "--from", tmp_path / "kept", "--per-side", "1", "--repeats", "2"]
     files = ["--markdown", tmp_path / "t.md", "--csv", tmp_path / "t.csv"]
     result = CliRunner().invoke(app, [str(a) for a in (*arguments, *files)])
     assert result.exit_code == 0, result.output
@@ -102,9 +102,9 @@ def test_the_command_decides_on_what_was_kept(tmp_path: Path) -> None:
     )
     assert csv.splitlines()[0] == "planted,measured,rows,short,failed,missing,regression,ambiguous,slower,faster,pass"
     assert [line.split(",")[::2][:2] for line in csv.splitlines()[1:]] == [["0", "20"], ["0.1", "2"]]
-    few = CliRunner().invoke(app, ["study", "rmsnorm", "--processes", "8"])
+    few = CliRunner().invoke(app, ["lab", "study", "rmsnorm", "--processes", "8"])
     assert (few.exit_code, few.stderr) == (2, "error: processes: 8: expected 9 or more\n")
-    wrong = CliRunner().invoke(app, ["study", "rmsnorm", "--delay", "0"])
+    wrong = CliRunner().invoke(app, ["lab", "study", "rmsnorm", "--delay", "0"])
     assert (wrong.exit_code, wrong.stderr) == (2, "error: delay: 0.0: expected 0.001 or more\n")
 
 
