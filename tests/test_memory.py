@@ -14,7 +14,7 @@ from made_up import NoBench
 
 from kerneltune import campaign, device
 from kerneltune.campaign import measure_live
-from kerneltune.gating import planted
+from kerneltune.lab import planted
 from kerneltune.measuring import compare, memory
 from kerneltune.measuring.memory import Shortage, affordable, shortage
 from kerneltune.plan import Options, Quiet, Selection
