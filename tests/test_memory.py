@@ -14,7 +14,7 @@ from made_up import NoBench
 
 from kerneltune import campaign, device
 from kerneltune.campaign import measure_live
-from kerneltune.lab import planted
+from kerneltune.lab import noise, planted, versus
 from kerneltune.measuring import compare, memory
 from kerneltune.measuring.memory import Shortage, affordable, shortage
 from kerneltune.plan import Options, Quiet, Selection
@@ -22,7 +22,6 @@ from kerneltune.records import Record
 from kerneltune.search.trials import Trial, TrialStore
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
 from kerneltune.stats import Samples
-from kerneltune.lab import noise, versus
 from kerneltune.tuning import bench
 from kerneltune.tuning.apart import check_apart
 from kerneltune.tuning.tuner import Tuner
