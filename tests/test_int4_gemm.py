@@ -6,7 +6,8 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -221,9 +222,11 @@ def test_parts_of_any_value_are_handed_over_and_leave_zeros(monkeypatch: pytest.
     """A word of zero means that a part is not there yet."""
     handed_out: list[torch.Tensor] = []
 
-    def spied(count: int, device: torch.device) -> torch.Tensor:
-        handed_out.append(counters(count, device))
-        return handed_out[-1]
+    @contextmanager
+    def spied(count: int, device: torch.device) -> Iterator[torch.Tensor]:
+        with counters(count, device) as words:
+            handed_out.append(words)
+            yield words
 
     monkeypatch.setattr(gemm, "counters", spied)
     codes = some_codes(66, 512, 64, True)

@@ -1,11 +1,13 @@
-"""Zero-initialised memory through which the programs of one launch talk to each other.
+"""Zero-initialised memory through which the programs of a launch, or of several launches, communicate.
 
-Layout: tl_exchange's `launch_tag`, `close_launch` and `publish`. Launches nothing. May import torch.
+`with workspace(...) as ws:` lends memory to the launches inside the block. Layout: tl_exchange's `launch_tag`, `close_launch` and
+`publish`. Launches nothing.
 """
 
 import ctypes
-import itertools
+from collections.abc import Callable
 from functools import cache, lru_cache
+from types import TracebackType
 
 import torch
 
@@ -17,61 +19,99 @@ HEADER_WORDS = 32
 _MIN_WORDS = 1 << 16
 _CAPTURES_KEPT = 64
 
-_LAUNCHES_NUMBERED = 1 << 31
-"""After so many launches a workspace is cleared: the 32 bits of their numbers would come round to those of words in it."""
+LOANS_PER_CLEARING = 1 << 31
+"""Clear a workspace after so many loans: launch numbers have 32 bits, and words of old launches must not match a new number."""
 
 
-def workspace(slots: int, device: torch.device) -> torch.Tensor:
-    """(≥ slots + header,) int64 for the next launch on the current stream.
+class Loan:
+    """Memory that one caller has at a time: `with loan as tensor:`.
 
-    Launches on one stream follow each other and share a workspace: each marks its words with the number of its launch, so
-    nothing has to be cleared but once in 2^31 launches. A CUDA graph has a workspace of its own, cleared once at the start of
-    every replay, so that graphs may be replayed side by side.
+    The end of the block gives the memory back. If the block ends with an exception, the memory is dropped, because a launch may
+    be missing and the words may be those of an unfinished operation.
     """
-    return _memory(slots + HEADER_WORDS, device, "slots")
+
+    __slots__ = ("_free", "_loans", "_period", "_tensor")
+
+    def __init__(self, tensor: torch.Tensor, free: "list[Loan] | None", period: int) -> None:
+        self._tensor, self._free, self._loans, self._period = tensor, free, 0, period
+
+    def __enter__(self) -> torch.Tensor:
+        self._loans += 1
+        if self._loans % self._period == 0:
+            self._tensor.zero_()
+        return self._tensor
+
+    def __exit__(self, kind: type[BaseException] | None, _value: BaseException | None, _trace: TracebackType | None) -> None:
+        if kind is None and self._free is not None:
+            self._free.append(self)
 
 
-def counters(count: int, device: torch.device) -> torch.Tensor:
-    """(≥ count,) int64 zeros, which the next launch on the current stream must leave zero; shared as a workspace is."""
-    return _memory(count, device, "counters")
+class Pool:
+    """The memory of one size for one stream.
+
+    `lend` never gives memory that another caller has: two threads that launch on the stream at once have memory of their own, so
+    that the order of their launches does not matter. What was given back is lent again, without a wait, because the next
+    borrower's launches follow on the same stream. `list.pop` and `list.append` are atomic, so that no lock is needed.
+
+    Args:
+        make: allocates zeroed words.
+        period: loans after which memory is cleared.
+    """
+
+    def __init__(self, make: Callable[[], torch.Tensor], period: int = LOANS_PER_CLEARING) -> None:
+        self._make, self._period = make, period
+        self._free: list[Loan] = []
+
+    def lend(self) -> Loan:
+        """Return memory that nobody else has until the loan's `with` block ends."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            return Loan(self._make(), self._free, self._period)
 
 
-def _memory(least: int, device: torch.device, purpose: str) -> torch.Tensor:
+def workspace(slots: int, device: torch.device) -> Loan:
+    """Lend (≥ slots + header,) int64 words to the launches of one operation on the current stream.
+
+    Each launch marks its words with the launch number of the workspace, so that nothing is cleared between loans, except once in
+    2^31. A CUDA graph has memory of its own, cleared once at the start of every replay, so that graphs may be replayed side by
+    side.
+    """
+    return _lend(slots + HEADER_WORDS, device, "slots")
+
+
+def counters(count: int, device: torch.device) -> Loan:
+    """Lend (≥ count,) int64 zeros, which the launches inside the block must leave zero; memory is shared as a workspace is."""
+    return _lend(count, device, "counters")
+
+
+def _lend(least: int, device: torch.device, purpose: str) -> Loan:
     words = max(_MIN_WORDS, next_power_of_2(least))
     if device.type != "cuda":
-        return torch.zeros(words, dtype=torch.int64, device=device)
+        return Loan(_zeros(words, device), None, LOANS_PER_CLEARING)
     stream = torch.cuda.current_stream(device).cuda_stream
     capture = _capture_id(stream) if torch.cuda.is_current_stream_capturing() else 0
     if capture is None:
-        return torch.zeros(words, dtype=torch.int64, device=device)
+        return Loan(_zeros(words, device), None, LOANS_PER_CLEARING)
     if capture:
-        return _of_capture(device.index or 0, stream, capture, words, purpose)
-    return _of_stream(device.index or 0, stream, words, purpose).next()
+        return _pool_of_capture(device.index or 0, stream, capture, words, purpose).lend()
+    return _pool_of_stream(device.index or 0, stream, words, purpose).lend()
 
 
-class _Shared:
-    """Memory of the launches on one stream, which follow each other; `next` gives it to the next of them."""
-
-    def __init__(self, words: int, device: torch.device) -> None:
-        with torch.inference_mode(False):  # what inference mode makes cannot be cleared outside of it
-            self._memory = torch.zeros(words, dtype=torch.int64, device=device)
-        self._launches = itertools.count(1)
-
-    def next(self) -> torch.Tensor:
-        if next(self._launches) % _LAUNCHES_NUMBERED == 0:
-            self._memory.zero_()
-        return self._memory
+def _zeros(words: int, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):  # memory of inference mode cannot be cleared outside of it
+        return torch.zeros(words, dtype=torch.int64, device=device)
 
 
 @cache
-def _of_stream(index: int, _stream: int, words: int, _purpose: str) -> _Shared:
-    return _Shared(words, torch.device("cuda", index))
+def _pool_of_stream(index: int, _stream: int, words: int, _purpose: str) -> Pool:
+    return Pool(lambda: _zeros(words, torch.device("cuda", index)))
 
 
 @lru_cache(maxsize=_CAPTURES_KEPT)
-def _of_capture(index: int, _stream: int, _capture: int, words: int, _purpose: str) -> torch.Tensor:
-    """Allocated while capturing: the memory and its clearing belong to the graph."""
-    return torch.zeros(words, dtype=torch.int64, device=torch.device("cuda", index))
+def _pool_of_capture(index: int, _stream: int, _capture: int, words: int, _purpose: str) -> Pool:
+    """Allocates while capturing: the memory and its clearing belong to the graph."""
+    return Pool(lambda: _zeros(words, torch.device("cuda", index)))
 
 
 @cache

@@ -1,7 +1,9 @@
 """Expert weights in fp8 that stay in one place, refreshed there once per optimiser step. May import its neighbours."""
 
+import threading
 import weakref
 from collections import Counter
+from collections.abc import Iterable
 from functools import cache
 
 import torch
@@ -14,13 +16,56 @@ from kerneltune.nn.fp8_products import Fp8Weights, cast_weights
 from kerneltune.nn.recipes import Recipe
 
 
+class _Streams:
+    """Orders the uses of tensors on several CUDA streams: whoever reads waits for the last write, whoever writes for all readers.
+
+    Does nothing on other devices, nor while a graph is captured: events of the outside may not be waited for there.
+    """
+
+    def __init__(self) -> None:
+        self._written: torch.cuda.Event | None = None
+        self._users: dict[int, torch.cuda.Stream] = {}
+
+    def before_write(self, device: torch.device) -> None:
+        """Make the current stream wait for what was launched so far on streams that use the tensors."""
+        if (current := _current(device)) is not None:
+            for key, stream in self._users.items():
+                if key != current.cuda_stream:
+                    current.wait_stream(stream)
+
+    def after_write(self, device: torch.device) -> None:
+        """Remember that the current stream wrote the tensors."""
+        if (current := _current(device)) is not None:
+            self._written, self._users = current.record_event(), {current.cuda_stream: current}
+
+    def before_read(self, tensors: Iterable[Tensor], device: torch.device) -> None:
+        """Make the current stream wait for the last write, once per write and stream."""
+        current = _current(device)
+        if current is None or self._written is None or current.cuda_stream in self._users:
+            return
+        current.wait_event(self._written)
+        self._users[current.cuda_stream] = current
+        for tensor in tensors:
+            tensor.record_stream(current)
+
+
+def _current(device: torch.device) -> torch.cuda.Stream | None:
+    """Return the current stream of a GPU; None on another device and while a graph is captured."""
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return None
+    return torch.cuda.current_stream(device)
+
+
 class WeightWorkspace:
     """The fp8 of one weight. The first call allocates; later ones write to the same addresses, so that graphs find it there.
 
+    Any thread may call it, on any stream: a call waits for the one under way, and work on one stream for the cast on another.
     A copy, by deepcopy or pickle, is empty.
     """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._streams = _Streams()
         self._cast: Fp8Weights | None = None
         self._of: weakref.ref[Tensor] | None = None
         self._seen: tuple[object, ...] = ()
@@ -38,7 +83,8 @@ class WeightWorkspace:
 
     def clear(self) -> None:
         """Let go of the memory."""
-        self._cast, self._of, self._seen, self._unsure = None, None, (), False
+        with self._lock:
+            self._cast, self._of, self._seen, self._unsure, self._streams = None, None, (), False, _Streams()
 
     def get(
         self,
@@ -60,6 +106,15 @@ class WeightWorkspace:
                 replay of a graph; saves the cast under delayed scaling alone. The first call casts anyway.
             amax: as in `fp8_grouped_mm`.
         """
+        with self._lock:
+            cast = self._known_cast(weight, recipe, update, skip, amax)
+            self._streams.before_read(cast, weight.device)
+            return cast
+
+    def _known_cast(
+        self, weight: Tensor, recipe: Recipe | DelayedScaling, update: bool, skip: Tensor | None, amax: Tensor | None
+    ) -> Fp8Weights:
+        """Return the fp8 of the weight as it is now; the caller holds the lock."""
         version = 0 if weight.is_inference() else weight._version
         seen = (weight.data_ptr(), version, tuple(weight.shape), weight.dtype, weight.device, recipe)
         same = self._of is not None and self._of() is weight and self._seen == seen
@@ -68,7 +123,8 @@ class WeightWorkspace:
         known = same and (skip is not None or not self._unsure)
         with torch.inference_mode(False):  # what an evaluation casts is there for training, too
             if self._cast is None or self._seen[2:] != seen[2:]:
-                self._cast, self._unsure = _cast(weight, recipe, amax), False
+                self._cast, self._unsure, self._streams = _cast(weight, recipe, amax), False, _Streams()
+                self._streams.after_write(weight.device)
             elif update or skip is not None or not known or stepped:
                 self._refresh(weight, recipe, skip, amax)
                 self._unsure = skip is not None and (self._unsure or not same or stepped)
@@ -78,17 +134,25 @@ class WeightWorkspace:
         return self._cast
 
     def _refresh(self, weight: Tensor, recipe: Recipe | DelayedScaling, skip: Tensor | None, amax: Tensor | None) -> None:
-        """In place, no version counted up."""
+        """Write the fp8 in place, without a new version."""
         assert self._cast is not None
-        with torch.no_grad(), _unsafe_preserve_version_counter(tuple(self._cast)):
+        self._streams.before_write(weight.device)
+        self._write(weight, recipe, self._cast, skip, amax)
+        self._streams.after_write(weight.device)
+
+    @staticmethod
+    def _write(
+        weight: Tensor, recipe: Recipe | DelayedScaling, cast: Fp8Weights, skip: Tensor | None, amax: Tensor | None
+    ) -> None:
+        with torch.no_grad(), _unsafe_preserve_version_counter(tuple(cast)):
             if isinstance(recipe, DelayedScaling) and recipe.known:
-                recipe.cast_weights(weight.detach(), self._cast, None if skip is None else skip.reshape(1).float())
+                recipe.cast_weights(weight.detach(), cast, None if skip is None else skip.reshape(1).float())
                 return
             if skip is None and isinstance(recipe, Recipe):
-                cast_weights(weight.detach().transpose(1, 2), recipe, self._cast, amax)
+                cast_weights(weight.detach().transpose(1, 2), recipe, cast, amax)
                 return
             fresh = _cast(weight, recipe, amax)
-            for t, new in {id(t): (t, new) for t, new in zip(self._cast, fresh, strict=True)}.values():
+            for t, new in {id(t): (t, new) for t, new in zip(cast, fresh, strict=True)}.values():
                 if skip is None:
                     t.copy_(new)
                 else:

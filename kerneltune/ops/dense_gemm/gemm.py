@@ -3,6 +3,7 @@
 May import cache, spec, arguments, tl_gemm, tl_lib, workspace.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -175,12 +176,13 @@ def _launch(op, quant, x, w, x_scale, w_scale, out_dtype, config: DenseConfig | 
     c: DenseConfig = config
     tiles = cdiv(N, c.tokens) * cdiv(M, c.rows)
     parts = torch.empty((c.splits, N, M), dtype=torch.float32, device=x.device) if c.splits > 1 else y
-    _dense_gemm[(tiles * c.splits,)](
-        x, w, x if x_scale is None else x_scale, x if w_scale is None else w_scale, y, parts,
-        counters(tiles, x.device) if c.splits > 1 else y, N, M, K, x.stride(0),
-        SCALED=x_scale is not None, FULL=N % c.tokens == 0 and M % c.rows == 0, EVEN=K % c.depth == 0, SWAP=c.swap,
-        TOKENS=c.tokens, ROWS=c.rows, DEPTH=c.depth, STAGES=c.stages, SPLITS=c.splits, num_warps=c.warps,
-    )  # fmt: skip
+    with counters(tiles, x.device) if c.splits > 1 else nullcontext(y) as counts:
+        _dense_gemm[(tiles * c.splits,)](
+            x, w, x if x_scale is None else x_scale, x if w_scale is None else w_scale, y, parts, counts,
+            N, M, K, x.stride(0),
+            SCALED=x_scale is not None, FULL=N % c.tokens == 0 and M % c.rows == 0, EVEN=K % c.depth == 0, SWAP=c.swap,
+            TOKENS=c.tokens, ROWS=c.rows, DEPTH=c.depth, STAGES=c.stages, SPLITS=c.splits, num_warps=c.warps,
+        )  # fmt: skip
     return y
 
 

@@ -121,14 +121,14 @@ def launch(
     pairs = 2 if in_pairs(x) else 1
     tiles = tile_blocks * cdiv(K, tile_cols)
     lag = min(blocks, ahead + resident(x.device, c.lag))
-    ws, done = workspace(groups * K, x.device), counters(cdiv(groups, 2), x.device).view(torch.int32)
     together = is_cuda() or INTERPRETED
-    for phase, programs in ((0, lag + blocks + tiles),) if together else ((1, blocks), (2, tiles)):
-        kernel[(programs,)](
-            x, *outputs, ws_ptr=ws, done_ptr=done, G=groups, lag=lag, **arguments,
-            K=K, ROWS=c.rows, STEP=c.step, ABREAST=min(c.step, _abreast(c)), LANES=c.cols // pairs, PAIRS=pairs,
-            TILE_ROWS=TILE_ROWS, TILE_COLS=tile_cols, PHASE=phase, num_warps=c.warps, **cast.constants,
-        )  # fmt: skip
+    with workspace(groups * K, x.device) as ws, counters(cdiv(groups, 2), x.device) as done:
+        for phase, programs in ((0, lag + blocks + tiles),) if together else ((1, blocks), (2, tiles)):
+            kernel[(programs,)](
+                x, *outputs, ws_ptr=ws, done_ptr=done.view(torch.int32), G=groups, lag=lag, **arguments,
+                K=K, ROWS=c.rows, STEP=c.step, ABREAST=min(c.step, _abreast(c)), LANES=c.cols // pairs, PAIRS=pairs,
+                TILE_ROWS=TILE_ROWS, TILE_COLS=tile_cols, PHASE=phase, num_warps=c.warps, **cast.constants,
+            )  # fmt: skip
 
 
 def _abreast(config: BothConfig) -> int:

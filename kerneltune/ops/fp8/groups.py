@@ -186,7 +186,6 @@ def _launch(parts, offs, groups: int, rows: int, cast: Cast, c: GroupConfig) -> 
     longest = cdiv(rows + 3, c.rows)
     total = blocks * stripes
     programs = max(1, min(total, resident(x.device, c.ctas)))
-    ws = workspace(groups * stripes * (c.cols + 1), x.device)
     table = None if offs is None else torch.empty(groups + 1, dtype=torch.int32, device=x.device)
     # 16-bit numbers in pairs, where widths and addresses allow
     pairs = 2 if all(in_pairs(part[0]) for part in parts) else 1
@@ -195,14 +194,15 @@ def _launch(parts, offs, groups: int, rows: int, cast: Cast, c: GroupConfig) -> 
         check_apart("x", part[0], c.rows, pairs)
     if pairs == 2:
         x, x2 = x.view(torch.int32), x2.view(torch.int32)
-    for phase, options in phases(c.warps, c.ctas, together=longest <= (c.ahead + 1) * programs):
-        kernels._cast_transpose_groups[(programs,)](
-            x, x2, q, q2, scale, scale2, offs, table, ws, rows, groups, total,
-            WEIGHT_ROWS=rows if offs is None else 0, C=x.shape[1], C2=x2.shape[1], stride=x.stride(0), stride2=x2.stride(0),
-            DUAL=len(parts) > 1, GROUPS_LOG2=max(0, (groups - 1).bit_length()), ROWS=c.rows, COLS=c.cols // pairs, PAIRS=pairs,
-            dtype=dtype, PHASE=phase, PACKED=rows % 4 == 0, STAGES=c.stages, AHEAD=c.ahead, RELOAD=c.reload, num_warps=c.warps,
-            **cast.constants, **options,
-        )  # fmt: skip
+    with workspace(groups * stripes * (c.cols + 1), x.device) as ws:
+        for phase, options in phases(c.warps, c.ctas, together=longest <= (c.ahead + 1) * programs):
+            kernels._cast_transpose_groups[(programs,)](
+                x, x2, q, q2, scale, scale2, offs, table, ws, rows, groups, total,
+                WEIGHT_ROWS=rows if offs is None else 0, C=x.shape[1], C2=x2.shape[1], stride=x.stride(0), stride2=x2.stride(0),
+                DUAL=len(parts) > 1, GROUPS_LOG2=max(0, (groups - 1).bit_length()), ROWS=c.rows, COLS=c.cols // pairs,
+                PAIRS=pairs, dtype=dtype, PHASE=phase, PACKED=rows % 4 == 0, STAGES=c.stages, AHEAD=c.ahead, RELOAD=c.reload,
+                num_warps=c.warps, **cast.constants, **options,
+            )  # fmt: skip
 
 
 def space(case: Case) -> Space:

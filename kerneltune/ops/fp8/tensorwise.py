@@ -189,7 +189,6 @@ def _launch(x, offs, q, q_t, scale, cast: Cast, config: SegmentConfig | None, am
     blocks = segments * cdiv(rows, c.rows) if offs is None else rows // c.rows + segments
     total = blocks * cdiv(x.shape[1], cols)
     programs = min(total, resident(x.device, c.ctas)) if c.ctas else total
-    ws = workspace(segments + total if cast.pow2 else segments, x.device)
     offs_or_any = x if offs is None else offs
     tile = {
         "C": x.shape[1], "stride": x.stride(0), "JAGGED": offs is not None,
@@ -205,18 +204,21 @@ def _launch(x, offs, q, q_t, scale, cast: Cast, config: SegmentConfig | None, am
         if not c.ctas and offs is None and x.itemsize == 4:
             tile |= registers(c.warps, at_most(c, 4 // pairs))
         constants = {"FP8_MAX": cast.constants["FP8_MAX"], **out, **tile}
-        early_kernels.cast_early[(programs,)](x, q_or_any, q_t_or_any, offs_or_any, amax, ws, *size, STAGES=c.stages, **constants)
         few = min(total, resident(x.device, c.ctas or _AGAIN))
-        early_kernels.cast_again[(few,)](
-            x, q_or_any, q_t_or_any, scale, offs_or_any, amax, ws, *size, INVERSE=cast.inverse, LANES=_LANES, **constants
-        )
+        casts = (x, q_or_any, q_t_or_any)
+        with workspace(segments + total, x.device) as ws:
+            early_kernels.cast_early[(programs,)](*casts, offs_or_any, amax, ws, *size, STAGES=c.stages, **constants)
+            early_kernels.cast_again[(few,)](
+                *casts, scale, offs_or_any, amax, ws, *size, INVERSE=cast.inverse, LANES=_LANES, **constants
+            )
         return
     tile |= {"STAGES": c.stages}
-    tensorwise_kernels._amax_segments[(programs,)](x, offs_or_any, ws, *size, **tile)
-    tensorwise_kernels._cast_segments[(programs,)](
-        x, q_or_any, q_t_or_any, scale, offs_or_any, ws, *size,
-        FP8_MAX=cast.constants["FP8_MAX"], INVERSE=cast.inverse, **out, **tile,
-    )  # fmt: skip
+    with workspace(segments, x.device) as ws:
+        tensorwise_kernels._amax_segments[(programs,)](x, offs_or_any, ws, *size, **tile)
+        tensorwise_kernels._cast_segments[(programs,)](
+            x, q_or_any, q_t_or_any, scale, offs_or_any, ws, *size,
+            FP8_MAX=cast.constants["FP8_MAX"], INVERSE=cast.inverse, **out, **tile,
+        )  # fmt: skip
 
 
 def checked(fp8_format: str, pow2: bool, inverse: bool, layout: str, where: torch.device) -> Cast:

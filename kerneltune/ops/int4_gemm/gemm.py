@@ -4,6 +4,7 @@ May import cache, spec, arguments, workspace.
 """
 
 import itertools
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,10 +88,8 @@ def int4_gemm(
     tiles, token_tiles = cdiv(M, ROWS * c.blocks), cdiv(N, c.tokens)
     words = (c.splits - 1) * tiles * token_tiles * (ROWS * c.blocks * c.tokens)  # of four bytes
     prefetch = c.prefetch and since_sm_90() and _aligned(x, weight)
-    operands = (
-        x, weight.packed, weight.scales, weight.scales if zeros is None else zeros, y if bias is None else bias, y,
-        counters(cdiv(words, 2), x.device) if words else y, N, M, K, x.stride(0),
-    )  # fmt: skip
+    operands = (x, weight.packed, weight.scales, weight.scales if zeros is None else zeros, y if bias is None else bias, y)
+    sizes = (N, M, K, x.stride(0))
     common = {
         "GROUPS": weight.scales.shape[3], "ONE_GROUP": weight.group not in GROUPS, "ZEROS": zeros is not None,
         "BIAS": bias is not None, "PREFETCH": prefetch, "TOKENS": c.tokens, "STEPS": steps, "SPLITS": c.splits,
@@ -102,16 +101,18 @@ def int4_gemm(
     if _in_fours(c):
         if wrong := _wrong_in_fours(K, weight.group, c):
             raise ValueError(f"config={c}: {wrong}")
-        warpgroups._int4_gemm_by_warpgroups[grid](*operands, **common)
+        with counters(cdiv(words, 2), x.device) if words else nullcontext(y) as parts:
+            warpgroups._int4_gemm_by_warpgroups[grid](*operands, parts, *sizes, **common)
         return y
     full, even = N % c.tokens == 0, DEPTH * steps * c.along * c.splits == K
     shorter = not even and _last_shorter(K, c)
     even = even or shorter
     ahead = _reads_ahead(c, weight, full and even)
-    kernels._int4_gemm[grid](
-        *operands, FULL=full, EVEN=even, LAST_SHORTER=shorter, ROWS=c.rows, ALONG=c.along, AHEAD=ahead,
-        LAST_APART=ahead and c.tokens == 16 and steps > 2, **common,
-    )  # fmt: skip
+    with counters(cdiv(words, 2), x.device) if words else nullcontext(y) as parts:
+        kernels._int4_gemm[grid](
+            *operands, parts, *sizes, FULL=full, EVEN=even, LAST_SHORTER=shorter, ROWS=c.rows, ALONG=c.along, AHEAD=ahead,
+            LAST_APART=ahead and c.tokens == 16 and steps > 2, **common,
+        )  # fmt: skip
     return y
 
 

@@ -4,6 +4,7 @@ A grid over tiles (`baseline`), the contraction in equal parts (`splitk`), or eq
 device, spec, tl_gemm, tl_lib, workspace.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,11 +167,11 @@ def run_splitk(inputs: Inputs, config: SplitConfig) -> Outputs:
 def _run_split(inputs: Inputs, c: SplitConfig) -> Outputs:
     arguments, tile, y, tiles = _arguments(inputs, c)
     parts = torch.empty((c.splits, *y.shape), dtype=torch.float32, device=y.device) if c.splits > 1 else y
-    words = counters(tiles, y.device) if c.splits > 1 else y
     (N, M), K = y.shape, inputs["x"].shape[1]
-    _plain[(tiles * c.splits,)](
-        *arguments, y, parts, words, N, M, K, arguments[2].shape[1], inputs["weight"].group, SPLITS=c.splits, **tile
-    )
+    with counters(tiles, y.device) if c.splits > 1 else nullcontext(y) as counts:
+        _plain[(tiles * c.splits,)](
+            *arguments, y, parts, counts, N, M, K, arguments[2].shape[1], inputs["weight"].group, SPLITS=c.splits, **tile
+        )
     return {"y": y}
 
 
@@ -183,10 +184,11 @@ def run_streamk(inputs: Inputs, c: StreamConfig) -> Outputs:
     most = cdiv(depth - 1, share) + 1
     parts = torch.empty((most, N, M), dtype=torch.float32, device=y.device)
     programs = cdiv(tiles * depth, share)
-    _streamk[(programs,)](
-        *arguments, y, parts, counters(tiles, y.device), N, M, K, arguments[2].shape[1], inputs["weight"].group, share,
-        PARTS=next_power_of_2(most), **tile,
-    )  # fmt: skip
+    with counters(tiles, y.device) as counts:
+        _streamk[(programs,)](
+            *arguments, y, parts, counts, N, M, K, arguments[2].shape[1], inputs["weight"].group, share,
+            PARTS=next_power_of_2(most), **tile,
+        )  # fmt: skip
     return {"y": y}
 
 

@@ -3,6 +3,7 @@
 May import cache, spec, arguments, launch, tl_lib, tl_transpose, workspace.
 """
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -162,17 +163,17 @@ def rmsnorm_bwd(
     parts, chunks = (loads, 1) if c.split else (1, loads)
     groups = _groups(x, tiles, parts, c.ctas)
     partials = torch.empty((groups, N), dtype=torch.float32, device=x.device)
-    ws = workspace(tiles * parts * c.rows, x.device) if parts > 1 else None
     # 16-bit numbers in pairs, where the width and addresses allow
     pairs = 2 if in_pairs(x) and in_pairs(dz) and weight.storage_offset() % 2 == 0 else 1
     words = [t.view(torch.int32) if pairs == 2 else t for t in (dz, x, weight, dx)]
-    for phase, options in _phases(parts, c):
-        backward_kernels._rmsnorm_bwd_main[(groups * parts,)](
-            words[0], words[1], rsigma, words[2], words[3], partials, ws, M, N // pairs,
-            ZERO_CENTERED=zero_centered, ROWS=c.rows, COLS=c.cols // pairs, CHUNKS=chunks, PARTS=parts, PHASE=phase, PAIRS=pairs,
-            dtype=TL_DTYPES[x.dtype], DG_ROWS=c.sum_rows(x.element_size()), EARLY=parts == 1 and M * N <= _SHORT,
-            STAGES=c.stages, num_warps=c.warps, **options,
-        )  # fmt: skip
+    with workspace(tiles * parts * c.rows, x.device) if parts > 1 else nullcontext() as ws:
+        for phase, options in _phases(parts, c):
+            backward_kernels._rmsnorm_bwd_main[(groups * parts,)](
+                words[0], words[1], rsigma, words[2], words[3], partials, ws, M, N // pairs,
+                ZERO_CENTERED=zero_centered, ROWS=c.rows, COLS=c.cols // pairs, CHUNKS=chunks, PARTS=parts, PHASE=phase,
+                PAIRS=pairs, dtype=TL_DTYPES[x.dtype], DG_ROWS=c.sum_rows(x.element_size()),
+                EARLY=parts == 1 and M * N <= _SHORT, STAGES=c.stages, num_warps=c.warps, **options,
+            )  # fmt: skip
     rows = next_power_of_2(groups)
     cols = max(8, _DGAMMA_TILE // rows)
     backward_kernels._rmsnorm_bwd_dgamma[(cdiv(N, cols),)](
@@ -193,13 +194,13 @@ def _launch_rows(x, weight, y, rsigma, scale, amax, scale_inv, eps, zero_centere
         )  # fmt: skip
         return
     parts, chunks = (loads, 1) if c.split else (1, loads)
-    ws = workspace(tiles * parts * c.rows, x.device) if parts > 1 else None
-    for phase, options in _phases(parts, c):
-        kernels._rmsnorm_fwd_loop[(_groups(x, tiles, parts, c.ctas) * parts,)](
-            x, weight, y, rsigma, scale, amax, scale_inv, ws, M, N, x.stride(0), eps,
-            ZERO_CENTERED=zero_centered, FP8=fp8, FP8_MAX=FP8_MAX[fp8_format], KEEP=keep, ROWS=c.rows, COLS=c.cols,
-            CHUNKS=chunks, PARTS=parts, PHASE=phase, EVEN=N % c.cols == 0, STAGES=c.stages, num_warps=c.warps, **options,
-        )  # fmt: skip
+    with workspace(tiles * parts * c.rows, x.device) if parts > 1 else nullcontext() as ws:
+        for phase, options in _phases(parts, c):
+            kernels._rmsnorm_fwd_loop[(_groups(x, tiles, parts, c.ctas) * parts,)](
+                x, weight, y, rsigma, scale, amax, scale_inv, ws, M, N, x.stride(0), eps,
+                ZERO_CENTERED=zero_centered, FP8=fp8, FP8_MAX=FP8_MAX[fp8_format], KEEP=keep, ROWS=c.rows, COLS=c.cols,
+                CHUNKS=chunks, PARTS=parts, PHASE=phase, EVEN=N % c.cols == 0, STAGES=c.stages, num_warps=c.warps, **options,
+            )  # fmt: skip
 
 
 def _turns_behind(y: torch.Tensor, c: FwdConfig) -> bool:
@@ -212,12 +213,12 @@ def _turns_behind(y: torch.Tensor, c: FwdConfig) -> bool:
 def _launch_turned(x, weight, y, y_t, rsigma, scale, amax, scale_inv, eps, zero_centered, fp8_format, c) -> None:
     M, N = x.shape
     blocks = cdiv(M, _BLOCK)
-    done = counters(cdiv(blocks, 2), x.device).view(torch.int32)
-    kernels._rmsnorm_fwd_turned[(blocks * (_BLOCK // c.rows + cdiv(N, _TILE)),)](
-        x, weight, y, rsigma, scale, amax, scale_inv, y_t.view(torch.uint8), done, M, N, x.stride(0), eps,
-        cdiv(_BEHIND_BYTES, _BLOCK * N), ZERO_CENTERED=zero_centered, FP8_MAX=FP8_MAX[fp8_format], BLOCK=_BLOCK, TILE=_TILE,
-        **_options(N, c),
-    )  # fmt: skip
+    with counters(cdiv(blocks, 2), x.device) as done:
+        kernels._rmsnorm_fwd_turned[(blocks * (_BLOCK // c.rows + cdiv(N, _TILE)),)](
+            x, weight, y, rsigma, scale, amax, scale_inv, y_t.view(torch.uint8), done.view(torch.int32), M, N, x.stride(0), eps,
+            cdiv(_BEHIND_BYTES, _BLOCK * N), ZERO_CENTERED=zero_centered, FP8_MAX=FP8_MAX[fp8_format], BLOCK=_BLOCK, TILE=_TILE,
+            **_options(N, c),
+        )  # fmt: skip
 
 
 def _options(N: int, c: FwdConfig) -> dict[str, Any]:
