@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kerneltune import cache, ops, sweep
+from kerneltune.kernel_lib.groups import align_groups, aligned_size
 from kerneltune.measuring.check import Checker
 from kerneltune.ops import fp8_grouped_gemm as gemm
 from kerneltune.ops.fp8_grouped_gemm import custom, kernels, product, scaled_mm
@@ -22,7 +23,7 @@ OPTIMIZED = OP.variant("optimized")
 BENCHES = [entry.case for entry in sweep.load(sweep.find("fp8_grouped_gemm"), {OP.name: OP}).bench]
 E4M3 = torch.float8_e4m3fn
 ENDS = [(0, 0, 5, 5, 33), (33, 33, 33), (1, 2, 3, 33), (33,), (0, 20, 20)]
-TOKEN_ENDS = [(0, 16, 16, 208), (208, 208), (16, 32, 176), (208,), (0, 0)]
+TOKEN_ENDS = [(0, 16, 16, 208), (208, 208), (16, 32, 176), (208,), (0, 0), (1, 8, 8, 33, 207), (5, 205), (3, 4, 5)]
 
 
 def integers(*shape: int) -> torch.Tensor:
@@ -70,6 +71,41 @@ def test_weight_gradients_are_exact_and_those_of_empty_groups_zero(ends: tuple[i
 @pytest.mark.parametrize("ends", [(48, 368, 384, 640, 640), (16, 496, 640), (304, 624, 640)], ids=str)
 def test_steps_that_begin_before_their_group_take_nothing_of_its_neighbours(ends: tuple[int, ...], parts: int) -> None:
     _check_weight_gradients(640, ends, config(depth=64, parts=parts))
+
+
+@pytest.mark.parametrize(
+    ("ends", "c"), [((7, 7, 8, 140, 331), c) for c in CONFIGS] + [((0, 333), CONFIGS[0]), ((0, 0), CONFIGS[0])]
+)
+def test_weight_gradient_of_aligned_groups_equals_that_of_each_group_alone(ends: tuple[int, ...], c: gemm.GemmConfig) -> None:
+    N, K, E, offs = 80, 272, len(ends), ends_of(*ends)
+    x, y = integers(333, N), integers(333, K)
+    a, b = (align_groups(t.view(torch.uint8), offs).t().contiguous().view(E4M3) for t in (x, y))
+    scale_a, scale_b = powers(E, N), powers(E, K)
+    out = gemm.fp8_grouped_gemm(a, b.t(), scale_a, scale_b, offs, out_dtype=torch.float32, aligned=True, config=c)
+    for group, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
+        sums = x[start:end].double().t() @ y[start:end].double()
+        assert torch.equal(out[group], (sums * scale_a[group, :, None] * scale_b[group]).float()), group
+
+
+@pytest.mark.parametrize("ends", [(90, 40, 80), (-5, 500, 20), (2**31 - 1, -(2**31), 100), (50, 100, 129)], ids=str)
+@pytest.mark.parametrize("product_of", ["rows", "weights", "aligned"])
+def test_offsets_in_disorder_write_and_read_nothing_outside(ends: tuple[int, ...], product_of: str) -> None:
+    M, N, K, E, one = 128, 48, 32, len(ends), torch.ones(1, device=WHERE)
+    padded = torch.full((M + 2 * E, K * 8), 0x7F, dtype=torch.uint8, device=WHERE).view(E4M3)  # NaN outside
+    if product_of == "rows":
+        a = padded[:, :K]
+        a[E : M + E] = integers(M, K)
+        out = torch.full((M + 2, N), 7.0, device=WHERE)
+        weights = integers(E, N, K).transpose(1, 2)
+        gemm.fp8_grouped_gemm(
+            a[E : M + E], weights, one, one, ends_of(*ends), out_dtype=torch.float32, out=out[1:-1], config=config()
+        )
+        assert (out[[0, -1]] == 7).all()
+        return
+    size = aligned_size(M, E) if product_of == "aligned" else M
+    a, b = integers(N, size), integers(K, size)
+    found = gemm.fp8_grouped_gemm(a, b.t(), one, one, ends_of(*ends), aligned=product_of == "aligned", config=config())
+    assert found.isfinite().all()
 
 
 def _check_weight_gradients(M: int, ends: tuple[int, ...], c: gemm.GemmConfig) -> None:
@@ -160,7 +196,9 @@ CALL = gemm.fp8_grouped_gemm
         (lambda: CALL(A, B, ONE, torch.ones(64, 2).t(), OFFS), r"scale_b must be contiguous, got strides \(1, 2\)"),
         (lambda: CALL(A, B, ONE, torch.ones(2, 48), OFFS), r"scale_b must be .*\(2, 64\).* got \(2, 48\)"),
         (lambda: CALL(X, Y[:16], ONE, ONE, OFFS), r"a \(N, M\) and b \(M, K\) disagree"),
-        (lambda: CALL(X[:, :24], Y[:24], ONE, ONE, OFFS), "M must be a multiple of 16 above 0, got M=24"),
+        (lambda: CALL(X, Y, ONE, ONE, OFFS, aligned=True), "M a multiple of 128, at least 256, got M=32 for groups=2"),
+        (lambda: CALL(A, B, ONE, TWO, OFFS, aligned=True), r"are those of a weight gradient, b \(M, K\), got b \(2, 48, 64\)"),
+        (lambda: CALL(X, Y, ONE, ONE, OFFS, config=gemm.CUTLASS), "cutlass takes no groups of any size"),
         (lambda: CALL(X, Y.contiguous(), ONE, ONE, OFFS), r"rows of b.t\(\) must be contiguous"),
         (lambda: CALL(X, Y, torch.ones(16), ONE, OFFS), r"scale_a must be .*\(2, 16\) or \(32,\).* got \(16,\)"),
         (lambda: CALL(A, B, ONE, TWO, OFFS, out_dtype=torch.float64), "out_dtype must be one of bfloat16.*float64"),
@@ -216,9 +254,14 @@ def test_every_backend_is_offered_once_and_tried_by_every_search() -> None:
     for case in BENCHES:
         configs = list(OPTIMIZED.configs(case))
         backends = [c.backend for c in configs]
-        assert backends.count("cutlass") == 1 and backends.count("triton") > 50
+        rows = case.option("product") == "rows"
+        assert backends.count("cutlass") == rows and backends.count("triton") > 50
         promising = OPTIMIZED.promising(case)
-        assert promising[0] == gemm.CUTLASS and set(promising) <= set(configs) and len(set(promising)) == len(promising) > 3
+        assert (
+            (promising[0] == gemm.CUTLASS) == rows
+            and set(promising) <= set(configs)
+            and len(set(promising)) == len(promising) > 3
+        )
 
 
 def test_the_operator_has_a_fake_that_tells_shape_and_type() -> None:

@@ -4,6 +4,32 @@ import torch
 
 from kerneltune.spec import Case
 
+GROUP_ALIGNMENT = 128
+"""Aligned groups begin at multiples of so many columns of a transposed fp8 operand: one step of a product's contraction."""
+
+
+def aligned_size(tokens: int, groups: int) -> int:
+    """Return how many columns hold any `groups` groups of `tokens` rows in all, each at its `aligned_starts`."""
+    return (tokens // GROUP_ALIGNMENT + groups) * GROUP_ALIGNMENT
+
+
+def aligned_starts(offs: torch.Tensor) -> torch.Tensor:
+    """Return (G,) of offs' type, the column where each aligned group begins: a formula of its own start and number alone.
+
+    No group reaches the next one's start, rounded up to a multiple of GROUP_ALIGNMENT as it may be. Columns up to that multiple
+    hold zeros; the others between groups are never read.
+    """
+    starts = torch.cat([offs.new_zeros(1), offs[:-1]])
+    return (starts // GROUP_ALIGNMENT + torch.arange(offs.shape[0], dtype=offs.dtype, device=offs.device)) * GROUP_ALIGNMENT
+
+
+def align_groups(q: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """Return rows of q (M, K), any type, copied to (aligned_size, K), zeros elsewhere: what aligned casts are checked against."""
+    out = q.new_zeros((aligned_size(q.shape[0], offs.shape[0]), q.shape[1]))
+    for (start, end), to in zip(bounds(offs), aligned_starts(offs).tolist(), strict=True):
+        out[to : to + end - start] = q[start:end]
+    return out
+
 
 def bounds(offs: torch.Tensor) -> list[tuple[int, int]]:
     """Where each group begins and ends, on the host."""
@@ -15,7 +41,8 @@ def group_ends(case: Case, groups: int, device: str, seed: int, multiple: int = 
     """(groups,) int32, where each group of a case's M rows ends.
 
     The option `groups`: `balanced`, equal up to a multiple of 16; `zipf`, the i-th largest as 1/i, multiples of 16, shuffled;
-    `ragged`, cut at random multiples of `multiple`, some of the groups empty, from two on the last among them.
+    `ragged`, cut at random multiples of `multiple`, some of the groups empty, from two on the last among them; `routed`, the
+    counts of a router that draws the expert of each row, some experts more popular than others.
     """
     M = case["M"]
     generator = torch.Generator().manual_seed(seed)
@@ -23,6 +50,12 @@ def group_ends(case: Case, groups: int, device: str, seed: int, multiple: int = 
         ends = torch.randint(0, M // multiple + 1, (groups,), generator=generator).sort().values * multiple
         ends[1::4] = ends[0::4][: ends[1::4].numel()]
         ends[-2:] = M
+    elif case.option("groups") == "routed":
+        popularity = torch.exp(0.5 * torch.randn(groups, generator=generator))
+        experts = (
+            torch.multinomial(popularity, M, replacement=True, generator=generator) if M else torch.zeros(0, dtype=torch.int64)
+        )
+        ends = torch.bincount(experts, minlength=groups).cumsum(0)
     else:
         shares = torch.ones(groups, dtype=torch.float64)
         if case.option("groups") == "zipf":

@@ -152,6 +152,12 @@ def wide(x):
 
 
 @triton.jit
+def aligned_start(start, group, ALIGNMENT: tl.constexpr):
+    """The column at which a group begins that begins at row `start` of the tokens, where groups are `aligned` (groups.py)."""
+    return (start // ALIGNMENT + group) * ALIGNMENT
+
+
+@triton.jit
 def only_if(mask, flag):
     """mask & flag, of a tensor of booleans and what comparing scalars gave, as a mask.
 

@@ -12,9 +12,9 @@ __all__ = ["CUTLASS", "OPS", "GemmConfig", "fp8_grouped_gemm", "run"]
 
 
 def run(inputs: Inputs, config: GemmConfig | None) -> Outputs:
-    """`fp8_grouped_gemm` on a case's inputs."""
+    """Run `fp8_grouped_gemm` on a case's inputs."""
     tensors = (inputs[name] for name in ("a", "b", "scale_a", "scale_b", "offs"))
-    return {"out": fp8_grouped_gemm(*tensors, out_dtype=inputs["out_dtype"], config=config)}
+    return {"out": fp8_grouped_gemm(*tensors, out_dtype=inputs["out_dtype"], aligned=inputs["aligned"], config=config)}
 
 
 OPS = (

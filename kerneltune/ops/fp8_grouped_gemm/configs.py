@@ -53,8 +53,10 @@ def space(case: Case) -> Space:
 
 
 def valid(case: Case, config: GemmConfig) -> str | None:
-    """Why a config cannot run, or cannot be worth running."""
+    """Return why a config cannot run, or cannot be worth running."""
     if config.backend == "cutlass":
+        if case.option("product") == "weights":
+            return "CUTLASS's kernel takes groups of multiples of 16 tokens, and else ends the CUDA context"
         if case.dtype != "bfloat16":
             return "CUTLASS's kernel gives bfloat16"
         return None if config == CUTLASS else "its tiles are its own"

@@ -6,7 +6,10 @@ Holds nothing but device code. May import tl_lib.
 import triton
 import triton.language as tl
 
-from kerneltune.kernel_lib.tl_lib import wide
+from kerneltune.kernel_lib.tl_lib import aligned_start, wide
+
+_TMA_BYTES = tl.constexpr(16)
+"""A descriptor begins at a multiple of so many bytes."""
 
 
 @triton.jit
@@ -75,18 +78,11 @@ def _locate(
 
 
 @triton.jit
-def _scaled_store(
-    acc, out, scale_a_ptr, scale_b_ptr, group, row, row_end, col,
+def _scaled(
+    acc, scale_a_ptr, scale_b_ptr, group, rows, row_end, cols,
     ROWS: tl.constexpr, COLS: tl.constexpr, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr,
 ):  # fmt: skip
-    """acc times its scales to rows [row, row_end) of a result. SCALE_…: 0 one number, 1 per group, 2 per row or column.
-
-    out: a pointer to (M, COLS), or, with ROWS, a descriptor of (E, ROWS, COLS).
-    """
-    rows = row + tl.arange(0, acc.shape[0])
-    cols = col + tl.arange(0, acc.shape[1])
-    if not ROWS:
-        live = (rows < row_end)[:, None] & (cols < COLS)[None, :]
+    """acc times its scales. SCALE_…: 0 one number, 1 per group, 2 per row or column."""
     if SCALE_A == 2:
         scale = tl.load(scale_a_ptr + group * ROWS + rows, mask=rows < row_end, other=0.0)[:, None]
     else:
@@ -95,7 +91,23 @@ def _scaled_store(
         acc *= tl.load(scale_b_ptr + group * COLS + cols, mask=cols < COLS, other=0.0)[None, :]
     else:
         scale *= tl.load(scale_b_ptr + group * SCALE_B)
-    acc *= scale
+    return acc * scale
+
+
+@triton.jit
+def _scaled_store(
+    acc, out, scale_a_ptr, scale_b_ptr, group, row, row_end, col,
+    ROWS: tl.constexpr, COLS: tl.constexpr, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr,
+):  # fmt: skip
+    """Store acc times its scales to rows [row, row_end) of a result.
+
+    out: a pointer to (M, COLS), or, with ROWS, a descriptor of (E, ROWS, COLS).
+    """
+    rows = row + tl.arange(0, acc.shape[0])
+    cols = col + tl.arange(0, acc.shape[1])
+    if not ROWS:
+        live = (rows < row_end)[:, None] & (cols < COLS)[None, :]
+    acc = _scaled(acc, scale_a_ptr, scale_b_ptr, group, rows, row_end, cols, ROWS, COLS, SCALE_A, SCALE_B)
     if ROWS:
         out.store([group, row, col], acc.to(out.dtype).reshape(1, acc.shape[0], acc.shape[1]))
     else:
@@ -132,30 +144,42 @@ def _columns(x_ptr, start, size, rows, stride, HEIGHT: tl.constexpr, BK: tl.cons
     return tl.make_tensor_descriptor(x_ptr + start, [rows, size], [wide(stride), 1], [HEIGHT, BK])
 
 
+@triton.jit
+def _described(start, end):
+    """Whether a descriptor can begin where the group [start, end) does; a group of no tokens needs none."""
+    return (start % _TMA_BYTES == 0) & (start < end)
+
+
 @triton.jit(do_not_specialize=["M"])
 def _grouped_gemm(
     a, b, out, scale_a_ptr, scale_b_ptr, offs_ptr, M, stride_a, stride_b,
     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, E: tl.constexpr, GROUPS: tl.constexpr,
     SCALE_A: tl.constexpr, SCALE_B: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr, RUN: tl.constexpr, PARTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Forward (ROWS 0): a and b are descriptors of (M, DEPTH) and (E COLS, DEPTH), out is a pointer to (M, COLS).
 
     Weight gradient: a and b are pointers to (ROWS, M) and (COLS, M), rows stride_… apart, out a descriptor of (E, ROWS, COLS).
+    With ALIGNMENT a and b are descriptors of the same, in which a group begins at its `aligned_start`, with zeros behind it up
+    to a multiple of ALIGNMENT. Else groups that no descriptor can begin with get zeros, and are `_weight_gradient_of_the_rest`'s.
     """
     TILE_COLS: tl.constexpr = (COLS + BN - 1) // BN
     STEPS: tl.constexpr = (DEPTH + BK - 1) // BK
     groups = tl.arange(0, GROUPS)
     starts = tl.load(offs_ptr + groups - 1, mask=(groups > 0) & (groups < E), other=0)
     ends = tl.load(offs_ptr + groups, mask=groups < E, other=0)
-    starts = tl.minimum(tl.maximum(starts, 0), M)
-    tokens = tl.maximum(tl.minimum(ends, M) - starts, 0)
+    limit = (M // ALIGNMENT - E + 1) * ALIGNMENT - 1 if ALIGNMENT else M  # the most rows that groups can have together
+    starts = tl.minimum(tl.maximum(starts, 0), limit)
+    ends = tl.maximum(tl.minimum(ends, limit), starts)
+    tokens = ends - starts
     if ROWS:
         places = _places(tokens, E) if GROUPS <= 128 else groups
         tiles = tl.where(groups < E, (ROWS + BM - 1) // BM * TILE_COLS, 0)
         last = (places + 1) * tiles
-        steps = tl.maximum(tl.cdiv(tokens + starts % BK, BK), 1)  # a group of no tokens has a result too, of zeros
+        covered = tokens if ALIGNMENT else tl.where(_described(starts, ends), tokens + starts % BK, 0)
+        steps = tl.maximum(tl.cdiv(covered, BK), 1)  # a group of no tokens has a result too, of zeros
     else:
         places = groups
         tiles = tl.cdiv(tokens, BM) * TILE_COLS
@@ -168,12 +192,14 @@ def _grouped_gemm(
     k, a_row, b_row = 0, 0, 0
     if ROWS:
         tile_steps = 1
+    else:
+        tile_steps: tl.constexpr = STEPS
+    if ROWS and not ALIGNMENT:
         first = 0
         size = M
         a_desc = _columns(a, first, size, ROWS, stride_a, BM, BK)
         b_desc = _columns(b, first, size, COLS, stride_b, BN, BK)
     else:
-        tile_steps: tl.constexpr = STEPS
         a_desc = a
         b_desc = b
     step = tile_steps - 1
@@ -183,20 +209,25 @@ def _grouped_gemm(
         if step == tile_steps:
             step = 0
             nth += 1
-            group, start, end, strip, column = _locate(_tile(nth, RUN), places, last, offs_ptr, M, ROWS, TILE_COLS, BM, BAND)
+            group, start, end, strip, column = _locate(_tile(nth, RUN), places, last, offs_ptr, limit, ROWS, TILE_COLS, BM, BAND)
             if ROWS:
-                lead = start % BK  # steps begin where lines of memory do
-                whole = (lead == 0) & ((end - start) % BK == 0) & (start < end)  # steps that need no clipping
-                had_first, had_size = first, size
-                first = tl.where(whole, 0, start)
-                size = tl.where(whole, M, tl.maximum(end - start, 1))
-                k = tl.where(start < end, start - first - lead, BK)  # beside all columns where there is nothing to read
                 a_row = strip * BM
                 b_row = column * BN
-                tile_steps = tl.maximum(tl.cdiv(end - start + lead, BK), 1)
-                if (first != had_first) | (size != had_size):
-                    a_desc = _columns(a, first, size, ROWS, stride_a, BM, BK)
-                    b_desc = _columns(b, first, size, COLS, stride_b, BN, BK)
+                if ALIGNMENT:
+                    k = tl.where(start < end, aligned_start(start, group, ALIGNMENT), M)  # else beside all columns
+                    tile_steps = tl.maximum(tl.cdiv(end - start, BK), 1)
+                else:
+                    lead = start % BK  # steps begin where lines of memory do
+                    described = _described(start, end)
+                    clipped = described & ((lead != 0) | ((end - start) % BK != 0))
+                    had_first, had_size = first, size
+                    first = tl.where(clipped, start, 0)
+                    size = tl.where(clipped, end - start, M)
+                    k = tl.where(described, start - first - lead, M)  # else beside all columns
+                    tile_steps = tl.where(described, tl.cdiv(end - start + lead, BK), 1)
+                    if (first != had_first) | (size != had_size):
+                        a_desc = _columns(a, first, size, ROWS, stride_a, BM, BK)
+                        b_desc = _columns(b, first, size, COLS, stride_b, BN, BK)
             else:
                 a_row = start + strip * BM
                 b_row = group * COLS + column * BN
@@ -204,7 +235,7 @@ def _grouped_gemm(
         acc = tl.dot(a_desc.load([a_row, at]), b_desc.load([b_row, at]).T, acc)
         if step == tile_steps - 1:
             done += 1
-            group, start, end, strip, column = _locate(_tile(done, RUN), places, last, offs_ptr, M, ROWS, TILE_COLS, BM, BAND)
+            group, start, end, strip, column = _locate(_tile(done, RUN), places, last, offs_ptr, limit, ROWS, TILE_COLS, BM, BAND)
             if ROWS:
                 row = strip * BM
                 row_end = ROWS
@@ -216,3 +247,38 @@ def _grouped_gemm(
                 ROWS, COLS, SCALE_A, SCALE_B, PARTS,
             )  # fmt: skip
             acc = tl.zeros((BM, BN), dtype=tl.float32)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _weight_gradient_of_the_rest(
+    a_ptr, b_ptr, out_ptr, scale_a_ptr, scale_b_ptr, offs_ptr, M, stride_a, stride_b,
+    ROWS: tl.constexpr, COLS: tl.constexpr, E: tl.constexpr, GROUPS: tl.constexpr,
+    SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """The weight gradients of the groups that no descriptor can begin with, loaded by single bytes; others stay as they are.
+
+    Tiles are too small for wgmma: ptxas 12.8 makes wrong code of one that takes an operand from registers.
+    """
+    TILE_COLS: tl.constexpr = (COLS + BN - 1) // BN
+    TILES: tl.constexpr = (ROWS + BM - 1) // BM * TILE_COLS
+    groups = tl.arange(0, GROUPS)
+    starts = tl.load(offs_ptr + groups - 1, mask=(groups > 0) & (groups < E), other=0)
+    if tl.sum((starts % _TMA_BYTES != 0).to(tl.int32), axis=0) > 0:
+        for group in range(E):
+            start, end = _bounds(offs_ptr, group, M)
+            if (start < end) & (start % _TMA_BYTES != 0):
+                for tile in range(tl.program_id(0), TILES, tl.num_programs(0)):
+                    rows = tile // TILE_COLS * BM + tl.arange(0, BM)
+                    cols = tile % TILE_COLS * BN + tl.arange(0, BN)
+                    acc = tl.zeros((BM, BN), dtype=tl.float32)
+                    for at in range(start, end, BK):
+                        k = at + tl.arange(0, BK)
+                        mask = (rows < ROWS)[:, None] & (k < end)[None, :]
+                        x = tl.load(a_ptr + (wide(rows)[:, None] * stride_a + k[None, :]), mask=mask, other=0.0)
+                        mask = (cols < COLS)[:, None] & (k < end)[None, :]
+                        y = tl.load(b_ptr + (wide(cols)[:, None] * stride_b + k[None, :]), mask=mask, other=0.0)
+                        acc = tl.dot(x.to(tl.float16), y.to(tl.float16).T, acc)  # which holds every e4m3 value
+                    acc = _scaled(acc, scale_a_ptr, scale_b_ptr, group, rows, ROWS, cols, ROWS, COLS, SCALE_A, SCALE_B)
+                    to = (wide(group) * ROWS + rows)[:, None] * COLS + cols[None, :]
+                    live = (rows < ROWS)[:, None] & (cols < COLS)[None, :]
+                    tl.store(out_ptr + to, acc.to(out_ptr.dtype.element_ty), mask=live)

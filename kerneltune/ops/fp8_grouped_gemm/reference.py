@@ -11,17 +11,18 @@ import torch
 
 from kerneltune.kernel_lib.agreement import close
 from kerneltune.kernel_lib.arguments import ITEMSIZE
-from kerneltune.kernel_lib.groups import bounds, group_ends
+from kerneltune.kernel_lib.groups import align_groups, aligned_size, aligned_starts, bounds, group_ends
 from kerneltune.spec import Case, Inputs, Option, Outputs, Traffic
 
 OPTIONS: dict[str, tuple[Option, ...]] = {
     "product": ("rows", "weights"),
     "scales": ("rowwise", "tensorwise"),
-    "groups": ("balanced", "zipf", "ragged"),
+    "groups": ("balanced", "zipf", "ragged", "routed"),
     "values": ("normal", "integers"),
 }
 """Groups of rows of a times a matrix each, or the weight gradient, groups of its contraction; a scale per row and column, or per
-tensor and group; the sizes of the groups; normal numbers, or integers whose sums are exact."""
+tensor and group; the sizes of the groups, those of weight gradients as `routed` aligned; normal numbers, or integers whose sums
+are exact."""
 
 _FAST_BITS = 2.0**-13
 """What a step of 32 of the tensor cores' fast accumulation may lose of the sum so far."""
@@ -35,16 +36,21 @@ def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     weights, rowwise = case.option("product") == "weights", case.option("scales") == "rowwise"
     generator = torch.Generator(device=device).manual_seed(seed) if device != "meta" else None
     exact = case.option("values") == "integers"
-    a = _values((N, M) if weights else (M, K), exact, device, generator)
-    b = _values((K, M) if weights else (E, N, K), exact, device, generator).transpose(-2, -1)
+    offs = group_ends(case, E, device, seed)
+    aligned = weights and case.option("groups") == "routed"
+    if weights:
+        a, b = (_columns(_values((M, size), exact, device, generator), offs, aligned) for size in (N, K))
+        a, b = a, b.t()
+    else:
+        a = _values((M, K), exact, device, generator)
+        b = _values((E, N, K), exact, device, generator).transpose(-2, -1)
     if weights:
         sizes: tuple[tuple[int, ...], tuple[int, ...]] = ((E, N), (E, K)) if rowwise else ((E,), (E,))
     else:
         sizes = ((M,), (E, N)) if rowwise else ((1,), (E,))
     scale_a, scale_b = (_scales(size, device, generator) for size in sizes)
     return {
-        "a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b, "exact": exact,
-        "offs": group_ends(case, E, device, seed, multiple=16 if weights else 1),
+        "a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b, "exact": exact, "offs": offs, "aligned": aligned,
         "out_dtype": getattr(torch, case.dtype),
     }  # fmt: skip
 
@@ -55,6 +61,17 @@ def _values(shape: tuple[int, ...], exact: bool, device: str, generator: torch.G
     if generator is not None and x.numel():
         x = x.random_(0, 5, generator=generator).sub_(2) if exact else x.normal_(0, 64, generator=generator).clamp_(-448, 448)
     return x.to(torch.float8_e4m3fn)
+
+
+def _columns(x: torch.Tensor, offs: torch.Tensor, aligned: bool) -> torch.Tensor:
+    """Return x (M, size) transposed, of aligned groups or with rows a multiple of 16 apart."""
+    if aligned:
+        if x.is_meta:
+            return x.new_empty((x.shape[1], aligned_size(x.shape[0], offs.shape[0])))
+        return align_groups(x.view(torch.uint8), offs).t().contiguous().view(x.dtype)
+    rows = x.new_empty((x.shape[1], -(-x.shape[0] // 16) * 16))[:, : x.shape[0]]
+    rows.view(torch.uint8).copy_(x.view(torch.uint8).t())
+    return rows
 
 
 def _scales(shape: tuple[int, ...], device: str, generator: torch.Generator | None) -> torch.Tensor:
@@ -79,6 +96,9 @@ def reference(inputs: Inputs) -> Outputs:
     else:
         out = torch.zeros(len(groups), a.shape[0], b.shape[1], dtype=dtype, device=a.device)
         atol = torch.zeros(out.shape, dtype=torch.bfloat16, device=a.device)
+        if inputs["aligned"]:
+            starts = aligned_starts(inputs["offs"]).tolist()
+            groups = [(to, to + end - start) for to, (start, end) in zip(starts, groups, strict=True)]
         for group, (start, end) in enumerate(groups):
             scale_a, scale_b = inputs["scale_a"][group, ..., None], inputs["scale_b"][group]
             out[group], atol[group] = _product(a[:, start:end], b[start:end], scale_a, scale_b, dtype)
@@ -120,7 +140,8 @@ def traffic(case: Case) -> Traffic:
     rowwise = case.option("scales") == "rowwise"
     if case.option("product") == "weights":
         scales = E * (N + K) if rowwise else 2 * E
-        return Traffic(M * (N + K) + 4 * (scales + E), ITEMSIZE[case.dtype] * E * N * K)
+        columns = aligned_size(M, E) if case.option("groups") == "routed" else M
+        return Traffic(columns * (N + K) + 4 * (scales + E), ITEMSIZE[case.dtype] * E * N * K)
     scales = M + E * N if rowwise else 1 + E
     return Traffic(M * K + E * N * K + 4 * (scales + E), ITEMSIZE[case.dtype] * M * N)
 

@@ -5,7 +5,7 @@ Neither exists on the CPU. There `_emulated` stands for them, so that what surro
 
 import torch
 
-from kerneltune.kernel_lib.groups import bounds
+from kerneltune.kernel_lib.groups import aligned_starts, bounds
 from kerneltune.spec import Case, Inputs, Outputs
 
 
@@ -45,14 +45,29 @@ def _emulated(a: torch.Tensor, b: torch.Tensor, rows: torch.Tensor, columns: tor
 
 
 def run_scaled(inputs: Inputs, _config: None) -> Outputs:
-    """`product` on a case's inputs."""
-    return {"out": product(inputs["a"], inputs["b"], inputs["scale_a"], inputs["scale_b"], inputs["offs"])}
+    """Run `product` on a case's inputs."""
+    return {"out": product(inputs["a"], inputs["b"], inputs["scale_a"], inputs["scale_b"], _ends(inputs))}
 
 
 def run_bf16(inputs: Inputs, _config: None) -> Outputs:
-    """torch._grouped_mm of the same numbers in bfloat16, with the scales in them; they are made at the first call."""
+    """Run torch._grouped_mm of the same values in bfloat16, times their scales, which are made at the first call."""
     x, y = _in_bf16(inputs)
-    return {"out": torch._grouped_mm(x, y, offs=inputs["offs"], out_dtype=torch.bfloat16)}
+    return {"out": torch._grouped_mm(x, y, offs=_ends(inputs), out_dtype=torch.bfloat16)}
+
+
+_ENDS_OF: "torch.utils.weak.WeakIdKeyDictionary" = torch.utils.weak.WeakIdKeyDictionary()
+
+
+def _ends(inputs: Inputs) -> torch.Tensor:
+    """Return where groups of columns end, each with the zeros behind it where they are aligned; made at the first call."""
+    offs: torch.Tensor = inputs["offs"]
+    if not inputs["aligned"]:
+        return offs
+    if offs not in _ENDS_OF:
+        starts = aligned_starts(offs)
+        _ENDS_OF[offs] = torch.cat([starts[1:], starts.new_full((1,), inputs["a"].shape[1])])
+    found: torch.Tensor = _ENDS_OF[offs]
+    return found
 
 
 _BF16_OF: "torch.utils.weak.WeakIdKeyDictionary" = torch.utils.weak.WeakIdKeyDictionary()
@@ -60,7 +75,7 @@ _BF16_OF: "torch.utils.weak.WeakIdKeyDictionary" = torch.utils.weak.WeakIdKeyDic
 
 def _in_bf16(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """a and b of a case's inputs times their scales, exact where these are powers of two; kept as long as a is."""
-    a, b, offs = inputs["a"], inputs["b"], inputs["offs"]
+    a, b, offs = inputs["a"], inputs["b"], _ends(inputs)
     if a not in _BF16_OF:
         E = offs.shape[0]
         if b.ndim == 3:
@@ -77,7 +92,9 @@ def _in_bf16(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def not_torch(case: Case) -> str | None:
-    """What torch's grouped products do not take."""
+    """Return why torch's grouped products do not take a case."""
     if case.dtype != "bfloat16":
         return "gives bfloat16"
+    if case.option("product") == "weights" and case.option("groups") == "ragged":
+        return "takes weight gradients of groups of multiples of 16 tokens"
     return None if case["M"] else "no tokens"
