@@ -236,7 +236,7 @@ def _weights(a: torch.Tensor, b: torch.Tensor, groups: int, aligned: bool) -> Pr
     _check_sixteenths(("N", N), ("K", K))
     _check_rows("a", a)
     _check_rows("b.t()", b.t())
-    if aligned and (M % GROUP_ALIGNMENT or M < groups * GROUP_ALIGNMENT):
+    if aligned and (M % GROUP_ALIGNMENT or groups * GROUP_ALIGNMENT > M):
         least = groups * GROUP_ALIGNMENT
         raise ValueError(f"aligned groups take M a multiple of {GROUP_ALIGNMENT}, at least {least}, got M={M} for {groups=}")
     return Product(groups, M, N, K, 0, aligned)
