@@ -307,10 +307,10 @@ def _still_good(
 ) -> list[Record] | None:
     """The rows of a case that an interrupted run left, if it left all of them for this source, driver, versions and config."""
     key = _key(op, case, policy)
-    here = {"source_hash": op.source_hash, "driver": device.current().driver, **device.versions()}
+    here = {"driver": device.current().driver, **device.versions()}
     found = []
     for variant, config in pairs:
-        wanted = {**here, "config": config_values(config)}
+        wanted = {**here, "source_hash": variant.source_hash, "config": config_values(config)}
         rows = [row for row in done.get((key, variant.name), ()) if {name: getattr(row, name) for name in wanted} == wanted]
         found += rows[-1:]
     return found if len(found) == len(pairs) else None

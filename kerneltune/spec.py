@@ -1,9 +1,10 @@
 """The nouns: Op, Variant, Case, and the configs of a variant.
 
-Frozen values. Does not measure, tune or print. Imports the standard library, errors, nearness and sources.
+Frozen values. Does not measure, tune or print. Imports the standard library, errors, identity and nearness.
 """
 
 import dataclasses
+import functools
 import importlib.util
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,8 +13,8 @@ from types import MappingProxyType
 from typing import Any
 
 from kerneltune.errors import unknown
+from kerneltune.identity import code_digest
 from kerneltune.nearness import NO_BANDS, Bands
-from kerneltune.sources import source_hash
 
 Config = Any
 """An instance of a variant's frozen config dataclass; its fields are the knobs."""
@@ -132,6 +133,11 @@ class Variant:
         """Whether another package implements this variant."""
         return bool(self.requires)
 
+    @functools.cached_property
+    def source_hash(self) -> str:
+        """Digest of the code that decides the results and the speed of a config, see `identity.code_digest`."""
+        return code_digest(self.run)
+
     def missing(self) -> tuple[str, ...]:
         """The required packages that are not installed."""
         return tuple(name for name in self.requires if importlib.util.find_spec(name) is None)
@@ -242,8 +248,3 @@ class Op:
         unseen = self.free_options if self.unseen_options is None else self.unseen_options
         options = tuple((name, self.options[name][0] if name in unseen else value) for name, value in case.options)
         return dataclasses.replace(case, options=options)
-
-    @property
-    def source_hash(self) -> str:
-        """Hash of the source that decides this operator's results and speed."""
-        return source_hash(self.module)

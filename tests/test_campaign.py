@@ -74,7 +74,11 @@ def test_without_a_gpu_a_sweep_only_checks(stream_sweep: Selection, options: Opt
         ("stream", "baseline", "even", "checked"),
     ]
     for record in found:
-        assert record.device == INTERPRETER and record.family == "tiny" and record.source_hash == OPS["stream"].source_hash
+        assert (
+            record.device == INTERPRETER
+            and record.family == "tiny"
+            and record.source_hash == OPS["stream"].variant(record.variant).source_hash
+        )
         assert record.config == {"block": 1024, "warps": 8, "ctas": 0} and record.reason == ""
         assert [record.time_us, record.gbps, record.ci_low_us, record.ci_high_us, record.n] == [None] * 5
     assert progress.stages == [("check", 2)]
@@ -194,7 +198,7 @@ def test_an_interrupted_check_goes_on_where_it_was(
     assert (spoken.stages[-1], spoken.kept[-1], len(spoken.steps)) == (("check", 2), 1, 1)
     assert checked == ["odd", "even", "even"] and [(r.case, r.status) for r in found] == [("odd", "checked"), ("even", "checked")]
     assert written(options) == [Path("runs/interpreter/tiny.check.jsonl")]
-    (options.results / journal).write_text(left.replace(OPS["stream"].source_hash, "older") + '{"op": "stre')
+    (options.results / journal).write_text(left.replace(OPS["stream"].variant("baseline").source_hash, "older") + '{"op": "stre')
     run(stream_sweep, options)
     assert checked[3:] == ["odd", "even"]
 

@@ -187,7 +187,7 @@ def test_exports_that_make_no_sense_are_refused(tmp_path: Path) -> None:
 def judged(duel: Any = None, **changes: Any) -> tuple[str, str]:
     op = OPS["rmsnorm_bwd"]
     entry = ours("rmsnorm_bwd")[0]
-    now = {"source_hash": op.source_hash, "driver": device.current().driver, **device.versions()}
+    now = {"source_hash": op.variant(entry.variant).source_hash, "driver": device.current().driver, **device.versions()}
     verdict = verify(op, replace(entry, **{"evidence": now, **changes}), duel)
     return verdict.status, verdict.reason
 
@@ -208,7 +208,7 @@ def test_an_entry_of_this_source_is_fresh_and_is_not_timed() -> None:
 
 def test_a_stale_entry_is_timed_where_that_is_possible() -> None:
     evidence = {"source_hash": "old", "driver": device.current().driver, **device.versions()}
-    changed = f"source_hash old is now {OPS['rmsnorm_bwd'].source_hash}"
+    changed = f"source_hash old is now {OPS['rmsnorm_bwd'].variant('optimized').source_hash}"
     assert judged(evidence=evidence) == ("stale", changed)
     assert judged(picks(0), evidence=evidence) == ("stale-but-good", changed)
     assert judged(picks(1), evidence=evidence) == ("stale-slower", f"{changed}: the default is faster")
@@ -216,7 +216,11 @@ def test_a_stale_entry_is_timed_where_that_is_possible() -> None:
 
 def test_where_an_entry_s_gpu_is_not_here_only_its_source_counts() -> None:
     """Neither the driver nor the packages of this machine are those that its kernels run with."""
-    elsewhere = {"source_hash": OPS["rmsnorm_bwd"].source_hash, "driver": "1", **dict.fromkeys(device.versions(), "0")}
+    elsewhere = {
+        "source_hash": OPS["rmsnorm_bwd"].variant("optimized").source_hash,
+        "driver": "1",
+        **dict.fromkeys(device.versions(), "0"),
+    }
     assert judged(evidence=elsewhere) == ("fresh", "")
     status, reason = judged(picks(0), evidence=elsewhere)
     assert status == "stale-but-good" and {line.split()[0] for line in reason.split(", ")} == {"driver", *device.versions()}
@@ -239,7 +243,7 @@ def test_cache_verify_counts_and_fails_on_what_is_invalid(tmp_path: Path) -> Non
     cache.store("rmsnorm_bwd", "another_gpu", entry, tmp_path)
     good = run("verify", "--configs", tmp_path)
     assert good.exit_code == 0 and good.stdout.splitlines()[1].split() == ["another_gpu", "rmsnorm_bwd", "stale", "1"]
-    why = f"stale: source_hash old is now {OPS['rmsnorm_bwd'].source_hash}"
+    why = f"stale: source_hash old is now {OPS['rmsnorm_bwd'].variant('optimized').source_hash}"
     assert good.stdout.splitlines()[2:] == [f"1 {why}"]
     cache.store("rmsnorm_bwd", "another_gpu", replace(entry, config={**entry.config, "warps": 4096}), tmp_path)
     bad = run("verify", "rmsnorm_bwd", "--configs", tmp_path)

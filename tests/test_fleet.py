@@ -100,7 +100,7 @@ def test_two_workers_share_the_cases_and_everything_ends_up_here(options: Option
 
 def test_a_worker_is_told_what_was_refused_at_other_sizes(options: Options, log: Path, tmp_path: Path) -> None:
     path = tmp_path / "results" / "runs" / "trials" / "nvidia_h200" / "fake.jsonl"
-    store = TrialStore(path, source_hash=OP.source_hash, driver=H200.driver, **device.versions())
+    store = TrialStore(path, source_hash=VARIANT.source_hash, driver=H200.driver, **device.versions())
     likely = [Knobs(3, 8), Knobs(4, 8)]
     for config in VARIANT.configs(WORKS[2].case):
         store.put(OP, WORKS[2].case, VARIANT, "cold", config, Trial("spills") if config in likely else Trial("ok", 10.0))

@@ -199,7 +199,7 @@ def test_what_was_found_is_shipped_and_known_from_then_on(tmp_path: Path, monkey
     run("gate", tmp_path / "rows.json", "--static", "--recompile")
     assert asked[-1] == {}
     with monkeypatch.context() as patch:
-        patch.setattr(known, "code_hash", lambda _module: "changed")
+        patch.setattr(known, "module_digest", lambda _module: "changed")
         disbelieved = "results/static is not believed, for other code read the compiler's output: `kerneltune inspect --renew`"
         assert run("inspect").stderr == f"{disbelieved}\n{said}\n" and asked[-1]["sm_90"] == Known({}, refused=True)
     assert run("inspect").stderr == ""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kerneltune import cache, ops, sources
+from kerneltune import cache, ops
 from kerneltune.inspection.static import Survey
 from kerneltune.inspection.survey import Request, cached_requests, survey
 from kerneltune.measuring import inspected, known
@@ -49,12 +49,9 @@ def test_a_damaged_line_is_not_believed(damage: tuple[str, str], tmp_path: Path)
 
 
 def test_what_other_code_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert {f"kerneltune.measuring.{name}" for name in ("reading", "assembly")} == sources._sources(
-        known.reading.__name__, {}
-    ).keys()
     known.save(tmp_path, "sm_90", {"b" * 20: FACT})
     assert not known.load(tmp_path, "sm_90").refused and not known.load(tmp_path, "sm_100").refused
-    monkeypatch.setattr(known, "code_hash", {known.reading.__name__: "changed"}.__getitem__)
+    monkeypatch.setattr(known, "module_digest", {known.reading.__name__: "changed"}.__getitem__)
     assert known.load(tmp_path, "sm_90") == Known({}, refused=True)
     path = tmp_path / "sm_90.tsv"
     path.write_text(path.read_text().partition("\n")[2])  # as files were before they said who read them
@@ -80,8 +77,8 @@ def test_what_other_code_read_is_not_found_in_the_disk_cache(monkeypatch: pytest
         return inspected.Inspecting(Known(facts), "cuda", shared_bytes).folder
 
     keys = [key({}, 1024), key({"a" * 20: FACT}, 1024), key({}, 2048)]
-    assert inspected.reading.__name__ in sources._sources(inspected.__name__, {}) and key({}, 1024) == keys[0]
-    monkeypatch.setattr(inspected, "source_hash", {inspected.__name__: "changed"}.__getitem__)
+    assert key({}, 1024) == keys[0]
+    monkeypatch.setattr(inspected, "module_digest", {inspected.__name__: "changed"}.__getitem__)
     assert len({*keys, key({}, 1024)}) == 4
 
 

@@ -47,7 +47,7 @@ def row(variant: str, **changes: Any) -> Record:
         "config": CONFIGS.get(variant),
         "torch": device.versions()["torch"],
         "triton": device.versions()["triton"],
-        "source_hash": OP.source_hash,
+        "source_hash": OP.variant(variant).source_hash,
         "commit": "c",
         "date": "2026-01-01T00:00:00+00:00",
         "axes": dict(CASE.axes),
@@ -241,7 +241,7 @@ def test_an_interrupted_measurement_goes_on_where_it_was(
             raise KeyboardInterrupt
         measured.append(case.name)
         identity = {"op": op.name, "case": case.name, "dtype": case.dtype, "axes": dict(case.axes), "options": {}}
-        known = {"source_hash": op.source_hash, "driver": "580", "config": config_values(pairs[0][1])}
+        known = {"source_hash": pairs[0][0].source_hash, "driver": "580", "config": config_values(pairs[0][1])}
         return [row(pairs[0][0].name, **identity, **known)]
 
     monkeypatch.setattr(campaign, "compare", comparing)

@@ -2,8 +2,6 @@
 
 import fnmatch
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -79,20 +77,15 @@ def show_(
 def verify_(
     op: Annotated[str | None, typer.Argument(metavar="[OP]", help="Only this operator.")] = None,
     gpu: Annotated[str | None, typer.Option("--gpu", help="Only this GPU, as its folder is called.")] = None,
-    static: Annotated[
-        bool, typer.Option("--static", help="Time nothing; compare what stale entries launch with their commit's source.")
-    ] = False,
     refresh: Annotated[
-        bool,
-        typer.Option("--write", help="Store stale entries that are as good as the default, or with --static launch the same."),
+        bool, typer.Option("--write", help="Store the new times of stale entries that are as good as the default.")
     ] = False,
     configs: o.Configs = None,
 ) -> None:
     """Judge every entry: fresh, stale-but-good, stale-slower, invalid. Exit code 1 where one is slower or invalid.
 
-    On the entries' GPU stale ones are timed against the default again; elsewhere they are called stale, by their source alone.
-    With --static an entry is same-code where the source of the commit that chose it launches the same kernels, by Triton's IR,
-    with the same grids and scalar arguments, as the source does now; GPU, driver and versions may differ still.
+    On the entries' GPU, stale entries are timed against the default again. On other machines only the code is compared: an
+    entry is stale if its variant runs other code than when the entry was stored. Comments, names and layout do not count.
     """
     from kerneltune.cache import load_strict
 
@@ -101,13 +94,10 @@ def verify_(
     if refresh:
         from kerneltune import device
 
-        if not static and device.current().slug not in (path.parent.name for path in files):
-            raise ValueError("write: True: expected --static, or the entries' GPU in this machine")
+        if device.current().slug not in (path.parent.name for path in files):
+            raise ValueError("write: True: expected the entries' GPU in this machine")
         o.require_writable(o.configs_root(configs))
     entries = [(path.parent.name, path.stem, entry) for path in files for entry in load_strict(path)]
-    if static:
-        _verify_static(known, entries, refresh, o.configs_root(configs))
-        return
     from kerneltune.tuning.run import verify_cache
 
     with reporter() as progress:
@@ -121,34 +111,6 @@ def verify_(
             show(f"{verdict.status}: {slug} {name} {e.variant} {e.case} {e.dtype} {e.quant}: {verdict.reason}")
     if any(verdict.status in ("stale-slower", "invalid") for *_, verdict in found):
         raise typer.Exit(1)
-
-
-def _verify_static(known: Mapping[str, Op], entries: "list[tuple[str, str, Entry]]", refresh: bool, root: Path) -> None:
-    """Tell stale entries apart by what they launch; with `refresh`, store those that launch the same as they did."""
-    from kerneltune.cache import store
-    from kerneltune.device import versions
-    from kerneltune.inspection.same import SAME_CODE, comparable, differences, measured_hash
-
-    hashes = {name: known[o.choice("op", name, known)].source_hash for _slug, name, _entry in entries}
-    stale = [(slug, name, entry) for slug, name, entry in entries if entry.evidence.get("source_hash") != hashes[name]]
-    known_code = [(name, entry) for slug, name, entry in stale if comparable(slug)]
-    with reporter() as progress:
-        progress.stage("compare", len({entry.evidence.get("commit") for _name, entry in known_code}))
-        told = iter(differences("kerneltune.ops", known_code, progress.advance))
-    reasons = [next(told) if comparable(slug) else "kernels are compared for sm_90 only" for slug, *_ in stale]
-    found = Counter((slug, name, "fresh") for slug, name, _entry in entries)
-    why: Counter[tuple[str, str]] = Counter()
-    for (slug, name, entry), reason in zip(stale, reasons, strict=True):
-        found[slug, name, "fresh"] -= 1
-        found[slug, name, "stale" if reason else "same-code"] += 1
-        if reason:
-            why["stale", reason] += 1
-        elif refresh:
-            proof = {"source_hash": measured_hash(entry), "triton": versions()["triton"]}
-            evidence = {**entry.evidence, "source_hash": hashes[name], SAME_CODE: proof}
-            store(name, slug, replace(entry, evidence=evidence), root)
-    show_table(("gpu", "op", "status", "entries"), [(*key, str(count)) for key, count in sorted(found.items()) if count])
-    _show_reasons(why)
 
 
 def _show_reasons(why: Counter[tuple[str, str]]) -> None:

@@ -180,7 +180,8 @@ def _depends_on(op: Op, task: Task) -> dict[str, Any]:
         "op": op.name, "variant": task.named.variant, "case": case.name, "axes": dict(case.axes), "dtype": case.dtype,
         "quant": case.quant, "options": dict(case.options), "policy": options.policy, "knobs": task.knobs,
         "search": asdict(task.search), "workers": options.workers,
-        "cores": len(os.sched_getaffinity(0)), "device": here.name, "driver": here.driver, "source_hash": op.source_hash,
+        "cores": len(os.sched_getaffinity(0)), "device": here.name, "driver": here.driver,
+        "source_hash": op.variant(task.named.variant).source_hash,
         "commit": commit(), "helion": helion_version(), **device.versions(),
     }  # fmt: skip
 

@@ -325,7 +325,7 @@ def make_record(
         device=here.name,
         driver=here.driver,
         unit=here.unit,
-        source_hash=op.source_hash,
+        source_hash=variant.source_hash,
         commit=commit(),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         axes=dict(case.axes),

@@ -11,10 +11,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from kerneltune.identity import module_digest
 from kerneltune.measuring import reading
 from kerneltune.measuring.assembly import Fact
 from kerneltune.measuring.known import Known, line, parse
-from kerneltune.sources import source_hash
 
 FACT = "inspected_by_kerneltune"
 """Of a compiled kernel's metadata: a line of `known`."""
@@ -39,7 +39,7 @@ class Inspecting:
 
         A folder, as Triton 3.6 does not ask a hook what it adds to the key of an entry.
         """
-        of = f"{self.known.check} {self.shared_bytes} {source_hash(__name__)}"
+        of = f"{self.known.check} {self.shared_bytes} {module_digest(__name__)}"
         return f"inspected-{hashlib.sha256(of.encode()).hexdigest()[:_DIGITS]}"
 
     def change(self, backend: Any, stages: Any, options: Any) -> None:

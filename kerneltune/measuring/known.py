@@ -13,9 +13,9 @@ from functools import cached_property
 from pathlib import Path
 
 from kerneltune.files import data_root, replace_text
+from kerneltune.identity import module_digest
 from kerneltune.measuring import reading
 from kerneltune.measuring.assembly import Access, Fact, Kernel
-from kerneltune.sources import code_hash
 
 _COLUMNS = (
     *("kernel", "digest", "check", "warps", "registers", "spill_bytes", "shared_bytes", "scalar_registers", "tensor_columns"),
@@ -102,7 +102,7 @@ def save(folder: Path, target: str, facts: Mapping[str, Fact]) -> None:
 
 def _head() -> str:
     """The first line of a file that this code may read."""
-    return f"# read by {code_hash(reading.__name__)}"
+    return f"# read by {module_digest(reading.__name__)}"
 
 
 def _file(folder: Path, target: str) -> Path:

@@ -57,11 +57,11 @@ def config_for(op: Op, case: Case, variant: Variant, options: Options) -> Config
     return next((config for _, config in hits), None) or variant.default_config(case)
 
 
-def present(op: Op) -> dict[str, str]:
-    """What times of an operator depend on besides case and config, as it is now, by the names that evidence has for it."""
-    return {"driver": device.current().driver, "source_hash": op.source_hash, **device.versions()}
+def present(variant: Variant) -> dict[str, str]:
+    """Return what times of a variant depend on besides case and config, as it is now, by the names of `Entry.evidence`."""
+    return {"driver": device.current().driver, "source_hash": variant.source_hash, **device.versions()}
 
 
-def stamp(op: Op) -> dict[str, Any]:
-    """The evidence of when, at which commit and with what something is measured now."""
-    return {"date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit(), **present(op)}
+def stamp(variant: Variant) -> dict[str, Any]:
+    """Return the evidence of when, at which commit and with what a variant is measured now."""
+    return {"date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit(), **present(variant)}

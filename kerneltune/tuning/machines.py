@@ -65,7 +65,7 @@ class Machines:
         self._options = options
         self._began: float | None = None
         self._evaluations = 0
-        self._stores: dict[str, TrialStore] = {}
+        self._stores: dict[tuple[str, str], TrialStore] = {}
         self._begun: list[Compiling] = []
         self._ahead: dict[tuple[_Place, Config], Compiling] = {}
         self._later: Iterator[tuple[Tuner, Config]] = iter(())
@@ -77,12 +77,13 @@ class Machines:
         Raises:
             ValueError: the store cannot be read.
         """
-        if anew or op.name not in self._stores:
-            self._stores[op.name] = TrialStore(self._folder / f"{op.name}.jsonl", commit(), **present(op))
-            self._stores[op.name].on_put = self._on_trial
+        key = op.name, variant.name
+        if anew or key not in self._stores:
+            self._stores[key] = TrialStore(self._folder / f"{op.name}.jsonl", commit(), **present(variant))
+            self._stores[key].on_put = self._on_trial
             if self._options.force:
-                self._stores[op.name].forget_passing()
-        tuner = Tuner(op, case, variant, policy or self._options.policy, self._stores[op.name], self.bench)
+                self._stores[key].forget_passing()
+        tuner = Tuner(op, case, variant, policy or self._options.policy, self._stores[key], self.bench)
         tuner.compilers, tuner.meanwhile = self.pool.workers, self.fill
         tuner.whole = self._options.force or bool(self._options.knobs)
         return tuner

@@ -185,7 +185,7 @@ def _decide(
         best, evidence = _duel(tuner, finalists, default)
     else:
         best, evidence = finalists[0], {"time_us": times[finalists[0]], "default_us": times.get(default)}
-    evidence |= {"trials": len(explored.trials), **stamp(op)}
+    evidence |= {"trials": len(explored.trials), **stamp(variant)}
     entry = cache.Entry(
         variant=variant.name,
         case=case.name,

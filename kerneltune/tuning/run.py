@@ -261,7 +261,7 @@ def _state(work: Work, options: Options, device_slug: str) -> str:
     found = cached(work.op, work.case, work.variant, options.policy, options.configs, device_slug)
     if found is None:
         return "lacking"
-    return "stale" if changed(work.op, found[0], device_slug == device.current().slug) else "fresh"
+    return "stale" if changed(work.variant, found[0], device_slug == device.current().slug) else "fresh"
 
 
 def _works(ops: Mapping[str, Op], entries: Sequence[sweep.Entry], selection: Selection, options: Options) -> list[Work]:

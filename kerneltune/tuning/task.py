@@ -141,7 +141,7 @@ def _export(tuner: Tuner, trials: Mapping[Config, Trial], family: str, options: 
     space = spaces.MeasuredSpace(
         op=op.name, variant=variant.name, case=case.name, axes=case.axes, dtype=case.dtype, quant=case.quant,
         options=case.options, policy=tuner.policy, default=_knobs(variant.default_config(case)), device=here.name,
-        driver=here.driver, source_hash=op.source_hash, commit=newest.commit, date=newest.date, command=" ".join(command),
+        driver=here.driver, source_hash=variant.source_hash, commit=newest.commit, date=newest.date, command=" ".join(command),
         trials={_knobs(config): trials[config] for config in variant.configs(case) if config in trials}, **device.versions(),
     )  # fmt: skip
     path = spaces.write(results_root(options.results) / here.slug / "spaces", space)

@@ -46,7 +46,7 @@ def verify(op: Op, entry: Entry, duel: Duel | None) -> Verdict:
         return Verdict(entry, "invalid", " ".join(str(error).split()) or type(error).__name__)
     if reason is not None:
         return Verdict(entry, "invalid", reason)
-    stale = changed(op, entry, duel is not None)
+    stale = changed(variant, entry, duel is not None)
     if not stale:
         return Verdict(entry, "fresh")
     if duel is None:
@@ -58,14 +58,15 @@ def verify(op: Op, entry: Entry, duel: Duel | None) -> Verdict:
     if best:
         return Verdict(entry, "stale-slower", f"{stale}: the default is faster")
     found = {name: entry.evidence[name] for name in _OF_THE_SEARCH if name in entry.evidence}
-    return Verdict(entry, "stale-but-good", stale, replace(entry, evidence={**measured, **found, **stamp(op)}))
+    return Verdict(entry, "stale-but-good", stale, replace(entry, evidence={**measured, **found, **stamp(variant)}))
 
 
-def changed(op: Op, entry: Entry, here: bool) -> str:
-    """What an entry's evidence says that is no longer so, empty where nothing is; `here`: this machine has the entry's GPU.
+def changed(variant: Variant, entry: Entry, here: bool) -> str:
+    """Return what has changed since an entry was stored; empty if nothing has.
 
-    Elsewhere neither driver nor packages are those that its kernels run with, and only the source is compared.
+    Args:
+        here: this machine has the entry's GPU. On others only the code is compared, not the driver and the packages.
     """
-    now = present(op) if here else {"source_hash": op.source_hash}
+    now = present(variant) if here else {"source_hash": variant.source_hash}
     then = {name: entry.evidence.get(name) for name in now}
     return ", ".join(f"{name} {then[name] or 'unknown'} is now {now[name]}" for name in now if then[name] != now[name])

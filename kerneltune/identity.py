@@ -1,0 +1,404 @@
+"""Digest what a function runs: its syntax tree and the trees of everything that it uses, without names, comments and types.
+
+A digest stays the same when a comment, a docstring, an annotation, an error message or the layout changes, when a function, a
+constant or a local variable is renamed, and when code moves to another module. It changes with every constant, operation and
+attribute that the code uses. Triton's IR would do for kernels alone, but its text differs between versions of Triton.
+
+Reads source files; runs none of them.
+"""
+
+import ast
+import functools
+import hashlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+_DIGITS = 12
+_ENGINE = ("kerneltune.spec", "kerneltune.cache", "kerneltune.device", "kerneltune.errors", "kerneltune.misses")
+"""Modules that change neither the results nor the speed of a given config: references to them are not followed."""
+_SKIPPED = frozenset({"annotation", "returns", "type_comment", "type_params", "kind", "ctx"})
+_WRAPPED = ("__wrapped__", "__func__", "fn", "func", "_init_fn")
+"""Where bound methods and the decorators of functools, triton and torch keep the function that they wrap."""
+_FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+
+
+@functools.cache
+def code_digest(target: Any) -> str:
+    """Return 12 hexadecimal digits that identify what a callable runs.
+
+    Args:
+        target: a function, a Triton kernel, a class, an object that wraps a function, or a `functools.partial` of these.
+
+    Raises:
+        ValueError: the source of the callable cannot be read.
+    """
+    writer = _Writer({"kerneltune", _package_of(target)})
+    writer.value(target)
+    return writer.digest()
+
+
+@functools.cache
+def module_digest(name: str) -> str:
+    """Return 12 hexadecimal digits that identify all statements of a module, with all that they use of its package.
+
+    Raises:
+        ValueError: the module has no source file.
+    """
+    module = _module(name)
+    if module is None:
+        raise ValueError(f"module {name!r}: no source file")
+    writer = _Writer({"kerneltune", name.partition(".")[0]})
+    for statement in module.tree.body:
+        if not isinstance(statement, ast.Import | ast.ImportFrom):
+            writer.node(statement, _Scope(module))
+    return writer.digest()
+
+
+@dataclass(frozen=True, eq=False)
+class _Module:
+    """A source file.
+
+    Attributes:
+        package: the package that relative imports start from.
+        bound: name -> the top-level statements that bind the name.
+    """
+
+    name: str
+    package: str
+    tree: ast.Module
+    bound: Mapping[str, tuple[ast.stmt, ...]]
+
+
+@dataclass(frozen=True)
+class _Scope:
+    """Names inside one definition.
+
+    Attributes:
+        local: local names by number, in the order of their first binding.
+        imported: names that an import statement inside the definition binds: (module, attribute or "").
+    """
+
+    module: _Module
+    local: Mapping[str, int] = field(default_factory=dict)
+    imported: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Own:
+    """A name that a module of the digested package binds; no name: the module itself."""
+
+    module: _Module
+    name: str = ""
+
+
+class _Writer:
+    """Writes a canonical text of definitions. A definition stands in full where it is used first, later as its number."""
+
+    def __init__(self, followed: set[str]) -> None:
+        """followed: top-level packages whose definitions are written; of all others the name stands."""
+        self._followed = followed
+        self._parts: list[str] = []
+        self._numbers: dict[tuple[str, str], int] = {}
+
+    def digest(self) -> str:
+        return hashlib.sha256("\n".join(self._parts).encode()).hexdigest()[:_DIGITS]
+
+    def value(self, value: Any) -> None:
+        """Write a live object: the callable asked for, and what partials and closures hold."""
+        if isinstance(value, functools.partial):
+            self._parts.append("partial")
+            for item in (value.func, *value.args, *value.keywords.items()):
+                self.value(item)
+        elif isinstance(value, tuple | list):
+            self._parts.append(f"sequence {len(value)}")
+            for item in value:
+                self.value(item)
+        elif inspect.isfunction(value) and not hasattr(value, "__wrapped__"):
+            self._function(value)
+        elif inspect.isbuiltin(value):
+            self._parts.append(f"{value.__module__}.{value.__qualname__}")
+        elif isinstance(value, type):
+            self._named(value.__module__, value.__qualname__)
+        elif wrapped := next((getattr(value, name) for name in _WRAPPED if callable(getattr(value, name, None))), None):
+            self.value(wrapped)
+        elif is_dataclass(value):
+            self._named(type(value).__module__, type(value).__qualname__)
+            for item in fields(value):
+                self.value(getattr(value, item.name))
+        elif callable(value) and not isinstance(value, bool | int | float | str):
+            self._named(type(value).__module__, type(value).__qualname__)
+        else:
+            self._parts.append(repr(value))
+
+    def _function(self, function: Any) -> None:
+        outer, nested, _ = function.__qualname__.partition(".<locals>")
+        if "<lambda>" in outer:
+            self._lambda(function)
+        else:
+            self._named(function.__module__, outer)
+        if nested:
+            self._parts.append(f"nested {function.__code__.co_argcount} {len(function.__code__.co_code)}")
+            for cell in function.__closure__ or ():
+                self.value(cell.cell_contents)
+
+    def _lambda(self, function: Any) -> None:
+        module = _required(function.__module__)
+        line = function.__code__.co_firstlineno
+        found = [n for n in ast.walk(module.tree) if isinstance(n, ast.Lambda) and n.lineno == line]
+        for node in found:
+            self.node(node, _Scope(module))
+
+    def _named(self, module_name: str, qualname: str) -> None:
+        if not self._is_followed(module_name):
+            self._parts.append(f"{module_name}.{qualname}")
+            return
+        self._definition(_Own(_required(module_name), qualname.partition(".")[0]))
+
+    def _definition(self, own: _Own) -> None:
+        """Write the statements that bind a name at the top of a module."""
+        key = own.module.name, own.name
+        if key in self._numbers:
+            self._parts.append(f"#{self._numbers[key]}")
+            return
+        self._numbers[key] = len(self._numbers)
+        for statement in own.module.bound.get(own.name, ()):
+            if isinstance(statement, ast.Assign | ast.AnnAssign) and self._calls_engine(statement.value, own.module):
+                self._parts.append("engine")
+            else:
+                self.node(statement, _Scope(own.module), own.name)
+
+    def node(self, node: ast.AST, scope: _Scope, own: str = "") -> None:
+        """Write a tree; `own` is the name that a top-level statement is asked for."""
+        match node:
+            case ast.Expr(value=ast.Constant(value=str())) | ast.Import() | ast.ImportFrom() | ast.Pass():
+                return
+            case ast.Raise():
+                self._parts.append("raise")
+            case ast.Assert(test=test):
+                self._parts.append("assert")
+                self.node(test, scope)
+            case ast.Name(id=name):
+                self._name(name, scope, own)
+            case ast.Attribute():
+                self._attribute(node, scope)
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
+                self._parts.append(type(node).__name__)
+                self._fields(node, _inside(node, scope), without=("name",))
+            case ast.arg(arg=name, annotation=annotation):
+                constexpr = annotation is not None and ast.unparse(annotation).endswith("constexpr")
+                self._parts.append(f"parameter {scope.local.get(name, name)}{' constexpr' if constexpr else ''}")
+            case ast.ExceptHandler(name=str(name)):
+                self._parts.append(f"as {scope.local.get(name, name)}")
+                self._fields(node, scope, without=("name",))
+            case ast.AnnAssign(value=None) if not isinstance(node.target, ast.Name):
+                return
+            case ast.AnnAssign(target=target, value=value):
+                self.node(ast.Assign([target], value if value is not None else ast.Constant(None)), scope, own)
+            case ast.Constant(value=value):
+                self._parts.append(f"{type(value).__name__} {value!r}")
+            case ast.ClassDef():
+                self._parts.append("ClassDef")
+                self._fields(node, scope, without=("name",))
+            case _:
+                self._parts.append(type(node).__name__)
+                self._fields(node, scope, own=own)
+
+    def _fields(self, node: ast.AST, scope: _Scope, without: tuple[str, ...] = (), own: str = "") -> None:
+        for name, value in ast.iter_fields(node):
+            if name in _SKIPPED or name in without or value is None or value == []:
+                continue
+            if isinstance(value, ast.AST):
+                self.node(value, scope, own)
+            elif isinstance(value, list):
+                self._parts.append(f"{name} (")
+                for item in value:
+                    if isinstance(item, ast.AST):
+                        self.node(item, scope, own)
+                    else:
+                        self._parts.append(str(scope.local.get(item, item)))
+                self._parts.append(")")
+            else:
+                self._parts.append(f"{name} {value}")
+
+    def _name(self, name: str, scope: _Scope, own: str) -> None:
+        if name in scope.local:
+            self._parts.append(f"local {scope.local[name]}")
+        elif name == own:
+            self._parts.append("itself")
+        else:
+            self._found(self._resolve(name, scope), name)
+
+    def _attribute(self, node: ast.Attribute, scope: _Scope) -> None:
+        """Write `a.b.c`: as the definition where `a` is a module that is followed, by name where it is another package's."""
+        names = [node.attr]
+        base = node.value
+        while isinstance(base, ast.Attribute):
+            names.append(base.attr)
+            base = base.value
+        if not isinstance(base, ast.Name) or base.id in scope.local:
+            self.node(node.value, scope)
+            self._parts.append(f".{node.attr}")
+            return
+        found = self._resolve(base.id, scope)
+        while names and isinstance(found, _Own) and not found.name:
+            found = self._member(found.module, names.pop())
+        self._found(found, base.id)
+        self._parts += [f".{name}" for name in reversed(names)] if found is not None else []
+
+    def _found(self, found: "_Own | str | None", name: str) -> None:
+        if isinstance(found, _Own):
+            self._definition(found)
+        else:
+            self._parts.append("engine" if found is None else found or name)
+
+    def _is_followed(self, name: str) -> bool:
+        return name.partition(".")[0] in self._followed and name not in _ENGINE
+
+    def _resolve(self, name: str, scope: _Scope) -> "_Own | str | None":
+        """Return what a name that is not local means: see `_member`; a builtin is the name itself."""
+        if name in scope.imported:
+            return self._target(*scope.imported[name])
+        if name in scope.module.bound:
+            return self._member(scope.module, name)
+        return f"builtin {name}"
+
+    def _member(self, module: _Module, name: str) -> "_Own | str | None":
+        """Return what `name` means in a module: a definition, the text of another package's name, or None for the engine."""
+        statements = module.bound.get(name, ())
+        for statement in statements:
+            for bound, source, attribute in _imports(statement, module):
+                if bound == name:
+                    return self._target(source, attribute)
+        if not statements and (below := _module(f"{module.name}.{name}")) is not None:
+            return _Own(below)
+        return _Own(module, name)
+
+    def _target(self, source: str, attribute: str) -> "_Own | str | None":
+        """Return what `import source` or `from source import attribute` binds."""
+        full = f"{source}.{attribute}" if attribute else source
+        if source in _ENGINE or full in _ENGINE:
+            return None
+        if not self._is_followed(source):
+            return full
+        below = _module(full)
+        if below is not None:
+            return _Own(below)
+        module = _module(source)
+        return full if module is None else self._member(module, attribute)
+
+    def _calls_engine(self, value: ast.expr | None, module: _Module) -> bool:
+        """Return whether an assigned value is made by the engine: a look-up of configs is no part of what a config runs."""
+        if not isinstance(value, ast.Call):
+            return False
+        base = value.func
+        while isinstance(base, ast.Attribute):
+            base = base.value
+        return isinstance(base, ast.Name) and self._resolve(base.id, _Scope(module)) is None
+
+
+def _inside(node: ast.AST, outer: _Scope) -> _Scope:
+    """Return the scope of a function: its parameters and all names that it or a function inside it binds."""
+    names: dict[str, int] = dict(outer.local)
+    imported = dict(outer.imported)
+    for child in ast.walk(node):
+        for name in _bound_by(child):
+            names.setdefault(name, len(names))
+        for name, source, attribute in _imports(child, outer.module):
+            imported[name] = (source, attribute)
+    return _Scope(outer.module, {name: n for name, n in names.items() if name not in imported}, imported)
+
+
+def _bound_by(node: ast.AST) -> Iterator[str]:
+    match node:
+        case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()) | ast.ExceptHandler(name=str(name)):
+            yield name
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            yield name
+        case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+            yield name
+        case _:
+            pass
+
+
+def _imports(node: ast.AST, module: _Module) -> Iterator[tuple[str, str, str]]:
+    """Yield (bound name, module, attribute or "") of an import statement, also of those inside a top-level `if` or `try`."""
+    for statement in ast.walk(node) if isinstance(node, ast.If | ast.Try) else (node,):
+        if isinstance(statement, ast.Import):
+            for alias in statement.names:
+                top = alias.name if alias.asname else alias.name.partition(".")[0]
+                yield alias.asname or top, top, ""
+        elif isinstance(statement, ast.ImportFrom):
+            for alias in statement.names:
+                yield alias.asname or alias.name, _imported_from(statement, module), alias.name
+
+
+def _imported_from(node: ast.ImportFrom, module: _Module) -> str:
+    """Return the module of `from … import …`, which may be relative."""
+    if not node.level:
+        return node.module or ""
+    above = module.package.split(".")
+    above = above[: len(above) - node.level + 1]
+    return ".".join([*above, *([node.module] if node.module else [])])
+
+
+def _package_of(target: Any) -> str:
+    """Return the top-level package of the function that a callable wraps."""
+    while not inspect.isfunction(target):
+        below = next((getattr(target, name) for name in _WRAPPED if callable(getattr(target, name, None))), None)
+        if below is None:
+            break
+        target = below
+    owner = target if isinstance(target, type) or inspect.isfunction(target) else type(target)
+    return str(owner.__module__).partition(".")[0]
+
+
+def _required(name: str) -> _Module:
+    module = _module(name)
+    if module is None:
+        raise ValueError(f"module {name!r}: no source file")
+    return module
+
+
+@functools.cache
+def _module(name: str) -> _Module | None:
+    file, package = _source_of(name)
+    if file is None or file.suffix != ".py":
+        return None
+    tree = ast.parse(file.read_bytes())
+    bound: dict[str, tuple[ast.stmt, ...]] = {}
+    for statement in tree.body:
+        for name_ in dict.fromkeys(_binds(statement)):
+            bound[name_] = (*bound.get(name_, ()), statement)
+    return _Module(name, package, tree, bound)
+
+
+def _source_of(name: str) -> tuple[Path | None, str]:
+    """Return the file of a module and the package that its relative imports start from."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ModuleNotFoundError, ValueError):  # a name inside a module that is no package; a script that is run
+        file = getattr(sys.modules.get(name), "__file__", None)
+        return (Path(file) if file else None), ""
+    if spec is None or spec.origin is None:
+        return None, ""
+    return Path(spec.origin), spec.name if spec.submodule_search_locations is not None else spec.name.rpartition(".")[0]
+
+
+def _binds(statement: ast.stmt) -> Iterator[str]:
+    """Yield the names that a top-level statement binds."""
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield statement.name
+        return
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                yield alias.asname or (alias.name if isinstance(node, ast.ImportFrom) else alias.name.partition(".")[0])
+        elif not isinstance(node, _FUNCTIONS):
+            yield from _bound_by(node)
+        else:
+            yield from (node.name,) if not isinstance(node, ast.Lambda) else ()

@@ -1,0 +1,173 @@
+"""Digests of code: what leaves them as they are, and what changes them."""
+
+import functools
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kerneltune import ops
+from kerneltune.identity import code_digest, module_digest
+
+KERNELS = '''"""Device code."""
+import triton
+import triton.language as tl
+
+WIDTH = 1 << 4
+
+
+@triton.jit
+def _scaled(x, factor):
+    return x * factor
+
+
+@triton.jit
+def _copy(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    """Copy n elements."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # element numbers
+    tl.store(y_ptr + at, _scaled(tl.load(x_ptr + at, at < n), 2.0), at < n)
+'''
+HOST = '''"""Host code."""
+from functools import cache
+
+import torch
+
+from .kernels import WIDTH, _copy
+from kerneltune.cache import Chooser
+
+_DEFAULT = 256
+_choose = Chooser("copy", dict, None, lambda _case: _DEFAULT, ())
+
+
+@cache
+def _rows(size: int) -> int:
+    """Return the number of rows."""
+    return -(-size // WIDTH)
+
+
+class Knobs:
+    """Knobs of the copy."""
+
+    block: int = 64
+    """Elements of a program."""
+
+
+def run(inputs, config):
+    """Launch the copy."""
+    x = inputs["x"]
+    if config is None:
+        config = _choose((("N", x.numel()),), "bfloat16")
+    if x.ndim != 1:
+        raise ValueError(f"x has {x.ndim} dimensions")
+    sizes = [side + 1 for side in x.shape]
+    _copy[(_rows(sizes[0]),)](x, torch.empty_like(x), x.numel(), BLOCK=config.block or Knobs.block)
+'''
+
+
+Digest = Callable[..., str]
+
+
+@pytest.fixture
+def digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Digest:
+    """Write both files as a package of a new name, with replacements made, and return the digest of `run`."""
+    monkeypatch.syspath_prepend(tmp_path)
+    count = iter(range(1000))
+
+    def made(*changes: tuple[str, str], more: str = "", name: str = "run") -> str:
+        package = tmp_path / f"{tmp_path.name}_{next(count)}".replace("-", "_")
+        package.mkdir()
+        (package / "__init__.py").touch()
+        for file, text in (("kernels", KERNELS), ("host", HOST + more)):
+            for before, after in changes:
+                text = text.replace(before, after)
+            (package / f"{file}.py").write_text(text)
+        importlib.invalidate_caches()
+        return code_digest(getattr(importlib.import_module(f"{package.name}.host"), name))
+
+    return made
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ('"""Copy n elements."""', '"""Copy all elements, twice as large."""'),
+        ("# element numbers", "# numbers of elements, which\n    # are many"),
+        ("tl.store(y_ptr + at, _scaled(", "tl.store(\n        y_ptr + at,\n        _scaled("),
+        ("_scaled", "_doubled"),
+        ("WIDTH", "TILE_WIDTH"),
+        ("sizes", "extents"),
+        ("side", "extent"),
+        ("size: int) -> int", "size)"),
+        ("{x.ndim} dimensions", "{x.ndim} axes, expected 1"),
+        ("_DEFAULT = 256", "_DEFAULT = 512"),
+        ('"""Elements of a program."""', ""),
+        ("import triton.language as tl", "from triton import language as tl"),
+        ("def run(", "def unused():\n    return 1\n\n\ndef run("),
+        ("x = inputs", "x: torch.Tensor = inputs"),
+    ],
+    ids=lambda change: change[0][:20],
+)
+def test_digest_of_code_that_runs_the_same_stays(digest: Digest, change: tuple[str, str]) -> None:
+    assert digest(change) == digest()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("1 << 4", "1 << 5"),
+        ("2.0", "3.0"),
+        ("x * factor", "x + factor"),
+        ("tl.arange(0, BLOCK)", "tl.arange(0, 2 * BLOCK)"),
+        (", at < n), 2.0)", ", at <= n), 2.0)"),
+        ("BLOCK: tl.constexpr", "BLOCK"),
+        ("@triton.jit\ndef _scaled", "@triton.jit(noinline=True)\ndef _scaled"),
+        ("block: int = 64", "block: int = 32"),
+        ("side + 1", "side + 2"),
+        ("-(-size // WIDTH)", "size // WIDTH"),
+        ("torch.empty_like", "torch.zeros_like"),
+        ("_rows(sizes[0])", "_rows(sizes[-1])"),
+    ],
+    ids=lambda change: change[0][:20],
+)
+def test_digest_of_code_that_runs_otherwise_changes(digest: Digest, change: tuple[str, str]) -> None:
+    assert digest(change) != digest()
+
+
+def test_digest_of_code_in_another_module_stays(digest: Digest) -> None:
+    moved = HOST[HOST.index("@cache") : HOST.index("class Knobs")]
+    there = ("WIDTH = 1 << 4\n", "WIDTH = 1 << 4\nfrom functools import cache\n" + moved)
+    assert digest((moved, ""), there, ("import WIDTH, _copy", "import _rows, _copy")) == digest()
+
+
+def test_digest_of_a_partial_depends_on_its_arguments(digest: Digest) -> None:
+    more = "\n\nfrom functools import partial\none, same, two = partial(run, {}), partial(run, {}), partial(run, {1: 2})\n"
+    assert digest(more=more, name="one") == digest(more=more, name="same") != digest(more=more, name="two")
+
+
+def test_digest_of_a_function_of_a_factory_depends_on_what_it_holds(digest: Digest) -> None:
+    more = "\n\ndef made(n):\n    def inner(x):\n        return x + n\n    return inner\n\n\n"
+    more += "one, same, two = made(1), made(1), made(2)\n"
+    assert digest(more=more, name="one") == digest(more=more, name="same") != digest(more=more, name="two")
+
+
+def test_digest_of_code_without_a_file_names_the_module() -> None:
+    names: dict[str, Any] = {"__name__": "no_such_module_here"}
+    exec("def run():\n    return 1\n", names)
+    with pytest.raises(ValueError, match="module 'no_such_module_here': no source file"):
+        code_digest(names["run"])
+
+
+def test_digest_of_a_module_covers_what_it_uses(digest: Digest, tmp_path: Path) -> None:
+    for change in (("", ""), ("2.0", "3.0"), ("Host code", "Code of the host")):
+        digest(change)
+    packages = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
+    before, changed, same = (module_digest(f"{package}.host") for package in packages)
+    assert before != changed and before == same
+
+
+def test_digest_of_every_variant_is_read() -> None:
+    digests = {(op.name, variant.name): variant.source_hash for op in ops.load().values() for variant in op.variants}
+    assert all(len(text) == 12 for text in digests.values())
+    assert code_digest(functools.partial(len, ())) != code_digest(functools.partial(len, (1,)))
