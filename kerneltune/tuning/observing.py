@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kerneltune import device
@@ -77,7 +77,10 @@ def keep(op: Op, rows: Sequence[Observation], results: Path) -> Path:
         ValueError: the file cannot be read or written.
     """
     path = path_of(op.name, device.current().slug, results)
-    write(path, op, merged(read(path, op), Observed((stamp(op),), tuple(rows))))
+    variants = list(dict.fromkeys(row.variant for row in rows))
+    runs = tuple(stamp(op.variant(name)) for name in variants)
+    new = Observed(runs, tuple(replace(row, run=variants.index(row.variant)) for row in rows))
+    write(path, op, merged(read(path, op), new))
     return path
 
 
