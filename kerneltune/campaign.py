@@ -210,7 +210,7 @@ def _pairs(op: Op, case: Case, selection: Selection, options: Options) -> list[t
 
 def _key(op: Op, case: Case, policy: str) -> Key:
     """The key of the case's records."""
-    return op.name, case.dtype, case.quant, tuple(case.axes), tuple(case.options), policy
+    return records.key_of(op.name, case.dtype, case.quant, dict(case.axes), dict(case.options), policy)
 
 
 def _ceiling(ops: Mapping[str, Op], op: Op, case: Case, options: Options) -> Ceiling | None:

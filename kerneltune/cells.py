@@ -1,7 +1,15 @@
 """Cells of the tables that are printed, and lines of them. Pure; imports the standard library."""
 
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
+
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Return the text with control characters, escape sequences and marks of writing direction as visible escapes."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:

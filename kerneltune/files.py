@@ -1,29 +1,114 @@
-"""Files that are replaced as a whole or not at all, or added to, and where those of this package are.
+"""The one place that reads, validates, locks, replaces and appends to files of data.
 
-Knows nothing of what is in them. Imports the standard library.
+A reader gets bytes of a regular file of limited size, and values of a msgspec schema; whatever is wrong is one line that names
+the file, the line or entry, the field and the value. A writer replaces a file as a whole or not at all, under a lock that says
+who holds it. Knows nothing of what is in the files. Imports the standard library and msgspec.
 """
 
+import contextlib
+import errno
+import fcntl
 import os
+import re
+import secrets
+import stat
+import sys
+import time
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
 
 RESULTS = "KERNELTUNE_RESULTS"
 """Environment variable: the folder of the records."""
+LARGEST = 1 << 30
+"""Bytes of the largest file that is read."""
+WAIT_S = 2.0
+"""Seconds after which a waiting process says who holds a lock."""
+_POLL_S = 0.02
+_SHOWN = 120
+"""Characters of a wrong value that a message shows."""
+_AT = re.compile(r"^(?P<what>.*?)(?: - at `(?:key in )?(?P<path>\$.*)`)?$", re.DOTALL)
+_STEP = re.compile(r"\.(?P<name>[^.\[\]]+)|\[(?P<index>\d+|\.\.\.)\]")
+_FIELD = re.compile(r"^Object (?:missing required|contains unknown) field `(?P<name>.*)`$", re.DOTALL)
+
+T = TypeVar("T")
 
 
 def data_root(folder: str) -> Path:
-    """`folder` of the checkout that holds this package, or its packaged copy where there is no checkout."""
+    """Return `folder` of the checkout that holds this package, or its packaged copy where there is no checkout."""
     package = Path(__file__).resolve().parent
     in_checkout = (package.parent / "pyproject.toml").is_file()
     return (package.parent if in_checkout else package) / folder
 
 
+def read_bytes(path: Path, largest: int = LARGEST) -> bytes:
+    """Return the content of a regular file; never waits for a pipe.
+
+    Raises:
+        ValueError: `cannot read file: …`: no such file, not a regular file, or more than `largest` bytes.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            if stat.S_ISDIR(status.st_mode):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            if not stat.S_ISREG(status.st_mode):
+                raise ValueError(f"cannot read {path}: not a regular file")
+            if status.st_size > largest:
+                raise ValueError(f"cannot read {path}: {status.st_size} bytes: expected at most {largest}")
+            return file.read(largest + 1)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def read_text(path: Path, largest: int = LARGEST) -> str:
+    """Return the content of a regular file as UTF-8.
+
+    Raises:
+        ValueError: `cannot read file: …`.
+    """
+    try:
+        return read_bytes(path, largest).decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"cannot read {path}: not UTF-8") from error
+
+
+def decode(data: bytes | str, schema: type[T]) -> T:
+    """Return the value of a JSON text that fits a msgspec schema.
+
+    Raises:
+        ValueError: `field: value: expected …`, or `JSON: …` for a text that is no JSON.
+    """
+    try:
+        return msgspec.json.decode(data, type=schema)
+    except msgspec.ValidationError as error:
+        raise ValueError(_explained(error, data)) from error
+    except msgspec.DecodeError as error:
+        raise ValueError(f"JSON: {_lower(str(error).removeprefix('JSON is malformed: '))}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError("JSON: not readable as UTF-8 JSON") from error
+    except RecursionError as error:
+        raise ValueError("JSON: nested too deeply") from error
+
+
+def bad(field: str, value: object, expected: str) -> ValueError:
+    """Return the error of a wrong value: `field: value: expected …`, long values cut."""
+    return ValueError(f"{field}: {_short(value)}: expected {expected}")
+
+
 def replace_text(path: Path, text: str) -> None:
-    """`replace_bytes` of the text in UTF-8."""
+    """Call `replace_bytes` with the text in UTF-8."""
     replace_bytes(path, text.encode())
 
 
 def replace_bytes(path: Path, content: bytes) -> None:
-    """Write `content` to `path` by way of a file beside it, flushed to disk; creates the folders. Pipes are written directly.
+    """Write `content` to `path` by way of a new file beside it, flushed to disk; creates the folders.
+
+    A symbolic link stays: the file that it names is replaced. Devices and pipes are written directly.
 
     Raises:
         ValueError: `cannot write file: …`; the file is as before.
@@ -33,9 +118,9 @@ def replace_bytes(path: Path, content: bytes) -> None:
         if path.exists() and not path.is_file():
             path.write_bytes(content)
         else:
-            _replace(path, content)
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror or error}") from error
+            _replace(path.resolve() if path.is_symlink() else path, content)
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def append_text(path: Path, text: str) -> None:
@@ -52,10 +137,71 @@ def append_text(path: Path, text: str) -> None:
         raise ValueError(f"cannot write {path}: {error.strerror}") from error
 
 
-def _replace(path: Path, content: bytes) -> None:
-    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+def append_lines(path: Path, data: bytes) -> None:
+    """Append whole lines as one write, all or none, under a lock of the file itself; creates the folders.
+
+    Raises:
+        ValueError: `cannot write file: …` (read-only, disk full, truncated last line); the file is as before.
+    """
     try:
-        with part.open("wb") as file:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        try:
+            _append(descriptor, data)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file that is about to be read and replaced; creates the folders.
+
+    The lock is `.NAME.lock` beside the file. It ends with the process that holds it. After 2 s of waiting one warning says which
+    process that is.
+
+    Raises:
+        ValueError: `cannot write file: …`: the lock cannot be made.
+    """
+    lock = path.with_name(f".{path.name}.lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}") from error
+    try:
+        _wait(descriptor, path)
+        with contextlib.suppress(OSError):  # a full disk: the holder's name is a courtesy
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} ({' '.join(map(os.path.basename, sys.argv[:2]))})".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _wait(descriptor: int, path: Path) -> None:
+    """Take the lock of an open file, with one warning where that lasts."""
+    warn_at = time.monotonic() + WAIT_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= warn_at:
+                holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
+                warnings.warn(f"{path}: locked by {holder}: waiting", stacklevel=2)
+                warn_at = float("inf")
+            time.sleep(_POLL_S)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    part = path.with_name(f".{secrets.token_hex(8)}.tmp")
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            if path.exists():
+                os.fchmod(descriptor, stat.S_IMODE(path.stat().st_mode))
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -63,3 +209,52 @@ def _replace(path: Path, content: bytes) -> None:
     except BaseException:  # an interrupt as well
         part.unlink(missing_ok=True)
         raise
+
+
+def _append(descriptor: int, data: bytes) -> None:
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    size = os.fstat(descriptor).st_size
+    if size and os.pread(descriptor, 1, size - 1) != b"\n":
+        raise OSError(errno.EIO, "its last line is truncated")
+    try:
+        if os.write(descriptor, data) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.fsync(descriptor)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.ftruncate(descriptor, size)
+        raise
+
+
+def _explained(error: msgspec.ValidationError, data: bytes | str) -> str:
+    """Return what msgspec found wrong as `field: value: expected …`."""
+    found = _AT.match(str(error))
+    assert found is not None
+    what, path = found["what"], found["path"] or "$"
+    steps = [step["name"] or int(step["index"]) for step in _STEP.finditer(path) if step["index"] != "..."]
+    named = _FIELD.match(what)
+    if named is not None and "missing" in what:
+        return f"{_joined([*steps, named['name']])}: missing"
+    try:
+        value: Any = msgspec.json.decode(data)
+        for step in [*steps, *([named["name"]] if named is not None else [])]:
+            value = value[step]
+    except (msgspec.DecodeError, LookupError, TypeError):  # broken behind the wrong value
+        return f"{_joined(steps) or 'JSON'}: {_lower(what)}"
+    if named is not None:
+        return f"{_joined([*steps, named['name']])}: {_short(value)}: expected no field of this name"
+    expected = what.partition(", got ")[0].replace("`", "")
+    return f"{_joined(steps) or 'JSON'}: {_short(value)}: {_lower(expected)}"
+
+
+def _joined(steps: list[Any]) -> str:
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).removeprefix(".")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
+
+
+def _lower(text: str) -> str:
+    return text[:1].lower() + text[1:]

@@ -1,44 +1,52 @@
 """Records: measured, checked, failed or skipped rows with everything needed to believe them, kept as JSON lines.
 
-Does not measure, compare or print. A journal is appended to; a file of results is replaced as a whole.
-Imports the standard library, filelock, cells, spec, device and files.
+A journal is appended to; a file of results is replaced as a whole. `frame` gives records as a pandas table.
+Does not measure, compare or print. Imports the standard library, msgspec, cells, device, files and spec; pandas inside `frame`.
 """
 
-import contextlib
-import errno
-import fcntl
-import json
-import os
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from filelock import FileLock
+import msgspec
+from msgspec import Meta
 
 from kerneltune.cells import pairs
 from kerneltune.device import INTERPRETER
-from kerneltune.files import replace_text
-from kerneltune.spec import MOST, Option
+from kerneltune.files import append_lines, bad, decode, locked, read_bytes, replace_bytes
+from kerneltune.spec import MOST, Option, Role
 
-STATUSES = ("passed", "failed", "skipped", "checked")
+if TYPE_CHECKING:
+    import pandas as pd
+
+Status = Literal["passed", "failed", "skipped", "checked"]
+STATUSES: tuple[Status, ...] = ("passed", "failed", "skipped", "checked")
 
 Key = tuple[str, str, str, tuple[tuple[str, int], ...], tuple[tuple[str, Option], ...], str]
 
-_NAMES = ("op", "variant", "case", "dtype", "quant", "policy", "device")
-_TEXTS = ("driver", "torch", "triton", "source_hash", "commit", "reason", "family", "unit")
+_LARGEST = (1 << 63) - 1
+_Name = Annotated[str, Meta(min_length=1)]
+_Measure = Annotated[float, Meta(ge=0, le=MOST)]
+_Time = Annotated[float, Meta(gt=0, le=MOST)]
+_Size = Annotated[int, Meta(ge=0, le=_LARGEST)]
+_Whole = Annotated[int, Meta(ge=-_LARGEST, le=_LARGEST)]
+_Rounds = Annotated[list[_Time], Meta(min_length=1)]
+_Value = bool | _Whole | float | str | None
+
+_NAMES = ("op", "variant", "case", "dtype", "quant", "policy", "device", "family")
 _REQUIRED_MEASURES = ("time_us", "gbps", "ci_low_us", "ci_high_us")
-_ADDED = ("samples_us", "unit")
-"""Fields that files written before them lack."""
 _OPTIONAL_MEASURES = ("ceiling_gbps", "pct_ceiling", "aa_floor", "p10_us", "p90_us")
+_UTC = timedelta(0)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Record:
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """One row: a variant on a case, and what came of it.
 
+    A copy with changes is `msgspec.structs.replace(record, …)`.
+
     Attributes:
+        op, variant, dtype, quant, axes, options: what was measured, with `policy` the row's identity.
         case: the case's name; no part of the row's identity.
         policy: how it was timed, for example `cold`.
         status: `passed` is correct and timed, `checked` correct but not timed (interpreter); only `passed` carries measures.
@@ -51,55 +59,59 @@ class Record:
         config: knob -> value; None for a variant without knobs.
         date: ISO 8601 in UTC.
         reason: why it failed or was skipped; empty when it passed.
+        family: the sweep file that the row belongs to.
         samples_us: time of one call in every round, a list per process; None in rows that were written without.
-        unit: which GPU of the model `device`; empty in rows that were written without.
+        unit: serial of the GPU, as a digest; empty in rows that were written without.
+        role: `own` variant, `peer` of another package, or `part` of the work only; empty in rows that were written without.
+        flops: floating-point operations of one call; None where the operator states none.
 
     Raises:
         ValueError: one line naming the field, its value and what is expected.
     """
 
-    op: str
-    variant: str
-    case: str
-    dtype: str
-    quant: str
-    policy: str
-    status: str
-    time_us: float | None = None
-    gbps: float | None = None
-    ceiling_gbps: float | None = None
-    pct_ceiling: float | None = None
-    ci_low_us: float | None = None
-    ci_high_us: float | None = None
-    n: int | None = None
-    aa_floor: float | None = None
-    config: dict[str, Any] | None = None
-    device: str
+    op: _Name
+    variant: _Name
+    case: _Name
+    dtype: _Name
+    quant: _Name
+    policy: _Name
+    status: Status
+    time_us: _Measure | None = None
+    gbps: _Measure | None = None
+    ceiling_gbps: _Measure | None = None
+    pct_ceiling: _Measure | None = None
+    ci_low_us: _Measure | None = None
+    ci_high_us: _Measure | None = None
+    n: Annotated[int, Meta(ge=1)] | None = None
+    aa_floor: _Measure | None = None
+    config: dict[str, _Value] | None = None
+    device: _Name
     driver: str
     torch: str
     triton: str
     source_hash: str
     commit: str
     date: str
-    axes: dict[str, int]
-    options: dict[str, Option] = field(default_factory=dict)
+    axes: dict[str, _Size]
+    options: dict[str, bool | _Whole | float | str] = {}
     reason: str = ""
-    p10_us: float | None = None
-    p90_us: float | None = None
+    p10_us: _Measure | None = None
+    p90_us: _Measure | None = None
     family: str = ""
-    samples_us: list[list[float]] | None = None
+    samples_us: Annotated[list[_Rounds], Meta(min_length=1)] | None = None
     unit: str = ""
+    role: Role = ""
+    flops: _Size | None = None
 
     def __post_init__(self) -> None:
-        _check_texts(self)
-        _check_mappings(self)
+        _check_names(self)
         _check_measures(self)
         _check_status(self)
 
     @property
     def key(self) -> Key:
-        """What the row measures, whoever implements it: (op, dtype, quant, axes, options, policy)."""
-        return self.op, self.dtype, self.quant, tuple(self.axes.items()), tuple(self.options.items()), self.policy
+        """What the row measures, whoever implements it, in any order of keys: (op, dtype, quant, axes, options, policy)."""
+        return key_of(self.op, self.dtype, self.quant, self.axes, self.options, self.policy)
 
     @property
     def config_label(self) -> str:
@@ -112,75 +124,59 @@ class Record:
         return " ".join([self.op, pairs({**self.axes, **self.options}), self.dtype, self.quant, self.policy])
 
 
+def key_of(op: str, dtype: str, quant: str, axes: Mapping[str, int], options: Mapping[str, Option], policy: str) -> Key:
+    """Return the key of a row: axes and options sorted by name."""
+    return op, dtype, quant, tuple(sorted(axes.items())), tuple(sorted(options.items())), policy
+
+
 def rounded(value: float) -> float:
-    """Six significant digits: more than any clock gives."""
+    """Return six significant digits: more than any clock gives."""
     return float(f"{value:.6g}")
 
 
 def to_json(record: Record) -> str:
-    """One line of JSON, fields in their order.
+    """Return one line of JSON, fields in their order.
 
     Raises:
         ValueError: a config value that JSON cannot hold.
     """
-    try:
-        return json.dumps(asdict(record), allow_nan=False, ensure_ascii=False)
-    except (TypeError, ValueError) as error:
-        raise _bad("config", record.config, "values that JSON can hold") from error
+    return msgspec.json.encode(_finite(record)).decode()
 
 
 def from_json(text: str | bytes) -> Record:
-    """The record on one line of JSON.
+    """Return the record on one line of JSON.
 
     Raises:
         ValueError: no JSON, an unknown or missing field, or a wrong value, as `field: value: expected …`.
     """
-    try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"JSON: {error.msg} at column {error.colno}") from error
-    except (UnicodeDecodeError, RecursionError) as error:
-        raise ValueError("JSON: not readable as UTF-8 JSON") from error
-    if not isinstance(values, dict):
-        raise _bad("JSON", values, "an object")
-    names = [f.name for f in fields(Record)]
-    for name, value in values.items():
-        if name not in names:
-            raise _bad(name, value, "no field of this name")
-    for name in names:
-        if name not in values and name not in _ADDED:
-            raise ValueError(f"{name}: missing")
-    return Record(**values)
+    return decode(text, Record)
 
 
 def load(path: Path) -> list[Record]:
-    """All records of a file, oldest first.
+    """Return all records of a file, oldest first.
 
     Raises:
         ValueError: one line `file:line: field: …`, also for a truncated last line, or `cannot read file: …`.
     """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
-    return parse(data, str(path))
+    return parse(read_bytes(path), str(path))
 
 
 def parse(data: bytes, name: str) -> list[Record]:
-    """All records of a file's content, oldest first; `name` is what errors call it.
+    """Return all records of a file's content, oldest first; `name` is what errors call it.
 
     Raises:
         ValueError: one line `name:line: field: …`, also for a truncated last line.
     """
-    *lines, tail = data.split(b"\n")
-    records = []
-    for number, line in enumerate(lines, start=1):
+    records: list[Record] = []
+    begin, texts = 0, _Texts()
+    while (end := data.find(b"\n", begin)) >= 0:
         try:
-            records.append(from_json(line))
+            records.append(texts.shared(decode(data[begin:end], Record)))
         except ValueError as error:
-            raise ValueError(f"{name}:{number}: {error}") from error
-    if tail:
-        raise ValueError(f"{name}:{len(lines) + 1}: JSON: truncated, the last line has no end")
+            raise ValueError(f"{name}:{len(records) + 1}: {error}") from error
+        begin = end + 1
+    if begin < len(data):
+        raise ValueError(f"{name}:{len(records) + 1}: JSON: truncated, the last line has no end")
     return records
 
 
@@ -190,134 +186,175 @@ def append(path: Path, records: Sequence[Record]) -> None:
     Raises:
         ValueError: `cannot write file: …` (read-only, disk full, truncated last line); the file is as before.
     """
-    data = "".join(f"{to_json(record)}\n" for record in records).encode()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        try:
-            _append(descriptor, data)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}") from error
-
-
-def other_run(a: Record, b: Record) -> list[str]:
-    """What tells the runs of two records apart, by field; a field that a record lacks tells nothing."""
-    sides = ((name, getattr(a, name), getattr(b, name)) for name in ("unit", "driver", "torch", "triton", "commit"))
-    return [name for name, of_a, of_b in sides if of_a and of_b and of_a != of_b]
-
-
-def newest(records: Iterable[Record]) -> list[Record]:
-    """The newest record of every (key, variant, device), the last of those of one time, in the order of their first."""
-    found: dict[tuple[Key, str, str], Record] = {}
-    for record in records:
-        known = found.setdefault((record.key, record.variant, record.device), record)
-        if datetime.fromisoformat(record.date) >= datetime.fromisoformat(known.date):
-            found[record.key, record.variant, record.device] = record
-    return list(found.values())
-
-
-def _append(descriptor: int, data: bytes) -> None:
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    size = os.fstat(descriptor).st_size
-    if size and os.pread(descriptor, 1, size - 1) != b"\n":
-        raise OSError(errno.EIO, "its last line is truncated")
-    try:
-        if os.write(descriptor, data) != len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        os.fsync(descriptor)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.ftruncate(descriptor, size)
-        raise
-
-
-def _bad(name: str, value: object, expected: str) -> ValueError:
-    return ValueError(f"{name}: {value!r}: expected {expected}")
-
-
-def _check_texts(record: Record) -> None:
-    for name in (*_NAMES, *_TEXTS, "date"):
-        value = getattr(record, name)
-        if not isinstance(value, str) or (name in _NAMES and not value):
-            raise _bad(name, value, "a name" if name in _NAMES else "a string")
-    try:
-        offset = datetime.fromisoformat(record.date).utcoffset()
-    except ValueError:
-        offset = None
-    if offset != timedelta(0):
-        raise _bad("date", record.date, "an ISO 8601 date and time in UTC")
-
-
-def _check_mappings(record: Record) -> None:
-    if not isinstance(record.axes, dict) or any(type(size) is not int or size < 0 for size in record.axes.values()):
-        raise _bad("axes", record.axes, "axis names with sizes of 0 or more")
-    options = record.options
-    if not isinstance(options, dict) or any(not isinstance(value, bool | int | float | str) for value in options.values()):
-        raise _bad("options", options, "option names with plain values")
-    if record.config is not None and not isinstance(record.config, dict):
-        raise _bad("config", record.config, "knobs with values, or null")
-
-
-def _check_measures(record: Record) -> None:
-    for name in (*_REQUIRED_MEASURES, *_OPTIONAL_MEASURES):
-        value = getattr(record, name)
-        if value is None:
-            continue
-        if type(value) not in (int, float) or not 0 <= value <= MOST:
-            raise _bad(name, value, f"a number from 0 to {MOST:g}, or null")
-    _check_samples(record)
-    if record.n is not None and (type(record.n) is not int or record.n < 1):
-        raise _bad("n", record.n, "a number of samples, or null")
-
-
-def _check_samples(record: Record) -> None:
-    processes = record.samples_us
-    if processes is None:
-        return
-    if not isinstance(processes, list) or not processes or not all(isinstance(rounds, list) and rounds for rounds in processes):
-        raise _bad("samples_us", processes, "a list of times for every process, or null")
-    for time_us in (time_us for rounds in processes for time_us in rounds):
-        if type(time_us) not in (int, float) or not 0 < time_us <= MOST:
-            raise _bad("samples_us", time_us, f"times above 0, at most {MOST:g}")
-    if record.n is not None and sum(map(len, processes)) != record.n:
-        raise _bad("n", record.n, f"the number of samples_us, {sum(map(len, processes))}")
-
-
-def _check_status(record: Record) -> None:
-    if record.status not in STATUSES:
-        raise _bad("status", record.status, f"one of {', '.join(STATUSES)}")
-    passed = record.status == "passed"
-    if passed and record.device == INTERPRETER:
-        raise _bad("status", record.status, f"'checked' on device {INTERPRETER!r}, where times mean nothing")
-    for name in (*_REQUIRED_MEASURES, "n"):
-        value = getattr(record, name)
-        if passed and not value:
-            raise _bad(name, value, "a value above 0 where the status is 'passed'")
-    for name in (*_REQUIRED_MEASURES, *_OPTIONAL_MEASURES, "n", "samples_us"):
-        if not passed and getattr(record, name) is not None:
-            raise _bad(name, getattr(record, name), f"none where the status is {record.status!r}")
-    if passed and float(record.ci_low_us or 0) > float(record.ci_high_us or 0):
-        raise _bad("ci_low_us", record.ci_low_us, f"at most ci_high_us = {record.ci_high_us!r}")
-    if record.status in ("failed", "skipped") and not record.reason:
-        raise _bad("reason", record.reason, f"a reason where the status is {record.status!r}")
-    if passed and record.reason:
-        raise _bad("reason", record.reason, "none where the status is 'passed'")
+    append_lines(path, _lines(records))
 
 
 def merge(path: Path, new: Sequence[Record]) -> None:
     """Replace the rows of a file that `new` measured again later, keep the others; the file changes as a whole or not at all.
 
-    Processes that do so at the same time wait for each other; readers see the old file or the new one.
+    Processes that merge at the same time wait for each other; readers see the old file or the new one.
 
     Raises:
         ValueError: a broken file, or one that cannot be written.
     """
+    with locked(path):
+        rows = newest([*(load(path) if path.exists() else []), *new])
+        replace_bytes(path, _lines(rows))
+
+
+def other_run(a: Record, b: Record) -> list[str]:
+    """Return what tells the runs of two records apart, by field; a field that a record lacks tells nothing."""
+    sides = ((name, getattr(a, name), getattr(b, name)) for name in ("unit", "driver", "torch", "triton", "commit"))
+    return [name for name, of_a, of_b in sides if of_a and of_b and of_a != of_b]
+
+
+def row_of(record: Record) -> object:
+    """Return what tells a row from others: its key, variant and device."""
+    return record.key, record.variant, record.device
+
+
+def newest(records: Iterable[Record], identity: Callable[[Record], object] = row_of) -> list[Record]:
+    """Return the newest record of every row, the last of those of one time, in the order of their first."""
+    found: dict[object, Record] = {}
+    for record in records:
+        row = identity(record)
+        known = found.setdefault(row, record)
+        if known is not record and datetime.fromisoformat(record.date) >= datetime.fromisoformat(known.date):
+            found[row] = record
+    return list(found.values())
+
+
+def frame(paths: Path | str | Iterable[Path | str]) -> "pd.DataFrame":
+    """Return the records of files as a pandas table, a row per record, oldest first within a file.
+
+    Columns and dtypes:
+        op, variant, role, family, case, dtype, quant, policy, status, device, unit, driver, torch, triton, source_hash, commit,
+            reason, file: string; `file` is the path that the row comes from.
+        date: datetime64[us, UTC].
+        time_us, ci_low_us, ci_high_us, p10_us, p90_us: float64, microseconds; NaN where the row is not timed.
+        gbps, ceiling_gbps: float64, GB/s (1e9 bytes); pct_ceiling: float64, percent; aa_floor: float64, a fraction.
+        n, flops: Int64; <NA> where unknown.
+        axes.NAME: Int64, a column per axis; options.NAME, config.NAME: object, a column per option and knob; <NA> where the row
+            has none of that name.
+        samples_us: object, a list of times per process, or None.
+
+    Raises:
+        ValueError: one line naming the file, the line and the field.
+    """
+    import pandas as pd
+
+    files = [Path(paths)] if isinstance(paths, Path | str) else [Path(path) for path in paths]
+    loaded = [(str(path), record) for path in files for record in load(path)]
+    rows = [record for _file, record in loaded]
+    columns: dict[str, Any] = {}
+    for name, of in _FRAME.items():
+        values = [getattr(record, name) for record in rows]
+        columns[name] = pd.to_datetime(pd.Series(values, dtype="string"), format="ISO8601", utc=True) if name == "date" else (
+            pd.Series(values, dtype=of)
+        )  # fmt: skip
+    columns["file"] = pd.Series([file for file, _record in loaded], dtype="string")
+    for group, of in (("axes", "Int64"), ("options", "object"), ("config", "object")):
+        for name in dict.fromkeys(name for record in rows for name in getattr(record, group) or ()):
+            values = [(getattr(record, group) or {}).get(name, pd.NA) for record in rows]
+            columns[f"{group}.{name}"] = pd.Series(values, dtype=of)
+    return pd.DataFrame(columns)
+
+
+_FRAME: dict[str, Any] = {
+    **dict.fromkeys(("op", "variant", "role", "family", "case", "dtype", "quant", "policy", "status", "device"), "string"),
+    **dict.fromkeys(("time_us", "ci_low_us", "ci_high_us", "p10_us", "p90_us"), "float64"),
+    **dict.fromkeys(("gbps", "ceiling_gbps", "pct_ceiling", "aa_floor"), "float64"),
+    **dict.fromkeys(("n", "flops"), "Int64"),
+    **dict.fromkeys(("unit", "driver", "torch", "triton", "source_hash", "commit"), "string"),
+    "date": "datetime64[us, UTC]",
+    "reason": "string",
+    "samples_us": "object",
+}
+
+
+class _Texts:
+    """Keeps one of equal texts and mappings, as the rows of a file share nearly all of them."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, Any] = {}
+
+    def shared(self, record: Record) -> Record:
+        """Return the record with texts, axes, options and config that it shares with earlier ones."""
+        for name in _TEXTS:
+            value = getattr(record, name)
+            msgspec.structs.force_setattr(record, name, self._known.setdefault(value, value))
+        for name in ("axes", "options", "config"):
+            values = getattr(record, name)
+            if values is not None:
+                key = (name, *values.items(), *map(type, values.values()))  # 1 and True are equal
+                msgspec.structs.force_setattr(record, name, self._known.setdefault(key, values))
+        return record
+
+
+_TEXTS = (*_NAMES, "driver", "torch", "triton", "source_hash", "commit", "date", "reason", "unit", "status", "role")
+
+
+def _lines(records: Iterable[Record]) -> bytes:
+    return b"".join(msgspec.json.encode(_finite(record)) + b"\n" for record in records)
+
+
+def _finite(record: Record) -> Record:
+    """Return the record, whose options and config JSON can hold."""
+    for name in ("options", "config"):
+        values = getattr(record, name) or {}
+        if any(value != value or value in (float("inf"), -float("inf")) for value in values.values()):
+            raise bad(name, values, "values that JSON can hold")
+    return record
+
+
+def _check_names(record: Record) -> None:
+    for name in _NAMES:
+        value: str = getattr(record, name)
+        if not value and name != "family":
+            raise bad(name, value, "a name")
+        if not value.isprintable():
+            raise bad(name, value, "a name without control characters")
+    for name in ("axes", "options", "config"):
+        if not "".join(getattr(record, name) or ()).isprintable():
+            raise bad(name, getattr(record, name), "names without control characters")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(path.with_name(f".{path.name}.lock")):
-            rows = newest([*(load(path) if path.exists() else []), *new])
-            replace_text(path, "".join(f"{to_json(row)}\n" for row in rows))
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror or error}") from error
+        offset = datetime.fromisoformat(record.date).utcoffset()
+    except ValueError:
+        offset = None
+    if offset != _UTC:
+        raise bad("date", record.date, "an ISO 8601 date and time in UTC")
+
+
+def _check_measures(record: Record) -> None:
+    for name in (*_REQUIRED_MEASURES, *_OPTIONAL_MEASURES):
+        value = getattr(record, name)
+        if value is not None and not 0 <= value <= MOST:
+            raise bad(name, value, f"a number from 0 to {MOST:g}, or null")
+    if record.n is None or record.samples_us is None:
+        return
+    samples = sum(map(len, record.samples_us))
+    if samples != record.n:
+        raise bad("n", record.n, f"the number of samples_us, {samples}")
+
+
+def _check_status(record: Record) -> None:
+    passed = record.status == "passed"
+    if not passed:
+        for name in (*_REQUIRED_MEASURES, *_OPTIONAL_MEASURES, "n", "samples_us"):
+            if getattr(record, name) is not None:
+                raise bad(name, getattr(record, name), f"none where the status is {record.status!r}")
+        if record.status != "checked" and not record.reason:
+            raise bad("reason", record.reason, f"a reason where the status is {record.status!r}")
+        return
+    if record.device == INTERPRETER:
+        raise bad("status", record.status, f"'checked' on device {INTERPRETER!r}, where times mean nothing")
+    for name in (*_REQUIRED_MEASURES, "n"):
+        if not getattr(record, name):
+            raise bad(name, getattr(record, name), "a value above 0 where the status is 'passed'")
+    low, time_us, high = float(record.ci_low_us or 0), float(record.time_us or 0), float(record.ci_high_us or 0)
+    if low > high:
+        raise bad("ci_low_us", record.ci_low_us, f"at most ci_high_us = {record.ci_high_us!r}")
+    if not low <= time_us <= high:
+        raise bad("time_us", record.time_us, f"a time within its interval, {record.ci_low_us!r} to {record.ci_high_us!r}")
+    if record.reason:
+        raise bad("reason", record.reason, "none where the status is 'passed'")

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from kerneltune.errors import unknown
 from kerneltune.identity import code_digest
@@ -23,6 +23,7 @@ Outputs = Mapping[str, Any]
 Space = Mapping[str, tuple[Any, ...]]
 """The values of every knob; a config takes one of each."""
 Option = bool | int | float | str
+Role = Literal["", "own", "peer", "part"]
 MOST = 1e15
 """More than any µs, GB/s or per cent that is measured: 30 years."""
 
@@ -137,6 +138,11 @@ class Variant:
     def source_hash(self) -> str:
         """Digest of the code that decides the results and the speed of a config, see `identity.code_digest`."""
         return code_digest(self.run)
+
+    @property
+    def role(self) -> Role:
+        """What a record says of the variant: `own`, `peer` of another package, or `part` of the work only."""
+        return "peer" if self.is_peer else "part" if self.part else "own"
 
     def missing(self) -> tuple[str, ...]:
         """The required packages that are not installed."""

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from msgspec.structs import replace
+
 from kerneltune.records import Record
 
 
@@ -29,4 +31,13 @@ def literal(us: float, **changes: Any) -> Record:
         "date": "2026-11-21T06:00:00Z",
         "axes": {"M": 8192, "N": 4096},
     }
+    if "time_us" in changes:
+        values |= {"ci_low_us": changes["time_us"], "ci_high_us": changes["time_us"]}
     return Record(**{**values, **changes})
+
+
+def changed(record: Record, **changes: Any) -> Record:
+    """A copy but for what is changed; another time has an interval of its own."""
+    if changes.get("time_us") is not None:
+        changes = {"ci_low_us": changes["time_us"], "ci_high_us": changes["time_us"]} | changes
+    return replace(record, **changes)

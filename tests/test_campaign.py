@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from literal_records import changed
 from small_sweeps import RMSNORM, STREAM
 
 from kerneltune import ops, records
@@ -103,7 +104,7 @@ def test_the_results_folder_of_the_environment(stream_sweep: Selection, tmp_path
 def test_a_second_run_replaces_its_rows_and_keeps_the_others(stream_sweep: Selection, options: Options) -> None:
     path = options.results / "runs" / "interpreter" / "tiny.check.jsonl"  # type: ignore[operator]
     run(stream_sweep, options)
-    old = [replace(record, date="2020-01-01T00:00:00+00:00") for record in records.load(path)]
+    old = [changed(record, date="2020-01-01T00:00:00+00:00") for record in records.load(path)]
     path.write_text("".join(records.to_json(record) + "\n" for record in old))
     again = run(replace(stream_sweep, cases=("od*",)), options)
     assert [record.case for record in again] == ["odd"]

@@ -1,11 +1,14 @@
 """Files that are replaced: whole, with their folders, or not at all."""
 
 import os
+import time
 from pathlib import Path
+from threading import Event, Thread, Timer
 
 import pytest
 
-from kerneltune.files import append_text, replace_text
+from kerneltune import files
+from kerneltune.files import append_text, decode, locked, read_bytes, replace_text
 
 
 def test_replace_and_append(tmp_path: Path) -> None:
@@ -49,3 +52,55 @@ def test_what_cannot_be_written_is_one_line(tmp_path: Path) -> None:
 def test_a_pipe_is_written_and_stays_a_pipe() -> None:
     replace_text(Path("/dev/null"), "x")
     assert not Path("/dev/null").is_file()
+
+
+def test_replace_of_a_linked_file_keeps_the_link(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    target, link = tmp_path / "real" / "a.json", tmp_path / "a.json"
+    target.write_text("before")
+    link.symlink_to(target)
+    replace_text(link, "after")
+    assert link.is_symlink() and target.read_text() == "after" and list((tmp_path / "real").iterdir()) == [target]
+
+
+def test_replace_never_follows_a_name_that_was_linked_beforehand(tmp_path: Path) -> None:
+    path, victim = tmp_path / "a.json", tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / f".a.json.{os.getpid()}.tmp").symlink_to(victim)
+    replace_text(path, "after")
+    assert (path.read_text(), victim.read_text()) == ("after", "mine")
+
+
+def test_read_refuses_what_is_no_regular_file_of_a_usual_size(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "large").write_bytes(b"x" * 11)
+    with pytest.raises(ValueError, match="^cannot read .*pipe: not a regular file$"):
+        read_bytes(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="^cannot read .*large: 11 bytes: expected at most 10$"):
+        read_bytes(tmp_path / "large", 10)
+    with pytest.raises(ValueError, match="^cannot read .*: Is a directory$"):
+        read_bytes(tmp_path)
+
+
+def test_a_lock_that_is_held_says_by_whom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "WAIT_S", 0.05)
+    path, done = tmp_path / "a.json", Event()
+
+    def hold() -> None:
+        with locked(path):
+            done.wait(5)
+
+    holder = Thread(target=hold)
+    holder.start()
+    while not (tmp_path / ".a.json.lock").exists() or not (tmp_path / ".a.json.lock").read_text():
+        time.sleep(0.01)
+    Timer(0.3, done.set).start()
+    with pytest.warns(UserWarning, match=rf"a\.json: locked by process {os.getpid()} \(.*\): waiting$"), locked(path):
+        pass
+    holder.join()
+
+
+def test_decode_of_a_broken_tail_behind_a_wrong_value_is_one_line() -> None:
+    with pytest.raises(ValueError) as error:
+        decode('{"a": "x"} trailing', dict[str, int])
+    assert "\n" not in str(error.value)

@@ -1,13 +1,15 @@
 """The gate: each outcome and exit code on literal records, and what it makes of processes and of a second look."""
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 from gate_rows import by_process, record, untimed
+from msgspec.structs import replace
 
 from kerneltune.gating.verdict import confirm, gate
-from kerneltune.records import Record
+from kerneltune.records import Record, load
 
 
 @pytest.mark.parametrize(
@@ -82,7 +84,7 @@ def test_a_row_that_is_gone_or_untimed_or_failed_is_a_regression() -> None:
         ),
         (
             [record()],
-            [record(), untimed("checked", "", device="interpreter")],
+            [untimed("checked", "", device="interpreter")],
             "new holds records of the interpreter, whose times mean nothing",
         ),
     ],
@@ -90,6 +92,62 @@ def test_a_row_that_is_gone_or_untimed_or_failed_is_a_regression() -> None:
 def test_what_cannot_be_compared(old: list[Record], new: list[Record], reason: str) -> None:
     answer = gate(old, new, 0.03)
     assert (answer.exit_code, answer.reason) == (2, reason)
+
+
+SHIPPED = sorted((Path(__file__).parents[1] / "results").rglob("*.jsonl"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_gate_shipped_file_against_itself_in_any_order_passes(path: Path) -> None:
+    rows = load(path)
+    turned = [
+        replace(row, axes=dict(reversed(row.axes.items())), options=dict(sorted(row.options.items()))) for row in reversed(rows)
+    ]
+    for other in (rows, turned):
+        answer = gate(rows, other, 0.0)
+        assert (answer.exit_code, answer.notes, {row.verdict for row in answer.rows if not row.is_note}) == (0, (), {"pass"})
+
+
+def test_gate_failure_of_both_sides_is_a_note() -> None:
+    broken = untimed("failed", quant="none")
+    answer = gate([record(), broken], [record(), broken], 0.03)
+    assert (answer.exit_code, answer.count("failed")) == (0, 0)
+    assert [(row.verdict, row.is_note, row.reason) for row in answer.rows] == [
+        ("pass", False, ""), ("failed", True, "fails in the baseline as well; y: values differ"),
+    ]  # fmt: skip
+    only_new = gate([record(), untimed("skipped", quant="none")], [record(), broken], 0.03)
+    assert (only_new.exit_code, only_new.reason) == (1, "1 failed")
+
+
+@pytest.mark.parametrize("new", [[untimed("failed", variant="eager", role="peer")], [], [record(150.0, variant="eager")]])
+def test_gate_peer_that_got_worse_is_a_note_unless_asked(new: list[Record]) -> None:
+    old = [record(), record(variant="eager", role="peer")]
+    answer = gate(old, [record(), *new], 0.03)
+    assert answer.exit_code == 0 and answer.rows[1].is_note and answer.rows[1].reason.startswith("a peer; ")
+    assert gate(old, [record(), *new], 0.03, peers=True).exit_code == 1
+
+
+def test_gate_new_option_at_its_default_is_the_same_row() -> None:
+    old = [record(options={"pad": 0})]
+    new = [record(options={"pad": 0, "layout": "row"}), record(150.0, options={"pad": 0, "layout": "both"})]
+    assert gate(old, new[:1], 0.03).exit_code == 0
+    assert gate(old, new, 0.03).reason == "1 missing" or gate(old, new, 0.03).exit_code == 2
+    known = gate(old, new, 0.03, defaults=lambda op: {"layout": "row"} if op == "rmsnorm_fwd" else {})
+    assert (known.exit_code, known.compared) == (0, 1)
+    assert gate(new, old, 0.03, defaults=lambda _op: {"layout": "row"}).reason == "1 missing"
+
+
+def test_gate_one_row_of_another_gpu_is_left_out_with_a_note() -> None:
+    elsewhere = record(device="NVIDIA B200", quant="none")
+    for old, new, side in (([record()], [record(), elsewhere], "new"), ([record(), elsewhere], [record()], "baseline")):
+        answer = gate(old, new, 0.03)
+        assert (answer.exit_code, answer.notes) == (0, (f"rows that only {side} has, left out: 1 of NVIDIA B200 cold",))
+    slower = gate([record()], [record(150.0), elsewhere], 0.03)
+    assert slower.exit_code == 1
+
+
+def test_gate_of_row_measured_in_another_order_of_axes_compares_it() -> None:
+    assert gate([record()], [record(150.0, axes={"N": 4096, "M": 8192})], 0.03).reason == "1 regression"
 
 
 @pytest.mark.parametrize("margin", [-0.1, float("nan"), float("inf")])
@@ -254,12 +312,12 @@ def test_two_units_of_one_model_are_a_note_and_no_verdict() -> None:
     old = [record(unit="a"), record(quant="none", unit="a")]
     note = "another unit of NVIDIA H200: rows may differ by up to about 5.5 %"
     there = [record(unit="b"), record(quant="none", unit="b")]
-    assert (gate(old, there, 0.03).note, gate(old, there, 0.03).exit_code) == (note, 0)
+    assert (gate(old, there, 0.03).notes, gate(old, there, 0.03).exit_code) == ((note,), 0)
     slower = gate(old, [record(110.0, unit="b"), there[1]], 0.03)
-    assert (slower.note, slower.exit_code) == (note, 1)
-    assert gate(old, [record(unit="b"), old[1]], 0.03).note == note.replace("rows", "1 of 2 rows")
+    assert (slower.notes, slower.exit_code) == ((note,), 1)
+    assert gate(old, [record(unit="b"), old[1]], 0.03).notes == (note.replace("rows", "1 of 2 rows"),)
     for same in (old, [record(), record(quant="none")]):
-        assert gate(old, same, 0.03).note == gate(same, old, 0.03).note == ""
-    assert gate([record(unit="a")], [record(unit="b", device="NVIDIA H100")], 0.03).note == ""
+        assert gate(old, same, 0.03).notes == gate(same, old, 0.03).notes == ()
+    assert gate([record(unit="a")], [record(unit="b", device="NVIDIA H100")], 0.03).notes == ()
     _verdict, pooled = confirm([by_process(100, 0, unit="a")], [by_process(100, 0, unit="b")], 0.03, lambda _: [])
-    assert _verdict.note == note and pooled[0].unit == "b"
+    assert _verdict.notes == (note,) and pooled[0].unit == "b"

@@ -1,5 +1,6 @@
 """The gate's answer in every form: exact text at two widths, XML that parses, escaped annotations."""
 
+from datetime import datetime
 from typing import Any
 from xml.etree import ElementTree
 
@@ -17,7 +18,7 @@ SUMMARY = "gate: regression: 1 failed, 1 regression (4 rows compared, 1 faster)"
 
 def test_text_has_a_line_per_row_where_it_fits() -> None:
     assert gate_text(ANSWER, 160) == (
-        f"failed      {LABEL}  eager  (y: 1 % of <words> | differ\x00)\n"
+        f"failed      {LABEL}  eager  (y: 1 % of <words> | differ\\x00)\n"
         "regression  rmsnorm_fwd M=8192 N=4096 bfloat16 none cold  optimized  100 → 110 µs  +10.0% [+9.0%, +11.1%]"
         "  (at least +9.0%, tolerated 3.0%)\n"
         f"ambiguous   {LABEL}  optimized  100 → 103.5 µs  +3.5% [+2.5%, +4.5%]  (at least +2.5%, tolerated 3.0%: measure more)\n"
@@ -54,7 +55,7 @@ def test_markdown() -> None:
         "\n"
         "| verdict | row | case | variant | µs | slowdown | reason |\n"
         "|---|---|---|---|---:|---:|---|\n"
-        f"| failed | {LABEL} | te-8192x4096 | eager |  |  | y: 1 % of <words> \\| differ\x00 |\n"
+        f"| failed | {LABEL} | te-8192x4096 | eager |  |  | y: 1 % of <words> \\| differ\\x00 |\n"
         "| regression | rmsnorm_fwd M=8192 N=4096 bfloat16 none cold | te-8192x4096 | optimized | 100 → 110 "
         "| +10.0% [+9.0%, +11.1%] | at least +9.0%, tolerated 3.0% |\n"
         f"| ambiguous | {LABEL} | te-8192x4096 | optimized | 100 → 103.5 | +3.5% [+2.5%, +4.5%] "
@@ -77,20 +78,47 @@ def test_junit_has_a_test_case_per_row() -> None:
         "errors": "1",
         "skipped": "1",
     }
-    tests = {test.get("name"): [child.tag for child in test] for test in suite}
+    tests = {test.get("name"): [child.tag for child in test] for test in suite.findall("testcase")}
     assert tests == {
         f"{LABEL} optimized": ["skipped"],
         "rmsnorm_fwd M=8192 N=4096 bfloat16 none cold optimized": ["failure"],
-        "rmsnorm_fwd M=8192 N=4096 bfloat16 fp8_t cold optimized": ["system-out"],
-        f"{LABEL} pr593": ["system-out"],
+        "rmsnorm_fwd M=8192 N=4096 bfloat16 fp8_t cold optimized": [],
+        f"{LABEL} pr593": [],
         f"{LABEL} eager": ["error"],
     }
-    assert {test.get("classname") for test in suite} == {"rmsnorm_fwd"}
+    assert {test.get("classname") for test in suite.findall("testcase")} == {"rmsnorm_fwd"}
     error = suite.find("testcase/error")
-    assert error is not None and error.get("message") == "failed: y: 1 % of <words> | differ?"
+    assert error is not None and error.get("message") == "failed: y: 1 % of <words> | differ\\x00"
     failure = suite.find("testcase/failure")
     assert failure is not None
     assert failure.get("message") == "regression: 100 → 110 µs  +10.0% [+9.0%, +11.1%]  at least +9.0%, tolerated 3.0%"
+
+
+def test_junit_fits_the_schemas_of_ant_and_jenkins() -> None:
+    root = ElementTree.fromstring(gate_junit(ANSWER).encode())
+    assert root.attrib == {}  # Ant's schema gives the root none
+    (suite,) = root
+    assert set(suite.attrib) == {
+        "name", "package", "id", "hostname", "timestamp", "time", "tests", "failures", "errors", "skipped",
+    }  # fmt: skip
+    assert datetime.fromisoformat(suite.attrib["timestamp"]).tzinfo is None and len(suite.attrib["timestamp"]) == 19
+    order = [child.tag for child in suite]
+    assert order == ["properties", *["testcase"] * 5, "system-out", "system-err"]
+    for test in suite.findall("testcase"):
+        assert set(test.attrib) == {"classname", "name", "time"} and len(test) <= 1
+        for child in test:
+            assert child.tag in ("error", "failure", "skipped") and set(child.attrib) in ({"type", "message"}, set())
+            assert (child.tag == "skipped") == (not child.attrib)
+
+
+def test_notes_count_as_no_row_in_any_form() -> None:
+    old, new = [record(), record(variant="eager", role="peer")], [record(), record(150.0, variant="eager", role="peer")]
+    answer = gate(old, new, 0.03)
+    assert gate_text(answer, 200).startswith(f"note        {LABEL}  eager  100 → 150 µs  +50.0%")
+    assert gate_annotations(answer).splitlines()[1].startswith("::notice title=note%3A te-8192x4096 eager::")
+    suite = parsed(answer)
+    assert (suite.get("failures"), suite.get("errors"), suite.get("skipped")) == ("0", "0", "0")
+    assert (suite.findtext("system-out") or "").startswith(f"note: {LABEL} eager: 100 → 150 µs")
 
 
 def test_junit_of_nothing_compared_is_an_error() -> None:
@@ -103,7 +131,7 @@ def test_junit_of_nothing_compared_is_an_error() -> None:
 def test_annotations_are_escaped() -> None:
     assert gate_annotations(ANSWER).splitlines() == [
         f"::error title=kerneltune gate::{SUMMARY}",
-        f"::error title=failed%3A te-8192x4096 eager::{LABEL}: y: 1 %25 of <words> | differ\x00",
+        f"::error title=failed%3A te-8192x4096 eager::{LABEL}: y: 1 %25 of <words> | differ\\x00",
         "::error title=regression%3A te-8192x4096 optimized::rmsnorm_fwd M=8192 N=4096 bfloat16 none cold: "
         "100 → 110 µs  +10.0%25 [+9.0%25, +11.1%25]  at least +9.0%25, tolerated 3.0%25",
         f"::warning title=ambiguous%3A te-8192x4096 optimized::{LABEL}: "
@@ -136,7 +164,7 @@ def test_a_note_is_in_every_form_and_counts_as_no_row() -> None:
     assert gate_markdown(verdict) == f"**{said}**\n\nNote: {note}\n"
     suite = parsed(verdict)
     assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("1", "0", "0")
-    assert [(child.tag, child.text) for child in suite if child.tag != "testcase"] == [("system-out", f"note: {note}")]
+    assert suite.findtext("system-out") == f"note: {note}"
     assert gate_annotations(verdict).splitlines() == [
         f"::notice title=kerneltune gate::{said}",
         f"::notice title=kerneltune gate::{note.replace('%', '%25')}",

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from literal_records import changed
 from simulated import one_process, rounds_us
 
 from kerneltune import campaign, device, ops
@@ -121,9 +122,9 @@ def test_the_margin_is_the_sweep_s_unless_given(lab: Lab, selection: Selection, 
 def test_what_the_selection_leaves_out_is_not_missed_and_what_is_gone_is(
     lab: Lab, selection: Selection, baseline: list[Record]
 ) -> None:
-    gone = replace(baseline[0], variant="older")
-    peer, elsewhere = replace(baseline[0], variant="eager"), replace(baseline[0], family="other")
-    hot = replace(baseline[0], policy="hot")
+    gone = changed(baseline[0], variant="older")
+    peer, elsewhere = changed(baseline[0], variant="eager"), changed(baseline[0], family="other")
+    hot = changed(baseline[0], policy="hot")
     every = replace(selection, variants=())
     kept = [*baseline, peer, elsewhere, hot]
     assert run(every, kept)[0].exit_code == 0
@@ -137,8 +138,8 @@ def test_what_the_selection_leaves_out_is_not_missed_and_what_is_gone_is(
 def test_nothing_is_measured_where_nothing_can_be_compared(lab: Lab, selection: Selection, baseline: list[Record]) -> None:
     for rows, reason in (
         ([], "nothing compared: no timed record of the baseline is among what --run selects"),
-        ([replace(baseline[0], op="other_op", family="other")], "nothing compared: no timed record of the baseline is among "),
-        ([replace(baseline[0], device="NVIDIA H100")], "not comparable: baseline has device NVIDIA H100, this is NVIDIA H200"),
+        ([changed(baseline[0], op="other_op", family="other")], "nothing compared: no timed record of the baseline is among "),
+        ([changed(baseline[0], device="NVIDIA H100")], "not comparable: baseline has device NVIDIA H100, this is NVIDIA H200"),
     ):
         verdict, measured = run(selection, rows)
         assert (verdict.exit_code, measured, lab.measured) == (2, [], [])
@@ -151,7 +152,7 @@ def test_a_case_that_fails_its_check_fails_the_gate(
     untimed = dict.fromkeys(["time_us", "gbps", "ci_low_us", "ci_high_us", "n", "aa_floor", "samples_us"])
 
     def wrong(*arguments: Any) -> list[Record]:
-        return [replace(row, status="failed", reason="y differs", **untimed) for row in lab.compare(*arguments)]
+        return [changed(row, status="failed", reason="y differs", **untimed) for row in lab.compare(*arguments)]
 
     monkeypatch.setattr(campaign, "compare", wrong)
     verdict, _measured = run(selection, baseline)

@@ -172,7 +172,7 @@ def test_records_with_the_axes_of_another_operator_are_shown_without_a_roofline(
 def test_command_names_what_is_wrong(tmp_path: Path) -> None:
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"op": 1}\n')
-    assert run("report", broken).stderr == f"error: {broken}:1: variant: missing\n"
+    assert run("report", broken).stderr == f"error: {broken}:1: op: 1: expected str\n"
     assert run("report", tmp_path / "none.jsonl").exit_code == 2
     assert run("report", RECORDED, "--dtype", "int8").stderr == "error: dtype: 'int8': expected one of float16, bfloat16\n"
     assert (

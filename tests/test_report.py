@@ -2,12 +2,11 @@
 
 import csv
 import io
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from literal_records import literal
+from literal_records import changed, literal
 
 from kerneltune.files import data_root
 from kerneltune.records import Record, load
@@ -118,7 +117,7 @@ def quantised() -> list[tables.Row]:
             ("cast_2d", "row", {"M": 8, "K": 32}),
         )
     ]
-    return tables.ab_rows(both, [replace(side, time_us=50.0) for side in both])
+    return tables.ab_rows(both, [changed(side, time_us=50.0) for side in both])
 
 
 def test_where_the_columns_do_not_fit_shapes_stand_under_what_they_share() -> None:
@@ -214,7 +213,7 @@ def test_rows_of_different_runs_have_no_interval() -> None:
     sizes = [{"M": size, "N": 8} for size in (1, 2, 3, 4)]
     a = [record(axes=axes, **runs[0]) for axes in sizes]
     b = [record(50.0, axes=axes, **run) for axes, run in zip(sizes, runs, strict=True)]
-    rows = tables.ab_rows(a, [*b[:3], replace(b[3], commit="1")])
+    rows = tables.ab_rows(a, [*b[:3], changed(b[3], commit="1")])
     said = "2 of 4 rows: A and B are of different runs (another commit or GPU unit): may differ by a few per cent"
     assert tables.ab_text(rows, width=120).endswith(f"\n{said}\n")
     assert tables.ab_markdown(rows).endswith(f"\n- {said}\n")

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kerneltune.cells import wrapped
+from kerneltune.cells import printable, wrapped
 from kerneltune.files import replace_bytes
 
 _PIPED_WIDTH, _LEAST_WIDTH = 100, 20
@@ -30,7 +30,7 @@ def width() -> int:
 
 def show(text: str) -> None:
     """Print as it is: no markup, no wrapping."""
-    console.print(text.rstrip("\n"), markup=False, soft_wrap=True)
+    console.print(printable(text.rstrip("\n")), markup=False, soft_wrap=True)
 
 
 def show_wrapped(text: str, indent: str = "  ") -> None:
@@ -40,7 +40,7 @@ def show_wrapped(text: str, indent: str = "  ") -> None:
 
 def show_table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
     """A plain table; where the output is too narrow cells wrap, between words as long as these fit, and else behind `_`."""
-    lines = list(rows)
+    lines = [tuple(map(printable, row)) for row in rows]
     words, gaps = sum(_longest_words([head, *lines])), len(head) - 1
     gap = _LEAST_GAP if words + _LEAST_GAP * gaps <= width() < words + _GAP * gaps else _GAP
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
@@ -87,12 +87,12 @@ def _folded(cell: str, columns: int) -> str:
 
 def note(text: str) -> None:
     """A remark that is no part of the result."""
-    messages.print(text, markup=False, soft_wrap=True)
+    messages.print(printable(text), markup=False, soft_wrap=True)
 
 
 def error_line(text: str) -> None:
     """What is wrong, on one line."""
-    messages.print(" ".join(text.split()), markup=False, soft_wrap=True)
+    messages.print(printable(" ".join(text.split())), markup=False, soft_wrap=True)
 
 
 def deliver(text: str, output: Path | None) -> None:

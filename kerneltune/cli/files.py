@@ -1,10 +1,33 @@
 """Files that commands read when they are not told which."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kerneltune.cli import options as o
 from kerneltune.cli.console import note
 from kerneltune.errors import meant
+
+if TYPE_CHECKING:
+    from kerneltune.records import Record
+    from kerneltune.spec import Option
+
+
+def with_roles(records: "Sequence[Record]") -> "list[Record]":
+    """Return records that say whether they are a peer's or a part's; older files do not, and the operators are asked."""
+    from msgspec.structs import replace
+
+    if all(record.role for record in records):
+        return list(records)
+    known = o.load_ops()
+    of = {(op.name, variant.name): variant.role for op in known.values() for variant in op.variants}
+    return [record if record.role else replace(record, role=of.get((record.op, record.variant), "own")) for record in records]
+
+
+def option_defaults(name: str) -> "Mapping[str, Option]":
+    """Return the default of every option of an operator; empty for one that is not known here."""
+    op = o.load_ops().get(name)
+    return {option: values[0] for option, values in op.options.items()} if op is not None else {}
 
 
 def curve_files(results: Path | None) -> list[Path]:

@@ -1,6 +1,8 @@
 """`kerneltune gate`: new records, or a fresh run, against a baseline; the exit code is the answer."""
 
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,6 +11,7 @@ import typer
 from kerneltune.cli import inspect
 from kerneltune.cli import options as o
 from kerneltune.cli.console import error_line, note, show, width, write
+from kerneltune.cli.files import option_defaults, with_roles
 from kerneltune.cli.progress import reporter
 
 if TYPE_CHECKING:
@@ -21,7 +24,7 @@ _HELD_AGAINST = (
 )
 Baseline = Annotated[str, typer.Argument(help=_HELD_AGAINST)]
 New = Annotated[Path | None, typer.Argument(help="Records to judge, a .jsonl file; or measure them with --run.")]
-_PROCESSES = 3
+_PROCESSES, _BAD_INPUT = 3, 2
 
 
 def command(
@@ -33,7 +36,7 @@ def command(
     dtype: o.Dtypes = None,
     quant: o.Quants = None,
     variant: o.VariantNames = None,
-    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="With --run: what other packages offer as well.")] = False,
+    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Judge peers as well; with --run: measure them.")] = False,
     policy: Annotated[
         str | None, typer.Option("--policy", metavar="|".join(o.POLICIES), help="With --run: how times are taken; else cold.")
     ] = None,
@@ -92,10 +95,10 @@ def command(
         raise ValueError(f"margin: {margin}: expected a fraction from 0 to below 1, such as 0.03")
     if new is not None:
         _only_with_run(
-            op=op, case=case, dtype=dtype, quant=quant, variant=variant, peers=peers or None, policy=policy, processes=processes,
+            op=op, case=case, dtype=dtype, quant=quant, variant=variant, policy=policy, processes=processes,
             update=update or None, save=save,
         )  # fmt: skip
-        _report(_judged(baseline, new, margin), junit, markdown, annotations)
+        _report(_judged(baseline, new, margin, peers), junit, markdown, annotations)
         return
     processes = _PROCESSES if processes is None else processes
     o.number("processes", processes, 1)
@@ -120,14 +123,15 @@ def _only_without_static(**given: Any) -> None:
             raise ValueError(f"{name}: {value if isinstance(value, bool) else str(value)!r}: expected without --static")
 
 
-def _judged(baseline: str, new: Path, margin: float | None) -> "Verdict":
-    """A file against a file."""
+def _judged(baseline: str, new: Path, margin: float | None, peers: bool) -> "Verdict":
+    """Hold a file against a file."""
     from kerneltune.gating.baseline import load_baseline
     from kerneltune.gating.verdict import DEFAULT_MARGIN, gate
     from kerneltune.records import load
 
-    records = load(new)  # first, for where it is missing git would say the wrong thing of the baseline
-    return gate(load_baseline(baseline, new), records, DEFAULT_MARGIN if margin is None else margin)
+    records = with_roles(load(new))  # first, for where it is missing git would say the wrong thing of the baseline
+    against = with_roles(load_baseline(baseline, new))
+    return gate(against, records, DEFAULT_MARGIN if margin is None else margin, peers=peers, defaults=option_defaults)
 
 
 def _measured(
@@ -177,16 +181,24 @@ def _keep(path: Path, measured: "list[Record]") -> None:
 
 
 def _report(verdict: "Verdict", junit: Path | None, markdown: Path | None, annotations: bool) -> None:
-    """The answer in every form asked for, then its exit code."""
+    """Give the answer in every form asked for, then its exit code; a file that cannot be written hides neither."""
     from kerneltune.files import append_text
     from kerneltune.gating.report import gate_annotations, gate_junit, gate_markdown, gate_text
 
     show(gate_text(verdict, width()))
+    writers: list[Callable[[], None]] = []
     for path, render in ((junit, gate_junit), (markdown, gate_markdown)):
         if path is not None:
-            write(path, render(verdict))
+            writers.append(partial(write, path, render(verdict)))
     if annotations:
         show(gate_annotations(verdict))
         if os.environ.get("GITHUB_STEP_SUMMARY"):
-            append_text(Path(os.environ["GITHUB_STEP_SUMMARY"]), gate_markdown(verdict) + "\n")
-    raise typer.Exit(verdict.exit_code)
+            writers.append(partial(append_text, Path(os.environ["GITHUB_STEP_SUMMARY"]), gate_markdown(verdict) + "\n"))
+    code = verdict.exit_code
+    for writer in writers:
+        try:
+            writer()
+        except ValueError as error:
+            error_line(f"error: {error}")
+            code = code or _BAD_INPUT
+    raise typer.Exit(code)

@@ -4,10 +4,10 @@ Does not measure or judge. Imports numpy, records and stats.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from kerneltune.records import Record, rounded
 from kerneltune.stats import centre_interval

@@ -1,9 +1,10 @@
 """The gate's answer as text, Markdown, JUnit XML and GitHub annotations.
 
-Pure functions of a Verdict: judges nothing and writes no file. Imports the standard library, cells and verdict.
+Pure functions of a Verdict: judges nothing and writes no file.
 """
 
 import re
+from datetime import UTC, datetime
 from xml.etree import ElementTree
 
 from kerneltune.cells import wrapped
@@ -19,86 +20,104 @@ _NOT_IN_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010fff
 
 
 def summary(verdict: Verdict) -> str:
-    """The answer in one line."""
+    """Return the answer in one line."""
     answer = {PASS: "pass", REGRESSION: "regression", UNUSABLE: "not usable", AMBIGUOUS: "ambiguous"}[verdict.exit_code]
     rows = "row" if verdict.compared == 1 else "rows"
     return f"gate: {answer}: {verdict.reason} ({verdict.compared} {rows} compared, {verdict.count('faster')} faster)"
 
 
 def gate_text(verdict: Verdict, width: int = 100) -> str:
-    """The rows that did not simply pass, worst first, then note and summary; at most `width` columns where words allow it."""
+    """Return the rows that did not simply pass, worst first, then notes and summary.
+
+    Lines have at most `width` columns where words allow it.
+    """
     lines = []
     for row in verdict.notable:
         change, reason = "  ".join(filter(None, [_times(row), _change(row)])), f"({row.reason})" if row.reason else ""
-        text = "  ".join(filter(None, [f"{row.verdict:<10}", row.label, row.variant, change, reason]))
+        tag = f"{_tag(row):<10}"
+        text = "  ".join(filter(None, [tag, row.label, row.variant, change, reason]))
         if len(text) > width:  # the change begins a line of its own, so that the eye finds it
-            named = _wrapped(f"{row.verdict:<10}  {row.label}  {row.variant}", width)
+            named = _wrapped(f"{tag}  {row.label}  {row.variant}", width)
             below = [_INDENT + "  ".join(filter(None, [change, reason]))]
             below = below if len(below[0]) <= width else [_INDENT + part for part in (change, reason) if part]
             text = "\n".join([named, *(_wrapped(part, width) for part in below if part.strip())])
         lines.append(text)
-    lines += [_wrapped(f"note: {verdict.note}", width)] if verdict.note else []
+    lines += [_wrapped(f"note: {note}", width) for note in verdict.notes]
     return "\n".join([*lines, _wrapped(summary(verdict), width)]) + "\n"
 
 
 def gate_markdown(verdict: Verdict) -> str:
-    """The same as a Markdown table under its summary."""
+    """Return the same as a Markdown table under its summary."""
     lines = [f"**{_cell(summary(verdict))}**", ""]
-    if verdict.note:
-        lines += [f"Note: {verdict.note}", ""]
+    for note in verdict.notes:
+        lines += [f"Note: {note}", ""]
     if verdict.notable:
         lines += ["| verdict | row | case | variant | µs | slowdown | reason |", "|---|---|---|---|---:|---:|---|"]
     for row in verdict.notable:
-        cells = [row.verdict, row.label, row.case, row.variant, _times(row).removesuffix(_UNIT), _change(row), row.reason]
+        cells = [_tag(row), row.label, row.case, row.variant, _times(row).removesuffix(_UNIT), _change(row), row.reason]
         lines.append(f"| {' | '.join(map(_cell, cells))} |")
     return "\n".join(lines).rstrip() + "\n"
 
 
 def gate_junit(verdict: Verdict) -> str:
-    """JUnit XML, a test case per row: regressions are failures, missing and failed rows errors, ambiguous ones skipped.
+    """Return JUnit XML, a test case per row: regressions are failures, missing and failed rows errors, ambiguous ones skipped.
 
-    An answer without rows is one test case with an error, so that nothing compared does not look like nothing wrong.
+    The text is valid for the schemas of Jenkins and of Ant. An answer without rows is one test case with an error, so that
+    nothing compared does not look like nothing wrong.
     """
-    suite = ElementTree.Element("testsuite", name="kerneltune gate")
+    suite = ElementTree.Element("testsuite", name="kerneltune gate", package="kerneltune", id="0", hostname="localhost", time="0")
+    suite.set("timestamp", datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S"))
+    ElementTree.SubElement(
+        ElementTree.SubElement(suite, "properties"), "property", name="exit code", value=f"{verdict.exit_code}"
+    )
+    said = [f"note: {note}" for note in verdict.notes]
     for row in verdict.rows:
-        test = ElementTree.SubElement(suite, "testcase", classname=row.key[0], name=_xml(f"{row.label} {row.variant}"), time="0")
-        tag = _TAGS.get(row.verdict)
-        text = _message(row)
-        if tag is not None:
-            ElementTree.SubElement(test, tag, message=_xml(f"{row.verdict}: {text}")).text = _xml(f"case {row.case}: {text}")
-        elif text:
-            ElementTree.SubElement(test, "system-out").text = _xml(f"{row.verdict}: {text}")
+        test = ElementTree.SubElement(
+            suite, "testcase", classname=_xml(row.key[0]), name=_xml(f"{row.label} {row.variant}"), time="0"
+        )
+        tag, text = None if row.is_note else _TAGS.get(row.verdict), _message(row)
+        if tag == "skipped":
+            ElementTree.SubElement(test, tag)
+        elif tag is not None:
+            child = ElementTree.SubElement(test, tag, type=row.verdict, message=_xml(f"{row.verdict}: {text}"))
+            child.text = _xml(f"case {row.case}: {text}")
+        if row.verdict != "pass" and (tag is None or tag == "skipped"):
+            said.append(f"{_tag(row)}: {row.label} {row.variant}: {text}")
     if verdict.exit_code == UNUSABLE:
         test = ElementTree.SubElement(suite, "testcase", classname="gate", name="comparable", time="0")
-        ElementTree.SubElement(test, "error", message=_xml(verdict.reason)).text = _xml(summary(verdict))
-    if verdict.note:
-        ElementTree.SubElement(suite, "system-out").text = _xml(f"note: {verdict.note}")
+        ElementTree.SubElement(test, "error", type="unusable", message=_xml(verdict.reason)).text = _xml(summary(verdict))
+    ElementTree.SubElement(suite, "system-out").text = _xml("\n".join(said))
+    ElementTree.SubElement(suite, "system-err")
     tests = suite.findall("testcase")
     suite.set("tests", str(len(tests)))
     for name, tag in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
         suite.set(name, str(sum(test.find(tag) is not None for test in tests)))
-    root = ElementTree.Element("testsuites", name="kerneltune")
+    root = ElementTree.Element("testsuites")
     root.append(suite)
     ElementTree.indent(root)
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
 
 
 def gate_annotations(verdict: Verdict) -> str:
-    """GitHub workflow commands: an error or warning for the answer and for the rows behind it, as many as GitHub shows."""
+    """Return GitHub workflow commands: an error or warning for the answer and for the rows behind it, as many as GitHub shows."""
     level = {PASS: "notice", AMBIGUOUS: "warning"}.get(verdict.exit_code, "error")
     lines: dict[str, list[str]] = {"error": [], "warning": [], "notice": []}
     lines[level].append(_command(level, "kerneltune gate", summary(verdict)))
-    if verdict.note:
-        lines["notice"].append(_command("notice", "kerneltune gate", verdict.note))
+    lines["notice"] += [_command("notice", "kerneltune gate", note) for note in verdict.notes]
     for row in verdict.notable:
-        level = "error" if row.verdict in _ERRORS else "warning" if row.verdict == "ambiguous" else "notice"
+        counts = not row.is_note
+        level = "error" if counts and row.verdict in _ERRORS else "warning" if counts and row.verdict == "ambiguous" else "notice"
         if row.verdict != "faster":
-            lines[level].append(_command(level, f"{row.verdict}: {row.case} {row.variant}", f"{row.label}: {_message(row)}"))
+            lines[level].append(_command(level, f"{_tag(row)}: {row.case} {row.variant}", f"{row.label}: {_message(row)}"))
     for level, found in lines.items():
         if len(found) > _ANNOTATIONS:
             hidden = len(found) - _ANNOTATIONS + 1
             found[_ANNOTATIONS - 1 :] = [_command(level, "kerneltune gate", f"and {hidden} more rows: see the log")]
     return "".join(f"{line}\n" for found in lines.values() for line in found)
+
+
+def _tag(row: GateRow) -> str:
+    return "note" if row.is_note else row.verdict
 
 
 def _command(level: str, title: str, message: str) -> str:

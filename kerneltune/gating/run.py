@@ -4,6 +4,7 @@ Prints nothing and knows no operator. Imports campaign, verdict, pooling, proces
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 
 from kerneltune import device, sweep
 from kerneltune.campaign import measure_live
@@ -12,7 +13,7 @@ from kerneltune.gating.verdict import DEFAULT_MARGIN, UNUSABLE, RowKey, Verdict,
 from kerneltune.plan import Options, Progress, Quiet, Selection, require_gpu
 from kerneltune.processes import in_fresh_processes
 from kerneltune.records import Key, Record
-from kerneltune.spec import Op
+from kerneltune.spec import Op, Option
 
 LoadOps = Callable[[], Mapping[str, Op]]
 """Gives the operators by name; a function of a module, as it is called in every process."""
@@ -49,7 +50,8 @@ def run_gate(
         progress.note(f"measuring {len(suspects)} suspect {'row' if len(suspects) == 1 else 'rows'} again")
         return run_processes(load_ops, selection, options, processes, progress, {key for key, _variant in suspects})
 
-    return confirm(kept, run_processes(load_ops, selection, options, processes, progress), tolerated, remeasure)
+    measured = run_processes(load_ops, selection, options, processes, progress)
+    return confirm(kept, measured, tolerated, remeasure, peers=options.peers, defaults=partial(_defaults, ops))
 
 
 def run_processes(
@@ -79,6 +81,11 @@ def run_processes(
 def _measure(load_ops: LoadOps, selection: Selection, options: Options, keys: Collection[Key] | None) -> list[Record]:
     """In the process of its own."""
     return measure_live(load_ops(), selection, options, Quiet(), _COMMAND, keys)
+
+
+def _defaults(ops: Mapping[str, Op], name: str) -> Mapping[str, Option]:
+    """Return the default of every option of an operator."""
+    return {option: values[0] for option, values in ops[name].options.items()} if name in ops else {}
 
 
 def _obstacle(baseline: Sequence[Record]) -> str:

@@ -6,22 +6,28 @@ single row, the correction the run: with 200 rows something always looks slower.
 surely so, that is beyond it but not surely within 0.5 µs, or that is known too badly to tell, is ambiguous: it neither fails nor
 passes, but asks to be measured again.
 
+Only what changed on our side can fail. The same measurement on both sides passes, however noisy it is. A failure that the
+baseline has as well, and whatever happens to a peer, is a note unless peers are judged. Rows of a GPU or a policy that only one
+side has are left out, and a note counts them.
+
 Records with samples are compared by process (see stats). Where both sides are of one process, or a side has no samples, the
 intervals are held against each other at their worst ends: wide, but blind to what differs between processes.
 
-Does not measure or read files. Imports the standard library, numpy, device, pooling, records, stats and reporting's naming.
+Does not measure or read files.
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
 
+from kerneltune.cells import printable
 from kerneltune.device import INTERPRETER
+from kerneltune.gating.rows import Defaults, identity_of, no_defaults
 from kerneltune.gating.pooling import pool
 from kerneltune.records import Key, Record, newest, other_run
 from kerneltune.stats import Interval, holm, interval_shift, shift
@@ -56,6 +62,7 @@ class GateRow:
         p: one-sided p-value of "not slower", Holm-corrected over the rows; None where nothing was compared.
         old_us, new_us: the times compared.
         reason: why the verdict is not `pass`, and what the row rests on; empty where there is nothing to say.
+        is_note: the verdict does not count: the row is a peer's, or fails in the baseline as well.
     """
 
     key: Key
@@ -70,23 +77,24 @@ class GateRow:
     old_us: float | None = None
     new_us: float | None = None
     reason: str = ""
+    is_note: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """The gate's answer: exit code 0 pass, 1 regression, 2 nothing to compare or not comparable, 3 ambiguous.
 
-    `note` is what a reader has to know of all rows, whatever the answer; empty where there is nothing.
+    `notes` are what a reader has to know of all rows, whatever the answer.
     """
 
     rows: tuple[GateRow, ...]
     exit_code: int
     reason: str
-    note: str = ""
+    notes: tuple[str, ...] = ()
 
     def count(self, verdict: Outcome) -> int:
-        """How many rows got this verdict."""
-        return sum(row.verdict == verdict for row in self.rows)
+        """Return how many rows got this verdict; notes do not count."""
+        return sum(row.verdict == verdict and not row.is_note for row in self.rows)
 
     @property
     def compared(self) -> int:
@@ -95,8 +103,8 @@ class Verdict:
 
     @property
     def notable(self) -> list[GateRow]:
-        """The rows that did not simply pass, worst first."""
-        return sorted((r for r in self.rows if r.verdict != "pass"), key=lambda r: WORST_FIRST.index(r.verdict))
+        """The rows that did not simply pass: worst first, notes last."""
+        return sorted((r for r in self.rows if r.verdict != "pass"), key=lambda r: (r.is_note, WORST_FIRST.index(r.verdict)))
 
     @property
     def suspects(self) -> frozenset[RowKey]:
@@ -104,8 +112,8 @@ class Verdict:
         return self.of("regression", "ambiguous")
 
     def of(self, *verdicts: Outcome) -> frozenset[RowKey]:
-        """The rows with one of these verdicts."""
-        return frozenset((row.key, row.variant) for row in self.rows if row.verdict in verdicts)
+        """Return the rows with one of these verdicts that are no notes."""
+        return frozenset((row.key, row.variant) for row in self.rows if row.verdict in verdicts and not row.is_note)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +129,11 @@ class _Change:
     basis: str
 
     @property
+    def is_peer(self) -> bool:
+        """Whether another package implements the variant, as either record says."""
+        return "peer" in (self.old.role, self.new.role)
+
+    @property
     def change_us(self) -> float:
         return _us(self.new) - _us(self.old)
 
@@ -130,29 +143,52 @@ class _Change:
 
 
 def gate(
-    baseline: Sequence[Record], new: Sequence[Record], margin: float, again: Mapping[RowKey, int] = MappingProxyType({})
+    baseline: Sequence[Record],
+    new: Sequence[Record],
+    margin: float,
+    again: Mapping[RowKey, int] = MappingProxyType({}),
+    *,
+    peers: bool = False,
+    defaults: Defaults = no_defaults,
 ) -> Verdict:
     """Compare the newest record of every row.
 
     Args:
+        baseline, new: records of the two sides, in any order.
         margin: slowdown that is tolerated, a fraction.
         again: how many further measurements a row's new record is pooled with; the row says so.
+        peers: whether peers are judged as well; their rows are notes otherwise.
+        defaults: operator -> the default of every option; asked only where a side has an option that the other lacks.
 
     Raises:
         ValueError: a margin below 0 or not finite.
     """
     if not math.isfinite(margin) or margin < 0:
         raise ValueError(f"margin: {margin!r}: expected a finite fraction of 0 or more")
-    baseline, new = newest(baseline), newest(new)
     obstacle = _obstacle(baseline, new)
     if obstacle:
         return Verdict((), UNUSABLE, obstacle)
-    fresh = {(record.key, record.variant): record for record in new}
-    found = [_met(old, fresh.pop((old.key, old.variant), None)) for old in baseline if old.status == "passed"]
-    corrected = iter(holm([met.p for met in found if isinstance(met, _Change)]))
-    rows = [_judged(met, next(corrected), margin, again) if isinstance(met, _Change) else met for met in found]
-    rows += [_row(record, "failed", record.reason) for record in fresh.values() if record.status == "failed"]
-    return _verdict(tuple(rows), _other_unit([met for met in found if isinstance(met, _Change)]))
+    identity = identity_of(baseline, new, defaults)
+    of_old, of_new = ({identity(record): record for record in newest(side, identity)} for side in (baseline, new))
+    old_places, new_places = ({_place(record) for record in side.values()} for side in (of_old, of_new))
+    found = [
+        _met(old, of_new.get(key))
+        for key, old in of_old.items()
+        if old.status == "passed" and _place(old) in new_places and old.device != INTERPRETER
+    ]
+    rows = _judged_rows(found, margin, again, peers)
+    judged = {identity(record) for record in of_old.values() if record.status == "passed"}
+    rows += [
+        _failed(record, of_old.get(key), peers)
+        for key, record in of_new.items()
+        if record.status == "failed" and key not in judged
+    ]
+    notes = [
+        _other_unit([met for met in found if isinstance(met, _Change)]),
+        _left_out("baseline", of_old.values(), new_places),
+        _left_out("new", of_new.values(), old_places),
+    ]
+    return _verdict(tuple(rows), tuple(filter(None, notes)))
 
 
 def confirm(
@@ -161,6 +197,9 @@ def confirm(
     margin: float,
     remeasure: Callable[[frozenset[RowKey]], Sequence[Record]],
     reruns: int = RERUNS,
+    *,
+    peers: bool = False,
+    defaults: Defaults = no_defaults,
 ) -> tuple[Verdict, list[Record]]:
     """The gate, with regressions and ambiguous rows measured again; returns the verdict and the pooled new records.
 
@@ -171,7 +210,7 @@ def confirm(
     Raises:
         ValueError: a bad margin, or records that cannot be pooled.
     """
-    verdict, pooled = gate(baseline, new, margin), list(new)
+    verdict, pooled = gate(baseline, new, margin, peers=peers, defaults=defaults), list(new)
     suspects, again = verdict.suspects, Counter[RowKey]()
     for _ in range(reruns):
         if not suspects:
@@ -179,34 +218,75 @@ def confirm(
         found = [record for record in remeasure(suspects) if (record.key, record.variant) in suspects]
         pooled = pool([*pooled, *found])
         again.update((record.key, record.variant) for record in found)
-        verdict = gate(baseline, pooled, margin, again)
+        verdict = gate(baseline, pooled, margin, again, peers=peers, defaults=defaults)
         suspects = suspects & verdict.of("ambiguous")
     return verdict, pooled
 
 
 def _obstacle(baseline: Sequence[Record], new: Sequence[Record]) -> str:
-    """Why the two sets cannot be compared at all; empty where they can."""
+    """Return why the two sets cannot be compared at all; empty where they can."""
     for name, records in (("baseline", baseline), ("new", new)):
         if not records:
             return f"nothing compared: {name} has no records"
-        if any(record.device == INTERPRETER for record in records):
+        if all(record.device == INTERPRETER for record in records):
             return f"{name} holds records of the interpreter, whose times mean nothing"
     aspects: dict[str, Callable[[Record], str]] = {"device": lambda r: r.device, "policy": lambda r: r.policy}
     for name, aspect in aspects.items():
-        old, fresh = sorted({aspect(record) for record in baseline}), sorted({aspect(record) for record in new})
-        if old != fresh:
-            return f"not comparable: baseline has {name} {', '.join(old)}, new has {', '.join(fresh)}"
+        old, fresh = {aspect(record) for record in baseline}, {aspect(record) for record in new}
+        if not old & fresh:
+            return f"not comparable: baseline has {name} {', '.join(sorted(old))}, new has {', '.join(sorted(fresh))}"
     return ""
 
 
+def _place(record: Record) -> tuple[str, str]:
+    """Return where and how a record was measured."""
+    return record.device, record.policy
+
+
+def _left_out(side: str, records: Iterable[Record], places: Iterable[tuple[str, str]]) -> str:
+    """Return how many timed rows of a side are of a GPU or a policy that the other side has none of."""
+    known = set(places)
+    apart = Counter(_place(record) for record in records if record.status == "passed" and _place(record) not in known)
+    named = ", ".join(f"{count} of {device} {policy}" for (device, policy), count in sorted(apart.items()))
+    return f"rows that only {side} has, left out: {named}" if named else ""
+
+
+def _judged_rows(found: Sequence["_Change | GateRow"], margin: float, again: Mapping[RowKey, int], peers: bool) -> list[GateRow]:
+    """Return the verdicts, in order; the correction is over our rows, and over the peers' among themselves."""
+    corrected = {
+        of_peers: iter(holm([met.p for met in found if isinstance(met, _Change) and (met.is_peer and not peers) == of_peers]))
+        for of_peers in (False, True)
+    }
+    rows = []
+    for met in found:
+        if isinstance(met, _Change):
+            as_note = met.is_peer and not peers
+            row = _judged(met, next(corrected[as_note]), margin, again)
+            rows.append(_noted(row, "a peer") if as_note and row.verdict not in ("pass", "faster") else row)
+        else:
+            rows.append(_noted(met, "a peer") if met.is_note and not peers else replace(met, is_note=False))
+    return rows
+
+
+def _noted(row: GateRow, why: str) -> GateRow:
+    return replace(row, is_note=True, reason="; ".join(filter(None, [why, row.reason])))
+
+
+def _failed(new: Record, old: Record | None, peers: bool) -> GateRow:
+    """Return the row of a failure that no timed row of the baseline stands against."""
+    row = _row(new, "failed", new.reason)
+    if old is not None and old.status == "failed":
+        return _noted(row, "fails in the baseline as well")
+    return _noted(row, "a peer") if new.role == "peer" and not peers else row
+
+
 def _met(old: Record, new: Record | None) -> _Change | GateRow:
-    """What there is to judge about a row of the baseline, or why there is nothing."""
-    if new is None:
-        return _row(old, "missing", "not in the new records")
-    if new.status == "failed":
-        return _row(old, "failed", new.reason)
-    if new.status != "passed":
-        return _row(old, "missing", f"{new.status} in the new records: {new.reason or 'not timed'}")
+    """Return what there is to judge about a row of the baseline, or why there is nothing; `is_note` says that it is a peer's."""
+    if new is None or new.status != "passed":
+        row = _unmet(old, new)
+        return replace(row, is_note="peer" in (old.role, new.role if new is not None else ""))
+    if _same_measurement(old, new):
+        return _Change(old, new, 0.0, 0.0, 0.0, 1.0, "")
     if old.samples_us and new.samples_us:
         by_process = shift([np.asarray(s) for s in old.samples_us], [np.asarray(s) for s in new.samples_us])
         if by_process is not None:
@@ -216,6 +296,20 @@ def _met(old: Record, new: Record | None) -> _Change | GateRow:
     before, after = _interval(old), _interval(new)
     change = interval_shift(before, after)
     return _Change(old, new, change.slowdown, after.low / before.high - 1, after.high / before.low - 1, change.p_slower, "")
+
+
+def _unmet(old: Record, new: Record | None) -> GateRow:
+    if new is None:
+        return _row(old, "missing", "not in the new records")
+    if new.status == "failed":
+        return _row(new, "failed", new.reason)
+    return _row(new, "missing", f"{new.status} in the new records: {new.reason or 'not timed'}")
+
+
+def _same_measurement(old: Record, new: Record) -> bool:
+    """Return whether both sides hold one and the same measurement, which is no slower than itself however noisy it is."""
+    names = ("date", "time_us", "ci_low_us", "ci_high_us", "n", "unit", "commit", "samples_us")
+    return all(getattr(old, name) == getattr(new, name) for name in names)
 
 
 def _judged(met: _Change, p: float, margin: float, again: Mapping[RowKey, int]) -> GateRow:
@@ -243,10 +337,10 @@ def _judged(met: _Change, p: float, margin: float, again: Mapping[RowKey, int]) 
         verdict = "faster"
     if verdict != "pass":
         reason = "; ".join(filter(None, [reason, *_other_versions(met)]))
-    times = again.get((met.old.key, met.old.variant), 0)
+    times = again.get((met.new.key, met.new.variant), 0)
     measured_again = f"measured again{f' {times} times' if times > 1 else ''}" if times else ""
     parts = [reason, met.basis if verdict != "pass" or measured_again else "", measured_again]
-    return _row(met.old, verdict, "; ".join(filter(None, parts)), met, p)
+    return _row(met.new, verdict, "; ".join(filter(None, parts)), met, p)
 
 
 def _other_versions(met: _Change) -> list[str]:
@@ -268,7 +362,7 @@ def _row(record: Record, verdict: Outcome, reason: str, met: _Change | None = No
         p=p,
         old_us=_us(met.old) if met else None,
         new_us=_us(met.new) if met else None,
-        reason=" ".join(reason.split()),
+        reason=printable(" ".join(reason.split())),
     )
 
 
@@ -291,16 +385,16 @@ def _other_unit(compared: Sequence[_Change]) -> str:
     return f"another unit of {apart[0].device}: {rows} may differ by up to about {_BETWEEN_UNITS_PERCENT} %"
 
 
-def _verdict(rows: tuple[GateRow, ...], note: str) -> Verdict:
-    counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in WORST_FIRST}
+def _verdict(rows: tuple[GateRow, ...], notes: tuple[str, ...]) -> Verdict:
+    counts = {verdict: sum(row.verdict == verdict and not row.is_note for row in rows) for verdict in WORST_FIRST}
     if not counts["failed"] and all(row.slowdown is None for row in rows):
-        return Verdict(rows, UNUSABLE, "nothing compared: no row of the baseline is timed in the new records", note)
+        return Verdict(rows, UNUSABLE, "nothing compared: no row of the baseline is timed in the new records", notes)
     for verdicts, code in ((("failed", "missing", "regression"), REGRESSION), (("ambiguous",), AMBIGUOUS)):
         found = [_counted(counts[verdict], verdict) for verdict in WORST_FIRST if verdict in verdicts and counts[verdict]]
         if found:
-            return Verdict(rows, code, ", ".join(found), note)
+            return Verdict(rows, code, ", ".join(found), notes)
     tolerated = counts["slower"]
-    return Verdict(rows, PASS, f"{tolerated} slower within the margin" if tolerated else "no row is slower", note)
+    return Verdict(rows, PASS, f"{tolerated} slower within the margin" if tolerated else "no row is slower", notes)
 
 
 def _counted(count: int, verdict: Outcome) -> str:

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -21,7 +21,7 @@ from kerneltune.errors import first_line
 from kerneltune.measuring.check import CaseError, Checker, broken_context
 from kerneltune.measuring.memory import Shortage, affordable, host_free_bytes
 from kerneltune.measuring.rounds import POLICIES, Contender, Policy, interleave, rotation, throttled
-from kerneltune.records import Record, rounded
+from kerneltune.records import Record, Status, rounded
 from kerneltune.search.trials import knobs_of
 from kerneltune.spec import Case, Config, Inputs, Op, Variant
 from kerneltune.stats import Samples, median_interval, ratio_interval
@@ -320,7 +320,7 @@ def make_record(
         dtype=case.dtype,
         quant=case.quant,
         policy=policy,
-        status=status,
+        status=cast(Status, status),
         config=config_values(config),
         device=here.name,
         driver=here.driver,
@@ -332,6 +332,8 @@ def make_record(
         options=dict(case.options),
         reason=reason,
         family=family,
+        role=variant.role,
+        flops=op.flops(case) if op.flops is not None else None,
         **fields,
     )
 

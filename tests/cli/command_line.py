@@ -27,7 +27,15 @@ def refused(*arguments: str | Path) -> str:
 
 def record(us: float = 100.0, **changes: Any) -> Record:
     """With a share of the ceiling and a floor, of a family."""
-    more = {"gbps": 100_000 / us, "pct_ceiling": 50.0, "aa_floor": 0.01, "torch": "2.13", "triton": "3.7", "family": "rmsnorm"}
+    more = {
+        "gbps": 100_000 / us,
+        "pct_ceiling": 50.0,
+        "aa_floor": 0.01,
+        "torch": "2.13",
+        "triton": "3.7",
+        "family": "rmsnorm",
+        "role": "own",
+    }
     return literal(us, **more | changes)
 
 

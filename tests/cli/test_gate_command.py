@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import both, record, refused, run
+from command_line import NO_TIMES, both, record, refused, run
 
 from kerneltune import records
 from kerneltune.cli import console
@@ -65,17 +65,19 @@ def test_the_gate_s_files_and_annotations(write: Callable[..., Path], tmp_path: 
     assert commands[0] == "::error title=kerneltune gate::"
     assert markdown.read_text().startswith("**gate: regression: ")
     assert step.read_text() == f"before\n{markdown.read_text()}\n"
-    assert '<testsuite name="kerneltune gate" tests="2" failures="1" errors="0" skipped="0">' in junit.read_text()
+    assert 'tests="2" failures="1" errors="0" skipped="0">' in junit.read_text()
     step.write_text("")
     assert run("gate", old, new).exit_code == 1 and step.read_text() == ""
-    line = refused_after_text("gate", old, new, "--junit", tmp_path)
-    assert line.startswith(f"error: cannot write {tmp_path}: ")
 
 
-def refused_after_text(*arguments: str | Path) -> str:
-    result = run(*arguments)
-    assert result.exit_code == 2 and result.stderr.count("\n") == 1
-    return result.stderr.removesuffix("\n")
+@pytest.mark.parametrize(("new", "code"), [(both(100, 70), 1), (both(), 2)])
+def test_gate_unwritable_junit_hides_neither_the_verdict_nor_the_other_files(
+    new: list[Record], code: int, write: Callable[..., Path], tmp_path: Path
+) -> None:
+    markdown = tmp_path / "gate.md"
+    result = run("gate", write("old.jsonl", *both()), write("new.jsonl", *new), "--junit", tmp_path, "--markdown", markdown)
+    assert result.exit_code == code and markdown.exists() and "\ngate: " in f"\n{result.stdout}"
+    assert result.stderr.splitlines()[0].startswith(f"error: cannot write {tmp_path}: ")
 
 
 def test_the_gate_breaks_its_lines_where_the_screen_ends(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,3 +143,9 @@ def test_broken_record_files(write: Callable[..., Path], tmp_path: Path) -> None
         == f"error: cannot read {tmp_path / 'none.jsonl'}: No such file or directory"
     )
     assert refused("gate", good, tmp_path) == f"error: cannot read {tmp_path}: Is a directory"
+
+
+def test_gate_escape_sequences_of_a_reason_never_reach_the_terminal(write: Callable[..., Path]) -> None:
+    failed = record(variant="optimized", status="failed", reason="\x1b]0;owned\x07 \u202etxt", **NO_TIMES)
+    result = run("gate", write("old.jsonl", *both()), write("new.jsonl", record(), failed))
+    assert "\\x1b]0;owned\\x07 \\u202etxt" in result.stdout and not set("\x1b\x07\u202e") & set(result.output)

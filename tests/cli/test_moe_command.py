@@ -1,11 +1,11 @@
 """`kerneltune moe`: the table of training steps, from records."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from command_line import record, refused, run
+from literal_records import changed
 
 from kerneltune import records
 from kerneltune.workloads.moe_memory import Memory, memory_text
@@ -20,7 +20,7 @@ RECORDS = [
 
 
 def test_a_rest_of_nothing_has_no_sign() -> None:
-    whole = [replace(r, time_us=449.7 if r.variant == "tensorwise" else r.time_us) for r in RECORDS]
+    whole = [changed(r, time_us=449.7 if r.variant == "tensorwise" else r.time_us) for r in RECORDS]
     (line,) = (line for line in step_text(step_rows(whole)).splitlines() if line.startswith("tensorwise  "))
     assert line.endswith(" 300     0")
 
@@ -61,13 +61,13 @@ def test_the_table_as_text() -> None:
 
 
 def test_means_stand_together() -> None:
-    of_two = [r for r in RECORDS if r.variant != "rowwise"] + [replace(RECORDS[2], variant="delayed")]
+    of_two = [r for r in RECORDS if r.variant != "rowwise"] + [changed(RECORDS[2], variant="delayed")]
     last = step_text(step_rows(of_two)).splitlines()[-3:]
     assert [line.split(":")[0] for line in last] == ["run; blank", "tensorwise", "delayed"]
 
 
 def test_records_measured_otherwise_are_told_apart() -> None:
-    slower = [replace(r, policy="eager", time_us=(r.time_us or 0) * (1 if r.variant == "baseline" else 3)) for r in RECORDS]
+    slower = [changed(r, policy="eager", time_us=(r.time_us or 0) * (1 if r.variant == "baseline" else 3)) for r in RECORDS]
     rows = step_rows([*RECORDS, *slower])
     text, markdown = step_text(rows), step_markdown(rows)
     titles = [line for line in text.splitlines() if line.startswith("some-4096")]
@@ -75,7 +75,7 @@ def test_records_measured_otherwise_are_told_apart() -> None:
     assert titles[1].startswith("some-4096, zipf groups, eager: bf16 1000 µs")
     assert "tensorwise, cold: 2.00x bf16 (1 case)" in text and "tensorwise, eager: 0.67x bf16 (1 case)" in text
     assert "| some-4096, cold | zipf |" in markdown and "| some-4096, eager | zipf |" in markdown
-    elsewhere = step_text(step_rows([*RECORDS, *(replace(r, device="NVIDIA B200") for r in RECORDS)]))
+    elsewhere = step_text(step_rows([*RECORDS, *(changed(r, device="NVIDIA B200") for r in RECORDS)]))
     assert "some-4096, zipf groups, NVIDIA B200: bf16" in elsewhere and "(2 cases)" not in elsewhere
 
 
@@ -88,18 +88,18 @@ def test_a_page_shows_whole_steps_only(tmp_path: Path) -> None:
 
 
 def test_a_peer_of_another_run_is_named() -> None:
-    mixed = [replace(r, commit="f00d") if r.variant == "torchao_rowwise" else r for r in RECORDS]
+    mixed = [changed(r, commit="f00d") if r.variant == "torchao_rowwise" else r for r in RECORDS]
     assert step_text(step_rows(mixed)).splitlines()[0].endswith("bf16 1000 µs, torchao 1200 µs, of commit f00d")
     assert "| 1200 (f00d) |" in step_markdown(step_rows(mixed))
 
 
 def test_times_of_different_runs_are_not_compared() -> None:
-    later = [replace(r, unit="b" if r.variant in ("baseline", "rowwise") else "a") for r in RECORDS]
+    later = [changed(r, unit="b" if r.variant in ("baseline", "rowwise") else "a") for r in RECORDS]
     tensorwise, rowwise = step_rows(later)
     assert (tensorwise.times_bf16, tensorwise.times_cached, tensorwise.times_torchao) == (None, None, 2.4)
     assert (tensorwise.bf16, tensorwise.cached, tensorwise.bound) == (1000, 410, 400)
     assert (rowwise.times_bf16, rowwise.times_torchao) == (1.6, None)
-    apart = [replace(r, commit="f00d") if r.variant in ("tensorwise_gemms", "tensorwise_refresh") else r for r in RECORDS]
+    apart = [changed(r, commit="f00d") if r.variant in ("tensorwise_gemms", "tensorwise_refresh") else r for r in RECORDS]
     assert (step_rows(apart)[0].bound, step_rows(apart)[0].cached) == (None, None)
 
 

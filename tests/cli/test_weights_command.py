@@ -1,9 +1,9 @@
 """`kerneltune weights`: int4 against 8 and 16 bits, from records."""
 
-from dataclasses import replace
 from pathlib import Path
 
 from command_line import NO_TIMES, record, refused, run
+from literal_records import changed
 
 from kerneltune import records
 from kerneltune.records import Record
@@ -44,7 +44,7 @@ def test_rows_hold_the_fastest_of_each_kind() -> None:
 def test_the_last_record_counts_and_a_failed_one_does_not() -> None:
     newer = [*RECORDS, _record("fp8_gemm", "optimized", 16, 9.0)]
     assert weight_rows(newer)[0].fp8 == 9
-    failed = replace(_record("fp8_gemm", "optimized", 16, 9.0), status="failed", reason="wrong", **NO_TIMES)
+    failed = changed(_record("fp8_gemm", "optimized", 16, 9.0), status="failed", reason="wrong", **NO_TIMES)
     assert weight_rows([*RECORDS, failed])[0].fp8 == 16
 
 

@@ -1,0 +1,52 @@
+"""Which rows of two sets of records are one and the same row: whatever the order of keys, and with an option at its default.
+
+An option that an operator got later stands in newer records and not in older ones. Where its value is the default, the row is
+the one that the older record holds. Judges nothing and reads no file.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+
+from kerneltune.records import Record, key_of
+from kerneltune.spec import Option
+
+Identity = Callable[[Record], object]
+"""Gives what is equal for two records of one row."""
+Defaults = Callable[[str], Mapping[str, Option]]
+"""Gives the default of every option of an operator; empty for one that is not known."""
+
+
+def no_defaults(_op: str) -> Mapping[str, Option]:
+    """Know no operator."""
+    return {}
+
+
+def identity_of(baseline: Iterable[Record], new: Iterable[Record], defaults: Defaults = no_defaults) -> Identity:
+    """Return the identity of rows within two sets of records: operator, types, sizes, options, policy, variant and device.
+
+    An option that some record of the operator lacks is left out where it has its default. Where the default is not known, and
+    all records that have the option have one value, that value is taken for it.
+    """
+    values: dict[str, dict[str, set[Option]]] = {}
+    named: dict[str, list[frozenset[str]]] = {}
+    for record in (*baseline, *new):
+        names = frozenset(record.options)
+        if names not in named.setdefault(record.op, []):
+            named[record.op].append(names)
+        for name, value in record.options.items():
+            values.setdefault(record.op, {}).setdefault(name, set()).add(value)
+    later = {op: frozenset.union(*sets) - frozenset.intersection(*sets) for op, sets in named.items()}
+    left_out = {op: _settled(values[op], names, defaults(op)) for op, names in later.items() if names}
+
+    def identity(record: Record) -> object:
+        dropped = left_out.get(record.op, {})
+        options = {name: value for name, value in record.options.items() if name not in dropped or value != dropped[name]}
+        key = key_of(record.op, record.dtype, record.quant, record.axes, options, record.policy)
+        return key, record.variant, record.device
+
+    return identity
+
+
+def _settled(values: Mapping[str, set[Option]], names: Iterable[str], defaults: Mapping[str, Option]) -> dict[str, Option]:
+    """Return the values that stand for the options' absence."""
+    only = {name: next(iter(values[name])) for name in names if len(values[name]) == 1}
+    return only | {name: defaults[name] for name in names if name in defaults}
