@@ -27,8 +27,8 @@ import numpy as np
 
 from kerneltune.cells import printable
 from kerneltune.device import INTERPRETER
-from kerneltune.gating.rows import Defaults, identity_of, no_defaults
 from kerneltune.gating.pooling import pool
+from kerneltune.gating.rows import Defaults, identity_of, no_defaults
 from kerneltune.records import Key, Record, newest, other_run
 from kerneltune.stats import Interval, holm, interval_shift, shift
 
