@@ -7,11 +7,16 @@ measured times (tuning.fit), shipped as JSON beside the configs, and evaluated h
 import json
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
+from kerneltune import device
 from kerneltune.rounding import next_power_of_2
+from kerneltune.spec import Case
 
 SCHEMA = 1
 MOST_BYTES = 4 << 20
@@ -195,6 +200,126 @@ class Rule:
         """Yield the knobs of the leaf's forms for a case, the most promising first."""
         for index in self.leaf(facts).use:
             yield self.forms[index].at(facts.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Ruling:
+    """The rule that serves a GPU, which may be another GPU's.
+
+    Attributes:
+        device: the folder of the GPU that the rule was fitted on.
+    """
+
+    rule: Rule
+    device: str
+
+    def proposals(self, case: Case) -> Iterator[dict[str, Any]]:
+        """Yield what the rule proposes for a case; nothing where it asks for what the case does not have."""
+        try:
+            yield from self.rule.proposals(facts_of(case))
+        except (LookupError, ArithmeticError, TypeError, ValueError):  # a foreign rule, of other axes
+            return
+
+    def told(self, gpu: str) -> str:
+        """Return the rule in words."""
+        return "the rule" if gpu == self.device else f"the rule of {self.device}"
+
+
+def facts_of(case: Case) -> Facts:
+    """Return what a rule is asked about."""
+    return Facts(dict(case.axes), {"dtype": case.dtype, "quant": case.quant, **dict(case.options)})
+
+
+def path_of(op: str, gpu: str, root: Path) -> Path:
+    """Return the file of an operator's rules for a GPU, there or not."""
+    return root / gpu / "rules" / f"{op}.json"
+
+
+@lru_cache(maxsize=4096)
+def ruling(root: Path, gpu: str, op: str, variant: str, policy: str) -> Ruling | None:
+    """Return the rule of a variant: the GPU's own, else that of the nearest known architecture; None if there is none.
+
+    A policy without a rule takes that of `cold`. The interpreter, for which nothing is tuned, has none. A damaged file is one
+    warning and no rule; the rule of another GPU is said once for each GPU.
+    """
+    if gpu == device.INTERPRETER:
+        return None
+    own = path_of(op, gpu, root)
+    if own.exists():
+        return _of_variant(load(own), gpu, variant, policy)
+    for other in _by_architecture(root, op):
+        found = _of_variant(load(path_of(op, other, root)), other, variant, policy)
+        if found is not None:
+            _say_borrowed(gpu, other)
+            return found
+    return None
+
+
+def _of_variant(rules: Sequence[Rule], gpu: str, variant: str, policy: str) -> Ruling | None:
+    found = {rule.policy: rule for rule in rules if rule.variant == variant}
+    chosen = found.get(policy, found.get("cold"))
+    return None if chosen is None else Ruling(chosen, gpu)
+
+
+def _by_architecture(root: Path, op: str) -> list[str]:
+    """The folders that have rules of an operator, the nearest architecture first."""
+    here = device.current().arch
+    found = sorted(path.parent.parent.name for path in root.glob(f"*/rules/{op}.json"))
+    return sorted(found, key=lambda gpu: _apart(here, _arch(path_of(op, gpu, root))))
+
+
+def _arch(path: Path) -> str:
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["fitted"]["arch"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return ""
+
+
+def _apart(a: str, b: str) -> tuple[bool, int]:
+    """How unlike two architectures such as sm_90 and sm_100 are: another maker's, then numbers apart."""
+    makers = [re.sub(r"[^a-z]", "", arch) for arch in (a, b)]
+    numbers = [int(re.sub(r"\D", "", arch) or 0) for arch in (a, b)]
+    return makers[0] != makers[1], abs(numbers[0] - numbers[1])
+
+
+@lru_cache(maxsize=64)
+def _say_borrowed(gpu: str, other: str) -> None:
+    warnings.warn(f"no rules for {gpu}: those of {other}, the nearest known architecture, serve", stacklevel=6)
+
+
+@lru_cache(maxsize=1024)
+def load(path: Path) -> tuple[Rule, ...]:
+    """Return the rules in a file; none, with one warning, where it cannot be read or is damaged."""
+    try:
+        return load_strict(path)
+    except ValueError as error:
+        warnings.warn(f"{error}; not used", stacklevel=4)
+        return ()
+
+
+def load_strict(path: Path) -> tuple[Rule, ...]:
+    """Return the rules in a file.
+
+    Raises:
+        ValueError: one line naming the file, the field and the value.
+    """
+    try:
+        if not path.is_file() or path.stat().st_size > MOST_BYTES:
+            raise ValueError(f"{path}: file: expected a regular file of at most {MOST_BYTES >> 20} MiB")
+        return loads(path.read_text(encoding="utf-8"), path.stem, path.parent.parent.name)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"cannot read {path}: not UTF-8") from error
+    except ValueError as error:
+        text = str(error)
+        raise ValueError(text if text.startswith(str(path)) else f"{path}: {text}") from None
+
+
+def forget() -> None:
+    """Forget every file that was read."""
+    for remembered in (ruling, load, _say_borrowed):
+        remembered.cache_clear()
 
 
 def dumps(op: str, device: str, rules: Sequence[Rule], fitted: Mapping[str, Any]) -> str:

@@ -63,7 +63,7 @@ def test_the_config_of_the_case_itself_comes_first_and_that_of_another_gpu_does_
 
 
 def test_a_config_for_another_value_of_a_free_option_is_run_but_is_not_the_case_s_own(options: Options) -> None:
-    op = replace(op_of(VARIANT), options={"group": (64, 32)}, free_options=("group",))
+    op = replace(op_of(VARIANT), options={"group": (64, 32)}, free_options=("group",), unseen_options=())
     wide, narrow = (replace(CASE, options=(("group", group),)) for group in (64, 32))
     store(options, GOOD, wide)
     assert config_for(op, narrow, VARIANT, options) == Small(64, 2)

@@ -50,11 +50,10 @@ def cached_config(op: Op, case: Case, variant: Variant, policy: str, root: Path 
 
 
 def config_for(op: Op, case: Case, variant: Variant, options: Options) -> Config:
-    """What a variant runs with: the nearest cached config that fits, else its default; None without knobs."""
+    """Return what a call without `config=` runs a variant with, by the same look-up; None without knobs."""
     if variant.config is None:
         return None
-    hits = fitting(op, case, variant, options.policy, options.configs)
-    return next((config for _, config in hits), None) or variant.default_config(case)
+    return cache.Chooser.of(op, variant, options.policy, options.configs).find(op.called(case)).config
 
 
 def present(variant: Variant) -> dict[str, str]:

@@ -265,9 +265,9 @@ def _state(work: Work, options: Options, device_slug: str) -> str:
 
 
 def _works(ops: Mapping[str, Op], entries: Sequence[sweep.Entry], selection: Selection, options: Options) -> list[Work]:
-    """The ceiling of every case first, then the cases, bf16 before the other types.
+    """Return the ceiling of every case first, then the cases as calls look them up, bf16 before the other types.
 
-    No ceilings where whole spaces are measured.
+    No ceilings, and every case as it is, where whole spaces are measured.
 
     Raises:
         ValueError: a variant that cannot say whether it takes a case.
@@ -275,7 +275,8 @@ def _works(ops: Mapping[str, Op], entries: Sequence[sweep.Entry], selection: Sel
     work: dict[tuple[str, str, Case], Work] = {}
     ceiling = ops.get(CEILING_OP)
     for entry in sorted(entries, key=lambda e: e.case.dtype != "bfloat16"):
-        op, case = ops[entry.op], entry.case
+        op = ops[entry.op]
+        case = entry.case if options.exhaustive else op.called(entry.case)
         for variant in wanted_variants(op, selection, options):
             if variant.config is not None and takes(op, case, variant):
                 work[op.name, variant.name, case] = Work(op, case, variant)

@@ -241,5 +241,5 @@ def default(case: Case) -> DenseConfig:
     return DenseConfig(16 if case["N"] <= 16 else 32, 64, depth, warps=4, stages=4, splits=splits, swap=False)
 
 
-_choose_fp8 = cache.Chooser("fp8_gemm", DenseConfig, valid, default, FREE_AXES)
-_choose_fp16 = cache.Chooser("fp16_gemm", DenseConfig, valid, default, FREE_AXES)
+_choose_fp8 = cache.Chooser("fp8_gemm", DenseConfig, valid, default, FREE_AXES, space=space)
+_choose_fp16 = cache.Chooser("fp16_gemm", DenseConfig, valid, default, FREE_AXES, space=space)

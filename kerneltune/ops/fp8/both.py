@@ -194,7 +194,7 @@ def _registers(case: Case, step: int, cols: int, warps: int) -> float:
     return step * cdiv(case["K"], cols) * cols * ITEMSIZE[case.dtype] / (128 * warps)
 
 
-_choose = cache.Chooser("fp8_rowwise_3d_both", BothConfig, valid, default, ("E",), free_options=FREE_OPTIONS)
+_choose = cache.Chooser("fp8_rowwise_3d_both", BothConfig, valid, default, ("E",), free_options=FREE_OPTIONS, space=space)
 
 
 def both_reference(inputs: Inputs) -> Outputs:

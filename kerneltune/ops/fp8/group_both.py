@@ -80,7 +80,9 @@ def default(case: Case) -> BothConfig:
     return replace(weights, rows=16 if case["M"] < both.MANY_ROWS else 32, lag=4)
 
 
-_choose = cache.Chooser("fp8_group_both", BothConfig, both.valid, default, ("M", "G"), free_options=FREE_GROUP_OPTIONS)
+_choose = cache.Chooser(
+    "fp8_group_both", BothConfig, both.valid, default, ("M", "G"), free_options=FREE_GROUP_OPTIONS, space=both.space
+)
 
 
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:

@@ -241,9 +241,15 @@ def default(case: Case) -> GroupConfig:
     return GroupConfig(rows=128, cols=128, warps=4, ctas=3, stages=1, ahead=1, reload=True)
 
 
-_choose_weights = cache.Chooser("fp8_rowwise_3d_transpose", GroupConfig, valid, default, ("E",), free_options=FREE_OPTIONS)
-_choose_group = cache.Chooser("fp8_group_colwise", GroupConfig, valid, default, ("M", "G"), free_options=FREE_GROUP_OPTIONS)
-_choose_dual = cache.Chooser("fp8_group_colwise_dual", GroupConfig, valid, default, ("M", "G"), free_options=FREE_GROUP_OPTIONS)
+_choose_weights = cache.Chooser(
+    "fp8_rowwise_3d_transpose", GroupConfig, valid, default, ("E",), free_options=FREE_OPTIONS, space=space
+)
+_choose_group = cache.Chooser(
+    "fp8_group_colwise", GroupConfig, valid, default, ("M", "G"), free_options=FREE_GROUP_OPTIONS, space=space
+)
+_choose_dual = cache.Chooser(
+    "fp8_group_colwise_dual", GroupConfig, valid, default, ("M", "G"), free_options=FREE_GROUP_OPTIONS, space=space
+)
 
 
 def weight_inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:

@@ -191,8 +191,8 @@ def default(case: Case) -> RowConfig:
     return RowConfig(1, cols, warps=cols // 256, ctas=0, stages=1, reload=True)
 
 
-_choose_rows = cache.Chooser("fp8_rowwise_2d", RowConfig, valid, default, ("M",), free_options=FREE_OPTIONS)
-_choose_weights = cache.Chooser("fp8_colwise_3d", RowConfig, valid, default, ("E", "N"), free_options=FREE_OPTIONS)
+_choose_rows = cache.Chooser("fp8_rowwise_2d", RowConfig, valid, default, ("M",), free_options=FREE_OPTIONS, space=space)
+_choose_weights = cache.Chooser("fp8_colwise_3d", RowConfig, valid, default, ("E", "N"), free_options=FREE_OPTIONS, space=space)
 
 
 def rows_inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:

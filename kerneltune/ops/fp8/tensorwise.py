@@ -19,7 +19,7 @@ from kerneltune.kernel_lib.tl_lib import TL_DTYPES, TL_FP8
 from kerneltune.kernel_lib.workspace import workspace
 from kerneltune.ops.fp8 import early_kernels, reference, tensorwise_kernels
 from kerneltune.ops.fp8.common import FREE_GROUP_OPTIONS, FREE_OPTIONS, QUANT_OPTIONS, Cast, check_offs, check_weights, target
-from kerneltune.ops.fp8.segments import SegmentConfig, at_most, default, valid
+from kerneltune.ops.fp8.segments import SegmentConfig, at_most, default, space, valid
 from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Option, Outputs, Traffic
 
@@ -236,9 +236,11 @@ def _options(layout: str) -> tuple[tuple[str, Option], ...]:
     return (*QUANT_OPTIONS, ("layout", layout))
 
 
-_choose_2d = cache.Chooser("fp8_tensorwise_2d", SegmentConfig, valid, default, ("M",), free_options=FREE_OPTIONS)
-_choose_3d = cache.Chooser("fp8_tensorwise_3d", SegmentConfig, valid, default, ("E",), free_options=FREE_OPTIONS)
-_choose_group = cache.Chooser("fp8_tensorwise_group", SegmentConfig, valid, default, ("M", "G"), free_options=FREE_GROUP_OPTIONS)
+_choose_2d = cache.Chooser("fp8_tensorwise_2d", SegmentConfig, valid, default, ("M",), free_options=FREE_OPTIONS, space=space)
+_choose_3d = cache.Chooser("fp8_tensorwise_3d", SegmentConfig, valid, default, ("E",), free_options=FREE_OPTIONS, space=space)
+_choose_group = cache.Chooser(
+    "fp8_tensorwise_group", SegmentConfig, valid, default, ("M", "G"), free_options=FREE_GROUP_OPTIONS, space=space
+)
 
 
 def sanitised(inputs: Inputs, x: torch.Tensor) -> dict[str, torch.Tensor]:

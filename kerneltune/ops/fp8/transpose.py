@@ -75,7 +75,7 @@ def default(_case: Case) -> TransposeConfig:
     return TransposeConfig(rows=64, cols=128, warps=4)
 
 
-_choose = cache.Chooser("fp8_transpose_2d", TransposeConfig, valid, default, ("M",), free_options=("fp8_format",))
+_choose = cache.Chooser("fp8_transpose_2d", TransposeConfig, valid, default, ("M",), free_options=("fp8_format",), space=space)
 
 
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:

@@ -16,11 +16,13 @@ from kerneltune.kernel_lib.arguments import DTYPE_NAMES, assert_group_ends, chec
 from kerneltune.kernel_lib.groups import GROUP_ALIGNMENT
 from kerneltune.kernel_lib.launch import on_its_device, resident
 from kerneltune.ops.fp8_grouped_gemm import kernels, scaled_mm
-from kerneltune.ops.fp8_grouped_gemm.configs import GemmConfig, default, valid
+from kerneltune.ops.fp8_grouped_gemm.configs import GemmConfig, default, space, valid
 from kerneltune.rounding import cdiv, next_power_of_2
 
 MOST_GROUPS = 1024
-_choose = cache.Chooser("fp8_grouped_gemm", GemmConfig, valid, default, ("M", "E"), free_options=("scales", "groups", "values"))
+_choose = cache.Chooser(
+    "fp8_grouped_gemm", GemmConfig, valid, default, ("M", "E"), free_options=("scales", "groups", "values"), space=space
+)
 
 
 @dataclass(frozen=True, slots=True)

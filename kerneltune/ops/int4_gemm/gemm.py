@@ -361,7 +361,7 @@ def _warps(config: Int4Config) -> int:
     return ROWS // config.rows * config.blocks * config.along
 
 
-_choose = cache.Chooser("int4_gemm", Int4Config, valid, default, FREE_AXES, free_options=FREE_OPTIONS, bands=BANDS)
+_choose = cache.Chooser("int4_gemm", Int4Config, valid, default, FREE_AXES, free_options=FREE_OPTIONS, bands=BANDS, space=space)
 
 
 def run(inputs: Inputs, config: Int4Config | None) -> Outputs:

@@ -350,7 +350,7 @@ def default(_case: Case) -> MultiCastConfig:
 
 
 _choose = cache.Chooser(
-    "multi_cast_transpose", MultiCastConfig, valid, default, ("T", "M", "N"), free_options=tuple(dict(_OPTIONS))
+    "multi_cast_transpose", MultiCastConfig, valid, default, ("T", "M", "N"), free_options=tuple(dict(_OPTIONS)), space=space
 )
 
 

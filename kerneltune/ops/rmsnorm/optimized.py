@@ -22,6 +22,8 @@ from kerneltune.ops.rmsnorm.configs import (
     check_config,
     default_bwd,
     default_fwd,
+    space_bwd,
+    space_fwd,
     valid_bwd,
     valid_fwd,
 )
@@ -55,8 +57,12 @@ _BEHIND_BYTES = 8_000_000
 faster than in a second launch; level at 4096 numbers, slower for fewer, and for more, which looping programs write faster
 (docs/h200.md). A matrix of less than three times the bytes leaves little to do beside."""
 
-_choose_fwd = cache.Chooser("rmsnorm_fwd", FwdConfig, valid_fwd, default_fwd, ("M",), free_options=tuple(dict(_FWD_OPTIONS)))
-_choose_bwd = cache.Chooser("rmsnorm_bwd", BwdConfig, valid_bwd, default_bwd, ("M",), free_options=tuple(dict(_BWD_OPTIONS)))
+_choose_fwd = cache.Chooser(
+    "rmsnorm_fwd", FwdConfig, valid_fwd, default_fwd, ("M",), free_options=tuple(dict(_FWD_OPTIONS)), space=space_fwd
+)
+_choose_bwd = cache.Chooser(
+    "rmsnorm_bwd", BwdConfig, valid_bwd, default_bwd, ("M",), free_options=tuple(dict(_BWD_OPTIONS)), space=space_bwd
+)
 
 
 class RMSNormOutput(NamedTuple):
