@@ -263,13 +263,14 @@ class Chooser:
         case = Case(entry.case, entry.axes, entry.dtype, entry.quant, entry.options)
         try:
             config = config_from(self.config, entry.config)
-            return out_of_range(entry.config, self.ranges(case)) or self.valid(case, config)
+            reason = out_of_range(entry.config, self.ranges(case))
+            return self.valid(case, config) if reason is None or config == self.default(case) else reason
         except Exception as error:  # an operator's own code may fail in any way at sizes and knobs that make no sense
             return f"{'' if isinstance(error, ValueError) else f'{type(error).__name__}: '}{str(error)[:160]}"
 
     def ranges(self, case: Case) -> dict[str, Range]:
         """Return the range of every knob for a case."""
-        return {} if self.space is None else ranges_of(self.space(case), self.default(case))
+        return {} if self.space is None else ranges_of(self.space(case))
 
 
 @lru_cache(maxsize=4096)

@@ -14,7 +14,7 @@ class Range:
     """The values of a knob.
 
     Attributes:
-        offered: the values of the space and of the default.
+        offered: the values of the space.
         low, high: bounds of whole numbers.
         powers: whether whole numbers must be powers of two, or 0 where 0 is offered.
     """
@@ -30,7 +30,7 @@ class Range:
             return True
         if type(value) is not int:
             return False
-        return 0 < value and self.low <= value <= self.high and not (self.powers and value & (value - 1))
+        return value > 0 and self.low <= value <= self.high and not (self.powers and value & (value - 1))
 
     def joined(self, other: "Range") -> "Range":
         """Return the range that holds what either holds."""
@@ -38,17 +38,16 @@ class Range:
         return Range(self.offered | other.offered, *bounds, self.powers and other.powers)
 
 
-def ranges_of(space: Mapping[str, tuple[Any, ...]], default: object) -> dict[str, Range]:
-    """Return the range of every knob of a space; default: a config whose values may lie outside, or None."""
+def ranges_of(space: Mapping[str, tuple[Any, ...]]) -> dict[str, Range]:
+    """Return the range of every knob of a space."""
     found = {}
     for name, offered in space.items():
-        values = [*offered, *([getattr(default, name)] if hasattr(default, name) else [])]
-        whole = [value for value in values if type(value) is int]
+        whole = [value for value in offered if type(value) is int]
         high = max(whole, default=0) * _BEYOND
         if name == "warps":
             high = min(high, _MOST_WARPS)
         powers = all(value >= 0 and not value & (value - 1) for value in whole)
-        found[name] = Range(frozenset(values), min(whole, default=0) // _BEYOND, high, powers)
+        found[name] = Range(frozenset(offered), min(whole, default=0) // _BEYOND, high, powers)
     return found
 
 
