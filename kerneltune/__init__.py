@@ -1,0 +1,16 @@
+"""An autotuner and benchmarking tool for GPU kernels. Importing it imports nothing else."""
+
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    """Import `autotune`, the drop-in for triton.autotune, when it is asked for.
+
+    Raises:
+        AttributeError: the package has no such name.
+    """
+    if name == "autotune":
+        from kerneltune.adopt.decorator import autotune
+
+        return autotune
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

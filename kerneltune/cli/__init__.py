@@ -13,7 +13,9 @@ import typer
 from typer.core import TyperGroup
 
 from kerneltune.cli import (
+    adopt,
     cache,
+    capture,
     compare,
     doctor,
     gate,
@@ -24,6 +26,7 @@ from kerneltune.cli import (
     ops,
     profile,
     report,
+    serve,
     sweep,
     tune,
     weights,
@@ -87,7 +90,9 @@ app = typer.Typer(
 )
 app.command("ops")(ops.command)
 app.command("sweep")(sweep.command)
+app.command("capture")(capture.command)
 app.command("tune")(tune.command)
+app.command("serve")(serve.command)
 app.command("insight")(insight.command)
 app.command("compare")(compare.command)
 app.command("moe")(moe.command)
@@ -99,8 +104,10 @@ app.command("profile")(profile.command)
 app.command("profiled", hidden=True)(profile.driver)
 app.add_typer(cache.app, name="cache")
 app.add_typer(lab.app, name="lab")
+app.add_typer(adopt.app, name="adopt")
 app.command("doctor")(doctor.command)
-for _command in (*app.registered_commands, *cache.app.registered_commands, *lab.app.registered_commands):
+_groups = (app, cache.app, lab.app, adopt.app)
+for _command in (command for group in _groups for command in group.registered_commands):
     # one line a paragraph, which typer breaks where the terminal ends; it would keep the source's breaks too
     _paragraphs = ((_command.callback and _command.callback.__doc__) or "").split("\n\n")
     _command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in _paragraphs)

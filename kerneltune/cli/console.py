@@ -38,7 +38,7 @@ def show_wrapped(text: str, indent: str = "  ") -> None:
     show("\n".join(wrapped(text, width(), indent)))
 
 
-def show_table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
+def show_table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]], target: Console = console) -> None:
     """A plain table; where the output is too narrow cells wrap, between words as long as these fit, and else behind `_`."""
     lines = [tuple(map(printable, row)) for row in rows]
     words, gaps = sum(_longest_words([head, *lines])), len(head) - 1
@@ -49,8 +49,8 @@ def show_table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
         table.add_column(name, width=columns, overflow="fold")
     for row in lines:
         table.add_row(*(Text(_folded(cell, columns)) for cell, columns in zip(row, widths, strict=True)))
-    console.width = width()
-    console.print(table)
+    target.width = width()
+    target.print(table)
 
 
 def _column_widths(lines: Sequence[tuple[str, ...]], room: int) -> list[int]:

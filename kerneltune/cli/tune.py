@@ -1,5 +1,6 @@
 """`kerneltune tune`: search the best configs of a family and keep those that win their duel."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -43,16 +44,28 @@ def command(
         str, typer.Option("--gpus", metavar="all|N", help="Of this host, or of the cluster; one case at a time on each.")
     ] = "",
     ray: Annotated[str, typer.Option("--ray", metavar="ADDRESS", help="Tune on the GPUs of this Ray cluster.")] = "",
+    share: Annotated[
+        float | None,
+        typer.Option("--share", metavar="FRACTION", help="Of a capture: tune classes until they cover this much time."),
+    ] = None,
+    widen: Annotated[bool, typer.Option("--widen", help="Of a capture: also configs around the authors' lists.")] = False,
     configs: o.Configs = None,
     results: o.Results = None,
     workers: o.Workers = None,
 ) -> None:
-    """Search the best config of every case; it replaces the present one only where it is measurably faster.
+    """Search the best config of every case of a family, or of every launch in the folder of a
+    capture; it replaces the present one only where it is measurably faster.
 
     Ends with what the trials say, in short; `insight` says more. Every trial is kept, so an interrupted search resumes. The
     expected gain is the mean, over joint draws of a Gaussian process, of how far the fastest untried config lies below the
     best so far. Exit code 1 where a case that this GPU can run was not tuned.
     """
+    if Path(family).is_dir():
+        from kerneltune.cli.adopt import tune_folder
+
+        return tune_folder(Path(family), budget, share, widen, force, workers)
+    if share is not None or widen:
+        raise ValueError(f"share, widen: only for the folder of a capture, {family} is none")
     results = o.results_root(results, family)
     for folder in (o.configs_root(configs), results):
         o.require_writable(folder)

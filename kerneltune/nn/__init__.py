@@ -5,7 +5,7 @@ weights kept from microbatch to microbatch, and converted modules of other kinds
 the casts, `kerneltune::fp8_…` and `kerneltune::multi_cast_transpose`, as operators of torch's. May import torch and ops.
 """
 
-import kerneltune.ops.fp8
+import kerneltune.ops.fp8.custom
 import kerneltune.ops.multi_cast_transpose.custom  # noqa: F401
 from kerneltune.nn.alignment import aligned_groups
 from kerneltune.nn.convert import convert_to_fp8_training
@@ -15,13 +15,8 @@ from kerneltune.nn.grouped_mm import fp8_grouped_mm
 from kerneltune.nn.int4_linear import Int4Linear
 from kerneltune.nn.recipes import Recipe
 from kerneltune.nn.rmsnorm import RMSNorm, rms_norm
-from kerneltune.nn.routing import Routing, permute_tokens, sort_tokens, unpermute_tokens
 
 __all__ = [
-    "Routing",
-    "permute_tokens",
-    "sort_tokens",
-    "unpermute_tokens",
     "DelayedScaling",
     "GroupedLinear",
     "Int4Linear",

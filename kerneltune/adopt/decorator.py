@@ -1,0 +1,56 @@
+"""`kerneltune.autotune`: triton.autotune for authors, with a reference and a space that tuning uses.
+
+Imports triton when a kernel is decorated.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kerneltune.adopt.startup import start_from_environment
+
+REFERENCE, SPACE = "kerneltune_reference", "kerneltune_space"
+
+
+def autotune(
+    configs: Sequence[Any],
+    key: Sequence[str],
+    *args: Any,
+    reference: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+    space: Mapping[str, Sequence[Any]] | None = None,
+    **kwargs: Any,
+) -> Callable[[Any], Any]:
+    """Decorate a kernel as triton.autotune does; every argument of the installed version is taken.
+
+    The result is Triton's own Autotuner. Where KERNELTUNE_ADOPT names a tuned folder it launches what that folder says.
+
+    Args:
+        configs: as triton.autotune takes them; the first one is what captures run with.
+        key: names of arguments.
+        args: further arguments of triton.autotune by position.
+        reference: arguments by name -> expected values of the written arguments by name; held against every config when the
+            kernel is tuned, instead of the results of the first config. The arguments must not be changed.
+        space: knob -> values that tuning tries beside the list: names of constexprs, `num_warps`, `num_stages`, `num_ctas`,
+            `maxnreg`. Triton itself chooses from `configs` only.
+        kwargs: further arguments of triton.autotune.
+
+    Raises:
+        TypeError: the installed Triton does not know an argument.
+    """
+    import triton
+
+    start_from_environment()
+    known = inspect.signature(triton.autotune)
+    try:
+        known.bind(configs, key, *args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"autotune: {error}: triton {triton.__version__} takes {', '.join(known.parameters)}") from None
+    decorate = triton.autotune(configs, key, *args, **kwargs)
+
+    def decorator(fn: Any) -> Any:
+        autotuner = decorate(fn)
+        setattr(autotuner, REFERENCE, reference)
+        setattr(autotuner, SPACE, None if space is None else {name: tuple(values) for name, values in space.items()})
+        return autotuner
+
+    return decorator

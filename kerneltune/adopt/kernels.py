@@ -1,0 +1,224 @@
+"""Autotuned kernels: their names, their source, their configs, and the grid and heuristics of a launch.
+
+Reads only public attributes of Triton 3.6 to 3.9. Imports the standard library, encoding and
+identity.
+"""
+
+import copy
+import hashlib
+import inspect
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from kerneltune.adopt.encoding import NotRecordableError, decode, encode
+from kerneltune.identity import code_digest
+
+_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "ir_override")
+_DEFAULTS = {"num_warps": 4, "num_stages": 3, "num_ctas": 1}
+FACTORY = "<locals>"
+"""Part of the qualified name of a kernel that a function made."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelName:
+    """Where a kernel is found: its module and its qualified name in it."""
+
+    module: str
+    name: str
+
+    @property
+    def text(self) -> str:
+        """`module.name`."""
+        return f"{self.module}.{self.name}"
+
+
+def kernel_name(autotuner: Any) -> KernelName:
+    """Return the name of an autotuner's kernel."""
+    function = autotuner.base_fn
+    return KernelName(function.__module__, function.__qualname__)
+
+
+@cache
+def source_digest(function: Any) -> str:
+    """Return the digest of what a kernel runs, helpers included, whatever its name, comments and line numbers.
+
+    Empty where there is no source.
+    """
+    try:
+        return code_digest(function)
+    except ValueError:
+        return ""
+
+
+@cache
+def bytecode_digest(function: Any) -> str:
+    """Return a digest of a kernel's bytecode and that of the helpers of its package: found 1000 times faster than its source's.
+
+    Equal digests mean equal code; another version of Python has other bytecode for the same source.
+    """
+    digest = hashlib.sha256()
+    _add_bytecode(function, digest, set())
+    return digest.hexdigest()[:16]
+
+
+def _add_bytecode(function: Any, digest: Any, seen: set[Any]) -> None:
+    seen.add(function)
+    code = function.__code__
+    constants = [constant for constant in code.co_consts if constant != function.__doc__]
+    digest.update(repr((code.co_code, constants, code.co_names, code.co_varnames)).encode())
+    package = function.__module__.partition(".")[0]
+    for name in code.co_names:
+        value = function.__globals__.get(name)
+        if isinstance(value, bool | int | float | str):
+            digest.update(repr((name, value)).encode())
+            continue
+        for _ in range(4):
+            value = getattr(value, "fn", value)
+        if inspect.isfunction(value) and value not in seen and value.__module__.partition(".")[0] == package:
+            _add_bytecode(value, digest, seen)
+
+
+def configs_digest(configs: Sequence[Any]) -> str:
+    """Return a digest of a config list, by which autotuners of one kernel are told apart."""
+    texts = [str(config_key(config)) for config in configs]
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12]
+
+
+def config_key(config: Any) -> tuple[Any, ...]:
+    """Return the values of a config without its pre_hook; equal for configs that compile to the same kernel."""
+    options = tuple(getattr(config, name, None) for name in _OPTIONS)
+    return tuple(sorted(config.kwargs.items(), key=lambda item: item[0])), options
+
+
+def encode_config(config: Any) -> dict[str, Any]:
+    """Return a config as JSON; of its pre_hook only whether it has one.
+
+    Raises:
+        NotRecordableError: a value that JSON cannot hold.
+    """
+    options = {name: getattr(config, name, None) for name in _OPTIONS}
+    kwargs = {name: encode(value) for name, value in config.kwargs.items()}
+    return {"kwargs": kwargs, **options, "pre_hook": getattr(config, "pre_hook", None) is not None}
+
+
+def decode_config(stored: Mapping[str, Any], make: Any, pre_hook: Any = None) -> Any:
+    """Return the config of its JSON; `make` is the class triton.Config.
+
+    Raises:
+        ValueError: a value that is no config's.
+    """
+    kwargs = stored.get("kwargs")
+    if not isinstance(kwargs, dict):
+        raise ValueError(f"config: kwargs: {kwargs!r}: expected values by name")
+    options = {name: stored.get(name, _DEFAULTS.get(name)) for name in _OPTIONS if stored.get(name) is not None}
+    for name, value in options.items():
+        if name != "ir_override" and type(value) is not int:
+            raise ValueError(f"config: {name}: {value!r}: expected a whole number")
+    return make({name: decode(value) for name, value in kwargs.items()}, **options, pre_hook=pre_hook)
+
+
+def config_label(stored: Mapping[str, Any]) -> str:
+    """Return an encoded config in few words: `BK=64 num_warps=4`."""
+    parts = [f"{name}={value}" for name, value in stored["kwargs"].items()]
+    parts += [f"{name}={stored[name]}" for name in _OPTIONS if stored.get(name) not in (None, _DEFAULTS.get(name, 0), 1)]
+    return " ".join(parts) or "defaults"
+
+
+def stored_key(stored: Mapping[str, Any]) -> str:
+    """Return what identifies an encoded config, whatever the order of its fields; its pre_hook has no part in it."""
+    options = [stored.get(name, _DEFAULTS.get(name)) for name in _OPTIONS]
+    return json.dumps([sorted(stored["kwargs"].items()), options])
+
+
+def live_config(autotuner: Any, configs: Sequence[Any], stored: Mapping[str, Any], make: Any) -> Any | None:
+    """Return the autotuner's own config object of these values, so that its pre_hook survives.
+
+    A config that is not in the list is made, with the pre_hook that all configs of the list share; None where they share none.
+    """
+    wanted = stored_key(stored)
+    for config in configs:
+        try:
+            if stored_key(encode_config(config)) == wanted:
+                return config
+        except NotRecordableError:
+            continue
+    hooks = {getattr(config, "pre_hook", None) for config in configs}
+    return decode_config(stored, make, hooks.pop()) if len(hooks) == 1 else None
+
+
+def twin(autotuner: Any, args: Sequence[Any], configs: Sequence[Any] | None = None) -> Any:
+    """Return a copy of an autotuner that a thread may use alone; it shares the cache of choices.
+
+    configs: the list it chooses from, instead of the autotuner's present one.
+    """
+    alone = copy.copy(autotuner)
+    alone.nargs = dict(zip(autotuner.arg_names, args, strict=False))
+    if configs is not None:
+        alone.configs = list(configs)
+    return alone
+
+
+def layers(autotuner: Any) -> Iterator[Any]:
+    """Yield what an autotuner wraps, from the outside in: heuristics, then the kernel."""
+    inner = autotuner.fn
+    while not inspect.isfunction(inner):
+        yield inner
+        inner = inner.fn
+
+
+def launched_with(autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any], config: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the grid of a launch under a config, and the values that heuristics give; launches nothing.
+
+    The grid is None where none was given. Whatever a grid or a heuristic raises is raised here.
+    """
+    given = {name: value for name, value in kwargs.items() if name not in ("grid", "warmup")}
+    given |= config.all_kwargs()
+    by_heuristics: dict[str, Any] = {}
+    for layer in layers(autotuner):
+        values = getattr(layer, "values", None)
+        if isinstance(values, dict):
+            for name, heuristic in values.items():
+                given[name] = by_heuristics[name] = heuristic({**dict(zip(layer.arg_names, args, strict=False)), **given})
+    grid = kwargs.get("grid")
+    if callable(grid):
+        grid = grid(_bound(autotuner.base_fn, args, given))
+    if grid is None:
+        return None, by_heuristics
+    return tuple(int(size) for size in (grid if isinstance(grid, tuple | list) else (grid,))), by_heuristics
+
+
+def _bound(function: Any, args: Sequence[Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a kernel's arguments by name, as Triton gives them to a grid."""
+    bound = {}
+    for index, parameter in enumerate(inspect.signature(function).parameters.values()):
+        if index < len(args):
+            bound[parameter.name] = args[index]
+        elif parameter.name in given:
+            bound[parameter.name] = given[parameter.name]
+        elif parameter.default is not inspect.Parameter.empty:
+            bound[parameter.name] = parameter.default
+    return bound
+
+
+def pruned(autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any], configs: Sequence[Any] | None = None) -> list[Any]:
+    """Return the configs that the author's pruning leaves for a launch. Whatever it raises is raised here."""
+    return list(twin(autotuner, args, configs).prune_configs(dict(kwargs)))
+
+
+def author_key(autotuner: Any, named: Mapping[str, Any]) -> list[Any]:
+    """Return the author's key of a launch, without element types: the values of the key's arguments.
+
+    named: arguments by name; a tensor stands for its element type and shape, as it has no value of its own.
+    """
+    key = []
+    for name in autotuner.keys:
+        if name in named:
+            value = named[name]
+            try:
+                key.append(encode(value))
+            except NotRecordableError:
+                key.append(f"{getattr(value, 'dtype', type(value).__name__)}{list(getattr(value, 'shape', ()))}")
+    return key

@@ -1,0 +1,218 @@
+"""Captured kernels as operators: one for each kernel, a case for each class of launches, so that every tool takes them.
+
+The capture folder is named by an environment variable, which child processes inherit. Imports spec and the modules below it;
+torch inside functions.
+"""
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from kerneltune.adopt.folder import CLASSES, Candidate, LaunchClass
+from kerneltune.adopt.kernels import stored_key
+from kerneltune.adopt.overview import read_capture
+from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Space, Traffic, Variant
+
+CAPTURED, WIDEN = "KERNELTUNE_CAPTURED", "KERNELTUNE_CAPTURED_WIDEN"
+MODULE = "kerneltune.adopt.captured"
+CLASS = "launch"
+AUTHOR = "author"
+_LAUNCH = "launch"
+_OPTIONS = {"num_warps": 4, "num_stages": 3, "num_ctas": 1, "maxnreg": 0}
+_KNOB_TYPES = (bool, int, float, str)
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """A config by its place in the list of the class's candidates, where the author's configs are not all of the same knobs."""
+
+    candidate: int
+
+
+def operators() -> tuple[Op, ...]:
+    """Return the operators of the capture that the environment names; none where it names none."""
+    folder = os.environ.get(CAPTURED)
+    return _operators(folder, os.environ.get(WIDEN) == "1") if folder else ()
+
+
+@cache
+def _operators(folder: str, widen: bool) -> tuple[Op, ...]:
+    """Return the operators of a capture, the most expensive first."""
+    capture = read_capture(Path(folder))
+    return tuple(_operator(Path(folder), number, launches, widen) for number, launches in enumerate(capture.kernels().values()))
+
+
+def operator_name(launch: LaunchClass, number: int = 0) -> str:
+    """Return the operator's name of a class's kernel: module and name, and its digest."""
+    return f"{launch.kernel.text}-{launch.source[:4]}{launch.configs[:4]}"
+
+
+def _operator(root: Path, number: int, launches: Sequence[LaunchClass], widen: bool) -> Op:
+    name = operator_name(launches[0])
+    axes = _axes(launches)
+    by_digest = {launch.digest: launch for launch in launches}
+    kind = _config_class(f"Config_{launches[0].source[:8]}_{launches[0].configs[:8]}", launches, widen)
+    about = partial(_of_case, by_digest)
+    variant = Variant(
+        name=AUTHOR,
+        run=partial(run_config),
+        config=kind,
+        space=partial(_space, about, kind, widen),
+        valid=partial(_valid, about, kind, widen),
+        default=partial(_default, about, kind),
+    )
+    return Op(
+        name=name,
+        axes=axes,
+        dtypes=tuple(dict.fromkeys(case_dtype(launch) for launch in launches)),
+        inputs=partial(make_inputs, str(root)),
+        reference=reference,
+        compare=compare,
+        traffic=partial(_traffic, about),
+        variants=(variant,),
+        module=MODULE,
+        options={CLASS: tuple(by_digest)},
+    )
+
+
+def case_of(launch: LaunchClass, axes: Sequence[str]) -> Case:
+    """Return the case of a class."""
+    sizes = launch.sizes
+    name = f"{launch.kernel.name.rpartition('.')[2]}-{launch.digest[:8]}"
+    pairs = tuple((axis, sizes[axis]) for axis in axes)
+    return Case(name, pairs, case_dtype(launch), "none", ((CLASS, launch.digest),))
+
+
+def case_dtype(launch: LaunchClass) -> str:
+    """Return the element types of a class's floating-point tensors, as one name."""
+    names = sorted({a.tensor.dtype for a in launch.arguments if a.tensor is not None and not a.tensor.is_whole})
+    return "+".join(names) or "none"
+
+
+def _axes(launches: Sequence[LaunchClass]) -> tuple[str, ...]:
+    """Return the whole-number arguments that all classes of a kernel have; no negative ones, which are no sizes."""
+    first = [a.name for a in launches[0].arguments if type(a.value) is int]
+    return tuple(name for name in first if all(launch.sizes.get(name, -1) >= 0 for launch in launches))
+
+
+def _of_case(by_digest: Mapping[str, LaunchClass], case: Case) -> LaunchClass:
+    return by_digest[str(case.option(CLASS))]
+
+
+def offered(launch: LaunchClass, widen: bool) -> list[Candidate]:
+    """Return the candidates of a class that have a grid: the author's, the others too if `widen`."""
+    return [one for one in launch.candidates if one.grid is not None and (one.is_author or widen)]
+
+
+def _config_class(name: str, launches: Sequence[LaunchClass], widen: bool) -> type[Any]:
+    """Return a frozen dataclass with the knobs of a kernel's configs, found again by name in the module of OPS."""
+    configs = [one.config for launch in launches for one in launch.candidates]
+    names = list(configs[0]["kwargs"]) if configs else []
+    types = {knob: type(configs[0]["kwargs"][knob]) for knob in names}
+    uniform = all(
+        list(config["kwargs"]) == names
+        and all(type(value) is types[knob] and types[knob] in _KNOB_TYPES for knob, value in config["kwargs"].items())
+        and not config.get("ir_override")
+        and not set(names) & set(_OPTIONS)
+        for config in configs
+    )
+    if not uniform:
+        return Numbered
+    fields: list[Any] = [*types.items(), *((option, int) for option in _OPTIONS)]
+    kind: type[Any] = dataclasses.make_dataclass(name, fields, frozen=True)
+    kind.__module__ = MODULE
+    return kind
+
+
+def knobs_of_config(stored: Mapping[str, Any], kind: type[Any], candidates: Sequence[Candidate]) -> Config:
+    """Return a config of JSON as an instance of the kernel's config class."""
+    if kind is Numbered:
+        wanted = stored_key(stored)
+        return Numbered(next(n for n, one in enumerate(candidates) if stored_key(one.config) == wanted))
+    options = {name: stored.get(name) or default for name, default in _OPTIONS.items()}
+    return kind(**stored["kwargs"], **options)
+
+
+def stored_of_config(config: Config, launch: LaunchClass) -> dict[str, Any]:
+    """Return an instance of the kernel's config class as the captured JSON.
+
+    Raises:
+        ValueError: the class has no such candidate.
+    """
+    for number, one in enumerate(launch.candidates):
+        if config == (Numbered(number) if isinstance(config, Numbered) else knobs_of_config(one.config, type(config), ())):
+            return one.config
+    raise ValueError(f"{launch.label}: {config}: no candidate of this class")
+
+
+def _space(about: Any, kind: type[Any], widen: bool, case: Case) -> Space:
+    launch = about(case)
+    configs = [knobs_of_config(one.config, kind, launch.candidates) for one in offered(launch, widen)]
+    names = [field.name for field in dataclasses.fields(kind)]
+    return {name: tuple(dict.fromkeys(getattr(config, name) for config in configs)) for name in names}
+
+
+def _valid(about: Any, kind: type[Any], widen: bool, case: Case, config: Config) -> str | None:
+    launch = about(case)
+    return None if config in _offered_knobs(launch.digest, kind, widen, launch) else "not in the list"
+
+
+_seen: dict[tuple[str, type[Any], bool], frozenset[Any]] = {}
+
+
+def _offered_knobs(digest: str, kind: type[Any], widen: bool, launch: LaunchClass) -> frozenset[Any]:
+    key = (digest, kind, widen)
+    if key not in _seen:
+        _seen[key] = frozenset(knobs_of_config(one.config, kind, launch.candidates) for one in offered(launch, widen))
+    return _seen[key]
+
+
+def _default(about: Any, kind: type[Any], case: Case) -> Config:
+    """Return the author's choice where the program tuned it, else the author's first config."""
+    launch = about(case)
+    return knobs_of_config(launch.choice or offered(launch, False)[0].config, kind, launch.candidates)
+
+
+def _traffic(about: Any, case: Case) -> Traffic:
+    """Return the bytes of the arguments, as read: what is written is not known before a launch."""
+    return Traffic(about(case).argument_bytes, 0)
+
+
+def make_inputs(root: str, case: Case, device: str = "cuda", seed: int = 0) -> Inputs:
+    """Make the arguments of a class; they are launched as they are until `reference` has seen them."""
+    from kerneltune.adopt.folder import read_class
+    from kerneltune.adopt.replay import make_launch
+
+    folder = Path(root) / CLASSES / str(case.option(CLASS))
+    return {_LAUNCH: make_launch(read_class(folder), folder, device, seed)}
+
+
+def run_config(inputs: Inputs, config: Config) -> Outputs:
+    """Launch a config; where results are checked, what launches have changed is put back before."""
+    launch = inputs[_LAUNCH]
+    if launch.state is not None:
+        launch.state.restore(launch.storages)
+    launch.run(stored_of_config(config, launch.launch))
+    return {}
+
+
+def reference(inputs: Inputs) -> Outputs:
+    """Learn from the author's first config what a launch writes, and how much that varies."""
+    from kerneltune.adopt.replay import learn
+
+    launch = inputs[_LAUNCH]
+    launch.state = learn(launch, offered(launch.launch, False)[0].config)
+    return dict(launch.state.expected)
+
+
+def compare(case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
+    """Return one line for each written argument that disagrees."""
+    from kerneltune.adopt.replay import differences
+
+    launch = inputs[_LAUNCH]
+    found: list[str] = differences(launch, launch.state)
+    return found

@@ -1,0 +1,102 @@
+"""What a capture holds, as rows of a table; what is worth a warning about its kernels.
+
+Prints nothing. Imports the standard library and folder.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kerneltune.adopt.folder import Count, LaunchClass, read_classes, read_counts
+
+
+@dataclass(slots=True)
+class Capture:
+    """A capture folder, read.
+
+    Attributes:
+        classes: that could be read.
+        counts: launches by class.
+        said: notes of the processes.
+        problems: a line for each file that was skipped.
+    """
+
+    root: Path
+    classes: list[LaunchClass]
+    counts: dict[str, Count]
+    said: list[dict[str, Any]]
+    problems: list[str] = field(default_factory=list)
+
+    def count(self, launch: LaunchClass) -> Count:
+        """Return the launches of a class; none where no process has counted any."""
+        return self.counts.get(launch.digest, Count())
+
+    def cost_us(self, launch: LaunchClass) -> float:
+        """Return the GPU time of a class's launches; what moving its arguments takes at 1 TB/s where none was timed."""
+        count = self.count(launch)
+        return count.total_us or max(count.launches, 1) * launch.argument_bytes / 1e6
+
+    def shares(self) -> dict[str, float]:
+        """Return each class's share of the time of all captured launches."""
+        total = sum(map(self.cost_us, self.classes)) or 1.0
+        return {launch.digest: self.cost_us(launch) / total for launch in self.classes}
+
+    def kernels(self) -> dict[str, list[LaunchClass]]:
+        """Return the classes of each kernel, the most expensive kernel first."""
+        found: dict[str, list[LaunchClass]] = {}
+        for launch in self.classes:
+            found.setdefault(f"{launch.kernel.text} {launch.source} {launch.configs}", []).append(launch)
+        return dict(sorted(found.items(), key=lambda item: -sum(map(self.cost_us, item[1]))))
+
+    def refused(self) -> dict[str, str]:
+        """Return why launches of kernels were not captured, by kernel."""
+        return {kernel: reason for one in self.said for kernel, reason in one.get("refused", {}).items()}
+
+    def own_runs(self) -> dict[str, list[str]]:
+        """Return the kernels that were never seen though a subclass with a `run` of its own has them, by subclass."""
+        seen = {launch.kernel.text for launch in self.classes} | set(self.refused())
+        found: dict[str, list[str]] = {}
+        for one in self.said:
+            for kernel, subclass in one.get("made", {}).items():
+                if subclass and kernel not in seen and kernel not in found.setdefault(subclass, []):
+                    found[subclass].append(kernel)
+        seen_subclasses = {one["made"][k] for one in self.said for k in one.get("made", {}) if k in seen}
+        return {subclass: kernels for subclass, kernels in found.items() if kernels and subclass not in seen_subclasses}
+
+
+def read_capture(root: Path) -> Capture:
+    """Return what a capture folder holds.
+
+    Raises:
+        ValueError: it holds no capture.
+    """
+    problems: list[str] = []
+    classes = list(read_classes(root, problems))
+    counts, said = read_counts(root, problems)
+    return Capture(root, classes, counts, said, problems)
+
+
+def left_out(launches: Sequence[LaunchClass]) -> list[str]:
+    """Return the sizes that differ between classes which the author's key does not tell apart."""
+    found: dict[str, None] = {}
+    for launch in launches:
+        for other in launches:
+            if launch.key == other.key and launch.dtypes == other.dtypes:
+                names = launch.sizes.keys() | other.sizes.keys()
+                found |= dict.fromkeys(n for n in sorted(names) if launch.sizes.get(n) != other.sizes.get(n))
+    return list(found)
+
+
+def omitted(launch: LaunchClass) -> list[str]:
+    """Return the whole-number arguments and first dimensions that the author's key does not have, sizes only."""
+    tunables = {name for candidate in launch.candidates for name in candidate.config["kwargs"]}
+    named = set(launch.keys) | tunables
+    plain = [a.name for a in launch.arguments if type(a.value) is int and a.value > 1 and a.name not in named]
+    return [name for name in plain if not name.lower().startswith("stride")]
+
+
+def unknown_keys(launch: LaunchClass) -> list[str]:
+    """Return the names of the author's key that are no argument of the kernel."""
+    present = {argument.name for argument in launch.arguments}
+    return [name for name in launch.keys if name not in present]

@@ -1,0 +1,54 @@
+"""Facts about the program that is captured or served: its GPU, its packages, whether a stream is being captured.
+
+Asks the torch and triton that the program has loaded, and loads neither. Imports the standard library and device.
+"""
+
+import os
+import sys
+from functools import cache
+from typing import Any
+
+from kerneltune import device
+
+_LAUNCH_FAILURES = frozenset(("OutOfResources", "PTXASError", "CompilationError"))
+
+
+def is_interpreted() -> bool:
+    """Return whether Triton interprets kernels on the CPU."""
+    triton = sys.modules.get("triton")
+    knobs: Any = getattr(triton, "knobs", None)
+    return bool(knobs.runtime.interpret) if knobs is not None else os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@cache
+def device_slug() -> str:
+    """Return the GPU's name as a folder; `interpreter` where kernels are interpreted or there is no GPU."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or is_interpreted() or not torch.cuda.is_available():
+        return device.INTERPRETER
+    return device.slug(torch.cuda.get_device_name())
+
+
+def version_of(module: str) -> str:
+    """Return the version that a module's package gives itself; empty where it gives none."""
+    package = sys.modules.get(module.partition(".")[0])
+    version = getattr(package, "__version__", "")
+    return version if isinstance(version, str) else ""
+
+
+def versions(module: str) -> dict[str, str]:
+    """Return the versions of triton, of torch and of the package that holds a module."""
+    return {"triton": version_of("triton"), "torch": version_of("torch"), "package": version_of(module)}
+
+
+def is_capturing() -> bool:
+    """Return whether the current CUDA stream is being captured into a graph."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return False
+    return bool(torch.cuda.is_current_stream_capturing())
+
+
+def is_launch_failure(error: BaseException) -> bool:
+    """Return whether an error says that this config cannot run here, so that another may."""
+    return any(kind.__name__ in _LAUNCH_FAILURES for kind in type(error).__mro__)

@@ -1,0 +1,314 @@
+"""Capture: what each class of launches looks like, written while the program runs, once for each class.
+
+The program runs as before: with the author's first config, or with the author's own tuning. Whatever goes wrong here costs a
+line on standard error, never the program. Imports the standard library and the modules below it; no torch.
+"""
+
+import atexit
+import fnmatch
+import hashlib
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+from kerneltune.adopt import program
+from kerneltune.adopt.arguments import Storages, describe, layout_key, signature
+from kerneltune.adopt.encoding import NotRecordableError
+from kerneltune.adopt.folder import Candidate, Count, LaunchClass, write_class, write_counts
+from kerneltune.adopt.kernels import (
+    FACTORY,
+    KernelName,
+    author_key,
+    bytecode_digest,
+    configs_digest,
+    encode_config,
+    kernel_name,
+    launched_with,
+    pruned,
+    source_digest,
+)
+from kerneltune.adopt.values import Values, collect
+from kerneltune.adopt.widening import of_space, widened
+
+log = logging.getLogger("kerneltune.adopt")
+
+MAX_BYTES = 256 << 20
+MOST_CLASSES = 64
+_TIMED_LAUNCHES = 6
+_FLUSH_S = 1.0
+
+
+@dataclass(slots=True)
+class Known:
+    """A class of launches as this process knows it.
+
+    Attributes:
+        digest: of the class; empty where it is not recorded.
+        configs: what it is launched with, the first that works first; empty where the author's autotuner runs it.
+        timed: launches that were timed or are being timed.
+    """
+
+    digest: str = ""
+    configs: list[Any] = field(default_factory=list)
+    timed: int = 0
+
+
+class Recorder:
+    """Records the launches of a process into a capture folder."""
+
+    def __init__(
+        self,
+        root: Path,
+        pattern: str = "*",
+        max_bytes: int = MAX_BYTES,
+        autotune: bool = False,
+        most_classes: int = MOST_CLASSES,
+    ) -> None:
+        """pattern: of kernel names; max_bytes: of values; autotune: the author's tuning runs, not the first config."""
+        self.root, self.pattern, self.autotune, self.most_classes = root, pattern, autotune, most_classes
+        self._bytes_left = max_bytes
+        self._lock = RLock()
+        self._counts: dict[str, Count] = {}
+        self._refused: dict[str, str] = {}
+        self._made: dict[str, str] = {}
+        self._classes: dict[str, int] = {}
+        self._pending: list[tuple[str, Any, Any]] = []
+        self._process, self._flushed = 0, 0.0
+        self._begin_process()
+
+    def _begin_process(self) -> None:
+        """Count from zero: in a new process, also one that was forked."""
+        self._process = os.getpid()
+        self._counts, self._pending = {}, []
+        atexit.register(self.flush)
+        util: Any = sys.modules.get("multiprocessing.util")
+        if util is not None:  # its workers leave without what atexit would run
+            util.Finalize(None, self.flush, exitpriority=10)
+
+    def made(self, autotuner: Any) -> None:
+        """Note an autotuned kernel that the program has made."""
+        kind = type(autotuner)
+        own_run = kind.run.__qualname__ != "Autotuner.run"
+        self._made[kernel_name(autotuner).text] = f"{kind.__module__}.{kind.__qualname__}" if own_run else ""
+
+    def make_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the method that takes the place of Autotuner.run."""
+
+        def run(autotuner: Any, *args: Any, **kwargs: Any) -> Any:
+            known = self.known(autotuner, args, kwargs)
+            if not known.digest:
+                return original(autotuner, *args, **kwargs)
+            return self._launch(original, autotuner, known, args, kwargs)
+
+        return run
+
+    def known(self, autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Known:
+        """Return the class of a launch; the first launch of a class records it."""
+        classes: dict[Any, Known] = autotuner.__dict__.setdefault("_kerneltune_classes", {})
+        try:
+            key = layout_key(args, kwargs)
+            found = classes.get(key)
+            if found is None:
+                with self._lock:
+                    found = classes[key] = self._first(autotuner, args, kwargs)
+        except Exception as error:  # the program must not notice
+            return self._refuse(kernel_name(autotuner), f"{type(error).__name__}: {error}")
+        return found
+
+    def _first(self, autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Known:
+        name = kernel_name(autotuner)
+        if not fnmatch.fnmatch(name.name, self.pattern) and not fnmatch.fnmatch(name.text, self.pattern):
+            return Known()
+        self._classes[name.text] = self._classes.get(name.text, 0) + 1
+        if self._classes[name.text] > self.most_classes:
+            return self._refuse(
+                name, f"more than {self.most_classes} classes of launches: the first {self.most_classes} are kept"
+            )
+        try:
+            launch, configs, storages = describe_launch(autotuner, args, kwargs)
+        except NotRecordableError as error:
+            return self._refuse(name, f"not captured: {error}")
+        values = self._values(launch, storages)
+        launch = replace(launch, storages=values.kinds, in_graph=program.is_capturing())
+        if not self.autotune:
+            write_class(self.root, launch, values.tensors)
+            return Known(launch.digest, configs)
+        self._unwritten = launch, values
+        return Known(launch.digest)
+
+    def _values(self, launch: LaunchClass, storages: Storages) -> Values:
+        if program.is_capturing():
+            return Values.missing(len(storages.live))
+        values = collect(launch.arguments, storages, self._bytes_left)
+        self._bytes_left -= values.bytes
+        if values.left_out:
+            left = values.left_out
+            log.warning("kerneltune: %s: %d bytes of index values are over --max-bytes: not kept", launch.label, left)
+        return values
+
+    def record(self, autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Record the class of a launch and count the launch, without launching anything."""
+        known = self.known(autotuner, args, kwargs)
+        if known.digest:
+            self._count(known.digest)
+
+    def _refuse(self, name: KernelName, reason: str) -> Known:
+        reason = " ".join(reason.split())[:200]
+        if self._refused.get(name.text) != reason:
+            self._refused[name.text] = reason
+            log.warning("kerneltune: %s: %s", name.text, reason)
+        return Known()
+
+    def _launch(self, original: Callable[..., Any], autotuner: Any, known: Known, args: Any, kwargs: Any) -> Any:
+        self._count(known.digest)
+        if not known.configs:
+            result = self._timed(known, lambda: original(autotuner, *args, **kwargs), is_first=self._unwritten is not None)
+            self._write_choice(autotuner)
+            return result
+        while True:
+            config = known.configs[0]
+            try:
+                return self._launch_config(autotuner, known, config, args, kwargs)
+            except Exception as error:
+                if not program.is_launch_failure(error) or len(known.configs) == 1:
+                    raise
+                known.configs.pop(0)
+
+    def _launch_config(self, autotuner: Any, known: Known, config: Any, args: Any, kwargs: Any) -> Any:
+        options = config.all_kwargs()
+        is_first = known.timed == 0
+        if is_first and not program.is_interpreted():
+            autotuner.fn.run(*args, **{**kwargs, "warmup": True}, **options)  # so that the first launch is not timed compiling
+        if config.pre_hook is not None:
+            config.pre_hook({**dict(zip(autotuner.arg_names, args, strict=False)), **kwargs, **options})
+        autotuner.best_config = config
+        return self._timed(known, lambda: autotuner.fn.run(*args, **kwargs, **options), is_first=False)
+
+    _unwritten: "tuple[LaunchClass, Values] | None" = None
+
+    def _write_choice(self, autotuner: Any) -> None:
+        """Write the class whose first launch the author's autotuner has just tuned."""
+        if self._unwritten is None:
+            return
+        (launch, values), self._unwritten = self._unwritten, None
+        try:
+            write_class(self.root, replace(launch, choice=encode_config(autotuner.best_config)), values.tensors)
+        except (OSError, ValueError, AttributeError) as error:
+            self._refuse(launch.kernel, f"{type(error).__name__}: {error}")
+
+    def _timed(self, known: Known, work: Callable[[], Any], is_first: bool) -> Any:
+        """Launch, between two events while few launches of the class are timed."""
+        torch: Any = sys.modules.get("torch")
+        if is_first or known.timed >= _TIMED_LAUNCHES or torch is None or not torch.cuda.is_available():
+            return work()
+        if program.is_capturing():
+            return work()
+        known.timed += 1
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        result = work()
+        end.record()
+        self._pending.append((known.digest, start, end))
+        return result
+
+    def _count(self, digest: str) -> None:
+        with self._lock:
+            if os.getpid() != self._process:
+                self._begin_process()
+            count = self._counts.get(digest)
+            if count is None:
+                count = self._counts[digest] = Count()
+            count.launches += 1
+            now = time.monotonic()
+            if now - self._flushed > _FLUSH_S:
+                self._flushed = now
+                self.flush(wait=False)
+
+    def flush(self, wait: bool = True) -> None:
+        """Write the launches counted so far; wait: for those that are being timed, at the end of the program."""
+        if os.getpid() != self._process or not (self._counts or self._refused or self._made):
+            return
+        with self._lock:
+            try:
+                self._harvest(wait)
+                notes = {"refused": self._refused, "made": self._made, "command": sys.argv[:1]}
+                write_counts(self.root, f"{self._process}-{id(self):x}", self._counts, notes)
+            except Exception as error:  # a lost context, a full disk: the program ends as it would have
+                log.warning("kerneltune: launches not counted: %s", " ".join(str(error).split())[:200])
+
+    def _harvest(self, wait: bool) -> None:
+        left = []
+        for digest, start, end in self._pending:
+            if wait:
+                end.synchronize()
+            if not end.query():
+                left.append((digest, start, end))
+                continue
+            count = self._counts.setdefault(digest, Count())
+            count.time_us = min(start.elapsed_time(end) * 1e3, count.time_us or float("inf"))
+        self._pending = left
+
+
+def describe_launch(autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[LaunchClass, list[Any], Storages]:
+    """Return the class of a launch, the author's pruned configs, and the memory below its tensors.
+
+    Raises:
+        NotRecordableError: an argument or a config that cannot be recorded.
+    """
+    name = kernel_name(autotuner)
+    module = "__main__" if name.module == "__mp_main__" else name.module
+    arguments, storages = describe(autotuner.arg_names, args, kwargs)
+    given = {key: value for key, value in kwargs.items() if key not in ("grid", "warmup")}
+    configs = pruned(autotuner, args, kwargs)
+    space = getattr(autotuner, "kerneltune_space", None)
+    offered = [*configs, *(of_space(autotuner.configs, space) if space else ())]
+    around = [config for config in widened(autotuner.configs) if config not in offered]
+    candidates = [_candidate(autotuner, args, kwargs, config, True) for config in offered]
+    candidates += [_candidate(autotuner, args, kwargs, config, False) for config in around]
+    source, listed = source_digest(autotuner.base_fn), configs_digest(autotuner.configs)
+    code = autotuner.base_fn.__code__
+    launch = LaunchClass(
+        digest=class_digest(module, name.name, source, listed, signature(arguments)),
+        kernel=KernelName(module, name.name),
+        file=code.co_filename,
+        source=source,
+        bytecode=bytecode_digest(autotuner.base_fn),
+        configs=listed,
+        list_size=len(autotuner.configs),
+        device=program.device_slug(),
+        versions=program.versions(name.module),
+        keys=tuple(autotuner.keys),
+        key=author_key(autotuner, {**dict(zip(autotuner.arg_names, args, strict=False)), **given}),
+        arguments=tuple(arguments),
+        candidates=tuple(candidates),
+        reset=tuple(autotuner.reset_to_zero),
+        restored=tuple(autotuner.restore_value),
+        problem="a function made the kernel, so that it cannot be imported by name" if FACTORY in name.name else "",
+    )
+    return launch, configs, storages
+
+
+def class_digest(*parts: str) -> str:
+    """Return what names the class of a kernel, its source, its configs and its arguments."""
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _candidate(autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any], config: Any, is_author: bool) -> Candidate:
+    encoded = encode_config(config)
+    try:
+        grid, heuristics = launched_with(autotuner, args, kwargs, config)
+        return Candidate(encoded, is_author, grid, {name: _plain(value) for name, value in heuristics.items()})
+    except NotRecordableError:
+        raise
+    except Exception as error:  # the author's own code: this candidate is out
+        return Candidate(encoded, is_author, None, problem=f"{type(error).__name__}: {error}"[:200])
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, bool | int | float | str | None) else str(value)

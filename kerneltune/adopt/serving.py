@@ -1,0 +1,327 @@
+"""Serving: `Autotuner.run` launches the config of the table, and never times anything.
+
+What a launch costs here is a tuple of its arguments' metadata and one look-up. Imports the standard library and the modules
+below it; no torch.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import RLock
+from typing import Any, Protocol
+
+from kerneltune.adopt import program
+from kerneltune.adopt.arguments import launch_key, outline
+from kerneltune.adopt.kernels import (
+    author_key,
+    bytecode_digest,
+    config_label,
+    configs_digest,
+    encode_config,
+    kernel_name,
+    live_config,
+    pruned,
+    source_digest,
+    twin,
+)
+from kerneltune.adopt.table import Row, Table, TableKernel, read_table
+
+log = logging.getLogger("kerneltune.adopt")
+
+POLICIES = ("author", "nearest", "default", "error")
+_MOST_REMEMBERED = 4096
+
+
+class Missing(Protocol):
+    """Where launches that the table does not have are recorded."""
+
+    def record(self, autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Record a launch."""
+
+
+@dataclass(slots=True)
+class Served:
+    """What launches of one kind run with.
+
+    Attributes:
+        config: the live config object.
+        options: its values as keyword arguments.
+        hook: its pre_hook.
+        others: configs that a launch falls back to.
+    """
+
+    config: Any
+    options: dict[str, Any]
+    hook: Callable[[dict[str, Any]], Any] | None
+    others: list[Any]
+
+
+@dataclass(slots=True)
+class State:
+    """What is known of one autotuner.
+
+    Attributes:
+        kernel: of the table; None where the table has none for it.
+        configs: the author's list.
+        memo: launch key -> what is served.
+    """
+
+    kernel: TableKernel | None
+    configs: list[Any]
+    memo: dict[tuple[Any, ...], Served] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Counts:
+    """What serving has done in this process: kinds of launches by what became of them, and author's tunings."""
+
+    hits: int = 0
+    misses: int = 0
+    tunings: int = 0
+
+
+class Server:
+    """Serves one table."""
+
+    def __init__(
+        self,
+        root: Path,
+        make_config: Any,
+        miss: str = "author",
+        manifest: str = "",
+        missing: Missing | None = None,
+        portfolio: int = 1,
+    ) -> None:
+        """make_config: the class triton.Config; manifest: SHA-256 that the table must have; portfolio: configs for torch.compile.
+
+        Raises:
+            ValueError: an unknown policy.
+        """
+        if miss not in POLICIES:
+            raise ValueError(f"miss: {miss!r}: expected one of {', '.join(POLICIES)}")
+        self.root, self.miss, self.manifest, self.missing, self.portfolio = root, miss, manifest, missing, portfolio
+        self.counts = Counts()
+        self._make_config = make_config
+        self._lock = RLock()
+        self._table: Table | None = None
+        self._by_name: dict[tuple[str, str], list[TableKernel]] = {}
+        self._is_read = False
+        self._said: set[str] = set()
+
+    def _say(self, text: str) -> None:
+        """Warn once of each thing."""
+        if text not in self._said:
+            self._said.add(text)
+            log.warning("kerneltune: %s", text)
+
+    def table(self) -> Table | None:
+        """Return the table of this GPU, None where there is none that may be served.
+
+        Raises:
+            ValueError: the manifest names another table, under the policy `error` also that there is none.
+        """
+        with self._lock:
+            if not self._is_read:
+                self._is_read = True
+                self._table = self._read()
+                for kernel in self._table.kernels if self._table else ():
+                    self._by_name.setdefault((kernel.module, kernel.name), []).append(kernel)
+            return self._table
+
+    def _read(self) -> Table | None:
+        device = program.device_slug()
+        try:
+            table = read_table(self.root, device)
+        except ValueError as error:
+            if self.manifest or self.miss == "error":
+                raise
+            self._say(f"nothing is served: {error}")
+            return None
+        if table is None:
+            found = sorted(path.stem for path in (self.root / "served").glob("*.json") if path.stem != "manifest")
+            self._say(f"nothing is served: {self.root} has no table for {device}, only for {', '.join(found) or 'no GPU'}")
+        digest = table.digest if table else "none"
+        if self.manifest and not digest.startswith(self.manifest):
+            raise ValueError(f"manifest: {self.manifest}: the table in {self.root} has SHA-256 {digest}")
+        if table is not None:
+            log.info("kerneltune: serving %d kernels of %s, SHA-256 %s", len(table.kernels), device, digest)
+        return table
+
+    def make_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the method that takes the place of Autotuner.run."""
+
+        def run(autotuner: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                state: State = autotuner._kerneltune
+            except AttributeError:
+                state = self.attach(autotuner)
+            served = state.memo.get(key := launch_key(args, kwargs))
+            if served is None:
+                found = self._resolve(original, autotuner, state, key, args, kwargs)
+                if not isinstance(found, Served):
+                    return found[0]
+                served = found
+            if served.hook is not None:
+                served.hook({**dict(zip(autotuner.arg_names, args, strict=False)), **kwargs, **served.options})
+            autotuner.best_config = served.config
+            try:
+                return autotuner.fn.run(*args, **kwargs, **served.options)
+            except Exception as error:
+                if not served.others or not program.is_launch_failure(error):
+                    raise
+                return self._fall_back(autotuner, served, error, args, kwargs)
+
+        return run
+
+    def attach(self, autotuner: Any) -> State:
+        """Find the table's kernel of an autotuner; torch.compile sees the portfolio from here on."""
+        with self._lock:
+            state: State | None = autotuner.__dict__.get("_kerneltune")
+            if state is None:
+                kernel = self._kernel_of(autotuner)
+                state = State(kernel, autotuner.configs)
+                if kernel is not None and kernel.portfolio and self.portfolio:
+                    autotuner.configs = self._live(autotuner, state, kernel.portfolio[: self.portfolio]) or autotuner.configs
+                autotuner._kerneltune = state
+            return state
+
+    def made(self, autotuner: Any) -> None:
+        """Give an autotuner that the program has just made its portfolio, before anything traces it."""
+        try:
+            name = kernel_name(autotuner)
+            if self.table() is not None and _table_name(name.module, name.name) in self._by_name:
+                self.attach(autotuner)
+        except ValueError:  # raised again where the program launches the kernel
+            self._is_read = False
+
+    def _kernel_of(self, autotuner: Any) -> TableKernel | None:
+        if self.table() is None:
+            return None
+        name = kernel_name(autotuner)
+        found = self._by_name.get(_table_name(name.module, name.name), [])
+        same = [kernel for kernel in found if kernel.bytecode == bytecode_digest(autotuner.base_fn)]
+        if found and not same:  # another Python, or other code
+            same = [kernel for kernel in found if kernel.source == source_digest(autotuner.base_fn)]
+        if not same:
+            if found:
+                self._say(f"{name.text}: its source has changed since it was tuned: policy {self.miss}")
+            return None
+        package = program.version_of(name.module)
+        kernel = next((one for one in same if one.configs == configs_digest(autotuner.configs)), same[0])
+        if kernel.package and package and kernel.package != package:
+            self._say(f"{name.text}: tuned with version {kernel.package} of its package, here is {package}: policy {self.miss}")
+            return None
+        return kernel
+
+    def _live(self, autotuner: Any, state: State, stored: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """Return the live config objects of stored ones, without those that cannot be made here."""
+        found = [live_config(autotuner, state.configs, config, self._make_config) for config in stored]
+        return [config for config in found if config is not None]
+
+    def _resolve(
+        self, original: Callable[..., Any], autotuner: Any, state: State, key: tuple[Any, ...], args: Any, kwargs: Any
+    ) -> "Served | tuple[Any]":
+        """Return what launches of this key run with, or the result of the launch where the author's autotuner made it."""
+        row = self._row(autotuner, state, args, kwargs)
+        if row is not None:
+            configs = self._allowed(autotuner, state, self._live(autotuner, state, row.configs), args, kwargs)
+            if configs:
+                self.counts.hits += 1
+                return self._remember(state, key, configs)
+        self.counts.misses += 1
+        self._record_miss(autotuner, args, kwargs)
+        policy = "nearest" if self.miss == "author" and program.is_capturing() else self.miss
+        if policy == "error":
+            sizes, dtypes = outline(autotuner.arg_names, args, kwargs)
+            raise LookupError(f"{kernel_name(autotuner).text}: no config for {sizes} {dtypes} on {program.device_slug()}")
+        if policy == "author":
+            return self._by_author(original, autotuner, state, key, args, kwargs)
+        return self._remember(state, key, self._guess(policy, autotuner, state, args, kwargs))
+
+    def _row(self, autotuner: Any, state: State, args: Any, kwargs: Any) -> Row | None:
+        if state.kernel is None:
+            return None
+        sizes, dtypes = outline(autotuner.arg_names, args, kwargs)
+        named = {**dict(zip(autotuner.arg_names, args, strict=False)), **kwargs}
+        group = state.kernel.group(author_key(autotuner, named), dtypes)
+        return None if group is None else group.nearest(sizes)
+
+    def _allowed(self, autotuner: Any, state: State, configs: list[Any], args: Any, kwargs: Any) -> list[Any]:
+        """Return the configs that the author's pruning leaves for this launch."""
+        if not autotuner.early_config_prune or not configs:
+            return configs
+        left = pruned(autotuner, args, kwargs, list(dict.fromkeys([*state.configs, *configs])))
+        return [config for config in configs if config in left]
+
+    def _guess(self, policy: str, autotuner: Any, state: State, args: Any, kwargs: Any) -> list[Any]:
+        """Return the configs of the nearest captured launch, or the author's, first config first."""
+        by_author = pruned(autotuner, args, kwargs, state.configs)
+        row = None
+        if policy == "nearest" and state.kernel is not None:
+            row = state.kernel.nearest(*outline(autotuner.arg_names, args, kwargs))
+        near = self._live(autotuner, state, row.configs) if row is not None else []
+        near = self._allowed(autotuner, state, near, args, kwargs)
+        used = (
+            f"the config of the nearest captured launch, {config_label(encode_config(near[0]))}" if near else "the author's first"
+        )
+        self._say(f"{kernel_name(autotuner).text}: a launch that was not tuned: served with {used}")
+        return [*near, *by_author]
+
+    def _by_author(
+        self, original: Callable[..., Any], autotuner: Any, state: State, key: tuple[Any, ...], args: Any, kwargs: Any
+    ) -> tuple[Any]:
+        """Have the author's autotuner launch, tuning if it must, and remember its choice."""
+        if len(state.configs) > 1:
+            self._say(f"{kernel_name(autotuner).text}: a launch that was not tuned: the author's autotuner chooses")
+        alone = twin(autotuner, args, state.configs)
+        before = len(autotuner.cache)
+        result = original(alone, *args, **kwargs)
+        self.counts.tunings += len(autotuner.cache) > before
+        for name in ("best_config", "configs_timings", "bench_time"):
+            if name in alone.__dict__:
+                setattr(autotuner, name, alone.__dict__[name])
+        self._remember(state, key, [alone.best_config])
+        return (result,)
+
+    def _remember(self, state: State, key: tuple[Any, ...], configs: Sequence[Any]) -> Served:
+        config, *others = configs
+        if len(state.memo) >= _MOST_REMEMBERED:
+            state.memo.clear()
+        served = state.memo[key] = Served(config, config.all_kwargs(), config.pre_hook, others)
+        return served
+
+    def _record_miss(self, autotuner: Any, args: Any, kwargs: Any) -> None:
+        if self.missing is not None:
+            try:
+                self.missing.record(autotuner, args, kwargs)
+            except Exception as error:  # a log that cannot be written is no reason to stop
+                self._say(f"misses are not recorded: {error}")
+
+    def _fall_back(self, autotuner: Any, served: Served, error: Exception, args: Any, kwargs: Any) -> Any:
+        """Launch the next config that works here, and serve it from now on.
+
+        Raises:
+            Exception: what the last one raised.
+        """
+        name = kernel_name(autotuner).text
+        while served.others:
+            failed, config = served.config, served.others.pop(0)
+            said = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+            bad, good = (config_label(encode_config(one)) for one in (failed, config))
+            self._say(f"{name}: config {bad} fails here ({said}): falling back to {good}")
+            served.config, served.options, served.hook = config, config.all_kwargs(), config.pre_hook
+            if served.hook is not None:
+                served.hook({**dict(zip(autotuner.arg_names, args, strict=False)), **kwargs, **served.options})
+            try:
+                autotuner.best_config = config
+                return autotuner.fn.run(*args, **kwargs, **served.options)
+            except Exception as another:
+                if not program.is_launch_failure(another):
+                    raise
+                error = another
+        raise error
+
+
+def _table_name(module: str, name: str) -> tuple[str, str]:
+    return ("__main__" if module == "__mp_main__" else module), name

@@ -1,0 +1,145 @@
+"""Which classes of launches share a config: all of one author's key, except where a paired comparison shows a gain of its own.
+
+Decides; times through what it is given. Imports operators, stats and table.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kerneltune.adopt.folder import LaunchClass
+from kerneltune.adopt.kernels import stored_key
+from kerneltune.adopt.operators import stored_of_config
+from kerneltune.adopt.table import Group, Row
+from kerneltune.spec import Case, Config
+from kerneltune.stats import Samples, ratio_interval
+
+LEAST_GAIN = 1.03
+"""How much faster a class's own config must be for sizes that the author's key omits to become part of ours."""
+_MOST_PORTFOLIO = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """A class with what tuning found.
+
+    Attributes:
+        best: the config that won the final.
+        author: the author's choice.
+        times: microseconds of each config that is correct.
+        cost_us: GPU time of all captured launches.
+    """
+
+    launch: LaunchClass
+    case: Case
+    best: Config
+    author: Config
+    times: dict[Config, float]
+    evidence: dict[str, Any]
+    cost_us: float
+
+
+Timing = Callable[[Case, Sequence[Any]], Sequence[Samples | None] | None]
+
+
+def groups_of(classes: Sequence[Tuned], timing: Timing, most: int) -> Iterator[Group]:
+    """Yield the groups of one kernel's classes, one for each value of the author's key.
+
+    most: configs of a row.
+    """
+    groups: dict[str, list[Tuned]] = {}
+    for one in classes:
+        groups.setdefault(repr((one.launch.key, one.launch.dtypes)), []).append(one)
+    for members in groups.values():
+        yield _group(members, timing, most)
+
+
+def _group(members: Sequence[Tuned], timing: Timing, most: int) -> Group:
+    launch = members[0].launch
+    shared = shared_config(members)
+    if len(members) == 1 or shared is None:
+        split = differing(members) if len(members) > 1 else ()
+        return Group(launch.key, launch.dtypes, split, tuple(_row(one, one.best, most) for one in members))
+    gains = [own_gain(one, shared, timing) for one in members]
+    if all(gain is None for gain in gains):
+        heaviest = max(members, key=lambda one: one.cost_us)
+        return Group(launch.key, launch.dtypes, (), (_row(heaviest, shared, most),))
+    rows = [_row(one, shared if gain is None else one.best, most, gain) for one, gain in zip(members, gains, strict=True)]
+    return Group(launch.key, launch.dtypes, differing(members), tuple(rows))
+
+
+def shared_config(members: Sequence[Tuned]) -> Config | None:
+    """Return the config that is the best compromise between classes, by the time each costs; None where none runs in all."""
+    common = set(members[0].times)
+    for one in members[1:]:
+        common &= set(one.times)
+    candidates = [config for config in members[0].times if config in common]
+    total = sum(one.cost_us for one in members) or 1.0
+
+    def loss(config: Config) -> float:
+        return sum(one.cost_us / total * math.log(one.times[config] / min(one.times.values())) for one in members)
+
+    return min(candidates, key=loss, default=None)
+
+
+def own_gain(one: Tuned, shared: Config, timing: Timing) -> float | None:
+    """Return how many times faster a class's own config is than the shared one; None where it may do with the shared one.
+
+    It may not where the gain is 3 % or more, or where the shared config is surely slower than the author's choice.
+    """
+    if one.best == shared:
+        return None
+    screened = one.times[shared] / one.times.get(one.best, one.times[shared])
+    samples = timing(one.case, [shared, one.best, one.author])
+    if samples is None or samples[0] is None or samples[1] is None:
+        return screened if screened >= LEAST_GAIN else None
+    over = ratio_interval(samples[0], samples[1])
+    if over.median >= LEAST_GAIN and over.low > 1.0:
+        return over.median
+    if samples[2] is not None and ratio_interval(samples[0], samples[2]).low > 1.0:
+        return over.median
+    return None
+
+
+def differing(members: Sequence[Tuned]) -> tuple[str, ...]:
+    """Return the sizes that differ between classes."""
+    names = {name for one in members for name in one.launch.sizes}
+    return tuple(sorted(name for name in names if len({one.launch.sizes.get(name) for one in members}) > 1))
+
+
+def _row(one: Tuned, chosen: Config, most: int, gain: float | None = None) -> Row:
+    """Return a row: the chosen config, the author's, then the fastest others to fall back to."""
+    ranked = sorted(one.times, key=lambda config: one.times[config])
+    configs = list(dict.fromkeys([chosen, one.author, *ranked]))[:most]
+    evidence = {**one.evidence, "class": one.launch.digest}
+    if gain is not None:
+        evidence["own_gain"] = round(gain, 4)
+    return Row(one.launch.sizes, tuple(stored_of_config(config, one.launch) for config in configs), evidence)
+
+
+def portfolio_of(classes: Sequence[Tuned]) -> list[dict[str, Any]]:
+    """Return the fewest configs, as JSON, with which every class is within 3 % of its best, the best single one first."""
+    tables = [
+        (one.cost_us or 1.0, {stored_key(stored_of_config(c, one.launch)): t for c, t in one.times.items()}) for one in classes
+    ]
+    stored = {stored_key(config): config for one in classes for c in one.times for config in [stored_of_config(c, one.launch)]}
+    chosen: list[str] = []
+    while len(chosen) < min(_MOST_PORTFOLIO, len(stored)):
+        rest = [key for key in stored if key not in chosen]
+        chosen.append(min(rest, key=lambda key: _loss(tables, [*chosen, key])))
+        if _loss(tables, chosen, worst=True) <= math.log(LEAST_GAIN):
+            break
+    return [stored[key] for key in chosen]
+
+
+def _loss(tables: Sequence[tuple[float, dict[str, float]]], chosen: Sequence[str], worst: bool = False) -> float:
+    """Return the log of the slow-down against each class's best: weighted by cost, or of the worst class."""
+    losses = []
+    for cost, times in tables:
+        best = min(times.values(), default=1.0)
+        time = min((times[key] for key in chosen if key in times), default=16 * best)
+        losses.append((cost, math.log(time / best)))
+    if worst:
+        return max(loss for _, loss in losses)
+    return sum(cost * loss for cost, loss in losses) / (sum(cost for cost, _ in losses) or 1.0)

@@ -1,0 +1,143 @@
+"""What starts capture or serving in a process: environment variables, which subprocesses inherit, or `install`.
+
+Imports the standard library until the program imports Triton.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+CAPTURE, CAPTURE_OPTIONS = "KERNELTUNE_CAPTURE", "KERNELTUNE_CAPTURE_OPTIONS"
+ADOPT, MISS, MANIFEST, MISSES = (
+    "KERNELTUNE_ADOPT",
+    "KERNELTUNE_ADOPT_MISS",
+    "KERNELTUNE_ADOPT_MANIFEST",
+    "KERNELTUNE_ADOPT_MISSES",
+)
+PORTFOLIO = "KERNELTUNE_ADOPT_PORTFOLIO"
+
+_installed: dict[str, Any] = {}
+
+
+def start_from_environment() -> None:
+    """Start what the environment asks for; a problem costs one line on standard error, not the program."""
+    if _installed.get("started"):
+        return
+    _installed["started"] = True
+    try:
+        if os.environ.get(CAPTURE):
+            capture(Path(os.environ[CAPTURE]), **json.loads(os.environ.get(CAPTURE_OPTIONS) or "{}"))
+        elif os.environ.get(ADOPT):
+            misses = os.environ.get(MISSES)
+            install(
+                os.environ[ADOPT],
+                miss=os.environ.get(MISS) or "author",
+                manifest=os.environ.get(MANIFEST, ""),
+                misses=None if misses is None else misses,
+                portfolio=int(os.environ.get(PORTFOLIO) or 1),
+            )
+    except ValueError as error:
+        logging.getLogger("kerneltune.adopt").error("kerneltune: not started: %s", error)
+
+
+def capture(root: Path, **options: Any) -> None:
+    """Record the launches of this process from now on. options: as Recorder takes them."""
+
+    def begin(autotuning: ModuleType) -> None:
+        from kerneltune.adopt.recorder import Recorder
+
+        recorder = Recorder(root, **options)
+        _patch(autotuning, recorder.make_run, recorder.made)
+        _installed["recorder"] = recorder
+
+    _when_triton_comes(begin)
+
+
+def install(
+    folder: str | Path,
+    *,
+    miss: str = "author",
+    manifest: str = "",
+    misses: str | Path | None = "",
+    portfolio: int = 1,
+) -> None:
+    """Serve the tuned configs of a capture folder in this process from now on.
+
+    Kernels that were decorated before are served as well.
+
+    Args:
+        folder: that `kerneltune tune` has written.
+        miss: what a launch that was not tuned runs with: `author` (the author's autotuner), `nearest` (the nearest tuned launch),
+            `default` (the author's first config) or `error`.
+        manifest: SHA-256 of the table, or its beginning; another table is refused.
+        misses: folder that untuned launches are recorded into, as a capture; `misses` in `folder` if empty, None for none.
+        portfolio: configs that torch.compile may choose from; 1 chooses without timing anything.
+
+    Raises:
+        ValueError: the folder holds no table, or the policy is unknown.
+    """
+    root = Path(folder)
+    if not (root / "served").is_dir():
+        raise ValueError(f"{root}: no tuned configs: expected a folder that `kerneltune tune` wrote")
+    from kerneltune.adopt.serving import POLICIES
+
+    if miss not in POLICIES:
+        raise ValueError(f"miss: {miss!r}: expected one of {', '.join(POLICIES)}")
+
+    def begin(autotuning: ModuleType) -> None:
+        from kerneltune.adopt.recorder import Recorder
+        from kerneltune.adopt.serving import Server
+
+        missing = None if misses is None else Recorder(Path(misses) if misses else root / "misses")
+        server = Server(root, autotuning.Config, miss, manifest, missing, portfolio)
+        _patch(autotuning, server.make_run, server.made)
+        _installed["server"] = server
+
+    _when_triton_comes(begin)
+
+
+def server() -> Any:
+    """Return the Server of this process, None where nothing is served."""
+    return _installed.get("server")
+
+
+def recorder() -> Any:
+    """Return the Recorder of this process, None where nothing is captured."""
+    return _installed.get("recorder")
+
+
+def uninstall() -> None:
+    """Put Triton's own methods back."""
+    import sys
+
+    from kerneltune.adopt.patching import TARGET, restore_method
+
+    autotuning = sys.modules.get(TARGET)
+    if autotuning is not None:
+        restore_method(autotuning.Autotuner, "run")
+        restore_method(autotuning.Autotuner, "__init__")
+    _installed.clear()
+
+
+def _when_triton_comes(begin: Callable[[ModuleType], None]) -> None:
+    from kerneltune.adopt.patching import TARGET, when_imported
+
+    when_imported(TARGET, begin)
+
+
+def _patch(autotuning: ModuleType, make_run: Callable[..., Any], made: Callable[[Any], None]) -> None:
+    from kerneltune.adopt.patching import replace_method
+
+    def make_init(original: Callable[..., Any]) -> Callable[..., Any]:
+        def init(autotuner: Any, *args: Any, **kwargs: Any) -> None:
+            original(autotuner, *args, **kwargs)
+            made(autotuner)
+
+        return init
+
+    replace_method(autotuning.Autotuner, "run", make_run)
+    replace_method(autotuning.Autotuner, "__init__", make_init)

@@ -1,0 +1,164 @@
+"""The table that serving reads: for every kernel the configs of its captured launches, by the author's key and by size.
+
+Written by tuning. A manifest beside it holds its SHA-256, so that every rank serves the same table or none. Imports the
+standard library.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+_LARGEST = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What was found for one class of launches, or for several that share a config.
+
+    Attributes:
+        sizes: every size of the class by name.
+        configs: as JSON, the chosen one first, then what a launch falls back to.
+        evidence: times and intervals.
+    """
+
+    sizes: dict[str, int]
+    configs: tuple[dict[str, Any], ...]
+    evidence: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The rows of one value of the author's key.
+
+    Attributes:
+        key: values of the key's arguments.
+        dtypes: element types of the tensors.
+        split: sizes that the author's key leaves out and that decide between the rows; empty where one row serves all.
+    """
+
+    key: list[Any]
+    dtypes: list[str]
+    split: tuple[str, ...]
+    rows: tuple[Row, ...]
+
+    def nearest(self, sizes: Mapping[str, int]) -> Row:
+        """Return the row whose deciding sizes are the nearest."""
+        return min(self.rows, key=lambda row: distance(row.sizes, sizes, self.split))
+
+
+@dataclass(frozen=True, slots=True)
+class TableKernel:
+    """What a table has of one kernel.
+
+    Attributes:
+        source, bytecode, configs: digests of the kernel's syntax tree, of its bytecode and of the author's list.
+        package: version of the package that holds the kernel; empty where it has none.
+        portfolio: for torch.compile: the fewest configs for all captured launches.
+    """
+
+    module: str
+    name: str
+    source: str
+    bytecode: str
+    configs: str
+    package: str
+    keys: tuple[str, ...]
+    groups: tuple[Group, ...]
+    portfolio: tuple[dict[str, Any], ...]
+
+    def group(self, key: Sequence[Any], dtypes: Sequence[str]) -> Group | None:
+        """Return the rows of an author's key, None where there are none."""
+        return next((group for group in self.groups if group.key == list(key) and group.dtypes == list(dtypes)), None)
+
+    def nearest(self, sizes: Mapping[str, int], dtypes: Sequence[str]) -> Row | None:
+        """Return the row of the nearest captured launch with these element types, None where there is none."""
+        rows = [row for group in self.groups if group.dtypes == list(dtypes) for row in group.rows]
+        return min(rows, key=lambda row: distance(row.sizes, sizes), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The kernels of one GPU model."""
+
+    device: str
+    versions: dict[str, str]
+    kernels: tuple[TableKernel, ...]
+    digest: str = ""
+
+
+def distance(stored: Mapping[str, int], wanted: Mapping[str, int], names: Collection[str] | None = None) -> float:
+    """Return the log2 distance between sizes, summed; a size that one of them lacks counts as far."""
+    total = 0.0
+    for name in stored.keys() | wanted.keys() if names is None else names:
+        a, b = stored.get(name), wanted.get(name)
+        if a != b:
+            total += abs(math.log2(a / b)) if a and b and a > 0 and b > 0 else 16.0
+    return total
+
+
+def path_of(root: Path, device: str) -> Path:
+    """Return the file of a GPU model's table."""
+    return root / "served" / f"{device}.json"
+
+
+def text_of(table: Table) -> str:
+    """Return a table as JSON, the same text for the same table."""
+    return json.dumps({"format": FORMAT, **asdict(table), "digest": ""}, indent=1, sort_keys=True) + "\n"
+
+
+def digest_of(text: str) -> str:
+    """Return the SHA-256 of a table's text."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_table(root: Path, device: str) -> Table | None:
+    """Return the table of a GPU model, None where there is none.
+
+    Raises:
+        ValueError: one line naming the file: damaged, or not the one that the manifest names.
+    """
+    path = path_of(root, device)
+    if not path.is_file():
+        return None
+    try:
+        if path.stat().st_size > _LARGEST:
+            raise ValueError(f"larger than {_LARGEST} bytes")
+        text = path.read_text(encoding="utf-8")
+        named = json.loads((path.parent / MANIFEST).read_text(encoding="utf-8"))["tables"].get(path.name)
+        if named != digest_of(text):
+            raise ValueError(f"SHA-256 {digest_of(text)[:12]}…, {MANIFEST} beside it names {str(named)[:12]}…")
+        return _from_json(json.loads(text), digest_of(text))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path}: {' '.join(str(error).split())[:200]}") from None
+
+
+def _from_json(stored: Mapping[str, Any], digest: str) -> Table:
+    if stored.get("format") != FORMAT:
+        raise ValueError(f"format: {stored.get('format')!r}: expected {FORMAT}")
+    return Table(str(stored["device"]), dict(stored["versions"]), tuple(map(_kernel, stored["kernels"])), digest)
+
+
+def _kernel(stored: Mapping[str, Any]) -> TableKernel:
+    texts = {name: str(stored[name]) for name in ("module", "name", "source", "bytecode", "configs", "package")}
+    keys = tuple(map(str, stored["keys"]))
+    return TableKernel(**texts, keys=keys, groups=tuple(map(_group, stored["groups"])), portfolio=_configs(stored["portfolio"]))
+
+
+def _group(stored: Mapping[str, Any]) -> Group:
+    rows = tuple(Row(dict(row["sizes"]), _configs(row["configs"]), dict(row["evidence"])) for row in stored["rows"])
+    if not rows:
+        raise ValueError("group: rows: none")
+    return Group(list(stored["key"]), list(map(str, stored["dtypes"])), tuple(map(str, stored["split"])), rows)
+
+
+def _configs(stored: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
+    for config in stored:
+        if not isinstance(config["kwargs"], dict):
+            raise ValueError(f"config: kwargs: {config['kwargs']!r}: expected values by name")
+    return tuple(dict(config) for config in stored)

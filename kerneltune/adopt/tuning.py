@@ -1,0 +1,272 @@
+"""Tunes a capture: the engine searches each class of launches, then classes share a config where none gains by its own.
+
+Writes the table that serving reads. Imports the engine, operators and table.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from kerneltune import cache, device, sweep
+from kerneltune.adopt.folder import LaunchClass
+from kerneltune.adopt.operators import CAPTURED, WIDEN, case_of, operator_name, operators
+from kerneltune.adopt.overview import Capture, read_capture
+from kerneltune.adopt.replay import ReplayError, live_kernel
+from kerneltune.adopt.sharing import Tuned, groups_of, portfolio_of
+from kerneltune.adopt.table import MANIFEST, Table, TableKernel, digest_of, path_of, text_of
+from kerneltune.files import replace_text
+from kerneltune.plan import Options, Progress, Selection
+from kerneltune.search.trials import TrialStore
+from kerneltune.spec import Case, Op
+from kerneltune.stats import Samples
+from kerneltune.tuning.cached import cached, present
+from kerneltune.tuning.isolated import ChildLostError, IsolatedBench
+from kerneltune.tuning.run import tune_entries
+
+FAMILY = "captured"
+_MOST_CONFIGS = 4
+"""Of a row: the chosen one and those that a launch may fall back to."""
+_COLD_BYTES = 1 << 20
+"""Of arguments: with fewer, a cold L2 takes hundreds of sets of them, which take longer to make than to time."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What tuning a capture came to.
+
+    Attributes:
+        table: that serving reads; its SHA-256.
+        tuned: classes with a config.
+        skipped: a line for each class that has none.
+        seconds: of wall time.
+    """
+
+    table: Path
+    digest: str
+    tuned: list[Tuned]
+    skipped: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+class _OutOfTime(Exception):
+    """The budget is used; what is done stays."""
+
+
+class _Limited:
+    """A Progress that ends the work when its time is over."""
+
+    def __init__(self, inner: Progress, until: float) -> None:
+        self._inner, self._until = inner, until
+
+    def stage(self, name: str, total: int, kept: int = 0) -> None:
+        """Begin a stage."""
+        self._inner.stage(name, total, kept)
+
+    def advance(self, text: str) -> None:
+        """Count a step; raises _OutOfTime where the time is over."""
+        self._inner.advance(text)
+        if time.monotonic() > self._until:
+            raise _OutOfTime
+
+    def best(self, text: str) -> None:
+        """Show the best so far."""
+        self._inner.best(text)
+
+    def note(self, text: str) -> None:
+        """Show a line."""
+        self._inner.note(text)
+
+
+def tune_capture(
+    root: Path,
+    progress: Progress,
+    *,
+    budget_s: float | None = None,
+    share: float = 1.0,
+    widen: bool = False,
+    force: bool = False,
+    workers: int | None = None,
+) -> Outcome:
+    """Tune the classes of a capture, the most expensive first, and write the table that serving reads.
+
+    Args:
+        budget_s: seconds in all; the class that is being tuned is finished.
+        share: of the captured GPU time that is tuned.
+        widen: also configs around the author's lists.
+        force: search classes again that have a config.
+        workers: processes that compile.
+
+    Raises:
+        ValueError: no GPU, no capture, or a folder that cannot be written.
+    """
+    began = time.monotonic()
+    if not device.current().is_gpu:
+        raise ValueError("tune needs a GPU: in the interpreter nothing can be timed")
+    with captured_as_operators(root, widen):
+        capture = read_capture(root)
+        skipped = list(capture.problems)
+        chosen = _chosen(capture, share, skipped)
+        options = Options(configs=root / "configs", results=root / "results", workers=workers, force=force)
+        limited = _Limited(progress, began + budget_s if budget_s else float("inf"))
+        by_name = {op.name: op for op in operators()}
+        try:
+            for policy in dict.fromkeys(map(policy_of, chosen)):
+                entries = [_entry(by_name, one) for one in chosen if policy_of(one) == policy]
+                tune_entries(by_name, entries, Selection(FAMILY), replace(options, policy=policy), limited)
+        except _OutOfTime:
+            progress.note(f"the budget of {budget_s:g} s is used: classes that are left keep what they have")
+        cache.clear()
+        tuned = _collect(capture, by_name, options, skipped)
+        text = _table(tuned, by_name)
+        path = path_of(root, device.current().slug)
+        _write(path, text)
+        return Outcome(path, digest_of(text), tuned, skipped, time.monotonic() - began)
+
+
+def policy_of(launch: LaunchClass) -> str:
+    """Return how a class is timed: with a cold L2, but hot where thousands of sets of its arguments fit into the L2."""
+    return "cold" if launch.argument_bytes >= _COLD_BYTES else "hot"
+
+
+def _entry(by_name: Mapping[str, Op], launch: LaunchClass) -> sweep.Entry:
+    op = by_name[operator_name(launch)]
+    return sweep.Entry(op.name, case_of(launch, op.axes), "bench")
+
+
+@contextmanager
+def captured_as_operators(root: Path, widen: bool) -> Iterator[None]:
+    """Have this process and its children see a capture's kernels as operators."""
+    before = {name: os.environ.get(name) for name in (CAPTURED, WIDEN)}
+    os.environ[CAPTURED], os.environ[WIDEN] = str(root.resolve()), "1" if widen else "0"
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _chosen(capture: Capture, share: float, skipped: list[str]) -> list[LaunchClass]:
+    """Return the classes that are tuned, the most expensive first; a line in `skipped` for each that cannot be."""
+    found: list[LaunchClass] = []
+    covered = 0.0
+    shares = capture.shares()
+    for launch in sorted(capture.classes, key=lambda one: -shares[one.digest]):
+        if covered >= share and found:
+            skipped.append(f"{launch.label}: below --share {share:g}: keeps the author's choice")
+            continue
+        covered += shares[launch.digest]
+        reason = obstacle(launch)
+        if reason:
+            skipped.append(f"{launch.label}: {reason}")
+        else:
+            found.append(launch)
+    return found
+
+
+def obstacle(launch: LaunchClass) -> str:
+    """Return why a class cannot be tuned here, empty where it can."""
+    here = device.current().slug
+    if launch.device != here:
+        return f"captured on {launch.device}, this is {here}: capture again here"
+    if launch.problem:
+        return launch.problem
+    if not any(one.is_author and one.grid is not None for one in launch.candidates):
+        return launch.candidates[0].problem if launch.candidates else "no config"
+    if any(about.get("kept") == "missing" for about in launch.storages):
+        return "values were not kept (seen in a graph capture, or over --max-bytes)"
+    try:
+        live_kernel(launch)
+    except ReplayError as error:
+        return str(error)
+    return ""
+
+
+def _collect(capture: Capture, by_name: Mapping[str, Op], options: Options, skipped: list[str]) -> list[Tuned]:
+    """Return what the engine has found for each class, with the times of all its configs."""
+    found = []
+    assert options.results is not None
+    stores: dict[str, TrialStore] = {}
+    for launch in capture.classes:
+        op = by_name[operator_name(launch)]
+        case, variant = case_of(launch, op.axes), op.variants[0]
+        stored = cached(op, case, variant, policy_of(launch), options.configs)
+        if stored is None:
+            if not any(line.startswith(f"{launch.label}:") for line in skipped):
+                skipped.append(f"{launch.label}: no config passed its check")
+            continue
+        entry, best = stored
+        if op.name not in stores:
+            path = options.results / "runs" / "trials" / device.current().slug / f"{op.name}.jsonl"
+            stores[op.name] = TrialStore(path, "", **present(variant))
+        times = {}
+        for trial in stores[op.name].of_case(op, case, variant, policy_of(launch)):
+            if trial.trial.time_us is not None:
+                config = variant.config_from(trial.config)
+                times[config] = trial.trial.time_us
+        author = variant.default_config(case)
+        found.append(Tuned(launch, case, best, author, times, dict(entry.evidence), capture.cost_us(launch)))
+    return found
+
+
+def _table(tuned: Sequence[Tuned], by_name: Mapping[str, Op]) -> str:
+    """Return the table as text."""
+    kernels = []
+    with IsolatedBench() as bench:
+        by_kernel: dict[str, list[Tuned]] = {}
+        for one in tuned:
+            by_kernel.setdefault(operator_name(one.launch), []).append(one)
+        for name, classes in by_kernel.items():
+            timing = _timing(bench, by_name[name], {one.case: policy_of(one.launch) for one in classes})
+            groups = tuple(groups_of(classes, timing, _MOST_CONFIGS))
+            launch = classes[0].launch
+            kernels.append(
+                TableKernel(
+                    module=launch.kernel.module,
+                    name=launch.kernel.name,
+                    source=launch.source,
+                    bytecode=launch.bytecode,
+                    configs=launch.configs,
+                    package=launch.versions.get("package", ""),
+                    keys=launch.keys,
+                    groups=groups,
+                    portfolio=tuple(portfolio_of(classes)),
+                )
+            )
+    here = device.current()
+    versions = {**device.versions(), "driver": here.driver}
+    return text_of(Table(here.slug, versions, tuple(kernels)))
+
+
+Timing = Callable[[Case, Sequence[Any]], "Sequence[Samples | None] | None"]
+
+
+def _timing(bench: IsolatedBench, op: Op, policies: Mapping[Case, str]) -> Timing:
+    """Return what times configs of an operator side by side; it answers None where the child was lost."""
+
+    def samples(case: Case, configs: Sequence[Any]) -> Sequence[Samples | None] | None:
+        try:
+            bench.open(op, case, op.variants[0], policies[case])
+            return bench.samples(configs)
+        except ChildLostError:
+            return None
+
+    return samples
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a table, then the manifest that names it."""
+    manifest = path.parent / MANIFEST
+    try:
+        tables = dict(json.loads(manifest.read_text(encoding="utf-8"))["tables"])
+    except (OSError, ValueError, KeyError, TypeError):
+        tables = {}
+    replace_text(path, text)
+    replace_text(manifest, json.dumps({"format": 1, "tables": {**tables, path.name: digest_of(text)}}, indent=1) + "\n")

@@ -1,0 +1,128 @@
+"""`kerneltune adopt`: what a capture or a tuned folder holds, and what is suspicious about its kernels."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kerneltune.cli.console import error_line, note, show, show_table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kerneltune.adopt.overview import Capture
+    from kerneltune.adopt.sharing import Tuned
+
+app = typer.Typer(no_args_is_help=True, help="Kernels of other packages: what a capture holds and what is suspicious.")
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a capture.")]
+
+
+@app.command("list")
+def list_command(folder: Folder) -> None:
+    """Show the kernels of a capture: launches, share of the GPU time, configs, keys, and what the keys leave out."""
+    show_capture(folder)
+
+
+@app.command("lint")
+def lint_command(folder: Folder) -> None:
+    """Show what is suspicious: keys that name no argument or omit sizes, configs that never win, results that vary.
+
+    Exit code 1 where there is something.
+    """
+    from kerneltune.adopt.lint import findings
+    from kerneltune.adopt.overview import read_capture
+
+    found = findings(read_capture(folder))
+    for text in found:
+        show(text)
+    if found:
+        raise typer.Exit(1)
+    show("nothing to report")
+
+
+def tune_folder(folder: Path, budget: float | None, share: float | None, widen: bool, force: bool, workers: int | None) -> None:
+    """Tune a capture, and show what serving will launch.
+
+    Raises:
+        ValueError: no capture, no GPU, or an option out of range.
+    """
+    from kerneltune.cli import options
+
+    if share is not None and not 0 < share <= 1:
+        raise ValueError(f"share: {share!r}: expected a fraction above 0, up to 1")
+    options.number("budget", budget, 1.0)
+    options.number("workers", workers, 1)
+    options.require_writable(folder)
+    from kerneltune.processes import start_server
+
+    start_server("triton")
+    from kerneltune.adopt.tuning import tune_capture
+    from kerneltune.cli.progress import reporter
+
+    with reporter() as progress:
+        outcome = tune_capture(folder, progress, budget_s=budget, share=share or 1.0, widen=widen, force=force, workers=workers)
+    show_table(*tuned_table(outcome.tuned))
+    for line in outcome.skipped:
+        note(f"skipped: {line}")
+    show(f"{len(outcome.tuned)} classes tuned in {outcome.seconds:.0f} s; SHA-256 {outcome.digest[:16]} {outcome.table}")
+    if not outcome.tuned:
+        raise typer.Exit(1)
+
+
+def tuned_table(tuned: "Sequence[Tuned]") -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return head and rows of what was tuned: the author's choice against ours, class by class."""
+    from kerneltune.adopt.kernels import config_label
+    from kerneltune.adopt.operators import stored_of_config
+
+    head: tuple[str, ...] = ("launch", "author µs", "ours µs", "speedup", "95 %", "config")
+    rows: list[tuple[str, ...]] = []
+    for one in sorted(tuned, key=lambda each: -each.cost_us):
+        author, ours = one.evidence.get("default_us"), one.evidence.get("time_us")
+        over = one.evidence.get("over_default") or (1.0, 1.0)
+        speedup = f"{author / ours:.3f}x" if author and ours else "-"
+        shown = [f"{value:.1f}" if value else "-" for value in (author, ours)]
+        config = config_label(stored_of_config(one.best, one.launch))
+        rows.append((one.launch.label, *shown, speedup, f"{over[0]:.3f}-{over[1]:.3f}", config))
+    return head, rows
+
+
+def show_capture(folder: Path, to_messages: bool = False) -> None:
+    """Print the table of a capture, on standard error where the program's output must stay as it is.
+
+    Raises:
+        ValueError: the folder holds no capture.
+    """
+    from kerneltune.adopt.overview import read_capture
+    from kerneltune.cli import console
+
+    capture = read_capture(folder)
+    head, rows = table_of(capture)
+    if to_messages:
+        console.show_table(head, rows, console.messages)
+    else:
+        show_table(head, rows)
+    for text in capture.problems:
+        error_line(text)
+    for kernel, reason in capture.refused().items():
+        note(f"{kernel}: {reason}")
+    for subclass, kernels in capture.own_runs().items():
+        note(f"not captured: {len(kernels)} kernels of {subclass}, whose run does not call Triton's: {', '.join(kernels[:5])}")
+
+
+def table_of(capture: "Capture") -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return head and rows of the table of kernels, the most expensive first."""
+    from kerneltune.adopt.overview import left_out, omitted
+
+    head: tuple[str, ...] = ("kernel", "classes", "launches", "time %", "configs", "key", "key leaves out")
+    shares = capture.shares()
+    rows: list[tuple[str, ...]] = []
+    for launches in capture.kernels().values():
+        share = sum(shares[launch.digest] for launch in launches)
+        first = launches[0]
+        varying = left_out(launches)
+        out = [*(f"{name}*" for name in varying), *(name for name in omitted(first) if name not in varying)]
+        count = sum(capture.count(launch).launches for launch in launches)
+        key = " ".join(first.keys) or "-"
+        cells = (str(len(launches)), str(count), f"{100 * share:.1f}", str(first.list_size), key, " ".join(out[:8]) or "-")
+        rows.append((first.kernel.name, *cells))
+    return head, rows

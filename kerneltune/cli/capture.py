@@ -1,0 +1,49 @@
+"""`kerneltune capture`: run a program unchanged and record the launches of its autotuned kernels."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kerneltune.cli.console import error_line
+
+Program = Annotated[list[str], typer.Argument(metavar="-- PROGRAM …", help="The program and its arguments, behind --.")]
+
+
+def command(
+    program: Program,
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Folder of the capture; added to if it is there.")],
+    kernel: Annotated[str, typer.Option("--kernel", metavar="GLOB", help="Only kernels of such a name.")] = "*",
+    max_bytes: Annotated[
+        int, typer.Option("--max-bytes", metavar="N", help="Most bytes of values that each process may keep.")
+    ] = 256 << 20,
+    autotune: Annotated[
+        bool, typer.Option("--autotune", help="Let the authors' tuning run, and record its choice; slower.")
+    ] = False,
+    eager: Annotated[bool, typer.Option("--eager", help="Turn torch.compile off, so that compiled kernels are seen.")] = False,
+) -> None:
+    """Run a program unchanged and record each class of launches of its autotuned kernels.
+
+    Subprocesses are recorded as well. The kernels run with their authors' first configs, so nothing is timed, or as the authors
+    tune them under --autotune. The capture holds shapes, strides, configs, grids, the values of integer and boolean tensors, and
+    samples of other tensors of at most 1 MiB. The program's exit code is that of this command; its output is untouched, and
+    what this command has to say goes to standard error.
+    """
+    from kerneltune.adopt.launcher import run_program
+    from kerneltune.adopt.startup import CAPTURE, CAPTURE_OPTIONS
+    from kerneltune.cli.adopt import show_capture
+    from kerneltune.cli.options import make_folder, number
+
+    number("max-bytes", max_bytes, 0)
+    make_folder(out)
+    options = {"pattern": kernel, "max_bytes": max_bytes, "autotune": autotune}
+    environment = {CAPTURE: str(out.resolve()), CAPTURE_OPTIONS: json.dumps(options)}
+    if eager:
+        environment["TORCHDYNAMO_DISABLE"] = "1"
+    code = run_program(program, environment)
+    try:
+        show_capture(out, to_messages=True)
+    except ValueError as error:  # the program's exit code counts
+        error_line(f"nothing was captured: {error}")
+    raise typer.Exit(code)

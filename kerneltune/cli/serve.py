@@ -1,0 +1,44 @@
+"""`kerneltune serve`: run a program with the tuned configs of a capture."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kerneltune.cli.capture import Program
+
+
+def command(
+    program: Program,
+    configs: Annotated[
+        Path, typer.Option("--configs", metavar="DIR", envvar="KERNELTUNE_ADOPT", help="Folder that `tune` has written.")
+    ],
+    miss: Annotated[
+        str, typer.Option("--miss", metavar="author|nearest|default|error", help="What launches that were not tuned run with.")
+    ] = "author",
+    manifest: Annotated[
+        str, typer.Option("--manifest", metavar="SHA256", help="Refuse any other table; the digest's beginning is enough.")
+    ] = "",
+    portfolio: Annotated[
+        int,
+        typer.Option("--portfolio", metavar="N", help="Configs that torch.compile may choose from, by timing if more than 1."),
+    ] = 1,
+) -> None:
+    """Run a program with the tuned configs of a capture; nothing is timed at run time.
+
+    Subprocesses are served as well. Launches that were not tuned are recorded in DIR/misses, a capture that `tune` takes. The
+    program's exit code is that of this command; its output is untouched.
+    """
+    from kerneltune.adopt import startup
+    from kerneltune.adopt.launcher import run_program
+    from kerneltune.adopt.serving import POLICIES
+    from kerneltune.cli.options import choice, number
+
+    choice("miss", miss, POLICIES)
+    number("portfolio", portfolio, 1)
+    if not (configs / "served").is_dir():
+        raise ValueError(f"{configs}: no tuned configs: run `kerneltune tune {configs}` first")
+    environment = {startup.ADOPT: str(configs.resolve()), startup.MISS: miss, startup.PORTFOLIO: str(portfolio)}
+    if manifest:
+        environment[startup.MANIFEST] = manifest
+    raise typer.Exit(run_program(program, environment))

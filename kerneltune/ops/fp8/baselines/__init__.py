@@ -1,1 +1,0 @@
-"""Published designs of fp8 casts, written anew."""

@@ -1,0 +1,336 @@
+"""Both layouts of expert weights or token groups, each with scales of its own, in one launch.
+
+An expert takes two passes, and so does a group. Row programs cast whole rows and raise the largest magnitudes of the expert's
+columns; turn programs cast the same numbers by the scales of the columns and transpose the bytes. Row programs go so far ahead of
+the turn programs of their expert that nobody waits long for them: programs begin in the order of their ids. Of small experts L2
+still has what turn programs read; else most of what is gained is that the two passes overlap. May import tiles, tl_lib,
+tl_exchange.
+"""
+
+import triton
+import triton.language as tl
+
+from kerneltune.kernel_lib.tl_exchange import await_done, close_done, launch_tag, leave_done, places, published, raise_seen, seen
+from kerneltune.kernel_lib.tl_lib import (
+    amax_to_scale,
+    larger_pairs,
+    load_constant,
+    magnitude,
+    magnitude_to_fp32,
+    reciprocal,
+    since_sm_90,
+    store_here,
+    to_fp8,
+    to_fp8_pair,
+    values,
+    wide,
+)
+from kerneltune.ops.fp8.tiles import start_of
+
+_ROWS_IN_TURN = tl.constexpr(2048)
+"""Rows of x whose tiles follow each other: they write neighbouring pieces of the same rows of the transpose."""
+
+
+@triton.jit
+def _magnitudes(x, PAIRS: tl.constexpr):
+    return x & 0x7FFF7FFF if PAIRS == 2 else magnitude(x).to(tl.int32)
+
+
+@triton.jit
+def _larger(m, n, PAIRS: tl.constexpr):
+    return larger_pairs(m, n) if PAIRS == 2 else tl.maximum(m, n)
+
+
+@triton.jit
+def _largest(m, axis: tl.constexpr, PAIRS: tl.constexpr):
+    if PAIRS == 1:
+        return tl.max(m, axis=axis)
+    elif since_sm_90():
+        return tl.reduce(m, axis, larger_pairs)
+    else:
+        return tl.max(m & 0xFFFF, axis=axis) | (tl.max(m >> 16, axis=axis) << 16)
+
+
+@triton.jit
+def _amax(m, dtype: tl.constexpr, PAIRS: tl.constexpr):
+    return magnitude_to_fp32(tl.maximum(m & 0xFFFF, m >> 16) if PAIRS == 2 else m, dtype)
+
+
+@triton.jit
+def _place(rows, words, height, pitch: tl.constexpr, c: tl.constexpr, C: tl.constexpr, COLS: tl.constexpr, WHOLE: tl.constexpr):
+    """Offsets of load c of some rows, `pitch` words apart, and which there are."""
+    word = c * COLS + words
+    mask = tl.full((1, 1, 1), True, tl.int1)
+    if not WHOLE:
+        mask = mask & (rows < height)[:, :, None]
+    if (c + 1) * COLS > C:
+        mask = mask & (word < C)[None, None, :]
+    return rows[:, :, None] * pitch + word[None, None, :], mask
+
+
+@triton.jit
+def _cast_rows(
+    group, row, height, x_ptr, q_ptr, scale_ptr, ws_ptr, done_ptr,
+    stride: tl.constexpr, K: tl.constexpr, FP8_MAX: tl.constexpr, POW2: tl.constexpr, INVERSE: tl.constexpr,
+    STEP: tl.constexpr, ABREAST: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """`height` rows of a group from `row` of all, STEP at a time, in loads of COLS words; 16-bit numbers come in PAIRS, as int32.
+
+    Rows of x lie `stride` words apart. WHOLE: height is a multiple of STEP.
+
+    A tile is (ABREAST, STEP / ABREAST, COLS): Triton gives its warps COLS first and then what lies ABREAST, so that a thread
+    holds all STEP / ABREAST rows of a word and finds the larger of them alone.
+    """
+    C: tl.constexpr = K // PAIRS
+    CHUNKS: tl.constexpr = (C + COLS - 1) // COLS
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    fp8: tl.constexpr = q_ptr.dtype.element_ty
+    if PAIRS == 2:
+        x_ptr = x_ptr.to(tl.pointer_type(tl.int32))
+        q_ptr = q_ptr.to(tl.pointer_type(tl.int16))
+    tag = launch_tag(ws_ptr)
+    x_ptr += row * stride
+    q_ptr += row * C
+    words = tl.arange(0, COLS)
+    inside = tl.arange(0, ABREAST)[:, None] + tl.arange(0, STEP // ABREAST)[None, :] * ABREAST
+    tops = ()
+    for _ in tl.static_range(CHUNKS):
+        tops = tops + (_magnitudes(tl.zeros((ABREAST, COLS), dtype=x_ptr.dtype.element_ty), PAIRS),)
+    for at in tl.range(0, height, STEP, num_stages=1):
+        rows = at + inside
+        xs, raised = (), ()
+        for c in tl.static_range(CHUNKS):
+            offsets, mask = _place(rows, words, height, stride, c, C, COLS, WHOLE)
+            xs = xs + (tl.load(x_ptr + offsets, mask=mask, other=0, eviction_policy="evict_last"),)
+        top = _magnitudes(xs[0], PAIRS)
+        for c in tl.static_range(CHUNKS):
+            m = _magnitudes(xs[c], PAIRS)
+            raised = raised + (_larger(tops[c], _largest(m, 1, PAIRS), PAIRS),)
+            if c > 0:
+                top = _larger(top, m, PAIRS)
+        tops = raised
+        scale = amax_to_scale(_amax(_largest(top, 2, PAIRS), dtype, PAIRS), FP8_MAX, POW2)
+        store_here(scale_ptr + row + rows, reciprocal(scale) if INVERSE else scale, rows < height)
+        for c in tl.static_range(CHUNKS):
+            offsets, mask = _place(rows, words, height, C, c, C, COLS, WHOLE)
+            if PAIRS == 2:
+                low = values(xs[c], 0, PAIRS, dtype) * scale[:, :, None]
+                q = to_fp8_pair(low, values(xs[c], 1, PAIRS, dtype) * scale[:, :, None], fp8)
+            else:
+                q = to_fp8(xs[c].to(tl.float32) * scale[:, :, None], fp8)
+            tl.store(q_ptr + offsets, q, mask=mask, cache_modifier=".cs")
+    word_ptr = places(ws_ptr, group * K + words)  # first halves of words lie together, then second ones
+    for first_c in tl.static_range(0, CHUNKS, ABREAST):  # a thread looks at 16 words at a time
+        befores = ()
+        for i in tl.static_range(ABREAST):
+            if first_c + i < CHUNKS:
+                for half in tl.static_range(PAIRS):
+                    at = (first_c + i) * COLS
+                    befores = befores + (seen(word_ptr + (at + half * C), words < C - at),)
+        for i in tl.static_range(ABREAST):
+            if first_c + i < CHUNKS:
+                at = (first_c + i) * COLS
+                top = _largest(tops[first_c + i], 0, PAIRS)
+                for half in tl.static_range(PAIRS):
+                    amax = magnitude_to_fp32((top >> (16 * half)) & 0xFFFF if PAIRS == 2 else top, dtype)
+                    raise_seen(word_ptr + (at + half * C), amax, tag, befores[i * PAIRS + half], words < C - at)
+    leave_done(done_ptr + group)
+
+
+@triton.jit
+def _place_of_tile(tile, blocks, STRIPES: tl.constexpr, ROWS: tl.constexpr):
+    """Which of a group's `blocks` of ROWS rows, and which stripe, its tile is of: from the last rows to the first."""
+    GROUP: tl.constexpr = (_ROWS_IN_TURN + ROWS - 1) // ROWS
+    tile = blocks * STRIPES - 1 - tile
+    above = tile // (GROUP * STRIPES) * GROUP
+    height = tl.minimum(blocks - above, GROUP)
+    inside = tile % (GROUP * STRIPES)
+    return above + inside % height, inside // height
+
+
+@triton.jit
+def _turn_end(row, lo, hi, live, scale, x_ptr, to_ptr, ld, stride: tl.constexpr, fp8: tl.constexpr):
+    """Those of 16 rows from `row` that are in [lo, hi) of a tile, byte by byte."""
+    rows, cols = row + tl.arange(0, 16), tl.arange(0, live.shape[0])
+    mask = ((rows >= lo) & (rows < hi))[:, None] & live[None, :]
+    x = tl.load(x_ptr + (rows[:, None] * stride + cols[None, :]), mask=mask, other=0.0)
+    q = to_fp8(x.to(tl.float32) * scale[None, :], fp8).to(tl.uint8, bitcast=True)
+    tl.store(to_ptr + (rows[:, None] + cols[None, :] * ld), q, mask=mask)
+
+
+@triton.jit
+def _turn_tile(
+    group, first, col0, lo, hi, arrivals, waiters, x_ptr, to_ptr, ld, scale_t_ptr, ws_ptr, done_ptr, G,
+    stride: tl.constexpr, K: tl.constexpr, FP8_MAX: tl.constexpr, POW2: tl.constexpr, INVERSE: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, WHOLE: tl.constexpr, JAGGED: tl.constexpr,
+):  # fmt: skip
+    """Rows [lo, hi) of a tile of a group, at x_ptr, to to_ptr, rows of the transpose `ld` apart, after `arrivals` row programs.
+
+    first: the group's first rows, which write its scales. waiters: tiles of the group. WHOLE: all ROWS of a tile are the group's;
+    without JAGGED lo is 0.
+    """
+    fp8: tl.constexpr = to_ptr.dtype.element_ty
+    rows, cols = tl.arange(0, ROWS), tl.arange(0, COLS)
+    live = cols < K - col0
+    mask = tl.full((1, 1), True, tl.int1)
+    if not WHOLE:
+        mask = mask & (rows < hi)[:, None]
+    if JAGGED:
+        mask = mask & (rows >= lo)[:, None]
+    if K % COLS != 0:
+        mask = mask & live[None, :]
+    x = tl.load(x_ptr + (rows[:, None] * stride + cols[None, :]), mask=mask, other=0.0, eviction_policy="evict_first")
+    await_done(done_ptr + group, arrivals)
+    column = tl.minimum(col0 + cols, K - 1)
+    amax = published(ws_ptr, group * K + column % PAIRS * (K // PAIRS) + column // PAIRS)
+    close_done(done_ptr + group, arrivals + waiters, ws_ptr, G)
+    scale = amax_to_scale(amax, FP8_MAX, POW2)
+    if first:
+        tl.store(scale_t_ptr + group * K + col0 + cols, reciprocal(scale) if INVERSE else scale, mask=live)
+    q = to_fp8(x.to(tl.float32) * scale[None, :], fp8).to(tl.uint8, bitcast=True)
+    to_ptr = to_ptr.to(tl.pointer_type(tl.uint8))
+    offsets = cols[:, None] * ld + rows[None, :]
+    if JAGGED:  # by sixteens, which the compiler sees to be stored all or none
+        mask = ((rows // 16 >= (lo + 15) // 16) & (rows // 16 < hi // 16))[None, :]
+        if K % COLS != 0:
+            mask = mask & live[:, None]
+        tl.store(to_ptr + offsets, tl.trans(q), mask=mask, cache_modifier=".cs")
+        if (lo % 16 != 0) | (hi % 16 != 0):
+            for end in range(2):
+                _turn_end(tl.where(end == 0, lo, hi) // 16 * 16, lo, hi, live, scale, x_ptr, to_ptr, ld, stride, fp8)
+    else:
+        tl.store(to_ptr + offsets, tl.trans(q), mask=tl.trans(mask), cache_modifier=".cs")
+
+
+@triton.jit
+def in_turn(program, lag, BLOCKS: tl.constexpr, TILES: tl.constexpr):
+    """What a program does: its expert and tile, or tile -1 and the row block that it casts, of all experts' BLOCKS each; and
+    whether it casts.
+
+    After the first `lag` ids, at least BLOCKS, an expert's BLOCKS + TILES ids hold its tiles in order, and evenly between them
+    row blocks of later experts. So all of an expert's row blocks have smaller ids than its tiles.
+    """
+    turn = tl.maximum(program - lag, 0)
+    expert = turn // (BLOCKS + TILES)
+    place = turn % (BLOCKS + TILES)
+    at = wide(place) if BLOCKS * (BLOCKS + TILES) >= 1 << 31 else place
+    before = (at * BLOCKS // (BLOCKS + TILES)).to(tl.int32)
+    casts = (program < lag) | (((at + 1) * BLOCKS // (BLOCKS + TILES)).to(tl.int32) > before)
+    block = tl.where(program < lag, program, lag + expert * BLOCKS + before)
+    return expert, block, tl.where(casts, -1, place - before), casts
+
+
+@triton.jit
+def cast_both(
+    x_ptr, q_ptr, qt_ptr, scale_ptr, scale_t_ptr, ws_ptr, done_ptr, G, lag,
+    N: tl.constexpr, K: tl.constexpr, FP8_MAX: tl.constexpr, POW2: tl.constexpr, INVERSE: tl.constexpr,
+    ROWS: tl.constexpr, STEP: tl.constexpr, ABREAST: tl.constexpr, LANES: tl.constexpr, PAIRS: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, PHASE: tl.constexpr,
+):  # fmt: skip
+    """q (G, N, K) and scale (G, N) along the rows of x (G, N, K); qt (G, K, N) and scale_t (G, K) down its columns.
+
+    lag: by how many row programs those run ahead, at least an expert's; the others come evenly between turn programs.
+    PHASE: 0 both passes in one launch, 1 the row programs, 2 the turn programs.
+    """
+    BLOCKS: tl.constexpr = (N + ROWS - 1) // ROWS
+    TILE_BLOCKS: tl.constexpr = (N + TILE_ROWS - 1) // TILE_ROWS
+    STRIPES: tl.constexpr = (K + TILE_COLS - 1) // TILE_COLS
+    TILES: tl.constexpr = TILE_BLOCKS * STRIPES
+    program = tl.program_id(0)
+    if PHASE == 0:
+        expert, block, tile, casts = in_turn(program, lag, BLOCKS, TILES)
+        casts = casts & (block < G * BLOCKS)
+    else:
+        block, expert, tile, casts = program, program // TILES, program % TILES, PHASE == 1
+    if casts:
+        first = block % BLOCKS * ROWS
+        height = ROWS if N % ROWS == 0 else tl.minimum(N - first, ROWS)
+        _cast_rows(
+            block // BLOCKS, wide(block // BLOCKS) * N + first, height, x_ptr, q_ptr, scale_ptr, ws_ptr, done_ptr,
+            K // PAIRS, K, FP8_MAX, POW2, INVERSE, STEP, ABREAST, LANES, PAIRS, N % ROWS == 0 and ROWS % STEP == 0,
+        )  # fmt: skip
+    if PHASE != 1 and tile >= 0:
+        block, stripe = _place_of_tile(tile, TILE_BLOCKS, STRIPES, TILE_ROWS)
+        row0, col0 = block * TILE_ROWS, stripe * TILE_COLS
+        x_ptr += (wide(expert) * N + row0) * K + col0
+        qt_ptr += (wide(expert) * K + col0) * N + row0
+        _turn_tile(
+            expert, row0 == 0, col0, 0, N - row0, BLOCKS, TILES, x_ptr, qt_ptr, N, scale_t_ptr, ws_ptr, done_ptr, G,
+            K, K, FP8_MAX, POW2, INVERSE, TILE_ROWS, TILE_COLS, PAIRS, N % TILE_ROWS == 0, False,
+        )  # fmt: skip
+
+
+@triton.jit
+def _slots_before(starts, ROWS: tl.constexpr):
+    """Blocks in the groups before each that begins at one of `starts`, where each has one block more than it has multiples of
+    ROWS in it: one that may be empty, but then no table has to be made of the groups."""
+    return starts // ROWS + tl.arange(0, starts.shape[0])
+
+
+@triton.jit
+def _group_of(slot, before, G):
+    """The last group with no more than `slot` slots `before` it."""
+    return tl.sum(((before <= slot) & (tl.arange(0, before.shape[0]) < G)).to(tl.int32), axis=0) - 1
+
+
+@triton.jit
+def cast_both_groups(
+    x_ptr, q_ptr, qt_ptr, scale_ptr, scale_t_ptr, offs_ptr, ws_ptr, done_ptr, M, G, lag,
+    stride: tl.constexpr, K: tl.constexpr, FP8_MAX: tl.constexpr, POW2: tl.constexpr, INVERSE: tl.constexpr,
+    ROWS: tl.constexpr, STEP: tl.constexpr, ABREAST: tl.constexpr, LANES: tl.constexpr, PAIRS: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, GROUPS: tl.constexpr, PHASE: tl.constexpr,
+):  # fmt: skip
+    """`cast_both` of G ≤ GROUPS groups of rows of x (M, K), ends offs (G,): q (M, K), scale (M,), qt (K, M), scale_t (G, K).
+
+    Row programs begin where the group does; tiles lie at multiples of TILE_ROWS, so that their bytes go out in whole lines. Rows
+    of x are `stride` numbers apart.
+    """
+    STRIPES: tl.constexpr = (K + TILE_COLS - 1) // TILE_COLS
+    program = tl.program_id(0)
+    groups = tl.arange(0, GROUPS)
+    starts = tl.load(offs_ptr + groups - 1, mask=(groups > 0) & (groups < G), other=0)
+    blocks_before = _slots_before(starts, ROWS)
+    tiles_before = _slots_before(starts, TILE_ROWS) * STRIPES
+    turn = tl.maximum(program - lag, 0)
+    if PHASE == 0:
+        group = _group_of(turn, blocks_before + tiles_before, G)
+    else:
+        group = _group_of(program, tiles_before, G)
+    start, end = start_of(offs_ptr, group), load_constant(offs_ptr + group)
+    blocks = tl.maximum(tl.cdiv(end - start, ROWS), 1)
+    tile_blocks = end // TILE_ROWS - start // TILE_ROWS + 1
+    tile_slot = (start // TILE_ROWS + group) * STRIPES
+    if PHASE == 0:
+        place = turn - (start // ROWS + group) - tile_slot
+        slots = end // ROWS - start // ROWS + 1
+        block = tl.where(program < lag, program, turn + lag - tile_slot)
+        tile = tl.where(program < lag, -1, place - slots)
+        casts = tile < 0
+    else:
+        block, tile, casts = program, program - tile_slot, PHASE == 1
+    if casts:
+        of = _group_of(block, blocks_before, G)
+        begins, ends = start_of(offs_ptr, of), load_constant(offs_ptr + of)
+        slot = block - begins // ROWS - of
+        if (ends - begins < ROWS) & (STEP > 1):
+            if slot == 0:  # few rows at a time: masks of more would take registers from all
+                _cast_rows(
+                    of, wide(begins), ends - begins, x_ptr, q_ptr, scale_ptr, ws_ptr, done_ptr,
+                    stride // PAIRS, K, FP8_MAX, POW2, INVERSE, ABREAST, ABREAST, LANES, PAIRS, ABREAST == 1,
+                )  # fmt: skip
+        elif slot * ROWS < tl.maximum(ends - begins, 1):  # the last ROWS rows may be some that another program casts, too
+            _cast_rows(
+                of, wide(tl.maximum(tl.minimum(begins + slot * ROWS, ends - ROWS), begins)), tl.minimum(ends - begins, ROWS),
+                x_ptr, q_ptr, scale_ptr, ws_ptr, done_ptr,
+                stride // PAIRS, K, FP8_MAX, POW2, INVERSE, STEP, ABREAST, LANES, PAIRS, True,
+            )  # fmt: skip
+    elif tile < tile_blocks * STRIPES:
+        block, stripe = _place_of_tile(tile, tile_blocks, STRIPES, TILE_ROWS)
+        row0, col0 = (start // TILE_ROWS + block) * TILE_ROWS, stripe * TILE_COLS
+        lo, hi = tl.maximum(start - row0, 0), tl.minimum(end - row0, TILE_ROWS)
+        x_ptr += wide(row0) * stride + col0
+        qt_ptr += wide(col0) * M + row0
+        _turn_tile(
+            group, block == 0, col0, lo, hi, blocks, tile_blocks * STRIPES, x_ptr, qt_ptr, M, scale_t_ptr, ws_ptr, done_ptr, G,
+            stride, K, FP8_MAX, POW2, INVERSE, TILE_ROWS, TILE_COLS, PAIRS, False, True,
+        )  # fmt: skip

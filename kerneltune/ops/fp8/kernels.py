@@ -1,0 +1,185 @@
+"""Quantise down the columns of groups of rows and transpose, reading the input from memory once. May import tl_lib, tl_transpose.
+
+A group's scale per column needs all rows of the group, and the output wants the rows side by side. A stripe, COLS columns of a
+group, is cut into tiles of ROWS rows. Programs raise the stripe's largest magnitudes with their tiles, wait for the stripe, and
+cast. A program raises with its tile AHEAD of the present one before it waits, so that the wait is over when it begins; it holds
+that tile in registers, or reads it again from L2 (RELOAD). No stripe may have more than AHEAD + 1 times as many tiles as there
+are programs. 16-bit numbers come in PAIRS, as int32: what a loop holds as 16-bit tensors takes a register each.
+"""
+
+import triton
+import triton.language as tl
+
+from kerneltune.kernel_lib.tl_exchange import arrive, await_arrivals, close_launch, launch_tag, published
+from kerneltune.kernel_lib.tl_lib import amax_to_scale, load_constant, reciprocal, to_fp8, to_fp8_words, values, wide
+from kerneltune.kernel_lib.tl_transpose import store_transposed, store_transposed_words
+from kerneltune.ops.fp8.tiles import locate_fitted, locate_in_weights, number_tiles, raise_columns, start_of
+
+
+@triton.jit
+def _load_quads(
+    x_ptr, x2_ptr, stripe, first_row, lo, hi,
+    stride: tl.constexpr, stride2: tl.constexpr, C: tl.constexpr, C2: tl.constexpr, DUAL: tl.constexpr,
+    QUADS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr, EVEN_ROWS: tl.constexpr, JAGGED: tl.constexpr,
+    AGAIN: tl.constexpr,
+):  # fmt: skip
+    """A tile as four (QUADS, COLS) sub-tiles; sub-tile k has the rows 4i + k. Zeros outside the group. AGAIN: keep it in L2."""
+    policy: tl.constexpr = "evict_last" if AGAIN else "evict_first"
+    width = C
+    pitch = stride
+    if DUAL:
+        second = stripe >= (C + COLS - 1) // COLS
+        x_ptr = tl.where(second, x2_ptr, x_ptr)
+        pitch = tl.where(second, stride2, stride)
+        width = tl.where(second, C2, C)
+        stripe = tl.where(second, stripe - (C + COLS - 1) // COLS, stripe)
+    cols = tl.arange(0, COLS)
+    tile_ptr = x_ptr + first_row * pitch + stripe * COLS
+    tiles = ()
+    for k in tl.static_range(4):
+        rows = tl.arange(0, QUADS) * 4 + k
+        mask = tl.full((1, 1), True, tl.int1)
+        if not EVEN_ROWS:
+            mask = mask & (rows < hi)[:, None]
+        if JAGGED:
+            mask = mask & (rows >= lo)[:, None]
+        if not EVEN:
+            mask = mask & (stripe * COLS + cols < width)[None, :]
+        offsets = rows[:, None] * pitch + cols[None, :]
+        tiles = tiles + (tl.load(tile_ptr + offsets, mask=mask, other=0.0, eviction_policy=policy),)
+    return tiles
+
+
+@triton.jit
+def _locate(
+    tile, total, table_ptr, offs_ptr, G,
+    WEIGHT_ROWS: tl.constexpr, STRIPES: tl.constexpr, GROUPS_LOG2: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    if WEIGHT_ROWS:
+        return locate_in_weights(tile, total, WEIGHT_ROWS, STRIPES, ROWS)
+    else:
+        return locate_fitted(tile, table_ptr, offs_ptr, STRIPES, G, GROUPS_LOG2, ROWS)
+
+
+@triton.jit
+def _raise_stripe(xs, ws_ptr, index, counters, tag, live, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr):
+    """Raise a stripe's largest magnitudes with a tile and count it in."""
+    raise_columns(xs, ws_ptr, counters + index * (COLS * PAIRS), tag, live, COLS, PAIRS, dtype)
+    arrive(ws_ptr, index, tag, live)
+
+
+@triton.jit
+def _cast_transpose_groups(
+    x_ptr, x2_ptr, q_ptr, q2_ptr, scale_ptr, scale2_ptr, offs_ptr, table_ptr, ws_ptr, rows, G, total,
+    WEIGHT_ROWS: tl.constexpr, C: tl.constexpr, C2: tl.constexpr, stride: tl.constexpr, stride2: tl.constexpr,
+    FP8_MAX: tl.constexpr, POW2: tl.constexpr, INVERSE: tl.constexpr,
+    DUAL: tl.constexpr, GROUPS_LOG2: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    PAIRS: tl.constexpr, dtype: tl.constexpr,
+    PHASE: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, RELOAD: tl.constexpr,
+):  # fmt: skip
+    """q[group, col, row] = fp8(x[group, row, col] * s[group, col]); DUAL: of two matrices with the same groups of rows.
+
+    Weights (G * WEIGHT_ROWS, C) give q (G, C, WEIGHT_ROWS); token groups of (rows, C), WEIGHT_ROWS = 0, give q (C, rows). Scales
+    are (G, C) either way. In PAIRS x is int32 and C, COLS and stride count words of two numbers of `dtype`.
+    """
+    JAGGED: tl.constexpr = WEIGHT_ROWS == 0
+    fp8: tl.constexpr = q_ptr.dtype.element_ty
+    EVEN: tl.constexpr = C % COLS == 0 and (not DUAL or C2 % COLS == 0)
+    EVEN_ROWS: tl.constexpr = not JAGGED and WEIGHT_ROWS % ROWS == 0
+    STRIPES1: tl.constexpr = (C + COLS - 1) // COLS
+    STRIPES: tl.constexpr = STRIPES1 + ((C2 + COLS - 1) // COLS if DUAL else 0)
+    counters = G * STRIPES
+    lanes = tl.arange(0, COLS)
+    tag = launch_tag(ws_ptr)
+    step = tl.num_programs(0)
+    if JAGGED:
+        number_tiles(table_ptr, offs_ptr, G, GROUPS_LOG2, ROWS)
+
+    xs_next = ()
+    for early in tl.static_range(AHEAD):
+        group_n, stripe_n, tiles_n, first_row_n, lo_n, hi_n = _locate(
+            tl.program_id(0) + early * step, total, table_ptr, offs_ptr, G, WEIGHT_ROWS, STRIPES, GROUPS_LOG2, ROWS
+        )
+        xs_next = _load_quads(
+            x_ptr, x2_ptr, stripe_n, first_row_n, lo_n, hi_n,
+            stride, stride2, C, C2, DUAL, ROWS // 4, COLS, EVEN, EVEN_ROWS, JAGGED, RELOAD,
+        )  # fmt: skip
+        if PHASE != 2:
+            _raise_stripe(xs_next, ws_ptr, group_n * STRIPES + stripe_n, counters, tag, hi_n > 0, COLS, PAIRS, dtype)
+
+    for tile in tl.range(tl.program_id(0), total, step, num_stages=STAGES, disable_licm=True):
+        xs = xs_next
+        if AHEAD == 1:
+            group, stripe, tiles, first_row, lo, hi = group_n, stripe_n, tiles_n, first_row_n, lo_n, hi_n
+        else:
+            group, stripe, tiles, first_row, lo, hi = _locate(
+                tile, total, table_ptr, offs_ptr, G, WEIGHT_ROWS, STRIPES, GROUPS_LOG2, ROWS
+            )
+        group_n, stripe_n, tiles_n, first_row_n, lo_n, hi_n = _locate(
+            tile + AHEAD * step, total, table_ptr, offs_ptr, G, WEIGHT_ROWS, STRIPES, GROUPS_LOG2, ROWS
+        )
+        xs_next = _load_quads(
+            x_ptr, x2_ptr, stripe_n, first_row_n, lo_n, hi_n,
+            stride, stride2, C, C2, DUAL, ROWS // 4, COLS, EVEN, EVEN_ROWS, JAGGED, RELOAD,
+        )  # fmt: skip
+        if PHASE != 2:
+            _raise_stripe(xs_next, ws_ptr, group_n * STRIPES + stripe_n, counters, tag, hi_n > 0, COLS, PAIRS, dtype)
+        if PHASE != 1 and hi > 0:  # in a branch, out of which no pipeline loads the magnitudes before the wait for them
+            index = group * STRIPES + stripe
+            if RELOAD:  # here, not above, where a pipeline would bring it in the layout of the store, half by half
+                xs = _load_quads(
+                    x_ptr, x2_ptr, stripe, first_row, lo, hi,
+                    stride, stride2, C, C2, DUAL, ROWS // 4, COLS, EVEN, EVEN_ROWS, JAGGED, False,
+                )  # fmt: skip
+            if PHASE == 0:
+                await_arrivals(ws_ptr, index, tiles, tag)
+            width = C
+            out_ptr = q_ptr
+            out_scale_ptr = scale_ptr
+            if DUAL:
+                second = stripe >= STRIPES1
+                width = tl.where(second, C2, C)
+                out_ptr = tl.where(second, q2_ptr, q_ptr)
+                out_scale_ptr = tl.where(second, scale2_ptr, scale_ptr)
+                stripe = tl.where(second, stripe - STRIPES1, stripe)
+            live = stripe * COLS + lanes < width
+            if JAGGED:
+                ld = rows
+                base = wide(stripe * (COLS * PAIRS)) * rows + first_row
+            else:
+                ld = WEIGHT_ROWS
+                base = wide(stripe * (COLS * PAIRS)) * ld + first_row + wide(group) * ((C * PAIRS - 1) * ld)
+            start = tl.maximum(lo, 0)
+            end = ROWS if EVEN_ROWS else tl.minimum(hi, ROWS)
+            for half in tl.static_range(PAIRS):
+                amax = published(ws_ptr, counters + (index * PAIRS + half) * COLS + lanes)
+                scale = amax_to_scale(amax, FP8_MAX, POW2)
+                if lo >= 0:
+                    kept = reciprocal(scale) if INVERSE else scale
+                    to = (wide(group) * width + stripe * COLS + lanes) * PAIRS + half
+                    tl.store(out_scale_ptr + to, kept, mask=live)
+                y0 = values(xs[0], half, PAIRS, dtype) * scale[None, :]
+                y1 = values(xs[1], half, PAIRS, dtype) * scale[None, :]
+                y2 = values(xs[2], half, PAIRS, dtype) * scale[None, :]
+                y3 = values(xs[3], half, PAIRS, dtype) * scale[None, :]
+                at = base + half * ld
+                if PACKED:
+                    words = to_fp8_words(y0, y1, y2, y3, fp8)
+                    store_transposed_words(out_ptr, at, ld * PAIRS, start, end, live, words, JAGGED, EVEN)
+                else:
+                    qs = (to_fp8(y0, fp8), to_fp8(y1, fp8), to_fp8(y2, fp8), to_fp8(y3, fp8))
+                    store_transposed(out_ptr, at, ld * PAIRS, start, end, live, qs, JAGGED, EVEN, PACKED)
+
+    if JAGGED and PHASE != 1:
+        empty = amax_to_scale(tl.zeros((COLS,), dtype=tl.float32), FP8_MAX, POW2)
+        if INVERSE:
+            empty = reciprocal(empty)
+        for group in range(tl.program_id(0), G, step):
+            if start_of(offs_ptr, group) == load_constant(offs_ptr + group):
+                for first in range(0, C * PAIRS, COLS):
+                    tl.store(scale_ptr + wide(group) * (C * PAIRS) + first + lanes, empty, mask=first + lanes < C * PAIRS)
+                if DUAL:
+                    for first in range(0, C2 * PAIRS, COLS):
+                        tl.store(scale2_ptr + wide(group) * (C2 * PAIRS) + first + lanes, empty, mask=first + lanes < C2 * PAIRS)
+    if PHASE != 1:
+        close_launch(ws_ptr, tag)

@@ -1,1 +1,0 @@
-"""Device code of the fp8 casts, each kernel with its launch."""

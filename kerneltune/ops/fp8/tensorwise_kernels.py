@@ -1,0 +1,233 @@
+"""Quantise segments of rows with one scale each, reading twice: sanitise and take amax, then sanitise, scale and cast.
+
+A segment is a tensor, an expert or a token group. Tiles of ROWS x COLS are numbered segment by segment; every tile is of one
+segment. The first launch leaves the largest magnitudes in a workspace, the second walks the tiles in reverse, so that it finds
+the end of what the first has read in L2, and closes the launch. 16-bit numbers come in PAIRS, as int32: sanitised and cast two
+by two, and rows of four bytes turned with byte permutes. May import tiles, tl_lib, tl_exchange, tl_transpose.
+"""
+
+import triton
+import triton.language as tl
+
+from kerneltune.kernel_lib.tl_exchange import close_launch, launch_tag, published, raise_published
+from kerneltune.kernel_lib.tl_lib import (
+    amax_to_scale,
+    is_cuda,
+    load_constant,
+    magnitude,
+    magnitude_of_pairs,
+    magnitude_to_fp32,
+    reciprocal,
+    to_fp8,
+    to_fp8_pair,
+    to_fp8_words,
+    values,
+    wide,
+)
+from kerneltune.kernel_lib.tl_transpose import store_transposed_words, store_turned
+from kerneltune.ops.fp8.tiles import locate_block, start_of
+
+
+@triton.jit
+def finite_magnitude(x):
+    """`magnitude` of x without NaN, which becomes 0, and infinity, which becomes the largest finite number."""
+    infinite: tl.constexpr = 0x7F800000 if x.dtype.primitive_bitwidth == 32 else 0x7C00 if x.dtype == tl.float16 else 0x7F80
+    m = magnitude(x)
+    return tl.where(m > infinite, tl.zeros_like(m), tl.minimum(m, tl.full(m.shape, infinite - 1, m.dtype)))
+
+
+@triton.jit
+def sanitised(x):
+    """x in fp32: 0 for NaN, the largest finite number of x's type, with its sign, for infinity."""
+    bits: tl.constexpr = 0x7F7FFFFF if x.dtype.primitive_bitwidth == 32 else 0x7BFF if x.dtype == tl.float16 else 0x7F7F
+    most = magnitude_to_fp32(tl.full((), bits, tl.int32), x.dtype)
+    y = x.to(tl.float32)
+    return tl.where(y == y, tl.minimum(tl.maximum(y, -most), most), 0.0)
+
+
+# A NaN is what 0x7FFF - infinite carries into the sign, from where a permute copies it over the number.
+_FINITE_PAIRS = """{
+                .reg .b32 m, t, s, most;
+                and.b32 m, $1, 0x7fff7fff;
+                add.u32 t, m, CARRY;
+                prmt.b32 s, t, t, 0xbb99;
+                not.b32 s, s;
+                and.b32 t, $1, s;
+                and.b32 m, m, s;
+                mov.b32 most, MOST;
+                min.s16x2 m, m, most;
+                and.b32 t, t, 0x80008000;
+                or.b32 $0, m, t;
+                }"""
+_FINITE_PAIRS_FP16 = tl.constexpr(_FINITE_PAIRS.replace("CARRY", "0x03ff03ff").replace("MOST", "0x7bff7bff"))
+_FINITE_PAIRS_BF16 = tl.constexpr(_FINITE_PAIRS.replace("CARRY", "0x007f007f").replace("MOST", "0x7f7f7f7f"))
+
+
+@triton.jit
+def finite_pairs(w, dtype: tl.constexpr):
+    """Words of two 16-bit numbers: 0 for NaN, the largest finite number, with its sign, for infinity."""
+    if is_cuda():
+        text: tl.constexpr = _FINITE_PAIRS_FP16 if dtype == tl.float16 else _FINITE_PAIRS_BF16
+        return tl.inline_asm_elementwise(text, "=r,r", [w], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        infinite: tl.constexpr = 0x7C00 if dtype == tl.float16 else 0x7F80
+        low = _finite_half(w & 0xFFFF, infinite)
+        high = _finite_half((w >> 16) & 0xFFFF, infinite)
+        return (high << 16) | low
+
+
+@triton.jit
+def _finite_half(bits, infinite: tl.constexpr):
+    m = bits & 0x7FFF
+    return tl.where(m > infinite, 0, (bits & 0x8000) | tl.minimum(m, infinite - 1))
+
+
+@triton.jit
+def load_quads(
+    x_ptr, stride: tl.constexpr, C: tl.constexpr, stripe, first_row, lo, hi,
+    QUADS: tl.constexpr, COLS: tl.constexpr, EVEN_ROWS: tl.constexpr, JAGGED: tl.constexpr, AGAIN: tl.constexpr,
+):  # fmt: skip
+    """Rows [lo, hi) of a tile as four (QUADS, COLS) sub-tiles; sub-tile k has the rows 4i + k. Zeros elsewhere."""
+    policy: tl.constexpr = "" if AGAIN else "evict_first"
+    cols = tl.arange(0, COLS)
+    tile_ptr = x_ptr + first_row * stride + stripe * COLS
+    tiles = ()
+    for k in tl.static_range(4):
+        rows = tl.arange(0, QUADS) * 4 + k
+        mask = _inside(rows, lo, hi, stripe * COLS + cols, C, COLS, EVEN_ROWS, JAGGED)
+        offsets = rows[:, None] * stride + cols[None, :]
+        tiles = tiles + (tl.load(tile_ptr + offsets, mask=mask, other=0, eviction_policy=policy),)
+    return tiles
+
+
+@triton.jit
+def _inside(
+    rows, lo, hi, cols, C: tl.constexpr, COLS: tl.constexpr, EVEN_ROWS: tl.constexpr, JAGGED: tl.constexpr
+):  # fmt: skip
+    """Which elements of a tile are of its segment. Tiles past the last are the last once more, where EVEN_ROWS."""
+    mask = tl.full((1, 1), True, tl.int1)
+    if not EVEN_ROWS:
+        mask = mask & (rows < hi)[:, None]
+    if JAGGED:
+        mask = mask & (rows >= lo)[:, None]
+    if C % COLS != 0:
+        mask = mask & (cols < C)[None, :]
+    return mask
+
+
+@triton.jit
+def sanitised_words(xs, PAIRS: tl.constexpr, dtype: tl.constexpr):
+    """A tile that `load_quads` loaded, its pairs made finite; single numbers are sanitised where they are used."""
+    if PAIRS == 2:
+        xs = finite_pairs(xs[0], dtype), finite_pairs(xs[1], dtype), finite_pairs(xs[2], dtype), finite_pairs(xs[3], dtype)
+    return xs
+
+
+@triton.jit
+def largest_magnitude(xs, PAIRS: tl.constexpr, dtype: tl.constexpr):
+    """The largest `magnitude` of a tile; under PAIRS that of NaN or infinity, unless it is one of `sanitised_words`."""
+    if PAIRS == 2:
+        pairs = magnitude_of_pairs(xs[0], xs[1], xs[2], xs[3])
+        largest = tl.maximum(pairs & 0xFFFF, pairs >> 16)
+    else:
+        m01 = tl.maximum(finite_magnitude(xs[0]), finite_magnitude(xs[1]))
+        m23 = tl.maximum(finite_magnitude(xs[2]), finite_magnitude(xs[3]))
+        largest = tl.maximum(m01, m23)
+    return tl.max(tl.max(largest, axis=1), axis=0)
+
+
+@triton.jit
+def _amax_segments(
+    x_ptr, offs_ptr, ws_ptr, rows, G, total, C: tl.constexpr, stride: tl.constexpr,
+    JAGGED: tl.constexpr, GROUPS_LOG2: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr,
+    EVEN_ROWS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The largest magnitude of every segment to its word of the workspace, by atomic maxima of its tiles.
+
+    In PAIRS x is int32, and C, COLS and stride count words of two numbers of `dtype`.
+    """
+    tag = launch_tag(ws_ptr)
+    stripes = tl.cdiv(C, COLS)
+    for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
+        group, stripe, _tiles, first_row, lo, hi = locate_block(
+            tile, total, offs_ptr, rows, stripes, G, JAGGED, GROUPS_LOG2, ROWS
+        )  # fmt: skip
+        xs = load_quads(x_ptr, stride, C, stripe, first_row, lo, hi, ROWS // 4, COLS, EVEN_ROWS, JAGGED, True)
+        amax = magnitude_to_fp32(largest_magnitude(sanitised_words(xs, PAIRS, dtype), PAIRS, dtype), dtype)
+        raise_published(ws_ptr, group, amax, tag, hi > 0)
+
+
+@triton.jit
+def store_tile(
+    xs, scale, q_ptr, qt_ptr, rows, group, stripe, first_row, lo, hi, C: tl.constexpr,
+    JAGGED: tl.constexpr, ROWMAJOR: tl.constexpr, COLMAJOR: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr, fp8: tl.constexpr,
+    EVEN_ROWS: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """A tile out of `sanitised_words`, scaled and cast, to q and its transpose."""
+    lanes = tl.arange(0, COLS)
+    live = stripe * COLS + lanes < C
+    ys, qs = (), ()
+    for k in tl.static_range(4):
+        if PAIRS == 2:
+            q = to_fp8_pair(values(xs[k], 0, PAIRS, dtype) * scale, values(xs[k], 1, PAIRS, dtype) * scale, fp8)
+        else:
+            y = sanitised(xs[k]) * scale
+            q = to_fp8(y, fp8)
+            ys = ys + (y,)
+        if ROWMAJOR:
+            r = tl.arange(0, ROWS // 4) * 4 + k
+            mask = _inside(r, lo, hi, stripe * COLS + lanes, C, COLS, EVEN_ROWS, JAGGED)
+            q_tile = q_ptr + first_row * C + stripe * COLS
+            tl.store(q_tile + (r[:, None] * C + lanes[None, :]), q, mask=mask, cache_modifier=".cs")
+        qs = qs + (q,)
+    if COLMAJOR:
+        base = wide(stripe * (COLS * PAIRS)) * rows + first_row
+        if not JAGGED:
+            base += wide(group) * (C * PAIRS - 1) * rows
+        end = ROWS if EVEN_ROWS else tl.minimum(hi, ROWS)
+        if PAIRS == 1 and PACKED:  # cast once more: ptxas 12.8 gets q wrong where these words are made of it
+            words = to_fp8_words(ys[0], ys[1], ys[2], ys[3], fp8)
+            store_transposed_words(qt_ptr, base, rows, tl.maximum(lo, 0), end, live, words, JAGGED, C % COLS == 0)
+        else:
+            store_turned(qt_ptr, base, rows, tl.maximum(lo, 0), end, live, qs, JAGGED, C % COLS == 0, PACKED, PAIRS)
+
+
+@triton.jit
+def _cast_segments(
+    x_ptr, q_ptr, qt_ptr, scale_ptr, offs_ptr, ws_ptr, rows, G, total, C: tl.constexpr, stride: tl.constexpr,
+    FP8_MAX: tl.constexpr, INVERSE: tl.constexpr,
+    JAGGED: tl.constexpr, GROUPS_LOG2: tl.constexpr,
+    ROWMAJOR: tl.constexpr, COLMAJOR: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr, fp8: tl.constexpr,
+    EVEN_ROWS: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """q (all rows, C) and its transpose, segment by segment (G, C, rows), or under JAGGED as a whole (C, rows).
+
+    In PAIRS x is int32 and q int16, and C, COLS and stride count words of two numbers of `dtype`.
+    """
+    stripes = tl.cdiv(C, COLS)
+    scale = 0.0
+    of = -1
+    for turn in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
+        group, stripe, _tiles, first_row, lo, hi = locate_block(
+            total - 1 - turn, total, offs_ptr, rows, stripes, G, JAGGED, GROUPS_LOG2, ROWS
+        )  # fmt: skip
+        xs = load_quads(x_ptr, stride, C, stripe, first_row, lo, hi, ROWS // 4, COLS, EVEN_ROWS, JAGGED, False)
+        if group != of:
+            scale = amax_to_scale(published(ws_ptr, group), FP8_MAX, False)
+            of = group
+        if hi > 0:
+            if (lo >= 0) & (stripe == 0):
+                tl.store(scale_ptr + group, reciprocal(scale) if INVERSE else scale)
+            store_tile(
+                sanitised_words(xs, PAIRS, dtype), scale, q_ptr, qt_ptr, rows, group, stripe, first_row, lo, hi, C,
+                JAGGED, ROWMAJOR, COLMAJOR, ROWS, COLS, PAIRS, dtype, fp8, EVEN_ROWS, PACKED,
+            )  # fmt: skip
+    if JAGGED:
+        empty = amax_to_scale(tl.zeros((), dtype=tl.float32), FP8_MAX, False)
+        for group in range(tl.program_id(0), G, tl.num_programs(0)):
+            if start_of(offs_ptr, group) == load_constant(offs_ptr + group):
+                tl.store(scale_ptr + group, reciprocal(empty) if INVERSE else empty)
+    close_launch(ws_ptr, launch_tag(ws_ptr))

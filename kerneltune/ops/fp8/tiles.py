@@ -1,0 +1,117 @@
+"""Where the tiles of expert weights and of token groups lie, and what is read off them. Device code; may import tl_lib.
+
+A stripe is COLS columns of a group, a tile ROWS rows of a stripe. Tiles of a stripe follow each other, stripes of a group too.
+"""
+
+import triton
+import triton.language as tl
+
+from kerneltune.kernel_lib.tl_exchange import raise_published
+from kerneltune.kernel_lib.tl_lib import load_constant, magnitude, magnitude_of_pairs, magnitude_to_fp32, only_if, wide
+
+
+@triton.jit
+def start_of(offs_ptr, group):
+    """The first row of a token group."""
+    return tl.where(group > 0, load_constant(offs_ptr + tl.maximum(group, 1) - 1), 0)
+
+
+@triton.jit
+def locate_in_weights(tile, total, rows, stripes, ROWS: tl.constexpr):
+    """A tile of weights with `rows` rows in every group: group, stripe of the group, tiles of the stripe, first of all rows,
+    and the group's rows [lo, hi) from there. Past the last tile: the last once more, with hi = 0."""
+    tiles = tl.cdiv(rows, ROWS)
+    inside = tl.minimum(tile, total - 1)
+    group = inside // (tiles * stripes)
+    stripe = inside // tiles % stripes
+    lo = -(inside % tiles) * ROWS
+    return group, stripe, tiles, wide(group) * rows - lo, lo, tl.where(tile < total, rows + lo, 0)
+
+
+@triton.jit
+def locate_block(
+    tile, total, offs_ptr, rows, stripes, G, JAGGED: tl.constexpr, GROUPS_LOG2: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """The same where token groups, which end at offs (G,), are cut at multiples of ROWS, whose numbers need no table.
+
+    A group may share its first and last block with its neighbours, and has one slot more than blocks if it ends at a multiple.
+    """
+    if not JAGGED:
+        return locate_in_weights(tile, total, rows, stripes, ROWS)
+    else:
+        slot = tile // stripes
+        group = slot * 0
+        for bit in tl.static_range(GROUPS_LOG2):
+            ahead = group + (1 << (GROUPS_LOG2 - 1 - bit))
+            first = load_constant(offs_ptr + tl.minimum(ahead, G) - 1) // ROWS + ahead
+            group = tl.where((ahead < G) & (first <= slot), ahead, group)
+        start = start_of(offs_ptr, group)
+        end = load_constant(offs_ptr + group)
+        first = start // ROWS
+        slots = end // ROWS - first + 1
+        local = tile - (first + group) * stripes
+        stripe = local // slots
+        block = first + local % slots
+        tiles = (end - 1) // ROWS - first + 1
+        lo = start - block * ROWS
+        hi = end - block * ROWS
+        live = (tile < total) & (stripe < stripes) & (hi > lo)
+        return group, stripe, tiles, wide(block * ROWS), lo, tl.where(live, hi, 0)
+
+
+@triton.jit
+def number_tiles(table_ptr, offs_ptr, G, GROUPS_LOG2: tl.constexpr, ROWS: tl.constexpr):
+    """Write the table (G + 1,) int32 of `locate_fitted`: tiles per stripe in the groups before each.
+
+    Every program writes it, the same to the same place, and reads what it wrote itself.
+    """
+    groups = tl.arange(0, 1 << GROUPS_LOG2)
+    start = tl.load(offs_ptr + groups - 1, mask=(groups > 0) & (groups < G), other=0)
+    end = tl.load(offs_ptr + groups, mask=groups < G, other=0)
+    tiles = tl.where((groups < G) & (end > start), tl.cdiv(end - start // 4 * 4, ROWS), 0)
+    numbers = tl.cumsum(tiles, axis=0)
+    tl.store(table_ptr + groups + 1, numbers, mask=groups < G)
+    tl.store(table_ptr, 0)
+    tl.debug_barrier()
+
+
+@triton.jit
+def locate_fitted(tile, table_ptr, offs_ptr, stripes, G, GROUPS_LOG2: tl.constexpr, ROWS: tl.constexpr):
+    """`locate_in_weights` in token groups whose tiles begin with the group, but for what the alignment of words takes."""
+    slot = tile // stripes
+    group = slot * 0
+    for bit in tl.static_range(GROUPS_LOG2):
+        ahead = group + (1 << (GROUPS_LOG2 - 1 - bit))
+        group = tl.where((ahead < G) & (load_constant(table_ptr + tl.minimum(ahead, G)) <= slot), ahead, group)
+    before = load_constant(table_ptr + group)
+    tiles = tl.maximum(load_constant(table_ptr + group + 1) - before, 1)
+    local = tile - before * stripes
+    stripe = local // tiles
+    start = start_of(offs_ptr, group)
+    first_row = start // 4 * 4 + local % tiles * ROWS
+    live = slot < load_constant(table_ptr + G)
+    return (
+        group,
+        stripe,
+        tiles,
+        wide(first_row),
+        start - first_row,
+        tl.where(live, load_constant(offs_ptr + group) - first_row, 0),
+    )
+
+
+@triton.jit
+def raise_columns(xs, ws_ptr, first, tag, live, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr):
+    """Raise the words from `first` with the largest magnitudes of a tile's columns: first halves' words, then second halves'."""
+    lanes = tl.arange(0, COLS)
+    if PAIRS == 2:
+        pairs = magnitude_of_pairs(xs[0], xs[1], xs[2], xs[3])
+        low = magnitude_to_fp32(tl.max(pairs & 0xFFFF, axis=0), dtype)
+        high = magnitude_to_fp32(tl.max(pairs >> 16, axis=0), dtype)
+        raise_published(ws_ptr, first + lanes, low, tag, only_if(lanes >= 0, live))
+        raise_published(ws_ptr, first + COLS + lanes, high, tag, only_if(lanes >= 0, live))
+    else:
+        m01 = tl.maximum(magnitude(xs[0]), magnitude(xs[1]))
+        m23 = tl.maximum(magnitude(xs[2]), magnitude(xs[3]))
+        amax = magnitude_to_fp32(tl.max(tl.maximum(m01, m23), axis=0), dtype)
+        raise_published(ws_ptr, first + lanes, amax, tag, only_if(lanes >= 0, live))

@@ -1,1 +1,0 @@
-"""Device code of the routing operators."""

@@ -1,0 +1,90 @@
+"""A small module of autotuned kernels, captures of it, and tables for it."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kerneltune.adopt import program, startup
+from kerneltune.adopt.folder import LaunchClass
+from kerneltune.adopt.overview import Capture, read_capture
+from kerneltune.adopt.table import MANIFEST, Group, Row, Table, TableKernel, digest_of, path_of, text_of
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "two_kernels"
+
+
+def example() -> Any:
+    """Import the example's module."""
+    if str(EXAMPLE) not in sys.path:
+        sys.path.append(str(EXAMPLE))
+    import two_kernels
+
+    return two_kernels
+
+
+def captured(folder: Path, *sizes: tuple[int, int], **options: Any) -> Capture:
+    """Capture the example at these rows and columns, in this process."""
+    module = example()
+    startup.capture(folder, **options)
+    try:
+        for rows, columns in sizes or ((4, 96),):
+            module.step(rows, columns)
+        startup.recorder().flush()
+    finally:
+        startup.uninstall()
+        forget(module)
+    return read_capture(folder)
+
+
+def forget(module: Any) -> None:
+    """Drop what capture and serving remember of the kernels, as in a new process."""
+    for kernel in (module.row_sum, module.scale_chosen):
+        state = kernel.__dict__.pop("_kerneltune", None)
+        if state is not None:
+            kernel.configs = state.configs
+        kernel.__dict__.pop("_kerneltune_classes", None)
+        kernel.cache.clear()
+
+
+def of_kernel(capture: Capture, name: str) -> list[LaunchClass]:
+    """Return the classes of a kernel."""
+    return [launch for launch in capture.classes if launch.kernel.name == name]
+
+
+def author_configs(launch: LaunchClass) -> list[dict[str, Any]]:
+    """Return the author's configs, as JSON."""
+    return [one.config for one in launch.candidates if one.is_author]
+
+
+def kernel_of(launches: Sequence[LaunchClass], configs: Sequence[dict[str, Any]], **changes: Any) -> TableKernel:
+    """Return the part of a table that serves each class with these configs, the first one chosen; a group for each class."""
+    first = launches[0]
+    groups = tuple(Group(one.key, one.dtypes, (), (Row(one.sizes, tuple(configs), {"class": one.digest}),)) for one in launches)
+    fields: dict[str, Any] = {"module": first.kernel.module, "name": first.kernel.name, "package": first.versions["package"]}
+    fields |= {name: getattr(first, name) for name in ("source", "bytecode", "configs", "keys")}
+    fields |= {"groups": groups, "portfolio": (configs[0],)}
+    return TableKernel(**(fields | changes))
+
+
+def write_table(root: Path, *kernels: TableKernel, device: str = "") -> str:
+    """Write a table and its manifest; returns the SHA-256."""
+    name = device or program.device_slug()
+    text = text_of(Table(name, {}, kernels))
+    path = path_of(root, name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    (path.parent / MANIFEST).write_text(json.dumps({"format": 1, "tables": {path.name: digest_of(text)}}))
+    return digest_of(text)
+
+
+def run_python(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a new process that finds this package."""
+    path = os.pathsep.join([str(ROOT), str(EXAMPLE), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": path} | environment, capture_output=True, text=True, check=False
+    )

@@ -1,0 +1,159 @@
+"""Capture: what a class of launches holds, and that the program does not notice."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from adopted import author_configs, captured, example, forget, of_kernel, run_python
+from safetensors.torch import load_file
+
+from kerneltune.adopt import startup
+from kerneltune.adopt.folder import CLASSES, VALUES
+from kerneltune.adopt.overview import read_capture
+
+
+def test_capture_of_two_sizes_has_a_class_for_each(tmp_path: Path) -> None:
+    capture = captured(tmp_path, (4, 96), (4, 256), (4, 96))
+    sums = of_kernel(capture, "row_sum")
+    assert sorted(one.sizes["N"] for one in sums) == [96, 256]
+    assert {one.sizes["N"]: capture.count(one).launches for one in sums} == {96: 2, 256: 1}
+    assert [one.key for one in sums if one.sizes["N"] == 96] == [[96]]
+    assert of_kernel(capture, "scale_chosen")[0].keys == ()
+
+
+def test_capture_evaluates_grid_and_heuristics_for_every_candidate(tmp_path: Path) -> None:
+    launch = of_kernel(captured(tmp_path), "scale_chosen")[0]
+    found = {one.config["kwargs"]["BLOCK"]: (one.grid, one.heuristics) for one in launch.candidates if one.is_author}
+    assert found == {32: ((2, 3), {"EVEN": True}), 128: ((2, 1), {"EVEN": False})}
+    around = {one.config["kwargs"]["BLOCK"] for one in launch.candidates if not one.is_author}
+    assert around >= {16, 64, 256}
+
+
+def test_capture_keeps_index_values_and_a_sample_of_floats(tmp_path: Path) -> None:
+    launch = of_kernel(captured(tmp_path), "scale_chosen")[0]
+    kept = load_file(tmp_path / CLASSES / launch.digest / VALUES)
+    assert [about["kept"] for about in launch.storages] == ["sample", "values"]
+    assert kept["storage.1"].view(torch.int64).tolist() == [0, 2]
+    floats = kept["storage.0"].view(torch.float32)
+    assert torch.equal(floats, torch.arange(4 * 96, dtype=torch.float32) % 7)
+    assert launch.storages[0]["statistics"]["largest"] == 6.0
+    assert launch.restored == ("x_ptr",)
+
+
+def test_capture_of_tensors_that_share_memory_says_so(tmp_path: Path) -> None:
+    module = example()
+    startup.capture(tmp_path)
+    whole = torch.ones(8, 64)
+    module.row_sum[(4,)](whole[2:6], whole[0, :4], 4, 64)
+    startup.uninstall()
+    launch = read_capture(tmp_path).classes[0]
+    x, y = (argument.tensor for argument in launch.arguments[:2])
+    assert x is not None and y is not None
+    assert (x.storage, x.offset, y.storage, y.offset) == (0, 2 * 64 * 4, 0, 0)
+    assert launch.argument_bytes == 4 * 64 * 4 + 4 * 4
+
+
+def test_capture_tells_strides_and_alignment_apart(tmp_path: Path) -> None:
+    module = example()
+    startup.capture(tmp_path)
+    long = torch.ones(4 * 64 + 1)
+    for x in (long[:-1].view(4, 64), long[1:].view(4, 64), torch.ones(64, 4).t()):
+        module.row_sum[(4,)](x, torch.empty(4), 4, 64)
+    startup.uninstall()
+    tensors = [launch.arguments[0].tensor for launch in read_capture(tmp_path).classes]
+    assert sorted((t.stride, t.is_aligned) for t in tensors if t) == [((1, 4), True), ((64, 1), False), ((64, 1), True)]
+
+
+def test_capture_over_max_bytes_names_what_it_leaves_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    launch = of_kernel(captured(tmp_path, max_bytes=8), "scale_chosen")[0]
+    assert [about["kept"] for about in launch.storages] == ["statistics", "missing"]
+    assert "16 bytes of index values are over --max-bytes: not kept" in caplog.text
+    assert not (tmp_path / CLASSES / launch.digest / VALUES).exists()
+
+
+def test_capture_runs_the_first_config_of_the_pruned_list(tmp_path: Path) -> None:
+    module = example()
+    before = module.step(4, 96)
+    forget(module)
+    startup.capture(tmp_path)
+    after = module.step(4, 96)
+    assert torch.equal(before, after)
+    assert module.row_sum.best_config is module.row_sum.configs[0]
+
+
+def test_capture_with_autotune_records_the_authors_choice(tmp_path: Path) -> None:
+    launch = of_kernel(captured(tmp_path, autotune=True), "row_sum")[0]
+    assert launch.choice in author_configs(launch)
+
+
+def test_capture_of_a_pattern_leaves_other_kernels_alone(tmp_path: Path) -> None:
+    assert [one.kernel.name for one in captured(tmp_path, pattern="row_*").classes] == ["row_sum"]
+
+
+def test_capture_keeps_the_first_classes_of_very_many(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    capture = captured(tmp_path, (2, 32), (2, 64), (2, 96), most_classes=2, pattern="row_sum")
+    assert sorted(one.sizes["N"] for one in capture.classes) == [32, 64]
+    assert "more than 2 classes of launches" in capture.refused()["two_kernels.row_sum"]
+
+
+def test_capture_that_cannot_write_lets_the_program_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    startup.capture(blocked)
+    assert example().step(4, 96).tolist() == [566.0, 287.0, 582.0, 288.0]
+    assert "row_sum" in caplog.text
+
+
+def test_capture_of_an_argument_that_is_no_data_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    module = example()
+    startup.capture(tmp_path)
+
+    key = startup.recorder().known(module.row_sum, (torch.ones(4, 64), torch.empty(4), 4, object()), {"grid": (4,)})
+    assert key.digest == ""
+    assert "argument N: a value of type builtins.object" in caplog.text
+
+
+PROGRAM = """
+import multiprocessing, os, sys
+import two_kernels
+def work(columns):
+    two_kernels.step(4, columns)
+if __name__ == "__main__":
+    process = multiprocessing.get_context("fork").Process(target=work, args=(64,))
+    process.start(); process.join()
+    work(96)
+    print("out"); print("err", file=sys.stderr)
+    sys.exit(7)
+"""
+
+
+def test_capture_command_reaches_child_processes_and_keeps_output_and_exit_code(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    code = "from kerneltune.cli import main; main()"
+    done = run_python(code, "capture", "--out", str(tmp_path / "cap"), "--", sys.executable, str(script))
+    assert (done.returncode, done.stdout) == (7, "out\n")
+    assert done.stderr.startswith("err\n")
+    sums = of_kernel(read_capture(tmp_path / "cap"), "row_sum")
+    assert sorted(one.sizes["N"] for one in sums) == [64, 96]
+    assert "row_sum" in done.stderr
+
+
+KILLED = """
+import os, signal
+from pathlib import Path
+from kerneltune.adopt import startup
+import two_kernels
+startup.capture(Path({folder!r}))
+two_kernels.step(4, 96)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_capture_of_a_killed_program_keeps_its_classes(tmp_path: Path) -> None:
+    done = run_python(KILLED.format(folder=str(tmp_path)), TRITON_INTERPRET="1")
+    assert done.returncode == -9
+    capture = read_capture(tmp_path)
+    assert sorted(one.kernel.name for one in capture.classes) == ["row_sum", "scale_chosen"]
+    assert capture.problems == []

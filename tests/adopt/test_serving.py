@@ -1,0 +1,327 @@
+"""Serving: the table's configs are launched, nothing is timed, and what the table lacks follows the policy."""
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from adopted import author_configs, captured, example, forget, kernel_of, of_kernel, run_python, write_table
+
+from kerneltune.adopt import program, startup
+from kerneltune.adopt.overview import read_capture
+from kerneltune.adopt.table import Group, Row
+
+
+def served(root: Path, **options: Any) -> Any:
+    """Start serving in this process."""
+    startup.install(root, **options)
+    return startup.server()
+
+
+def tuned_folder(root: Path, chosen: int = 3, **changes: Any) -> list[dict[str, Any]]:
+    """Capture the example at 96 columns and write a table that serves its row_sum with one of its configs."""
+    launches = of_kernel(captured(root), "row_sum")
+    configs = author_configs(launches[0])
+    order = [configs[chosen], *(config for config in configs if config is not configs[chosen])]
+    write_table(root, kernel_of(launches, order, **changes))
+    return order
+
+
+@pytest.fixture
+def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An author's autotuner that times anything fails."""
+
+    def refuse(*_args: Any, **_kwargs: Any) -> None:
+        raise AssertionError("something was timed")
+
+    for kernel in (example().row_sum, example().scale_chosen):
+        monkeypatch.setattr(kernel, "_do_bench", refuse)
+        kernel.__dict__.pop("do_bench", None)
+
+
+@pytest.mark.usefixtures("untimed")
+def test_serving_a_tuned_launch_runs_the_live_config_and_times_nothing(tmp_path: Path) -> None:
+    tuned_folder(tmp_path)
+    module = example()
+    expected = module.row_sum.configs[3]
+    server = served(tmp_path, miss="default")
+    assert module.step(4, 96).tolist() == [566.0, 287.0, 582.0, 288.0]
+    assert module.row_sum.best_config is expected
+    assert (server.counts.hits, server.counts.tunings) == (1, 0)
+
+
+def test_serving_with_policy_author_lets_the_authors_autotuner_choose_among_all_configs(tmp_path: Path) -> None:
+    tuned_folder(tmp_path)
+    module = example()
+    tried = []
+    module.row_sum.__dict__["do_bench"] = lambda call, quantiles: [float(tried.append(call) or -len(tried))] * 3
+    server = served(tmp_path)
+    try:
+        module.row_sum[(4,)](torch.ones(4, 64), torch.empty(4), 4, 64)
+        module.row_sum[(4,)](torch.ones(4, 64), torch.empty(4), 4, 64)
+    finally:
+        del module.row_sum.__dict__["do_bench"]
+    assert len(tried) == 6
+    assert server.counts.tunings == 1
+    assert module.row_sum.best_config.kwargs == {"BLOCK": 256}
+
+
+def test_serving_a_miss_records_it_as_a_capture(tmp_path: Path) -> None:
+    tuned_folder(tmp_path)
+    served(tmp_path, miss="default")
+    example().row_sum[(4,)](torch.ones(4, 64), torch.empty(4), 4, 64)
+    example().row_sum[(4,)](torch.ones(4, 96), torch.empty(4), 4, 96)
+    startup.uninstall()
+    assert [one.sizes["N"] for one in read_capture(tmp_path / "misses").classes] == [64]
+
+
+@pytest.mark.usefixtures("untimed")
+def test_serving_with_policy_nearest_takes_the_nearest_tuned_launch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    launches = of_kernel(captured(tmp_path, (4, 96), (4, 1024)), "row_sum")
+    small, large = sorted(launches, key=lambda one: one.sizes["N"])
+    configs = author_configs(small)
+    rows = [Row(one.sizes, (config,), {}) for one, config in ((small, configs[1]), (large, configs[4]))]
+    groups = tuple(Group(one.key, one.dtypes, (), (row,)) for one, row in zip((small, large), rows, strict=True))
+    write_table(tmp_path, kernel_of(launches, configs, groups=groups))
+    served(tmp_path, miss="nearest", misses=None)
+    module = example()
+    for columns, expected in ((128, 1), (700, 4)):
+        module.row_sum[(4,)](torch.ones(4, columns), torch.empty(4), 4, columns)
+        assert module.row_sum.best_config == triton.Config(configs[expected]["kwargs"], num_warps=configs[expected]["num_warps"])
+    assert "nearest captured launch" in caplog.text
+
+
+def test_serving_with_policy_error_names_kernel_and_sizes(tmp_path: Path) -> None:
+    tuned_folder(tmp_path)
+    served(tmp_path, miss="error", misses=None)
+    with pytest.raises(LookupError, match=r"two_kernels.row_sum: no config for .*'N': 64.*on interpreter"):
+        example().row_sum[(4,)](torch.ones(4, 64), torch.empty(4), 4, 64)
+
+
+@pytest.mark.usefixtures("untimed")
+def test_serving_sizes_that_the_key_omits_takes_the_nearest_row_of_the_group(tmp_path: Path) -> None:
+    launches = of_kernel(captured(tmp_path, (2, 96), (64, 96)), "row_sum")
+    few, many = sorted(launches, key=lambda one: one.sizes["M"])
+    configs = author_configs(few)
+    rows = (Row(few.sizes, (configs[2],), {}), Row(many.sizes, (configs[5],), {}))
+    write_table(tmp_path, kernel_of(launches, configs, groups=(Group(few.key, few.dtypes, ("M",), rows),)))
+    server = served(tmp_path, miss="error")
+    module = example()
+    for rows_given, expected in ((3, 2), (50, 5)):
+        module.row_sum[(rows_given,)](torch.ones(rows_given, 96), torch.empty(rows_given), rows_given, 96)
+        assert module.row_sum.best_config.kwargs["BLOCK"] == configs[expected]["kwargs"]["BLOCK"]
+    assert server.counts.misses == 0
+
+
+def test_serving_a_kernel_whose_source_changed_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tuned_folder(tmp_path, source="0" * 12, bytecode="0" * 16)
+    server = served(tmp_path, miss="default", misses=None)
+    for columns in (96, 64):
+        example().row_sum[(4,)](torch.ones(4, columns), torch.empty(4), 4, columns)
+    assert server.counts.hits == 0
+    assert caplog.text.count("its source has changed since it was tuned") == 1
+
+
+def test_serving_another_package_version_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    module = example()
+    tuned_folder(tmp_path, package="1.0")
+    module.__version__ = "2.0"
+    try:
+        served(tmp_path, miss="default", misses=None)
+        module.step(4, 96)
+    finally:
+        del module.__version__
+    assert "tuned with version 1.0 of its package, here is 2.0" in caplog.text
+
+
+def test_serving_a_table_of_another_gpu_says_which_it_has(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    launches = of_kernel(captured(tmp_path), "row_sum")
+    write_table(tmp_path, kernel_of(launches, author_configs(launches[0])), device="nvidia_h100")
+    served(tmp_path, miss="default", misses=None)
+    example().step(4, 96)
+    assert "no table for interpreter, only for nvidia_h100" in caplog.text
+
+
+def test_serving_a_changed_table_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tuned_folder(tmp_path)
+    path = tmp_path / "served" / "interpreter.json"
+    path.write_text(path.read_text().replace('"BLOCK": 64', '"BLOCK": 32'))
+    served(tmp_path, miss="default", misses=None)
+    example().step(4, 96)
+    assert "nothing is served" in caplog.text
+    assert "manifest.json beside it names" in caplog.text
+
+
+def test_serving_with_a_manifest_of_another_table_raises(tmp_path: Path) -> None:
+    tuned_folder(tmp_path)
+    served(tmp_path, manifest="abc")
+    with pytest.raises(ValueError, match="manifest: abc: the table in .* has SHA-256"):
+        example().step(4, 96)
+
+
+def test_serving_with_its_manifest_logs_the_digest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    launches = of_kernel(captured(tmp_path), "row_sum")
+    digest = write_table(tmp_path, kernel_of(launches, author_configs(launches[0])))
+    caplog.set_level(logging.INFO, "kerneltune.adopt")
+    server = served(tmp_path, manifest=digest, miss="default", misses=None)
+    example().step(4, 96)
+    assert server.counts.hits == 1
+    assert digest in caplog.text
+
+
+class OutOfResources(Exception):
+    """Stands for Triton's, which is known by its name."""
+
+
+def test_serving_a_config_that_cannot_launch_falls_to_the_next_loudly(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = tuned_folder(tmp_path)
+    module = example()
+    launched = []
+    original = module.row_sum.fn.run
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        launched.append((kwargs["BLOCK"], kwargs["num_warps"]))
+        if len(launched) < 3:
+            raise OutOfResources("shared memory")
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(module.row_sum.fn, "run", run)
+    served(tmp_path, miss="error")
+    monkeypatch.setattr(startup.server(), "miss", "default")
+    for _ in range(2):
+        module.row_sum[(4,)](torch.ones(4, 96), torch.empty(4), 4, 96)
+    expected = [(one["kwargs"]["BLOCK"], one["num_warps"]) for one in order[:3]]
+    assert launched == [*expected, expected[2]]
+    assert caplog.text.count("fails here (OutOfResources: shared memory): falling back to") == 2
+
+
+def test_serving_another_error_of_a_launch_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned_folder(tmp_path)
+    module = example()
+    served(tmp_path)
+
+    def fail(*_args: Any, **_kwargs: Any) -> None:
+        raise RuntimeError("illegal memory access")
+
+    monkeypatch.setattr(module.row_sum.fn, "run", fail)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        module.row_sum[(4,)](torch.ones(4, 96), torch.empty(4), 4, 96)
+
+
+def test_serving_keeps_the_live_pre_hook_of_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned_folder(tmp_path, chosen=2)
+    module = example()
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(module.row_sum.configs[2], "pre_hook", lambda named: seen.append(dict(named)))
+    served(tmp_path)
+    module.row_sum[(4,)](torch.ones(4, 96), torch.empty(4), 4, 96)
+    assert [(one["N"], one["BLOCK"]) for one in seen] == [(96, 128)]
+
+
+def test_serving_in_a_graph_capture_takes_the_nearest_instead_of_the_authors_tuning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, untimed: None
+) -> None:
+    tuned_folder(tmp_path, chosen=4)
+    server = served(tmp_path, misses=None)
+    monkeypatch.setattr(program, "is_capturing", lambda: True)
+    example().row_sum[(4,)](torch.ones(4, 64), torch.empty(4), 4, 64)
+    assert example().row_sum.best_config.kwargs == {"BLOCK": 256}
+    assert server.counts.tunings == 0
+
+
+def test_serving_from_many_threads_gives_right_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned_folder(tmp_path)
+    module = example()
+    launched: list[tuple[int, int]] = []
+    monkeypatch.setattr(module.row_sum.fn, "run", lambda *args, **kwargs: launched.append((args[3], kwargs["BLOCK"])))
+    served(tmp_path, miss="nearest", misses=None)
+    x, y = torch.ones(4, 512), torch.empty(4)
+
+    def work(columns: int) -> None:
+        for _ in range(200):
+            module.row_sum[(4,)](x, y, 4, columns)
+
+    threads = [threading.Thread(target=work, args=(columns,)) for columns in (96, 64, 128, 256)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(launched) == 800
+    assert set(launched) == {(columns, 128) for columns in (96, 64, 128, 256)}
+
+
+class OwnAutotuner(triton.runtime.autotuner.Autotuner):
+    """As packages have them: looks something up, then calls Triton's run."""
+
+    looked_up = 0
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Count, then launch."""
+        type(self).looked_up += 1
+        return super().run(*args, **kwargs)
+
+
+def test_serving_a_subclass_that_calls_super_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned_folder(tmp_path)
+    module = example()
+    monkeypatch.setattr(module.row_sum, "__class__", OwnAutotuner)
+    server = served(tmp_path, miss="error")
+    module.row_sum[(4,)](torch.ones(4, 96), torch.empty(4), 4, 96)
+    assert (server.counts.hits, OwnAutotuner.looked_up) == (1, 1)
+
+
+def test_serving_a_kernel_made_later_shows_the_portfolio_before_it_is_launched(tmp_path: Path) -> None:
+    order = tuned_folder(tmp_path)
+    served(tmp_path)
+    module = example()
+    known = module.row_sum
+    made = triton.autotune(configs=list(known.configs), key=["N"])(known.fn)
+    assert [config.kwargs for config in made.configs] == [order[0]["kwargs"]]
+    assert isinstance(made, triton.runtime.autotuner.Autotuner)
+    assert len(known.configs) == 6
+
+
+def test_serving_by_environment_variable_reaches_a_process(tmp_path: Path) -> None:
+    tuned_folder(tmp_path, chosen=5)
+    code = (
+        "from kerneltune.adopt.startup import start_from_environment; start_from_environment();"
+        "import two_kernels as t; t.step(4, 96); print(t.row_sum.best_config)"
+    )
+    done = run_python(code, KERNELTUNE_ADOPT=str(tmp_path), KERNELTUNE_ADOPT_MISS="default", TRITON_INTERPRET="1")
+    assert done.stdout.startswith("BLOCK: 256, num_warps: 4"), done.stderr
+
+
+def test_serving_imports_next_to_nothing(tmp_path: Path) -> None:
+    tuned_folder(tmp_path)
+    code = (
+        "import sys; from kerneltune.adopt import install; install(sys.argv[1]);"
+        "import kerneltune.adopt.serving, kerneltune.adopt.recorder;"
+        "print([m for m in ('torch', 'triton', 'numpy', 'pandas', 'optuna', 'rich', 'typer', 'safetensors') if m in sys.modules])"
+    )
+    assert run_python(code, str(tmp_path)).stdout == "[]\n"
+
+
+def test_install_of_a_folder_without_table_raises(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no tuned configs: expected a folder that `kerneltune tune` wrote"):
+        startup.install(tmp_path)
+
+
+def test_install_with_an_unknown_policy_raises(tmp_path: Path) -> None:
+    (tmp_path / "served").mkdir()
+    with pytest.raises(ValueError, match="miss: 'guess': expected one of author, nearest, default, error"):
+        startup.install(tmp_path, miss="guess")
+
+
+def test_forgotten_state_leaves_the_authors_list(tmp_path: Path) -> None:
+    tuned_folder(tmp_path)
+    served(tmp_path)
+    module = example()
+    module.row_sum[(4,)](torch.ones(4, 96), torch.empty(4), 4, 96)
+    assert len(module.row_sum.configs) == 1
+    forget(module)
+    assert len(module.row_sum.configs) == 6
