@@ -56,6 +56,9 @@ PEAK_TFLOPS: Mapping[str, Mapping[str, float]] = {
 }
 """Device name -> element type -> TFLOP/s of the tensor cores as the data sheet gives them, without sparsity."""
 
+ARCHITECTURES: Mapping[str, str] = {"nvidia_h100_80gb_hbm3": "sm_90", "nvidia_h200": "sm_90", "nvidia_b200": "sm_100"}
+"""Folder of a GPU model -> architecture, for work on its files where no such GPU is."""
+
 _UNIT_DIGITS = 12
 
 NO_GPU = Device(INTERPRETER, INTERPRETER, sms=4, l2_bytes=0, driver="none")
@@ -104,6 +107,12 @@ def unit_of(uuid: str) -> str:
 def current_slug() -> str:
     """`current().slug`, remembered: what the configs of this device are filed under."""
     return current().slug
+
+
+def arch_of(device_slug: str) -> str:
+    """Return the architecture of a GPU model by its folder; empty where it is neither known nor in this machine."""
+    here = current()
+    return here.arch if here.slug == device_slug else ARCHITECTURES.get(device_slug, "")
 
 
 _SMS_COMPILED_FOR = 132

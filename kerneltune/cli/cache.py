@@ -23,6 +23,8 @@ _STALE = ("stale", "stale-but-good")
 app = typer.Typer(no_args_is_help=True, help="Show, check, verify and exchange the cached configs.")
 
 app.command("observe")(rules.observe)
+app.command("fit")(rules.fit)
+app.command("explain")(rules.explain)
 
 
 @app.command("list")

@@ -1,14 +1,21 @@
-"""`kerneltune cache observe`: what the rules of unrecorded cases are fitted to."""
+"""`kerneltune cache observe`, `fit` and `explain`: the rules of cases that have no config of their own."""
 
 from collections.abc import Mapping
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kerneltune.cells import pairs
 from kerneltune.cli import options as o
-from kerneltune.cli.console import show
+from kerneltune.cli.console import show, show_table
 from kerneltune.cli.progress import reporter
 from kerneltune.spec import Case, Op, Variant
+
+if TYPE_CHECKING:
+    from kerneltune.rule import Rule
+
+Gpu = Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="Of this GPU, as its folder is called.")]
 
 OpsGiven = Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Only these operators, in this order.")]
 
@@ -53,6 +60,129 @@ def observe(
     with reporter() as progress:
         count = run(asked, options, progress)
     show(f"{count} of {len(asked)} cases timed: {folder / device.current().slug / 'observations'}")
+
+
+def fit(
+    ops: OpsGiven = None,
+    gpu: Gpu = None,
+    variant: Annotated[str, typer.Option("--variant", metavar="NAME", help="Whose configs.")] = "optimized",
+    check: Annotated[bool, typer.Option("--check", help="Write nothing.")] = False,
+    configs: o.Configs = None,
+    results: o.Results = None,
+) -> None:
+    """Fit the rules of a GPU to what was measured, and write them beside the configs.
+
+    The table says how a rule does on recorded cases of sizes that it was not fitted to: the tuned time over the rule's. Needs no
+    GPU.
+    """
+    from kerneltune import rule
+    from kerneltune.files import replace_text
+    from kerneltune.tuning.fitting import Table, fitted
+    from kerneltune.tuning.gathering import samples_of
+
+    known = o.load_ops()
+    slug = _gpu(gpu, configs)
+    root, folder = o.configs_root(configs), o.results_root(results)
+    if not check:
+        o.require_writable(root)
+    rows: list[tuple[str, ...]] = []
+    for name in [o.choice("op", name, known) for name in ops or _with_variant(known, variant)]:
+        op, of = known[name], known[name].variant(variant)
+        samples = samples_of(op, of, slug, configs, folder)
+        if len({sample.case.axes for sample in samples}) < 2:
+            rows.append((name, "0", "", "", "", "times of fewer than two sizes are known"))
+            continue
+        made, judgement = fitted(Table(op, of, samples))
+        found = judgement.data
+        if not check:
+            others = [one for one in _rules(rule.path_of(name, slug, root)) if one.variant != variant]
+            about = {"arch": _arch(slug), "cases": len(samples), "command": f"kerneltune cache fit {name}"}
+            replace_text(rule.path_of(name, slug, root), rule.dumps(name, slug, [*others, made], about))
+        shares = [f"{found[field]:.3f}" if field in found else "" for field in ("geomean", "worst")]
+        rows.append((name, str(found["cases"]), str(found["judged"]), *shares, str(found.get("worst_case", ""))))
+    show_table(("op", "cases", "judged", "geo-mean", "worst", "worst case"), rows)
+
+
+def explain(
+    op: Annotated[str, typer.Argument(metavar="OP", help="Name of an operator.")],
+    case: Annotated[str, typer.Argument(metavar="CASE", help="A bench case by name, or sizes such as M=8192,N=3584.")],
+    gpu: Gpu = None,
+    variant: Annotated[str, typer.Option("--variant", metavar="NAME", help="Whose config.")] = "optimized",
+    dtype: Annotated[str | None, typer.Option("--dtype", metavar="NAME", help="Element type, where CASE is sizes.")] = None,
+    quant: Annotated[str | None, typer.Option("--quant", metavar="NAME", help="Quantisation mode.")] = None,
+    configs: o.Configs = None,
+) -> None:
+    """Show which config a call without `config=` runs a case with, where it comes from, and how good such configs are."""
+    from kerneltune import cache, rule
+
+    known = o.load_ops()
+    chosen = known[o.choice("op", op, known)]
+    of = chosen.variant(variant)
+    if of.config is None:
+        raise ValueError(f"variant: {variant!r}: expected a variant with knobs")
+    slug = _gpu(gpu, configs)
+    asked = chosen.called(_case(known, chosen, case, dtype, quant))
+    found = cache.Chooser.of(chosen, of, "cold", configs).find(asked, slug)
+    knobs = {name: getattr(found.config, name) for name in found.config.__dataclass_fields__}
+    show(f"case    {asked.label}\nconfig  {pairs(knobs)}\nfrom    {_SOURCES[found.source]}")
+    ruling = rule.ruling(o.configs_root(configs), slug, chosen.name, variant, "cold")
+    if ruling is None:
+        show("rule    none: `kerneltune cache fit` makes one where times of several sizes are known")
+        return
+    path = " and ".join(ruling.rule.path(rule.facts_of(asked))) or "any case"
+    show(f"rule    {ruling.told(slug)}: {path}")
+    judged = ruling.rule.judged
+    if judged.get("judged"):
+        told = f"{judged['geomean']:.3f} of the tuned speed (geometric mean of {judged['judged']} of {judged['cases']} cases)"
+        show(f"left out {told}, worst {judged['worst']:.3f}: {judged['worst_case']}")
+
+
+_SOURCES = {
+    "own": "the cache's entry for exactly this case",
+    "near": "the cache's entry for the nearest sizes, options or type",
+    "rule": "the rule",
+    "default": "the default",
+}
+
+
+def _case(known: Mapping[str, Op], op: Op, text: str, dtype: str | None, quant: str | None) -> Case:
+    """The bench case of a name, or the case of sizes."""
+    if "=" in text:
+        return o.case_of_sizes(op, text.split(","), dtype or op.dtypes[0], quant or op.quants[0])
+    cases = [case for case in _bench(known).get(op.name, []) if dtype in (None, case.dtype) and quant in (None, case.quant)]
+    named = {case.name: case for case in reversed(cases)}
+    return named[o.choice("case", text, named)]
+
+
+def _gpu(gpu: str | None, configs: Path | None) -> str:
+    """The folder of the GPU that is meant: as given, this machine's, or the only one that there is.
+
+    Raises:
+        ValueError: none of these.
+    """
+    from kerneltune import device
+
+    here = device.current()
+    known = sorted(path.name for path in o.configs_root(configs).glob("*") if path.is_dir())
+    if gpu is not None:
+        return o.choice("gpu", gpu, [*known, here.slug])
+    if here.is_gpu:
+        return here.slug
+    if len(known) != 1:
+        raise ValueError(f"gpu: not given: expected one of {', '.join(known) or '(none found)'}")
+    return known[0]
+
+
+def _rules(path: Path) -> "tuple[Rule, ...]":
+    from kerneltune import rule
+
+    return rule.load_strict(path) if path.exists() else ()
+
+
+def _arch(slug: str) -> str:
+    from kerneltune import device
+
+    return device.arch_of(slug)
 
 
 def _with_variant(known: Mapping[str, Op], name: str) -> list[str]:

@@ -1,0 +1,343 @@
+"""Rules fitted to measured times, and what leave-one-shape-out says of them. Pure numbers: needs no GPU."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kerneltune.nearness import ranked
+from kerneltune.rule import Form, Leaf, Node, Rule, Split, facts_of
+from kerneltune.spec import Case, Op, Variant
+from kerneltune.tuning.transfer import Donor, config_of, followed, forms_of
+
+Times = Mapping[tuple[tuple[str, Any], ...], float | None]
+"""Knobs -> µs; None for a config that has no time: it spilled, failed or was wrong."""
+_Costs = npt.NDArray[np.float64]
+_Expressions = tuple[str, ...]
+
+UNKNOWN, INVALID, FAILED = 0.25, 0.3, 0.7
+"""log time over the best that a config is expected to cost where it was not timed, is not valid, or has no time."""
+_WORST_COUNTS = 0.25
+"""Share of a leaf's largest cost that counts beside the mean."""
+_USED = 4
+"""Forms of a leaf: the next serves where those before it are not valid."""
+_SHAPES_OF_DEPTH = ((0, 1), (2, 3), (3, 2), (4, 2), (6, 1), (6, 2), (8, 1))
+"""(depth of a tree, fewest shapes of a leaf) that are tried."""
+_NEAR = (0.0, 0.5, 1.01, 2.01, 4.01)
+_GAIN = 0.002
+"""Mean log time that a split must save per case of the whole table."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A case with what is known of it.
+
+    Attributes:
+        best_us: time of the recorded config, or the least known where none is recorded.
+        recorded: the knobs of the recorded config, None where there is none.
+    """
+
+    case: Case
+    times: Times
+    best_us: float
+    recorded: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What leave-one-shape-out says of a rule.
+
+    Attributes:
+        shares: recorded case -> tuned time over the rule's time; NaN where the rule's config was not timed there.
+    """
+
+    shares: Mapping[Case, float] = field(default_factory=dict)
+
+    @property
+    def judged(self) -> list[float]:
+        """The shares that are known."""
+        return [share for share in self.shares.values() if not math.isnan(share)]
+
+    @property
+    def geomean(self) -> float:
+        """Their geometric mean."""
+        return float(np.exp(np.mean(np.log(self.judged)))) if self.judged else math.nan
+
+    @property
+    def worst(self) -> float:
+        """The least."""
+        return min(self.judged, default=math.nan)
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The judgement as JSON."""
+        if not self.judged:
+            return {"cases": len(self.shares), "judged": 0}
+        label = min((case for case, share in self.shares.items() if share == self.worst), key=lambda case: case.label).label
+        figures = {"geomean": round(self.geomean, 4), "worst": round(self.worst, 4), "worst_case": label}
+        return {"cases": len(self.shares), "judged": len(self.judged), **figures}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How a tree may grow, and how far the nearest recorded sizes serve.
+
+    Attributes:
+        depth: most questions to a leaf.
+        least: fewest shapes of a leaf.
+        near: as in rule.Rule.
+    """
+
+    depth: int
+    least: int
+    near: float
+
+
+class Table:
+    """Costs of forms on cases: log time over the best.
+
+    Attributes:
+        samples: the cases.
+        forms: what a rule may choose.
+        costs: (cases, forms); UNKNOWN, INVALID and FAILED stand for what has no time.
+        known: (cases, forms) whether the time is known.
+        valid: (cases, forms) whether the config is valid.
+    """
+
+    def __init__(self, op: Op, variant: Variant, samples: Sequence[Sample]) -> None:
+        self.op, self.variant, self.samples = op, variant, list(samples)
+        donors = [(s.case, dict(s.recorded or _fastest(s))) for s in samples if s.recorded or _fastest(s)]
+        follows = followed(donors)
+        places: dict[Form, set[int]] = {}
+        shapes = self.shapes
+        for donor in donors:
+            for form in forms_of(donor, follows):
+                places.setdefault(form, set()).add(shapes[donor[0].axes])
+        self.forms = list(places)
+        self._given_by = [places[form] for form in self.forms]
+        size = len(self.samples), len(self.forms)
+        self.costs, self.known, self.valid = np.full(size, UNKNOWN), np.zeros(size, bool), np.zeros(size, bool)
+        for i, sample in enumerate(self.samples):
+            for j, form in enumerate(self.forms):
+                self.costs[i, j], self.known[i, j], self.valid[i, j] = self._cost(sample, form.at(dict(sample.case.axes)))
+        self.questions = list(_questions(op, self.samples))
+
+    @property
+    def shapes(self) -> dict[tuple[tuple[str, int], ...], int]:
+        """The number of every shape."""
+        return {axes: number for number, axes in enumerate(dict.fromkeys(s.case.axes for s in self.samples))}
+
+    def _cost(self, sample: Sample, knobs: Mapping[str, Any]) -> tuple[float, bool, bool]:
+        if config_of(self.variant, sample.case, knobs) is None:
+            return INVALID, False, False
+        key = tuple(knobs.items())
+        if key not in sample.times:
+            return UNKNOWN, False, True
+        time_us = sample.times[key]
+        return (FAILED, True, True) if time_us is None else (math.log(time_us / sample.best_us), True, True)
+
+    def share(self, index: int, knobs: Mapping[str, Any]) -> float:
+        """Return the tuned time over that of a config on a case; NaN where it is not known."""
+        cost, known, _ = self._cost(self.samples[index], knobs)
+        return math.exp(-cost) if known else math.nan
+
+    def usable(self, without: int | None) -> npt.NDArray[np.bool_]:
+        """Return which forms some shape other than `without` gives."""
+        return np.array([bool(given - {without}) for given in self._given_by])
+
+
+def _fastest(sample: Sample) -> Mapping[str, Any]:
+    timed = [(time_us, knobs) for knobs, time_us in sample.times.items() if time_us is not None]
+    return dict(min(timed, key=lambda pair: pair[0])[1]) if len(timed) >= 6 else {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """A number of every case, or whether an option has a value."""
+
+    subject: str
+    values: npt.NDArray[np.float64]
+    equals: Any = None
+
+
+def _questions(op: Op, samples: Sequence[Sample]) -> Iterator[_Question]:
+    facts = [facts_of(sample.case) for sample in samples]
+    for expression in _expressions(op.axes):
+        yield _Question(expression, np.array([one.number(expression) for one in facts]))
+    for word in ("dtype", "quant", *op.options):
+        for value in list(dict.fromkeys(one.words[word] for one in facts))[:-1]:
+            yield _Question(word, np.array([float(one.words[word] == value) for one in facts]), value)
+
+
+def _expressions(axes: Sequence[str]) -> _Expressions:
+    """Sizes, their products and ratios, bytes, and how a size lies to powers of two."""
+    every = "*".join([*axes, "bytes"])
+    pairs = [f"{a}*{b}" for a, b in itertools.combinations(axes, 2) if len(axes) > 2]
+    ratios = [f"{a}/{b}" for a, b in itertools.combinations(axes, 2)]
+    return (*axes, every, *pairs, *ratios, *(f"{axis}/pow2({axis})" for axis in axes), *(f"low({axis})" for axis in axes))
+
+
+def _objective(costs: _Costs) -> float:
+    return float(costs.mean() + _WORST_COUNTS * costs.max()) if len(costs) else 0.0
+
+
+def _best_prefixes(costs: _Costs) -> _Costs:
+    """Return for every number of leading rows (1, 2, …) the least objective times the number, over the forms."""
+    count = np.arange(1, len(costs) + 1)[:, None]
+    totals = np.cumsum(costs, axis=0) + _WORST_COUNTS * np.maximum.accumulate(costs, axis=0) * count
+    best: _Costs = totals.min(axis=1)
+    return best
+
+
+class _Grower:
+    """A tree over some cases and forms of a table."""
+
+    def __init__(self, table: Table, rows: npt.NDArray[np.intp], forms: npt.NDArray[np.bool_], shape: Shape) -> None:
+        self.table, self.shape = table, shape
+        self.columns = np.flatnonzero(forms)
+        self.least_gain = _GAIN * len(rows)
+        self.numbers = np.array([table.shapes[sample.case.axes] for sample in table.samples])
+        self.node = self.grow(rows, shape.depth)
+
+    def grow(self, rows: npt.NDArray[np.intp], depth: int) -> Node:
+        found = self.split(rows) if depth else None
+        if found is None:
+            return Leaf(self.ranking(rows))
+        question, bound = found
+        below = question.values[rows] <= bound
+        if question.equals is not None:
+            below = ~below
+        then, otherwise = self.grow(rows[below], depth - 1), self.grow(rows[~below], depth - 1)
+        if then == otherwise:
+            return then
+        return Split(question.subject, None if question.equals is not None else _round(bound), question.equals, then, otherwise)
+
+    def split(self, rows: npt.NDArray[np.intp]) -> tuple[_Question, float] | None:
+        """Return the question that saves the most time, and its bound."""
+        costs = self.table.costs[np.ix_(rows, self.columns)]
+        whole = _best_prefixes(costs)[-1]
+        best, most = None, self.least_gain
+        for question in self.table.questions:
+            values = question.values[rows]
+            order = np.argsort(values, kind="stable")
+            ordered = values[order]
+            ends = np.flatnonzero(np.diff(ordered) > 1e-9)
+            if not len(ends):
+                continue
+            left = _best_prefixes(costs[order])
+            right = _best_prefixes(costs[order[::-1]])[::-1]
+            for end in ends:
+                gain = whole - left[end] - right[end + 1]
+                if gain > most and self.enough(rows[order[: end + 1]]) and self.enough(rows[order[end + 1 :]]):
+                    low, high = ordered[end], ordered[end + 1]
+                    best, most = (question, math.sqrt(low * high) if low > 0 else (low + high) / 2), gain
+        return best
+
+    def enough(self, rows: npt.NDArray[np.intp]) -> bool:
+        return len(set(self.numbers[rows])) >= self.shape.least
+
+    def ranking(self, rows: npt.NDArray[np.intp]) -> tuple[int, ...]:
+        """Return a leaf's forms: the best for all its cases, then the best for those that it is not valid for, then others."""
+        chosen: list[int] = []
+        left = rows
+        while len(chosen) < _USED and len(chosen) < len(self.columns):
+            costs = self.table.costs[np.ix_(left if len(left) else rows, self.columns)]
+            scores = costs.mean(axis=0) + _WORST_COUNTS * costs.max(axis=0)
+            scores[np.isin(self.columns, chosen)] = np.inf
+            best = int(self.columns[int(np.argmin(scores))])
+            chosen.append(best)
+            left = left[~self.table.valid[left, best]]
+        return tuple(chosen)
+
+
+def _round(bound: float) -> float:
+    """Return the bound with as many digits as a reader wants."""
+    return float(f"{bound:.4g}")
+
+
+def grown(table: Table, shape: Shape, without: int | None = None) -> Rule:
+    """Return the rule that a table without one shape makes."""
+    numbers = table.shapes
+    rows = np.array([i for i, sample in enumerate(table.samples) if numbers[sample.case.axes] != without], dtype=np.intp)
+    node = _Grower(table, rows, table.usable(without), shape).node
+    return Rule(table.variant.name, "cold", tuple(table.forms), node, shape.near)
+
+
+def chosen(op: Op, variant: Variant, rule: Rule, case: Case, recorded: Sequence[Donor]) -> Mapping[str, Any] | None:
+    """Return the knobs that a look-up takes for an unrecorded case: near, by the rule, or by default."""
+    if rule.near:
+        places = [((dict(other.axes), other.dtype, dict(other.options)), (other, knobs)) for other, knobs in recorded]
+        asked = dict(case.axes), case.dtype, dict(case.options)
+        for (_, moved, apart), (other, knobs) in ranked(asked, places, op.free_axes, op.free_options, op.bands):
+            if other.quant == case.quant and moved and apart <= rule.near and config_of(variant, case, knobs) is not None:
+                return dict(knobs)
+    for knobs in rule.proposals(facts_of(case)):
+        if config_of(variant, case, knobs) is not None:
+            return knobs
+    default = variant.default_config(case)
+    return None if default is None else {name: getattr(default, name) for name in default.__dataclass_fields__}
+
+
+def judged(table: Table, shape: Shape) -> Judgement:
+    """Return how a rule of this shape does on every recorded case when it knows nothing of the case's sizes."""
+    numbers = table.shapes
+    recorded = [(i, s) for i, s in enumerate(table.samples) if s.recorded is not None]
+    shares: dict[Case, float] = {}
+    for axes, number in numbers.items():
+        left_out = [(i, s) for i, s in recorded if s.case.axes == axes]
+        if not left_out or len(numbers) < 2:
+            continue
+        rule = grown(table, shape, number)
+        others = [(s.case, dict(s.recorded or {})) for _, s in recorded if s.case.axes != axes]
+        for i, sample in left_out:
+            knobs = chosen(table.op, table.variant, rule, sample.case, others)
+            shares[sample.case] = math.nan if knobs is None else table.share(i, knobs)
+    return Judgement(shares)
+
+
+def _merit(judgement: Judgement) -> float:
+    """Return what is maximised: the mean share, less what the worst lacks, less what is not known."""
+    shares = [math.exp(-UNKNOWN) if math.isnan(share) else share for share in judgement.shares.values()]
+    if not shares:
+        return 0.0
+    return float(np.mean(np.log(np.minimum(shares, 1.02)))) + 0.1 * min(0.0, math.log(min(shares)))
+
+
+def fitted(table: Table, on_shape: Callable[[Shape, Judgement], None] = lambda _shape, _found: None) -> tuple[Rule, Judgement]:
+    """Return the rule whose shape does best when shapes are left out, and how it does."""
+    best: tuple[float, Shape, Judgement] | None = None
+    trees = {(depth, least): judged(table, Shape(depth, least, 0.0)) for depth, least in _SHAPES_OF_DEPTH}
+    leading = sorted(trees, key=lambda one: -_merit(trees[one]))[:2]
+    for (depth, least), near in itertools.product(leading, _NEAR):
+        shape = Shape(depth, least, near)
+        found = trees[depth, least] if not near else judged(table, shape)
+        on_shape(shape, found)
+        merit = _merit(found) - 0.0005 * depth
+        if best is None or merit > best[0]:
+            best = merit, shape, found
+    assert best is not None
+    _, shape, found = best
+    return _pruned(replace(grown(table, shape), judged=found.data)), found
+
+
+def _pruned(rule: Rule) -> Rule:
+    """Return the rule without the forms that no leaf uses."""
+    used = sorted(set(_used(rule.tree)))
+    places = {form: place for place, form in enumerate(used)}
+
+    def renumbered(node: Node) -> Node:
+        if isinstance(node, Leaf):
+            return Leaf(tuple(places[form] for form in node.use))
+        return replace(node, then=renumbered(node.then), otherwise=renumbered(node.otherwise))
+
+    return replace(rule, forms=tuple(rule.forms[form] for form in used), tree=renumbered(rule.tree))
+
+
+def _used(node: Node) -> Iterable[int]:
+    if isinstance(node, Leaf):
+        return node.use
+    return [*_used(node.then), *_used(node.otherwise)]
