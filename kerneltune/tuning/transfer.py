@@ -1,6 +1,7 @@
 """Configs that serve a case from other cases: knobs as they are, or following a size as the recorded configs do."""
 
 import math
+import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,9 +14,11 @@ from kerneltune.rounding import next_power_of_2
 from kerneltune.rule import Form, Scaled
 from kerneltune.spec import Case, Config, Op, Variant
 
-_EXPLAINED = 0.7
-"""Share of a knob's variance that may be left when it follows a size; more is chance."""
+_EXPLAINED = 1.1
+"""Share of a knob's variance that may be left when it follows a size; as it is the knob is offered in any case."""
 _LEAST_DONORS = 5
+_LEAST_RIVALS = 8
+"""Configs of a case: some of its space where other cases do not give as many."""
 
 Donor = tuple[Case, dict[str, Any]]
 
@@ -97,4 +100,8 @@ def rivals(op: Op, variant: Variant, case: Case, donors: Sequence[Donor], most: 
             config = config_of(variant, case, form.at(sizes))
             if config is not None:
                 found[config] = None
+    space = list(variant.configs(case)) if len(found) < min(most, _LEAST_RIVALS) else []
+    for config in random.Random(0).sample(space, min(len(space), _LEAST_RIVALS)):
+        if len(found) < min(most, _LEAST_RIVALS):
+            found[config] = None
     return list(found)[:most]
