@@ -19,7 +19,7 @@ from kerneltune.records import Key, Record
 from kerneltune.reporting import tables
 from kerneltune.reporting.ranks import rank_flips
 from kerneltune.search.trials import drop_cut_line
-from kerneltune.spec import Case, Config, Op, Variant, parts_of
+from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.tuning.apart import check_apart, compare_apart
 from kerneltune.tuning.bench import CheckBench
 from kerneltune.tuning.cached import config_for
@@ -86,7 +86,7 @@ def run_sweep(ops: Mapping[str, Op], selection: Selection, options: Options, pro
         raise
     files = _write(ops, plan.family, measured, options)
     journal.unlink(missing_ok=True)
-    remark = rank_flips(records.load(files[0]), parts_of(ops.values()))
+    remark = rank_flips(records.load(files[0]))
     return Swept([*(record for record in checked if record.status == "failed"), *measured], files, remark)
 
 
@@ -344,9 +344,9 @@ def _write(ops: Mapping[str, Op], family: str, measured: Sequence[Record], optio
     """The journal's rows and these among the records of the family, and its tables."""
     rows, markdown, csv = (results_folder(options) / f"{family}{suffix}" for suffix in (".jsonl", ".md", ".csv"))
     records.merge(rows, [*_journalled(_journal(family, options, "journal")), *measured])
-    everything, parts = records.load(rows), parts_of(ops.values())
-    replace_text(markdown, tables.sweep_markdown(everything, parts))
-    replace_text(csv, tables.sweep_csv(everything, parts))
+    table = tables.sweep_table(records.load(rows), flips=True)
+    replace_text(markdown, table.markdown())
+    replace_text(csv, table.csv())
     return [rows, markdown, csv]
 
 

@@ -60,6 +60,8 @@ ARCHITECTURES: Mapping[str, str] = {"nvidia_h100_80gb_hbm3": "sm_90", "nvidia_h2
 """Folder of a GPU model -> architecture, for work on its files where no such GPU is."""
 
 _UNIT_DIGITS = 12
+_DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+"""What NVIDIA's driver, WSL's or AMD's has, whatever GPUs a process may see."""
 
 NO_GPU = Device(INTERPRETER, INTERPRETER, sms=4, l2_bytes=0, driver="none")
 
@@ -70,7 +72,9 @@ def slug(name: str) -> str:
 
 
 def has_gpu() -> bool:
-    """Whether torch sees a GPU."""
+    """Return whether torch sees a GPU; does not import torch on a machine whose kernel knows none."""
+    if not any(map(os.path.exists, _DEVICE_FILES)):
+        return False
     import torch
 
     return torch.cuda.is_available()
@@ -93,6 +97,26 @@ def current() -> Device:
     hip = torch.version.hip is not None
     arch = p.gcnArchName.split(":")[0] if hip else f"sm_{p.major}{p.minor}"
     return Device(p.name, arch, p.multi_processor_count, p.L2_cache_size, _driver_version(), unit_of(str(p.uuid)))
+
+
+@cache
+def model() -> str:
+    """Return `current().name`, by NVML where that is sure, so that readers of records start without torch."""
+    if (
+        os.environ.get("TRITON_INTERPRET") == "1"
+        or not os.path.exists(_DEVICE_FILES[0])
+        or os.environ.get("CUDA_VISIBLE_DEVICES")
+    ):
+        return current().name
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        names = {str(pynvml.nvmlDeviceGetName(handle)) for handle in handles}
+    except Exception:  # no NVML, or one that does not answer: torch knows
+        names = set()
+    return names.pop() if len(names) == 1 else current().name
 
 
 def unit_of(uuid: str) -> str:

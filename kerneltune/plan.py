@@ -11,7 +11,6 @@ from typing import Protocol
 
 from kerneltune import device, sweep
 from kerneltune.errors import meant, unknown
-from kerneltune.search.loop import DEFAULT_SAMPLER
 from kerneltune.spec import Op, Variant
 
 
@@ -100,7 +99,7 @@ class Options:
     workers: int | None = None
     force: bool = False
     stale: bool = False
-    sampler: str = DEFAULT_SAMPLER
+    sampler: str = "gp"
     until_gain: float | None = None
     exhaustive: bool = False
     knobs: tuple[tuple[str, tuple[str, ...]], ...] = ()

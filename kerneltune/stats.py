@@ -204,12 +204,13 @@ def _rank_weights(rounds: int) -> Samples:
     return np.diff(betainc(half, half, np.linspace(0.0, 1.0, rounds + 1)))
 
 
-def geometric_mean(values: list[float]) -> float:
-    """The geometric mean of positive `values`.
+def deciles(samples: Samples) -> tuple[float, float]:
+    """Return the first and the last decile of `samples` (rounds,), interpolated: p10 and p90 of a record.
 
     Raises:
-        ValueError: no values.
+        ValueError: no samples.
     """
-    if not values:
-        raise ValueError("no values to take a geometric mean of")
-    return float(np.exp(np.mean(np.log(values))))
+    if samples.size == 0:
+        raise ValueError("no samples to take deciles of")
+    p10, p90 = np.quantile(samples, [0.1, 0.9])
+    return float(p10), float(p90)

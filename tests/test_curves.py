@@ -14,7 +14,7 @@ from kerneltune.curves import MOST_POINTS, Curves, load, save, thinned
 from kerneltune.records import append
 from kerneltune.reporting.page import page
 from kerneltune.reporting.payload import Sources, payload
-from kerneltune.reporting.tables import curves_markdown
+from kerneltune.reporting.tables import curves_table
 
 HEAD = (
     "# title: A small model\n# loss: nats\n# command: python train.py --steps 3\n"
@@ -56,11 +56,11 @@ def test_final_losses_are_means_of_the_last_fifty_steps_beside_the_first_curve()
     curves = replace(long(100), values={"bf16": losses, "fp8": (*losses[:99], 3.0)})
     assert [(final.name, final.loss) for final in curves.finals] == [("bf16", 2.0), ("fp8", pytest.approx(2.02))]
     assert [final.difference for final in curves.finals] == [0.0, pytest.approx(0.01)]
-    assert curves_markdown(curves) == (
-        "|  | nats, mean of the last 50 steps | difference to bf16 |\n"
+    assert curves_table(curves).markdown() == (
+        "| curve | nats, mean of the last 50 steps | difference to bf16 % |\n"
         "| --- | ---: | ---: |\n"
         "| bf16 | 2.0000 |  |\n"
-        "| fp8 | 2.0200 | +1.00% |\n"
+        "| fp8 | 2.0200 | 1.00 |\n"
     )
 
 
@@ -130,7 +130,7 @@ def test_pictures_and_markdown_of_curves_alone(tmp_path: Path) -> None:
     lines = (tmp_path / "pr.md").read_text().splitlines()
     assert lines[0] == "### A small model"
     assert lines[2].startswith("NVIDIA H200, torch 2.11.0, 2026-11-21: python train.py --steps 3. Losses in `")
-    assert lines[7:] == ["| fp8 | 2.3867 | +2.29% |", "", "![small](small.svg)"]
+    assert lines[7:] == ["| fp8 | 2.3867 | 2.29 |", "", "![small](small.svg)"]
 
 
 def test_pictures_do_not_replace_each_other(tmp_path: Path) -> None:

@@ -22,14 +22,12 @@ from kerneltune.cli import (
     insight,
     inspect,
     lab,
-    moe,
     ops,
     profile,
     report,
     serve,
     sweep,
     tune,
-    weights,
 )
 from kerneltune.cli.console import error_line, show
 from kerneltune.spec import PLUGINS
@@ -95,8 +93,6 @@ app.command("tune")(tune.command)
 app.command("serve")(serve.command)
 app.command("insight")(insight.command)
 app.command("compare")(compare.command)
-app.command("moe")(moe.command)
-app.command("weights")(weights.command)
 app.command("gate")(gate.command)
 app.command("report")(report.command)
 app.command("inspect")(inspect.command)

@@ -1,7 +1,7 @@
 """`kerneltune compare`: the A/B table of two variants, peers or record files."""
 
 import fnmatch
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +10,7 @@ import typer
 from kerneltune.cells import wrapped
 from kerneltune.cli import options as o
 from kerneltune.cli.console import deliver, note, width
-from kerneltune.cli.files import record_files
+from kerneltune.cli.files import record_files, with_roles
 from kerneltune.cli.progress import reporter
 from kerneltune.errors import meant
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kerneltune.plan import Selection
     from kerneltune.records import Record
     from kerneltune.reporting.tables import Row
+    from kerneltune.table import Table
 
     Sides = tuple[list[Record], list[Record]]
 
@@ -25,8 +26,10 @@ _SUFFIX = ".jsonl"
 
 
 def command(
-    a: Annotated[str, typer.Argument(metavar="A", help="A variant, a peer, or a file of records.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="The same, to compare with A.")],
+    a: Annotated[
+        str | None, typer.Argument(metavar="[A]", help="A variant, a peer, best-peer, or a file of records; best-peer if none.")
+    ] = None,
+    b: Annotated[str | None, typer.Argument(metavar="[B]", help="The same, to compare with A; optimized if none.")] = None,
     op: o.OpNames = None,
     case: o.CaseNames = None,
     dtype: o.Dtypes = None,
@@ -43,33 +46,63 @@ def command(
     output: o.Output = None,
     results: o.Results = None,
 ) -> None:
-    """Show A against B, case by case, with `+` above 1.05x and `-` below 0.95x.
+    """Show how fast B is against A, case by case: µs, speed-up, `+` above 1.05x and `-` below 0.95x.
 
+    Without names: the fastest peer of every case against `optimized`; a workload that declares a table of its own shows that.
     Reads the newest records of this GPU; where there is no GPU, the recorded ones of any. `compare X X --run` measures X twice:
     what it shows against itself is noise.
     """
     o.choice("format", style, ("text", "markdown", "csv"))
     o.choice("policy", policy, o.POLICIES)
+    if a is not None and b is None:
+        a, b, source = (None, None, [*(source or []), Path(a)]) if _is_file(a) else (None, a, source)
     if source and (run or (_is_file(a) and _is_file(b))):
         raise ValueError(f"from: {str(source[0])!r}: expected only where A or B is a variant, and without --run")
-    if a == b and not run:
+    if a is not None and a == b and not run:
         raise ValueError(f"b: {b!r}: the same records as A: expected others, or --run to measure a variant twice")
     from kerneltune.plan import Selection
+    from kerneltune.table import joined
 
     wanted = Selection(family or "", *(tuple(names or ()) for names in (op, case, dtype, quant)))
     if run:
+        if a is None or b is None:
+            raise ValueError("a: missing: expected A and B where --run is given")
         sides = _measured(a, b, wanted, policy, results)
     else:
         records = [] if _is_file(a) and _is_file(b) else _recorded(source, family, results)
+        own = _own_tables(records, wanted, policy) if a is None and b is None else []
+        if own:
+            deliver(joined(own, style, width()), output)
+            return
+        a, b = _named(a, b, records)
         sides = _side(a, records, wanted), _side(b, records, wanted)
     tables = _tables(a, b, *([record for record in side if record.policy == policy] for side in sides))
     if not any(tables.values()):
         raise ValueError(f"nothing to compare: no case, device and policy that both {a} and {b} have records of")
-    deliver(_render(tables, style, _remarks(a, b, sides, tables)), output)
+    deliver(_render((a, b), tables, style, _remarks(a, b, sides, tables)), output)
 
 
-def _is_file(name: str) -> bool:
-    return name.endswith(_SUFFIX)
+def _own_tables(records: "list[Record]", wanted: "Selection", policy: str) -> "list[Table]":
+    """Return the tables that workloads declare for the selected records."""
+    from kerneltune.workloads import own_tables
+
+    chosen = [r for r in _selected(records, wanted) if r.policy == policy]
+    return own_tables(chosen)
+
+
+def _named(a: str | None, b: str | None, records: "list[Record]") -> tuple[str, str]:
+    """Return A and B as given, else the fastest peer of every case, and `optimized` or the last variant of our own."""
+    from kerneltune.reporting.tables import BEST_PEER
+
+    own = list(dict.fromkeys(r.variant for r in records if r.role not in ("peer", "part")))
+    if a is None:
+        has_peers = any(r.role == "peer" and r.time_us is not None for r in records)
+        a = BEST_PEER if has_peers else "baseline"
+    return a, b or ("optimized" if "optimized" in own or not own else own[-1])
+
+
+def _is_file(name: str | None) -> bool:
+    return name is not None and name.endswith(_SUFFIX)
 
 
 def _measured(a: str, b: str, wanted: "Selection", policy: str, results: Path | None) -> "Sides":
@@ -99,7 +132,7 @@ def _recorded(source: list[Path] | None, family: str | None, results: Path | Non
 
     if source:
         return _loaded(source, family)
-    return [record for path in record_files(results, family) for record in load(path)]
+    return with_roles([record for path in record_files(results, family) for record in load(path)])
 
 
 def _loaded(files: Iterable[Path], family: str | None) -> "list[Record]":
@@ -118,30 +151,48 @@ def _loaded(files: Iterable[Path], family: str | None) -> "list[Record]":
             raise ValueError(f"{path}: no records")
         found += rows
     families = by_family(found)
-    return found if family is None else families[o.choice("family", family, families)]
+    return with_roles(found if family is None else families[o.choice("family", family, families)])
 
 
 def _side(name: str, records: "list[Record]", wanted: "Selection") -> "list[Record]":
-    """The wanted records that a name stands for, of all policies: of a file, or of a variant among `records`."""
-    found = _loaded([Path(name)], wanted.family or None) if _is_file(name) else records
+    """Return the wanted records that a name stands for, of all policies: of a file, of a variant, or of the best peers."""
+    from kerneltune.records import newest
+    from kerneltune.reporting.tables import BEST_PEER, best_peers
+
+    found = _selected(_loaded([Path(name)], wanted.family or None) if _is_file(name) else records, wanted)
+    if name == BEST_PEER:
+        return best_peers(newest(found))
+    if not _is_file(name):
+        o.choice("variant", name, [*dict.fromkeys(record.variant for record in found), BEST_PEER, f"a {_SUFFIX} file"])
+        found = [record for record in found if record.variant == name]
+    return found
+
+
+def _selected(found: "list[Record]", wanted: "Selection") -> "list[Record]":
+    """Return the records that the options select.
+
+    Raises:
+        ValueError: a name that no record has.
+    """
     for field, names in (("op", wanted.ops), ("dtype", wanted.dtypes), ("quant", wanted.quants)):
         o.chosen(field, names, (getattr(record, field) for record in found))
     for pattern in wanted.cases:
         cases = dict.fromkeys(record.case for record in found)
         if not fnmatch.filter(cases, pattern):
             raise ValueError(f"case: {pattern!r}: no record of such a case{meant(pattern, cases)}")
-    if not _is_file(name):
-        o.choice("variant", name, [*dict.fromkeys(record.variant for record in found), f"a {_SUFFIX} file"])
-        found = [record for record in found if record.variant == name]
     return [record for record in found if wanted.covers(record.op, record.case, record.dtype, record.quant)]
 
 
 def _tables(a: str, b: str, of_a: "list[Record]", of_b: "list[Record]") -> "dict[str, list[Row]]":
-    """Heading -> rows: one table, or one per variant where a file holds several."""
+    """Return heading -> rows: one table, one per family, or one per variant where a file holds several."""
+    from kerneltune.reporting.naming import by_family
     from kerneltune.reporting.tables import ab_rows
 
     if not _is_file(a) and not _is_file(b):
-        return {"": ab_rows(of_a, of_b)}
+        families = by_family(of_a)
+        found = {family: ab_rows(members, of_b) for family, members in families.items()}
+        found = {family: rows for family, rows in found.items() if rows}
+        return found if len(found) > 1 else {"": [row for rows in found.values() for row in rows]}
     of_both = [v for v in dict.fromkeys(record.variant for record in of_a) if any(record.variant == v for record in of_b)]
     if not of_both:  # a file of one variant against another
         return {"": ab_rows(of_a, of_b)} if len({record.variant for record in of_a}) == 1 else {}
@@ -160,16 +211,15 @@ def _remarks(a: str, b: str, sides: "Sides", tables: "dict[str, list[Row]]") -> 
     return [flips] if flips else []
 
 
-def _render(tables: "dict[str, list[Row]]", style: str, remarks: list[str]) -> str:
-    """The tables in a style, the remarks below them; in CSV, which has no place for these, on standard error."""
-    from kerneltune.reporting.tables import ab_csv, ab_markdown, ab_text
+def _render(names: tuple[str, str], tables: "dict[str, list[Row]]", style: str, remarks: list[str]) -> str:
+    """Return the tables in a style, the remarks below them; in CSV, which has no place for these, on standard error."""
+    from kerneltune.reporting.tables import ab_table
+    from kerneltune.table import joined
 
     if style == "csv":
         for line in remarks:
             note(line)
-        return ab_csv([row for rows in tables.values() for row in rows])
-    table: Callable[[list[Row]], str] = ab_markdown if style == "markdown" else lambda rows: ab_text(rows, width())
-    mark = "### " if style == "markdown" else ""
-    texts = [(f"{mark}{heading}\n\n" if heading else "") + table(rows) for heading, rows in tables.items()]
-    below = [part for line in remarks for part in ([f"- {line}"] if mark else wrapped(line, width()))]
-    return "\n".join([*texts, *below, *([""] if below else [])])
+        return ab_table([row for rows in tables.values() for row in rows], *names).csv()
+    text = joined([ab_table(rows, *names, title=title) for title, rows in tables.items()], style, width())
+    below = [part for line in remarks for part in ([f"- {line}"] if style == "markdown" else wrapped(line, width()))]
+    return "\n".join([text, *below, *([""] if below else [])])

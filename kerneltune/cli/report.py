@@ -178,7 +178,7 @@ def _entries(records: "Sequence[Record]", configs: Path | None) -> "dict[str, li
 def _markdown(sources: "Sources", pictures: Sequence[Path], folder: Path) -> str:
     """The A/B table of every family and where its numbers come from, the final losses, and the pictures that lie beside it."""
     from kerneltune.reporting.naming import by_family, source
-    from kerneltune.reporting.tables import ab_markdown, ab_rows, curves_markdown
+    from kerneltune.reporting.tables import ab_rows, ab_table, curves_table
 
     a, b = sources.pair
     families = by_family(sources.records)
@@ -189,9 +189,9 @@ def _markdown(sources: "Sources", pictures: Sequence[Path], folder: Path) -> str
     for family, rows in tables.items():
         of = f"{family}: " if len(tables) > 1 else ""
         whence = source([side for row in rows for side in (row.a, row.b)] or families[family])
-        lines += [f"### {of}{a} (A) against {b} (B)", "", f"{whence}. `{sources.command}`", "", ab_markdown(rows)]
+        lines += [f"### {of}{a} (A) against {b} (B)", "", f"{whence}. `{sources.command}`", "", ab_table(rows, a, b).markdown()]
     for file, curves in sources.curves.items():
-        lines += [f"### {curves.title}", "", f"{curves.source}. Losses in `{file}`.", "", curves_markdown(curves)]
+        lines += [f"### {curves.title}", "", f"{curves.source}. Losses in `{file}`.", "", curves_table(curves).markdown()]
     for path in {path.stem: path for path in pictures}.values():
         beside = Path(os.path.relpath(str(path), str(folder))).as_posix()
         lines.append(f"![{path.stem.replace('_', ' ')}]({beside})")

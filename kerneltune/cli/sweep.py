@@ -37,8 +37,7 @@ def command(
     known = o.load_ops()
     _require_writable(configs, results, check_only, tune)
     from kerneltune.campaign import run_sweep
-    from kerneltune.reporting.tables import sweep_text
-    from kerneltune.spec import parts_of
+    from kerneltune.reporting.tables import sweep_table
 
     selection = o.make_selection(known, family, op, case, dtype, quant, variant)
     options = o.make_options(
@@ -47,7 +46,7 @@ def command(
     )  # fmt: skip
     with reporter() as progress:
         swept = run_sweep(known, selection, options, progress)
-    show(sweep_text(swept.records, width(), parts_of(known.values())))
+    show(sweep_table(swept.records).text(width()))
     if swept.remark:
         show_wrapped(swept.remark)
     for path in swept.files:

@@ -10,7 +10,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from kerneltune.records import Record, rounded
-from kerneltune.stats import centre_interval
+from kerneltune.stats import centre_interval, deciles
 
 _SAME = ("device", "unit", "driver", "torch", "triton", "source_hash", "config")
 
@@ -50,7 +50,7 @@ def _pooled(group: Sequence[Record]) -> Record:
 def _timing(group: Sequence[Record], processes: list[list[float]]) -> dict[str, Any]:
     last = group[-1]
     interval = centre_interval([np.asarray(rounds) for rounds in processes])
-    p10, p90 = np.quantile(np.concatenate(processes), [0.1, 0.9])
+    p10, p90 = deciles(np.concatenate(processes))
     gbps = rounded((last.gbps or 0.0) * (last.time_us or 0.0) / interval.median)
     ceilings = [row.ceiling_gbps for row in group if row.ceiling_gbps]
     ceiling = float(np.median(ceilings)) if ceilings else None

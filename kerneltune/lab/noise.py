@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+import numpy as np
+
 from kerneltune.measuring.compiler import CompilePool, Job, Pending
 from kerneltune.plan import Options
 from kerneltune.spec import Case, Config, Op, Variant
-from kerneltune.stats import Interval, Samples, median_interval, ratio_interval
+from kerneltune.stats import Interval, Samples, deciles, median_interval, ratio_interval
 from kerneltune.tuning.bench import Measuring
 from kerneltune.tuning.isolated import ChildLostError
 from kerneltune.tuning.machines import Machines, empty_caches
@@ -102,7 +104,7 @@ def _noise(repeats: list[list[Samples]]) -> Noise:
     for first, second in repeats:
         interval = ratio_interval(first, second)
         floors.append(max(abs(interval.low - 1), abs(interval.high - 1)))
-    samples = sorted(float(time) for first, second in repeats for time in (*first, *second))
+    samples = np.concatenate([times for pair in repeats for times in pair])
     every = median_interval(repeats[0][0])
-    p10, p90 = samples[int(0.1 * (len(samples) - 1))], samples[int(0.9 * (len(samples) - 1))]
+    p10, p90 = deciles(samples)
     return Noise(max(floors), (p90 - p10) / every.median, every)

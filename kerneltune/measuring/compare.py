@@ -24,7 +24,7 @@ from kerneltune.measuring.rounds import POLICIES, Contender, Policy, interleave,
 from kerneltune.records import Record, Status, rounded
 from kerneltune.search.trials import knobs_of
 from kerneltune.spec import Case, Config, Inputs, Op, Variant
-from kerneltune.stats import Samples, median_interval, ratio_interval
+from kerneltune.stats import Samples, deciles, median_interval, ratio_interval
 
 Fate = tuple[str, str]
 """Status and reason of a record without a time."""
@@ -285,9 +285,7 @@ def timing(samples: Samples, traffic_bytes: int, ceiling_gbps: float | None, flo
     """The measured fields of a record, from the samples (rounds,) of one process."""
     interval = median_interval(samples)
     gbps = traffic_bytes / interval.median / 1e3
-    p10, p90 = (
-        float(q) for q in (sorted(samples)[int(0.1 * (len(samples) - 1))], sorted(samples)[int(0.9 * (len(samples) - 1))])
-    )
+    p10, p90 = deciles(samples)
     return {
         "time_us": _rounded(interval.median),
         "gbps": _rounded(gbps),

@@ -7,20 +7,19 @@ from collections.abc import Iterable, Mapping
 from itertools import combinations, permutations
 
 from kerneltune.records import Record, newest, other_run
-from kerneltune.spec import NO_PARTS, Parts
 
 _Timed = Mapping[str, Record]
 """Variant -> its record under one policy."""
 
 
-def rank_flips(records: Iterable[Record], parts: Parts = NO_PARTS) -> str:
+def rank_flips(records: Iterable[Record]) -> str:
     """One line where a variant that is faster than another under one policy is slower under another, else empty.
 
     Faster by more than both intervals, in one run; parts of an operator are ranked with nothing.
     """
     cases: dict[object, dict[str, dict[str, Record]]] = {}
     for record in newest(records):
-        if record.status == "passed" and (record.op, record.variant) not in parts:
+        if record.status == "passed" and record.role != "part":
             policies = cases.setdefault((record.device, record.key[:-1]), {})
             policies.setdefault(record.policy, {})[record.variant] = record
     several = [list(policies.values()) for policies in cases.values() if len(policies) > 1]

@@ -1,40 +1,27 @@
-"""Tables of records: A against B in the published column form, and what a sweep found, as text, Markdown and CSV; final losses.
+"""What tables of records hold: A against B, what a sweep found, final losses. `table.Table` writes them in every form.
 
-Pure functions that return text; does not measure, read files or print.
-Imports the standard library, numpy, cells, curves, stats, device, records, naming, ranks and spec.
+Pure functions; does not measure, read files or print.
 """
 
-import csv
-import io
 import statistics
-import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from kerneltune.cells import aligned, number, pairs, ratio, wrapped
+from kerneltune.cells import pairs, ratio
 from kerneltune.curves import LAST, Curves
 from kerneltune.device import INTERPRETER
 from kerneltune.records import Record, other_run
-from kerneltune.reporting.naming import CaseName, case_names
+from kerneltune.reporting.naming import CaseName, case_names, source
 from kerneltune.reporting.ranks import rank_flips
-from kerneltune.spec import NO_PARTS, Parts
-from kerneltune.stats import geometric_mean, ratio_interval
+from kerneltune.table import Column, Table, Value
+from kerneltune.table import Row as Line
 
 WIN, LOSS = 1.05, 0.95
+BEST_PEER = "best-peer"
+"""The name that stands for the fastest peer of every case."""
 _BASELINE = "baseline"
 INTERPRETER_NOTE = "device: interpreter (no GPU): results were checked for correctness; times do not exist"
-_CSV_CASE = ("op", "case", "options", "policy", "device")
-_CSV_SIDE = ("variant", "us", "pct_ceiling", "unit", "commit")
-_CSV_LAST = ("speedup_low", "speedup_high", "aa_floor", "note")
 _RUN_WORDS = {"unit": "GPU unit"}
-_PUBLISHED = ("kind", "dtype", "quant")
-_AB_NUMBERS = ("A ms", "B ms", "A GB/s", "B GB/s", "speedup")
-_AB_WIDTHS = (10, 10, 9, 9, 9)
-_SWEEP_HEAD = ("op", "case", "dtype", "quant", "  variant", "time µs", "GB/s", "% ceiling", "vs baseline")
-_CASE_CELLS, _LEFT_CELLS = 4, 5
-_LEAST_ROOM, _REASON_INDENT, _REASON_LINES = 30, 8, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,72 +64,70 @@ class Row:
         return "+" if speedup > WIN else "-" if speedup < LOSS else ""
 
 
-def ab_rows(a: list[Record], b: list[Record]) -> list[Row]:
-    """Pair A and B by key and device, in the order of A; the last record of a key counts, and what has no partner is left out."""
+def ab_rows(a: Iterable[Record], b: Iterable[Record]) -> list[Row]:
+    """Pair A and B by key and device, sorted by operator, mode and element type; the last record of a key counts."""
     of_a, of_b = ({(record.key, record.device): record for record in side} for side in (a, b))
-    return [Row(record, of_b[key]) for key, record in of_a.items() if key in of_b]
+    rows = [Row(record, of_b[key]) for key, record in of_a.items() if key in of_b]
+    orders = [_order(getattr(row.a, name) for row in rows) for name in ("op", "quant", "dtype")]
+    return sorted(rows, key=lambda row: [order[value] for order, value in zip(orders, _kind(row.a), strict=True)])
 
 
-def ab_text(rows: list[Row], width: int = 100) -> str:
-    """The published table and its summary; where it is too wide, with narrower columns; else shapes under a heading per kind."""
+def best_peers(records: Iterable[Record]) -> list[Record]:
+    """Return the fastest timed peer of every case and device, in the order of the cases."""
+    best: dict[object, Record] = {}
+    for record in records:
+        if record.role == "peer" and record.time_us is not None:
+            known = best.setdefault((record.key, record.device), record)
+            if record.time_us < (known.time_us or 0.0):
+                best[record.key, record.device] = record
+    return list(best.values())
+
+
+def ab_table(rows: Sequence[Row], a: str = "A", b: str = "B", title: str = "") -> Table:
+    """Return the table of A against B: summary, then a row per case, then where the numbers come from.
+
+    Args:
+        rows: from `ab_rows`.
+        a, b: what A and B are called; `best-peer` for the fastest peer of every case.
+        title: heading above it.
+    """
     names = case_names(row.a for row in rows)
     options, axes = _columns(names)
-    head, left = [*_PUBLISHED, *options, *axes, *_AB_NUMBERS], len(_PUBLISHED) + len(options)
-    cells = [[*_case_cells(name, options, axes), *_number_cells(row)] for name, row in zip(names, rows, strict=True)]
-    headings = [""] * len(rows)
-    widths = _widths(head, cells, (4, 8, 6, *[0] * len(options), *[6] * len(axes), *_AB_WIDTHS))
-    if _span(widths) > width:
-        widths = _widths(head, cells)
-    if _span(widths) > width:
-        head, left = ["  shape", *_AB_NUMBERS], 1
-        cells = [[f"  {name.shape}", *_number_cells(row)] for name, row in zip(names, rows, strict=True)]
-        headings = [name.heading for name in names]
-        widths = _widths(head, cells)
-    lines = [aligned(head, widths, left), "-" * (sum(widths) + len(widths) - 1)]
-    for heading in dict.fromkeys(headings):
-        lines += wrapped(heading, width) if heading else []
-        for row, line, other in zip(rows, cells, headings, strict=True):
-            if other == heading:
-                lines += _ab_lines(row, aligned(line, widths, left), width)
-    summary = [part for line in _ab_summary(rows) for part in wrapped(line, width)]
-    return "\n".join([*lines, "", *summary]) + "\n"
-
-
-def ab_markdown(rows: list[Row]) -> str:
-    """The same table for a pull request, with percent of ceiling, interval and noise floor."""
-    names = case_names(row.a for row in rows)
-    options, axes = _columns(names)
-    texts = [*_PUBLISHED, *options]
-    head = [*texts, *axes, *_AB_NUMBERS, "", "interval", "B % of ceiling", "A/A floor"]
-    lines = [_pipe(head), _pipe(["---"] * len(texts) + ["---:"] * (len(head) - len(texts)))]
+    a_varies, b_varies = (len({getattr(row, side).variant for row in rows}) > 1 for side in "ab")
+    columns = (
+        *(Column(name, shared=True) for name in ("kind", "dtype", "quant", *options)),
+        *(Column(axis, digits=0) for axis in axes),
+        *([Column("A is", key="A_is")] if a_varies else []),
+        *([Column("B is", key="B_is")] if b_varies else []),
+        Column("A µs", digits=2, key="A_us"),
+        Column("B µs", digits=2, key="B_us"),
+        Column("A GB/s", digits=0, key="A_gbps", rank=3),
+        Column("B GB/s", digits=0, key="B_gbps", rank=3),
+        Column("B % ceiling", digits=1, key="B_pct_ceiling", rank=4),
+        Column("speedup", digits=2, suffix="x"),
+        Column("", key="mark"),
+        Column("95 % interval", key="interval", rank=5, only=("text", "markdown", "page")),
+        Column("noise %", digits=1, key="noise_pct", rank=6),
+        *(Column(name, only=("csv",)) for name in ("op", "case", "options", "policy", "device")),
+        *(Column(f"{side}_{name}", only=("csv",)) for side in "AB" for name in ("variant", "pct_ceiling", "unit", "commit")),
+        Column("speedup_low", only=("csv",)),
+        Column("speedup_high", only=("csv",)),
+    )
+    lines = []
     for name, row in zip(names, rows, strict=True):
-        low, high = row.speedup_interval
-        interval = f"{low:.2f}x–{high:.2f}x" if low is not None and high is not None else ""
-        floor = f"{row.aa_floor:.1%}" if row.aa_floor is not None else ""
-        *numbers, speedup = _number_cells(row)
-        last = [f"{speedup}x" if speedup else row.note, row.mark, interval, number(row.b.pct_ceiling, 1), floor]
-        lines.append(_pipe([*_case_cells(name, options, axes), *numbers, *last]))
-    return "\n".join([*lines, "", *(f"- {line.strip()}" for line in _ab_summary(rows))]) + "\n"
-
-
-def ab_csv(rows: list[Row]) -> str:
-    """The published CSV columns, then the unrounded times, shares of ceiling, bounds and floor."""
-    names = case_names(row.a for row in rows)
-    _, axes = _columns(names)
-    published = [*_PUBLISHED, *axes, "A_ms", "B_ms", "A_gbps", "B_gbps", "speedup", "mark"]
-    lines: list[Sequence[object]] = [
-        [*published, *_CSV_CASE, *(f"{side}_{name}" for side in "AB" for name in _CSV_SIDE), *_CSV_LAST]
-    ]
-    for name, row in zip(names, rows, strict=True):
-        case = [row.a.op, row.a.case, pairs(row.a.options), row.a.policy, row.a.device]
-        sides = [value for side in (row.a, row.b) for value in _csv_side(side)]
-        last = [*row.speedup_interval, row.aa_floor, row.note]
-        lines.append([*_case_cells(name, (), axes), *_number_cells(row), row.mark, *case, *sides, *last])
-    return _csv(lines)
+        sides = [side.variant for side, varies in ((row.a, a_varies), (row.b, b_varies)) if varies]
+        lines.append(Line((*_case_values(name, options, axes), *sides, *_measures(row), *_csv_values(row)), row.note))
+    records = [side for row in rows for side in (row.a, row.b)]
+    head = [_sides(rows, a, b), *_ab_summary(rows)] if rows else ["no rows to compare"]
+    return Table(columns, tuple(lines), tuple(head), (source(records),) if records else (), title=title)
 
 
 def aa_lines(rows: Iterable[Row]) -> list[str]:
-    """A line per row of a variant against itself, both timed in the same rounds, that does not say 1.00x within its interval."""
+    """Return a line per row of a variant against itself, timed in the same rounds, whose interval does not contain 1."""
+    import numpy as np
+
+    from kerneltune.stats import ratio_interval
+
     lines = []
     for row in rows:
         if row.a.samples_us and row.b.samples_us:
@@ -153,178 +138,162 @@ def aa_lines(rows: Iterable[Row]) -> list[str]:
     return lines
 
 
-def sweep_text(records: list[Record], width: int = 100, parts: Parts = NO_PARTS) -> str:
-    """Every variant of every case, the best one marked `*`; a heading per case where the full columns do not fit.
+def sweep_table(records: Sequence[Record], flips: bool = False) -> Table:
+    """Return every variant of every case, the fastest one marked `*`; a part of the work has a time alone.
 
-    parts: in all tables of a sweep, what is never the best and has a time alone: bytes and speed-ups are of the whole.
+    flips: say where two policies rank two variants differently.
     """
-    lines = _device_lines(records)
     groups = _groups(records)
     names = case_names(group[0] for group in groups)
-    cells = [[_sweep_cells(name, record, group, parts) for record in group] for name, group in zip(names, groups, strict=True)]
-    widths = [max(map(len, column)) for column in zip(_SWEEP_HEAD, *(line for group in cells for line in group), strict=True)]
-    start = 0 if sum(widths) + len(widths) - 1 <= width else _CASE_CELLS
-    indent = "  " if start else ""
-    lines.append((indent + aligned(_SWEEP_HEAD[start:], widths[start:], _LEFT_CELLS - start)).rstrip())
-    for group, group_cells in zip(groups, cells, strict=True):
-        if start:
-            lines += wrapped(" ".join(group_cells[0][:start]), width)
-        for index, (record, line) in enumerate(zip(group, group_cells, strict=True)):
-            shown = line if index == 0 else [""] * _CASE_CELLS + line[_CASE_CELLS:]
-            if record.status != "passed":
-                left = aligned(shown[start:_LEFT_CELLS], widths[start:_LEFT_CELLS], _LEFT_CELLS, strip=False)
-                lines += _reasoned(f"{indent}{left} ", _status(record), width)
-            else:
-                lines.append(indent + aligned(shown[start:], widths[start:], _LEFT_CELLS - start))
-    return "\n".join([*lines, "", _counts(records)]) + "\n"
-
-
-def sweep_markdown(records: list[Record], parts: Parts = NO_PARTS) -> str:
-    """The same as a Markdown table with the configs, the best variant in bold."""
-    lines = [*_device_lines(records), "", _pipe([*(name.strip() for name in _SWEEP_HEAD), "config"])]
-    lines.append(_pipe(["---"] * _LEFT_CELLS + ["---:"] * 4 + ["---"]))
-    groups = _groups(records)
-    for name, group in zip(case_names(group[0] for group in groups), groups, strict=True):
-        for record in group:
-            cells = [cell.strip() for cell in _sweep_cells(name, record, group, parts)]
-            if record.status != "passed":
-                cells[_LEFT_CELLS] = _status(record)
-            elif record is _best(group, parts):
-                cells[_LEFT_CELLS - 1] = f"**{record.variant}**"
-            lines.append(_pipe([*cells, record.config_label]))
-    flips = rank_flips(records, parts)
-    return "\n".join([*lines, "", _counts(records), *(["", flips] if flips else [])]) + "\n"
-
-
-def sweep_csv(records: list[Record], parts: Parts = NO_PARTS) -> str:
-    """One line per record, unrounded."""
-    axes = list(dict.fromkeys(axis for record in records for axis in record.axes))
-    names = ("dtype", "quant", "options", "policy", "variant", "status", "time_us", "ci_low_us", "ci_high_us", "gbps")
-    last = ("pct_ceiling", "aa_floor", "vs_baseline", "best", "config", "device", "reason")
-    lines: list[Sequence[object]] = [["op", "case", *axes, *names, *last]]
-    for group in _groups(records):
+    options, axes = _columns(names)
+    columns = (
+        Column("op", shared=True),
+        Column("case", rank=1),
+        *(Column(axis, digits=0) for axis in axes),
+        *(Column(name, shared=True) for name in ("dtype", "quant", *options)),
+        Column("", key="best"),
+        Column("variant"),
+        Column("µs", digits=2, key="time_us"),
+        Column("GB/s", digits=0, key="gbps", rank=3),
+        Column("% ceiling", digits=1, key="pct_ceiling", rank=2),
+        Column("vs baseline", digits=2, suffix="x", key="vs_baseline"),
+        Column("config", only=("markdown", "csv", "page")),
+        *(Column(name, only=("csv",)) for name in ("policy", "status", "ci_low_us", "ci_high_us", "aa_floor", "device")),
+    )
+    lines = []
+    for name, group in zip(names, groups, strict=True):
+        best = _best(group)
         for r in group:
-            sizes = [r.axes.get(axis, "") for axis in axes]
-            gbps, share, speedup = _of_the_whole(r, group, parts)
-            measured = [r.time_us, r.ci_low_us, r.ci_high_us, gbps, share, r.aa_floor, speedup]
-            best = "*" if r is _best(group, parts) else ""
-            head = [r.op, r.case, *sizes, r.dtype, r.quant, pairs(r.options), r.policy, r.variant, r.status]
-            lines.append([*head, *measured, best, r.config_label, r.device, _flat(r.reason)])
-    return _csv(lines)
+            settings = [str(name.options.get(option, "")) for option in options]
+            case = [r.op, r.case, *(name.axes.get(axis) for axis in axes), r.dtype, r.quant, *settings]
+            measured = [r.time_us, *_of_the_whole(r, group), r.config_label]
+            last = [r.policy, r.status, r.ci_low_us, r.ci_high_us, r.aa_floor, r.device]
+            note = "" if r.status == "passed" else _status(r)
+            lines.append(Line((*case, "*" if r is best else "", r.variant, *measured, *last), note))
+    foot = [_counts(records), *filter(None, [rank_flips(records) if flips else ""])]
+    return Table(columns, tuple(lines), tuple(_device_lines(records)), tuple(foot), repeated=4 + len(axes) + len(options))
 
 
-def curves_markdown(curves: Curves) -> str:
-    """The final losses, and how far they are from the first curve's."""
+def curves_table(curves: Curves) -> Table:
+    """Return the final losses, and how far they are from the first curve's."""
     base, *others = curves.finals
-    lines = [_pipe(["", f"{curves.loss}, mean of the last {min(LAST, len(curves.steps))} steps", f"difference to {base.name}"])]
-    lines += [_pipe(["---", "---:", "---:"]), _pipe([base.name, f"{base.loss:.4f}", ""])]
-    lines += [_pipe([final.name, f"{final.loss:.4f}", f"{final.difference:+.2%}"]) for final in others]
-    return "\n".join(lines) + "\n"
+    columns = (
+        Column("curve"),
+        Column(f"{curves.loss}, mean of the last {min(LAST, len(curves.steps))} steps", digits=4, key="loss"),
+        Column(f"difference to {base.name} %", digits=2, key="difference_pct"),
+    )
+    lines = [Line((base.name, base.loss, None)), *(Line((f.name, f.loss, 100 * f.difference)) for f in others)]
+    return Table(columns, tuple(lines))
 
 
-def _csv_side(side: Record) -> tuple[object, ...]:
-    return side.variant, side.time_us, side.pct_ceiling, side.unit, side.commit
+def _kind(record: Record) -> tuple[str, str, str]:
+    return record.op, record.quant, record.dtype
+
+
+def _order(values: Iterable[str]) -> dict[str, int]:
+    """Return the place of every value in order of appearance."""
+    return {value: place for place, value in enumerate(dict.fromkeys(values))}
 
 
 def _columns(names: Iterable[CaseName]) -> tuple[list[str], list[str]]:
-    """The options and the axes that the cases have, in order of appearance."""
+    """Return the options and the axes that the cases have, in order of appearance."""
     found = list(names)
     options = dict.fromkeys(option for name in found for option in name.options)
     return list(options), list(dict.fromkeys(axis for name in found for axis in name.axes))
 
 
-def _case_cells(name: CaseName, options: Iterable[str], axes: Iterable[str]) -> list[str]:
-    """The published columns that name a row, those of the options, and the sizes."""
+def _case_values(name: CaseName, options: Iterable[str], axes: Iterable[str]) -> list[Value]:
+    """Return what names a row, the options, and the sizes."""
     chosen = [str(name.options.get(option, "")) for option in options]
-    return [name.kind, name.dtype, name.quant, *chosen, *(str(name.axes.get(axis, "")) for axis in axes)]
+    return [name.kind, name.dtype, name.quant, *chosen, *(name.axes.get(axis) for axis in axes)]
 
 
-def _widths(head: Sequence[str], cells: Iterable[Sequence[str]], least: Sequence[int] = ()) -> list[int]:
-    content = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
-    return [max(pair) for pair in zip(content, least or content, strict=True)]
-
-
-def _span(widths: Sequence[int]) -> int:
-    """Columns that a line takes with its mark."""
-    return sum(widths) + len(widths) - 1 + len("x  +")
-
-
-def _ab_lines(row: Row, line: str, width: int) -> list[str]:
-    return _reasoned(f"{line}  ", row.note, width) if row.note else [f"{line}x  {row.mark}".rstrip()]
-
-
-def _number_cells(row: Row) -> list[str]:
-    """A ms, B ms, A GB/s, B GB/s, speed-up; nothing where the two are not compared."""
+def _measures(row: Row) -> list[Value]:
+    """Return times, GB/s, share of the ceiling, speed-up, mark, interval and noise; nothing where the two are not compared."""
     if row.note:
-        return [""] * 5
-    times = [number(side.time_us / 1000 if side.time_us else None, 4) for side in (row.a, row.b)]
-    return [*times, number(row.a.gbps, 1), number(row.b.gbps, 1), number(row.speedup, 2)]
+        return [None] * 9
+    low, high = row.speedup_interval
+    interval = f"{low:.2f}x–{high:.2f}x" if low is not None and high is not None else None
+    noise = None if row.aa_floor is None else 100 * row.aa_floor
+    times = [row.a.time_us, row.b.time_us, row.a.gbps, row.b.gbps]
+    return [*times, row.b.pct_ceiling, row.speedup, row.mark, interval, noise]
 
 
-def _ab_summary(rows: list[Row]) -> list[str]:
+def _csv_values(row: Row) -> list[Value]:
+    sides = [value for side in (row.a, row.b) for value in (side.variant, side.pct_ceiling, side.unit, side.commit)]
+    return [row.a.op, row.a.case, pairs(row.a.options), row.a.policy, row.a.device, *sides, *row.speedup_interval]
+
+
+def _sides(rows: Sequence[Row], a: str, b: str) -> str:
+    """Return what A and B are: `A: best peer of every case (torch.compile 20, liger 9); B: optimized`."""
+    said = []
+    for letter, name in (("A", a), ("B", b)):
+        found: dict[str, int] = {}
+        for row in rows:
+            variant = (row.a if letter == "A" else row.b).variant
+            found[variant] = found.get(variant, 0) + 1
+        counts = ", ".join(f"{variant} {count}" for variant, count in sorted(found.items(), key=lambda item: -item[1]))
+        said.append(f"{letter}: the fastest peer of every case ({counts})" if name == BEST_PEER else f"{letter}: {name}")
+    return "; ".join(said)
+
+
+def _ab_summary(rows: Sequence[Row]) -> list[str]:
     speedups = [row.speedup for row in rows if row.speedup is not None]
     skipped = len(rows) - len(speedups)
-    lines = [f"{skipped} of {len(rows)} rows not compared"] if skipped else []
+    lines = [f"{skipped} of {_count(rows)} not compared"] if skipped else []
     if not speedups:
-        return lines or ["no rows to compare"]
+        return lines
     marks = [row.mark for row in rows if row.speedup is not None]
     wins, ties, losses = (marks.count(mark) for mark in ("+", "", "-"))
     extent = f"{min(speedups):.2f}x to {max(speedups):.2f}x"
     lines += [
-        f"{_rows(speedups)}: geometric mean {geometric_mean(speedups):.2f}x, range {extent}",
-        f"wins {wins}, ties {ties}, losses {losses}",
+        f"B is {statistics.geometric_mean(speedups):.2f}x as fast as A: geometric mean of {_count(speedups)}, {extent}; "
+        f"{wins} faster (+), {ties} within 5 %, {losses} slower (-)"
     ]
     kinds = {name.op: name.kind for name in case_names(row.a for row in rows)}
-    for op, quant in dict.fromkeys((row.a.op, row.a.quant) for row in rows):
+    groups = list(dict.fromkeys((row.a.op, row.a.quant) for row in rows))
+    for op, quant in groups if len(groups) > 1 else ():
         part = [row.speedup for row in rows if (row.a.op, row.a.quant) == (op, quant) and row.speedup is not None]
         if part:
-            lines.append(f"  {kinds[op]} {quant}: {_rows(part)}, geometric mean {geometric_mean(part):.2f}x")
+            lines.append(f"  {kinds[op]} {quant}: {statistics.geometric_mean(part):.2f}x in {_count(part)}")
     shares = [row.b.pct_ceiling for row in rows if row.b.pct_ceiling is not None]
     if shares:
         lines.append(f"B reaches {statistics.median(shares):.1f} % of the ceiling in the median")
     floors = [row.aa_floor for row in rows if row.aa_floor is not None]
     if floors:
-        lines.append(f"A/A floor, a variant against itself: at most {max(floors):.1%}")
+        lines.append(f"noise, a variant against itself: at most {max(floors):.1%}")
     apart = [fields for row in rows if row.speedup is not None and (fields := other_run(row.a, row.b))]
     if apart:
         other = " or ".join(dict.fromkeys(_RUN_WORDS.get(name, name) for fields in apart for name in fields))
         other_runs = f"A and B are of different runs (another {other}): may differ by a few per cent"
-        lines.append(f"{len(apart)} of {_rows(speedups)}: {other_runs}")
+        lines.append(f"{len(apart)} of {_count(speedups)}: {other_runs}")
     return lines
 
 
-def _rows(values: Sequence[float]) -> str:
+def _count(values: Sequence[object]) -> str:
     return f"{len(values)} row{'' if len(values) == 1 else 's'}"
 
 
 def _groups(records: Iterable[Record]) -> list[list[Record]]:
-    """The records case by case, device by device, in order of appearance."""
+    """Return the records case by case, device by device, in order of appearance."""
     groups: dict[object, list[Record]] = {}
     for record in records:
         groups.setdefault((record.device, record.key), []).append(record)
     return list(groups.values())
 
 
-def _best(group: Iterable[Record], parts: Parts) -> Record | None:
-    whole = [record for record in group if (record.op, record.variant) not in parts]
+def _best(group: Iterable[Record]) -> Record | None:
+    whole = [record for record in group if record.role != "part"]
     timed = [(record.time_us, index, record) for index, record in enumerate(whole) if record.time_us is not None]
     return min(timed)[2] if timed else None
 
 
-def _of_the_whole(record: Record, group: Iterable[Record], parts: Parts) -> tuple[float | None, float | None, float | None]:
-    """GB/s, percent of the ceiling, and the speed-up over the baseline of the same case; none for a part of the work."""
-    if (record.op, record.variant) in parts:
+def _of_the_whole(record: Record, group: Iterable[Record]) -> tuple[float | None, float | None, float | None]:
+    """Return GB/s, percent of the ceiling, and the speed-up over the baseline of the same case; none for a part of the work."""
+    if record.role == "part":
         return None, None, None
     baseline = next((other.time_us for other in group if other.variant == _BASELINE), None)
     return record.gbps, record.pct_ceiling, ratio(baseline, record.time_us)
-
-
-def _sweep_cells(name: CaseName, record: Record, group: Sequence[Record], parts: Parts) -> list[str]:
-    mark = "*" if record is _best(group, parts) else " "
-    gbps, share, speedup = _of_the_whole(record, group, parts)
-    numbers = [number(record.time_us, 2), number(gbps, 1), number(share, 1)]
-    left = [name.op, f"{name.case} {name.settings}".rstrip(), name.dtype, name.quant, f"{mark} {record.variant}"]
-    return [*left, *numbers, f"{speedup:.2f}x" if speedup is not None else ""]
 
 
 def _device_lines(records: Iterable[Record]) -> list[str]:
@@ -338,30 +307,7 @@ def _counts(records: Sequence[Record]) -> str:
 
 
 def _status(record: Record) -> str:
-    """The status with its reason, on one line."""
+    """Return the status with its reason, on one line."""
     if record.status == "checked":
         return "checked, not timed"
-    return f"{record.status}: {_flat(record.reason)}"
-
-
-def _reasoned(left: str, reason: str, width: int) -> list[str]:
-    """A reason beside what is on the left, or below it where there is little room, on few lines."""
-    beside = width - len(left) >= _LEAST_ROOM
-    indent = " " * (len(left) if beside else _REASON_INDENT)
-    words = textwrap.wrap(reason, width - len(indent), max_lines=_REASON_LINES, placeholder=" …", break_on_hyphens=False)
-    lines = [indent + line for line in words]
-    return [left + words[0], *lines[1:]] if beside else [left.rstrip(), *lines]
-
-
-def _flat(text: str) -> str:
-    return " ".join(text.split())
-
-
-def _pipe(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
-
-
-def _csv(lines: Iterable[Sequence[object]]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(["" if cell is None else cell for cell in line] for line in lines)
-    return text.getvalue()
+    return f"{record.status}: {' '.join(record.reason.split())}"

@@ -1,13 +1,40 @@
 """What operators make together in a model, measured as one: an Op each, whose variants are built from nn.
 
-Known to the command line beside the operators. May import nn and ops.
+Known to the command line beside the operators. A module whose name ends in `_table` declares how its
+records are shown: `OPS`, the operators it is about, and `tables(records)`. May import nn and ops; the tables import neither.
 """
 
+import importlib
+import pkgutil
+from collections.abc import Iterable, Sequence
+
+from kerneltune.records import Record
 from kerneltune.spec import Op
+from kerneltune.table import Table
+
+_SUFFIX = "_table"
 
 
 def load() -> dict[str, Op]:
-    """All workloads by name; imports torch and triton."""
+    """Return all workloads by name; imports torch and triton."""
     from kerneltune.workloads import moe_training
 
     return {op.name: op for op in moe_training.OPS}
+
+
+def own_tables(records: Sequence[Record]) -> list[Table]:
+    """Return the tables that workloads declare for these records; none where an operator of theirs has none of its own."""
+    present = {record.op for record in records}
+    tables: list[Table] = []
+    covered: set[str] = set()
+    for name in _modules():
+        module = importlib.import_module(f"{__name__}.{name}")
+        found = module.tables(records) if present & set(module.OPS) else []
+        if found:
+            tables += found
+            covered |= set(module.OPS)
+    return tables if present <= covered else []
+
+
+def _modules() -> Iterable[str]:
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name.endswith(_SUFFIX))

@@ -1,26 +1,39 @@
 """Where the time of a training step goes, and how near it is to its bound: a table made of records.
 
-Pure; imports cells, records and stats, not torch.
+Pure: imports no torch.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from statistics import geometric_mean
 
-from kerneltune.cells import aligned, number, ratio, wrapped
+from kerneltune.cells import ratio
 from kerneltune.records import Record, other_run
-from kerneltune.stats import geometric_mean
+from kerneltune.table import Column, Row, Table
 
 RECIPES = ("tensorwise", "rowwise", "delayed")
-_HEAD = (
-    "case", "groups", "bf16 µs", "torchao µs", "recipe", "step µs", "bound µs", "%", "x bf16", "x torchao",
-    "cached µs", "x bf16", "casts µs", "products µs", "other µs", "compiled µs",
-)  # fmt: skip
-_SHARED = 4
-"""Columns that the recipes of a case share."""
-_IN_LINE = slice(_SHARED, -1)
-"""Columns for which 80 of text have room."""
-_TEXTS = ("case", "groups", "recipe")
+MICROBATCHES = 8
+"""Steps that share one cast of the weights in the column `cached`."""
+OPS = ("moe_step",)
+_COLUMNS = (
+    Column("case"),
+    Column("groups", shared=True),
+    Column("recipe"),
+    Column("bf16 µs", digits=0, key="bf16_us"),
+    Column("torchao µs", digits=0, key="torchao_us", rank=2),
+    Column("step µs", digits=0, key="step_us"),
+    Column("x bf16", digits=2, suffix="x", key="times_bf16"),
+    Column("x torchao", digits=2, suffix="x", key="times_torchao", rank=1),
+    Column("% bound", digits=1, key="pct_bound", rank=1),
+    Column("cached µs", digits=0, key="cached_us", rank=3),
+    Column("cached x bf16", digits=2, suffix="x", key="cached_times_bf16", rank=3),
+    Column("bound µs", digits=0, key="bound_us", rank=4),
+    Column("casts µs", digits=0, key="casts_us", rank=4),
+    Column("products µs", digits=0, key="products_us", rank=4),
+    Column("other µs", digits=0, key="other_us", rank=4),
+    Column("compiled µs", digits=0, key="compiled_us", rank=5),
+    Column("torchao commit", key="torchao_commit", rank=6),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +75,8 @@ class StepRow:
         return self.step - self.casts - self.products
 
 
-def step_rows(records: Iterable[Record], microbatches: int = 8) -> list[StepRow]:
-    """A row per case and recipe of the records of `moe_step`, in their order; the last record of a kind counts."""
+def step_rows(records: Iterable[Record], microbatches: int = MICROBATCHES) -> list[StepRow]:
+    """Return a row per case and recipe of the records of `moe_step`, in their order; the last record of a kind counts."""
     cases: dict[object, dict[str, Record]] = {}
     for record in records:
         if record.op == "moe_step":
@@ -76,7 +89,7 @@ def _row(found: dict[str, Record], recipe: str, microbatches: int) -> StepRow:
         return found[variant].time_us if variant in found else None
 
     def beside(variant: str) -> float | None:
-        """The same, of the step's run."""
+        """Return the time of a variant of the step's run."""
         return None if variant not in found or other_run(record, found[variant]) else found[variant].time_us
 
     record = found[recipe]
@@ -109,80 +122,42 @@ def _elsewhere(peer: Record | None, base: Record | None) -> str:
     return peer.commit if peer is not None and base is not None and peer.commit != base.commit else ""
 
 
-def step_text(rows: Sequence[StepRow], microbatches: int = 8, width: int = 80) -> str:
-    """A table of 80 columns per case, what its columns mean, and the geometric means."""
-    cells = {id(row): _cells(row)[_IN_LINE] for row in rows}
-    head = [name.removesuffix(" µs") for name in _HEAD[_IN_LINE]]
-    widths = [max(map(len, column)) for column in zip(head, *cells.values(), strict=True)]
-    apart = _apart(rows)
-    lines = []
-    for (case, groups, measured, bf16, torchao), of_case in groupby(
-        rows, key=lambda row: (row.case, row.groups, (row.policy, row.device), _us(row.bf16), _torchao(row))
-    ):
-        found = list(of_case)
-        title = f"{case}, {groups} groups{apart[measured]}"
-        lines += wrapped(f"{title}: bf16 {bf16 or '-'} µs, torchao {torchao or 'not measured'}", width)
-        lines.append(aligned(head, widths, left=1))
-        lines += [aligned(cells[id(row)], widths, left=1) for row in found]
-        compiled = [f"{row.recipe} {_us(row.compiled)}" for row in found if row.compiled is not None]
-        lines += [*(wrapped(f"compiled: {', '.join(compiled)}", width) if compiled else []), ""]
-    lines += wrapped(_meaning(microbatches), width, "")
-    means = [_means(rows, recipe, measured, name) for measured, name in apart.items() for recipe in RECIPES]
-    return "\n".join([*lines, *filter(None, means)]) + "\n"
+def tables(records: Sequence[Record]) -> list[Table]:
+    """Return a table per policy and device: a row per case and recipe, what its columns mean, and the geometric means."""
+    rows = step_rows(records)
+    places = list(dict.fromkeys((row.policy, row.device) for row in rows))
+    return [_table([row for row in rows if (row.policy, row.device) == place], place, len(places) > 1) for place in places]
 
 
-def step_markdown(rows: Sequence[StepRow], microbatches: int = 8) -> str:
-    """The same for a README, without the means."""
-    apart = _apart(rows)
-    lines = [_HEAD, ["---" if name in _TEXTS else "---:" for name in _HEAD]]
-    lines += [[row.case + apart[row.policy, row.device], *_cells(row)[1:]] for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\n{_meaning(microbatches)}\n"
+def _table(rows: Sequence[StepRow], place: tuple[str, str], is_named: bool) -> Table:
+    lines = tuple(Row(_values(row), "" if row.step is not None else "not timed") for row in rows)
+    means = tuple(filter(None, (_means(rows, recipe) for recipe in RECIPES)))
+    return Table(_COLUMNS, lines, means, (_MEANING,), repeated=2, title=", ".join(place) if is_named else "")
 
 
-def _meaning(microbatches: int) -> str:
-    """What the columns are."""
-    return (
-        "Times in µs. bound, and its share of the step: the products, and the casts' fewest bytes at the ceiling's speed. "
-        f"cached: weights cast once in {microbatches} steps. "
-        "other: the step less casts and products, which are timed by themselves. compiled: the step under torch.compile. "
-        "Times are compared where they are of one run; blank: not measured in it."
-    )
+_MEANING = (
+    "bound: the products, and the fewest bytes of the casts at the speed of the ceiling. "
+    f"cached: weights are cast once in {MICROBATCHES} steps. "
+    "other: the step less casts and products, which are timed by themselves. compiled: the step under torch.compile. "
+    "Ratios are of times of one run; blank: not measured in it."
+)
 
 
-def _apart(rows: Iterable[StepRow]) -> dict[tuple[str, str], str]:
-    """By policy and device, what tells the rows measured so from the others."""
-    found = dict.fromkeys((row.policy, row.device) for row in rows)
-    telling = [len(set(names)) > 1 for names in zip(*found, strict=True)]
-    return {names: "".join(f", {n}" for n, tells in zip(names, telling, strict=True) if tells) for names in found}
-
-
-def _torchao(row: StepRow) -> str:
-    """torchao's time, and its commit where that is not bf16's: then the two are of different runs."""
-    if row.torchao is None:
-        return ""
-    return f"{_us(row.torchao)} µs" + (f", of commit {row.elsewhere}" if row.elsewhere else "")
-
-
-def _cells(row: StepRow) -> list[str]:
+def _values(row: StepRow) -> tuple[str | float | None, ...]:
     share = ratio(row.bound, row.step)
-    torchao = _us(row.torchao) + (f" ({row.elsewhere})" if row.elsewhere else "")
-    return [
-        row.case, row.groups, _us(row.bf16), torchao, row.recipe, _us(row.step), _us(row.bound),
-        number(None if share is None else 100 * share, 1), number(row.times_bf16, 2), number(row.times_torchao, 2),
-        _us(row.cached), number(row.times_cached, 2), _us(row.casts), _us(row.products), _us(row.other), _us(row.compiled),
-    ]  # fmt: skip
+    return (
+        row.case, row.groups, row.recipe, row.bf16, row.torchao, row.step, row.times_bf16, row.times_torchao,
+        None if share is None else 100 * share, row.cached, row.times_cached, row.bound, row.casts, row.products, row.other,
+        row.compiled, row.elsewhere,
+    )  # fmt: skip
 
 
-def _means(rows: Iterable[StepRow], recipe: str, measured: tuple[str, str], name: str) -> str:
-    """Of a recipe's rows of one policy and device; empty where there is nothing to compare."""
-    mine = [row for row in rows if row.recipe == recipe and (row.policy, row.device) == measured]
+def _means(rows: Iterable[StepRow], recipe: str) -> str:
+    """Return the geometric means of a recipe; empty where there is nothing to compare."""
+    mine = [row for row in rows if row.recipe == recipe]
     parts = []
     for peer in ("bf16", "torchao"):
         found = [r for row in mine if (r := getattr(row, f"times_{peer}")) is not None]
         if found:
             parts.append(f"{geometric_mean(found):.2f}x {peer} ({len(found)} case{'' if len(found) == 1 else 's'})")
-    return f"{recipe}{name}: {', '.join(parts)}" if parts else ""
-
-
-def _us(time_us: float | None) -> str:
-    return number(time_us, 0)
+    return f"{recipe}: {', '.join(parts)}" if parts else ""

@@ -1,22 +1,34 @@
 """From how many tokens on weights of 8 or 16 bits are as fast as weights of four: a table made of records.
 
-Pure; imports cells, records and stats, not torch.
+Pure: imports no torch.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from statistics import geometric_mean
 
-from kerneltune.cells import aligned, number, ratio, wrapped
+from kerneltune.cells import ratio
 from kerneltune.records import Record
-from kerneltune.stats import geometric_mean
+from kerneltune.table import Column, Row, Table
 
 OURS = "optimized"
 _NO_PEERS = ("baseline", "splitk", "streamk", OURS, "dequantised")
 """Variants of `int4_gemm` that are ours, or read 16 bits."""
-_HEAD = ("n", "int4 µs", "GB/s", "% ceiling", "int4 peer µs", "fp8 µs", "fp16 µs", "x peer", "x fp8", "x fp16")
-
-
+OPS = ("int4_gemm", "fp8_gemm", "fp16_gemm")
+_COLUMNS = (
+    Column("layer"),
+    Column("n", digits=0),
+    Column("int4 µs", digits=1, key="int4_us"),
+    Column("fp8 µs", digits=1, key="fp8_us"),
+    Column("fp16 µs", digits=1, key="fp16_us", rank=2),
+    Column("peer µs", digits=1, key="peer_us", rank=2),
+    Column("x peer", digits=2, suffix="x", key="times_peer", rank=1),
+    Column("x fp8", digits=2, suffix="x", key="times_fp8"),
+    Column("x fp16", digits=2, suffix="x", key="times_fp16", rank=1),
+    Column("GB/s", digits=0, key="gbps", rank=4),
+    Column("% ceiling", digits=1, key="pct_ceiling", rank=3),
+)
 _FEW = 32
 """Tokens up to which four bits are meant to win."""
 
@@ -89,38 +101,30 @@ def crossover(rows: Sequence[WeightRow], name: str) -> str:
     return f"{name} faster from n={later[0]}" if later else f"{name} faster at n={', '.join(map(str, wins))} only"
 
 
-def weight_text(rows: Sequence[WeightRow], width: int = 80) -> str:
-    """A table of 80 columns per layer under its crossovers, and the geometric means."""
-    cells = {id(row): _cells(row) for row in rows}
-    widths = [max(map(len, column)) for column in zip(_HEAD, *cells.values(), strict=True)]
-    lines = []
+def tables(records: Sequence[Record]) -> list[Table]:
+    """Return a table per policy: a row per layer and number of tokens, the crossovers and the geometric means above it."""
+    policies = dict.fromkeys(record.policy for record in records)
+    found = {policy: weight_rows(records, policy) for policy in policies}
+    return [_table(rows, policy if len(found) > 1 else "") for policy, rows in found.items() if rows]
+
+
+def _table(rows: Sequence[WeightRow], title: str) -> Table:
+    lines = tuple(Row(_values(row)) for row in rows)
+    crossovers = []
     for layer, group in groupby(rows, key=lambda row: row.layer):
         found = list(group)
-        lines += wrapped(f"{layer}: {crossover(found, 'fp8')}, {crossover(found, 'fp16')}", width)
-        lines += [aligned(_HEAD, widths), *(aligned(cells[id(row)], widths) for row in found), ""]
-    return "\n".join([*lines, *_means(rows)]).rstrip() + "\n"
+        crossovers.append(f"{layer}: {crossover(found, 'fp8')}, {crossover(found, 'fp16')}")
+    foot = ("peer, fp8, fp16: the fastest kernel of each kind. x: how many times as long it takes as int4.", *crossovers)
+    return Table(_COLUMNS, lines, tuple(_means(rows)), foot, repeated=1, title=title)
 
 
-def weight_markdown(rows: Sequence[WeightRow]) -> str:
-    """The same for a README, the crossovers in a column of the first row."""
-    lines: list[Sequence[str]] = [("layer", *_HEAD, "crossover"), ["---"] + ["---:"] * len(_HEAD) + ["---"]]
-    for layer, group in groupby(rows, key=lambda row: row.layer):
-        found = list(group)
-        words = f"{crossover(found, 'fp8')}; {crossover(found, 'fp16')}"
-        for row in found:
-            lines.append((layer, *_cells(row), words))
-            words = ""
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
-
-
-def _cells(row: WeightRow) -> list[str]:
-    times = [number(value, 1) for value in (row.peer, row.fp8, row.fp16)]
-    ratios = [number(ratio(value, row.int4), 2) for value in (row.peer, row.fp8, row.fp16)]
-    return [str(row.tokens), number(row.int4, 1), number(row.gbps, 0), number(row.pct_ceiling, 1), *times, *ratios]
+def _values(row: WeightRow) -> tuple[str | float | None, ...]:
+    ratios = [ratio(value, row.int4) for value in (row.peer, row.fp8, row.fp16)]
+    return row.layer, row.tokens, row.int4, row.fp8, row.fp16, row.peer, *ratios, row.gbps, row.pct_ceiling
 
 
 def _means(rows: Sequence[WeightRow]) -> list[str]:
-    """For each kind of others a line over few tokens, and one for every number of tokens where there are several."""
+    """Return for each kind of others a line over few tokens, and one for every number of tokens where there are several."""
     lines = []
     for name, said in (("peer", "int4 peers"), ("fp8", "fp8"), ("fp16", "fp16")):
         found = [(row.tokens, r) for row in rows if (r := ratio(getattr(row, name), row.int4)) is not None]

@@ -34,11 +34,13 @@ def write(tmp_path: Path) -> Callable[..., Path]:
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "current", lambda: device.NO_GPU)
+    monkeypatch.setattr(device, "model", lambda: device.INTERPRETER)
 
 
 @pytest.fixture
 def an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "current", lambda: device.Device("NVIDIA H200", "sm_90", 132, 60_000_000, "570"))
+    monkeypatch.setattr(device, "model", lambda: "NVIDIA H200")
 
 
 @pytest.fixture

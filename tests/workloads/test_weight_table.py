@@ -1,13 +1,13 @@
-"""`kerneltune weights`: int4 against 8 and 16 bits, from records."""
+"""Int4 against 8 and 16 bits: the table, from records."""
 
 from pathlib import Path
 
-from command_line import NO_TIMES, record, refused, run
+from command_line import NO_TIMES, record, run
 from literal_records import changed
 
 from kerneltune import records
 from kerneltune.records import Record
-from kerneltune.workloads.weight_table import crossover, weight_markdown, weight_rows, weight_text
+from kerneltune.workloads.weight_table import crossover, tables, weight_rows
 
 TIMES = {
     ("int4_gemm", "optimized"): {64: 20.0, 16: 10.0, 128: 40.0},
@@ -59,35 +59,24 @@ def test_crossovers() -> None:
 
 
 def test_the_table_as_text() -> None:
-    text = weight_text(weight_rows(RECORDS))
-    assert text == (
-        "M=128 K=256 float16 group=64: fp8 faster from n=64, fp16 never faster up to\n"
-        "  n=128\n"
-        "  n int4 µs GB/s % ceiling int4 peer µs fp8 µs fp16 µs x peer x fp8 x fp16\n"
-        " 16    10.0  900      55.0         14.0   15.0    22.0   1.40  1.50   2.20\n"
-        " 64    20.0  900      55.0         25.0   19.0    25.0   1.25  0.95   1.25\n"
-        "128    40.0  900      55.0                30.0    45.0         0.75   1.12\n"
-        "\n"
-        "n <= 32: 1.40x the fastest of int4 peers, worst 1.40x (1 cases)\n"
-        "  n = 16: 1.40x, 1.40 to 1.40x (1 cases)\n"
-        "  n = 64: 1.25x, 1.25 to 1.25x (1 cases)\n"
-        "n <= 32: 1.50x the fastest of fp8, worst 1.50x (1 cases)\n"
-        "  n = 16: 1.50x, 1.50 to 1.50x (1 cases)\n"
-        "  n = 64: 0.95x, 0.95 to 0.95x (1 cases)\n"
-        "  n = 128: 0.75x, 0.75 to 0.75x (1 cases)\n"
-        "n <= 32: 2.20x the fastest of fp16, worst 2.20x (1 cases)\n"
-        "  n = 16: 2.20x, 2.20 to 2.20x (1 cases)\n"
-        "  n = 64: 1.25x, 1.25 to 1.25x (1 cases)\n"
-        "  n = 128: 1.12x, 1.12 to 1.12x (1 cases)\n"
-    )
-    assert weight_markdown(weight_rows(RECORDS)).splitlines()[2].startswith("| M=128 K=256 float16 group=64 | 16 | 10.0 | 900 |")
+    (table,) = tables(RECORDS)
+    lines = table.text(80).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0] == "n <= 32: 1.40x the fastest of int4 peers, worst 1.40x (1 cases)"
+    start = next(i for i, line in enumerate(lines) if line.startswith("layer"))
+    assert [" ".join(line.split()) for line in lines[start : start + 4]] == [
+        "layer n int4 µs fp8 µs x peer x fp8 x fp16",
+        "M=128 K=256 float16 group=64 16 10.0 15.0 1.40x 1.50x 2.20x",
+        "64 20.0 19.0 1.25x 0.95x 1.25x",
+        "128 40.0 30.0 0.75x 1.12x",
+    ]
+    assert table.foot[1] == "M=128 K=256 float16 group=64: fp8 faster from n=64, fp16 never faster up to n=128"
 
 
-def test_the_command_reads_records(tmp_path: Path) -> None:
+def test_compare_shows_the_table_of_the_workload(tmp_path: Path) -> None:
     file = tmp_path / "weight_only.jsonl"
     records.append(file, RECORDS)
-    result = run("weights", "--from", file)
-    assert result.exit_code == 0 and result.stdout == weight_text(weight_rows(RECORDS), width=100)
+    assert run("compare", file).stdout == tables(RECORDS)[0].text(100)
     other = tmp_path / "other.jsonl"
-    records.append(other, [record()])
-    assert refused("weights", "--from", other).startswith("error: no records of int4 products")
+    records.append(other, [*RECORDS, record(), record(50.0, variant="optimized")])  # of an operator without a table of its own
+    assert run("compare", other, "--op", "rmsnorm_fwd").stdout.startswith("A: baseline; B: optimized")

@@ -1,0 +1,225 @@
+"""Tables that are declared once, as columns and rows of plain values, and written as text, Markdown, CSV or values for a page.
+
+Text fits a width: columns of the highest rank are hidden first, and a line names them. Pure; knows nothing of records.
+"""
+
+import csv
+import io
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from kerneltune.cells import number, printable, wrapped
+
+Value = str | float | int | bool | None
+
+_GAP = 1
+_LEAST_ROOM, _NOTE_INDENT, _NOTE_LINES = 30, 8, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table.
+
+    Attributes:
+        name: its heading, with the unit: `A µs`.
+        digits: decimals of its numbers in print; None for text. CSV holds the unrounded value.
+        suffix: behind every printed number: `x`, `%`.
+        rank: 0 is always shown; of the others the highest is hidden first where a line is too wide.
+        key: its name in CSV and on a page; the heading in lower case if empty.
+        shared: is said once above a text table in which all rows have one value of it.
+        only: the forms that have it: `text`, `markdown`, `csv`, `page`; all if empty.
+    """
+
+    name: str
+    digits: int | None = None
+    suffix: str = ""
+    rank: int = 0
+    key: str = ""
+    shared: bool = False
+    only: tuple[str, ...] = ()
+
+    @property
+    def is_text(self) -> bool:
+        """Whether cells are set to the left."""
+        return self.digits is None
+
+    @property
+    def csv_name(self) -> str:
+        """The column's name in CSV."""
+        return self.key or self.name.replace(" ", "_")
+
+    def cell(self, value: Value) -> str:
+        """Return a value in print; empty for None."""
+        if value is None:
+            return ""
+        if self.digits is None or isinstance(value, str | bool):
+            return printable(" ".join(str(value).split()))
+        return number(value, self.digits) + self.suffix
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row: a value per column, and a note that stands in place of the numbers where there are none."""
+
+    values: tuple[Value, ...]
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Columns, rows, lines above and below.
+
+    Attributes:
+        repeated: so many leading columns are left blank in text where they say what the row above says.
+    """
+
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]
+    head: tuple[str, ...] = ()
+    foot: tuple[str, ...] = ()
+    repeated: int = 0
+    title: str = field(default="", kw_only=True)
+
+    def text(self, width: int = 100) -> str:
+        """Return lines above, rows in aligned columns, lines below, of at most `width` columns where words allow it."""
+        shown = self._of("text")
+        shared = [i for i in shown if self.columns[i].shared and self._one_value(i)]
+        shown, hidden = self._fitting([i for i in shown if i not in shared], width)
+        lines = [part for line in self.head for part in wrapped(line, width)]
+        if shared:
+            said = ", ".join(f"{self.columns[i].name} {self.columns[i].cell(self.rows[0].values[i])}" for i in shared)
+            lines += wrapped(f"all rows: {said}", width)
+        lines += [""] if lines else []
+        headings = [i for i in shown if self.columns[i].shared] if self._span(shown) > width else []
+        lines += self._grid([i for i in shown if i not in headings], headings, width)
+        below = [part for line in self.foot for part in wrapped(line, width)]
+        if hidden:
+            names = ", ".join(self.columns[i].name for i in hidden)
+            below += wrapped(f"not shown in {width} columns: {names}; a wider terminal or --format markdown|csv shows all", width)
+        return "\n".join([*([f"{self.title}", ""] if self.title else []), *lines, *([""] if below else []), *below]) + "\n"
+
+    def markdown(self) -> str:
+        """Return a Markdown table below its lines."""
+        shown = self._of("markdown")
+        title = [f"### {self.title}", ""] if self.title else []
+        lines = [*title, *(f"- {_escaped(line.strip())}" for line in self.head), *([""] if self.head else [])]
+        lines.append(_pipe(self.columns[i].name for i in shown))
+        lines.append(_pipe("---" if self.columns[i].is_text else "---:" for i in shown))
+        for row in self.rows:
+            cells = [self.columns[i].cell(row.values[i]) for i in shown]
+            if row.note:  # in the first of the empty cells
+                place = next((at for at, i in enumerate(shown) if not self.columns[i].is_text and not cells[at]), len(cells) - 1)
+                cells[place] = printable(" ".join(f"{cells[place]} {row.note}".split()))
+            lines.append(_pipe(map(_escaped, cells)))
+        foot = [f"- {_escaped(line.strip())}" for line in self.foot]
+        return "\n".join([*lines, *([""] if foot else []), *foot]) + "\n"
+
+    def csv(self) -> str:
+        """Return a heading and a line per row, values unrounded; the note is the last column."""
+        shown = self._of("csv")
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow([*(self.columns[i].csv_name for i in shown), "note"])
+        for row in self.rows:
+            writer.writerow(["" if row.values[i] is None else row.values[i] for i in shown] + [" ".join(row.note.split())])
+        return text.getvalue()
+
+    def render(self, style: str, width: int = 100) -> str:
+        """Return the table as `text`, `markdown` or `csv`."""
+        return self.text(width) if style == "text" else self.markdown() if style == "markdown" else self.csv()
+
+    def page(self) -> dict[str, Any]:
+        """Return what a page shows: headings, printed cells, lines above and below."""
+        shown = self._of("page")
+        return {
+            "title": self.title,
+            "head": list(self.head),
+            "foot": list(self.foot),
+            "columns": [{"name": self.columns[i].name, "text": self.columns[i].is_text} for i in shown],
+            "rows": [{"cells": [self.columns[i].cell(row.values[i]) for i in shown], "note": row.note} for row in self.rows],
+        }
+
+    def _of(self, form: str) -> list[int]:
+        """Return the columns of a form."""
+        return [i for i, column in enumerate(self.columns) if not column.only or form in column.only]
+
+    def _one_value(self, index: int) -> bool:
+        return len(self.rows) > 1 and len({row.values[index] for row in self.rows}) == 1
+
+    def _fitting(self, shown: list[int], width: int) -> tuple[list[int], list[int]]:
+        """Return the columns that fit, and those that are hidden; empty columns are neither."""
+        shown = [i for i in shown if self.columns[i].rank == 0 or any(row.values[i] not in (None, "") for row in self.rows)]
+        hidden: list[int] = []
+        while self._span(shown) > width:
+            rank = max((self.columns[i].rank for i in shown), default=0)
+            if not rank:
+                break
+            hidden += [i for i in shown if self.columns[i].rank == rank]
+            shown = [i for i in shown if self.columns[i].rank != rank]
+        return shown, sorted(hidden)
+
+    def _span(self, shown: Sequence[int]) -> int:
+        return sum(self._widths(shown)) + _GAP * (len(shown) - 1)
+
+    def _widths(self, shown: Sequence[int]) -> list[int]:
+        return [max([len(self.columns[i].name), *(len(self.columns[i].cell(row.values[i])) for row in self.rows)]) for i in shown]
+
+    def _grid(self, shown: Sequence[int], headings: Sequence[int], width: int) -> list[str]:
+        """Return the heading and a line per row; what `headings` say stands on a line of its own where it changes."""
+        widths = self._widths(shown)
+        lines = [self._line([self.columns[i].name for i in shown], shown, widths)]
+        before: Row | None = None
+        for row in self.rows:
+            if headings and (before is None or any(row.values[i] != before.values[i] for i in headings)):
+                said = " ".join(filter(None, (self.columns[i].cell(row.values[i]) for i in headings)))
+                lines += wrapped(f"-- {said}", width)
+                before = None
+            cells = [self.columns[i].cell(row.values[i]) for i in shown]
+            if before is not None and self.repeated and row.values[: self.repeated] == before.values[: self.repeated]:
+                cells = ["" if i < self.repeated else cell for i, cell in zip(shown, cells, strict=True)]
+            before = row
+            lines += self._noted(cells, shown, widths, row.note, width) if row.note else [self._line(cells, shown, widths)]
+        return lines
+
+    def _line(self, cells: Sequence[str], shown: Sequence[int], widths: Sequence[int]) -> str:
+        padded = [
+            cell.ljust(columns) if self.columns[i].is_text else cell.rjust(columns)
+            for i, cell, columns in zip(shown, cells, widths, strict=True)
+        ]
+        return (" " * _GAP).join(padded).rstrip()
+
+    def _noted(self, cells: Sequence[str], shown: Sequence[int], widths: Sequence[int], note: str, width: int) -> list[str]:
+        """Return a row whose note stands behind its last cell, or below it where there is little room."""
+        last = max((at for at, cell in enumerate(cells) if cell), default=0) + 1
+        left = self._line(cells[:last], shown[:last], widths[:last]) + "  "
+        beside = width - len(left) >= _LEAST_ROOM
+        indent = " " * (len(left) if beside else _NOTE_INDENT)
+        words = textwrap.wrap(
+            printable(" ".join(note.split())),
+            width - len(indent),
+            max_lines=_NOTE_LINES,
+            placeholder=" …",
+            break_on_hyphens=False,
+        )
+        lines = [indent + line for line in words]
+        return [left + words[0], *lines[1:]] if beside else [left.rstrip(), *lines]
+
+
+def joined(tables: Iterable[Table], style: str, width: int) -> str:
+    """Return tables one below the other; CSV has one heading where they have the same columns."""
+    found = list(tables)
+    texts = [table.render(style, width) for table in found]
+    if style == "csv" and all(a.columns == b.columns for a, b in pairwise(found)):
+        return "".join([*texts[:1], *(text.partition("\n")[2] for text in texts[1:])])
+    return "\n".join(texts)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _pipe(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,127 @@
+"""The table of training steps, from records."""
+
+import csv
+import io
+from pathlib import Path
+
+import pytest
+from command_line import record, run
+from literal_records import changed
+
+from kerneltune import records
+from kerneltune.spec import Case
+from kerneltune.workloads.moe_memory import Memory, memory_text, step_memory
+from kerneltune.workloads.moe_table import step_rows, tables
+
+STEP = {"op": "moe_step", "case": "some-4096", "axes": {"M": 4096, "K": 64, "N": 64, "E": 2}, "family": "moe_training"}
+TIMES = {"baseline": 1000.0, "torchao_rowwise": 1200.0, "tensorwise": 500.0, "tensorwise_gemms": 300.0, "tensorwise_casts": 150.0,
+         "tensorwise_cached": 400.0, "tensorwise_refresh": 80.0, "tensorwise_compiled": 444.0, "rowwise": 625.0}  # fmt: skip
+ROLES = {"torchao_rowwise": "peer"} | dict.fromkeys(
+    ("tensorwise_gemms", "tensorwise_casts", "tensorwise_cached", "tensorwise_refresh"), "part"
+)
+RECORDS = [
+    record(us, variant=variant, role=ROLES.get(variant, "own"), options={"groups": "zipf"}, **STEP | {"pct_ceiling": 1e4 / us})
+    for variant, us in TIMES.items()
+]
+
+
+def test_a_rest_of_nothing_has_no_sign() -> None:
+    whole = [changed(r, time_us=449.7 if r.variant == "tensorwise" else r.time_us) for r in RECORDS]
+    (line,) = (line for line in tables(whole)[0].markdown().splitlines() if "| tensorwise |" in line)
+    assert "| 300 | 0 |" in line
+
+
+def test_rows_of_the_table() -> None:
+    tensorwise, rowwise = step_rows(RECORDS)
+    assert (tensorwise.bf16, tensorwise.torchao, tensorwise.step, tensorwise.products) == (1000, 1200, 500, 300)
+    assert tensorwise.bound == 300 + 500 * 20 / 100
+    assert tensorwise.cached == 400 + 80 / 8
+    assert tensorwise.other == 50
+    assert (rowwise.step, rowwise.bound, rowwise.cached, rowwise.other) == (625, None, None, None)
+    assert step_rows(RECORDS, 1)[0].cached == 480
+
+
+def test_the_table_as_text() -> None:
+    (table,) = tables(RECORDS)
+    lines = table.text(80).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[:2] == [
+        "tensorwise: 2.00x bf16 (1 case), 2.40x torchao (1 case)",
+        "rowwise: 1.60x bf16 (1 case), 1.92x torchao (1 case)",
+    ]
+    assert [line.split() for line in lines if line.startswith(("some", " " * 9))][:2] == [
+        ["some-4096", "tensorwise", "1000", "1200", "500", "2.00x", "2.40x", "80.0"],
+        ["rowwise", "1000", "1200", "625", "1.60x", "1.92x"],
+    ]
+    assert "cached µs" in lines[-2] and "all rows: groups zipf" in lines
+
+
+def test_the_table_as_csv_has_every_column() -> None:
+    lines = list(csv.DictReader(io.StringIO(tables(RECORDS)[0].csv())))
+    assert {name: lines[0][name] for name in ("step_us", "bound_us", "pct_bound", "cached_us", "other_us", "compiled_us")} == {
+        "step_us": "500.0", "bound_us": "400.0", "pct_bound": "80.0", "cached_us": "410.0", "other_us": "50.0",
+        "compiled_us": "444.0",
+    }  # fmt: skip
+
+
+def test_records_measured_otherwise_are_told_apart() -> None:
+    slower = [changed(r, policy="eager", time_us=(r.time_us or 0) * (1 if r.variant == "baseline" else 3)) for r in RECORDS]
+    cold, eager = tables([*RECORDS, *slower])
+    assert (cold.title, eager.title) == ("cold, NVIDIA H200", "eager, NVIDIA H200")
+    assert cold.head[0].startswith("tensorwise: 2.00x bf16 (1 case)") and eager.head[0].startswith("tensorwise: 0.67x bf16")
+    assert len(tables([*RECORDS, *(changed(r, device="NVIDIA B200") for r in RECORDS)])) == 2
+    assert tables([record()]) == []
+
+
+def test_a_page_shows_whole_steps_only(tmp_path: Path) -> None:
+    records.append(tmp_path / "moe.jsonl", RECORDS)
+    assert run("report", tmp_path / "moe.jsonl", "--results", tmp_path, "-o", tmp_path / "page.html").exit_code == 0
+    text = (tmp_path / "page.html").read_text()
+    parts = ["tensorwise_gemms", "tensorwise_casts", "tensorwise_cached", "tensorwise_refresh"]
+    assert [name for name in TIMES if f'"{name}"' not in text] == parts
+
+
+def test_a_peer_of_another_run_is_named() -> None:
+    mixed = [changed(r, commit="f00d") if r.variant == "torchao_rowwise" else r for r in RECORDS]
+    (table,) = tables(mixed)
+    assert table.rows[0].values[-1] == "f00d" and "f00d" in table.markdown()
+
+
+def test_times_of_different_runs_are_not_compared() -> None:
+    later = [changed(r, unit="b" if r.variant in ("baseline", "rowwise") else "a") for r in RECORDS]
+    tensorwise, rowwise = step_rows(later)
+    assert (tensorwise.times_bf16, tensorwise.times_cached, tensorwise.times_torchao) == (None, None, 2.4)
+    assert (tensorwise.bf16, tensorwise.cached, tensorwise.bound) == (1000, 410, 400)
+    assert (rowwise.times_bf16, rowwise.times_torchao) == (1.6, None)
+    apart = [changed(r, commit="f00d") if r.variant in ("tensorwise_gemms", "tensorwise_refresh") else r for r in RECORDS]
+    assert (step_rows(apart)[0].bound, step_rows(apart)[0].cached) == (None, None)
+
+
+def test_compare_shows_the_table_of_the_workload(tmp_path: Path) -> None:
+    file = tmp_path / "moe_training.jsonl"
+    records.append(file, RECORDS)
+    result = run("compare", "--from", file)
+    assert result.exit_code == 0 and result.stdout == tables(RECORDS)[0].text(100)
+    output = tmp_path / "table.md"
+    assert run("compare", file, "--format", "markdown", "--output", output).exit_code == 0
+    assert output.read_text() == tables(RECORDS)[0].markdown()
+    assert run("compare", "baseline", "tensorwise", "--from", file).stdout.startswith("A: baseline; B: tensorwise")
+
+
+def test_the_table_of_memory() -> None:
+    found = {"bf16": Memory(470_000_000, 0, 2_000_000_000), "tensorwise, cached": Memory(235_400_000, 1_880_000_000, 900_000_000)}
+    assert memory_text(found) == (
+        "                    kept MB  workspace MB  peak MB\n"
+        "bf16                    470             0     2000\n"
+        "tensorwise, cached      235          1880      900\n"
+    )
+
+
+@pytest.mark.gpu
+def test_fp8_keeps_less_for_the_backward() -> None:
+    M, K, E, N = 32768, 2048, 8, 1408
+    case = Case("up", (("M", M), ("K", K), ("N", N), ("E", E)), "bfloat16", "fp8", (("groups", "balanced"),))
+    kept = {name: memory.kept / 1e6 for name, memory in step_memory(case).items()}
+    assert kept["bf16"] == pytest.approx(2 * M * K / 1e6, abs=2)
+    assert kept["tensorwise, cached"] == pytest.approx(M * K / 1e6, abs=2)
+    assert kept["tensorwise"] == pytest.approx((M * K + E * K * N) / 1e6, abs=2)
