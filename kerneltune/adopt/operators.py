@@ -137,16 +137,24 @@ def knobs_of_config(stored: Mapping[str, Any], kind: type[Any], candidates: Sequ
     return kind(**stored["kwargs"], **options)
 
 
+_stored: dict[tuple[str, Config], dict[str, Any]] = {}
+
+
 def stored_of_config(config: Config, launch: LaunchClass) -> dict[str, Any]:
     """Return an instance of the kernel's config class as the captured JSON.
 
     Raises:
         ValueError: the class has no such candidate.
     """
-    for number, one in enumerate(launch.candidates):
-        if config == (Numbered(number) if isinstance(config, Numbered) else knobs_of_config(one.config, type(config), ())):
-            return one.config
-    raise ValueError(f"{launch.label}: {config}: no candidate of this class")
+    key = (launch.digest, config)
+    if key not in _stored:
+        for number, one in enumerate(launch.candidates):
+            if config == (Numbered(number) if isinstance(config, Numbered) else knobs_of_config(one.config, type(config), ())):
+                _stored[key] = one.config
+                break
+        else:
+            raise ValueError(f"{launch.label}: {config}: no candidate of this class")
+    return _stored[key]
 
 
 def _space(about: Any, kind: type[Any], widen: bool, case: Case) -> Space:

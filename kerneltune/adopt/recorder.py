@@ -183,10 +183,10 @@ class Recorder:
     def _launch_config(self, autotuner: Any, known: Known, config: Any, args: Any, kwargs: Any) -> Any:
         options = config.all_kwargs()
         is_first = known.timed == 0
-        if is_first and not program.is_interpreted():
-            autotuner.fn.run(*args, **{**kwargs, "warmup": True}, **options)  # so that the first launch is not timed compiling
         if config.pre_hook is not None:
             config.pre_hook({**dict(zip(autotuner.arg_names, args, strict=False)), **kwargs, **options})
+        if is_first and not program.is_interpreted():
+            autotuner.fn.run(*args, **{**kwargs, "warmup": True}, **options)  # so that the first launch is not timed compiling
         autotuner.best_config = config
         return self._timed(known, lambda: autotuner.fn.run(*args, **kwargs, **options), is_first=False)
 

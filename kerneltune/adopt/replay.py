@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -113,6 +113,7 @@ class Launch:
     named: dict[str, Any]
     storages: list[torch.Tensor]
     state: "State | None" = None
+    _prepared: dict[int, Callable[[], None]] = field(default_factory=dict)
 
     def run(self, stored: Mapping[str, Any]) -> None:
         """Launch with a config, given as JSON, its pre_hook before it.
@@ -120,6 +121,13 @@ class Launch:
         Raises:
             ReplayError: the config has no grid, or cannot be made here.
         """
+        call = self._prepared.get(id(stored))
+        if call is None:
+            call = self._prepared[id(stored)] = self._prepare(stored)
+        call()
+
+    def _prepare(self, stored: Mapping[str, Any]) -> Callable[[], None]:
+        """Return what launches a config."""
         captured = self.launch
         autotuner = live_kernel(captured)
         grid = grid_of(captured, stored)
@@ -130,9 +138,14 @@ class Launch:
         args = [self.named[a.name] for a in captured.arguments if a.is_positional]
         kwargs = {a.name: self.named[a.name] for a in captured.arguments if not a.is_positional}
         options = config.all_kwargs()
-        if config.pre_hook is not None:
-            config.pre_hook({**self.named, **options})
-        autotuner.fn.run(*args, grid=grid, warmup=False, **kwargs, **options)
+        named, hook, run = {**self.named, **options}, config.pre_hook, autotuner.fn.run
+
+        def call() -> None:
+            if hook is not None:
+                hook(named)
+            run(*args, grid=grid, warmup=False, **kwargs, **options)
+
+        return call
 
 
 def grid_of(captured: LaunchClass, stored: Mapping[str, Any]) -> tuple[int, ...] | None:

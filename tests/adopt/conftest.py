@@ -5,15 +5,13 @@ from collections.abc import Iterator
 import pytest
 from adopted import example, forget
 
-from kerneltune.adopt import program, startup
+from kerneltune.adopt import startup
 
 
 @pytest.fixture(autouse=True)
 def untouched_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in (startup.CAPTURE, startup.ADOPT):
         monkeypatch.delenv(name, raising=False)
-    program.device_slug.cache_clear()
     yield
     startup.uninstall()
     forget(example())
-    program.device_slug.cache_clear()

@@ -1,0 +1,180 @@
+"""Tuning a capture on a GPU that is none: which config each class gets, which classes share one, and what is skipped."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import made_up_gpu
+import numpy as np
+import pytest
+import torch
+from adopted import captured, example, of_kernel
+from made_up_gpu import Bench
+
+from kerneltune.adopt import program, startup, tuning
+from kerneltune.adopt.folder import CLASSES, META
+from kerneltune.adopt.overview import read_capture
+from kerneltune.adopt.table import read_table
+from kerneltune.adopt.tuning import tune_capture
+from kerneltune.plan import Quiet
+from kerneltune.search.trials import Trial
+from kerneltune.spec import Case, Op, Variant
+from kerneltune.stats import Samples
+
+GPU = "nvidia_h200"
+
+
+class SizedBench(Bench):
+    """Times a block of as many columns as suits the number of rows: 64 up to 8 rows, 256 above."""
+
+    gain = 1.25
+    best_warps = 4
+    tried: list[Any] = []
+
+    def open(self, op: Op, case: Case, variant: Variant, policy: str) -> None:
+        """Remember the case."""
+        super().open(op, case, variant, policy)
+        self.rows = dict(case.axes).get("M", 4)
+
+    def time_us(self, config: Any) -> float:
+        """Longer by `gain` for the wrong block, and for other warps."""
+        right = 64 if self.rows <= 8 else 256
+        return 10.0 * (1.0 if right == config.BLOCK else self.gain) * (1.0 if config.num_warps == self.best_warps else 1.1)
+
+    def trial(self, config: Any, best_us: float | None, samples: int = 5) -> Trial:
+        """Correct and timed."""
+        type(self).tried.append(config)
+        return Trial("ok", self.time_us(config))
+
+    def samples(self, configs: Sequence[Any]) -> list[Samples]:
+        """The same time in every round."""
+        return [np.full(15, self.time_us(config)) for config in configs]
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[SizedBench]]:
+    """A GPU whose times are a formula."""
+    bench = type("ThisBench", (SizedBench,), {"tried": []})
+    with made_up_gpu.stands_in(monkeypatch):
+        monkeypatch.setattr("kerneltune.tuning.machines.IsolatedBench", bench)
+        monkeypatch.setattr(tuning, "IsolatedBench", bench)
+        monkeypatch.setattr(program, "device_slug", lambda: GPU)
+        yield bench
+
+
+def capture_sums(root: Path, *sizes: tuple[int, int]) -> None:
+    captured(root, *sizes, pattern="row_sum")
+
+
+def test_tune_writes_the_fastest_config_of_each_class(tmp_path: Path, h200: type[SizedBench]) -> None:
+    capture_sums(tmp_path, (4, 96), (64, 128))
+    outcome = tune_capture(tmp_path, Quiet())
+    table = read_table(tmp_path, GPU)
+    assert table is not None
+    assert table.digest == outcome.digest
+    found = {group.key[0]: group.rows[0].configs[0] for group in table.kernels[0].groups}
+    assert {key: (config["kwargs"]["BLOCK"], config["num_warps"]) for key, config in found.items()} == {
+        96: (64, 4),
+        128: (256, 4),
+    }
+    assert outcome.skipped == []
+
+
+def test_tune_keeps_sizes_out_of_the_key_that_gain_less_than_3_percent(tmp_path: Path, h200: type[SizedBench]) -> None:
+    h200.gain = 1.02
+    capture_sums(tmp_path, (4, 96), (64, 96))
+    tune_capture(tmp_path, Quiet())
+    table = read_table(tmp_path, GPU)
+    assert table is not None
+    (group,) = table.kernels[0].groups
+    assert (group.split, len(group.rows)) == ((), 1)
+
+
+def test_tune_takes_sizes_that_the_key_omits_into_the_key_where_they_gain(tmp_path: Path, h200: type[SizedBench]) -> None:
+    capture_sums(tmp_path, (4, 96), (64, 96))
+    tune_capture(tmp_path, Quiet())
+    table = read_table(tmp_path, GPU)
+    assert table is not None
+    (group,) = table.kernels[0].groups
+    assert group.split == ("M", "x_ptr.0", "y_ptr.0")
+    assert {row.sizes["M"]: row.configs[0]["kwargs"]["BLOCK"] for row in group.rows} == {4: 64, 64: 256}
+    assert len(table.kernels[0].portfolio) == 2
+
+
+def test_tuned_table_is_served_with_its_live_configs(tmp_path: Path, h200: type[SizedBench]) -> None:
+    capture_sums(tmp_path, (4, 96))
+    digest = tune_capture(tmp_path, Quiet()).digest
+    startup.install(tmp_path, miss="error", manifest=digest)
+    module = example()
+    module.row_sum[(4,)](torch.ones(4, 96), torch.empty(4), 4, 96)
+    assert module.row_sum.best_config.kwargs == {"BLOCK": 64}
+    assert module.row_sum.best_config.num_warps == 4
+
+
+def test_tune_of_an_author_choice_that_is_as_fast_keeps_it(tmp_path: Path, h200: type[SizedBench]) -> None:
+    h200.gain, h200.best_warps = 1.0, 3
+    capture_sums(tmp_path, (4, 96))
+    (one,) = tune_capture(tmp_path, Quiet()).tuned
+    assert one.best == one.author
+
+
+def test_tune_again_measures_nothing_twice(tmp_path: Path, h200: type[SizedBench]) -> None:
+    capture_sums(tmp_path, (4, 96))
+    first = tune_capture(tmp_path, Quiet())
+    tried = len(h200.tried)
+    again = tune_capture(tmp_path, Quiet())
+    assert (len(h200.tried), again.digest) == (tried, first.digest)
+
+
+def test_tune_with_widen_tries_configs_around_the_list(tmp_path: Path, h200: type[SizedBench]) -> None:
+    capture_sums(tmp_path, (4, 96))
+    tune_capture(tmp_path, Quiet(), widen=True)
+    assert {config.BLOCK for config in h200.tried} == {32, 64, 128, 256, 512}
+    assert {config.num_warps for config in h200.tried} >= {1, 2, 4, 8}
+
+
+def test_tune_with_a_share_leaves_the_cheap_classes(tmp_path: Path, h200: type[SizedBench]) -> None:
+    capture_sums(tmp_path, (4, 96), (4096, 96))
+    outcome = tune_capture(tmp_path, Quiet(), share=0.9)
+    assert [one.launch.sizes["M"] for one in outcome.tuned] == [4096]
+    assert [line for line in outcome.skipped if "below --share 0.9" in line]
+
+
+def test_tune_of_another_gpus_capture_says_so(tmp_path: Path, h200: type[SizedBench], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "device_slug", lambda: "nvidia_b200")
+    capture_sums(tmp_path, (4, 96))
+    outcome = tune_capture(tmp_path, Quiet())
+    assert outcome.tuned == []
+    assert "captured on nvidia_b200, this is nvidia_h200: capture again here" in outcome.skipped[0]
+
+
+def test_tune_of_a_changed_kernel_says_so(tmp_path: Path, h200: type[SizedBench]) -> None:
+    capture_sums(tmp_path, (4, 96))
+    path = tmp_path / CLASSES / of_kernel(read_capture(tmp_path), "row_sum")[0].digest / META
+    stored = json.loads(path.read_text())
+    path.write_text(json.dumps(stored | {"source": "0" * 12, "bytecode": "0" * 16}))
+    outcome = tune_capture(tmp_path, Quiet())
+    assert "its source has changed since it was captured" in outcome.skipped[0]
+
+
+def test_tune_skips_a_damaged_class_with_one_line(tmp_path: Path, h200: type[SizedBench]) -> None:
+    capture_sums(tmp_path, (4, 96), (4, 128))
+    path = sorted((tmp_path / CLASSES).iterdir())[0] / META
+    path.write_text(path.read_text()[:200])
+    outcome = tune_capture(tmp_path, Quiet())
+    assert len(outcome.tuned) == 1
+    assert len(outcome.skipped) == 1
+    assert outcome.skipped[0].startswith(f"skipped {path}: JSONDecodeError")
+
+
+def test_tune_of_a_class_without_index_values_says_so(tmp_path: Path, h200: type[SizedBench]) -> None:
+    captured(tmp_path, max_bytes=8, pattern="scale_chosen")
+    outcome = tune_capture(tmp_path, Quiet())
+    assert "values were not kept" in outcome.skipped[0]
+
+
+def test_tune_without_a_gpu_raises(tmp_path: Path) -> None:
+    capture_sums(tmp_path, (4, 96))
+    with pytest.raises(ValueError, match="tune needs a GPU"):
+        tune_capture(tmp_path, Quiet())
