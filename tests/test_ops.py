@@ -20,7 +20,7 @@ ON_GPU = torch.cuda.is_available()
 WHERE = "cuda" if ON_GPU else "cpu"
 FAMILIES = (
     "rmsnorm", "fp8_rowwise", "fp8_weights", "fp8_groups", "fp8_tensorwise", "fp8_transpose", "fp8_grouped_gemm", "multi_cast",
-    "weight_only",
+    "weight_only", "moe_routing",
 )  # fmt: skip
 SWEEPS = {family: sweep.load(sweep.find(family), OPS) for family in FAMILIES}
 CHECKS = [entry for found in SWEEPS.values() for entry in found.check]
@@ -33,6 +33,8 @@ def elements(case: Case) -> int:
     sizes = dict(case.axes)
     if "E" in sizes and "M" in sizes:  # tokens and weights, or the tokens twice
         return max(sizes["M"] * max(sizes["N"], sizes["K"]), sizes["E"] * sizes["N"] * sizes["K"])
+    if "T" in sizes and "K" in sizes:  # tokens, each with its choices
+        return sizes["T"] * sizes["K"] * sizes.get("H", 1)
     sizes.pop("G", None)
     if {"N", "M", "K"} == sizes.keys():  # a product of matrices: the weights
         return sizes["M"] * sizes["K"]

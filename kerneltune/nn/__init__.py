@@ -15,8 +15,13 @@ from kerneltune.nn.grouped_mm import fp8_grouped_mm
 from kerneltune.nn.int4_linear import Int4Linear
 from kerneltune.nn.recipes import Recipe
 from kerneltune.nn.rmsnorm import RMSNorm, rms_norm
+from kerneltune.nn.routing import Routing, permute_tokens, sort_tokens, unpermute_tokens
 
 __all__ = [
+    "Routing",
+    "permute_tokens",
+    "sort_tokens",
+    "unpermute_tokens",
     "DelayedScaling",
     "GroupedLinear",
     "Int4Linear",

@@ -1,0 +1,41 @@
+"""Where aligned token groups lie (groups.py says what they are), read off their ends by every program for itself.
+
+Device code; knows no operator. May import triton and tl_lib.
+"""
+
+import triton
+import triton.language as tl
+
+from kerneltune.kernel_lib.tl_lib import aligned_start, load_constant
+
+
+@triton.jit
+def group_bounds(offs_ptr, group, M):
+    """Return the first row of a group and the row after its last, inside [0, M] whatever offs holds."""
+    start = tl.where(group > 0, load_constant(offs_ptr + tl.maximum(group, 1) - 1), 0)
+    start = tl.minimum(tl.maximum(start, 0), M)
+    return start, tl.maximum(tl.minimum(load_constant(offs_ptr + group), M), start)
+
+
+@triton.jit
+def locate_aligned(
+    block, offs_ptr, M, G, GROUPS_LOG2: tl.constexpr, ALIGNMENT: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """Locate a block of ROWS aligned columns; blocks are numbered across all columns, ROWS divides ALIGNMENT or it ROWS.
+
+    Return its group, the first of its rows, how many of them there are, its first column, and how many columns a cast writes:
+    zeros behind the group's last row up to a multiple of ALIGNMENT. Both counts are at most 0 between groups.
+    """
+    PER_SLOT: tl.constexpr = ALIGNMENT // ROWS
+    slot = block // PER_SLOT
+    group = slot * 0
+    for bit in tl.static_range(GROUPS_LOG2):
+        ahead = group + (1 << (GROUPS_LOG2 - 1 - bit))
+        first, _ = group_bounds(offs_ptr, tl.minimum(ahead, G - 1), M)
+        group = tl.where((ahead < G) & (first // ALIGNMENT + ahead <= slot), ahead, group)
+    start, end = group_bounds(offs_ptr, group, M)
+    inside = block * ROWS - aligned_start(start, group, ALIGNMENT)
+    row = start + inside
+    left = tl.where(inside >= 0, end - row, 0)
+    columns = (end - start + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT - inside
+    return group, row, left, block * ROWS, tl.where(inside >= 0, columns, 0)

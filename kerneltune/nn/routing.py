@@ -1,0 +1,162 @@
+"""Routing of tokens to experts and back, with autograd; compiles without a graph break, and graphs can capture it.
+
+Nothing waits for the device, and no gradient is accumulated in memory: results are the same in every run.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kerneltune.ops import moe_routing
+
+
+class Routing(NamedTuple):
+    """Where the rows of tokens go, made by `sort_tokens`; M = T K rows.
+
+    Attributes:
+        pairs: (M,) int32, the pair token * K + choice of each row; -1 behind the last expert's rows.
+        places: (T, K) int32, the row of each pair; -1 for a pair of no expert.
+        offs: (E,) int32, where each expert's rows end: what grouped products take.
+    """
+
+    pairs: Tensor
+    places: Tensor
+    offs: Tensor
+
+
+def sort_tokens(ids: Tensor, num_experts: int) -> Routing:
+    """Sort the choices of a router by expert, those of an expert in the order of the tokens.
+
+    Args:
+        ids: (T, K) int32 or int64, the experts of each token, as `topk` returns them; one outside [0, num_experts) is no expert,
+            such as that of another device.
+        num_experts: E, 1 to 1024.
+
+    Raises:
+        ValueError: a wrong shape, type or number, which it names.
+    """
+    return Routing(*_sort(ids.contiguous(), num_experts))
+
+
+def permute_tokens(x: Tensor, routing: Routing) -> Tensor:
+    """Copy the rows of tokens to their experts, in the order of `routing`; differentiable in x.
+
+    Args:
+        x: (T, H) bf16, fp16 or fp32.
+        routing: of the same tokens.
+
+    Returns:
+        (T K, H), zeros behind the last expert's rows.
+
+    Raises:
+        ValueError: a wrong shape, type, device or stride, which it names.
+    """
+    y: Tensor = _permute(_rows(x), routing.places, routing.offs)
+    return y
+
+
+def unpermute_tokens(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tensor:
+    """Sum the rows of each token's experts, times the router's weights, in fp32; differentiable in y and weights.
+
+    Args:
+        y: (T K, H) bf16, fp16 or fp32, in the order of `routing`.
+        weights: (T, K) bf16, fp16 or fp32; None adds the rows as they are.
+
+    Returns:
+        (T, H) of y's type.
+
+    Raises:
+        ValueError: a wrong shape, type, device or stride, which it names.
+    """
+    T, K = routing.places.shape
+    if y.ndim != 2 or y.shape[0] != T * K:
+        raise ValueError(f"y must be ({T * K}, H) as the routing of {T} tokens with {K} choices has it, got {tuple(y.shape)}")
+    if weights is None:
+        out: Tensor = _add(_rows(y), routing.places, routing.offs)
+    else:
+        out = _combine(_rows(y), routing.places, routing.offs, weights.contiguous())
+    return out
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.ndim != 2 or x.stride(1) == 1 else x.contiguous()
+
+
+@torch.library.custom_op("kerneltune::moe_sort", mutates_args=())
+def _sort(ids: Tensor, num_experts: int) -> list[Tensor]:
+    return list(moe_routing.moe_sort(ids, num_experts))
+
+
+@_sort.register_fake
+def _(ids: Tensor, num_experts: int) -> list[Tensor]:
+    return [ids.new_empty(shape, dtype=torch.int32) for shape in ((ids.numel(),), tuple(ids.shape), (num_experts,))]
+
+
+@torch.library.custom_op("kerneltune::moe_permute", mutates_args=())
+def _permute(x: Tensor, places: Tensor, offs: Tensor) -> Tensor:
+    return moe_routing.moe_permute(x, places, offs)
+
+
+@_permute.register_fake
+def _(x: Tensor, places: Tensor, offs: Tensor) -> Tensor:
+    return x.new_empty((places.numel(), x.shape[1]))
+
+
+@torch.library.custom_op("kerneltune::moe_add", mutates_args=())
+def _add(y: Tensor, places: Tensor, offs: Tensor) -> Tensor:
+    return moe_routing.moe_unpermute(y, places)
+
+
+@_add.register_fake
+def _(y: Tensor, places: Tensor, offs: Tensor) -> Tensor:
+    return y.new_empty((places.shape[0], y.shape[1]))
+
+
+@torch.library.custom_op("kerneltune::moe_combine", mutates_args=())
+def _combine(y: Tensor, places: Tensor, offs: Tensor, weights: Tensor) -> Tensor:
+    return moe_routing.moe_unpermute(y, places, weights)
+
+
+@_combine.register_fake
+def _(y: Tensor, places: Tensor, offs: Tensor, weights: Tensor) -> Tensor:
+    return y.new_empty((places.shape[0], y.shape[1]))
+
+
+@torch.library.custom_op("kerneltune::moe_combine_bwd", mutates_args=())
+def _combine_bwd(dout: Tensor, y: Tensor, places: Tensor, weights: Tensor, offs: Tensor) -> list[Tensor]:
+    return list(moe_routing.moe_unpermute_bwd(dout, y, places, weights, offs))
+
+
+@_combine_bwd.register_fake
+def _(dout: Tensor, y: Tensor, places: Tensor, weights: Tensor, offs: Tensor) -> list[Tensor]:
+    return [y.new_empty(y.shape), torch.empty_like(weights)]
+
+
+def _save_index(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:])
+
+
+def _permute_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+    places, offs = ctx.saved_tensors
+    return _add(_rows(dy), places, offs), None, None
+
+
+def _add_backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:
+    places, offs = ctx.saved_tensors
+    return _permute(_rows(dout), places, offs), None, None
+
+
+def _save_all(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _combine_backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None, Tensor]:
+    y, places, offs, weights = ctx.saved_tensors
+    dy, dweights = _combine_bwd(_rows(dout), y, places, weights, offs)
+    return dy, None, None, dweights
+
+
+_permute.register_autograd(_permute_backward, setup_context=_save_index)
+_add.register_autograd(_add_backward, setup_context=_save_index)
+_combine.register_autograd(_combine_backward, setup_context=_save_all)

@@ -1,0 +1,1 @@
+"""Device code of the routing operators."""

@@ -1,0 +1,103 @@
+"""Move rows between tokens and experts: each token's row to its K places, and the rows of its K places back.
+
+A program takes ROWS tokens and COLS columns at a time. places (T, K) holds the row of each pair, -1 for a pair of no expert;
+whatever it holds, no row outside the matrix is touched.
+"""
+
+import triton
+import triton.language as tl
+
+from kerneltune.kernel_lib.tl_lib import wide
+
+
+@triton.jit
+def _place(places_ptr, tokens, T, M, choice, K: tl.constexpr):
+    """Return the row of each token's choice, and whether there is one."""
+    place = tl.load(places_ptr + tokens * K + choice, mask=tokens < T, other=-1)
+    return place, (place >= 0) & (place < M)
+
+
+@triton.jit
+def _clear_rest(y_ptr, last_ptr, tokens, T, M, cols, inside, K: tl.constexpr, H: tl.constexpr):
+    """Write zeros to the rows behind the last expert's, as many of them as these tokens have choices."""
+    total = tl.load(last_ptr)
+    if total < M:
+        for choice in tl.static_range(K):
+            row = tl.maximum(total, 0) + tokens * K + choice
+            zeros = tl.zeros((tokens.shape[0], cols.shape[0]), dtype=y_ptr.dtype.element_ty)
+            tl.store(y_ptr + (wide(row)[:, None] * H + cols[None, :]), zeros, mask=((tokens < T) & (row < M))[:, None] & inside)
+
+
+@triton.jit
+def scatter_rows(
+    x_ptr, y_ptr, places_ptr, last_ptr, T, M, stride,
+    K: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """y[places[t, j]] = x[t]; x is read once. Rows of x lie `stride` elements apart."""
+    tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    inside = (cols < H)[None, :]
+    x = tl.load(x_ptr + (wide(tokens)[:, None] * stride + cols[None, :]), mask=(tokens < T)[:, None] & inside, other=0.0)
+    for choice in tl.static_range(K):
+        place, there = _place(places_ptr, tokens, T, M, choice, K)
+        tl.store(y_ptr + (wide(place)[:, None] * H + cols[None, :]), x, mask=there[:, None] & inside, cache_modifier=".cs")
+    _clear_rest(y_ptr, last_ptr, tokens, T, M, cols, inside, K, H)
+
+
+@triton.jit
+def combine_rows(
+    y_ptr, out_ptr, places_ptr, weights_ptr, T, M, stride,
+    K: tl.constexpr, H: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """out[t] = sum over j of weights[t, j] * y[places[t, j]], in fp32, in the order of the choices."""
+    tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    inside = (cols < H)[None, :]
+    acc = tl.zeros((ROWS, COLS), dtype=tl.float32)
+    for choice in tl.static_range(K):
+        place, there = _place(places_ptr, tokens, T, M, choice, K)
+        y = tl.load(
+            y_ptr + (wide(place)[:, None] * stride + cols[None, :]), mask=there[:, None] & inside, other=0.0,
+            eviction_policy="evict_first",
+        )  # fmt: skip
+        if WEIGHTED:
+            weight = tl.load(weights_ptr + tokens * K + choice, mask=there, other=0.0).to(tl.float32)
+            acc += y.to(tl.float32) * weight[:, None]
+        else:
+            acc += y.to(tl.float32)
+    to = out_ptr + (wide(tokens)[:, None] * H + cols[None, :])
+    tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=(tokens < T)[:, None] & inside)
+
+
+@triton.jit
+def spread_gradient(
+    dout_ptr, y_ptr, places_ptr, weights_ptr, last_ptr, dy_ptr, dweights_ptr, T, M, stride_d, stride_y,
+    K: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """dy[places[t, j]] = weights[t, j] * dout[t] and dweights[t, j] = dout[t] · y[places[t, j]], every row read once."""
+    tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    sums = ()
+    for _ in tl.static_range(K):
+        sums = sums + (tl.zeros((ROWS, COLS), dtype=tl.float32),)
+    for first in range(0, H, COLS):
+        cols = first + tl.arange(0, COLS)
+        inside = (cols < H)[None, :]
+        at = wide(tokens)[:, None] * stride_d + cols[None, :]
+        dout = tl.load(dout_ptr + at, mask=(tokens < T)[:, None] & inside, other=0.0).to(tl.float32)
+        added = ()
+        for choice in tl.static_range(K):
+            place, there = _place(places_ptr, tokens, T, M, choice, K)
+            mask = there[:, None] & inside
+            y = tl.load(
+                y_ptr + (wide(place)[:, None] * stride_y + cols[None, :]), mask=mask, other=0.0, eviction_policy="evict_first"
+            )
+            weight = tl.load(weights_ptr + tokens * K + choice, mask=there, other=0.0).to(tl.float32)
+            to = dy_ptr + (wide(place)[:, None] * H + cols[None, :])
+            tl.store(to, (dout * weight[:, None]).to(dy_ptr.dtype.element_ty), mask=mask, cache_modifier=".cs")
+            added = added + (sums[choice] + dout * y.to(tl.float32),)
+        sums = added
+        _clear_rest(dy_ptr, last_ptr, tokens, T, M, cols, inside, K, H)
+    for choice in tl.static_range(K):
+        _, there = _place(places_ptr, tokens, T, M, choice, K)
+        found = tl.where(there, tl.sum(sums[choice], axis=1), 0.0)
+        tl.store(dweights_ptr + tokens * K + choice, found.to(dweights_ptr.dtype.element_ty), mask=tokens < T)

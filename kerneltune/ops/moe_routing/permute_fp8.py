@@ -1,0 +1,144 @@
+"""Copy fp8 rows of tokens to their experts in both layouts that grouped products take, in one pass.
+
+Tokens are cast before they are copied: K times fewer elements, and under a scale of the whole tensor the same bytes.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from kerneltune import cache
+from kerneltune.kernel_lib.agreement import same_bits
+from kerneltune.kernel_lib.groups import GROUP_ALIGNMENT, align_groups, aligned_size, aligned_starts, bounds
+from kerneltune.kernel_lib.launch import on_its_device, resident
+from kerneltune.ops.moe_routing.common import check_index, check_rows, experts_of, sorted_pairs
+from kerneltune.ops.moe_routing.kernels import both
+from kerneltune.rounding import cdiv
+from kerneltune.spec import Case, Inputs, Outputs, Space, Traffic
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    """How to cut the rows.
+
+    Attributes:
+        rows: rows of a tile, 64 or 128.
+        cols: columns of a tile.
+        warps: warps of a program, which takes one tile.
+    """
+
+    rows: int
+    cols: int
+    warps: int
+
+
+class PermutedFp8(NamedTuple):
+    """The rows of experts in both layouts.
+
+    Attributes:
+        q: (M, H), contiguous, zeros behind the last expert's rows.
+        q_t: (aligned_size, H), strides (1, aligned_size): aligned groups, for `fp8_grouped_gemm(aligned=True)`.
+    """
+
+    q: torch.Tensor
+    q_t: torch.Tensor
+
+
+def space(_case: Case) -> Space:
+    """Return tiles of 64 or 128 rows and 64 to 256 bytes of each."""
+    return {"rows": (64, 128), "cols": (64, 128, 256), "warps": (2, 4, 8)}
+
+
+def valid(_case: Case, config: TileConfig) -> str | None:
+    """Return why a config cannot run, or cannot be worth running."""
+    size = config.rows * config.cols / (32 * config.warps)
+    if config.rows not in (64, 128):
+        return f"{config.rows} rows do not divide {GROUP_ALIGNMENT}"
+    return None if 32 <= size <= 256 else f"{size:g} bytes per thread"
+
+
+def default(_case: Case) -> TileConfig:
+    """Return a config for any shape."""
+    return TileConfig(128, 128, 4)
+
+
+_choose = cache.Chooser("moe_permute_fp8", TileConfig, valid, default, ("T", "E", "K"), free_options=("routing",))
+
+
+@on_its_device
+def moe_permute_fp8(
+    x: torch.Tensor, pairs: torch.Tensor, offs: torch.Tensor, top_k: int, *, config: TileConfig | None = None
+) -> PermutedFp8:
+    """Copy fp8 rows to their experts as rows and, transposed, as aligned groups.
+
+    Args:
+        x: (T, H) e4m3, e5m2 or uint8, elements of a row adjacent.
+        pairs: (M,) int32, the pair token * top_k + choice of each row, as `moe_sort` returns; -1 for none.
+        offs: (E,) int32, where each expert's rows end.
+        top_k: choices of a token.
+        config: None takes the best known config.
+
+    Raises:
+        ValueError: a wrong shape, type, device, stride or number, which it names.
+    """
+    check_rows("x", x, _FP8)
+    check_index("pairs", pairs, (None,), x.device)
+    check_index("offs", offs, (None,), x.device)
+    (T, H), M, G = x.shape, pairs.shape[0], offs.shape[0]
+    if top_k < 1 or T * top_k != M:
+        raise ValueError(f"pairs must be {T} tokens times {top_k=}, got {M}")
+    width = aligned_size(M, G)
+    q, q_t = x.new_empty((M, H)), x.new_empty((H, width))
+    if q.numel():
+        c = config or _choose((("T", T), ("H", H), ("E", G), ("K", top_k)), "uint8", "fp8", (("routing", "routed"),))
+        blocks = width // c.rows
+        as_bytes = [t.view(torch.uint8) for t in (x, q, q_t)]
+        both.gather_both[(blocks * cdiv(H, c.cols),)](
+            *as_bytes, pairs, offs, T, M, blocks, width, x.stride(0), K=top_k, H=H, G=G,
+            GROUPS_LOG2=(G - 1).bit_length(), ALIGNMENT=GROUP_ALIGNMENT, ROWS=c.rows, COLS=c.cols, num_warps=c.warps,
+        )  # fmt: skip
+        both.clear_rest[(resident(x.device, 4),)](as_bytes[1], offs, M, H=H, G=G, COLS=1024, num_warps=4)
+    return PermutedFp8(q, q_t.t())
+
+
+def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+    """Return x (T, H) of bytes, pairs (T K,), offs (E,) and K."""
+    x = torch.empty((case["T"], case["H"]), dtype=torch.uint8, device=device)
+    if device != "meta" and x.numel():
+        x.random_(0, 256, generator=torch.Generator(device=device).manual_seed(seed))
+    pairs, _, offs = sorted_pairs(experts_of(case, "cpu", seed), case["E"])
+    return {"x": x, "pairs": pairs.to(device), "offs": offs.to(device), "top_k": case["K"]}
+
+
+def reference(inputs: Inputs) -> Outputs:
+    """Copy by plain torch."""
+    x, pairs, offs = inputs["x"], inputs["pairs"].long(), inputs["offs"]
+    q = x.new_zeros((pairs.shape[0], x.shape[1]))
+    q[pairs >= 0] = x[pairs[pairs >= 0] // inputs["top_k"]]
+    return {"q": q, "q_t": align_groups(q, offs)}
+
+
+def compare(_case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
+    """Compare every byte that is defined: columns between groups are not."""
+    q_t = outputs["q_t"]
+    if q_t.shape != expected["q_t"].shape:
+        return [f"q_t: {tuple(q_t.shape)}, expected {tuple(expected['q_t'].shape)}"]
+    defined = torch.zeros(q_t.shape[0], dtype=torch.bool, device=q_t.device)
+    for (start, end), to in zip(bounds(inputs["offs"]), aligned_starts(inputs["offs"]).tolist(), strict=True):
+        defined[to : to + cdiv(end - start, GROUP_ALIGNMENT) * GROUP_ALIGNMENT] = True
+    got, want = q_t[defined].contiguous(), expected["q_t"][defined]
+    return [*same_bits("q", outputs["q"], expected["q"]), *same_bits("q_t", got, want)]
+
+
+def traffic(case: Case) -> Traffic:
+    """Count x, pairs and offs read once; both layouts written."""
+    T, H, M = case["T"], case["H"], case["T"] * case["K"]
+    return Traffic(T * H + 4 * (M + case["E"]), (M + aligned_size(M, case["E"])) * H)
+
+
+def run(inputs: Inputs, config: TileConfig | None) -> Outputs:
+    """Run `moe_permute_fp8` on a case's inputs."""
+    return moe_permute_fp8(inputs["x"], inputs["pairs"], inputs["offs"], inputs["top_k"], config=config)._asdict()
