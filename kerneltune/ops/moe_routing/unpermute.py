@@ -81,10 +81,8 @@ def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     """Return y (T K, H), places (T, K) and, if weighted, weights (T, K) fp32."""
     T, H, K = case["T"], case["H"], case["K"]
     _, places, _ = sorted_pairs(experts_of(case, "cpu", seed), case["E"])
-    found: Inputs = {"y": values((T * K, H), case.dtype, device, seed), "places": places.to(device), "weights": None}
-    if case.option("weighted"):
-        found["weights"] = values((T, K), "float32", device, seed + 1)
-    return found
+    weights = values((T, K), "float32", device, seed + 1) if case.option("weighted") else None
+    return {"y": values((T * K, H), case.dtype, device, seed), "places": places.to(device), "weights": weights}
 
 
 def reference(inputs: Inputs) -> Outputs:
