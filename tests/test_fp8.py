@@ -5,6 +5,7 @@ import sys
 from collections import defaultdict
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from kerneltune import ops, sweep
 from kerneltune.kernel_lib.agreement import same_bits
 from kerneltune.measuring.check import Checker
 from kerneltune.ops import fp8
-from kerneltune.ops.fp8 import both, custom, early_kernels, flat, group_both, groups, peers, reference, rows, tensorwise
-from kerneltune.spec import Case
+from kerneltune.ops.fp8 import contract, peers, tensorwise_group
+from kerneltune.ops.fp8.baselines import torchao_tensorwise
+from kerneltune.ops.fp8.kernels import early as early_kernels
+from kerneltune.spec import Case, Op
 
 OPS = ops.load()
 WHERE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -23,7 +26,7 @@ CHECKS = [entry for family in FAMILIES for entry in sweep.load(sweep.find(family
 
 
 def quantised(x: torch.Tensor, axis: int, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
-    return reference.quantised(x, axis, {"fp8_format": "e4m3", "pow2": True, "inverse": False} | options)
+    return contract.quantized(x, axis, {"fp8_format": "e4m3", "pow2": True, "inverse": False} | options)
 
 
 def ragged(*ends: int) -> torch.Tensor:
@@ -67,7 +70,7 @@ def test_a_wrong_cast_is_caught(spoiled: str) -> None:
 @pytest.mark.parametrize("K", [17389, 28672])
 @pytest.mark.parametrize("reload", [False, True])
 def test_long_rows_are_held_or_read_again(K: int, reload: bool) -> None:
-    x = reference.values((2, K), torch.bfloat16, WHERE, seed=3)
+    x = contract.values((2, K), torch.bfloat16, WHERE, seed=3)
     config = fp8.RowConfig(rows=1, cols=2048, warps=8, ctas=0, stages=2 if reload else 1, reload=reload)
     q, scale = fp8.fp8_rowwise_2d(x, config=config)
     want, want_scale = quantised(x, 1)
@@ -76,7 +79,7 @@ def test_long_rows_are_held_or_read_again(K: int, reload: bool) -> None:
 
 @pytest.mark.parametrize("pad", [1, 8])
 def test_rows_may_lie_any_distance_apart(pad: int) -> None:
-    x = reference.values((9, 64 + pad), torch.bfloat16, WHERE, seed=1)[:, :64]
+    x = contract.values((9, 64 + pad), torch.bfloat16, WHERE, seed=1)[:, :64]
     q, scale = fp8.fp8_rowwise_2d(x)
     want, want_scale = quantised(x, 1)
     assert same_bits("q", q, want) == [] and same_bits("scale", scale, want_scale) == []
@@ -114,7 +117,7 @@ def test_tensorwise_makes_values_finite_first() -> None:
 
 @pytest.mark.parametrize("ends", [(0, 0, 5, 5, 21, 33), (33, 33, 33), (1, 2, 3, 33), (16, 33)], ids=str)
 def test_groups_of_any_sizes(ends: tuple[int, ...]) -> None:
-    x = reference.values((33, 24), torch.bfloat16, WHERE, seed=2)
+    x = contract.values((33, 24), torch.bfloat16, WHERE, seed=2)
     out = fp8.fp8_tensorwise_group(x, ragged(*ends), layout="both", inverse=True)
     assert out.q is not None and out.q_t is not None
     for i, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
@@ -130,7 +133,7 @@ TILES = fp8.SegmentConfig(rows=16, cols=32, warps=1, ctas=0, stages=1)
 @pytest.mark.parametrize("at", [0, 750, -1], ids=["first", "amid", "last"])
 @pytest.mark.parametrize("K", [40, 35])
 def test_scales_are_of_the_largest_wherever_it_lies(at: int, K: int) -> None:
-    x = reference.values((40, K), torch.bfloat16, WHERE, seed=4)
+    x = contract.values((40, K), torch.bfloat16, WHERE, seed=4)
     x.view(-1)[at] = -30000.0  # in another binade than the rest: all tiles that were cast before it are cast again
     offs = ragged(18, 18, 40)
     for out, ends in (
@@ -146,49 +149,34 @@ def test_scales_are_of_the_largest_wherever_it_lies(at: int, K: int) -> None:
         assert torch.equal(out.q_t.view(torch.uint8), out.q.view(torch.uint8))
 
 
-@pytest.mark.parametrize("run", [flat.run, flat.run_staged])
+@pytest.mark.parametrize("run", [torchao_tensorwise.run, torchao_tensorwise.run_staged])
 @pytest.mark.parametrize("ends", [(0, 18, 18, 40), (40,), (1, 2, 40, 40)], ids=str)
 def test_blocks_of_elements_may_hold_several_groups(run, ends: tuple[int, ...]) -> None:  # type: ignore[no-untyped-def]
-    x = reference.values((40, 35), torch.bfloat16, WHERE, seed=8)
+    x = contract.values((40, 35), torch.bfloat16, WHERE, seed=8)
     inputs = {"x": x, "offs": ragged(*ends), "fp8_format": "e4m3", "pow2": False, "inverse": False, "layout": "both"}
-    found = run(inputs, flat.FlatConfig(block=64, warps=1))
-    for name, want in tensorwise.group_reference(inputs).items():
+    found = run(inputs, torchao_tensorwise.FlatConfig(block=64, warps=1))
+    for name, want in tensorwise_group.reference(inputs).items():
         assert same_bits(name, found[name], want) == []
 
 
-FNUZ_RUNS = {
-    "rows": (rows.run_rows, rows.rows_reference),
-    "weights": (rows.run_weights, rows.weights_reference),
-    "weights transposed": (groups.run_weights, groups.weight_reference),
-    "weights in both layouts": (both.run_both, both.both_reference),
-    "groups": (groups.run_group, groups.group_reference),
-    "groups in both layouts": (group_both.run, group_both.both_reference),
-    "tensor": (tensorwise.run_matrix, tensorwise.matrix_reference),
-    "experts": (tensorwise.run_weights, tensorwise.weight_reference),
-    "tensors of groups": (tensorwise.run_group, tensorwise.group_reference),
-}
+CASTS_OF_VALUES = [op for op in OPS.values() if op.module.startswith("kerneltune.ops.fp8.") and "pow2" in op.options]
 
 
 @pytest.mark.skipif(WHERE == "cuda" and not torch.version.hip, reason="NVIDIA's GPUs have no fnuz types")
 @pytest.mark.parametrize(("fp8_format", "pow2"), [("e4m3fnuz", True), ("e5m2fnuz", False)])
-@pytest.mark.parametrize("name", FNUZ_RUNS)
-def test_fnuz_types_are_exact(name: str, fp8_format: str, pow2: bool) -> None:
+@pytest.mark.parametrize("op", CASTS_OF_VALUES, ids=lambda op: op.name)
+def test_fnuz_types_are_exact(op: Op, fp8_format: str, pow2: bool) -> None:
     """-0 is 0 there, and what would be -0 elsewhere is NaN."""
-    x = reference.values((21, 34), torch.bfloat16, WHERE, seed=1)
-    x[3], x[4, :5] = -0.0, -1e-30
-    w = reference.values((2, 20, 36), torch.bfloat16, WHERE, seed=2, special=True).transpose(1, 2)
-    inputs = {
-        "x": x,
-        "w": w,
-        "offs": ragged(5, 5, 21),
-        "fp8_format": fp8_format,
-        "pow2": pow2,
-        "inverse": False,
-        "layout": "both",
-    }
-    run, formula = FNUZ_RUNS[name]
-    found = run(inputs, None)
-    for output, want in formula(inputs).items():
+    sizes = {"M": 21, "N": 36 if "E" in op.axes else 34, "K": 20 if "E" in op.axes else 34, "E": 2, "G": 3, "N1": 34, "N2": 20}
+    options = {name: values[0] for name, values in op.options.items()}
+    options |= {"fp8_format": fp8_format, "pow2": pow2, "special": True, "groups": "ragged"}
+    options |= {"layout": "both"} if "layout" in op.options else {}
+    axes = tuple((axis, sizes[axis]) for axis in op.axes)
+    inputs = dict(op.inputs(Case("", axes, "bfloat16", "fp8", tuple(options.items())), device=WHERE, seed=1))
+    for name in {"x", "x1", "x2"} & inputs.keys():
+        inputs[name][3], inputs[name][4, :5] = -0.0, -1e-30
+    found = op.variant("optimized").run(inputs, None)
+    for output, want in op.reference(inputs).items():
         assert same_bits(output, found[output], want) == []
 
 
@@ -210,7 +198,7 @@ def test_a_tile_is_cast_again_only_where_a_larger_binade_came_after_it(later: bo
 @pytest.mark.parametrize("expected", [0.0, 1e-3, 1.0, 64.0, float("inf"), float("nan")])
 @pytest.mark.parametrize("layout", ["row", "col", "both"])
 def test_what_is_expected_of_weights_changes_no_result(expected: float, layout: str) -> None:
-    w = reference.values((3, 48, 40), torch.bfloat16, WHERE, seed=7).mT
+    w = contract.values((3, 48, 40), torch.bfloat16, WHERE, seed=7).mT
     w[2] = 0.0
     want, largest = fp8.fp8_tensorwise_3d(w, layout=layout), w.abs().amax((1, 2)).float()
     amax = largest * expected
@@ -247,7 +235,7 @@ def test_casts_of_large_weights_are_exact_every_time(layout: str, std: float) ->
     rising = torch.linspace(0.1, 100, 1408, device=WHERE)[:, None]
     w[4] = (w[4] * rising).bfloat16()
     amax = w.abs().amax((1, 2)).float()
-    scale = reference.scale_of(amax, "e4m3", True)
+    scale = contract.scale_of(amax, "e4m3", True)
     want = (w.float() * scale[:, None, None]).to(torch.float8_e4m3fn).view(torch.uint8)
     for expected in (*(None,) * 10, amax * 0, amax, amax * 3, amax / 3, *(amax,) * 10):
         out = fp8.fp8_tensorwise_3d(w.transpose(1, 2), layout=layout, amax=expected)
@@ -285,13 +273,13 @@ def test_more_than_two_to_the_31_elements() -> None:
     out = fp8.fp8_tensorwise_3d(w, layout="both")
     assert out.q is not None and out.q_t is not None
     want = (tail.float() * out.scale[-1]).to(torch.float8_e4m3fn)
-    assert same_bits("scale", out.scale[-1:], reference.scale_of(w[-1].abs().amax(), "e4m3", True)[None]) == []
+    assert same_bits("scale", out.scale[-1:], contract.scale_of(w[-1].abs().amax(), "e4m3", True)[None]) == []
     assert same_bits("q", out.q[-1, :, -8:], want.t()) == [] and same_bits("q_t", out.q_t[-1, -8:], want) == []
 
 
 @pytest.mark.parametrize("stride", [6, 7])
 def test_a_single_row_may_have_any_stride(stride: int) -> None:
-    x = reference.values((3, stride), torch.bfloat16, WHERE, seed=6)[:1, :6]
+    x = contract.values((3, stride), torch.bfloat16, WHERE, seed=6)[:1, :6]
     want, scale = quantised(x.reshape(1, -1), 1)
     out = fp8.fp8_tensorwise_2d(x, layout="both")
     assert out.q is not None and same_bits("q", out.q, want) == [] and same_bits("scale", out.scale, scale[0]) == []
@@ -314,32 +302,40 @@ def test_torchao_is_not_timed_where_it_is_wrong() -> None:
 W8 = torch.randn(2, 24, 12, dtype=torch.bfloat16, device=WHERE).transpose(1, 2)
 X8 = torch.randn(20, 24, dtype=torch.bfloat16, device=WHERE)
 OFFS = ragged(3, 3, 20)
-OPERATORS = [
-    (custom.fp8_rowwise_2d, (X8,)),
-    (custom.fp8_colwise_3d, (W8, "e5m2", False, True)),
-    (custom.fp8_rowwise_3d_transpose, (W8,)),
-    (custom.fp8_rowwise_3d_both, (W8,)),
-    (custom.fp8_group_both, (X8, OFFS)),
-    (custom.fp8_group_colwise, (X8, OFFS)),
-    (custom.fp8_group_colwise_dual, (X8, X8[:, :8].contiguous(), OFFS)),
-    (custom.fp8_tensorwise_2d, (X8, "e4m3", "both")),
-    (custom.fp8_tensorwise_3d, (W8, "e4m3", "col")),
-    (custom.fp8_tensorwise_group, (X8, OFFS)),
-    (custom.fp8_transpose_2d, (X8.to(torch.float8_e4m3fn),)),
+OPERATORS: list[tuple[str, tuple[Any, ...]]] = [
+    ("fp8_rowwise_2d", (X8,)),
+    ("fp8_colwise_3d", (W8, "e5m2", False, True)),
+    ("fp8_rowwise_3d_transpose", (W8,)),
+    ("fp8_rowwise_3d_both", (W8,)),
+    ("fp8_group_both", (X8, OFFS)),
+    ("fp8_group_colwise", (X8, OFFS)),
+    ("fp8_group_colwise_dual", (X8, X8[:, :8].contiguous(), OFFS)),
+    ("fp8_tensorwise_2d", (X8, "e4m3", "both")),
+    ("fp8_tensorwise_3d", (W8, "e4m3", "col")),
+    ("fp8_tensorwise_group", (X8, OFFS)),
+    ("fp8_transpose_2d", (X8.to(torch.float8_e4m3fn),)),
 ]
 
 
-@pytest.mark.parametrize(("operator", "arguments"), OPERATORS, ids=lambda v: getattr(v, "_name", ""))
-def test_operators_have_fakes_that_tell_shapes_and_strides(operator, arguments) -> None:  # type: ignore[no-untyped-def]
+def names(value: object) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def torch_operator(name: str) -> Any:
+    return getattr(torch.ops.kerneltune, name).default
+
+
+@pytest.mark.parametrize(("name", "arguments"), OPERATORS, ids=names)
+def test_operators_have_fakes_that_tell_shapes_and_strides(name: str, arguments: tuple[Any, ...]) -> None:
     tests = ["test_faketensor"]
     if arguments[0].dtype.itemsize > 1:  # the schema test multiplies the inputs, which torch cannot for fp8
         tests.append("test_schema")
-    torch.library.opcheck(operator, arguments, test_utils=tests)
+    torch.library.opcheck(torch_operator(name), arguments, test_utils=tests)
 
 
 def test_the_documented_import_registers_every_operator() -> None:
     """In a process of its own, where no test has imported anything else."""
-    names = [*(operator._name for operator, _ in OPERATORS), "multi_cast_transpose", "multi_cast_transpose_out"]
+    names = [*(name for name, _ in OPERATORS), "multi_cast_transpose", "multi_cast_transpose_out"]
     code = "import sys, torch, kerneltune.nn\nfor name in sys.argv[1:]: getattr(torch.ops.kerneltune, name).default"
     done = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -356,18 +352,18 @@ def test_operators_compile_without_a_graph_break() -> None:
         assert same_bits("", got, want) == [] and got.stride() == want.stride()
 
 
-@pytest.mark.parametrize(("operator", "arguments"), OPERATORS[:-1], ids=lambda v: getattr(v, "_name", ""))
-def test_fakes_name_what_the_operator_would(operator, arguments) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize(("name", "arguments"), OPERATORS[:-1], ids=names)
+def test_fakes_name_what_the_operator_would(name: str, arguments: tuple[Any, ...]) -> None:
     tensors = [t.to("meta") for t in arguments if isinstance(t, torch.Tensor)]
     with pytest.raises(ValueError, match="fp8_format must be one of e4m3.*'e3m4'"):
-        operator(*tensors, "e3m4")
-    if "tensorwise" in operator._name:
+        torch_operator(name)(*tensors, "e3m4")
+    if "tensorwise" in name:
         with pytest.raises(ValueError, match="layout must be one of row, col, both, got layout='diagonal'"):
-            operator(*tensors, "e4m3", "diagonal")
+            torch_operator(name)(*tensors, "e4m3", "diagonal")
 
 
 def weights() -> torch.Tensor:
-    return reference.values((3, 40, 48), torch.bfloat16, WHERE, seed=5).transpose(1, 2)
+    return contract.values((3, 40, 48), torch.bfloat16, WHERE, seed=5).transpose(1, 2)
 
 
 CASTS = {

@@ -7,7 +7,7 @@ import torch
 import triton
 
 from kerneltune.ops import fp8
-from kerneltune.ops.fp8 import common, reference
+from kerneltune.ops.fp8.contract import FP8, fp8_dtype
 
 WHERE = "cuda" if torch.cuda.is_available() else "cpu"
 X8 = torch.randn(20, 24, dtype=torch.bfloat16, device=WHERE)
@@ -80,13 +80,13 @@ def test_wrong_arguments_are_named(call, message: str) -> None:  # type: ignore[
 def test_types_that_the_device_has_not_are_named(name: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.device(where)
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert common.Cast(name, True, False, x).dtype == reference.FP8[name]
+    assert fp8_dtype(name, x) == FP8[name]
     monkeypatch.setattr(torch.version, "hip", None)
     if where == "cpu":
-        assert common.Cast(name, True, False, x).dtype == reference.FP8[name]
+        assert fp8_dtype(name, x) == FP8[name]
         return
     with pytest.raises(ValueError, match=f"fp8_format='{name}' needs an AMD GPU .gfx942., got a tensor on cuda"):
-        common.Cast(name, True, False, x)
+        fp8_dtype(name, x)
 
 
 @pytest.mark.skipif(WHERE == "cuda", reason="an assertion on a GPU ends its context")

@@ -10,8 +10,9 @@ import triton.language as tl
 
 from kerneltune.kernel_lib.agreement import same_bits
 from kerneltune.ops import fp8
-from kerneltune.ops.fp8 import both, group_both, reference
-from kerneltune.ops.fp8.both_kernels import in_turn
+from kerneltune.ops.fp8 import contract, group_both, rowwise_3d_both
+from kerneltune.ops.fp8.kernels import both
+from kerneltune.ops.fp8.kernels.both import role_of
 from kerneltune.rounding import next_power_of_2
 from kerneltune.spec import Case
 
@@ -24,14 +25,14 @@ def test_the_default_is_a_config_of_the_space_s_rules(dtype: str) -> None:
         for rows, experts in ((64, 1), (2048, 64)):
             weights = Case("", (("E", experts), ("K", K), ("N", rows)), dtype, "fp8")
             tokens = Case("", (("M", experts * rows), ("K", K), ("G", experts)), dtype, "fp8")
-            assert both.valid(weights, both.default(weights)) is None, weights.label
-            assert both.valid(tokens, group_both.default(tokens)) is None, tokens.label
+            assert rowwise_3d_both.valid(weights, rowwise_3d_both.default(weights)) is None, weights.label
+            assert rowwise_3d_both.valid(tokens, group_both.default(tokens)) is None, tokens.label
 
 
 @triton.jit
 def _roles(out_ptr, first, lag, BLOCKS: tl.constexpr, TILES: tl.constexpr, COUNT: tl.constexpr):
     ids = tl.arange(0, COUNT)
-    expert, block, tile, _ = in_turn(first + ids, lag, BLOCKS, TILES)
+    expert, block, tile, _ = role_of(first + ids, lag, BLOCKS, TILES)
     tl.store(out_ptr + ids, expert)
     tl.store(out_ptr + COUNT + ids, block)
     tl.store(out_ptr + 2 * COUNT + ids, tile)
@@ -79,9 +80,9 @@ def test_both_layouts_in_one_launch_and_in_two(K: int, lag: int, together: bool,
     if not together:
         monkeypatch.setattr(both, "is_cuda", lambda: False)
         monkeypatch.setattr(both, "INTERPRETED", False)
-    w = reference.values((3, 70, K), torch.bfloat16, WHERE, seed=5).transpose(1, 2)
+    w = contract.values((3, 70, K), torch.bfloat16, WHERE, seed=5).transpose(1, 2)
     config = fp8.BothConfig(rows=16, step=4, cols=32, warps=1, lag=lag)
-    want = both.both_reference({"w": w, "fp8_format": "e4m3", "pow2": True, "inverse": False})
+    want = rowwise_3d_both.reference({"w": w, "fp8_format": "e4m3", "pow2": True, "inverse": False})
     found = fp8.fp8_rowwise_3d_both(w, config=config)._asdict()
     for name in ("q", "q_t", "scale", "scale_t"):
         assert same_bits(name, found[name], want[name]) == []
@@ -94,9 +95,9 @@ def test_both_layouts_in_one_launch_and_in_two(K: int, lag: int, together: bool,
 def test_both_layouts_are_exact_every_time(E: int, K: int, N: int, lag: int) -> None:
     """Of other weights every time, whose programs wait for what the same words of a workspace said of others before."""
     axes = (("E", E), ("K", K), ("N", N))
-    config = replace(both.default(Case("each", axes, "bfloat16", "fp8")), lag=lag)
+    config = replace(rowwise_3d_both.default(Case("each", axes, "bfloat16", "fp8")), lag=lag)
     for seed in range(10):
-        w = reference.values((E, N, K), torch.bfloat16, WHERE, seed=seed).transpose(1, 2)
+        w = contract.values((E, N, K), torch.bfloat16, WHERE, seed=seed).transpose(1, 2)
         found = fp8.fp8_rowwise_3d_both(w, config=config)
         for got, want in zip(found, (*fp8.fp8_colwise_3d(w), *fp8.fp8_rowwise_3d_transpose(w)), strict=True):
             assert torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
@@ -114,11 +115,11 @@ def test_groups_in_both_layouts_in_one_launch_and_in_two(
     if not together:
         monkeypatch.setattr(both, "is_cuda", lambda: False)
         monkeypatch.setattr(both, "INTERPRETED", False)
-    x = reference.values((M, K + 2), torch.bfloat16, WHERE, seed=3)[:, :K]
+    x = contract.values((M, K + 2), torch.bfloat16, WHERE, seed=3)[:, :K]
     config = fp8.BothConfig(rows=16, step=step, cols=64, warps=1, lag=lag)
     options = {"fp8_format": "e4m3", "pow2": True, "inverse": False}
     offs = torch.tensor(ends, dtype=torch.int32, device=WHERE)
-    want = group_both.both_reference({"x": x[: ends[-1]], "offs": offs, **options})
+    want = group_both.reference({"x": x[: ends[-1]], "offs": offs, **options})
     found = fp8.fp8_group_both(x, offs, config=config)
     for name in ("q", "q_t", "scale"):
         assert same_bits(name, getattr(found, name)[: ends[-1]], want[name]) == []
@@ -134,8 +135,8 @@ def test_groups_in_both_layouts_are_exact_every_time(M: int, K: int, G: int, gro
     options = {"fp8_format": "e4m3", "pow2": True, "inverse": False, "special": False, "groups": groups}
     case = Case("each", (("M", M), ("K", K), ("G", G)), "bfloat16", "fp8", tuple(options.items()))
     for seed in range(6):
-        inputs = group_both.inputs(case, device=WHERE, seed=seed)
+        inputs = contract.inputs(case, device=WHERE, seed=seed)
         for lag in (2, 8):
-            found = group_both.run(inputs, replace(group_both.default(case), lag=lag))
+            found = fp8.fp8_group_both(**inputs, config=replace(group_both.default(case), lag=lag))._asdict()
             for name, want in group_both.run_separately(inputs, None).items():
                 assert torch.equal(found[name].contiguous().view(torch.uint8), want.contiguous().view(torch.uint8)), (seed, name)

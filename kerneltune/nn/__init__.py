@@ -5,7 +5,7 @@ weights kept from microbatch to microbatch, and converted modules of other kinds
 the casts, `kerneltune::fp8_…` and `kerneltune::multi_cast_transpose`, as operators of torch's. May import torch and ops.
 """
 
-import kerneltune.ops.fp8.custom
+import kerneltune.ops.fp8
 import kerneltune.ops.multi_cast_transpose.custom  # noqa: F401
 from kerneltune.nn.alignment import aligned_groups
 from kerneltune.nn.convert import convert_to_fp8_training

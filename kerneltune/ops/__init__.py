@@ -1,4 +1,4 @@
-"""The operators: every module or package in this folder that has `OPS`, and those that other packages plug in.
+"""The operators: every module here that has `OP` or `OPS`, alone or in a family's folder, and those of other packages.
 
 Presence in the folder is registration. From outside: the entry-point group `kerneltune.ops` of an installed package, or a
 module or .py file in KERNELTUNE_PLUGINS (which `kerneltune --plugin` extends); each gives `OPS`, a tuple of Op.
@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from kerneltune.spec import GROUP, PLUGINS, Op
@@ -32,13 +33,21 @@ def _load(plugins: str) -> dict[str, Op]:
     """All operators, with plug-ins separated as paths are."""
     found: dict[str, Op] = {}
     for module in sorted(pkgutil.iter_modules(__path__), key=lambda m: m.name):
-        _add(found, importlib.import_module(f"{__name__}.{module.name}").OPS)
+        _add(found, _family(importlib.import_module(f"{__name__}.{module.name}")))
     for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda p: (p.name, p.value)):
         package = f" of package {point.dist.name}" if point.dist else ""
         _add(found, _plugged(f"{point.name}{package}", point.load))
     for name in dict.fromkeys(filter(None, plugins.split(os.pathsep))):
         _add(found, _plugged(name, partial(_module, name)))
     return found
+
+
+def _family(module: ModuleType) -> tuple[Op, ...]:
+    """Return the operators of a module, or of the modules in its folder."""
+    if hasattr(module, "OPS"):
+        return tuple(module.OPS)
+    names = sorted(inside.name for inside in pkgutil.iter_modules(module.__path__, f"{module.__name__}.") if not inside.ispkg)
+    return tuple(inside.OP for inside in map(importlib.import_module, names) if hasattr(inside, "OP"))
 
 
 def _add(found: dict[str, Op], ops: tuple[Op, ...]) -> None:

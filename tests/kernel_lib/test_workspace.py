@@ -5,7 +5,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ import torch
 from kerneltune.kernel_lib import launch
 from kerneltune.kernel_lib.workspace import HEADER_WORDS, Pool, workspace
 from kerneltune.ops import fp8
-from kerneltune.ops.fp8 import early_kernels, groups, tensorwise, tensorwise_kernels
+from kerneltune.ops.fp8.kernels import columns, early
 from kerneltune.ops.rmsnorm import optimized, rmsnorm_fwd
 from kerneltune.ops.rmsnorm.configs import FwdConfig
 
@@ -66,7 +65,7 @@ def test_launches_are_numbered_anew_before_their_numbers_come_round(
     pool = Pool(lambda: memory, period=3)
     number = memory.view(torch.int32)[:1]
     number.fill_(0 if fresh else -3)
-    for module in (tensorwise, groups):
+    for module in (early, columns):
         monkeypatch.setattr(module, "workspace", lambda *_: pool.lend())
     numbers = []
     for exponent in range(5):
@@ -228,14 +227,9 @@ def test_casts_of_two_threads_on_one_stream_give_their_own_scales(
 ) -> None:
     """A cast is two launches: where both threads had the same memory, A's scale was B's in the orders ABAB and ABBA."""
     pool, turns = Pool(lambda: torch.zeros(SMALLEST, dtype=torch.int64)), Turns(order)
-    monkeypatch.setattr(tensorwise, "workspace", lambda *_: pool.lend())
-    kernels: list[tuple[ModuleType, tuple[str, ...]]] = [
-        (early_kernels, ("cast_early", "cast_again")),
-        (tensorwise_kernels, ("_amax_segments", "_cast_segments")),
-    ]
-    for module, names in kernels:
-        for name in names:
-            monkeypatch.setattr(module, name, turns.kernel(getattr(module, name)))
+    monkeypatch.setattr(early, "workspace", lambda *_: pool.lend())
+    for name in ("cast_early", "cast_again", "amax_segments", "cast_segments"):
+        monkeypatch.setattr(early, name, turns.kernel(getattr(early, name)))
     scales: dict[str, float] = {}
 
     def cast(name: str, value: float) -> None:

@@ -1,24 +1,59 @@
 """Token groups in both layouts, row by row for the product and column by column of every group for wgrad, in one launch.
 
-Kernel in both_kernels.py. May import its neighbours, cache, spec, launch.
+Config and kernel are those of `fp8_rowwise_3d_both`. Source: torchao's triton_fp8_rowwise_2d_scale_and_cast and
+triton_fp8_per_group_colwise_scales, which read the tokens each.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from kerneltune import cache
-from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_matrix, check_turned
-from kerneltune.kernel_lib.groups import group_ends
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, check_matrix, check_turned
+from kerneltune.kernel_lib.functions import run_of, torch_operator
 from kerneltune.kernel_lib.launch import on_its_device
-from kerneltune.ops.fp8 import both, groups, reference, rows
-from kerneltune.ops.fp8.both import BothConfig, BothLayouts
-from kerneltune.ops.fp8.both_kernels import cast_both_groups
-from kerneltune.ops.fp8.common import FREE_GROUP_OPTIONS, GROUP_OPTIONS, Cast, check_offs
+from kerneltune.ops.fp8 import contract, group_colwise, peers, rowwise_2d
+from kerneltune.ops.fp8.contract import CONTRACT, GROUP_OPTIONS, TUNED_GROUPS, Cast, check_offs, fp8_dtype
+from kerneltune.ops.fp8.kernels.both import TILE_ROWS, cast_into_both
+from kerneltune.ops.fp8.rowwise_3d_both import MANY_ROWS, BothConfig, BothLayouts, by_rule, space, valid
 from kerneltune.rounding import next_power_of_2
-from kerneltune.spec import Case, Inputs, Outputs, Traffic
+from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
 
 
+def default(case: Case) -> BothConfig:
+    """Return a config for any shape: that of weights of as many rows, but 32 rows of a program unless few, and a lag of 4."""
+    weights = by_rule(Case(case.name, (("E", 1), ("K", case["K"]), ("N", case["M"])), case.dtype, case.quant), 32)
+    return replace(weights, rows=16 if case["M"] < MANY_ROWS else 32, lag=4)
+
+
+def reference(inputs: Inputs) -> Outputs:
+    """Cast over the rows, and over the columns group by group."""
+    along, down = rowwise_2d.reference(inputs), group_colwise.reference(inputs)
+    return {**along, "q_t": down["q"], "scale_t": down["scale"]}
+
+
+def run_separately(inputs: Inputs, _config: None) -> Outputs:
+    """Run the two operators that this one replaces, each in its best config, one after the other."""
+    q, scale = rowwise_2d.fp8_rowwise_2d(**{name: value for name, value in inputs.items() if name != "offs"})
+    q_t, scale_t = group_colwise.fp8_group_colwise(**inputs)
+    return {"q": q, "scale": scale, "q_t": q_t, "scale_t": scale_t}
+
+
+def traffic(case: Case) -> Traffic:
+    """Return the bytes of x and offs read, and of both layouts and both sets of scales written."""
+    return contract.cast_traffic(case, scales=case["M"] + case["G"] * case["K"], copies=2)
+
+
+def _results(x: torch.Tensor, offs: torch.Tensor, fp8_format: str) -> BothLayouts:
+    (M, K), dtype, device = x.shape, fp8_dtype(fp8_format, x.device), x.device
+    q = torch.empty((M, K), dtype=dtype, device=device)
+    q_t = torch.empty((K, M), dtype=dtype, device=device).t()
+    scale = torch.empty((M, 1), dtype=torch.float32, device=device)
+    return BothLayouts(q, scale, q_t, torch.empty(offs.shape[0] * K, dtype=torch.float32, device=device))
+
+
+@torch_operator(_results)
 @on_its_device
 def fp8_group_both(
     x: torch.Tensor,
@@ -29,13 +64,13 @@ def fp8_group_both(
     inverse: bool = False,
     config: BothConfig | None = None,
 ) -> BothLayouts:
-    """`fp8_rowwise_2d` and `fp8_group_colwise` of the same tokens in one launch, bit for bit.
+    """Cast as `fp8_rowwise_2d` and `fp8_group_colwise` do the same tokens, in one launch, bit for bit.
 
     Args:
-        x: (M, K) bf16, fp16 or fp32; rows may be less than 2^24 numbers apart, elements of a row must be adjacent.
+        x: (M, K) bf16, fp16 or fp32; rows may be less than 2^24 elements apart, elements of a row must be adjacent.
         offs: (G,) int32, where each group's rows end, not decreasing; the last is M, or rows behind it are not written. Groups
-            may be empty and of any size. Nobody waits for the GPU to check it (under TRITON_DEBUG=1 the device asserts it): where
-            they decrease or exceed M, bytes elsewhere are written, and this launch or a later one may wait for ever.
+            may be empty and of any size. Nobody waits for the GPU to check it (under TRITON_DEBUG=1 the device asserts it):
+            where they decrease or exceed M, bytes elsewhere are written, and this launch or a later one may spin for ever.
         fp8_format: `e4m3`, `e5m2`, `e4m3fnuz` or `e5m2fnuz`.
         pow2: round scales down to powers of two.
         inverse: return 1 / scale instead of the multiplier.
@@ -47,68 +82,40 @@ def fp8_group_both(
 
     Raises:
         ValueError: a wrong shape, stride, dtype, device or value, which it names.
-
-    Source: torchao's triton_fp8_rowwise_2d_scale_and_cast and triton_fp8_per_group_colwise_scales, which read the tokens each.
     """
     check_matrix("x", x)
     check_turned("x", x.shape[0])
-    cast = Cast(fp8_format, pow2, inverse, x.device)
-    (M, K), G = x.shape, offs.numel()
+    cast, (M, K) = Cast(fp8_format, pow2, inverse), x.shape
     check_offs(offs, M, x.device, whole=False)
-    q = torch.empty((M, K), dtype=cast.dtype, device=x.device)
-    q_t = torch.empty((K, M), dtype=cast.dtype, device=x.device)
-    scale = torch.empty((M, 1), dtype=torch.float32, device=x.device)
-    scale_t = torch.empty(G * K, dtype=torch.float32, device=x.device)
+    found, G = _results(x, offs, fp8_format), offs.shape[0]
     if not x.numel():
-        for scales in (scale, scale_t):
+        for scales in (found.scale, found.scale_t):
             scales.fill_(cast.scale_of_nothing)
-    else:
-        if config is None:
-            config = _choose((("M", M), ("K", K), ("G", G)), DTYPE_NAMES[x.dtype], "fp8", GROUP_OPTIONS)
-        # a group has one slot more than there are multiples of a block's rows in it
-        blocks, tile_blocks = M // config.rows + G, M // both.TILE_ROWS + G
-        both.launch(
-            cast_both_groups, x, (q, q_t, scale, scale_t), G, blocks, tile_blocks, cast, config,
-            offs_ptr=offs, M=M, stride=x.stride(0), GROUPS=next_power_of_2(G),
-        )  # fmt: skip
-    return BothLayouts(q, scale, q_t.t(), scale_t)
+        return found
+    if config is None:
+        config = _choose((("M", M), ("K", K), ("G", G)), DTYPE_NAMES[x.dtype], "fp8", TUNED_GROUPS)
+    # a group has one slot more than there are multiples of a block's rows in it
+    blocks, tile_blocks = M // config.rows + G, M // TILE_ROWS + G
+    outputs = (found.q, found.q_t, found.scale, found.scale_t)
+    of_groups: dict[str, Any] = {"offs_ptr": offs, "M": M, "stride": x.stride(0), "GROUPS": next_power_of_2(G)}
+    cast_into_both(x, outputs, G, blocks, tile_blocks, cast, config, **of_groups)
+    return found
 
 
-def default(case: Case) -> BothConfig:
-    """A config for any shape: that of weights with so many rows, but 32 of a program unless there are few, and a lag of 4."""
-    weights = both.by_rule(Case(case.name, (("E", 1), ("K", case["K"]), ("N", case["M"])), case.dtype, case.quant), 32)
-    return replace(weights, rows=16 if case["M"] < both.MANY_ROWS else 32, lag=4)
-
-
-_choose = cache.Chooser(
-    "fp8_group_both", BothConfig, both.valid, default, ("M", "G"), free_options=FREE_GROUP_OPTIONS, space=both.space
+OP = Op(
+    name="fp8_group_both",
+    axes=("M", "K", "G"),
+    free_axes=("M", "G"),
+    options=GROUP_OPTIONS,
+    free_options=tuple(GROUP_OPTIONS),
+    reference=reference,
+    traffic=traffic,
+    variants=(
+        Variant("baseline", run_separately),
+        Variant("optimized", run_of(fp8_group_both), BothConfig, space, valid, default),
+        *peers.BOTH_OF_GROUPS,
+    ),
+    module=__name__,
+    **CONTRACT,
 )
-
-
-def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
-    """x (M, K) and offs (G,)."""
-    return {**rows.rows_inputs(case, device=device, seed=seed), "offs": group_ends(case, case["G"], device, seed)}
-
-
-def both_reference(inputs: Inputs) -> Outputs:
-    """Over the rows, and over the columns group by group."""
-    along, down = rows.rows_reference(inputs), groups.group_reference(inputs)
-    return {"q": along["q"], "scale": along["scale"], "q_t": down["q"], "scale_t": down["scale"]}
-
-
-def traffic(case: Case) -> Traffic:
-    """x and offs read; both layouts and both sets of scales written."""
-    elements = case["M"] * case["K"]
-    return Traffic(ITEMSIZE[case.dtype] * elements + 4 * case["G"], 2 * elements + 4 * (case["M"] + case["G"] * case["K"]))
-
-
-def run(inputs: Inputs, config: BothConfig | None) -> Outputs:
-    """`fp8_group_both` on a case's inputs."""
-    return fp8_group_both(inputs["x"], inputs["offs"], config=config, **reference.chosen(inputs))._asdict()
-
-
-def run_separately(inputs: Inputs, _config: None) -> Outputs:
-    """The two operators that it replaces, each in its best config, one after the other."""
-    q, scale = rows.fp8_rowwise_2d(inputs["x"], **reference.chosen(inputs))
-    q_t, scale_t = groups.fp8_group_colwise(inputs["x"], inputs["offs"], **reference.chosen(inputs))
-    return {"q": q, "scale": scale, "q_t": q_t, "scale_t": scale_t}
+_choose = cache.Chooser.of(OP, OP.variant("optimized"))

@@ -1,4 +1,4 @@
-"""Where the tiles of expert weights and of token groups lie, and what is read off them. Device code; may import tl_lib.
+"""Locate the tiles of expert weights and of token groups; publish the largest magnitudes of their columns.
 
 A stripe is COLS columns of a group, a tile ROWS rows of a stripe. Tiles of a stripe follow each other, stripes of a group too.
 """
@@ -12,14 +12,17 @@ from kerneltune.kernel_lib.tl_lib import load_constant, magnitude, magnitude_of_
 
 @triton.jit
 def start_of(offs_ptr, group):
-    """The first row of a token group."""
+    """Return the first row of a token group."""
     return tl.where(group > 0, load_constant(offs_ptr + tl.maximum(group, 1) - 1), 0)
 
 
 @triton.jit
 def locate_in_weights(tile, total, rows, stripes, ROWS: tl.constexpr):
-    """A tile of weights with `rows` rows in every group: group, stripe of the group, tiles of the stripe, first of all rows,
-    and the group's rows [lo, hi) from there. Past the last tile: the last once more, with hi = 0."""
+    """Locate a tile of weights with `rows` rows in every group.
+
+    Returns group, stripe of the group, tiles of the stripe, first of all rows, and the group's rows [lo, hi) from there. Past the
+    last tile: those of the last tile, with hi = 0.
+    """
     tiles = tl.cdiv(rows, ROWS)
     inside = tl.minimum(tile, total - 1)
     group = inside // (tiles * stripes)
@@ -32,7 +35,7 @@ def locate_in_weights(tile, total, rows, stripes, ROWS: tl.constexpr):
 def locate_block(
     tile, total, offs_ptr, rows, stripes, G, JAGGED: tl.constexpr, GROUPS_LOG2: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """The same where token groups, which end at offs (G,), are cut at multiples of ROWS, whose numbers need no table.
+    """Locate a tile of weights, or under JAGGED of token groups, which end at offs (G,) and are cut at multiples of ROWS.
 
     A group may share its first and last block with its neighbours, and has one slot more than blocks if it ends at a multiple.
     """
@@ -77,7 +80,10 @@ def number_tiles(table_ptr, offs_ptr, G, GROUPS_LOG2: tl.constexpr, ROWS: tl.con
 
 @triton.jit
 def locate_fitted(tile, table_ptr, offs_ptr, stripes, G, GROUPS_LOG2: tl.constexpr, ROWS: tl.constexpr):
-    """`locate_in_weights` in token groups whose tiles begin with the group, but for what the alignment of words takes."""
+    """Locate a tile of token groups whose tiles begin with the group, up to three rows before it for aligned words.
+
+    Returns what `locate_in_weights` does.
+    """
     slot = tile // stripes
     group = slot * 0
     for bit in tl.static_range(GROUPS_LOG2):
@@ -101,8 +107,8 @@ def locate_fitted(tile, table_ptr, offs_ptr, stripes, G, GROUPS_LOG2: tl.constex
 
 
 @triton.jit
-def raise_columns(xs, ws_ptr, first, tag, live, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr):
-    """Raise the words from `first` with the largest magnitudes of a tile's columns: first halves' words, then second halves'."""
+def atomic_max_columns(xs, ws_ptr, first, tag, live, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr):
+    """Publish the largest magnitudes of a tile's columns by atomic max, from word `first`: first halves, then second halves."""
     lanes = tl.arange(0, COLS)
     if PAIRS == 2:
         pairs = magnitude_of_pairs(xs[0], xs[1], xs[2], xs[3])

@@ -1,9 +1,35 @@
-"""Quantise along rows that live in registers: every element is read from memory once. May import tl_lib."""
+"""Quantize along rows that live in registers: every element is read from memory once."""
 
+from typing import TYPE_CHECKING
+
+import torch
 import triton
 import triton.language as tl
 
+from kerneltune.kernel_lib.arguments import check_apart
+from kerneltune.kernel_lib.launch import resident
 from kerneltune.kernel_lib.tl_lib import amax_to_scale, magnitude, magnitude_to_fp32, reciprocal, to_fp8, wide
+from kerneltune.ops.fp8.contract import Cast
+from kerneltune.rounding import cdiv
+
+if TYPE_CHECKING:
+    from kerneltune.ops.fp8.rowwise_2d import RowConfig
+
+
+def cast_rows(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, cast: Cast, config: "RowConfig | None") -> None:
+    """Cast the rows of x (M, K) with a scale each into q and scale; config: None where x is empty."""
+    if config is None or not x.numel():
+        scale.fill_(cast.scale_of_nothing)
+        return
+    (M, K), c = x.shape, config
+    check_apart("x", x, c.rows)
+    tiles = cdiv(M, c.rows)
+    programs = min(tiles, resident(x.device, c.ctas)) if c.ctas else tiles
+    _cast_rows[(programs,)](
+        x, q, scale, M, K, x.stride(0),
+        ROWS=c.rows, COLS=c.cols, CHUNKS=cdiv(K, c.cols), EVEN=K % c.cols == 0, STAGES=c.stages, RELOAD=c.reload,
+        num_warps=c.warps, **cast.constants,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -11,7 +37,7 @@ def _load_rows(
     x_ptr, tile, stride, cols, M, K,
     ROWS: tl.constexpr, EVEN: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
-    """(ROWS, COLS) of a matrix; zeros outside of it. AGAIN: keep it in L2."""
+    """Load (ROWS, COLS) of a matrix; zeros outside of it. AGAIN: keep it in L2."""
     policy: tl.constexpr = "evict_last" if AGAIN else "evict_first"
     lanes = tl.arange(0, ROWS)
     mask = (lanes < M - tile * ROWS)[:, None]
@@ -39,8 +65,9 @@ def _cast_rows(
     ROWS: tl.constexpr, COLS: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr,
     STAGES: tl.constexpr, RELOAD: tl.constexpr,
 ):  # fmt: skip
-    """q[m, k] = fp8(x[m, k] * s[m]). A program holds ROWS x (CHUNKS * COLS) of x, or under RELOAD reads it twice, then from L2.
+    """Write q[m, k] = fp8(x[m, k] * s[m]).
 
+    A program holds ROWS x (CHUNKS * COLS) of x, or under RELOAD reads it twice, the second time from L2.
     EVEN: K is a multiple of COLS. Rows of x lie `stride_xm` apart, those of q side by side.
     """
     lanes = tl.arange(0, ROWS)

@@ -1,9 +1,8 @@
-"""The published designs, torchao 0.18's, written anew from their contract: what the `baseline` variants run.
+"""Published designs of torchao 0.18, written anew from their contract: the `baseline` variants of the casts with scales per row.
 
-Rows: a program per row, which it reads twice in pieces. Weights: tiles that are read once for the scales, which they lower
-by atomics, and once more for the cast; `reduction` loops over a stripe twice instead. Token groups: a program per group and
-block of columns, two passes. Left out: torchao's lost rows of uneven groups and its scales written beyond a group's columns.
-May import arguments, spec, tl_lib.
+Rows: a program per row, which it reads twice in pieces. Weights: tiles that are read once for the scales, which they lower by
+atomic min, and once more for the cast; `reduction` loops over a stripe twice instead. Token groups: a program per group and block
+of columns, two passes. Left out: torchao's lost rows of uneven groups and its scales written beyond a group's columns.
 """
 
 from dataclasses import dataclass
@@ -15,14 +14,20 @@ import triton.language as tl
 from kerneltune.kernel_lib.arguments import ITEMSIZE
 from kerneltune.kernel_lib.launch import too_much_shared
 from kerneltune.kernel_lib.tl_lib import FP8_MAX, amax_to_scale, magnitude, magnitude_to_fp32, quantize, wide
-from kerneltune.ops.fp8.reference import FP8
+from kerneltune.ops.fp8.contract import FP8
 from kerneltune.rounding import cdiv
-from kerneltune.spec import Case, Inputs, Outputs, Space
+from kerneltune.spec import Case, Inputs, Outputs, Space, Variant
 
 
 @dataclass(frozen=True, slots=True)
 class LoopConfig:
-    """block: elements per step of the loop over a row; warps; stages of that loop."""
+    """How a loop over a row runs.
+
+    Attributes:
+        block: elements per step.
+        warps: of a program.
+        stages: depth of the loop's load pipeline.
+    """
 
     block: int
     warps: int
@@ -31,7 +36,14 @@ class LoopConfig:
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
-    """rows, cols: of a tile of the input as it lies in memory; warps; stages of the loop over tiles, where there is one."""
+    """How tiles of the input, as it lies in memory, are cast.
+
+    Attributes:
+        rows: of a tile.
+        cols: of a tile.
+        warps: of a program.
+        stages: depth of the load pipeline of the loop over tiles, where there is a loop.
+    """
 
     rows: int
     cols: int
@@ -59,7 +71,7 @@ def _rowwise(
 
 @triton.jit
 def _load(x_ptr, first_row, rows, C, stride, first_col, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """(ROWS, COLS) at a row and column; zeros from row `rows` on."""
+    """Load (ROWS, COLS) at a row and column; zeros from row `rows` on."""
     r = first_row + tl.arange(0, ROWS)
     c = first_col + tl.arange(0, COLS)
     mask = (r < rows)[:, None] & (c < C)[None, :]
@@ -71,7 +83,7 @@ def _colwise(
     x_ptr, q_ptr, scale_ptr, K, N,
     FP8_MAX: tl.constexpr, POW2: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """x, q: [expert][N][K]; a program has ROWS of the N rows of an expert."""
+    """Cast rows of x [expert][N][K] into q; a program has ROWS of the N rows of an expert."""
     expert = wide(tl.program_id(0))
     first = tl.program_id(1) * ROWS
     rows = first + tl.arange(0, ROWS)
@@ -92,7 +104,7 @@ def _colwise(
 
 @triton.jit
 def _store_transposed(q_ptr, x, scale, first_row, rows, ld, first_col, C, FP8_MAX: tl.constexpr):
-    """The cast of x (ROWS, COLS) to q[col, row], rows up to `rows`; the tile is turned before the cast, as 16-bit numbers."""
+    """Cast x (ROWS, COLS) to q[col, row], rows up to `rows`; the tile is transposed before the cast, as 16-bit elements."""
     r = first_row + tl.arange(0, x.shape[0])
     c = first_col + tl.arange(0, x.shape[1])
     q = quantize(tl.trans(x).to(tl.float32), scale[:, None], FP8_MAX, q_ptr.dtype.element_ty)
@@ -130,7 +142,7 @@ def _columns(
     x_ptr, q_ptr, scale_ptr, start, end, C, stride, ld, first_col,
     FP8_MAX: tl.constexpr, POW2: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """COLS columns of the rows [start, end) to q[col, row] and their scales, in two passes over the rows."""
+    """Cast COLS columns of the rows [start, end) to q[col, row], in two passes over the rows."""
     top = tl.max(magnitude(tl.zeros((ROWS, COLS), dtype=x_ptr.dtype.element_ty)), axis=0)
     for row in tl.range(start, end, ROWS, num_stages=STAGES):
         top = tl.maximum(top, tl.max(magnitude(_load(x_ptr, row, end, C, stride, first_col, ROWS, COLS)), axis=0))
@@ -174,7 +186,7 @@ def _group_colwise(
 
 
 def run_rows(inputs: Inputs, config: LoopConfig) -> Outputs:
-    """A program per row, two loops over it."""
+    """Run a program per row, two loops over it."""
     x = inputs["x"]
     M, K = x.shape
     q = torch.empty((M, K), dtype=FP8[inputs["fp8_format"]], device=x.device)
@@ -187,7 +199,7 @@ def run_rows(inputs: Inputs, config: LoopConfig) -> Outputs:
 
 
 def run_weights(inputs: Inputs, config: TileConfig) -> Outputs:
-    """A program per expert and block of N, two loops over K."""
+    """Run a program per expert and block of N, two loops over K."""
     E, K, N = inputs["w"].shape
     q = torch.empty((E, N, K), dtype=FP8[inputs["fp8_format"]], device=inputs["w"].device)
     scale = torch.empty((E, 1, N), dtype=torch.float32, device=q.device)
@@ -211,7 +223,7 @@ def run_atomic(inputs: Inputs, config: TileConfig) -> Outputs:
 
 
 def run_reduction(inputs: Inputs, config: TileConfig) -> Outputs:
-    """A program per expert and block of K, two loops over N."""
+    """Run a program per expert and block of K, two loops over N."""
     E, K, N = inputs["w"].shape
     q = torch.empty((E, K, N), dtype=FP8[inputs["fp8_format"]], device=inputs["w"].device)
     scale = torch.empty((E, K), dtype=torch.float32, device=q.device)
@@ -223,13 +235,13 @@ def run_reduction(inputs: Inputs, config: TileConfig) -> Outputs:
 
 
 def run_group(inputs: Inputs, config: TileConfig) -> Outputs:
-    """A program per group and block of columns, two loops over the group's rows."""
+    """Run a program per group and block of columns, two loops over the group's rows."""
     q, scale = _groups((inputs["x"],), inputs, config)[0]
     return _outputs(inputs, q, scale)
 
 
 def run_dual(inputs: Inputs, config: TileConfig) -> Outputs:
-    """`run_group` of two matrices in one launch: a program has its block of both."""
+    """Cast two matrices in one launch: a program has its block of both."""
     (q1, scale1), (q2, scale2) = _groups((inputs["x1"], inputs["x2"]), inputs, config)
     first, second = _outputs(inputs, q1, scale1), _outputs(inputs, q2, scale2)
     return {"q1": first["q"], "scale1": first["scale"], "q2": second["q"], "scale2": second["scale"]}
@@ -252,62 +264,62 @@ def _groups(xs: tuple[torch.Tensor, ...], inputs: Inputs, config: TileConfig) ->
 
 
 def _outputs(inputs: Inputs, q: torch.Tensor, scale: torch.Tensor) -> Outputs:
-    """q and the scales; inverses cost another launch, as they do after torchao's functions."""
+    """Return q and the scales; inverses cost another launch, as they do after torchao's functions."""
     return {"q": q, "scale": scale.reciprocal() if inputs["inverse"] else scale}
 
 
 def rows_space(_case: Case) -> Space:
-    """torchao's, on NVIDIA and AMD."""
+    """Offer torchao's configs, on NVIDIA and AMD."""
     return {"block": (128, 256), "warps": (4, 8), "stages": (2, 4)}
 
 
 def rows_default(_case: Case) -> LoopConfig:
-    """torchao's only config on NVIDIA."""
+    """Return torchao's only config on NVIDIA."""
     return LoopConfig(block=128, warps=4, stages=4)
 
 
 def weights_space(_case: Case) -> Space:
-    """torchao's."""
+    """Offer torchao's configs."""
     return {"rows": (64, 128), "cols": (128, 256), "warps": (4, 8), "stages": (4,)}
 
 
 def tile_space(_case: Case) -> Space:
-    """torchao's only config on NVIDIA, and what the experiments of its pull requests list."""
+    """Offer torchao's only config on NVIDIA, and the configs that the experiments of its pull requests list."""
     return {"rows": (64, 128), "cols": (64, 128), "warps": (4, 8), "stages": (4,)}
 
 
 def reduction_space(_case: Case) -> Space:
-    """torchao's, and half its pipeline."""
+    """Offer torchao's configs, and half their pipeline."""
     return {"rows": (64,), "cols": (64, 128), "warps": (4, 8), "stages": (3, 6)}
 
 
 def group_space(_case: Case) -> Space:
-    """torchao's 36 configs."""
+    """Offer torchao's 36 configs."""
     return {"rows": (64, 128, 256), "cols": (32, 64, 128), "warps": (4, 8), "stages": (2, 3)}
 
 
 def tile_default(case: Case) -> TileConfig:
-    """128 x 128 tiles as torchao, half as many rows of fp32."""
+    """Return 128 x 128 tiles as torchao, half as many rows of fp32."""
     return TileConfig(rows=64 if case.dtype == "float32" else 128, cols=128, warps=4, stages=4)
 
 
 def weights_default(case: Case) -> TileConfig:
-    """One of torchao's eight."""
+    """Return one of torchao's eight."""
     return TileConfig(rows=64, cols=128, warps=4 if case.dtype != "float32" else 8, stages=4)
 
 
 def reduction_default(case: Case) -> TileConfig:
-    """torchao's, with half the columns of fp32."""
+    """Return torchao's, with half the columns of fp32."""
     return TileConfig(rows=64, cols=64 if case.dtype == "float32" else 128, warps=8, stages=6)
 
 
 def group_default(_case: Case) -> TileConfig:
-    """What torchao had before it searched."""
+    """Return torchao's config of before it searched."""
     return TileConfig(rows=128, cols=32, warps=4, stages=3)
 
 
 def tile_valid(case: Case, config: TileConfig) -> str | None:
-    """Why a config of tiles cannot run."""
+    """Say why a config of tiles cannot run."""
     per_thread = config.rows * config.cols / (32 * config.warps)
     words = per_thread * ITEMSIZE[case.dtype] / 4
     if words > 128:
@@ -317,10 +329,20 @@ def tile_valid(case: Case, config: TileConfig) -> str | None:
 
 
 def nothing_to_do(case: Case) -> str | None:
-    """A grid cannot be empty."""
+    """Refuse cases without elements: a grid cannot be empty."""
     return "no elements" if any(size == 0 for _, size in case.axes) else None
 
 
 def atomics_pass_nan_over(case: Case) -> str | None:
-    """An atomic minimum of floats does not propagate NaN."""
+    """Refuse NaN: an atomic min of floats does not propagate it."""
     return "passes NaN over" if case.option("special") else nothing_to_do(case)
+
+
+ROWS = Variant("baseline", run_rows, LoopConfig, rows_space, default=rows_default, unsupported=nothing_to_do)
+COLUMNS_OF_WEIGHTS = Variant("baseline", run_weights, TileConfig, weights_space, tile_valid, weights_default, nothing_to_do)
+TRANSPOSED_WEIGHTS = Variant("baseline", run_atomic, TileConfig, tile_space, tile_valid, tile_default, atomics_pass_nan_over)
+TRANSPOSED_WEIGHTS_BY_REDUCTION = Variant(
+    "reduction", run_reduction, TileConfig, reduction_space, tile_valid, reduction_default, nothing_to_do
+)
+GROUPS = Variant("baseline", run_group, TileConfig, group_space, tile_valid, group_default, nothing_to_do)
+TWO_OF_GROUPS = Variant("baseline", run_dual, TileConfig, group_space, tile_valid, group_default, nothing_to_do)

@@ -1,18 +1,24 @@
-"""Both layouts of expert weights or token groups, each with scales of its own, in one launch.
+"""Cast expert weights or token groups into both layouts, each with scales of its own, in one launch.
 
-An expert takes two passes, and so does a group. Row programs cast whole rows and raise the largest magnitudes of the expert's
-columns; turn programs cast the same numbers by the scales of the columns and transpose the bytes. Row programs go so far ahead of
-the turn programs of their expert that nobody waits long for them: programs begin in the order of their ids. Of small experts L2
-still has what turn programs read; else most of what is gained is that the two passes overlap. May import tiles, tl_lib,
-tl_exchange.
+An expert or a group takes two passes. Row programs cast whole rows and publish the largest magnitudes of the columns by atomic
+max; transpose programs cast the same elements by the scales of the columns and transpose the bytes. Row programs go so far ahead
+of the transpose programs of their expert that nobody spins for long: programs begin in the order of their ids. L2 still has a
+small expert when transpose programs read it; of large experts most of the gain is that the two passes overlap.
 """
 
+from typing import TYPE_CHECKING, Any
+
+import torch
 import triton
 import triton.language as tl
 
+from kerneltune.kernel_lib.arguments import check_apart, in_pairs
+from kerneltune.kernel_lib.launch import resident
 from kerneltune.kernel_lib.tl_exchange import await_done, close_done, launch_tag, leave_done, places, published, raise_seen, seen
 from kerneltune.kernel_lib.tl_lib import (
+    INTERPRETED,
     amax_to_scale,
+    is_cuda,
     larger_pairs,
     load_constant,
     magnitude,
@@ -25,10 +31,62 @@ from kerneltune.kernel_lib.tl_lib import (
     values,
     wide,
 )
-from kerneltune.ops.fp8.tiles import start_of
+from kerneltune.kernel_lib.workspace import counters, workspace
+from kerneltune.ops.fp8.contract import Cast
+from kerneltune.ops.fp8.kernels.tiles import start_of
+from kerneltune.rounding import cdiv
 
-_ROWS_IN_TURN = tl.constexpr(2048)
+if TYPE_CHECKING:
+    from kerneltune.ops.fp8.rowwise_3d_both import BothConfig
+
+TILE_ROWS, TILE_COLS_OF_WARP = 128, 16
+"""Tile of a transpose program: 64 elements of a thread, and 128 bytes of a row of the transpose."""
+
+_ROWS_TOGETHER = tl.constexpr(2048)
 """Rows of x whose tiles follow each other: they write neighbouring pieces of the same rows of the transpose."""
+
+
+def cast_into_both(
+    x: torch.Tensor,
+    outputs: tuple[torch.Tensor, ...],
+    groups: int,
+    blocks: int,
+    tile_blocks: int,
+    cast: Cast,
+    c: "BothConfig",
+    ahead: int = 0,
+    **arguments: Any,
+) -> None:
+    """Launch both passes at once, or one after the other where programs may not wait for each other.
+
+    Args:
+        x: rows of all groups.
+        outputs: q, q_t, scale, scale_t as the kernel has them.
+        groups: experts, or token groups where `arguments` have offs_ptr.
+        blocks: row programs.
+        tile_blocks: transpose programs of every stripe.
+        ahead: row programs that go first, beside those of the config's lag.
+        arguments: those of one kernel alone.
+    """
+    check_apart("x", x, max(TILE_ROWS, c.rows))
+    K, tile_cols = x.shape[1], TILE_COLS_OF_WARP * c.warps
+    pairs = 2 if in_pairs(x) else 1
+    tiles = tile_blocks * cdiv(K, tile_cols)
+    lag = min(blocks, ahead + resident(x.device, c.lag))
+    kernel = cast_both_groups if "offs_ptr" in arguments else cast_both
+    together = is_cuda() or INTERPRETED
+    with workspace(groups * K, x.device) as ws, counters(cdiv(groups, 2), x.device) as done:
+        for phase, programs in ((0, lag + blocks + tiles),) if together else ((1, blocks), (2, tiles)):
+            kernel[(programs,)](
+                x, *outputs, ws_ptr=ws, done_ptr=done.view(torch.int32), G=groups, lag=lag, **arguments,
+                K=K, ROWS=c.rows, STEP=c.step, ABREAST=min(c.step, abreast(c.warps, c.cols)), LANES=c.cols // pairs,
+                PAIRS=pairs, TILE_ROWS=TILE_ROWS, TILE_COLS=tile_cols, PHASE=phase, num_warps=c.warps, **cast.constants,
+            )  # fmt: skip
+
+
+def abreast(warps: int, cols: int) -> int:
+    """Return the rows that the warps of a program load side by side, 16 elements of a thread each, stored as 16 bytes."""
+    return max(1, warps * 512 // cols)
 
 
 @triton.jit
@@ -58,7 +116,7 @@ def _amax(m, dtype: tl.constexpr, PAIRS: tl.constexpr):
 
 @triton.jit
 def _place(rows, words, height, pitch: tl.constexpr, c: tl.constexpr, C: tl.constexpr, COLS: tl.constexpr, WHOLE: tl.constexpr):
-    """Offsets of load c of some rows, `pitch` words apart, and which there are."""
+    """Return the offsets of load c of some rows, `pitch` words apart, and the mask of those that exist."""
     word = c * COLS + words
     mask = tl.full((1, 1, 1), True, tl.int1)
     if not WHOLE:
@@ -74,7 +132,7 @@ def _cast_rows(
     stride: tl.constexpr, K: tl.constexpr, FP8_MAX: tl.constexpr, POW2: tl.constexpr, INVERSE: tl.constexpr,
     STEP: tl.constexpr, ABREAST: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """`height` rows of a group from `row` of all, STEP at a time, in loads of COLS words; 16-bit numbers come in PAIRS, as int32.
+    """Cast `height` rows of a group from `row` of all, STEP at a time, in loads of COLS words; 16-bit elements are in PAIRS.
 
     Rows of x lie `stride` words apart. WHOLE: height is a multiple of STEP.
 
@@ -98,17 +156,17 @@ def _cast_rows(
         tops = tops + (_magnitudes(tl.zeros((ABREAST, COLS), dtype=x_ptr.dtype.element_ty), PAIRS),)
     for at in tl.range(0, height, STEP, num_stages=1):
         rows = at + inside
-        xs, raised = (), ()
+        xs, maxima = (), ()
         for c in tl.static_range(CHUNKS):
             offsets, mask = _place(rows, words, height, stride, c, C, COLS, WHOLE)
             xs = xs + (tl.load(x_ptr + offsets, mask=mask, other=0, eviction_policy="evict_last"),)
         top = _magnitudes(xs[0], PAIRS)
         for c in tl.static_range(CHUNKS):
             m = _magnitudes(xs[c], PAIRS)
-            raised = raised + (_larger(tops[c], _largest(m, 1, PAIRS), PAIRS),)
+            maxima = maxima + (_larger(tops[c], _largest(m, 1, PAIRS), PAIRS),)
             if c > 0:
                 top = _larger(top, m, PAIRS)
-        tops = raised
+        tops = maxima
         scale = amax_to_scale(_amax(_largest(top, 2, PAIRS), dtype, PAIRS), FP8_MAX, POW2)
         store_here(scale_ptr + row + rows, reciprocal(scale) if INVERSE else scale, rows < height)
         for c in tl.static_range(CHUNKS):
@@ -139,8 +197,8 @@ def _cast_rows(
 
 @triton.jit
 def _place_of_tile(tile, blocks, STRIPES: tl.constexpr, ROWS: tl.constexpr):
-    """Which of a group's `blocks` of ROWS rows, and which stripe, its tile is of: from the last rows to the first."""
-    GROUP: tl.constexpr = (_ROWS_IN_TURN + ROWS - 1) // ROWS
+    """Return the block of ROWS rows and the stripe of a group's tile: from the last rows to the first."""
+    GROUP: tl.constexpr = (_ROWS_TOGETHER + ROWS - 1) // ROWS
     tile = blocks * STRIPES - 1 - tile
     above = tile // (GROUP * STRIPES) * GROUP
     height = tl.minimum(blocks - above, GROUP)
@@ -149,8 +207,8 @@ def _place_of_tile(tile, blocks, STRIPES: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _turn_end(row, lo, hi, live, scale, x_ptr, to_ptr, ld, stride: tl.constexpr, fp8: tl.constexpr):
-    """Those of 16 rows from `row` that are in [lo, hi) of a tile, byte by byte."""
+def _transpose_end(row, lo, hi, live, scale, x_ptr, to_ptr, ld, stride: tl.constexpr, fp8: tl.constexpr):
+    """Transpose the rows in [lo, hi) of a tile out of 16 from `row`, byte by byte."""
     rows, cols = row + tl.arange(0, 16), tl.arange(0, live.shape[0])
     mask = ((rows >= lo) & (rows < hi))[:, None] & live[None, :]
     x = tl.load(x_ptr + (rows[:, None] * stride + cols[None, :]), mask=mask, other=0.0)
@@ -159,12 +217,12 @@ def _turn_end(row, lo, hi, live, scale, x_ptr, to_ptr, ld, stride: tl.constexpr,
 
 
 @triton.jit
-def _turn_tile(
+def _transpose_tile(
     group, first, col0, lo, hi, arrivals, waiters, x_ptr, to_ptr, ld, scale_t_ptr, ws_ptr, done_ptr, G,
     stride: tl.constexpr, K: tl.constexpr, FP8_MAX: tl.constexpr, POW2: tl.constexpr, INVERSE: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, WHOLE: tl.constexpr, JAGGED: tl.constexpr,
 ):  # fmt: skip
-    """Rows [lo, hi) of a tile of a group, at x_ptr, to to_ptr, rows of the transpose `ld` apart, after `arrivals` row programs.
+    """Transpose rows [lo, hi) of a group's tile at x_ptr to to_ptr, whose rows lie `ld` apart, after `arrivals` row programs.
 
     first: the group's first rows, which write its scales. waiters: tiles of the group. WHOLE: all ROWS of a tile are the group's;
     without JAGGED lo is 0.
@@ -197,22 +255,21 @@ def _turn_tile(
         tl.store(to_ptr + offsets, tl.trans(q), mask=mask, cache_modifier=".cs")
         if (lo % 16 != 0) | (hi % 16 != 0):
             for end in range(2):
-                _turn_end(tl.where(end == 0, lo, hi) // 16 * 16, lo, hi, live, scale, x_ptr, to_ptr, ld, stride, fp8)
+                _transpose_end(tl.where(end == 0, lo, hi) // 16 * 16, lo, hi, live, scale, x_ptr, to_ptr, ld, stride, fp8)
     else:
         tl.store(to_ptr + offsets, tl.trans(q), mask=tl.trans(mask), cache_modifier=".cs")
 
 
 @triton.jit
-def in_turn(program, lag, BLOCKS: tl.constexpr, TILES: tl.constexpr):
-    """What a program does: its expert and tile, or tile -1 and the row block that it casts, of all experts' BLOCKS each; and
-    whether it casts.
+def role_of(program, lag, BLOCKS: tl.constexpr, TILES: tl.constexpr):
+    """Return the role of a program: its expert and tile, or tile -1 and its row block of all experts' BLOCKS; whether it casts.
 
     After the first `lag` ids, at least BLOCKS, an expert's BLOCKS + TILES ids hold its tiles in order, and evenly between them
     row blocks of later experts. So all of an expert's row blocks have smaller ids than its tiles.
     """
-    turn = tl.maximum(program - lag, 0)
-    expert = turn // (BLOCKS + TILES)
-    place = turn % (BLOCKS + TILES)
+    after = tl.maximum(program - lag, 0)
+    expert = after // (BLOCKS + TILES)
+    place = after % (BLOCKS + TILES)
     at = wide(place) if BLOCKS * (BLOCKS + TILES) >= 1 << 31 else place
     before = (at * BLOCKS // (BLOCKS + TILES)).to(tl.int32)
     casts = (program < lag) | (((at + 1) * BLOCKS // (BLOCKS + TILES)).to(tl.int32) > before)
@@ -227,10 +284,10 @@ def cast_both(
     ROWS: tl.constexpr, STEP: tl.constexpr, ABREAST: tl.constexpr, LANES: tl.constexpr, PAIRS: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
-    """q (G, N, K) and scale (G, N) along the rows of x (G, N, K); qt (G, K, N) and scale_t (G, K) down its columns.
+    """Write q (G, N, K) and scale (G, N) along the rows of x (G, N, K), qt (G, K, N) and scale_t (G, K) down its columns.
 
-    lag: by how many row programs those run ahead, at least an expert's; the others come evenly between turn programs.
-    PHASE: 0 both passes in one launch, 1 the row programs, 2 the turn programs.
+    lag: by how many row programs those run ahead, at least an expert's; the others come evenly between transpose programs.
+    PHASE: 0 both passes in one launch, 1 the row programs, 2 the transpose programs.
     """
     BLOCKS: tl.constexpr = (N + ROWS - 1) // ROWS
     TILE_BLOCKS: tl.constexpr = (N + TILE_ROWS - 1) // TILE_ROWS
@@ -238,7 +295,7 @@ def cast_both(
     TILES: tl.constexpr = TILE_BLOCKS * STRIPES
     program = tl.program_id(0)
     if PHASE == 0:
-        expert, block, tile, casts = in_turn(program, lag, BLOCKS, TILES)
+        expert, block, tile, casts = role_of(program, lag, BLOCKS, TILES)
         casts = casts & (block < G * BLOCKS)
     else:
         block, expert, tile, casts = program, program // TILES, program % TILES, PHASE == 1
@@ -254,7 +311,7 @@ def cast_both(
         row0, col0 = block * TILE_ROWS, stripe * TILE_COLS
         x_ptr += (wide(expert) * N + row0) * K + col0
         qt_ptr += (wide(expert) * K + col0) * N + row0
-        _turn_tile(
+        _transpose_tile(
             expert, row0 == 0, col0, 0, N - row0, BLOCKS, TILES, x_ptr, qt_ptr, N, scale_t_ptr, ws_ptr, done_ptr, G,
             K, K, FP8_MAX, POW2, INVERSE, TILE_ROWS, TILE_COLS, PAIRS, N % TILE_ROWS == 0, False,
         )  # fmt: skip
@@ -262,14 +319,16 @@ def cast_both(
 
 @triton.jit
 def _slots_before(starts, ROWS: tl.constexpr):
-    """Blocks in the groups before each that begins at one of `starts`, where each has one block more than it has multiples of
-    ROWS in it: one that may be empty, but then no table has to be made of the groups."""
+    """Return the blocks in the groups before each group that begins at one of `starts`.
+
+    A group has one block more than it has multiples of ROWS in it: one may be empty, but then the groups need no table.
+    """
     return starts // ROWS + tl.arange(0, starts.shape[0])
 
 
 @triton.jit
 def _group_of(slot, before, G):
-    """The last group with no more than `slot` slots `before` it."""
+    """Return the last group with no more than `slot` slots `before` it."""
     return tl.sum(((before <= slot) & (tl.arange(0, before.shape[0]) < G)).to(tl.int32), axis=0) - 1
 
 
@@ -280,10 +339,10 @@ def cast_both_groups(
     ROWS: tl.constexpr, STEP: tl.constexpr, ABREAST: tl.constexpr, LANES: tl.constexpr, PAIRS: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, GROUPS: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
-    """`cast_both` of G ≤ GROUPS groups of rows of x (M, K), ends offs (G,): q (M, K), scale (M,), qt (K, M), scale_t (G, K).
+    """Cast G ≤ GROUPS groups of rows of x (M, K), ends offs (G,), into q (M, K), scale (M,), qt (K, M), scale_t (G, K).
 
     Row programs begin where the group does; tiles lie at multiples of TILE_ROWS, so that their bytes go out in whole lines. Rows
-    of x are `stride` numbers apart.
+    of x are `stride` elements apart.
     """
     STRIPES: tl.constexpr = (K + TILE_COLS - 1) // TILE_COLS
     program = tl.program_id(0)
@@ -291,9 +350,9 @@ def cast_both_groups(
     starts = tl.load(offs_ptr + groups - 1, mask=(groups > 0) & (groups < G), other=0)
     blocks_before = _slots_before(starts, ROWS)
     tiles_before = _slots_before(starts, TILE_ROWS) * STRIPES
-    turn = tl.maximum(program - lag, 0)
+    after = tl.maximum(program - lag, 0)
     if PHASE == 0:
-        group = _group_of(turn, blocks_before + tiles_before, G)
+        group = _group_of(after, blocks_before + tiles_before, G)
     else:
         group = _group_of(program, tiles_before, G)
     start, end = start_of(offs_ptr, group), load_constant(offs_ptr + group)
@@ -301,9 +360,9 @@ def cast_both_groups(
     tile_blocks = end // TILE_ROWS - start // TILE_ROWS + 1
     tile_slot = (start // TILE_ROWS + group) * STRIPES
     if PHASE == 0:
-        place = turn - (start // ROWS + group) - tile_slot
+        place = after - (start // ROWS + group) - tile_slot
         slots = end // ROWS - start // ROWS + 1
-        block = tl.where(program < lag, program, turn + lag - tile_slot)
+        block = tl.where(program < lag, program, after + lag - tile_slot)
         tile = tl.where(program < lag, -1, place - slots)
         casts = tile < 0
     else:
@@ -330,7 +389,7 @@ def cast_both_groups(
         lo, hi = tl.maximum(start - row0, 0), tl.minimum(end - row0, TILE_ROWS)
         x_ptr += wide(row0) * stride + col0
         qt_ptr += wide(col0) * M + row0
-        _turn_tile(
+        _transpose_tile(
             group, block == 0, col0, lo, hi, blocks, tile_blocks * STRIPES, x_ptr, qt_ptr, M, scale_t_ptr, ws_ptr, done_ptr, G,
             stride, K, FP8_MAX, POW2, INVERSE, TILE_ROWS, TILE_COLS, PAIRS, False, True,
         )  # fmt: skip

@@ -1,9 +1,9 @@
-"""The published designs of tensor-wise quantisation, written anew: what the variants `baseline` and `staged` run.
+"""Published designs of tensor-wise quantization, written anew: the variants `baseline` and `staged`.
 
 Blocks of elements in the order of memory: their maxima, then the cast; a transpose is a copy afterwards. `baseline`, torchao pull
-request 4179, takes the maximum by atomics into a cleared tensor; `staged`, pull request 4389, lets every block write its own, of
-which one program takes the maximum. Left out: one group per block, at most 16 groups, 32-bit offsets; at most 65536 blocks. May
-import spec, tensorwise_kernels, tl_lib.
+request 4179, takes the maximum by atomic max into a cleared tensor. In `staged`, pull request 4389, every block writes its own
+maximum, and one program takes the maximum of these. Left out: one group per block, at most 16 groups, 32-bit offsets, at most
+65536 blocks.
 """
 
 from collections.abc import Callable
@@ -15,10 +15,11 @@ import triton
 import triton.language as tl
 
 from kerneltune.kernel_lib.tl_lib import FP8_MAX, amax_to_scale, magnitude_to_fp32, to_fp8, wide
-from kerneltune.ops.fp8.reference import FP8
-from kerneltune.ops.fp8.tensorwise_kernels import finite_magnitude, sanitised
+from kerneltune.ops.fp8.baselines.torchao import nothing_to_do
+from kerneltune.ops.fp8.contract import FP8
+from kerneltune.ops.fp8.kernels.tensorwise import finite, finite_magnitude
 from kerneltune.rounding import cdiv, next_power_of_2
-from kerneltune.spec import Case, Inputs, Outputs, Space
+from kerneltune.spec import Case, Inputs, Outputs, Space, Variant
 
 _LANES = 1024
 """Blocks of which a program takes the maximum at a time."""
@@ -26,7 +27,12 @@ _LANES = 1024
 
 @dataclass(frozen=True, slots=True)
 class FlatConfig:
-    """block: elements per program; warps."""
+    """How blocks are cast.
+
+    Attributes:
+        block: elements per program.
+        warps: of a program.
+    """
 
     block: int
     warps: int
@@ -34,7 +40,7 @@ class FlatConfig:
 
 @triton.jit
 def _first_and_last(offs_ptr, first, last, C, G, GROUPS: tl.constexpr):
-    """The groups of two elements, and of none between them but theirs and empty ones'."""
+    """Return the groups of two elements between which lie elements of no other group."""
     groups = tl.arange(0, GROUPS)
     ends = tl.load(offs_ptr + groups, mask=groups < G, other=2147483647).to(tl.int64) * C
     return tl.sum((ends <= first).to(tl.int32), axis=0), tl.sum((ends <= last).to(tl.int32), axis=0)
@@ -74,8 +80,10 @@ def _amax_flat(
 def _partials_flat(
     x_ptr, partial_ptr, offs_ptr, elements, C, G, JAGGED: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The largest magnitude of every block, a row of them for every segment. A block of several groups, and of all the empty ones
-    between them, has one of each: that of group g is as many behind its own as there are groups before g."""
+    """Write the largest magnitude of every block, a row of blocks for every segment.
+
+    A block that several groups share has one of each group, empty ones between them included: that of group g lies g behind.
+    """
     segment = wide(tl.program_id(1))
     block = tl.program_id(0)
     first = wide(block) * BLOCK
@@ -94,7 +102,7 @@ def _partials_flat(
 def _amax_of_partials(
     partial_ptr, amax_ptr, offs_ptr, blocks, C, JAGGED: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
-    """The largest of a segment's blocks, by one program; 0 of a group without rows."""
+    """Take the largest of a segment's blocks, by one program; 0 of a group without rows."""
     segment = tl.program_id(0)
     if JAGGED:
         start = tl.load(offs_ptr + segment - 1, mask=segment > 0, other=0).to(tl.int64) * C
@@ -121,7 +129,7 @@ def _cast_flat(
     at = first + tl.arange(0, BLOCK)
     live = at < elements
     q_ptr += segment * elements
-    x = sanitised(tl.load(x_ptr + segment * elements + at, mask=live, other=0.0))
+    x = finite(tl.load(x_ptr + segment * elements + at, mask=live, other=0.0))
     if JAGGED:
         last = tl.minimum(first + BLOCK, elements) - 1
         lo, hi = _first_and_last(offs_ptr, first, last, C, G, GROUPS)
@@ -141,12 +149,12 @@ def _cast_flat(
 
 
 def run(inputs: Inputs, config: FlatConfig) -> Outputs:
-    """One tensor, its experts or its groups, by what the inputs hold; the maximum by atomics."""
+    """Cast one tensor, its experts or its groups, whichever the inputs hold; the maximum by atomic max."""
     return _run(inputs, config, _atomic)
 
 
 def run_staged(inputs: Inputs, config: FlatConfig) -> Outputs:
-    """The same, the maximum in two stages."""
+    """Cast one tensor, its experts or its groups, whichever the inputs hold; the maximum in two stages."""
     return _run(inputs, config, _staged)
 
 
@@ -197,10 +205,16 @@ def _staged(
 
 
 def space(_case: Case) -> Space:
-    """The pull request's configs on NVIDIA."""
+    """Offer the pull request's configs on NVIDIA."""
     return {"block": (8192, 4096, 2048), "warps": (4,)}
 
 
 def default(_case: Case) -> FlatConfig:
-    """The first of them."""
+    """Return the first of the pull request's configs."""
     return FlatConfig(block=8192, warps=4)
+
+
+VARIANTS = (
+    Variant("baseline", run, FlatConfig, space, default=default, unsupported=nothing_to_do),
+    Variant("staged", run_staged, FlatConfig, space, default=default, unsupported=nothing_to_do),
+)

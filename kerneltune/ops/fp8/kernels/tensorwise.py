@@ -1,9 +1,9 @@
-"""Quantise segments of rows with one scale each, reading twice: sanitise and take amax, then sanitise, scale and cast.
+"""Quantize segments of rows with one scale each, reading twice: make finite and take amax, then make finite, scale and cast.
 
 A segment is a tensor, an expert or a token group. Tiles of ROWS x COLS are numbered segment by segment; every tile is of one
 segment. The first launch leaves the largest magnitudes in a workspace, the second walks the tiles in reverse, so that it finds
-the end of what the first has read in L2, and closes the launch. 16-bit numbers come in PAIRS, as int32: sanitised and cast two
-by two, and rows of four bytes turned with byte permutes. May import tiles, tl_lib, tl_exchange, tl_transpose.
+the end of what the first has read in L2, and closes the launch. 16-bit elements come in PAIRS, as int32: made finite and cast two
+by two, and rows of four bytes transposed with byte permutes.
 """
 
 import triton
@@ -25,27 +25,27 @@ from kerneltune.kernel_lib.tl_lib import (
     wide,
 )
 from kerneltune.kernel_lib.tl_transpose import store_transposed_words, store_turned
-from kerneltune.ops.fp8.tiles import locate_block, start_of
+from kerneltune.ops.fp8.kernels.tiles import locate_block, start_of
 
 
 @triton.jit
 def finite_magnitude(x):
-    """`magnitude` of x without NaN, which becomes 0, and infinity, which becomes the largest finite number."""
+    """Return `magnitude` of x: that of 0 for NaN, that of the largest finite value for infinity."""
     infinite: tl.constexpr = 0x7F800000 if x.dtype.primitive_bitwidth == 32 else 0x7C00 if x.dtype == tl.float16 else 0x7F80
     m = magnitude(x)
     return tl.where(m > infinite, tl.zeros_like(m), tl.minimum(m, tl.full(m.shape, infinite - 1, m.dtype)))
 
 
 @triton.jit
-def sanitised(x):
-    """x in fp32: 0 for NaN, the largest finite number of x's type, with its sign, for infinity."""
+def finite(x):
+    """Return x in fp32: 0 for NaN, the largest finite value of x's type, with its sign, for infinity."""
     bits: tl.constexpr = 0x7F7FFFFF if x.dtype.primitive_bitwidth == 32 else 0x7BFF if x.dtype == tl.float16 else 0x7F7F
     most = magnitude_to_fp32(tl.full((), bits, tl.int32), x.dtype)
     y = x.to(tl.float32)
     return tl.where(y == y, tl.minimum(tl.maximum(y, -most), most), 0.0)
 
 
-# A NaN is what 0x7FFF - infinite carries into the sign, from where a permute copies it over the number.
+# 0x7FFF - infinite, added to a NaN, carries into the sign, from where a permute copies it over the element.
 _FINITE_PAIRS = """{
                 .reg .b32 m, t, s, most;
                 and.b32 m, $1, 0x7fff7fff;
@@ -65,7 +65,7 @@ _FINITE_PAIRS_BF16 = tl.constexpr(_FINITE_PAIRS.replace("CARRY", "0x007f007f").r
 
 @triton.jit
 def finite_pairs(w, dtype: tl.constexpr):
-    """Words of two 16-bit numbers: 0 for NaN, the largest finite number, with its sign, for infinity."""
+    """Make words of two 16-bit elements finite: 0 for NaN, the largest finite value, with its sign, for infinity."""
     if is_cuda():
         text: tl.constexpr = _FINITE_PAIRS_FP16 if dtype == tl.float16 else _FINITE_PAIRS_BF16
         return tl.inline_asm_elementwise(text, "=r,r", [w], dtype=tl.int32, is_pure=True, pack=1)
@@ -87,7 +87,7 @@ def load_quads(
     x_ptr, stride: tl.constexpr, C: tl.constexpr, stripe, first_row, lo, hi,
     QUADS: tl.constexpr, COLS: tl.constexpr, EVEN_ROWS: tl.constexpr, JAGGED: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
-    """Rows [lo, hi) of a tile as four (QUADS, COLS) sub-tiles; sub-tile k has the rows 4i + k. Zeros elsewhere."""
+    """Load rows [lo, hi) of a tile as four (QUADS, COLS) sub-tiles; sub-tile k has the rows 4i + k. Zeros elsewhere."""
     policy: tl.constexpr = "" if AGAIN else "evict_first"
     cols = tl.arange(0, COLS)
     tile_ptr = x_ptr + first_row * stride + stripe * COLS
@@ -104,7 +104,7 @@ def load_quads(
 def _inside(
     rows, lo, hi, cols, C: tl.constexpr, COLS: tl.constexpr, EVEN_ROWS: tl.constexpr, JAGGED: tl.constexpr
 ):  # fmt: skip
-    """Which elements of a tile are of its segment. Tiles past the last are the last once more, where EVEN_ROWS."""
+    """Return the mask of a tile's elements that its segment has. Under EVEN_ROWS tiles past the last one repeat it."""
     mask = tl.full((1, 1), True, tl.int1)
     if not EVEN_ROWS:
         mask = mask & (rows < hi)[:, None]
@@ -116,8 +116,8 @@ def _inside(
 
 
 @triton.jit
-def sanitised_words(xs, PAIRS: tl.constexpr, dtype: tl.constexpr):
-    """A tile that `load_quads` loaded, its pairs made finite; single numbers are sanitised where they are used."""
+def finite_words(xs, PAIRS: tl.constexpr, dtype: tl.constexpr):
+    """Make the pairs of a tile out of `load_quads` finite; single elements are made finite where they are used."""
     if PAIRS == 2:
         xs = finite_pairs(xs[0], dtype), finite_pairs(xs[1], dtype), finite_pairs(xs[2], dtype), finite_pairs(xs[3], dtype)
     return xs
@@ -125,7 +125,7 @@ def sanitised_words(xs, PAIRS: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def largest_magnitude(xs, PAIRS: tl.constexpr, dtype: tl.constexpr):
-    """The largest `magnitude` of a tile; under PAIRS that of NaN or infinity, unless it is one of `sanitised_words`."""
+    """Return the largest `magnitude` of a tile; under PAIRS that of NaN or infinity, unless `finite_words` made it finite."""
     if PAIRS == 2:
         pairs = magnitude_of_pairs(xs[0], xs[1], xs[2], xs[3])
         largest = tl.maximum(pairs & 0xFFFF, pairs >> 16)
@@ -137,15 +137,15 @@ def largest_magnitude(xs, PAIRS: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _amax_segments(
+def amax_segments(
     x_ptr, offs_ptr, ws_ptr, rows, G, total, C: tl.constexpr, stride: tl.constexpr,
     JAGGED: tl.constexpr, GROUPS_LOG2: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr,
     EVEN_ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The largest magnitude of every segment to its word of the workspace, by atomic maxima of its tiles.
+    """Publish the largest magnitude of every segment in its word of the workspace, by atomic max of its tiles.
 
-    In PAIRS x is int32, and C, COLS and stride count words of two numbers of `dtype`.
+    In PAIRS x is int32, and C, COLS and stride count words of two elements of `dtype`.
     """
     tag = launch_tag(ws_ptr)
     stripes = tl.cdiv(C, COLS)
@@ -154,7 +154,7 @@ def _amax_segments(
             tile, total, offs_ptr, rows, stripes, G, JAGGED, GROUPS_LOG2, ROWS
         )  # fmt: skip
         xs = load_quads(x_ptr, stride, C, stripe, first_row, lo, hi, ROWS // 4, COLS, EVEN_ROWS, JAGGED, True)
-        amax = magnitude_to_fp32(largest_magnitude(sanitised_words(xs, PAIRS, dtype), PAIRS, dtype), dtype)
+        amax = magnitude_to_fp32(largest_magnitude(finite_words(xs, PAIRS, dtype), PAIRS, dtype), dtype)
         raise_published(ws_ptr, group, amax, tag, hi > 0)
 
 
@@ -165,7 +165,7 @@ def store_tile(
     ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr, fp8: tl.constexpr,
     EVEN_ROWS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """A tile out of `sanitised_words`, scaled and cast, to q and its transpose."""
+    """Scale and cast a tile out of `finite_words` into q and its transpose."""
     lanes = tl.arange(0, COLS)
     live = stripe * COLS + lanes < C
     ys, qs = (), ()
@@ -173,7 +173,7 @@ def store_tile(
         if PAIRS == 2:
             q = to_fp8_pair(values(xs[k], 0, PAIRS, dtype) * scale, values(xs[k], 1, PAIRS, dtype) * scale, fp8)
         else:
-            y = sanitised(xs[k]) * scale
+            y = finite(xs[k]) * scale
             q = to_fp8(y, fp8)
             ys = ys + (y,)
         if ROWMAJOR:
@@ -195,7 +195,7 @@ def store_tile(
 
 
 @triton.jit
-def _cast_segments(
+def cast_segments(
     x_ptr, q_ptr, qt_ptr, scale_ptr, offs_ptr, ws_ptr, rows, G, total, C: tl.constexpr, stride: tl.constexpr,
     FP8_MAX: tl.constexpr, INVERSE: tl.constexpr,
     JAGGED: tl.constexpr, GROUPS_LOG2: tl.constexpr,
@@ -203,16 +203,16 @@ def _cast_segments(
     ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr, fp8: tl.constexpr,
     EVEN_ROWS: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """q (all rows, C) and its transpose, segment by segment (G, C, rows), or under JAGGED as a whole (C, rows).
+    """Write q (all rows, C) and its transpose, segment by segment (G, C, rows), or under JAGGED as a whole (C, rows).
 
-    In PAIRS x is int32 and q int16, and C, COLS and stride count words of two numbers of `dtype`.
+    In PAIRS x is int32 and q int16, and C, COLS and stride count words of two elements of `dtype`.
     """
     stripes = tl.cdiv(C, COLS)
     scale = 0.0
     of = -1
-    for turn in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
+    for back in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
         group, stripe, _tiles, first_row, lo, hi = locate_block(
-            total - 1 - turn, total, offs_ptr, rows, stripes, G, JAGGED, GROUPS_LOG2, ROWS
+            total - 1 - back, total, offs_ptr, rows, stripes, G, JAGGED, GROUPS_LOG2, ROWS
         )  # fmt: skip
         xs = load_quads(x_ptr, stride, C, stripe, first_row, lo, hi, ROWS // 4, COLS, EVEN_ROWS, JAGGED, False)
         if group != of:
@@ -222,7 +222,7 @@ def _cast_segments(
             if (lo >= 0) & (stripe == 0):
                 tl.store(scale_ptr + group, reciprocal(scale) if INVERSE else scale)
             store_tile(
-                sanitised_words(xs, PAIRS, dtype), scale, q_ptr, qt_ptr, rows, group, stripe, first_row, lo, hi, C,
+                finite_words(xs, PAIRS, dtype), scale, q_ptr, qt_ptr, rows, group, stripe, first_row, lo, hi, C,
                 JAGGED, ROWMAJOR, COLMAJOR, ROWS, COLS, PAIRS, dtype, fp8, EVEN_ROWS, PACKED,
             )  # fmt: skip
     if JAGGED:

@@ -1,19 +1,70 @@
-"""Quantise down the columns of groups of rows and transpose, reading the input from memory once. May import tl_lib, tl_transpose.
+"""Quantize down the columns of groups of rows and transpose, reading the input from memory once.
 
-A group's scale per column needs all rows of the group, and the output wants the rows side by side. A stripe, COLS columns of a
-group, is cut into tiles of ROWS rows. Programs raise the stripe's largest magnitudes with their tiles, wait for the stripe, and
-cast. A program raises with its tile AHEAD of the present one before it waits, so that the wait is over when it begins; it holds
-that tile in registers, or reads it again from L2 (RELOAD). No stripe may have more than AHEAD + 1 times as many tiles as there
-are programs. 16-bit numbers come in PAIRS, as int32: what a loop holds as 16-bit tensors takes a register each.
+The scale of a column needs all rows of the group, and the output wants the rows side by side. A stripe, COLS columns of a group,
+is cut into tiles of ROWS rows. Programs publish the largest magnitudes of their tiles by atomic max, spin until the stripe is
+complete, and cast. A program publishes its tile AHEAD of the present one before it spins, so that the stripe is complete when it
+begins to spin; it holds that tile in registers, or reads it again from L2 (RELOAD). No stripe may have more than AHEAD + 1 times
+as many tiles as there are programs. 16-bit elements come in PAIRS, as int32: what a loop holds as 16-bit tensors takes a register
+each.
 """
 
+from typing import TYPE_CHECKING
+
+import torch
 import triton
 import triton.language as tl
 
+from kerneltune.kernel_lib.arguments import check_apart, in_pairs
+from kerneltune.kernel_lib.launch import phases, resident
 from kerneltune.kernel_lib.tl_exchange import arrive, await_arrivals, close_launch, launch_tag, published
-from kerneltune.kernel_lib.tl_lib import amax_to_scale, load_constant, reciprocal, to_fp8, to_fp8_words, values, wide
+from kerneltune.kernel_lib.tl_lib import TL_DTYPES, amax_to_scale, load_constant, reciprocal, to_fp8, to_fp8_words, values, wide
 from kerneltune.kernel_lib.tl_transpose import store_transposed, store_transposed_words
-from kerneltune.ops.fp8.tiles import locate_fitted, locate_in_weights, number_tiles, raise_columns, start_of
+from kerneltune.kernel_lib.workspace import workspace
+from kerneltune.ops.fp8.contract import Cast
+from kerneltune.ops.fp8.kernels.tiles import atomic_max_columns, locate_fitted, locate_in_weights, number_tiles, start_of
+from kerneltune.rounding import cdiv
+
+if TYPE_CHECKING:
+    from kerneltune.ops.fp8.group_colwise import GroupConfig
+
+Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Input rows, output, scales."""
+
+
+def cast_columns(
+    parts: tuple[Part, ...], offs: torch.Tensor | None, groups: int, rows: int, cast: Cast, c: "GroupConfig"
+) -> None:
+    """Cast the columns of every group in one launch, of one matrix or of two.
+
+    Args:
+        parts: one or two.
+        offs: group ends; None for groups of `rows` rows each, else there are `rows` rows in all.
+        groups: their count.
+    """
+    (x, q, scale), (x2, q2, scale2) = parts[0], parts[-1]
+    stripes = sum(cdiv(part[0].shape[1], c.cols) for part in parts)
+    # a token group begins up to three rows before its first and may end anywhere in a tile
+    blocks = groups * cdiv(rows, c.rows) if offs is None else (rows + groups * (c.rows + 2)) // c.rows
+    longest = cdiv(rows + 3, c.rows)
+    total = blocks * stripes
+    programs = max(1, min(total, resident(x.device, c.ctas)))
+    table = None if offs is None else torch.empty(groups + 1, dtype=torch.int32, device=x.device)
+    # 16-bit elements in pairs, where widths and addresses allow
+    pairs = 2 if all(in_pairs(part[0]) for part in parts) else 1
+    dtype = TL_DTYPES[x.dtype]
+    for part in parts:
+        check_apart("x", part[0], c.rows, pairs)
+    if pairs == 2:
+        x, x2 = x.view(torch.int32), x2.view(torch.int32)
+    with workspace(groups * stripes * (c.cols + 1), x.device) as ws:
+        for phase, options in phases(c.warps, c.ctas, together=longest <= (c.ahead + 1) * programs):
+            _cast_transpose_groups[(programs,)](
+                x, x2, q, q2, scale, scale2, offs, table, ws, rows, groups, total,
+                WEIGHT_ROWS=rows if offs is None else 0, C=x.shape[1], C2=x2.shape[1], stride=x.stride(0), stride2=x2.stride(0),
+                DUAL=len(parts) > 1, GROUPS_LOG2=max(0, (groups - 1).bit_length()), ROWS=c.rows, COLS=c.cols // pairs,
+                PAIRS=pairs, dtype=dtype, PHASE=phase, PACKED=rows % 4 == 0, STAGES=c.stages, AHEAD=c.ahead, RELOAD=c.reload,
+                num_warps=c.warps, **cast.constants, **options,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -23,7 +74,10 @@ def _load_quads(
     QUADS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr, EVEN_ROWS: tl.constexpr, JAGGED: tl.constexpr,
     AGAIN: tl.constexpr,
 ):  # fmt: skip
-    """A tile as four (QUADS, COLS) sub-tiles; sub-tile k has the rows 4i + k. Zeros outside the group. AGAIN: keep it in L2."""
+    """Load a tile as four (QUADS, COLS) sub-tiles; sub-tile k has the rows 4i + k. Zeros outside the group.
+
+    AGAIN: keep it in L2.
+    """
     policy: tl.constexpr = "evict_last" if AGAIN else "evict_first"
     width = C
     pitch = stride
@@ -62,9 +116,9 @@ def _locate(
 
 
 @triton.jit
-def _raise_stripe(xs, ws_ptr, index, counters, tag, live, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr):
-    """Raise a stripe's largest magnitudes with a tile and count it in."""
-    raise_columns(xs, ws_ptr, counters + index * (COLS * PAIRS), tag, live, COLS, PAIRS, dtype)
+def _publish_stripe(xs, ws_ptr, index, counters, tag, live, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr):
+    """Publish the largest magnitudes of a tile by atomic max, and count the tile in."""
+    atomic_max_columns(xs, ws_ptr, counters + index * (COLS * PAIRS), tag, live, COLS, PAIRS, dtype)
     arrive(ws_ptr, index, tag, live)
 
 
@@ -77,10 +131,10 @@ def _cast_transpose_groups(
     PAIRS: tl.constexpr, dtype: tl.constexpr,
     PHASE: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, RELOAD: tl.constexpr,
 ):  # fmt: skip
-    """q[group, col, row] = fp8(x[group, row, col] * s[group, col]); DUAL: of two matrices with the same groups of rows.
+    """Write q[group, col, row] = fp8(x[group, row, col] * s[group, col]); DUAL: of two matrices with the same groups of rows.
 
     Weights (G * WEIGHT_ROWS, C) give q (G, C, WEIGHT_ROWS); token groups of (rows, C), WEIGHT_ROWS = 0, give q (C, rows). Scales
-    are (G, C) either way. In PAIRS x is int32 and C, COLS and stride count words of two numbers of `dtype`.
+    are (G, C) either way. In PAIRS x is int32 and C, COLS and stride count words of two elements of `dtype`.
     """
     JAGGED: tl.constexpr = WEIGHT_ROWS == 0
     fp8: tl.constexpr = q_ptr.dtype.element_ty
@@ -105,7 +159,7 @@ def _cast_transpose_groups(
             stride, stride2, C, C2, DUAL, ROWS // 4, COLS, EVEN, EVEN_ROWS, JAGGED, RELOAD,
         )  # fmt: skip
         if PHASE != 2:
-            _raise_stripe(xs_next, ws_ptr, group_n * STRIPES + stripe_n, counters, tag, hi_n > 0, COLS, PAIRS, dtype)
+            _publish_stripe(xs_next, ws_ptr, group_n * STRIPES + stripe_n, counters, tag, hi_n > 0, COLS, PAIRS, dtype)
 
     for tile in tl.range(tl.program_id(0), total, step, num_stages=STAGES, disable_licm=True):
         xs = xs_next
@@ -123,7 +177,7 @@ def _cast_transpose_groups(
             stride, stride2, C, C2, DUAL, ROWS // 4, COLS, EVEN, EVEN_ROWS, JAGGED, RELOAD,
         )  # fmt: skip
         if PHASE != 2:
-            _raise_stripe(xs_next, ws_ptr, group_n * STRIPES + stripe_n, counters, tag, hi_n > 0, COLS, PAIRS, dtype)
+            _publish_stripe(xs_next, ws_ptr, group_n * STRIPES + stripe_n, counters, tag, hi_n > 0, COLS, PAIRS, dtype)
         if PHASE != 1 and hi > 0:  # in a branch, out of which no pipeline loads the magnitudes before the wait for them
             index = group * STRIPES + stripe
             if RELOAD:  # here, not above, where a pipeline would bring it in the layout of the store, half by half

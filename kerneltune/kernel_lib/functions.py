@@ -1,0 +1,116 @@
+"""Derive the run of a variant and a torch operator from an operator's public function.
+
+Knows no operator.
+"""
+
+import inspect
+import typing
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from kerneltune.spec import Config, Inputs, Outputs
+
+_DIRECT_ONLY = frozenset({"config", "out"})
+"""Parameters of a public function that its torch operator lacks."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def run_of(function: Callable[..., Any], *names: str) -> Callable[[Inputs, Config], Outputs]:
+    """Return the `run` of the variant that is a public function.
+
+    Args:
+        function: takes the case's inputs by name, and `config`.
+        names: of its results, in order; none for results in a NamedTuple, whose fields name them.
+    """
+    return partial(_run, function, names)
+
+
+def _run(function: Callable[..., Any], names: Sequence[str], inputs: Inputs, config: Config) -> Outputs:
+    results = function(**inputs, config=config)
+    named = zip(names, _tensors(results), strict=True) if names else results._asdict().items()
+    return {name: tensor for name, tensor in named if tensor is not None}
+
+
+def torch_operator(
+    results: Callable[..., Any], *, mutates: Sequence[str] = (), without: Collection[str] = ()
+) -> Callable[[Function], Function]:
+    """Register a public function as the torch operator `kerneltune::NAME`, which torch.compile and export can trace.
+
+    The operator has the function's parameters, but `config` and `out`, all of which may be given by position. It returns a tuple
+    of tensors, or a list where the function may leave some out. It cannot be differentiated.
+
+    Args:
+        results: allocates what the function returns and launches nothing; it names the parameters that it needs.
+        mutates: the tensors among the parameters that the function writes to.
+        without: further parameters that the operator lacks; they have defaults.
+    """
+
+    def register(function: Function) -> Function:
+        signature, as_list = _signature(function, _DIRECT_ONLY.union(without))
+        needed = inspect.signature(results).parameters.keys() & signature.parameters.keys()
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return _plain(function(**_bound(signature, args, kwargs)), as_list)
+
+        def fake(*args: Any, **kwargs: Any) -> Any:
+            bound = _bound(signature, args, kwargs)
+            return _plain(results(**{name: bound[name] for name in needed}), as_list)
+
+        vars(call)["__signature__"] = signature
+        call.__doc__ = function.__doc__
+        operator = torch.library.custom_op(f"kerneltune::{function.__name__}", call, mutates_args=mutates)
+        operator.register_fake(fake)
+        return function
+
+    return register
+
+
+def _bound(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def _signature(function: Callable[..., Any], without: Collection[str]) -> tuple[inspect.Signature, bool]:
+    """Return the operator's signature, and whether its results come as a list."""
+    types = typing.get_type_hints(function)
+    parameters = [
+        parameter.replace(kind=parameter.POSITIONAL_OR_KEYWORD, annotation=types[name])
+        for name, parameter in inspect.signature(function).parameters.items()
+        if name not in without
+    ]
+    leaves = list(_leaves(types["return"]))
+    as_list = any(leaf is not Tensor for leaf in leaves)
+    single = Tensor if leaves == [Tensor] else tuple[(Tensor,) * len(leaves)]  # type: ignore[misc]
+    return inspect.Signature(parameters, return_annotation=list[Tensor] if as_list else single), as_list
+
+
+def _leaves(annotation: Any) -> Iterator[Any]:
+    """Flatten a type of tuples and NamedTuples of tensors, which may be None."""
+    fields = typing.get_type_hints(annotation) if hasattr(annotation, "_fields") else {}
+    parts = tuple(fields.values()) if fields else typing.get_args(annotation) if typing.get_origin(annotation) is tuple else ()
+    if not parts:
+        yield annotation
+    for part in parts:
+        yield from _leaves(part)
+
+
+def _tensors(results: Any) -> Iterator[Any]:
+    """Flatten results: tensors, and tuples of results."""
+    if not isinstance(results, tuple):
+        yield results
+        return
+    for result in results:
+        yield from _tensors(result)
+
+
+def _plain(results: Any, as_list: bool) -> Any:
+    found = list(_tensors(results))
+    if as_list:
+        return [tensor for tensor in found if tensor is not None]
+    return tuple(found) if len(found) > 1 else found[0]

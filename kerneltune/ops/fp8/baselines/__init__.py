@@ -1,0 +1,1 @@
+"""Published designs of fp8 casts, written anew."""

@@ -1,0 +1,95 @@
+"""Expert weights in fp8 for the forward product, one scale per expert and column, in the layout they have.
+
+Config, space, validity and default are those of `fp8_rowwise_2d`, whose kernel casts the columns, which are rows in memory.
+Source: torchao's triton_fp8_colwise_3d_scale_and_cast.
+"""
+
+import torch
+
+from kerneltune import cache
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES
+from kerneltune.kernel_lib.functions import run_of, torch_operator
+from kerneltune.kernel_lib.launch import on_its_device
+from kerneltune.ops.fp8 import contract, peers
+from kerneltune.ops.fp8.baselines import torchao
+from kerneltune.ops.fp8.contract import CONTRACT, FP8, OPTIONS, TUNED, Cast, Pair, check_weights, fp8_dtype
+from kerneltune.ops.fp8.kernels.rows import cast_rows
+from kerneltune.ops.fp8.rowwise_2d import RowConfig, default, space, valid
+from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
+
+
+def reference(inputs: Inputs) -> Outputs:
+    """Cast over the middle axis, expert by expert."""
+    w = inputs["w"]
+    E, K, N = w.shape
+    q = torch.empty((E, N, K), dtype=FP8[inputs["fp8_format"]], device=w.device).transpose(1, 2)
+    scale = torch.empty((E, 1, N), dtype=torch.float32, device=w.device)
+    for expert in range(E):
+        q[expert], scale[expert] = contract.quantized(w[expert], 0, inputs)
+    return {"q": q, "scale": scale}
+
+
+def traffic(case: Case) -> Traffic:
+    """Return the bytes of w read, and of q and the scales written."""
+    return contract.cast_traffic(case, scales=case["E"] * case["N"])
+
+
+def _results(w: torch.Tensor, fp8_format: str, out: Pair | None = None) -> Pair:
+    (E, K, N), (q, scale) = w.shape, out or (None, None)
+    q = contract.column_major_result("out[0]", q, (E, K, N), fp8_dtype(fp8_format, w.device), w.device)
+    return q, contract.contiguous_result("out[1]", scale, (E, 1, N), torch.float32, w.device)
+
+
+@torch_operator(_results)
+@on_its_device
+def fp8_colwise_3d(
+    w: torch.Tensor,
+    fp8_format: str = "e4m3",
+    *,
+    pow2: bool = True,
+    inverse: bool = False,
+    out: Pair | None = None,
+    config: RowConfig | None = None,
+) -> Pair:
+    """Cast expert weights to fp8 with one scale per expert and column of `w`, in the layout they have.
+
+    Args:
+        w: (E, K, N) bf16, fp16 or fp32, column-major: strides (K N, 1, K), the transposed view of a contiguous (E, N, K).
+        fp8_format: as in `fp8_rowwise_2d`, and so are pow2, inverse and config.
+        pow2: round scales down to powers of two.
+        inverse: return 1 / scale instead of the multiplier.
+        out: tensors like those returned, to be written in their place.
+        config: None takes the best known config.
+
+    Returns:
+        q (E, K, N) fp8, strides of w; scales (E, 1, N) fp32. NaN and infinity as in `fp8_rowwise_2d`.
+
+    Raises:
+        ValueError: a wrong shape, stride, dtype or value, which it names.
+    """
+    check_weights("w", w)
+    cast, (E, K, N) = Cast(fp8_format, pow2, inverse), w.shape
+    q, scale = _results(w, fp8_format, out)
+    if config is None and w.numel():
+        config = _choose((("E", E), ("K", K), ("N", N)), DTYPE_NAMES[w.dtype], "fp8", TUNED)
+    cast_rows(w.transpose(1, 2).reshape(E * N, K), q, scale, cast, config)
+    return q, scale
+
+
+OP = Op(
+    name="fp8_colwise_3d",
+    axes=("E", "K", "N"),
+    free_axes=("E", "N"),
+    options=OPTIONS,
+    free_options=tuple(OPTIONS),
+    reference=reference,
+    traffic=traffic,
+    variants=(
+        torchao.COLUMNS_OF_WEIGHTS,
+        Variant("optimized", run_of(fp8_colwise_3d, "q", "scale"), RowConfig, space, valid, default),
+        *peers.COLUMNS_OF_WEIGHTS,
+    ),
+    module=__name__,
+    **CONTRACT,
+)
+_choose = cache.Chooser.of(OP, OP.variant("optimized"))

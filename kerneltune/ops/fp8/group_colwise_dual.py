@@ -1,0 +1,116 @@
+"""Two matrices with the same token groups in fp8 for wgrad, in one launch.
+
+Config, space, validity and default are those of `fp8_group_colwise`. Source: torchao's
+triton_fp8_per_group_colwise_scales_dual.
+"""
+
+import torch
+
+from kerneltune import cache
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, check_matrix, check_turned
+from kerneltune.kernel_lib.functions import run_of, torch_operator
+from kerneltune.kernel_lib.launch import on_its_device
+from kerneltune.ops.fp8 import contract, peers
+from kerneltune.ops.fp8.baselines import torchao
+from kerneltune.ops.fp8.contract import CONTRACT, GROUP_OPTIONS, TUNED_GROUPS, Cast, Pair, check_offs, fp8_dtype
+from kerneltune.ops.fp8.group_colwise import GroupConfig, default, space, valid
+from kerneltune.ops.fp8.kernels.columns import cast_columns
+from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
+
+
+def reference(inputs: Inputs) -> Outputs:
+    """Cast both matrices over the rows, group by group."""
+    (q1, scale1), (q2, scale2) = (contract.quantized_groups(inputs[name], inputs) for name in ("x1", "x2"))
+    return {"q1": q1, "scale1": scale1, "q2": q2, "scale2": scale2}
+
+
+def traffic(case: Case) -> Traffic:
+    """Return the bytes of x1, x2 and offs read, and of both casts and their scales written."""
+    return contract.cast_traffic(case, scales=case["G"] * (case["N1"] + case["N2"]))
+
+
+def _results(x1: torch.Tensor, x2: torch.Tensor, offs: torch.Tensor, fp8_format: str) -> tuple[Pair, Pair]:
+    dtype, groups = fp8_dtype(fp8_format, x1.device), offs.shape[0]
+
+    def result(x: torch.Tensor) -> Pair:
+        q = torch.empty((x.shape[1], x.shape[0]), dtype=dtype, device=x.device)
+        return q.t(), torch.empty(groups * x.shape[1], dtype=torch.float32, device=x.device)
+
+    return result(x1), result(x2)
+
+
+@torch_operator(_results)
+@on_its_device
+def fp8_group_colwise_dual(
+    x1: torch.Tensor,
+    x2: torch.Tensor,
+    offs: torch.Tensor,
+    fp8_format: str = "e4m3",
+    *,
+    pow2: bool = True,
+    inverse: bool = False,
+    config: GroupConfig | None = None,
+) -> tuple[Pair, Pair]:
+    """Cast two matrices with the same token groups as `fp8_group_colwise` does, in one launch.
+
+    Args:
+        x1: (M, N1), as in `fp8_group_colwise`.
+        x2: (M, N2) of the same dtype.
+        offs: (G,) int32, where each group's rows end, not decreasing; the last is M. Groups may be empty and of any size.
+            Nobody waits for the GPU to check it (under TRITON_DEBUG=1 the device asserts it): where they decrease or exceed M,
+            bytes elsewhere are written, and this launch or a later one may spin for ever.
+        fp8_format: `e4m3`, `e5m2`, `e4m3fnuz` or `e5m2fnuz`.
+        pow2: round scales down to powers of two.
+        inverse: return 1 / scale, which scaled matrix products want, instead of the multiplier.
+        config: None takes the best known config.
+
+    Returns:
+        q and scales of x1, and those of x2, each as `fp8_group_colwise` returns them.
+
+    Raises:
+        ValueError: a wrong shape, stride, dtype, device or value, which it names.
+    """
+    for name, x in (("x1", x1), ("x2", x2)):
+        check_matrix(name, x)
+        check_turned(name, x.shape[0])
+        if x.shape[0] != x1.shape[0] or x.dtype != x1.dtype or x.device != x1.device:
+            wanted = f"({x1.shape[0]}, N) {x1.dtype} on {x1.device}"
+            raise ValueError(f"{name} must be {wanted} as x1 is, got {tuple(x.shape)} {x.dtype} on {x.device}")
+    cast, (M, N1), N2 = Cast(fp8_format, pow2, inverse), x1.shape, x2.shape[1]
+    check_offs(offs, M, x1.device)
+    (q1, scale1), (q2, scale2) = _results(x1, x2, offs, fp8_format)
+    if M == 0:
+        for scale in (scale1, scale2):
+            scale.fill_(cast.scale_of_nothing)
+    elif N1 or N2:
+        if config is None:
+            axes = (("M", M), ("N1", N1), ("N2", N2), ("G", offs.shape[0]))
+            config = _choose(axes, DTYPE_NAMES[x1.dtype], "fp8", TUNED_GROUPS)
+        cast_columns(((x1, q1, scale1), (x2, q2, scale2)), offs, offs.shape[0], M, cast, config)
+    return (q1, scale1), (q2, scale2)
+
+
+OP = Op(
+    name="fp8_group_colwise_dual",
+    axes=("M", "N1", "N2", "G"),
+    free_axes=("M", "G"),
+    options=GROUP_OPTIONS,
+    free_options=tuple(GROUP_OPTIONS),
+    reference=reference,
+    traffic=traffic,
+    variants=(
+        torchao.TWO_OF_GROUPS,
+        Variant(
+            "optimized",
+            run_of(fp8_group_colwise_dual, "q1", "scale1", "q2", "scale2"),
+            GroupConfig,
+            space,
+            valid,
+            default,
+        ),
+        *peers.TWO_OF_GROUPS,
+    ),
+    module=__name__,
+    **CONTRACT,
+)
+_choose = cache.Chooser.of(OP, OP.variant("optimized"))

@@ -1,0 +1,1 @@
+"""Device code of the fp8 casts, each kernel with its launch."""

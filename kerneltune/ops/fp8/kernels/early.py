@@ -1,0 +1,195 @@
+"""Cast with one scale per segment; where scales are powers of two, read memory once.
+
+`cast_early` casts every tile by the largest magnitude of its segment that was published until then, its own included: before the
+scale of the segment is known. Most tiles see the binade of the segment's largest element, so that their scale is right. The k-th
+tile to arrive sees another binade only if none of the first k tiles has an element of that one, and none of it was expected.
+`cast_again`, the second launch, knows the largest magnitude and repeats the tiles that were cast by another scale. Scales and
+bytes are those of two passes, whatever was expected and in whatever order tiles arrive. No program spins.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+
+from kerneltune.kernel_lib.arguments import check_apart, in_pairs
+from kerneltune.kernel_lib.launch import registers, resident, too_small_to_turn
+from kerneltune.kernel_lib.tl_exchange import close_launch, launch_tag, publish, published, raised
+from kerneltune.kernel_lib.tl_lib import TL_DTYPES, TL_FP8, amax_to_scale, load_constant, magnitude_to_fp32, reciprocal
+from kerneltune.kernel_lib.workspace import workspace
+from kerneltune.ops.fp8.contract import Cast
+from kerneltune.ops.fp8.kernels.tensorwise import (
+    amax_segments,
+    cast_segments,
+    finite_words,
+    largest_magnitude,
+    load_quads,
+    store_tile,
+)
+from kerneltune.ops.fp8.kernels.tiles import locate_block, start_of
+from kerneltune.rounding import cdiv
+
+if TYPE_CHECKING:
+    from kerneltune.ops.fp8.tensorwise_2d import SegmentConfig
+
+_AGAIN = 4
+"""Programs per SM of `cast_again`, after a launch with a program per tile."""
+
+_LANES = 128
+"""Tiles that a program of `cast_again` looks at together."""
+
+
+def cast_with_one_scale(
+    x: torch.Tensor,
+    offs: torch.Tensor | None,
+    q: torch.Tensor | None,
+    q_t: torch.Tensor | None,
+    scale: torch.Tensor,
+    cast: Cast,
+    config: "SegmentConfig | None",
+    amax: torch.Tensor | None = None,
+) -> None:
+    """Cast the rows of x in as many equal segments as there are scales, or in the groups of `offs`.
+
+    Args:
+        q, q_t: rows of the cast, and the cast transposed, contiguous; None to leave one out.
+        config: None where x is empty.
+        amax: the largest magnitudes expected, per segment.
+    """
+    if config is None or not x.numel():
+        scale.fill_(cast.scale_of_nothing)
+        return
+    c, segments = config, scale.shape[0]
+    if q_t is not None and (reason := too_small_to_turn(c.rows, c.cols, c.warps)):
+        raise ValueError(f"{config=}: {reason}")
+    rows = x.shape[0] // segments if offs is None else x.shape[0]
+    # 16-bit elements in pairs, where widths and addresses allow
+    pairs = 2 if in_pairs(x) else 1
+    dtype = TL_DTYPES[x.dtype]
+    check_apart("x", x, c.rows, pairs)
+    if pairs == 2:
+        x, q = x.view(torch.int32), None if q is None else q.view(torch.int16)
+    cols = c.cols // pairs
+    blocks = segments * cdiv(rows, c.rows) if offs is None else rows // c.rows + segments
+    total = blocks * cdiv(x.shape[1], cols)
+    programs = min(total, resident(x.device, c.ctas)) if c.ctas else total
+    offs_or_any = x if offs is None else offs
+    tile: dict[str, Any] = {
+        "C": x.shape[1], "stride": x.stride(0), "JAGGED": offs is not None,
+        "GROUPS_LOG2": max(0, (segments - 1).bit_length()), "ROWS": c.rows, "COLS": cols, "PAIRS": pairs, "dtype": dtype,
+        "EVEN_ROWS": offs is None and rows % c.rows == 0, "num_warps": c.warps,
+    }  # fmt: skip
+    if c.ctas:
+        tile |= registers(c.warps, c.ctas)
+    out = {"ROWMAJOR": q is not None, "COLMAJOR": q_t is not None, "fp8": TL_FP8[cast.fp8_format], "PACKED": rows % 4 == 0}
+    size = (rows, segments, total)
+    q_or_any, q_t_or_any = x if q is None else q, x if q_t is None else q_t.view(torch.uint8)
+    if cast.pow2:
+        if not c.ctas and offs is None and x.itemsize == 4:
+            tile |= registers(c.warps, _at_most(c, 4 // pairs))
+        constants = {"FP8_MAX": cast.constants["FP8_MAX"], **out, **tile}
+        few = min(total, resident(x.device, c.ctas or _AGAIN))
+        casts = (x, q_or_any, q_t_or_any)
+        with workspace(segments + total, x.device) as ws:
+            cast_early[(programs,)](*casts, offs_or_any, amax, ws, *size, STAGES=c.stages, **constants)
+            cast_again[(few,)](*casts, scale, offs_or_any, amax, ws, *size, INVERSE=cast.inverse, LANES=_LANES, **constants)
+        return
+    tile |= {"STAGES": c.stages}
+    with workspace(segments, x.device) as ws:
+        amax_segments[(programs,)](x, offs_or_any, ws, *size, **tile)
+        cast_segments[(programs,)](
+            x, q_or_any, q_t_or_any, scale, offs_or_any, ws, *size,
+            FP8_MAX=cast.constants["FP8_MAX"], INVERSE=cast.inverse, **out, **tile,
+        )  # fmt: skip
+
+
+def _at_most(c: "SegmentConfig", itemsize: int) -> int:
+    """Return the programs whose registers an SM has: each its tile, half as much again, and 32 for addresses."""
+    words = c.rows * c.cols * itemsize / (128 * c.warps)
+    return max(1, int(65536 / (32 * c.warps * (1.5 * words + 32))))
+
+
+@triton.jit
+def cast_early(
+    x_ptr, q_ptr, qt_ptr, offs_ptr, amax_ptr, ws_ptr, rows, G, total, C: tl.constexpr, stride: tl.constexpr,
+    FP8_MAX: tl.constexpr, JAGGED: tl.constexpr, GROUPS_LOG2: tl.constexpr, ROWMAJOR: tl.constexpr, COLMAJOR: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr, fp8: tl.constexpr,
+    EVEN_ROWS: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Write q and its transpose as `cast_segments` does, some tiles by another scale.
+
+    amax_ptr: None, or the largest magnitudes expected per segment.
+
+    Workspace: word g the largest magnitude of segment g, word G + t the one that tile t was cast by.
+    """
+    tag = launch_tag(ws_ptr)
+    stripes = tl.cdiv(C, COLS)
+    for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
+        group, stripe, _tiles, first_row, lo, hi = locate_block(
+            tile, total, offs_ptr, rows, stripes, G, JAGGED, GROUPS_LOG2, ROWS
+        )  # fmt: skip
+        xs = load_quads(x_ptr, stride, C, stripe, first_row, lo, hi, ROWS // 4, COLS, EVEN_ROWS, JAGGED, False)
+        x0, x1, x2, x3 = xs
+        largest = largest_magnitude((x0, x1, x2, x3), PAIRS, dtype)
+        if PAIRS == 2:
+            infinite: tl.constexpr = 0x7C00 if dtype == tl.float16 else 0x7F80
+            if largest >= infinite:  # the tile holds NaN or infinity, and only then costs the making finite
+                x0, x1, x2, x3 = finite_words((x0, x1, x2, x3), PAIRS, dtype)
+                largest = largest_magnitude((x0, x1, x2, x3), PAIRS, dtype)
+        seen = raised(ws_ptr, group, magnitude_to_fp32(largest, dtype), tag, hi > 0)
+        if amax_ptr is not None:
+            seen = tl.maximum(seen, tl.load(amax_ptr + group))
+        if hi > 0:
+            publish(ws_ptr, G + tile, seen, tag, hi > 0)
+            store_tile(
+                (x0, x1, x2, x3), amax_to_scale(seen, FP8_MAX, True), q_ptr, qt_ptr, rows, group, stripe, first_row, lo, hi, C,
+                JAGGED, ROWMAJOR, COLMAJOR, ROWS, COLS, PAIRS, dtype, fp8, EVEN_ROWS, PACKED,
+            )  # fmt: skip
+
+
+@triton.jit
+def cast_again(
+    x_ptr, q_ptr, qt_ptr, scale_ptr, offs_ptr, amax_ptr, ws_ptr, rows, G, total, C: tl.constexpr, stride: tl.constexpr,
+    FP8_MAX: tl.constexpr, INVERSE: tl.constexpr,
+    JAGGED: tl.constexpr, GROUPS_LOG2: tl.constexpr, ROWMAJOR: tl.constexpr, COLMAJOR: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr, fp8: tl.constexpr,
+    EVEN_ROWS: tl.constexpr, PACKED: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Write the scales and, at amax_ptr, the largest magnitudes; repeat the tiles that `cast_early` cast by another scale.
+
+    A program looks at LANES tiles at a time, each as far from the next as there are programs: wrong ones lie side by side.
+    """
+    stripes = tl.cdiv(C, COLS)
+    step = tl.num_programs(0)
+    lanes = tl.arange(0, LANES)
+    for group in range(tl.program_id(0), G, step):
+        amax = published(ws_ptr, group)
+        if JAGGED:
+            amax = tl.where(start_of(offs_ptr, group) == load_constant(offs_ptr + group), 0.0, amax)
+        if amax_ptr is not None:
+            tl.store(amax_ptr + group, amax)
+        scale = amax_to_scale(amax, FP8_MAX, True)
+        tl.store(scale_ptr + group, reciprocal(scale) if INVERSE else scale)
+    for first in range(tl.program_id(0), total, step * LANES):
+        tiles = tl.minimum(first + lanes * step, total - 1)
+        groups, _stripes, _tiles, _rows, _lo, his = locate_block(
+            tiles, total, offs_ptr, rows, stripes, G, JAGGED, GROUPS_LOG2, ROWS
+        )  # fmt: skip
+        right = amax_to_scale(published(ws_ptr, groups), FP8_MAX, True)
+        wrong = (his > 0) & (amax_to_scale(published(ws_ptr, G + tiles), FP8_MAX, True) != right)
+        wrong = wrong & (first + lanes * step < total)
+        at = tl.min(tl.where(wrong, lanes, LANES), axis=0)
+        while at < LANES:
+            tile = first + at * step
+            group, stripe, _t, first_row, lo, hi = locate_block(
+                tile, total, offs_ptr, rows, stripes, G, JAGGED, GROUPS_LOG2, ROWS
+            )  # fmt: skip
+            xs = load_quads(x_ptr, stride, C, stripe, first_row, lo, hi, ROWS // 4, COLS, EVEN_ROWS, JAGGED, False)
+            xs = finite_words(xs, PAIRS, dtype)
+            store_tile(
+                xs, amax_to_scale(published(ws_ptr, group), FP8_MAX, True), q_ptr, qt_ptr, rows, group, stripe, first_row, lo, hi,
+                C, JAGGED, ROWMAJOR, COLMAJOR, ROWS, COLS, PAIRS, dtype, fp8, EVEN_ROWS, PACKED,
+            )  # fmt: skip
+            at = tl.min(tl.where(wrong & (lanes > at), lanes, LANES), axis=0)
+    close_launch(ws_ptr, launch_tag(ws_ptr))

@@ -1,0 +1,100 @@
+"""Expert weights in fp8, transposed for dgrad, one scale per expert and row over the last axis.
+
+Config and kernel are those of `fp8_group_colwise`: an expert is a group of N rows in memory, whose columns the kernel casts.
+Source: torchao's triton_fp8_rowwise_3d_transpose_rhs.
+"""
+
+import torch
+
+from kerneltune import cache
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES
+from kerneltune.kernel_lib.functions import run_of, torch_operator
+from kerneltune.kernel_lib.launch import on_its_device
+from kerneltune.ops.fp8 import contract, peers
+from kerneltune.ops.fp8.baselines import torchao
+from kerneltune.ops.fp8.contract import CONTRACT, FP8, OPTIONS, TUNED, Cast, Pair, check_weights, fp8_dtype
+from kerneltune.ops.fp8.group_colwise import GroupConfig, default, space, valid
+from kerneltune.ops.fp8.kernels.columns import cast_columns
+from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
+
+
+def reference(inputs: Inputs) -> Outputs:
+    """Cast over the last axis, expert by expert."""
+    w = inputs["w"]
+    E, K, N = w.shape
+    q = torch.empty((E, K, N), dtype=FP8[inputs["fp8_format"]], device=w.device)
+    scale = torch.empty((E, K), dtype=torch.float32, device=w.device)
+    for expert in range(E):
+        q[expert], scales = contract.quantized(w[expert], 1, inputs)
+        scale[expert] = scales[:, 0]
+    return {"q": q.transpose(1, 2), "scale": scale}
+
+
+def traffic(case: Case) -> Traffic:
+    """Return the bytes of w read, and of q and the scales written."""
+    return contract.cast_traffic(case, scales=case["E"] * case["K"])
+
+
+def _results(w: torch.Tensor, fp8_format: str, out: Pair | None = None) -> Pair:
+    (E, K, N), (q, scale) = w.shape, out or (None, None)
+    q = contract.column_major_result("out[0]", q, (E, N, K), fp8_dtype(fp8_format, w.device), w.device)
+    return q, contract.contiguous_result("out[1]", scale, (E, K), torch.float32, w.device)
+
+
+@torch_operator(_results)
+@on_its_device
+def fp8_rowwise_3d_transpose(
+    w: torch.Tensor,
+    fp8_format: str = "e4m3",
+    *,
+    pow2: bool = True,
+    inverse: bool = False,
+    out: Pair | None = None,
+    config: GroupConfig | None = None,
+) -> Pair:
+    """Cast expert weights to fp8 and transpose them, with one scale per expert and row of `w`, over its last axis.
+
+    Args:
+        w: (E, K, N) bf16, fp16 or fp32, column-major: strides (K N, 1, K), the transposed view of a contiguous (E, N, K).
+        fp8_format: `e4m3`, `e5m2`, `e4m3fnuz` or `e5m2fnuz`.
+        pow2: round scales down to powers of two.
+        inverse: return 1 / scale, which scaled matrix products want, instead of the multiplier.
+        out: tensors like those returned, to be written in their place.
+        config: None takes the best known config.
+
+    Returns:
+        q (E, N, K) fp8, column-major: strides (N K, 1, N); scales (E, K) fp32. NaN makes its scale and all under it NaN;
+        infinity makes its scale 0.
+
+    Raises:
+        ValueError: a wrong shape, stride, dtype or value, which it names.
+    """
+    check_weights("w", w)
+    cast, (E, K, N) = Cast(fp8_format, pow2, inverse), w.shape
+    q, scale = _results(w, fp8_format, out)
+    if not w.numel():
+        return q, scale.fill_(cast.scale_of_nothing)
+    if config is None:
+        config = _choose((("E", E), ("K", K), ("N", N)), DTYPE_NAMES[w.dtype], "fp8", TUNED)
+    cast_columns(((w.transpose(1, 2).view(E * N, K), q, scale),), None, E, N, cast, config)
+    return q, scale
+
+
+OP = Op(
+    name="fp8_rowwise_3d_transpose",
+    axes=("E", "K", "N"),
+    free_axes=("E",),
+    options=OPTIONS,
+    free_options=tuple(OPTIONS),
+    reference=reference,
+    traffic=traffic,
+    variants=(
+        torchao.TRANSPOSED_WEIGHTS,
+        torchao.TRANSPOSED_WEIGHTS_BY_REDUCTION,
+        Variant("optimized", run_of(fp8_rowwise_3d_transpose, "q", "scale"), GroupConfig, space, valid, default),
+        *peers.TRANSPOSED_WEIGHTS,
+    ),
+    module=__name__,
+    **CONTRACT,
+)
+_choose = cache.Chooser.of(OP, OP.variant("optimized"))

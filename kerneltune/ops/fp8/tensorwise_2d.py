@@ -1,0 +1,200 @@
+"""A matrix in fp8 with one scale, of elements made finite first.
+
+    x' = 0 for NaN, ± the largest finite value of x's type for ± infinity      q = fp8(x' * s), s from max |x'|
+
+Two launches, no host sync. Where scales are powers of two they read x once, and again the tiles that were cast too early: how
+many depends on where the largest elements lie, at worst all; else they read x twice. Source: torchao pull request 4179's
+fp8_tensorwise_quantize_2d, 4389's dual layout.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from kerneltune import cache
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_matrix, check_turned
+from kerneltune.kernel_lib.functions import run_of, torch_operator
+from kerneltune.kernel_lib.launch import on_its_device, too_much_shared
+from kerneltune.ops.fp8 import contract, peers
+from kerneltune.ops.fp8.baselines import torchao_tensorwise
+from kerneltune.ops.fp8.contract import CONTRACT, OPTIONS, TUNED, Cast, Pair, fp8_dtype
+from kerneltune.ops.fp8.kernels.early import cast_with_one_scale
+from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
+
+LAYOUTS = ("row", "col", "both")
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentConfig:
+    """How segments with one scale each are cast.
+
+    Attributes:
+        rows: of a tile.
+        cols: of a tile.
+        warps: of a program.
+        ctas: programs per SM, each looping over tiles; 0 for a program per tile.
+        stages: depth of that loop's load pipeline.
+    """
+
+    rows: int
+    cols: int
+    warps: int
+    ctas: int
+    stages: int
+
+
+def space(case: Case) -> Space:
+    """Offer wide tiles where rows go out as rows, tall tiles where they go out transposed."""
+    wide = tuple(cols for cols in (128, 256, 512, 1024) if cols == 128 or cols < 2 * case["K"])
+    return {
+        "rows": (8, 16, 32, 64) if case.option("layout") == "row" else (64, 128),
+        "cols": wide[-3:] if case.option("layout") == "row" else (64, 128, 256),
+        "warps": (2, 4, 8),
+        "ctas": (0, 2, 4, 6, 8),
+        "stages": (1, 2, 3),
+    }
+
+
+def valid(case: Case, config: SegmentConfig) -> str | None:
+    """Say why a config cannot run, or cannot be worth running."""
+    if config.rows % 4:
+        return "tiles are of four interleaved parts: rows must be a multiple of 4"
+    per_thread = config.rows * config.cols / (32 * config.warps)
+    if not 16 <= per_thread <= 128:
+        return f"{per_thread:g} elements per thread"
+    if (config.ctas == 0) != (config.stages == 1):
+        return "a pipeline of loads needs a loop over tiles, and the loop needs the pipeline"
+    words = per_thread * ITEMSIZE[case.dtype] / 4
+    if 32 * config.warps * config.ctas * (words * 1.25 + 32) > 65536:
+        return "more registers than an SM has"
+    shared = max(1, config.ctas) * config.rows * config.cols * ((config.stages - 1) * ITEMSIZE[case.dtype] + 1)
+    return too_much_shared(shared)
+
+
+def default(case: Case) -> SegmentConfig:
+    """Return a config for any shape, by rule."""
+    if case.option("layout") == "row":
+        cols = 512 if case["K"] > 256 else 256 if case["K"] > 64 else 128
+        rows = 8192 // cols
+        return SegmentConfig(rows=rows, cols=cols, warps=8 if case.dtype == "float32" else 4, ctas=0, stages=1)
+    return SegmentConfig(rows=64 if case.dtype == "float32" else 128, cols=64, warps=8, ctas=0, stages=1)
+
+
+class SegmentOutput(NamedTuple):
+    """Results of a tensor-wise cast.
+
+    Attributes:
+        q: in the layout of the input; None where the layout leaves it out.
+        q_t: transposed; None where the layout leaves it out.
+        scale: (segments,) fp32.
+    """
+
+    q: torch.Tensor | None
+    q_t: torch.Tensor | None
+    scale: torch.Tensor
+
+
+def quantized(x: torch.Tensor, inputs: Inputs) -> Pair:
+    """Cast one segment (rows, columns), made finite, under the inputs' options; return the cast and its scale (1,)."""
+    q, scale = contract.quantized(torch.nan_to_num(x).reshape(1, -1), 1, inputs)
+    return q.view(x.shape), scale.view(1)
+
+
+def in_layout(inputs: Inputs, q: torch.Tensor, q_t: torch.Tensor, scale: torch.Tensor) -> Outputs:
+    """Return the outputs that the inputs' layout asks for."""
+    outputs = {"row": {"q": q}, "col": {"q_t": q_t}, "both": {"q": q, "q_t": q_t}}[inputs["layout"]]
+    return outputs | {"scale": scale}
+
+
+def reference(inputs: Inputs) -> Outputs:
+    """Cast one segment."""
+    q, scale = quantized(inputs["x"], inputs)
+    return in_layout(inputs, q, q, scale)
+
+
+def traffic(case: Case) -> Traffic:
+    """Return the bytes of the input read once, and of the layouts asked for and the scales written."""
+    sizes = dict(case.axes)
+    scales = sizes.get("G", 0) or sizes.get("E", 1)
+    return contract.cast_traffic(case, scales, copies=2 if case.option("layout") == "both" else 1)
+
+
+def check_layout(layout: str) -> None:
+    """Check that there is such a layout.
+
+    Raises:
+        ValueError: no such layout.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout=}")
+
+
+def empty_results(x: torch.Tensor, fp8_format: str, layout: str, scales: int) -> SegmentOutput:
+    """Allocate the results of a matrix."""
+    check_layout(layout)
+    (M, K), dtype = x.shape, fp8_dtype(fp8_format, x.device)
+    q = torch.empty((M, K), dtype=dtype, device=x.device) if layout != "col" else None
+    q_t = torch.empty((K, M), dtype=dtype, device=x.device).t() if layout != "row" else None
+    return SegmentOutput(q, q_t, torch.empty((scales,), dtype=torch.float32, device=x.device))
+
+
+def _results(x: torch.Tensor, fp8_format: str, layout: str) -> SegmentOutput:
+    return empty_results(x, fp8_format, layout, 1)
+
+
+@torch_operator(_results)
+@on_its_device
+def fp8_tensorwise_2d(
+    x: torch.Tensor,
+    fp8_format: str = "e4m3",
+    *,
+    layout: str = "row",
+    pow2: bool = True,
+    inverse: bool = False,
+    config: SegmentConfig | None = None,
+) -> SegmentOutput:
+    """Cast a matrix to fp8 with one scale; NaN becomes 0, infinity the largest finite value of x's type.
+
+    Args:
+        x: (M, K) bf16, fp16 or fp32; rows may be less than 2^24 elements apart, elements of a row must be adjacent.
+        fp8_format: `e4m3`, `e5m2`, `e4m3fnuz` or `e5m2fnuz`.
+        layout: `row`, `col` or `both`, from one pass.
+        pow2: round scales down to powers of two.
+        inverse: return 1 / scale, which scaled matrix products want, instead of the multiplier.
+        config: None takes the best known config.
+
+    Returns:
+        q (M, K) fp8, contiguous, or None; q_t (M, K), strides (1, M), or None; scale (1,) fp32.
+
+    Raises:
+        ValueError: a wrong shape, stride, dtype or value, which it names.
+    """
+    check_matrix("x", x)
+    cast, (M, K) = Cast(fp8_format, pow2, inverse), x.shape
+    found = _results(x, fp8_format, layout)
+    if layout != "row":
+        check_turned("x", M)
+    if config is None and x.numel():
+        config = _choose((("M", M), ("K", K)), DTYPE_NAMES[x.dtype], "fp8", (*TUNED, ("layout", layout)))
+    cast_with_one_scale(x, None, *found, cast, config)
+    return found
+
+
+OP = Op(
+    name="fp8_tensorwise_2d",
+    axes=("M", "K"),
+    free_axes=("M",),
+    options=OPTIONS | {"layout": LAYOUTS},
+    free_options=tuple(OPTIONS),
+    reference=reference,
+    traffic=traffic,
+    variants=(
+        *torchao_tensorwise.VARIANTS,
+        Variant("optimized", run_of(fp8_tensorwise_2d), SegmentConfig, space, valid, default),
+        *peers.TENSORWISE,
+    ),
+    module=__name__,
+    **CONTRACT,
+)
+_choose = cache.Chooser.of(OP, OP.variant("optimized"))

@@ -1,0 +1,103 @@
+"""Expert weights in fp8 with one scale per expert, of elements made finite first, for the forward product, dgrad, or both.
+
+Config and kernels are those of `fp8_tensorwise_2d`. Source: torchao pull request 4179's fp8_tensorwise_quantize_3d.
+"""
+
+import torch
+
+from kerneltune import cache
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, check_like
+from kerneltune.kernel_lib.functions import run_of, torch_operator
+from kerneltune.kernel_lib.launch import on_its_device
+from kerneltune.ops.fp8 import contract, peers, tensorwise_2d
+from kerneltune.ops.fp8.baselines import torchao_tensorwise
+from kerneltune.ops.fp8.contract import CONTRACT, FP8, OPTIONS, TUNED, Cast, check_weights, fp8_dtype
+from kerneltune.ops.fp8.kernels.early import cast_with_one_scale
+from kerneltune.ops.fp8.tensorwise_2d import LAYOUTS, SegmentConfig, SegmentOutput, default, space, traffic, valid
+from kerneltune.spec import Inputs, Op, Outputs, Variant
+
+
+def reference(inputs: Inputs) -> Outputs:
+    """Cast expert by expert."""
+    w = inputs["w"].transpose(1, 2)
+    q = torch.empty(w.shape, dtype=FP8[inputs["fp8_format"]], device=w.device)
+    scale = torch.empty(w.shape[0], dtype=torch.float32, device=w.device)
+    for expert in range(w.shape[0]):
+        q[expert], scales = tensorwise_2d.quantized(w[expert], inputs)
+        scale[expert] = scales[0]
+    return tensorwise_2d.in_layout(inputs, q.transpose(1, 2), q, scale)
+
+
+def _results(w: torch.Tensor, fp8_format: str, layout: str, out: SegmentOutput | None = None) -> SegmentOutput:
+    tensorwise_2d.check_layout(layout)
+    (E, K, N), dtype, device = w.shape, fp8_dtype(fp8_format, w.device), w.device
+    q, q_t, scale = out or (None, None, None)
+    return SegmentOutput(
+        contract.column_major_result("out.q", q, (E, K, N), dtype, device) if layout != "col" else None,
+        contract.column_major_result("out.q_t", q_t, (E, N, K), dtype, device) if layout != "row" else None,
+        contract.contiguous_result("out.scale", scale, (E,), torch.float32, device),
+    )
+
+
+@torch_operator(_results, without=("amax",))
+@on_its_device
+def fp8_tensorwise_3d(
+    w: torch.Tensor,
+    fp8_format: str = "e4m3",
+    *,
+    layout: str = "row",
+    pow2: bool = True,
+    inverse: bool = False,
+    amax: torch.Tensor | None = None,
+    out: SegmentOutput | None = None,
+    config: SegmentConfig | None = None,
+) -> SegmentOutput:
+    """Cast expert weights to fp8 with one scale per expert.
+
+    Args:
+        w: (E, K, N) bf16, fp16 or fp32, column-major: strides (K N, 1, K), the transposed view of a contiguous (E, N, K).
+        fp8_format: `e4m3`, `e5m2`, `e4m3fnuz` or `e5m2fnuz`.
+        layout: `row`, as w lies in memory; `col`, transposed; `both`.
+        pow2: round scales down to powers of two.
+        inverse: return 1 / scale, which scaled matrix products want, instead of the multiplier.
+        amax: (E,) fp32, the largest magnitudes expected, 0 where nothing is known; the largest found take their place. The
+            results do not depend on it: where a scale comes out as expected, no tile of the expert is cast twice. Without pow2
+            it is left alone.
+        out: tensors like those returned, to be written in their place.
+        config: None takes the best known config.
+
+    Returns:
+        q (E, K, N) fp8, strides of w, or None; q_t (E, N, K), strides (N K, 1, N), or None; scale (E,) fp32.
+
+    Raises:
+        ValueError: a wrong shape, stride, dtype or value, which it names.
+    """
+    check_weights("w", w)
+    cast, (E, K, N) = Cast(fp8_format, pow2, inverse), w.shape
+    found = _results(w, fp8_format, layout, out)
+    if amax is not None:
+        check_like("amax", amax, (E,), torch.float32, w.device)
+    if config is None and w.numel():
+        config = _choose((("E", E), ("K", K), ("N", N)), DTYPE_NAMES[w.dtype], "fp8", (*TUNED, ("layout", layout)))
+    q_rows = None if found.q is None else found.q.transpose(1, 2)
+    cast_with_one_scale(w.transpose(1, 2).reshape(E * N, K), None, q_rows, found.q_t, found.scale, cast, config, amax)
+    return found
+
+
+OP = Op(
+    name="fp8_tensorwise_3d",
+    axes=("E", "K", "N"),
+    free_axes=("E",),
+    options=OPTIONS | {"layout": LAYOUTS},
+    free_options=tuple(OPTIONS),
+    reference=reference,
+    traffic=traffic,
+    variants=(
+        *torchao_tensorwise.VARIANTS,
+        Variant("optimized", run_of(fp8_tensorwise_3d), SegmentConfig, space, valid, default),
+        *peers.TENSORWISE,
+    ),
+    module=__name__,
+    **CONTRACT,
+)
+_choose = cache.Chooser.of(OP, OP.variant("optimized"))

@@ -1,0 +1,93 @@
+"""Token groups in fp8 with one scale per group, of elements made finite first.
+
+Config and kernels are those of `fp8_tensorwise_2d`. Source: torchao pull request 4179's fp8_tensorwise_per_group_quantize.
+"""
+
+import torch
+
+from kerneltune import cache
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, check_matrix, check_turned
+from kerneltune.kernel_lib.functions import run_of, torch_operator
+from kerneltune.kernel_lib.groups import bounds
+from kerneltune.kernel_lib.launch import on_its_device
+from kerneltune.ops.fp8 import peers, tensorwise_2d
+from kerneltune.ops.fp8.baselines import torchao_tensorwise
+from kerneltune.ops.fp8.contract import CONTRACT, GROUP_OPTIONS, OPTIONS, TUNED, Cast, check_offs
+from kerneltune.ops.fp8.kernels.early import cast_with_one_scale
+from kerneltune.ops.fp8.tensorwise_2d import LAYOUTS, SegmentConfig, SegmentOutput, default, space, traffic, valid
+from kerneltune.spec import Inputs, Op, Outputs, Variant
+
+
+def reference(inputs: Inputs) -> Outputs:
+    """Cast group by group."""
+    parts = [tensorwise_2d.quantized(inputs["x"][start:end], inputs) for start, end in bounds(inputs["offs"])]
+    q = torch.cat([q.view(torch.uint8) for q, _ in parts]).view(parts[0][0].dtype)
+    return tensorwise_2d.in_layout(inputs, q, q, torch.cat([scale for _, scale in parts]))
+
+
+def _results(x: torch.Tensor, offs: torch.Tensor, fp8_format: str, layout: str) -> SegmentOutput:
+    return tensorwise_2d.empty_results(x, fp8_format, layout, offs.shape[0])
+
+
+@torch_operator(_results)
+@on_its_device
+def fp8_tensorwise_group(
+    x: torch.Tensor,
+    offs: torch.Tensor,
+    fp8_format: str = "e4m3",
+    *,
+    layout: str = "row",
+    pow2: bool = True,
+    inverse: bool = False,
+    config: SegmentConfig | None = None,
+) -> SegmentOutput:
+    """Cast token groups to fp8 with one scale per group.
+
+    Args:
+        x: (M, K) as in `fp8_tensorwise_2d`.
+        offs: (G,) int32, where each group's rows end, not decreasing; the last is M. Groups may be empty and of any size.
+            Nobody waits for the GPU to check it (under TRITON_DEBUG=1 the device asserts it): where they decrease or exceed M,
+            bytes elsewhere are written, and this launch or a later one may spin for ever.
+        fp8_format: `e4m3`, `e5m2`, `e4m3fnuz` or `e5m2fnuz`.
+        layout: `row`, `col` or `both`, from one pass.
+        pow2: round scales down to powers of two.
+        inverse: return 1 / scale, which scaled matrix products want, instead of the multiplier.
+        config: None takes the best known config.
+
+    Returns:
+        q and q_t as from `fp8_tensorwise_2d`; scale (G,) fp32.
+
+    Raises:
+        ValueError: a wrong shape, stride, dtype, device or value, which it names.
+    """
+    check_matrix("x", x)
+    tensorwise_2d.check_layout(layout)
+    cast, (M, K) = Cast(fp8_format, pow2, inverse), x.shape
+    check_offs(offs, M, x.device)
+    found = _results(x, offs, fp8_format, layout)
+    if layout != "row":
+        check_turned("x", M)
+    if config is None and x.numel():
+        axes, options = (("M", M), ("K", K), ("G", offs.shape[0])), (*TUNED, ("layout", layout), ("groups", "balanced"))
+        config = _choose(axes, DTYPE_NAMES[x.dtype], "fp8", options)
+    cast_with_one_scale(x, offs, *found, cast, config)
+    return found
+
+
+OP = Op(
+    name="fp8_tensorwise_group",
+    axes=("M", "K", "G"),
+    free_axes=("M", "G"),
+    options=OPTIONS | {"layout": LAYOUTS, "groups": GROUP_OPTIONS["groups"]},
+    free_options=tuple(GROUP_OPTIONS),
+    reference=reference,
+    traffic=traffic,
+    variants=(
+        *torchao_tensorwise.VARIANTS,
+        Variant("optimized", run_of(fp8_tensorwise_group), SegmentConfig, space, valid, default),
+        *peers.TENSORWISE,
+    ),
+    module=__name__,
+    **CONTRACT,
+)
+_choose = cache.Chooser.of(OP, OP.variant("optimized"))
