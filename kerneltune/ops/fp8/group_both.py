@@ -12,6 +12,7 @@ import torch
 from kerneltune import cache
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, check_matrix, check_turned
 from kerneltune.kernel_lib.functions import run_of, torch_operator
+from kerneltune.kernel_lib.groups import aligned_size
 from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.ops.fp8 import contract, group_colwise, peers, rowwise_2d
 from kerneltune.ops.fp8.contract import CONTRACT, GROUP_OPTIONS, TUNED_GROUPS, Cast, check_offs, fp8_dtype
@@ -45,10 +46,10 @@ def traffic(case: Case) -> Traffic:
     return contract.cast_traffic(case, scales=case["M"] + case["G"] * case["K"], copies=2)
 
 
-def _results(x: torch.Tensor, offs: torch.Tensor, fp8_format: str) -> BothLayouts:
+def _results(x: torch.Tensor, offs: torch.Tensor, fp8_format: str, aligned: bool) -> BothLayouts:
     (M, K), dtype, device = x.shape, fp8_dtype(fp8_format, x.device), x.device
     q = torch.empty((M, K), dtype=dtype, device=device)
-    q_t = torch.empty((K, M), dtype=dtype, device=device).t()
+    q_t = torch.empty((K, aligned_size(M, offs.shape[0]) if aligned else M), dtype=dtype, device=device).t()
     scale = torch.empty((M, 1), dtype=torch.float32, device=device)
     return BothLayouts(q, scale, q_t, torch.empty(offs.shape[0] * K, dtype=torch.float32, device=device))
 
@@ -62,18 +63,21 @@ def fp8_group_both(
     *,
     pow2: bool = True,
     inverse: bool = False,
+    aligned: bool = False,
     config: BothConfig | None = None,
 ) -> BothLayouts:
     """Cast as `fp8_rowwise_2d` and `fp8_group_colwise` do the same tokens, in one launch, bit for bit.
 
     Args:
         x: (M, K) bf16, fp16 or fp32; rows may be less than 2^24 elements apart, elements of a row must be adjacent.
-        offs: (G,) int32, where each group's rows end, not decreasing; the last is M, or rows behind it are not written. Groups
-            may be empty and of any size. Nobody waits for the GPU to check it (under TRITON_DEBUG=1 the device asserts it):
-            where they decrease or exceed M, bytes elsewhere are written, and this launch or a later one may spin for ever.
+        offs: (G,) int32, where each group's rows end, not decreasing, at most M. Groups may be empty and of any size. Rows behind
+            the last are not written. Nobody waits for the GPU to check it (under TRITON_DEBUG=1 the device asserts it): results
+            are undefined where they decrease or exceed M, and nothing outside the tensors is read or written.
         fp8_format: `e4m3`, `e5m2`, `e4m3fnuz` or `e5m2fnuz`.
         pow2: round scales down to powers of two.
         inverse: return 1 / scale instead of the multiplier.
+        aligned: write q_t as aligned groups, (aligned_size, K), strides (1, aligned_size): what `fp8_grouped_gemm(aligned=True)`
+            takes, whatever the sizes of the groups.
         config: None takes the best known config.
 
     Returns:
@@ -87,7 +91,7 @@ def fp8_group_both(
     check_turned("x", x.shape[0])
     cast, (M, K) = Cast(fp8_format, pow2, inverse), x.shape
     check_offs(offs, M, x.device, whole=False)
-    found, G = _results(x, offs, fp8_format), offs.shape[0]
+    found, G = _results(x, offs, fp8_format, aligned), offs.shape[0]
     if not x.numel():
         for scales in (found.scale, found.scale_t):
             scales.fill_(cast.scale_of_nothing)
@@ -98,6 +102,7 @@ def fp8_group_both(
     blocks, tile_blocks = M // config.rows + G, M // TILE_ROWS + G
     outputs = (found.q, found.q_t, found.scale, found.scale_t)
     of_groups: dict[str, Any] = {"offs_ptr": offs, "M": M, "stride": x.stride(0), "GROUPS": next_power_of_2(G)}
+    of_groups |= {"ld": found.q_t.stride(1), "ALIGNED": aligned}
     cast_into_both(x, outputs, G, blocks, tile_blocks, cast, config, **of_groups)
     return found
 

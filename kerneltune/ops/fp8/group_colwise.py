@@ -10,6 +10,7 @@ import torch
 from kerneltune import cache
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_matrix, check_turned
 from kerneltune.kernel_lib.functions import run_of, torch_operator
+from kerneltune.kernel_lib.groups import aligned_size
 from kerneltune.kernel_lib.launch import on_its_device, too_much_shared
 from kerneltune.ops.fp8 import contract, peers
 from kerneltune.ops.fp8.baselines import torchao
@@ -88,12 +89,14 @@ def traffic(case: Case) -> Traffic:
     return contract.cast_traffic(case, scales=case["G"] * case["N"])
 
 
-def _results(x: torch.Tensor, offs: torch.Tensor, fp8_format: str) -> Pair:
-    q = torch.empty((x.shape[1], x.shape[0]), dtype=fp8_dtype(fp8_format, x.device), device=x.device)
+def empty_results(x: torch.Tensor, offs: torch.Tensor, fp8_format: str, aligned: bool) -> Pair:
+    """Allocate the results of a matrix."""
+    rows = aligned_size(x.shape[0], offs.shape[0]) if aligned else x.shape[0]
+    q = torch.empty((x.shape[1], rows), dtype=fp8_dtype(fp8_format, x.device), device=x.device)
     return q.t(), torch.empty(offs.shape[0] * x.shape[1], dtype=torch.float32, device=x.device)
 
 
-@torch_operator(_results)
+@torch_operator(empty_results)
 @on_its_device
 def fp8_group_colwise(
     x: torch.Tensor,
@@ -102,18 +105,21 @@ def fp8_group_colwise(
     *,
     pow2: bool = True,
     inverse: bool = False,
+    aligned: bool = False,
     config: GroupConfig | None = None,
 ) -> Pair:
     """Cast token groups to column-major fp8 with one scale per group and column.
 
     Args:
         x: (M, N) bf16, fp16 or fp32; rows may be less than 2^22 elements apart, elements of a row must be adjacent.
-        offs: (G,) int32, where each group's rows end, not decreasing; the last is M. Groups may be empty and of any size.
-            Nobody waits for the GPU to check it (under TRITON_DEBUG=1 the device asserts it): where they decrease or exceed M,
-            bytes elsewhere are written, and this launch or a later one may spin for ever.
+        offs: (G,) int32, where each group's rows end, not decreasing, at most M. Groups may be empty and of any size. Rows behind
+            the last are not written. Nobody waits for the GPU to check it (under TRITON_DEBUG=1 the device asserts it): results
+            are undefined where they decrease or exceed M, and nothing outside the tensors is read or written.
         fp8_format: `e4m3`, `e5m2`, `e4m3fnuz` or `e5m2fnuz`.
         pow2: round scales down to powers of two.
         inverse: return 1 / scale, which scaled matrix products want, instead of the multiplier.
+        aligned: write q as aligned groups, (aligned_size, N), strides (1, aligned_size): what `fp8_grouped_gemm(aligned=True)`
+            takes, whatever the sizes of the groups.
         config: None takes the best known config.
 
     Returns:
@@ -126,14 +132,14 @@ def fp8_group_colwise(
     check_matrix("x", x)
     check_turned("x", x.shape[0])
     cast, (M, N) = Cast(fp8_format, pow2, inverse), x.shape
-    check_offs(offs, M, x.device)
-    q, scale = _results(x, offs, fp8_format)
+    check_offs(offs, M, x.device, whole=False)
+    q, scale = empty_results(x, offs, fp8_format, aligned)
     if M == 0:
         scale.fill_(cast.scale_of_nothing)
     elif N:
         if config is None:
             config = _choose((("M", M), ("N", N), ("G", offs.shape[0])), DTYPE_NAMES[x.dtype], "fp8", TUNED_GROUPS)
-        cast_columns(((x, q, scale),), offs, offs.shape[0], M, cast, config)
+        cast_columns(((x, q, scale),), offs, offs.shape[0], M, cast, config, aligned)
     return q, scale
 
 

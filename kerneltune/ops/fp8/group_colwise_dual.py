@@ -12,8 +12,8 @@ from kerneltune.kernel_lib.functions import run_of, torch_operator
 from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.ops.fp8 import contract, peers
 from kerneltune.ops.fp8.baselines import torchao
-from kerneltune.ops.fp8.contract import CONTRACT, GROUP_OPTIONS, TUNED_GROUPS, Cast, Pair, check_offs, fp8_dtype
-from kerneltune.ops.fp8.group_colwise import GroupConfig, default, space, valid
+from kerneltune.ops.fp8.contract import CONTRACT, GROUP_OPTIONS, TUNED_GROUPS, Cast, Pair, check_offs
+from kerneltune.ops.fp8.group_colwise import GroupConfig, default, empty_results, space, valid
 from kerneltune.ops.fp8.kernels.columns import cast_columns
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
 
@@ -29,14 +29,8 @@ def traffic(case: Case) -> Traffic:
     return contract.cast_traffic(case, scales=case["G"] * (case["N1"] + case["N2"]))
 
 
-def _results(x1: torch.Tensor, x2: torch.Tensor, offs: torch.Tensor, fp8_format: str) -> tuple[Pair, Pair]:
-    dtype, groups = fp8_dtype(fp8_format, x1.device), offs.shape[0]
-
-    def result(x: torch.Tensor) -> Pair:
-        q = torch.empty((x.shape[1], x.shape[0]), dtype=dtype, device=x.device)
-        return q.t(), torch.empty(groups * x.shape[1], dtype=torch.float32, device=x.device)
-
-    return result(x1), result(x2)
+def _results(x1: torch.Tensor, x2: torch.Tensor, offs: torch.Tensor, fp8_format: str, aligned: bool) -> tuple[Pair, Pair]:
+    return empty_results(x1, offs, fp8_format, aligned), empty_results(x2, offs, fp8_format, aligned)
 
 
 @torch_operator(_results)
@@ -49,6 +43,7 @@ def fp8_group_colwise_dual(
     *,
     pow2: bool = True,
     inverse: bool = False,
+    aligned: bool = False,
     config: GroupConfig | None = None,
 ) -> tuple[Pair, Pair]:
     """Cast two matrices with the same token groups as `fp8_group_colwise` does, in one launch.
@@ -56,12 +51,13 @@ def fp8_group_colwise_dual(
     Args:
         x1: (M, N1), as in `fp8_group_colwise`.
         x2: (M, N2) of the same dtype.
-        offs: (G,) int32, where each group's rows end, not decreasing; the last is M. Groups may be empty and of any size.
-            Nobody waits for the GPU to check it (under TRITON_DEBUG=1 the device asserts it): where they decrease or exceed M,
-            bytes elsewhere are written, and this launch or a later one may spin for ever.
+        offs: (G,) int32, where each group's rows end, not decreasing, at most M. Groups may be empty and of any size. Rows behind
+            the last are not written. Nobody waits for the GPU to check it (under TRITON_DEBUG=1 the device asserts it): results
+            are undefined where they decrease or exceed M, and nothing outside the tensors is read or written.
         fp8_format: `e4m3`, `e5m2`, `e4m3fnuz` or `e5m2fnuz`.
         pow2: round scales down to powers of two.
         inverse: return 1 / scale, which scaled matrix products want, instead of the multiplier.
+        aligned: write aligned groups, as there.
         config: None takes the best known config.
 
     Returns:
@@ -77,8 +73,8 @@ def fp8_group_colwise_dual(
             wanted = f"({x1.shape[0]}, N) {x1.dtype} on {x1.device}"
             raise ValueError(f"{name} must be {wanted} as x1 is, got {tuple(x.shape)} {x.dtype} on {x.device}")
     cast, (M, N1), N2 = Cast(fp8_format, pow2, inverse), x1.shape, x2.shape[1]
-    check_offs(offs, M, x1.device)
-    (q1, scale1), (q2, scale2) = _results(x1, x2, offs, fp8_format)
+    check_offs(offs, M, x1.device, whole=False)
+    (q1, scale1), (q2, scale2) = _results(x1, x2, offs, fp8_format, aligned)
     if M == 0:
         for scale in (scale1, scale2):
             scale.fill_(cast.scale_of_nothing)
@@ -86,7 +82,7 @@ def fp8_group_colwise_dual(
         if config is None:
             axes = (("M", M), ("N1", N1), ("N2", N2), ("G", offs.shape[0]))
             config = _choose(axes, DTYPE_NAMES[x1.dtype], "fp8", TUNED_GROUPS)
-        cast_columns(((x1, q1, scale1), (x2, q2, scale2)), offs, offs.shape[0], M, cast, config)
+        cast_columns(((x1, q1, scale1), (x2, q2, scale2)), offs, offs.shape[0], M, cast, config, aligned)
     return (q1, scale1), (q2, scale2)
 
 

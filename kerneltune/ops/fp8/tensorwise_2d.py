@@ -15,10 +15,11 @@ import torch
 from kerneltune import cache
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_matrix, check_turned
 from kerneltune.kernel_lib.functions import run_of, torch_operator
+from kerneltune.kernel_lib.groups import aligned_size
 from kerneltune.kernel_lib.launch import on_its_device, too_much_shared
 from kerneltune.ops.fp8 import contract, peers
 from kerneltune.ops.fp8.baselines import torchao_tensorwise
-from kerneltune.ops.fp8.contract import CONTRACT, OPTIONS, TUNED, Cast, Pair, fp8_dtype
+from kerneltune.ops.fp8.contract import CONTRACT, OPTIONS, TUNED, Cast, Pair, check_offs, fp8_dtype
 from kerneltune.ops.fp8.kernels.early import cast_with_one_scale
 from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
 
@@ -130,17 +131,18 @@ def check_layout(layout: str) -> None:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout=}")
 
 
-def empty_results(x: torch.Tensor, fp8_format: str, layout: str, scales: int) -> SegmentOutput:
-    """Allocate the results of a matrix."""
+def empty_results(x: torch.Tensor, fp8_format: str, layout: str, scales: int, groups: int = 0) -> SegmentOutput:
+    """Allocate the results of a matrix; groups: aligned groups of its transpose, if any."""
     check_layout(layout)
     (M, K), dtype = x.shape, fp8_dtype(fp8_format, x.device)
+    columns = aligned_size(M, groups) if groups else M
     q = torch.empty((M, K), dtype=dtype, device=x.device) if layout != "col" else None
-    q_t = torch.empty((K, M), dtype=dtype, device=x.device).t() if layout != "row" else None
+    q_t = torch.empty((K, columns), dtype=dtype, device=x.device).t() if layout != "row" else None
     return SegmentOutput(q, q_t, torch.empty((scales,), dtype=torch.float32, device=x.device))
 
 
-def _results(x: torch.Tensor, fp8_format: str, layout: str) -> SegmentOutput:
-    return empty_results(x, fp8_format, layout, 1)
+def _results(x: torch.Tensor, fp8_format: str, layout: str, offs: torch.Tensor | None) -> SegmentOutput:
+    return empty_results(x, fp8_format, layout, 1, 0 if offs is None else offs.shape[0])
 
 
 @torch_operator(_results)
@@ -152,6 +154,7 @@ def fp8_tensorwise_2d(
     layout: str = "row",
     pow2: bool = True,
     inverse: bool = False,
+    offs: torch.Tensor | None = None,
     config: SegmentConfig | None = None,
 ) -> SegmentOutput:
     """Cast a matrix to fp8 with one scale; NaN becomes 0, infinity the largest finite value of x's type.
@@ -162,22 +165,28 @@ def fp8_tensorwise_2d(
         layout: `row`, `col` or `both`, from one pass.
         pow2: round scales down to powers of two.
         inverse: return 1 / scale, which scaled matrix products want, instead of the multiplier.
+        offs: (G,) int32, where groups of rows end, not decreasing, at most M: the scale is that of their rows, and q_t holds
+            aligned groups, for `fp8_grouped_gemm(aligned=True)`. Rows behind the last group are not written. Where they are in
+            disorder results are undefined, and nothing outside the tensors is read or written.
         config: None takes the best known config.
 
     Returns:
-        q (M, K) fp8, contiguous, or None; q_t (M, K), strides (1, M), or None; scale (1,) fp32.
+        q (M, K) fp8, contiguous, or None; q_t (M, K), strides (1, M), or None; scale (1,) fp32. With offs q_t is
+        (aligned_size, K), strides (1, aligned_size).
 
     Raises:
         ValueError: a wrong shape, stride, dtype or value, which it names.
     """
     check_matrix("x", x)
     cast, (M, K) = Cast(fp8_format, pow2, inverse), x.shape
-    found = _results(x, fp8_format, layout)
+    if offs is not None:
+        check_offs(offs, M, x.device, whole=False)
+    found = _results(x, fp8_format, layout, offs)
     if layout != "row":
         check_turned("x", M)
     if config is None and x.numel():
         config = _choose((("M", M), ("K", K)), DTYPE_NAMES[x.dtype], "fp8", (*TUNED, ("layout", layout)))
-    cast_with_one_scale(x, None, *found, cast, config)
+    cast_with_one_scale(x, offs, *found, cast, config, aligned=offs is not None)
     return found
 
 

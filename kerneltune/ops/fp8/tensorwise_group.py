@@ -25,8 +25,8 @@ def reference(inputs: Inputs) -> Outputs:
     return tensorwise_2d.in_layout(inputs, q, q, torch.cat([scale for _, scale in parts]))
 
 
-def _results(x: torch.Tensor, offs: torch.Tensor, fp8_format: str, layout: str) -> SegmentOutput:
-    return tensorwise_2d.empty_results(x, fp8_format, layout, offs.shape[0])
+def _results(x: torch.Tensor, offs: torch.Tensor, fp8_format: str, layout: str, aligned: bool) -> SegmentOutput:
+    return tensorwise_2d.empty_results(x, fp8_format, layout, offs.shape[0], offs.shape[0] if aligned else 0)
 
 
 @torch_operator(_results)
@@ -39,19 +39,22 @@ def fp8_tensorwise_group(
     layout: str = "row",
     pow2: bool = True,
     inverse: bool = False,
+    aligned: bool = False,
     config: SegmentConfig | None = None,
 ) -> SegmentOutput:
     """Cast token groups to fp8 with one scale per group.
 
     Args:
         x: (M, K) as in `fp8_tensorwise_2d`.
-        offs: (G,) int32, where each group's rows end, not decreasing; the last is M. Groups may be empty and of any size.
-            Nobody waits for the GPU to check it (under TRITON_DEBUG=1 the device asserts it): where they decrease or exceed M,
-            bytes elsewhere are written, and this launch or a later one may spin for ever.
+        offs: (G,) int32, where each group's rows end, not decreasing, at most M. Groups may be empty and of any size. Rows behind
+            the last are not written. Nobody waits for the GPU to check it (under TRITON_DEBUG=1 the device asserts it): results
+            are undefined where they decrease or exceed M, and nothing outside the tensors is read or written.
         fp8_format: `e4m3`, `e5m2`, `e4m3fnuz` or `e5m2fnuz`.
         layout: `row`, `col` or `both`, from one pass.
         pow2: round scales down to powers of two.
         inverse: return 1 / scale, which scaled matrix products want, instead of the multiplier.
+        aligned: write q_t as aligned groups, (aligned_size, K), strides (1, aligned_size): what `fp8_grouped_gemm(aligned=True)`
+            takes, whatever the sizes of the groups.
         config: None takes the best known config.
 
     Returns:
@@ -63,14 +66,14 @@ def fp8_tensorwise_group(
     check_matrix("x", x)
     tensorwise_2d.check_layout(layout)
     cast, (M, K) = Cast(fp8_format, pow2, inverse), x.shape
-    check_offs(offs, M, x.device)
-    found = _results(x, offs, fp8_format, layout)
+    check_offs(offs, M, x.device, whole=False)
+    found = _results(x, offs, fp8_format, layout, aligned)
     if layout != "row":
         check_turned("x", M)
     if config is None and x.numel():
         axes, options = (("M", M), ("K", K), ("G", offs.shape[0])), (*TUNED, ("layout", layout), ("groups", "balanced"))
         config = _choose(axes, DTYPE_NAMES[x.dtype], "fp8", options)
-    cast_with_one_scale(x, offs, *found, cast, config)
+    cast_with_one_scale(x, offs, *found, cast, config, aligned=aligned)
     return found
 
 

@@ -33,7 +33,7 @@ from kerneltune.kernel_lib.tl_lib import (
 )
 from kerneltune.kernel_lib.workspace import counters, workspace
 from kerneltune.ops.fp8.contract import Cast
-from kerneltune.ops.fp8.kernels.tiles import start_of
+from kerneltune.ops.fp8.kernels.tiles import in_order, start_of
 from kerneltune.rounding import cdiv
 
 if TYPE_CHECKING:
@@ -221,11 +221,12 @@ def _transpose_tile(
     group, first, col0, lo, hi, arrivals, waiters, x_ptr, to_ptr, ld, scale_t_ptr, ws_ptr, done_ptr, G,
     stride: tl.constexpr, K: tl.constexpr, FP8_MAX: tl.constexpr, POW2: tl.constexpr, INVERSE: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, WHOLE: tl.constexpr, JAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Transpose rows [lo, hi) of a group's tile at x_ptr to to_ptr, whose rows lie `ld` apart, after `arrivals` row programs.
 
     first: the group's first rows, which write its scales. waiters: tiles of the group. WHOLE: all ROWS of a tile are the group's;
-    without JAGGED lo is 0.
+    without JAGGED lo is 0. ALIGNED: all ROWS columns of the transpose are the group's, zeros behind its rows.
     """
     fp8: tl.constexpr = to_ptr.dtype.element_ty
     rows, cols = tl.arange(0, ROWS), tl.arange(0, COLS)
@@ -256,6 +257,8 @@ def _transpose_tile(
         if (lo % 16 != 0) | (hi % 16 != 0):
             for end in range(2):
                 _transpose_end(tl.where(end == 0, lo, hi) // 16 * 16, lo, hi, live, scale, x_ptr, to_ptr, ld, stride, fp8)
+    elif ALIGNED:
+        tl.store(to_ptr + offsets, tl.trans(q), mask=live[:, None], cache_modifier=".cs")
     else:
         tl.store(to_ptr + offsets, tl.trans(q), mask=tl.trans(mask), cache_modifier=".cs")
 
@@ -313,7 +316,7 @@ def cast_both(
         qt_ptr += (wide(expert) * K + col0) * N + row0
         _transpose_tile(
             expert, row0 == 0, col0, 0, N - row0, BLOCKS, TILES, x_ptr, qt_ptr, N, scale_t_ptr, ws_ptr, done_ptr, G,
-            K, K, FP8_MAX, POW2, INVERSE, TILE_ROWS, TILE_COLS, PAIRS, N % TILE_ROWS == 0, False,
+            K, K, FP8_MAX, POW2, INVERSE, TILE_ROWS, TILE_COLS, PAIRS, N % TILE_ROWS == 0, False, False,
         )  # fmt: skip
 
 
@@ -334,20 +337,23 @@ def _group_of(slot, before, G):
 
 @triton.jit
 def cast_both_groups(
-    x_ptr, q_ptr, qt_ptr, scale_ptr, scale_t_ptr, offs_ptr, ws_ptr, done_ptr, M, G, lag,
+    x_ptr, q_ptr, qt_ptr, scale_ptr, scale_t_ptr, offs_ptr, ws_ptr, done_ptr, M, ld, G, lag,
     stride: tl.constexpr, K: tl.constexpr, FP8_MAX: tl.constexpr, POW2: tl.constexpr, INVERSE: tl.constexpr,
     ROWS: tl.constexpr, STEP: tl.constexpr, ABREAST: tl.constexpr, LANES: tl.constexpr, PAIRS: tl.constexpr,
-    TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, GROUPS: tl.constexpr, PHASE: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, GROUPS: tl.constexpr, ALIGNED: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
-    """Cast G ≤ GROUPS groups of rows of x (M, K), ends offs (G,), into q (M, K), scale (M,), qt (K, M), scale_t (G, K).
+    """Cast G ≤ GROUPS groups of rows of x (M, K), ends offs (G,), into q (M, K), scale (M,), qt (K, ld), scale_t (G, K).
 
-    Row programs begin where the group does; tiles lie at multiples of TILE_ROWS, so that their bytes go out in whole lines. Rows
-    of x are `stride` elements apart.
+    Row programs begin where the group does; tiles lie at multiples of TILE_ROWS, so that their bytes go out in whole lines; or
+    they begin with the group, where its columns are ALIGNED. Groups in disorder are taken for empty. Rows of x are `stride`
+    elements apart.
     """
     STRIPES: tl.constexpr = (K + TILE_COLS - 1) // TILE_COLS
     program = tl.program_id(0)
     groups = tl.arange(0, GROUPS)
     starts = tl.load(offs_ptr + groups - 1, mask=(groups > 0) & (groups < G), other=0)
+    usable = in_order(starts, tl.load(offs_ptr + groups, mask=groups < G, other=0), groups, G, M)
+    starts = tl.where(usable, starts, 0)
     blocks_before = _slots_before(starts, ROWS)
     tiles_before = _slots_before(starts, TILE_ROWS) * STRIPES
     after = tl.maximum(program - lag, 0)
@@ -355,9 +361,10 @@ def cast_both_groups(
         group = _group_of(after, blocks_before + tiles_before, G)
     else:
         group = _group_of(program, tiles_before, G)
-    start, end = start_of(offs_ptr, group), load_constant(offs_ptr + group)
+    start = tl.where(usable, start_of(offs_ptr, group), 0)
+    end = tl.where(usable, load_constant(offs_ptr + group), 0)
     blocks = tl.maximum(tl.cdiv(end - start, ROWS), 1)
-    tile_blocks = end // TILE_ROWS - start // TILE_ROWS + 1
+    tile_blocks = tl.maximum(tl.cdiv(end - start, TILE_ROWS), 1) if ALIGNED else end // TILE_ROWS - start // TILE_ROWS + 1
     tile_slot = (start // TILE_ROWS + group) * STRIPES
     if PHASE == 0:
         place = after - (start // ROWS + group) - tile_slot
@@ -369,7 +376,8 @@ def cast_both_groups(
         block, tile, casts = program, program - tile_slot, PHASE == 1
     if casts:
         of = _group_of(block, blocks_before, G)
-        begins, ends = start_of(offs_ptr, of), load_constant(offs_ptr + of)
+        begins = tl.where(usable, start_of(offs_ptr, of), 0)
+        ends = tl.where(usable, load_constant(offs_ptr + of), 0)
         slot = block - begins // ROWS - of
         if (ends - begins < ROWS) & (STEP > 1):
             if slot == 0:  # few rows at a time: masks of more would take registers from all
@@ -385,11 +393,15 @@ def cast_both_groups(
             )  # fmt: skip
     elif tile < tile_blocks * STRIPES:
         block, stripe = _place_of_tile(tile, tile_blocks, STRIPES, TILE_ROWS)
-        row0, col0 = (start // TILE_ROWS + block) * TILE_ROWS, stripe * TILE_COLS
+        col0 = stripe * TILE_COLS
+        column = (start // TILE_ROWS + block) * TILE_ROWS
+        row0 = start + block * TILE_ROWS if ALIGNED else column
+        if ALIGNED:
+            column += group * TILE_ROWS
         lo, hi = tl.maximum(start - row0, 0), tl.minimum(end - row0, TILE_ROWS)
         x_ptr += wide(row0) * stride + col0
-        qt_ptr += wide(col0) * M + row0
+        qt_ptr += wide(col0) * ld + column
         _transpose_tile(
-            group, block == 0, col0, lo, hi, blocks, tile_blocks * STRIPES, x_ptr, qt_ptr, M, scale_t_ptr, ws_ptr, done_ptr, G,
-            stride, K, FP8_MAX, POW2, INVERSE, TILE_ROWS, TILE_COLS, PAIRS, False, True,
+            group, block == 0, col0, lo, hi, blocks, tile_blocks * STRIPES, x_ptr, qt_ptr, ld, scale_t_ptr, ws_ptr, done_ptr, G,
+            stride, K, FP8_MAX, POW2, INVERSE, TILE_ROWS, TILE_COLS, PAIRS, False, not ALIGNED, ALIGNED,
         )  # fmt: skip

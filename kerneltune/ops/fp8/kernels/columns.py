@@ -8,6 +8,7 @@ as many tiles as there are programs. 16-bit elements come in PAIRS, as int32: wh
 each.
 """
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,13 +16,21 @@ import triton
 import triton.language as tl
 
 from kerneltune.kernel_lib.arguments import check_apart, in_pairs
+from kerneltune.kernel_lib.groups import GROUP_ALIGNMENT, aligned_size
 from kerneltune.kernel_lib.launch import phases, resident
 from kerneltune.kernel_lib.tl_exchange import arrive, await_arrivals, close_launch, launch_tag, published
-from kerneltune.kernel_lib.tl_lib import TL_DTYPES, amax_to_scale, load_constant, reciprocal, to_fp8, to_fp8_words, values, wide
+from kerneltune.kernel_lib.tl_groups import group_bounds
+from kerneltune.kernel_lib.tl_lib import TL_DTYPES, amax_to_scale, reciprocal, to_fp8, to_fp8_words, values, wide
 from kerneltune.kernel_lib.tl_transpose import store_transposed, store_transposed_words
 from kerneltune.kernel_lib.workspace import workspace
 from kerneltune.ops.fp8.contract import Cast
-from kerneltune.ops.fp8.kernels.tiles import atomic_max_columns, locate_fitted, locate_in_weights, number_tiles, start_of
+from kerneltune.ops.fp8.kernels.tiles import (
+    aligned_shift,
+    atomic_max_columns,
+    locate_fitted,
+    locate_in_weights,
+    number_tiles,
+)
 from kerneltune.rounding import cdiv
 
 if TYPE_CHECKING:
@@ -32,7 +41,13 @@ Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def cast_columns(
-    parts: tuple[Part, ...], offs: torch.Tensor | None, groups: int, rows: int, cast: Cast, c: "GroupConfig"
+    parts: tuple[Part, ...],
+    offs: torch.Tensor | None,
+    groups: int,
+    rows: int,
+    cast: Cast,
+    c: "GroupConfig",
+    aligned: bool = False,
 ) -> None:
     """Cast the columns of every group in one launch, of one matrix or of two.
 
@@ -40,7 +55,11 @@ def cast_columns(
         parts: one or two.
         offs: group ends; None for groups of `rows` rows each, else there are `rows` rows in all.
         groups: their count.
+        aligned: outputs hold aligned groups.
     """
+    if aligned and c.rows < GROUP_ALIGNMENT:  # a tile writes all zeros behind its group
+        c = replace(c, rows=GROUP_ALIGNMENT, cols=c.cols * c.rows // GROUP_ALIGNMENT)
+    ld = aligned_size(rows, groups) if aligned else rows
     (x, q, scale), (x2, q2, scale2) = parts[0], parts[-1]
     stripes = sum(cdiv(part[0].shape[1], c.cols) for part in parts)
     # a token group begins up to three rows before its first and may end anywhere in a tile
@@ -59,11 +78,11 @@ def cast_columns(
     with workspace(groups * stripes * (c.cols + 1), x.device) as ws:
         for phase, options in phases(c.warps, c.ctas, together=longest <= (c.ahead + 1) * programs):
             _cast_transpose_groups[(programs,)](
-                x, x2, q, q2, scale, scale2, offs, table, ws, rows, groups, total,
+                x, x2, q, q2, scale, scale2, offs, table, ws, rows, ld, groups, total,
                 WEIGHT_ROWS=rows if offs is None else 0, C=x.shape[1], C2=x2.shape[1], stride=x.stride(0), stride2=x2.stride(0),
                 DUAL=len(parts) > 1, GROUPS_LOG2=max(0, (groups - 1).bit_length()), ROWS=c.rows, COLS=c.cols // pairs,
-                PAIRS=pairs, dtype=dtype, PHASE=phase, PACKED=rows % 4 == 0, STAGES=c.stages, AHEAD=c.ahead, RELOAD=c.reload,
-                num_warps=c.warps, **cast.constants, **options,
+                ALIGNMENT=GROUP_ALIGNMENT if aligned else 0, PAIRS=pairs, dtype=dtype, PHASE=phase, PACKED=ld % 4 == 0,
+                STAGES=c.stages, AHEAD=c.ahead, RELOAD=c.reload, num_warps=c.warps, **cast.constants, **options,
             )  # fmt: skip
 
 
@@ -107,12 +126,12 @@ def _load_quads(
 @triton.jit
 def _locate(
     tile, total, table_ptr, offs_ptr, G,
-    WEIGHT_ROWS: tl.constexpr, STRIPES: tl.constexpr, GROUPS_LOG2: tl.constexpr, ROWS: tl.constexpr,
+    WEIGHT_ROWS: tl.constexpr, STRIPES: tl.constexpr, GROUPS_LOG2: tl.constexpr, ROWS: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     if WEIGHT_ROWS:
         return locate_in_weights(tile, total, WEIGHT_ROWS, STRIPES, ROWS)
     else:
-        return locate_fitted(tile, table_ptr, offs_ptr, STRIPES, G, GROUPS_LOG2, ROWS)
+        return locate_fitted(tile, table_ptr, offs_ptr, STRIPES, G, GROUPS_LOG2, ROWS, ALIGNMENT)
 
 
 @triton.jit
@@ -124,17 +143,18 @@ def _publish_stripe(xs, ws_ptr, index, counters, tag, live, COLS: tl.constexpr, 
 
 @triton.jit
 def _cast_transpose_groups(
-    x_ptr, x2_ptr, q_ptr, q2_ptr, scale_ptr, scale2_ptr, offs_ptr, table_ptr, ws_ptr, rows, G, total,
+    x_ptr, x2_ptr, q_ptr, q2_ptr, scale_ptr, scale2_ptr, offs_ptr, table_ptr, ws_ptr, rows, columns, G, total,
     WEIGHT_ROWS: tl.constexpr, C: tl.constexpr, C2: tl.constexpr, stride: tl.constexpr, stride2: tl.constexpr,
     FP8_MAX: tl.constexpr, POW2: tl.constexpr, INVERSE: tl.constexpr,
     DUAL: tl.constexpr, GROUPS_LOG2: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    PAIRS: tl.constexpr, dtype: tl.constexpr,
+    PAIRS: tl.constexpr, dtype: tl.constexpr, ALIGNMENT: tl.constexpr,
     PHASE: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, RELOAD: tl.constexpr,
 ):  # fmt: skip
     """Write q[group, col, row] = fp8(x[group, row, col] * s[group, col]); DUAL: of two matrices with the same groups of rows.
 
-    Weights (G * WEIGHT_ROWS, C) give q (G, C, WEIGHT_ROWS); token groups of (rows, C), WEIGHT_ROWS = 0, give q (C, rows). Scales
-    are (G, C) either way. In PAIRS x is int32 and C, COLS and stride count words of two elements of `dtype`.
+    Weights (G * WEIGHT_ROWS, C) give q (G, C, WEIGHT_ROWS); token groups of (rows, C), WEIGHT_ROWS = 0, give q (C, columns):
+    columns is rows, or with ALIGNMENT holds aligned groups, zeros behind each. Scales are (G, C) either way. In PAIRS x is int32
+    and C, COLS and stride count words of two elements of `dtype`.
     """
     JAGGED: tl.constexpr = WEIGHT_ROWS == 0
     fp8: tl.constexpr = q_ptr.dtype.element_ty
@@ -147,12 +167,12 @@ def _cast_transpose_groups(
     tag = launch_tag(ws_ptr)
     step = tl.num_programs(0)
     if JAGGED:
-        number_tiles(table_ptr, offs_ptr, G, GROUPS_LOG2, ROWS)
+        number_tiles(table_ptr, offs_ptr, rows, G, GROUPS_LOG2, ROWS, ALIGNMENT)
 
     xs_next = ()
     for early in tl.static_range(AHEAD):
         group_n, stripe_n, tiles_n, first_row_n, lo_n, hi_n = _locate(
-            tl.program_id(0) + early * step, total, table_ptr, offs_ptr, G, WEIGHT_ROWS, STRIPES, GROUPS_LOG2, ROWS
+            tl.program_id(0) + early * step, total, table_ptr, offs_ptr, G, WEIGHT_ROWS, STRIPES, GROUPS_LOG2, ROWS, ALIGNMENT
         )
         xs_next = _load_quads(
             x_ptr, x2_ptr, stripe_n, first_row_n, lo_n, hi_n,
@@ -167,10 +187,10 @@ def _cast_transpose_groups(
             group, stripe, tiles, first_row, lo, hi = group_n, stripe_n, tiles_n, first_row_n, lo_n, hi_n
         else:
             group, stripe, tiles, first_row, lo, hi = _locate(
-                tile, total, table_ptr, offs_ptr, G, WEIGHT_ROWS, STRIPES, GROUPS_LOG2, ROWS
+                tile, total, table_ptr, offs_ptr, G, WEIGHT_ROWS, STRIPES, GROUPS_LOG2, ROWS, ALIGNMENT
             )
         group_n, stripe_n, tiles_n, first_row_n, lo_n, hi_n = _locate(
-            tile + AHEAD * step, total, table_ptr, offs_ptr, G, WEIGHT_ROWS, STRIPES, GROUPS_LOG2, ROWS
+            tile + AHEAD * step, total, table_ptr, offs_ptr, G, WEIGHT_ROWS, STRIPES, GROUPS_LOG2, ROWS, ALIGNMENT
         )
         xs_next = _load_quads(
             x_ptr, x2_ptr, stripe_n, first_row_n, lo_n, hi_n,
@@ -198,13 +218,18 @@ def _cast_transpose_groups(
                 stripe = tl.where(second, stripe - STRIPES1, stripe)
             live = stripe * COLS + lanes < width
             if JAGGED:
-                ld = rows
-                base = wide(stripe * (COLS * PAIRS)) * rows + first_row
+                ld = columns
+                base = wide(stripe * (COLS * PAIRS)) * ld + first_row + aligned_shift(offs_ptr, rows, group, ALIGNMENT)
             else:
                 ld = WEIGHT_ROWS
                 base = wide(stripe * (COLS * PAIRS)) * ld + first_row + wide(group) * ((C * PAIRS - 1) * ld)
-            start = tl.maximum(lo, 0)
-            end = ROWS if EVEN_ROWS else tl.minimum(hi, ROWS)
+            EDGES: tl.constexpr = JAGGED and ALIGNMENT == 0
+            if ALIGNMENT:
+                start = 0
+                end = tl.minimum((hi + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT, ROWS)
+            else:
+                start = tl.maximum(lo, 0)
+                end = ROWS if EVEN_ROWS else tl.minimum(hi, ROWS)
             for half in tl.static_range(PAIRS):
                 amax = published(ws_ptr, counters + (index * PAIRS + half) * COLS + lanes)
                 scale = amax_to_scale(amax, FP8_MAX, POW2)
@@ -219,17 +244,18 @@ def _cast_transpose_groups(
                 at = base + half * ld
                 if PACKED:
                     words = to_fp8_words(y0, y1, y2, y3, fp8)
-                    store_transposed_words(out_ptr, at, ld * PAIRS, start, end, live, words, JAGGED, EVEN)
+                    store_transposed_words(out_ptr, at, ld * PAIRS, start, end, live, words, EDGES, EVEN)
                 else:
                     qs = (to_fp8(y0, fp8), to_fp8(y1, fp8), to_fp8(y2, fp8), to_fp8(y3, fp8))
-                    store_transposed(out_ptr, at, ld * PAIRS, start, end, live, qs, JAGGED, EVEN, PACKED)
+                    store_transposed(out_ptr, at, ld * PAIRS, start, end, live, qs, EDGES, EVEN, PACKED)
 
     if JAGGED and PHASE != 1:
         empty = amax_to_scale(tl.zeros((COLS,), dtype=tl.float32), FP8_MAX, POW2)
         if INVERSE:
             empty = reciprocal(empty)
         for group in range(tl.program_id(0), G, step):
-            if start_of(offs_ptr, group) == load_constant(offs_ptr + group):
+            first, last = group_bounds(offs_ptr, group, rows)
+            if first == last:
                 for first in range(0, C * PAIRS, COLS):
                     tl.store(scale_ptr + wide(group) * (C * PAIRS) + first + lanes, empty, mask=first + lanes < C * PAIRS)
                 if DUAL:

@@ -14,9 +14,10 @@ import triton
 import triton.language as tl
 
 from kerneltune.kernel_lib.arguments import check_apart, in_pairs
+from kerneltune.kernel_lib.groups import GROUP_ALIGNMENT, aligned_size
 from kerneltune.kernel_lib.launch import registers, resident, too_small_to_turn
 from kerneltune.kernel_lib.tl_exchange import close_launch, launch_tag, publish, published, raised
-from kerneltune.kernel_lib.tl_lib import TL_DTYPES, TL_FP8, amax_to_scale, load_constant, magnitude_to_fp32, reciprocal
+from kerneltune.kernel_lib.tl_lib import TL_DTYPES, TL_FP8, amax_to_scale, magnitude_to_fp32, reciprocal
 from kerneltune.kernel_lib.workspace import workspace
 from kerneltune.ops.fp8.contract import Cast
 from kerneltune.ops.fp8.kernels.tensorwise import (
@@ -25,9 +26,11 @@ from kerneltune.ops.fp8.kernels.tensorwise import (
     finite_words,
     largest_magnitude,
     load_quads,
+    segment_of,
     store_tile,
+    without_rows,
 )
-from kerneltune.ops.fp8.kernels.tiles import locate_block, start_of
+from kerneltune.ops.fp8.kernels.tiles import aligned_shift, locate_block
 from kerneltune.rounding import cdiv
 
 if TYPE_CHECKING:
@@ -49,6 +52,7 @@ def cast_with_one_scale(
     cast: Cast,
     config: "SegmentConfig | None",
     amax: torch.Tensor | None = None,
+    aligned: bool = False,
 ) -> None:
     """Cast the rows of x in as many equal segments as there are scales, or in the groups of `offs`.
 
@@ -56,6 +60,7 @@ def cast_with_one_scale(
         q, q_t: rows of the cast, and the cast transposed, contiguous; None to leave one out.
         config: None where x is empty.
         amax: the largest magnitudes expected, per segment.
+        aligned: q_t holds aligned groups; with one scale that is of all of them.
     """
     if config is None or not x.numel():
         scale.fill_(cast.scale_of_nothing)
@@ -63,7 +68,11 @@ def cast_with_one_scale(
     c, segments = config, scale.shape[0]
     if q_t is not None and (reason := too_small_to_turn(c.rows, c.cols, c.warps)):
         raise ValueError(f"{config=}: {reason}")
+    groups = segments if offs is None else offs.shape[0]
+    if aligned and GROUP_ALIGNMENT % c.rows:
+        raise ValueError(f"{config=}: rows must divide {GROUP_ALIGNMENT} where groups are aligned")
     rows = x.shape[0] // segments if offs is None else x.shape[0]
+    ld = aligned_size(rows, groups) if aligned else rows
     # 16-bit elements in pairs, where widths and addresses allow
     pairs = 2 if in_pairs(x) else 1
     dtype = TL_DTYPES[x.dtype]
@@ -71,19 +80,22 @@ def cast_with_one_scale(
     if pairs == 2:
         x, q = x.view(torch.int32), None if q is None else q.view(torch.int16)
     cols = c.cols // pairs
-    blocks = segments * cdiv(rows, c.rows) if offs is None else rows // c.rows + segments
+    blocks = segments * cdiv(rows, c.rows) if offs is None else rows // c.rows + groups
+    if aligned:
+        blocks = ld // c.rows
     total = blocks * cdiv(x.shape[1], cols)
     programs = min(total, resident(x.device, c.ctas)) if c.ctas else total
     offs_or_any = x if offs is None else offs
     tile: dict[str, Any] = {
         "C": x.shape[1], "stride": x.stride(0), "JAGGED": offs is not None,
-        "GROUPS_LOG2": max(0, (segments - 1).bit_length()), "ROWS": c.rows, "COLS": cols, "PAIRS": pairs, "dtype": dtype,
+        "ALIGNMENT": GROUP_ALIGNMENT if aligned else 0, "ONE": aligned and segments == 1,
+        "GROUPS_LOG2": max(0, (groups - 1).bit_length()), "ROWS": c.rows, "COLS": cols, "PAIRS": pairs, "dtype": dtype,
         "EVEN_ROWS": offs is None and rows % c.rows == 0, "num_warps": c.warps,
     }  # fmt: skip
     if c.ctas:
         tile |= registers(c.warps, c.ctas)
-    out = {"ROWMAJOR": q is not None, "COLMAJOR": q_t is not None, "fp8": TL_FP8[cast.fp8_format], "PACKED": rows % 4 == 0}
-    size = (rows, segments, total)
+    out = {"ROWMAJOR": q is not None, "COLMAJOR": q_t is not None, "fp8": TL_FP8[cast.fp8_format], "PACKED": ld % 4 == 0}
+    size = (rows, ld, groups, total)
     q_or_any, q_t_or_any = x if q is None else q, x if q_t is None else q_t.view(torch.uint8)
     if cast.pow2:
         if not c.ctas and offs is None and x.itemsize == 4:
@@ -112,8 +124,9 @@ def _at_most(c: "SegmentConfig", itemsize: int) -> int:
 
 @triton.jit
 def cast_early(
-    x_ptr, q_ptr, qt_ptr, offs_ptr, amax_ptr, ws_ptr, rows, G, total, C: tl.constexpr, stride: tl.constexpr,
-    FP8_MAX: tl.constexpr, JAGGED: tl.constexpr, GROUPS_LOG2: tl.constexpr, ROWMAJOR: tl.constexpr, COLMAJOR: tl.constexpr,
+    x_ptr, q_ptr, qt_ptr, offs_ptr, amax_ptr, ws_ptr, rows, ld, G, total, C: tl.constexpr, stride: tl.constexpr,
+    FP8_MAX: tl.constexpr, JAGGED: tl.constexpr, ALIGNMENT: tl.constexpr, ONE: tl.constexpr, GROUPS_LOG2: tl.constexpr,
+    ROWMAJOR: tl.constexpr, COLMAJOR: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr, fp8: tl.constexpr,
     EVEN_ROWS: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -126,8 +139,8 @@ def cast_early(
     tag = launch_tag(ws_ptr)
     stripes = tl.cdiv(C, COLS)
     for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
-        group, stripe, _tiles, first_row, lo, hi = locate_block(
-            tile, total, offs_ptr, rows, stripes, G, JAGGED, GROUPS_LOG2, ROWS
+        group, stripe, columns, first_row, lo, hi = locate_block(
+            tile, total, offs_ptr, rows, stripes, G, JAGGED, GROUPS_LOG2, ROWS, ALIGNMENT
         )  # fmt: skip
         xs = load_quads(x_ptr, stride, C, stripe, first_row, lo, hi, ROWS // 4, COLS, EVEN_ROWS, JAGGED, False)
         x0, x1, x2, x3 = xs
@@ -137,22 +150,25 @@ def cast_early(
             if largest >= infinite:  # the tile holds NaN or infinity, and only then costs the making finite
                 x0, x1, x2, x3 = finite_words((x0, x1, x2, x3), PAIRS, dtype)
                 largest = largest_magnitude((x0, x1, x2, x3), PAIRS, dtype)
-        seen = raised(ws_ptr, group, magnitude_to_fp32(largest, dtype), tag, hi > 0)
+        live = (hi > 0) | (columns > 0 if ALIGNMENT else False)
+        seen = raised(ws_ptr, segment_of(group, ONE), magnitude_to_fp32(largest, dtype), tag, live)
         if amax_ptr is not None:
             seen = tl.maximum(seen, tl.load(amax_ptr + group))
-        if hi > 0:
-            publish(ws_ptr, G + tile, seen, tag, hi > 0)
+        if live:
+            publish(ws_ptr, (1 if ONE else G) + tile, seen, tag, live)
+            shift = aligned_shift(offs_ptr, rows, group, ALIGNMENT)
             store_tile(
-                (x0, x1, x2, x3), amax_to_scale(seen, FP8_MAX, True), q_ptr, qt_ptr, rows, group, stripe, first_row, lo, hi, C,
-                JAGGED, ROWMAJOR, COLMAJOR, ROWS, COLS, PAIRS, dtype, fp8, EVEN_ROWS, PACKED,
+                (x0, x1, x2, x3), amax_to_scale(seen, FP8_MAX, True), q_ptr, qt_ptr, ld, group, stripe, first_row, shift, lo, hi,
+                C, JAGGED, ALIGNMENT, ROWMAJOR, COLMAJOR, ROWS, COLS, PAIRS, dtype, fp8, EVEN_ROWS, PACKED,
             )  # fmt: skip
 
 
 @triton.jit
 def cast_again(
-    x_ptr, q_ptr, qt_ptr, scale_ptr, offs_ptr, amax_ptr, ws_ptr, rows, G, total, C: tl.constexpr, stride: tl.constexpr,
+    x_ptr, q_ptr, qt_ptr, scale_ptr, offs_ptr, amax_ptr, ws_ptr, rows, ld, G, total, C: tl.constexpr, stride: tl.constexpr,
     FP8_MAX: tl.constexpr, INVERSE: tl.constexpr,
-    JAGGED: tl.constexpr, GROUPS_LOG2: tl.constexpr, ROWMAJOR: tl.constexpr, COLMAJOR: tl.constexpr,
+    JAGGED: tl.constexpr, ALIGNMENT: tl.constexpr, ONE: tl.constexpr, GROUPS_LOG2: tl.constexpr,
+    ROWMAJOR: tl.constexpr, COLMAJOR: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr, fp8: tl.constexpr,
     EVEN_ROWS: tl.constexpr, PACKED: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
@@ -163,10 +179,11 @@ def cast_again(
     stripes = tl.cdiv(C, COLS)
     step = tl.num_programs(0)
     lanes = tl.arange(0, LANES)
-    for group in range(tl.program_id(0), G, step):
+    segments = 1 if ONE else G
+    for group in range(tl.program_id(0), segments, step):
         amax = published(ws_ptr, group)
         if JAGGED:
-            amax = tl.where(start_of(offs_ptr, group) == load_constant(offs_ptr + group), 0.0, amax)
+            amax = tl.where(without_rows(offs_ptr, group, rows, G, ONE), 0.0, amax)
         if amax_ptr is not None:
             tl.store(amax_ptr + group, amax)
         scale = amax_to_scale(amax, FP8_MAX, True)
@@ -174,22 +191,24 @@ def cast_again(
     for first in range(tl.program_id(0), total, step * LANES):
         tiles = tl.minimum(first + lanes * step, total - 1)
         groups, _stripes, _tiles, _rows, _lo, his = locate_block(
-            tiles, total, offs_ptr, rows, stripes, G, JAGGED, GROUPS_LOG2, ROWS
+            tiles, total, offs_ptr, rows, stripes, G, JAGGED, GROUPS_LOG2, ROWS, ALIGNMENT
         )  # fmt: skip
-        right = amax_to_scale(published(ws_ptr, groups), FP8_MAX, True)
-        wrong = (his > 0) & (amax_to_scale(published(ws_ptr, G + tiles), FP8_MAX, True) != right)
+        right = amax_to_scale(published(ws_ptr, segment_of(groups, ONE)), FP8_MAX, True)
+        wrong = (his > 0) & (amax_to_scale(published(ws_ptr, segments + tiles), FP8_MAX, True) != right)
         wrong = wrong & (first + lanes * step < total)
         at = tl.min(tl.where(wrong, lanes, LANES), axis=0)
         while at < LANES:
             tile = first + at * step
             group, stripe, _t, first_row, lo, hi = locate_block(
-                tile, total, offs_ptr, rows, stripes, G, JAGGED, GROUPS_LOG2, ROWS
+                tile, total, offs_ptr, rows, stripes, G, JAGGED, GROUPS_LOG2, ROWS, ALIGNMENT
             )  # fmt: skip
             xs = load_quads(x_ptr, stride, C, stripe, first_row, lo, hi, ROWS // 4, COLS, EVEN_ROWS, JAGGED, False)
             xs = finite_words(xs, PAIRS, dtype)
+            scale = amax_to_scale(published(ws_ptr, segment_of(group, ONE)), FP8_MAX, True)
+            shift = aligned_shift(offs_ptr, rows, group, ALIGNMENT)
             store_tile(
-                xs, amax_to_scale(published(ws_ptr, group), FP8_MAX, True), q_ptr, qt_ptr, rows, group, stripe, first_row, lo, hi,
-                C, JAGGED, ROWMAJOR, COLMAJOR, ROWS, COLS, PAIRS, dtype, fp8, EVEN_ROWS, PACKED,
+                xs, scale, q_ptr, qt_ptr, ld, group, stripe, first_row, shift, lo, hi,
+                C, JAGGED, ALIGNMENT, ROWMAJOR, COLMAJOR, ROWS, COLS, PAIRS, dtype, fp8, EVEN_ROWS, PACKED,
             )  # fmt: skip
             at = tl.min(tl.where(wrong & (lanes > at), lanes, LANES), axis=0)
     close_launch(ws_ptr, launch_tag(ws_ptr))

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from kerneltune.kernel_lib.tl_exchange import close_launch, launch_tag, published, raise_published
+from kerneltune.kernel_lib.tl_groups import group_bounds
 from kerneltune.kernel_lib.tl_lib import (
     amax_to_scale,
     is_cuda,
@@ -25,7 +26,7 @@ from kerneltune.kernel_lib.tl_lib import (
     wide,
 )
 from kerneltune.kernel_lib.tl_transpose import store_transposed_words, store_turned
-from kerneltune.ops.fp8.kernels.tiles import locate_block, start_of
+from kerneltune.ops.fp8.kernels.tiles import aligned_shift, locate_block
 
 
 @triton.jit
@@ -137,9 +138,25 @@ def largest_magnitude(xs, PAIRS: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
+def segment_of(group, ONE: tl.constexpr):
+    """Return the scale of a group; ONE: all groups share the first."""
+    return group * 0 if ONE else group
+
+
+@triton.jit
+def without_rows(offs_ptr, group, rows, G, ONE: tl.constexpr):
+    """Return whether a segment has no rows: a group, or under ONE all of them."""
+    start, end = group_bounds(offs_ptr, group, rows)
+    if ONE:
+        end = tl.minimum(load_constant(offs_ptr + G - 1), rows)
+        start = tl.minimum(end, 0)
+    return start >= end
+
+
+@triton.jit
 def amax_segments(
-    x_ptr, offs_ptr, ws_ptr, rows, G, total, C: tl.constexpr, stride: tl.constexpr,
-    JAGGED: tl.constexpr, GROUPS_LOG2: tl.constexpr,
+    x_ptr, offs_ptr, ws_ptr, rows, ld, G, total, C: tl.constexpr, stride: tl.constexpr,
+    JAGGED: tl.constexpr, ALIGNMENT: tl.constexpr, ONE: tl.constexpr, GROUPS_LOG2: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr,
     EVEN_ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -151,21 +168,24 @@ def amax_segments(
     stripes = tl.cdiv(C, COLS)
     for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
         group, stripe, _tiles, first_row, lo, hi = locate_block(
-            tile, total, offs_ptr, rows, stripes, G, JAGGED, GROUPS_LOG2, ROWS
+            tile, total, offs_ptr, rows, stripes, G, JAGGED, GROUPS_LOG2, ROWS, ALIGNMENT
         )  # fmt: skip
         xs = load_quads(x_ptr, stride, C, stripe, first_row, lo, hi, ROWS // 4, COLS, EVEN_ROWS, JAGGED, True)
         amax = magnitude_to_fp32(largest_magnitude(finite_words(xs, PAIRS, dtype), PAIRS, dtype), dtype)
-        raise_published(ws_ptr, group, amax, tag, hi > 0)
+        raise_published(ws_ptr, segment_of(group, ONE), amax, tag, hi > 0)
 
 
 @triton.jit
 def store_tile(
-    xs, scale, q_ptr, qt_ptr, rows, group, stripe, first_row, lo, hi, C: tl.constexpr,
-    JAGGED: tl.constexpr, ROWMAJOR: tl.constexpr, COLMAJOR: tl.constexpr,
+    xs, scale, q_ptr, qt_ptr, ld, group, stripe, first_row, shift, lo, hi, C: tl.constexpr,
+    JAGGED: tl.constexpr, ALIGNMENT: tl.constexpr, ROWMAJOR: tl.constexpr, COLMAJOR: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr, fp8: tl.constexpr,
     EVEN_ROWS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Scale and cast a tile out of `finite_words` into q and its transpose."""
+    """Scale and cast a tile out of `finite_words` into q and its transpose, whose rows are `ld` apart.
+
+    With ALIGNMENT all ROWS columns of the transpose are written, `shift` behind the rows: a group's, and zeros.
+    """
     lanes = tl.arange(0, COLS)
     live = stripe * COLS + lanes < C
     ys, qs = (), ()
@@ -183,22 +203,24 @@ def store_tile(
             tl.store(q_tile + (r[:, None] * C + lanes[None, :]), q, mask=mask, cache_modifier=".cs")
         qs = qs + (q,)
     if COLMAJOR:
-        base = wide(stripe * (COLS * PAIRS)) * rows + first_row
+        base = wide(stripe * (COLS * PAIRS)) * ld + first_row + shift
         if not JAGGED:
-            base += wide(group) * (C * PAIRS - 1) * rows
-        end = ROWS if EVEN_ROWS else tl.minimum(hi, ROWS)
+            base += wide(group) * (C * PAIRS - 1) * ld
+        EDGES: tl.constexpr = JAGGED and not ALIGNMENT
+        end = ROWS if EVEN_ROWS or ALIGNMENT else tl.minimum(hi, ROWS)
+        begin = 0 if ALIGNMENT else tl.maximum(lo, 0)
         if PAIRS == 1 and PACKED:  # cast once more: ptxas 12.8 gets q wrong where these words are made of it
             words = to_fp8_words(ys[0], ys[1], ys[2], ys[3], fp8)
-            store_transposed_words(qt_ptr, base, rows, tl.maximum(lo, 0), end, live, words, JAGGED, C % COLS == 0)
+            store_transposed_words(qt_ptr, base, ld, begin, end, live, words, EDGES, C % COLS == 0)
         else:
-            store_turned(qt_ptr, base, rows, tl.maximum(lo, 0), end, live, qs, JAGGED, C % COLS == 0, PACKED, PAIRS)
+            store_turned(qt_ptr, base, ld, begin, end, live, qs, EDGES, C % COLS == 0, PACKED, PAIRS)
 
 
 @triton.jit
 def cast_segments(
-    x_ptr, q_ptr, qt_ptr, scale_ptr, offs_ptr, ws_ptr, rows, G, total, C: tl.constexpr, stride: tl.constexpr,
+    x_ptr, q_ptr, qt_ptr, scale_ptr, offs_ptr, ws_ptr, rows, ld, G, total, C: tl.constexpr, stride: tl.constexpr,
     FP8_MAX: tl.constexpr, INVERSE: tl.constexpr,
-    JAGGED: tl.constexpr, GROUPS_LOG2: tl.constexpr,
+    JAGGED: tl.constexpr, ALIGNMENT: tl.constexpr, ONE: tl.constexpr, GROUPS_LOG2: tl.constexpr,
     ROWMAJOR: tl.constexpr, COLMAJOR: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr, fp8: tl.constexpr,
     EVEN_ROWS: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr,
@@ -211,23 +233,25 @@ def cast_segments(
     scale = 0.0
     of = -1
     for back in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
-        group, stripe, _tiles, first_row, lo, hi = locate_block(
-            total - 1 - back, total, offs_ptr, rows, stripes, G, JAGGED, GROUPS_LOG2, ROWS
+        group, stripe, columns, first_row, lo, hi = locate_block(
+            total - 1 - back, total, offs_ptr, rows, stripes, G, JAGGED, GROUPS_LOG2, ROWS, ALIGNMENT
         )  # fmt: skip
         xs = load_quads(x_ptr, stride, C, stripe, first_row, lo, hi, ROWS // 4, COLS, EVEN_ROWS, JAGGED, False)
-        if group != of:
-            scale = amax_to_scale(published(ws_ptr, group), FP8_MAX, False)
-            of = group
-        if hi > 0:
+        segment = segment_of(group, ONE)
+        if segment != of:
+            scale = amax_to_scale(published(ws_ptr, segment), FP8_MAX, False)
+            of = segment
+        if (hi > 0) | (columns > 0 if ALIGNMENT else False):
             if (lo >= 0) & (stripe == 0):
-                tl.store(scale_ptr + group, reciprocal(scale) if INVERSE else scale)
+                tl.store(scale_ptr + segment, reciprocal(scale) if INVERSE else scale)
+            shift = aligned_shift(offs_ptr, rows, group, ALIGNMENT)
             store_tile(
-                finite_words(xs, PAIRS, dtype), scale, q_ptr, qt_ptr, rows, group, stripe, first_row, lo, hi, C,
-                JAGGED, ROWMAJOR, COLMAJOR, ROWS, COLS, PAIRS, dtype, fp8, EVEN_ROWS, PACKED,
+                finite_words(xs, PAIRS, dtype), scale, q_ptr, qt_ptr, ld, group, stripe, first_row, shift, lo, hi, C,
+                JAGGED, ALIGNMENT, ROWMAJOR, COLMAJOR, ROWS, COLS, PAIRS, dtype, fp8, EVEN_ROWS, PACKED,
             )  # fmt: skip
     if JAGGED:
         empty = amax_to_scale(tl.zeros((), dtype=tl.float32), FP8_MAX, False)
-        for group in range(tl.program_id(0), G, tl.num_programs(0)):
-            if start_of(offs_ptr, group) == load_constant(offs_ptr + group):
+        for group in range(tl.program_id(0), 1 if ONE else G, tl.num_programs(0)):
+            if without_rows(offs_ptr, group, rows, G, ONE):
                 tl.store(scale_ptr + group, reciprocal(empty) if INVERSE else empty)
     close_launch(ws_ptr, launch_tag(ws_ptr))

@@ -7,7 +7,19 @@ import triton
 import triton.language as tl
 
 from kerneltune.kernel_lib.tl_exchange import raise_published
-from kerneltune.kernel_lib.tl_lib import load_constant, magnitude, magnitude_of_pairs, magnitude_to_fp32, only_if, wide
+from kerneltune.kernel_lib.tl_groups import group_bounds, locate_aligned
+from kerneltune.kernel_lib.tl_lib import (
+    aligned_start,
+    load_constant,
+    magnitude,
+    magnitude_of_pairs,
+    magnitude_to_fp32,
+    only_if,
+    wide,
+)
+
+_BLOCKS_TOGETHER = tl.constexpr(8)
+"""Blocks of aligned groups whose tiles follow each other: they write neighbouring pieces of the same rows of the transpose."""
 
 
 @triton.jit
@@ -32,15 +44,46 @@ def locate_in_weights(tile, total, rows, stripes, ROWS: tl.constexpr):
 
 
 @triton.jit
+def _locate_aligned_tile(
+    tile, total, offs_ptr, rows, stripes, G, GROUPS_LOG2: tl.constexpr, ROWS: tl.constexpr, ALIGNMENT: tl.constexpr
+):  # fmt: skip
+    """Locate a tile of aligned groups: as `locate_block`, but in the place of tiles the columns that its transpose has."""
+    blocks = total // stripes
+    together = tl.full((), _BLOCKS_TOGETHER, tl.int32)
+    above = tile // (together * stripes) * together
+    height = tl.maximum(tl.minimum(blocks - above, together), 1)
+    inside = tile % (together * stripes)
+    block = tl.minimum(above + inside % height, blocks - 1)
+    group, row, left, _, columns = locate_aligned(block, offs_ptr, rows, G, GROUPS_LOG2, ALIGNMENT, ROWS)
+    start, _ = group_bounds(offs_ptr, group, rows)
+    live = tile < total
+    return group, inside // height, tl.where(live, columns, 0), wide(row), start - row, tl.where(live, tl.maximum(left, 0), 0)
+
+
+@triton.jit
+def aligned_shift(offs_ptr, rows, group, ALIGNMENT: tl.constexpr):
+    """Return how far the columns of an aligned group lie behind its rows; 0 without ALIGNMENT."""
+    if ALIGNMENT:
+        start, _ = group_bounds(offs_ptr, group, rows)
+        return aligned_start(start, group, ALIGNMENT) - start
+    else:
+        return 0
+
+
+@triton.jit
 def locate_block(
-    tile, total, offs_ptr, rows, stripes, G, JAGGED: tl.constexpr, GROUPS_LOG2: tl.constexpr, ROWS: tl.constexpr
+    tile, total, offs_ptr, rows, stripes, G,
+    JAGGED: tl.constexpr, GROUPS_LOG2: tl.constexpr, ROWS: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     """Locate a tile of weights, or under JAGGED of token groups, which end at offs (G,) and are cut at multiples of ROWS.
 
     A group may share its first and last block with its neighbours, and has one slot more than blocks if it ends at a multiple.
+    With ALIGNMENT a group is cut at its first row and multiples of ROWS from there.
     """
     if not JAGGED:
         return locate_in_weights(tile, total, rows, stripes, ROWS)
+    elif ALIGNMENT:
+        return _locate_aligned_tile(tile, total, offs_ptr, rows, stripes, G, GROUPS_LOG2, ROWS, ALIGNMENT)
     else:
         slot = tile // stripes
         group = slot * 0
@@ -48,8 +91,7 @@ def locate_block(
             ahead = group + (1 << (GROUPS_LOG2 - 1 - bit))
             first = load_constant(offs_ptr + tl.minimum(ahead, G) - 1) // ROWS + ahead
             group = tl.where((ahead < G) & (first <= slot), ahead, group)
-        start = start_of(offs_ptr, group)
-        end = load_constant(offs_ptr + group)
+        start, end = group_bounds(offs_ptr, group, rows)
         first = start // ROWS
         slots = end // ROWS - first + 1
         local = tile - (first + group) * stripes
@@ -58,20 +100,30 @@ def locate_block(
         tiles = (end - 1) // ROWS - first + 1
         lo = start - block * ROWS
         hi = end - block * ROWS
-        live = (tile < total) & (stripe < stripes) & (hi > lo)
+        live = (tile < total) & (local >= 0) & (stripe < stripes) & (hi > lo)
         return group, stripe, tiles, wide(block * ROWS), lo, tl.where(live, hi, 0)
 
 
 @triton.jit
-def number_tiles(table_ptr, offs_ptr, G, GROUPS_LOG2: tl.constexpr, ROWS: tl.constexpr):
-    """Write the table (G + 1,) int32 of `locate_fitted`: tiles per stripe in the groups before each.
+def in_order(starts, ends, groups, G, M):
+    """Return whether groups [starts, ends) follow each other in M rows; all (GROUPS,), of which G count."""
+    wrong = (groups < G) & ((starts < 0) | (ends < starts) | (ends > M))
+    return tl.sum(wrong.to(tl.int32), axis=0) == 0
+
+
+@triton.jit
+def number_tiles(
+    table_ptr, offs_ptr, M, G, GROUPS_LOG2: tl.constexpr, ROWS: tl.constexpr, ALIGNMENT: tl.constexpr
+):  # fmt: skip
+    """Write the table (G + 1,) int32 of `locate_fitted`: tiles per stripe in the groups before each; none of groups in disorder.
 
     Every program writes it, the same to the same place, and reads what it wrote itself.
     """
     groups = tl.arange(0, 1 << GROUPS_LOG2)
     start = tl.load(offs_ptr + groups - 1, mask=(groups > 0) & (groups < G), other=0)
     end = tl.load(offs_ptr + groups, mask=groups < G, other=0)
-    tiles = tl.where((groups < G) & (end > start), tl.cdiv(end - start // 4 * 4, ROWS), 0)
+    begin = start if ALIGNMENT else start // 4 * 4
+    tiles = tl.where((groups < G) & (end > start) & in_order(start, end, groups, G, M), tl.cdiv(end - begin, ROWS), 0)
     numbers = tl.cumsum(tiles, axis=0)
     tl.store(table_ptr + groups + 1, numbers, mask=groups < G)
     tl.store(table_ptr, 0)
@@ -79,9 +131,12 @@ def number_tiles(table_ptr, offs_ptr, G, GROUPS_LOG2: tl.constexpr, ROWS: tl.con
 
 
 @triton.jit
-def locate_fitted(tile, table_ptr, offs_ptr, stripes, G, GROUPS_LOG2: tl.constexpr, ROWS: tl.constexpr):
+def locate_fitted(
+    tile, table_ptr, offs_ptr, stripes, G, GROUPS_LOG2: tl.constexpr, ROWS: tl.constexpr, ALIGNMENT: tl.constexpr
+):  # fmt: skip
     """Locate a tile of token groups whose tiles begin with the group, up to three rows before it for aligned words.
 
+    With ALIGNMENT they begin with the group itself, whose columns are aligned elsewhere.
     Returns what `locate_in_weights` does.
     """
     slot = tile // stripes
@@ -94,7 +149,7 @@ def locate_fitted(tile, table_ptr, offs_ptr, stripes, G, GROUPS_LOG2: tl.constex
     local = tile - before * stripes
     stripe = local // tiles
     start = start_of(offs_ptr, group)
-    first_row = start // 4 * 4 + local % tiles * ROWS
+    first_row = (start if ALIGNMENT else start // 4 * 4) + local % tiles * ROWS
     live = slot < load_constant(table_ptr + G)
     return (
         group,

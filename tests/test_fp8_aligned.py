@@ -1,0 +1,125 @@
+"""Casts that align groups: the bytes of casts that do not, elsewhere, and zeros behind each group; products agree to the bit."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from kerneltune.kernel_lib.groups import GROUP_ALIGNMENT, align_groups, aligned_size, aligned_starts
+from kerneltune.ops import fp8
+from kerneltune.ops.fp8_grouped_gemm import fp8_grouped_gemm
+from kerneltune.rounding import cdiv
+
+WHERE = "cuda" if torch.cuda.is_available() else "cpu"
+ENDS = [(1, 1, 138, 300), (300,), (0, 0, 300), (128, 256, 257, 300)]
+SHORT = (7, 7, 70, 90)
+"""Groups that leave rows behind the last."""
+
+
+def ends_of(*ends: int) -> torch.Tensor:
+    return torch.tensor(ends, dtype=torch.int32, device=WHERE)
+
+
+def values(M: int, K: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(M, K, device=WHERE).mul_(torch.exp2(torch.arange(M, device=WHERE)[:, None] % 9.0)).to(dtype)
+
+
+def check_columns(q_t: torch.Tensor, plain: torch.Tensor, offs: torch.Tensor) -> None:
+    """Compare every column that is defined: a group's, and zeros up to a multiple of the alignment."""
+    want = align_groups(plain.view(torch.uint8), offs)
+    assert q_t.shape == want.shape and q_t.stride() == (1, want.shape[0])
+    got = q_t.t().contiguous().t().view(torch.uint8)
+    sizes = offs.diff(prepend=offs.new_zeros(1)).tolist()
+    for group, (to, size) in enumerate(zip(aligned_starts(offs).tolist(), sizes, strict=True)):
+        stop = to + cdiv(size, GROUP_ALIGNMENT) * GROUP_ALIGNMENT
+        assert torch.equal(got[to:stop], want[to:stop]), group
+
+
+@pytest.mark.parametrize("ends", ENDS, ids=str)
+@pytest.mark.parametrize("options", [{}, {"pow2": False}, {"inverse": True, "layout": "col"}], ids=str)
+def test_tensorwise_groups_aligned_have_the_bytes_of_groups_side_by_side(ends: tuple[int, ...], options: dict[str, Any]) -> None:
+    x, offs = values(300, 72), ends_of(*ends)
+    options = {"layout": "both", **options}
+    plain = fp8.fp8_tensorwise_group(x, offs, **options | {"layout": "both"})
+    found = fp8.fp8_tensorwise_group(x, offs, aligned=True, **options)
+    assert torch.equal(found.scale, plain.scale)
+    assert found.q is None or torch.equal(found.q.view(torch.uint8), plain.q.view(torch.uint8))
+    check_columns(found.q_t, plain.q, offs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("ends", [*ENDS, SHORT], ids=str)
+@pytest.mark.parametrize("pow2", [True, False])
+def test_one_scale_is_that_of_the_rows_of_all_groups(ends: tuple[int, ...], dtype: torch.dtype, pow2: bool) -> None:
+    x, offs = values(300, 66, dtype), ends_of(*ends)
+    x[ends[-1] :] = torch.nan
+    plain = fp8.fp8_tensorwise_2d(x[: ends[-1]].contiguous(), layout="both", pow2=pow2)
+    found = fp8.fp8_tensorwise_2d(x, layout="both", pow2=pow2, offs=offs)
+    assert torch.equal(found.scale, plain.scale)
+    assert torch.equal(found.q[: ends[-1]].view(torch.uint8), plain.q.view(torch.uint8))
+    rest = torch.zeros_like(found.q[ends[-1] :])
+    check_columns(found.q_t, torch.cat([plain.q.view(torch.uint8), rest.view(torch.uint8)]), offs)
+
+
+@pytest.mark.parametrize("ends", [*ENDS, SHORT], ids=str)
+@pytest.mark.parametrize("K", [67, 80])
+def test_both_layouts_aligned_have_the_bytes_of_groups_side_by_side(ends: tuple[int, ...], K: int) -> None:
+    x, offs = values(300, K), ends_of(*ends)
+    plain = fp8.fp8_group_both(x, offs, inverse=True)
+    found = fp8.fp8_group_both(x, offs, inverse=True, aligned=True)
+    last = ends[-1]
+    for name in ("scale", "q"):
+        got, want = (getattr(cast, name)[:last].view(torch.uint8) for cast in (found, plain))
+        assert torch.equal(got, want), name
+    assert torch.equal(found.scale_t, plain.scale_t)
+    check_columns(found.q_t, plain.q_t.contiguous(), offs)
+
+
+@pytest.mark.parametrize("ends", [*ENDS, SHORT], ids=str)
+@pytest.mark.parametrize("rows", [64, 128, 512])
+def test_columns_aligned_have_the_bytes_of_groups_side_by_side(ends: tuple[int, ...], rows: int) -> None:
+    x1, x2, offs = values(300, 66), values(300, 40), ends_of(*ends)
+    config = fp8.GroupConfig(rows=rows, cols=64, warps=8, ctas=1, stages=1, ahead=1, reload=True)
+    plain = fp8.fp8_group_colwise_dual(x1, x2, offs)
+    found = fp8.fp8_group_colwise_dual(x1, x2, offs, aligned=True, config=config)
+    alone = fp8.fp8_group_colwise(x1, offs, aligned=True)
+    for (q, scale), (want_q, want_scale) in zip((*found, alone), (*plain, plain[0]), strict=True):
+        assert torch.equal(scale, want_scale)
+        check_columns(q, want_q.contiguous(), offs)
+
+
+def test_weight_gradients_of_any_groups_equal_those_of_groups_at_multiples_of_the_alignment() -> None:
+    sizes, N, K = (1, 0, 137, 90), 48, 64
+    offs = ends_of(*torch.tensor(sizes).cumsum(0).tolist())
+    M = sum(sizes)
+    x, dy = values(M, K), values(M, N)
+    starts = aligned_starts(offs).tolist()
+    spread = ends_of(*starts[1:], aligned_size(M, len(sizes)))  # every group with the zeros behind it
+    found = []
+    for rows, ends in ((lambda t: t, offs), (lambda t: align_groups(t, offs), spread)):
+        a, b = (fp8.fp8_tensorwise_2d(rows(t), layout="col", inverse=True, offs=ends) for t in (dy, x))
+        found.append(fp8_grouped_gemm(a.q_t.t(), b.q_t, a.scale, b.scale, ends, aligned=True, out_dtype=torch.float32))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("ends", [(90, 40, 80), (-5, 500, 20), (2**31 - 1, -(2**31), 100), (50, 100, 129)], ids=str)
+def test_groups_in_disorder_neither_hang_nor_write_outside(ends: tuple[int, ...]) -> None:
+    x, offs = values(128, 64), ends_of(*ends)
+    for aligned in (False, True):
+        for layout in ("row", "both"):
+            fp8.fp8_tensorwise_group(x, offs, layout=layout, aligned=aligned)
+        fp8.fp8_group_both(x, offs, aligned=aligned)
+        fp8.fp8_group_colwise(x, offs, aligned=aligned)
+    fp8.fp8_tensorwise_2d(x, layout="both", offs=offs)
+    good = ends_of(10, 60, 128)
+    plain, again = fp8.fp8_group_both(x, good), fp8.fp8_group_both(x, good, aligned=True)
+    assert torch.equal(plain.q.view(torch.uint8), again.q.view(torch.uint8))
+    check_columns(again.q_t, plain.q_t.contiguous(), good)
+    if WHERE == "cuda":
+        torch.cuda.synchronize()
+
+
+def test_rows_that_do_not_divide_the_alignment_are_refused() -> None:
+    config = fp8.SegmentConfig(rows=96, cols=64, warps=4, ctas=0, stages=1)
+    with pytest.raises(ValueError, match="rows must divide 128"):
+        fp8.fp8_tensorwise_2d(values(128, 64), layout="both", offs=ends_of(128), config=config)
