@@ -19,6 +19,7 @@ from kerneltune.cli import (
     compare,
     doctor,
     gate,
+    history,
     insight,
     inspect,
     lab,
@@ -94,6 +95,7 @@ app.command("serve")(serve.command)
 app.command("insight")(insight.command)
 app.command("compare")(compare.command)
 app.command("gate")(gate.command)
+app.command("history")(history.command)
 app.command("report")(report.command)
 app.command("inspect")(inspect.command)
 app.command("profile")(profile.command)

@@ -57,6 +57,10 @@ def command(
     annotations: Annotated[
         bool, typer.Option("--annotations", help="Print GitHub annotations; append Markdown to $GITHUB_STEP_SUMMARY if set.")
     ] = False,
+    emit: Annotated[
+        list[str] | None,
+        typer.Option("--emit", metavar="FORMAT=FILE", help="Write the new records: bencher, github-action-benchmark or hud."),
+    ] = None,
     static: Annotated[
         bool, typer.Option("--static", help="Compile the cached configs instead of timing them, on any machine.")
     ] = False,
@@ -80,7 +84,7 @@ def command(
     if static:
         _only_without_static(
             new=new, run=run, peers=peers or None, policy=policy, processes=processes, update=update or None, save=save,
-            margin=margin, junit=junit, markdown=markdown, annotations=annotations or None,
+            margin=margin, junit=junit, markdown=markdown, annotations=annotations or None, emit=emit or None,
         )  # fmt: skip
         if op is not None and len(op) > 1:
             raise ValueError(f"op: {op[1]!r}: expected one operator, or all, with --static")
@@ -93,12 +97,13 @@ def command(
         raise ValueError(f"new: {repr(str(new)) if new else 'missing'}: expected a .jsonl file or --run, one of them")
     if margin is not None and not 0 <= margin < 1:
         raise ValueError(f"margin: {margin}: expected a fraction from 0 to below 1, such as 0.03")
+    emitted = _emitted(emit)
     if new is not None:
         _only_with_run(
             op=op, case=case, dtype=dtype, quant=quant, variant=variant, policy=policy, processes=processes,
             update=update or None, save=save,
         )  # fmt: skip
-        _report(_judged(baseline, new, margin, peers), junit, markdown, annotations)
+        _report(*_judged(baseline, new, margin, peers), junit, markdown, annotations, emitted)
         return
     processes = _PROCESSES if processes is None else processes
     o.number("processes", processes, 1)
@@ -108,7 +113,7 @@ def command(
     if update:
         _update(baseline, selection, options, processes)
     else:
-        _report(_measured(baseline, selection, options, processes, margin, save), junit, markdown, annotations)
+        _report(*_measured(baseline, selection, options, processes, margin, save), junit, markdown, annotations, emitted)
 
 
 def _only_with_run(**given: Any) -> None:
@@ -123,21 +128,39 @@ def _only_without_static(**given: Any) -> None:
             raise ValueError(f"{name}: {value if isinstance(value, bool) else str(value)!r}: expected without --static")
 
 
-def _judged(baseline: str, new: Path, margin: float | None, peers: bool) -> "Verdict":
-    """Hold a file against a file."""
+def _emitted(emit: list[str] | None) -> dict[str, Path]:
+    """Return format -> file of `--emit`.
+
+    Raises:
+        ValueError: another form, or an unknown format.
+    """
+    from kerneltune.gating.outputs import FORMATS
+
+    found = {}
+    for text in emit or ():
+        name, _, file = text.partition("=")
+        if not file:
+            raise ValueError(f"emit: {text!r}: expected FORMAT=FILE, FORMAT one of {', '.join(FORMATS)}")
+        found[o.choice("emit", name, FORMATS)] = Path(file)
+    return found
+
+
+def _judged(baseline: str, new: Path, margin: float | None, peers: bool) -> "tuple[Verdict, list[Record]]":
+    """Hold a file against a file; return the verdict and the new records."""
     from kerneltune.gating.baseline import load_baseline
     from kerneltune.gating.verdict import DEFAULT_MARGIN, gate
     from kerneltune.records import load
 
     records = with_roles(load(new))  # first, for where it is missing git would say the wrong thing of the baseline
     against = with_roles(load_baseline(baseline, new))
-    return gate(against, records, DEFAULT_MARGIN if margin is None else margin, peers=peers, defaults=option_defaults)
+    tolerated = DEFAULT_MARGIN if margin is None else margin
+    return gate(against, records, tolerated, peers=peers, defaults=option_defaults), records
 
 
 def _measured(
     baseline: str, selection: "Selection", options: "Options", processes: int, margin: float | None, save: Path | None
-) -> "Verdict":
-    """A fresh run against the baseline."""
+) -> "tuple[Verdict, list[Record]]":
+    """Hold a fresh run against the baseline; return the verdict and what was measured."""
     from kerneltune.gating.baseline import load_baseline
     from kerneltune.gating.run import run_gate
     from kerneltune.plan import require_gpu, results_folder
@@ -150,7 +173,7 @@ def _measured(
         verdict, measured = run_gate(o.load_ops, against, selection, options, processes, margin, progress)
     if save is not None and measured:
         _keep(save, measured)
-    return verdict
+    return verdict, measured
 
 
 def _update(baseline: str, selection: "Selection", options: "Options", processes: int) -> None:
@@ -180,9 +203,17 @@ def _keep(path: Path, measured: "list[Record]") -> None:
     note(f"wrote {path}")
 
 
-def _report(verdict: "Verdict", junit: Path | None, markdown: Path | None, annotations: bool) -> None:
+def _report(
+    verdict: "Verdict",
+    new: "list[Record]",
+    junit: Path | None,
+    markdown: Path | None,
+    annotations: bool,
+    emitted: dict[str, Path],
+) -> None:
     """Give the answer in every form asked for, then its exit code; a file that cannot be written hides neither."""
     from kerneltune.files import append_text
+    from kerneltune.gating.outputs import FORMATS
     from kerneltune.gating.report import gate_annotations, gate_junit, gate_markdown, gate_text
 
     show(gate_text(verdict, width()))
@@ -190,6 +221,7 @@ def _report(verdict: "Verdict", junit: Path | None, markdown: Path | None, annot
     for path, render in ((junit, gate_junit), (markdown, gate_markdown)):
         if path is not None:
             writers.append(partial(write, path, render(verdict)))
+    writers += [partial(write, path, FORMATS[name](new)) for name, path in emitted.items()]
     if annotations:
         show(gate_annotations(verdict))
         if os.environ.get("GITHUB_STEP_SUMMARY"):
