@@ -146,7 +146,7 @@ class Variant:
 
     def missing(self) -> tuple[str, ...]:
         """The required packages that are not installed."""
-        return tuple(name for name in self.requires if importlib.util.find_spec(name) is None)
+        return missing_packages(self.requires)
 
     def default_config(self, case: Case) -> Config:
         """The default config; None for a variant without knobs."""
@@ -174,6 +174,11 @@ class Variant:
             return config_from(self.config, values)
         except ValueError as error:
             raise ValueError(f"config of {self.name}: {error}") from None
+
+
+def missing_packages(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the packages that are not installed."""
+    return tuple(name for name in names if importlib.util.find_spec(name) is None)
 
 
 def parts_of(ops: Iterable["Op"]) -> Parts:

@@ -80,7 +80,7 @@ def _tools() -> Iterator[Line]:
 def _peers() -> Iterator[Line]:
     """The packages that peers need, and what lacks a peer where one is not installed."""
     try:
-        known = o.load_ops()
+        known = o.load_facts()
     except ValueError as error:
         yield "operators", "not usable", str(error)
         return

@@ -19,14 +19,14 @@ def with_roles(records: "Sequence[Record]") -> "list[Record]":
 
     if all(record.role for record in records):
         return list(records)
-    known = o.load_ops()
+    known = o.load_facts()
     of = {(op.name, variant.name): variant.role for op in known.values() for variant in op.variants}
     return [record if record.role else replace(record, role=of.get((record.op, record.variant), "own")) for record in records]
 
 
 def option_defaults(name: str) -> "Mapping[str, Option]":
     """Return the default of every option of an operator; empty for one that is not known here."""
-    op = o.load_ops().get(name)
+    op = o.load_facts().get(name)
     return {option: values[0] for option, values in op.options.items()} if op is not None else {}
 
 

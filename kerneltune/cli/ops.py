@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from kerneltune.cli import options as o
-from kerneltune.cli.console import show, show_table, show_wrapped
+from kerneltune.cli.console import note, show, show_table, show_wrapped
+from kerneltune.listing import OpFacts, VariantFacts
 from kerneltune.spec import Case, Op, Variant
 
 
@@ -15,15 +16,19 @@ def command(
     name: Annotated[str | None, typer.Argument(metavar="[OP]", help="Show this operator's variants and knobs.")] = None,
     sizes: Annotated[list[str] | None, typer.Argument(metavar="[AXIS=SIZE]...", help="Knobs for this size, like M=8192.")] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="Knobs for this element type.")] = None,
-    quant: Annotated[str | None, typer.Option("--quant", help="Knobs for this quantisation mode.")] = None,
+    quant: Annotated[str | None, typer.Option("--quant", help="Knobs for this quantization mode.")] = None,
+    index: Annotated[bool, typer.Option("--index", hidden=True, help="Write the index of operators that is shipped.")] = False,
 ) -> None:
     """List the operators, or show one with the values that its knobs may take."""
-    known = o.load_ops()
+    if index:
+        _write_index()
+        return
+    listed = o.load_facts()
     if name is None:
         head = ("op", "axes", "dtypes", "quants", "variants", "peers")
-        show_table(head, [_row(op) for op in known.values()])
+        show_table(head, [_row(op) for op in listed.values()])
         return
-    op = known[o.choice("op", name, known)]
+    op = o.load_ops()[o.choice("op", name, listed)]
     case = o.case_of_sizes(op, sizes or [], dtype or op.dtypes[0], quant or op.quants[0])
     described = [_described(op, variant, case) for variant in op.variants]
     show_wrapped(f"{op.name}: {case.label}")
@@ -43,13 +48,23 @@ def _described(op: Op, variant: Variant, case: Case) -> list[tuple[str, int]]:
         raise ValueError(f"{op.name} {variant.name}: no knobs for {case.label}: {reason}") from error
 
 
-def _row(op: Op) -> tuple[str, ...]:
-    own = ", ".join(variant.name for variant in op.variants if not variant.is_peer)
-    peers = ", ".join(f"{v.name}{_lacking(v)}" for v in op.variants if v.is_peer)
+def _write_index() -> None:
+    """Write the facts of all operators of this package, which `load_facts` reads."""
+    o.load_ops()
+    from kerneltune import listing, ops, workloads
+
+    modules = {name: ops.family(name) for name in ops.families()} | {name: workloads.family(name) for name in workloads.MODULES}
+    listing.write(modules)
+    note(f"wrote {listing.INDEX}: {sum(map(len, modules.values()))} operators")
+
+
+def _row(op: OpFacts) -> tuple[str, ...]:
+    own = ", ".join(variant.name for variant in op.variants if variant.role != "peer")
+    peers = ", ".join(f"{v.name}{_lacking(v)}" for v in op.variants if v.role == "peer")
     return op.name, " ".join(op.axes), ", ".join(op.dtypes), ", ".join(op.quants), own, peers or "-"
 
 
-def _lacking(variant: Variant) -> str:
+def _lacking(variant: Variant | VariantFacts) -> str:
     missing = variant.missing()
     return f" (needs {', '.join(missing)})" if missing else ""
 

@@ -13,6 +13,7 @@ from kerneltune.files import RESULTS
 from kerneltune.spec import Case, Op
 
 if TYPE_CHECKING:
+    from kerneltune.listing import OpFacts
     from kerneltune.plan import Options, Selection
 
 POLICIES = ("cold", "hot", "eager")
@@ -176,8 +177,18 @@ def make_folder(folder: Path) -> None:
         raise ValueError(f"cannot write {folder}: {error.strerror}") from error
 
 
+def load_facts() -> "Mapping[str, OpFacts]":
+    """Return what is listed of operators and workloads by name, without their code."""
+    from kerneltune import device, ops, workloads
+
+    known, built = ops.facts(device.select_backend), workloads.facts(device.select_backend)
+    if known.keys() & built.keys():
+        load_ops()  # says where both are
+    return known | built
+
+
 def load_ops() -> Mapping[str, Op]:
-    """Operators and workloads by name, ready to run here: on the GPU, or in the interpreter where there is none."""
+    """Return operators and workloads by name, ready to run here: on the GPU, or in the interpreter where there is none."""
     from kerneltune import device
 
     device.select_backend()

@@ -6,6 +6,7 @@ module or .py file in KERNELTUNE_PLUGINS (which `kerneltune --plugin` extends); 
 
 import importlib
 import importlib.metadata
+import itertools
 import os
 import pkgutil
 import sys
@@ -13,52 +14,85 @@ import traceback
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from kerneltune.contracts import check_contract
+from kerneltune.listing import OpFacts, facts_of, listed
 from kerneltune.spec import GROUP, PLUGINS, Op
 
 
 def load() -> dict[str, Op]:
-    """All operators by name; imports torch and triton.
+    """Return all operators by name; imports torch and triton.
 
     Raises:
-        ValueError: two operators have one name, or a plug-in that is not usable, named in the message.
+        ValueError: two operators have one name, a contract that contradicts itself, or a plug-in that is not usable.
     """
     return _load(os.environ.get(PLUGINS, ""))
 
 
-@cache
-def _load(plugins: str) -> dict[str, Op]:
-    """All operators, with plug-ins separated as paths are."""
-    found: dict[str, Op] = {}
-    for module in sorted(pkgutil.iter_modules(__path__), key=lambda m: m.name):
-        _add(found, _family(importlib.import_module(f"{__name__}.{module.name}")))
-    for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda p: (p.name, p.value)):
-        package = f" of package {point.dist.name}" if point.dist else ""
-        _add(found, _plugged(f"{point.name}{package}", point.load))
-    for name in dict.fromkeys(filter(None, plugins.split(os.pathsep))):
-        _add(found, _plugged(name, partial(_module, name)))
+def facts(before_import: Callable[[], None] = lambda: None) -> dict[str, OpFacts]:
+    """Return what is listed of all operators by name; imports neither torch nor triton, unless a plug-in does.
+
+    Args:
+        before_import: called before the code of an operator is imported.
+
+    Raises:
+        ValueError: as `load`, of plug-ins.
+    """
+    found = listed(families(), family, before_import)
+    plugins = os.environ.get(PLUGINS, "")
+    if plugins or importlib.metadata.entry_points(group=GROUP):
+        before_import()
+        for op in _plugged_in(plugins):
+            if op.name in found:
+                load()  # says where both are
+            found[op.name] = facts_of(op)
     return found
 
 
-def _family(module: ModuleType) -> tuple[Op, ...]:
-    """Return the operators of a module, or of the modules in its folder."""
-    if hasattr(module, "OPS"):
-        return tuple(module.OPS)
-    names = sorted(inside.name for inside in pkgutil.iter_modules(module.__path__, f"{module.__name__}.") if not inside.ispkg)
-    return tuple(inside.OP for inside in map(importlib.import_module, names) if hasattr(inside, "OP"))
+def families() -> list[str]:
+    """Return the names of the modules and packages in this folder."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__, f"{__name__}."))
 
 
-def _add(found: dict[str, Op], ops: tuple[Op, ...]) -> None:
-    for op in ops:
+@cache
+def _load(plugins: str) -> dict[str, Op]:
+    """Load all operators, with plug-ins separated as paths are."""
+    found: dict[str, Op] = {}
+    for op in (*itertools.chain.from_iterable(map(family, families())), *_plugged_in(plugins)):
         known = found.setdefault(op.name, op)
         if known is not op:
             raise ValueError(f"two operators are called {op.name!r}: in {known.module} and in {op.module}")
+    return found
+
+
+def family(name: str) -> tuple[Op, ...]:
+    """Import a module of this folder and return its operators, or those of the modules in its folder."""
+    module = importlib.import_module(name)
+    if hasattr(module, "OPS"):
+        found = tuple(module.OPS)
+    else:
+        names = sorted(inside.name for inside in pkgutil.iter_modules(module.__path__, f"{name}.") if not inside.ispkg)
+        found = tuple(inside.OP for inside in map(importlib.import_module, names) if hasattr(inside, "OP"))
+    for op in found:
+        check_contract(op)
+    return found
+
+
+@cache
+def _plugged_in(plugins: str) -> tuple[Op, ...]:
+    """Return the operators of other packages."""
+    found: tuple[Op, ...] = ()
+    for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda p: (p.name, p.value)):
+        package = f" of package {point.dist.name}" if point.dist else ""
+        found += _plugged(f"{point.name}{package}", point.load)
+    for name in dict.fromkeys(filter(None, plugins.split(os.pathsep))):
+        found += _plugged(name, partial(_module, name))
+    return found
 
 
 def _plugged(name: str, get: Callable[[], Any]) -> tuple[Op, ...]:
-    """What a plug-in gives: a module with OPS, or OPS itself.
+    """Return the operators of a plug-in: a module with OPS, or OPS itself.
 
     Raises:
         ValueError: one line that names the plug-in.
@@ -75,6 +109,10 @@ def _plugged(name: str, get: Callable[[], Any]) -> tuple[Op, ...]:
             raise ValueError(f"plug-in {name}: OPS: {op!r}: expected an Op")
         if op.module not in sys.modules:
             raise ValueError(f"plug-in {name}: module of {op.name}: {op.module!r}: expected the one that holds its source")
+        try:
+            check_contract(op)
+        except ValueError as error:
+            raise ValueError(f"plug-in {name}: {error}") from None
     return tuple(ops)
 
 

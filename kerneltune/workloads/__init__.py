@@ -6,20 +6,31 @@ records are shown: `OPS`, the operators it is about, and `tables(records)`. May 
 
 import importlib
 import pkgutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+from kerneltune.listing import OpFacts, listed
 from kerneltune.records import Record
 from kerneltune.spec import Op
 from kerneltune.table import Table
 
 _SUFFIX = "_table"
 
+MODULES = ("kerneltune.workloads.moe_training",)
+
 
 def load() -> dict[str, Op]:
     """Return all workloads by name; imports torch and triton."""
-    from kerneltune.workloads import moe_training
+    return {op.name: op for name in MODULES for op in family(name)}
 
-    return {op.name: op for op in moe_training.OPS}
+
+def facts(before_import: Callable[[], None] = lambda: None) -> dict[str, OpFacts]:
+    """Return what is listed of all workloads by name; before_import: called before the code of a workload is imported."""
+    return listed(MODULES, family, before_import)
+
+
+def family(name: str) -> tuple[Op, ...]:
+    """Import a module and return its workloads."""
+    return tuple(importlib.import_module(name).OPS)
 
 
 def own_tables(records: Sequence[Record]) -> list[Table]:
