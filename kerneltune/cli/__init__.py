@@ -16,6 +16,7 @@ from kerneltune.cli import (
     adopt,
     cache,
     capture,
+    cases,
     compare,
     doctor,
     gate,
@@ -93,6 +94,7 @@ app.command("capture")(capture.command)
 app.command("tune")(tune.command)
 app.command("serve")(serve.command)
 app.command("insight")(insight.command)
+app.command("cases")(cases.command)
 app.command("compare")(compare.command)
 app.command("gate")(gate.command)
 app.command("history")(history.command)

@@ -5,14 +5,27 @@ from typing import Annotated
 
 import typer
 
+from kerneltune.cli import cases
 from kerneltune.cli import options as o
 from kerneltune.cli.console import error_line, show
 from kerneltune.cli.insight import show_short
 from kerneltune.cli.progress import reporter
 
+_MODEL_GAIN = "1%"
+"""Where the many cases of a model stop by default."""
+
 
 def command(
-    family: o.Family,
+    family: Annotated[
+        str | None, typer.Argument(help="A file of sweeps/ by name, a path ending in .yaml, or the folder of a capture.")
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option("--model", metavar="FILE", help="Tune what a Hugging Face config.json uses."),
+    ] = None,
+    tokens: cases.Tokens = cases.TOKENS,
+    ep: cases.Ep = 1,
+    batch: cases.Batches = cases.BATCHES,
     op: o.OpNames = None,
     case: o.CaseNames = None,
     dtype: o.Dtypes = None,
@@ -58,8 +71,15 @@ def command(
 
     Ends with what the trials say, in short; `insight` says more. Every trial is kept, so an interrupted search resumes. The
     expected gain is the mean, over joint draws of a Gaussian process, of how far the fastest untried config lies below the
-    best so far. Exit code 1 where a case that this GPU can run was not tuned.
+    best so far. With --model the cases are those that `kerneltune cases` writes. Exit code 1 where a case that this GPU can run
+    was not tuned.
     """
+    if (family is None) == (model is None):
+        raise ValueError(f"family: {family!r}: expected either a family or --model FILE")
+    if model is not None:
+        family = str(cases.write_sweep(o.results_root(results, None), model, tokens, ep, batch))
+        until_gain = until_gain or _MODEL_GAIN
+    assert family is not None
     if Path(family).is_dir():
         from kerneltune.cli.adopt import tune_folder
 
@@ -91,8 +111,8 @@ def command(
         from kerneltune.search.trials import searches_below
 
         folder = results / "runs" / "trials" / tuned.device_slug
-        cases = [(known[entry.op], entry.case) for entry in load_plan(known, selection).bench if selection.takes(entry)]
-        for title, searches in searches_below(folder, cases, selection.takes_variant, policy).items():
+        searched = [(known[entry.op], entry.case) for entry in load_plan(known, selection).bench if selection.takes(entry)]
+        for title, searches in searches_below(folder, searched, selection.takes_variant, policy).items():
             show_short(title, searches)
     if tuned.failed:
         error_line(f"{tuned.failed} of {tuned.searched} cases not tuned")

@@ -1,0 +1,72 @@
+"""`kerneltune cases`: the sweep of every operator that a model uses."""
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kerneltune.cli import options as o
+from kerneltune.cli.console import deliver
+
+_MOST_TOKENS = 1 << 24
+
+ModelFile = Annotated[
+    Path, typer.Option("--model", metavar="FILE", help="A Hugging Face config.json, or the folder that has one.")
+]
+Tokens = Annotated[str, typer.Option("--tokens", metavar="N1,N2", help="Tokens that a GPU trains on at a time.")]
+Batches = Annotated[str, typer.Option("--batch", metavar="N1,N2|none", help="Tokens of a decoding step, for int4 products.")]
+Ep = Annotated[int, typer.Option("--ep", metavar="N", help="GPUs that share the experts of a layer.")]
+TOKENS, BATCHES = "4096,32768", "1,16,64"
+
+
+def command(model: ModelFile, tokens: Tokens = TOKENS, ep: Ep = 1, batch: Batches = BATCHES, output: o.Output = None) -> None:
+    """Write the sweep of every operator that a model uses, its cases named by layer, for `tune`, `sweep` and `compare`.
+
+    Norms, products of experts with the casts of their operands, and int4 products of what is dense. Reads dense and
+    mixture-of-experts language models.
+    """
+    deliver(text(model, tokens, ep, batch), output)
+
+
+def write_sweep(results: Path, model: Path, tokens: str, ep: int, batch: str) -> Path:
+    """Write the sweep of a model beside the runs, and return its path.
+
+    Raises:
+        ValueError: as `text`, or the file cannot be written.
+    """
+    from kerneltune.files import replace_text
+
+    made = text(model, tokens, ep, batch)
+    family = made.partition("family: ")[2].partition("\n")[0]
+    path = results / "runs" / "models" / f"{family}.yaml"
+    replace_text(path, made)
+    return path
+
+
+def text(model: Path, tokens: str, ep: int, batch: str) -> str:
+    """Return the sweep file of a model.
+
+    Raises:
+        ValueError: one line naming the file or option, the field and the value.
+    """
+    from kerneltune.workloads.model_cases import sweep_text
+    from kerneltune.workloads.model_config import read
+
+    counts = _counts("tokens", tokens)
+    batches = [] if batch == "none" else _counts("batch", batch)
+    if ep < 1:
+        raise ValueError(f"ep: {ep}: expected 1 or more")
+    return sweep_text(read(model), counts, batches, ep)
+
+
+def _counts(field: str, given: str) -> list[int]:
+    """Numbers separated by commas, each once.
+
+    Raises:
+        ValueError: something else.
+    """
+    parts = given.split(",")
+    if not all(re.fullmatch(r"[1-9][0-9]{0,8}", part) and int(part) <= _MOST_TOKENS for part in parts):
+        raise ValueError(f"{field}: {given[:60]!r}: expected whole numbers from 1 to {_MOST_TOKENS}, such as {TOKENS}")
+    return [int(part) for part in dict.fromkeys(parts)]

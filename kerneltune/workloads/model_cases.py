@@ -1,0 +1,195 @@
+"""The cases of every operator that a language model uses, as the text of a sweep. Runs nothing; imports no operator."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from kerneltune.rounding import cdiv
+from kerneltune.workloads.model_config import Experts, Model
+
+ALIGNED = 16
+"""Sizes of experts must be multiples of it; tokens of experts are rounded up to it."""
+_GROUPS = (64, 32)
+"""Values that share a scale in an int4 weight, as wide as the weight's depth allows."""
+_MOST_EXPERTS = 1024
+_FEW = 128
+"""Most tokens of int4 products."""
+_LONGEST_NAME = 150
+
+Fields = tuple[tuple[str, object], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One case.
+
+    Attributes:
+        layer: what people call the layer.
+        op: name of the operator.
+        fields: axes, type and options as the sweep gives them.
+    """
+
+    layer: str
+    op: str
+    fields: Fields
+
+
+def sweep_text(model: Model, tokens: Sequence[int], batches: Sequence[int], ep: int = 1) -> str:
+    """Return the sweep of a model's layers: norms, experts, casts of their operands, and int4 projections.
+
+    Args:
+        tokens: that a GPU trains on at a time.
+        batches: tokens of a decoding step, for int4.
+        ep: GPUs that share the experts of a layer.
+
+    Raises:
+        ValueError: one line naming the file, the field and the value that no operator supports.
+    """
+    lines = list(_lines(model, tokens, batches, ep))
+    if not lines:
+        raise ValueError(f"{model.path}: model_type: {model.kind!r}: no layer for which there is an operator")
+    named: dict[tuple[str, Fields], list[str]] = {}
+    for line in lines:
+        layers = named.setdefault((line.op, line.fields), [])
+        if line.layer not in layers:
+            layers.append(line.layer)
+    family = re.sub(r"[^\w.-]+", "-", f"{model.kind or 'model'}-{model.hidden}")[:79].strip("-.")
+    shared = f", experts on {ep} GPUs" if ep > 1 and model.experts is not None else ""
+    head = f"# {model.kind}: {', '.join(map(str, tokens))} tokens{shared}. Written by `kerneltune cases`."
+    ops = ", ".join(dict.fromkeys(op for op, _ in named))
+    text = [head, f"family: {family}", f"ops: [{ops}]", "", "bench:"]
+    for (op, fields), layers in named.items():
+        name = _joined(layers, fields)
+        text.append(f"  - {{name: {name}, op: {op}, {', '.join(f'{key}: {_shown(value)}' for key, value in fields)}}}")
+    return "\n".join(text) + "\n"
+
+
+def _joined(layers: Sequence[str], fields: Fields) -> str:
+    """A name that says which layers have the case, and how many tokens."""
+    sizes = dict(fields)
+    rows = (
+        sizes.get("N") if "M" in sizes and "K" in sizes and "group" in sizes else sizes.get("M", sizes.get("T", sizes.get("E")))
+    )
+    return f"{'+'.join(layers)[:_LONGEST_NAME]}-{rows}"
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _lines(model: Model, tokens: Sequence[int], batches: Sequence[int], ep: int) -> Iterator[Line]:
+    for count in tokens:
+        yield from _norms(model, count)
+    if model.experts is not None:
+        local = _local(model, model.experts, ep)
+        for count in tokens:
+            yield from _expert_products(model, model.experts, local, count)
+        yield from _expert_weights(model, model.experts, local)
+    for count in batches:
+        yield from _projections(model, count)
+
+
+def _norms(model: Model, tokens: int) -> Iterator[Line]:
+    """RMSNorm of the hidden size, of queries and keys, and of latents."""
+    if not model.has_rms_norm:
+        return
+    rows = [("norm", tokens, model.hidden)]
+    if model.qk_norm == "head":
+        rows += [(name, tokens * heads, model.head_dim) for name, heads in (("q-norm", model.heads), ("k-norm", model.kv_heads))]
+    if model.qk_norm == "width":
+        rows += [(name, tokens, heads * model.head_dim) for name, heads in (("q-norm", model.heads), ("k-norm", model.kv_heads))]
+    rows += [(f"{name}-latent-norm", tokens, model.latents[name]) for name in ("q", "kv") if name in model.latents]
+    for layer, m, n in rows:
+        shape = (("M", m), ("N", n), ("dtype", model.dtype), ("quant", "none"), ("zero_centered", model.zero_centered))
+        yield Line(layer, "rmsnorm_fwd", shape)
+        yield Line(layer, "rmsnorm_bwd", shape)
+
+
+def _local(model: Model, experts: Experts, ep: int) -> int:
+    """Experts of one GPU.
+
+    Raises:
+        ValueError: they do not divide, or a size that the products do not support.
+    """
+    if experts.count % ep:
+        raise ValueError(f"{model.path}: {experts.count_field}: {experts.count}: expected a multiple of ep={ep}")
+    if experts.count // ep > _MOST_EXPERTS:
+        raise ValueError(
+            f"{model.path}: {experts.count_field}: {experts.count}: expected at most {_MOST_EXPERTS} experts per GPU"
+        )
+    for name, size in (("hidden_size", model.hidden), (experts.width_field, experts.width)):
+        if size % ALIGNED:
+            raise ValueError(f"{model.path}: {name}: {size}: expected a multiple of {ALIGNED}, as products of experts support")
+    return experts.count // ep
+
+
+def _expert_products(model: Model, experts: Experts, local: int, tokens: int) -> Iterator[Line]:
+    """Forward product, input gradient and weight gradient of fused gate and up and of down; casts of their activations."""
+    rows = cdiv(tokens * experts.top_k, ALIGNED) * ALIGNED
+    wide = 2 * experts.width if model.gated else experts.width
+    up = "experts.gate-up" if model.gated else "experts.up"
+    for layer, n, k in ((up, wide, model.hidden), ("experts.down", model.hidden, experts.width)):
+        for suffix, cols, depth, product in (("", n, k, "rows"), (".dgrad", k, n, "rows"), (".wgrad", n, k, "weights")):
+            sizes = (("M", rows), ("N", cols), ("K", depth), ("E", local), ("dtype", model.dtype), ("product", product))
+            yield Line(layer + suffix, "fp8_grouped_gemm", sizes)
+        for what, width in ((f"{layer}.x", k), (f"{layer}.dy", n)):
+            yield Line(what, "fp8_group_both", (("M", rows), ("K", width), ("G", local), ("dtype", model.dtype)))
+            yield Line(what, "fp8_tensorwise_2d", (("M", rows), ("K", width), ("dtype", model.dtype), ("layout", "both")))
+
+
+def _expert_weights(model: Model, experts: Experts, local: int) -> Iterator[Line]:
+    """Casts of expert weights, which do not depend on tokens."""
+    wide = 2 * experts.width if model.gated else experts.width
+    up = "experts.gate-up" if model.gated else "experts.up"
+    for layer, n, k in ((up, wide, model.hidden), ("experts.down", model.hidden, experts.width)):
+        sizes = (("E", local), ("K", k), ("N", n), ("dtype", model.dtype))
+        yield Line(f"{layer}.weight", "fp8_rowwise_3d_both", sizes)
+        yield Line(f"{layer}.weight", "fp8_tensorwise_3d", (*sizes, ("layout", "both")))
+        yield Line(f"{layer}.weight", "multi_cast_transpose", (("T", local), ("M", n), ("N", k), ("dtype", model.dtype)))
+
+
+def _projections(model: Model, tokens: int) -> Iterator[Line]:
+    """Int4 products of what is dense: attention, dense layers, shared experts."""
+    if model.dtype == "float32":
+        return
+    for layer, (out, depth) in {**_attention(model), **_dense(model)}.items():
+        group = next((group for group in _GROUPS if depth % group == 0), None)
+        if group is not None and out % 2 == 0:
+            sizes = (("N", tokens), ("M", out), ("K", depth), ("dtype", model.dtype), ("group", group))
+            yield Line(layer, "int4_gemm", sizes)
+
+
+def _attention(model: Model) -> Mapping[str, tuple[int, int]]:
+    """(outputs, inputs) of every projection of attention."""
+    latents, heads = model.latents, model.heads
+    if latents:
+        query = heads * (latents["nope"] + latents["rope"])
+        low = (
+            {"attention.q-down": (latents["q"], model.hidden), "attention.q-up": (query, latents["q"])} if "q" in latents else {}
+        )
+        return {
+            **(low or {"attention.q": (query, model.hidden)}),
+            "attention.kv-down": (latents["kv"] + latents["rope"], model.hidden),
+            "attention.kv-up": (heads * (latents["nope"] + latents["value"]), latents["kv"]),
+            "attention.o": (model.hidden, heads * latents["value"]),
+        }
+    query, keys = heads * model.head_dim, model.kv_heads * model.head_dim
+    if model.fused_attention:
+        return {"attention.qkv": (query + 2 * keys, model.hidden), "attention.o": (model.hidden, query)}
+    inputs = {name: (size, model.hidden) for name, size in (("q", query), ("k", keys), ("v", keys))}
+    return {**{f"attention.{name}": shape for name, shape in inputs.items()}, "attention.o": (model.hidden, query)}
+
+
+def _dense(model: Model) -> Mapping[str, tuple[int, int]]:
+    """(outputs, inputs) of the projections of dense layers and shared experts."""
+    found: dict[str, tuple[int, int]] = {}
+    shared = model.experts.shared if model.experts is not None else 0
+    for layer, width in (("mlp", model.mlp), ("shared-experts", shared)):
+        if not width:
+            continue
+        if model.fused_mlp and model.gated:
+            found[f"{layer}.gate-up"] = (2 * width, model.hidden)
+        else:
+            found |= {f"{layer}.{name}": (width, model.hidden) for name in (("gate", "up") if model.gated else ("up",))}
+        found[f"{layer}.down"] = (model.hidden, width)
+    return found

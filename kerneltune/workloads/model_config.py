@@ -1,0 +1,274 @@
+"""The layers of a language model, read from its Hugging Face `config.json`. Knows no operator; needs no package of models."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+MOST = 1 << 24
+"""Largest size that is believed."""
+_MOST_BYTES = 16 << 20
+_HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "multi_query_group_num")
+_HEAD_DIM = ("head_dim", "attention_head_dim", "kv_channels")
+_MLP = ("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim", "intermediate_size_mlp")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
+_EXPERT_MLP = ("moe_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size", "expert_intermediate_size")
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "num_selected_experts", "top_k", "moe_top_k")
+_SHARED = ("shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size")
+_SHARED_COUNT = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
+_INNER = ("text_config", "llm_config", "language_config", "thinker_config", "decoder")
+_RMS = ("rms_norm_eps", "layernorm_rms_eps")
+_RMS_TYPES = ("lfm2", "nanochat", "step3")
+"""Beginnings of model types whose norms are RMSNorm though no field says so."""
+_LAYER_NORMS = ("phimoe",)
+"""The same of those whose norms are none though a field says so."""
+_HEAD_NORMS = (
+    "afmoe", "apertus", "doge", "dots1", "exaone4", "exaone_moe", "gemma3", "gemma4", "diffusion_gemma", "glm5", "hunyuan_v1",
+    "hunyuan_vl", "hy_v3", "inkling", "laguna", "lfm2", "mellum", "minimax_m3", "nanochat", "qwen3", "qwen4", "step3", "t5gemma2",
+)  # fmt: skip
+"""Beginnings of model types that normalise queries and keys head by head."""
+_WIDE_NORMS = ("olmo2", "olmo3", "olmoe", "flex_olmo", "olmo_hybrid", "minimax_m2")
+"""The same of those that normalise all heads together."""
+_ZERO_CENTRED = ("gemma", "diffusion_gemma", "vaultgemma", "t5gemma", "qwen3_next", "qwen3_5", "recurrent_gemma")
+_FUSED = ("phi3", "phi4", "glm4", "glm", "chatglm")
+"""Beginnings of model types whose dense gate and up are one matrix."""
+_FUSED_ATTENTION = ("phi3", "phi4", "dbrx", "chatglm", "gpt_neox", "falcon")
+_NOT_FUSED = ("glm4_moe", "glm_moe")
+_UNGATED = ("starcoder2", "gpt_neox", "gpt2", "phi", "falcon", "opt", "bloom", "nemotron", "apertus", "arcee", "mpt")
+_DTYPES = {"bfloat16": "bfloat16", "float16": "float16", "half": "float16", "float32": "float32", "float": "float32"}
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The routed experts of a layer.
+
+    Attributes:
+        count, width, top_k: experts, their inner size, and how many serve a token.
+        count_field, width_field: where the file says so.
+        shared: inner size of the shared experts together, 0 for none.
+    """
+
+    count: int
+    width: int
+    top_k: int
+    count_field: str
+    width_field: str
+    shared: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The sizes that operators see.
+
+    Attributes:
+        path: of the file, for errors.
+        kind: the file's `model_type`.
+        hidden, heads, kv_heads, head_dim: of attention.
+        mlp: inner size of a dense layer, 0 where every layer has experts.
+        latents: sizes of projections and norms of a latent attention by name: q, kv, rope, nope, value; empty for none.
+        qk_norm: `head`, `width` or empty.
+        has_rms_norm, zero_centered: what its norms are.
+        fused_attention, fused_mlp: whether query, key and value, or gate and up, are one matrix.
+        gated: whether there is a gate beside up.
+        dtype: of weights.
+    """
+
+    path: Path
+    kind: str
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    experts: Experts | None = None
+    latents: Mapping[str, int] = field(default_factory=dict)
+    qk_norm: str = ""
+    has_rms_norm: bool = True
+    zero_centered: bool = False
+    fused_attention: bool = False
+    fused_mlp: bool = False
+    gated: bool = True
+    dtype: str = "bfloat16"
+
+
+def read(path: Path) -> Model:
+    """Return the model that a `config.json` describes.
+
+    Raises:
+        ValueError: one line naming the file, the field and the value.
+    """
+    fields = _Fields(path, _inner(path, _loaded(path)))
+    hidden, heads = fields.size(_HIDDEN), fields.size(_HEADS)
+    kv_heads = fields.size(_KV_HEADS, heads)
+    if heads % kv_heads:
+        fields.fail(_KV_HEADS[0], kv_heads, f"a divisor of {heads} attention heads")
+    head_dim = fields.size(_HEAD_DIM, max(1, hidden // heads))
+    kind, experts, latents = fields.kind, _experts(fields), _latents(fields)
+    is_rms = (fields.name_of(_RMS) is not None or kind.startswith(_RMS_TYPES)) and not kind.startswith(_LAYER_NORMS)
+    per_head = kind.startswith(_HEAD_NORMS) if fields.get("use_qk_norm") is None else bool(fields.get("use_qk_norm"))
+    return Model(
+        path,
+        kind,
+        hidden,
+        heads,
+        kv_heads,
+        head_dim,
+        mlp=_dense_width(fields, experts),
+        experts=experts,
+        latents=latents,
+        qk_norm="" if not is_rms or latents else "width" if kind.startswith(_WIDE_NORMS) else "head" if per_head else "",
+        has_rms_norm=is_rms,
+        zero_centered=kind.startswith(_ZERO_CENTRED),
+        fused_attention=kind.startswith(_FUSED_ATTENTION),
+        fused_mlp=kind.startswith(_FUSED) and not kind.startswith(_NOT_FUSED),
+        gated=not kind.startswith(_UNGATED) or kind.startswith("phi3") or kind.startswith("phimoe"),
+        dtype=_DTYPES.get(str(fields.get("dtype") or fields.get("torch_dtype")).removeprefix("torch."), "bfloat16"),
+    )
+
+
+def _loaded(path: Path) -> dict[str, Any]:
+    try:
+        if path.is_dir():
+            path = path / "config.json"
+        if path.exists() and (not path.is_file() or path.stat().st_size > _MOST_BYTES):
+            raise ValueError(f"{path}: file: expected a regular file of at most {_MOST_BYTES >> 20} MiB")
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"cannot read {path}: not UTF-8") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}:{error.lineno}: JSON: {error.msg} at column {error.colno}") from error
+    except RecursionError as error:
+        raise ValueError(f"{path}: JSON: nested too deeply") from error
+    except ValueError as error:
+        text = str(error)
+        raise ValueError(text if text.startswith(str(path)) else f"{path}: JSON: {text[:120]}") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"{path}: JSON: expected an object, got {type(data).__name__}")
+    return data
+
+
+def _inner(path: Path, data: dict[str, Any]) -> dict[str, Any]:
+    """The part of a composite model that describes its text model."""
+    for _ in range(3):
+        inner = next((data[name] for name in _INNER if isinstance(data.get(name), dict) and _describes(data[name])), None)
+        if inner is None:
+            return data
+        outer: dict[str, Any] = {name: data[name] for name in ("dtype", "torch_dtype", "model_type") if name in data}
+        data = outer | inner
+    return data
+
+
+def _describes(data: Mapping[str, Any]) -> bool:
+    return any(name in data for name in (*_HIDDEN, *_HEADS, *_INNER[:4], "model_type"))
+
+
+class _Fields:
+    """The fields of one file; sizes that it leaves out are those of the model's class, where transformers is installed."""
+
+    def __init__(self, path: Path, data: Mapping[str, Any]) -> None:
+        self.path, self.data = path, data
+        kind = data.get("model_type")
+        self.kind = kind.lower() if isinstance(kind, str) else ""
+        self._defaults: Mapping[str, Any] | None = None
+
+    def get(self, name: str) -> Any:
+        return self.data.get(name)
+
+    def name_of(self, names: tuple[str, ...]) -> str | None:
+        """The first of the names that the file, or else the model's class, has a value for."""
+        return next((name for name in names if self.data.get(name) is not None), None)
+
+    def size(self, names: tuple[str, ...], default: int | None = None) -> int:
+        name = self.name_of(names)
+        if name is not None:
+            return self.checked(name, self.data[name])
+        value = next((self.defaults[name] for name in names if self.defaults.get(name) is not None), default)
+        if value is None:
+            known = f"{self.kind!r}" if self.kind else "missing"
+            told = f"{self.path}: {names[0]}: missing: looked for {', '.join(names)}"
+            raise ValueError(f"{told} (model_type: {known}: {'an unknown architecture' if not self.defaults else 'incomplete'})")
+        return int(value)
+
+    def checked(self, name: str, value: Any) -> int:
+        if type(value) is not int or not 0 < value <= MOST:
+            self.fail(name, value, f"a whole number from 1 to {MOST}")
+        return int(value)
+
+    def fail(self, name: str, value: Any, expected: str) -> NoReturn:
+        try:
+            shown = repr(value)[:60]
+        except ValueError:  # an integer of more digits than Python prints
+            shown = "a number of very many digits"
+        raise ValueError(f"{self.path}: {name}: {shown}: expected {expected}")
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        """What the model's class has where the file says nothing; nothing without transformers."""
+        if self._defaults is None:
+            self._defaults = dict(_of_class(self.kind))
+        return self._defaults
+
+
+def _of_class(kind: str) -> Iterator[tuple[str, Any]]:
+    try:
+        from transformers import CONFIG_MAPPING
+
+        made = CONFIG_MAPPING[kind]()
+    except Exception:  # transformers is not installed, does not know the type, or cannot make a config of nothing
+        return
+    for name in (*_HIDDEN, *_HEADS, *_KV_HEADS, *_HEAD_DIM, *_MLP):
+        value = getattr(made, name, None)
+        if type(value) is int and value > 0:
+            yield name, value
+
+
+def _experts(fields: _Fields) -> Experts | None:
+    counted = fields.name_of(_EXPERTS)
+    if counted is None or fields.get(counted) in (0, 1):
+        return None
+    count = fields.checked(counted, fields.get(counted))
+    wide = fields.name_of(_EXPERT_MLP) or fields.name_of(_MLP)
+    width = fields.size(_EXPERT_MLP) if wide is None else fields.checked(wide, _first(fields.get(wide)))
+    top = fields.name_of(_TOP_K)
+    if top is None:
+        raise ValueError(f"{fields.path}: {_TOP_K[0]}: missing: looked for {', '.join(_TOP_K)}")
+    top_k = fields.checked(top, _first(fields.get(top)))
+    if top_k > count:
+        fields.fail(top, top_k, f"at most the {count} experts of {counted}")
+    shared = fields.name_of(_SHARED)
+    several = fields.get(fields.name_of(_SHARED_COUNT) or "") or 0
+    inner = fields.checked(shared, fields.get(shared)) if shared and fields.get(shared) else 0
+    if not inner and several:
+        inner = width * fields.checked(fields.name_of(_SHARED_COUNT) or "", several)
+    return Experts(count, width, top_k, counted, wide or _EXPERT_MLP[0], inner)
+
+
+def _first(value: Any) -> Any:
+    """A value that some models give for every layer: the first."""
+    return value[0] if isinstance(value, list) and value else value
+
+
+def _dense_width(fields: _Fields, experts: Experts | None) -> int:
+    """The inner size of dense layers; 0 where every layer has experts of that very field."""
+    name = fields.name_of(_MLP)
+    if experts is None:
+        return fields.checked(name, _first(fields.get(name))) if name else fields.size(_MLP)
+    of_some = ("first_k_dense_replace", "mlp_only_layers", "num_dense_layers")
+    has_dense = any(fields.get(one) for one in of_some) or (fields.get("expert_layer_period") or 1) != 1
+    if name is not None and has_dense:
+        return fields.checked(name, _first(fields.get(name)))
+    wide = fields.get("intermediate_size_mlp")
+    return fields.checked("intermediate_size_mlp", wide) if wide else 0
+
+
+def _latents(fields: _Fields) -> dict[str, int]:
+    if not fields.get("kv_lora_rank"):
+        return {}
+    names = {"kv": "kv_lora_rank", "rope": "qk_rope_head_dim", "nope": "qk_nope_head_dim", "value": "v_head_dim"}
+    found = {short: fields.size((name,)) for short, name in names.items()}
+    return found | ({"q": fields.size(("q_lora_rank",))} if fields.get("q_lora_rank") else {})

@@ -1,0 +1,176 @@
+"""Rules: evaluated as written, read back as they were, refused in one line where they are damaged."""
+
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_up import CASE, Small, nothing, op_of, small_space
+
+from kerneltune import cache, device, rule
+from kerneltune.device import Device
+from kerneltune.rule import Facts, Form, Leaf, Rule, Scaled, Split
+from kerneltune.spec import Case, Variant
+
+VARIANT = Variant("optimized", nothing, Small, small_space, default=lambda _case: Small(256, 4))
+FORMS = (
+    Form((("block", 64), ("warps", 2))),
+    Form((("block", Scaled("M", 0.5)), ("warps", 4))),
+    Form((("block", Scaled("M", 65536.0, inverse=True)), ("warps", 1))),
+)
+TREE = Split("M*bytes", 4096.0, None, Split("dtype", None, "float32", Leaf((0,)), Leaf((1, 0))), Leaf((2,)))
+RULE = Rule("optimized", "cold", FORMS, TREE, 0.0, {"cases": 3, "judged": 3, "geomean": 0.99, "worst": 0.9, "worst_case": "M=8"})
+GPU = "nvidia_h200"
+
+
+@pytest.fixture(autouse=True)
+def forget() -> Iterator[None]:
+    cache.clear()
+    yield
+    cache.clear()
+
+
+def stored(root: Path, text: str | None = None, gpu: str = GPU, arch: str = "sm_90") -> Path:
+    path = rule.path_of("fake", gpu, root)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text if text is not None else rule.dumps("fake", gpu, [RULE], {"arch": arch}))
+    return path
+
+
+def found(root: Path, size: int, dtype: str = "bfloat16", gpu: str = GPU) -> cache.Found:
+    return cache.Chooser.of(op_of(VARIANT), VARIANT, "cold", root).find(Case("", (("M", size),), dtype), gpu)
+
+
+def test_numbers_of_a_case_are_products_of_sizes_and_bytes() -> None:
+    facts = Facts({"M": 24, "N": 100}, {"dtype": "float16"})
+    values = {"M": 24, "M*N": 2400, "M/N": 0.24, "M*bytes": 48, "pow2(N)": 128, "low(M)": 8, "N/pow2(N)": 100 / 128}
+    assert {expression: facts.number(expression) for expression in values} == pytest.approx(values)
+    assert Facts({"M": 24, "N": 0}, {"dtype": "uint8"}).number("M*bytes/N") == 24
+    with pytest.raises(ValueError, match="expected a product of sizes"):
+        facts.number("M+N")
+
+
+def test_a_rule_file_is_read_as_it_was_written() -> None:
+    assert rule.loads(rule.dumps("fake", GPU, [RULE, RULE], {}), "fake", GPU) == (RULE, RULE)
+
+
+def test_a_look_up_takes_the_first_form_of_the_leaf_that_is_valid(tmp_path: Path) -> None:
+    stored(tmp_path)
+    assert found(tmp_path, 1024) == cache.Found(Small(512, 4), "rule", 'the rule: {"block": 512, "warps": 4}')
+    assert found(tmp_path, 1024, "float32").config == Small(64, 2)
+    assert found(tmp_path, 4096) == cache.Found(Small(16, 1), "rule", 'the rule: {"block": 16, "warps": 1}')
+    assert found(tmp_path, 8192) == cache.Found(Small(256, 4), "default", "the default")  # a block of 8 is none
+
+
+def test_a_rule_of_another_gpu_serves_and_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "current", lambda: Device("NVIDIA H100 80GB HBM3", "sm_90", 132, 50 << 20, "580"))
+    stored(tmp_path)
+    stored(tmp_path, gpu="nvidia_b200", arch="sm_100")
+    with pytest.warns(UserWarning, match="no rules for nvidia_h100_80gb_hbm3: those of nvidia_h200, the nearest known") as caught:
+        told = {found(tmp_path, size, gpu="nvidia_h100_80gb_hbm3").told for size in (1024, 2048)}
+    assert len(caught) == 1 and all("the rule of nvidia_h200" in text for text in told)
+
+
+def test_the_interpreter_has_no_rule(tmp_path: Path) -> None:
+    stored(tmp_path)
+    assert found(tmp_path, 1024, gpu=device.INTERPRETER).source == "default"
+
+
+def _damaged(change: Any) -> str:
+    data = json.loads(rule.dumps("fake", GPU, [RULE], {}))
+    change(data)
+    return json.dumps(data)
+
+
+def _put(*path: Any, value: Any) -> Any:
+    def change(data: Any) -> None:
+        for step in path[:-1]:
+            data = data[step]
+        data[path[-1]] = value
+
+    return change
+
+
+DAMAGES = {
+    "": "JSON",
+    "[]": "expected an object",
+    "{" * 5000: "JSON",
+    _damaged(_put("op", value="other")): "op: 'other': expected 'fake'",
+    _damaged(_put("schema", value=9)): "schema: 9",
+    _damaged(_put("rules", value=3)): "rules: 3: expected a list",
+    _damaged(_put("rules", 0, "forms", value=[])): "forms",
+    _damaged(_put("rules", 0, "forms", 0, "block", value=[1])): "forms[0].block",
+    _damaged(_put("rules", 0, "forms", 0, "block", value=float("nan"))): "forms[0].block",
+    _damaged(_put("rules", 0, "forms", 1, "block", value={"pow2": "M"})): "forms[1].block",
+    _damaged(_put("rules", 0, "tree", value={"use": [99]})): "use: [99]",
+    _damaged(_put("rules", 0, "tree", "if", value="M+1")): "expected a product of sizes",
+    _damaged(_put("rules", 0, "tree", "at_most", value="x")): "at_most: 'x'",
+    _damaged(_put("rules", 0, "near", value=-1)): "near: -1",
+    '{"schema": ' + "9" * 5000 + "}": "JSON",
+}
+
+
+@pytest.mark.parametrize("text", DAMAGES)
+def test_a_damaged_rule_is_one_warning_and_the_default(text: str, tmp_path: Path) -> None:
+    path = stored(tmp_path, text)
+    with pytest.warns(UserWarning) as caught:
+        assert [found(tmp_path, size).config for size in (1024, 2048, 8)] == [Small(256, 4)] * 3
+    assert len(caught) == 1
+    said = str(caught[0].message)
+    assert said.startswith(str(path)) and DAMAGES[text] in said and said.endswith("; not used") and "\n" not in said
+
+
+IMPOSSIBLE: list[dict[str, Any]] = [
+    {"block": 0, "warps": 4},
+    {"block": -64, "warps": 4},
+    {"block": 100, "warps": 4},
+    {"block": 64, "warps": 64},
+    {"block": 64},
+    {"block": "64", "warps": 4},
+    {"block": 10**400, "warps": 1},
+]
+
+
+@pytest.mark.parametrize("knobs", IMPOSSIBLE)
+def test_a_rule_whose_knobs_no_kernel_takes_is_passed_over(knobs: dict[str, Any], tmp_path: Path) -> None:
+    forms = (Form(tuple(knobs.items())), FORMS[0])
+    stored(tmp_path, rule.dumps("fake", GPU, [Rule("optimized", "cold", forms, Leaf((0, 1)))], {}))
+    assert found(tmp_path, 1024).config == Small(64, 2)
+
+
+def test_a_rule_of_other_axes_is_passed_over(tmp_path: Path) -> None:
+    foreign = Rule("optimized", "cold", FORMS, Split("Q*R", 3.0, None, Leaf((0,)), Leaf((1,))))
+    stored(tmp_path, rule.dumps("fake", GPU, [foreign], {}))
+    assert found(tmp_path, 1024).source == "default"
+
+
+@pytest.mark.parametrize("config", [{"block": float("nan"), "warps": 4}, {"block": 0, "warps": 4}, {"block": -16, "warps": 4},
+                                    {"block": 64, "warps": -1}, {"block": 10**400, "warps": 4}, {"block": 48, "warps": 4},
+                                    {"block": True, "warps": 4}, {"block": None, "warps": 4}])  # fmt: skip
+def test_an_entry_that_no_kernel_takes_is_a_miss_with_one_warning_that_names_it(config: dict[str, Any], tmp_path: Path) -> None:
+    good = {"variant": "optimized", "case": "good", "axes": {"M": 64}, "dtype": "bfloat16", "quant": "none", "options": {},
+            "policy": "cold", "config": {"block": 128, "warps": 8}, "evidence": {}}  # fmt: skip
+    bad = {**good, "case": "bad", "axes": dict(CASE.axes), "config": config}
+    path = cache.path_of("fake", GPU, tmp_path)
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"schema": 1, "op": "fake", "device": GPU, "entries": [bad, good]}))
+    with pytest.warns(UserWarning) as caught:
+        assert found(tmp_path, CASE["M"]).config == Small(256, 4)
+        assert found(tmp_path, 64).config == Small(128, 8)  # one bad entry breaks no other look-up
+    ours = [str(one.message) for one in caught if "not used" in str(one.message)]
+    assert len(ours) == 1 and str(path) in ours[0] and "bad" in ours[0] and "\n" not in ours[0]
+
+
+def test_looking_up_imports_nothing_heavy() -> None:
+    import subprocess
+
+    code = (
+        "import sys; from kerneltune import cache, rule; from kerneltune.spec import Case; "
+        "rule.load(rule.path_of('rmsnorm_fwd', 'nvidia_h200', cache.roots())); "
+        "assert not {'numpy', 'pandas', 'sklearn', 'optuna', 'torch', 'scipy'} & set(sys.modules), sorted(sys.modules)"
+    )
+    with warnings.catch_warnings():
+        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,114 @@
+"""The sweep of a model: sizes read from its config.json, cases named by layer, and bad files in one line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kerneltune import ops, sweep
+from kerneltune.workloads.model_cases import sweep_text
+from kerneltune.workloads.model_config import read
+
+OPS = ops.load()
+SMALL = {"model_type": "qwen3", "hidden_size": 2560, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+         "intermediate_size": 9728, "rms_norm_eps": 1e-6}  # fmt: skip
+EXPERTS = {**SMALL, "model_type": "qwen3_moe", "num_experts": 64, "num_experts_per_tok": 6, "moe_intermediate_size": 1408}
+LATENT = {**EXPERTS, "model_type": "deepseek_v3", "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64,
+          "qk_nope_head_dim": 128, "v_head_dim": 128, "n_shared_experts": 2, "first_k_dense_replace": 1}  # fmt: skip
+
+
+def written(folder: Path, fields: Any) -> Path:
+    path = folder / "config.json"
+    path.write_text(fields if isinstance(fields, str) else json.dumps(fields))
+    return path
+
+
+def cases(folder: Path, fields: dict[str, Any], ep: int = 1) -> dict[tuple[str, str], dict[str, Any]]:
+    (folder / "made.yaml").write_text(sweep_text(read(written(folder, fields)), [4096], [1, 16], ep))
+    found = sweep.load(folder / "made.yaml", OPS)
+    return {(e.op, e.case.name): {**dict(e.case.axes), **dict(e.case.options), "dtype": e.case.dtype} for e in found.bench}
+
+
+def test_cases_of_a_dense_model_have_its_norms_and_each_projection(tmp_path: Path) -> None:
+    found = cases(tmp_path, SMALL)
+    assert found["rmsnorm_bwd", "q-norm-131072"] == {"M": 131072, "N": 128, "zero_centered": False, "dtype": "bfloat16"}
+    assert found["rmsnorm_fwd", "k-norm-32768"]["N"] == 128
+    assert found["rmsnorm_fwd", "norm-4096"]["N"] == 2560
+    projections = {
+        name: (sizes["M"], sizes["K"]) for (op, name), sizes in found.items() if op == "int4_gemm" and sizes["N"] == 16
+    }
+    assert projections == {
+        "attention.q-16": (4096, 2560), "attention.k+attention.v-16": (1024, 2560), "attention.o-16": (2560, 4096),
+        "mlp.gate+mlp.up-16": (9728, 2560), "mlp.down-16": (2560, 9728),
+    }  # fmt: skip
+    assert {op for op, _ in found} == {"rmsnorm_fwd", "rmsnorm_bwd", "int4_gemm"}
+
+
+def test_cases_of_experts_have_the_products_of_both_passes_on_one_gpu_of_the_group(tmp_path: Path) -> None:
+    found = cases(tmp_path, {**EXPERTS, "torch_dtype": "float16"}, ep=8)
+    rows = 4096 * 6
+    products = {name: sizes for (op, name), sizes in found.items() if op == "fp8_grouped_gemm"}
+    assert {sizes["E"] for sizes in products.values()} == {8} and len(products) == 6
+    assert {sizes["dtype"] for sizes in products.values()} == {"float16"}
+    sizes = {name: (s["M"], s["N"], s["K"], s["product"]) for name, s in products.items()}
+    assert sizes[f"experts.gate-up-{rows}"] == (rows, 2816, 2560, "rows")
+    assert sizes[f"experts.gate-up.dgrad-{rows}"] == (rows, 2560, 2816, "rows")
+    assert sizes[f"experts.down.wgrad-{rows}"] == (rows, 2560, 1408, "weights")
+    assert found["fp8_rowwise_3d_both", "experts.gate-up.weight-8"]["N"] == 2816
+    assert found["fp8_tensorwise_2d", f"experts.gate-up.dy-{rows}"]["layout"] == "both"
+    for (op, _), sizes in found.items():
+        assert set(sizes) >= set(OPS[op].axes)
+
+
+def test_cases_of_latent_attention_have_its_norms_and_shared_experts(tmp_path: Path) -> None:
+    found = cases(tmp_path, LATENT)
+    assert found["rmsnorm_fwd", "kv-latent-norm-4096"]["N"] == 512 and found["rmsnorm_fwd", "q-latent-norm-4096"]["N"] == 1536
+    assert found["int4_gemm", "attention.kv-down-1"]["M"] == 576
+    assert found["int4_gemm", "shared-experts.down-1"]["K"] == 2816
+    assert found["int4_gemm", "mlp.down-1"]["K"] == 9728
+    assert not any("q-norm" in name for _, name in found)
+
+
+def test_cases_of_a_model_with_layer_norm_have_no_rms_norm(tmp_path: Path) -> None:
+    fields = {key: value for key, value in SMALL.items() if key != "rms_norm_eps"} | {
+        "model_type": "cohere2",
+        "layer_norm_eps": 1e-5,
+    }
+    assert {op for op, _ in cases(tmp_path, fields)} == {"int4_gemm"}
+
+
+def test_cases_of_an_unknown_type_are_read_by_their_fields_and_of_a_picture_model_from_its_text_part(tmp_path: Path) -> None:
+    found = cases(tmp_path, {"model_type": "new_vl", "vision_config": {}, "text_config": {**SMALL, "model_type": "new_text"}})
+    assert found["rmsnorm_fwd", "norm-4096"]["N"] == 2560 and ("rmsnorm_fwd", "q-norm-131072") not in found
+    assert cases(tmp_path, {**SMALL, "model_type": "gemma3_text"})["rmsnorm_fwd", "norm-4096"]["zero_centered"] is True
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ("[1]", "JSON: expected an object, got list"),
+        ("{", "1: JSON: Expecting property name"),
+        ({"model_type": "mystery"}, "hidden_size: missing: looked for hidden_size, n_embd, d_model, dim (model_type: 'mystery'"),
+        ({**SMALL, "hidden_size": "big"}, "hidden_size: 'big': expected a whole number from 1 to"),
+        ({**SMALL, "hidden_size": True}, "hidden_size: True: expected a whole number"),
+        ({**SMALL, "num_key_value_heads": 7}, "num_key_value_heads: 7: expected a divisor of 32"),
+        ({**EXPERTS, "num_experts_per_tok": 65}, "num_experts_per_tok: 65: expected at most the 64 experts of num_experts"),
+        ({**EXPERTS, "num_experts_per_tok": None}, "num_experts_per_tok: missing: looked for num_experts_per_tok, "),
+        ({**EXPERTS, "moe_intermediate_size": 1411}, "moe_intermediate_size: 1411: expected a multiple of 16"),
+        ({**EXPERTS, "num_experts": 60}, "num_experts: 60: expected a multiple of ep=8"),
+        ('{"hidden_size": ' + "9" * 400 + "}", "hidden_size: 99999"),
+        ('{"hidden_size": ' + "9" * 5000 + "}", "JSON: "),
+        ("[" * 100000, "JSON: nested too deeply"),
+    ],
+)
+def test_a_bad_config_is_one_line_with_file_field_and_value(tmp_path: Path, fields: Any, text: str) -> None:
+    path = written(tmp_path, fields)
+    with pytest.raises(ValueError) as caught:
+        sweep_text(read(path), [4096], [1], ep=8)
+    assert str(caught.value).startswith(str(path)) and text in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_config_that_is_no_file_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="No such file"):
+        read(tmp_path / "none.json")
