@@ -19,8 +19,8 @@ OPS = ops.load()
 ON_GPU = torch.cuda.is_available()
 WHERE = "cuda" if ON_GPU else "cpu"
 FAMILIES = (
-    "rmsnorm", "fp8_rowwise", "fp8_weights", "fp8_groups", "fp8_tensorwise", "fp8_transpose", "fp8_grouped_gemm", "multi_cast",
-    "weight_only", "moe_routing",
+    "rmsnorm", "rmsnorm_add", "fp8_rowwise", "fp8_weights", "fp8_groups", "fp8_tensorwise", "fp8_transpose",
+    "fp8_grouped_gemm", "multi_cast", "weight_only", "moe_routing",
 )  # fmt: skip
 SWEEPS = {family: sweep.load(sweep.find(family), OPS) for family in FAMILIES}
 CHECKS = [entry for found in SWEEPS.values() for entry in found.check]

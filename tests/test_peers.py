@@ -9,7 +9,7 @@ from kerneltune.spec import Case, Variant
 
 OPS = ops.load()
 PLAIN = ("eager", "dequantised", "torch")
-FAMILIES = ("rmsnorm", "weight_only", "multi_cast")  # test_fp8.py has those of casts
+FAMILIES = ("rmsnorm", "rmsnorm_add", "weight_only", "multi_cast")  # test_fp8.py has those of casts
 CASES = [
     pytest.param(entry.op, variant, entry.case, id=f"{entry.op},{variant.name},{entry.case.label.replace(' ', ',')}")
     for family in FAMILIES

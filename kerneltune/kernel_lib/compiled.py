@@ -25,8 +25,8 @@ def compiled_for(function: Callable[..., Any], *_case: Hashable, mode: str | Non
 
 
 def call_compiled(
-    function: Callable[..., Any], tensors: tuple[torch.Tensor, ...], *options: Hashable, mode: str | None = None
+    function: Callable[..., Any], tensors: tuple[torch.Tensor | None, ...], *options: Hashable, mode: str | None = None
 ) -> Any:
-    """`function(*tensors, *options)`, compiled for these shapes, dtypes and options."""
-    shapes = tuple((tuple(t.shape), t.dtype) for t in tensors)
+    """Call `function(*tensors, *options)`, compiled for these shapes, dtypes and options; None stays None."""
+    shapes = tuple(None if t is None else (tuple(t.shape), t.dtype) for t in tensors)
     return compiled_for(function, shapes, options, mode=mode)(*tensors, *options)

@@ -1,9 +1,9 @@
-"""RMSNorm for models: a function with autograd and a module.
+"""RMSNorm for models: a function with autograd and a module, also of a sum with a residual.
 
-The kernels run on a GPU and in Triton's interpreter; anywhere else the same formula runs in plain torch.
+The kernels run on a GPU and in Triton's interpreter; on any other device the same formula runs in plain torch.
 """
 
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -14,41 +14,74 @@ from kerneltune.ops import rmsnorm
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, zero_centered: bool = False) -> Tensor:
-    """x / sqrt(mean(x²) + eps) · weight over the last axis, in fp32 inside; differentiable once in x and weight.
+@overload
+def rms_norm(
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, zero_centered: bool = False, residual: None = None
+) -> Tensor: ...
+@overload
+def rms_norm(
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, zero_centered: bool = False, residual: Tensor
+) -> tuple[Tensor, Tensor]: ...
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    zero_centered: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute x / sqrt(mean(x²) + eps) · weight over the last axis, in fp32 inside; differentiable once.
 
     Args:
         x: (…, N), bfloat16, float16 or float32.
-        weight: (N,), of x's type, on x's device.
+        weight: (N,), of x's dtype or float32, on x's device; None multiplies by 1.
         eps: added to the mean of the squares, 0 or more.
         zero_centered: multiply by `weight + 1` instead.
+        residual: (…, N) of x's shape, dtype and device, added to x first, in the same launch.
 
     Returns:
-        (…, N) of x's type, contiguous.
+        y (…, N) of x's dtype, contiguous; with a residual y and x + residual, rounded to x's dtype.
 
     Raises:
-        ValueError: a shape, type, device or eps that does not fit.
+        ValueError: a shape, dtype, device or eps that does not fit.
     """
-    _check(x, weight, eps)
+    _check(x, weight, eps, zero_centered, residual)
+    rows = _rows(x)
+    if residual is None:
+        y: Tensor = rmsnorm_fwd(rows, weight, eps, zero_centered)[0]
+        return y.reshape(x.shape)
+    y, total, _ = rmsnorm_add_fwd(rows, _rows(residual), weight, eps, zero_centered)
+    return y.reshape(x.shape), total.reshape(x.shape)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return x as a matrix whose rows are contiguous."""
     rows = x.reshape(-1, x.shape[-1])
-    y: Tensor = rmsnorm_fwd(rows if rows.stride(-1) == 1 else rows.contiguous(), weight, eps, zero_centered)[0]
-    return y.reshape(x.shape)
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 class RMSNorm(nn.Module):
-    """`rms_norm` over a last axis of `hidden_size` with a learned weight (hidden_size,).
+    """Apply `rms_norm` over a last axis of `hidden_size`, with a learned weight (hidden_size,) or none.
+
+    Args:
+        hidden_size: N, 1 or more.
+        eps: as in `rms_norm`.
+        elementwise_affine: False for no weight, as in torch.nn.RMSNorm.
+        zero_centered: as in `rms_norm`.
+        dtype: of the weight; float32 fits inputs of every dtype.
 
     Raises:
-        ValueError: hidden_size below 1, or a negative eps.
+        ValueError: hidden_size below 1, a negative eps, or zero_centered without a weight.
     """
 
-    weight: nn.Parameter
+    weight: nn.Parameter | None
 
     def __init__(
         self,
         hidden_size: int,
         eps: float = 1e-6,
         *,
+        elementwise_affine: bool = True,
         zero_centered: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -56,101 +89,180 @@ class RMSNorm(nn.Module):
         super().__init__()
         if hidden_size < 1 or not eps >= 0:
             raise ValueError(f"RMSNorm takes a hidden size of 1 or more and eps of 0 or more, got {hidden_size=} {eps=}")
+        if zero_centered and not elementwise_affine:
+            raise ValueError("RMSNorm takes zero_centered with a weight, got zero_centered=True elementwise_affine=False")
         self.hidden_size, self.eps, self.zero_centered = hidden_size, eps, zero_centered
-        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.elementwise_affine = elementwise_affine
+        if elementwise_affine:
+            self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        else:
+            self.register_parameter("weight", None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Set the weight so that the module only normalises: 1, or 0 where it is zero-centred."""
-        nn.init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
+        if self.weight is not None:
+            nn.init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(…, hidden_size) to the same."""
-        return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered)
+    @overload
+    def forward(self, x: Tensor, residual: None = None) -> Tensor: ...
+    @overload
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Map (…, hidden_size) to y of the same shape; with a residual to y of the sum and the sum."""
+        return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered, residual=residual)
 
     def extra_repr(self) -> str:
-        """What `print(module)` shows."""
-        return f"{self.hidden_size}, eps={self.eps:g}, zero_centered={self.zero_centered}"
+        """Return what `print(module)` shows."""
+        affine = "" if self.elementwise_affine else ", elementwise_affine=False"
+        return f"{self.hidden_size}, eps={self.eps:g}, zero_centered={self.zero_centered}{affine}"
 
 
 @torch.library.custom_op("kerneltune::rmsnorm_fwd", mutates_args=())
-def rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
-    """x (M, N), weight (N,) to y (M, N) of x's type, contiguous, and rsigma (M,) in fp32."""
+def rmsnorm_fwd(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
+    """Map x (M, N), weight (N,) to y (M, N) of x's dtype, contiguous, and rsigma (M,) in fp32."""
     if not _has_kernels(x):
         return _plain_fwd(x, weight, eps, zero_centered)
     out = rmsnorm.rmsnorm_fwd(x, weight, eps, zero_centered=zero_centered)
     return out.y, out.rsigma
 
 
-@torch.library.custom_op("kerneltune::rmsnorm_bwd", mutates_args=())
-def rmsnorm_bwd(dz: Tensor, x: Tensor, rsigma: Tensor, weight: Tensor, zero_centered: bool) -> tuple[Tensor, Tensor]:
-    """dz, x (M, N), rsigma (M,), weight (N,) to dx (M, N) of x's type, contiguous, and dgamma (N,) of the weight's."""
+@torch.library.custom_op("kerneltune::rmsnorm_add_fwd", mutates_args=())
+def rmsnorm_add_fwd(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, zero_centered: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Map x, residual (M, N), weight (N,) to y and x + residual (M, N), contiguous, and rsigma (M,) in fp32 of the sum."""
     if not _has_kernels(x):
-        return _plain_bwd(dz, x, rsigma, weight, zero_centered)
-    dx, dgamma = rmsnorm.rmsnorm_bwd(dz, x, rsigma, weight, zero_centered=zero_centered)
-    return dx, dgamma
+        total = (x + residual).contiguous()
+        y, rsigma = _plain_fwd(total, weight, eps, zero_centered)
+        return y, total, rsigma
+    out = rmsnorm.rmsnorm_add_fwd(x, residual, weight, eps, zero_centered=zero_centered)
+    return out.y, out.total, out.rsigma
+
+
+@torch.library.custom_op("kerneltune::rmsnorm_bwd", mutates_args=())
+def rmsnorm_bwd(
+    dz: Tensor, dtotal: Tensor | None, x: Tensor, rsigma: Tensor, weight: Tensor | None, zero_centered: bool, for_weight: bool
+) -> tuple[Tensor, Tensor]:
+    """Map dz, x (M, N), rsigma (M,), weight (N,) to dx (M, N) and dgamma (N,) of their dtypes, contiguous.
+
+    Args:
+        dz, x, rsigma, weight, zero_centered: of the forward.
+        dtotal: (M, N), added to dx, or None.
+        for_weight: whether dgamma is asked for; else it has no elements.
+    """
+    if not _has_kernels(x):
+        return _plain_bwd(dz, dtotal, x, rsigma, weight, zero_centered, for_weight)
+    dx, dgamma = rmsnorm.rmsnorm_add_bwd(dz, dtotal, x, rsigma, weight, zero_centered=zero_centered, with_dgamma=for_weight)
+    return dx, x.new_empty(0) if dgamma is None else dgamma
 
 
 @rmsnorm_fwd.register_fake
-def _(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape[:1], dtype=torch.float32)
 
 
+@rmsnorm_add_fwd.register_fake
+def _(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape), x.new_empty(x.shape[:1], dtype=torch.float32)
+
+
 @rmsnorm_bwd.register_fake
-def _(dz: Tensor, x: Tensor, rsigma: Tensor, weight: Tensor, zero_centered: bool) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+def _(
+    dz: Tensor, dtotal: Tensor | None, x: Tensor, rsigma: Tensor, weight: Tensor | None, zero_centered: bool, for_weight: bool
+) -> tuple[Tensor, Tensor]:
+    dgamma = x.new_empty(0) if weight is None or not for_weight else weight.new_empty(weight.shape)
+    return x.new_empty(x.shape), dgamma
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor, float, bool], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight, _, ctx.zero_centered = inputs
     ctx.save_for_backward(x, weight, output[1])
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)  # else autograd fills zeros for rsigma
 
 
+def _save_add(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    _, _, weight, _, ctx.zero_centered = inputs
+    ctx.save_for_backward(output[1], weight, output[2])
+    ctx.mark_non_differentiable(output[2])
+    ctx.set_materialize_grads(False)
+
+
 def _backward(ctx: Any, dy: Tensor | None, _drsigma: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
     if dy is None:
         return None, None, None, None
-    x, weight, rsigma = ctx.saved_tensors
-    dx, dgamma = rmsnorm_bwd(dy, x, rsigma, weight, ctx.zero_centered)
+    dx, dgamma = _gradients(ctx, dy, None, ctx.needs_input_grad[1])
     return dx, dgamma, None, None
 
 
+def _backward_add(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, _drsigma: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return dtotal, dtotal, None, None, None
+    dx, dgamma = _gradients(ctx, dy, dtotal, ctx.needs_input_grad[2])
+    return dx, dx, dgamma, None, None
+
+
+def _gradients(ctx: Any, dy: Tensor, dtotal: Tensor | None, for_weight: bool) -> tuple[Tensor, Tensor | None]:
+    x, weight, rsigma = ctx.saved_tensors
+    for_weight = for_weight and weight is not None
+    dx, dgamma = rmsnorm_bwd(dy, dtotal, x, rsigma, weight, ctx.zero_centered, for_weight)
+    return dx, dgamma if for_weight else None
+
+
 rmsnorm_fwd.register_autograd(_backward, setup_context=_save)
+rmsnorm_add_fwd.register_autograd(_backward_add, setup_context=_save_add)
 
 
 def _has_kernels(x: Tensor) -> bool:
-    """Whether Triton can run on x's device."""
+    """Say whether Triton can run on x's device."""
     return x.is_cuda or bool(INTERPRETED)
 
 
-def _plain_fwd(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
+def _plain_fwd(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
     x32 = x.float()
     rsigma = torch.rsqrt(x32.square().mean(dim=1) + eps)
     y = x32 * rsigma[:, None] * _gamma(weight, zero_centered)
     return y.to(x.dtype).contiguous(), rsigma
 
 
-def _plain_bwd(dz: Tensor, x: Tensor, rsigma: Tensor, weight: Tensor, zero_centered: bool) -> tuple[Tensor, Tensor]:
+def _plain_bwd(
+    dz: Tensor, dtotal: Tensor | None, x: Tensor, rsigma: Tensor, weight: Tensor | None, zero_centered: bool, for_weight: bool
+) -> tuple[Tensor, Tensor]:
     x32, dz32, r = x.float(), dz.float(), rsigma[:, None]
     dzg = dz32 * _gamma(weight, zero_centered)
     correction = r.square() * (dzg * x32).mean(dim=1, keepdim=True)
-    return (r * (dzg - correction * x32)).to(x.dtype).contiguous(), (dz32 * x32 * r).sum(0).to(weight.dtype)
+    dx = r * (dzg - correction * x32)
+    if dtotal is not None:
+        dx = dx + dtotal.float()
+    dgamma = x.new_empty(0) if weight is None or not for_weight else (dz32 * x32 * r).sum(0).to(weight.dtype)
+    return dx.to(x.dtype).contiguous(), dgamma
 
 
-def _gamma(weight: Tensor, zero_centered: bool) -> Tensor:
+def _gamma(weight: Tensor | None, zero_centered: bool) -> Tensor | float:
+    if weight is None:
+        return 1.0
     return weight.float() + 1.0 if zero_centered else weight.float()
 
 
-def _check(x: Tensor, weight: Tensor, eps: float) -> None:
-    if not isinstance(x, Tensor) or not isinstance(weight, Tensor):
-        raise ValueError(f"rms_norm takes tensors, got {x=} {weight=}")
-    if x.ndim == 0 or x.shape[-1] == 0 or tuple(weight.shape) != (x.shape[-1],):
-        raise ValueError(f"rms_norm takes x (…, N) and weight (N,), got {tuple(x.shape)=} {tuple(weight.shape)=}")
-    if x.dtype not in _DTYPES or weight.dtype != x.dtype:
+def _check(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool, residual: Tensor | None) -> None:
+    given = [t for t in (weight, residual) if t is not None]
+    if not all(isinstance(t, Tensor) for t in (x, *given)):
+        raise ValueError(f"rms_norm takes tensors, got {x=} {weight=} {residual=}")
+    if x.ndim == 0 or x.shape[-1] == 0 or (weight is not None and tuple(weight.shape) != (x.shape[-1],)):
+        shapes = f"x {tuple(x.shape)} and weight {None if weight is None else tuple(weight.shape)}"
+        raise ValueError(f"rms_norm takes x (…, N) and weight (N,), got {shapes}")
+    if x.dtype not in _DTYPES or (weight is not None and weight.dtype not in (x.dtype, torch.float32)):
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
-        raise ValueError(f"rms_norm takes x and weight of one type, {known}, got {x.dtype=} {weight.dtype=}")
-    if x.device != weight.device:
-        raise ValueError(f"rms_norm takes x and weight on one device, got {x.device=} {weight.device=}")
+        weight_dtype = None if weight is None else weight.dtype
+        got = f"x of {x.dtype} and weight of {weight_dtype}"
+        raise ValueError(f"rms_norm takes x of {known}, weight of x's dtype or float32, got {got}")
+    if any(t.device != x.device for t in given):
+        raise ValueError(f"rms_norm takes tensors on one device, got {[str(t.device) for t in (x, *given)]}")
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
+        pair = f"{tuple(residual.shape)} {residual.dtype} and {tuple(x.shape)} {x.dtype}"
+        raise ValueError(f"rms_norm takes a residual of x's shape and dtype, got {pair}")
     if not eps >= 0:
         raise ValueError(f"rms_norm takes eps of 0 or more, got {eps=}")
+    if zero_centered and weight is None:
+        raise ValueError("rms_norm takes zero_centered with a weight, got weight=None")

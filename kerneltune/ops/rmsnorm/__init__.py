@@ -10,11 +10,12 @@ RMSNorm and of its pull request 593.
 from collections.abc import Callable
 from functools import partial
 
-from kerneltune.ops.rmsnorm import configs, optimized, peers, reference, te
+from kerneltune.ops.rmsnorm import add, add_peers, add_reference, configs, optimized, peers, reference, te
+from kerneltune.ops.rmsnorm.add import RMSNormSum, rmsnorm_add_bwd, rmsnorm_add_fwd
 from kerneltune.ops.rmsnorm.optimized import RMSNormOutput, rmsnorm_bwd, rmsnorm_fwd
 from kerneltune.spec import Op, Outputs, Variant
 
-__all__ = ["OPS", "RMSNormOutput", "rmsnorm_bwd", "rmsnorm_fwd"]
+__all__ = ["OPS", "RMSNormOutput", "RMSNormSum", "rmsnorm_add_bwd", "rmsnorm_add_fwd", "rmsnorm_bwd", "rmsnorm_fwd"]
 
 _DTYPES = ("bfloat16", "float16", "float32")
 
@@ -116,4 +117,61 @@ RMSNORM_BWD = Op(
     ),
 )
 
-OPS = (RMSNORM_FWD, RMSNORM_BWD)
+RMSNORM_ADD_FWD = Op(
+    name="rmsnorm_add_fwd",
+    axes=("M", "N"),
+    dtypes=_DTYPES,
+    quants=("none", "fp8", "fp8_t"),
+    options=add_reference.OPTIONS,
+    free_axes=("M",),
+    free_options=tuple(add_reference.OPTIONS),
+    inputs=add_reference.fwd_inputs,
+    reference=add_reference.fwd_reference,
+    compare=add_reference.compare_fwd,
+    traffic=add_reference.fwd_traffic,
+    module=__name__,
+    variants=(
+        Variant("baseline", add_peers.two_launches_fwd),
+        Variant(
+            "optimized",
+            add.run_fwd,
+            configs.FwdConfig,
+            configs.space_add_fwd,
+            configs.valid_add_fwd,
+            default=configs.default_add_fwd,
+        ),
+        *_torch(add_peers.fwd),
+        Variant("liger", add_peers.liger_fwd, unsupported=add_peers.only_weighted, requires=("liger_kernel",)),
+        Variant("quack", add_peers.quack_fwd, unsupported=peers.only_plain_gamma, requires=("quack",)),
+    ),
+)
+
+RMSNORM_ADD_BWD = Op(
+    name="rmsnorm_add_bwd",
+    axes=("M", "N"),
+    dtypes=_DTYPES,
+    options=add_reference.OPTIONS,
+    free_axes=("M",),
+    free_options=tuple(add_reference.OPTIONS),
+    inputs=add_reference.bwd_inputs,
+    reference=add_reference.bwd_reference,
+    compare=add_reference.compare_bwd,
+    traffic=add_reference.bwd_traffic,
+    module=__name__,
+    variants=(
+        Variant("baseline", add_peers.two_launches_bwd),
+        Variant(
+            "optimized",
+            add.run_bwd,
+            configs.BwdConfig,
+            configs.space_add_bwd,
+            configs.valid_add_bwd,
+            default=configs.default_add_bwd,
+        ),
+        *_torch(add_peers.bwd),
+        Variant("liger", add_peers.liger_bwd, unsupported=add_peers.only_weighted, requires=("liger_kernel",)),
+        Variant("quack", add_peers.quack_bwd, unsupported=peers.only_plain_gamma, requires=("quack",)),
+    ),
+)
+
+OPS = (RMSNORM_FWD, RMSNORM_BWD, RMSNORM_ADD_FWD, RMSNORM_ADD_BWD)

@@ -1,6 +1,6 @@
-"""The backward of RMSNorm: dx and dγ from one read of dz and x. May import tl_lib, tl_exchange.
+"""The backward of RMSNorm: dx and dγ from one read of dz and x.
 
-16-bit numbers come in PAIRS, as int32: what a loop holds as 16-bit tensors takes a register each.
+Because a loop holds each 16-bit value in a register of its own, 16-bit values are loaded in PAIRS, as int32.
 """
 
 import triton
@@ -24,39 +24,65 @@ def _load(ptr, tile, first_col, M, N: tl.constexpr, ROWS: tl.constexpr, COLS: tl
 
 
 @triton.jit
-def _gamma(g, HALF: tl.constexpr, ZERO_CENTERED: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr):
-    gamma = values(g, HALF, PAIRS, dtype)
-    return (gamma + 1.0 if ZERO_CENTERED else gamma)[None, :]
+def _load_weights(g_ptr, cols, N: tl.constexpr, PAIRS: tl.constexpr):
+    """Load the weight of the columns as a tuple: words as dz has them, or two tensors of an fp32 weight under PAIRS."""
+    if g_ptr is None:
+        return (0,)
+    elif PAIRS == 2 and g_ptr.dtype.element_ty == tl.float32:
+        even = tl.load(g_ptr + cols * 2, mask=cols < N, other=0, eviction_policy="evict_last")
+        return (even, tl.load(g_ptr + cols * 2 + 1, mask=cols < N, other=0, eviction_policy="evict_last"))
+    else:
+        return (tl.load(g_ptr + cols, mask=cols < N, other=0, eviction_policy="evict_last"),)
 
 
 @triton.jit
-def _products(dz, x, g, ZERO_CENTERED: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr):
-    """dz γ x, summed over the halves of words."""
-    s = values(dz, 0, PAIRS, dtype) * _gamma(g, 0, ZERO_CENTERED, PAIRS, dtype) * values(x, 0, PAIRS, dtype)
+def _times_gamma(dz, g, HALF: tl.constexpr, g_ptr, ZERO_CENTERED: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr):
+    """Return dz γ, fp32, of a half of the words; g as from `_load_weights`."""
+    dzg = values(dz, HALF, PAIRS, dtype)
+    if g_ptr is not None:
+        if PAIRS == 2 and g_ptr.dtype.element_ty == tl.float32:
+            gamma = g[HALF]
+        else:
+            gamma = values(g[0], HALF, PAIRS, dtype)
+        dzg *= (gamma + 1.0 if ZERO_CENTERED else gamma)[None, :]
+    return dzg
+
+
+@triton.jit
+def _products(dz, x, g, g_ptr, ZERO_CENTERED: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr):
+    """Return dz γ x, summed over the halves of words."""
+    s = _times_gamma(dz, g, 0, g_ptr, ZERO_CENTERED, PAIRS, dtype) * values(x, 0, PAIRS, dtype)
     if PAIRS == 2:
-        s += values(dz, 1, PAIRS, dtype) * _gamma(g, 1, ZERO_CENTERED, PAIRS, dtype) * values(x, 1, PAIRS, dtype)
+        s += _times_gamma(dz, g, 1, g_ptr, ZERO_CENTERED, PAIRS, dtype) * values(x, 1, PAIRS, dtype)
     return s
 
 
 @triton.jit
 def _to_rows(x, ROWS: tl.constexpr):
-    """x (R, C) summed to one row, or as it is."""
-    return x if x.shape[0] == ROWS else tl.sum(x, axis=0)[None, :]
+    """Sum x (R, C) to ROWS rows: row i of the result is the sum of rows i, i + ROWS, ..., which one thread holds."""
+    if x.shape[0] == ROWS:
+        return x
+    elif ROWS == 1:
+        return tl.sum(x, axis=0)[None, :]
+    else:
+        return tl.sum(tl.reshape(x, (x.shape[0] // ROWS, ROWS, x.shape[1])), axis=0)
 
 
 @triton.jit
 def _rmsnorm_bwd_main(
-    dz_ptr, x_ptr, rsigma_ptr, g_ptr, dx_ptr, dg_ptr, ws_ptr,
+    dz_ptr, x_ptr, rsigma_ptr, g_ptr, dsum_ptr, dx_ptr, dg_ptr, ws_ptr,
     M, N: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, PHASE: tl.constexpr,
     PAIRS: tl.constexpr, dtype: tl.constexpr, DG_ROWS: tl.constexpr, EARLY: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dx, and one fp32 row of dγ partials per group of PARTS programs: dg (groups, N * PAIRS).
+    """Write dx, and one fp32 row of dγ partials per group of PARTS programs: dg (groups, N * PAIRS).
 
-    PARTS programs share a row, one load each, or one program holds its CHUNKS loads. In PAIRS dz, x, γ and dx are int32, and N
-    and COLS count words of two numbers of `dtype`. DG_ROWS: of a program's sums for dγ, ROWS or 1. EARLY: the
-    next kernel may be launched at once, not only when the loops are over.
+    g_ptr None: γ is 1. dg_ptr None: no dγ. dsum_ptr: a gradient that is added to dx, or None.
+
+    PARTS programs share a row, one load each, or one program holds its CHUNKS loads. In PAIRS dz, x, 16-bit γ, dsum and dx are
+    int32, and N and COLS count words of two values of `dtype`. DG_ROWS: rows of a program's sums for dγ. EARLY: the next kernel
+    may be launched at once, not only when the loops are over.
     """
     if EARLY and since_sm_90():
         gdc_launch_dependents()
@@ -71,15 +97,16 @@ def _rmsnorm_bwd_main(
     dgs = ()
     for c in tl.static_range(CHUNKS):
         cols = first_col + c * COLS + tl.arange(0, COLS)
-        gs = gs + (tl.load(g_ptr + cols, mask=cols < N, other=0, eviction_policy="evict_last"),)
-        for _ in tl.static_range(PAIRS):
-            dgs = dgs + (tl.zeros((DG_ROWS, COLS), dtype=tl.float32),)
+        gs = gs + (_load_weights(g_ptr, cols, N, PAIRS),)
+        if dg_ptr is not None:
+            for _ in tl.static_range(PAIRS):
+                dgs = dgs + (tl.zeros((DG_ROWS, COLS), dtype=tl.float32),)
     if PARTS > 1:
         tag = launch_tag(ws_ptr)
         x_next = _load(x_ptr, group, first_col, M, N, ROWS, COLS)
         dz_next = _load(dz_ptr, group, first_col, M, N, ROWS, COLS)
         if PHASE != 2:
-            partial = tl.sum(_products(dz_next, x_next, gs[0], ZERO_CENTERED, PAIRS, dtype), axis=1)
+            partial = tl.sum(_products(dz_next, x_next, gs[0], g_ptr, ZERO_CENTERED, PAIRS, dtype), axis=1)
             publish(ws_ptr, group * (PARTS * ROWS) + slots, partial, tag, lanes >= 0)
     r_next = load_constant(rsigma_ptr + tl.minimum(group * ROWS + lanes, M - 1))
     for tile in tl.range(group, tiles, step, num_stages=STAGES, disable_licm=True):
@@ -88,6 +115,7 @@ def _rmsnorm_bwd_main(
         r_next = load_constant(rsigma_ptr + tl.minimum((tile + step) * ROWS + lanes, M - 1))
         xs = ()
         dzs = ()
+        dsums = ()
         if PARTS > 1:
             xs = (x_next,)
             dzs = (dz_next,)
@@ -95,7 +123,7 @@ def _rmsnorm_bwd_main(
             x_next = _load(x_ptr, ahead, first_col, M, N, ROWS, COLS)
             dz_next = _load(dz_ptr, ahead, first_col, M, N, ROWS, COLS)
             if PHASE != 2:
-                partial = tl.sum(_products(dz_next, x_next, gs[0], ZERO_CENTERED, PAIRS, dtype), axis=1)
+                partial = tl.sum(_products(dz_next, x_next, gs[0], g_ptr, ZERO_CENTERED, PAIRS, dtype), axis=1)
                 publish(ws_ptr, ahead * (PARTS * ROWS) + slots, partial, tag, lanes * 0 + ahead < tiles)
             total = tl.zeros((ROWS,), dtype=tl.float32)
             if PHASE != 1:
@@ -105,10 +133,13 @@ def _rmsnorm_bwd_main(
             for c in tl.static_range(CHUNKS):
                 x = _load(x_ptr, tile, c * COLS, M, N, ROWS, COLS)
                 dz = _load(dz_ptr, tile, c * COLS, M, N, ROWS, COLS)
-                sums += _products(dz, x, gs[c], ZERO_CENTERED, PAIRS, dtype)
+                sums += _products(dz, x, gs[c], g_ptr, ZERO_CENTERED, PAIRS, dtype)
                 xs = xs + (x,)
                 dzs = dzs + (dz,)
             total = tl.sum(sums, axis=1)
+        if dsum_ptr is not None:
+            for c in tl.static_range(CHUNKS):
+                dsums = dsums + (_load(dsum_ptr, tile, first_col + c * COLS, M, N, ROWS, COLS),)
         if PHASE != 1:
             slope = (r * r * total * (1.0 / (N * PAIRS)))[:, None]
             r = r[:, None]
@@ -122,20 +153,26 @@ def _rmsnorm_bwd_main(
                 dz = held(dzs[c])
                 x32 = values(x, 0, PAIRS, dtype)
                 dz32 = values(dz, 0, PAIRS, dtype)
-                dx = r * (dz32 * _gamma(gs[c], 0, ZERO_CENTERED, PAIRS, dtype) - slope * x32)
-                dgs_next = dgs_next + (dgs[c * PAIRS] + _to_rows(dz32 * x32 * r, DG_ROWS),)
+                dx = r * (_times_gamma(dz, gs[c], 0, g_ptr, ZERO_CENTERED, PAIRS, dtype) - slope * x32)
+                if dsum_ptr is not None:
+                    dx += values(dsums[c], 0, PAIRS, dtype)
+                if dg_ptr is not None:
+                    dgs_next = dgs_next + (dgs[c * PAIRS] + _to_rows(dz32 * x32 * r, DG_ROWS),)
                 if PAIRS == 2:
                     x32 = values(x, 1, PAIRS, dtype)
                     dz32 = values(dz, 1, PAIRS, dtype)
-                    high = r * (dz32 * _gamma(gs[c], 1, ZERO_CENTERED, PAIRS, dtype) - slope * x32)
-                    dgs_next = dgs_next + (dgs[c * PAIRS + 1] + _to_rows(dz32 * x32 * r, DG_ROWS),)
+                    high = r * (_times_gamma(dz, gs[c], 1, g_ptr, ZERO_CENTERED, PAIRS, dtype) - slope * x32)
+                    if dsum_ptr is not None:
+                        high += values(dsums[c], 1, PAIRS, dtype)
+                    if dg_ptr is not None:
+                        dgs_next = dgs_next + (dgs[c * PAIRS + 1] + _to_rows(dz32 * x32 * r, DG_ROWS),)
                     dx = to_pairs(dx, high, dtype)
                 else:
                     dx = dx.to(dtype)
                 dx_tile = dx_ptr + wide(tile * ROWS) * N
                 tl.store(dx_tile + (lanes[:, None] * N + cols[None, :]), dx, mask=mask, cache_modifier=".cs")
             dgs = dgs_next
-    if PHASE != 1:
+    if PHASE != 1 and dg_ptr is not None:
         if not EARLY and since_sm_90():
             gdc_launch_dependents()
         for c in tl.static_range(CHUNKS):
@@ -151,7 +188,7 @@ def _rmsnorm_bwd_main(
 
 @triton.jit
 def _rmsnorm_bwd_dgamma(dg_ptr, dgamma_ptr, P, N, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """dγ = column sums of the (P, N) partials, P ≤ ROWS, in a fixed order; may begin before the kernel that writes them ends."""
+    """Write dγ, the column sums of the (P, N) partials, P ≤ ROWS, in a fixed order; may begin before the kernel before ends."""
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     rows = tl.arange(0, ROWS)
     mask = (rows < P)[:, None] & (cols < N)[None, :]

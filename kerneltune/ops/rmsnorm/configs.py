@@ -1,10 +1,8 @@
-"""What can be chosen about the `optimized` variants: their configs, what makes a config valid, the defaults.
+"""The configs of the `optimized` variants: their knobs, what makes a config valid, the defaults. Launches nothing."""
 
-Launches nothing. May import arguments and spec.
-"""
-
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from kerneltune.kernel_lib.arguments import ITEMSIZE
 from kerneltune.kernel_lib.launch import too_much_shared
@@ -22,7 +20,23 @@ _REGISTERS = 65536
 """Of a multiprocessor."""
 
 _LONG = 16384
-"""Numbers of a row beyond which a program may hold a part of it."""
+"""Elements of a row beyond which a program may hold a part of it."""
+
+_SHORT = 512
+"""Elements of a row up to which a row is less than what a program should load at a time: a tile has many rows."""
+
+_MANY_ROWS = (1024, 16384)
+"""The fewest and the most elements of such a tile: 16 KiB at most of 16-bit elements, beyond which too few programs fit an SM."""
+
+
+_FEW_ROWS = 128
+"""Rows below which a program per row leaves SMs idle."""
+
+_TILES = 1024
+"""Tiles that fill the SMs of a large GPU, several each."""
+
+
+_Config = TypeVar("_Config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +69,12 @@ class BwdConfig(_Tiles):
     """Backward: as in FwdConfig."""
 
     def sum_rows(self, itemsize: int) -> int:
-        """Rows of a program's sums for dγ: 1 where its warps lie side by side, so that a thread has all rows of its columns."""
-        return 1 if self.cols * itemsize >= _WARP_BYTES * self.warps else self.rows
+        """Return how many rows a program's sums for dγ have: as many as its warps load at once.
+
+        A thread holds every such row of its columns, so that the sum over them moves nothing. It is 1 if the warps lie side by
+        side along a row.
+        """
+        return min(self.rows, max(1, _WARP_BYTES * self.warps // (self.cols * itemsize)))
 
 
 def check_config(config: Any, kind: type[_Tiles], least_ctas: int) -> None:
@@ -77,13 +95,23 @@ def check_config(config: Any, kind: type[_Tiles], least_ctas: int) -> None:
 
 
 def space_fwd(case: Case) -> Space:
-    """Loads from half a row, an eighth of a long or uneven one, to a whole row; a sixteenth of one that may be held in part."""
+    """Offer loads from half a row, an eighth of a long or uneven one, to a whole row; tiles of many rows that are short."""
     whole = _power_of_two(case["N"])
+    if whole <= _SHORT:
+        return {
+            "rows": _rows_of_short(whole, _MANY_ROWS[1]),
+            "cols": (whole,),
+            "split": (False,),
+            "warps": (1, 2, 4, 8),
+            "ctas": (0, 2, 4, 8),
+            "stages": (1, 2, 3),
+            "reload": (False,),
+        }
     long = whole > 8192
     in_part = whole > _LONG
     smallest = max(4096, whole >> 4) if in_part else max(512, whole >> 3 if case["N"] % 8 or long else whole >> 1)
     return {
-        "rows": (1, 2, 4) if whole <= 2048 else (1,) if long else (1, 2),
+        "rows": (1, 2, 4, 8) if whole <= 1024 else (1, 2, 4) if whole <= 2048 else (1,) if long else (1, 2),
         "cols": tuple(cols for cols in (whole >> k for k in range(5)) if smallest <= cols <= 16384 or cols == whole <= 32768),
         "split": (False, True) if long else (False,),
         "warps": (2, 4, 8, 16, 32) if whole > 1024 else (1, 2, 4, 8),
@@ -94,12 +122,21 @@ def space_fwd(case: Case) -> Space:
 
 
 def space_bwd(case: Case) -> Space:
-    """Tiles of up to four rows, one program to a row or several."""
+    """Offer tiles of up to four rows, of many rows that are short; one program to a row or several."""
     whole = _power_of_two(case["N"])
+    if whole <= _SHORT:
+        return {
+            "rows": _rows_of_short(whole, _MANY_ROWS[1] // 2),
+            "cols": (whole,),
+            "split": (False,),
+            "warps": (2, 4, 8),
+            "ctas": (2, 4, 8),
+            "stages": (1, 2, 3),
+        }
     smallest = 1024 if whole <= 8192 else 2048
     cols = tuple(cols for cols in (whole >> k for k in range(6)) if smallest <= cols <= 16384 or cols == whole <= 4096)
     return {
-        "rows": (1, 2, 4),
+        "rows": (1, 2, 4, 8) if whole <= 1024 else (1, 2, 4),
         "cols": cols,
         "split": (False, True) if whole > 4096 else (False,),
         "warps": (4, 8, 16, 32) if whole > 8192 else (4, 8, 16),
@@ -108,8 +145,23 @@ def space_bwd(case: Case) -> Space:
     }
 
 
+def _rows_of_short(whole: int, most: int) -> tuple[int, ...]:
+    """Return how many rows of `whole` elements a tile may have."""
+    return tuple(1 << k for k in range(9) if _MANY_ROWS[0] <= whole << k <= most)
+
+
+def space_add_fwd(case: Case) -> Space:
+    """Offer what `space_fwd` does, without rows that are read again: the sum has only just been written."""
+    return {**space_fwd(case), "reload": (False,)}
+
+
+def space_add_bwd(case: Case) -> Space:
+    """Offer what `space_bwd` does, and fewer stages: there is half as much again to load."""
+    return {**space_bwd(case), "stages": (1, 2, 3, 4)}
+
+
 def valid_fwd(case: Case, config: FwdConfig) -> str | None:
-    """Why a forward config cannot run, or cannot be worth running."""
+    """Say why a forward config cannot run, or cannot be worth running."""
     loads = cdiv(case["N"], config.cols)
     if config.split and loads == 1:
         return "one load holds the row: nothing to split"
@@ -130,6 +182,14 @@ def valid_fwd(case: Case, config: FwdConfig) -> str | None:
     return _invalid_tile(case, elements, loads if config.split else 1, config, tensors=1, most=64)
 
 
+def valid_add_fwd(case: Case, config: FwdConfig) -> str | None:
+    """Say why a config of the forward of a sum cannot run, or cannot be worth running."""
+    if config.reload:
+        return "the sum has only just been written: it is not read again"
+    loaded = config.rows * config.cols * (1 if config.split else cdiv(case["N"], config.cols))
+    return valid_fwd(case, config) or _too_much_loaded(case, loaded, config, tensors=2)
+
+
 def _invalid_in_part(case: Case, c: FwdConfig, loads: int) -> str | None:
     """The same where a program holds a part of its rows, and there is no loop.
 
@@ -147,8 +207,14 @@ def _invalid_in_part(case: Case, c: FwdConfig, loads: int) -> str | None:
     return None
 
 
+def valid_add_bwd(case: Case, config: BwdConfig) -> str | None:
+    """Say why a config of the backward of a sum cannot run, or cannot be worth running."""
+    loaded = config.rows * config.cols * (1 if config.split else cdiv(case["N"], config.cols))
+    return valid_bwd(case, config) or _too_much_loaded(case, loaded, config, tensors=3)
+
+
 def valid_bwd(case: Case, config: BwdConfig) -> str | None:
-    """Why a backward config cannot run, or cannot be worth running."""
+    """Say why a backward config cannot run, or cannot be worth running."""
     loads = cdiv(case["N"], config.cols)
     if not config.ctas:
         return "dγ takes programs that loop over tiles: ctas must not be 0"
@@ -177,24 +243,94 @@ def _invalid_tile(case: Case, elements: int, parts: int, c: Any, tensors: int, m
         return f"{c.ctas * c.warps} warps per multiprocessor"
     if c.ctas * c.warps * 32 * (per_thread * 1.5 * tensors + 16) > _REGISTERS + 8192:
         return "more registers than a multiprocessor has"
-    shared = max(1, c.ctas) * max(0, c.stages - 1) * elements * ITEMSIZE[case.dtype] * tensors
-    return too_much_shared(shared)
+    return _too_much_loaded(case, elements, c, tensors)
+
+
+def _too_much_loaded(case: Case, elements: int, c: Any, tensors: int) -> str | None:
+    """Say why tiles of `elements` of so many tensors, all stages but one of them in shared memory, do not fit."""
+    return too_much_shared(max(1, c.ctas) * max(0, c.stages - 1) * elements * ITEMSIZE[case.dtype] * tensors)
 
 
 def default_fwd(case: Case) -> FwdConfig:
-    """A config for any shape, by rule."""
-    whole = _power_of_two(case["N"])
-    split = whole > 16384
-    cols = max(8192, whole // _MAX_PARTS) if split else whole
-    return FwdConfig(1, cols, split, warps=min(16, max(1, cols // 512)), ctas=int(split), stages=1 + split, reload=False)
+    """Return a config for any shape, by rule: the first valid one of what was fastest at rows of about this length."""
+    return _first_valid(case, _likely_fwd(case, reload=case["N"] > 4096), valid_fwd)
+
+
+def default_add_fwd(case: Case) -> FwdConfig:
+    """Return a config for any shape, by rule, as `default_fwd` does."""
+    return _first_valid(case, _likely_fwd(case, reload=False), valid_add_fwd)
 
 
 def default_bwd(case: Case) -> BwdConfig:
-    """A config for any shape, by rule."""
-    whole = _power_of_two(case["N"])
-    cols = whole if whole <= 8192 else max(2048, whole // _MAX_PARTS)
-    split = cols < case["N"]
-    return BwdConfig(rows=1, cols=cols, split=split, warps=min(16, max(4, cols // 512)), ctas=1, stages=2)
+    """Return a config for any shape, by rule, as `default_fwd` does."""
+    return _first_valid(case, _likely_bwd(case), valid_bwd)
+
+
+def default_add_bwd(case: Case) -> BwdConfig:
+    """Return a config for any shape, by rule, as `default_fwd` does."""
+    return _first_valid(case, _likely_bwd(case), valid_add_bwd)
+
+
+def _first_valid(case: Case, likely: Iterator[_Config], valid: Callable[[Case, _Config], str | None]) -> _Config:
+    """Return the first valid config, or the last one."""
+    config = next(likely)
+    while valid(case, config) is not None and (following := next(likely, None)) is not None:
+        config = following
+    return config
+
+
+def _likely_fwd(case: Case, reload: bool) -> Iterator[FwdConfig]:
+    """Generate configs, the likeliest first; the last runs anything."""
+    M, whole = case["M"], _power_of_two(case["N"])
+    if whole <= 1024:
+        rows = _tile_rows(M, max(1, 4096 // whole))
+        warps = max(1, rows * whole // 1024)
+        yield FwdConfig(rows, whole, False, warps, ctas=0, stages=1, reload=False)
+    few = M < _FEW_ROWS and whole > 4096
+    if few:
+        yield FwdConfig(1, max(4096, whole // _MAX_PARTS), True, warps=8, ctas=2, stages=2, reload=False)
+    if whole > _LONG and reload:
+        for cols, stages in ((4096, 5), (4096, 3), (8192, 2)):
+            yield FwdConfig(1, cols, False, cols // 256, ctas=0, stages=stages, reload=True)
+    for cols, warps in (
+        (min(whole, 2048 if whole <= 4096 else 4096), 4 if whole <= 4096 else 8 if whole <= 8192 else 16),
+        (8192, 32),
+    ):
+        yield FwdConfig(1, cols, False, warps, ctas=0, stages=1, reload=reload)
+        yield FwdConfig(1, cols, False, warps, ctas=0, stages=1, reload=False)
+    for cols in (8192, 4096):
+        yield FwdConfig(1, max(cols, whole // _MAX_PARTS), True, warps=16, ctas=1, stages=2, reload=False)
+    yield FwdConfig(1, whole, False, warps=1 if whole <= 512 else 4, ctas=0, stages=1, reload=False)
+
+
+def _likely_bwd(case: Case) -> Iterator[BwdConfig]:
+    """Generate configs, the likeliest first; the last runs anything."""
+    M, whole = case["M"], _power_of_two(case["N"])
+    if whole <= 1024:
+        for elements, ctas in ((4096, 4), (2048, 4), (1024, 2)):
+            yield BwdConfig(_tile_rows(M, max(1, elements // whole)), whole, False, warps=4, ctas=ctas, stages=3)
+    elif whole <= 8192:
+        if case["N"] > 1536 and whole == 2048:
+            yield BwdConfig(2 if M >= 2 * _TILES else 1, 2048, False, warps=4, ctas=2, stages=3)
+        for cols in (1024, 2048):
+            for stages in (3, 2):
+                yield BwdConfig(1, cols, False, warps=cols // 256, ctas=2 if cols == 1024 else 1, stages=stages)
+    if 8192 < case["N"] <= 12288:
+        yield BwdConfig(1, 4096, False, warps=16, ctas=1, stages=3)
+    for rows in (4, 2, 1) if M >= 4 * _FEW_ROWS else (2, 1):
+        for stages in (3, 2):
+            cols = max(2048, whole // _MAX_PARTS)
+            yield BwdConfig(rows, cols, cols < case["N"], warps=max(4, cols // 512), ctas=2, stages=stages)
+    for cols, warps in ((4096, 16), (8192, 16)):
+        yield BwdConfig(1, max(cols, whole // _MAX_PARTS), cols < case["N"], warps, ctas=1, stages=2)
+    yield BwdConfig(1, whole, False, warps=4, ctas=1, stages=2)
+
+
+def _tile_rows(M: int, most: int) -> int:
+    """Return how many rows a tile takes, a power of two: fewer than the most where there would not be tiles for all SMs."""
+    while most > 1 and most * _TILES > M:
+        most //= 2
+    return most
 
 
 def _power_of_two(n: int) -> int:

@@ -26,13 +26,30 @@ from kerneltune.kernel_lib.tl_transpose import store_transposed
 def _load_tile(
     ptr, tile, stride, cols, M, N, ROWS: tl.constexpr, EVEN: tl.constexpr
 ):  # fmt: skip
-    """(ROWS, COLS) of a matrix; zeros outside it."""
+    """Load (ROWS, COLS) of a matrix; zeros outside it."""
     rows = tl.arange(0, ROWS)
     mask = (rows < M - tile * ROWS)[:, None]
     if not EVEN:
         mask = mask & (cols < N)[None, :]
     base = wide(tile * ROWS) * stride
     return tl.load(ptr + base + (rows[:, None] * stride + cols[None, :]), mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _load_sum_tile(
+    x_ptr, add_ptr, sum_ptr, tile, stride_xm, stride_am, cols, M, N, ROWS: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
+    """Load a tile of x; if there is something to add, add it in fp32, round, and store the sum (M, N) as well."""
+    x = _load_tile(x_ptr, tile, stride_xm, cols, M, N, ROWS, EVEN)
+    if add_ptr is not None:
+        other = _load_tile(add_ptr, tile, stride_am, cols, M, N, ROWS, EVEN)
+        x = (x.to(tl.float32) + other.to(tl.float32)).to(x.dtype)
+        rows = tl.arange(0, ROWS)
+        mask = (rows < M - tile * ROWS)[:, None]
+        if not EVEN:
+            mask = mask & (cols < N)[None, :]
+        tl.store(sum_ptr + wide(tile * ROWS) * N + (rows[:, None] * N + cols[None, :]), x, mask=mask, cache_modifier=".cs")
+    return x
 
 
 @triton.jit
@@ -43,8 +60,11 @@ def _sum_of_squares(x):
 
 @triton.jit
 def _load_gamma(g_ptr, cols, N):
-    """The weight as stored; load it before the sums that it has to wait for."""
-    return tl.load(g_ptr + cols, mask=cols < N, other=0.0, eviction_policy="evict_last")
+    """Load the weight as stored, or ones if there is none; load it before the sums that it has to wait for."""
+    if g_ptr is None:
+        return tl.full((1,), 1.0, tl.float32)
+    else:
+        return tl.load(g_ptr + cols, mask=cols < N, other=0.0, eviction_policy="evict_last")
 
 
 @triton.jit
@@ -103,22 +123,26 @@ def _write_rows(
 
 @triton.jit
 def _rmsnorm_fwd_once(
-    x_ptr, g_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr,
-    M, N: tl.constexpr, stride_xm, eps,
+    x_ptr, g_ptr, add_ptr, sum_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr,
+    M, N: tl.constexpr, stride_xm, stride_am, eps,
     ZERO_CENTERED: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, KEEP: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, HELD: tl.constexpr, GAMMAS: tl.constexpr, BY_WARPS: tl.constexpr,
 ):  # fmt: skip
-    """y = x * rsqrt(mean(x²) + eps) * g, a program for every ROWS rows; the options are those of `_whole_rows`."""
+    """Write y = x * rsqrt(mean(x²) + eps) * g, a program for every ROWS rows.
+
+    g_ptr None: g is 1. add_ptr: a matrix that is added to x first, the sum of which goes to sum_ptr; or both None. The options
+    are those of `_whole_rows`.
+    """
     _whole_rows(
-        tl.program_id(0), x_ptr, g_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr, M, N, stride_xm, eps,
-        ZERO_CENTERED, FP8, FP8_MAX, KEEP, ROWS, COLS, HELD, GAMMAS, BY_WARPS,
+        tl.program_id(0), x_ptr, g_ptr, add_ptr, sum_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr,
+        M, N, stride_xm, stride_am, eps, ZERO_CENTERED, FP8, FP8_MAX, KEEP, ROWS, COLS, HELD, GAMMAS, BY_WARPS,
     )  # fmt: skip
 
 
 @triton.jit
 def _rmsnorm_fwd_turned(
-    x_ptr, g_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr, y_t_ptr, done_ptr,
-    M, N: tl.constexpr, stride_xm, eps, lag,
+    x_ptr, g_ptr, add_ptr, sum_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr, y_t_ptr, done_ptr,
+    M, N: tl.constexpr, stride_xm, stride_am, eps, lag,
     ZERO_CENTERED: tl.constexpr, FP8_MAX: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, HELD: tl.constexpr, GAMMAS: tl.constexpr, BY_WARPS: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr,
@@ -156,8 +180,8 @@ def _rmsnorm_fwd_turned(
         tile = block * WRITERS + inside
         if tile * ROWS < M:
             _whole_rows(
-                tile, x_ptr, g_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr, M, N, stride_xm, eps,
-                ZERO_CENTERED, True, FP8_MAX, True, ROWS, COLS, HELD, GAMMAS, BY_WARPS,
+                tile, x_ptr, g_ptr, add_ptr, sum_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr,
+                M, N, stride_xm, stride_am, eps, ZERO_CENTERED, True, FP8_MAX, True, ROWS, COLS, HELD, GAMMAS, BY_WARPS,
             )  # fmt: skip
         leave_done(done_ptr + block)
 
@@ -181,16 +205,18 @@ def _turn(y_ptr, y_t_ptr, block, first_col, M, N: tl.constexpr, BLOCK: tl.conste
 @triton.jit
 def _whole_rows(
     tile,
-    x_ptr, g_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr,
-    M, N: tl.constexpr, stride_xm, eps,
+    x_ptr, g_ptr, add_ptr, sum_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr,
+    M, N: tl.constexpr, stride_xm, stride_am, eps,
     ZERO_CENTERED: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, KEEP: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, HELD: tl.constexpr, GAMMAS: tl.constexpr, BY_WARPS: tl.constexpr,
 ):  # fmt: skip
     """Rows [tile * ROWS, …) of y. KEEP: as in `_write_rows`.
 
     HELD: how many loads of x are held between the sum and the output; the others are read again, from L2, that many ahead of
-    their use. GAMMAS: as many loads of the weight are ahead of theirs: all cost registers, none costs their latency.
+    their use: all are held where something is added to x. GAMMAS: as many loads of the weight are ahead of theirs: all cost
+    registers, none costs their latency.
     """
+    tl.static_assert(add_ptr is None or HELD == (N + COLS - 1) // COLS)
     CHUNKS: tl.constexpr = (N + COLS - 1) // COLS
     lanes = tl.arange(0, ROWS)
     left = M - tile * ROWS
@@ -211,6 +237,13 @@ def _whole_rows(
         squares += x.to(tl.float32) * x.to(tl.float32)
     for c in tl.static_range(HELD):
         x = _load_chunk(x_rows, c, lanes, left, N, ROWS, COLS, "evict_first")
+        if add_ptr is not None:
+            add_rows = add_ptr + wide(tile * ROWS) * stride_am + lanes[:, None] * stride_am
+            other = _load_chunk(add_rows, c, lanes, left, N, ROWS, COLS, "evict_first")
+            x = (x.to(tl.float32) + other.to(tl.float32)).to(x.dtype)
+            sum_rows = sum_ptr + wide(tile * ROWS) * N + lanes[:, None] * N
+            mask = _inside(lanes, left, c * COLS + cols, N, ROWS, COLS)
+            tl.store(sum_rows + (c * COLS + cols)[None, :], x, mask=mask, cache_modifier=".cs")
         squares += x.to(tl.float32) * x.to(tl.float32)
         xs = xs + (x,)
         if c < GAMMAS:
@@ -255,8 +288,8 @@ def _inside(lanes, left, cols, N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.con
 
 @triton.jit
 def _rmsnorm_fwd_loop(
-    x_ptr, g_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr, ws_ptr,
-    M, N, stride_xm, eps,
+    x_ptr, g_ptr, add_ptr, sum_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr, ws_ptr,
+    M, N, stride_xm, stride_am, eps,
     ZERO_CENTERED: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, KEEP: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, PHASE: tl.constexpr,
     EVEN: tl.constexpr, STAGES: tl.constexpr,
@@ -284,7 +317,7 @@ def _rmsnorm_fwd_loop(
         tag = launch_tag(ws_ptr)
         cols = part * COLS + tl.arange(0, COLS)
         slots = part * ROWS + lanes
-        x_next = _load_tile(x_ptr, first_tile, stride_xm, cols, M, N, ROWS, EVEN)
+        x_next = _load_sum_tile(x_ptr, add_ptr, sum_ptr, first_tile, stride_xm, stride_am, cols, M, N, ROWS, EVEN)
         if PHASE != 2:
             publish(ws_ptr, first_tile * (PARTS * ROWS) + slots, _sum_of_squares(x_next), tag, lanes >= 0)
 
@@ -294,7 +327,7 @@ def _rmsnorm_fwd_loop(
         if PARTS > 1:
             xs = (x_next,)
             ahead = tile + step
-            x_next = _load_tile(x_ptr, ahead, stride_xm, cols, M, N, ROWS, EVEN)
+            x_next = _load_sum_tile(x_ptr, add_ptr, sum_ptr, ahead, stride_xm, stride_am, cols, M, N, ROWS, EVEN)
             if PHASE != 2:
                 publish(ws_ptr, ahead * (PARTS * ROWS) + slots, _sum_of_squares(x_next), tag, lanes * 0 + ahead < tiles)
             total = tl.zeros((ROWS,), dtype=tl.float32)
@@ -303,7 +336,8 @@ def _rmsnorm_fwd_loop(
         else:
             squares = tl.zeros((ROWS, COLS), dtype=tl.float32)
             for c in tl.static_range(CHUNKS):
-                x = _load_tile(x_ptr, tile, stride_xm, c * COLS + tl.arange(0, COLS), M, N, ROWS, EVEN)
+                cols_c = c * COLS + tl.arange(0, COLS)
+                x = _load_sum_tile(x_ptr, add_ptr, sum_ptr, tile, stride_xm, stride_am, cols_c, M, N, ROWS, EVEN)
                 squares += x.to(tl.float32) * x.to(tl.float32)
                 xs = xs + (x,)
             total = tl.sum(squares, axis=1)

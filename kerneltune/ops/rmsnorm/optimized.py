@@ -77,7 +77,7 @@ class RMSNormOutput(NamedTuple):
 @on_its_device
 def rmsnorm_fwd(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     eps: float = 1e-6,
     *,
     quant: str = "none",
@@ -88,11 +88,11 @@ def rmsnorm_fwd(
     out_dtype: torch.dtype | None = None,
     config: FwdConfig | None = None,
 ) -> RMSNormOutput:
-    """y = x * rsqrt(mean(x², 1) + eps) * weight, in fp32 inside; under fp8 clamp(y * scale) as well as the largest |y|.
+    """Compute y = x * rsqrt(mean(x², 1) + eps) * weight, in fp32 inside; under fp8 clamp(y * scale) and the largest |y|.
 
     Args:
         x: (M, N) bf16, fp16 or fp32; rows may be any distance apart, elements of a row must be adjacent.
-        weight: (N,), dtype of x; with `zero_centered` 1 is added to it, in fp32.
+        weight: (N,), dtype of x or fp32; with `zero_centered` 1 is added to it, in fp32. None multiplies by 1.
         quant: `none`, `fp8`, or `fp8_t` (y and its transpose). NaN stays NaN, ±Inf saturates.
         scale: (1,) fp32, multiplies y before the cast.
         amax: (1,) fp32 ≥ 0, raised to max |y| before scaling; never cleared; NaN is passed over.
@@ -105,33 +105,60 @@ def rmsnorm_fwd(
 
     Source: the contract of ROCm/TransformerEngine's te_rmsnorm_fwd_triton.
     """
-    _check_fwd(x, weight, eps, quant, scale, amax, fp8_format, out_dtype)
+    check_fwd(x, weight, eps, quant, scale, amax, fp8_format, out_dtype, zero_centered)
     if config is not None:
         check_config(config, FwdConfig, least_ctas=0)
+    elif x.numel():
+        config = _choose_fwd((("M", x.shape[0]), ("N", x.shape[1])), DTYPE_NAMES[x.dtype], quant, _FWD_OPTIONS)
+    return launch_fwd(x, None, weight, eps, quant, scale, amax, fp8_format, zero_centered, out_dtype, config)[0]
+
+
+def launch_fwd(
+    x: torch.Tensor,
+    add: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    eps: float,
+    quant: str,
+    scale: torch.Tensor | None,
+    amax: torch.Tensor | None,
+    fp8_format: str,
+    zero_centered: bool,
+    out_dtype: torch.dtype | None,
+    config: FwdConfig | None,
+) -> tuple[RMSNormOutput, torch.Tensor]:
+    """Allocate the outputs and launch the forward of x, or of x + add; arguments are checked, config is None where x is empty.
+
+    Returns:
+        The output, and x + add; x where there is nothing to add.
+    """
     M, N = x.shape
     y = x.new_empty((M, N), dtype=out_dtype if quant == "none" else FP8_DTYPES[fp8_format])
     rsigma = x.new_empty((M,), dtype=torch.float32)
+    total = x if add is None else x.new_empty((M, N))
     y_t = y.new_empty((N, M)) if quant == "fp8_t" else None
     scale_inv = x.new_empty((1,), dtype=torch.float32) if quant != "none" else None
-    if M == 0 or N == 0:
+    out = RMSNormOutput(y, rsigma, y_t, scale_inv)
+    if config is None or not x.numel():
         if scale_inv is not None and scale is not None:
             torch.reciprocal(scale, out=scale_inv)
-        return RMSNormOutput(y, rsigma, y_t, scale_inv)
-    if config is None:
-        config = _choose_fwd((("M", M), ("N", N)), DTYPE_NAMES[x.dtype], quant, _FWD_OPTIONS)
-    check_apart("x", x, config.rows)
+        return out, total
+    for name, matrix in (("x", x), ("residual", add)):
+        if matrix is not None:
+            check_apart(name, matrix, config.rows)
+    addition = (None, None) if add is None else (add, total)
+    strides = (x.stride(0), None if add is None else add.stride(0))
     scalars = (scale, amax, scale_inv)
     if y_t is not None and _turns_behind(y, config):
-        _launch_turned(x, weight, y, y_t, rsigma, *scalars, eps, zero_centered, fp8_format, config)
-        return RMSNormOutput(y, rsigma, y_t, scale_inv)
+        _launch_turned(x, weight, addition, y, y_t, rsigma, *scalars, strides, eps, zero_centered, fp8_format, config)
+        return out, total
     keep = y_t is not None
-    _launch_rows(x, weight, y, rsigma, *scalars, eps, zero_centered, quant != "none", keep, fp8_format, config)
+    _launch_rows(x, weight, addition, y, rsigma, *scalars, strides, eps, zero_centered, quant != "none", keep, fp8_format, config)
     if y_t is not None:
         transpose_bytes[(cdiv(M, _TILE_ROWS) * cdiv(N, _TILE_COLS),)](
             y.view(torch.uint8), y_t.view(torch.uint8), M, N, N,
             ROWS=_TILE_ROWS, COLS=_TILE_COLS, GROUP=8, BACKWARDS=True, num_warps=4,
         )  # fmt: skip
-    return RMSNormOutput(y, rsigma, y_t, scale_inv)
+    return out, total
 
 
 @on_its_device
@@ -139,62 +166,90 @@ def rmsnorm_bwd(
     dz: torch.Tensor,
     x: torch.Tensor,
     rsigma: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     *,
     zero_centered: bool = False,
+    with_dgamma: bool = True,
     config: BwdConfig | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """dx (M, N) and dgamma (N,) of `rmsnorm_fwd` without quantisation; the same bits in every run of one config.
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute dx (M, N) and dgamma (N,) of `rmsnorm_fwd` without quantisation; the same bits in every run of one config.
 
     Args:
         dz, x: (M, N), one dtype; copied where they are not contiguous.
         rsigma: (M,) fp32, as the forward returned it.
-        weight: (N,), dtype of x.
+        weight: (N,), dtype of x or fp32, or None, as in the forward.
+        with_dgamma: False leaves dgamma out.
+
+    Returns:
+        dx, and dgamma of the weight's dtype, None without a weight.
 
     Raises:
         ValueError: a wrong shape, dtype, device or config, which it names.
     """
-    _check_bwd(dz, x, rsigma, weight)
+    check_bwd(dz, x, rsigma, weight, zero_centered)
     if config is not None:
         check_config(config, BwdConfig, least_ctas=1)
-    dz, x = dz.contiguous(), x.contiguous()
+    elif x.numel():
+        config = _choose_bwd((("M", x.shape[0]), ("N", x.shape[1])), DTYPE_NAMES[x.dtype], "none", _BWD_OPTIONS)
+    return launch_bwd(dz, x, rsigma, weight, None, zero_centered, with_dgamma, config)
+
+
+def launch_bwd(
+    dz: torch.Tensor,
+    x: torch.Tensor,
+    rsigma: torch.Tensor,
+    weight: torch.Tensor | None,
+    dsum: torch.Tensor | None,
+    zero_centered: bool,
+    with_dgamma: bool,
+    config: BwdConfig | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Allocate dx and dγ and launch the backward; dsum is added to dx. Arguments are checked, config is None where x is empty."""
+    dz, x, dsum = dz.contiguous(), x.contiguous(), None if dsum is None else dsum.contiguous()
     M, N = x.shape
-    dx, dgamma = torch.empty_like(x), torch.empty_like(weight)
-    if M == 0 or N == 0:
-        return dx, dgamma.zero_()
-    if config is None:
-        config = _choose_bwd((("M", M), ("N", N)), DTYPE_NAMES[x.dtype], "none", _BWD_OPTIONS)
+    dx = torch.empty_like(x)
+    dgamma = None if weight is None or not with_dgamma else torch.empty_like(weight)
+    if config is None or not x.numel():
+        return dx, None if dgamma is None else dgamma.zero_()
     c = config
     loads, tiles = cdiv(N, c.cols), cdiv(M, c.rows)
     parts, chunks = (loads, 1) if c.split else (1, loads)
     groups = _groups(x, tiles, parts, c.ctas)
-    partials = torch.empty((groups, N), dtype=torch.float32, device=x.device)
-    # 16-bit numbers in pairs, where the width and addresses allow
-    pairs = 2 if in_pairs(x) and in_pairs(dz) and weight.storage_offset() % 2 == 0 else 1
-    words = [t.view(torch.int32) if pairs == 2 else t for t in (dz, x, weight, dx)]
+    partials = None if dgamma is None else torch.empty((groups, N), dtype=torch.float32, device=x.device)
+    pairs = _pairs(weight, x, dz, dsum)
+    words = [t if t is None or pairs == 1 or t.element_size() == 4 else t.view(torch.int32) for t in (dz, x, weight, dsum, dx)]
     with workspace(tiles * parts * c.rows, x.device) if parts > 1 else nullcontext() as ws:
         for phase, options in _phases(parts, c):
             backward_kernels._rmsnorm_bwd_main[(groups * parts,)](
-                words[0], words[1], rsigma, words[2], words[3], partials, ws, M, N // pairs,
+                words[0], words[1], rsigma, *words[2:], partials, ws, M, N // pairs,
                 ZERO_CENTERED=zero_centered, ROWS=c.rows, COLS=c.cols // pairs, CHUNKS=chunks, PARTS=parts, PHASE=phase,
                 PAIRS=pairs, dtype=TL_DTYPES[x.dtype], DG_ROWS=c.sum_rows(x.element_size()),
                 EARLY=parts == 1 and M * N <= _SHORT, STAGES=c.stages, num_warps=c.warps, **options,
             )  # fmt: skip
-    rows = next_power_of_2(groups)
-    cols = max(8, _DGAMMA_TILE // rows)
-    backward_kernels._rmsnorm_bwd_dgamma[(cdiv(N, cols),)](
-        partials, dgamma, groups, N, ROWS=rows, COLS=cols, num_warps=8,
-        **({"launch_pdl": True} if since_sm_90() else {}),
-    )  # fmt: skip
+    if dgamma is not None:
+        rows = next_power_of_2(groups)
+        cols = max(8, _DGAMMA_TILE // rows)
+        backward_kernels._rmsnorm_bwd_dgamma[(cdiv(N, cols),)](
+            partials, dgamma, groups, N, ROWS=rows, COLS=cols, num_warps=8,
+            **({"launch_pdl": True} if since_sm_90() else {}),
+        )  # fmt: skip
     return dx, dgamma
 
 
-def _launch_rows(x, weight, y, rsigma, scale, amax, scale_inv, eps, zero_centered, fp8, keep, fp8_format, c) -> None:
+def _pairs(weight: torch.Tensor | None, *matrices: torch.Tensor | None) -> int:
+    """Return 2 where 16-bit values can be loaded two by two, as widths and addresses allow; else 1."""
+    even = weight is None or weight.element_size() == 4 or weight.storage_offset() % 2 == 0
+    return 2 if even and all(matrix is None or in_pairs(matrix) for matrix in matrices) else 1
+
+
+def _launch_rows(
+    x, weight, addition, y, rsigma, scale, amax, scale_inv, strides, eps, zero_centered, fp8, keep, fp8_format, c
+) -> None:
     M, N = x.shape
     loads, tiles = cdiv(N, c.cols), cdiv(M, c.rows)
     if not c.ctas:
         kernels._rmsnorm_fwd_once[(tiles,)](
-            x, weight, y, rsigma, scale, amax, scale_inv, M, N, x.stride(0), eps,
+            x, weight, *addition, y, rsigma, scale, amax, scale_inv, M, N, *strides, eps,
             ZERO_CENTERED=zero_centered, FP8=fp8, FP8_MAX=FP8_MAX[fp8_format], KEEP=keep,
             **_options(N, c),
         )  # fmt: skip
@@ -203,7 +258,7 @@ def _launch_rows(x, weight, y, rsigma, scale, amax, scale_inv, eps, zero_centere
     with workspace(tiles * parts * c.rows, x.device) if parts > 1 else nullcontext() as ws:
         for phase, options in _phases(parts, c):
             kernels._rmsnorm_fwd_loop[(_groups(x, tiles, parts, c.ctas) * parts,)](
-                x, weight, y, rsigma, scale, amax, scale_inv, ws, M, N, x.stride(0), eps,
+                x, weight, *addition, y, rsigma, scale, amax, scale_inv, ws, M, N, *strides, eps,
                 ZERO_CENTERED=zero_centered, FP8=fp8, FP8_MAX=FP8_MAX[fp8_format], KEEP=keep, ROWS=c.rows, COLS=c.cols,
                 CHUNKS=chunks, PARTS=parts, PHASE=phase, EVEN=N % c.cols == 0, STAGES=c.stages, num_warps=c.warps, **options,
             )  # fmt: skip
@@ -216,14 +271,16 @@ def _turns_behind(y: torch.Tensor, c: FwdConfig) -> bool:
     return in_order and not c.ctas and M % 4 == 0 and N in _BEHIND_COLS and M * N >= 3 * _BEHIND_BYTES
 
 
-def _launch_turned(x, weight, y, y_t, rsigma, scale, amax, scale_inv, eps, zero_centered, fp8_format, c) -> None:
+def _launch_turned(
+    x, weight, addition, y, y_t, rsigma, scale, amax, scale_inv, strides, eps, zero_centered, fp8_format, c
+) -> None:
     M, N = x.shape
     blocks = cdiv(M, _BLOCK)
     with counters(cdiv(blocks, 2), x.device) as done:
         kernels._rmsnorm_fwd_turned[(blocks * (_BLOCK // c.rows + cdiv(N, _TILE)),)](
-            x, weight, y, rsigma, scale, amax, scale_inv, y_t.view(torch.uint8), done.view(torch.int32), M, N, x.stride(0), eps,
-            cdiv(_BEHIND_BYTES, _BLOCK * N), ZERO_CENTERED=zero_centered, FP8_MAX=FP8_MAX[fp8_format], BLOCK=_BLOCK, TILE=_TILE,
-            **_options(N, c),
+            x, weight, *addition, y, rsigma, scale, amax, scale_inv, y_t.view(torch.uint8), done.view(torch.int32),
+            M, N, *strides, eps, cdiv(_BEHIND_BYTES, _BLOCK * N), ZERO_CENTERED=zero_centered, FP8_MAX=FP8_MAX[fp8_format],
+            BLOCK=_BLOCK, TILE=_TILE, **_options(N, c),
         )  # fmt: skip
 
 
@@ -264,22 +321,29 @@ def run_bwd(inputs: Inputs, config: BwdConfig | None) -> Outputs:
     dx, dgamma = rmsnorm_bwd(
         inputs["dz"], inputs["x"], inputs["rsigma"], inputs["weight"], zero_centered=inputs["zero_centered"], config=config
     )
+    assert dgamma is not None
     return {"dx": dx, "dgamma": dgamma}
 
 
-def _check_fwd(
+def check_fwd(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     eps: float,
     quant: str,
     scale: torch.Tensor | None,
     amax: torch.Tensor | None,
     fp8_format: str,
     out_dtype: torch.dtype | None,
+    zero_centered: bool,
 ) -> None:
+    """Check the arguments of a forward.
+
+    Raises:
+        ValueError: the first that does not fit.
+    """
     check_matrix("x", x)
     where = x.device
-    check_like("weight", weight, x.shape[1:], x.dtype, where)
+    _check_weight(weight, x, zero_centered)
     if not eps >= 0:
         raise ValueError(f"eps must not be negative, got {eps=}")
     if quant not in ("none", "fp8", "fp8_t"):
@@ -297,8 +361,22 @@ def _check_fwd(
         check_like("amax", amax, (1,), torch.float32, where)
 
 
-def _check_bwd(dz: torch.Tensor, x: torch.Tensor, rsigma: torch.Tensor, weight: torch.Tensor) -> None:
+def check_bwd(dz: torch.Tensor, x: torch.Tensor, rsigma: torch.Tensor, weight: torch.Tensor | None, zero_centered: bool) -> None:
+    """Check the arguments of a backward.
+
+    Raises:
+        ValueError: the first that does not fit.
+    """
     check_matrix("x", x)
     check_like("dz", dz, tuple(x.shape), x.dtype, x.device)
     check_like("rsigma", rsigma, (x.shape[0],), torch.float32, x.device)
-    check_like("weight", weight, (x.shape[1],), x.dtype, x.device)
+    _check_weight(weight, x, zero_centered)
+
+
+def _check_weight(weight: torch.Tensor | None, x: torch.Tensor, zero_centered: bool) -> None:
+    if weight is None:
+        if zero_centered:
+            raise ValueError("zero_centered needs a weight, got weight=None")
+        return
+    wide = isinstance(weight, torch.Tensor) and weight.dtype == torch.float32
+    check_like("weight", weight, x.shape[1:], torch.float32 if wide else x.dtype, x.device)

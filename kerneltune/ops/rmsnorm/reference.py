@@ -8,7 +8,7 @@ from kerneltune.spec import Case, Inputs, Outputs, Traffic
 EPS = 1e-5
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
-_ROUNDING = {torch.float32: 2.0**-22, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+ROUNDING = {torch.float32: 2.0**-22, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 """Relative size of one unit in the last place."""
 
 
@@ -17,34 +17,39 @@ def fwd_inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     M, N, dtype = case["M"], case["N"], getattr(torch, case.dtype)
     pad = int(case.option("row_pad"))
     inputs = {
-        "x": _uniform((M, N + pad), -2.0, 1.0, dtype, device, seed)[:, :N],
-        "weight": _uniform((N,), 0.5, 1.5, dtype, device, seed + 1),
+        "x": uniform((M, N + pad), -2.0, 1.0, dtype, device, seed)[:, :N],
+        "weight": uniform((N,), 0.5, 1.5, dtype, device, seed + 1),
         "quant": case.quant,
         "fp8_format": case.option("fp8_format"),
         "zero_centered": case.option("zero_centered"),
     }
-    if case.quant != "none":
-        inputs["scale"] = _uniform((1,), 1.0, 2.0, torch.float32, device, seed + 2)
-        inputs["amax"] = torch.zeros(1, dtype=torch.float32, device=device)
-    return inputs
+    return {**inputs, **scalars(case, device, seed)}
+
+
+def scalars(case: Case, device: str, seed: int) -> Inputs:
+    """Make scale (1,) and amax (1,) where there is quantisation."""
+    if case.quant == "none":
+        return {}
+    scale = uniform((1,), 1.0, 2.0, torch.float32, device, seed + 2)
+    return {"scale": scale, "amax": torch.zeros(1, dtype=torch.float32, device=device)}
 
 
 def bwd_inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     """dz (M, N), x (M, N), weight (N,), and the rsigma (M,) of x."""
     M, N, dtype = case["M"], case["N"], getattr(torch, case.dtype)
-    x = _uniform((M, N), -2.0, 1.0, dtype, device, seed)
+    x = uniform((M, N), -2.0, 1.0, dtype, device, seed)
     return {
-        "dz": _uniform((M, N), -1.0, 1.0, dtype, device, seed + 3),
+        "dz": uniform((M, N), -1.0, 1.0, dtype, device, seed + 3),
         "x": x,
-        "rsigma": _rsigma(x),
-        "weight": _uniform((N,), 0.5, 1.5, dtype, device, seed + 1),
+        "rsigma": rsigma_of(x),
+        "weight": uniform((N,), 0.5, 1.5, dtype, device, seed + 1),
         "zero_centered": case.option("zero_centered"),
     }
 
 
 def fwd_reference(inputs: Inputs) -> Outputs:
     """y, rsigma, and under fp8 amax, scale_inv; the transpose is y's, byte for byte."""
-    rsigma = _rsigma(inputs["x"])
+    rsigma = rsigma_of(inputs["x"])
     return _normalised(inputs, rsigma) | {"rsigma": rsigma}
 
 
@@ -75,7 +80,7 @@ def compare_fwd(_case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs
     if inputs["quant"] == "none":
         units = 1.0 if rsigma is not None else 4.0
         exact = rsigma is not None and y.is_cuda and y.dtype != torch.float32
-        errors += same_bits("y", y, want) if exact else close("y", y, want, rtol=units * _ROUNDING[y.dtype], atol=1e-5)
+        errors += same_bits("y", y, want) if exact else close("y", y, want, rtol=units * ROUNDING[y.dtype], atol=1e-5)
         return errors
     errors += (within_a_step if rsigma is None else same_bits)("y", y, want)
     if inputs["quant"] == "fp8_t":
@@ -88,7 +93,7 @@ def compare_fwd(_case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs
 
 def compare_bwd(_case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
     """Disagreements of a backward: dx to one rounding, dgamma to one rounding and the error of an fp32 sum."""
-    unit = _ROUNDING[inputs["x"].dtype]
+    unit = ROUNDING[inputs["x"].dtype]
     dx_scale = float(expected["dx"].abs().max()) if expected["dx"].numel() else 0.0
     errors = close("dx", outputs["dx"], expected["dx"], rtol=unit, atol=1e-6 + 2e-6 * dx_scale)
     slack = 2e-6 * expected["dgamma_abs"] + 1e-6
@@ -108,18 +113,22 @@ def bwd_traffic(case: Case) -> Traffic:
     return Traffic(read=size * (2 * M * N + N) + 4 * M, write=size * (M * N + N))
 
 
-def _uniform(shape: tuple[int, ...], low: float, high: float, dtype: torch.dtype, device: str, seed: int) -> torch.Tensor:
+def uniform(shape: tuple[int, ...], low: float, high: float, dtype: torch.dtype, device: str, seed: int) -> torch.Tensor:
+    """Make values between low and high, the same for the same seed; none on device `meta`."""
     tensor = torch.empty(shape, dtype=dtype, device=device)
     if device == "meta":
         return tensor
     return tensor.uniform_(low, high, generator=torch.Generator(device=device).manual_seed(seed))
 
 
-def _rsigma(x: torch.Tensor) -> torch.Tensor:
+def rsigma_of(x: torch.Tensor) -> torch.Tensor:
+    """Compute 1 / sqrt(mean(x²) + eps) of every row, fp32."""
     return torch.rsqrt(x.float().square().mean(dim=1) + EPS)
 
 
-def _gamma(inputs: Inputs) -> torch.Tensor:
+def _gamma(inputs: Inputs) -> torch.Tensor | float:
+    if inputs["weight"] is None:
+        return 1.0
     weight: torch.Tensor = inputs["weight"].float()
     return weight + 1.0 if inputs["zero_centered"] else weight
 
