@@ -208,3 +208,109 @@ def test_bad_types_and_devices() -> None:
 def test_meta_tensors_give_shapes() -> None:
     y = rms_norm(torch.ones(2, 3, 8, device="meta", dtype=torch.bfloat16), torch.ones(8, device="meta", dtype=torch.bfloat16))
     assert y.shape == (2, 3, 8) and y.dtype == torch.bfloat16 and y.is_meta
+
+
+def expected_sum(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, dy: torch.Tensor, dtotal: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """y, total, dx and dweight in fp64 by autograd, of the sum rounded as the operator rounds it."""
+    total = (x.detach() + residual.detach()).double().requires_grad_()
+    w64 = torch.ones(x.shape[-1], device=DEVICE).double() if weight is None else weight.detach().double().requires_grad_()
+    y = formula(total, w64, 1e-6, False)
+    loss = (y * dy.double()).sum() + (total * dtotal.double()).sum()
+    leaves_ = (total,) if weight is None else (total, w64)
+    return y.detach(), total.detach(), *torch.autograd.grad(loss, leaves_)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("weight_dtype", [None, torch.bfloat16, torch.float32])
+def test_sum_with_a_residual_matches_fp64(weight_dtype: torch.dtype | None) -> None:
+    x, residual, dy, dtotal = (draw(5, 3, 96, dtype=torch.bfloat16) for _ in range(4))
+    leaves_ = [x.requires_grad_(), residual.requires_grad_()]
+    weight = None if weight_dtype is None else draw(96, dtype=weight_dtype).requires_grad_()
+    leaves_ += [] if weight is None else [weight]
+    y, total = rms_norm(x, weight, residual=residual)
+    gradients = torch.autograd.grad((y, total), leaves_, (dy, dtotal))
+    want_y, want_total, want_dx, *want_dweight = expected_sum(x, residual, weight, dy, dtotal)
+    assert y.dtype == total.dtype == gradients[0].dtype == torch.bfloat16 and y.shape == total.shape == x.shape
+    for got, want in zip((y, total, gradients[0], gradients[1]), (want_y, want_total, want_dx, want_dx), strict=True):
+        close(got, want, TOLERANCE[torch.bfloat16])
+    if weight is not None:
+        assert gradients[2].dtype == weight.dtype
+        close(gradients[2], want_dweight[0], TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("used", ["y", "total"])
+def test_sum_of_which_one_output_is_used_has_its_gradient(used: str) -> None:
+    x, residual, dy = draw(7, 64).requires_grad_(), draw(7, 64), draw(7, 64)
+    weight = draw(64).requires_grad_()
+    y, total = rms_norm(x, weight, residual=residual)
+    if used == "total":
+        (dx,) = torch.autograd.grad(total, x, dy)
+        assert torch.equal(dx, dy)
+        return
+    dx, dweight = torch.autograd.grad(y, (x, weight), dy)
+    _, want_dx, want_dweight = expected((x + residual).detach(), weight, dy, 1e-6, False)
+    close(dx, want_dx, 2e-5)
+    close(dweight, want_dweight, 2e-5)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fp32_weight_takes_16_bit_inputs(dtype: torch.dtype) -> None:
+    x, weight, dy = draw(9, 130, dtype=dtype).requires_grad_(), draw(130).requires_grad_(), draw(9, 130, dtype=dtype)
+    y = rms_norm(x, weight, 1e-5, zero_centered=True)
+    dx, dweight = torch.autograd.grad(y, (x, weight), dy)
+    assert (y.dtype, dx.dtype, dweight.dtype) == (dtype, dtype, torch.float32)
+    for got, want in zip((y, dx, dweight), expected(x, weight, dy, 1e-5, True), strict=True):
+        close(got, want, TOLERANCE[dtype])
+
+
+@pytest.mark.usefixtures("path")
+def test_no_weight_multiplies_by_one() -> None:
+    x, dy = draw(6, 4, 40).requires_grad_(), draw(6, 4, 40)
+    module = RMSNorm(40, elementwise_affine=False)
+    assert list(module.parameters()) == [] and "elementwise_affine=False" in repr(module)
+    y = module(x)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    want_y, want_dx, _ = expected(x, torch.ones(40, device=DEVICE), dy, 1e-6, False)
+    close(y, want_y, 2e-5)
+    close(dx, want_dx, 2e-5)
+
+
+@pytest.mark.usefixtures("path")
+def test_frozen_weight_gets_no_gradient() -> None:
+    x, weight, dy = draw(6, 40).requires_grad_(), draw(40), draw(6, 40)
+    y = rms_norm(x, weight)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    close(dx, expected(x, weight, dy, 1e-6, False)[1], 2e-5)
+    assert weight.grad is None
+
+
+@pytest.mark.usefixtures("path")
+def test_sum_with_a_residual_compiles_without_a_graph_break() -> None:
+    torch.compiler.reset()
+    module = RMSNorm(64, device=DEVICE)
+    x, residual = draw(3, 64).requires_grad_(), draw(3, 64).requires_grad_()
+
+    def block(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        y, total = module(x * 2, residual)
+        return y.relu() + total
+
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    want, got = block(x, residual), compiled(x, residual)
+    assert torch.equal(got, want)
+    inputs = (x, residual, module.weight)
+    for eager, traced in zip(*(torch.autograd.grad(y.sum(), inputs) for y in (want, got)), strict=True):
+        assert torch.equal(eager, traced)
+
+
+def test_bad_residuals_and_weights() -> None:
+    x = torch.ones(2, 8)
+    with pytest.raises(ValueError, match=r"residual of x's shape and dtype, got \(2, 4\) torch\.float32 and \(2, 8\)"):
+        rms_norm(x, torch.ones(8), residual=torch.ones(2, 4))
+    with pytest.raises(ValueError, match=r"zero_centered with a weight, got weight=None"):
+        rms_norm(x, zero_centered=True)
+    with pytest.raises(ValueError, match=r"zero_centered=True elementwise_affine=False"):
+        RMSNorm(8, zero_centered=True, elementwise_affine=False)
