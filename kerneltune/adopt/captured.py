@@ -5,7 +5,7 @@ Imports operators.
 
 from typing import Any
 
-from kerneltune.adopt.operators import Numbered, operators
+from kerneltune.adopt.operators import Numbered, operators, tuned_variant
 
 __all__ = ["Numbered"]
 
@@ -19,7 +19,7 @@ def __getattr__(name: str) -> Any:
     if name == "OPS":
         return operators()
     for op in operators() if name.startswith("Config_") else ():
-        kind = op.variants[0].config
+        kind = tuned_variant(op).config
         if kind is not None and kind.__name__ == name:
             return kind
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,6 +5,7 @@ torch inside functions.
 """
 
 import dataclasses
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,11 @@ from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Space, Traffic, V
 CAPTURED, WIDEN = "KERNELTUNE_CAPTURED", "KERNELTUNE_CAPTURED_WIDEN"
 MODULE = "kerneltune.adopt.captured"
 CLASS = "launch"
-AUTHOR = "author"
+BYTES, BYTES_OF = "bytes", "arguments"
+"""An option with one value, by which every table says that GB/s are those of the arguments' bytes."""
+AUTHOR, TUNED = "baseline", "optimized"
+SWEEP = "sweep.yaml"
+_CHECKED_BYTES = 1 << 20
 _LAUNCH = "launch"
 _OPTIONS = {"num_warps": 4, "num_stages": 3, "num_ctas": 1, "maxnreg": 0}
 _KNOB_TYPES = (bool, int, float, str)
@@ -37,6 +42,31 @@ def operators() -> tuple[Op, ...]:
     """Return the operators of the capture that the environment names; none where it names none."""
     folder = os.environ.get(CAPTURED)
     return _operators(folder, os.environ.get(WIDEN) == "1") if folder else ()
+
+
+def tuned_variant(op: Op) -> Variant:
+    """Return the variant of a captured kernel that has knobs."""
+    return op.variant(TUNED)
+
+
+def sweep_text(launches: Sequence[LaunchClass], ops: Sequence[Op]) -> str:
+    """Return a sweep file with a case for each class, by which `compare` and `sweep` find them."""
+    lines = [
+        "# Launches of a capture. GB/s are those of the arguments' bytes: what a kernel reads and writes of them is not known.",
+        "family: captured",
+        f"ops: [{', '.join(json.dumps(op.name) for op in ops)}]",
+    ]
+    for section in ("check", "bench"):
+        lines += ["", f"{section}:"]
+        for op in ops:
+            for launch in launches:
+                if launch.digest in op.options[CLASS] and (section == "bench" or launch.argument_bytes < _CHECKED_BYTES):
+                    case = case_of(launch, op.axes)
+                    fields = {"name": case.name, "op": op.name, **dict(case.axes), "dtype": case.dtype, **dict(case.options)}
+                    lines.append("  - {" + ", ".join(f"{name}: {json.dumps(value)}" for name, value in fields.items()) + "}")
+        if lines[-1] == f"{section}:":
+            lines[-1] = f"{section}: []"
+    return "\n".join(lines) + "\n"
 
 
 @cache
@@ -57,9 +87,10 @@ def _operator(root: Path, number: int, launches: Sequence[LaunchClass], widen: b
     by_digest = {launch.digest: launch for launch in launches}
     kind = _config_class(f"Config_{launches[0].source[:8]}_{launches[0].configs[:8]}", launches, widen)
     about = partial(_of_case, by_digest)
-    variant = Variant(
-        name=AUTHOR,
-        run=partial(run_config),
+    author = Variant(name=AUTHOR, run=run_author)
+    tuned = Variant(
+        name=TUNED,
+        run=run_config,
         config=kind,
         space=partial(_space, about, kind, widen),
         valid=partial(_valid, about, kind, widen),
@@ -73,9 +104,9 @@ def _operator(root: Path, number: int, launches: Sequence[LaunchClass], widen: b
         reference=reference,
         compare=compare,
         traffic=partial(_traffic, about),
-        variants=(variant,),
+        variants=(author, tuned),
         module=MODULE,
-        options={CLASS: tuple(by_digest)},
+        options={CLASS: tuple(by_digest), BYTES: (BYTES_OF,)},
     )
 
 
@@ -84,7 +115,7 @@ def case_of(launch: LaunchClass, axes: Sequence[str]) -> Case:
     sizes = launch.sizes
     name = f"{launch.kernel.name.rpartition('.')[2]}-{launch.digest[:8]}"
     pairs = tuple((axis, sizes[axis]) for axis in axes)
-    return Case(name, pairs, case_dtype(launch), "none", ((CLASS, launch.digest),))
+    return Case(name, pairs, case_dtype(launch), "none", ((CLASS, launch.digest), (BYTES, BYTES_OF)))
 
 
 def case_dtype(launch: LaunchClass) -> str:
@@ -180,9 +211,13 @@ def _offered_knobs(digest: str, kind: type[Any], widen: bool, launch: LaunchClas
 
 
 def _default(about: Any, kind: type[Any], case: Case) -> Config:
-    """Return the author's choice where the program tuned it, else the author's first config."""
     launch = about(case)
-    return knobs_of_config(launch.choice or offered(launch, False)[0].config, kind, launch.candidates)
+    return knobs_of_config(author_choice(launch), kind, launch.candidates)
+
+
+def author_choice(launch: LaunchClass) -> dict[str, Any]:
+    """Return the author's choice where the program tuned it, else the author's first config; as JSON."""
+    return launch.choice or offered(launch, False)[0].config
 
 
 def _traffic(about: Any, case: Case) -> Traffic:
@@ -201,10 +236,19 @@ def make_inputs(root: str, case: Case, device: str = "cuda", seed: int = 0) -> I
 
 def run_config(inputs: Inputs, config: Config) -> Outputs:
     """Launch a config; where results are checked, what launches have changed is put back before."""
+    return _run(inputs, stored_of_config(config, inputs[_LAUNCH].launch))
+
+
+def run_author(inputs: Inputs, config: Config) -> Outputs:
+    """Launch the author's choice."""
+    return _run(inputs, author_choice(inputs[_LAUNCH].launch))
+
+
+def _run(inputs: Inputs, stored: Mapping[str, Any]) -> Outputs:
     launch = inputs[_LAUNCH]
     if launch.state is not None:
         launch.state.restore(launch.storages)
-    launch.run(stored_of_config(config, launch.launch))
+    launch.run(stored)
     return {}
 
 

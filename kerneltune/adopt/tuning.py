@@ -14,7 +14,7 @@ from typing import Any
 
 from kerneltune import cache, device, sweep
 from kerneltune.adopt.folder import LaunchClass
-from kerneltune.adopt.operators import CAPTURED, WIDEN, case_of, operator_name, operators
+from kerneltune.adopt.operators import CAPTURED, SWEEP, TUNED, WIDEN, case_of, operator_name, operators, sweep_text, tuned_variant
 from kerneltune.adopt.overview import Capture, read_capture
 from kerneltune.adopt.replay import ReplayError, live_kernel
 from kerneltune.adopt.sharing import Tuned, groups_of, portfolio_of
@@ -114,10 +114,11 @@ def tune_capture(
         options = Options(configs=root / "configs", results=root / "results", workers=workers, force=force)
         limited = _Limited(progress, began + budget_s if budget_s else float("inf"))
         by_name = {op.name: op for op in operators()}
+        replace_text(root / SWEEP, sweep_text(capture.classes, list(by_name.values())))
         try:
             for policy in dict.fromkeys(map(policy_of, chosen)):
                 entries = [_entry(by_name, one) for one in chosen if policy_of(one) == policy]
-                tune_entries(by_name, entries, Selection(FAMILY), replace(options, policy=policy), limited)
+                tune_entries(by_name, entries, Selection(FAMILY, variants=(TUNED,)), replace(options, policy=policy), limited)
         except _OutOfTime:
             progress.note(f"the budget of {budget_s:g} s is used: classes that are left keep what they have")
         cache.clear()
@@ -196,7 +197,7 @@ def _collect(capture: Capture, by_name: Mapping[str, Op], options: Options, skip
     stores: dict[str, TrialStore] = {}
     for launch in capture.classes:
         op = by_name[operator_name(launch)]
-        case, variant = case_of(launch, op.axes), op.variants[0]
+        case, variant = case_of(launch, op.axes), tuned_variant(op)
         stored = cached(op, case, variant, policy_of(launch), options.configs)
         if stored is None:
             if not any(line.startswith(f"{launch.label}:") for line in skipped):
@@ -253,7 +254,7 @@ def _timing(bench: IsolatedBench, op: Op, policies: Mapping[Case, str]) -> Timin
 
     def samples(case: Case, configs: Sequence[Any]) -> Sequence[Samples | None] | None:
         try:
-            bench.open(op, case, op.variants[0], policies[case])
+            bench.open(op, case, tuned_variant(op), policies[case])
             return bench.samples(configs)
         except ChildLostError:
             return None

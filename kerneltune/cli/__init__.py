@@ -139,8 +139,15 @@ def _root(
         list[str] | None,
         typer.Option("--plugin", metavar="MODULE", help="Operators of this module or .py file as well; may be repeated."),
     ] = None,
+    captured: Annotated[
+        str | None,
+        typer.Option("--captured", metavar="DIR", help="Operators from this capture; family DIR/sweep.yaml."),
+    ] = None,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
 ) -> None:
+    if captured:
+        os.environ["KERNELTUNE_CAPTURED"] = os.path.abspath(captured)
+        plugin = [*(plugin or []), "kerneltune.adopt.captured"]
     if plugin:  # by the environment, so that processes started from here have them too
         known = os.environ.get(PLUGINS)
         os.environ[PLUGINS] = os.pathsep.join([*([known] if known else []), *plugin])

@@ -1,0 +1,110 @@
+"""Replay: what a launch writes is learned from the author's first config, and every other config is held against that."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from kerneltune.adopt import startup
+from kerneltune.adopt.folder import CLASSES
+from kerneltune.adopt.overview import read_capture
+from kerneltune.adopt.replay import Launch, ReplayError, differences, disagreement, learn, make_launch
+
+
+def configs(*blocks: int) -> list[triton.Config]:
+    """Return a config for each block."""
+    return [triton.Config({"BLOCK": block}) for block in blocks]
+
+
+@triton.autotune(configs=configs(32, 64), key=["N"])
+@triton.jit
+def added_up(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
+    """Add x (N,) to y (N,) in place, but forget all beyond the first 64 with blocks of 64."""
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = (places < N) & ((BLOCK < 64) | (places < 64))
+    tl.store(y_ptr + places, tl.load(y_ptr + places, mask=mask) + tl.load(x_ptr + places, mask=mask), mask=mask)
+
+
+@triton.autotune(configs=configs(32, 64), key=["N"])
+@triton.jit
+def overwritten(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
+    """Copy x (N,) to y (N,), but leave all beyond the first 64 as it was with blocks of 64."""
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = (places < N) & ((BLOCK < 64) | (places < 64))
+    tl.store(y_ptr + places, tl.load(x_ptr + places, mask=mask), mask=mask)
+
+
+def replayed(folder: Path, kernel: Any, *args: Any) -> tuple[Launch, list[dict[str, Any]]]:
+    """Capture a launch of a kernel; returns its arguments made anew, and the author's configs."""
+    startup.capture(folder)
+    kernel[lambda meta: (triton.cdiv(128, meta["BLOCK"]),)](*args)
+    startup.uninstall()
+    kernel.__dict__.pop("_kerneltune_classes")
+    captured = read_capture(folder).classes[0]
+    launch = make_launch(captured, folder / CLASSES / captured.digest, "cpu", 0)
+    return launch, [one.config for one in captured.candidates if one.is_author]
+
+
+def test_replay_of_an_in_place_kernel_restores_before_every_launch(tmp_path: Path) -> None:
+    launch, (right, wrong) = replayed(tmp_path, added_up, torch.ones(128), torch.arange(128.0), 128)
+    launch.state = learn(launch, right)
+    assert (launch.state.written, launch.state.noise) == (["y_ptr"], {"y_ptr": 0.0})
+    for config, found in ((right, []), (wrong, ["y_ptr"])):
+        launch.state.restore(launch.storages)
+        launch.run(config)
+        assert [line.partition(":")[0] for line in differences(launch, launch.state)] == found
+
+
+def test_replay_poisons_an_output_so_that_what_is_not_written_shows(tmp_path: Path) -> None:
+    launch, (right, wrong) = replayed(tmp_path, overwritten, torch.ones(128), torch.ones(128), 128)
+    launch.storages[1].copy_(torch.zeros(128).view(torch.uint8))  # not what the launch writes, or the write would not be seen
+    launch.state = learn(launch, right)
+    launch.state.restore(launch.storages)
+    assert torch.isnan(launch.named["y_ptr"]).all()
+    launch.run(wrong)
+    assert differences(launch, launch.state) == ["y_ptr: NaN in other places"]
+
+
+def test_replay_makes_arguments_with_strides_alignment_and_shared_memory(tmp_path: Path) -> None:
+    whole = torch.arange(300.0)
+    launch, _ = replayed(tmp_path, overwritten, whole[1:129], whole[160:288], 128)
+    x, y = launch.named["x_ptr"], launch.named["y_ptr"]
+    assert x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+    assert torch.equal(x, whole[1:129])
+    assert x.data_ptr() % 16 == whole[1:].data_ptr() % 16 == 4
+
+
+def test_replay_without_memory_has_pointers_aligned_as_they_were(tmp_path: Path) -> None:
+    whole = torch.arange(300.0)
+    launch, _ = replayed(tmp_path, overwritten, whole[1:129], torch.empty(128), 128)
+    meta = make_launch(launch.launch, tmp_path, "meta", 0)
+    assert meta.named["x_ptr"].is_meta
+    assert meta.named["x_ptr"].storage_offset() % 4 == 1
+
+
+def test_replay_of_damaged_values_says_so(tmp_path: Path) -> None:
+    launch, _ = replayed(tmp_path, overwritten, torch.ones(128), torch.empty(128), 128)
+    folder = tmp_path / "copied"
+    folder.mkdir()
+    (folder / "values.safetensors").write_bytes(b"\x80\x04cos\nsystem\n")
+    with pytest.raises(ReplayError, match="values.safetensors: SafetensorError"):
+        make_launch(launch.launch, folder, "cpu", 0)
+
+
+@pytest.mark.parametrize(
+    ("factor", "noise", "text"),
+    [(1.0, 0.0, ""), (1.001, 0.0, "differs by 1.00e-03"), (1.001, 5e-4, ""), (float("nan"), 0.0, "NaN in other places")],
+)
+def test_results_agree_within_noise_and_rounding(tmp_path: Path, factor: float, noise: float, text: str) -> None:
+    launch, _ = replayed(tmp_path, overwritten, torch.ones(128), torch.empty(128), 128)
+    expected = torch.linspace(1, 2, 128)
+    assert disagreement(expected, expected * factor, noise, launch.launch).startswith(text)
+    assert bool(disagreement(expected, expected * factor, noise, launch.launch)) == bool(text)
+
+
+def test_whole_numbers_agree_exactly(tmp_path: Path) -> None:
+    launch, _ = replayed(tmp_path, overwritten, torch.ones(128), torch.empty(128), 128)
+    assert disagreement(torch.arange(4), torch.tensor([0, 1, 2, 4]), 0.0, launch.launch) == "1 of 4 whole numbers differ"

@@ -1,0 +1,111 @@
+"""kerneltune.autotune: takes what triton.autotune takes, and a reference and a space that tuning uses."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import kerneltune
+from kerneltune.adopt import startup
+from kerneltune.adopt.operators import case_of, operators, tuned_variant
+from kerneltune.adopt.overview import read_capture
+from kerneltune.adopt.tuning import captured_as_operators
+from kerneltune.measuring.check import Checker
+
+CONFIGS = [triton.Config({"BLOCK": 64}, num_warps=2), triton.Config({"BLOCK": 128})]
+
+
+def plus_one(arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return x + 1 (N,), the wrong expectation for every config."""
+    return {"y_ptr": arguments["x_ptr"] + 1}
+
+
+def same(arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return x (N,)."""
+    return {"y_ptr": arguments["x_ptr"].clone()}
+
+
+@triton.jit
+def copied(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
+    """Copy x (N,) to y (N,)."""
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + places, tl.load(x_ptr + places, mask=places < N, other=0.0), mask=places < N)
+
+
+@kerneltune.autotune(configs=CONFIGS, key=["N"], reference=plus_one)
+@triton.jit
+def copied_wrong(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
+    """Copy x (N,) to y (N,)."""
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + places, tl.load(x_ptr + places, mask=places < N, other=0.0), mask=places < N)
+
+
+@kerneltune.autotune(CONFIGS, ["N"], reference=same, space={"BLOCK": (32, 256), "num_warps": (2, 8)})
+@triton.jit
+def copied_right(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
+    """Copy x (N,) to y (N,)."""
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + places, tl.load(x_ptr + places, mask=places < N, other=0.0), mask=places < N)
+
+
+def test_autotune_makes_tritons_own_autotuner() -> None:
+    """Whatever knows Triton's Autotuner, such as torch.compile, knows this one."""
+    assert type(copied_right) is triton.runtime.autotuner.Autotuner
+    assert copied_right.configs is CONFIGS
+    assert copied_right.keys == ["N"]
+
+
+def test_autotune_takes_every_argument_of_the_installed_triton() -> None:
+    given: dict[str, Any] = {
+        "prune_configs_by": {"early_config_prune": lambda configs, named, **kwargs: configs[:1]}, "reset_to_zero": ["y_ptr"],
+        "restore_value": ["x_ptr"], "pre_hook": None, "post_hook": None, "warmup": None, "rep": None, "use_cuda_graph": False,
+        "do_bench": lambda call, quantiles: [1.0, 1.0, 1.0], "cache_results": False,
+    }  # fmt: skip
+    known = triton.autotune.__code__.co_varnames[: triton.autotune.__code__.co_argcount]
+    autotuner = kerneltune.autotune(CONFIGS, ["N"], **{name: value for name, value in given.items() if name in known})(copied)
+    assert (autotuner.reset_to_zero, autotuner.restore_value) == (["y_ptr"], ["x_ptr"])
+    assert autotuner.early_config_prune(CONFIGS, {}) == CONFIGS[:1]
+
+
+def test_autotune_with_an_unknown_argument_names_those_that_are() -> None:
+    with pytest.raises(TypeError, match="autotune: got an unexpected keyword argument 'sizes': triton .* takes configs, key"):
+        kerneltune.autotune(CONFIGS, ["N"], sizes=3)
+
+
+def checked(folder: Path, kernel: Any) -> tuple[list[Any], list[list[str]]]:
+    """Capture a launch of a kernel; returns the configs that tuning tries, and the errors of each."""
+    startup.capture(folder)
+    kernel[lambda meta: (triton.cdiv(128, meta["BLOCK"]),)](torch.arange(128.0), torch.empty(128), 128)
+    startup.uninstall()
+    kernel.__dict__.pop("_kerneltune_classes")
+    with captured_as_operators(folder, False):
+        (op,) = operators()
+        case = case_of(read_capture(folder).classes[0], op.axes)
+        variant = tuned_variant(op)
+        checker = Checker(op, case, "cpu")
+        configs = list(variant.configs(case))
+        return configs, [checker.errors(variant, config) for config in configs]
+
+
+def test_tuning_holds_configs_against_the_reference(tmp_path: Path) -> None:
+    _, errors = checked(tmp_path, copied_wrong)
+    assert len(errors) == 2
+    assert all("y_ptr: differs by" in lines[0] for lines in errors)
+
+
+def test_tuning_tries_the_space_as_well(tmp_path: Path) -> None:
+    configs, errors = checked(tmp_path, copied_right)
+    assert {(one.BLOCK, one.num_warps) for one in configs} == {(64, 2), (128, 4), (32, 2), (32, 8), (256, 2), (256, 8)}
+    assert errors == [[]] * 6
+
+
+def test_autotuned_kernel_is_served_where_the_environment_names_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "served").mkdir()
+    monkeypatch.setenv(startup.ADOPT, str(tmp_path))
+    monkeypatch.setenv(startup.MISS, "default")
+    kerneltune.autotune(CONFIGS, ["N"])(copied)
+    assert startup.server().miss == "default"
