@@ -1,15 +1,17 @@
-"""What a model imports: functions with autograd and modules, built from the operators.
+"""Give models functions with autograd and modules, built from the operators.
 
-The functions are custom operators of torch's, so they compile without a graph break, and so do modules; but for delayed scaling,
-weights kept from microbatch to microbatch, and converted modules of other kinds than GroupedLinear. Importing this also registers
-the casts, `kerneltune::fp8_…` and `kerneltune::multi_cast_transpose`, as operators of torch's. May import torch and ops.
+The functions are custom operators of torch's, so they compile without a graph break, and so do modules, but for delayed scaling,
+weights that GroupedLinear keeps from microbatch to microbatch, and converted modules of unknown kinds that call
+`torch._grouped_mm`. Importing this also registers the casts, `kerneltune::fp8_…` and `kerneltune::multi_cast_transpose`, as
+operators of torch's. May import torch and ops.
 """
 
 import kerneltune.ops.fp8
 import kerneltune.ops.multi_cast_transpose.custom  # noqa: F401
 from kerneltune.nn.alignment import aligned_groups
-from kerneltune.nn.convert import convert_to_fp8_training
+from kerneltune.nn.convert import Conversion, convert_to_fp8_training, revert_from_fp8_training
 from kerneltune.nn.delayed import DelayedScaling, update_scales
+from kerneltune.nn.fp8_linear import Fp8Linear
 from kerneltune.nn.grouped_linear import GroupedLinear
 from kerneltune.nn.grouped_mm import fp8_grouped_mm
 from kerneltune.nn.int4_linear import Int4Linear
@@ -18,18 +20,21 @@ from kerneltune.nn.rmsnorm import RMSNorm, rms_norm
 from kerneltune.nn.routing import Routing, permute_tokens, sort_tokens, unpermute_tokens
 
 __all__ = [
-    "Routing",
-    "permute_tokens",
-    "sort_tokens",
-    "unpermute_tokens",
+    "Conversion",
     "DelayedScaling",
+    "Fp8Linear",
     "GroupedLinear",
     "Int4Linear",
     "RMSNorm",
     "Recipe",
+    "Routing",
     "aligned_groups",
     "convert_to_fp8_training",
     "fp8_grouped_mm",
+    "permute_tokens",
+    "revert_from_fp8_training",
     "rms_norm",
+    "sort_tokens",
+    "unpermute_tokens",
     "update_scales",
 ]

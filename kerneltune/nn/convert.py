@@ -1,167 +1,326 @@
-"""Existing models to fp8 training: all their expert layers in one call. May import its neighbours."""
+"""Convert existing models to fp8 training in one call, and back."""
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, wraps
-from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES
 from kerneltune.nn.alignment import ALIGNED
+from kerneltune.nn.converted_products import ConvertedProducts, ExpertOperand
+from kerneltune.nn.fp8_linear import Fp8Linear, why_not_fp8
+from kerneltune.nn.fused_experts import fused_experts_forward, is_fused_experts, weight_names
+from kerneltune.nn.grouped_experts import WEIGHT_NAMES, grouped_experts_forward, is_grouped_experts
 from kerneltune.nn.grouped_linear import GroupedLinear
-from kerneltune.nn.grouped_mm import fp8_grouped_mm
 from kerneltune.nn.recipes import Recipe, recipe_of
+from kerneltune.nn.uncompiled import uncompiled
+
+Filter = Callable[[nn.Module, str], bool]
+
+
+class Conversion(list[str]):
+    """Names of the converted modules.
+
+    Attributes:
+        skipped: module name to the reason why the module stays as it was.
+    """
+
+    def __init__(self, converted: list[str], skipped: dict[str, str]) -> None:
+        super().__init__(converted)
+        self.skipped = skipped
+
+    def __str__(self) -> str:
+        """Return a line per kind of decision."""
+        lines = [f"converted {len(self)} modules to fp8: {', '.join(self)}"]
+        return "\n".join([*lines, *(f"skipped {name or 'the model itself'}: {why}" for name, why in self.skipped.items())])
 
 
 def convert_to_fp8_training(
     model: nn.Module,
     recipe: str | Recipe = "tensorwise",
     *,
-    filter_fn: Callable[[nn.Module, str], bool] | None = None,
-) -> list[str]:
-    """Let the expert layers of a model multiply in fp8 from now on, in place: forward and backward.
+    experts: bool = True,
+    dense: bool = False,
+    filter_fn: Filter | None = None,
+) -> Conversion:
+    """Let the expert layers of a model, and its dense layers, multiply in fp8 from now on, in place: forward and backward.
 
-    A GroupedLinear takes the recipe. Any other module with expert weights of its own, which are parameters of three axes, the
-    last two multiples of 16, also in a ParameterList, becomes one of a subclass in whose forward `torch._grouped_mm` of rows with
-    these weights runs in fp8: with the parameters, views of them, and what is made of them first, such as a copy of another type;
-    in either order, column-major or row-major. All other products stay as they are, those in modules inside it included. What
-    `fp8_grouped_mm` asks of offs holds for them: groups of multiples of 16 rows unless the recipe pads, and the last ends at the
-    last row.
+    - A GroupedLinear takes the recipe.
+    - An expert module of `transformers` runs in fp8 whatever its `experts_implementation` is, and so do torchtitan's grouped
+      experts with w1, w2 and w3.
+    - Any other module with expert weights of its own, which are parameters of three axes, also in a ParameterList, sees them as
+      tensors whose grouped and batched products (`torch._grouped_mm`, `torch.bmm`, `torch.matmul`) run in fp8. A forward pass
+      that makes no such product raises a ValueError: nothing stays in bf16 unnoticed.
+    - With `dense`, an `nn.Linear` becomes an `Fp8Linear`, where that pays: see `skipped` of the result.
 
-    Its forward breaks torch.compile's graph, and as an object it can be copied but not pickled; its state can. Activation
-    checkpoints may be around its forward, not inside. Parameters and their names stay.
+    Groups may have any size. Parameters, their names and all hooks stay. The forward passes compile without a graph break, but
+    for modules of other kinds that call `torch._grouped_mm`. Activation checkpoints may be anywhere. Converted modules can be
+    copied and pickled. `revert_from_fp8_training` undoes it.
 
     Args:
-        recipe: `tensorwise`, `rowwise` or a Recipe; `delayed` where all are GroupedLinears.
-        filter_fn: (module, its name in the model) -> whether to convert it; None converts all. Only asked of what could be.
+        model: to convert, itself included.
+        recipe: `tensorwise`, `rowwise`, `delayed` or a Recipe. `delayed` needs `update_scales` once per optimizer step.
+        experts: whether to convert expert layers.
+        dense: whether to convert linear layers; the model's output layer stays.
+        filter_fn: (module, its name in the model) -> whether to convert it; None converts all. Only asked about candidates.
 
     Returns:
-        The names of the modules converted.
+        The names of the converted modules, and what was skipped and why.
 
     Raises:
-        ValueError: an unknown recipe, or nothing to convert.
-        RuntimeError: in a forward, of a product inside an activation checkpoint that began there.
-
-    Source: torchao's quantize_ with a training config, for the habit.
+        ValueError: an unknown recipe, nothing to convert, or an expert weight that no product can take; the model stays as it is.
     """
-    found = {n: m for n, m in model.named_modules() if _experts(m) and (filter_fn is None or filter_fn(m, n))}
-    if not found:
+    fresh: Recipe | str = "delayed" if recipe == "delayed" else recipe_of(recipe, "delayed")
+    found = {n: m for n, m in model.named_modules() if experts and _is_candidate(m)}
+    skipped = {n: "left out by filter_fn" for n, m in found.items() if filter_fn is not None and not filter_fn(m, n)}
+    chosen = {n: m for n, m in found.items() if n not in skipped}
+    linears = _linears(model, filter_fn, skipped) if dense else {}
+    if not chosen and not linears:
         raise ValueError(
-            f"{type(model).__name__} has no expert weights, parameters of three axes, the last two multiples of {ALIGNED}, "
-            "that were to be converted"
+            f"{type(model).__name__} has no {_wanted(experts, dense)} that were to be converted; "
+            f"skipped: {'; '.join(f'{n}: {why}' for n, why in skipped.items()) or 'nothing'}"
         )
-    others = {name: module for name, module in found.items() if not isinstance(module, GroupedLinear)}
-    if recipe == "delayed" and others:
-        raise ValueError(f"delayed scaling keeps state, which only GroupedLinear has, got {', '.join(others)}")
-    fresh = None if recipe == "delayed" else recipe_of(recipe, "delayed")
+    for name, module in chosen.items():
+        _check(module, name)
+    for name, module in chosen.items():
+        _convert(module, name, fresh)
+    for linear in linears.values():
+        Fp8Linear.from_linear(linear, fresh)
+    return Conversion([*chosen, *linears], skipped)
+
+
+def _wanted(experts: bool, dense: bool) -> str:
+    parts = ["expert weights, parameters of three axes,"] * experts + ["linear layers for which fp8 pays"] * dense
+    return " or ".join(parts) or "kind of layers"
+
+
+def _linears(model: nn.Module, filter_fn: Filter | None, skipped: dict[str, str]) -> dict[str, nn.Linear]:
+    """Return the linear layers to convert, and add the reasons for the others to `skipped`."""
+    outputs = getattr(model, "get_output_embeddings", lambda: None)()
+    chosen = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        why = "the model's output layer" if module is outputs else why_not_fp8(module)
+        if why is None and filter_fn is not None and not filter_fn(module, name):
+            why = "left out by filter_fn"
+        if why is None:
+            chosen[name] = module
+        else:
+            skipped[name] = why
+    return chosen
+
+
+def revert_from_fp8_training(model: nn.Module) -> list[str]:
+    """Let every converted module of a model multiply as it did before, in place.
+
+    A GroupedLinear that was converted multiplies in the type of its input from now on.
+
+    Returns:
+        The names of the reverted modules; empty where none is converted.
+
+    Raises:
+        ValueError: a converted module became another class's since, as `fully_shard` makes it; the model stays as it is.
+    """
+    found = {n: m for n, m in model.named_modules() if is_converted(m)}
+    for name, module in found.items():
+        if not isinstance(module, GroupedLinear) and type(module) is not Fp8Linear and not _is_own_class(type(module)):
+            raise ValueError(f"{name or 'the model'} is a {type(module).__name__} since it was converted: revert before that")
     for module in found.values():
         if isinstance(module, GroupedLinear):
-            module.set_recipe(fresh or "delayed")
-        elif fresh is not None:
-            if "_fp8_recipe" not in vars(module):
-                module.__class__ = _in_fp8(type(module))  # type: ignore[arg-type]  # classes are hashable
-            vars(module).update(_fp8_recipe=fresh, _fp8_amaxes=[])
+            module.set_recipe(None)
+            continue
+        if isinstance(module, Fp8Linear):
+            module.to_linear()
+            continue
+        for _, part in list(_named_parts(module)):
+            if _is_own_class(type(part)):
+                part.__class__ = type(part).__mro__[2]
+                vars(part).pop("_fp8_owner", None)
+        del module.fp8
     return list(found)
 
 
-def _experts(module: nn.Module) -> list[Tensor]:
-    """The expert weights that a module with a forward has itself, or in a ParameterList or the like."""
-    if not _has_forward(module):
-        return []
-    own = [module]
-    for part in own:
-        own += [child for child in part.children() if not _has_forward(child)]
-    parameters = (p for part in own for p in part.parameters(recurse=False))
-    return [p for p in parameters if p.ndim == 3 and p.shape[1] % ALIGNED == p.shape[2] % ALIGNED == 0]
+def is_converted(module: nn.Module) -> bool:
+    """Return whether a module multiplies in fp8 because it was converted."""
+    if isinstance(module, GroupedLinear):
+        return module.recipe is not None
+    return isinstance(module, Fp8Linear) or (isinstance(module, _Converted) and "fp8" in module._modules)
 
 
-def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
+class _Family(NamedTuple):
+    """A family of expert modules that fp8 has a forward of its own for."""
+
+    is_member: Callable[[nn.Module], bool]
+    weight_names: Callable[[nn.Module], Sequence[str]]
+    forward: Callable[..., Any]
+
+
+_FAMILIES = {
+    "fused": _Family(is_fused_experts, weight_names, fused_experts_forward),
+    "grouped": _Family(is_grouped_experts, lambda _: WEIGHT_NAMES, grouped_experts_forward),
+}
+
+
+def _family(module: nn.Module) -> str | None:
+    kind = getattr(type(module), "fp8_kind", None)
+    if kind is not None:
+        return kind if isinstance(kind, str) else None
+    return next((name for name, family in _FAMILIES.items() if family.is_member(module)), None)
+
+
+class _Converted:
+    """Mark classes that conversion made, and pickle their modules by what they were made of."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        made: Any = type(self)
+        if not _is_own_class(made):
+            return super().__reduce_ex__(protocol)
+        return _empty, (made.__mro__[2], made.fp8_kind), self.__getstate__()
+
+
+def _empty(base: type[nn.Module], kind: str | tuple[tuple[str, str], ...]) -> nn.Module:
+    """Return a converted module without state, for unpickling and copies."""
+    cls = _subclass(cast(Any, base), kind)
+    return cls.__new__(cls)
 
 
 @cache
-def _in_fp8(base: type[nn.Module]) -> type[nn.Module]:
-    """A subclass whose forward runs in fp8; one for all, so that torch.compile knows layers of a kind to be alike."""
+def _subclass(base: type[nn.Module], kind: str | tuple[tuple[str, str], ...]) -> type[nn.Module]:
+    """Return the subclass whose forward multiplies in fp8: the same for all modules of a kind, so that they share compiled code.
 
-    @wraps(base.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _GroupedProducts(_experts(self), self._fp8_recipe, self._fp8_amaxes):
-            return base.forward(self, *args, **kwargs)
-
-    # torch.compile does not see a mode's view of torch._grouped_mm, and would go on in bf16
-    return type(f"Fp8{base.__name__}", (base,), {"forward": torch.compiler.disable(forward)})
-
-
-class _GroupedProducts(TorchFunctionMode):
-    """Takes the place of torch's grouped products, of which torch.nn.functional's is one, with these weights.
-
-    amaxes: of each product in turn what `fp8_grouped_mm` takes as its amax, made here where it does not fit.
+    Args:
+        base: the module's class.
+        kind: the name of a family, or names of parameters and of their state in `ConvertedProducts`.
     """
+    members: dict[str, Any] = {"fp8_kind": kind}
+    if isinstance(kind, str):
+        replacement = _FAMILIES[kind].forward
 
-    def __init__(self, weights: list[Tensor], recipe: Recipe, amaxes: list[Tensor]) -> None:
-        super().__init__()
-        self.recipe, self.amaxes, self.products = recipe, amaxes, 0
-        self.storages = {_storage(getattr(w, "_local_tensor", w)) for w in weights}  # of a DTensor the rows meet the local part
+        @wraps(base.forward)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return replacement(self, *args, **kwargs)
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch._grouped_mm:
-            return self._product(*args, **kwargs or {})
-        out = func(*args, **kwargs or {})
-        if args and isinstance(out, Tensor) and out.ndim >= 3 and self._of_weights(args[0]):
-            self.storages.add(_storage(out))
+        members["forward"] = forward
+    else:
+        members |= {attribute: _operand(attribute, name) for attribute, name in kind}
+        if _has_class_forward(base):
+            members["forward"] = _checked(base.forward)
+    return type(f"Fp8{base.__name__}", (_Converted, base), members)
+
+
+def _operand(attribute: str, name: str) -> property:
+    def get(self: Any) -> Tensor:
+        owner, parameter = self.__dict__.get("_fp8_owner", self), self._parameters[attribute]
+        in_forward = owner.fp8.is_active or _in_backward()
+        return ExpertOperand.of(parameter, owner.fp8, name) if in_forward else parameter
+
+    return property(get)
+
+
+def _in_backward() -> bool:
+    """Return whether a backward pass is under way, which may recompute a part of a forward pass."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        products = self.fp8
+        products.has_multiplied, products.is_active = False, True
+        try:
+            out = forward(self, *args, **kwargs)
+        finally:
+            products.is_active = False
+        if not products.has_multiplied:
+            raise ValueError(
+                f"{products.module} was converted, but its forward pass makes no grouped or batched product with its expert "
+                "weights: leave it out by filter_fn"
+            )
         return out
 
-    def _of_weights(self, made_of: Any) -> bool:
-        first = made_of[0] if isinstance(made_of, list | tuple) and made_of else made_of
-        return isinstance(first, Tensor) and (storage := _storage(first)) is not None and storage in self.storages
-
-    def _product(
-        self,
-        a: Tensor,
-        b: Tensor,
-        offs: Tensor | None = None,
-        bias: Tensor | None = None,
-        out_dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        if a.ndim != 2 or b.ndim != 3 or offs is None or bias is not None or not self._of_weights(b):
-            return torch._grouped_mm(a, b, offs, bias, out_dtype)
-        if _inside_checkpoint():
-            raise RuntimeError(
-                "an activation checkpoint inside a converted module's forward would be recomputed without fp8: "
-                "checkpoint the module as a whole, or what it is part of"
-            )
-        rows = a if a.stride(1) == 1 and a.stride(0) >= a.shape[1] else a.contiguous()
-        weights = b if b.is_contiguous() or b.mT.is_contiguous() else b.contiguous()
-        return fp8_grouped_mm(rows, weights, offs, recipe=self.recipe, out_dtype=out_dtype, amax=self._amax(weights))
-
-    def _amax(self, weights: Tensor) -> Tensor:
-        at, self.products = self.products, self.products + 1
-        if at == len(self.amaxes):
-            self.amaxes.append(weights.new_empty(0))
-        if self.amaxes[at].shape != weights.shape[:1] or self.amaxes[at].device != weights.device:
-            self.amaxes[at] = torch.zeros(weights.shape[0], dtype=torch.float32, device=weights.device)
-        return self.amaxes[at]
+    # torch.compile does not ask a tensor subclass about torch._grouped_mm, and would go on in bf16
+    return checked if _is_batched(forward) else uncompiled(checked)
 
 
-def _storage(t: Tensor) -> StorageWeakRef | None:
-    """What a tensor shares with its views, not to be taken by another while this is kept; None where it has no memory."""
-    try:
-        return StorageWeakRef(t.untyped_storage())
-    except NotImplementedError:  # sparse, or under vmap
-        return None
+def _is_batched(forward: Callable[..., Any]) -> bool:
+    """Return whether a forward multiplies by `torch.bmm`, about which torch.compile does ask a tensor subclass."""
+    return "bmm" in forward.__code__.co_names and "_grouped_mm" not in forward.__code__.co_names
 
 
-def _inside_checkpoint() -> bool:
-    """Whether an activation checkpoint has begun since the converted module's forward."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not (frame.f_globals is globals() and frame.f_code.co_name == "forward"):
-        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
-            return True
-        frame = frame.f_back
-    return False
+def _is_own_class(cls: type) -> bool:
+    return "fp8_kind" in vars(cls)
+
+
+def _named_parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield a module and its containers without a forward of their own, such as a ParameterList, with prefixes for names."""
+    yield prefix, module
+    for name, child in module.named_children():
+        if not _has_forward(child) and not isinstance(child, ConvertedProducts):
+            yield from _named_parts(child, f"{prefix}{name}_")
+
+
+def _weights(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's own expert weights, by name."""
+    family = _family(module)
+    if family is not None:
+        return {name: module._parameters[name] for name in _FAMILIES[family].weight_names(module)}  # type: ignore[misc]
+    return {prefix + name: p for prefix, part in _named_parts(module) for name, p in _expert_parameters(part)}
+
+
+def _expert_parameters(part: nn.Module) -> list[tuple[str, Tensor]]:
+    own = ((name, p) for name, p in part._parameters.items() if p is not None and p.ndim == 3)
+    return [(name, p) for name, p in own if p.shape[0] > 1 and min(p.shape[1:]) >= ALIGNED]
+
+
+def _is_candidate(module: nn.Module) -> bool:
+    if isinstance(module, GroupedLinear):
+        return True
+    return _has_forward(module) and not isinstance(module, nn.modules.conv._ConvNd) and bool(_weights(module))
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return _has_class_forward(type(module))
+
+
+def _has_class_forward(cls: type[nn.Module]) -> bool:
+    return cls.forward is not nn.Module.forward
+
+
+def _check(module: nn.Module, name: str) -> None:
+    """Raise a ValueError that names a module with a weight that fp8 products cannot take."""
+    where = name or type(module).__name__
+    devices = set()
+    for weight_name, weight in _weights(module).items():
+        E, N, K = weight.shape
+        if not E or N % ALIGNED or K % ALIGNED or not N or not K:
+            raise ValueError(f"{where}.{weight_name} must be (E, N, K), N and K multiples of {ALIGNED}, got {(E, N, K)}")
+        if weight.dtype not in DTYPE_NAMES:
+            raise ValueError(f"{where}.{weight_name} must be one of {', '.join(DTYPE_NAMES.values())}, got {weight.dtype}")
+        devices.add(weight.device)
+    if len(devices) > 1:
+        raise ValueError(f"{where} must have its weights on one device, got {', '.join(sorted(map(str, devices)))}")
+    if not isinstance(module, GroupedLinear | _Converted) and hasattr(module, "fp8"):
+        raise ValueError(f"{where} already has an attribute `fp8`, which conversion takes: rename it")
+
+
+def _convert(module: Any, name: str, recipe: Recipe | str) -> None:
+    if isinstance(module, GroupedLinear):
+        module.set_recipe(recipe)
+        return
+    converted, weights = isinstance(module, _Converted), _weights(module)
+    module.fp8 = ConvertedProducts(recipe, weights, name or type(module).__name__)
+    if converted:
+        return
+    family = _family(module)
+    if family is not None:
+        module.__class__ = _subclass(cast(Any, type(module)), family)
+        return
+    for prefix, part in list(_named_parts(module)):
+        own = tuple((attribute, prefix + attribute) for attribute, _ in _expert_parameters(part))
+        if part is not module and own:
+            vars(part)["_fp8_owner"] = module
+        if part is module or own:
+            part.__class__ = _subclass(cast(Any, type(part)), own)

@@ -63,6 +63,22 @@ def cast_expected_weights(b_t: Tensor, amax: Tensor) -> Fp8Weights:
     return weights.turned() if contiguous else weights
 
 
+def cast_traced_weights(b_t: Tensor, recipe: Recipe, amax: Tensor) -> Fp8Weights:
+    """Cast b_t (E, K, N), column-major or contiguous, in both layouts by functions that torch.compile can trace. No gradient."""
+    if recipe.scaling == "tensorwise" and recipe.pow2:
+        return cast_expected_weights(b_t, amax)
+    contiguous = b_t.is_contiguous()
+    w = (b_t.mT if contiguous else b_t).detach()
+    ops = torch.ops.kerneltune
+    if recipe.scaling == "tensorwise":
+        q, q_t, scale = ops.fp8_tensorwise_3d(w, layout="both", pow2=recipe.pow2, inverse=True)
+        weights = Fp8Weights(q, scale, q_t, scale)
+    else:
+        q, scale, q_t, scale_t = ops.fp8_rowwise_3d_both(w, pow2=recipe.pow2, inverse=True)
+        weights = Fp8Weights(q, scale.view(w.shape[0], w.shape[2]), q_t, scale_t)
+    return weights.turned() if contiguous else weights
+
+
 @torch.library.custom_op("kerneltune::fp8_expected_weights", mutates_args=("amax",))
 def _expected_weights(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     q, scale, q_t, _ = cast_weights(w, Recipe("tensorwise"), amax=amax)

@@ -18,7 +18,7 @@ def check_operands(A: Tensor, B_t: Tensor, offs: Tensor, recipe: Recipe | Delaye
         ValueError: a wrong kind of tensor, shape, stride, dtype, device or number of experts, which it names.
     """
     for name, t in (("A", A), ("B_t", B_t), ("offs", offs)):
-        if hasattr(t, "to_local"):
+        if hasattr(t, "_local_tensor"):
             raise ValueError(f"{name} must be a plain tensor, as to_local() of a DTensor is, got {type(t).__name__}")
     if A.ndim != 2 or B_t.ndim != 3 or A.shape[1] != B_t.shape[1]:
         raise ValueError(f"fp8_grouped_mm takes A (M, K) and B_t (E, K, N), got {tuple(A.shape)} and {tuple(B_t.shape)}")

@@ -1,0 +1,15 @@
+"""Follow autocast regions."""
+
+import torch
+from torch import Tensor
+
+
+def output_dtype(x: Tensor) -> torch.dtype:
+    """Return the type of a product's result with x: the autocast type, or that of x."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def in_autocast(x: Tensor) -> Tensor:
+    """Return x in the type of an autocast region, where there is one."""
+    return x.to(output_dtype(x))

@@ -1,0 +1,158 @@
+"""Keep what the fp8 products of a converted module need from step to step, and multiply with it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kerneltune.nn.alignment import row_major
+from kerneltune.nn.autocast import in_autocast
+from kerneltune.nn.delayed import DelayedScaling
+from kerneltune.nn.grouped_mm import fp8_grouped_mm
+from kerneltune.nn.kept_weights import KeptWeights
+from kerneltune.nn.recipes import Recipe
+
+
+class ConvertedProducts(nn.Module):
+    """Hold the recipe of a converted module and the scaling state of each of its weights.
+
+    A child module of the converted module, named `fp8`, so that it moves, prints and is saved with it.
+
+    Args:
+        recipe: a Recipe, or `delayed`.
+        weights: parameters (E, …) of three axes, by name.
+
+    Attributes:
+        recipe: a Recipe, or `delayed`.
+        module: name of the converted module, for messages.
+        is_active: whether the module's forward pass is under way, in which its expert weights are `ExpertOperand`.
+        has_multiplied: whether a product of the current forward pass ran in fp8.
+    """
+
+    def __init__(self, recipe: Recipe | str, weights: dict[str, Tensor], module: str) -> None:
+        super().__init__()
+        self.recipe = recipe
+        self.module, self.has_multiplied, self.is_active = module, False, False
+        for name, weight in weights.items():
+            local = getattr(weight, "_local_tensor", weight)
+            if recipe == "delayed":
+                self.add_module(f"{name}_scaling", DelayedScaling(local.shape[0], pad_groups=True, device=local.device))
+            self.add_module(f"{name}_kept", KeptWeights(local.shape[0], local.device))
+
+    def grouped(self, rows: Tensor, weight: Tensor, offs: Tensor, name: str, *, is_aligned: bool = False) -> Tensor:
+        """Multiply rows (M, K) in groups that end at offs (E,) with weight (E, K, N), of either order.
+
+        Args:
+            name: of the parameter that the weight was made of.
+            is_aligned: whether groups are known to end at multiples of 16.
+        """
+        self.has_multiplied = True
+        kept: Any = getattr(self, f"{name}_kept")
+        how: Any = self.recipe if isinstance(self.recipe, Recipe) else getattr(self, f"{name}_scaling")
+        if isinstance(how, Recipe) and not is_aligned:
+            how = replace(how, pad_groups=True)
+        rows = row_major(in_autocast(rows))
+        weight = weight if weight.is_contiguous() or weight.mT.is_contiguous() else weight.contiguous()
+        weights = kept.weights(weight, how)
+        amax = kept.amax if weight.shape[0] == kept.amax.shape[0] else None
+        return fp8_grouped_mm(rows, weight, offs, recipe=how, weights=weights, amax=None if weights is not None else amax)
+
+    def batched(self, batches: Tensor, weight: Tensor, name: str) -> Tensor:
+        """Multiply batches (E, m, K) with weight (E, K, N)."""
+        E, m, K = batches.shape
+        offs = torch.arange(1, E + 1, device=batches.device, dtype=torch.int32) * m
+        return self.grouped(batches.reshape(E * m, K), weight, offs, name).view(E, m, weight.shape[2])
+
+    def extra_repr(self) -> str:
+        """Return the recipe, for `print(module)`."""
+        return f"recipe={self.recipe}"
+
+
+class ExpertOperand(Tensor):
+    """A converted module's expert weight as its own forward sees it: grouped and batched products with it run in fp8.
+
+    What is made of it by other functions and has three axes stays such a weight; all else is a plain tensor.
+    """
+
+    _fp8: ConvertedProducts
+    _name: str
+
+    @staticmethod
+    def of(parameter: Tensor, products: ConvertedProducts, name: str) -> "ExpertOperand":
+        """Return an alias of a parameter, or of the local part of a DTensor, that gradients flow through."""
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        return _marked(local, products, name)
+
+    def to_local(self) -> "ExpertOperand":
+        """Return itself, as code for DTensors asks for."""
+        return self
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a function of torch's, grouped and batched products with the weight as second operand in fp8."""
+        kwargs = kwargs or {}
+        if len(args) > 1 and isinstance(args[1], cls) and not isinstance(args[0], cls):
+            # tuples, because torch.compile does not find functions in a dict
+            if func in _GROUPED_PRODUCTS:
+                made = _grouped(*args, **kwargs)
+            elif func in _BATCHED_PRODUCTS:
+                made = _batched(*args, **kwargs)
+            else:
+                made = None
+            if made is not None:
+                return made
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **kwargs)
+        first = args[0][0] if args and isinstance(args[0], list | tuple) and args[0] else args[0] if args else None
+        if not isinstance(first, cls):
+            return out
+        if isinstance(out, tuple | list):
+            return type(out)(_kept(t, first) for t in out) if type(out) in (tuple, list) else out
+        return _kept(out, first)
+
+
+def _marked(plain: Tensor, products: ConvertedProducts, name: str) -> ExpertOperand:
+    operand = plain.as_subclass(ExpertOperand)
+    operand._fp8, operand._name = products, name
+    return operand
+
+
+def _kept(out: Any, source: ExpertOperand) -> Any:
+    if not isinstance(out, Tensor) or out.ndim != 3 or out.layout != torch.strided:
+        return out
+    return _marked(out, source._fp8, source._name)
+
+
+def _plain(operand: ExpertOperand) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return operand.view(operand.shape)  # torch.compile does not trace `as_subclass(Tensor)`
+
+
+def _grouped(
+    a: Tensor,
+    b: ExpertOperand,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor | None:
+    if offs is None:
+        return _batched(a, b) if bias is None and a.ndim == 3 else None
+    if a.ndim != 2 or b.ndim != 3:
+        return None
+    y = b._fp8.grouped(a, _plain(b), offs, b._name)
+    y = y if bias is None else y + bias
+    return y if out_dtype is None else y.to(out_dtype)
+
+
+def _batched(a: Tensor, b: ExpertOperand) -> Tensor | None:
+    if a.ndim != 3 or b.ndim != 3 or a.shape[0] != b.shape[0]:
+        return None
+    return b._fp8.batched(a, _plain(b), b._name)
+
+
+_GROUPED_PRODUCTS = (torch._grouped_mm, nn.functional.grouped_mm)
+_BATCHED_PRODUCTS = (torch.bmm, Tensor.bmm, torch.matmul, Tensor.matmul, Tensor.__matmul__)

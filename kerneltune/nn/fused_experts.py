@@ -1,0 +1,58 @@
+"""Run expert modules of `transformers` in fp8: those with one weight for the gates and up projections of all experts."""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from kerneltune.nn.autocast import in_autocast
+from kerneltune.nn.converted_products import ConvertedProducts
+from kerneltune.nn.padded_routing import permute_padded, route_padded, unpermute_padded
+
+_SETTINGS = ("has_gate", "has_bias", "is_transposed", "down_proj", "_apply_gate")
+
+
+def is_fused_experts(module: nn.Module) -> bool:
+    """Return whether a module has what `transformers.integrations.use_experts_implementation` gives to expert modules."""
+    return all(hasattr(module, name) for name in _SETTINGS)
+
+
+def weight_names(module: nn.Module) -> list[str]:
+    """Return the names of the weights in the order of their products."""
+    return ["gate_up_proj" if cast(Any, module).has_gate else "up_proj", "down_proj"]
+
+
+def fused_experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Send tokens (T, H) through the experts that the router chose, as every `experts_implementation` of the library does.
+
+    Args:
+        hidden_states: (T, H).
+        top_k_index: (T, k), experts; others than the module's own, as the library marks tokens of other ranks, have weight 0.
+        top_k_weights: (T, k).
+
+    Returns:
+        (T, H) of the type of hidden_states.
+    """
+    if not hidden_states.shape[0]:
+        return hidden_states.clone()
+    up, down = weight_names(module)
+    routing = route_padded(top_k_index, getattr(module, up).shape[0])
+    x = permute_padded(in_autocast(hidden_states), routing)
+    x = _product(module, up, x, routing.offs)
+    x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
+    x = _product(module, down, x, routing.offs)
+    return unpermute_padded(x, top_k_weights, routing).to(hidden_states.dtype)
+
+
+def _product(module: Any, name: str, x: Tensor, offs: Tensor) -> Tensor:
+    products: ConvertedProducts = module.fp8
+    weight = getattr(module, name)
+    weight = weight.to_local() if hasattr(weight, "to_local") else weight
+    y = products.grouped(x, weight if module.is_transposed else weight.transpose(1, 2), offs, name, is_aligned=True)
+    return y + _bias_of_rows(module, name, offs, x.shape[0]).to(y.dtype) if module.has_bias else y
+
+
+def _bias_of_rows(module: Any, name: str, offs: Tensor, num_rows: int) -> Tensor:
+    rows = torch.arange(num_rows, device=offs.device, dtype=offs.dtype)
+    bias: Tensor = getattr(module, f"{name}_bias")
+    return bias[torch.searchsorted(offs, rows, right=True).clamp_(max=offs.shape[0] - 1)]

@@ -1,0 +1,142 @@
+"""Measure whole training steps of models: time, memory, where the GPU's time goes, launches, and losses. Needs a GPU."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kerneltune.workloads import models
+
+GROUPED = ("grouped_gemm", "GroupGemm", "GroupProblemShape", "grouped_mm", "_weight_gradient")
+KINDS = {
+    "attention": ("flash", "fmha", "attention", "sdpa"),
+    "expert products": GROUPED,
+    "casts": ("cast", "quant", "amax", "fp8", "float8", "transpose_bytes", "segments"),
+    "dense products": ("nvjet", "gemm", "cutlass", "cublas", "xmma", "s16816"),
+    "routing": ("index", "gather", "scatter", "sort", "Sort", "radix", "Radix", "topk", "searchsorted", "permute", "route"),
+    "fused by the compiler": ("triton_",),
+}
+"""Kinds of kernels, and parts of their names; the first that fits counts."""
+
+
+@dataclass
+class Measures:
+    """What came of a model's steps.
+
+    Attributes:
+        step_ms: median time of a step, forward and backward.
+        tokens_per_s: of the step.
+        peak_gb: the most memory at any time of a step, weights included, GB (1e9).
+        kept_gb: weights and gradients alone.
+        launches: kernels of a step.
+        graph_breaks: of torch.compile, of all layers.
+        gpu_ms: kind of kernel to its time in a step; `all` is the sum.
+        largest: name of kernel to its time in a step, the largest first.
+        losses: of training steps on the same tokens.
+        error: why there is nothing; empty where there is.
+    """
+
+    step_ms: float = 0.0
+    tokens_per_s: float = 0.0
+    peak_gb: float = 0.0
+    kept_gb: float = 0.0
+    launches: int = 0
+    graph_breaks: int = 0
+    gpu_ms: dict[str, float] = field(default_factory=dict)
+    largest: dict[str, float] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    error: str = ""
+
+
+def measure(
+    name: str,
+    convert: Callable[[nn.Module], None],
+    *,
+    is_compiled: bool,
+    num_steps: int = 8,
+    num_losses: int = 0,
+    sizes: dict[str, Any] | None = None,
+) -> Measures:
+    """Return the measures of a model's steps, of which three warm up.
+
+    Args:
+        name: of `models.SHAPES`.
+        convert: changes the model in place.
+        is_compiled: whether its layers are compiled.
+        num_steps: to time.
+        num_losses: steps of AdamW to train after that.
+        sizes: settings that replace those of the shape.
+    """
+    from torch._dynamo.utils import counters
+
+    torch.compiler.reset()
+    counters.clear()
+    model = models.build(name, "cuda", sizes=sizes)
+    convert(model)
+    if is_compiled:
+        models.compile_layers(model)
+    ids = models.tokens(name, "cuda", vocabulary=(sizes or {}).get("vocab_size"))
+    found = Measures(kept_gb=2 * sum(p.nbytes for p in model.parameters()) / 1e9)
+    for _ in range(3):
+        models.step(model, ids)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    found.step_ms = statistics.median(_times(model, ids, num_steps))
+    found.peak_gb = torch.cuda.max_memory_allocated() / 1e9
+    found.tokens_per_s = ids.numel() / found.step_ms * 1e3
+    found.graph_breaks = sum(counters["graph_break"].values())
+    found.gpu_ms, found.largest, found.launches = _profile(model, ids)
+    if num_losses:
+        found.losses = _train(model, ids, num_losses)
+    return found
+
+
+def _times(model: nn.Module, ids: Tensor, count: int) -> list[float]:
+    """Return milliseconds of each of several steps, on the host's clock from idle to idle."""
+    found = []
+    for _ in range(count):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        models.step(model, ids)
+        torch.cuda.synchronize()
+        found.append(1e3 * (time.perf_counter() - started))
+    return found
+
+
+def _profile(model: nn.Module, ids: Tensor) -> tuple[dict[str, float], dict[str, float], int]:
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        models.step(model, ids)
+        torch.cuda.synchronize()
+    events = [(e.key, e.self_device_time_total / 1e3, e.count) for e in profiled.key_averages() if e.self_device_time_total > 0]
+    return by_kind((key, ms) for key, ms, _ in events), _largest(events), sum(count for *_, count in events)
+
+
+def by_kind(kernels: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Return the time of each of KINDS, of `other`, and of `all`, from (name of a kernel, its time)."""
+    found = dict.fromkeys([*KINDS, "other", "all"], 0.0)
+    for name, ms in kernels:
+        kind = next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), "other")
+        found[kind] += ms
+        found["all"] += ms
+    return {kind: round(ms, 2) for kind, ms in found.items()}
+
+
+def _largest(events: list[tuple[str, float, int]], count: int = 24) -> dict[str, float]:
+    ordered = sorted(events, key=lambda event: -event[1])[:count]
+    return {f"{key[:90]} x{times}": round(ms, 2) for key, ms, times in ordered}
+
+
+def _train(model: nn.Module, ids: Tensor, count: int) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    found = []
+    for _ in range(count):
+        found.append(models.step(model, ids))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return [round(float(loss), 4) for loss in found]

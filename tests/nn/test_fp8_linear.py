@@ -1,0 +1,108 @@
+"""Dense layers in fp8: results, shared casts, which layers convert, compilation."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from kerneltune.nn import Fp8Linear, Recipe, convert_to_fp8_training, revert_from_fp8_training
+from kerneltune.nn.fp8_linear import casts_of
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Attention(nn.Module):
+    """Two projections of one tensor, large enough for fp8 to pay, and layers that stay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(720, 704), nn.Linear(720, 704, bias=False)
+        self.small, self.odd = nn.Linear(32, 32), nn.Linear(720, 700)
+        self.to(DEVICE, torch.bfloat16)
+
+
+def linear(bias: bool = True) -> nn.Linear:
+    return nn.Linear(64, 48, bias, device=DEVICE, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("rows", [(2, 21), (16,), (1,), (0,)], ids=str)
+@pytest.mark.parametrize("recipe", ["tensorwise", Recipe("rowwise", pow2=False)], ids=str)
+def test_fp8_linear_of_any_number_of_rows_matches_bf16(rows: tuple[int, ...], recipe: str | Recipe) -> None:
+    layer = linear()
+    x = torch.randn(*rows, 64, device=DEVICE).bfloat16().requires_grad_()
+    parameters = (x, *layer.parameters())
+    dy = torch.randn(*rows, 48, device=DEVICE).bfloat16()
+    want = [layer(x), *torch.autograd.grad(layer(x), parameters, dy)]
+    Fp8Linear.from_linear(layer, recipe)
+    got = [layer(x), *torch.autograd.grad(layer(x), parameters, dy)]
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        assert (a.float() - b.float()).norm() <= 0.06 * b.float().norm()
+
+
+def test_layers_of_one_tensor_share_its_cast_until_it_changes() -> None:
+    x = torch.randn(16, 64, device=DEVICE).bfloat16()
+    first = casts_of(x, Recipe())
+    assert casts_of(x, Recipe())[0] is first[0]
+    assert casts_of(x, Recipe("rowwise"))[0] is not first[0]
+    x.mul_(2)
+    assert casts_of(x, Recipe())[0] is not first[0]
+
+
+def test_conversion_says_which_dense_layers_it_skips_and_why() -> None:
+    model = Attention()
+    before = {name: type(module) for name, module in model.named_modules()}
+    found = convert_to_fp8_training(model, dense=True, filter_fn=lambda _, name: name != "k")
+    assert found == ["q"] and isinstance(model.q, Fp8Linear)
+    assert set(found.skipped) == {"k", "small", "odd"}
+    assert "too small" in found.skipped["small"] and "multiples of 16, got 720 and 700" in found.skipped["odd"]
+    assert "skipped k: left out by filter_fn" in str(found)
+    assert revert_from_fp8_training(model) == ["q"]
+    assert {name: type(module) for name, module in model.named_modules()} == before
+
+
+def test_dense_layers_compile_without_a_graph_break() -> None:
+    torch.compiler.reset()
+    model = nn.Sequential(linear(), nn.GELU())
+    Fp8Linear.from_linear(model[0], "tensorwise")
+    x = torch.randn(16, 64, device=DEVICE).bfloat16().requires_grad_()
+    whole = torch.compile(model, backend="aot_eager", fullgraph=True)
+    (got,), (want,) = (torch.autograd.grad(m(x).sum(), x) for m in (whole, model))
+    assert torch.equal(got, want)
+    assert torch.equal(copy.deepcopy(model)(x), model(x))
+
+
+def test_layers_that_share_a_weight_add_their_gradients() -> None:
+    a, b = linear(False), linear(False)
+    b.weight = a.weight
+    x = torch.randn(16, 64, device=DEVICE).bfloat16()
+    for layer in (a, b):
+        Fp8Linear.from_linear(layer, "tensorwise")
+    (alone,) = torch.autograd.grad(a(x).sum(), a.weight)
+    (both,) = torch.autograd.grad(a(x).sum() + b(x).sum(), a.weight)
+    assert torch.equal(both, 2 * alone)
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (nn.Linear(64, 40), "multiples of 16, got 64 and 40"),
+        (nn.Linear(0, 16), "multiples of 16, got 0 and 16"),
+        (nn.Bilinear(16, 16, 16), "from_linear takes an nn.Linear, got Bilinear"),
+    ],
+    ids=["size", "empty", "kind"],
+)
+def test_layer_that_fp8_cannot_take_raises_and_stays(layer: nn.Module, message: str) -> None:
+    kind = type(layer)
+    with pytest.raises(ValueError, match=message):
+        Fp8Linear.from_linear(layer, "tensorwise")
+    assert type(layer) is kind
+
+
+def test_input_of_another_size_or_device_raises() -> None:
+    layer = Fp8Linear(64, 48, device=DEVICE)
+    with pytest.raises(ValueError, match=r"Fp8Linear takes \(…, 64\)"):
+        layer(torch.randn(16, 48, device=DEVICE))
+    with pytest.raises(ValueError, match="on meta"):
+        layer(torch.randn(16, 64, device="meta"))

@@ -1,0 +1,172 @@
+"""Expert modules of `transformers`, of torchtitan's shape and of Llama 4 in fp8: results, compilation, copies, the way back."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from kerneltune.nn import convert_to_fp8_training, fp8_grouped_mm, revert_from_fp8_training, update_scales
+
+transformers = pytest.importorskip("transformers")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+E, HIDDEN, INNER, TOKENS, TOP_K = 4, 32, 16, 11, 2
+
+
+def experts(implementation: str = "grouped_mm", kind: str = "deepseek") -> Any:
+    """Return an expert module with random bf16 weights; `gpt-oss` has biases, interleaved gates and (E, K, N) weights."""
+    if kind == "gpt-oss":
+        from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts as Experts
+
+        config: Any = transformers.GptOssConfig(hidden_size=HIDDEN, intermediate_size=INNER, num_local_experts=E)
+    else:
+        from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Experts as Experts
+
+        config = transformers.DeepseekV3Config(hidden_size=HIDDEN, moe_intermediate_size=INNER, n_routed_experts=E)
+    config._experts_implementation = implementation
+    module = Experts(config)
+    for p in module.parameters():
+        nn.init.normal_(p, std=0.3)
+    return module.to(DEVICE, torch.bfloat16)
+
+
+def batch(tokens: int = TOKENS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return tokens (T, H), the experts that a router chose (T, k), and its weights (T, k)."""
+    x = torch.randn(tokens, HIDDEN, device=DEVICE).bfloat16().requires_grad_()
+    chosen = torch.stack([torch.randperm(E, device=DEVICE)[:TOP_K] for _ in range(tokens)] or [torch.zeros(TOP_K)]).long()
+    return x, chosen[:tokens], torch.rand(tokens, TOP_K, device=DEVICE).requires_grad_()
+
+
+def gradients(module: Any, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
+    """Return the result and the gradients of x, of the router's weights and of all parameters."""
+    y = module(x, chosen, weights)
+    torch.manual_seed(0)
+    return [y, *torch.autograd.grad(y, (x, weights, *module.parameters()), torch.randn_like(y))]
+
+
+def assert_close(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == b.dtype
+        assert (a.float() - b.float()).norm() < 0.12 * b.float().norm()
+
+
+@pytest.mark.parametrize("kind", ["deepseek", "gpt-oss"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_fused_experts_with_groups_as_routed_match_bf16(kind: str, recipe: str) -> None:
+    module, given = experts(kind=kind), batch()
+    want = gradients(module, *given)
+    assert convert_to_fp8_training(module, recipe) == [""]
+    got = gradients(module, *given)
+    assert_close(got, want)
+    assert not torch.equal(got[0], want[0])
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+def test_fused_experts_run_in_fp8_whatever_their_implementation(implementation: str) -> None:
+    module, other, given = experts(), experts(implementation), batch()
+    other.load_state_dict(module.state_dict())
+    for m in (module, other):
+        convert_to_fp8_training(m)
+    assert torch.equal(module(*given), other(*given))
+
+
+def test_fused_experts_compile_without_a_graph_break() -> None:
+    torch.compiler.reset()
+    module, given = experts(), batch()
+    convert_to_fp8_training(module)
+    want = gradients(module, *given)
+    got = gradients(torch.compile(module, backend="aot_eager", fullgraph=True), *given)
+    assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
+
+
+def test_fused_experts_ignore_choices_of_other_ranks() -> None:
+    module, (x, chosen, weights) = experts(), batch()
+    convert_to_fp8_training(module)
+    elsewhere = chosen.clone()
+    elsewhere[:, 1] = E
+    alone = weights.detach() * torch.tensor([1.0, 0.0], device=DEVICE)
+    assert torch.equal(module(x, elsewhere, alone), module(x, chosen, alone))
+
+
+def test_fused_experts_without_tokens_return_none() -> None:
+    module = experts()
+    convert_to_fp8_training(module)
+    assert module(*batch(0)).shape == (0, HIDDEN)
+
+
+def test_converted_experts_survive_copies_and_pickles_and_revert() -> None:
+    module, given = experts(), batch()
+    kind, before = type(module), module(*given)
+    convert_to_fp8_training(module, "rowwise")
+    want = module(*given)
+    assert "recipe=Recipe(scaling='rowwise'" in repr(module)
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(other(*given), want) and type(other) is type(module)
+    assert revert_from_fp8_training(module) == [""]
+    assert type(module) is kind and torch.equal(module(*given), before)
+    assert revert_from_fp8_training(module) == []
+
+
+def test_fused_experts_under_autocast_take_fp32_weights() -> None:
+    module, (x, chosen, weights) = experts(), batch()
+    convert_to_fp8_training(module)
+    want = module(x, chosen, weights)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        got = module.float()(x.float(), chosen, weights)
+    assert got.dtype == torch.float32
+    assert torch.equal(got.bfloat16(), want)
+
+
+def test_delayed_experts_use_scales_of_the_last_step() -> None:
+    module, given = experts(), batch()
+    want = gradients(module, *given)
+    convert_to_fp8_training(module, "delayed")
+    for _ in range(2):
+        assert_close(gradients(module, *given), want)
+        assert update_scales(module) == 2
+
+
+class GroupedExperts(nn.Module):
+    """Experts as torchtitan has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in (("w1", (E, INNER, HIDDEN)), ("w2", (E, HIDDEN, INNER)), ("w3", (E, INNER, HIDDEN))):
+            setattr(self, name, nn.Parameter(torch.randn(shape, device=DEVICE).bfloat16()))
+
+    def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        offs = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
+        hidden = F.silu(torch._grouped_mm(x, self.w1.mT, offs)) * torch._grouped_mm(x, self.w3.mT, offs)
+        return torch._grouped_mm(hidden, self.w2.mT, offs)
+
+
+def test_grouped_experts_of_any_group_sizes_match_bf16_and_compile() -> None:
+    torch.compiler.reset()
+    module, x = GroupedExperts(), torch.randn(24, HIDDEN, device=DEVICE).bfloat16()
+    counts = torch.tensor([5, 0, 11, 8], device=DEVICE)
+    want = module(x, counts)
+    convert_to_fp8_training(module)
+    got = module(x, counts)
+    assert_close([got], [want])
+    assert torch.equal(torch.compile(module, backend="aot_eager", fullgraph=True)(x, counts), got)
+
+
+def test_llama4_experts_multiply_batches_in_fp8_and_compile() -> None:
+    from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
+
+    torch.compiler.reset()
+    module = Llama4TextExperts(transformers.Llama4TextConfig(hidden_size=HIDDEN, intermediate_size=INNER, num_local_experts=E))
+    for p in module.parameters():
+        nn.init.normal_(p)
+    module, x = module.to(DEVICE, torch.bfloat16), torch.randn(E * 3, HIDDEN, device=DEVICE).bfloat16()
+    convert_to_fp8_training(module)
+    got = module(x)
+    offs = torch.arange(3, 3 * E + 1, 3, dtype=torch.int32, device=DEVICE)
+    gate, up = fp8_grouped_mm(x, module.gate_up_proj.detach(), offs).view(E, 3, -1).chunk(2, -1)
+    hidden = (up * module.act_fn(gate)).view(E * 3, -1)
+    assert torch.equal(got, fp8_grouped_mm(hidden, module.down_proj.detach(), offs))
+    assert torch.equal(torch.compile(module, backend="aot_eager", fullgraph=True)(x), got)
