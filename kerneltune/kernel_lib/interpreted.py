@@ -7,9 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 _REPLACED = ("_convert_float", "_patch_lang_core", "_patch_lang")
 _USED = ("_LangPatchScope",)
 """What is replaced of the interpreter and used, the same from triton 3.6.0 to 3.9.0. None is public."""
+
+_PASS_OVER_NAN = {"create_maxnumf": np.fmax, "create_minnumf": np.fmin}
+"""`tl.maximum` and `tl.minimum` return the other operand of NaN on a GPU; the interpreter returns NaN."""
 
 _FNUZ = {"fp8e4b8": "get_fp8e4b8_ty", "fp8e5b16": "get_fp8e5b16_ty"}
 """Types that some interpreters have, but do not find by name (3.6.0 and 3.7.1 neither, 3.9.0 both)."""
@@ -17,7 +22,7 @@ _FNUZ = {"fp8e4b8": "get_fp8e4b8_ty", "fp8e5b16": "get_fp8e5b16_ty"}
 
 @contextmanager
 def mended() -> Iterator[None]:
-    """Meanwhile Triton's interpreter rounds fp32 to fp8 to nearest even, and has the fnuz types; nothing where there is a GPU.
+    """Make Triton's interpreter round fp32 to fp8 to nearest even, have the fnuz types and pass over NaN; nothing on a GPU.
 
     By itself it loses the carry of a cast that rounds up into the next binade (1.98 becomes 1.0), rounds ties up, casts
     subnormals to anything and NaN to a number. It also patches its language again at every call within a kernel, which takes
@@ -38,15 +43,25 @@ def mended() -> Iterator[None]:
         raise RuntimeError(
             f"the interpreter of triton {__version__} has no {' and no '.join(missing)}: its casts to fp8 are not exact"
         )
+    builder = interpreter.InterpreterBuilder
     before = {name: getattr(interpreter, name) for name in _REPLACED}
+    of_builder = {name: getattr(builder, name) for name in _PASS_OVER_NAN}
     interpreter._convert_float = _rounded(before["_convert_float"])
     interpreter._patch_lang_core = _with_fnuz(before["_patch_lang_core"])
     interpreter._patch_lang = _once(before["_patch_lang"])
+    for name, function in _PASS_OVER_NAN.items():
+        setattr(builder, name, _elementwise(function))
     try:
         yield
     finally:
         for name, function in before.items():
             setattr(interpreter, name, function)
+        for name, function in of_builder.items():
+            setattr(builder, name, function)
+
+
+def _elementwise(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
+    return lambda builder, left, right: builder.binary_op(left, right, function)
 
 
 def _once(patch_language: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from kerneltune.errors import first_line
+from kerneltune.kernel_lib.bounds import KernelFaultError, guarded
 from kerneltune.kernel_lib.interpreted import mended
 from kerneltune.measuring.memory import shortage
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Variant
@@ -54,25 +55,57 @@ class Checker:
                 raise
             raise CaseError(f"no inputs or reference for {op.name} {case.label}: {first_line(error)}") from error
 
-    def errors(self, variant: Variant, config: Config) -> list[str]:
-        """What is wrong with a variant under a config: disagreements, or why the launch failed."""
+    def errors(self, variant: Variant, config: Config, runs: int = 1) -> list[str]:
+        """Return what is wrong with a variant under a config: disagreements, or why the launch failed.
+
+        Args:
+            runs: how often to run; what a launch leaves behind, such as a sum that nobody resets, shows in the second run.
+        """
+        for run in range(runs):
+            found = self._errors_of_a_run(variant, config)
+            if found:
+                return [f"run {run + 1}: {line}" for line in found] if run else found
+        return []
+
+    def _errors_of_a_run(self, variant: Variant, config: Config) -> list[str]:
         try:
             for name, tensor in self._before.items():
                 self.inputs[name].copy_(tensor)
-            with poisoned_memory(), mended():
+            with poisoned_memory(), mended(), guarded():
                 outputs = variant.run(self.inputs, config)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
         except Exception as error:  # a launch may fail in any way: the config is wrong, not the search
             if shortage(error):
                 raise
-            return [f"{_LAUNCH_FAILURE}: {first_line(error)}"]
+            fault = _fault(error)
+            return [str(fault) if fault is not None else f"{_LAUNCH_FAILURE}: {first_line(error)}"]
         try:
             return list(self.op.compare(self.case, self.inputs, outputs, self._expected))
         except Exception as error:  # outputs that are missing, or of a kind that cannot be compared
             if shortage(error):
                 raise
             return [f"the outputs cannot be compared: {first_line(error)}"]
+
+
+def address_errors(op: Op, case: Case, variant: Variant, config: Config) -> list[str]:
+    """Return what is wrong with the addresses of a variant on a case of any size; nothing is computed and no memory is used.
+
+    The interpreter runs the programs at the corners of every grid on tensors without memory. So an overflow of 32-bit
+    arithmetic shows that no case shows which is small enough to compute. Empty as well where addresses depend on values.
+    """
+    try:
+        with mended(), guarded():
+            variant.run(op.inputs(case, device="meta"), config)
+    except Exception as error:
+        if (fault := _fault(error)) is not None:
+            return [str(fault)]
+    return []
+
+
+def _fault(error: Exception) -> KernelFaultError | None:
+    """Return the fault of a kernel that an error is, or that Triton raised it from."""
+    return next((found for found in (error, error.__cause__) if isinstance(found, KernelFaultError)), None)
 
 
 def broken_context() -> str:

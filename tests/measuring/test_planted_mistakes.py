@@ -1,0 +1,60 @@
+"""What a check without a GPU finds of mistakes that Triton users make, and how it names them."""
+
+import pytest
+import triton
+from planted_kernels import MISTAKES, op_with
+
+from kerneltune.kernel_lib.bounds import guarded
+from kerneltune.measuring.check import Checker, address_errors
+from kerneltune.spec import Case, Op
+
+SMALL = Case("small", (("M", 7), ("N", 100)), "bfloat16")
+LARGE = Case("large", (("M", 200_000), ("N", 20_000)), "bfloat16")
+
+pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="addresses are checked in Triton's interpreter")
+
+
+def findings(op: Op) -> list[str]:
+    """All configs twice on a small case, then the addresses of a large one."""
+    checker, (variant,) = Checker(op, SMALL, "cpu"), op.variants
+    found = [line for config in variant.configs(SMALL) for line in checker.errors(variant, config, runs=2)]
+    return found + address_errors(op, LARGE, variant, variant.default_config(LARGE))
+
+
+EXPECTED = {
+    "off_by_one_mask": "store outside of y_ptr: element 700 at (7, 0) of 7x100 bfloat16, program (6, 0, 0)",
+    "missing_mask": "load outside of x_ptr: element 756 at (7, 0) of 7x100 bfloat16, program (6, 0, 0)",
+    "wrong_stride": "y: 595 of 700 wrong, first at (1, 0): ",
+    "wrong_cast": "y: ",
+    "unwritten_tail": "y: 7 of 700 wrong, first at (0, 99): nan, expected ",
+    "int32_overflow": "int32 overflow detected for operation mul, planted_kernels.py:",
+    "swapped_axes": "store outside of y_ptr: element ",
+    "wrong_scale": "y: 699 of 700 wrong, first at (0, 1): ",
+    "nan_policy": "y: 1 of 700 wrong, first at (0, 0): -inf, expected nan",
+    "atomics_without_reset": "run 2: rows: 1 of 1 wrong, first at (0,): 14, expected 7",
+    "config_dependent": "y: 252 of 700 wrong, first at (0, 64): nan, expected ",
+    "out_of_bounds_read": "load outside of x_ptr: element 756 at (7, 0) of 7x100 bfloat16, program (6, 0, 0)",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_check_names_a_planted_mistake(mistake: str) -> None:
+    found = findings(op_with(mistake))
+    assert found and found[0].startswith(EXPECTED[mistake]), found
+
+
+def test_check_finds_nothing_in_a_right_kernel() -> None:
+    assert findings(op_with("")) == []
+
+
+def test_unwritten_elements_are_named() -> None:
+    assert findings(op_with("unwritten_tail"))[0].endswith("7 are NaN, as elements that are never written")
+
+
+def test_guard_leaves_the_interpreter_as_it_was() -> None:
+    from triton.runtime import interpreter
+
+    before = interpreter._implicit_cvt, interpreter._interpreter, interpreter.interpreter_builder.options
+    with guarded():
+        assert interpreter._implicit_cvt is not before[0]
+    assert before == (interpreter._implicit_cvt, interpreter._interpreter, interpreter.interpreter_builder.options)
