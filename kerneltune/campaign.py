@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from kerneltune import cells, device, records, sweep
-from kerneltune.files import replace_text
+from kerneltune.files import cut_partial_line, replace_text
 from kerneltune.interrupts import hear_interrupts
 from kerneltune.measuring.compare import Ceiling, ContextLostError, check_only, compare, config_values
 from kerneltune.measuring.compiler import TARGETS, Compiled, CompilePool, Target
@@ -18,7 +18,6 @@ from kerneltune.plan import Options, Progress, Selection, load_plan, require_gpu
 from kerneltune.records import Key, Record
 from kerneltune.reporting import tables
 from kerneltune.reporting.ranks import rank_flips
-from kerneltune.search.trials import drop_cut_line
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.tuning.apart import check_apart, compare_apart
 from kerneltune.tuning.bench import CheckBench
@@ -320,7 +319,7 @@ def _resumed(journal: Path) -> dict[tuple[Key, str], list[Record]]:
     """What an interrupted run left, by key and variant; a line that was being written is cut off."""
     if journal.exists():
         with journal.open("r+b") as file:
-            drop_cut_line(file)
+            cut_partial_line(file)
     rows: dict[tuple[Key, str], list[Record]] = {}
     for record in _journalled(journal):
         rows.setdefault((record.key, record.variant), []).append(record)

@@ -17,7 +17,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
@@ -258,3 +258,34 @@ def _short(value: object) -> str:
 
 def _lower(text: str) -> str:
     return text[:1].lower() + text[1:]
+
+
+def append_whole_lines(path: Path, data: bytes) -> None:
+    """Append lines in one piece behind the last whole line; they are on disk when this returns. Creates the folders.
+
+    Text behind the last newline, as a killed process leaves it, is cut off. The lock of the file is held meanwhile.
+
+    Raises:
+        ValueError: `cannot write file: …`.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a+b") as file:
+            cut_partial_line(file)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}") from error
+
+
+def cut_partial_line(file: BinaryIO) -> None:
+    """Cut off text behind the last newline of a file, and keep the file's lock until the file is closed."""
+    fcntl.flock(file, fcntl.LOCK_EX)
+    end = file.seek(0, os.SEEK_END)
+    if not end:
+        return
+    file.seek(end - 1)
+    if file.read(1) != b"\n":
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)

@@ -99,7 +99,7 @@ class Options:
     workers: int | None = None
     force: bool = False
     stale: bool = False
-    sampler: str = "gp"
+    sampler: str = "ours"
     until_gain: float | None = None
     exhaustive: bool = False
     knobs: tuple[tuple[str, tuple[str, ...]], ...] = ()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kerneltune.search.trials import Trial
+from kerneltune.search.trials import Evaluation
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
 from kerneltune.stats import Samples
 
@@ -50,7 +50,7 @@ class FakeBench:
         assert (op.name, case, variant.name, policy) == ("fake", CASE, "optimized", "cold")
         self.tried = 0
 
-    def trial(self, config: Config, best_us: float | None, samples: int) -> Trial:
+    def trial(self, config: Config, best_us: float | None, samples: int) -> Evaluation:
         """The n-th config since the child was opened, in the detail."""
         self.tried += 1
         if LOG in os.environ:
@@ -69,7 +69,7 @@ class FakeBench:
             raise MemoryError("no memory for 17 tensors\nsecond line")
         if config.does == "fault":
             raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
-        return Trial("ok", 10.0 + config.n, f"{self.tried} {os.getpid()}")
+        return Evaluation("ok", 10.0 + config.n, f"{self.tried} {os.getpid()}")
 
     def samples(self, configs: Sequence[Config]) -> list[Samples]:
         """The same times again."""
@@ -85,11 +85,11 @@ class FakeCheck(FakeBench):
     def open(self, op: Op, case: Case, variant: Variant, policy: str) -> None:
         """Any case."""
 
-    def trial(self, config: Config, best_us: float | None, samples: int) -> Trial:
+    def trial(self, config: Config, best_us: float | None, samples: int) -> Evaluation:
         """No time."""
         if config.block == 512:
             os.abort()
-        return Trial("wrong", detail="dst: 1 of 2 words wrong") if config.block == 4096 else Trial("ok")
+        return Evaluation("wrong", detail="dst: 1 of 2 words wrong") if config.block == 4096 else Evaluation("ok")
 
 
 class StartsSlowly(FakeBench):

@@ -17,7 +17,7 @@ from versus_jobs import H200, OP, VARIANT, Bench, Knobs, Pool
 from kerneltune import device
 from kerneltune.device import Device
 from kerneltune.plan import Options, Quiet
-from kerneltune.search.trials import Trial
+from kerneltune.search.trials import Evaluation
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.tuning import machines, task
 from kerneltune.tuning.fleet import Fleet
@@ -36,7 +36,7 @@ class LoggedBench(Bench):
         """Remember the case."""
         self.case = case
 
-    def trial(self, config: Config, best_us: float | None, samples: int = 5) -> Trial:
+    def trial(self, config: Config, best_us: float | None, samples: int = 5) -> Evaluation:
         """Ten milliseconds of work; a case's best config may be the last that a worker evaluates."""
         self.busy.append((time.monotonic(), 0.01))
         time.sleep(0.01)

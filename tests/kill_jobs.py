@@ -33,7 +33,7 @@ def main(folder: Path, does: str) -> None:
     """Search sixty configs that do the same; the store and the cache are below `folder`."""
     space, default = {"does": (does,), "n": tuple(range(60))}, Knobs(does, 0)
     variant = replace(VARIANT, space=lambda _case: space, default=lambda _case: default)
-    store = TrialStore(folder / "trials.jsonl", source_hash="abc")
+    store = TrialStore(folder / "trials.log", source_hash="abc")
     with IsolatedBench(FakeBench) as bench:
         tune(Tuner(OPS[0], CASE, variant, "cold", store, bench), Search(), compiled, folder / "configs")
 

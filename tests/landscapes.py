@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kerneltune.search.spaces import Knobs, MeasuredSpace
-from kerneltune.search.trials import Trial
+from kerneltune.search.trials import Evaluation
 
 KNOBS: Mapping[str, tuple[Any, ...]] = {
     "rows": (1, 2, 4, 8),
@@ -27,7 +27,7 @@ def space(seed: int, **changes: Any) -> MeasuredSpace:
     work = rng.uniform(8, 14)
     quirks = {(knob, value): abs(rng.gauss(0, 0.05)) for knob, values in KNOBS.items() for value in values}
     pairs = {(w, c): abs(rng.gauss(0, 0.04)) for w in KNOBS["warps"] for c in KNOBS["ctas"]}
-    trials: dict[Knobs, Trial] = {}
+    trials: dict[Knobs, Evaluation] = {}
     for values in itertools.product(*KNOBS.values()):
         config = dict(zip(KNOBS, values, strict=True))
         per_thread = config["rows"] * config["cols"] / (32 * config["warps"])
@@ -37,14 +37,14 @@ def space(seed: int, **changes: Any) -> MeasuredSpace:
         knobs = tuple(config.items())
         resources = int(min(255, registers)) * config["warps"] * 32
         if registers > 200:
-            trials[knobs] = Trial("spills", None, "", resources, int(registers - 180))
+            trials[knobs] = Evaluation("spills", None, "", resources, int(registers - 180))
             continue
         resident = max(1, min(config["ctas"] or 8, 65536 // max(resources, 1)))
         latency = 0.5 * abs(math.log2(resident * config["warps"] * per_thread * max(1, config["stages"] - 1) / 2**work)) ** 1.3
         cost = 1 + 0.12 * latency + (0.08 if config["reload"] and per_thread < 32 else 0.0)
         cost *= math.prod(1 + quirks[pair] for pair in knobs) * (1 + pairs[config["warps"], config["ctas"]])
         time_us = 20.0 * cost * math.exp(rng.gauss(0, 0.012))
-        trials[knobs] = Trial("ok", time_us, "", resources, 0, 1024)
+        trials[knobs] = Evaluation("ok", time_us, "", resources, 0, 1024)
     head: dict[str, Any] = {
         "op": "made_up", "variant": "optimized", "case": f"made-up-{seed}", "axes": (("M", 4096 << seed % 4), ("N", 4096)),
         "dtype": "bfloat16", "quant": "none", "options": (), "policy": "cold", "device": "none", "driver": "none",

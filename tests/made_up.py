@@ -13,7 +13,7 @@ from typing import Any
 from kerneltune import cache, device
 from kerneltune.measuring.compiler import Compiled
 from kerneltune.search.loop import Search
-from kerneltune.search.trials import Trial, TrialStore
+from kerneltune.search.trials import Evaluation, TrialStore
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
 from kerneltune.tuning.isolated import ChildLostError
 from kerneltune.tuning.one_case import tune
@@ -99,7 +99,7 @@ class NoBench:
     def prepare(self) -> None:
         pass
 
-    def trial(self, *_args: Any) -> Trial:
+    def trial(self, *_args: Any) -> Evaluation:
         raise AssertionError
 
     def samples(self, *_args: Any) -> Any:
@@ -122,13 +122,13 @@ class FakeTuner(Tuner):
         self.duels: list[list[Config]] = []
         self.winner: Callable[[Sequence[Config]], Config] = lambda configs: min(configs, key=landscape)  # type: ignore[arg-type]
 
-    def refusal(self, config: Config, compiled: Compiled) -> Trial | None:
+    def refusal(self, config: Config, compiled: Compiled) -> Evaluation | None:
         return None
 
-    def _measure(self, config: Config) -> Trial:
+    def _measure(self, config: Config) -> Evaluation:
         self.evaluated.append(config)
         time_us = self.landscape(config)
-        return Trial("wrong", detail="off by one") if time_us is None else Trial("ok", time_us)
+        return Evaluation("wrong", detail="off by one") if time_us is None else Evaluation("ok", time_us)
 
     def duel(self, configs: Sequence[Config], default: Config | None = None) -> tuple[Config, dict[str, Any]]:
         self.duels.append(list(configs))
@@ -138,11 +138,11 @@ class FakeTuner(Tuner):
         return best, {"time_us": self.landscape(best), "speedup": speedup, "default_us": default_us}
 
 
-def in_step(tuner: FakeTuner) -> Callable[[Config, Trial], None]:
+def in_step(tuner: FakeTuner) -> Callable[[Config, Evaluation], None]:
     """Have the bench begin with a config when the search is done with the one before; it has to be told every trial."""
     gate, measure, told, stopped = Semaphore(), tuner._measure, deque[Config](), Event()
 
-    def gated(config: Config) -> Trial:
+    def gated(config: Config) -> Evaluation:
         assert gate.acquire(timeout=10)
         if stopped.is_set():
             raise ChildLostError
@@ -157,7 +157,7 @@ def in_step(tuner: FakeTuner) -> Callable[[Config, Trial], None]:
             told.popleft()
             gate.release()
 
-    def on_trial(config: Config, _trial: Trial) -> None:
+    def on_trial(config: Config, _trial: Evaluation) -> None:
         if config in tuner.evaluated:  # not where it is refused
             told.append(config)
 
@@ -169,7 +169,7 @@ class Setting:
     """A store and a configs folder; every `tuner` is a new process in what it knows."""
 
     def __init__(self, folder: Path) -> None:
-        self.trials, self.root = folder / "trials.jsonl", folder / "configs"
+        self.trials, self.root = folder / "trials.log", folder / "configs"
 
     def store(self) -> TrialStore:
         return TrialStore(self.trials, source_hash="abc")
@@ -181,7 +181,7 @@ class Setting:
         self,
         tuner: FakeTuner,
         search: Search | None = None,
-        on_trial: Callable[[Config, Trial], None] = lambda _config, _trial: None,
+        on_trial: Callable[[Config, Evaluation], None] = lambda _config, _trial: None,
     ) -> cache.Entry:
         return tune(tuner, search or Search(), compiled, self.root, on_trial)
 
@@ -190,7 +190,7 @@ class Setting:
         return hits[0].entry.config if hits and hits[0].exact else None
 
 
-def evaluated(tuner: Tuner, config: Config, compiled: Compiled) -> Trial:
+def evaluated(tuner: Tuner, config: Config, compiled: Compiled) -> Evaluation:
     """As a search has it, on the thread that asks."""
     return tuner.evaluate(config, compiled, tuner.refusal(config, compiled))
 

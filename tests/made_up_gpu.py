@@ -11,7 +11,7 @@ import pytest
 from kerneltune import cache, device, ops
 from kerneltune.device import Device
 from kerneltune.measuring.compiler import Compiled, Kernel
-from kerneltune.search.trials import Trial
+from kerneltune.search.trials import Evaluation
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import Samples
 from kerneltune.tuning import machines, task
@@ -76,9 +76,9 @@ class Bench:
     def busy_since(self, moment: float) -> float:
         return sum(seconds for ended, seconds in self.busy if ended >= moment)
 
-    def trial(self, config: Config, best_us: float | None, samples: int = 5) -> Trial:
+    def trial(self, config: Config, best_us: float | None, samples: int = 5) -> Evaluation:
         assert self.opened
-        return Trial("lost", detail="took longer than 60 s") if Bench.lost(config) else Trial("ok", time_us(config))
+        return Evaluation("lost", detail="took longer than 60 s") if Bench.lost(config) else Evaluation("ok", time_us(config))
 
     def samples(self, configs: Sequence[Config]) -> list[Samples]:
         return [np.full(15, time_us(config)) for config in configs]

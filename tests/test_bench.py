@@ -22,7 +22,7 @@ from bench_jobs import CASE, OPS, VARIANT, FakeBench, Knobs, NeverOpens, StartsS
 from started import environment
 
 from kerneltune import ops
-from kerneltune.search.trials import Trial
+from kerneltune.search.trials import Evaluation
 from kerneltune.spec import Op
 from kerneltune.tuning import bench as tuning_bench
 from kerneltune.tuning.apart import check_apart
@@ -39,7 +39,7 @@ def bench() -> Iterator[IsolatedBench]:
 
 def test_a_child_answers_as_the_bench_does_and_stays(bench: IsolatedBench) -> None:
     first, second = bench.trial(Knobs("run", 1), None), bench.trial(Knobs("run", 2), 11.0)
-    assert (first, second.time_us) == (Trial("ok", 11.0, first.detail), 12.0)
+    assert (first, second.time_us) == (Evaluation("ok", 11.0, first.detail), 12.0)
     assert first.detail.split()[1] == second.detail.split()[1] != str(os.getpid())
     assert second.detail.startswith("2 ") and bench.started == 1
     assert [list(s[:1]) for s in bench.samples([Knobs("run", 1), Knobs("run", 3)])] == [[11.0], [13.0]]
@@ -90,7 +90,7 @@ def test_a_child_that_was_begun_early_is_the_one_that_is_asked(bench: IsolatedBe
 )
 def test_a_config_that_takes_its_process_along_costs_only_itself(does: str, detail: str, bench: IsolatedBench) -> None:
     before = bench.trial(Knobs("run", 1), None)
-    assert bench.trial(Knobs(does, 0), None) == Trial("lost", None, detail)
+    assert bench.trial(Knobs(does, 0), None) == Evaluation("lost", None, detail)
     after = bench.trial(Knobs("run", 2), None)
     assert after.status == "ok" and after.detail.startswith("1 ")  # opened anew
     assert after.detail.split()[1] != before.detail.split()[1] and bench.started == 2
@@ -103,7 +103,7 @@ def test_a_config_that_hangs_is_killed() -> None:
         bench._trial_timeout_s = 1.0
         hung = bench._child
         began = time.monotonic()
-        assert bench.trial(Knobs("hang", 0), None) == Trial("lost", None, "took longer than 1 s")
+        assert bench.trial(Knobs("hang", 0), None) == Evaluation("lost", None, "took longer than 1 s")
         assert time.monotonic() - began < 5.0
         assert hung is not None and hung.exitcode == -9
         bench._trial_timeout_s = 15.0

@@ -1,6 +1,5 @@
 """Tuning on several GPUs: made-up workers in processes of their own, and on a Ray cluster of this machine."""
 
-import json
 import os
 import signal
 import subprocess
@@ -23,7 +22,7 @@ from versus_jobs import H200, OP, VARIANT, Knobs
 from kerneltune import cache, device, ops
 from kerneltune.plan import Options, Quiet, Selection
 from kerneltune.search import spaces
-from kerneltune.search.trials import Trial, TrialStore
+from kerneltune.search.trials import Evaluation, TrialStore, history
 from kerneltune.tuning import cluster, run
 from kerneltune.tuning.cluster import RayWorkers
 from kerneltune.tuning.fleet import Fleet
@@ -89,8 +88,8 @@ def test_two_workers_share_the_cases_and_everything_ends_up_here(options: Option
     assert len({pid for *_, pid in done}) == 2 and len({pid for case, _, pid in done if case == "m8"}) == 1
     entries = cache.load_strict(tmp_path / "configs" / "nvidia_h200" / "fake.json")
     assert {e.case: e.config for e in entries} == {work.case.name: {"block": 3, "warps": 8} for work in WORKS}
-    rows = (tmp_path / "results" / "runs" / "trials" / "nvidia_h200" / "fake.jsonl").read_text().splitlines()
-    assert Counter(json.loads(row)["axes"]["M"] for row in rows) == {work.case["M"]: 20 for work in WORKS}
+    rows = history(tmp_path / "results" / "runs" / "trials" / "nvidia_h200" / "fake.log")
+    assert Counter(row["axes"]["M"] for row in rows) == {work.case["M"]: 20 for work in WORKS}
     assert (usage.gpus, usage.evaluations) == (2, 100) and usage.busy_s == pytest.approx(1.0)
     assert 0 <= usage.idle < 1 and progress.notes == []
     with one(options) as workers:
@@ -99,11 +98,12 @@ def test_two_workers_share_the_cases_and_everything_ends_up_here(options: Option
 
 
 def test_a_worker_is_told_what_was_refused_at_other_sizes(options: Options, log: Path, tmp_path: Path) -> None:
-    path = tmp_path / "results" / "runs" / "trials" / "nvidia_h200" / "fake.jsonl"
+    path = tmp_path / "results" / "runs" / "trials" / "nvidia_h200" / "fake.log"
     store = TrialStore(path, source_hash=VARIANT.source_hash, driver=H200.driver, **device.versions())
     likely = [Knobs(3, 8), Knobs(4, 8)]
     for config in VARIANT.configs(WORKS[2].case):
-        store.put(OP, WORKS[2].case, VARIANT, "cold", config, Trial("spills") if config in likely else Trial("ok", 10.0))
+        found = Evaluation("spills") if config in likely else Evaluation("ok", 10.0)
+        store.put(OP, WORKS[2].case, VARIANT, "cold", config, found)
     with one(options) as workers:
         Fleet(workers, options, Quiet()).run(wanted(WORKS[1:2]))
     asked = [config for case, config, _ in evaluations(log) if case == "m16"]
@@ -146,8 +146,8 @@ def test_an_interrupted_run_leaves_no_worker_and_goes_on(when: str, options: Opt
         process.wait()
     assert (tmp_path / "said").read_text() == ""
     if when == "measuring":
-        path = tmp_path / "results" / "runs" / "trials" / "nvidia_h200" / "fake.jsonl"
-        kept = [(f"m{row['axes']['M']}", *row["config"].values()) for row in map(json.loads, path.read_text().splitlines())]
+        path = tmp_path / "results" / "runs" / "trials" / "nvidia_h200" / "fake.log"
+        kept = [(f"m{row['axes']['M']}", *row["config"].values()) for row in history(path)]
         before = len(evaluations(log))
         with two(options) as workers:
             Fleet(workers, options, Quiet()).run(wanted(WORKS))
@@ -213,7 +213,7 @@ def test_a_host_without_a_gpu_hears_whose_configs_it_has(
     tuned = run.run_tune({"fake": OP}, Selection(str(tmp_path / "made.yaml")), there, Quiet())
     assert device.current().slug == "interpreter" and tuned.device_slug == "nvidia_h200"
     assert [entry.config for entry in tuned.entries] == [{"block": 3, "warps": 8}]
-    assert (tmp_path / "results" / "runs" / "trials" / tuned.device_slug / "fake.jsonl").is_file()
+    assert (tmp_path / "results" / "runs" / "trials" / tuned.device_slug / "fake.log").is_file()
 
 
 def test_a_ray_cluster_does_the_same(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

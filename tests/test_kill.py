@@ -1,6 +1,5 @@
 """A search that is killed or interrupted: nothing is lost but the running evaluation, nothing measured twice."""
 
-import json
 import os
 import random
 import signal
@@ -17,13 +16,14 @@ from orphan_jobs import STARTED
 from started import TESTS, environment, running, wait_for
 
 from kerneltune import cache
+from kerneltune.search.trials import history
 
 KILLS = 20
 
 
 @pytest.mark.timeout(280)
 def test_twenty_kills_lose_nothing_but_the_running_evaluation(tmp_path: Path) -> None:
-    log, trials = tmp_path / "log", tmp_path / "trials.jsonl"
+    log, trials = tmp_path / "log", tmp_path / "trials.log"
     env = environment(OMP_NUM_THREADS="1") | {LOG: str(log)}
     command = [sys.executable, str(TESTS / "kill_jobs.py"), str(tmp_path)]
     rng = random.Random(0)
@@ -53,7 +53,7 @@ def test_twenty_kills_lose_nothing_but_the_running_evaluation(tmp_path: Path) ->
         exit_codes.append(int(searches.stdout.readline()))
         searches.stdin.close()
     assert exit_codes == [-signal.SIGKILL] * KILLS + [0]
-    stored = Counter(json.loads(line)["config"]["n"] for line in trials.read_text().splitlines())
+    stored = Counter(row["config"]["n"] for row in history(trials))
     measured = Counter(map(int, log.read_text().split()))
     assert stored == Counter(range(60))  # every config once
     assert measured.keys() == stored.keys()
@@ -81,7 +81,7 @@ def test_what_is_measured_when_a_search_is_interrupted_is_not_waited_for_and_not
     finally:
         process.kill()
     assert process.returncode and "KeyboardInterrupt" in said and "Error:" not in said
-    assert log.read_text() == "0\n" and not (tmp_path / "trials.jsonl").exists()
+    assert log.read_text() == "0\n" and not (tmp_path / "trials.log").exists()
 
 
 @pytest.mark.parametrize(("sent", "exit_code", "said"), [(signal.SIGKILL, -9, ""), (signal.SIGTERM, 130, "interrupted\n")])

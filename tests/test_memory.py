@@ -19,7 +19,7 @@ from kerneltune.measuring import compare, memory
 from kerneltune.measuring.memory import Shortage, affordable, shortage
 from kerneltune.plan import Options, Quiet, Selection
 from kerneltune.records import Record
-from kerneltune.search.trials import Trial, TrialStore
+from kerneltune.search.trials import Evaluation, TrialStore
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
 from kerneltune.stats import Samples
 from kerneltune.tuning import bench
@@ -257,9 +257,9 @@ def gpu_bench(monkeypatch: pytest.MonkeyPatch) -> bench.GpuBench:
 
 def test_a_config_that_runs_out_of_memory_costs_itself(gpu_bench: bench.GpuBench) -> None:
     trials = [gpu_bench.trial(Knobs(n), None) for n in (0, 1, 2, 3, 4, 5)]
-    assert trials[0] == Trial("ok", 10.0) and trials[5] == Trial("ok", 15.0)
-    assert trials[1:4] == [Trial("memory", None, REASON)] * 3
-    assert trials[4] == Trial("failed", None, "RuntimeError: operation not permitted")
+    assert trials[0] == Evaluation("ok", 10.0) and trials[5] == Evaluation("ok", 15.0)
+    assert trials[1:4] == [Evaluation("memory", None, REASON)] * 3
+    assert trials[4] == Evaluation("failed", None, "RuntimeError: operation not permitted")
 
 
 def test_a_duel_leaves_out_what_does_not_fit_beside_the_others(gpu_bench: bench.GpuBench) -> None:
@@ -305,8 +305,8 @@ def test_a_common_run_says_who_did_not_fit(monkeypatch: pytest.MonkeyPatch, gpu_
     class SimpleBench(NoBench):
         def open(self, *_: object) -> None: ...
 
-        def trial(self, config: Config, *_: object) -> Trial:
-            return Trial("ok", 10.0)
+        def trial(self, config: Config, *_: object) -> Evaluation:
+            return Evaluation("ok", 10.0)
 
         def samples(self, configs: Sequence[Config]) -> list[Samples | None]:
             return gpu_bench.samples(configs)

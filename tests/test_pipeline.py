@@ -21,7 +21,7 @@ from kerneltune.measuring.compiler import Compiled, Kernel
 from kerneltune.plan import Options
 from kerneltune.search import loop
 from kerneltune.search.loop import Search, explore
-from kerneltune.search.trials import Trial
+from kerneltune.search.trials import Evaluation
 from kerneltune.spec import Case, Config
 from kerneltune.tuning import machines
 from kerneltune.tuning.machines import Machines
@@ -52,8 +52,8 @@ class OnItsWay:
     def measured(self) -> bool:
         return self.handed_over
 
-    def result(self) -> Trial:
-        return Trial("spills") if self.refused() else Trial("ok", 10.0)
+    def result(self) -> Evaluation:
+        return Evaluation("spills") if self.refused() else Evaluation("ok", 10.0)
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -118,7 +118,7 @@ def test_the_bench_goes_on_while_the_search_decides(setting: Setting) -> None:
     tuner = setting.tuner(SMALL, small_time)
     ahead: list[int] = []
 
-    def on_trial(_config: Config, _trial: Trial) -> None:
+    def on_trial(_config: Config, _trial: Evaluation) -> None:
         if not ahead:
             patience = time.monotonic() + 10
             while len(tuner.evaluated) < 2 and time.monotonic() < patience:
@@ -239,15 +239,15 @@ SEARCHED = """
 import sys
 from kerneltune.cli.options import load_ops
 from kerneltune.tuning import run
-from kerneltune.search.loop import Search, propose
+from kerneltune.search.loop import Asking, Search
 from made_up import CASE, LARGE
 
 load_ops()
-proposals = propose(list(LARGE.configs(CASE)), (), Search(budget_s=1.0))
-proposals.ask()
-print(*sorted({"scipy", "optuna", "pandas", "torch._dynamo"} & set(sys.modules)))
-proposals.prepare()
-print(*sorted({"scipy", "optuna", "pandas", "torch._dynamo"} & set(sys.modules)))
+asking = Asking(list(LARGE.configs(CASE)), (), Search(budget_s=1.0))
+asking.ask()
+print(*sorted({"scipy", "pandas", "torch._dynamo"} & set(sys.modules)))
+asking.prepare()
+print(*sorted({"scipy", "pandas", "torch._dynamo"} & set(sys.modules)))
 """
 
 

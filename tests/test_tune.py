@@ -37,7 +37,7 @@ from kerneltune import cache, device
 from kerneltune.measuring.compiler import Compiled, Kernel
 from kerneltune.search import loop
 from kerneltune.search.loop import ENUMERATE_UP_TO, Search
-from kerneltune.search.trials import Trial, TrialStore
+from kerneltune.search.trials import Evaluation, TrialStore
 from kerneltune.spec import Case, Config, Variant
 from kerneltune.tuning.candidates import candidates, neighbour_dtype, starting_points
 from kerneltune.tuning.one_case import NothingPassedError, tune
@@ -158,10 +158,10 @@ def test_the_seconds_do_not_begin_with_a_refusal_while_inputs_are_made(setting: 
             refused.set()
 
     tuner.meanwhile = meanwhile
-    tuner.refusal = lambda config, _compiled: Trial("spills") if config == default else None  # type: ignore[method-assign]
+    tuner.refusal = lambda config, _compiled: Evaluation("spills") if config == default else None  # type: ignore[method-assign]
     tuner.winner = lambda configs: configs[0]
 
-    def on_trial(config: Config, trial: Trial) -> None:
+    def on_trial(config: Config, trial: Evaluation) -> None:
         statuses.append(trial.status)
         told(config, trial)
 
@@ -195,12 +195,12 @@ def test_the_default_sampler_finds_a_good_config_and_beats_chance(setting: Setti
 @pytest.mark.parametrize("sampler", ["tpe", "qmc"])
 def test_optuna_hears_the_time_of_every_config_also_of_those_it_did_not_draw(sampler: str) -> None:
     pool = list(SMALL.configs(CASE))
-    proposals = loop.propose(pool, pool[:1], Search(sampler=sampler, budget_s=60.0))
+    asking = loop.Asking(pool, pool[:1], Search(sampler=sampler, budget_s=60.0))
     times = {}
-    while (config := proposals.ask()) is not None:
+    while (config := asking.ask()) is not None:
         times[config] = small_time(config)
-        proposals.tell(config, times[config])
-    heard = {Small(**trial.params): trial.value for trial in proposals._study.trials if trial.value is not None}  # type: ignore[attr-defined]
+        asking.tell(config, times[config])
+    heard = {Small(**trial.params): trial.value for trial in asking.study.trials if trial.value is not None}
     assert heard == times and len(times) == len(pool)
 
 
@@ -280,7 +280,7 @@ def test_the_ranking_of_the_neighbour_narrows_the_candidates(setting: Setting) -
 def test_a_neighbour_that_was_hardly_searched_does_not_narrow(setting: Setting) -> None:
     store = setting.store()
     for config in list(SMALL.configs(CASE))[:16]:
-        store.put(op_of(SMALL), CASE, SMALL, "cold", config, Trial("ok", small_time(config)))
+        store.put(op_of(SMALL), CASE, SMALL, "cold", config, Evaluation("ok", small_time(config)))
     assert len(candidates(op_of(SMALL), HALF, SMALL, "cold", store)) == 25
 
 
@@ -313,9 +313,9 @@ def test_what_cannot_compile_or_spills_is_never_run(setting: Setting) -> None:
     tuner = Tuner(op_of(SMALL), CASE, SMALL, "cold", setting.store(), NoBench())
     assert tuner.prune  # 25 configs: no published list
     broken = evaluated(tuner, Small(64, 1), Compiled((), 0.0, "CompilationError: no"))
-    assert broken == Trial("compile", detail="CompilationError: no")
+    assert broken == Evaluation("compile", detail="CompilationError: no")
     spilling = Compiled((Kernel("k", 4, 255, 96, 0),), 1.0)
-    assert evaluated(tuner, Small(64, 2), spilling) == Trial("spills", detail="96 bytes per thread")
+    assert evaluated(tuner, Small(64, 2), spilling) == Evaluation("spills", detail="96 bytes per thread")
     assert tuner.resources == {Small(64, 1): 0, Small(64, 2): 1020}
     assert setting.store().get(op_of(SMALL), CASE, SMALL, "cold", Small(64, 1)) == broken
 
@@ -330,7 +330,7 @@ def test_what_does_not_fit_a_multiprocessor_as_often_as_it_says_is_never_run(
     with pytest.raises(AssertionError):  # it goes to the bench: nothing is known of the interpreter's multiprocessors
         evaluated(tuner, asked, twice)
     monkeypatch.setattr(device, "current", lambda: replace(device.NO_GPU, arch="sm_90"))
-    assert evaluated(tuner, asked, twice) == Trial(
+    assert evaluated(tuner, asked, twice) == Evaluation(
         "occupancy", resources=1024, shared_bytes=81920, detail="2 programs fit a multiprocessor, not 4"
     )
     for config, kernels in ((Large(64, 1, 1, 2), twice), (Large(64, 1, 2, 4), Compiled((Kernel("k", 4, 64, 0, 8192),), 1.0))):
@@ -364,7 +364,7 @@ def test_a_cooperative_grid_that_does_not_fit_is_not_hidden_by_a_smaller_kernel(
         ({"budget_s": -1.5}, "budget must be above 0 seconds, got -1.5"),
         ({"trials": 0}, "trials must be above 0, got 0"),
         ({"trials": -3}, "trials must be above 0, got -3"),
-        ({"sampler": "annealing"}, "sampler must be one of gp, tpe, random, qmc, got 'annealing'"),
+        ({"sampler": "annealing"}, "sampler must be one of ours, gp, tpe, random, qmc, got 'annealing'"),
     ],
 )
 def test_a_search_that_makes_no_sense_is_refused(wrong: dict[str, Any], text: str) -> None:
@@ -397,7 +397,7 @@ def test_one_slow_compilation_does_not_keep_the_others_waiting(setting: Setting)
     def compiling(config: Config) -> "Future[Compiled]":
         return slow if config == Small(64, 1) else compiled(config)
 
-    def on_trial(_config: Config, _trial: Trial) -> None:
+    def on_trial(_config: Config, _trial: Evaluation) -> None:
         if len(tuner.evaluated) == 24 and not slow.done():
             slow.set_result(Compiled((), 60.0))
 
@@ -415,7 +415,7 @@ def test_what_is_in_flight_at_the_end_is_given_up(setting: Setting) -> None:
     tuner = setting.tuner(LARGE, tables(0))
     told = in_step(tuner)
 
-    def interrupt(config: Config, trial: Trial) -> None:
+    def interrupt(config: Config, trial: Evaluation) -> None:
         told(config, trial)
         if len(tuner.evaluated) == 3:
             raise KeyboardInterrupt

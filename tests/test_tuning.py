@@ -14,12 +14,14 @@ import made_up_gpu
 import pytest
 import versus_jobs
 from made_up_gpu import H200, OPS, Bench, Pool, time_us
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
 
 from kerneltune import cache
 from kerneltune.measuring.compiler import Compiled
 from kerneltune.plan import Options, Quiet, Selection
 from kerneltune.search import spaces
-from kerneltune.search.trials import Trial
+from kerneltune.search.trials import Evaluation, history
 from kerneltune.spec import Case, Op, Variant
 from kerneltune.tuning import machines, task
 from kerneltune.tuning.isolated import ChildLostError
@@ -62,12 +64,19 @@ def options(tmp_path: Path) -> Options:
     return Options(results=tmp_path / "results", configs=tmp_path / "configs")
 
 
+def _appended(path: Path) -> list[str]:
+    """Return the knobs of every trial in a journal, in the order of the file."""
+    storage = JournalStorage(JournalFileBackend(str(path)))
+    numbers = [storage.get_study_id_from_name(study.study_name) for study in storage.get_all_studies()]
+    return [json.dumps(trial.params) for number in numbers for trial in storage.get_all_trials(number)]
+
+
 def test_a_search_stores_the_best_config_and_every_trial(selection: Selection, options: Options) -> None:
     (entry,) = run_tune(OPS, selection, options, Quiet()).entries
     assert entry.config == {"block": 2048, "warps": 8, "ctas": 0}
     assert options.results is not None
-    path = options.results / "runs" / "trials" / "nvidia_h200" / "stream.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path = options.results / "runs" / "trials" / "nvidia_h200" / "stream.log"
+    rows = history(path)
     assert len({json.dumps(row["config"]) for row in rows}) == len(rows) == entry.evidence["trials"]
     assert rows[0]["resources"] == 128 and rows[0]["shared_bytes"] == 1024 and rows[0]["date"] and rows[0]["commit"]
     assert run_tune(OPS, selection, options, Quiet()).entries == []  # nothing is lacking
@@ -103,11 +112,12 @@ def test_what_failed_in_a_bad_moment_is_tried_again_when_that_is_forced(
     (entry,) = run_tune(OPS, selection, forced, Quiet()).entries
     assert entry.config == {"block": 2048, "warps": 8, "ctas": 0}
     assert options.results is not None
-    path = options.results / "runs" / "trials" / "nvidia_h200" / "stream.jsonl"
-    rows = Counter(json.dumps(json.loads(line)["config"]) for line in path.read_text().splitlines())
+    path = options.results / "runs" / "trials" / "nvidia_h200" / "stream.log"
+    kept = _appended(path)
+    rows = Counter(kept)
     assert {json.loads(config)["block"] for config, count in rows.items() if count == 2} == {2048} and max(rows.values()) == 2
     run_tune(OPS, selection, forced, Quiet())
-    assert len(path.read_text().splitlines()) == rows.total()  # nothing is left to be tried again
+    assert _appended(path) == kept  # nothing is left to be tried again
 
 
 @pytest.mark.parametrize(("asked", "tried"), [({}, 17), ({"force": True}, 40), ({"knobs": (("warps", ("16",)),)}, 50)])
@@ -187,10 +197,10 @@ def test_a_run_says_how_long_the_gpu_waited_and_keeps_it(
 ) -> None:
     """Every trial takes a hundredth of a second, a tenth of which the bench spends on it."""
 
-    def trial(self: Bench, config: Any, best_us: float | None, samples: int = 5) -> Trial:
+    def trial(self: Bench, config: Any, best_us: float | None, samples: int = 5) -> Evaluation:
         time.sleep(0.01)
         self.busy.append((time.monotonic(), 0.001))
-        return Trial("ok", time_us(config))
+        return Evaluation("ok", time_us(config))
 
     monkeypatch.setattr(Bench, "trial", trial)
     notes: list[str] = []
@@ -259,7 +269,7 @@ def test_a_whole_space_is_measured_and_written(selection: Selection, options: Op
         "--knob warps=16 --knob ctas=1,2"
     )
     before = path.read_bytes()
-    trials = options.results / "runs" / "trials" / "nvidia_h200" / "stream.jsonl"
+    trials = options.results / "runs" / "trials" / "nvidia_h200" / "stream.log"
     size = trials.stat().st_size
     run_tune(OPS, selection, wide, Quiet())  # nothing is measured twice
     assert trials.stat().st_size == size and path.read_bytes() == before
@@ -358,9 +368,10 @@ def test_a_space_that_makes_no_sense_is_one_line_and_nothing_is_written(
 def test_a_store_of_another_version_is_left_alone(selection: Selection, options: Options) -> None:
     run_tune(OPS, selection, options, Quiet())
     assert options.results is not None
-    path = options.results / "runs" / "trials" / "nvidia_h200" / "stream.jsonl"
-    text = path.read_text().replace('"schema": 1', '"schema": 2', 1)
-    path.write_text(text)
+    path = options.results / "runs" / "trials" / "nvidia_h200" / "stream.log"
+    old = path.with_suffix(".jsonl")
+    old.write_text('{"schema": 2}\n')
+    path.unlink()
     with pytest.raises(ValueError, match=r"stream.jsonl:1: schema: 2: expected 1: written by another version of kerneltune"):
         run_tune(OPS, selection, replace(options, force=True), Quiet())
-    assert path.read_text() == text
+    assert old.read_text() == '{"schema": 2}\n' and not path.exists()

@@ -11,7 +11,7 @@ from kerneltune import device
 from kerneltune.device import Device
 from kerneltune.lab.tuners import Found, Task, by_kerneltune, by_triton
 from kerneltune.measuring.compiler import Compiled
-from kerneltune.search.trials import Trial
+from kerneltune.search.trials import Evaluation
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
 from kerneltune.stats import Samples
 from kerneltune.tuning import machines
@@ -105,9 +105,9 @@ class Bench:
     def prepare(self) -> None:
         """Nothing to make."""
 
-    def trial(self, config: Config, best_us: float | None, samples: int = 5) -> Trial:
+    def trial(self, config: Config, best_us: float | None, samples: int = 5) -> Evaluation:
         """As the formula says."""
-        return Trial("wrong", detail="off by one") if config.block == 2 else Trial("ok", time_us(config))
+        return Evaluation("wrong", detail="off by one") if config.block == 2 else Evaluation("ok", time_us(config))
 
     def samples(self, configs: Sequence[Config]) -> list[Samples]:
         """The same times with a noise that is known."""

@@ -51,7 +51,9 @@ def command(
 
 
 def _times(searches: "Searches") -> list[dict[Any, float]]:
-    return [{tuple(s.config.items()): s.trial.time_us for s in stored if s.trial.time_us is not None} for _, stored in searches]
+    from kerneltune.search.loop import times_of
+
+    return [times_of(stored) for _, stored in searches]
 
 
 def show_short(title: str, searches: "Searches") -> None:
@@ -59,9 +61,9 @@ def show_short(title: str, searches: "Searches") -> None:
     from kerneltune.search import insight
 
     cases = _times(searches)
-    gaps = [insight.regret([s.trial.time_us for s in stored]) for _, stored in searches]
+    gaps = [insight.regret([one.time_us for one in stored.values()]) for _, stored in searches]
     near = [next(i for i, gap in enumerate(of_case, start=1) if gap <= insight.NEAR) for of_case in gaps]
-    status = Counter(s.trial.status for _, stored in searches for s in stored)
+    status = Counter(one.status for _, stored in searches for one in stored.values())
     counts = ", ".join(f"{count} {name}" for name, count in status.most_common())
     show(f"{title}: {len(cases)} cases, {status.total()} trials ({counts})")
     ties = statistics.median(len(insight.ties(times)) for times in cases)
@@ -96,7 +98,7 @@ def _show_group(title: str, found: "Searches") -> None:
     cases = _times(found)
     rows = []
     for (case, stored), times in zip(found, cases, strict=True):
-        gaps = insight.regret([s.trial.time_us for s in stored])
+        gaps = insight.regret([one.time_us for one in stored.values()])
         to_near = next(i for i, gap in enumerate(gaps, start=1) if gap <= insight.NEAR)
         matter = insight.importances(times)
         top = " ".join(f"{knob} {100 * share:.0f}%" for knob, share in list(matter.items())[:2])

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 POLICIES = ("cold", "hot", "eager")
 _USUAL_SIZE = 4096
-SAMPLERS = ("gp", "tpe", "random", "qmc")
+SAMPLERS = ("ours", "gp", "tpe", "random", "qmc")
 
 Family = Annotated[str, typer.Argument(help="A file of sweeps/ by name, or a path ending in .yaml.")]
 OpNames = Annotated[list[str] | None, typer.Option("--op", metavar="NAME", help="Only this operator; may be repeated.")]

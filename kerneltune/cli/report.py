@@ -156,12 +156,13 @@ def _flops(records: "Sequence[Record]") -> "dict[Key, int]":
 
 
 def _stores(records: "Sequence[Record]", results: Path | None) -> list[Path]:
-    """The trial stores of the records' operators and devices that exist here."""
+    """Return the trial stores of the records' operators and devices that exist here."""
     from kerneltune.device import slug
+    from kerneltune.search.trials import has_store, store_path
 
     root = o.results_root(results) / "runs" / "trials"
-    wanted = dict.fromkeys(root / slug(record.device) / f"{record.op}.jsonl" for record in records)
-    return [path for path in wanted if path.is_file()]
+    wanted = dict.fromkeys(store_path(root / slug(record.device), record.op) for record in records)
+    return [path for path in wanted if has_store(path)]
 
 
 def _entries(records: "Sequence[Record]", configs: Path | None) -> "dict[str, list[Entry]]":

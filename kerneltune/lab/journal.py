@@ -9,8 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from kerneltune.files import append_whole_lines
 from kerneltune.lab.tuners import Found
-from kerneltune.search.trials import append, knobs_of
+from kerneltune.search.trials import knobs_of
 from kerneltune.spec import Variant
 
 SCHEMA = 1
@@ -61,7 +62,8 @@ class Journal:
             ValueError: the file cannot be written.
         """
         result = asdict(found) | {"config": knobs_of(found.config), "best": [knobs_of(config) for config in found.best]}
-        append(self._path, json.dumps({"schema": SCHEMA, "side": name, "depends_on": self._depends_on, "found": result}) + "\n")
+        row = {"schema": SCHEMA, "side": name, "depends_on": self._depends_on, "found": result}
+        append_whole_lines(self._path, (json.dumps(row) + "\n").encode())
 
 
 def _result(variant: Variant, stored: Mapping[str, Any]) -> Found:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kerneltune.search.loop import Search, explore
 from kerneltune.search.spaces import Knobs, MeasuredSpace
-from kerneltune.search.trials import Trial
+from kerneltune.search.trials import Evaluation
 from kerneltune.spec import Config
 from kerneltune.stats import Interval, median_interval
 
@@ -24,7 +24,7 @@ BUDGETS = (10, 25, 50, 100, 200)
 class Answered:
     """A search.Started whose trial is known."""
 
-    trial: Trial
+    trial: Evaluation
 
     def done(self) -> bool:
         """Always."""
@@ -41,7 +41,7 @@ class Answered:
         """Always."""
         return True
 
-    def result(self) -> Trial:
+    def result(self) -> Evaluation:
         """The trial."""
         return self.trial
 
@@ -104,11 +104,11 @@ def replay(
 def _search(space: MeasuredSpace, sampler: str, evaluations: int, first: Sequence[Knobs], seed: int) -> NDArray[np.float64]:
     """(evaluations,) gaps of one search."""
     make = make_dataclass("Knobs", [name for name, _ in next(iter(space.trials))], frozen=True, slots=True)
-    trials: Mapping[Config, Trial] = {make(**dict(knobs)): trial for knobs, trial in space.trials.items()}
+    trials: Mapping[Config, Evaluation] = {make(**dict(knobs)): trial for knobs, trial in space.trials.items()}
     begin = [config for knobs in (space.default, *first) if (config := make(**dict(knobs))) in trials]
     search = Search(trials=min(evaluations, len(trials)), sampler=sampler, seed=seed)
     found = explore(list(trials), begin, search, lambda c: Answered(trials[c]))
-    times = [np.inf if trial.time_us is None else trial.time_us for trial in found.trials.values()]
+    times = [np.inf if trial.time_us is None else trial.time_us for trial in found.values()]
     return np.asarray(np.minimum.accumulate(times) / min(space.feasible.values()) - 1.0)
 
 

@@ -1,13 +1,12 @@
-"""What to try next in a finite space, and the loop that asks for it and hears what it took.
+"""The search of a finite space: an Optuna study is asked for configs, and told their times, until enough is known.
 
 Knows no operator, GPU or file: whoever starts a search says how a config is evaluated, so a replay runs the same code
-offline. May import optuna.
+offline. Imports Optuna when a search begins.
 """
 
 import operator
 import random
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,17 +14,18 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
-from kerneltune.search.line import Line, Started
-from kerneltune.search.trials import Trial, knobs_of
+from kerneltune.search.trials import Evaluation, knobs_of
 from kerneltune.spec import Config
 
 if TYPE_CHECKING:
+    from optuna.samplers import BaseSampler
+
+    from kerneltune.search.study import ListSampler
     from kerneltune.search.surrogate import Surrogate
 
-SAMPLERS = ("gp", "tpe", "random", "qmc")
-DEFAULT_SAMPLER = "gp"
+SAMPLERS = ("ours", "gp", "tpe", "random", "qmc")
+"""`ours` is search.FiniteGPSampler; gp, tpe and qmc are Optuna's; `random` draws configs like the first ones sooner."""
+DEFAULT_SAMPLER = "ours"
 ENUMERATE_UP_TO = 120
 AHEAD = 8
 """Configs in flight as long as one of them is compiled and waits to be measured: what to try is decided that many configs
@@ -39,7 +39,9 @@ guesses: on the shipped spaces at most two knobs differ from the default's in 8 
 within 3 % of the best."""
 _GAIN_AFTER = 16
 _GAIN_EVERY = 4
-_SCORED = 2048
+_HANDED_OVER = 2
+"""Configs that the bench has: with one measured and the next one at hand, it does not wait for what is decided here."""
+_POLL_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,32 +75,32 @@ class Search:
         if self.sampler not in SAMPLERS:
             raise ValueError(f"sampler must be one of {', '.join(SAMPLERS)}, got {self.sampler!r}")
 
-
-class Proposals(Protocol):
-    """Where configs come from, each of them once. ahead: how many may be in flight."""
-
-    ahead: int
-
-    def ask(self) -> Config | None:
-        """The next config to try; None when there is no other."""
-
-    def tell(self, config: Config, time_us: float | None) -> None:
-        """What it took; None where it gave no time. It is not proposed after that."""
-
-    def prepare(self) -> None:
-        """Now that the first configs compile: what takes long and was not needed to ask for them. Called again and again."""
+    def enumerates(self, configs: int) -> bool:
+        """Return whether all configs of a space of that size are tried, in order."""
+        unlimited = self.budget_s is None and self.until_gain is None and (self.trials or configs) >= configs
+        return unlimited and configs <= ENUMERATE_UP_TO
 
 
-@dataclass(frozen=True, slots=True)
-class Explored:
-    """The trials of a search in the order of their evaluation."""
+class Started(Protocol):
+    """A config whose evaluation has begun: it is compiled, then measured unless the compiler's word is enough."""
 
-    trials: dict[Config, Trial]
+    def done(self) -> bool:
+        """Return whether it is compiled."""
 
-    @property
-    def times(self) -> dict[Config, float]:
-        """The configs that have a time."""
-        return {config: trial.time_us for config, trial in self.trials.items() if trial.time_us is not None}
+    def refused(self) -> bool:
+        """Return whether a compiled config needs no bench."""
+
+    def measure(self) -> None:
+        """Hand a compiled config to the bench, which measures one after the other."""
+
+    def measured(self) -> bool:
+        """Return whether the bench is done with it."""
+
+    def result(self) -> Evaluation:
+        """Wait for the evaluation of a config that is refused, or was handed to the bench."""
+
+    def cancel(self) -> None:
+        """Give it up; what was stored stays."""
 
 
 def explore(
@@ -106,77 +108,84 @@ def explore(
     first: Sequence[Config],
     search: Search,
     start: Callable[[Config], Started],
-    on_trial: Callable[[Config, Trial], None] = lambda _config, _trial: None,
-    known: Mapping[Config, Trial] = MappingProxyType({}),
+    on_trial: Callable[[Config, Evaluation], None] = lambda _config, _evaluation: None,
+    known: Mapping[Config, Evaluation] = MappingProxyType({}),
     compilers: int = 1,
     meanwhile: Callable[[], None] = lambda: None,
-    chances: Mapping[Config, float] | None = None,
+    feasibility: Mapping[Config, float] | None = None,
     ready: Callable[[], bool] = lambda: True,
-) -> Explored:
-    """Try configs of a pool until a budget is used, the expected gain is small, or there are no others.
+) -> dict[Config, Evaluation]:
+    """Try configs of a pool until a budget is used, the expected gain is small, or no config is left.
 
     Args:
         pool: all configs, none twice.
-        first: those of the pool to begin with, such as the default and the best of the nearest shape.
+        first: configs of the pool to begin with, such as the default and the best of the nearest shape.
+        search: how much to search.
+        start: begins to evaluate a config.
+        on_trial: told every new evaluation.
         known: what was found out before; it counts as tried, as in a search that was interrupted.
         compilers: how many configs compile at the same time.
         meanwhile: called whenever the search has asked for what it wants, again and again.
-        chances: how likely each config of the pool is not to be refused, where that can be told.
-        ready: whether the bench could measure: what is refused before that does not begin the budget's seconds.
+        feasibility: the probability that a config of the pool compiles for good, where something is known.
+        ready: whether the bench could measure: a refusal before that does not begin the budget's seconds.
+
+    Returns:
+        The evaluations in their order, those known first.
     """
-    proposals, gain = propose(pool, first, search, chances), _Gain(pool, search, known)
-    for config, trial in known.items():
-        proposals.tell(config, trial.time_us)
+    asking, gain = Asking(pool, first, search, feasibility), _Gain(pool, search, known)
+    for config, evaluation in known.items():
+        asking.tell(config, evaluation.time_us)
     limit = len(pool) if search.trials is None else min(search.trials, len(pool))
-    line, trials = Line(compilers), dict(known)
+    line, found = _Line(compilers), dict(known)
     began: float | None = None  # starting a process on the GPU, inputs and reference are not the search's time
     enough = False
     try:
         while True:
-            while not enough and line.has_room(proposals.ahead) and len(trials) + line.length < limit:
-                asked = proposals.ask()
+            while not enough and line.has_room(asking.ahead) and len(found) + line.length < limit:
+                asked = asking.ask()
                 if asked is None:
                     break
                 line.add(asked, start(asked))
             if not line.length:
                 break
-            proposals.prepare()
+            asking.prepare()
             meanwhile()
-            for config, trial in line.move():
-                trials[config] = trial
-                proposals.tell(config, trial.time_us)
-                on_trial(config, trial)
+            for config, evaluation in line.move():
+                found[config] = evaluation
+                asking.tell(config, evaluation.time_us)
+                on_trial(config, evaluation)
                 began = time.monotonic() if began is None and ready() else began
                 spent = search.budget_s is not None and began is not None and time.monotonic() - began > search.budget_s
-                enough = enough or spent or gain.is_small(config, trial)
+                enough = enough or spent or gain.is_small(config, evaluation)
             if enough:
                 line.give_up()
     finally:
         line.give_up(also_measured=True)
-    return Explored(trials)
+    return found
 
 
-def propose(
-    pool: Sequence[Config], first: Sequence[Config], search: Search, chances: Mapping[Config, float] | None = None
-) -> Proposals:
-    """The proposals of a search: all in order where the space is small and no budget is set, else those of its sampler.
+def times_of(found: Mapping[Config, Evaluation]) -> dict[Config, float]:
+    """Return the times of the configs that have one."""
+    return {config: evaluation.time_us for config, evaluation in found.items() if evaluation.time_us is not None}
 
-    What is more likely to be refused than not comes last, as long as no sampler knows better.
+
+def opening(
+    pool: Sequence[Config], first: Sequence[Config], search: Search, feasibility: Mapping[Config, float] | None = None
+) -> list[Config]:
+    """Return all configs in the order in which a search begins: no sampler knows better before the first times.
+
+    Configs that are more likely to be refused than not come last.
     """
     order = list(dict.fromkeys([*first, *pool]))
     begin = len(set(first))
-    unlimited = search.budget_s is None and search.until_gain is None and (search.trials or len(pool)) >= len(pool)
-    if unlimited and len(pool) <= ENUMERATE_UP_TO:
-        return _Listed(order[:begin] + _doubtful_last(order[begin:], chances))
-    guesses = () if search.sampler == "random" else order[:begin]
-    order[begin:] = _doubtful_last(_drawn(order[begin:], guesses, search.seed), chances)
-    if search.sampler == "random":
-        return _Listed(order)
-    return _Modelled(order, begin, search.seed, chances) if search.sampler == "gp" else _Asked(order, begin, search)
+    rest = order[begin:]
+    if not search.enumerates(len(pool)):
+        rest = _drawn(rest, () if search.sampler == "random" else order[:begin], search.seed)
+    return order[:begin] + sorted(rest, key=lambda config: feasibility is not None and feasibility[config] < 0.5)
 
 
 def _drawn(rest: Sequence[Config], guesses: Sequence[Config], seed: int) -> list[Config]:
-    """In random order, those like one of the guesses sooner: each is drawn with a weight, without being put back."""
+    """Return configs in random order, those like one of the guesses sooner: drawn with a weight, without being put back."""
     rng, known = random.Random(seed), [_values(guess) for guess in guesses]
 
     def when(config: Config) -> float:
@@ -191,167 +200,157 @@ def _values(config: Config) -> tuple[Any, ...]:
     return tuple(knobs_of(config).values())
 
 
-def _doubtful_last(order: Sequence[Config], chances: Mapping[Config, float] | None) -> list[Config]:
-    return sorted(order, key=lambda config: chances is not None and chances[config] < 0.5)
+class Asking:
+    """An Optuna study over the configs of a pool, each of which is asked for once.
 
+    Attributes:
+        ahead: how many configs may be in flight.
+        study: the study, kept in memory; finished trials are in the trial store's journal.
+    """
 
-class _Listed:
-    """A fixed order."""
-
-    ahead = _AHEAD_BLIND
-
-    def __init__(self, order: Sequence[Config]) -> None:
-        self._left = dict.fromkeys(order)
-
-    def ask(self) -> Config | None:
-        chosen = next(iter(self._left), None)
-        self._left.pop(chosen, None)
-        return chosen
-
-    def tell(self, config: Config, time_us: float | None) -> None:
-        self._left.pop(config, None)
-
-    def prepare(self) -> None:
-        """Nothing."""
-
-
-class _Modelled:
-    """The largest expected improvement of a Gaussian process over all untried configs."""
-
-    ahead = AHEAD
-
-    def __init__(self, order: Sequence[Config], known: int, seed: int, chances: Mapping[Config, float] | None = None) -> None:
-        """order: what to begin with in front, `known` of them chosen, the others drawn."""
-        self._order = list(order)
-        self._left = dict.fromkeys(range(len(order)))
-        self._begin = deque(range(min(len(order), known + _FIRST)))
-        self._index = {config: i for i, config in enumerate(order)}
-        self._seed, self._chances = seed, chances
-        self._seen: dict[int, float | None] = {}
-        self._pending: dict[int, None] = {}
-        self._stale = True
-
-    def ask(self) -> Config | None:
-        if not self._left:
-            return None
-        while self._begin and self._begin[0] not in self._left:
-            self._begin.popleft()
-        if self._begin or not self._fitted:
-            chosen = self._begin.popleft() if self._begin else next(iter(self._left))
-        else:
-            if self._stale:
-                self._surrogate.fit(list(self._seen), list(self._seen.values()))
-                self._stale = False
-            left = list(self._left)[:_SCORED]
-            chosen = left[int(np.argmax(self._surrogate.improvement(left, list(self._pending))))]
-        del self._left[chosen]
-        self._pending[chosen] = None
-        return self._order[chosen]
-
-    def tell(self, config: Config, time_us: float | None) -> None:
-        index = self._index[config]
-        self._pending.pop(index, None)
-        self._left.pop(index, None)
-        self._seen[index] = time_us
-        self._stale = True
-
-    def prepare(self) -> None:
-        _ = self._surrogate
-
-    @cached_property
-    def _surrogate(self) -> "Surrogate":
-        from kerneltune.search.surrogate import Surrogate
-
-        believed = None if self._chances is None else np.array([self._chances[config] for config in self._order])
-        return Surrogate([knobs_of(config) for config in self._order], self._seed, believed)
-
-    @property
-    def _fitted(self) -> bool:
-        return any(time_us is not None for time_us in self._seen.values())
-
-
-class _Asked:
-    """What an Optuna sampler draws, each knob a category; repeats and configs that are not valid are drawn again."""
-
-    ahead = AHEAD
-
-    def __init__(self, order: Sequence[Config], known: int, search: Search) -> None:
+    def __init__(
+        self,
+        pool: Sequence[Config],
+        first: Sequence[Config],
+        search: Search,
+        feasibility: Mapping[Config, float] | None = None,
+    ) -> None:
+        """Set up the study of a search; arguments as in `explore`."""
         import optuna
 
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            sampler: optuna.samplers.BaseSampler = optuna.samplers.QMCSampler(seed=search.seed)
-        if search.sampler == "tpe":
-            sampler = optuna.samplers.TPESampler(multivariate=True, constant_liar=True, n_startup_trials=_FIRST, seed=search.seed)
-        self._study = optuna.create_study(sampler=sampler)
-        self._left = dict.fromkeys(order)
-        self._begin = deque(order[:known])
-        knobs = list(knobs_of(order[0]))
-        self._space: dict[str, optuna.distributions.BaseDistribution] = {
-            knob: optuna.distributions.CategoricalDistribution(sorted({getattr(config, knob) for config in order}, key=repr))
-            for knob in knobs
-        }
-        self._trials: dict[Config, Any] = {}
-        self._make = type(order[0])
+        from kerneltune.search.study import quiet
+
+        quiet()
+        order = opening(pool, first, search, feasibility)
+        self._sampler = _sampler(order, len(set(first)), search, feasibility)
+        self.ahead = _AHEAD_BLIND if search.sampler == "random" or search.enumerates(len(pool)) else AHEAD
+        self.study = optuna.create_study(sampler=self._sampler)
+        self._configs = {_values(config): config for config in order}
+        self._left = set(order)
+        self._asked: dict[Config, optuna.Trial] = {}
 
     def ask(self) -> Config | None:
-        import optuna
-
+        """Return the next config to try, None when there is no other."""
         if not self._left:
             return None
-        while self._begin and self._begin[0] not in self._left:
-            self._begin.popleft()
-        if self._begin:
-            return self._given(self._begin.popleft())
-        for _ in range(20 * AHEAD):
-            trial = self._study.ask(self._space)
-            config = self._make(**trial.params)
-            if config in self._left:
-                self._trials[config] = trial
-                del self._left[config]
-                return config
-            self._study.tell(trial, state=optuna.trial.TrialState.FAIL)
-        return self._given(next(iter(self._left)))
-
-    def _given(self, config: Config) -> Config:
-        """A config that the sampler did not draw, as a trial of its study: it hears the time of that, too."""
-        self._study.enqueue_trial(knobs_of(config))
-        self._trials[config] = self._study.ask(self._space)
-        del self._left[config]
+        trial = self.study.ask(dict(self._sampler.space))
+        config = self._configs[tuple(trial.params[name] for name in self._sampler.space)]
+        self._left.discard(config)
+        self._asked[config] = trial
         return config
 
     def tell(self, config: Config, time_us: float | None) -> None:
-        import optuna
+        """Tell the study a config's time, None where it has none; also of a config that it was not asked for."""
+        from optuna.trial import TrialState
 
-        trial = self._trials.pop(config, None)
+        from kerneltune.search.study import finished_trial
+
+        self._left.discard(config)
+        trial = self._asked.pop(config, None)
         if trial is None:
-            if self._left.pop(config, self) is None and time_us is not None:
-                known = optuna.trial.create_trial(params=knobs_of(config), distributions=self._space, value=time_us)
-                self._study.add_trial(known)
-        elif time_us is None:
-            self._study.tell(trial, state=optuna.trial.TrialState.FAIL)
+            self.study.add_trial(finished_trial(knobs_of(config), self._sampler.space, time_us))
         else:
-            self._study.tell(trial, time_us)
+            self.study.tell(trial, time_us, state=TrialState.FAIL if time_us is None else TrialState.COMPLETE)
 
     def prepare(self) -> None:
-        """Nothing."""
+        """Import, while the first configs compile, what was not needed to ask for them. May be called again and again."""
+        prepare = getattr(self._sampler, "prepare", None)
+        if prepare is not None:
+            prepare()
+
+
+def _sampler(order: Sequence[Config], guesses: int, search: Search, feasibility: Mapping[Config, float] | None) -> "ListSampler":
+    """Return the sampler of a search over configs in the order in which it begins."""
+    from kerneltune.search.study import FiniteGPSampler, ListSampler, UntriedSampler
+
+    configs = [knobs_of(config) for config in order]
+    if search.sampler == "random" or search.enumerates(len(order)):
+        return ListSampler(configs)
+    if search.sampler == "ours":
+        likely = None if feasibility is None else [feasibility[config] for config in order]
+        return FiniteGPSampler(configs, guesses + _FIRST, search.seed, likely)
+    if search.sampler == "gp":  # each draw fits it anew
+        return UntriedSampler(configs, _of_optuna(search), guesses + _FIRST, attempts=2)
+    return UntriedSampler(configs, _of_optuna(search), guesses)
+
+
+def _of_optuna(search: Search) -> "BaseSampler":
+    import warnings
+
+    from optuna import exceptions, samplers
+
+    if search.sampler == "tpe":
+        return samplers.TPESampler(multivariate=True, constant_liar=True, n_startup_trials=_FIRST, seed=search.seed)
+    if search.sampler == "gp":
+        return samplers.GPSampler(n_startup_trials=_FIRST, seed=search.seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", exceptions.ExperimentalWarning)
+        return samplers.QMCSampler(seed=search.seed)
+
+
+class _Line:
+    """Configs on their way: compiling, compiled, handed to the bench. One slow compilation does not keep the others waiting."""
+
+    def __init__(self, compilers: int) -> None:
+        self._compilers = compilers
+        self._compiling: list[tuple[Config, Started]] = []
+        self._compiled: deque[tuple[Config, Started]] = deque()
+        self._handed: deque[tuple[Config, Started]] = deque()
+
+    @property
+    def length(self) -> int:
+        """Configs that were asked for and have no evaluation yet."""
+        return len(self._compiling) + len(self._compiled) + len(self._handed)
+
+    def has_room(self, ahead: int) -> bool:
+        """Return whether to ask for another config."""
+        return self.length < ahead or (not self._compiled and len(self._compiling) < self._compilers)
+
+    def add(self, config: Config, begun: Started) -> None:
+        """Add a config that begins to compile."""
+        self._compiling.append((config, begun))
+
+    def move(self) -> list[tuple[Config, Evaluation]]:
+        """Move everything one step on, as far as it is done; return the evaluations there are now. Waits a little for none."""
+        found = []
+        for one in [one for one in self._compiling if one[1].done()]:
+            self._compiling.remove(one)
+            if one[1].refused():
+                found.append((one[0], one[1].result()))
+            else:
+                self._compiled.append(one)
+        while self._handed and self._handed[0][1].measured():
+            config, begun = self._handed.popleft()
+            found.append((config, begun.result()))
+        while self._compiled and len(self._handed) < _HANDED_OVER:
+            self._handed.append(self._compiled.popleft())
+            self._handed[-1][1].measure()
+        if not found:
+            time.sleep(_POLL_S)
+        return found
+
+    def give_up(self, also_measured: bool = False) -> None:
+        """Give up what the bench has not been given, or all."""
+        for _, begun in (*self._compiling, *self._compiled, *(self._handed if also_measured else ())):
+            begun.cancel()
+        self._compiling.clear()
+        self._compiled.clear()
 
 
 class _Gain:
-    """The expected gain of a search with `until_gain`, by the surrogate's joint draws, whatever the sampler is."""
+    """The expected gain of a search with `until_gain`, by joint draws of a Gaussian process, whatever the sampler is."""
 
-    def __init__(self, pool: Sequence[Config], search: Search, known: Mapping[Config, Trial]) -> None:
+    def __init__(self, pool: Sequence[Config], search: Search, known: Mapping[Config, Evaluation]) -> None:
         self._least, self._seed = search.until_gain, search.seed
         if self._least is not None:
             self._index = {config: i for i, config in enumerate(pool)}
-            self._seen = {self._index[config]: trial.time_us for config, trial in known.items()}
+            self._seen = {self._index[config]: one.time_us for config, one in known.items()}
 
-    def is_small(self, config: Config, trial: Trial) -> bool:
-        """Whether to stop after this trial; asked every few trials."""
+    def is_small(self, config: Config, evaluation: Evaluation) -> bool:
+        """Return whether to stop after this evaluation; decided every few evaluations."""
         if self._least is None:
             return False
-        self._seen[self._index[config]] = trial.time_us
+        self._seen[self._index[config]] = evaluation.time_us
         timed = sum(time_us is not None for time_us in self._seen.values())
         if timed < _GAIN_AFTER or len(self._seen) % _GAIN_EVERY:
             return False

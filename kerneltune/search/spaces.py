@@ -14,7 +14,7 @@ from typing import Any
 
 from kerneltune.device import slug
 from kerneltune.files import replace_bytes
-from kerneltune.search.trials import Trial
+from kerneltune.search.trials import Evaluation
 from kerneltune.spec import Option
 
 SUFFIX = ".csv.gz"
@@ -59,7 +59,7 @@ class MeasuredSpace:
     commit: str
     date: str
     command: str
-    trials: Mapping[Knobs, Trial]
+    trials: Mapping[Knobs, Evaluation]
 
     @property
     def feasible(self) -> dict[Knobs, float]:
@@ -106,7 +106,7 @@ def read(path: Path) -> MeasuredSpace:
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'not a gzipped text'}") from error
     head, knobs = _head(path, lines)
-    trials: dict[Knobs, Trial] = {}
+    trials: dict[Knobs, Evaluation] = {}
     for number, row in enumerate(csv.reader(lines[2:]), start=3):
         try:
             *config, status, time_us, resources, spill_bytes, shared_bytes = row
@@ -114,7 +114,7 @@ def read(path: Path) -> MeasuredSpace:
             time = float(time_us) if time_us else None
             if (time is None) == (status == "ok") or not (time is None or 0 < time < float("inf")):
                 raise ValueError(time_us)
-            trials[typed] = Trial(status, time, "", int(resources), int(spill_bytes), int(shared_bytes))
+            trials[typed] = Evaluation(status, time, "", int(resources), int(spill_bytes), int(shared_bytes))
         except (ValueError, KeyError) as error:
             raise ValueError(f"{path}:{number}: not a trial: {','.join(row)[:80]!r}") from error
     if not trials:

@@ -1,6 +1,6 @@
 """A Gaussian process over the configs of a finite space: how fast an untried config may be, and what is left to gain.
 
-Knows no operator and measures nothing. May import numpy, scipy and threadpoolctl only.
+Knows no operator and measures nothing.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -51,12 +51,17 @@ class Surrogate:
     """
 
     def __init__(
-        self, pool: Sequence[Mapping[str, Any]], seed: int = 0, chances: Array | None = None, worst: float = NEAR
+        self, pool: Sequence[Mapping[str, Any]], seed: int = 0, feasibility: Sequence[float] | None = None, worst: float = NEAR
     ) -> None:
-        """pool: the knob values of every config of the space; chances: how likely each gives a time, before any is tried; worst:
-        where logarithms of times are cut, above the best.
+        """Take the space.
+
+        Args:
+            pool: the knob values of every config.
+            seed: of the draws.
+            feasibility: the probability that each config gives a time, before any is tried; None where nothing is known.
+            worst: where logarithms of times are cut, above the best.
         """
-        self._chances, self._worst = chances, worst
+        self._feasibility, self._worst = None if feasibility is None else np.asarray(feasibility), worst
         self._points = _coordinates(pool)
         self._rng = np.random.default_rng(seed)
         self._theta = np.concatenate([np.full(self._points.shape[1], np.log(0.5)), [0.0, np.log(0.05)]])
@@ -81,7 +86,7 @@ class Surrogate:
 
     @_on_one_core
     def improvement(self, wanted: Sequence[int], pending: Sequence[int] = ()) -> Array:
-        """Expected improvement (len(wanted),) of the log time, times the chance that the config gives a time at all.
+        """Expected improvement (len(wanted),) of the log time, times the probability of a time at all.
 
         One that more likely gives none counts next to nothing, and so comes last: nothing is known of times around it, and the
         improvement there would look large for ever. Pending configs are believed to take what is predicted.
@@ -99,8 +104,8 @@ class Surrogate:
         return improvement * np.where(chance < 0.5, _DOUBTFUL * chance, chance)
 
     def _chance(self, wanted: NDArray[np.int_]) -> Array:
-        """How likely a config gives a time: the same process over what worked and what did not."""
-        believed = np.full(len(self._points), np.mean(self._worked)) if self._chances is None else self._chances
+        """Return the probability that configs give a time: the same process over what worked and what did not."""
+        believed = np.full(len(self._points), np.mean(self._worked)) if self._feasibility is None else self._feasibility
         factor = cho_factor(self._covariance(self._tried) + 0.1 * np.eye(len(self._tried)))
         surprise = cho_solve(factor, self._worked - believed[self._tried])
         chance = believed[wanted] + self._kernel(self._tried, wanted).T @ surprise

@@ -1,35 +1,45 @@
-"""Every evaluation of a config, append-only: what a search has paid for is never paid for twice.
+"""Every evaluation of a config, kept for good: what a search has paid for is never paid for twice.
 
-Knows no GPU and decides nothing. Imports the standard library and spec.
+Measures nothing and decides nothing. Optuna, whose journal holds the evaluations, is imported when a store is opened.
 """
 
 import fcntl
-import json
-import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from threading import Lock
-from typing import Any, BinaryIO
+from typing import Any
 
-from kerneltune.spec import MOST, Case, Config, Op, Variant
+import msgspec
 
-SCHEMA = 1
-PASSING = frozenset(("memory", "lost"))
-"""What a config may not have been at fault for: another process held the memory, or the machine was busy."""
+from kerneltune.errors import first_line
+from kerneltune.spec import MOST, Case, Config, Op, Option, Variant
+
+SUFFIX = ".log"
+TRANSIENT = frozenset(("memory", "lost"))
+"""Statuses that a config may not be at fault for: another process held the memory, or the machine was busy."""
+_OLD_SUFFIX, _OLD_SCHEMA, _MIGRATED = ".jsonl", 1, ".migrated"
+_MOVE = "move the file away to start anew"
+
+Sizes = tuple[tuple[str, int], ...]
+Knobs = tuple[tuple[str, Any], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
-    """One evaluation.
+class Evaluation:
+    """The result of one config on one case, from the bench to the store.
 
     Attributes:
         status: `ok`, or why there is no time: `compile`, `spills`, `occupancy` where too few programs fit, `wrong`, `failed`,
-            `memory` where it ran out of it, `lost` where it took its process along or the compiler's.
-        resources: registers of all threads of its largest program.
+            `memory` where the GPU was out of memory, `lost` where the measuring or compiling process crashed.
+        time_us: median time of a call; None without a time.
+        detail: what went wrong, one line.
+        resources: registers of all threads of the largest program.
         spill_bytes: per thread.
-        shared_bytes: of its largest program.
+        shared_bytes: of the largest program.
+        date: when it was measured, UTC; empty before it is stored.
+        commit: of the source that measured it; empty before it is stored.
     """
 
     status: str
@@ -38,269 +48,313 @@ class Trial:
     resources: int = field(default=0, compare=False)
     spill_bytes: int = field(default=0, compare=False)
     shared_bytes: int = field(default=0, compare=False)
+    date: str = field(default="", compare=False)
+    commit: str = field(default="", compare=False)
+
+
+Searches = list[tuple[Case, dict[Knobs, Evaluation]]]
+"""Cases, each with its stored evaluations."""
+
+
+class _Row(msgspec.Struct):
+    """The schema of a stored evaluation; the last five are missing in rows of older versions."""
+
+    op: str
+    variant: str
+    axes: dict[str, int]
+    dtype: str
+    quant: str
+    options: dict[str, bool | int | float | str]
+    policy: str
+    config: dict[str, bool | int | float | str]
+    fingerprint: dict[str, str]
+    status: str
+    detail: str
+    time_us: float | None
+    resources: int = 0
+    spill_bytes: int = 0
+    shared_bytes: int = 0
+    date: str = ""
+    commit: str = ""
+    case: str = ""
+
+    @property
+    def place(self) -> "_Place":
+        return _Place(
+            self.op, self.variant, tuple(self.axes.items()), self.dtype, self.quant, tuple(self.options.items()), self.policy
+        )
+
+    @property
+    def evaluation(self) -> Evaluation:
+        return Evaluation(
+            self.status, self.time_us, self.detail, self.resources, self.spill_bytes, self.shared_bytes, self.date, self.commit
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTrial:
-    """A trial with what it belongs to; date and commit are empty in rows of an older version."""
+class _Place:
+    """A case of a variant under a policy."""
 
-    config: dict[str, Any]
-    trial: Trial
-    date: str
-    commit: str
+    op: str
+    variant: str
+    axes: Sizes
+    dtype: str
+    quant: str
+    options: tuple[tuple[str, Option], ...]
+    policy: str
 
+    @classmethod
+    def of(cls, op: Op, case: Case, variant: Variant, policy: str) -> "_Place":
+        return cls(op.name, variant.name, case.axes, case.dtype, case.quant, case.options, policy)
 
-Sizes = tuple[tuple[str, int], ...]
-Searches = list[tuple[Case, list[StoredTrial]]]
-"""Cases, each with the stored trials of it."""
-
-_RESOURCES = ("resources", "spill_bytes", "shared_bytes")
-
-
-def _is_text(found: object) -> bool:
-    return isinstance(found, str)
-
-
-def _is_whole(found: object) -> bool:
-    return type(found) is int
+    def differs_in_sizes(self, other: "_Place") -> bool:
+        """Return whether another place differs in its sizes, and in nothing but sizes and policy."""
+        kinds = [(one.op, one.variant, one.dtype, one.quant, one.options) for one in (self, other)]
+        return kinds[0] == kinds[1] and self.axes != other.axes
 
 
-def _is_time(found: object) -> bool:
-    return found is None or (isinstance(found, int | float) and type(found) is not bool and 0 < found < MOST)
-
-
-def _maps_to(*types: type) -> Callable[[object], bool]:
-    return lambda found: isinstance(found, dict) and all(type(value) in types for value in found.values())
-
-
-_FIELDS = {
-    **dict.fromkeys(("op", "variant", "dtype", "quant", "policy", "status", "detail"), ("a text", _is_text)),
-    **dict.fromkeys(("options", "config"), ("values by name", _maps_to(bool, int, float, str))),
-    "axes": ("sizes by name", _maps_to(int)),
-    "fingerprint": ("texts by name", _maps_to(str)),
-    "time_us": ("microseconds above 0, or null", _is_time),
-}
-_LATER_FIELDS = {
-    **dict.fromkeys(("date", "commit"), ("a text", _is_text)),
-    **dict.fromkeys(_RESOURCES, ("a whole number", _is_whole)),
-}
-"""Which rows of an older version lack."""
+Known = tuple[_Place, Knobs, Evaluation]
+"""An evaluation and what it is of."""
 
 
 class TrialStore:
-    """Trials of one operator on one GPU, in one JSONL file; a truncated last line, as a kill leaves it, is not read.
+    """The evaluations of one operator on one GPU model, in an Optuna journal.
 
-    Opening a store writes nothing. Threads may share it. on_put is told every line that `put` has written.
+    Opening a store writes nothing, except that the file of an older version is migrated. Threads may share a store.
+
+    Attributes:
+        on_put: told every evaluation that `put` has stored.
     """
 
     def __init__(self, path: Path, commit: str = "", **fingerprint: str) -> None:
-        """commit: kept beside every new trial; fingerprint: what else a time depends on: source hash, triton, driver."""
-        self._path, self._commit = path, commit
-        self.on_put: Callable[[str], None] = lambda _line: None
-        self._fingerprint = tuple(sorted(fingerprint.items()))
-        self._trials: dict[tuple[Any, ...], Trial] = {}
-        self._origins: dict[tuple[Any, ...], tuple[str, str]] = {}
+        """Open a store.
+
+        Args:
+            path: the journal.
+            commit: kept with every new evaluation.
+            fingerprint: what else a time depends on: source hash, triton, driver. Other evaluations are not found.
+
+        Raises:
+            ValueError: the file cannot be read, or holds something that is no evaluation; one line.
+        """
+        self._path, self._commit, self._fingerprint = path, commit, fingerprint
+        self.on_put: Callable[[Config, Evaluation], None] = lambda _config, _evaluation: None
+        self._found: dict[_Place, dict[Knobs, Evaluation]] = {}
+        self._choices: dict[_Place, dict[str, dict[Any, None]]] = {}
         self._lock = Lock()
-        self._load()
+        migrate(path)
+        self._journal: Any = _journal(path) if path.exists() else None
+        for row in _checked(path, self._journal.rows() if self._journal else ()):
+            if row.fingerprint == fingerprint:
+                self._found.setdefault(row.place, {})[tuple(row.config.items())] = row.evaluation
 
-    def get(self, op: Op, case: Case, variant: Variant, policy: str, config: Config) -> Trial | None:
-        """The stored evaluation, if there is one under the same fingerprint."""
-        return self._trials.get(self._key(op.name, case, variant.name, policy, tuple(knobs_of(config).items())))
+    def get(self, op: Op, case: Case, variant: Variant, policy: str, config: Config) -> Evaluation | None:
+        """Return the stored evaluation of a config, if there is one under the same fingerprint."""
+        return self._found.get(_Place.of(op, case, variant, policy), {}).get(_items(config))
 
-    def put(self, op: Op, case: Case, variant: Variant, policy: str, config: Config, trial: Trial) -> None:
+    def put(self, op: Op, case: Case, variant: Variant, policy: str, config: Config, evaluation: Evaluation) -> None:
         """Store an evaluation; it is on disk when this returns.
 
         Raises:
             ValueError: the file cannot be written.
         """
-        identity = {
-            "op": op.name,
-            "variant": variant.name,
+        date, place = evaluation.date or datetime.now(UTC).isoformat(timespec="seconds"), _Place.of(op, case, variant, policy)
+        stored = Evaluation(**{**asdict(evaluation), "date": date, "commit": evaluation.commit or self._commit})
+        row = {
+            **asdict(place),
             "axes": dict(case.axes),
-            "dtype": case.dtype,
-            "quant": case.quant,
             "options": dict(case.options),
-            "policy": policy,
-            "config": knobs_of(config),
+            "case": case.name,
+            "config": dict(_items(config)),
+            "fingerprint": self._fingerprint,
+            **asdict(stored),
         }
-        origin = (datetime.now(UTC).isoformat(timespec="seconds"), self._commit)
-        more = {"fingerprint": dict(self._fingerprint), "date": origin[0], "commit": origin[1], "schema": SCHEMA}
-        line = json.dumps(identity | asdict(trial) | more) + "\n"
-        append(self._path, line)
-        self.on_put(line)
-        key = self._key(op.name, case, variant.name, policy, tuple(knobs_of(config).items()))
         with self._lock:
-            self._trials[key], self._origins[key] = trial, origin
+            if self._journal is None:
+                self._journal = _journal(self._path)
+            self._journal.add(row, self._offered(place, case, variant, config))
+            self._found.setdefault(place, {})[_items(config)] = stored
+        self.on_put(config, stored)
 
-    def forget_passing(self) -> None:
+    def _offered(self, place: _Place, case: Case, variant: Variant, config: Config) -> dict[str, list[Any]]:
+        """Return the values of every knob that the study of a case offers: those of the space and of configs beside it."""
+        if place not in self._choices:
+            space = [(name, value) for name, values in variant.space(case).items() for value in values]
+            beside = [pair for knobs in self._found.get(place, ()) for pair in knobs]
+            self._choices[place] = {}
+            for name, value in (*space, *beside):
+                self._choices[place].setdefault(name, {})[value] = None
+        for name, value in _items(config):
+            self._choices[place].setdefault(name, {})[value] = None
+        return {name: sorted(values, key=_order) for name, values in self._choices[place].items()}
+
+    def know(self, known: Iterable[Known]) -> None:
+        """Have evaluations found that another store holds; the file stays as it is."""
+        with self._lock:
+            for place, knobs, evaluation in known:
+                self._found.setdefault(place, {})[knobs] = evaluation
+
+    def forget_transient(self) -> None:
         """Have what failed as it may for a while only tried again; the file keeps it."""
         with self._lock:
-            self._trials = {key: trial for key, trial in self._trials.items() if trial.status not in PASSING}
+            for place, found in self._found.items():
+                self._found[place] = {knobs: one for knobs, one in found.items() if one.status not in TRANSIENT}
 
-    def _snapshot(self) -> list[tuple[tuple[Any, ...], Trial]]:
-        """All of it; another thread may be in `put`."""
+    def of_case(self, op: Op, case: Case, variant: Variant, policy: str) -> dict[Knobs, Evaluation]:
+        """Return everything stored of a case, in the order of the first evaluation."""
         with self._lock:
-            return list(self._trials.items())
+            return dict(self._found.get(_Place.of(op, case, variant, policy), {}))
 
-    def of_case(self, op: Op, case: Case, variant: Variant, policy: str) -> list[StoredTrial]:
-        """Everything stored of a case, in the order of the first evaluation."""
-        wanted = self._key(op.name, case, variant.name, policy, ())[:-1]
-        return [StoredTrial(dict(key[-1]), trial, *self._origins[key]) for key, trial in self._snapshot() if key[:-1] == wanted]
+    def of_other_sizes(self, op: Op, case: Case, variant: Variant) -> list[tuple[Sizes, dict[str, Any], Evaluation]]:
+        """Return sizes, knobs and evaluation of everything stored of cases that differ in their sizes only, oldest first."""
+        here = _Place.of(op, case, variant, "")
+        return [(place.axes, dict(knobs), one) for place, knobs, one in self._all() if here.differs_in_sizes(place)]
 
-    def of_other_sizes(self, op: Op, case: Case, variant: Variant) -> list[tuple[Sizes, dict[str, Any], Trial]]:
-        """Sizes, knobs and trial of everything stored of cases that differ in their sizes only."""
-        wanted = (op.name, variant.name, case.dtype, case.quant, case.options)
-        return [
-            (key[2], dict(key[-1]), trial)
-            for key, trial in self._snapshot()
-            if (*key[:2], *key[3:6]) == wanted and key[2] != case.axes
-        ]
+    def told(self, op: Op, case: Case, variant: Variant, others: int) -> list[Known]:
+        """Return what a search of a case looks at: all of its sizes, and the newest `others` that differ in their sizes only."""
+        here, found = _Place.of(op, case, variant, ""), self._all()
+        elsewhere = [known for known in found if here.differs_in_sizes(known[0])]
+        return [known for known in found if known[0].axes == case.axes] + elsewhere[max(0, len(elsewhere) - others) :]
+
+    def _all(self) -> list[Known]:
+        with self._lock:
+            found = [(place, knobs, one) for place, of_place in self._found.items() for knobs, one in of_place.items()]
+        return sorted(found, key=lambda known: known[2].date)
 
     def ranked(self, op: Op, case: Case, variant: Variant, policy: str) -> list[dict[str, Any]]:
-        """The configs of a case that have a time, as knob values, fastest first."""
-        timed = [(s.trial.time_us, tuple(s.config.items())) for s in self.of_case(op, case, variant, policy) if s.trial.time_us]
-        return [dict(values) for _, values in sorted(timed)]
+        """Return the configs of a case that have a time, as knob values, fastest first."""
+        timed = [(one.time_us, knobs) for knobs, one in self.of_case(op, case, variant, policy).items() if one.time_us]
+        return [dict(knobs) for _, knobs in sorted(timed)]
 
     def __len__(self) -> int:
-        return len(self._trials)
-
-    def _key(self, op: str, case: Case, variant: str, policy: str, values: tuple[tuple[str, Any], ...]) -> tuple[Any, ...]:
-        return (op, variant, case.axes, case.dtype, case.quant, case.options, policy, values)
-
-    def _load(self) -> None:
-        if not self._path.exists():
-            return
-        for row in history(self._path):
-            if tuple(sorted(row.pop("fingerprint").items())) != self._fingerprint:
-                continue
-            case = Case("", tuple(row["axes"].items()), row["dtype"], row["quant"], tuple(row["options"].items()))
-            key = self._key(row["op"], case, row["variant"], row["policy"], tuple(row["config"].items()))
-            self._trials[key] = Trial(
-                row["status"], row["time_us"], row["detail"], **{name: row.get(name, 0) for name in _RESOURCES}
-            )
-            self._origins[key] = row.get("date", ""), row.get("commit", "")
+        return sum(map(len, self._found.values()))
 
 
-def append(path: Path, lines: str) -> None:
-    """Add whole lines to a store, behind its last whole line; they are on disk when this returns.
-
-    Raises:
-        ValueError: the file cannot be written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a+b") as file:
-            drop_cut_line(file)
-            file.write(lines.encode())
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}") from error
+def _items(config: Config) -> Knobs:
+    return tuple(knobs_of(config).items())
 
 
-def lines_of(path: Path, case: Case, variant: str, others: int) -> str:
-    """The lines of a store that the search of a case looks at; empty where there is no store.
-
-    Those about its sizes, whatever else they are, and the newest `others` that differ from the case in their sizes only.
-
-    Raises:
-        ValueError: the file cannot be read, or holds something that is no trial.
-    """
-    rows = history(path) if path.exists() else []
-    kind = {"variant": variant, "dtype": case.dtype, "quant": case.quant, "options": dict(case.options)}
-    here = [row["axes"] == dict(case.axes) for row in rows]
-    told = [i for i, row in enumerate(rows) if not here[i] and all(row[name] == value for name, value in kind.items())]
-    newest = set(told[max(0, len(told) - others) :])
-    return "".join(json.dumps(row) + "\n" for i, row in enumerate(rows) if here[i] or i in newest)
+def _order(value: Any) -> tuple[bool, Any]:
+    return (isinstance(value, str), value)
 
 
-def latest_fingerprint(path: Path) -> dict[str, str]:
-    """What the newest trial of a file depends on; empty where there is no trial.
+def _journal(path: Path) -> Any:
+    from kerneltune.search.study import Journal
+
+    return Journal(path)
+
+
+def latest_fingerprint(path: Path, variant: str) -> dict[str, str]:
+    """Return what the newest evaluation of a variant depends on; empty where there is none.
 
     Raises:
         ValueError: the file cannot be read, or holds something else.
     """
-    latest: dict[str, str] = {}
-    if path.exists():
-        for row in history(path):
-            latest = row["fingerprint"]
-    return latest
+    rows = (row for row in history(path) if row["variant"] == variant)
+    newest = max(rows, key=lambda row: str(row["date"]), default=None)
+    return newest["fingerprint"] if newest is not None else {}
 
 
 def searches_below(
     folder: Path, cases: Iterable[tuple[Op, Case]], takes: Callable[[str], bool], policy: str
 ) -> dict[str, Searches]:
-    """What the stores of a folder hold of cases under their newest fingerprint, by operator, variant and quantisation mode.
+    """Return what the stores of a folder hold of cases under their newest fingerprint, by operator, variant and quant mode.
 
     takes: whether a variant of such a name is wanted.
 
     Raises:
-        ValueError: a store cannot be read, or holds something that is no trial.
+        ValueError: a store cannot be read, or holds something that is no evaluation.
     """
     found: dict[str, Searches] = {}
-    stores: dict[str, TrialStore] = {}
+    stores: dict[tuple[str, str], TrialStore] = {}
     for op, case in cases:
-        if op.name not in stores:
-            path = folder / f"{op.name}.jsonl"
-            stores[op.name] = TrialStore(path, **latest_fingerprint(path))
         for variant in op.variants:
             if variant.config is None or not takes(variant.name):
                 continue
-            stored = stores[op.name].of_case(op, case, variant, policy)
-            if any(s.trial.time_us is not None for s in stored):
+            key, path = (op.name, variant.name), store_path(folder, op.name)
+            if key not in stores:
+                stores[key] = TrialStore(path, **latest_fingerprint(path, variant.name))
+            stored = stores[key].of_case(op, case, variant, policy)
+            if any(one.time_us is not None for one in stored.values()):
                 found.setdefault(f"{op.name} {variant.name} {case.quant}", []).append((case, stored))
     return found
 
 
+def store_path(folder: Path, op: str) -> Path:
+    """Return the store of an operator in the folder of a GPU model."""
+    return folder / f"{op}{SUFFIX}"
+
+
+def has_store(path: Path) -> bool:
+    """Return whether a store exists, perhaps of an older version."""
+    return path.is_file() or path.with_suffix(_OLD_SUFFIX).is_file()
+
+
 def history(path: Path) -> list[dict[str, Any]]:
-    """Every evaluation of a store, oldest first, under whatever fingerprint, without a line that is being written.
+    """Return every evaluation of a store as a row of its fields, under whatever fingerprint; none where there is no store.
 
     Raises:
-        ValueError: the file cannot be read, or holds something that is no trial.
+        ValueError: the file cannot be read, or holds something that is no evaluation.
     """
+    migrate(path)
+    rows = _journal(path).rows() if path.exists() else ()
+    return [{name: getattr(row, name) for name in row.__struct_fields__} for row in _checked(path, rows)]
+
+
+def _checked(path: Path, rows: Iterable[Mapping[str, Any]]) -> Iterator[_Row]:
+    for row in rows:
+        yield _row(row, str(path))
+
+
+def _row(row: Any, where: str) -> _Row:
     try:
-        whole, _, _cut = path.read_bytes().rpartition(b"\n")
+        checked = msgspec.convert(row, _Row)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{where}: not a trial: {error}; {_MOVE}") from error
+    if checked.time_us is not None and not 0 < checked.time_us < MOST:
+        raise ValueError(f"{where}: not a trial: time_us: {checked.time_us!r}: expected microseconds above 0, or null; {_MOVE}")
+    return checked
+
+
+def migrate(path: Path) -> None:
+    """Turn the JSON lines of an older version into the journal `path`, once and as a whole; they are kept as NAME.jsonl.migrated.
+
+    Raises:
+        ValueError: the older file cannot be read, holds something that is no trial, or the journal cannot be written.
+    """
+    old = path.with_suffix(_OLD_SUFFIX)
+    if not old.is_file() or path.exists():
+        return
+    from kerneltune.search.study import write_journal
+
+    try:
+        with old.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if path.exists():  # another process was faster
+                return
+            whole, _, _cut = file.read().rpartition(b"\n")
+            rows = [msgspec.to_builtins(row) for row in _old_rows(old, whole.splitlines())]
+            write_journal(path, rows)
+            old.rename(old.with_name(old.name + _MIGRATED))
     except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
-    return list(_parsed(path, whole.decode(errors="replace").splitlines()))
+        raise ValueError(f"cannot read {old}: {error.strerror}") from error
 
 
-def _parsed(path: Path, lines: list[str]) -> Iterator[dict[str, Any]]:
+def _old_rows(path: Path, lines: Sequence[bytes]) -> Iterator[_Row]:
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
-            whole = row.keys() >= _FIELDS.keys()
-        except (json.JSONDecodeError, AttributeError):
-            whole = False
-        if not whole:
-            raise ValueError(f"{path}:{number}: not a trial: {line[:80]!r}; move the file away to start anew")
-        if row.get("schema", SCHEMA) != SCHEMA:
+            row = msgspec.json.decode(line)
+            schema = row.get("schema", _OLD_SCHEMA)
+        except (msgspec.DecodeError, UnicodeDecodeError, AttributeError, RecursionError) as error:
+            shown = line.decode(errors="replace")[:80]
+            raise ValueError(f"{path}:{number}: not a trial: {shown!r}: {first_line(error)}; {_MOVE}") from error
+        if schema != _OLD_SCHEMA:
             raise ValueError(
-                f"{path}:{number}: schema: {row['schema']!r}: expected {SCHEMA}: written by another version of kerneltune; "
-                "move the file away to start anew"
+                f"{path}:{number}: schema: {schema!r}: expected {_OLD_SCHEMA}: written by another version of kerneltune; {_MOVE}"
             )
-        for name, (expected, fits) in (_FIELDS | _LATER_FIELDS).items():
-            if name in row and not fits(row[name]):
-                found = f"{name}: {repr(row[name])[:80]}: expected {expected}"
-                raise ValueError(f"{path}:{number}: {found}; move the file away to start anew")
-        yield row
-
-
-def drop_cut_line(file: BinaryIO) -> None:
-    """Cut off what stands behind the last newline: a line that a killed process did not finish.
-
-    Waits for a line that another process is writing, and keeps others from it until the file is closed.
-    """
-    fcntl.flock(file, fcntl.LOCK_EX)
-    end = file.seek(0, os.SEEK_END)
-    if not end:
-        return
-    file.seek(end - 1)
-    if file.read(1) != b"\n":
-        file.seek(0)
-        file.truncate(file.read().rfind(b"\n") + 1)
+        yield _row(row, f"{path}:{number}")
 
 
 def knobs_of(config: Config) -> dict[str, Any]:
-    """The knobs of a config and their values."""
+    """Return the knobs of a config and their values."""
     return {name: getattr(config, name) for name in config.__dataclass_fields__}

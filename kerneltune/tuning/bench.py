@@ -17,7 +17,7 @@ from kerneltune.measuring.check import Checker
 from kerneltune.measuring.compiler import know_triton
 from kerneltune.measuring.memory import Shortage, affordable, shortage
 from kerneltune.measuring.rounds import POLICIES, Contender, interleave, rotation
-from kerneltune.search.trials import Trial
+from kerneltune.search.trials import Evaluation
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import Samples
 
@@ -38,7 +38,7 @@ class Measuring(Protocol):
     def prepare(self) -> None:
         """Do now what `open` has put off until the first config."""
 
-    def trial(self, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Trial:
+    def trial(self, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Evaluation:
         """Check a config and time it roughly; one far slower than best_us, where that is given, gets one sample."""
 
     def samples(self, configs: Sequence[Config]) -> Sequence[Samples | None]:
@@ -71,26 +71,26 @@ class GpuBench:
     def prepare(self) -> None:
         """Nothing is put off."""
 
-    def trial(self, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Trial:
+    def trial(self, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Evaluation:
         """The median of the samples, or one sample of a config that is far behind."""
         tried = affordable(lambda: self._tried(config, best_us, samples))
-        return Trial("memory", detail=tried.reason) if isinstance(tried, Shortage) else tried
+        return Evaluation("memory", detail=tried.reason) if isinstance(tried, Shortage) else tried
 
-    def _tried(self, config: Config, best_us: float | None, samples: int) -> Trial:
+    def _tried(self, config: Config, best_us: float | None, samples: int) -> Evaluation:
         assert self._checker is not None
         errors = self._checker.errors(self._variant, config)
         if errors:
-            return Trial("wrong", detail="; ".join(errors))
+            return Evaluation("wrong", detail="; ".join(errors))
         try:
             contender = self._contender(config, _SCREEN_US)
             times = [contender.sample_us()]
             while len(times) < samples and not (best_us and times[0] > _REJECTED_AT * best_us):
                 times.append(contender.sample_us())
-            return Trial("ok", time_us=float(np.median(times)))
+            return Evaluation("ok", time_us=float(np.median(times)))
         except RuntimeError as error:
             if shortage(error):
                 raise
-            return Trial("failed", detail=first_line(error))
+            return Evaluation("failed", detail=first_line(error))
 
     def samples(self, configs: Sequence[Config]) -> list[Samples | None]:
         """Rounds until the ratios to the first are known well."""
@@ -137,14 +137,14 @@ class CheckBench:
     def prepare(self) -> None:
         """Nothing is put off."""
 
-    def trial(self, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Trial:
+    def trial(self, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Evaluation:
         """`ok`, `wrong` or `memory`."""
         checker = self._checker
         assert checker is not None
         errors = checker if isinstance(checker, Shortage) else affordable(lambda: checker.errors(self._variant, config))
         if isinstance(errors, Shortage):
-            return Trial("memory", detail=errors.reason)
-        return Trial("wrong", detail="; ".join(errors)) if errors else Trial("ok")
+            return Evaluation("memory", detail=errors.reason)
+        return Evaluation("wrong", detail="; ".join(errors)) if errors else Evaluation("ok")
 
     def samples(self, configs: Sequence[Config]) -> list[Samples]:
         """A bench that checks has no times to give."""

@@ -3,15 +3,26 @@
 Measures nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from kerneltune.search.refusals import REFUSED, chances
-from kerneltune.search.trials import TrialStore, knobs_of
+import numpy as np
+from numpy.typing import NDArray
+
+from kerneltune.search.trials import Sizes, TrialStore, knobs_of
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.tuning.cached import fitting
 from kerneltune.tuning.knobs import checked_space
 
+REFUSED = frozenset(("compile", "spills", "occupancy"))
+
+Told = Sequence[tuple[Sizes, Mapping[str, Any], bool]]
+"""Other cases: sizes, knobs of a config, and whether it was refused."""
+
+_PER_DOUBLING = 2.0
+_SIZES_COUNT = 0.2
+_DOUBT = 0.02
 _NEIGHBOURS = 3
 _TRANSFERRED = 16
 TOLD = 2000
@@ -51,12 +62,47 @@ def starting_points(op: Op, case: Case, variant: Variant, policy: str, pool: Seq
     return list(dict.fromkeys([pool[0], *found]))
 
 
-def chances_of(op: Op, case: Case, variant: Variant, store: TrialStore, pool: Sequence[Config]) -> dict[Config, float] | None:
-    """How likely each config is not to be refused, by what was stored of other sizes; None where there is nothing of these."""
+def feasibility_of(op: Op, case: Case, variant: Variant, store: TrialStore, pool: Sequence[Config]) -> dict[Config, float] | None:
+    """Return the probability that each config compiles for good, by what is stored of other sizes; None where nothing is."""
     told = [
-        (axes, knobs, trial.status in REFUSED)
-        for axes, knobs, trial in store.of_other_sizes(op, case, variant)[-TOLD:]
+        (axes, knobs, evaluation.status in REFUSED)
+        for axes, knobs, evaluation in store.of_other_sizes(op, case, variant)[-TOLD:]
         if list(knobs) == list(knobs_of(pool[0]))
     ]
-    found = chances(case.axes, [knobs_of(config) for config in pool], told)
+    found = probabilities(case.axes, [knobs_of(config) for config in pool], told)
     return None if found is None else dict(zip(pool, map(float, found), strict=True))
+
+
+def probabilities(sizes: Sizes, configs: Sequence[Mapping[str, Any]], told: Told) -> NDArray[np.float64] | None:
+    """Return the probability (configs,) that each config compiles for good; None where nothing is known of other cases.
+
+    The share of those that were, every one counted by its distance in powers of two: e^-2 for a knob of twice the value, or of
+    another one where it is no number, and e^-0.4 for an axis of twice the size.
+    """
+    if not told:
+        return None
+    numbers, names = _split([knobs for _, knobs, _ in told] + list(configs))
+    axes = np.log2([[max(1, size) for _, size in place] for place in (*(s for s, _, _ in told), *[sizes] * len(configs))])
+    numbers = np.hstack([numbers, _SIZES_COUNT * axes])
+    known = len(told)
+    accepted = np.array([not refused for _, _, refused in told], dtype=float)
+    found = np.empty(len(configs))
+    for i in range(len(configs)):
+        distance = np.abs(numbers[:known] - numbers[known + i]).sum(axis=1) + (names[:known] != names[known + i]).sum(axis=1)
+        weight = np.exp(-_PER_DOUBLING * distance)
+        found[i] = (weight @ accepted + _DOUBT * accepted.mean()) / (weight.sum() + _DOUBT)
+    return found
+
+
+def _split(configs: Sequence[Mapping[str, Any]]) -> tuple[NDArray[np.float64], NDArray[np.int_]]:
+    """Return the numeric knobs as powers of two, and the other knobs as the number of their value."""
+    numbers, names = [], []
+    for knob in configs[0]:
+        values = [config[knob] for config in configs]
+        if all(isinstance(value, bool | int | float) for value in values):
+            numbers.append(np.log2(np.maximum(np.array(values, dtype=float), 0.0) + 0.5))
+        else:
+            places = {value: place for place, value in enumerate(dict.fromkeys(map(repr, values)))}
+            names.append(np.array([places[repr(value)] for value in values]))
+    empty = np.empty((len(configs), 0))
+    return (np.column_stack(numbers) if numbers else empty), (np.column_stack(names) if names else empty.astype(int))

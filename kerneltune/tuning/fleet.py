@@ -8,13 +8,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Protocol
 
 from kerneltune import cache, device
 from kerneltune.files import replace_bytes
 from kerneltune.plan import Options, Progress
-from kerneltune.search.trials import append, lines_of
+from kerneltune.search.trials import TrialStore, store_path
 from kerneltune.sweep import results_root
 from kerneltune.tuning.candidates import TOLD
 from kerneltune.tuning.isolated import Named
@@ -53,6 +52,7 @@ class Fleet:
         self.identity = Identity.of_this_process() if here.is_gpu else None
         self.finished: list[tuple[Work, Done]] = []
         self._works: list[Work] = []
+        self._stores: dict[tuple[str, str], TrialStore] = {}
         self._queue: deque[int] = deque()
         self._reserved: dict[int, int] = {}
         self._running: dict[int, int] = {}
@@ -112,7 +112,7 @@ class Fleet:
         slug, op = self.slug, work.op.name
         config_file = cache.path_of(op, slug, self._options.configs)
         configs = config_file.read_text() if config_file.exists() else ""
-        trials = lines_of(self._store(op), work.case, work.variant.name, TOLD)
+        trials = tuple(self._store(work).told(work.op, work.case, work.variant, TOLD))
         named = _named(work)
         return Order(named, work.case, (_named(following), following.case) if following else None, trials, configs)
 
@@ -122,8 +122,13 @@ class Fleet:
         assert self.identity is not None
         return self.identity.device.slug
 
-    def _store(self, op: str) -> Path:
-        return results_root(self._options.results) / "runs" / "trials" / self.slug / f"{op}.jsonl"
+    def _store(self, work: Work) -> TrialStore:
+        key = work.op.name, work.variant.name
+        if key not in self._stores:
+            assert self.identity is not None
+            path = store_path(results_root(self._options.results) / "runs" / "trials" / self.slug, work.op.name)
+            self._stores[key] = TrialStore(path, self.identity.commit, **self.identity.fingerprint(work.variant))
+        return self._stores[key]
 
     def _handle_next(self) -> None:
         if not self._alive:
@@ -137,7 +142,7 @@ class Fleet:
             self._began = self._began or time.monotonic()
             work = self._works[self._running[index]]
             if kind == "trial":
-                append(self._store(work.op.name), payload)
+                self._store(work).put(work.op, work.case, work.variant, self._options.policy, *payload)
                 self._trials += 1
             else:
                 self._merge(work, payload)

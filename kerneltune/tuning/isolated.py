@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from kerneltune.errors import first_line
 from kerneltune.measuring.check import broken_context
 from kerneltune.processes import fast_context, in_environment
-from kerneltune.search.trials import Trial
+from kerneltune.search.trials import Evaluation
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import Samples
 from kerneltune.tuning.bench import SCREEN_SAMPLES, GpuBench, Measuring
@@ -133,7 +133,7 @@ class IsolatedBench:
             self._ask("open", DUEL_TIMEOUT_S, *self._opened)
             self._ready = True
 
-    def trial(self, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Trial:
+    def trial(self, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Evaluation:
         """As the bench in the child says; `lost` where the child is lost over it.
 
         Raises:
@@ -141,12 +141,12 @@ class IsolatedBench:
         """
         self.prepare()
         try:
-            trial: Trial = self._ask("trial", self._trial_timeout_s, config, best_us, samples)
+            trial: Evaluation = self._ask("trial", self._trial_timeout_s, config, best_us, samples)
             return trial
         except ChildStoppedError:
             raise
         except ChildLostError as error:
-            return Trial("lost", detail=str(error))
+            return Evaluation("lost", detail=str(error))
 
     def samples(self, configs: Sequence[Config]) -> Sequence[Samples | None]:
         """As the bench in the child says.

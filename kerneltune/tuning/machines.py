@@ -16,7 +16,7 @@ from kerneltune.measuring.compiler import TARGETS, CompilePool
 from kerneltune.plan import Options
 from kerneltune.processes import start_server
 from kerneltune.search.loop import Search
-from kerneltune.search.trials import TrialStore
+from kerneltune.search.trials import Evaluation, Known, TrialStore, store_path
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.sweep import results_root
 from kerneltune.tuning import IMPORTED
@@ -55,8 +55,10 @@ def _place(tuner: Tuner) -> _Place:
 class Machines:
     """For as long as a stage lasts. Use as a context manager."""
 
-    def __init__(self, options: Options, on_trial: Callable[[str], None] = lambda _line: None) -> None:
-        """on_trial: told every new trial, as a line of its store."""
+    def __init__(
+        self, options: Options, on_trial: Callable[[Config, Evaluation], None] = lambda _config, _evaluation: None
+    ) -> None:
+        """Begin to start processes. on_trial: told every new evaluation."""
         start_server(*IMPORTED)
         measuring, self._cores = split_cores()
         self.pool: CompilePool
@@ -70,20 +72,29 @@ class Machines:
         self._ahead: dict[tuple[_Place, Config], Compiling] = {}
         self._later: Iterator[tuple[Tuner, Config]] = iter(())
 
-    def tuner(self, op: Op, case: Case, variant: Variant, policy: str = "", anew: bool = True) -> Tuner:
-        """A tuner that remembers what was tried before, under `force` but for passing failures; not anew, as the last one of the
-        operator did.
+    def know(self, op: Op, variant: Variant, known: Iterable[Known] = ()) -> None:
+        """Open the store of a variant; `known` are evaluations that it finds as well. `force` forgets transient failures.
 
         Raises:
             ValueError: the store cannot be read.
         """
-        key = op.name, variant.name
-        if anew or key not in self._stores:
-            self._stores[key] = TrialStore(self._folder / f"{op.name}.jsonl", commit(), **present(variant))
-            self._stores[key].on_put = self._on_trial
-            if self._options.force:
-                self._stores[key].forget_passing()
-        tuner = Tuner(op, case, variant, policy or self._options.policy, self._stores[key], self.bench)
+        store = TrialStore(store_path(self._folder, op.name), commit(), **present(variant))
+        self._stores[op.name, variant.name] = store
+        store.on_put = self._on_trial
+        store.know(known)
+        if self._options.force:
+            store.forget_transient()
+
+    def tuner(self, op: Op, case: Case, variant: Variant, policy: str = "") -> Tuner:
+        """Return a tuner that remembers what was tried before.
+
+        Raises:
+            ValueError: the store cannot be read.
+        """
+        if (op.name, variant.name) not in self._stores:
+            self.know(op, variant)
+        store = self._stores[op.name, variant.name]
+        tuner = Tuner(op, case, variant, policy or self._options.policy, store, self.bench)
         tuner.compilers, tuner.meanwhile = self.pool.workers, self.fill
         tuner.whole = self._options.force or bool(self._options.knobs)
         return tuner

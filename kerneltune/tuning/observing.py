@@ -9,7 +9,7 @@ from kerneltune import device
 from kerneltune.measuring.compare import obstacle
 from kerneltune.plan import Options, Progress
 from kerneltune.search.observations import Observation, Observed, merged, path_of, read, write
-from kerneltune.search.trials import Trial, knobs_of
+from kerneltune.search.trials import Evaluation, knobs_of
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.sweep import results_root
 from kerneltune.tuning.cached import stamp
@@ -107,11 +107,11 @@ def _observed(
 
 def _ahead(machines: Machines, following: Sequence[Asked]) -> Iterator[tuple[Tuner, Config]]:
     for one in following:
-        tuner = machines.tuner(one.work.op, one.work.case, one.work.variant, anew=False)
+        tuner = machines.tuner(one.work.op, one.work.case, one.work.variant)
         yield from ((tuner, config) for config in one.configs)
 
 
-def observation(case: Case, variant: Variant, policy: str, config: Config, trial: Trial) -> Observation:
+def observation(case: Case, variant: Variant, policy: str, config: Config, trial: Evaluation) -> Observation:
     """Return a trial as an observation of the newest run."""
     knobs = tuple(knobs_of(config).items())
     fixed = (0, variant.name, case.axes, case.dtype, case.quant, case.options, policy)

@@ -6,7 +6,7 @@ measured by a tuner.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from kerneltune import cache, device
-from kerneltune.search.loop import Explored, Search, explore, propose
-from kerneltune.search.trials import Trial, knobs_of
+from kerneltune.search.loop import Search, explore, opening, times_of
+from kerneltune.search.trials import Evaluation, knobs_of
 from kerneltune.spec import Config
 from kerneltune.tuning.bench import SCREEN_SAMPLES
 from kerneltune.tuning.cached import cached_config, stamp
-from kerneltune.tuning.candidates import candidates, chances_of, starting_points
+from kerneltune.tuning.candidates import candidates, feasibility_of, starting_points
 from kerneltune.tuning.isolated import ChildLostError
 from kerneltune.tuning.knobs import checked_space
 from kerneltune.tuning.tuner import Compiling, Tuner
@@ -40,8 +40,8 @@ class _Begun:
     tuner: Tuner
     config: Config
     pending: Compiling
-    _refusal: Trial | None = None
-    _measured: "Future[Trial] | None" = None
+    _refusal: Evaluation | None = None
+    _measured: "Future[Evaluation] | None" = None
 
     def done(self) -> bool:
         """Whether it is compiled."""
@@ -61,7 +61,7 @@ class _Begun:
         """Whether its time is there."""
         return self._measured is not None and self._measured.done()
 
-    def result(self) -> Trial:
+    def result(self) -> Evaluation:
         """Wait for it; stored by then."""
         if self._measured is not None:
             return self._measured.result()
@@ -79,7 +79,7 @@ def tune(
     search: Search,
     compiling: Callable[[Config], Compiling],
     root: Path | None,
-    on_trial: Callable[[Config, Trial], None] = lambda _config, _trial: None,
+    on_trial: Callable[[Config, Evaluation], None] = lambda _config, _trial: None,
 ) -> cache.Entry:
     """Search one case and store the best config.
 
@@ -101,8 +101,8 @@ def tune(
         if len(known) < len(pool):
             tuner.prepare()
         pace = tuner.compilers, tuner.meanwhile
-        explored = explore(pool, first, search, begin, on_trial, known, *pace, _chances(tuner, pool), tuner.ready)
-        times = explored.times
+        explored = explore(pool, first, search, begin, on_trial, known, *pace, _feasibility(tuner, pool), tuner.ready)
+        times = times_of(explored)
         cached = cached_config(tuner.op, tuner.case, tuner.variant, tuner.policy, root)
         if cached is not None and cached not in times:  # whatever the budget left out, the incumbent is judged anew
             begun = begin(cached)
@@ -116,9 +116,9 @@ def tune(
 def measure_space(
     tuner: Tuner,
     compiling: Callable[[Config], Compiling],
-    on_trial: Callable[[Config, Trial], None] = lambda _config, _trial: None,
+    on_trial: Callable[[Config, Evaluation], None] = lambda _config, _trial: None,
     some: Sequence[Config] | None = None,
-) -> dict[Config, Trial]:
+) -> dict[Config, Evaluation]:
     """Evaluate configs in random order with three times the samples of a search; decide nothing.
 
     some: the configs, None for every valid one of the space.
@@ -133,7 +133,7 @@ def measure_space(
         if len(known) < len(pool):
             tuner.prepare()
         search = Search(sampler="random")
-        return explore(pool, (), search, begin, on_trial, known, tuner.compilers, tuner.meanwhile).trials
+        return explore(pool, (), search, begin, on_trial, known, tuner.compilers, tuner.meanwhile)
 
 
 def first_asked(tuner: Tuner, search: Search, root: Path | None, count: int) -> list[Config]:
@@ -145,9 +145,8 @@ def first_asked(tuner: Tuner, search: Search, root: Path | None, count: int) -> 
     pool = _pool(tuner)
     if _known(tuner, pool):
         return []
-    proposals = propose(pool, _first(tuner, pool, root), search, _chances(tuner, pool))
-    asked = (proposals.ask() for _ in range(min(count, len(pool), search.trials or count)))
-    return [config for config in asked if config is not None]
+    order = opening(pool, _first(tuner, pool, root), search, _feasibility(tuner, pool))
+    return order[: min(count, search.trials or count)]
 
 
 def _pool(tuner: Tuner) -> list[Config]:
@@ -158,11 +157,11 @@ def _first(tuner: Tuner, pool: Sequence[Config], root: Path | None) -> list[Conf
     return starting_points(tuner.op, tuner.case, tuner.variant, tuner.policy, pool, root)
 
 
-def _chances(tuner: Tuner, pool: Sequence[Config]) -> dict[Config, float] | None:
-    return chances_of(tuner.op, tuner.case, tuner.variant, tuner.store, pool)
+def _feasibility(tuner: Tuner, pool: Sequence[Config]) -> dict[Config, float] | None:
+    return feasibility_of(tuner.op, tuner.case, tuner.variant, tuner.store, pool)
 
 
-def _known(tuner: Tuner, pool: Sequence[Config]) -> dict[Config, Trial]:
+def _known(tuner: Tuner, pool: Sequence[Config]) -> dict[Config, Evaluation]:
     return {config: trial for config in pool if (trial := tuner.known(config)) is not None}
 
 
@@ -171,7 +170,7 @@ def _begin(tuner: Tuner, compiling: Callable[[Config], Compiling], config: Confi
 
 
 def _decide(
-    tuner: Tuner, cached: Config | None, times: dict[Config, float], explored: Explored, root: Path | None
+    tuner: Tuner, cached: Config | None, times: dict[Config, float], explored: Mapping[Config, Evaluation], root: Path | None
 ) -> cache.Entry:
     op, case, variant = tuner.op, tuner.case, tuner.variant
     default = variant.default_config(case)
@@ -185,7 +184,7 @@ def _decide(
         best, evidence = _duel(tuner, finalists, default)
     else:
         best, evidence = finalists[0], {"time_us": times[finalists[0]], "default_us": times.get(default)}
-    evidence |= {"trials": len(explored.trials), **stamp(variant)}
+    evidence |= {"trials": len(explored), **stamp(variant)}
     entry = cache.Entry(
         variant=variant.name,
         case=case.name,

@@ -13,7 +13,7 @@ from kerneltune.measuring.compare import obstacle
 from kerneltune.plan import Options, Progress
 from kerneltune.search import spaces
 from kerneltune.search.loop import Search
-from kerneltune.search.trials import Trial, knobs_of
+from kerneltune.search.trials import Evaluation, knobs_of
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.sweep import results_root
 from kerneltune.tuning.isolated import ChildLostError
@@ -103,7 +103,7 @@ def perform(machines: Machines, work: Work, following: Sequence[Work], family: s
 
 def _tuned(machines: Machines, tuner: Tuner, following: Sequence[Work], options: Options) -> Done:
     search, next_ones = search_of(options), following[:_CASES_AHEAD]
-    later = [machines.tuner(one.op, one.case, widened(one.variant, options.knobs), anew=False) for one in next_ones]
+    later = [machines.tuner(one.op, one.case, widened(one.variant, options.knobs)) for one in next_ones]
     machines.look_ahead(later, search)
     entry = tune(tuner, search, machines.compiling(tuner), options.configs)
     gain = entry.evidence.get("speedup")
@@ -124,7 +124,7 @@ def tell(progress: Progress, work: Work, done: Done) -> None:
     progress.advance(work.label)
 
 
-def _export(tuner: Tuner, trials: Mapping[Config, Trial], family: str, options: Options) -> tuple[Path, str]:
+def _export(tuner: Tuner, trials: Mapping[Config, Evaluation], family: str, options: Options) -> tuple[Path, str]:
     """Write the measured space of a case; the file, and what is in it.
 
     Raises:
@@ -134,7 +134,7 @@ def _export(tuner: Tuner, trials: Mapping[Config, Trial], family: str, options: 
         raise NothingPassedError(f"{tuner.op.name} {tuner.variant.name}: no config has a time for {tuner.case.label}")
     op, case, variant, here = tuner.op, tuner.case, tuner.variant, device.current()
     stored = tuner.store.of_case(op, case, variant, tuner.policy)
-    newest = max(stored, key=lambda s: s.date)
+    newest = max(stored.values(), key=lambda evaluation: evaluation.date)
     flags = [f"--knob {name}={','.join(texts)}" for name, texts in options.knobs]
     parts = ["kerneltune tune", family, "--exhaustive --op", op.name, "--case", case.name, "--dtype", case.dtype]
     command = [*parts, "--quant", case.quant, "--variant", variant.name, *flags]

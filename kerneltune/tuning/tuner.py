@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from kerneltune import device
 from kerneltune.measuring.compiler import Compiled, Job
 from kerneltune.measuring.occupancy import LIMITS, resident
-from kerneltune.search.trials import Trial, TrialStore
+from kerneltune.search.trials import Evaluation, TrialStore
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import Samples, median_interval, ratio_interval
 from kerneltune.tuning.bench import SCREEN_SAMPLES, TRIED_WHOLE
@@ -73,12 +73,12 @@ class Tuner:
         self._in_turn = ThreadPoolExecutor(1)
         self._preparing: Future[Any] | None = None
 
-    def known(self, config: Config) -> Trial | None:
+    def known(self, config: Config) -> Evaluation | None:
         """The stored trial of a config."""
         trial = self.store.get(self.op, self.case, self.variant, self.policy, config)
         return None if trial is None else self._remember(config, trial)
 
-    def evaluate(self, config: Config, compiled: Compiled, refusal: Trial | None) -> Trial:
+    def evaluate(self, config: Config, compiled: Compiled, refusal: Evaluation | None) -> Evaluation:
         """The stored trial of a config, or a new one, stored: its `refusal`, or measured here where there is none."""
         known = self.known(config)
         if known is None:
@@ -93,28 +93,28 @@ class Tuner:
                 self.evaluations += 1
         return self._remember(config, known)
 
-    def _remember(self, config: Config, trial: Trial) -> Trial:
+    def _remember(self, config: Config, trial: Evaluation) -> Evaluation:
         self.resources[config] = trial.resources
         if trial.time_us is not None:
             self._best_us = min(trial.time_us, self._best_us or trial.time_us)
         return trial
 
-    def refusal(self, config: Config, compiled: Compiled) -> Trial | None:
+    def refusal(self, config: Config, compiled: Compiled) -> Evaluation | None:
         """The trial of a config that is not measured for what the compiler says; None for one that is."""
         if compiled.error:
-            return Trial("lost" if compiled.lost else "compile", detail=compiled.error)
+            return Evaluation("lost" if compiled.lost else "compile", detail=compiled.error)
         if compiled.spill_bytes and self.prune:
-            return Trial("spills", detail=f"{compiled.spill_bytes} bytes per thread")
+            return Evaluation("spills", detail=f"{compiled.spill_bytes} bytes per thread")
         wanted, fitting = getattr(config, "ctas", 0), _resident(compiled)
         if wanted > fitting and self.prune and config != self.variant.default_config(self.case):  # all others are held to that
-            return Trial("occupancy", detail=f"{fitting} programs fit a multiprocessor, not {wanted}")
+            return Evaluation("occupancy", detail=f"{fitting} programs fit a multiprocessor, not {wanted}")
         return None
 
-    def _measure(self, config: Config) -> Trial:
+    def _measure(self, config: Config) -> Evaluation:
         self._open()
         return self.bench.trial(config, self._best_us if self.samples == SCREEN_SAMPLES else None, self.samples)
 
-    def trials(self, configs: Sequence[Config]) -> list[Trial]:
+    def trials(self, configs: Sequence[Config]) -> list[Evaluation]:
         """Every config measured anew; stores nothing."""
         return [self.in_turn(self._measure, config).result() for config in configs]
 

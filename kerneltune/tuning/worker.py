@@ -17,15 +17,15 @@ from kerneltune.device import Device
 from kerneltune.files import replace_text
 from kerneltune.measuring.compare import commit
 from kerneltune.plan import Options
-from kerneltune.search.trials import append
-from kerneltune.spec import Case
+from kerneltune.search.trials import Evaluation, Known
+from kerneltune.spec import Case, Config, Variant
 from kerneltune.tuning.isolated import Named
 from kerneltune.tuning.machines import Machines
 from kerneltune.tuning.task import Done, Work, perform
 
 Event = tuple[str, Any]
-"""`ready` and an Identity, `trial` and a line of a store, `done` and a Report, `dead` and why."""
-MakeMachines = Callable[[Options, Callable[[str], None]], Machines]
+"""`ready` and an Identity, `trial` and a config with its evaluation, `done` and a Report, `dead` and why."""
+MakeMachines = Callable[[Options, Callable[[Config, Evaluation], None]], Machines]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,10 @@ class Identity:
         """The GPU that this process sees."""
         return cls(device.current(), tuple(device.versions().items()), commit())
 
+    def fingerprint(self, variant: Variant) -> dict[str, str]:
+        """Return what times of a variant depend on besides case and config."""
+        return {**dict(self.versions), "driver": self.device.driver, "source_hash": variant.source_hash}
+
     @property
     def text(self) -> str:
         """One line."""
@@ -54,14 +58,14 @@ class Order:
 
     Attributes:
         following: what the worker is expected to do next.
-        trials: lines of the operator's store, as far as the search looks at them.
+        trials: evaluations of the operator's store, as far as the search looks at them.
         configs: the operator's file in the config cache; empty where there is none.
     """
 
     named: Named
     case: Case
     following: tuple[Named, Case] | None
-    trials: str
+    trials: tuple[Known, ...]
     configs: str
 
 
@@ -102,7 +106,7 @@ class Worker:
             os.sched_setaffinity(0, self._cores)  # of this thread and of the processes that it starts
         try:
             if self._machines is None:
-                self._machines = self._make(self._options, lambda line: self._said.put(("trial", line))).__enter__()
+                self._machines = self._make(self._options, lambda *trial: self._said.put(("trial", trial))).__enter__()
             report = self._perform(self._machines, order)
         except Exception as error:  # no order may end a worker
             problem = f"not tuned: {order.named.op} {order.case.name}: {type(error).__name__}: {' '.join(str(error).split())}"
@@ -113,9 +117,7 @@ class Worker:
         work = _work(order.named, order.case)
         assert self._options.results is not None and self._options.configs is not None
         slug = device.current().slug
-        store = self._options.results / "runs" / "trials" / slug / f"{work.op.name}.jsonl"
-        store.unlink(missing_ok=True)
-        append(store, order.trials)
+        machines.know(work.op, work.variant, order.trials)
         config_file = self._options.configs / slug / f"{work.op.name}.json"
         config_file.unlink(missing_ok=True)
         if order.configs:

@@ -16,9 +16,9 @@ from kerneltune.cli import app
 from kerneltune.files import data_root
 from kerneltune.lab.replay import Answered, Gaps, nearest_best, replay
 from kerneltune.search import spaces
-from kerneltune.search.loop import Search, explore, propose
+from kerneltune.search.loop import Asking, Search, explore, times_of
 from kerneltune.search.surrogate import Surrogate
-from kerneltune.search.trials import Trial
+from kerneltune.search.trials import Evaluation
 
 SPACE = landscapes.space(0)
 SHIPPED = spaces.find([], data_root("results"))
@@ -79,7 +79,7 @@ def test_what_is_no_gzip_is_one_line(tmp_path: Path) -> None:
 
 def test_a_replay_ends_at_the_optimum_when_the_space_is_used_up() -> None:
     small = replace(SPACE, trials=dict(list(SPACE.trials.items())[:60]))
-    for sampler in ("gp", "tpe", "random", "qmc"):
+    for sampler in ("ours", "tpe", "random", "qmc"):
         gaps = replay(small, sampler, 2)
         assert gaps.gaps.shape == (2, 60) and np.all(gaps.gaps[:, -1] == 0.0)
         assert np.all(np.diff(gaps.gaps, axis=1) <= 0) and gaps.at(61) is None
@@ -90,12 +90,12 @@ def test_a_replay_begins_with_the_default_and_the_best_of_the_nearest_space() ->
     assert nearest_best(SPACE, [SPACE, far, near], 1) == [min(near.feasible, key=lambda k: near.feasible[k])]
     assert nearest_best(SPACE, [replace(near, quant="fp8")]) == []
     default = SPACE.feasible[SPACE.default] / min(SPACE.feasible.values()) - 1
-    assert replay(SPACE, "gp", 2, 1).gaps == pytest.approx(np.array([[default], [default]]))
+    assert replay(SPACE, "ours", 2, 1).gaps == pytest.approx(np.array([[default], [default]]))
 
 
 def test_a_space_without_a_time_is_refused() -> None:
     with pytest.raises(ValueError, match="no config has a time"):
-        replay(replace(SPACE, trials={SPACE.default: Trial("wrong")}), "gp", 2)
+        replay(replace(SPACE, trials={SPACE.default: Evaluation("wrong")}), "ours", 2)
 
 
 def worse_than(chance: Gaps, gaps: Gaps, budgets: Sequence[int]) -> list[int]:
@@ -107,7 +107,7 @@ def worse_than(chance: Gaps, gaps: Gaps, budgets: Sequence[int]) -> list[int]:
 @pytest.mark.parametrize("seed", range(3))
 def test_the_search_beats_chance_on_made_up_spaces(seed: int) -> None:
     space = landscapes.space(seed)
-    chance, found = replay(space, "random", 30, 100), replay(space, "gp", 5, 100)
+    chance, found = replay(space, "random", 30, 100), replay(space, "ours", 5, 100)
     assert worse_than(chance, found, (25,)) == []
     for evaluations, bound in ((50, 0.05), (100, 0.03)):
         gap, by_chance = found.at(evaluations), chance.at(evaluations)
@@ -119,7 +119,7 @@ def test_the_search_reaches_the_optimum_of_the_shipped_spaces(path: Path) -> Non
     """Median gap at most 3 % at 50 evaluations and 1 % at a quarter of the space, at no budget more than that of chance."""
     space = spaces.read(path)
     quarter = len(space.trials) // 4
-    early, late, chance = replay(space, "gp", 30, 50), replay(space, "gp", 3, quarter), replay(space, "random", 100, quarter)
+    early, late, chance = replay(space, "ours", 30, 50), replay(space, "ours", 3, quarter), replay(space, "random", 100, quarter)
     assert worse_than(chance, early, (10, 25)) == []
     for gaps, evaluations, bound in ((early, 25, np.inf), (early, 50, 0.03), (late, quarter, 0.01)):
         gap, by_chance = gaps.at(evaluations), chance.at(evaluations)
@@ -134,14 +134,14 @@ def test_configs_like_a_guess_are_drawn_sooner_and_by_the_seed() -> None:
 
     def drawn(sampler: str, seed: int, first: Sequence[object]) -> list[int]:
         """In how many knobs each of the first configs differs from the guess."""
-        proposals = propose(pool, first, Search(trials=20, sampler=sampler, seed=seed))
-        asked = [proposals.ask() for _ in range(9)]
+        asking = Asking(pool, first, Search(trials=20, sampler=sampler, seed=seed))
+        asked = [asking.ask() for _ in range(9)]
         return [sum(a != b for a, b in zip(astuple(config), astuple(guess), strict=True)) for config in asked if config]
 
-    near, far = (np.mean([drawn(name, seed, [guess])[1:] for seed in range(20)]) for name in ("gp", "random"))
-    assert drawn("gp", 3, [guess])[0] == 0 and near < far - 0.5
-    assert drawn("gp", 3, [guess]) == drawn("gp", 3, [guess]) != drawn("gp", 4, [guess])
-    without = np.mean([drawn("gp", seed, []) for seed in range(20)])
+    near, far = (np.mean([drawn(name, seed, [guess])[1:] for seed in range(20)]) for name in ("ours", "random"))
+    assert drawn("ours", 3, [guess])[0] == 0 and near < far - 0.5
+    assert drawn("ours", 3, [guess]) == drawn("ours", 3, [guess]) != drawn("ours", 4, [guess])
+    without = np.mean([drawn("ours", seed, []) for seed in range(20)])
     assert abs(without - far) < 0.3
 
 
@@ -165,12 +165,12 @@ def test_a_search_ends_when_little_is_left_to_gain() -> None:
     make = make_dataclass("Knobs", [name for name, _ in configs[0]], frozen=True)
     trials = {make(**dict(knobs)): trial for knobs, trial in SPACE.trials.items()}
     found = explore(list(trials), (), Search(until_gain=0.01), lambda config: Answered(trials[config]))
-    assert 16 <= len(found.trials) < len(trials) / 2
-    assert min(found.times.values()) <= 1.05 * min(SPACE.feasible.values())
+    assert 16 <= len(found) < len(trials) / 2
+    assert min(times_of(found).values()) <= 1.05 * min(SPACE.feasible.values())
 
 
 def test_gaps_before_the_first_time_count_as_large() -> None:
-    interval = Gaps("x", "gp", 3, np.array([[np.inf, 0.5, 0.0]] * 3)).at(1)
+    interval = Gaps("x", "ours", 3, np.array([[np.inf, 0.5, 0.0]] * 3)).at(1)
     assert interval is not None and interval.median > 9
 
 
@@ -200,7 +200,7 @@ def test_replay_finds_the_same_on_one_core_and_on_two(tmp_path: Path, monkeypatc
 
     def tables(cores: int) -> str:
         monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
-        code, out, err = run("--seeds", 3, "--sampler", "gp,random", small)
+        code, out, err = run("--seeds", 3, "--sampler", "ours,random", small)
         assert code == 0 and err.splitlines()[-1].startswith("search: 6 of 6 in ")
         return out
 
@@ -226,7 +226,7 @@ def test_replay_refuses_what_is_unknown(written: Path, tmp_path: Path) -> None:
     assert (code, err.count("\n")) == (2, 1) and err.startswith(
         "error: space: 'nothing': expected a file, or a part of one of made"
     )
-    assert run("--sampler", "cma", written)[2] == "error: sampler: 'cma': expected one of gp, tpe, random, qmc\n"
+    assert run("--sampler", "cma", written)[2] == "error: sampler: 'cma': expected one of ours, gp, tpe, random, qmc\n"
     assert run("--seeds", 1, written)[2] == "error: seeds: 1: expected 2 or more\n"
     assert run(tmp_path / "none.csv.gz")[2].startswith(f"error: cannot read {tmp_path}/none.csv.gz")
 

@@ -10,7 +10,7 @@ from kerneltune import ops
 from kerneltune.cli import app
 from kerneltune.search import insight
 from kerneltune.search.insight import dead_values, importances, portfolio, regret, sparkline, ties
-from kerneltune.search.trials import Trial, TrialStore
+from kerneltune.search.trials import Evaluation, TrialStore
 from kerneltune.spec import Case
 from kerneltune.tuning.run import Tuned
 
@@ -64,10 +64,10 @@ def test_a_portfolio_says_what_is_left() -> None:
 def test_insight_prints_what_the_store_holds(tmp_path: Path) -> None:
     op = ops.load()["rmsnorm_bwd"]
     variant = op.variant("optimized")
-    store = TrialStore(tmp_path / "runs" / "trials" / "nvidia_h200" / "rmsnorm_bwd.jsonl", source_hash="x")
+    store = TrialStore(tmp_path / "runs" / "trials" / "nvidia_h200" / "rmsnorm_bwd.log", source_hash="x")
     case = Case("te-8192x4096", (("M", 8192), ("N", 4096)), "bfloat16", "none", (("zero_centered", False),))
     for i, config in enumerate(variant.configs(case)):
-        trial = Trial("spills") if i % 5 == 4 else Trial("ok", 50.0 + 10 * (config.stages == 2) + config.rows)
+        trial = Evaluation("spills") if i % 5 == 4 else Evaluation("ok", 50.0 + 10 * (config.stages == 2) + config.rows)
         store.put(op, case, variant, "cold", config, trial)
     command: list[Any] = ["insight", "rmsnorm", "--gpu", "nvidia_h200", "--results", str(tmp_path), "--op", "rmsnorm_bwd"]
     result = CliRunner().invoke(app, command)
@@ -83,11 +83,11 @@ def test_tune_ends_with_the_same_in_short(tmp_path: Path, monkeypatch: pytest.Mo
     """Of the GPUs that were tuned on, which this host need not have."""
     op = ops.load()["rmsnorm_bwd"]
     variant = op.variant("optimized")
-    store = TrialStore(tmp_path / "runs" / "trials" / "nvidia_h200" / "rmsnorm_bwd.jsonl", source_hash="x")
+    store = TrialStore(tmp_path / "runs" / "trials" / "nvidia_h200" / "rmsnorm_bwd.log", source_hash="x")
     for m in (8192, 16384):
         case = Case(f"te-{m}x4096", (("M", m), ("N", 4096)), "bfloat16", "none", (("zero_centered", False),))
         for i, config in enumerate(variant.configs(case)):
-            trial = Trial("spills") if i % 5 == 4 else Trial("ok", 50.0 + 10 * (config.stages == 2) + config.rows)
+            trial = Evaluation("spills") if i % 5 == 4 else Evaluation("ok", 50.0 + 10 * (config.stages == 2) + config.rows)
             store.put(op, case, variant, "cold", config, trial)
     monkeypatch.setattr("kerneltune.tuning.run.run_tune", lambda *_: Tuned("nvidia_h200", ["an entry"], searched=1))
     result = CliRunner().invoke(app, ["tune", "rmsnorm", "--results", str(tmp_path), "--configs", str(tmp_path / "c")])

@@ -9,9 +9,9 @@ import numpy as np
 
 from kerneltune.lab.replay import Answered
 from kerneltune.search.loop import Search, explore
-from kerneltune.search.refusals import REFUSED, chances
-from kerneltune.search.trials import Trial, TrialStore
+from kerneltune.search.trials import Evaluation, TrialStore
 from kerneltune.spec import Case
+from kerneltune.tuning.candidates import REFUSED, probabilities
 
 SIZES = (("M", 4096), ("N", 4096))
 SPACE = landscapes.space(3)
@@ -23,13 +23,13 @@ def config(rows: int, kind: str = "a") -> dict[str, Any]:
 
 
 def test_nothing_is_said_where_nothing_is_known() -> None:
-    assert chances(SIZES, [config(1)], []) is None
+    assert probabilities(SIZES, [config(1)], []) is None
 
 
 def test_the_nearest_configs_and_sizes_say_most() -> None:
     near, far = (("M", 8192), ("N", 4096)), (("M", 64), ("N", 65536))
     told = [(near, config(1), False), (near, config(8), True), (far, config(1), True), (near, config(4, "b"), True)]
-    found = chances(SIZES, [config(1), config(2), config(8), config(4, "b")], told)
+    found = probabilities(SIZES, [config(1), config(2), config(8), config(4, "b")], told)
     assert found is not None and found[0] > 0.9 > found[1] > 0.5 > found[2] and found[3] < 0.5
     assert np.all((found >= 0) & (found <= 1))
 
@@ -39,12 +39,12 @@ def refused(told: bool, budget_s: float, seed: int) -> list[bool]:
     other = tuple((axis, size // 2) for axis, size in SPACE.axes)
     known = [(other, dict(knobs), trial.status in REFUSED) for knobs, trial in list(SPACE.trials.items())[::2]]
     trials = {MAKE(**dict(knobs)): trial for knobs, trial in SPACE.trials.items()}
-    found = chances(SPACE.axes, [dict(knobs) for knobs in SPACE.trials], known)
+    found = probabilities(SPACE.axes, [dict(knobs) for knobs in SPACE.trials], known)
     assert found is not None
     believed = dict(zip(trials, map(float, found), strict=True)) if told else None
     search = Search(sampler="random", seed=seed) if budget_s else Search(trials=100, seed=seed)
-    explored = explore(list(trials), (), search, lambda one: Answered(trials[one]), chances=believed)
-    return [trial.status in REFUSED for trial in explored.trials.values()]
+    explored = explore(list(trials), (), search, lambda one: Answered(trials[one]), feasibility=believed)
+    return [trial.status in REFUSED for trial in explored.values()]
 
 
 def test_a_search_that_was_told_compiles_fewer_that_are_refused() -> None:
@@ -62,9 +62,9 @@ def test_likely_refusals_come_last_and_none_is_left_out() -> None:
 def test_a_store_tells_of_other_sizes_only(tmp_path: Path) -> None:
     from made_up import SMALL, Small, op_of
 
-    store, op = TrialStore(tmp_path / "trials.jsonl"), op_of(SMALL)
+    store, op = TrialStore(tmp_path / "trials.log"), op_of(SMALL)
     here, there = Case("a", (("M", 8),), "bfloat16"), Case("b", (("M", 64),), "bfloat16")
     half = Case("c", (("M", 64),), "float16")
     for case in (here, there, half):
-        store.put(op, case, SMALL, "cold", Small(64, 1), Trial("spills"))
-    assert store.of_other_sizes(op, here, SMALL) == [(there.axes, {"block": 64, "warps": 1}, Trial("spills"))]
+        store.put(op, case, SMALL, "cold", Small(64, 1), Evaluation("spills"))
+    assert store.of_other_sizes(op, here, SMALL) == [(there.axes, {"block": 64, "warps": 1}, Evaluation("spills"))]

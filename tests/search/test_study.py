@@ -1,0 +1,120 @@
+"""Samplers for a finite list of configs, in any Optuna study."""
+
+import itertools
+import math
+import warnings
+from typing import Any
+
+import landscapes
+import optuna
+import pytest
+
+from kerneltune.search import FiniteGPSampler, ListSampler, UntriedSampler
+
+CONFIGS = [
+    {"block": block, "warps": warps, "fast": fast}
+    for block, warps, fast in itertools.product((64, 128, 256, 512), (1, 2, 4, 8), (False, True))
+    if block >= 32 * warps
+]
+
+
+@pytest.fixture(autouse=True)
+def few_words() -> None:
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+
+def time_of(config: dict[str, Any]) -> float:
+    return 10.0 + abs(math.log2(config["block"] / 256)) + abs(math.log2(config["warps"] / 4)) + 0.5 * config["fast"]
+
+
+def samplers() -> list[ListSampler]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        inner = [optuna.samplers.TPESampler(multivariate=True, seed=0), optuna.samplers.QMCSampler(seed=0)]
+    return [ListSampler(CONFIGS), FiniteGPSampler(CONFIGS, 4), *(UntriedSampler(CONFIGS, one, 4) for one in inner)]
+
+
+@pytest.mark.parametrize("sampler", samplers(), ids=lambda sampler: type(sampler).__name__)
+def test_a_study_tries_every_config_of_the_list_once(sampler: ListSampler) -> None:
+    study = optuna.create_study(sampler=sampler)
+    for _ in CONFIGS:
+        trial = study.ask(dict(sampler.space))
+        study.tell(trial, time_of(trial.params))
+    tried = [tuple(trial.params.items()) for trial in study.trials]
+    assert sorted(tried) == sorted(tuple(config.items()) for config in CONFIGS)
+    assert study.best_params == {"block": 256, "warps": 4, "fast": False}
+    assert study.ask(dict(sampler.space)).params in CONFIGS  # used up: a repeat, no error
+
+
+def test_an_objective_that_suggests_the_knobs_itself_is_optimized() -> None:
+    sampler = FiniteGPSampler(CONFIGS[::-1], n_startup_trials=3, seed=1)
+
+    def objective(trial: optuna.Trial) -> float:
+        block = trial.suggest_categorical("block", (64, 128, 256, 512))
+        warps = trial.suggest_categorical("warps", (1, 2, 4, 8))
+        return time_of({"block": block, "warps": warps, "fast": trial.suggest_categorical("fast", (False, True))})
+
+    study = optuna.create_study(sampler=sampler)
+    study.optimize(objective, n_trials=14)
+    assert study.best_value == 10.0 and len({tuple(trial.params.items()) for trial in study.trials}) == 14
+
+
+def test_a_study_that_maximizes_finds_the_largest_value() -> None:
+    sampler = FiniteGPSampler(CONFIGS, n_startup_trials=3)
+    study = optuna.create_study(sampler=sampler, direction="maximize")
+    for _ in range(14):
+        trial = study.ask(dict(sampler.space))
+        study.tell(trial, 1000.0 / time_of(trial.params))
+    assert study.best_params == {"block": 256, "warps": 4, "fast": False}
+
+
+def test_configs_in_flight_are_not_asked_again() -> None:
+    sampler = FiniteGPSampler(CONFIGS, n_startup_trials=2)
+    study = optuna.create_study(sampler=sampler)
+    for _ in range(2):
+        trial = study.ask(dict(sampler.space))
+        study.tell(trial, time_of(trial.params))
+    running = [study.ask(dict(sampler.space)) for _ in range(8)]
+    assert len({tuple(trial.params.items()) for trial in running}) == 8
+    for trial in running[::-1]:  # told in another order
+        study.tell(trial, time_of(trial.params))
+    assert tuple(study.ask(dict(sampler.space)).params.values()) not in {tuple(t.params.values()) for t in running}
+
+
+def test_what_another_process_tried_is_heard_from_the_storage() -> None:
+    storage = optuna.storages.InMemoryStorage()
+    first, second = (FiniteGPSampler(CONFIGS, n_startup_trials=2) for _ in range(2))
+    studies = [
+        optuna.create_study(storage=storage, study_name="a", sampler=sampler, load_if_exists=True) for sampler in (first, second)
+    ]
+    tried = []
+    for study in studies * 9:
+        trial = study.ask(dict(first.space))
+        tried.append(tuple(trial.params.items()))
+        study.tell(trial, time_of(trial.params))
+    assert len(set(tried)) == 18
+
+
+def test_failed_trials_teach_where_configs_fail() -> None:
+    space = landscapes.space(0)
+    configs = [dict(knobs) for knobs in space.trials]
+    sampler = FiniteGPSampler(configs[::7] + [c for i, c in enumerate(configs) if i % 7], n_startup_trials=10)
+    study = optuna.create_study(sampler=sampler)
+    for _ in range(40):
+        trial = study.ask(dict(sampler.space))
+        time_us = space.trials[tuple(trial.params.items())].time_us
+        failed = optuna.trial.TrialState.FAIL
+        study.tell(trial, time_us) if time_us is not None else study.tell(trial, state=failed)
+    assert sum(trial.value is None for trial in study.trials[10:]) <= 3
+
+
+@pytest.mark.parametrize("configs", [[], [{}], [{"a": 1}, {"b": 1}]])
+def test_configs_without_common_knobs_are_refused(configs: list[dict[str, Any]]) -> None:
+    with pytest.raises(ValueError, match="^configs: expected one or more configs with the same knobs$"):
+        ListSampler(configs)
+
+
+def test_a_knob_beside_the_list_is_refused() -> None:
+    study = optuna.create_study(sampler=ListSampler(CONFIGS))
+    with pytest.raises(ValueError, match="^stages: .*: expected a knob of the list: block, warps, fast$"):
+        study.ask().suggest_categorical("stages", (1, 2))

@@ -1,0 +1,413 @@
+"""The trial store: what was paid for is found again, whatever a kill leaves of the file."""
+
+import errno
+import fcntl
+import json
+import os
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import optuna
+import pytest
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+
+from kerneltune.search.trials import Evaluation, TrialStore, history, latest_fingerprint
+from kerneltune.spec import Case, Op, Traffic, Variant
+
+
+@dataclass(frozen=True, slots=True)
+class Knobs:
+    block: int
+    fast: bool
+
+
+def nothing(*_args: Any, **_kwargs: Any) -> Mapping[str, Any]:
+    return {}
+
+
+VARIANT = Variant("optimized", nothing, Knobs)
+OTHER_VARIANT = Variant("baseline", nothing, Knobs)
+OP = Op("fake", ("M",), ("bfloat16",), nothing, nothing, lambda *_: [], lambda _: Traffic(1, 1), (VARIANT,), __name__)
+OTHER_OP = Op("other", ("M",), ("bfloat16",), nothing, nothing, lambda *_: [], lambda _: Traffic(1, 1), (VARIANT,), __name__)
+CASE = Case("a", (("M", 8),), "bfloat16", "none", (("centered", False), ("format", "e4m3")))
+FINGERPRINT = {"source_hash": "abc", "driver": "1.0"}
+
+
+def open_store(path: Path, **changes: str) -> TrialStore:
+    return TrialStore(path, **(FINGERPRINT | changes))
+
+
+def put(store: TrialStore, config: Knobs, trial: Evaluation) -> None:
+    store.put(OP, CASE, VARIANT, "cold", config, trial)
+
+
+def get(store: TrialStore, config: Knobs) -> Evaluation | None:
+    return store.get(OP, CASE, VARIANT, "cold", config)
+
+
+def filled(path: Path, count: int) -> list[Knobs]:
+    """Trials of `count` configs in `path`; config i takes i + 0.5 µs."""
+    store, configs = open_store(path), [Knobs(i, i % 2 == 0) for i in range(count)]
+    for i, config in enumerate(configs):
+        put(store, config, Evaluation("ok", i + 0.5))
+    return configs
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "runs" / "trials" / "fake.log"
+
+
+def test_a_trial_comes_back_as_it_was_stored(path: Path) -> None:
+    trials = [
+        Evaluation("ok", 1 / 3),
+        Evaluation("spills", None, "96 bytes per thread"),
+        Evaluation("wrong", None, 'y: "µ"\nline two'),
+    ]
+    store = open_store(path)
+    assert len(store) == 0 and get(store, Knobs(0, True)) is None
+    for i, trial in enumerate(trials):
+        put(store, Knobs(i, True), trial)
+    for reader in (store, open_store(path)):
+        assert [get(reader, Knobs(i, True)) for i in range(3)] == trials
+        assert len(reader) == 3
+
+
+def test_a_trial_belongs_to_its_op_case_variant_policy_and_config(path: Path) -> None:
+    store, config = open_store(path), Knobs(1, True)
+    put(store, config, Evaluation("ok", 2.0))
+    same_but_name = Case("another name", CASE.axes, CASE.dtype, CASE.quant, CASE.options)
+    cases = [
+        Case("a", (("M", 9),), "bfloat16", "none", CASE.options),
+        Case("a", CASE.axes, "float16", "none", CASE.options),
+        Case("a", CASE.axes, "bfloat16", "fp8", CASE.options),
+        Case("a", CASE.axes, "bfloat16", "none", (("centered", True), ("format", "e4m3"))),
+    ]
+    for reader in (store, open_store(path)):
+        assert reader.get(OP, same_but_name, VARIANT, "cold", config) == Evaluation("ok", 2.0)
+        assert [reader.get(OP, case, VARIANT, "cold", config) for case in cases] == [None] * 4
+        assert reader.get(OTHER_OP, CASE, VARIANT, "cold", config) is None
+        assert reader.get(OP, CASE, OTHER_VARIANT, "cold", config) is None
+        assert reader.get(OP, CASE, VARIANT, "hot", config) is None
+        assert get(reader, Knobs(1, False)) is None and get(reader, Knobs(2, True)) is None
+
+
+def test_ranked_gives_timed_configs_fastest_first(path: Path) -> None:
+    store = open_store(path)
+    for block, trial in enumerate(
+        [Evaluation("ok", 3.0), Evaluation("compile", None, "no"), Evaluation("ok", 1.0), Evaluation("ok", 2.0)]
+    ):
+        put(store, Knobs(block, True), trial)
+    store.put(OP, CASE, OTHER_VARIANT, "cold", Knobs(7, True), Evaluation("ok", 0.1))
+    store.put(OP, CASE, VARIANT, "hot", Knobs(8, True), Evaluation("ok", 0.1))
+    store.put(OP, Case("b", (("M", 16),), "bfloat16"), VARIANT, "cold", Knobs(9, True), Evaluation("ok", 0.1))
+    for reader in (store, open_store(path)):
+        assert reader.ranked(OP, CASE, VARIANT, "cold") == [{"block": b, "fast": True} for b in (2, 3, 0)]
+        assert reader.ranked(OTHER_OP, CASE, VARIANT, "cold") == []
+
+
+def test_equal_times_are_ranked_without_comparing_what_cannot_be(path: Path) -> None:
+    store = open_store(path)
+    put(store, Knobs(2, True), Evaluation("ok", 1.0))
+    put(store, Knobs(1, False), Evaluation("ok", 1.0))
+    assert [values["block"] for values in store.ranked(OP, CASE, VARIANT, "cold")] == [1, 2]
+
+
+def test_the_file_only_grows_and_the_last_row_counts(path: Path) -> None:
+    store = open_store(path)
+    before = b""
+    for time_us in (3.0, 2.0, 1.0):
+        put(store, Knobs(1, True), Evaluation("ok", time_us))
+        after = path.read_bytes()
+        assert after.startswith(before) and len(after) > len(before) and after.endswith(b"\n")
+        before = after
+    assert get(open_store(path), Knobs(1, True)) == get(store, Knobs(1, True)) == Evaluation("ok", 1.0)
+
+
+def test_a_store_that_is_to_try_again_forgets_what_may_pass_until_it_is_tried(path: Path) -> None:
+    statuses = ("ok", "memory", "lost", "compile", "wrong", "failed", "spills")
+    for i, status in enumerate(statuses):
+        put(open_store(path), Knobs(i, True), Evaluation("ok", 1.0))  # the last row counts
+        put(open_store(path), Knobs(i, True), Evaluation(status, 2.0 if status == "ok" else None))
+    again = open_store(path)
+    again.forget_transient()
+    found = [get(again, Knobs(i, True)) for i in range(len(statuses))]
+    assert [trial and trial.status for trial in found] == ["ok", None, None, "compile", "wrong", "failed", "spills"]
+    put(again, Knobs(1, True), Evaluation("memory"))
+    assert get(again, Knobs(1, True)) == Evaluation("memory")  # not a second time
+
+
+def test_a_truncated_last_line_is_not_read_and_the_next_trial_is_put_in_its_place(path: Path) -> None:
+    configs = filled(path, 3)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-20])
+    store = open_store(path)
+    assert [get(store, config) is None for config in configs] == [False, False, True]
+    assert path.read_bytes() == whole[:-20]  # another process may be writing it
+    put(store, configs[2], Evaluation("ok", 2.5))
+    assert path.read_bytes().startswith(b"".join(whole.splitlines(keepends=True)[:-1]))
+    assert len(open_store(path)) == 3
+
+
+def test_any_cut_loses_at_most_the_line_that_it_cuts(path: Path) -> None:
+    configs = filled(path, 8)
+    whole = path.read_bytes()
+    rng = random.Random(0)
+    lines = whole.splitlines(keepends=True)
+    ends = [sum(map(len, lines[: i + 1])) for i in range(len(lines))]
+    trials = [end for line, end in zip(lines, ends, strict=True) if b'"params"' in line]
+    for cut in [0, 1, ends[0] - 1, ends[0], ends[0] + 1, len(whole) - 1, *rng.sample(range(len(whole)), 20)]:
+        path.write_bytes(whole[:cut])
+        kept = sum(end <= cut for end in trials)
+        store = open_store(path)
+        found = [get(store, config) for config in configs]
+        assert found == [Evaluation("ok", i + 0.5) for i in range(kept)] + [None] * (len(configs) - kept), cut
+        put(store, Knobs(99, True), Evaluation("ok", 9.0))
+        assert sorted(row["config"]["block"] for row in history(path)) == [*range(kept), 99], cut
+        assert len(open_store(path)) == kept + 1, cut
+
+
+@pytest.mark.parametrize("broken", ["{not json", "[1, 2]", "7", "{}", '{"op": "fake"}', "", "\x00\x00"])
+def test_a_broken_line_that_is_not_the_last_is_named(path: Path, broken: str) -> None:
+    filled(path, 3)
+    lines = path.read_text().splitlines()
+    lines[1] = broken
+    path.write_text("".join(f"{line}\n" for line in lines))
+    before = path.read_bytes()
+    with pytest.raises(ValueError) as caught:
+        open_store(path)
+    assert str(caught.value).startswith(f"{path}:2: not a trial: ") and "\n" not in str(caught.value)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("time_us", value) for value in ("fast", True, 0, -1.0, 10**400, [1.0])),
+        *((field, value) for field in ("axes", "options") for value in ([["M", 8]], "M", None, {"M": [8]})),
+        ("axes", {"M": 8.5}),
+        ("axes", {"M": True}),
+        ("fingerprint", {"driver": 1}),
+        *((field, 7) for field in ("op", "variant", "dtype", "quant", "policy", "status", "detail", "commit")),
+        *((field, "7") for field in ("resources", "spill_bytes", "shared_bytes")),
+    ],
+)
+def test_a_value_of_another_type_in_a_journal_is_one_line(field: str, value: object, path: Path) -> None:
+    filled(path, 3)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        if field in line.get("user_attr", {}):
+            line["user_attr"][field] = value
+        if field in line.get("user_attrs", {}):
+            line["user_attrs"][field] = value
+        if field == "time_us" and "value" in line:
+            line["value"] = value
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ValueError) as caught:
+        open_store(path)
+    assert str(caught.value).startswith(f"{path}: not a") and "\n" not in str(caught.value)
+
+
+def old_rows(count: int) -> list[dict[str, Any]]:
+    """Rows as version 1 wrote them."""
+    about = {"op": "fake", "variant": "optimized", "axes": {"M": 8}, "dtype": "bfloat16", "quant": "none", "policy": "cold"}
+    about |= {"options": dict(CASE.options), "fingerprint": FINGERPRINT, "schema": 1, "detail": "", "status": "ok"}
+    result = {"resources": 128, "spill_bytes": 0, "shared_bytes": 1024, "date": "2026-11-20T10:00:00+00:00", "commit": "abc"}
+    return [about | result | {"config": {"block": i, "fast": True}, "time_us": i + 0.5} for i in range(count)]
+
+
+def write_old(path: Path, rows: list[dict[str, Any]]) -> Path:
+    old = path.with_suffix(".jsonl")
+    old.parent.mkdir(parents=True, exist_ok=True)
+    old.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return old
+
+
+def test_store_of_an_older_version_is_migrated_once_and_kept(path: Path) -> None:
+    rows = old_rows(3)
+    rows.append(rows[0] | {"status": "spills", "time_us": None, "config": {"block": 7, "fast": False}})
+    rows.append(rows[1] | {"fingerprint": {"driver": "older"}})
+    old = write_old(path, rows)
+    before = old.read_bytes() + b'{"op": "fa'  # as a kill leaves it
+    old.write_bytes(before)
+    store = open_store(path)
+    assert [get(store, Knobs(i, True)) for i in range(3)] == [Evaluation("ok", i + 0.5) for i in range(3)]
+    assert get(store, Knobs(7, False)) == Evaluation("spills") and len(store) == 4
+    kept = store.of_case(OP, CASE, VARIANT, "cold")[("block", 2), ("fast", True)]
+    assert (kept.resources, kept.shared_bytes, kept.date, kept.commit) == (128, 1024, "2026-11-20T10:00:00+00:00", "abc")
+    assert not old.exists() and old.with_name("fake.jsonl.migrated").read_bytes() == before
+    assert len(open_store(path, driver="older")) == 0 and len(TrialStore(path, driver="older")) == 1
+    put(store, Knobs(9, True), Evaluation("ok", 9.5))
+    assert len(open_store(path)) == 5
+
+
+@pytest.mark.parametrize("field", ["op", "variant", "axes", "dtype", "quant", "options", "policy", "status", "time_us", "detail"])
+def test_an_older_store_with_a_row_that_lacks_a_field_is_refused_and_left_alone(path: Path, field: str) -> None:
+    rows = old_rows(3)
+    del rows[1][field]
+    old = write_old(path, rows)
+    before = old.read_bytes()
+    with pytest.raises(ValueError) as caught:
+        open_store(path)
+    assert str(caught.value).startswith(f"{old}:2: not a trial: ") and "\n" not in str(caught.value)
+    assert old.read_bytes() == before and not path.exists()
+
+
+@pytest.mark.parametrize("broken", ["{not json", "[1, 2]", "7", "{}", "", "\x00\x00", '{"schema": 9}', "[" * 100_000])
+def test_an_older_store_with_a_broken_line_is_refused_and_left_alone(path: Path, broken: str) -> None:
+    old = write_old(path, old_rows(2))
+    old.write_text(broken + "\n" + old.read_text())
+    with pytest.raises(ValueError) as caught:
+        open_store(path)
+    assert str(caught.value).startswith(f"{old}:1: ") and "\n" not in str(caught.value) and len(str(caught.value)) < 500
+    assert not path.exists()
+
+
+def test_optuna_opens_the_journal_of_a_store(path: Path) -> None:
+    store = open_store(path)
+    for i in range(6):
+        put(store, Knobs(i, i % 2 == 0), Evaluation("ok", 10.0 + i) if i < 5 else Evaluation("spills", detail="96 bytes"))
+    storage = JournalStorage(JournalFileBackend(str(path)))
+    names = optuna.get_all_study_names(storage)
+    studies = [optuna.load_study(study_name=name, storage=storage) for name in names]
+    assert all(
+        study.user_attrs["axes"] == {"M": 8} and name.startswith("fake optimized M=8 ")
+        for study, name in zip(studies, names, strict=True)
+    )
+    trials = [trial for study in studies for trial in study.trials]
+    assert [trial.value for trial in trials] == [10.0, 11.0, 12.0, 13.0, 14.0, None]
+    assert trials[5].state is optuna.trial.TrialState.FAIL and trials[5].user_attrs["detail"] == "96 bytes"
+
+
+def test_trials_of_a_case_are_one_study_whose_knobs_offer_what_the_space_does(path: Path) -> None:
+    variant = replace(VARIANT, space=lambda _case: {"block": tuple(range(8)), "fast": (False, True)})
+    store = open_store(path)
+    for i in range(6):
+        store.put(OP, CASE, variant, "cold", Knobs(i, True), Evaluation("ok", 10.0 + i))
+    storage = JournalStorage(JournalFileBackend(str(path)))
+    (name,) = optuna.get_all_study_names(storage)
+    study = optuna.load_study(study_name=name, storage=storage)
+    assert study.best_params == {"block": 0, "fast": True}
+    assert {trial.distributions["block"].choices for trial in study.trials} == {tuple(range(8))}  # type: ignore[attr-defined]
+    store.put(OP, CASE, variant, "cold", Knobs(99, True), Evaluation("ok", 5.0))  # beside the space
+    assert len(optuna.get_all_study_names(JournalStorage(JournalFileBackend(str(path))))) == 2
+    assert len(TrialStore(path, **FINGERPRINT)) == 7
+
+
+def test_trials_of_another_source_or_driver_are_not_found(path: Path) -> None:
+    (config, *_) = filled(path, 2)
+    for changes in ({"source_hash": "def"}, {"driver": "2.0"}, {"torch": "3"}):
+        other = open_store(path, **changes)
+        assert get(other, config) is None and len(other) == 0
+        assert other.ranked(OP, CASE, VARIANT, "cold") == []
+    newer = open_store(path, source_hash="def")
+    put(newer, config, Evaluation("ok", 77.0))
+    assert get(open_store(path, source_hash="def"), config) == Evaluation("ok", 77.0)
+    assert get(open_store(path), config) == Evaluation("ok", 0.5)
+
+
+def test_what_another_process_appends_is_found_by_the_next_store(path: Path) -> None:
+    first = open_store(path)
+    put(first, Knobs(1, True), Evaluation("ok", 1.0))
+    child = os.fork()
+    if child == 0:
+        try:
+            put(open_store(path), Knobs(2, True), Evaluation("ok", 2.0))
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    put(first, Knobs(3, True), Evaluation("ok", 3.0))
+    assert [get(open_store(path), Knobs(i, True)) for i in (1, 2, 3)] == [Evaluation("ok", float(i)) for i in (1, 2, 3)]
+
+
+def test_a_case_is_told_of_its_own_sizes_and_the_newest_of_others(path: Path) -> None:
+    store = open_store(path)
+    other, half = replace(CASE, axes=(("M", 64),)), replace(CASE, axes=(("M", 64),), dtype="float16")
+    for n, case in enumerate((other, CASE, half, other, replace(CASE, dtype="float16"), other)):
+        store.put(OP, case, VARIANT, "cold", Knobs(n, True), Evaluation("spills"))
+
+    def told(others: int, variant: Variant = VARIANT) -> list[int]:
+        return sorted(dict(knobs)["block"] for _, knobs, _ in store.told(OP, CASE, variant, others))
+
+    assert told(0) == [1, 4] and told(2) == [1, 3, 4, 5] and told(9) == [0, 1, 3, 4, 5] and told(9, OTHER_VARIANT) == [1, 4]
+    other_store = open_store(path.with_name("none.log"))
+    other_store.know(store.told(OP, CASE, VARIANT, 9))
+    assert len(other_store) == 5 and get(other_store, Knobs(1, True)) == Evaluation("spills")
+    assert not path.with_name("none.log").exists()
+
+
+def test_a_line_that_another_process_left_cut_is_not_written_onto(path: Path) -> None:
+    store = open_store(path)
+    put(store, Knobs(1, True), Evaluation("ok", 1.0))
+    line = path.read_bytes()
+    with path.open("ab") as file:
+        file.write(line[:40])  # another process, killed while it wrote
+    put(store, Knobs(2, True), Evaluation("ok", 2.0))
+    reread = open_store(path)
+    assert [get(reread, Knobs(i, True)) for i in (1, 2)] == [Evaluation("ok", 1.0), Evaluation("ok", 2.0)]
+
+
+def test_a_store_is_read_where_nothing_can_be_written(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may write anywhere, so the modes of the files are not enough of a test."""
+    (config, *_) = filled(path, 2)
+    with path.open("ab") as file:
+        file.write(b'{"op": ')
+    before = path.read_bytes()
+    opened = Path.open
+
+    def read_only(self: Path, mode: str = "r", *args: Any, **more: Any) -> Any:
+        if set(mode) & set("wax+"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return opened(self, mode, *args, **more)
+
+    monkeypatch.setattr(Path, "open", read_only)
+    assert get(open_store(path), config) == Evaluation("ok", 0.5)
+    assert latest_fingerprint(path, VARIANT.name) == FINGERPRINT
+    assert path.read_bytes() == before
+
+
+def test_two_writers_wait_for_each_other(path: Path) -> None:
+    """A line that is being written is not cut off as one that a kill left."""
+    store = open_store(path)
+    put(store, Knobs(1, True), Evaluation("ok", 1.0))
+    text = path.read_text()
+    line = text.splitlines(keepends=True)[-1]
+    with path.open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        other.write(line[:40])
+        other.flush()
+        waiting = Thread(target=put, args=(store, Knobs(2, True), Evaluation("ok", 2.0)))
+        waiting.start()
+        time.sleep(0.2)
+        assert waiting.is_alive() and path.read_text() == text + line[:40]
+        other.write(line[40:])
+        other.flush()
+        fcntl.flock(other, fcntl.LOCK_UN)
+        waiting.join()
+    assert [row["config"]["block"] for row in history(path)] == [1, 1, 2]
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    path = tmp_path / "file" / "fake.log"
+    store = open_store(path)
+    with pytest.raises(ValueError) as caught:
+        put(store, Knobs(1, True), Evaluation("ok", 1.0))
+    assert str(caught.value).startswith(f"cannot write {path}: ") and "\n" not in str(caught.value)
+    assert get(store, Knobs(1, True)) is None
+
+
+def test_a_folder_in_the_place_of_the_file_is_one_line(path: Path) -> None:
+    store = open_store(path)
+    path.mkdir(parents=True)
+    with pytest.raises(ValueError, match=f"^cannot (write|read) {path}: "):
+        put(store, Knobs(1, True), Evaluation("ok", 1.0))
+    with pytest.raises(ValueError, match=f"^cannot read {path}: "):
+        open_store(path)
