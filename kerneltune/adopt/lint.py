@@ -6,11 +6,11 @@ Reads a capture and what tuning has stored below it; runs nothing. Imports folde
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from kerneltune.adopt.folder import LaunchClass
 from kerneltune.adopt.kernels import config_label, stored_key
 from kerneltune.adopt.overview import Capture, left_out, omitted, unknown_keys
+from kerneltune.search.trials import SUFFIX, history
 
 _SHOWN = 6
 
@@ -61,12 +61,12 @@ def _chosen_configs(root: Path) -> dict[str, set[str]]:
 def _wrong_trials(root: Path) -> dict[str, list[str]]:
     """Return what disagreed with the author's first config, by class."""
     found: dict[str, list[str]] = {}
-    for path in sorted((root / "results" / "runs" / "trials").glob("*/*.jsonl")):
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                row: dict[str, Any] = json.loads(line)
-                if row["status"] == "wrong":
-                    found.setdefault(row["options"]["launch"], []).append(f"{row['config']}: {row['detail']}")
-            except (ValueError, KeyError, TypeError):
-                continue
+    for path in sorted((root / "results" / "runs" / "trials").glob(f"*/*{SUFFIX}")):
+        try:
+            rows = history(path)
+        except ValueError:
+            continue
+        for row in rows:
+            if row["status"] == "wrong" and "launch" in row["options"]:
+                found.setdefault(row["options"]["launch"], []).append(f"{row['config']}: {row['detail']}")
     return found

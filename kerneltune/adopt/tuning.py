@@ -21,7 +21,8 @@ from kerneltune.adopt.sharing import Tuned, groups_of, portfolio_of
 from kerneltune.adopt.table import MANIFEST, Table, TableKernel, digest_of, path_of, text_of
 from kerneltune.files import replace_text
 from kerneltune.plan import Options, Progress, Selection
-from kerneltune.search.trials import TrialStore
+from kerneltune.search.loop import times_of
+from kerneltune.search.trials import TrialStore, store_path
 from kerneltune.spec import Case, Op
 from kerneltune.stats import Samples
 from kerneltune.tuning.cached import cached, present
@@ -205,13 +206,10 @@ def _collect(capture: Capture, by_name: Mapping[str, Op], options: Options, skip
             continue
         entry, best = stored
         if op.name not in stores:
-            path = options.results / "runs" / "trials" / device.current().slug / f"{op.name}.jsonl"
+            path = store_path(options.results / "runs" / "trials" / device.current().slug, op.name)
             stores[op.name] = TrialStore(path, "", **present(variant))
-        times = {}
-        for trial in stores[op.name].of_case(op, case, variant, policy_of(launch)):
-            if trial.trial.time_us is not None:
-                config = variant.config_from(trial.config)
-                times[config] = trial.trial.time_us
+        evaluated = times_of(stores[op.name].of_case(op, case, variant, policy_of(launch)))
+        times = {variant.config_from(dict(knobs)): time_us for knobs, time_us in evaluated.items()}
         author = variant.default_config(case)
         found.append(Tuned(launch, case, best, author, times, dict(entry.evidence), capture.cost_us(launch)))
     return found
