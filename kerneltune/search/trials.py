@@ -137,14 +137,14 @@ class TrialStore:
         Raises:
             ValueError: the file cannot be read, or holds something that is no evaluation; one line.
         """
-        self._path, self._commit, self._fingerprint = path, commit, fingerprint
+        self._commit, self._fingerprint = commit, fingerprint
         self.on_put: Callable[[Config, Evaluation], None] = lambda _config, _evaluation: None
         self._found: dict[_Place, dict[Knobs, Evaluation]] = {}
         self._choices: dict[_Place, dict[str, dict[Any, None]]] = {}
         self._lock = Lock()
         migrate(path)
-        self._journal: Any = _journal(path) if path.exists() else None
-        for row in _checked(path, self._journal.rows() if self._journal else ()):
+        self._journal = _journal(path)
+        for row in _checked(path, self._journal.rows()):
             if row.fingerprint == fingerprint:
                 self._found.setdefault(row.place, {})[tuple(row.config.items())] = row.evaluation
 
@@ -170,8 +170,6 @@ class TrialStore:
             **asdict(stored),
         }
         with self._lock:
-            if self._journal is None:
-                self._journal = _journal(self._path)
             self._journal.add(row, self._offered(place, case, variant, config))
             self._found.setdefault(place, {})[_items(config)] = stored
         self.on_put(config, stored)
@@ -297,8 +295,7 @@ def history(path: Path) -> list[dict[str, Any]]:
         ValueError: the file cannot be read, or holds something that is no evaluation.
     """
     migrate(path)
-    rows = _journal(path).rows() if path.exists() else ()
-    return [{name: getattr(row, name) for name in row.__struct_fields__} for row in _checked(path, rows)]
+    return [msgspec.to_builtins(row) for row in _checked(path, _journal(path).rows())]
 
 
 def _checked(path: Path, rows: Iterable[Mapping[str, Any]]) -> Iterator[_Row]:
