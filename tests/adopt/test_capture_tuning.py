@@ -18,7 +18,7 @@ from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.table import read_table
 from kerneltune.adopt.tuning import tune_capture
 from kerneltune.plan import Quiet
-from kerneltune.search.trials import Trial
+from kerneltune.search.trials import Evaluation
 from kerneltune.spec import Case, Op, Variant
 from kerneltune.stats import Samples
 
@@ -42,10 +42,10 @@ class SizedBench(Bench):
         right = 64 if self.rows <= 8 else 256
         return 10.0 * (1.0 if right == config.BLOCK else self.gain) * (1.0 if config.num_warps == self.best_warps else 1.1)
 
-    def trial(self, config: Any, best_us: float | None, samples: int = 5) -> Trial:
+    def trial(self, config: Any, best_us: float | None, samples: int = 5) -> Evaluation:
         """Correct and timed."""
         type(self).tried.append(config)
-        return Trial("ok", self.time_us(config))
+        return Evaluation("ok", self.time_us(config))
 
     def samples(self, configs: Sequence[Any]) -> list[Samples]:
         """The same time in every round."""
