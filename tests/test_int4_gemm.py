@@ -17,7 +17,8 @@ from int4_codes import DEVICE, exact, some_codes, whole_numbers
 from kerneltune import cache
 from kerneltune.kernel_lib.workspace import counters
 from kerneltune.ops import int4_gemm as ops
-from kerneltune.ops.int4_gemm import gemm, plain
+from kerneltune.ops.int4_gemm import gemm
+from kerneltune.ops.int4_gemm.baselines import plain
 from kerneltune.ops.int4_gemm.packing import Int4Weight, pack
 from kerneltune.spec import Case
 
@@ -69,8 +70,8 @@ CACHED = sorted({tuple(entry.config.items()) for entry in cache.load("int4_gemm"
 def test_every_cached_config_is_exact(knobs: tuple[tuple[str, int], ...]) -> None:
     """Whole tiles, and such as end in the middle; the interpreter takes some."""
     config = gemm.Int4Config(**dict(knobs))
-    depth = 128 * config.along * config.splits * (3 if config.tokens == 16 or config.rows == 16 else 1)  # the last apart
-    odd = (config.tokens - 1, depth - 32, 0, True) if config.rows == 16 else (config.tokens - 1, depth + 96, 32, True)
+    depth = 128 * config.along * config.splits * (3 if config.tokens == 16 or config.warpgroup else 1)  # the last apart
+    odd = (config.tokens - 1, depth - 32, 0, True) if config.warpgroup else (config.tokens - 1, depth + 96, 32, True)
     for tokens, k, group, zeros in [(config.tokens, depth, 64, False), odd, (256, depth, 128, False)]:
         if tokens == 256 and DEVICE == "cpu":
             continue
@@ -104,46 +105,57 @@ def test_programs_that_read_x_ahead_are_exact(
         torch.testing.assert_close(got, exact(x, codes, bias), rtol=tolerance, atol=0)
 
 
+def warpgroups(tokens: int, splits: int, blocks: int = 1) -> gemm.Int4Config:
+    return gemm.Int4Config(tokens, 64, 1, splits, prefetch=True, blocks=blocks, warpgroup=True)
+
+
 BLOCKS = [
-    (21, 130, 640, 64, False, (32, 32, 1, 2), 2),  # no whole number of programs in the rows, of tokens, of steps in k
-    (32, 322, 544, 32, True, (32, 32, 1, 2), 4),  # k that ends in a block
-    (32, 256, 1152, 64, False, (32, 32, 2, 2), 2),  # and that warps along k do not share
-    (16, 194, 1280, 128, False, (16, 32, 2, 2), 4),
-    (12, 66, 416, 416, True, (16, 32, 4, 1), 2),
-    (33, 258, 896, 64, True, (16, 64, 1, 3), 4),
-    (17, 66, 128, 32, False, (16, 64, 1, 1), 4),
-    (40, 514, 256, 256, False, (32, 32, 1, 2), 4),
-    (16, 64, 640, 64, False, (32, 32, 1, 4), 4),  # more splits than there are steps for
-    (32, 322, 576, 64, True, (32, 16, 1, 2), 2),  # warps in fours
-    (11, 130, 896, 128, False, (16, 16, 1, 3), 4),
-    (40, 66, 416, 416, True, (32, 16, 1, 1), 1),
-    (70, 256, 640, 64, False, (64, 16, 1, 5), 2),
-    (33, 514, 288, 288, False, (64, 16, 1, 2), 4),
+    (
+        21,
+        130,
+        640,
+        64,
+        False,
+        gemm.Int4Config(32, 32, 1, 2, True, 2),
+    ),  # no whole number of programs in the rows, of tokens, of steps in k
+    (32, 322, 544, 32, True, gemm.Int4Config(32, 32, 1, 2, True, 4)),  # k that ends in a block
+    (32, 256, 1152, 64, False, gemm.Int4Config(32, 32, 2, 2, True, 2)),  # and that warps along k do not share
+    (16, 194, 1280, 128, False, gemm.Int4Config(16, 32, 2, 2, True, 4)),
+    (12, 66, 416, 416, True, gemm.Int4Config(16, 32, 4, 1, True, 2)),
+    (33, 258, 896, 64, True, gemm.Int4Config(16, 64, 1, 3, True, 4)),
+    (17, 66, 128, 32, False, gemm.Int4Config(16, 64, 1, 1, True, 4)),
+    (40, 514, 256, 256, False, gemm.Int4Config(32, 32, 1, 2, True, 4)),
+    (16, 64, 640, 64, False, gemm.Int4Config(32, 32, 1, 4, True, 4)),  # more splits than there are steps for
+    (32, 322, 576, 64, True, warpgroups(32, 2, 2)),
+    (11, 130, 896, 128, False, warpgroups(16, 3, 4)),
+    (40, 66, 416, 416, True, warpgroups(32, 1, 1)),
+    (70, 256, 640, 64, False, warpgroups(64, 5, 2)),
+    (33, 514, 288, 288, False, warpgroups(64, 2, 4)),
 ]
-"""Tokens, rows, depth, group, zeros; tokens, rows, along and splits of a config; blocks of rows."""
+"""Tokens, rows, depth, group, zeros, and a config."""
 
 
-@pytest.mark.parametrize(("tokens", "rows", "depth", "group", "zeros", "knobs", "blocks"), BLOCKS)
+@pytest.mark.parametrize(("tokens", "rows", "depth", "group", "zeros", "config"), BLOCKS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_programs_of_several_blocks_of_rows_are_exact(
-    tokens: int, rows: int, depth: int, group: int, zeros: bool, knobs: tuple[int, ...], blocks: int, dtype: torch.dtype
+    tokens: int, rows: int, depth: int, group: int, zeros: bool, config: gemm.Int4Config, dtype: torch.dtype
 ) -> None:
     codes = some_codes(rows, depth, group, zeros, dtype)
     x, bias = whole_numbers(tokens, depth, dtype), whole_numbers(1, rows, dtype)[0]
     tolerance = 2.0**-7 if dtype == torch.bfloat16 and DEVICE == "cpu" else 0.0
     for prefetch in (False, True) if DEVICE == "cuda" else (True,):
-        got = ops.int4_gemm(x, pack(*codes), bias, config=gemm.Int4Config(*knobs, prefetch, blocks))
+        got = ops.int4_gemm(x, pack(*codes), bias, config=dataclasses.replace(config, prefetch=prefetch))
         torch.testing.assert_close(got, exact(x, codes, bias), rtol=tolerance, atol=0)
 
 
 @pytest.mark.parametrize(("apart", "first"), [(2, 0), (8, 2), (8, 3), (3, 0), (5, 1)])
-def test_warps_in_fours_read_rows_that_begin_anywhere(apart: int, first: int) -> None:
+def test_warpgroups_read_rows_that_begin_anywhere(apart: int, first: int) -> None:
     """Some at odd addresses, some at odd distances."""
     codes = some_codes(130, 288, 288, True)
     wide = torch.full((33, 288 + apart), torch.nan, device=DEVICE, dtype=torch.float16)
     x = wide[:, first : first + 288]
     x.copy_(whole_numbers(33, 288, torch.float16))
-    config = gemm.Int4Config(32, 16, 1, 2, prefetch=True, blocks=2)
+    config = warpgroups(32, 2, 2)
     for rows in (x, x[1:], x[:1], x[::2]):
         assert torch.equal(ops.int4_gemm(rows, pack(*codes), config=config), exact(rows, codes, None))
 
@@ -155,41 +167,47 @@ def test_programs_of_several_blocks_are_exact_and_repeat_themselves(zeros: bool,
     codes = some_codes(1090, 4096, group, zeros)
     weight, x = pack(*codes), whole_numbers(32, 4096, torch.float16)
     want, noise = exact(x, codes, None), torch.randn(32, 4096, device=DEVICE).half()
-    fours = [(32, 16, 1, splits, True, blocks) for splits in (1, 5) for blocks in (1, 2, 4)] + [(16, 16, 1, 3, True, 2)]
-    fours = [] if group == 32 else [*fours, (64, 16, 1, 3, True, 4)]
-    for knobs in ((32, 32, 1, 3, True, 4), (32, 32, 2, 1, True, 2), (16, 64, 1, 3, True, 4), (16, 32, 2, 3, False, 4), *fours):
-        config = gemm.Int4Config(*knobs)
+    together = [warpgroups(32, splits, blocks) for splits in (1, 5) for blocks in (1, 2, 4)]
+    together = [] if group == 32 else [*together, warpgroups(16, 3, 2), warpgroups(64, 3, 4)]
+    apart = ((32, 32, 1, 3, True, 4), (32, 32, 2, 1, True, 2), (16, 64, 1, 3, True, 4), (16, 32, 2, 3, False, 4))
+    for config in (*(gemm.Int4Config(*knobs) for knobs in apart), *together):
         assert torch.equal(ops.int4_gemm(x, weight, config=config), want), config
         answer = ops.int4_gemm(noise, weight, config=config)
         for _ in range(20):
             assert torch.equal(ops.int4_gemm(noise, weight, config=config), answer), config
 
 
-def test_warps_in_fours_take_groups_of_half_a_block_at_least() -> None:
-    config = gemm.Int4Config(32, 16, 1, 1, prefetch=True)
+def test_warpgroups_take_groups_of_half_a_block_at_least() -> None:
+    config = warpgroups(32, 1)
     assert gemm.valid(case_of(32, 4096, 4096, 32), config) == "groups of 32, of which half a block of k has two"
     codes = some_codes(64, 128, 32, False)
-    with pytest.raises(ValueError, match="rows=16, .*: groups of 32, of which half a block of k has two"):
+    with pytest.raises(ValueError, match="warpgroup=True.*: groups of 32, of which half a block of k has two"):
         ops.int4_gemm(whole_numbers(32, 128, torch.float16), pack(*codes), config=config)
     one = case_of(200, 28672, 32, 0)
-    assert gemm.valid(one, gemm.default(one)) is None and gemm.default(one).rows != 16
+    assert gemm.valid(one, gemm.default(one)) is None and not gemm.default(one).warpgroup
 
 
 @pytest.mark.parametrize(("knobs", "said"), [
-    ({"along": 2}, "2 warps along k, of which each multiplies with three others"),
+    ({"along": 2}, "2 warps along k, of which each multiplies with three other warps"),
     ({"splits": 4}, "4 programs along 5 blocks of k"),
+    ({"rows": 32}, "32 rows of a warpgroup, which has 64"),
 ])  # fmt: skip
-def test_configs_of_warps_in_fours_that_would_go_wrong_are_refused(knobs: dict[str, int], said: str) -> None:
-    config = dataclasses.replace(gemm.Int4Config(32, 16, 1, 1, prefetch=True), **knobs)
+def test_configs_of_warpgroups_that_would_go_wrong_are_refused(knobs: dict[str, int], said: str) -> None:
+    config = dataclasses.replace(warpgroups(32, 1), **knobs)
     assert gemm.valid(case_of(32, 64, 640), config) is not None
     with pytest.raises(ValueError, match=said):
         ops.int4_gemm(whole_numbers(32, 640, torch.float16), pack(*some_codes(64, 640, 64, False)), config=config)
 
 
-def test_warps_in_fours_are_those_of_the_space() -> None:
-    config = gemm.Int4Config(32, 16, 1, 1, prefetch=True, blocks=3)
-    assert gemm.valid(case_of(32, 4096, 4096), config) == "3 blocks of rows of warps in fours where there are 32 tokens"
+def test_warpgroups_are_those_of_the_space() -> None:
+    config = warpgroups(32, 1, 3)
+    assert gemm.valid(case_of(32, 4096, 4096), config) == "3 blocks of rows of warpgroups where there are 32 tokens"
     assert gemm.valid(case_of(8, 4096, 4096), dataclasses.replace(config, tokens=8, blocks=1)) is not None
+
+
+def test_config_of_the_previous_schema_is_refused() -> None:
+    """Its 16 rows stood for warpgroups; the kernel of single warps has no such tile."""
+    assert gemm.valid(case_of(32, 4096, 4096), gemm.Int4Config(32, 16, 1, 1, prefetch=True)) == "16 rows of w per warp"
 
 
 def test_several_blocks_of_rows_are_for_many_tokens_and_large_weights() -> None:
@@ -206,7 +224,7 @@ def test_several_blocks_of_rows_are_for_many_tokens_and_large_weights() -> None:
 
 @pytest.mark.parametrize(("tokens", "want"), [
     (8, [(8, 32, 8, 2), (8, 64, 8, 2), (8, 32, 4, 4), (8, 64, 4, 4)]),
-    (32, [(16, 32, 8, 1), (16, 64, 8, 1), (16, 32, 4, 2), (16, 64, 4, 2), (32, 32, 4, 2), (32, 16, 1, 8),
+    (32, [(16, 32, 8, 1), (16, 64, 8, 1), (16, 32, 4, 2), (16, 64, 4, 2), (32, 32, 4, 2), (32, 64, 1, 8),
           (32, 32, 2, 4)]),
 ])  # fmt: skip
 def test_searches_try_every_shape_of_program_first_the_shortest_before_all(tokens: int, want: list[tuple[int, ...]]) -> None:
@@ -268,12 +286,13 @@ def test_large_x_of_whole_numbers_is_exact() -> None:
 @pytest.mark.parametrize(("sizes", "want"), [
     ((1, 3584, 8192), (8, 32, 4, 4)), ((8, 3584, 8192), (8, 32, 4, 4)), ((16, 3584, 8192), (16, 32, 8, 2)),
     ((16, 4096, 4096), (16, 32, 8, 2)), ((16, 6144, 4096), (16, 32, 8, 1)), ((8, 10240, 8192), (8, 32, 4, 3)),
-    ((16, 5120, 25600), (16, 32, 4, 3)), ((32, 576, 7168), (16, 32, 8, 4)), ((32, 28672, 4096), (32, 16, 1, 1, 2)),
-    ((32, 10240, 5120), (32, 16, 1, 3, 2)), ((32, 5120, 25600), (32, 16, 1, 6, 2)), ((64, 10240, 5120), (64, 16, 1, 3, 4)),
+    ((16, 5120, 25600), (16, 32, 4, 3)), ((32, 576, 7168), (16, 32, 8, 4)), ((32, 28672, 4096), (32, 64, 1, 1, 2)),
+    ((32, 10240, 5120), (32, 64, 1, 3, 2)), ((32, 5120, 25600), (32, 64, 1, 6, 2)), ((64, 10240, 5120), (64, 64, 1, 3, 4)),
 ])  # fmt: skip
 def test_the_default_is_the_measured_best(sizes: tuple[int, int, int], want: tuple[int, ...]) -> None:
     case = case_of(*sizes)
-    assert gemm.default(case) == gemm.Int4Config(*want[:4], True, *want[4:]) and gemm.default(case) in configs_of(case)
+    wanted = gemm.Int4Config(*want[:4], True, *want[4:], warpgroup=len(want) > 4)
+    assert gemm.default(case) == wanted and gemm.default(case) in configs_of(case)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 16, 33])
@@ -314,14 +333,14 @@ def test_weights_that_begin_anywhere_are_taken() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("prefetch", [False, True])
-@pytest.mark.parametrize("rows", [16, 32, 64])
-def test_weights_that_the_kernel_in_front_writes_are_read_after_it(rows: int, prefetch: bool) -> None:
+@pytest.mark.parametrize("config", [warpgroups(16, 4), gemm.Int4Config(16, 32, 4, 4, True), gemm.Int4Config(16, 64, 4, 4, True)])
+def test_weights_that_the_kernel_in_front_writes_are_read_after_it(config: gemm.Int4Config, prefetch: bool) -> None:
     """A prefetch into L2 sees old bytes; the reads must not."""
     first, second = some_codes(3584, 8192, 64, False), some_codes(3584, 8192, 64, False)
     weight, other, x = pack(*first), pack(*second), whole_numbers(16, 8192, torch.float16)
     wants = exact(x, first, None), exact(x, second, None)
     kept = weight._replace(packed=weight.packed.clone(), scales=weight.scales.clone())
-    sources, config = (kept, other), gemm.Int4Config(16, rows, 1 if rows == 16 else 4, 4, prefetch=prefetch)
+    sources, config = (kept, other), dataclasses.replace(config, prefetch=prefetch)
     for turn in range(20):
         weight.packed.copy_(sources[turn % 2].packed)
         weight.scales.copy_(sources[turn % 2].scales)
@@ -331,12 +350,12 @@ def test_weights_that_the_kernel_in_front_writes_are_read_after_it(rows: int, pr
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [16, 32, 64])
-def test_a_product_may_read_what_the_one_in_front_wrote(rows: int) -> None:
+@pytest.mark.parametrize("config", [warpgroups(16, 4), gemm.Int4Config(16, 32, 4, 4, True), gemm.Int4Config(16, 64, 4, 4, True)])
+def test_a_product_may_read_what_the_one_in_front_wrote(config: gemm.Int4Config) -> None:
     """Two launches that may overlap: the second's x is the first's y."""
     square, x = some_codes(4096, 4096, 64, False), whole_numbers(16, 4096, torch.float16)
     square.scales.fill_(2.0**-10)
-    weight, config = pack(*square), gemm.Int4Config(16, rows, 1 if rows == 16 else 4, 4, prefetch=True)
+    weight = pack(*square)
     middle = ops.int4_gemm(x, weight, config=config)
     torch.cuda.synchronize()
     want = ops.int4_gemm(middle.clone(), weight, config=config)
@@ -456,7 +475,7 @@ def test_every_part_is_waited_for_once() -> None:
     """Parts are set to zero by who has waited for them: a second copy of that code, which a compiler may make, waits for ever."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     configs = [(16, 32, 8, 2, 1), (16, 32, 4, 4, 1), (32, 32, 4, 2, 1), (32, 32, 1, 8, 4), (32, 32, 2, 12, 2)]
-    configs += [(16, 16, 1, 4, 1), (32, 16, 1, 3, 2), (64, 16, 1, 3, 4)]
+    configs += [(16, 16, 1, 4, 1), (32, 64, 1, 3, 2), (64, 64, 1, 3, 4)]
     script = WAITS % (configs,)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env, timeout=240)
     pairs = [line.split() for line in done.stdout.splitlines()]

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from kerneltune.ops.int4_gemm import checkpoints, packing
-from kerneltune.ops.int4_gemm.reference import Forms, group_size
-from kerneltune.spec import Case, Inputs, Outputs
+from kerneltune.ops.int4_gemm.reference import Forms, group_size, not_empty
+from kerneltune.spec import Case, Inputs, Outputs, Variant
 
 
 def dequantised(inputs: Inputs, _config: None) -> Outputs:
@@ -67,11 +67,6 @@ def _gemlite_layer(forms: Forms) -> Any:
     return layer
 
 
-def not_empty(case: Case) -> str | None:
-    """An empty product is not worth a call."""
-    return "no tokens" if case["N"] == 0 else None
-
-
 def not_tinygemm(case: Case) -> str | None:
     """tinygemm takes bf16, a GPU, groups of 32 to 256 and whole tiles."""
     if case.dtype != "bfloat16":
@@ -95,3 +90,11 @@ def _not_symmetric_on_a_gpu(case: Case) -> str | None:
     if not torch.cuda.is_available():
         return "needs a GPU"
     return "is compared without zero points" if case.option("zeros") else not_empty(case)
+
+
+VARIANTS = (
+    Variant("dequantised", dequantised, unsupported=not_empty, requires=("torch",)),
+    Variant("tinygemm", tinygemm, unsupported=not_tinygemm, requires=("torch",)),
+    Variant("humming", humming, unsupported=not_humming, requires=("humming",)),
+    Variant("gemlite", gemlite, unsupported=not_gemlite, requires=("gemlite",)),
+)

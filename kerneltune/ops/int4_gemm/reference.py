@@ -126,3 +126,8 @@ def traffic(case: Case) -> Traffic:
 def flops(case: Case) -> int:
     """Two for every weight and token."""
     return 2 * case["N"] * case["M"] * case["K"]
+
+
+def not_empty(case: Case) -> str | None:
+    """Refuse an empty product, which is not worth a call."""
+    return "no tokens" if case["N"] == 0 else None

@@ -17,9 +17,9 @@ from kerneltune.kernel_lib.tl_gemm import dot, is_last, sum_of_parts
 from kerneltune.kernel_lib.tl_lib import only_if, wide
 from kerneltune.kernel_lib.workspace import counters
 from kerneltune.ops.int4_gemm.packing import check_sizes
-from kerneltune.ops.int4_gemm.reference import group_size
+from kerneltune.ops.int4_gemm.reference import group_size, not_empty
 from kerneltune.rounding import cdiv, next_power_of_2
-from kerneltune.spec import Case, Inputs, Outputs, Space
+from kerneltune.spec import Case, Inputs, Outputs, Space, Variant
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,3 +264,10 @@ def split_default(case: Case) -> SplitConfig:
 def stream_default(case: Case) -> StreamConfig:
     """A config for any shape, by rule."""
     return StreamConfig(**_tile(case), ctas=2)
+
+
+VARIANTS = (
+    Variant("baseline", run_baseline, PlainConfig, baseline_space, valid, baseline_default, not_empty),
+    Variant("splitk", run_splitk, SplitConfig, split_space, valid, split_default, not_empty),
+    Variant("streamk", run_streamk, StreamConfig, stream_space, valid, stream_default, not_empty),
+)

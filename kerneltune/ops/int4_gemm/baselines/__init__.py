@@ -1,0 +1,1 @@
+"""Straightforward designs of `int4_gemm`."""

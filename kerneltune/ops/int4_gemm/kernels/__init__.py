@@ -1,0 +1,1 @@
+"""Device code of `int4_gemm`."""
