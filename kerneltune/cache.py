@@ -246,6 +246,8 @@ class Chooser:
         if ruling is not None:
             ranges = table.ranges or self.ranges(case)
             for knobs in ruling.proposals(case):
+                if not knobs:
+                    return Found(self.default(case), "default", f"{ruling.told(gpu)}: the default")
                 if out_of_range(knobs, ranges) is None and (config := self.from_knobs(case, knobs)) is not None:
                     return Found(config, "rule", f"{ruling.told(gpu)}: {_text(knobs)}")
         return Found(self.default(case), "default", "the default")

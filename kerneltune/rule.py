@@ -54,7 +54,7 @@ class Scaled:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A config whose knobs are values or follow a size.
+    """A config whose knobs are values or follow a size; one without knobs is the variant's default.
 
     Attributes:
         knobs: (name, value or Scaled) pairs in the order of the config class.
@@ -83,6 +83,11 @@ class Facts:
 
     sizes: Mapping[str, int]
     words: Mapping[str, Any]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return _ITEMSIZE.get(self.words["dtype"], 1)
 
     def number(self, expression: str) -> float:
         """Return the value of a product such as `M*N*bytes`, `M/E`, `pow2(N)/N` or `low(K)`.
@@ -119,7 +124,7 @@ def _parsed(expression: str) -> _Factors:
 def _evaluated(factors: _Factors, facts: Facts) -> float:
     value = 1.0
     for divides, function, name in factors:
-        size = _ITEMSIZE.get(facts.words["dtype"], 1) if name == "bytes" else facts.sizes[name]
+        size = facts.itemsize if name == "bytes" else facts.sizes[name]
         if function == "pow2":
             size = next_power_of_2(size)
         elif function == "low":
@@ -168,6 +173,7 @@ class Rule:
     Attributes:
         forms: what leaves refer to.
         tree: the root.
+        known: values of words that the rule was fitted to; of others it says nothing. `bytes` stands for the type.
         near: log2 distance up to which the config of the nearest recorded sizes is taken before the tree is asked.
         judged: what leave-one-shape-out says: cases, judged, geomean, worst, worst_case.
     """
@@ -178,6 +184,12 @@ class Rule:
     tree: Node
     near: float = 0.0
     judged: Mapping[str, Any] = field(default_factory=dict)
+    known: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+    def knows(self, facts: Facts) -> bool:
+        """Return whether the rule was fitted to cases of this kind."""
+        words = {**facts.words, "bytes": facts.itemsize}
+        return all(words.get(name) in values for name, values in self.known.items())
 
     def leaf(self, facts: Facts) -> Leaf:
         """Return the leaf of a case."""
@@ -197,9 +209,10 @@ class Rule:
         return told
 
     def proposals(self, facts: Facts) -> Iterator[dict[str, Any]]:
-        """Yield the knobs of the leaf's forms for a case, the most promising first."""
-        for index in self.leaf(facts).use:
-            yield self.forms[index].at(facts.sizes)
+        """Yield the knobs of the leaf's forms for a case, the most promising first; none are those of the default."""
+        if self.knows(facts):
+            for index in self.leaf(facts).use:
+                yield self.forms[index].at(facts.sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,7 +343,8 @@ def dumps(op: str, device: str, rules: Sequence[Rule], fitted: Mapping[str, Any]
         lines += ["    {"]
         for name in ("variant", "policy", "near"):
             lines.append(f"      {json.dumps(name)}: {json.dumps(getattr(rule, name))},")
-        lines += [f'      "judged": {json.dumps(dict(rule.judged))},', '      "forms": [']
+        lines += [f'      "judged": {json.dumps(dict(rule.judged))},', f'      "known": {json.dumps(dict(rule.known))},']
+        lines += ['      "forms": [']
         forms = [f"        {json.dumps(form.data)}" for form in rule.forms]
         lines += [",\n".join(forms), "      ],", '      "tree":']
         lines += [f"      {line}" for line in _drawn(rule.tree)]
@@ -381,8 +395,9 @@ def _rule(index: int, item: Any) -> Rule:
         near = _field(item, "near", _is_measure, "a number of 0 or more")
         forms = _field(item, "forms", lambda v: isinstance(v, list) and 0 < len(v) <= _MOST_NODES, "a list of forms")
         judged = _field(item, "judged", lambda v: isinstance(v, dict), "an object")
+        known = _field(item, "known", _is_known, "lists of values by word")
         made = tuple(_form(place, form) for place, form in enumerate(forms))
-        return Rule(variant, policy, made, _node(item.get("tree"), len(made), 0), float(near), judged)
+        return Rule(variant, policy, made, _node(item.get("tree"), len(made), 0), float(near), judged, known)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 
@@ -394,7 +409,7 @@ def _field(item: Mapping[str, Any], name: str, fits: Callable[[Any], bool], expe
 
 
 def _form(place: int, data: Any) -> Form:
-    if not isinstance(data, dict) or not data:
+    if not isinstance(data, dict):
         raise ValueError(f"forms[{place}]: {_shown(data)}: expected knobs by name")
     return Form(tuple((name, _knob(f"forms[{place}].{name}", value)) for name, value in data.items()))
 
@@ -427,6 +442,10 @@ def _node(data: Any, forms: int, depth: int) -> Node:
     bound = _field(data, "at_most", _is_measure, "a number of 0 or more")
     _parsed(subject)
     return Split(subject, float(bound), None, then, otherwise)
+
+
+def _is_known(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(values, list) for values in value.values())
 
 
 def _is_name(value: Any) -> bool:

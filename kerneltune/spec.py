@@ -216,6 +216,7 @@ class Op:
         free_options: options of which it may serve another value, at the same sizes, where there is none for the case's own.
         unseen_options: options whose value a call without `config=` does not know, such as how tokens fall to groups; it looks up
             their first value. None for all free options.
+        as_called: case -> the case that a call looks up, where more than unseen options tells them apart.
         bands: free axis -> the last size of each band but that of the largest; a config serves sizes of its own band only.
         flops: case -> floating-point operations of one call, for a roofline; None where memory is all that counts.
         inputs: (case, device=…, seed=…) -> inputs by name; on device `meta` without values.
@@ -240,6 +241,7 @@ class Op:
     free_axes: tuple[str, ...] = ()
     free_options: tuple[str, ...] = ()
     unseen_options: tuple[str, ...] | None = None
+    as_called: Callable[[Case], Case] | None = None
     bands: Bands = field(default_factory=lambda: NO_BANDS)
     flops: Callable[[Case], int] | None = None
 
@@ -256,6 +258,8 @@ class Op:
 
     def called(self, case: Case) -> Case:
         """Return the case that a call without `config=` looks up: options that it does not know have their first value."""
+        if self.as_called is not None:
+            return self.as_called(case)
         unseen = self.free_options if self.unseen_options is None else self.unseen_options
         options = tuple((name, self.options[name][0] if name in unseen else value) for name, value in case.options)
         return dataclasses.replace(case, options=options)

@@ -117,6 +117,8 @@ def read(path: Path, op: Op) -> Observed:
         if (head["schema"], head["op"], tuple(head["axes"])) != (SCHEMA, op.name, op.axes):
             raise ValueError(f"{path}:1: header: expected schema {SCHEMA} of {op.name} with the axes {', '.join(op.axes)}")
         columns = [*_FIXED, *op.axes, *head["options"], *head["knobs"]]
+        if not set(head["options"].values()) | set(head["knobs"].values()) <= _TYPES.keys():
+            raise ValueError(f"{path}:1: header: expected options and knobs of {', '.join(_TYPES)}")
         if lines[1].split(",") != columns:
             raise ValueError(f"{path}:2: columns: {lines[1][:80]!r}: expected {','.join(columns)[:80]}")
         runs = tuple({str(name): str(text) for name, text in run.items()} for run in head["runs"])
@@ -127,27 +129,32 @@ def read(path: Path, op: Op) -> Observed:
     rows = []
     for number, row in enumerate(csv.reader(lines[2:]), start=3):
         try:
-            rows.append(_observation(dict(zip(columns, row, strict=True)), op, head, len(runs)))
-        except (ValueError, KeyError) as error:
+            rows.append(_observation(row, op, head, len(runs)))
+        except (ValueError, KeyError, StopIteration) as error:
             raise ValueError(f"{path}:{number}: not an observation: {','.join(row)[:80]!r}") from error
     return Observed(runs, tuple(rows))
 
 
-def _observation(row: Mapping[str, str], op: Op, head: Mapping[str, Any], runs: int) -> Observation:
-    time_us = float(row["time_us"]) if row["time_us"] else None
-    run = int(row["run"])
-    if (time_us is None) == (row["status"] == "ok") or not (time_us is None or 0 < time_us < 1e15) or not 0 <= run < runs:
-        raise ValueError(row["time_us"])
+def _observation(row: Sequence[str], op: Op, head: Mapping[str, Any], runs: int) -> Observation:
+    """Read a row by the places of its cells: a knob may be called as a column is."""
+    cells = iter(row)
+    fixed = {name: next(cells) for name in _FIXED}
+    axes = tuple((axis, int(next(cells))) for axis in op.axes)
+    options = tuple((name, _TYPES[kind](next(cells))) for name, kind in head["options"].items())
+    knobs = [(name, _TYPES[kind], next(cells)) for name, kind in head["knobs"].items()]
+    time_us, run = float(fixed["time_us"]) if fixed["time_us"] else None, int(fixed["run"])
+    if (time_us is None) == (fixed["status"] == "ok") or not (time_us is None or 0 < time_us < 1e15) or not 0 <= run < runs:
+        raise ValueError(fixed["time_us"])
     return Observation(
         run=run,
-        variant=row["variant"],
-        axes=tuple((axis, int(row[axis])) for axis in op.axes),
-        dtype=row["dtype"],
-        quant=row["quant"],
-        options=tuple((name, _TYPES[kind](row[name])) for name, kind in head["options"].items()),
-        policy=row["policy"],
-        knobs=tuple((name, _TYPES[kind](row[name])) for name, kind in head["knobs"].items() if row[name] != ""),
-        status=row["status"],
+        variant=fixed["variant"],
+        axes=axes,
+        dtype=fixed["dtype"],
+        quant=fixed["quant"],
+        options=options,
+        policy=fixed["policy"],
+        knobs=tuple((name, typed(text)) for name, typed, text in knobs if text != ""),
+        status=fixed["status"],
         time_us=time_us,
     )
 

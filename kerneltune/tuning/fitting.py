@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kerneltune.nearness import ranked
-from kerneltune.rule import Form, Leaf, Node, Rule, Split, facts_of
+from kerneltune.rule import Facts, Form, Leaf, Node, Rule, Split, facts_of
 from kerneltune.spec import Case, Op, Variant
 from kerneltune.tuning.transfer import Donor, config_of, followed, forms_of
 
@@ -19,6 +19,8 @@ Times = Mapping[tuple[tuple[str, Any], ...], float | None]
 _Costs = npt.NDArray[np.float64]
 _Expressions = tuple[str, ...]
 
+_DEFAULT = Form(())
+"""The variant's default."""
 UNKNOWN, INVALID, FAILED = 0.25, 0.3, 0.7
 """log time over the best that a config is expected to cost where it was not timed, is not valid, or has no time."""
 _WORST_COUNTS = 0.25
@@ -117,8 +119,8 @@ class Table:
         for donor in donors:
             for form in forms_of(donor, follows):
                 places.setdefault(form, set()).add(shapes[donor[0].axes])
-        self.forms = list(places)
-        self._given_by = [places[form] for form in self.forms]
+        self.forms = [_DEFAULT, *places]
+        self._given_by = [{-1}, *places.values()]
         size = len(self.samples), len(self.forms)
         self.costs, self.known, self.valid = np.full(size, UNKNOWN), np.zeros(size, bool), np.zeros(size, bool)
         for i, sample in enumerate(self.samples):
@@ -132,6 +134,7 @@ class Table:
         return {axes: number for number, axes in enumerate(dict.fromkeys(s.case.axes for s in self.samples))}
 
     def _cost(self, sample: Sample, knobs: Mapping[str, Any]) -> tuple[float, bool, bool]:
+        knobs = knobs or default_knobs(self.variant, sample.case)
         if config_of(self.variant, sample.case, knobs) is None:
             return INVALID, False, False
         key = tuple(knobs.items())
@@ -264,10 +267,17 @@ def grown(table: Table, shape: Shape, without: int | None = None) -> Rule:
     numbers = table.shapes
     rows = np.array([i for i, sample in enumerate(table.samples) if numbers[sample.case.axes] != without], dtype=np.intp)
     node = _Grower(table, rows, table.usable(without), shape).node
-    return Rule(table.variant.name, "cold", tuple(table.forms), node, shape.near)
+    known = _known([facts_of(table.samples[i].case) for i in rows])
+    return Rule(table.variant.name, "cold", tuple(table.forms), node, shape.near, known=known)
 
 
-def chosen(op: Op, variant: Variant, rule: Rule, case: Case, recorded: Sequence[Donor]) -> Mapping[str, Any] | None:
+def _known(facts: Sequence[Facts]) -> dict[str, list[Any]]:
+    """The values of every word among some cases."""
+    words = [{**{name: value for name, value in one.words.items() if name != "dtype"}, "bytes": one.itemsize} for one in facts]
+    return {name: list(dict.fromkeys(one[name] for one in words)) for name in words[0]}
+
+
+def chosen(op: Op, variant: Variant, rule: Rule, case: Case, recorded: Sequence[Donor]) -> Mapping[str, Any]:
     """Return the knobs that a look-up takes for an unrecorded case: near, by the rule, or by default."""
     if rule.near:
         places = [((dict(other.axes), other.dtype, dict(other.options)), (other, knobs)) for other, knobs in recorded]
@@ -276,10 +286,15 @@ def chosen(op: Op, variant: Variant, rule: Rule, case: Case, recorded: Sequence[
             if other.quant == case.quant and moved and apart <= rule.near and config_of(variant, case, knobs) is not None:
                 return dict(knobs)
     for knobs in rule.proposals(facts_of(case)):
-        if config_of(variant, case, knobs) is not None:
-            return knobs
+        if not knobs or config_of(variant, case, knobs) is not None:
+            return knobs or default_knobs(variant, case)
+    return default_knobs(variant, case)
+
+
+def default_knobs(variant: Variant, case: Case) -> dict[str, Any]:
+    """Return the knobs of a variant's default; none for a variant without one."""
     default = variant.default_config(case)
-    return None if default is None else {name: getattr(default, name) for name in default.__dataclass_fields__}
+    return {} if default is None else {name: getattr(default, name) for name in default.__dataclass_fields__}
 
 
 def judged(table: Table, shape: Shape) -> Judgement:
@@ -295,7 +310,7 @@ def judged(table: Table, shape: Shape) -> Judgement:
         others = [(s.case, dict(s.recorded or {})) for _, s in recorded if s.case.axes != axes]
         for i, sample in left_out:
             knobs = chosen(table.op, table.variant, rule, sample.case, others)
-            shares[sample.case] = math.nan if knobs is None else table.share(i, knobs)
+            shares[sample.case] = table.share(i, knobs)
     return Judgement(shares)
 
 

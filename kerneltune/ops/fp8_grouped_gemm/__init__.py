@@ -26,6 +26,7 @@ OPS = (
         options=reference.OPTIONS,
         free_axes=("M", "E"),
         free_options=("scales", "groups", "values"),
+        as_called=reference.as_called,
         inputs=reference.inputs,
         reference=reference.reference,
         compare=reference.compare,

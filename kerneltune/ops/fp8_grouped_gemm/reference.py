@@ -6,12 +6,13 @@ Rows of tokens past the last group are not defined and not compared.
 """
 
 import math
+from dataclasses import replace
 
 import torch
 
 from kerneltune.kernel_lib.agreement import close
 from kerneltune.kernel_lib.arguments import ITEMSIZE
-from kerneltune.kernel_lib.groups import align_groups, aligned_size, aligned_starts, bounds, group_ends
+from kerneltune.kernel_lib.groups import GROUP_ALIGNMENT, align_groups, aligned_size, aligned_starts, bounds, group_ends
 from kerneltune.spec import Case, Inputs, Option, Outputs, Traffic
 
 OPTIONS: dict[str, tuple[Option, ...]] = {
@@ -53,6 +54,16 @@ def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
         "a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b, "exact": exact, "offs": offs, "aligned": aligned,
         "out_dtype": getattr(torch, case.dtype),
     }  # fmt: skip
+
+
+def as_called(case: Case) -> Case:
+    """Return the case that a call looks up: it knows neither scales nor values, and of groups whether they are aligned."""
+    aligned = case.option("product") == "weights" and case.option("groups") == "routed"
+    options = {**dict(case.options), "scales": "rowwise", "values": "normal", "groups": "routed" if aligned else "balanced"}
+    axes = dict(case.axes)
+    if aligned:
+        axes["M"] -= axes["M"] % GROUP_ALIGNMENT
+    return replace(case, axes=tuple(axes.items()), options=tuple(options.items()))
 
 
 def _values(shape: tuple[int, ...], exact: bool, device: str, generator: torch.Generator | None) -> torch.Tensor:

@@ -7,7 +7,7 @@ Source: TransformerEngine's nvte_multi_cast_transpose and ROCm/TransformerEngine
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -226,10 +226,17 @@ def _check_skip(skip: torch.Tensor, xs: Sequence[torch.Tensor], in_place: bool) 
 
 
 def _best(xs: Sequence[torch.Tensor]) -> MultiCastConfig:
-    """The cached config for as many matrices of the first one's shape, or the heuristic one."""
-    axes = (("T", len(xs)), ("M", xs[0].shape[0]), ("N", xs[0].shape[1]))
+    """Return the cached config for as many matrices of the largest sizes, or the heuristic one."""
+    axes = (("T", len(xs)), ("M", max(x.shape[0] for x in xs)), ("N", max(x.shape[1] for x in xs)))
     found: MultiCastConfig = _choose(axes, DTYPE_NAMES[xs[0].dtype], "fp8", _OPTIONS)
     return found
+
+
+def as_called(case: Case) -> Case:
+    """Return the case that a call looks up: matrices of the same sizes, the largest."""
+    sizes = shapes(case) or [(case["M"], case["N"])]
+    axes = (("T", case["T"]), ("M", max(rows for rows, _ in sizes)), ("N", max(columns for _, columns in sizes)))
+    return replace(case, axes=axes, options=_OPTIONS)
 
 
 def shapes(case: Case) -> list[tuple[int, int]]:
@@ -363,6 +370,7 @@ OPS = (
         options={"fp8_format": tuple(FP8_DTYPES), "shapes": ("same", "mixed", "special")},
         free_axes=("T", "M", "N"),
         free_options=("fp8_format", "shapes"),
+        as_called=as_called,
         inputs=inputs,
         reference=reference,
         compare=compare,

@@ -1,0 +1,81 @@
+"""One look-up: what a sweep runs without tuning is what a call without `config=` runs, for every operator."""
+
+import random
+from collections.abc import Iterator
+from functools import cache as cache_
+from typing import Any
+
+import pytest
+
+from kerneltune import cache, device, ops, sweep
+from kerneltune.cache import Chooser, Found
+from kerneltune.files import data_root
+from kerneltune.plan import Options
+from kerneltune.spec import Case, Op
+from kerneltune.tuning.cached import config_for
+
+GPU = "nvidia_h200"
+ALL = {name: op for name, op in ops.load().items() if name != "stream"}
+OPS = {name: op for name, op in ALL.items() if op.variant("optimized").config is not None}
+SWEEPS = data_root("sweeps")
+CASES = 5
+
+
+class _AskedError(Exception):
+    """Raised where a call has its config, so that nothing is launched."""
+
+
+@pytest.fixture(autouse=True)
+def on_an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(device, "current_slug", lambda: GPU)
+    cache.clear()
+    yield
+    cache.clear()
+
+
+@cache_
+def bench() -> dict[str, list[Case]]:
+    """The bench cases of every operator."""
+    found: dict[str, list[Case]] = {}
+    for path in sorted(SWEEPS.glob("*.yaml")):
+        if path.stem != "moe_training":
+            for entry in sweep.load(path, ALL).bench:
+                found.setdefault(entry.op, []).append(entry.case)
+    return found
+
+
+def random_case(op: Op, rng: random.Random) -> Case:
+    """A case of the sweeps with another size of a free axis half of the time, and options and type of any kind."""
+    sizes = dict(rng.choice(bench()[op.name]).axes)
+    if op.free_axes and rng.random() < 0.5:
+        axis = rng.choice(op.free_axes)
+        sizes[axis] = max(1, sizes[axis] * rng.randint(1, 5) // 2)
+    options = tuple((name, rng.choice(offered)) for name, offered in op.options.items())
+    return Case("random", tuple(sizes.items()), rng.choice(op.dtypes), rng.choice(op.quants), options)
+
+
+def called_with(op: Op, case: Case, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The config that a call on inputs without values looks up; None where it looks up none."""
+    answers: list[Any] = []
+    find = Chooser.find
+
+    def asked(self: Chooser, wanted: Case, gpu: str | None = None) -> Found:
+        if self.op != op.name:
+            return find(self, wanted, gpu)
+        answers.append(find(self, wanted, gpu).config)
+        raise _AskedError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Chooser, "find", asked)
+        with pytest.raises(_AskedError):
+            op.variant("optimized").run(op.inputs(case, device="meta"), None)
+    return answers[0]
+
+
+@pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")
+@pytest.mark.parametrize("name", OPS)
+def test_a_sweep_without_tuning_runs_what_a_call_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    op, rng = OPS[name], random.Random(name)
+    variant = op.variant("optimized")
+    for case in (random_case(op, rng) for _ in range(CASES)):
+        assert config_for(op, case, variant, Options()) == called_with(op, case, monkeypatch), case.label
