@@ -85,7 +85,7 @@ def left_out(launches: Sequence[LaunchClass]) -> list[str]:
             if launch.key == other.key and launch.dtypes == other.dtypes:
                 names = launch.sizes.keys() | other.sizes.keys()
                 found |= dict.fromkeys(n for n in sorted(names) if launch.sizes.get(n) != other.sizes.get(n))
-    return list(found)
+    return [name for name in found if "stride" not in name.lower()]
 
 
 def omitted(launch: LaunchClass) -> list[str]:
@@ -93,7 +93,7 @@ def omitted(launch: LaunchClass) -> list[str]:
     tunables = {name for candidate in launch.candidates for name in candidate.config["kwargs"]}
     named = set(launch.keys) | tunables
     plain = [a.name for a in launch.arguments if type(a.value) is int and a.value > 1 and a.name not in named]
-    return [name for name in plain if not name.lower().startswith("stride")]
+    return [name for name in plain if "stride" not in name.lower() and not name.startswith("BLOCK")]
 
 
 def unknown_keys(launch: LaunchClass) -> list[str]:

@@ -113,7 +113,7 @@ class Launch:
     named: dict[str, Any]
     storages: list[torch.Tensor]
     state: "State | None" = None
-    _prepared: dict[int, Callable[[], None]] = field(default_factory=dict)
+    _prepared: dict[int, Callable[[bool], Any]] = field(default_factory=dict)
 
     def run(self, stored: Mapping[str, Any]) -> None:
         """Launch with a config, given as JSON, its pre_hook before it.
@@ -124,10 +124,18 @@ class Launch:
         call = self._prepared.get(id(stored))
         if call is None:
             call = self._prepared[id(stored)] = self._prepare(stored)
-        call()
+        call(False)
 
-    def _prepare(self, stored: Mapping[str, Any]) -> Callable[[], None]:
-        """Return what launches a config."""
+    def compile(self, stored: Mapping[str, Any]) -> str:
+        """Compile a config without launching it; returns its name in Triton's disk cache, empty where it has none.
+
+        Raises:
+            ReplayError: the config has no grid, or cannot be made here.
+        """
+        return str(getattr(self._prepare(stored)(True), "hash", ""))
+
+    def _prepare(self, stored: Mapping[str, Any]) -> Callable[[bool], Any]:
+        """Return what launches a config, or compiles it only where it is told so."""
         captured = self.launch
         autotuner = live_kernel(captured)
         grid = grid_of(captured, stored)
@@ -140,10 +148,10 @@ class Launch:
         options = config.all_kwargs()
         named, hook, run = {**self.named, **options}, config.pre_hook, autotuner.fn.run
 
-        def call() -> None:
+        def call(warmup: bool) -> Any:
             if hook is not None:
                 hook(named)
-            run(*args, grid=grid, warmup=False, **kwargs, **options)
+            return run(*args, grid=grid, warmup=warmup, **kwargs, **options)
 
         return call
 

@@ -96,8 +96,21 @@ def install(
         server = Server(root, autotuning.Config, miss, manifest, missing, portfolio)
         _patch(autotuning, server.make_run, server.made)
         _installed["server"] = server
+        _give_compiled(root, autotuning)
 
     _when_triton_comes(begin)
+
+
+def _give_compiled(root: Path, autotuning: ModuleType) -> None:
+    """Put the compiled kernels of a tuned folder where Triton looks for them."""
+    from kerneltune.adopt.compiled import give
+
+    knobs: Any = getattr(autotuning, "knobs", None)
+    try:
+        if knobs is not None and not knobs.runtime.interpret and knobs.cache.dir:
+            give(root, Path(knobs.cache.dir))
+    except OSError as error:
+        logging.getLogger("kerneltune.adopt").warning("kerneltune: compiled kernels are not used: %s", error)
 
 
 def server() -> Any:

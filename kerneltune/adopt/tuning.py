@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from kerneltune import cache, device, sweep
+from kerneltune.adopt import compiled
 from kerneltune.adopt.folder import LaunchClass
 from kerneltune.adopt.operators import CAPTURED, SWEEP, TUNED, WIDEN, case_of, operator_name, operators, sweep_text, tuned_variant
 from kerneltune.adopt.overview import Capture, read_capture
-from kerneltune.adopt.replay import ReplayError, live_kernel
+from kerneltune.adopt.replay import ReplayError, live_kernel, make_launch
 from kerneltune.adopt.sharing import Tuned, groups_of, portfolio_of
-from kerneltune.adopt.table import MANIFEST, Table, TableKernel, digest_of, path_of, text_of
+from kerneltune.adopt.table import MANIFEST, Table, TableKernel, digest_of, path_of, read_table, text_of
 from kerneltune.files import replace_text
 from kerneltune.plan import Options, Progress, Selection
 from kerneltune.search.loop import times_of
@@ -127,6 +128,7 @@ def tune_capture(
         text = _table(tuned, by_name)
         path = path_of(root, device.current().slug)
         _write(path, text)
+        _keep_compiled(root, tuned, progress)
         return Outcome(path, digest_of(text), tuned, skipped, time.monotonic() - began)
 
 
@@ -258,6 +260,26 @@ def _timing(bench: IsolatedBench, op: Op, policies: Mapping[Case, str]) -> Timin
             return None
 
     return samples
+
+
+def _keep_compiled(root: Path, tuned: Sequence[Tuned], progress: Progress) -> None:
+    """Keep the compiled kernels that serving will launch beside the table; what cannot be kept is compiled there."""
+    table = read_table(root, device.current().slug)
+    assert table is not None  # it has just been written
+    by_name = {(kernel.module, kernel.name, kernel.configs): kernel for kernel in table.kernels}
+    hashes = []
+    for one in tuned:
+        launch = one.launch
+        group = by_name[launch.kernel.module, launch.kernel.name, launch.configs].group(launch.key, launch.dtypes)
+        if group is not None:
+            config = group.nearest(launch.sizes).configs[0]
+            hashes.append(make_launch(launch, root, "meta", 0).compile(config))
+    from triton import knobs
+
+    try:
+        compiled.keep(root, filter(None, hashes), Path(knobs.cache.dir))
+    except OSError as error:
+        progress.note(f"compiled kernels are not kept: {error}")
 
 
 def _write(path: Path, text: str) -> None:

@@ -123,6 +123,6 @@ def table_of(capture: "Capture") -> tuple[tuple[str, ...], list[tuple[str, ...]]
         out = [*(f"{name}*" for name in varying), *(name for name in omitted(first) if name not in varying)]
         count = sum(capture.count(launch).launches for launch in launches)
         key = " ".join(first.keys) or "-"
-        cells = (str(len(launches)), str(count), f"{100 * share:.1f}", str(first.list_size), key, " ".join(out[:8]) or "-")
+        cells = (str(len(launches)), str(count), f"{100 * share:.1f}", str(first.list_size), key, " ".join(out[:4]) or "-")
         rows.append((first.kernel.name, *cells))
     return head, rows

@@ -1,0 +1,97 @@
+"""The commands: what they print, and bad input in one line."""
+
+import json
+from pathlib import Path
+
+import pytest
+from adopted import author_configs, captured, kernel_of, of_kernel, write_table
+from typer.testing import CliRunner, Result
+
+from kerneltune.adopt.folder import CLASSES, META
+from kerneltune.cli import app
+
+
+def run(*arguments: str | Path) -> Result:
+    """Run a command in this process."""
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_list_shows_kernels_with_what_their_keys_leave_out(tmp_path: Path) -> None:
+    captured(tmp_path, (4, 96), (8, 96))
+    lines = run("adopt", "list", tmp_path).stdout.splitlines()
+    assert lines[0].split() == ["kernel", "classes", "launches", "time", "%", "configs", "key", "key", "leaves", "out"]
+    sums = next(line.split() for line in lines if line.startswith("row_sum"))
+    assert [*sums[:3], *sums[4:7]] == ["row_sum", "2", "2", "6", "N", "M*"]
+
+
+def test_list_of_a_folder_that_is_no_capture_says_so(tmp_path: Path) -> None:
+    result = run("adopt", "list", tmp_path)
+    assert result.exit_code == 2
+    assert result.stderr == f"error: {tmp_path}: no capture: expected a folder that `kerneltune capture` wrote\n"
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"format": 9}, "ValueError: format: 9: expected 1"),
+        ({"arguments": 3}, "ValueError: arguments: 3: expected list"),
+        ({"candidates": [{"config": {}, "grid": None, "is_author": True}]}, "KeyError: 'kwargs'"),
+        ({"digest": "x"}, "ValueError: digest: 'x': expected"),
+    ],
+)
+def test_list_skips_a_damaged_class_with_one_line(tmp_path: Path, change: dict[str, object], text: str) -> None:
+    captured(tmp_path, pattern="row_sum")
+    (path,) = (tmp_path / CLASSES).glob(f"*/{META}")
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    result = run("adopt", "list", tmp_path)
+    assert result.exit_code == 0
+    assert f"skipped {path}: {text}" in result.stderr.replace("\n", " ")
+
+
+def test_lint_reports_keys_and_configs_that_never_win(tmp_path: Path) -> None:
+    launches = of_kernel(captured(tmp_path, (4, 96), (8, 96)), "row_sum")
+    write_table(tmp_path, kernel_of(launches, author_configs(launches[0])))
+    result = run("adopt", "lint", tmp_path)
+    assert result.exit_code == 1
+    assert "two_kernels.row_sum: key omits sizes that differ between captured launches: M, x_ptr.0, y_ptr.0" in result.stdout
+    assert "two_kernels.row_sum: 5 of 6 configs never win in 2 classes: BLOCK=64; BLOCK=128 num_warps=2" in result.stdout
+
+
+def test_lint_reports_results_that_change_with_the_config(tmp_path: Path) -> None:
+    launch = of_kernel(captured(tmp_path), "row_sum")[0]
+    store = tmp_path / "results" / "runs" / "trials" / "gpu" / "row_sum.jsonl"
+    store.parent.mkdir(parents=True)
+    row = {"status": "wrong", "options": {"launch": launch.digest}, "config": {"BLOCK": 64}, "detail": "y_ptr: differs by 1e-2"}
+    store.write_text(json.dumps(row) + "\nbroken")
+    assert "1 configs disagree with the author's first: {'BLOCK': 64}: y_ptr: differs" in run("adopt", "lint", tmp_path).stdout
+
+
+def test_tune_of_a_capture_without_a_gpu_says_so(tmp_path: Path) -> None:
+    captured(tmp_path)
+    result = run("tune", tmp_path)
+    assert (result.exit_code, result.stderr) == (2, "error: tune needs a GPU: in the interpreter nothing can be timed\n")
+
+
+def test_serve_of_a_folder_that_is_not_tuned_says_so(tmp_path: Path) -> None:
+    result = run("serve", "--configs", tmp_path, "--", "true")
+    assert result.exit_code == 2
+    assert f"{tmp_path}: no tuned configs: run `kerneltune tune {tmp_path}` first" in result.stderr
+
+
+def test_capture_of_a_program_that_is_not_there_says_so(tmp_path: Path) -> None:
+    result = run("capture", "--out", tmp_path, "--", "no-such-program")
+    assert (result.exit_code, result.stderr) == (2, "error: program: 'no-such-program': No such file or directory\n")
+
+
+def test_captured_kernels_are_operators_of_the_other_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kerneltune.adopt.operators import SWEEP, operators, sweep_text
+    from kerneltune.adopt.tuning import captured_as_operators
+
+    monkeypatch.setenv("KERNELTUNE_PLUGINS", "")
+    capture = captured(tmp_path, pattern="row_sum")
+    with captured_as_operators(tmp_path, False):
+        (tmp_path / SWEEP).write_text(sweep_text(capture.classes, operators()))
+        result = run("--captured", tmp_path, "sweep", tmp_path / SWEEP, "--results", tmp_path / "results")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("checked, not timed") == 2
+    assert "two_kernels.row_sum-" in result.stdout

@@ -1,0 +1,40 @@
+"""Compiled kernels beside a table: copied whole, with the paths of where they lie now."""
+
+import json
+from pathlib import Path
+
+from kerneltune.adopt.compiled import FOLDER, give, keep
+
+
+def entry(cache: Path, name: str) -> Path:
+    """Write an entry as Triton's disk cache has them."""
+    folder = cache / name
+    folder.mkdir(parents=True)
+    (folder / "k.cubin").write_bytes(b"\x7fELF")
+    (folder / "lock").write_text("")
+    (folder / "__grp__k.json").write_text(json.dumps({"child_paths": {"k.cubin": str(folder / "k.cubin")}}))
+    return folder
+
+
+def test_compiled_kernels_reach_an_empty_cache_with_their_new_paths(tmp_path: Path) -> None:
+    entry(tmp_path / "old", "ABC")
+    assert keep(tmp_path / "tuned", ["ABC", "GONE"], tmp_path / "old") == 1
+    assert give(tmp_path / "tuned", tmp_path / "new") == 1
+    found = tmp_path / "new" / "ABC"
+    assert json.loads((found / "__grp__k.json").read_text()) == {"child_paths": {"k.cubin": str(found / "k.cubin")}}
+    assert sorted(file.name for file in found.iterdir()) == ["__grp__k.json", "k.cubin"]
+    assert (found / "k.cubin").read_bytes() == b"\x7fELF"
+
+
+def test_compiled_kernels_that_the_cache_has_stay(tmp_path: Path) -> None:
+    entry(tmp_path / "old", "ABC")
+    keep(tmp_path / "tuned", ["ABC"], tmp_path / "old")
+    there = entry(tmp_path / "new", "ABC")
+    (there / "k.cubin").write_bytes(b"another")
+    assert give(tmp_path / "tuned", tmp_path / "new") == 0
+    assert (there / "k.cubin").read_bytes() == b"another"
+
+
+def test_compiled_kernels_of_a_folder_without_any_are_none(tmp_path: Path) -> None:
+    assert give(tmp_path, tmp_path / "new") == 0
+    assert not (tmp_path / FOLDER).exists()
