@@ -113,7 +113,7 @@ def test_a_report_of_a_results_folder_shows_its_curves_unless_cases_are_selected
     save(tmp_path / "nvidia_h200" / "curves" / "long.csv", long(60))
     report, shown = tmp_path / "report.html", '"title":"Long"'
     assert run("--results", tmp_path, "-o", report).exit_code == 0
-    assert shown in report.read_text()
+    assert "training curves" in report.read_text() and shown in (tmp_path / "report_training.html").read_text()
     assert run("--results", tmp_path, "-o", report, "--op", "rmsnorm_fwd").exit_code == 0
     assert shown not in report.read_text()
     assert run(tmp_path / "nvidia_h200" / "rmsnorm.jsonl", "--results", tmp_path, "-o", report).exit_code == 0
@@ -136,7 +136,10 @@ def test_pictures_and_markdown_of_curves_alone(tmp_path: Path) -> None:
 def test_pictures_do_not_replace_each_other(tmp_path: Path) -> None:
     first, second = (written(tmp_path / name, GOOD) for name in "ab" if not (tmp_path / name).mkdir())
     result = run(first, second, "--svg", tmp_path)
-    assert (result.exit_code, result.stderr) == (2, f"error: {second}: 'small': expected a file name that no other picture has\n")
+    assert (result.exit_code, result.stderr) == (
+        2,
+        "error: b/small.csv: 'small': expected a file name that no other picture has\n",
+    )
     assert not list(tmp_path.glob("*.svg"))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from literal_records import changed
 from typer.testing import CliRunner, Result
 
 from kerneltune.cli import app
@@ -87,7 +88,7 @@ def run(*arguments: str | Path) -> Result:
 
 
 def test_cases_hold_their_records_by_variant_and_the_fullest_dtype_is_first() -> None:
-    shown = payload(Sources([record(dtype="float16"), *experts()], ("baseline", "optimized"), flops={record().key: 7}))
+    shown = payload(Sources([record(dtype="float16"), *[changed(r, flops=7) for r in experts()]], ("baseline", "optimized")))
     assert [case["dtype"] for case in shown["cases"]] == ["bfloat16"] * 4 + ["float16"]
     first = shown["cases"][0]
     assert (first["bytes"], first["ceiling"], first["flops"], first["peak"]) == (200_000_000, 4000.0, 7, 989.4)
@@ -99,8 +100,10 @@ def test_cases_hold_their_records_by_variant_and_the_fullest_dtype_is_first() ->
 def test_pair_is_as_asked_else_baseline_and_optimized_else_first_and_last() -> None:
     rows = [record(variant=name) for name in ("old", "new", "liger")]
     assert default_pair(experts()) == ("baseline", "optimized")
-    assert default_pair(rows, frozenset({("scale", "liger")})) == ("old", "new")
-    assert default_pair(rows, frozenset(), "new", "liger") == ("new", "liger")
+    peers = [changed(row, role="peer") if row.variant == "liger" else row for row in rows]
+    assert default_pair(peers) == ("best-peer", "old")
+    assert default_pair([*peers, *(record(variant="new", axes={"N": n}) for n in (1, 2))]) == ("old", "new")
+    assert default_pair(rows, "new", "liger") == ("new", "liger")
     with pytest.raises(ValueError, match=r"^b: 'newer': expected one of old, new, liger; did you mean new\?$"):
         default_pair(rows, b="newer")
 
@@ -160,13 +163,64 @@ def test_command_writes_the_page_of_the_recorded_results(tmp_path: Path, monkeyp
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
 
 
-def test_records_with_the_axes_of_another_operator_are_shown_without_a_roofline(tmp_path: Path) -> None:
-    rows = tmp_path / "strange.jsonl"
-    append(rows, [record(op="fp16_gemm", axes={"M": 8}), record(op="fp16_gemm", axes={"N": 8, "M": 8, "K": 8})])
-    result = run("report", rows, "--results", tmp_path, "-o", tmp_path / "x.html")
-    assert result.exit_code == 0, result.stderr
-    notes = [line for line in result.stderr.splitlines() if "no roofline" in line]
-    assert notes == ["fp16_gemm with M, not N, M, K: of another version or operator; no roofline"]
+def test_shares_are_of_the_peak_where_arithmetic_bounds_a_case() -> None:
+    """1e12 operations in 1 ms are 1000 TFLOP/s: half of the fp8 peak of an H200, and above the one of bfloat16."""
+    big = {"flops": 10**12, "pct_ceiling": 5.0, "gbps": 100.0, "ceiling_gbps": 4000.0}
+    rows = [record(1000.0, quant="fp8", **big), record(10.0, flops=10, pct_ceiling=50.0)]
+    first, second = payload(Sources(rows, ("baseline", "baseline")))["cases"]
+    assert (first["bound"], first["peak"], round(first["of"]["baseline"]["pct"], 1)) == ("peak", 1978.9, 50.5)
+    assert (second["bound"], second["of"]["baseline"]["pct"]) == ("ceiling", 50.0)
+
+
+def test_looks_are_of_the_name_alone() -> None:
+    one = payload(Sources([record(variant=name) for name in ("baseline", "quack", "mine")], ("baseline", "mine")))
+    other = payload(Sources([record(variant=name) for name in ("mine", "optimized", "quack")], ("quack", "mine")))
+    assert one["looks"]["mine"] == other["looks"]["mine"] and one["looks"]["quack"] == other["looks"]["quack"]
+    assert len({*map(tuple, one["looks"].values()), *map(tuple, other["looks"].values())}) == 4
+
+
+def test_pages_say_nothing_of_this_machine() -> None:
+    odd = record(None, status="failed", reason="see /home/me/kernels/a.py:3, and /srv/x/log.txt; 1/2 of a/b", variant="optimized")
+    text = page(payload(Sources([record(), odd], ("baseline", "optimized"), command="kerneltune report /home/me/r.jsonl")))
+    assert "/home/" not in text and "/srv/" not in text and "see a.py:3, and log.txt; 1/2 of a/b" in text
+    assert "kerneltune report r.jsonl" in text
+
+
+def test_cases_that_find_no_room_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "MOST_RECORDS", 5)
+    shown = payload(Sources(experts(), ("baseline", "optimized")))
+    assert len(shown["cases"]) == 2
+    assert shown["remark"] == "3 of 5 cases are left out to keep this page small: --op, --dtype, --quant select others"
+
+
+def test_several_families_are_an_index_and_a_page_each(tmp_path: Path) -> None:
+    files = sorted(RECORDED.parent.glob("fp8_t*.jsonl"))
+    result = run("report", *files, "--results", tmp_path, "-o", tmp_path / "x.html")
+    assert result.exit_code == 0, result.output
+    assert sorted(path.name for path in tmp_path.glob("*.html")) == ["x.html", "x_fp8_tensorwise.html", "x_fp8_transpose.html"]
+    listed = (tmp_path / "x.html").read_text()
+    assert '<a href="x_fp8_tensorwise.html">fp8_tensorwise</a>' in listed and "<script" not in listed
+    assert '<a href="x.html" aria-label="All families">' in (tmp_path / "x_fp8_transpose.html").read_text()
+    assert all(path.stat().st_size < MOST_BYTES for path in tmp_path.glob("*.html"))
+
+
+def test_a_family_never_decides_where_files_are_written(tmp_path: Path) -> None:
+    rows, out = tmp_path / "in" / "a.jsonl", tmp_path / "out"
+    append(rows, [record(family="../../escaped"), record(family="/abs", axes={"N": 8}), record(family="...", axes={"N": 9})])
+    for arguments in (("-o", out / "r.html"), ("--svg", out)):
+        result = run("report", rows, "--results", tmp_path, *arguments)
+        assert result.exit_code == 0, result.output
+    written = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+    assert all(name.startswith(("in/", "out/")) and "/" not in name[4:] for name in written)
+    assert {"out/r_escaped.html", "out/r_abs.html", "out/r_family.html", "out/escaped_bandwidth.svg"} <= written
+
+
+def test_markdown_is_printed_where_the_file_is_a_dash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    append(tmp_path / "a.jsonl", experts())
+    result = run("report", "a.jsonl", "--results", tmp_path, "--markdown", "-")
+    assert result.exit_code == 0 and result.stdout.startswith("### scale: baseline (A) against optimized (B)")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
 def test_command_names_what_is_wrong(tmp_path: Path) -> None:
@@ -178,7 +232,7 @@ def test_command_names_what_is_wrong(tmp_path: Path) -> None:
     assert (
         run("report", RECORDED, "--a", "fast")
         .stderr.splitlines()[-1]
-        .startswith("error: a: 'fast': expected one of baseline, pr593, optimized")
+        .startswith("error: a: 'fast': expected one of best-peer, baseline, pr593, optimized")
     )
     (tmp_path / "file").write_text("")
     assert run("report", RECORDED, "-o", tmp_path / "file" / "x.html").stderr.splitlines()[-1].startswith("error: cannot write ")
@@ -190,10 +244,10 @@ def test_markdown_has_the_table_its_source_and_its_pictures(tmp_path: Path) -> N
     result = run("report", rows, "--results", tmp_path, "--markdown", tmp_path / "pr.md", "--svg", tmp_path / "pictures")
     assert result.exit_code == 0, result.output
     lines = (tmp_path / "pr.md").read_text().splitlines()
-    assert lines[0] == "### baseline (A) against optimized (B)"
-    assert lines[2].startswith("NVIDIA H200, driver 570, torch 2.13, triton 3.7, commit abc, 2026-")
+    assert lines[0] == "### scale: baseline (A) against optimized (B)"
+    assert any(line.startswith("- NVIDIA H200, driver 570, torch 2.13, triton 3.7, commit abc, 2026-") for line in lines)
     (row,) = (line for line in lines if line.startswith("| scale | bfloat16 | none | 4 | 256 |"))
-    assert row.startswith("| scale | bfloat16 | none | 4 | 256 | 40.00 | 20.00 | 5000 | 10000 |") and " 2.00x | + |" in row
+    assert row.startswith("| scale | bfloat16 | none | 4 | 256 | 40.00 | 20.00 | 2.00x | + | 5000 | 10000 |")
     assert lines[-3:] == [f"![scale {name}](pictures/scale_{name}.svg)" for name in ("ceiling", "peers", "bandwidth")]
     assert not (tmp_path / "report.html").exists()
 
@@ -202,8 +256,11 @@ def test_markdown_has_a_table_for_every_family(tmp_path: Path) -> None:
     result = run("report", *sorted(RECORDED.parent.glob("fp8_t*.jsonl")), "--markdown", tmp_path / "pr.md")
     assert result.exit_code == 0, result.output
     lines = (tmp_path / "pr.md").read_text().splitlines()
-    heads = [f"### {family}: baseline (A) against optimized (B)" for family in ("fp8_tensorwise", "fp8_transpose")]
-    assert [line for line in lines if line.startswith("###")] == heads
+    heads = [line for line in lines if line.startswith("###")]
+    assert heads == [
+        "### fp8_tensorwise: baseline (A) against optimized (B)",
+        "### fp8_transpose: baseline (A) against optimized (B)",
+    ]
     columns = [line for line in lines if line.startswith("| kind")]
     assert ["layout" in line for line in columns] == [True, False]
 
@@ -226,11 +283,10 @@ def browser() -> Iterator[Any]:
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page of recorded rows, experts, searches, a record with flops, and training curves."""
     rows = [*load(RECORDED), *experts()]
-    flops = {r.key: 10**9 for r in rows if r.op == "scale"}
+    rows = [changed(r, flops=10**9) if r.op == "scale" else r for r in rows]
     searches = [trial(float(50 - i), 2 ** (i % 4), quant=quant) for quant in ("none", "fp8") for i in range(40)]
-    peers = frozenset(("rmsnorm_fwd", name) for name in ("eager", "compile", "max-autotune", "liger"))
     curves = {"losses.csv": load_curves(RECORDED.parent / "curves" / "moe_learning.csv")}
-    sources = Sources(rows, ("baseline", "optimized"), searches, {}, peers, flops, "kerneltune report", ["a.jsonl"], curves)
+    sources = Sources(rows, ("baseline", "optimized"), searches, {}, "kerneltune report", ["a.jsonl"], curves)
     path = tmp_path_factory.mktemp("page") / "report.html"
     path.write_text(page(payload(sources)), encoding="utf-8")
     return path
@@ -250,6 +306,7 @@ def test_browser_shows_it_without_errors_requests_or_sideways_scrolling(
     window.on("request", lambda request: asked.append(request.url))
     window.goto(shown.as_uri())
     window.wait_for_selector("#untimed")
+    window.evaluate("document.querySelectorAll('details.more').forEach((part) => { part.open = true; })")
     window.wait_for_selector("#landscape figure svg")
     assert said == []
     assert asked == [shown.as_uri()]
@@ -317,6 +374,7 @@ def test_browser_calls_cases_what_every_table_calls_them(browser: Any, tmp_path:
     lines = [line.split("\t") for line in window.locator("#table tbody tr").all_inner_texts()]
     shown = [(cells[0], cells[3], cells[4]) for cells in lines]
     assert shown == [(name.kind, name.settings, name.shape) for name in case_names(rows)]
+    window.evaluate("document.querySelectorAll('details.more').forEach((part) => { part.open = true; })")
     titles = window.locator("#bandwidth h3").all_inner_texts()
     assert titles == [name.title for name in case_names(rows)]
     window.select_option("#filter-op", "scale_rows")

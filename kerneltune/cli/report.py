@@ -1,20 +1,22 @@
-"""`kerneltune report`: one HTML page of records, searches, configs and curves; pictures and Markdown for a pull request."""
+"""`kerneltune report`: HTML pages of records, searches, configs and curves; pictures and Markdown for a pull request."""
 
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kerneltune.cli import options as o
-from kerneltune.cli.console import note, write
-from kerneltune.cli.files import curve_files, record_files
+from kerneltune.cli.console import deliver, note, write
+from kerneltune.cli.files import curve_files, record_files, with_roles
 
 if TYPE_CHECKING:
     from kerneltune.cache import Entry
-    from kerneltune.records import Key, Record
+    from kerneltune.curves import Curves
+    from kerneltune.records import Record
     from kerneltune.reporting.payload import Sources
 
 _PAGE = Path("report.html")
@@ -28,14 +30,15 @@ def command(
         typer.Argument(metavar="[FILE]...", help="Records, or curves (.csv); those of this GPU if none."),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="The page; report.html if not given.")
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="The page, or the index of several; report.html if not given."),
     ] = None,
     a: Annotated[str | None, typer.Option("--a", metavar="NAME", help="The variant or peer that is A at first.")] = None,
     b: Annotated[str | None, typer.Option("--b", metavar="NAME", help="The variant or peer that is B at first.")] = None,
     png: Annotated[Path | None, typer.Option("--png", metavar="DIR", help="Write the main charts as PNG instead.")] = None,
     svg: Annotated[Path | None, typer.Option("--svg", metavar="DIR", help="Write the main charts as SVG instead.")] = None,
     markdown: Annotated[
-        Path | None, typer.Option("--markdown", metavar="FILE", help="Write the A/B tables as Markdown instead.")
+        Path | None, typer.Option("--markdown", metavar="FILE", help="Write the A/B tables as Markdown instead; - prints them.")
     ] = None,
     op: o.OpNames = None,
     dtype: o.Dtypes = None,
@@ -43,9 +46,10 @@ def command(
     configs: o.Configs = None,
     results: o.Results = None,
 ) -> None:
-    """Write one HTML page that needs no network: A against B, ceiling, peers, bandwidth, scaling, tuning, training curves.
+    """Write HTML pages that need no network: A against B, shares of the ceiling, peers, bandwidth, tuning, training curves.
 
-    The page is written unless pictures or Markdown are asked for; with -o it is written as well.
+    One family is one page; several are an index and a page each beside it. A is the fastest peer of every case unless it is
+    named. Pages are written unless pictures or Markdown are asked for; with -o they are written as well.
     """
     paths = files or [*record_files(results), *([] if op or dtype or quant else curve_files(results))]
     sources = _sources(paths, op, dtype, quant, (a, b), configs, results)
@@ -56,15 +60,27 @@ def command(
                 write(folder / f"{name}.{suffix}", content)
                 pictures.append(folder / f"{name}.{suffix}")
     if markdown is not None:
-        write(markdown, _markdown(sources, pictures, markdown.parent))
+        is_printed = str(markdown) == "-"
+        text = _markdown(sources, pictures, Path() if is_printed else markdown.parent)
+        deliver(text, None if is_printed else markdown)
     if output is not None or not (png or svg or markdown):
-        from kerneltune.reporting.page import page
-        from kerneltune.reporting.payload import payload
+        for path, text in _pages(sources, output or _PAGE).items():
+            write(path, text)
+            if len(text.encode()) > _LARGE:
+                note(f"{path} has {len(text.encode()) / 1e6:.1f} MB; --op, --dtype and --quant make it smaller")
 
-        content = page(payload(sources)).encode()
-        write(output or _PAGE, content)
-        if len(content) > _LARGE:
-            note(f"the page has {len(content) / 1e6:.1f} MB; --op, --dtype and --quant make it smaller")
+
+def _pages(sources: "Sources", path: Path) -> dict[Path, str]:
+    """Return path -> page: one of a family or of curves, else an index and a page for each beside it."""
+    from kerneltune.reporting.page import index_page, page
+    from kerneltune.reporting.payload import apart, index, payload
+
+    parts = apart(sources)
+    if len(parts) <= 1:
+        return {path: page(payload(sources))}
+    names = {name: path.with_name(f"{path.stem}_{name}{path.suffix}") for name in parts}
+    listed = index(sources, {name: (part, names[name].name) for name, part in parts.items()})
+    return {path: index_page(listed), **{names[name]: page(payload(part), path.name) for name, part in parts.items()}}
 
 
 def _pictures(sources: "Sources", suffix: str) -> dict[str, bytes]:
@@ -73,11 +89,12 @@ def _pictures(sources: "Sources", suffix: str) -> dict[str, bytes]:
     Raises:
         ValueError: nothing to draw, no matplotlib, or two pictures of one name.
     """
+    from kerneltune.device import slug
     from kerneltune.reporting.pictures import draw, draw_curves
 
     found = draw(sources.records, sources.pair, suffix) if sources.records else {}
     for file, curves in sources.curves.items():
-        name = Path(file).stem
+        name = slug(Path(file).stem)
         if name in found:
             raise ValueError(f"{file}: {name!r}: expected a file name that no other picture has")
         found[name] = draw_curves(curves, suffix)
@@ -93,25 +110,28 @@ def _sources(
     configs: Path | None,
     results: Path | None,
 ) -> "Sources":
-    """The selected records, what the operators, the trial stores and the config cache know about them, and the curves."""
+    """Return the selected records, what trial stores and the config cache know about them, and the curves."""
     from kerneltune import curves
     from kerneltune.records import load
+    from kerneltune.reporting.naming import by_family
     from kerneltune.reporting.payload import Sources, default_pair
     from kerneltune.search.trials import history
-    from kerneltune.spec import parts_of
+    from kerneltune.workloads import own_tables
 
-    of_curves = {_short(path): curves.load(path) for path in paths if path.suffix == _CURVES}
+    of_curves: dict[str, Curves] = {}
+    for path in paths:
+        if path.suffix == _CURVES:
+            name = _short(path)
+            of_curves[name if name not in of_curves else f"{path.parent.name}/{name}"] = curves.load(path)
     records = [record for path in paths if path.suffix != _CURVES for record in load(path)]
     for name, wanted in (("op", op), ("dtype", dtype), ("quant", quant)):
         taken = o.chosen(name, wanted, [getattr(record, name) for record in records])
         records = [record for record in records if getattr(record, name) in taken]
     if not records and len(of_curves) < len(paths):
         raise ValueError(f"no records to report in {', '.join(map(str, paths))}")
-    known_ops = o.load_ops()
-    present = [known_ops[name] for name in dict.fromkeys(record.op for record in records) if name in known_ops]
-    peers = frozenset((op.name, variant.name) for op in present for variant in op.variants if variant.is_peer)
-    parts = parts_of(present)
-    records = [record for record in records if (record.op, record.variant) not in parts]
+    everything = with_roles(records)
+    own = {family: own_tables(members) for family, members in by_family(everything).items()}
+    records = [record for record in everything if record.role != "part"]
     stores = _stores(records, results)
     if records and not stores:
         note("no trial store beside these records: the page shows what the config cache says of the tuning")
@@ -119,9 +139,8 @@ def _sources(
         records=records,
         trials=[row for path in stores for row in history(path)],
         entries=_entries(records, configs),
-        peers=peers,
-        flops=_flops(records),
-        pair=default_pair(records, peers, *pair) if records else ("", ""),
+        own=own,
+        pair=default_pair(records, *pair) if records else ("", ""),
         command=" ".join(["kerneltune", *sys.argv[1:]]),
         files=[_short(path) for path in paths],
         curves=of_curves,
@@ -129,30 +148,9 @@ def _sources(
 
 
 def _short(path: Path) -> str:
-    """The path from here, where it lies below."""
+    """Return the path from here, where it lies below, else the file's name: pages say nothing of this machine."""
     whole = path.absolute()
-    return str(whole.relative_to(Path.cwd()) if whole.is_relative_to(Path.cwd()) else path)
-
-
-def _flops(records: "Sequence[Record]") -> "dict[Key, int]":
-    """Floating-point operations of the records' keys, where the operator states them and the axes and options are its own."""
-    from kerneltune.spec import Case
-
-    known = o.load_ops()
-    found: dict[Key, int] = {}
-    strange: dict[str, None] = {}
-    for r in records:
-        op = known.get(r.op)
-        if op is None or op.flops is None:
-            continue
-        if tuple(r.axes) != op.axes or r.options.keys() != op.options.keys():
-            given, expected = (", ".join(names) for names in ([*r.axes, *r.options], [*op.axes, *op.options]))
-            strange[f"{r.op} with {given}, not {expected}: of another version or operator; no roofline"] = None
-            continue
-        found[r.key] = op.flops(Case(r.case, tuple(r.axes.items()), r.dtype, r.quant, tuple(r.options.items())))
-    for text in strange:
-        note(text)
-    return found
+    return str(whole.relative_to(Path.cwd()) if whole.is_relative_to(Path.cwd()) else path.name)
 
 
 def _stores(records: "Sequence[Record]", results: Path | None) -> list[Path]:
@@ -177,23 +175,26 @@ def _entries(records: "Sequence[Record]", configs: Path | None) -> "dict[str, li
 
 
 def _markdown(sources: "Sources", pictures: Sequence[Path], folder: Path) -> str:
-    """The A/B table of every family and where its numbers come from, the final losses, and the pictures that lie beside it."""
-    from kerneltune.reporting.naming import by_family, source
-    from kerneltune.reporting.tables import ab_rows, ab_table, curves_table
+    """Return the A/B table of every family, the tables of workloads, the final losses, and the pictures that lie beside it."""
+    from kerneltune.records import newest
+    from kerneltune.reporting.naming import by_family
+    from kerneltune.reporting.tables import BEST_PEER, ab_rows, ab_table, best_peers, curves_table
 
     a, b = sources.pair
-    families = by_family(sources.records)
-    tables = {f: ab_rows(*([r for r in members if r.variant == name] for name in (a, b))) for f, members in families.items()}
-    if any(tables.values()):
-        tables = {family: rows for family, rows in tables.items() if rows}
     lines = []
-    for family, rows in tables.items():
-        of = f"{family}: " if len(tables) > 1 else ""
-        whence = source([side for row in rows for side in (row.a, row.b)] or families[family])
-        lines += [f"### {of}{a} (A) against {b} (B)", "", f"{whence}. `{sources.command}`", "", ab_table(rows, a, b).markdown()]
+    for family, members in by_family(sources.records).items():
+        rows = ab_rows(best_peers(newest(members)) if a == BEST_PEER else _of(members, a), _of(members, b))
+        if rows:
+            lines += [f"### {family}: {a} (A) against {b} (B)", "", ab_table(rows, a, b).markdown()]
+        for table in sources.own.get(family, ()):
+            lines += [f"### {family}{': ' if table.title else ''}{table.title}", "", replace(table, title="").markdown()]
     for file, curves in sources.curves.items():
         lines += [f"### {curves.title}", "", f"{curves.source}. Losses in `{file}`.", "", curves_table(curves).markdown()]
     for path in {path.stem: path for path in pictures}.values():
         beside = Path(os.path.relpath(str(path), str(folder))).as_posix()
         lines.append(f"![{path.stem.replace('_', ' ')}]({beside})")
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _of(records: "Sequence[Record]", variant: str) -> "list[Record]":
+    return [record for record in records if record.variant == variant]

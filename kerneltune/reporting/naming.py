@@ -3,6 +3,7 @@
 Pure; does not lay anything out. Imports the standard library, cells, spec and records.
 """
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os.path import commonprefix
@@ -86,3 +87,21 @@ def source(records: Sequence[Record]) -> str:
     shown = [f"{word}{' and '.join(dict.fromkeys(getattr(r, name) for r in records))}" for word, name in parts]
     days = sorted({record.date[:10] for record in records})
     return ", ".join([*shown, " to ".join(dict.fromkeys((days[0], days[-1])))])
+
+
+HUES = 8
+"""Colours of a chart, and symbols; the page's style and `pictures` hold one of each per number."""
+_GREY, _OURS = 0, 2
+_REST = tuple(hue for hue in range(HUES) if hue not in (_GREY, _OURS))
+_USUAL = (
+    "pr593", "eager", "compile", "max-autotune", "liger", "quack", "torchao", "scaled_mm", "torch", "torch_bf16", "tinygemm",
+    "humming", "staged", "splitk", "streamk", "dequantised", "torchao_rowwise", "rowwise", "tensorwise", "delayed",
+)  # fmt: skip
+
+
+def look(variant: str) -> tuple[int, int]:
+    """Return colour and symbol of a variant, by its name alone: the same in every chart and on every page."""
+    if variant in ("baseline", "optimized"):
+        return (_GREY, 0) if variant == "baseline" else (_OURS, 2)
+    place = _USUAL.index(variant) if variant in _USUAL else int(hashlib.sha256(variant.encode()).hexdigest(), 16)
+    return _REST[place % len(_REST)], (place + place // len(_REST) + 3) % HUES

@@ -13,17 +13,29 @@ import jinja2
 _SCRIPTS = ("vendor/d3.min.js", "vendor/plot.umd.min.js", "figures.js", "charts.js", "table.js", "curves.js", "app.js")
 
 
-def page(payload: Mapping[str, Any]) -> str:
-    """The page that shows `payload`, as `data.payload` makes it."""
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    return environment.from_string(_asset("page.html.j2")).render(
+def page(payload: Mapping[str, Any], index: str = "") -> str:
+    """Return the page that shows `payload`, as `payload.payload` makes it; index: the page that lists all of them."""
+    return _rendered(
+        "page.html.j2",
+        index=index,
         title=payload["title"],
         facts=payload["facts"],
         remark=payload["remark"],
         style=_asset("style.css"),
         scripts=[_asset(name) for name in _SCRIPTS],
-        data=_embedded(payload),
+        own=payload["own"],
+        data=_embedded({name: value for name, value in payload.items() if name != "own"}),
     )
+
+
+def index_page(contents: Mapping[str, Any]) -> str:
+    """Return the page that lists family pages, as `payload.index` makes it; it has no scripts."""
+    return _rendered("index.html.j2", style=_asset("style.css"), **contents)
+
+
+def _rendered(template: str, **values: Any) -> str:
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    return environment.from_string(_asset(template)).render(**values)
 
 
 def _asset(name: str) -> str:

@@ -1,25 +1,29 @@
-"""What the report page shows, as plain values: cases with their records, searches, the cache's evidence, training curves.
+"""What the report pages show, as plain values: cases with their records, searches, evidence of configs, training curves.
 
-Pure functions; does not read files, know operators or lay anything out.
-Imports the standard library, cache, cells, curves, device, errors, records, naming and tables.
+Pure functions; does not read files or lay anything out.
 """
 
+import re
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kerneltune import cache
 from kerneltune.cells import pairs
 from kerneltune.curves import LAST, Curves, thinned
-from kerneltune.device import INTERPRETER, PEAK_TFLOPS
+from kerneltune.device import INTERPRETER, PEAK_TFLOPS, slug
 from kerneltune.errors import unknown
-from kerneltune.records import Key, Record, newest
-from kerneltune.reporting.naming import CaseName, by_family, case_names, told_apart
-from kerneltune.reporting.tables import INTERPRETER_NOTE, LOSS, WIN
+from kerneltune.records import Record, newest
+from kerneltune.reporting.naming import CaseName, by_family, case_names, look, told_apart
+from kerneltune.reporting.tables import AB_COLUMNS, BEST_PEER, INTERPRETER_NOTE, LOSS, WIN, best_peers
+from kerneltune.table import Table
 
 MOST_EVALUATIONS = 25_000
 """Evaluations of searches that a page holds at most, so that it stays below 2 MB; the newest are kept."""
+MOST_RECORDS = 2_400
+"""Records that a page holds at most, for the same reason."""
 _FEW = 4
 _COMMON = ("device", "driver", "torch", "triton", "commit")
 
@@ -33,21 +37,19 @@ class Sources:
         pair: the variants that are A and B at first.
         trials: rows of the trial stores, oldest first.
         entries: operator -> what the config cache holds for the device of the records.
-        peers: (op, variant) that another package implements.
-        flops: a record's key -> floating-point operations of one call, for operators that state them.
         command: the command line that made the page; files: where its data lies.
         curves: file -> the training curves in it.
+        own: family -> the tables that its workload declares.
     """
 
     records: Sequence[Record]
     pair: tuple[str, str]
     trials: Sequence[Mapping[str, Any]] = ()
     entries: Mapping[str, Sequence[cache.Entry]] = field(default_factory=dict)
-    peers: frozenset[tuple[str, str]] = frozenset()
-    flops: Mapping[Key, int] = field(default_factory=dict)
     command: str = ""
     files: Sequence[str] = ()
     curves: Mapping[str, Curves] = field(default_factory=dict)
+    own: Mapping[str, Sequence[Table]] = field(default_factory=dict)
 
 
 def payload(sources: Sources) -> dict[str, Any]:
@@ -56,45 +58,160 @@ def payload(sources: Sources) -> dict[str, Any]:
     Raises:
         ValueError: no records and no curves.
     """
-    records = newest(sources.records)
-    if not records and not sources.curves:
+    everything = newest(sources.records)
+    if not everything and not sources.curves:
         raise ValueError("no records to report")
+    records, remark = _shown(everything)
     variants = sorted(dict.fromkeys(record.variant for record in records), key=lambda name: name != sources.pair[0])
     searches, left_out = _searches(sources.trials)
     return {
         "title": ", ".join(by_family(records)) or ", ".join(curves.title for curves in sources.curves.values()),
         "facts": _facts(records, sources),
-        "remark": INTERPRETER_NOTE if any(record.device == INTERPRETER for record in records) else "",
+        "remark": remark,
         "variants": variants,
         "a": sources.pair[0],
         "b": sources.pair[1],
-        "peers": sorted(f"{op} {variant}" for op, variant in sources.peers),
+        "sides": [*([BEST_PEER] if any(r.role == "peer" and r.time_us for r in records) else []), *variants],
+        "looks": {variant: look(variant) for variant in variants},
+        "columns": [{"key": c.csv_name, "name": c.name, "digits": c.digits, "suffix": c.suffix} for c in AB_COLUMNS],
+        "peers": sorted({f"{r.op} {r.variant}" for r in records if r.role == "peer"}),
         "win": WIN,
         "loss": LOSS,
         "cases": _cases(records, sources),
         "searches": searches,
         "left_out": left_out,
         "evidence": _evidence(sources.entries, {record.op for record in records}),
+        "own": [table.page() for family in by_family(records) for table in sources.own.get(family, ())],
         "curves": [_curves(file, curves) for file, curves in sources.curves.items()],
     }
 
 
-def default_pair(
-    records: Sequence[Record], peers: frozenset[tuple[str, str]] = frozenset(), a: str | None = None, b: str | None = None
-) -> tuple[str, str]:
-    """A and B as given, else `baseline` and `optimized`, else the first and the last variant that is no peer.
+def without_paths(text: str) -> str:
+    """Return the text with the names of files in place of their absolute paths, which are this machine's."""
+    return _ABSOLUTE.sub(lambda found: found["name"], text)
+
+
+_ABSOLUTE = re.compile(r"(?<![\w.:/<>-])(?:~|)/(?:[^\s/'\":,;()<>]+/)+(?P<name>[^\s/'\":,;()<>]*)")
+
+
+def apart(sources: Sources) -> dict[str, Sources]:
+    """Return slug -> the part of the sources that one page shows: a family, or the training curves."""
+    parts: dict[str, Sources] = {}
+    for family, members in by_family(sources.records).items():
+        ops = {record.op for record in members}
+        pair = default_pair(members, *(name if name in {r.variant for r in members} else None for name in sources.pair))
+        part = replace(
+            sources,
+            records=members,
+            pair=pair,
+            trials=[trial for trial in sources.trials if trial["op"] in ops],
+            entries={op: entries for op, entries in sources.entries.items() if op in ops},
+            curves={},
+        )
+        parts[_free(slug(family), parts)] = part
+    if sources.curves:
+        parts[_free("training", parts)] = replace(sources, records=(), trials=(), entries={}, pair=("", ""))
+    return parts
+
+
+def _free(name: str, taken: Iterable[str]) -> str:
+    """Return the name, or the name with a number where it is taken or empty."""
+    known = set(taken)
+    name = name or "family"
+    return next(found for n in range(len(known) + 1) if (found := f"{name}_{n}" if n else name) not in known)
+
+
+_INDEX_HEAD = ("family", "cases", "A", "B", "speed-up", "range", "faster / within 5 % / slower", "B's share")
+
+
+def index(sources: Sources, parts: Mapping[str, tuple[Sources, str]]) -> dict[str, Any]:
+    """Return what the index shows: five figures over all families, and a line per family with a link to its page.
+
+    parts: slug -> what its page shows, and the page's file name.
+    """
+    lines, every, shares, ranks = [], [], [], [0, 0, 0]
+    for name, (part, href) in parts.items():
+        shown = payload(part)
+        if not part.records:
+            lines.append(
+                {"name": "training curves", "href": href, "cells": [str(len(part.curves)), *[""] * (len(_INDEX_HEAD) - 2)]}
+            )
+            continue
+        pairs_of = [(_side(case, shown["a"]), _side(case, shown["b"]), case) for case in shown["cases"]]
+        timed = [(a["us"] / b["us"], b, case) for a, b, case in pairs_of if a.get("us") and b.get("us")]
+        speedups = [speedup for speedup, _b, _case in timed]
+        found = [b["pct"] for _speedup, b, _case in timed if b.get("pct") is not None]
+        counts = [sum(s > WIN for s in speedups), sum(LOSS <= s <= WIN for s in speedups), sum(s < LOSS for s in speedups)]
+        bound = " or ".join(dict.fromkeys(case["bound"] for _s, _b, case in timed))
+        cells = [
+            str(len(shown["cases"])),
+            shown["a"],
+            shown["b"],
+            f"{statistics.geometric_mean(speedups):.2f}x" if speedups else "",
+            f"{min(speedups):.2f}–{max(speedups):.2f}x" if speedups else "",
+            " / ".join(map(str, counts)) if speedups else "",
+            f"{statistics.median(found):.0f} % of {bound}" if found else "",
+        ]
+        lines.append({"name": part.records[0].family or name, "href": href, "cells": cells})
+        every += speedups
+        shares += found
+        ranks = [x + y for x, y in zip(ranks, counts, strict=True)]
+    tiles = [
+        (f"{statistics.geometric_mean(every):.2f}x" if every else "–", "B as fast as A, geometric mean of all cases"),
+        (" / ".join(map(str, ranks)), "faster / within 5 % / slower"),
+        (f"{min(every):.2f}x" if every else "–", "lowest"),
+        (f"{statistics.median(shares):.0f} %" if shares else "–", "of ceiling or peak, B's median"),
+        (str(len(every)), "cases compared"),
+    ]
+    facts = _facts(newest(sources.records), sources)
+    return {"title": "kerneltune results", "facts": facts, "tiles": tiles, "head": _INDEX_HEAD, "rows": lines}
+
+
+def _side(case: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found: Mapping[str, Any] | None = case["best"] if name == BEST_PEER else case["of"].get(name)
+    return found or {}
+
+
+def default_pair(records: Sequence[Record], a: str | None = None, b: str | None = None) -> tuple[str, str]:
+    """Return A and B as given; else A is the best peer where most cases have one, else `baseline`, and B `optimized`.
+
+    Without `optimized`, B is the variant of our own that most cases have.
 
     Raises:
         ValueError: a variant that no record has.
     """
     variants = list(dict.fromkeys(record.variant for record in records))
+    peers = best_peers(newest(records))
+    sides = [*([BEST_PEER] if peers else []), *variants]
     for side, name in (("a", a), ("b", b)):
-        if name is not None and name not in variants:
-            raise unknown(side, name, variants)
-    own = list(dict.fromkeys(r.variant for r in records if (r.op, r.variant) not in peers)) or variants
-    first = "baseline" if "baseline" in variants else own[0]
-    last = "optimized" if "optimized" in variants else own[-1]
-    return a or first, b or last
+        if name is not None and name not in sides:
+            raise unknown(side, name, sides)
+    own = Counter(r.variant for r in records if r.role != "peer" and r.variant not in ("baseline", "optimized"))
+    most = max(own, key=lambda name: own[name], default=variants[-1])
+    cases = {(record.key, record.device) for record in records}
+    first = BEST_PEER if 2 * len(peers) >= len(cases) else "baseline" if "baseline" in variants else variants[0]
+    return a or first, b or ("optimized" if "optimized" in variants else most)
+
+
+def _shown(records: Sequence[Record]) -> tuple[list[Record], str]:
+    """Return the records that a page has room for, case by case, and what a reader must know of them."""
+    groups: dict[object, list[Record]] = {}
+    for record in records:
+        groups.setdefault((record.key, record.device), []).append(record)
+    found: list[Record] = []
+    cases = 0
+    for group in groups.values():
+        if found and len(found) + len(group) > MOST_RECORDS:
+            break
+        found += group
+        cases += 1
+    left_out = len(groups) - cases
+    remarks = [INTERPRETER_NOTE] if any(record.device == INTERPRETER for record in found) else []
+    if left_out:
+        remarks.append(
+            f"{left_out} of {len(groups)} cases are left out to keep this page small: --op, --dtype, --quant select others"
+        )
+    return found, "; ".join(remarks)
 
 
 def _facts(records: Sequence[Record], sources: Sources) -> dict[str, str]:
@@ -107,7 +224,7 @@ def _facts(records: Sequence[Record], sources: Sources) -> dict[str, str]:
     counts = {s: sum(r.status == s for r in records) for s in dict.fromkeys(r.status for r in records)}
     facts["records"] = ", ".join(f"{count} {status}" for status, count in counts.items())
     facts["files"] = ", ".join(sources.files)
-    facts["command"] = sources.command
+    facts["command"] = without_paths(sources.command)
     return {name: value for name, value in facts.items() if value}
 
 
@@ -124,16 +241,39 @@ def _cases(records: Sequence[Record], sources: Sources) -> list[dict[str, Any]]:
                 "device": record.device,
                 "bytes": None,
                 "ceiling": None,
-                "flops": sources.flops.get(record.key),
-                "peak": PEAK_TFLOPS.get(record.device, {}).get(record.dtype),
+                "flops": record.flops,
+                "peak": _peak(record),
+                "best": None,
                 "of": {},
             }
         if record.time_us is not None and record.gbps is not None:
             case["bytes"] = case["bytes"] or round(record.gbps * record.time_us * 1e3)
             case["ceiling"] = case["ceiling"] or record.ceiling_gbps
         case["of"][record.variant] = _result(record)
+    for record in best_peers(records):
+        cases[record.key, record.device]["best"] = {**_result(record), "is": record.variant}
+    for case in cases.values():
+        _share(case)
     rows = Counter(record.dtype for record in records)
     return sorted(cases.values(), key=lambda case: -rows[case["dtype"]])
+
+
+def _peak(record: Record) -> float | None:
+    """Return the TFLOP/s of the data sheet for the type that the operands have: fp8 where the mode is one of fp8."""
+    dtype = "float8_e4m3fn" if record.quant.startswith("fp8") else record.dtype
+    return PEAK_TFLOPS.get(record.device, {}).get(dtype)
+
+
+def _share(case: dict[str, Any]) -> None:
+    """Turn the shares of a case that arithmetic bounds into percent of the peak; say of which bound they are."""
+    flops, peak, size, ceiling = (case[name] for name in ("flops", "peak", "bytes", "ceiling"))
+    case["bound"] = "ceiling"
+    if not (flops and peak) or (size and ceiling and flops / size < peak * 1e3 / ceiling):
+        return
+    case["bound"] = "peak"
+    for result in (*case["of"].values(), *([case["best"]] if case["best"] else [])):
+        if result.get("us"):
+            result["pct"] = 100 * flops / result["us"] / 1e6 / peak
 
 
 def _named(name: CaseName) -> dict[str, Any]:
@@ -153,7 +293,7 @@ def _named(name: CaseName) -> dict[str, Any]:
 
 def _result(record: Record) -> dict[str, Any]:
     if record.status != "passed":
-        return {"status": record.status, "reason": " ".join(record.reason.split())}
+        return {"status": record.status, "reason": without_paths(" ".join(record.reason.split()))}
     return {
         "status": "passed",
         "us": record.time_us,

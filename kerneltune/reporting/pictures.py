@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from kerneltune.cells import wrapped
 from kerneltune.curves import LAST, Curves, thinned
+from kerneltune.device import slug
 from kerneltune.records import Record, newest
-from kerneltune.reporting.naming import by_family, case_names, source
+from kerneltune.reporting.naming import by_family, case_names, look, source
 from kerneltune.rounding import cdiv
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ _Chart = Callable[["Axes", Sequence[Record], tuple[str, str], _Looks], str]
 
 
 def draw(records: Sequence[Record], pair: tuple[str, str], suffix: str) -> dict[str, bytes]:
-    """The charts that have data, by name: `<family>_ceiling`, `_peers` (time over that of B) and `_bandwidth` of every family.
+    """Return the charts that have data by name, `FAMILY_ceiling`, `FAMILY_peers` (time over that of B), `FAMILY_bandwidth`.
 
     Args:
         pair: the variants A and B, which `ceiling` joins by a line.
@@ -68,7 +69,7 @@ def draw(records: Sequence[Record], pair: tuple[str, str], suffix: str) -> dict[
             raise ValueError("no timed records to draw")
         charts: dict[str, _Chart] = {"ceiling": _ceiling, "peers": _peers, "bandwidth": _bandwidth}
         drawn = {
-            f"{family}_{name}": _picture(members, pair, chart, suffix)
+            f"{slug(family)}_{name}": _picture(members, pair, chart, suffix)
             for family, members in by_family(timed).items()
             for name, chart in charts.items()
         }
@@ -129,9 +130,10 @@ def _style() -> Iterator[None]:
         yield
 
 
-def _look(nth: int) -> tuple[str, str]:
-    """Colour and marker of the n-th variant; the two together are its own, also where the colours begin again."""
-    return _COLOURS[nth % len(_COLOURS)], _MARKERS[(nth + nth // len(_COLOURS)) % len(_MARKERS)]
+def _look(variant: str) -> tuple[str, str]:
+    """Return colour and marker of a variant, the same in every picture."""
+    colour, marker = look(variant)
+    return _COLOURS[colour], _MARKERS[marker]
 
 
 def _keys(variants: Sequence[str], inches: float) -> int:
@@ -159,7 +161,7 @@ def _picture(timed: Sequence[Record], pair: tuple[str, str], chart: _Chart, suff
     from matplotlib.lines import Line2D
 
     variants = list(dict.fromkeys(record.variant for record in timed))
-    look = {v: _look(i) for i, v in enumerate(variants)}
+    looks = {v: _look(v) for v in variants}
     groups = _groups(timed)
     columns = min(_COLUMNS, len(groups))
     rows = cdiv(len(groups), columns)
@@ -172,20 +174,20 @@ def _picture(timed: Sequence[Record], pair: tuple[str, str], chart: _Chart, suff
     shown = False
     for panel, (title, group) in zip(panels, groups.items(), strict=False):
         panel.set_title(_title(title))
-        label = chart(panel, group, pair, look)
+        label = chart(panel, group, pair, looks)
         panel.set_xlabel(label)
         shown = shown or bool(label)
     for panel in panels[len(groups) :]:
         panel.set_axis_off()
     if not shown:
         return b""
-    marks = [Line2D([], [], color=colour, marker=marker, linestyle="", label=v) for v, (colour, marker) in look.items()]
+    marks = [Line2D([], [], color=colour, marker=marker, linestyle="", label=v) for v, (colour, marker) in looks.items()]
     figure.legend(handles=marks, loc="outside upper left", ncols=keys, frameon=False, handletextpad=0.1, columnspacing=1.2)
     figure.supxlabel(source(timed), fontsize=7.5, color=_MUTED, x=0.01, ha="left")
     return _bytes(figure, suffix)
 
 
-def _ceiling(axes: "Axes", group: Sequence[Record], pair: tuple[str, str], look: _Looks) -> str:
+def _ceiling(axes: "Axes", group: Sequence[Record], pair: tuple[str, str], looks: _Looks) -> str:
     """Percent of the ceiling; a line joins A and B."""
     shares = [record for record in group if record.pct_ceiling is not None]
     if not shares:
@@ -195,31 +197,31 @@ def _ceiling(axes: "Axes", group: Sequence[Record], pair: tuple[str, str], look:
         ends = [r.pct_ceiling or 0.0 for r in shares if _shape(r) == shape and r.variant in pair]
         if len(ends) > 1:
             axes.plot(ends, [y] * len(ends), color=_LINE, linewidth=3, zorder=1, solid_capstyle="round")
-    _dots(axes, [(record, record.pct_ceiling or 0.0, shapes.index(_shape(record))) for record in shares], pair, look)
+    _dots(axes, [(record, record.pct_ceiling or 0.0, shapes.index(_shape(record))) for record in shares], pair, looks)
     axes.axvline(100, color=_MUTED, linestyle=(0, (4, 3)), linewidth=0.9)
     axes.set_xlim(0, max(104.0, *(1.02 * (record.pct_ceiling or 0.0) for record in shares)))
     return "% of the ceiling"
 
 
-def _peers(axes: "Axes", group: Sequence[Record], pair: tuple[str, str], look: _Looks) -> str:
+def _peers(axes: "Axes", group: Sequence[Record], pair: tuple[str, str], looks: _Looks) -> str:
     """Time over that of B: right of 1 is slower than B."""
     times = {r.key: r.time_us for r in group if r.variant == pair[1] and r.time_us}
     ratios = [(record, (record.time_us or 0.0) / times[record.key]) for record in group if record.key in times]
     if not ratios:
         return ""
     shapes = _shape_axis(axes, [record for record, _ in ratios])
-    _dots(axes, [(record, ratio, shapes.index(_shape(record))) for record, ratio in ratios], pair, look)
+    _dots(axes, [(record, ratio, shapes.index(_shape(record))) for record, ratio in ratios], pair, looks)
     axes.axvline(1, color=_MUTED, linewidth=0.9)
     _round_ticks(axes, [1.0, *(ratio for _, ratio in ratios)], "gx")
     return f"time / time of {pair[1]}"
 
 
-def _bandwidth(axes: "Axes", group: Sequence[Record], pair: tuple[str, str], look: _Looks) -> str:
+def _bandwidth(axes: "Axes", group: Sequence[Record], pair: tuple[str, str], looks: _Looks) -> str:
     """GB/s against the bytes that must move, below the measured ceiling."""
     moved = [(r, r.gbps * r.time_us / 1e3) for r in group if r.gbps and r.time_us]
     ceiling = sorted({(size, r.ceiling_gbps) for r, size in moved if r.ceiling_gbps})
     axes.plot([x for x, _ in ceiling], [y for _, y in ceiling], color=_MUTED, linestyle=(0, (4, 3)), linewidth=1)
-    _dots(axes, [(record, size, record.gbps or 0.0) for record, size in moved], pair, look)
+    _dots(axes, [(record, size, record.gbps or 0.0) for record, size in moved], pair, looks)
     _round_ticks(axes, [size for _, size in moved], "g")
     axes.set_ylim(bottom=0)
     axes.set_ylabel("GB/s")
@@ -227,9 +229,9 @@ def _bandwidth(axes: "Axes", group: Sequence[Record], pair: tuple[str, str], loo
     return "MB that must move; dashed: the ceiling"
 
 
-def _dots(axes: "Axes", points: Sequence[tuple[Record, float, float]], pair: tuple[str, str], look: _Looks) -> None:
+def _dots(axes: "Axes", points: Sequence[tuple[Record, float, float]], pair: tuple[str, str], looks: _Looks) -> None:
     """One mark per point, those of A and B on top."""
-    for variant, (colour, marker) in look.items():
+    for variant, (colour, marker) in looks.items():
         xs, ys = [x for r, x, _ in points if r.variant == variant], [y for r, _, y in points if r.variant == variant]
         size = 5.5 * _SCALE.get(marker, 1.0)
         above = 3 + (variant in pair) + (variant == pair[1])

@@ -20,6 +20,18 @@ WIN, LOSS = 1.05, 0.95
 BEST_PEER = "best-peer"
 """The name that stands for the fastest peer of every case."""
 _BASELINE = "baseline"
+AB_COLUMNS = (
+    Column("A µs", digits=2, key="A_us"),
+    Column("B µs", digits=2, key="B_us"),
+    Column("speedup", digits=2, suffix="x"),
+    Column("", key="mark"),
+    Column("A GB/s", digits=0, key="A_gbps", rank=3),
+    Column("B GB/s", digits=0, key="B_gbps", rank=3),
+    Column("B % ceiling", digits=1, key="B_pct_ceiling", rank=4),
+    Column("95 % interval", key="interval", rank=5, only=("text", "markdown", "page")),
+    Column("noise %", digits=1, key="noise_pct", rank=6),
+)
+"""What is measured of A and B: in print, in CSV and on the page."""
 INTERPRETER_NOTE = "device: interpreter (no GPU): results were checked for correctness; times do not exist"
 _RUN_WORDS = {"unit": "GPU unit"}
 
@@ -99,15 +111,7 @@ def ab_table(rows: Sequence[Row], a: str = "A", b: str = "B", title: str = "") -
         *(Column(axis, digits=0) for axis in axes),
         *([Column("A is", key="A_is")] if a_varies else []),
         *([Column("B is", key="B_is")] if b_varies else []),
-        Column("A µs", digits=2, key="A_us"),
-        Column("B µs", digits=2, key="B_us"),
-        Column("A GB/s", digits=0, key="A_gbps", rank=3),
-        Column("B GB/s", digits=0, key="B_gbps", rank=3),
-        Column("B % ceiling", digits=1, key="B_pct_ceiling", rank=4),
-        Column("speedup", digits=2, suffix="x"),
-        Column("", key="mark"),
-        Column("95 % interval", key="interval", rank=5, only=("text", "markdown", "page")),
-        Column("noise %", digits=1, key="noise_pct", rank=6),
+        *AB_COLUMNS,
         *(Column(name, only=("csv",)) for name in ("op", "case", "options", "policy", "device")),
         *(Column(f"{side}_{name}", only=("csv",)) for side in "AB" for name in ("variant", "pct_ceiling", "unit", "commit")),
         Column("speedup_low", only=("csv",)),
@@ -209,14 +213,14 @@ def _case_values(name: CaseName, options: Iterable[str], axes: Iterable[str]) ->
 
 
 def _measures(row: Row) -> list[Value]:
-    """Return times, GB/s, share of the ceiling, speed-up, mark, interval and noise; nothing where the two are not compared."""
+    """Return times, speed-up, mark, GB/s, share of the ceiling, interval and noise; nothing where the two are not compared."""
     if row.note:
         return [None] * 9
     low, high = row.speedup_interval
     interval = f"{low:.2f}x–{high:.2f}x" if low is not None and high is not None else None
     noise = None if row.aa_floor is None else 100 * row.aa_floor
-    times = [row.a.time_us, row.b.time_us, row.a.gbps, row.b.gbps]
-    return [*times, row.b.pct_ceiling, row.speedup, row.mark, interval, noise]
+    times = [row.a.time_us, row.b.time_us, row.speedup, row.mark]
+    return [*times, row.a.gbps, row.b.gbps, row.b.pct_ceiling, interval, noise]
 
 
 def _csv_values(row: Row) -> list[Value]:

@@ -13,8 +13,8 @@ from kerneltune import ops, sweep
 from kerneltune.plan import Selection
 from kerneltune.records import Record
 
-HEAD = "kind dtype    quant    M    N   A µs  B µs A GB/s B GB/s B % ceiling speedup   95 % interval noise %"
-ROW = "fwd  bfloat16 fp8   8192 4096 100.00 50.00   1000   2000        50.0   2.00x + 2.00x–2.00x       1.0"
+HEAD = "kind dtype    quant    M    N   A µs  B µs speedup   A GB/s B GB/s B % ceiling 95 % interval noise %"
+ROW = "fwd  bfloat16 fp8   8192 4096 100.00 50.00   2.00x +   1000   2000        50.0 2.00x–2.00x       1.0"
 
 
 def table(a: str = "baseline", b: str = "optimized", torch: str = "2.13") -> str:

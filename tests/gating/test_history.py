@@ -68,7 +68,7 @@ def test_trends_of_revisions_have_change_points_and_causes(commit: Callable[...,
     (change,) = changed.changes
     assert (round(change.ratio, 3), change.causes, change.after.revision.commit) == (-0.208, ("code",), found[-1].commit)
     assert (len(same.points), same.changes, round(changed.total, 6)) == (1, (), -0.2)
-    assert spark(changed) == "▇█▁" and spark(same) == "▁"
+    assert spark(changed) == "██▁" and spark(same) == "▁"
     table = trend_table([changed, same])
     assert len(table.rows) == 1 and len(trend_table([changed, same], every=True).rows) == 2
     assert table.head == (

@@ -7,7 +7,7 @@ function controls() {
   [state.a, state.b] = [data.a, data.b];
   for (const side of ["a", "b"]) {
     const list = document.getElementById(side);
-    for (const variant of data.variants) list.append(new Option(variant, variant, false, variant === state[side]));
+    for (const variant of data.sides) list.append(new Option(variant, variant, false, variant === state[side]));
     list.addEventListener("change", () => { state[side] = list.value; draw(); });
   }
   for (const name of ["op", "dtype", "quant", "policy", "device"]) {
@@ -81,11 +81,12 @@ function failuresSection(cases) {
 function draw() {
   const cases = visibleCases();
   drawTable(cases);
+  document.getElementById("speedups").replaceChildren(...[speedupFigure(comparedRows(cases))].filter(Boolean));
   const timed = cases.filter((c) => Object.values(c.of).some((r) => r.us != null));
   const variants = data.variants.filter((variant) => timed.some((c) => c.of[variant]?.us != null));
   const parts = [];
   if (timed.length) {
-    parts.push(section("ceiling", "Share of the ceiling", "The ceiling is a streaming kernel with the same bytes and mix, timed in the same run. Hover for times and configs; the chips hide variants in every chart.", legend(variants, draw), cards(ceilingCards(timed))));
+    parts.push(section("ceiling", `Share of the ${bounds(timed)}`, "The ceiling is a streaming kernel with the same bytes and mix, timed in the same run; the peak is the data sheet's, for cases that arithmetic bounds. Hover for times and configs; the chips hide variants in every chart.", legend(variants, draw), cards(ceilingCards(timed))));
     parts.push(section("peers", "Variants and peers", `Time over the time of ${state.b}, logarithmic: right of 1x is slower than ${state.b}.`, legend(variants, draw), cards(peerCards(timed))));
     parts.push(section("bandwidth", "Bandwidth against size", "Achieved GB/s against the bytes that must move; the dashed curve is the measured ceiling at that size and mix.", cards(bandwidthCards(timed))));
     const roofs = rooflineCards(timed).filter(Boolean);
@@ -96,7 +97,7 @@ function draw() {
   const focus = document.activeElement?.getAttribute("aria-label") || document.activeElement?.textContent;
   const inCharts = document.getElementById("charts").contains(document.activeElement);
   document.getElementById("charts").replaceChildren(...parts.filter(Boolean));
-  const links = [...document.querySelectorAll("main section")].map((part) => element("a", { href: `#${part.id || "table"}` }, part.querySelector("h2").textContent));
+  const links = [...document.querySelectorAll("main section")].map((part) => element("a", { href: `#${part.id || "table"}`, onclick: () => { const more = part.querySelector("details.more"); if (more) more.open = true; } }, part.querySelector("h2").textContent));
   document.getElementById("sections").replaceChildren(...links);
   if (inCharts) [...document.querySelectorAll("#charts button, #charts select")].find((node) => (node.getAttribute("aria-label") || node.textContent) === focus)?.focus();
 }

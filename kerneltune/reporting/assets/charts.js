@@ -3,7 +3,7 @@
 
 const timedResults = (cases) =>
   cases.flatMap((c) => Object.entries(c.of).filter(([variant, r]) => r.us != null && !state.hidden.has(variant)).map(([variant, r]) => ({ c, variant, r, shape: c.shape })));
-const told = (d) => `${d.variant}  ${d.shape}\n${micros(d.r.us)}, ${Math.round(d.r.gbps)} GB/s${d.r.pct == null ? "" : `, ${fixed(d.r.pct, 1)} % of the ceiling`}\n${d.r.config}`;
+const told = (d) => `${d.variant}  ${d.shape}\n${micros(d.r.us)}, ${Math.round(d.r.gbps)} GB/s${d.r.pct == null ? "" : `, ${fixed(d.r.pct, 1)} % of the ${d.c.bound}`}\n${d.r.config}`;
 const ratioTick = (value) => `${+value.toPrecision(3)}x`;
 
 const DIGITS = [[1, 1.5, 2, 3, 5, 7], [1, 2, 3, 5], [1, 2, 5], [1, 3], [1]];
@@ -41,7 +41,7 @@ function ceilingCards(cases) {
     const draw = (width) =>
       Plot.plot({
         width, height: 40 + shapes.length * (variants.length * 8 + 10), marginLeft: shapeMargin(shapes), marginTop: 6, marginBottom: 34, marginRight: 18,
-        x: { domain: [0, most], grid: true, label: "% of ceiling →", ticks: 5 }, y: { axis: null, domain: variants, padding: 0.08 },
+        x: { domain: [0, most], grid: true, label: `% of ${bounds(group)} →`, ticks: 5 }, y: { axis: null, domain: variants, padding: 0.08 },
         fy: { domain: shapes, label: null, axis: "left", padding: 0.14 }, color: colours(variants),
         marks: [
           Plot.ruleX([100], { stroke: "var(--muted)", strokeDasharray: "3 3" }),
@@ -50,8 +50,8 @@ function ceilingCards(cases) {
           Plot.ruleX([0], { stroke: "var(--muted)" }),
         ],
       });
-    const alt = `Bars: percent of the ceiling by shape and variant for ${group[0].title}. The values are in the table below.`;
-    return figure(group[0].title, `${axisNames(group[0].axes)}`, alt, draw, told, rows, resultColumns({ "% of ceiling": (d) => fixed(d.r.pct, 1) }));
+    const alt = `Bars: percent of the ${bounds(group)} by shape and variant for ${group[0].title}. The values are in the table below.`;
+    return figure(group[0].title, `${axisNames(group[0].axes)}`, alt, draw, told, rows, resultColumns({ [`% of ${bounds(group)}`]: (d) => fixed(d.r.pct, 1) }));
   });
 }
 
@@ -59,7 +59,7 @@ const resultColumns = (more) => ({ shape: (d) => d.shape, variant: (d) => d.vari
 
 function peerCards(cases) {
   return grouped(cases).map((group) => {
-    const rows = timedResults(group.filter((c) => c.of[state.b]?.us != null)).map((d) => ({ ...d, ratio: d.r.us / d.c.of[state.b].us }));
+    const rows = timedResults(group.filter((c) => side(c, state.b)?.us != null)).map((d) => ({ ...d, ratio: d.r.us / side(d.c, state.b).us }));
     const shapes = [...new Set(rows.map((d) => d.shape))];
     const variants = data.variants.filter((variant) => rows.some((d) => d.variant === variant));
     if (variants.length < 2) return null;
@@ -255,4 +255,28 @@ function evidenceCards(evidence) {
     const columns = { shape: (d) => d.shape, variant: (d) => d.variant, "default µs": (d) => fixed(d.default_us, 2), "tuned µs": (d) => fixed(d.us, 2), tried: (d) => d.trials, config: (d) => d.config };
     return figure(title, rows[0] ? axisNames(rows[0].axes) : "", alt, draw, tell, rows, columns);
   });
+}
+
+/** The speed-up of every case, a strip for each kind: the first chart of the page. */
+function speedupFigure(rows) {
+  const timed = rows.filter((row) => row.speedup != null).map((row) => ({ ...row, kind: [row.c.kind, row.c.quant, row.c.dtype.replace("bfloat", "bf").replace("float", "fp")].join(" ") }));
+  if (!timed.length) return null;
+  const kinds = [...new Set(timed.map((row) => row.kind))];
+  const way = { "+": "var(--good)", "-": "var(--bad)", "": "var(--muted)" };
+  const draw = (width) =>
+    Plot.plot({
+      width, height: 52 + kinds.length * 26, marginLeft: shapeMargin(kinds), marginTop: 8, marginBottom: 38, marginRight: 20,
+      x: { ...logAxis(timed.map((row) => row.speedup), width < 420 ? 4 : 8, 1), label: "B is so many times as fast as A →", tickFormat: ratioTick },
+      y: { domain: kinds, label: null },
+      marks: [
+        Plot.ruleY(kinds, { stroke: "var(--line)" }),
+        Plot.ruleX([1], { stroke: "var(--muted)" }),
+        Plot.dot(timed, { x: "speedup", y: "kind", r: 5, fill: (row) => way[row.mark], fillOpacity: 0.55, stroke: (row) => way[row.mark] }),
+        Plot.tickX(d3.groups(timed, (row) => row.kind).map(([kind, group]) => ({ kind, mean: geomean(group.map((row) => row.speedup)) })), { x: "mean", y: "kind", stroke: "var(--text)", strokeWidth: 2 }),
+        nearest(timed, { x: "speedup", y: "kind" }),
+      ],
+    });
+  const tell = (row) => `${row.c.shape} ${row.c.options}\nA ${row.a.is ?? state.a} ${micros(row.a.us)}, B ${micros(row.b.us)}: ${fixed(row.speedup, 2)}x`;
+  const columns = { kind: (row) => row.kind, shape: (row) => row.c.shape, "A µs": (row) => fixed(row.a.us, 2), "B µs": (row) => fixed(row.b.us, 2), speedup: (row) => fixed(row.speedup, 3) };
+  return figure("Speed-up by case", "a dot a case; the bar is the geometric mean", "Dots: how many times as fast as A B is, by kind of case.", draw, tell, timed, columns);
 }

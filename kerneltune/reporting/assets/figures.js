@@ -5,9 +5,14 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const state = { a: "", b: "", filters: {}, text: "", hidden: new Set() };
 const SYMBOLS = ["circle", "square", "triangle", "diamond2", "star", "wye", "cross", "asterisk"];
 
-const colour = (variant) => `var(--c${data.variants.indexOf(variant) % 8})`;
-/** One more each time the colours begin again, so that colour and symbol together are of one variant. */
-const symbol = (variant) => SYMBOLS[(data.variants.indexOf(variant) + Math.floor(data.variants.indexOf(variant) / 8)) % SYMBOLS.length];
+const BEST = "best-peer";
+
+/** Colour and symbol are of a variant's name, so they are the same on all pages. */
+const colour = (variant) => `var(--c${data.looks[variant][0]})`;
+const symbol = (variant) => SYMBOLS[data.looks[variant][1]];
+/** The result of A or B on a case: of a variant, or of the fastest peer. */
+const side = (c, name) => (name === BEST ? c.best : c.of[name]);
+const bounds = (cases) => [...new Set(cases.map((c) => c.bound))].join(" or ");
 const axisNames = (axes) => Object.keys(axes).join("×");
 const isPeer = (op, variant) => data.peers.includes(`${op} ${variant}`);
 const shown = (variants) => variants.filter((variant) => !state.hidden.has(variant));
@@ -121,7 +126,13 @@ function select(label, options, value, changed) {
 
 const cards = (found, small) => element("div", { class: small ? "cards small" : "cards" }, ...found.filter(Boolean));
 
+const opened = new Set();
+
+/** A section that is closed at first: its charts are drawn when it is opened. */
 function section(id, title, note, ...content) {
   const heading = element("h2", { id: `h-${id}` }, title);
-  return element("section", { id, "aria-labelledby": `h-${id}` }, heading, element("p", { class: "note" }, note), ...content);
+  const more = element("details", { class: "more", ontoggle: () => (more.open ? opened.add(id) : opened.delete(id)) },
+    element("summary", {}, heading), element("p", { class: "note" }, note), ...content);
+  more.open = opened.has(id);
+  return element("section", { id, "aria-labelledby": `h-${id}` }, more);
 }

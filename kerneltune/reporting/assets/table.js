@@ -5,17 +5,16 @@ const sorting = { column: null, descending: false };
 
 /** A against B on one case; `speedup` is null where a side has no time. */
 function compared(c) {
-  const [a, b] = [c.of[state.a], c.of[state.b]];
+  const [a, b] = [side(c, state.a), side(c, state.b)];
   const timed = a.us != null && b.us != null;
-  const others = Object.entries(c.of).filter(([variant, r]) => isPeer(c.op, variant) && variant !== state.b && r.us != null);
-  const peer = d3.least(others, ([, r]) => r.us);
+  const peer = c.best && c.best.is !== state.b ? c.best : null;
   const speedup = timed ? a.us / b.us : null;
   return {
     c, a, b, speedup,
     low: timed ? a.low / b.high : null,
     high: timed ? a.high / b.low : null,
     mark: speedup > data.win ? "+" : speedup != null && speedup < data.loss ? "-" : "",
-    peer: peer && b.us != null ? { name: peer[0], ratio: peer[1].us / b.us } : null,
+    peer: peer && b.us != null ? { name: peer.is, ratio: peer.us / b.us } : null,
     floor: d3.max([a.floor, b.floor].filter((floor) => floor != null)) ?? null,
     note: [["A", a], ["B", b]].filter(([, r]) => r.us == null).map(([side, r]) => `${side} ${r.status}: ${r.reason || "not timed"}`).join("; "),
   };
@@ -32,6 +31,29 @@ function sizeColumns(rows) {
   return Object.keys(rows[0]?.c.axes ?? {}).map((axis) => ({ name: axis, get: (row) => row.c.axes[axis], show: (row) => String(row.c.axes[axis]), number: true }));
 }
 
+/** What the columns hold; their names, digits and units come with the data, as those of every other table do. */
+const MEASURES = {
+  A_us: (row) => row.a.us ?? null,
+  B_us: (row) => row.b.us ?? null,
+  A_gbps: (row) => row.a.gbps ?? null,
+  B_gbps: (row) => row.b.gbps ?? null,
+  B_pct_ceiling: (row) => row.b.pct ?? null,
+  speedup: (row) => row.speedup,
+  interval: (row) => row.low,
+  noise_pct: (row) => (row.floor == null ? null : 100 * row.floor),
+};
+const NARROW = new Set(["A_us", "B_us", "speedup"]);
+
+function measureColumn({ key, name, digits, suffix }) {
+  const get = MEASURES[key];
+  const shows = {
+    speedup: speedupCell,
+    interval: (row) => (row.low == null ? "" : `${fixed(row.low, 2)}–${fixed(row.high, 2)}`),
+  };
+  const heading = key === "B_pct_ceiling" ? `B % ${bounds(data.cases)}` : name;
+  return { name: heading, get, show: shows[key] ?? ((row) => (get(row) == null ? "" : `${fixed(get(row), digits)}${suffix}`)), number: true, wide: !NARROW.has(key) };
+}
+
 function tableColumns(rows) {
   const text = (name, get) => ({ name, get, show: get });
   const number = (name, get, digits, wide) => ({ name, get, show: (row) => fixed(get(row), digits), number: true, wide });
@@ -41,15 +63,9 @@ function tableColumns(rows) {
     text("quant", (row) => row.c.quant),
     ...(rows.some((row) => row.c.options) ? [{ ...text("options", (row) => row.c.options), words: true }] : []),
     ...sizeColumns(rows),
-    number("A ms", (row) => (row.speedup == null ? null : row.a.us / 1000), 4),
-    number("B ms", (row) => (row.speedup == null ? null : row.b.us / 1000), 4),
-    number("A GB/s", (row) => row.a.gbps ?? null, 1, true),
-    number("B GB/s", (row) => row.b.gbps ?? null, 1, true),
-    { name: "speedup", get: (row) => row.speedup, show: speedupCell, number: true },
-    { name: "interval", get: (row) => row.low, show: (row) => (row.low == null ? "" : `${fixed(row.low, 2)}–${fixed(row.high, 2)}`), number: true, wide: true },
-    number("B % ceiling", (row) => row.b.pct ?? null, 1, true),
+    ...(state.a === BEST ? [text("A is", (row) => row.a.is)] : []),
+    ...data.columns.filter((spec) => MEASURES[spec.key]).map((spec) => measureColumn(spec)),
     { name: "× best peer", get: (row) => row.peer?.ratio ?? null, show: peerCell, number: true, wide: true },
-    { name: "A/A floor", get: (row) => row.floor, show: (row) => (row.floor == null ? "" : `${fixed(100 * row.floor, 1)} %`), number: true, wide: true },
   ];
   return columns.filter((column) => !column.wide || rows.some((row) => column.get(row) != null));
 }
@@ -71,9 +87,11 @@ function sorted(rows, columns) {
   return [...rows].sort((x, y) => missing(x) - missing(y) || order(column.get(x), column.get(y)));
 }
 
+const comparedRows = (cases) => cases.filter((c) => side(c, state.a) && side(c, state.b)).map(compared);
+
 function drawTable(cases) {
   const place = document.getElementById("table");
-  const rows = cases.filter((c) => c.of[state.a] && c.of[state.b]).map(compared);
+  const rows = comparedRows(cases);
   const columns = tableColumns(rows);
   const heads = columns.map((column) => {
     const order = sorting.column === column.name ? (sorting.descending ? "descending" : "ascending") : null;
@@ -108,11 +126,11 @@ function drawTiles(rows) {
   const peers = timed.filter((row) => row.peer).map((row) => row.peer.ratio);
   const where = (row) => `${row.c.kind} ${row.c.quant} ${row.c.shape}`;
   const tiles = [
-    [timed.length ? `${fixed(geomean(timed.map((row) => row.speedup)), 2)}x` : "–", `geometric mean of ${timed.length} rows`],
-    [`${marks("+")} / ${marks("")} / ${marks("-")}`, "wins / ties / losses"],
+    [peers.length ? `${fixed(geomean(peers), 2)}x` : "–", `as fast as the best peer (${peers.length} rows)`],
+    [timed.length ? `${fixed(geomean(timed.map((row) => row.speedup)), 2)}x` : "–", `as fast as A, geometric mean of ${timed.length} rows`],
+    [`${marks("+")} / ${marks("")} / ${marks("-")}`, "faster / within 5 % / slower"],
     [worst ? `${fixed(worst.speedup, 2)}x` : "–", worst ? `lowest: ${where(worst)}` : "lowest"],
-    [shares.length ? `${fixed(d3.median(shares), 1)} %` : "–", "of the ceiling, B's median"],
-    [peers.length ? `${fixed(geomean(peers), 2)}x` : "–", `against the best peer (${peers.length} rows)`],
+    [shares.length ? `${fixed(d3.median(shares), 1)} %` : "–", `of the ${bounds(timed.map((row) => row.c))}, B's median`],
   ];
   document.getElementById("tiles").replaceChildren(
     ...tiles.map(([number, text]) => element("div", { class: "tile" }, element("b", {}, number), element("span", {}, text))),
