@@ -24,36 +24,29 @@ def _load(ptr, tile, first_col, M, N: tl.constexpr, ROWS: tl.constexpr, COLS: tl
 
 
 @triton.jit
-def _load_weights(g_ptr, cols, N: tl.constexpr, PAIRS: tl.constexpr):
-    """Load the weight of the columns as a tuple: words as dz has them, or two tensors of an fp32 weight under PAIRS."""
-    if g_ptr is None:
-        return (0,)
-    elif PAIRS == 2 and g_ptr.dtype.element_ty == tl.float32:
-        even = tl.load(g_ptr + cols * 2, mask=cols < N, other=0, eviction_policy="evict_last")
-        return (even, tl.load(g_ptr + cols * 2 + 1, mask=cols < N, other=0, eviction_policy="evict_last"))
-    else:
-        return (tl.load(g_ptr + cols, mask=cols < N, other=0, eviction_policy="evict_last"),)
+def _times_gamma(dz32, g, HALF: tl.constexpr, g_ptr, ZERO_CENTERED: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr):
+    """Return dz γ, fp32, of a half of the words.
 
-
-@triton.jit
-def _times_gamma(dz, g, HALF: tl.constexpr, g_ptr, ZERO_CENTERED: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr):
-    """Return dz γ, fp32, of a half of the words; g as from `_load_weights`."""
-    dzg = values(dz, HALF, PAIRS, dtype)
+    g: the weight of the columns, words as dz has them, or under PAIRS the tensors of an fp32 weight's even and odd columns.
+    """
+    dzg = dz32
     if g_ptr is not None:
         if PAIRS == 2 and g_ptr.dtype.element_ty == tl.float32:
             gamma = g[HALF]
         else:
             gamma = values(g[0], HALF, PAIRS, dtype)
-        dzg *= (gamma + 1.0 if ZERO_CENTERED else gamma)[None, :]
+        dzg = dz32 * (gamma + 1.0 if ZERO_CENTERED else gamma)[None, :]
     return dzg
 
 
 @triton.jit
 def _products(dz, x, g, g_ptr, ZERO_CENTERED: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr):
     """Return dz γ x, summed over the halves of words."""
-    s = _times_gamma(dz, g, 0, g_ptr, ZERO_CENTERED, PAIRS, dtype) * values(x, 0, PAIRS, dtype)
+    dz32 = values(dz, 0, PAIRS, dtype)
+    s = _times_gamma(dz32, g, 0, g_ptr, ZERO_CENTERED, PAIRS, dtype) * values(x, 0, PAIRS, dtype)
     if PAIRS == 2:
-        s += _times_gamma(dz, g, 1, g_ptr, ZERO_CENTERED, PAIRS, dtype) * values(x, 1, PAIRS, dtype)
+        dz32 = values(dz, 1, PAIRS, dtype)
+        s += _times_gamma(dz32, g, 1, g_ptr, ZERO_CENTERED, PAIRS, dtype) * values(x, 1, PAIRS, dtype)
     return s
 
 
@@ -97,7 +90,13 @@ def _rmsnorm_bwd_main(
     dgs = ()
     for c in tl.static_range(CHUNKS):
         cols = first_col + c * COLS + tl.arange(0, COLS)
-        gs = gs + (_load_weights(g_ptr, cols, N, PAIRS),)
+        if g_ptr is None:
+            gs = gs + ((0,),)
+        elif PAIRS == 2 and g_ptr.dtype.element_ty == tl.float32:
+            even = tl.load(g_ptr + cols * 2, mask=cols < N, other=0, eviction_policy="evict_last")
+            gs = gs + ((even, tl.load(g_ptr + cols * 2 + 1, mask=cols < N, other=0, eviction_policy="evict_last")),)
+        else:
+            gs = gs + ((tl.load(g_ptr + cols, mask=cols < N, other=0, eviction_policy="evict_last"),),)
         if dg_ptr is not None:
             for _ in tl.static_range(PAIRS):
                 dgs = dgs + (tl.zeros((DG_ROWS, COLS), dtype=tl.float32),)
@@ -153,7 +152,7 @@ def _rmsnorm_bwd_main(
                 dz = held(dzs[c])
                 x32 = values(x, 0, PAIRS, dtype)
                 dz32 = values(dz, 0, PAIRS, dtype)
-                dx = r * (_times_gamma(dz, gs[c], 0, g_ptr, ZERO_CENTERED, PAIRS, dtype) - slope * x32)
+                dx = r * (_times_gamma(dz32, gs[c], 0, g_ptr, ZERO_CENTERED, PAIRS, dtype) - slope * x32)
                 if dsum_ptr is not None:
                     dx += values(dsums[c], 0, PAIRS, dtype)
                 if dg_ptr is not None:
@@ -161,7 +160,7 @@ def _rmsnorm_bwd_main(
                 if PAIRS == 2:
                     x32 = values(x, 1, PAIRS, dtype)
                     dz32 = values(dz, 1, PAIRS, dtype)
-                    high = r * (_times_gamma(dz, gs[c], 1, g_ptr, ZERO_CENTERED, PAIRS, dtype) - slope * x32)
+                    high = r * (_times_gamma(dz32, gs[c], 1, g_ptr, ZERO_CENTERED, PAIRS, dtype) - slope * x32)
                     if dsum_ptr is not None:
                         high += values(dsums[c], 1, PAIRS, dtype)
                     if dg_ptr is not None:
