@@ -32,6 +32,10 @@ _MANY_ROWS = (1024, 16384)
 _FEW_ROWS = 128
 """Rows below which a program per row leaves SMs idle."""
 
+_LARGE = 1 << 25
+"""Elements of x from which on a program reads x again instead of holding it, so that more programs fit an SM. Because at 4096
+rows of 2304 to 5120 elements holding x was level or faster (H200, 2026-11-23)."""
+
 _TILES = 1024
 """Tiles that fill the SMs of a large GPU, several each."""
 
@@ -253,7 +257,7 @@ def _too_much_loaded(case: Case, elements: int, c: Any, tensors: int) -> str | N
 
 def default_fwd(case: Case) -> FwdConfig:
     """Return a config for any shape, by rule: the first valid one of what was fastest at rows of about this length."""
-    return _first_valid(case, _likely_fwd(case, reload=case["N"] > 4096), valid_fwd)
+    return _first_valid(case, _likely_fwd(case, reload=True), valid_fwd)
 
 
 def default_add_fwd(case: Case) -> FwdConfig:
@@ -280,49 +284,56 @@ def _first_valid(case: Case, likely: Iterator[_Config], valid: Callable[[Case, _
 
 
 def _likely_fwd(case: Case, reload: bool) -> Iterator[FwdConfig]:
-    """Generate configs, the likeliest first; the last runs anything."""
+    """Generate configs, the likeliest first; the last runs anything. reload: whether x may be read again."""
     M, whole = case["M"], _power_of_two(case["N"])
     if whole <= 1024:
-        rows = _tile_rows(M, max(1, 4096 // whole))
-        warps = max(1, rows * whole // 1024)
+        rows = _tile_rows(M, max(1, (2048 if whole == 1024 else 4096) // whole))
+        warps = max(1, rows * whole // (1024 if whole <= _SHORT or case.quant != "none" else 512))
         yield FwdConfig(rows, whole, False, warps, ctas=0, stages=1, reload=False)
-    few = M < _FEW_ROWS and whole > 4096
-    if few:
+    if M < _FEW_ROWS and whole > 4096:
         yield FwdConfig(1, max(4096, whole // _MAX_PARTS), True, warps=8, ctas=2, stages=2, reload=False)
+    if case.quant != "none" and whole <= 8192:
+        cols = 4096 if whole == 8192 else 2048
+        yield FwdConfig(2 if 2 * _TILES <= M else 1, cols, False, cols // 1024, ctas=0, stages=1, reload=reload and whole > 2048)
     if whole > _LONG and reload:
         for cols, stages in ((4096, 5), (4096, 3), (8192, 2)):
             yield FwdConfig(1, cols, False, cols // 256, ctas=0, stages=stages, reload=True)
-    for cols, warps in (
-        (min(whole, 2048 if whole <= 4096 else 4096), 4 if whole <= 4096 else 8 if whole <= 8192 else 16),
-        (8192, 32),
-    ):
-        yield FwdConfig(1, cols, False, warps, ctas=0, stages=1, reload=reload)
-        yield FwdConfig(1, cols, False, warps, ctas=0, stages=1, reload=False)
-    for cols in (8192, 4096):
-        yield FwdConfig(1, max(cols, whole // _MAX_PARTS), True, warps=16, ctas=1, stages=2, reload=False)
+    if whole > _LONG:
+        for cols in (4096, 8192):
+            yield FwdConfig(1, max(cols, whole // _MAX_PARTS), True, warps=cols // 512, ctas=1, stages=2, reload=False)
+    cols, warps = (min(whole, 2048), 4) if whole <= 4096 else (4096, 8 if whole <= 8192 else 16)
+    large = M * case["N"] >= _LARGE
+    for again in (True, False) if reload and large and whole > 2048 else (False,):
+        yield FwdConfig(1, cols, False, warps, ctas=0, stages=1, reload=again)
     yield FwdConfig(1, whole, False, warps=1 if whole <= 512 else 4, ctas=0, stages=1, reload=False)
 
 
 def _likely_bwd(case: Case) -> Iterator[BwdConfig]:
     """Generate configs, the likeliest first; the last runs anything."""
-    M, whole = case["M"], _power_of_two(case["N"])
+    M, N, whole = case["M"], case["N"], _power_of_two(case["N"])
     if whole <= 1024:
-        for elements, ctas in ((4096, 4), (2048, 4), (1024, 2)):
+        for elements, ctas in ((2048 if whole == 1024 else 4096, 4), (2048, 4), (1024, 2)):
             yield BwdConfig(_tile_rows(M, max(1, elements // whole)), whole, False, warps=4, ctas=ctas, stages=3)
-    elif whole <= 8192:
-        if case["N"] > 1536 and whole == 2048:
-            yield BwdConfig(2 if M >= 2 * _TILES else 1, 2048, False, warps=4, ctas=2, stages=3)
-        for cols in (1024, 2048):
-            for stages in (3, 2):
-                yield BwdConfig(1, cols, False, warps=cols // 256, ctas=2 if cols == 1024 else 1, stages=stages)
-    if 8192 < case["N"] <= 12288:
+    if whole == 2048:
+        yield BwdConfig(_tile_rows(M, 2), 2048, False, warps=4, ctas=2, stages=3)
+    if 3584 < N <= 4096:
+        yield BwdConfig(_tile_rows(M, 2), 4096, False, warps=8, ctas=1, stages=3)
+    if 1024 < whole <= 4096:
+        for stages in (4, 3, 2):
+            yield BwdConfig(1, 1024, False, warps=4, ctas=2, stages=stages)
+    if 4096 < N <= 6144:
+        yield BwdConfig(1, 2048, False, warps=8, ctas=2, stages=4)
+    if 4096 < N <= 8192:
+        yield BwdConfig(1, 8192, False, warps=8, ctas=1, stages=3)
+        yield BwdConfig(1, 2048, False, warps=8, ctas=1, stages=3)
+    if 8192 < N <= 12288:
         yield BwdConfig(1, 4096, False, warps=16, ctas=1, stages=3)
     for rows in (4, 2, 1) if M >= 4 * _FEW_ROWS else (2, 1):
         for stages in (3, 2):
             cols = max(2048, whole // _MAX_PARTS)
-            yield BwdConfig(rows, cols, cols < case["N"], warps=max(4, cols // 512), ctas=2, stages=stages)
+            yield BwdConfig(rows, cols, cols < N, max(4 if whole > _LONG else 8, cols // 512), ctas=2, stages=stages)
     for cols, warps in ((4096, 16), (8192, 16)):
-        yield BwdConfig(1, max(cols, whole // _MAX_PARTS), cols < case["N"], warps, ctas=1, stages=2)
+        yield BwdConfig(1, max(cols, whole // _MAX_PARTS), cols < N, warps, ctas=1, stages=2)
     yield BwdConfig(1, whole, False, warps=4, ctas=1, stages=2)
 
 
