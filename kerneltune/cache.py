@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from filelock import FileLock
 
 from kerneltune import device, misses, rule
-from kerneltune.files import data_root, replace_text
+from kerneltune.files import data_root, in_checkout, replace_text
 from kerneltune.nearness import NO_BANDS, Bands, Place, ranked
 from kerneltune.ranges import Range, out_of_range, ranges_of
 from kerneltune.spec import MOST, Case, Op, Option, Space, Variant, config_from
@@ -94,14 +94,28 @@ class Hit:
 
 
 def roots() -> Path:
-    """The folder of the cache: KERNELTUNE_CONFIGS, else `configs` of the checkout, else the packaged copy."""
+    """Return the folder that configs are stored in: KERNELTUNE_CONFIGS, else `configs` of the checkout or current folder."""
     override = os.environ.get("KERNELTUNE_CONFIGS")
-    return Path(override) if override else data_root("configs")
+    return Path(override) if override else data_root("configs") if in_checkout() else Path("configs")
+
+
+def readable(file: Path, root: Path | None = None) -> Path:
+    """Return where a file of the cache, such as `nvidia_h200/rmsnorm_fwd.json`, is read.
+
+    Where the current folder has no such file and neither a folder is given nor KERNELTUNE_CONFIGS is set, that is the packaged
+    copy.
+
+    Args:
+        root: the folder of the cache, None for that of `roots`.
+    """
+    path = (root or roots()) / file
+    packaged = root is None and not os.environ.get("KERNELTUNE_CONFIGS") and not path.exists()
+    return data_root("configs") / file if packaged else path
 
 
 def path_of(op_name: str, device_slug: str, root: Path | None = None) -> Path:
-    """The file of an operator and a GPU, there or not; root: the folder of the cache, None for that of `roots`."""
-    return (root or roots()) / device_slug / f"{op_name}.json"
+    """Return the file of an operator and a GPU, there or not; root: the folder of the cache, None for that of `roots`."""
+    return readable(Path(device_slug) / f"{op_name}.json", root)
 
 
 def load(op_name: str, device_slug: str, root: Path | None = None) -> list[Entry]:
@@ -134,11 +148,12 @@ def store(op_name: str, device_slug: str, entry: Entry, root: Path | None = None
     Raises:
         ValueError: the folder cannot be written, or the existing file is broken; nothing is changed then.
     """
-    path = path_of(op_name, device_slug, root)
+    path = (root or roots()) / device_slug / f"{op_name}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_name(f".{path.name}.lock")):
-            kept = [e for e in load_strict(path) if e.identity != entry.identity] if path.exists() else []
+            present = path if path.exists() else path_of(op_name, device_slug, root)  # a first file begins as the packaged one
+            kept = [e for e in load_strict(present) if e.identity != entry.identity] if present.exists() else []
             replace_text(path, _render(op_name, device_slug, [*kept, entry]))
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror or error}") from error
@@ -316,7 +331,9 @@ class _Table:
 
 @lru_cache(maxsize=1024)
 def _ruling(chooser: Chooser, gpu: str) -> rule.Ruling | None:
-    return rule.ruling(chooser.root or roots(), gpu, chooser.op, chooser.variant, chooser.policy)
+    file = rule.path_of(chooser.op, gpu, Path())
+    root = readable(file, chooser.root).parents[len(file.parts) - 1]
+    return rule.ruling(root, gpu, chooser.op, chooser.variant, chooser.policy)
 
 
 @lru_cache(maxsize=1024)

@@ -40,8 +40,12 @@ T = TypeVar("T")
 def data_root(folder: str) -> Path:
     """Return `folder` of the checkout that holds this package, or its packaged copy where there is no checkout."""
     package = Path(__file__).resolve().parent
-    in_checkout = (package.parent / "pyproject.toml").is_file()
-    return (package.parent if in_checkout else package) / folder
+    return (package.parent if in_checkout() else package) / folder
+
+
+def in_checkout() -> bool:
+    """Return whether this package is imported from a checkout, whose data folders are written to."""
+    return (Path(__file__).resolve().parents[1] / "pyproject.toml").is_file()
 
 
 def read_bytes(path: Path, largest: int = LARGEST) -> bytes:

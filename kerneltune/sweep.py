@@ -16,7 +16,7 @@ from typing import Any, Literal, NoReturn
 import yaml
 
 from kerneltune.errors import meant, unknown
-from kerneltune.files import RESULTS, data_root
+from kerneltune.files import RESULTS, data_root, in_checkout
 from kerneltune.spec import GROUP, PLUGINS, Case, Op, Option
 
 Section = Literal["check", "bench"]
@@ -54,16 +54,25 @@ class Sweep:
 
 
 def results_root(given: Path | None, family: str | None = None) -> Path:
-    """The folder of the records, for all that write and read them: as given, else KERNELTUNE_RESULTS, else `results`.
+    """Return the folder of the records: as given, else KERNELTUNE_RESULTS, else `results`.
 
-    That is the one of the checkout or package, but of the current folder for what is not theirs: a family whose sweep file is
-    elsewhere or not found or, where none is named, anything at all while there are plug-ins, asked for or installed.
+    In a checkout that is the checkout's folder for its own families. Everywhere else it is `results` of the current folder: an
+    installed package is never written to.
     """
     if named := given or os.environ.get(RESULTS):
         return Path(named)
+    if not in_checkout():
+        return Path("results")
     plugged = os.environ.get(PLUGINS) or importlib.metadata.entry_points(group=GROUP)
     own = not plugged if family is None else _is_own(family)
     return data_root("results") if own else Path("results")
+
+
+def recorded_root(given: Path | None, family: str | None = None) -> Path:
+    """Return the folder that records are read from: `results_root`, or the packaged records where that has none."""
+    root = results_root(given, family)
+    named = given or os.environ.get(RESULTS)
+    return root if named or any(root.glob(f"*/{family or '*'}.jsonl")) else data_root("results")
 
 
 def _is_own(family: str) -> bool:

@@ -150,7 +150,7 @@ def test_logged_misses_become_a_sweep(tmp_path: Path, monkeypatch: pytest.Monkey
         cache.clear()
     assert len(log.read_text().splitlines()) == 3 and len(misses.read(log)) == 2
     output = tmp_path / "misses.yaml"
-    result = CliRunner().invoke(app, ["cache", "misses", "-o", str(output)], env={"KERNELTUNE_LOG_MISSES": str(log)})
+    result = CliRunner().invoke(app, ["cache", "from-misses", "-o", str(output)], env={"KERNELTUNE_LOG_MISSES": str(log)})
     assert result.exit_code == 0, result.output
     plan = sweep.load(output, ops.load())
     assert [(e.op, e.case.name, e.case.axes, e.case.quant) for e in plan.bench] == [
@@ -182,13 +182,13 @@ def test_a_log_that_cannot_be_written_does_not_stop_the_work(tmp_path: Path, mon
 def test_a_broken_log_is_named_with_its_line(line: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_text(line + "\n")
-    result = CliRunner().invoke(app, ["cache", "misses", str(path)])
+    result = CliRunner().invoke(app, ["cache", "from-misses", str(path)])
     assert (result.exit_code, result.stderr) == (2, f"error: {path}{message}\n")
 
 
 def test_no_misses_are_no_sweep(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("")
-    result = CliRunner().invoke(app, ["cache", "misses", str(tmp_path / "log")])
+    result = CliRunner().invoke(app, ["cache", "from-misses", str(tmp_path / "log")])
     assert (result.exit_code, result.stderr) == (2, "error: misses: none: nothing to tune\n")
     assert misses.sweep_text([Miss("a", "optimized", GPU, Case("", (("M", 1),), "int8"), "cold")]).endswith(
         '  - {name: a-1, op: a, M: 1, dtype: "int8", quant: "none"}\n'

@@ -4,8 +4,10 @@ Heavy packages are imported inside the commands, so that `--help` answers at onc
 """
 
 import errno
+import itertools
 import os
 import signal
+import sys
 import warnings
 from typing import Annotated, Any, TextIO
 
@@ -21,14 +23,15 @@ from kerneltune.cli import (
     doctor,
     gate,
     history,
-    insight,
     inspect,
     lab,
     ops,
     profile,
     report,
     serve,
+    settings,
     sweep,
+    trials,
     tune,
 )
 from kerneltune.cli.console import error_line, show
@@ -81,31 +84,34 @@ def _refused(error: Exception) -> typer.Exit:
 app = typer.Typer(
     cls=_Group,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="Check, tune and compare GPU kernels, ship the best configs, and stop a regression at the gate.",
     epilog="Environment: KERNELTUNE_CONFIGS (config cache), KERNELTUNE_RESULTS (records), KERNELTUNE_PLUGINS (modules with "
     "operators), KERNELTUNE_STRICT=1 (a miss of the cache is an error), KERNELTUNE_LOG_MISSES (file that misses are appended "
     "to), NO_COLOR.",
 )
-app.command("ops")(ops.command)
-app.command("sweep")(sweep.command)
-app.command("capture")(capture.command)
-app.command("tune")(tune.command)
-app.command("serve")(serve.command)
-app.command("insight")(insight.command)
-app.command("cases")(cases.command)
-app.command("compare")(compare.command)
-app.command("gate")(gate.command)
-app.command("history")(history.command)
-app.command("report")(report.command)
-app.command("inspect")(inspect.command)
-app.command("profile")(profile.command)
+_WORK, _LOOK, _SHIP = "Work", "Look", "Ship"
+for _name, _function, _panel in (
+    ("sweep", sweep.command, _WORK),
+    ("tune", tune.command, _WORK),
+    ("cases", cases.command, _WORK),
+    ("capture", capture.command, _WORK),
+    ("serve", serve.command, _WORK),
+    ("compare", compare.command, _LOOK),
+    ("report", report.command, _LOOK),
+    ("history", history.command, _LOOK),
+    ("trials", trials.command, _LOOK),
+    ("inspect", inspect.command, _LOOK),
+    ("profile", profile.command, _LOOK),
+    ("ops", ops.command, _LOOK),
+    ("doctor", doctor.command, _LOOK),
+    ("gate", gate.command, _SHIP),
+):
+    app.command(_name, rich_help_panel=_panel)(_function)
 app.command("profiled", hidden=True)(profile.driver)
-app.add_typer(cache.app, name="cache")
-app.add_typer(lab.app, name="lab")
-app.add_typer(adopt.app, name="adopt")
-app.command("doctor")(doctor.command)
+app.add_typer(cache.app, name="cache", rich_help_panel=_SHIP)
+app.add_typer(adopt.app, name="adopt", rich_help_panel=_LOOK)
+app.add_typer(lab.app, name="lab", hidden=True)
 _groups = (app, cache.app, lab.app, adopt.app)
 for _command in (command for group in _groups for command in group.registered_commands):
     # one line a paragraph, which typer breaks where the terminal ends; it would keep the source's breaks too
@@ -113,11 +119,16 @@ for _command in (command for group in _groups for command in group.registered_co
     _command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in _paragraphs)
 
 
+_MOVED = {**{name: f"lab {name}" for name in ("noise", "replay", "study", "versus")}, "insight": "trials"}
+
+
 def _moved(context: typer.Context) -> None:
-    raise ValueError(f"{context.info_name}: moved: kerneltune lab {' '.join([str(context.info_name), *context.args])}".rstrip())
+    raise ValueError(
+        f"{context.info_name}: moved: kerneltune {' '.join([_MOVED[str(context.info_name)], *context.args])}".rstrip()
+    )
 
 
-for _name in ("noise", "replay", "study", "versus"):
+for _name in _MOVED:
     _any = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
     app.command(_name, hidden=True, context_settings=_any)(_moved)
 
@@ -145,6 +156,7 @@ def _root(
     ] = None,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
 ) -> None:
+    settings.apply()
     if captured:
         os.environ["KERNELTUNE_CAPTURED"] = os.path.abspath(captured)
         plugin = [*(plugin or []), "kerneltune.adopt.captured"]
@@ -171,4 +183,19 @@ def main() -> None:
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     warnings.showwarning = _show_warning
-    app()
+    app(_root_options_first(sys.argv[1:]))
+
+
+def _root_options_first(arguments: list[str]) -> list[str]:
+    """Return the arguments with `--plugin X` and `--captured X` in front, wherever they stand before a `--`."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    first: list[str] = []
+    rest: list[str] = []
+    given = iter(arguments[:end])
+    for argument in given:
+        name, equals, _ = argument.partition("=")
+        if name in ("--plugin", "--captured"):
+            first += [argument] if equals else [argument, *itertools.islice(given, 1)]
+        else:
+            rest.append(argument)
+    return [*first, *rest, *arguments[end:]]

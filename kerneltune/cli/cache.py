@@ -121,12 +121,18 @@ def _show_reasons(why: Counter[tuple[str, str]]) -> None:
         show(f"{count} {status}: {reason}")
 
 
-@app.command("misses")
-def misses_(
+@app.command("misses", hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def misses_(context: typer.Context) -> None:
+    """Say where the command is now."""
+    raise ValueError(f"misses: moved: kerneltune cache from-misses {' '.join(context.args)}".rstrip())
+
+
+@app.command("from-misses")
+def from_misses(
     log: Annotated[Path, typer.Argument(metavar="LOG", envvar="KERNELTUNE_LOG_MISSES", help="Where misses were logged.")],
     output: o.Output = None,
 ) -> None:
-    """A sweep file of the cases that were looked up and not found, for `kerneltune tune`."""
+    """Write a sweep file of the cases that were looked up and not found, for `kerneltune tune`."""
     from kerneltune import misses
 
     deliver(misses.sweep_text(misses.read(log)), output)

@@ -32,10 +32,10 @@ def option_defaults(name: str) -> "Mapping[str, Option]":
 
 def curve_files(results: Path | None) -> list[Path]:
     """Files of training curves on this GPU, else on any."""
-    from kerneltune import device
+    from kerneltune import device, sweep
 
     here = device.model()
-    return sorted(o.results_root(results).glob(f"{device.slug(here) if here != device.INTERPRETER else '*'}/curves/*.csv"))
+    return sorted(sweep.recorded_root(results).glob(f"{device.slug(here) if here != device.INTERPRETER else '*'}/curves/*.csv"))
 
 
 def record_files(results: Path | None, family: str | None = None) -> list[Path]:
@@ -46,14 +46,14 @@ def record_files(results: Path | None, family: str | None = None) -> list[Path]:
     """
     from kerneltune import device, sweep
 
-    root = sweep.results_root(results, family)
+    root = sweep.recorded_root(results, family)
     here = device.model()
     is_gpu = here != device.INTERPRETER
     pattern = f"{device.slug(here) if is_gpu else '*'}/{family or '*'}.jsonl"
     files = [path for path in sorted(root.glob(pattern)) if path.parent.name not in (device.INTERPRETER, "runs")]
     if not files:
         place = f"of {here} in" if is_gpu else "of any GPU in"
-        others = dict.fromkeys(path.stem for folder in (root, sweep.results_root(results)) for path in folder.glob("*/*.jsonl"))
+        others = dict.fromkeys(path.stem for folder in (root, sweep.recorded_root(results)) for path in folder.glob("*/*.jsonl"))
         raise ValueError(f"no records {place} {root / pattern}: run a sweep first, or name a file{meant(family, others)}")
     if not is_gpu:
         folders = ", ".join(str(folder) for folder in dict.fromkeys(path.parent for path in files))

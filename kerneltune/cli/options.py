@@ -1,6 +1,7 @@
 """Options that several commands share, and what they stand for."""
 
 import fnmatch
+import os
 import tempfile
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kerneltune.cli.settings import FAMILY
 from kerneltune.errors import unknown
 from kerneltune.files import RESULTS
 from kerneltune.spec import Case, Op
@@ -20,7 +22,9 @@ POLICIES = ("cold", "hot", "eager")
 _USUAL_SIZE = 4096
 SAMPLERS = ("ours", "gp", "tpe", "random", "qmc")
 
-Family = Annotated[str, typer.Argument(help="A file of sweeps/ by name, or a path ending in .yaml.")]
+Family = Annotated[
+    str, typer.Argument(envvar=FAMILY, show_envvar=False, help="A file of sweeps/ by name, or a path ending in .yaml.")
+]
 OpNames = Annotated[list[str] | None, typer.Option("--op", metavar="NAME", help="Only this operator; may be repeated.")]
 CaseNames = Annotated[
     list[str] | None, typer.Option("--case", metavar="NAME", help="Only cases with such a name, like 'te-*'; may be repeated.")
@@ -137,6 +141,18 @@ def configs_root(configs: Path | None) -> Path:
     from kerneltune.cache import roots
 
     return configs or roots()
+
+
+def where_configs_serve(configs: Path | None) -> str:
+    """Return a line on who reads the configs that were stored; empty where every call does."""
+    from kerneltune.cache import roots
+    from kerneltune.files import in_checkout
+
+    if configs is not None and configs.resolve() != roots().resolve():
+        return f"operators read {roots()}: set KERNELTUNE_CONFIGS={configs.resolve()} where they shall use these configs"
+    if os.environ.get("KERNELTUNE_CONFIGS") or in_checkout():
+        return ""
+    return f"programs started in {Path.cwd()} use these configs; elsewhere set KERNELTUNE_CONFIGS={roots().resolve()}"
 
 
 def require_writable(folder: Path) -> None:

@@ -7,9 +7,9 @@ import typer
 
 from kerneltune.cli import cases
 from kerneltune.cli import options as o
-from kerneltune.cli.console import error_line, show
-from kerneltune.cli.insight import show_short
+from kerneltune.cli.console import error_line, note, show
 from kerneltune.cli.progress import reporter
+from kerneltune.cli.trials import show_short
 
 _MODEL_GAIN = "1%"
 """Where the many cases of a model stop by default."""
@@ -69,10 +69,10 @@ def command(
     """Search the best config of every case of a family, or of every launch in the folder of a
     capture; it replaces the present one only where it is measurably faster.
 
-    Ends with what the trials say, in short; `insight` says more. Every trial is kept, so an interrupted search resumes. The
-    expected gain is the mean, over joint draws of a Gaussian process, of how far the fastest untried config lies below the
-    best so far. With --model the cases are those that `kerneltune cases` writes. Exit code 1 where a case that this GPU can run
-    was not tuned.
+    Ends with what the trials say, in short; `kerneltune trials` says more. Every trial is kept, so an interrupted search
+    resumes. The expected gain is the mean, over joint draws of a Gaussian process, of how far the fastest untried config lies
+    below the best so far. With --model the cases are those that `kerneltune cases` writes. Exit code 1 where a case that this
+    GPU can run was not tuned.
     """
     if (family is None) == (model is None):
         raise ValueError(f"family: {family!r}: expected either a family or --model FILE")
@@ -114,6 +114,8 @@ def command(
         searched = [(known[entry.op], entry.case) for entry in load_plan(known, selection).bench if selection.takes(entry)]
         for title, searches in searches_below(folder, searched, selection.takes_variant, policy).items():
             show_short(title, searches)
+    if tuned.searched > tuned.failed and (served := o.where_configs_serve(configs)):
+        note(served)
     if tuned.failed:
         error_line(f"{tuned.failed} of {tuned.searched} cases not tuned")
         raise typer.Exit(1)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kerneltune import ops
+from kerneltune import cache, ops
 from kerneltune.cli import app
 from kerneltune.search import insight
 from kerneltune.search.insight import dead_values, importances, portfolio, regret, sparkline, ties
@@ -69,7 +69,7 @@ def test_insight_prints_what_the_store_holds(tmp_path: Path) -> None:
     for i, config in enumerate(variant.configs(case)):
         trial = Evaluation("spills") if i % 5 == 4 else Evaluation("ok", 50.0 + 10 * (config.stages == 2) + config.rows)
         store.put(op, case, variant, "cold", config, trial)
-    command: list[Any] = ["insight", "rmsnorm", "--gpu", "nvidia_h200", "--results", str(tmp_path), "--op", "rmsnorm_bwd"]
+    command: list[Any] = ["trials", "rmsnorm", "--gpu", "nvidia_h200", "--results", str(tmp_path), "--op", "rmsnorm_bwd"]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
@@ -118,11 +118,13 @@ def test_tune_says_that_nothing_was_lacking_and_fails_where_a_case_did(
 ) -> None:
     monkeypatch.setattr("kerneltune.tuning.run.run_tune", lambda *_: Tuned("nvidia_h200", [], **counts))
     result = CliRunner().invoke(app, ["tune", "rmsnorm", "--results", str(tmp_path), "--configs", str(tmp_path)])
-    assert (result.exit_code, result.stdout, result.stderr) == (code, out, err)
+    served = f"operators read {cache.roots()}: set KERNELTUNE_CONFIGS={tmp_path} where they shall use these configs\n"
+    assert (result.exit_code, result.stdout) == (code, out)
+    assert result.stderr == (served if counts.get("searched") else "") + err
 
 
 def test_insight_without_trials_says_where_it_looked(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["insight", "rmsnorm", "--gpu", "gone", "--results", str(tmp_path)])
+    result = CliRunner().invoke(app, ["trials", "rmsnorm", "--gpu", "gone", "--results", str(tmp_path)])
     assert (result.exit_code, result.stdout) == (
         0,
         f"no trials of rmsnorm in {tmp_path}/runs/trials/gone: `kerneltune tune rmsnorm` makes them, on a GPU\n",

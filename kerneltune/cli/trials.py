@@ -1,4 +1,4 @@
-"""`kerneltune insight`: what the trials of a family say about its knobs and its cases."""
+"""`kerneltune trials`: what the trials of a family say about its knobs and its cases."""
 
 import statistics
 from collections import Counter
@@ -32,7 +32,7 @@ def command(
     ] = None,
     results: o.Results = None,
 ) -> None:
-    """Regret of every search, the knobs that matter, values that never win, ties, and the fewest configs for all cases."""
+    """Show what past trials say: how good each search was, the knobs that matter, and the fewest configs for all cases."""
     o.choice("policy", policy, o.POLICIES)
     known = o.load_ops()
     from kerneltune import device

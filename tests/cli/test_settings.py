@@ -1,0 +1,70 @@
+"""`[tool.kerneltune]`, options behind the command, and the folders that are written to outside of a checkout."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kerneltune import cache, files, ops, sweep
+from kerneltune.cli import settings
+
+SHOW = "import sys; from kerneltune.cli import main; sys.argv[1:] = {arguments!r}; main()"
+
+
+def started(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    code = SHOW.format(arguments=list(arguments))
+    return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+def pyproject(folder: Path, text: str) -> None:
+    (folder / "pyproject.toml").write_text(f"[tool.kerneltune]\n{text}\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("plugins = 'x.py'", "plugins: 'x.py': expected a list of modules or .py files"),
+        ("family = 3", "family: 3: expected a text"),
+        ("colour = 'red'", "colour: 'red': expected one of plugins, family, results, configs"),
+    ],
+)
+def test_settings_with_a_wrong_value_are_one_line(text: str, said: str, tmp_path: Path) -> None:
+    pyproject(tmp_path, text)
+    done = started(tmp_path, "ops")
+    assert (done.returncode, done.stderr) == (2, f"error: pyproject.toml: tool.kerneltune.{said}\n")
+
+
+def test_settings_name_plug_ins_folders_and_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyproject(tmp_path, "plugins = ['mine.py']\nresults = 'r'\nconfigs = 'c'\nfamily = 'mine'")
+    monkeypatch.chdir(tmp_path)
+    for name in (settings.FAMILY, "KERNELTUNE_RESULTS", "KERNELTUNE_CONFIGS", ops.PLUGINS):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    settings.apply()
+    assert sweep.results_root(None) == Path("r") and cache.roots() == Path("c")
+    environment = {name: __import__("os").environ[name] for name in (settings.FAMILY, ops.PLUGINS)}
+    assert environment == {settings.FAMILY: "mine", ops.PLUGINS: "mine.py"}
+
+
+def test_plugin_option_behind_the_command_is_taken(tmp_path: Path) -> None:
+    done = started(tmp_path, "ops", "--plugin", "no_such_module")
+    assert done.returncode == 2 and done.stderr.startswith("error: plug-in no_such_module: ")
+
+
+def test_installed_package_is_never_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KERNELTUNE_CONFIGS", raising=False)
+    monkeypatch.delenv("KERNELTUNE_RESULTS", raising=False)
+    monkeypatch.chdir(tmp_path)
+    packaged = files.data_root("configs")
+    for module in (files, cache, sweep):
+        monkeypatch.setattr(module, "in_checkout", lambda: False)
+        if hasattr(module, "data_root"):
+            monkeypatch.setattr(module, "data_root", lambda folder: packaged.parent / folder)
+    assert sweep.results_root(None, "rmsnorm") == Path("results") and cache.roots() == Path("configs")
+    assert cache.path_of("rmsnorm_fwd", "nvidia_h200") == packaged / "nvidia_h200" / "rmsnorm_fwd.json"
+    before = cache.load("rmsnorm_fwd", "nvidia_h200")
+    stored = cache.store("rmsnorm_fwd", "nvidia_h200", before[0])
+    assert stored == Path("configs/nvidia_h200/rmsnorm_fwd.json") and cache.path_of("rmsnorm_fwd", "nvidia_h200") == stored
+    assert len(cache.load("rmsnorm_fwd", "nvidia_h200")) == len(before)
