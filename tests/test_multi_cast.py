@@ -8,7 +8,8 @@ import torch
 from kerneltune.kernel_lib.agreement import same_bits
 from kerneltune.kernel_lib.tl_lib import FP8_DTYPES
 from kerneltune.ops import multi_cast_transpose as multi
-from kerneltune.ops.multi_cast_transpose import MultiCastConfig, custom, multi_cast_transpose
+from kerneltune.ops.multi_cast_transpose import MultiCastConfig, multi_cast_transpose
+from kerneltune.ops.multi_cast_transpose.kernels import tiles
 
 WHERE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = MultiCastConfig(rows=64, cols=64, group=2, warps=4, ctas=0, stages=1)
@@ -42,8 +43,8 @@ def agrees(
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, ...]]]:
     """The sizes of every launch."""
     found: list[list[tuple[int, ...]]] = []
-    table = multi._table
-    monkeypatch.setattr(multi, "_table", lambda ts, *rest: (found.append([t[3:5] for t in ts]), table(ts, *rest))[1])
+    table = tiles.table_of
+    monkeypatch.setattr(tiles, "table_of", lambda ts, *rest: (found.append([t[3:5] for t in ts]), table(ts, *rest))[1])
     return found
 
 
@@ -154,13 +155,15 @@ def given(xs: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor
 def test_the_operator_of_torch_has_a_fake_and_compiles() -> None:
     xs = weights((32, 64), (33, 20))
     scales, amaxes = scalars(2)
-    torch.library.opcheck(custom.multi_cast_transpose, (xs, scales, amaxes), test_utils=["test_schema", "test_faketensor"])
+    torch.library.opcheck(
+        torch.ops.kerneltune.multi_cast_transpose, (xs, scales, amaxes), test_utils=["test_schema", "test_faketensor"]
+    )
     compiled = torch.compile(lambda *t: torch.ops.kerneltune.multi_cast_transpose(*t), fullgraph=True, backend="aot_eager")
     *out, raised = compiled(xs, scales, amaxes)
     agrees(xs, scales, raised, multi.MultiCast(*out))
     assert not amaxes.any()
     with pytest.raises(ValueError, match="fp8_format must be one of e4m3.*'e3m4'"):
-        custom.multi_cast_transpose([x.to("meta") for x in xs], scales.to("meta"), amaxes.to("meta"), "e3m4")
+        torch.ops.kerneltune.multi_cast_transpose([x.to("meta") for x in xs], scales.to("meta"), amaxes.to("meta"), "e3m4")
 
 
 @pytest.mark.parametrize("skipped", [False, True])
@@ -171,7 +174,7 @@ def test_the_operator_of_torch_writes_in_place_and_compiles(skipped: bool) -> No
     casts, transposes = given(xs)
     arguments = (xs, scales, amaxes, casts, transposes, scale_inv, skip)
     torch.library.opcheck(
-        custom.multi_cast_transpose_out, arguments, test_utils=["test_faketensor", "test_autograd_registration"]
+        torch.ops.kerneltune.multi_cast_transpose_out, arguments, test_utils=["test_faketensor", "test_autograd_registration"]
     )
     for t in (*casts, *transposes, scale_inv, amaxes):
         t.view(torch.uint8).zero_()

@@ -37,15 +37,16 @@ def _run(function: Callable[..., Any], names: Sequence[str], inputs: Inputs, con
 
 
 def torch_operator(
-    results: Callable[..., Any], *, mutates: Sequence[str] = (), without: Collection[str] = ()
+    results: Callable[..., Any], *, name: str = "", mutates: Sequence[str] = (), without: Collection[str] = ()
 ) -> Callable[[Function], Function]:
-    """Register a public function as the torch operator `kerneltune::NAME`, which torch.compile and export can trace.
+    """Register a function as the torch operator `kerneltune::NAME`, which torch.compile and export can trace.
 
     The operator has the function's parameters, but `config` and `out`, all of which may be given by position. It returns a tuple
     of tensors, or a list where the function may leave some out. It cannot be differentiated.
 
     Args:
         results: allocates what the function returns and launches nothing; it names the parameters that it needs.
+        name: of the operator; that of the function if empty.
         mutates: the tensors among the parameters that the function writes to.
         without: further parameters that the operator lacks; they have defaults.
     """
@@ -63,7 +64,7 @@ def torch_operator(
 
         vars(call)["__signature__"] = signature
         call.__doc__ = function.__doc__
-        operator = torch.library.custom_op(f"kerneltune::{function.__name__}", call, mutates_args=mutates)
+        operator = torch.library.custom_op(f"kerneltune::{name or function.__name__}", call, mutates_args=mutates)
         operator.register_fake(fake)
         return function
 
@@ -85,9 +86,9 @@ def _signature(function: Callable[..., Any], without: Collection[str]) -> tuple[
         if name not in without
     ]
     leaves = list(_leaves(types["return"]))
-    as_list = any(leaf is not Tensor for leaf in leaves)
-    single = Tensor if leaves == [Tensor] else tuple[(Tensor,) * len(leaves)]  # type: ignore[misc]
-    return inspect.Signature(parameters, return_annotation=list[Tensor] if as_list else single), as_list
+    as_list = Tensor | None in leaves
+    returned = list[Tensor] if as_list else leaves[0] if len(leaves) == 1 else tuple[tuple(leaves)]  # type: ignore[misc]
+    return inspect.Signature(parameters, return_annotation=None if leaves == [type(None)] else returned), as_list
 
 
 def _leaves(annotation: Any) -> Iterator[Any]:

@@ -7,7 +7,7 @@ operators of torch's. May import torch and ops.
 """
 
 import kerneltune.ops.fp8
-import kerneltune.ops.multi_cast_transpose.custom  # noqa: F401
+import kerneltune.ops.multi_cast_transpose  # noqa: F401
 from kerneltune.nn.alignment import aligned_groups
 from kerneltune.nn.convert import Conversion, convert_to_fp8_training, revert_from_fp8_training
 from kerneltune.nn.delayed import DelayedScaling, update_scales

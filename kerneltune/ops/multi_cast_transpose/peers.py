@@ -1,12 +1,13 @@
-"""What a user would pick instead: plain torch, weight by weight, or compiled as one. No kernels here."""
+"""Peers: plain torch, weight by weight, or compiled as one function."""
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from kerneltune.kernel_lib.compiled import call_compiled
 from kerneltune.kernel_lib.tl_lib import FP8_DTYPES
-from kerneltune.spec import Case, Inputs, Outputs
+from kerneltune.spec import Case, Inputs, Outputs, Variant
 
 _MOST_COMPILED = 64
 """Weights of one compiled function: torch.compile unrolls the loop over them."""
@@ -22,21 +23,27 @@ def _cast_all(scales: torch.Tensor, amaxes: torch.Tensor, *weights_and_dtype: An
 
 
 def run(compiled: bool, inputs: Inputs, _config: None) -> Outputs:
-    """`multi_cast_transpose` in torch, one operator after another or by torch.compile with its defaults."""
+    """Cast as `multi_cast_transpose` in torch, one operator after another or by torch.compile with its defaults."""
     scales, amaxes = inputs["scales"], inputs["amaxes"]
     tensors = (scales, amaxes, *(inputs[f"x{i}"] for i in range(scales.shape[0])))
     dtype = FP8_DTYPES[inputs["fp8_format"]]
-    casts, turned, raised, scale_inv = call_compiled(_cast_all, tensors, dtype) if compiled else _cast_all(*tensors, dtype)
+    casts, transposes, raised, scale_inv = call_compiled(_cast_all, tensors, dtype) if compiled else _cast_all(*tensors, dtype)
     amaxes.copy_(raised)
-    named = {f"q{i}": q for i, q in enumerate(casts)} | {f"qt{i}": q for i, q in enumerate(turned)}
+    named = {f"q{i}": q for i, q in enumerate(casts)} | {f"qt{i}": q for i, q in enumerate(transposes)}
     return named | {"scale_inv": scale_inv}
 
 
 def unsupported(case: Case) -> str | None:
-    """What has no largest number."""
+    """Refuse matrices without elements, which have no maximum."""
     return "no elements" if case["M"] == 0 or case["N"] == 0 else None
 
 
 def not_compiled(case: Case) -> str | None:
-    """The same, and what torch.compile takes minutes for."""
+    """Refuse matrices without elements, and lists that torch.compile takes minutes for."""
     return f"one function of more than {_MOST_COMPILED} weights" if case["T"] > _MOST_COMPILED else unsupported(case)
+
+
+VARIANTS = (
+    Variant("compile", partial(run, True), unsupported=not_compiled, requires=("torch",)),
+    Variant("eager", partial(run, False), unsupported=unsupported, requires=("torch",)),
+)

@@ -2,7 +2,7 @@
 
 Source: ROCm/TransformerEngine's te_cast_transpose_noop_triton, written anew from its contract: a tile is stored twice from the
 registers that loaded it, where sizes are multiples of 16, programs are ordered in groups of row blocks, every tile
-raises amax; NaN does not. May import tl_lib.
+raises amax by atomic max; NaN does not.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ import triton.language as tl
 
 from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX, quantize, reciprocal, wide
 from kerneltune.rounding import cdiv
-from kerneltune.spec import Case, Inputs, Outputs, Space
+from kerneltune.spec import Case, Inputs, Outputs, Space, Variant
 
 _PUBLISHED = {64: (1, 8), 128: (8,)}
 """Row groups that were published for a tile."""
@@ -21,7 +21,13 @@ _PUBLISHED = {64: (1, 8), 128: (8,)}
 
 @dataclass(frozen=True, slots=True)
 class TeCastConfig:
-    """block: rows and columns of a tile; group: row blocks that follow each other; warps: of a program."""
+    """How a weight is cast.
+
+    Attributes:
+        block: rows and columns of a tile.
+        group: row blocks that follow each other.
+        warps: of a program.
+    """
 
     block: int
     group: int
@@ -33,8 +39,11 @@ def _cast_transpose_te(
     x_ptr, q_ptr, qt_ptr, scale_ptr, amax_ptr, scale_inv_ptr, M, N,
     FP8_MAX: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """WHOLE: M and N are multiples of 16. Of others x is loaded a second time, by columns: of one tile of fp8 that is stored both
-    ways byte by byte ptxas 12.8 makes wrong code."""
+    """Cast and transpose a tile. WHOLE: M and N are multiples of 16.
+
+    For other sizes x is loaded a second time, by columns: of one tile of fp8 that is stored both ways byte by byte ptxas 12.8
+    makes wrong code.
+    """
     down, across = tl.cdiv(M, BLOCK), tl.cdiv(N, BLOCK)
     first = tl.program_id(0) // (GROUP * across) * GROUP
     height = tl.minimum(down - first, GROUP)
@@ -51,8 +60,8 @@ def _cast_transpose_te(
     if WHOLE:
         tl.store(qt_ptr + wide(cols)[None, :] * M + rows[:, None], q, mask=mask)
     else:
-        turned = tl.load(x_ptr + wide(rows)[None, :] * N + cols[:, None], mask=tl.trans(mask), other=0.0).to(tl.float32)
-        q = quantize(turned, scale, FP8_MAX, q_ptr.dtype.element_ty)
+        by_columns = tl.load(x_ptr + wide(rows)[None, :] * N + cols[:, None], mask=tl.trans(mask), other=0.0).to(tl.float32)
+        q = quantize(by_columns, scale, FP8_MAX, q_ptr.dtype.element_ty)
         tl.store(qt_ptr + wide(cols)[:, None] * M + rows[None, :], q, mask=tl.trans(mask))
     m = tl.where(x == x, tl.abs(x), 0.0)
     tl.atomic_max(amax_ptr, tl.max(tl.max(m, axis=1), axis=0), sem="relaxed")
@@ -68,7 +77,7 @@ def cast_transpose(
     fp8_format: str,
     c: TeCastConfig,
 ) -> None:
-    """x (M, N) into q (M, N) and qt (N, M); scale, amax and scale_inv are (1,) fp32."""
+    """Cast x (M, N) into q (M, N) and qt (N, M); scale, amax and scale_inv are (1,) fp32."""
     M, N = x.shape
     _cast_transpose_te[(cdiv(M, c.block) * cdiv(N, c.block),)](
         x, q, qt, scale, amax, scale_inv, M, N,
@@ -77,7 +86,7 @@ def cast_transpose(
 
 
 def run(inputs: Inputs, config: TeCastConfig) -> Outputs:
-    """Weight by weight on a case's inputs."""
+    """Run weight by weight on a case's inputs."""
     scales, amaxes, dtype = inputs["scales"], inputs["amaxes"], FP8_DTYPES[inputs["fp8_format"]]
     scale_inv = torch.empty_like(scales)
     outputs: dict[str, torch.Tensor] = {"scale_inv": scale_inv}
@@ -90,23 +99,26 @@ def run(inputs: Inputs, config: TeCastConfig) -> Outputs:
 
 
 def space(_case: Case) -> Space:
-    """The three published configs."""
+    """Offer the three published configs."""
     return {"block": (64, 128), "group": (1, 8), "warps": (4, 8)}
 
 
 def valid(_case: Case, config: TeCastConfig) -> str | None:
-    """Whether a config was published."""
+    """Say whether a config was published."""
     published = config.group in _PUBLISHED[config.block] and config.warps == config.block // 16
     return None if published else "not among the published configs"
 
 
 def default(_case: Case) -> TeCastConfig:
-    """The first published one."""
+    """Return the first published config."""
     return TeCastConfig(64, 1, 4)
 
 
 def unsupported(case: Case) -> str | None:
-    """More weights than a graph of single launches is recorded for, or one of nothing."""
+    """Refuse more weights than a graph of single launches is recorded for, and empty weights."""
     if case["M"] == 0 or case["N"] == 0:
         return "nothing to launch"
     return None if case["T"] <= 256 else "one launch per matrix is recorded for 256 matrices at most"
+
+
+BASELINE = Variant("baseline", run, TeCastConfig, space, valid, default, unsupported)

@@ -1,0 +1,1 @@
+"""Published designs of `multi_cast_transpose`, written anew."""

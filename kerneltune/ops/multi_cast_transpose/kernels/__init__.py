@@ -1,0 +1,1 @@
+"""Device code of `multi_cast_transpose`, with its launches."""
