@@ -8,7 +8,10 @@ from adopted import author_configs, captured, kernel_of, of_kernel, write_table
 from typer.testing import CliRunner, Result
 
 from kerneltune.adopt.folder import CLASSES, META
+from kerneltune.adopt.operators import SWEEP, case_of, operators, sweep_text, tuned_variant
+from kerneltune.adopt.tuning import captured_as_operators
 from kerneltune.cli import app
+from kerneltune.search.trials import Evaluation, TrialStore, store_path
 
 
 def run(*arguments: str | Path) -> Result:
@@ -58,12 +61,15 @@ def test_lint_reports_keys_and_configs_that_never_win(tmp_path: Path) -> None:
 
 
 def test_lint_reports_results_that_change_with_the_config(tmp_path: Path) -> None:
-    launch = of_kernel(captured(tmp_path), "row_sum")[0]
-    store = tmp_path / "results" / "runs" / "trials" / "gpu" / "row_sum.jsonl"
-    store.parent.mkdir(parents=True)
-    row = {"status": "wrong", "options": {"launch": launch.digest}, "config": {"BLOCK": 64}, "detail": "y_ptr: differs by 1e-2"}
-    store.write_text(json.dumps(row) + "\nbroken")
-    assert "1 configs disagree with the author's first: {'BLOCK': 64}: y_ptr: differs" in run("adopt", "lint", tmp_path).stdout
+    launch = captured(tmp_path, pattern="row_sum").classes[0]
+    with captured_as_operators(tmp_path, False):
+        (op,) = operators()
+        case, variant = case_of(launch, op.axes), tuned_variant(op)
+        store = TrialStore(store_path(tmp_path / "results" / "runs" / "trials" / "gpu", op.name), "")
+        store.put(op, case, variant, "cold", variant.default_config(case), Evaluation("wrong", detail="y_ptr: differs by 1e-2"))
+    found = run("adopt", "lint", tmp_path).stdout
+    assert "two_kernels.row_sum: results change with the config: 1 configs disagree with the author's first: " in found
+    assert "y_ptr: differs by 1e-2" in found
 
 
 def test_tune_of_a_capture_without_a_gpu_says_so(tmp_path: Path) -> None:
@@ -84,9 +90,6 @@ def test_capture_of_a_program_that_is_not_there_says_so(tmp_path: Path) -> None:
 
 
 def test_captured_kernels_are_operators_of_the_other_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kerneltune.adopt.operators import SWEEP, operators, sweep_text
-    from kerneltune.adopt.tuning import captured_as_operators
-
     monkeypatch.setenv("KERNELTUNE_PLUGINS", "")
     capture = captured(tmp_path, pattern="row_sum")
     with captured_as_operators(tmp_path, False):
