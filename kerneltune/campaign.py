@@ -304,13 +304,17 @@ def _still_good(
     pairs: Sequence[tuple[Variant, Config]],
     policy: str,
 ) -> list[Record] | None:
-    """The rows of a case that an interrupted run left, if it left all of them for this source, driver, versions and config."""
-    key = _key(op, case, policy)
-    here = {"driver": device.current().driver, **device.versions()}
+    """Return the rows of a case that an interrupted run left, if it left all of them for this environment and config.
+
+    Failed rows are not among them: what failed in a run that was interrupted is tried again.
+    """
+    key, gpu = _key(op, case, policy), device.current()
+    here = {"device": gpu.name, "driver": gpu.driver, "unit": gpu.unit, **device.versions()}
     found = []
     for variant, config in pairs:
         wanted = {**here, "source_hash": variant.source_hash, "config": config_values(config)}
-        rows = [row for row in done.get((key, variant.name), ()) if {name: getattr(row, name) for name in wanted} == wanted]
+        kept = (row for row in done.get((key, variant.name), ()) if row.status != "failed")
+        rows = [row for row in kept if {name: getattr(row, name) for name in wanted} == wanted]
         found += rows[-1:]
     return found if len(found) == len(pairs) else None
 

@@ -1,16 +1,67 @@
-"""Ctrl-C and SIGTERM, kept by Python. Knows nothing of what they interrupt; imports Triton when called.
+"""Ctrl-C and SIGTERM: heard once, never in the midst of an import, and kept by Python. Imports Triton when called.
 
-LLVM takes both over when it first runs in a process, to delete its files. It hands the first one on, but a second that comes
-meanwhile, as `timeout` sends it to a process and then to its group, ends the process without a word.
+An interrupt within an import may end in a package's `except` clause: the program goes on with half a module, and kernels that are
+right fail. So an interrupt waits for the end of the import.
+
+LLVM takes both signals over when it first runs in a process, to delete its files. It hands the first one on, but a second that
+comes meanwhile, as `timeout` sends it to a process and then to its group, ends the process without a word.
 """
 
 import signal
 import threading
+from types import FrameType
 from typing import Any
+
+_IMPORT = ("<frozen importlib._bootstrap>", "_find_and_load")
+_AGAIN_S = 0.02
+
+
+class Interrupts:
+    """The handler of both signals in the command line's process.
+
+    Attributes:
+        heard: whether one came.
+    """
+
+    def __init__(self) -> None:
+        self.heard = False
+        self._waiting = False
+
+    def take(self) -> None:
+        """Handle both signals from now on, but for one that the process was started to ignore; for the main thread."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self.handle)
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Raise KeyboardInterrupt, as soon as no import is under way."""
+        self.heard = True
+        if not _is_importing(frame):
+            raise KeyboardInterrupt
+        if not self._waiting:
+            self._waiting = True
+            again = threading.Timer(_AGAIN_S, self._again, (number,))
+            again.daemon = True
+            again.start()
+
+    def _again(self, number: int) -> None:
+        self._waiting = False
+        signal.pthread_kill(threading.main_thread().ident or 0, number)
+
+
+interrupts = Interrupts()
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if (frame.f_code.co_filename, frame.f_code.co_name) == _IMPORT:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def hear_interrupts() -> None:
-    """Have Python hear them again, and after every kernel that Triton compiles here; for the main thread."""
+    """Have Python hear the signals again, and after every kernel that Triton compiles here; for the main thread."""
     _take_back()
     from triton import knobs
 

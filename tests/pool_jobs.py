@@ -5,7 +5,9 @@ pytest's process has Triton's interpreter on and could not compile; `main` runs 
 
 import json
 import os
+import signal
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -41,6 +43,30 @@ def hang(_inputs: Mapping[str, Any], seconds: float) -> None:
 def die(_inputs: Mapping[str, Any], code: int) -> None:
     """Takes its worker with it."""
     os._exit(code)
+
+
+def killed_once(_inputs: Mapping[str, Any], marker: str) -> None:
+    """Is killed the first time, as by the kernel where memory is short."""
+    if not os.path.exists(marker):
+        open(marker, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def note_process(_inputs: Mapping[str, Any], file: str) -> None:
+    """Write down who compiles."""
+    with open(file, "a") as pids:
+        pids.write(f"{os.getpid()}\n")
+
+
+def killed(pool: CompilePool, folder: str) -> list[Compiled]:
+    """Jobs whose workers are killed: while they compile, always, and between two jobs."""
+    found = list(pool.compile([job(killed_once, f"{folder}/once"), job(fine), job(die, 9)]))
+    found += list(pool.compile([job(note_process, f"{folder}/pids")]))
+    with open(f"{folder}/pids") as pids:
+        for pid in map(int, pids):
+            os.kill(pid, signal.SIGKILL)
+    time.sleep(0.5)
+    return found + list(pool.compile([job(fine)] * 3))
 
 
 def job(run: Any, config: object = None) -> Job:
@@ -145,5 +171,7 @@ def main() -> None:
         mixed = broken(pool, timeout_s=1.0)
     with CompilePool(TARGETS["gfx942"], workers=2) as pool:
         answers = {"real": compiled, "given up": kept, "broken": mixed, "fnuz": fnuz(pool), "large": too_large(pool)}
+    with CompilePool(TARGETS["sm_90"], workers=1) as pool, tempfile.TemporaryDirectory() as folder:
+        answers["killed"] = killed(pool, folder)
     answers["wrong"] = wrong
     json.dump({name: [asdict(c) | {"resources": c.resources} for c in found] for name, found in answers.items()}, sys.stdout)

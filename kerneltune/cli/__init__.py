@@ -6,7 +6,6 @@ Heavy packages are imported inside the commands, so that `--help` answers at onc
 import errno
 import itertools
 import os
-import signal
 import sys
 import warnings
 from typing import Annotated, Any, TextIO
@@ -35,6 +34,7 @@ from kerneltune.cli import (
     tune,
 )
 from kerneltune.cli.console import error_line, show
+from kerneltune.interrupts import interrupts
 from kerneltune.spec import PLUGINS
 
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -53,12 +53,22 @@ class _Group(TyperGroup):
             raise _refused(error) from None
 
     def invoke(self, ctx: Any) -> Any:
+        """Run a command; an interrupt ends it with 130, even where some package took the exception for its own."""
+        try:
+            result = self._invoke(ctx)
+        except (KeyboardInterrupt, Exception) as error:
+            if not interrupts.heard and not isinstance(error, KeyboardInterrupt):
+                raise
+        else:
+            if not interrupts.heard:
+                return result
+        kept = ": checks, trials and measurements so far are kept, and the same command goes on from there"
+        error_line(f"interrupted{kept if ctx.invoked_subcommand in _RESUMED else ''}")
+        raise typer.Exit(130) from None
+
+    def _invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            kept = ": checks, trials and measurements so far are kept, and the same command goes on from there"
-            error_line(f"interrupted{kept if ctx.invoked_subcommand in _RESUMED else ''}")
-            raise typer.Exit(130) from None
         except (KeyError, IndexError):
             raise  # ours to mend, so with a traceback
         except _UsageError as error:
@@ -181,7 +191,7 @@ def main() -> None:
 
     SIGTERM, as batch systems and `timeout` send it, is Ctrl-C.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    interrupts.take()
     warnings.showwarning = _show_warning
     app(_root_options_first(sys.argv[1:]))
 

@@ -87,18 +87,37 @@ class Compiled:
 class Pending:
     """A job that a pool has been given."""
 
-    def __init__(self, future: Any, timeout_s: float) -> None:
-        self._future, self._timeout_s = future, timeout_s
+    def __init__(self, pool: "CompilePool", job: Job, timeout_s: float) -> None:
+        self._pool, self._job, self._timeout_s = pool, job, timeout_s
+        self._future = pool.schedule(job, timeout_s)
 
     def result(self) -> Compiled:
-        """Wait for it. A job that hangs or kills its worker costs only itself."""
+        """Wait for it. A job whose worker dies is tried once more, alone; a job that hangs or dies again costs only itself."""
         try:
             compiled: Compiled = self._future.result()
             return compiled
         except FutureTimeoutError:
-            return Compiled((), self._timeout_s, f"compiling took longer than {self._timeout_s:g} s", lost=True)
+            return self._hung()
+        except (ProcessExpired, RuntimeError):  # killed for its memory, perhaps, or the pool lost an idle worker
+            return self._alone()
+
+    def _hung(self) -> Compiled:
+        return Compiled((), self._timeout_s, f"compiling took longer than {self._timeout_s:g} s", lost=True)
+
+    def _alone(self) -> Compiled:
+        pool = self._pool.start(1)
+        try:
+            compiled: Compiled = pool.schedule(_compile, args=(self._job,), timeout=self._timeout_s).result()
+            return compiled
+        except FutureTimeoutError:
+            return self._hung()
         except ProcessExpired as error:
-            return Compiled((), 0.0, f"the compiler crashed: exit code {error.exitcode}", lost=True)
+            return Compiled((), 0.0, f"the compiler crashed twice: exit code {error.exitcode}", lost=True)
+        except RuntimeError as error:
+            return Compiled((), 0.0, f"the compiler crashed twice: {first_line(error)}", lost=True)
+        finally:
+            pool.stop()
+            pool.join()
 
     def done(self) -> bool:
         """Whether `result` answers at once."""
@@ -122,12 +141,22 @@ class CompilePool:
         """
         self.target = target
         self.workers = workers or len(cores or os.sched_getaffinity(0))
-        self._pool = ProcessPool(
-            self.workers,
-            initializer=in_environment,
-            initargs=(dict(os.environ), _start_worker, target, cores, known),
-            context=fast_context(),
-        )
+        self._started = (dict(os.environ), _start_worker, target, cores, known)
+        self._pool = self.start(self.workers)
+
+    def start(self, workers: int) -> ProcessPool:
+        """Return a new pool of such workers."""
+        return ProcessPool(workers, initializer=in_environment, initargs=self._started, context=fast_context())
+
+    def schedule(self, job: Job, timeout_s: float) -> Any:
+        """Return the future of a job; a pool that was broken by the death of a worker is replaced."""
+        try:
+            return self._pool.schedule(_compile, args=(job,), timeout=timeout_s)
+        except RuntimeError:
+            self._pool.stop()
+            self._pool.join()
+            self._pool = self.start(self.workers)
+            return self._pool.schedule(_compile, args=(job,), timeout=timeout_s)
 
     def __enter__(self) -> "CompilePool":
         """Starts the workers, which have something to do before the first job."""
@@ -144,7 +173,7 @@ class CompilePool:
 
     def submit(self, job: Job, timeout_s: float = COMPILE_TIMEOUT_S) -> Pending:
         """Begin to compile a job."""
-        return Pending(self._pool.schedule(_compile, args=(job,), timeout=timeout_s), timeout_s)
+        return Pending(self, job, timeout_s)
 
     def compile(self, jobs: Sequence[Job], timeout_s: float = COMPILE_TIMEOUT_S) -> Iterator[Compiled]:
         """Compile all jobs; yields in their order."""
