@@ -1,0 +1,28 @@
+"""Run these tests under other versions of Triton: `python tests/adopt/versions.py 3.6.0 3.9.0`.
+
+Installs each version beside the present environment, in a temporary folder. Triton 3.6's interpreter needs numpy before 2.3.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+
+
+def tested(version: str) -> int:
+    """Return the exit code of the tests under a version of Triton."""
+    with tempfile.TemporaryDirectory(prefix="triton-") as folder:
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", folder]
+        older = ["numpy<2.3"] if version.startswith("3.6") else []
+        subprocess.run([*pip, f"triton=={version}", *older], check=True)
+        path = os.pathsep.join([folder, str(HERE.parents[1])])
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE)]
+        return subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=False).returncode
+
+
+if __name__ == "__main__":
+    failed = [version for version in sys.argv[1:] if tested(version)]
+    sys.exit(f"failed under triton {', '.join(failed)}" if failed else 0)
