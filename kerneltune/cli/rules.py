@@ -1,6 +1,6 @@
 """`kerneltune cache observe`, `fit` and `explain`: the rules of cases that have no config of their own."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,20 +28,26 @@ def observe(
     most: Annotated[int, typer.Option("--most", metavar="N", help="Configs per case.")] = 14,
     cases: Annotated[int | None, typer.Option("--cases", metavar="N", help="Cases per operator, evenly among all.")] = None,
     budget: Annotated[float | None, typer.Option("--budget", metavar="SECONDS", help="Begin no case after that.")] = None,
+    extra: Annotated[list[str] | None, typer.Option("--sweep", metavar="FILE", help="Further cases; may be repeated.")] = None,
+    again: Annotated[bool, typer.Option("--again", help="Also what was timed with the present code.")] = False,
     configs: o.Configs = None,
     results: o.Results = None,
     workers: o.Workers = None,
 ) -> None:
     """Time on recorded cases and on those of the sweeps the configs that a rule may choose; keep the times beside the records.
 
-    The configs of a case are its own, the default, and those of other cases, as they are or with knobs that follow a size.
+    The configs of a case are what rules would choose, its own, the default, and those of other cases, as they are or with knobs
+    that follow a size.
     """
     from kerneltune import device
     from kerneltune.plan import require_gpu
+    from kerneltune.search.trials import knobs_of
+    from kerneltune.tuning.fitting import Table, untimed
+    from kerneltune.tuning.gathering import samples_of, timed
     from kerneltune.tuning.observing import Asked, targets
     from kerneltune.tuning.observing import observe as run
     from kerneltune.tuning.task import Work
-    from kerneltune.tuning.transfer import donors_of, rivals
+    from kerneltune.tuning.transfer import config_of, donors_of, rivals
 
     known = o.load_ops()
     names = [o.choice("op", name, known) for name in ops or _with_variant(known, variant)]
@@ -49,14 +55,21 @@ def observe(
     folder = o.results_root(results)
     o.require_writable(folder)
     options = o.make_options("cold", budget_s=budget, configs=configs, results=folder, workers=workers)
-    bench = _bench(known)
+    bench = _bench(known, extra or [])
+    slug = device.current().slug
     asked = []
     for name in names:
         op, of = known[name], known[name].variant(variant)
-        donors = donors_of(op, of, "cold", device.current().slug, configs)
+        donors = donors_of(op, of, "cold", slug, configs)
         wanted = [target for target in targets(op, of, donors, bench.get(name, [])) if _is_wanted(target, dtype, case)]
+        samples, done = samples_of(op, of, slug, configs, folder), set() if again else timed(op, of, slug, folder)
+        choices = untimed(Table(op, of, samples)) if len(samples) > 1 else {}
         for target in wanted[:: -(-len(wanted) // cases) or 1] if cases else wanted:
-            asked.append(Asked(Work(op, target, of), tuple(rivals(op, of, target, donors, most))))
+            offered = [config_of(of, target, knobs) for knobs in choices.get(target, [])]
+            offered += rivals(op, of, target, donors, most)
+            new = [one for one in dict.fromkeys(offered) if one and (target, tuple(knobs_of(one).items())) not in done]
+            if new:
+                asked.append(Asked(Work(op, target, of), tuple(new)))
     with reporter() as progress:
         count = run(asked, options, progress)
     show(f"{count} of {len(asked)} cases timed: {folder / device.current().slug / 'observations'}")
@@ -199,13 +212,13 @@ def _is_wanted(case: Case, dtypes: list[str] | None, names: list[str] | None) ->
     return (not dtypes or case.dtype in dtypes) and (not names or any(fnmatch.fnmatch(case.name, name) for name in names))
 
 
-def _bench(known: Mapping[str, Op]) -> dict[str, list[Case]]:
-    """The bench cases of all sweep files of the checkout or package, by operator."""
+def _bench(known: Mapping[str, Op], extra: Sequence[str] = ()) -> dict[str, list[Case]]:
+    """The bench cases of all sweep files of the checkout or package, and of further ones, by operator."""
     from kerneltune import sweep
     from kerneltune.files import data_root
 
     found: dict[str, list[Case]] = {}
-    for path in sorted(data_root("sweeps").glob("*.yaml")):
+    for path in [*sorted(data_root("sweeps").glob("*.yaml")), *map(sweep.find, extra)]:
         for entry in sweep.load(path, known).bench:
             found.setdefault(entry.op, []).append(entry.case)
     return found

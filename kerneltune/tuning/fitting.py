@@ -314,6 +314,23 @@ def judged(table: Table, shape: Shape) -> Judgement:
     return Judgement(shares)
 
 
+def untimed(table: Table) -> dict[Case, list[dict[str, Any]]]:
+    """Return the configs that rules would choose for cases of sizes they do not know, and whose times there are not known."""
+    found: dict[Case, list[dict[str, Any]]] = {}
+    recorded = [(s.case, dict(s.recorded)) for s in table.samples if s.recorded is not None]
+    for (depth, least), (axes, number) in itertools.product(_SHAPES_OF_DEPTH, table.shapes.items()):
+        rule = grown(table, Shape(depth, least, 0.0), number)
+        others = [donor for donor in recorded if donor[0].axes != axes]
+        for i, sample in enumerate(table.samples):
+            if sample.case.axes != axes:
+                continue
+            for near in (0.0, _NEAR[-1]):
+                knobs = dict(chosen(table.op, table.variant, replace(rule, near=near), sample.case, others))
+                if math.isnan(table.share(i, knobs)) and knobs not in found.setdefault(sample.case, []):
+                    found[sample.case].append(knobs)
+    return found
+
+
 def _merit(judgement: Judgement) -> float:
     """Return what is maximised: the mean share, less what the worst lacks, less what is not known."""
     shares = [math.exp(-UNKNOWN) if math.isnan(share) else share for share in judgement.shares.values()]

@@ -44,6 +44,17 @@ def samples_of(op: Op, variant: Variant, gpu: str, configs: Path | None, results
     return [sample for case in times if (sample := _sample(case, times[case], recorded.get(case))) is not None]
 
 
+def timed(op: Op, variant: Variant, gpu: str, results: Path) -> set[tuple[Case, _Knobs]]:
+    """Return what was observed of the variant's present code: cases with knobs.
+
+    Raises:
+        ValueError: a file that cannot be read.
+    """
+    observed = read(path_of(op.name, gpu, results), op)
+    present = {place for place, run in enumerate(observed.runs) if run.get("source_hash") == variant.source_hash}
+    return {(row.case, row.knobs) for row in observed.rows if row.run in present and row.variant == variant.name}
+
+
 def _put(times: _Times, variant: Variant, case: Case, knobs: Mapping[str, Any], time_us: float | None) -> None:
     """Remember the first time that is told of a config."""
     config = config_of(variant, case, knobs)
