@@ -26,7 +26,7 @@ def observe(
     dtype: o.Dtypes = None,
     case: o.CaseNames = None,
     most: Annotated[int, typer.Option("--most", metavar="N", help="Configs per case.")] = 14,
-    cases: Annotated[int | None, typer.Option("--cases", metavar="N", help="Cases per operator, evenly among all.")] = None,
+    cases: Annotated[int | None, typer.Option("--cases", metavar="N", help="Cases per operator: those that least is known of.")] = None,
     budget: Annotated[float | None, typer.Option("--budget", metavar="SECONDS", help="Begin no case after that.")] = None,
     extra: Annotated[list[str] | None, typer.Option("--sweep", metavar="FILE", help="Further cases; may be repeated.")] = None,
     again: Annotated[bool, typer.Option("--again", help="Also what was timed with the present code.")] = False,
@@ -64,7 +64,10 @@ def observe(
         wanted = [target for target in targets(op, of, donors, bench.get(name, [])) if _is_wanted(target, dtype, case)]
         samples, done = samples_of(op, of, slug, configs, folder), set() if again else timed(op, of, slug, folder)
         choices = untimed(Table(op, of, samples)) if len(samples) > 1 else {}
-        for target in wanted[:: -(-len(wanted) // cases) or 1] if cases else wanted:
+        times = {sample.case: len(sample.times) for sample in samples}
+        recorded = {op.called(one) for one, _ in donors}
+        wanted.sort(key=lambda one: (one not in recorded, times.get(one, 0)))
+        for target in wanted[:cases]:
             offered = [config_of(of, target, knobs) for knobs in choices.get(target, [])]
             offered += rivals(op, of, target, donors, most)
             new = [one for one in dict.fromkeys(offered) if one and (target, tuple(knobs_of(one).items())) not in done]

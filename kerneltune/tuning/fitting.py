@@ -126,6 +126,7 @@ class Table:
         for i, sample in enumerate(self.samples):
             for j, form in enumerate(self.forms):
                 self.costs[i, j], self.known[i, j], self.valid[i, j] = self._cost(sample, form.at(dict(sample.case.axes)))
+        self._borrow()
         self.questions = list(_questions(op, self.samples))
 
     @property
@@ -142,6 +143,16 @@ class Table:
             return UNKNOWN, False, True
         time_us = sample.times[key]
         return (FAILED, True, True) if time_us is None else (math.log(time_us / sample.best_us), True, True)
+
+    def _borrow(self) -> None:
+        """Take what is not known of one 16-bit type as it is of the other, whose bytes are as many."""
+        places = {sample.case: place for place, sample in enumerate(self.samples)}
+        for i, sample in enumerate(self.samples):
+            other = {"bfloat16": "float16", "float16": "bfloat16"}.get(sample.case.dtype, "")
+            twin = places.get(replace(sample.case, dtype=other))
+            if twin is not None:
+                missing = self.valid[i] & ~self.known[i] & self.known[twin]
+                self.costs[i, missing] = self.costs[twin, missing]
 
     def share(self, index: int, knobs: Mapping[str, Any]) -> float:
         """Return the tuned time over that of a config on a case; NaN where it is not known."""

@@ -12,8 +12,8 @@ from kerneltune.spec import Case, Op, Variant
 from kerneltune.tuning.fitting import Sample
 from kerneltune.tuning.transfer import config_of
 
-_LEAST = 3
-"""Configs whose times must be known of a case for a rule to be fitted to it."""
+_LEAST = 2
+"""Configs whose times must be known of a case for a rule to be fitted to it: its own and the default, where no more are."""
 _Knobs = tuple[tuple[str, Any], ...]
 _Times = dict[Case, dict[_Knobs, float | None]]
 
