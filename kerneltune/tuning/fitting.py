@@ -25,6 +25,8 @@ UNKNOWN, INVALID, FAILED = 0.25, 0.3, 0.7
 """log time over the best that a config is expected to cost where it was not timed, is not valid, or has no time."""
 _WORST_COUNTS = 0.25
 """Share of a leaf's largest cost that counts beside the mean."""
+_DEFAULT_COSTS = 0.004
+"""What the default must be better by: some operators take milliseconds to find theirs."""
 _USED = 4
 """Forms of a leaf: the next serves where those before it are not valid."""
 _SHAPES_OF_DEPTH = ((0, 1), (2, 3), (3, 2), (4, 2), (6, 1), (6, 2), (8, 1))
@@ -105,7 +107,7 @@ class Table:
     Attributes:
         samples: the cases.
         forms: what a rule may choose.
-        costs: (cases, forms); UNKNOWN, INVALID and FAILED stand for what has no time.
+        costs: (cases, forms), the default first; UNKNOWN, INVALID and FAILED stand for what has no time.
         known: (cases, forms) whether the time is known.
         valid: (cases, forms) whether the config is valid.
     """
@@ -127,6 +129,7 @@ class Table:
             for j, form in enumerate(self.forms):
                 self.costs[i, j], self.known[i, j], self.valid[i, j] = self._cost(sample, form.at(dict(sample.case.axes)))
         self._borrow()
+        self.costs[:, 0] += _DEFAULT_COSTS
         self.questions = list(_questions(op, self.samples))
 
     @property

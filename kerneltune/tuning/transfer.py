@@ -62,16 +62,14 @@ def followed(donors: Sequence[Donor]) -> dict[str, tuple[str, int]]:
 
 
 def forms_of(donor: Donor, follows: Mapping[str, tuple[str, int]]) -> list[Form]:
-    """Return a donor's config as it is and, where knobs follow a size, with these following."""
+    """Return a donor's config as it is, with each knob that follows a size following, and with all of them."""
     case, knobs = donor
-    plain = Form(tuple(knobs.items()))
-    if not follows:
-        return [plain]
     scaled = {}
     for knob, (axis, sign) in follows.items():
         whole = next_power_of_2(case[axis])
         scaled[knob] = Scaled(axis, knobs[knob] / whole if sign > 0 else float(knobs[knob] * whole), sign < 0)
-    return [plain, Form(tuple((name, scaled.get(name, value)) for name, value in knobs.items()))]
+    changes = [{}, *({knob: value} for knob, value in scaled.items()), scaled]
+    return list(dict.fromkeys(Form(tuple({**knobs, **change}.items())) for change in changes))
 
 
 def distance(a: Case, b: Case) -> float:

@@ -187,11 +187,12 @@ class _Fields:
         name = self.name_of(names)
         if name is not None:
             return self.checked(name, self.data[name])
-        value = next((self.defaults[name] for name in names if self.defaults.get(name) is not None), default)
+        known = self._defaults or {} if default is not None else self.defaults  # asked for where there is no other way
+        value = next((known[name] for name in names if known.get(name) is not None), default)
         if value is None:
-            known = f"{self.kind!r}" if self.kind else "missing"
+            kind = f"{self.kind!r}" if self.kind else "missing"
             told = f"{self.path}: {names[0]}: missing: looked for {', '.join(names)}"
-            raise ValueError(f"{told} (model_type: {known}: {'an unknown architecture' if not self.defaults else 'incomplete'})")
+            raise ValueError(f"{told} (model_type: {kind}: {'an unknown architecture' if not self.defaults else 'incomplete'})")
         return int(value)
 
     def checked(self, name: str, value: Any) -> int:

@@ -1,0 +1,73 @@
+"""cache fit, cache explain and cases: what they print, what they write, and what they refuse."""
+
+import json
+from pathlib import Path
+
+import pytest
+from command_line import refused, run
+
+FIELDS = {"model_type": "qwen3", "hidden_size": 2048, "num_attention_heads": 16, "head_dim": 128, "intermediate_size": 6144,
+          "rms_norm_eps": 1e-6}  # fmt: skip
+
+
+def test_fit_writes_a_rule_beside_the_configs_and_says_what_leaving_out_says(configs_dir: Path) -> None:
+    from kerneltune import cache, rule
+    from kerneltune.files import data_root
+
+    for entry in cache.load("fp8_transpose_2d", "nvidia_h200", data_root("configs")):
+        cache.store("fp8_transpose_2d", "nvidia_h200", entry)
+    checked = run("cache", "fit", "fp8_transpose_2d", "--check").stdout.splitlines()
+    path = rule.path_of("fp8_transpose_2d", "nvidia_h200", configs_dir)
+    assert checked[0].split() == ["op", "cases", "judged", "geo-mean", "worst", "worst", "case"] and not path.exists()
+    assert float(checked[1].split()[3]) > 0.9
+    assert run("cache", "fit", "fp8_transpose_2d").stdout.splitlines() == checked
+    made = rule.load_strict(path)
+    assert [(one.variant, one.policy) for one in made] == [("optimized", "cold")]
+    assert path.read_text() == rule.dumps("fp8_transpose_2d", "nvidia_h200", made, json.loads(path.read_text())["fitted"])
+
+
+@pytest.mark.parametrize(
+    ("case", "source"),
+    [("llama4-16384x5120", "the cache's entry for exactly this case"), ("M=8192,N=3328", "the "), ("M=128,N=64", "the ")],
+)
+def test_explain_says_where_a_config_comes_from(case: str, source: str) -> None:
+    lines = run("cache", "explain", "fp8_transpose_2d", case, "--gpu", "nvidia_h200").stdout.splitlines()
+    fields = {line.split()[0]: line for line in lines}
+    assert "rows=" in fields["config"] and source in fields["from"] and "case" in fields
+
+
+def test_explain_of_a_case_that_is_none_names_the_nearest() -> None:
+    said = refused("cache", "explain", "fp8_transpose_2d", "llama4-16384x512", "--gpu", "nvidia_h200")
+    assert "case: 'llama4-16384x512'" in said and "did you mean llama4-16384x5120?" in said
+    assert "gpu: 'nowhere'" in refused("cache", "explain", "fp8_transpose_2d", "M=1,N=1", "--gpu", "nowhere")
+
+
+def test_cases_writes_a_sweep_that_is_read_again(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FIELDS))
+    printed = run("cases", "--model", str(tmp_path / "config.json"), "--tokens", "4096").stdout
+    run("cases", "--model", str(tmp_path), "--tokens", "4096", "-o", str(tmp_path / "made.yaml"))
+    assert (tmp_path / "made.yaml").read_text() == printed
+    assert "{name: norm-4096, op: rmsnorm_fwd, M: 4096, N: 2048," in printed
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (["--tokens", "4k"], "tokens: '4k': expected whole numbers"),
+        (["--tokens", "0"], "tokens: '0'"),
+        (["--batch", "1,,2"], "batch: '1,,2'"),
+        (["--ep", "0"], "ep: 0: expected 1 or more"),
+    ],
+)
+def test_cases_of_bad_options_write_nothing(given: list[str], text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FIELDS))
+    output = tmp_path / "made.yaml"
+    assert text in refused("cases", "--model", str(tmp_path / "config.json"), "-o", str(output), *given)
+    (tmp_path / "bad.json").write_text('{"hidden_size": 12.5}')
+    said = refused("cases", "--model", str(tmp_path / "bad.json"), "-o", str(output))
+    assert f"{tmp_path / 'bad.json'}: hidden_size: 12.5: expected a whole number" in said and not output.exists()
+
+
+def test_tune_takes_a_family_or_a_model() -> None:
+    assert "expected either a family or --model FILE" in refused("tune")
+    assert "cannot read none.json" in refused("tune", "--model", "none.json")

@@ -1,0 +1,101 @@
+"""Rules fitted to made-up times: what they find, what leaving shapes out says, and what they would need to know."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from made_up import BLOCKS, WARPS, Small, nothing, op_of, small_space
+
+from kerneltune.rounding import next_power_of_2
+from kerneltune.rule import Leaf, Scaled, facts_of
+from kerneltune.spec import Case, Op, Variant
+from kerneltune.tuning.fitting import Judgement, Sample, Shape, Table, chosen, fitted, judged, untimed
+
+DEFAULT = Small(256, 4)
+
+
+def valid(_case: Case, config: Small) -> str | None:
+    return None if config.block in BLOCKS and config.warps in WARPS else "not in the space"
+
+
+VARIANT = Variant("optimized", nothing, Small, small_space, valid, default=lambda _case: DEFAULT)
+SIZES = (96, 128, 200, 256, 400, 512, 800, 1024, 1500, 2048)
+
+
+def case_of(size: int, dtype: str = "bfloat16", **options: Any) -> Case:
+    return Case(f"c{size}", (("M", size),), dtype, "none", tuple(options.items()))
+
+
+def time_us(case: Case, config: Small) -> float:
+    """Best where the block is half of the next power of two; many warps for long rows."""
+    best = min(1024, max(64, next_power_of_2(case["M"]) // 2))
+    warps = 16 if case["M"] > 450 else 2
+    return case["M"] * (1 + 0.3 * abs(math.log2(config.block / best)) + 0.2 * abs(math.log2(config.warps / warps)))
+
+
+def sample(case: Case, known: Any = lambda _config: True) -> Sample:
+    configs = [Small(block, warps) for block in BLOCKS for warps in WARPS]
+    times = {(("block", c.block), ("warps", c.warps)): time_us(case, c) for c in configs if known(c)}
+    best = min(times, key=lambda knobs: times[knobs])
+    return Sample(case, times, times[best], dict(best))
+
+
+def table(samples: list[Sample], op: Op | None = None) -> Table:
+    return Table(op or op_of(VARIANT), VARIANT, samples)
+
+
+def test_fit_knobs_that_follow_a_size_hold_where_sizes_are_left_out() -> None:
+    rule, found = fitted(table([sample(case_of(size)) for size in SIZES]))
+    assert set(found.shares) == {case_of(size) for size in SIZES} and len(found.judged) == len(SIZES)
+    assert found.geomean > 0.9 and found.worst > 0.6
+    assert any(isinstance(value, Scaled) for form in rule.forms for _, value in form.knobs)
+    defaults = [time_us(case_of(size), DEFAULT) / sample(case_of(size)).best_us for size in SIZES]
+    assert found.geomean > 1.2 / math.exp(sum(map(math.log, defaults)) / len(defaults))
+    unseen = case_of(700)
+    knobs = chosen(op_of(VARIANT), VARIANT, rule, unseen, [])
+    assert time_us(unseen, Small(**knobs)) < 1.05 * sample(unseen).best_us
+    assert rule.judged == found.data and rule.judged["judged"] == len(SIZES)
+
+
+def test_fit_times_that_are_not_known_are_not_judged_and_are_named() -> None:
+    samples = [sample(case_of(size), lambda c, size=size: (c.block, c.warps) in own(size)) for size in SIZES]
+    found = judged(table(samples), Shape(0, 1, 0.0))
+    unknown = [case for case, share in found.shares.items() if math.isnan(share)]
+    wanted = untimed(table(samples))
+    assert unknown and set(unknown) <= set(wanted)
+    assert Judgement(found.shares).data["judged"] == len(SIZES) - len(unknown)
+
+
+def own(size: int) -> set[tuple[int, int]]:
+    best = dict(sample(case_of(size)).recorded or {})
+    return {(best["block"], best["warps"]), (DEFAULT.block, DEFAULT.warps)}
+
+
+def test_fit_a_case_of_another_kind_gets_the_default() -> None:
+    op = replace(op_of(VARIANT), options={"layout": ("row", "col")})
+    rule, _ = fitted(table([sample(case_of(size, layout="row")) for size in SIZES], op))
+    assert chosen(op, VARIANT, rule, case_of(512, layout="col"), []) == {"block": 256, "warps": 4}
+    assert chosen(op, VARIANT, rule, case_of(512, "float32", layout="row"), []) == {"block": 256, "warps": 4}
+    served = chosen(op, VARIANT, rule, case_of(512, "float16", layout="row"), [])
+    assert served == chosen(op, VARIANT, rule, case_of(512, layout="row"), []) != {"block": 256, "warps": 4}
+    assert list(rule.proposals(facts_of(case_of(512, layout="col")))) == []
+
+
+def test_fit_the_default_is_chosen_where_it_is_as_good() -> None:
+    def flat(size: int) -> Sample:
+        made = sample(case_of(size))
+        times = {knobs: 100.0 if dict(knobs) == {"block": 256, "warps": 4} else 130.0 for knobs in made.times}
+        return Sample(made.case, times, 100.0, {"block": 256, "warps": 4})
+
+    rule, found = fitted(table([flat(size) for size in SIZES]))
+    assert found.worst == pytest.approx(1.0) and isinstance(rule.tree, Leaf)
+    assert chosen(op_of(VARIANT), VARIANT, rule, case_of(333), []) == {"block": 256, "warps": 4}
+
+
+def test_fit_one_16_bit_type_borrows_what_is_known_of_the_other() -> None:
+    known = [sample(case_of(size)) for size in SIZES]
+    sparse = [sample(case_of(size, "float16"), lambda c, size=size: (c.block, c.warps) in own(size)) for size in SIZES]
+    made = table([*known, *sparse])
+    assert made.costs[len(SIZES) :] == pytest.approx(made.costs[: len(SIZES)], abs=1e-9)
+    assert (made.known == made.valid)[: len(SIZES)].all() and not (made.known == made.valid)[len(SIZES) :].all()
