@@ -94,8 +94,8 @@ def test_contract_with_a_mistake_is_one_line(changes: dict[str, Any], message: s
 
 
 def test_plug_in_with_a_mistake_is_refused_when_it_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mistake = "import dataclasses\nfrom kerneltune.ops.stream import OPS as STREAM\n"
-    mistake += "OPS = (dataclasses.replace(STREAM[0], name='mistaken', free_axes=('rows',)),)\n"
+    mistake = "import dataclasses\nfrom kerneltune.ops.stream import OP\n"
+    mistake += "OPS = (dataclasses.replace(OP, name='mistaken', free_axes=('rows',)),)\n"
     (tmp_path / "mistaken_operator.py").write_text(mistake)
     monkeypatch.setenv("KERNELTUNE_PLUGINS", str(tmp_path / "mistaken_operator.py"))
     load: Callable[[], object] = ops.load

@@ -14,7 +14,7 @@ from kerneltune import cache, ops, sweep
 from kerneltune.kernel_lib.groups import align_groups, aligned_size
 from kerneltune.measuring.check import Checker
 from kerneltune.ops import fp8_grouped_gemm as gemm
-from kerneltune.ops.fp8_grouped_gemm import custom, kernels, product, scaled_mm
+from kerneltune.ops.fp8_grouped_gemm import kernels, product, scaled_mm
 from kerneltune.spec import Case
 
 WHERE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -268,8 +268,11 @@ def test_the_operator_has_a_fake_that_tells_shape_and_type() -> None:
     offs = ends_of(16, 32)
     a, b, x, y = (t.to(WHERE) for t in (A, B, X, Y))
     one, two = powers(1), powers(2)
-    torch.library.opcheck(custom.fp8_grouped_gemm, (a, b, one, two, offs), test_utils=["test_faketensor"])
-    torch.library.opcheck(custom.fp8_grouped_gemm, (x, y, two, one, offs, torch.float16), test_utils=["test_faketensor"])
+    operator = torch.ops.kerneltune.fp8_grouped_gemm.default
+    torch.library.opcheck(operator, (a, b, one, two, offs), test_utils=["test_faketensor"])
+    torch.library.opcheck(
+        torch.ops.kerneltune.fp8_grouped_gemm.default, (x, y, two, one, offs, torch.float16), test_utils=["test_faketensor"]
+    )
 
 
 def _moderate(weights: bool) -> Case:
@@ -321,5 +324,5 @@ def test_other_numbers_of_tokens_compile_nothing() -> None:
 def test_it_compiles_into_a_graph_without_a_break() -> None:
     inputs = OP.inputs(_moderate(False), device=WHERE)
     tensors = [inputs[name] for name in ("a", "b", "scale_a", "scale_b", "offs")]
-    compiled = torch.compile(lambda *t: custom.fp8_grouped_gemm(*t) * 2, fullgraph=True)
-    assert torch.equal(compiled(*tensors), custom.fp8_grouped_gemm(*tensors) * 2)
+    compiled = torch.compile(lambda *t: torch.ops.kerneltune.fp8_grouped_gemm.default(*t) * 2, fullgraph=True)
+    assert torch.equal(compiled(*tensors), torch.ops.kerneltune.fp8_grouped_gemm.default(*tensors) * 2)

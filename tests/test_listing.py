@@ -39,7 +39,7 @@ def test_module_that_the_index_lacks_is_imported(tmp_path: Path, monkeypatch: py
 
 
 def test_facts_of_a_plug_in_are_those_of_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "import dataclasses\nfrom kerneltune.ops.stream import OPS as FIRST\n"
-    (tmp_path / "listed_plug_in.py").write_text(code + "OPS = (dataclasses.replace(FIRST[0], name='listed'),)\n")
+    code = "import dataclasses\nfrom kerneltune.ops.stream import OP\n"
+    (tmp_path / "listed_plug_in.py").write_text(code + "OPS = (dataclasses.replace(OP, name='listed'),)\n")
     monkeypatch.setenv("KERNELTUNE_PLUGINS", str(tmp_path / "listed_plug_in.py"))
     assert ops.facts()["listed"].axes == ("read", "write")

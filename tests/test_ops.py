@@ -5,12 +5,13 @@ import pickle
 import random
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from kerneltune import ops, sweep
+from kerneltune import ops, sweep, workloads
 from kerneltune.cache import Chooser
 from kerneltune.measuring.check import Checker
 from kerneltune.spec import Case, Op
@@ -18,13 +19,11 @@ from kerneltune.spec import Case, Op
 OPS = ops.load()
 ON_GPU = torch.cuda.is_available()
 WHERE = "cuda" if ON_GPU else "cpu"
-FAMILIES = (
-    "rmsnorm", "rmsnorm_add", "fp8_rowwise", "fp8_weights", "fp8_groups", "fp8_tensorwise", "fp8_transpose",
-    "fp8_grouped_gemm", "multi_cast", "weight_only", "moe_routing",
-)  # fmt: skip
-SWEEPS = {family: sweep.load(sweep.find(family), OPS) for family in FAMILIES}
-CHECKS = [entry for found in SWEEPS.values() for entry in found.check]
-BENCHES = [entry for found in SWEEPS.values() for entry in found.bench]
+SHIPPED = Path(__file__).parent.parent / "sweeps"
+FOUND = [sweep.load(path, OPS | workloads.load()) for path in sorted(SHIPPED.glob("*.yaml"))]
+SWEEPS = [found for found in FOUND if {entry.op for entry in (*found.check, *found.bench)} <= OPS.keys()]  # not the workloads'
+CHECKS = [entry for found in SWEEPS for entry in found.check]
+BENCHES = [entry for found in SWEEPS for entry in found.bench]
 STREAM = Case("small", (("read", 40_000), ("write", 20_000)), "int32")
 
 

@@ -136,7 +136,7 @@ def test_a_broken_plug_in_is_named_in_one_line(tmp_path: Path, monkeypatch: pyte
     assert refused(monkeypatch, empty) == f"error: plug-in {empty}: OPS: missing: expected a tuple of Op"
     number = written("plug_number", "OPS = (3,)\n")
     assert refused(monkeypatch, number) == f"error: plug-in {number}: OPS: 3: expected an Op"
-    stream = "import dataclasses\nfrom kerneltune.ops.stream import OPS as FIRST\nOPS = (dataclasses.replace(FIRST[0]{}),)\n"
+    stream = "import dataclasses\nfrom kerneltune.ops.stream import OP\nOPS = (dataclasses.replace(OP{}),)\n"
     twin = written("plug_twin", stream.format(""))
     assert refused(monkeypatch, twin).startswith("error: two operators are called 'stream': in kerneltune.ops.stream and in ")
     step = written("plug_step", stream.format(", name='moe_step'"))

@@ -14,7 +14,6 @@ from kerneltune.nn.delayed import DelayedScaling, delayed_product
 from kerneltune.nn.fp8_products import Fp8Weights, cast_expected_weights, fp8_grouped_mm_da, fp8_grouped_mm_fwd
 from kerneltune.nn.operands import check_operands, check_weights, wants_gradient
 from kerneltune.nn.recipes import Recipe, recipe_of
-from kerneltune.ops.fp8_grouped_gemm import custom
 
 
 def fp8_grouped_mm(
@@ -116,7 +115,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     da, db_t = made[0] if ctx.for_da else None, None
     if ctx.for_dw:
         q, scale = made[-2:]
-        db_t = custom.fp8_grouped_gemm(q, a[0], scale, a[1], offs, out_dtype=ctx.dw_dtype).transpose(1, 2)
+        db_t = torch.ops.kerneltune.fp8_grouped_gemm(q, a[0], scale, a[1], offs, out_dtype=ctx.dw_dtype).transpose(1, 2)
     return (da, db_t, None, [None] * ctx.given, *[None] * 6)
 
 

@@ -69,8 +69,8 @@ def _load(plugins: str) -> dict[str, Op]:
 def family(name: str) -> tuple[Op, ...]:
     """Import a module of this folder and return its operators, or those of the modules in its folder."""
     module = importlib.import_module(name)
-    if hasattr(module, "OPS"):
-        found = tuple(module.OPS)
+    if hasattr(module, "OPS") or hasattr(module, "OP"):
+        found = tuple(getattr(module, "OPS", ())) or (module.OP,)
     else:
         names = sorted(inside.name for inside in pkgutil.iter_modules(module.__path__, f"{name}.") if not inside.ispkg)
         found = tuple(inside.OP for inside in map(importlib.import_module, names) if hasattr(inside, "OP"))
@@ -79,7 +79,6 @@ def family(name: str) -> tuple[Op, ...]:
     return found
 
 
-@cache
 def _plugged_in(plugins: str) -> tuple[Op, ...]:
     """Return the operators of other packages."""
     found: tuple[Op, ...] = ()

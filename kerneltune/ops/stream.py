@@ -22,7 +22,13 @@ from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
 
 @dataclass(frozen=True, slots=True)
 class StreamConfig:
-    """block: 32-bit words per load; warps; ctas: programs per multiprocessor, 0 for one program per block."""
+    """How memory is streamed.
+
+    Attributes:
+        block: 32-bit words per load.
+        warps: of a program.
+        ctas: programs per SM; 0 for a program per block.
+    """
 
     block: int
     warps: int
@@ -33,8 +39,24 @@ _MOST_READS = 16
 _MOST_FOLDED = 256
 
 
+def space(_case: Case) -> Space:
+    """Offer four to sixteen words per thread."""
+    return {"block": (512, 1024, 2048, 4096), "warps": (4, 8), "ctas": (0, 8)}
+
+
+def valid(_case: Case, config: StreamConfig) -> str | None:
+    """Refuse less than a 16-byte load per thread, and more than four."""
+    words = config.block // (32 * config.warps)
+    return None if 4 <= words <= 16 else f"{words} words per thread"
+
+
+def default(_case: Case) -> StreamConfig:
+    """Return a config for any sizes."""
+    return StreamConfig(block=1024, warps=8, ctas=0)
+
+
 def mix(read: int, write: int) -> tuple[int, int, int]:
-    """The read:write ratio as small whole numbers and a power of two: (2, 1, 1) is two to one, (8, 1, 16) 128 to one."""
+    """Return the read:write ratio as small whole numbers and a power of two: (2, 1, 1) is two to one, (8, 1, 16) 128 to one."""
     ratio = Fraction(read, write).limit_denominator(4)
     if ratio <= _MOST_READS:
         return max(1, ratio.numerator), ratio.denominator, 1
@@ -59,7 +81,7 @@ def _stream(src_ptr, dst_ptr, words, READS: tl.constexpr, WRITES: tl.constexpr, 
 
 
 def stream(src: torch.Tensor, writes: int, fold: int, config: StreamConfig) -> torch.Tensor:
-    """The exclusive or of the rows of src and of `fold` neighbours, `writes` times.
+    """Write the exclusive or of the rows of src and of `fold` neighbours, `writes` times.
 
     Args:
         src: (reads, words) int32, words a multiple of fold.
@@ -77,7 +99,7 @@ def stream(src: torch.Tensor, writes: int, fold: int, config: StreamConfig) -> t
 
 
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
-    """src (reads, words) int32 of `read` bytes in all, how many rows to write, and how many words to fold into one."""
+    """Draw src (reads, words) int32 of `read` bytes in all, how many rows to write, and how many words to fold into one."""
     reads, writes, fold = mix(case["read"], case["write"])
     src = torch.empty((reads, _words(case)), dtype=torch.int32, device=device)
     if device != "meta":
@@ -86,19 +108,19 @@ def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
 
 
 def reference(inputs: Inputs) -> Outputs:
-    """The exclusive or of the rows and of neighbours, written `writes` times."""
+    """Return the exclusive or of the rows and of neighbours, `writes` times."""
     word = reduce(torch.bitwise_xor, inputs["src"].unbind(0))
     return {"dst": reduce(torch.bitwise_xor, word.view(-1, inputs["fold"]).unbind(1)).expand(inputs["writes"], -1)}
 
 
 def compare(_case: Case, _inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
-    """Every word."""
+    """Compare every word; return a line if any is wrong."""
     wrong = int((outputs["dst"] != expected["dst"]).sum())
     return [f"dst: {wrong} of {expected['dst'].numel()} words wrong"] if wrong else []
 
 
 def traffic(case: Case) -> Traffic:
-    """The bytes of the tensors: the case's, rounded to whole words of the mix."""
+    """Return the bytes of the tensors: the case's, rounded to whole words of the mix."""
     reads, writes, fold = mix(case["read"], case["write"])
     words = _words(case)
     return Traffic(4 * reads * words, 4 * writes * words // fold)
@@ -110,32 +132,19 @@ def _words(case: Case) -> int:
 
 
 def run(inputs: Inputs, config: StreamConfig) -> Outputs:
-    """`stream` on a case's inputs."""
+    """Run `stream` on a case's inputs."""
     return {"dst": stream(inputs["src"], inputs["writes"], inputs["fold"], config)}
 
 
-def space(_case: Case) -> Space:
-    """Four to sixteen words per thread."""
-    return {"block": (512, 1024, 2048, 4096), "warps": (4, 8), "ctas": (0, 8)}
-
-
-def valid(_case: Case, config: StreamConfig) -> str | None:
-    """At least a 16-byte load per thread, at most four."""
-    words = config.block // (32 * config.warps)
-    return None if 4 <= words <= 16 else f"{words} words per thread"
-
-
-OPS = (
-    Op(
-        name="stream",
-        axes=("read", "write"),
-        dtypes=("int32",),
-        inputs=inputs,
-        reference=reference,
-        compare=compare,
-        traffic=traffic,
-        free_axes=("read", "write"),
-        module=__name__,
-        variants=(Variant("baseline", run, StreamConfig, space, valid, default=lambda _case: StreamConfig(1024, 8, 0)),),
-    ),
+OP = Op(
+    name="stream",
+    axes=("read", "write"),
+    free_axes=("read", "write"),
+    dtypes=("int32",),
+    inputs=inputs,
+    reference=reference,
+    compare=compare,
+    traffic=traffic,
+    variants=(Variant("baseline", run, StreamConfig, space, valid, default),),
+    module=__name__,
 )

@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kerneltune import cache
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, assert_group_ends, check_like, debugging
+from kerneltune.kernel_lib.functions import torch_operator
 from kerneltune.kernel_lib.groups import GROUP_ALIGNMENT
 from kerneltune.kernel_lib.launch import on_its_device, resident
 from kerneltune.ops.fp8_grouped_gemm import kernels, scaled_mm
@@ -63,6 +64,12 @@ class Product:
         return ("M", tokens), ("N", n), ("K", k), ("E", self.groups)
 
 
+def _results(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    shape = (a.shape[0], b.shape[-1])
+    return a.new_empty(shape if b.ndim == 3 else (offs.shape[0], *shape), dtype=out_dtype)
+
+
+@torch_operator(_results)
 @on_its_device
 def fp8_grouped_gemm(
     a: torch.Tensor,
@@ -71,8 +78,8 @@ def fp8_grouped_gemm(
     scale_b: torch.Tensor,
     offs: torch.Tensor,
     *,
-    aligned: bool = False,
     out_dtype: torch.dtype = torch.bfloat16,
+    aligned: bool = False,
     out: torch.Tensor | None = None,
     config: GemmConfig | None = None,
 ) -> torch.Tensor:
