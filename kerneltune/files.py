@@ -54,6 +54,17 @@ def read_bytes(path: Path, largest: int = LARGEST) -> bytes:
     Raises:
         ValueError: `cannot read file: …`: no such file, not a regular file, or more than `largest` bytes.
     """
+    with opened(path, largest) as file:
+        return file.read(largest + 1)
+
+
+@contextlib.contextmanager
+def opened(path: Path, largest: int = LARGEST) -> Iterator[BinaryIO]:
+    """Open a regular file for reading, line by line or whole; never waits for a pipe.
+
+    Raises:
+        ValueError: `cannot read file: …`: no such file, not a regular file, or more than `largest` bytes.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
@@ -64,7 +75,7 @@ def read_bytes(path: Path, largest: int = LARGEST) -> bytes:
                 raise ValueError(f"cannot read {path}: not a regular file")
             if status.st_size > largest:
                 raise ValueError(f"cannot read {path}: {status.st_size} bytes: expected at most {largest}")
-            return file.read(largest + 1)
+            yield file
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
 

@@ -4,6 +4,8 @@ A journal is appended to; a file of results is replaced as a whole. `frame` give
 Does not measure, compare or print. Imports the standard library, msgspec, cells, device, files and spec; pandas inside `frame`.
 """
 
+import io
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -14,7 +16,7 @@ from msgspec import Meta
 
 from kerneltune.cells import pairs
 from kerneltune.device import INTERPRETER
-from kerneltune.files import append_lines, bad, decode, locked, read_bytes, replace_bytes
+from kerneltune.files import append_lines, bad, decode, locked, opened, replace_bytes
 from kerneltune.spec import MOST, Option, Role
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ _Measure = Annotated[float, Meta(ge=0, le=MOST)]
 _Time = Annotated[float, Meta(gt=0, le=MOST)]
 _Size = Annotated[int, Meta(ge=0, le=_LARGEST)]
 _Whole = Annotated[int, Meta(ge=-_LARGEST, le=_LARGEST)]
-_Rounds = Annotated[list[_Time], Meta(min_length=1)]
+_Rounds = Annotated[Sequence[_Time], Meta(min_length=1)]
 _Value = bool | _Whole | float | str | None
 
 _NAMES = ("op", "variant", "case", "dtype", "quant", "policy", "device", "family")
@@ -60,7 +62,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         date: ISO 8601 in UTC.
         reason: why it failed or was skipped; empty when it passed.
         family: the sweep file that the row belongs to.
-        samples_us: time of one call in every round, a list per process; None in rows that were written without.
+        samples_us: time of one call in every round, a sequence per process; None in rows that were written without.
         unit: serial of the GPU, as a digest; empty in rows that were written without.
         role: `own` variant, `peer` of another package, or `part` of the work only; empty in rows that were written without.
         flops: floating-point operations of one call; None where the operator states none.
@@ -98,12 +100,15 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     p10_us: _Measure | None = None
     p90_us: _Measure | None = None
     family: str = ""
-    samples_us: Annotated[list[_Rounds], Meta(min_length=1)] | None = None
+    samples_us: Annotated[Sequence[_Rounds], Meta(min_length=1)] | None = None
     unit: str = ""
     role: Role = ""
     flops: _Size | None = None
 
     def __post_init__(self) -> None:
+        if self.samples_us is not None:  # packed: a third of the memory of a list
+            packed = [array("d", rounds) for rounds in self.samples_us]
+            msgspec.structs.force_setattr(self, "samples_us", packed)
         _check_names(self)
         _check_measures(self)
         _check_status(self)
@@ -140,7 +145,7 @@ def to_json(record: Record) -> str:
     Raises:
         ValueError: a config value that JSON cannot hold.
     """
-    return msgspec.json.encode(_finite(record)).decode()
+    return msgspec.json.encode(_finite(record), enc_hook=list).decode()
 
 
 def from_json(text: str | bytes) -> Record:
@@ -158,7 +163,8 @@ def load(path: Path) -> list[Record]:
     Raises:
         ValueError: one line `file:line: field: …`, also for a truncated last line, or `cannot read file: …`.
     """
-    return parse(read_bytes(path), str(path))
+    with opened(path) as file:
+        return _parsed(file, str(path))
 
 
 def parse(data: bytes, name: str) -> list[Record]:
@@ -167,16 +173,19 @@ def parse(data: bytes, name: str) -> list[Record]:
     Raises:
         ValueError: one line `name:line: field: …`, also for a truncated last line.
     """
+    return _parsed(io.BytesIO(data), name)
+
+
+def _parsed(lines: Iterable[bytes], name: str) -> list[Record]:
     records: list[Record] = []
-    begin, texts = 0, _Texts()
-    while (end := data.find(b"\n", begin)) >= 0:
+    texts = _Texts()
+    for line in lines:
+        if not line.endswith(b"\n"):
+            raise ValueError(f"{name}:{len(records) + 1}: JSON: truncated, the last line has no end")
         try:
-            records.append(texts.shared(decode(data[begin:end], Record)))
+            records.append(texts.shared(decode(line[:-1], Record)))
         except ValueError as error:
             raise ValueError(f"{name}:{len(records) + 1}: {error}") from error
-        begin = end + 1
-    if begin < len(data):
-        raise ValueError(f"{name}:{len(records) + 1}: JSON: truncated, the last line has no end")
     return records
 
 
@@ -213,15 +222,20 @@ def row_of(record: Record) -> object:
     return record.key, record.variant, record.device
 
 
-def newest(records: Iterable[Record], identity: Callable[[Record], object] = row_of) -> list[Record]:
+def newest(records: Iterable[Record]) -> list[Record]:
     """Return the newest record of every row, the last of those of one time, in the order of their first."""
+    return list(newest_rows(records, row_of).values())
+
+
+def newest_rows(records: Iterable[Record], identity: Callable[[Record], object]) -> dict[object, Record]:
+    """Return row -> its newest record, in the order of their first; identity: what is equal for records of one row."""
     found: dict[object, Record] = {}
     for record in records:
         row = identity(record)
         known = found.setdefault(row, record)
         if known is not record and datetime.fromisoformat(record.date) >= datetime.fromisoformat(known.date):
             found[row] = record
-    return list(found.values())
+    return found
 
 
 def frame(paths: Path | str | Iterable[Path | str]) -> "pd.DataFrame":
@@ -236,7 +250,7 @@ def frame(paths: Path | str | Iterable[Path | str]) -> "pd.DataFrame":
         n, flops: Int64; <NA> where unknown.
         axes.NAME: Int64, a column per axis; options.NAME, config.NAME: object, a column per option and knob; <NA> where the row
             has none of that name.
-        samples_us: object, a list of times per process, or None.
+        samples_us: object, a sequence of times per process, or None.
 
     Raises:
         ValueError: one line naming the file, the line and the field.
@@ -279,11 +293,11 @@ class _Texts:
         self._known: dict[object, Any] = {}
 
     def shared(self, record: Record) -> Record:
-        """Return the record with texts, axes, options and config that it shares with earlier ones."""
+        """Return the record with texts, options and config that it shares with earlier ones."""
         for name in _TEXTS:
             value = getattr(record, name)
             msgspec.structs.force_setattr(record, name, self._known.setdefault(value, value))
-        for name in ("axes", "options", "config"):
+        for name in ("options", "config"):
             values = getattr(record, name)
             if values is not None:
                 key = (name, *values.items(), *map(type, values.values()))  # 1 and True are equal
@@ -295,7 +309,7 @@ _TEXTS = (*_NAMES, "driver", "torch", "triton", "source_hash", "commit", "date",
 
 
 def _lines(records: Iterable[Record]) -> bytes:
-    return b"".join(msgspec.json.encode(_finite(record)) + b"\n" for record in records)
+    return b"".join(msgspec.json.encode(_finite(record), enc_hook=list) + b"\n" for record in records)
 
 
 def _finite(record: Record) -> Record:

@@ -125,14 +125,32 @@ def shift(old: Sequence[Samples], new: Sequence[Samples]) -> Shift | None:
     Raises:
         ValueError: a run without processes, or a process without samples.
     """
-    (old_centres, old_within), (new_centres, new_within) = _levels(old), _levels(new)
-    freedom = len(old) + len(new) - 2
-    if freedom < 1:
-        return None
-    squares = ((old_centres - old_centres.mean()) ** 2).sum() + ((new_centres - new_centres.mean()) ** 2).sum()
-    between = squares / freedom
-    variance = (between + old_within.mean()) / len(old) + (between + new_within.mean()) / len(new)
-    return Shift(float(new_centres.mean() - old_centres.mean()), float(np.sqrt(variance)), freedom)
+    if not old or not new or not all(map(len, (*old, *new))):
+        raise ValueError("no samples to take a median of")
+    return shifts([(old, new)])[0]  # type: ignore[list-item]
+
+
+def shifts(sides: Sequence[Sequence[Sequence[Sequence[float]]]]) -> list[Shift | None]:
+    """Return the `shift` of many rows at once, each (samples of old processes, samples of new processes)."""
+    groups: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
+    for at, (old, new) in enumerate(sides):
+        groups.setdefault((tuple(map(len, old)), tuple(map(len, new))), []).append(at)
+    found: list[Shift | None] = [None] * len(sides)
+    for lengths, members in groups.items():
+        freedom = len(lengths[0]) + len(lengths[1]) - 2
+        if freedom < 1:
+            continue
+        centres, within = [], []
+        for side in (0, 1):
+            levels = [_level(np.log([sides[at][side][process] for at in members])) for process in range(len(lengths[side]))]
+            centres.append(np.array([centre for centre, _variance in levels]))  # (processes, rows)
+            within.append(np.array([variance for _centre, variance in levels]))
+        between = np.sum([((part - part.mean(axis=0)) ** 2).sum(axis=0) for part in centres], axis=0) / freedom
+        variance = np.sum([(between + part.mean(axis=0)) / len(part) for part in within], axis=0)
+        logs = centres[1].mean(axis=0) - centres[0].mean(axis=0)
+        for at, log, error in zip(members, logs.tolist(), np.sqrt(variance).tolist(), strict=True):
+            found[at] = Shift(log, error, freedom)
+    return found
 
 
 def paired_shift(old: Sequence[Samples], new: Sequence[Samples]) -> Shift | None:
@@ -188,11 +206,18 @@ def _levels(processes: Sequence[Samples]) -> tuple[Samples, Samples]:
     """Per process (processes,): the median logarithm, and the variance of its bootstrap over rounds."""
     if not processes or any(len(rounds) == 0 for rounds in processes):
         raise ValueError("no samples to take a median of")
-    logs = [np.sort(np.log(rounds)) for rounds in processes]
-    weights = [_rank_weights(len(rounds)) for rounds in logs]
-    means = np.array([w @ rounds for w, rounds in zip(weights, logs, strict=True)])
-    squares = [w @ (rounds - mean) ** 2 for w, rounds, mean in zip(weights, logs, means, strict=True)]
-    return np.array([(rounds[(len(rounds) - 1) // 2] + rounds[len(rounds) // 2]) / 2 for rounds in logs]), np.array(squares)
+    levels = [_level(np.log(np.asarray(rounds)[None])) for rounds in processes]
+    return np.concatenate([centre for centre, _ in levels]), np.concatenate([variance for _, variance in levels])
+
+
+def _level(logs: Samples) -> tuple[Samples, Samples]:
+    """Per row of logarithms (rows, rounds): the median, and the variance of its bootstrap over rounds, both (rows,)."""
+    rounds = logs.shape[1]
+    logs = np.sort(logs, axis=1)
+    weights = _rank_weights(rounds)
+    means = logs @ weights
+    squares = ((logs - means[:, None]) ** 2) @ weights
+    return (logs[:, (rounds - 1) // 2] + logs[:, rounds // 2]) / 2, squares
 
 
 @cache

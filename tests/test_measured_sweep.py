@@ -312,4 +312,4 @@ def test_a_sweep_says_where_its_files_rank_otherwise_under_another_policy(
         "ranks flip in 1 of 1 cases with several policies; baseline is faster than optimized cold, slower hot: big float32 none"
     )
     assert (cold.remark, hot.remark) == ("", flips)
-    assert hot.files[1].read_text().endswith(f"\n\n{flips}\n")
+    assert hot.files[1].read_text().endswith(f"\n- {flips}\n")

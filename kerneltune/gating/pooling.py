@@ -47,7 +47,7 @@ def _pooled(group: Sequence[Record]) -> Record:
     return replace(last, **_timing(group, processes))
 
 
-def _timing(group: Sequence[Record], processes: list[list[float]]) -> dict[str, Any]:
+def _timing(group: Sequence[Record], processes: Sequence[Sequence[float]]) -> dict[str, Any]:
     last = group[-1]
     interval = centre_interval([np.asarray(rounds) for rounds in processes])
     p10, p90 = deciles(np.concatenate(processes))

@@ -6,7 +6,7 @@ the one that the older record holds. Judges nothing and reads no file.
 
 from collections.abc import Callable, Iterable, Mapping
 
-from kerneltune.records import Record, key_of
+from kerneltune.records import Record
 from kerneltune.spec import Option
 
 Identity = Callable[[Record], object]
@@ -37,11 +37,14 @@ def identity_of(baseline: Iterable[Record], new: Iterable[Record], defaults: Def
     later = {op: frozenset.union(*sets) - frozenset.intersection(*sets) for op, sets in named.items()}
     left_out = {op: _settled(values[op], names, defaults(op)) for op, names in later.items() if names}
 
+    shared: dict[object, object] = {}  # one of equal tuples: all but the sizes is the same in many rows
+
     def identity(record: Record) -> object:
-        dropped = left_out.get(record.op, {})
-        options = {name: value for name, value in record.options.items() if name not in dropped or value != dropped[name]}
-        key = key_of(record.op, record.dtype, record.quant, record.axes, options, record.policy)
-        return key, record.variant, record.device
+        options: Mapping[str, Option] = record.options
+        if dropped := left_out.get(record.op):
+            options = {name: value for name, value in options.items() if name not in dropped or value != dropped[name]}
+        names = (record.op, record.variant, record.device, record.policy, record.dtype, record.quant, *sorted(options.items()))
+        return shared.setdefault(names, names), *sorted(record.axes.items())
 
     return identity
 

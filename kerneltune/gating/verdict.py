@@ -23,14 +23,12 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
-import numpy as np
-
 from kerneltune.cells import printable
 from kerneltune.device import INTERPRETER
 from kerneltune.gating.pooling import pool
 from kerneltune.gating.rows import Defaults, identity_of, no_defaults
-from kerneltune.records import Key, Record, newest, other_run
-from kerneltune.stats import Interval, holm, interval_shift, shift
+from kerneltune.records import Key, Record, newest_rows, other_run
+from kerneltune.stats import Interval, Shift, holm, interval_shift, shifts
 
 PASS, REGRESSION, UNUSABLE, AMBIGUOUS = 0, 1, 2, 3
 DEFAULT_MARGIN = 0.03
@@ -55,7 +53,7 @@ class GateRow:
     """One variant on one case, baseline against new.
 
     Attributes:
-        label: the key in one line.
+        record: the new record of the row, or the baseline's where there is none.
         verdict: `slower` is surely slower over several processes, but within what is tolerated; `missing` and `failed` were not
             compared.
         slowdown: new time over old time minus 1, with its 95 % bounds; None where nothing was compared.
@@ -65,10 +63,7 @@ class GateRow:
         is_note: the verdict does not count: the row is a peer's, or fails in the baseline as well.
     """
 
-    key: Key
-    label: str
-    variant: str
-    case: str
+    record: Record
     verdict: Outcome
     slowdown: float | None = None
     low: float | None = None
@@ -78,6 +73,26 @@ class GateRow:
     new_us: float | None = None
     reason: str = ""
     is_note: bool = False
+
+    @property
+    def key(self) -> Key:
+        """What the row measures."""
+        return self.record.key
+
+    @property
+    def label(self) -> str:
+        """The key in one line."""
+        return self.record.label
+
+    @property
+    def variant(self) -> str:
+        """The row's variant."""
+        return self.record.variant
+
+    @property
+    def case(self) -> str:
+        """The name of the row's case."""
+        return self.record.case
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,19 +184,19 @@ def gate(
     if obstacle:
         return Verdict((), UNUSABLE, obstacle)
     identity = identity_of(baseline, new, defaults)
-    of_old, of_new = ({identity(record): record for record in newest(side, identity)} for side in (baseline, new))
+    of_old, of_new = (newest_rows(side, identity) for side in (baseline, new))
     old_places, new_places = ({_place(record) for record in side.values()} for side in (of_old, of_new))
-    found = [
-        _met(old, of_new.get(key))
+    pairs = [
+        (old, of_new.get(key))
         for key, old in of_old.items()
         if old.status == "passed" and _place(old) in new_places and old.device != INTERPRETER
     ]
+    found = [_met(old, fresh, by_process) for (old, fresh), by_process in zip(pairs, _shifts(pairs), strict=True)]
     rows = _judged_rows(found, margin, again, peers)
-    judged = {identity(record) for record in of_old.values() if record.status == "passed"}
     rows += [
         _failed(record, of_old.get(key), peers)
         for key, record in of_new.items()
-        if record.status == "failed" and key not in judged
+        if record.status == "failed" and (key not in of_old or of_old[key].status != "passed")
     ]
     notes = [
         _other_unit([met for met in found if isinstance(met, _Change)]),
@@ -280,19 +295,30 @@ def _failed(new: Record, old: Record | None, peers: bool) -> GateRow:
     return _noted(row, "a peer") if new.role == "peer" and not peers else row
 
 
-def _met(old: Record, new: Record | None) -> _Change | GateRow:
+def _shifts(pairs: Sequence[tuple[Record, Record | None]]) -> list[Shift | None]:
+    """Return the shift by process of every pair; None where the two sides have one process each, or a side has no samples."""
+    sampled = [
+        (at, old.samples_us, new.samples_us)
+        for at, (old, new) in enumerate(pairs)
+        if new is not None and old.samples_us and new.samples_us and len(old.samples_us) + len(new.samples_us) > 2
+    ]
+    found: list[Shift | None] = [None] * len(pairs)
+    for (at, _old, _new), by_process in zip(sampled, shifts([sides for _at, *sides in sampled]), strict=True):
+        found[at] = by_process
+    return found
+
+
+def _met(old: Record, new: Record | None, by_process: Shift | None) -> _Change | GateRow:
     """Return what there is to judge about a row of the baseline, or why there is nothing; `is_note` says that it is a peer's."""
     if new is None or new.status != "passed":
         row = _unmet(old, new)
         return replace(row, is_note="peer" in (old.role, new.role if new is not None else ""))
     if _same_measurement(old, new):
         return _Change(old, new, 0.0, 0.0, 0.0, 1.0, "")
-    if old.samples_us and new.samples_us:
-        by_process = shift([np.asarray(s) for s in old.samples_us], [np.asarray(s) for s in new.samples_us])
-        if by_process is not None:
-            low, high = by_process.bounds
-            basis = f"{len(old.samples_us)} and {len(new.samples_us)} processes"
-            return _Change(old, new, by_process.slowdown, low, high, by_process.p_slower, basis)
+    if by_process is not None:
+        low, high = by_process.bounds
+        basis = f"{len(old.samples_us or ())} and {len(new.samples_us or ())} processes"
+        return _Change(old, new, by_process.slowdown, low, high, by_process.p_slower, basis)
     before, after = _interval(old), _interval(new)
     change = interval_shift(before, after)
     return _Change(old, new, change.slowdown, after.low / before.high - 1, after.high / before.low - 1, change.p_slower, "")
@@ -351,10 +377,7 @@ def _other_versions(met: _Change) -> list[str]:
 
 def _row(record: Record, verdict: Outcome, reason: str, met: _Change | None = None, p: float | None = None) -> GateRow:
     return GateRow(
-        key=record.key,
-        label=record.label,
-        variant=record.variant,
-        case=record.case,
+        record=record,
         verdict=verdict,
         slowdown=met.slowdown if met else None,
         low=met.low if met else None,
