@@ -33,7 +33,7 @@ class DelayedScaling(nn.Module):
     Args:
         num_experts: E.
         history: steps whose largest magnitudes count.
-        pad_groups: as for `Recipe`.
+        pad_groups: as for `Recipe`, without effect.
 
     Attributes:
         num_experts: E.
@@ -79,14 +79,15 @@ class DelayedScaling(nn.Module):
         self.history[0].zero_()
         self.known = self.known or usable.is_meta or bool(usable.all())
 
-    def cast(self, x: Tensor, place: int) -> tuple[Tensor, Tensor, Tensor]:
-        """x (M, K) as q, q_t (M, K), strides (1, M), and what to multiply them by, (1,)."""
+    def cast(self, x: Tensor, offs: Tensor, place: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Cast the groups of x (M, K): q (M, K), q_t as aligned groups, and what to multiply them by, (1,)."""
         mine = slice(place, place + 1)
-        x = row_major(x).contiguous()
+        x = row_major(x)
         if self.known:
-            out = multi_cast_transpose([x], self.scales[mine], self.history[0, mine])
-            return out.casts[0], out.transposes[0].t(), out.scale_inv
-        fresh = fp8.fp8_tensorwise_2d(x, layout="both", pow2=False, inverse=True)
+            known = fp8.fp8_delayed_2d(x, offs, self.scales[mine], self.history[0, mine])
+            assert known.q is not None and known.q_t is not None
+            return known.q, known.q_t, known.scale
+        fresh = fp8.fp8_tensorwise_2d(x, layout="both", pow2=False, inverse=True, offs=offs)
         assert fresh.q is not None and fresh.q_t is not None
         self._remember(mine, fresh.scale)
         return fresh.q, fresh.q_t, fresh.scale
@@ -162,7 +163,7 @@ class _Product(torch.autograd.Function):
         weights: Fp8Weights | None,
         out_dtype: torch.dtype,
     ) -> Tensor:
-        q, a_t, scale_a = scaling.cast(a, ROWS)
+        q, a_t, scale_a = scaling.cast(a, offs, ROWS)
         w = weights or scaling.cast_weights(b_t.mT)
         for_da, for_dw = ctx.needs_input_grad[:2]
         kept_a, kept_w = ((a_t, scale_a) if for_dw else (None, None)), ((w.q_t, w.scale_t) if for_da else (None, None))
@@ -175,13 +176,13 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         offs, a_t, scale_a, w_t, scale_w = ctx.saved_tensors
         ctx.maybe_clear_saved_tensors()  # unless the graph is kept; torch does so itself, but after this function
-        q, q_t, scale = ctx.scaling.cast(grads[0], GRADS)
+        q, q_t, scale = ctx.scaling.cast(grads[0], offs, GRADS)
         da = db_t = None
         if ctx.needs_input_grad[0]:
             da = fp8_grouped_gemm(q, w_t, scale, scale_w, offs, out_dtype=ctx.da_dtype)
         del q, w_t  # before dW, the largest of all, is made
         if ctx.needs_input_grad[1]:
-            db_t = fp8_grouped_gemm(q_t.t(), a_t, scale, scale_a, offs, out_dtype=ctx.dw_dtype).transpose(1, 2)
+            db_t = fp8_grouped_gemm(q_t.t(), a_t, scale, scale_a, offs, out_dtype=ctx.dw_dtype, aligned=True).transpose(1, 2)
         return da, db_t, None, None, None, None
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kerneltune.kernel_lib.groups import aligned_size
 from kerneltune.nn.recipes import Recipe
 from kerneltune.ops import fp8
 from kerneltune.ops.fp8_grouped_gemm import fp8_grouped_gemm
@@ -114,7 +115,8 @@ def fp8_grouped_mm_fwd(
         for_da, for_dw: which gradients will be asked for.
 
     Returns:
-        Y (M, N); for_dw then A (M, K) fp8, strides (1, M), and its scale, (1,) or rowwise (E, K); for_da, where the weights are
+        Y (M, N); for_dw then A in fp8 as aligned groups, (aligned_size, K), strides (1, aligned_size), and its scale, (1,) or
+        rowwise (E, K); for_da, where the weights are
         cast here and kept, then q_t and scale_t of Fp8Weights.
     """
     (q, scale_a), kept = _tokens(a, offs, scaling, pow2, rows=True, columns=for_dw)
@@ -142,7 +144,7 @@ def _(
     (M, K), (E, _, N), rowwise = a.shape, b_t.shape, scaling == "rowwise"
     made = [a.new_empty((M, N), dtype=out_dtype)]
     if for_dw:
-        made += [a.new_empty((K, M), dtype=torch.float8_e4m3fn).t()]
+        made += [a.new_empty((K, aligned_size(M, E)), dtype=torch.float8_e4m3fn).t()]
         made += [a.new_empty((E, K) if rowwise else (1,), dtype=torch.float32)]
     if for_da and keep_weights and not weights:
         made += [a.new_empty((E, K, N), dtype=torch.float8_e4m3fn).transpose(1, 2)]
@@ -161,7 +163,8 @@ def fp8_grouped_mm_da(
         w: q_t and scale_t of Fp8Weights, or b_t alone, to be cast here; anything where dA is not asked for.
 
     Returns:
-        for_da dA (M, K) of da_dtype; for_dw then dY in fp8, (N, M) row-major, and its scale, (1,) or rowwise (E, N).
+        for_da dA (M, K) of da_dtype; for_dw then dY in fp8 as aligned groups, (N, aligned_size) row-major, and its scale, (1,)
+        or rowwise (E, N).
     """
     along, down = _tokens(dy, offs, scaling, pow2, rows=for_da, columns=for_dw)
     da = []
@@ -180,26 +183,29 @@ def _(
     if for_da:
         made.append(dy.new_empty((M, w[0].shape[2] if len(w) == 2 else w[0].shape[1]), dtype=da_dtype))
     if for_dw:
-        made.append(dy.new_empty((N, M), dtype=torch.float8_e4m3fn))
+        made.append(dy.new_empty((N, aligned_size(M, offs.shape[0])), dtype=torch.float8_e4m3fn))
         made.append(dy.new_empty((offs.shape[0], N) if scaling == "rowwise" else (1,), dtype=torch.float32))
     return made
 
 
 def _tokens(x: Tensor, offs: Tensor, scaling: str, pow2: bool, rows: bool, columns: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """x (M, K) in fp8 and its scale for the product with the weights, and for dW; one that is not asked for is empty."""
+    """Cast x (M, K) for the product with the weights, and as aligned groups for dW, each with its scale; empty if not asked for.
+
+    Rows behind the last group have no part in any scale.
+    """
     options: dict[str, Any] = {"pow2": pow2, "inverse": True}
     found: tuple[tuple[Tensor | None, ...], ...]
     if scaling == "tensorwise":
-        cast = fp8.fp8_tensorwise_2d(x, layout="both" if rows and columns else "row" if rows else "col", **options)
+        cast = fp8.fp8_tensorwise_2d(x, layout="both" if rows and columns else "row" if rows else "col", offs=offs, **options)
         found = (cast.q, cast.scale), (cast.q_t, cast.scale)
     elif rows and columns:
-        q, scale, q_t, scale_t = fp8.fp8_group_both(x, offs, **options)
+        q, scale, q_t, scale_t = fp8.fp8_group_both(x, offs, aligned=True, **options)
         found = (q, scale.view(-1)), (q_t, scale_t.view(offs.shape[0], x.shape[1]))
     elif rows:
         q, scale = fp8.fp8_rowwise_2d(x, **options)
         found = (q, scale.view(-1)), ()
     else:
-        q_t, scale_t = fp8.fp8_group_colwise(x, offs, **options)
+        q_t, scale_t = fp8.fp8_group_colwise(x, offs, aligned=True, **options)
         found = (), (q_t, scale_t.view(offs.shape[0], x.shape[1]))
     row, column = ([t for t in part if t is not None] for part in found)
     return row if rows else [], column if columns else []

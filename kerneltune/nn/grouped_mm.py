@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kerneltune.kernel_lib.arguments import assert_group_ends, check_like, debugging
-from kerneltune.nn.alignment import ALIGNED, aligned_groups, row_major
+from kerneltune.nn.alignment import row_major
 from kerneltune.nn.delayed import DelayedScaling, delayed_product
 from kerneltune.nn.fp8_products import Fp8Weights, cast_expected_weights, fp8_grouped_mm_da, fp8_grouped_mm_fwd
 from kerneltune.nn.operands import check_operands, check_weights, wants_gradient
@@ -35,8 +35,8 @@ def fp8_grouped_mm(
         A: (M, K) bf16, fp16 or fp32, rows contiguous.
         B_t: (E, K, N) bf16, fp16 or fp32, column-major, which is the transposed view of a contiguous (E, N, K), or contiguous. K
             and N multiples of 16. Its gradient is column-major.
-        offs: (E,) int32, E to 1024, where each group's rows end, not decreasing; the last is M. Groups may be empty. Multiples
-            of 16, unless B_t has no gradient or the recipe pads.
+        offs: (E,) int32, E to 1024, where each group's rows end, not decreasing, at most M. Groups may be empty and of any size.
+            Rows behind the last have no part in scales and gradients; those of results are zeros.
         recipe: `tensorwise`, `rowwise`, or a Recipe; or a DelayedScaling, with which the graph breaks.
         out_dtype: of the result; None is A's.
         weights: B_t in fp8 by the same recipe, if it has been cast before, as GroupedLinear does.
@@ -64,13 +64,8 @@ def fp8_grouped_mm(
         if isinstance(how, Recipe) and how.scaling == "tensorwise" and how.pow2 and how.keep_weights and wants_gradient(A):
             weights = cast_expected_weights(B_t, amax)
     if check_offs or debugging():
-        assert_group_ends(offs, A.shape[0], ALIGNED if wants_gradient(B_t) and not how.pad_groups else 1, whole=True)
-    A = row_major(A)
-    if not how.pad_groups:
-        return _product(A, B_t, offs, how, out_dtype, weights)
-    rows, ends, total = aligned_groups(offs, A.shape[0])
-    spread = A.new_zeros((total, A.shape[1])).index_copy(0, rows, A)
-    return _product(spread, B_t, ends, how, out_dtype, weights).index_select(0, rows)
+        assert_group_ends(offs, A.shape[0])
+    return _product(row_major(A), B_t, offs, how, out_dtype, weights)
 
 
 def _product(
@@ -115,7 +110,9 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     da, db_t = made[0] if ctx.for_da else None, None
     if ctx.for_dw:
         q, scale = made[-2:]
-        db_t = torch.ops.kerneltune.fp8_grouped_gemm(q, a[0], scale, a[1], offs, out_dtype=ctx.dw_dtype).transpose(1, 2)
+        db_t = torch.ops.kerneltune.fp8_grouped_gemm(q, a[0], scale, a[1], offs, out_dtype=ctx.dw_dtype, aligned=True).transpose(
+            1, 2
+        )
     return (da, db_t, None, [None] * ctx.given, *[None] * 6)
 
 

@@ -45,12 +45,6 @@ def check_operands(A: Tensor, B_t: Tensor, offs: Tensor, recipe: Recipe | Delaye
             raise ValueError(f"recipe must scale {E} experts, got {recipe.num_experts}")
         if recipe.scales.device != A.device:
             raise ValueError(f"recipe must be on {A.device} as A is, got {recipe.scales.device}")
-    # what is compiled may have sizes that only the device knows; there the backward refuses them
-    if not recipe.pad_groups and wants_gradient(B_t) and not torch.compiler.is_compiling() and A.shape[0] % ALIGNED:
-        raise ValueError(
-            f"M must be a multiple of {ALIGNED} where B_t has a gradient, unless {type(recipe).__name__}(pad_groups=True), "
-            f"got M={A.shape[0]}"
-        )
 
 
 def check_weights(weights: Fp8Weights, B_t: Tensor, recipe: Recipe | DelayedScaling) -> None:

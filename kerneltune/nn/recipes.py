@@ -15,8 +15,7 @@ class Recipe:
         pow2: scales rounded down to powers of two.
         keep_weights: the weights' fp8 transpose, made beside the cast of the forward, waits for the backward,
             E K N bytes; else the backward reads the weights again, one launch more, two under tensorwise.
-        pad_groups: let groups have any size, by moving their rows apart and back, which costs launches and copies. Else every
-            group must be a multiple of 16 rows where the weights have a gradient, as token dispatchers arrange.
+        pad_groups: without effect: groups have any size.
 
     Raises:
         ValueError: an unknown scaling.

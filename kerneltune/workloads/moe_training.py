@@ -177,7 +177,9 @@ def run_delayed_refresh(inputs: Inputs, _config: None) -> Outputs:
 def run_delayed_casts(inputs: Inputs, _config: None) -> Outputs:
     """All casts of a step under delayed scaling."""
     scaling = _delayed(inputs)
-    (a, _, s_a), (dy, _, s_dy) = (scaling.cast(inputs[name], place) for name, place in (("a", ROWS), ("dy", GRADS)))
+    (a, _, s_a), (dy, _, s_dy) = (
+        scaling.cast(inputs[name], inputs["offs"], place) for name, place in (("a", ROWS), ("dy", GRADS))
+    )
     return {"a": (a, s_a), "dy": (dy, s_dy), "w": _cast_of_w(scaling.cast_weights(inputs["w"]))}
 
 
@@ -190,16 +192,18 @@ def _casts(scaling: str, inputs: Inputs) -> dict[str, list[Tensor]]:
     a, b_t, dy, offs = inputs["a"], inputs["w"].transpose(1, 2), inputs["dy"], inputs["offs"]
     weights = cast_weights(b_t, Recipe(scaling), amax=_amax(inputs))
     if scaling == "rowwise":
-        (q_a, s_a, a_t, s_a_t), (q_dy, s_dy, dy_t, s_dy_t) = (fp8.fp8_group_both(x, offs, inverse=True) for x in (a, dy))
+        (q_a, s_a, a_t, s_a_t), (q_dy, s_dy, dy_t, s_dy_t) = (
+            fp8.fp8_group_both(x, offs, inverse=True, aligned=True) for x in (a, dy)
+        )
         s_dy_t, s_a_t = s_dy_t.view(offs.shape[0], -1), s_a_t.view(offs.shape[0], -1)
     else:
-        (q_a, a_t, s_a), (q_dy, dy_t, s_dy) = (_both(x) for x in (a, dy))
+        (q_a, a_t, s_a), (q_dy, dy_t, s_dy) = (_both(x, offs) for x in (a, dy))
         s_a_t, s_dy_t = s_a, s_dy
     return {"a": [q_a, s_a], "w": list(weights), "dy": [q_dy, s_dy], "a_t": [a_t, s_a_t], "dy_t": [dy_t, s_dy_t]}
 
 
-def _both(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    out = fp8.fp8_tensorwise_2d(x, layout="both", inverse=True)
+def _both(x: Tensor, offs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    out = fp8.fp8_tensorwise_2d(x, layout="both", inverse=True, offs=offs)
     assert out.q is not None and out.q_t is not None
     return out.q, out.q_t, out.scale
 
@@ -218,7 +222,7 @@ def run_gemms(scaling: str, inputs: Inputs, _config: None) -> Outputs:
     q, scale, q_t, scale_t = casts["w"]
     y = fp8_grouped_gemm(a, q, s_a.view(-1), scale, offs)
     da = fp8_grouped_gemm(dy, q_t, s_dy.view(-1), scale_t, offs)
-    return {"y": y, "da": da, "dw": fp8_grouped_gemm(dy_t.t(), a_t, s_dy_t, s_a_t, offs)}
+    return {"y": y, "da": da, "dw": fp8_grouped_gemm(dy_t.t(), a_t, s_dy_t, s_a_t, offs, aligned=True)}
 
 
 def _once(inputs: Inputs, name: str, make: Callable[[], Any]) -> Any:

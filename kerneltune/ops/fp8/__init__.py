@@ -10,7 +10,7 @@ from kerneltune.ops.fp8.group_colwise_dual import fp8_group_colwise_dual
 from kerneltune.ops.fp8.rowwise_2d import RowConfig, fp8_rowwise_2d
 from kerneltune.ops.fp8.rowwise_3d_both import BothConfig, BothLayouts, fp8_rowwise_3d_both
 from kerneltune.ops.fp8.rowwise_3d_transpose import fp8_rowwise_3d_transpose
-from kerneltune.ops.fp8.tensorwise_2d import SegmentConfig, SegmentOutput, fp8_tensorwise_2d
+from kerneltune.ops.fp8.tensorwise_2d import SegmentConfig, SegmentOutput, fp8_delayed_2d, fp8_tensorwise_2d
 from kerneltune.ops.fp8.tensorwise_3d import fp8_tensorwise_3d
 from kerneltune.ops.fp8.tensorwise_group import fp8_tensorwise_group
 from kerneltune.ops.fp8.transpose_2d import TransposeConfig, fp8_transpose_2d
@@ -24,6 +24,7 @@ __all__ = [
     "SegmentOutput",
     "TransposeConfig",
     "fp8_colwise_3d",
+    "fp8_delayed_2d",
     "fp8_group_both",
     "fp8_group_colwise",
     "fp8_group_colwise_dual",

@@ -13,14 +13,14 @@ from typing import NamedTuple
 import torch
 
 from kerneltune import cache
-from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_matrix, check_turned
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_like, check_matrix, check_turned
 from kerneltune.kernel_lib.functions import run_of, torch_operator
 from kerneltune.kernel_lib.groups import aligned_size
 from kerneltune.kernel_lib.launch import on_its_device, too_much_shared
 from kerneltune.ops.fp8 import contract, peers
 from kerneltune.ops.fp8.baselines import torchao_tensorwise
 from kerneltune.ops.fp8.contract import CONTRACT, OPTIONS, TUNED, Cast, Pair, check_offs, fp8_dtype
-from kerneltune.ops.fp8.kernels.early import cast_with_one_scale
+from kerneltune.ops.fp8.kernels.early import cast_with_known_scale, cast_with_one_scale
 from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
 
 LAYOUTS = ("row", "col", "both")
@@ -187,6 +187,56 @@ def fp8_tensorwise_2d(
     if config is None and x.numel():
         config = _choose((("M", M), ("K", K)), DTYPE_NAMES[x.dtype], "fp8", (*TUNED, ("layout", layout)))
     cast_with_one_scale(x, offs, *found, cast, config, aligned=offs is not None)
+    return found
+
+
+def _known_results(x: torch.Tensor, offs: torch.Tensor, fp8_format: str, layout: str) -> SegmentOutput:
+    return empty_results(x, fp8_format, layout, 1, offs.shape[0])
+
+
+@torch_operator(_known_results, mutates=("amax",))
+@on_its_device
+def fp8_delayed_2d(
+    x: torch.Tensor,
+    offs: torch.Tensor,
+    scale: torch.Tensor,
+    amax: torch.Tensor,
+    fp8_format: str = "e4m3",
+    *,
+    layout: str = "both",
+    config: SegmentConfig | None = None,
+) -> SegmentOutput:
+    """Cast groups of rows by a scale known beforehand, in one launch: delayed scaling.
+
+    Args:
+        x: (M, K) as in `fp8_tensorwise_2d`.
+        offs: (G,) int32, as there.
+        scale: (1,) fp32, multiplies before the cast.
+        amax: (1,) fp32, raised to the largest magnitude in the groups; to NaN or infinity where there is any.
+        fp8_format: `e4m3`, `e5m2`, `e4m3fnuz` or `e5m2fnuz`.
+        layout: `row`, `col` or `both`.
+        config: None takes that of `fp8_tensorwise_2d`.
+
+    Returns:
+        What `fp8_tensorwise_2d` returns with offs; its scale is 1 / scale.
+
+    Raises:
+        ValueError: a wrong shape, stride, dtype, device or value, which it names.
+    """
+    check_matrix("x", x)
+    M, K = x.shape
+    check_offs(offs, M, x.device, whole=False)
+    check_like("scale", scale, (1,), torch.float32, x.device)
+    check_like("amax", amax, (1,), torch.float32, x.device)
+    found = _known_results(x, offs, fp8_format, layout)
+    if layout != "row":
+        check_turned("x", M)
+    if not x.numel():
+        torch.reciprocal(scale, out=found.scale)
+        return found
+    if config is None:
+        config = _choose((("M", M), ("K", K)), DTYPE_NAMES[x.dtype], "fp8", (*TUNED, ("layout", layout)))
+    cast_with_known_scale(x, offs, *found, scale, amax, fp8_format, config)
     return found
 
 

@@ -150,6 +150,15 @@ def _described(start, end):
     return (start % _TMA_BYTES == 0) & (start < end)
 
 
+@triton.jit
+def _clear_rest(out_ptr, first, M, COLS: tl.constexpr, BN: tl.constexpr):
+    """Write zeros to the rows [first, M) of a result, which are of no group."""
+    for row in range(first + tl.program_id(0), M, tl.num_programs(0)):
+        for col in range(0, COLS, BN):
+            cols = col + tl.arange(0, BN)
+            tl.store(out_ptr + wide(row) * COLS + cols, tl.zeros((BN,), dtype=out_ptr.dtype.element_ty), mask=cols < COLS)
+
+
 @triton.jit(do_not_specialize=["M"])
 def _grouped_gemm(
     a, b, out, scale_a_ptr, scale_b_ptr, offs_ptr, M, stride_a, stride_b,
@@ -223,7 +232,7 @@ def _grouped_gemm(
                     had_first, had_size = first, size
                     first = tl.where(clipped, start, 0)
                     size = tl.where(clipped, end - start, M)
-                    k = tl.where(described, start - first - lead, M)  # else beside all columns
+                    k = tl.where(described, start - first - lead, (M // BK + 1) * BK)  # else beside all columns
                     tile_steps = tl.where(described, tl.cdiv(end - start + lead, BK), 1)
                     if (first != had_first) | (size != had_size):
                         a_desc = _columns(a, first, size, ROWS, stride_a, BM, BK)
@@ -247,6 +256,8 @@ def _grouped_gemm(
                 ROWS, COLS, SCALE_A, SCALE_B, PARTS,
             )  # fmt: skip
             acc = tl.zeros((BM, BN), dtype=tl.float32)
+    if not ROWS:
+        _clear_rest(out, tl.minimum(tl.maximum(tl.load(offs_ptr + E - 1), 0), M), M, COLS, BN)
 
 
 @triton.jit(do_not_specialize=["M"])

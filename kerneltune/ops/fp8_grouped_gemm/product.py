@@ -105,7 +105,7 @@ def fp8_grouped_gemm(
         config: None takes the best known config.
 
     Returns:
-        (M, N), of which rows past the last group are not written; or (E, N, K), zeros for empty groups.
+        (M, N), of which rows past the last group are zeros; or (E, N, K), zeros for empty groups.
 
     Raises:
         ValueError: a wrong shape, stride, dtype, device or value, which it names.
@@ -191,8 +191,7 @@ def _with_scratch(grid: tuple[int], arguments: tuple[Any, ...], constants: dict[
 
 def _best(p: Product, dtype: str) -> GemmConfig:
     """The cached config of the optimized variant for these sizes, or the default; scales do not change which is best."""
-    groups = "routed" if p.aligned else "balanced"
-    options = (("product", "weights" if p.rows else "rows"), ("scales", "rowwise"), ("groups", groups), ("values", "normal"))
+    options = (("product", "weights" if p.rows else "rows"), ("scales", "rowwise"), ("groups", "balanced"), ("values", "normal"))
     found: GemmConfig = _choose(p.axes, dtype, "fp8", options)
     return found
 

@@ -11,7 +11,7 @@ from kerneltune.ops.moe_routing.kernels import sort
 from kerneltune.rounding import cdiv, next_power_of_2
 from kerneltune.spec import Case, Inputs, Outputs, Traffic
 
-_BLOCK = 256
+_BLOCK = 128
 _MOST_BLOCKS = 1 << 16
 
 
@@ -57,13 +57,14 @@ def moe_sort(ids: torch.Tensor, num_experts: int) -> SortedPairs:
         return SortedPairs(pairs, places, offs.zero_())
     counts = ids.new_empty((blocks + 1, num_experts), dtype=torch.int32)
     totals = counts[blocks]
-    sort.count_pairs[(blocks,)](ids, counts, M, E=num_experts, BLOCK=_BLOCK, num_warps=4)
+    experts = max(64, next_power_of_2(num_experts + 1))
+    sort.count_pairs[(blocks,)](ids, counts, M, E=num_experts, EXPERTS=experts, BLOCK=_BLOCK, num_warps=4)
     sort.sum_blocks[(num_experts,)](
         counts, totals, blocks, E=num_experts, BLOCKS=next_power_of_2(blocks), num_warps=4 if blocks <= 4096 else 16
     )
     sort.place_pairs[(blocks,)](
         ids, counts, totals, pairs, places, offs, M,
-        E=num_experts, EXPERTS=next_power_of_2(num_experts), BLOCK=_BLOCK, num_warps=4,
+        E=num_experts, EXPERTS=experts, BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
     return SortedPairs(pairs, places, offs)
 

@@ -17,7 +17,7 @@ from kerneltune.kernel_lib.arguments import check_apart, in_pairs
 from kerneltune.kernel_lib.groups import GROUP_ALIGNMENT, aligned_size
 from kerneltune.kernel_lib.launch import registers, resident, too_small_to_turn
 from kerneltune.kernel_lib.tl_exchange import close_launch, launch_tag, publish, published, raised
-from kerneltune.kernel_lib.tl_lib import TL_DTYPES, TL_FP8, amax_to_scale, magnitude_to_fp32, reciprocal
+from kerneltune.kernel_lib.tl_lib import TL_DTYPES, TL_FP8, amax_to_scale, magnitude, magnitude_to_fp32, reciprocal
 from kerneltune.kernel_lib.workspace import workspace
 from kerneltune.ops.fp8.contract import Cast
 from kerneltune.ops.fp8.kernels.tensorwise import (
@@ -116,6 +116,45 @@ def cast_with_one_scale(
         )  # fmt: skip
 
 
+def cast_with_known_scale(
+    x: torch.Tensor,
+    offs: torch.Tensor,
+    q: torch.Tensor | None,
+    q_t: torch.Tensor | None,
+    scale_inv: torch.Tensor,
+    scale: torch.Tensor,
+    amax: torch.Tensor,
+    fp8_format: str,
+    c: "SegmentConfig",
+) -> None:
+    """Cast the groups of x by a scale known beforehand, in one launch; q_t holds aligned groups.
+
+    Args:
+        q, q_t: as in `cast_with_one_scale`.
+        scale_inv: (1,), written.
+        scale: (1,), multiplies before the cast.
+        amax: (1,), raised to the largest magnitude of the groups.
+    """
+    if q_t is not None and (reason := too_small_to_turn(c.rows, c.cols, c.warps)):
+        raise ValueError(f"{c}: {reason}")
+    if GROUP_ALIGNMENT % c.rows:
+        raise ValueError(f"{c}: rows must divide {GROUP_ALIGNMENT} where groups are aligned")
+    (rows, groups), dtype = (x.shape[0], offs.shape[0]), TL_DTYPES[x.dtype]
+    pairs = 2 if in_pairs(x) else 1
+    check_apart("x", x, c.rows, pairs)
+    if pairs == 2:
+        x, q = x.view(torch.int32), None if q is None else q.view(torch.int16)
+    ld, cols = aligned_size(rows, groups), c.cols // pairs
+    total = ld // c.rows * cdiv(x.shape[1], cols)
+    cast_known[(min(total, resident(x.device, c.ctas)) if c.ctas else total,)](
+        x, x if q is None else q, x if q_t is None else q_t.view(torch.uint8), scale_inv, scale, amax, offs,
+        rows, ld, groups, total,
+        C=x.shape[1], stride=x.stride(0), GROUPS_LOG2=(groups - 1).bit_length(), ALIGNMENT=GROUP_ALIGNMENT,
+        ROWMAJOR=q is not None, COLMAJOR=q_t is not None, ROWS=c.rows, COLS=cols, PAIRS=pairs, dtype=dtype,
+        fp8=TL_FP8[fp8_format], STAGES=c.stages, num_warps=c.warps, **(registers(c.warps, c.ctas) if c.ctas else {}),
+    )  # fmt: skip
+
+
 def _at_most(c: "SegmentConfig", itemsize: int) -> int:
     """Return the programs whose registers an SM has: each its tile, half as much again, and 32 for addresses."""
     words = c.rows * c.cols * itemsize / (128 * c.warps)
@@ -212,3 +251,33 @@ def cast_again(
             )  # fmt: skip
             at = tl.min(tl.where(wrong & (lanes > at), lanes, LANES), axis=0)
     close_launch(ws_ptr, launch_tag(ws_ptr))
+
+
+@triton.jit
+def cast_known(
+    x_ptr, q_ptr, qt_ptr, scale_inv_ptr, scale_ptr, amax_ptr, offs_ptr, rows, ld, G, total, C: tl.constexpr, stride: tl.constexpr,
+    GROUPS_LOG2: tl.constexpr, ALIGNMENT: tl.constexpr, ROWMAJOR: tl.constexpr, COLMAJOR: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr, fp8: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Write q and its transpose as `cast_segments` does, by the scale at scale_ptr; raise amax, write 1 / scale."""
+    scale = tl.load(scale_ptr)
+    stripes = tl.cdiv(C, COLS)
+    if tl.program_id(0) == 0:
+        tl.store(scale_inv_ptr, reciprocal(scale))
+    for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
+        group, stripe, columns, first_row, lo, hi = locate_block(
+            tile, total, offs_ptr, rows, stripes, G, True, GROUPS_LOG2, ROWS, ALIGNMENT
+        )
+        xs = load_quads(x_ptr, stride, C, stripe, first_row, lo, hi, ROWS // 4, COLS, False, True, False)
+        if columns > 0:
+            if PAIRS == 2:
+                largest = largest_magnitude(xs, PAIRS, dtype)
+            else:  # of NaN and infinity, too
+                m01, m23 = tl.maximum(magnitude(xs[0]), magnitude(xs[1])), tl.maximum(magnitude(xs[2]), magnitude(xs[3]))
+                largest = tl.max(tl.max(tl.maximum(m01, m23), axis=1), axis=0)
+            tl.atomic_max(amax_ptr, magnitude_to_fp32(largest, dtype), sem="relaxed")
+            shift = aligned_shift(offs_ptr, rows, group, ALIGNMENT)
+            store_tile(
+                xs, scale, q_ptr, qt_ptr, ld, group, stripe, first_row, shift, lo, hi,
+                C, True, ALIGNMENT, ROWMAJOR, COLMAJOR, ROWS, COLS, PAIRS, dtype, fp8, False, True,
+            )  # fmt: skip

@@ -6,20 +6,17 @@ Pairs are numbered token * K + choice. A block is BLOCK pairs that follow each o
 import triton
 import triton.language as tl
 
-_EXPERTS = tl.constexpr(64)
-"""Experts that a program counts at a time."""
-
 
 @triton.jit
-def count_pairs(ids_ptr, counts_ptr, pairs, E: tl.constexpr, BLOCK: tl.constexpr):
+def count_pairs(ids_ptr, counts_ptr, pairs, E: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
     """Write counts (blocks, E): how many pairs of each block chose each expert."""
     block = tl.program_id(0)
     at = block * BLOCK + tl.arange(0, BLOCK)
     chosen = tl.load(ids_ptr + at, mask=at < pairs, other=-1).to(tl.int32)
-    for first in range(0, E, _EXPERTS):
-        experts = first + tl.arange(0, _EXPERTS)
-        found = tl.sum((chosen[:, None] == experts[None, :]).to(tl.int32), axis=0)
-        tl.store(counts_ptr + block * E + experts, found, mask=experts < E)
+    routed = (chosen >= 0) & (chosen < E)
+    found = tl.histogram(tl.where(routed, chosen, EXPERTS - 1), EXPERTS)  # EXPERTS is above E
+    experts = tl.arange(0, EXPERTS)
+    tl.store(counts_ptr + block * E + experts, found, mask=experts < E)
 
 
 @triton.jit
@@ -51,11 +48,7 @@ def place_pairs(
     routed = (chosen >= 0) & (chosen < E)
     rank = tl.sum(((chosen[None, :] == chosen[:, None]) & (lanes[None, :] < lanes[:, None])).to(tl.int32), axis=1)
     before = tl.load(counts_ptr + block * E + chosen, mask=routed, other=0)
-    for first in range(0, E, _EXPERTS):  # the rows of the experts in front of each pair's own
-        some = first + tl.arange(0, _EXPERTS)
-        of_some = tl.load(totals_ptr + some, mask=some < E, other=0)
-        before += tl.sum(tl.where(some[None, :] < chosen[:, None], of_some[None, :], 0), axis=1)
-    place = before + rank
+    place = before + rank + tl.gather(ends - totals, tl.where(routed, chosen, 0), axis=0)
     tl.store(places_ptr + at, tl.where(routed, place, -1), mask=at < pairs)
     tl.store(pairs_ptr + place, at, mask=routed)
     tl.store(pairs_ptr + at, tl.zeros_like(at) - 1, mask=(at < pairs) & (at >= tl.sum(totals, axis=0)))
