@@ -139,7 +139,7 @@ def fnuz(pool: CompilePool) -> list[Compiled]:
 def too_large(pool: CompilePool) -> list[Compiled]:
     """A program of more threads than a program may have, and one of more shared memory, on gfx942."""
     from kerneltune import ops
-    from kerneltune.ops.dense_gemm.gemm import DenseConfig
+    from kerneltune.ops.dense_gemm import DenseConfig
     from kerneltune.ops.rmsnorm.configs import FwdConfig
     from kerneltune.spec import Case
 

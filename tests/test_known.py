@@ -16,7 +16,7 @@ from kerneltune.measuring.assembly import Access, Fact, Kernel
 from kerneltune.measuring.compiler import TARGETS, CompilePool
 from kerneltune.measuring.known import Known
 from kerneltune.measuring.occupancy import LIMITS
-from kerneltune.ops.dense_gemm.gemm import DenseConfig
+from kerneltune.ops.dense_gemm import DenseConfig
 from kerneltune.ops.stream import StreamConfig
 from kerneltune.spec import Case
 from kerneltune.tuning.tuner import job

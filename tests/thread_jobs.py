@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from kerneltune.nn import fp8_grouped_mm
+from kerneltune.ops import dense_gemm as dense
 from kerneltune.ops import fp8, rmsnorm
-from kerneltune.ops.dense_gemm import gemm as dense
 from kerneltune.ops.int4_gemm import gemm as int4
 from kerneltune.ops.int4_gemm.packing import pack
 from kerneltune.ops.multi_cast_transpose import multi_cast_transpose

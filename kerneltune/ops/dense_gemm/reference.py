@@ -1,4 +1,4 @@
-"""Inputs, the formula in fp64, and what a user would pick instead. No kernels here. May import torch."""
+"""Inputs, formula in fp64 and tolerance of products with dense weights."""
 
 import torch
 
@@ -12,7 +12,7 @@ _CHUNK_ROWS = 4096
 
 
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
-    """x (N, K) and w (M, K), in fp8 with scales x_scale and w_scale (1,); out_dtype."""
+    """Draw x (N, K) and w (M, K), in fp8 with scales x_scale and w_scale (1,); out_dtype."""
     N, M, K, dtype = case["N"], case["M"], case["K"], getattr(torch, case.dtype)
     held = torch.float8_e4m3fn if case.quant == "fp8" else dtype
     if device == "meta":
@@ -27,7 +27,7 @@ def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
 
 
 def reference(inputs: Inputs) -> Outputs:
-    """y in fp64; spread, the root of the sum of the squares of the products that it adds up."""
+    """Return y in fp64, and spread, the root of the sum of the squares of the products that it adds up."""
     x, w = inputs["x"].double(), inputs["w"]
     scale = float(inputs["x_scale"]) * float(inputs["w_scale"]) if "x_scale" in inputs else 1.0
     parts = [w[start : start + _CHUNK_ROWS].double() for start in range(0, w.shape[0], _CHUNK_ROWS)]
@@ -37,7 +37,7 @@ def reference(inputs: Inputs) -> Outputs:
 
 
 def compare(case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
-    """Every element, within the rounding of the result and of the sums."""
+    """Compare every element, within the rounding of the result and of the sums."""
     off = _FP8_STEP * max(_FP8_STEPS, case["K"] / 32) if "x_scale" in inputs else 2.0**-14
     if outputs["y"].dtype != inputs["out_dtype"]:
         return [f"y: {outputs['y'].dtype}, expected {inputs['out_dtype']}"]
@@ -47,41 +47,16 @@ def compare(case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) -> 
 
 
 def traffic(case: Case) -> Traffic:
-    """x, w and scales read, y written."""
+    """Return the bytes of x, w and scales read, and of y written."""
     N, M, K, fp8 = case["N"], case["M"], case["K"], case.quant == "fp8"
     return Traffic((1 if fp8 else 2) * (N + M) * K + (8 if fp8 else 0), 2 * N * M)
 
 
 def flops(case: Case) -> int:
-    """Two for every weight and token."""
+    """Return two operations for every weight and token."""
     return 2 * case["N"] * case["M"] * case["K"]
 
 
-def torch_mm(inputs: Inputs, _config: None) -> Outputs:
-    """torch's matrix product."""
-    return {"y": inputs["x"] @ inputs["w"].t()}
-
-
-def torch_scaled_mm(inputs: Inputs, _config: None) -> Outputs:
-    """torch's scaled matrix product, one scale per tensor, fast accumulation."""
-    y = torch._scaled_mm(
-        inputs["x"],
-        inputs["w"].t(),
-        scale_a=inputs["x_scale"],
-        scale_b=inputs["w_scale"],
-        out_dtype=inputs["out_dtype"],
-        use_fast_accum=True,
-    )
-    return {"y": y}
-
-
 def not_empty(case: Case) -> str | None:
-    """An empty product is not worth a call."""
+    """Refuse an empty product, which is not worth a call."""
     return "no rows" if case["N"] == 0 else None
-
-
-def not_scaled_mm(case: Case) -> str | None:
-    """`_scaled_mm` needs a GPU and sizes that are multiples of 16."""
-    if not torch.cuda.is_available():
-        return "needs a GPU"
-    return "needs M and K to be multiples of 16" if case["M"] % 16 or case["K"] % 16 else not_empty(case)

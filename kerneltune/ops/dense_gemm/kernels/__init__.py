@@ -1,0 +1,1 @@
+"""Device code of products with dense weights."""
