@@ -29,6 +29,28 @@ def device_slug() -> str:
     return device.slug(torch.cuda.get_device_name())
 
 
+def early_device_slug() -> str:
+    """Return the GPU's name as a folder without starting CUDA, which a program may not do before it forks; empty if unknown.
+
+    Before CUDA is started the driver's first GPU stands for the one that will be used.
+    """
+    torch: Any = sys.modules.get("torch")
+    if is_interpreted() or (torch is not None and torch.cuda.is_initialized()):
+        return device_slug()
+    return _first_gpu()
+
+
+@cache
+def _first_gpu() -> str:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return device.slug(str(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0))))
+    except Exception:  # no NVIDIA driver, or no GPU
+        return ""
+
+
 def version_of(module: str) -> str:
     """Return the version that a module's package gives itself; empty where it gives none."""
     package = sys.modules.get(module.partition(".")[0])

@@ -6,6 +6,7 @@ below it; no torch.
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import RLock
@@ -106,7 +107,7 @@ class Server:
         self._lock = RLock()
         self._table: Table | None = None
         self._by_name: dict[tuple[str, str], list[TableKernel]] = {}
-        self._is_read = False
+        self._read_for = ""
         self._said: set[str] = set()
 
     def _say(self, text: str) -> None:
@@ -115,22 +116,25 @@ class Server:
             self._said.add(text)
             log.warning("kerneltune: %s", text)
 
-    def table(self) -> Table | None:
+    def table(self, is_early: bool = False) -> Table | None:
         """Return the table of this GPU, None where there is none that may be served.
 
+        is_early: before the program launches anything, when CUDA may not be started.
+
         Raises:
-            ValueError: the manifest names another table, under the policy `error` also that there is none.
+            ValueError: the manifest names another table; under the policy `error` also that it is damaged.
         """
         with self._lock:
-            if not self._is_read:
-                self._is_read = True
-                self._table = self._read()
+            device = program.early_device_slug() if is_early else program.device_slug()
+            if device and device != self._read_for:
+                self._table = self._read(device)
+                self._read_for = device
+                self._by_name = {}
                 for kernel in self._table.kernels if self._table else ():
                     self._by_name.setdefault((kernel.module, kernel.name), []).append(kernel)
             return self._table
 
-    def _read(self) -> Table | None:
-        device = program.device_slug()
+    def _read(self, device: str) -> Table | None:
         try:
             table = read_table(self.root, device)
         except ValueError as error:
@@ -174,12 +178,12 @@ class Server:
 
         return run
 
-    def attach(self, autotuner: Any) -> State:
+    def attach(self, autotuner: Any, is_early: bool = False) -> State:
         """Find the table's kernel of an autotuner; torch.compile sees the portfolio from here on."""
         with self._lock:
             state: State | None = autotuner.__dict__.get("_kerneltune")
             if state is None:
-                kernel = self._kernel_of(autotuner)
+                kernel = self._kernel_of(autotuner, is_early)
                 state = State(kernel, autotuner.configs)
                 if kernel is not None and kernel.portfolio and self.portfolio:
                     autotuner.configs = self._live(autotuner, state, kernel.portfolio[: self.portfolio]) or autotuner.configs
@@ -187,16 +191,14 @@ class Server:
             return state
 
     def made(self, autotuner: Any) -> None:
-        """Give an autotuner that the program has just made its portfolio, before anything traces it."""
-        try:
-            name = kernel_name(autotuner)
-            if self.table() is not None and _table_name(name.module, name.name) in self._by_name:
-                self.attach(autotuner)
-        except ValueError:  # raised again where the program launches the kernel
-            self._is_read = False
+        """Give an autotuner its portfolio before anything traces it."""
+        name = kernel_name(autotuner)
+        with suppress(ValueError):  # raised again where the program launches the kernel
+            if self.table(is_early=True) is not None and _table_name(name.module, name.name) in self._by_name:
+                self.attach(autotuner, is_early=True)
 
-    def _kernel_of(self, autotuner: Any) -> TableKernel | None:
-        if self.table() is None:
+    def _kernel_of(self, autotuner: Any, is_early: bool) -> TableKernel | None:
+        if self.table(is_early) is None:
             return None
         name = kernel_name(autotuner)
         found = self._by_name.get(_table_name(name.module, name.name), [])

@@ -3,6 +3,7 @@
 Imports the standard library until the program imports Triton.
 """
 
+import gc
 import json
 import logging
 import os
@@ -96,9 +97,16 @@ def install(
         server = Server(root, autotuning.Config, miss, manifest, missing, portfolio)
         _patch(autotuning, server.make_run, server.made)
         _installed["server"] = server
+        for made in _autotuners(autotuning):
+            server.made(made)  # decorated before: torch.compile is to see their portfolios, too
         _give_compiled(root, autotuning)
 
     _when_triton_comes(begin)
+
+
+def _autotuners(autotuning: ModuleType) -> list[Any]:
+    """Return every autotuner of this process; by type, because asking objects for their class may run their code."""
+    return [found for found in gc.get_objects() if issubclass(type(found), autotuning.Autotuner)]
 
 
 def _give_compiled(root: Path, autotuning: ModuleType) -> None:
@@ -124,7 +132,7 @@ def recorder() -> Any:
 
 
 def uninstall() -> None:
-    """Put Triton's own methods back."""
+    """Put Triton's own methods back, and the authors' lists."""
     import sys
 
     from kerneltune.adopt.patching import TARGET, restore_method
@@ -133,6 +141,11 @@ def uninstall() -> None:
     if autotuning is not None:
         restore_method(autotuning.Autotuner, "run")
         restore_method(autotuning.Autotuner, "__init__")
+        for autotuner in _autotuners(autotuning):
+            state = autotuner.__dict__.pop("_kerneltune", None)
+            if state is not None:
+                autotuner.configs = state.configs
+            autotuner.__dict__.pop("_kerneltune_classes", None)
     _installed.clear()
 
 

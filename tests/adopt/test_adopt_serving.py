@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import triton
-from adopted import author_configs, captured, example, forget, kernel_of, of_kernel, run_python, write_table
+from adopted import author_configs, captured, example, kernel_of, of_kernel, run_python, write_table
 
 from kerneltune.adopt import program, startup
 from kerneltune.adopt.overview import read_capture
@@ -277,13 +277,15 @@ def test_serving_a_subclass_that_calls_super_is_served(tmp_path: Path, monkeypat
 
 def test_serving_a_kernel_made_later_shows_the_portfolio_before_it_is_launched(tmp_path: Path) -> None:
     order = tuned_folder(tmp_path)
+    known = example().row_sum
+    listed = list(known.configs)
     served(tmp_path)
-    module = example()
-    known = module.row_sum
-    made = triton.autotune(configs=list(known.configs), key=["N"])(known.fn)
+    made = triton.autotune(configs=listed, key=["N"])(known.fn)
     assert [config.kwargs for config in made.configs] == [order[0]["kwargs"]]
     assert isinstance(made, triton.runtime.autotuner.Autotuner)
-    assert len(known.configs) == 6
+    assert [config.kwargs for config in known.configs] == [order[0]["kwargs"]]
+    startup.uninstall()
+    assert known.configs == listed
 
 
 def test_serving_by_environment_variable_reaches_a_process(tmp_path: Path) -> None:
@@ -315,13 +317,3 @@ def test_install_with_an_unknown_policy_raises(tmp_path: Path) -> None:
     (tmp_path / "served").mkdir()
     with pytest.raises(ValueError, match="miss: 'guess': expected one of author, nearest, default, error"):
         startup.install(tmp_path, miss="guess")
-
-
-def test_forgotten_state_leaves_the_authors_list(tmp_path: Path) -> None:
-    tuned_folder(tmp_path)
-    served(tmp_path)
-    module = example()
-    module.row_sum[(4,)](torch.ones(4, 96), torch.empty(4), 4, 96)
-    assert len(module.row_sum.configs) == 1
-    forget(module)
-    assert len(module.row_sum.configs) == 6

@@ -42,7 +42,6 @@ def replayed(folder: Path, kernel: Any, *args: Any) -> tuple[Launch, list[dict[s
     startup.capture(folder)
     kernel[lambda meta: (triton.cdiv(128, meta["BLOCK"]),)](*args)
     startup.uninstall()
-    kernel.__dict__.pop("_kerneltune_classes")
     captured = read_capture(folder).classes[0]
     launch = make_launch(captured, folder / CLASSES / captured.digest, "cpu", 0)
     return launch, [one.config for one in captured.candidates if one.is_author]

@@ -81,7 +81,6 @@ def checked(folder: Path, kernel: Any) -> tuple[list[Any], list[list[str]]]:
     startup.capture(folder)
     kernel[lambda meta: (triton.cdiv(128, meta["BLOCK"]),)](torch.arange(128.0), torch.empty(128), 128)
     startup.uninstall()
-    kernel.__dict__.pop("_kerneltune_classes")
     with captured_as_operators(folder, False):
         (op,) = operators()
         case = case_of(read_capture(folder).classes[0], op.axes)
