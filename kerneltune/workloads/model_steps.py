@@ -13,12 +13,12 @@ from kerneltune.workloads import models
 
 GROUPED = ("grouped_gemm", "GroupGemm", "GroupProblemShape", "grouped_mm", "_weight_gradient")
 KINDS = {
+    "fused by the compiler": ("triton_poi", "triton_red", "triton_per"),
     "attention": ("flash", "fmha", "attention", "sdpa"),
     "expert products": GROUPED,
     "casts": ("cast", "quant", "amax", "fp8", "float8", "transpose_bytes", "segments"),
     "dense products": ("nvjet", "gemm", "cutlass", "cublas", "xmma", "s16816"),
     "routing": ("index", "gather", "scatter", "sort", "Sort", "radix", "Radix", "topk", "searchsorted", "permute", "route"),
-    "fused by the compiler": ("triton_",),
 }
 """Kinds of kernels, and parts of their names; the first that fits counts."""
 
@@ -28,7 +28,7 @@ class Measures:
     """What came of a model's steps.
 
     Attributes:
-        step_ms: median time of a step, forward and backward.
+        step_ms: median time of a step, forward and backward, in a run of several.
         tokens_per_s: of the step.
         peak_gb: the most memory at any time of a step, weights included, GB (1e9).
         kept_gb: weights and gradients alone.
@@ -57,7 +57,7 @@ def measure(
     convert: Callable[[nn.Module], None],
     *,
     is_compiled: bool,
-    num_steps: int = 8,
+    num_steps: int = 5,
     num_losses: int = 0,
     sizes: dict[str, Any] | None = None,
 ) -> Measures:
@@ -67,8 +67,8 @@ def measure(
         name: of `models.SHAPES`.
         convert: changes the model in place.
         is_compiled: whether its layers are compiled.
-        num_steps: to time.
-        num_losses: steps of AdamW to train after that.
+        num_steps: of each of three runs that are timed.
+        num_losses: steps of SGD to train after that.
         sizes: settings that replace those of the shape.
     """
     from torch._dynamo.utils import counters
@@ -96,14 +96,15 @@ def measure(
 
 
 def _times(model: nn.Module, ids: Tensor, count: int) -> list[float]:
-    """Return milliseconds of each of several steps, on the host's clock from idle to idle."""
+    """Return milliseconds per step of three runs of several steps without a wait between them, as training loops make them."""
     found = []
-    for _ in range(count):
+    for _ in range(3):
         torch.cuda.synchronize()
         started = time.perf_counter()
-        models.step(model, ids)
+        for _ in range(count):
+            models.step(model, ids)
         torch.cuda.synchronize()
-        found.append(1e3 * (time.perf_counter() - started))
+        found.append(1e3 * (time.perf_counter() - started) / count)
     return found
 
 
