@@ -37,7 +37,7 @@ def test_losses_become_curves_and_the_exit_code_says_whether_they_end_alike(
     import train
 
     file = tmp_path / "losses.csv"
-    made_up = {"bf16": 2.0, "rowwise": 2.0 - 2 * off, "tensorwise": 2.0 + 0.002}
+    made_up = {"bf16": 2.0, "rowwise": 2.0 - 2 * off, "tensorwise": 2.0 + 0.002, "delayed": 2.0}
     monkeypatch.setattr(train, "losses", lambda recipe, _sizes, steps, _batch, **_: [made_up[recipe]] * steps)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
@@ -54,7 +54,7 @@ def test_losses_become_curves_and_the_exit_code_says_whether_they_end_alike(
 @pytest.mark.parametrize("file", sorted(data_root("results").glob("*/curves/moe_learning.csv")), ids=lambda file: file.parts[-3])
 def test_recorded_losses_end_within_one_percent_of_those_of_bf16(file: Path) -> None:
     finals = load(file).finals
-    assert [final.name for final in finals] == ["bf16", "rowwise", "tensorwise"]
+    assert [final.name for final in finals][:3] == ["bf16", "rowwise", "tensorwise"]
     assert all(abs(final.difference) < 0.01 for final in finals)
 
 

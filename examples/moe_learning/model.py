@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kerneltune.nn import GroupedLinear, Recipe, aligned_groups
+from kerneltune.nn import GroupedLinear, Recipe, permute_tokens, sort_tokens, unpermute_tokens
 
 BYTES = 256
 
@@ -24,7 +24,7 @@ class Sizes:
 
 
 class Experts(nn.Module):
-    """Two of the experts for every token, weighted by their router."""
+    """Run two of the experts for every token, weighted by their router."""
 
     def __init__(self, sizes: Sizes, recipe: str | Recipe | None) -> None:
         super().__init__()
@@ -33,24 +33,23 @@ class Experts(nn.Module):
         self.down = GroupedLinear(sizes.experts, sizes.hidden, sizes.width, recipe=recipe)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x (tokens, width) to the same, and how uneven the router is: 1 where it is not."""
+        """Send x (tokens, width) to the chosen experts, in groups as the router makes them.
+
+        Returns:
+            (tokens, width), and how uneven the router is: 1 where it is not.
+        """
         shares = self.router(x).float().softmax(-1)
         weights, chosen = shares.topk(2, sorted=False)
-        chosen = chosen.flatten()
-        order = chosen.argsort(stable=True)
-        counts = (chosen[:, None] == torch.arange(shares.shape[1], device=x.device)).sum(0)
-        rows, ends, total = aligned_groups(counts.cumsum(0).int(), chosen.shape[0])
-        tokens = x.index_select(0, order // 2)
-        spread = x.new_zeros((total, x.shape[1])).index_copy(0, rows, tokens)
-        gate, up = self.up(spread, ends).chunk(2, -1)
-        results = self.down(F.silu(gate) * up, ends).index_select(0, rows)
-        weighted = results * weights.flatten()[order].to(x.dtype)[:, None]
-        unevenness = shares.shape[1] * (shares.mean(0) * (counts / chosen.shape[0]).detach()).sum()
-        return torch.zeros_like(x).index_add(0, order // 2, weighted), unevenness
+        routing = sort_tokens(chosen, shares.shape[1])
+        gate, up = self.up(permute_tokens(x, routing), routing.offs).chunk(2, -1)
+        results = self.down(F.silu(gate) * up, routing.offs)
+        counts = routing.offs.diff(prepend=routing.offs.new_zeros(1))
+        unevenness = shares.shape[1] * (shares.mean(0) * (counts / chosen.numel()).detach()).sum()
+        return unpermute_tokens(results, routing, weights), unevenness
 
 
 class Block(nn.Module):
-    """Attention, then experts."""
+    """Apply attention, then experts."""
 
     def __init__(self, sizes: Sizes, recipe: str | Recipe | None) -> None:
         super().__init__()
@@ -61,7 +60,7 @@ class Block(nn.Module):
         self.experts = Experts(sizes, recipe)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x (batch, length, width) to the same, and the router's unevenness."""
+        """Return (batch, length, width) for x of that shape, and the router's unevenness."""
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.before_attention(x)).chunk(3, -1))
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         y, unevenness = self.experts(self.before_experts(x).flatten(0, 1).to(torch.bfloat16))
@@ -69,7 +68,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Bytes to the next byte."""
+    """Predict the next byte from bytes."""
 
     def __init__(self, sizes: Sizes, recipe: str | Recipe | None) -> None:
         super().__init__()
@@ -80,7 +79,7 @@ class Model(nn.Module):
         self.head = nn.Linear(sizes.width, BYTES, bias=False)
 
     def forward(self, text: Tensor) -> tuple[Tensor, Tensor]:
-        """text (batch, length) to logits (batch, length, 256), and the mean unevenness of the routers."""
+        """Return logits (batch, length, 256) for text (batch, length), and the mean unevenness of the routers."""
         x = self.embedding(text) + self.places.weight[: text.shape[1]]
         uneven = []
         for block in self.blocks:

@@ -14,15 +14,16 @@ from model import BYTES, Model, Sizes
 from torch import Tensor
 
 from kerneltune.curves import LAST, Curves, save
+from kerneltune.nn import update_scales
 
-RECIPES = ("bf16", "rowwise", "tensorwise")
+RECIPES = ("bf16", "rowwise", "tensorwise", "delayed")
 MOST = 0.01
 """Largest difference to the first recipe's final loss, a fraction."""
 TEXT = Path(__file__).with_name("text.txt")
 
 
 def batches(steps: int, batch: int, length: int, seed: int, device: str) -> Tensor:
-    """(steps, batch, length + 1) pieces of the text."""
+    """Return (steps, batch, length + 1) pieces of the text."""
     text = torch.frombuffer(bytearray(TEXT.read_bytes()), dtype=torch.uint8).long().to(device)
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(0, text.numel() - length - 1, (steps, batch, 1), generator=generator).to(device)
@@ -30,11 +31,22 @@ def batches(steps: int, batch: int, length: int, seed: int, device: str) -> Tens
 
 
 def losses(
-    recipe: str, sizes: Sizes, steps: int, batch: int, *, seed: int, device: str, rate: float = 1e-3, warmup: int = 20
+    recipe: str,
+    sizes: Sizes,
+    steps: int,
+    batch: int,
+    *,
+    seed: int,
+    device: str,
+    rate: float = 1e-3,
+    warmup: int = 20,
+    compiled: bool = False,
 ) -> list[float]:
-    """The loss of every step, nats per byte, under a recipe."""
+    """Return the loss of every step, nats per byte, under a recipe; `compiled` compiles each block."""
     torch.manual_seed(seed)
     model = Model(sizes, None if recipe == "bf16" else recipe).to(device)
+    for block in model.blocks if compiled else ():
+        block.compile()
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / warmup) * (1.0 - 0.9 * step / max(1, steps))
@@ -48,6 +60,7 @@ def losses(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
+        update_scales(model)
         optimizer.zero_grad(set_to_none=True)
         found.append(loss.detach())
     return torch.stack(found).tolist()
@@ -59,6 +72,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--compile", action="store_true", help="compile each block by torch.compile")
     parser.add_argument("--output", type=Path, default=Path("losses.csv"))
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -66,9 +80,11 @@ def main() -> None:
     values = {}
     for recipe in options.recipes:
         started = time.time()
-        values[recipe] = tuple(losses(recipe, Sizes(), options.steps, options.batch, seed=options.seed, device="cuda"))
+        values[recipe] = tuple(
+            losses(recipe, Sizes(), options.steps, options.batch, seed=options.seed, device="cuda", compiled=options.compile)
+        )
         print(f"{recipe}: {time.time() - started:.0f} s")
-    chosen = f"--steps {options.steps} --batch {options.batch} --seed {options.seed}"
+    chosen = f"--steps {options.steps} --batch {options.batch} --seed {options.seed}{' --compile' * options.compile}"
     curves = Curves(
         title="A small mixture-of-experts transformer",
         loss="nats per byte",
