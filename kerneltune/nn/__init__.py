@@ -15,6 +15,7 @@ from kerneltune.nn.fp8_linear import Fp8Linear
 from kerneltune.nn.grouped_linear import GroupedLinear
 from kerneltune.nn.grouped_mm import fp8_grouped_mm
 from kerneltune.nn.int4_linear import Int4Linear
+from kerneltune.nn.kept_weights import set_first_microbatch
 from kerneltune.nn.recipes import Recipe
 from kerneltune.nn.rmsnorm import RMSNorm, rms_norm
 from kerneltune.nn.routing import Routing, permute_tokens, sort_tokens, unpermute_tokens
@@ -34,6 +35,7 @@ __all__ = [
     "permute_tokens",
     "revert_from_fp8_training",
     "rms_norm",
+    "set_first_microbatch",
     "sort_tokens",
     "unpermute_tokens",
     "update_scales",

@@ -7,7 +7,8 @@ from torch import Tensor
 def output_dtype(x: Tensor) -> torch.dtype:
     """Return the type of a product's result with x: the autocast type, or that of x."""
     kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    in_region = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if in_region else x.dtype
 
 
 def in_autocast(x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES
 from kerneltune.nn.alignment import ALIGNED
 from kerneltune.nn.converted_products import ConvertedProducts, ExpertOperand
+from kerneltune.nn.feeding_norm import READERS, feeding_norm_forward, why_not_fed
 from kerneltune.nn.fp8_linear import Fp8Linear, why_not_fp8
 from kerneltune.nn.fused_experts import fused_experts_forward, is_fused_experts, weight_names
 from kerneltune.nn.grouped_experts import WEIGHT_NAMES, grouped_experts_forward, is_grouped_experts
@@ -43,6 +44,7 @@ def convert_to_fp8_training(
     *,
     experts: bool = True,
     dense: bool = False,
+    norms: bool = False,
     filter_fn: Filter | None = None,
 ) -> Conversion:
     """Let the expert layers of a model, and its dense layers, multiply in fp8 from now on, in place: forward and backward.
@@ -54,6 +56,8 @@ def convert_to_fp8_training(
       tensors whose grouped and batched products (`torch._grouped_mm`, `torch.bmm`, `torch.matmul`) run in fp8. A forward pass
       that makes no such product raises a ValueError: nothing stays in bf16 unnoticed.
     - With `dense`, an `nn.Linear` becomes an `Fp8Linear`, where that pays: see `skipped` of the result.
+    - With `norms`, RMS normalizations of known decoder layers write the fp8 operands of the linear layers that alone read them;
+      their own result is NaN. Such a layer is compiled as a whole or not at all.
 
     Groups may have any size. Parameters, their names and all hooks stay. The forward passes compile without a graph break, but
     for modules of other kinds that call `torch._grouped_mm`. Activation checkpoints may be anywhere. Converted modules can be
@@ -64,6 +68,7 @@ def convert_to_fp8_training(
         recipe: `tensorwise`, `rowwise`, `delayed` or a Recipe. `delayed` needs `update_scales` once per optimizer step.
         experts: whether to convert expert layers.
         dense: whether to convert linear layers; the model's output layer stays.
+        norms: whether normalizations feed linear layers, which takes `dense` and tensorwise scaling.
         filter_fn: (module, its name in the model) -> whether to convert it; None converts all. Only asked about candidates.
 
     Returns:
@@ -73,6 +78,8 @@ def convert_to_fp8_training(
         ValueError: an unknown recipe, nothing to convert, or an expert weight that no product can take; the model stays as it is.
     """
     fresh: Recipe | str = "delayed" if recipe == "delayed" else recipe_of(recipe, "delayed")
+    if norms and not dense:
+        raise ValueError("norms=True takes dense=True: normalizations feed linear layers that multiply in fp8")
     found = {n: m for n, m in model.named_modules() if experts and _is_candidate(m)}
     skipped = {n: "left out by filter_fn" for n, m in found.items() if filter_fn is not None and not filter_fn(m, n)}
     chosen = {n: m for n, m in found.items() if n not in skipped}
@@ -88,7 +95,27 @@ def convert_to_fp8_training(
         _convert(module, name, fresh)
     for linear in linears.values():
         Fp8Linear.from_linear(linear, fresh)
-    return Conversion([*chosen, *linears], skipped)
+    feeding = _feeding_norms(model, filter_fn, skipped) if norms else {}
+    for norm in feeding.values():
+        if not isinstance(norm, _Converted):
+            norm.__class__ = _subclass(cast(Any, type(norm)), "norm")
+    return Conversion([*chosen, *linears, *feeding], skipped)
+
+
+def _feeding_norms(model: nn.Module, filter_fn: Filter | None, skipped: dict[str, str]) -> dict[str, nn.Module]:
+    """Return the normalizations that feed linear layers, and add the reasons for the others of known layers to `skipped`."""
+    chosen = {}
+    for layer_name, layer in model.named_modules():
+        for norm_name, readers in READERS.get(type(layer).__name__, {}).items():
+            name, norm = f"{layer_name}.{norm_name}".removeprefix("."), layer.get_submodule(norm_name)
+            why = why_not_fed(layer, readers)
+            if why is None and filter_fn is not None and not filter_fn(norm, name):
+                why = "left out by filter_fn"
+            if why is None:
+                chosen[name] = norm
+            else:
+                skipped[name] = why
+    return chosen
 
 
 def _wanted(experts: bool, dense: bool) -> str:
@@ -139,7 +166,7 @@ def revert_from_fp8_training(model: nn.Module) -> list[str]:
             if _is_own_class(type(part)):
                 part.__class__ = type(part).__mro__[2]
                 vars(part).pop("_fp8_owner", None)
-        del module.fp8
+        module._modules.pop("fp8", None)
     return list(found)
 
 
@@ -147,7 +174,7 @@ def is_converted(module: nn.Module) -> bool:
     """Return whether a module multiplies in fp8 because it was converted."""
     if isinstance(module, GroupedLinear):
         return module.recipe is not None
-    return isinstance(module, Fp8Linear) or (isinstance(module, _Converted) and "fp8" in module._modules)
+    return isinstance(module, Fp8Linear) or (isinstance(module, _Converted) and "_fp8_owner" not in vars(module))
 
 
 class _Family(NamedTuple):
@@ -160,6 +187,7 @@ class _Family(NamedTuple):
 
 _FAMILIES = {
     "fused": _Family(is_fused_experts, weight_names, fused_experts_forward),
+    "norm": _Family(lambda _: False, lambda _: (), feeding_norm_forward),
     "grouped": _Family(is_grouped_experts, lambda _: WEIGHT_NAMES, grouped_experts_forward),
 }
 

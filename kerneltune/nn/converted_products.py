@@ -1,7 +1,6 @@
 """Keep what the fp8 products of a converted module need from step to step, and multiply with it."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,26 +37,26 @@ class ConvertedProducts(nn.Module):
         for name, weight in weights.items():
             local = getattr(weight, "_local_tensor", weight)
             if recipe == "delayed":
-                self.add_module(f"{name}_scaling", DelayedScaling(local.shape[0], pad_groups=True, device=local.device))
+                self.add_module(f"{name}_scaling", DelayedScaling(local.shape[0], device=local.device))
             self.add_module(f"{name}_kept", KeptWeights(local.shape[0], local.device))
 
-    def grouped(self, rows: Tensor, weight: Tensor, offs: Tensor, name: str, *, is_aligned: bool = False) -> Tensor:
+    def grouped(self, rows: Tensor, weight: Tensor, offs: Tensor, name: str) -> Tensor:
         """Multiply rows (M, K) in groups that end at offs (E,) with weight (E, K, N), of either order.
 
         Args:
             name: of the parameter that the weight was made of.
-            is_aligned: whether groups are known to end at multiples of 16.
         """
         self.has_multiplied = True
         kept: Any = getattr(self, f"{name}_kept")
         how: Any = self.recipe if isinstance(self.recipe, Recipe) else getattr(self, f"{name}_scaling")
-        if isinstance(how, Recipe) and not is_aligned:
-            how = replace(how, pad_groups=True)
         rows = row_major(in_autocast(rows))
         weight = weight if weight.is_contiguous() or weight.mT.is_contiguous() else weight.contiguous()
         weights = kept.weights(weight, how)
-        amax = kept.amax if weight.shape[0] == kept.amax.shape[0] else None
-        return fp8_grouped_mm(rows, weight, offs, recipe=how, weights=weights, amax=None if weights is not None else amax)
+        fits = weights is None and weight.shape[0] == kept.amax.shape[0]
+        try:
+            return fp8_grouped_mm(rows, weight, offs, recipe=how, weights=weights, amax=kept.amax if fits else None)
+        except ValueError as error:
+            raise ValueError(f"{self.module}.{name}: {error}") from None
 
     def batched(self, batches: Tensor, weight: Tensor, name: str) -> Tensor:
         """Multiply batches (E, m, K) with weight (E, K, N)."""

@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 from kerneltune.nn.alignment import ALIGNED, row_major
 from kerneltune.nn.autocast import output_dtype
+from kerneltune.nn.delayed import DelayedScaling
 from kerneltune.nn.fp8_products import cast_traced_weights
+from kerneltune.nn.grouped_mm import fp8_grouped_mm
 from kerneltune.nn.kept_weights import KeptWeights
 from kerneltune.nn.recipes import Recipe, recipe_of
 
@@ -27,13 +29,15 @@ class Fp8Linear(nn.Linear):
 
     Args:
         in_features, out_features: K, N; multiples of 16.
-        recipe: `tensorwise`, `rowwise` or a Recipe.
+        recipe: `tensorwise`, `rowwise`, a Recipe, or `delayed`, which takes `update_scales` once per optimizer step and breaks
+            torch.compile's graph.
 
     Raises:
         ValueError: a size or recipe that does not fit.
     """
 
-    fp8_recipe: Recipe
+    fp8_recipe: Recipe | str
+    fp8_scaling: DelayedScaling | None
     fp8_kept: KeptWeights
 
     def __init__(
@@ -59,7 +63,7 @@ class Fp8Linear(nn.Linear):
         if type(linear) not in (nn.Linear, Fp8Linear):
             raise ValueError(f"from_linear takes an nn.Linear, got {type(linear).__name__}")
         _check_sizes(linear)
-        chosen = recipe_of(recipe)
+        chosen = recipe if recipe == "delayed" else recipe_of(recipe, "delayed")
         linear.__class__ = Fp8Linear
         assert isinstance(linear, Fp8Linear)
         linear.set_recipe(chosen)
@@ -67,7 +71,7 @@ class Fp8Linear(nn.Linear):
 
     def to_linear(self) -> nn.Linear:
         """Make the layer multiply as `nn.Linear` again, in place."""
-        del self.fp8_recipe, self.fp8_kept
+        del self.fp8_recipe, self.fp8_scaling, self.fp8_kept
         self.__class__ = nn.Linear  # type: ignore[assignment]
         return self
 
@@ -78,7 +82,8 @@ class Fp8Linear(nn.Linear):
             ValueError: an unknown recipe, or sizes that are no multiples of 16.
         """
         _check_sizes(self)
-        self.fp8_recipe = recipe_of(recipe)
+        self.fp8_recipe = recipe if recipe == "delayed" else recipe_of(recipe, "delayed")
+        self.fp8_scaling = DelayedScaling(1, device=self.weight.device) if recipe == "delayed" else None
         self.fp8_kept = KeptWeights(1, self.weight.device)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -97,14 +102,22 @@ class Fp8Linear(nn.Linear):
             padded = F.pad(x.reshape(-1, self.in_features), (0, 0, 0, padding))
             y: Tensor = self(padded)[:-padding].view(*x.shape[:-1], self.out_features)
             return y
-        dtype = output_dtype(x)
-        casts, how = casts_of(x, self.fp8_recipe), self.fp8_recipe
+        y = self._product(x, output_dtype(x))
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def _product(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        how = self.fp8_recipe
+        if not isinstance(how, Recipe):
+            rows = x.reshape(-1, self.in_features)
+            offs = torch.full((1,), rows.shape[0], dtype=torch.int32, device=x.device)
+            scaling: Any = self.fp8_scaling
+            w = self.fp8_kept.weights(self.weight.t()[None], scaling)
+            y = fp8_grouped_mm(rows.to(dtype), self.weight.t()[None], offs, recipe=scaling, weights=w)
+            return y.view(*x.shape[:-1], self.out_features)
         w = self.fp8_kept.weights(self.weight.t()[None], how)
         if w is None:
             w = cast_traced_weights(self.weight.t()[None], how, self.fp8_kept.amax)
-        rows = x.reshape(-1, self.in_features)
-        y = _multiply(rows, self.weight, casts, w, how, dtype).view(*x.shape[:-1], self.out_features)
-        return y if self.bias is None else y + self.bias.to(dtype)
+        return _multiply(x, self.weight, casts_of(x, how), w, how, dtype)
 
     def extra_repr(self) -> str:
         """Return what `print(module)` shows."""
@@ -134,6 +147,9 @@ def casts_of(x: Tensor, recipe: Recipe) -> Casts:
 
     In a compiled graph the casts are equal operators on equal inputs, of which the compiler keeps one.
     """
+    fed: Casts | None = getattr(x, "_kerneltune_fed", None)
+    if fed is not None:
+        return fed
     dtype, shares = output_dtype(x), not torch.compiler.is_compiling() and not x.is_inference()
     key = (recipe, dtype, x._version) if shares else None
     known = getattr(x, "_kerneltune_fp8", None) if shares else None
@@ -144,6 +160,12 @@ def casts_of(x: Tensor, recipe: Recipe) -> Casts:
     if shares:
         x._kerneltune_fp8 = (key, casts)  # type: ignore[attr-defined]
     return casts
+
+
+def feed(carrier: Tensor, casts: Casts) -> Tensor:
+    """Give a tensor the operands that Fp8Linear layers read in its place; gradients flow to the tensor."""
+    carrier._kerneltune_fed = casts  # type: ignore[attr-defined]
+    return carrier
 
 
 def _cast_rows(rows: Tensor, how: Recipe) -> Casts:
@@ -157,9 +179,9 @@ def _cast_rows(rows: Tensor, how: Recipe) -> Casts:
     return q, scale, q_t, scale_t
 
 
-def _multiply(rows: Tensor, weight: Tensor, casts: Casts, w: Any, how: Recipe, dtype: torch.dtype) -> Tensor:
+def _multiply(x: Tensor, weight: Tensor, casts: Casts, w: Any, how: Recipe, dtype: torch.dtype) -> Tensor:
     operands = (*casts, w.q[0], w.scale, w.q_t[0], w.scale_t)
-    y: Tensor = fp8_linear(rows, weight, list(operands), how.scaling, how.pow2, dtype)
+    y: Tensor = fp8_linear(x, weight, list(operands), how.scaling, how.pow2, dtype)
     return y
 
 
@@ -168,29 +190,32 @@ def fp8_linear(x: Tensor, weight: Tensor, operands: list[Tensor], scaling: str, 
     """Multiply operands that were cast before; the backward pass casts the gradient once for both of its products.
 
     Args:
-        x, weight: (M, K) and (N, K), which the operands were cast from: they get the gradients, and are not read.
+        x, weight: (…, K) and (N, K), which the operands were cast from: they get the gradients, and are not read.
         operands: x in fp8 as q, scale, q_t and scale, then weight (K, N) likewise.
         scaling, pow2: of the Recipe, for the gradient.
         dtype: of the result.
     """
-    return product(operands[0], operands[4], operands[1], operands[5], dtype)
+    y = product(operands[0], operands[4], operands[1], operands[5], dtype)
+    return y.view(
+        *x.shape[:-1], weight.shape[0]
+    )  # here and not in the module, whose result would be a view: FSDP2 warns of those
 
 
 @fp8_linear.register_fake
 def _(x: Tensor, weight: Tensor, operands: list[Tensor], scaling: str, pow2: bool, dtype: torch.dtype) -> Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
+    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, operands, ctx.scaling, ctx.pow2, _ = inputs
-    ctx.dtypes = x.dtype, weight.dtype
+    ctx.dtypes, ctx.shape = (x.dtype, weight.dtype), x.shape
     ctx.save_for_backward(*operands[2:4], *operands[6:8])
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     x_t, scale_x, w_t, scale_w = ctx.saved_tensors
-    q, scale, q_t, scale_t = _cast_rows(dy, Recipe(ctx.scaling, pow2=ctx.pow2))
-    dx = product(q, w_t, scale, scale_w, ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
+    q, scale, q_t, scale_t = _cast_rows(dy.reshape(-1, dy.shape[-1]), Recipe(ctx.scaling, pow2=ctx.pow2))
+    dx = product(q, w_t, scale, scale_w, ctx.dtypes[0]).view(ctx.shape) if ctx.needs_input_grad[0] else None
     dw = product(q_t.t(), x_t, scale_t, scale_x, ctx.dtypes[1]) if ctx.needs_input_grad[1] else None
     return dx, dw, [None] * 8, None, None, None
 

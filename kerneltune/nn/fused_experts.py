@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from kerneltune.nn.autocast import in_autocast
 from kerneltune.nn.converted_products import ConvertedProducts
-from kerneltune.nn.padded_routing import permute_padded, route_padded, unpermute_padded
+from kerneltune.nn.routing import permute_tokens, sort_tokens, unpermute_tokens
 
 _SETTINGS = ("has_gate", "has_bias", "is_transposed", "down_proj", "_apply_gate")
 
@@ -36,19 +36,19 @@ def fused_experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tenso
     if not hidden_states.shape[0]:
         return hidden_states.clone()
     up, down = weight_names(module)
-    routing = route_padded(top_k_index, getattr(module, up).shape[0])
-    x = permute_padded(in_autocast(hidden_states), routing)
+    routing = sort_tokens(top_k_index, getattr(module, up).shape[0])
+    x = permute_tokens(in_autocast(hidden_states), routing)
     x = _product(module, up, x, routing.offs)
     x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
     x = _product(module, down, x, routing.offs)
-    return unpermute_padded(x, top_k_weights, routing).to(hidden_states.dtype)
+    return unpermute_tokens(x, routing, top_k_weights).to(hidden_states.dtype)
 
 
 def _product(module: Any, name: str, x: Tensor, offs: Tensor) -> Tensor:
     products: ConvertedProducts = module.fp8
     weight = getattr(module, name)
     weight = weight.to_local() if hasattr(weight, "to_local") else weight
-    y = products.grouped(x, weight if module.is_transposed else weight.transpose(1, 2), offs, name, is_aligned=True)
+    y = products.grouped(x, weight if module.is_transposed else weight.transpose(1, 2), offs, name)
     return y + _bias_of_rows(module, name, offs, x.shape[0]).to(y.dtype) if module.has_bias else y
 
 

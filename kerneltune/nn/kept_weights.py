@@ -70,6 +70,34 @@ class KeptWeights(nn.Module):
         return f"is_first_microbatch={self.is_first_microbatch}"
 
 
+def set_first_microbatch(model: nn.Module, is_first: bool | None) -> int:
+    """Say which microbatch of a gradient accumulation the next forward passes of a converted model are.
+
+    Weights are then cast once per optimizer step: into buffers in the first microbatch, and read from there in later ones. The
+    buffers take 2 bytes per weight, and stay at their addresses, so that graphs can be captured. A GroupedLinear takes
+    `is_first_microbatch` in its forward pass instead.
+
+    Args:
+        model: with converted expert modules or Fp8Linear layers.
+        is_first: True casts and keeps; False takes what is kept, also after the weights changed; None casts in every forward
+            pass and releases the buffers.
+
+    Returns:
+        The number of weights.
+
+    Raises:
+        ValueError: a model without converted modules.
+    """
+    found = [module for module in model.modules() if isinstance(module, KeptWeights)]
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no converted modules: call convert_to_fp8_training first")
+    for module in found:
+        module.is_first_microbatch = is_first
+        if is_first is None:
+            module.clear()
+    return len(found)
+
+
 def _cast(weight: Tensor, recipe: Recipe | DelayedScaling, amax: Tensor) -> Fp8Weights:
     if isinstance(recipe, DelayedScaling):
         return recipe.cast_weights(weight.mT)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from kerneltune.nn import Fp8Linear, Recipe, convert_to_fp8_training, revert_from_fp8_training
+from kerneltune.nn import Fp8Linear, Recipe, convert_to_fp8_training, revert_from_fp8_training, update_scales
 from kerneltune.nn.fp8_linear import casts_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -106,3 +106,49 @@ def test_input_of_another_size_or_device_raises() -> None:
         layer(torch.randn(16, 48, device=DEVICE))
     with pytest.raises(ValueError, match="on meta"):
         layer(torch.randn(16, 64, device="meta"))
+
+
+def test_norms_feed_the_linear_layers_that_read_them_and_revert() -> None:
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+    torch.compiler.reset()
+    sizes = {"hidden_size": 704, "intermediate_size": 704, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**sizes, attn_implementation="sdpa")
+    layer = LlamaDecoderLayer(config, 0).to(DEVICE, torch.bfloat16)
+    x = torch.randn(1, 16, 704, device=DEVICE).bfloat16()
+    places = LlamaRotaryEmbedding(config).to(DEVICE)(x, torch.arange(16, device=DEVICE)[None])
+    for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+        nn.init.uniform_(norm.weight, 0.5, 2)
+    before = layer(x, position_embeddings=places)
+    found = convert_to_fp8_training(layer, dense=True, norms=True)
+    assert {"input_layernorm", "post_attention_layernorm"} <= set(found)
+    assert layer.input_layernorm(x).isnan().all()
+    got = layer(x, position_embeddings=places)
+    assert (got - before).float().norm() < 0.05 * before.float().norm()
+    assert {"input_layernorm", "post_attention_layernorm"} <= set(revert_from_fp8_training(layer))
+    assert torch.equal(layer(x, position_embeddings=places), before)
+
+
+def test_norm_whose_reader_stays_in_bf16_is_skipped_with_a_reason() -> None:
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    config = transformers.LlamaConfig(hidden_size=704, intermediate_size=64, num_attention_heads=2, num_key_value_heads=2)
+    layer = LlamaDecoderLayer(config, 0)
+    found = convert_to_fp8_training(layer, dense=True, norms=True)
+    assert "input_layernorm" in found
+    assert found.skipped["post_attention_layernorm"] == "mlp.gate_proj, which reads it, does not multiply in fp8"
+    with pytest.raises(ValueError, match="norms=True takes dense=True"):
+        convert_to_fp8_training(layer, norms=True)
+
+
+def test_delayed_scaling_of_a_dense_layer_uses_scales_of_the_last_step() -> None:
+    layer, x = linear(), torch.randn(16, 64, device=DEVICE).bfloat16()
+    want = layer(x)
+    Fp8Linear.from_linear(layer, "delayed")
+    for _ in range(2):
+        assert (layer(x) - want).float().norm() < 0.06 * want.float().norm()
+        layer(x).sum().backward()
+        assert update_scales(layer) == 1
+    assert bool(layer.fp8_scaling.known)

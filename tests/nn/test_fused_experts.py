@@ -7,9 +7,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
-from kerneltune.nn import convert_to_fp8_training, fp8_grouped_mm, revert_from_fp8_training, update_scales
+from kerneltune.nn import (
+    Fp8Linear,
+    convert_to_fp8_training,
+    fp8_grouped_mm,
+    revert_from_fp8_training,
+    set_first_microbatch,
+    update_scales,
+)
 
 transformers = pytest.importorskip("transformers")
 
@@ -130,6 +140,25 @@ def test_delayed_experts_use_scales_of_the_last_step() -> None:
         assert update_scales(module) == 2
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_kept_weights_serve_later_microbatches_until_the_next_first_one(recipe: str) -> None:
+    module, given = experts(), batch()
+    with pytest.raises(ValueError, match="DeepseekV3Experts has no converted modules"):
+        set_first_microbatch(module, True)
+    convert_to_fp8_training(module, recipe)
+    want = gradients(module, *given)
+    for is_first in (True, False):
+        assert set_first_microbatch(module, is_first) == 2
+        assert all(torch.equal(*pair) for pair in zip(gradients(module, *given), want, strict=True))
+    with torch.no_grad():
+        module.down_proj.mul_(4)
+    assert torch.equal(module(*given), want[0])
+    set_first_microbatch(module, True)
+    assert torch.equal(module(*given), 4 * want[0])
+    set_first_microbatch(module, None)
+    assert module.fp8.down_proj_kept.q is None and torch.equal(module(*given), 4 * want[0])
+
+
 class GroupedExperts(nn.Module):
     """Experts as torchtitan has them."""
 
@@ -170,3 +199,55 @@ def test_llama4_experts_multiply_batches_in_fp8_and_compile() -> None:
     hidden = (up * module.act_fn(gate)).view(E * 3, -1)
     assert torch.equal(got, fp8_grouped_mm(hidden, module.down_proj.detach(), offs))
     assert torch.equal(torch.compile(module, backend="aot_eager", fullgraph=True)(x), got)
+
+
+def test_conversion_on_meta_serves_weights_that_come_later() -> None:
+    source, given = experts(), batch()
+    module = copy.deepcopy(source).to("meta")
+    convert_to_fp8_training(module)
+    assert module(*(t.to("meta") for t in given)).shape == (TOKENS, HIDDEN)
+    module.to_empty(device=DEVICE).load_state_dict(source.state_dict())
+    convert_to_fp8_training(source)
+    assert torch.equal(module(*given), source(*given))
+
+
+def test_conversion_of_weights_of_wrong_sizes_names_module_and_sizes() -> None:
+    module = nn.ModuleDict({"mlp": experts()})
+    module["mlp"].down_proj = nn.Parameter(torch.randn(E, HIDDEN, INNER + 8, device=DEVICE).bfloat16())
+    with pytest.raises(ValueError, match=r"mlp.down_proj must be \(E, N, K\), N and K multiples of 16, got \(4, 32, 24\)"):
+        convert_to_fp8_training(module)
+    assert not hasattr(module["mlp"], "fp8")
+    module["mlp"].down_proj = nn.Parameter(torch.randn(E, HIDDEN, INNER, device="meta"))
+    if DEVICE != "meta":
+        with pytest.raises(ValueError, match="mlp must have its weights on one device, got"):
+            convert_to_fp8_training(module)
+
+
+def test_product_that_cannot_run_names_its_module() -> None:
+    module = nn.ModuleDict({"mlp": GroupedExperts()})
+    convert_to_fp8_training(module)
+    counts = torch.tensor([5, 0, 11, 8], device=DEVICE)
+    with pytest.raises(ValueError, match="mlp.w1: fp8_grouped_mm takes A"):
+        module["mlp"](torch.randn(24, HIDDEN + 16, device=DEVICE), counts)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a group of one process on the CPU")
+def test_sharded_experts_and_dense_layers_match_those_of_one_process() -> None:
+    model = nn.ModuleDict({"experts": experts(), "dense": nn.Linear(HIDDEN, HIDDEN, dtype=torch.bfloat16)})
+    given = batch()
+    convert_to_fp8_training(model["experts"])
+    Fp8Linear.from_linear(model["dense"], "tensorwise")
+    want = model["dense"](model["experts"](*given))
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for module in model.values():
+            fully_shard(module, mesh=mesh)
+        got = model["dense"](model["experts"](*given))
+        got.sum().backward()
+        assert torch.equal(got, want)
+        assert isinstance(model["experts"].down_proj.grad, DTensor) and isinstance(model["dense"].weight.grad, DTensor)
+        with pytest.raises(ValueError, match="experts is a FSDPFp8DeepseekV3Experts since it was converted: revert before that"):
+            revert_from_fp8_training(model)
+    finally:
+        distributed.destroy_process_group()
