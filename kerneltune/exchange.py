@@ -1,60 +1,63 @@
-"""Cached configs in other people's formats: a list of triton.Config, a dispatch module without dependencies, vLLM's JSON.
+"""Cached configs in other formats: for `@triton.autotune`, a dispatch module without dependencies, JSON tables, vLLM's JSON.
 
-Writes no cache and checks no config. Imports the standard library, cache, nearness and spec.
+Everything that is generated goes through repr or JSON, and file names are slugs: no value of a cache becomes code or a path.
+Writes no cache and checks no config.
 """
 
 import ast
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kerneltune import nearness
 from kerneltune.cache import Entry, in_order
+from kerneltune.files import read_text
 from kerneltune.spec import Op
 
-_TRITON = {"warps": "num_warps", "stages": "num_stages"}
+_TRITON = {"warps": "num_warps", "stages": "num_stages", "num_warps": "num_warps", "num_stages": "num_stages"}
+_VLLM = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M", "num_warps", "num_stages")
+_VLLM_AXES = ("E", "N")
 _CASE = ("variant", "case", "axes", "dtype", "quant", "options", "policy")
+_LARGEST = 64 << 20
+_IDENTIFIER = re.compile(r"[^A-Za-z0-9_]+")
+_IN_NAME = re.compile(r"[^A-Za-z0-9_.=+-]+")
+
+Names = Mapping[str, str]
+"""Knob -> what the author of the kernel calls it."""
+
+_AUTOTUNE = '''
+
+def configs(policy="cold", dtype=None, quant=None):
+    """Return a triton.Config for every distinct config of the table: for `@triton.autotune(configs=configs(), key=KEY)`."""
+    import triton
+
+    found = {}
+    for entry in ENTRIES:
+        wanted = entry["policy"] == policy and dtype in (None, entry["dtype"]) and quant in (None, entry["quant"])
+        knobs = entry["config"]
+        if wanted and repr(knobs) not in found:
+            meta = {NAMES.get(name, name): value for name, value in knobs.items() if name not in WORDS}
+            words = {WORDS[name]: value for name, value in knobs.items() if name in WORDS}
+            found[repr(knobs)] = triton.Config(meta, **words)
+    return list(found.values())
+'''
 
 
-def to_triton(op: Op, device: str, entries: Sequence[Entry]) -> dict[str, str]:
-    """A Python source with a `triton.Config` per entry; the comment before it says what the entry is for."""
-    lines = [*_head(op, device), "import triton", "", "CONFIGS = ["]
-    for entry in entries:
-        knobs = {name: value for name, value in entry.config.items() if name not in _TRITON}
-        meta = "".join(f", {_TRITON[name]}={value!r}" for name, value in entry.config.items() if name in _TRITON)
-        lines += [f"    # {json.dumps(_case(entry))}", f"    triton.Config({knobs!r}{meta}),"]
-    return {f"{op.name}.py": "\n".join([*lines, "]"]) + "\n"}
-
-
-def from_triton(path: Path) -> list[Entry]:
-    """The entries of a source that `to_triton` wrote.
-
-    Raises:
-        ValueError: it is none; names the line.
-    """
-    lines = _text(path).splitlines()
-    entries: list[Entry] = []
-    back = {theirs: ours for ours, theirs in _TRITON.items()}
-    for number, line in enumerate(lines, start=1):
-        if not line.strip().startswith("triton.Config("):
-            continue
-        try:
-            call = ast.parse(line.strip().removesuffix(","), mode="eval").body
-            assert isinstance(call, ast.Call)
-            case = json.loads(lines[number - 2].strip().removeprefix("# "))
-            knobs = ast.literal_eval(call.args[0])
-            knobs |= {back[str(word.arg)]: ast.literal_eval(word.value) for word in call.keywords}
-            entries.append(_entry(case, knobs, path))
-        except (SyntaxError, ValueError, KeyError, IndexError, TypeError, AssertionError) as error:
-            raise ValueError(f"{path}:{number}: not a config with its case in the line before: {line.strip()[:60]!r}") from error
-    return _some(path, entries)
+def to_triton(op: Op, device: str, entries: Sequence[Entry], names: Names) -> dict[str, str]:
+    """Return a Python source whose `configs()` and `KEY` are arguments of `@triton.autotune`, knobs as the author names them."""
+    lines = [*_head(op, device), f"KEY = {list(op.axes)!r}", f"NAMES = {dict(names)!r}", f"WORDS = {_TRITON!r}"]
+    lines += ["ENTRIES = [", *_rows(entries), "]"]
+    return {f"{_module(op.name)}.py": "\n".join(lines) + "\n" + _AUTOTUNE}
 
 
 _DISPATCH = '''
 
 def best(variant, axes, dtype, quant="none", options=(), policy="cold", valid=lambda config: True):
-    """The knobs that kerneltune's cache has for a case: of the nearest entry that is valid; None where it has none.
+    """Return the knobs of the nearest entry that is valid for a case; None where there is none.
+
+    Entries are ranked as kerneltune's cache ranks them; a rule that the cache follows besides is not in this module.
 
     axes: sizes by name, such as {"M": 8192, "N": 4096}. options: a value for each. policy: how times were taken; entries of it
     and of "cold" serve, of two as near its own. valid: whether the kernel takes these knobs for the case, which the cache asks of
@@ -71,124 +74,148 @@ def best(variant, axes, dtype, quant="none", options=(), policy="cold", valid=la
 '''
 
 
-def to_python(op: Op, device: str, entries: Sequence[Entry]) -> dict[str, str]:
-    """A module with a table and a function `best`, which finds what the cache does, by its rule, and needs nothing installed."""
-    rows = [f"    { ({**_case(entry), 'config': entry.config})!r}," for entry in in_order(entries)]
+def to_python(op: Op, device: str, entries: Sequence[Entry], names: Names) -> dict[str, str]:
+    """Return a module with a table and a function `best`, which ranks entries as the cache does, and needs nothing installed."""
     rule = Path(nearness.__file__).read_text(encoding="utf-8").partition('"""\n\n')[2]
     free = [f"FREE_AXES = {op.free_axes!r}", f"FREE_OPTIONS = {op.free_options!r}", f"BANDS = {dict(op.bands)!r}"]
-    table = ["ENTRIES = [", *rows, "]", *free]
-    return {f"{op.name}.py": "\n".join([*_head(op, device), rule, "", *table]) + "\n" + _DISPATCH}
+    table = ["ENTRIES = [", *_rows(in_order(entries)), "]", *free]
+    return {f"{_module(op.name)}.py": "\n".join([*_head(op, device), rule, "", *table]) + "\n" + _DISPATCH}
 
 
-def from_python(path: Path) -> list[Entry]:
-    """The entries of a module that `to_python` wrote; it is not run.
-
-    Raises:
-        ValueError: it is none.
-    """
-    try:
-        rows = ast.literal_eval(_assigned(path)["ENTRIES"])
-        return _some(path, [_entry(row, row["config"], path) for row in rows])
-    except (ValueError, KeyError, TypeError, AttributeError, MemoryError, RecursionError) as error:
-        raise ValueError(f"{path}: ENTRIES: not a table of configs") from error
-
-
-def to_vllm(op: Op, device: str, entries: Sequence[Entry]) -> dict[str, str]:
-    """A JSON object for every set of entries that differ along one axis only, keyed by the size; the file's name says the
-    rest: `fused_op,variant=optimized,N=4096,dtype=bfloat16,…,device_name=nvidia_h200.json`."""
+def to_json(op: Op, device: str, entries: Sequence[Entry], names: Names) -> dict[str, str]:
+    """Return a JSON object for every set of entries that differ along one axis only: the case, and the configs by size."""
+    axis = (op.free_axes or op.axes)[0]
     files: dict[str, dict[str, Any]] = {}
-    free_axis = _first_axis(op)
-    for entry in sorted(entries, key=lambda e: dict(e.axes).get(free_axis, 0)):
-        fixed = {"variant": entry.variant, **{a: s for a, s in entry.axes if a != free_axis}, "dtype": entry.dtype}
-        fixed |= {"quant": entry.quant, **dict(entry.options), "policy": entry.policy, "device_name": device}
-        name = ",".join([op.name, *(f"{key}={value}" for key, value in fixed.items())]) + ".json"
-        files.setdefault(name, {})[str(dict(entry.axes)[free_axis])] = entry.config
-    return {name: json.dumps(table, indent=4) + "\n" for name, table in files.items()}
+    for entry in sorted(entries, key=lambda e: dict(e.axes).get(axis, 0)):
+        case = _case(entry)
+        fixed = {name: size for name, size in case["axes"].items() if name != axis}
+        parts = {"variant": entry.variant, **fixed, "dtype": entry.dtype, "quant": entry.quant, **case["options"]}
+        name = ",".join([op.name, *(f"{key}={value}" for key, value in parts.items()), entry.policy])
+        content = {
+            "op": op.name,
+            "device": device,
+            "axes": list(case["axes"]),
+            "by": axis,
+            "case": {**case, "axes": fixed},
+            "configs": {},
+        }
+        table = files.setdefault(_unique(name, content, files), content)
+        table["configs"][str(case["axes"][axis])] = entry.config
+    return {name: json.dumps(table, indent=1, ensure_ascii=False) + "\n" for name, table in files.items()}
 
 
-def from_vllm(path: Path, op: Op) -> list[Entry]:
-    """The entries of a file that `to_vllm` wrote for an operator.
+def to_vllm(op: Op, device: str, entries: Sequence[Entry], names: Names) -> dict[str, str]:
+    """Return files of vLLM's fused MoE: `E=8,N=1408,device_name=NVIDIA_H200.json`, configs by the number of tokens.
 
     Raises:
-        ValueError: the name or the content is none of such a file.
+        ValueError: the knobs or the axes are not those of vLLM's kernel.
     """
-    free_axis = _first_axis(op)
-    try:
-        fixed = _fixed(path)
-        fields = {"variant", "dtype", "quant", "policy", "device_name", *op.axes, *op.options} - {free_axis}
-        if fixed.keys() != fields:
-            raise ValueError("keys of another operator")
-        table = json.loads(_text(path))
-        given = {name: next(v for v in offered if str(v) == fixed[name]) for name, offered in op.options.items()}
-        entries = []
-        for size, knobs in table.items():
-            sizes = {axis: int(size if axis == free_axis else fixed[axis]) for axis in op.axes}
-            case = {name: fixed[name] for name in ("variant", "dtype", "quant", "policy")}
-            label = "x".join(map(str, sizes.values()))
-            entries.append(_entry({**case, "case": label, "axes": sizes, "options": given}, knobs, path))
-        return _some(path, entries)
-    except (ValueError, KeyError, StopIteration, AttributeError, TypeError) as error:
+    knobs = sorted({name for entry in entries for name in entry.config})
+    if not set(knobs) <= set(_VLLM) or not {"M", *_VLLM_AXES} <= set(op.axes):
         raise ValueError(
-            f"{path}: not a table of {op.name} by {free_axis}, named as `cache export --format vllm` does"
-        ) from error
+            f"format: 'vllm': {op.name} has the knobs {', '.join(knobs)} and the axes {', '.join(op.axes)}: expected "
+            f"{', '.join(_VLLM)} and M, E, N of vLLM's fused MoE; --format json writes any operator"
+        )
+    files: dict[str, dict[str, Any]] = {}
+    for entry in sorted(entries, key=lambda e: dict(e.axes)["M"]):
+        axes = dict(entry.axes)
+        dtype = "" if entry.quant == "none" else f",dtype={entry.quant}"
+        name = f"E={axes['E']},N={axes['N']},device_name={device.upper()}{dtype}"
+        safe = ",".join(_IN_NAME.sub("_", part) for part in name.split(","))
+        files.setdefault(safe, {})[str(axes["M"])] = entry.config
+    return {f"{name}.json": json.dumps(table, indent=4) + "\n" for name, table in files.items()}
 
 
-WRITERS: Mapping[str, Callable[[Op, str, Sequence[Entry]], dict[str, str]]] = {
+WRITERS: Mapping[str, Callable[[Op, str, Sequence[Entry], Names], dict[str, str]]] = {
     "triton": to_triton,
     "python": to_python,
+    "json": to_json,
     "vllm": to_vllm,
 }
 
 
 def read(path: Path, op: Op, device: str | None = None) -> list[Entry]:
-    """The entries of a file of any of the formats.
+    """Return the entries of a file that `WRITERS` wrote, but for vLLM's, which name no case; nothing of it is run.
 
     device: the only GPU, as its folder is called, of which they may be; any if not given.
 
     Raises:
         ValueError: it is of none of the formats, of another operator or GPU, or cannot be read.
     """
-    found: tuple[object, object]
-    if path.suffix == ".json":
-        entries = from_vllm(path, op)
-        found = (path.name.partition(",")[0], _fixed(path)["device_name"])
-    else:
-        entries = from_triton(path) if "import triton" in _text(path) else from_python(path)
-        constants = {name: node.value for name, node in _assigned(path).items() if isinstance(node, ast.Constant)}
-        found = (constants.get("OP"), constants.get("DEVICE"))
+    found, entries = _from_json(path) if path.suffix == ".json" else _from_source(path)
     for field, of, expected in (("op", found[0], op.name), ("device", found[1], device or found[1])):
         if of != expected:
             raise ValueError(f"{path}: {field}: {of!r}: expected {expected!r}")
+    if not entries:
+        raise ValueError(f"{path}: configs: none")
     return entries
 
 
-def _head(op: Op, device: str) -> list[str]:
-    """How a Python source begins."""
-    doc = f'"""Configs of {op.name} on {device}, written by kerneltune."""'
-    return [doc, "", f"OP = {op.name!r}", f"DEVICE = {device!r}", ""]
+_Found = tuple[tuple[object, object], list[Entry]]
 
 
-def _assigned(path: Path) -> dict[str, ast.expr]:
-    """What a source, which is not run, assigns to which name.
-
-    Raises:
-        ValueError: it is no Python.
-    """
+def _from_source(path: Path) -> _Found:
+    """Return (operator, device) and the entries of a Python source."""
     try:
-        tree = ast.parse(_text(path))
-    except (SyntaxError, MemoryError, RecursionError) as error:
-        raise ValueError(f"{path}: not Python") from error
-    return {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
+        tree = ast.parse(read_text(path, _LARGEST))
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        raise ValueError(str(error) if str(error).startswith("cannot read") else f"{path}: not Python") from error
+    values = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
+    try:
+        rows = ast.literal_eval(values["ENTRIES"])
+        entries = [_entry(row, row["config"], path) for row in rows]
+    except (ValueError, KeyError, TypeError, AttributeError, MemoryError, RecursionError) as error:
+        raise ValueError(f"{path}: ENTRIES: not a table of configs") from error
+    constants = {name: node.value for name, node in values.items() if isinstance(node, ast.Constant)}
+    return (constants.get("OP"), constants.get("DEVICE")), entries
 
 
-def _fixed(path: Path) -> dict[str, str]:
-    """What the name of a file in vLLM's format says besides the operator."""
-    return dict(part.split("=", 1) for part in path.name.removesuffix(".json").split(",")[1:])
+def _from_json(path: Path) -> _Found:
+    """Return (operator, device) and the entries of a table by size."""
+    text = read_text(path, _LARGEST)
+    try:
+        table = json.loads(text)
+        case, axis = table["case"], table["by"]
+        entries = []
+        for size, knobs in table["configs"].items():
+            sizes = {**case["axes"], axis: int(size)}
+            axes = {name: sizes[name] for name in table["axes"]}
+            entries.append(_entry({**case, "axes": axes, "case": "x".join(map(str, axes.values()))}, knobs, path))
+        return (table["op"], table["device"]), entries
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path}: not a table of configs, as `cache export --format json` writes it") from error
 
 
-def _first_axis(op: Op) -> str:
-    """The axis along which entries of an operator are told apart in vLLM's format."""
-    return (op.free_axes or op.axes)[0]
+def _head(op: Op, device: str) -> list[str]:
+    """Return how a Python source begins; the description is a literal, whatever the folder is called."""
+    return [
+        repr(f"Configs of {op.name} on {device}, written by kerneltune."),
+        "",
+        f"OP = {op.name!r}",
+        f"DEVICE = {device!r}",
+        "",
+    ]
+
+
+def _rows(entries: Sequence[Entry]) -> list[str]:
+    return [f"    { ({**_case(entry), 'config': entry.config})!r}," for entry in entries]
+
+
+def _module(name: str) -> str:
+    """Return a name that Python can import."""
+    found = _IDENTIFIER.sub("_", name).strip("_") or "configs"
+    return f"_{found}" if found[0].isdigit() else found
+
+
+def _unique(name: str, content: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a file name for a table: a slug, numbered where another case has it."""
+    stem = ",".join(_IN_NAME.sub("_", part) for part in name.split(",")).lstrip(".-") or "configs"
+    case = {**content["case"], "case": ""}
+    for n in range(len(files) + 1):
+        found = f"{stem}{f'_{n}' if n else ''}.json"
+        if found not in files or {**files[found]["case"], "case": ""} == case:
+            return found
+    raise AssertionError
 
 
 def _case(entry: Entry) -> dict[str, Any]:
@@ -200,16 +227,3 @@ def _entry(case: Mapping[str, Any], knobs: Mapping[str, Any], path: Path) -> Ent
     values = {name: case[name] for name in _CASE}
     values |= {"axes": tuple(case["axes"].items()), "options": tuple(case["options"].items())}
     return Entry(**values, config=dict(knobs), evidence={"imported": path.name})
-
-
-def _some(path: Path, entries: list[Entry]) -> list[Entry]:
-    if not entries:
-        raise ValueError(f"{path}: configs: none")
-    return entries
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'not UTF-8'}") from error

@@ -1,6 +1,8 @@
 """Cached configs in other formats and back, and what `cache verify` says of them."""
 
+import json
 import random
+import re
 import runpy
 import subprocess
 import sys
@@ -11,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from kerneltune import cache, device, exchange, ops
@@ -31,7 +35,7 @@ def ours(op: str) -> list[Entry]:
     return [entry for entry in cache.load_strict(SHIPPED / f"{op}.json") if entry.variant == "optimized"]
 
 
-@pytest.mark.parametrize("format_", ["triton", "python", "vllm"])
+@pytest.mark.parametrize("format_", ["triton", "python", "json"])
 @pytest.mark.parametrize("op", ["rmsnorm_fwd", "rmsnorm_bwd"])
 def test_what_is_exported_comes_back(format_: str, op: str, tmp_path: Path) -> None:
     files, root = tmp_path / "files", tmp_path / "configs"
@@ -68,7 +72,10 @@ def test_the_dispatch_module_gives_what_the_cache_gives(name: str, tmp_path: Pat
     best = runpy.run_path(str(tmp_path / f"{name}.py"))["best"]
     op, rng = OPS[name], random.Random(0)
     variant = op.variant("optimized")
-    free = {"free_options": op.free_options, "bands": op.bands, "root": SHIPPED.parent}
+    entries_only = tmp_path / "configs" / "nvidia_h200" / f"{name}.json"  # the module has no rule
+    entries_only.parent.mkdir(parents=True)
+    entries_only.write_bytes((SHIPPED / f"{name}.json").read_bytes())
+    free = {"free_options": op.free_options, "bands": op.bands, "root": tmp_path / "configs"}
     choose = cache.Chooser(name, variant.config, variant.valid, lambda _: None, op.free_axes, **free)
     found = []
     for entry in rng.choices(ours(name), k=150):
@@ -109,12 +116,12 @@ def test_nothing_is_stored_outside_the_cache(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.py", f"ENTRIES = {'-' * 50_000}1", ": ENTRIES: not a table of configs"),
+        ("a.py", f"ENTRIES = {'-' * 50_000}1", ": not Python"),
         ("a.py", "ENTRIES = [{}]", ": ENTRIES: not a table of configs"),
         ("a.py", "import os", ": ENTRIES: not a table of configs"),
-        ("a.py", "import triton\ntriton.Config({})", ":2: not a config with its case in the line before: 'triton.Config({})'"),
-        ("a.py", "import triton", ": configs: none"),
-        ("a.json", "{}", ": not a table of rmsnorm_bwd by M, named as `cache export --format vllm` does"),
+        ("a.py", "def (", ": not Python"),
+        ("a.json", "{}", ": not a table of configs, as `cache export --format json` writes it"),
+        ("a.json", "[" * 100_000, ": not a table of configs, as `cache export --format json` writes it"),
     ],
 )
 def test_a_file_of_no_format_is_one_line_and_nothing_is_stored(name: str, text: str, message: str, tmp_path: Path) -> None:
@@ -124,12 +131,12 @@ def test_a_file_of_no_format_is_one_line_and_nothing_is_stored(name: str, text: 
     assert not (tmp_path / "configs").exists()
 
 
-@pytest.mark.parametrize("format_", sorted(exchange.WRITERS))
+@pytest.mark.parametrize("format_", sorted(exchange.WRITERS.keys() - {"vllm"}))
 def test_what_is_of_another_operator_or_gpu_is_refused(format_: str, tmp_path: Path) -> None:
     """Of an operator with the same axes and options, whose files look the same but for its name."""
     op, entry, root = OPS["rmsnorm_bwd"], ours("rmsnorm_bwd")[0], tmp_path / "configs"
-    written = {device: exchange.WRITERS[format_](op, device, [entry]) for device in ("nvidia_h200", "nvidia_h100")}
-    written["renamed"] = exchange.WRITERS[format_](replace(op, name="other"), "nvidia_h200", [entry])
+    written = {device: exchange.WRITERS[format_](op, device, [entry], {}) for device in ("nvidia_h200", "nvidia_h100")}
+    written["renamed"] = exchange.WRITERS[format_](replace(op, name="other"), "nvidia_h200", [entry], {})
     for folder, files in written.items():
         ((name, text),) = files.items()
         (tmp_path / folder).mkdir()
@@ -148,12 +155,68 @@ def test_what_is_of_another_operator_or_gpu_is_refused(format_: str, tmp_path: P
     assert imported("nvidia_h200") == (0, f"0 entries stored in {path}\n", "")
 
 
-def test_vllm_files_have_the_keys_of_their_operator_and_no_others(tmp_path: Path) -> None:
-    ((name, text),) = exchange.to_vllm(OPS["rmsnorm_bwd"], "g", ours("rmsnorm_bwd")[:1]).items()
-    for odd in (name.replace(",N=", ",K=8,N="), name.replace(",policy=cold", "")):
-        (tmp_path / odd).write_text(text)
-        with pytest.raises(ValueError, match=": not a table of rmsnorm_bwd by M, named as `cache export --format vllm` does$"):
-            exchange.read(tmp_path / odd, OPS["rmsnorm_bwd"])
+def test_autotune_modules_give_configs_and_key_in_the_author_s_capitals(tmp_path: Path) -> None:
+    assert run("export", "rmsnorm_bwd", tmp_path, "--format", "triton", "--gpu", "nvidia_h200").exit_code == 0
+    module = runpy.run_path(str(tmp_path / "rmsnorm_bwd.py"))
+    made = module["configs"]()
+    distinct = {repr(entry.config) for entry in ours("rmsnorm_bwd") if entry.policy == "cold"}
+    assert module["KEY"] == ["M", "N"] and len(made) == len(distinct) > 3
+    knobs = {name for config in made for name in config.kwargs}
+    names = {name.lower() for name in knobs}
+    assert names == {name for entry in ours("rmsnorm_bwd") for name in entry.config} - {"warps", "stages"}
+    assert {config.num_warps for config in made} == {entry.config["warps"] for entry in ours("rmsnorm_bwd")}
+    first = ours("rmsnorm_bwd")[0]
+    ((_name, text),) = exchange.to_triton(OPS["rmsnorm_bwd"], "g", [first], {"block": "BLOCK_N"}).items()
+    scope: dict[str, Any] = {}
+    exec(text, scope)
+    assert "BLOCK_N" in scope["configs"](first.policy)[0].kwargs or "block" not in first.config
+
+
+def test_vllm_files_are_written_for_its_knobs_only() -> None:
+    with pytest.raises(ValueError, match="^format: 'vllm': rmsnorm_bwd has the knobs .*; --format json writes any operator$"):
+        exchange.to_vllm(OPS["rmsnorm_bwd"], "g", ours("rmsnorm_bwd")[:1], {})
+    op = replace(OPS["rmsnorm_bwd"], name="fused_moe", axes=("M", "E", "N"))
+    knobs = {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 8, "num_warps": 4, "num_stages": 4}
+    entries = [
+        replace(
+            ours("rmsnorm_bwd")[0], axes=(("M", m), ("E", 8), ("N", 1408)), quant="fp8_w8a8", config={**knobs, "num_warps": m}
+        )
+        for m in (4, 8)
+    ]
+    ((name, text),) = exchange.to_vllm(op, "nvidia_h200", entries, {}).items()
+    assert name == "E=8,N=1408,device_name=NVIDIA_H200,dtype=fp8_w8a8.json"
+    assert json.loads(text) == {str(m): {**knobs, "num_warps": m} for m in (4, 8)}
+
+
+NASTY = st.text(st.characters(codec="utf-8"), min_size=1, max_size=30) | st.sampled_from(
+    [
+        '"""', "\'\'\'", '\\"""\nraise SystemExit(9)\n"""', "a\nimport os", "../../x", "/abs", "..", "{__import__(1)}",
+        "\\", "\u202e", "a\x00b", "'); print(1); ('", "\N{DIGIT ONE}x", "$(touch x)", "con:nul",
+    ]
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(device=NASTY, name=NASTY, variant=NASTY, dtype=NASTY, option=NASTY, knob=NASTY, value=NASTY)
+def test_generated_modules_import_whatever_names_hold(
+    device: str, name: str, variant: str, dtype: str, option: str, knob: str, value: str
+) -> None:
+    """Names of folders and of a cache's entries never become code or a path."""
+    entry = Entry(
+        variant=variant, case="c", axes=(("M", 8), ("N", 8)), dtype=dtype, quant="none", options=((option, value),),
+        policy="cold", config={knob: value, "warps": 4}, evidence={},
+    )  # fmt: skip
+    op = replace(OPS["rmsnorm_bwd"], name=name)
+    for format_ in ("triton", "python", "json"):
+        for file, text in exchange.WRITERS[format_](op, device, [entry], {knob: value}).items():
+            assert re.fullmatch(r"[A-Za-z0-9_.=+,-]{1,}", file) and not file.startswith(".")
+            if file.endswith(".py"):
+                scope: dict[str, Any] = {"__name__": "generated"}
+                exec(compile(text, file, "exec"), scope)
+                assert (scope["OP"], scope["DEVICE"]) == (name, device) and file[:-3].isidentifier()
+                assert scope["ENTRIES"][0]["config"] == entry.config
+            else:
+                assert json.loads(text)["configs"] == {"8": entry.config}
 
 
 def test_an_operator_that_is_not_loaded_is_not_exported(tmp_path: Path) -> None:
@@ -167,7 +230,7 @@ def test_an_operator_that_is_not_loaded_is_not_exported(tmp_path: Path) -> None:
 
 def test_an_invalid_config_in_a_file_stores_nothing(tmp_path: Path) -> None:
     bad = replace(ours("rmsnorm_bwd")[0], config={**ours("rmsnorm_bwd")[0].config, "warps": 4096})
-    for name, text in exchange.to_python(OPS["rmsnorm_bwd"], "g", [*ours("rmsnorm_bwd")[1:], bad]).items():
+    for name, text in exchange.to_python(OPS["rmsnorm_bwd"], "g", [*ours("rmsnorm_bwd")[1:], bad], {}).items():
         (tmp_path / name).write_text(text)
     result = run("import", "rmsnorm_bwd", tmp_path / "rmsnorm_bwd.py", "--gpu", "g", "--configs", tmp_path / "configs")
     assert result.exit_code == 2 and "elements per thread" in result.stderr
@@ -176,7 +239,7 @@ def test_an_invalid_config_in_a_file_stores_nothing(tmp_path: Path) -> None:
 
 def test_exports_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     assert run("export", "rmsnorm_bwd", tmp_path, "--format", "yaml").stderr == (
-        "error: format: 'yaml': expected one of triton, python, vllm\n"
+        "error: format: 'yaml': expected one of triton, python, json, vllm\n"
     )
     assert run("export", "rmsnorm_bwd", tmp_path, "--variant", "odd").stderr.endswith(": variant: 'odd': no entry\n")
 

@@ -1,6 +1,8 @@
 """`kerneltune cache`: what the config cache holds, and whether it is sound."""
 
+import dataclasses
 import fnmatch
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -142,12 +144,16 @@ def from_misses(
 def export_(
     op: Annotated[str, typer.Argument(metavar="OP", help="Name of an operator.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the files go.")],
-    format_: Annotated[str, typer.Option("--format", metavar="triton|python|vllm", help="What to write.")] = "python",
+    format_: Annotated[str, typer.Option("--format", metavar="triton|python|json|vllm", help="What to write.")] = "python",
     gpu: Annotated[str | None, typer.Option("--gpu", help="Only this GPU, as its folder is called.")] = None,
     variant: Annotated[str, typer.Option("--variant", metavar="NAME", help="Whose configs.")] = "optimized",
     configs: o.Configs = None,
 ) -> None:
-    """Write cached configs as a list of triton.Config, a Python module without dependencies, or vLLM's JSON files."""
+    """Write cached configs for other programs.
+
+    triton: a module whose configs() and KEY are arguments of @triton.autotune. python: a module without dependencies that finds
+    the best config of a case. json: tables by size. vllm: files of vLLM's fused MoE, where the knobs are its own.
+    """
     from kerneltune import exchange
     from kerneltune.cache import load_strict
 
@@ -161,9 +167,25 @@ def export_(
     entries = [entry for entry in load_strict(path) if entry.variant == variant]
     if not entries:
         raise ValueError(f"{path}: variant: {variant!r}: no entry")
-    for name, text in exchange.WRITERS[format_](known[op], path.parent.name, entries).items():
+    for name, text in exchange.WRITERS[format_](known[op], path.parent.name, entries, _author_names(known[op], variant)).items():
         o.make_folder(folder)
         deliver(text, folder / name)
+
+
+def _author_names(op: Op, variant: str) -> dict[str, str]:
+    """Return knob -> the name that a kernel of the variant's package has for it, in its author's capitals."""
+    chosen = op.variant(variant)
+    knobs = {field.name for field in dataclasses.fields(chosen.config)} if chosen.config is not None else set()
+    package = chosen.run.__module__.rpartition(".")[0]
+    found: dict[str, str] = {}
+    for name, module in sorted(sys.modules.items()):
+        if name != package and not name.startswith(f"{package}."):
+            continue
+        for kernel in vars(module).values():
+            for parameter in getattr(kernel, "params", None) or () if hasattr(kernel, "arg_names") else ():
+                if parameter.is_constexpr and parameter.name.lower() in knobs:
+                    found.setdefault(parameter.name.lower(), parameter.name)
+    return found
 
 
 @app.command("import")
