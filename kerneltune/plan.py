@@ -82,11 +82,26 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to run. budget_s: seconds of search per case; trials: most configs per case; force: search again what the cache
-    has, and try again what failed as it may for a while only; stale: what it has of another source, driver or packages; workers:
-    compile processes; configs, results: folders, None for the usual ones; until_gain: stop a search that is expected to gain
-    less; exhaustive: measure whole spaces and decide nothing; knobs: values, as text, to try beyond a space; gpus: of this host,
-    `all` or a number; ray: address of a cluster; without either, the one GPU of this process."""
+    """How to run.
+
+    Attributes:
+        policy: how a time is taken: `cold`, `hot` or `eager`.
+        tune: search what the cache lacks before a sweep measures.
+        peers: measure other packages' variants as well.
+        budget_s: seconds of search per case.
+        trials: most configs per case.
+        check_only: check and take no time.
+        configs, results: folders, None for the usual ones.
+        workers: compile processes, None for one per core.
+        force: search again what the cache has, and try again what failed as it may for a while only.
+        stale: search again what was chosen with another source, driver or packages.
+        sampler: one of search.loop.SAMPLERS.
+        until_gain: stop a search when the rest is expected to gain less than this fraction, 0 for never.
+        exhaustive: measure whole spaces and decide nothing.
+        knobs: values, as text, to try beyond a space.
+        gpus: of this host, `all` or a number.
+        ray: address of a cluster; without gpus and ray, the one GPU of this process.
+    """
 
     policy: str = "cold"
     tune: bool = True
@@ -100,7 +115,7 @@ class Options:
     force: bool = False
     stale: bool = False
     sampler: str = "ours"
-    until_gain: float | None = None
+    until_gain: float | None = 0.01
     exhaustive: bool = False
     knobs: tuple[tuple[str, tuple[str, ...]], ...] = ()
     gpus: str = ""

@@ -70,7 +70,7 @@ def odd_worker(family: str, options: Options, cores: frozenset[int] | None) -> W
 def main(folder: Path) -> None:
     """All works on two workers; results and configs are below `folder`, and a file `began`."""
     setattr(device, "current", lambda: device.NO_GPU)  # noqa: B010
-    options = Options(results=folder / "results", configs=folder / "configs")
+    options = Options(results=folder / "results", configs=folder / "configs", until_gain=0.0)
     (folder / "began").touch()
     with LocalWorkers("made", options, ["0", "1"], worker) as workers:
         Fleet(workers, options, Quiet()).run(lambda _slug: WORKS)

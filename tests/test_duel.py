@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from made_up import CASE, SMALL, NoBench, Setting, Small, nothing, op_of, small_space, small_time
+from made_up import CASE, HALF, SMALL, NoBench, Setting, Small, nothing, op_of, small_space, small_time
 
 from kerneltune.search.loop import Search
 from kerneltune.search.trials import knobs_of
@@ -47,6 +47,18 @@ def test_the_cached_config_is_first_and_the_default_second(setting: Setting) -> 
 
     setting.tune(setting.tuner(SMALL, small_time))
     assert setting.cached() == {"block": 512, "warps": 8}
+
+
+def test_the_incumbent_is_what_a_call_ran_with_before(setting: Setting) -> None:
+    """Without a config of its own a case runs with that of the other 16-bit type, and the gain is the gain over that."""
+    half = setting.tuner(SMALL, small_time, HALF)
+    half.winner = lambda _configs: Small(64, 1)
+    assert setting.tune(half).evidence["before"] == "default"
+    tuner = setting.tuner(SMALL, small_time)
+    entry = setting.tune(tuner)
+    assert tuner.duels[0][:3] == [Small(64, 1), Small(256, 4), Small(512, 8)]
+    assert entry.evidence["before"] == "near"
+    assert entry.evidence["speedup"] == pytest.approx(small_time(Small(64, 1)) / small_time(Small(512, 8)))
 
 
 def test_a_cached_config_that_the_budget_leaves_out_is_judged_anew(setting: Setting) -> None:

@@ -54,7 +54,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def options(tmp_path: Path) -> Options:
-    return Options(results=tmp_path / "results", configs=tmp_path / "configs")
+    return Options(results=tmp_path / "results", configs=tmp_path / "configs", until_gain=0.0)
 
 
 def two(options: Options) -> LocalWorkers:

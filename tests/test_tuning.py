@@ -131,9 +131,21 @@ def test_all_of_the_space_is_searched_where_that_is_asked_for(
     sweep = "family: made\nops: [fake]\nbench:\n  - {name: m8, M: 8, dtype: [bfloat16, float16]}\n"
     (tmp_path / "made.yaml").write_text(sweep)
     first, second = (Selection(str(tmp_path / "made.yaml"), dtypes=(dtype,)) for dtype in ("bfloat16", "float16"))
-    run_tune(made, first, options, Quiet())
-    (entry,) = run_tune(made, second, replace(options, **asked), Quiet()).entries
+    whole = replace(options, until_gain=0.0)
+    run_tune(made, first, whole, Quiet())
+    (entry,) = run_tune(made, second, replace(whole, **asked), Quiet()).entries
     assert entry.evidence["trials"] == tried
+
+
+def test_a_search_stops_by_default_where_the_rest_is_expected_to_gain_less_than_a_per_cent(
+    options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machines, "IsolatedBench", versus_jobs.Bench)
+    variant = replace(versus_jobs.VARIANT, space=lambda _: {"block": tuple(range(10)), "warps": (1, 2, 4, 8)})
+    (tmp_path / "made.yaml").write_text("family: made\nops: [fake]\nbench:\n  - {name: m8, M: 8, dtype: bfloat16}\n")
+    selection, made = Selection(str(tmp_path / "made.yaml")), {"fake": replace(versus_jobs.OP, variants=(variant,))}
+    (entry,) = run_tune(made, selection, options, Quiet()).entries
+    assert 16 <= entry.evidence["trials"] < 40 and entry.config == {"block": 3, "warps": 8}
 
 
 def test_a_case_whose_child_is_lost_is_left_out_and_said(

@@ -44,7 +44,11 @@ def command(
     sampler: o.Sampler = None,
     until_gain: Annotated[
         str | None,
-        typer.Option("--until-gain", metavar="PERCENT", help="Stop when all the rest is expected to gain less, such as 1%."),
+        typer.Option(
+            "--until-gain",
+            metavar="PERCENT",
+            help="Stop when the rest is expected to gain less: 1%, or off.",
+        ),
     ] = None,
     exhaustive: Annotated[
         bool, typer.Option("--exhaustive", help="Measure every config, write the space for `replay`, decide nothing.")
@@ -101,7 +105,8 @@ def command(
     selection = o.make_selection(known, family, op, case, dtype, quant, variant)
     options = o.make_options(
         policy, budget_s=budget, trials=trials, force=force, stale=stale, sampler=sampler,
-        until_gain=o.percent("until-gain", until_gain), exhaustive=exhaustive, knobs=o.knobs("knob", knob), gpus=gpus, ray=ray,
+        until_gain=0.0 if until_gain == "off" else o.percent("until-gain", until_gain),
+        exhaustive=exhaustive, knobs=o.knobs("knob", knob), gpus=gpus, ray=ray,
         configs=configs, results=results, workers=workers,
     )  # fmt: skip
     with reporter() as progress:

@@ -308,6 +308,17 @@ class Journal:
                 if trial.state.is_finished() and "status" in trial.user_attrs:
                     yield _row(about, trial)
 
+    def begin(self, row: Row, choices: Mapping[str, Sequence[Any]]) -> None:
+        """Create the study of a row before there is a trial, unless it exists.
+
+        Raises:
+            ValueError: the file cannot be written.
+        """
+        try:
+            self._study({name: row[name] for name in _ABOUT}, row.get("case", ""), choices)
+        except OSError as error:
+            raise ValueError(f"cannot write {self._path}: {error.strerror}") from error
+
     def add(self, row: Row, choices: Mapping[str, Sequence[Any]]) -> None:
         """Store a row. choices: the values of every knob that the study offers.
 

@@ -160,19 +160,26 @@ class TrialStore:
         """
         date, place = evaluation.date or datetime.now(UTC).isoformat(timespec="seconds"), _Place.of(op, case, variant, policy)
         stored = Evaluation(**{**asdict(evaluation), "date": date, "commit": evaluation.commit or self._commit})
-        row = {
-            **asdict(place),
-            "axes": dict(case.axes),
-            "options": dict(case.options),
-            "case": case.name,
-            "config": dict(_items(config)),
-            "fingerprint": self._fingerprint,
-            **asdict(stored),
-        }
+        row = {**self._about(place, case), "config": dict(_items(config)), **asdict(stored)}
         with self._lock:
             self._journal.add(row, self._offered(place, case, variant, config))
             self._found.setdefault(place, {})[_items(config)] = stored
         self.on_put(config, stored)
+
+    def begin(self, op: Op, case: Case, variant: Variant, policy: str) -> None:
+        """Create the study of a case, so that its first evaluation is stored as fast as the others.
+
+        Raises:
+            ValueError: the file cannot be written.
+        """
+        place = _Place.of(op, case, variant, policy)
+        with self._lock:
+            offered = self._offered(place, case, variant, variant.default_config(case))
+            self._journal.begin(self._about(place, case), offered)
+
+    def _about(self, place: _Place, case: Case) -> dict[str, Any]:
+        about = {"axes": dict(case.axes), "options": dict(case.options), "case": case.name}
+        return {**asdict(place), **about, "fingerprint": self._fingerprint}
 
     def _offered(self, place: _Place, case: Case, variant: Variant, config: Config) -> dict[str, list[Any]]:
         """Return the values of every knob that the study of a case offers: those of the space and of configs beside it."""

@@ -43,17 +43,16 @@ def cached(
     return next(((hit.entry, config) for hit, config in hits if hit.exact), None)
 
 
-def cached_config(op: Op, case: Case, variant: Variant, policy: str, root: Path | None, device_slug: str = "") -> Config | None:
-    """The config of `cached`."""
-    found = cached(op, case, variant, policy, root, device_slug)
-    return None if found is None else found[1]
-
-
 def config_for(op: Op, case: Case, variant: Variant, options: Options) -> Config:
     """Return what a call without `config=` runs a variant with, by the same look-up; None without knobs."""
     if variant.config is None:
         return None
-    return cache.Chooser.of(op, variant, options.policy, options.configs).find(op.called(case)).config
+    return looked_up(op, case, variant, options.policy, options.configs).config
+
+
+def looked_up(op: Op, case: Case, variant: Variant, policy: str, root: Path | None) -> cache.Found:
+    """Return what the look-up of a call without `config=` finds for a variant with knobs, and from where."""
+    return cache.Chooser.of(op, variant, policy, root).find(op.called(case))
 
 
 def present(variant: Variant) -> dict[str, str]:

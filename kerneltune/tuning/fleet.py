@@ -112,6 +112,7 @@ class Fleet:
         slug, op = self.slug, work.op.name
         config_file = cache.path_of(op, slug, self._options.configs)
         configs = config_file.read_text() if config_file.exists() else ""
+        self._store(work).begin(work.op, work.case, work.variant, self._options.policy)
         trials = tuple(self._store(work).told(work.op, work.case, work.variant, TOLD))
         named = _named(work)
         return Order(named, work.case, (_named(following), following.case) if following else None, trials, configs)

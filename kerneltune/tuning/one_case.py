@@ -1,8 +1,8 @@
 """The search for the best config of a variant on a case, and its entry in the cache.
 
-compile -> drop what spills or does not fit -> check on poisoned outputs -> screen -> duel with the incumbent. The winner
-replaces the incumbent, default or cached, only where the interval says that it is faster. What to try is decided in search, and
-measured by a tuner.
+compile -> drop what spills or does not fit -> check on poisoned outputs -> screen -> paired final against the incumbent. The
+incumbent is what a call without `config=` ran with before; it stays unless the interval says that the winner is faster. What to
+try is decided in search, and measured by a tuner.
 """
 
 import time
@@ -19,7 +19,7 @@ from kerneltune.search.loop import Search, explore, opening, times_of
 from kerneltune.search.trials import Evaluation, knobs_of
 from kerneltune.spec import Config
 from kerneltune.tuning.bench import SCREEN_SAMPLES
-from kerneltune.tuning.cached import cached_config, stamp
+from kerneltune.tuning.cached import looked_up, stamp
 from kerneltune.tuning.candidates import candidates, feasibility_of, starting_points
 from kerneltune.tuning.isolated import ChildLostError
 from kerneltune.tuning.knobs import checked_space
@@ -103,14 +103,14 @@ def tune(
         pace = tuner.compilers, tuner.meanwhile
         explored = explore(pool, first, search, begin, on_trial, known, *pace, _feasibility(tuner, pool), tuner.ready)
         times = times_of(explored)
-        cached = cached_config(tuner.op, tuner.case, tuner.variant, tuner.policy, root)
-        if cached is not None and cached not in times:  # whatever the budget left out, the incumbent is judged anew
-            begun = begin(cached)
+        before = looked_up(tuner.op, tuner.case, tuner.variant, tuner.policy, root)
+        if before.config not in times and before.config not in explored:  # the incumbent is judged, whatever the search left out
+            begun = begin(before.config)
             if not begun.refused():
                 begun.measure()
             trial = begun.result()
-            times |= {cached: trial.time_us} if trial.time_us is not None else {}
-        return _decide(tuner, cached, times, explored, root)
+            times |= {before.config: trial.time_us} if trial.time_us is not None else {}
+        return _decide(tuner, before, times, explored, root)
 
 
 def measure_space(
@@ -170,11 +170,11 @@ def _begin(tuner: Tuner, compiling: Callable[[Config], Compiling], config: Confi
 
 
 def _decide(
-    tuner: Tuner, cached: Config | None, times: dict[Config, float], explored: Mapping[Config, Evaluation], root: Path | None
+    tuner: Tuner, before: cache.Found, times: dict[Config, float], explored: Mapping[Config, Evaluation], root: Path | None
 ) -> cache.Entry:
     op, case, variant = tuner.op, tuner.case, tuner.variant
     default = variant.default_config(case)
-    standing = [config for config in (cached, default) if config in times]
+    standing = list(dict.fromkeys(config for config in (before.config, default) if config in times))
     ranked = sorted(times, key=lambda config: times[config])
     if not ranked:
         raise NothingPassedError(f"{op.name} {variant.name}: no config passed its check for {case.label}")
@@ -184,6 +184,8 @@ def _decide(
         best, evidence = _duel(tuner, finalists, default)
     else:
         best, evidence = finalists[0], {"time_us": times[finalists[0]], "default_us": times.get(default)}
+    if standing[:1] == [before.config]:
+        evidence["before"] = before.source
     evidence |= {"trials": len(explored), **stamp(variant)}
     entry = cache.Entry(
         variant=variant.name,

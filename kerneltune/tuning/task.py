@@ -23,6 +23,7 @@ from kerneltune.tuning.one_case import NothingPassedError, measure_space, tune
 from kerneltune.tuning.tuner import Tuner
 from kerneltune.tuning.usage import Usage
 
+_FROM = {"own": "its own config", "near": "of a near case", "rule": "by the rule", "default": "the default"}
 _CASES_AHEAD = 6
 """Every other of them is the ceiling of one, which is compiled in no time."""
 
@@ -74,7 +75,7 @@ def search_of(options: Options) -> Search:
     Raises:
         ValueError: it makes no sense.
     """
-    return Search(options.budget_s, options.trials, options.sampler, until_gain=options.until_gain)
+    return Search(options.budget_s, options.trials, options.sampler, until_gain=options.until_gain or None)
 
 
 def perform(machines: Machines, work: Work, following: Sequence[Work], family: str, options: Options) -> Done:
@@ -106,8 +107,8 @@ def _tuned(machines: Machines, tuner: Tuner, following: Sequence[Work], options:
     later = [machines.tuner(one.op, one.case, widened(one.variant, options.knobs)) for one in next_ones]
     machines.look_ahead(later, search)
     entry = tune(tuner, search, machines.compiling(tuner), options.configs)
-    gain = entry.evidence.get("speedup")
-    return Done(entry, best=f"{entry.config}" + (f" {gain:.2f}x the incumbent" if gain else ""))
+    gain, before = entry.evidence.get("speedup"), entry.evidence.get("before", "default")
+    return Done(entry, best=f"{entry.config}" + (f" {gain:.2f}x what calls ran with before ({_FROM[before]})" if gain else ""))
 
 
 def _measured(machines: Machines, tuner: Tuner, family: str, options: Options) -> Done:

@@ -14,7 +14,7 @@ from kerneltune.tuning.cached import present, stamp
 Duel = Callable[[Op, Case, Variant, Sequence[Config]], tuple[int, dict[str, Any]]]
 """Which of configs is the fastest, the first unless another surely is, and the evidence for it; the last is the default."""
 
-_OF_THE_SEARCH = ("trials", "imported")
+_OF_THE_SEARCH = ("trials", "imported", "before")
 """What evidence says of how a config was found, whenever it is timed again."""
 
 
