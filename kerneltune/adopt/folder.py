@@ -104,7 +104,8 @@ class LaunchClass:
     @property
     def label(self) -> str:
         """The kernel's name and a few of its sizes."""
-        shown = [f"{a.name}={a.value}" for a in self.arguments if type(a.value) is int and a.value > 1]
+        sizes = [(a.name, a.value) for a in self.arguments if type(a.value) is int and a.value > 1]
+        shown = [f"{name}={size}" for name, size in sizes if "stride" not in name.lower()]
         first = next((a.tensor for a in self.arguments if a.tensor is not None), None)
         shape = "x".join(map(str, first.shape)) + f" {first.dtype}" if first else ""
         return " ".join([self.kernel.name, shape, *shown[:_MOST_LABEL]])

@@ -201,17 +201,19 @@ def _collect(capture: Capture, by_name: Mapping[str, Op], options: Options, skip
     for launch in capture.classes:
         op = by_name[operator_name(launch)]
         case, variant = case_of(launch, op.axes), tuned_variant(op)
-        stored = cached(op, case, variant, policy_of(launch), options.configs)
-        if stored is None:
-            if not any(line.startswith(f"{launch.label}:") for line in skipped):
-                skipped.append(f"{launch.label}: no config passed its check")
-            continue
-        entry, best = stored
         if op.name not in stores:
             path = store_path(options.results / "runs" / "trials" / device.current().slug, op.name)
             stores[op.name] = TrialStore(path, "", **present(variant))
-        evaluated = times_of(stores[op.name].of_case(op, case, variant, policy_of(launch)))
-        times = {variant.config_from(dict(knobs)): time_us for knobs, time_us in evaluated.items()}
+        tried = stores[op.name].of_case(op, case, variant, policy_of(launch))
+        stored = cached(op, case, variant, policy_of(launch), options.configs)
+        if stored is None:
+            if not any(line.startswith(f"{launch.label}:") for line in skipped):
+                skipped.append(
+                    f"{launch.label}: {'no config passed its check' if tried else 'not reached: run the command again'}"
+                )
+            continue
+        entry, best = stored
+        times = {variant.config_from(dict(knobs)): time_us for knobs, time_us in times_of(tried).items()}
         author = variant.default_config(case)
         found.append(Tuned(launch, case, best, author, times, dict(entry.evidence), capture.cost_us(launch)))
     return found

@@ -141,6 +141,14 @@ def test_tune_with_a_share_leaves_the_cheap_classes(tmp_path: Path, h200: type[S
     assert [line for line in outcome.skipped if "below --share 0.9" in line]
 
 
+def test_tune_out_of_time_says_which_classes_it_did_not_reach(tmp_path: Path, h200: type[SizedBench]) -> None:
+    capture_sums(tmp_path, (4, 96), (4096, 96))
+    outcome = tune_capture(tmp_path, Quiet(), budget_s=1e-9)
+    assert [one.launch.sizes["M"] for one in outcome.tuned] == [4096]
+    assert outcome.skipped == ["row_sum 4x96 float32 M=4 N=96: not reached: run the command again"]
+    assert [len(tune_capture(tmp_path, Quiet()).tuned)] == [2]
+
+
 def test_tune_of_another_gpus_capture_says_so(tmp_path: Path, h200: type[SizedBench], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "device_slug", lambda: "nvidia_b200")
     capture_sums(tmp_path, (4, 96))
