@@ -73,6 +73,11 @@ class Entry:
             raise _bad("evidence.over_default", over, "the two ends of an interval, or null")
 
     @property
+    def as_case(self) -> Case:
+        """The case that the entry is for."""
+        return Case(self.case, self.axes, self.dtype, self.quant, self.options)
+
+    @property
     def identity(self) -> tuple[str, str, str, str, Options, Axes]:
         """What the entry is for; a file holds one entry of each identity."""
         return self.variant, self.policy, self.dtype, self.quant, self.options, self.axes
@@ -277,7 +282,7 @@ class Chooser:
 
     def defect(self, entry: Entry) -> str | None:
         """Return why an entry cannot be believed: a knob's name, type or range, or `valid` for its own case; None if it can."""
-        case = Case(entry.case, entry.axes, entry.dtype, entry.quant, entry.options)
+        case = entry.as_case
         try:
             config = config_from(self.config, entry.config)
             reason = out_of_range(entry.config, self.ranges(case))
@@ -345,21 +350,17 @@ def _table(chooser: Chooser, gpu: str, quant: str) -> _Table:
     bad = []
     for place, entry in _alike(path, chooser.variant, chooser.policy, quant):
         if (reason := chooser.defect(entry)) is not None:
-            bad.append(f"{path}: {entry.variant} {entry.case} {_case_of(entry).label}: {reason}")
+            bad.append(f"{path}: {entry.variant} {entry.case} {entry.as_case.label}: {reason}")
             continue
         if entry.policy == chooser.policy:
             own.setdefault((entry.axes, entry.dtype, entry.options), entry)
         same_sizes.setdefault(entry.axes, []).append((place, entry))
-        for name, one in chooser.ranges(_case_of(entry)).items():
+        for name, one in chooser.ranges(entry.as_case).items():
             ranges[name] = ranges[name].joined(one) if name in ranges else one
     if bad:
         more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
         warnings.warn(f"{bad[0]}{more}; not used", stacklevel=2)
     return _Table(own, same_sizes, ranges)
-
-
-def _case_of(entry: Entry) -> Case:
-    return Case(entry.case, entry.axes, entry.dtype, entry.quant, entry.options)
 
 
 @lru_cache(maxsize=65536)

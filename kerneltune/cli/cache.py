@@ -15,7 +15,7 @@ from kerneltune.cli import rules
 from kerneltune.cli.console import deliver, show, show_table
 from kerneltune.cli.progress import reporter
 from kerneltune.errors import unknown
-from kerneltune.spec import Case, Op
+from kerneltune.spec import Op
 
 if TYPE_CHECKING:
     from kerneltune.cache import Entry
@@ -228,6 +228,7 @@ def check(configs: o.Configs = None) -> None:
     Exit code 1, and a line each, where a config was surely slower than its variant's default when it was chosen.
     """
     from kerneltune.cache import load_strict
+    from kerneltune.rule import load_strict as load_rules
 
     files = _chosen(None, None, configs)
     known = o.load_ops()
@@ -248,7 +249,11 @@ def check(configs: o.Configs = None) -> None:
                 if over[1] < 1.0:
                     name = f"{path.stem} {entry.variant} {entry.case} {entry.dtype} {entry.quant}"
                     slower.append(f"{name}: {over[0]:.3f} to {over[1]:.3f} of its default's speed")
-    show(f"{entries} entries in {len(files)} files of {o.configs_root(configs)} are good")
+    ruled = sorted(o.configs_root(configs).glob("*/rules/*.json"))
+    for path in ruled:
+        load_rules(path)
+    rules_too = f", and {len(ruled)} files of rules" if ruled else ""
+    show(f"{entries} entries in {len(files)} files of {o.configs_root(configs)} are good{rules_too}")
     if beside:
         show("\n".join([f"{beside} were timed in the same rounds as their default: {len(slower)} slower than it", *slower]))
     if slower:
@@ -257,8 +262,10 @@ def check(configs: o.Configs = None) -> None:
 
 def _require_fit(op: Op, entry: "Entry") -> None:
     """Raises ValueError for an entry of another operator, or with a config that is not valid for its case."""
+    from kerneltune.cache import Chooser
+
     variant = op.variant(entry.variant)
-    config = variant.config_from(entry.config)
+    variant.config_from(entry.config)
     names = tuple(axis for axis, _ in entry.axes)
     if names != op.axes:
         raise ValueError(f"axes: {', '.join(names) or 'none'}: expected {', '.join(op.axes)}")
@@ -268,13 +275,9 @@ def _require_fit(op: Op, entry: "Entry") -> None:
     given = dict(entry.options)
     if given.keys() != op.options.keys() or any(given[name] not in offered for name, offered in op.options.items()):
         raise ValueError(f"options: {given}: expected a value for each of {', '.join(op.options) or 'none'}")
-    case = Case(entry.case, entry.axes, entry.dtype, entry.quant, entry.options)
-    try:
-        reason = variant.valid(case, config)
-    except ArithmeticError as error:
-        reason = str(error)
+    reason = Chooser.of(op, variant).defect(entry)
     if reason is not None:
-        raise ValueError(f"{case.label}: {entry.config}: {reason}")
+        raise ValueError(f"{entry.as_case.label}: {reason}")
 
 
 def _chosen(op: str | None, gpu: str | None, configs: Path | None) -> list[Path]:

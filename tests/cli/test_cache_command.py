@@ -111,3 +111,18 @@ def test_a_broken_file_is_a_warning_to_those_who_only_look(stored: Path) -> None
     stored.write_text("{")
     with pytest.warns(UserWarning, match="JSON"):
         assert run("cache", "list").exit_code == 0
+
+
+@pytest.mark.parametrize("value", [0, -16, -1, 10**400, 3, float("nan"), True, "8", None])
+def test_check_refuses_a_knob_that_no_kernel_takes(stored: Path, value: Any) -> None:
+    knobs = json.loads(stored.read_text())["entries"][0]["config"]
+    change(stored, config={**knobs, "warps": value})
+    said = refused("cache", "check")
+    assert said.startswith(f"error: {stored}: entries[0]: ") and "warps" in said and len(said) < 1000
+
+
+def test_check_reads_the_rules_too(stored: Path) -> None:
+    rules = stored.parent / "rules" / stored.name
+    rules.parent.mkdir()
+    rules.write_text('{"schema": 1}')
+    assert f"{rules}: op: None: expected 'rmsnorm_bwd'" in refused("cache", "check")
