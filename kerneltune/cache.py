@@ -23,6 +23,8 @@ from kerneltune.ranges import Range, out_of_range, ranges_of
 from kerneltune.spec import MOST, Case, Op, Option, Space, Variant, config_from
 
 SCHEMA = 1
+_LARGEST = 1 << 48
+"""More elements than any memory holds."""
 Axes = tuple[tuple[str, int], ...]
 Options = tuple[tuple[str, Option], ...]
 
@@ -283,6 +285,8 @@ class Chooser:
     def defect(self, entry: Entry) -> str | None:
         """Return why an entry cannot be believed: a knob's name, type or range, or `valid` for its own case; None if it can."""
         case = entry.as_case
+        if any(size > _LARGEST for _, size in entry.axes):
+            return f"axes: a size of more than {_LARGEST}"
         try:
             config = config_from(self.config, entry.config)
             reason = out_of_range(entry.config, self.ranges(case))

@@ -1,0 +1,71 @@
+"""Cache files under abuse: whatever one entry holds, look-ups answer with a config that is valid, and warn."""
+
+import copy
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kerneltune import cache, ops
+from kerneltune.cache import Chooser
+from kerneltune.files import data_root
+from kerneltune.spec import Case
+
+GPU = "nvidia_h200"
+NAMES = ("rmsnorm_fwd", "rmsnorm_bwd", "fp8_rowwise_2d", "fp8_tensorwise_3d", "fp8_grouped_gemm")
+NASTY = (0, -16, 10**400, float("nan"), float("inf"), True, None, "8", [1], {"a": 1}, 3)
+TEXTS = ("9" * 5000, "[" * 3000 + "]" * 3000, '"\\ud800"')
+"""JSON that Python's own reader refuses or reads as something that no file can hold."""
+
+
+@pytest.fixture(autouse=True)
+def forget() -> Iterator[None]:
+    cache.clear()
+    yield
+    cache.clear()
+
+
+def mutants(entry: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The entry with one value changed, and without one field."""
+    for field, value in entry.items():
+        for changed in NASTY:
+            if isinstance(value, dict):
+                for name in value:
+                    mutant = copy.deepcopy(entry)
+                    mutant[field][name] = changed
+                    yield mutant
+            else:
+                yield {**entry, field: changed}
+        yield {name: other for name, other in entry.items() if name != field}
+
+
+def answers(op_name: str, root: Path, cases: list[Case]) -> None:
+    """Look cases up, which must not raise, and must answer with what is valid."""
+    op = ops.load()[op_name]
+    variant = op.variant("optimized")
+    cache.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for case in cases:
+            config = Chooser.of(op, variant, "cold", root).find(case, GPU).config
+            assert type(config) is variant.config and variant.valid(case, config) is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_look_ups_survive_any_value_of_an_entry(name: str, tmp_path: Path) -> None:
+    op = ops.load()[name]
+    stored = json.loads(cache.path_of(name, GPU, data_root("configs")).read_text())
+    good = [entry for entry in stored["entries"] if entry["variant"] == "optimized"][:2]
+    case = Case("", tuple(good[0]["axes"].items()), good[0]["dtype"], good[0]["quant"], tuple(good[0]["options"].items()))
+    near = Case("", tuple((a, size + 16 * (a in op.free_axes)) for a, size in case.axes), case.dtype, case.quant, case.options)
+    path = cache.path_of(name, GPU, tmp_path)
+    path.parent.mkdir(parents=True)
+    for mutant in mutants(good[0]):
+        path.write_text(json.dumps({**stored, "entries": [mutant, good[1]]}))
+        answers(name, tmp_path, [case, near])
+    for text in TEXTS:
+        path.write_text(json.dumps({**stored, "entries": [{**good[0], "config": "TEXT"}, good[1]]}).replace('"TEXT"', text))
+        answers(name, tmp_path, [case, near])
