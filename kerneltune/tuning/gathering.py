@@ -14,6 +14,8 @@ from kerneltune.tuning.transfer import config_of
 
 _LEAST = 2
 """Configs whose times must be known of a case for a rule to be fitted to it: its own and the default, where no more are."""
+_NOT_RUN = ("spills", "occupancy", "memory", "lost")
+"""Statuses of what a search does not run though a call would, or could not run at that time."""
 _Knobs = tuple[tuple[str, Any], ...]
 _Times = dict[Case, dict[_Knobs, float | None]]
 
@@ -28,6 +30,8 @@ def samples_of(op: Op, variant: Variant, gpu: str, configs: Path | None, results
     """
     times: _Times = {}
     for row in read(path_of(op.name, gpu, results), op).rows:
+        if row.status in _NOT_RUN:
+            continue
         if (row.variant, row.policy) == (variant.name, "cold") and op.called(row.case) == row.case:
             _put(times, variant, row.case, dict(row.knobs), row.time_us)
     for case, knobs, time_us in _of_spaces(op, variant, results / gpu / "spaces"):
@@ -52,7 +56,8 @@ def timed(op: Op, variant: Variant, gpu: str, results: Path) -> set[tuple[Case, 
     """
     observed = read(path_of(op.name, gpu, results), op)
     present = {place for place, run in enumerate(observed.runs) if run.get("source_hash") == variant.source_hash}
-    return {(row.case, row.knobs) for row in observed.rows if row.run in present and row.variant == variant.name}
+    ours = [row for row in observed.rows if row.run in present and row.variant == variant.name]
+    return {(row.case, row.knobs) for row in ours if row.status not in _NOT_RUN}
 
 
 def _put(times: _Times, variant: Variant, case: Case, knobs: Mapping[str, Any], time_us: float | None) -> None:

@@ -94,6 +94,7 @@ def _observed(
             progress.note(f"not timed: {work.label}: {reason}")
             return []
         tuner = machines.tuner(work.op, work.case, work.variant)
+        tuner.measures_spills = True  # a call runs what spills, too
         machines.look_ahead_at(_ahead(machines, following))
         with machines.deciding():
             trials = measure_space(tuner, machines.compiling(tuner), some=one.configs)

@@ -63,6 +63,7 @@ class Tuner:
         self.resources: dict[Config, int] = {}
         self.prune = sum(1 for _ in variant.configs(case)) > TRIED_WHOLE
         self.samples = SCREEN_SAMPLES
+        self.measures_spills = False
         self.began: float | None = None
         self.evaluations = 0
         self._counting = Lock()
@@ -103,7 +104,7 @@ class Tuner:
         """The trial of a config that is not measured for what the compiler says; None for one that is."""
         if compiled.error:
             return Evaluation("lost" if compiled.lost else "compile", detail=compiled.error)
-        if compiled.spill_bytes and self.prune:
+        if compiled.spill_bytes and self.prune and not self.measures_spills:
             return Evaluation("spills", detail=f"{compiled.spill_bytes} bytes per thread")
         wanted, fitting = getattr(config, "ctas", 0), _resident(compiled)
         if wanted > fitting and self.prune and config != self.variant.default_config(self.case):  # all others are held to that
