@@ -39,7 +39,7 @@ class Stoppable(Measuring, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """An operator's variant by name, as a child finds it again: in the operator's module or a package that holds it."""
+    """An operator's variant by name, as a child finds it again: in `OP` or `OPS` of its module or of a package that holds it."""
 
     module: str
     op: str
@@ -48,10 +48,11 @@ class Named:
     def load(self) -> tuple[Op, Variant]:
         parts = self.module.split(".")
         for length in range(len(parts), 0, -1):
-            for op in getattr(importlib.import_module(".".join(parts[:length])), "OPS", ()):
-                if op.name == self.op:
+            module = importlib.import_module(".".join(parts[:length]))
+            for op in (*getattr(module, "OPS", ()), getattr(module, "OP", None)):
+                if op is not None and op.name == self.op:
                     return op, op.variant(self.variant)
-        raise ValueError(f"no operator {self.op} in OPS of {self.module} or of a package that holds it")
+        raise ValueError(f"no operator {self.op} in OP or OPS of {self.module} or of a package that holds it")
 
 
 class ChildLostError(Exception):

@@ -13,6 +13,7 @@ from kerneltune.files import data_root
 from kerneltune.plan import Options
 from kerneltune.spec import Case, Op
 from kerneltune.tuning.cached import config_for
+from kerneltune.tuning.isolated import Named
 
 GPU = "nvidia_h200"
 ALL = {name: op for name, op in ops.load().items() if name != "stream"}
@@ -79,3 +80,10 @@ def test_a_sweep_without_tuning_runs_what_a_call_runs(name: str, monkeypatch: py
     variant = op.variant("optimized")
     for case in (random_case(op, rng) for _ in range(CASES)):
         assert config_for(op, case, variant, Options()) == called_with(op, case, monkeypatch), case.label
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_child_finds_every_variant_by_name(name: str) -> None:
+    op = ALL[name]
+    for variant in op.variants:
+        assert Named(op.module, name, variant.name).load() == (op, variant)
