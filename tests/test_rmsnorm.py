@@ -14,7 +14,7 @@ import torch
 from kerneltune import ops
 from kerneltune.kernel_lib import arguments
 from kerneltune.measuring.check import Checker
-from kerneltune.ops.rmsnorm import optimized, rmsnorm_bwd, rmsnorm_fwd
+from kerneltune.ops.rmsnorm import optimized, rmsnorm_add_fwd, rmsnorm_bwd, rmsnorm_fwd
 from kerneltune.ops.rmsnorm.configs import BwdConfig, FwdConfig, space_fwd, valid_fwd
 from kerneltune.spec import Case
 
@@ -378,3 +378,110 @@ def test_every_cached_config_is_correct_bit_for_bit() -> None:
             variant = op.variant(entry.variant)
             case = Case(entry.case, entry.axes, entry.dtype, entry.quant, entry.options)
             assert Checker(op, case, "cuda", seed=7).errors(variant, variant.config_from(entry.config)) == [], entry
+
+
+def case_of(op: str, M: int, N: int, dtype: str = "bfloat16", quant: str = "none", **options: Any) -> Case:
+    """A case with the operator's first options but for those given."""
+    first = {name: values[0] for name, values in OPS[op].options.items()} | options
+    return Case("c", (("M", M), ("N", N)), dtype, quant, tuple(first.items()))
+
+
+@pytest.mark.parametrize(
+    ("op_name", "M", "N", "quant", "values"),
+    [
+        ("rmsnorm_fwd", 70, 64, "none", (64, 64, False, 2, 0, 1, False)),  # the last tile is not whole
+        ("rmsnorm_fwd", 70, 96, "fp8", (16, 128, False, 2, 2, 2, False)),  # resident programs, columns that are no power of two
+        ("rmsnorm_fwd", 40, 100, "fp8_t", (32, 128, False, 4, 0, 1, False)),
+        ("rmsnorm_bwd", 70, 64, "none", (32, 64, False, 2, 2, 1)),  # four rows of a tile in one of sums
+        ("rmsnorm_bwd", 70, 96, "none", (16, 128, False, 4, 2, 2)),
+        ("rmsnorm_bwd", 40, 101, "none", (16, 128, False, 2, 2, 3)),  # elements one by one
+    ],
+)
+def test_short_rows_in_tiles_of_many(op_name: str, M: int, N: int, quant: str, values: tuple[Any, ...]) -> None:
+    op = OPS[op_name]
+    variant = op.variant("optimized")
+    assert variant.config is not None
+    config, case = variant.config(*values), case_of(op_name, M, N, quant=quant)
+    assert variant.valid(case, config) is None
+    assert Checker(op, case, WHERE).errors(variant, config) == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "warps", "sums"),
+    [(1, 1024, 4, 1), (4, 2048, 8, 1), (4, 1024, 8, 2), (32, 128, 4, 8), (32, 64, 4, 16), (2, 64, 8, 2)],
+)
+def test_sums_for_dgamma_have_the_rows_that_warps_load_at_once(rows: int, cols: int, warps: int, sums: int) -> None:
+    assert BwdConfig(rows, cols, False, warps, ctas=1, stages=2).sum_rows(itemsize=2) == sums
+
+
+@pytest.mark.parametrize("op_name", ["rmsnorm_fwd", "rmsnorm_bwd", "rmsnorm_add_fwd", "rmsnorm_add_bwd"])
+def test_defaults_are_valid_for_rows_of_any_length(op_name: str) -> None:
+    variant = OPS[op_name].variant("optimized")
+    lengths = [
+        1,
+        16,
+        64,
+        96,
+        128,
+        192,
+        300,
+        512,
+        1000,
+        1024,
+        1536,
+        2560,
+        2880,
+        3584,
+        4099,
+        5376,
+        7168,
+        8192,
+        12288,
+        17389,
+        65536,
+        200_000,
+    ]
+    for dtype, M, N in itertools.product(("bfloat16", "float32"), (1, 29, 4096, 1 << 20), lengths):
+        for quant in OPS[op_name].quants:
+            case = case_of(op_name, M, N, dtype, quant)
+            assert variant.valid(case, variant.default_config(case)) is None, case.label
+
+
+@pytest.mark.parametrize("op_name", ["rmsnorm_fwd", "rmsnorm_bwd"])
+@pytest.mark.parametrize("N", [64, 128, 256, 512])
+def test_defaults_of_many_short_rows_load_kilobytes_at_once(op_name: str, N: int) -> None:
+    """A program per row of 256 bytes moved 1048576 of them at 4 % of the ceiling."""
+    config = OPS[op_name].variant("optimized").default_config(case_of(op_name, 1 << 20, N))
+    assert config.rows * config.cols >= 2048
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("N", [96, 97])
+def test_backward_of_16_bit_rows_takes_an_fp32_weight_or_none(dtype: torch.dtype, N: int) -> None:
+    dz, x = (torch.randn(9, N, device=WHERE).to(dtype) for _ in range(2))
+    weight = torch.randn(N, device=WHERE)
+    rsigma = rmsnorm_fwd(x, weight).rsigma
+    dx, dgamma = rmsnorm_bwd(dz, x, rsigma, weight, zero_centered=True)
+    r, dz64, x64 = rsigma.double()[:, None], dz.double(), x.double()
+    for got, gamma in ((dx, weight.double() + 1), (rmsnorm_bwd(dz, x, rsigma, None)[0], torch.ones_like(weight).double())):
+        want = r * (dz64 * gamma - r * r * (dz64 * gamma * x64).mean(1, keepdim=True) * x64)
+        torch.testing.assert_close(got.double(), want, rtol=2.0**-6, atol=1e-2)
+    assert dgamma is not None and dgamma.dtype == torch.float32
+    torch.testing.assert_close(dgamma.double(), (dz64 * x64 * r).sum(0), rtol=1e-5, atol=1e-5)
+    alone, nothing = rmsnorm_bwd(dz, x, rsigma, weight, zero_centered=True, with_dgamma=False)
+    assert torch.equal(alone, dx) and nothing is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kwargs", "message"),
+    [
+        ((X, X[:2], W), {}, "residual must be (4, 8) torch.float32"),
+        ((X, X.half(), W), {}, "residual must be (4, 8) torch.float32"),
+        ((X, None, W), {}, "residual must be a tensor, got None"),
+        ((X, X, None), {"zero_centered": True}, "zero_centered needs a weight, got weight=None"),
+        ((X, X, W), {"config": replace(FWD, reload=True)}, "config: reload must be False where a residual is added"),
+    ],
+)
+def test_wrong_arguments_of_a_sum_are_named(arguments: tuple[Any, ...], kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        rmsnorm_add_fwd(*arguments, **kwargs)
