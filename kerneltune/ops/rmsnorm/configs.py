@@ -287,9 +287,9 @@ def _likely_fwd(case: Case, reload: bool) -> Iterator[FwdConfig]:
     """Generate configs, the likeliest first; the last runs anything. reload: whether x may be read again."""
     M, whole = case["M"], _power_of_two(case["N"])
     if whole <= 1024:
-        rows = _tile_rows(M, max(1, (2048 if whole == 1024 else 4096) // whole))
-        warps = max(1, rows * whole // (1024 if whole <= _SHORT or case.quant != "none" else 512))
-        yield FwdConfig(rows, whole, False, warps, ctas=0, stages=1, reload=False)
+        rows = _tile_rows(M, max(1, 2048 // whole))
+        warps = 2 if case.quant != "none" or 128 < whole <= _SHORT else 4
+        yield FwdConfig(rows, whole, False, min(warps, max(1, rows * whole // 512)), ctas=0, stages=1, reload=False)
     if M < _FEW_ROWS and whole > 4096:
         yield FwdConfig(1, max(4096, whole // _MAX_PARTS), True, warps=8, ctas=2, stages=2, reload=False)
     if case.quant != "none" and whole <= 8192:
@@ -312,7 +312,7 @@ def _likely_bwd(case: Case) -> Iterator[BwdConfig]:
     """Generate configs, the likeliest first; the last runs anything."""
     M, N, whole = case["M"], case["N"], _power_of_two(case["N"])
     if whole <= 1024:
-        for elements, ctas in ((2048 if whole == 1024 else 4096, 4), (2048, 4), (1024, 2)):
+        for elements, ctas in ((2048, 4), (1024, 2)):
             yield BwdConfig(_tile_rows(M, max(1, elements // whole)), whole, False, warps=4, ctas=ctas, stages=3)
     if whole == 2048:
         yield BwdConfig(_tile_rows(M, 2), 2048, False, warps=4, ctas=2, stages=3)

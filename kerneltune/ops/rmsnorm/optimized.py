@@ -57,6 +57,9 @@ _BEHIND_BYTES = 8_000_000
 faster than in a second launch; level at 4096 numbers, slower for fewer, and for more, which looping programs write faster
 (docs/h200.md). A matrix of less than three times the bytes leaves little to do beside."""
 
+_PLAIN_X, _PLAIN_Y, _DIRECT = 0, 0, 0
+"""Elements of a row up to which L2 is not told that x and y are used once."""
+
 _choose_fwd = cache.Chooser(
     "rmsnorm_fwd", FwdConfig, valid_fwd, default_fwd, ("M",), free_options=tuple(dict(_FWD_OPTIONS)), space=space_fwd
 )
@@ -250,7 +253,7 @@ def _launch_rows(
     if not c.ctas:
         kernels._rmsnorm_fwd_once[(tiles,)](
             x, weight, *addition, y, rsigma, scale, amax, scale_inv, M, N, *strides, eps,
-            ZERO_CENTERED=zero_centered, FP8=fp8, FP8_MAX=FP8_MAX[fp8_format], KEEP=keep,
+            ZERO_CENTERED=zero_centered, FP8=fp8, FP8_MAX=FP8_MAX[fp8_format], KEEP=keep or N <= _PLAIN_Y,
             **_options(N, c),
         )  # fmt: skip
         return
@@ -293,7 +296,10 @@ def _options(N: int, c: FwdConfig) -> dict[str, Any]:
     else:
         held = loads
         gammas = 0 if c.rows * loads * c.cols > _MOST_BESIDE_GAMMA else loads
-    sizes = {"ROWS": c.rows, "COLS": c.cols, "HELD": held, "GAMMAS": gammas, "BY_WARPS": c.warps >= 16, "num_warps": c.warps}
+    sizes = {
+        "ROWS": c.rows, "COLS": c.cols, "HELD": held, "GAMMAS": gammas, "BY_WARPS": c.warps >= 16,
+        "ONCE": "" if N <= _PLAIN_X else "evict_first", "DIRECT": N <= _DIRECT, "num_warps": c.warps,
+    }  # fmt: skip
     return sizes | registers(c.warps, SHARING) if c.reload and held else sizes
 
 
