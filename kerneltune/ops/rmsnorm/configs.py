@@ -167,6 +167,8 @@ def space_add_bwd(case: Case) -> Space:
 def valid_fwd(case: Case, config: FwdConfig) -> str | None:
     """Say why a forward config cannot run, or cannot be worth running."""
     loads = cdiv(case["N"], config.cols)
+    if config.cols > _power_of_two(case["N"]):
+        return f"loads of {config.cols} for rows of {case['N']}"
     if config.split and loads == 1:
         return "one load holds the row: nothing to split"
     if not config.split and loads > 1 and loads * config.cols * 3 > _power_of_two(case["N"]) * 4:
@@ -222,6 +224,8 @@ def valid_bwd(case: Case, config: BwdConfig) -> str | None:
     loads = cdiv(case["N"], config.cols)
     if not config.ctas:
         return "dγ takes programs that loop over tiles: ctas must not be 0"
+    if config.cols > _power_of_two(case["N"]):
+        return f"loads of {config.cols} for rows of {case['N']}"
     if config.split and loads == 1:
         return "one load holds the row: nothing to split"
     if not config.split and loads > 1 and loads * config.cols * 3 > _power_of_two(case["N"]) * 4:
