@@ -39,7 +39,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	touch $@
 
 $(VENV)/.installed-test: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(INSTALL) --editable '.[test]'
+	$(INSTALL) --editable '.[test,docs]'
 	touch $@ $(VENV)/.installed
 
 clean:

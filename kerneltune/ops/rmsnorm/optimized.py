@@ -43,7 +43,7 @@ _TILE_ROWS, _TILE_COLS = 64, 128
 _SHORT = 1 << 25
 """Numbers of x up to which the dγ reduction is launched as the main kernel begins: on an H200 (2026-11-22) 1 to 6 % faster up to
 8192 x 4096, 1 % slower at twice that and 6 % where programs share rows, and there launched when the main loops are over
-(docs/h200.md)."""
+(docs/notes/h200.md)."""
 
 _DGAMMA_TILE = 4096
 """Numbers that a program of the dγ reduction has in flight: all partials of some columns, of eight at least."""
@@ -55,7 +55,7 @@ _BEHIND_COLS = range(8192, 16385)
 _BEHIND_BYTES = 8_000_000
 """Rows of so many numbers are turned in the launch that writes them, so many bytes of y behind: on an H200 (2026-11-22) 3 to 7 %
 faster than in a second launch; level at 4096 numbers, slower for fewer, and for more, which looping programs write faster
-(docs/h200.md). A matrix of less than three times the bytes leaves little to do beside."""
+(docs/notes/h200.md). A matrix of less than three times the bytes leaves little to do beside."""
 
 _PLAIN_X, _PLAIN_Y, _DIRECT = 0, 0, 0
 """Elements of a row up to which L2 is not told that x and y are used once."""

@@ -1,0 +1,72 @@
+"""Write the pages that are generated: the command reference from Typer, the results from the records."""
+
+import contextlib
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import typer
+from mkdocs.structure.files import File, Files
+from typer.cli import get_docs_for_click
+
+ROOT = Path(__file__).parents[1]
+RECORDS = ROOT / "results" / "nvidia_h200"
+TITLES = {
+    "rmsnorm": "RMSNorm", "fp8_rowwise": "FP8 row-wise quantization", "fp8_tensorwise": "FP8 tensor-wise quantization",
+    "fp8_weights": "FP8 casts of expert weights", "fp8_groups": "FP8 casts of token groups", "fp8_transpose": "FP8 transpose",
+    "fp8_grouped_gemm": "FP8 grouped product", "multi_cast": "Casts of many weights", "weight_only": "int4 and fp8 products",
+    "moe_training": "Training steps of experts", "moe_routing": "Routing of tokens", "model_training": "Training steps of models",
+}  # fmt: skip
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the generated pages."""
+    files.append(File.generated(config, "commands.md", content=commands()))
+    families = sorted(path.stem for path in RECORDS.glob("*.jsonl"))
+    for family in families:
+        files.append(File.generated(config, f"results/{family}.md", content=results(family)))
+    files.append(File.generated(config, "results/index.md", content=index(families)))
+    return files
+
+
+def commands() -> str:
+    """Return the command reference in Markdown."""
+    from kerneltune.cli import app
+
+    command = typer.main.get_command(app)
+    context = command.make_context("kerneltune", ["doctor"], resilient_parsing=True)
+    text = get_docs_for_click(obj=command, ctx=context, name="kerneltune", title="Commands")
+    return str(text).replace("<", "&lt;").replace(">", "&gt;") if "<" in str(text) else str(text)
+
+
+def results(family: str) -> str:
+    """Return the page of a family: the summary, the table against the fastest peer, and the command that prints it."""
+    command = ["compare", "best-peer", "optimized", "--family", family]
+    wide = _printed(*command, width="1000").splitlines()
+    title = TITLES.get(family, family.replace("_", " "))
+    shown = "\n".join(wide) if wide else "No variant called `optimized` was recorded beside a peer."
+    return f"# {title}\n\n```text\n{shown}\n```\n\nPrinted by `kerneltune {' '.join(command)}`.\n"
+
+
+def index(families: list[str]) -> str:
+    """Return the list of the families with the first line of each summary."""
+    lines = ["# Results", "", "Recorded on NVIDIA H200s, cold L2, CUDA graphs, variants of a run interleaved.", ""]
+    lines += ["| operators | `optimized` against the fastest peer of every case |", "|---|---|"]
+    for family in families:
+        text = _printed("compare", "best-peer", "optimized", "--family", family, width="1000")
+        said = next((line for line in text.splitlines() if line.startswith("B is ")), "")
+        line = said.replace("B is ", "").replace(" as fast as A", "").replace("(+)", "").replace("(-)", "")
+        lines.append(f"| [{TITLES.get(family, family)}]({family}.md) | {line or 'see the page'} |")
+    return "\n".join([*lines, "", "What was tried and lost, with figures: [notes](../notes/index.md)."])
+
+
+def _printed(*arguments: str, width: str) -> str:
+    """Return what a command prints."""
+    from typer.testing import CliRunner
+
+    from kerneltune.cli import app
+
+    with contextlib.redirect_stderr(io.StringIO()):
+        done = CliRunner().invoke(app, list(arguments), env={**os.environ, "COLUMNS": width})
+    return done.stdout if done.exit_code == 0 else ""
