@@ -1,7 +1,6 @@
 """The best known configs: one JSON file per GPU and operator, looked up exactly or at the nearest sizes and options.
 
 Does not measure, decide which config is better, or check that a config is valid for a case.
-Imports the standard library, filelock, device, files, misses, nearness and spec.
 """
 
 import json
@@ -12,12 +11,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from filelock import FileLock
+import msgspec
+from msgspec import Meta
 
 from kerneltune import device, misses, rule
-from kerneltune.files import data_root, in_checkout, replace_text
+from kerneltune.files import bad, checked, data_root, decode, in_checkout, locked, read_bytes, replace_text
 from kerneltune.nearness import NO_BANDS, Bands, Place, ranked
 from kerneltune.ranges import Range, out_of_range, ranges_of
 from kerneltune.spec import MOST, Case, Op, Option, Space, Variant, config_from
@@ -28,8 +28,47 @@ _LARGEST = 1 << 48
 Axes = tuple[tuple[str, int], ...]
 Options = tuple[tuple[str, Option], ...]
 
-_NAMES = ("variant", "case", "dtype", "quant", "policy")
-_MEASURES = ("time_us", "default_us", "speedup", "ci_low", "ci_high")
+_LARGEST_BYTES = 64 << 20
+_LARGEST = (1 << 63) - 1
+_Name = Annotated[str, Meta(min_length=1)]
+_Size = Annotated[int, Meta(ge=0, le=_LARGEST)]
+_Whole = Annotated[int, Meta(ge=-_LARGEST, le=_LARGEST)]
+_Measure = Annotated[float, Meta(ge=0, le=MOST)]
+_Knob = bool | _Whole | float | str
+
+
+class _Evidence(msgspec.Struct):
+    """What is checked of an entry's evidence; other fields are free."""
+
+    time_us: _Measure | None = None
+    default_us: _Measure | None = None
+    speedup: _Measure | None = None
+    ci_low: _Measure | None = None
+    ci_high: _Measure | None = None
+    over_default: tuple[_Measure, _Measure] | None = None
+
+
+class _Row(msgspec.Struct, forbid_unknown_fields=True):
+    """An entry as it stands in a file."""
+
+    variant: _Name
+    case: _Name
+    axes: dict[str, _Size]
+    dtype: _Name
+    quant: _Name
+    options: dict[str, _Knob]
+    policy: _Name
+    config: dict[str, _Knob]
+    evidence: dict[str, Any]
+
+
+class _File(msgspec.Struct):
+    """A file of the cache."""
+
+    schema: int
+    op: str
+    device: str
+    entries: list[msgspec.Raw]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,8 +80,7 @@ class Entry:
         evidence: time_us, default_us, speedup, ci_low, ci_high, trials, date, commit, versions, source_hash; over_default, the
             95 % interval of the default's time over this config's, from the rounds that chose it.
 
-    Raises:
-        ValueError: one line naming the field, its value and what is expected.
+    `entry_from` makes one of values that come from elsewhere.
     """
 
     variant: str
@@ -55,25 +93,6 @@ class Entry:
     config: dict[str, Any]
     evidence: dict[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        for name in _NAMES:
-            value = getattr(self, name)
-            if not isinstance(value, str) or not value:
-                raise _bad(name, value, "a name")
-        if any(type(size) is not int or size < 0 for _, size in self.axes):
-            raise _bad("axes", dict(self.axes), "axis names with sizes of 0 or more")
-        if any(not isinstance(value, bool | int | float | str) for _, value in self.options):
-            raise _bad("options", dict(self.options), "option names with plain values")
-        for name in ("config", "evidence"):
-            if not isinstance(getattr(self, name), dict):
-                raise _bad(name, getattr(self, name), "an object")
-        for name in _MEASURES:
-            if self.evidence.get(name) is not None and not _is_measure(self.evidence[name]):
-                raise _bad(f"evidence.{name}", self.evidence[name], "a number of 0 or more, or null")
-        over = self.evidence.get("over_default")
-        if over is not None and not (isinstance(over, list | tuple) and len(over) == 2 and all(map(_is_measure, over))):
-            raise _bad("evidence.over_default", over, "the two ends of an interval, or null")
-
     @property
     def as_case(self) -> Case:
         """The case that the entry is for."""
@@ -83,6 +102,15 @@ class Entry:
     def identity(self) -> tuple[str, str, str, str, Options, Axes]:
         """What the entry is for; a file holds one entry of each identity."""
         return self.variant, self.policy, self.dtype, self.quant, self.options, self.axes
+
+
+def entry_from(values: Mapping[str, Any]) -> Entry:
+    """Return the entry with these fields, axes and options as mappings.
+
+    Raises:
+        ValueError: one line naming the field, its value and what is expected.
+    """
+    return _entry(checked(values, _Row))
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +186,7 @@ def store(op_name: str, device_slug: str, entry: Entry, root: Path | None = None
     path = (root or roots()) / device_slug / f"{op_name}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(path.with_name(f".{path.name}.lock")):
+        with locked(path):
             present = path if path.exists() else path_of(op_name, device_slug, root)  # a first file begins as the packaged one
             kept = [e for e in load_strict(present) if e.identity != entry.identity] if present.exists() else []
             replace_text(path, _render(op_name, device_slug, [*kept, entry]))
@@ -419,16 +447,8 @@ def _order(config: Mapping[str, Any]) -> str:
     return json.dumps(config, default=str)
 
 
-def _is_measure(value: object) -> bool:
-    return type(value) in (int, float) and 0 <= value <= MOST  # type: ignore[operator]
-
-
-def _bad(name: str, value: object, expected: str) -> ValueError:
-    return ValueError(f"{name}: {value!r}: expected {expected}")
-
-
 def _scan(path: Path) -> tuple[list[Entry], list[ValueError]]:
-    """The good entries of a file, and what is wrong with it."""
+    """Return the good entries of a file, and what is wrong with it."""
     try:
         items = _read(path)
     except ValueError as error:
@@ -437,49 +457,32 @@ def _scan(path: Path) -> tuple[list[Entry], list[ValueError]]:
     errors = []
     for index, item in enumerate(items):
         try:
-            entry = _entry(item)
+            entry = _entry(decode(bytes(item), _Row))
             if entry.identity in entries:
-                raise _bad("case", entry.case, "one entry of each identity")
+                raise bad("case", entry.case, "one entry of each identity")
             entries[entry.identity] = entry
         except ValueError as error:
             errors.append(ValueError(f"{path}: entries[{index}]: {error}"))
     return list(entries.values()), errors
 
 
-def _read(path: Path) -> list[Any]:
-    """The raw entries of a file."""
+def _read(path: Path) -> list[msgspec.Raw]:
+    """Return the raw entries of a file."""
+    data = read_bytes(path, _LARGEST_BYTES)
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}:{error.lineno}: JSON: {error.msg} at column {error.colno}") from error
-    except (UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{path}: JSON: not readable as UTF-8 JSON") from error
-    if not isinstance(data, dict):
-        raise ValueError(f"{path}: JSON: expected an object, got {type(data).__name__}")
-    for name, expected in {"schema": SCHEMA, "op": path.stem, "device": path.parent.name}.items():
-        if data.get(name) != expected:
-            raise ValueError(f"{path}: {name}: {data.get(name)!r}: expected {expected!r}")
-    if not isinstance(data.get("entries"), list):
-        raise ValueError(f"{path}: entries: {data.get('entries')!r}: expected a list")
-    return list(data["entries"])
+        file = decode(data, _File)
+        for name, expected in {"schema": SCHEMA, "op": path.stem, "device": path.parent.name}.items():
+            if getattr(file, name) != expected:
+                raise bad(name, getattr(file, name), repr(expected))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return file.entries
 
 
-def _entry(values: Any) -> Entry:
-    if not isinstance(values, dict):
-        raise _bad("entry", values, "an object")
-    names = [f.name for f in fields(Entry)]
-    for name, value in values.items():
-        if name not in names:
-            raise _bad(name, value, "no field of this name")
-    for name in names:
-        if name not in values:
-            raise ValueError(f"{name}: missing")
-    for name in ("axes", "options"):
-        if not isinstance(values[name], dict):
-            raise _bad(name, values[name], "an object")
-    return Entry(**{**values, "axes": tuple(values["axes"].items()), "options": tuple(values["options"].items())})
+def _entry(row: _Row) -> Entry:
+    checked(row.evidence, _Evidence, "evidence")
+    values = {name: getattr(row, name) for name in _Row.__struct_fields__}
+    return Entry(**{**values, "axes": tuple(row.axes.items()), "options": tuple(row.options.items())})
 
 
 def _render(op_name: str, device_slug: str, entries: Sequence[Entry]) -> str:
@@ -490,6 +493,6 @@ def _render(op_name: str, device_slug: str, entries: Sequence[Entry]) -> str:
         try:
             rows.append("    " + _text({**values, "axes": dict(entry.axes), "options": dict(entry.options)}))
         except (TypeError, ValueError) as error:
-            raise _bad("config", entry.config, "values that JSON can hold, in the evidence too") from error
+            raise bad("config", entry.config, "values that JSON can hold, in the evidence too") from error
     head = f'{{\n  "schema": {SCHEMA},\n  "op": {_text(op_name)},\n  "device": {_text(device_slug)},\n  "entries": [\n'
     return head + ",\n".join(rows) + "\n  ]\n}\n"

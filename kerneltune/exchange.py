@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kerneltune import nearness
-from kerneltune.cache import Entry, in_order
+from kerneltune.cache import Entry, entry_from, in_order
 from kerneltune.files import read_text
 from kerneltune.spec import Op
 
@@ -225,5 +225,4 @@ def _case(entry: Entry) -> dict[str, Any]:
 
 def _entry(case: Mapping[str, Any], knobs: Mapping[str, Any], path: Path) -> Entry:
     values = {name: case[name] for name in _CASE}
-    values |= {"axes": tuple(case["axes"].items()), "options": tuple(case["options"].items())}
-    return Entry(**values, config=dict(knobs), evidence={"imported": path.name})
+    return entry_from({**values, "config": dict(knobs), "evidence": {"imported": path.name}})

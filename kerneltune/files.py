@@ -34,6 +34,8 @@ _AT = re.compile(r"^(?P<what>.*?)(?: - at `(?:key in )?(?P<path>\$.*)`)?$", re.D
 _STEP = re.compile(r"\.(?P<name>[^.\[\]]+)|\[(?P<index>\d+|\.\.\.)\]")
 _FIELD = re.compile(r"^Object (?:missing required|contains unknown) field `(?P<name>.*)`$", re.DOTALL)
 
+_BYTE = re.compile(r"\(byte (\d+)\)$")
+
 T = TypeVar("T")
 
 
@@ -103,11 +105,23 @@ def decode(data: bytes | str, schema: type[T]) -> T:
     except msgspec.ValidationError as error:
         raise ValueError(_explained(error, data)) from error
     except msgspec.DecodeError as error:
-        raise ValueError(f"JSON: {_lower(str(error).removeprefix('JSON is malformed: '))}") from error
+        raise ValueError(f"JSON: {_placed(_lower(str(error).removeprefix('JSON is malformed: ')), data)}") from error
     except UnicodeDecodeError as error:
         raise ValueError("JSON: not readable as UTF-8 JSON") from error
     except RecursionError as error:
         raise ValueError("JSON: nested too deeply") from error
+
+
+def checked(values: object, schema: type[T], field: str = "") -> T:
+    """Return plain values as a msgspec schema has them.
+
+    Raises:
+        ValueError: `field: value: expected …`, the field behind `field` and a dot.
+    """
+    try:
+        return msgspec.convert(values, schema)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{field}{'.' if field else ''}{_explained(error, values)}") from error
 
 
 def bad(field: str, value: object, expected: str) -> ValueError:
@@ -241,7 +255,7 @@ def _append(descriptor: int, data: bytes) -> None:
         raise
 
 
-def _explained(error: msgspec.ValidationError, data: bytes | str) -> str:
+def _explained(error: msgspec.ValidationError, data: object) -> str:
     """Return what msgspec found wrong as `field: value: expected …`."""
     found = _AT.match(str(error))
     assert found is not None
@@ -251,7 +265,7 @@ def _explained(error: msgspec.ValidationError, data: bytes | str) -> str:
     if named is not None and "missing" in what:
         return f"{_joined([*steps, named['name']])}: missing"
     try:
-        value: Any = msgspec.json.decode(data)
+        value: Any = msgspec.json.decode(data) if isinstance(data, bytes | str) else data
         for step in [*steps, *([named["name"]] if named is not None else [])]:
             value = value[step]
     except (msgspec.DecodeError, LookupError, TypeError):  # broken behind the wrong value
@@ -260,6 +274,16 @@ def _explained(error: msgspec.ValidationError, data: bytes | str) -> str:
         return f"{_joined([*steps, named['name']])}: {_short(value)}: expected no field of this name"
     expected = what.partition(", got ")[0].replace("`", "")
     return f"{_joined(steps) or 'JSON'}: {_short(value)}: {_lower(expected)}"
+
+
+def _placed(message: str, data: bytes | str) -> str:
+    """Return msgspec's message with a line in place of the byte, where the text has several."""
+    found = _BYTE.search(message)
+    raw = data.encode(errors="replace") if isinstance(data, str) else data
+    if found is None or b"\n" not in raw:
+        return message
+    line = raw.count(b"\n", 0, int(found[1])) + 1
+    return f"{message[: found.start()]}at line {line}"
 
 
 def _joined(steps: list[Any]) -> str:
