@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import re
 from typing import Annotated
 
 import typer
@@ -10,6 +11,9 @@ from kerneltune.cli import options as o
 from kerneltune.cli.console import note, show, show_table, show_wrapped
 from kerneltune.listing import OpFacts, VariantFacts
 from kerneltune.spec import Case, Op, Variant
+
+_KNOB = re.compile(r"^    (\w+): (.*(?:\n     +.*)*)", re.M)
+"""A knob and its meaning in the `Attributes` of a config's docstring."""
 
 
 def command(
@@ -70,18 +74,22 @@ def _lacking(variant: Variant | VariantFacts) -> str:
 
 
 def _details(variant: Variant, case: Case) -> list[tuple[str, int]]:
-    """What a variant is, its knobs with their values, its default: lines, and where they go on if they are too long."""
+    """Return lines on a variant, its knobs with values, default and meaning, each with the indent of its continuation."""
     lines = [(f"{variant.name}{' (peer)' if variant.is_peer else ''}{_lacking(variant)}", 2)]
     unsupported = variant.unsupported(case)
     if unsupported:
         return [*lines, (f"  not for this case: {unsupported}", 2)]
     if variant.config is None:
         return [*lines, ("  no knobs", 2)]
-    lines += [(f"  {' '.join(part.split())}", 2) for part in (inspect.getdoc(variant.config) or "").split("\n\n")]
+    said, _, knobs = (inspect.getdoc(variant.config) or "").partition("\n\nAttributes:\n")
+    lines += [(f"  {' '.join(part.split())}", 2) for part in said.split("\n\n")]
+    meanings = dict(_KNOB.findall(knobs))
     default = variant.default_config(case)
     space = variant.space(case)
     for field in dataclasses.fields(variant.config):
         values = ", ".join(map(str, space.get(field.name, ())))
         knob = f"  {field.name:<12} default {getattr(default, field.name, '-')!s:<8} from "
         lines.append((knob + values, len(knob)))
+        if field.name in meanings:
+            lines.append((f"  {'':<12} {' '.join(meanings[field.name].split())}", 15))
     return [*lines, (f"  {sum(1 for _ in variant.configs(case))} valid configs", 2)]

@@ -123,7 +123,7 @@ def _place(error: BaseException) -> str:
 
 
 def _module(name: str) -> Any:
-    """A module by name, also from the working folder, or a .py file; its folder goes on the path, where workers find it too."""
+    """Import a module, also of the working folder, or a .py file; its folder goes on the path, where workers find it too."""
     file = Path(name).absolute() if name.endswith(".py") else None
     folder = str(file.parent if file else Path.cwd())
     if folder not in sys.path:

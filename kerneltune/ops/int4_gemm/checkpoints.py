@@ -13,8 +13,10 @@ def from_gptq(
     *,
     v2: bool = False,
 ) -> Codes:
-    """GPTQ's plain packing: qweight (K / 8, M) int32, eight k of a row in one word, the first in the lowest bits; qzeros
-    (K / group, M / 8) int32, eight rows' zero points less one, or None for 8; scales (K / group, M).
+    """Read GPTQ's plain packing.
+
+    qweight (K / 8, M) int32: eight k of a row in one word, the first in the lowest bits. qzeros (K / group, M / 8) int32: zero
+    points of eight rows less one, or None for 8. scales (K / group, M).
 
     Args:
         g_idx: (K,) the group of every k, where the checkpoint has it. Groups must be of consecutive k, as they are without
@@ -59,8 +61,10 @@ def to_gptq(codes: Codes, *, v2: bool = False) -> tuple[torch.Tensor, torch.Tens
 
 
 def from_awq(qweight: torch.Tensor, qzeros: torch.Tensor | None, scales: torch.Tensor) -> Codes:
-    """AWQ's plain packing: qweight (K, M / 8) int32, eight rows of a k in one word, in the order 0, 2, 4, 6, 1, 3, 5, 7 from the
-    lowest bits; qzeros (K / group, M / 8) alike, or None for 8; scales (K / group, M).
+    """Read AWQ's plain packing.
+
+    qweight (K, M / 8) int32: eight rows of a k in one word, in the order 0, 2, 4, 6, 1, 3, 5, 7 from the lowest bits. qzeros
+    (K / group, M / 8) alike, or None for 8. scales (K / group, M).
 
     Raises:
         ValueError: a wrong shape, type, device or value.
@@ -93,7 +97,7 @@ def to_awq(codes: Codes) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tenso
 
 
 def _check(qweight: torch.Tensor, qzeros: torch.Tensor | None, scales: torch.Tensor, rows_per_word: int) -> None:
-    """What has to fit before codes can be read."""
+    """Check shapes and types before codes are read."""
     for name, words in (("qweight", qweight), ("qzeros", qzeros)):
         if words is not None and (words.ndim != 2 or words.dtype != torch.int32):
             raise ValueError(f"{name} must be a matrix of int32, got {tuple(words.shape)} {words.dtype}")

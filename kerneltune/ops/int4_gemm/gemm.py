@@ -172,11 +172,10 @@ def _no_several_blocks(case: Case, config: Int4Config) -> str | None:
 
 
 def default(case: Case) -> Int4Config:
-    """Return a config for any shape, by rule: the one of the shortest time among few rows per warp and few tokens per program,
-    and among warpgroups.
+    """Return a config for any shape, by rule.
 
-    With eight tokens programs of 16 warps lost to twice as many of eight. Several blocks of rows of single warps are left to a
-    search.
+    Its estimated time is the shortest among programs of few rows per warp and few tokens, and among warpgroups. With eight
+    tokens programs of 16 warps lost to twice as many of eight. Several blocks of rows of single warps are left to a search.
     """
     able = _able(case)
     apart = [c for c in able if c.blocks == 1 and not c.warpgroup]

@@ -1,7 +1,7 @@
 """Weights of four bits: the layout that `int4_gemm` reads, and codes of 16-bit weights.
 
 Codes q are 0 … 15; a weight is (q - z) s with one scale s, and one zero point z, per row and group of consecutive k; z is 8
-where no zero points are given. Launches nothing of its own. May import torch.
+where no zero points are given. Launches nothing of its own.
 """
 
 from typing import NamedTuple
@@ -68,12 +68,12 @@ def check_sizes(rows: int, depth: int, group: int) -> None:
 
 
 def block_shape(rows: int, depth: int) -> tuple[int, ...]:
-    """The shape of `Int4Weight.packed`."""
+    """Return the shape of `Int4Weight.packed`."""
     return cdiv(depth, DEPTH), cdiv(rows, ROWS), 8, 8, 4, 4
 
 
 def scale_shape(rows: int, depth: int, group: int) -> tuple[int, ...]:
-    """The shape of `Int4Weight.scales`."""
+    """Return the shape of `Int4Weight.scales`."""
     blocks = cdiv(depth, group if group not in GROUPS else DEPTH)
     return blocks, cdiv(rows, ROWS), 8, _groups_per_block(group), 8
 
@@ -102,7 +102,7 @@ def pack(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None =
 
 
 def unpack(weight: Int4Weight) -> Codes:
-    """What `pack` was given."""
+    """Return what `pack` was given."""
     rows, depth, group = weight.rows, weight.depth, weight.group
     kb, rb = weight.packed.shape[:2]
     nibbles = out_of_words(weight.packed)[..., [ORDER.index(t) for t in range(8)]]  # (kb, rb, i, j, c, q, t)
@@ -112,8 +112,9 @@ def unpack(weight: Int4Weight) -> Codes:
 
 
 def quantise(w: torch.Tensor, group: int, zeros: bool = False) -> Codes:
-    """Weights (M, K) of fp16 or bf16 to the nearest codes, group by group: -8 … 7 times a scale that fits the largest, or with
-    zero points 0 … 15 from the smallest to the largest.
+    """Quantize weights (M, K) of fp16 or bf16 to the nearest codes, group by group.
+
+    Codes are -8 … 7 times a scale that fits the largest, or with zero points 0 … 15 from the smallest to the largest.
 
     Raises:
         ValueError: sizes that cannot be packed, or weights that are not finite.
@@ -137,7 +138,7 @@ def quantise(w: torch.Tensor, group: int, zeros: bool = False) -> Codes:
 
 
 def dequantise(weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
-    """The weights (M, K): codes less zero points, exactly, times scales, in `dtype`."""
+    """Return the weights (M, K): codes less zero points, exactly, times scales, in `dtype`."""
     codes, scales, zeros = unpack(weight)
     z = torch.full_like(scales, MIDDLE) if zeros is None else zeros
     steps = codes.view(weight.rows, -1, weight.group).to(dtype) - z.to(dtype)[:, :, None]
@@ -184,7 +185,7 @@ def _arrange(values: torch.Tensor, rows: int, depth: int, group: int) -> torch.T
 
 
 def _rearrange(values: torch.Tensor, rows: int, groups: int) -> torch.Tensor:
-    """What `_arrange` was given."""
+    """Return what `_arrange` was given."""
     blocks, rb, _, per_block, _ = values.shape
     return values.permute(1, 2, 4, 0, 3).reshape(rb * ROWS, blocks * per_block)[:rows, :groups].contiguous()
 
@@ -197,6 +198,6 @@ def into_words(nibbles: torch.Tensor) -> torch.Tensor:
 
 
 def out_of_words(words: torch.Tensor) -> torch.Tensor:
-    """What `into_words` was given, uint8."""
+    """Return what `into_words` was given, uint8."""
     shifts = torch.arange(0, 32, 4, device=words.device, dtype=torch.int32)
     return ((words[..., None] >> shifts) & 15).to(torch.uint8)

@@ -1,4 +1,4 @@
-"""What a user would pick instead, each on weights in its own layout, made once. Imports the peers when they run."""
+"""Peers, each on weights in its own layout, made once. A peer is imported when it runs."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ from kerneltune.spec import Case, Inputs, Outputs, Variant
 
 
 def dequantised(inputs: Inputs, _config: None) -> Outputs:
-    """torch's product with weights of 16 bits."""
+    """Run torch's product with weights of 16 bits."""
     return {"y": torch.nn.functional.linear(inputs["x"], inputs["forms"].dequantised, inputs.get("bias"))}
 
 
 def tinygemm(inputs: Inputs, _config: None) -> Outputs:
-    """The kernel for four bits in torch itself."""
+    """Run torch's own kernel for four bits."""
     forms: Forms = inputs["forms"]
     packed, scales_and_zeros = forms.other("tinygemm", _tinygemm_weight)
     y = torch.ops.aten._weight_int4pack_mm(inputs["x"], packed, forms.weight.group, scales_and_zeros)
@@ -23,14 +23,14 @@ def tinygemm(inputs: Inputs, _config: None) -> Outputs:
 
 
 def humming(inputs: Inputs, _config: None) -> Outputs:
-    """humming-kernels with its own choice of tiles."""
+    """Run humming-kernels with its own choice of tiles."""
     layer = inputs["forms"].other("humming", _humming_layer)
     y = layer(inputs["x"])
     return {"y": y + inputs["bias"] if "bias" in inputs else y}
 
 
 def gemlite(inputs: Inputs, _config: None) -> Outputs:
-    """gemlite's Triton kernels with their own tuning."""
+    """Run gemlite's Triton kernels with their own tuning."""
     y = inputs["forms"].other("gemlite", _gemlite_layer)(inputs["x"])
     return {"y": y + inputs["bias"] if "bias" in inputs else y}
 
@@ -68,7 +68,7 @@ def _gemlite_layer(forms: Forms) -> Any:
 
 
 def not_tinygemm(case: Case) -> str | None:
-    """tinygemm takes bf16, a GPU, groups of 32 to 256 and whole tiles."""
+    """Refuse what tinygemm does not support: it takes bf16, a GPU, groups of 32 to 256 and whole tiles."""
     if case.dtype != "bfloat16":
         return "takes bfloat16 alone"
     if case["M"] % 8 or case["K"] % 128 or group_size(case) not in (32, 64, 128, 256):
@@ -77,12 +77,12 @@ def not_tinygemm(case: Case) -> str | None:
 
 
 def not_humming(case: Case) -> str | None:
-    """humming takes whole tiles on a GPU."""
+    """Refuse what humming does not support: it takes whole tiles on a GPU."""
     return "needs M % 64 == 0 and K % 128 == 0" if case["M"] % 64 or case["K"] % 128 else _not_symmetric_on_a_gpu(case)
 
 
 def not_gemlite(case: Case) -> str | None:
-    """gemlite takes whole tiles on a GPU."""
+    """Refuse what gemlite does not support: it takes whole tiles on a GPU."""
     return "needs M % 32 == 0 and K % 32 == 0" if case["M"] % 32 or case["K"] % 32 else _not_symmetric_on_a_gpu(case)
 
 

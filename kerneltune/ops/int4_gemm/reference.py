@@ -1,6 +1,6 @@
-"""Inputs, the formula in fp64, how far from it a result may be, and the weights as baselines and peers want them.
+"""Inputs, formula in fp64 and tolerance of `int4_gemm`, and the weights in the layouts of baselines and peers.
 
-y = x · wᵀ + bias, w = (q - z) s      Shares no code with the kernels. May import torch and packing.
+y = x · wᵀ + bias, w = (q - z) s      Shares no code with the kernels.
 """
 
 from collections.abc import Callable
@@ -31,29 +31,29 @@ class Forms:
 
     @cached_property
     def plain(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Codes (M, K / 2) uint8, k even in the low half; scales and zeros (M, groups) of one type."""
+        """Return codes (M, K / 2) uint8, k even in the low half; scales and zeros (M, groups) of one type."""
         codes, scales, zeros = packing.unpack(self.weight)
         return codes[:, 0::2] | (codes[:, 1::2] << 4), scales, None if zeros is None else zeros.to(scales.dtype)
 
     @cached_property
     def dequantised(self) -> torch.Tensor:
-        """(M, K) of the scales' type."""
+        """Return the weights (M, K) of the scales' type."""
         return packing.dequantise(self.weight, self.weight.scales.dtype)
 
     def other(self, name: str, make: Callable[["Forms"], Any]) -> Any:
-        """What `make` gives, remembered under a name."""
+        """Return what `make` gives, remembered under a name."""
         if name not in self._others:
             self._others[name] = make(self)
         return self._others[name]
 
 
 def group_size(case: Case) -> int:
-    """k that share a scale."""
+    """Return the k that share a scale."""
     return int(case.option("group")) or case["K"]
 
 
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
-    """x (N, K), packed, scales, zeros and bias as the case has them; weight, which holds them; forms, for baselines and peers."""
+    """Draw x (N, K), packed, scales, zeros and bias as the case has them; weight holds these, forms other layouts."""
     N, M, K, group, dtype = case["N"], case["M"], case["K"], group_size(case), getattr(torch, case.dtype)
     packing.check_sizes(M, K, group)
     shape = packing.scale_shape(M, K, group)
@@ -79,8 +79,11 @@ def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
 
 
 def reference(inputs: Inputs) -> Outputs:
-    """y in fp64; spread, the root of the sum of the squares of the products that y adds up; rounded, the product of x with
-    weights rounded to its type, in that type."""
+    """Return y in fp64, spread and rounded.
+
+    spread: the root of the sum of the squares of the products that y adds up. rounded: the product of x with weights rounded to
+    its type, in that type.
+    """
     x, weight = inputs["x"], inputs["weight"]
     codes, scales, zeros = packing.unpack(weight)
     groups = scales.shape[1]
@@ -102,8 +105,10 @@ def reference(inputs: Inputs) -> Outputs:
 
 
 def compare(_case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
-    """Every element within what rounding weights and result explains, and on average no further from fp64 than one and a half
-    times the product of x with the rounded weights."""
+    """Compare every element within the rounding of weights and result.
+
+    On average y may be 1.5 times as far from fp64 as the product of x with the rounded weights.
+    """
     got, want = outputs["y"], expected["y"]
     unit = torch.finfo(inputs["x"].dtype).eps * (0.5 if got.is_cuda else 1)  # Triton's interpreter truncates bf16
     errors = close("y", got, want.float(), 2 * unit, (6 * unit * expected["spread"]).float())
@@ -115,7 +120,7 @@ def compare(_case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) ->
 
 
 def traffic(case: Case) -> Traffic:
-    """x, codes, scales, zero points and bias read, y written; codes and scales in whole blocks."""
+    """Return the bytes of x, codes, scales, zero points and bias read, and of y written; codes and scales in whole blocks."""
     N, M, K = case["N"], case["M"], case["K"]
     kb, rb = packing.block_shape(M, K)[:2]
     scales = torch.Size(packing.scale_shape(M, K, group_size(case))).numel() * (2 if case.option("zeros") else 1)
@@ -124,7 +129,7 @@ def traffic(case: Case) -> Traffic:
 
 
 def flops(case: Case) -> int:
-    """Two for every weight and token."""
+    """Return two operations for every weight and token."""
     return 2 * case["N"] * case["M"] * case["K"]
 
 

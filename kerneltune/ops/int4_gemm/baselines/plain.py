@@ -1,7 +1,6 @@
-"""The straightforward kernels, on codes in their natural order: K tiles no longer than a group, shift-and-mask unpacking.
+"""Straightforward kernels, on codes in their natural order: K tiles no longer than a group, shift-and-mask unpacking.
 
-A grid over tiles (`baseline`), the contraction in equal parts (`splitk`), or equal parts of all work (`streamk`). May import
-device, spec, tl_gemm, tl_lib, workspace.
+A grid over tiles (`baseline`), the contraction in equal parts (`splitk`), or equal parts of all work (`streamk`).
 """
 
 from contextlib import nullcontext
@@ -24,7 +23,15 @@ from kerneltune.spec import Case, Inputs, Outputs, Space, Variant
 
 @dataclass(frozen=True, slots=True)
 class PlainConfig:
-    """tokens, rows, depth: of a tile of x, w and k; warps; stages: of the load pipeline."""
+    """How a product is computed by a program per tile.
+
+    Attributes:
+        tokens: rows of a tile of x.
+        rows: of a tile of w.
+        depth: k of both tiles.
+        warps: of a program.
+        stages: of the load pipeline.
+    """
 
     tokens: int
     rows: int
@@ -35,7 +42,16 @@ class PlainConfig:
 
 @dataclass(frozen=True, slots=True)
 class SplitConfig:
-    """As PlainConfig; splits: programs that share a tile's k."""
+    """How a product is computed by several programs per tile.
+
+    Attributes:
+        tokens: rows of a tile of x.
+        rows: of a tile of w.
+        depth: k of both tiles.
+        warps: of a program.
+        stages: of the load pipeline.
+        splits: programs that share a tile's k.
+    """
 
     tokens: int
     rows: int
@@ -47,7 +63,16 @@ class SplitConfig:
 
 @dataclass(frozen=True, slots=True)
 class StreamConfig:
-    """As PlainConfig; ctas: programs per multiprocessor, which share all of the work equally."""
+    """How a product is computed by programs with equal parts of all work.
+
+    Attributes:
+        tokens: rows of a tile of x.
+        rows: of a tile of w.
+        depth: k of both tiles.
+        warps: of a program.
+        stages: of the load pipeline.
+        ctas: programs per SM.
+    """
 
     tokens: int
     rows: int
@@ -62,7 +87,7 @@ def _product(
     x_ptr, q_ptr, scale_ptr, zero_ptr, first_token, first_row, start, end, N, M, K, groups, GROUP,
     ZEROS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """(TOKENS, ROWS) fp32 of the tiles start … end - 1 of k."""
+    """Return (TOKENS, ROWS) fp32 of the tiles start … end - 1 of k."""
     tokens = first_token + tl.arange(0, TOKENS)
     rows = first_row + tl.arange(0, ROWS)
     live = (rows < M)[:, None]
@@ -123,7 +148,7 @@ def _streamk(
     ZEROS: tl.constexpr, BIAS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Program p takes the pieces p share … of all tiles' pieces of k, one behind the other; at most PARTS share a tile."""
+    """Take, in program p, the pieces p share … of all tiles' pieces of k, one behind the other; at most PARTS share a tile."""
     depth = K // DEPTH
     row_tiles = tl.cdiv(M, ROWS)
     at = tl.program_id(0) * share
@@ -155,12 +180,12 @@ def _streamk(
 
 
 def run_baseline(inputs: Inputs, config: PlainConfig) -> Outputs:
-    """A program per tile."""
+    """Run a program per tile."""
     return _run_split(inputs, SplitConfig(config.tokens, config.rows, config.depth, config.warps, config.stages, splits=1))
 
 
 def run_splitk(inputs: Inputs, config: SplitConfig) -> Outputs:
-    """`splits` programs per tile."""
+    """Run `splits` programs per tile."""
     return _run_split(inputs, config)
 
 
@@ -176,7 +201,7 @@ def _run_split(inputs: Inputs, c: SplitConfig) -> Outputs:
 
 
 def run_streamk(inputs: Inputs, c: StreamConfig) -> Outputs:
-    """`ctas` programs per multiprocessor, with equal parts of the work of all tiles."""
+    """Run `ctas` programs per SM, with equal parts of the work of all tiles."""
     arguments, tile, y, tiles = _arguments(inputs, c)
     (N, M), K = y.shape, inputs["x"].shape[1]
     depth = K // c.depth
@@ -195,7 +220,7 @@ def run_streamk(inputs: Inputs, c: StreamConfig) -> Outputs:
 def _arguments(
     inputs: Inputs, c: PlainConfig | SplitConfig | StreamConfig
 ) -> tuple[tuple[torch.Tensor, ...], dict[str, Any], torch.Tensor, int]:
-    """Inputs of a kernel, its tile, y, and the number of tiles."""
+    """Return the inputs of a kernel, its tile, y, and the count of tiles."""
     x, (codes, scales, zeros), bias = inputs["x"], inputs["forms"].plain, inputs.get("bias")
     N, M = x.shape[0], codes.shape[0]
     y = torch.empty((N, M), dtype=x.dtype, device=x.device)
@@ -208,7 +233,7 @@ def _arguments(
 
 
 def baseline_space(case: Case) -> Space:
-    """Tiles of one group or less."""
+    """Offer tiles of one group or less."""
     N = case["N"]
     return {
         "tokens": tuple(t for t in (16, 32, 64, 128) if t == 16 or t < 2 * N),
@@ -220,17 +245,17 @@ def baseline_space(case: Case) -> Space:
 
 
 def split_space(case: Case) -> Space:
-    """The same, and the number of parts."""
+    """Offer tiles of one group or less, and counts of parts."""
     return {**baseline_space(case), "splits": (2, 4, 8, 16)}
 
 
 def stream_space(case: Case) -> Space:
-    """The same, and programs per multiprocessor."""
+    """Offer tiles of one group or less, and programs per SM."""
     return {**baseline_space(case), "ctas": (1, 2, 4)}
 
 
 def valid(case: Case, config: PlainConfig | SplitConfig | StreamConfig) -> str | None:
-    """Why a config cannot run, or cannot be worth running."""
+    """Say why a config cannot run, or cannot be worth running."""
     if group_size(case) % config.depth or case["K"] % config.depth:
         return f"tiles of {config.depth} k in groups of {group_size(case)}"
     if config.tokens * config.rows > 8192:
@@ -240,7 +265,7 @@ def valid(case: Case, config: PlainConfig | SplitConfig | StreamConfig) -> str |
 
 
 def _tile(case: Case) -> dict[str, int]:
-    """The knobs that all three have.
+    """Return the knobs that all three designs have.
 
     Raises:
         ValueError: sizes that cannot be packed.
@@ -251,18 +276,18 @@ def _tile(case: Case) -> dict[str, int]:
 
 
 def baseline_default(case: Case) -> PlainConfig:
-    """A config for any shape, by rule."""
+    """Return a config for any shape, by rule."""
     return PlainConfig(**_tile(case))
 
 
 def split_default(case: Case) -> SplitConfig:
-    """A config for any shape, by rule: as many parts, to eight, as there are tiles of k."""
+    """Return a config for any shape, by rule: as many parts, to eight, as there are tiles of k."""
     tile = _tile(case)
     return SplitConfig(**tile, splits=min(8, case["K"] // tile["depth"]))
 
 
 def stream_default(case: Case) -> StreamConfig:
-    """A config for any shape, by rule."""
+    """Return a config for any shape, by rule."""
     return StreamConfig(**_tile(case), ctas=2)
 
 

@@ -1,16 +1,14 @@
-"""The kernel of `int4_gemm` whose warps multiply in fours (wgmma): codes straight into registers, x through shared memory.
+"""Multiply by warpgroups (wgmma): codes go straight into registers, x through shared memory.
 
-A warp has sixteen rows of w, the four warps of a block its 64, and all warps of a program read one tile of x from shared memory,
+A warp has sixteen rows of w, the warpgroup of a block its 64, and all warps of a program read one tile of x from shared memory,
 half a block of k at a time. Of sixteen k that are multiplied at once a lane holds two neighbours and the two that are eight
 further on, and the packed layout gives it eight neighbours: so x is put into the order of the codes on its way to shared memory.
-A multiprocessor has room for sixteen such warps with 32 tokens, and for eight of `kernels`. Both tiles of x of a step are stored
-before the first is read, so that a step has two barriers. So it is with Triton 3.6; 3.7.1 moves the numbers of w and the scales
+An SM has room for sixteen such warps with 32 tokens, and for eight of `kernels`. Both tiles of x of a step are stored
+before the first is read, so that a step has two barriers. So it is with Triton 3.6; 3.7.1 moves the elements of w and the scales
 through shared memory, too, with six barriers to a step.
 
 ptxas before 13.3 may overwrite the registers of a wgmma that still reads them. Here every wgmma is waited for before the next
-codes are turned into numbers, and all configs must multiply whole numbers exactly before they are timed.
-
-May import triton, tl_gemm, tl_lib and kernels.
+codes become elements, and all configs must multiply whole numbers exactly before they are timed.
 """
 
 import triton
@@ -19,12 +17,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kerneltune.kernel_lib.tl_gemm import dot
 from kerneltune.kernel_lib.tl_lib import only_if, since_sm_90, wide
-from kerneltune.ops.int4_gemm.kernels.warps import codes, finish, halves, into_l2, numbers_of, values_of
+from kerneltune.ops.int4_gemm.kernels.warps import codes, elements_of, finish, halves, into_l2, values_of
 
 
 @triton.jit
 def _in_order(x):
-    """x (TOKENS, 64) as (64, TOKENS), its k in the order in which `numbers_of` makes numbers of two words."""
+    """Return x (TOKENS, 64) as (64, TOKENS), its k in the order in which `elements_of` makes elements of two words."""
     TOKENS: tl.constexpr = x.shape[0]
     x = tl.reshape(x, (TOKENS, 2, 4, 2, 2, 2))  # quarter, c, a, b, e
     return tl.trans(tl.reshape(tl.permute(x, (0, 1, 4, 3, 2, 5)), (TOKENS, 64)))
@@ -32,22 +30,22 @@ def _in_order(x):
 
 @triton.jit
 def _tokens(x_ptrs, live, some, k, K):
-    """Values of x, 0 past the ends. live: which tokens there are; some: whether any are wanted."""
+    """Load x, 0 past the ends. live: which tokens there are; some: whether any are wanted."""
     return tl.load(x_ptrs, mask=only_if(live & (k < K), some), other=0.0)
 
 
 @triton.jit
 def _product(words, zeros, x, sums, HALF: tl.constexpr, GROUPS: tl.constexpr, ZEROS: tl.constexpr):
-    """sums + what half a block of k adds without its scales: words (4, 8, W, 2, 2), x (64, TOKENS), sums (16 W, TOKENS)."""
+    """Add half a block of k, without its scales, to sums: words (4, 8, W, 2, 2), x (64, TOKENS), sums (16 W, TOKENS)."""
     W: tl.constexpr = words.shape[2]
     q: tl.constexpr = 2 * HALF
-    w = numbers_of(words, values_of(zeros, q, GROUPS), values_of(zeros, q + 1, GROUPS), ZEROS, x.dtype)
+    w = elements_of(words, values_of(zeros, q, GROUPS), values_of(zeros, q + 1, GROUPS), ZEROS, x.dtype)
     return dot(tl.reshape(tl.permute(w, (2, 3, 1, 5, 7, 6, 0, 4)), (16 * W, 64)), x, sums)
 
 
 @triton.jit
 def _scaled(sums, scales, q: tl.constexpr, GROUPS: tl.constexpr):
-    """sums (16 W, TOKENS) times the scales of a quarter of the block."""
+    """Multiply sums (16 W, TOKENS) with the scales of a quarter of the block."""
     W: tl.constexpr = scales.shape[2]
     TOKENS: tl.constexpr = sums.shape[1]
     scale = tl.permute(values_of(scales, q, GROUPS).to(tl.float32), (2, 3, 1, 0))[:, :, :, None, :, None]
@@ -60,8 +58,9 @@ def _int4_gemm_by_warpgroups(
     GROUPS: tl.constexpr, ONE_GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr, PREFETCH: tl.constexpr,
     TOKENS: tl.constexpr, STEPS: tl.constexpr, SPLITS: tl.constexpr, BLOCKS: tl.constexpr, LEAD: tl.constexpr,
 ):  # fmt: skip
-    """y (N, M): a program takes TOKENS rows of x, BLOCKS blocks of 64 rows of w, and 128 STEPS of k, the last split what is left.
+    """Write y (N, M).
 
+    A program takes TOKENS rows of x, BLOCKS blocks of 64 rows of w, and 128 STEPS of k, the last split the rest.
     PREFETCH: as in `kernels`, of the first LEAD steps. GROUPS: at most two groups in 128 of k.
     """
     W: tl.constexpr = 4 * BLOCKS

@@ -1,15 +1,14 @@
-"""The kernel of `int4_gemm` whose warps multiply alone, and what `warpgroups` shares with it: no shared memory on the way from
-memory to the tensor cores.
+"""Multiply by single warps (mma.sync), without shared memory on the way from memory to the tensor cores.
 
 Each warp loads the codes of its rows and its k straight into the registers in which mma.sync wants its first operand, those of
 the next block while it multiplies with this one; x comes as the second operand in the same way. Codes less their zero points
-are exact in 16 bits, so sums over a group are those of whole numbers times x, and a scale multiplies a sum. Tensors have an axis
+are exact in 16 bits, so sums over a group are those of integers times x, and a scale multiplies a sum. Tensors have an axis
 for the four lanes that share a row (c) and one for the eight rows of lanes (j), fastest first, since that is how Triton deals
-out lanes. May import triton, tl_gemm and tl_lib.
+out lanes. `warpgroups` shares the unpacking of codes.
 
 The warps of several blocks of rows in one program read the same x at the same time, which goes from L2 to L1 once for all.
 Where there are registers for it warps load x a step ahead. With 16 tokens and more than two steps the registers are those of
-the next codes, which then come half a step later. With 32 tokens a warp needs so many that a multiprocessor holds eight, too few
+the next codes, which then come half a step later. With 32 tokens a warp needs so many that an SM holds eight, too few
 to wait for L2 in turn. For 32 tokens, m = 3584 and k = 8192 in 112 programs of eight warps a scheduler issues 8 steps x 2 warps x
 411 instructions, 3.4 us; through L2 go 14.7 MB of codes and 29.4 MB of x.
 """
@@ -46,9 +45,10 @@ _LOADS_BF16 = "".join(
 
 
 def _steps(loads: str, number: str, even: str, odd: str, zeros: bool) -> str:
-    """PTX from two words of codes ($8, $9), with `zeros` the zero points of each ($10, $11), to eight pairs of q - z. even, odd:
-    what the loads of even and odd pairs are too large by, as two numbers of that type with their signs turned; 8 more where
-    there are no zero points."""
+    """Return PTX from two words of codes ($8, $9) to eight pairs of q - z, with `zeros` the zero points of each ($10, $11).
+
+    even, odd: the excess of the loads of even and odd pairs, negated, as two values of that type; 8 more without zero points.
+    """
     lines = ["{", ".reg .b32 t, u, a0, a1, b0, b1;", loads, f"mov.b32 a0, {even};", f"mov.b32 a1, {odd};"]
     if zeros:  # -1024 - z and -64 - z are exact
         lines += [f"sub.rn.{number} b{h}, a{h}, $11;" for h in range(2)] + [f"sub.rn.{number} a{h}, a{h}, $10;" for h in range(2)]
@@ -68,13 +68,13 @@ _EIGHT_BF16 = tl.constexpr((tl.bfloat16,) * 8)
 
 @triton.jit
 def _unpack(words, j: tl.constexpr):
-    """Codes 2 j and 2 j + 1 of words (…), as (…, 2)."""
+    """Return codes 2 j and 2 j + 1 of words (…), as (…, 2)."""
     return tl.join((words >> (4 * j)) & 15, (words >> (4 * j + 16)) & 15)
 
 
 @triton.jit
 def _eight(PTX: tl.constexpr, operands, DTYPES: tl.constexpr):
-    """Eight tiles of pairs from the PTX of `_steps`."""
+    """Return eight tiles of pairs from the PTX of `_steps`."""
     return tl.inline_asm_elementwise(
         PTX, _CONSTRAINTS_ZEROS if len(operands) == 3 else _CONSTRAINTS, operands, dtype=DTYPES, is_pure=True, pack=2
     )
@@ -82,15 +82,17 @@ def _eight(PTX: tl.constexpr, operands, DTYPES: tl.constexpr):
 
 @triton.jit
 def _of_both_words(values):
-    """(…, i) as (…, i, 2)."""
+    """Return (…, i) as (…, i, 2)."""
     shape: tl.constexpr = values.shape
     return tl.broadcast_to(values[:, :, :, :, None], (shape[0], shape[1], shape[2], shape[3], 2))
 
 
 @triton.jit
-def numbers_of(words, zero_a, zero_b, ZEROS: tl.constexpr, dtype: tl.constexpr):
-    """q - z (c, j, W, i, 2 e, 2 word, 2, 2) of code words (c, j, W, i, 2 word) and the zero points (c, j, W, i) of each: of word
-    w the code 4 a + 2 b + e at [e, w, a, b]."""
+def elements_of(words, zero_a, zero_b, ZEROS: tl.constexpr, dtype: tl.constexpr):
+    """Return q - z (c, j, W, i, 2 e, 2 word, 2, 2) of code words (c, j, W, i, 2 word) and the zero points (c, j, W, i) of each.
+
+    The code 4 a + 2 b + e of word w lies at [e, w, a, b].
+    """
     if is_cuda():
         if ZEROS:
             operands = [words, _of_both_words(zero_a), _of_both_words(zero_b)]
@@ -120,7 +122,7 @@ def numbers_of(words, zero_a, zero_b, ZEROS: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def values_of(tile, q: tl.constexpr, GROUPS: tl.constexpr):
-    """Of scales (4, 8, W, G, i) those of quarter q of the block, as (4, 8, W, i)."""
+    """Select those of scales (4, 8, W, G, i) that quarter q of the block has, as (4, 8, W, i)."""
     if GROUPS == 1:
         return tl.reshape(tile, (tile.shape[0], tile.shape[1], tile.shape[2], tile.shape[4]))
     elif GROUPS == 2:
@@ -135,8 +137,10 @@ def values_of(tile, q: tl.constexpr, GROUPS: tl.constexpr):
 
 @triton.jit
 def _scaled_sums(w, x, scale, Q: tl.constexpr, R: tl.constexpr, W: tl.constexpr, TOKENS: tl.constexpr):
-    """scale times the product over Q quarters of a block, as (W, i, j, TOKENS / 8, 4, 2): w as in `numbers_of`; x (c, token, W,
-    token, Q, 2, 2, 2)."""
+    """Return scale times the product over Q quarters of a block, as (W, i, j, TOKENS / 8, 4, 2).
+
+    w as in `elements_of`; x (c, token, W, token, Q, 2, 2, 2).
+    """
     # both over (quarter, b, c, a, e)
     w = tl.reshape(tl.permute(w, (2, 3, 1, 5, 7, 0, 6, 4)), (W, 8 * R, 32 * Q))
     x = tl.reshape(tl.permute(x, (2, 4, 6, 0, 5, 7, 3, 1)), (W, 32 * Q, TOKENS))
@@ -147,12 +151,12 @@ def _scaled_sums(w, x, scale, Q: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 
 @triton.jit
 def _half_block(words, scales, zeros, x, HALF: tl.constexpr, GROUPS: tl.constexpr, ZEROS: tl.constexpr):
-    """What half a block of k adds: words (4, 8, W, i, 2), scales and zeros (4, 8, W, G, i), x (4, 8, W, TOKENS / 8, 2, 8)."""
+    """Sum half a block of k: words (4, 8, W, i, 2), scales and zeros (4, 8, W, G, i), x (4, 8, W, TOKENS / 8, 2, 8)."""
     W: tl.constexpr = words.shape[2]
     R: tl.constexpr = words.shape[3]
     TOKENS: tl.constexpr = 8 * x.shape[3]
     q: tl.constexpr = 2 * HALF
-    w = numbers_of(words, values_of(zeros, q, GROUPS), values_of(zeros, q + 1, GROUPS), ZEROS, x.dtype)
+    w = elements_of(words, values_of(zeros, q, GROUPS), values_of(zeros, q + 1, GROUPS), ZEROS, x.dtype)
     x = tl.reshape(x, (4, 8, W, TOKENS // 8, 2, 2, 2, 2))
     first, second = values_of(scales, q, GROUPS), values_of(scales, q + 1, GROUPS)
     if GROUPS < 4:
@@ -167,7 +171,7 @@ def _half_block(words, scales, zeros, x, HALF: tl.constexpr, GROUPS: tl.constexp
 
 @triton.jit
 def _sum_over_warps(y, ALONG: tl.constexpr, PIECES: tl.constexpr, R: tl.constexpr, TOKENS: tl.constexpr):
-    """(ALONG PIECES, 8 i, TOKENS) to (PIECES, 8 i, TOKENS), pairwise; splitting moves the parts to one thread in one exchange."""
+    """Sum (ALONG PIECES, 8 i, TOKENS) to (PIECES, 8 i, TOKENS) by pairs; a split moves parts to one thread in one exchange."""
     if ALONG == 1:
         return y
     elif ALONG == 2:
@@ -200,7 +204,7 @@ def into_l2(ptrs, lane, live, count):
 
 @triton.jit
 def _tokens(x_ptrs, live, k6, K, FULL: tl.constexpr, EVEN: tl.constexpr):
-    """Values of x; 0 past the ends."""
+    """Load x; 0 past the ends."""
     if FULL and EVEN:
         return tl.load(x_ptrs)
     elif EVEN:
@@ -211,7 +215,7 @@ def _tokens(x_ptrs, live, k6, K, FULL: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def codes(ptrs, live, EVEN: tl.constexpr):
-    """Codes or scales; 0 past the ends."""
+    """Load codes or scales; 0 past the ends."""
     if EVEN:
         return tl.load(ptrs)
     else:
@@ -220,7 +224,7 @@ def codes(ptrs, live, EVEN: tl.constexpr):
 
 @triton.jit
 def halves(words):
-    """The words of both halves of a block of k."""
+    """Split the words of a block of k into its halves."""
     shape: tl.constexpr = words.shape
     return tl.split(tl.permute(tl.reshape(words, (4, 8, shape[2], shape[3], 2, 2)), (0, 1, 2, 3, 5, 4)))
 
@@ -254,12 +258,12 @@ def _int4_gemm(
     TOKENS: tl.constexpr, ROWS: tl.constexpr, ALONG: tl.constexpr, STEPS: tl.constexpr,
     SPLITS: tl.constexpr, BLOCKS: tl.constexpr, LEAD: tl.constexpr, AHEAD: tl.constexpr, LAST_APART: tl.constexpr,
 ):  # fmt: skip
-    """y (N, M): a program takes TOKENS rows of x, BLOCKS blocks of 64 rows of w, and 128 ALONG STEPS of k; a warp ROWS rows and
-    128 STEPS of k.
+    """Write y (N, M).
 
+    A program takes TOKENS rows of x, BLOCKS blocks of 64 rows of w, and 128 ALONG STEPS of k; a warp ROWS rows and 128 STEPS.
     FULL: N is a multiple of TOKENS. EVEN: the programs take exactly K; LAST_SHORTER: those of the last split in fewer steps.
     PREFETCH: ask L2 for x and the first LEAD blocks of every warp while the kernel in front still runs, and read nothing before
-    its end, so that it may be the one that writes them: L2 is where all multiprocessors meet. AHEAD: load x a step ahead of its
+    its end, so that it may be the one that writes them: L2 is where all SMs meet. AHEAD: load x a step ahead of its
     use. LAST_APART: the last step follows the loop, which loads nothing past the end and codes between the halves of a block; of
     even programs AHEAD, without zero points.
     """
