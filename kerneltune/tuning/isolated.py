@@ -46,6 +46,11 @@ class Named:
     variant: str
 
     def load(self) -> tuple[Op, Variant]:
+        """Import the operator.
+
+        Raises:
+            ValueError: neither `OP` nor `OPS` of the module, or of a package that holds it, is or has the operator.
+        """
         parts = self.module.split(".")
         for length in range(len(parts), 0, -1):
             module = importlib.import_module(".".join(parts[:length]))
