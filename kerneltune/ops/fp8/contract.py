@@ -195,10 +195,10 @@ def check_weights(name: str, w: torch.Tensor) -> None:
         raise ValueError(f"{name} must be column-major, strides {(w.shape[1] * w.shape[2], 1, w.shape[1])}, got {w.stride()}")
 
 
-def check_offs(offs: torch.Tensor, M: int, device: torch.device, whole: bool = True) -> None:
+def check_offs(offs: torch.Tensor, M: int, device: torch.device) -> None:
     """Check group ends (G,) int32: on the device, contiguous, at least one.
 
-    Under TRITON_DEBUG=1 the device asserts that they are ends within M rows, the last at M if `whole`.
+    Under TRITON_DEBUG=1 the device asserts that they are ends within M rows.
 
     Raises:
         ValueError: another shape, dtype, device or stride.
@@ -208,7 +208,7 @@ def check_offs(offs: torch.Tensor, M: int, device: torch.device, whole: bool = T
     if offs.shape[0] > 1 and offs.stride(0) != 1:
         raise ValueError(f"offs must be contiguous, got strides {offs.stride()}")
     if debugging():
-        assert_group_ends(offs, M, whole=whole)
+        assert_group_ends(offs, M)
 
 
 def contiguous_result(

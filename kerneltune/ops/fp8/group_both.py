@@ -90,7 +90,7 @@ def fp8_group_both(
     check_matrix("x", x)
     check_turned("x", x.shape[0])
     cast, (M, K) = Cast(fp8_format, pow2, inverse), x.shape
-    check_offs(offs, M, x.device, whole=False)
+    check_offs(offs, M, x.device)
     found, G = _results(x, offs, fp8_format, aligned), offs.shape[0]
     if not x.numel():
         for scales in (found.scale, found.scale_t):

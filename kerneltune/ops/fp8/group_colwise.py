@@ -132,7 +132,7 @@ def fp8_group_colwise(
     check_matrix("x", x)
     check_turned("x", x.shape[0])
     cast, (M, N) = Cast(fp8_format, pow2, inverse), x.shape
-    check_offs(offs, M, x.device, whole=False)
+    check_offs(offs, M, x.device)
     q, scale = empty_results(x, offs, fp8_format, aligned)
     if M == 0:
         scale.fill_(cast.scale_of_nothing)

@@ -73,7 +73,7 @@ def fp8_group_colwise_dual(
             wanted = f"({x1.shape[0]}, N) {x1.dtype} on {x1.device}"
             raise ValueError(f"{name} must be {wanted} as x1 is, got {tuple(x.shape)} {x.dtype} on {x.device}")
     cast, (M, N1), N2 = Cast(fp8_format, pow2, inverse), x1.shape, x2.shape[1]
-    check_offs(offs, M, x1.device, whole=False)
+    check_offs(offs, M, x1.device)
     (q1, scale1), (q2, scale2) = _results(x1, x2, offs, fp8_format, aligned)
     if M == 0:
         for scale in (scale1, scale2):

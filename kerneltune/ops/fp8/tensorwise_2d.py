@@ -180,7 +180,7 @@ def fp8_tensorwise_2d(
     check_matrix("x", x)
     cast, (M, K) = Cast(fp8_format, pow2, inverse), x.shape
     if offs is not None:
-        check_offs(offs, M, x.device, whole=False)
+        check_offs(offs, M, x.device)
     found = _results(x, fp8_format, layout, offs)
     if layout != "row":
         check_turned("x", M)
@@ -225,7 +225,7 @@ def fp8_delayed_2d(
     """
     check_matrix("x", x)
     M, K = x.shape
-    check_offs(offs, M, x.device, whole=False)
+    check_offs(offs, M, x.device)
     check_like("scale", scale, (1,), torch.float32, x.device)
     check_like("amax", amax, (1,), torch.float32, x.device)
     found = _known_results(x, offs, fp8_format, layout)

@@ -66,7 +66,7 @@ def fp8_tensorwise_group(
     check_matrix("x", x)
     tensorwise_2d.check_layout(layout)
     cast, (M, K) = Cast(fp8_format, pow2, inverse), x.shape
-    check_offs(offs, M, x.device, whole=False)
+    check_offs(offs, M, x.device)
     found = _results(x, offs, fp8_format, layout, aligned)
     if layout != "row":
         check_turned("x", M)
