@@ -71,7 +71,8 @@ def table(found: dict[str, Any]) -> str:
         shown = [f"{value:.2f}" if value is not None else "" for value in numbers]
         tunings = "" if row.get("serving") is None else str(row["serving"]["tunings"])
         difference = "" if row.get("largest_difference") is None else f"{row['largest_difference']:.1e}"
-        lines.append(f"| {row['what']} | {' | '.join(shown)} | {tunings} | {row.get('step_gpu_ms', 0):.2f} | {difference} |")
+        step = f"{row['step_gpu_ms']:.2f}" if "step_gpu_ms" in row else ""
+        lines.append(f"| {row['what']} | {' | '.join(shown)} | {tunings} | {step} | {difference} |")
     same = {json.dumps(row["configs"], sort_keys=True) for row in found["rows"] if row["what"].startswith("served")}
     lines += ["", f"Configs of {sum(row['what'].startswith('served') for row in found['rows'])} served processes: "]
     lines[-1] += "the same" if len(same) == 1 else f"{len(same)} different sets"
