@@ -154,7 +154,7 @@ def path_of(op_name: str, device_slug: str, root: Path | None = None) -> Path:
 
 
 def load(op_name: str, device_slug: str, root: Path | None = None) -> list[Entry]:
-    """The readable entries of an operator; whatever is broken is left out with one warning."""
+    """Return the readable entries of an operator; whatever is broken is left out with one warning."""
     path = path_of(op_name, device_slug, root)
     if not path.exists():
         return []
@@ -210,15 +210,18 @@ def candidates(
     free_options: tuple[str, ...] = (),
     bands: Bands = NO_BANDS,
 ) -> list[Hit]:
-    """Every entry that may serve this case, as `nearness.ranked` says, the nearest first; of two as near that of the policy
-    before one of `cold`, which models run with; then as `in_order`. Only entries of the policy are exact."""
+    """Return every entry that may serve this case, as `nearness.ranked` says, the nearest first.
+
+    Of two as near, the one of the policy comes before one of `cold`, which models run with; then as `in_order`. Only entries of
+    the policy are exact.
+    """
     alike = _alike(path_of(op_name, device_slug, root), variant, policy, quant)
     found = ranked((dict(axes), dtype, dict(options)), alike, free_axes, free_options, bands)
     return [Hit(entry, exact=not any(near) and entry.policy == policy, distance=near[2]) for near, entry in found]
 
 
 def in_order(entries: Iterable[Entry]) -> list[Entry]:
-    """The larger first, by sizes and options, then by the config's text: of two that are as near the first is taken."""
+    """Return the larger first, by sizes and options, then by the config's text: of two that are as near the first is taken."""
     return sorted(entries, key=lambda entry: (-_size(entry), _order(entry.config)))
 
 
@@ -405,7 +408,7 @@ def _chosen(chooser: Chooser, gpu: str, axes: Axes, dtype: str, quant: str, opti
 
 
 def _told(case: Case, hit: Hit, policy: str) -> str:
-    """What an entry is for, as far as it is not for this case, and its config."""
+    """Return what an entry is for, as far as it is not for this case, and its config."""
     sizes = " ".join(f"{axis}={size}" for axis, size in hit.entry.axes)
     changed = "".join(f" {name}={value}" for name, value in hit.entry.options if value != case.option(name))
     changed += f" {hit.entry.policy}" if hit.entry.policy != policy else ""
@@ -427,7 +430,7 @@ def _loaded(path: Path) -> tuple[Entry, ...]:
 
 @lru_cache(maxsize=1024)
 def _alike(path: Path, variant: str, policy: str, quant: str) -> tuple[tuple[Place, Entry], ...]:
-    """The entries of a file for any sizes, element type and options, each with these, in order; `cold` comes last."""
+    """Return the entries of a file for any sizes, element type and options, each with these, in order; `cold` comes last."""
     alike = [e for e in _loaded(path) if (e.variant, e.quant) == (variant, quant)]
     found = [e for wanted in dict.fromkeys((policy, "cold")) for e in in_order(e for e in alike if e.policy == wanted)]
     return tuple(((dict(e.axes), e.dtype, dict(e.options)), e) for e in found)
@@ -486,7 +489,7 @@ def _entry(row: _Row) -> Entry:
 
 
 def _render(op_name: str, device_slug: str, entries: Sequence[Entry]) -> str:
-    """The file's text: one entry a line, sorted, so that a diff shows the entries that changed."""
+    """Return the file's text: one entry a line, sorted, so that a diff shows the entries that changed."""
     rows = []
     for entry in sorted(entries, key=lambda e: (*e.identity[:4], _text(e.options), e.axes)):
         values = {f.name: getattr(entry, f.name) for f in fields(Entry)}

@@ -16,12 +16,13 @@ Does not train, draw or print. Imports the standard library, files and rounding.
 """
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from statistics import fmean
 
-from kerneltune.files import replace_text
+from kerneltune.files import bad, read_text, replace_text
 from kerneltune.rounding import cdiv
 
 LAST = 50
@@ -30,6 +31,7 @@ MOST_POINTS = 1000
 """Points of a curve that are drawn at most."""
 _FIELDS = ("title", "loss", "command", "device", "torch", "date")
 _STEP = "step"
+_LARGEST = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +69,11 @@ class Curves:
         for name in _FIELDS:
             value = getattr(self, name)
             if not value or value != " ".join(value.split()):
-                raise _bad(name, value, "words on one line")
+                raise bad(name, value, "words on one line")
         try:
             date.fromisoformat(self.date)
         except ValueError as error:
-            raise _bad("date", self.date, "a day, like 2026-11-21") from error
+            raise bad("date", self.date, "a day, like 2026-11-21") from error
 
     @property
     def finals(self) -> list[Final]:
@@ -87,17 +89,12 @@ class Curves:
 
 
 def load(path: Path) -> Curves:
-    """The curves of a file.
+    """Return the curves of a file.
 
     Raises:
         ValueError: one line `file:line: field: value: expected …`, also for a truncated last line, or `cannot read file: …`.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not readable as UTF-8") from error
+    text = read_text(path, _LARGEST)
     return _parse(text, str(path))
 
 
@@ -115,7 +112,7 @@ def save(path: Path, curves: Curves) -> None:
 
 
 def thinned(curves: Curves) -> tuple[Curves, int]:
-    """The curves to draw, and how many steps each of their points is the mean of; a point stands at the last of its steps."""
+    """Return the curves to draw, and how many steps a point is the mean of; a point stands at the last of its steps."""
     window = cdiv(len(curves.steps), MOST_POINTS)
     if window == 1:
         return curves, 1
@@ -137,10 +134,7 @@ def _parse(text: str, name: str) -> Curves:
             if heading:
                 rows.append(_row(line, heading, rows[-1][0] if rows else -1))
             elif line.startswith("#"):
-                field, _, value = line[1:].partition(":")
-                if field.strip() not in _FIELDS or field.strip() in fields:
-                    raise _bad(field.strip(), value.strip(), f"one line each of {', '.join(_FIELDS)}")
-                fields[field.strip()] = value.strip()
+                fields |= _field(line, fields)
             else:
                 heading = _heading(line)
         except ValueError as error:
@@ -157,20 +151,28 @@ def _parse(text: str, name: str) -> Curves:
         raise ValueError(f"{name}: {error}") from error
 
 
+def _field(line: str, before: Collection[str]) -> dict[str, str]:
+    """Return the field of a line `# field: value`."""
+    field, _, value = (part.strip() for part in line[1:].partition(":"))
+    if field not in _FIELDS or field in before:
+        raise bad(field, value, f"one line each of {', '.join(_FIELDS)}")
+    return {field: value}
+
+
 def _heading(line: str) -> list[str]:
     names = [cell.strip() for cell in line.split(",")]
     if len(names) < 2 or names[0] != _STEP or not all(names) or len(set(names)) != len(names):
-        raise _bad("heading", line, f"{_STEP} and names of curves, each once")
+        raise bad("heading", line, f"{_STEP} and names of curves, each once")
     return names
 
 
 def _row(line: str, heading: list[str], before: int) -> tuple[int, list[float]]:
-    """The step and the losses of a line."""
+    """Return the step and the losses of a line."""
     cells = line.split(",")
     if len(cells) != len(heading):
-        raise _bad("line", line, f"{len(heading)} cells: {','.join(heading)}")
+        raise bad("line", line, f"{len(heading)} cells: {','.join(heading)}")
     if not cells[0].isdecimal() or int(cells[0]) <= before:
-        raise _bad(_STEP, cells[0], f"a whole number above {before}")
+        raise bad(_STEP, cells[0], f"a whole number above {before}")
     return int(cells[0]), [_loss(curve, cell) for curve, cell in zip(heading[1:], cells[1:], strict=True)]
 
 
@@ -180,9 +182,5 @@ def _loss(curve: str, cell: str) -> float:
     except ValueError:
         loss = math.nan
     if not 0 < loss < math.inf:
-        raise _bad(curve, cell, "a finite number above 0")
+        raise bad(curve, cell, "a finite number above 0")
     return loss
-
-
-def _bad(field: str, value: object, expected: str) -> ValueError:
-    return ValueError(f"{field}: {value!r}: expected {expected}")

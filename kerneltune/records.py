@@ -352,13 +352,8 @@ def _check_measures(record: Record) -> None:
 
 
 def _check_status(record: Record) -> None:
-    passed = record.status == "passed"
-    if not passed:
-        for name in (*_REQUIRED_MEASURES, *_OPTIONAL_MEASURES, "n", "samples_us"):
-            if getattr(record, name) is not None:
-                raise bad(name, getattr(record, name), f"none where the status is {record.status!r}")
-        if record.status != "checked" and not record.reason:
-            raise bad("reason", record.reason, f"a reason where the status is {record.status!r}")
+    if record.status != "passed":
+        _check_untimed(record)
         return
     if record.device == INTERPRETER:
         raise bad("status", record.status, f"'checked' on device {INTERPRETER!r}, where times mean nothing")
@@ -372,3 +367,11 @@ def _check_status(record: Record) -> None:
         raise bad("time_us", record.time_us, f"a time within its interval, {record.ci_low_us!r} to {record.ci_high_us!r}")
     if record.reason:
         raise bad("reason", record.reason, "none where the status is 'passed'")
+
+
+def _check_untimed(record: Record) -> None:
+    for name in (*_REQUIRED_MEASURES, *_OPTIONAL_MEASURES, "n", "samples_us"):
+        if getattr(record, name) is not None:
+            raise bad(name, getattr(record, name), f"none where the status is {record.status!r}")
+    if record.status != "checked" and not record.reason:
+        raise bad("reason", record.reason, f"a reason where the status is {record.status!r}")

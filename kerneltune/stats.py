@@ -49,7 +49,7 @@ class Interval:
 
 
 def median_interval(samples: Samples, seed: int = 0) -> Interval:
-    """The median of `samples` (rounds,) and its percentile bootstrap interval.
+    """Return the median of `samples` (rounds,) and its percentile bootstrap interval.
 
     Raises:
         ValueError: no samples.
@@ -77,7 +77,7 @@ def ratio_interval(numerator: Samples, denominator: Samples, seed: int = 0) -> I
 
 
 def median_interval_of_logs(logs: Samples, seed: int = 0) -> Interval:
-    """The interval of exp(median of `logs`)."""
+    """Return the interval of exp(median of `logs`)."""
     interval = median_interval(logs, seed)
     return Interval(float(np.exp(interval.median)), float(np.exp(interval.low)), float(np.exp(interval.high)))
 
@@ -154,7 +154,7 @@ def shifts(sides: Sequence[Sequence[Sequence[Sequence[float]]]]) -> list[Shift |
 
 
 def paired_shift(old: Sequence[Samples], new: Sequence[Samples]) -> Shift | None:
-    """The same where process by process both were timed in the same rounds; None for a single process.
+    """Return the shift where both were timed in the same rounds, process by process; None for a single process.
 
     Raises:
         ValueError: the samples are not paired, there is no process, or a process without samples.
@@ -177,7 +177,7 @@ def interval_shift(old: Interval, new: Interval) -> Shift:
 
 
 def centre_interval(processes: Sequence[Samples]) -> Interval:
-    """The geometric mean of the process medians and its interval, resampled by process, then by round.
+    """Return the geometric mean of the process medians and its interval, resampled by process, then by round.
 
     One process: the median and the interval of its rounds.
 
@@ -194,7 +194,7 @@ def centre_interval(processes: Sequence[Samples]) -> Interval:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """The p-values, adjusted so that rejecting those up to alpha is wrong anywhere with probability alpha at most."""
+    """Return the p-values, adjusted so that rejecting those up to alpha is wrong anywhere with probability alpha at most."""
     order = np.argsort(p_values)
     steps = np.asarray(p_values)[order] * np.arange(len(order), 0, -1)
     adjusted = np.empty(len(order))

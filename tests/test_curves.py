@@ -104,7 +104,7 @@ def test_unreadable_files_are_one_line(tmp_path: Path) -> None:
     missing = tmp_path / "none.csv"
     assert run(missing).stderr == f"error: cannot read {missing}: No such file or directory\n"
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
-    assert run(tmp_path / "binary.csv").stderr == f"error: {tmp_path / 'binary.csv'}: not readable as UTF-8\n"
+    assert run(tmp_path / "binary.csv").stderr == f"error: cannot read {tmp_path / 'binary.csv'}: not UTF-8\n"
 
 
 def test_a_report_of_a_results_folder_shows_its_curves_unless_cases_are_selected(tmp_path: Path) -> None:

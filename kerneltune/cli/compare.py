@@ -106,7 +106,7 @@ def _is_file(name: str | None) -> bool:
 
 
 def _measured(a: str, b: str, wanted: "Selection", policy: str, results: Path | None) -> "Sides":
-    """Records of A and B, measured now."""
+    """Measure A and B now; return their records."""
     if not wanted.family:
         raise ValueError("family: missing: expected --family where --run is given")
     from kerneltune import sweep
@@ -127,7 +127,7 @@ def _measured(a: str, b: str, wanted: "Selection", policy: str, results: Path | 
 
 
 def _recorded(source: list[Path] | None, family: str | None, results: Path | None) -> "list[Record]":
-    """Records of the files given, else of this GPU, else of any GPU."""
+    """Return records of the files given, else of this GPU, else of any GPU."""
     from kerneltune.records import load
 
     if source:
@@ -136,7 +136,7 @@ def _recorded(source: list[Path] | None, family: str | None, results: Path | Non
 
 
 def _loaded(files: Iterable[Path], family: str | None) -> "list[Record]":
-    """The records of files that were named, those of one family if that is, too.
+    """Return the records of files that were named, those of one family if that is, too.
 
     Raises:
         ValueError: a file that has no records, or a family that none has.

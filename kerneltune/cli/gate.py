@@ -177,7 +177,7 @@ def _measured(
 
 
 def _update(baseline: str, selection: "Selection", options: "Options", processes: int) -> None:
-    """A fresh run into the baseline, unless one of its rows is wrong."""
+    """Put a fresh run into the baseline, unless one of its rows is wrong."""
     from kerneltune.gating.baseline import SUFFIX
     from kerneltune.gating.run import run_processes
 

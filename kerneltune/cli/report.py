@@ -164,7 +164,7 @@ def _stores(records: "Sequence[Record]", results: Path | None) -> list[Path]:
 
 
 def _entries(records: "Sequence[Record]", configs: Path | None) -> "dict[str, list[Entry]]":
-    """The cached configs of the records' operators and devices."""
+    """Return the cached configs of the records' operators and devices."""
     from kerneltune import cache
     from kerneltune.device import slug
 

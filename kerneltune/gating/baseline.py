@@ -12,7 +12,7 @@ SUFFIX = ".jsonl"
 
 
 def load_baseline(name: str, counterpart: Path) -> list[Record]:
-    """The records of `name`: a file, `REV:PATH` with a path as git takes it, or `REV` for `counterpart` in that revision.
+    """Return the records of `name`: a file, `REV:PATH` with a path as git takes it, or `REV` for `counterpart` in that revision.
 
     Raises:
         ValueError: no such file and no such revision, or broken records; one line that names which.

@@ -30,7 +30,7 @@ def run_gate(
     margin: float | None,
     progress: Progress,
 ) -> tuple[Verdict, list[Record]]:
-    """The verdict, and the new records, pooled over the processes and over the further measurements of suspects.
+    """Return the verdict, and the new records, pooled over the processes and over the further measurements of suspects.
 
     Rows of the baseline that the selection leaves out are not missed. `margin`: None for the sweep file's.
 
@@ -62,7 +62,7 @@ def run_processes(
     progress: Progress,
     keys: Collection[Key] | None = None,
 ) -> list[Record]:
-    """The selected rows, or those of them with such keys, pooled over fresh processes.
+    """Return the selected rows, or those of them with such keys, pooled over fresh processes.
 
     A suspect is measured beside the same variants as the first time, so all rows of its case come back.
 
@@ -89,7 +89,7 @@ def _defaults(ops: Mapping[str, Op], name: str) -> Mapping[str, Option]:
 
 
 def _obstacle(baseline: Sequence[Record]) -> str:
-    """What is better said before measuring than after."""
+    """Return why a run could not be judged; empty where it can."""
     if not any(record.status == "passed" for record in baseline):
         return "nothing compared: no timed record of the baseline is among what --run selects"
     here, devices = device.current().name, sorted({record.device for record in baseline})

@@ -216,7 +216,7 @@ def confirm(
     peers: bool = False,
     defaults: Defaults = no_defaults,
 ) -> tuple[Verdict, list[Record]]:
-    """The gate, with regressions and ambiguous rows measured again; returns the verdict and the pooled new records.
+    """Run the gate, measure regressions and ambiguous rows again; return the verdict and the pooled new records.
 
     A row that was suspect by chance is cleared by a further measurement, and a slow one is known better: what `remeasure`
     returns of the suspects is pooled with what was measured before, never put in its place. Rows that are ambiguous still are
@@ -370,7 +370,7 @@ def _judged(met: _Change, p: float, margin: float, again: Mapping[RowKey, int]) 
 
 
 def _other_versions(met: _Change) -> list[str]:
-    """What besides the kernel may have changed its time."""
+    """Return what besides the kernel may have changed its time."""
     names = [name for name in other_run(met.old, met.new) if name in ("driver", "torch", "triton")]
     return [f"{name} {getattr(met.old, name)} → {getattr(met.new, name)}" for name in names]
 
@@ -400,7 +400,7 @@ def _interval(record: Record) -> Interval:
 
 
 def _other_unit(compared: Sequence[_Change]) -> str:
-    """What to know of rows whose sides were measured on two GPUs of one model."""
+    """Return what to know of rows whose sides were measured on two GPUs of one model."""
     apart = [met.new for met in compared if "unit" in other_run(met.old, met.new)]
     if not apart:
         return ""

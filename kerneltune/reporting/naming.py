@@ -53,14 +53,14 @@ class CaseName:
 
 
 def case_names(records: Iterable[Record]) -> list[CaseName]:
-    """The names of the records' cases, told apart."""
+    """Return the names of the records' cases, told apart."""
     return told_apart(
         CaseName(r.op, r.case, r.dtype, r.quant, r.axes, {**r.options, "policy": r.policy, "device": r.device}) for r in records
     )
 
 
 def told_apart(cases: Iterable[CaseName]) -> list[CaseName]:
-    """The cases with their kinds, and without the options that are the same in all cases that have them."""
+    """Return the cases with their kinds, and without the options that are the same in all cases that have them."""
     cases = list(cases)
     values: dict[str, set[str]] = {}
     for case in cases:
@@ -74,7 +74,7 @@ def told_apart(cases: Iterable[CaseName]) -> list[CaseName]:
 
 
 def by_family(records: Iterable[Record]) -> dict[str, list[Record]]:
-    """The records of every family, in order of appearance; where none is known the operator stands for it."""
+    """Return the records of every family, in order of appearance; where none is known the operator stands for it."""
     families: dict[str, list[Record]] = {}
     for record in records:
         families.setdefault(record.family or record.op, []).append(record)

@@ -53,7 +53,7 @@ class Sources:
 
 
 def payload(sources: Sources) -> dict[str, Any]:
-    """The page's data, ready for JSON.
+    """Return the page's data, ready for JSON.
 
     Raises:
         ValueError: no records and no curves.
@@ -215,7 +215,7 @@ def _shown(records: Sequence[Record]) -> tuple[list[Record], str]:
 
 
 def _facts(records: Sequence[Record], sources: Sources) -> dict[str, str]:
-    """What the header says, by name: of the records, else of the curves."""
+    """Return what the header says, by name: of the records, else of the curves."""
     measured: Sequence[Record | Curves] = records or list(sources.curves.values())
     dates = sorted(one.date for one in measured)
     facts = {name: ", ".join(dict.fromkeys(getattr(one, name, "") for one in measured)) for name in _COMMON}
@@ -277,7 +277,7 @@ def _share(case: dict[str, Any]) -> None:
 
 
 def _named(name: CaseName) -> dict[str, Any]:
-    """What table and charts call a case; they choose among these and make up none."""
+    """Return what table and charts call a case; they choose among these and make up none."""
     return {
         "op": name.op,
         "kind": name.kind,
@@ -308,7 +308,7 @@ def _result(record: Record) -> dict[str, Any]:
 
 
 def _searches(trials: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], int]:
-    """The last search of every case, in the order of its evaluations, and how many evaluations did not find room."""
+    """Return the last search of every case, in the order of its evaluations, and how many evaluations did not find room."""
     groups: dict[object, list[Mapping[str, Any]]] = {}
     for trial in trials:
         key = tuple(_hashable(trial[name]) for name in ("op", "variant", "axes", "dtype", "quant", "options", "policy"))
@@ -336,7 +336,7 @@ def _trial_name(trial: Mapping[str, Any]) -> CaseName:
 
 
 def _search(name: CaseName, group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """evaluations: [time in µs or null, status, index of each knob's value]."""
+    """Return a search; evaluations: [time in µs or null, status, index of each knob's value]."""
     first = group[0]
     values = {knob: _ordered({trial["config"].get(knob) for trial in group}) for knob in first["config"]}
     evaluations = []
@@ -353,7 +353,7 @@ def _search(name: CaseName, group: Sequence[Mapping[str, Any]]) -> dict[str, Any
 
 
 def _evidence(entries: Mapping[str, Sequence[cache.Entry]], ops: set[str]) -> list[dict[str, Any]]:
-    """What tuning gained over the default, case by case; cases of which both times are known."""
+    """Return what tuning gained over the default, case by case; cases of which both times are known."""
     timed = [
         (op, entry)
         for op, of_op in entries.items()

@@ -108,7 +108,7 @@ def draw_curves(curves: Curves, suffix: str) -> bytes:
 
 
 def _curve_looks() -> Iterator[dict[str, Any]]:
-    """The first curve broad and pale, so that those that lie on it are seen; then solid and dashed lines."""
+    """Yield the looks of curves: the first broad and pale, so that curves on it are seen; then solid and dashed lines."""
     yield {"color": _COLOURS[0], "linewidth": 4.0, "alpha": 0.5}
     for index, colour in itertools.cycle(enumerate((2, 5, 3, 4, 6, 1, 7))):
         yield {"color": _COLOURS[colour], "linewidth": 1.2, "linestyle": (0, (4, 2)) if index % 2 else "-"}
@@ -116,7 +116,7 @@ def _curve_looks() -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def _style() -> Iterator[None]:
-    """The look of all pictures.
+    """Apply the look of all pictures.
 
     Raises:
         ValueError: matplotlib is not installed.
@@ -250,7 +250,7 @@ def _shape_axis(axes: "Axes", group: Sequence[Record]) -> list[str]:
 
 
 def _round_ticks(axes: "Axes", values: Sequence[float], form: str) -> None:
-    """A logarithmic x axis that ends where the values do, with few round ticks; form: `g` plain, `gx` followed by an x."""
+    """Set a logarithmic x axis that ends where the values do, with few round ticks; form: `g` plain, `gx` with an x."""
     from matplotlib.ticker import FixedLocator, NullLocator
 
     low, high = min(values) / 1.08, max(values) * 1.08
@@ -272,7 +272,7 @@ def _shape(record: Record) -> str:
 
 
 def _bytes(figure: "Figure", suffix: str) -> bytes:
-    """The picture's file, the same for the same records."""
+    """Return the picture's file, the same for the same records."""
     file = io.BytesIO()
     metadata = {"Date": None} if suffix == "svg" else {"Software": None}
     figure.savefig(file, format=suffix, dpi=150, metadata=metadata)

@@ -34,7 +34,7 @@ def rank_flips(records: Iterable[Record]) -> str:
 
 
 def _flip(policies: Iterable[_Timed]) -> tuple[Record, Record] | None:
-    """The records of two variants, each where it is the faster one; None where no policy reverses another's order."""
+    """Return the records of two variants, each where it is the faster one; None where no policy reverses another's order."""
     for here, there in combinations(policies, 2):
         for x, y in permutations([name for name in here if name in there], 2):
             if _faster(here[x], here[y]) and _faster(there[y], there[x]):

@@ -55,8 +55,10 @@ class WeightRow:
 
 
 def weight_rows(records: Iterable[Record], policy: str = "cold") -> list[WeightRow]:
-    """A row per layer and number of tokens that `int4_gemm` was timed for, layers in their order, tokens ascending; the last
-    record of a kind counts."""
+    """Return a row per layer and number of tokens that `int4_gemm` was timed for, tokens ascending.
+
+    The last record of a kind counts.
+    """
     last = {(r.key, r.device, r.variant): r for r in records if r.policy == policy}
     rows: dict[str, list[WeightRow]] = {}
     for record in last.values():
