@@ -123,7 +123,7 @@ def test_a_wrong_use_is_one_line() -> None:
 
 
 def test_a_failure_of_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch, write: Callable[..., Path]) -> None:
-    def broken(*_: object) -> None:
+    def broken(*_: object, **_named: object) -> None:
         raise KeyError("ours")
 
     monkeypatch.setattr("kerneltune.gating.verdict.gate", broken)
@@ -162,7 +162,10 @@ def test_doctor_knows_the_peers_of_all_operators(monkeypatch: pytest.MonkeyPatch
     operators()  # imported with the real one
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in ("liger_kernel", "gemlite") else object())
     said = {what: (found, means) for what, found, means in doctor._peers()}
-    assert said["peer liger_kernel"] == ("not installed", "left out of rmsnorm_fwd, rmsnorm_bwd")
+    assert said["peer liger_kernel"] == (
+        "not installed",
+        "left out of rmsnorm_fwd, rmsnorm_bwd, rmsnorm_add_fwd, rmsnorm_add_bwd",
+    )
     assert said["peer gemlite"] == ("not installed", "left out of int4_gemm")
     assert said["peer quack"] == ("found", "") and not any("TransformerEngine" in what for what in said)
 
