@@ -19,11 +19,10 @@ from kerneltune.records import Key, Record
 from kerneltune.reporting import tables
 from kerneltune.reporting.ranks import rank_flips
 from kerneltune.spec import Case, Config, Op, Variant
-from kerneltune.tuning.apart import check_apart, compare_apart
 from kerneltune.tuning.bench import CheckBench
 from kerneltune.tuning.cached import config_for
-from kerneltune.tuning.isolated import IsolatedBench
-from kerneltune.tuning.run import CEILING_OP, ceiling_case, tune_entries
+from kerneltune.tuning.isolated import IsolatedBench, check_apart, compare_apart
+from kerneltune.tuning.stage import CEILING_OP, ceiling_case, tune_entries
 from kerneltune.tuning.tuner import job
 
 _CHECKED_CONFIGS = 3

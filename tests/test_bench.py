@@ -25,9 +25,8 @@ from kerneltune import ops
 from kerneltune.search.trials import Evaluation
 from kerneltune.spec import Op
 from kerneltune.tuning import bench as tuning_bench
-from kerneltune.tuning.apart import check_apart
 from kerneltune.tuning.bench import CheckBench, GpuBench
-from kerneltune.tuning.isolated import ChildLostError, IsolatedBench, Named, split_cores
+from kerneltune.tuning.isolated import ChildLostError, IsolatedBench, Named, check_apart, split_cores
 
 
 @pytest.fixture

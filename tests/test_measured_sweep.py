@@ -20,7 +20,7 @@ from kerneltune.measuring.compare import config_values
 from kerneltune.plan import Options, Quiet, Selection
 from kerneltune.records import Record
 from kerneltune.spec import Case
-from kerneltune.tuning import apart
+from kerneltune.tuning import isolated
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="pretends a GPU")
 
@@ -140,14 +140,14 @@ def test_a_fresh_process_finds_all_by_name(monkeypatch: pytest.MonkeyPatch) -> N
         assert count == 1
         return [work(*pickle.loads(pickle.dumps(args)))]
 
-    monkeypatch.setattr(apart, "in_fresh_processes", here)
-    monkeypatch.setattr(apart, "compare", lambda *given: given)
+    monkeypatch.setattr(isolated, "in_fresh_processes", here)
+    monkeypatch.setattr(isolated, "compare", lambda *given: given)
     stream = OPS["stream"]
     beside = Case("c", (("read", 64), ("write", 64)), "int32")
     ceiling = compare.Ceiling(stream, stream.variants[0], stream.variants[0].default_config(beside), beside)
     lost = {"baseline": "it faults"}
-    assert apart.compare_apart("f", OP, CASE, PAIRS, "hot", ceiling, lost) == ("f", OP, CASE, PAIRS, "hot", ceiling, lost)
-    assert apart.compare_apart("f", OP, CASE, PAIRS, "hot", None, {})[5] is None  # type: ignore[comparison-overlap]
+    assert isolated.compare_apart("f", OP, CASE, PAIRS, "hot", ceiling, lost) == ("f", OP, CASE, PAIRS, "hot", ceiling, lost)
+    assert isolated.compare_apart("f", OP, CASE, PAIRS, "hot", None, {})[5] is None  # type: ignore[comparison-overlap]
 
 
 # what an interrupted run left

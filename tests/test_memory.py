@@ -23,7 +23,7 @@ from kerneltune.search.trials import Evaluation, TrialStore
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
 from kerneltune.stats import Samples
 from kerneltune.tuning import bench
-from kerneltune.tuning.apart import check_apart
+from kerneltune.tuning.isolated import check_apart
 from kerneltune.tuning.tuner import Tuner
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="pretends a GPU")

@@ -24,9 +24,10 @@ from kerneltune.search import spaces
 from kerneltune.search.trials import Evaluation, history
 from kerneltune.spec import Case, Op, Variant
 from kerneltune.tuning import machines, task
+from kerneltune.tuning.candidates import widened
 from kerneltune.tuning.isolated import ChildLostError
-from kerneltune.tuning.knobs import widened
-from kerneltune.tuning.run import run_tune, verify_cache
+from kerneltune.tuning.run import run_tune
+from kerneltune.tuning.verify import verify_cache
 
 SWEEP = """
 family: tiny

@@ -28,7 +28,7 @@ from kerneltune.spec import Case, Op
 from kerneltune.stats import Samples
 from kerneltune.tuning.cached import cached, present
 from kerneltune.tuning.isolated import ChildLostError, IsolatedBench
-from kerneltune.tuning.run import tune_entries
+from kerneltune.tuning.stage import tune_entries
 
 FAMILY = "captured"
 _MOST_CONFIGS = 4

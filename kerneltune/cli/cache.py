@@ -102,7 +102,7 @@ def verify_(
             raise ValueError("write: True: expected the entries' GPU in this machine")
         o.require_writable(o.configs_root(configs))
     entries = [(path.parent.name, path.stem, entry) for path in files for entry in load_strict(path)]
-    from kerneltune.tuning.run import verify_cache
+    from kerneltune.tuning.verify import verify_cache
 
     with reporter() as progress:
         found = verify_cache(known, entries, o.make_options("cold", configs=configs), progress, renew=refresh)

@@ -16,9 +16,8 @@ from kerneltune.plan import Options
 from kerneltune.search.loop import Search
 from kerneltune.search.trials import knobs_of
 from kerneltune.spec import Case, Config, Inputs, Op, Variant
-from kerneltune.tuning.candidates import candidates
+from kerneltune.tuning.candidates import Given, candidates, narrowed
 from kerneltune.tuning.isolated import Named
-from kerneltune.tuning.knobs import Given, narrowed
 from kerneltune.tuning.machines import Machines
 from kerneltune.tuning.one_case import tune
 

@@ -34,8 +34,8 @@ from kerneltune.stats import Interval, median_interval, ratio_interval
 from kerneltune.sweep import results_root
 from kerneltune.tuning import IMPORTED
 from kerneltune.tuning.bench import SCREEN_SAMPLES, Measuring
+from kerneltune.tuning.candidates import Given, checked_space, narrowed
 from kerneltune.tuning.isolated import IsolatedBench, Named, split_cores
-from kerneltune.tuning.knobs import Given, checked_space, narrowed
 from kerneltune.tuning.machines import empty_caches
 from kerneltune.tuning.tuner import job
 

@@ -63,3 +63,14 @@ def present(variant: Variant) -> dict[str, str]:
 def stamp(variant: Variant) -> dict[str, Any]:
     """Return the evidence of when, at which commit and with what a variant is measured now."""
     return {"date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit(), **present(variant)}
+
+
+def changed(variant: Variant, entry: cache.Entry, here: bool) -> str:
+    """Return what has changed since an entry was stored; empty if nothing has.
+
+    Args:
+        here: this machine has the entry's GPU. On others only the code is compared, not the driver and the packages.
+    """
+    now = present(variant) if here else {"source_hash": variant.source_hash}
+    then = {name: entry.evidence.get(name) for name in now}
+    return ", ".join(f"{name} {then[name] or 'unknown'} is now {now[name]}" for name in now if then[name] != now[name])

@@ -17,8 +17,8 @@ from kerneltune.search.trials import TrialStore, store_path
 from kerneltune.sweep import results_root
 from kerneltune.tuning.candidates import TOLD
 from kerneltune.tuning.isolated import Named
+from kerneltune.tuning.machines import Usage
 from kerneltune.tuning.task import Done, Work, tell
-from kerneltune.tuning.usage import Usage
 from kerneltune.tuning.worker import Event, Identity, Order, Report
 
 ATTEMPTS = 3

@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -17,7 +17,9 @@ from typing import Any, Protocol
 
 from kerneltune.errors import first_line
 from kerneltune.measuring.check import broken_context
-from kerneltune.processes import fast_context, in_environment
+from kerneltune.measuring.compare import Ceiling, Fate, compare
+from kerneltune.processes import fast_context, in_environment, in_fresh_processes
+from kerneltune.records import Record
 from kerneltune.search.trials import Evaluation
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import Samples
@@ -263,3 +265,56 @@ def split_cores() -> tuple[frozenset[int] | None, frozenset[int] | None]:
     """One core for the measuring process and the others for the compilers; (None, None) where there is one core only."""
     cores = sorted(os.sched_getaffinity(0))
     return (frozenset(cores[-1:]), frozenset(cores[:-1])) if len(cores) > 1 else (None, None)
+
+
+def check_apart(bench: Measuring, op: Op, case: Case, variant: Variant, config: Config) -> Fate:
+    """What a checking bench says becomes of a variant, also where its process is lost."""
+    bench.open(op, case, variant, "")
+    try:
+        trial = bench.trial(config, None)
+    except ChildLostError as error:
+        return "failed", f"lost: {error}"
+    if trial.status == "ok":
+        return "checked", ""
+    if trial.status == "memory":
+        return "skipped", trial.detail
+    return "failed", trial.detail if trial.status == "wrong" else f"{trial.status}: {trial.detail}"
+
+
+def compare_apart(
+    family: str,
+    op: Op,
+    case: Case,
+    variants: Sequence[tuple[Variant, Config]],
+    policy: str,
+    ceiling: Ceiling | None,
+    lost: Mapping[str, str],
+) -> list[Record]:
+    """As measuring.compare, in a fresh process.
+
+    Raises:
+        ContextLostError: a launch took that process's context along.
+        ValueError: the process crashed, or took too long.
+    """
+    named = [(_named(op, variant), config) for variant, config in variants]
+    beside = (_named(ceiling.op, ceiling.variant), ceiling.config, ceiling.case) if ceiling is not None else None
+    (rows,) = in_fresh_processes(1, _compare, family, case, named, policy, beside, dict(lost))
+    return rows
+
+
+def _named(op: Op, variant: Variant) -> Named:
+    return Named(op.module, op.name, variant.name)
+
+
+def _compare(
+    family: str,
+    case: Case,
+    named: Sequence[tuple[Named, Config]],
+    policy: str,
+    beside: tuple[Named, Config, Case] | None,
+    lost: Mapping[str, str],
+) -> list[Record]:
+    """In the process of its own."""
+    loaded = [(*name.load(), config) for name, config in named]
+    ceiling = Ceiling(*beside[0].load(), beside[1], beside[2]) if beside is not None else None
+    return compare(family, loaded[0][0], case, [(variant, config) for _, variant, config in loaded], policy, ceiling, lost)

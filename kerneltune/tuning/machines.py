@@ -3,14 +3,19 @@
 Decides nothing about configs and prints nothing.
 """
 
+import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from kerneltune import device
+from kerneltune.files import append_text
 from kerneltune.measuring.compare import commit
 from kerneltune.measuring.compiler import TARGETS, CompilePool
 from kerneltune.plan import Options
@@ -24,10 +29,39 @@ from kerneltune.tuning.cached import present
 from kerneltune.tuning.isolated import IsolatedBench, split_cores
 from kerneltune.tuning.one_case import first_asked
 from kerneltune.tuning.tuner import Compiling, Tuner, job
-from kerneltune.tuning.usage import Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Of one search, or of all searches of a run.
+
+    Attributes:
+        wall_s: from the first compiled config to the end.
+        busy_s: of that, spent by the measuring processes, all together, on inputs, checks and samples.
+        evaluations: configs tried that were not known before.
+        gpus: that took part.
+    """
+
+    wall_s: float
+    busy_s: float
+    evaluations: int
+    gpus: int = 1
+
+    @property
+    def idle(self) -> float:
+        """The share of the time in which a GPU waited."""
+        return max(0.0, 1.0 - self.busy_s / (self.gpus * self.wall_s)) if self.wall_s > 0 else 0.0
+
+    @property
+    def text(self) -> str:
+        """One line."""
+        who = "GPU" if self.gpus == 1 else f"{self.gpus} GPUs"
+        share = f"{100 * self.idle:.0f} % of {self.wall_s:.1f} s"
+        return f"{who} idle for {share} after the first compiled config, {self.evaluations} evaluations"
+
 
 _AHEAD = 256
-"""Of a later case; there may be nothing else to compile while large inputs are made and a duel is run."""
+"""Of a later case; there may be nothing else to compile while large inputs are made and a paired final is run."""
 
 
 @contextmanager
@@ -186,3 +220,18 @@ class Machines:
 
     def __exit__(self, *_: object) -> None:
         self._entered.close()
+
+
+def keep_usage(path: Path, whole: Usage, searches: Sequence[tuple[Mapping[str, Any], Usage]], **more: str) -> None:
+    """Add a run to a file, one JSON line each: the run as a whole, and every search with what it was of.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+    rows = [{**identity, **_values(usage)} for identity, usage in searches]
+    row = {"date": datetime.now(UTC).isoformat(timespec="seconds"), **more, **_values(whole), "searches": rows}
+    append_text(path, json.dumps(row) + "\n")
+
+
+def _values(usage: Usage) -> dict[str, float]:
+    return {name: round(value, 3) for name, value in (asdict(usage) | {"idle": usage.idle}).items()}

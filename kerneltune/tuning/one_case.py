@@ -20,9 +20,8 @@ from kerneltune.search.trials import Evaluation, knobs_of
 from kerneltune.spec import Config
 from kerneltune.tuning.bench import SCREEN_SAMPLES
 from kerneltune.tuning.cached import looked_up, stamp
-from kerneltune.tuning.candidates import candidates, feasibility_of, starting_points
+from kerneltune.tuning.candidates import candidates, checked_space, feasibility_of, starting_points
 from kerneltune.tuning.isolated import ChildLostError
-from kerneltune.tuning.knobs import checked_space
 from kerneltune.tuning.tuner import Compiling, Tuner
 
 _FINALISTS = 4

@@ -16,12 +16,11 @@ from kerneltune.search.loop import Search
 from kerneltune.search.trials import Evaluation, knobs_of
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.sweep import results_root
+from kerneltune.tuning.candidates import widened
 from kerneltune.tuning.isolated import ChildLostError
-from kerneltune.tuning.knobs import widened
-from kerneltune.tuning.machines import Machines
+from kerneltune.tuning.machines import Machines, Usage
 from kerneltune.tuning.one_case import NothingPassedError, measure_space, tune
 from kerneltune.tuning.tuner import Tuner
-from kerneltune.tuning.usage import Usage
 
 _FROM = {"own": "its own config", "near": "of a near case", "rule": "by the rule", "default": "the default"}
 _CASES_AHEAD = 6

@@ -3,13 +3,20 @@
 Changes no cache and prints nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+from kerneltune import cache, device
 from kerneltune.cache import Entry
+from kerneltune.errors import unknown
+from kerneltune.plan import Options, Progress
 from kerneltune.spec import Case, Config, Op, Variant
-from kerneltune.tuning.cached import present, stamp
+from kerneltune.tuning.cached import changed, stamp
+from kerneltune.tuning.isolated import ChildLostError
+from kerneltune.tuning.machines import Machines
 
 Duel = Callable[[Op, Case, Variant, Sequence[Config]], tuple[int, dict[str, Any]]]
 """Which of configs is the fastest, the first unless another surely is, and the evidence for it; the last is the default."""
@@ -61,12 +68,53 @@ def verify(op: Op, entry: Entry, duel: Duel | None) -> Verdict:
     return Verdict(entry, "stale-but-good", stale, replace(entry, evidence={**measured, **found, **stamp(variant)}))
 
 
-def changed(variant: Variant, entry: Entry, here: bool) -> str:
-    """Return what has changed since an entry was stored; empty if nothing has.
+def verify_cache(
+    ops: Mapping[str, Op],
+    entries: Sequence[tuple[str, str, Entry]],
+    options: Options,
+    progress: Progress,
+    renew: bool = False,
+) -> list[tuple[str, str, Verdict]]:
+    """Judge cached entries, given as (device, operator, entry); those of this machine's GPU that are stale are timed again.
 
-    Args:
-        here: this machine has the entry's GPU. On others only the code is compared, not the driver and the packages.
+    renew: store what is stale but good with the evidence of that.
+
+    Raises:
+        ValueError: an operator that does not exist, or a folder that cannot be written.
     """
-    now = present(variant) if here else {"source_hash": variant.source_hash}
-    then = {name: entry.evidence.get(name) for name in now}
-    return ", ".join(f"{name} {then[name] or 'unknown'} is now {now[name]}" for name in now if then[name] != now[name])
+    here = device.current()
+    for _, name, _ in entries:
+        if name not in ops:
+            raise unknown("op", name, ops)
+    found = []
+    progress.stage("verify", len(entries))
+    with ExitStack() as stack:
+        machines = stack.enter_context(Machines(options)) if any(slug == here.slug for slug, *_ in entries) else None
+        for slug, name, entry in entries:
+            duel = partial(_duel, machines, entry.policy) if machines is not None and slug == here.slug else None
+            verdict = verify(ops[name], entry, duel)
+            if renew and verdict.renewed is not None:
+                cache.store(name, slug, verdict.renewed, options.configs)
+            found.append((slug, name, verdict))
+            progress.advance(f"{name} {entry.variant} {entry.case} {entry.dtype} {entry.quant}")
+    return found
+
+
+def _duel(
+    machines: Machines, policy: str, op: Op, case: Case, variant: Variant, configs: Sequence[Config]
+) -> tuple[int, dict[str, Any]]:
+    """Which config wins, the first unless another is surely faster, and the evidence; the last is the default.
+
+    Raises:
+        ValueError: the first is wrong now, or cannot be timed.
+    """
+    try:
+        with machines.tuner(op, case, variant, policy) as tuner:
+            trials = tuner.trials(configs)
+            if trials[0].time_us is None:
+                raise ValueError(f"{trials[0].status}: {trials[0].detail}")
+            timed = [config for config, trial in zip(configs, trials, strict=True) if trial.time_us is not None]
+            best, evidence = tuner.duel(timed, configs[-1])
+    except ChildLostError as error:
+        raise ValueError(f"lost: {error}") from error
+    return configs.index(best), evidence

@@ -11,7 +11,7 @@ from kerneltune import device, records
 from kerneltune.campaign import Swept
 from kerneltune.cli import console
 from kerneltune.records import Record
-from kerneltune.tuning.run import Tuned
+from kerneltune.tuning.stage import Tuned
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from kerneltune.search import insight
 from kerneltune.search.insight import dead_values, importances, portfolio, regret, sparkline, ties
 from kerneltune.search.trials import Evaluation, TrialStore
 from kerneltune.spec import Case
-from kerneltune.tuning.run import Tuned
+from kerneltune.tuning.stage import Tuned
 
 
 def knobs(block: int, warps: int) -> insight.Knobs:
