@@ -252,5 +252,5 @@ def test_a_child_finds_every_operator_by_name(op: Op) -> None:
 
 
 def test_an_operator_that_no_package_offers_is_an_error() -> None:
-    with pytest.raises(ValueError, match="^no operator gone in OPS of bench_jobs or of a package that holds it$"):
+    with pytest.raises(ValueError, match="^no operator gone in OP or OPS of bench_jobs or of a package that holds it$"):
         Named("bench_jobs", "gone", "optimized").load()
