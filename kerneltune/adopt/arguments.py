@@ -14,6 +14,8 @@ from kerneltune.adopt.encoding import PLAIN, NotRecordableError, encode
 ALIGNMENT = 16
 """Bytes: Triton compiles another kernel for a pointer that is not a multiple of it."""
 _NO_ARGUMENT = ("grid", "warmup")
+_KEYED = frozenset((int, bool, str, type(None)))
+"""Types of values that tell launches apart by themselves."""
 
 
 def launch_key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -21,36 +23,28 @@ def launch_key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...
 
     A float stands for its type, because scales and step sizes change with every launch. The hot path of serving.
     """
-    key: list[Any] = []
-    append = key.append
-    for value in args:
-        kind = type(value)
-        if kind is int or kind is bool or value is None or kind is str:
-            append(value)
-        elif kind is float:
-            append(float)
-        else:
-            try:
-                append(value.dtype)
-                append(value.shape)
-            except AttributeError:
-                append(_other_key(value))
-    for name, value in kwargs.items():
-        if name == "grid" or name == "warmup":
-            continue
-        append(name)
-        kind = type(value)
-        if kind is int or kind is bool or value is None or kind is str:
-            append(value)
-        elif kind is float:
-            append(float)
-        else:
-            try:
-                append(value.dtype)
-                append(value.shape)
-            except AttributeError:
-                append(_other_key(value))
+    try:
+        key = [v if (k := type(v)) in _KEYED else float if k is float else (v.dtype, v.shape) for v in args]
+    except AttributeError:
+        key = [_keyed(value) for value in args]
+    if len(kwargs) > len(_NO_ARGUMENT):
+        for name, value in kwargs.items():
+            if name not in _NO_ARGUMENT:
+                key.append(name)
+                key.append(_keyed(value))
     return tuple(key)
+
+
+def _keyed(value: Any) -> Any:
+    kind = type(value)
+    if kind in _KEYED:
+        return value
+    if kind is float:
+        return float
+    try:
+        return value.dtype, value.shape
+    except AttributeError:
+        return _other_key(value)
 
 
 def layout_key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
