@@ -101,7 +101,7 @@ class Fp8Linear(nn.Linear):
         if (padding := -(x.numel() // self.in_features) % ALIGNED) != 0:  # the weight gradient's products contract over rows
             padded = F.pad(x.reshape(-1, self.in_features), (0, 0, 0, padding))
             y: Tensor = self(padded)[:-padding].view(*x.shape[:-1], self.out_features)
-            return y
+            return y.clone()  # because FSDP2 loses its hooks where a caller changes a view in place
         y = self._product(x, output_dtype(x))
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
