@@ -18,7 +18,7 @@ from kerneltune.kernel_lib.tl_exchange import (
     publish,
     sum_of_published,
 )
-from kerneltune.kernel_lib.tl_lib import held, is_cuda, quantize, reciprocal, store_here, wide
+from kerneltune.kernel_lib.tl_lib import held, is_cuda, quantize, reciprocal, wide
 from kerneltune.kernel_lib.tl_transpose import store_transposed
 
 
@@ -127,7 +127,7 @@ def _rmsnorm_fwd_once(
     M, N: tl.constexpr, stride_xm, stride_am, eps,
     ZERO_CENTERED: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, KEEP: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, HELD: tl.constexpr, GAMMAS: tl.constexpr, BY_WARPS: tl.constexpr,
-    ONCE: tl.constexpr, DIRECT: tl.constexpr,
+    POLICY: tl.constexpr,
 ):  # fmt: skip
     """Write y = x * rsqrt(mean(x²) + eps) * g, a program for every ROWS rows.
 
@@ -136,7 +136,7 @@ def _rmsnorm_fwd_once(
     """
     _whole_rows(
         tl.program_id(0), x_ptr, g_ptr, add_ptr, sum_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr,
-        M, N, stride_xm, stride_am, eps, ZERO_CENTERED, FP8, FP8_MAX, KEEP, ROWS, COLS, HELD, GAMMAS, BY_WARPS, ONCE, DIRECT,
+        M, N, stride_xm, stride_am, eps, ZERO_CENTERED, FP8, FP8_MAX, KEEP, ROWS, COLS, HELD, GAMMAS, BY_WARPS, POLICY,
     )  # fmt: skip
 
 
@@ -146,7 +146,7 @@ def _rmsnorm_fwd_turned(
     M, N: tl.constexpr, stride_xm, stride_am, eps, lag,
     ZERO_CENTERED: tl.constexpr, FP8_MAX: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, HELD: tl.constexpr, GAMMAS: tl.constexpr, BY_WARPS: tl.constexpr,
-    ONCE: tl.constexpr, DIRECT: tl.constexpr,
+    POLICY: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The same as fp8, and its transpose (N, M), M a multiple of 4: a tile of BLOCK rows and TILE columns is turned by a program
@@ -184,7 +184,7 @@ def _rmsnorm_fwd_turned(
             _whole_rows(
                 tile, x_ptr, g_ptr, add_ptr, sum_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr,
                 M, N, stride_xm, stride_am, eps, ZERO_CENTERED, True, FP8_MAX, True, ROWS, COLS, HELD, GAMMAS, BY_WARPS,
-                ONCE, DIRECT,
+                POLICY,
             )  # fmt: skip
         leave_done(done_ptr + block)
 
@@ -212,14 +212,13 @@ def _whole_rows(
     M, N: tl.constexpr, stride_xm, stride_am, eps,
     ZERO_CENTERED: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, KEEP: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, HELD: tl.constexpr, GAMMAS: tl.constexpr, BY_WARPS: tl.constexpr,
-    ONCE: tl.constexpr, DIRECT: tl.constexpr,
+    POLICY: tl.constexpr,
 ):  # fmt: skip
     """Rows [tile * ROWS, …) of y. KEEP: as in `_write_rows`.
 
     HELD: how many loads of x are held between the sum and the output; the others are read again, from L2, that many ahead of
     their use: all are held where something is added to x. GAMMAS: as many loads of the weight are ahead of theirs: all cost
-    registers, none costs their latency. ONCE: how L2 is told of x that is held. DIRECT: every
-    thread stores the rsigma that it has, instead of handing it to another thread first.
+    registers, none costs their latency. POLICY: the eviction policy of the loads of x that are held.
     """
     tl.static_assert(add_ptr is None or HELD == (N + COLS - 1) // COLS)
     CHUNKS: tl.constexpr = (N + COLS - 1) // COLS
@@ -241,10 +240,10 @@ def _whole_rows(
         x = _load_chunk(x_rows, c, lanes, left, N, ROWS, COLS, "evict_last")
         squares += x.to(tl.float32) * x.to(tl.float32)
     for c in tl.static_range(HELD):
-        x = _load_chunk(x_rows, c, lanes, left, N, ROWS, COLS, ONCE)
+        x = _load_chunk(x_rows, c, lanes, left, N, ROWS, COLS, POLICY)
         if add_ptr is not None:
             add_rows = add_ptr + wide(tile * ROWS) * stride_am + lanes[:, None] * stride_am
-            other = _load_chunk(add_rows, c, lanes, left, N, ROWS, COLS, ONCE)
+            other = _load_chunk(add_rows, c, lanes, left, N, ROWS, COLS, POLICY)
             x = (x.to(tl.float32) + other.to(tl.float32)).to(x.dtype)
             sum_rows = sum_ptr + wide(tile * ROWS) * N + lanes[:, None] * N
             mask = _inside(lanes, left, c * COLS + cols, N, ROWS, COLS)
@@ -257,10 +256,7 @@ def _whole_rows(
     if FP8 and BY_WARPS:
         seen = tl.load(amax_ptr, cache_modifier=".cg")  # long before it is needed
     r = tl.rsqrt(tl.sum(squares, axis=1) * (1.0 / N) + eps)
-    if DIRECT:
-        store_here(rsigma_ptr + tile * ROWS + lanes, r, lanes < left)
-    else:
-        tl.store(rsigma_ptr + tile * ROWS + lanes, r, mask=lanes < left)
+    tl.store(rsigma_ptr + tile * ROWS + lanes, r, mask=lanes < left)
     for c in tl.static_range(CHUNKS):
         mask = _inside(lanes, left, c * COLS + cols, N, ROWS, COLS)
         if c + HELD < CHUNKS:
