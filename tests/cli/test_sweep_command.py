@@ -27,9 +27,11 @@ def test_sweep_passes_everything_on_and_prints_the_table(campaign: dict[str, Any
     assert (options.configs, options.results) == (tmp_path / "configs", tmp_path / "results")
     assert result.stdout.splitlines() == [
         "device: NVIDIA H200",
-        "op          case         dtype    quant   variant   time µs   GB/s % ceiling vs baseline",
-        "rmsnorm_fwd te-8192x4096 bfloat16 fp8     baseline   100.00 1000.0      50.0       1.00x",
-        "                                        * optimized   50.00 2000.0      50.0       2.00x",
+        "all rows: op rmsnorm_fwd, dtype bfloat16, quant fp8",
+        "",
+        "case            M    N   variant       µs GB/s % ceiling vs baseline",
+        "te-8192x4096 8192 4096   baseline  100.00 1000      50.0       1.00x",
+        "                       * optimized  50.00 2000      50.0       2.00x",
         "",
         "2 passed",
     ]
