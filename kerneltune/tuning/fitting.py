@@ -32,6 +32,8 @@ _USED = 4
 _SHAPES_OF_DEPTH = ((0, 1), (2, 3), (3, 2), (4, 2), (6, 1), (6, 2), (8, 1))
 """(depth of a tree, fewest shapes of a leaf) that are tried."""
 _NEAR = (0.0, 0.5, 1.01, 2.01, 4.01)
+_SEVERAL = 6
+"""Configs whose times tell what the best of a case without a recorded config is about."""
 _GAIN = 0.002
 """Mean log time that a split must save per case of the whole table."""
 
@@ -57,9 +59,11 @@ class Judgement:
 
     Attributes:
         shares: recorded case -> tuned time over the rule's time; NaN where the rule's config was not timed there.
+        others: the same of cases without a recorded config, of which several times are known: the least of these over the rule's.
     """
 
     shares: Mapping[Case, float] = field(default_factory=dict)
+    others: Mapping[Case, float] = field(default_factory=dict)
 
     @property
     def judged(self) -> list[float]:
@@ -169,7 +173,7 @@ class Table:
 
 def _fastest(sample: Sample) -> Mapping[str, Any]:
     timed = [(time_us, knobs) for knobs, time_us in sample.times.items() if time_us is not None]
-    return dict(min(timed, key=lambda pair: pair[0])[1]) if len(timed) >= 6 else {}
+    return dict(min(timed, key=lambda pair: pair[0])[1]) if len(timed) >= _SEVERAL else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,9 +319,10 @@ def judged(table: Table, shape: Shape) -> Judgement:
     """Return how a rule of this shape does on every recorded case when it knows nothing of the case's sizes."""
     numbers = table.shapes
     recorded = [(i, s) for i, s in enumerate(table.samples) if s.recorded is not None]
+    several = [(i, s) for i, s in enumerate(table.samples) if s.recorded is not None or len(s.times) >= _SEVERAL]
     shares: dict[Case, float] = {}
     for axes, number in numbers.items():
-        left_out = [(i, s) for i, s in recorded if s.case.axes == axes]
+        left_out = [(i, s) for i, s in several if s.case.axes == axes]
         if not left_out or len(numbers) < 2:
             continue
         rule = grown(table, shape, number)
@@ -325,7 +330,8 @@ def judged(table: Table, shape: Shape) -> Judgement:
         for i, sample in left_out:
             knobs = chosen(table.op, table.variant, rule, sample.case, others)
             shares[sample.case] = table.share(i, knobs)
-    return Judgement(shares)
+    known = {sample.case for _, sample in recorded}
+    return Judgement(*({case: share for case, share in shares.items() if (case in known) == wanted} for wanted in (True, False)))
 
 
 def untimed(table: Table) -> dict[Case, list[dict[str, Any]]]:
@@ -347,7 +353,8 @@ def untimed(table: Table) -> dict[Case, list[dict[str, Any]]]:
 
 def _merit(judgement: Judgement) -> float:
     """Return what is maximised: the mean share, less what the worst lacks, less what is not known."""
-    shares = [math.exp(-UNKNOWN) if math.isnan(share) else share for share in judgement.shares.values()]
+    every = (*judgement.shares.values(), *judgement.others.values())
+    shares = [math.exp(-UNKNOWN) if math.isnan(share) else share for share in every]
     if not shares:
         return 0.0
     return float(np.mean(np.log(np.minimum(shares, 1.02)))) + 0.1 * min(0.0, math.log(min(shares)))

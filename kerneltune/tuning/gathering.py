@@ -13,7 +13,7 @@ from kerneltune.tuning.fitting import Sample
 from kerneltune.tuning.transfer import config_of
 
 _LEAST = 2
-"""Configs whose times must be known of a case for a rule to be fitted to it: its own and the default, where no more are."""
+"""Configs whose times must be known of a case without a recorded config for a rule to be fitted to it."""
 _NOT_RUN = ("spills", "occupancy", "memory", "lost")
 """Statuses of what a search does not run though a call would, or could not run at that time."""
 _Knobs = tuple[tuple[str, Any], ...]
@@ -37,6 +37,7 @@ def samples_of(op: Op, variant: Variant, gpu: str, configs: Path | None, results
     for case, knobs, time_us in _of_spaces(op, variant, results / gpu / "spaces"):
         _put(times, variant, case, knobs, time_us)
     recorded: dict[Case, Mapping[str, Any]] = {}
+    observed = {shape_of(case) for case in times}
     for entry in cache.load(op.name, gpu, configs):
         case = Case(entry.case, entry.axes, entry.dtype, entry.quant, entry.options)
         config = config_of(variant, case, entry.config) if entry.variant == variant.name else None
@@ -44,7 +45,8 @@ def samples_of(op: Op, variant: Variant, gpu: str, configs: Path | None, results
             continue
         recorded[case] = knobs_of(config)
         _put(times, variant, case, entry.config, entry.evidence.get("time_us"))
-        _put(times, variant, case, knobs_of(variant.default_config(case)), entry.evidence.get("default_us"))
+        if shape_of(case) not in observed:  # the default of that day may have been another
+            _put(times, variant, case, knobs_of(variant.default_config(case)), entry.evidence.get("default_us"))
     return [sample for case in times if (sample := _sample(case, times[case], recorded.get(case))) is not None]
 
 
@@ -60,6 +62,11 @@ def timed(op: Op, variant: Variant, gpu: str, results: Path) -> set[tuple[Case, 
     return {(row.case, row.knobs) for row in ours if row.status not in _NOT_RUN}
 
 
+def shape_of(case: Case) -> tuple[Any, ...]:
+    """Return what tells a case from others but for its type."""
+    return case.axes, case.quant, case.options
+
+
 def _put(times: _Times, variant: Variant, case: Case, knobs: Mapping[str, Any], time_us: float | None) -> None:
     """Remember the first time that is told of a config."""
     config = config_of(variant, case, knobs)
@@ -70,7 +77,7 @@ def _put(times: _Times, variant: Variant, case: Case, knobs: Mapping[str, Any], 
 def _sample(case: Case, times: Mapping[_Knobs, float | None], recorded: Mapping[str, Any] | None) -> Sample | None:
     timed = [time_us for time_us in times.values() if time_us]
     own = times.get(tuple(recorded.items())) if recorded is not None else None
-    if len(times) < _LEAST or not timed:
+    if not timed or (len(times) < _LEAST and not own):
         return None
     return Sample(case, times, own or min(timed), recorded if own else None)
 
