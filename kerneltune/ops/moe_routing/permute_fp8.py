@@ -61,8 +61,8 @@ def valid(_case: Case, config: TileConfig) -> str | None:
 
 
 def default(_case: Case) -> TileConfig:
-    """Return a config for any shape."""
-    return TileConfig(128, 128, 4)
+    """Return a config for any shape: of five tried at 16B and 671B sizes the fastest (H200, 2026-11-23)."""
+    return TileConfig(128, 256, 8)
 
 
 _choose = cache.Chooser("moe_permute_fp8", TileConfig, valid, default, ("T", "E", "K"), free_options=("routing",))

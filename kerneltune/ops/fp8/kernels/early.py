@@ -73,8 +73,7 @@ def cast_with_one_scale(
         raise ValueError(f"{config=}: rows must divide {GROUP_ALIGNMENT} where groups are aligned")
     rows = x.shape[0] // segments if offs is None else x.shape[0]
     ld = aligned_size(rows, groups) if aligned else rows
-    # 16-bit elements in pairs, where widths and addresses allow
-    pairs = 2 if in_pairs(x) else 1
+    pairs = _pairs(x, q, q_t)
     dtype = TL_DTYPES[x.dtype]
     check_apart("x", x, c.rows, pairs)
     if pairs == 2:
@@ -98,7 +97,7 @@ def cast_with_one_scale(
     size = (rows, ld, groups, total)
     q_or_any, q_t_or_any = x if q is None else q, x if q_t is None else q_t.view(torch.uint8)
     if cast.pow2:
-        if not c.ctas and offs is None and x.itemsize == 4:
+        if not c.ctas and (offs is None or aligned) and x.itemsize == 4:
             tile |= registers(c.warps, _at_most(c, 4 // pairs))
         constants = {"FP8_MAX": cast.constants["FP8_MAX"], **out, **tile}
         few = min(total, resident(x.device, c.ctas or _AGAIN))
@@ -140,7 +139,7 @@ def cast_with_known_scale(
     if GROUP_ALIGNMENT % c.rows:
         raise ValueError(f"{c}: rows must divide {GROUP_ALIGNMENT} where groups are aligned")
     (rows, groups), dtype = (x.shape[0], offs.shape[0]), TL_DTYPES[x.dtype]
-    pairs = 2 if in_pairs(x) else 1
+    pairs = _pairs(x, q, q_t)
     check_apart("x", x, c.rows, pairs)
     if pairs == 2:
         x, q = x.view(torch.int32), None if q is None else q.view(torch.int16)
@@ -153,6 +152,16 @@ def cast_with_known_scale(
         ROWMAJOR=q is not None, COLMAJOR=q_t is not None, ROWS=c.rows, COLS=cols, PAIRS=pairs, dtype=dtype,
         fp8=TL_FP8[fp8_format], STAGES=c.stages, num_warps=c.warps, **(registers(c.warps, c.ctas) if c.ctas else {}),
     )  # fmt: skip
+
+
+def _pairs(x: torch.Tensor, q: torch.Tensor | None, q_t: torch.Tensor | None) -> int:
+    """Return 2 where 16-bit elements are cast in pairs, if widths and addresses allow.
+
+    Because both layouts of 66 columns were wrong on an H200 in pairs, an odd number of pairs that goes out both ways is cast one
+    element at a time.
+    """
+    both = q is not None and q_t is not None
+    return 2 if in_pairs(x) and not (both and x.shape[1] % 4) else 1
 
 
 def _at_most(c: "SegmentConfig", itemsize: int) -> int:
