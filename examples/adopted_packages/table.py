@@ -73,8 +73,9 @@ def table(found: dict[str, Any]) -> str:
         difference = "" if row.get("largest_difference") is None else f"{row['largest_difference']:.1e}"
         step = f"{row['step_gpu_ms']:.2f}" if "step_gpu_ms" in row else ""
         lines.append(f"| {row['what']} | {' | '.join(shown)} | {tunings} | {step} | {difference} |")
-    same = {json.dumps(row["configs"], sort_keys=True) for row in found["rows"] if row["what"].startswith("served")}
-    lines += ["", f"Configs of {sum(row['what'].startswith('served') for row in found['rows'])} served processes: "]
+    known = [row["configs"] for row in found["rows"] if row["what"].startswith("served") and "configs" in row]
+    same = {json.dumps(configs, sort_keys=True) for configs in known}
+    lines += ["", f"Configs of {len(known)} served processes: "]
     lines[-1] += "the same" if len(same) == 1 else f"{len(same)} different sets"
     return "\n".join([*lines, "", *kernels(found.get("table"))])
 

@@ -4,6 +4,7 @@ Entries of Triton's disk cache are copied; their names are hashes of source, opt
 not fit is never found. Imports the standard library.
 """
 
+import base64
 import json
 import os
 import shutil
@@ -13,6 +14,11 @@ from pathlib import Path
 
 FOLDER = "compiled"
 _GROUP = "__grp__"
+
+
+def entry_name(digest: str) -> str:
+    """Return the folder in Triton's disk cache of a compiled kernel's hash; empty for none."""
+    return base64.b32encode(bytes.fromhex(digest)).decode().rstrip("=")
 
 
 def keep(root: Path, hashes: Iterable[str], cache: Path) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from kerneltune.adopt.arguments import Argument, Tensor
+from kerneltune.adopt.compiled import entry_name
 from kerneltune.adopt.encoding import decode, torch_dtype
 from kerneltune.adopt.folder import VALUES, LaunchClass
 from kerneltune.adopt.kernels import KernelName, bytecode_digest, configs_digest, live_config, source_digest, stored_key
@@ -132,7 +133,7 @@ class Launch:
         Raises:
             ReplayError: the config has no grid, or cannot be made here.
         """
-        return str(getattr(self._prepare(stored)(True), "hash", ""))
+        return entry_name(str(getattr(self._prepare(stored)(True), "hash", "")))
 
     def _prepare(self, stored: Mapping[str, Any]) -> Callable[[bool], Any]:
         """Return what launches a config, or compiles it only where it is told so."""

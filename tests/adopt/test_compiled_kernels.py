@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from kerneltune.adopt.compiled import FOLDER, give, keep
+from kerneltune.adopt.compiled import FOLDER, entry_name, give, keep
 
 
 def entry(cache: Path, name: str) -> Path:
@@ -38,3 +38,12 @@ def test_compiled_kernels_that_the_cache_has_stay(tmp_path: Path) -> None:
 def test_compiled_kernels_of_a_folder_without_any_are_none(tmp_path: Path) -> None:
     assert give(tmp_path, tmp_path / "new") == 0
     assert not (tmp_path / FOLDER).exists()
+
+
+def test_compiled_kernels_are_named_as_tritons_disk_cache_names_them() -> None:
+    from triton.runtime.cache import get_cache_manager
+
+    digest = "453fad3a6d" * 6 + "4531"
+    with_folder = get_cache_manager(digest)
+    assert Path(with_folder.cache_dir).name == entry_name(digest)
+    assert entry_name("") == ""
