@@ -3,6 +3,7 @@
 Decides nothing about configs and prints nothing.
 """
 
+import importlib
 import json
 import os
 import tempfile
@@ -12,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from kerneltune import device
@@ -60,6 +62,7 @@ class Usage:
         return f"{who} idle for {share} after the first compiled config, {self.evaluations} evaluations"
 
 
+_STUDIES = "kerneltune.search.study"
 _AHEAD = 256
 """Of a later case; there may be nothing else to compile while large inputs are made and a paired final is run."""
 
@@ -209,6 +212,7 @@ class Machines:
         with ExitStack() as entered:
             entered.enter_context(self.bench)
             self.bench.begin()  # asks for the driver while this process does, which takes as long
+            Thread(target=importlib.import_module, args=(_STUDIES,), daemon=True).start()  # Optuna takes 0.4 s
             here = device.current()
             target = TARGETS.get(here.arch)
             if target is None:
