@@ -6,6 +6,7 @@ Does not measure, decide which config is better, or check that a config is valid
 import json
 import math
 import os
+import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -23,6 +24,8 @@ from kerneltune.ranges import Range, out_of_range, ranges_of
 from kerneltune.spec import MOST, Case, Op, Option, Space, Variant, config_from
 
 SCHEMA = 1
+_NO_NUMBER = re.compile(rb"(?<=[:,\[ ])-?(?:NaN|Infinity)(?=[,\]} \n])")
+"""What some writers put in the place of a number, which JSON has not: one entry is bad then, not the file."""
 _LARGEST = 1 << 48
 """More elements than any memory holds."""
 Axes = tuple[tuple[str, int], ...]
@@ -471,7 +474,7 @@ def _scan(path: Path) -> tuple[list[Entry], list[ValueError]]:
 
 def _read(path: Path) -> list[msgspec.Raw]:
     """Return the raw entries of a file."""
-    data = read_bytes(path, _LARGEST_BYTES)
+    data = _NO_NUMBER.sub(b"null", read_bytes(path, _LARGEST_BYTES))
     try:
         file = decode(data, _File)
         for name, expected in {"schema": SCHEMA, "op": path.stem, "device": path.parent.name}.items():
