@@ -75,8 +75,9 @@ def table(found: dict[str, Any]) -> str:
         lines.append(f"| {row['what']} | {' | '.join(shown)} | {tunings} | {step} | {difference} |")
     known = [row["configs"] for row in found["rows"] if row["what"].startswith("served") and "configs" in row]
     same = {json.dumps(configs, sort_keys=True) for configs in known}
-    lines += ["", f"Configs of {len(known)} served processes: "]
-    lines[-1] += "the same" if len(same) == 1 else f"{len(same)} different sets"
+    if len(known) > 1:
+        verdict = "the same" if len(same) == 1 else f"{len(same)} different sets"
+        lines += ["", f"Configs of {len(known)} served processes: {verdict}"]
     return "\n".join([*lines, "", *kernels(found.get("table"))])
 
 
