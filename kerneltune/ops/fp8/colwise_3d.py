@@ -35,9 +35,9 @@ def traffic(case: Case) -> Traffic:
 
 
 def _results(w: torch.Tensor, fp8_format: str, out: Pair | None = None) -> Pair:
-    (E, K, N), (q, scale) = w.shape, out or (None, None)
-    q = contract.column_major_result("out[0]", q, (E, K, N), fp8_dtype(fp8_format, w.device), w.device)
-    return q, contract.contiguous_result("out[1]", scale, (E, 1, N), torch.float32, w.device)
+    (E, K, N), (q, scale), device = w.shape, out or (None, None), w.device
+    q = contract.column_major_result("out[0]", q, (E, K, N), fp8_dtype(fp8_format, device), device)
+    return q, contract.contiguous_result("out[1]", scale, (E, 1, N), torch.float32, device)
 
 
 @torch_operator(_results)

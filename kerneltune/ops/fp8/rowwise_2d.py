@@ -125,8 +125,9 @@ def traffic(case: Case) -> Traffic:
 
 
 def _results(x: torch.Tensor, fp8_format: str) -> Pair:
-    q = torch.empty(x.shape, dtype=fp8_dtype(fp8_format, x.device), device=x.device)
-    return q, torch.empty((x.shape[0], 1), dtype=torch.float32, device=x.device)
+    (M, K), device = x.shape, x.device
+    q = torch.empty((M, K), dtype=fp8_dtype(fp8_format, device), device=device)
+    return q, torch.empty((M, 1), dtype=torch.float32, device=device)
 
 
 @torch_operator(_results)
