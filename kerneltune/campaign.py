@@ -4,7 +4,7 @@ Knows no operator and prints nothing. May import torch.
 """
 
 import random
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,8 @@ from pathlib import Path
 from kerneltune import cells, device, records, sweep
 from kerneltune.files import cut_partial_line, replace_text
 from kerneltune.interrupts import hear_interrupts
-from kerneltune.measuring.compare import Ceiling, ContextLostError, check_only, compare, config_values
+from kerneltune.measuring.check import CaseError, Checker, address_errors
+from kerneltune.measuring.compare import Ceiling, ContextLostError, check_only, compare, config_values, make_record
 from kerneltune.measuring.compiler import TARGETS, Compiled, CompilePool, Target
 from kerneltune.plan import Options, Progress, Selection, load_plan, require_gpu, results_folder, wanted_variants
 from kerneltune.records import Key, Record
@@ -65,6 +66,8 @@ def run_sweep(ops: Mapping[str, Op], selection: Selection, options: Options, pro
     if only_checks and not any(pairs for *_, pairs in work):
         raise ValueError(f"{plan.path}: {_unchecked(plan, selection)}")
     checked = _check(plan.family, work, options, progress)
+    if not device.current().is_gpu:
+        checked += _check_further(ops, plan, selection, options, progress)
     if only_checks:
         return Swept(checked, [_write_checked(plan.family, checked, options)])
     for record in checked:
@@ -132,7 +135,7 @@ def configured(ops: Mapping[str, Op], selection: Selection, options: Options) ->
 def _to_check(
     ops: Mapping[str, Op], plan: sweep.Sweep, selection: Selection, options: Options, only_checks: bool
 ) -> list[Configured]:
-    """The check cases: every own variant's default config, and on a GPU some random valid ones.
+    """Return the check cases: every own variant's default config, and on a GPU some random valid ones.
 
     Peers are checked where they are measured; where only checks run, those that the selection names.
     """
@@ -176,6 +179,54 @@ def _check(family: str, work: Sequence[Configured], options: Options, progress: 
             found += rows
     journal.unlink(missing_ok=True)
     return found
+
+
+def _check_further(
+    ops: Mapping[str, Op], plan: sweep.Sweep, selection: Selection, options: Options, progress: Progress
+) -> list[Record]:
+    """Return a failed record for everything that the interpreter finds beyond the default configs of the check cases.
+
+    That is wrong results of some random configs on the first check case of each operator and quantization mode, and wrong
+    addresses of the default config on the largest bench case of each operator.
+    """
+    first: dict[tuple[str, str], Case] = {}
+    for entry in filter(selection.takes, plan.check):
+        first.setdefault((entry.op, entry.case.quant), entry.case)
+    largest: dict[str, Case] = {}
+    for entry in filter(selection.takes, plan.bench):
+        largest[entry.op] = max(largest.get(entry.op, entry.case), entry.case, key=lambda case: ops[entry.op].traffic(case).total)
+    progress.stage("check configs and addresses", len(first) + len(largest))
+    found = []
+    for (name, _), case in first.items():
+        try:
+            errors_of = partial(_config_errors, Checker(ops[name], case, "cpu"))
+        except CaseError:  # the case's own records say so
+            continue
+        found += _failures(plan.family, ops[name], case, errors_of, selection, options, _CHECKED_CONFIGS)
+        progress.advance(f"{name} {case.name}")
+    for name, case in largest.items():
+        found += _failures(plan.family, ops[name], case, partial(address_errors, ops[name], case), selection, options, 0)
+        progress.advance(f"{name} {case.name}")
+    return found
+
+
+def _config_errors(checker: Checker, variant: Variant, config: Config) -> list[str]:
+    return [] if config == variant.default_config(checker.case) else checker.errors(variant, config, runs=2)
+
+
+def _failures(
+    family: str,
+    op: Op,
+    case: Case,
+    errors_of: Callable[[Variant, Config], list[str]],
+    selection: Selection,
+    options: Options,
+    count: int,
+) -> list[Record]:
+    """Return a failed record for every own variant and config that has errors."""
+    own = [v for v in wanted_variants(op, selection, options) if not v.is_peer and v.unsupported(case) is None]
+    tried = ((v, config, errors_of(v, config)) for v in own for config in _some_configs(v, case, count))
+    return [make_record(family, op, case, v, config, _CHECK_POLICY, "failed", "; ".join(e)) for v, config, e in tried if e]
 
 
 def compile_ahead(work: Sequence[Configured], target: Target, workers: int | None) -> list[Compiled]:

@@ -82,8 +82,8 @@ def test_without_a_gpu_a_sweep_only_checks(stream_sweep: Selection, options: Opt
         )
         assert record.config == {"block": 1024, "warps": 8, "ctas": 0} and record.reason == ""
         assert [record.time_us, record.gbps, record.ci_low_us, record.ci_high_us, record.n] == [None] * 5
-    assert progress.stages == [("check", 2)]
-    assert progress.steps == ["stream odd int32 none", "stream even int32 none"]
+    assert progress.stages == [("check", 2), ("check configs and addresses", 2)]
+    assert progress.steps[:2] == ["stream odd int32 none", "stream even int32 none"]
 
 
 def test_checks_are_written_where_git_does_not_look_and_nowhere_else(stream_sweep: Selection, options: Options) -> None:
@@ -180,8 +180,9 @@ def test_an_interrupted_check_goes_on_where_it_was(
     checked: list[str] = []
     stop_at = {"even"}
 
-    def errors(self: Checker, _variant: Variant, _config: Any) -> list[str]:
-        checked.append(self.case.name)
+    def errors(self: Checker, _variant: Variant, _config: Any, runs: int = 1) -> list[str]:
+        if runs == 1:
+            checked.append(self.case.name)
         if self.case.name in stop_at:
             raise KeyboardInterrupt
         return []
@@ -196,7 +197,7 @@ def test_an_interrupted_check_goes_on_where_it_was(
     left = (options.results / journal).read_text()
     spoken = Spoken()
     found = run_sweep(OPS, stream_sweep, options, spoken).records
-    assert (spoken.stages[-1], spoken.kept[-1], len(spoken.steps)) == (("check", 2), 1, 1)
+    assert (spoken.stages[0], spoken.kept[0], spoken.steps[0]) == (("check", 2), 1, "stream even int32 none")
     assert checked == ["odd", "even", "even"] and [(r.case, r.status) for r in found] == [("odd", "checked"), ("even", "checked")]
     assert written(options) == [Path("runs/interpreter/tiny.check.jsonl")]
     (options.results / journal).write_text(left.replace(OPS["stream"].variant("baseline").source_hash, "older") + '{"op": "stre')
@@ -246,13 +247,26 @@ def test_a_case_too_large_for_this_machine_is_skipped(
 def test_a_wrong_kernel_is_a_failed_record_that_says_why(
     stream_sweep: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def errors(self: Checker, variant: Variant, config: Any) -> list[str]:
-        return ["dst: 1 of 2 words wrong", "too late"] if self.case.name == "odd" else []
+    def errors(self: Checker, variant: Variant, config: Any, runs: int = 1) -> list[str]:
+        return ["dst: 1 of 2 words wrong", "too late"] if self.case.name == "odd" and runs == 1 else []
 
     monkeypatch.setattr(Checker, "errors", errors)
     odd, even = run(stream_sweep, options)
     assert (odd.status, odd.reason) == ("failed", "dst: 1 of 2 words wrong; too late")
     assert even.status == "checked"
+
+
+def test_a_config_that_is_wrong_is_a_failed_record_of_its_own(
+    stream_sweep: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def errors(self: Checker, variant: Variant, config: Any, runs: int = 1) -> list[str]:
+        return [] if config == variant.default_config(self.case) else ["dst: 2 of 2 words wrong"]
+
+    monkeypatch.setattr(Checker, "errors", errors)
+    odd, even, *others = run(stream_sweep, options)
+    assert (odd.status, even.status) == ("checked", "checked") and len(others) == 3
+    assert {(r.case, r.status, r.reason) for r in others} == {("odd", "failed", "dst: 2 of 2 words wrong")}
+    assert all(record.config != odd.config for record in others)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import typer
 
 from kerneltune.cli import options as o
 from kerneltune.cli.console import error_line, note, show, show_wrapped, width
+from kerneltune.cli.files import with_roles
 from kerneltune.cli.progress import reporter
 
 
@@ -37,7 +38,7 @@ def command(
     known = o.load_ops()
     _require_writable(configs, results, check_only, tune)
     from kerneltune.campaign import run_sweep
-    from kerneltune.reporting.tables import sweep_table
+    from kerneltune.reporting.tables import check_table, sweep_table
 
     selection = o.make_selection(known, family, op, case, dtype, quant, variant)
     options = o.make_options(
@@ -46,7 +47,10 @@ def command(
     )  # fmt: skip
     with reporter() as progress:
         swept = run_sweep(known, selection, options, progress)
-    show(sweep_table(swept.records).text(width()))
+    timed = any(record.time_us is not None for record in swept.records)
+    show((sweep_table if timed else check_table)(swept.records).text(width()))
+    if not timed and not check_only:
+        _show_recorded(family, results)
     if swept.remark:
         show_wrapped(swept.remark)
     for path in swept.files:
@@ -56,6 +60,28 @@ def command(
         error_line(f"failed: {record.variant} {record.case} {record.label}: {record.reason}")
     if failed:
         raise typer.Exit(1)
+
+
+def _show_recorded(family: str, results: Path) -> None:
+    """Show what recorded GPU times say of the family, and what a GPU would add."""
+    from kerneltune.records import load, newest
+    from kerneltune.reporting.tables import ab_rows, ab_table, best_peers
+    from kerneltune.sweep import recorded_root
+
+    found = [r for path in sorted(recorded_root(None, family).glob(f"*/{family}.jsonl")) for r in load(path)]
+    recorded = with_roles([r for r in newest(found) if r.policy == "cold"])
+    ours = [r for r in recorded if r.variant == "optimized"]
+    for name, others in (
+        ("baseline", [r for r in recorded if r.variant == "baseline"]),
+        ("the fastest peer of every case", best_peers(recorded)),
+    ):
+        if rows := ab_rows(others, ours):
+            table = ab_table(rows, name, "optimized")
+            show("\n".join(["", f"Recorded: {name} (A) and optimized (B)", *table.head[1:], *table.foot[-1:]]))
+    show_wrapped(
+        f"On a GPU, `kerneltune sweep {family}` also tunes what lacks a config, times all variants and peers, and writes "
+        f"records and tables to {results}."
+    )
 
 
 def _require_writable(configs: Path | None, results: Path, check_only: bool, tune: bool) -> None:

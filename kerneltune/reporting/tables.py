@@ -4,6 +4,7 @@ Pure functions; does not measure, read files or print.
 """
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -176,6 +177,21 @@ def sweep_table(records: Sequence[Record], flips: bool = False) -> Table:
             lines.append(Line((*case, "*" if r is best else "", r.variant, *measured, *last), note))
     foot = [_counts(records), *filter(None, [rank_flips(records) if flips else ""])]
     return Table(columns, tuple(lines), tuple(_device_lines(records)), tuple(foot), repeated=4 + len(axes) + len(options))
+
+
+def check_table(records: Sequence[Record]) -> Table:
+    """Return one line per operator and variant: how many checks passed, failed and were skipped; no times."""
+    columns = (
+        Column("op"), Column("variant"), Column("checked", digits=0), Column("failed", digits=0), Column("skipped", digits=0),
+        Column("types", rank=1), Column("modes", rank=2),
+    )  # fmt: skip
+    lines = []
+    for op, variant in dict.fromkeys((r.op, r.variant) for r in records):
+        of_it = [r for r in records if (r.op, r.variant) == (op, variant)]
+        counts = Counter(r.status for r in of_it)
+        spans = (", ".join(dict.fromkeys(getattr(r, name) for r in of_it)) for name in ("dtype", "quant"))
+        lines.append(Line((op, variant, *(counts[status] for status in ("checked", "failed", "skipped")), *spans)))
+    return Table(columns, tuple(lines), tuple(_device_lines(records)), (_counts(records),), repeated=1)
 
 
 def curves_table(curves: Curves) -> Table:
