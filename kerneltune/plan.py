@@ -5,7 +5,7 @@ Runs nothing. Imports device, errors, search, spec and sweep.
 
 import fnmatch
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -48,8 +48,13 @@ class Quiet:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which part of a family: operator names, patterns of case names, dtypes, quant modes, patterns of variant names; empty means
-    all."""
+    """Select a part of a family: operator names, patterns of case names, dtypes, quant modes, patterns of variant names.
+
+    An empty tuple selects all.
+
+    Attributes:
+        max_cases: rows that the family's sweep file may have, before anything is selected.
+    """
 
     family: str
     ops: tuple[str, ...] = ()
@@ -57,6 +62,7 @@ class Selection:
     dtypes: tuple[str, ...] = ()
     quants: tuple[str, ...] = ()
     variants: tuple[str, ...] = ()
+    max_cases: int = field(default=sweep.MAX_CASES, kw_only=True)
 
     def takes(self, entry: sweep.Entry) -> bool:
         """Whether an entry of the sweep belongs to the selection."""
@@ -138,7 +144,7 @@ def load_plan(ops: Mapping[str, Op], selection: Selection) -> sweep.Sweep:
     for name in selection.ops:
         if name not in ops:
             raise unknown("op", name, ops)
-    plan = sweep.load(sweep.find(selection.family), ops)
+    plan = sweep.load(sweep.find(selection.family), ops, selection.max_cases)
     for name in selection.variants:
         offered = dict.fromkeys(v.name for e in (*plan.check, *plan.bench) for v in ops[e.op].variants)
         if not fnmatch.filter(offered, name):

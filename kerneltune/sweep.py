@@ -1,11 +1,12 @@
-"""Sweep files: YAML that names an operator family's check cases, bench cases and gate limits, expanded to Cases.
+"""Read sweep files: YAML that names an operator family's check cases, bench cases and gate limits, expanded to Cases.
 
 Does not know any operator (they are passed in) and runs nothing; every error names file, line, field and value.
-Imports the standard library, yaml, errors, files (for the folder rule) and spec.
+A file has a largest size and a largest number of cases, and is read in time linear in both.
 """
 
 import importlib.metadata
 import itertools
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -15,18 +16,28 @@ from typing import Any, Literal, NoReturn
 
 import yaml
 
+from kerneltune.cells import printable
 from kerneltune.errors import meant, unknown
-from kerneltune.files import RESULTS, data_root, in_checkout
+from kerneltune.files import RESULTS, data_root, in_checkout, read_bytes
 from kerneltune.spec import GROUP, PLUGINS, Case, Op, Option
 
 Section = Literal["check", "bench"]
 
 _TOP = ("family", "defaults", "ops", "check", "bench", "gate")
 _SMALLEST: Mapping[Section, int] = {"check": 0, "bench": 1}
-_NAME = re.compile(r"[^\s{}\x00-\x1f\x7f]{1,200}")
+_NAME = re.compile(r"[^\s{}]{1,200}")
+_LONGEST_NAME = 200
 _FAMILY = re.compile(r"[A-Za-z0-9_][\w.-]{0,79}", re.ASCII)
 _LARGEST = 2**48
 """More than the bytes of any memory."""
+MAX_CASES = 100_000
+"""Rows of a sweep file, operator by operator, where nothing else is asked for."""
+_MAX_BYTES = 1 << 20
+_SHOWN = 1000
+"""Characters of a part of a message."""
+_KINDS = {bool: "a boolean", int: "an integer", float: "a fraction", type(None): "nothing"}
+_MAX_SCALAR = 1000
+"""Characters of one value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,25 +112,34 @@ def find(family: str, root: Path | None = None) -> Path:
     raise unknown("family", family, known, ", or a .yaml file")
 
 
-def load(path: Path, ops: Mapping[str, Op]) -> Sweep:
-    """The sweep in `path`, for operators by name.
+def load(path: Path, ops: Mapping[str, Op], max_cases: int = MAX_CASES) -> Sweep:
+    """Return the sweep in `path`, for operators by name.
+
+    Args:
+        max_cases: rows of all operators and sections together; a file with more is refused before they are built.
 
     Raises:
         ValueError: one line `file:line: field: value: expected …`.
     """
+    data = read_bytes(path, _MAX_BYTES)
     try:
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+        text = data.decode()
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
     except UnicodeDecodeError as error:
-        raise ValueError(f"cannot read {path}: not UTF-8") from error
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{path}:{line}: byte {data[error.start]:#04x}: expected UTF-8") from error
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ValueError(f"{path}:{line}: YAML: {str(error).splitlines()[0]}") from error
     except yaml.MarkedYAMLError as error:
-        raise ValueError(f"{path}:{_yaml_problem(error)}") from error
-    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"{path}:{_plain(_yaml_problem(error))}") from error
+    except RecursionError as error:
+        raise ValueError(f"{path}:1: YAML: nested too deeply") from error
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # PyYAML's own of an escape beyond Unicode
         raise ValueError(f"{path}:1: YAML: {str(error).splitlines()[0]}") from error
     if root is None:
         raise ValueError(f"{path}:1: file: empty: expected family, ops and cases")
-    return _Reader(path, ops).sweep(root)
+    return _Reader(path, ops, max_cases).sweep(root)
 
 
 def _yaml_problem(error: yaml.MarkedYAMLError) -> str:
@@ -143,8 +163,9 @@ class _Item:
 class _Reader:
     """One file being read: knows its path, its operators and the names used so far."""
 
-    def __init__(self, path: Path, ops: Mapping[str, Op]) -> None:
+    def __init__(self, path: Path, ops: Mapping[str, Op], max_cases: int) -> None:
         self.path = path
+        self.room = self.max_cases = max_cases
         self.known = ops
         self.ops: list[Op] = []
         self.defaults: dict[str, _Item] = {}
@@ -201,6 +222,7 @@ class _Reader:
                     case = Case(name, axes, str(dtype), str(quant), tuple(zip(op.options, values, strict=True)))
                     self.remember(section, op.name, case, items["name"].value)
                     count += 1
+                    self.take(1, node)
                     yield Entry(op.name, case, section)
         if not count:
             self.fail(node, "name", repr(template), "values that at least one operator takes together")
@@ -216,14 +238,28 @@ class _Reader:
             sizes.append(self.axis(axis, fields[axis].value, _SMALLEST[section]))
             if len(sizes[-1]) > 1 and f"{{{axis}}}" not in template:
                 self.fail(name_node, "name", repr(template), f"a name with {{{axis}}} in it, as {axis} has several sizes")
+        self.require_room(math.prod(map(len, sizes)), node)
         for point in itertools.product(*sizes):
             axes = tuple(zip(op.axes, point, strict=True))
             name = template
             for axis, size in axes:
                 name = name.replace(f"{{{axis}}}", str(size))
+            if len(name) > _LONGEST_NAME:
+                self.fail(name_node, "name", f"{len(name)} characters", f"at most {_LONGEST_NAME}, with the sizes in it")
             if not _NAME.fullmatch(name):
                 self.fail(name_node, "name", repr(template), f"no placeholders but {', '.join(f'{{{a}}}' for a in op.axes)}")
             yield name, axes
+
+    def take(self, rows: int, node: yaml.Node) -> None:
+        """Count rows of the file."""
+        self.require_room(rows, node)
+        self.room -= rows
+
+    def require_room(self, rows: int, node: yaml.Node) -> None:
+        """Refuse rows beyond the limit before they are built."""
+        if rows > self.room:
+            total = self.max_cases - self.room + rows
+            self.fail(node, "cases", f"{total} or more", f"at most {self.max_cases}; see --max-cases")
 
     def axis(self, axis: str, node: yaml.Node, smallest: int) -> list[int]:
         sizes = []
@@ -321,26 +357,40 @@ class _Reader:
         if not children:
             self.fail(node, field, "[]", "at least one value")
         found: list[tuple[yaml.Node, Any]] = []
+        seen: set[tuple[type, object]] = set()
         for child in children:
             value = self.scalar(child, field)
-            if any(type(value) is type(other) and value == other for _, other in found):
+            if (type(value), value) in seen:
                 self.fail(child, field, repr(value), "each value once")
+            seen.add((type(value), value))
             found.append((child, value))
         return found
 
     def name(self, node: yaml.Node, field: str, placeholders: bool = False) -> str:
         value = self.scalar(node, field)
-        if not isinstance(value, str) or not _NAME.fullmatch(re.sub(r"[{}]", "", value) if placeholders else value):
+        if not isinstance(value, str):
+            written = node.value or "empty"
+            self.fail(node, field, written, f'text; YAML reads {_KINDS.get(type(value), "something else")}: write "{node.value}"')
+        if len(value) > _LONGEST_NAME:
+            self.fail(node, field, f"{len(value)} characters", f"at most {_LONGEST_NAME}")
+        if printable(value) != value:
+            self.fail(node, field, repr(value), "a name without control characters, bidirectional marks and surrogates")
+        if not _NAME.fullmatch(re.sub(r"[{}]", "", value) if placeholders else value):
             self.fail(node, field, repr(value), "a name without blanks")
         return value
 
     def scalar(self, node: yaml.Node, field: str) -> Any:
         if not isinstance(node, yaml.ScalarNode):
             self.fail(node, field, self.shown(node), "a plain value")
+        if len(node.value) > _MAX_SCALAR:
+            self.fail(node, field, f"{len(node.value)} characters", f"at most {_MAX_SCALAR}")
         try:
-            return yaml.constructor.SafeConstructor().construct_object(node)
-        except (yaml.YAMLError, ValueError, LookupError, AttributeError):  # PyYAML's own of a tag that does not fit its value
+            value = yaml.constructor.SafeConstructor().construct_object(node)
+            hash(value)
+        except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, OverflowError):
+            # PyYAML's own of a tag that does not fit its value
             self.fail(node, field, repr(node.value), "a plain value")
+        return value
 
     def shown(self, node: yaml.Node) -> str:
         if isinstance(node, yaml.ScalarNode):
@@ -348,7 +398,14 @@ class _Reader:
         return "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
 
     def fail(self, node: yaml.Node, field: str, shown: str, expected: str) -> NoReturn:
-        raise ValueError(f"{self.path}:{node.start_mark.line + 1}: {field}: {shown}: expected {expected}")
+        line = node.start_mark.line + 1
+        raise ValueError(f"{self.path}:{line}: {_plain(field)}: {_plain(shown)}: expected {_plain(expected)}")
+
+
+def _plain(text: str) -> str:
+    """Return a text of the file for a message: one line that a terminal shows as it is, cut where it is long."""
+    text = printable(text.replace("\n", "\\n").replace("\t", "\\t"))
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
 
 
 def _fields(op: Op) -> tuple[str, ...]:

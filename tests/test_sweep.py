@@ -1,5 +1,6 @@
 """Sweep files: what an entry expands to, and an error with file, line, field and value for everything else."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,7 @@ def check(entry: str) -> str:
     return f"{HEAD}check:\n  - {entry}\n"
 
 
+UNSAFE = "expected a name without control characters, bidirectional marks and surrogates"
 FIELDS = "name, op, M, N, dtype, quant, zero_centered, fp8_format, row_pad"
 
 
@@ -145,13 +147,25 @@ FIELDS = "name, op, M, N, dtype, quant, zero_centered, fp8_format, row_pad"
         ("family: \x07\n", ":1: YAML: unacceptable character #x0007: special characters are not allowed"),
         ("family: f\ncheck: []\n", ":1: ops: missing: expected names of operators"),
         ("ops: rmsnorm_fwd\n", ":1: family: missing: expected a name"),
-        ("family: 5\nops: rmsnorm_fwd\n", ":1: family: 5: expected a name without blanks"),
+        ("family: 5\nops: rmsnorm_fwd\n", ':1: family: 5: expected text; YAML reads an integer: write "5"'),
+        ("family: no\nops: rmsnorm_fwd\n", ':1: family: no: expected text; YAML reads a boolean: write "no"'),
+        (f"ops: rmsnorm_fwd\nfamily: {'f' * 201}\n", ":2: family: 201 characters: expected at most 200"),
+        ("family: f\nops: \x07\n", ":2: YAML: unacceptable character #x0007: special characters are not allowed"),
+        (check('{name: "a\\ud800", M: 1, N: 1}'), f":4: name: 'a\\ud800': {UNSAFE}"),
+        (check('{name: "a\\u202e", M: 1, N: 1}'), f":4: name: 'a\\u202e': {UNSAFE}"),
+        (check('{name: "a\\x9b", M: 1, N: 1}'), f":4: name: 'a\\x9b': {UNSAFE}"),
+        (check('{name: a, M: 1, N: 1, "\\ud800": 1}'), f":4: \\ud800: '1': expected a field among {FIELDS}"),
+        (check("{name: a, M: !!seq 1, N: 1}"), ":4: M: '1': expected a plain value"),
+        (
+            check(f"{{name: '{'a' * 190}{{M}}{{N}}', M: {2**44}, N: 1}}"),
+            ":4: name: 205 characters: expected at most 200, with the sizes in it",
+        ),
         ("family: ../f\nops: rmsnorm_fwd\n", ":1: family: '../f': expected at most 80 letters, digits, `_`, `-` and `.`"),
         (
             f"family: {'f' * 81}\nops: rmsnorm_fwd\n",
             f":1: family: '{'f' * 81}': expected at most 80 letters, digits, `_`, `-` and `.`",
         ),
-        ('family: "a\\0b"\nops: rmsnorm_fwd\n', ":1: family: 'a\\x00b': expected a name without blanks"),
+        ('family: "a\\0b"\nops: rmsnorm_fwd\n', f":1: family: 'a\\x00b': {UNSAFE}"),
         (check("{name: a, M: !!int '', N: 1}"), ":4: M: '': expected a plain value"),
         (check("{name: a, M: !!bool zz, N: 1}"), ":4: M: 'zz': expected a plain value"),
         (check("{name: a, M: !!timestamp zz, N: 1}"), ":4: M: 'zz': expected a plain value"),
@@ -167,7 +181,7 @@ FIELDS = "name, op, M, N, dtype, quant, zero_centered, fp8_format, row_pad"
         (f"{HEAD}check: {{M: 1}}\n", ":3: check: a mapping: expected a list of entries"),
         (f"{HEAD}check: [5]\n", ":3: check: '5': expected fields with values"),
         (check("{M: 1, N: 1}"), ":4: name: missing: expected a name"),
-        (check("{name: 1, M: 1, N: 1}"), ":4: name: 1: expected a name without blanks"),
+        (check("{name: 1, M: 1, N: 1}"), ':4: name: 1: expected text; YAML reads an integer: write "1"'),
         (check("{name: a b, M: 1, N: 1}"), ":4: name: 'a b': expected a name without blanks"),
         (check("{name: a, M: 1}"), ":4: N: missing: expected the size of this axis of rmsnorm_fwd"),
         (check("{name: a, M: 1, N: 1, M: 2}"), ":4: M: '2': expected each field once"),
@@ -232,10 +246,38 @@ def test_no_such_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as error:
         sweep.load(tmp_path / "f.yaml", OPS)
     assert str(error.value) == f"cannot read {tmp_path}/f.yaml: No such file or directory"
-    (tmp_path / "f.yaml").write_bytes(b"\xff")
+    (tmp_path / "f.yaml").write_bytes(b"family: f\n# \xff")
     with pytest.raises(ValueError) as error:
         sweep.load(tmp_path / "f.yaml", OPS)
-    assert str(error.value) == f"cannot read {tmp_path}/f.yaml: not UTF-8"
+    assert str(error.value) == f"{tmp_path}/f.yaml:2: byte 0xff: expected UTF-8"
+
+
+def test_sizes_many_times_as_many_load_in_as_many_times_the_time(tmp_path: Path) -> None:
+    def seconds(values: int) -> float:
+        sizes = ", ".join(map(str, range(1, values + 1)))
+        begun = time.process_time()
+        loaded = read(tmp_path, f"{HEAD}bench:\n  - {{name: 'a{{M}}', op: rmsnorm_bwd, N: 8, M: [{sizes}]}}\n")
+        assert len(loaded.bench) == values
+        return time.process_time() - begun
+
+    assert seconds(3000) < 3 * 12 * seconds(250), "144 times where each value is compared with every other"
+
+
+def test_more_cases_than_the_limit_are_refused_before_they_are_built(tmp_path: Path) -> None:
+    sizes = ", ".join(map(str, range(1, 1001)))
+    text = f"{HEAD}bench:\n  - {{name: '{{M}}x{{N}}', op: rmsnorm_bwd, N: [{sizes}], M: [{sizes}]}}\n"
+    with pytest.raises(ValueError, match=r"f\.yaml:4: cases: 1000000 or more: expected at most 100000; see --max-cases$"):
+        read(tmp_path, text)
+    path = tmp_path / "f.yaml"
+    path.write_text(f"{HEAD}bench:\n  - {{name: 'a{{M}}', op: rmsnorm_bwd, N: 8, M: [1, 2, 3]}}\n")
+    assert len(sweep.load(path, OPS, max_cases=3).bench) == 3
+    with pytest.raises(ValueError, match=r"f\.yaml:4: cases: 3 or more: expected at most 2; see --max-cases$"):
+        sweep.load(path, OPS, max_cases=2)
+
+
+def test_a_file_beyond_the_largest_size_is_not_read(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"f\.yaml: 1048580 bytes: expected at most 1048576$"):
+        read(tmp_path, "#" * (2**20 + 4))
 
 
 def test_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

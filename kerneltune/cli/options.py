@@ -40,6 +40,9 @@ VariantNames = Annotated[
 PolicyName = Annotated[str, typer.Option("--policy", metavar="|".join(POLICIES), help="How times are taken.")]
 Budget = Annotated[float | None, typer.Option("--budget", metavar="SECONDS", help="Tuning time per case.")]
 Trials = Annotated[int | None, typer.Option("--trials", metavar="N", help="Most configs to try per case.")]
+MaxCases = Annotated[
+    int | None, typer.Option("--max-cases", metavar="N", min=1, help="Most cases of a sweep file; 100000 unless told.")
+]
 Configs = Annotated[
     Path | None, typer.Option("--configs", metavar="DIR", envvar="KERNELTUNE_CONFIGS", help="Folder of the config cache.")
 ]
@@ -243,6 +246,8 @@ def make_selection(
     dtypes: list[str] | None = None,
     quants: list[str] | None = None,
     variants: list[str] | None = None,
+    *,
+    max_cases: int | None = None,
 ) -> "Selection":
     """What to run.
 
@@ -256,7 +261,9 @@ def make_selection(
     _all_known("quant", quants, (quant for op in chosen for quant in op.quants))
     matching("variant", variants, (variant.name for op in chosen for variant in op.variants))
     lists = {"ops": ops, "cases": cases, "dtypes": dtypes, "quants": quants, "variants": variants}
-    return Selection(family=family, **{name: tuple(dict.fromkeys(values)) for name, values in lists.items() if values})
+    given: dict[str, Any] = {name: tuple(dict.fromkeys(values)) for name, values in lists.items() if values}
+    given |= {} if max_cases is None else {"max_cases": max_cases}
+    return Selection(family=family, **given)
 
 
 def make_options(policy: str, **given: Any) -> "Options":

@@ -23,6 +23,7 @@ def command(
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Measure what other packages offer as well.")] = True,
     budget: o.Budget = None,
     trials: o.Trials = None,
+    max_cases: o.MaxCases = None,
     check_only: Annotated[bool, typer.Option("--check-only", help="Check against the reference and stop there.")] = False,
     configs: o.Configs = None,
     results: o.Results = None,
@@ -40,7 +41,7 @@ def command(
     from kerneltune.campaign import run_sweep
     from kerneltune.reporting.tables import check_table, sweep_table
 
-    selection = o.make_selection(known, family, op, case, dtype, quant, variant)
+    selection = o.make_selection(known, family, op, case, dtype, quant, variant, max_cases=max_cases)
     options = o.make_options(
         policy, tune=tune, peers=peers, budget_s=budget, trials=trials, check_only=check_only,
         configs=configs, results=results, workers=workers,

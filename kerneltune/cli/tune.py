@@ -34,6 +34,7 @@ def command(
     policy: o.PolicyName = "cold",
     budget: o.Budget = None,
     trials: o.Trials = None,
+    max_cases: o.MaxCases = None,
     force: Annotated[
         bool,
         typer.Option("--force", help="Search again where the cache has a config; try again what ran out of memory or was lost."),
@@ -102,7 +103,7 @@ def command(
     o.require_tunable(configs, results, exhaustive)
     from kerneltune.tuning.run import run_tune
 
-    selection = o.make_selection(known, family, op, case, dtype, quant, variant)
+    selection = o.make_selection(known, family, op, case, dtype, quant, variant, max_cases=max_cases)
     options = o.make_options(
         policy, budget_s=budget, trials=trials, force=force, stale=stale, sampler=sampler,
         until_gain=0.0 if until_gain == "off" else o.percent("until-gain", until_gain),

@@ -39,7 +39,7 @@ def run_gate(
     """
     ops = load_ops()
     require_gpu(_COMMAND)
-    plan = sweep.load(sweep.find(selection.family), ops)
+    plan = sweep.load(sweep.find(selection.family), ops, selection.max_cases)
     kept = [record for record in baseline if _selected(record, ops, plan, selection, options)]
     obstacle = _obstacle(kept)
     if obstacle:
