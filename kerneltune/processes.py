@@ -1,16 +1,19 @@
-"""Other processes: fresh ones, one after the other, or many that are started fast. None outlives the one that started it.
+"""Start processes: fresh ones, one after the other, or many that are started fast. None outlives the process that started it.
 
-Does not know what their work is. Imports pebble.
+Does not know what their work is.
 """
 
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from threading import Thread
 from typing import Any, TypeVar
 
@@ -19,6 +22,12 @@ from pebble import ProcessExpired, ProcessPool
 T = TypeVar("T")
 
 TIMEOUT_S = 1800.0
+_BOUND = """import ctypes, os, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+    if os.getppid() != {parent}:
+        os._exit(1)
+"""
 
 
 def in_fresh_processes(
@@ -44,6 +53,24 @@ def in_fresh_processes(
             pool.stop()
             pool.join()
         yield result
+
+
+def run_bound(code: str, arguments: Sequence[str], *, cwd: Path, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run Python code in a fresh process that may be of another version of this package, and return its errors and exit code.
+
+    The process is killed as soon as the calling thread ends, also by SIGKILL (Linux); where waiting is interrupted, it is killed
+    together with whatever it started.
+    """
+    command = [sys.executable, "-c", _BOUND.format(parent=os.getpid()) + code, *arguments]
+    with subprocess.Popen(command, cwd=cwd, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                          start_new_session=True) as process:  # fmt: skip
+        try:
+            _, errors = process.communicate()
+        except BaseException:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, None, errors)
 
 
 def _begin(first: Callable[[], Any] | None) -> None:

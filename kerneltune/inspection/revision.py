@@ -1,26 +1,35 @@
-"""Another git revision in a temporary work tree, and the same inspection of it in a process of its own.
+"""Check out another git revision in a temporary work tree, and inspect it in a process of its own.
 
-Compiles nothing itself. Imports the standard library, cache and static.
+The child dies with this process, whatever kills this process. What a SIGKILL leaves, a temporary folder and git's entry of it,
+the next check-out removes: the process that uses a folder holds a lock in it.
 """
 
+import fcntl
 import os
+import shutil
 import subprocess
-import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 
 from kerneltune.files import data_root
 from kerneltune.inspection.static import Survey, load
+from kerneltune.processes import run_bound
 
 _LIST_OF_TREES = Lock()
 """git keeps one list, whose folder goes with its last entry."""
+_PREFIX = "kerneltune-tree-"
+_TREE = "tree"
+_HELD = "held"
+"""File of a temporary folder, locked by the process that uses the folder."""
+_YOUNG_S = 60.0
 
 
 def survey_revision(revision: str, arguments: Sequence[str]) -> Survey:
-    """What `kerneltune inspect ARGUMENTS` finds in the checkout's `revision`, with the configs of that revision.
+    """Return the rows of `kerneltune inspect ARGUMENTS` in the checkout's `revision`, with the configs of that revision.
 
     Raises:
         ValueError: no checkout, no such revision, or one whose command cannot do it; one line.
@@ -31,29 +40,78 @@ def survey_revision(revision: str, arguments: Sequence[str]) -> Survey:
 
 @contextmanager
 def checked_out(revision: str) -> Iterator[Path]:
-    """A work tree of the checkout's `revision`, in a temporary folder of its own; both are gone afterwards.
+    """Yield a work tree of the checkout's `revision`, in a temporary folder; remove both afterwards.
 
     Raises:
         ValueError: no checkout or no such revision; one line.
     """
     checkout = data_root("kerneltune").parent
     commit = _git(checkout, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}", what=f"{revision!r}: no such revision")
-    with tempfile.TemporaryDirectory(prefix="kerneltune-") as folder:
-        tree = Path(folder) / "tree"
-        with _LIST_OF_TREES:
-            _git(checkout, "worktree", "add", "--detach", str(tree), commit, what=f"cannot check out {revision!r}")
+    with _LIST_OF_TREES:
+        _remove_abandoned(checkout)
+    with _held_folder() as folder:
+        tree = folder / _TREE
         try:
-            yield tree
-        finally:
             with _LIST_OF_TREES:
-                _git(checkout, "worktree", "remove", "--force", str(tree), what=f"cannot remove {tree}")
+                _git(checkout, "worktree", "add", "--detach", str(tree), commit, what=f"cannot check out {revision!r}")
+            yield tree
+        finally:  # also where an interrupt came amid `worktree add`
+            with _LIST_OF_TREES:
+                _remove(checkout, tree)
+
+
+@contextmanager
+def _held_folder() -> Iterator[Path]:
+    """Yield a temporary folder that others can tell is used."""
+    with (
+        tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as name,
+        (Path(name) / _HELD).open("w") as held,
+    ):
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield Path(name)
+
+
+def _remove_abandoned(checkout: Path) -> None:
+    """Remove what killed processes left: work trees in git's list of this checkout, and temporary folders.
+
+    Only trees and folders that this module made are touched, and only where no process holds them.
+    """
+    listed = _git(checkout, "worktree", "list", "--porcelain", what="cannot list the work trees")
+    trees = [Path(line.removeprefix("worktree ")) for line in listed.splitlines() if line.startswith("worktree ")]
+    for tree in trees:
+        if tree.name == _TREE and tree.parent.name.startswith(_PREFIX) and not _is_held(tree.parent):
+            _remove(checkout, tree)
+    old = time.time() - _YOUNG_S  # a younger one may not be held yet
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(FileNotFoundError):
+            status = folder.lstat()
+            listed_here = any(tree.parent.name == folder.name for tree in trees)
+            if status.st_uid == os.getuid() and (listed_here or status.st_mtime < old) and not _is_held(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_held(folder: Path) -> bool:
+    try:
+        with (folder / _HELD).open("rb") as held:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:  # locked, or another user's
+        return True
+    return False
+
+
+def _remove(checkout: Path, tree: Path) -> None:
+    """Remove a work tree and git's entry of it, also one that `worktree add` did not finish; the next check-out tries again."""
+    with suppress(ValueError):
+        _git(checkout, "worktree", "remove", "--force", "--force", str(tree), what=f"cannot remove {tree}")
 
 
 def _inspected(revision: str, tree: Path, rows: Path, arguments: Sequence[str]) -> Survey:
-    command = [sys.executable, "-c", "from kerneltune.cli import main; main()", "inspect", *arguments, "--save", str(rows)]
     env = {name: value for name, value in os.environ.items() if name != "KERNELTUNE_CONFIGS"}
-    done = subprocess.run(command, cwd=tree, env=env | {"PYTHONPATH": str(tree)}, stdout=subprocess.DEVNULL,
-                          stderr=subprocess.PIPE, text=True)  # fmt: skip
+    env |= {"PYTHONPATH": str(tree), "TMPDIR": str(tree.parent)}
+    code = "from kerneltune.cli import main; main()"
+    done = run_bound(code, ["inspect", *arguments, "--save", str(rows)], cwd=tree, env=env)
     if done.returncode or not rows.exists():
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise ValueError(f"revision {revision!r} cannot be inspected: {last}")
@@ -61,8 +119,10 @@ def _inspected(revision: str, tree: Path, rows: Path, arguments: Sequence[str]) 
 
 
 def _git(checkout: Path, *arguments: str, what: str) -> str:
+    """Run git in a session of its own, so that Ctrl-C in a terminal does not end it half-way."""
+    command = ["git", "-C", str(checkout), *arguments]
     try:
-        done = subprocess.run(["git", "-C", str(checkout), *arguments], capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
     except FileNotFoundError:
         raise ValueError(f"{what}: git is not installed") from None
     if done.returncode:

@@ -1,0 +1,82 @@
+"""Inspections of a revision that are killed: no process outlives them, no work tree stays."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from started import environment, wait_for
+
+INSPECT = """
+import sys
+from pathlib import Path
+from kerneltune.inspection import revision
+from kerneltune.interrupts import interrupts
+
+interrupts.take()
+revision.data_root = lambda folder: Path(sys.argv[1]) / folder
+try:
+    if sys.argv[2] == "inspect":
+        revision.survey_revision("HEAD", [])
+    with revision.checked_out("HEAD") as tree:
+        assert (tree / "pyproject.toml").is_file()
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+def checkout(folder: Path, started: Path) -> list[str]:
+    """Make a repository whose command writes its process's id and then hangs; return how git is called there."""
+    package = folder / "kerneltune" / "cli"
+    package.mkdir(parents=True)
+    (folder / "pyproject.toml").touch()
+    (folder / "kerneltune" / "__init__.py").touch()
+    lines = [
+        "import os, time",
+        "from pathlib import Path",
+        "def main():",
+        f"    Path({str(started) + '.new'!r}).write_text(str(os.getpid()))",
+    ]
+    lines += [f"    os.rename({str(started) + '.new'!r}, {str(started)!r})", "    time.sleep(100)"]
+    (package / "__init__.py").write_text("\n".join(lines))
+    git = ["git", "-C", str(folder), "-c", "user.name=x", "-c", "user.email=x@x"]
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "x"]):
+        subprocess.run([*git, *command], check=True)
+    return git
+
+
+def alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_an_inspection_killed_amid_a_revision_leaves_nothing(sent: signal.Signals, tmp_path: Path) -> None:
+    started, repository, temporary = tmp_path / "started", tmp_path / "repository", tmp_path / "temporary"
+    git = checkout(repository, started)
+    temporary.mkdir()
+    env = environment(TMPDIR=str(temporary))
+    command = [sys.executable, "-c", INSPECT, str(repository)]
+    with subprocess.Popen([*command, "inspect"], env=env) as process:
+        wait_for(started.is_file)
+        child = int(started.read_text())
+        process.send_signal(sent)
+        assert process.wait(timeout=10) == (130 if sent != signal.SIGKILL else -sent)
+    ended = time.monotonic()
+    wait_for(lambda: not alive(child))
+    assert time.monotonic() - ended < 1.0
+    others = [repository, tmp_path / "theirs"]  # a missing work tree of the user's own stays listed
+    subprocess.run([*git, "worktree", "add", "-q", "--detach", str(others[1])], check=True)
+    others[1].rename(tmp_path / "moved")
+    if sent == signal.SIGKILL:
+        assert os.listdir(temporary)
+        subprocess.run([*command, "only"], env=env, check=True, timeout=60)
+    assert not os.listdir(temporary)
+    listed = subprocess.run([*git, "worktree", "list", "--porcelain"], check=True, capture_output=True, text=True).stdout
+    assert [line.split()[1] for line in listed.splitlines() if line.startswith("worktree ")] == [str(path) for path in others]
