@@ -181,7 +181,12 @@ def load_strict(path: Path) -> list[Entry]:
 
 
 def store(op_name: str, device_slug: str, entry: Entry, root: Path | None = None) -> Path:
-    """Put `entry` in place of the one with its identity; readers see the old file or the new one.
+    """Call `store_all` with one entry."""
+    return store_all(op_name, device_slug, [entry], root)
+
+
+def store_all(op_name: str, device_slug: str, entries: Sequence[Entry], root: Path | None = None) -> Path:
+    """Put entries in place of those with their identities, all or none; readers see the old file or the new one.
 
     Raises:
         ValueError: the folder cannot be written, or the existing file is broken; nothing is changed then.
@@ -191,8 +196,11 @@ def store(op_name: str, device_slug: str, entry: Entry, root: Path | None = None
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path):
             present = path if path.exists() else path_of(op_name, device_slug, root)  # a first file begins as the packaged one
-            kept = [e for e in load_strict(present) if e.identity != entry.identity] if present.exists() else []
-            replace_text(path, _render(op_name, device_slug, [*kept, entry]))
+            stored = {entry.identity: entry for entry in (load_strict(present) if present.exists() else [])}
+            for entry in entries:
+                stored.pop(entry.identity, None)
+                stored[entry.identity] = entry
+            replace_text(path, _render(op_name, device_slug, list(stored.values())))
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror or error}") from error
     clear()

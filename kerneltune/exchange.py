@@ -20,7 +20,8 @@ _TRITON = {"warps": "num_warps", "stages": "num_stages", "num_warps": "num_warps
 _VLLM = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M", "num_warps", "num_stages")
 _VLLM_AXES = ("E", "N")
 _CASE = ("variant", "case", "axes", "dtype", "quant", "options", "policy")
-_LARGEST = 64 << 20
+_LARGEST = 4 << 20
+"""Bytes of a file that is imported: Python's own parser takes some hundred times as much memory."""
 _IDENTIFIER = re.compile(r"[^A-Za-z0-9_]+")
 _IN_NAME = re.compile(r"[^A-Za-z0-9_.=+-]+")
 

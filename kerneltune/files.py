@@ -268,7 +268,7 @@ def _explained(error: msgspec.ValidationError, data: object) -> str:
         value: Any = msgspec.json.decode(data) if isinstance(data, bytes | str) else data
         for step in [*steps, *([named["name"]] if named is not None else [])]:
             value = value[step]
-    except (msgspec.DecodeError, LookupError, TypeError):  # broken behind the wrong value
+    except (msgspec.DecodeError, LookupError, TypeError, RecursionError, UnicodeDecodeError):  # broken behind the wrong value
         return f"{_joined(steps) or 'JSON'}: {_lower(what)}"
     if named is not None:
         return f"{_joined([*steps, named['name']])}: {_short(value)}: expected no field of this name"

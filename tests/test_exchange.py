@@ -1,6 +1,8 @@
 """Cached configs in other formats and back, and what `cache verify` says of them."""
 
+import errno
 import json
+import os
 import random
 import re
 import runpy
@@ -101,6 +103,36 @@ def test_an_import_does_not_replace_what_was_measured(tmp_path: Path) -> None:
     assert run(*command).stdout == f"{total - 1} entries stored in {path}\n"
     assert ours("rmsnorm_bwd")[0] in cache.load_strict(path)
     assert run(*command, "--force").stdout == f"{total} entries stored in {path}\n"
+
+
+def test_an_import_on_a_full_disk_stores_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, root = tmp_path / "files", tmp_path / "configs"
+    run("export", "rmsnorm_bwd", files, "--gpu", "nvidia_h200")
+    (file,) = files.iterdir()
+    path = cache.store("rmsnorm_bwd", "nvidia_h200", ours("rmsnorm_bwd")[0], root)
+    before = path.read_bytes()
+    synced: list[int] = []
+
+    def full(descriptor: int) -> None:
+        if len(synced) == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        synced.append(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    result = run("import", "rmsnorm_bwd", file, "--gpu", "nvidia_h200", "--configs", root)
+    assert (result.exit_code, len(synced)) == (0, 1), "one write of all entries"
+    path.write_bytes(before)
+    synced += [0, 0]
+    result = run("import", "rmsnorm_bwd", file, "--gpu", "nvidia_h200", "--configs", root)
+    assert result.exit_code == 2 and result.output == f"error: cannot write {path}: No space left on device\n"
+    assert path.read_bytes() == before and sorted(p.name for p in path.parent.iterdir()) == [f".{path.name}.lock", path.name]
+
+
+def test_an_import_of_a_source_of_any_size_takes_bounded_memory(tmp_path: Path) -> None:
+    path = tmp_path / "large.py"
+    path.write_text(f"ENTRIES = [{'1,' * (3 << 20)}]")
+    with pytest.raises(ValueError, match=r"^cannot read .*large\.py: \d+ bytes: expected at most 4194304$"):
+        exchange.read(path, OPS["rmsnorm_bwd"])
 
 
 def test_nothing_is_stored_outside_the_cache(tmp_path: Path) -> None:

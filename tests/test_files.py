@@ -104,3 +104,9 @@ def test_decode_of_a_broken_tail_behind_a_wrong_value_is_one_line() -> None:
     with pytest.raises(ValueError) as error:
         decode('{"a": "x"} trailing', dict[str, int])
     assert "\n" not in str(error.value)
+
+
+def test_decode_of_a_deep_tail_behind_a_wrong_value_is_one_line() -> None:
+    with pytest.raises(ValueError) as error:
+        decode('{"a": ' + "[" * 100_000, dict[str, int])
+    assert str(error.value).startswith(("a: ", "JSON: ")) and "\n" not in str(error.value) and len(str(error.value)) < 300

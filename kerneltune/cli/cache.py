@@ -216,8 +216,8 @@ def import_(
                 raise ValueError(f"{file}: {error}") from error
             if force or entry.identity not in present:
                 taken.append(entry)
-    for entry in taken:
-        cache.store(op, gpu, entry, root)
+    if taken:
+        cache.store_all(op, gpu, taken, root)
     show(f"{len(taken)} entries stored in {path}")
 
 

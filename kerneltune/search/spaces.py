@@ -1,19 +1,25 @@
-"""Measured spaces: every config of one variant on one case with its time, in one compact file, for replaying a search.
+"""Read and write measured spaces: every config of one variant on one case with its time, in one compact file.
 
-Measures nothing and decides nothing. Imports the standard library, device, files, spec and trials.
+A search is replayed on them. Measures nothing and decides nothing. A file that is read is data of anybody: its text has a largest
+size, however well it is compressed, and its header a schema.
 """
 
 import csv
 import gzip
 import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+import keyword
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import msgspec
 
 from kerneltune.device import slug
-from kerneltune.files import replace_bytes
+from kerneltune.files import decode, opened, replace_bytes
 from kerneltune.search.trials import Evaluation
 from kerneltune.spec import Option
 
@@ -27,7 +33,35 @@ _TYPES: dict[str, Callable[[str], Any]] = {
     "bool": lambda text: {"True": True, "False": False}[text],
 }
 
+_LARGEST = 64 << 20
+"""Bytes of the text of the largest file."""
+_LONGEST_LINE = 1 << 20
+
 Knobs = tuple[tuple[str, Any], ...]
+
+
+class _Head(msgspec.Struct, forbid_unknown_fields=True):
+    """The header as it stands in a file."""
+
+    schema: int
+    knobs: dict[str, Literal["int", "float", "str", "bool"]]
+    op: str
+    variant: str
+    case: str
+    axes: dict[str, int]
+    dtype: str
+    quant: str
+    options: dict[str, Option]
+    policy: str
+    default: dict[str, Option]
+    device: str
+    driver: str
+    torch: str
+    triton: str
+    source_hash: str
+    commit: str
+    date: str
+    command: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,18 +135,19 @@ def read(path: Path) -> MeasuredSpace:
     Raises:
         ValueError: one line naming the file, the line, and what is wrong with it.
     """
-    try:
-        lines = gzip.decompress(path.read_bytes()).decode().splitlines()
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'not a gzipped text'}") from error
+    lines = _text(path).splitlines()
     head, knobs = _head(path, lines)
     trials: dict[Knobs, Evaluation] = {}
-    for number, row in enumerate(csv.reader(lines[2:]), start=3):
+    for number, row in _rows(path, lines):
         try:
             *config, status, time_us, resources, spill_bytes, shared_bytes = row
             typed = tuple((name, _TYPES[kind](text)) for (name, kind), text in zip(knobs.items(), config, strict=True))
             time = float(time_us) if time_us else None
-            if (time is None) == (status == "ok") or not (time is None or 0 < time < float("inf")):
+            if (
+                (time is None) == (status == "ok")
+                or not (time is None or 0 < time < float("inf"))
+                or not all(map(_is_finite, typed))
+            ):
                 raise ValueError(time_us)
             trials[typed] = Evaluation(status, time, "", int(resources), int(spill_bytes), int(shared_bytes))
         except (ValueError, KeyError) as error:
@@ -120,6 +155,41 @@ def read(path: Path) -> MeasuredSpace:
     if not trials:
         raise ValueError(f"{path}:2: trials: none: expected one a line")
     return MeasuredSpace(**head, trials=trials)
+
+
+def _is_finite(knob: tuple[str, Any]) -> bool:
+    return not isinstance(knob[1], float) or math.isfinite(knob[1])
+
+
+def _rows(path: Path, lines: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
+    rows = csv.reader(lines[2:])
+    while True:
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            raise ValueError(f"{path}:{rows.line_num + 2}: not a trial: {error}") from error
+        yield rows.line_num + 2, row
+
+
+def _text(path: Path) -> str:
+    """Return the text of a file, decompressed as far as the largest size goes.
+
+    Raises:
+        ValueError: one line naming the file.
+    """
+    try:
+        with opened(path) as file, gzip.open(file) as unpacked:
+            data = unpacked.read(_LARGEST + 1)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"cannot read {path}: not a gzipped text") from error
+    if len(data) > _LARGEST:
+        raise ValueError(f"cannot read {path}: more than {_LARGEST} bytes of text")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"cannot read {path}: not a gzipped text") from error
 
 
 def find(given: Sequence[str], folder: Path) -> list[Path]:
@@ -142,16 +212,24 @@ def find(given: Sequence[str], folder: Path) -> list[Path]:
 
 
 def _head(path: Path, lines: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    first = lines[0] if lines else ""
+    if not first.startswith("# {") or len(first) > _LONGEST_LINE:
+        raise ValueError(f"{path}:1: header: not that of a measured space")
     try:
-        head = json.loads(lines[0].removeprefix("# "))
-        schema, knobs = head.pop("schema"), head.pop("knobs")
-        if schema != SCHEMA:
-            raise ValueError(f"{path}:1: schema: {schema!r}: expected {SCHEMA}: written by another version of kerneltune")
-        wanted = {f.name for f in fields(MeasuredSpace)} - {"trials"}
-        if head.keys() != wanted:
-            raise ValueError(f"{path}:1: header: {sorted(head.keys() ^ wanted)}: missing or unknown")
-        if lines[1].split(",") != [*knobs, *_COLUMNS] or not set(knobs.values()) <= _TYPES.keys():
-            raise ValueError(f"{path}:2: columns: {lines[1][:80]!r}: expected {','.join([*knobs, *_COLUMNS])}")
-        return {**head, **{name: tuple(head[name].items()) for name in ("axes", "options", "default")}}, knobs
-    except (json.JSONDecodeError, AttributeError, KeyError, IndexError, TypeError) as error:
-        raise ValueError(f"{path}:1: header: not that of a measured space") from error
+        head = decode(first.removeprefix("# "), _Head)
+    except ValueError as error:
+        raise ValueError(f"{path}:1: header: {error}") from error
+    if head.schema != SCHEMA:
+        raise ValueError(f"{path}:1: schema: {head.schema!r}: expected {SCHEMA}: written by another version of kerneltune")
+    knobs: dict[str, str] = dict(head.knobs)
+    for name in knobs:  # fields of a class in a replay
+        if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):
+            raise ValueError(f"{path}:1: knobs: {name[:80]!r}: expected the name of a knob")
+    if head.default.keys() != knobs.keys():
+        raise ValueError(f"{path}:1: default: {', '.join(head.default)[:80]!r}: expected a value of {', '.join(knobs)[:200]}")
+    expected = ",".join([*knobs, *_COLUMNS])
+    if len(lines) < 2 or lines[1] != expected:
+        raise ValueError(f"{path}:2: columns: {(lines[1] if len(lines) > 1 else '')[:80]!r}: expected {expected[:1000]}")
+    values = msgspec.structs.asdict(head)
+    values |= {name: tuple(values[name].items()) for name in ("axes", "options", "default")}
+    return {name: value for name, value in values.items() if name not in ("schema", "knobs")}, knobs

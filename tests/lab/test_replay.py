@@ -1,6 +1,8 @@
 """Measured spaces as files, and the search run again on them; the spaces of these tests are made up, the shipped ones are not."""
 
 import gzip
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, make_dataclass, replace
 from pathlib import Path
@@ -8,6 +10,7 @@ from pathlib import Path
 import landscapes
 import numpy as np
 import pytest
+from started import environment
 from threadpoolctl import threadpool_info, threadpool_limits
 from typer.testing import CliRunner
 
@@ -58,8 +61,22 @@ def broken(change: Callable[[str], str], path: Path) -> str:
     ("old", "new", "message"),
     [
         ('"schema": 1', '"schema": 2', ":1: schema: 2: expected 1: written by another version of kerneltune"),
-        ('"op": "made_up", ', "", ":1: header: ['op']: missing or unknown"),
+        ('"op": "made_up", ', "", ":1: header: op: missing"),
         ("# {", "# [", ":1: header: not that of a measured space"),
+        ('"axes": {', '"axes": 5, "x": {', ":1: header: axes: 5: expected object"),
+        ('"knobs": {"rows"', '"knobs": {"class"', ":1: knobs: 'class': expected the name of a knob"),
+        (
+            '"default": {"rows"',
+            '"default": {"x"',
+            ":1: default: 'x, cols, warps, ctas, stages, reload': expected a value of rows, cols",
+        ),
+        ('"axes": {', '"axes": ' + "[" * 100_000, ":1: header: "),
+        (
+            "\n1,256,1,0,1,False,ok",
+            '\n"' + "1" * 200_000 + '",256,1,0,1,False,ok',
+            ":3: not a trial: field larger than field limit",
+        ),
+        ("\n1,256,1,0,1,False,ok", f"\n{'1' * 5000},256,1,0,1,False,ok", ":3: not a trial: '1111"),
         ("rows,cols,warps", "rows,columns,warps", ":2: columns: 'rows,columns,warps,ctas,stages,reload,status"),
         ("\n1,256,1,0,1,False,ok", "\n1,256,1,0,1,maybe,ok", ":3: not a trial: '1,256,1,0,1,maybe,ok,"),
         ("\n1,256,1,0,1,False,ok", "\n1,256,1,0,1,False,spills", ":3: not a trial: '1,256,1,0,1,False,spills,"),
@@ -75,6 +92,22 @@ def test_what_is_no_gzip_is_one_line(tmp_path: Path) -> None:
     path.write_text("hello")
     with pytest.raises(ValueError, match="cannot read .*x.csv.gz"):
         spaces.read(path)
+
+
+def test_a_gzip_of_three_megabytes_takes_no_gigabytes(tmp_path: Path) -> None:
+    path = tmp_path / "bomb.csv.gz"
+    once = gzip.compress(b"\0" * (10 << 20), 9)
+    path.write_bytes(once * 290)  # 2.9 MB, 2.9 GB of text
+    script = "import resource, sys; from pathlib import Path; from kerneltune.search import spaces\n"
+    script += "limit = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+    script += "try:\n    spaces.read(Path(sys.argv[1]))\nexcept ValueError as error:\n    print(error)\n"
+    script += "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - limit) >> 10)"
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(path)], capture_output=True, text=True, env=environment(), check=True
+    )
+    said, megabytes = done.stdout.splitlines()
+    assert said == f"cannot read {path}: more than {64 << 20} bytes of text"
+    assert int(megabytes) < 300
 
 
 def test_a_replay_ends_at_the_optimum_when_the_space_is_used_up() -> None:
