@@ -35,8 +35,10 @@ def test_readme_command_prints_what_is_shown(command: str, output: str, tmp_path
     assert python is not None
     (tmp_path / "double.py").write_text(python[1])
     words = [sys.executable if word == "python" else word for word in shlex.split(command)[1:]]
-    env = {**os.environ, "COLUMNS": "80", "TRITON_INTERPRET": "1" if "capture" in words else "0", "PYTHONPATH": str(ROOT)}
-    env = {name: value for name, value in env.items() if name not in ("KERNELTUNE_CONFIGS", "KERNELTUNE_RESULTS")}
+    env = {**os.environ, "COLUMNS": "80", "PYTHONPATH": str(ROOT)}
+    env = {
+        name: value for name, value in env.items() if name not in ("KERNELTUNE_CONFIGS", "KERNELTUNE_RESULTS", "TRITON_INTERPRET")
+    }
     done = subprocess.run(
         [sys.executable, "-c", TOOL, *words], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=250
     )

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from kerneltune import device
 from kerneltune.cli.console import error_line
 
 Program = Annotated[list[str], typer.Argument(metavar="-- PROGRAM …", help="The program and its arguments, behind --.")]
@@ -39,6 +40,8 @@ def command(
     make_folder(out)
     options = {"pattern": kernel, "max_bytes": max_bytes, "autotune": autotune}
     environment = {CAPTURE: str(out.resolve()), CAPTURE_OPTIONS: json.dumps(options)}
+    if device.model() == device.INTERPRETER:
+        environment["TRITON_INTERPRET"] = "1"
     if eager:
         environment["TORCHDYNAMO_DISABLE"] = "1"
     code = run_program(program, environment)
