@@ -31,7 +31,11 @@ def pytest_xdist_setupnodes() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "abuse" not in config.option.markexpr:  # also where -m says something else
+        long = [item for item in items if item.get_closest_marker("abuse")]
+        items[:] = [item for item in items if item not in long]
+        config.hook.pytest_deselected(items=long)
     if HAS_GPU:
         return
     for item in items:
