@@ -65,10 +65,15 @@ class _Row(msgspec.Struct, forbid_unknown_fields=True):
     evidence: dict[str, Any]
 
 
-class _File(msgspec.Struct):
-    """A file of the cache."""
+class _Schema(msgspec.Struct):
+    """What every file says, of any schema."""
 
     schema: int
+
+
+class _File(_Schema):
+    """A file of the cache."""
+
     op: str
     device: str
     entries: list[msgspec.Raw]
@@ -484,8 +489,10 @@ def _read(path: Path) -> list[msgspec.Raw]:
     """Return the raw entries of a file."""
     data = _NO_NUMBER.sub(b"null", read_bytes(path, _LARGEST_BYTES))
     try:
+        if (schema := decode(data, _Schema).schema) != SCHEMA:
+            raise bad("schema", schema, repr(SCHEMA))
         file = decode(data, _File)
-        for name, expected in {"schema": SCHEMA, "op": path.stem, "device": path.parent.name}.items():
+        for name, expected in {"op": path.stem, "device": path.parent.name}.items():
             if getattr(file, name) != expected:
                 raise bad(name, getattr(file, name), repr(expected))
     except ValueError as error:

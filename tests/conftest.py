@@ -49,6 +49,17 @@ def seed(request: pytest.FixtureRequest) -> None:
     torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
 
 
+@pytest.fixture(autouse=True)
+def own_device() -> Iterator[None]:
+    """What a test says that the device is holds for this test."""
+    from kerneltune import device
+
+    yield
+    forget = getattr(device.current_slug, "cache_clear", None)
+    if forget is not None:
+        forget()
+
+
 @pytest.fixture(autouse=HAS_GPU)
 def poisoned_memory() -> Iterator[None]:
     """`torch.empty` holds NaN, so that a kernel that leaves a part of its output unwritten is caught."""

@@ -274,9 +274,10 @@ def test_conversion() -> None:
     assert "recipe=delayed" in repr(module) and "DelayedScaling(2, history=16, pad_groups=False)" in repr(module)
     convert_to_fp8_training(module, "tensorwise")
     assert module.delayed is None
-    foreign = torch.nn.Bilinear(N, K, E)
-    with pytest.raises(ValueError, match="delayed scaling keeps state, which only GroupedLinear has"):
-        convert_to_fp8_training(foreign, "delayed")
+    foreign = torch.nn.Bilinear(N, K, E, device=DEVICE)
+    convert_to_fp8_training(foreign, "delayed")
+    with pytest.raises(ValueError, match="Bilinear was converted, but its forward pass makes no grouped or batched product"):
+        foreign(torch.ones(1, N, device=DEVICE), torch.ones(1, K, device=DEVICE))
 
 
 def test_bad_arguments() -> None:

@@ -69,6 +69,7 @@ def test_nothing_of_da_waits_beside_dw(recipe: Recipe | str, again: bool, monkey
     if scaling is not None:
         scaling.known = recipe == "delayed and known"
     product, tokens = fp8_products.fp8_grouped_gemm, fp8_products._tokens
+    operator = torch.ops.kerneltune.fp8_grouped_gemm
 
     def tokens_of_dy(dy: torch.Tensor, *rest: object, **options: bool) -> object:
         of_da.append(weakref.ref(dy))  # a copy of which rows are contiguous
@@ -80,11 +81,16 @@ def test_nothing_of_da_waits_beside_dw(recipe: Recipe | str, again: bool, monkey
             of_da.extend(map(weakref.ref, (x, w)))
         return product(x, w, *rest, **options)  # type: ignore[arg-type]
 
+    def watched_dw(*operands: torch.Tensor, **options: object) -> torch.Tensor:
+        alive.append(sum(ref() is not None for ref in of_da))
+        return operator(*operands, **options)
+
     a, w = leaves(32, 64, 48, 2)
     y = fp8_grouped_mm(a, w.transpose(1, 2), offsets([16, 32]), recipe=scaling or recipe)
     for module in (fp8_products, gemm.product, delayed):
         monkeypatch.setattr(module, "fp8_grouped_gemm", watched)
     monkeypatch.setattr(fp8_products, "_tokens", tokens_of_dy)
+    monkeypatch.setattr(torch.ops.kerneltune, "fp8_grouped_gemm", watched_dw)
     y.backward(torch.ones(48, 32, device=DEVICE).bfloat16().t(), retain_graph=again)
     assert alive == [len(of_da) - 2, kept]  # dY itself is there for dA
     if again:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kerneltune import cache, device, ops, sweep
+from kerneltune import cache, device, ops, sweep, workloads
 from kerneltune.cache import Chooser, Found
 from kerneltune.files import data_root
 from kerneltune.plan import Options
@@ -39,9 +39,8 @@ def bench() -> dict[str, list[Case]]:
     """The bench cases of every operator."""
     found: dict[str, list[Case]] = {}
     for path in sorted(SWEEPS.glob("*.yaml")):
-        if path.stem != "moe_training":
-            for entry in sweep.load(path, ALL).bench:
-                found.setdefault(entry.op, []).append(entry.case)
+        for entry in sweep.load(path, ALL | workloads.load()).bench:
+            found.setdefault(entry.op, []).append(entry.case)
     return found
 
 
