@@ -36,7 +36,7 @@ def sort_tokens(ids: Tensor, num_experts: int) -> Routing:
     Raises:
         ValueError: a wrong shape, type or number, which it names.
     """
-    return Routing(*_sort(ids.contiguous(), num_experts))
+    return Routing(*torch.ops.kerneltune.moe_sort(ids.contiguous(), num_experts))
 
 
 def permute_tokens(x: Tensor, routing: Routing) -> Tensor:
@@ -52,7 +52,7 @@ def permute_tokens(x: Tensor, routing: Routing) -> Tensor:
     Raises:
         ValueError: a wrong shape, type, device or stride, which it names.
     """
-    y: Tensor = _permute(_rows(x), routing.places, routing.offs)
+    y: Tensor = torch.ops.kerneltune.moe_permute(_rows(x), routing.places, routing.offs)
     return y
 
 
@@ -83,26 +83,6 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.ndim != 2 or x.stride(1) == 1 else x.contiguous()
 
 
-@torch.library.custom_op("kerneltune::moe_sort", mutates_args=())
-def _sort(ids: Tensor, num_experts: int) -> list[Tensor]:
-    return list(moe_routing.moe_sort(ids, num_experts))
-
-
-@_sort.register_fake
-def _(ids: Tensor, num_experts: int) -> list[Tensor]:
-    return [ids.new_empty(shape, dtype=torch.int32) for shape in ((ids.numel(),), tuple(ids.shape), (num_experts,))]
-
-
-@torch.library.custom_op("kerneltune::moe_permute", mutates_args=())
-def _permute(x: Tensor, places: Tensor, offs: Tensor) -> Tensor:
-    return moe_routing.moe_permute(x, places, offs)
-
-
-@_permute.register_fake
-def _(x: Tensor, places: Tensor, offs: Tensor) -> Tensor:
-    return x.new_empty((places.numel(), x.shape[1]))
-
-
 @torch.library.custom_op("kerneltune::moe_add", mutates_args=())
 def _add(y: Tensor, places: Tensor, offs: Tensor) -> Tensor:
     return moe_routing.moe_unpermute(y, places)
@@ -123,16 +103,6 @@ def _(y: Tensor, places: Tensor, offs: Tensor, weights: Tensor) -> Tensor:
     return y.new_empty((places.shape[0], y.shape[1]))
 
 
-@torch.library.custom_op("kerneltune::moe_combine_bwd", mutates_args=())
-def _combine_bwd(dout: Tensor, y: Tensor, places: Tensor, weights: Tensor, offs: Tensor) -> list[Tensor]:
-    return list(moe_routing.moe_unpermute_bwd(dout, y, places, weights, offs))
-
-
-@_combine_bwd.register_fake
-def _(dout: Tensor, y: Tensor, places: Tensor, weights: Tensor, offs: Tensor) -> list[Tensor]:
-    return [y.new_empty(y.shape), torch.empty_like(weights)]
-
-
 def _save_index(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[1:])
 
@@ -144,7 +114,7 @@ def _permute_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
 
 def _add_backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:
     places, offs = ctx.saved_tensors
-    return _permute(_rows(dout), places, offs), None, None
+    return torch.ops.kerneltune.moe_permute(_rows(dout), places, offs), None, None
 
 
 def _save_all(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -153,10 +123,10 @@ def _save_all(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _combine_backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None, Tensor]:
     y, places, offs, weights = ctx.saved_tensors
-    dy, dweights = _combine_bwd(_rows(dout), y, places, weights, offs)
+    dy, dweights = torch.ops.kerneltune.moe_unpermute_bwd(_rows(dout), y, places, weights, offs)
     return dy, None, None, dweights
 
 
-_permute.register_autograd(_permute_backward, setup_context=_save_index)
+torch.library.register_autograd("kerneltune::moe_permute", _permute_backward, setup_context=_save_index)
 _add.register_autograd(_add_backward, setup_context=_save_index)
 _combine.register_autograd(_combine_backward, setup_context=_save_all)

@@ -1,72 +1,83 @@
-"""Route as models do it with torch's own index operators, eagerly and compiled."""
+"""Routing by torch's own index operators: eager, the `baseline`, and compiled."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
 from kerneltune.kernel_lib.compiled import call_compiled
 from kerneltune.kernel_lib.groups import aligned_size, aligned_starts
-from kerneltune.ops.moe_routing.common import sorted_pairs
-from kerneltune.spec import Case, Inputs, Outputs
+from kerneltune.ops.moe_routing.contract import sorted_pairs
+from kerneltune.spec import Case, Inputs, Outputs, Variant
 
 
-def _sort(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return sorted_pairs(ids, num_experts)
+class Torch(NamedTuple):
+    """The two ways to run a function of torch operators."""
+
+    eager: Variant
+    compiled: Variant
 
 
-def sort(compiled: bool, inputs: Inputs, _config: None) -> Outputs:
-    """Sort by argsort, bincount and cumsum."""
-    call = call_compiled if compiled else _called
-    pairs, places, offs = call(_sort, (inputs["ids"],), inputs["num_experts"])
-    return {"pairs": pairs, "places": places, "offs": offs}
+def unsupported(case: Case) -> str | None:
+    """Say why torch's operators do not take a case."""
+    if case.option("routing") == "dropped":
+        return "its indices are all of experts"
+    return None if case["T"] and case["K"] else "no tokens"
 
 
-def _permute(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def _variants(function: Callable[..., tuple[torch.Tensor, ...]], tensors: str, results: str, *options: str) -> Torch:
+    """Return the variants that run a function.
+
+    Args:
+        function: takes tensors, then options, and returns the results.
+        tensors: names of inputs, separated by spaces; a tensor may be None.
+        results: names of the outputs, likewise.
+        options: names of further inputs.
+    """
+    run = partial(_run, function, tensors.split(), results.split(), options)
+    return Torch(
+        Variant("baseline", partial(run, False), unsupported=unsupported),
+        Variant("compile", partial(run, True), unsupported=unsupported, requires=("torch",)),
+    )
+
+
+def _run(
+    function: Callable[..., Any],
+    tensors: list[str],
+    results: list[str],
+    options: tuple[str, ...],
+    compiled: bool,
+    inputs: Inputs,
+    _config: None,
+) -> Outputs:
+    given, others = tuple(inputs[name] for name in tensors), [inputs[name] for name in options]
+    found = call_compiled(function, given, *others) if compiled else function(*given, *others)
+    return dict(zip(results, found, strict=True))
+
+
+def _permute(x: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, ...]:
     T, K = places.shape
-    return x.new_empty((T * K, x.shape[1])).index_copy_(0, places.reshape(-1).long(), x.repeat_interleave(K, 0))
+    return (x.new_empty((T * K, x.shape[1])).index_copy_(0, places.reshape(-1).long(), x.repeat_interleave(K, 0)),)
 
 
-def permute(compiled: bool, inputs: Inputs, _config: None) -> Outputs:
-    """Copy rows by index_copy."""
-    call = call_compiled if compiled else _called
-    return {"y": call(_permute, (inputs["x"], inputs["places"]))}
-
-
-def permute_fp8(compiled: bool, inputs: Inputs, _config: None) -> Outputs:
+def _permute_fp8(x: torch.Tensor, pairs: torch.Tensor, offs: torch.Tensor, top_k: int) -> tuple[torch.Tensor, ...]:
     """Index rows, and copy their transpose to aligned columns, whose number waits for no device."""
-    call = call_compiled if compiled else _called
-    q, q_t = call(_permute_fp8, (inputs["x"], inputs["pairs"], inputs["offs"]), inputs["top_k"])
-    return {"q": q, "q_t": q_t.t()}
-
-
-def _permute_fp8(x: torch.Tensor, pairs: torch.Tensor, offs: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     M = pairs.shape[0]
     q = x[pairs // top_k]
     rows = torch.arange(M, device=x.device)
     group = torch.bucketize(rows, offs, right=True)
     shift = aligned_starts(offs) - torch.cat([offs.new_zeros(1), offs[:-1]])
     spread = x.new_zeros((aligned_size(M, offs.shape[0]), x.shape[1])).index_copy(0, rows + shift[group], q)
-    return q, spread.t().contiguous()
+    return q, spread.t().contiguous().t()
 
 
-def _unpermute(y: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+def _unpermute(y: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     rows = y[places.long()].float()
-    return (rows if weights is None else rows * weights[..., None]).sum(1).to(y.dtype)
+    return ((rows if weights is None else rows * weights[..., None]).sum(1).to(y.dtype),)
 
 
-def _unpermute_alone(y: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    return _unpermute(y, places, None)
-
-
-def unpermute(compiled: bool, inputs: Inputs, _config: None) -> Outputs:
-    """Gather the rows of each token and add them."""
-    call = call_compiled if compiled else _called
-    if inputs["weights"] is None:
-        return {"out": call(_unpermute_alone, (inputs["y"], inputs["places"]))}
-    return {"out": call(_unpermute, (inputs["y"], inputs["places"], inputs["weights"]))}
-
-
-def _unpermute_bwd(
-    dout: torch.Tensor, y: torch.Tensor, places: torch.Tensor, weights: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _unpermute_bwd(dout: torch.Tensor, y: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
     T, K = places.shape
     spread = (dout.float()[:, None] * weights[..., None]).to(y.dtype).view(T * K, -1)
     flat = places.reshape(-1).long()
@@ -74,19 +85,8 @@ def _unpermute_bwd(
     return dy, (y[flat].view(T, K, -1).float() * dout.float()[:, None]).sum(2)
 
 
-def unpermute_bwd(compiled: bool, inputs: Inputs, _config: None) -> Outputs:
-    """Differentiate by index operators."""
-    call = call_compiled if compiled else _called
-    dy, dweights = call(_unpermute_bwd, tuple(inputs[name] for name in ("dout", "y", "places", "weights")))
-    return {"dy": dy, "dweights": dweights}
-
-
-def _called(function, tensors, *options):
-    return function(*tensors, *options)
-
-
-def not_torch(case: Case) -> str | None:
-    """Return why the peers do not take a case."""
-    if case.option("routing") == "dropped":
-        return "its indices are all of experts"
-    return None if case["T"] and case["K"] else "no tokens"
+SORT = _variants(sorted_pairs, "ids", "pairs places offs", "num_experts")
+PERMUTE = _variants(_permute, "x places", "y")
+PERMUTE_FP8 = _variants(_permute_fp8, "x pairs offs", "q q_t", "top_k")
+UNPERMUTE = _variants(_unpermute, "y places weights", "out")
+UNPERMUTE_BWD = _variants(_unpermute_bwd, "dout y places weights", "dy dweights")

@@ -1,6 +1,7 @@
 """Copy fp8 rows of tokens to their experts in both layouts that grouped products take, in one pass.
 
-Tokens are cast before they are copied: K times fewer elements, and under a scale of the whole tensor the same bytes.
+Tokens are cast before they are copied: K times fewer elements, and under a scale of the whole tensor the same bytes. Source: the
+permute of MoE training frameworks, by their contract.
 """
 
 from dataclasses import dataclass
@@ -10,12 +11,14 @@ import torch
 
 from kerneltune import cache
 from kerneltune.kernel_lib.agreement import same_bits
+from kerneltune.kernel_lib.functions import run_of, torch_operator
 from kerneltune.kernel_lib.groups import GROUP_ALIGNMENT, align_groups, aligned_size, aligned_starts, bounds
 from kerneltune.kernel_lib.launch import on_its_device, resident
-from kerneltune.ops.moe_routing.common import check_index, check_rows, experts_of, sorted_pairs
-from kerneltune.ops.moe_routing.kernels import both
+from kerneltune.ops.moe_routing import peers
+from kerneltune.ops.moe_routing.contract import CALLED, CONTRACT, check_index, check_rows, routed
+from kerneltune.ops.moe_routing.kernels.both import clear_rest, gather_both
 from kerneltune.rounding import cdiv
-from kerneltune.spec import Case, Inputs, Outputs, Space, Traffic
+from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
 
@@ -35,25 +38,13 @@ class TileConfig:
     warps: int
 
 
-class PermutedFp8(NamedTuple):
-    """The rows of experts in both layouts.
-
-    Attributes:
-        q: (M, H), contiguous, zeros behind the last expert's rows.
-        q_t: (aligned_size, H), strides (1, aligned_size): aligned groups, for `fp8_grouped_gemm(aligned=True)`.
-    """
-
-    q: torch.Tensor
-    q_t: torch.Tensor
-
-
 def space(_case: Case) -> Space:
-    """Return tiles of 64 or 128 rows and 64 to 256 bytes of each."""
+    """Offer tiles of 64 or 128 rows and 64 to 256 bytes of each."""
     return {"rows": (64, 128), "cols": (64, 128, 256), "warps": (2, 4, 8)}
 
 
 def valid(_case: Case, config: TileConfig) -> str | None:
-    """Return why a config cannot run, or cannot be worth running."""
+    """Say why a config cannot run, or cannot be worth running."""
     size = config.rows * config.cols / (32 * config.warps)
     if config.rows not in (64, 128):
         return f"{config.rows} rows do not divide {GROUP_ALIGNMENT}"
@@ -65,52 +56,13 @@ def default(_case: Case) -> TileConfig:
     return TileConfig(128, 256, 8)
 
 
-_choose = cache.Chooser("moe_permute_fp8", TileConfig, valid, default, ("T", "E", "K"), free_options=("routing",))
-
-
-@on_its_device
-def moe_permute_fp8(
-    x: torch.Tensor, pairs: torch.Tensor, offs: torch.Tensor, top_k: int, *, config: TileConfig | None = None
-) -> PermutedFp8:
-    """Copy fp8 rows to their experts as rows and, transposed, as aligned groups.
-
-    Args:
-        x: (T, H) e4m3, e5m2 or uint8, elements of a row adjacent.
-        pairs: (M,) int32, the pair token * top_k + choice of each row, as `moe_sort` returns; -1 for none.
-        offs: (E,) int32, where each expert's rows end.
-        top_k: choices of a token.
-        config: None takes the best known config.
-
-    Raises:
-        ValueError: a wrong shape, type, device, stride or number, which it names.
-    """
-    check_rows("x", x, _FP8)
-    check_index("pairs", pairs, (None,), x.device)
-    check_index("offs", offs, (None,), x.device)
-    (T, H), M, G = x.shape, pairs.shape[0], offs.shape[0]
-    if top_k < 1 or T * top_k != M:
-        raise ValueError(f"pairs must be {T} tokens times {top_k=}, got {M}")
-    width = aligned_size(M, G)
-    q, q_t = x.new_empty((M, H)), x.new_empty((H, width))
-    if q.numel():
-        c = config or _choose((("T", T), ("H", H), ("E", G), ("K", top_k)), "uint8", "fp8", (("routing", "routed"),))
-        blocks = width // c.rows
-        as_bytes = [t.view(torch.uint8) for t in (x, q, q_t)]
-        both.gather_both[(blocks * cdiv(H, c.cols),)](
-            *as_bytes, pairs, offs, T, M, blocks, width, x.stride(0), K=top_k, H=H, G=G,
-            GROUPS_LOG2=(G - 1).bit_length(), ALIGNMENT=GROUP_ALIGNMENT, ROWS=c.rows, COLS=c.cols, num_warps=c.warps,
-        )  # fmt: skip
-        both.clear_rest[(resident(x.device, 4),)](as_bytes[1], offs, M, H=H, G=G, COLS=1024, num_warps=4)
-    return PermutedFp8(q, q_t.t())
-
-
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
-    """Return x (T, H) of bytes, pairs (T K,), offs (E,) and K."""
+    """Draw x (T, H) of bytes, pairs (T K,) and offs (E,)."""
     x = torch.empty((case["T"], case["H"]), dtype=torch.uint8, device=device)
     if device != "meta" and x.numel():
         x.random_(0, 256, generator=torch.Generator(device=device).manual_seed(seed))
-    pairs, _, offs = sorted_pairs(experts_of(case, "cpu", seed), case["E"])
-    return {"x": x, "pairs": pairs.to(device), "offs": offs.to(device), "top_k": case["K"]}
+    index = routed(case, device, seed)
+    return {"x": x, "pairs": index["pairs"], "offs": index["offs"], "top_k": case["K"]}
 
 
 def reference(inputs: Inputs) -> Outputs:
@@ -134,11 +86,79 @@ def compare(_case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) ->
 
 
 def traffic(case: Case) -> Traffic:
-    """Count x, pairs and offs read once; both layouts written."""
+    """Count the bytes of x, pairs and offs read once; both layouts written."""
     T, H, M = case["T"], case["H"], case["T"] * case["K"]
     return Traffic(T * H + 4 * (M + case["E"]), (M + aligned_size(M, case["E"])) * H)
 
 
-def run(inputs: Inputs, config: TileConfig | None) -> Outputs:
-    """Run `moe_permute_fp8` on a case's inputs."""
-    return moe_permute_fp8(inputs["x"], inputs["pairs"], inputs["offs"], inputs["top_k"], config=config)._asdict()
+class PermutedFp8(NamedTuple):
+    """The rows of experts in both layouts.
+
+    Attributes:
+        q: (M, H), contiguous, zeros behind the last expert's rows.
+        q_t: (aligned_size, H), strides (1, aligned_size): aligned groups, for `fp8_grouped_gemm(aligned=True)`.
+    """
+
+    q: torch.Tensor
+    q_t: torch.Tensor
+
+
+def _results(x: torch.Tensor, pairs: torch.Tensor, offs: torch.Tensor) -> PermutedFp8:
+    (M,), H = pairs.shape, x.shape[1]
+    return PermutedFp8(x.new_empty((M, H)), x.new_empty((H, aligned_size(M, offs.shape[0]))).t())
+
+
+@torch_operator(_results)
+@on_its_device
+def moe_permute_fp8(
+    x: torch.Tensor, pairs: torch.Tensor, offs: torch.Tensor, top_k: int, *, config: TileConfig | None = None
+) -> PermutedFp8:
+    """Copy fp8 rows to their experts as rows and, transposed, as aligned groups.
+
+    Args:
+        x: (T, H) e4m3, e5m2 or uint8, elements of a row adjacent.
+        pairs: (M,) int32, the pair token * top_k + choice of each row, as `moe_sort` returns; -1 for none.
+        offs: (E,) int32, where each expert's rows end.
+        top_k: choices of a token.
+        config: None takes the best known config.
+
+    Raises:
+        ValueError: a wrong shape, type, device, stride or number, which it names.
+    """
+    check_rows("x", x, _FP8)
+    check_index("pairs", pairs, (None,), x.device)
+    check_index("offs", offs, (None,), x.device)
+    (T, H), M, G = x.shape, pairs.shape[0], offs.shape[0]
+    if top_k < 1 or T * top_k != M:
+        raise ValueError(f"pairs must be {T} tokens times {top_k=}, got {M}")
+    q, q_t = _results(x, pairs, offs)
+    if q.numel():
+        c = config or _choose((("T", T), ("H", H), ("E", G), ("K", top_k)), "uint8", "fp8", CALLED)
+        width = q_t.shape[0]
+        blocks = width // c.rows
+        as_bytes = [t.view(torch.uint8) for t in (x, q, q_t.t())]
+        gather_both[(blocks * cdiv(H, c.cols),)](
+            *as_bytes, pairs, offs, T, M, blocks, width, x.stride(0), K=top_k, H=H, G=G,
+            GROUPS_LOG2=(G - 1).bit_length(), ALIGNMENT=GROUP_ALIGNMENT, ROWS=c.rows, COLS=c.cols, num_warps=c.warps,
+        )  # fmt: skip
+        clear_rest[(resident(x.device, 4),)](as_bytes[1], offs, M, H=H, G=G, COLS=1024, num_warps=4)
+    return PermutedFp8(q, q_t)
+
+
+OP = Op(
+    name="moe_permute_fp8",
+    dtypes=("uint8",),
+    quants=("fp8",),
+    inputs=inputs,
+    reference=reference,
+    compare=compare,
+    traffic=traffic,
+    variants=(
+        peers.PERMUTE_FP8.eager,
+        Variant("optimized", run_of(moe_permute_fp8), TileConfig, space, valid, default),
+        peers.PERMUTE_FP8.compiled,
+    ),
+    module=__name__,
+    **CONTRACT,
+)
+_choose = cache.Chooser.of(OP, OP.variant("optimized"))

@@ -1,4 +1,7 @@
-"""Differentiate `moe_unpermute`: the gradients of the experts' rows and of the router's weights, every row read once."""
+"""Differentiate `moe_unpermute`: the gradients of the experts' rows and of the router's weights, every row read once.
+
+Config and space are those of `moe_permute`. Source: the unpermute of MoE training frameworks.
+"""
 
 from dataclasses import replace
 
@@ -7,45 +10,82 @@ import torch
 from kerneltune import cache
 from kerneltune.kernel_lib.agreement import close
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_like
+from kerneltune.kernel_lib.functions import run_of, torch_operator
 from kerneltune.kernel_lib.launch import on_its_device
-from kerneltune.ops.moe_routing.common import (
-    RowsConfig,
-    check_index,
-    check_rows,
-    experts_of,
-    rows_default,
-    rows_valid,
-    sorted_pairs,
-    values,
-)
-from kerneltune.ops.moe_routing.kernels import rows
-from kerneltune.ops.moe_routing.unpermute import check_router_weights
+from kerneltune.ops.moe_routing import peers, permute
+from kerneltune.ops.moe_routing.contract import CALLED, ROWS, check_index, check_router_weights, check_rows, routed, values
+from kerneltune.ops.moe_routing.kernels.rows import spread_gradient
+from kerneltune.ops.moe_routing.permute import RowsConfig
 from kerneltune.rounding import cdiv
-from kerneltune.spec import Case, Inputs, Outputs, Traffic
+from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
 
 _MOST_SUMS = 96
 """Of a thread. Because 128 reach 2.3 TB/s at 671B sizes, where 64 reach 3.8 at Qwen3's; H200, 2026-11-23."""
 
 
 def valid(case: Case, config: RowsConfig) -> str | None:
-    """Return why a config cannot be worth running: a thread sums K gradients of the weights over its columns."""
+    """Say why a config cannot be worth running: a thread sums K gradients of the weights over its columns."""
     sums = case["K"] * config.rows * config.cols // (32 * config.warps)
     if sums > max(_MOST_SUMS, case["K"] * 16 // ITEMSIZE[case.dtype]):
         return f"{sums} sums per thread"
-    return rows_valid(case, config)
+    return permute.valid(case, config)
 
 
 def default(case: Case) -> RowsConfig:
     """Return a config for any shape, by rule: that of the forward, or half its columns or rows where a thread has many sums."""
-    config = rows_default(case)
+    config = permute.default(case)
     if valid(case, config) is None:
         return config
     return replace(config, rows=config.rows // 2) if config.rows > 1 else replace(config, cols=config.cols // 2)
 
 
-_choose = cache.Chooser("moe_unpermute_bwd", RowsConfig, valid, default, ("T", "E", "K"), free_options=("routing",))
+def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+    """Draw dout (T, H), y (T K, H), places (T, K), weights (T, K) fp32 and offs (E,)."""
+    T, H, K = case["T"], case["H"], case["K"]
+    index = routed(case, device, seed)
+    return {
+        "dout": values((T, H), case.dtype, device, seed),
+        "y": values((T * K, H), case.dtype, device, seed + 1),
+        "places": index["places"],
+        "weights": values((T, K), "float32", device, seed + 2),
+        "offs": index["offs"],
+    }
 
 
+def reference(inputs: Inputs) -> Outputs:
+    """Differentiate in fp32; beside it what the order of fp32 sums may change."""
+    dout, y, places = inputs["dout"].float(), inputs["y"].float(), inputs["places"].long()
+    T, K = places.shape
+    flat, there = places.reshape(-1), (places >= 0).reshape(-1)
+    dy = torch.zeros_like(y)
+    spread = dout.repeat_interleave(K, 0) * inputs["weights"].reshape(-1, 1)
+    dy[flat[there]] = spread[there]
+    if not T:
+        return {"dy": dy.to(inputs["y"].dtype), "dweights": inputs["weights"].clone(), "size": inputs["weights"].clone()}
+    products = y[places.clamp(min=0)] * dout[:, None] * (places >= 0)[..., None]
+    return {"dy": dy.to(inputs["y"].dtype), "dweights": products.sum(2), "size": products.abs().sum(2)}
+
+
+def compare(_case: Case, _inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
+    """Compare dy within one rounding, dweights within those of fp32 sums."""
+    want = expected["dy"]
+    if outputs["dy"].dtype != want.dtype:
+        return [f"dy: {outputs['dy'].dtype}, expected {want.dtype}"]
+    errors = close("dy", outputs["dy"], want, torch.finfo(want.dtype).eps, 1e-30)
+    return errors + close("dweights", outputs["dweights"], expected["dweights"], 1e-6, 1e-6 * expected["size"] + 1e-30)
+
+
+def traffic(case: Case) -> Traffic:
+    """Count the bytes of dout, the rows, places, weights and ends read; the gradients written."""
+    T, H, K, size = case["T"], case["H"], case["K"], ITEMSIZE[case.dtype]
+    return Traffic(size * T * (K + 1) * H + 8 * T * K + 4 * case["E"], size * T * K * H + 4 * T * K)
+
+
+def _results(y: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return y.new_empty(y.shape), torch.empty_like(weights)
+
+
+@torch_operator(_results)
 @on_its_device
 def moe_unpermute_bwd(
     dout: torch.Tensor,
@@ -80,63 +120,31 @@ def moe_unpermute_bwd(
     check_index("offs", offs, (None,), dout.device)
     check_like("y", y, (T * K, H), y.dtype, dout.device)
     check_router_weights(weights, places)
-    dy, dweights = y.new_empty((T * K, H)), torch.empty_like(weights)
+    dy, dweights = _results(y, weights)
     if not dy.numel():
         return dy, dweights.zero_()
     if config is None:
         sizes = (("T", T), ("H", H), ("E", offs.shape[0]), ("K", K))
-        config = _choose(sizes, DTYPE_NAMES[y.dtype], "none", (("routing", "routed"),))
-    rows.spread_gradient[(cdiv(T, config.rows),)](
+        config = _choose(sizes, DTYPE_NAMES[y.dtype], "none", CALLED)
+    spread_gradient[(cdiv(T, config.rows),)](
         dout, y, places, weights, offs[-1:], dy, dweights, T, T * K, dout.stride(0), y.stride(0),
         K=K, H=H, ROWS=config.rows, COLS=config.cols, num_warps=config.warps,
     )  # fmt: skip
     return dy, dweights
 
 
-def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
-    """Return dout (T, H), y (T K, H), places (T, K), weights (T, K) fp32 and offs (E,)."""
-    T, H, K = case["T"], case["H"], case["K"]
-    _, places, offs = sorted_pairs(experts_of(case, "cpu", seed), case["E"])
-    return {
-        "dout": values((T, H), case.dtype, device, seed),
-        "y": values((T * K, H), case.dtype, device, seed + 1),
-        "places": places.to(device),
-        "weights": values((T, K), "float32", device, seed + 2),
-        "offs": offs.to(device),
-    }
-
-
-def reference(inputs: Inputs) -> Outputs:
-    """Differentiate in fp32; beside it what the order of fp32 sums may change."""
-    dout, y, places = inputs["dout"].float(), inputs["y"].float(), inputs["places"].long()
-    T, K = places.shape
-    flat, there = places.reshape(-1), (places >= 0).reshape(-1)
-    dy = torch.zeros_like(y)
-    spread = dout.repeat_interleave(K, 0) * inputs["weights"].reshape(-1, 1)
-    dy[flat[there]] = spread[there]
-    if not T:
-        return {"dy": dy.to(inputs["y"].dtype), "dweights": inputs["weights"].clone(), "size": inputs["weights"].clone()}
-    products = y[places.clamp(min=0)] * dout[:, None] * (places >= 0)[..., None]
-    return {"dy": dy.to(inputs["y"].dtype), "dweights": products.sum(2), "size": products.abs().sum(2)}
-
-
-def compare(_case: Case, _inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
-    """Compare dy within one rounding, dweights within those of fp32 sums."""
-    want = expected["dy"]
-    if outputs["dy"].dtype != want.dtype:
-        return [f"dy: {outputs['dy'].dtype}, expected {want.dtype}"]
-    errors = close("dy", outputs["dy"], want, torch.finfo(want.dtype).eps, 1e-30)
-    return errors + close("dweights", outputs["dweights"], expected["dweights"], 1e-6, 1e-6 * expected["size"] + 1e-30)
-
-
-def traffic(case: Case) -> Traffic:
-    """Count dout, the rows, places, weights and ends read; the gradients written."""
-    T, H, K, size = case["T"], case["H"], case["K"], ITEMSIZE[case.dtype]
-    return Traffic(size * T * (K + 1) * H + 8 * T * K + 4 * case["E"], size * T * K * H + 4 * T * K)
-
-
-def run(inputs: Inputs, config: RowsConfig | None) -> Outputs:
-    """Run `moe_unpermute_bwd` on a case's inputs."""
-    names = ("dout", "y", "places", "weights", "offs")
-    dy, dweights = moe_unpermute_bwd(*(inputs[name] for name in names), config=config)
-    return {"dy": dy, "dweights": dweights}
+OP = Op(
+    name="moe_unpermute_bwd",
+    inputs=inputs,
+    reference=reference,
+    compare=compare,
+    traffic=traffic,
+    variants=(
+        peers.UNPERMUTE_BWD.eager,
+        Variant("optimized", run_of(moe_unpermute_bwd, "dy", "dweights"), RowsConfig, permute.space, valid, default),
+        peers.UNPERMUTE_BWD.compiled,
+    ),
+    module=__name__,
+    **ROWS,
+)
+_choose = cache.Chooser.of(OP, OP.variant("optimized"))

@@ -1,61 +1,32 @@
-"""Share what the routing operators check, and how their cases draw experts. Launches nothing."""
+"""Routing of tokens to experts: the cases, the order of rows and the checks that the operators of this family share.
 
-from dataclasses import dataclass
+T tokens of H elements choose K of E experts each. A pair is token * K + choice; M = T K.
+"""
+
+from typing import Any
 
 import torch
 
-from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE
-from kerneltune.rounding import next_power_of_2
-from kerneltune.spec import Case, Option, Space
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES
+from kerneltune.spec import Case, Inputs, Option
 
-DTYPES = tuple(DTYPE_NAMES.values())
 OPTIONS: dict[str, tuple[Option, ...]] = {"routing": ("routed", "one", "dropped")}
 """The experts of a case's tokens: drawn, some more popular than others; the first K for all tokens; drawn, a quarter of the
 choices of no expert."""
 
-MOST_EXPERTS = 1024
+CALLED: tuple[tuple[str, Option], ...] = (("routing", "routed"),)
+"""The options under which configs are looked up: the host does not know how tokens fall to experts."""
 
+CONTRACT: dict[str, Any] = {
+    "axes": ("T", "H", "E", "K"),
+    "free_axes": ("T", "E", "K"),
+    "options": OPTIONS,
+    "free_options": tuple(OPTIONS),
+}
+"""The fields of `Op` that all operators share."""
 
-@dataclass(frozen=True, slots=True)
-class RowsConfig:
-    """How to cut a matrix of tokens.
-
-    Attributes:
-        rows: tokens of a program.
-        cols: columns that it takes at a time, a power of two.
-        warps: warps of a program.
-    """
-
-    rows: int
-    cols: int
-    warps: int
-
-
-def rows_space(case: Case) -> Space:
-    """Return 1 to 8 tokens and 256 columns to a whole row of a program."""
-    whole = max(256, next_power_of_2(case["H"]))
-    return {
-        "rows": (1, 2, 4, 8),
-        "cols": tuple(cols for cols in (256, 512, 1024, 2048, 4096, 8192) if cols <= whole),
-        "warps": (1, 2, 4, 8),
-    }
-
-
-def rows_valid(case: Case, config: RowsConfig) -> str | None:
-    """Return why a config cannot be worth running: 16 to 128 bytes of a row per thread."""
-    size = config.rows * config.cols * ITEMSIZE[case.dtype] / (32 * config.warps)
-    if config.cols > max(256, next_power_of_2(case["H"])):
-        return f"{config.cols} columns of {case['H']}"
-    return None if 16 <= size <= 128 else f"{size:g} bytes per thread"
-
-
-def rows_default(case: Case) -> RowsConfig:
-    """Return a config for any shape, by rule: 32 bytes per thread, in rows as long as eight warps take them."""
-    itemsize = ITEMSIZE[case.dtype]
-    cols = min(max(256, next_power_of_2(case["H"])), 8192 // itemsize)
-    warps = max(1, min(8, cols * itemsize // 1024))
-    rows = max(1, 1024 * warps // (cols * itemsize))
-    return RowsConfig(rows, cols, warps)
+ROWS: dict[str, Any] = {**CONTRACT, "dtypes": tuple(DTYPE_NAMES.values())}
+"""The fields of `Op` that operators on rows of floating-point values share."""
 
 
 def experts_of(case: Case, device: str, seed: int) -> torch.Tensor:
@@ -71,18 +42,24 @@ def experts_of(case: Case, device: str, seed: int) -> torch.Tensor:
     return chosen.contiguous().to(device)
 
 
+def routed(case: Case, device: str, seed: int) -> Inputs:
+    """Return pairs (M,), places (T, K) and offs (E,) of a case's tokens, drawn on the host."""
+    index = sorted_pairs(experts_of(case, "cpu", seed), case["E"])
+    return {name: t.to(device) for name, t in zip(("pairs", "places", "offs"), index, strict=True)}
+
+
 def sorted_pairs(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return pairs (M,), places (T, K) and offs (E,), all int32, as `moe_sort` defines them, in plain torch."""
     flat = ids.reshape(-1).long()
-    routed = (flat >= 0) & (flat < num_experts)
-    key = torch.where(routed, flat, num_experts)
+    known = (flat >= 0) & (flat < num_experts)
+    key = torch.where(known, flat, num_experts)
     order = key.argsort(stable=True)
     count = torch.bincount(key, minlength=num_experts + 1)[:num_experts]
     row = torch.arange(flat.shape[0], device=ids.device)
     total = count.sum()
     places = torch.empty_like(row).index_copy_(0, order, row)
     pairs = torch.where(row < total, order, -1)
-    places = torch.where(routed, places, -1).view(ids.shape)
+    places = torch.where(known, places, -1).view(ids.shape)
     return pairs.int(), places.int(), count.cumsum(0).int()
 
 
@@ -113,8 +90,24 @@ def check_index(name: str, index: torch.Tensor, shape: tuple[int | None, ...], w
         )
 
 
+def check_router_weights(weights: torch.Tensor | None, places: torch.Tensor) -> None:
+    """Check that weights, if there are any, are those of these places.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if weights is None:
+        return
+    fits = weights.shape == places.shape and weights.dtype in DTYPE_NAMES and weights.device == places.device
+    if not fits or not weights.is_contiguous():
+        raise ValueError(
+            f"weights must be contiguous {tuple(places.shape)} of {', '.join(DTYPE_NAMES.values())} on {places.device}, "
+            f"got {tuple(weights.shape)} {weights.dtype} on {weights.device}, strides {weights.stride()}"
+        )
+
+
 def values(shape: tuple[int, ...], dtype: str, device: str, seed: int) -> torch.Tensor:
-    """Return normal values of a type."""
+    """Draw from a normal distribution."""
     x = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
     if device != "meta" and x.numel():
         x.normal_(generator=torch.Generator(device=device).manual_seed(seed))
