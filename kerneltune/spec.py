@@ -34,7 +34,18 @@ NO_PARTS: Parts = frozenset()
 GROUP, PLUGINS = "kerneltune.ops", "KERNELTUNE_PLUGINS"
 """Where operators of other packages are named: an entry-point group, and an environment variable."""
 
+_SHORT_DTYPES = {
+    "bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16", "fp32": "float32", "f32": "float32",
+    "float": "float32", "e4m3": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "fp8_e5m2": "float8_e5m2",
+}  # fmt: skip
+
 NO_OPTIONS: Mapping[str, tuple[Option, ...]] = MappingProxyType({})
+
+
+def dtype_name(text: str) -> str:
+    """Return torch's name of an element type that is given in short: `bf16` is `bfloat16`; any other text as it is."""
+    name = text.removeprefix("torch.")
+    return _SHORT_DTYPES.get(name.lower(), name)
 
 
 @dataclass(frozen=True, slots=True)

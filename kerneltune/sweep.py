@@ -19,7 +19,7 @@ import yaml
 from kerneltune.cells import printable
 from kerneltune.errors import meant, unknown
 from kerneltune.files import RESULTS, data_root, in_checkout, read_bytes
-from kerneltune.spec import GROUP, PLUGINS, Case, Op, Option
+from kerneltune.spec import GROUP, PLUGINS, Case, Op, Option, dtype_name
 
 Section = Literal["check", "bench"]
 
@@ -83,7 +83,8 @@ def recorded_root(given: Path | None, family: str | None = None) -> Path:
     """Return the folder that records are read from: `results_root`, or the packaged records where that has none."""
     root = results_root(given, family)
     named = given or os.environ.get(RESULTS)
-    return root if named or any(root.glob(f"*/{family or '*'}.jsonl")) else data_root("results")
+    name = "*" if family is None else family_name(family)
+    return root if named or any(root.glob(f"*/{name}.jsonl")) else data_root("results")
 
 
 def _is_own(family: str) -> bool:
@@ -92,6 +93,25 @@ def _is_own(family: str) -> bool:
         return find(family).resolve().parent == data_root("sweeps").resolve()
     except ValueError:  # a package's, gone or not here: its records do not need it
         return False
+
+
+def family_name(family: str) -> str:
+    """Return the name that the records of a family are kept under: for a `.yaml` path the name that the file gives.
+
+    Raises:
+        ValueError: the file cannot be read, or gives no name.
+    """
+    if not family.endswith((".yaml", ".yml")):
+        return family
+    path = find(family)
+    try:
+        content = yaml.load(read_bytes(path, _MAX_BYTES), Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, ValueError, RecursionError, OverflowError) as error:
+        raise ValueError(f"{path}:1: YAML: {str(error).splitlines()[0]}") from error
+    name = content.get("family") if isinstance(content, dict) else None
+    if not isinstance(name, str) or not _FAMILY.fullmatch(name):
+        raise ValueError(f"{path}:1: family: {_plain(repr(name))}: expected at most 80 letters, digits, `_`, `-` and `.`")
+    return name
 
 
 def find(family: str, root: Path | None = None) -> Path:
@@ -278,7 +298,8 @@ class _Reader:
         if field not in fields:
             return list(default)
         taken = []
-        for node, value in self.values(fields[field].value, field):
+        for node, given in self.values(fields[field].value, field):
+            value = dtype_name(given) if field == "dtype" and isinstance(given, str) else given
             match = _match(value, _offered(op, field))
             if match is not None:
                 taken.append(match)

@@ -114,11 +114,27 @@ def test_junit_fits_the_schemas_of_ant_and_jenkins() -> None:
 def test_notes_count_as_no_row_in_any_form() -> None:
     old, new = [record(), record(variant="eager", role="peer")], [record(), record(150.0, variant="eager", role="peer")]
     answer = gate(old, new, 0.03)
-    assert gate_text(answer, 200).startswith(f"note        {LABEL}  eager  100 → 150 µs  +50.0%")
-    assert gate_annotations(answer).splitlines()[1].startswith("::notice title=note%3A te-8192x4096 eager::")
+    said = f"peer eager: 1 slower; most: +50.0% in {LABEL}"
+    assert gate_text(answer, 200).splitlines()[0] == f"note: {said}"
+    assert gate_markdown(answer).endswith(f"Note: {said}\n")
+    assert gate_annotations(answer).splitlines()[1] == f"::notice title=kerneltune gate::{said.replace('%', '%25')}"
     suite = parsed(answer)
     assert (suite.get("failures"), suite.get("errors"), suite.get("skipped")) == ("0", "0", "0")
     assert (suite.findtext("system-out") or "").startswith(f"note: {LABEL} eager: 100 → 150 µs")
+
+
+def test_notes_are_a_line_per_variant_behind_the_rows_that_count() -> None:
+    sizes = [{"M": size, "N": 64} for size in (1, 2, 3)]
+    old = [record(quant="none"), *(record(variant="eager", role="peer", axes=axes) for axes in sizes)]
+    broken = [untimed("failed", variant="split", axes=axes) for axes in sizes]
+    new = [record(150.0, quant="none"), record(120.0, variant="eager", role="peer", axes=sizes[0]), *broken]
+    lines = gate_text(gate([*old, *broken], new, 0.03), 200).splitlines()
+    assert [line.split("  ")[0] for line in lines[:1]] == ["regression"]
+    assert sorted(lines[1:3]) == [
+        "note: peer eager: 2 missing, 1 slower; most: +20.0% in rmsnorm_fwd M=1 N=64 bfloat16 fp8 cold",
+        "note: split: 3 failed, in the baseline as well",
+    ]
+    assert len(lines) == 4
 
 
 def test_junit_of_nothing_compared_is_an_error() -> None:

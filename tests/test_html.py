@@ -18,7 +18,7 @@ from kerneltune.records import Record, append, load, newest
 from kerneltune.reporting import payload as data
 from kerneltune.reporting.naming import case_names
 from kerneltune.reporting.page import page
-from kerneltune.reporting.payload import Sources, default_pair, payload
+from kerneltune.reporting.payload import Sources, apart, default_pair, index, payload
 from kerneltune.reporting.tables import ab_rows
 
 RECORDED = data_root("results") / "nvidia_h200" / "rmsnorm.jsonl"
@@ -202,6 +202,17 @@ def test_several_families_are_an_index_and_a_page_each(tmp_path: Path) -> None:
     assert '<a href="x_fp8_tensorwise.html">fp8_tensorwise</a>' in listed and "<script" not in listed
     assert '<a href="x.html" aria-label="All families">' in (tmp_path / "x_fp8_transpose.html").read_text()
     assert all(path.stat().st_size < MOST_BYTES for path in tmp_path.glob("*.html"))
+
+
+def test_index_says_how_many_of_the_cases_are_compared() -> None:
+    faster = {"variant": "optimized", "us": 50.0}
+    lost = record(None, variant="optimized", status="failed", reason="x", axes={"E": 1, "N": 1})
+    one = [record(), record(**faster), record(axes={"E": 1, "N": 1}), lost]
+    two = [record(family="two"), record(**faster, family="two")]
+    sources = Sources([*one, *two], ("baseline", "optimized"))
+    shown = index(sources, {name: (part, f"{name}.html") for name, part in apart(sources).items()})
+    assert ("2 of 3", "cases compared") in shown["tiles"]
+    assert [row["cells"][0] for row in shown["rows"]] == ["1 of 2", "1"]
 
 
 def test_a_family_never_decides_where_files_are_written(tmp_path: Path) -> None:

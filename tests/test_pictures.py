@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from kerneltune.cli import app
 from kerneltune.files import data_root
 from kerneltune.records import load
+from kerneltune.reporting.naming import short_commit
 from kerneltune.reporting.pictures import draw
 
 RECORDED = data_root("results") / "nvidia_h200" / "rmsnorm.jsonl"
@@ -95,4 +96,4 @@ def test_the_readme_picture_is_that_of_the_recorded_results() -> None:
     text = (Path(__file__).parent.parent / "docs" / "rmsnorm_ceiling.svg").read_text()
     timed = [record for record in one_type() if record.time_us is not None]
     for name in ("device", "driver", "triton", "commit"):
-        assert " and ".join(dict.fromkeys(getattr(record, name) for record in timed)) in text
+        assert " and ".join(dict.fromkeys(short_commit(getattr(record, name)) for record in timed)) in text

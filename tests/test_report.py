@@ -126,6 +126,26 @@ def test_best_peers_are_the_fastest_of_every_case() -> None:
     assert "quack" in table.text() and "A is" in table.text()
 
 
+def test_shares_are_of_the_peak_where_arithmetic_bounds_a_row() -> None:
+    """1e12 operations in 1 ms are 1000 TFLOP/s: half of the fp8 peak of an H200."""
+    big = {"flops": 10**12, "pct_ceiling": 5.0, "gbps": 100.0, "ceiling_gbps": 4000.0}
+    gemm = [record(2000.0, **big), record(1000.0, **big)]
+    table = tables.ab_table(tables.ab_rows(gemm[:1], gemm[1:]))
+    assert "B reaches 50.5 % of the peak in the median" in table.head and "B % peak" in table.text(120)
+    light = [record(quant="none", pct_ceiling=80.0), record(50.0, quant="none", pct_ceiling=80.0)]
+    mixed = tables.ab_table(tables.ab_rows([gemm[0], light[0]], [gemm[1], light[1]]))
+    assert "B reaches 80.0 % of the ceiling (1 row) and 50.5 % of the peak (1 row) in the median" in mixed.head
+    lines = list(csv.DictReader(io.StringIO(mixed.csv())))
+    assert [(line["bound"], round(float(line["B_pct_bound"]), 1)) for line in lines] == [("peak", 50.5), ("ceiling", 80.0)]
+    swept_rows = list(csv.DictReader(io.StringIO(tables.sweep_table(gemm).csv())))
+    assert [(line["bound"], round(float(line["pct_bound"]), 1)) for line in swept_rows] == [("peak", 25.3), ("peak", 50.5)]
+
+
+def test_commit_hashes_have_twelve_digits() -> None:
+    text = tables.ab_table(tables.ab_rows([record(commit="a" * 40)], [record(50.0, commit="b" * 40 + "+")])).text(200)
+    assert f"commit {'a' * 12} and {'b' * 12}+, 2026" in text
+
+
 def test_pairs_are_of_one_key_and_one_device() -> None:
     a = [record(), record(quant="none"), record(device="NVIDIA H100"), record(policy="hot")]
     b = [record(90.0), record(50.0, case="renamed"), record(policy="eager"), record(device="AMD MI300X")]
@@ -275,7 +295,7 @@ def test_a_part_is_never_the_best_and_has_a_time_alone() -> None:
     assert "* optimized " in table.text(120) and "* optimized_gemms" not in table.text(120)
     lines = list(csv.DictReader(io.StringIO(table.csv())))
     assert [line["variant"] for line in lines if line["best"]] == ["optimized"]
-    assert all(lines[1][name] and not lines[2][name] for name in ("gbps", "pct_ceiling", "vs_baseline"))
+    assert all(lines[1][name] and not lines[2][name] for name in ("gbps", "pct_bound", "vs_baseline"))
     assert lines[2]["time_us"] == "10.0"
 
 
@@ -302,7 +322,8 @@ def test_sweep_csv() -> None:
     wanted = {
         "op": "rmsnorm_fwd", "case": "te-8192x4096", "M": "8192", "N": "4096", "dtype": "bfloat16", "quant": "fp8",
         "policy": "cold", "variant": "optimized", "status": "passed", "time_us": "50.0", "ci_low_us": "50.0",
-        "ci_high_us": "50.0", "gbps": "2000.0", "pct_ceiling": "80.0", "aa_floor": "", "vs_baseline": "2.0", "best": "*",
+        "ci_high_us": "50.0", "gbps": "2000.0", "pct_bound": "80.0", "bound": "ceiling",
+        "aa_floor": "", "vs_baseline": "2.0", "best": "*",
         "config": "block=1024", "device": "NVIDIA H200", "note": "",
     }  # fmt: skip
     assert lines[1] == wanted

@@ -105,6 +105,11 @@ def test_what_is_not_given_is_every_quant_the_first_type_and_the_first_option(tm
     ]
 
 
+def test_element_types_have_short_names(tmp_path: Path) -> None:
+    found = read(tmp_path, f"{HEAD}bench:\n  - {{name: a, op: rmsnorm_bwd, M: 1, N: 2, dtype: [bf16, fp32, half]}}\n")
+    assert [entry.case.dtype for entry in found.bench] == ["bfloat16", "float32", "float16"]
+
+
 def test_sizes_may_be_lists_where_the_name_says_them(tmp_path: Path) -> None:
     found = read(tmp_path, HEAD + "bench: [{name: 'x-{M}x{N}', op: rmsnorm_bwd, M: [1, 2], N: [3, 4]}]").bench
     assert [(entry.case.name, entry.case.axes) for entry in found] == [
@@ -199,8 +204,8 @@ FIELDS = "name, op, M, N, dtype, quant, zero_centered, fp8_format, row_pad"
         (check("{name: a, M: 8, N: 1, NN: 4}"), f":4: NN: '4': expected a field among {FIELDS}; did you mean N?"),
         (check("{name: a, M: 8, N: 1, op: gemm}"), ":4: op: 'gemm': expected one of rmsnorm_fwd, rmsnorm_bwd"),
         (
-            check("{name: a, M: 8, N: 1, dtype: bf16}"),
-            ":4: dtype: 'bf16': expected one of bfloat16, float16, float32; did you mean bfloat16?",
+            check("{name: a, M: 8, N: 1, dtype: bfloat}"),
+            ":4: dtype: 'bfloat': expected one of bfloat16, float16, float32; did you mean bfloat16?",
         ),
         (check("{name: a, M: 8, N: 1, dtype: 16}"), ":4: dtype: 16: expected one of bfloat16, float16, float32"),
         (check("{name: a, M: 8, N: 1, quant: [none, int8]}"), ":4: quant: 'int8': expected one of none, fp8, fp8_t"),

@@ -4,6 +4,7 @@ Imports the standard library.
 """
 
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -20,8 +21,7 @@ def run_program(command: Sequence[str], environment: Mapping[str, str]) -> int:
     Raises:
         ValueError: the program cannot be started.
     """
-    if not command:
-        raise ValueError("program: none: expected one behind --, like: -- python train.py")
+    require_program(command)
     before = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
     try:
         process = subprocess.Popen(command, env=os.environ | environment | {"PYTHONPATH": python_path()})
@@ -35,6 +35,19 @@ def run_program(command: Sequence[str], environment: Mapping[str, str]) -> int:
         for name, handler in before.items():
             signal.signal(name, handler)
     return code if code >= 0 else 128 - code
+
+
+def require_program(command: Sequence[str]) -> None:
+    """Fail before anything is written where a program cannot be found.
+
+    Raises:
+        ValueError: no program, or one that is neither a file nor on PATH.
+    """
+    if not command:
+        raise ValueError("program: none: expected a program behind --, like: -- python train.py")
+    if shutil.which(command[0]) is None:
+        hint = f": did you mean -- python {command[0]}?" if command[0].endswith(".py") else ""
+        raise ValueError(f"program: {command[0]!r}: not found, or not executable: expected a file or a command on PATH{hint}")
 
 
 def python_path() -> str:

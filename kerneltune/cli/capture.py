@@ -31,12 +31,13 @@ def command(
     samples of other tensors of at most 1 MiB. The program's exit code is that of this command; its output is untouched, and
     what this command has to say goes to standard error.
     """
-    from kerneltune.adopt.launcher import run_program
+    from kerneltune.adopt.launcher import require_program, run_program
     from kerneltune.adopt.startup import CAPTURE, CAPTURE_OPTIONS
     from kerneltune.cli.adopt import show_capture
     from kerneltune.cli.options import make_folder, number
 
     number("max-bytes", max_bytes, 0)
+    require_program(program)
     make_folder(out)
     options = {"pattern": kernel, "max_bytes": max_bytes, "autotune": autotune}
     environment = {CAPTURE: str(out.resolve()), CAPTURE_OPTIONS: json.dumps(options)}

@@ -143,6 +143,7 @@ def _loaded(files: Iterable[Path], family: str | None) -> "list[Record]":
     """
     from kerneltune.records import load
     from kerneltune.reporting.naming import by_family
+    from kerneltune.sweep import family_name
 
     found = []
     for path in files:
@@ -151,7 +152,7 @@ def _loaded(files: Iterable[Path], family: str | None) -> "list[Record]":
             raise ValueError(f"{path}: no records")
         found += rows
     families = by_family(found)
-    return with_roles(found if family is None else families[o.choice("family", family, families)])
+    return with_roles(found if family is None else families[o.choice("family", family_name(family), families)])
 
 
 def _side(name: str, records: "list[Record]", wanted: "Selection") -> "list[Record]":

@@ -1,5 +1,6 @@
 """Files that commands read when they are not told which."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING
 from kerneltune.cli import options as o
 from kerneltune.cli.console import note
 from kerneltune.errors import meant
+from kerneltune.spec import PLUGINS
 
 if TYPE_CHECKING:
     from kerneltune.records import Record
@@ -47,14 +49,20 @@ def record_files(results: Path | None, family: str | None = None) -> list[Path]:
     from kerneltune import device, sweep
 
     root = sweep.recorded_root(results, family)
+    asked, family = family, None if family is None else sweep.family_name(family)
     here = device.model()
     is_gpu = here != device.INTERPRETER
+    own = sweep.results_root(results, asked)
+    if family is None and os.environ.get(PLUGINS) and root != own:  # nobody asked for the records that the package ships
+        raise ValueError(
+            f"no records in {own}: run `kerneltune sweep FILE.yaml` on a GPU first; --family NAME shows recorded ones"
+        )
     pattern = f"{device.slug(here) if is_gpu else '*'}/{family or '*'}.jsonl"
     files = [path for path in sorted(root.glob(pattern)) if path.parent.name not in (device.INTERPRETER, "runs")]
     if not files:
         place = f"of {here} in" if is_gpu else "of any GPU in"
         others = dict.fromkeys(path.stem for folder in (root, sweep.recorded_root(results)) for path in folder.glob("*/*.jsonl"))
-        raise ValueError(f"no records {place} {root / pattern}: run a sweep first, or name a file{meant(family, others)}")
+        raise ValueError(f"no records {place} {own / pattern}: run a sweep first, or name a file{meant(family, others)}")
     if not is_gpu:
         folders = ", ".join(str(folder) for folder in dict.fromkeys(path.parent for path in files))
         note(f"no GPU here: recorded results from {files[0] if len(files) == 1 else f'{len(files)} files of {folders}'}")

@@ -164,9 +164,10 @@ def _measured(
     from kerneltune.gating.baseline import load_baseline
     from kerneltune.gating.run import run_gate
     from kerneltune.plan import require_gpu, results_folder
+    from kerneltune.sweep import family_name
 
     require_gpu("gate --run")
-    against = load_baseline(baseline, results_folder(options) / f"{Path(selection.family).stem}.jsonl")
+    against = load_baseline(baseline, results_folder(options) / f"{family_name(selection.family)}.jsonl")
     if save is not None:
         o.require_writable(save.parent)
     with reporter() as progress:

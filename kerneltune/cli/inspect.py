@@ -1,7 +1,8 @@
 """`kerneltune inspect`: what compiling alone says of configs, on a machine without a GPU; and what `gate --static` does."""
 
+import fnmatch
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -11,12 +12,14 @@ from kerneltune.cells import pairs
 from kerneltune.cli import options as o
 from kerneltune.cli.console import error_line, note, show, show_table, show_wrapped
 from kerneltune.cli.progress import reporter
+from kerneltune.errors import unknown
 from kerneltune.files import data_root
 from kerneltune.spec import Case, Op, Variant
 
 if TYPE_CHECKING:
     from kerneltune.inspection.static import StaticRow, Survey
     from kerneltune.inspection.survey import Request
+    from kerneltune.plan import Selection
 
 _ALL = "all"
 _GPU = "nvidia_h200"
@@ -215,8 +218,28 @@ def _requests(
     if not found and any_case and op:
         found = wanted(default_requests(chosen[0], _swept(known, op), asked))
     if not found:
-        raise ValueError(f"nothing to compile: {root / gpu} has no such cached config")
+        raise _nothing(cached_requests(chosen, root, gpu), selection, f"{root / gpu}")
     return found
+
+
+def _nothing(cached: "Iterable[Request]", selection: "Selection", place: str) -> ValueError:
+    """Return the error of a selection that leaves no cached config: it names the first option that leaves none, and what is."""
+    left = list(cached)
+    if not left:
+        of = f" of {', '.join(selection.ops)}" if selection.ops else ""
+        return ValueError(f"nothing to compile: {place} has no config{of}: name sizes, like M=4096")
+    fields: dict[str, tuple[tuple[str, ...], Callable[[Request], str]]] = {
+        "variant": (selection.variants, lambda request: request.variant.name),
+        "dtype": (selection.dtypes, lambda request: request.case.dtype),
+        "quant": (selection.quants, lambda request: request.case.quant),
+        "case": (selection.cases, lambda request: request.case.name),
+    }
+    for field, (patterns, get) in fields.items():
+        present = dict.fromkeys(map(get, left))
+        left = [r for r in left if not patterns or any(fnmatch.fnmatch(get(r), pattern) for pattern in patterns)]
+        if not left:
+            return unknown(field, " ".join(patterns), present, f" of the cached configs in {place}, or sizes, like M=4096")
+    return ValueError(f"nothing to compile: {place} has no such config")
 
 
 def _swept(known: Mapping[str, Op], op: str) -> list[Case]:

@@ -12,7 +12,7 @@ import typer
 from kerneltune.cli.settings import FAMILY
 from kerneltune.errors import unknown
 from kerneltune.files import RESULTS
-from kerneltune.spec import Case, Op
+from kerneltune.spec import Case, Op, dtype_name
 
 if TYPE_CHECKING:
     from kerneltune.listing import OpFacts
@@ -29,7 +29,16 @@ OpNames = Annotated[list[str] | None, typer.Option("--op", metavar="NAME", help=
 CaseNames = Annotated[
     list[str] | None, typer.Option("--case", metavar="NAME", help="Only cases with such a name, like 'te-*'; may be repeated.")
 ]
-Dtypes = Annotated[list[str] | None, typer.Option("--dtype", metavar="NAME", help="Only this element type; may be repeated.")]
+
+
+def _whole_names(values: list[str] | None) -> list[str] | None:
+    return values and [dtype_name(value) for value in values]
+
+
+Dtypes = Annotated[
+    list[str] | None,
+    typer.Option("--dtype", metavar="NAME", callback=_whole_names, help="Only this element type, like bf16; may be repeated."),
+]
 Quants = Annotated[
     list[str] | None, typer.Option("--quant", metavar="NAME", help="Only this quantisation mode; may be repeated.")
 ]

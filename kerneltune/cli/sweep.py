@@ -67,9 +67,10 @@ def _show_recorded(family: str, results: Path) -> None:
     """Show what recorded GPU times say of the family, and what a GPU would add."""
     from kerneltune.records import load, newest
     from kerneltune.reporting.tables import ab_rows, ab_table, best_peers
-    from kerneltune.sweep import recorded_root
+    from kerneltune.sweep import family_name, recorded_root
 
-    found = [r for path in sorted(recorded_root(None, family).glob(f"*/{family}.jsonl")) for r in load(path)]
+    files = sorted(recorded_root(None, family).glob(f"*/{family_name(family)}.jsonl"))
+    found = [r for path in files for r in load(path)]
     recorded = with_roles([r for r in newest(found) if r.policy == "cold"])
     ours = [r for r in recorded if r.variant == "optimized"]
     for name, others in (

@@ -4,16 +4,20 @@ Pure functions of a Verdict: judges nothing and writes no file.
 """
 
 import re
+from collections import Counter
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from xml.etree import ElementTree
 
 from kerneltune.cells import wrapped
-from kerneltune.gating.verdict import AMBIGUOUS, PASS, REGRESSION, UNUSABLE, GateRow, Outcome, Verdict
+from kerneltune.gating.verdict import A_PEER, AMBIGUOUS, PASS, REGRESSION, UNUSABLE, GateRow, Outcome, Verdict
 
 _INDENT = " " * 12
 _UNIT = " µs"
 _ANNOTATIONS = 10
 """GitHub shows ten errors and ten warnings of a step and drops the rest without a word."""
+_OF_PEERS = {"regression": "slower", "ambiguous": "perhaps slower"}
+"""What the verdicts on our rows are called of a peer's, which nobody judges."""
 _ERRORS: tuple[Outcome, ...] = ("failed", "missing", "regression")
 _TAGS: dict[Outcome, str] = {"missing": "error", "failed": "error", "regression": "failure", "ambiguous": "skipped"}
 _NOT_IN_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -27,14 +31,14 @@ def summary(verdict: Verdict) -> str:
 
 
 def gate_text(verdict: Verdict, width: int = 100) -> str:
-    """Return the rows that did not simply pass, worst first, then notes and summary.
+    """Return the rows that did not simply pass, worst first, then notes, those of rows folded by variant, then the summary.
 
     Lines have at most `width` columns where words allow it.
     """
     lines = []
-    for row in verdict.notable:
+    for row in _counting(verdict):
         change, reason = "  ".join(filter(None, [_times(row), _change(row)])), f"({row.reason})" if row.reason else ""
-        tag = f"{_tag(row):<10}"
+        tag = f"{row.verdict:<10}"
         text = "  ".join(filter(None, [tag, row.label, row.variant, change, reason]))
         if len(text) > width:  # the change begins a line of its own, so that the eye finds it
             named = _wrapped(f"{tag}  {row.label}  {row.variant}", width)
@@ -42,20 +46,21 @@ def gate_text(verdict: Verdict, width: int = 100) -> str:
             below = below if len(below[0]) <= width else [_INDENT + part for part in (change, reason) if part]
             text = "\n".join([named, *(_wrapped(part, width) for part in below if part.strip())])
         lines.append(text)
-    lines += [_wrapped(f"note: {note}", width) for note in verdict.notes]
+    lines += [_wrapped(f"note: {note}", width) for note in _notes(verdict)]
     return "\n".join([*lines, _wrapped(summary(verdict), width)]) + "\n"
 
 
 def gate_markdown(verdict: Verdict) -> str:
-    """Return the same as a Markdown table under its summary."""
+    """Return the same as a Markdown table under its summary, the notes last."""
     lines = [f"**{_cell(summary(verdict))}**", ""]
-    for note in verdict.notes:
-        lines += [f"Note: {note}", ""]
-    if verdict.notable:
+    rows = _counting(verdict)
+    if rows:
         lines += ["| verdict | row | case | variant | µs | slowdown | reason |", "|---|---|---|---|---:|---:|---|"]
-    for row in verdict.notable:
-        cells = [_tag(row), row.label, row.case, row.variant, _times(row).removesuffix(_UNIT), _change(row), row.reason]
+    for row in rows:
+        cells = [row.verdict, row.label, row.case, row.variant, _times(row).removesuffix(_UNIT), _change(row), row.reason]
         lines.append(f"| {' | '.join(map(_cell, cells))} |")
+    for note in _notes(verdict):
+        lines += [*([""] if lines[-1] else []), f"Note: {note}"]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -103,17 +108,41 @@ def gate_annotations(verdict: Verdict) -> str:
     level = {PASS: "notice", AMBIGUOUS: "warning"}.get(verdict.exit_code, "error")
     lines: dict[str, list[str]] = {"error": [], "warning": [], "notice": []}
     lines[level].append(_command(level, "kerneltune gate", summary(verdict)))
-    lines["notice"] += [_command("notice", "kerneltune gate", note) for note in verdict.notes]
-    for row in verdict.notable:
-        counts = not row.is_note
-        level = "error" if counts and row.verdict in _ERRORS else "warning" if counts and row.verdict == "ambiguous" else "notice"
+    lines["notice"] += [_command("notice", "kerneltune gate", note) for note in _notes(verdict)]
+    for row in _counting(verdict):
+        level = "error" if row.verdict in _ERRORS else "warning" if row.verdict == "ambiguous" else "notice"
         if row.verdict != "faster":
-            lines[level].append(_command(level, f"{_tag(row)}: {row.case} {row.variant}", f"{row.label}: {_message(row)}"))
+            lines[level].append(_command(level, f"{row.verdict}: {row.case} {row.variant}", f"{row.label}: {_message(row)}"))
     for level, found in lines.items():
         if len(found) > _ANNOTATIONS:
             hidden = len(found) - _ANNOTATIONS + 1
             found[_ANNOTATIONS - 1 :] = [_command(level, "kerneltune gate", f"and {hidden} more rows: see the log")]
     return "".join(f"{line}\n" for found in lines.values() for line in found)
+
+
+def _counting(verdict: Verdict) -> list[GateRow]:
+    """Return the rows that did not simply pass and that are no notes."""
+    return [row for row in verdict.notable if not row.is_note]
+
+
+def _notes(verdict: Verdict) -> list[str]:
+    """Return what to know of all rows, then a line per variant whose rows are notes."""
+    groups: dict[tuple[str, str], list[GateRow]] = {}
+    for row in verdict.notable:
+        if row.is_note:
+            groups.setdefault((row.note, row.variant), []).append(row)
+    return [*verdict.notes, *(_folded(variant, note, rows) for (note, variant), rows in groups.items())]
+
+
+def _folded(variant: str, note: str, rows: Sequence[GateRow]) -> str:
+    """Return a line for the rows of a variant: how many got which verdict, and the slowest of them."""
+    if note != A_PEER:
+        return f"{variant}: {len(rows)} failed, in the baseline as well"
+    counts = Counter(_OF_PEERS.get(row.verdict, row.verdict) for row in rows)
+    said = ", ".join(f"{count} {word}" for word, count in counts.items())
+    slowest = max((row for row in rows if row.slowdown is not None), key=lambda row: row.slowdown or 0.0, default=None)
+    worst = "" if slowest is None else f"; most: {slowest.slowdown:+.1%} in {slowest.label}"
+    return f"peer {variant}: {said}{worst}"
 
 
 def _tag(row: GateRow) -> str:

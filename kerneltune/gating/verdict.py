@@ -38,6 +38,8 @@ _BLIND = 0.03
 """A row whose slowdown is known no better than ± this is not judged."""
 _BETWEEN_UNITS_PERCENT = 5.5
 """How far apart the same code was found on two H200s at worst (docs/notes/h200.md)."""
+A_PEER, _FAILED_BEFORE = "a peer", "fails in the baseline as well"
+"""Why a row is a note."""
 RERUNS = 2
 """How often suspects are measured again: all of them once, those that are ambiguous then once more."""
 
@@ -60,7 +62,7 @@ class GateRow:
         p: one-sided p-value of "not slower", Holm-corrected over the rows; None where nothing was compared.
         old_us, new_us: the times compared.
         reason: why the verdict is not `pass`, and what the row rests on; empty where there is nothing to say.
-        is_note: the verdict does not count: the row is a peer's, or fails in the baseline as well.
+        note: why the verdict does not count: `a peer`, or `fails in the baseline as well`; empty where it counts.
     """
 
     record: Record
@@ -72,7 +74,12 @@ class GateRow:
     old_us: float | None = None
     new_us: float | None = None
     reason: str = ""
-    is_note: bool = False
+    note: str = ""
+
+    @property
+    def is_note(self) -> bool:
+        """Whether the verdict does not count."""
+        return bool(self.note)
 
     @property
     def key(self) -> Key:
@@ -277,22 +284,22 @@ def _judged_rows(found: Sequence["_Change | GateRow"], margin: float, again: Map
         if isinstance(met, _Change):
             as_note = met.is_peer and not peers
             row = _judged(met, next(corrected[as_note]), margin, again)
-            rows.append(_noted(row, "a peer") if as_note and row.verdict not in ("pass", "faster") else row)
+            rows.append(_noted(row, A_PEER) if as_note and row.verdict not in ("pass", "faster") else row)
         else:
-            rows.append(_noted(met, "a peer") if met.is_note and not peers else replace(met, is_note=False))
+            rows.append(_noted(met, A_PEER) if met.is_note and not peers else replace(met, note=""))
     return rows
 
 
 def _noted(row: GateRow, why: str) -> GateRow:
-    return replace(row, is_note=True, reason="; ".join(filter(None, [why, row.reason])))
+    return replace(row, note=why, reason="; ".join(filter(None, [why, row.reason])))
 
 
 def _failed(new: Record, old: Record | None, peers: bool) -> GateRow:
     """Return the row of a failure that no timed row of the baseline stands against."""
     row = _row(new, "failed", new.reason)
     if old is not None and old.status == "failed":
-        return _noted(row, "fails in the baseline as well")
-    return _noted(row, "a peer") if new.role == "peer" and not peers else row
+        return _noted(row, _FAILED_BEFORE)
+    return _noted(row, A_PEER) if new.role == "peer" and not peers else row
 
 
 def _shifts(pairs: Sequence[tuple[Record, Record | None]]) -> list[Shift | None]:
@@ -312,7 +319,7 @@ def _met(old: Record, new: Record | None, by_process: Shift | None) -> _Change |
     """Return what there is to judge about a row of the baseline, or why there is nothing; `is_note` says that it is a peer's."""
     if new is None or new.status != "passed":
         row = _unmet(old, new)
-        return replace(row, is_note="peer" in (old.role, new.role if new is not None else ""))
+        return replace(row, note=A_PEER if "peer" in (old.role, new.role if new is not None else "") else "")
     if _same_measurement(old, new):
         return _Change(old, new, 0.0, 0.0, 0.0, 1.0, "")
     if by_process is not None:

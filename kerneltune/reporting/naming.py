@@ -4,6 +4,7 @@ Pure; does not lay anything out. Imports the standard library, cells, spec and r
 """
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os.path import commonprefix
@@ -84,11 +85,17 @@ def by_family(records: Iterable[Record]) -> dict[str, list[Record]]:
 def source(records: Sequence[Record]) -> str:
     """GPU, versions, commits and days of the records."""
     parts = [("", "device"), ("driver ", "driver"), ("torch ", "torch"), ("triton ", "triton"), ("commit ", "commit")]
-    shown = [f"{word}{' and '.join(dict.fromkeys(getattr(r, name) for r in records))}" for word, name in parts]
+    shown = [f"{word}{' and '.join(dict.fromkeys(short_commit(getattr(r, name)) for r in records))}" for word, name in parts]
     days = sorted({record.date[:10] for record in records})
     return ", ".join([*shown, " to ".join(dict.fromkeys((days[0], days[-1])))])
 
 
+def short_commit(text: str) -> str:
+    """Return a text with 12 digits of every commit hash of 40."""
+    return _WHOLE_HASH.sub(r"\1", text)
+
+
+_WHOLE_HASH = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{28}\b")
 HUES = 8
 """Colours of a chart, and symbols; the page's style and `pictures` hold one of each per number."""
 _GREY, _OURS = 0, 2

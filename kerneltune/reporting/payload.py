@@ -13,10 +13,11 @@ from typing import Any
 from kerneltune import cache
 from kerneltune.cells import pairs
 from kerneltune.curves import LAST, Curves, thinned
-from kerneltune.device import INTERPRETER, PEAK_TFLOPS, slug
+from kerneltune.device import INTERPRETER, slug
 from kerneltune.errors import unknown
 from kerneltune.records import Record, newest
-from kerneltune.reporting.naming import CaseName, by_family, case_names, look, told_apart
+from kerneltune.reporting.naming import CaseName, by_family, case_names, look, short_commit, told_apart
+from kerneltune.reporting.shares import Bound, bound_of, peak_tflops, share
 from kerneltune.reporting.tables import AB_COLUMNS, BEST_PEER, INTERPRETER_NOTE, LOSS, WIN, best_peers
 from kerneltune.table import Table
 
@@ -121,7 +122,7 @@ def _free(name: str, taken: Iterable[str]) -> str:
     return next(found for n in range(len(known) + 1) if (found := f"{name}_{n}" if n else name) not in known)
 
 
-_INDEX_HEAD = ("family", "cases", "A", "B", "speed-up", "range", "faster / within 5 % / slower", "B's share")
+_INDEX_HEAD = ("family", "compared", "A", "B", "speed-up", "range", "faster / within 5 % / slower", "B's share")
 
 
 def index(sources: Sources, parts: Mapping[str, tuple[Sources, str]]) -> dict[str, Any]:
@@ -129,7 +130,7 @@ def index(sources: Sources, parts: Mapping[str, tuple[Sources, str]]) -> dict[st
 
     parts: slug -> what its page shows, and the page's file name.
     """
-    lines, every, shares, ranks = [], [], [], [0, 0, 0]
+    lines, every, shares, ranks, total = [], [], [], [0, 0, 0], 0
     for name, (part, href) in parts.items():
         shown = payload(part)
         if not part.records:
@@ -144,7 +145,7 @@ def index(sources: Sources, parts: Mapping[str, tuple[Sources, str]]) -> dict[st
         counts = [sum(s > WIN for s in speedups), sum(LOSS <= s <= WIN for s in speedups), sum(s < LOSS for s in speedups)]
         bound = " or ".join(dict.fromkeys(case["bound"] for _s, _b, case in timed))
         cells = [
-            str(len(shown["cases"])),
+            _of(len(speedups), len(shown["cases"])),
             shown["a"],
             shown["b"],
             f"{statistics.geometric_mean(speedups):.2f}x" if speedups else "",
@@ -153,6 +154,7 @@ def index(sources: Sources, parts: Mapping[str, tuple[Sources, str]]) -> dict[st
             f"{statistics.median(found):.0f} % of {bound}" if found else "",
         ]
         lines.append({"name": part.records[0].family or name, "href": href, "cells": cells})
+        total += len(shown["cases"])
         every += speedups
         shares += found
         ranks = [x + y for x, y in zip(ranks, counts, strict=True)]
@@ -161,10 +163,15 @@ def index(sources: Sources, parts: Mapping[str, tuple[Sources, str]]) -> dict[st
         (" / ".join(map(str, ranks)), "faster / within 5 % / slower"),
         (f"{min(every):.2f}x" if every else "–", "lowest"),
         (f"{statistics.median(shares):.0f} %" if shares else "–", "of ceiling or peak, B's median"),
-        (str(len(every)), "cases compared"),
+        (_of(len(every), total), "cases compared"),
     ]
     facts = _facts(newest(sources.records), sources)
     return {"title": "kerneltune results", "facts": facts, "tiles": tiles, "head": _INDEX_HEAD, "rows": lines}
+
+
+def _of(part: int, whole: int) -> str:
+    """Return `676 of 887`, or the whole alone where the part is as many."""
+    return str(whole) if part == whole else f"{part} of {whole}"
 
 
 def _side(case: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -218,7 +225,7 @@ def _facts(records: Sequence[Record], sources: Sources) -> dict[str, str]:
     """Return what the header says, by name: of the records, else of the curves."""
     measured: Sequence[Record | Curves] = records or list(sources.curves.values())
     dates = sorted(one.date for one in measured)
-    facts = {name: ", ".join(dict.fromkeys(getattr(one, name, "") for one in measured)) for name in _COMMON}
+    facts = {name: ", ".join(dict.fromkeys(short_commit(getattr(one, name, "")) for one in measured)) for name in _COMMON}
     days = list(dict.fromkeys((dates[0][:10], dates[-1][:10])))
     facts["measured"] = " to ".join(days)
     counts = {s: sum(r.status == s for r in records) for s in dict.fromkeys(r.status for r in records)}
@@ -242,38 +249,22 @@ def _cases(records: Sequence[Record], sources: Sources) -> list[dict[str, Any]]:
                 "bytes": None,
                 "ceiling": None,
                 "flops": record.flops,
-                "peak": _peak(record),
+                "peak": peak_tflops(record),
+                "bound": "ceiling",
                 "best": None,
                 "of": {},
             }
         if record.time_us is not None and record.gbps is not None:
+            if not case["bytes"]:
+                case["bound"] = bound_of(record)
             case["bytes"] = case["bytes"] or round(record.gbps * record.time_us * 1e3)
             case["ceiling"] = case["ceiling"] or record.ceiling_gbps
-        case["of"][record.variant] = _result(record)
+        case["of"][record.variant] = _result(record, case["bound"])
     for record in best_peers(records):
-        cases[record.key, record.device]["best"] = {**_result(record), "is": record.variant}
-    for case in cases.values():
-        _share(case)
+        case = cases[record.key, record.device]
+        case["best"] = {**_result(record, case["bound"]), "is": record.variant}
     rows = Counter(record.dtype for record in records)
     return sorted(cases.values(), key=lambda case: -rows[case["dtype"]])
-
-
-def _peak(record: Record) -> float | None:
-    """Return the TFLOP/s of the data sheet for the type that the operands have: fp8 where the mode is one of fp8."""
-    dtype = "float8_e4m3fn" if record.quant.startswith("fp8") else record.dtype
-    return PEAK_TFLOPS.get(record.device, {}).get(dtype)
-
-
-def _share(case: dict[str, Any]) -> None:
-    """Turn the shares of a case that arithmetic bounds into percent of the peak; say of which bound they are."""
-    flops, peak, size, ceiling = (case[name] for name in ("flops", "peak", "bytes", "ceiling"))
-    case["bound"] = "ceiling"
-    if not (flops and peak) or (size and ceiling and flops / size < peak * 1e3 / ceiling):
-        return
-    case["bound"] = "peak"
-    for result in (*case["of"].values(), *([case["best"]] if case["best"] else [])):
-        if result.get("us"):
-            result["pct"] = 100 * flops / result["us"] / 1e6 / peak
 
 
 def _named(name: CaseName) -> dict[str, Any]:
@@ -291,7 +282,7 @@ def _named(name: CaseName) -> dict[str, Any]:
     }
 
 
-def _result(record: Record) -> dict[str, Any]:
+def _result(record: Record, bound: Bound) -> dict[str, Any]:
     if record.status != "passed":
         return {"status": record.status, "reason": without_paths(" ".join(record.reason.split()))}
     return {
@@ -300,7 +291,7 @@ def _result(record: Record) -> dict[str, Any]:
         "low": record.ci_low_us,
         "high": record.ci_high_us,
         "gbps": record.gbps,
-        "pct": record.pct_ceiling,
+        "pct": share(record, bound),
         "floor": record.aa_floor,
         "n": record.n,
         "config": record.config_label,

@@ -15,6 +15,7 @@ from kerneltune.curves import LAST, Curves, thinned
 from kerneltune.device import slug
 from kerneltune.records import Record, newest
 from kerneltune.reporting.naming import by_family, case_names, look, source
+from kerneltune.reporting.shares import Bound, bound_of, bounds_named, share
 from kerneltune.rounding import cdiv
 
 if TYPE_CHECKING:
@@ -188,19 +189,24 @@ def _picture(timed: Sequence[Record], pair: tuple[str, str], chart: _Chart, suff
 
 
 def _ceiling(axes: "Axes", group: Sequence[Record], pair: tuple[str, str], looks: _Looks) -> str:
-    """Percent of the ceiling; a line joins A and B."""
-    shares = [record for record in group if record.pct_ceiling is not None]
+    """Draw percent of what bounds each case; a line joins A and B."""
+    bounds: dict[object, Bound] = {}
+    for record in group:
+        if record.time_us is not None:
+            bounds.setdefault(record.key, bound_of(record))
+    reached = [(record, share(record, bounds[record.key])) for record in group if record.key in bounds]
+    shares = [(record, percent) for record, percent in reached if percent is not None]
     if not shares:
         return ""
-    shapes = _shape_axis(axes, shares)
+    shapes = _shape_axis(axes, [record for record, _ in shares])
     for y, shape in enumerate(shapes):
-        ends = [r.pct_ceiling or 0.0 for r in shares if _shape(r) == shape and r.variant in pair]
+        ends = [percent for record, percent in shares if _shape(record) == shape and record.variant in pair]
         if len(ends) > 1:
             axes.plot(ends, [y] * len(ends), color=_LINE, linewidth=3, zorder=1, solid_capstyle="round")
-    _dots(axes, [(record, record.pct_ceiling or 0.0, shapes.index(_shape(record))) for record in shares], pair, looks)
+    _dots(axes, [(record, percent, shapes.index(_shape(record))) for record, percent in shares], pair, looks)
     axes.axvline(100, color=_MUTED, linestyle=(0, (4, 3)), linewidth=0.9)
-    axes.set_xlim(0, max(104.0, *(1.02 * (record.pct_ceiling or 0.0) for record in shares)))
-    return "% of the ceiling"
+    axes.set_xlim(0, max(104.0, *(1.02 * percent for _, percent in shares)))
+    return f"% of the {bounds_named(bounds[record.key] for record, _ in shares)}"
 
 
 def _peers(axes: "Axes", group: Sequence[Record], pair: tuple[str, str], looks: _Looks) -> str:

@@ -5,8 +5,8 @@ Pure functions; does not measure, read files or print.
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from kerneltune.cells import pairs, ratio
 from kerneltune.curves import LAST, Curves
@@ -14,6 +14,7 @@ from kerneltune.device import INTERPRETER
 from kerneltune.records import Record, other_run
 from kerneltune.reporting.naming import CaseName, case_names, source
 from kerneltune.reporting.ranks import rank_flips
+from kerneltune.reporting.shares import Bound, bound_of, bounds_named, share
 from kerneltune.table import Column, Table, Value
 from kerneltune.table import Row as Line
 
@@ -28,7 +29,7 @@ AB_COLUMNS = (
     Column("", key="mark"),
     Column("A GB/s", digits=0, key="A_gbps", rank=3),
     Column("B GB/s", digits=0, key="B_gbps", rank=3),
-    Column("B % ceiling", digits=1, key="B_pct_ceiling", rank=4),
+    Column("B % ceiling", digits=1, key="B_pct_bound", rank=4),
     Column("95 % interval", key="interval", rank=5, only=("text", "markdown", "page")),
     Column("noise %", digits=1, key="noise_pct", rank=6),
 )
@@ -71,6 +72,11 @@ class Row:
         return max((f for f in (self.a.aa_floor, self.b.aa_floor) if f is not None), default=None)
 
     @property
+    def bound(self) -> Bound:
+        """What bounds the case, as B was measured."""
+        return bound_of(self.b)
+
+    @property
     def mark(self) -> str:
         """`+` above 1.05x, `-` below 0.95x."""
         speedup = self.speedup or 1.0
@@ -106,15 +112,18 @@ def ab_table(rows: Sequence[Row], a: str = "A", b: str = "B", title: str = "") -
     """
     names = case_names(row.a for row in rows)
     options, axes = _columns(names)
+    bounds = [row.bound for row in rows if row.speedup is not None]
+    is_mixed = len(set(bounds)) > 1
     a_varies, b_varies = (len({getattr(row, side).variant for row in rows}) > 1 for side in "ab")
     columns = (
         *(Column(name, shared=True) for name in ("kind", "dtype", "quant", *options)),
         *(Column(axis, digits=0) for axis in axes),
         *([Column("A is", key="A_is")] if a_varies else []),
         *([Column("B is", key="B_is")] if b_varies else []),
-        *AB_COLUMNS,
+        *_named_bound(AB_COLUMNS, bounds),
+        Column("bound", rank=4, only=() if is_mixed else ("csv",)),
         *(Column(name, only=("csv",)) for name in ("op", "case", "options", "policy", "device")),
-        *(Column(f"{side}_{name}", only=("csv",)) for side in "AB" for name in ("variant", "pct_ceiling", "unit", "commit")),
+        *(Column(f"{side}_{name}", only=("csv",)) for side in "AB" for name in ("variant", "unit", "commit")),
         Column("speedup_low", only=("csv",)),
         Column("speedup_high", only=("csv",)),
     )
@@ -149,6 +158,7 @@ def sweep_table(records: Sequence[Record], flips: bool = False) -> Table:
     flips: say where two policies rank two variants differently.
     """
     groups = _groups(records)
+    bounds = [bound_of(best) for group in groups if (best := _best(group)) is not None]
     names = case_names(group[0] for group in groups)
     options, axes = _columns(names)
     columns = (
@@ -160,8 +170,9 @@ def sweep_table(records: Sequence[Record], flips: bool = False) -> Table:
         Column("variant"),
         Column("µs", digits=2, key="time_us"),
         Column("GB/s", digits=0, key="gbps", rank=3),
-        Column("% ceiling", digits=1, key="pct_ceiling", rank=2),
+        *_named_bound([Column("% ceiling", digits=1, key="pct_bound", rank=2)], bounds),
         Column("vs baseline", digits=2, suffix="x", key="vs_baseline"),
+        Column("bound", rank=2, only=() if len(set(bounds)) > 1 else ("csv",)),
         Column("config", only=("markdown", "csv", "page")),
         *(Column(name, only=("csv",)) for name in ("policy", "status", "ci_low_us", "ci_high_us", "aa_floor", "device")),
     )
@@ -229,18 +240,18 @@ def _case_values(name: CaseName, options: Iterable[str], axes: Iterable[str]) ->
 
 
 def _measures(row: Row) -> list[Value]:
-    """Return times, speed-up, mark, GB/s, share of the ceiling, interval and noise; nothing where the two are not compared."""
+    """Return times, speed-up, mark, GB/s, share, interval, noise and bound; nothing where the two are not compared."""
     if row.note:
-        return [None] * 9
+        return [None] * 10
     low, high = row.speedup_interval
     interval = f"{low:.2f}x–{high:.2f}x" if low is not None and high is not None else None
     noise = None if row.aa_floor is None else 100 * row.aa_floor
     times = [row.a.time_us, row.b.time_us, row.speedup, row.mark]
-    return [*times, row.a.gbps, row.b.gbps, row.b.pct_ceiling, interval, noise]
+    return [*times, row.a.gbps, row.b.gbps, share(row.b, row.bound), interval, noise, row.bound]
 
 
 def _csv_values(row: Row) -> list[Value]:
-    sides = [value for side in (row.a, row.b) for value in (side.variant, side.pct_ceiling, side.unit, side.commit)]
+    sides = [value for side in (row.a, row.b) for value in (side.variant, side.unit, side.commit)]
     return [row.a.op, row.a.case, pairs(row.a.options), row.a.policy, row.a.device, *sides, *row.speedup_interval]
 
 
@@ -276,9 +287,7 @@ def _ab_summary(rows: Sequence[Row]) -> list[str]:
         part = [row.speedup for row in rows if (row.a.op, row.a.quant) == (op, quant) and row.speedup is not None]
         if part:
             lines.append(f"  {kinds[op]} {quant}: {statistics.geometric_mean(part):.2f}x in {_count(part)}")
-    shares = [row.b.pct_ceiling for row in rows if row.b.pct_ceiling is not None]
-    if shares:
-        lines.append(f"B reaches {statistics.median(shares):.1f} % of the ceiling in the median")
+    lines += _reached(rows)
     floors = [row.aa_floor for row in rows if row.aa_floor is not None]
     if floors:
         lines.append(f"noise, a variant against itself: at most {max(floors):.1%}")
@@ -288,6 +297,29 @@ def _ab_summary(rows: Sequence[Row]) -> list[str]:
         other_runs = f"A and B are of different runs (another {other}): may differ by a few per cent"
         lines.append(f"{len(apart)} of {_count(speedups)}: {other_runs}")
     return lines
+
+
+def _reached(rows: Sequence[Row]) -> list[str]:
+    """Return the median share that B reaches, of each bound."""
+    found: dict[Bound, list[float]] = {}
+    for row in rows:
+        reached = share(row.b, row.bound)
+        if reached is not None:
+            found.setdefault(row.bound, []).append(reached)
+    said = [f"{statistics.median(of):.1f} % of the {bound}{_of_rows(of, found)}" for bound, of in sorted(found.items())]
+    return [f"B reaches {' and '.join(said)} in the median"] if said else []
+
+
+def _of_rows(values: Sequence[object], groups: Mapping[Bound, Sequence[object]]) -> str:
+    """Return ` (12 rows)` where there are other groups."""
+    return f" ({_count(values)})" if len(groups) > 1 else ""
+
+
+def _named_bound(columns: Iterable[Column], bounds: Iterable[Bound]) -> list[Column]:
+    """Return the columns, with the bound of the rows in the heading of the shares; `bound` where another column says which."""
+    found = set(bounds)
+    word = "bound" if len(found) > 1 else bounds_named(found)
+    return [replace(c, name=c.name.replace("ceiling", word)) if c.key.endswith("pct_bound") else c for c in columns]
 
 
 def _count(values: Sequence[object]) -> str:
@@ -308,12 +340,14 @@ def _best(group: Iterable[Record]) -> Record | None:
     return min(timed)[2] if timed else None
 
 
-def _of_the_whole(record: Record, group: Iterable[Record]) -> tuple[float | None, float | None, float | None]:
-    """Return GB/s, percent of the ceiling, and the speed-up over the baseline of the same case; none for a part of the work."""
-    if record.role == "part":
-        return None, None, None
+def _of_the_whole(record: Record, group: Sequence[Record]) -> tuple[Value, ...]:
+    """Return GB/s, percent of the bound, speed-up over the baseline of the same case, bound; none for a part of the work."""
+    best = _best(group)
+    if record.role == "part" or best is None:
+        return None, None, None, None
+    bound = bound_of(best)
     baseline = next((other.time_us for other in group if other.variant == _BASELINE), None)
-    return record.gbps, record.pct_ceiling, ratio(baseline, record.time_us)
+    return record.gbps, share(record, bound), ratio(baseline, record.time_us), bound if record.time_us else None
 
 
 def _device_lines(records: Iterable[Record]) -> list[str]:

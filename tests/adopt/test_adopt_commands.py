@@ -84,9 +84,11 @@ def test_serve_of_a_folder_that_is_not_tuned_says_so(tmp_path: Path) -> None:
     assert f"{tmp_path}: no tuned configs: run `kerneltune tune {tmp_path}` first" in result.stderr
 
 
-def test_capture_of_a_program_that_is_not_there_says_so(tmp_path: Path) -> None:
-    result = run("capture", "--out", tmp_path, "--", "no-such-program")
-    assert (result.exit_code, result.stderr) == (2, "error: program: 'no-such-program': No such file or directory\n")
+@pytest.mark.parametrize(("program", "hint"), [("no-such-program", ""), ("a.py", ": did you mean -- python a.py?")])
+def test_capture_of_a_program_that_is_not_there_says_so_and_writes_nothing(program: str, hint: str, tmp_path: Path) -> None:
+    result = run("capture", "--out", tmp_path / "cap", "--", program)
+    said = f"error: program: {program!r}: not found, or not executable: expected a file or a command on PATH{hint}\n"
+    assert (result.exit_code, result.stderr, (tmp_path / "cap").exists()) == (2, said, False)
 
 
 def test_captured_kernels_are_operators_of_the_other_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

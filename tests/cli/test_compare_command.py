@@ -50,6 +50,37 @@ def test_compare_shows_recorded_results_without_a_gpu(write: Callable[..., Path]
     assert result.stderr == f"no GPU here: recorded results from {path}\n"
 
 
+@pytest.mark.usefixtures("no_gpu")
+def test_compare_plug_in_without_records_does_not_show_those_of_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KERNELTUNE_PLUGINS", "versus_jobs")
+    monkeypatch.delenv("KERNELTUNE_RESULTS", raising=False)
+    said = "error: no records in results: run `kerneltune sweep FILE.yaml` on a GPU first; --family NAME shows recorded ones"
+    assert refused("compare") == said
+    assert "rmsnorm.jsonl" in run("compare", "baseline", "optimized", "--family", "rmsnorm").stderr
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_compare_family_of_a_path_is_the_name_inside_the_file(write: Callable[..., Path], tmp_path: Path) -> None:
+    write("nvidia_h200/norms.jsonl", *both(family="norms"))
+    (tmp_path / "x.yaml").write_text("family: norms\nops: [rmsnorm_fwd]\n")
+    result = run("compare", "baseline", "optimized", "--family", tmp_path / "x.yaml", "--results", tmp_path)
+    assert (result.exit_code, result.stdout) == (0, TABLE)
+    (tmp_path / "x.yaml").write_text("ops: [rmsnorm_fwd]\n")
+    said = refused("compare", "--family", tmp_path / "x.yaml", "--results", tmp_path)
+    assert said.startswith(f"error: {tmp_path}/x.yaml:1: family: None: expected ")
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("short", ["bf16", "BF16", "torch.bfloat16"])
+def test_compare_short_name_of_an_element_type_is_that_type(short: str, write: Callable[..., Path], tmp_path: Path) -> None:
+    write("nvidia_h200/rmsnorm.jsonl", *both(), *both(dtype="float16"))
+    result = run("compare", "baseline", "optimized", "--results", tmp_path, "--dtype", short)
+    assert (result.exit_code, result.stdout) == (0, TABLE)
+
+
 @pytest.mark.usefixtures("an_h200")
 def test_compare_takes_the_newest_records_of_this_gpu(write: Callable[..., Path], tmp_path: Path) -> None:
     write("nvidia_h200/rmsnorm.jsonl", *both(10, 20), *both())

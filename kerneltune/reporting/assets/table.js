@@ -37,7 +37,7 @@ const MEASURES = {
   B_us: (row) => row.b.us ?? null,
   A_gbps: (row) => row.a.gbps ?? null,
   B_gbps: (row) => row.b.gbps ?? null,
-  B_pct_ceiling: (row) => row.b.pct ?? null,
+  B_pct_bound: (row) => row.b.pct ?? null,
   speedup: (row) => row.speedup,
   interval: (row) => row.low,
   noise_pct: (row) => (row.floor == null ? null : 100 * row.floor),
@@ -50,7 +50,7 @@ function measureColumn({ key, name, digits, suffix }) {
     speedup: speedupCell,
     interval: (row) => (row.low == null ? "" : `${fixed(row.low, 2)}–${fixed(row.high, 2)}`),
   };
-  const heading = key === "B_pct_ceiling" ? `B % ${bounds(data.cases)}` : name;
+  const heading = key === "B_pct_bound" ? `B % ${bounds(data.cases)}` : name;
   return { name: heading, get, show: shows[key] ?? ((row) => (get(row) == null ? "" : `${fixed(get(row), digits)}${suffix}`)), number: true, wide: !NARROW.has(key) };
 }
 

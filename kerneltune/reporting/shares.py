@@ -1,0 +1,48 @@
+"""The share that a record reaches of what bounds its case: the streaming ceiling, or the peak of the arithmetic.
+
+Pure functions; does not measure, read files or print.
+"""
+
+from collections.abc import Iterable
+from typing import Literal
+
+from kerneltune.device import PEAK_TFLOPS
+from kerneltune.records import Record
+
+Bound = Literal["ceiling", "peak"]
+"""`ceiling`: GB/s of a streaming kernel in the same run; `peak`: TFLOP/s of the data sheet for the type of the operands."""
+
+
+def peak_tflops(record: Record) -> float | None:
+    """Return the TFLOP/s of the data sheet for the type that the operands have: fp8 where the mode is one of fp8."""
+    dtype = "float8_e4m3fn" if record.quant.startswith("fp8") else record.dtype
+    return PEAK_TFLOPS.get(record.device, {}).get(dtype)
+
+
+def bound_of(record: Record) -> Bound:
+    """Return what bounds the case of a timed record: the peak where the case has more operations per byte than the GPU."""
+    peak = peak_tflops(record)
+    if not (record.flops and peak and record.time_us):
+        return "ceiling"
+    moved = record.gbps * record.time_us * 1e3 if record.gbps else 0.0
+    if moved and record.ceiling_gbps and record.flops / moved < peak * 1e3 / record.ceiling_gbps:
+        return "ceiling"
+    return "peak"
+
+
+def share(record: Record, bound: Bound | None = None) -> float | None:
+    """Return the percent of the bound that a record reaches; None where that is not known.
+
+    bound: of the case; that of the record if None.
+    """
+    if (bound or bound_of(record)) == "ceiling":
+        return record.pct_ceiling
+    peak = peak_tflops(record)
+    if not (record.flops and peak and record.time_us):
+        return None
+    return 100 * record.flops / record.time_us / 1e6 / peak
+
+
+def bounds_named(bounds: Iterable[Bound]) -> str:
+    """Return the word for several bounds in a heading: `ceiling`, `peak` or `ceiling or peak`."""
+    return " or ".join(sorted(set(bounds))) or "ceiling"
