@@ -87,7 +87,7 @@ def test_nothing_of_da_waits_beside_dw(recipe: Recipe | str, again: bool, monkey
 
     a, w = leaves(32, 64, 48, 2)
     y = fp8_grouped_mm(a, w.transpose(1, 2), offsets([16, 32]), recipe=scaling or recipe)
-    for module in (fp8_products, gemm.product, delayed):
+    for module in (fp8_products, gemm.gemm, delayed):
         monkeypatch.setattr(module, "fp8_grouped_gemm", watched)
     monkeypatch.setattr(fp8_products, "_tokens", tokens_of_dy)
     monkeypatch.setattr(torch.ops.kerneltune, "fp8_grouped_gemm", watched_dw)

@@ -8,7 +8,7 @@ from kerneltune.nn.alignment import ALIGNED, is_row_major
 from kerneltune.nn.delayed import DelayedScaling
 from kerneltune.nn.fp8_products import Fp8Weights
 from kerneltune.nn.recipes import Recipe
-from kerneltune.ops.fp8_grouped_gemm.product import MOST_GROUPS
+from kerneltune.ops.fp8_grouped_gemm.operands import MOST_GROUPS
 
 
 def check_operands(A: Tensor, B_t: Tensor, offs: Tensor, recipe: Recipe | DelayedScaling, out_dtype: torch.dtype) -> None:

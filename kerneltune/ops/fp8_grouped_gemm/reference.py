@@ -6,13 +6,12 @@ Rows of tokens past the last group are not defined and not compared.
 """
 
 import math
-from dataclasses import replace
 
 import torch
 
 from kerneltune.kernel_lib.agreement import close
 from kerneltune.kernel_lib.arguments import ITEMSIZE
-from kerneltune.kernel_lib.groups import GROUP_ALIGNMENT, align_groups, aligned_size, aligned_starts, bounds, group_ends
+from kerneltune.kernel_lib.groups import align_groups, aligned_size, aligned_starts, bounds, group_ends
 from kerneltune.spec import Case, Inputs, Option, Outputs, Traffic
 
 OPTIONS: dict[str, tuple[Option, ...]] = {
@@ -32,7 +31,7 @@ _SCALE = 2.0**-6
 
 
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
-    """a, b, scale_a, scale_b and offs as `fp8_grouped_gemm` takes them, and whether sums are exact."""
+    """Draw the arguments of `fp8_grouped_gemm`."""
     M, N, K, E = (case[axis] for axis in ("M", "N", "K", "E"))
     weights, rowwise = case.option("product") == "weights", case.option("scales") == "rowwise"
     generator = torch.Generator(device=device).manual_seed(seed) if device != "meta" else None
@@ -51,23 +50,13 @@ def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
         sizes = ((M,), (E, N)) if rowwise else ((1,), (E,))
     scale_a, scale_b = (_scales(size, device, generator) for size in sizes)
     return {
-        "a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b, "exact": exact, "offs": offs, "aligned": aligned,
+        "a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b, "offs": offs, "aligned": aligned,
         "out_dtype": getattr(torch, case.dtype),
     }  # fmt: skip
 
 
-def as_called(case: Case) -> Case:
-    """Return the case that a call looks up: it knows neither scales nor values, and of groups whether they are aligned."""
-    aligned = case.option("product") == "weights" and case.option("groups") == "routed"
-    options = {**dict(case.options), "scales": "rowwise", "values": "normal", "groups": "routed" if aligned else "balanced"}
-    axes = dict(case.axes)
-    if aligned:
-        axes["M"] -= axes["M"] % GROUP_ALIGNMENT
-    return replace(case, axes=tuple(axes.items()), options=tuple(options.items()))
-
-
 def _values(shape: tuple[int, ...], exact: bool, device: str, generator: torch.Generator | None) -> torch.Tensor:
-    """As wide as quantisation makes them: N(0, 64), or whole numbers from -2 to 2."""
+    """Draw values as wide as quantization makes them: N(0, 64), or whole numbers from -2 to 2."""
     x = torch.empty(shape, dtype=torch.bfloat16, device=device)
     if generator is not None and x.numel():
         x = x.random_(0, 5, generator=generator).sub_(2) if exact else x.normal_(0, 64, generator=generator).clamp_(-448, 448)
@@ -86,7 +75,7 @@ def _columns(x: torch.Tensor, offs: torch.Tensor, aligned: bool) -> torch.Tensor
 
 
 def _scales(shape: tuple[int, ...], device: str, generator: torch.Generator | None) -> torch.Tensor:
-    """Powers of two, so that products with them are exact."""
+    """Draw powers of two, so that products with them are exact."""
     scale = torch.empty(shape, dtype=torch.float32, device=device)
     if generator is not None and scale.numel():
         scale = torch.exp2(scale.random_(-3, 4, generator=generator)) * _SCALE
@@ -94,7 +83,7 @@ def _scales(shape: tuple[int, ...], device: str, generator: torch.Generator | No
 
 
 def reference(inputs: Inputs) -> Outputs:
-    """Group by group in fp32; beside it the largest error that fast accumulation of such rows and columns explains."""
+    """Multiply group by group in fp32; beside it the largest error that fast accumulation of such rows and columns explains."""
     a, b, dtype = inputs["a"], inputs["b"], inputs["out_dtype"]
     groups = bounds(inputs["offs"])
     if b.ndim == 3:
@@ -125,8 +114,8 @@ def _product(
     return (x @ y).to(dtype), (4 * _FAST_BITS * steps * size).bfloat16()
 
 
-def compare(_case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
-    """Exact sums to the last bit; else within what rounding and fast accumulation explain, and 1/64 of the whole."""
+def compare(case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
+    """Compare exact sums to the last bit; else within what rounding and fast accumulation explain, and 1/64 of the whole."""
     got, want = outputs["out"], expected["out"]
     if got.shape != want.shape or got.dtype != want.dtype:
         return [f"out: {tuple(got.shape)} {got.dtype}, expected {tuple(want.shape)} {want.dtype}"]
@@ -136,7 +125,7 @@ def compare(_case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) ->
     else:
         atol = expected["atol"]
     rounding = torch.finfo(want.dtype).eps
-    if inputs["exact"]:  # the interpreter truncates what it stores as bf16
+    if case.option("values") == "integers":  # the interpreter truncates what it stores as bf16
         return close("out", got, want, 0.0 if got.is_cuda else rounding, 0.0)
     errors = close("out", got, want, rounding, atol.float())
     error = (got.float() - want.float()).norm() / want.float().norm().clamp(min=1e-30)
@@ -146,7 +135,7 @@ def compare(_case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) ->
 
 
 def traffic(case: Case) -> Traffic:
-    """Both operands, scales and group ends read; the result written."""
+    """Return the bytes of operands, scales and group ends read; of the result written."""
     M, N, K, E = (case[axis] for axis in ("M", "N", "K", "E"))
     rowwise = case.option("scales") == "rowwise"
     if case.option("product") == "weights":
@@ -158,5 +147,5 @@ def traffic(case: Case) -> Traffic:
 
 
 def flops(case: Case) -> int:
-    """A multiplication and an addition for every token, row and column."""
+    """Count a multiplication and an addition for every token, row and column."""
     return 2 * case["M"] * case["N"] * case["K"]

@@ -1,15 +1,76 @@
-"""The persistent kernel of grouped fp8 products: programs walk over tiles of all groups in one pipelined loop.
+"""Multiply groups of fp8 matrices: persistent programs walk over tiles of all groups in one pipelined loop."""
 
-Holds nothing but device code. May import tl_lib.
-"""
+import contextvars
+from typing import TYPE_CHECKING, Any
 
+import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kerneltune.kernel_lib.groups import GROUP_ALIGNMENT
+from kerneltune.kernel_lib.launch import resident
 from kerneltune.kernel_lib.tl_lib import aligned_start, wide
+from kerneltune.ops.fp8_grouped_gemm.operands import Product
+from kerneltune.rounding import cdiv, next_power_of_2
+
+if TYPE_CHECKING:
+    from kerneltune.ops.fp8_grouped_gemm.gemm import GemmConfig
 
 _TMA_BYTES = tl.constexpr(16)
 """A descriptor begins at a multiple of so many bytes."""
+
+
+def multiply_groups(
+    p: Product,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    offs: torch.Tensor,
+    mode_a: int,
+    mode_b: int,
+    c: "GemmConfig",
+) -> None:
+    """Write the product of checked operands into out; mode_a and mode_b are those of `scale_modes`."""
+    most_strips = p.groups * cdiv(p.rows, c.rows) if p.rows else p.tokens // c.rows + p.groups
+    programs = min(most_strips * cdiv(p.cols, c.cols), resident(a.device, c.ctas))
+    x: Any = a
+    y: Any = b.transpose(-2, -1)
+    z: Any = out
+    strides = (x.stride(0), y.stride(0))
+    if p.rows:
+        z = TensorDescriptor(out, [p.groups, p.rows, p.cols], [p.rows * p.cols, p.cols, 1], [1, c.rows, c.cols // c.parts])
+        if p.aligned:
+            x = TensorDescriptor(x, [p.rows, p.tokens], [strides[0], 1], [c.rows, c.depth])
+            y = TensorDescriptor(y, [p.cols, p.tokens], [strides[1], 1], [c.cols, c.depth])
+    else:
+        x = TensorDescriptor(x, [p.tokens, p.depth], [strides[0], 1], [c.rows, c.depth])
+        y = TensorDescriptor(y, [p.groups * p.cols, p.depth], [p.depth, 1], [c.cols, c.depth])
+    arguments = (scale_a, scale_b, offs, p.tokens, *strides)
+    sizes = {"ROWS": p.rows, "COLS": p.cols, "E": p.groups, "GROUPS": next_power_of_2(p.groups)}
+    modes = {"SCALE_A": mode_a, "SCALE_B": mode_b}
+    # descriptors that the kernel makes lie in memory that Triton asks for; the caller's allocator stays as it is
+    contextvars.copy_context().run(
+        _with_scratch,
+        (programs,),
+        (x, y, z, *arguments),
+        {
+            **sizes, **modes, "DEPTH": p.depth, "ALIGNMENT": GROUP_ALIGNMENT if p.aligned else 0, "BM": c.rows, "BN": c.cols,
+            "BK": c.depth, "BAND": c.band, "RUN": c.run, "PARTS": c.parts, "STAGES": c.stages, "num_warps": c.warps,
+        },
+    )  # fmt: skip
+    if p.rows and not p.aligned:
+        _weight_gradient_of_the_rest[(resident(a.device, 4),)](
+            x, y, out, *arguments, **sizes, **modes, BM=32, BN=64, BK=64, num_warps=4
+        )
+
+
+def _with_scratch(grid: tuple[int], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    where = arguments[3].device
+    triton.set_allocator(lambda size, _alignment, _stream: torch.empty(size, dtype=torch.int8, device=where))
+    _grouped_gemm[grid](*arguments, **constants)
 
 
 @triton.jit

@@ -1,16 +1,16 @@
-"""torch's own grouped products: the CUTLASS kernel of fp8, and that of bfloat16. No kernels here.
+"""torch's own grouped products: the CUTLASS kernel of fp8, which is the baseline, and that of bfloat16.
 
-Neither exists on the CPU. There `_emulated` stands for them, so that what surrounds them can be checked; it is never timed.
+Neither exists on the CPU. There `_emulated` stands for the first, so that what surrounds it can be checked; it is never timed.
 """
 
 import torch
 
 from kerneltune.kernel_lib.groups import aligned_starts, bounds
-from kerneltune.spec import Case, Inputs, Outputs
+from kerneltune.spec import Case, Inputs, Outputs, Variant
 
 
-def product(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    """torch._scaled_grouped_mm, bfloat16, accumulating fast. It takes a scale for every row and column: others are expanded."""
+def scaled_mm(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """Call torch._scaled_grouped_mm, with bfloat16 results and fast accumulation; expand scales to every row and column."""
     E = offs.shape[0]
     if b.ndim == 3:
         rows = _expanded(scale_a, 1, a.shape[0]).view(-1)
@@ -25,14 +25,14 @@ def product(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: to
 
 
 def _expanded(scale: torch.Tensor, groups: int, each: int) -> torch.Tensor:
-    """(groups, each): one number, one per group, or all of them."""
+    """Return (groups, each) of one scale, of one per group, or of all."""
     if scale.numel() == groups * each:
         return scale.reshape(groups, each)
     return scale.reshape(-1, 1).expand(groups, each).contiguous()
 
 
 def _emulated(a: torch.Tensor, b: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    """What torch._scaled_grouped_mm answers, for tensors on the CPU."""
+    """Return what torch._scaled_grouped_mm answers, for tensors on the CPU."""
     groups = bounds(offs)
     x, y = a.float(), b.float()
     if b.ndim == 3:
@@ -44,12 +44,12 @@ def _emulated(a: torch.Tensor, b: torch.Tensor, rows: torch.Tensor, columns: tor
     return torch.stack([x[:, s:e] @ y[s:e] for s, e in groups]).mul_(each).mul_(every).bfloat16()
 
 
-def run_scaled(inputs: Inputs, _config: None) -> Outputs:
-    """Run `product` on a case's inputs."""
-    return {"out": product(inputs["a"], inputs["b"], inputs["scale_a"], inputs["scale_b"], _ends(inputs))}
+def _run_scaled(inputs: Inputs, _config: None) -> Outputs:
+    """Run `scaled_mm` on a case's inputs."""
+    return {"out": scaled_mm(inputs["a"], inputs["b"], inputs["scale_a"], inputs["scale_b"], _ends(inputs))}
 
 
-def run_bf16(inputs: Inputs, _config: None) -> Outputs:
+def _run_bf16(inputs: Inputs, _config: None) -> Outputs:
     """Run torch._grouped_mm of the same values in bfloat16, times their scales, which are made at the first call."""
     x, y = _in_bf16(inputs)
     return {"out": torch._grouped_mm(x, y, offs=_ends(inputs), out_dtype=torch.bfloat16)}
@@ -74,7 +74,7 @@ _BF16_OF: "torch.utils.weak.WeakIdKeyDictionary" = torch.utils.weak.WeakIdKeyDic
 
 
 def _in_bf16(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """a and b of a case's inputs times their scales, exact where these are powers of two; kept as long as a is."""
+    """Return a and b of a case's inputs times their scales, exact where these are powers of two; kept as long as a is."""
     a, b, offs = inputs["a"], inputs["b"], _ends(inputs)
     if a not in _BF16_OF:
         E = offs.shape[0]
@@ -91,10 +91,14 @@ def _in_bf16(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     return found
 
 
-def not_torch(case: Case) -> str | None:
-    """Return why torch's grouped products do not take a case."""
+def _unsupported(case: Case) -> str | None:
+    """Say why torch's grouped products do not take a case."""
     if case.dtype != "bfloat16":
         return "gives bfloat16"
     if case.option("product") == "weights" and case.option("groups") == "ragged":
         return "takes weight gradients of groups of multiples of 16 tokens"
     return None if case["M"] else "no tokens"
+
+
+BASELINE = Variant("baseline", _run_scaled, unsupported=_unsupported)
+BF16 = Variant("torch_bf16", _run_bf16, unsupported=_unsupported, requires=("torch",))

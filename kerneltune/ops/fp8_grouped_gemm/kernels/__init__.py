@@ -1,0 +1,1 @@
+"""Device code of grouped fp8 products."""
