@@ -1,13 +1,17 @@
 """Triton's interpreter, mended."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import triton
 import triton.language as tl
+from started import environment
 from triton.runtime import interpreter
 
 from kerneltune.kernel_lib.agreement import same_bits
-from kerneltune.kernel_lib.interpreted import mended
+from kerneltune.kernel_lib.interpreted import mend, mended
 from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, TL_FP8
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU")
@@ -59,9 +63,20 @@ def test_the_language_is_patched_once_for_a_launch(monkeypatch: pytest.MonkeyPat
     assert tl.core.is_builtin(tl.load)
 
 
-def test_the_interpreter_is_put_back() -> None:
-    names = ("_convert_float", "_patch_lang_core", "_patch_lang")
-    before = [getattr(interpreter, name) for name in names]
-    with mended():
-        assert not any(function is getattr(interpreter, name) for name, function in zip(names, before, strict=True))
-    assert before == [getattr(interpreter, name) for name in names]
+def test_mending_again_changes_nothing() -> None:
+    mend()
+    before = [getattr(interpreter, name) for name in ("_convert_float", "_patch_lang_core", "_patch_lang")]
+    mend()
+    assert before == [getattr(interpreter, name) for name in ("_convert_float", "_patch_lang_core", "_patch_lang")]
+
+
+def test_a_call_of_an_operator_casts_exactly_without_a_check() -> None:
+    code = """
+import torch
+from kerneltune.ops.fp8 import fp8_tensorwise_2d
+x = torch.tensor([[448.0, 1.98] * 16] * 16, dtype=torch.bfloat16)
+q = fp8_tensorwise_2d(x)[0].float()
+assert q[0, 0].item() / q[0, 1].item() == 448 / 2, q[0, :2]
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=environment(TRITON_INTERPRET="1"), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -3,6 +3,7 @@
 Imports torch and triton in functions: Triton must not be imported before it is known whether it shall interpret.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,8 @@ _REPLACED = ("_convert_float", "_patch_lang_core", "_patch_lang")
 _USED = ("_LangPatchScope",)
 """What is replaced of the interpreter and used, the same from triton 3.6.0 to 3.9.0. None is public."""
 
+_MENDED = "is_mended_by_kerneltune"
+
 _PASS_OVER_NAN = {"create_maxnumf": np.fmax, "create_minnumf": np.fmin}
 """`tl.maximum` and `tl.minimum` return the other operand of NaN on a GPU; the interpreter returns NaN."""
 
@@ -22,11 +25,22 @@ _FNUZ = {"fp8e4b8": "get_fp8e4b8_ty", "fp8e5b16": "get_fp8e5b16_ty"}
 
 @contextmanager
 def mended() -> Iterator[None]:
-    """Make Triton's interpreter round fp32 to fp8 to nearest even, have the fnuz types and pass over NaN; nothing on a GPU.
+    """Mend the interpreter as `mend` does, and let Inf and NaN come about without numpy's warnings, as on a GPU.
+
+    Raises:
+        RuntimeError: this version's interpreter is made of other functions.
+    """
+    mend()
+    with np.errstate(all="ignore"):
+        yield
+
+
+def mend() -> None:
+    """Make Triton's interpreter round fp32 to fp8 to nearest even, have the fnuz types and pass over NaN, in this process.
 
     By itself it loses the carry of a cast that rounds up into the next binade (1.98 becomes 1.0), rounds ties up, casts
     subnormals to anything and NaN to a number. It also patches its language again at every call within a kernel, which takes
-    3 ms each time (3.7.1).
+    3 ms each time (3.7.1). Does nothing on a GPU and when called again.
 
     Raises:
         RuntimeError: this version's interpreter is made of other functions.
@@ -34,7 +48,6 @@ def mended() -> Iterator[None]:
     from triton import __version__, knobs
 
     if not knobs.runtime.interpret:
-        yield
         return
     from triton.runtime import interpreter
 
@@ -43,22 +56,21 @@ def mended() -> Iterator[None]:
         raise RuntimeError(
             f"the interpreter of triton {__version__} has no {' and no '.join(missing)}: its casts to fp8 are not exact"
         )
-    builder = interpreter.InterpreterBuilder
-    before = {name: getattr(interpreter, name) for name in _REPLACED}
-    of_builder = {name: getattr(builder, name) for name in _PASS_OVER_NAN}
-    interpreter._convert_float = _rounded(before["_convert_float"])
-    interpreter._patch_lang_core = _with_fnuz(before["_patch_lang_core"])
-    interpreter._patch_lang = _once(before["_patch_lang"])
+    if hasattr(interpreter._convert_float, _MENDED):
+        return
+    for name, changed in zip(_REPLACED, (_rounded, _with_fnuz, _once), strict=True):
+        setattr(interpreter, name, changed(getattr(interpreter, name)))
+    setattr(interpreter._convert_float, _MENDED, True)
     for name, function in _PASS_OVER_NAN.items():
-        setattr(builder, name, _elementwise(function))
+        setattr(interpreter.InterpreterBuilder, name, _elementwise(function))
+
+
+def mend_or_warn() -> None:
+    """Mend the interpreter for an operator's kernels; warn where this version's interpreter cannot be mended."""
     try:
-        with np.errstate(all="ignore"):  # as a GPU: Inf and NaN, no word
-            yield
-    finally:
-        for name, function in before.items():
-            setattr(interpreter, name, function)
-        for name, function in of_builder.items():
-            setattr(builder, name, function)
+        mend()
+    except RuntimeError as error:
+        warnings.warn(str(error), stacklevel=2)
 
 
 def _elementwise(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:

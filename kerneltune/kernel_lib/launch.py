@@ -10,8 +10,11 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from kerneltune import device
+from kerneltune.kernel_lib.interpreted import mend_or_warn
 from kerneltune.kernel_lib.tl_lib import is_cuda
 from kerneltune.rounding import cdiv
+
+mend_or_warn()  # every operator launches from here, also those that a user calls without a check
 
 _QUARTER = 16384
 """Registers of a quarter of a multiprocessor, which holds every fourth warp."""
