@@ -15,7 +15,7 @@ from kerneltune.interrupts import hear_interrupts
 from kerneltune.measuring.check import CaseError, Checker, address_errors
 from kerneltune.measuring.compare import Ceiling, ContextLostError, check_only, compare, config_values, make_record
 from kerneltune.measuring.compiler import TARGETS, Compiled, CompilePool, Target
-from kerneltune.plan import Options, Progress, Selection, load_plan, require_gpu, results_folder, wanted_variants
+from kerneltune.plan import Options, Progress, Selection, headline, load_plan, require_gpu, results_folder, wanted_variants
 from kerneltune.records import Key, Record
 from kerneltune.reporting import tables
 from kerneltune.reporting.ranks import rank_flips
@@ -89,6 +89,46 @@ def run_sweep(ops: Mapping[str, Op], selection: Selection, options: Options, pro
     journal.unlink(missing_ok=True)
     remark = rank_flips(records.load(files[0]))
     return Swept([*(record for record in checked if record.status == "failed"), *measured], files, remark)
+
+
+def run_quick(
+    ops: Mapping[str, Op],
+    selection: Selection,
+    options: Options,
+    progress: Progress,
+    first_table: Callable[[Sequence[Record]], None],
+) -> Swept:
+    """Measure the ten headline cases with the configs at hand: what starts at once first, then all variants interleaved.
+
+    Without a GPU, and with `check_only`, the default configs of ten check cases are checked.
+
+    Args:
+        first_table: gets the records of the first measurement, without variants that compile for seconds on their first call;
+            not called where there are no such variants, or where only checks run.
+
+    Raises:
+        ValueError: bad input, nothing to do, or a folder that cannot be written.
+    """
+    plan = load_plan(ops, selection)
+    if options.check_only or not device.current().is_gpu:
+        few = replace(plan, check=tuple(headline(plan, selection, "check")))
+        work = _to_check(ops, few, selection, options, True)
+        if not any(pairs for *_, pairs in work):
+            raise ValueError(f"{plan.path}: {_unchecked(plan, selection)}")
+        checked = _check(plan.family, work, options, progress)
+        return Swept(checked, [_write_checked(plan.family, checked, options)])
+    entries = headline(plan, selection)
+    if not entries:
+        raise ValueError(f"{plan.path}: no bench case selected")
+    slow = dict.fromkeys(v.name for e in entries for v in wanted_variants(ops[e.op], selection, options) if v.compiles)
+    if slow:
+        progress.note(f"{len(entries)} cases: first without {', '.join(slow)}, which compile for seconds a case; then with them")
+        fast = replace(options, fast=True)
+        measured = _measure(ops, plan.family, entries, selection, fast, progress, None, "measure without compiled peers")
+        _write(ops, plan.family, measured, options)
+        first_table(measured)
+    measured = _measure(ops, plan.family, entries, selection, options, progress, None, "measure all variants")
+    return Swept(measured, _write(ops, plan.family, measured, options))
 
 
 def compare_live(
@@ -278,6 +318,7 @@ def _measure(
     options: Options,
     progress: Progress,
     journal: Path | None,
+    stage: str = "measure",
 ) -> list[Record]:
     """Every case beside its peers; with a journal, those that it has are not measured again."""
     done = _resumed(journal) if journal else {}
@@ -288,7 +329,7 @@ def _measure(
         work.append((ops[entry.op], entry.case, pairs, _still_good(done, ops[entry.op], entry.case, pairs, options.policy)))
     ceilings = {(op.name, case): _ceiling(ops, op, case, options) for op, case, _, rows in work if rows is None}
     _compile_measured([(op, case, pairs) for op, case, pairs, rows in work if rows is None], ceilings.values(), options, progress)
-    progress.stage("measure", len(work), sum(rows is not None for *_, rows in work))
+    progress.stage(stage, len(work), sum(rows is not None for *_, rows in work))
     here = True
     for op, case, pairs, kept in work:
         if kept is not None:

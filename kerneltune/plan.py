@@ -13,6 +13,8 @@ from kerneltune import device, sweep
 from kerneltune.errors import meant, unknown
 from kerneltune.spec import Op, Variant
 
+_HEADLINES = 10
+
 
 class Progress(Protocol):
     """Where long work says how far it is."""
@@ -94,6 +96,7 @@ class Options:
         policy: how a time is taken: `cold`, `hot` or `eager`.
         tune: search what the cache lacks before a sweep measures.
         peers: measure other packages' variants as well.
+        fast: leave out the variants that compile for seconds on their first call.
         budget_s: seconds of search per case.
         trials: most configs per case.
         check_only: check and take no time.
@@ -112,6 +115,7 @@ class Options:
     policy: str = "cold"
     tune: bool = True
     peers: bool = True
+    fast: bool = False
     budget_s: float | None = None
     trials: int | None = None
     check_only: bool = False
@@ -158,6 +162,14 @@ def load_plan(ops: Mapping[str, Op], selection: Selection) -> sweep.Sweep:
     return plan
 
 
+def headline(plan: sweep.Sweep, selection: Selection, section: sweep.Section = "bench") -> list[sweep.Entry]:
+    """Return the ten selected cases that say most of a family: those of its `headline`, else ten across the file."""
+    chosen = [entry for entry in (plan.bench if section == "bench" else plan.check) if selection.takes(entry)]
+    named = [entry for entry in chosen if plan.headlines(entry)]
+    found = named or chosen
+    return [found[at * len(found) // _HEADLINES] for at in range(_HEADLINES)] if len(found) > _HEADLINES else found
+
+
 def require_gpu(command: str) -> None:
     """Raises ValueError where `command` has no GPU to run on."""
     if not device.current().is_gpu:
@@ -171,5 +183,6 @@ def wanted_variants(op: Op, selection: Selection, options: Options) -> list[Vari
         for variant in op.variants
         if selection.takes_variant(variant.name)
         and not (variant.is_peer and not options.peers and not selection.names(variant.name))
+        and not (options.fast and variant.compiles)
         and not variant.missing()
     ]

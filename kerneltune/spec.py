@@ -127,6 +127,7 @@ class Variant:
         requires: packages that must import; a variant that requires any is a peer.
         promising: case -> configs of the space that every search tries, after the default.
         part: does some of the operator's work only, so that its time is not compared with the others'.
+        compiles: compiles for seconds on its first call of a shape, so that a quick look measures it last.
     """
 
     name: str
@@ -139,6 +140,7 @@ class Variant:
     requires: tuple[str, ...] = ()
     promising: Callable[[Case], tuple[Config, ...]] = _nothing_promising
     part: bool = False
+    compiles: bool = False
 
     @property
     def is_peer(self) -> bool:

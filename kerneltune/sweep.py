@@ -4,13 +4,14 @@ Does not know any operator (they are passed in) and runs nothing; every error na
 A file has a largest size and a largest number of cases, and is read in time linear in both.
 """
 
+import fnmatch
 import importlib.metadata
 import itertools
 import math
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -23,7 +24,8 @@ from kerneltune.spec import GROUP, PLUGINS, Case, Op, Option, dtype_name
 
 Section = Literal["check", "bench"]
 
-_TOP = ("family", "defaults", "ops", "check", "bench", "gate")
+_TOP = ("family", "defaults", "ops", "check", "bench", "headline", "gate")
+_HEADLINE = ("op", "case", "dtype", "quant")
 _SMALLEST: Mapping[Section, int] = {"check": 0, "bench": 1}
 _NAME = re.compile(r"[^\s{}]{1,200}")
 _LONGEST_NAME = 200
@@ -55,6 +57,7 @@ class Sweep:
 
     Attributes:
         gate: limits as the file gives them; `margin` is a fraction of the time.
+        headline: operators, patterns of case names, element types and modes of the bench cases that say most of the family.
     """
 
     family: str
@@ -62,6 +65,14 @@ class Sweep:
     check: tuple[Entry, ...]
     bench: tuple[Entry, ...]
     gate: Mapping[str, float]
+    headline: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def headlines(self, entry: Entry) -> bool:
+        """Whether a bench case is among those that the file's `headline` names."""
+        case = entry.case
+        values = {"op": entry.op, "case": case.name, "dtype": case.dtype, "quant": case.quant}
+        named = self.headline.items()
+        return bool(self.headline) and all(any(fnmatch.fnmatch(values[key], p) for p in patterns) for key, patterns in named)
 
 
 def results_root(given: Path | None, family: str | None = None) -> Path:
@@ -211,7 +222,11 @@ class _Reader:
         check, bench = (tuple(self.section(section, items.get(section))) for section in _SMALLEST)
         if not check and not bench:
             self.fail(root, "check", "missing", "at least one entry in check or bench")
-        return Sweep(family, self.path, check, bench, self.gate(items.get("gate")))
+        found = Sweep(family, self.path, check, bench, self.gate(items.get("gate")), self.headline(items.get("headline")))
+        if found.headline and not any(map(found.headlines, bench)):
+            shown = ", ".join(f"{key} {' '.join(patterns)}" for key, patterns in found.headline.items())
+            self.fail(items["headline"].value, "headline", shown, "what at least one bench case has")
+        return found
 
     def section(self, section: Section, item: _Item | None) -> Iterator[Entry]:
         if item is None:
@@ -346,6 +361,19 @@ class _Reader:
                 self.fail(limit.value, "gate.margin", repr(value), "a fraction from 0 to below 1")
             limits[key] = float(value)
         return limits
+
+    def headline(self, item: _Item | None) -> dict[str, tuple[str, ...]]:
+        named: dict[str, tuple[str, ...]] = {}
+        for key, entry in self.mapping(item.value, "headline").items() if item else ():
+            if key not in _HEADLINE:
+                expected = f"a field among {', '.join(_HEADLINE)}{meant(key, _HEADLINE)}"
+                self.fail(entry.key, f"headline.{key}", self.shown(entry.value), expected)
+            texts = [(node, value) for node, value in self.values(entry.value, f"headline.{key}")]
+            for node, value in texts:
+                if not isinstance(value, str):
+                    self.fail(node, f"headline.{key}", repr(value), "a text")
+            named[key] = tuple(dtype_name(value) if key == "dtype" else value for _, value in texts)
+        return named
 
     def remember(self, section: Section, op: str, case: Case, node: yaml.Node) -> None:
         """Keep names unique, one row each, one shape each; and rows, as a record's name is no part of its identity."""

@@ -14,7 +14,7 @@ from literal_records import literal
 from small_sweeps import RMSNORM, STREAM
 
 from kerneltune import campaign, device, ops, records
-from kerneltune.campaign import _journalled, _still_good, compare_live, measure_live, run_sweep
+from kerneltune.campaign import _journalled, _still_good, compare_live, measure_live, run_quick, run_sweep
 from kerneltune.measuring import compare
 from kerneltune.measuring.compare import config_values
 from kerneltune.plan import Options, Quiet, Selection
@@ -133,6 +133,31 @@ def test_one_variant_alone_is_measured_twice(tmp_path: Path, options: Options, m
     for a, b in (("pr593", "pr593"), ("baseline", "optimized")):
         found = compare_live(OPS, selection, a, b, options, Quiet())
         assert [(record.case, record.variant) for record in found] == [("big", a), ("big", b)]
+
+
+@pytest.mark.usefixtures("an_h200")
+def test_quick_sweep_shows_a_first_table_before_peers_that_compile(
+    tmp_path: Path, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No check and no search; the second time all variants are measured beside each other, and replace what was kept."""
+    path = tmp_path / "norm.yaml"
+    path.write_text(RMSNORM + "  - {name: other, M: 32, N: 64}\nheadline: {op: rmsnorm_bwd}\n")
+    happened: list[tuple[str, ...]] = []
+
+    def compared(_f: str, op: Any, case: Case, pairs: Any, *_: object) -> list[Record]:
+        happened.append((op.name, case.name, *(variant.name for variant, _ in pairs)))
+        return [measured_row(op, case, variant.name, f"{len(happened)}") for variant, _ in pairs]
+
+    monkeypatch.setattr(campaign, "compare", compared)
+    shown: list[int] = []
+    swept = run_quick(OPS, Selection(str(path)), options, Quiet(), lambda rows: shown.append(len(rows) + len(happened)))
+    own = ("baseline", "pr593", "optimized")
+    assert [step[:5] for step in happened] == 2 * [("rmsnorm_bwd", name, *own) for name in ("big", "other")]
+    fast, whole = ({*step[2:]} for step in (happened[0], happened[2]))
+    assert whole - fast >= {"compile", "max-autotune"} and "eager" in fast
+    assert shown == [2 * len(fast) + 2]
+    assert {row.reason for row in swept.records} == {"3", "4"}
+    assert {row.reason for row in records.load(swept.files[0])} == {"3", "4"}
 
 
 def test_a_fresh_process_finds_all_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

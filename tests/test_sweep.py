@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kerneltune import sweep
+from kerneltune.plan import Selection, headline
 from kerneltune.spec import Op, Option, Traffic, Variant
 
 REPO = Path(__file__).parent.parent
@@ -180,7 +181,7 @@ FIELDS = "name, op, M, N, dtype, quant, zero_centered, fp8_format, row_pad"
         ("family: f\nfamily: g\n", ":2: family: 'g': expected each field once"),
         (
             f"{HEAD}benches: 1\n",
-            ":3: benches: '1': expected one of family, defaults, ops, check, bench, gate; did you mean bench?",
+            ":3: benches: '1': expected one of family, defaults, ops, check, bench, headline, gate; did you mean bench?",
         ),
         (HEAD, ":1: check: missing: expected at least one entry in check or bench"),
         (f"{HEAD}check: {{M: 1}}\n", ":3: check: a mapping: expected a list of entries"),
@@ -203,6 +204,14 @@ FIELDS = "name, op, M, N, dtype, quant, zero_centered, fp8_format, row_pad"
         (check("{name: a, M: 8, N: 1, K: 4}"), f":4: K: '4': expected a field among {FIELDS}"),
         (check("{name: a, M: 8, N: 1, NN: 4}"), f":4: NN: '4': expected a field among {FIELDS}; did you mean N?"),
         (check("{name: a, M: 8, N: 1, op: gemm}"), ":4: op: 'gemm': expected one of rmsnorm_fwd, rmsnorm_bwd"),
+        (
+            f"{HEAD}bench:\n  - {{name: a, M: 8, N: 1}}\nheadline: {{cases: a}}\n",
+            ":5: headline.cases: 'a': expected a field among op, case, dtype, quant; did you mean case?",
+        ),
+        (
+            f"{HEAD}bench:\n  - {{name: a, M: 8, N: 1}}\nheadline: {{case: b, op: rmsnorm_fwd}}\n",
+            ":5: headline: case b, op rmsnorm_fwd: expected what at least one bench case has",
+        ),
         (
             check("{name: a, M: 8, N: 1, dtype: bfloat}"),
             ":4: dtype: 'bfloat': expected one of bfloat16, float16, float32; did you mean bfloat16?",
@@ -302,6 +311,21 @@ def test_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def count(entries: tuple[sweep.Entry, ...], **wanted: Any) -> int:
     return sum(all(getattr(entry.case, name) == value for name, value in wanted.items()) for entry in entries)
+
+
+def test_headline_of_a_file_is_what_a_quick_sweep_measures(tmp_path: Path) -> None:
+    bench = "bench:\n" + "".join(
+        f"  - {{name: {name}-{size}, M: {size}, N: {n}}}\n" for name, n in (("a", 64), ("b", 96)) for size in range(1, 13)
+    )
+    plain = read(tmp_path, HEAD + bench)
+    across = [entry.case.name for entry in headline(plain, Selection("f", ops=("rmsnorm_bwd",)))]
+    assert across == [f"{name}-{size}" for name, size in zip("aaaaabbbbb", (1, 3, 5, 8, 10) * 2, strict=True)]
+    named = read(tmp_path, f"{HEAD}{bench}headline: {{op: rmsnorm_fwd, case: b-1*, quant: fp8_t}}\n")
+    found = headline(named, Selection("f"))
+    assert [(entry.op, entry.case.name, entry.case.quant) for entry in found] == [
+        ("rmsnorm_fwd", f"b-{size}", "fp8_t") for size in (1, 10, 11, 12)
+    ]
+    assert len(headline(named, Selection("f", ops=("rmsnorm_bwd",)))) == 10
 
 
 def test_the_rmsnorm_sweep() -> None:

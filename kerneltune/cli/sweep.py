@@ -1,7 +1,7 @@
 """`kerneltune sweep`: check, tune what the cache lacks, measure, record and tabulate a family."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -9,6 +9,11 @@ from kerneltune.cli import options as o
 from kerneltune.cli.console import error_line, note, show, show_wrapped, width
 from kerneltune.cli.files import with_roles
 from kerneltune.cli.progress import reporter
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kerneltune.records import Record
 
 
 def command(
@@ -21,6 +26,9 @@ def command(
     policy: o.PolicyName = "cold",
     tune: Annotated[bool, typer.Option("--tune/--no-tune", help="Tune what the config cache lacks.")] = True,
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Measure what other packages offer as well.")] = True,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Ten headline cases with the configs at hand; a first table before compiled peers.")
+    ] = False,
     budget: o.Budget = None,
     trials: o.Trials = None,
     max_cases: o.MaxCases = None,
@@ -31,23 +39,27 @@ def command(
 ) -> None:
     """Check, tune what the cache lacks, measure all variants and peers, and keep the records.
 
-    Without a GPU the check cases run in Triton's interpreter: results are real there, times do not exist.
+    Without a GPU the check cases run in Triton's interpreter: results are real there, times do not exist. With --quick nothing
+    is tuned, and the table of our variants and of the peers that start at once is shown before peers that compile are measured.
     Exit code 1 if one of our own variants fails.
     """
     results = o.results_root(results, family)
     o.require_writable(results)
     known = o.load_ops()
-    _require_writable(configs, results, check_only, tune)
-    from kerneltune.campaign import run_sweep
+    _require_writable(configs, results, check_only, tune and not quick)
+    from kerneltune.campaign import run_quick, run_sweep
     from kerneltune.reporting.tables import check_table, sweep_table
 
     selection = o.make_selection(known, family, op, case, dtype, quant, variant, max_cases=max_cases)
     options = o.make_options(
-        policy, tune=tune, peers=peers, budget_s=budget, trials=trials, check_only=check_only,
+        policy, tune=tune and not quick, peers=peers, budget_s=budget, trials=trials, check_only=check_only,
         configs=configs, results=results, workers=workers,
     )  # fmt: skip
     with reporter() as progress:
-        swept = run_sweep(known, selection, options, progress)
+        if quick:
+            swept = run_quick(known, selection, options, progress, _show_first)
+        else:
+            swept = run_sweep(known, selection, options, progress)
     timed = any(record.time_us is not None for record in swept.records)
     show((sweep_table if timed else check_table)(swept.records).text(width()))
     if not timed and not check_only:
@@ -61,6 +73,12 @@ def command(
         error_line(f"failed: {record.variant} {record.case} {record.label}: {record.reason}")
     if failed:
         raise typer.Exit(1)
+
+
+def _show_first(records: "Sequence[Record]") -> None:
+    from kerneltune.reporting.tables import sweep_table
+
+    show(sweep_table(records).text(width()) + "\n")
 
 
 def _show_recorded(family: str, results: Path) -> None:
@@ -79,7 +97,9 @@ def _show_recorded(family: str, results: Path) -> None:
     ):
         if rows := ab_rows(others, ours):
             table = ab_table(rows, name, "optimized")
-            show("\n".join(["", f"Recorded: {name} (A) and optimized (B)", *table.head[1:], *table.foot[-1:]]))
+            show(f"\nRecorded: {name} (A) and optimized (B)")
+            for line in (*table.head[1:], *table.foot[-1:]):
+                show_wrapped(line)
     show_wrapped(
         f"On a GPU, `kerneltune sweep {family}` also tunes what lacks a config, times all variants and peers, and writes "
         f"records and tables to {results}."

@@ -239,7 +239,7 @@ _Run = Callable[[Inputs, Config], Outputs]
 
 def _torch(run: Callable[..., Outputs]) -> tuple[Variant, ...]:
     return tuple(
-        Variant(name, partial(run, compiled), unsupported=not_torch, requires=("torch",))
+        Variant(name, partial(run, compiled), unsupported=not_torch, requires=("torch",), compiles=compiled)
         for name, compiled in (("compile", True), ("eager", False))
     )
 

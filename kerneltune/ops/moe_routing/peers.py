@@ -38,7 +38,7 @@ def _variants(function: Callable[..., tuple[torch.Tensor, ...]], tensors: str, r
     run = partial(_run, function, tensors.split(), results.split(), options)
     return Torch(
         Variant("baseline", partial(run, False), unsupported=unsupported),
-        Variant("compile", partial(run, True), unsupported=unsupported, requires=("torch",)),
+        Variant("compile", partial(run, True), unsupported=unsupported, requires=("torch",), compiles=True),
     )
 
 

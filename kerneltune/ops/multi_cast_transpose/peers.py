@@ -44,6 +44,6 @@ def not_compiled(case: Case) -> str | None:
 
 
 VARIANTS = (
-    Variant("compile", partial(run, True), unsupported=not_compiled, requires=("torch",)),
+    Variant("compile", partial(run, True), unsupported=not_compiled, requires=("torch",), compiles=True),
     Variant("eager", partial(run, False), unsupported=unsupported, requires=("torch",)),
 )

@@ -24,7 +24,8 @@ _MODES = {"eager": "eager", "compile": "default", "max-autotune": "max-autotune-
 
 def _torch(run: Callable[..., Outputs]) -> tuple[Variant, ...]:
     return tuple(
-        Variant(name, partial(run, mode), unsupported=peers.not_empty, requires=("torch",)) for name, mode in _MODES.items()
+        Variant(name, partial(run, mode), unsupported=peers.not_empty, requires=("torch",), compiles=mode != "eager")
+        for name, mode in _MODES.items()
     )
 
 
@@ -69,7 +70,7 @@ RMSNORM_FWD = Op(
         ),
         *_torch(peers.fwd),
         Variant("liger", peers.liger_fwd, unsupported=peers.only_unquantised, requires=("liger_kernel",)),
-        Variant("quack", peers.quack_fwd, unsupported=peers.only_plain_gamma, requires=("quack",)),
+        Variant("quack", peers.quack_fwd, unsupported=peers.only_plain_gamma, requires=("quack",), compiles=True),
     ),
 )
 
@@ -113,7 +114,7 @@ RMSNORM_BWD = Op(
         ),
         *_torch(peers.bwd),
         Variant("liger", peers.liger_bwd, unsupported=peers.only_unquantised, requires=("liger_kernel",)),
-        Variant("quack", peers.quack_bwd, unsupported=peers.only_plain_gamma, requires=("quack",)),
+        Variant("quack", peers.quack_bwd, unsupported=peers.only_plain_gamma, requires=("quack",), compiles=True),
     ),
 )
 
@@ -142,7 +143,7 @@ RMSNORM_ADD_FWD = Op(
         ),
         *_torch(add_peers.fwd),
         Variant("liger", add_peers.liger_fwd, unsupported=add_peers.only_weighted, requires=("liger_kernel",)),
-        Variant("quack", add_peers.quack_fwd, unsupported=peers.only_plain_gamma, requires=("quack",)),
+        Variant("quack", add_peers.quack_fwd, unsupported=peers.only_plain_gamma, requires=("quack",), compiles=True),
     ),
 )
 
@@ -170,7 +171,7 @@ RMSNORM_ADD_BWD = Op(
         ),
         *_torch(add_peers.bwd),
         Variant("liger", add_peers.liger_bwd, unsupported=add_peers.only_weighted, requires=("liger_kernel",)),
-        Variant("quack", add_peers.quack_bwd, unsupported=peers.only_plain_gamma, requires=("quack",)),
+        Variant("quack", add_peers.quack_bwd, unsupported=peers.only_plain_gamma, requires=("quack",), compiles=True),
     ),
 )
 
