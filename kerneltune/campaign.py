@@ -22,7 +22,7 @@ from kerneltune.reporting.ranks import rank_flips
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.tuning.bench import CheckBench
 from kerneltune.tuning.cached import config_for
-from kerneltune.tuning.isolated import IsolatedBench, check_apart, compare_apart
+from kerneltune.tuning.isolated import IsolatedBench, check_in_child, compare_apart
 from kerneltune.tuning.stage import CEILING_OP, ceiling_case, tune_entries
 from kerneltune.tuning.tuner import job
 
@@ -162,7 +162,7 @@ def measure_live(
 
 
 def configured(ops: Mapping[str, Op], selection: Selection, options: Options) -> tuple[str, list[Configured]]:
-    """The family, and per selected bench case its variants with the configs they are measured with.
+    """Return the family and, per selected bench case, its variants with the configs they are measured with.
 
     Raises:
         ValueError: bad input.
@@ -213,7 +213,7 @@ def _check(family: str, work: Sequence[Configured], options: Options, progress: 
     with IsolatedBench(CheckBench, trial_timeout_s=_CHECK_TIMEOUT_S) as bench:
         for (op, case, pairs), rows in zip(work, known, strict=True):
             if rows is None:
-                rows = check_only(family, op, case, pairs, partial(check_apart, bench, op, case) if on_gpu else None)
+                rows = check_only(family, op, case, pairs, partial(check_in_child, bench, op, case) if on_gpu else None)
                 records.append(journal, rows)
                 progress.advance(f"{op.name} {case.name} {case.dtype} {case.quant}")
             found += rows
@@ -277,19 +277,19 @@ def compile_ahead(work: Sequence[Configured], target: Target, workers: int | Non
 
 
 def _ours(work: Iterable[Configured]) -> list[Configured]:
-    """The same without what has no config, so nothing that we compile."""
+    """Keep the variants that have a config, so that nothing is left that only compiles under ours."""
     return [(op, case, [pair for pair in pairs if pair[1] is not None]) for op, case, pairs in work]
 
 
 def _some_configs(variant: Variant, case: Case, count: int) -> list[Config]:
-    """The default config and `count` random valid ones."""
+    """Return the default config and `count` random valid configs."""
     default = variant.default_config(case)
     others = [config for config in variant.configs(case) if config != default] if count else []
     return [default, *random.Random(0).sample(others, min(count, len(others)))]
 
 
 def _pairs(op: Op, case: Case, selection: Selection, options: Options) -> list[tuple[Variant, Config]]:
-    """The variants with their configs; twice where the selection has a variant twice."""
+    """Pair the variants with their configs; a variant that the selection names twice is there twice."""
     return [
         (variant, config_for(op, case, variant, options))
         for variant in wanted_variants(op, selection, options)
@@ -298,7 +298,7 @@ def _pairs(op: Op, case: Case, selection: Selection, options: Options) -> list[t
 
 
 def _key(op: Op, case: Case, policy: str) -> Key:
-    """The key of the case's records."""
+    """Return the key of the case's records."""
     return records.key_of(op.name, case.dtype, case.quant, dict(case.axes), dict(case.options), policy)
 
 
@@ -357,7 +357,7 @@ def _compared(
     ceiling: Ceiling | None,
     here: bool,
 ) -> tuple[list[Record], bool]:
-    """The rows of a case, and whether the next may be measured here: not where a launch took this process's context along.
+    """Measure the rows of a case; say whether this process can measure the next case, which a lost context forbids.
 
     That costs the variant its row, or all rows of the case where it is not known whose launch it was; the others are measured
     in a fresh process.
@@ -411,7 +411,7 @@ def _still_good(
 
 
 def _resumed(journal: Path) -> dict[tuple[Key, str], list[Record]]:
-    """What an interrupted run left, by key and variant; a line that was being written is cut off."""
+    """Load what an interrupted run left, by key and variant; cut off a line that was being written."""
     if journal.exists():
         with journal.open("r+b") as file:
             cut_partial_line(file)
@@ -422,7 +422,7 @@ def _resumed(journal: Path) -> dict[tuple[Key, str], list[Record]]:
 
 
 def _journalled(journal: Path) -> list[Record]:
-    """The rows of a journal, without one that was being written."""
+    """Load the rows of a journal, except a line that was being written."""
     if not journal.exists():
         return []
     whole, end, _cut = journal.read_bytes().rpartition(b"\n")
@@ -435,7 +435,7 @@ def _journal(family: str, options: Options, name: str) -> Path:
 
 
 def _write(ops: Mapping[str, Op], family: str, measured: Sequence[Record], options: Options) -> list[Path]:
-    """The journal's rows and these among the records of the family, and its tables."""
+    """Store the journal's rows and `records` among the records of the family, and write its tables."""
     rows, markdown, csv = (results_folder(options) / f"{family}{suffix}" for suffix in (".jsonl", ".md", ".csv"))
     records.merge(rows, [*_journalled(_journal(family, options, "journal")), *measured])
     table = tables.sweep_table(records.load(rows), flips=True)

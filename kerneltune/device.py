@@ -67,7 +67,7 @@ NO_GPU = Device(INTERPRETER, INTERPRETER, sms=4, l2_bytes=0, driver="none")
 
 
 def slug(name: str) -> str:
-    """A device name as a folder name."""
+    """Turn a device name into a folder name."""
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
@@ -88,7 +88,7 @@ def select_backend() -> None:
 
 @cache
 def current() -> Device:
-    """The device that kernels run on now; the interpreter where TRITON_INTERPRET is set or no GPU is seen."""
+    """Return the device that kernels run on now; the interpreter where TRITON_INTERPRET is set or no GPU is seen."""
     if os.environ.get("TRITON_INTERPRET") == "1" or not has_gpu():
         return NO_GPU
     import torch
@@ -120,7 +120,7 @@ def model() -> str:
 
 
 def unit_of(uuid: str) -> str:
-    """A GPU's identifier as records show it: long enough to tell GPUs apart, and nothing else; empty for one of zeros."""
+    """Shorten a GPU's identifier for records: long enough to tell GPUs apart, and nothing else; empty for one of zeros."""
     uuid = uuid.removeprefix("GPU-")
     if not uuid.strip("0-"):
         return ""
@@ -158,7 +158,7 @@ def sm_count(device_type: str, index: int | None) -> int:
 
 
 def versions() -> dict[str, str]:
-    """The versions that a number depends on: torch and triton."""
+    """Return the versions that a number depends on: torch and triton."""
     return {package: importlib.metadata.version(package) for package in ("torch", "triton")}
 
 

@@ -17,7 +17,7 @@ def first_line(error: BaseException) -> str:
 
 
 def without_places(text: str) -> str:
-    """A text without the folders that packages are installed in, which are this machine's own: results are read on others.
+    """Remove from a text the folders that packages are installed in, which differ on the reader's machine.
 
     A path with a space is found only where it stands alone in brackets.
     """
@@ -25,7 +25,7 @@ def without_places(text: str) -> str:
 
 
 def unknown(field: str, value: object, known: Iterable[object], more: str = "") -> ValueError:
-    """The error of a value that is none of those known: it names them, then what else may be, then the nearest of them.
+    """Make the error of an unknown value; it names the known values, then what else may be, then the nearest of them.
 
     More than a screen of names are only counted where one of them is near.
     """

@@ -124,7 +124,12 @@ class _Writer:
             self._parts.append(f"{value.__module__}.{value.__qualname__}")
         elif isinstance(value, type):
             self._named(value.__module__, value.__qualname__)
-        elif wrapped := next((getattr(value, name) for name in _WRAPPED if callable(getattr(value, name, None))), None):
+        else:
+            self._instance(value)
+
+    def _instance(self, value: Any) -> None:
+        """Write what a wrapper wraps, the class of a callable, class and fields of a dataclass, else the value itself."""
+        if wrapped := next((getattr(value, name) for name in _WRAPPED if callable(getattr(value, name, None))), None):
             self.value(wrapped)
         elif is_dataclass(value):
             self._named(type(value).__module__, type(value).__qualname__)
@@ -186,27 +191,36 @@ class _Writer:
                 self._name(name, scope, own)
             case ast.Attribute():
                 self._attribute(node, scope)
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
-                self._parts.append(type(node).__name__)
-                self._fields(node, _inside(node, scope), without=("name",))
-            case ast.arg(arg=name, annotation=annotation):
-                constexpr = annotation is not None and ast.unparse(annotation).endswith("constexpr")
-                self._parts.append(f"parameter {scope.local.get(name, name)}{' constexpr' if constexpr else ''}")
-            case ast.ExceptHandler(name=str(name)):
-                self._parts.append(f"as {scope.local.get(name, name)}")
-                self._fields(node, scope, without=("name",))
-            case ast.AnnAssign(value=None) if not isinstance(node.target, ast.Name):
-                return
-            case ast.AnnAssign(target=target, value=value):
-                self.node(ast.Assign([target], value if value is not None else ast.Constant(None)), scope, own)
             case ast.Constant(value=value):
                 self._parts.append(f"{type(value).__name__} {value!r}")
-            case ast.ClassDef():
-                self._parts.append("ClassDef")
-                self._fields(node, scope, without=("name",))
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda() | ast.ClassDef() | ast.ExceptHandler(name=str()):
+                self._binding(node, scope)
+            case ast.arg() | ast.AnnAssign():
+                self._annotated(node, scope, own)
             case _:
                 self._parts.append(type(node).__name__)
                 self._fields(node, scope, own=own)
+
+    def _binding(self, node: ast.AST, scope: _Scope) -> None:
+        """Write a function, class or handler without the name that it binds."""
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
+                self._parts.append(type(node).__name__)
+                scope = _inside(node, scope)
+            case ast.ExceptHandler(name=str(name)):
+                self._parts.append(f"as {scope.local.get(name, name)}")
+            case _:
+                self._parts.append(type(node).__name__)
+        self._fields(node, scope, without=("name",))
+
+    def _annotated(self, node: ast.arg | ast.AnnAssign, scope: _Scope, own: str) -> None:
+        """Write a parameter or an annotated assignment without its annotation, except that a parameter is a constexpr."""
+        match node:
+            case ast.arg(arg=name, annotation=annotation):
+                constexpr = annotation is not None and ast.unparse(annotation).endswith("constexpr")
+                self._parts.append(f"parameter {scope.local.get(name, name)}{' constexpr' if constexpr else ''}")
+            case ast.AnnAssign(target=target, value=value) if value is not None or isinstance(target, ast.Name):
+                self.node(ast.Assign([target], value if value is not None else ast.Constant(None)), scope, own)
 
     def _fields(self, node: ast.AST, scope: _Scope, without: tuple[str, ...] = (), own: str = "") -> None:
         for name, value in ast.iter_fields(node):

@@ -102,7 +102,7 @@ def _append(path: Path, miss: Miss) -> None:
 
 
 def read(path: Path) -> list[Miss]:
-    """The misses of a log, none twice.
+    """Load the misses of a log, each once.
 
     Raises:
         ValueError: one line naming the file, the line and what is wrong with it.
@@ -136,7 +136,7 @@ def _good(value: Any, expected: str) -> bool:
 
 
 def sweep_text(misses: Sequence[Miss]) -> str:
-    """A sweep file whose bench cases are the misses, each case once.
+    """Write the text of a sweep file whose bench cases are the misses, each case once.
 
     Raises:
         ValueError: there are none.

@@ -28,7 +28,7 @@ def ranked(
     free_options: Collection[str],
     bands: Bands,
 ) -> list[tuple[Nearness, Any]]:
-    """What can serve a case, given with its place: its own type first, then its own sizes, then the nearest; ties as given.
+    """Sort what can serve a case: its own type first, then its own sizes, then the nearest; ties as given.
 
     Free options differ at the case's own sizes, or free axes do within a band, never both: to a guess made twice the default is
     preferred.

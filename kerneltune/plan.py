@@ -20,13 +20,13 @@ class Progress(Protocol):
     """Where long work says how far it is."""
 
     def stage(self, name: str, total: int, kept: int = 0) -> None:
-        """A new stage of `total` steps, of which an earlier run has done `kept`."""
+        """Begin a stage of `total` steps, of which an earlier run has done `kept`."""
 
     def advance(self, text: str) -> None:
         """One step done; `text` says which comes next or was done."""
 
     def best(self, text: str) -> None:
-        """The best so far."""
+        """Show the best so far."""
 
     def note(self, text: str) -> None:
         """Something worth a line of its own."""
@@ -71,7 +71,7 @@ class Selection:
         return self.covers(entry.op, entry.case.name, entry.case.dtype, entry.case.quant)
 
     def covers(self, op: str, case: str, dtype: str, quant: str) -> bool:
-        """The same of an operator, a case's name, an element type and a quant mode, of whatever they are."""
+        """Select by an operator, a case's name, an element type and a quant mode of any kind of item."""
         return (
             (not self.ops or op in self.ops)
             and (not self.cases or any(fnmatch.fnmatch(case, pattern) for pattern in self.cases))
@@ -140,7 +140,7 @@ def results_folder(options: Options) -> Path:
 
 
 def load_plan(ops: Mapping[str, Op], selection: Selection) -> sweep.Sweep:
-    """The sweep that a selection is a part of.
+    """Load the sweep that a selection is a part of.
 
     Raises:
         ValueError: an unknown family, operator or variant, a selection that takes no case, or a broken file.
@@ -171,13 +171,13 @@ def headline(plan: sweep.Sweep, selection: Selection, section: sweep.Section = "
 
 
 def require_gpu(command: str) -> None:
-    """Raises ValueError where `command` has no GPU to run on."""
+    """Raise ValueError where `command` has no GPU to run on."""
     if not device.current().is_gpu:
         raise ValueError(f"{command} needs a GPU: in the interpreter nothing can be timed")
 
 
 def wanted_variants(op: Op, selection: Selection, options: Options) -> list[Variant]:
-    """The selected variants that can be imported here."""
+    """Return the selected variants that can be imported here."""
     return [
         variant
         for variant in op.variants

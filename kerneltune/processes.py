@@ -33,7 +33,7 @@ if sys.platform == "linux":
 def in_fresh_processes(
     count: int, work: Callable[..., T], *args: Any, timeout_s: float = TIMEOUT_S, first: Callable[[], Any] | None = None
 ) -> Iterator[T]:
-    """What `work(*args)` returns in `count` processes; both are pickled. Only one process runs at a time.
+    """Return what `work(*args)` returns in `count` processes; both are pickled. Only one process runs at a time.
 
     first: called in each, before what `work` needs is imported.
 
@@ -92,7 +92,7 @@ def _leave_with_parent() -> None:
 
 
 def fast_context() -> ForkServerContext:
-    """Starts processes that need not import torch, which takes seconds: forked from a server that has, and has done nothing else.
+    """Start processes that need not import torch, which takes seconds: fork them from a server that has done nothing else.
 
     They have the environment that the server began with: give them yours by `in_environment`. Like the server they do not hear
     Ctrl-C, which is their parent's to answer.
@@ -120,7 +120,7 @@ def start_server(*modules: str) -> None:
 
 @contextmanager
 def side_by_side(count: int) -> Iterator[Callable[[Callable[[Any], T], Iterable[Any]], Iterator[T]]]:
-    """A `map` whose work is done by `count` processes, and given in order; the usual one if it is one. What it maps is pickled.
+    """Return a `map` that `count` processes work for, results in order; the usual `map` for one. What it maps is pickled.
 
     The processes do not hear Ctrl-C, which is their parent's to answer, and are gone at the end, whatever they are at.
     """
@@ -136,7 +136,7 @@ def side_by_side(count: int) -> Iterator[Callable[[Callable[[Any], T], Iterable[
 
 
 def in_environment(environment: Mapping[str, str], work: Callable[..., T], *args: Any) -> T:
-    """What `work(*args)` returns in a process of `fast_context` where os.environ is `environment`, from here on."""
+    """Run `work(*args)` in a process of `fast_context` where os.environ is `environment`, from here on."""
     _leave_with_parent()
     os.environ.clear()
     os.environ.update(environment)

@@ -5,10 +5,10 @@ Imports nothing.
 
 
 def cdiv(n: int, divisor: int) -> int:
-    """n / divisor, rounded up."""
+    """Return n / divisor, rounded up."""
     return -(-n // divisor)
 
 
 def next_power_of_2(n: int) -> int:
-    """The least power of two that is not less than n; 1 for n < 1."""
+    """Return the least power of two that is not less than n; 1 for n < 1."""
     return 1 << max(0, n - 1).bit_length()

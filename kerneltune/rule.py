@@ -275,7 +275,7 @@ def _of_variant(rules: Sequence[Rule], gpu: str, variant: str, policy: str) -> R
 
 
 def _by_architecture(root: Path, op: str) -> list[str]:
-    """The folders that have rules of an operator, the nearest architecture first."""
+    """Return the folders that have rules of an operator, the nearest architecture first."""
     here = device.current().arch
     found = sorted(path.parent.parent.name for path in root.glob(f"*/rules/{op}.json"))
     return sorted(found, key=lambda gpu: _apart(here, _arch(path_of(op, gpu, root))))

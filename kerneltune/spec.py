@@ -67,11 +67,11 @@ class Case:
     options: tuple[tuple[str, Option], ...] = ()
 
     def __getitem__(self, axis: str) -> int:
-        """The size of an axis."""
+        """Return the size of an axis."""
         return dict(self.axes)[axis]
 
     def option(self, name: str) -> Option:
-        """The value of an option."""
+        """Return the value of an option."""
         return dict(self.options)[name]
 
     @property
@@ -158,11 +158,11 @@ class Variant:
         return "peer" if self.is_peer else "part" if self.part else "own"
 
     def missing(self) -> tuple[str, ...]:
-        """The required packages that are not installed."""
+        """Return the required packages that are not installed."""
         return missing_packages(self.requires)
 
     def default_config(self, case: Case) -> Config:
-        """The default config; None for a variant without knobs."""
+        """Return the default config; None for a variant without knobs."""
         return self.default(case) if self.default is not None else None
 
     def configs(self, case: Case) -> Iterator[Config]:
@@ -176,7 +176,7 @@ class Variant:
                 yield config
 
     def config_from(self, values: Mapping[str, Any]) -> Config:
-        """The config with these knob values.
+        """Make the config with these knob values.
 
         Raises:
             ValueError: an unknown, missing or wrongly typed knob.
@@ -195,12 +195,12 @@ def missing_packages(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def parts_of(ops: Iterable["Op"]) -> Parts:
-    """The operators' variants that are parts."""
+    """Return the operators' variants that are parts."""
     return frozenset((op.name, variant.name) for op in ops for variant in op.variants if variant.part)
 
 
 def config_from(config: type[Any], values: Mapping[str, Any]) -> Config:
-    """The config of a class with these knob values. A knob that has a default may be missing: it is newer than what was stored.
+    """Make the config of a class with these knob values; a knob that is newer than the stored values takes its default.
 
     Raises:
         ValueError: an unknown, missing or wrongly typed knob.
@@ -259,7 +259,7 @@ class Op:
     flops: Callable[[Case], int] | None = None
 
     def variant(self, name: str) -> Variant:
-        """The variant of that name.
+        """Return the variant of that name.
 
         Raises:
             ValueError: there is none.

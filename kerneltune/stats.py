@@ -63,7 +63,7 @@ def median_interval(samples: Samples, seed: int = 0) -> Interval:
 
 
 def ratio_interval(numerator: Samples, denominator: Samples, seed: int = 0) -> Interval:
-    """numerator / denominator, paired by round: the median ratio and its interval.
+    """Return the median of numerator / denominator, paired by round, with its interval.
 
     Both samples (rounds,) come from the same interleaved rounds, so what slows a whole round cancels.
 
@@ -98,7 +98,7 @@ class Shift:
 
     @property
     def slowdown(self) -> float:
-        """new / old - 1."""
+        """Return new / old - 1."""
         return float(np.expm1(self.log))
 
     @property

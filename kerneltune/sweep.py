@@ -126,7 +126,7 @@ def family_name(family: str) -> str:
 
 
 def find(family: str, root: Path | None = None) -> Path:
-    """The sweep file of a family: a `.yaml` path itself, else `sweeps/` here, else that of the checkout or package.
+    """Find the sweep file of a family: a `.yaml` path itself, else `sweeps/` here, else that of the checkout or package.
 
     Raises:
         ValueError: there is none; names the known families.
@@ -174,7 +174,7 @@ def load(path: Path, ops: Mapping[str, Op], max_cases: int = MAX_CASES) -> Sweep
 
 
 def _yaml_problem(error: yaml.MarkedYAMLError) -> str:
-    """The line, and what is wrong there; where that began, if it was on an earlier line."""
+    """Return the line and what is wrong there; add where the context began, if that was an earlier line."""
     line = error.problem_mark.line + 1 if error.problem_mark else 1
     began = error.context_mark.line + 1 if error.context_mark else line
     context = error.context or ""
@@ -237,7 +237,7 @@ class _Reader:
             yield from self.entries(section, node)
 
     def entries(self, section: Section, node: yaml.Node) -> Iterator[Entry]:
-        """The product of one entry of the file, operator by operator."""
+        """Multiply out one entry of the file, operator by operator."""
         items = self.mapping(node, section)
         if "name" not in items:
             self.fail(node, "name", "missing", "a name")
@@ -265,7 +265,7 @@ class _Reader:
     def shapes(
         self, section: Section, node: yaml.Node, name_node: yaml.Node, template: str, op: Op, fields: Mapping[str, _Item]
     ) -> Iterator[tuple[str, tuple[tuple[str, int], ...]]]:
-        """The name and the axes of every combination of sizes."""
+        """Yield the name and the axes of every combination of sizes."""
         sizes = []
         for axis in op.axes:
             if axis not in fields:
@@ -309,7 +309,7 @@ class _Reader:
     def choices(
         self, field: str, op: Op, ops: list[Op], fields: Mapping[str, _Item], named: bool, default: tuple[Option, ...]
     ) -> list[Option]:
-        """The values of a field that `op` offers; where the entry does not name its operators the others are left out."""
+        """Return the values of a field that `op` offers; an entry that does not name its operators loses the other values."""
         if field not in fields:
             return list(default)
         taken = []
@@ -334,7 +334,7 @@ class _Reader:
                 self.fail(item.key, key, self.shown(item.value), f"a field among {', '.join(fields)}{meant(key, fields)}")
 
     def check_defaults(self) -> None:
-        """The defaults are checked where they stand, whether an entry uses them or not."""
+        """Check the defaults where they stand, whether an entry uses them or not."""
         self.check_fields(self.defaults, self.ops, named=False)
         for key, item in self.defaults.items():
             if any(key in op.axes for op in self.ops):
@@ -401,7 +401,7 @@ class _Reader:
         return items
 
     def values(self, node: yaml.Node, field: str) -> list[tuple[yaml.Node, Any]]:
-        """A value, or each value of a list that is not empty."""
+        """Return a value as a list, or a list that is not empty."""
         children = node.value if isinstance(node, yaml.SequenceNode) else [node]
         if not children:
             self.fail(node, field, "[]", "at least one value")
@@ -466,7 +466,7 @@ def _offered(op: Op, field: str) -> tuple[Option, ...]:
 
 
 def _match(value: Any, offered: tuple[Option, ...]) -> Option | None:
-    """The offered value that a YAML value stands for; 1 is not true, but 1 is 1.0."""
+    """Return the offered value that a YAML value stands for; 1 is not true, but 1 is 1.0."""
     for option in offered:
         if value == option and (type(value) is type(option) or (type(value) is int and type(option) is float)):
             return option

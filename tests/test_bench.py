@@ -26,7 +26,7 @@ from kerneltune.search.trials import Evaluation
 from kerneltune.spec import Op
 from kerneltune.tuning import bench as tuning_bench
 from kerneltune.tuning.bench import CheckBench, GpuBench
-from kerneltune.tuning.isolated import ChildLostError, IsolatedBench, Named, check_apart, split_cores
+from kerneltune.tuning.isolated import ChildLostError, IsolatedBench, Named, check_in_child, split_cores
 
 
 @pytest.fixture
@@ -241,8 +241,12 @@ def test_checks_in_a_child_find_what_is_wrong() -> None:
 
     op = broken.OPS[0]
     with IsolatedBench(CheckBench) as bench:
-        fates = [check_apart(bench, op, broken.CASE, op.variants[0], broken.Knobs(does)) for does in ("fine", "fault", "fine")]
-    assert fates[0] == fates[2] == ("checked", "") and fates[1][0] == "failed" and "illegal memory access" in fates[1][1]
+        outcomes = [
+            check_in_child(bench, op, broken.CASE, op.variants[0], broken.Knobs(does)) for does in ("fine", "fault", "fine")
+        ]
+    assert (
+        outcomes[0] == outcomes[2] == ("checked", "") and outcomes[1][0] == "failed" and "illegal memory access" in outcomes[1][1]
+    )
 
 
 @pytest.mark.parametrize("op", [*ops.load().values(), bench_jobs.OPS[0]], ids=lambda op: op.name)

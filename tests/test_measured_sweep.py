@@ -65,7 +65,7 @@ def options(tmp_path: Path) -> Options:
 def an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     h200 = device.Device("NVIDIA H200", "sm_90", 132, 60_000_000, "580")
     monkeypatch.setattr(device, "current", lambda: h200)
-    monkeypatch.setattr(compare, "memory_shortage", lambda *_: None)
+    monkeypatch.setattr(compare, "memory_obstacle", lambda *_: None)
     monkeypatch.setattr(campaign, "compile_ahead", lambda *_: None)
 
 

@@ -16,14 +16,14 @@ from kerneltune import campaign, device
 from kerneltune.campaign import measure_live
 from kerneltune.lab import noise, planted, versus
 from kerneltune.measuring import compare, memory
-from kerneltune.measuring.memory import Shortage, affordable, shortage
+from kerneltune.measuring.memory import OutOfMemory, affordable, out_of_memory_reason
 from kerneltune.plan import Options, Quiet, Selection
 from kerneltune.records import Record
 from kerneltune.search.trials import Evaluation, TrialStore
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
 from kerneltune.stats import Samples
 from kerneltune.tuning import bench
-from kerneltune.tuning.isolated import check_apart
+from kerneltune.tuning.isolated import check_in_child
 from kerneltune.tuning.tuner import Tuner
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="pretends a GPU")
@@ -151,8 +151,8 @@ def test_what_runs_out_of_memory_is_skipped_and_the_sweep_goes_on(
 ) -> None:
     gpu = Gpu(place)
     found = measured(gpu, tmp_path, monkeypatch)
-    fates = {row.variant: (row.status, row.reason) for row in found["large"]}
-    assert fates == {name: ("skipped", REASON) if name in skipped else ("passed", "") for name in ALL}
+    outcomes = {row.variant: (row.status, row.reason) for row in found["large"]}
+    assert outcomes == {name: ("skipped", REASON) if name in skipped else ("passed", "") for name in ALL}
     assert all(row.aa_floor is not None and row.ceiling_gbps for row in found["large"] if row.status == "passed")
     assert [row.status for row in found["small"]] == ["passed"] * 3
     assert gpu.still_held[0] == 0, "memory went back before what held it was gone"
@@ -195,10 +195,13 @@ def test_other_errors_are_not_about_memory() -> None:
     "text", ["CUDA error: out of memory\nmore", "Triton Error [CUDA]: out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED"]
 )
 def test_what_others_than_torch_s_allocator_ask_for_counts(text: str) -> None:
-    assert shortage(RuntimeError(text)) == f"RuntimeError: {text.splitlines()[0]}"
+    assert out_of_memory_reason(RuntimeError(text)) == f"RuntimeError: {text.splitlines()[0]}"
     wrapped = ValueError("the compiler failed")
     wrapped.__cause__ = RuntimeError(text)
-    assert shortage(wrapped) == shortage(RuntimeError(text)) and shortage(ValueError("the compiler failed")) == ""
+    assert (
+        out_of_memory_reason(wrapped) == out_of_memory_reason(RuntimeError(text))
+        and out_of_memory_reason(ValueError("the compiler failed")) == ""
+    )
 
 
 # the search
@@ -289,8 +292,8 @@ def test_a_check_that_runs_out_of_memory_is_skipped(monkeypatch: pytest.MonkeyPa
     op, checks = checked_op(inputs), bench.CheckBench()
     variant, large = op.variants[0], Case("large", (("M", 9),), "bfloat16")
     asked = [(CASE, 0), (CASE, 1), (large, 0), (large, 5), (CASE, 5)]
-    fates = [check_apart(checks, op, case, variant, Knobs(n)) for case, n in asked]
-    assert fates == [("checked", ""), ("skipped", REASON), ("skipped", REASON), ("skipped", REASON), ("checked", "")]
+    outcomes = [check_in_child(checks, op, case, variant, Knobs(n)) for case, n in asked]
+    assert outcomes == [("checked", ""), ("skipped", REASON), ("skipped", REASON), ("skipped", REASON), ("checked", "")]
 
 
 def test_a_common_run_says_who_did_not_fit(monkeypatch: pytest.MonkeyPatch, gpu_bench: bench.GpuBench) -> None:
@@ -331,7 +334,7 @@ def test_a_study_leaves_out_what_does_not_fit(place: str, monkeypatch: pytest.Mo
         raise torch.OutOfMemoryError(TEXT)
 
     monkeypatch.setattr(planted, "obstacle", lambda *_: None)
-    monkeypatch.setattr(planted, "input_sets", lambda *_: Shortage(REASON) if place == "inputs" else [{}])
+    monkeypatch.setattr(planted, "input_sets", lambda *_: OutOfMemory(REASON) if place == "inputs" else [{}])
     monkeypatch.setattr(planted, "contender", contender)
     op = checked_op()
     assert planted.measure_planted("f", op, CASE, op.variants[0], Knobs(0), "cold", (0.02,)) == {}

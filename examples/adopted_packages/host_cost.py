@@ -15,12 +15,12 @@ from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-import torch  # noqa: E402
-import triton  # noqa: E402
+import torch
+import triton
 
-from kerneltune.adopt import startup  # noqa: E402
-from kerneltune.adopt.overview import read_capture  # noqa: E402
-from kerneltune.adopt.table import MANIFEST, Group, Row, Table, TableKernel, digest_of, path_of, text_of  # noqa: E402
+from kerneltune.adopt import startup
+from kerneltune.adopt.overview import read_capture
+from kerneltune.adopt.table import MANIFEST, Group, Row, Table, TableKernel, digest_of, path_of, text_of
 
 
 def made_kernel(folder: Path, tensors: int, numbers: int) -> Any:

@@ -126,7 +126,7 @@ class Argument:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """What of it is a size: a whole number, or each side of a tensor as `name.0`, `name.1`, …"""
+        """Return what of an argument is a size: a whole number, or each side of a tensor as `name.0`, `name.1`, …."""
         if self.tensor is not None:
             return {f"{self.name}.{axis}": size for axis, size in enumerate(self.tensor.shape)}
         return {self.name: self.value} if type(self.value) is int else {}

@@ -157,7 +157,7 @@ class Server:
 
         def run(autotuner: Any, *args: Any, **kwargs: Any) -> Any:
             try:
-                state: State = autotuner._kerneltune
+                state: State = autotuner.kerneltune_state
             except AttributeError:
                 state = self.attach(autotuner)
             served = state.memo.get(key := launch_key(args, kwargs))
@@ -181,13 +181,13 @@ class Server:
     def attach(self, autotuner: Any, is_early: bool = False) -> State:
         """Find the table's kernel of an autotuner; torch.compile sees the portfolio from here on."""
         with self._lock:
-            state: State | None = autotuner.__dict__.get("_kerneltune")
+            state: State | None = autotuner.__dict__.get("kerneltune_state")
             if state is None:
                 kernel = self._kernel_of(autotuner, is_early)
                 state = State(kernel, autotuner.configs)
                 if kernel is not None and kernel.portfolio and self.portfolio:
                     autotuner.configs = self._live(autotuner, state, kernel.portfolio[: self.portfolio]) or autotuner.configs
-                autotuner._kerneltune = state
+                autotuner.kerneltune_state = state
             return state
 
     def made(self, autotuner: Any) -> None:

@@ -142,7 +142,7 @@ def uninstall() -> None:
         restore_method(autotuning.Autotuner, "run")
         restore_method(autotuning.Autotuner, "__init__")
         for autotuner in _autotuners(autotuning):
-            state = autotuner.__dict__.pop("_kerneltune", None)
+            state = autotuner.__dict__.pop("kerneltune_state", None)
             if state is not None:
                 autotuner.configs = state.configs
             autotuner.__dict__.pop("_kerneltune_classes", None)

@@ -55,7 +55,7 @@ class Outcome:
     seconds: float = 0.0
 
 
-class _OutOfTime(Exception):
+class _OutOfTimeError(Exception):
     """The budget is used; what is done stays."""
 
 
@@ -70,10 +70,10 @@ class _Limited:
         self._inner.stage(name, total, kept)
 
     def advance(self, text: str) -> None:
-        """Count a step; raises _OutOfTime where the time is over."""
+        """Count a step; raises _OutOfTimeError where the time is over."""
         self._inner.advance(text)
         if time.monotonic() > self._until:
-            raise _OutOfTime
+            raise _OutOfTimeError
 
     def best(self, text: str) -> None:
         """Show the best so far."""
@@ -121,7 +121,7 @@ def tune_capture(
             for policy in dict.fromkeys(map(policy_of, chosen)):
                 entries = [_entry(by_name, one) for one in chosen if policy_of(one) == policy]
                 tune_entries(by_name, entries, Selection(FAMILY, variants=(TUNED,)), replace(options, policy=policy), limited)
-        except _OutOfTime:
+        except _OutOfTimeError:
             progress.note(f"the budget of {budget_s:g} s is used: classes that are left keep what they have")
         cache.clear()
         tuned = _collect(capture, by_name, options, skipped)

@@ -56,7 +56,7 @@ def show_(
     gpu: Annotated[str | None, typer.Option("--gpu", help="Only this GPU, as its folder is called.")] = None,
     configs: o.Configs = None,
 ) -> None:
-    """The cached configs of one operator."""
+    """Show the cached configs of one operator."""
     from kerneltune.cache import load
 
     files = _chosen(op, gpu, configs)
@@ -261,7 +261,7 @@ def check(configs: o.Configs = None) -> None:
 
 
 def _require_fit(op: Op, entry: "Entry") -> None:
-    """Raises ValueError for an entry of another operator, or with a config that is not valid for its case."""
+    """Raise ValueError for an entry of another operator, or for a config that is not valid for its case."""
     from kerneltune.cache import Chooser
 
     variant = op.variant(entry.variant)
@@ -281,7 +281,7 @@ def _require_fit(op: Op, entry: "Entry") -> None:
 
 
 def _chosen(op: str | None, gpu: str | None, configs: Path | None) -> list[Path]:
-    """The cache files of an operator and a GPU, of all where none is given.
+    """Return the cache files of an operator and a GPU, of all where none is given.
 
     Raises:
         ValueError: there is none; names those that are.

@@ -39,7 +39,7 @@ def show_wrapped(text: str, indent: str = "  ") -> None:
 
 
 def show_table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]], target: Console = console) -> None:
-    """A plain table; where the output is too narrow cells wrap, between words as long as these fit, and else behind `_`."""
+    """Print a table; where the output is too narrow wrap cells between words as long as these fit, else behind `_`."""
     lines = [tuple(map(printable, row)) for row in rows]
     words, gaps = sum(_longest_words([head, *lines])), len(head) - 1
     gap = _LEAST_GAP if words + _LEAST_GAP * gaps <= width() < words + _GAP * gaps else _GAP
@@ -69,12 +69,12 @@ def _column_widths(lines: Sequence[tuple[str, ...]], room: int) -> list[int]:
 
 
 def _longest_words(lines: Sequence[tuple[str, ...]]) -> list[int]:
-    """The length of each column's longest word."""
+    """Return the length of each column's longest word."""
     return [max(len(word) for cell in column for word in cell.split() or [""]) for column in zip(*lines, strict=True)]
 
 
 def _folded(cell: str, columns: int) -> str:
-    """The cell's words on lines of so many columns."""
+    """Split the cell's words into lines of at most `width` columns."""
     lines: list[str] = []
     for line in wrapped(cell, columns, ""):
         lines.append("")
@@ -86,12 +86,12 @@ def _folded(cell: str, columns: int) -> str:
 
 
 def note(text: str) -> None:
-    """A remark that is no part of the result."""
+    """Print a remark that is no part of the result."""
     messages.print(printable(text), markup=False, soft_wrap=True)
 
 
 def error_line(text: str) -> None:
-    """What is wrong, on one line."""
+    """Print on one line what is wrong."""
     messages.print(printable(" ".join(text.split())), markup=False, soft_wrap=True)
 
 

@@ -78,7 +78,7 @@ def _tools() -> Iterator[Line]:
 
 
 def _peers() -> Iterator[Line]:
-    """The packages that peers need, and what lacks a peer where one is not installed."""
+    """List the packages that peers need, and for a missing package the peers that need it."""
     try:
         known = o.load_facts()
     except ValueError as error:

@@ -113,7 +113,7 @@ def judge(
     recompile: bool,
     configs: Path | None,
 ) -> NoReturn:
-    """The cached configs against those of a file of `--save` or of a git revision; ends the command with the gate's exit code."""
+    """Gate the cached configs against a file of `--save` or a git revision; end the command with the gate's exit code."""
     from kerneltune.inspection.static import load, static_gate
 
     o.number("workers", workers, 1)
@@ -135,7 +135,7 @@ def judge(
 
 
 def _survey(requests: "list[Request]", targets: list[str], workers: int | None, recompile: bool) -> "Survey":
-    """What the requests compile to, with a bar while they do."""
+    """Compile the requests, with a bar while that runs."""
     from kerneltune.inspection.survey import survey
     from kerneltune.measuring import known
 
@@ -167,7 +167,7 @@ def _say_unknown(found: "Survey") -> None:
 
 
 def _targets(given: list[str] | None) -> list[str]:
-    """The targets asked for, in the order of the table; all of them if none is."""
+    """Return the targets asked for, in the order of the table; all targets if none is asked for."""
     from kerneltune.measuring.occupancy import LIMITS
 
     for name in given or ():
@@ -186,7 +186,7 @@ def _requests(
     configs: Path | None,
     any_case: bool,
 ) -> "list[Request]":
-    """The cached configs that are asked for; else, of an operator's cases in the sweeps or of given sizes, the default ones."""
+    """Select cached configs; else, for an operator's cases in the sweeps or of given sizes, the default configs."""
     from kerneltune.inspection.survey import cached_requests, default_requests
 
     known = o.load_ops()
@@ -243,7 +243,7 @@ def _nothing(cached: "Iterable[Request]", selection: "Selection", place: str) ->
 
 
 def _swept(known: Mapping[str, Op], op: str) -> list[Case]:
-    """The cases of an operator in all sweeps, none twice."""
+    """Return the cases of an operator in all sweeps, each once."""
     from kerneltune import sweep
 
     plans = [sweep.load(path, known) for path in sorted(data_root("sweeps").glob("*.yaml"))]
@@ -251,7 +251,7 @@ def _swept(known: Mapping[str, Op], op: str) -> list[Case]:
 
 
 def _with_config(requests: "list[Request]", field: str, text: str) -> "list[Request]":
-    """The cases of the requests, each with the config of this JSON text."""
+    """Give the cases of the requests the config of a JSON text."""
     import dataclasses
 
     variants = sorted({f"{request.op.name} {request.variant.name}" for request in requests})
@@ -269,7 +269,7 @@ def _with_config(requests: "list[Request]", field: str, text: str) -> "list[Requ
 
 
 def _again(arguments: list[str], recompile: bool, *given: Any) -> list[str]:
-    """The arguments with which another revision does the same."""
+    """Return the arguments with which another revision does the same."""
     arguments += ["--recompile"] if recompile else []
     names = ("variant", "case", "dtype", "quant", "target", "config", "gpu", "workers")
     for name, value in zip(names, given, strict=True):
@@ -279,7 +279,7 @@ def _again(arguments: list[str], recompile: bool, *given: Any) -> list[str]:
 
 
 def _of_revision(name: str, arguments: list[str]) -> "Survey":
-    """What a git revision's own configs compile to."""
+    """Compile a git revision's own configs."""
     from kerneltune.inspection.revision import survey_revision
 
     note(f"compiling revision {name}")
@@ -287,7 +287,7 @@ def _of_revision(name: str, arguments: list[str]) -> "Survey":
 
 
 def _show(found: "Survey") -> None:
-    """A table per config and kernel, a line per target."""
+    """Make a table per config and kernel, a line per target."""
     rows: dict[tuple[str, ...], list[StaticRow]] = {}
     for row in found.rows:
         rows.setdefault(row.key[:-1], []).append(row)
@@ -307,7 +307,7 @@ def _show(found: "Survey") -> None:
 
 
 def _tables(same: "list[StaticRow]") -> dict[str, list[tuple[str, ...]]]:
-    """The lines of every kernel; a second launch of one kernel with other resources is one of its own."""
+    """Collect the lines of every kernel; a second launch of a kernel with other resources is a kernel of its own."""
     from kerneltune.inspection.static import numbered, widths
     from kerneltune.measuring.occupancy import resident
 

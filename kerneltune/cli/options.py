@@ -64,7 +64,7 @@ Output = Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", h
 
 
 def choice(field: str, value: str, known: Collection[str]) -> str:
-    """The value, if it is known.
+    """Return the value, if it is known.
 
     Raises:
         ValueError: it is not; names what is.
@@ -75,7 +75,7 @@ def choice(field: str, value: str, known: Collection[str]) -> str:
 
 
 def chosen(field: str, wanted: Sequence[str] | None, present: Iterable[str]) -> list[str]:
-    """The values wanted, or all that are present if none are.
+    """Return the values wanted, or all present values if none is wanted.
 
     Raises:
         ValueError: one that is not present; names what is.
@@ -85,7 +85,7 @@ def chosen(field: str, wanted: Sequence[str] | None, present: Iterable[str]) -> 
 
 
 def matching(field: str, patterns: Sequence[str] | None, present: Iterable[str]) -> list[str]:
-    """The values that patterns are of, or all that are present if none are given.
+    """Return the values that match a pattern, or all present values if no pattern is given.
 
     Raises:
         ValueError: a pattern of none; names what is present.
@@ -98,7 +98,7 @@ def matching(field: str, patterns: Sequence[str] | None, present: Iterable[str])
 
 
 def number(field: str, value: float | None, least: float) -> None:
-    """Raises ValueError for a number below `least`, infinite or NaN; None is fine."""
+    """Raise ValueError for a number below `least`, infinite or NaN; accept None."""
     if value is not None and not least <= value < float("inf"):
         raise ValueError(f"{field}: {value!r}: expected {least:g} or more")
 
@@ -136,7 +136,7 @@ def knobs(field: str, given: list[str] | None) -> tuple[tuple[str, tuple[str, ..
 
 
 def results_root(results: Path | None, family: str | None = None) -> Path:
-    """The folder of the records, as in `sweep`, for a command that needs the family's sweep file.
+    """Return the folder of the records, as in `sweep`, for a command that needs the family's sweep file.
 
     Raises:
         ValueError: there is no such family.
@@ -149,7 +149,7 @@ def results_root(results: Path | None, family: str | None = None) -> Path:
 
 
 def configs_root(configs: Path | None) -> Path:
-    """The folder of the config cache: as given, else where kernels look."""
+    """Return the folder of the config cache: as given, else where kernels look."""
     from kerneltune.cache import roots
 
     return configs or roots()
@@ -184,7 +184,7 @@ def require_writable(folder: Path) -> None:
 
 
 def require_tunable(configs: Path | None, results: Path, exhaustive: bool = False) -> None:
-    """Raises ValueError where a search on this machine could not keep its configs, its trials, itself or a whole space."""
+    """Raise ValueError where a search on this machine could not keep its configs, its trials, itself or a whole space."""
     from kerneltune import device
 
     here = device.current().slug
@@ -229,7 +229,7 @@ def load_ops() -> Mapping[str, Op]:
 
 
 def case_of_sizes(op: Op, sizes: Iterable[str], dtype: str, quant: str) -> Case:
-    """The case of sizes such as `M=8192`: every other axis is 4096, every option its default.
+    """Make the case of sizes such as `M=8192`: every other axis is 4096, every option its default.
 
     Raises:
         ValueError: no such axis, dtype or quant, or no size.
@@ -258,7 +258,7 @@ def make_selection(
     *,
     max_cases: int | None = None,
 ) -> "Selection":
-    """What to run.
+    """Make the selection of what to run.
 
     Raises:
         ValueError: a name that no operator knows.

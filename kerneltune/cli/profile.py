@@ -94,7 +94,7 @@ def _profiled(ncu: Path, arguments: Sequence[str]) -> "tuple[list[Profile], list
 
 
 def _require_runnable(variant: Variant, case: Case) -> None:
-    """Raises ValueError for a variant whose package is not installed, or that cannot take the case."""
+    """Raise ValueError for a variant whose package is not installed, or that does not support the case."""
     if variant.missing():
         raise ValueError(f"{variant.name} needs {', '.join(variant.missing())}, which is not installed")
     unsupported = variant.unsupported(case)
@@ -103,7 +103,7 @@ def _require_runnable(variant: Variant, case: Case) -> None:
 
 
 def _require_nvidia() -> None:
-    """Raises ValueError where there is no NVIDIA GPU to profile."""
+    """Raise ValueError where there is no NVIDIA GPU to profile."""
     import torch
 
     from kerneltune import device
@@ -113,7 +113,7 @@ def _require_nvidia() -> None:
 
 
 def _config(op: Op, variant: str, field: str, text: str | None) -> Any:
-    """The config of this JSON text; None for no text."""
+    """Make the config of a JSON text; None for no text."""
     if not text:
         return None
     try:
@@ -126,7 +126,7 @@ def _config(op: Op, variant: str, field: str, text: str | None) -> Any:
 
 
 def _case(known: Any, op: Op, name: str | None, dtype: str | None, quant: str | None) -> Case:
-    """The first case of any sweep for this operator with that name, type and mode."""
+    """Return the first case of any sweep for this operator with that name, type and mode."""
     from kerneltune import sweep
     from kerneltune.files import data_root
 

@@ -2,7 +2,7 @@
 
 import time
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -11,19 +11,8 @@ from kerneltune.cli.console import messages, note
 _LOG_EVERY_S = 5.0
 
 
-class Reporter(Protocol):
-    """What the engine tells while it works; a context manager around the work."""
-
-    def stage(self, name: str, total: int, kept: int = 0) -> None: ...
-    def advance(self, text: str) -> None: ...
-    def best(self, text: str) -> None: ...
-    def note(self, text: str) -> None: ...
-    def __enter__(self) -> Self: ...
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
-
-
-def reporter() -> Reporter:
-    """The one that suits standard error."""
+def reporter() -> "RichProgress | LogProgress":
+    """Return the reporter that suits standard error."""
     return RichProgress() if messages.is_terminal else LogProgress()
 
 
@@ -64,12 +53,12 @@ class RichProgress:
             self._bars.update(self._task, advance=1, current=text)
 
     def best(self, text: str) -> None:
-        """The best so far has changed."""
+        """Show the new best so far."""
         if self._task is not None:
             self._bars.update(self._task, best=f"best {text}")
 
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         self._bars.console.print(text, markup=False, soft_wrap=True)
 
 
@@ -102,11 +91,11 @@ class LogProgress:
             note(f"{self._name}: {self._done} of {self._total}: {text}{self._best} (about {left:.0f} s left)")
 
     def best(self, text: str) -> None:
-        """The best so far has changed."""
+        """Show the new best so far."""
         self._best = f", best {text}"
 
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         note(text)
 
     def _end(self) -> None:

@@ -162,7 +162,7 @@ _SOURCES = {
 
 
 def _case(known: Mapping[str, Op], op: Op, text: str, dtype: str | None, quant: str | None) -> Case:
-    """The bench case of a name, or the case of sizes."""
+    """Return the bench case of a name, or the case of sizes."""
     if "=" in text:
         return o.case_of_sizes(op, text.split(","), dtype or op.dtypes[0], quant or op.quants[0])
     cases = [case for case in _bench(known).get(op.name, []) if dtype in (None, case.dtype) and quant in (None, case.quant)]
@@ -171,7 +171,7 @@ def _case(known: Mapping[str, Op], op: Op, text: str, dtype: str | None, quant: 
 
 
 def _gpu(gpu: str | None, configs: Path | None) -> str:
-    """The folder of the GPU that is meant: as given, this machine's, or the only one that there is.
+    """Return the folder of the GPU that is meant: as given, this machine's, or the only folder.
 
     Raises:
         ValueError: none of these.
@@ -216,7 +216,7 @@ def _is_wanted(case: Case, dtypes: list[str] | None, names: list[str] | None) ->
 
 
 def _bench(known: Mapping[str, Op], extra: Sequence[str] = ()) -> dict[str, list[Case]]:
-    """The bench cases of all sweep files of the checkout or package, and of further ones, by operator."""
+    """Load the bench cases of all sweep files of the checkout or package, and of further files, by operator."""
     from kerneltune import sweep
     from kerneltune.files import data_root
 

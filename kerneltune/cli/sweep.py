@@ -107,7 +107,7 @@ def _show_recorded(family: str, results: Path) -> None:
 
 
 def _require_writable(configs: Path | None, results: Path, check_only: bool, tune: bool) -> None:
-    """Raises ValueError for a folder of this device that could not be written when the work is done."""
+    """Raise ValueError for a folder of this device that could not be written when the work is done."""
     from kerneltune import device
 
     here = device.current()

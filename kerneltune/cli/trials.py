@@ -57,7 +57,7 @@ def _times(searches: "Searches") -> list[dict[Any, float]]:
 
 
 def show_short(title: str, searches: "Searches") -> None:
-    """The same in a few lines."""
+    """Summarize the trials in a few lines."""
     from kerneltune.search import insight
 
     cases = _times(searches)

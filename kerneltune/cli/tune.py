@@ -1,7 +1,8 @@
-"""`kerneltune tune`: search the best configs of a family and keep those that win their duel."""
+"""`kerneltune tune`: search the best configs of a family and keep those that win the paired final."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,6 +11,11 @@ from kerneltune.cli import options as o
 from kerneltune.cli.console import error_line, note, show
 from kerneltune.cli.progress import reporter
 from kerneltune.cli.trials import show_short
+
+if TYPE_CHECKING:
+    from kerneltune.plan import Selection
+    from kerneltune.spec import Op
+    from kerneltune.tuning.stage import Tuned
 
 _MODEL_GAIN = "1%"
 """Where the many cases of a model stop by default."""
@@ -71,13 +77,12 @@ def command(
     results: o.Results = None,
     workers: o.Workers = None,
 ) -> None:
-    """Search the best config of every case of a family, or of every launch in the folder of a
-    capture; it replaces the present one only where it is measurably faster.
+    """Search the best config of every case of a family, or of every launch in the folder of a capture.
 
-    Ends with what the trials say, in short; `kerneltune trials` says more. Every trial is kept, so an interrupted search
-    resumes. The expected gain is the mean, over joint draws of a Gaussian process, of how far the fastest untried config lies
-    below the best so far. With --model the cases are those that `kerneltune cases` writes. Exit code 1 where a case that this
-    GPU can run was not tuned.
+    A config replaces the present one only where it is measurably faster. Every trial is kept, so an interrupted search resumes.
+    The command ends with a summary of the trials; `kerneltune trials` says more. The expected gain is the mean, over joint draws
+    of a Gaussian process, of how far the fastest untried config lies below the best so far. With --model the cases are those
+    that `kerneltune cases` writes. Exit code 1 where a case that this GPU can run was not tuned.
     """
     if (family is None) == (model is None):
         raise ValueError(f"family: {family!r}: expected either a family or --model FILE")
@@ -92,13 +97,10 @@ def command(
     if share is not None or widen:
         raise ValueError(f"share, widen: only for the folder of a capture, {family} is none")
     results = o.results_root(results, family)
-    for folder in (o.configs_root(configs), results):
-        o.require_writable(folder)
+    for root in (o.configs_root(configs), results):
+        o.require_writable(root)
     if not ray:
-        from kerneltune.processes import start_server
-        from kerneltune.tuning import IMPORTED
-
-        start_server(*IMPORTED)  # which takes as long as the imports of this process
+        _start_server()
     known = o.load_ops()
     o.require_tunable(configs, results, exhaustive)
     from kerneltune.tuning.run import run_tune
@@ -113,18 +115,36 @@ def command(
     with reporter() as progress:
         tuned = run_tune(known, selection, options, progress)
     if tuned.entries:
-        from kerneltune.plan import load_plan
-        from kerneltune.search.trials import searches_below
+        _show_trials(known, selection, policy, results / "runs" / "trials" / tuned.device_slug)
+    _show_outcome(tuned, configs)
+    if tuned.failed:
+        raise typer.Exit(1)
 
-        folder = results / "runs" / "trials" / tuned.device_slug
-        searched = [(known[entry.op], entry.case) for entry in load_plan(known, selection).bench if selection.takes(entry)]
-        for title, searches in searches_below(folder, searched, selection.takes_variant, policy).items():
-            show_short(title, searches)
+
+def _start_server() -> None:
+    """Start the server that forks workers now: its imports take as long as those of this process."""
+    from kerneltune.processes import start_server
+    from kerneltune.tuning import IMPORTED
+
+    start_server(*IMPORTED)
+
+
+def _show_outcome(tuned: "Tuned", configs: Path | None) -> None:
+    """Say how many cases were not tuned, and where programs find the configs."""
     if tuned.searched > tuned.failed and (served := o.where_configs_serve(configs)):
         note(served)
     if tuned.failed:
         error_line(f"{tuned.failed} of {tuned.searched} cases not tuned")
-        raise typer.Exit(1)
     if not tuned.searched:
         kept = f"{tuned.kept} cases have configs (--force searches again)"
         show(f"nothing to tune: {kept if tuned.kept else 'no selected variant has knobs'}")
+
+
+def _show_trials(known: "Mapping[str, Op]", selection: "Selection", policy: str, folder: Path) -> None:
+    """Summarize the trials of the selected cases that are stored in the folder."""
+    from kerneltune.plan import load_plan
+    from kerneltune.search.trials import searches_below
+
+    searched = [(known[entry.op], entry.case) for entry in load_plan(known, selection).bench if selection.takes(entry)]
+    for title, searches in searches_below(folder, searched, selection.takes_variant, policy).items():
+        show_short(title, searches)

@@ -24,7 +24,7 @@ _POWER_SHARE = 0.99
 
 
 def gpu_lines(nvml: Any, handle: Any, own_pid: int) -> Iterator[Line]:
-    """The state of one GPU, a line per question; what it does not answer is a line that says so."""
+    """Describe the state of one GPU, a line per question, also for a question that it does not answer."""
     questions: tuple[tuple[str, Callable[[Any, Any], Line]], ...] = (
         ("SM clock", _clock),
         ("application clocks", _application_clocks),
@@ -45,7 +45,7 @@ def gpu_lines(nvml: Any, handle: Any, own_pid: int) -> Iterator[Line]:
 
 
 def throttle_names(reasons: int) -> list[str]:
-    """What slows the GPU down, of NVML's bits; being idle or held at its application clocks does not count."""
+    """Name what slows the GPU down, of NVML's bits; being idle or held at its application clocks does not count."""
     named = [name for bit, name in sorted(_REASONS.items()) if reasons & bit]
     rest = reasons & ~_HARMLESS & ~sum(_REASONS)
     return [*named, f"{rest:#x}"] if rest else named
@@ -116,6 +116,6 @@ def _others(nvml: Any, handle: Any, own_pid: int) -> Line:
 
 
 def _capabilities(status: str) -> int:
-    """The effective capabilities in a /proc/…/status, as bits."""
+    """Return the effective capabilities in a /proc/…/status, as bits."""
     value = next((line.split()[1] for line in status.splitlines() if line.startswith("CapEff:")), "0")
     return int(value, 16)

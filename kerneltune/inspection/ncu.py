@@ -67,7 +67,7 @@ class Line:
 
 
 def find_ncu() -> Path | None:
-    """The ncu on PATH, else the newest in the places where NVIDIA's installers put it."""
+    """Find ncu: on PATH, else the newest in the places where NVIDIA's installers put it."""
     on_path = shutil.which("ncu")
     if on_path:
         return Path(on_path)
@@ -76,8 +76,9 @@ def find_ncu() -> Path | None:
 
 
 def profile(ncu: Path, command: Sequence[str], folder: Path) -> tuple[list[Profile], list[Line]]:
-    """Run `command` under ncu, at the clocks the GPU has and with cold caches; what it launches between cudaProfilerStart and
-    cudaProfilerStop is profiled. `folder` takes the report.
+    """Run `command` under ncu, at the clocks the GPU has and with cold caches.
+
+    What it launches between cudaProfilerStart and cudaProfilerStop is profiled. `folder` takes the report.
 
     Raises:
         ValueError: ncu was refused, failed, took too long, or saw no kernel; one line.
@@ -100,7 +101,7 @@ _SOURCE_PAGE = ("source", "--print-source", "cuda,sass")
 
 
 def why_refused(said: str) -> str:
-    """What ncu's messages say about permission and support; empty where they say nothing of it."""
+    """Extract what ncu's messages say about permission and support; empty where they say nothing of it."""
     if "ERR_NVGPUCTRPERM" in said:
         return (
             "ncu was refused: this user may not read the GPU's counters (ERR_NVGPUCTRPERM): run as root, give the container "
@@ -112,7 +113,7 @@ def why_refused(said: str) -> str:
 
 
 def parse_raw(text: str) -> list[Profile]:
-    """The launches on a page `--page raw --csv`: a row of names, a row of units, a row per launch."""
+    """Parse the launches on a page `--page raw --csv`: a row of names, a row of units, a row per launch."""
     rows = [row for row in csv.reader(io.StringIO(text)) if len(row) > 1]
     start = next((index for index, row in enumerate(rows) if row[0] == "ID"), None)
     if start is None or start + 1 >= len(rows):
@@ -126,7 +127,7 @@ def parse_raw(text: str) -> list[Profile]:
 
 
 def parse_source(text: str) -> list[Line]:
-    """The lines of a page `--page source --csv` that conflict in shared memory or were seen stalled.
+    """Parse the lines of a page `--page source --csv` that conflict in shared memory or were seen stalled.
 
     Source lines where the page has any, else instructions. A page is one table per kernel and file, each under its names.
     """
@@ -174,7 +175,7 @@ def _profile(cells: Mapping[str, str], units: Mapping[str, str]) -> Profile:
 
 
 def _number(text: str) -> float | None:
-    """A number as ncu prints it, with commas between thousands; None for anything else, `n/a` and `-` among it."""
+    """Parse a number as ncu prints it, with commas between thousands; None for anything else, such as `n/a` and `-`."""
     try:
         value = float(text.replace(",", ""))
     except ValueError:
@@ -183,7 +184,7 @@ def _number(text: str) -> float | None:
 
 
 def _run(command: Sequence[str]) -> str:
-    """What a command said on both streams."""
+    """Join what a command wrote to both streams."""
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired:

@@ -104,7 +104,7 @@ def load(path: Path) -> Survey:
 
 
 def static_gate(baseline: Survey, new: Survey) -> StaticVerdict:
-    """New spills, narrower accesses, and configs that no longer compile or fit, of rows that both sets have.
+    """Find new spills, narrower accesses, and configs that no longer compile or fit, in rows that both sets have.
 
     An access is narrower where the width that carries most bits of a kernel's loads, or of its stores, is less than before.
     A row of the new set alone is judged for errors only; what does not compile in either set is not compared.

@@ -51,7 +51,7 @@ def cached_requests(ops: Iterable[Op], root: Path, gpu: str) -> list[Request]:
 
 
 def default_requests(op: Op, cases: Iterable[Case], takes: Callable[[Variant], bool]) -> list[Request]:
-    """The default configs of the variants of an operator that are wanted, for the cases that they take.
+    """Request the default configs of an operator's wanted variants, for the cases that they support.
 
     Raises:
         ValueError: a variant that has none for such sizes.
@@ -101,7 +101,7 @@ def _job_key(request: Request) -> tuple[str, str, Case, Any]:
 
 
 def _row(request: Request, target: str, compiled: Compiled) -> StaticRow:
-    """Launches that use the same resources, of a kernel that is launched once per tensor, are one kernel of the row."""
+    """Merge launches of one kernel that use the same resources: a kernel that is launched once per tensor is one of the row."""
     kernels = tuple(dict.fromkeys(compiled.kernels))
     return StaticRow(
         request.op.name,

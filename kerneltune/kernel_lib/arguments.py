@@ -17,7 +17,7 @@ MOST_TURNED_ROWS = (1 << 21) - 1
 
 
 def check_matrix(name: str, x: torch.Tensor) -> None:
-    """A matrix of bf16, fp16 or fp32 whose rows are contiguous, where kernels run: on a GPU, in Triton's interpreter, on `meta`.
+    """Check a matrix of bf16, fp16 or fp32 with contiguous rows, where kernels run: GPU, Triton's interpreter, `meta`.
 
     Raises:
         ValueError: it is not.
@@ -33,7 +33,7 @@ def check_matrix(name: str, x: torch.Tensor) -> None:
 
 
 def check_like(name: str, t: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, where: torch.device) -> None:
-    """A tensor of exactly this shape, dtype and device; contiguous where it has one axis.
+    """Check that a tensor has exactly this shape, dtype and device; contiguous where it has one axis.
 
     Raises:
         ValueError: it is not.
@@ -59,7 +59,7 @@ def check_format(fp8_format: str, known: Collection[str], where: torch.device) -
 
 
 def check_apart(name: str, x: torch.Tensor, rows: int, numbers: int = 1) -> None:
-    """A matrix of which kernels take tiles of `rows`, inside of which they count words of some numbers in 31 bits.
+    """Check a matrix of which kernels take tiles of `rows` and count words of `numbers` elements in 31 bits inside a tile.
 
     Raises:
         ValueError: its rows lie further apart.

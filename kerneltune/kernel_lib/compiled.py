@@ -10,7 +10,7 @@ import torch
 
 @cache
 def compiled_for(function: Callable[..., Any], *_case: Hashable, mode: str | None = None) -> Callable[..., Any]:
-    """`function`, compiled without a graph break, by itself for every case: none runs a kernel made for another.
+    """Compile `function` without a graph break, separately for every case: no case runs a kernel made for another.
 
     torch keeps what it compiled, and counts it against a limit, by code object: each case has one of its own.
     """

@@ -38,7 +38,7 @@ def bounds(offs: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def group_ends(case: Case, groups: int, device: str, seed: int, multiple: int = 1) -> torch.Tensor:
-    """(groups,) int32, where each group of a case's M rows ends.
+    """Return (groups,) int32, the row at which each group of a case's M rows ends.
 
     The option `groups`: `balanced`, equal up to a multiple of 16; `zipf`, the i-th largest as 1/i, multiples of 16, shuffled;
     `ragged`, cut at random multiples of `multiple`, some of the groups empty, from two on the last among them; `routed`, the

@@ -33,7 +33,7 @@ def _several_gpus() -> bool:
 
 
 def on_its_device(function: Callable[P, R]) -> Callable[P, R]:
-    """An operator's function, run on the GPU of its first argument, a tensor or several; Triton launches on the current one."""
+    """Run an operator's function on the GPU of its first argument (a tensor or several): Triton launches on the current one."""
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -57,7 +57,7 @@ def resident(where: torch.device, ctas: int) -> int:
 
 
 def registers(warps: int, ctas: int) -> dict[str, Any]:
-    """The launch option that has `ctas` programs fit a multiprocessor; none where Triton has no such option."""
+    """Return the launch option that makes `ctas` programs fit an SM; none where Triton has no such option."""
     return {"maxnreg": min(_MAX_REGISTERS, _QUARTER // (32 * cdiv(warps * ctas, 4)) // 8 * 8)} if is_cuda() else {}
 
 
@@ -77,7 +77,7 @@ def too_small_to_turn(rows: int, cols: int, warps: int) -> str | None:
 
 
 def phases(warps: int, ctas: int, together: bool = True) -> list[tuple[int, dict[str, Any]]]:
-    """The launches of a kernel whose programs wait for each other: PHASE and launch options of each.
+    """Yield the launches of a kernel whose programs wait for each other: PHASE and launch options of each.
 
     On CUDA one cooperative launch (PHASE 0) with as many registers as `ctas` programs leave each other. Elsewhere, and where
     not all that must wait for each other can be resident `together`, programs publish in one launch (PHASE 1) and collect in

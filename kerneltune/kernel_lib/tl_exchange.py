@@ -11,7 +11,7 @@ from kerneltune.kernel_lib.tl_lib import held, is_cuda, wide
 
 @triton.jit
 def launch_tag(ws_ptr):
-    """The number of this launch on its workspace, never 0: what `publish` marks its words with."""
+    """Return the number of this launch on its workspace, never 0: `publish` marks its words with it."""
     return tl.load(ws_ptr.to(tl.pointer_type(tl.int32)), volatile=True).to(tl.uint32) + 1
 
 
@@ -46,7 +46,7 @@ def publish(ws_ptr, index, value, tag, mask):
 
 @triton.jit
 def published(ws_ptr, index):
-    """The fp32 values that an earlier launch published, or that this one did and some thread of the program has waited for."""
+    """Load the fp32 values that an earlier launch published, or this launch if a thread of the program waited for them."""
     if is_cuda():  # a load that no pipeline of Triton's brings forward, over the wait for what it reads
         return tl.inline_asm_elementwise(
             "{ .reg .b64 w; .reg .b32 tag; ld.relaxed.gpu.global.b64 w, [$1]; mov.b64 {$0, tag}, w; }",
@@ -57,7 +57,7 @@ def published(ws_ptr, index):
 
 @triton.jit
 def await_published(ws_ptr, index, tag):
-    """The fp32 values that other programs of this launch publish under `tag`; every thread spins on its own word.
+    """Wait for the fp32 values that other programs of this launch publish under `tag`; every thread spins on its own word.
 
     All programs that publish them must be resident: launch cooperatively.
     """
@@ -77,8 +77,9 @@ def await_published(ws_ptr, index, tag):
 
 @triton.jit
 def sum_of_published(ws_ptr, tile, tag, ROWS: tl.constexpr, PARTS: tl.constexpr, PHASE: tl.constexpr):
-    """The (ROWS,) sums over the PARTS of a tile's rows, word (tile * PARTS + part) * ROWS + row each, added in the same order in
-    every program and every run. PHASE: 0 waits for them, else an earlier launch published them.
+    """Return the (ROWS,) sums over the PARTS of a tile's rows, added in the same order in every program and every run.
+
+    Row r of part p is word (tile * PARTS + p) * ROWS + r. PHASE: 0 waits for them, else an earlier launch published them.
     """
     parts = tl.arange(0, triton.next_power_of_2(PARTS))
     index = (tile * PARTS + tl.where(parts < PARTS, parts, 0))[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
@@ -104,7 +105,7 @@ def places(ws_ptr, index):
 
 @triton.jit
 def seen(word_ptr, mask):
-    """What words hold just now, tags and all."""
+    """Load what words hold just now, tags and all."""
     return tl.load(word_ptr, mask=mask, other=0, cache_modifier=".cg")
 
 
@@ -222,8 +223,9 @@ _COUNT_OUT = tl.constexpr(
 
 @triton.jit
 def clear_done(counter_ptr, count):
-    """Every program that waits with `await_done` calls this after it, and does not wait for it to happen: the one that makes
-    `count`, arrivals and waiters together, sets the counter to 0.
+    """Count out a program that has waited with `await_done`; the last of `count` sets the counter to 0.
+
+    `count` is arrivals and waiters together. The program does not wait for the counter to be set.
     """
     if is_cuda():
         tl.inline_asm_elementwise(

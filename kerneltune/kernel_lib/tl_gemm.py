@@ -17,7 +17,7 @@ _WORDS_WAITED_FOR = 48
 
 @triton.jit
 def dot(a, b, acc):
-    """acc + a b, in fp32. Triton's interpreter multiplies the bits of bf16 as integers (3.7.1), so it gets fp32."""
+    """Return `acc` with the product of a tile's rows added."""
     if _INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     else:
@@ -26,10 +26,9 @@ def dot(a, b, acc):
 
 @triton.jit
 def is_last(counter_ptr, parts):
-    """Count this program in at a word that is zero between launches, after all that its threads stored; whether it is the last
-    of `parts`.
+    """Count this program in, after all that its threads stored; return whether it is the last of `parts`.
 
-    If it is, what the others stored can be read from L2.
+    The word it counts at is zero between launches. The last program can read from L2 what the other programs stored.
     """
     tl.debug_barrier()
     last = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == parts - 1
@@ -40,7 +39,7 @@ def is_last(counter_ptr, parts):
 
 @triton.jit
 def sum_of_parts(part_ptr, stride, mask, PARTS: tl.constexpr):
-    """The sum of the fp32 tiles at part_ptr, part_ptr + stride, …, in this order."""
+    """Sum the fp32 tiles at part_ptr, part_ptr + stride, …, in this order."""
     total = tl.load(part_ptr, mask=mask, other=0.0, cache_modifier=".cg")
     for part in tl.static_range(1, PARTS):
         total += tl.load(part_ptr + part * stride, mask=mask, other=0.0, cache_modifier=".cg")
@@ -89,8 +88,10 @@ def _operands(each):
 
 @triton.constexpr_function
 def _gathering(others, each, threads):
-    """PTX for `each` numbers of a thread. Operands: the sums; the first tile's address, bytes from tile to tile, which program
-    this is, the numbers."""
+    """Write PTX for `each` values of a thread.
+
+    Operands: the sums; the first tile's address, bytes from tile to tile, which program this is, the values.
+    """
     at_once = min(each, 4)  # words of one instruction
     vector = f".v{at_once}" if at_once > 1 else ""
     batch = max(at_once, min(each, _WORDS_WAITED_FOR // others // at_once * at_once))

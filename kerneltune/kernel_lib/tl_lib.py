@@ -62,9 +62,10 @@ def reciprocal(x):
 
 @triton.jit
 def amax_to_scale(amax, FP8_MAX: tl.constexpr, POW2: tl.constexpr):
-    """The multiplier fp32(FP8_MAX / max(amax, 1e-12)), rounded down to a power of two under POW2; NaN of NaN, 0 of infinity.
+    """Return the multiplier fp32(FP8_MAX / max(amax, 1e-12)), rounded down to a power of two under POW2.
 
-    The power of two comes from exponents alone: that of the quotient is one less where the mantissa divides more than it has.
+    NaN gives NaN, infinity gives 0. The power of two comes from exponents alone: that of the quotient is one less where the
+    mantissa divides more than it has.
     """
     limit = tl.zeros_like(amax) + FP8_MAX
     finite = tl.maximum(amax, 1e-12)
@@ -114,7 +115,7 @@ def magnitude_of_pairs(w0, w1, w2, w3):
 
 @triton.jit
 def larger_pairs(m, n):
-    """The larger `magnitude` of two tiles of int32, each two of them, element by element and half by half."""
+    """Return the larger `magnitude` of two tiles of int32 pairs, element by element and half by half."""
     if since_sm_90():
         return tl.inline_asm_elementwise("max.s16x2 $0, $1, $2;", "=r,r,r", [m, n], dtype=tl.int32, is_pure=True, pack=1)
     else:
@@ -123,7 +124,7 @@ def larger_pairs(m, n):
 
 @triton.jit
 def _half_to_fp32(w, HALF: tl.constexpr, dtype: tl.constexpr):
-    """The lower (HALF 0) or upper (1) 16-bit number of int32 words as fp32."""
+    """Return the lower (HALF 0) or upper (1) 16-bit value of int32 words as fp32."""
     if dtype == tl.bfloat16:
         return (w & -65536 if HALF else w << 16).to(tl.float32, bitcast=True)
     else:
@@ -132,13 +133,13 @@ def _half_to_fp32(w, HALF: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def values(x, HALF: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr):
-    """The numbers of a tile, or under PAIRS of a half of each of its words, as fp32."""
+    """Return the values of a tile, or under PAIRS of a half of each of its words, as fp32."""
     return _half_to_fp32(x, HALF, dtype) if PAIRS == 2 else x.to(tl.float32)
 
 
 @triton.jit
 def magnitude_to_fp32(m, dtype: tl.constexpr):
-    """The fp32 value of a `magnitude` of that dtype; m may have been widened to int32."""
+    """Return the fp32 value of a `magnitude` of that dtype; m may have been widened to int32."""
     if dtype.primitive_bitwidth == 32:
         return m.to(tl.float32, bitcast=True)
     else:
@@ -147,19 +148,19 @@ def magnitude_to_fp32(m, dtype: tl.constexpr):
 
 @triton.jit
 def wide(x):
-    """x as int64, whether it is a tensor or, in the interpreter's loops, a Python int."""
+    """Return x as int64, whether it is a tensor or, in the interpreter's loops, a Python int."""
     return x + tl.zeros((), dtype=tl.int64)
 
 
 @triton.jit
 def aligned_start(start, group, ALIGNMENT: tl.constexpr):
-    """The column at which a group begins that begins at row `start` of the tokens, where groups are `aligned` (groups.py)."""
+    """Return the column at which the group that begins at row `start` of the tokens begins under `aligned` groups (groups.py)."""
     return (start // ALIGNMENT + group) * ALIGNMENT
 
 
 @triton.jit
 def only_if(mask, flag):
-    """mask & flag, of a tensor of booleans and what comparing scalars gave, as a mask.
+    """Return mask & flag as a mask; mask is a tensor of booleans, flag the outcome of comparing scalars.
 
     Triton's interpreter (3.7.1, 3.9.0) spreads the outcome of comparing two int32 over a tensor as int32, and 3.9's takes no mask
     of that.
@@ -171,7 +172,7 @@ def only_if(mask, flag):
 
 @triton.jit
 def load_constant(ptr):
-    """A 32-bit scalar that no other program changes; not pipelined, as `tl.load` would be, through shared memory."""
+    """Load a 32-bit scalar that no other program changes; not pipelined through shared memory, as `tl.load` would be."""
     if is_cuda():
         return tl.inline_asm_elementwise(
             "ld.global.ca.b32 $0, [$1];", "=r,l", [ptr.to(tl.int64)], dtype=ptr.dtype.element_ty, is_pure=True, pack=1

@@ -72,7 +72,7 @@ def store_turned(
 
 @triton.jit
 def byte_of(pair, HALF: tl.constexpr):
-    """The lower (HALF 0) or upper (1) byte of int16 pairs, as uint8."""
+    """Return the lower (HALF 0) or upper (1) byte of int16 pairs, as uint8."""
     return (pair >> (8 * HALF)).to(tl.uint8)
 
 
@@ -102,7 +102,7 @@ def store_transposed_words(q_ptr, base, ld, lo, hi, live, words, JAGGED: tl.cons
 
 @triton.jit
 def _store_end(byte_ptr, quad, ld, lo, hi, live, packed):
-    """The rows in [lo, hi) of one quad of packed words (QUADS, COLS), byte by byte."""
+    """Store the rows in [lo, hi) of one quad of packed words (QUADS, COLS), byte by byte."""
     quads = tl.arange(0, packed.shape[0])
     cols = tl.arange(0, packed.shape[1])
     word = tl.sum(tl.where((quads == quad)[:, None], packed, 0), axis=0)

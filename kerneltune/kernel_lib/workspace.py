@@ -123,7 +123,7 @@ def _driver() -> ctypes.CDLL | None:
 
 
 def _capture_id(stream: int) -> int | None:
-    """The driver's number of the capture under way on a stream; None where the driver cannot be asked."""
+    """Return the driver's number of the capture under way on a stream; None where the driver cannot be asked."""
     driver = _driver()
     if driver is None:
         return None

@@ -25,7 +25,7 @@ class Journal:
         self._path, self._depends_on = path, json.loads(json.dumps(depends_on))
 
     def found(self, variant: Variant) -> dict[str, Found]:
-        """The results by the names of the sides; a line that a kill has cut is not read.
+        """Load the results by the names of the sides; skip a line that a kill has cut.
 
         Raises:
             ValueError: the file cannot be read, or holds something else.

@@ -37,7 +37,7 @@ class Noise:
 
 
 def disturbance(op: Op, case: Case, variant: Variant, config: Config, options: Options) -> tuple[Noise, Noise]:
-    """The noise with the pool idle, and with every worker of it compiling: the other configs, each once, into an empty cache.
+    """Measure the noise with the pool idle, and with every worker compiling the other configs, each once, into an empty cache.
 
     Raises:
         ValueError: the config has no time, or takes the measuring process along; there is not enough else to compile.

@@ -20,7 +20,7 @@ from kerneltune.measuring.compare import (
     time_contenders,
     timing,
 )
-from kerneltune.measuring.memory import Shortage, affordable
+from kerneltune.measuring.memory import OutOfMemory, affordable
 from kerneltune.measuring.rounds import POLICIES, Contender, Policy
 from kerneltune.records import Record
 from kerneltune.spec import Case, Config, Op, Variant
@@ -34,14 +34,14 @@ _SAMPLES = 9
 def measure_planted(
     family: str, op: Op, case: Case, variant: Variant, config: Config, policy_name: str, delays: Sequence[float]
 ) -> dict[float, Record]:
-    """A record of this process for every delay, a fraction of the time; 0.0 is the variant as it is.
+    """Record this process once for every delay, a fraction of the time; 0.0 is the variant as it is.
 
     Empty where the variant cannot run the case or the case cannot be timed.
     """
     if variant.unsupported(case) is not None or obstacle(op, case, policy_name) is not None:
         return {}
     samples = affordable(partial(_planted, op, case, variant, config, POLICIES[policy_name], delays))
-    if isinstance(samples, Shortage):
+    if isinstance(samples, OutOfMemory):
         return {}
     floor, traffic = noise_floor(samples), op.traffic(case).total
     records = {}
@@ -54,9 +54,9 @@ def measure_planted(
 
 def _planted(
     op: Op, case: Case, variant: Variant, config: Config, policy: Policy, delays: Sequence[float]
-) -> dict[str, Samples] | Shortage:
+) -> dict[str, Samples] | OutOfMemory:
     inputs = input_sets(op, case, policy)
-    if isinstance(inputs, Shortage):
+    if isinstance(inputs, OutOfMemory):
         return inputs
     plain = contender(variant, config, inputs, policy)
     contenders = {_name(0.0): plain, SELF: contender(variant, config, inputs, policy)}

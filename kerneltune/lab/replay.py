@@ -27,22 +27,22 @@ class Answered:
     trial: Evaluation
 
     def done(self) -> bool:
-        """Always."""
+        """Return true: every config compiles."""
         return True
 
     def refused(self) -> bool:
-        """A replay has no compiler."""
+        """Do nothing: a replay has no compiler."""
         return False
 
     def measure(self) -> None:
         """Nothing to wait for."""
 
     def measured(self) -> bool:
-        """Always."""
+        """Return true: every trial is ready."""
         return True
 
     def result(self) -> Evaluation:
-        """The trial."""
+        """Return the trial."""
         return self.trial
 
     def cancel(self) -> None:
@@ -102,7 +102,7 @@ def replay(
 
 
 def _search(space: MeasuredSpace, sampler: str, evaluations: int, first: Sequence[Knobs], seed: int) -> NDArray[np.float64]:
-    """(evaluations,) gaps of one search."""
+    """Return the (evaluations,) gaps of one search."""
     make = make_dataclass("Knobs", [name for name, _ in next(iter(space.trials))], frozen=True, slots=True)
     trials: Mapping[Config, Evaluation] = {make(**dict(knobs)): trial for knobs, trial in space.trials.items()}
     begin = [config for knobs in (space.default, *first) if (config := make(**dict(knobs))) in trials]
@@ -113,7 +113,7 @@ def _search(space: MeasuredSpace, sampler: str, evaluations: int, first: Sequenc
 
 
 def nearest_best(space: MeasuredSpace, others: Sequence[MeasuredSpace], count: int = 2) -> list[Knobs]:
-    """The best configs of the nearest other spaces of the same operator, variant and quantisation."""
+    """Return the best configs of the nearest other spaces of the same operator, variant and quantization."""
 
     def distance(other: MeasuredSpace) -> float:
         sizes = zip(space.axes, other.axes, strict=True)

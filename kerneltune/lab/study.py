@@ -59,7 +59,7 @@ class StudyRow:
         return sum(self.counts.values())
 
     def part(self, *verdicts: Outcome) -> float:
-        """The part of the rows with one of these verdicts."""
+        """Return the fraction of the rows with one of these verdicts."""
         return sum(self.counts[verdict] for verdict in verdicts) / self.rows
 
     @property
@@ -71,7 +71,7 @@ class StudyRow:
 def measure(
     load_ops: LoadOps, selection: Selection, options: Options, processes: int, delays: Sequence[float], progress: Progress
 ) -> list[Process]:
-    """The selected rows with every delay, in fresh processes.
+    """Measure the selected rows with every delay, in fresh processes.
 
     Raises:
         ValueError: no GPU, bad input, or a process that crashed.
@@ -87,7 +87,7 @@ def measure(
 
 
 def decide(pool_of: Sequence[Process], *, per_side: int, repeats: int, margin: float, seed: int = 0) -> list[StudyRow]:
-    """The gate's decisions on runs of `per_side` processes drawn from those measured; no delay first.
+    """Count the gate's decisions on runs of `per_side` processes drawn from the measured ones; no delay first.
 
     Suspects are measured again as often as the gate does it, or as often as the processes suffice for.
 
@@ -127,7 +127,7 @@ def save(folder: Path, pool_of: Sequence[Process]) -> None:
 
 
 def saved(folder: Path) -> list[Process]:
-    """What `save` kept.
+    """Load what `save` kept.
 
     Raises:
         ValueError: no such files, broken ones, or ones that do not hold the same rows in every process.
@@ -146,7 +146,7 @@ def saved(folder: Path) -> list[Process]:
 
 
 def study_markdown(rows: Sequence[StudyRow]) -> str:
-    """The table of the study."""
+    """Make the table of the study."""
     lines = [f"| {' | '.join(STUDY_HEAD)} |", "|" + "---:|" * len(STUDY_HEAD)]
     return "\n".join([*lines, *(f"| {' | '.join(cells)} |" for cells in study_cells(rows))]) + "\n"
 
@@ -161,7 +161,7 @@ def study_csv(rows: Sequence[StudyRow]) -> str:
 
 
 def study_cells(rows: Sequence[StudyRow]) -> list[tuple[str, ...]]:
-    """The cells below `STUDY_HEAD`, a tuple per row."""
+    """Return the cells below `STUDY_HEAD`, a tuple per row."""
     return [
         (
             f"{row.planted:.0%}" if row.planted else "none",

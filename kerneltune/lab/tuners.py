@@ -52,12 +52,12 @@ class Task:
         return time.monotonic() - self.began
 
     def narrow(self) -> tuple[Op, Variant]:
-        """The operator, and its variant with the space of the contest."""
+        """Return the operator, and its variant with the space of the contest."""
         op, variant = self.named.load()
         return op, narrowed(variant, self.knobs)
 
     def load(self) -> tuple[Op, Variant, list[Config]]:
-        """The operator, its variant, and what there is to choose from, the default first."""
+        """Return the operator, its variant, and the configs to choose from, the default first."""
         op, variant = self.narrow()
         return op, variant, candidates(op, self.case, variant, self.options.policy)
 
@@ -203,7 +203,7 @@ SIDES: Mapping[str, Callable[[Task], Found]] = {US: by_kerneltune, EXHAUSTIVE: b
 
 
 def unable() -> Mapping[str, str]:
-    """The tuners that cannot run here, and why."""
+    """Return the tuners that cannot run here, and why."""
     lacking = {} if importlib.util.find_spec("helion") else {HELION: "helion is not installed"}
     return lacking | {"Kernel Tuner": "compiles CUDA, HIP, OpenCL, C and Fortran sources, no Triton kernels"}
 
@@ -216,6 +216,6 @@ def helion_version() -> str:
 
 
 def finalists(found: Sequence[Found], default: Config, count: int) -> list[Config]:
-    """The choices of all sides, the default, and the best few of every ranking; none twice."""
+    """Return the choices of all sides, the default, and the best few of every ranking, each once."""
     several = [config for side in found for config in side.best[:count]]
     return list(dict.fromkeys([*(side.config for side in found), default, *several]))

@@ -154,7 +154,7 @@ def contest(
 
 
 def _tuned(name: str, side: Callable[[Task], Found], task: Task) -> Found:
-    """What a side finds; raises what it raises."""
+    """Return what a side finds; raise what it raises."""
     timeout_s = task.limit_s + _PAST_LIMIT_S if name == HELION and task.limit_s is not None else _SIDE_TIMEOUT_S
     first = partial(start_server, *IMPORTED) if name == US else None  # as the command does
     with empty_caches() as folder:
@@ -266,7 +266,7 @@ HEAD = ("tuner", "wall s", "evaluations", "time µs", "slower than the best", "r
 
 
 def cells(line: Mapping[str, Any]) -> tuple[str, ...]:
-    """A line as cells under HEAD."""
+    """Return a line as cells under HEAD."""
     wall_s, time_us, gap = line["wall_s"], line["time_us"], line["gap"]
     return (
         line["name"],
@@ -279,12 +279,12 @@ def cells(line: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def plain(contest: Contest) -> list[Mapping[str, Any]]:
-    """The lines as `cells` takes them."""
+    """Return the lines as `cells` takes them."""
     return [asdict(line) for line in contest.lines]
 
 
 def _markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A table for every contest."""
+    """Make a table for every contest."""
     text = []
     for row in rows:
         share = "" if row["share"] is None else f"; wall time {row['share']:.2f} of the exhaustive search"

@@ -33,8 +33,11 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Per thread: vector registers and spilled bytes; scalar registers per warp, 0 where they do not limit anything; stray stores
-    as in `Kernel`."""
+    """Registers and spills of a kernel.
+
+    Per thread: vector registers and spilled bytes. Per warp: scalar registers, 0 where they do not limit anything. Stray stores
+    as in `Kernel`.
+    """
 
     registers: int
     spill_bytes: int
@@ -79,18 +82,18 @@ class Fact:
 
 
 def sass_usage(text: str) -> Usage:
-    """What `cuobjdump -res-usage` says of a cubin: the largest of its functions; spills are stack and local memory."""
+    """Parse `cuobjdump -res-usage` of a cubin: the largest of its functions; spills are stack and local memory."""
     registers, stack, local = (re.findall(rf"{field}:(\d+)", text) for field in ("REG", "STACK", "LOCAL"))
     return Usage(max(map(int, registers), default=0), max(map(int, stack + local), default=0))
 
 
 def gcn_usage(text: str) -> Usage:
-    """What the metadata of a kernel's amdgcn assembly says; an AGPR counts as a VGPR, for they share one file."""
+    """Parse the metadata of a kernel's amdgcn assembly; an AGPR counts as a VGPR, for they share one file."""
     return Usage(_gcn_field(text, "vgpr_count"), _gcn_field(text, "private_segment_fixed_size"), _gcn_field(text, "sgpr_count"))
 
 
 def ptx_accesses(text: str) -> tuple[Access, ...]:
-    """Loads and stores of global memory in PTX, the widest first. ptxas keeps their widths; it may copy one that it unrolls."""
+    """Find loads and stores of global memory in PTX, the widest first; ptxas keeps their widths, but may copy unrolled ones."""
     found: Counter[tuple[str, int]] = Counter()
     for kind, modifiers, copied_bytes in _PTX.findall(text):
         if copied_bytes:
@@ -101,7 +104,7 @@ def ptx_accesses(text: str) -> tuple[Access, ...]:
 
 
 def gcn_accesses(text: str) -> tuple[Access, ...]:
-    """Loads and stores of global memory in amdgcn assembly, the widest first."""
+    """Find loads and stores of global memory in amdgcn assembly, the widest first."""
     found: Counter[tuple[str, int]] = Counter()
     for kind, suffix in _GCN.findall(text):
         m = _GCN_BITS.match(suffix)
@@ -112,7 +115,7 @@ def gcn_accesses(text: str) -> tuple[Access, ...]:
 
 
 def typical_bits(accesses: tuple[Access, ...], kind: str) -> int:
-    """The width that carries most bits of all loads or stores in the code; 0 where there is none."""
+    """Return the width that carries most bits of all loads or stores in the code; 0 where there is none."""
     return max(((a.bits * a.count, a.bits) for a in accesses if a.kind == kind), default=(0, 0))[1]
 
 

@@ -11,7 +11,7 @@ import torch
 from kerneltune.errors import first_line
 from kerneltune.kernel_lib.bounds import KernelFaultError, guarded
 from kerneltune.kernel_lib.interpreted import mended
-from kerneltune.measuring.memory import shortage
+from kerneltune.measuring.memory import out_of_memory_reason
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Variant
 
 _LAUNCH_FAILURE = "the launch failed"
@@ -51,7 +51,7 @@ class Checker:
             self._before = {k: v.clone() for k, v in self.inputs.items() if isinstance(v, torch.Tensor) and v.numel() <= 1024}
             self._expected: Outputs = op.reference(self.inputs)
         except Exception as error:  # a plug-in's own, or an allocator's of the CPU
-            if shortage(error):
+            if out_of_memory_reason(error):
                 raise
             raise CaseError(f"no inputs or reference for {op.name} {case.label}: {first_line(error)}") from error
 
@@ -76,14 +76,14 @@ class Checker:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
         except Exception as error:  # a launch may fail in any way: the config is wrong, not the search
-            if shortage(error):
+            if out_of_memory_reason(error):
                 raise
             fault = _fault(error)
             return [str(fault) if fault is not None else f"{_LAUNCH_FAILURE}: {first_line(error)}"]
         try:
             return list(self.op.compare(self.case, self.inputs, outputs, self._expected))
         except Exception as error:  # outputs that are missing, or of a kind that cannot be compared
-            if shortage(error):
+            if out_of_memory_reason(error):
                 raise
             return [f"the outputs cannot be compared: {first_line(error)}"]
 

@@ -19,14 +19,14 @@ import torch
 from kerneltune import device
 from kerneltune.errors import first_line
 from kerneltune.measuring.check import CaseError, Checker, broken_context
-from kerneltune.measuring.memory import Shortage, affordable, host_free_bytes
+from kerneltune.measuring.memory import OutOfMemory, affordable, host_free_bytes
 from kerneltune.measuring.rounds import POLICIES, Contender, Policy, interleave, rotation, throttled
 from kerneltune.records import Record, Status, rounded
 from kerneltune.search.trials import knobs_of
 from kerneltune.spec import Case, Config, Inputs, Op, Variant
 from kerneltune.stats import Samples, deciles, median_interval, ratio_interval
 
-Fate = tuple[str, str]
+Untimed = tuple[str, str]
 """Status and reason of a record without a time."""
 
 SELF = "A/A"
@@ -62,20 +62,20 @@ class ContextLostError(ValueError):
         return f"{self.variant or 'a launch'}: {self.reason}: nothing more can run on the GPU in this process"
 
 
-def memory_shortage(op: Op, case: Case) -> str | None:
-    """None if the case fits the memory of the GPU, or of this machine without one, else the bytes needed and free."""
+def memory_obstacle(op: Op, case: Case) -> str | None:
+    """Return None if the case fits the memory of the GPU, or of this machine without one, else the bytes needed and free."""
     needed = _BYTES_PER_TRAFFIC_BYTE * op.traffic(case).total
     free = _free_bytes() if device.current().is_gpu else host_free_bytes()
     return f"needs {needed:,} bytes, {free:,} are free" if needed > free else None
 
 
 def obstacle(op: Op, case: Case, policy: str) -> str | None:
-    """None if the case can be timed under a policy, else why not: it does not fit the GPU, or its calls would not be cold."""
+    """Return None if the case can be timed under a policy; else that it does not fit the GPU, or that no call would be cold."""
     try:
         _sets(op, case, POLICIES[policy])
     except ValueError as error:
         return str(error)
-    return memory_shortage(op, case)
+    return memory_obstacle(op, case)
 
 
 def check_only(
@@ -83,31 +83,30 @@ def check_only(
     op: Op,
     case: Case,
     variants: Sequence[tuple[Variant, Config]],
-    apart: Callable[[Variant, Config], Fate] | None = None,
+    check_in_child: Callable[[Variant, Config], Untimed] | None = None,
 ) -> list[Record]:
-    """Records without times: `checked`, `failed` or `skipped`.
+    """Make records without times: `checked`, `failed` or `skipped`.
 
     Args:
-        apart: what becomes of a variant on the GPU, which it finds out in another process; without it they are checked on the
-            CPU, in this one.
+        check_in_child: checks a variant on the GPU in a subprocess; without it variants are checked on the CPU, in this process.
     """
     checker = None
     records = []
     for variant, config in variants:
-        reason = variant.unsupported(case) or memory_shortage(op, case)
+        reason = variant.unsupported(case) or memory_obstacle(op, case)
         if reason is not None:
             records.append(make_record(family, op, case, variant, config, "cold", "skipped", reason))
             continue
-        if apart is not None:
-            fate = apart(variant, config)
+        if check_in_child is not None:
+            outcome = check_in_child(variant, config)
         else:
             try:
                 checker = checker or Checker(op, case, "cpu")
                 errors = checker.errors(variant, config)
             except CaseError as error:
                 errors = [str(error)]
-            fate = ("failed" if errors else "checked", "; ".join(errors))
-        records.append(make_record(family, op, case, variant, config, "cold", *fate))
+            outcome = ("failed" if errors else "checked", "; ".join(errors))
+        records.append(make_record(family, op, case, variant, config, "cold", *outcome))
     return records
 
 
@@ -132,45 +131,21 @@ def compare(
     Raises:
         ContextLostError: a launch took the process's context with the GPU along.
     """
-    reasons: dict[str, Fate] = {name: ("failed", reason) for name, reason in lost.items()}
-
-    def untimed(status: str, reason: str) -> list[Record]:
-        return [make_record(family, op, case, v, c, policy, *reasons.get(v.name, (status, reason))) for v, c in variants]
-
-    reason = obstacle(op, case, policy)
-    if reason is not None:
-        return untimed("skipped", reason)
-    try:
-        checker = affordable(lambda: Checker(op, case, "cuda"))
-    except CaseError as error:
-        return untimed("failed", str(error))
-    if isinstance(checker, Shortage):
-        return untimed("skipped", checker.reason)
+    outcomes: dict[str, Untimed] = {name: ("failed", reason) for name, reason in lost.items()}
     once = list({variant.name: (variant, config) for variant, config in variants}.values())
-    for variant, config in once:
-        unsupported = variant.unsupported(case)
-        if variant.name in lost:
-            continue
-        if unsupported is not None:
-            reasons[variant.name] = ("skipped", unsupported)
-            continue
-        errors = affordable(partial(checker.errors, variant, config))
-        if isinstance(errors, Shortage):
-            reasons[variant.name] = ("skipped", errors.reason)
-        elif errors:
-            reasons[variant.name] = ("failed", "; ".join(errors))
-        if errors:
-            _require_context(variant.name, reasons[variant.name][1])
-    del checker
-    torch.cuda.empty_cache()
-    samples = _time(op, case, [(v, c) for v, c in once if v.name not in reasons], policy, ceiling, reasons)
-    torch.cuda.empty_cache()
+    samples: dict[str, Samples] = {}
+    shared = _check(op, case, once, policy, outcomes)
+    if shared is None:
+        torch.cuda.empty_cache()
+        samples = _time(op, case, [(v, c) for v, c in once if v.name not in outcomes], policy, ceiling, outcomes)
+        torch.cuda.empty_cache()
     floor = noise_floor(samples)
     ceiling_gbps = _ceiling_gbps(samples, ceiling)
     records: list[Record] = []
     for variant, config in variants:
-        if variant.name in reasons:
-            records.append(make_record(family, op, case, variant, config, policy, *reasons[variant.name]))
+        outcome = outcomes.get(variant.name, shared)
+        if outcome is not None:
+            records.append(make_record(family, op, case, variant, config, policy, *outcome))
         else:
             again = any(record.variant == variant.name for record in records)
             times = timing(samples[SELF if again else variant.name], op.traffic(case).total, ceiling_gbps, floor)
@@ -178,8 +153,40 @@ def compare(
     return records
 
 
+def _check(
+    op: Op, case: Case, variants: Sequence[tuple[Variant, Config]], policy: str, outcomes: dict[str, Untimed]
+) -> Untimed | None:
+    """Check the variants that have no outcome; `outcomes` gains those that cannot be timed. Return what keeps all from it."""
+    reason = obstacle(op, case, policy)
+    if reason is not None:
+        return "skipped", reason
+    try:
+        checker = affordable(lambda: Checker(op, case, "cuda"))
+    except CaseError as error:
+        return "failed", str(error)
+    if isinstance(checker, OutOfMemory):
+        return "skipped", checker.reason
+    for variant, config in variants:
+        if variant.name not in outcomes and (outcome := _check_variant(checker, case, variant, config)) is not None:
+            outcomes[variant.name] = outcome
+    return None
+
+
+def _check_variant(checker: Checker, case: Case, variant: Variant, config: Config) -> Untimed | None:
+    """Return None for a correct variant, else why it is not timed."""
+    unsupported = variant.unsupported(case)
+    if unsupported is not None:
+        return "skipped", unsupported
+    errors = affordable(partial(checker.errors, variant, config))
+    if not errors:
+        return None
+    outcome = ("skipped", errors.reason) if isinstance(errors, OutOfMemory) else ("failed", "; ".join(errors))
+    _require_context(variant.name, outcome[1])
+    return outcome
+
+
 def _require_context(variant: str, reason: str) -> None:
-    """Raises ContextLostError where the reason is one for all that follows."""
+    """Raise ContextLostError where the reason is one for all that follows."""
     if broken_context():
         raise ContextLostError(variant, reason)
 
@@ -190,68 +197,78 @@ def _time(
     variants: Sequence[tuple[Variant, Config]],
     policy_name: str,
     ceiling: Ceiling | None,
-    reasons: dict[str, Fate],
+    outcomes: dict[str, Untimed],
 ) -> dict[str, Samples]:
-    """Samples of the variants that can be timed; `reasons` gains the others."""
+    """Sample the variants that can be timed; `outcomes` gains the others."""
     if not variants:
         return {}
     policy = POLICIES[policy_name]
     inputs = input_sets(op, case, policy)
-    if isinstance(inputs, Shortage):
-        reasons |= {variant.name: ("skipped", inputs.reason) for variant, _ in variants}
+    if isinstance(inputs, OutOfMemory):
+        outcomes |= {variant.name: ("skipped", inputs.reason) for variant, _ in variants}
         return {}
     contenders: dict[str, Contender] = {}
     for variant, config in variants:
         names = (variant.name,) if contenders else (variant.name, SELF)
-        try:
-            made = affordable(partial(_contenders, names, variant, config, inputs, policy))
-        except Exception as error:  # what another package raises under capture is a result, not our failure
-            reasons[variant.name] = ("failed", f"cannot be timed: {first_line(error)}")
+        made = _capture(names, variant, config, inputs, policy)
+        if isinstance(made, dict):
+            contenders |= made
         else:
-            if not isinstance(made, Shortage):
-                contenders |= made
-                continue
-            reasons[variant.name] = ("skipped", made.reason)
-        _require_context(variant.name, reasons[variant.name][1])
+            outcomes[variant.name] = made
     if not contenders:
         return {}
-    try:
-        if ceiling is not None:
-            beside = affordable(partial(_ceiling_contender, ceiling, policy))
-            if not isinstance(beside, Shortage):
-                contenders[_CEILING] = beside
-        samples = affordable(partial(time_contenders, contenders))
-    except RuntimeError as error:
-        _require_context("", f"cannot be timed: {first_line(error)}")
-        raise
-    if isinstance(samples, Shortage):
-        reasons |= {variant.name: ("skipped", samples.reason) for variant, _ in variants if variant.name in contenders}
+    samples = _sample(contenders, ceiling, policy)
+    if isinstance(samples, OutOfMemory):
+        outcomes |= {variant.name: ("skipped", samples.reason) for variant, _ in variants if variant.name in contenders}
         return {}
     return samples
 
 
-def _contenders(
+def _capture(
     names: Iterable[str], variant: Variant, config: Config, inputs: Sequence[Inputs], policy: Policy
-) -> dict[str, Contender]:
-    return {name: contender(variant, config, inputs, policy) for name in names}
+) -> dict[str, Contender] | Untimed:
+    """Capture a variant once per name, or say why it cannot be timed."""
+    try:
+        made = affordable(lambda: {name: contender(variant, config, inputs, policy) for name in names})
+    except Exception as error:  # what another package raises under capture is a result, not our failure
+        outcome = "failed", f"cannot be timed: {first_line(error)}"
+    else:
+        if not isinstance(made, OutOfMemory):
+            return made
+        outcome = "skipped", made.reason
+    _require_context(variant.name, outcome[1])
+    return outcome
 
 
-def _ceiling_contender(ceiling: Ceiling, policy: Policy) -> Contender | Shortage:
+def _sample(contenders: dict[str, Contender], ceiling: Ceiling | None, policy: Policy) -> dict[str, Samples] | OutOfMemory:
+    """Time the contenders, and beside them the ceiling where its inputs fit the memory."""
+    try:
+        if ceiling is not None:
+            beside = affordable(partial(_ceiling_contender, ceiling, policy))
+            if not isinstance(beside, OutOfMemory):
+                contenders[_CEILING] = beside
+        return affordable(partial(time_contenders, contenders))
+    except RuntimeError as error:
+        _require_context("", f"cannot be timed: {first_line(error)}")
+        raise
+
+
+def _ceiling_contender(ceiling: Ceiling, policy: Policy) -> Contender | OutOfMemory:
     inputs = input_sets(ceiling.op, ceiling.case, policy)
-    return inputs if isinstance(inputs, Shortage) else contender(ceiling.variant, ceiling.config, inputs, policy)
+    return inputs if isinstance(inputs, OutOfMemory) else contender(ceiling.variant, ceiling.config, inputs, policy)
 
 
 def time_contenders(contenders: Mapping[str, Contender]) -> dict[str, Samples]:
-    """Interleaved samples, in an order of its own in every process."""
+    """Sample the contenders interleaved, in an order of its own in every process."""
     return interleave(contenders, throttled=throttled, seed=os.getpid())
 
 
-def input_sets(op: Op, case: Case, policy: Policy) -> list[Inputs] | Shortage:
-    """As many input sets as make every call find the L2 as the policy says, if there is the memory for them."""
+def input_sets(op: Op, case: Case, policy: Policy) -> list[Inputs] | OutOfMemory:
+    """Make as many input sets as make every call find the L2 as the policy says, if there is the memory for them."""
     try:
         count = _sets(op, case, policy)
     except ValueError as error:
-        return Shortage(str(error))
+        return OutOfMemory(str(error))
     return affordable(lambda: [op.inputs(case, device="cuda", seed=i) for i in range(count)])
 
 
@@ -262,12 +279,12 @@ def _sets(op: Op, case: Case, policy: Policy) -> int:
 def contender(
     variant: Variant, config: Config, inputs: Sequence[Inputs], policy: Policy, after: Callable[[int], None] | None = None
 ) -> Contender:
-    """A variant that walks over input sets; `after` as in Contender."""
+    """Make a variant that walks over input sets; `after` as in Contender."""
     return Contender(lambda i: variant.run(inputs[i], config), len(inputs), policy, after=after)
 
 
 def noise_floor(samples: dict[str, Samples]) -> float | None:
-    """How far from 1 the interval of a variant against itself reaches."""
+    """Return how far from 1 the interval of a variant against itself reaches."""
     if SELF not in samples:
         return None
     first = next(iter(samples.values()))
@@ -282,7 +299,7 @@ def _ceiling_gbps(samples: dict[str, Samples], ceiling: Ceiling | None) -> float
 
 
 def timing(samples: Samples, traffic_bytes: int, ceiling_gbps: float | None, floor: float | None) -> dict[str, Any]:
-    """The measured fields of a record, from the samples (rounds,) of one process."""
+    """Return the measured fields of a record, from the samples (rounds,) of one process."""
     interval = median_interval(samples)
     gbps = traffic_bytes / interval.median / 1e3
     p10, p90 = deciles(samples)
@@ -308,7 +325,7 @@ def _rounded(value: float | None) -> float | None:
 def make_record(
     family: str, op: Op, case: Case, variant: Variant, config: Config, policy: str, status: str, reason: str, **times: Any
 ) -> Record:
-    """A record of this device and source; `times` are the fields of `timing`."""
+    """Make a record of this device and source; `times` are the fields of `timing`."""
     fields: dict[str, Any] = dict.fromkeys(_TIMING) | times | device.versions()
     here = device.current()
     return Record(
@@ -337,13 +354,13 @@ def make_record(
 
 
 def config_values(config: Config) -> dict[str, Any] | None:
-    """A config as JSON; None for none."""
+    """Return a config as JSON; None for none."""
     return None if config is None else knobs_of(config)
 
 
 @functools.cache
 def commit() -> str:
-    """The commit of the source that runs, with `+` where the package differs from it.
+    """Return the commit of the source that runs, with `+` where the package differs from it.
 
     Outside a checkout, what `git archive` wrote into `.git_archival.txt`; `unknown` where there is neither.
     """

@@ -135,9 +135,14 @@ class CompilePool:
     def __init__(
         self, target: Target, workers: int | None = None, cores: frozenset[int] | None = None, known: Known | None = None
     ) -> None:
-        """cores: that the workers may use, None for all; workers: one per core if not given; known: given where nothing will be
-        launched. Then only what it lacks is compiled, AMD's code is neither assembled nor given line numbers, and entries of
-        Triton's disk cache are not those of launches.
+        """Start no worker yet.
+
+        Args:
+            target: what is compiled for.
+            workers: one per core if not given.
+            cores: that the workers may use, None for all.
+            known: given where nothing will be launched. Then only what it lacks is compiled, AMD's code is neither assembled nor
+                given line numbers, and entries of Triton's disk cache are not those of launches.
         """
         self.target = target
         self.workers = workers or len(cores or os.sched_getaffinity(0))
@@ -159,7 +164,7 @@ class CompilePool:
             return self._pool.schedule(_compile, args=(job,), timeout=timeout_s)
 
     def __enter__(self) -> "CompilePool":
-        """Starts the workers, which have something to do before the first job."""
+        """Start the workers, which have something to do before the first job."""
         try:
             self._pool.schedule(_nothing)
         except BaseException:  # an interrupt, most likely
@@ -306,7 +311,7 @@ class _DryUtils:
 
 
 def _assembly(metadata: Any, kind: str) -> str:
-    """The assembly that Triton keeps beside a kernel's binary."""
+    """Read the assembly that Triton keeps beside a kernel's binary."""
     from triton.runtime.cache import get_cache_manager
 
     path = get_cache_manager(metadata.hash).get_file(f"{metadata.name}.{kind}")

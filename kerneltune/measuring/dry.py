@@ -8,7 +8,7 @@ from typing import Any
 
 
 def dry_driver(backend: str, arch: int | str, warp_size: int, utils: Any, launcher: Callable[[Any, Any], Any]) -> Any:
-    """The driver.
+    """Make a Triton driver that compiles for a target without having its GPU.
 
     Args:
         utils: has `get_device_properties` and `load_binary`, as Triton calls them.

@@ -43,7 +43,7 @@ class Inspecting:
         return f"inspected-{hashlib.sha256(of.encode()).hexdigest()[:_DIGITS]}"
 
     def change(self, backend: Any, stages: Any, options: Any) -> None:
-        """Ends the stages where the rest is known."""
+        """End the stages where the rest is known."""
         names = list(stages)
         made_for = f"{backend.hash()} {_text(options)} {self.shared_bytes}"
         stages[names[0]] = self._identified(stages[names[0]], made_for)
@@ -52,7 +52,7 @@ class Inspecting:
         stages[names[-1]] = self._settled(stages[names[-1]], bool(options.launch_cooperative_grid))
 
     def _identified(self, to_ir: Stage, made_for: str) -> Stage:
-        """The first stage, Triton's own IR: all others follow from it and from what it is made for."""
+        """Run the first stage, Triton's own IR: all others follow from it and from what it is made for."""
 
         def stage(source: Any, metadata: Any) -> Any:
             module = to_ir(source, metadata)
@@ -100,8 +100,10 @@ def _settle(metadata: Any, fact: Fact) -> None:
 
 
 def _ir_text(module: Any) -> str:
-    """The text of Triton's IR. With line information it has part in the code: ptxas takes the labels that bound an inlined
-    function for joints, and allocates other registers. What a file is called, and how far apart its lines are, has none.
+    """Return the text of Triton's IR.
+
+    Line information is part of the code: ptxas takes the labels that bound an inlined function for joints, and allocates other
+    registers. The name of a file, and how far apart its lines are, is not.
     """
     from triton import knobs
 

@@ -67,13 +67,15 @@ def parse(text: str) -> tuple[str, Fact]:
 
 
 def shipped() -> Path:
-    """The folder of this package's files."""
+    """Return the folder of this package's files."""
     return data_root("results") / "static"
 
 
 def load(folder: Path, target: str) -> Known:
-    """What a folder knows of a target: nothing of lines that are not as they were written, or that other code read, and nothing
-    where there is no file."""
+    """Load what a folder knows of a target.
+
+    Nothing is known of lines that are not as they were written, or that other code read, and nothing without a file.
+    """
     try:
         rows = _file(folder, target).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
@@ -101,7 +103,7 @@ def save(folder: Path, target: str, facts: Mapping[str, Fact]) -> None:
 
 
 def _head() -> str:
-    """The first line of a file that this code may read."""
+    """Return the first line of a file that this code may read."""
     return f"# read by {module_digest(reading.__name__)}"
 
 

@@ -22,26 +22,26 @@ _SAID = ("out of memory", "STATUS_ALLOC_FAILED")
 
 
 @dataclass(frozen=True, slots=True)
-class Shortage:
+class OutOfMemory:
     """Stands for what there was not the memory for; reason: one line, with the bytes wanted and free where torch names them."""
 
     reason: str
 
 
-def affordable(work: Callable[[], T]) -> T | Shortage:
-    """What the work returns, or that there was not the memory for it."""
+def affordable(work: Callable[[], T]) -> T | OutOfMemory:
+    """Return what the work returns, or that there was not the memory for it."""
     try:
         return work()
     except Exception as error:
-        reason = shortage(error)
+        reason = out_of_memory_reason(error)
         if not reason:
             raise
     release_memory()  # only here: the traceback held what the work had allocated
-    return Shortage(reason)
+    return OutOfMemory(reason)
 
 
-def shortage(error: BaseException) -> str:
-    """What an error, or what led to it, says of memory that was not there; empty where it is about something else.
+def out_of_memory_reason(error: BaseException) -> str:
+    """Return the line of an error, or of its cause, that tells of missing memory; empty where none does.
 
     What led to it: the end of a capture, or a compiler that wraps all errors, raises one of its own.
     """

@@ -21,7 +21,7 @@ def needs_binary(backend: str) -> bool:
 
 
 def read(backend: str, binary: bytes, assembly: str) -> tuple[Usage, tuple[Access, ...]]:
-    """What a kernel uses, and how wide it loads and stores.
+    """Read what a kernel uses, and how wide it loads and stores.
 
     Args:
         backend: triton's, `cuda` or `hip`.
@@ -34,7 +34,7 @@ def read(backend: str, binary: bytes, assembly: str) -> tuple[Usage, tuple[Acces
 
 
 def compiled(backend: str, binary: bytes, assembly: str, metadata: Mapping[str, Any], cooperative: bool) -> Fact:
-    """The fact of a kernel that was compiled to its end: `read`, and what Triton's metadata say."""
+    """Return the fact of a kernel that compiled to its end: `read`, and what Triton's metadata say."""
     usage, accesses = read(backend, binary, assembly)
     name, warps, shared = (metadata[value] for value in ("name", "num_warps", "shared"))
     resources = (usage.registers, usage.spill_bytes, shared, usage.scalar_registers, accesses, cooperative, usage.stray_stores)
@@ -42,7 +42,7 @@ def compiled(backend: str, binary: bytes, assembly: str, metadata: Mapping[str, 
 
 
 def too_large(metadata: Mapping[str, Any], shared_bytes: int) -> Fact | None:
-    """The fact of a kernel that was compiled so far that it exceeds shared memory, which Triton refuses to load; else None."""
+    """Return the fact of a kernel that exceeds shared memory, which Triton compiles but refuses to load; else None."""
     shared = metadata.get("shared", 0)
     return Fact(Kernel(metadata["name"], metadata["num_warps"], 0, 0, shared)) if shared > shared_bytes else None
 
@@ -60,7 +60,7 @@ def _stray_stores(cubin: bytes) -> int:
 
 
 def _code(cubin: bytes) -> Iterator[bytes]:
-    """The sections of a 64-bit ELF file that hold instructions."""
+    """Return the sections of a 64-bit ELF file that hold instructions."""
     (table,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count = struct.unpack_from("<HH", cubin, 0x3A)
     for place in range(table, table + size * count, size):
@@ -70,7 +70,7 @@ def _code(cubin: bytes) -> Iterator[bytes]:
 
 
 def _resources(cubin: bytes) -> str:
-    """What the cuobjdump in Triton's package says of a cubin's registers and memory."""
+    """Return what the cuobjdump in Triton's package says of a cubin's registers and memory."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"

@@ -14,7 +14,7 @@ def is_row_major(x: Tensor) -> bool:
 
 
 def row_major(x: Tensor) -> Tensor:
-    """x (M, K), copied if it is not; `contiguous` would keep any strides that there are without rows, or of one."""
+    """Return x (M, K), copied if it is not row-major; `contiguous` would keep any strides of an x with one row or none."""
     return x if is_row_major(x) else x.clone(memory_format=torch.contiguous_format)
 
 

@@ -75,8 +75,8 @@ class ExpertOperand(Tensor):
     What is made of it by other functions and has three axes stays such a weight; all else is a plain tensor.
     """
 
-    _fp8: ConvertedProducts
-    _name: str
+    fp8_products: ConvertedProducts
+    product_name: str
 
     @staticmethod
     def of(parameter: Tensor, products: ConvertedProducts, name: str) -> "ExpertOperand":
@@ -116,14 +116,14 @@ class ExpertOperand(Tensor):
 
 def _marked(plain: Tensor, products: ConvertedProducts, name: str) -> ExpertOperand:
     operand = plain.as_subclass(ExpertOperand)
-    operand._fp8, operand._name = products, name
+    operand.fp8_products, operand.product_name = products, name
     return operand
 
 
 def _kept(out: Any, source: ExpertOperand) -> Any:
     if not isinstance(out, Tensor) or out.ndim != 3 or out.layout != torch.strided:
         return out
-    return _marked(out, source._fp8, source._name)
+    return _marked(out, source.fp8_products, source.product_name)
 
 
 def _plain(operand: ExpertOperand) -> Tensor:
@@ -142,7 +142,7 @@ def _grouped(
         return _batched(a, b) if bias is None and a.ndim == 3 else None
     if a.ndim != 2 or b.ndim != 3:
         return None
-    y = b._fp8.grouped(a, _plain(b), offs, b._name)
+    y = b.fp8_products.grouped(a, _plain(b), offs, b.product_name)
     y = y if bias is None else y + bias
     return y if out_dtype is None else y.to(out_dtype)
 
@@ -150,7 +150,7 @@ def _grouped(
 def _batched(a: Tensor, b: ExpertOperand) -> Tensor | None:
     if a.ndim != 3 or b.ndim != 3 or a.shape[0] != b.shape[0]:
         return None
-    return b._fp8.batched(a, _plain(b), b._name)
+    return b.fp8_products.batched(a, _plain(b), b.product_name)
 
 
 _GROUPED_PRODUCTS = (torch._grouped_mm, nn.functional.grouped_mm)

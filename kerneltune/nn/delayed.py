@@ -68,9 +68,9 @@ class DelayedScaling(nn.Module):
 
     @torch.no_grad()
     def update(self) -> None:
-        """New scales, and the next step's largest magnitudes from nothing. What was only 0, or infinite, keeps its scale.
+        """Make new scales, and start the next step's largest magnitudes from nothing.
 
-        Waits for the device until the scales are known.
+        What was only 0 or infinite keeps its scale. Waits for the device until the scales are known.
         """
         amax = self.history.amax(0)
         usable = (amax > 0) & amax.isfinite()
@@ -93,7 +93,7 @@ class DelayedScaling(nn.Module):
         return fresh.q, fresh.q_t, fresh.scale
 
     def cast_weights(self, weight: Tensor, into: Fp8Weights | None = None, skip: Tensor | None = None) -> Fp8Weights:
-        """weight (E, N, K), contiguous or column-major, in both layouts.
+        """Return weight (E, N, K), contiguous or column-major, in fp8 in both layouts.
 
         into: where to write; skip: (1,) fp32, not 0 to leave it as it is. Until the scales are known neither can be given.
         """
@@ -130,15 +130,15 @@ class DelayedScaling(nn.Module):
         return nn.Module._apply(self, moved, recurse)
 
     def get_extra_state(self) -> bool:
-        """Whether the scales are known."""
+        """Return whether the scales are known."""
         return self.known
 
     def set_extra_state(self, state: bool) -> None:
-        """The same, when state is loaded."""
+        """Load whether the scales are known."""
         self.known = state
 
     def extra_repr(self) -> str:
-        """What `print(module)` shows."""
+        """Return what `print(module)` shows."""
         return f"{self.num_experts}, history={self.history.shape[0]}, pad_groups={self.pad_groups}"
 
 

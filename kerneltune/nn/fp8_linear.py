@@ -147,24 +147,24 @@ def casts_of(x: Tensor, recipe: Recipe) -> Casts:
 
     In a compiled graph the casts are equal operators on equal inputs, of which the compiler keeps one.
     """
-    fed: Casts | None = getattr(x, "_kerneltune_fed", None)
+    fed: Casts | None = getattr(x, "kerneltune_fed", None)
     if fed is not None:
         return fed
     dtype, shares = output_dtype(x), not torch.compiler.is_compiling() and not x.is_inference()
     key = (recipe, dtype, x._version) if shares else None
-    known = getattr(x, "_kerneltune_fp8", None) if shares else None
+    known = getattr(x, "kerneltune_fp8", None) if shares else None
     if known is not None and known[0] == key:
         casts: Casts = known[1]
         return casts
     casts = _cast_rows(x.detach().reshape(-1, x.shape[-1]).to(dtype), recipe)
     if shares:
-        x._kerneltune_fp8 = (key, casts)  # type: ignore[attr-defined]
+        x.kerneltune_fp8 = (key, casts)  # type: ignore[attr-defined]
     return casts
 
 
 def feed(carrier: Tensor, casts: Casts) -> Tensor:
     """Give a tensor the operands that Fp8Linear layers read in its place; gradients flow to the tensor."""
-    carrier._kerneltune_fed = casts  # type: ignore[attr-defined]
+    carrier.kerneltune_fed = casts  # type: ignore[attr-defined]
     return carrier
 
 

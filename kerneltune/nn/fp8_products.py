@@ -33,19 +33,19 @@ class Fp8Weights(NamedTuple):
     scale_t: Tensor
 
     def turned(self) -> "Fp8Weights":
-        """The transposed weights."""
+        """Return the transposed weights."""
         return Fp8Weights(self.q_t, self.scale_t, self.q, self.scale)
 
 
 def cast_weights(b_t: Tensor, recipe: Recipe, into: Fp8Weights | None = None, amax: Tensor | None = None) -> Fp8Weights:
-    """b_t (E, K, N), column-major or contiguous, in both layouts; scale_t is scale where an expert has one scale.
+    """Return b_t (E, K, N), column-major or contiguous, in both layouts; scale_t is scale where an expert has one scale.
 
     into: what an earlier call for a weight of this size and recipe returned, to be written in its place.
     amax: as in `fp8_tensorwise_3d`, where that casts.
     """
     if b_t.is_contiguous():
         return cast_weights(b_t.mT, recipe, into and into.turned(), amax).turned()
-    E, K, N = b_t.shape
+    E, _, N = b_t.shape
     if recipe.scaling == "tensorwise":
         given = None if into is None else fp8.SegmentOutput(into.q, into.q_t, into.scale)
         out = fp8.fp8_tensorwise_3d(b_t, layout="both", pow2=recipe.pow2, inverse=True, amax=amax, out=given)
@@ -212,7 +212,10 @@ def _tokens(x: Tensor, offs: Tensor, scaling: str, pow2: bool, rows: bool, colum
 
 
 def _weights(b: Tensor, scaling: str, pow2: bool, both: bool = False) -> list[Tensor]:
-    """b (E, K, N) of either order as q (E, K, N), column-major, and its scale; with `both` then q_t (E, N, K) and its scale."""
+    """Return b (E, K, N) of either order as q (E, K, N), column-major, and its scale.
+
+    With `both` q_t (E, N, K) and its scale follow.
+    """
     options: dict[str, Any] = {"pow2": pow2, "inverse": True}
     column_major = b.stride(1) == 1
     w = b if column_major else b.transpose(1, 2)

@@ -92,7 +92,7 @@ class GroupedLinear(nn.Module):
     def forward(
         self, x: Tensor, offs: Tensor, *, is_first_microbatch: bool | None = None, skip_update: Tensor | None = None
     ) -> Tensor:
-        """x (M, K) in groups that end at offs (E,) int32 to (M, N) of x's type.
+        """Multiply x (M, K), in groups that end at offs (E,) int32, to (M, N) of x's type.
 
         Args:
             is_first_microbatch: None casts the weight anew and keeps nothing but how large it was. True casts it into the
@@ -119,7 +119,7 @@ class GroupedLinear(nn.Module):
         return fp8_grouped_mm(x, b_t, offs, recipe=recipe, weights=cast, amax=self._expected())
 
     def extra_repr(self) -> str:
-        """What `print(module)` shows."""
+        """Return what `print(module)` shows."""
         recipe = self._fresh if self.delayed is None else "delayed"
         return f"{self.num_experts}, {self.in_features}, {self.out_features}, recipe={recipe}"
 

@@ -61,7 +61,7 @@ class Int4Linear(nn.Module):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, group: int = 128, zeros: bool = False) -> "Int4Linear":
-        """A layer with the nearest codes to a float16 or bfloat16 layer's weights, and its bias.
+        """Make a layer with the nearest codes to a float16 or bfloat16 layer's weights, and its bias.
 
         Raises:
             ValueError: its sizes, type or values do not fit.
@@ -70,7 +70,7 @@ class Int4Linear(nn.Module):
 
     @classmethod
     def from_codes(cls, codes: Codes, bias: Tensor | None = None) -> "Int4Linear":
-        """A layer with these codes, scales and zero points, as `from_gptq` and `from_awq` give them.
+        """Make a layer with these codes, scales and zero points, as `from_gptq` and `from_awq` give them.
 
         Zero points that are all 8, as symmetric checkpoints store them, are left out: the weights are the same, the kernel is
         faster.
@@ -128,7 +128,7 @@ class Int4Linear(nn.Module):
             )  # fmt: skip
 
     def extra_repr(self) -> str:
-        """What `print(module)` shows."""
+        """Return what `print(module)` shows."""
         zeros, bias = self.zeros is not None, self.bias is not None
         return f"{self.in_features}, {self.out_features}, group={self.group}, zeros={zeros}, bias={bias}"
 
@@ -149,7 +149,7 @@ def _broken(name: str, loaded: Any, dtype: torch.dtype) -> str | None:
 def int4_linear(
     x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, rows: int, group: int
 ) -> Tensor:
-    """x (N, K) and a packed weight of so many rows and its group to y (N, rows) of x's type, contiguous."""
+    """Multiply x (N, K) and a packed weight of so many rows and its group to y (N, rows) of x's type, contiguous."""
     weight = Int4Weight(packed, scales, zeros, rows, x.shape[1], group)
     if x.is_cuda or INTERPRETED:
         return int4_gemm(x, weight, bias)

@@ -12,7 +12,7 @@ from kerneltune.ops.fp8_grouped_gemm.operands import MOST_GROUPS
 
 
 def check_operands(A: Tensor, B_t: Tensor, offs: Tensor, recipe: Recipe | DelayedScaling, out_dtype: torch.dtype) -> None:
-    """What `fp8_grouped_mm` says of its arguments, as far as the host knows.
+    """Check the arguments of `fp8_grouped_mm`, as far as the host knows them.
 
     Raises:
         ValueError: a wrong kind of tensor, shape, stride, dtype, device or number of experts, which it names.
@@ -20,9 +20,18 @@ def check_operands(A: Tensor, B_t: Tensor, offs: Tensor, recipe: Recipe | Delaye
     for name, t in (("A", A), ("B_t", B_t), ("offs", offs)):
         if hasattr(t, "_local_tensor"):
             raise ValueError(f"{name} must be a plain tensor, as to_local() of a DTensor is, got {type(t).__name__}")
+    _check_matrices(A, B_t, out_dtype)
+    _check_offsets(offs, B_t.shape[0])
+    if A.device != B_t.device or A.device != offs.device:
+        raise ValueError(f"A, B_t and offs must be on one device, got {A.device}, {B_t.device} and {offs.device}")
+    if isinstance(recipe, DelayedScaling):
+        _check_delayed(recipe, A, B_t.shape[0])
+
+
+def _check_matrices(A: Tensor, B_t: Tensor, out_dtype: torch.dtype) -> None:
     if A.ndim != 2 or B_t.ndim != 3 or A.shape[1] != B_t.shape[1]:
         raise ValueError(f"fp8_grouped_mm takes A (M, K) and B_t (E, K, N), got {tuple(A.shape)} and {tuple(B_t.shape)}")
-    E, K, N = B_t.shape
+    _, K, N = B_t.shape
     if K % ALIGNED or N % ALIGNED or not K or not N:
         raise ValueError(f"K and N must be multiples of {ALIGNED}, got {K=} {N=}")
     for name, dtype in (("A", A.dtype), ("B_t", B_t.dtype), ("out_dtype", out_dtype)):
@@ -32,23 +41,26 @@ def check_operands(A: Tensor, B_t: Tensor, offs: Tensor, recipe: Recipe | Delaye
         raise ValueError(f"A must be row-major, got strides {A.stride()}")
     if not B_t.mT.is_contiguous() and not B_t.is_contiguous():
         raise ValueError(f"B_t must be column-major, strides {(K * N, 1, K)}, or contiguous, got {B_t.stride()}")
+
+
+def _check_offsets(offs: Tensor, E: int) -> None:
     if tuple(offs.shape) != (E,) or offs.dtype != torch.int32:
         raise ValueError(f"offs must be ({E},) int32, got {tuple(offs.shape)} {offs.dtype}")
     if not 1 <= E <= MOST_GROUPS:
         raise ValueError(f"offs must be of 1 to {MOST_GROUPS} groups, got {tuple(offs.shape)}")
     if offs.stride(0) != 1:
         raise ValueError(f"offs must be contiguous, got strides {offs.stride()}")
-    if A.device != B_t.device or A.device != offs.device:
-        raise ValueError(f"A, B_t and offs must be on one device, got {A.device}, {B_t.device} and {offs.device}")
-    if isinstance(recipe, DelayedScaling):
-        if recipe.num_experts != E:
-            raise ValueError(f"recipe must scale {E} experts, got {recipe.num_experts}")
-        if recipe.scales.device != A.device:
-            raise ValueError(f"recipe must be on {A.device} as A is, got {recipe.scales.device}")
+
+
+def _check_delayed(recipe: DelayedScaling, A: Tensor, E: int) -> None:
+    if recipe.num_experts != E:
+        raise ValueError(f"recipe must scale {E} experts, got {recipe.num_experts}")
+    if recipe.scales.device != A.device:
+        raise ValueError(f"recipe must be on {A.device} as A is, got {recipe.scales.device}")
 
 
 def check_weights(weights: Fp8Weights, B_t: Tensor, recipe: Recipe | DelayedScaling) -> None:
-    """Whether these can be B_t (E, K, N) in fp8 by a recipe.
+    """Check that the weights can be B_t (E, K, N) in fp8 by a recipe.
 
     Raises:
         ValueError: another type, or a field of a wrong shape, dtype, device or order.

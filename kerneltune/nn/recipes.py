@@ -32,7 +32,7 @@ class Recipe:
 
 
 def recipe_of(recipe: str | Recipe, *others: str) -> Recipe:
-    """A recipe, or that of a scaling's name with its defaults. others: names that the caller takes besides, for the message.
+    """Return the recipe, or that of a scaling's name with its defaults. others: further accepted names, for the message.
 
     Raises:
         ValueError: neither.

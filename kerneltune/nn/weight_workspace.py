@@ -95,7 +95,7 @@ class WeightWorkspace:
         skip: Tensor | None = None,
         amax: Tensor | None = None,
     ) -> Fp8Weights:
-        """The fp8 of weight (E, N, K), contiguous or column-major.
+        """Return weight (E, N, K) in fp8, contiguous or column-major.
 
         Args:
             update: cast again whatever is known of the weight. Else only where it is another tensor than at the last call,
@@ -174,6 +174,6 @@ def _cast(weight: Tensor, recipe: Recipe | DelayedScaling, amax: Tensor | None) 
 
 
 def _bits(t: Tensor) -> Tensor:
-    """The values as integers, which torch.where takes of fp8 too."""
+    """View the values as integers, which torch.where accepts for fp8 too."""
     dense = t.transpose(1, 2) if t.ndim == 3 else t
     return dense.view(torch.uint8 if t.dtype.itemsize == 1 else torch.int32)

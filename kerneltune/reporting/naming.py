@@ -7,7 +7,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from os.path import commonprefix
+from itertools import takewhile
 
 from kerneltune.cells import pairs
 from kerneltune.records import Record
@@ -68,7 +68,8 @@ def told_apart(cases: Iterable[CaseName]) -> list[CaseName]:
         for name, value in case.options.items():
             values.setdefault(name, set()).add(str(value))
     parts = {case.op: case.op.split("_") for case in cases}
-    shared = min(len(commonprefix(list(parts.values()))), *(len(words) - 1 for words in parts.values())) if parts else 0
+    same = sum(1 for _ in takewhile(lambda words: len(set(words)) == 1, zip(*parts.values(), strict=False)))
+    shared = min((same, *(len(words) - 1 for words in parts.values())))
     kinds = {op: "_".join(words[shared:]) for op, words in parts.items()}
     varied = [{name: value for name, value in case.options.items() if len(values[name]) > 1} for case in cases]
     return [replace(case, options=options, kind=kinds[case.op]) for case, options in zip(cases, varied, strict=True)]

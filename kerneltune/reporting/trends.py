@@ -42,15 +42,29 @@ class Trend(Protocol):
     """A row's measurements, oldest first, and where its time changed; `gating.history.Trend` is one."""
 
     @property
-    def label(self) -> str: ...
+    def label(self) -> str:
+        """Return the name of the row."""
+        ...
+
     @property
-    def variant(self) -> str: ...
+    def variant(self) -> str:
+        """Return the variant that was measured."""
+        ...
+
     @property
-    def points(self) -> Sequence[_Point]: ...
+    def points(self) -> Sequence[_Point]:
+        """Return the measurements, oldest first."""
+        ...
+
     @property
-    def changes(self) -> Sequence[_Change]: ...
+    def changes(self) -> Sequence[_Change]:
+        """Return where the time changed, oldest first."""
+        ...
+
     @property
-    def total(self) -> float: ...
+    def total(self) -> float:
+        """Return the last time over the first."""
+        ...
 
 
 def trend_table(found: Sequence[Trend], every: bool = False) -> Table:

@@ -47,7 +47,7 @@ def regret(times: Sequence[float | None]) -> list[float]:
 
 
 def sparkline(gaps: Sequence[float], width: int = 40) -> str:
-    """The curve as bars of at most `width` columns, a full bar at 50 % or more."""
+    """Draw the curve as bars of at most `width` columns, a full bar at 50 % or more."""
     step = max(1, cdiv(len(gaps), width))
     return "".join(_BARS[min(len(_BARS) - 1, int(min(gap, 0.5) / 0.5 * (len(_BARS) - 1) + 0.999))] for gap in gaps[::step])
 
@@ -90,7 +90,7 @@ def dead_values(cases: Iterable[Mapping[Knobs, float]]) -> list[DeadValue]:
 
 
 def ties(times: Mapping[Knobs, float]) -> list[Knobs]:
-    """The configs that cannot be told from the best, fastest first."""
+    """Return the configs that cannot be told from the best, fastest first."""
     best = min(times.values())
     return sorted((knobs for knobs, time in times.items() if time <= (1 + TIE) * best), key=lambda knobs: times[knobs])
 
@@ -123,7 +123,7 @@ def _greedy(covers: Mapping[Knobs, frozenset[int]], everything: frozenset[int]) 
 
 
 def _smaller(covers: Mapping[Knobs, frozenset[int]], everything: frozenset[int], size: int) -> list[Knobs] | None:
-    """The first cover with fewer than `size` configs, the fewest first, as far as it can be looked for."""
+    """Find the first cover with fewer than `size` configs, the fewest first, as far as it can be looked for."""
     useful = _useful(covers)
     for fewer in range(1, size):
         if _combinations(len(useful), fewer) > _EXACT_UP_TO:

@@ -130,7 +130,7 @@ def write(folder: Path, space: MeasuredSpace) -> Path:
 
 
 def read(path: Path) -> MeasuredSpace:
-    """The space in a file.
+    """Load the space in a file.
 
     Raises:
         ValueError: one line naming the file, the line, and what is wrong with it.
@@ -193,7 +193,7 @@ def _text(path: Path) -> str:
 
 
 def find(given: Sequence[str], folder: Path) -> list[Path]:
-    """The files meant by `given`: paths, or parts of the names of the spaces in `folder`; all of them for nothing given.
+    """Return the files meant by `given`: paths, or parts of the names of the spaces in `folder`; all for nothing given.
 
     Raises:
         ValueError: nothing has such a name.

@@ -86,7 +86,7 @@ class Surrogate:
 
     @_on_one_core
     def improvement(self, wanted: Sequence[int], pending: Sequence[int] = ()) -> Array:
-        """Expected improvement (len(wanted),) of the log time, times the probability of a time at all.
+        """Return the expected improvement (len(wanted),) of the log time, times the probability that a config gives a time.
 
         One that more likely gives none counts next to nothing, and so comes last: nothing is known of times around it, and the
         improvement there would look large for ever. Pending configs are believed to take what is predicted.
@@ -114,7 +114,7 @@ class Surrogate:
 
     @_on_one_core
     def gain(self, untried: Sequence[int]) -> float:
-        """The fraction of the best time that trying everything else is expected to save.
+        """Return the fraction of the best time that trying everything else is expected to save.
 
         The mean, over draws of all untried times together, of how far their fastest lies below the best seen. Only the
         256 with the largest expected improvement are drawn.
@@ -145,14 +145,14 @@ class Surrogate:
         return self._kernel(seen, seen) + _noise(self._theta) * np.eye(len(seen))
 
     def _fit_scales(self) -> None:
-        """The scales that make what was seen most likely, under a prior that holds them where nothing was seen."""
+        """Fit the scales that make what was seen most likely, under a prior that holds them where nothing was seen."""
         points, knobs = self._points[self._seen], self._points.shape[1]
         bounds = [(np.log(0.05), np.log(20.0))] * knobs + [(np.log(0.05), np.log(20.0)), (np.log(1e-3), np.log(0.5))]
         middle = np.log([*[0.7] * knobs, 1.0, 0.03])
         apart = np.square(points[:, None] - points).transpose(2, 0, 1)
 
         def cost(theta: Array) -> tuple[float, Array]:
-            """What is minimised, and its slope along each of theta."""
+            """Return the function that is minimised, and its slope along each of theta."""
             shrink = np.exp(-2 * theta[:knobs])
             distance = np.sqrt(5.0 * np.tensordot(shrink, apart, 1))
             kernel = _matern(distance, theta)

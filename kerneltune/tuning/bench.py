@@ -15,7 +15,7 @@ from kerneltune import device
 from kerneltune.errors import first_line
 from kerneltune.measuring.check import Checker
 from kerneltune.measuring.compiler import know_triton
-from kerneltune.measuring.memory import Shortage, affordable, shortage
+from kerneltune.measuring.memory import OutOfMemory, affordable, out_of_memory_reason
 from kerneltune.measuring.rounds import POLICIES, Contender, interleave, rotation
 from kerneltune.search.trials import Evaluation
 from kerneltune.spec import Case, Config, Op, Variant
@@ -72,9 +72,9 @@ class GpuBench:
         """Nothing is put off."""
 
     def trial(self, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Evaluation:
-        """The median of the samples, or one sample of a config that is far behind."""
+        """Return the median of the samples, or one sample of a config that is far behind."""
         tried = affordable(lambda: self._tried(config, best_us, samples))
-        return Evaluation("memory", detail=tried.reason) if isinstance(tried, Shortage) else tried
+        return Evaluation("memory", detail=tried.reason) if isinstance(tried, OutOfMemory) else tried
 
     def _tried(self, config: Config, best_us: float | None, samples: int) -> Evaluation:
         assert self._checker is not None
@@ -88,16 +88,16 @@ class GpuBench:
                 times.append(contender.sample_us())
             return Evaluation("ok", time_us=float(np.median(times)))
         except RuntimeError as error:
-            if shortage(error):
+            if out_of_memory_reason(error):
                 raise
             return Evaluation("failed", detail=first_line(error))
 
     def samples(self, configs: Sequence[Config]) -> list[Samples | None]:
-        """Rounds until the ratios to the first are known well."""
+        """Run rounds until the ratios to the first are known well."""
         contenders = {"0": self._contender(configs[0])}  # the others are held against it: without it there is no answer
         for i, config in enumerate(configs[1:], start=1):
             beside = affordable(partial(self._contender, config))
-            if not isinstance(beside, Shortage):
+            if not isinstance(beside, OutOfMemory):
                 contenders[str(i)] = beside
         samples = interleave(contenders, min_rounds=15, max_rounds=40)
         return [samples.get(str(i)) for i in range(len(configs))]
@@ -112,7 +112,7 @@ class GpuBench:
 
 
 def _have_driver() -> None:
-    """A context on the GPU, Triton's driver, for which it compiles and loads a C module, and what else comes before a launch."""
+    """Open a context on the GPU and Triton's driver, which compiles and loads a C module, before a launch needs them."""
     from triton.runtime.driver import driver
 
     torch.cuda.synchronize()
@@ -125,7 +125,7 @@ class CheckBench:
 
     def __init__(self) -> None:
         self._of: tuple[str, Case] | None = None
-        self._checker: Checker | Shortage | None = None
+        self._checker: Checker | OutOfMemory | None = None
 
     def open(self, op: Op, case: Case, variant: Variant, policy: str) -> None:
         """Make inputs and reference, if the case is another."""
@@ -141,13 +141,13 @@ class CheckBench:
         """`ok`, `wrong` or `memory`."""
         checker = self._checker
         assert checker is not None
-        errors = checker if isinstance(checker, Shortage) else affordable(lambda: checker.errors(self._variant, config))
-        if isinstance(errors, Shortage):
+        errors = checker if isinstance(checker, OutOfMemory) else affordable(lambda: checker.errors(self._variant, config))
+        if isinstance(errors, OutOfMemory):
             return Evaluation("memory", detail=errors.reason)
         return Evaluation("wrong", detail="; ".join(errors)) if errors else Evaluation("ok")
 
     def samples(self, configs: Sequence[Config]) -> list[Samples]:
-        """A bench that checks has no times to give."""
+        """Raise: a bench that checks has no times to give."""
         raise NotImplementedError
 
     def close(self) -> None:

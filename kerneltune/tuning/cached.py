@@ -1,7 +1,6 @@
-"""Configs of the cache that a variant can still be given: entries outlive the knobs and the limits that they were stored for.
-What an entry's evidence says of the present.
+"""Configs of the cache that a variant still supports, and what an entry's evidence says of the present. Measures nothing.
 
-Measures nothing.
+Entries outlive the knobs and the limits that they were stored for.
 """
 
 from collections.abc import Iterator
@@ -18,10 +17,12 @@ from kerneltune.spec import Case, Config, Op, Variant
 def fitting(
     op: Op, case: Case, variant: Variant, policy: str, root: Path | None, *, device_slug: str = "", nearest: bool = True
 ) -> Iterator[tuple[cache.Hit, Config]]:
-    """The cached configs that are valid for a case, in the cache's order; without `nearest` those of its own sizes and
-    options only.
+    """Return the cached configs that are valid for a case, in the cache's order.
 
-    root: the configs folder, None for the usual one; device_slug: whose configs, this GPU's if not given.
+    Args:
+        root: the configs folder, None for the usual one.
+        device_slug: whose configs, this GPU's if not given.
+        nearest: also configs of other sizes and options than the case's own.
     """
     free_axes, free_options = (op.free_axes, op.free_options) if nearest else ((), ())
     where = (case.axes, case.dtype, case.quant, case.options, policy, free_axes, root, free_options, op.bands)
@@ -38,7 +39,7 @@ def fitting(
 def cached(
     op: Op, case: Case, variant: Variant, policy: str, root: Path | None, device_slug: str = ""
 ) -> tuple[cache.Entry, Config] | None:
-    """The entry that was stored for exactly this case, and its config, if that still fits."""
+    """Return the entry that was stored for exactly this case, and its config, if that still fits."""
     hits = fitting(op, case, variant, policy, root, device_slug=device_slug, nearest=False)
     return next(((hit.entry, config) for hit, config in hits if hit.exact), None)
 

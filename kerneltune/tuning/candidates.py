@@ -35,7 +35,7 @@ TOLD = 2000
 
 
 def neighbour_dtype(op: Op, case: Case) -> Case | None:
-    """The same case in the other 16-bit type, whose ranking this one may start from."""
+    """Return the same case in the other 16-bit type, whose ranking this one may start from."""
     other = {"bfloat16": "float16", "float16": "bfloat16"}.get(case.dtype)
     return Case(case.name, case.axes, other, case.quant, case.options) if other in op.dtypes and other else None
 
@@ -59,7 +59,7 @@ def candidates(op: Op, case: Case, variant: Variant, policy: str, store: TrialSt
 
 
 def starting_points(op: Op, case: Case, variant: Variant, policy: str, pool: Sequence[Config], root: Path | None) -> list[Config]:
-    """The default, what is promising, then what the cache holds for this case and the nearest: sizes, options, 16-bit type."""
+    """Return the default, what is promising, then what the cache holds for this case and the nearest: sizes, options, type."""
     near = fitting(op, case, variant, policy, root)
     nearest = [config for _, config in sorted(near, key=lambda found: found[0].distance)[:_NEIGHBOURS]]
     offered = set(pool)
@@ -119,7 +119,7 @@ _Values = tuple[Any, ...]
 
 
 def widened(variant: Variant, knobs: Given) -> Variant:
-    """The variant with further values to some knobs of its space; `valid` still has the last word.
+    """Return the variant with further values to some knobs of its space; `valid` still has the last word.
 
     Raises:
         ValueError: a knob that the variant does not have, or a value of another type.
@@ -128,7 +128,7 @@ def widened(variant: Variant, knobs: Given) -> Variant:
 
 
 def narrowed(variant: Variant, knobs: Given) -> Variant:
-    """The variant with these values only to some knobs of its space; a space that lacks one of them raises ValueError.
+    """Return the variant with only these values to some knobs of its space.
 
     Raises:
         ValueError: a knob that the variant does not have, or a value of another type.
@@ -178,7 +178,7 @@ def takes(op: Op, case: Case, variant: Variant) -> bool:
 
 
 def checked_space(op: Op, case: Case, variant: Variant) -> list[Config]:
-    """The valid configs of a space, none twice.
+    """Return the valid configs of a space, each once.
 
     Raises:
         ValueError: no config is valid (names the most frequent reason), a knob has no value or the same one twice, knobs and
@@ -212,7 +212,7 @@ def _in_one_line(op: Op, case: Case, variant: Variant) -> Iterator[None]:
 
 
 def _why(variant: Variant, case: Case) -> str:
-    """The reason that `valid` gives most often."""
+    """Return the reason that `valid` gives most often."""
     space = variant.space(case)
     make = partial(_configured, variant, tuple(space))
     reasons = Counter(variant.valid(case, make(values)) for values in itertools.product(*space.values()))

@@ -60,7 +60,7 @@ class RayWorkers:
         self._waiting[index] = self._actors[index].identity.remote()
 
     def give(self, index: int, order: Order) -> None:
-        """An order for a worker; one that is dead is found out about by `next`."""
+        """Give an order to a worker; `next` finds out about a dead worker."""
         self._waiting[index] = self._actors[index].events.options(num_returns="streaming").remote(order)
 
     def next(self) -> tuple[int, Event]:
@@ -108,7 +108,7 @@ class RayWorkers:
 
 
 def _reach(address: str) -> None:
-    """Raises ValueError where nobody listens: ray itself would try for minutes."""
+    """Raise ValueError where nobody listens: ray itself would try for minutes."""
     if address in ("auto", "local"):
         return
     host, _, port = address.removeprefix("ray://").rpartition(":")

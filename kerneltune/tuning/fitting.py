@@ -290,7 +290,7 @@ def grown(table: Table, shape: Shape, without: int | None = None) -> Rule:
 
 
 def _known(facts: Sequence[Facts]) -> dict[str, list[Any]]:
-    """The values of every word among some cases."""
+    """Return the values of every word among some cases."""
     words = [{**{name: value for name, value in one.words.items() if name != "dtype"}, "bytes": one.itemsize} for one in facts]
     return {name: list(dict.fromkeys(one[name] for one in words)) for name in words[0]}
 

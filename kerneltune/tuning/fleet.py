@@ -34,7 +34,7 @@ class Workers(Protocol):
         """Start a worker, for the first time or again; it says when it is ready."""
 
     def give(self, index: int, order: Order) -> None:
-        """An order for a worker that is ready."""
+        """Give an order to a worker that is ready."""
 
     def next(self) -> tuple[int, Event]:
         """Wait for what any worker has to say next."""

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from kerneltune.errors import first_line
 from kerneltune.measuring.check import broken_context
-from kerneltune.measuring.compare import Ceiling, Fate, compare
+from kerneltune.measuring.compare import Ceiling, Untimed, compare
 from kerneltune.processes import fast_context, in_environment, in_fresh_processes
 from kerneltune.records import Record
 from kerneltune.search.trials import Evaluation
@@ -234,7 +234,7 @@ class IsolatedBench:
 
 
 def _serve(pipe: Connection, make: Callable[[], Measuring], cores: frozenset[int] | None) -> None:
-    """The child: answers one request after the other; ends when its context is lost, or nobody asks any more.
+    """Answer one request after the other, in the child; end when its context is lost, or when nobody asks any more.
 
     It keeps to its cores once it is open: before that it waits for the GPU's and Triton's drivers, and other cores may as well.
     """
@@ -267,8 +267,8 @@ def split_cores() -> tuple[frozenset[int] | None, frozenset[int] | None]:
     return (frozenset(cores[-1:]), frozenset(cores[:-1])) if len(cores) > 1 else (None, None)
 
 
-def check_apart(bench: Measuring, op: Op, case: Case, variant: Variant, config: Config) -> Fate:
-    """What a checking bench says becomes of a variant, also where its process is lost."""
+def check_in_child(bench: Measuring, op: Op, case: Case, variant: Variant, config: Config) -> Untimed:
+    """Say what becomes of a variant under a checking bench, also where the bench's process crashed."""
     bench.open(op, case, variant, "")
     try:
         trial = bench.trial(config, None)

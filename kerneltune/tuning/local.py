@@ -38,7 +38,7 @@ class LocalWorkers:
         theirs.close()
 
     def give(self, index: int, order: Order) -> None:
-        """An order for a worker; one that is dead is found out about by `next`."""
+        """Give an order to a worker; `next` finds out about a dead worker."""
         with suppress(OSError):
             self._pipes[index].send(order)
 
@@ -76,7 +76,7 @@ class LocalWorkers:
 
 
 def visible_gpus(wanted: str) -> list[str]:
-    """The GPUs of this host that this process may use, `all` or the first so many, as CUDA_VISIBLE_DEVICES takes them.
+    """Return the GPUs of this host that this process may use, `all` or the first so many, as CUDA_VISIBLE_DEVICES takes them.
 
     Raises:
         ValueError: there are not so many, or `wanted` is no number.
@@ -96,7 +96,7 @@ def visible_gpus(wanted: str) -> list[str]:
 
 
 def _serve(pipe: Connection, cores: frozenset[int] | None, family: str, options: Options, make: MakeWorker) -> None:
-    """A worker: carries out what comes through the pipe until nobody is there any more."""
+    """Work: carry out what comes through the pipe until nobody is there any more."""
     with make(family, options, cores) as worker, suppress(EOFError, OSError):
         pipe.send(("ready", worker.identity()))
         while True:

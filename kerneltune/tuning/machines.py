@@ -69,7 +69,7 @@ _AHEAD = 256
 
 @contextmanager
 def empty_caches() -> Iterator[Path]:
-    """An empty folder, and in the environment an empty one for what Triton compiles, also in processes started from here."""
+    """Make an empty folder, and point Triton's compile cache at it, also in processes started from here."""
     before = os.environ.get("TRITON_CACHE_DIR")
     with tempfile.TemporaryDirectory(prefix="kerneltune-", ignore_cleanup_errors=True) as folder:
         os.environ["TRITON_CACHE_DIR"] = str(Path(folder) / "triton")
@@ -137,7 +137,7 @@ class Machines:
         return tuner
 
     def compiling(self, tuner: Tuner) -> Callable[[Config], Compiling]:
-        """What begins to compile a tuner's configs, or hands out those that were begun ahead."""
+        """Make what compiles a tuner's configs, or hand out the configs whose compiling was begun ahead."""
 
         def begin(config: Config) -> Compiling:
             return self._ahead.pop((_place(tuner), config), None) or self._begin(tuner, config)

@@ -136,7 +136,7 @@ def measure_space(
 
 
 def first_asked(tuner: Tuner, search: Search, root: Path | None, count: int) -> list[Config]:
-    """What the search of a case would try first now; nothing where some of it was tried before.
+    """Return what the search of a case would try first now; nothing where some of it was tried before.
 
     Raises:
         ValueError: the space has no valid config for the case, or says what makes no sense.
@@ -202,7 +202,7 @@ def _decide(
 
 
 def _duel(tuner: Tuner, finalists: Sequence[Config], default: Config) -> tuple[Config, dict[str, Any]]:
-    """The tuner's duel. Where it loses the measuring process each challenger meets the incumbent in a duel of two.
+    """Run the tuner's final; where it crashes the child, let each challenger meet the incumbent in a final of two.
 
     What loses that drops out: a challenger beside the incumbent, or the incumbent alone, whom the next then follows.
 

@@ -36,7 +36,7 @@ def run_tune(ops: Mapping[str, Op], selection: Selection, options: Options, prog
 def _tune_on_many(
     ops: Mapping[str, Op], entries: Sequence[sweep.Entry], selection: Selection, options: Options, progress: Progress
 ) -> Tuned:
-    """The same on several GPUs at once.
+    """Tune on several GPUs at once.
 
     Raises:
         ValueError: there are none, or no worker on one of them stays alive.

@@ -106,7 +106,7 @@ def wanted_works(
     device_slug: str,
     progress: Progress,
 ) -> Wanted:
-    """What the cache has no config for, or a stale one where those are asked for too.
+    """List the cases that the cache has no config for, or also a stale config where those are asked for.
 
     Before anything is measured or written all spaces are held to make sense and all config files to be whole.
 
@@ -168,6 +168,6 @@ def _works(ops: Mapping[str, Op], entries: Sequence[sweep.Entry], selection: Sel
 
 
 def ceiling_case(op: Op, case: Case) -> Case:
-    """The case of the streaming operator that moves as many bytes."""
+    """Return the case of the streaming operator that moves as many bytes."""
     traffic = op.traffic(case)
     return Case(f"{traffic.read}+{traffic.write}", (("read", traffic.read), ("write", traffic.write)), "int32")

@@ -39,7 +39,7 @@ class Compiling(Protocol):
 
 
 def job(op: Op, case: Case, config: Config, variant: Variant) -> Job:
-    """What a compile pool is given to compile a config of a variant."""
+    """Make what a compile pool needs to compile a config of a variant."""
     return Job(partial(op.inputs, case), variant.run, config)
 
 
@@ -75,12 +75,12 @@ class Tuner:
         self._preparing: Future[Any] | None = None
 
     def known(self, config: Config) -> Evaluation | None:
-        """The stored trial of a config."""
+        """Return the stored trial of a config."""
         trial = self.store.get(self.op, self.case, self.variant, self.policy, config)
         return None if trial is None else self._remember(config, trial)
 
     def evaluate(self, config: Config, compiled: Compiled, refusal: Evaluation | None) -> Evaluation:
-        """The stored trial of a config, or a new one, stored: its `refusal`, or measured here where there is none."""
+        """Return the stored trial of a config, else store a new one: its `refusal`, or measured here where there is none."""
         known = self.known(config)
         if known is None:
             known = replace(
@@ -101,7 +101,7 @@ class Tuner:
         return trial
 
     def refusal(self, config: Config, compiled: Compiled) -> Evaluation | None:
-        """The trial of a config that is not measured for what the compiler says; None for one that is."""
+        """Return the trial of a config that is not measured for what the compiler says; None for one that is measured."""
         if compiled.error:
             return Evaluation("lost" if compiled.lost else "compile", detail=compiled.error)
         if compiled.spill_bytes and self.prune and not self.measures_spills:
@@ -141,7 +141,7 @@ class Tuner:
             self.bench.prepare()
 
     def duel(self, configs: Sequence[Config], default: Config | None = None) -> tuple[Config, dict[str, Any]]:
-        """The best of correct configs, timed interleaved; the first is the incumbent and is kept unless surely slower.
+        """Return the best of correct configs, timed interleaved; the first is the incumbent and is kept unless surely slower.
 
         One for which there is no memory beside those before it drops out.
 

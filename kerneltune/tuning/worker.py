@@ -38,7 +38,7 @@ class Identity:
 
     @classmethod
     def of_this_process(cls) -> "Identity":
-        """The GPU that this process sees."""
+        """Return the GPU that this process sees."""
         return cls(device.current(), tuple(device.versions().items()), commit())
 
     def fingerprint(self, variant: Variant) -> dict[str, str]:
@@ -150,7 +150,7 @@ def _work(named: Named, case: Case) -> Work:
 
 
 def share_of_cores(index: int, count: int) -> frozenset[int] | None:
-    """The cores of this host for the index-th of `count` workers; None, all of them, where there are fewer cores than that."""
+    """Return the cores of this host for the index-th of `count` workers; None (all) where there are fewer cores than workers."""
     cores = sorted(os.sched_getaffinity(0))
     chosen = cores[index * len(cores) // count : (index + 1) * len(cores) // count]
     return frozenset(chosen) if chosen else None

@@ -65,7 +65,7 @@ def sweep_text(model: Model, tokens: Sequence[int], batches: Sequence[int], ep: 
 
 
 def _joined(layers: Sequence[str], fields: Fields) -> str:
-    """A name that says which layers have the case, and how many tokens."""
+    """Return a name that says which layers have the case, and how many tokens."""
     sizes = dict(fields)
     rows = (
         sizes.get("N") if "M" in sizes and "K" in sizes and "group" in sizes else sizes.get("M", sizes.get("T", sizes.get("E")))
@@ -160,7 +160,7 @@ def _projections(model: Model, tokens: int) -> Iterator[Line]:
 
 
 def _attention(model: Model) -> Mapping[str, tuple[int, int]]:
-    """(outputs, inputs) of every projection of attention."""
+    """Return (outputs, inputs) of every projection of attention."""
     latents, heads = model.latents, model.heads
     if latents:
         query = heads * (latents["nope"] + latents["rope"])
@@ -181,7 +181,7 @@ def _attention(model: Model) -> Mapping[str, tuple[int, int]]:
 
 
 def _dense(model: Model) -> Mapping[str, tuple[int, int]]:
-    """(outputs, inputs) of the projections of dense layers and shared experts."""
+    """Return (outputs, inputs) of the projections of dense layers and shared experts."""
     found: dict[str, tuple[int, int]] = {}
     shared = model.experts.shared if model.experts is not None else 0
     for layer, width in (("mlp", model.mlp), ("shared-experts", shared)):

@@ -153,7 +153,7 @@ def _loaded(path: Path) -> dict[str, Any]:
 
 
 def _inner(path: Path, data: dict[str, Any]) -> dict[str, Any]:
-    """The part of a composite model that describes its text model."""
+    """Return the part of a composite model that describes its text model."""
     for _ in range(3):
         inner = next((data[name] for name in _INNER if isinstance(data.get(name), dict) and _describes(data[name])), None)
         if inner is None:
@@ -180,7 +180,7 @@ class _Fields:
         return self.data.get(name)
 
     def name_of(self, names: tuple[str, ...]) -> str | None:
-        """The first of the names that the file, or else the model's class, has a value for."""
+        """Return the first of the names that the file, or else the model's class, has a value for."""
         return next((name for name in names if self.data.get(name) is not None), None)
 
     def size(self, names: tuple[str, ...], default: int | None = None) -> int:
@@ -250,12 +250,12 @@ def _experts(fields: _Fields) -> Experts | None:
 
 
 def _first(value: Any) -> Any:
-    """A value that some models give for every layer: the first."""
+    """Return the first of a value that some models give for every layer."""
     return value[0] if isinstance(value, list) and value else value
 
 
 def _dense_width(fields: _Fields, experts: Experts | None) -> int:
-    """The inner size of dense layers; 0 where every layer has experts of that very field."""
+    """Return the inner size of dense layers; 0 where every layer has experts of that very field."""
     name = fields.name_of(_MLP)
     if experts is None:
         return fields.checked(name, _first(fields.get(name))) if name else fields.size(_MLP)

@@ -48,7 +48,7 @@ def step_memory(case: Case) -> dict[str, Memory]:
 
 
 def _measured(case: Case, product: Callable[[Tensor, Tensor, Tensor], Tensor], workspace: int) -> Memory:
-    """The second of two steps."""
+    """Run two steps and return the second."""
     for _ in range(2):
         made = inputs(case, device="cuda")
         leaf, w = made["a"].requires_grad_(), made["w"].requires_grad_()
@@ -67,7 +67,7 @@ def _measured(case: Case, product: Callable[[Tensor, Tensor, Tensor], Tensor], w
 
 
 def memory_text(found: dict[str, Memory]) -> str:
-    """The table, in MB."""
+    """Make the table, in MB."""
     width = max(map(len, found))
     lines = [f"{'':{width}}  kept MB  workspace MB  peak MB"]
     for name, memory in found.items():

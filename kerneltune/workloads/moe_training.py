@@ -33,7 +33,7 @@ _WEIGHT_STD, _GRADIENT_STD = 0.02, 1e-3
 
 
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
-    """a (M, K), w (E, N, K), dy (M, N) bf16, normal; offs (E,) int32. Precast operands join them when a variant needs them."""
+    """Make a (M, K), w (E, N, K), dy (M, N) bf16, normal, and offs (E,) int32; variants add precast operands when needed."""
     M, K, N, E = (case[axis] for axis in "MKNE")
     a, w, dy = (torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in ((M, K), (E, N, K), (M, N)))
     if device != "meta":
@@ -75,7 +75,7 @@ def _sqnr_db(got: Tensor, want: Tensor) -> float:
 
 
 def traffic(case: Case) -> Traffic:
-    """a, w and dy read; y, da and dw written."""
+    """Count a, w and dy read; y, da and dw written."""
     M, K, N, E = (case[axis] for axis in "MKNE")
     moved = 2 * (M * K + E * N * K + M * N)
     return Traffic(moved + 4 * E, moved)
@@ -95,12 +95,12 @@ def _step(product: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: Inputs) -
 
 
 def run_bf16(inputs: Inputs, _config: None) -> Outputs:
-    """torch's grouped product."""
+    """Run the step with torch's grouped product."""
     return _step(torch._grouped_mm, inputs)
 
 
 def run_torchao(inputs: Inputs, _config: None) -> Outputs:
-    """torchao's rowwise training product."""
+    """Run the step with torchao's row-wise training product."""
     from torchao.prototype.moe_training.fp8_grouped_mm import _to_fp8_rowwise_then_scaled_grouped_mm as product
 
     return _step(partial(product, pad_token_groups_for_grouped_mm=False), inputs)
@@ -128,7 +128,7 @@ def _amax(inputs: Inputs) -> Tensor:
 
 
 def run_compiled(scaling: str, inputs: Inputs, _config: None) -> Outputs:
-    """The same under torch.compile."""
+    """Run the step under torch.compile."""
     return _step(partial(compiled_for(_product(scaling), inputs["a"].shape, inputs["w"].shape), _amax(inputs)), inputs)
 
 
@@ -139,7 +139,7 @@ def run_cached(scaling: str, inputs: Inputs, _config: None) -> Outputs:
 
 
 def run_refresh(scaling: str, inputs: Inputs, _config: None) -> Outputs:
-    """The weights into their workspace: what the first microbatch does besides."""
+    """Cast the weights into their workspace: the first microbatch does this besides."""
     workspace: WeightWorkspace = _once(inputs, f"{scaling} workspace", WeightWorkspace)
     return {"w": _cast_of_w(workspace.get(inputs["w"], Recipe(scaling), update=True, amax=_amax(inputs)))}
 
@@ -163,13 +163,13 @@ def run_delayed(inputs: Inputs, _config: None) -> Outputs:
 
 
 def run_delayed_cached(inputs: Inputs, _config: None) -> Outputs:
-    """The same with weights that were cast before."""
+    """Run the step with weights that were cast before."""
     weights = _once(inputs, "delayed weights", lambda: _delayed(inputs).cast_weights(inputs["w"]))
     return _step(partial(fp8_grouped_mm, recipe=_delayed(inputs), weights=weights), inputs)
 
 
 def run_delayed_refresh(inputs: Inputs, _config: None) -> Outputs:
-    """The weights into their workspace under delayed scaling."""
+    """Cast the weights into their workspace under delayed scaling."""
     workspace: WeightWorkspace = _once(inputs, "delayed workspace", WeightWorkspace)
     return {"w": _cast_of_w(workspace.get(inputs["w"], _delayed(inputs), update=True))}
 
@@ -215,7 +215,7 @@ def run_casts(scaling: str, inputs: Inputs, _config: None) -> Outputs:
 
 
 def run_gemms(scaling: str, inputs: Inputs, _config: None) -> Outputs:
-    """The three products of a step, of operands that were cast before."""
+    """Return the three products of a step, of operands that were cast before."""
     casts = _once(inputs, f"{scaling} casts", lambda: _casts(scaling, inputs))
     offs = inputs["offs"]
     (a, s_a), (dy, s_dy), (a_t, s_a_t), (dy_t, s_dy_t) = (casts[name] for name in ("a", "dy", "a_t", "dy_t"))
@@ -226,7 +226,7 @@ def run_gemms(scaling: str, inputs: Inputs, _config: None) -> Outputs:
 
 
 def _once(inputs: Inputs, name: str, make: Callable[[], Any]) -> Any:
-    """What is made of the inputs at a variant's first call, which is never timed, and stays with them."""
+    """Make something of the inputs at a variant's first call, which is never timed, and keep it with them."""
     kept = cast(dict[str, Any], inputs)
     if name not in kept:
         kept[name] = make()
@@ -234,7 +234,7 @@ def _once(inputs: Inputs, name: str, make: Callable[[], Any]) -> Any:
 
 
 def empty_groups(case: Case) -> str | None:
-    """What keeps torch's products for training from a case."""
+    """Say what keeps torch's products for training from a case."""
     smallest = min(end - start for start, end in bounds(group_ends(case, case["E"], "cpu", 0)))
     return "groups of no rows, on which torch's products may stop the device" if smallest < ALIGNED else None
 
