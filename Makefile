@@ -14,7 +14,7 @@ BASE ?= main
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile $(PIP_FLAGS) --constraint $(CONSTRAINTS)
 
-.PHONY: sweep test inspect clean
+.PHONY: sweep test inspect release notes clean
 
 sweep: $(VENV)/.installed
 	$(BIN)/kerneltune sweep $(FAMILY)
@@ -31,6 +31,17 @@ test: $(VENV)/.installed-test
 inspect: $(VENV)/.installed-test
 	$(BIN)/kerneltune gate $(BASE) --static
 
+# Builds wheel and sdist, checks them, and tries the wheel in an environment of its own, where README's commands run.
+release: $(VENV)/.installed-release
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python .ci/try_wheel.py dist/*.whl $(TRY_PYTHON)
+
+# Prints the newest version's part of CHANGELOG.md: the text of its tag.
+notes:
+	@awk '/^## \[[0-9]/ { if (seen++) exit } seen && !/^\[/' CHANGELOG.md
+
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
 
@@ -41,6 +52,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(VENV)/.installed-test: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(INSTALL) --editable '.[test,docs]'
 	touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-release: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(INSTALL) 'hatchling>=1.25' build twine
+	touch $@
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

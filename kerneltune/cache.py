@@ -305,7 +305,7 @@ class Chooser:
         own = table.own.get((case.axes, case.dtype, case.options))
         if own is not None and (config := self.from_knobs(case, own.config)) is not None:
             return Found(config, "own", "")
-        ruling = _ruling(self, gpu)
+        ruling = ruling_of(self, gpu)
         limit = math.inf if ruling is None else ruling.rule.near
         kin = table.along(case.axes, self.free_axes) if limit else table.same_sizes.get(case.axes, ())
         place = dict(case.axes), case.dtype, dict(case.options)
@@ -386,7 +386,8 @@ class _Table:
 
 
 @lru_cache(maxsize=1024)
-def _ruling(chooser: Chooser, gpu: str) -> rule.Ruling | None:
+def ruling_of(chooser: Chooser, gpu: str) -> rule.Ruling | None:
+    """Return the rule that a GPU's cases without an entry run by: that of the cache, else the packaged rule; None if none."""
     file = rule.path_of(chooser.op, gpu, Path())
     root = readable(file, chooser.root).parents[len(file.parts) - 1]
     return rule.ruling(root, gpu, chooser.op, chooser.variant, chooser.policy)
@@ -433,7 +434,7 @@ def _told(case: Case, hit: Hit, policy: str) -> str:
 
 def clear() -> None:
     """Forget every answer and every file read; needed after KERNELTUNE_CONFIGS or a file changed from outside."""
-    for remembered in (_chosen, _table, _ruling, _alike, _loaded):
+    for remembered in (_chosen, _table, ruling_of, _alike, _loaded):
         remembered.cache_clear()
     rule.forget()
     misses.forget()

@@ -35,7 +35,7 @@ def list_(configs: o.Configs = None) -> None:
     from kerneltune.cache import load
 
     rows = []
-    for path in _files(configs):
+    for path in o.config_files(configs):
         entries = load(path.stem, path.parent.name, path.parent.parent)
         variants = ", ".join(sorted({entry.variant for entry in entries}))
         latest = max((str(entry.evidence.get("date", "")) for entry in entries), default="")
@@ -249,11 +249,12 @@ def check(configs: o.Configs = None) -> None:
                 if over[1] < 1.0:
                     name = f"{path.stem} {entry.variant} {entry.case} {entry.dtype} {entry.quant}"
                     slower.append(f"{name}: {over[0]:.3f} to {over[1]:.3f} of its default's speed")
-    ruled = sorted(o.configs_root(configs).glob("*/rules/*.json"))
+    ruled = o.config_files(configs, "rules/*.json")
     for path in ruled:
         load_rules(path)
+    folders = " and ".join(dict.fromkeys(str(path.parents[1]) for path in files))
     rules_too = f", and {len(ruled)} files of rules" if ruled else ""
-    show(f"{entries} entries in {len(files)} files of {o.configs_root(configs)} are good{rules_too}")
+    show(f"{entries} entries in {len(files)} files of {folders} are good{rules_too}")
     if beside:
         show("\n".join([f"{beside} were timed in the same rounds as their default: {len(slower)} slower than it", *slower]))
     if slower:
@@ -286,7 +287,7 @@ def _chosen(op: str | None, gpu: str | None, configs: Path | None) -> list[Path]
     Raises:
         ValueError: there is none; names those that are.
     """
-    files = _files(configs)
+    files = o.config_files(configs)
     if not files:
         raise ValueError(f"no cached configs in {o.configs_root(configs)}")
     if op is not None:
@@ -294,7 +295,3 @@ def _chosen(op: str | None, gpu: str | None, configs: Path | None) -> list[Path]
     if gpu is not None:
         o.choice("gpu", gpu, sorted({path.parent.name for path in files if op in (None, path.stem)}))
     return [path for path in files if op in (None, path.stem) and gpu in (None, path.parent.name)]
-
-
-def _files(configs: Path | None) -> list[Path]:
-    return sorted(o.configs_root(configs).glob("*/*.json"))

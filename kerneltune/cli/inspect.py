@@ -187,12 +187,12 @@ def _requests(
     any_case: bool,
 ) -> "list[Request]":
     """Select cached configs; else, for an operator's cases in the sweeps or of given sizes, the default configs."""
+    from kerneltune.cache import readable
     from kerneltune.inspection.survey import cached_requests, default_requests
 
     known = o.load_ops()
     selection = o.make_selection(known, "inspect", [op] if op else None, cases, dtypes, quants, variants)
     chosen: list[Op] = [known[name] for name in selection.ops or known]
-    root = o.configs_root(configs)
 
     def asked(variant: Variant) -> bool:
         return selection.takes_variant(variant.name) if variants else not variant.is_peer
@@ -214,11 +214,11 @@ def _requests(
         if not found:
             raise ValueError(f"nothing to compile: {first.name} has no such variant with knobs for {case.label}")
         return found
-    found = wanted(cached_requests(chosen, root, gpu))
+    found = wanted(cached_requests(chosen, configs, gpu))
     if not found and any_case and op:
         found = wanted(default_requests(chosen[0], _swept(known, op), asked))
     if not found:
-        raise _nothing(cached_requests(chosen, root, gpu), selection, f"{root / gpu}")
+        raise _nothing(cached_requests(chosen, configs, gpu), selection, str(readable(Path(gpu), configs)))
     return found
 
 

@@ -11,7 +11,7 @@ import typer
 
 from kerneltune.cli.settings import FAMILY
 from kerneltune.errors import unknown
-from kerneltune.files import RESULTS
+from kerneltune.files import RESULTS, data_root
 from kerneltune.spec import Case, Op, dtype_name
 
 if TYPE_CHECKING:
@@ -153,6 +153,18 @@ def configs_root(configs: Path | None) -> Path:
     from kerneltune.cache import roots
 
     return configs or roots()
+
+
+def config_files(configs: Path | None, below: str = "*.json") -> list[Path]:
+    """Return the files of the config cache, GPU by GPU: the packaged file where nothing is given and there is no other.
+
+    below: which files of a GPU's folder; `rules/*.json` are those of rules.
+    """
+    from kerneltune.cache import readable, roots
+
+    folders = [configs] if configs else [roots(), *([] if os.environ.get("KERNELTUNE_CONFIGS") else [data_root("configs")])]
+    names = {path.relative_to(folder) for folder in folders for path in folder.glob(f"*/{below}")}
+    return [readable(name, configs) for name in sorted(names)]
 
 
 def where_configs_serve(configs: Path | None) -> str:

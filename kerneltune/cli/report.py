@@ -170,7 +170,7 @@ def _entries(records: "Sequence[Record]", configs: Path | None) -> "dict[str, li
 
     found: dict[str, list[Entry]] = {}
     for op, device in dict.fromkeys((record.op, slug(record.device)) for record in records):
-        found.setdefault(op, []).extend(cache.load(op, device, o.configs_root(configs)))
+        found.setdefault(op, []).extend(cache.load(op, device, configs))
     return found
 
 

@@ -138,10 +138,11 @@ def explain(
         raise ValueError(f"variant: {variant!r}: expected a variant with knobs")
     slug = _gpu(gpu, configs)
     asked = chosen.called(_case(known, chosen, case, dtype, quant))
-    found = cache.Chooser.of(chosen, of, "cold", configs).find(asked, slug)
+    chooser = cache.Chooser.of(chosen, of, "cold", configs)
+    found = chooser.find(asked, slug)
     knobs = {name: getattr(found.config, name) for name in found.config.__dataclass_fields__}
     show(f"case    {asked.label}\nconfig  {pairs(knobs)}\nfrom    {_SOURCES[found.source]}")
-    ruling = rule.ruling(o.configs_root(configs), slug, chosen.name, variant, "cold")
+    ruling = cache.ruling_of(chooser, slug)
     if ruling is None:
         show("rule    none: `kerneltune cache fit` makes one where times of several sizes are known")
         return
@@ -179,7 +180,7 @@ def _gpu(gpu: str | None, configs: Path | None) -> str:
     from kerneltune import device
 
     here = device.current()
-    known = sorted(path.name for path in o.configs_root(configs).glob("*") if path.is_dir())
+    known = sorted({path.parent.name for path in o.config_files(configs)})
     if gpu is not None:
         return o.choice("gpu", gpu, [*known, here.slug])
     if here.is_gpu:

@@ -32,8 +32,10 @@ class Request:
     config: Any
 
 
-def cached_requests(ops: Iterable[Op], root: Path, gpu: str) -> list[Request]:
-    """Every cached config of these operators for a GPU (its folder's name), in the cache's order.
+def cached_requests(ops: Iterable[Op], root: Path | None, gpu: str) -> list[Request]:
+    """Return every cached config of these operators for a GPU (its folder's name), in the cache's order.
+
+    root: the folder of the cache; None for where kernels look, and the packaged files beside that.
 
     Raises:
         ValueError: an entry names a variant or knobs that the operator does not have; one line with the file.
@@ -46,7 +48,7 @@ def cached_requests(ops: Iterable[Op], root: Path, gpu: str) -> list[Request]:
                 variant = op.variant(entry.variant)
                 found.append(Request(op, variant, case, entry.policy, variant.config_from(entry.config)))
             except ValueError as error:
-                raise ValueError(f"{root / gpu / op.name}.json: {case.name}: {error}") from error
+                raise ValueError(f"{cache.path_of(op.name, gpu, root)}: {case.name}: {error}") from error
     return found
 
 

@@ -1,13 +1,16 @@
 """`[tool.kerneltune]`, options behind the command, and the folders that are written to outside of a checkout."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from command_line import refused, run
 
 from kerneltune import cache, files, ops, sweep
-from kerneltune.cli import settings
+from kerneltune.cli import options, settings
+from kerneltune.inspection.survey import cached_requests
 
 SHOW = "import sys; from kerneltune.cli import main; sys.argv[1:] = {arguments!r}; main()"
 
@@ -53,18 +56,54 @@ def test_plugin_option_behind_the_command_is_taken(tmp_path: Path) -> None:
     assert done.returncode == 2 and done.stderr.startswith("error: plug-in no_such_module: ")
 
 
-def test_installed_package_is_never_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the packaged configs of a package that is no checkout, used from an empty folder."""
     monkeypatch.delenv("KERNELTUNE_CONFIGS", raising=False)
     monkeypatch.delenv("KERNELTUNE_RESULTS", raising=False)
     monkeypatch.chdir(tmp_path)
     packaged = files.data_root("configs")
-    for module in (files, cache, sweep):
-        monkeypatch.setattr(module, "in_checkout", lambda: False)
+    for module in (files, cache, sweep, options):
+        monkeypatch.setattr(module, "in_checkout", lambda: False, raising=False)
         if hasattr(module, "data_root"):
             monkeypatch.setattr(module, "data_root", lambda folder: packaged.parent / folder)
+    cache.clear()
+    return packaged
+
+
+def test_installed_package_is_never_written_to(installed: Path) -> None:
     assert sweep.results_root(None, "rmsnorm") == Path("results") and cache.roots() == Path("configs")
-    assert cache.path_of("rmsnorm_fwd", "nvidia_h200") == packaged / "nvidia_h200" / "rmsnorm_fwd.json"
+    assert cache.path_of("rmsnorm_fwd", "nvidia_h200") == installed / "nvidia_h200" / "rmsnorm_fwd.json"
     before = cache.load("rmsnorm_fwd", "nvidia_h200")
     stored = cache.store("rmsnorm_fwd", "nvidia_h200", before[0])
     assert stored == Path("configs/nvidia_h200/rmsnorm_fwd.json") and cache.path_of("rmsnorm_fwd", "nvidia_h200") == stored
     assert len(cache.load("rmsnorm_fwd", "nvidia_h200")) == len(before)
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        (("cache", "list"), "nvidia_h200"),
+        (("cache", "show", "rmsnorm_bwd"), "te-8192x4096"),
+        (("cache", "explain", "rmsnorm_bwd", "M=8192,N=4096"), "the cache's entry"),
+        (("cache", "explain", "rmsnorm_bwd", "M=5000,N=4096"), "rule    the rule: "),
+    ],
+)
+def test_installed_package_shows_its_configs_from_any_folder(command: tuple[str, ...], shown: str) -> None:
+    result = run(*command)
+    assert result.exit_code == 0 and shown in result.stdout, result.output
+    assert not any(Path().iterdir())
+
+
+@pytest.mark.usefixtures("installed")
+def test_installed_package_inspects_its_configs_and_those_of_the_current_folder() -> None:
+    known = ops.load()
+    packaged = cached_requests([known["rmsnorm_bwd"]], None, "nvidia_h200")
+    assert packaged and refused("inspect", "rmsnorm_bwd", "--case", "nope").startswith("error: case: 'nope': expected one of te-")
+    Path("configs/nvidia_h200").mkdir(parents=True)
+    none = {"schema": 1, "op": "rmsnorm_bwd", "device": "nvidia_h200", "entries": []}
+    Path("configs/nvidia_h200/rmsnorm_bwd.json").write_text(json.dumps(none))
+    cache.clear()
+    assert cached_requests([known["rmsnorm_bwd"]], None, "nvidia_h200") == []
+    assert cached_requests([known["rmsnorm_fwd"]], None, "nvidia_h200")
