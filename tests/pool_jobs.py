@@ -96,7 +96,7 @@ def given_up(pool: CompilePool) -> list[Compiled]:
 def real(pool: CompilePool) -> list[Compiled]:
     """One config of each of the operators' kernels, and one job that raises in the midst of them."""
     from kerneltune import ops
-    from kerneltune.ops.rmsnorm.configs import BwdConfig, FwdConfig
+    from kerneltune.ops.rmsnorm import BwdConfig, FwdConfig
     from kerneltune.ops.stream import StreamConfig
     from kerneltune.spec import Case
 
@@ -140,7 +140,7 @@ def too_large(pool: CompilePool) -> list[Compiled]:
     """A program of more threads than a program may have, and one of more shared memory, on gfx942."""
     from kerneltune import ops
     from kerneltune.ops.dense_gemm import DenseConfig
-    from kerneltune.ops.rmsnorm.configs import FwdConfig
+    from kerneltune.ops.rmsnorm import FwdConfig
     from kerneltune.spec import Case
 
     norm, gemm = ops.load()["rmsnorm_fwd"], ops.load()["fp8_gemm"]

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from kerneltune import cache
-from kerneltune.ops.rmsnorm import configs, kernels, optimized, rmsnorm_fwd
+from kerneltune.ops.rmsnorm import FwdConfig, rmsnorm_fwd
+from kerneltune.ops.rmsnorm.fwd import OP
+from kerneltune.ops.rmsnorm.kernels import forward
 
 
 def seconds_per_call(run: Callable[[], object], calls: int) -> float:
@@ -28,24 +30,25 @@ def allocate_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
 
 
+CHOOSE = cache.Chooser.of(OP, OP.variant("optimized"))
 OPTIONS = (("zero_centered", False), ("fp8_format", "e4m3"), ("row_pad", 0))
 
 
 def look_up(rows: int = 8192) -> object:
-    return optimized._choose_fwd((("M", rows), ("N", 4096)), "bfloat16", "none", OPTIONS, "nvidia_h200")
+    return CHOOSE((("M", rows), ("N", 4096)), "bfloat16", "none", OPTIONS, "nvidia_h200")
 
 
 @pytest.mark.alone
 def test_a_look_up_takes_at_most_2_us() -> None:
-    assert isinstance(look_up(), configs.FwdConfig)
+    assert isinstance(look_up(), FwdConfig)
     assert seconds_per_call(look_up, 20_000) <= 2e-6
 
 
 @pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")
 def test_the_first_look_up_of_a_size_reads_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(look_up(1), configs.FwdConfig)
+    assert isinstance(look_up(1), FwdConfig)
     monkeypatch.setattr(cache, "_read", lambda path: pytest.fail(f"read {path}"))
-    assert isinstance(look_up(3), configs.FwdConfig)
+    assert isinstance(look_up(3), FwdConfig)
 
 
 class NoLaunch:
@@ -58,7 +61,7 @@ class NoLaunch:
 @pytest.mark.alone
 def test_a_call_costs_little_beside_its_outputs_and_its_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     allocate_only(monkeypatch)
-    monkeypatch.setattr(kernels, "_rmsnorm_fwd_once", NoLaunch())
+    monkeypatch.setattr(forward, "_rmsnorm_fwd_once", NoLaunch())
     where = "cuda" if torch.cuda.is_available() else "cpu"
     x = torch.zeros(64, 1024, dtype=torch.bfloat16, device=where)
     weight = torch.zeros(1024, dtype=torch.bfloat16, device=where)
@@ -82,12 +85,12 @@ def test_the_wrapper_costs_at_most_as_much_again_as_a_bare_launch(monkeypatch: p
     allocate_only(monkeypatch)
     x = torch.randn(64, 1024, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(1024, device="cuda", dtype=torch.bfloat16)
-    c = configs.FwdConfig(rows=1, cols=1024, split=False, warps=4, ctas=0, stages=1, reload=False)
+    c = FwdConfig(rows=1, cols=1024, split=False, warps=4, ctas=0, stages=1, reload=False)
 
     def bare() -> None:
         y = torch.empty((64, 1024), dtype=x.dtype, device=x.device)
         rsigma = torch.empty((64,), dtype=torch.float32, device=x.device)
-        kernels._rmsnorm_fwd_once[(64,)](
+        forward._rmsnorm_fwd_once[(64,)](
             x, weight, None, None, y, rsigma, None, None, None, 64, 1024, 1024, None, 1e-6,
             ZERO_CENTERED=False, FP8=False, FP8_MAX=448.0, KEEP=False, ROWS=1, COLS=1024, HELD=1, GAMMAS=1,
             BY_WARPS=False, POLICY="evict_first", num_warps=4,

@@ -14,9 +14,10 @@ from kerneltune import cache, misses, ops, sweep
 from kerneltune.cache import Options
 from kerneltune.cli import app
 from kerneltune.misses import CacheMissWarning, Miss
-from kerneltune.ops.rmsnorm import configs, optimized
 from kerneltune.spec import Case
 
+OP = ops.load()["rmsnorm_fwd"]
+OPTIMIZED = OP.variant("optimized")
 MISS = {"op": "a", "variant": "b", "device": "c", "axes": {}, "dtype": "d", "quant": "e", "options": {}, "policy": "cold"}
 OPTIONS = (("zero_centered", False), ("fp8_format", "e4m3"), ("row_pad", 0))
 GPU = "nvidia_h200"
@@ -28,7 +29,7 @@ def axes(rows: int, columns: int) -> tuple[tuple[str, int], ...]:
 
 def stored(root: Path, rows: int, columns: int, options: Options = OPTIONS, **knobs: Any) -> None:
     case = Case("", axes(rows, columns), "bfloat16", "none", options)
-    config = {**{name: getattr(configs.default_fwd(case), name) for name in configs.FwdConfig.__dataclass_fields__}, **knobs}
+    config = dataclasses.asdict(OPTIMIZED.default_config(case)) | knobs
     entry = cache.Entry(
         variant="optimized", case="c", axes=case.axes, dtype="bfloat16", quant="none", options=options, policy="cold",
         config=config,
@@ -37,7 +38,7 @@ def stored(root: Path, rows: int, columns: int, options: Options = OPTIONS, **kn
 
 
 def best(root: Path, rows: int, columns: int, gpu: str = GPU) -> Any:
-    choose = dataclasses.replace(optimized._choose_fwd, root=root)
+    choose = cache.Chooser.of(OP, OPTIMIZED, root=root)
     return choose(axes(rows, columns), "bfloat16", "none", OPTIONS, gpu)
 
 
@@ -72,7 +73,7 @@ def test_a_miss_is_one_warning_that_names_what_is_used(tmp_path: Path) -> None:
 
 def test_a_config_of_another_policy_is_said_to_be(tmp_path: Path) -> None:
     stored(tmp_path, 8192, 4096)
-    choose = dataclasses.replace(optimized._choose_fwd, root=tmp_path, policy="hot")
+    choose = cache.Chooser.of(OP, OPTIMIZED, "hot", tmp_path)
     with pytest.warns(
         CacheMissWarning, match=r"hot on nvidia_h200; using that of M=8192 N=4096 bfloat16 cold, 0\.0 octaves away: "
     ):
@@ -83,7 +84,7 @@ def test_other_options_are_named_once_and_refused_in_strict_mode(tmp_path: Path,
     stored(tmp_path, 8192, 4096, options=(("zero_centered", True), ("fp8_format", "e5m2"), ("row_pad", 0)), warps=8)
     with pytest.warns(CacheMissWarning) as caught:
         used = [best(tmp_path, rows, 4096) for rows in (8192, 4096, 8192)]
-    few, many = (configs.default_fwd(Case("", axes(rows, 4096), "bfloat16")) for rows in (4096, 8192))
+    few, many = (OPTIMIZED.default_config(Case("", axes(rows, 4096), "bfloat16")) for rows in (4096, 8192))
     assert len(caught) == 1 and used[1] == few and used[0] == used[2] == dataclasses.replace(many, warps=8)
     said = str(caught[0].message).partition("; using ")[2]
     assert said.startswith('that of M=8192 N=4096 bfloat16 zero_centered=True fp8_format=e5m2, 2.0 octaves away: {"rows": 1, ')
@@ -107,7 +108,7 @@ def test_a_cached_config_that_is_not_valid_at_the_asked_size_is_passed_over(tmp_
     """Entries of any size may be found; `valid` is asked for the size that is wanted."""
     stored(tmp_path, 8192, 4096, warps=3000)
     with pytest.warns(CacheMissWarning, match="; using the default$"):
-        assert best(tmp_path, 4096, 4096) == configs.default_fwd(Case("", axes(4096, 4096), "bfloat16"))
+        assert best(tmp_path, 4096, 4096) == OPTIMIZED.default_config(Case("", axes(4096, 4096), "bfloat16"))
 
 
 @pytest.mark.parametrize("value", ["1", "true", "Yes", "on"])

@@ -14,7 +14,7 @@ from kerneltune.ops import fp8, rmsnorm
 from kerneltune.ops.int4_gemm import gemm as int4
 from kerneltune.ops.int4_gemm.packing import pack
 from kerneltune.ops.multi_cast_transpose import multi_cast_transpose
-from kerneltune.ops.rmsnorm.configs import BwdConfig, FwdConfig
+from kerneltune.ops.rmsnorm import BwdConfig, FwdConfig
 
 Call = Callable[[], Any]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -14,8 +14,8 @@ from kerneltune.kernel_lib import launch
 from kerneltune.kernel_lib.workspace import HEADER_WORDS, Pool, workspace
 from kerneltune.ops import fp8
 from kerneltune.ops.fp8.kernels import columns, early
-from kerneltune.ops.rmsnorm import optimized, rmsnorm_fwd
-from kerneltune.ops.rmsnorm.configs import FwdConfig
+from kerneltune.ops.rmsnorm import FwdConfig, rmsnorm_fwd
+from kerneltune.ops.rmsnorm.kernels import forward
 
 CPU = torch.device("cpu")
 SMALLEST = 1 << 16
@@ -90,7 +90,7 @@ def test_two_launches_that_share_rows_give_what_one_program_gives(M: int, N: int
             handed_out.append((slots, ws))
             yield ws
 
-    monkeypatch.setattr(optimized, "workspace", spied)
+    monkeypatch.setattr(forward, "workspace", spied)
     x, weight = torch.randn(M, N) * torch.logspace(-2, 2, M)[:, None], torch.randn(N)
     whole = rmsnorm_fwd(x, weight, config=WHOLE)
     assert handed_out == []

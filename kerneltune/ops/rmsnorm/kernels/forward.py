@@ -1,14 +1,19 @@
-"""Our RMSNorm kernels: every tensor is read from memory once.
+"""Forward kernels of RMSNorm: every tensor is read from memory once.
 
 Rows live in registers. A row too long for one program is shared by `PARTS` programs, which publish their partial sums and
 wait for each other's inside the launch (PHASE 0), or in two launches (PHASE 1 publishes, PHASE 2 collects). A program
-publishes its next tile before it waits for the present one, so that the wait is over when it begins. May import tl_lib,
-tl_exchange and tl_transpose.
+publishes its next tile before it waits for the present one, so that the wait is over when it begins.
 """
 
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
 import triton
 import triton.language as tl
 
+from kerneltune.kernel_lib.arguments import check_apart
+from kerneltune.kernel_lib.launch import registers
 from kerneltune.kernel_lib.tl_exchange import (
     await_done,
     clear_done,
@@ -18,8 +23,135 @@ from kerneltune.kernel_lib.tl_exchange import (
     publish,
     sum_of_published,
 )
-from kerneltune.kernel_lib.tl_lib import held, is_cuda, quantize, reciprocal, wide
-from kerneltune.kernel_lib.tl_transpose import store_transposed
+from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX, INTERPRETED, held, is_cuda, quantize, reciprocal, wide
+from kerneltune.kernel_lib.tl_transpose import store_transposed, transpose_bytes
+from kerneltune.kernel_lib.workspace import counters, workspace
+from kerneltune.ops.rmsnorm.tiles import SHARING, groups_of, phases_of
+from kerneltune.rounding import cdiv
+
+if TYPE_CHECKING:
+    from kerneltune.ops.rmsnorm.fwd import FwdConfig
+
+_MOST_BESIDE_GAMMA = 32768
+"""Elements of x that a program can hold beside the weight: more need 32 warps, whose threads have 64 registers."""
+
+_TILE_ROWS, _TILE_COLS = 64, 128
+"""Of the transpose's tiles; not searched: fp8_transpose_2d prefers 64 x 256 and groups of 512 row blocks, where x is cold."""
+
+_BLOCK, _TILE = 128, 128
+"""Rows and columns of tiles that are transposed beside the rows in work."""
+
+BEHIND_COLS = range(8192, 16385)
+"""Lengths of rows that are transposed in the launch that writes them."""
+
+BEHIND_BYTES = 8_000_000
+"""Bytes of y by which the transpose stays behind the writers, so that y is still in L2. H200, 2026-11-22: 3 to 7 % faster than a
+second launch; level at rows of 4096 elements, slower for shorter rows, and for longer ones, which looping programs write faster
+(docs/notes/h200.md). A matrix of less than three times the bytes leaves little to do beside."""
+
+_PLAIN = 512
+"""Elements of a row up to which L2 is not told that x and y are used once. H200, 2026-11-23, 268 MB of x: rows of 64 elements
+134.1 → 130.7 µs, of 128 132.6 → 130.4, of 256 130.9 → 128.7, of 512 129.6 → 129.2; longer rows were not tried."""
+
+
+def normalize(
+    x: torch.Tensor,
+    add: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    eps: float,
+    quant: str,
+    scale: torch.Tensor | None,
+    amax: torch.Tensor | None,
+    fp8_format: str,
+    zero_centered: bool,
+    out_dtype: torch.dtype | None,
+    config: "FwdConfig | None",
+) -> "tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]":
+    """Allocate the outputs and launch the forward of x, or of x + add; arguments are checked, config is None where x is empty.
+
+    Returns:
+        y; x + add, or x where there is nothing to add; rsigma; y_t or None; scale_inv or None.
+    """
+    M, N = x.shape
+    y = x.new_empty((M, N), dtype=out_dtype if quant == "none" else FP8_DTYPES[fp8_format])
+    rsigma = x.new_empty((M,), dtype=torch.float32)
+    total = x if add is None else x.new_empty((M, N))
+    y_t = y.new_empty((N, M)) if quant == "fp8_t" else None
+    scale_inv = x.new_empty((1,), dtype=torch.float32) if quant != "none" else None
+    if config is None or not x.numel():
+        if scale_inv is not None and scale is not None:
+            torch.reciprocal(scale, out=scale_inv)
+        return y, total, rsigma, y_t, scale_inv
+    for name, matrix in (("x", x), ("residual", add)):
+        if matrix is not None:
+            check_apart(name, matrix, config.rows)
+    tensors = (x, weight, add, None if add is None else total, y, rsigma, scale, amax, scale_inv)
+    sizes = (M, N, x.stride(0), None if add is None else add.stride(0), eps)
+    constants = {"ZERO_CENTERED": zero_centered, "FP8_MAX": FP8_MAX[fp8_format]}
+    if y_t is not None and _transposes_behind(y, config):
+        write_both(tensors, y_t, sizes, constants, config)
+        return y, total, rsigma, y_t, scale_inv
+    _write_rows_of(tensors, sizes, constants | {"FP8": quant != "none"}, y_t is not None, config)
+    if y_t is not None:
+        transpose_bytes[(cdiv(M, _TILE_ROWS) * cdiv(N, _TILE_COLS),)](
+            y.view(torch.uint8), y_t.view(torch.uint8), M, N, N,
+            ROWS=_TILE_ROWS, COLS=_TILE_COLS, GROUP=8, BACKWARDS=True, num_warps=4,
+        )  # fmt: skip
+    return y, total, rsigma, y_t, scale_inv
+
+
+def _write_rows_of(
+    tensors: tuple[Any, ...], sizes: tuple[Any, ...], constants: dict[str, Any], keep: bool, c: "FwdConfig"
+) -> None:
+    """Write y. keep: so that L2 has it for the next kernel."""
+    (M, N), x = sizes[:2], tensors[0]
+    tiles = cdiv(M, c.rows)
+    if not c.ctas:
+        _rmsnorm_fwd_once[(tiles,)](*tensors, *sizes, **constants, KEEP=keep or N <= _PLAIN, **_whole(N, c))
+        return
+    parts, chunks = c.parts(N)
+    with workspace(tiles * parts * c.rows, x.device) if parts > 1 else nullcontext() as ws:
+        for phase, options in phases_of(parts, c):
+            _rmsnorm_fwd_loop[(groups_of(x.device, tiles, parts, c) * parts,)](
+                *tensors, ws, *sizes, **constants, KEEP=keep, ROWS=c.rows, COLS=c.cols, CHUNKS=chunks, PARTS=parts, PHASE=phase,
+                EVEN=N % c.cols == 0, STAGES=c.stages, num_warps=c.warps, **options,
+            )  # fmt: skip
+
+
+def _transposes_behind(y: torch.Tensor, c: "FwdConfig") -> bool:
+    """Say whether the programs that transpose y belong into the launch of those that write it, which must begin before them."""
+    M, N = y.shape
+    in_order = is_cuda() or INTERPRETED
+    return in_order and not c.ctas and M % 4 == 0 and N in BEHIND_COLS and M * N >= 3 * BEHIND_BYTES
+
+
+def write_both(
+    tensors: tuple[Any, ...], y_t: torch.Tensor, sizes: tuple[Any, ...], constants: dict[str, Any], c: "FwdConfig"
+) -> None:
+    """Write y and its transpose in one launch; tensors and sizes are those of `_rmsnorm_fwd_once`."""
+    (M, N), x = sizes[:2], tensors[0]
+    blocks = cdiv(M, _BLOCK)
+    with counters(cdiv(blocks, 2), x.device) as done:
+        _rmsnorm_fwd_turned[(blocks * (_BLOCK // c.rows + cdiv(N, _TILE)),)](
+            *tensors, y_t.view(torch.uint8), done.view(torch.int32), *sizes, cdiv(BEHIND_BYTES, _BLOCK * N), **constants,
+            BLOCK=_BLOCK, TILE=_TILE, **_whole(N, c),
+        )  # fmt: skip
+
+
+def _whole(N: int, c: "FwdConfig") -> dict[str, Any]:
+    """Return the constants and options of programs that write whole rows."""
+    loads = cdiv(N, c.cols)
+    if c.reload:
+        held = min(c.stages - 1, loads)
+        gammas = min(1, held)
+    else:
+        held = loads
+        gammas = 0 if c.rows * loads * c.cols > _MOST_BESIDE_GAMMA else loads
+    sizes = {
+        "ROWS": c.rows, "COLS": c.cols, "HELD": held, "GAMMAS": gammas, "BY_WARPS": c.warps >= 16,
+        "POLICY": "" if N <= _PLAIN else "evict_first", "num_warps": c.warps,
+    }  # fmt: skip
+    return sizes | registers(c.warps, SHARING) if c.reload and held else sizes
 
 
 @triton.jit
@@ -75,16 +207,16 @@ def _gamma(g, ZERO_CENTERED: tl.constexpr):
 
 @triton.jit
 def _raised(amax, y):
-    """amax (R, C // k), raised to |y| (R, C) by k neighbours, which one thread holds; NaN is passed over."""
+    """Return the larger of amax (R, C // k) and |y| (R, C) of k neighbours, which one thread holds; pass over NaN."""
     neighbours: tl.constexpr = y.shape[1] // amax.shape[1]
     return tl.maximum(amax, tl.max(tl.reshape(tl.abs(y), (y.shape[0], amax.shape[1], neighbours)), axis=2))
 
 
 @triton.jit
 def _raise_amax(amax_ptr, amax, seen, BY_WARPS: tl.constexpr):
-    """Raise *amax_ptr, which was `seen` some time before, to the largest of the tensor amax ≥ 0; most find it raised already.
+    """Take the atomic max of *amax_ptr, which was `seen` some time before, and the tensor amax ≥ 0; most find it large enough.
 
-    BY_WARPS: every warp for itself, so that a large program, whose place the next one waits for, ends without a barrier.
+    BY_WARPS: every warp for itself, so that a large program, after which the next one begins, ends without a barrier.
     """
     if BY_WARPS and is_cuda():  # in the layout of `amax`, whichever that is; numbers ≥ 0 are in the order of their bits
         tl.inline_asm_elementwise(
@@ -112,7 +244,7 @@ def _write_rows(
     x, g, r, y_ptr, scale, mask, amax,
     ZERO_CENTERED: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Store (ROWS, COLS) of y, under KEEP so that L2 has it for the next kernel; returns amax, raised by them."""
+    """Store (ROWS, COLS) of y, under KEEP so that L2 has it for the next kernel; return amax with them."""
     y = x.to(tl.float32) * r[:, None] * _gamma(g, ZERO_CENTERED)
     if FP8:
         amax = _raised(amax, y)
@@ -149,8 +281,10 @@ def _rmsnorm_fwd_turned(
     POLICY: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The same as fp8, and its transpose (N, M), M a multiple of 4: a tile of BLOCK rows and TILE columns is turned by a program
-    whose id comes `lag` blocks after those that write its rows, so that it seldom waits for them and L2 still has them.
+    """Write y as fp8, and its transpose (N, M), M a multiple of 4.
+
+    A tile of BLOCK rows and TILE columns is transposed by a program whose id comes `lag` blocks after those that write its rows,
+    so that it seldom waits for them and L2 still has them.
 
     done_ptr: a 32-bit counter per block of rows, 0 before and after.
     """
@@ -191,7 +325,7 @@ def _rmsnorm_fwd_turned(
 
 @triton.jit
 def _turn(y_ptr, y_t_ptr, block, first_col, M, N: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """y_t[n, m] = y[m, n] of a block of rows and TILE columns, out of L2."""
+    """Write y_t[n, m] = y[m, n] of a block of rows and TILE columns, out of L2."""
     quads = tl.arange(0, BLOCK // 4)
     cols = tl.arange(0, TILE)
     live = first_col + cols < N
@@ -214,7 +348,7 @@ def _whole_rows(
     ROWS: tl.constexpr, COLS: tl.constexpr, HELD: tl.constexpr, GAMMAS: tl.constexpr, BY_WARPS: tl.constexpr,
     POLICY: tl.constexpr,
 ):  # fmt: skip
-    """Rows [tile * ROWS, …) of y. KEEP: as in `_write_rows`.
+    """Write rows [tile * ROWS, …) of y. KEEP: as in `_write_rows`.
 
     HELD: how many loads of x are held between the sum and the output; the others are read again, from L2, that many ahead of
     their use: all are held where something is added to x. GAMMAS: as many loads of the weight are ahead of theirs: all cost
@@ -272,14 +406,14 @@ def _whole_rows(
 
 @triton.jit
 def _load_chunk(x_rows, c, lanes, left, N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, POLICY: tl.constexpr):
-    """(ROWS, COLS) of x, columns [c * COLS, …); zeros outside it."""
+    """Load (ROWS, COLS) of x, columns [c * COLS, …); zeros outside it."""
     cols = c * COLS + tl.arange(0, COLS)
     return tl.load(x_rows + cols[None, :], mask=_inside(lanes, left, cols, N, ROWS, COLS), other=0.0, eviction_policy=POLICY)
 
 
 @triton.jit
 def _inside(lanes, left, cols, N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Which elements of a tile exist."""
+    """Return which elements of a tile exist."""
     if ROWS == 1 and N % COLS == 0:
         return tl.full((1, COLS), True, tl.int1)
     elif ROWS == 1:
@@ -298,7 +432,7 @@ def _rmsnorm_fwd_loop(
     ROWS: tl.constexpr, COLS: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, PHASE: tl.constexpr,
     EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The same by resident programs that loop over tiles; several PARTS share a row, or one holds its CHUNKS loads.
+    """Write y by resident programs that loop over tiles; several PARTS share a row, or one holds its CHUNKS loads.
 
     The weight stays in registers, as it is stored: loaded in the loop it would take as much shared memory as x does.
     """

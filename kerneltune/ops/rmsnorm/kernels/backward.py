@@ -1,14 +1,80 @@
-"""The backward of RMSNorm: dx and dγ from one read of dz and x.
+"""Backward kernels of RMSNorm: dx and dγ from one read of dz and x.
 
 Because a loop holds each 16-bit value in a register of its own, 16-bit values are loaded in PAIRS, as int32.
 """
 
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kerneltune.kernel_lib.arguments import in_pairs
 from kerneltune.kernel_lib.tl_exchange import close_launch, launch_tag, publish, sum_of_published
-from kerneltune.kernel_lib.tl_lib import held, load_constant, since_sm_90, to_pairs, values, wide
+from kerneltune.kernel_lib.tl_lib import TL_DTYPES, held, load_constant, since_sm_90, to_pairs, values, wide
+from kerneltune.kernel_lib.workspace import workspace
+from kerneltune.ops.rmsnorm.tiles import groups_of, phases_of
+from kerneltune.rounding import cdiv, next_power_of_2
+
+if TYPE_CHECKING:
+    from kerneltune.ops.rmsnorm.bwd import BwdConfig
+
+_SHORT = 1 << 25
+"""Elements of x up to which the dγ reduction is launched as the main kernel begins: on an H200 (2026-11-22) 1 to 6 % faster up to
+8192 x 4096, 1 % slower at twice that and 6 % where programs share rows, and there launched when the main loops are over
+(docs/notes/h200.md)."""
+
+_DGAMMA_TILE = 4096
+"""Elements that a program of the dγ reduction has in flight: all partials of some columns, of eight at least."""
+
+
+def gradients(
+    dz: torch.Tensor,
+    x: torch.Tensor,
+    rsigma: torch.Tensor,
+    weight: torch.Tensor | None,
+    dsum: torch.Tensor | None,
+    zero_centered: bool,
+    with_dgamma: bool,
+    config: "BwdConfig | None",
+) -> "tuple[torch.Tensor, torch.Tensor | None]":
+    """Allocate dx and dγ and launch the backward; dsum is added to dx. Arguments are checked, config is None where x is empty."""
+    dz, x, dsum = dz.contiguous(), x.contiguous(), None if dsum is None else dsum.contiguous()
+    M, N = x.shape
+    dx = torch.empty_like(x)
+    dgamma = None if weight is None or not with_dgamma else torch.empty_like(weight)
+    if config is None or not x.numel():
+        return dx, None if dgamma is None else dgamma.zero_()
+    c = config
+    tiles, (parts, chunks) = cdiv(M, c.rows), c.parts(N)
+    groups = groups_of(x.device, tiles, parts, c)
+    partials = None if dgamma is None else torch.empty((groups, N), dtype=torch.float32, device=x.device)
+    pairs = _pairs(weight, x, dz, dsum)
+    words = [t if t is None or pairs == 1 or t.element_size() == 4 else t.view(torch.int32) for t in (dz, x, weight, dsum, dx)]
+    with workspace(tiles * parts * c.rows, x.device) if parts > 1 else nullcontext() as ws:
+        for phase, options in phases_of(parts, c):
+            _rmsnorm_bwd_main[(groups * parts,)](
+                words[0], words[1], rsigma, *words[2:], partials, ws, M, N // pairs,
+                ZERO_CENTERED=zero_centered, ROWS=c.rows, COLS=c.cols // pairs, CHUNKS=chunks, PARTS=parts, PHASE=phase,
+                PAIRS=pairs, dtype=TL_DTYPES[x.dtype], DG_ROWS=c.sum_rows(x.element_size()),
+                EARLY=parts == 1 and M * N <= _SHORT, STAGES=c.stages, num_warps=c.warps, **options,
+            )  # fmt: skip
+    if dgamma is not None:
+        rows = next_power_of_2(groups)
+        cols = max(8, _DGAMMA_TILE // rows)
+        _rmsnorm_bwd_dgamma[(cdiv(N, cols),)](
+            partials, dgamma, groups, N, ROWS=rows, COLS=cols, num_warps=8,
+            **({"launch_pdl": True} if since_sm_90() else {}),
+        )  # fmt: skip
+    return dx, dgamma
+
+
+def _pairs(weight: torch.Tensor | None, *matrices: torch.Tensor | None) -> int:
+    """Return 2 where 16-bit values can be loaded two by two, as widths and addresses allow; else 1."""
+    even = weight is None or weight.element_size() == 4 or weight.storage_offset() % 2 == 0
+    return 2 if even and all(matrix is None or in_pairs(matrix) for matrix in matrices) else 1
 
 
 @triton.jit

@@ -14,13 +14,13 @@ import torch
 from kerneltune import ops
 from kerneltune.kernel_lib import arguments
 from kerneltune.measuring.check import Checker
-from kerneltune.ops.rmsnorm import optimized, rmsnorm_add_fwd, rmsnorm_bwd, rmsnorm_fwd
-from kerneltune.ops.rmsnorm.configs import BwdConfig, FwdConfig, space_fwd, valid_fwd
+from kerneltune.ops.rmsnorm import BwdConfig, FwdConfig, rmsnorm_add_fwd, rmsnorm_bwd, rmsnorm_fwd
+from kerneltune.ops.rmsnorm.kernels import forward
 from kerneltune.spec import Case
 
 WHERE = "cuda" if torch.cuda.is_available() else "cpu"
 OPS = ops.load()
-PUBLISHED = Path(__file__).parent / "data" / "te_pr593_rmsnorm_ab.csv"
+PUBLISHED = Path(__file__).parents[2] / "data" / "te_pr593_rmsnorm_ab.csv"
 
 
 def published_cells() -> list[tuple[str, dict[str, str], str]]:
@@ -138,8 +138,7 @@ def test_rows_held_in_part(N: int, stages: int, quant: str, dtype: str) -> None:
 def in_part(M: int, N: int, dtype: str = "bfloat16") -> tuple[list[tuple[int, int, int]], int]:
     """cols, warps and stages of the configs of a space that hold rows in part, and how many others there are."""
     case = Case("c", (("M", M), ("N", N)), dtype)
-    configs = [FwdConfig(*values) for values in itertools.product(*space_fwd(case).values())]
-    valid = [c for c in configs if valid_fwd(case, c) is None]
+    valid = list(OPS["rmsnorm_fwd"].variant("optimized").configs(case))
     found = [(c.cols, c.warps, c.stages) for c in valid if c.reload and c.stages > 1]
     return sorted(found), len(valid) - len(found)
 
@@ -170,12 +169,12 @@ def turned_and_apart(monkeypatch: pytest.MonkeyPatch, M: int, N: int, config: Fw
     """fp8_t with its transpose in the same launch, `behind` bytes later, gives the bits of two launches, in every run."""
     x, weight = torch.randn(M, N, dtype=torch.bfloat16), torch.randn(N, dtype=torch.bfloat16)
     launched = []
-    launch = optimized._launch_turned
-    monkeypatch.setattr(optimized, "_launch_turned", lambda *args: (launched.append(args), launch(*args)))
-    monkeypatch.setattr(optimized, "_BEHIND_BYTES", behind)
+    launch = forward.write_both
+    monkeypatch.setattr(forward, "write_both", lambda *args: (launched.append(args), launch(*args)))
+    monkeypatch.setattr(forward, "BEHIND_BYTES", behind)
     results = []
     for cols in [range(0), *[range(1, 1 << 20)] * runs]:
-        monkeypatch.setattr(optimized, "_BEHIND_COLS", cols)
+        monkeypatch.setattr(forward, "BEHIND_COLS", cols)
         s = scalars(3.0)
         out = fwd(x, weight, quant="fp8_t", config=config, **s)
         results.append([t.view(torch.uint8) for t in (out.y, out.y_t, out.rsigma, out.scale_inv, s["amax"])])
@@ -191,7 +190,7 @@ def turned_and_apart(monkeypatch: pytest.MonkeyPatch, M: int, N: int, config: Fw
 )
 def test_rows_turned_beside_others(monkeypatch: pytest.MonkeyPatch, M: int, N: int, behind: int, config: FwdConfig) -> None:
     counted = torch.zeros(16, dtype=torch.int64, device=WHERE)
-    monkeypatch.setattr(optimized, "counters", lambda *_: nullcontext(counted))
+    monkeypatch.setattr(forward, "counters", lambda *_: nullcontext(counted))
     turned_and_apart(monkeypatch, M, N, config, behind, runs=1)
     assert not counted.any()
 

@@ -8,7 +8,7 @@ import torch
 
 from kerneltune import ops
 from kerneltune.measuring.check import Checker
-from kerneltune.ops.rmsnorm import te
+from kerneltune.ops.rmsnorm.baselines import te
 from kerneltune.spec import Case
 
 OPS = ops.load()

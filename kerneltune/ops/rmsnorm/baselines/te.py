@@ -4,10 +4,10 @@ Source: ROCm/TransformerEngine pull request 593; written anew from its contract.
 constexprs: gamma hoisted out of the row loop, the transpose written by the norm kernel itself or by a tiled second one, the
 backward's warps and reduce tile tuned, dγ of a single row of partials written at once.
 
-What differs from the published code: 1 / N is hoisted with gamma alone, elsewhere a sum is divided by N; c = r² s / N is one
-number per row in both backwards, where the baseline had r³ x (s / N); the default is eight warps, in the published forward four
-where it is not tuned; the baseline always reduces its partials; no multiprocessors are left free (sm_margin), outputs are not
-handed in (ln_out) or of another type (otype). Which addresses are aligned Triton finds out by itself. May import tl_lib.
+Differences from the published code: 1 / N is hoisted with gamma alone, elsewhere a sum is divided by N; c = r² s / N is one value
+per row in both backwards, where the baseline had r³ x (s / N); the default is eight warps, in the published forward four where it
+is not tuned; the baseline always reduces its partials; no SMs are left free (sm_margin), outputs are not handed in (ln_out) or of
+another type (otype). Triton finds out by itself which addresses are aligned.
 """
 
 from dataclasses import dataclass
@@ -18,21 +18,32 @@ import triton.language as tl
 
 from kerneltune.device import sm_count
 from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX, quantize, reciprocal, wide
-from kerneltune.ops.rmsnorm.reference import EPS
+from kerneltune.ops.rmsnorm.contract import EPS
 from kerneltune.rounding import cdiv, next_power_of_2
-from kerneltune.spec import Case, Inputs, Outputs, Space
+from kerneltune.spec import Case, Inputs, Outputs, Space, Variant
 
 
 @dataclass(frozen=True, slots=True)
 class TeFwdConfig:
-    """warps of the norm kernel."""
+    """How the norm kernel runs.
+
+    Attributes:
+        warps: of a program.
+    """
 
     warps: int
 
 
 @dataclass(frozen=True, slots=True)
 class TePr593FwdConfig:
-    """warps of the norm kernel; rows, cols and warps of the transpose tile."""
+    """How the norm kernel and the transpose run.
+
+    Attributes:
+        warps: of a program of the norm kernel.
+        tile_rows: of the transpose tile.
+        tile_cols: of the transpose tile.
+        tile_warps: of a program of the transpose.
+    """
 
     warps: int
     tile_rows: int
@@ -42,7 +53,14 @@ class TePr593FwdConfig:
 
 @dataclass(frozen=True, slots=True)
 class TeBwdConfig:
-    """warps of the main kernel; rows, cols and warps of the reduce tile."""
+    """How the main kernel and the reduction run.
+
+    Attributes:
+        warps: of a program of the main kernel.
+        reduce_rows: of the reduce tile.
+        reduce_cols: of the reduce tile.
+        reduce_warps: of a program of the reduction.
+    """
 
     warps: int
     reduce_rows: int
@@ -125,7 +143,7 @@ def _rmsnorm_fwd_te(
 
 @triton.jit
 def _transpose_te(q_ptr, qt_ptr, M, N, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """(M, N) bytes to (N, M), tile by tile."""
+    """Transpose (M, N) bytes to (N, M), tile by tile."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
     mask = (rows < M)[:, None] & (cols < N)[None, :]
@@ -139,7 +157,7 @@ def _rmsnorm_bwd_te(
     M, N,
     ZERO_CENTERED: tl.constexpr, BLOCK: tl.constexpr, BLOCKED: tl.constexpr, PR593: tl.constexpr,
 ):  # fmt: skip
-    """dx, and dγ partials: a row per program, or where rows are blocked a row per row of x."""
+    """Write dx, and dγ partials: a row per program, or where rows are blocked a row per row of x."""
     lanes = tl.arange(0, BLOCK)
     if not BLOCKED:
         dg = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -189,7 +207,7 @@ def _reduce_te(dg_ptr, dgamma_ptr, P, N, ROWS: tl.constexpr, COLS: tl.constexpr)
 
 
 def _blocks(n: int, itemsize: int, limit: int) -> tuple[int, bool]:
-    """The block size, at most `limit` bytes of a row, and whether a row is blocked: above 16 KiB."""
+    """Return the block size, at most `limit` bytes of a row, and whether a row is blocked: above 16 KiB."""
     return min(limit // itemsize, next_power_of_2(n)), n > 16384 // itemsize
 
 
@@ -220,12 +238,12 @@ def _fwd(inputs: Inputs, warps: int, transpose_in_kernel: bool, pr593: bool) -> 
 
 
 def run_baseline_fwd(inputs: Inputs, config: TeFwdConfig) -> Outputs:
-    """The forward before the pull request: the transpose is stored byte by byte from the norm kernel."""
+    """Run the forward before the pull request: the transpose is stored byte by byte from the norm kernel."""
     return _fwd(inputs, config.warps, transpose_in_kernel=True, pr593=False)
 
 
 def run_pr593_fwd(inputs: Inputs, config: TePr593FwdConfig) -> Outputs:
-    """The pull request's forward: gamma hoisted, the transpose by a second, tiled kernel."""
+    """Run the pull request's forward: gamma hoisted, the transpose by a second, tiled kernel."""
     outputs = _fwd(inputs, config.warps, transpose_in_kernel=False, pr593=True)
     if inputs["quant"] == "fp8_t":
         M, N = inputs["x"].shape
@@ -257,34 +275,34 @@ def _bwd(inputs: Inputs, config: TeBwdConfig, pr593: bool) -> dict[str, torch.Te
 
 
 def run_baseline_bwd(inputs: Inputs, config: TeBwdConfig) -> Outputs:
-    """The backward before the pull request: eight warps, a 128 x 64 reduce tile."""
+    """Run the backward before the pull request: eight warps, a 128 x 64 reduce tile."""
     return _bwd(inputs, config, pr593=False)
 
 
 def run_pr593_bwd(inputs: Inputs, config: TeBwdConfig) -> Outputs:
-    """The pull request's backward: gamma hoisted, warps and reduce tile tuned, one row of partials written as dγ."""
+    """Run the pull request's backward: gamma hoisted, warps and reduce tile tuned, one row of partials written as dγ."""
     return _bwd(inputs, config, pr593=True)
 
 
-def baseline_fwd_space(_case: Case) -> Space:
-    """Warps 4, 8 and 16; the published list's waves_per_eu exists on AMD only."""
+def _baseline_fwd_space(_case: Case) -> Space:
+    """Offer 4, 8 and 16 warps; the published list's waves_per_eu exists on AMD only."""
     return {"warps": (4, 8, 16)}
 
 
-def pr593_fwd_space(case: Case) -> Space:
-    """As published; the transpose tile matters under fp8_t only."""
+def _pr593_fwd_space(case: Case) -> Space:
+    """Offer what was published; the transpose tile matters under fp8_t only."""
     if case.quant != "fp8_t":
         return {"warps": (4, 8, 16), "tile_rows": (64,), "tile_cols": (64,), "tile_warps": (4,)}
     return {"warps": (4, 8, 16), "tile_rows": (32, 64, 128), "tile_cols": (64, 128), "tile_warps": (4, 8)}
 
 
-def baseline_bwd_space(_case: Case) -> Space:
-    """Fixed."""
+def _baseline_bwd_space(_case: Case) -> Space:
+    """Offer the one published config."""
     return {"warps": (8,), "reduce_rows": (128,), "reduce_cols": (64,), "reduce_warps": (4,)}
 
 
-def pr593_bwd_space(_case: Case) -> Space:
-    """As published."""
+def _pr593_bwd_space(_case: Case) -> Space:
+    """Offer what was published."""
     return {"warps": (4, 8, 16), "reduce_rows": (64, 128, 256), "reduce_cols": (64, 128), "reduce_warps": (4, 8)}
 
 
@@ -292,18 +310,40 @@ _TRANSPOSE_TILES = {(32, 64, 4), (64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 
 _REDUCE_TILES = {(64, 64, 4), (128, 64, 4), (128, 128, 4), (128, 64, 8), (256, 64, 8), (256, 128, 8)}
 
 
-def pr593_fwd_valid(_case: Case, config: TePr593FwdConfig) -> str | None:
-    """The published transpose tiles."""
+def _pr593_fwd_valid(_case: Case, config: TePr593FwdConfig) -> str | None:
+    """Refuse transpose tiles that were not published."""
     tile = (config.tile_rows, config.tile_cols, config.tile_warps)
     return None if tile in _TRANSPOSE_TILES else f"transpose tile {tile} is not in the published list"
 
 
-def pr593_bwd_valid(_case: Case, config: TeBwdConfig) -> str | None:
-    """The published reduce tiles."""
+def _pr593_bwd_valid(_case: Case, config: TeBwdConfig) -> str | None:
+    """Refuse reduce tiles that were not published."""
     tile = (config.reduce_rows, config.reduce_cols, config.reduce_warps)
     return None if tile in _REDUCE_TILES else f"reduce tile {tile} is not in the published list"
 
 
-def nothing_to_do(case: Case) -> str | None:
-    """The published kernels do not take empty tensors."""
+def _nothing_to_do(case: Case) -> str | None:
+    """Say that the published kernels do not take empty tensors."""
     return "no rows" if case["M"] == 0 else None
+
+
+def _default_fwd(_case: Case) -> TeFwdConfig:
+    return TeFwdConfig(8)
+
+
+def _default_pr593_fwd(_case: Case) -> TePr593FwdConfig:
+    return TePr593FwdConfig(8, 64, 64, 4)
+
+
+def _default_bwd(_case: Case) -> TeBwdConfig:
+    return TeBwdConfig(8, 128, 64, 4)
+
+
+FORWARD = (
+    Variant("baseline", run_baseline_fwd, TeFwdConfig, _baseline_fwd_space, default=_default_fwd, unsupported=_nothing_to_do),
+    Variant("pr593", run_pr593_fwd, TePr593FwdConfig, _pr593_fwd_space, _pr593_fwd_valid, _default_pr593_fwd, _nothing_to_do),
+)
+BACKWARD = (
+    Variant("baseline", run_baseline_bwd, TeBwdConfig, _baseline_bwd_space, default=_default_bwd, unsupported=_nothing_to_do),
+    Variant("pr593", run_pr593_bwd, TeBwdConfig, _pr593_bwd_space, _pr593_bwd_valid, _default_bwd, _nothing_to_do),
+)

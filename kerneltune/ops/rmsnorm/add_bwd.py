@@ -1,0 +1,148 @@
+"""Gradient of RMSNorm of a sum: that of the sum is added in the launch of RMSNorm's backward.
+
+d x = d residual = rmsnorm_bwd(dz, total) + d total
+"""
+
+import torch
+
+from kerneltune import cache
+from kerneltune.kernel_lib.agreement import close
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_like
+from kerneltune.kernel_lib.functions import run_of
+from kerneltune.kernel_lib.launch import on_its_device
+from kerneltune.ops.rmsnorm import bwd, peers
+from kerneltune.ops.rmsnorm.bwd import BwdConfig, rmsnorm_bwd
+from kerneltune.ops.rmsnorm.contract import (
+    CONTRACT,
+    ROUNDING,
+    SUM_OPTIONS,
+    rsigma_of,
+    sum_options,
+    uniform,
+    weight_bytes,
+    weight_of,
+)
+from kerneltune.ops.rmsnorm.kernels.backward import gradients
+from kerneltune.ops.rmsnorm.tiles import check_config, first_valid, sum_too_large
+from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
+
+
+def space(case: Case) -> Space:
+    """Offer what `rmsnorm_bwd` does, and fewer stages: there is half as much again to load."""
+    return {**bwd.space(case), "stages": (1, 2, 3, 4)}
+
+
+def valid(case: Case, config: BwdConfig) -> str | None:
+    """Say why a config cannot run, or cannot be worth running."""
+    return bwd.valid(case, config) or sum_too_large(case, config, tensors=3)
+
+
+def default(case: Case) -> BwdConfig:
+    """Return a config for any shape, by the rule of `rmsnorm_bwd`."""
+    return first_valid(case, bwd.likely(case), valid)
+
+
+def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+    """Draw dz, dtotal and total (M, N), weight (N,) or None, and the rsigma (M,) of total."""
+    M, N, dtype = case["M"], case["N"], getattr(torch, case.dtype)
+    total = uniform((M, N), -2.0, 1.0, dtype, device, seed)
+    return {
+        "dz": uniform((M, N), -1.0, 1.0, dtype, device, seed + 3),
+        "dtotal": uniform((M, N), -1.0, 1.0, dtype, device, seed + 4),
+        "total": total,
+        "rsigma": rsigma_of(total),
+        "weight": weight_of(case, device, seed + 1),
+        "zero_centered": case.option("zero_centered"),
+    }
+
+
+def reference(inputs: Inputs) -> Outputs:
+    """Return dx, and dgamma where there is a weight, from the saved rsigma, in fp32."""
+    expected = dict(bwd.reference({**inputs, "x": inputs["total"]}))
+    expected["dx"] = expected["dx"] + inputs["dtotal"].float()
+    if inputs["weight"] is None:
+        del expected["dgamma"], expected["dgamma_abs"]
+    return expected
+
+
+def compare(_case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
+    """Compare dx to its rounding and to that of RMSNorm's part of it, dgamma as RMSNorm's; return a line per wrong output."""
+    unit = ROUNDING[inputs["total"].dtype]
+    part = (expected["dx"] - inputs["dtotal"].float()).abs()
+    errors = close("dx", outputs["dx"], expected["dx"], rtol=unit, atol=1e-6 + (unit + 2e-6) * part)
+    if inputs["weight"] is None:
+        return errors + (["dgamma: given without a weight"] if "dgamma" in outputs else [])
+    slack = 2e-6 * expected["dgamma_abs"] + 1e-6
+    rtol = ROUNDING[inputs["weight"].dtype]
+    return errors + close("dgamma", outputs["dgamma"], expected["dgamma"], rtol=rtol, atol=slack)
+
+
+def traffic(case: Case) -> Traffic:
+    """Return the bytes of dz, dtotal, total, weight and rsigma read; of dx and dgamma written."""
+    M, N, size = case["M"], case["N"], ITEMSIZE[case.dtype]
+    return Traffic(read=3 * size * M * N + weight_bytes(case) + 4 * M, write=size * M * N + weight_bytes(case))
+
+
+@on_its_device
+def rmsnorm_add_bwd(
+    dz: torch.Tensor,
+    dtotal: torch.Tensor | None,
+    total: torch.Tensor,
+    rsigma: torch.Tensor,
+    weight: torch.Tensor | None,
+    *,
+    zero_centered: bool = False,
+    with_dgamma: bool = True,
+    config: BwdConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute dx (M, N), the gradient of x and of residual alike, and dgamma (N,) of `rmsnorm_add_fwd` without quantization.
+
+    Args:
+        dz: (M, N), the gradient of y.
+        dtotal: (M, N), the gradient of total, or None for zeros.
+        total: as the forward returned it.
+        rsigma: as the forward returned it.
+        weight: as in `rmsnorm_bwd`.
+        zero_centered: as in `rmsnorm_bwd`.
+        with_dgamma: as in `rmsnorm_bwd`.
+        config: None takes the best known config.
+
+    Raises:
+        ValueError: a wrong shape, dtype, device or config, which it names.
+    """
+    if dtotal is None:
+        return rmsnorm_bwd(dz, total, rsigma, weight, zero_centered=zero_centered, with_dgamma=with_dgamma, config=config)
+    bwd.check(dz, total, rsigma, weight, zero_centered)
+    check_like("dtotal", dtotal, tuple(total.shape), total.dtype, total.device)
+    if config is not None:
+        check_config(config, BwdConfig, least_ctas=1)
+    elif total.numel():
+        axes, options = (("M", total.shape[0]), ("N", total.shape[1])), sum_options(zero_centered, weight, total)
+        config = _choose(axes, DTYPE_NAMES[total.dtype], "none", options)
+    return gradients(dz, total, rsigma, weight, dtotal, zero_centered, with_dgamma, config)
+
+
+def _two_launches(inputs: Inputs, _config: None) -> Outputs:
+    """Run `rmsnorm_bwd`, then torch's addition; dx is rounded twice, as in a model that is not fused."""
+    dz, total, rsigma, weight = (inputs[name] for name in ("dz", "total", "rsigma", "weight"))
+    dx, dgamma = rmsnorm_bwd(dz, total, rsigma, weight, zero_centered=inputs["zero_centered"])
+    return {"dx": dx + inputs["dtotal"]} | ({} if dgamma is None else {"dgamma": dgamma})
+
+
+OP = Op(
+    name="rmsnorm_add_bwd",
+    options=SUM_OPTIONS,
+    free_options=tuple(SUM_OPTIONS),
+    inputs=inputs,
+    reference=reference,
+    compare=compare,
+    traffic=traffic,
+    variants=(
+        Variant("baseline", _two_launches),
+        Variant("optimized", run_of(rmsnorm_add_bwd, "dx", "dgamma"), BwdConfig, space, valid, default),
+        *peers.ADD_BACKWARD,
+    ),
+    module=__name__,
+    **CONTRACT,
+)
+_choose = cache.Chooser.of(OP, OP.variant("optimized"))

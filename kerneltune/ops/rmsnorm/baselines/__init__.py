@@ -1,0 +1,1 @@
+"""Published designs of RMSNorm, written anew."""

@@ -1,0 +1,225 @@
+"""RMSNorm backward: dx and dγ from one read of dz and x. Formula: contract.py."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from kerneltune import cache
+from kerneltune.kernel_lib.agreement import close
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_like, check_matrix
+from kerneltune.kernel_lib.functions import run_of
+from kerneltune.kernel_lib.launch import on_its_device
+from kerneltune.ops.rmsnorm import peers
+from kerneltune.ops.rmsnorm.baselines import te
+from kerneltune.ops.rmsnorm.contract import CONTRACT, ROUNDING, check_weight, gamma_of, rsigma_of, uniform
+from kerneltune.ops.rmsnorm.kernels.backward import gradients
+from kerneltune.ops.rmsnorm.tiles import (
+    FEW_ROWS,
+    LONG,
+    MAX_PARTS,
+    SHORT,
+    Tiles,
+    check_config,
+    first_valid,
+    invalid_loads,
+    invalid_tile,
+    power_of_two,
+    rows_of_short,
+    tile_rows,
+)
+from kerneltune.rounding import cdiv
+from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
+
+_WARP_BYTES = 512
+"""That a warp loads at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class BwdConfig(Tiles):
+    """How rows are differentiated: `Tiles`; ctas is never 0."""
+
+    def sum_rows(self, itemsize: int) -> int:
+        """Return how many rows a program's sums for dγ have: as many as its warps load at once.
+
+        A thread holds every such row of its columns, so that the sum over them moves nothing. It is 1 if the warps lie side by
+        side along a row.
+        """
+        return min(self.rows, max(1, _WARP_BYTES * self.warps // (self.cols * itemsize)))
+
+
+def space(case: Case) -> Space:
+    """Offer tiles of up to four rows, of many rows that are short; one program to a row or several."""
+    whole = power_of_two(case["N"])
+    if whole <= SHORT:
+        return {
+            "rows": rows_of_short(whole, 8192),
+            "cols": (whole,),
+            "split": (False,),
+            "warps": (2, 4, 8),
+            "ctas": (2, 4, 8),
+            "stages": (1, 2, 3),
+        }
+    smallest = 1024 if whole <= 8192 else 2048
+    cols = tuple(cols for cols in (whole >> k for k in range(6)) if smallest <= cols <= 16384 or cols == whole <= 4096)
+    return {
+        "rows": (1, 2, 4, 8) if whole <= 1024 else (1, 2, 4),
+        "cols": cols,
+        "split": (False, True) if whole > 4096 else (False,),
+        "warps": (4, 8, 16, 32) if whole > 8192 else (4, 8, 16),
+        "ctas": (1, 2, 4),
+        "stages": (2, 3, 4),
+    }
+
+
+def valid(case: Case, config: BwdConfig) -> str | None:
+    """Say why a config cannot run, or cannot be worth running."""
+    if not config.ctas:
+        return "dγ takes programs that loop over tiles: ctas must not be 0"
+    reason = invalid_loads(case, config)
+    if reason is not None:
+        return reason
+    loads = cdiv(case["N"], config.cols)
+    if not config.split and loads > 8:
+        return f"{loads} loads to a row"
+    most = 64 if config.sum_rows(ITEMSIZE[case.dtype]) * 4 <= config.rows else 32  # the sums take registers too
+    return invalid_tile(case, config, tensors=2, most=most)
+
+
+def default(case: Case) -> BwdConfig:
+    """Return a config for any shape, by rule: the first valid one of what was fastest at rows of about this length."""
+    return first_valid(case, likely(case), valid)
+
+
+def likely(case: Case) -> Iterator[BwdConfig]:
+    """Generate configs, the likeliest first; the last runs anything."""
+    M, N, whole = case["M"], case["N"], power_of_two(case["N"])
+    if whole <= 1024:
+        for elements, ctas in ((2048, 4), (1024, 2)):
+            yield BwdConfig(tile_rows(M, max(1, elements // whole)), whole, False, warps=4, ctas=ctas, stages=3)
+    if whole == 2048:
+        yield BwdConfig(tile_rows(M, 2), 2048, False, warps=4, ctas=2, stages=3)
+    if 3584 < N <= 4096:
+        yield BwdConfig(tile_rows(M, 2), 4096, False, warps=8, ctas=1, stages=3)
+    if 1024 < whole <= 4096:
+        for stages in (4, 3, 2):
+            yield BwdConfig(1, 1024, False, warps=4, ctas=2, stages=stages)
+    if 4096 < N <= 6144:
+        yield BwdConfig(1, 2048, False, warps=8, ctas=2, stages=4)
+    if 4096 < N <= 8192:
+        yield BwdConfig(1, 8192, False, warps=8, ctas=1, stages=3)
+        yield BwdConfig(1, 2048, False, warps=8, ctas=1, stages=3)
+    if 8192 < N <= 12288:
+        yield BwdConfig(1, 4096, False, warps=16, ctas=1, stages=3)
+    for rows in (4, 2, 1) if M >= 4 * FEW_ROWS else (2, 1):
+        for stages in (3, 2):
+            cols = max(2048, whole // MAX_PARTS)
+            yield BwdConfig(rows, cols, cols < N, max(4 if whole > LONG else 8, cols // 512), ctas=2, stages=stages)
+    for cols, warps in ((4096, 16), (8192, 16)):
+        yield BwdConfig(1, max(cols, whole // MAX_PARTS), cols < N, warps, ctas=1, stages=2)
+    yield BwdConfig(1, whole, False, warps=4, ctas=1, stages=2)
+
+
+def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+    """Draw dz (M, N), x (M, N), weight (N,), and the rsigma (M,) of x."""
+    M, N, dtype = case["M"], case["N"], getattr(torch, case.dtype)
+    x = uniform((M, N), -2.0, 1.0, dtype, device, seed)
+    return {
+        "dz": uniform((M, N), -1.0, 1.0, dtype, device, seed + 3),
+        "x": x,
+        "rsigma": rsigma_of(x),
+        "weight": uniform((N,), 0.5, 1.5, dtype, device, seed + 1),
+        "zero_centered": case.option("zero_centered"),
+    }
+
+
+def reference(inputs: Inputs) -> Outputs:
+    """Return dx and dgamma from the saved rsigma, in fp32, dgamma's terms before their sum as well."""
+    x, dz, r = inputs["x"].float(), inputs["dz"].float(), inputs["rsigma"][:, None]
+    dzg = dz * gamma_of(inputs)
+    s = (dzg * x).sum(1, keepdim=True)
+    terms = dz * x * r
+    return {"dx": r * (dzg - r * r * s / max(x.shape[1], 1) * x), "dgamma": terms.sum(0), "dgamma_abs": terms.abs().sum(0)}
+
+
+def compare(_case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
+    """Compare dx to one rounding, dgamma to one rounding and the error of an fp32 sum."""
+    unit = ROUNDING[inputs["x"].dtype]
+    dx_scale = float(expected["dx"].abs().max()) if expected["dx"].numel() else 0.0
+    errors = close("dx", outputs["dx"], expected["dx"], rtol=unit, atol=1e-6 + 2e-6 * dx_scale)
+    slack = 2e-6 * expected["dgamma_abs"] + 1e-6
+    return errors + close("dgamma", outputs["dgamma"], expected["dgamma"], rtol=unit, atol=slack)
+
+
+def traffic(case: Case) -> Traffic:
+    """Return the bytes of dz, x, weight and rsigma read; of dx and dgamma written."""
+    M, N, size = case["M"], case["N"], ITEMSIZE[case.dtype]
+    return Traffic(read=size * (2 * M * N + N) + 4 * M, write=size * (M * N + N))
+
+
+@on_its_device
+def rmsnorm_bwd(
+    dz: torch.Tensor,
+    x: torch.Tensor,
+    rsigma: torch.Tensor,
+    weight: torch.Tensor | None,
+    *,
+    zero_centered: bool = False,
+    with_dgamma: bool = True,
+    config: BwdConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute dx (M, N) and dgamma (N,) of `rmsnorm_fwd` without quantization; the same bits in every run of one config.
+
+    Args:
+        dz: (M, N), the gradient of y; copied where it is not contiguous, as x.
+        x: (M, N) of dz's dtype.
+        rsigma: (M,) fp32, as the forward returned it.
+        weight: (N,), dtype of x or fp32, or None, as in the forward.
+        zero_centered: as in the forward.
+        with_dgamma: False leaves dgamma out.
+        config: None takes the best known config.
+
+    Returns:
+        dx, and dgamma of the weight's dtype, None without a weight.
+
+    Raises:
+        ValueError: a wrong shape, dtype, device or config, which it names.
+    """
+    check(dz, x, rsigma, weight, zero_centered)
+    if config is not None:
+        check_config(config, BwdConfig, least_ctas=1)
+    elif x.numel():
+        config = _choose((("M", x.shape[0]), ("N", x.shape[1])), DTYPE_NAMES[x.dtype], "none", _CALLED)
+    return gradients(dz, x, rsigma, weight, None, zero_centered, with_dgamma, config)
+
+
+def check(dz: torch.Tensor, x: torch.Tensor, rsigma: torch.Tensor, weight: torch.Tensor | None, zero_centered: bool) -> None:
+    """Check the arguments of a backward.
+
+    Raises:
+        ValueError: the first that does not fit.
+    """
+    check_matrix("x", x)
+    check_like("dz", dz, tuple(x.shape), x.dtype, x.device)
+    check_like("rsigma", rsigma, (x.shape[0],), torch.float32, x.device)
+    check_weight(weight, x, zero_centered)
+
+
+OP = Op(
+    name="rmsnorm_bwd",
+    options={"zero_centered": (False, True)},
+    free_options=("zero_centered",),
+    inputs=inputs,
+    reference=reference,
+    compare=compare,
+    traffic=traffic,
+    variants=(
+        *te.BACKWARD,
+        Variant("optimized", run_of(rmsnorm_bwd, "dx", "dgamma"), BwdConfig, space, valid, default),
+        *peers.BACKWARD,
+    ),
+    module=__name__,
+    **CONTRACT,
+)
+_CALLED = tuple((option, values[0]) for option, values in OP.options.items())
+_choose = cache.Chooser.of(OP, OP.variant("optimized"))

@@ -1,0 +1,351 @@
+"""RMSNorm forward, with FP8 and transposed-FP8 output under delayed scaling. Formula: contract.py."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from kerneltune import cache
+from kerneltune.kernel_lib.agreement import close, same_bits, within_a_step
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_format, check_like, check_matrix
+from kerneltune.kernel_lib.functions import run_of
+from kerneltune.kernel_lib.launch import on_its_device
+from kerneltune.kernel_lib.tl_lib import FP8_DTYPES
+from kerneltune.ops.rmsnorm import peers
+from kerneltune.ops.rmsnorm.baselines import te
+from kerneltune.ops.rmsnorm.contract import (
+    CONTRACT,
+    EPS,
+    FP8,
+    QUANTS,
+    ROUNDING,
+    check_weight,
+    gamma_of,
+    rsigma_of,
+    scalars,
+    uniform,
+)
+from kerneltune.ops.rmsnorm.kernels.forward import normalize
+from kerneltune.ops.rmsnorm.tiles import (
+    FEW_ROWS,
+    LONG,
+    MANY_TILES,
+    MAX_PARTS,
+    REGISTERS,
+    SHARING,
+    SHORT,
+    Tiles,
+    check_config,
+    first_valid,
+    invalid_loads,
+    invalid_tile,
+    power_of_two,
+    rows_of_short,
+    tile_rows,
+)
+from kerneltune.rounding import cdiv
+from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
+
+_LARGE = 1 << 25
+"""Elements of x from which on a program reads x again instead of holding it, so that more programs fit an SM. Because at 4096
+rows of 2304 to 5120 elements holding x was level or faster (H200, 2026-11-23)."""
+
+
+@dataclass(frozen=True, slots=True)
+class FwdConfig(Tiles):
+    """How rows are normalized: `Tiles`, and one knob.
+
+    Attributes:
+        reload: read x once more, from L2, instead of holding it. With stages over 1 and no loop, one load less than stages is
+            held, and the others are read that many ahead.
+    """
+
+    reload: bool
+
+
+def space(case: Case) -> Space:
+    """Offer loads from half a row, an eighth of a long or uneven one, to a whole row; tiles of many rows that are short."""
+    whole = power_of_two(case["N"])
+    if whole <= SHORT:
+        return {
+            "rows": rows_of_short(whole, 16384),
+            "cols": (whole,),
+            "split": (False,),
+            "warps": (1, 2, 4, 8),
+            "ctas": (0, 2, 4, 8),
+            "stages": (1, 2, 3),
+            "reload": (False,),
+        }
+    long = whole > 8192
+    in_part = whole > LONG
+    smallest = max(4096, whole >> 4) if in_part else max(512, whole >> 3 if case["N"] % 8 or long else whole >> 1)
+    return {
+        "rows": (1, 2, 4, 8) if whole <= 1024 else (1, 2, 4) if whole <= 2048 else (1,) if long else (1, 2),
+        "cols": tuple(cols for cols in (whole >> k for k in range(5)) if smallest <= cols <= 16384 or cols == whole <= 32768),
+        "split": (False, True) if long else (False,),
+        "warps": (2, 4, 8, 16, 32) if whole > 1024 else (1, 2, 4, 8),
+        "ctas": (0, 2, 4) if whole <= 16384 else (0, 1, 2, 4),
+        "stages": (1, 2, 3, 5, 7) if in_part else (1, 2, 3),
+        "reload": (False, True) if whole >= 2048 else (False,),
+    }
+
+
+def valid(case: Case, config: FwdConfig) -> str | None:
+    """Say why a config cannot run, or cannot be worth running."""
+    loads = cdiv(case["N"], config.cols)
+    in_part = config.reload and not config.ctas and config.stages > 1
+    reason = invalid_loads(case, config)
+    if reason is not None:
+        return reason
+    if loads > (16 if in_part else 8) and (not config.split or config.cols < 8192):
+        return f"{loads} loads to a row"
+    if config.reload and (config.split or config.ctas):
+        return "reloading pays where one program has the whole row, and there are many programs"
+    if in_part:
+        return _invalid_in_part(case, config, loads)
+    if (config.ctas == 0) != (config.stages == 1):
+        return "a pipeline of loads needs a loop over tiles, and the loop needs the pipeline"
+    if config.stages > 3:
+        return f"{config.stages} tiles in the pipeline"
+    return invalid_tile(case, config, tensors=1, most=64, held=1 if config.reload else None)
+
+
+def _invalid_in_part(case: Case, c: FwdConfig, loads: int) -> str | None:
+    """Say why programs that hold a part of their rows, without a loop, cannot be worth running.
+
+    H200, 2026-11-22: wide programs, two per SM, that load 8 elements per thread won at long rows.
+    """
+    registers = 2 * ITEMSIZE[case.dtype] * (c.stages + 2)  # of what is held, the load ahead and the weight
+    if case["N"] <= LONG:
+        return f"rows of at most {LONG} are held or read again as a whole"
+    if c.stages > loads:
+        return f"{c.stages - 1} of {loads} loads held leave none to read again"
+    if c.warps < 16 or c.rows * c.cols != 256 * c.warps:
+        return "rows are held in part by at least 16 warps, 8 elements of a load per thread"
+    if registers * 8 > REGISTERS // (SHARING * 32 * c.warps) * 5:
+        return f"{registers} registers per thread for loads"
+    return None
+
+
+def default(case: Case) -> FwdConfig:
+    """Return a config for any shape, by rule: the first valid one of what was fastest at rows of about this length."""
+    return first_valid(case, likely(case, reload=True), valid)
+
+
+def likely(case: Case, reload: bool) -> Iterator[FwdConfig]:
+    """Generate configs, the likeliest first; the last runs anything. reload: whether x may be read again."""
+    M, whole = case["M"], power_of_two(case["N"])
+    if whole <= 1024:
+        rows = tile_rows(M, max(1, 2048 // whole))
+        warps = 2 if case.quant != "none" or 128 < whole <= SHORT else 4
+        yield FwdConfig(rows, whole, False, min(warps, max(1, rows * whole // 512)), ctas=0, stages=1, reload=False)
+    if M < FEW_ROWS and whole > 4096:
+        yield FwdConfig(1, max(4096, whole // MAX_PARTS), True, warps=8, ctas=2, stages=2, reload=False)
+    if case.quant != "none" and whole <= 8192:
+        cols = 4096 if whole == 8192 else 2048
+        yield FwdConfig(
+            2 if 2 * MANY_TILES <= M else 1, cols, False, cols // 1024, ctas=0, stages=1, reload=reload and whole > 2048
+        )
+    if whole > LONG and reload:
+        for cols, stages in ((4096, 5), (4096, 3), (8192, 2)):
+            yield FwdConfig(1, cols, False, cols // 256, ctas=0, stages=stages, reload=True)
+    if whole > LONG:
+        for cols in (4096, 8192):
+            yield FwdConfig(1, max(cols, whole // MAX_PARTS), True, warps=cols // 512, ctas=1, stages=2, reload=False)
+    cols, warps = (min(whole, 2048), 4) if whole <= 4096 else (4096, 8 if whole <= 8192 else 16)
+    large = M * case["N"] >= _LARGE
+    for again in (True, False) if reload and large and whole > 2048 else (False,):
+        yield FwdConfig(1, cols, False, warps, ctas=0, stages=1, reload=again)
+    yield FwdConfig(1, whole, False, warps=1 if whole <= 512 else 4, ctas=0, stages=1, reload=False)
+
+
+def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+    """Draw x (M, N) with rows `row_pad` elements apart, weight (N,), and scale (1,), amax (1,) where y is quantized."""
+    M, N, dtype = case["M"], case["N"], getattr(torch, case.dtype)
+    pad = int(case.option("row_pad"))
+    inputs = {
+        "eps": EPS,
+        "x": uniform((M, N + pad), -2.0, 1.0, dtype, device, seed)[:, :N],
+        "weight": uniform((N,), 0.5, 1.5, dtype, device, seed + 1),
+        "quant": case.quant,
+        "fp8_format": case.option("fp8_format"),
+        "zero_centered": case.option("zero_centered"),
+    }
+    return {**inputs, **scalars(case, device, seed)}
+
+
+def reference(inputs: Inputs) -> Outputs:
+    """Return y, rsigma, and under fp8 amax, scale_inv; the transpose is y's, byte for byte."""
+    rsigma = rsigma_of(inputs["x"])
+    return _normalized(inputs, rsigma) | {"rsigma": rsigma}
+
+
+def _normalized(inputs: Inputs, rsigma: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return y, and under fp8 amax and scale_inv, of given rsigma."""
+    x = inputs["x"]
+    y = x.float() * rsigma[:, None] * gamma_of(inputs)
+    if inputs["quant"] == "none":
+        return {"y": y.to(x.dtype)}
+    dtype = FP8[inputs["fp8_format"]]
+    limit = torch.finfo(dtype).max
+    quantized = (y * inputs["scale"]).clamp(-limit, limit).to(dtype)
+    amax = y.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf).abs().max() if y.numel() else y.new_zeros(())
+    return {"y": quantized, "amax": amax.reshape(1), "scale_inv": 1.0 / inputs["scale"]}
+
+
+def compare(_case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
+    """Return a line per wrong output of a forward.
+
+    rsigma is a sum, so it is held to a tolerance. Everything after it is held to the bits that follow from the output's
+    own rsigma, if the variant returns it. In Triton's interpreter (CPU tensors) bf16 stores truncate, which may be one unit in
+    the last place: that is allowed there, and nowhere else.
+    """
+    errors: list[str] = []
+    rsigma = outputs.get("rsigma")
+    if rsigma is not None:
+        errors += close("rsigma", rsigma, expected["rsigma"], rtol=5e-5, atol=1e-6)
+        if errors:
+            return errors
+        expected = _normalized(inputs, rsigma)
+    y, want = outputs["y"], expected["y"]
+    if inputs["quant"] == "none":
+        units = 1.0 if rsigma is not None else 4.0
+        exact = rsigma is not None and y.is_cuda and y.dtype != torch.float32
+        errors += same_bits("y", y, want) if exact else close("y", y, want, rtol=units * ROUNDING[y.dtype], atol=1e-5)
+        return errors
+    errors += (within_a_step if rsigma is None else same_bits)("y", y, want)
+    if inputs["quant"] == "fp8_t":
+        errors += same_bits("y_t", outputs["y_t"], y.t())
+    # amax accumulates over calls: inputs of a check come fresh, with amax 0
+    errors += close("amax", inputs["amax"], expected["amax"], rtol=1e-6 if rsigma is not None else 5e-5, atol=0.0)
+    errors += close("scale_inv", outputs["scale_inv"], expected["scale_inv"], rtol=1e-7, atol=0.0)
+    return errors
+
+
+def traffic(case: Case) -> Traffic:
+    """Return the bytes of x and weight read; of y, its transpose and rsigma written. The scalars of quantization do not count."""
+    M, N, size = case["M"], case["N"], ITEMSIZE[case.dtype]
+    return Traffic(read=size * (M * N + N), write=output_bytes(case) * M * N + 4 * M)
+
+
+def output_bytes(case: Case) -> int:
+    """Return the bytes of an element of y and of its transpose."""
+    return {"none": ITEMSIZE[case.dtype], "fp8": 1, "fp8_t": 2}[case.quant]
+
+
+class RMSNormOutput(NamedTuple):
+    """Results of `rmsnorm_fwd`.
+
+    Attributes:
+        y: (M, N).
+        rsigma: (M,) fp32.
+        y_t: (N, M) fp8, or None.
+        scale_inv: (1,) fp32, or None.
+    """
+
+    y: torch.Tensor
+    rsigma: torch.Tensor
+    y_t: torch.Tensor | None
+    scale_inv: torch.Tensor | None
+
+
+@on_its_device
+def rmsnorm_fwd(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float = 1e-6,
+    *,
+    quant: str = "none",
+    scale: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
+    fp8_format: str = "e4m3",
+    zero_centered: bool = False,
+    out_dtype: torch.dtype | None = None,
+    config: FwdConfig | None = None,
+) -> RMSNormOutput:
+    """Compute y = x * rsqrt(mean(x², 1) + eps) * weight, in fp32 inside; under fp8 clamp(y * scale) and the largest |y|.
+
+    Args:
+        x: (M, N) bf16, fp16 or fp32; rows may be any distance apart, elements of a row must be adjacent.
+        weight: (N,), dtype of x or fp32. None multiplies by 1.
+        eps: added to the mean of the squares, 0 or more.
+        quant: `none`, `fp8`, or `fp8_t` (y and its transpose). NaN stays NaN, ±Inf saturates.
+        scale: (1,) fp32, multiplies y before the cast.
+        amax: (1,) fp32 ≥ 0, raised to max |y| before scaling; never cleared; NaN is passed over.
+        fp8_format: `e4m3` or `e5m2`.
+        zero_centered: multiply by weight + 1, added in fp32.
+        out_dtype: of y without quantization; None for x's. fp32 x may become bf16 or fp16.
+        config: None takes the best known config.
+
+    Raises:
+        ValueError: a wrong shape, stride, dtype, device, value or config, which it names.
+
+    Source: the contract of ROCm/TransformerEngine's te_rmsnorm_fwd_triton.
+    """
+    check(x, weight, eps, quant, scale, amax, fp8_format, out_dtype, zero_centered)
+    if config is not None:
+        check_config(config, FwdConfig, least_ctas=0)
+    elif x.numel():
+        config = _choose((("M", x.shape[0]), ("N", x.shape[1])), DTYPE_NAMES[x.dtype], quant, _CALLED)
+    y, _, rsigma, y_t, scale_inv = normalize(
+        x, None, weight, eps, quant, scale, amax, fp8_format, zero_centered, out_dtype, config
+    )
+    return RMSNormOutput(y, rsigma, y_t, scale_inv)
+
+
+def check(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    quant: str,
+    scale: torch.Tensor | None,
+    amax: torch.Tensor | None,
+    fp8_format: str,
+    out_dtype: torch.dtype | None,
+    zero_centered: bool,
+) -> None:
+    """Check the arguments of a forward.
+
+    Raises:
+        ValueError: the first that does not fit.
+    """
+    check_matrix("x", x)
+    where = x.device
+    check_weight(weight, x, zero_centered)
+    if not eps >= 0:
+        raise ValueError(f"eps must not be negative, got {eps=}")
+    if quant not in ("none", "fp8", "fp8_t"):
+        raise ValueError(f"quant must be none, fp8 or fp8_t, got {quant=}")
+    check_format(fp8_format, FP8_DTYPES, where)
+    if out_dtype is not None:
+        known = () if quant != "none" else tuple(DTYPE_NAMES) if x.dtype == torch.float32 else (x.dtype,)
+        if out_dtype not in known:
+            allowed = ", ".join(map(str, known)) or "None"
+            raise ValueError(f"out_dtype must be {allowed} for {x.dtype} x and {quant=}, got {out_dtype=}")
+    if quant != "none":
+        if scale is None or amax is None:
+            raise ValueError(f"{quant=} needs scale and amax, got {scale=} {amax=}")
+        check_like("scale", scale, (1,), torch.float32, where)
+        check_like("amax", amax, (1,), torch.float32, where)
+
+
+OP = Op(
+    name="rmsnorm_fwd",
+    quants=QUANTS,
+    options={"zero_centered": (False, True), "fp8_format": tuple(FP8), "row_pad": (0, 3, 8)},
+    free_options=("zero_centered", "fp8_format", "row_pad"),
+    inputs=inputs,
+    reference=reference,
+    compare=compare,
+    traffic=traffic,
+    variants=(
+        *te.FORWARD,
+        Variant("optimized", run_of(rmsnorm_fwd), FwdConfig, space, valid, default),
+        *peers.FORWARD,
+    ),
+    module=__name__,
+    **CONTRACT,
+)
+_CALLED = tuple((option, values[0]) for option, values in OP.options.items())
+_choose = cache.Chooser.of(OP, OP.variant("optimized"))

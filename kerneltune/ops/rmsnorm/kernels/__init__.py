@@ -1,0 +1,1 @@
+"""Device code of RMSNorm, each kernel with its launch."""
