@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ TITLES = {
     "fp8_grouped_gemm": "FP8 grouped product", "multi_cast": "Casts of many weights", "weight_only": "int4 and fp8 products",
     "moe_training": "Training steps of experts", "moe_routing": "Routing of tokens", "model_training": "Training steps of models",
 }  # fmt: skip
+
+
+AGAINST = {"--family": "Against the fastest peer", "baseline": "Against the baseline"}
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -41,24 +45,37 @@ def commands() -> str:
 
 
 def results(family: str) -> str:
-    """Return the page of a family: the summary, the table against the fastest peer, and the command that prints it."""
-    command = ["compare", "best-peer", "optimized", "--family", family]
-    wide = _printed(*command, width="1000").splitlines()
+    """Return the page of a family: summaries and tables against the fastest peer and `baseline`, each with its command.
+
+    A workload shows the table that it declares.
+    """
+    commands = [["compare", "--family", family], ["compare", "baseline", "optimized", "--family", family]]
     title = TITLES.get(family, family.replace("_", " "))
-    shown = "\n".join(wide) if wide else "No variant called `optimized` was recorded beside a peer."
-    return f"# {title}\n\n```text\n{shown}\n```\n\nPrinted by `kerneltune {' '.join(command)}`.\n"
+    parts = [f"# {title}"]
+    for command in commands:
+        text = _printed(*command, width="1000").rstrip()
+        heading = f"## {AGAINST[command[1]]}"
+        if text and f"```text\n{text}\n```" not in parts:
+            parts += [heading, f"Printed by `kerneltune {' '.join(command)}`:", f"```text\n{text}\n```"]
+    return "\n\n".join(parts) + "\n"
 
 
 def index(families: list[str]) -> str:
     """Return the list of the families with the first line of each summary."""
     lines = ["# Results", "", "Recorded on NVIDIA H200s, cold L2, CUDA graphs, variants of a run interleaved.", ""]
-    lines += ["| operators | `optimized` against the fastest peer of every case |", "|---|---|"]
+    lines += ["`optimized` against others: speed-up, geometric mean of the rows that both were measured in.", ""]
+    lines += ["| operators | the fastest peer of every case | `baseline` |", "|---|---|---|"]
     for family in families:
-        text = _printed("compare", "best-peer", "optimized", "--family", family, width="1000")
-        said = next((line for line in text.splitlines() if line.startswith("B is ")), "")
-        line = said.replace("B is ", "").replace(" as fast as A", "").replace("(+)", "").replace("(-)", "")
-        lines.append(f"| [{TITLES.get(family, family)}]({family}.md) | {line or 'see the page'} |")
+        cells = [_speedup(against, family) for against in ("best-peer", "baseline")]
+        lines.append(f"| [{TITLES.get(family, family)}]({family}.md) | {' | '.join(cells)} |")
     return "\n".join([*lines, "", "What was tried and lost, with figures: [notes](../notes/index.md)."])
+
+
+def _speedup(against: str, family: str) -> str:
+    """Return `1.45x (0.95x to 3.46x, 122 rows)`; empty where the two were not measured in the same cases."""
+    text = _printed("compare", against, "optimized", "--family", family, width="1000")
+    found = re.search(r"B is (\S+) as fast as A: geometric mean of (\d+ rows?), (\S+ to \S+);", text)
+    return f"{found[1]} ({found[3]}, {found[2]})" if found else "see the page"
 
 
 def _printed(*arguments: str, width: str) -> str:

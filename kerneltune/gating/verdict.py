@@ -37,7 +37,7 @@ ALPHA = 0.05
 _BLIND = 0.03
 """A row whose slowdown is known no better than ± this is not judged."""
 _BETWEEN_UNITS_PERCENT = 5.5
-"""How far apart the same code was found on two H200s at worst (docs/notes/h200.md)."""
+"""How far apart the same code was found on two H200s at worst (docs/notes/gate.md)."""
 A_PEER, _FAILED_BEFORE = "a peer", "fails in the baseline as well"
 """Why a row is a note."""
 RERUNS = 2

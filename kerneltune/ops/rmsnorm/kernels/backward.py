@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _SHORT = 1 << 25
 """Elements of x up to which the dγ reduction is launched as the main kernel begins: on an H200 (2026-11-22) 1 to 6 % faster up to
 8192 x 4096, 1 % slower at twice that and 6 % where programs share rows, and there launched when the main loops are over
-(docs/notes/h200.md)."""
+(docs/notes/rmsnorm.md)."""
 
 _DGAMMA_TILE = 4096
 """Elements that a program of the dγ reduction has in flight: all partials of some columns, of eight at least."""

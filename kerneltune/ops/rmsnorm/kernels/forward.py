@@ -47,7 +47,7 @@ BEHIND_COLS = range(8192, 16385)
 BEHIND_BYTES = 8_000_000
 """Bytes of y by which the transpose stays behind the writers, so that y is still in L2. H200, 2026-11-22: 3 to 7 % faster than a
 second launch; level at rows of 4096 elements, slower for shorter rows, and for longer ones, which looping programs write faster
-(docs/notes/h200.md). A matrix of less than three times the bytes leaves little to do beside."""
+(docs/notes/rmsnorm.md). A matrix of less than three times the bytes leaves little to do beside."""
 
 _PLAIN = 512
 """Elements of a row up to which L2 is not told that x and y are used once. H200, 2026-11-23, 268 MB of x: rows of 64 elements
