@@ -34,6 +34,8 @@ _AT = re.compile(r"^(?P<what>.*?)(?: - at `(?:key in )?(?P<path>\$.*)`)?$", re.D
 _STEP = re.compile(r"\.(?P<name>[^.\[\]]+)|\[(?P<index>\d+|\.\.\.)\]")
 _FIELD = re.compile(r"^Object (?:missing required|contains unknown) field `(?P<name>.*)`$", re.DOTALL)
 
+_NEW = re.compile(r"\.[0-9a-f]{16}\.tmp")
+"""Name of a file that is to replace another."""
 _BYTE = re.compile(r"\(byte (\d+)\)$")
 
 T = TypeVar("T")
@@ -225,8 +227,8 @@ def _wait(descriptor: int, path: Path) -> None:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    part = path.with_name(f".{secrets.token_hex(8)}.tmp")
-    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    _remove_abandoned(path.parent)
+    part, descriptor = _new_file(path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
             if path.exists():
@@ -234,10 +236,37 @@ def _replace(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(part, path)
+            os.replace(part, path)
     except BaseException:  # an interrupt as well
         part.unlink(missing_ok=True)
         raise
+
+
+def _new_file(folder: Path) -> tuple[Path, int]:
+    """Return a new file of a random name and its descriptor, which holds the file's lock until it is closed."""
+    while True:
+        part = folder / f".{secrets.token_hex(8)}.tmp"
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:  # else another process took it for abandoned before it was locked
+            return part, descriptor
+        os.close(descriptor)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove the new files of a folder that killed processes left: nobody holds their locks."""
+    names: list[str] = []
+    with contextlib.suppress(OSError):  # a folder that may be written but not read
+        names = os.listdir(folder)
+    for name in filter(_NEW.fullmatch, names):
+        with contextlib.suppress(OSError):  # held, gone, or not ours
+            descriptor = os.open(folder / name, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(folder / name)
+            finally:
+                os.close(descriptor)
 
 
 def _append(descriptor: int, data: bytes) -> None:

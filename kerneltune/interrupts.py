@@ -36,7 +36,7 @@ class Interrupts:
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Raise KeyboardInterrupt, as soon as no import is under way."""
         self.heard = True
-        if not _is_importing(frame):
+        if not is_importing(frame):
             raise KeyboardInterrupt
         if not self._waiting:
             self._waiting = True
@@ -52,7 +52,8 @@ class Interrupts:
 interrupts = Interrupts()
 
 
-def _is_importing(frame: FrameType | None) -> bool:
+def is_importing(frame: FrameType | None) -> bool:
+    """Return whether a frame is within an import."""
     while frame is not None:
         if (frame.f_code.co_filename, frame.f_code.co_name) == _IMPORT:
             return True

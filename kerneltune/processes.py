@@ -19,6 +19,9 @@ from typing import Any, TypeVar
 
 from pebble import ProcessExpired, ProcessPool
 
+from kerneltune import fork_server
+from kerneltune.temporary import process_folder
+
 T = TypeVar("T")
 
 TIMEOUT_S = 1800.0
@@ -107,15 +110,28 @@ def start_server(*modules: str) -> None:
     modules: that it imports as well, unless kernels are interpreted: not every process that it starts interprets them then, and
     Triton decides that when it is imported.
 
-    Blocked while the server is started, an interrupt is blocked in it for good; here it comes when the server has begun.
+    Blocked while the server is started, an interrupt is blocked in it for good; here it comes when the server has begun. The
+    server ends with this process, however that ends, and leaves no socket.
     """
-    forkserver.set_forkserver_preload(["torch", *(modules if "TRITON_INTERPRET" not in os.environ else ())])
+    preloaded = modules if "TRITON_INTERPRET" not in os.environ else ()
+    forkserver.set_forkserver_preload(["kerneltune.fork_server", "torch", *preloaded])
     resource_tracker.ensure_running()  # else the server starts it, and lets interrupts through again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    os.environ[fork_server.VARIABLE] = f"{os.getpid()} {_folder_of_sockets()}"
     try:
         forkserver.ensure_running()
     finally:
+        del os.environ[fork_server.VARIABLE]
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _folder_of_sockets() -> str:
+    """Return the folder for multiprocessing's sockets where this process has made it; empty where a parent has."""
+    config = vars(multiprocessing.current_process())["_config"]  # what multiprocessing.util.get_temp_dir() goes by
+    if "tempdir" in config:
+        return ""
+    config["tempdir"] = str(process_folder())
+    return str(config["tempdir"])
 
 
 @contextmanager

@@ -1,20 +1,17 @@
-"""A whole search on a made-up bench, in a process of its own that test_kill.py kills: `python kill_jobs.py FOLDER DOES`.
+"""A whole search on a made-up bench, in a process of its own that tests kill: `python kill_jobs.py FOLDER DOES`."""
 
-`python kill_jobs.py FOLDER` does the same once for every line that it reads, in a fork that need not import anything again.
-"""
-
+import atexit
 import os
 import sys
 from collections.abc import Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
-from multiprocessing import util
 from pathlib import Path
 
 from bench_jobs import CASE, OPS, VARIANT, FakeBench, Knobs
 
 from kerneltune.measuring.compiler import Compiled
-from kerneltune.processes import start_server
 from kerneltune.search.loop import Search
 from kerneltune.search.trials import TrialStore
 from kerneltune.tuning.isolated import IsolatedBench
@@ -47,26 +44,14 @@ def fork_instead(_python: str, command: list[str], kept: Iterable[int]) -> int:
         for fd in (*sorted(kept), os.sysconf("SC_OPEN_MAX")):
             os.closerange(low, fd)
             low = fd + 1
-        exec(command[-1])
+        atexit._clear()
+        sys.modules.pop("kerneltune.fork_server", None)
+        with suppress(SystemExit):
+            exec(command[-1])
+        atexit._run_exitfuncs()
     finally:  # not through what the fork stands in
         os._exit(0)
 
 
-def serve(folder: Path) -> None:
-    """A search for every line of stdin; prints its process's id when it begins and its exit code when it has ended."""
-    for _ in sys.stdin:
-        if pid := os.fork():
-            print(pid, flush=True)  # noqa: T201
-            print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)  # noqa: T201
-        else:
-            setattr(util, "spawnv_passfds", fork_instead)  # noqa: B010
-            start_server()  # as long as there is one thread
-            main(folder, "run")
-            sys.exit()
-
-
 if __name__ == "__main__":
-    if len(sys.argv) == 2:
-        serve(Path(sys.argv[1]))
-    else:
-        main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), sys.argv[2])

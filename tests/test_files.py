@@ -1,5 +1,6 @@
 """Files that are replaced: whole, with their folders, or not at all."""
 
+import fcntl
 import os
 import time
 from pathlib import Path
@@ -37,6 +38,16 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(KeyboardInterrupt):
         replace_text(tmp_path / "a.md", "after")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_replace_removes_what_a_killed_writer_left_and_nothing_that_is_being_written(tmp_path: Path) -> None:
+    abandoned, held, other = (tmp_path / name for name in (f".{'0' * 16}.tmp", f".{'1' * 16}.tmp", ".a.tmp"))
+    for path in (abandoned, held, other):
+        path.write_text("")
+    with held.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        replace_text(tmp_path / "a.md", "after")
+    assert sorted(tmp_path.iterdir()) == sorted([tmp_path / "a.md", held, other])
 
 
 def test_what_cannot_be_written_is_one_line(tmp_path: Path) -> None:

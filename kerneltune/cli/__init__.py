@@ -191,9 +191,12 @@ def main() -> None:
 
     SIGTERM, as batch systems and `timeout` send it, is Ctrl-C.
     """
-    interrupts.take()
-    warnings.showwarning = _show_warning
-    app(_root_options_first(sys.argv[1:]))
+    try:
+        interrupts.take()
+        warnings.showwarning = _show_warning
+        app(_root_options_first(sys.argv[1:]))
+    except KeyboardInterrupt:  # beside a command
+        sys.exit(130)
 
 
 def _root_options_first(arguments: list[str]) -> list[str]:

@@ -1,15 +1,11 @@
 """Check out another git revision in a temporary work tree, and inspect it in a process of its own.
 
 The child dies with this process, whatever kills this process. What a SIGKILL leaves, a temporary folder and git's entry of it,
-the next check-out removes: the process that uses a folder holds a lock in it.
+the next check-out removes.
 """
 
-import fcntl
 import os
-import shutil
 import subprocess
-import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,14 +14,12 @@ from threading import Lock
 from kerneltune.files import data_root
 from kerneltune.inspection.static import Survey, load
 from kerneltune.processes import run_bound
+from kerneltune.temporary import PREFIX, held_folder, is_abandoned
 
 _LIST_OF_TREES = Lock()
 """git keeps one list, whose folder goes with its last entry."""
-_PREFIX = "kerneltune-tree-"
+_PREFIX = f"{PREFIX}tree-"
 _TREE = "tree"
-_HELD = "held"
-"""File of a temporary folder, locked by the process that uses the folder."""
-_YOUNG_S = 60.0
 
 
 def survey_revision(revision: str, arguments: Sequence[str]) -> Survey:
@@ -49,7 +43,7 @@ def checked_out(revision: str) -> Iterator[Path]:
     commit = _git(checkout, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}", what=f"{revision!r}: no such revision")
     with _LIST_OF_TREES:
         _remove_abandoned(checkout)
-    with _held_folder() as folder:
+    with held_folder(_PREFIX) as folder:
         tree = folder / _TREE
         try:
             with _LIST_OF_TREES:
@@ -60,45 +54,14 @@ def checked_out(revision: str) -> Iterator[Path]:
                 _remove(checkout, tree)
 
 
-@contextmanager
-def _held_folder() -> Iterator[Path]:
-    """Yield a temporary folder that others can tell is used."""
-    with (
-        tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as name,
-        (Path(name) / _HELD).open("w") as held,
-    ):
-        fcntl.flock(held, fcntl.LOCK_EX)
-        yield Path(name)
-
-
 def _remove_abandoned(checkout: Path) -> None:
-    """Remove what killed processes left: work trees in git's list of this checkout, and temporary folders.
-
-    Only trees and folders that this module made are touched, and only where no process holds them.
-    """
+    """Remove the work trees in git's list of this checkout that killed processes left; others' trees stay."""
     listed = _git(checkout, "worktree", "list", "--porcelain", what="cannot list the work trees")
-    trees = [Path(line.removeprefix("worktree ")) for line in listed.splitlines() if line.startswith("worktree ")]
-    for tree in trees:
-        if tree.name == _TREE and tree.parent.name.startswith(_PREFIX) and not _is_held(tree.parent):
+    for line in listed.splitlines():
+        tree = Path(line.removeprefix("worktree "))
+        ours = line.startswith("worktree ") and tree.name == _TREE and tree.parent.name.startswith(_PREFIX)
+        if ours and is_abandoned(tree.parent):
             _remove(checkout, tree)
-    old = time.time() - _YOUNG_S  # a younger one may not be held yet
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with suppress(FileNotFoundError):
-            status = folder.lstat()
-            listed_here = any(tree.parent.name == folder.name for tree in trees)
-            if status.st_uid == os.getuid() and (listed_here or status.st_mtime < old) and not _is_held(folder):
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_held(folder: Path) -> bool:
-    try:
-        with (folder / _HELD).open("rb") as held:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:  # locked, or another user's
-        return True
-    return False
 
 
 def _remove(checkout: Path, tree: Path) -> None:

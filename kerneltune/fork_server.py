@@ -1,0 +1,41 @@
+"""Bind the server of `processes.fast_context` to the process that started it, also where SIGKILL ends that process.
+
+The server imports this module first. It ends within half a second of its parent, also amid its imports, which take seconds, and
+removes the folder of its socket, which its parent could not. Does nothing in other processes.
+"""
+
+import atexit
+import os
+import shutil
+import signal
+from types import FrameType
+
+from kerneltune.interrupts import is_importing
+
+VARIABLE = "KERNELTUNE_FORK_SERVER"
+"""Environment variable of the server: its parent's id, a blank, and the folder of its socket where the parent has made it."""
+_LOOK_S = 0.25
+
+
+def _bind(parent: int, folder: str) -> None:
+    """Look whether the parent is there while modules are imported; later the server notices by itself."""
+
+    def remove() -> None:
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def look(_number: int, frame: FrameType | None) -> None:
+        if os.getppid() != parent:
+            remove()
+            os._exit(1)
+        if not is_importing(frame):
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+    atexit.register(remove)
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
+
+
+if VARIABLE in os.environ:
+    _parent, _, _folder = os.environ.pop(VARIABLE).partition(" ")
+    _bind(int(_parent), _folder)

@@ -1,0 +1,211 @@
+"""Commands killed at random moments: nothing is lost, no verdict is wrong, and neither a process nor a file is left over."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from small_sweeps import STREAM
+from started import TESTS, environment
+
+from kerneltune import cache
+from kerneltune.search.trials import history
+
+REPO = TESTS.parent
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+SAME = ("op", "variant", "case", "dtype", "quant", "axes", "options", "policy", "status", "reason", "family", "role")
+"""Fields of a record that an uninterrupted run has as well."""
+FAKE_COMMAND = """
+import sys, time
+from pathlib import Path
+
+def main():
+    time.sleep(0.02)
+    Path(sys.argv[sys.argv.index("--save") + 1]).write_text('{"schema": 1, "rows": []}')
+"""
+
+
+class Commands:
+    """Commands in forks of one process."""
+
+    def __init__(self, server: "subprocess.Popen[str]") -> None:
+        self._server = server
+
+    def begin(self, folder: Path, arguments: Sequence[str]) -> int:
+        """Start a command; return its process's id."""
+        assert self._server.stdin and self._server.stdout
+        print(json.dumps([str(folder), arguments]), file=self._server.stdin, flush=True)
+        return int(self._server.stdout.readline())
+
+    def end(self) -> int:
+        """Return the exit code of the command that was started last; nothing that it started outlives it by a second."""
+        assert self._server.stdout
+        code, outlived_s, killed = json.loads(self._server.stdout.readline())
+        assert not killed and outlived_s < 1.0, (outlived_s, killed)
+        return int(code)
+
+    def warm_up(self, folder: Path, arguments: Sequence[str]) -> None:
+        """Run a command where the others are forked from."""
+        assert self._server.stdin and self._server.stdout
+        print(json.dumps([str(folder), arguments, True]), file=self._server.stdin, flush=True)
+        assert self._server.stdout.readline() == "0\n"
+
+    def run(self, folder: Path, arguments: Sequence[str]) -> float:
+        """Run a command to its good end; return how long that took, in seconds."""
+        begun = time.monotonic()
+        self.begin(folder, arguments)
+        assert self.end() == 0
+        return time.monotonic() - begun
+
+
+@contextmanager
+def commands(**more: str) -> Iterator[Commands]:
+    env = environment(OMP_NUM_THREADS="1", TRITON_INTERPRET="1", **more)
+    command = [sys.executable, str(TESTS / "abuse" / "kill_server.py")]
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        yield Commands(server)
+        assert server.stdin
+        server.stdin.close()
+
+
+def some_records(folder: Path) -> None:
+    lines = (REPO / "results" / "nvidia_h200" / "fp8_groups.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "records.jsonl").write_bytes(b"".join(lines[:60]))
+
+
+def a_sweep(folder: Path) -> None:
+    (folder / "tiny.yaml").write_text(STREAM)
+
+
+def a_table(folder: Path) -> None:
+    entries = cache.load_strict(REPO / "configs" / "nvidia_h200" / "rmsnorm_bwd.json")
+    from kerneltune import exchange, ops
+
+    for name, text in exchange.to_python(ops.load()["rmsnorm_bwd"], "nvidia_h200", entries, {}).items():
+        (folder / name).write_text(text)
+
+
+def a_repository(folder: Path) -> None:
+    """Records in git, and a kerneltune that inspects nothing."""
+    some_records(folder)
+    package = folder / "kerneltune" / "cli"
+    package.mkdir(parents=True)
+    (folder / "pyproject.toml").touch()
+    (package.parent / "__init__.py").touch()
+    (package / "__init__.py").write_text(FAKE_COMMAND)
+    git = ["git", "-C", str(folder), "-c", "user.name=x", "-c", "user.email=x@x"]
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "x"]):
+        subprocess.run([*git, *command], check=True)
+
+
+def nothing(_folder: Path) -> None:
+    """A command that needs no file."""
+
+
+def content(folder: Path) -> dict[str, object]:
+    """Return what the files of a folder say, but for when and how fast, without locks and git's own files."""
+    found: dict[str, object] = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"):
+        name = str(path.relative_to(folder))
+        if path.suffix == ".jsonl":
+            rows = [json.loads(line) for line in path.read_text().splitlines()]
+            found[name] = sorted(({field: row.get(field) for field in SAME} for row in rows), key=str)
+        elif not name.startswith(".git/"):
+            found[name] = re.sub(rb' timestamp="[^"]*"', b"", path.read_bytes())
+    return found
+
+
+def searched(folder: Path) -> dict[str, object]:
+    """Return the evaluations and the chosen config of a search."""
+    (path,) = (folder / "configs").rglob("*.json")
+    names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"}
+    stored = Counter(row["config"]["n"] for row in history(folder / "trials.log"))
+    return {"stored": stored, "config": [entry.config for entry in cache.load_strict(path)], "names": names}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A command, the files that it needs, and what of its files is the same in every run."""
+
+    arguments: str
+    prepare: Callable[[Path], None]
+    kills: int
+    content: Callable[[Path], dict[str, object]] = content
+
+
+KINDS = {
+    "sweep": Kind("sweep tiny.yaml --check-only --results results", a_sweep, 50),
+    "search": Kind("search", nothing, 30, searched),
+    "compare": Kind("compare --from records.jsonl --format csv -o table.csv", some_records, 20),
+    "report": Kind("report records.jsonl -o page.html --markdown table.md", some_records, 20),
+    "import": Kind("cache import rmsnorm_bwd rmsnorm_bwd.py --gpu nvidia_h200 --configs configs --force", a_table, 30),
+    "gate": Kind("gate HEAD records.jsonl --junit junit.xml --markdown gate.md", a_repository, 25),
+    "revision": Kind("revision", a_repository, 25),
+}
+"""Commands, and how often each is killed in every run."""
+
+
+def kill(started: Commands, folder: Path, arguments: Sequence[str], rng: random.Random, longest_s: float) -> int:
+    """Run a command that gets a signal at a random moment; return the exit code that it ends with."""
+    pid = started.begin(folder, arguments)
+    time.sleep(rng.uniform(0.0, longest_s))
+    sent = rng.choice(SIGNALS)
+    with suppress(ProcessLookupError):  # it has ended
+        os.kill(pid, sent)
+    code = started.end()
+    good = (0, -sent) if sent == signal.SIGKILL else (0, 130, -sent, -signal.SIGINT)  # Python's own KeyboardInterrupt
+    assert code in good, (arguments, sent, code)
+    return code
+
+
+def kill_many(started: Commands, kind: Kind, kills: int, folder: Path) -> None:
+    """Kill a command many times, end it once, and compare its files with those of a run that was not killed."""
+    killed, whole = folder / "killed", folder / "whole"
+    for path in (killed, whole):
+        path.mkdir(parents=True)
+        kind.prepare(path)
+    rng = random.Random(27)
+    arguments = kind.arguments.split()
+    if arguments[0] not in ("search", "revision"):
+        started.warm_up(whole, arguments)
+    lasts_s = started.run(whole, arguments)
+    expected = kind.content(whole)
+    codes = [kill(started, killed, arguments, rng, lasts_s) for _ in range(kills)]
+    assert any(codes), "none of the kills came in time"
+    started.run(killed, arguments)
+    assert kind.content(killed) == expected
+    if (killed / "log").exists():  # of a search: only what ran when it was killed is measured again
+        assert len((killed / "log").read_text().splitlines()) - len((whole / "log").read_text().splitlines()) <= kills
+    if (killed / ".git").exists():
+        listed = subprocess.run(["git", "-C", str(killed), "worktree", "list"], check=True, capture_output=True, text=True)
+        assert len(listed.stdout.splitlines()) == 1
+
+
+def test_killed_commands_lose_nothing_and_leave_nothing(tmp_path: Path) -> None:
+    temporary = tmp_path / "t"
+    temporary.mkdir()
+    with commands(TMPDIR=str(temporary)) as started:
+        for name, kind in KINDS.items():
+            kill_many(started, kind, kind.kills, tmp_path / name)
+            assert not list(temporary.rglob("*")), name
+
+
+@pytest.mark.abuse
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("name", KINDS)
+def test_thousands_of_killed_commands_lose_nothing_and_leave_nothing(name: str, tmp_path: Path) -> None:
+    temporary = tmp_path / "t"
+    temporary.mkdir()
+    with commands(TMPDIR=str(temporary)) as started:
+        kill_many(started, KINDS[name], 500, tmp_path / name)
+    assert not list(temporary.rglob("*"))
