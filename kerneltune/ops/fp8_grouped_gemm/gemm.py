@@ -14,7 +14,7 @@ from kerneltune.kernel_lib.groups import GROUP_ALIGNMENT
 from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.ops.fp8_grouped_gemm import peers, reference
 from kerneltune.ops.fp8_grouped_gemm.kernels.tiles import multiply_groups
-from kerneltune.ops.fp8_grouped_gemm.operands import check_operands, scale_modes
+from kerneltune.ops.fp8_grouped_gemm.operands import Product, check_operands, scale_modes
 from kerneltune.spec import Case, Op, Option, Space, Variant
 
 _CALLED: tuple[tuple[str, Option], ...] = (("scales", "rowwise"), ("groups", "balanced"), ("values", "normal"))
@@ -190,11 +190,7 @@ def fp8_grouped_gemm(
     if out_dtype not in DTYPE_NAMES:
         raise ValueError(f"out_dtype must be one of {', '.join(DTYPE_NAMES.values())}, got {out_dtype}")
     if out is not None:
-        check_like("out", out, p.shape, out_dtype, a.device)
-        if not out.is_contiguous():
-            raise ValueError(f"out must be contiguous, got strides {out.stride()}")
-        if p.rows and out.data_ptr() % 16:
-            raise ValueError(f"out must begin at a multiple of 16 bytes, got {out.storage_offset()=}")
+        _check_out(out, p, out_dtype, a.device)
     if not p.tokens:
         return torch.zeros(p.shape, dtype=out_dtype, device=a.device) if out is None else out.zero_()
     c = config
@@ -212,6 +208,14 @@ def fp8_grouped_gemm(
         out = torch.empty(p.shape, dtype=out_dtype, device=a.device)
     multiply_groups(p, a, b, out, scale_a, scale_b, offs, *modes, c)
     return out
+
+
+def _check_out(out: torch.Tensor, p: Product, dtype: torch.dtype, where: torch.device) -> None:
+    check_like("out", out, p.shape, dtype, where)
+    if not out.is_contiguous():
+        raise ValueError(f"out must be contiguous, got strides {out.stride()}")
+    if p.rows and out.data_ptr() % 16:
+        raise ValueError(f"out must begin at a multiple of 16 bytes, got {out.storage_offset()=}")
 
 
 OP = Op(

@@ -99,7 +99,7 @@ def _splits(case: Case, blocks: int) -> tuple[int, ...]:
 
 def valid(case: Case, config: Int4Config) -> str | None:
     """Say why a config cannot run, or cannot be worth running."""
-    depth, warps = cdiv(case["K"], DEPTH), _warps(config)
+    depth = cdiv(case["K"], DEPTH)
     if config.tokens not in space(case)["tokens"]:
         return f"programs of {config.tokens} tokens where there are {case['N']}"
     if config.along > depth or (config.splits - 1) * config.along * steps_of(case["K"], config) >= depth:
@@ -107,8 +107,12 @@ def valid(case: Case, config: Int4Config) -> str | None:
     programs = _programs(case, config)
     if config.splits > 1 and programs > 2 * _MOST_PROGRAMS:
         return f"{programs} programs whose parts are added up"
-    if config.warpgroup:
-        return _no_warpgroups(case, config)
+    return _no_warpgroups(case, config) if config.warpgroup else _no_warps(case, config)
+
+
+def _no_warps(case: Case, config: Int4Config) -> str | None:
+    """Say what `valid` has against warps by themselves."""
+    depth, warps = cdiv(case["K"], DEPTH), _warps(config)
     if config.rows not in (32, 64):
         return f"{config.rows} rows of w per warp"
     if config.rows * config.tokens > 1024 or config.tokens > 32 or warps > (16 if _in_pairs(config) else 8):

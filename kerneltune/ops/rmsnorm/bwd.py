@@ -94,16 +94,8 @@ def default(case: Case) -> BwdConfig:
 def likely(case: Case) -> Iterator[BwdConfig]:
     """Generate configs, the likeliest first; the last runs anything."""
     M, N, whole = case["M"], case["N"], power_of_two(case["N"])
-    if whole <= 1024:
-        for elements, ctas in ((2048, 4), (1024, 2)):
-            yield BwdConfig(tile_rows(M, max(1, elements // whole)), whole, False, warps=4, ctas=ctas, stages=3)
-    if whole == 2048:
-        yield BwdConfig(tile_rows(M, 2), 2048, False, warps=4, ctas=2, stages=3)
-    if 3584 < N <= 4096:
-        yield BwdConfig(tile_rows(M, 2), 4096, False, warps=8, ctas=1, stages=3)
-    if 1024 < whole <= 4096:
-        for stages in (4, 3, 2):
-            yield BwdConfig(1, 1024, False, warps=4, ctas=2, stages=stages)
+    if whole <= 4096:
+        yield from _likely_short(M, N, whole)
     if 4096 < N <= 6144:
         yield BwdConfig(1, 2048, False, warps=8, ctas=2, stages=4)
     if 4096 < N <= 8192:
@@ -118,6 +110,20 @@ def likely(case: Case) -> Iterator[BwdConfig]:
     for cols, warps in ((4096, 16), (8192, 16)):
         yield BwdConfig(1, max(cols, whole // MAX_PARTS), cols < N, warps, ctas=1, stages=2)
     yield BwdConfig(1, whole, False, warps=4, ctas=1, stages=2)
+
+
+def _likely_short(M: int, N: int, whole: int) -> Iterator[BwdConfig]:
+    """Generate the likeliest configs of rows of up to 4096 elements."""
+    if whole <= 1024:
+        for elements, ctas in ((2048, 4), (1024, 2)):
+            yield BwdConfig(tile_rows(M, max(1, elements // whole)), whole, False, warps=4, ctas=ctas, stages=3)
+    if whole == 2048:
+        yield BwdConfig(tile_rows(M, 2), 2048, False, warps=4, ctas=2, stages=3)
+    if 3584 < N <= 4096:
+        yield BwdConfig(tile_rows(M, 2), 4096, False, warps=8, ctas=1, stages=3)
+    if 1024 < whole <= 4096:
+        for stages in (4, 3, 2):
+            yield BwdConfig(1, 1024, False, warps=4, ctas=2, stages=stages)
 
 
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:

@@ -74,7 +74,8 @@ def test_long_rows_are_held_or_read_again(K: int, reload: bool) -> None:
     config = fp8.RowConfig(rows=1, cols=2048, warps=8, ctas=0, stages=2 if reload else 1, reload=reload)
     q, scale = fp8.fp8_rowwise_2d(x, config=config)
     want, want_scale = quantised(x, 1)
-    assert same_bits("q", q, want) == [] and same_bits("scale", scale, want_scale) == []
+    assert same_bits("q", q, want) == []
+    assert same_bits("scale", scale, want_scale) == []
 
 
 @pytest.mark.parametrize("pad", [1, 8])
@@ -82,12 +83,16 @@ def test_rows_may_lie_any_distance_apart(pad: int) -> None:
     x = contract.values((9, 64 + pad), torch.bfloat16, WHERE, seed=1)[:, :64]
     q, scale = fp8.fp8_rowwise_2d(x)
     want, want_scale = quantised(x, 1)
-    assert same_bits("q", q, want) == [] and same_bits("scale", scale, want_scale) == []
+    assert same_bits("q", q, want) == []
+    assert same_bits("scale", scale, want_scale) == []
     out = fp8.fp8_tensorwise_2d(x, layout="both")
-    assert out.q is not None and out.q_t is not None
+    assert out.q is not None
+    assert out.q_t is not None
     want, want_scale = quantised(x.reshape(1, -1), 1)
-    assert same_bits("q", out.q, want.view(x.shape)) == [] and same_bits("scale", out.scale, want_scale[0]) == []
-    assert torch.equal(out.q_t.view(torch.uint8), out.q.view(torch.uint8)) and out.q_t.stride() == (1, 9)
+    assert same_bits("q", out.q, want.view(x.shape)) == []
+    assert same_bits("scale", out.scale, want_scale[0]) == []
+    assert torch.equal(out.q_t.view(torch.uint8), out.q.view(torch.uint8))
+    assert out.q_t.stride() == (1, 9)
     assert torch.equal(fp8.fp8_transpose_2d(q[:, :40]).view(torch.uint8), q[:, :40].t().view(torch.uint8))
 
 
@@ -101,25 +106,31 @@ def test_a_nan_or_infinite_row_spoils_only_itself() -> None:
     x = torch.ones(4, 40, dtype=torch.bfloat16, device=WHERE)
     x[1, 3], x[2, 5], x[3] = torch.nan, -torch.inf, 0.0
     q, scale = fp8.fp8_rowwise_2d(x)
-    assert scale[0, 0] == 256 and (q[0].float() == 256).all()
+    assert scale[0, 0] == 256
+    assert (q[0].float() == 256).all()
     assert scale[1].isnan().all()
-    assert scale[2, 0] == 0 and (q[2, :5].float() == 0).all()
-    assert scale[3, 0] == 2.0**48 and (q[3].float() == 0).all()
+    assert scale[2, 0] == 0
+    assert (q[2, :5].float() == 0).all()
+    assert scale[3, 0] == 2.0**48
+    assert (q[3].float() == 0).all()
 
 
 def test_tensorwise_makes_values_finite_first() -> None:
     x = torch.tensor([[1.0, torch.nan, -torch.inf, -0.0]], dtype=torch.bfloat16, device=WHERE)
     out = fp8.fp8_tensorwise_2d(x, pow2=False)
     limit = torch.finfo(torch.bfloat16).max
-    assert out.q is not None and float(out.scale) == float(torch.tensor(448 / limit, dtype=torch.float32))
-    assert out.q.float().tolist() == [[0.0, 0.0, -448.0, 0.0]] and bool(out.q.float().signbit()[0, 3])
+    assert out.q is not None
+    assert float(out.scale) == float(torch.tensor(448 / limit, dtype=torch.float32))
+    assert out.q.float().tolist() == [[0.0, 0.0, -448.0, 0.0]]
+    assert bool(out.q.float().signbit()[0, 3])
 
 
 @pytest.mark.parametrize("ends", [(0, 0, 5, 5, 21, 33), (33, 33, 33), (1, 2, 3, 33), (16, 33)], ids=str)
 def test_groups_of_any_sizes(ends: tuple[int, ...]) -> None:
     x = contract.values((33, 24), torch.bfloat16, WHERE, seed=2)
     out = fp8.fp8_tensorwise_group(x, ragged(*ends), layout="both", inverse=True)
-    assert out.q is not None and out.q_t is not None
+    assert out.q is not None
+    assert out.q_t is not None
     for i, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
         want, scale = quantised(x[start:end].reshape(1, -1), 1, inverse=True)
         assert same_bits("q", out.q[start:end], want.view(-1, 24)) == []
@@ -141,7 +152,8 @@ def test_scales_are_of_the_largest_wherever_it_lies(at: int, K: int) -> None:
         (fp8.fp8_tensorwise_group(x, offs, layout="both", config=TILES), (18, 18, 40)),
         (fp8.fp8_tensorwise_group(x, offs, layout="both", config=replace(TILES, ctas=2, stages=2)), (18, 18, 40)),
     ):
-        assert out.q is not None and out.q_t is not None
+        assert out.q is not None
+        assert out.q_t is not None
         for i, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
             want, scale = quantised(x[start:end].reshape(1, -1), 1)
             assert same_bits("q", out.q[start:end], want.view(-1, K)) == []
@@ -190,7 +202,8 @@ def test_a_tile_is_cast_again_only_where_a_larger_binade_came_after_it(later: bo
         only_first.setattr(early_kernels, "cast_again", defaultdict(lambda: lambda *_args, **_options: None))
         early = fp8.fp8_tensorwise_2d(x, config=TILES).q
     final = fp8.fp8_tensorwise_2d(x, config=TILES).q
-    assert early is not None and final is not None
+    assert early is not None
+    assert final is not None
     changed = (early.float() != final.float()).view(4, 16, 2, 32).any(3).any(1)
     assert int(changed.sum()) == (7 if later else 0)
 
@@ -206,7 +219,8 @@ def test_what_is_expected_of_weights_changes_no_result(expected: float, layout: 
         out = fp8.fp8_tensorwise_3d(w, layout=layout, amax=amax, config=TILES)
         for name, t in out._asdict().items():
             other = getattr(want, name)
-            assert (t is None) == (other is None) and (t is None or same_bits(name, t, other) == [])
+            assert (t is None) == (other is None)
+            assert t is None or same_bits(name, t, other) == []
         assert torch.equal(amax, largest)
 
 
@@ -221,7 +235,8 @@ def test_nothing_is_cast_twice_where_the_largest_was_expected(known: bool, monke
     with monkeypatch.context() as patched:
         patched.setattr(early_kernels, "cast_again", defaultdict(lambda: lambda *_, **__: None))
         early = fp8.fp8_tensorwise_3d(w.mT, amax=amax, config=TILES).q
-    assert early is not None and final is not None
+    assert early is not None
+    assert final is not None
     assert torch.equal(early.view(torch.uint8), final.view(torch.uint8)) == known
 
 
@@ -239,7 +254,8 @@ def test_casts_of_large_weights_are_exact_every_time(layout: str, std: float) ->
     want = (w.float() * scale[:, None, None]).to(torch.float8_e4m3fn).view(torch.uint8)
     for expected in (*(None,) * 10, amax * 0, amax, amax * 3, amax / 3, *(amax,) * 10):
         out = fp8.fp8_tensorwise_3d(w.transpose(1, 2), layout=layout, amax=expected)
-        assert out.q is not None and torch.equal(out.scale, scale)
+        assert out.q is not None
+        assert torch.equal(out.scale, scale)
         assert expected is None or torch.equal(expected, w.abs().amax((1, 2)).float())
         assert torch.equal(out.q.transpose(1, 2).view(torch.uint8), want)
         if out.q_t is not None:
@@ -261,20 +277,25 @@ def test_more_than_two_to_the_31_elements() -> None:
     tail = x[-8:]
     q, scale = fp8.fp8_rowwise_2d(x)
     want, want_scale = quantised(tail, 1)
-    assert same_bits("q", q[-8:], want) == [] and same_bits("scale", scale[-8:], want_scale) == []
+    assert same_bits("q", q[-8:], want) == []
+    assert same_bits("scale", scale[-8:], want_scale) == []
     found = fp8.fp8_group_both(x, ragged(M - 8, M))
-    assert same_bits("q", found.q[-8:], want) == [] and same_bits("scale", found.scale[-8:], want_scale) == []
+    assert same_bits("q", found.q[-8:], want) == []
+    assert same_bits("scale", found.scale[-8:], want_scale) == []
     assert same_bits("q_t", found.q_t[-8:], quantised(tail, 0)[0]) == []
     del found
     assert torch.equal(fp8.fp8_transpose_2d(q)[:, -8:].view(torch.uint8), q[-8:].t().view(torch.uint8))
     w = x.view(4, M // 4, K).transpose(1, 2)
     q, scale = fp8.fp8_colwise_3d(w)
-    assert same_bits("q", q[-1, :, -8:], want.t()) == [] and same_bits("scale", scale[-1, :, -8:], want_scale.t()) == []
+    assert same_bits("q", q[-1, :, -8:], want.t()) == []
+    assert same_bits("scale", scale[-1, :, -8:], want_scale.t()) == []
     out = fp8.fp8_tensorwise_3d(w, layout="both")
-    assert out.q is not None and out.q_t is not None
+    assert out.q is not None
+    assert out.q_t is not None
     want = (tail.float() * out.scale[-1]).to(torch.float8_e4m3fn)
     assert same_bits("scale", out.scale[-1:], contract.scale_of(w[-1].abs().amax(), "e4m3", True)[None]) == []
-    assert same_bits("q", out.q[-1, :, -8:], want.t()) == [] and same_bits("q_t", out.q_t[-1, -8:], want) == []
+    assert same_bits("q", out.q[-1, :, -8:], want.t()) == []
+    assert same_bits("q_t", out.q_t[-1, -8:], want) == []
 
 
 @pytest.mark.parametrize("stride", [6, 7])
@@ -282,12 +303,16 @@ def test_a_single_row_may_have_any_stride(stride: int) -> None:
     x = contract.values((3, stride), torch.bfloat16, WHERE, seed=6)[:1, :6]
     want, scale = quantised(x.reshape(1, -1), 1)
     out = fp8.fp8_tensorwise_2d(x, layout="both")
-    assert out.q is not None and same_bits("q", out.q, want) == [] and same_bits("scale", out.scale, scale[0]) == []
+    assert out.q is not None
+    assert same_bits("q", out.q, want) == []
+    assert same_bits("scale", out.scale, scale[0]) == []
     down, scale = quantised(x, 0)
     q_t, scale_t = fp8.fp8_group_colwise(x, ragged(1))
-    assert same_bits("q_t", q_t, down) == [] and same_bits("scale_t", scale_t, scale[0]) == []
+    assert same_bits("q_t", q_t, down) == []
+    assert same_bits("scale_t", scale_t, scale[0]) == []
     found = fp8.fp8_group_both(x, ragged(1))
-    assert same_bits("q", found.q, want) == [] and same_bits("q_t", found.q_t, down) == []
+    assert same_bits("q", found.q, want) == []
+    assert same_bits("q_t", found.q_t, down) == []
 
 
 def test_torchao_is_not_timed_where_it_is_wrong() -> None:
@@ -349,13 +374,14 @@ def test_operators_compile_without_a_graph_break() -> None:
 
     compiled = torch.compile(cast, fullgraph=True, backend="aot_eager")
     for got, want in zip(compiled(X8, OFFS, W8), cast(X8, OFFS, W8), strict=True):
-        assert same_bits("", got, want) == [] and got.stride() == want.stride()
+        assert same_bits("", got, want) == []
+        assert got.stride() == want.stride()
 
 
 @pytest.mark.parametrize(("name", "arguments"), OPERATORS[:-1], ids=names)
 def test_fakes_name_what_the_operator_would(name: str, arguments: tuple[Any, ...]) -> None:
     tensors = [t.to("meta") for t in arguments if isinstance(t, torch.Tensor)]
-    with pytest.raises(ValueError, match="fp8_format must be one of e4m3.*'e3m4'"):
+    with pytest.raises(ValueError, match=r"fp8_format must be one of e4m3.*'e3m4'"):
         torch_operator(name)(*tensors, "e3m4")
     if "tensorwise" in name:
         with pytest.raises(ValueError, match="layout must be one of row, col, both, got layout='diagonal'"):
@@ -381,7 +407,8 @@ def test_weights_are_cast_into_given_tensors(name: str) -> None:
     out = type(want)(*(torch.zeros_like(t) for t in want)) if hasattr(want, "_fields") else tuple(map(torch.zeros_like, want))
     found = CASTS[name](w, out=out)
     for got, given, expected in zip(found, out, want, strict=True):
-        assert got.data_ptr() == given.data_ptr() and got.stride() == expected.stride()
+        assert got.data_ptr() == given.data_ptr()
+        assert got.stride() == expected.stride()
         assert torch.equal(given.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
 
 
@@ -390,5 +417,5 @@ def test_given_tensors_of_another_form_are_named(name: str) -> None:
     w, found = weights(), CASTS[name](weights())
     with pytest.raises(ValueError, match=r"out.* must be column-major \(3, \d+, \d+\) torch.float8_e4m3fn on .*, got \(2, "):
         CASTS[name](w, out=type(found)(*(t[:2] for t in found)) if hasattr(found, "_fields") else tuple(t[:2] for t in found))
-    with pytest.raises(ValueError, match="got .* torch.float8_e5m2"):
+    with pytest.raises(ValueError, match=r"got .* torch\.float8_e5m2"):
         CASTS[name](w, out=CASTS[name](w, "e5m2"))

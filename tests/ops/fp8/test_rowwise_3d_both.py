@@ -68,7 +68,8 @@ def test_ids_of_experts_of_very_many_rows() -> None:
     found = roles(blocks, tiles, blocks, 2 * blocks + tiles - 4096, 4096)
     assert [tile for _, _, tile in found if tile >= 0][-1] == tiles - 1
     cast = [block for _, block, tile in found if tile < 0]
-    assert cast == list(range(2 * blocks - len(cast), 2 * blocks)) and len(cast) in (124, 125)
+    assert cast == list(range(2 * blocks - len(cast), 2 * blocks))
+    assert len(cast) in (124, 125)
 
 
 @pytest.mark.parametrize("K", [40, 67])
@@ -108,8 +109,10 @@ def test_both_layouts_are_exact_every_time(E: int, K: int, N: int, lag: int) -> 
 def test_groups_in_both_layouts_in_one_launch_and_in_two(
     M: int, K: int, ends: tuple[int, ...], step: int, lag: int, together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Groups of no rows, of one, of fewer than a program casts, that begin in the middle of 16 or behind the last tile; of rows
-    that lie apart; rows behind the last group, which leave nobody waiting."""
+    """Cast groups of no rows, of one, of fewer than a program casts, that begin in the middle of 16 or behind the last tile.
+
+    Also groups of rows that lie apart, and rows behind the last group, for which no program waits.
+    """
     counted = torch.zeros(16, dtype=torch.int64, device=WHERE)
     monkeypatch.setattr(both, "counters", lambda *_: nullcontext(counted))
     if not together:

@@ -139,7 +139,8 @@ def test_nan_stays_in_its_group(ends: tuple[int, ...], at: int) -> None:
     a, b, one = integers(16, ends[-1]), integers(32, ends[-1]).t(), powers(1)
     a.view(torch.uint8)[3, at] = 0x7F
     found = gemm.fp8_grouped_gemm(a, b, one, one, ends_of(*ends), config=config())
-    assert found[1, 3].isnan().all() and int(found.isnan().sum()) == found.shape[2]
+    assert found[1, 3].isnan().all()
+    assert int(found.isnan().sum()) == found.shape[2]
 
 
 def test_rows_may_lie_apart() -> None:
@@ -247,7 +248,8 @@ def test_offsets_are_asserted_where_asked(ends: str, backend: str) -> None:
         torch.cuda.synchronize()
     """  # in a process of its own: on a GPU an assertion ends the context
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"TRITON_DEBUG": "1"}, capture_output=True, text=True)
-    assert done.returncode and "offs decrease or exceed M" in done.stdout + done.stderr
+    assert done.returncode
+    assert "offs decrease or exceed M" in done.stdout + done.stderr
 
 
 def test_every_backend_is_offered_once_and_tried_by_every_search() -> None:
@@ -255,13 +257,12 @@ def test_every_backend_is_offered_once_and_tried_by_every_search() -> None:
         configs = list(OPTIMIZED.configs(case))
         backends = [c.backend for c in configs]
         rows = case.option("product") == "rows"
-        assert backends.count("cutlass") == rows and backends.count("triton") > 50
+        assert backends.count("cutlass") == rows
+        assert backends.count("triton") > 50
         promising = OPTIMIZED.promising(case)
-        assert (
-            (promising[0] == gemm.CUTLASS) == rows
-            and set(promising) <= set(configs)
-            and len(set(promising)) == len(promising) > 3
-        )
+        assert (promising[0] == gemm.CUTLASS) == rows
+        assert set(promising) <= set(configs)
+        assert len(set(promising)) == len(promising) > 3
 
 
 def test_the_operator_has_a_fake_that_tells_shape_and_type() -> None:

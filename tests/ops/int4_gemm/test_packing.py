@@ -36,7 +36,8 @@ def test_the_layout_is_as_documented() -> None:
         word = int(weight.packed[b, r, i, j, c, q]) & 0xFFFFFFFF
         assert (word >> (4 * order.index(t))) & 15 == int(codes.codes[row, k])
         assert weight.scales[b, r, j, k % 128 // 32, i] == codes.scales[row, k // 32]
-        assert codes.zeros is not None and weight.zeros is not None
+        assert codes.zeros is not None
+        assert weight.zeros is not None
         assert int(weight.zeros[b, r, j, k % 128 // 32, i]) == int(codes.zeros[row, k // 32])
 
 
@@ -55,7 +56,8 @@ def test_words_of_gptq_and_awq_are_theirs() -> None:
     """Built bit by bit as their packers do."""
     codes = some_codes(8, 32, 32)
     qweight, qzeros, _ = ops.to_gptq(codes)
-    assert qzeros is not None and codes.zeros is not None
+    assert qzeros is not None
+    assert codes.zeros is not None
     assert int(qweight[1, 3]) & 0xFFFFFFFF == sum(int(codes.codes[3, 8 + i]) << (4 * i) for i in range(8))
     assert int(qzeros[0, 0]) & 0xFFFFFFFF == sum((int(codes.zeros[i, 0]) - 1) << (4 * i) for i in range(8))
     qweight, qzeros, _ = ops.to_awq(codes)
@@ -97,7 +99,8 @@ def test_quantised_weights_are_near() -> None:
         codes = quantise(w, 64, zeros)
         step = codes.scales.float().repeat_interleave(64, 1)
         error = (dequantise(pack(*codes), torch.float32) - w.float()).abs()
-        assert bool((error <= 1.01 * step).all()) and float((error / step).mean()) < 0.3
+        assert bool((error <= 1.01 * step).all())
+        assert float((error / step).mean()) < 0.3
 
 
 Q = torch.zeros(8, 8, dtype=torch.int32)
@@ -138,9 +141,8 @@ Q = torch.zeros(8, 8, dtype=torch.int32)
     (lambda: quantise(torch.full((2, 32), torch.inf).half(), 32), "w must be finite, got 64 that are not"),
 ])  # fmt: skip
 def test_bad_weights(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=re.escape(message)):
         make()
-    assert message in str(error.value)
 
 
 @pytest.mark.parametrize("zeros", [False, True])
@@ -158,7 +160,8 @@ def test_a_layer_is_saved_and_loaded() -> None:
     other = Int4Linear(256, 64, group=128, zeros=True, bias=False, device=DEVICE)
     other.load_state_dict(layer.state_dict())
     x = torch.randn(3, 256, device=DEVICE).half()
-    assert torch.equal(other(x), layer(x)) and not list(layer.parameters())
+    assert torch.equal(other(x), layer(x))
+    assert not list(layer.parameters())
     assert str(other) == "Int4Linear(256, 64, group=128, zeros=True, bias=False)"
 
 

@@ -38,7 +38,8 @@ def test_our_traffic_gives_the_published_bandwidth_in_all_160_cells() -> None:
         ms, gbps = float(row[f"{side}_ms"]), float(row[f"{side}_gbps"])
         gigabytes_ms = op.traffic(case).total / 1e6  # GB/s times ms
         # both printed numbers are rounded: the box that the true point lies in
-        assert gigabytes_ms / (ms + 5e-5) <= gbps + 0.05 and gigabytes_ms / (ms - 5e-5) >= gbps - 0.05, (name, side)
+        assert gigabytes_ms / (ms + 5e-5) <= gbps + 0.05, (name, side)
+        assert gigabytes_ms / (ms - 5e-5) >= gbps - 0.05, (name, side)
 
 
 def fwd(x: torch.Tensor, weight: torch.Tensor, **kwargs: Any) -> Any:
@@ -55,7 +56,8 @@ def test_values_beyond_the_fp8_range_saturate() -> None:
     s = scalars()
     out = fwd(torch.ones(128, 128), weight, eps=1e-5, quant="fp8_t", zero_centered=True, **s)
     y = out.y.float()
-    assert y[:, 0].eq(448.0).all() and y.isfinite().all()
+    assert y[:, 0].eq(448.0).all()
+    assert y.isfinite().all()
     assert s["amax"].item() == pytest.approx(2.0**20 + 1, rel=1e-4)
     assert torch.equal(out.y_t.view(torch.uint8).t(), out.y.view(torch.uint8))
 
@@ -70,7 +72,8 @@ def test_nan_stays_nan_and_touches_its_row_only(quant: str) -> None:
     x[3, 7] = float("nan")
     s = {} if quant == "none" else scalars()
     y = fwd(x, torch.ones(64, dtype=torch.bfloat16), quant=quant, **s).y.float()
-    assert y[3].isnan().all() and y[[0, 1, 2, 4, 5, 6, 7]].isfinite().all()
+    assert y[3].isnan().all()
+    assert y[[0, 1, 2, 4, 5, 6, 7]].isfinite().all()
     if s:
         assert s["amax"].item() == pytest.approx(1.0, rel=1e-3), "amax passes over NaN"
 
@@ -88,9 +91,11 @@ def test_the_same_bits_in_every_run() -> None:
     x = torch.randn(33, 3000, device=WHERE)
     weight, dz = torch.randn(3000, device=WHERE), torch.randn(33, 3000, device=WHERE)
     first, second = rmsnorm_fwd(x, weight), rmsnorm_fwd(x, weight)
-    assert torch.equal(first.y, second.y) and torch.equal(first.rsigma, second.rsigma)
+    assert torch.equal(first.y, second.y)
+    assert torch.equal(first.rsigma, second.rsigma)
     a, b = rmsnorm_bwd(dz, x, first.rsigma, weight), rmsnorm_bwd(dz, x, first.rsigma, weight)
-    assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+    assert torch.equal(a[0], b[0])
+    assert torch.equal(a[1], b[1])
 
 
 @pytest.mark.parametrize(
@@ -366,7 +371,7 @@ def test_the_backward_waits_for_its_partial_sums(M: int, N: int) -> None:
 
 @pytest.mark.gpu
 def test_every_cached_config_is_correct_bit_for_bit() -> None:
-    """ptxas 12.8 has wrong-code bugs for fp8 stores: what may be used must have been compared."""
+    """Compare every config that may be used, because ptxas 12.8 has wrong-code bugs for fp8 stores."""
     from kerneltune import cache, device
 
     for op in (OPS["rmsnorm_fwd"], OPS["rmsnorm_bwd"]):
@@ -380,7 +385,7 @@ def test_every_cached_config_is_correct_bit_for_bit() -> None:
 
 
 def case_of(op: str, M: int, N: int, dtype: str = "bfloat16", quant: str = "none", **options: Any) -> Case:
-    """A case with the operator's first options but for those given."""
+    """Return a case with the operator's first options but for those given."""
     first = {name: values[0] for name, values in OPS[op].options.items()} | options
     return Case("c", (("M", M), ("N", N)), dtype, quant, tuple(first.items()))
 
@@ -465,10 +470,12 @@ def test_backward_of_16_bit_rows_takes_an_fp32_weight_or_none(dtype: torch.dtype
     for got, gamma in ((dx, weight.double() + 1), (rmsnorm_bwd(dz, x, rsigma, None)[0], torch.ones_like(weight).double())):
         want = r * (dz64 * gamma - r * r * (dz64 * gamma * x64).mean(1, keepdim=True) * x64)
         torch.testing.assert_close(got.double(), want, rtol=2.0**-6, atol=1e-2)
-    assert dgamma is not None and dgamma.dtype == torch.float32
+    assert dgamma is not None
+    assert dgamma.dtype == torch.float32
     torch.testing.assert_close(dgamma.double(), (dz64 * x64 * r).sum(0), rtol=1e-5, atol=1e-5)
     alone, nothing = rmsnorm_bwd(dz, x, rsigma, weight, zero_centered=True, with_dgamma=False)
-    assert torch.equal(alone, dx) and nothing is None
+    assert torch.equal(alone, dx)
+    assert nothing is None
 
 
 @pytest.mark.parametrize(

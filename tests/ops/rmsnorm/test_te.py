@@ -62,7 +62,8 @@ def test_forwards(launches: Launches, M: int, N: int, dtype: str, quant: str, bl
         assert found["HOIST"] == (pr593 and not blocked)
         assert found["TRANSPOSE"] == (quant == "fp8_t" and not pr593)
     for _, grid, args, found in launches[2:]:
-        assert grid == (-(-M // 64), -(-N // 128)) and args[2:] == (M, N)
+        assert grid == (-(-M // 64), -(-N // 128))
+        assert args[2:] == (M, N)
         assert found == {"ROWS": 64, "COLS": 128, "num_warps": 4}
 
 
@@ -84,9 +85,12 @@ def test_backwards(launches: Launches, M: int, N: int, dtype: str, block: int, b
         if at_once:
             assert args[5] is dgamma
             continue
-        assert args[5].shape == (partials, N) and args[5].dtype == torch.float32
+        assert args[5].shape == (partials, N)
+        assert args[5].dtype == torch.float32
         _, grid, args, found = launches[1]
-        assert grid == (-(-N // 64),) and args[1] is dgamma and args[2:] == (partials, N)
+        assert grid == (-(-N // 64),)
+        assert args[1] is dgamma
+        assert args[2:] == (partials, N)
         assert found == {"ROWS": 128, "COLS": 64, "num_warps": 8}
 
 

@@ -45,7 +45,8 @@ def _dense_gemm(
 ):  # fmt: skip
     """Multiply a tile of x and of w, or a share of its k.
 
-    FULL: N is a multiple of TOKENS, and M of ROWS. EVEN: K is a multiple of DEPTH."""
+    FULL: N is a multiple of TOKENS, and M of ROWS. EVEN: K is a multiple of DEPTH.
+    """
     split = tl.program_id(0) % SPLITS
     tile = tl.program_id(0) // SPLITS
     row_tiles = tl.cdiv(M, ROWS)

@@ -75,7 +75,7 @@ def _with_scratch(grid: tuple[int], arguments: tuple[Any, ...], constants: dict[
 
 @triton.jit
 def _bounds(offs_ptr, group, M):
-    """First row of a group and the row after its last, inside [0, M] whatever offs holds."""
+    """Return the first row of a group and the row after its last, inside [0, M] whatever offs holds."""
     start = tl.load(offs_ptr + group - 1, mask=group > 0, other=0)
     end = tl.load(offs_ptr + group)
     start = tl.minimum(tl.maximum(start, 0), M)
@@ -84,7 +84,7 @@ def _bounds(offs_ptr, group, M):
 
 @triton.jit
 def _places(tokens, E: tl.constexpr):
-    """(GROUPS,) the place of each group if the longest come first; so the last tiles to be handed out are short ones."""
+    """Return (GROUPS,) the place of each group if the longest come first; so the last tiles to be handed out are short."""
     groups = tl.arange(0, tokens.shape[0])
     longer = tokens[None, :] > tokens[:, None]
     before = (tokens[None, :] == tokens[:, None]) & (groups[None, :] < groups[:, None])
@@ -93,20 +93,20 @@ def _places(tokens, E: tl.constexpr):
 
 @triton.jit
 def _slot(turn):
-    """Which run of a round this program takes: rounds go to and fro, so that nobody is always first."""
+    """Return which run of a round this program takes: rounds alternate their direction, so that no program is always first."""
     return tl.where(turn % 2 == 0, tl.program_id(0), tl.num_programs(0) - 1 - tl.program_id(0))
 
 
 @triton.jit
 def _tile(nth, RUN: tl.constexpr):
-    """The nth tile of this program, which takes runs of RUN tiles that follow each other."""
+    """Return the nth tile of this program, which takes runs of RUN tiles that follow each other."""
     turn = nth // RUN
     return (turn * tl.num_programs(0) + _slot(turn)) * RUN + nth % RUN
 
 
 @triton.jit
 def _share(tiles, RUN: tl.constexpr):
-    """How many of the first `tiles` tiles are this program's."""
+    """Return how many of the first `tiles` tiles this program takes."""
     turn = tiles // (RUN * tl.num_programs(0))
     rest = tiles % (RUN * tl.num_programs(0)) - _slot(turn) * RUN
     return turn * RUN + tl.minimum(tl.maximum(rest, 0), RUN)
@@ -116,7 +116,7 @@ def _share(tiles, RUN: tl.constexpr):
 def _locate(
     tile, places, last, offs_ptr, M, ROWS: tl.constexpr, TILE_COLS: tl.constexpr, BM: tl.constexpr, BAND: tl.constexpr
 ):  # fmt: skip
-    """Group, its bounds, and the strip and column of a tile.
+    """Return the group, its bounds, and the strip and column of a tile.
 
     Tiles go down BAND strips of a group, then to the next column. last: (GROUPS,) number of tiles up to each group's end.
     ROWS: rows of every group's result, 0 where they are its tokens.
@@ -143,7 +143,7 @@ def _scaled(
     acc, scale_a_ptr, scale_b_ptr, group, rows, row_end, cols,
     ROWS: tl.constexpr, COLS: tl.constexpr, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr,
 ):  # fmt: skip
-    """acc times its scales. SCALE_…: 0 one number, 1 per group, 2 per row or column."""
+    """Return acc times its scales. SCALE_…: 0 one value, 1 per group, 2 per row or column."""
     if SCALE_A == 2:
         scale = tl.load(scale_a_ptr + group * ROWS + rows, mask=rows < row_end, other=0.0)[:, None]
     else:
@@ -178,7 +178,7 @@ def _scaled_store(
 
 @triton.jit
 def _halves(acc):
-    """The left and the right half of a tile, without moving it."""
+    """Return the left and the right half of a tile, without moving it."""
     return acc.reshape(acc.shape[0], 2, acc.shape[1] // 2).permute(0, 2, 1).split()
 
 
@@ -187,7 +187,7 @@ def _epilogue(
     acc, out, scale_a_ptr, scale_b_ptr, group, row, row_end, col,
     ROWS: tl.constexpr, COLS: tl.constexpr, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """`_scaled_store` by parts of the columns, of which one at a time goes through shared memory."""
+    """Call `_scaled_store` for parts of the columns, one at a time, so that shared memory need not hold the tile."""
     if PARTS == 1:
         _scaled_store(acc, out, scale_a_ptr, scale_b_ptr, group, row, row_end, col, ROWS, COLS, SCALE_A, SCALE_B)
     else:
@@ -201,13 +201,13 @@ def _epilogue(
 
 @triton.jit
 def _columns(x_ptr, start, size, rows, stride, HEIGHT: tl.constexpr, BK: tl.constexpr):
-    """A descriptor of the columns [start, start + size) of x, the first of which is 0: what a load reads beside them is 0."""
+    """Describe the columns [start, start + size) of x, the first of which is 0: a load reads 0 beside them."""
     return tl.make_tensor_descriptor(x_ptr + start, [rows, size], [wide(stride), 1], [HEIGHT, BK])
 
 
 @triton.jit
 def _described(start, end):
-    """Whether a descriptor can begin where the group [start, end) does; a group of no tokens needs none."""
+    """Return whether a descriptor can begin where the group [start, end) does; a group of no tokens needs none."""
     return (start % _TMA_BYTES == 0) & (start < end)
 
 
@@ -229,7 +229,7 @@ def _grouped_gemm(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr, RUN: tl.constexpr, PARTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Forward (ROWS 0): a and b are descriptors of (M, DEPTH) and (E COLS, DEPTH), out is a pointer to (M, COLS).
+    """Multiply. Forward (ROWS 0): a and b are descriptors of (M, DEPTH) and (E COLS, DEPTH), out is a pointer to (M, COLS).
 
     Weight gradient: a and b are pointers to (ROWS, M) and (COLS, M), rows stride_… apart, out a descriptor of (E, ROWS, COLS).
     With ALIGNMENT a and b are descriptors of the same, in which a group begins at its `aligned_start`, with zeros behind it up
@@ -327,7 +327,7 @@ def _weight_gradient_of_the_rest(
     ROWS: tl.constexpr, COLS: tl.constexpr, E: tl.constexpr, GROUPS: tl.constexpr,
     SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """The weight gradients of the groups that no descriptor can begin with, loaded by single bytes; others stay as they are.
+    """Write the weight gradients of the groups that no descriptor can begin with, loaded by single bytes; leave the others.
 
     Tiles are too small for wgmma: ptxas 12.8 makes wrong code of one that takes an operand from registers.
     """

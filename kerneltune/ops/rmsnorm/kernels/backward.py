@@ -79,7 +79,7 @@ def _pairs(weight: torch.Tensor | None, *matrices: torch.Tensor | None) -> int:
 
 @triton.jit
 def _load(ptr, tile, first_col, M, N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """(ROWS, COLS) of a contiguous matrix; zeros outside it."""
+    """Load (ROWS, COLS) of a contiguous matrix; zeros outside it."""
     rows = tl.arange(0, ROWS)
     cols = first_col + tl.arange(0, COLS)
     mask = (rows < M - tile * ROWS)[:, None]
