@@ -22,12 +22,12 @@ class Knobs:
 
 
 def nothing(*_args: Any, **_kwargs: Any) -> Mapping[str, Any]:
-    """Inputs, reference and outputs of an operator that has none."""
+    """Make inputs, reference and outputs of an operator that has none."""
     return {}
 
 
 def no_errors(*_args: Any) -> list[str]:
-    """Always right."""
+    """Return no error."""
     return []
 
 
@@ -51,7 +51,7 @@ class FakeBench:
         self.tried = 0
 
     def trial(self, config: Config, best_us: float | None, samples: int) -> Evaluation:
-        """The n-th config since the child was opened, in the detail."""
+        """Return in the detail the how-manieth config since the child was opened this is."""
         self.tried += 1
         if LOG in os.environ:
             with open(os.environ[LOG], "a") as file:
@@ -72,7 +72,7 @@ class FakeBench:
         return Evaluation("ok", 10.0 + config.n, f"{self.tried} {os.getpid()}")
 
     def samples(self, configs: Sequence[Config]) -> list[Samples]:
-        """The same times again."""
+        """Return the same times again."""
         return [np.full(15, 10.0 + config.n) for config in configs]
 
     def close(self) -> None:

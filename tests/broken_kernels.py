@@ -40,13 +40,13 @@ def run(inputs: Mapping[str, Any], config: Knobs) -> dict[str, Any]:
 
 
 def inputs(_case: Case, *, device: str, seed: int = 0) -> dict[str, Any]:
-    """x (65536,) fp32, whatever the case says."""
+    """Make x (65536,) fp32, whatever the case says."""
     x = torch.empty((N,), device=device)
     return {"x": x if device == "meta" else x.normal_(generator=torch.Generator(device).manual_seed(seed))}
 
 
 def reference(given: Mapping[str, Any]) -> dict[str, Any]:
-    """x."""
+    """Return x."""
     return {"y": given["x"]}
 
 

@@ -51,7 +51,7 @@ def seed(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(autouse=True)
 def own_device() -> Iterator[None]:
-    """What a test says that the device is holds for this test."""
+    """Undo at the end of a test what it says that the device is."""
     from kerneltune import device
 
     yield
@@ -103,7 +103,7 @@ def mended_interpreter() -> Iterator[None]:
 
 @pytest.fixture
 def configs_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty config cache of this test's own."""
+    """Give this test an empty config cache of its own."""
     from kerneltune import cache
 
     folder = tmp_path / "configs"
@@ -116,7 +116,7 @@ def configs_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
 
 @pytest.fixture
 def setting(tmp_path: Path) -> Iterator["Setting"]:
-    """The made-up operator with a trial store and a config cache of this test's own."""
+    """Give this test the made-up operator with a trial store and a config cache of its own."""
     from made_up import Setting
 
     from kerneltune import cache

@@ -50,7 +50,7 @@ class LoggedBench(Bench):
 
 
 def worker(family: str, options: Options, cores: frozenset[int] | None) -> Worker:
-    """A worker whose GPU is made up."""
+    """Make a worker whose GPU is made up."""
     unit = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     gpu = Device(os.environ.get(MODEL, H200.name), "sm_90", 132, 50 << 20, "580", unit)
     setattr(device, "current", lambda: gpu)  # noqa: B010
@@ -61,7 +61,7 @@ def worker(family: str, options: Options, cores: frozenset[int] | None) -> Worke
 
 
 def odd_worker(family: str, options: Options, cores: frozenset[int] | None) -> Worker:
-    """A worker that has another GPU where it is the second of its host."""
+    """Make a worker that has another GPU where it is the second of its host."""
     if os.environ["CUDA_VISIBLE_DEVICES"] == "1":
         os.environ[MODEL] = "NVIDIA A100"
     return worker(family, options, cores)

@@ -11,7 +11,7 @@ LABEL = "rmsnorm_fwd M=8192 N=4096 bfloat16 fp8 cold"
 
 
 def record(us: float = 100.0, spread: float = 0.5, **changes: Any) -> Record:
-    """A record whose interval is `us` ± `spread`."""
+    """Make a record whose interval is `us` ± `spread`."""
     return literal(us, **{"variant": "optimized", "ci_low_us": us - spread, "ci_high_us": us + spread} | changes)
 
 
@@ -20,7 +20,7 @@ def untimed(status: str, reason: str = "y: values\ndiffer", **changes: Any) -> R
 
 
 def by_process(us: float, *offsets: float, **changes: Any) -> Record:
-    """A record of processes that lie at `us` times 1 + offset, with a round noise of about 0.1 %."""
+    """Make a record of processes that lie at `us` times 1 + offset, with a round noise of about 0.1 %."""
     rounds = [0.999, 1.0, 1.001, 1.0, 1.0005]
     samples = [[us * (1 + offset) * noise for noise in rounds] for offset in offsets]
     return record(us, samples_us=samples, n=len(samples) * len(rounds), **changes)

@@ -20,9 +20,11 @@ KNOBS: Mapping[str, tuple[Any, ...]] = {
 
 
 def space(seed: int, **changes: Any) -> MeasuredSpace:
-    """A memory-bound kernel: too few warps do not hide the latency, too many elements per thread spill, a loop over tiles
-    needs a pipeline, some values cost what chance says, neighbours differ by a per cent or two; about one config in seven
-    gives no time."""
+    """Make the space of a memory-bound kernel.
+
+    Too few warps do not hide the latency, too many elements per thread spill, a loop over tiles needs a pipeline, some values
+    cost what chance says, neighbours differ by a per cent or two; about one config in seven gives no time.
+    """
     rng = random.Random(seed)
     work = rng.uniform(8, 14)
     quirks = {(knob, value): abs(rng.gauss(0, 0.05)) for knob, values in KNOBS.items() for value in values}

@@ -67,7 +67,7 @@ def small_time(config: Small) -> float:
 
 
 def tables(seed: int) -> Callable[[Large], float]:
-    """A landscape of 400 configs, the best at 10 µs: every value of a knob costs what chance says, and one of them nothing.
+    """Make a landscape of 400 configs, the best at 10 µs: a knob's values cost what chance says, one of them nothing.
 
     As in kernels some knobs matter more than others.
     """
@@ -125,7 +125,7 @@ class FakeTuner(Tuner):
     def refusal(self, config: Config, compiled: Compiled) -> Evaluation | None:
         return None
 
-    def _measure(self, config: Config) -> Evaluation:
+    def measure(self, config: Config) -> Evaluation:
         self.evaluated.append(config)
         time_us = self.landscape(config)
         return Evaluation("wrong", detail="off by one") if time_us is None else Evaluation("ok", time_us)
@@ -140,7 +140,7 @@ class FakeTuner(Tuner):
 
 def in_step(tuner: FakeTuner) -> Callable[[Config, Evaluation], None]:
     """Have the bench begin with a config when the search is done with the one before; it has to be told every trial."""
-    gate, measure, told, stopped = Semaphore(), tuner._measure, deque[Config](), Event()
+    gate, measure, told, stopped = Semaphore(), tuner.measure, deque[Config](), Event()
 
     def gated(config: Config) -> Evaluation:
         assert gate.acquire(timeout=10)
@@ -161,7 +161,7 @@ def in_step(tuner: FakeTuner) -> Callable[[Config, Evaluation], None]:
         if config in tuner.evaluated:  # not where it is refused
             told.append(config)
 
-    tuner._measure, tuner.meanwhile, tuner.bench.stop = gated, meanwhile, stop  # type: ignore[method-assign]
+    tuner.measure, tuner.meanwhile, tuner.bench.stop = gated, meanwhile, stop  # type: ignore[method-assign]
     return on_trial
 
 

@@ -89,7 +89,7 @@ class Bench:
 
 @contextmanager
 def stands_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What is tuned finds this GPU, until the end."""
+    """Tune on this GPU, until the end."""
     monkeypatch.setattr(device, "current", lambda: H200)
     monkeypatch.setattr(machines, "CompilePool", Pool)
     monkeypatch.setattr(machines, "IsolatedBench", Bench)

@@ -45,7 +45,7 @@ def hang() -> None:
 
 
 def search() -> None:
-    """A fleet's worker, two compilers and a measuring child."""
+    """Run a fleet's worker, two compilers and a measuring child."""
     setattr(local, "_GRACE_S", 0.1)  # noqa: B010
     with (
         LocalWorkers("made", Options(), ["0"], work_for_ever) as workers,

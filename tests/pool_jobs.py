@@ -20,13 +20,13 @@ from kerneltune.measuring.compiler import TARGETS, Compiled, CompilePool, Job
 
 
 def no_inputs(*, device: str) -> Mapping[str, Any]:
-    """Inputs that must be made on the meta device."""
+    """Make inputs that must be made on the meta device."""
     assert device == "meta"
     return {"x": torch.empty(4, device=device)}
 
 
 def fine(inputs: Mapping[str, Any], _config: object) -> None:
-    """Launches nothing."""
+    """Launch nothing."""
     assert inputs["x"].is_meta
 
 
@@ -41,7 +41,7 @@ def hang(_inputs: Mapping[str, Any], seconds: float) -> None:
 
 
 def die(_inputs: Mapping[str, Any], code: int) -> None:
-    """Takes its worker with it."""
+    """Take the worker with it."""
     os._exit(code)
 
 
@@ -70,7 +70,7 @@ def killed(pool: CompilePool, folder: str) -> list[Compiled]:
 
 
 def job(run: Any, config: object = None) -> Job:
-    """A job without kernels."""
+    """Compile a job without kernels."""
     return Job(no_inputs, run, config)
 
 
@@ -82,14 +82,14 @@ def broken(pool: CompilePool, timeout_s: float) -> list[Compiled]:
 
 
 def given_up(pool: CompilePool) -> list[Compiled]:
-    """What is given up while it compiles is compiled to its end, by a worker that stays; what waits is not begun."""
+    """Give up a compiling job, which its worker compiles to the end, and a waiting job, which is not begun."""
     running = [pool.submit(job(hang, 0.5)) for _ in range(pool.workers)]
     waiting = pool.submit(job(boom, "never begun"))
-    while not all(one._future.running() or one._future.done() for one in running):
+    while not all(one.future.running() or one.future.done() for one in running):
         time.sleep(0.01)
     for one in (*running, waiting):
         one.cancel()
-    assert waiting._future.cancelled()
+    assert waiting.future.cancelled()
     return [one.result() for one in running]
 
 
@@ -137,7 +137,7 @@ def fnuz(pool: CompilePool) -> list[Compiled]:
 
 
 def too_large(pool: CompilePool) -> list[Compiled]:
-    """A program of more threads than a program may have, and one of more shared memory, on gfx942."""
+    """Compile a program of more threads than a program may have, and one of more shared memory, on gfx942."""
     from kerneltune import ops
     from kerneltune.ops.dense_gemm import DenseConfig
     from kerneltune.ops.rmsnorm import FwdConfig
@@ -156,7 +156,7 @@ def too_large(pool: CompilePool) -> list[Compiled]:
 
 
 def stray_stores(pool: CompilePool) -> list[Compiled]:
-    """A kernel that ptxas 12.8 compiles into wrong code."""
+    """Compile a kernel that ptxas 12.8 compiles into wrong code."""
     import stray
 
     return list(pool.compile([Job(stray.tile, stray.run, None)]))

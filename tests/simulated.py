@@ -13,8 +13,11 @@ PROCESS_OFFSET = 0.003
 
 
 def rounds_us(rng: np.random.Generator, us: float, rounds: int = 25, odd_process: float = 0.0) -> NDArray[np.float64]:
-    """Times of one process (rounds,): lognormal noise of 0.3 to 1 %, an offset of the process, a drift, one in fifty up to
-    twice as long; with probability `odd_process` the whole process is 4 % slower."""
+    """Draw times of one process (rounds,).
+
+    Lognormal noise of 0.3 to 1 %, an offset of the process, a drift, one in fifty up to twice as long; with probability
+    `odd_process` the whole process is 4 % slower.
+    """
     noise = rng.uniform(0.003, 0.01) * rng.standard_normal(rounds)
     drift = np.linspace(0.0, 0.004 * rng.standard_normal(), rounds)
     outliers = np.where(rng.random(rounds) < 0.02, rng.uniform(0.0, 0.7, rounds), 0.0)
@@ -23,7 +26,7 @@ def rounds_us(rng: np.random.Generator, us: float, rounds: int = 25, odd_process
 
 
 def one_process(samples: NDArray[np.float64], row: int, **changes: Any) -> Record:
-    """The record of one process of row number `row`."""
+    """Make the record of one process of row number `row`."""
     middle = float(np.sort(samples)[len(samples) // 2])
     values: dict[str, Any] = {
         "op": "op", "variant": "optimized", "case": f"case-{row}", "dtype": "bfloat16", "quant": "none", "policy": "cold",
@@ -36,7 +39,7 @@ def one_process(samples: NDArray[np.float64], row: int, **changes: Any) -> Recor
 
 
 def run(rng: np.random.Generator, times_us: Sequence[float], processes: int = 3, odd_process: float = 0.0) -> list[Record]:
-    """A gate run: a record per row, pooled over processes."""
+    """Make a gate run: a record per row, pooled over processes."""
     rows = [
         one_process(rounds_us(rng, us, odd_process=odd_process), row) for _ in range(processes) for row, us in enumerate(times_us)
     ]

@@ -10,7 +10,7 @@ TESTS = Path(__file__).parent
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process's environment, where the package and the tests' modules are found before what PYTHONPATH names already."""
+    """Return this process's environment, where the package and the tests' modules come before what PYTHONPATH names."""
     found = [str(TESTS.parent), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {"PYTHONPATH": os.pathsep.join(found)} | more
 
@@ -24,7 +24,7 @@ def wait_for(happened: Callable[[], bool]) -> None:
 
 
 def running(group: int) -> list[str]:
-    """The processes of a group; those that have ended may stay listed until somebody asks what became of them."""
+    """Return the processes of a group; an ended process may stay listed until somebody asks what became of it."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has just ended

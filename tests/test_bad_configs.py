@@ -29,7 +29,7 @@ def forget() -> Iterator[None]:
 
 
 def mutants(entry: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The entry with one value changed, and without one field."""
+    """Yield the entry with one value changed, and without one field."""
     for field, value in entry.items():
         for changed in NASTY:
             if isinstance(value, dict):
@@ -51,7 +51,8 @@ def answers(op_name: str, root: Path, cases: list[Case]) -> None:
         warnings.simplefilter("ignore")
         for case in cases:
             config = Chooser.of(op, variant, "cold", root).find(case, GPU).config
-            assert type(config) is variant.config and variant.valid(case, config) is None
+            assert type(config) is variant.config
+            assert variant.valid(case, config) is None
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -12,7 +12,7 @@ from kerneltune.records import append, to_json
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkout whose only commit, tagged v1, has results/r.jsonl with a row of 100 µs; the file now has 120 µs."""
+    """Make a checkout whose only commit, tagged v1, has results/r.jsonl with a row of 100 µs; the file now has 120 µs."""
     for name in ("AUTHOR", "COMMITTER"):
         monkeypatch.setenv(f"GIT_{name}_NAME", "a")
         monkeypatch.setenv(f"GIT_{name}_EMAIL", "a@example.org")
@@ -43,19 +43,20 @@ def test_what_is_neither_is_one_line(repository: Path) -> None:
     ):
         with pytest.raises(ValueError) as caught:
             load_baseline(name, Path("results/r.jsonl"))
-        assert str(caught.value).startswith(text) and "\n" not in str(caught.value)
-    with pytest.raises(ValueError, match="^baseline: 'v1': expected a .jsonl file, or a git revision that has no/r.jsonl$"):
+        assert str(caught.value).startswith(text)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match=r"^baseline: 'v1': expected a .jsonl file, or a git revision that has no/r.jsonl$"):
         load_baseline("v1", Path("no/r.jsonl"))
 
 
 def test_broken_records_of_a_revision_name_it(repository: Path) -> None:
     (repository / "results" / "r.jsonl").write_text("{}\n")
     subprocess.run(["git", "commit", "-qam", "broken"], check=True)
-    with pytest.raises(ValueError, match="^HEAD:./r.jsonl:1: op: missing$"):
+    with pytest.raises(ValueError, match=r"^HEAD:./r.jsonl:1: op: missing$"):
         load_baseline("HEAD", Path("results/r.jsonl"))
 
 
 def test_without_git(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(ValueError, match="^baseline: 'v1': no such file, and git cannot be run: No such file or directory$"):
+    with pytest.raises(ValueError, match=r"^baseline: 'v1': no such file, and git cannot be run: No such file or directory$"):
         load_baseline("v1", Path("results/r.jsonl"))

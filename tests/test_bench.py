@@ -40,7 +40,8 @@ def test_a_child_answers_as_the_bench_does_and_stays(bench: IsolatedBench) -> No
     first, second = bench.trial(Knobs("run", 1), None), bench.trial(Knobs("run", 2), 11.0)
     assert (first, second.time_us) == (Evaluation("ok", 11.0, first.detail), 12.0)
     assert first.detail.split()[1] == second.detail.split()[1] != str(os.getpid())
-    assert second.detail.startswith("2 ") and bench.started == 1
+    assert second.detail.startswith("2 ")
+    assert bench.started == 1
     assert [list(s[:1]) for s in bench.samples([Knobs("run", 1), Knobs("run", 3)])] == [[11.0], [13.0]]
 
 
@@ -51,13 +52,13 @@ def test_what_keeps_triton_s_driver_away_is_said_when_a_case_is_opened(monkeypat
         began.set()
         raise RuntimeError("no C compiler")
 
-    monkeypatch.setattr(tuning_bench, "_have_driver", fails)
+    monkeypatch.setattr(tuning_bench, "open_driver", fails)
     monkeypatch.setattr(tuning_bench, "Checker", lambda *_: None)
     monkeypatch.setattr(tuning_bench, "rotation", lambda *_: 0)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (0, 0))
     gpu = GpuBench()
     assert began.wait(10), "begun before a case is known"
-    with pytest.raises(RuntimeError, match="^no C compiler$"):
+    with pytest.raises(RuntimeError, match=r"^no C compiler$"):
         gpu.open(OPS[0], CASE, VARIANT, "cold")
 
 
@@ -72,10 +73,12 @@ def test_a_bench_counts_the_seconds_of_its_work_and_not_of_its_start() -> None:
 
 def test_a_child_that_was_begun_early_is_the_one_that_is_asked(bench: IsolatedBench) -> None:
     bench.begin()
-    begun = bench._child
+    begun = bench.child
     bench.begin()
     assert bench.trial(Knobs("run", 1), None).status == "ok"
-    assert begun is not None and begun is bench._child and bench.started == 1
+    assert begun is not None
+    assert begun is bench.child
+    assert bench.started == 1
 
 
 @pytest.mark.parametrize(
@@ -91,47 +94,52 @@ def test_a_config_that_takes_its_process_along_costs_only_itself(does: str, deta
     before = bench.trial(Knobs("run", 1), None)
     assert bench.trial(Knobs(does, 0), None) == Evaluation("lost", None, detail)
     after = bench.trial(Knobs("run", 2), None)
-    assert after.status == "ok" and after.detail.startswith("1 ")  # opened anew
-    assert after.detail.split()[1] != before.detail.split()[1] and bench.started == 2
+    assert after.status == "ok"
+    assert after.detail.startswith("1 ")
+    assert after.detail.split()[1] != before.detail.split()[1]
+    assert bench.started == 2
 
 
 def test_a_config_that_hangs_is_killed() -> None:
     with IsolatedBench(FakeBench, trial_timeout_s=15.0) as bench:
         bench.open(OPS[0], CASE, VARIANT, "cold")
         assert bench.trial(Knobs("run", 1), None).status == "ok"
-        bench._trial_timeout_s = 1.0
-        hung = bench._child
+        bench.trial_timeout_s = 1.0
+        hung = bench.child
         began = time.monotonic()
         assert bench.trial(Knobs("hang", 0), None) == Evaluation("lost", None, "took longer than 1 s")
         assert time.monotonic() - began < 5.0
-        assert hung is not None and hung.exitcode == -9
-        bench._trial_timeout_s = 15.0
+        assert hung is not None
+        assert hung.exitcode == -9
+        bench.trial_timeout_s = 15.0
         assert bench.trial(Knobs("run", 2), None).status == "ok"
 
 
 def test_what_is_lost_before_a_config_is_tried_is_not_the_config_s_fault() -> None:
     with IsolatedBench(NeverOpens) as bench:
         bench.open(OPS[0], CASE, VARIANT, "cold")
-        with pytest.raises(ChildLostError, match="^MemoryError: inputs do not fit$"):
+        with pytest.raises(ChildLostError, match=r"^MemoryError: inputs do not fit$"):
             bench.trial(Knobs("run", 1), None)
 
 
 def test_no_child_outlives_its_bench(bench: IsolatedBench) -> None:
     bench.trial(Knobs("run", 1), None)
-    child = bench._child
+    child = bench.child
     bench.close()
-    assert child is not None and child.is_alive()  # the next case finds it
+    assert child is not None
+    assert child.is_alive()
     with bench:
         pass
-    assert not child.is_alive() and child not in multiprocessing.active_children()
+    assert not child.is_alive()
+    assert child not in multiprocessing.active_children()
 
 
 def is_hanging(bench: IsolatedBench, log: Path) -> bool:
-    """Waits until the child is at a config that hangs."""
+    """Wait until the child is at a config that hangs."""
     patience = time.monotonic() + 20
     while not log.exists() and time.monotonic() < patience:
         time.sleep(0.01)
-    return log.exists() and bench._asking
+    return log.exists() and bench.is_asking
 
 
 @pytest.mark.parametrize("end", [IsolatedBench.stop, lambda bench: bench.__exit__()])
@@ -143,12 +151,15 @@ def test_a_bench_that_another_thread_stops_blames_no_config(
         running = thread.submit(bench.trial, Knobs("hang", 0), None)
         queued = thread.submit(bench.trial, Knobs("run", 1), None)
         assert is_hanging(bench, tmp_path / "log")
-        child, began = bench._child, time.monotonic()
+        child, began = bench.child, time.monotonic()
         end(bench)
         for trial in (running, queued):
-            with pytest.raises(ChildLostError, match="^the measuring process was stopped$"):
+            with pytest.raises(ChildLostError, match=r"^the measuring process was stopped$"):
                 trial.result(timeout=10)
-    assert time.monotonic() - began < 5.0 and child is not None and not child.is_alive() and bench.started == 1
+    assert time.monotonic() - began < 5.0
+    assert child is not None
+    assert not child.is_alive()
+    assert bench.started == 1
     end(bench)
     bench.close()
 
@@ -161,12 +172,13 @@ def test_a_child_that_is_sent_sigterm_blames_no_config(
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(bench.trial, Knobs("hang", 0), None)
         assert is_hanging(bench, tmp_path / "log")
-        assert bench._child is not None and bench._child.pid is not None
+        assert bench.child is not None
+        assert bench.child.pid is not None
         if not served:  # as where all processes are sent it
             server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
             os.kill(server, signal.SIGKILL)
             os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)
-        os.kill(bench._child.pid, signal.SIGTERM)
+        os.kill(bench.child.pid, signal.SIGTERM)
         with pytest.raises(ChildLostError, match=f"^the measuring process died: exit code {exit_code}$"):
             running.result(timeout=10)
     assert bench.trial(Knobs("run", 1), None).status == "ok"
@@ -178,8 +190,11 @@ def test_the_measuring_child_has_a_core_that_no_compiler_uses() -> None:
     if len(available) == 1:
         assert (measuring, compiling) == (None, None)
     else:
-        assert measuring is not None and compiling is not None
-        assert len(measuring) == 1 and not measuring & compiling and measuring | compiling == available
+        assert measuring is not None
+        assert compiling is not None
+        assert len(measuring) == 1
+        assert not measuring & compiling
+        assert measuring | compiling == available
 
 
 # on a GPU
@@ -202,12 +217,14 @@ def test_a_broken_kernel_costs_at_most_its_child(does: str, status: str, detail:
     with IsolatedBench(GpuBench, trial_timeout_s=60.0) as bench:
         bench.open(op, broken.CASE, op.variants[0], "cold")
         assert bench.trial(broken.Knobs("fine"), None).status == "ok"
-        bench._trial_timeout_s = 10.0
+        bench.trial_timeout_s = 10.0
         trial = bench.trial(broken.Knobs(does), None)
-        assert trial.status == status and detail in trial.detail
-        bench._trial_timeout_s = 60.0
+        assert trial.status == status
+        assert detail in trial.detail
+        bench.trial_timeout_s = 60.0
         again: Any = bench.trial(broken.Knobs("fine"), None)
-        assert again.status == "ok" and bench.started == children
+        assert again.status == "ok"
+        assert bench.started == children
 
 
 LIVE = """
@@ -244,9 +261,9 @@ def test_checks_in_a_child_find_what_is_wrong() -> None:
         outcomes = [
             check_in_child(bench, op, broken.CASE, op.variants[0], broken.Knobs(does)) for does in ("fine", "fault", "fine")
         ]
-    assert (
-        outcomes[0] == outcomes[2] == ("checked", "") and outcomes[1][0] == "failed" and "illegal memory access" in outcomes[1][1]
-    )
+    assert outcomes[0] == outcomes[2] == ("checked", "")
+    assert outcomes[1][0] == "failed"
+    assert "illegal memory access" in outcomes[1][1]
 
 
 @pytest.mark.parametrize("op", [*ops.load().values(), bench_jobs.OPS[0]], ids=lambda op: op.name)
@@ -256,5 +273,5 @@ def test_a_child_finds_every_operator_by_name(op: Op) -> None:
 
 
 def test_an_operator_that_no_package_offers_is_an_error() -> None:
-    with pytest.raises(ValueError, match="^no operator gone in OP or OPS of bench_jobs or of a package that holds it$"):
+    with pytest.raises(ValueError, match=r"^no operator gone in OP or OPS of bench_jobs or of a package that holds it$"):
         Named("bench_jobs", "gone", "optimized").load()

@@ -76,11 +76,19 @@ def test_exact_then_nearest(tmp_path: Path) -> None:
     for stored in (entry(8192, warps=4), entry(16384, warps=8), entry(8192, 8192, warps=16)):
         cache.store(OP, GPU, stored, tmp_path)
     hit = look(tmp_path, 8192, 4096)
-    assert hit is not None and hit.exact and hit.distance == 0 and hit.entry.config["warps"] == 4
+    assert hit is not None
+    assert hit.exact
+    assert hit.distance == 0
+    assert hit.entry.config["warps"] == 4
     hit = look(tmp_path, 65536, 4096)
-    assert hit is not None and not hit.exact and hit.distance == 2 and hit.entry.config["warps"] == 8
+    assert hit is not None
+    assert not hit.exact
+    assert hit.distance == 2
+    assert hit.entry.config["warps"] == 8
     hit = look(tmp_path, 4096, 8192)
-    assert hit is not None and hit.distance == 1 and hit.entry.config["warps"] == 16
+    assert hit is not None
+    assert hit.distance == 1
+    assert hit.entry.config["warps"] == 16
     assert look(tmp_path, 4096, 2048, free=("M",)) is None
     assert look(tmp_path, 0, 4096, free=("M",)) is not None
 
@@ -96,10 +104,15 @@ def test_another_16_bit_type_serves_last_and_no_other_type_does(tmp_path: Path) 
     cache.store(OP, GPU, entry(warps=4, dtype="float16"), tmp_path)
     cache.store(OP, GPU, entry(warps=2, dtype="float32"), tmp_path)
     hit = look(tmp_path, 8192, 4096)
-    assert hit is not None and not hit.exact and hit.distance == 0.5 and hit.entry.config["warps"] == 4
+    assert hit is not None
+    assert not hit.exact
+    assert hit.distance == 0.5
+    assert hit.entry.config["warps"] == 4
     cache.store(OP, GPU, entry(65536, warps=8), tmp_path)
     hit = look(tmp_path, 8192, 4096)
-    assert hit is not None and hit.distance == 3 and hit.entry.config["warps"] == 8
+    assert hit is not None
+    assert hit.distance == 3
+    assert hit.entry.config["warps"] == 8
     assert look(tmp_path, 8192, 4096, dtype="float8_e4m3fn") is None
 
 
@@ -119,7 +132,8 @@ def test_a_policy_without_an_entry_of_its_own_takes_what_models_run_with(tmp_pat
 
     assert served(8192, "hot") == [(4, False), (8, False)]  # its own sizes before its own policy, and neither is exact
     assert served(16384, "hot") == [(8, True), (4, False)]
-    assert served(8192, "cold") == [(4, True)] and served(8192, "eager") == [(4, False)]
+    assert served(8192, "cold") == [(4, True)]
+    assert served(8192, "eager") == [(4, False)]
     cache.store(OP, GPU, entry(warps=2, policy="hot"), tmp_path)
     assert served(8192, "hot") == [(2, True), (4, False), (8, False)]
 
@@ -222,7 +236,8 @@ def test_a_chooser_passes_over_what_is_not_valid_of_other_options(tmp_path: Path
     cache.store(OP, GPU, entry(128, warps=4), tmp_path)
     assert choose(*asked) == Knobs(1024, 4)
     cache.store(OP, GPU, entry(warps=2, options=(("zero_centered", True),)), tmp_path)
-    assert choose(*asked) == Knobs(1024, 2) and chooser(tmp_path)(*asked) == Knobs(1024, 4)
+    assert choose(*asked) == Knobs(1024, 2)
+    assert chooser(tmp_path)(*asked) == Knobs(1024, 4)
     cache.store(OP, GPU, entry(warps=1), tmp_path)
     assert choose(*asked) == Knobs(1024, 1)
 
@@ -254,7 +269,7 @@ def test_a_knob_that_is_newer_than_a_stored_config_has_its_default() -> None:
         {"block": 1024, "warps": 4, "early": 1},
         {"block": 1024, "warps": 4, "blocks": None},
     ):
-        with pytest.raises(ValueError, match="expected the knobs|blocks: None: expected int"):
+        with pytest.raises(ValueError, match=r"expected the knobs|blocks: None: expected int"):
             config_from(MoreKnobs, knobs)
 
 
@@ -374,7 +389,7 @@ def test_a_failing_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_config_that_json_cannot_hold(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="^config: .*: expected values that JSON can hold, in the evidence too$"):
+    with pytest.raises(ValueError, match=r"^config: .*: expected values that JSON can hold, in the evidence too$"):
         cache.store(OP, GPU, entry(config={"x": float("inf")}), tmp_path)
 
 

@@ -56,9 +56,11 @@ def test_the_config_of_the_case_itself_comes_first_and_that_of_another_gpu_does_
     store(options, {"block": 512, "warps": 1}, HALF)
     store(options, {"block": 128, "warps": 1}, CASE, "another_gpu")
     found = cached(op, CASE, VARIANT, "cold", options.configs)
-    assert found is not None and found[1] == config_for(op, CASE, VARIANT, options) == Small(64, 2)
+    assert found is not None
+    assert found[1] == config_for(op, CASE, VARIANT, options) == Small(64, 2)
     there = cached(op, CASE, VARIANT, "cold", options.configs, "another_gpu")
-    assert there is not None and there[1] == Small(128, 1)
+    assert there is not None
+    assert there[1] == Small(128, 1)
     assert cached(op, CASE, VARIANT, "hot", options.configs) is None  # so `tune --policy hot` searches it
     assert config_for(op, CASE, VARIANT, replace(options, policy="hot")) == Small(64, 2)
     assert config_for(op, CASE, Variant("eager", nothing), options) is None

@@ -75,12 +75,11 @@ def test_without_a_gpu_a_sweep_only_checks(stream_sweep: Selection, options: Opt
         ("stream", "baseline", "even", "checked"),
     ]
     for record in found:
-        assert (
-            record.device == INTERPRETER
-            and record.family == "tiny"
-            and record.source_hash == OPS["stream"].variant(record.variant).source_hash
-        )
-        assert record.config == {"block": 1024, "warps": 8, "ctas": 0} and record.reason == ""
+        assert record.device == INTERPRETER
+        assert record.family == "tiny"
+        assert record.source_hash == OPS["stream"].variant(record.variant).source_hash
+        assert record.config == {"block": 1024, "warps": 8, "ctas": 0}
+        assert record.reason == ""
         assert [record.time_us, record.gbps, record.ci_low_us, record.ci_high_us, record.n] == [None] * 5
     assert progress.stages == [("check", 2), ("check configs and addresses", 2)]
     assert progress.steps[:2] == ["stream odd int32 none", "stream even int32 none"]
@@ -90,9 +89,11 @@ def test_checks_are_written_where_git_does_not_look_and_nowhere_else(stream_swee
     swept = run_sweep(OPS, stream_sweep, options, Quiet())
     assert written(options) == [Path("runs/interpreter/tiny.check.jsonl")]
     path = options.results / "runs" / "interpreter" / "tiny.check.jsonl"  # type: ignore[operator]
-    assert swept.files == [path] and records.load(path) == swept.records
+    assert swept.files == [path]
+    assert records.load(path) == swept.records
     assert results_folder(options) == options.results / "runs" / "interpreter"  # type: ignore[operator]
-    assert options.configs is not None and not options.configs.exists()
+    assert options.configs is not None
+    assert not options.configs.exists()
 
 
 def test_the_results_folder_of_the_environment(stream_sweep: Selection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +111,8 @@ def test_a_second_run_replaces_its_rows_and_keeps_the_others(stream_sweep: Selec
     assert [record.case for record in again] == ["odd"]
     after = records.load(path)
     assert [record.case for record in after] == ["odd", "even"]
-    assert after == [again[0], old[1]] and after[0].date != old[0].date
+    assert after == [again[0], old[1]]
+    assert after[0].date != old[0].date
 
 
 def test_every_own_variant_is_checked_and_no_peer(tmp_path: Path, options: Options) -> None:
@@ -198,7 +200,8 @@ def test_an_interrupted_check_goes_on_where_it_was(
     spoken = Spoken()
     found = run_sweep(OPS, stream_sweep, options, spoken).records
     assert (spoken.stages[0], spoken.kept[0], spoken.steps[0]) == (("check", 2), 1, "stream even int32 none")
-    assert checked == ["odd", "even", "even"] and [(r.case, r.status) for r in found] == [("odd", "checked"), ("even", "checked")]
+    assert checked == ["odd", "even", "even"]
+    assert [(r.case, r.status) for r in found] == [("odd", "checked"), ("even", "checked")]
     assert written(options) == [Path("runs/interpreter/tiny.check.jsonl")]
     (options.results / journal).write_text(left.replace(OPS["stream"].variant("baseline").source_hash, "older") + '{"op": "stre')
     run(stream_sweep, options)
@@ -231,7 +234,8 @@ def test_an_operator_that_fails_beside_its_kernels_fails_its_rows(
 ) -> None:
     known = {**OPS, "stream": replace(OPS["stream"], **broken)}
     found = run_sweep(known, stream_sweep, options, Quiet()).records
-    assert found and {record.status for record in found} == {"failed"}
+    assert found
+    assert {record.status for record in found} == {"failed"}
     assert all(re.search(reason, record.reason) for record in found)
 
 
@@ -264,7 +268,8 @@ def test_a_config_that_is_wrong_is_a_failed_record_of_its_own(
 
     monkeypatch.setattr(Checker, "errors", errors)
     odd, even, *others = run(stream_sweep, options)
-    assert (odd.status, even.status) == ("checked", "checked") and len(others) == 3
+    assert (odd.status, even.status) == ("checked", "checked")
+    assert len(others) == 3
     assert {(r.case, r.status, r.reason) for r in others} == {("odd", "failed", "dst: 2 of 2 words wrong")}
     assert all(record.config != odd.config for record in others)
 
@@ -305,8 +310,10 @@ def test_names_that_do_not_exist_are_one_line_and_nothing_runs(
     progress = Spoken()
     with pytest.raises(ValueError) as caught:
         run_sweep(OPS, replace(stream_sweep, **change), options, progress)
-    assert str(caught.value).startswith(text) and "\n" not in str(caught.value)
-    assert progress.stages == [] and written(options) == []
+    assert str(caught.value).startswith(text)
+    assert "\n" not in str(caught.value)
+    assert progress.stages == []
+    assert written(options) == []
 
 
 def test_results_that_cannot_be_written_are_one_line(stream_sweep: Selection, tmp_path: Path) -> None:

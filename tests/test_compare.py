@@ -21,7 +21,7 @@ PAIRS = [(OP.variant(name), OP.variant(name).default_config(CASE)) for name in (
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times by variant, without noise but for the self-comparison; `pr593` is wrong."""
+    """Return times by variant, without noise but for the self-comparison; `pr593` is wrong."""
 
     class Checker:
         def __init__(self, *_: object) -> None: ...
@@ -45,9 +45,11 @@ def test_a_record_keeps_the_rounds_of_its_process(gpu: None) -> None:
     baseline, wrong, optimized = compare.compare("f", OP, CASE, PAIRS, "cold", None)
     assert (wrong.status, wrong.reason, wrong.samples_us) == ("failed", "y differs", None)
     assert [row.time_us for row in (baseline, optimized)] == [20.0, 10.0]
-    assert optimized.samples_us is not None and len(optimized.samples_us) == 1
+    assert optimized.samples_us is not None
+    assert len(optimized.samples_us) == 1
     assert optimized.samples_us[0] == pytest.approx(list(10.0 * np.linspace(0.99, 1.01, 15)), rel=1e-5)
-    assert optimized.n == 15 and optimized.family == "f"
+    assert optimized.n == 15
+    assert optimized.family == "f"
     assert {row.unit for row in (baseline, wrong, optimized)} == {"0123456789ab"}
     assert baseline.aa_floor == optimized.aa_floor == pytest.approx(1 - 1 / 1.01, rel=1e-4)
 
@@ -134,7 +136,7 @@ def test_inputs_that_cannot_be_put_back_are_the_check_s_finding() -> None:
     op = ops.load()["rmsnorm_bwd"]
     checker = Checker(op, CASE, "cpu")
     checker.inputs = {**checker.inputs, "amax": Gone()}
-    checker._before["amax"] = torch.zeros(1)
+    checker.inputs_before["amax"] = torch.zeros(1)
     variant = op.variants[0]
     assert checker.errors(variant, variant.default_config(CASE)) == [
         "the launch failed: RuntimeError: CUDA error: an illegal memory access was encountered"
@@ -144,7 +146,7 @@ def test_inputs_that_cannot_be_put_back_are_the_check_s_finding() -> None:
 def test_a_case_that_cannot_be_cold_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     h200 = device.Device("NVIDIA H200", "sm_90", 132, 60_000_000, "580")
     monkeypatch.setattr(device, "current", lambda: h200)
-    monkeypatch.setattr(compare, "_free_bytes", lambda: 1 << 37)
+    monkeypatch.setattr(compare, "gpu_free_bytes", lambda: 1 << 37)
     rows = compare.compare("f", OP, CASE, PAIRS, "cold", None)
     reason = "a cold L2 takes 14,313 input sets of 16,768 bytes, more than 8,192: only policy hot can time it"
     assert [(row.status, row.reason) for row in rows] == [("skipped", reason)] * 3
@@ -163,5 +165,6 @@ def test_a_unit_is_the_gpu_s_identifier_and_does_not_show_it() -> None:
     uuid = "5c7a2d5e-3f4b-4b0f-8d7e-0123456789ab"
     unit = device.unit_of(uuid)
     assert unit == device.unit_of(f"GPU-{uuid}") != device.unit_of(uuid[::-1])
-    assert len(unit) == 12 and unit not in uuid
+    assert len(unit) == 12
+    assert unit not in uuid
     assert device.unit_of("GPU-00000000-0000-0000-0000-000000000000") == device.unit_of("") == ""

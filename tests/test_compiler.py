@@ -20,7 +20,7 @@ THREADS, REGISTER_FILE = 32, 65536
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What pool_jobs.main printed, and Triton's disk cache after it."""
+    """Return what pool_jobs.main printed, and Triton's disk cache after it."""
     cache = str(tmp_path_factory.mktemp("triton"))
     env = environment(TRITON_CACHE_DIR=cache)
     env.pop("TRITON_INTERPRET", None)
@@ -41,7 +41,8 @@ def test_real_kernels_compile_for_sm_90_in_the_order_of_the_jobs(answers: dict[s
         ["_rmsnorm_fwd_loop"],
         ["_rmsnorm_fwd_loop", "transpose_bytes"],
     ]
-    assert raised["kernels"] == [] and "RuntimeError" in raised["error"]
+    assert raised["kernels"] == []
+    assert "RuntimeError" in raised["error"]
 
 
 def test_a_killed_worker_is_retried_once_and_then_recorded_as_the_failure_of_its_job(answers: dict[str, Any]) -> None:
@@ -55,7 +56,8 @@ def test_what_is_given_up_costs_no_worker(answers: dict[str, Any]) -> None:
 
 
 def test_every_cast_compiles_into_the_fnuz_types_for_gfx942(answers: dict[str, Any]) -> None:
-    assert {c["error"] for c in answers["fnuz"]} == {""} and len(answers["fnuz"]) >= 20
+    assert {c["error"] for c in answers["fnuz"]} == {""}
+    assert len(answers["fnuz"]) >= 20
     assert all(c["kernels"] for c in answers["fnuz"])
 
 
@@ -101,16 +103,17 @@ def test_resources_of_a_job_are_those_of_its_largest_kernel(answers: dict[str, A
 
 def test_a_pool_that_is_interrupted_while_it_starts_leaves_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = CompilePool(TARGETS["sm_90"], 1)
-    started = pool._pool.schedule
+    started = pool.pool.schedule
 
     def interrupted(*arguments: Any) -> None:
         started(*arguments)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pool._pool, "schedule", interrupted)
+    monkeypatch.setattr(pool.pool, "schedule", interrupted)
     with pytest.raises(KeyboardInterrupt), pool:
         raise AssertionError("the pool was entered")
-    assert not pool._pool.active and not pool._pool._pool_manager.worker_manager.workers
+    assert not pool.pool.active
+    assert not pool.pool._pool_manager.worker_manager.workers
 
 
 def test_a_job_that_raises_hangs_or_dies_costs_only_itself(answers: dict[str, Any]) -> None:
@@ -131,8 +134,10 @@ def test_a_job_that_raises_hangs_or_dies_costs_only_itself(answers: dict[str, An
 def test_what_could_not_be_launched_is_not_compiled_to_its_end(answers: dict[str, Any]) -> None:
     threads, memory = (c["error"] for c in answers["large"])
     assert "out of resource: threads, Required: 2048, Hardware limit: 1024" in threads
-    assert "out of resource: shared memory" in memory and "Hardware limit: 65536" in memory
+    assert "out of resource: shared memory" in memory
+    assert "Hardware limit: 65536" in memory
     assert not list(Path(answers["cache"]).glob("*/_rmsnorm_fwd_once.ttir"))  # refused before its first stage
     assert list(Path(answers["cache"]).glob("*/_dense_gemm.ttgir"))
     amdgcn = [path.name for path in Path(answers["cache"]).glob("*/*.amdgcn")]
-    assert amdgcn and "_dense_gemm.amdgcn" not in amdgcn
+    assert amdgcn
+    assert "_dense_gemm.amdgcn" not in amdgcn

@@ -90,7 +90,8 @@ def test_contract_without_a_mistake_passes(changes: dict[str, Any]) -> None:
 def test_contract_with_a_mistake_is_one_line(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         check_contract(op(**changes))
-    assert str(error.value).startswith(message) and "\n" not in str(error.value)
+    assert str(error.value).startswith(message)
+    assert "\n" not in str(error.value)
 
 
 def test_plug_in_with_a_mistake_is_refused_when_it_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

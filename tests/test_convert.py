@@ -59,10 +59,12 @@ def test_all_expert_layers_of_a_model(recipe: str | Recipe) -> None:
     model, (x, offs) = Model(), batch()
     names, before = list(model.state_dict()), model(x, offs)
     assert convert_to_fp8_training(model, recipe) == ["experts", "grouped"]
-    assert list(model.state_dict()) == names and isinstance(model.experts, Experts)
+    assert list(model.state_dict()) == names
+    assert isinstance(model.experts, Experts)
     assert "recipe=Recipe(scaling=" in repr(model.experts)
     y, want = model(x, offs), by_hand(model, x, offs, recipe)
-    assert torch.equal(y, want) and not torch.equal(y, before)
+    assert torch.equal(y, want)
+    assert not torch.equal(y, before)
     dy = torch.randn_like(y)
     parameters = list(model.parameters())
     for got, expected in zip(*(torch.autograd.grad(out, parameters, dy) for out in (y, want)), strict=True):
@@ -90,8 +92,9 @@ def test_what_the_filter_leaves_out_stays() -> None:
     model = Model()
     kind = type(model.experts)
     assert convert_to_fp8_training(model, filter_fn=lambda module, name: name != "experts") == ["grouped"]
-    assert type(model.experts) is kind and model.grouped.recipe == Recipe("tensorwise")
-    with pytest.raises(ValueError, match="Model has no expert weights.*grouped: left out by filter_fn"):
+    assert type(model.experts) is kind
+    assert model.grouped.recipe == Recipe("tensorwise")
+    with pytest.raises(ValueError, match=r"Model has no expert weights.*grouped: left out by filter_fn"):
         convert_to_fp8_training(model, filter_fn=lambda module, name: False)
     for other in (model.dense, nn.Conv1d(16, 16, 3)):
         with pytest.raises(ValueError, match=f"{type(other).__name__} has no expert weights"):
@@ -262,7 +265,8 @@ def test_sharded_weights() -> None:
         for module, expected in zip((local, whole), want, strict=True):
             y = module(x, offs)
             y.backward(torch.randn_like(y))
-            assert torch.equal(y, expected) and isinstance(module.weight.grad, DTensor)
+            assert torch.equal(y, expected)
+            assert isinstance(module.weight.grad, DTensor)
         layer = GroupedLinear(E, K, N, dtype=torch.bfloat16)
         fully_shard(layer, mesh=mesh)
         optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
@@ -288,13 +292,15 @@ def test_activation_checkpointing(reentrant: bool) -> None:
     dy = torch.randn(M, N, device=DEVICE).bfloat16()
     want = torch.autograd.grad(module(x, offs), (x, module.weight), dy)
     checkpoint(module, x, offs, use_reentrant=reentrant).backward(dy)
-    assert torch.equal(x.grad, want[0]) and torch.equal(module.weight.grad, want[1])
+    assert torch.equal(x.grad, want[0])
+    assert torch.equal(module.weight.grad, want[1])
     inside = Single(lambda self, x, offs: checkpoint(plain, self, x, offs, use_reentrant=reentrant))
     inside.load_state_dict(module.state_dict())
     convert_to_fp8_training(inside)
     x.grad = None
     inside(x, offs).backward(dy)
-    assert torch.equal(x.grad, want[0]) and torch.equal(inside.weight.grad, want[1])
+    assert torch.equal(x.grad, want[0])
+    assert torch.equal(inside.weight.grad, want[1])
 
 
 def test_what_each_product_expects_of_its_weights() -> None:

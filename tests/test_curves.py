@@ -113,7 +113,8 @@ def test_a_report_of_a_results_folder_shows_its_curves_unless_cases_are_selected
     save(tmp_path / "nvidia_h200" / "curves" / "long.csv", long(60))
     report, shown = tmp_path / "report.html", '"title":"Long"'
     assert run("--results", tmp_path, "-o", report).exit_code == 0
-    assert "training curves" in report.read_text() and shown in (tmp_path / "report_training.html").read_text()
+    assert "training curves" in report.read_text()
+    assert shown in (tmp_path / "report_training.html").read_text()
     assert run("--results", tmp_path, "-o", report, "--op", "rmsnorm_fwd").exit_code == 0
     assert shown not in report.read_text()
     assert run(tmp_path / "nvidia_h200" / "rmsnorm.jsonl", "--results", tmp_path, "-o", report).exit_code == 0
@@ -149,14 +150,16 @@ def test_the_picture_in_the_docs_is_that_of_the_recorded_losses() -> None:
     curves = load(root / "results" / "nvidia_h200" / "curves" / "moe_learning.csv")
     text = (root / "docs" / "moe_learning.svg").read_text()
     base, *others = curves.finals
-    assert curves.source in text and f">{base.name} {base.loss:.4f}<" in text
+    assert curves.source in text
+    assert f">{base.name} {base.loss:.4f}<" in text
     assert all(f">{final.name} {final.loss:.4f} ({final.difference:+.2%})<" in text for final in others)
 
 
 def test_a_page_of_long_trainings_stays_small() -> None:
     found = {f"{name}.csv": long(20 * MOST_POINTS) for name in "abcdefgh"}
     shown = payload(Sources([], ("", ""), curves=found))
-    assert shown["curves"][0]["window"] == 20 and len(shown["curves"][0]["curves"][0]["losses"]) == MOST_POINTS
+    assert shown["curves"][0]["window"] == 20
+    assert len(shown["curves"][0]["curves"][0]["losses"]) == MOST_POINTS
     assert len(page(shown).encode()) < 2_000_000
 
 
@@ -177,7 +180,8 @@ def test_browser_shows_losses_where_they_end_and_where_they_come_from(tmp_path: 
         window.wait_for_selector("#curves figure:last-child div svg")
         assert said == []
         assert window.evaluate("document.documentElement.scrollWidth") == width
-        assert not window.locator("#controls").is_visible() and not window.locator("#table").is_visible()
+        assert not window.locator("#controls").is_visible()
+        assert not window.locator("#table").is_visible()
         words = window.locator("#curves .finals").inner_text()
         for text in ("fp8", "2.3867", "+2.29 %", "python train.py --steps 3", "small.csv", "2026-11-21", "NVIDIA H200"):
             assert text in words

@@ -49,7 +49,8 @@ def test_readme_command_prints_what_is_shown(command: str, output: str, tmp_path
 
 
 def test_readme_is_short() -> None:
-    assert len(README.splitlines()) <= 150 and len(README.split()) <= 900
+    assert len(README.splitlines()) <= 150
+    assert len(README.split()) <= 900
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -68,5 +69,6 @@ def test_site_builds_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "site" / "commands" / "index.html").read_text(encoding="utf-8")
-    assert "kerneltune sweep" in page and "kerneltune gate" in page
+    assert "kerneltune sweep" in page
+    assert "kerneltune gate" in page
     assert "geometric mean" in (tmp_path / "site" / "results" / "rmsnorm" / "index.html").read_text(encoding="utf-8")

@@ -28,7 +28,8 @@ def test_the_default_is_in_the_duel_however_slow(setting: Setting) -> None:
     tuner = setting.tuner(SMALL, lambda c: 1000.0 if c == default else small_time(c))
     setting.tune(tuner)
     (duel,) = tuner.duels
-    assert duel[0] == default and duel[1] == Small(512, 8)
+    assert duel[0] == default
+    assert duel[1] == Small(512, 8)
     assert len(set(duel)) == len(duel) == 1 + _FINALISTS
 
 
@@ -83,14 +84,16 @@ def test_a_cached_config_that_is_wrong_now_or_no_longer_fits_does_not_stand(sett
     setting.trials.unlink()
     wrong = setting.tuner(SMALL, lambda c: None if c == Small(64, 1) else small_time(c))
     setting.tune(wrong)
-    assert Small(64, 1) not in wrong.duels[0] and wrong.duels[0][0] == Small(256, 4)
+    assert Small(64, 1) not in wrong.duels[0]
+    assert wrong.duels[0][0] == Small(256, 4)
 
     setting.tune(first)
     assert setting.cached() == {"block": 64, "warps": 1}
     invalid = Variant("optimized", nothing, Small, small_space, lambda _, c: "no" if c == Small(64, 1) else None, SMALL.default)
     tuner = setting.tuner(invalid, small_time)
     setting.tune(tuner)
-    assert tuner.duels[0][0] == Small(256, 4) and Small(64, 1) not in tuner.duels[0]
+    assert tuner.duels[0][0] == Small(256, 4)
+    assert Small(64, 1) not in tuner.duels[0]
 
 
 DEFAULT, BEST, SECOND = Small(256, 4), Small(512, 8), Small(512, 4)
@@ -117,7 +120,8 @@ def test_what_loses_the_measuring_process_in_the_duel_drops_out(
 
     tuner.winner = winner
     entry = setting.tune(tuner)
-    assert setting.cached() == knobs_of(stored) and len(tuner.duels) == duels
+    assert setting.cached() == knobs_of(stored)
+    assert len(tuner.duels) == duels
     assert entry.evidence["time_us"] == small_time(stored)
     assert entry.evidence["default_us"] == (None if DEFAULT in lost else small_time(DEFAULT))
 
@@ -128,9 +132,10 @@ def test_where_every_finalist_loses_the_measuring_process_nothing_is_stored(sett
 
     tuner = setting.tuner(SMALL, small_time)
     tuner.winner = winner
-    with pytest.raises(ChildLostError, match="^took longer than 300 s$"):
+    with pytest.raises(ChildLostError, match=r"^took longer than 300 s$"):
         setting.tune(tuner)
-    assert setting.cached() is None and set(map(tuple, tuner.duels)) >= {(config,) for config in tuner.duels[0]}
+    assert setting.cached() is None
+    assert set(map(tuple, tuner.duels)) >= {(config,) for config in tuner.duels[0]}
 
 
 def test_only_what_is_close_to_the_best_is_in_the_duel(setting: Setting) -> None:
@@ -144,13 +149,16 @@ def test_a_wrong_default_does_not_stand(setting: Setting) -> None:
     tuner.winner = lambda configs: configs[0]
     entry = setting.tune(tuner)
     assert Small(256, 4) not in tuner.duels[0]
-    assert entry.config == {"block": 512, "warps": 8} and entry.evidence["default_us"] is None
+    assert entry.config == {"block": 512, "warps": 8}
+    assert entry.evidence["default_us"] is None
 
 
 def test_one_config_needs_no_duel(setting: Setting) -> None:
     tuner = setting.tuner(SMALL, lambda c: 10.0 if c == Small(64, 1) else None)
     entry = setting.tune(tuner)
-    assert tuner.duels == [] and entry.config == {"block": 64, "warps": 1} and entry.evidence["time_us"] == 10.0
+    assert tuner.duels == []
+    assert entry.config == {"block": 64, "warps": 1}
+    assert entry.evidence["time_us"] == 10.0
 
 
 def duel(setting: Setting, *contenders: tuple[float, float, int]) -> tuple[int, dict[str, Any]]:
@@ -171,7 +179,8 @@ def duel(setting: Setting, *contenders: tuple[float, float, int]) -> tuple[int, 
     best, evidence = tuner.duel(configs, configs[-1])
     assert evidence["default_us"] == pytest.approx(contenders[-1][0], rel=0.05), "timed in the same rounds"
     low, high = evidence["over_default"]
-    assert low <= 1.05 * contenders[-1][0] / evidence["time_us"] and high >= 1.0, "never surely slower than the default"
+    assert low <= 1.05 * contenders[-1][0] / evidence["time_us"], "never surely slower than the default"
+    assert high >= 1.0, "never surely slower than the default"
     return configs.index(best), evidence
 
 
@@ -185,7 +194,9 @@ def test_a_surely_faster_config_replaces_the_incumbent(setting: Setting, monkeyp
 
 def test_a_config_that_is_perhaps_faster_does_not(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     winner, evidence = duel(setting, (100.0, 0.05, 128), (99.9, 0.05, 32))
-    assert winner == 0 and evidence["speedup"] == 1.0 and evidence["time_us"] == evidence["incumbent_us"]
+    assert winner == 0
+    assert evidence["speedup"] == 1.0
+    assert evidence["time_us"] == evidence["incumbent_us"]
 
 
 def test_a_slower_config_does_not(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:

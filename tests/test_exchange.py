@@ -63,7 +63,8 @@ def test_the_dispatch_module_knows_what_another_policy_takes(tmp_path: Path) -> 
     best = runpy.run_path(str(tmp_path / "rmsnorm_bwd.py"))["best"]
     entry = ours("rmsnorm_bwd")[0]
     where = entry.variant, dict(entry.axes), entry.dtype, entry.quant, entry.options
-    assert entry.policy == "cold" and best(*where, policy="hot") == best(*where) == entry.config
+    assert entry.policy == "cold"
+    assert best(*where, policy="hot") == best(*where) == entry.config
 
 
 @pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")
@@ -124,8 +125,10 @@ def test_an_import_on_a_full_disk_stores_all_or_nothing(tmp_path: Path, monkeypa
     path.write_bytes(before)
     synced += [0, 0]
     result = run("import", "rmsnorm_bwd", file, "--gpu", "nvidia_h200", "--configs", root)
-    assert result.exit_code == 2 and result.output == f"error: cannot write {path}: No space left on device\n"
-    assert path.read_bytes() == before and sorted(p.name for p in path.parent.iterdir()) == [f".{path.name}.lock", path.name]
+    assert result.exit_code == 2
+    assert result.output == f"error: cannot write {path}: No space left on device\n"
+    assert path.read_bytes() == before
+    assert sorted(p.name for p in path.parent.iterdir()) == [f".{path.name}.lock", path.name]
 
 
 def test_an_import_of_a_source_of_any_size_takes_bounded_memory(tmp_path: Path) -> None:
@@ -142,7 +145,8 @@ def test_nothing_is_stored_outside_the_cache(tmp_path: Path) -> None:
     result = run("import", "rmsnorm_bwd", file, "--gpu", "../../escape", "--configs", root)
     assert result.exit_code == 2
     assert result.stderr == "error: gpu: '../../escape': expected the name of a folder, like escape\n"
-    assert not (tmp_path / "escape").exists() and not list(root.rglob("*.json"))
+    assert not (tmp_path / "escape").exists()
+    assert not list(root.rglob("*.json"))
 
 
 @pytest.mark.parametrize(
@@ -192,7 +196,8 @@ def test_autotune_modules_give_configs_and_key_in_the_author_s_capitals(tmp_path
     module = runpy.run_path(str(tmp_path / "rmsnorm_bwd.py"))
     made = module["configs"]()
     distinct = {repr(entry.config) for entry in ours("rmsnorm_bwd") if entry.policy == "cold"}
-    assert module["KEY"] == ["M", "N"] and len(made) == len(distinct) > 3
+    assert module["KEY"] == ["M", "N"]
+    assert len(made) == len(distinct) > 3
     knobs = {name for config in made for name in config.kwargs}
     names = {name.lower() for name in knobs}
     assert names == {name for entry in ours("rmsnorm_bwd") for name in entry.config} - {"warps", "stages"}
@@ -205,7 +210,7 @@ def test_autotune_modules_give_configs_and_key_in_the_author_s_capitals(tmp_path
 
 
 def test_vllm_files_are_written_for_its_knobs_only() -> None:
-    with pytest.raises(ValueError, match="^format: 'vllm': rmsnorm_bwd has the knobs .*; --format json writes any operator$"):
+    with pytest.raises(ValueError, match=r"^format: 'vllm': rmsnorm_bwd has the knobs .*; --format json writes any operator$"):
         exchange.to_vllm(OPS["rmsnorm_bwd"], "g", ours("rmsnorm_bwd")[:1], {})
     op = replace(OPS["rmsnorm_bwd"], name="fused_moe", axes=("M", "E", "N"))
     knobs = {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 8, "num_warps": 4, "num_stages": 4}
@@ -241,11 +246,13 @@ def test_generated_modules_import_whatever_names_hold(
     op = replace(OPS["rmsnorm_bwd"], name=name)
     for format_ in ("triton", "python", "json"):
         for file, text in exchange.WRITERS[format_](op, device, [entry], {knob: value}).items():
-            assert re.fullmatch(r"[A-Za-z0-9_.=+,-]{1,}", file) and not file.startswith(".")
+            assert re.fullmatch(r"[A-Za-z0-9_.=+,-]{1,}", file)
+            assert not file.startswith(".")
             if file.endswith(".py"):
                 scope: dict[str, Any] = {"__name__": "generated"}
                 exec(compile(text, file, "exec"), scope)
-                assert (scope["OP"], scope["DEVICE"]) == (name, device) and file[:-3].isidentifier()
+                assert (scope["OP"], scope["DEVICE"]) == (name, device)
+                assert file[:-3].isidentifier()
                 assert scope["ENTRIES"][0]["config"] == entry.config
             else:
                 assert json.loads(text)["configs"] == {"8": entry.config}
@@ -256,7 +263,8 @@ def test_an_operator_that_is_not_loaded_is_not_exported(tmp_path: Path) -> None:
     file.parent.mkdir(parents=True)
     file.write_text((SHIPPED / "rmsnorm_bwd.json").read_text().replace('"op": "rmsnorm_bwd"', '"op": "gone"'))
     result = run("export", "gone", tmp_path / "files", "--configs", tmp_path / "configs")
-    assert result.exit_code == 2 and result.stderr.startswith("error: op: 'gone': expected one of ")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: op: 'gone': expected one of ")
     assert not (tmp_path / "files").exists()
 
 
@@ -265,7 +273,8 @@ def test_an_invalid_config_in_a_file_stores_nothing(tmp_path: Path) -> None:
     for name, text in exchange.to_python(OPS["rmsnorm_bwd"], "g", [*ours("rmsnorm_bwd")[1:], bad], {}).items():
         (tmp_path / name).write_text(text)
     result = run("import", "rmsnorm_bwd", tmp_path / "rmsnorm_bwd.py", "--gpu", "g", "--configs", tmp_path / "configs")
-    assert result.exit_code == 2 and ": warps: 4096: expected a value like " in result.stderr
+    assert result.exit_code == 2
+    assert ": warps: 4096: expected a value like " in result.stderr
     assert not (tmp_path / "configs").exists()
 
 
@@ -318,7 +327,8 @@ def test_where_an_entry_s_gpu_is_not_here_only_its_source_counts() -> None:
     }
     assert judged(evidence=elsewhere) == ("fresh", "")
     status, reason = judged(picks(0), evidence=elsewhere)
-    assert status == "stale-but-good" and {line.split()[0] for line in reason.split(", ")} == {"driver", *device.versions()}
+    assert status == "stale-but-good"
+    assert {line.split()[0] for line in reason.split(", ")} == {"driver", *device.versions()}
 
 
 def test_an_entry_that_cannot_run_is_invalid() -> None:
@@ -337,7 +347,8 @@ def test_cache_verify_counts_and_fails_on_what_is_invalid(tmp_path: Path) -> Non
     entry = replace(ours("rmsnorm_bwd")[0], evidence={"source_hash": "old"})
     cache.store("rmsnorm_bwd", "another_gpu", entry, tmp_path)
     good = run("verify", "--configs", tmp_path)
-    assert good.exit_code == 0 and good.stdout.splitlines()[1].split() == ["another_gpu", "rmsnorm_bwd", "stale", "1"]
+    assert good.exit_code == 0
+    assert good.stdout.splitlines()[1].split() == ["another_gpu", "rmsnorm_bwd", "stale", "1"]
     why = f"stale: source_hash old is now {OPS['rmsnorm_bwd'].variant('optimized').source_hash}"
     assert good.stdout.splitlines()[2:] == [f"1 {why}"]
     cache.store("rmsnorm_bwd", "another_gpu", replace(entry, config={**entry.config, "warps": 4096}), tmp_path)

@@ -27,7 +27,8 @@ def test_a_failure_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(ValueError, match=f"^cannot write {path}: No space left on device$"):
         replace_text(path, "after")
-    assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
+    assert path.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_an_interrupt_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +56,7 @@ def test_what_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     for path in (tmp_path / "file" / "a.md", tmp_path):
         with pytest.raises(ValueError, match=f"^cannot write {path}: "):
             replace_text(path, "x")
-    with pytest.raises(ValueError, match="^cannot write "):
+    with pytest.raises(ValueError, match=r"^cannot write "):
         append_text(tmp_path, "x")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
@@ -71,7 +72,9 @@ def test_replace_of_a_linked_file_keeps_the_link(tmp_path: Path) -> None:
     target.write_text("before")
     link.symlink_to(target)
     replace_text(link, "after")
-    assert link.is_symlink() and target.read_text() == "after" and list((tmp_path / "real").iterdir()) == [target]
+    assert link.is_symlink()
+    assert target.read_text() == "after"
+    assert list((tmp_path / "real").iterdir()) == [target]
 
 
 def test_replace_never_follows_a_name_that_was_linked_beforehand(tmp_path: Path) -> None:
@@ -85,11 +88,11 @@ def test_replace_never_follows_a_name_that_was_linked_beforehand(tmp_path: Path)
 def test_read_refuses_what_is_no_regular_file_of_a_usual_size(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "large").write_bytes(b"x" * 11)
-    with pytest.raises(ValueError, match="^cannot read .*pipe: not a regular file$"):
+    with pytest.raises(ValueError, match=r"^cannot read .*pipe: not a regular file$"):
         read_bytes(tmp_path / "pipe")
-    with pytest.raises(ValueError, match="^cannot read .*large: 11 bytes: expected at most 10$"):
+    with pytest.raises(ValueError, match=r"^cannot read .*large: 11 bytes: expected at most 10$"):
         read_bytes(tmp_path / "large", 10)
-    with pytest.raises(ValueError, match="^cannot read .*: Is a directory$"):
+    with pytest.raises(ValueError, match=r"^cannot read .*: Is a directory$"):
         read_bytes(tmp_path)
 
 
@@ -120,4 +123,6 @@ def test_decode_of_a_broken_tail_behind_a_wrong_value_is_one_line() -> None:
 def test_decode_of_a_deep_tail_behind_a_wrong_value_is_one_line() -> None:
     with pytest.raises(ValueError) as error:
         decode('{"a": ' + "[" * 100_000, dict[str, int])
-    assert str(error.value).startswith(("a: ", "JSON: ")) and "\n" not in str(error.value) and len(str(error.value)) < 300
+    assert str(error.value).startswith(("a: ", "JSON: "))
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 300

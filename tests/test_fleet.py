@@ -85,13 +85,16 @@ def test_two_workers_share_the_cases_and_everything_ends_up_here(options: Option
         usage = fleet.run(wanted(WORKS))
     done = evaluations(log)
     assert Counter(case for case, *_ in done) == {work.case.name: 20 for work in WORKS}
-    assert len({pid for *_, pid in done}) == 2 and len({pid for case, _, pid in done if case == "m8"}) == 1
+    assert len({pid for *_, pid in done}) == 2
+    assert len({pid for case, _, pid in done if case == "m8"}) == 1
     entries = cache.load_strict(tmp_path / "configs" / "nvidia_h200" / "fake.json")
     assert {e.case: e.config for e in entries} == {work.case.name: {"block": 3, "warps": 8} for work in WORKS}
     rows = history(tmp_path / "results" / "runs" / "trials" / "nvidia_h200" / "fake.log")
     assert Counter(row["axes"]["M"] for row in rows) == {work.case["M"]: 20 for work in WORKS}
-    assert (usage.gpus, usage.evaluations) == (2, 100) and usage.busy_s == pytest.approx(1.0)
-    assert 0 <= usage.idle < 1 and progress.notes == []
+    assert (usage.gpus, usage.evaluations) == (2, 100)
+    assert usage.busy_s == pytest.approx(1.0)
+    assert 0 <= usage.idle < 1
+    assert progress.notes == []
     with one(options) as workers:
         assert Fleet(workers, options, Quiet()).run(wanted(WORKS[:2])).evaluations == 0  # nothing is measured twice
     assert len(evaluations(log)) == 100
@@ -107,7 +110,9 @@ def test_a_worker_is_told_what_was_refused_at_other_sizes(options: Options, log:
     with one(options) as workers:
         Fleet(workers, options, Quiet()).run(wanted(WORKS[1:2]))
     asked = [config for case, config, _ in evaluations(log) if case == "m16"]
-    assert len(asked) == 20 and asked[0] == "0 1" and asked[-2:] == ["3 8", "4 8"]  # the default first, likely refusals last
+    assert len(asked) == 20
+    assert asked[0] == "0 1"
+    assert asked[-2:] == ["3 8", "4 8"]
 
 
 def test_a_worker_that_dies_costs_one_evaluation_and_its_case_goes_on(options: Options, log: Path, tmp_path: Path) -> None:
@@ -152,7 +157,9 @@ def test_an_interrupted_run_leaves_no_worker_and_goes_on(when: str, options: Opt
         with two(options) as workers:
             Fleet(workers, options, Quiet()).run(wanted(WORKS))
         again = {(case, *map(int, config.split())) for case, config, _ in evaluations(log)[before:]}
-        assert 0 < len(set(kept)) == len(kept) and not again & set(kept) and len(again | set(kept)) == 100
+        assert 0 < len(set(kept)) == len(kept)
+        assert not again & set(kept)
+        assert len(again | set(kept)) == 100
 
 
 class Deadly(LocalWorkers):
@@ -181,7 +188,8 @@ def test_a_worker_with_another_gpu_is_left_out(options: Options, log: Path, monk
     with LocalWorkers("made", options, ["0", "1"], fleet_jobs.odd_worker) as workers:
         fleet = Fleet(workers, options, progress := Spoken())
         fleet.run(wanted(WORKS))
-    assert len({pid for *_, pid in evaluations(log)}) == 1 and len(fleet.finished) == len(WORKS)
+    assert len({pid for *_, pid in evaluations(log)}) == 1
+    assert len(fleet.finished) == len(WORKS)
     left_out = [note for note in progress.notes if "left out" in note]
     assert not progress.notes or left_out[0].startswith("worker 1 left out: NVIDIA A100, driver 580, torch ")
 
@@ -189,7 +197,7 @@ def test_a_worker_with_another_gpu_is_left_out(options: Options, log: Path, monk
 def test_workers_without_a_gpu_are_of_no_use(options: Options) -> None:
     with (
         LocalWorkers("made", options, [""], Worker) as workers,
-        pytest.raises(ValueError, match="^no worker is left: interpreter, driver none, .*: no GPU$"),
+        pytest.raises(ValueError, match=r"^no worker is left: interpreter, driver none, .*: no GPU$"),
     ):
         Fleet(workers, options, Quiet()).run(wanted(WORKS))
 
@@ -201,17 +209,19 @@ def test_whole_spaces_come_back(log: Path, tmp_path: Path) -> None:
         fleet.run(wanted(WORKS[:2]))
     paths = sorted((tmp_path / "results" / "nvidia_h200" / "spaces").iterdir())
     assert sorted(done.space for _, done in fleet.finished if done.space) == paths
-    assert [len(spaces.read(path).trials) for path in paths] == [20, 20] and not (tmp_path / "configs").exists()
+    assert [len(spaces.read(path).trials) for path in paths] == [20, 20]
+    assert not (tmp_path / "configs").exists()
 
 
 def test_a_host_without_a_gpu_hears_whose_configs_it_has(
     options: Options, log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "made.yaml").write_text("family: made\nops: [fake]\ndefaults: {dtype: bfloat16}\nbench:\n  - {name: m8, M: 8}\n")
-    monkeypatch.setattr(run, "_workers", lambda _family, options: one(options))
+    monkeypatch.setattr(run, "make_workers", lambda _family, options: one(options))
     there = replace(options, ray="elsewhere:1")
     tuned = run.run_tune({"fake": OP}, Selection(str(tmp_path / "made.yaml")), there, Quiet())
-    assert device.current().slug == "interpreter" and tuned.device_slug == "nvidia_h200"
+    assert device.current().slug == "interpreter"
+    assert tuned.device_slug == "nvidia_h200"
     assert [entry.config for entry in tuned.entries] == [{"block": 3, "warps": 8}]
     assert (tmp_path / "results" / "runs" / "trials" / tuned.device_slug / "fake.log").is_file()
 
@@ -231,7 +241,8 @@ def test_a_ray_cluster_does_the_same(log: Path, tmp_path: Path, monkeypatch: pyt
     assert len({pid for *_, pid in done}) >= 2
     entries = cache.load_strict(tmp_path / "configs" / "nvidia_h200" / "fake.json")
     assert {e.case: e.config for e in entries} == {work.case.name: {"block": 3, "warps": 8} for work in WORKS[:4]}
-    assert len(progress.notes) == 1 and progress.notes[0].startswith(("worker 0 died", "worker 1 died"))
+    assert len(progress.notes) == 1
+    assert progress.notes[0].startswith(("worker 0 died", "worker 1 died"))
 
 
 def test_a_case_goes_on_where_a_gpu_is_left_and_a_cluster_without_one_is_one_line(
@@ -261,11 +272,12 @@ def test_a_case_goes_on_where_a_gpu_is_left_and_a_cluster_without_one_is_one_lin
         options = Options(results=tmp_path / "results", configs=tmp_path / "configs", ray=made.address)
         with Losing("made", options, make=fleet_jobs.worker) as workers:
             fleet = Fleet(workers, options, Quiet())
-            with pytest.raises(ValueError, match="^no worker is left: no GPU left in the cluster$"):
+            with pytest.raises(ValueError, match=r"^no worker is left: no GPU left in the cluster$"):
                 fleet.run(wanted(WORKS))
     finally:
         made.shutdown()
-    assert [done.entry is not None for _, done in fleet.finished] == [True] * len(fleet.finished) and fleet.finished
+    assert [done.entry is not None for _, done in fleet.finished] == [True] * len(fleet.finished)
+    assert fleet.finished
 
 
 def test_a_worker_whose_gpu_does_not_come_back_is_dead(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,29 +290,30 @@ def test_a_worker_whose_gpu_does_not_come_back_is_dead(options: Options, monkeyp
     monkeypatch.setattr(cluster, "_GONE_S", 0.0)
     with RayWorkers("made", replace(options, ray="local")) as workers:
         fleet = Fleet(workers, options, progress := Spoken())
-        with pytest.raises(ValueError, match="^no worker is left: no GPU left in the cluster$"):
+        with pytest.raises(ValueError, match=r"^no worker is left: no GPU left in the cluster$"):
             fleet.run(wanted(WORKS))
-    assert progress.notes == ["worker 0 died: no GPU left in the cluster"] * 3 and ray.wait.call_count == 2 + 3
+    assert progress.notes == ["worker 0 died: no GPU left in the cluster"] * 3
+    assert ray.wait.call_count == 2 + 3
 
 
 def test_what_cannot_be_reached_is_one_line(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="^gpus: '3': expected all or a number of GPUs, 2 here$"):
+    with pytest.raises(ValueError, match=r"^gpus: '3': expected all or a number of GPUs, 2 here$"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
         visible_gpus("3")
     assert (visible_gpus("all"), visible_gpus("1")) == (["0", "1"], ["0"])
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)  # torch does not count again after its first use of a GPU
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(ValueError, match="^gpus: 'all': expected all or a number of GPUs, 0 here$"):
+    with pytest.raises(ValueError, match=r"^gpus: 'all': expected all or a number of GPUs, 0 here$"):
         visible_gpus("all")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert visible_gpus("all") == ["0", "1"]
-    with pytest.raises(ValueError, match="^ray: '127.0.0.1:1': cannot connect: Connection refused$"):
-        run._workers("made", Options(ray="127.0.0.1:1"))
-    with pytest.raises(ValueError, match="^ray: 'nonsense': expected HOST:PORT, auto or local$"):
-        run._workers("made", Options(ray="nonsense"))
+    with pytest.raises(ValueError, match=r"^ray: '127.0.0.1:1': cannot connect: Connection refused$"):
+        run.make_workers("made", Options(ray="127.0.0.1:1"))
+    with pytest.raises(ValueError, match=r"^ray: 'nonsense': expected HOST:PORT, auto or local$"):
+        run.make_workers("made", Options(ray="nonsense"))
     for gpus in ("many", "0"):
         with pytest.raises(ValueError, match=f"^gpus: '{gpus}': expected all or a number of GPUs$"):
-            run._workers("made", Options(gpus=gpus, ray="somewhere"))
+            run.make_workers("made", Options(gpus=gpus, ray="somewhere"))
 
 
 def test_every_worker_has_its_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

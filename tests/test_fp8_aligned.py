@@ -27,7 +27,8 @@ def values(M: int, K: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 def check_columns(q_t: torch.Tensor, plain: torch.Tensor, offs: torch.Tensor) -> None:
     """Compare every column that is defined: a group's, and zeros up to a multiple of the alignment."""
     want = align_groups(plain.view(torch.uint8), offs)
-    assert q_t.shape == want.shape and q_t.stride() == (1, want.shape[0])
+    assert q_t.shape == want.shape
+    assert q_t.stride() == (1, want.shape[0])
     got = q_t.t().contiguous().t().view(torch.uint8)
     sizes = offs.diff(prepend=offs.new_zeros(1)).tolist()
     for group, (to, size) in enumerate(zip(aligned_starts(offs).tolist(), sizes, strict=True)):
@@ -133,7 +134,8 @@ def test_known_scales_cast_as_given_and_remember_the_largest(dtype: torch.dtype)
     want[120:] = 0
     assert torch.equal(found.q[:120].view(torch.uint8), want[:120])
     check_columns(found.q_t, want, offs)
-    assert float(found.scale) == 4 and float(amax) == float(x[:120].abs().max())
+    assert float(found.scale) == 4
+    assert float(amax) == float(x[:120].abs().max())
 
 
 def test_rows_that_do_not_divide_the_alignment_are_refused() -> None:

@@ -126,7 +126,9 @@ def test_gate_failure_of_both_sides_is_a_note() -> None:
 def test_gate_peer_that_got_worse_is_a_note_unless_asked(new: list[Record]) -> None:
     old = [record(), record(variant="eager", role="peer")]
     answer = gate(old, [record(), *new], 0.03)
-    assert answer.exit_code == 0 and answer.rows[1].is_note and answer.rows[1].reason.startswith("a peer; ")
+    assert answer.exit_code == 0
+    assert answer.rows[1].is_note
+    assert answer.rows[1].reason.startswith("a peer; ")
     assert gate(old, [record(), *new], 0.03, peers=True).exit_code == 1
 
 
@@ -233,7 +235,9 @@ def test_processes_are_the_unit_where_there_are_several(old: Record, new: Record
 
 def test_a_gap_between_processes_is_no_certainty_however_quiet_the_rounds() -> None:
     (row,) = gate([by_process(100, 0, 0.03, -0.03)], [by_process(106, 0, 0.03, -0.03)], 0.03).rows
-    assert row.verdict == "ambiguous" and row.low is not None and row.low < 0 < (row.high or 0)
+    assert row.verdict == "ambiguous"
+    assert row.low is not None
+    assert row.low < 0 < (row.high or 0)
 
 
 def test_one_slow_row_among_many_needs_more_evidence_than_alone() -> None:
@@ -242,7 +246,8 @@ def test_one_slow_row_among_many_needs_more_evidence_than_alone() -> None:
     others = [by_process(100, 0, 0.006, -0.006, quant=f"q{i}") for i in range(999)]
     among = gate([old, *others], [new, *others], 0.03).rows[0]
     assert (alone.verdict, among.verdict) == ("regression", "ambiguous")
-    assert alone.p is not None and among.p == pytest.approx(1000 * alone.p)
+    assert alone.p is not None
+    assert among.p == pytest.approx(1000 * alone.p)
     assert (alone.low, alone.high) == (among.low, among.high)
 
 
@@ -265,14 +270,16 @@ def test_suspects_are_measured_once_more_and_pooled() -> None:
 def test_what_is_slow_stays_slow_when_measured_again_and_nothing_is_measured_without_a_suspect() -> None:
     old, slow = by_process(100, 0, 0.002, -0.002), by_process(106, 0, 0.002, -0.002)
     verdict, _pooled = confirm([old], [slow], 0.03, lambda _suspects: [slow])
-    assert verdict.exit_code == 1 and verdict.rows[0].reason.endswith("; 3 and 6 processes; measured again")
+    assert verdict.exit_code == 1
+    assert verdict.rows[0].reason.endswith("; 3 and 6 processes; measured again")
 
     def never(_suspects: Any) -> list[Record]:
         raise AssertionError("nothing is suspect")
 
     assert confirm([old], [old], 0.03, never) == (gate([old], [old], 0.03), [old])
     gone, _pooled = confirm([old], [slow], 0.03, lambda _suspects: [])
-    assert gone.exit_code == 1 and gone.rows[0].reason.endswith("; 3 and 3 processes")
+    assert gone.exit_code == 1
+    assert gone.rows[0].reason.endswith("; 3 and 3 processes")
 
 
 def test_what_is_ambiguous_still_is_measured_a_second_time_and_a_regression_is_not() -> None:
@@ -293,7 +300,8 @@ def test_what_is_ambiguous_still_is_measured_a_second_time_and_a_regression_is_n
     assert verdict.rows[1].reason.endswith("; 3 and 6 processes; measured again")
     assert [len(row.samples_us or ()) for row in pooled] == [9, 6]
     asked.clear()
-    assert confirm(old, odd, 0.03, remeasure, reruns=0)[1] == odd and not asked
+    assert confirm(old, odd, 0.03, remeasure, reruns=0)[1] == odd
+    assert not asked
 
 
 def test_beyond_the_margin_but_perhaps_within_half_a_microsecond_is_ambiguous() -> None:
@@ -323,7 +331,8 @@ def test_two_units_of_one_model_are_a_note_and_no_verdict() -> None:
         assert gate(old, same, 0.03).notes == gate(same, old, 0.03).notes == ()
     assert gate([record(unit="a")], [record(unit="b", device="NVIDIA H100")], 0.03).notes == ()
     _verdict, pooled = confirm([by_process(100, 0, unit="a")], [by_process(100, 0, unit="b")], 0.03, lambda _: [])
-    assert _verdict.notes == (note,) and pooled[0].unit == "b"
+    assert _verdict.notes == (note,)
+    assert pooled[0].unit == "b"
 
 
 def test_gate_of_many_rows_keeps_to_its_time_and_memory() -> None:

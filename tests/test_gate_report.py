@@ -88,7 +88,8 @@ def test_junit_has_a_test_case_per_row() -> None:
     }
     assert {test.get("classname") for test in suite.findall("testcase")} == {"rmsnorm_fwd"}
     error = suite.find("testcase/error")
-    assert error is not None and error.get("message") == "failed: y: 1 % of <words> | differ\\x00"
+    assert error is not None
+    assert error.get("message") == "failed: y: 1 % of <words> | differ\\x00"
     failure = suite.find("testcase/failure")
     assert failure is not None
     assert failure.get("message") == "regression: 100 → 110 µs  +10.0% [+9.0%, +11.1%]  at least +9.0%, tolerated 3.0%"
@@ -101,13 +102,16 @@ def test_junit_fits_the_schemas_of_ant_and_jenkins() -> None:
     assert set(suite.attrib) == {
         "name", "package", "id", "hostname", "timestamp", "time", "tests", "failures", "errors", "skipped",
     }  # fmt: skip
-    assert datetime.fromisoformat(suite.attrib["timestamp"]).tzinfo is None and len(suite.attrib["timestamp"]) == 19
+    assert datetime.fromisoformat(suite.attrib["timestamp"]).tzinfo is None
+    assert len(suite.attrib["timestamp"]) == 19
     order = [child.tag for child in suite]
     assert order == ["properties", *["testcase"] * 5, "system-out", "system-err"]
     for test in suite.findall("testcase"):
-        assert set(test.attrib) == {"classname", "name", "time"} and len(test) <= 1
+        assert set(test.attrib) == {"classname", "name", "time"}
+        assert len(test) <= 1
         for child in test:
-            assert child.tag in ("error", "failure", "skipped") and set(child.attrib) in ({"type", "message"}, set())
+            assert child.tag in ("error", "failure", "skipped")
+            assert set(child.attrib) in ({"type", "message"}, set())
             assert (child.tag == "skipped") == (not child.attrib)
 
 
@@ -141,7 +145,8 @@ def test_junit_of_nothing_compared_is_an_error() -> None:
     suite = parsed(gate([record()], [], 0.03))
     assert (suite.get("tests"), suite.get("errors")) == ("1", "1")
     error = suite.find("testcase/error")
-    assert error is not None and error.get("message") == "nothing compared: new has no records"
+    assert error is not None
+    assert error.get("message") == "nothing compared: new has no records"
 
 
 def test_annotations_are_escaped() -> None:

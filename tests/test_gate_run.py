@@ -160,5 +160,5 @@ def test_a_case_that_fails_its_check_fails_the_gate(
 
 
 def test_without_a_gpu(selection: Selection) -> None:
-    with pytest.raises(ValueError, match="^gate --run needs a GPU: in the interpreter nothing can be timed$"):
+    with pytest.raises(ValueError, match=r"^gate --run needs a GPU: in the interpreter nothing can be timed$"):
         run(selection, [])

@@ -23,14 +23,14 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def fresh(module: GroupedLinear, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    """What the weight gives as it is now."""
+    """Return what the weight gives as it is now."""
     assert module.recipe is not None
     return fp8_grouped_mm(x, module.weight.transpose(1, 2), offs, recipe=module.recipe)
 
 
 def addresses(module: GroupedLinear) -> list[int]:
-    assert module.workspace._cast is not None
-    return [t.data_ptr() for t in module.workspace._cast]
+    assert module.workspace.weights is not None
+    return [t.data_ptr() for t in module.workspace.weights]
 
 
 def change(module: GroupedLinear) -> None:
@@ -42,7 +42,8 @@ def change(module: GroupedLinear) -> None:
 def test_microbatches_share_one_cast(recipe: str) -> None:
     module, (x, offs) = layer(recipe), batch()
     want = fresh(module, x, offs)
-    assert torch.equal(module(x, offs), want) and module.workspace.nbytes == 0
+    assert torch.equal(module(x, offs), want)
+    assert module.workspace.nbytes == 0
     assert torch.equal(module(x, offs, is_first_microbatch=True), want)
     scales = 4 * E if recipe == "tensorwise" else 4 * E * (K + N)
     assert module.workspace.nbytes == 2 * E * K * N + scales
@@ -87,11 +88,13 @@ def test_what_the_weights_reached_is_expected_of_the_next_cast(first: bool | Non
     for _ in range(2):
         want = fresh(module, x, offs)
         assert torch.equal(module(x, offs, is_first_microbatch=first), want)
-        assert torch.equal(module._amax, module.weight.detach().abs().amax((1, 2)).float())
+        assert torch.equal(module.amax, module.weight.detach().abs().amax((1, 2)).float())
         with torch.no_grad():
             module.weight *= 3
     assert set(module.state_dict()) == {"weight"}
-    assert module._amax.any() and not copy.deepcopy(module).half()._amax.any() and module._amax.dtype == torch.float32
+    assert module.amax.any()
+    assert not copy.deepcopy(module).half().amax.any()
+    assert module.amax.dtype == torch.float32
     elsewhere = GroupedLinear(E, K, N, device="meta", dtype=torch.bfloat16)
     elsewhere.load_state_dict(module.state_dict(), assign=True)
     assert torch.equal(elsewhere(x, offs, is_first_microbatch=first), fresh(module, x, offs))
@@ -117,7 +120,8 @@ def test_an_optimiser_step_between_microbatches(optimizer: type[torch.optim.Opti
     kept = addresses(module)
     steps.step()
     after = module(x, offs, is_first_microbatch=False)
-    assert torch.equal(after, fresh(module, x, offs)) and not torch.equal(after, before)
+    assert torch.equal(after, fresh(module, x, offs))
+    assert not torch.equal(after, before)
     assert addresses(module) == kept
 
 
@@ -131,7 +135,8 @@ def test_a_step_that_leaves_no_trace_on_the_weight() -> None:
     with torch.autograd.grad_mode._unsafe_preserve_version_counter(module.weight):
         steps.step()
     after = module(x, offs, is_first_microbatch=False)
-    assert torch.equal(after, fresh(module, x, offs)) and not torch.equal(after, before)
+    assert torch.equal(after, fresh(module, x, offs))
+    assert not torch.equal(after, before)
     assert addresses(module) == kept
 
 
@@ -199,7 +204,8 @@ def test_moving_and_casting_the_layer() -> None:
     module.float()
     assert module.workspace.nbytes == 0
     y = module(x.float(), offs, is_first_microbatch=False)
-    assert y.dtype == torch.float32 and torch.equal(y, fresh(module, x.float(), offs))
+    assert y.dtype == torch.float32
+    assert torch.equal(y, fresh(module, x.float(), offs))
     assert module.to("meta").workspace.nbytes == 0
 
 
@@ -256,7 +262,8 @@ def test_activation_checkpointing(first: bool, reentrant: bool) -> None:
     y = checkpoint(lambda x: module(x, offs, is_first_microbatch=first), x, use_reentrant=reentrant)
     want = torch.autograd.grad(module(x, offs), (x, module.weight), dy)
     y.backward(dy)
-    assert torch.equal(x.grad, want[0]) and torch.equal(module.weight.grad, want[1])
+    assert torch.equal(x.grad, want[0])
+    assert torch.equal(module.weight.grad, want[1])
     assert torch.equal(torch.autograd.grad(other, x, dy)[0], want[0])
 
 
@@ -280,7 +287,8 @@ def test_what_a_flag_on_the_device_may_have_kept_is_cast_again_without_it(monkey
     change(module)
     late = module(x.detach().requires_grad_(), offs, is_first_microbatch=False, skip_update=skip)
     want = fresh(module, x, offs)
-    assert torch.equal(module(x, offs, is_first_microbatch=False), want) and not torch.equal(late, want)
+    assert torch.equal(module(x, offs, is_first_microbatch=False), want)
+    assert not torch.equal(late, want)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         late.sum().backward()
     monkeypatch.setattr(module.workspace, "_refresh", lambda *_: pytest.fail("cast again"))

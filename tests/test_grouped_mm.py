@@ -39,7 +39,8 @@ def test_rows_behind_the_last_group_have_no_part(recipe: str) -> None:
     want = products(a.detach()[:23].clone().requires_grad_(), w, offs, dy[:23], recipe=recipe)
     a.detach()[23:], dy[23:] = torch.nan, torch.nan
     y, da, dw = products(a, w, offs, dy, recipe=recipe)
-    assert not y[23:].any() and not da[23:].any()
+    assert not y[23:].any()
+    assert not da[23:].any()
     for got, expected_bits in zip((y[:23], da[:23], dw), want, strict=True):
         assert torch.equal(got, expected_bits)
 
@@ -50,7 +51,9 @@ def against_fp64(recipe: str | Recipe, ends: list[int]) -> None:
     dy = torch.randn(ends[-1], 48, device=DEVICE).bfloat16()
     found = products(a, w, offsets(ends), dy, recipe=recipe)
     for name, got, want in zip(("Y", "dA", "dW"), found, expected(a, w, ends, dy), strict=True):
-        assert got.shape == want.shape and got.dtype == torch.bfloat16 and got.is_contiguous()
+        assert got.shape == want.shape
+        assert got.dtype == torch.bfloat16
+        assert got.is_contiguous()
         assert sqnr_db(got, want) >= 26, name
     sizes = torch.tensor(ends).diff(prepend=torch.zeros(1, dtype=torch.int64))
     assert not found[2][(sizes == 0).to(DEVICE)].any()
@@ -59,8 +62,10 @@ def against_fp64(recipe: str | Recipe, ends: list[int]) -> None:
 @pytest.mark.parametrize("recipe", [*RECIPES, *CAST_AGAIN, "delayed", "delayed and known"], ids=str)
 @pytest.mark.parametrize("again", [False, True])
 def test_nothing_of_da_waits_beside_dw(recipe: Recipe | str, again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """dW is the largest tensor of a step: casts of dY and of the weights for dA are gone when it is made, but for weights that
-    were cast in the forward and are wanted again."""
+    """Find no cast of dY, nor of the weights for dA, when dW is made, the largest tensor of a step.
+
+    Weights stay that were cast in the forward and are wanted again.
+    """
     of_da: list[weakref.ref[torch.Tensor]] = []
     alive: list[int] = []
     delays = isinstance(recipe, str) and recipe.startswith("delayed")
@@ -68,7 +73,7 @@ def test_nothing_of_da_waits_beside_dw(recipe: Recipe | str, again: bool, monkey
     scaling = DelayedScaling(2, device=DEVICE) if delays else None
     if scaling is not None:
         scaling.known = recipe == "delayed and known"
-    product, tokens = fp8_products.fp8_grouped_gemm, fp8_products._tokens
+    product, tokens = fp8_products.fp8_grouped_gemm, fp8_products.cast_tokens
     operator = torch.ops.kerneltune.fp8_grouped_gemm
 
     def tokens_of_dy(dy: torch.Tensor, *rest: object, **options: bool) -> object:
@@ -89,7 +94,7 @@ def test_nothing_of_da_waits_beside_dw(recipe: Recipe | str, again: bool, monkey
     y = fp8_grouped_mm(a, w.transpose(1, 2), offsets([16, 32]), recipe=scaling or recipe)
     for module in (fp8_products, gemm.gemm, delayed):
         monkeypatch.setattr(module, "fp8_grouped_gemm", watched)
-    monkeypatch.setattr(fp8_products, "_tokens", tokens_of_dy)
+    monkeypatch.setattr(fp8_products, "cast_tokens", tokens_of_dy)
     monkeypatch.setattr(torch.ops.kerneltune, "fp8_grouped_gemm", watched_dw)
     y.backward(torch.ones(48, 32, device=DEVICE).bfloat16().t(), retain_graph=again)
     assert alive == [len(of_da) - 2, kept]  # dY itself is there for dA
@@ -137,7 +142,9 @@ def test_weights_of_either_order(recipe: str | Recipe) -> None:
     for product in (fp8_grouped_mm, compiled):
         found = product(a, b_t, offs, recipe=recipe)
         found_da, db_t = torch.autograd.grad(found, (a, b_t), dy)
-        assert torch.equal(found, y) and torch.equal(found_da, da) and torch.equal(db_t, dw.mT)
+        assert torch.equal(found, y)
+        assert torch.equal(found_da, da)
+        assert torch.equal(db_t, dw.mT)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -154,7 +161,9 @@ def test_weights_cast_before_give_the_same(recipe: str) -> None:
 @pytest.mark.parametrize("ends", [*ENDS.values(), *RAGGED.values(), [0, 0, 0]])
 def test_groups_moved_apart(ends: list[int]) -> None:
     rows, moved, total = aligned_groups(offsets(ends), ends[-1])
-    assert moved.dtype == torch.int32 and int(moved[-1]) == total and total % 16 == 0
+    assert moved.dtype == torch.int32
+    assert int(moved[-1]) == total
+    assert total % 16 == 0
     assert total - ends[-1] < 16 * (len(ends) + 1)
     starts = [0, *moved.tolist()]
     assert all(start % 16 == 0 for start in starts)
@@ -207,8 +216,10 @@ def test_no_rows(recipe: str, strides: tuple[int, int]) -> None:
     a, w = leaves(0, 32, 16, 2)
     dy = torch.zeros(1, 16, device=DEVICE).bfloat16().as_strided((0, 16), strides)
     y, da, dw = products(a, w, offsets([0, 0]), dy, recipe=recipe)
-    assert y.shape == (0, 16) and da.shape == (0, 32)
-    assert dw.shape == (2, 16, 32) and not dw.any()
+    assert y.shape == (0, 16)
+    assert da.shape == (0, 32)
+    assert dw.shape == (2, 16, 32)
+    assert not dw.any()
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -246,8 +257,9 @@ def test_the_largest_weights_of_the_step_before(column_major: bool) -> None:
     for y in (product(amax), product(amax), compiled(traced), compiled(traced)):
         assert torch.equal(y, want)
         assert all(torch.equal(*pair) for pair in zip(torch.autograd.grad(y, (a, w), dy), gradients, strict=True))
-    assert torch.equal(amax, w.detach().abs().amax((1, 2)).float()) and torch.equal(amax, traced)
-    torch.library.opcheck(fp8_products._expected_weights, (w.detach().mT, amax), test_utils=("test_schema", "test_faketensor"))
+    assert torch.equal(amax, w.detach().abs().amax((1, 2)).float())
+    assert torch.equal(amax, traced)
+    torch.library.opcheck(fp8_products.expected_weights, (w.detach().mT, amax), test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -297,7 +309,8 @@ def test_offsets_are_asserted_where_asked(ends: str, problem: str) -> None:
     """  # in a process of its own: on a GPU an assertion ends the context
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"TRITON_DEBUG": "1"}, capture_output=True, text=True)
     assert "without a gradient" in done.stdout
-    assert done.returncode and f"offs {problem}" in done.stdout + done.stderr
+    assert done.returncode
+    assert f"offs {problem}" in done.stdout + done.stderr
 
 
 def test_offsets_are_checked_on_the_device() -> None:
@@ -318,7 +331,8 @@ def test_contiguous_operands_of_any_strides(recipe: str) -> None:
     dy = torch.randn(16, 1, device=DEVICE).bfloat16().t()
     row, b_t = a.detach().view(32, 1).t().requires_grad_(), w.detach()[0].t().unsqueeze(0)
     offs = offsets([1])
-    assert row.stride() == dy.stride() == (1, 1) and b_t.stride() != w.mT.stride()
+    assert row.stride() == dy.stride() == (1, 1)
+    assert b_t.stride() != w.mT.stride()
     results = []
     usual = a, w.detach().mT, dy.clone(memory_format=torch.contiguous_format)
     for x, b, grad in (usual, (row, b_t, dy)):
@@ -341,7 +355,8 @@ def test_compiled_autograd(recipe: str) -> None:
 
     with torch._dynamo.config.patch(compiled_autograd=True):
         trained()
-    assert torch.equal(a.grad, da) and torch.equal(w.grad, dw)
+    assert torch.equal(a.grad, da)
+    assert torch.equal(w.grad, dw)
 
 
 def test_what_is_refused_is_refused_before_anything_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,7 +364,7 @@ def test_what_is_refused_is_refused_before_anything_is_launched(monkeypatch: pyt
     b_t, offs = w.mT, offsets([16, 32])
     cast = cast_weights(b_t.detach(), Recipe("tensorwise"))
     many = torch.empty(1025, 16, 16, device=DEVICE).bfloat16()
-    monkeypatch.setattr(fp8_products, "_tokens", lambda *_, **__: pytest.fail("launched"))
+    monkeypatch.setattr(fp8_products, "cast_tokens", lambda *_, **__: pytest.fail("launched"))
     for arguments, options, message in (
         ((a[:32], b_t, offs.repeat_interleave(2)[::2]), {}, r"offs must be contiguous, got strides \(2,\)"),
         ((a[:, :16].contiguous(), many, offsets([16] * 1025)), {}, r"offs must be of 1 to 1024 groups, got \(1025,\)"),
@@ -381,7 +396,7 @@ def test_bad_arguments() -> None:
     for recipe in RECIPES:
         with pytest.raises(ValueError, match=r"offs must .* got \(0,\)"):
             fp8_grouped_mm(a, b_t[:0].detach(), offs[:0], recipe=recipe)
-    with pytest.raises(ValueError, match="out_dtype must be one of .* torch.float8"):
+    with pytest.raises(ValueError, match=r"out_dtype must be one of .* torch.float8"):
         fp8_grouped_mm(a, b_t, offs, out_dtype=torch.float8_e4m3fn)
     with pytest.raises(ValueError, match="recipe must be one of tensorwise, rowwise or a Recipe, got 'blockwise'"):
         fp8_grouped_mm(a, b_t, offs, recipe="blockwise")

@@ -80,8 +80,10 @@ def test_a_call_costs_little_beside_its_outputs_and_its_launch(monkeypatch: pyte
 @pytest.mark.gpu
 @pytest.mark.alone
 def test_the_wrapper_costs_at_most_as_much_again_as_a_bare_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call against a Triton launch with the same allocations. The goal is 1.3x, the README says what was measured;
-    the bound here only catches a wrapper that got out of hand."""
+    """Compare a call with a Triton launch with the same allocations.
+
+    The goal is 1.3x, the README says what was measured; the bound here only catches a wrapper that got out of hand.
+    """
     allocate_only(monkeypatch)
     x = torch.randn(64, 1024, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(1024, device="cuda", dtype=torch.bfloat16)

@@ -139,7 +139,7 @@ def test_rows_of_the_interpreter_are_remarked_on() -> None:
 
 
 def test_no_records_are_an_error() -> None:
-    with pytest.raises(ValueError, match="^no records to report$"):
+    with pytest.raises(ValueError, match=r"^no records to report$"):
         payload(Sources([], ("baseline", "optimized")))
 
 
@@ -175,14 +175,17 @@ def test_shares_are_of_the_peak_where_arithmetic_bounds_a_case() -> None:
 def test_looks_are_of_the_name_alone() -> None:
     one = payload(Sources([record(variant=name) for name in ("baseline", "quack", "mine")], ("baseline", "mine")))
     other = payload(Sources([record(variant=name) for name in ("mine", "optimized", "quack")], ("quack", "mine")))
-    assert one["looks"]["mine"] == other["looks"]["mine"] and one["looks"]["quack"] == other["looks"]["quack"]
+    assert one["looks"]["mine"] == other["looks"]["mine"]
+    assert one["looks"]["quack"] == other["looks"]["quack"]
     assert len({*map(tuple, one["looks"].values()), *map(tuple, other["looks"].values())}) == 4
 
 
 def test_pages_say_nothing_of_this_machine() -> None:
     odd = record(None, status="failed", reason="see /home/me/kernels/a.py:3, and /srv/x/log.txt; 1/2 of a/b", variant="optimized")
     text = page(payload(Sources([record(), odd], ("baseline", "optimized"), command="kerneltune report /home/me/r.jsonl")))
-    assert "/home/" not in text and "/srv/" not in text and "see a.py:3, and log.txt; 1/2 of a/b" in text
+    assert "/home/" not in text
+    assert "/srv/" not in text
+    assert "see a.py:3, and log.txt; 1/2 of a/b" in text
     assert "kerneltune report r.jsonl" in text
 
 
@@ -199,7 +202,8 @@ def test_several_families_are_an_index_and_a_page_each(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert sorted(path.name for path in tmp_path.glob("*.html")) == ["x.html", "x_fp8_tensorwise.html", "x_fp8_transpose.html"]
     listed = (tmp_path / "x.html").read_text()
-    assert '<a href="x_fp8_tensorwise.html">fp8_tensorwise</a>' in listed and "<script" not in listed
+    assert '<a href="x_fp8_tensorwise.html">fp8_tensorwise</a>' in listed
+    assert "<script" not in listed
     assert '<a href="x.html" aria-label="All families">' in (tmp_path / "x_fp8_transpose.html").read_text()
     assert all(path.stat().st_size < MOST_BYTES for path in tmp_path.glob("*.html"))
 
@@ -230,7 +234,8 @@ def test_markdown_is_printed_where_the_file_is_a_dash(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     append(tmp_path / "a.jsonl", experts())
     result = run("report", "a.jsonl", "--results", tmp_path, "--markdown", "-")
-    assert result.exit_code == 0 and result.stdout.startswith("### scale: baseline (A) against optimized (B)")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("### scale: baseline (A) against optimized (B)")
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
@@ -278,7 +283,7 @@ def test_markdown_has_a_table_for_every_family(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """A headless Chromium: playwright's own or the system's."""
+    """Start a headless Chromium: playwright's own or the system's."""
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
     own = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     with playwright.sync_playwright() as started:
@@ -292,7 +297,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A page of recorded rows, experts, searches, a record with flops, and training curves."""
+    """Write a page of recorded rows, experts, searches, a record with flops, and training curves."""
     rows = [*load(RECORDED), *experts()]
     rows = [changed(r, flops=10**9) if r.op == "scale" else r for r in rows]
     searches = [trial(float(50 - i), 2 ** (i % 4), quant=quant) for quant in ("none", "fp8") for i in range(40)]
@@ -395,7 +400,7 @@ def test_browser_calls_cases_what_every_table_calls_them(browser: Any, tmp_path:
 
 @pytest.fixture(scope="module")
 def of_all(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of all recorded results."""
+    """Write the page of all recorded results."""
     path = tmp_path_factory.mktemp("all") / "report.html"
     folder = RECORDED.parent
     assert run("report", *sorted(folder.glob("*.jsonl")), *sorted(folder.glob("curves/*.csv")), "-o", path).exit_code == 0
@@ -450,7 +455,8 @@ def test_browser_tells_the_values_under_the_pointer_hides_variants_and_changes_t
     window.wait_for_selector("#bubble:not([hidden])")
     assert re.search(r"µs, \d+ GB/s", window.locator("#bubble").inner_text())
     box = window.locator("#bubble").bounding_box()
-    assert box["x"] >= 0 and box["x"] + box["width"] <= 400
+    assert box["x"] >= 0
+    assert box["x"] + box["width"] <= 400
     window.mouse.wheel(0, 300)
     window.wait_for_selector("#bubble", state="hidden")
     bars = window.locator("#ceiling figure").first.locator("[aria-label=bar] rect")

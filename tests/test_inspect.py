@@ -36,7 +36,7 @@ def run(*arguments: str | Path) -> Result:
 
 
 def refused(*arguments: str | Path) -> str:
-    """The one line that a command says before it exits with 2, having printed nothing else."""
+    """Return the one line that a command says before it exits with 2, having printed nothing else."""
     result = run(*arguments)
     assert (result.exit_code, result.stdout) == (2, ""), result.output
     assert result.stderr.count("\n") == 1
@@ -86,9 +86,8 @@ def test_what_is_compiled_is_what_was_selected(compiled: list[Any]) -> None:
     requests, targets = compiled[0]
     assert targets == ["gfx950"]
     assert {(r.op.name, r.case.quant) for r in requests} == {("rmsnorm_fwd", "fp8_t")}
-    assert all(r.case.name.startswith("te-") for r in requests) and {"baseline", "optimized"} <= {
-        r.variant.name for r in requests
-    }
+    assert all(r.case.name.startswith("te-") for r in requests)
+    assert {"baseline", "optimized"} <= {r.variant.name for r in requests}
 
 
 def config(**changes: Any) -> str:
@@ -190,10 +189,13 @@ def test_what_was_found_is_shipped_and_known_from_then_on(tmp_path: Path, monkey
     said = "2 of 2 kernels are not in results/static: `kerneltune inspect --renew` puts them there"
     assert run("inspect").stderr == said + "\n"
     renewed = run("inspect", "--renew")
-    assert (renewed.exit_code, renewed.stdout) == (0, "") and f"wrote {tmp_path / 'static'}\n" in renewed.stderr
+    assert (renewed.exit_code, renewed.stdout) == (0, "")
+    assert f"wrote {tmp_path / 'static'}\n" in renewed.stderr
     assert [path.name for path in (tmp_path / "static").iterdir()] == ["sm_90.tsv"]
-    assert run("inspect").stderr == "" and asked[-1]["sm_90"].facts == facts["sm_90"]
-    assert run("inspect", "--recompile", "--save", tmp_path / "rows.json").exit_code == 0 and asked[-1] == {}
+    assert run("inspect").stderr == ""
+    assert asked[-1]["sm_90"].facts == facts["sm_90"]
+    assert run("inspect", "--recompile", "--save", tmp_path / "rows.json").exit_code == 0
+    assert asked[-1] == {}
     run("gate", tmp_path / "rows.json", "--static")
     assert asked[-1]
     run("gate", tmp_path / "rows.json", "--static", "--recompile")
@@ -201,7 +203,8 @@ def test_what_was_found_is_shipped_and_known_from_then_on(tmp_path: Path, monkey
     with monkeypatch.context() as patch:
         patch.setattr(known, "module_digest", lambda _module: "changed")
         disbelieved = "results/static is not believed, for other code read the compiler's output: `kerneltune inspect --renew`"
-        assert run("inspect").stderr == f"{disbelieved}\n{said}\n" and asked[-1]["sm_90"] == Known({}, refused=True)
+        assert run("inspect").stderr == f"{disbelieved}\n{said}\n"
+        assert asked[-1]["sm_90"] == Known({}, refused=True)
     assert run("inspect").stderr == ""
     monkeypatch.setenv("KERNELTUNE_CONFIGS", str(tmp_path))
     shutil.copytree(data_root("configs") / "nvidia_h200", tmp_path / "nvidia_h200")
@@ -319,11 +322,15 @@ def test_the_real_pool_compiles_for_both_makers(tmp_path: Path, monkeypatch: pyt
     launches = {row["target"]: len(row["kernels"]) for row in rows if "fp8_t" in row["case"]}
     assert launches == {"sm_90": 2, "gfx942": 3}  # programs wait for each other on CUDA alone
     for row in rows:
-        assert row["error"] == "" and len(row["kernels"]) >= 1, row
+        assert row["error"] == "", row
+        assert len(row["kernels"]) >= 1, row
         for kernel in row["kernels"]:
-            assert kernel["registers"] >= 8 and {access["kind"] for access in kernel["accesses"]} == {"load", "store"}
+            assert kernel["registers"] >= 8
+            assert {access["kind"] for access in kernel["accesses"]} == {"load", "store"}
     texts = {kind: "".join(p.read_text() for p in (tmp_path / "triton").rglob(f"*.{kind}")) for kind in ("ptx", "amdgcn")}
-    assert ".loc" in texts["ptx"] and texts["amdgcn"] and ".loc" not in texts["amdgcn"]  # what AMD's are inspected by
+    assert ".loc" in texts["ptx"]
+    assert texts["amdgcn"]
+    assert ".loc" not in texts["amdgcn"]
 
 
 # --- profile
@@ -331,7 +338,7 @@ def test_the_real_pool_compiles_for_both_makers(tmp_path: Path, monkeypatch: pyt
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with a GPU."""
+    """Stand in for a machine with a GPU."""
     monkeypatch.setattr(device, "current", lambda: device.Device("NVIDIA H200", "sm_90", 132, 1 << 26, "580"))
 
 
@@ -378,7 +385,8 @@ def test_profile_shows_a_beside_b(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ["B", "optimized:", "no", "line", "has", "bank", "conflicts"] in words
     assert not any("kernels.py:2" in line for line in words)
     assert [command[:3] for command in commands] == [["profiled", "rmsnorm_fwd", name] for name in ("baseline", "optimized")]
-    assert json.loads(commands[0][3])["axes"] == [["M", 8192], ["N", 4096]] and commands[1][4] == config()
+    assert json.loads(commands[0][3])["axes"] == [["M", 8192], ["N", 4096]]
+    assert commands[1][4] == config()
 
 
 def test_the_registry_of_commands_hides_the_driver() -> None:

@@ -31,8 +31,11 @@ def test_what_is_measured_when_a_search_is_interrupted_is_not_waited_for_and_not
         _, said = process.communicate(timeout=30)
     finally:
         process.kill()
-    assert process.returncode and "KeyboardInterrupt" in said and "Error:" not in said
-    assert log.read_text() == "0\n" and not (tmp_path / "trials.log").exists()
+    assert process.returncode
+    assert "KeyboardInterrupt" in said
+    assert "Error:" not in said
+    assert log.read_text() == "0\n"
+    assert not (tmp_path / "trials.log").exists()
 
 
 @pytest.mark.parametrize(("sent", "exit_code", "said"), [(signal.SIGKILL, -9, ""), (signal.SIGTERM, 130, "interrupted\n")])
@@ -49,7 +52,8 @@ def test_nothing_that_hangs_outlives_a_search_that_is_killed(
         process.send_signal(sent)
         assert process.wait(timeout=30) == exit_code
         wait_for(lambda: not running(process.pid))
-        assert process.stderr is not None and said in process.stderr.read()
+        assert process.stderr is not None
+        assert said in process.stderr.read()
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

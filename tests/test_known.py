@@ -32,7 +32,8 @@ def test_facts_survive_their_file(tmp_path: Path) -> None:
     assert known.load(tmp_path, "sm_90").facts == facts
     assert known.load(tmp_path, "sm_100").facts == {}
     lines = (tmp_path / "sm_90.tsv").read_text().splitlines()
-    assert lines[0].startswith("# read by ") and [line.split("\t")[0] for line in lines[1:]] == ["kernel", "_k", "_large"]
+    assert lines[0].startswith("# read by ")
+    assert [line.split("\t")[0] for line in lines[1:]] == ["kernel", "_k", "_large"]
     assert {len(line.split("\t")) for line in lines[1:]} == {13}
 
 
@@ -50,7 +51,8 @@ def test_a_damaged_line_is_not_believed(damage: tuple[str, str], tmp_path: Path)
 
 def test_what_other_code_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known.save(tmp_path, "sm_90", {"b" * 20: FACT})
-    assert not known.load(tmp_path, "sm_90").refused and not known.load(tmp_path, "sm_100").refused
+    assert not known.load(tmp_path, "sm_90").refused
+    assert not known.load(tmp_path, "sm_100").refused
     monkeypatch.setattr(known, "module_digest", {known.reading.__name__: "changed"}.__getitem__)
     assert known.load(tmp_path, "sm_90") == Known({}, refused=True)
     path = tmp_path / "sm_90.tsv"
@@ -64,12 +66,13 @@ def ir(file: str, *lines: int, inner: int = 0) -> SimpleNamespace:
 
 
 def test_a_kernel_that_moved_is_known_and_one_with_other_joints_is_not() -> None:
-    text = inspected._ir_text(ir("/a/kernels.py", 10, 12, 12))
-    assert text == inspected._ir_text(ir("/b/c/moved.py", 110, 125, 125, inner=9))
-    assert text != inspected._ir_text(ir("/a/kernels.py", 10, 12, 13))
-    assert text != inspected._ir_text(ir("/a/kernels.py", 10, 10, 12))
-    assert text != inspected._ir_text(ir("/lib/tl.py", 10, 12, 12))  # one file, not two
-    assert "/a/" not in text and '"ttg.num-warps" = 4' in text
+    text = inspected.ir_text(ir("/a/kernels.py", 10, 12, 12))
+    assert text == inspected.ir_text(ir("/b/c/moved.py", 110, 125, 125, inner=9))
+    assert text != inspected.ir_text(ir("/a/kernels.py", 10, 12, 13))
+    assert text != inspected.ir_text(ir("/a/kernels.py", 10, 10, 12))
+    assert text != inspected.ir_text(ir("/lib/tl.py", 10, 12, 12))  # one file, not two
+    assert "/a/" not in text
+    assert '"ttg.num-warps" = 4' in text
 
 
 def test_what_other_code_read_is_not_found_in_the_disk_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,12 +109,15 @@ def test_what_is_known_is_not_compiled_and_what_is_not_known_is(own_cache: Path)
     asked = [requested("stream", case, StreamConfig(1024, warps, 0)) for warps in (4, 8)]
     first = survey(asked, ["sm_90"], 1)
     facts = first.facts["sm_90"]
-    assert len(facts) == len(texts(own_cache, "ptx")) == 2 and first.unknown == 0
+    assert len(facts) == len(texts(own_cache, "ptx")) == 2
+    assert first.unknown == 0
     (digest, fact), _other = facts.items()
     told = Known({digest: Fact(replace(fact.kernel, registers=7))})
     second = survey(asked, ["sm_90"], 1, known={"sm_90": told})
-    assert second.unknown == 1 and second.facts["sm_90"] == facts | told.facts  # other facts are other entries of the disk cache
-    assert sorted(texts(own_cache, "ptx"))[0] == "" and len(texts(own_cache, "ptx")) == 4
+    assert second.unknown == 1
+    assert second.facts["sm_90"] == facts | told.facts
+    assert sorted(texts(own_cache, "ptx"))[0] == ""
+    assert len(texts(own_cache, "ptx")) == 4
     assert {kernel.registers for row in second.rows for kernel in row.kernels} > {7}
 
 
@@ -122,7 +128,8 @@ def test_an_inspection_leaves_nothing_that_a_launch_finds(own_cache: Path) -> No
     assert [path.stat().st_size for path in own_cache.rglob("*.cubin")] == [0]
     with CompilePool(TARGETS["sm_90"], 1) as pool:
         (compiled,) = pool.compile([job(request.op, request.case, request.config, request.variant)])
-    assert compiled.kernels == inspected_row.kernels and compiled.facts == {}
+    assert compiled.kernels == inspected_row.kernels
+    assert compiled.facts == {}
     assert [path.stat().st_size > 1000 for path in own_cache.glob("*/*.cubin")] == [True]
 
 
@@ -131,8 +138,11 @@ def test_what_exceeds_shared_memory_says_the_same_when_known(own_cache: Path) ->
     large = [requested("fp8_gemm", case, DenseConfig(16, 128, 128, 4, 6, 1, True))]
     first = survey(large, ["gfx942"], 1)
     second = survey(large, ["gfx942"], 1, known={"gfx942": Known(first.facts["gfx942"])})
-    assert second == first and second.unknown == 0 and second.facts == first.facts
-    assert "out of resource: shared memory" in first.rows[0].error and not any(texts(own_cache, "amdgcn"))
+    assert second == first
+    assert second.unknown == 0
+    assert second.facts == first.facts
+    assert "out of resource: shared memory" in first.rows[0].error
+    assert not any(texts(own_cache, "amdgcn"))
 
 
 def test_what_is_shipped_was_read_by_this_code() -> None:

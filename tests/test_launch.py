@@ -21,7 +21,7 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
         seen.append(where)
         yield
 
-    monkeypatch.setattr(launch, "_several_gpus", lambda: True)
+    monkeypatch.setattr(launch, "several_gpus", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", device)
     return seen
@@ -46,7 +46,8 @@ def test_a_tensor_on_another_gpu_makes_it_the_current_one(entered: list[torch.de
 
 @pytest.mark.parametrize("first", [on("cuda:0"), on("cpu"), on("meta"), [], 7])
 def test_nothing_changes_for_the_current_gpu_or_no_gpu_at_all(entered: list[torch.device], first: Any) -> None:
-    assert named(first) == 2.0 and entered == []
+    assert named(first) == 2.0
+    assert entered == []
     assert named.__doc__ == "Doubles."
 
 
@@ -57,6 +58,7 @@ def test_a_kernel_runs_where_its_tensors_are() -> None:
 
     x = torch.randn(64, 1024, device="cuda:1", dtype=torch.bfloat16)
     y = rmsnorm_fwd(x, torch.ones_like(x[0])).y
-    assert torch.cuda.current_device() == 0 and y.device == x.device
+    assert torch.cuda.current_device() == 0
+    assert y.device == x.device
     expected = torch.nn.functional.rms_norm(x.float(), (1024,), eps=1e-6)
     assert torch.allclose(y.float(), expected, rtol=2e-2, atol=2e-2)

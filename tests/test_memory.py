@@ -112,7 +112,7 @@ def pretend(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     h200 = device.Device("NVIDIA H200", "", 132, 60_000_000, "580")
     monkeypatch.setattr(device, "current", lambda: h200)
     monkeypatch.setattr(torch.cuda, "empty_cache", gpu.release)
-    monkeypatch.setattr(compare, "_free_bytes", lambda: gpu.free)
+    monkeypatch.setattr(compare, "gpu_free_bytes", lambda: gpu.free)
     monkeypatch.setattr(compare, "contender", gpu.contender)
     monkeypatch.setattr(compare, "time_contenders", gpu.time_contenders)
 
@@ -198,10 +198,8 @@ def test_what_others_than_torch_s_allocator_ask_for_counts(text: str) -> None:
     assert out_of_memory_reason(RuntimeError(text)) == f"RuntimeError: {text.splitlines()[0]}"
     wrapped = ValueError("the compiler failed")
     wrapped.__cause__ = RuntimeError(text)
-    assert (
-        out_of_memory_reason(wrapped) == out_of_memory_reason(RuntimeError(text))
-        and out_of_memory_reason(ValueError("the compiler failed")) == ""
-    )
+    assert out_of_memory_reason(wrapped) == out_of_memory_reason(RuntimeError(text))
+    assert out_of_memory_reason(ValueError("the compiler failed")) == ""
 
 
 # the search
@@ -248,7 +246,7 @@ CASE = Case("a", (("M", 8),), "bfloat16")
 
 @pytest.fixture
 def gpu_bench(monkeypatch: pytest.MonkeyPatch) -> bench.GpuBench:
-    monkeypatch.setattr(bench, "_have_driver", lambda: None)
+    monkeypatch.setattr(bench, "open_driver", lambda: None)
     monkeypatch.setattr(bench, "rotation", lambda *_: 1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB, GIB))
     monkeypatch.setattr(bench, "Contender", Timed)
@@ -260,7 +258,8 @@ def gpu_bench(monkeypatch: pytest.MonkeyPatch) -> bench.GpuBench:
 
 def test_a_config_that_runs_out_of_memory_costs_itself(gpu_bench: bench.GpuBench) -> None:
     trials = [gpu_bench.trial(Knobs(n), None) for n in (0, 1, 2, 3, 4, 5)]
-    assert trials[0] == Evaluation("ok", 10.0) and trials[5] == Evaluation("ok", 15.0)
+    assert trials[0] == Evaluation("ok", 10.0)
+    assert trials[5] == Evaluation("ok", 15.0)
     assert trials[1:4] == [Evaluation("memory", None, REASON)] * 3
     assert trials[4] == Evaluation("failed", None, "RuntimeError: operation not permitted")
 
@@ -280,7 +279,9 @@ def test_the_duel_is_decided_among_those_that_fit(tmp_path: Path) -> None:
     op = checked_op()
     with Tuner(op, CASE, op.variants[0], "cold", TrialStore(tmp_path / "trials"), Bench()) as tuner:
         best, evidence = tuner.duel([Knobs(0), Knobs(2), Knobs(5), Knobs(1)], Knobs(1))
-    assert best == Knobs(5) and evidence["time_us"] == 15.0 and evidence["default_us"] == 19.0
+    assert best == Knobs(5)
+    assert evidence["time_us"] == 15.0
+    assert evidence["default_us"] == 19.0
 
 
 def test_a_check_that_runs_out_of_memory_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,15 +317,16 @@ def test_a_common_run_says_who_did_not_fit(monkeypatch: pytest.MonkeyPatch, gpu_
 
     monkeypatch.setattr(versus, "IsolatedBench", Bench)
     op = checked_op()
-    judged, wrong = versus._judge(op, CASE, op.variants[0], "cold", [Knobs(0), Knobs(2), Knobs(5)], lambda: gpu_bench)
-    assert list(judged) == [Knobs(0), Knobs(5)] and wrong == {Knobs(2): "memory: none is left beside the others"}
+    judged, wrong = versus.judge_configs(op, CASE, op.variants[0], "cold", [Knobs(0), Knobs(2), Knobs(5)], lambda: gpu_bench)
+    assert list(judged) == [Knobs(0), Knobs(5)]
+    assert wrong == {Knobs(2): "memory: none is left beside the others"}
 
 
 def test_what_does_not_fit_twice_has_no_noise(gpu_bench: bench.GpuBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [float(taken[0]) for taken in noise._twice(gpu_bench, Knobs(5))] == [15.0, 15.0]
+    assert [float(taken[0]) for taken in noise.time_twice(gpu_bench, Knobs(5))] == [15.0, 15.0]
     monkeypatch.setattr(gpu_bench, "samples", lambda _: [np.ones(15), None])
     with pytest.raises(ValueError, match=r"^Knobs\(n=5\): there is not the memory to time it twice$"):
-        noise._twice(gpu_bench, Knobs(5))
+        noise.time_twice(gpu_bench, Knobs(5))
 
 
 @pytest.mark.parametrize("place", ["inputs", "contender"])

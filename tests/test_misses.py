@@ -85,7 +85,9 @@ def test_other_options_are_named_once_and_refused_in_strict_mode(tmp_path: Path,
     with pytest.warns(CacheMissWarning) as caught:
         used = [best(tmp_path, rows, 4096) for rows in (8192, 4096, 8192)]
     few, many = (OPTIMIZED.default_config(Case("", axes(rows, 4096), "bfloat16")) for rows in (4096, 8192))
-    assert len(caught) == 1 and used[1] == few and used[0] == used[2] == dataclasses.replace(many, warps=8)
+    assert len(caught) == 1
+    assert used[1] == few
+    assert used[0] == used[2] == dataclasses.replace(many, warps=8)
     said = str(caught[0].message).partition("; using ")[2]
     assert said.startswith('that of M=8192 N=4096 bfloat16 zero_centered=True fp8_format=e5m2, 2.0 octaves away: {"rows": 1, ')
     cache.clear()
@@ -149,7 +151,8 @@ def test_logged_misses_become_a_sweep(tmp_path: Path, monkeypatch: pytest.Monkey
     for rows in (16, 32, 16):
         best(tmp_path, rows, 4096)
         cache.clear()
-    assert len(log.read_text().splitlines()) == 3 and len(misses.read(log)) == 2
+    assert len(log.read_text().splitlines()) == 3
+    assert len(misses.read(log)) == 2
     output = tmp_path / "misses.yaml"
     result = CliRunner().invoke(app, ["cache", "from-misses", "-o", str(output)], env={"KERNELTUNE_LOG_MISSES": str(log)})
     assert result.exit_code == 0, result.output

@@ -76,13 +76,14 @@ def test_instructions_where_there_are_no_lines() -> None:
 
 def test_what_ncu_says_of_permission() -> None:
     said = "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access NVIDIA GPU Performance Counters\n"
-    assert "CAP_SYS_ADMIN" in why_refused(said) and "\n" not in why_refused(said)
+    assert "CAP_SYS_ADMIN" in why_refused(said)
+    assert "\n" not in why_refused(said)
     assert why_refused("==ERROR== Profiling is not supported on device 0.").startswith("ncu does not support this GPU")
     assert why_refused("==PROF== Disconnected") == ""
 
 
 def stand_in(folder: Path, body: str) -> Path:
-    """An executable called ncu."""
+    """Write an executable called ncu."""
     path = folder / "ncu"
     path.write_text(f"#!/bin/sh\n{body}\n")
     path.chmod(0o755)
@@ -108,7 +109,8 @@ def test_profile_collects_once_and_reads_two_pages(tmp_path: Path, monkeypatch: 
     assert [p.kernel for p in profiles] == ["_rmsnorm_fwd_rows", "_rmsnorm_bwd_dgamma"]
     assert [line.place for line in lines] == ["kernels.py:226", "kernels.py:241"]
     arguments = (tmp_path / "arguments").read_text()
-    assert arguments.startswith("--clock-control none --profile-from-start off") and arguments.endswith("python kernel.py\n")
+    assert arguments.startswith("--clock-control none --profile-from-start off")
+    assert arguments.endswith("python kernel.py\n")
 
 
 @pytest.mark.parametrize(
@@ -123,7 +125,8 @@ def test_profile_collects_once_and_reads_two_pages(tmp_path: Path, monkeypatch: 
 def test_a_refusal_is_one_line(body: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError) as caught:
         profile(stand_in(tmp_path, body), ["true"], tmp_path)
-    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
 
 
 def test_ncu_that_cannot_be_run(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**
 
 @pytest.fixture(params=["kernels", "plain"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The kernels (in the interpreter where there is no GPU), and the formula that other devices fall back to."""
+    """Run the kernels (in the interpreter where there is no GPU), and the formula that other devices fall back to."""
     if request.param == "plain":
         monkeypatch.setattr(implementation, "_has_kernels", lambda _: False)
     return str(request.param)
@@ -54,7 +54,8 @@ def test_forward_and_gradients_match_fp64(shape: tuple[int, int], zero_centered:
     x, weight = leaves(*shape, dtype=dtype)
     dy = draw(*shape, dtype=dtype)
     y = rms_norm(x, weight, 1e-5, zero_centered=zero_centered)
-    assert y.dtype == dtype and y.is_contiguous()
+    assert y.dtype == dtype
+    assert y.is_contiguous()
     dx, dweight = torch.autograd.grad(y, (x, weight), dy)
     want_y, want_dx, want_dweight = expected(x, weight, dy, 1e-5, zero_centered)
     close(y, want_y, TOLERANCE[dtype])
@@ -159,7 +160,8 @@ def test_module_is_the_function_with_a_weight() -> None:
     x = draw(4, 32, dtype=torch.bfloat16)
     assert torch.equal(module(x), rms_norm(x, module.weight, 1e-5, zero_centered=True))
     module(x).sum().backward()
-    assert module.weight.grad is not None and module.weight.grad.shape == (32,)
+    assert module.weight.grad is not None
+    assert module.weight.grad.shape == (32,)
 
 
 def test_module_state_survives_a_save_and_a_reset() -> None:
@@ -207,7 +209,9 @@ def test_bad_types_and_devices() -> None:
 
 def test_meta_tensors_give_shapes() -> None:
     y = rms_norm(torch.ones(2, 3, 8, device="meta", dtype=torch.bfloat16), torch.ones(8, device="meta", dtype=torch.bfloat16))
-    assert y.shape == (2, 3, 8) and y.dtype == torch.bfloat16 and y.is_meta
+    assert y.shape == (2, 3, 8)
+    assert y.dtype == torch.bfloat16
+    assert y.is_meta
 
 
 def expected_sum(
@@ -232,7 +236,8 @@ def test_sum_with_a_residual_matches_fp64(weight_dtype: torch.dtype | None) -> N
     y, total = rms_norm(x, weight, residual=residual)
     gradients = torch.autograd.grad((y, total), leaves_, (dy, dtotal))
     want_y, want_total, want_dx, *want_dweight = expected_sum(x, residual, weight, dy, dtotal)
-    assert y.dtype == total.dtype == gradients[0].dtype == torch.bfloat16 and y.shape == total.shape == x.shape
+    assert y.dtype == total.dtype == gradients[0].dtype == torch.bfloat16
+    assert y.shape == total.shape == x.shape
     for got, want in zip((y, total, gradients[0], gradients[1]), (want_y, want_total, want_dx, want_dx), strict=True):
         close(got, want, TOLERANCE[torch.bfloat16])
     if weight is not None:
@@ -271,7 +276,8 @@ def test_fp32_weight_takes_16_bit_inputs(dtype: torch.dtype) -> None:
 def test_no_weight_multiplies_by_one() -> None:
     x, dy = draw(6, 4, 40).requires_grad_(), draw(6, 4, 40)
     module = RMSNorm(40, elementwise_affine=False)
-    assert list(module.parameters()) == [] and "elementwise_affine=False" in repr(module)
+    assert list(module.parameters()) == []
+    assert "elementwise_affine=False" in repr(module)
     y = module(x)
     (dx,) = torch.autograd.grad(y, x, dy)
     want_y, want_dx, _ = expected(x, torch.ones(40, device=DEVICE), dy, 1e-6, False)

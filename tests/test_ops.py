@@ -123,7 +123,8 @@ def test_defaults_are_valid_and_spaces_are_not_empty(entry: sweep.Entry) -> None
         assert variant.valid(entry.case, default) is None, (variant.name, default)
         if entry.section == "bench":
             configs = list(variant.configs(entry.case))
-            assert configs and len(configs) == len(set(configs))
+            assert configs
+            assert len(configs) == len(set(configs))
 
 
 def test_a_wrong_variant_is_caught() -> None:
@@ -185,5 +186,7 @@ def test_calls_look_up_as_the_operator_says() -> None:
         assert (chooser.free_axes, set(chooser.free_options)) == (op.free_axes, set(op.free_options)), op.name
         assert chooser.bands == op.bands, op.name
     for op in OPS.values():
-        assert set(op.free_options) <= op.options.keys() and set(op.free_axes) <= set(op.axes), op.name
-        assert op.bands.keys() <= set(op.free_axes) and all(ends == tuple(sorted(ends)) for ends in op.bands.values()), op.name
+        assert set(op.free_options) <= op.options.keys(), op.name
+        assert set(op.free_axes) <= set(op.axes), op.name
+        assert op.bands.keys() <= set(op.free_axes), op.name
+        assert all(ends == tuple(sorted(ends)) for ends in op.bands.values()), op.name

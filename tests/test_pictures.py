@@ -79,7 +79,7 @@ def test_a_chart_of_one_size_says_which() -> None:
 def test_charts_without_data_are_left_out() -> None:
     records = [record for record in one_type() if record.variant == "baseline" and record.op == "rmsnorm_bwd"]
     assert list(draw(records, PAIR, "svg")) == ["rmsnorm_ceiling", "rmsnorm_bandwidth"]
-    with pytest.raises(ValueError, match="^no timed records to draw$"):
+    with pytest.raises(ValueError, match=r"^no timed records to draw$"):
         draw([record for record in one_type() if record.time_us is None], PAIR, "svg")
 
 

@@ -59,7 +59,7 @@ class OnItsWay:
         self.cancelled = True
 
 
-class Enough(Exception):
+class EnoughError(Exception):
     """Ends a search that would wait for ever."""
 
 
@@ -82,9 +82,9 @@ def in_flight(done: Callable[[Config], bool], compilers: int) -> int:
 
     def meanwhile() -> None:
         if next(turns, None) is None:
-            raise Enough
+            raise EnoughError
 
-    with pytest.raises(Enough):
+    with pytest.raises(EnoughError):
         explore(POOL, POOL[:1], Search(budget_s=60.0), start, compilers=compilers, meanwhile=meanwhile)
     assert all(one.cancelled for one in begun)
     return len(begun)
@@ -106,7 +106,8 @@ def test_what_is_refused_does_not_wait_for_the_bench() -> None:
 
     told: list[tuple[Config, str]] = []
     explore(POOL[:10], (), Search(), One, lambda config, trial: told.append((config, trial.status)))
-    assert told[-1] == (POOL[0], "ok") and {status for _, status in told[:-1]} == {"spills"}
+    assert told[-1] == (POOL[0], "ok")
+    assert {status for _, status in told[:-1]} == {"spills"}
 
 
 @pytest.fixture
@@ -126,14 +127,16 @@ def test_the_bench_goes_on_while_the_search_decides(setting: Setting) -> None:
             ahead.append(len(tuner.evaluated))
 
     entry = tune(tuner, Search(), compiled, setting.root, on_trial)
-    assert ahead == [2] and entry.evidence["trials"] == len(tuner.evaluated) == tuner.evaluations == 25
+    assert ahead == [2]
+    assert entry.evidence["trials"] == len(tuner.evaluated) == tuner.evaluations == 25
 
 
 def test_what_was_measured_when_the_seconds_are_over_counts(setting: Setting) -> None:
     tuner = setting.tuner(SMALL, small_time)
     told: list[Config] = []
     entry = tune(tuner, Search(budget_s=1e-9), compiled, setting.root, lambda config, _trial: told.append(config))
-    assert told == tuner.evaluated and entry.evidence["trials"] == len(told) < 25
+    assert told == tuner.evaluated
+    assert entry.evidence["trials"] == len(told) < 25
 
 
 def test_the_bench_makes_ready_while_the_first_config_compiles(setting: Setting) -> None:
@@ -205,10 +208,12 @@ def test_cores_with_nothing_to_do_compile_for_later_cases(slow: Options) -> None
             Slow.futures[done].set_result(Compiled((), 0.0)) if done < len(Slow.futures) else None
             stage.fill()
         ahead = Slow.given[1:]
-        assert len(ahead) == len(set(ahead)) == 50 and {case for case, _ in ahead} == {cases[1], cases[2]}
+        assert len(ahead) == len(set(ahead)) == 50
+        assert {case for case, _ in ahead} == {cases[1], cases[2]}
         assert ahead[0] == (cases[1], Small(256, 4))  # what the search asks for first
         taken = [stage.compiling(later[0])(config) for config in SMALL.configs(cases[1])]
-        assert len(Slow.given) == 51 and len(taken) == 25  # none is compiled twice
+        assert len(Slow.given) == 51
+        assert len(taken) == 25
         stage.forget_ahead(later[1])
         stage.compiling(later[1])(Small(64, 1))
         assert len(Slow.given) == 52
@@ -230,7 +235,7 @@ def test_the_measuring_child_begins_before_the_driver_is_asked(slow: Options, mo
 
     monkeypatch.setattr(machines, "IsolatedBench", Begun)
     monkeypatch.setattr(device, "current", current)
-    with pytest.raises(ValueError, match="^cannot compile ahead of time for sm_70; known targets: sm_90, "), Machines(slow):
+    with pytest.raises(ValueError, match=r"^cannot compile ahead of time for sm_70; known targets: sm_90, "), Machines(slow):
         pass
     assert happened == ["child", "driver", "ended"]
 

@@ -41,7 +41,7 @@ def blocks() -> list[tuple[str, str]]:
 
 @pytest.fixture
 def guide(tmp_path: Path) -> Path:
-    """A folder with the files that the guide shows, each named in its first line, and a `kerneltune` on the path."""
+    """Make a folder with the files that the guide shows, each named in its first line, and a `kerneltune` on the path."""
     for _, text in blocks():
         name = text.splitlines()[0].removeprefix("# ")
         if re.fullmatch(r"\w+\.(py|yaml|toml)", name):
@@ -54,7 +54,7 @@ def guide(tmp_path: Path) -> Path:
 
 
 def shell(folder: Path, script: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A script where no GPU is seen; PYTHONPATH comes behind the package and what this process has."""
+    """Run a script where no GPU is seen; PYTHONPATH comes behind the package and what this process has."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {"PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "100", "CUDA_VISIBLE_DEVICES": ""}
     path = [str(ROOT), os.environ.get("PYTHONPATH", ""), environment.pop("PYTHONPATH", "")]
@@ -63,7 +63,7 @@ def shell(folder: Path, script: str, **environment: str) -> subprocess.Completed
 
 
 def install(folder: Path) -> None:
-    """What installing the guide's package leaves behind, as far as entry points need it."""
+    """Leave behind what installing the guide's package does, as far as entry points need it."""
     project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
     info = folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
     info.mkdir()
@@ -78,7 +78,8 @@ def test_every_block_of_the_guide_that_needs_no_gpu_runs(guide: Path) -> None:
     assert [len(part) for part in scripts] == [2, 1]
     check, use = (shell(guide, script) for script in scripts[0])
     assert check.returncode == 0, check.stderr
-    assert "optimized\n" in check.stdout and "valid configs" in check.stdout
+    assert "optimized\n" in check.stdout
+    assert "valid configs" in check.stdout
     assert "8 checked" in check.stdout
     assert use.stdout == "(8, 64)\n", use.stderr
     install(guide)
@@ -115,7 +116,7 @@ def test_source_hash_and_config_cache_serve_a_plug_in(guide: Path, monkeypatch: 
 
 
 def refused(monkeypatch: pytest.MonkeyPatch, plugin: Path | str) -> str:
-    """The one line that a command says of a broken plug-in."""
+    """Return the one line that a command says of a broken plug-in."""
     monkeypatch.setenv(ops.PLUGINS, "")
     monkeypatch.setattr(sys, "path", [*sys.path])
     result = CliRunner().invoke(app, ["--plugin", str(plugin), "ops"])

@@ -17,7 +17,8 @@ def test_times_are_those_of_the_processes() -> None:
         pytest.approx(expected.low, rel=1e-5),
         pytest.approx(expected.high, rel=1e-5),
     )
-    assert pooled.n == 10 and pooled.samples_us == [row.samples_us[0] for row in rows if row.samples_us]
+    assert pooled.n == 10
+    assert pooled.samples_us == [row.samples_us[0] for row in rows if row.samples_us]
     assert pooled.aa_floor == 0.002
     assert pooled.gbps == pytest.approx(1000 * 104 / expected.median, rel=1e-5)
     assert pooled.pct_ceiling == pytest.approx(100 * (pooled.gbps or 0) / 2000, rel=1e-5)
@@ -49,5 +50,5 @@ def test_what_differs_is_not_pooled(change: dict[str, object]) -> None:
 
 
 def test_samples_are_needed() -> None:
-    with pytest.raises(ValueError, match="^samples_us: None: expected the samples of rmsnorm_fwd"):
+    with pytest.raises(ValueError, match=r"^samples_us: None: expected the samples of rmsnorm_fwd"):
         pool([record(), record()])

@@ -23,9 +23,9 @@ from kerneltune.processes import in_fresh_processes, side_by_side
 def test_every_process_is_another_and_errors_come_through(tmp_path: Path) -> None:
     found = list(in_fresh_processes(2, os.getpid))
     assert len({*found, os.getpid()}) == 3
-    with pytest.raises(ValueError, match="^process 1 of 1 took longer than 0.5 s$"):
+    with pytest.raises(ValueError, match=r"^process 1 of 1 took longer than 0.5 s$"):
         list(in_fresh_processes(1, time.sleep, 60, timeout_s=0.5))
-    with pytest.raises(ValueError, match="^process 1 of 2 crashed: exit code 7$"):
+    with pytest.raises(ValueError, match=r"^process 1 of 2 crashed: exit code 7$"):
         list(in_fresh_processes(2, os._exit, 7))
     with pytest.raises(FileNotFoundError):
         list(in_fresh_processes(1, os.rmdir, str(tmp_path / "none")))
@@ -36,7 +36,7 @@ def test_what_a_process_does_first_is_done_before_its_work(tmp_path: Path) -> No
 
 
 def at_work(number: int) -> int:
-    """The process's id; never, but for 0 and 1."""
+    """Return the process's id; never return, but for 0 and 1."""
     if number > 1:
         signal.pause()
     return os.getpid()
@@ -82,5 +82,5 @@ def test_records_come_back_from_a_process(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")
 def test_a_measuring_process_says_what_it_lacks() -> None:
-    with pytest.raises(ValueError, match="^gate --run needs a GPU: in the interpreter nothing can be timed$"):
+    with pytest.raises(ValueError, match=r"^gate --run needs a GPU: in the interpreter nothing can be timed$"):
         list(in_fresh_processes(1, _measure, load_ops, Selection("rmsnorm"), Options(), None))

@@ -179,9 +179,12 @@ def test_frame_of_files_has_the_documented_columns_and_dtypes(tmp_path: Path) ->
         "op": "string", "time_us": "float64", "n": "Int64", "flops": "Int64", "date": "datetime64[us, UTC]", "axes.M": "Int64",
         "config.block": "object",
     }  # fmt: skip
-    assert found["time_us"].tolist()[0] == 43.5 and found["time_us"].isna().tolist() == [False, True]
-    assert found["role"].tolist() == ["peer", ""] and found["flops"].isna().tolist() == [False, True]
-    assert found["options.zero_centered"].isna().tolist() == [False, True] and set(found["file"]) == {str(path)}
+    assert found["time_us"].tolist()[0] == 43.5
+    assert found["time_us"].isna().tolist() == [False, True]
+    assert found["role"].tolist() == ["peer", ""]
+    assert found["flops"].isna().tolist() == [False, True]
+    assert found["options.zero_centered"].isna().tolist() == [False, True]
+    assert set(found["file"]) == {str(path)}
     assert found.groupby("op")["time_us"].min().to_dict() == {"rmsnorm_fwd": 43.5}
 
 
@@ -258,7 +261,7 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 def test_a_device_that_is_full() -> None:
-    with pytest.raises(ValueError, match="^cannot write /dev/full: No space left on device$"):
+    with pytest.raises(ValueError, match=r"^cannot write /dev/full: No space left on device$"):
         records.append(Path("/dev/full"), [record()])
 
 
@@ -272,7 +275,7 @@ def test_a_truncated_file_is_not_appended_to(tmp_path: Path) -> None:
 
 
 def test_a_config_that_json_cannot_hold(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="^config: {'x': nan}: expected values that JSON can hold$"):
+    with pytest.raises(ValueError, match=r"^config: {'x': nan}: expected values that JSON can hold$"):
         records.append(tmp_path / "r.jsonl", [record(config={"x": float("nan")})])
     assert not (tmp_path / "r.jsonl").exists()
 
@@ -283,7 +286,7 @@ def test_rows_written_before_samples_were_kept_are_read(tmp_path: Path) -> None:
     assert records.from_json(json.dumps(values)) == record()
     kept = record(samples_us=[[43.5, 43.6], [43.4]], n=3)
     assert records.from_json(records.to_json(kept)) == kept
-    with pytest.raises(ValueError, match="^samples_us: .*: expected none where the status is 'checked'$"):
+    with pytest.raises(ValueError, match=r"^samples_us: .*: expected none where the status is 'checked'$"):
         untimed("checked", samples_us=[[1.0]])
 
 
@@ -293,7 +296,7 @@ def test_rows_written_before_units_were_are_read() -> None:
     assert records.from_json(json.dumps(values)) == record()
     kept = record(unit="0123456789ab")
     assert records.from_json(records.to_json(kept)) == kept
-    with pytest.raises(ValueError, match="^unit: 7: expected str$"):
+    with pytest.raises(ValueError, match=r"^unit: 7: expected str$"):
         records.from_json(json.dumps(values | {"unit": 7}))
 
 
@@ -310,7 +313,8 @@ def test_merge_replaces_the_file_as_a_whole(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(ValueError, match=f"^cannot write {path}: No space left on device$"):
         records.merge(path, [record(time_us=43.3)])
-    assert path.read_bytes() == before and [p for p in path.parent.iterdir() if p.suffix != ".lock"] == [path]
+    assert path.read_bytes() == before
+    assert [p for p in path.parent.iterdir() if p.suffix != ".lock"] == [path]
 
 
 def test_two_that_merge_at_the_same_time_lose_no_row(tmp_path: Path) -> None:
@@ -320,7 +324,8 @@ def test_two_that_merge_at_the_same_time_lose_no_row(tmp_path: Path) -> None:
         waiting = Thread(target=records.merge, args=(path, [record(variant="baseline")]))
         waiting.start()
         time.sleep(0.2)
-        assert waiting.is_alive() and records.load(path) == [record()]
+        assert waiting.is_alive()
+        assert records.load(path) == [record()]
         records.append(path, [record(variant="pr593")])
     waiting.join()
     assert records.load(path) == [record(), record(variant="pr593"), record(variant="baseline")]

@@ -38,7 +38,7 @@ def published() -> list[dict[str, str]]:
 
 
 def published_rows() -> list[tables.Row]:
-    """The published milliseconds and GB/s as records."""
+    """Return the published milliseconds and GB/s as records."""
     sides: dict[str, list[Record]] = {"A": [], "B": []}
     for line in published():
         axes = {"M": int(line["M"]), "N": int(line["N"])}
@@ -64,7 +64,8 @@ def test_ab_table_of_the_published_records_is_the_published_table() -> None:
         hundredths = round(float(f"{float(line['speedup']):.2f}") * 100) - round(float(want["speedup"]) * 100)
         assert hundredths in (-1, 0, 1)
         off += hundredths != 0
-    assert off == OFF_BY_A_HUNDREDTH and not wanted
+    assert off == OFF_BY_A_HUNDREDTH
+    assert not wanted
 
 
 def test_ab_text_begins_with_its_summary_and_is_sorted() -> None:
@@ -81,7 +82,8 @@ def test_ab_text_begins_with_its_summary_and_is_sorted() -> None:
     assert lines[8] == "kind dtype    quant     M     N   A µs   B µs speedup   A GB/s B GB/s 95 % interval"
     assert lines[9] == "bwd  bfloat16 none     29 17389  45.90  48.60   0.94x -     68     64 0.94x–0.94x"
     kinds = [tuple(line.split()[:3]) for line in lines[9:89]]
-    assert kinds == sorted(kinds, key=lambda kind: list(dict.fromkeys(kinds)).index(kind)) and len(set(kinds)) == 8
+    assert kinds == sorted(kinds, key=lambda kind: list(dict.fromkeys(kinds)).index(kind))
+    assert len(set(kinds)) == 8
     assert lines[-1] == "NVIDIA H200, driver 570, torch 2.9, triton 3.5, commit 0, 2026-11-21"
 
 
@@ -123,7 +125,8 @@ def test_best_peers_are_the_fastest_of_every_case() -> None:
     ours = [record(40.0, variant="optimized"), record(70.0, variant="optimized", quant="none")]
     table = tables.ab_table(tables.ab_rows(found, ours), tables.BEST_PEER, "optimized")
     assert table.head[0] == "A: the fastest peer of every case (quack 1, liger 1); B: optimized"
-    assert "quack" in table.text() and "A is" in table.text()
+    assert "quack" in table.text()
+    assert "A is" in table.text()
 
 
 def test_shares_are_of_the_peak_where_arithmetic_bounds_a_row() -> None:
@@ -131,7 +134,8 @@ def test_shares_are_of_the_peak_where_arithmetic_bounds_a_row() -> None:
     big = {"flops": 10**12, "pct_ceiling": 5.0, "gbps": 100.0, "ceiling_gbps": 4000.0}
     gemm = [record(2000.0, **big), record(1000.0, **big)]
     table = tables.ab_table(tables.ab_rows(gemm[:1], gemm[1:]))
-    assert "B reaches 50.5 % of the peak in the median" in table.head and "B % peak" in table.text(120)
+    assert "B reaches 50.5 % of the peak in the median" in table.head
+    assert "B % peak" in table.text(120)
     light = [record(quant="none", pct_ceiling=80.0), record(50.0, quant="none", pct_ceiling=80.0)]
     mixed = tables.ab_table(tables.ab_rows([gemm[0], light[0]], [gemm[1], light[1]]))
     assert "B reaches 80.0 % of the ceiling (1 row) and 50.5 % of the peak (1 row) in the median" in mixed.head
@@ -254,7 +258,9 @@ def test_sweep_text_in_full_columns() -> None:
 def test_sweep_text_in_few_columns_keeps_times() -> None:
     text = tables.sweep_table(swept()).text(width=60)
     assert max(map(len, text.splitlines())) <= 60
-    assert "* optimized" in text and " 50.00" in text and "not shown in 60 columns: " in text
+    assert "* optimized" in text
+    assert " 50.00" in text
+    assert "not shown in 60 columns: " in text
 
 
 def test_reasons_are_shown_on_up_to_three_lines() -> None:
@@ -279,7 +285,8 @@ def test_longer_reasons_are_cut(width: int) -> None:
 def test_the_interpreter_has_results_and_no_times() -> None:
     text = tables.sweep_table([checked(), checked(variant="optimized")]).text(120)
     assert text.startswith("device: interpreter (no GPU): results were checked for correctness; times do not exist\n")
-    assert text.count("checked, not timed") == 2 and text.endswith("\n2 checked\n")
+    assert text.count("checked, not timed") == 2
+    assert text.endswith("\n2 checked\n")
 
 
 def test_options_are_shown_where_they_tell_rows_apart() -> None:
@@ -292,7 +299,8 @@ def test_a_part_is_never_the_best_and_has_a_time_alone() -> None:
     part = record(variant="optimized_gemms", time_us=10.0, pct_ceiling=500.0, role="part")
     rows = [record(pct_ceiling=50.0), record(variant="optimized", time_us=50.0, pct_ceiling=60.0), part]
     table = tables.sweep_table(rows)
-    assert "* optimized " in table.text(120) and "* optimized_gemms" not in table.text(120)
+    assert "* optimized " in table.text(120)
+    assert "* optimized_gemms" not in table.text(120)
     lines = list(csv.DictReader(io.StringIO(table.csv())))
     assert [line["variant"] for line in lines if line["best"]] == ["optimized"]
     assert all(lines[1][name] and not lines[2][name] for name in ("gbps", "pct_bound", "vs_baseline"))

@@ -60,7 +60,8 @@ COLD = POLICIES["cold"]
 def test_the_input_sets_are_together_more_than_four_times_the_l2(set_bytes: int, sets: int) -> None:
     """The first six as records of the H200 were measured with."""
     assert rotation(COLD, set_bytes, L2, FREE) == sets
-    assert sets * set_bytes > 4 * L2 and rotation(POLICIES["eager"], set_bytes, L2, FREE) == sets
+    assert sets * set_bytes > 4 * L2
+    assert rotation(POLICIES["eager"], set_bytes, L2, FREE) == sets
     assert rotation(POLICIES["hot"], set_bytes, L2, FREE) == 1
 
 
@@ -69,7 +70,7 @@ def test_memory_takes_no_more_than_the_set_that_is_one_too_many() -> None:
     assert rotation(COLD, 1 << 20, L2, 481 << 20) == 240
     assert rotation(COLD, 1 << 30, L2, 1 << 30) == 1  # it pushes itself out
     with pytest.raises(
-        ValueError, match="^a cold L2 takes 240 input sets of 1,048,576 bytes, half of the free memory holds 239: "
+        ValueError, match=r"^a cold L2 takes 240 input sets of 1,048,576 bytes, half of the free memory holds 239: "
     ):
         rotation(COLD, 1 << 20, L2, 479 << 20)
     assert rotation(POLICIES["hot"], 1 << 20, L2, 479 << 20) == 1
@@ -77,5 +78,5 @@ def test_memory_takes_no_more_than_the_set_that_is_one_too_many() -> None:
 
 def test_a_case_too_small_to_be_cold_is_not_timed_as_if_it_were() -> None:
     assert rotation(COLD, 30_721, L2, FREE) == 8193
-    with pytest.raises(ValueError, match="^a cold L2 takes 61,440 input sets of 4,096 bytes, more than 8,192: only policy hot"):
+    with pytest.raises(ValueError, match=r"^a cold L2 takes 61,440 input sets of 4,096 bytes, more than 8,192: only policy hot"):
         rotation(COLD, 4096, L2, FREE)

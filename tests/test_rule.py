@@ -71,7 +71,8 @@ def test_a_rule_of_another_gpu_serves_and_says_so_once(tmp_path: Path, monkeypat
     stored(tmp_path, gpu="nvidia_b200", arch="sm_100")
     with pytest.warns(UserWarning, match="no rules for nvidia_h100_80gb_hbm3: those of nvidia_h200, the nearest known") as caught:
         told = {found(tmp_path, size, gpu="nvidia_h100_80gb_hbm3").told for size in (1024, 2048)}
-    assert len(caught) == 1 and all("the rule of nvidia_h200" in text for text in told)
+    assert len(caught) == 1
+    assert all("the rule of nvidia_h200" in text for text in told)
 
 
 def test_the_interpreter_has_no_rule(tmp_path: Path) -> None:
@@ -120,7 +121,10 @@ def test_a_damaged_rule_is_one_warning_and_the_default(text: str, tmp_path: Path
         assert [found(tmp_path, size).config for size in (1024, 2048, 8)] == [Small(256, 4)] * 3
     assert len(caught) == 1
     said = str(caught[0].message)
-    assert said.startswith(str(path)) and DAMAGES[text] in said and said.endswith("; not used") and "\n" not in said
+    assert said.startswith(str(path))
+    assert DAMAGES[text] in said
+    assert said.endswith("; not used")
+    assert "\n" not in said
 
 
 IMPOSSIBLE: list[dict[str, Any]] = [
@@ -161,7 +165,9 @@ def test_an_entry_that_no_kernel_takes_is_a_miss_with_one_warning_that_names_it(
         assert found(tmp_path, CASE["M"]).config == Small(256, 4)
         assert found(tmp_path, 64).config == Small(128, 8)  # one bad entry breaks no other look-up
     ours = [str(one.message) for one in caught if "not used" in str(one.message)]
-    assert len(ours) == 1 and str(path) in ours[0] and "\n" not in ours[0]
+    assert len(ours) == 1
+    assert str(path) in ours[0]
+    assert "\n" not in ours[0]
     assert "entries[0]" in ours[0] or "optimized bad" in ours[0]
 
 

@@ -45,7 +45,8 @@ def test_the_same_passes() -> None:
 def test_a_worse_kernel_fails(kernel: Kernel, finding: str) -> None:
     verdict = judged([row(KERNEL)], [row(kernel)])
     assert verdict.findings == (f"rms optimized c M=1 sm_90: {finding}",)
-    assert verdict.exit_code == 1 and verdict.summary.startswith("static regression: 1 found; 1 compared")
+    assert verdict.exit_code == 1
+    assert verdict.summary.startswith("static regression: 1 found; 1 compared")
 
 
 @pytest.mark.parametrize(
@@ -119,9 +120,10 @@ def test_a_broken_file_is_one_line(text: str, message: str, tmp_path: Path) -> N
     path.write_text(text)
     with pytest.raises(ValueError) as caught:
         load(path)
-    assert str(caught.value).startswith(f"{path}{message}") and "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"{path}{message}")
+    assert "\n" not in str(caught.value)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="cannot read .*: No such file"):
+    with pytest.raises(ValueError, match=r"cannot read .*: No such file"):
         load(tmp_path / "none.json")

@@ -21,7 +21,7 @@ from kerneltune.stats import (
 
 
 def noise(seed: int, rounds: int = 40, spread: float = 0.02) -> NDArray[np.float64]:
-    """Times around 100 µs whose logarithms are normal."""
+    """Draw times around 100 µs whose logarithms are normal."""
     return 100.0 * np.exp(spread * np.random.default_rng(seed).standard_normal(rounds))
 
 
@@ -81,15 +81,18 @@ def test_the_ratio_turned_around_is_its_inverse() -> None:
 
 def test_intervals_end_where_they_say() -> None:
     interval = Interval(2.0, 1.5, 3.0)
-    assert interval.contains(1.5) and interval.contains(3.0)
-    assert not interval.contains(1.499) and not interval.contains(3.001)
+    assert interval.contains(1.5)
+    assert interval.contains(3.0)
+    assert not interval.contains(1.499)
+    assert not interval.contains(3.001)
     assert interval.relative_half_width == 0.375
     assert Interval(0.0, 0.0, 1.0).relative_half_width == float("inf")
     assert median_interval(np.array([7.0])) == Interval(7.0, 7.0, 7.0)
 
 
 def test_deciles_are_interpolated() -> None:
-    assert deciles(np.arange(11.0)) == pytest.approx((1.0, 9.0)) and deciles(np.array([3.0])) == (3.0, 3.0)
+    assert deciles(np.arange(11.0)) == pytest.approx((1.0, 9.0))
+    assert deciles(np.array([3.0])) == (3.0, 3.0)
 
 
 def test_no_samples_no_pairs_no_values() -> None:
@@ -107,7 +110,7 @@ def test_no_samples_no_pairs_no_values() -> None:
 
 
 def processes(seed: int, count: int = 3, offset: float = 0.003, slower: float = 0.0) -> list[NDArray[np.float64]]:
-    """Times (30,) of each process, which lie `offset` apart (standard deviation)."""
+    """Draw times (30,) of each process, which lie `offset` apart (standard deviation)."""
     rng = np.random.default_rng(seed)
     return [100.0 * (1 + slower) * np.exp(offset * rng.standard_normal() + 0.005 * rng.standard_normal(30)) for _ in range(count)]
 
@@ -136,12 +139,14 @@ def test_a_shift_covers_the_true_one_at_least_as_often_as_it_says() -> None:
         low, high = found.bounds
         covered += low <= 0.02 <= high
         wide += high - low > 0.03
-    assert 285 <= covered <= 300 and wide <= 15
+    assert 285 <= covered <= 300
+    assert wide <= 15
 
 
 def test_p_values_of_no_shift_are_not_small_more_often_than_they_say() -> None:
     p = np.array([found.p_slower for s in range(300) if (found := shift(processes(2 * s), processes(2 * s + 1)))])
-    assert (p < 0.05).mean() <= 0.05 and (p < 0.01).mean() <= 0.01
+    assert (p < 0.05).mean() <= 0.05
+    assert (p < 0.01).mean() <= 0.01
     assert 0.4 < np.median(p) < 0.6
 
 
@@ -150,10 +155,12 @@ def test_a_shift_has_the_freedom_of_both_runs_and_none_without_a_second_process(
     assert paired_shift(processes(0, 1), processes(1, 1)) is None
     for old, new, freedom in ((1, 2, 1), (1, 3, 2), (3, 3, 4), (3, 6, 7)):
         found = shift(processes(0, old), processes(1, new, slower=0.1))
-        assert found is not None and found.freedom == freedom
+        assert found is not None
+        assert found.freedom == freedom
         assert found.slowdown == pytest.approx(0.1, abs=0.02)
     pairs = paired_shift(processes(0), processes(1))
-    assert pairs is not None and pairs.freedom == 2
+    assert pairs is not None
+    assert pairs.freedom == 2
 
 
 def test_pairs_cancel_what_processes_and_rounds_have_in_common() -> None:
@@ -161,7 +168,8 @@ def test_pairs_cancel_what_processes_and_rounds_have_in_common() -> None:
     old = processes(3, offset=0.05)
     new = [rounds * 1.01 * np.exp(0.001 * rng.standard_normal(30)) for rounds in old]
     apart, paired = shift(old, new), paired_shift(old, new)
-    assert apart is not None and paired is not None
+    assert apart is not None
+    assert paired is not None
     assert paired.error < apart.error / 50
     assert paired.bounds[0] < 0.01 < paired.bounds[1]
     assert paired.slowdown == pytest.approx(0.01, abs=0.001)

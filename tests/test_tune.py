@@ -62,7 +62,8 @@ def test_a_small_space_is_visited_whole_once_and_default_first(setting: Setting)
 def test_a_default_outside_the_space_is_tried_too(setting: Setting) -> None:
     variant = Variant("optimized", nothing, Small, small_space, default=lambda _: Small(768, 3))
     pool = candidates(op_of(variant), CASE, variant, "cold", setting.store())
-    assert pool[0] == Small(768, 3) and len(pool) == 26 == len(set(pool))
+    assert pool[0] == Small(768, 3)
+    assert len(pool) == 26 == len(set(pool))
 
 
 def test_what_is_promising_is_tried_first_where_the_space_has_it(setting: Setting) -> None:
@@ -70,20 +71,23 @@ def test_what_is_promising_is_tried_first_where_the_space_has_it(setting: Settin
     variant = replace(LARGE, promising=lambda _case: (*wanted, Large(96, 1, 1, 0)))
     tuner = setting.tuner(variant, tables(0))
     setting.tune(tuner, Search(trials=12))
-    assert tuner.evaluated[:3] == [Large(64, 1, 1, 0), *wanted] and Large(96, 1, 1, 0) not in tuner.evaluated
+    assert tuner.evaluated[:3] == [Large(64, 1, 1, 0), *wanted]
+    assert Large(96, 1, 1, 0) not in tuner.evaluated
 
 
 def test_configs_that_are_not_valid_are_not_tried(setting: Setting) -> None:
     variant = Variant("optimized", nothing, Small, small_space, lambda _, c: "odd" if c.block < 256 else None, SMALL.default)
     tuner = setting.tuner(variant, small_time)
     setting.tune(tuner)
-    assert len(tuner.evaluated) == 15 and min(c.block for c in tuner.evaluated) == 256
+    assert len(tuner.evaluated) == 15
+    assert min(c.block for c in tuner.evaluated) == 256
 
 
 def test_what_fails_is_counted_and_never_chosen(setting: Setting) -> None:
     tuner = setting.tuner(SMALL, lambda c: None if c.block == 512 else small_time(c))
     entry = setting.tune(tuner)
-    assert entry.config == {"block": 256, "warps": 8} and entry.evidence["trials"] == 25
+    assert entry.config == {"block": 256, "warps": 8}
+    assert entry.evidence["trials"] == 25
     assert all(config.block != 512 for config in tuner.duels[0])
 
 
@@ -96,7 +100,8 @@ def test_a_large_space_is_asked_of_optuna_which_never_asks_twice(setting: Settin
     assert tuner.evaluated[0] == Large(64, 1, 1, 0)
     assert len(tuner.evaluated) == 64 == len(set(tuner.evaluated)) == entry.evidence["trials"]
     order = [config for config in LARGE.configs(CASE)]
-    assert set(tuner.evaluated) < set(order) and tuner.evaluated[1:] != order[1:64]
+    assert set(tuner.evaluated) < set(order)
+    assert tuner.evaluated[1:] != order[1:64]
 
 
 def test_a_large_space_without_a_budget_is_used_up(setting: Setting) -> None:
@@ -178,7 +183,7 @@ def test_every_sampler_searches(setting: Setting, sampler: str) -> None:
 
 
 def best_of(setting: Setting, sampler: str, seed: int) -> float:
-    """The best time that 64 trials find, over the optimum of 10."""
+    """Return the best time that 64 trials find, over the optimum of 10."""
     landscape = tables(seed)
     tuner = FakeTuner(CASE, LARGE, TrialStore(setting.trials.with_name(f"{sampler}{seed}"), source_hash="abc"), landscape)
     tune(tuner, Search(trials=64, sampler=sampler, seed=seed), compiled, setting.root / f"{sampler}{seed}")
@@ -201,7 +206,8 @@ def test_optuna_hears_the_time_of_every_config_also_of_those_it_did_not_draw(sam
         times[config] = small_time(config)
         asking.tell(config, times[config])
     heard = {Small(**trial.params): trial.value for trial in asking.study.trials if trial.value is not None}
-    assert heard == times and len(times) == len(pool)
+    assert heard == times
+    assert len(times) == len(pool)
 
 
 def test_optuna_goes_on_where_half_of_the_configs_fail(setting: Setting) -> None:
@@ -223,18 +229,23 @@ def test_a_second_run_over_the_same_store_evaluates_nothing_anew(
     size = setting.trials.stat().st_size
     second = setting.tuner(variant, landscape)
     after = setting.tune(second, Search(trials=48))
-    assert first.evaluated and second.evaluated == []
-    assert after.config == before.config and after.evidence["trials"] == before.evidence["trials"]
+    assert first.evaluated
+    assert second.evaluated == []
+    assert after.config == before.config
+    assert after.evidence["trials"] == before.evidence["trials"]
     assert setting.trials.stat().st_size == size
 
 
 def test_a_cached_config_that_the_space_no_longer_has_is_no_evaluation_where_it_is_known(setting: Setting) -> None:
     setting.tune(first := setting.tuner(SMALL, small_time))
-    assert setting.cached() == {"block": 512, "warps": 8} and first.evaluations == 25
+    assert setting.cached() == {"block": 512, "warps": 8}
+    assert first.evaluations == 25
     narrow = Variant("optimized", nothing, Small, lambda _: {"block": (256, 1024), "warps": WARPS}, default=SMALL.default)
     again = setting.tuner(narrow, small_time)
     setting.tune(again)
-    assert again.duels[0][0] == Small(512, 8) and again.evaluated == [] and again.evaluations == 0
+    assert again.duels[0][0] == Small(512, 8)
+    assert again.evaluated == []
+    assert again.evaluations == 0
 
 
 def test_an_interrupted_search_goes_on_where_it_was(setting: Setting) -> None:
@@ -248,7 +259,8 @@ def test_an_interrupted_search_goes_on_where_it_was(setting: Setting) -> None:
         setting.tune(first, None, in_step(first))
     second = setting.tuner(SMALL, small_time)
     entry = setting.tune(second)
-    assert len(first.evaluated) == 10 and len(second.evaluated) == 25 - 9  # all but the one that was measured then
+    assert len(first.evaluated) == 10
+    assert len(second.evaluated) == 25 - 9
     assert not set(second.evaluated) & {*first.evaluated[:9]}
     assert entry.config == {"block": 512, "warps": 8}
 
@@ -258,7 +270,8 @@ def test_an_interrupted_search_goes_on_where_it_was(setting: Setting) -> None:
 
 def test_the_neighbour_is_the_other_16_bit_type() -> None:
     op = op_of(SMALL)
-    assert neighbour_dtype(op, CASE) == HALF and neighbour_dtype(op, HALF) == CASE
+    assert neighbour_dtype(op, CASE) == HALF
+    assert neighbour_dtype(op, HALF) == CASE
     assert neighbour_dtype(op, SINGLE) is None
 
 
@@ -376,14 +389,16 @@ def test_a_search_that_makes_no_sense_is_refused(wrong: dict[str, Any], text: st
 @pytest.mark.parametrize("variant", [SMALL, LARGE], ids=["enumerated", "asked"])
 def test_a_search_in_which_nothing_passes_says_so_and_stores_nothing(setting: Setting, variant: Variant) -> None:
     tuner = setting.tuner(variant, lambda _config: None)
-    with pytest.raises(NothingPassedError, match="^fake optimized: no config passed its check for M=8 bfloat16 none$"):
+    with pytest.raises(NothingPassedError, match=r"^fake optimized: no config passed its check for M=8 bfloat16 none$"):
         setting.tune(tuner, Search(trials=32))
-    assert setting.cached() is None and len(tuner.evaluated) >= 25 and tuner.duels == []
+    assert setting.cached() is None
+    assert len(tuner.evaluated) >= 25
+    assert tuner.duels == []
 
 
 def test_an_empty_space_is_an_error_that_names_the_case(setting: Setting) -> None:
     variant = Variant("optimized", nothing, Small, small_space, lambda *_: "never", SMALL.default)
-    with pytest.raises(ValueError, match="^fake optimized: no valid config for M=8 bfloat16 none: never .25 of 25 configs.$"):
+    with pytest.raises(ValueError, match=r"^fake optimized: no valid config for M=8 bfloat16 none: never .25 of 25 configs.$"):
         setting.tune(setting.tuner(variant, small_time))
 
 
@@ -402,7 +417,8 @@ def test_one_slow_compilation_does_not_keep_the_others_waiting(setting: Setting)
             slow.set_result(Compiled((), 60.0))
 
     entry = tune(tuner, Search(), compiling, setting.root, on_trial)
-    assert tuner.evaluated[-1] == Small(64, 1) and entry.evidence["trials"] == 25
+    assert tuner.evaluated[-1] == Small(64, 1)
+    assert entry.evidence["trials"] == 25
 
 
 def test_what_is_in_flight_at_the_end_is_given_up(setting: Setting) -> None:
@@ -422,4 +438,5 @@ def test_what_is_in_flight_at_the_end_is_given_up(setting: Setting) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         tune(tuner, Search(trials=30), compiling, setting.root, interrupt)
-    assert len(futures) == 2 + loop.AHEAD and all(future.cancelled() for future in futures[3:])
+    assert len(futures) == 2 + loop.AHEAD
+    assert all(future.cancelled() for future in futures[3:])

@@ -79,7 +79,10 @@ def test_a_search_stores_the_best_config_and_every_trial(selection: Selection, o
     path = options.results / "runs" / "trials" / "nvidia_h200" / "stream.log"
     rows = history(path)
     assert len({json.dumps(row["config"]) for row in rows}) == len(rows) == entry.evidence["trials"]
-    assert rows[0]["resources"] == 128 and rows[0]["shared_bytes"] == 1024 and rows[0]["date"] and rows[0]["commit"]
+    assert rows[0]["resources"] == 128
+    assert rows[0]["shared_bytes"] == 1024
+    assert rows[0]["date"]
+    assert rows[0]["commit"]
     assert run_tune(OPS, selection, options, Quiet()).entries == []  # nothing is lacking
 
 
@@ -88,7 +91,8 @@ def test_a_config_that_is_lost_does_not_end_the_search(
 ) -> None:
     monkeypatch.setattr(Bench, "lost", staticmethod(lambda config: config.block == 2048))
     (entry,) = run_tune(OPS, selection, options, Quiet()).entries
-    assert entry.config["block"] in (1024, 4096) and entry.evidence["trials"] > 4
+    assert entry.config["block"] in (1024, 4096)
+    assert entry.evidence["trials"] > 4
 
 
 @pytest.mark.parametrize("where", ["bench", "compiler"])
@@ -116,7 +120,8 @@ def test_what_failed_in_a_bad_moment_is_tried_again_when_that_is_forced(
     path = options.results / "runs" / "trials" / "nvidia_h200" / "stream.log"
     kept = _appended(path)
     rows = Counter(kept)
-    assert {json.loads(config)["block"] for config, count in rows.items() if count == 2} == {2048} and max(rows.values()) == 2
+    assert {json.loads(config)["block"] for config, count in rows.items() if count == 2} == {2048}
+    assert max(rows.values()) == 2
     run_tune(OPS, selection, forced, Quiet())
     assert _appended(path) == kept  # nothing is left to be tried again
 
@@ -146,7 +151,8 @@ def test_a_search_stops_by_default_where_the_rest_is_expected_to_gain_less_than_
     (tmp_path / "made.yaml").write_text("family: made\nops: [fake]\nbench:\n  - {name: m8, M: 8, dtype: bfloat16}\n")
     selection, made = Selection(str(tmp_path / "made.yaml")), {"fake": replace(versus_jobs.OP, variants=(variant,))}
     (entry,) = run_tune(made, selection, options, Quiet()).entries
-    assert 16 <= entry.evidence["trials"] < 40 and entry.config == {"block": 3, "warps": 8}
+    assert 16 <= entry.evidence["trials"] < 40
+    assert entry.config == {"block": 3, "warps": 8}
 
 
 def test_a_case_whose_child_is_lost_is_left_out_and_said(
@@ -192,16 +198,15 @@ def test_stale_configs_are_kept_and_counted_or_searched_again(selection: Selecti
     path = cache.store("stream", H200.slug, old, options.configs)
     notes: list[str] = []
     kept = run_tune(OPS, selection, options, Spoken(notes))
-    assert (kept.searched, kept.kept) == (0, 1) and cache.load_strict(path) == [old]
+    assert (kept.searched, kept.kept) == (0, 1)
+    assert cache.load_strict(path) == [old]
     assert notes == [
         "1 of 1 cached configs are stale: kept (`tune --stale` searches again, `cache verify --write` holds them to the clock)"
     ]
     (again,) = run_tune(OPS, selection, replace(options, stale=True), Spoken(notes)).entries
-    assert (
-        again.config == entry.config
-        and again.evidence["source_hash"] == OPS["stream"].variant("baseline").source_hash
-        and len(notes) == 1
-    )
+    assert again.config == entry.config
+    assert again.evidence["source_hash"] == OPS["stream"].variant("baseline").source_hash
+    assert len(notes) == 1
     assert run_tune(OPS, selection, replace(options, stale=True), Quiet()).searched == 0  # what is fresh is left alone
 
 
@@ -224,16 +229,16 @@ def test_a_run_says_how_long_the_gpu_waited_and_keeps_it(
     (search,) = row["searches"]
     assert row["evaluations"] == search["evaluations"] == entry.evidence["trials"] > 4
     assert row["busy_s"] == pytest.approx(0.001 * row["evaluations"])
-    assert 0.9 <= row["idle"] < 0.98 and row["wall_s"] >= 0.01 * row["evaluations"]
+    assert 0.9 <= row["idle"] < 0.98
+    assert row["wall_s"] >= 0.01 * row["evaluations"]
     assert (search["op"], search["axes"], row["commit"]) == (
         "stream",
         {"read": 1 << 20, "write": 1 << 20},
         entry.evidence["commit"],
     )
     (note,) = notes
-    assert note.startswith("GPU idle for 9") and note.endswith(
-        f"after the first compiled config, {row['evaluations']} evaluations"
-    )
+    assert note.startswith("GPU idle for 9")
+    assert note.endswith(f"after the first compiled config, {row['evaluations']} evaluations")
     run_tune(OPS, selection, options, Spoken(notes))
     assert len(notes) == 1  # nothing was lacking
 
@@ -258,7 +263,7 @@ def test_what_the_next_case_begins_with_is_compiled_while_this_one_is_measured(
 
     monkeypatch.setattr(Pool, "submit", submit)
     monkeypatch.setattr(Bench, "open", opened)
-    first, second = run_tune(OPS, Selection(str(tmp_path / "two.yaml")), options, Quiet()).entries
+    _first, second = run_tune(OPS, Selection(str(tmp_path / "two.yaml")), options, Quiet()).entries
     assert happened[0] == ("open", 1 << 20)
     assert happened.index(("compile", 2 << 20)) < happened.index(("open", 2 << 20))
     assert sum(size == 2 << 20 for what, size in happened if what == "compile") == second.evidence["trials"]  # none twice
@@ -268,7 +273,8 @@ def test_a_whole_space_is_measured_and_written(selection: Selection, options: Op
     knobs = (("warps", ("16",)), ("ctas", ("1", "2")))
     wide = replace(options, exhaustive=True, knobs=knobs)
     assert run_tune(OPS, selection, wide, Quiet()).entries == []
-    assert options.results is not None and not (options.results.parent / "configs").exists()
+    assert options.results is not None
+    assert not (options.results.parent / "configs").exists()
     (path,) = (options.results / "nvidia_h200" / "spaces").iterdir()
     space = spaces.read(path)
     variant = widened(OPS["stream"].variants[0], knobs)
@@ -285,7 +291,8 @@ def test_a_whole_space_is_measured_and_written(selection: Selection, options: Op
     trials = options.results / "runs" / "trials" / "nvidia_h200" / "stream.log"
     size = trials.stat().st_size
     run_tune(OPS, selection, wide, Quiet())  # nothing is measured twice
-    assert trials.stat().st_size == size and path.read_bytes() == before
+    assert trials.stat().st_size == size
+    assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -322,16 +329,19 @@ def test_stale_entries_of_this_gpu_are_timed_again(
         (there,) = cache.load_strict(cache.path_of("stream", "nvidia_h200", options.configs))
         return there
 
-    assert status() == "fresh" and stored() == entry
+    assert status() == "fresh"
+    assert stored() == entry
     old = entry.evidence | {"source_hash": "old", "same_code": {"source_hash": "older"}, "time_us": 99.0}
     assert status(evidence=old) == "stale-but-good"
     renewed = stored()
-    assert renewed.config == entry.config and renewed.evidence.keys() == entry.evidence.keys()
+    assert renewed.config == entry.config
+    assert renewed.evidence.keys() == entry.evidence.keys()
     same = ("time_us", "default_us", "trials", "source_hash", "driver", "triton")
     assert {name: renewed.evidence[name] for name in same} == {name: entry.evidence[name] for name in same}
     assert renewed.evidence["over_default"] == [round(time_us(OPS["stream"].variants[0].default_config(opened[0])) / 10.0, 4)] * 2
     slow = {"block": 4096, "warps": 8, "ctas": 8}
-    assert status(evidence=old, config=slow) == "stale-slower" and stored() == renewed
+    assert status(evidence=old, config=slow) == "stale-slower"
+    assert stored() == renewed
     assert len(opened) == 2  # once for each that is stale
 
 
@@ -387,4 +397,5 @@ def test_a_store_of_another_version_is_left_alone(selection: Selection, options:
     path.unlink()
     with pytest.raises(ValueError, match=r"stream.jsonl:1: schema: 2: expected 1: written by another version of kerneltune"):
         run_tune(OPS, selection, replace(options, force=True), Quiet())
-    assert old.read_text() == '{"schema": 2}\n' and not path.exists()
+    assert old.read_text() == '{"schema": 2}\n'
+    assert not path.exists()

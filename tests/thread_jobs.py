@@ -29,7 +29,7 @@ def tensors(result: Any) -> Iterator[torch.Tensor]:
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor in the order of its memory."""
+    """Return the bytes of a tensor in the order of its memory."""
     dense_ = t.mT if t.ndim > 1 and t.mT.is_contiguous() else t
     return dense_.reshape(-1).view(torch.uint8)
 
@@ -56,7 +56,7 @@ def wrong_calls(calls: list[Call], each: int, *, own_streams: bool = False) -> i
                     wrong = [(bits(t) != want).any() for t, want in zip(tensors(calls[number]()), expected[number], strict=True)]
                     counts[number] += torch.stack(wrong).any()
             stream.synchronize()
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
             failures.append(error)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(len(calls))]
@@ -77,7 +77,7 @@ def normal(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch
 
 
 def ends(rows: int, groups: int) -> torch.Tensor:
-    """Ends of groups of equal size."""
+    """Return the ends of groups of equal size."""
     return torch.arange(1, groups + 1, device=DEVICE, dtype=torch.int32) * (rows // groups)
 
 

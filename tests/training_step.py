@@ -15,7 +15,7 @@ def sqnr_db(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def leaves(M: int, K: int, N: int, E: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
-    """A (M, K) and the parameter W (E, N, K), of normal numbers."""
+    """Make A (M, K) and the parameter W (E, N, K), of normal values."""
     a = torch.randn(M, K, device=DEVICE).to(dtype).requires_grad_()
     return a, torch.randn(E, N, K, device=DEVICE).to(dtype).requires_grad_()
 

@@ -29,12 +29,12 @@ class Knobs:
 
 
 def nothing(*_args: Any, **_kwargs: Any) -> Mapping[str, Any]:
-    """Inputs and reference of an operator that has none."""
+    """Make inputs and reference of an operator that has none."""
     return {}
 
 
 def no_errors(*_args: Any) -> list[str]:
-    """Always right."""
+    """Return no error."""
     return []
 
 
@@ -91,7 +91,7 @@ class Bench:
         """Nothing to start."""
 
     def busy_since(self, moment: float) -> float:
-        """The seconds that were noted since."""
+        """Return the seconds that were noted since."""
         return sum(seconds for ended, seconds in self.busy if ended >= moment)
 
     def __enter__(self) -> "Bench":
@@ -110,7 +110,7 @@ class Bench:
         return Evaluation("wrong", detail="off by one") if config.block == 2 else Evaluation("ok", time_us(config))
 
     def samples(self, configs: Sequence[Config]) -> list[Samples]:
-        """The same times with a noise that is known."""
+        """Return the same times with a noise that is known."""
         return [time_us(config) * np.linspace(0.999, 1.001, 15) for config in configs]
 
     def close(self) -> None:
@@ -118,7 +118,7 @@ class Bench:
 
 
 def ours(task: Task) -> Found:
-    """kerneltune on the made-up bench."""
+    """Find a config with kerneltune on the made-up bench."""
     setattr(device, "current", lambda: H200)  # noqa: B010
     setattr(machines, "CompilePool", Pool)  # noqa: B010
     setattr(machines, "IsolatedBench", Bench)  # noqa: B010
@@ -136,5 +136,5 @@ def triton(task: Task) -> Found:
 
 
 def broken(_task: Task) -> Found:
-    """A tuner that fails."""
+    """Fail as a tuner."""
     raise RuntimeError("no config\nfound")

@@ -15,7 +15,7 @@ _DRIVER = Path("/proc/driver/nvidia")
 
 def command(configs: o.Configs = None, results: o.Results = None) -> None:
     """Show versions, GPU, clocks, tools and folders, and what a missing one means."""
-    show_table(("what", "found", "means"), [*_software(), *_gpu(), *_tools(), *_peers(), *_folders(configs, results)])
+    show_table(("what", "found", "means"), [*_software(), *_gpu(), *_tools(), *peer_packages(), *_folders(configs, results)])
 
 
 def _software() -> Iterator[Line]:
@@ -51,10 +51,10 @@ def _gpu() -> Iterator[Line]:
     yield "free memory", f"{free / 1e9:.1f} of {total / 1e9:.1f} GB", "larger cases are skipped"
     yield "L2 cache", f"{here.l2_bytes / 1e6:.0f} MB", ""
     if torch.version.hip is None:
-        yield from _nvml()
+        yield from nvml_lines()
 
 
-def _nvml() -> Iterator[Line]:
+def nvml_lines() -> Iterator[Line]:
     """Clocks, throttling and other processes of the GPU."""
     import pynvml
 
@@ -77,7 +77,7 @@ def _tools() -> Iterator[Line]:
         yield counter_line(_text(_DRIVER / "params"), _text(Path("/proc/self/status")) or "")
 
 
-def _peers() -> Iterator[Line]:
+def peer_packages() -> Iterator[Line]:
     """List the packages that peers need, and for a missing package the peers that need it."""
     try:
         known = o.load_facts()

@@ -28,7 +28,8 @@ R = TypeVar("R")
 
 
 @cache
-def _several_gpus() -> bool:
+def several_gpus() -> bool:
+    """Return whether this process sees more than one GPU."""
     return torch.cuda.device_count() > 1
 
 
@@ -37,7 +38,7 @@ def on_its_device(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not _several_gpus():
+        if not several_gpus():
             return function(*args, **kwargs)
         first: Any = args[0] if args else next(iter(kwargs.values()), None)
         if isinstance(first, list | tuple) and first:

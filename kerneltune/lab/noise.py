@@ -52,12 +52,12 @@ def disturbance(op: Op, case: Case, variant: Variant, config: Config, options: O
             trial = machines.bench.trial(config, None)  # compiled before anything is timed
             if trial.time_us is None:
                 raise ValueError(f"{where}: {trial.status}: {trial.detail}")
-            idle = _noise([_twice(machines.bench, config) for _ in range(_REPEATS)])
+            idle = _noise([time_twice(machines.bench, config) for _ in range(_REPEATS)])
             compiling = _Compiling(machines.pool, [job(op, case, other, variant) for other in others])
             busy_samples = []
             for _ in range(_REPEATS):
                 compiling.top_up()
-                busy_samples.append(_twice(machines.bench, config))
+                busy_samples.append(time_twice(machines.bench, config))
                 if compiling.left < machines.pool.workers:
                     few = f"{len(others)} other configs keep {machines.pool.workers} workers busy for less than it takes"
                     raise ValueError(f"{where}: {few}: fewer --workers, or a case with a larger space")
@@ -68,7 +68,12 @@ def disturbance(op: Op, case: Case, variant: Variant, config: Config, options: O
     return idle, _noise(busy_samples)
 
 
-def _twice(bench: Measuring, config: Config) -> list[Samples]:
+def time_twice(bench: Measuring, config: Config) -> list[Samples]:
+    """Time a config twice in the same rounds.
+
+    Raises:
+        ValueError: there is not the memory for it.
+    """
     samples = [taken for taken in bench.samples([config, config]) if taken is not None]
     if len(samples) < 2:
         raise ValueError(f"{config}: there is not the memory to time it twice")

@@ -134,7 +134,7 @@ def contest(
             progress.note(f"{name}: {found[name].wall_s:.1f} s, before an interruption")
         else:
             try:
-                found[name] = _tuned(name, sides[name], task)
+                found[name] = tune_side(name, sides[name], task)
             except Exception as error:  # what another tuner raises is its result
                 reasons[name] = f"{type(error).__name__}: {without_places(' '.join(str(error).split()))[:200]}"
             else:
@@ -144,7 +144,7 @@ def contest(
     if not found:
         raise ValueError(f"{op.name} {case.label}: no side found a config: {'; '.join(reasons.values())}")
     default = variant.default_config(case)
-    judged, wrong = _judge(op, case, variant, options.policy, finalists(list(found.values()), default, _RANKED), judge)
+    judged, wrong = judge_configs(op, case, variant, options.policy, finalists(list(found.values()), default, _RANKED), judge)
     progress.advance("the common run")
     best = min(judged, key=lambda config: judged[config][0].median, default=default)
     lines = [_line(name, side.config, judged, wrong, side.wall_s, side.evaluations, side.remark) for name, side in found.items()]
@@ -153,7 +153,7 @@ def contest(
     return Contest(op.name, variant.name, case, options.policy, len(space), tuple(lines))
 
 
-def _tuned(name: str, side: Callable[[Task], Found], task: Task) -> Found:
+def tune_side(name: str, side: Callable[[Task], Found], task: Task) -> Found:
     """Return what a side finds; raise what it raises."""
     timeout_s = task.limit_s + _PAST_LIMIT_S if name == HELION and task.limit_s is not None else _SIDE_TIMEOUT_S
     first = partial(start_server, *IMPORTED) if name == US else None  # as the command does
@@ -189,7 +189,7 @@ def _depends_on(op: Op, task: Task) -> dict[str, Any]:
 _Judged = dict[Config, tuple[Interval, Interval]]
 
 
-def _judge(
+def judge_configs(
     op: Op, case: Case, variant: Variant, policy: str, configs: Sequence[Config], make: Callable[[], Measuring] | None
 ) -> tuple[_Judged, dict[Config, str]]:
     """Time and gap to the fastest of the configs that are correct; what is wrong with the others."""

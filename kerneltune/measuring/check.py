@@ -48,7 +48,9 @@ class Checker:
         self.op, self.case = op, case
         try:
             self.inputs: Inputs = op.inputs(case, device=device, seed=seed)
-            self._before = {k: v.clone() for k, v in self.inputs.items() if isinstance(v, torch.Tensor) and v.numel() <= 1024}
+            self.inputs_before = {
+                k: v.clone() for k, v in self.inputs.items() if isinstance(v, torch.Tensor) and v.numel() <= 1024
+            }
             self._expected: Outputs = op.reference(self.inputs)
         except Exception as error:  # a plug-in's own, or an allocator's of the CPU
             if out_of_memory_reason(error):
@@ -69,7 +71,7 @@ class Checker:
 
     def _errors_of_a_run(self, variant: Variant, config: Config) -> list[str]:
         try:
-            for name, tensor in self._before.items():
+            for name, tensor in self.inputs_before.items():
                 self.inputs[name].copy_(tensor)
             with poisoned_memory(), mended(), guarded():
                 outputs = variant.run(self.inputs, config)

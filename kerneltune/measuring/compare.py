@@ -65,7 +65,7 @@ class ContextLostError(ValueError):
 def memory_obstacle(op: Op, case: Case) -> str | None:
     """Return None if the case fits the memory of the GPU, or of this machine without one, else the bytes needed and free."""
     needed = _BYTES_PER_TRAFFIC_BYTE * op.traffic(case).total
-    free = _free_bytes() if device.current().is_gpu else host_free_bytes()
+    free = gpu_free_bytes() if device.current().is_gpu else host_free_bytes()
     return f"needs {needed:,} bytes, {free:,} are free" if needed > free else None
 
 
@@ -273,7 +273,7 @@ def input_sets(op: Op, case: Case, policy: Policy) -> list[Inputs] | OutOfMemory
 
 
 def _sets(op: Op, case: Case, policy: Policy) -> int:
-    return rotation(policy, op.traffic(case).total, device.current().l2_bytes, _free_bytes())
+    return rotation(policy, op.traffic(case).total, device.current().l2_bytes, gpu_free_bytes())
 
 
 def contender(
@@ -375,6 +375,7 @@ def commit() -> str:
         return "unknown" if not node or "$" in node else node
 
 
-def _free_bytes() -> int:
+def gpu_free_bytes() -> int:
+    """Return the bytes of the GPU's memory that torch can still allocate."""
     free, _total = torch.cuda.mem_get_info()
     return int(free) + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()

@@ -88,13 +88,13 @@ class Pending:
     """A job that a pool has been given."""
 
     def __init__(self, pool: "CompilePool", job: Job, timeout_s: float) -> None:
-        self._pool, self._job, self._timeout_s = pool, job, timeout_s
-        self._future = pool.schedule(job, timeout_s)
+        self.pool, self._job, self._timeout_s = pool, job, timeout_s
+        self.future = pool.schedule(job, timeout_s)
 
     def result(self) -> Compiled:
         """Wait for it. A job whose worker dies is tried once more, alone; a job that hangs or dies again costs only itself."""
         try:
-            compiled: Compiled = self._future.result()
+            compiled: Compiled = self.future.result()
             return compiled
         except FutureTimeoutError:
             return self._hung()
@@ -105,7 +105,7 @@ class Pending:
         return Compiled((), self._timeout_s, f"compiling took longer than {self._timeout_s:g} s", lost=True)
 
     def _alone(self) -> Compiled:
-        pool = self._pool.start(1)
+        pool = self.pool.start(1)
         try:
             compiled: Compiled = pool.schedule(_compile, args=(self._job,), timeout=self._timeout_s).result()
             return compiled
@@ -121,12 +121,12 @@ class Pending:
 
     def done(self) -> bool:
         """Whether `result` answers at once."""
-        return bool(self._future.done())
+        return bool(self.future.done())
 
     def cancel(self) -> None:
         """Give it up, if it has not begun: ending a worker costs more than what is left, which Triton's disk cache keeps."""
-        if not self._future.running():
-            self._future.cancel()
+        if not self.future.running():
+            self.future.cancel()
 
 
 class CompilePool:
@@ -147,7 +147,7 @@ class CompilePool:
         self.target = target
         self.workers = workers or len(cores or os.sched_getaffinity(0))
         self._started = (dict(os.environ), _start_worker, target, cores, known)
-        self._pool = self.start(self.workers)
+        self.pool = self.start(self.workers)
 
     def start(self, workers: int) -> ProcessPool:
         """Return a new pool of such workers."""
@@ -156,25 +156,25 @@ class CompilePool:
     def schedule(self, job: Job, timeout_s: float) -> Any:
         """Return the future of a job; a pool that was broken by the death of a worker is replaced."""
         try:
-            return self._pool.schedule(_compile, args=(job,), timeout=timeout_s)
+            return self.pool.schedule(_compile, args=(job,), timeout=timeout_s)
         except RuntimeError:
-            self._pool.stop()
-            self._pool.join()
-            self._pool = self.start(self.workers)
-            return self._pool.schedule(_compile, args=(job,), timeout=timeout_s)
+            self.pool.stop()
+            self.pool.join()
+            self.pool = self.start(self.workers)
+            return self.pool.schedule(_compile, args=(job,), timeout=timeout_s)
 
     def __enter__(self) -> "CompilePool":
         """Start the workers, which have something to do before the first job."""
         try:
-            self._pool.schedule(_nothing)
+            self.pool.schedule(_nothing)
         except BaseException:  # an interrupt, most likely
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._pool.stop()
-        self._pool.join()
+        self.pool.stop()
+        self.pool.join()
 
     def submit(self, job: Job, timeout_s: float = COMPILE_TIMEOUT_S) -> Pending:
         """Begin to compile a job."""

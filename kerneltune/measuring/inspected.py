@@ -56,7 +56,7 @@ class Inspecting:
 
         def stage(source: Any, metadata: Any) -> Any:
             module = to_ir(source, metadata)
-            text = f"{_ir_text(module)} {made_for} {metadata['triton_version']}"
+            text = f"{ir_text(module)} {made_for} {metadata['triton_version']}"
             digest = metadata[_DIGEST] = hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
             metadata["name"] = module.get_entry_func_name()
             if digest in self.known.facts:
@@ -99,7 +99,7 @@ def _settle(metadata: Any, fact: Fact) -> None:
     metadata[FACT] = line(metadata[_DIGEST], fact)
 
 
-def _ir_text(module: Any) -> str:
+def ir_text(module: Any) -> str:
     """Return the text of Triton's IR.
 
     Line information is part of the code: ptxas takes the labels that bound an inlined function for joints, and allocates other

@@ -59,7 +59,7 @@ def cast_weights(b_t: Tensor, recipe: Recipe, into: Fp8Weights | None = None, am
 def cast_expected_weights(b_t: Tensor, amax: Tensor) -> Fp8Weights:
     """`cast_weights` with one power of two per expert, as torch.compile can trace it. No gradient."""
     contiguous = b_t.is_contiguous()
-    q, scale, q_t = _expected_weights((b_t.mT if contiguous else b_t).detach(), amax)
+    q, scale, q_t = expected_weights((b_t.mT if contiguous else b_t).detach(), amax)
     weights = Fp8Weights(q, scale, q_t, scale)
     return weights.turned() if contiguous else weights
 
@@ -81,12 +81,13 @@ def cast_traced_weights(b_t: Tensor, recipe: Recipe, amax: Tensor) -> Fp8Weights
 
 
 @torch.library.custom_op("kerneltune::fp8_expected_weights", mutates_args=("amax",))
-def _expected_weights(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def expected_weights(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast w (E, K, N) tensor-wise per expert and write its largest magnitudes to amax: q, scale and q_t."""
     q, scale, q_t, _ = cast_weights(w, Recipe("tensorwise"), amax=amax)
     return q, scale, q_t
 
 
-@_expected_weights.register_fake
+@expected_weights.register_fake
 def _(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     E, K, N = w.shape
     q, q_t = (w.new_empty(shape, dtype=torch.float8_e4m3fn).transpose(1, 2) for shape in ((E, N, K), (E, K, N)))
@@ -119,7 +120,7 @@ def fp8_grouped_mm_fwd(
         rowwise (E, K); for_da, where the weights are
         cast here and kept, then q_t and scale_t of Fp8Weights.
     """
-    (q, scale_a), kept = _tokens(a, offs, scaling, pow2, rows=True, columns=for_dw)
+    (q, scale_a), kept = cast_tokens(a, offs, scaling, pow2, rows=True, columns=for_dw)
     if weights:
         w, scale_w = weights[:2]
     else:
@@ -166,7 +167,7 @@ def fp8_grouped_mm_da(
         for_da dA (M, K) of da_dtype; for_dw then dY in fp8 as aligned groups, (N, aligned_size) row-major, and its scale, (1,)
         or rowwise (E, N).
     """
-    along, down = _tokens(dy, offs, scaling, pow2, rows=for_da, columns=for_dw)
+    along, down = cast_tokens(dy, offs, scaling, pow2, rows=for_da, columns=for_dw)
     da = []
     if for_da:
         w_t, scale_w = w if len(w) == 2 else _weights(w[0].transpose(1, 2), scaling, pow2)
@@ -188,7 +189,9 @@ def _(
     return made
 
 
-def _tokens(x: Tensor, offs: Tensor, scaling: str, pow2: bool, rows: bool, columns: bool) -> tuple[list[Tensor], list[Tensor]]:
+def cast_tokens(
+    x: Tensor, offs: Tensor, scaling: str, pow2: bool, rows: bool, columns: bool
+) -> tuple[list[Tensor], list[Tensor]]:
     """Cast x (M, K) for the product with the weights, and as aligned groups for dW, each with its scale; empty if not asked for.
 
     Rows behind the last group have no part in any scale.

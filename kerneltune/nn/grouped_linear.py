@@ -36,7 +36,7 @@ class GroupedLinear(nn.Module):
     weight: nn.Parameter
     delayed: DelayedScaling | None
     _fresh: Recipe | None
-    _amax: Tensor
+    amax: Tensor
     """(E,) fp32, what the weights of the experts are expected to reach: as at the last cast. No part of the state."""
 
     def __init__(
@@ -58,7 +58,7 @@ class GroupedLinear(nn.Module):
         self.num_experts, self.in_features, self.out_features = num_experts, in_features, out_features
         self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features, device=device, dtype=dtype))
         self.workspace = WeightWorkspace()
-        self.register_buffer("_amax", None, persistent=False)  # a buffer stays where it is, so compiled graphs may write to it
+        self.register_buffer("amax", None, persistent=False)  # a buffer stays where it is, so compiled graphs may write to it
         self._expect_nothing()
         self.set_recipe(recipe)
         self.reset_parameters()
@@ -138,9 +138,9 @@ class GroupedLinear(nn.Module):
         return moved
 
     def _expected(self) -> Tensor:
-        if self._amax.device != self.weight.device:  # a weight that was put in another's place
+        if self.amax.device != self.weight.device:  # a weight that was put in another's place
             self._expect_nothing()
-        return self._amax
+        return self.amax
 
     def _expect_nothing(self) -> None:
-        self._amax = torch.zeros(self.num_experts, dtype=torch.float32, device=self.weight.device)
+        self.amax = torch.zeros(self.num_experts, dtype=torch.float32, device=self.weight.device)

@@ -66,7 +66,7 @@ class WeightWorkspace:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._streams = _Streams()
-        self._cast: Fp8Weights | None = None
+        self.weights: Fp8Weights | None = None
         self._of: weakref.ref[Tensor] | None = None
         self._seen: tuple[object, ...] = ()
         self._steps = 0
@@ -79,12 +79,12 @@ class WeightWorkspace:
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return 0 if self._cast is None else sum(t.untyped_storage().nbytes() for t in {id(t): t for t in self._cast}.values())
+        return 0 if self.weights is None else sum(t.untyped_storage().nbytes() for t in {id(t): t for t in self.weights}.values())
 
     def clear(self) -> None:
         """Let go of the memory."""
         with self._lock:
-            self._cast, self._of, self._seen, self._unsure, self._streams = None, None, (), False, _Streams()
+            self.weights, self._of, self._seen, self._unsure, self._streams = None, None, (), False, _Streams()
 
     def get(
         self,
@@ -122,22 +122,22 @@ class WeightWorkspace:
         stepped = steps != self._steps
         known = same and (skip is not None or not self._unsure)
         with torch.inference_mode(False):  # what an evaluation casts is there for training, too
-            if self._cast is None or self._seen[2:] != seen[2:]:
-                self._cast, self._unsure, self._streams = _cast(weight, recipe, amax), False, _Streams()
+            if self.weights is None or self._seen[2:] != seen[2:]:
+                self.weights, self._unsure, self._streams = _cast(weight, recipe, amax), False, _Streams()
                 self._streams.after_write(weight.device)
             elif update or skip is not None or not known or stepped:
                 self._refresh(weight, recipe, skip, amax)
                 self._unsure = skip is not None and (self._unsure or not same or stepped)
                 if not known:  # backwards under way were to go on with other bytes
-                    torch.autograd.graph.increment_version(list(self._cast))
+                    torch.autograd.graph.increment_version(list(self.weights))
         self._of, self._seen, self._steps = weakref.ref(weight), seen, steps
-        return self._cast
+        return self.weights
 
     def _refresh(self, weight: Tensor, recipe: Recipe | DelayedScaling, skip: Tensor | None, amax: Tensor | None) -> None:
         """Write the fp8 in place, without a new version."""
-        assert self._cast is not None
+        assert self.weights is not None
         self._streams.before_write(weight.device)
-        self._write(weight, recipe, self._cast, skip, amax)
+        self._write(weight, recipe, self.weights, skip, amax)
         self._streams.after_write(weight.device)
 
     @staticmethod

@@ -56,7 +56,7 @@ class GpuBench:
         self._checker: Checker | None = None
         self._inputs: list[Any] = []
         beside = ThreadPoolExecutor(1)
-        self._launchable = beside.submit(_have_driver)
+        self._launchable = beside.submit(open_driver)
         beside.shutdown(wait=False)
 
     def open(self, op: Op, case: Case, variant: Variant, policy: str) -> None:
@@ -111,7 +111,7 @@ class GpuBench:
         return Contender(lambda i: self._variant.run(self._inputs[i], config), len(self._inputs), self._policy, sample_us)
 
 
-def _have_driver() -> None:
+def open_driver() -> None:
     """Open a context on the GPU and Triton's driver, which compiles and loads a C module, before a launch needs them."""
     from triton.runtime.driver import driver
 

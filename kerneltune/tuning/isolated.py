@@ -88,13 +88,13 @@ class IsolatedBench:
         trial_timeout_s: float = TRIAL_TIMEOUT_S,
     ) -> None:
         """make: the bench, made in the child; an importable function. cores: that the child may run on, None for all."""
-        self._make, self._cores, self._trial_timeout_s = make, cores, trial_timeout_s
-        self._child: multiprocessing.process.BaseProcess | None = None
+        self._make, self._cores, self.trial_timeout_s = make, cores, trial_timeout_s
+        self.child: multiprocessing.process.BaseProcess | None = None
         self._pipe: Connection | None = None
         self._opened: tuple[Named, Case, str] | None = None
         self._ready = False
         self._lock = Lock()
-        self._asking = False
+        self.is_asking = False
         self._closed = False
         self.started = 0
         self._busy: list[tuple[float, float]] = []
@@ -125,7 +125,7 @@ class IsolatedBench:
         Raises:
             ChildLostError: the bench stopped.
         """
-        if self._child is None:
+        if self.child is None:
             self._start()
             self._ready = False
 
@@ -149,7 +149,7 @@ class IsolatedBench:
         """
         self.prepare()
         try:
-            trial: Evaluation = self._ask("trial", self._trial_timeout_s, config, best_us, samples)
+            trial: Evaluation = self._ask("trial", self.trial_timeout_s, config, best_us, samples)
             return trial
         except ChildStoppedError:
             raise
@@ -170,7 +170,7 @@ class IsolatedBench:
         """Have the child free its tensors."""
         if self._ready:
             with suppress(ChildLostError):
-                self._ask("close", self._trial_timeout_s)
+                self._ask("close", self.trial_timeout_s)
             self._ready = False
         self._opened = None
 
@@ -182,7 +182,7 @@ class IsolatedBench:
             arguments = (dict(os.environ), _serve, theirs, self._make, self._cores)
             child = context.Process(target=in_environment, args=arguments, daemon=True)
             child.start()
-            self._child, self._pipe = child, pipe
+            self.child, self._pipe = child, pipe
         theirs.close()
         self.started += 1
 
@@ -193,7 +193,7 @@ class IsolatedBench:
     def _ask(self, name: str, timeout_s: float, *arguments: Any) -> Any:
         with self._lock:
             self._refuse_if_closed()
-            pipe, self._asking = self._pipe, True
+            pipe, self.is_asking = self._pipe, True
         assert pipe is not None
         try:
             pipe.send((name, arguments))
@@ -207,7 +207,7 @@ class IsolatedBench:
             lost_to = ChildStoppedError if code in _ENDED_FROM_OUTSIDE else ChildLostError
             raise lost_to(f"the measuring process died: exit code {code}") from error
         finally:
-            self._asking = False
+            self.is_asking = False
         self._busy.append(busy)
         if lost:
             self._end_child()
@@ -220,8 +220,8 @@ class IsolatedBench:
         asked_here: False where another thread may wait for an answer: the pipe stays open for that one to find the end of it.
         """
         with self._lock:
-            child, pipe, in_use = self._child, self._pipe, self._asking and not asked_here
-            self._child, self._pipe, self._ready = None, None, False
+            child, pipe, in_use = self.child, self._pipe, self.is_asking and not asked_here
+            self.child, self._pipe, self._ready = None, None, False
         if child is None or pipe is None:
             return None
         if not in_use:

@@ -49,13 +49,13 @@ def _tune_on_many(
     here = device.current()
     if here.is_gpu and not wanted(here.slug).works:
         return Tuned(here.slug, [], kept=wanted(here.slug).kept)
-    with _workers(selection.family, options) as workers:
+    with make_workers(selection.family, options) as workers:
         fleet = Fleet(workers, options, progress)
         whole = fleet.run(lambda device_slug: wanted(device_slug).works)
     return ended(fleet.finished, whole, fleet.slug, wanted(fleet.slug).kept, selection, options, progress)
 
 
-def _workers(family: str, options: Options) -> LocalWorkers | RayWorkers:
+def make_workers(family: str, options: Options) -> LocalWorkers | RayWorkers:
     """One for every GPU that the options name."""
     if not options.ray:
         return LocalWorkers(family, options, visible_gpus(options.gpus))

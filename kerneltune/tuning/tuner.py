@@ -84,7 +84,7 @@ class Tuner:
         known = self.known(config)
         if known is None:
             known = replace(
-                refusal or self._measure(config),
+                refusal or self.measure(config),
                 resources=compiled.resources,
                 spill_bytes=compiled.spill_bytes,
                 shared_bytes=max((kernel.shared_bytes for kernel in compiled.kernels), default=0),
@@ -111,13 +111,14 @@ class Tuner:
             return Evaluation("occupancy", detail=f"{fitting} programs fit a multiprocessor, not {wanted}")
         return None
 
-    def _measure(self, config: Config) -> Evaluation:
+    def measure(self, config: Config) -> Evaluation:
+        """Check a config and time it on the bench."""
         self._open()
         return self.bench.trial(config, self._best_us if self.samples == SCREEN_SAMPLES else None, self.samples)
 
     def trials(self, configs: Sequence[Config]) -> list[Evaluation]:
         """Every config measured anew; stores nothing."""
-        return [self.in_turn(self._measure, config).result() for config in configs]
+        return [self.in_turn(self.measure, config).result() for config in configs]
 
     def _samples(self, configs: Sequence[Config]) -> Sequence[Samples | None]:
         self._open()

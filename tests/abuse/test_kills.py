@@ -43,7 +43,8 @@ class Commands:
 
     def begin(self, folder: Path, arguments: Sequence[str]) -> int:
         """Start a command; return its process's id."""
-        assert self._server.stdin and self._server.stdout
+        assert self._server.stdin
+        assert self._server.stdout
         print(json.dumps([str(folder), arguments]), file=self._server.stdin, flush=True)
         return int(self._server.stdout.readline())
 
@@ -51,12 +52,14 @@ class Commands:
         """Return the exit code of the command that was started last; nothing that it started outlives it by a second."""
         assert self._server.stdout
         code, outlived_s, killed = json.loads(self._server.stdout.readline())
-        assert not killed and outlived_s < 1.0, (outlived_s, killed)
+        assert not killed, killed
+        assert outlived_s < 1.0
         return int(code)
 
     def warm_up(self, folder: Path, arguments: Sequence[str]) -> None:
         """Run a command where the others are forked from."""
-        assert self._server.stdin and self._server.stdout
+        assert self._server.stdin
+        assert self._server.stdout
         print(json.dumps([str(folder), arguments, True]), file=self._server.stdin, flush=True)
         assert self._server.stdout.readline() == "0\n"
 
@@ -96,7 +99,7 @@ def a_table(folder: Path) -> None:
 
 
 def a_repository(folder: Path) -> None:
-    """Records in git, and a kerneltune that inspects nothing."""
+    """Make records in git, and a kerneltune that inspects nothing."""
     some_records(folder)
     package = folder / "kerneltune" / "cli"
     package.mkdir(parents=True)
@@ -109,7 +112,7 @@ def a_repository(folder: Path) -> None:
 
 
 def nothing(_folder: Path) -> None:
-    """A command that needs no file."""
+    """Run a command that needs no file."""
 
 
 def content(folder: Path) -> dict[str, object]:

@@ -140,7 +140,8 @@ def read_mutations(kind: str, count: int, folder: Path, monkeypatch: pytest.Monk
                 warnings.simplefilter("ignore")
                 reader(path)
         except ValueError as error:
-            assert type(error) is ValueError and str(error)
+            assert type(error) is ValueError
+            assert str(error)
             assert not set(str(error)) & set("\n\r\x1b\x00"), repr(str(error))
             str(error).encode()  # no lone surrogate
         assert listing(folder) == before

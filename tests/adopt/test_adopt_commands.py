@@ -1,5 +1,6 @@
 """The commands: what they print, and bad input in one line."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -99,6 +100,7 @@ def test_captured_kernels_are_operators_of_the_other_commands(tmp_path: Path, mo
         result = run("--captured", tmp_path, "sweep", tmp_path / SWEEP, "--results", tmp_path / "results")
     assert result.exit_code == 0, result.output
     lines = [line.split() for line in result.stdout.splitlines()]
-    first, second = next((line, after) for line, after in zip(lines, lines[1:], strict=False) if "baseline" in line)
-    assert first[0].startswith("two_kernels.row_sum-") and first[1:5] == ["baseline", "1", "0", "0"]
+    first, second = next((line, after) for line, after in itertools.pairwise(lines) if "baseline" in line)
+    assert first[0].startswith("two_kernels.row_sum-")
+    assert first[1:5] == ["baseline", "1", "0", "0"]
     assert second[:4] == ["optimized", "1", "0", "0"]

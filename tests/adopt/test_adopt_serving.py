@@ -32,7 +32,7 @@ def tuned_folder(root: Path, chosen: int = 3, **changes: Any) -> list[dict[str, 
 
 @pytest.fixture
 def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An author's autotuner that times anything fails."""
+    """Fail where an author's autotuner times anything."""
 
     def refuse(*_args: Any, **_kwargs: Any) -> None:
         raise AssertionError("something was timed")
@@ -158,7 +158,7 @@ def test_serving_a_changed_table_is_refused(tmp_path: Path, caplog: pytest.LogCa
 def test_serving_with_a_manifest_of_another_table_raises(tmp_path: Path) -> None:
     tuned_folder(tmp_path)
     served(tmp_path, manifest="abc")
-    with pytest.raises(ValueError, match="manifest: abc: the table in .* has SHA-256"):
+    with pytest.raises(ValueError, match=r"manifest: abc: the table in .* has SHA-256"):
         example().step(4, 96)
 
 
@@ -172,7 +172,7 @@ def test_serving_with_its_manifest_logs_the_digest(tmp_path: Path, caplog: pytes
     assert digest in caplog.text
 
 
-class OutOfResources(Exception):
+class OutOfResources(Exception):  # noqa: N818
     """Stands for Triton's, which is known by its name."""
 
 

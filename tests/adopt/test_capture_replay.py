@@ -89,7 +89,7 @@ def test_replay_of_damaged_values_says_so(tmp_path: Path) -> None:
     folder = tmp_path / "copied"
     folder.mkdir()
     (folder / "values.safetensors").write_bytes(b"\x80\x04cos\nsystem\n")
-    with pytest.raises(ReplayError, match="values.safetensors: SafetensorError"):
+    with pytest.raises(ReplayError, match=r"values.safetensors: SafetensorError"):
         make_launch(launch.launch, folder, "cpu", 0)
 
 

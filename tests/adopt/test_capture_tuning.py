@@ -48,13 +48,13 @@ class SizedBench(Bench):
         return Evaluation("ok", self.time_us(config))
 
     def samples(self, configs: Sequence[Any]) -> list[Samples]:
-        """The same time in every round."""
+        """Return the same time in every round."""
         return [np.full(15, self.time_us(config)) for config in configs]
 
 
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[SizedBench]]:
-    """A GPU whose times are a formula."""
+    """Make a GPU whose times are a formula."""
     bench = type("ThisBench", (SizedBench,), {"tried": []})
     with made_up_gpu.stands_in(monkeypatch):
         monkeypatch.setattr("kerneltune.tuning.machines.IsolatedBench", bench)

@@ -72,7 +72,7 @@ def test_autotune_takes_every_argument_of_the_installed_triton() -> None:
 
 
 def test_autotune_with_an_unknown_argument_names_those_that_are() -> None:
-    with pytest.raises(TypeError, match="autotune: got an unexpected keyword argument 'sizes': triton .* takes configs, key"):
+    with pytest.raises(TypeError, match=r"autotune: got an unexpected keyword argument 'sizes': triton .* takes configs, key"):
         kerneltune.autotune(CONFIGS, ["N"], sizes=3)
 
 

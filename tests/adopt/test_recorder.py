@@ -49,7 +49,8 @@ def test_capture_of_tensors_that_share_memory_says_so(tmp_path: Path) -> None:
     startup.uninstall()
     launch = read_capture(tmp_path).classes[0]
     x, y = (argument.tensor for argument in launch.arguments[:2])
-    assert x is not None and y is not None
+    assert x is not None
+    assert y is not None
     assert (x.storage, x.offset, y.storage, y.offset) == (0, 2 * 64 * 4, 0, 0)
     assert launch.argument_bytes == 4 * 64 * 4 + 4 * 4
 

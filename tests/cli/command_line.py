@@ -17,7 +17,7 @@ def run(*arguments: str | Path) -> Result:
 
 
 def refused(*arguments: str | Path) -> str:
-    """The one line that a command says before it exits with 2, having printed nothing else."""
+    """Return the one line that a command says before it exits with 2, having printed nothing else."""
     result = run(*arguments)
     assert result.exit_code == 2, result.output
     assert result.stdout == ""

@@ -22,7 +22,7 @@ def hundred_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a record file and returns its path."""
+    """Write a record file and return its path."""
 
     def write(name: str, *rows: Record) -> Path:
         records.append(tmp_path / name, rows)
@@ -45,7 +45,7 @@ def an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def campaign(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What sweep and tune hand to the engine, which answers with one measured and one failed row."""
+    """Catch what sweep and tune hand to the engine, which answers with one measured and one failed row."""
     seen: dict[str, Any] = {"answer": both()}
 
     def fake(_ops: object, selection: object, options: object, reporter: Any) -> list[Record]:

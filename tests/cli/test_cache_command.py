@@ -10,7 +10,7 @@ from command_line import operators, refused, run
 
 @pytest.fixture
 def stored(configs_dir: Path) -> Path:
-    """A cache of one good entry, of the baseline's first config."""
+    """Make a cache of one good entry, of the baseline's first config."""
     from kerneltune import cache, ops
     from kerneltune.spec import Case
 
@@ -39,7 +39,8 @@ def test_cache_shows_what_is_stored(stored: Path) -> None:
     ]
     shown = run("cache", "show", "rmsnorm_bwd")
     assert shown.exit_code == 0
-    assert "1.25x" in shown.stdout and "baseline" in shown.stdout
+    assert "1.25x" in shown.stdout
+    assert "baseline" in shown.stdout
     fits = ("--case", "t*", "--dtype", "bfloat16", "--quant", "none", "--variant", "baseline")
     assert run("cache", "show", "rmsnorm_bwd", *fits).stdout == shown.stdout
     assert run("cache", "show", "rmsnorm_bwd", *fits[:-1], "base*").stdout == shown.stdout
@@ -49,9 +50,8 @@ def test_cache_shows_what_is_stored(stored: Path) -> None:
 def test_a_config_that_is_slower_than_its_default_is_listed(stored: Path) -> None:
     change(stored, evidence={"over_default": [0.99, 1.01]})
     tied = run("cache", "check")
-    assert tied.exit_code == 0 and tied.stdout.splitlines()[1:] == [
-        "1 were timed in the same rounds as their default: 0 slower than it"
-    ]
+    assert tied.exit_code == 0
+    assert tied.stdout.splitlines()[1:] == ["1 were timed in the same rounds as their default: 0 slower than it"]
     change(stored, evidence={"over_default": [0.91, 0.95]})
     slower = run("cache", "check")
     assert slower.exit_code == 1
@@ -118,7 +118,9 @@ def test_check_refuses_a_knob_that_no_kernel_takes(stored: Path, value: Any) -> 
     knobs = json.loads(stored.read_text())["entries"][0]["config"]
     change(stored, config={**knobs, "warps": value})
     said = refused("cache", "check")
-    assert said.startswith(f"error: {stored}: entries[0]: ") and "warps" in said and len(said) < 1000
+    assert said.startswith(f"error: {stored}: entries[0]: ")
+    assert "warps" in said
+    assert len(said) < 1000
 
 
 def test_check_reads_the_rules_too(stored: Path) -> None:

@@ -99,7 +99,8 @@ def test_compare_without_records_says_where_it_looked(tmp_path: Path) -> None:
 def test_compare_two_files_variant_by_variant(write: Callable[..., Path]) -> None:
     old, new = write("old.jsonl", *both(100, 60)), write("new.jsonl", *both(100, 50))
     lines = run("compare", old, new).stdout.splitlines()
-    assert lines[0] == "baseline" and "1.20x +" in "\n".join(lines[lines.index("optimized") :])
+    assert lines[0] == "baseline"
+    assert "1.20x +" in "\n".join(lines[lines.index("optimized") :])
     assert run("compare", old, new, "--format", "csv").stdout.count("\n") == 3
     assert run("compare", old, new, "--format", "markdown").stdout.startswith("### baseline\n\n- A: ")
 
@@ -158,7 +159,8 @@ def test_compare_says_where_another_policy_ranks_otherwise(write: Callable[..., 
     assert run(*given).stdout == f"{TABLE}\n{flips}\n  {case}\n"
     assert run(*given, "--format", "markdown").stdout.endswith(f"\n- {flips} {case}\n")
     as_csv = run(*given, "--format", "csv")
-    assert as_csv.stdout.count("\n") == 2 and as_csv.stderr == f"{flips} {case}\n"
+    assert as_csv.stdout.count("\n") == 2
+    assert as_csv.stderr == f"{flips} {case}\n"
 
 
 def test_compare_writes_a_file(write: Callable[..., Path], tmp_path: Path) -> None:
@@ -235,8 +237,10 @@ def test_what_a_plug_in_leaves_is_read_where_it_was_written(
     plugged = ("--plugin", "versus_jobs") if how == "asked for" else ()
     assert "fake" in run(*plugged, "ops").stdout
     compared = run(*plugged, "compare", "baseline", "optimized", "--family", "mine")
-    assert compared.exit_code == 0 and "mine.jsonl" in compared.stderr
-    assert run(*plugged, "report", "--output", "r.html").exit_code == 0 and Path("r.html").is_file()
+    assert compared.exit_code == 0
+    assert "mine.jsonl" in compared.stderr
+    assert run(*plugged, "report", "--output", "r.html").exit_code == 0
+    assert Path("r.html").is_file()
     assert "no measured spaces in results/*/spaces" in run(*plugged, "lab", "replay").stdout
     assert any(line.split()[:2] == ["results", "results"] for line in run(*plugged, "doctor").stdout.splitlines())
 

@@ -70,7 +70,8 @@ def test_the_gate_s_files_and_annotations(write: Callable[..., Path], tmp_path: 
     assert step.read_text() == f"before\n{markdown.read_text()}\n"
     assert 'tests="2" failures="1" errors="0" skipped="0">' in junit.read_text()
     step.write_text("")
-    assert run("gate", old, new).exit_code == 1 and step.read_text() == ""
+    assert run("gate", old, new).exit_code == 1
+    assert step.read_text() == ""
 
 
 @pytest.mark.parametrize(("new", "code"), [(both(100, 70), 1), (both(), 2)])
@@ -79,7 +80,9 @@ def test_gate_unwritable_junit_hides_neither_the_verdict_nor_the_other_files(
 ) -> None:
     markdown = tmp_path / "gate.md"
     result = run("gate", write("old.jsonl", *both()), write("new.jsonl", *new), "--junit", tmp_path, "--markdown", markdown)
-    assert result.exit_code == code and markdown.exists() and "\ngate: " in f"\n{result.stdout}"
+    assert result.exit_code == code
+    assert markdown.exists()
+    assert "\ngate: " in f"\n{result.stdout}"
     assert result.stderr.splitlines()[0].startswith(f"error: cannot write {tmp_path}: ")
 
 
@@ -151,7 +154,8 @@ def test_broken_record_files(write: Callable[..., Path], tmp_path: Path) -> None
 def test_gate_escape_sequences_of_a_reason_never_reach_the_terminal(write: Callable[..., Path]) -> None:
     failed = record(variant="optimized", status="failed", reason="\x1b]0;owned\x07 \u202etxt", **NO_TIMES)
     result = run("gate", write("old.jsonl", *both()), write("new.jsonl", record(), failed))
-    assert "\\x1b]0;owned\\x07 \\u202etxt" in result.stdout and not set("\x1b\x07\u202e") & set(result.output)
+    assert "\\x1b]0;owned\\x07 \\u202etxt" in result.stdout
+    assert not set("\x1b\x07\u202e") & set(result.output)
 
 
 def test_gate_emits_what_dashboards_read(write: Callable[..., Path], tmp_path: Path) -> None:
@@ -171,5 +175,6 @@ def test_the_action_runs_the_gate_as_it_is() -> None:
     step = action["runs"]["steps"][-1]["run"]
     command = [line for line in step.splitlines() if line.startswith("kerneltune gate") or "kerneltune gate" in line]
     options = set(re.findall(r"--[a-z]+", step))
-    assert command and options <= set(re.findall(r"--[a-z]+", run("gate", "--help").stdout))
+    assert command
+    assert options <= set(re.findall(r"--[a-z]+", run("gate", "--help").stdout))
     assert all(f"inputs.{name}" in (Path(__file__).parents[2] / "action.yml").read_text() for name in action["inputs"])

@@ -18,7 +18,8 @@ def test_fit_writes_a_rule_beside_the_configs_and_says_what_leaving_out_says(con
         cache.store("fp8_transpose_2d", "nvidia_h200", entry)
     checked = run("cache", "fit", "fp8_transpose_2d", "--check").stdout.splitlines()
     path = rule.path_of("fp8_transpose_2d", "nvidia_h200", configs_dir)
-    assert checked[0].split() == ["op", "cases", "judged", "geo-mean", "worst", "worst", "case"] and not path.exists()
+    assert checked[0].split() == ["op", "cases", "judged", "geo-mean", "worst", "worst", "case"]
+    assert not path.exists()
     assert float(checked[1].split()[3]) > 0.9
     assert run("cache", "fit", "fp8_transpose_2d").stdout.splitlines() == checked
     made = rule.load_strict(path)
@@ -33,12 +34,15 @@ def test_fit_writes_a_rule_beside_the_configs_and_says_what_leaving_out_says(con
 def test_explain_says_where_a_config_comes_from(case: str, source: str) -> None:
     lines = run("cache", "explain", "fp8_transpose_2d", case, "--gpu", "nvidia_h200").stdout.splitlines()
     fields = {line.split()[0]: line for line in lines}
-    assert "rows=" in fields["config"] and source in fields["from"] and "case" in fields
+    assert "rows=" in fields["config"]
+    assert source in fields["from"]
+    assert "case" in fields
 
 
 def test_explain_of_a_case_that_is_none_names_the_nearest() -> None:
     said = refused("cache", "explain", "fp8_transpose_2d", "llama4-16384x512", "--gpu", "nvidia_h200")
-    assert "case: 'llama4-16384x512'" in said and "did you mean llama4-16384x5120?" in said
+    assert "case: 'llama4-16384x512'" in said
+    assert "did you mean llama4-16384x5120?" in said
     assert "gpu: 'nowhere'" in refused("cache", "explain", "fp8_transpose_2d", "M=1,N=1", "--gpu", "nowhere")
 
 
@@ -65,7 +69,8 @@ def test_cases_of_bad_options_write_nothing(given: list[str], text: str, tmp_pat
     assert text in refused("cases", "--model", str(tmp_path / "config.json"), "-o", str(output), *given)
     (tmp_path / "bad.json").write_text('{"hidden_size": 12.5}')
     said = refused("cases", "--model", str(tmp_path / "bad.json"), "-o", str(output))
-    assert f"{tmp_path / 'bad.json'}: hidden_size: 12.5: expected a whole number" in said and not output.exists()
+    assert f"{tmp_path / 'bad.json'}: hidden_size: 12.5: expected a whole number" in said
+    assert not output.exists()
 
 
 def test_tune_takes_a_family_or_a_model() -> None:

@@ -46,14 +46,16 @@ def test_settings_name_plug_ins_folders_and_family(tmp_path: Path, monkeypatch: 
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     settings.apply()
-    assert sweep.results_root(None) == Path("r") and cache.roots() == Path("c")
+    assert sweep.results_root(None) == Path("r")
+    assert cache.roots() == Path("c")
     environment = {name: __import__("os").environ[name] for name in (settings.FAMILY, ops.PLUGINS)}
     assert environment == {settings.FAMILY: "mine", ops.PLUGINS: "mine.py"}
 
 
 def test_plugin_option_behind_the_command_is_taken(tmp_path: Path) -> None:
     done = started(tmp_path, "ops", "--plugin", "no_such_module")
-    assert done.returncode == 2 and done.stderr.startswith("error: plug-in no_such_module: ")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: plug-in no_such_module: ")
 
 
 @pytest.fixture
@@ -72,11 +74,13 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_installed_package_is_never_written_to(installed: Path) -> None:
-    assert sweep.results_root(None, "rmsnorm") == Path("results") and cache.roots() == Path("configs")
+    assert sweep.results_root(None, "rmsnorm") == Path("results")
+    assert cache.roots() == Path("configs")
     assert cache.path_of("rmsnorm_fwd", "nvidia_h200") == installed / "nvidia_h200" / "rmsnorm_fwd.json"
     before = cache.load("rmsnorm_fwd", "nvidia_h200")
     stored = cache.store("rmsnorm_fwd", "nvidia_h200", before[0])
-    assert stored == Path("configs/nvidia_h200/rmsnorm_fwd.json") and cache.path_of("rmsnorm_fwd", "nvidia_h200") == stored
+    assert stored == Path("configs/nvidia_h200/rmsnorm_fwd.json")
+    assert cache.path_of("rmsnorm_fwd", "nvidia_h200") == stored
     assert len(cache.load("rmsnorm_fwd", "nvidia_h200")) == len(before)
 
 
@@ -92,7 +96,8 @@ def test_installed_package_is_never_written_to(installed: Path) -> None:
 )
 def test_installed_package_shows_its_configs_from_any_folder(command: tuple[str, ...], shown: str) -> None:
     result = run(*command)
-    assert result.exit_code == 0 and shown in result.stdout, result.output
+    assert result.exit_code == 0, result.output
+    assert shown in result.stdout
     assert not any(Path().iterdir())
 
 
@@ -100,7 +105,8 @@ def test_installed_package_shows_its_configs_from_any_folder(command: tuple[str,
 def test_installed_package_inspects_its_configs_and_those_of_the_current_folder() -> None:
     known = ops.load()
     packaged = cached_requests([known["rmsnorm_bwd"]], None, "nvidia_h200")
-    assert packaged and refused("inspect", "rmsnorm_bwd", "--case", "nope").startswith("error: case: 'nope': expected one of te-")
+    assert packaged
+    assert refused("inspect", "rmsnorm_bwd", "--case", "nope").startswith("error: case: 'nope': expected one of te-")
     Path("configs/nvidia_h200").mkdir(parents=True)
     none = {"schema": 1, "op": "rmsnorm_bwd", "device": "nvidia_h200", "entries": []}
     Path("configs/nvidia_h200/rmsnorm_bwd.json").write_text(json.dumps(none))

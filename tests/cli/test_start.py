@@ -91,7 +91,8 @@ def test_a_full_disk_behind_the_output_is_one_line() -> None:
 def test_a_terminal_of_no_columns_still_says_something(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "0")
     done = subprocess.run([sys.executable, "-m", "kerneltune", "ops", "stream"], capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.startswith("stream: ")
+    assert done.returncode == 0
+    assert done.stdout.startswith("stream: ")
 
 
 @pytest.mark.skipif(not [*importlib.metadata.distributions(name="kerneltune")], reason="kerneltune is not installed")
@@ -144,7 +145,8 @@ def test_ops_shows_knobs_for_a_case() -> None:
     lines = result.stdout.splitlines()
     assert lines[0].startswith("rmsnorm_fwd: M=8192 N=4096 float16 fp8")
     assert "  option fp8_format     e4m3, e5m2" in lines
-    assert "baseline" in lines and "optimized" in lines
+    assert "baseline" in lines
+    assert "optimized" in lines
     assert any(line.endswith("valid configs") for line in lines)
 
 
@@ -161,13 +163,14 @@ def test_ops_refuses_what_is_unknown() -> None:
 def test_doctor_knows_the_peers_of_all_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     operators()  # imported with the real one
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in ("liger_kernel", "gemlite") else object())
-    said = {what: (found, means) for what, found, means in doctor._peers()}
+    said = {what: (found, means) for what, found, means in doctor.peer_packages()}
     assert said["peer liger_kernel"] == (
         "not installed",
         "left out of rmsnorm_add_bwd, rmsnorm_add_fwd, rmsnorm_bwd, rmsnorm_fwd",
     )
     assert said["peer gemlite"] == ("not installed", "left out of int4_gemm")
-    assert said["peer quack"] == ("found", "") and not any("TransformerEngine" in what for what in said)
+    assert said["peer quack"] == ("found", "")
+    assert not any("TransformerEngine" in what for what in said)
 
 
 def test_doctor_says_what_is_wrong_with_a_plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +196,7 @@ def test_doctor_says_what_is_missing(tmp_path: Path, no_gpu: None) -> None:
 def test_doctor_says_which_gpu_it_is(unit: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "current", lambda: device.Device("NVIDIA H200", "sm_90", 132, 60_000_000, "570", unit))
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (100 << 30, 140 << 30))
-    monkeypatch.setattr("kerneltune.cli.doctor._nvml", lambda: iter(()))
+    monkeypatch.setattr("kerneltune.cli.doctor.nvml_lines", lambda: iter(()))
     assert line in " ".join(run("doctor", "--configs", tmp_path, "--results", tmp_path).stdout.split())
 
 

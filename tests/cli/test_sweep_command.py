@@ -153,7 +153,8 @@ def test_so_is_one_of_this_gpu(command: str, folder: str, tmp_path: Path, campai
     (tmp_path / folder).touch()
     given = ["rmsnorm", "--results", tmp_path / "results", "--configs", tmp_path / "configs"]
     line = refused(*command.split(), *given)
-    assert line.startswith(f"error: cannot write {tmp_path / folder}") and line.endswith(": Not a directory")
+    assert line.startswith(f"error: cannot write {tmp_path / folder}")
+    assert line.endswith(": Not a directory")
     assert "options" not in campaign
 
 
@@ -165,7 +166,8 @@ def test_a_folder_that_is_not_written_may_be_anything(
     (tmp_path / folder).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / folder).touch()
     given = ["rmsnorm", "--results", tmp_path / "results", "--configs", tmp_path / "configs"]
-    assert run("sweep", *given, *arguments).exit_code == 0 and "options" in campaign
+    assert run("sweep", *given, *arguments).exit_code == 0
+    assert "options" in campaign
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
@@ -259,4 +261,6 @@ def test_bars_where_there_is_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys:
         bars.note("skipped: [too large]")
     text = capsys.readouterr().err
     assert "skipped: [too large]" in text
-    assert "tune" in text and "2/3" in text and "best 3.2 µs" in text
+    assert "tune" in text
+    assert "2/3" in text
+    assert "best 3.2 µs" in text

@@ -15,7 +15,7 @@ from kerneltune.reporting.trends import spark, trend_page, trend_table
 
 @pytest.fixture
 def commit(tmp_path: Path) -> Callable[..., Path]:
-    """Commits records as the file's next revision and returns the file."""
+    """Commit records as the file's next revision and return the file."""
     path = tmp_path / "results" / "rows.jsonl"
     path.parent.mkdir()
 
@@ -62,21 +62,28 @@ def test_trends_of_revisions_have_change_points_and_causes(commit: Callable[...,
     commit(text='{"broken": 1}\n')
     path = commit(at(3, 80.0, source_hash="1"), other)
     found, broken = revisions(path, 100)
-    assert len(found) == 3 and len(broken) == 1 and "broken: 1: expected no field of this name" in broken[0]
+    assert len(found) == 3
+    assert len(broken) == 1
+    assert "broken: 1: expected no field of this name" in broken[0]
     changed, same = trends(found)
     assert [point.record.time_us for point in changed.points] == [100.0, 101.0, 80.0]
     (change,) = changed.changes
     assert (round(change.ratio, 3), change.causes, change.after.revision.commit) == (-0.208, ("code",), found[-1].commit)
     assert (len(same.points), same.changes, round(changed.total, 6)) == (1, (), -0.2)
-    assert spark(changed) == "██▁" and spark(same) == "▁"
+    assert spark(changed) == "██▁"
+    assert spark(same) == "▁"
     table = trend_table([changed, same])
-    assert len(table.rows) == 1 and len(trend_table([changed, same], every=True).rows) == 2
+    assert len(table.rows) == 1
+    assert len(trend_table([changed, same], every=True).rows) == 2
     assert table.head == (
         "2 rows, 1 measured more than once, 1 changed by more than 3 % and their noise",
         "change points by cause: code 1",
     )
     page = trend_page([changed, same], "<rows>")
-    assert "&lt;rows&gt;" in page and page.count("<svg") == 2 and "-20.8%: code" in page and "<script" not in page
+    assert "&lt;rows&gt;" in page
+    assert page.count("<svg") == 2
+    assert "-20.8%: code" in page
+    assert "<script" not in page
 
 
 def test_a_change_within_the_noise_is_none(commit: Callable[..., Path]) -> None:
@@ -91,5 +98,5 @@ def test_a_file_without_revisions_is_one_line(tmp_path: Path, commit: Callable[.
     path = commit(record())
     with pytest.raises(ValueError, match=r"none\.jsonl: no revision has records of it$"):
         revisions(path.with_name("none.jsonl"), 3)
-    with pytest.raises(ValueError, match="^cannot read "):
+    with pytest.raises(ValueError, match=r"^cannot read "):
         revisions(tmp_path / "no folder" / "a.jsonl", 3)

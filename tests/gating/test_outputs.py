@@ -25,7 +25,8 @@ def test_action_benchmark_is_a_list_of_smaller_is_better() -> None:
         "name": f"{LABEL} optimized", "unit": "µs", "value": 50.0, "range": "± 0.5",
         "extra": "config -\ncommit 0\nGPU NVIDIA H200 ",
     }  # fmt: skip
-    assert len(found) == 2 and {"name", "unit", "value", "range", "extra"} == set(found[1])
+    assert len(found) == 2
+    assert {"name", "unit", "value", "range", "extra"} == set(found[1])
 
 
 def test_hud_keeps_all_samples() -> None:
@@ -34,10 +35,12 @@ def test_hud_keeps_all_samples() -> None:
         ("latency", [50.0, 50.25, 49.75]), ("bandwidth", [1000.0]),
     ]  # fmt: skip
     assert found[0]["model"] == {"name": "rmsnorm_fwd te-8192x4096", "type": "kernel", "backend": "optimized"}
-    assert found[0]["benchmark"]["extra_info"]["M"] == "8192" and found[2]["metric"]["benchmark_values"] == [70.0]
+    assert found[0]["benchmark"]["extra_info"]["M"] == "8192"
+    assert found[2]["metric"]["benchmark_values"] == [70.0]
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_rows_of_two_gpus_have_names_of_their_own(name: str) -> None:
     text = FORMATS[name]([record(), record(device="NVIDIA B200")])
-    assert "NVIDIA B200" in text and FORMATS[name]([]).strip() in ("{}", "[]")
+    assert "NVIDIA B200" in text
+    assert FORMATS[name]([]).strip() in ("{}", "[]")

@@ -63,7 +63,8 @@ def test_operator_has_the_parameters_of_its_function_by_position() -> None:
     schema = str(torch.ops.kerneltune.doubled_by_test.default._schema)
     assert schema == "kerneltune::doubled_by_test(Tensor x, float factor=2., bool negate=False) -> (Tensor, Tensor)"
     doubled, same = torch.ops.kerneltune.doubled_by_test(X, 3.0, True)
-    assert torch.equal(doubled, -3 * X) and torch.equal(same, X)
+    assert torch.equal(doubled, -3 * X)
+    assert torch.equal(same, X)
     assert list(inspect.signature(doubled_by_test).parameters) == ["x", "factor", "negate", "config", "out"]
 
 
@@ -77,7 +78,8 @@ def test_operator_without_results_writes_what_it_says() -> None:
     schema = str(torch.ops.kerneltune.cleared_by_test.default._schema)
     assert schema == "kerneltune::cleared_by_test(Tensor(a0!)[] xs) -> ()"
     x = X.clone()
-    assert torch.ops.kerneltune.cleared_by_test([x]) is None and not x.any()
+    assert torch.ops.kerneltune.cleared_by_test([x]) is None
+    assert not x.any()
 
 
 CALLS = [("doubled_by_test", (X, 3.0)), ("halves_by_test", (X, False)), ("halves_by_test", (X,))]

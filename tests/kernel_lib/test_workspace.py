@@ -37,7 +37,9 @@ WHOLE = FwdConfig(rows=1, cols=512, split=False, warps=4, ctas=0, stages=1, relo
 )
 def test_a_workspace_is_a_power_of_two_of_zeroed_words_with_room_for_the_header(slots: int, words: int) -> None:
     with workspace(slots, CPU) as ws:
-        assert ws.dtype == torch.int64 and ws.shape == (words,) and ws.is_contiguous()
+        assert ws.dtype == torch.int64
+        assert ws.shape == (words,)
+        assert ws.is_contiguous()
         assert words >= slots + HEADER_WORDS
         assert not ws.any()
 
@@ -106,7 +108,8 @@ def test_two_launches_that_share_rows_give_what_one_program_gives(M: int, N: int
     # every slot holds a partial sum under a tag, nothing lies behind them
     words = handed_out[0][1][HEADER_WORDS:]
     partials = words[: M * parts].view(torch.int32).view(M, parts, 2)
-    assert (partials[..., 1] != 0).all() and not words[M * parts :].any()
+    assert (partials[..., 1] != 0).all()
+    assert not words[M * parts :].any()
     padded = torch.nn.functional.pad(x, (0, parts * 512 - N)).view(M, parts, 512)
     sums = partials[..., 0].contiguous().view(torch.float32)
     torch.testing.assert_close(sums, padded.square().sum(2), rtol=1e-5, atol=0)
@@ -118,13 +121,15 @@ def test_programs_that_wait_for_each_other_fit_the_quarters_of_a_multiprocessor(
 ) -> None:
     monkeypatch.setattr(launch, "is_cuda", lambda: True)
     ((phase, options),) = launch.phases(warps, ctas)
-    assert phase == 0 and options["launch_cooperative_grid"]
+    assert phase == 0
+    assert options["launch_cooperative_grid"]
     warps_of_a_quarter = -(-warps * ctas // 4)
-    assert options["maxnreg"] % 8 in (0, 7) and 32 * warps_of_a_quarter * options["maxnreg"] <= 16384
+    assert options["maxnreg"] % 8 in (0, 7)
+    assert 32 * warps_of_a_quarter * options["maxnreg"] <= 16384
 
 
 def pool_of_words() -> Pool:
-    """A pool as a stream has one, of small memory on the CPU."""
+    """Make a pool as a stream has one, of small memory on the CPU."""
     return Pool(lambda: torch.zeros(4, dtype=torch.int64))
 
 
@@ -164,7 +169,8 @@ def test_memory_of_an_operation_that_failed_is_not_lent_again() -> None:
         memory.fill_(-1)
         raise KeyboardInterrupt
     with pool.lend() as other:
-        assert other is not memory and not other.any()
+        assert other is not memory
+        assert not other.any()
 
 
 def test_threads_that_borrow_at_once_never_hold_the_same_memory() -> None:

@@ -61,17 +61,20 @@ def test_noise_compares_an_idle_with_a_busy_pool(options: Options, monkeypatch: 
     rng, calls = np.random.default_rng(0), itertools.count()
 
     def samples(_self: Bench, configs: Sequence[Config]) -> list[Samples]:
-        assert bool(Busy.given) == ((call := next(calls)) >= 5)
+        call = next(calls)
+        assert bool(Busy.given) == (call >= 5)
         return [10.0 * np.exp(rng.normal(0, 0.001 if call < 5 else 0.05, 15)) for _ in configs]
 
     monkeypatch.setattr(machines, "CompilePool", Busy)
     monkeypatch.setattr(Bench, "samples", samples)
     monkeypatch.setenv("TRITON_CACHE_DIR", "full of what was tuned")
     idle, busy = disturbed(options)
-    assert idle.floor < 0.005 < busy.floor and idle.spread < 0.01 < busy.spread
+    assert idle.floor < 0.005 < busy.floor
+    assert idle.spread < 0.01 < busy.spread
     assert idle.time_us.median == pytest.approx(10.0, rel=0.01)
     (folder,) = Busy.caches  # where nothing is found that need not be compiled
-    assert folder != "full of what was tuned" == os.environ["TRITON_CACHE_DIR"] and not Path(str(folder)).exists()
+    assert folder != "full of what was tuned" == os.environ["TRITON_CACHE_DIR"]
+    assert not Path(str(folder)).exists()
 
 
 def test_noise_says_where_the_pool_would_be_idle(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,17 +88,18 @@ def test_noise_says_where_the_pool_would_be_idle(options: Options, monkeypatch: 
 
 def test_noise_of_a_config_without_a_time_is_one_line(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Bench, "lost", staticmethod(lambda _config: True))
-    with pytest.raises(ValueError, match="int32 none: lost: took longer than 60 s$"):
+    with pytest.raises(ValueError, match=r"int32 none: lost: took longer than 60 s$"):
         disturbed(options)
 
     def lost(*_: object) -> None:
         raise ChildLostError("the measuring process died: exit code -9")
 
     monkeypatch.setattr(Bench, "trial", lost)
-    with pytest.raises(ValueError, match="int32 none: lost: the measuring process died: exit code -9$"):
+    with pytest.raises(ValueError, match=r"int32 none: lost: the measuring process died: exit code -9$"):
         disturbed(options)
 
 
 def test_noise_of_an_operator_without_knobs_is_one_line() -> None:
     result = CliRunner().invoke(app, ["lab", "noise", "moe_training"])
-    assert result.exit_code == 2 and result.stderr.startswith("error: moe_step: no variant of ours has knobs")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: moe_step: no variant of ours has knobs")

@@ -35,7 +35,8 @@ def written(tmp_path: Path) -> Path:
 def test_a_space_comes_back_as_it_was_written(written: Path) -> None:
     again = spaces.read(written)
     assert list(again.trials) == list(SPACE.trials)
-    assert again.default == SPACE.default and again.axes == SPACE.axes
+    assert again.default == SPACE.default
+    assert again.axes == SPACE.axes
     for knobs, trial in SPACE.trials.items():
         read = again.trials[knobs]
         assert (read.status, read.resources, read.spill_bytes) == (trial.status, trial.resources, trial.spill_bytes)
@@ -49,7 +50,7 @@ def test_the_same_space_gives_the_same_bytes(written: Path, tmp_path: Path) -> N
 
 
 def broken(change: Callable[[str], str], path: Path) -> str:
-    """What reading says of a file whose text is changed."""
+    """Return what reading says of a file whose text is changed."""
     path.write_bytes(gzip.compress(change(gzip.decompress(path.read_bytes()).decode()).encode()))
     with pytest.raises(ValueError) as caught:
         spaces.read(path)
@@ -90,7 +91,7 @@ def test_a_broken_space_is_named_with_its_line(old: str, new: str, message: str,
 def test_what_is_no_gzip_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "x.csv.gz"
     path.write_text("hello")
-    with pytest.raises(ValueError, match="cannot read .*x.csv.gz"):
+    with pytest.raises(ValueError, match=r"cannot read .*x.csv.gz"):
         spaces.read(path)
 
 
@@ -114,8 +115,10 @@ def test_a_replay_ends_at_the_optimum_when_the_space_is_used_up() -> None:
     small = replace(SPACE, trials=dict(list(SPACE.trials.items())[:60]))
     for sampler in ("ours", "tpe", "random", "qmc"):
         gaps = replay(small, sampler, 2)
-        assert gaps.gaps.shape == (2, 60) and np.all(gaps.gaps[:, -1] == 0.0)
-        assert np.all(np.diff(gaps.gaps, axis=1) <= 0) and gaps.at(61) is None
+        assert gaps.gaps.shape == (2, 60)
+        assert np.all(gaps.gaps[:, -1] == 0.0)
+        assert np.all(np.diff(gaps.gaps, axis=1) <= 0)
+        assert gaps.at(61) is None
 
 
 def test_a_replay_begins_with_the_default_and_the_best_of_the_nearest_space() -> None:
@@ -132,7 +135,7 @@ def test_a_space_without_a_time_is_refused() -> None:
 
 
 def worse_than(chance: Gaps, gaps: Gaps, budgets: Sequence[int]) -> list[int]:
-    """The budgets at which the gap is above that of chance, by the intervals: early on both often stand at the same config."""
+    """Return the budgets at which the gap is surely above that of chance: early on both often stand at the same config."""
     both = [(n, chance.at(n), gaps.at(n)) for n in budgets]
     return [n for n, a, b in both if a is not None and b is not None and b.low > a.high]
 
@@ -144,7 +147,9 @@ def test_the_search_beats_chance_on_made_up_spaces(seed: int) -> None:
     assert worse_than(chance, found, (25,)) == []
     for evaluations, bound in ((50, 0.05), (100, 0.03)):
         gap, by_chance = found.at(evaluations), chance.at(evaluations)
-        assert gap is not None and by_chance is not None and gap.median <= min(bound, by_chance.median / 2)
+        assert gap is not None
+        assert by_chance is not None
+        assert gap.median <= min(bound, by_chance.median / 2)
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
@@ -156,7 +161,8 @@ def test_the_search_reaches_the_optimum_of_the_shipped_spaces(path: Path) -> Non
     assert worse_than(chance, early, (10, 25)) == []
     for gaps, evaluations, bound in ((early, 25, np.inf), (early, 50, 0.03), (late, quarter, 0.01)):
         gap, by_chance = gaps.at(evaluations), chance.at(evaluations)
-        assert gap is not None and by_chance is not None
+        assert gap is not None
+        assert by_chance is not None
         assert gap.median <= min(by_chance.median, bound), evaluations
 
 
@@ -172,7 +178,8 @@ def test_configs_like_a_guess_are_drawn_sooner_and_by_the_seed() -> None:
         return [sum(a != b for a, b in zip(astuple(config), astuple(guess), strict=True)) for config in asked if config]
 
     near, far = (np.mean([drawn(name, seed, [guess])[1:] for seed in range(20)]) for name in ("ours", "random"))
-    assert drawn("ours", 3, [guess])[0] == 0 and near < far - 0.5
+    assert drawn("ours", 3, [guess])[0] == 0
+    assert near < far - 0.5
     assert drawn("ours", 3, [guess]) == drawn("ours", 3, [guess]) != drawn("ours", 4, [guess])
     without = np.mean([drawn("ours", seed, []) for seed in range(20)])
     assert abs(without - far) < 0.3
@@ -189,7 +196,8 @@ def test_the_surrogate_computes_on_one_core(monkeypatch: pytest.MonkeyPatch) -> 
     surrogate = Surrogate([dict(knobs) for knobs in SPACE.trials])
     with threadpool_limits(2, "blas"):
         surrogate.fit([0, 1], [10.0, 11.0])
-    assert threads and set(threads) == {1}
+    assert threads
+    assert set(threads) == {1}
 
 
 def test_a_search_ends_when_little_is_left_to_gain() -> None:
@@ -204,7 +212,8 @@ def test_a_search_ends_when_little_is_left_to_gain() -> None:
 
 def test_gaps_before_the_first_time_count_as_large() -> None:
     interval = Gaps("x", "ours", 3, np.array([[np.inf, 0.5, 0.0]] * 3)).at(1)
-    assert interval is not None and interval.median > 9
+    assert interval is not None
+    assert interval.median > 9
 
 
 # the command
@@ -221,7 +230,9 @@ def test_replay_prints_a_table_for_each_space(written: Path, tmp_path: Path) -> 
     lines = out.splitlines()
     assert lines[0] == "made_up_optimized_made_up_0_bfloat16_none_cold"
     assert lines[1] == "1134 of 1204 configs have a time; none, never, commit none"
-    assert "sampler" in lines[2] and "@301 (25 %)" in lines[2] and lines[3].startswith("random")
+    assert "sampler" in lines[2]
+    assert "@301 (25 %)" in lines[2]
+    assert lines[3].startswith("random")
     assert run("--results", tmp_path, "--seeds", 2, "--sampler", "random", written)[1] == out
 
 
@@ -234,10 +245,12 @@ def test_replay_finds_the_same_on_one_core_and_on_two(tmp_path: Path, monkeypatc
     def tables(cores: int) -> str:
         monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
         code, out, err = run("--seeds", 3, "--sampler", "ours,random", small)
-        assert code == 0 and err.splitlines()[-1].startswith("search: 6 of 6 in ")
+        assert code == 0
+        assert err.splitlines()[-1].startswith("search: 6 of 6 in ")
         return out
 
-    assert tables(2) == tables(1) and started == [2]
+    assert tables(2) == tables(1)
+    assert started == [2]
 
 
 def test_replay_says_what_it_is_at_and_keeps_nothing_when_interrupted(
@@ -256,9 +269,8 @@ def test_replay_says_what_it_is_at_and_keeps_nothing_when_interrupted(
 
 def test_replay_refuses_what_is_unknown(written: Path, tmp_path: Path) -> None:
     code, _, err = run("--results", tmp_path, "nothing")
-    assert (code, err.count("\n")) == (2, 1) and err.startswith(
-        "error: space: 'nothing': expected a file, or a part of one of made"
-    )
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith("error: space: 'nothing': expected a file, or a part of one of made")
     assert run("--sampler", "cma", written)[2] == "error: sampler: 'cma': expected one of ours, gp, tpe, random, qmc\n"
     assert run("--seeds", 1, written)[2] == "error: seeds: 1: expected 2 or more\n"
     assert run(tmp_path / "none.csv.gz")[2].startswith(f"error: cannot read {tmp_path}/none.csv.gz")

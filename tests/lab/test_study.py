@@ -21,7 +21,7 @@ DELAYS = (0.02, 0.05, 0.1)
 
 
 def simulated(processes: int, rows: int, delays: tuple[float, ...] = DELAYS) -> list[Process]:
-    """Processes that each timed every row with every delay, in the same rounds."""
+    """Make processes that each timed every row with every delay, in the same rounds."""
     rng = np.random.default_rng(0)
     found: list[Process] = []
     for _ in range(processes):
@@ -40,7 +40,8 @@ def test_decisions_are_counted_by_delay() -> None:
     assert [row.rows for row in (none, two, five, ten)] == [400, 40, 40, 40]
     assert none.part("regression", "faster") == 0.0
     assert two.part("regression", "faster") == 0.0
-    assert five.part("regression") >= 0.95 and ten.part("regression") == 1.0
+    assert five.part("regression") >= 0.95
+    assert ten.part("regression") == 1.0
     assert [row.measured for row in (none, two, five, ten)] == [0.0, *(pytest.approx(delay, abs=0.001) for delay in DELAYS)]
     assert none.part("pass") > 0.95
 
@@ -52,9 +53,11 @@ def test_rows_too_short_for_the_delay_are_counted_apart() -> None:
         plain = [rounds_us(rng, us) for us in (4.0, 40.0)]
         pool.append({d: [one_process(r * (1 + d), i) for i, r in enumerate(plain)] for d in (0.0, 0.1)})
     none, ten = decide(pool, per_side=3, repeats=40, margin=0.03)
-    assert none.short == 0 and none.caught == 0.0
+    assert none.short == 0
+    assert none.caught == 0.0
     assert 5 < ten.short < 35, "a row of 4 µs becomes 0.4 µs slower"
-    assert ten.counts["regression"] == ten.rows - ten.short and ten.caught == 1.0
+    assert ten.counts["regression"] == ten.rows - ten.short
+    assert ten.caught == 1.0
 
 
 def test_decisions_follow_the_seed_and_the_margin() -> None:
@@ -66,9 +69,9 @@ def test_decisions_follow_the_seed_and_the_margin() -> None:
 
 
 def test_too_few_processes_and_nothing_measured() -> None:
-    with pytest.raises(ValueError, match="^processes: 8: expected 9 or more: a baseline, a new run and a second one$"):
+    with pytest.raises(ValueError, match=r"^processes: 8: expected 9 or more: a baseline, a new run and a second one$"):
         decide(simulated(8, 1), per_side=3, repeats=1, margin=0.03)
-    with pytest.raises(ValueError, match="^nothing measured: no selected row can be timed here$"):
+    with pytest.raises(ValueError, match=r"^nothing measured: no selected row can be timed here$"):
         decide([{0.0: []}] * 3, per_side=1, repeats=1, margin=0.03)
 
 
@@ -95,7 +98,8 @@ def test_the_command_decides_on_what_was_kept(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     head, none, ten = result.stdout.splitlines()
     assert head.split() == list(study.STUDY_HEAD)
-    assert none.split()[:3] == ["none", "20", "0.00%"] and ten.split()[0] == "10%"
+    assert none.split()[:3] == ["none", "20", "0.00%"]
+    assert ten.split()[0] == "10%"
     markdown, csv = (tmp_path / "t.md").read_text(), (tmp_path / "t.csv").read_text()
     assert markdown.startswith(
         "| planted | measured | rows | short | caught | regression | ambiguous | slower | pass | faster |\n|---:|"

@@ -46,7 +46,7 @@ def options(tmp_path: Path) -> Options:
 
 @pytest.fixture(scope="module")
 def fought(tmp_path_factory: pytest.TempPathFactory) -> tuple[Contest, Path]:
-    """A contest of all sides, and the folder that it was given."""
+    """Hold a contest of all sides; return it and the folder that it was given."""
     folder = tmp_path_factory.mktemp("contest")
     options = Options(results=folder / "results", configs=folder / "configs")
     knobs = (("block", ("0", "1", "2", "3")),)
@@ -62,19 +62,25 @@ def test_all_sides_search_the_same_configs_and_meet_in_one_run(fought: tuple[Con
     assert list(lines) == [US, EXHAUSTIVE, "Third", "Helion autotune", "Kernel Tuner", DEFAULT, BEST]
     assert found.configs == 16
     ours, theirs = lines[US], lines[EXHAUSTIVE]
-    assert ours.config == {"block": 3, "warps": 8} == lines[BEST].config and ours.evaluations == 16
+    assert ours.config == {"block": 3, "warps": 8} == lines[BEST].config
+    assert ours.evaluations == 16
     assert theirs.config == {"block": 2, "warps": 8}  # fastest by its own clock, but wrong
     assert (theirs.time_us, theirs.gap, theirs.evaluations) == (None, None, 16)
     assert theirs.remark == ("one compilation after the other, no check of results, 1 could not be launched; wrong: off by one")
-    assert ours.gap is not None and ours.gap.median == 0.0
+    assert ours.gap is not None
+    assert ours.gap.median == 0.0
     said = r"first config compiled after \d+\.\d s, from there GPU idle for 100 %"
     assert re.fullmatch(f"{said}; stops when the rest is expected to gain less than 1 %", ours.remark)
     gap = lines[DEFAULT].gap
-    assert gap is not None and gap.median == pytest.approx(13.875 / 10 - 1) and gap.low <= gap.median <= gap.high
+    assert gap is not None
+    assert gap.median == pytest.approx(13.875 / 10 - 1)
+    assert gap.low <= gap.median <= gap.high
     assert lines["Third"].remark == "RuntimeError: no config found"
     assert lines["Kernel Tuner"].remark.startswith("compiles CUDA")
     assert lines["Helion autotune"].remark == "helion is not installed"
-    assert ours.wall_s is not None and theirs.wall_s is not None and found.share == ours.wall_s / theirs.wall_s
+    assert ours.wall_s is not None
+    assert theirs.wall_s is not None
+    assert found.share == ours.wall_s / theirs.wall_s
     assert not (folder / "configs").exists()
 
 
@@ -82,12 +88,16 @@ def test_a_contest_is_kept_beside_the_others(fought: tuple[Contest, Path], optio
     found, _ = fought
     path, table = keep(found, ["kerneltune", "lab", "versus", "my op"], options)
     row = json.loads(path.read_text())
-    assert path.name == "fake_optimized_a_bfloat16_none_cold.json" and path.parent.name == "versus"
-    assert row["command"] == "kerneltune lab versus 'my op'" and row["configs"] == 16 and row["driver"] == "580"
+    assert path.name == "fake_optimized_a_bfloat16_none_cold.json"
+    assert path.parent.name == "versus"
+    assert row["command"] == "kerneltune lab versus 'my op'"
+    assert row["configs"] == 16
+    assert row["driver"] == "580"
     assert [line["name"] for line in row["lines"]] == [line.name for line in found.lines]
     keep(replace(found, case=replace(CASE, name="b")), ["kerneltune"], options)
     text = table.read_text()
-    assert text.count("| tuner | wall s |") == 2 and "**fake optimized b bfloat16 none**: 16 configs; wall time" in text
+    assert text.count("| tuner | wall s |") == 2
+    assert "**fake optimized b bfloat16 none**: 16 configs; wall time" in text
     assert f"| {BEST} |  |  | 10.00 | +0.0 % (+0.0 to +0.0) |  |" in text
     assert len({line.count("|") for line in text.splitlines() if line.startswith("| ")}) == 1
 
@@ -112,8 +122,8 @@ A, B = Found(Knobs(3, 8), 2.0, 9, (Knobs(3, 8), Knobs(3, 4)), "first"), Found(Kn
 def again(
     options: Options, sides: Sides, monkeypatch: pytest.MonkeyPatch, trials: int | None = None, limit_s: int | None = None
 ) -> Contest:
-    """A contest between the sides A, B and, where they have it, Helion."""
-    monkeypatch.setattr(versus, "_tuned", sides)
+    """Hold a contest between the sides A, B and, where they have it, Helion."""
+    monkeypatch.setattr(versus, "tune_side", sides)
     monkeypatch.setattr(versus, "unable", dict)
     names = {name: versus_jobs.broken for name in sides.found}
     return contest(OP, CASE, VARIANT, (), Search(trials=trials), options, Quiet(), names, Bench, limit_s)
@@ -128,7 +138,7 @@ def test_an_interrupted_contest_goes_on_with_the_side_that_had_not_ended(
     options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(KeyboardInterrupt), monkeypatch.context() as interrupted:
-        interrupted.setattr(versus, "_judge", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        interrupted.setattr(versus, "judge_configs", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         again(options, Sides(A=A, B=B, C=RuntimeError("out of memory")), monkeypatch)
     (journal,) = journals(options)
     journal.write_bytes(journal.read_bytes() + b'{"schema": 1, "side": "C", "dep')  # killed while it wrote
@@ -182,21 +192,22 @@ def test_a_journal_of_something_else_is_left_as_it_is(
     nobody = Sides(A=A)
     with pytest.raises(ValueError, match=message):
         again(options, nobody, monkeypatch)
-    assert nobody.asked == [] and journal.read_text() == line + "\n"
+    assert nobody.asked == []
+    assert journal.read_text() == line + "\n"
 
 
 def test_a_space_of_one_config_is_no_contest(options: Options) -> None:
-    with pytest.raises(ValueError, match="^fake M=8 bfloat16 none: one config: expected a space to search$"):
+    with pytest.raises(ValueError, match=r"^fake M=8 bfloat16 none: one config: expected a space to search$"):
         contest(OP, CASE, VARIANT, (("block", ("3",)), ("warps", ("8",))), Search(), options, Quiet(), SIDES, Bench)
 
 
 def test_a_space_is_narrowed_to_what_it_offers(options: Options) -> None:
-    with pytest.raises(ValueError, match="^fake optimized: M=8 bfloat16 none: knob: 3: expected one of 1, 2, 4, 8$"):
+    with pytest.raises(ValueError, match=r"^fake optimized: M=8 bfloat16 none: knob: 3: expected one of 1, 2, 4, 8$"):
         contest(OP, CASE, VARIANT, (("warps", ("8", "3")),), Search(), options, Quiet(), SIDES, Bench)
 
 
 def test_nothing_found_is_an_error(options: Options) -> None:
-    with pytest.raises(ValueError, match="no side found a config: RuntimeError: no config found$"):
+    with pytest.raises(ValueError, match=r"no side found a config: RuntimeError: no config found$"):
         contest(OP, CASE, VARIANT, (), Search(), options, Quiet(), {"Third": versus_jobs.broken}, Bench)
 
 
@@ -207,7 +218,7 @@ def test_an_autotuner_that_can_launch_nothing_says_why(options: Options, tmp_pat
     def refuse(*_: object, **__: object) -> list[float]:
         raise OutOfResources(1, 0, "registers")
 
-    with pytest.raises(ValueError, match="^no config could be launched$"):
+    with pytest.raises(ValueError, match=r"^no config could be launched$"):
         by_triton(only, refuse, "cpu")
 
 
@@ -220,7 +231,8 @@ def test_helion_is_given_the_knobs_and_told_what_does_not_go_together(
 
     def autotune(tunables: Mapping[str, tuple[Any, ...]], compiled: Any, tensors: Any, **given: Any) -> Mapping[str, Any]:
         limits.append(given.get("autotune_budget_seconds"))
-        assert list(tunables) == ["block", "warps"] and [offer[0] for offer in tunables.values()] == [0, 1]
+        assert list(tunables) == ["block", "warps"]
+        assert [offer[0] for offer in tunables.values()] == [0, 1]
         ranking = {}
         for chosen in itertools.product(*tunables.values()):
             given = dict(zip(tunables, chosen, strict=True))
@@ -238,11 +250,14 @@ def test_helion_is_given_the_knobs_and_told_what_does_not_go_together(
     monkeypatch.setattr(versus_jobs, "OPS", (replace(OP, variants=(odd,)),))
     task = Task(Named("versus_jobs", "fake", "optimized"), CASE, (("block", ("0", "4")),), Search(), options, tmp_path)
     found = by_helion(task, "cpu")
-    assert found.config == Knobs(4, 8) and found.evaluations == 8 and refused == [{"block": 4, "warps": 2}]
+    assert found.config == Knobs(4, 8)
+    assert found.evaluations == 8
+    assert refused == [{"block": 4, "warps": 2}]
     assert "stopped" not in found.remark
     clock = itertools.count(0.0, 31.0)
     monkeypatch.setattr(tuners, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    assert by_helion(replace(task, limit_s=30), "cpu").remark.endswith(", stopped after 31 s") and limits == [None, 30]
+    assert by_helion(replace(task, limit_s=30), "cpu").remark.endswith(", stopped after 31 s")
+    assert limits == [None, 30]
 
 
 def test_the_finalists_are_the_choices_the_default_and_the_best_of_every_ranking() -> None:
@@ -276,4 +291,5 @@ def test_on_a_gpu_our_config_is_as_good_as_that_of_the_exhaustive_search(tmp_pat
     lines = {line.name: line for line in found.lines}
     for name in (US, EXHAUSTIVE):
         gap = lines[name].gap
-        assert gap is not None and gap.median <= 0.03, lines[name]
+        assert gap is not None, lines[name]
+        assert gap.median <= 0.03, lines[name]

@@ -40,7 +40,8 @@ EXPECTED = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_check_names_a_planted_mistake(mistake: str) -> None:
     found = findings(op_with(mistake))
-    assert found and found[0].startswith(EXPECTED[mistake]), found
+    assert found, found
+    assert found[0].startswith(EXPECTED[mistake]), found
 
 
 def test_check_finds_nothing_in_a_right_kernel() -> None:

@@ -37,7 +37,8 @@ def test_fp8_linear_of_any_number_of_rows_matches_bf16(rows: tuple[int, ...], re
     Fp8Linear.from_linear(layer, recipe)
     got = [layer(x), *torch.autograd.grad(layer(x), parameters, dy)]
     for a, b in zip(got, want, strict=True):
-        assert a.shape == b.shape and a.dtype == b.dtype
+        assert a.shape == b.shape
+        assert a.dtype == b.dtype
         assert (a.float() - b.float()).norm() <= 0.06 * b.float().norm()
 
 
@@ -54,9 +55,11 @@ def test_conversion_says_which_dense_layers_it_skips_and_why() -> None:
     model = Attention()
     before = {name: type(module) for name, module in model.named_modules()}
     found = convert_to_fp8_training(model, dense=True, filter_fn=lambda _, name: name != "k")
-    assert found == ["q"] and isinstance(model.q, Fp8Linear)
+    assert found == ["q"]
+    assert isinstance(model.q, Fp8Linear)
     assert set(found.skipped) == {"k", "small", "odd"}
-    assert "too small" in found.skipped["small"] and "multiples of 16, got 720 and 700" in found.skipped["odd"]
+    assert "too small" in found.skipped["small"]
+    assert "multiples of 16, got 720 and 700" in found.skipped["odd"]
     assert "skipped k: left out by filter_fn" in str(found)
     assert revert_from_fp8_training(model) == ["q"]
     assert {name: type(module) for name, module in model.named_modules()} == before

@@ -115,9 +115,11 @@ def test_converted_experts_survive_copies_and_pickles_and_revert() -> None:
     want = module(*given)
     assert "recipe=Recipe(scaling='rowwise'" in repr(module)
     for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert torch.equal(other(*given), want) and type(other) is type(module)
+        assert torch.equal(other(*given), want)
+        assert type(other) is type(module)
     assert revert_from_fp8_training(module) == [""]
-    assert type(module) is kind and torch.equal(module(*given), before)
+    assert type(module) is kind
+    assert torch.equal(module(*given), before)
     assert revert_from_fp8_training(module) == []
 
 
@@ -156,7 +158,8 @@ def test_kept_weights_serve_later_microbatches_until_the_next_first_one(recipe: 
     set_first_microbatch(module, True)
     assert torch.equal(module(*given), 4 * want[0])
     set_first_microbatch(module, None)
-    assert module.fp8.down_proj_kept.q is None and torch.equal(module(*given), 4 * want[0])
+    assert module.fp8.down_proj_kept.q is None
+    assert torch.equal(module(*given), 4 * want[0])
 
 
 class GroupedExperts(nn.Module):
@@ -227,7 +230,7 @@ def test_product_that_cannot_run_names_its_module() -> None:
     module = nn.ModuleDict({"mlp": GroupedExperts()})
     convert_to_fp8_training(module)
     counts = torch.tensor([5, 0, 11, 8], device=DEVICE)
-    with pytest.raises(ValueError, match="mlp.w1: fp8_grouped_mm takes A"):
+    with pytest.raises(ValueError, match=r"mlp.w1: fp8_grouped_mm takes A"):
         module["mlp"](torch.randn(24, HIDDEN + 16, device=DEVICE), counts)
 
 
@@ -246,7 +249,8 @@ def test_sharded_experts_and_dense_layers_match_those_of_one_process() -> None:
         got = model["dense"](model["experts"](*given))
         got.sum().backward()
         assert torch.equal(got, want)
-        assert isinstance(model["experts"].down_proj.grad, DTensor) and isinstance(model["dense"].weight.grad, DTensor)
+        assert isinstance(model["experts"].down_proj.grad, DTensor)
+        assert isinstance(model["dense"].weight.grad, DTensor)
         with pytest.raises(ValueError, match="experts is a FSDPFp8DeepseekV3Experts since it was converted: revert before that"):
             revert_from_fp8_training(model)
     finally:

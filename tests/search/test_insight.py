@@ -31,7 +31,8 @@ def test_a_sparkline_falls_to_nothing() -> None:
 def test_the_knob_that_decides_matters_most() -> None:
     times = {knobs(b, w): 10.0 + b + 0.001 * w for b in range(8) for w in range(4)}
     found = importances(times)
-    assert list(found) == ["block", "warps"] and found["block"] > 0.8
+    assert list(found) == ["block", "warps"]
+    assert found["block"] > 0.8
     assert importances({knobs(1, 1): 1.0}) == {} == importances({knobs(1, 1): 1.0, knobs(2, 1): 1.0})
 
 
@@ -53,12 +54,15 @@ def test_the_portfolio_is_the_smallest_even_where_greed_is_not() -> None:
         {config: 10.0 if case in covered else 20.0 for config, covered in good.items()} for case in range(6)
     ]
     found = portfolio(cases)
-    assert set(found.configs) == {a, b} and found.exact and found.worst == 0.0
+    assert set(found.configs) == {a, b}
+    assert found.exact
+    assert found.worst == 0.0
 
 
 def test_a_portfolio_says_what_is_left() -> None:
     found = portfolio([{knobs(1, 1): 10.15, knobs(2, 1): 10.0}, {knobs(1, 1): 5.0}])
-    assert found.configs == (knobs(1, 1),) and found.worst == pytest.approx(0.015)
+    assert found.configs == (knobs(1, 1),)
+    assert found.worst == pytest.approx(0.015)
 
 
 def test_insight_prints_what_the_store_holds(tmp_path: Path) -> None:
@@ -97,10 +101,10 @@ def test_tune_ends_with_the_same_in_short(tmp_path: Path, monkeypatch: pytest.Mo
     assert (
         title == f"rmsnorm_bwd optimized none: 2 cases, {2 * trials} trials ({2 * (trials - spilling)} ok, {2 * spilling} spills)"
     )
-    assert (
-        regret_line.startswith("  within 2 % of the best after 2 ") and f" of {i + 1} trials (median; worst 2); " in regret_line
-    )
-    assert matter.startswith("  knobs that matter: stages ") and dead.startswith("  never within 2 %: stages=2 (-")
+    assert regret_line.startswith("  within 2 % of the best after 2 ")
+    assert f" of {i + 1} trials (median; worst 2); " in regret_line
+    assert matter.startswith("  knobs that matter: stages ")
+    assert dead.startswith("  never within 2 %: stages=2 (-")
     assert few == "  1 config keeps every case (2) within 2 % of its best (worst 0.0 %)"
 
 

@@ -58,7 +58,9 @@ def test_damaged_observations_are_one_line_with_file_and_place(change: Callable[
     path.write_bytes(gzip.compress(change(gzip.decompress(path.read_bytes()).decode()).encode()))
     with pytest.raises(ValueError) as caught:
         read(path, OP)
-    assert str(caught.value).startswith(str(path)) and text in str(caught.value) and "\n" not in str(caught.value)
+    assert str(caught.value).startswith(str(path))
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_observations_that_are_no_gzip_are_one_line(tmp_path: Path) -> None:

@@ -56,7 +56,8 @@ def test_an_objective_that_suggests_the_knobs_itself_is_optimized() -> None:
 
     study = optuna.create_study(sampler=sampler)
     study.optimize(objective, n_trials=14)
-    assert study.best_value == 10.0 and len({tuple(trial.params.items()) for trial in study.trials}) == 14
+    assert study.best_value == 10.0
+    assert len({tuple(trial.params.items()) for trial in study.trials}) == 14
 
 
 def test_a_study_that_maximizes_finds_the_largest_value() -> None:
@@ -110,11 +111,11 @@ def test_failed_trials_teach_where_configs_fail() -> None:
 
 @pytest.mark.parametrize("configs", [[], [{}], [{"a": 1}, {"b": 1}]])
 def test_configs_without_common_knobs_are_refused(configs: list[dict[str, Any]]) -> None:
-    with pytest.raises(ValueError, match="^configs: expected one or more configs with the same knobs$"):
+    with pytest.raises(ValueError, match=r"^configs: expected one or more configs with the same knobs$"):
         ListSampler(configs)
 
 
 def test_a_knob_beside_the_list_is_refused() -> None:
     study = optuna.create_study(sampler=ListSampler(CONFIGS))
-    with pytest.raises(ValueError, match="^stages: .*: expected a knob of the list: block, warps, fast$"):
+    with pytest.raises(ValueError, match=r"^stages: .*: expected a knob of the list: block, warps, fast$"):
         study.ask().suggest_categorical("stages", (1, 2))

@@ -71,7 +71,8 @@ def test_a_trial_comes_back_as_it_was_stored(path: Path) -> None:
         Evaluation("wrong", None, 'y: "µ"\nline two'),
     ]
     store = open_store(path)
-    assert len(store) == 0 and get(store, Knobs(0, True)) is None
+    assert len(store) == 0
+    assert get(store, Knobs(0, True)) is None
     for i, trial in enumerate(trials):
         put(store, Knobs(i, True), trial)
     for reader in (store, open_store(path)):
@@ -95,7 +96,8 @@ def test_a_trial_belongs_to_its_op_case_variant_policy_and_config(path: Path) ->
         assert reader.get(OTHER_OP, CASE, VARIANT, "cold", config) is None
         assert reader.get(OP, CASE, OTHER_VARIANT, "cold", config) is None
         assert reader.get(OP, CASE, VARIANT, "hot", config) is None
-        assert get(reader, Knobs(1, False)) is None and get(reader, Knobs(2, True)) is None
+        assert get(reader, Knobs(1, False)) is None
+        assert get(reader, Knobs(2, True)) is None
 
 
 def test_ranked_gives_timed_configs_fastest_first(path: Path) -> None:
@@ -125,7 +127,9 @@ def test_the_file_only_grows_and_the_last_row_counts(path: Path) -> None:
     for time_us in (3.0, 2.0, 1.0):
         put(store, Knobs(1, True), Evaluation("ok", time_us))
         after = path.read_bytes()
-        assert after.startswith(before) and len(after) > len(before) and after.endswith(b"\n")
+        assert after.startswith(before)
+        assert len(after) > len(before)
+        assert after.endswith(b"\n")
         before = after
     assert get(open_store(path), Knobs(1, True)) == get(store, Knobs(1, True)) == Evaluation("ok", 1.0)
 
@@ -182,7 +186,8 @@ def test_a_broken_line_that_is_not_the_last_is_named(path: Path, broken: str) ->
     before = path.read_bytes()
     with pytest.raises(ValueError) as caught:
         open_store(path)
-    assert str(caught.value).startswith(f"{path}:2: not a trial: ") and "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"{path}:2: not a trial: ")
+    assert "\n" not in str(caught.value)
     assert path.read_bytes() == before
 
 
@@ -211,7 +216,8 @@ def test_a_value_of_another_type_in_a_journal_is_one_line(field: str, value: obj
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(ValueError) as caught:
         open_store(path)
-    assert str(caught.value).startswith(f"{path}: not a") and "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"{path}: not a")
+    assert "\n" not in str(caught.value)
 
 
 def old_rows(count: int) -> list[dict[str, Any]]:
@@ -238,11 +244,14 @@ def test_store_of_an_older_version_is_migrated_once_and_kept(path: Path) -> None
     old.write_bytes(before)
     store = open_store(path)
     assert [get(store, Knobs(i, True)) for i in range(3)] == [Evaluation("ok", i + 0.5) for i in range(3)]
-    assert get(store, Knobs(7, False)) == Evaluation("spills") and len(store) == 4
+    assert get(store, Knobs(7, False)) == Evaluation("spills")
+    assert len(store) == 4
     kept = store.of_case(OP, CASE, VARIANT, "cold")[("block", 2), ("fast", True)]
     assert (kept.resources, kept.shared_bytes, kept.date, kept.commit) == (128, 1024, "2026-11-20T10:00:00+00:00", "abc")
-    assert not old.exists() and old.with_name("fake.jsonl.migrated").read_bytes() == before
-    assert len(open_store(path, driver="older")) == 0 and len(TrialStore(path, driver="older")) == 1
+    assert not old.exists()
+    assert old.with_name("fake.jsonl.migrated").read_bytes() == before
+    assert len(open_store(path, driver="older")) == 0
+    assert len(TrialStore(path, driver="older")) == 1
     put(store, Knobs(9, True), Evaluation("ok", 9.5))
     assert len(open_store(path)) == 5
 
@@ -255,8 +264,10 @@ def test_an_older_store_with_a_row_that_lacks_a_field_is_refused_and_left_alone(
     before = old.read_bytes()
     with pytest.raises(ValueError) as caught:
         open_store(path)
-    assert str(caught.value).startswith(f"{old}:2: not a trial: ") and "\n" not in str(caught.value)
-    assert old.read_bytes() == before and not path.exists()
+    assert str(caught.value).startswith(f"{old}:2: not a trial: ")
+    assert "\n" not in str(caught.value)
+    assert old.read_bytes() == before
+    assert not path.exists()
 
 
 @pytest.mark.parametrize("broken", ["{not json", "[1, 2]", "7", "{}", "", "\x00\x00", '{"schema": 9}', "[" * 100_000])
@@ -265,7 +276,9 @@ def test_an_older_store_with_a_broken_line_is_refused_and_left_alone(path: Path,
     old.write_text(broken + "\n" + old.read_text())
     with pytest.raises(ValueError) as caught:
         open_store(path)
-    assert str(caught.value).startswith(f"{old}:1: ") and "\n" not in str(caught.value) and len(str(caught.value)) < 500
+    assert str(caught.value).startswith(f"{old}:1: ")
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
     assert not path.exists()
 
 
@@ -282,7 +295,8 @@ def test_optuna_opens_the_journal_of_a_store(path: Path) -> None:
     )
     trials = [trial for study in studies for trial in study.trials]
     assert [trial.value for trial in trials] == [10.0, 11.0, 12.0, 13.0, 14.0, None]
-    assert trials[5].state is optuna.trial.TrialState.FAIL and trials[5].user_attrs["detail"] == "96 bytes"
+    assert trials[5].state is optuna.trial.TrialState.FAIL
+    assert trials[5].user_attrs["detail"] == "96 bytes"
 
 
 def test_trials_of_a_case_are_one_study_whose_knobs_offer_what_the_space_does(path: Path) -> None:
@@ -304,7 +318,8 @@ def test_trials_of_another_source_or_driver_are_not_found(path: Path) -> None:
     (config, *_) = filled(path, 2)
     for changes in ({"source_hash": "def"}, {"driver": "2.0"}, {"torch": "3"}):
         other = open_store(path, **changes)
-        assert get(other, config) is None and len(other) == 0
+        assert get(other, config) is None
+        assert len(other) == 0
         assert other.ranked(OP, CASE, VARIANT, "cold") == []
     newer = open_store(path, source_hash="def")
     put(newer, config, Evaluation("ok", 77.0))
@@ -336,10 +351,14 @@ def test_a_case_is_told_of_its_own_sizes_and_the_newest_of_others(path: Path) ->
     def told(others: int, variant: Variant = VARIANT) -> list[int]:
         return sorted(dict(knobs)["block"] for _, knobs, _ in store.told(OP, CASE, variant, others))
 
-    assert told(0) == [1, 4] and told(2) == [1, 3, 4, 5] and told(9) == [0, 1, 3, 4, 5] and told(9, OTHER_VARIANT) == [1, 4]
+    assert told(0) == [1, 4]
+    assert told(2) == [1, 3, 4, 5]
+    assert told(9) == [0, 1, 3, 4, 5]
+    assert told(9, OTHER_VARIANT) == [1, 4]
     other_store = open_store(path.with_name("none.log"))
     other_store.know(store.told(OP, CASE, VARIANT, 9))
-    assert len(other_store) == 5 and get(other_store, Knobs(1, True)) == Evaluation("spills")
+    assert len(other_store) == 5
+    assert get(other_store, Knobs(1, True)) == Evaluation("spills")
     assert not path.with_name("none.log").exists()
 
 
@@ -386,7 +405,8 @@ def test_two_writers_wait_for_each_other(path: Path) -> None:
         waiting = Thread(target=put, args=(store, Knobs(2, True), Evaluation("ok", 2.0)))
         waiting.start()
         time.sleep(0.2)
-        assert waiting.is_alive() and path.read_text() == text + line[:40]
+        assert waiting.is_alive()
+        assert path.read_text() == text + line[:40]
         other.write(line[40:])
         other.flush()
         fcntl.flock(other, fcntl.LOCK_UN)
@@ -400,7 +420,8 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     store = open_store(path)
     with pytest.raises(ValueError) as caught:
         put(store, Knobs(1, True), Evaluation("ok", 1.0))
-    assert str(caught.value).startswith(f"cannot write {path}: ") and "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"cannot write {path}: ")
+    assert "\n" not in str(caught.value)
     assert get(store, Knobs(1, True)) is None
 
 

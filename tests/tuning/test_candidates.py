@@ -30,7 +30,9 @@ def test_the_nearest_configs_and_sizes_say_most() -> None:
     near, far = (("M", 8192), ("N", 4096)), (("M", 64), ("N", 65536))
     told = [(near, config(1), False), (near, config(8), True), (far, config(1), True), (near, config(4, "b"), True)]
     found = probabilities(SIZES, [config(1), config(2), config(8), config(4, "b")], told)
-    assert found is not None and found[0] > 0.9 > found[1] > 0.5 > found[2] and found[3] < 0.5
+    assert found is not None
+    assert found[0] > 0.9 > found[1] > 0.5 > found[2]
+    assert found[3] < 0.5
     assert np.all((found >= 0) & (found <= 1))
 
 
@@ -54,7 +56,8 @@ def test_a_search_that_was_told_compiles_fewer_that_are_refused() -> None:
 
 def test_likely_refusals_come_last_and_none_is_left_out() -> None:
     order = refused(True, 60.0, 0)
-    assert len(order) == len(SPACE.trials) and sum(order) == sum(trial.status in REFUSED for trial in SPACE.trials.values())
+    assert len(order) == len(SPACE.trials)
+    assert sum(order) == sum(trial.status in REFUSED for trial in SPACE.trials.values())
     tail = order[-sum(order) :]
     assert np.mean(tail) > 0.8 > 0.1 > np.mean(order[: len(order) // 2])
 

@@ -47,15 +47,18 @@ def table(samples: list[Sample], op: Op | None = None) -> Table:
 
 def test_fit_knobs_that_follow_a_size_hold_where_sizes_are_left_out() -> None:
     rule, found = fitted(table([sample(case_of(size)) for size in SIZES]))
-    assert set(found.shares) == {case_of(size) for size in SIZES} and len(found.judged) == len(SIZES)
-    assert found.geomean > 0.9 and found.worst > 0.6
+    assert set(found.shares) == {case_of(size) for size in SIZES}
+    assert len(found.judged) == len(SIZES)
+    assert found.geomean > 0.9
+    assert found.worst > 0.6
     assert any(isinstance(value, Scaled) for form in rule.forms for _, value in form.knobs)
     defaults = [time_us(case_of(size), DEFAULT) / sample(case_of(size)).best_us for size in SIZES]
     assert found.geomean > 1.2 / math.exp(sum(map(math.log, defaults)) / len(defaults))
     unseen = case_of(700)
     knobs = chosen(op_of(VARIANT), VARIANT, rule, unseen, [])
     assert time_us(unseen, Small(**knobs)) < 1.05 * sample(unseen).best_us
-    assert rule.judged == found.data and rule.judged["judged"] == len(SIZES)
+    assert rule.judged == found.data
+    assert rule.judged["judged"] == len(SIZES)
 
 
 def test_fit_times_that_are_not_known_are_not_judged_and_are_named() -> None:
@@ -63,7 +66,8 @@ def test_fit_times_that_are_not_known_are_not_judged_and_are_named() -> None:
     found = judged(table(samples), Shape(0, 1, 0.0))
     unknown = [case for case, share in found.shares.items() if math.isnan(share)]
     wanted = untimed(table(samples))
-    assert unknown and set(unknown) <= set(wanted)
+    assert unknown
+    assert set(unknown) <= set(wanted)
     assert Judgement(found.shares).data["judged"] == len(SIZES) - len(unknown)
 
 
@@ -89,7 +93,8 @@ def test_fit_the_default_is_chosen_where_it_is_as_good() -> None:
         return Sample(made.case, times, 100.0, {"block": 256, "warps": 4})
 
     rule, found = fitted(table([flat(size) for size in SIZES]))
-    assert found.worst == pytest.approx(1.0) and isinstance(rule.tree, Leaf)
+    assert found.worst == pytest.approx(1.0)
+    assert isinstance(rule.tree, Leaf)
     assert chosen(op_of(VARIANT), VARIANT, rule, case_of(333), []) == {"block": 256, "warps": 4}
 
 
@@ -98,4 +103,5 @@ def test_fit_one_16_bit_type_borrows_what_is_known_of_the_other() -> None:
     sparse = [sample(case_of(size, "float16"), lambda c, size=size: (c.block, c.warps) in own(size)) for size in SIZES]
     made = table([*known, *sparse])
     assert made.costs[len(SIZES) :] == pytest.approx(made.costs[: len(SIZES)], abs=1e-9)
-    assert (made.known == made.valid)[: len(SIZES)].all() and not (made.known == made.valid)[len(SIZES) :].all()
+    assert (made.known == made.valid)[: len(SIZES)].all()
+    assert not (made.known == made.valid)[len(SIZES) :].all()

@@ -15,5 +15,5 @@ def test_a_child_finds_every_operator_and_variant_by_name(op: Op) -> None:
 
 
 def test_an_operator_that_is_nowhere_is_one_line() -> None:
-    with pytest.raises(ValueError, match="^no operator nothing in OP or OPS of kerneltune.ops.stream or of a package"):
+    with pytest.raises(ValueError, match=r"^no operator nothing in OP or OPS of kerneltune.ops.stream or of a package"):
         Named("kerneltune.ops.stream", "nothing", "optimized").load()

@@ -36,7 +36,7 @@ def on_an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @cache_
 def bench() -> dict[str, list[Case]]:
-    """The bench cases of every operator."""
+    """Return the bench cases of every operator."""
     found: dict[str, list[Case]] = {}
     for path in sorted(SWEEPS.glob("*.yaml")):
         for entry in sweep.load(path, ALL | workloads.load()).bench:
@@ -45,7 +45,7 @@ def bench() -> dict[str, list[Case]]:
 
 
 def random_case(op: Op, rng: random.Random) -> Case:
-    """A case of the sweeps with another size of a free axis half of the time, and options and type of any kind."""
+    """Change a case of the sweeps: half of the time the size of a free axis, and options and type of any kind."""
     sizes = dict(rng.choice(bench()[op.name]).axes)
     if op.free_axes and rng.random() < 0.5:
         axis = rng.choice(op.free_axes)
@@ -55,7 +55,7 @@ def random_case(op: Op, rng: random.Random) -> Case:
 
 
 def called_with(op: Op, case: Case, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The config that a call on inputs without values looks up; None where it looks up none."""
+    """Return the config that a call on inputs without values looks up; None where it looks up none."""
     answers: list[Any] = []
     find = Chooser.find
 

@@ -36,7 +36,8 @@ def test_observe_two_cases_keeps_every_time_of_each(tmp_path: Path) -> None:
     assert all(len(one.configs) == 6 for one in cases)
     assert observe(cases, Options(results=tmp_path), Quiet()) == 2
     found = read(path_of("stream", H200.slug, tmp_path), STREAM)
-    assert len(found.runs) == 1 and len(found.rows) == 12
+    assert len(found.runs) == 1
+    assert len(found.rows) == 12
     for row in found.rows:
         assert row.time_us == pytest.approx(time_us(BASELINE.config_from(dict(row.knobs))), rel=1e-4)
     assert {row.case for row in found.rows} == {one.work.case for one in cases}
@@ -47,7 +48,8 @@ def test_observe_again_keeps_one_time_of_a_config_and_the_runs_that_are_used(tmp
         observe([asked(1 << 20)], Options(results=tmp_path), Quiet())
     observe([asked(1 << 22)], Options(results=tmp_path), Quiet())
     found = read(path_of("stream", H200.slug, tmp_path), STREAM)
-    assert len(found.runs) == 2 and len(found.rows) == 12
+    assert len(found.runs) == 2
+    assert len(found.rows) == 12
 
 
 def test_observe_over_budget_begins_no_further_case(tmp_path: Path) -> None:

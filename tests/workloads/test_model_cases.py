@@ -49,7 +49,8 @@ def test_cases_of_experts_have_the_products_of_both_passes_on_one_gpu_of_the_gro
     found = cases(tmp_path, {**EXPERTS, "torch_dtype": "float16"}, ep=8)
     rows = 4096 * 6
     products = {name: sizes for (op, name), sizes in found.items() if op == "fp8_grouped_gemm"}
-    assert {sizes["E"] for sizes in products.values()} == {8} and len(products) == 6
+    assert {sizes["E"] for sizes in products.values()} == {8}
+    assert len(products) == 6
     assert {sizes["dtype"] for sizes in products.values()} == {"float16"}
     sizes = {name: (s["M"], s["N"], s["K"], s["product"]) for name, s in products.items()}
     assert sizes[f"experts.gate-up-{rows}"] == (rows, 2816, 2560, "rows")
@@ -63,7 +64,8 @@ def test_cases_of_experts_have_the_products_of_both_passes_on_one_gpu_of_the_gro
 
 def test_cases_of_latent_attention_have_its_norms_and_shared_experts(tmp_path: Path) -> None:
     found = cases(tmp_path, LATENT)
-    assert found["rmsnorm_fwd", "kv-latent-norm-4096"]["N"] == 512 and found["rmsnorm_fwd", "q-latent-norm-4096"]["N"] == 1536
+    assert found["rmsnorm_fwd", "kv-latent-norm-4096"]["N"] == 512
+    assert found["rmsnorm_fwd", "q-latent-norm-4096"]["N"] == 1536
     assert found["int4_gemm", "attention.kv-down-1"]["M"] == 576
     assert found["int4_gemm", "shared-experts.down-1"]["K"] == 2816
     assert found["int4_gemm", "mlp.down-1"]["K"] == 9728
@@ -80,7 +82,8 @@ def test_cases_of_a_model_with_layer_norm_have_no_rms_norm(tmp_path: Path) -> No
 
 def test_cases_of_an_unknown_type_are_read_by_their_fields_and_of_a_picture_model_from_its_text_part(tmp_path: Path) -> None:
     found = cases(tmp_path, {"model_type": "new_vl", "vision_config": {}, "text_config": {**SMALL, "model_type": "new_text"}})
-    assert found["rmsnorm_fwd", "norm-4096"]["N"] == 2560 and ("rmsnorm_fwd", "q-norm-131072") not in found
+    assert found["rmsnorm_fwd", "norm-4096"]["N"] == 2560
+    assert ("rmsnorm_fwd", "q-norm-131072") not in found
     assert cases(tmp_path, {**SMALL, "model_type": "gemma3_text"})["rmsnorm_fwd", "norm-4096"]["zero_centered"] is True
 
 
@@ -106,7 +109,9 @@ def test_a_bad_config_is_one_line_with_file_field_and_value(tmp_path: Path, fiel
     path = written(tmp_path, fields)
     with pytest.raises(ValueError) as caught:
         sweep_text(read(path), [4096], [1], ep=8)
-    assert str(caught.value).startswith(str(path)) and text in str(caught.value) and "\n" not in str(caught.value)
+    assert str(caught.value).startswith(str(path))
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_config_that_is_no_file_is_one_line(tmp_path: Path) -> None:

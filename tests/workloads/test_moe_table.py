@@ -53,7 +53,8 @@ def test_the_table_as_text() -> None:
         ["some-4096", "tensorwise", "1000", "1200", "500", "2.00x", "2.40x", "80.0"],
         ["rowwise", "1000", "1200", "625", "1.60x", "1.92x"],
     ]
-    assert "cached µs" in lines[-2] and "all rows: groups zipf" in lines
+    assert "cached µs" in lines[-2]
+    assert "all rows: groups zipf" in lines
 
 
 def test_the_table_as_csv_has_every_column() -> None:
@@ -68,7 +69,8 @@ def test_records_measured_otherwise_are_told_apart() -> None:
     slower = [changed(r, policy="eager", time_us=(r.time_us or 0) * (1 if r.variant == "baseline" else 3)) for r in RECORDS]
     cold, eager = tables([*RECORDS, *slower])
     assert (cold.title, eager.title) == ("cold, NVIDIA H200", "eager, NVIDIA H200")
-    assert cold.head[0].startswith("tensorwise: 2.00x bf16 (1 case)") and eager.head[0].startswith("tensorwise: 0.67x bf16")
+    assert cold.head[0].startswith("tensorwise: 2.00x bf16 (1 case)")
+    assert eager.head[0].startswith("tensorwise: 0.67x bf16")
     assert len(tables([*RECORDS, *(changed(r, device="NVIDIA B200") for r in RECORDS)])) == 2
     assert tables([record()]) == []
 
@@ -84,7 +86,8 @@ def test_a_page_shows_whole_steps_only(tmp_path: Path) -> None:
 def test_a_peer_of_another_run_is_named() -> None:
     mixed = [changed(r, commit="f00d") if r.variant == "torchao_rowwise" else r for r in RECORDS]
     (table,) = tables(mixed)
-    assert table.rows[0].values[-1] == "f00d" and "f00d" in table.markdown()
+    assert table.rows[0].values[-1] == "f00d"
+    assert "f00d" in table.markdown()
 
 
 def test_times_of_different_runs_are_not_compared() -> None:
@@ -101,7 +104,8 @@ def test_compare_shows_the_table_of_the_workload(tmp_path: Path) -> None:
     file = tmp_path / "moe_training.jsonl"
     records.append(file, RECORDS)
     result = run("compare", "--from", file)
-    assert result.exit_code == 0 and result.stdout == tables(RECORDS)[0].text(100)
+    assert result.exit_code == 0
+    assert result.stdout == tables(RECORDS)[0].text(100)
     output = tmp_path / "table.md"
     assert run("compare", file, "--format", "markdown", "--output", output).exit_code == 0
     assert output.read_text() == tables(RECORDS)[0].markdown()
