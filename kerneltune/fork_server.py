@@ -6,11 +6,12 @@ removes the folder of its socket, which its parent could not. Does nothing in ot
 
 import atexit
 import os
-import shutil
 import signal
+from pathlib import Path
 from types import FrameType
 
 from kerneltune.interrupts import is_importing
+from kerneltune.temporary import remove
 
 VARIABLE = "KERNELTUNE_FORK_SERVER"
 """Environment variable of the server: its parent's id, a blank, and the folder of its socket where the parent has made it."""
@@ -20,18 +21,16 @@ _LOOK_S = 0.25
 def _bind(parent: int, folder: str) -> None:
     """Look whether the parent is there while modules are imported; later the server notices by itself."""
 
-    def remove() -> None:
-        if folder:
-            shutil.rmtree(folder, ignore_errors=True)
-
     def look(_number: int, frame: FrameType | None) -> None:
         if os.getppid() != parent:
-            remove()
+            if folder:
+                remove(Path(folder))
             os._exit(1)
         if not is_importing(frame):
             signal.setitimer(signal.ITIMER_REAL, 0.0)
 
-    atexit.register(remove)
+    if folder:
+        atexit.register(remove, Path(folder))
     signal.signal(signal.SIGALRM, look)
     signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
 

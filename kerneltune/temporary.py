@@ -8,13 +8,11 @@ import fcntl
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO
 
-_YOUNG_S = 60.0
 PREFIX = "ktune-"
 """What the names of the folders begin with; short, for the path of a socket has 107 bytes at most."""
 _HELD = ".kerneltune-held"
@@ -25,54 +23,82 @@ _HELD = ".kerneltune-held"
 def held_folder(prefix: str = PREFIX) -> Iterator[Path]:
     """Yield a new temporary folder, and remove it afterwards. Removes abandoned ones first."""
     remove_abandoned()
-    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as name, _hold(Path(name)):
-        yield Path(name)
+    folder, held = _new_folder(prefix)
+    with held:
+        try:
+            yield folder
+        finally:
+            remove(folder)
 
 
 def process_folder() -> Path:
     """Return a new temporary folder that lasts as long as this process. Removes abandoned ones first."""
     remove_abandoned()
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-    held = _hold(folder)
+    folder, held = _new_folder(PREFIX)
 
-    def remove(owner: int = os.getpid()) -> None:
+    def end(owner: int = os.getpid()) -> None:
         if os.getpid() == owner:  # not in a fork
+            remove(folder)
             held.close()
-            shutil.rmtree(folder, ignore_errors=True)
 
-    atexit.register(remove)
+    atexit.register(end)
     return folder
 
 
 def remove_abandoned() -> None:
-    """Remove this user's folders that no process holds; a folder without the file that says so, where it is empty and old."""
+    """Remove this user's folders that no process holds; of folders without the file that says so only empty ones."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with suppress(OSError):
-            status = folder.lstat()
-            if status.st_uid != os.getuid():
+            if folder.lstat().st_uid != os.getuid():
                 continue
-            if is_abandoned(folder):
-                shutil.rmtree(folder, ignore_errors=True)
-            elif status.st_mtime < time.time() - _YOUNG_S:
+            try:
+                with _locked(folder):
+                    remove(folder)
+            except FileNotFoundError:
                 folder.rmdir()
 
 
 def is_abandoned(folder: Path) -> bool:
     """Return whether the process that held a folder has ended, or the folder is gone."""
     try:
-        with (folder / _HELD).open("rb") as held:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
+        _locked(folder).close()
     except FileNotFoundError:
         return not folder.exists()
     except OSError:  # locked, or another user's
         return False
+    return True
 
 
-def _hold(folder: Path) -> TextIO:
-    """Return the file that holds a folder until it is closed; under its name it is locked from the first moment."""
-    new = folder / f"{_HELD}.new"
-    held = new.open("w")
-    fcntl.flock(held, fcntl.LOCK_EX)
-    new.rename(folder / _HELD)
+def _new_folder(prefix: str) -> tuple[Path, BinaryIO]:
+    """Return a new folder, and the file that holds it until it is closed."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=prefix))
+        with suppress(FileNotFoundError):  # another process took the folder for abandoned before it was held
+            held = (folder / _HELD).open("wb")
+            fcntl.flock(held, fcntl.LOCK_EX)
+            if os.fstat(held.fileno()).st_nlink:
+                return folder, held
+            held.close()
+
+
+def _locked(folder: Path) -> BinaryIO:
+    """Return the file of a folder that nobody holds, which is now held here."""
+    held = (folder / _HELD).open("rb")
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        held.close()
+        raise
     return held
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder that is held, as far as possible; the file that says so last, so that what a kill leaves can be told."""
+    with suppress(OSError):
+        for path in folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != _HELD:
+                path.unlink(missing_ok=True)
+        (folder / _HELD).unlink(missing_ok=True)
+        folder.rmdir()
