@@ -46,4 +46,5 @@ def test_folder_of_a_killed_process_is_removed_by_the_next_and_no_other(tmp_path
         process.send_signal(signal.SIGKILL)
     assert temporary.is_abandoned(theirs)
     temporary.remove_abandoned()
-    assert sorted(os.listdir(tmp_path)) == ["ktune-link", "ktune-strange"] and (strange / "file").exists()
+    assert sorted(os.listdir(tmp_path)) == ["ktune-link", "ktune-strange"]
+    assert (strange / "file").exists()
