@@ -97,7 +97,7 @@ def test_what_cannot_be_compared(old: list[Record], new: list[Record], reason: s
     assert (answer.exit_code, answer.reason) == (2, reason)
 
 
-SHIPPED = sorted((Path(__file__).parents[1] / "results").rglob("*.jsonl"))
+SHIPPED = sorted((Path(__file__).parents[2] / "results").rglob("*.jsonl"))
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}-{path.stem}")

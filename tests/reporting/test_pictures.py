@@ -93,7 +93,7 @@ def test_missing_matplotlib_is_one_line(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_the_readme_picture_is_that_of_the_recorded_results() -> None:
     """Make it anew with `kerneltune report --dtype bfloat16 --svg docs results/nvidia_h200/rmsnorm.jsonl`."""
-    text = (Path(__file__).parent.parent / "docs" / "rmsnorm_ceiling.svg").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "rmsnorm_ceiling.svg").read_text()
     timed = [record for record in one_type() if record.time_us is not None]
     for name in ("device", "driver", "triton", "commit"):
         assert " and ".join(dict.fromkeys(short_commit(getattr(record, name)) for record in timed)) in text
