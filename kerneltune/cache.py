@@ -51,7 +51,7 @@ class _Evidence(msgspec.Struct):
     over_default: tuple[_Measure, _Measure] | None = None
 
 
-class _Row(msgspec.Struct, forbid_unknown_fields=True):
+class _EntryRow(msgspec.Struct, forbid_unknown_fields=True):
     """An entry as it stands in a file."""
 
     variant: _Name
@@ -80,7 +80,7 @@ class _File(_Schema):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class CacheEntry:
     """The best config of one variant on one case, and the evidence for it.
 
     Attributes:
@@ -112,13 +112,13 @@ class Entry:
         return self.variant, self.policy, self.dtype, self.quant, self.options, self.axes
 
 
-def entry_from(values: Mapping[str, Any]) -> Entry:
+def entry_from(values: Mapping[str, Any]) -> CacheEntry:
     """Return the entry with these fields, axes and options as mappings.
 
     Raises:
         ValueError: one line naming the field, its value and what is expected.
     """
-    return _entry(checked(values, _Row))
+    return _entry(checked(values, _EntryRow))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class Hit:
             when exact, and between sizes of 0 and 1.
     """
 
-    entry: Entry
+    entry: CacheEntry
     exact: bool
     distance: float
 
@@ -161,7 +161,7 @@ def path_of(op_name: str, device_slug: str, root: Path | None = None) -> Path:
     return readable(Path(device_slug) / f"{op_name}.json", root)
 
 
-def load(op_name: str, device_slug: str, root: Path | None = None) -> list[Entry]:
+def load(op_name: str, device_slug: str, root: Path | None = None) -> list[CacheEntry]:
     """Return the readable entries of an operator; whatever is broken is left out with one warning."""
     path = path_of(op_name, device_slug, root)
     if not path.exists():
@@ -173,7 +173,7 @@ def load(op_name: str, device_slug: str, root: Path | None = None) -> list[Entry
     return entries
 
 
-def load_strict(path: Path) -> list[Entry]:
+def load_strict(path: Path) -> list[CacheEntry]:
     """All entries of a file.
 
     Raises:
@@ -185,12 +185,12 @@ def load_strict(path: Path) -> list[Entry]:
     return entries
 
 
-def store(op_name: str, device_slug: str, entry: Entry, root: Path | None = None) -> Path:
+def store(op_name: str, device_slug: str, entry: CacheEntry, root: Path | None = None) -> Path:
     """Call `store_all` with one entry."""
     return store_all(op_name, device_slug, [entry], root)
 
 
-def store_all(op_name: str, device_slug: str, entries: Sequence[Entry], root: Path | None = None) -> Path:
+def store_all(op_name: str, device_slug: str, entries: Sequence[CacheEntry], root: Path | None = None) -> Path:
     """Put entries in place of those with their identities, all or none; readers see the old file or the new one.
 
     Raises:
@@ -236,12 +236,12 @@ def candidates(
     return [Hit(entry, exact=not any(near) and entry.policy == policy, distance=near[2]) for near, entry in found]
 
 
-def in_order(entries: Iterable[Entry]) -> list[Entry]:
+def in_order(entries: Iterable[CacheEntry]) -> list[CacheEntry]:
     """Return the larger first, by sizes and options, then by the config's text: of two that are as near the first is taken."""
     return sorted(entries, key=lambda entry: (-_size(entry), _order(entry.config)))
 
 
-class Found(NamedTuple):
+class Choice(NamedTuple):
     """What a look-up answers with.
 
     Attributes:
@@ -294,7 +294,7 @@ class Chooser:
         """
         return _chosen(self, gpu or device.current_slug(), axes, dtype, quant, options)
 
-    def find(self, case: Case, gpu: str | None = None) -> Found:
+    def find(self, case: Case, gpu: str | None = None) -> Choice:
         """Return the first valid config of: the case's own entry, entries near it, the rule's proposals, the default.
 
         Entries of the case's own sizes with another value of a free option, or of the other 16-bit type, are near. The rule
@@ -304,22 +304,22 @@ class Chooser:
         table = _table(self, gpu, case.quant)
         own = table.own.get((case.axes, case.dtype, case.options))
         if own is not None and (config := self.from_knobs(case, own.config)) is not None:
-            return Found(config, "own", "")
+            return Choice(config, "own", "")
         ruling = ruling_of(self, gpu)
         limit = math.inf if ruling is None else ruling.rule.near
         kin = table.along(case.axes, self.free_axes) if limit else table.same_sizes.get(case.axes, ())
         place = dict(case.axes), case.dtype, dict(case.options)
         for (_, moved, apart), entry in ranked(place, kin, self.free_axes, self.free_options, self.bands) if kin else ():
             if not (moved and apart > limit) and (config := self.from_knobs(case, entry.config)) is not None:
-                return Found(config, "near", _told(case, Hit(entry, False, apart), self.policy))
+                return Choice(config, "near", _told(case, Hit(entry, False, apart), self.policy))
         if ruling is not None:
             ranges = table.ranges or self.ranges(case)
             for knobs in ruling.proposals(case):
                 if not knobs:
-                    return Found(self.default(case), "default", f"{ruling.told(gpu)}: the default")
+                    return Choice(self.default(case), "default", f"{ruling.told(gpu)}: the default")
                 if out_of_range(knobs, ranges) is None and (config := self.from_knobs(case, knobs)) is not None:
-                    return Found(config, "rule", f"{ruling.told(gpu)}: {_text(knobs)}")
-        return Found(self.default(case), "default", "the default")
+                    return Choice(config, "rule", f"{ruling.told(gpu)}: {_text(knobs)}")
+        return Choice(self.default(case), "default", "the default")
 
     def from_knobs(self, case: Case, knobs: Mapping[str, Any]) -> Any:
         """Return the config with these knobs; None where they are not those of the variant, or not valid for the case."""
@@ -329,7 +329,7 @@ class Chooser:
         except (ValueError, ArithmeticError, TypeError, LookupError):  # of knobs that no space has, such as tiles of 0 rows
             return None
 
-    def defect(self, entry: Entry) -> str | None:
+    def defect(self, entry: CacheEntry) -> str | None:
         """Return why an entry cannot be believed: a knob's name, type or range, or `valid` for its own case; None if it can."""
         case = entry.as_case
         if any(size > _LARGEST for _, size in entry.axes):
@@ -371,12 +371,12 @@ class _Table:
         ranges: of the knobs, over all recorded cases.
     """
 
-    own: Mapping[Any, Entry]
-    same_sizes: Mapping[Axes, Sequence[tuple[Place, Entry]]]
+    own: Mapping[Any, CacheEntry]
+    same_sizes: Mapping[Axes, Sequence[tuple[Place, CacheEntry]]]
     ranges: Mapping[str, Range]
-    _along: dict[Any, list[tuple[Place, Entry]]] = field(default_factory=dict)
+    _along: dict[Any, list[tuple[Place, CacheEntry]]] = field(default_factory=dict)
 
-    def along(self, axes: Axes, free_axes: Collection[str]) -> Sequence[tuple[Place, Entry]]:
+    def along(self, axes: Axes, free_axes: Collection[str]) -> Sequence[tuple[Place, CacheEntry]]:
         """Return the entries whose sizes differ along the free axes only."""
         fixed = tuple(axis for axis in axes if axis[0] not in free_axes)
         if fixed not in self._along:
@@ -396,8 +396,8 @@ def ruling_of(chooser: Chooser, gpu: str) -> rule.Ruling | None:
 @lru_cache(maxsize=1024)
 def _table(chooser: Chooser, gpu: str, quant: str) -> _Table:
     path = path_of(chooser.op, gpu, chooser.root)
-    own: dict[Any, Entry] = {}
-    same_sizes: dict[Axes, list[tuple[Place, Entry]]] = {}
+    own: dict[Any, CacheEntry] = {}
+    same_sizes: dict[Axes, list[tuple[Place, CacheEntry]]] = {}
     ranges: dict[str, Range] = {}
     bad = []
     for place, entry in _alike(path, chooser.variant, chooser.policy, quant):
@@ -441,19 +441,19 @@ def clear() -> None:
 
 
 @lru_cache(maxsize=1024)
-def _loaded(path: Path) -> tuple[Entry, ...]:
+def _loaded(path: Path) -> tuple[CacheEntry, ...]:
     return tuple(load(path.stem, path.parent.name, path.parent.parent))
 
 
 @lru_cache(maxsize=1024)
-def _alike(path: Path, variant: str, policy: str, quant: str) -> tuple[tuple[Place, Entry], ...]:
+def _alike(path: Path, variant: str, policy: str, quant: str) -> tuple[tuple[Place, CacheEntry], ...]:
     """Return the entries of a file for any sizes, element type and options, each with these, in order; `cold` comes last."""
     alike = [e for e in _loaded(path) if (e.variant, e.quant) == (variant, quant)]
     found = [e for wanted in dict.fromkeys((policy, "cold")) for e in in_order(e for e in alike if e.policy == wanted)]
     return tuple(((dict(e.axes), e.dtype, dict(e.options)), e) for e in found)
 
 
-def _size(entry: Entry) -> int:
+def _size(entry: CacheEntry) -> int:
     numbers = (value for _, value in entry.options if type(value) is int and value > 0)
     return math.prod(size for _, size in entry.axes) * math.prod(numbers)
 
@@ -467,17 +467,17 @@ def _order(config: Mapping[str, Any]) -> str:
     return json.dumps(config, default=str)
 
 
-def _scan(path: Path) -> tuple[list[Entry], list[ValueError]]:
+def _scan(path: Path) -> tuple[list[CacheEntry], list[ValueError]]:
     """Return the good entries of a file, and what is wrong with it."""
     try:
         items = _read(path)
     except ValueError as error:
         return [], [error]
-    entries: dict[Any, Entry] = {}
+    entries: dict[Any, CacheEntry] = {}
     errors = []
     for index, item in enumerate(items):
         try:
-            entry = _entry(decode(bytes(item), _Row))
+            entry = _entry(decode(bytes(item), _EntryRow))
             if entry.identity in entries:
                 raise bad("case", entry.case, "one entry of each identity")
             entries[entry.identity] = entry
@@ -501,17 +501,17 @@ def _read(path: Path) -> list[msgspec.Raw]:
     return file.entries
 
 
-def _entry(row: _Row) -> Entry:
+def _entry(row: _EntryRow) -> CacheEntry:
     checked(row.evidence, _Evidence, "evidence")
-    values = {name: getattr(row, name) for name in _Row.__struct_fields__}
-    return Entry(**{**values, "axes": tuple(row.axes.items()), "options": tuple(row.options.items())})
+    values = {name: getattr(row, name) for name in _EntryRow.__struct_fields__}
+    return CacheEntry(**{**values, "axes": tuple(row.axes.items()), "options": tuple(row.options.items())})
 
 
-def _render(op_name: str, device_slug: str, entries: Sequence[Entry]) -> str:
+def _render(op_name: str, device_slug: str, entries: Sequence[CacheEntry]) -> str:
     """Return the file's text: one entry a line, sorted, so that a diff shows the entries that changed."""
     rows = []
     for entry in sorted(entries, key=lambda e: (*e.identity[:4], _text(e.options), e.axes)):
-        values = {f.name: getattr(entry, f.name) for f in fields(Entry)}
+        values = {f.name: getattr(entry, f.name) for f in fields(CacheEntry)}
         try:
             rows.append("    " + _text({**values, "axes": dict(entry.axes), "options": dict(entry.options)}))
         except (TypeError, ValueError) as error:

@@ -13,8 +13,8 @@ from kerneltune import cells, device, records, sweep
 from kerneltune.files import cut_partial_line, replace_text
 from kerneltune.interrupts import hear_interrupts
 from kerneltune.measuring.check import CaseError, Checker, address_errors
-from kerneltune.measuring.compare import Ceiling, ContextLostError, check_only, compare, config_values, make_record
-from kerneltune.measuring.compiler import TARGETS, Compiled, CompilePool, Target
+from kerneltune.measuring.compare import BrokenContextError, Ceiling, check_only, compare, config_values, make_record
+from kerneltune.measuring.compiler import TARGETS, CompilePool, CompileResult, Target
 from kerneltune.plan import Options, Progress, Selection, headline, load_plan, require_gpu, results_folder, wanted_variants
 from kerneltune.records import Key, Record
 from kerneltune.reporting import tables
@@ -39,7 +39,7 @@ Configured = tuple[Op, Case, list[tuple[Variant, Config]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Swept:
+class SweepResult:
     """The records of a run, failed checks before the measured rows, and the files that it wrote.
 
     `remark` is what those files say of several policies, a line; mostly empty.
@@ -50,7 +50,7 @@ class Swept:
     remark: str = ""
 
 
-def run_sweep(ops: Mapping[str, Op], selection: Selection, options: Options, progress: Progress) -> Swept:
+def run_sweep(ops: Mapping[str, Op], selection: Selection, options: Options, progress: Progress) -> SweepResult:
     """All stages of a sweep.
 
     Without a GPU, and with `check_only`, the sweep's check cases run and no time is taken. On a GPU the records, the table,
@@ -69,7 +69,7 @@ def run_sweep(ops: Mapping[str, Op], selection: Selection, options: Options, pro
     if not device.current().is_gpu:
         checked += _check_further(ops, plan, selection, options, progress)
     if only_checks:
-        return Swept(checked, [_write_checked(plan.family, checked, options)])
+        return SweepResult(checked, [_write_checked(plan.family, checked, options)])
     for record in checked:
         if record.status == "failed":
             what = f"{record.op} {record.variant} {record.case} {record.dtype} {record.quant}"
@@ -88,7 +88,7 @@ def run_sweep(ops: Mapping[str, Op], selection: Selection, options: Options, pro
     files = _write(ops, plan.family, measured, options)
     journal.unlink(missing_ok=True)
     remark = rank_flips(records.load(files[0]))
-    return Swept([*(record for record in checked if record.status == "failed"), *measured], files, remark)
+    return SweepResult([*(record for record in checked if record.status == "failed"), *measured], files, remark)
 
 
 def run_quick(
@@ -97,7 +97,7 @@ def run_quick(
     options: Options,
     progress: Progress,
     first_table: Callable[[Sequence[Record]], None],
-) -> Swept:
+) -> SweepResult:
     """Measure the ten headline cases with the configs at hand: what starts at once first, then all variants interleaved.
 
     Without a GPU, and with `check_only`, the default configs of ten check cases are checked.
@@ -116,7 +116,7 @@ def run_quick(
         if not any(pairs for *_, pairs in work):
             raise ValueError(f"{plan.path}: {_unchecked(plan, selection)}")
         checked = _check(plan.family, work, options, progress)
-        return Swept(checked, [_write_checked(plan.family, checked, options)])
+        return SweepResult(checked, [_write_checked(plan.family, checked, options)])
     entries = headline(plan, selection)
     if not entries:
         raise ValueError(f"{plan.path}: no bench case selected")
@@ -128,7 +128,7 @@ def run_quick(
         _write(ops, plan.family, measured, options)
         first_table(measured)
     measured = _measure(ops, plan.family, entries, selection, options, progress, None, "measure all variants")
-    return Swept(measured, _write(ops, plan.family, measured, options))
+    return SweepResult(measured, _write(ops, plan.family, measured, options))
 
 
 def compare_live(
@@ -269,7 +269,7 @@ def _failures(
     return [make_record(family, op, case, v, config, _CHECK_POLICY, "failed", "; ".join(e)) for v, config, e in tried if e]
 
 
-def compile_ahead(work: Sequence[Configured], target: Target, workers: int | None) -> list[Compiled]:
+def compile_ahead(work: Sequence[Configured], target: Target, workers: int | None) -> list[CompileResult]:
     """Compile what will be launched on all cores, so that launches find it in Triton's disk cache; the answers in order."""
     jobs = [job(op, case, config, variant) for op, case, pairs in work for variant, config in pairs]
     with CompilePool(target, workers) as pool:
@@ -313,7 +313,7 @@ def _ceiling(ops: Mapping[str, Op], op: Op, case: Case, options: Options) -> Cei
 def _measure(
     ops: Mapping[str, Op],
     family: str,
-    entries: Sequence[sweep.Entry],
+    entries: Sequence[sweep.SweepCase],
     selection: Selection,
     options: Options,
     progress: Progress,
@@ -366,7 +366,7 @@ def _compared(
     while True:
         try:
             return (compare if here else compare_apart)(family, op, case, pairs, policy, ceiling, lost), here
-        except ContextLostError as error:
+        except BrokenContextError as error:
             here = False
             lost |= dict.fromkeys([error.variant] if error.variant else [variant.name for variant, _ in pairs], error.reason)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kerneltune import nearness
-from kerneltune.cache import Entry, entry_from, in_order
+from kerneltune.cache import CacheEntry, entry_from, in_order
 from kerneltune.files import read_text
 from kerneltune.spec import Op
 
@@ -46,7 +46,7 @@ def configs(policy="cold", dtype=None, quant=None):
 '''
 
 
-def to_triton(op: Op, device: str, entries: Sequence[Entry], names: Names) -> dict[str, str]:
+def to_triton(op: Op, device: str, entries: Sequence[CacheEntry], names: Names) -> dict[str, str]:
     """Return a Python source whose `configs()` and `KEY` are arguments of `@triton.autotune`, knobs as the author names them."""
     lines = [*_head(op, device), f"KEY = {list(op.axes)!r}", f"NAMES = {dict(names)!r}", f"WORDS = {_TRITON!r}"]
     lines += ["ENTRIES = [", *_rows(entries), "]"]
@@ -75,7 +75,7 @@ def best(variant, axes, dtype, quant="none", options=(), policy="cold", valid=la
 '''
 
 
-def to_python(op: Op, device: str, entries: Sequence[Entry], names: Names) -> dict[str, str]:
+def to_python(op: Op, device: str, entries: Sequence[CacheEntry], names: Names) -> dict[str, str]:
     """Return a module with a table and a function `best`, which ranks entries as the cache does, and needs nothing installed."""
     rule = Path(nearness.__file__).read_text(encoding="utf-8").partition('"""\n\n')[2]
     free = [f"FREE_AXES = {op.free_axes!r}", f"FREE_OPTIONS = {op.free_options!r}", f"BANDS = {dict(op.bands)!r}"]
@@ -83,7 +83,7 @@ def to_python(op: Op, device: str, entries: Sequence[Entry], names: Names) -> di
     return {f"{_module(op.name)}.py": "\n".join([*_head(op, device), rule, "", *table]) + "\n" + _DISPATCH}
 
 
-def to_json(op: Op, device: str, entries: Sequence[Entry], names: Names) -> dict[str, str]:
+def to_json(op: Op, device: str, entries: Sequence[CacheEntry], names: Names) -> dict[str, str]:
     """Return a JSON object for every set of entries that differ along one axis only: the case, and the configs by size."""
     axis = (op.free_axes or op.axes)[0]
     files: dict[str, dict[str, Any]] = {}
@@ -105,7 +105,7 @@ def to_json(op: Op, device: str, entries: Sequence[Entry], names: Names) -> dict
     return {name: json.dumps(table, indent=1, ensure_ascii=False) + "\n" for name, table in files.items()}
 
 
-def to_vllm(op: Op, device: str, entries: Sequence[Entry], names: Names) -> dict[str, str]:
+def to_vllm(op: Op, device: str, entries: Sequence[CacheEntry], names: Names) -> dict[str, str]:
     """Return files of vLLM's fused MoE: `E=8,N=1408,device_name=NVIDIA_H200.json`, configs by the number of tokens.
 
     Raises:
@@ -127,7 +127,7 @@ def to_vllm(op: Op, device: str, entries: Sequence[Entry], names: Names) -> dict
     return {f"{name}.json": json.dumps(table, indent=4) + "\n" for name, table in files.items()}
 
 
-WRITERS: Mapping[str, Callable[[Op, str, Sequence[Entry], Names], dict[str, str]]] = {
+WRITERS: Mapping[str, Callable[[Op, str, Sequence[CacheEntry], Names], dict[str, str]]] = {
     "triton": to_triton,
     "python": to_python,
     "json": to_json,
@@ -135,7 +135,7 @@ WRITERS: Mapping[str, Callable[[Op, str, Sequence[Entry], Names], dict[str, str]
 }
 
 
-def read(path: Path, op: Op, device: str | None = None) -> list[Entry]:
+def read(path: Path, op: Op, device: str | None = None) -> list[CacheEntry]:
     """Return the entries of a file that `WRITERS` wrote, but for vLLM's, which name no case; nothing of it is run.
 
     device: the only GPU, as its folder is called, of which they may be; any if not given.
@@ -152,7 +152,7 @@ def read(path: Path, op: Op, device: str | None = None) -> list[Entry]:
     return entries
 
 
-_Found = tuple[tuple[object, object], list[Entry]]
+_Found = tuple[tuple[object, object], list[CacheEntry]]
 
 
 def _from_source(path: Path) -> _Found:
@@ -198,7 +198,7 @@ def _head(op: Op, device: str) -> list[str]:
     ]
 
 
-def _rows(entries: Sequence[Entry]) -> list[str]:
+def _rows(entries: Sequence[CacheEntry]) -> list[str]:
     return [f"    { ({**_case(entry), 'config': entry.config})!r}," for entry in entries]
 
 
@@ -219,11 +219,11 @@ def _unique(name: str, content: Mapping[str, Any], files: Mapping[str, Mapping[s
     raise AssertionError
 
 
-def _case(entry: Entry) -> dict[str, Any]:
+def _case(entry: CacheEntry) -> dict[str, Any]:
     values = {name: getattr(entry, name) for name in _CASE}
     return values | {"axes": dict(entry.axes), "options": dict(entry.options)}
 
 
-def _entry(case: Mapping[str, Any], knobs: Mapping[str, Any], path: Path) -> Entry:
+def _entry(case: Mapping[str, Any], knobs: Mapping[str, Any], path: Path) -> CacheEntry:
     values = {name: case[name] for name in _CASE}
     return entry_from({**values, "config": dict(knobs), "evidence": {"imported": path.name}})

@@ -66,7 +66,7 @@ class Selection:
     variants: tuple[str, ...] = ()
     max_cases: int = field(default=sweep.MAX_CASES, kw_only=True)
 
-    def takes(self, entry: sweep.Entry) -> bool:
+    def takes(self, entry: sweep.SweepCase) -> bool:
         """Whether an entry of the sweep belongs to the selection."""
         return self.covers(entry.op, entry.case.name, entry.case.dtype, entry.case.quant)
 
@@ -162,7 +162,7 @@ def load_plan(ops: Mapping[str, Op], selection: Selection) -> sweep.Sweep:
     return plan
 
 
-def headline(plan: sweep.Sweep, selection: Selection, section: sweep.Section = "bench") -> list[sweep.Entry]:
+def headline(plan: sweep.Sweep, selection: Selection, section: sweep.Section = "bench") -> list[sweep.SweepCase]:
     """Return the ten selected cases that say most of a family: those of its `headline`, else ten across the file."""
     chosen = [entry for entry in (plan.bench if section == "bench" else plan.check) if selection.takes(entry)]
     named = [entry for entry in chosen if plan.headlines(entry)]

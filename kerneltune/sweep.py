@@ -43,7 +43,7 @@ _MAX_SCALAR = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class SweepCase:
     """One operator on one case of one section."""
 
     op: str
@@ -62,12 +62,12 @@ class Sweep:
 
     family: str
     path: Path
-    check: tuple[Entry, ...]
-    bench: tuple[Entry, ...]
+    check: tuple[SweepCase, ...]
+    bench: tuple[SweepCase, ...]
     gate: Mapping[str, float]
     headline: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def headlines(self, entry: Entry) -> bool:
+    def headlines(self, entry: SweepCase) -> bool:
         """Whether a bench case is among those that the file's `headline` names."""
         case = entry.case
         values = {"op": entry.op, "case": case.name, "dtype": case.dtype, "quant": case.quant}
@@ -228,7 +228,7 @@ class _Reader:
             self.fail(items["headline"].value, "headline", shown, "what at least one bench case has")
         return found
 
-    def section(self, section: Section, item: _Item | None) -> Iterator[Entry]:
+    def section(self, section: Section, item: _Item | None) -> Iterator[SweepCase]:
         if item is None:
             return
         if not isinstance(item.value, yaml.SequenceNode):
@@ -236,7 +236,7 @@ class _Reader:
         for node in item.value.value:
             yield from self.entries(section, node)
 
-    def entries(self, section: Section, node: yaml.Node) -> Iterator[Entry]:
+    def entries(self, section: Section, node: yaml.Node) -> Iterator[SweepCase]:
         """Multiply out one entry of the file, operator by operator."""
         items = self.mapping(node, section)
         if "name" not in items:
@@ -258,7 +258,7 @@ class _Reader:
                     self.remember(section, op.name, case, items["name"].value)
                     count += 1
                     self.take(1, node)
-                    yield Entry(op.name, case, section)
+                    yield SweepCase(op.name, case, section)
         if not count:
             self.fail(node, "name", repr(template), "values that at least one operator takes together")
 

@@ -22,11 +22,11 @@ from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.tuning import machines, task
 from kerneltune.tuning.fleet import Fleet
 from kerneltune.tuning.local import LocalWorkers
-from kerneltune.tuning.task import Work
+from kerneltune.tuning.task import TuningTask
 from kerneltune.tuning.worker import Worker
 
 LOG, DIE, MODEL = "KERNELTUNE_TEST_LOG", "KERNELTUNE_TEST_DIE", "KERNELTUNE_TEST_MODEL"
-WORKS = [Work(OP, Case(f"m{size}", (("M", size),), "bfloat16"), VARIANT) for size in (8, 16, 32, 64, 128)]
+WORKS = [TuningTask(OP, Case(f"m{size}", (("M", size),), "bfloat16"), VARIANT) for size in (8, 16, 32, 64, 128)]
 
 
 class LoggedBench(Bench):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bench_jobs import CASE, OPS, VARIANT, FakeBench, Knobs
 
-from kerneltune.measuring.compiler import Compiled
+from kerneltune.measuring.compiler import CompileResult
 from kerneltune.search.loop import Search
 from kerneltune.search.trials import TrialStore
 from kerneltune.tuning.isolated import IsolatedBench
@@ -19,10 +19,10 @@ from kerneltune.tuning.one_case import tune
 from kerneltune.tuning.tuner import Tuner
 
 
-def compiled(_config: object) -> "Future[Compiled]":
+def compiled(_config: object) -> "Future[CompileResult]":
     """Nothing to compile."""
-    future: Future[Compiled] = Future()
-    future.set_result(Compiled((), 0.0))
+    future: Future[CompileResult] = Future()
+    future.set_result(CompileResult((), 0.0))
     return future
 
 

@@ -11,11 +11,11 @@ from threading import Event, Semaphore
 from typing import Any
 
 from kerneltune import cache, device
-from kerneltune.measuring.compiler import Compiled
+from kerneltune.measuring.compiler import CompileResult
 from kerneltune.search.loop import Search
 from kerneltune.search.trials import Evaluation, TrialStore
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
-from kerneltune.tuning.isolated import ChildLostError
+from kerneltune.tuning.isolated import ChildCrashedError
 from kerneltune.tuning.one_case import tune
 from kerneltune.tuning.tuner import Tuner
 
@@ -122,7 +122,7 @@ class FakeTuner(Tuner):
         self.duels: list[list[Config]] = []
         self.winner: Callable[[Sequence[Config]], Config] = lambda configs: min(configs, key=landscape)  # type: ignore[arg-type]
 
-    def refusal(self, config: Config, compiled: Compiled) -> Evaluation | None:
+    def refusal(self, config: Config, compiled: CompileResult) -> Evaluation | None:
         return None
 
     def measure(self, config: Config) -> Evaluation:
@@ -145,7 +145,7 @@ def in_step(tuner: FakeTuner) -> Callable[[Config, Evaluation], None]:
     def gated(config: Config) -> Evaluation:
         assert gate.acquire(timeout=10)
         if stopped.is_set():
-            raise ChildLostError
+            raise ChildCrashedError
         return measure(config)
 
     def stop() -> None:
@@ -182,7 +182,7 @@ class Setting:
         tuner: FakeTuner,
         search: Search | None = None,
         on_trial: Callable[[Config, Evaluation], None] = lambda _config, _trial: None,
-    ) -> cache.Entry:
+    ) -> cache.CacheEntry:
         return tune(tuner, search or Search(), compiled, self.root, on_trial)
 
     def cached(self, case: Case = CASE) -> dict[str, Any] | None:
@@ -190,12 +190,12 @@ class Setting:
         return hits[0].entry.config if hits and hits[0].exact else None
 
 
-def evaluated(tuner: Tuner, config: Config, compiled: Compiled) -> Evaluation:
+def evaluated(tuner: Tuner, config: Config, compiled: CompileResult) -> Evaluation:
     """As a search has it, on the thread that asks."""
     return tuner.evaluate(config, compiled, tuner.refusal(config, compiled))
 
 
-def compiled(_config: Config) -> "Future[Compiled]":
-    future: Future[Compiled] = Future()
-    future.set_result(Compiled((), 0.0))
+def compiled(_config: Config) -> "Future[CompileResult]":
+    future: Future[CompileResult] = Future()
+    future.set_result(CompileResult((), 0.0))
     return future

@@ -10,7 +10,7 @@ import pytest
 
 from kerneltune import cache, device, ops
 from kerneltune.device import Device
-from kerneltune.measuring.compiler import Compiled, Kernel
+from kerneltune.measuring.compiler import CompileResult, Kernel
 from kerneltune.search.trials import Evaluation
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import Samples
@@ -18,7 +18,7 @@ from kerneltune.tuning import machines, task
 
 H200 = Device("NVIDIA H200", "sm_90", 132, 50 << 20, "580")
 OPS = ops.load()
-COMPILED = Compiled((Kernel("k", 4, 32, 0, 1024),), 0.1)
+COMPILED = CompileResult((Kernel("k", 4, 32, 0, 1024),), 0.1)
 
 
 def time_us(config: Any) -> float:
@@ -40,11 +40,11 @@ class Pool:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def submit(self, _job: object) -> "Future[Compiled]":
+    def submit(self, _job: object) -> "Future[CompileResult]":
         return self.done()
 
-    def done(self, compiled: Compiled = COMPILED) -> "Future[Compiled]":
-        future: Future[Compiled] = Future()
+    def done(self, compiled: CompileResult = COMPILED) -> "Future[CompileResult]":
+        future: Future[CompileResult] = Future()
         future.set_result(compiled)
         return future
 

@@ -10,7 +10,7 @@ from typing import Any
 from bench_jobs import CASE, LOG, OPS, VARIANT, FakeBench, Knobs
 
 from kerneltune import cli
-from kerneltune.measuring.compiler import TARGETS, CompilePool, Job
+from kerneltune.measuring.compiler import TARGETS, CompileJob, CompilePool
 from kerneltune.plan import Options
 from kerneltune.tuning import local
 from kerneltune.tuning.isolated import IsolatedBench
@@ -54,7 +54,7 @@ def search() -> None:
     ):
         workers.start(0)
         for _ in range(2):
-            pool.submit(Job(no_inputs, compile_for_ever, None))
+            pool.submit(CompileJob(no_inputs, compile_for_ever, None))
         bench.open(OPS[0], CASE, VARIANT, "cold")
         ThreadPoolExecutor(1).submit(bench.trial, Knobs("hang", 0), None)
         time.sleep(3600)

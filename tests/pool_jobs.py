@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from kerneltune.measuring.compiler import TARGETS, Compiled, CompilePool, Job
+from kerneltune.measuring.compiler import TARGETS, CompileJob, CompilePool, CompileResult
 
 
 def no_inputs(*, device: str) -> Mapping[str, Any]:
@@ -58,7 +58,7 @@ def note_process(_inputs: Mapping[str, Any], file: str) -> None:
         pids.write(f"{os.getpid()}\n")
 
 
-def killed(pool: CompilePool, folder: str) -> list[Compiled]:
+def killed(pool: CompilePool, folder: str) -> list[CompileResult]:
     """Jobs whose workers are killed: while they compile, always, and between two jobs."""
     found = list(pool.compile([job(killed_once, f"{folder}/once"), job(fine), job(die, 9)]))
     found += list(pool.compile([job(note_process, f"{folder}/pids")]))
@@ -69,19 +69,19 @@ def killed(pool: CompilePool, folder: str) -> list[Compiled]:
     return found + list(pool.compile([job(fine)] * 3))
 
 
-def job(run: Any, config: object = None) -> Job:
+def job(run: Any, config: object = None) -> CompileJob:
     """Compile a job without kernels."""
-    return Job(no_inputs, run, config)
+    return CompileJob(no_inputs, run, config)
 
 
-def broken(pool: CompilePool, timeout_s: float) -> list[Compiled]:
+def broken(pool: CompilePool, timeout_s: float) -> list[CompileResult]:
     """Good jobs between bad ones of every kind; as many hang as there are workers, so that what follows needs new ones."""
     hung = [job(hang, 3600.0)] * pool.workers
     bad = [job(fine), job(boom, "odd"), job(fine), *hung, job(fine), job(die, 3), job(fine), job(fine)]
     return list(pool.compile(bad, timeout_s))
 
 
-def given_up(pool: CompilePool) -> list[Compiled]:
+def given_up(pool: CompilePool) -> list[CompileResult]:
     """Give up a compiling job, which its worker compiles to the end, and a waiting job, which is not begun."""
     running = [pool.submit(job(hang, 0.5)) for _ in range(pool.workers)]
     waiting = pool.submit(job(boom, "never begun"))
@@ -93,7 +93,7 @@ def given_up(pool: CompilePool) -> list[Compiled]:
     return [one.result() for one in running]
 
 
-def real(pool: CompilePool) -> list[Compiled]:
+def real(pool: CompilePool) -> list[CompileResult]:
     """One config of each of the operators' kernels, and one job that raises in the midst of them."""
     from kerneltune import ops
     from kerneltune.ops.rmsnorm import BwdConfig, FwdConfig
@@ -113,13 +113,13 @@ def real(pool: CompilePool) -> list[Compiled]:
         ("rmsnorm_fwd", "optimized", plain, FwdConfig(1, 1024, False, 4, 2, 3, False)),
         ("rmsnorm_fwd", "optimized", transposed, FwdConfig(1, 4096, True, 8, 1, 2, False)),
     ]
-    jobs = [Job(partial(found[op].inputs, case), found[op].variant(name).run, config) for op, name, case, config in wanted]
+    jobs = [CompileJob(partial(found[op].inputs, case), found[op].variant(name).run, config) for op, name, case, config in wanted]
     for (op, name, case, config), _ in zip(wanted, jobs, strict=True):
         assert found[op].variant(name).valid(case, config) is None
     return list(pool.compile([*jobs, job(boom, "last")]))
 
 
-def fnuz(pool: CompilePool) -> list[Compiled]:
+def fnuz(pool: CompilePool) -> list[CompileResult]:
     """Every cast into the fp8 types of AMD's CDNA 3, under its default config."""
     from kerneltune import ops
     from kerneltune.spec import Case
@@ -132,11 +132,11 @@ def fnuz(pool: CompilePool) -> list[Compiled]:
                 options = {name: values[0] for name, values in op.options.items()} | {"fp8_format": fp8_format}
                 case = Case("fnuz", tuple((axis, sizes[axis]) for axis in op.axes), "bfloat16", "fp8", tuple(options.items()))
                 variant = op.variant("optimized")
-                jobs.append(Job(partial(op.inputs, case), variant.run, variant.default_config(case)))
+                jobs.append(CompileJob(partial(op.inputs, case), variant.run, variant.default_config(case)))
     return list(pool.compile(jobs))
 
 
-def too_large(pool: CompilePool) -> list[Compiled]:
+def too_large(pool: CompilePool) -> list[CompileResult]:
     """Compile a program of more threads than a program may have, and one of more shared memory, on gfx942."""
     from kerneltune import ops
     from kerneltune.ops.dense_gemm import DenseConfig
@@ -149,17 +149,17 @@ def too_large(pool: CompilePool) -> list[Compiled]:
         "product", tuple((axis, 512) for axis in gemm.axes), "bfloat16", "fp8", tuple((n, v[0]) for n, v in gemm.options.items())
     )
     jobs = [
-        Job(partial(norm.inputs, rows), norm.variant("optimized").run, FwdConfig(1, 8192, False, 32, 0, 1, False)),
-        Job(partial(gemm.inputs, product), gemm.variant("optimized").run, DenseConfig(16, 128, 128, 4, 6, 1, True)),
+        CompileJob(partial(norm.inputs, rows), norm.variant("optimized").run, FwdConfig(1, 8192, False, 32, 0, 1, False)),
+        CompileJob(partial(gemm.inputs, product), gemm.variant("optimized").run, DenseConfig(16, 128, 128, 4, 6, 1, True)),
     ]
     return list(pool.compile(jobs))
 
 
-def stray_stores(pool: CompilePool) -> list[Compiled]:
+def stray_stores(pool: CompilePool) -> list[CompileResult]:
     """Compile a kernel that ptxas 12.8 compiles into wrong code."""
     import stray
 
-    return list(pool.compile([Job(stray.tile, stray.run, None)]))
+    return list(pool.compile([CompileJob(stray.tile, stray.run, None)]))
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kerneltune import cache, files
-from kerneltune.cache import Entry
+from kerneltune.cache import CacheEntry
 from kerneltune.spec import Case, config_from
 
 OP, GPU = "rmsnorm_fwd", "nvidia_h200"
@@ -23,7 +23,7 @@ def axes(rows: int, columns: int) -> tuple[tuple[str, int], ...]:
     return ("M", rows), ("N", columns)
 
 
-def entry(rows: int = 8192, columns: int = 4096, warps: int = 4, **changes: Any) -> Entry:
+def entry(rows: int = 8192, columns: int = 4096, warps: int = 4, **changes: Any) -> CacheEntry:
     values: dict[str, Any] = {
         "variant": "optimized",
         "case": f"{rows}x{columns}",
@@ -35,7 +35,7 @@ def entry(rows: int = 8192, columns: int = 4096, warps: int = 4, **changes: Any)
         "config": {"block": 1024, "warps": warps},
         "evidence": {"time_us": 43.5, "speedup": 1.2},
     }
-    return Entry(**{**values, **changes})
+    return CacheEntry(**{**values, **changes})
 
 
 def look(root: Path, rows: int, columns: int, dtype: str = "bfloat16", free: tuple[str, ...] = ("M", "N")) -> cache.Hit | None:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from kerneltune import cache, device, exchange, ops
-from kerneltune.cache import Entry
+from kerneltune.cache import CacheEntry
 from kerneltune.cli import app
 from kerneltune.spec import Case
 from kerneltune.tuning.verify import verify
@@ -33,7 +33,7 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["cache", *map(str, arguments)])
 
 
-def ours(op: str) -> list[Entry]:
+def ours(op: str) -> list[CacheEntry]:
     return [entry for entry in cache.load_strict(SHIPPED / f"{op}.json") if entry.variant == "optimized"]
 
 
@@ -239,7 +239,7 @@ def test_generated_modules_import_whatever_names_hold(
     device: str, name: str, variant: str, dtype: str, option: str, knob: str, value: str
 ) -> None:
     """Names of folders and of a cache's entries never become code or a path."""
-    entry = Entry(
+    entry = CacheEntry(
         variant=variant, case="c", axes=(("M", 8), ("N", 8)), dtype=dtype, quant="none", options=((option, value),),
         policy="cold", config={knob: value, "warps": 4}, evidence={},
     )  # fmt: skip

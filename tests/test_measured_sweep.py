@@ -104,7 +104,7 @@ def test_a_measurement_that_takes_the_context_along_costs_only_its_row(
         def compared(_f: str, op: Any, case: Case, pairs: Any, _p: str, _c: object, lost: dict[str, str]) -> list[Record]:
             where.append(name)
             if faults[op.name]:
-                raise compare.ContextLostError(faults[op.name].pop(), "an illegal memory access")
+                raise compare.BrokenContextError(faults[op.name].pop(), "an illegal memory access")
             return [measured_row(op, case, variant.name, lost.get(variant.name, "")) for variant, _ in pairs]
 
         return compared

@@ -41,7 +41,7 @@ def elements(case: Case) -> int:
     return math.prod(sizes.values()) * (sum(widths) if widths else 1)
 
 
-def small(entry: sweep.Entry) -> bool:
+def small(entry: sweep.SweepCase) -> bool:
     """Few enough elements for Triton's interpreter, several configs of each variant."""
     return elements(entry.case) <= (200_000 if entry.op.startswith("rmsnorm") else 50_000)
 
@@ -114,7 +114,7 @@ def test_traffic_is_the_bytes_of_the_tensors(name: str, case: Case) -> None:
 
 
 @pytest.mark.parametrize("entry", [*CHECKS, *BENCHES], ids=lambda e: f"{e.op},{names(e.case)}")
-def test_defaults_are_valid_and_spaces_are_not_empty(entry: sweep.Entry) -> None:
+def test_defaults_are_valid_and_spaces_are_not_empty(entry: sweep.SweepCase) -> None:
     op = OPS[entry.op]
     for variant in op.variants:
         if variant.config is None:

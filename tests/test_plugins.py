@@ -102,7 +102,7 @@ def test_source_hash_and_config_cache_serve_a_plug_in(guide: Path, monkeypatch: 
     op = ops.load()["swiglu"]
     assert re.fullmatch("[0-9a-f]{12}", op.variant("optimized").source_hash)
     axes = (("M", 64), ("N", 1024))
-    entry = cache.Entry(
+    entry = cache.CacheEntry(
         variant="optimized", case="ffn", axes=axes, dtype="bfloat16", quant="none", options=(), policy="cold",
         config={"block": 2048, "warps": 8},
     )  # fmt: skip

@@ -40,7 +40,7 @@ def stored(root: Path, text: str | None = None, gpu: str = GPU, arch: str = "sm_
     return path
 
 
-def found(root: Path, size: int, dtype: str = "bfloat16", gpu: str = GPU) -> cache.Found:
+def found(root: Path, size: int, dtype: str = "bfloat16", gpu: str = GPU) -> cache.Choice:
     return cache.Chooser.of(op_of(VARIANT), VARIANT, "cold", root).find(Case("", (("M", size),), dtype), gpu)
 
 
@@ -59,10 +59,10 @@ def test_a_rule_file_is_read_as_it_was_written() -> None:
 
 def test_a_look_up_takes_the_first_form_of_the_leaf_that_is_valid(tmp_path: Path) -> None:
     stored(tmp_path)
-    assert found(tmp_path, 1024) == cache.Found(Small(512, 4), "rule", 'the rule: {"block": 512, "warps": 4}')
+    assert found(tmp_path, 1024) == cache.Choice(Small(512, 4), "rule", 'the rule: {"block": 512, "warps": 4}')
     assert found(tmp_path, 1024, "float32").config == Small(64, 2)
-    assert found(tmp_path, 4096) == cache.Found(Small(16, 1), "rule", 'the rule: {"block": 16, "warps": 1}')
-    assert found(tmp_path, 8192) == cache.Found(Small(256, 4), "default", "the default")  # a block of 8 is none
+    assert found(tmp_path, 4096) == cache.Choice(Small(16, 1), "rule", 'the rule: {"block": 16, "warps": 1}')
+    assert found(tmp_path, 8192) == cache.Choice(Small(256, 4), "default", "the default")  # a block of 8 is none
 
 
 def test_a_rule_of_another_gpu_serves_and_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ def read(tmp_path: Path, text: str) -> sweep.Sweep:
     return sweep.load(path, OPS)
 
 
-def rows(entries: tuple[sweep.Entry, ...]) -> list[str]:
+def rows(entries: tuple[sweep.SweepCase, ...]) -> list[str]:
     return [f"{entry.op} {entry.case.name} {entry.case.label}" for entry in entries]
 
 
@@ -309,7 +309,7 @@ def test_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         sweep.find("nrom.yaml")
 
 
-def count(entries: tuple[sweep.Entry, ...], **wanted: Any) -> int:
+def count(entries: tuple[sweep.SweepCase, ...], **wanted: Any) -> int:
     return sum(all(getattr(entry.case, name) == value for name, value in wanted.items()) for entry in entries)
 
 

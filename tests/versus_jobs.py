@@ -9,8 +9,8 @@ import numpy as np
 
 from kerneltune import device
 from kerneltune.device import Device
-from kerneltune.lab.tuners import Found, Task, by_kerneltune, by_triton
-from kerneltune.measuring.compiler import Compiled
+from kerneltune.lab.tuners import ContestTask, TunerResult, by_kerneltune, by_triton
+from kerneltune.measuring.compiler import CompileResult
 from kerneltune.search.trials import Evaluation
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
 from kerneltune.stats import Samples
@@ -74,10 +74,10 @@ class Pool:
 
     def __exit__(self, *_: object) -> None: ...
 
-    def submit(self, _job: object) -> "Future[Compiled]":
+    def submit(self, _job: object) -> "Future[CompileResult]":
         """Nothing to compile."""
-        future: Future[Compiled] = Future()
-        future.set_result(Compiled((), 0.0))
+        future: Future[CompileResult] = Future()
+        future.set_result(CompileResult((), 0.0))
         return future
 
 
@@ -117,7 +117,7 @@ class Bench:
         """Nothing to free."""
 
 
-def ours(task: Task) -> Found:
+def ours(task: ContestTask) -> TunerResult:
     """Find a config with kerneltune on the made-up bench."""
     setattr(device, "current", lambda: H200)  # noqa: B010
     setattr(machines, "CompilePool", Pool)  # noqa: B010
@@ -125,7 +125,7 @@ def ours(task: Task) -> Found:
     return by_kerneltune(task)
 
 
-def triton(task: Task) -> Found:
+def triton(task: ContestTask) -> TunerResult:
     """Triton's Autotuner with a clock that reads the formula, which takes a wrong config for the best."""
 
     def do_bench(call: Callable[[], None], quantiles: Sequence[float]) -> list[float]:
@@ -135,6 +135,6 @@ def triton(task: Task) -> Found:
     return by_triton(task, do_bench, "cpu")
 
 
-def broken(_task: Task) -> Found:
+def broken(_task: ContestTask) -> TunerResult:
     """Fail as a tuner."""
     raise RuntimeError("no config\nfound")

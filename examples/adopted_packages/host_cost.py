@@ -20,7 +20,7 @@ import triton
 
 from kerneltune.adopt import startup
 from kerneltune.adopt.overview import read_capture
-from kerneltune.adopt.table import MANIFEST, Group, Row, Table, TableKernel, digest_of, path_of, text_of
+from kerneltune.adopt.table import MANIFEST, Group, ServingRow, ServingTable, TableKernel, digest_of, path_of, text_of
 
 
 def made_kernel(folder: Path, tensors: int, numbers: int) -> Any:
@@ -41,12 +41,12 @@ def table_of(folder: Path) -> None:
     """Write the table that serves the captured launch with the author's last config."""
     launch = read_capture(folder).classes[0]
     configs = tuple(one.config for one in launch.candidates if one.is_author)[::-1]
-    group = Group(launch.key, launch.dtypes, (), (Row(launch.sizes, configs, {}),))
+    group = Group(launch.key, launch.dtypes, (), (ServingRow(launch.sizes, configs, {}),))
     name = launch.kernel
     kernel = TableKernel(
         name.module, name.name, launch.source, launch.bytecode, launch.configs, "", launch.keys, (group,), configs[:1]
     )
-    text = text_of(Table(launch.device, {}, (kernel,)))
+    text = text_of(ServingTable(launch.device, {}, (kernel,)))
     path = path_of(folder, launch.device)
     path.parent.mkdir()
     path.write_text(text)

@@ -45,7 +45,7 @@ _FLUSH_S = 1.0
 
 
 @dataclass(slots=True)
-class Known:
+class KnownLaunches:
     """A class of launches as this process knows it.
 
     Attributes:
@@ -108,9 +108,9 @@ class Recorder:
 
         return run
 
-    def known(self, autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Known:
+    def known(self, autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> KnownLaunches:
         """Return the class of a launch; the first launch of a class records it."""
-        classes: dict[Any, Known] = autotuner.__dict__.setdefault("_kerneltune_classes", {})
+        classes: dict[Any, KnownLaunches] = autotuner.__dict__.setdefault("_kerneltune_classes", {})
         try:
             key = layout_key(args, kwargs)
             found = classes.get(key)
@@ -121,10 +121,10 @@ class Recorder:
             return self._refuse(kernel_name(autotuner), f"{type(error).__name__}: {error}")
         return found
 
-    def _first(self, autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Known:
+    def _first(self, autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> KnownLaunches:
         name = kernel_name(autotuner)
         if not fnmatch.fnmatch(name.name, self.pattern) and not fnmatch.fnmatch(name.text, self.pattern):
-            return Known()
+            return KnownLaunches()
         self._classes[name.text] = self._classes.get(name.text, 0) + 1
         if self._classes[name.text] > self.most_classes:
             return self._refuse(
@@ -138,9 +138,9 @@ class Recorder:
         launch = replace(launch, storages=values.kinds, in_graph=program.is_capturing())
         if not self.autotune:
             write_class(self.root, launch, values.tensors)
-            return Known(launch.digest, configs)
+            return KnownLaunches(launch.digest, configs)
         self._unwritten = launch, values
-        return Known(launch.digest)
+        return KnownLaunches(launch.digest)
 
     def _values(self, launch: LaunchClass, storages: Storages) -> Values:
         if program.is_capturing():
@@ -158,14 +158,14 @@ class Recorder:
         if known.digest:
             self._count(known.digest)
 
-    def _refuse(self, name: KernelName, reason: str) -> Known:
+    def _refuse(self, name: KernelName, reason: str) -> KnownLaunches:
         reason = " ".join(reason.split())[:200]
         if self._refused.get(name.text) != reason:
             self._refused[name.text] = reason
             log.warning("kerneltune: %s: %s", name.text, reason)
-        return Known()
+        return KnownLaunches()
 
-    def _launch(self, original: Callable[..., Any], autotuner: Any, known: Known, args: Any, kwargs: Any) -> Any:
+    def _launch(self, original: Callable[..., Any], autotuner: Any, known: KnownLaunches, args: Any, kwargs: Any) -> Any:
         self._count(known.digest)
         if not known.configs:
             result = self._timed(known, lambda: original(autotuner, *args, **kwargs), is_first=self._unwritten is not None)
@@ -180,7 +180,7 @@ class Recorder:
                     raise
                 known.configs.pop(0)
 
-    def _launch_config(self, autotuner: Any, known: Known, config: Any, args: Any, kwargs: Any) -> Any:
+    def _launch_config(self, autotuner: Any, known: KnownLaunches, config: Any, args: Any, kwargs: Any) -> Any:
         options = config.all_kwargs()
         is_first = known.timed == 0
         if config.pre_hook is not None:
@@ -202,7 +202,7 @@ class Recorder:
         except (OSError, ValueError, AttributeError) as error:
             self._refuse(launch.kernel, f"{type(error).__name__}: {error}")
 
-    def _timed(self, known: Known, work: Callable[[], Any], is_first: bool) -> Any:
+    def _timed(self, known: KnownLaunches, work: Callable[[], Any], is_first: bool) -> Any:
         """Launch, between two events while few launches of the class are timed."""
         torch: Any = sys.modules.get("torch")
         if is_first or known.timed >= _TIMED_LAUNCHES or torch is None or not torch.cuda.is_available():

@@ -113,7 +113,7 @@ class Launch:
     launch: LaunchClass
     named: dict[str, Any]
     storages: list[torch.Tensor]
-    state: "State | None" = None
+    state: "LaunchEffects | None" = None
     _prepared: dict[int, Callable[[bool], Any]] = field(default_factory=dict)
 
     def run(self, stored: Mapping[str, Any]) -> None:
@@ -251,7 +251,7 @@ def _descriptor(base: torch.Tensor, argument: Argument) -> Any:
 
 
 @dataclass(slots=True)
-class State:
+class LaunchEffects:
     """What a launch writes, learned by launching the author's first config.
 
     Attributes:
@@ -272,7 +272,7 @@ class State:
             storages[number].copy_(before)
 
 
-def learn(launch: Launch, stored: Mapping[str, Any]) -> State:
+def learn(launch: Launch, stored: Mapping[str, Any]) -> LaunchEffects:
     """Launch the author's first config several times; returns what it writes and how much that varies.
 
     Arguments that its launch overwrites whatever they held are poisoned from then on.
@@ -282,7 +282,7 @@ def learn(launch: Launch, stored: Mapping[str, Any]) -> State:
     launch.run(stored)
     _wait(launch)
     changed = {number for number, storage in enumerate(launch.storages) if not torch.equal(storage, first[number])}
-    state = State({number: first[number] for number in changed})
+    state = LaunchEffects({number: first[number] for number in changed})
     names = [a.name for a in captured.arguments if a.tensor is not None and a.tensor.storage in changed]
     once = {name: _tensor_of(launch.named[name]).clone() for name in names}
     state.written = [name for name in names if _was_written(launch, name, first)]
@@ -300,7 +300,7 @@ def learn(launch: Launch, stored: Mapping[str, Any]) -> State:
     return state
 
 
-def _use_reference(launch: Launch, state: State) -> None:
+def _use_reference(launch: Launch, state: LaunchEffects) -> None:
     """Have results held against the author's reference where the decorator was given one.
 
     Raises:
@@ -328,7 +328,7 @@ def _was_written(launch: Launch, name: str, first: Sequence[torch.Tensor]) -> bo
     return not torch.equal(_bytes(before), _bytes(_tensor_of(launch.named[name])))
 
 
-def _poison(launch: Launch, state: State, stored: Mapping[str, Any]) -> None:
+def _poison(launch: Launch, state: LaunchEffects, stored: Mapping[str, Any]) -> None:
     """Poison each written storage whose content before the launch does not matter."""
     kept = launch.launch.storages
     for number, before in list(state.before.items()):
@@ -347,7 +347,7 @@ def _poison(launch: Launch, state: State, stored: Mapping[str, Any]) -> None:
         launch.storages[number].copy_(before)
 
 
-def differences(launch: Launch, state: State) -> list[str]:
+def differences(launch: Launch, state: LaunchEffects) -> list[str]:
     """Return one line for each written argument that disagrees with the author's first config."""
     found = []
     for name in state.written:

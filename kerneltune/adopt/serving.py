@@ -26,7 +26,7 @@ from kerneltune.adopt.kernels import (
     source_digest,
     twin,
 )
-from kerneltune.adopt.table import Row, Table, TableKernel, read_table
+from kerneltune.adopt.table import ServingRow, ServingTable, TableKernel, read_table
 
 log = logging.getLogger("kerneltune.adopt")
 
@@ -59,7 +59,7 @@ class Served:
 
 
 @dataclass(slots=True)
-class State:
+class ServingState:
     """What is known of one autotuner.
 
     Attributes:
@@ -105,7 +105,7 @@ class Server:
         self.counts = Counts()
         self._make_config = make_config
         self._lock = RLock()
-        self._table: Table | None = None
+        self._table: ServingTable | None = None
         self._by_name: dict[tuple[str, str], list[TableKernel]] = {}
         self._read_for = ""
         self._said: set[str] = set()
@@ -116,7 +116,7 @@ class Server:
             self._said.add(text)
             log.warning("kerneltune: %s", text)
 
-    def table(self, is_early: bool = False) -> Table | None:
+    def table(self, is_early: bool = False) -> ServingTable | None:
         """Return the table of this GPU, None where there is none that may be served.
 
         is_early: before the program launches anything, when CUDA may not be started.
@@ -134,7 +134,7 @@ class Server:
                     self._by_name.setdefault((kernel.module, kernel.name), []).append(kernel)
             return self._table
 
-    def _read(self, device: str) -> Table | None:
+    def _read(self, device: str) -> ServingTable | None:
         try:
             table = read_table(self.root, device)
         except ValueError as error:
@@ -157,7 +157,7 @@ class Server:
 
         def run(autotuner: Any, *args: Any, **kwargs: Any) -> Any:
             try:
-                state: State = autotuner.kerneltune_state
+                state: ServingState = autotuner.kerneltune_state
             except AttributeError:
                 state = self.attach(autotuner)
             served = state.memo.get(key := launch_key(args, kwargs))
@@ -178,13 +178,13 @@ class Server:
 
         return run
 
-    def attach(self, autotuner: Any, is_early: bool = False) -> State:
+    def attach(self, autotuner: Any, is_early: bool = False) -> ServingState:
         """Find the table's kernel of an autotuner; torch.compile sees the portfolio from here on."""
         with self._lock:
-            state: State | None = autotuner.__dict__.get("kerneltune_state")
+            state: ServingState | None = autotuner.__dict__.get("kerneltune_state")
             if state is None:
                 kernel = self._kernel_of(autotuner, is_early)
-                state = State(kernel, autotuner.configs)
+                state = ServingState(kernel, autotuner.configs)
                 if kernel is not None and kernel.portfolio and self.portfolio:
                     autotuner.configs = self._live(autotuner, state, kernel.portfolio[: self.portfolio]) or autotuner.configs
                 autotuner.kerneltune_state = state
@@ -216,13 +216,13 @@ class Server:
             return None
         return kernel
 
-    def _live(self, autotuner: Any, state: State, stored: Sequence[Mapping[str, Any]]) -> list[Any]:
+    def _live(self, autotuner: Any, state: ServingState, stored: Sequence[Mapping[str, Any]]) -> list[Any]:
         """Return the live config objects of stored ones, without those that cannot be made here."""
         found = [live_config(autotuner, state.configs, config, self._make_config) for config in stored]
         return [config for config in found if config is not None]
 
     def _resolve(
-        self, original: Callable[..., Any], autotuner: Any, state: State, key: tuple[Any, ...], args: Any, kwargs: Any
+        self, original: Callable[..., Any], autotuner: Any, state: ServingState, key: tuple[Any, ...], args: Any, kwargs: Any
     ) -> "Served | tuple[Any]":
         """Return what launches of this key run with, or the result of the launch where the author's autotuner made it."""
         row = self._row(autotuner, state, args, kwargs)
@@ -241,7 +241,7 @@ class Server:
             return self._by_author(original, autotuner, state, key, args, kwargs)
         return self._remember(state, key, self._guess(policy, autotuner, state, args, kwargs))
 
-    def _row(self, autotuner: Any, state: State, args: Any, kwargs: Any) -> Row | None:
+    def _row(self, autotuner: Any, state: ServingState, args: Any, kwargs: Any) -> ServingRow | None:
         if state.kernel is None:
             return None
         sizes, dtypes = outline(autotuner.arg_names, args, kwargs)
@@ -249,14 +249,14 @@ class Server:
         group = state.kernel.group(author_key(autotuner, named), dtypes)
         return None if group is None else group.nearest(sizes)
 
-    def _allowed(self, autotuner: Any, state: State, configs: list[Any], args: Any, kwargs: Any) -> list[Any]:
+    def _allowed(self, autotuner: Any, state: ServingState, configs: list[Any], args: Any, kwargs: Any) -> list[Any]:
         """Return the configs that the author's pruning leaves for this launch."""
         if not autotuner.early_config_prune or not configs:
             return configs
         left = pruned(autotuner, args, kwargs, list(dict.fromkeys([*state.configs, *configs])))
         return [config for config in configs if config in left]
 
-    def _guess(self, policy: str, autotuner: Any, state: State, args: Any, kwargs: Any) -> list[Any]:
+    def _guess(self, policy: str, autotuner: Any, state: ServingState, args: Any, kwargs: Any) -> list[Any]:
         """Return the configs of the nearest captured launch, or the author's, first config first."""
         by_author = pruned(autotuner, args, kwargs, state.configs)
         row = None
@@ -271,7 +271,7 @@ class Server:
         return [*near, *by_author]
 
     def _by_author(
-        self, original: Callable[..., Any], autotuner: Any, state: State, key: tuple[Any, ...], args: Any, kwargs: Any
+        self, original: Callable[..., Any], autotuner: Any, state: ServingState, key: tuple[Any, ...], args: Any, kwargs: Any
     ) -> tuple[Any]:
         """Have the author's autotuner launch, tuning if it must, and remember its choice."""
         if len(state.configs) > 1:
@@ -286,7 +286,7 @@ class Server:
         self._remember(state, key, [alone.best_config])
         return (result,)
 
-    def _remember(self, state: State, key: tuple[Any, ...], configs: Sequence[Any]) -> Served:
+    def _remember(self, state: ServingState, key: tuple[Any, ...], configs: Sequence[Any]) -> Served:
         config, *others = configs
         if len(state.memo) >= _MOST_REMEMBERED:
             state.memo.clear()

@@ -11,7 +11,7 @@ from typing import Any
 from kerneltune.adopt.folder import LaunchClass
 from kerneltune.adopt.kernels import stored_key
 from kerneltune.adopt.operators import stored_of_config
-from kerneltune.adopt.table import Group, Row
+from kerneltune.adopt.table import Group, ServingRow
 from kerneltune.spec import Case, Config
 from kerneltune.stats import Samples, ratio_interval
 
@@ -21,7 +21,7 @@ _MOST_PORTFOLIO = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Tuned:
+class TunedClass:
     """A class with what tuning found.
 
     Attributes:
@@ -43,19 +43,19 @@ class Tuned:
 Timing = Callable[[Case, Sequence[Any]], Sequence[Samples | None] | None]
 
 
-def groups_of(classes: Sequence[Tuned], timing: Timing, most: int) -> Iterator[Group]:
+def groups_of(classes: Sequence[TunedClass], timing: Timing, most: int) -> Iterator[Group]:
     """Yield the groups of one kernel's classes, one for each value of the author's key.
 
     most: configs of a row.
     """
-    groups: dict[str, list[Tuned]] = {}
+    groups: dict[str, list[TunedClass]] = {}
     for one in classes:
         groups.setdefault(repr((one.launch.key, one.launch.dtypes)), []).append(one)
     for members in groups.values():
         yield _group(members, timing, most)
 
 
-def _group(members: Sequence[Tuned], timing: Timing, most: int) -> Group:
+def _group(members: Sequence[TunedClass], timing: Timing, most: int) -> Group:
     launch = members[0].launch
     shared = shared_config(members)
     if len(members) == 1 or shared is None:
@@ -69,7 +69,7 @@ def _group(members: Sequence[Tuned], timing: Timing, most: int) -> Group:
     return Group(launch.key, launch.dtypes, differing(members), tuple(rows))
 
 
-def shared_config(members: Sequence[Tuned]) -> Config | None:
+def shared_config(members: Sequence[TunedClass]) -> Config | None:
     """Return the config that is the best compromise between classes, by the time each costs; None where none runs in all."""
     common = set(members[0].times)
     for one in members[1:]:
@@ -83,7 +83,7 @@ def shared_config(members: Sequence[Tuned]) -> Config | None:
     return min(candidates, key=loss, default=None)
 
 
-def own_gain(one: Tuned, shared: Config, timing: Timing) -> float | None:
+def own_gain(one: TunedClass, shared: Config, timing: Timing) -> float | None:
     """Return how many times faster a class's own config is than the shared one; None where it may do with the shared one.
 
     It may not where the gain is 3 % or more, or where the shared config is surely slower than the author's choice.
@@ -102,23 +102,23 @@ def own_gain(one: Tuned, shared: Config, timing: Timing) -> float | None:
     return None
 
 
-def differing(members: Sequence[Tuned]) -> tuple[str, ...]:
+def differing(members: Sequence[TunedClass]) -> tuple[str, ...]:
     """Return the sizes that differ between classes."""
     names = {name for one in members for name in one.launch.sizes}
     return tuple(sorted(name for name in names if len({one.launch.sizes.get(name) for one in members}) > 1))
 
 
-def _row(one: Tuned, chosen: Config, most: int, gain: float | None = None) -> Row:
+def _row(one: TunedClass, chosen: Config, most: int, gain: float | None = None) -> ServingRow:
     """Return a row: the chosen config, the author's, then the fastest others to fall back to."""
     ranked = sorted(one.times, key=lambda config: one.times[config])
     configs = list(dict.fromkeys([chosen, one.author, *ranked]))[:most]
     evidence = {**one.evidence, "class": one.launch.digest}
     if gain is not None:
         evidence["own_gain"] = round(gain, 4)
-    return Row(one.launch.sizes, tuple(stored_of_config(config, one.launch) for config in configs), evidence)
+    return ServingRow(one.launch.sizes, tuple(stored_of_config(config, one.launch) for config in configs), evidence)
 
 
-def portfolio_of(classes: Sequence[Tuned]) -> list[dict[str, Any]]:
+def portfolio_of(classes: Sequence[TunedClass]) -> list[dict[str, Any]]:
     """Return the fewest configs, as JSON, with which every class is within 3 % of its best, the best single one first."""
     tables = [
         (one.cost_us or 1.0, {stored_key(stored_of_config(c, one.launch)): t for c, t in one.times.items()}) for one in classes

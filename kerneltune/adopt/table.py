@@ -18,7 +18,7 @@ _LARGEST = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ServingRow:
     """What was found for one class of launches, or for several that share a config.
 
     Attributes:
@@ -45,9 +45,9 @@ class Group:
     key: list[Any]
     dtypes: list[str]
     split: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[ServingRow, ...]
 
-    def nearest(self, sizes: Mapping[str, int]) -> Row:
+    def nearest(self, sizes: Mapping[str, int]) -> ServingRow:
         """Return the row whose deciding sizes are the nearest."""
         return min(self.rows, key=lambda row: distance(row.sizes, sizes, self.split))
 
@@ -76,14 +76,14 @@ class TableKernel:
         """Return the rows of an author's key, None where there are none."""
         return next((group for group in self.groups if group.key == list(key) and group.dtypes == list(dtypes)), None)
 
-    def nearest(self, sizes: Mapping[str, int], dtypes: Sequence[str]) -> Row | None:
+    def nearest(self, sizes: Mapping[str, int], dtypes: Sequence[str]) -> ServingRow | None:
         """Return the row of the nearest captured launch with these element types, None where there is none."""
         rows = [row for group in self.groups if group.dtypes == list(dtypes) for row in group.rows]
         return min(rows, key=lambda row: distance(row.sizes, sizes), default=None)
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class ServingTable:
     """The kernels of one GPU model."""
 
     device: str
@@ -107,7 +107,7 @@ def path_of(root: Path, device: str) -> Path:
     return root / "served" / f"{device}.json"
 
 
-def text_of(table: Table) -> str:
+def text_of(table: ServingTable) -> str:
     """Return a table as JSON, the same text for the same table."""
     return json.dumps({"format": FORMAT, **asdict(table), "digest": ""}, indent=1, sort_keys=True) + "\n"
 
@@ -117,7 +117,7 @@ def digest_of(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def read_table(root: Path, device: str) -> Table | None:
+def read_table(root: Path, device: str) -> ServingTable | None:
     """Return the table of a GPU model, None where there is none.
 
     Raises:
@@ -138,10 +138,10 @@ def read_table(root: Path, device: str) -> Table | None:
         raise ValueError(f"{path}: {' '.join(str(error).split())[:200]}") from None
 
 
-def _from_json(stored: Mapping[str, Any], digest: str) -> Table:
+def _from_json(stored: Mapping[str, Any], digest: str) -> ServingTable:
     if stored.get("format") != FORMAT:
         raise ValueError(f"format: {stored.get('format')!r}: expected {FORMAT}")
-    return Table(str(stored["device"]), dict(stored["versions"]), tuple(map(_kernel, stored["kernels"])), digest)
+    return ServingTable(str(stored["device"]), dict(stored["versions"]), tuple(map(_kernel, stored["kernels"])), digest)
 
 
 def _kernel(stored: Mapping[str, Any]) -> TableKernel:
@@ -151,7 +151,7 @@ def _kernel(stored: Mapping[str, Any]) -> TableKernel:
 
 
 def _group(stored: Mapping[str, Any]) -> Group:
-    rows = tuple(Row(dict(row["sizes"]), _configs(row["configs"]), dict(row["evidence"])) for row in stored["rows"])
+    rows = tuple(ServingRow(dict(row["sizes"]), _configs(row["configs"]), dict(row["evidence"])) for row in stored["rows"])
     if not rows:
         raise ValueError("group: rows: none")
     return Group(list(stored["key"]), list(map(str, stored["dtypes"])), tuple(map(str, stored["split"])), rows)

@@ -18,8 +18,8 @@ from kerneltune.adopt.folder import LaunchClass
 from kerneltune.adopt.operators import CAPTURED, SWEEP, TUNED, WIDEN, case_of, operator_name, operators, sweep_text, tuned_variant
 from kerneltune.adopt.overview import Capture, read_capture
 from kerneltune.adopt.replay import ReplayError, live_kernel, make_launch
-from kerneltune.adopt.sharing import Tuned, groups_of, portfolio_of
-from kerneltune.adopt.table import MANIFEST, Table, TableKernel, digest_of, path_of, read_table, text_of
+from kerneltune.adopt.sharing import TunedClass, groups_of, portfolio_of
+from kerneltune.adopt.table import MANIFEST, ServingTable, TableKernel, digest_of, path_of, read_table, text_of
 from kerneltune.files import replace_text
 from kerneltune.plan import Options, Progress, Selection
 from kerneltune.search.loop import times_of
@@ -27,7 +27,7 @@ from kerneltune.search.trials import TrialStore, store_path
 from kerneltune.spec import Case, Op
 from kerneltune.stats import Samples
 from kerneltune.tuning.cached import cached, present
-from kerneltune.tuning.isolated import ChildLostError, IsolatedBench
+from kerneltune.tuning.isolated import ChildCrashedError, IsolatedBench
 from kerneltune.tuning.stage import tune_entries
 
 FAMILY = "captured"
@@ -50,7 +50,7 @@ class Outcome:
 
     table: Path
     digest: str
-    tuned: list[Tuned]
+    tuned: list[TunedClass]
     skipped: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -137,9 +137,9 @@ def policy_of(launch: LaunchClass) -> str:
     return "cold" if launch.argument_bytes >= _COLD_BYTES else "hot"
 
 
-def _entry(by_name: Mapping[str, Op], launch: LaunchClass) -> sweep.Entry:
+def _entry(by_name: Mapping[str, Op], launch: LaunchClass) -> sweep.SweepCase:
     op = by_name[operator_name(launch)]
-    return sweep.Entry(op.name, case_of(launch, op.axes), "bench")
+    return sweep.SweepCase(op.name, case_of(launch, op.axes), "bench")
 
 
 @contextmanager
@@ -193,7 +193,7 @@ def obstacle(launch: LaunchClass) -> str:
     return ""
 
 
-def _collect(capture: Capture, by_name: Mapping[str, Op], options: Options, skipped: list[str]) -> list[Tuned]:
+def _collect(capture: Capture, by_name: Mapping[str, Op], options: Options, skipped: list[str]) -> list[TunedClass]:
     """Return what the engine has found for each class, with the times of all its configs."""
     found = []
     assert options.results is not None
@@ -215,15 +215,15 @@ def _collect(capture: Capture, by_name: Mapping[str, Op], options: Options, skip
         entry, best = stored
         times = {variant.config_from(dict(knobs)): time_us for knobs, time_us in times_of(tried).items()}
         author = variant.default_config(case)
-        found.append(Tuned(launch, case, best, author, times, dict(entry.evidence), capture.cost_us(launch)))
+        found.append(TunedClass(launch, case, best, author, times, dict(entry.evidence), capture.cost_us(launch)))
     return found
 
 
-def _table(tuned: Sequence[Tuned], by_name: Mapping[str, Op]) -> str:
+def _table(tuned: Sequence[TunedClass], by_name: Mapping[str, Op]) -> str:
     """Return the table as text."""
     kernels = []
     with IsolatedBench() as bench:
-        by_kernel: dict[str, list[Tuned]] = {}
+        by_kernel: dict[str, list[TunedClass]] = {}
         for one in tuned:
             by_kernel.setdefault(operator_name(one.launch), []).append(one)
         for name, classes in by_kernel.items():
@@ -245,7 +245,7 @@ def _table(tuned: Sequence[Tuned], by_name: Mapping[str, Op]) -> str:
             )
     here = device.current()
     versions = {**device.versions(), "driver": here.driver}
-    return text_of(Table(here.slug, versions, tuple(kernels)))
+    return text_of(ServingTable(here.slug, versions, tuple(kernels)))
 
 
 Timing = Callable[[Case, Sequence[Any]], "Sequence[Samples | None] | None"]
@@ -258,13 +258,13 @@ def _timing(bench: IsolatedBench, op: Op, policies: Mapping[Case, str]) -> Timin
         try:
             bench.open(op, case, tuned_variant(op), policies[case])
             return bench.samples(configs)
-        except ChildLostError:
+        except ChildCrashedError:
             return None
 
     return samples
 
 
-def _keep_compiled(root: Path, tuned: Sequence[Tuned], progress: Progress) -> None:
+def _keep_compiled(root: Path, tuned: Sequence[TunedClass], progress: Progress) -> None:
     """Keep the compiled kernels that serving will launch beside the table; what cannot be kept is compiled there."""
     table = read_table(root, device.current().slug)
     assert table is not None  # it has just been written

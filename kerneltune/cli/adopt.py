@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kerneltune.adopt.overview import Capture
-    from kerneltune.adopt.sharing import Tuned
+    from kerneltune.adopt.sharing import TunedClass
 
 app = typer.Typer(no_args_is_help=True, help="Kernels of other packages: what a capture holds and what is suspicious.")
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a capture.")]
@@ -69,7 +69,7 @@ def tune_folder(folder: Path, budget: float | None, share: float | None, widen: 
         raise typer.Exit(1)
 
 
-def tuned_table(tuned: "Sequence[Tuned]") -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def tuned_table(tuned: "Sequence[TunedClass]") -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Return head and rows of what was tuned: the author's choice against ours, class by class."""
     from kerneltune.adopt.kernels import config_label
     from kerneltune.adopt.operators import stored_of_config

@@ -18,7 +18,7 @@ from kerneltune.errors import unknown
 from kerneltune.spec import Op
 
 if TYPE_CHECKING:
-    from kerneltune.cache import Entry
+    from kerneltune.cache import CacheEntry
 
 _STALE = ("stale", "stale-but-good")
 
@@ -261,7 +261,7 @@ def check(configs: o.Configs = None) -> None:
         raise typer.Exit(1)
 
 
-def _require_fit(op: Op, entry: "Entry") -> None:
+def _require_fit(op: Op, entry: "CacheEntry") -> None:
     """Raise ValueError for an entry of another operator, or for a config that is not valid for its case."""
     from kerneltune.cache import Chooser
 

@@ -18,7 +18,7 @@ from kerneltune.spec import Case, Op, Variant
 
 if TYPE_CHECKING:
     from kerneltune.inspection.static import StaticRow, Survey
-    from kerneltune.inspection.survey import Request
+    from kerneltune.inspection.survey import SurveyRequest
     from kerneltune.plan import Selection
 
 _ALL = "all"
@@ -134,7 +134,7 @@ def judge(
     raise typer.Exit(verdict.exit_code)
 
 
-def _survey(requests: "list[Request]", targets: list[str], workers: int | None, recompile: bool) -> "Survey":
+def _survey(requests: "list[SurveyRequest]", targets: list[str], workers: int | None, recompile: bool) -> "Survey":
     """Compile the requests, with a bar while that runs."""
     from kerneltune.inspection.survey import survey
     from kerneltune.measuring import known
@@ -185,7 +185,7 @@ def _requests(
     gpu: str,
     configs: Path | None,
     any_case: bool,
-) -> "list[Request]":
+) -> "list[SurveyRequest]":
     """Select cached configs; else, for an operator's cases in the sweeps or of given sizes, the default configs."""
     from kerneltune.cache import readable
     from kerneltune.inspection.survey import cached_requests, default_requests
@@ -197,7 +197,7 @@ def _requests(
     def asked(variant: Variant) -> bool:
         return selection.takes_variant(variant.name) if variants else not variant.is_peer
 
-    def wanted(requests: "Iterable[Request]") -> "list[Request]":
+    def wanted(requests: "Iterable[SurveyRequest]") -> "list[SurveyRequest]":
         return [
             request
             for request in requests
@@ -222,13 +222,13 @@ def _requests(
     return found
 
 
-def _nothing(cached: "Iterable[Request]", selection: "Selection", place: str) -> ValueError:
+def _nothing(cached: "Iterable[SurveyRequest]", selection: "Selection", place: str) -> ValueError:
     """Return the error of a selection that leaves no cached config: it names the first option that leaves none, and what is."""
     left = list(cached)
     if not left:
         of = f" of {', '.join(selection.ops)}" if selection.ops else ""
         return ValueError(f"nothing to compile: {place} has no config{of}: name sizes, like M=4096")
-    fields: dict[str, tuple[tuple[str, ...], Callable[[Request], str]]] = {
+    fields: dict[str, tuple[tuple[str, ...], Callable[[SurveyRequest], str]]] = {
         "variant": (selection.variants, lambda request: request.variant.name),
         "dtype": (selection.dtypes, lambda request: request.case.dtype),
         "quant": (selection.quants, lambda request: request.case.quant),
@@ -250,7 +250,7 @@ def _swept(known: Mapping[str, Op], op: str) -> list[Case]:
     return list(dict.fromkeys(entry.case for plan in plans for entry in (*plan.bench, *plan.check) if entry.op == op))
 
 
-def _with_config(requests: "list[Request]", field: str, text: str) -> "list[Request]":
+def _with_config(requests: "list[SurveyRequest]", field: str, text: str) -> "list[SurveyRequest]":
     """Give the cases of the requests the config of a JSON text."""
     import dataclasses
 

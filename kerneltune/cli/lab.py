@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kerneltune.plan import Options, Selection
     from kerneltune.spec import Op
     from kerneltune.stats import Interval
-    from kerneltune.sweep import Entry
+    from kerneltune.sweep import SweepCase
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -250,7 +250,7 @@ def _measured(selection: "Selection", options: "Options", processes: int, delays
         return measuring.measure(o.load_ops, selection, options, processes, sorted(set(delays or measuring.DELAYS)), progress)
 
 
-def _first_case(known: "Mapping[str, Op]", selection: "Selection") -> "tuple[Op, Entry]":
+def _first_case(known: "Mapping[str, Op]", selection: "Selection") -> "tuple[Op, SweepCase]":
     """Return the first selected bench case and its operator.
 
     Raises:

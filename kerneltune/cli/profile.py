@@ -14,7 +14,7 @@ from kerneltune.cli.console import note, show, show_table
 from kerneltune.spec import Case, Op, Variant
 
 if TYPE_CHECKING:
-    from kerneltune.inspection.ncu import Line, Profile
+    from kerneltune.inspection.ncu import Profile, StallLine
 
 _STALLS = 5
 _LINES = 8
@@ -85,7 +85,7 @@ def driver(op: str, variant: str, case: str, config: str) -> None:
     torch.cuda.profiler.stop()
 
 
-def _profiled(ncu: Path, arguments: Sequence[str]) -> "tuple[list[Profile], list[Line]]":
+def _profiled(ncu: Path, arguments: Sequence[str]) -> "tuple[list[Profile], list[StallLine]]":
     from kerneltune.inspection.ncu import profile
 
     start = [sys.executable, "-c", "from kerneltune.cli import main; main()", _DRIVER]
@@ -144,7 +144,9 @@ def _case_values(case: Case) -> dict[str, Any]:
     return {"name": case.name, "axes": case.axes, "dtype": case.dtype, "quant": case.quant, "options": case.options}
 
 
-def _show(first: "tuple[list[Profile], list[Line]]", second: "tuple[list[Profile], list[Line]]", names: tuple[str, str]) -> None:
+def _show(
+    first: "tuple[list[Profile], list[StallLine]]", second: "tuple[list[Profile], list[StallLine]]", names: tuple[str, str]
+) -> None:
     """Kernels side by side in the order of their launches, then the lines with bank conflicts."""
     for index in range(max(len(first[0]), len(second[0]))):
         pair = [profiles[index] if index < len(profiles) else None for profiles, _ in (first, second)]

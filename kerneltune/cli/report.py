@@ -14,7 +14,7 @@ from kerneltune.cli.console import deliver, note, write
 from kerneltune.cli.files import curve_files, record_files, with_roles
 
 if TYPE_CHECKING:
-    from kerneltune.cache import Entry
+    from kerneltune.cache import CacheEntry
     from kerneltune.curves import Curves
     from kerneltune.records import Record
     from kerneltune.reporting.payload import Sources
@@ -163,12 +163,12 @@ def _stores(records: "Sequence[Record]", results: Path | None) -> list[Path]:
     return [path for path in wanted if has_store(path)]
 
 
-def _entries(records: "Sequence[Record]", configs: Path | None) -> "dict[str, list[Entry]]":
+def _entries(records: "Sequence[Record]", configs: Path | None) -> "dict[str, list[CacheEntry]]":
     """Return the cached configs of the records' operators and devices."""
     from kerneltune import cache
     from kerneltune.device import slug
 
-    found: dict[str, list[Entry]] = {}
+    found: dict[str, list[CacheEntry]] = {}
     for op, device in dict.fromkeys((record.op, slug(record.device)) for record in records):
         found.setdefault(op, []).extend(cache.load(op, device, configs))
     return found

@@ -42,11 +42,11 @@ def observe(
     from kerneltune import device
     from kerneltune.plan import require_gpu
     from kerneltune.search.trials import knobs_of
-    from kerneltune.tuning.fitting import Table, untimed
+    from kerneltune.tuning.fitting import CostTable, untimed
     from kerneltune.tuning.gathering import samples_of, timed
     from kerneltune.tuning.observing import Asked, targets
     from kerneltune.tuning.observing import observe as run
-    from kerneltune.tuning.task import Work
+    from kerneltune.tuning.task import TuningTask
     from kerneltune.tuning.transfer import config_of, donors_of, rivals
 
     known = o.load_ops()
@@ -63,7 +63,7 @@ def observe(
         donors = donors_of(op, of, "cold", slug, configs)
         wanted = [target for target in targets(op, of, donors, bench.get(name, [])) if _is_wanted(target, dtype, case)]
         samples, done = samples_of(op, of, slug, configs, folder), set() if again else timed(op, of, slug, folder)
-        choices = untimed(Table(op, of, samples)) if len(samples) > 1 else {}
+        choices = untimed(CostTable(op, of, samples)) if len(samples) > 1 else {}
         times = {sample.case: len(sample.times) for sample in samples}
         recorded = {op.called(one) for one, _ in donors}
         wanted.sort(key=lambda one: (one not in recorded, times.get(one, 0)))
@@ -72,7 +72,7 @@ def observe(
             offered += rivals(op, of, target, donors, most)
             new = [one for one in dict.fromkeys(offered) if one and (target, tuple(knobs_of(one).items())) not in done]
             if new:
-                asked.append(Asked(Work(op, target, of), tuple(new)))
+                asked.append(Asked(TuningTask(op, target, of), tuple(new)))
     with reporter() as progress:
         count = run(asked, options, progress)
     show(f"{count} of {len(asked)} cases timed: {folder / device.current().slug / 'observations'}")
@@ -93,7 +93,7 @@ def fit(
     """
     from kerneltune import rule
     from kerneltune.files import replace_text
-    from kerneltune.tuning.fitting import Table, fitted
+    from kerneltune.tuning.fitting import CostTable, fitted
     from kerneltune.tuning.gathering import samples_of
 
     known = o.load_ops()
@@ -108,7 +108,7 @@ def fit(
         if len({sample.case.axes for sample in samples}) < 2:
             rows.append((name, "0", "", "", "", "times of fewer than two sizes are known"))
             continue
-        made, judgement = fitted(Table(op, of, samples))
+        made, judgement = fitted(CostTable(op, of, samples))
         found = judgement.data
         if not check:
             others = [one for one in _rules(rule.path_of(name, slug, root)) if one.variant != variant]

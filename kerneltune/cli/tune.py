@@ -15,7 +15,7 @@ from kerneltune.cli.trials import show_short
 if TYPE_CHECKING:
     from kerneltune.plan import Selection
     from kerneltune.spec import Op
-    from kerneltune.tuning.stage import Tuned
+    from kerneltune.tuning.stage import TuningSummary
 
 _MODEL_GAIN = "1%"
 """Where the many cases of a model stop by default."""
@@ -129,7 +129,7 @@ def _start_server() -> None:
     start_server(*IMPORTED)
 
 
-def _show_outcome(tuned: "Tuned", configs: Path | None) -> None:
+def _show_outcome(tuned: "TuningSummary", configs: Path | None) -> None:
     """Say how many cases were not tuned, and where programs find the configs."""
     if tuned.searched > tuned.failed and (served := o.where_configs_serve(configs)):
         note(served)

@@ -56,7 +56,7 @@ class Profile:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class StallLine:
     """A source line, or an instruction where the code has no lines: its excess shared-memory wavefronts and stall samples."""
 
     kernel: str
@@ -75,7 +75,7 @@ def find_ncu() -> Path | None:
     return max(found, key=lambda path: [int(n) for n in re.findall(r"\d+", str(path))], default=None)
 
 
-def profile(ncu: Path, command: Sequence[str], folder: Path) -> tuple[list[Profile], list[Line]]:
+def profile(ncu: Path, command: Sequence[str], folder: Path) -> tuple[list[Profile], list[StallLine]]:
     """Run `command` under ncu, at the clocks the GPU has and with cold caches.
 
     What it launches between cudaProfilerStart and cudaProfilerStop is profiled. `folder` takes the report.
@@ -126,13 +126,13 @@ def parse_raw(text: str) -> list[Profile]:
     ]
 
 
-def parse_source(text: str) -> list[Line]:
+def parse_source(text: str) -> list[StallLine]:
     """Parse the lines of a page `--page source --csv` that conflict in shared memory or were seen stalled.
 
     Source lines where the page has any, else instructions. A page is one table per kernel and file, each under its names.
     """
-    lines: list[Line] = []
-    instructions: list[Line] = []
+    lines: list[StallLine] = []
+    instructions: list[StallLine] = []
     kernel = path = ""
     head: list[str] = []
     for row in csv.reader(io.StringIO(text)):
@@ -147,7 +147,9 @@ def parse_source(text: str) -> list[Line]:
     return lines or instructions
 
 
-def _sort_in(row: list[str], head: list[str], kernel: str, path: str, lines: list[Line], instructions: list[Line]) -> None:
+def _sort_in(
+    row: list[str], head: list[str], kernel: str, path: str, lines: list[StallLine], instructions: list[StallLine]
+) -> None:
     cells = dict(reversed(list(zip(head, row, strict=True))))  # of two columns of one name the first
     samples = _number(cells.get(_SAMPLES, cells.get(_SAMPLES_NEW, "")))
     excess = _number(cells.get(_EXCESS, ""))
@@ -156,9 +158,9 @@ def _sort_in(row: list[str], head: list[str], kernel: str, path: str, lines: lis
     number, address = cells.get("Line No", "").strip(), cells.get("Address", "").strip()
     source = cells.get("Source", "").strip()
     if number.isdigit():
-        lines.append(Line(kernel, f"{path}:{number}", source, excess or 0.0, samples or 0.0))
+        lines.append(StallLine(kernel, f"{path}:{number}", source, excess or 0.0, samples or 0.0))
     elif address.startswith("0x") and "Line No" not in head:
-        instructions.append(Line(kernel, address, source, excess or 0.0, samples or 0.0))
+        instructions.append(StallLine(kernel, address, source, excess or 0.0, samples or 0.0))
 
 
 def _profile(cells: Mapping[str, str], units: Mapping[str, str]) -> Profile:

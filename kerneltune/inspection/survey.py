@@ -15,14 +15,14 @@ from kerneltune import cache, device
 from kerneltune.inspection.static import StaticRow, Survey
 from kerneltune.measuring.assembly import Fact, Kernel
 from kerneltune.measuring.compare import config_values
-from kerneltune.measuring.compiler import TARGETS, Compiled, CompilePool, Job
-from kerneltune.measuring.known import Known
+from kerneltune.measuring.compiler import TARGETS, CompileJob, CompilePool, CompileResult
+from kerneltune.measuring.known import KnownFacts
 from kerneltune.measuring.occupancy import resident
 from kerneltune.spec import Case, Op, Variant
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class SurveyRequest:
     """One config to compile."""
 
     op: Op
@@ -32,7 +32,7 @@ class Request:
     config: Any
 
 
-def cached_requests(ops: Iterable[Op], root: Path | None, gpu: str) -> list[Request]:
+def cached_requests(ops: Iterable[Op], root: Path | None, gpu: str) -> list[SurveyRequest]:
     """Return every cached config of these operators for a GPU (its folder's name), in the cache's order.
 
     root: the folder of the cache; None for where kernels look, and the packaged files beside that.
@@ -46,13 +46,13 @@ def cached_requests(ops: Iterable[Op], root: Path | None, gpu: str) -> list[Requ
             case = Case(entry.case, entry.axes, entry.dtype, entry.quant, entry.options)
             try:
                 variant = op.variant(entry.variant)
-                found.append(Request(op, variant, case, entry.policy, variant.config_from(entry.config)))
+                found.append(SurveyRequest(op, variant, case, entry.policy, variant.config_from(entry.config)))
             except ValueError as error:
                 raise ValueError(f"{cache.path_of(op.name, gpu, root)}: {case.name}: {error}") from error
     return found
 
 
-def default_requests(op: Op, cases: Iterable[Case], takes: Callable[[Variant], bool]) -> list[Request]:
+def default_requests(op: Op, cases: Iterable[Case], takes: Callable[[Variant], bool]) -> list[SurveyRequest]:
     """Request the default configs of an operator's wanted variants, for the cases that they support.
 
     Raises:
@@ -62,17 +62,17 @@ def default_requests(op: Op, cases: Iterable[Case], takes: Callable[[Variant], b
     for case in cases:
         for variant in op.variants:
             if takes(variant) and variant.config is not None and variant.unsupported(case) is None:
-                found.append(Request(op, variant, case, "cold", variant.default_config(case)))
+                found.append(SurveyRequest(op, variant, case, "cold", variant.default_config(case)))
     return found
 
 
 def survey(
-    requests: Sequence[Request],
+    requests: Sequence[SurveyRequest],
     targets: Sequence[str],
     workers: int | None = None,
     stage: Callable[[str, int], None] = lambda _name, _total: None,
     advance: Callable[[str], None] = lambda _text: None,
-    known: Mapping[str, Known] = MappingProxyType({}),
+    known: Mapping[str, KnownFacts] = MappingProxyType({}),
 ) -> Survey:
     """Compile every request for every target; a config that cannot be compiled is a row with its error.
 
@@ -87,8 +87,8 @@ def survey(
         compiled = {}
         most = min(len(distinct), workers or len(os.sched_getaffinity(0)))
         facts[target] = {}
-        with CompilePool(TARGETS[target], most, known=known.get(target, Known({}))) as pool:
-            jobs = [Job(partial(r.op.inputs, r.case), r.variant.run, r.config) for r in distinct.values()]
+        with CompilePool(TARGETS[target], most, known=known.get(target, KnownFacts({}))) as pool:
+            jobs = [CompileJob(partial(r.op.inputs, r.case), r.variant.run, r.config) for r in distinct.values()]
             for (key, request), answer in zip(distinct.items(), pool.compile(jobs), strict=True):
                 compiled[key] = answer
                 facts[target] |= answer.facts
@@ -98,11 +98,11 @@ def survey(
     return Survey(device.versions()["triton"], tuple(rows), facts, unknown)
 
 
-def _job_key(request: Request) -> tuple[str, str, Case, Any]:
+def _job_key(request: SurveyRequest) -> tuple[str, str, Case, Any]:
     return request.op.name, request.variant.name, request.case, request.config
 
 
-def _row(request: Request, target: str, compiled: Compiled) -> StaticRow:
+def _row(request: SurveyRequest, target: str, compiled: CompileResult) -> StaticRow:
     """Merge launches of one kernel that use the same resources: a kernel that is launched once per tensor is one of the row."""
     kernels = tuple(dict.fromkeys(compiled.kernels))
     return StaticRow(

@@ -10,21 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from kerneltune.files import append_whole_lines
-from kerneltune.lab.tuners import Found
+from kerneltune.lab.tuners import TunerResult
 from kerneltune.search.trials import knobs_of
 from kerneltune.spec import Variant
 
 SCHEMA = 1
 
 
-class Journal:
+class ContestJournal:
     """The results of one contest's sides; those that depend on anything else than it does are not its own."""
 
     def __init__(self, path: Path, depends_on: Mapping[str, Any]) -> None:
         """depends_on: everything that a result is of, as JSON: case, versions, GPU, limits. Writes nothing."""
         self._path, self._depends_on = path, json.loads(json.dumps(depends_on))
 
-    def found(self, variant: Variant) -> dict[str, Found]:
+    def found(self, variant: Variant) -> dict[str, TunerResult]:
         """Load the results by the names of the sides; skip a line that a kill has cut.
 
         Raises:
@@ -55,7 +55,7 @@ class Journal:
             raise ValueError(f"{self._path}:{number}: not a side's result: {line[:80]!r}; move the file away to start anew")
         return row
 
-    def keep(self, name: str, found: Found) -> None:
+    def keep(self, name: str, found: TunerResult) -> None:
         """Store what a side found; it is on disk when this returns.
 
         Raises:
@@ -66,6 +66,6 @@ class Journal:
         append_whole_lines(self._path, (json.dumps(row) + "\n").encode())
 
 
-def _result(variant: Variant, stored: Mapping[str, Any]) -> Found:
+def _result(variant: Variant, stored: Mapping[str, Any]) -> TunerResult:
     best = tuple(variant.config_from(knobs) for knobs in stored["best"])
-    return Found(variant.config_from(stored["config"]), stored["wall_s"], stored["evaluations"], best, stored["remark"])
+    return TunerResult(variant.config_from(stored["config"]), stored["wall_s"], stored["evaluations"], best, stored["remark"])

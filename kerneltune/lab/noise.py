@@ -9,12 +9,12 @@ from itertools import islice
 
 import numpy as np
 
-from kerneltune.measuring.compiler import CompilePool, Job, Pending
+from kerneltune.measuring.compiler import CompileJob, CompilePool, PendingCompile
 from kerneltune.plan import Options
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import Interval, Samples, deciles, median_interval, ratio_interval
 from kerneltune.tuning.bench import Measuring
-from kerneltune.tuning.isolated import ChildLostError
+from kerneltune.tuning.isolated import ChildCrashedError
 from kerneltune.tuning.machines import Machines, empty_caches
 from kerneltune.tuning.tuner import job
 
@@ -63,7 +63,7 @@ def disturbance(op: Op, case: Case, variant: Variant, config: Config, options: O
                     raise ValueError(f"{where}: {few}: fewer --workers, or a case with a larger space")
             compiling.stop()
             machines.bench.close()
-        except ChildLostError as error:
+        except ChildCrashedError as error:
             raise ValueError(f"{where}: lost: {error}") from error
     return idle, _noise(busy_samples)
 
@@ -83,9 +83,9 @@ def time_twice(bench: Measuring, config: Config) -> list[Samples]:
 class _Compiling:
     """Jobs of a pool, each given once."""
 
-    def __init__(self, pool: CompilePool, jobs: Sequence[Job]) -> None:
+    def __init__(self, pool: CompilePool, jobs: Sequence[CompileJob]) -> None:
         self._pool, self._jobs = pool, iter(jobs)
-        self._pending: list[Pending] = []
+        self._pending: list[PendingCompile] = []
 
     def top_up(self) -> None:
         """Twice as many jobs as workers, as far as there are others: enough for as long as samples take."""

@@ -17,7 +17,7 @@ from kerneltune.search.loop import Search
 from kerneltune.search.trials import knobs_of
 from kerneltune.spec import Case, Config, Inputs, Op, Variant
 from kerneltune.tuning.candidates import Given, candidates, narrowed
-from kerneltune.tuning.isolated import Named
+from kerneltune.tuning.isolated import VariantName
 from kerneltune.tuning.machines import Machines
 from kerneltune.tuning.one_case import tune
 
@@ -27,7 +27,7 @@ HELION = "Helion autotune"
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class ContestTask:
     """What to tune, by names that another process can look up.
 
     Attributes:
@@ -37,7 +37,7 @@ class Task:
         limit_s: seconds after which Helion is to stop with its best so far; None for no limit.
     """
 
-    named: Named
+    named: VariantName
     case: Case
     knobs: Given
     search: Search
@@ -63,7 +63,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class TunerResult:
     """What a tuner ended with.
 
     Attributes:
@@ -81,7 +81,7 @@ class Found:
     remark: str = ""
 
 
-def by_kerneltune(task: Task) -> Found:
+def by_kerneltune(task: ContestTask) -> TunerResult:
     """`kerneltune tune` with an empty trial store and an empty config cache.
 
     Raises:
@@ -101,7 +101,7 @@ def by_kerneltune(task: Task) -> Found:
     remark = f"first config compiled after {first_s:.1f} s, from there GPU idle for {100 * usage.idle:.0f} %"
     if task.search.until_gain is not None:
         remark += f"; stops when the rest is expected to gain less than {100 * task.search.until_gain:g} %"
-    return Found(chosen, wall_s, usage.evaluations, best, remark)
+    return TunerResult(chosen, wall_s, usage.evaluations, best, remark)
 
 
 class _Launch:
@@ -126,7 +126,7 @@ class _Launch:
 def _nothing() -> None: ...
 
 
-def by_triton(task: Task, do_bench: Callable[..., Any] | None = None, where: str = "cuda") -> Found:
+def by_triton(task: ContestTask, do_bench: Callable[..., Any] | None = None, where: str = "cuda") -> TunerResult:
     """Triton's own Autotuner over a triton.Config for every config: compiles one after the other, times each by do_bench.
 
     It checks no result. do_bench: in place of the Autotuner's own.
@@ -150,14 +150,14 @@ def by_triton(task: Task, do_bench: Callable[..., Any] | None = None, where: str
     remark = "one compilation after the other, no check of results"
     if launch.refused:
         remark += f", {len(launch.refused)} could not be launched"
-    return Found(ranked[0], wall_s, len(configs), ranked, remark)
+    return TunerResult(ranked[0], wall_s, len(configs), ranked, remark)
 
 
 _HELION_QUICK = {"autotune_effort": "quick", "initial_population": 30, "copies": 2, "max_generations": 5}
 """At its full effort Helion ends with more than a minute of final selection, however short the search was."""
 
 
-def by_helion(task: Task, where: str = "cuda") -> Found:
+def by_helion(task: ContestTask, where: str = "cuda") -> TunerResult:
     """Helion's PatternSearch at its quick effort, over the knobs of a kernel that is not written in Helion.
 
     It knows no constraint between knobs: a config that is not valid is one that lacks resources when it is launched.
@@ -195,10 +195,10 @@ def by_helion(task: Task, where: str = "cuda") -> Found:
     remark = "PatternSearch, quick effort, no check of results"
     if task.limit_s is not None and searched_s >= task.limit_s:
         remark += f", stopped after {searched_s:.0f} s"
-    return Found(chosen, task.spent_s, len(tried), (chosen,), remark)
+    return TunerResult(chosen, task.spent_s, len(tried), (chosen,), remark)
 
 
-SIDES: Mapping[str, Callable[[Task], Found]] = {US: by_kerneltune, EXHAUSTIVE: by_triton, HELION: by_helion}
+SIDES: Mapping[str, Callable[[ContestTask], TunerResult]] = {US: by_kerneltune, EXHAUSTIVE: by_triton, HELION: by_helion}
 """Ours first, then the one that visits every config."""
 
 
@@ -215,7 +215,7 @@ def helion_version() -> str:
     return ""
 
 
-def finalists(found: Sequence[Found], default: Config, count: int) -> list[Config]:
+def finalists(found: Sequence[TunerResult], default: Config, count: int) -> list[Config]:
     """Return the choices of all sides, the default, and the best few of every ranking, each once."""
     several = [config for side in found for config in side.best[:count]]
     return list(dict.fromkeys([*(side.config for side in found), default, *several]))

@@ -20,8 +20,8 @@ from typing import Any
 from kerneltune import device
 from kerneltune.errors import without_places
 from kerneltune.files import replace_text
-from kerneltune.lab.journal import Journal
-from kerneltune.lab.tuners import EXHAUSTIVE, HELION, SIDES, US, Found, Task, finalists, helion_version, unable
+from kerneltune.lab.journal import ContestJournal
+from kerneltune.lab.tuners import EXHAUSTIVE, HELION, SIDES, US, ContestTask, TunerResult, finalists, helion_version, unable
 from kerneltune.measuring.compare import commit, obstacle
 from kerneltune.measuring.compiler import TARGETS, CompilePool
 from kerneltune.measuring.memory import release_memory
@@ -35,7 +35,7 @@ from kerneltune.sweep import results_root
 from kerneltune.tuning import IMPORTED
 from kerneltune.tuning.bench import SCREEN_SAMPLES, Measuring
 from kerneltune.tuning.candidates import Given, checked_space, narrowed
-from kerneltune.tuning.isolated import IsolatedBench, Named, split_cores
+from kerneltune.tuning.isolated import IsolatedBench, VariantName, split_cores
 from kerneltune.tuning.machines import empty_caches
 from kerneltune.tuning.tuner import job
 
@@ -49,7 +49,7 @@ _PAST_LIMIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ContestLine:
     """One tuner, or one config to hold the others against.
 
     Attributes:
@@ -78,7 +78,7 @@ class Contest:
     case: Case
     policy: str
     configs: int
-    lines: tuple[Line, ...]
+    lines: tuple[ContestLine, ...]
 
     @property
     def share(self) -> float | None:
@@ -96,7 +96,7 @@ def contest(
     search: Search,
     options: Options,
     progress: Progress,
-    sides: Mapping[str, Callable[[Task], Found]] = SIDES,
+    sides: Mapping[str, Callable[[ContestTask], TunerResult]] = SIDES,
     judge: Callable[[], Measuring] | None = None,
     limit_s: int | None = None,
 ) -> Contest:
@@ -118,12 +118,12 @@ def contest(
     reason = obstacle(op, case, options.policy)
     if reason is not None:
         raise ValueError(f"{op.name} {case.label}: {reason}")
-    task = Task(Named(op.module, op.name, variant.name), case, knobs, search, options, limit_s=limit_s)
-    journal = Journal(_journal(op.name, case, variant.name, options), _depends_on(op, task))
+    task = ContestTask(VariantName(op.module, op.name, variant.name), case, knobs, search, options, limit_s=limit_s)
+    journal = ContestJournal(_journal(op.name, case, variant.name, options), _depends_on(op, task))
     kept = journal.found(variant)
     release_memory()
     lacking = unable()
-    found: dict[str, Found] = {}
+    found: dict[str, TunerResult] = {}
     reasons: dict[str, str] = {}
     wanted = [name for name in sides if name not in lacking]
     progress.stage("versus", len(wanted) + 1)
@@ -148,12 +148,12 @@ def contest(
     progress.advance("the common run")
     best = min(judged, key=lambda config: judged[config][0].median, default=default)
     lines = [_line(name, side.config, judged, wrong, side.wall_s, side.evaluations, side.remark) for name, side in found.items()]
-    lines += [Line(name, None, None, None, None, None, reason) for name, reason in (*reasons.items(), *lacking.items())]
+    lines += [ContestLine(name, None, None, None, None, None, reason) for name, reason in (*reasons.items(), *lacking.items())]
     lines += [_line(name, config, judged, wrong) for name, config in ((DEFAULT, default), (BEST, best))]
     return Contest(op.name, variant.name, case, options.policy, len(space), tuple(lines))
 
 
-def tune_side(name: str, side: Callable[[Task], Found], task: Task) -> Found:
+def tune_side(name: str, side: Callable[[ContestTask], TunerResult], task: ContestTask) -> TunerResult:
     """Return what a side finds; raise what it raises."""
     timeout_s = task.limit_s + _PAST_LIMIT_S if name == HELION and task.limit_s is not None else _SIDE_TIMEOUT_S
     first = partial(start_server, *IMPORTED) if name == US else None  # as the command does
@@ -173,7 +173,7 @@ def _journal(op: str, case: Case, variant: str, options: Options) -> Path:
     return results_root(options.results) / "runs" / device.current().slug / "versus" / f"{name}.journal.jsonl"
 
 
-def _depends_on(op: Op, task: Task) -> dict[str, Any]:
+def _depends_on(op: Op, task: ContestTask) -> dict[str, Any]:
     """Everything that what a side finds is of."""
     case, options, here = task.case, task.options, device.current()
     return {
@@ -228,13 +228,13 @@ def _line(
     wall_s: float | None = None,
     evaluations: int | None = None,
     remark: str = "",
-) -> Line:
+) -> ContestLine:
     remark = "; ".join(text for text in (remark, wrong.get(config, "")) if text)
     if config not in judged:
-        return Line(name, wall_s, evaluations, knobs_of(config), None, None, remark)
+        return ContestLine(name, wall_s, evaluations, knobs_of(config), None, None, remark)
     time_us, ratio = judged[config]
     gap = Interval(ratio.median - 1, ratio.low - 1, ratio.high - 1)
-    return Line(name, wall_s, evaluations, knobs_of(config), time_us, gap, remark)
+    return ContestLine(name, wall_s, evaluations, knobs_of(config), time_us, gap, remark)
 
 
 def keep(contest: Contest, command: Sequence[str], options: Options) -> list[Path]:

@@ -32,7 +32,7 @@ class Access:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class RegisterUsage:
     """Registers and spills of a kernel.
 
     Per thread: vector registers and spilled bytes. Per warp: scalar registers, 0 where they do not limit anything. Stray stores
@@ -81,15 +81,17 @@ class Fact:
     tensor_columns: int = 0
 
 
-def sass_usage(text: str) -> Usage:
+def sass_usage(text: str) -> RegisterUsage:
     """Parse `cuobjdump -res-usage` of a cubin: the largest of its functions; spills are stack and local memory."""
     registers, stack, local = (re.findall(rf"{field}:(\d+)", text) for field in ("REG", "STACK", "LOCAL"))
-    return Usage(max(map(int, registers), default=0), max(map(int, stack + local), default=0))
+    return RegisterUsage(max(map(int, registers), default=0), max(map(int, stack + local), default=0))
 
 
-def gcn_usage(text: str) -> Usage:
+def gcn_usage(text: str) -> RegisterUsage:
     """Parse the metadata of a kernel's amdgcn assembly; an AGPR counts as a VGPR, for they share one file."""
-    return Usage(_gcn_field(text, "vgpr_count"), _gcn_field(text, "private_segment_fixed_size"), _gcn_field(text, "sgpr_count"))
+    return RegisterUsage(
+        _gcn_field(text, "vgpr_count"), _gcn_field(text, "private_segment_fixed_size"), _gcn_field(text, "sgpr_count")
+    )
 
 
 def ptx_accesses(text: str) -> tuple[Access, ...]:

@@ -46,7 +46,7 @@ class Ceiling:
     case: Case
 
 
-class ContextLostError(ValueError):
+class BrokenContextError(ValueError):
     """A launch after which nothing can run on the GPU in this process.
 
     Attributes:
@@ -188,7 +188,7 @@ def _check_variant(checker: Checker, case: Case, variant: Variant, config: Confi
 def _require_context(variant: str, reason: str) -> None:
     """Raise ContextLostError where the reason is one for all that follows."""
     if broken_context():
-        raise ContextLostError(variant, reason)
+        raise BrokenContextError(variant, reason)
 
 
 def _time(

@@ -21,7 +21,7 @@ from kerneltune.errors import first_line
 from kerneltune.measuring.assembly import Fact, Kernel
 from kerneltune.measuring.dry import dry_driver
 from kerneltune.measuring.inspected import Inspecting, fact_of
-from kerneltune.measuring.known import Known
+from kerneltune.measuring.known import KnownFacts
 from kerneltune.measuring.reading import read
 from kerneltune.processes import fast_context, in_environment
 
@@ -51,7 +51,7 @@ TARGETS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class CompileJob:
     """Compile `run(make_inputs(device="meta"), config)`. Both functions must be importable, so that workers can unpickle them."""
 
     make_inputs: Callable[..., Inputs]
@@ -60,7 +60,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Compiled:
+class CompileResult:
     """The kernels that a job launches, or why it has none; of a pool that inspects, also the facts of each by digest.
 
     Attributes:
@@ -84,37 +84,37 @@ class Compiled:
         return max((k.registers * k.warps for k in self.kernels), default=0)
 
 
-class Pending:
+class PendingCompile:
     """A job that a pool has been given."""
 
-    def __init__(self, pool: "CompilePool", job: Job, timeout_s: float) -> None:
+    def __init__(self, pool: "CompilePool", job: CompileJob, timeout_s: float) -> None:
         self.pool, self._job, self._timeout_s = pool, job, timeout_s
         self.future = pool.schedule(job, timeout_s)
 
-    def result(self) -> Compiled:
+    def result(self) -> CompileResult:
         """Wait for it. A job whose worker dies is tried once more, alone; a job that hangs or dies again costs only itself."""
         try:
-            compiled: Compiled = self.future.result()
+            compiled: CompileResult = self.future.result()
             return compiled
         except FutureTimeoutError:
             return self._hung()
         except (ProcessExpired, RuntimeError):  # killed for its memory, perhaps, or the pool lost an idle worker
             return self._alone()
 
-    def _hung(self) -> Compiled:
-        return Compiled((), self._timeout_s, f"compiling took longer than {self._timeout_s:g} s", lost=True)
+    def _hung(self) -> CompileResult:
+        return CompileResult((), self._timeout_s, f"compiling took longer than {self._timeout_s:g} s", lost=True)
 
-    def _alone(self) -> Compiled:
+    def _alone(self) -> CompileResult:
         pool = self.pool.start(1)
         try:
-            compiled: Compiled = pool.schedule(_compile, args=(self._job,), timeout=self._timeout_s).result()
+            compiled: CompileResult = pool.schedule(_compile, args=(self._job,), timeout=self._timeout_s).result()
             return compiled
         except FutureTimeoutError:
             return self._hung()
         except ProcessExpired as error:
-            return Compiled((), 0.0, f"the compiler crashed twice: exit code {error.exitcode}", lost=True)
+            return CompileResult((), 0.0, f"the compiler crashed twice: exit code {error.exitcode}", lost=True)
         except RuntimeError as error:
-            return Compiled((), 0.0, f"the compiler crashed twice: {first_line(error)}", lost=True)
+            return CompileResult((), 0.0, f"the compiler crashed twice: {first_line(error)}", lost=True)
         finally:
             pool.stop()
             pool.join()
@@ -133,7 +133,7 @@ class CompilePool:
     """Worker processes that compile jobs for one target. Use as a context manager."""
 
     def __init__(
-        self, target: Target, workers: int | None = None, cores: frozenset[int] | None = None, known: Known | None = None
+        self, target: Target, workers: int | None = None, cores: frozenset[int] | None = None, known: KnownFacts | None = None
     ) -> None:
         """Start no worker yet.
 
@@ -153,7 +153,7 @@ class CompilePool:
         """Return a new pool of such workers."""
         return ProcessPool(workers, initializer=in_environment, initargs=self._started, context=fast_context())
 
-    def schedule(self, job: Job, timeout_s: float) -> Any:
+    def schedule(self, job: CompileJob, timeout_s: float) -> Any:
         """Return the future of a job; a pool that was broken by the death of a worker is replaced."""
         try:
             return self.pool.schedule(_compile, args=(job,), timeout=timeout_s)
@@ -176,11 +176,11 @@ class CompilePool:
         self.pool.stop()
         self.pool.join()
 
-    def submit(self, job: Job, timeout_s: float = COMPILE_TIMEOUT_S) -> Pending:
+    def submit(self, job: CompileJob, timeout_s: float = COMPILE_TIMEOUT_S) -> PendingCompile:
         """Begin to compile a job."""
-        return Pending(self, job, timeout_s)
+        return PendingCompile(self, job, timeout_s)
 
-    def compile(self, jobs: Sequence[Job], timeout_s: float = COMPILE_TIMEOUT_S) -> Iterator[Compiled]:
+    def compile(self, jobs: Sequence[CompileJob], timeout_s: float = COMPILE_TIMEOUT_S) -> Iterator[CompileResult]:
         """Compile all jobs; yields in their order."""
         pending = [self.submit(job, timeout_s) for job in jobs]
         for job in pending:
@@ -198,7 +198,7 @@ def know_triton() -> None:
 def _nothing() -> None: ...
 
 
-def _start_worker(target: Target, cores: frozenset[int] | None, known: Known | None) -> None:
+def _start_worker(target: Target, cores: frozenset[int] | None, known: KnownFacts | None) -> None:
     if cores:
         os.sched_setaffinity(0, cores)
     os.environ.pop("TRITON_INTERPRET", None)
@@ -246,7 +246,7 @@ def _refuse_early(
     return None
 
 
-def _compile(job: Job) -> Compiled:
+def _compile(job: CompileJob) -> CompileResult:
     from triton.runtime.driver import driver
 
     active: Any = driver.active
@@ -259,7 +259,7 @@ def _compile(job: Job) -> Compiled:
         error = first_line(exception)
     else:
         error = next((_wrong_code(kernel) for kernel in active.utils.launched if kernel.stray_stores), "")
-    return Compiled(tuple(active.utils.launched), time.perf_counter() - started, error, dict(active.utils.facts))
+    return CompileResult(tuple(active.utils.launched), time.perf_counter() - started, error, dict(active.utils.facts))
 
 
 def _wrong_code(kernel: Kernel) -> str:

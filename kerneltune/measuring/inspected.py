@@ -14,7 +14,7 @@ from typing import Any
 from kerneltune.identity import module_digest
 from kerneltune.measuring import reading
 from kerneltune.measuring.assembly import Fact
-from kerneltune.measuring.known import Known, line, parse
+from kerneltune.measuring.known import KnownFacts, line, parse
 
 FACT = "inspected_by_kerneltune"
 """Of a compiled kernel's metadata: a line of `known`."""
@@ -29,7 +29,7 @@ Stage = Callable[[Any, Any], Any]
 class Inspecting:
     """What is done to the stages of a compilation."""
 
-    def __init__(self, known: Known, backend: str, shared_bytes: int) -> None:
+    def __init__(self, known: KnownFacts, backend: str, shared_bytes: int) -> None:
         """backend: triton's; shared_bytes: the most that a program may use."""
         self.known, self.backend, self.shared_bytes = known, backend, shared_bytes
 

@@ -25,7 +25,7 @@ _CHECK_DIGITS = 8
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownFacts:
     """Facts of one target by digest.
 
     Attributes:
@@ -71,7 +71,7 @@ def shipped() -> Path:
     return data_root("results") / "static"
 
 
-def load(folder: Path, target: str) -> Known:
+def load(folder: Path, target: str) -> KnownFacts:
     """Load what a folder knows of a target.
 
     Nothing is known of lines that are not as they were written, or that other code read, and nothing without a file.
@@ -79,9 +79,9 @@ def load(folder: Path, target: str) -> Known:
     try:
         rows = _file(folder, target).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
-        return Known({})
+        return KnownFacts({})
     if rows[:1] != [_head()]:
-        return Known({}, refused=True)
+        return KnownFacts({}, refused=True)
     facts = {}
     for row in rows[2:]:
         try:
@@ -89,7 +89,7 @@ def load(folder: Path, target: str) -> Known:
         except ValueError:
             continue
         facts[digest] = fact
-    return Known(facts)
+    return KnownFacts(facts)
 
 
 def save(folder: Path, target: str, facts: Mapping[str, Fact]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kerneltune.measuring.assembly import Access, Fact, Kernel, Usage, gcn_accesses, gcn_usage, ptx_accesses, sass_usage
+from kerneltune.measuring.assembly import Access, Fact, Kernel, RegisterUsage, gcn_accesses, gcn_usage, ptx_accesses, sass_usage
 
 
 def needs_binary(backend: str) -> bool:
@@ -20,7 +20,7 @@ def needs_binary(backend: str) -> bool:
     return backend == "cuda"
 
 
-def read(backend: str, binary: bytes, assembly: str) -> tuple[Usage, tuple[Access, ...]]:
+def read(backend: str, binary: bytes, assembly: str) -> tuple[RegisterUsage, tuple[Access, ...]]:
     """Read what a kernel uses, and how wide it loads and stores.
 
     Args:

@@ -46,7 +46,7 @@ class Sources:
     records: Sequence[Record]
     pair: tuple[str, str]
     trials: Sequence[Mapping[str, Any]] = ()
-    entries: Mapping[str, Sequence[cache.Entry]] = field(default_factory=dict)
+    entries: Mapping[str, Sequence[cache.CacheEntry]] = field(default_factory=dict)
     command: str = ""
     files: Sequence[str] = ()
     curves: Mapping[str, Curves] = field(default_factory=dict)
@@ -343,7 +343,7 @@ def _search(name: CaseName, group: Sequence[Mapping[str, Any]]) -> dict[str, Any
     }
 
 
-def _evidence(entries: Mapping[str, Sequence[cache.Entry]], ops: set[str]) -> list[dict[str, Any]]:
+def _evidence(entries: Mapping[str, Sequence[cache.CacheEntry]], ops: set[str]) -> list[dict[str, Any]]:
     """Return what tuning gained over the default, case by case; cases of which both times are known."""
     timed = [
         (op, entry)

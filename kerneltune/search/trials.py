@@ -56,7 +56,7 @@ Searches = list[tuple[Case, dict[Knobs, Evaluation]]]
 """Cases, each with its stored evaluations."""
 
 
-class _Row(msgspec.Struct):
+class _TrialRow(msgspec.Struct):
     """The schema of a stored evaluation; the last five are missing in rows of older versions."""
 
     op: str
@@ -113,7 +113,7 @@ class _Place:
         return kinds[0] == kinds[1] and self.axes != other.axes
 
 
-Known = tuple[_Place, Knobs, Evaluation]
+KnownTrial = tuple[_Place, Knobs, Evaluation]
 """An evaluation and what it is of."""
 
 
@@ -193,7 +193,7 @@ class TrialStore:
             self._choices[place].setdefault(name, {})[value] = None
         return {name: sorted(values, key=_order) for name, values in self._choices[place].items()}
 
-    def know(self, known: Iterable[Known]) -> None:
+    def know(self, known: Iterable[KnownTrial]) -> None:
         """Have evaluations found that another store holds; the file stays as it is."""
         with self._lock:
             for place, knobs, evaluation in known:
@@ -215,13 +215,13 @@ class TrialStore:
         here = _Place.of(op, case, variant, "")
         return [(place.axes, dict(knobs), one) for place, knobs, one in self._all() if here.differs_in_sizes(place)]
 
-    def told(self, op: Op, case: Case, variant: Variant, others: int) -> list[Known]:
+    def told(self, op: Op, case: Case, variant: Variant, others: int) -> list[KnownTrial]:
         """Return what a search of a case looks at: all of its sizes, and the newest `others` that differ in their sizes only."""
         here, found = _Place.of(op, case, variant, ""), self._all()
         elsewhere = [known for known in found if here.differs_in_sizes(known[0])]
         return [known for known in found if known[0].axes == case.axes] + elsewhere[max(0, len(elsewhere) - others) :]
 
-    def _all(self) -> list[Known]:
+    def _all(self) -> list[KnownTrial]:
         with self._lock:
             found = [(place, knobs, one) for place, of_place in self._found.items() for knobs, one in of_place.items()]
         return sorted(found, key=lambda known: known[2].date)
@@ -305,14 +305,14 @@ def history(path: Path) -> list[dict[str, Any]]:
     return [msgspec.to_builtins(row) for row in _checked(path, _journal(path).rows())]
 
 
-def _checked(path: Path, rows: Iterable[Mapping[str, Any]]) -> Iterator[_Row]:
+def _checked(path: Path, rows: Iterable[Mapping[str, Any]]) -> Iterator[_TrialRow]:
     for row in rows:
         yield _row(row, str(path))
 
 
-def _row(row: Any, where: str) -> _Row:
+def _row(row: Any, where: str) -> _TrialRow:
     try:
-        checked = msgspec.convert(row, _Row)
+        checked = msgspec.convert(row, _TrialRow)
     except msgspec.ValidationError as error:
         raise ValueError(f"{where}: not a trial: {error}; {_MOVE}") from error
     if checked.time_us is not None and not 0 < checked.time_us < MOST:
@@ -344,7 +344,7 @@ def migrate(path: Path) -> None:
         raise ValueError(f"cannot read {old}: {error.strerror}") from error
 
 
-def _old_rows(path: Path, lines: Sequence[bytes]) -> Iterator[_Row]:
+def _old_rows(path: Path, lines: Sequence[bytes]) -> Iterator[_TrialRow]:
     for number, line in enumerate(lines, start=1):
         try:
             row = msgspec.json.decode(line)

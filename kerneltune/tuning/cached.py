@@ -38,7 +38,7 @@ def fitting(
 
 def cached(
     op: Op, case: Case, variant: Variant, policy: str, root: Path | None, device_slug: str = ""
-) -> tuple[cache.Entry, Config] | None:
+) -> tuple[cache.CacheEntry, Config] | None:
     """Return the entry that was stored for exactly this case, and its config, if that still fits."""
     hits = fitting(op, case, variant, policy, root, device_slug=device_slug, nearest=False)
     return next(((hit.entry, config) for hit, config in hits if hit.exact), None)
@@ -51,7 +51,7 @@ def config_for(op: Op, case: Case, variant: Variant, options: Options) -> Config
     return looked_up(op, case, variant, options.policy, options.configs).config
 
 
-def looked_up(op: Op, case: Case, variant: Variant, policy: str, root: Path | None) -> cache.Found:
+def looked_up(op: Op, case: Case, variant: Variant, policy: str, root: Path | None) -> cache.Choice:
     """Return what the look-up of a call without `config=` finds for a variant with knobs, and from where."""
     return cache.Chooser.of(op, variant, policy, root).find(op.called(case))
 
@@ -66,7 +66,7 @@ def stamp(variant: Variant) -> dict[str, Any]:
     return {"date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit(), **present(variant)}
 
 
-def changed(variant: Variant, entry: cache.Entry, here: bool) -> str:
+def changed(variant: Variant, entry: cache.CacheEntry, here: bool) -> str:
     """Return what has changed since an entry was stored; empty if nothing has.
 
     Args:

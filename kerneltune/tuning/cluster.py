@@ -13,7 +13,7 @@ from typing import Any
 
 from kerneltune.plan import Options
 from kerneltune.spec import PLUGINS
-from kerneltune.tuning.worker import Event, Identity, MakeWorker, Order, Worker, share_of_cores
+from kerneltune.tuning.worker import Event, Identity, MakeWorker, RemoteTask, Worker, share_of_cores
 
 _REACH_S = 5.0
 _ASK_S = 1.0
@@ -59,8 +59,8 @@ class RayWorkers:
         self._actors[index] = actor.remote(self._family, self._options, self._make)
         self._waiting[index] = self._actors[index].identity.remote()
 
-    def give(self, index: int, order: Order) -> None:
-        """Give an order to a worker; `next` finds out about a dead worker."""
+    def give(self, index: int, order: RemoteTask) -> None:
+        """Give a task to a worker; `next` finds out about a dead worker."""
         self._waiting[index] = self._actors[index].events.options(num_returns="streaming").remote(order)
 
     def next(self) -> tuple[int, Event]:
@@ -135,6 +135,6 @@ class _RayWorker:
         """Of its GPU."""
         return self._worker.identity()
 
-    def events(self, order: Order) -> Iterator[Event]:
+    def events(self, order: RemoteTask) -> Iterator[Event]:
         """As the worker's."""
         yield from self._worker.events(order)

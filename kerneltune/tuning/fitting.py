@@ -91,7 +91,7 @@ class Judgement:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class TreeShape:
     """How a tree may grow, and how far the nearest recorded sizes serve.
 
     Attributes:
@@ -105,7 +105,7 @@ class Shape:
     near: float
 
 
-class Table:
+class CostTable:
     """Costs of forms on cases: log time over the best.
 
     Attributes:
@@ -217,7 +217,7 @@ def _best_prefixes(costs: _Costs) -> _Costs:
 class _Grower:
     """A tree over some cases and forms of a table."""
 
-    def __init__(self, table: Table, rows: npt.NDArray[np.intp], forms: npt.NDArray[np.bool_], shape: Shape) -> None:
+    def __init__(self, table: CostTable, rows: npt.NDArray[np.intp], forms: npt.NDArray[np.bool_], shape: TreeShape) -> None:
         self.table, self.shape = table, shape
         self.columns = np.flatnonzero(forms)
         self.least_gain = _GAIN * len(rows)
@@ -280,7 +280,7 @@ def _round(bound: float) -> float:
     return float(f"{bound:.4g}")
 
 
-def grown(table: Table, shape: Shape, without: int | None = None) -> Rule:
+def grown(table: CostTable, shape: TreeShape, without: int | None = None) -> Rule:
     """Return the rule that a table without one shape makes."""
     numbers = table.shapes
     rows = np.array([i for i, sample in enumerate(table.samples) if numbers[sample.case.axes] != without], dtype=np.intp)
@@ -315,7 +315,7 @@ def default_knobs(variant: Variant, case: Case) -> dict[str, Any]:
     return {} if default is None else {name: getattr(default, name) for name in default.__dataclass_fields__}
 
 
-def judged(table: Table, shape: Shape) -> Judgement:
+def judged(table: CostTable, shape: TreeShape) -> Judgement:
     """Return how a rule of this shape does on every recorded case when it knows nothing of the case's sizes."""
     numbers = table.shapes
     recorded = [(i, s) for i, s in enumerate(table.samples) if s.recorded is not None]
@@ -334,12 +334,12 @@ def judged(table: Table, shape: Shape) -> Judgement:
     return Judgement(*({case: share for case, share in shares.items() if (case in known) == wanted} for wanted in (True, False)))
 
 
-def untimed(table: Table) -> dict[Case, list[dict[str, Any]]]:
+def untimed(table: CostTable) -> dict[Case, list[dict[str, Any]]]:
     """Return the configs that rules would choose for cases of sizes they do not know, and whose times there are not known."""
     found: dict[Case, list[dict[str, Any]]] = {}
     recorded = [(s.case, dict(s.recorded)) for s in table.samples if s.recorded is not None]
     for (depth, least), (axes, number) in itertools.product(_SHAPES_OF_DEPTH, table.shapes.items()):
-        rule = grown(table, Shape(depth, least, 0.0), number)
+        rule = grown(table, TreeShape(depth, least, 0.0), number)
         others = [donor for donor in recorded if donor[0].axes != axes]
         for i, sample in enumerate(table.samples):
             if sample.case.axes != axes:
@@ -360,13 +360,15 @@ def _merit(judgement: Judgement) -> float:
     return float(np.mean(np.log(np.minimum(shares, 1.02)))) + 0.1 * min(0.0, math.log(min(shares)))
 
 
-def fitted(table: Table, on_shape: Callable[[Shape, Judgement], None] = lambda _shape, _found: None) -> tuple[Rule, Judgement]:
+def fitted(
+    table: CostTable, on_shape: Callable[[TreeShape, Judgement], None] = lambda _shape, _found: None
+) -> tuple[Rule, Judgement]:
     """Return the rule whose shape does best when shapes are left out, and how it does."""
-    best: tuple[float, Shape, Judgement] | None = None
-    trees = {(depth, least): judged(table, Shape(depth, least, 0.0)) for depth, least in _SHAPES_OF_DEPTH}
+    best: tuple[float, TreeShape, Judgement] | None = None
+    trees = {(depth, least): judged(table, TreeShape(depth, least, 0.0)) for depth, least in _SHAPES_OF_DEPTH}
     leading = sorted(trees, key=lambda one: -_merit(trees[one]))[:2]
     for (depth, least), near in itertools.product(leading, _NEAR):
-        shape = Shape(depth, least, near)
+        shape = TreeShape(depth, least, near)
         found = trees[depth, least] if not near else judged(table, shape)
         on_shape(shape, found)
         merit = _merit(found) - 0.0005 * depth

@@ -16,10 +16,10 @@ from kerneltune.plan import Options, Progress
 from kerneltune.search.trials import TrialStore, store_path
 from kerneltune.sweep import results_root
 from kerneltune.tuning.candidates import TOLD
-from kerneltune.tuning.isolated import Named
+from kerneltune.tuning.isolated import VariantName
 from kerneltune.tuning.machines import Usage
-from kerneltune.tuning.task import Done, Work, tell
-from kerneltune.tuning.worker import Event, Identity, Order, Report
+from kerneltune.tuning.task import TuningResult, TuningTask, tell
+from kerneltune.tuning.worker import Event, Identity, RemoteResult, RemoteTask
 
 ATTEMPTS = 3
 """So many workers may die over one piece of work, and so often may one be started again."""
@@ -33,8 +33,8 @@ class Workers(Protocol):
     def start(self, index: int) -> None:
         """Start a worker, for the first time or again; it says when it is ready."""
 
-    def give(self, index: int, order: Order) -> None:
-        """Give an order to a worker that is ready."""
+    def give(self, index: int, order: RemoteTask) -> None:
+        """Give a task to a worker that is ready."""
 
     def next(self) -> tuple[int, Event]:
         """Wait for what any worker has to say next."""
@@ -50,8 +50,8 @@ class Fleet:
         self._workers, self._options, self._progress = workers, options, progress
         here = device.current()
         self.identity = Identity.of_this_process() if here.is_gpu else None
-        self.finished: list[tuple[Work, Done]] = []
-        self._works: list[Work] = []
+        self.finished: list[tuple[TuningTask, TuningResult]] = []
+        self._works: list[TuningTask] = []
         self._stores: dict[tuple[str, str], TrialStore] = {}
         self._queue: deque[int] = deque()
         self._reserved: dict[int, int] = {}
@@ -65,7 +65,7 @@ class Fleet:
         self._trials = 0
         self._took_part: set[int] = set()
 
-    def run(self, wanted: Callable[[str], Sequence[Work]]) -> Usage:
+    def run(self, wanted: Callable[[str], Sequence[TuningTask]]) -> Usage:
         """Do all that is wanted on GPUs of one model, given its slug: this process's own, else that of the first worker.
 
         Raises:
@@ -108,14 +108,14 @@ class Fleet:
         self._took_part.add(index)
         self._workers.give(index, self._order_for(self._works[number], following))
 
-    def _order_for(self, work: Work, following: Work | None) -> Order:
+    def _order_for(self, work: TuningTask, following: TuningTask | None) -> RemoteTask:
         slug, op = self.slug, work.op.name
         config_file = cache.path_of(op, slug, self._options.configs)
         configs = config_file.read_text() if config_file.exists() else ""
         self._store(work).begin(work.op, work.case, work.variant, self._options.policy)
         trials = tuple(self._store(work).told(work.op, work.case, work.variant, TOLD))
         named = _named(work)
-        return Order(named, work.case, (_named(following), following.case) if following else None, trials, configs)
+        return RemoteTask(named, work.case, (_named(following), following.case) if following else None, trials, configs)
 
     @property
     def slug(self) -> str:
@@ -123,7 +123,7 @@ class Fleet:
         assert self.identity is not None
         return self.identity.device.slug
 
-    def _store(self, work: Work) -> TrialStore:
+    def _store(self, work: TuningTask) -> TrialStore:
         key = work.op.name, work.variant.name
         if key not in self._stores:
             assert self.identity is not None
@@ -175,7 +175,9 @@ class Fleet:
                 self._queue.appendleft(number)
             else:
                 work = self._works[number]
-                self._finish(work, Done(problem=f"not tuned: {work.label}: {ATTEMPTS} workers died over it, the last: {reason}"))
+                self._finish(
+                    work, TuningResult(problem=f"not tuned: {work.label}: {ATTEMPTS} workers died over it, the last: {reason}")
+                )
         if index in self._reserved:
             self._queue.appendleft(self._reserved.pop(index))
         self._deaths[index] += 1
@@ -183,7 +185,7 @@ class Fleet:
             self._workers.start(index)
             self._alive.add(index)
 
-    def _merge(self, work: Work, report: Report) -> None:
+    def _merge(self, work: TuningTask, report: RemoteResult) -> None:
         """Keep what a worker found: its config in the cache, its space in the results."""
         done = report.done
         if done.entry is not None:
@@ -194,10 +196,10 @@ class Fleet:
             done = replace(done, space=path)
         self._finish(work, done)
 
-    def _finish(self, work: Work, done: Done) -> None:
+    def _finish(self, work: TuningTask, done: TuningResult) -> None:
         self.finished.append((work, done))
         tell(self._progress, work, done)
 
 
-def _named(work: Work) -> Named:
-    return Named(work.op.module, work.op.name, work.variant.name)
+def _named(work: TuningTask) -> VariantName:
+    return VariantName(work.op.module, work.op.name, work.variant.name)

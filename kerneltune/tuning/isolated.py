@@ -40,7 +40,7 @@ class Stoppable(Measuring, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class VariantName:
     """An operator's variant by name, as a child finds it again: in `OP` or `OPS` of its module or of a package that holds it."""
 
     module: str
@@ -62,11 +62,11 @@ class Named:
         raise ValueError(f"no operator {self.op} in OP or OPS of {self.module} or of a package that holds it")
 
 
-class ChildLostError(Exception):
+class ChildCrashedError(Exception):
     """The measuring process died, was killed or stopped; says how."""
 
 
-class ChildStoppedError(ChildLostError):
+class ChildStoppedError(ChildCrashedError):
     """It was ended from here or from outside, whatever it was at."""
 
 
@@ -91,7 +91,7 @@ class IsolatedBench:
         self._make, self._cores, self.trial_timeout_s = make, cores, trial_timeout_s
         self.child: multiprocessing.process.BaseProcess | None = None
         self._pipe: Connection | None = None
-        self._opened: tuple[Named, Case, str] | None = None
+        self._opened: tuple[VariantName, Case, str] | None = None
         self._ready = False
         self._lock = Lock()
         self.is_asking = False
@@ -113,7 +113,7 @@ class IsolatedBench:
     def open(self, op: Op, case: Case, variant: Variant, policy: str) -> None:
         """Remember the case; the child makes its tensors when the first config is tried."""
         self.close()
-        self._opened = (Named(op.module, op.name, variant.name), case, policy)
+        self._opened = (VariantName(op.module, op.name, variant.name), case, policy)
 
     def busy_since(self, moment: float) -> float:
         """Seconds since a moment (time.monotonic) that the children spent on what they were asked for, not on starting."""
@@ -153,7 +153,7 @@ class IsolatedBench:
             return trial
         except ChildStoppedError:
             raise
-        except ChildLostError as error:
+        except ChildCrashedError as error:
             return Evaluation("lost", detail=str(error))
 
     def samples(self, configs: Sequence[Config]) -> Sequence[Samples | None]:
@@ -169,7 +169,7 @@ class IsolatedBench:
     def close(self) -> None:
         """Have the child free its tensors."""
         if self._ready:
-            with suppress(ChildLostError):
+            with suppress(ChildCrashedError):
                 self._ask("close", self.trial_timeout_s)
             self._ready = False
         self._opened = None
@@ -199,19 +199,19 @@ class IsolatedBench:
             pipe.send((name, arguments))
             if not pipe.poll(timeout_s):
                 self._end_child()
-                raise ChildLostError(f"took longer than {timeout_s:g} s")
+                raise ChildCrashedError(f"took longer than {timeout_s:g} s")
             answer, lost, busy = pipe.recv()
         except (EOFError, OSError) as error:
             code = self._end_child()
             self._refuse_if_closed()
-            lost_to = ChildStoppedError if code in _ENDED_FROM_OUTSIDE else ChildLostError
+            lost_to = ChildStoppedError if code in _ENDED_FROM_OUTSIDE else ChildCrashedError
             raise lost_to(f"the measuring process died: exit code {code}") from error
         finally:
             self.is_asking = False
         self._busy.append(busy)
         if lost:
             self._end_child()
-            raise ChildLostError(lost)
+            raise ChildCrashedError(lost)
         return answer
 
     def _end_child(self, asked_here: bool = True) -> int | None:
@@ -272,7 +272,7 @@ def check_in_child(bench: Measuring, op: Op, case: Case, variant: Variant, confi
     bench.open(op, case, variant, "")
     try:
         trial = bench.trial(config, None)
-    except ChildLostError as error:
+    except ChildCrashedError as error:
         return "failed", f"lost: {error}"
     if trial.status == "ok":
         return "checked", ""
@@ -302,16 +302,16 @@ def compare_apart(
     return rows
 
 
-def _named(op: Op, variant: Variant) -> Named:
-    return Named(op.module, op.name, variant.name)
+def _named(op: Op, variant: Variant) -> VariantName:
+    return VariantName(op.module, op.name, variant.name)
 
 
 def _compare(
     family: str,
     case: Case,
-    named: Sequence[tuple[Named, Config]],
+    named: Sequence[tuple[VariantName, Config]],
     policy: str,
-    beside: tuple[Named, Config, Case] | None,
+    beside: tuple[VariantName, Config, Case] | None,
     lost: Mapping[str, str],
 ) -> list[Record]:
     """In the process of its own."""

@@ -11,7 +11,7 @@ from multiprocessing.process import BaseProcess
 
 from kerneltune.plan import Options
 from kerneltune.processes import fast_context, in_environment
-from kerneltune.tuning.worker import Event, MakeWorker, Order, Worker, share_of_cores
+from kerneltune.tuning.worker import Event, MakeWorker, RemoteTask, Worker, share_of_cores
 
 _GRACE_S = 10.0
 
@@ -37,8 +37,8 @@ class LocalWorkers:
         self._processes[index] = process  # not before: an interrupted start leaves nothing to wait for
         theirs.close()
 
-    def give(self, index: int, order: Order) -> None:
-        """Give an order to a worker; `next` finds out about a dead worker."""
+    def give(self, index: int, order: RemoteTask) -> None:
+        """Give a task to a worker; `next` finds out about a dead worker."""
         with suppress(OSError):
             self._pipes[index].send(order)
 

@@ -23,7 +23,7 @@ from kerneltune.measuring.compiler import TARGETS, CompilePool
 from kerneltune.plan import Options
 from kerneltune.processes import start_server
 from kerneltune.search.loop import Search
-from kerneltune.search.trials import Evaluation, Known, TrialStore, store_path
+from kerneltune.search.trials import Evaluation, KnownTrial, TrialStore, store_path
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.sweep import results_root
 from kerneltune.tuning import IMPORTED
@@ -109,7 +109,7 @@ class Machines:
         self._ahead: dict[tuple[_Place, Config], Compiling] = {}
         self._later: Iterator[tuple[Tuner, Config]] = iter(())
 
-    def know(self, op: Op, variant: Variant, known: Iterable[Known] = ()) -> None:
+    def know(self, op: Op, variant: Variant, known: Iterable[KnownTrial] = ()) -> None:
         """Open the store of a variant; `known` are evaluations that it finds as well. `force` forgets transient failures.
 
         Raises:

@@ -13,10 +13,10 @@ from kerneltune.search.trials import Evaluation, knobs_of
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.sweep import results_root
 from kerneltune.tuning.cached import stamp
-from kerneltune.tuning.isolated import ChildLostError
+from kerneltune.tuning.isolated import ChildCrashedError
 from kerneltune.tuning.machines import Machines
 from kerneltune.tuning.one_case import measure_space
-from kerneltune.tuning.task import Work
+from kerneltune.tuning.task import TuningTask
 from kerneltune.tuning.transfer import Donor
 from kerneltune.tuning.tuner import Tuner
 
@@ -27,7 +27,7 @@ _CASES_AHEAD = 4
 class Asked:
     """A case with the configs to time on it."""
 
-    work: Work
+    work: TuningTask
     configs: tuple[Config, ...]
 
 
@@ -99,7 +99,7 @@ def _observed(
         with machines.deciding():
             trials = measure_space(tuner, machines.compiling(tuner), some=one.configs)
         machines.forget_ahead(tuner)
-    except ChildLostError as error:
+    except ChildCrashedError as error:
         progress.note(f"not timed: {work.label}: {error}")
         return []
     progress.advance(work.label)

@@ -21,7 +21,7 @@ from kerneltune.spec import Config
 from kerneltune.tuning.bench import SCREEN_SAMPLES
 from kerneltune.tuning.cached import looked_up, stamp
 from kerneltune.tuning.candidates import candidates, checked_space, feasibility_of, starting_points
-from kerneltune.tuning.isolated import ChildLostError
+from kerneltune.tuning.isolated import ChildCrashedError
 from kerneltune.tuning.tuner import Compiling, Tuner
 
 _FINALISTS = 4
@@ -79,7 +79,7 @@ def tune(
     compiling: Callable[[Config], Compiling],
     root: Path | None,
     on_trial: Callable[[Config, Evaluation], None] = lambda _config, _trial: None,
-) -> cache.Entry:
+) -> cache.CacheEntry:
     """Search one case and store the best config.
 
     Args:
@@ -169,8 +169,8 @@ def _begin(tuner: Tuner, compiling: Callable[[Config], Compiling], config: Confi
 
 
 def _decide(
-    tuner: Tuner, before: cache.Found, times: dict[Config, float], explored: Mapping[Config, Evaluation], root: Path | None
-) -> cache.Entry:
+    tuner: Tuner, before: cache.Choice, times: dict[Config, float], explored: Mapping[Config, Evaluation], root: Path | None
+) -> cache.CacheEntry:
     op, case, variant = tuner.op, tuner.case, tuner.variant
     default = variant.default_config(case)
     standing = list(dict.fromkeys(config for config in (before.config, default) if config in times))
@@ -186,7 +186,7 @@ def _decide(
     if standing[:1] == [before.config]:
         evidence["before"] = before.source
     evidence |= {"trials": len(explored), **stamp(variant)}
-    entry = cache.Entry(
+    entry = cache.CacheEntry(
         variant=variant.name,
         case=case.name,
         axes=case.axes,
@@ -211,16 +211,16 @@ def _duel(tuner: Tuner, finalists: Sequence[Config], default: Config) -> tuple[C
     """
     try:
         return tuner.duel(finalists, default)
-    except ChildLostError:
+    except ChildCrashedError:
         if len(finalists) == 1:
             raise
     incumbent, *challengers = finalists
     try:
         alone = tuner.duel([incumbent], default)
-    except ChildLostError:
+    except ChildCrashedError:
         return _duel(tuner, challengers, default)
     duels = []
     for challenger in challengers:
-        with suppress(ChildLostError):
+        with suppress(ChildCrashedError):
             duels.append(tuner.duel([incumbent, challenger], default))
     return max((*duels, alone), key=lambda duel: duel[1]["speedup"])

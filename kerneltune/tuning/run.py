@@ -13,10 +13,10 @@ from kerneltune.tuning.candidates import widened
 from kerneltune.tuning.cluster import RayWorkers
 from kerneltune.tuning.fleet import Fleet
 from kerneltune.tuning.local import LocalWorkers, visible_gpus
-from kerneltune.tuning.stage import Tuned, Wanted, ended, tune_entries, wanted_works
+from kerneltune.tuning.stage import TuningPlan, TuningSummary, ended, tune_entries, wanted_works
 
 
-def run_tune(ops: Mapping[str, Op], selection: Selection, options: Options, progress: Progress) -> Tuned:
+def run_tune(ops: Mapping[str, Op], selection: Selection, options: Options, progress: Progress) -> TuningSummary:
     """Search the selected bench cases, or measure their whole spaces.
 
     Raises:
@@ -34,8 +34,8 @@ def run_tune(ops: Mapping[str, Op], selection: Selection, options: Options, prog
 
 
 def _tune_on_many(
-    ops: Mapping[str, Op], entries: Sequence[sweep.Entry], selection: Selection, options: Options, progress: Progress
-) -> Tuned:
+    ops: Mapping[str, Op], entries: Sequence[sweep.SweepCase], selection: Selection, options: Options, progress: Progress
+) -> TuningSummary:
     """Tune on several GPUs at once.
 
     Raises:
@@ -43,12 +43,12 @@ def _tune_on_many(
     """
 
     @lru_cache
-    def wanted(device_slug: str) -> Wanted:
+    def wanted(device_slug: str) -> TuningPlan:
         return wanted_works(ops, entries, selection, options, device_slug, progress)
 
     here = device.current()
     if here.is_gpu and not wanted(here.slug).works:
-        return Tuned(here.slug, [], kept=wanted(here.slug).kept)
+        return TuningSummary(here.slug, [], kept=wanted(here.slug).kept)
     with make_workers(selection.family, options) as workers:
         fleet = Fleet(workers, options, progress)
         whole = fleet.run(lambda device_slug: wanted(device_slug).works)
@@ -66,7 +66,7 @@ def make_workers(family: str, options: Options) -> LocalWorkers | RayWorkers:
     return RayWorkers(family, options, int(options.gpus))
 
 
-def _check_knobs(ops: Mapping[str, Op], entries: Sequence[sweep.Entry], selection: Selection, options: Options) -> None:
+def _check_knobs(ops: Mapping[str, Op], entries: Sequence[sweep.SweepCase], selection: Selection, options: Options) -> None:
     for name in dict.fromkeys(entry.op for entry in entries):
         for variant in wanted_variants(ops[name], selection, options):
             if variant.config is not None:

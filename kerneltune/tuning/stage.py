@@ -14,13 +14,13 @@ from kerneltune.spec import Case, Op
 from kerneltune.tuning.cached import cached, changed
 from kerneltune.tuning.candidates import checked_space, takes, widened
 from kerneltune.tuning.machines import Machines, Usage, keep_usage
-from kerneltune.tuning.task import Done, Work, perform, search_of, tell
+from kerneltune.tuning.task import TuningResult, TuningTask, perform, search_of, tell
 
 CEILING_OP = "stream"
 
 
 @dataclass(frozen=True, slots=True)
-class Tuned:
+class TuningSummary:
     """What a run did.
 
     Attributes:
@@ -32,23 +32,23 @@ class Tuned:
     """
 
     device_slug: str
-    entries: list[cache.Entry]
+    entries: list[cache.CacheEntry]
     searched: int = 0
     failed: int = 0
     kept: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class TuningPlan:
     """What is to be searched, and how many configs of the cache are left as they are."""
 
-    works: list[Work]
+    works: list[TuningTask]
     kept: int
 
 
 def tune_entries(
-    ops: Mapping[str, Op], entries: Sequence[sweep.Entry], selection: Selection, options: Options, progress: Progress
-) -> Tuned:
+    ops: Mapping[str, Op], entries: Sequence[sweep.SweepCase], selection: Selection, options: Options, progress: Progress
+) -> TuningSummary:
     """Search what the cache lacks; the ceiling of every case as well.
 
     Raises:
@@ -58,9 +58,9 @@ def tune_entries(
     wanted = wanted_works(ops, entries, selection, options, here.slug, progress)
     works = wanted.works
     if not works:
-        return Tuned(here.slug, [], kept=wanted.kept)
+        return TuningSummary(here.slug, [], kept=wanted.kept)
     release_memory()  # the measuring process needs what this one no longer does
-    finished: list[tuple[Work, Done]] = []
+    finished: list[tuple[TuningTask, TuningResult]] = []
     progress.stage("measure spaces" if options.exhaustive else "tune", len(works))
     with Machines(options) as machines:
         for number, work in enumerate(works, start=1):
@@ -72,25 +72,25 @@ def tune_entries(
 
 
 def ended(
-    finished: Sequence[tuple[Work, Done]],
+    finished: Sequence[tuple[TuningTask, TuningResult]],
     whole: Usage,
     device_slug: str,
     kept: int,
     selection: Selection,
     options: Options,
     progress: Progress,
-) -> Tuned:
+) -> TuningSummary:
     """Say and keep how busy the GPUs were; what became of it all."""
     if whole.evaluations:
         progress.note(whole.text)
         _keep_usage(finished, whole, device_slug, selection, options)
     cache.clear()
     stored = [done.entry for _, done in finished if done.entry is not None]
-    return Tuned(device_slug, stored, len(finished), sum(bool(done.problem) for _, done in finished), kept)
+    return TuningSummary(device_slug, stored, len(finished), sum(bool(done.problem) for _, done in finished), kept)
 
 
 def _keep_usage(
-    finished: Sequence[tuple[Work, Done]], whole: Usage, device_slug: str, selection: Selection, options: Options
+    finished: Sequence[tuple[TuningTask, TuningResult]], whole: Usage, device_slug: str, selection: Selection, options: Options
 ) -> None:
     """Add a run to the file of runs of a GPU model."""
     searches = [(work.identity(options.policy), done.usage) for work, done in finished if done.usage is not None]
@@ -100,12 +100,12 @@ def _keep_usage(
 
 def wanted_works(
     ops: Mapping[str, Op],
-    entries: Sequence[sweep.Entry],
+    entries: Sequence[sweep.SweepCase],
     selection: Selection,
     options: Options,
     device_slug: str,
     progress: Progress,
-) -> Wanted:
+) -> TuningPlan:
     """List the cases that the cache has no config for, or also a stale config where those are asked for.
 
     Before anything is measured or written all spaces are held to make sense and all config files to be whole.
@@ -120,7 +120,7 @@ def wanted_works(
         if path.exists():
             cache.load_strict(path)
     if options.force or options.exhaustive:
-        wanted = Wanted(works, 0)
+        wanted = TuningPlan(works, 0)
     else:
         states = [_state(work, options, device_slug) for work in works]
         stale = states.count("stale")
@@ -131,13 +131,13 @@ def wanted_works(
             )
         searched = ("lacking", "stale") if options.stale else ("lacking",)
         chosen = [work for work, state in zip(works, states, strict=True) if state in searched]
-        wanted = Wanted(chosen, len(works) - len(chosen))
+        wanted = TuningPlan(chosen, len(works) - len(chosen))
     for work in wanted.works:
         checked_space(work.op, work.case, widened(work.variant, options.knobs))
     return wanted
 
 
-def _state(work: Work, options: Options, device_slug: str) -> str:
+def _state(work: TuningTask, options: Options, device_slug: str) -> str:
     """Of the cache's config for it: `lacking`, `stale` or `fresh`."""
     found = cached(work.op, work.case, work.variant, options.policy, options.configs, device_slug)
     if found is None:
@@ -145,7 +145,7 @@ def _state(work: Work, options: Options, device_slug: str) -> str:
     return "stale" if changed(work.variant, found[0], device_slug == device.current().slug) else "fresh"
 
 
-def _works(ops: Mapping[str, Op], entries: Sequence[sweep.Entry], selection: Selection, options: Options) -> list[Work]:
+def _works(ops: Mapping[str, Op], entries: Sequence[sweep.SweepCase], selection: Selection, options: Options) -> list[TuningTask]:
     """Return the ceiling of every case first, then the cases as calls look them up, bf16 before the other types.
 
     No ceilings, and every case as it is, where whole spaces are measured.
@@ -153,17 +153,17 @@ def _works(ops: Mapping[str, Op], entries: Sequence[sweep.Entry], selection: Sel
     Raises:
         ValueError: a variant that cannot say whether it takes a case.
     """
-    work: dict[tuple[str, str, Case], Work] = {}
+    work: dict[tuple[str, str, Case], TuningTask] = {}
     ceiling = ops.get(CEILING_OP)
     for entry in sorted(entries, key=lambda e: e.case.dtype != "bfloat16"):
         op = ops[entry.op]
         case = entry.case if options.exhaustive else op.called(entry.case)
         for variant in wanted_variants(op, selection, options):
             if variant.config is not None and takes(op, case, variant):
-                work[op.name, variant.name, case] = Work(op, case, variant)
+                work[op.name, variant.name, case] = TuningTask(op, case, variant)
         if ceiling is not None and not options.exhaustive:
             stream_case = ceiling_case(op, case)
-            work[ceiling.name, ceiling.variants[0].name, stream_case] = Work(ceiling, stream_case, ceiling.variants[0])
+            work[ceiling.name, ceiling.variants[0].name, stream_case] = TuningTask(ceiling, stream_case, ceiling.variants[0])
     return list(work.values())
 
 

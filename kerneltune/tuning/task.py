@@ -17,7 +17,7 @@ from kerneltune.search.trials import Evaluation, knobs_of
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.sweep import results_root
 from kerneltune.tuning.candidates import widened
-from kerneltune.tuning.isolated import ChildLostError
+from kerneltune.tuning.isolated import ChildCrashedError
 from kerneltune.tuning.machines import Machines, Usage
 from kerneltune.tuning.one_case import NothingPassedError, measure_space, tune
 from kerneltune.tuning.tuner import Tuner
@@ -28,7 +28,7 @@ _CASES_AHEAD = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class TuningTask:
     """What is to be tuned."""
 
     op: Op
@@ -48,7 +48,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class TuningResult:
     """What became of it.
 
     Attributes:
@@ -60,7 +60,7 @@ class Done:
         usage: None where the search did not begin.
     """
 
-    entry: cache.Entry | None = None
+    entry: cache.CacheEntry | None = None
     space: Path | None = None
     best: str = ""
     skipped: str = ""
@@ -77,7 +77,7 @@ def search_of(options: Options) -> Search:
     return Search(options.budget_s, options.trials, options.sampler, until_gain=options.until_gain or None)
 
 
-def perform(machines: Machines, work: Work, following: Sequence[Work], family: str, options: Options) -> Done:
+def perform(machines: Machines, work: TuningTask, following: Sequence[TuningTask], family: str, options: Options) -> TuningResult:
     """Do it; `following` is what these machines are expected to do next, in this order.
 
     Raises:
@@ -86,7 +86,7 @@ def perform(machines: Machines, work: Work, following: Sequence[Work], family: s
     op, case = work.op, work.case
     reason = obstacle(op, case, options.policy)
     if reason is not None:
-        return Done(skipped=f"not tuned: {op.name} {case.name}: {reason}")
+        return TuningResult(skipped=f"not tuned: {op.name} {case.name}: {reason}")
     tuner = machines.tuner(op, case, widened(work.variant, options.knobs))
     try:
         with machines.deciding():
@@ -94,28 +94,30 @@ def perform(machines: Machines, work: Work, following: Sequence[Work], family: s
                 _measured(machines, tuner, family, options) if options.exhaustive else _tuned(machines, tuner, following, options)
             )
     except NothingPassedError as error:
-        done = Done(problem=str(error))
-    except ChildLostError as error:
-        done = Done(problem=f"not tuned: {work.label}: {error}")
+        done = TuningResult(problem=str(error))
+    except ChildCrashedError as error:
+        done = TuningResult(problem=f"not tuned: {work.label}: {error}")
     machines.forget_ahead(tuner)
     return replace(done, usage=machines.usage_of(tuner))
 
 
-def _tuned(machines: Machines, tuner: Tuner, following: Sequence[Work], options: Options) -> Done:
+def _tuned(machines: Machines, tuner: Tuner, following: Sequence[TuningTask], options: Options) -> TuningResult:
     search, next_ones = search_of(options), following[:_CASES_AHEAD]
     later = [machines.tuner(one.op, one.case, widened(one.variant, options.knobs)) for one in next_ones]
     machines.look_ahead(later, search)
     entry = tune(tuner, search, machines.compiling(tuner), options.configs)
     gain, before = entry.evidence.get("speedup"), entry.evidence.get("before", "default")
-    return Done(entry, best=f"{entry.config}" + (f" {gain:.2f}x what calls ran with before ({_FROM[before]})" if gain else ""))
+    return TuningResult(
+        entry, best=f"{entry.config}" + (f" {gain:.2f}x what calls ran with before ({_FROM[before]})" if gain else "")
+    )
 
 
-def _measured(machines: Machines, tuner: Tuner, family: str, options: Options) -> Done:
+def _measured(machines: Machines, tuner: Tuner, family: str, options: Options) -> TuningResult:
     path, best = _export(tuner, measure_space(tuner, machines.compiling(tuner)), family, options)
-    return Done(space=path, best=best)
+    return TuningResult(space=path, best=best)
 
 
-def tell(progress: Progress, work: Work, done: Done) -> None:
+def tell(progress: Progress, work: TuningTask, done: TuningResult) -> None:
     """Say what became of a piece of work."""
     if reason := done.skipped or done.problem:
         progress.note(reason)

@@ -14,13 +14,13 @@ from threading import Lock
 from typing import Any, Protocol
 
 from kerneltune import device
-from kerneltune.measuring.compiler import Compiled, Job
+from kerneltune.measuring.compiler import CompileJob, CompileResult
 from kerneltune.measuring.occupancy import LIMITS, resident
 from kerneltune.search.trials import Evaluation, TrialStore
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import Samples, median_interval, ratio_interval
 from kerneltune.tuning.bench import SCREEN_SAMPLES, TRIED_WHOLE
-from kerneltune.tuning.isolated import ChildLostError, Stoppable
+from kerneltune.tuning.isolated import ChildCrashedError, Stoppable
 
 _POLL_S = 0.001
 
@@ -31,16 +31,16 @@ class Compiling(Protocol):
     def done(self) -> bool:
         """Whether `result` answers at once."""
 
-    def result(self) -> Compiled:
+    def result(self) -> CompileResult:
         """Wait for it."""
 
     def cancel(self) -> None:
         """Give it up."""
 
 
-def job(op: Op, case: Case, config: Config, variant: Variant) -> Job:
+def job(op: Op, case: Case, config: Config, variant: Variant) -> CompileJob:
     """Make what a compile pool needs to compile a config of a variant."""
-    return Job(partial(op.inputs, case), variant.run, config)
+    return CompileJob(partial(op.inputs, case), variant.run, config)
 
 
 class Tuner:
@@ -79,7 +79,7 @@ class Tuner:
         trial = self.store.get(self.op, self.case, self.variant, self.policy, config)
         return None if trial is None else self._remember(config, trial)
 
-    def evaluate(self, config: Config, compiled: Compiled, refusal: Evaluation | None) -> Evaluation:
+    def evaluate(self, config: Config, compiled: CompileResult, refusal: Evaluation | None) -> Evaluation:
         """Return the stored trial of a config, else store a new one: its `refusal`, or measured here where there is none."""
         known = self.known(config)
         if known is None:
@@ -100,7 +100,7 @@ class Tuner:
             self._best_us = min(trial.time_us, self._best_us or trial.time_us)
         return trial
 
-    def refusal(self, config: Config, compiled: Compiled) -> Evaluation | None:
+    def refusal(self, config: Config, compiled: CompileResult) -> Evaluation | None:
         """Return the trial of a config that is not measured for what the compiler says; None for one that is measured."""
         if compiled.error:
             return Evaluation("lost" if compiled.lost else "compile", detail=compiled.error)
@@ -138,7 +138,7 @@ class Tuner:
 
     def _prepare(self) -> None:
         self._open()
-        with suppress(ChildLostError):  # the first trial starts another child, or says so
+        with suppress(ChildCrashedError):  # the first trial starts another child, or says so
             self.bench.prepare()
 
     def duel(self, configs: Sequence[Config], default: Config | None = None) -> tuple[Config, dict[str, Any]]:
@@ -198,7 +198,7 @@ class Tuner:
             self._opened = True
 
 
-def _resident(compiled: Compiled) -> int:
+def _resident(compiled: CompileResult) -> int:
     """Programs that one multiprocessor holds of the config's cooperative grids, all of which must fit to be launched.
 
     Where there is none, of the kernel of which it holds most: which one `ctas` is about is not known, and any of them runs. Any

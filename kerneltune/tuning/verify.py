@@ -10,12 +10,12 @@ from functools import partial
 from typing import Any
 
 from kerneltune import cache, device
-from kerneltune.cache import Entry
+from kerneltune.cache import CacheEntry
 from kerneltune.errors import unknown
 from kerneltune.plan import Options, Progress
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.tuning.cached import changed, stamp
-from kerneltune.tuning.isolated import ChildLostError
+from kerneltune.tuning.isolated import ChildCrashedError
 from kerneltune.tuning.machines import Machines
 
 Duel = Callable[[Op, Case, Variant, Sequence[Config]], tuple[int, dict[str, Any]]]
@@ -26,7 +26,7 @@ _OF_THE_SEARCH = ("trials", "imported", "before")
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class EntryVerdict:
     """Of an entry.
 
     Attributes:
@@ -35,13 +35,13 @@ class Verdict:
         renewed: of a `stale-but-good` entry: the same with the evidence of the duel that it has just stood.
     """
 
-    entry: Entry
+    entry: CacheEntry
     status: str
     reason: str = ""
-    renewed: Entry | None = None
+    renewed: CacheEntry | None = None
 
 
-def verify(op: Op, entry: Entry, duel: Duel | None) -> Verdict:
+def verify(op: Op, entry: CacheEntry, duel: Duel | None) -> EntryVerdict:
     """Judge an entry of an operator; `duel` measures, None where this machine has not the entry's GPU."""
     case = Case(entry.case, entry.axes, entry.dtype, entry.quant, entry.options)
     try:
@@ -50,31 +50,31 @@ def verify(op: Op, entry: Entry, duel: Duel | None) -> Verdict:
         reason = variant.unsupported(case) or variant.valid(case, config)
         default = variant.default_config(case)
     except Exception as error:  # what an operator's own code says of an old entry
-        return Verdict(entry, "invalid", " ".join(str(error).split()) or type(error).__name__)
+        return EntryVerdict(entry, "invalid", " ".join(str(error).split()) or type(error).__name__)
     if reason is not None:
-        return Verdict(entry, "invalid", reason)
+        return EntryVerdict(entry, "invalid", reason)
     stale = changed(variant, entry, duel is not None)
     if not stale:
-        return Verdict(entry, "fresh")
+        return EntryVerdict(entry, "fresh")
     if duel is None:
-        return Verdict(entry, "stale", stale)
+        return EntryVerdict(entry, "stale", stale)
     try:
         best, measured = duel(op, case, variant, list(dict.fromkeys([config, default])))
     except ValueError as error:
-        return Verdict(entry, "invalid", str(error))
+        return EntryVerdict(entry, "invalid", str(error))
     if best:
-        return Verdict(entry, "stale-slower", f"{stale}: the default is faster")
+        return EntryVerdict(entry, "stale-slower", f"{stale}: the default is faster")
     found = {name: entry.evidence[name] for name in _OF_THE_SEARCH if name in entry.evidence}
-    return Verdict(entry, "stale-but-good", stale, replace(entry, evidence={**measured, **found, **stamp(variant)}))
+    return EntryVerdict(entry, "stale-but-good", stale, replace(entry, evidence={**measured, **found, **stamp(variant)}))
 
 
 def verify_cache(
     ops: Mapping[str, Op],
-    entries: Sequence[tuple[str, str, Entry]],
+    entries: Sequence[tuple[str, str, CacheEntry]],
     options: Options,
     progress: Progress,
     renew: bool = False,
-) -> list[tuple[str, str, Verdict]]:
+) -> list[tuple[str, str, EntryVerdict]]:
     """Judge cached entries, given as (device, operator, entry); those of this machine's GPU that are stale are timed again.
 
     renew: store what is stale but good with the evidence of that.
@@ -115,6 +115,6 @@ def _duel(
                 raise ValueError(f"{trials[0].status}: {trials[0].detail}")
             timed = [config for config, trial in zip(configs, trials, strict=True) if trial.time_us is not None]
             best, evidence = tuner.duel(timed, configs[-1])
-    except ChildLostError as error:
+    except ChildCrashedError as error:
         raise ValueError(f"lost: {error}") from error
     return configs.index(best), evidence

@@ -17,14 +17,14 @@ from kerneltune.device import Device
 from kerneltune.files import replace_text
 from kerneltune.measuring.compare import commit
 from kerneltune.plan import Options
-from kerneltune.search.trials import Evaluation, Known
+from kerneltune.search.trials import Evaluation, KnownTrial
 from kerneltune.spec import Case, Config, Variant
-from kerneltune.tuning.isolated import Named
+from kerneltune.tuning.isolated import VariantName
 from kerneltune.tuning.machines import Machines
-from kerneltune.tuning.task import Done, Work, perform
+from kerneltune.tuning.task import TuningResult, TuningTask, perform
 
 Event = tuple[str, Any]
-"""`ready` and an Identity, `trial` and a config with its evaluation, `done` and a Report, `dead` and why."""
+"""`ready` and an Identity, `trial` and a config with its evaluation, `done` and a RemoteResult, `dead` and why."""
 MakeMachines = Callable[[Options, Callable[[Config, Evaluation], None]], Machines]
 
 
@@ -53,7 +53,7 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class RemoteTask:
     """Work by name, and what is known about it.
 
     Attributes:
@@ -62,18 +62,18 @@ class Order:
         configs: the operator's file in the config cache; empty where there is none.
     """
 
-    named: Named
+    named: VariantName
     case: Case
-    following: tuple[Named, Case] | None
-    trials: tuple[Known, ...]
+    following: tuple[VariantName, Case] | None
+    trials: tuple[KnownTrial, ...]
     configs: str
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What became of an order; space: the content of a measured space's file."""
+class RemoteResult:
+    """The result of a remote task; space: the content of a measured space's file."""
 
-    done: Done
+    done: TuningResult
     space: bytes = b""
 
 
@@ -93,7 +93,7 @@ class Worker:
         """Of its GPU."""
         return Identity.of_this_process()
 
-    def events(self, order: Order) -> Iterator[Event]:
+    def events(self, order: RemoteTask) -> Iterator[Event]:
         """Every new trial as soon as it is stored, then the report."""
         Thread(target=self._carry_out, args=(order,), daemon=True).start()
         kind = ""
@@ -101,7 +101,7 @@ class Worker:
             kind, payload = self._said.get()
             yield kind, payload
 
-    def _carry_out(self, order: Order) -> None:
+    def _carry_out(self, order: RemoteTask) -> None:
         if self._cores:
             os.sched_setaffinity(0, self._cores)  # of this thread and of the processes that it starts
         try:
@@ -110,10 +110,10 @@ class Worker:
             report = self._perform(self._machines, order)
         except Exception as error:  # no order may end a worker
             problem = f"not tuned: {order.named.op} {order.case.name}: {type(error).__name__}: {' '.join(str(error).split())}"
-            report = Report(Done(problem=problem))
+            report = RemoteResult(TuningResult(problem=problem))
         self._said.put(("done", report))
 
-    def _perform(self, machines: Machines, order: Order) -> Report:
+    def _perform(self, machines: Machines, order: RemoteTask) -> RemoteResult:
         work = _work(order.named, order.case)
         assert self._options.results is not None and self._options.configs is not None
         slug = device.current().slug
@@ -125,7 +125,7 @@ class Worker:
         cache.clear()
         following = [_work(*order.following)] if order.following is not None else []
         done = perform(machines, work, following, self._family, self._options)
-        return Report(done, done.space.read_bytes() if done.space is not None else b"")
+        return RemoteResult(done, done.space.read_bytes() if done.space is not None else b"")
 
     def close(self) -> None:
         """End the processes, and remove the folder."""
@@ -144,9 +144,9 @@ MakeWorker = Callable[[str, Options, frozenset[int] | None], Worker]
 """Worker, or an importable function that makes another."""
 
 
-def _work(named: Named, case: Case) -> Work:
+def _work(named: VariantName, case: Case) -> TuningTask:
     op, variant = named.load()
-    return Work(op, case, variant)
+    return TuningTask(op, case, variant)
 
 
 def share_of_cores(index: int, count: int) -> frozenset[int] | None:

@@ -20,7 +20,7 @@ Fields = tuple[tuple[str, object], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ModelCase:
     """One case.
 
     Attributes:
@@ -77,7 +77,7 @@ def _shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _lines(model: Model, tokens: Sequence[int], batches: Sequence[int], ep: int) -> Iterator[Line]:
+def _lines(model: Model, tokens: Sequence[int], batches: Sequence[int], ep: int) -> Iterator[ModelCase]:
     for count in tokens:
         yield from _norms(model, count)
     if model.experts is not None:
@@ -89,7 +89,7 @@ def _lines(model: Model, tokens: Sequence[int], batches: Sequence[int], ep: int)
         yield from _projections(model, count)
 
 
-def _norms(model: Model, tokens: int) -> Iterator[Line]:
+def _norms(model: Model, tokens: int) -> Iterator[ModelCase]:
     """RMSNorm of the hidden size, of queries and keys, and of latents."""
     if not model.has_rms_norm:
         return
@@ -101,8 +101,8 @@ def _norms(model: Model, tokens: int) -> Iterator[Line]:
     rows += [(f"{name}-latent-norm", tokens, model.latents[name]) for name in ("q", "kv") if name in model.latents]
     for layer, m, n in rows:
         shape = (("M", m), ("N", n), ("dtype", model.dtype), ("quant", "none"), ("zero_centered", model.zero_centered))
-        yield Line(layer, "rmsnorm_fwd", shape)
-        yield Line(layer, "rmsnorm_bwd", shape)
+        yield ModelCase(layer, "rmsnorm_fwd", shape)
+        yield ModelCase(layer, "rmsnorm_bwd", shape)
 
 
 def _local(model: Model, experts: Experts, ep: int) -> int:
@@ -123,7 +123,7 @@ def _local(model: Model, experts: Experts, ep: int) -> int:
     return experts.count // ep
 
 
-def _expert_products(model: Model, experts: Experts, local: int, tokens: int) -> Iterator[Line]:
+def _expert_products(model: Model, experts: Experts, local: int, tokens: int) -> Iterator[ModelCase]:
     """Forward product, input gradient and weight gradient of fused gate and up and of down; casts of their activations."""
     rows = cdiv(tokens * experts.top_k, ALIGNED) * ALIGNED
     wide = 2 * experts.width if model.gated else experts.width
@@ -131,24 +131,24 @@ def _expert_products(model: Model, experts: Experts, local: int, tokens: int) ->
     for layer, n, k in ((up, wide, model.hidden), ("experts.down", model.hidden, experts.width)):
         for suffix, cols, depth, product in (("", n, k, "rows"), (".dgrad", k, n, "rows"), (".wgrad", n, k, "weights")):
             sizes = (("M", rows), ("N", cols), ("K", depth), ("E", local), ("dtype", model.dtype), ("product", product))
-            yield Line(layer + suffix, "fp8_grouped_gemm", sizes)
+            yield ModelCase(layer + suffix, "fp8_grouped_gemm", sizes)
         for what, width in ((f"{layer}.x", k), (f"{layer}.dy", n)):
-            yield Line(what, "fp8_group_both", (("M", rows), ("K", width), ("G", local), ("dtype", model.dtype)))
-            yield Line(what, "fp8_tensorwise_2d", (("M", rows), ("K", width), ("dtype", model.dtype), ("layout", "both")))
+            yield ModelCase(what, "fp8_group_both", (("M", rows), ("K", width), ("G", local), ("dtype", model.dtype)))
+            yield ModelCase(what, "fp8_tensorwise_2d", (("M", rows), ("K", width), ("dtype", model.dtype), ("layout", "both")))
 
 
-def _expert_weights(model: Model, experts: Experts, local: int) -> Iterator[Line]:
+def _expert_weights(model: Model, experts: Experts, local: int) -> Iterator[ModelCase]:
     """Casts of expert weights, which do not depend on tokens."""
     wide = 2 * experts.width if model.gated else experts.width
     up = "experts.gate-up" if model.gated else "experts.up"
     for layer, n, k in ((up, wide, model.hidden), ("experts.down", model.hidden, experts.width)):
         sizes = (("E", local), ("K", k), ("N", n), ("dtype", model.dtype))
-        yield Line(f"{layer}.weight", "fp8_rowwise_3d_both", sizes)
-        yield Line(f"{layer}.weight", "fp8_tensorwise_3d", (*sizes, ("layout", "both")))
-        yield Line(f"{layer}.weight", "multi_cast_transpose", (("T", local), ("M", n), ("N", k), ("dtype", model.dtype)))
+        yield ModelCase(f"{layer}.weight", "fp8_rowwise_3d_both", sizes)
+        yield ModelCase(f"{layer}.weight", "fp8_tensorwise_3d", (*sizes, ("layout", "both")))
+        yield ModelCase(f"{layer}.weight", "multi_cast_transpose", (("T", local), ("M", n), ("N", k), ("dtype", model.dtype)))
 
 
-def _projections(model: Model, tokens: int) -> Iterator[Line]:
+def _projections(model: Model, tokens: int) -> Iterator[ModelCase]:
     """Int4 products of what is dense: attention, dense layers, shared experts."""
     if model.dtype == "float32":
         return
@@ -156,7 +156,7 @@ def _projections(model: Model, tokens: int) -> Iterator[Line]:
         group = next((group for group in _GROUPS if depth % group == 0), None)
         if group is not None and out % 2 == 0:
             sizes = (("N", tokens), ("M", out), ("K", depth), ("dtype", model.dtype), ("group", group))
-            yield Line(layer, "int4_gemm", sizes)
+            yield ModelCase(layer, "int4_gemm", sizes)
 
 
 def _attention(model: Model) -> Mapping[str, tuple[int, int]]:

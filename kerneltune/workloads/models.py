@@ -17,7 +17,7 @@ _VOCABULARY = 16384
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ModelShape:
     """The sizes of a model.
 
     Attributes:
@@ -37,26 +37,26 @@ _DEEPSEEK = {
 }  # fmt: skip
 
 SHAPES = {
-    "deepseek-v3-16b": Shape("deepseek_v3", 32768, _DEEPSEEK | {
+    "deepseek-v3-16b": ModelShape("deepseek_v3", 32768, _DEEPSEEK | {
         "vocab_size": _VOCABULARY, "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408,
         "num_hidden_layers": 5, "first_k_dense_replace": 1, "num_attention_heads": 16, "num_key_value_heads": 16,
         "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "q_lora_rank": None,
     }),
-    "deepseek-v3-671b": Shape("deepseek_v3", 8192, _DEEPSEEK | {
+    "deepseek-v3-671b": ModelShape("deepseek_v3", 8192, _DEEPSEEK | {
         "vocab_size": _VOCABULARY, "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
         "num_hidden_layers": 2, "first_k_dense_replace": 0, "num_attention_heads": 128, "num_key_value_heads": 128,
         "n_routed_experts": 32, "n_shared_experts": 1, "num_experts_per_tok": 8, "q_lora_rank": 1536,
     }),
-    "qwen3-30b-a3b": Shape("qwen3_moe", 32768, {
+    "qwen3-30b-a3b": ModelShape("qwen3_moe", 32768, {
         "vocab_size": _VOCABULARY, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
         "num_hidden_layers": 4, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
         "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1, "output_router_logits": False,
     }),
-    "llama-3-8b": Shape("llama", 16384, {
+    "llama-3-8b": ModelShape("llama", 16384, {
         "vocab_size": _VOCABULARY, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4,
         "num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 500000.0,
     }),
-    "tiny-experts": Shape("qwen3_moe", 40, {
+    "tiny-experts": ModelShape("qwen3_moe", 40, {
         "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 1,
         "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
         "norm_topk_prob": True, "decoder_sparse_step": 1, "output_router_logits": False,

@@ -11,7 +11,7 @@ from typing import Any
 from kerneltune.adopt import program, startup
 from kerneltune.adopt.folder import LaunchClass
 from kerneltune.adopt.overview import Capture, read_capture
-from kerneltune.adopt.table import MANIFEST, Group, Row, Table, TableKernel, digest_of, path_of, text_of
+from kerneltune.adopt.table import MANIFEST, Group, ServingRow, ServingTable, TableKernel, digest_of, path_of, text_of
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "two_kernels"
@@ -63,7 +63,9 @@ def author_configs(launch: LaunchClass) -> list[dict[str, Any]]:
 def kernel_of(launches: Sequence[LaunchClass], configs: Sequence[dict[str, Any]], **changes: Any) -> TableKernel:
     """Return the part of a table that serves each class with these configs, the first one chosen; a group for each class."""
     first = launches[0]
-    groups = tuple(Group(one.key, one.dtypes, (), (Row(one.sizes, tuple(configs), {"class": one.digest}),)) for one in launches)
+    groups = tuple(
+        Group(one.key, one.dtypes, (), (ServingRow(one.sizes, tuple(configs), {"class": one.digest}),)) for one in launches
+    )
     fields: dict[str, Any] = {"module": first.kernel.module, "name": first.kernel.name, "package": first.versions["package"]}
     fields |= {name: getattr(first, name) for name in ("source", "bytecode", "configs", "keys")}
     fields |= {"groups": groups, "portfolio": (configs[0],)}
@@ -73,7 +75,7 @@ def kernel_of(launches: Sequence[LaunchClass], configs: Sequence[dict[str, Any]]
 def write_table(root: Path, *kernels: TableKernel, device: str = "") -> str:
     """Write a table and its manifest; returns the SHA-256."""
     name = device or program.device_slug()
-    text = text_of(Table(name, {}, kernels))
+    text = text_of(ServingTable(name, {}, kernels))
     path = path_of(root, name)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)

@@ -12,7 +12,7 @@ from adopted import author_configs, captured, example, kernel_of, of_kernel, run
 
 from kerneltune.adopt import program, startup
 from kerneltune.adopt.overview import read_capture
-from kerneltune.adopt.table import Group, Row
+from kerneltune.adopt.table import Group, ServingRow
 
 
 def served(root: Path, **options: Any) -> Any:
@@ -83,7 +83,7 @@ def test_serving_with_policy_nearest_takes_the_nearest_tuned_launch(tmp_path: Pa
     launches = of_kernel(captured(tmp_path, (4, 96), (4, 1024)), "row_sum")
     small, large = sorted(launches, key=lambda one: one.sizes["N"])
     configs = author_configs(small)
-    rows = [Row(one.sizes, (config,), {}) for one, config in ((small, configs[1]), (large, configs[4]))]
+    rows = [ServingRow(one.sizes, (config,), {}) for one, config in ((small, configs[1]), (large, configs[4]))]
     groups = tuple(Group(one.key, one.dtypes, (), (row,)) for one, row in zip((small, large), rows, strict=True))
     write_table(tmp_path, kernel_of(launches, configs, groups=groups))
     served(tmp_path, miss="nearest", misses=None)
@@ -106,7 +106,7 @@ def test_serving_sizes_that_the_key_omits_takes_the_nearest_row_of_the_group(tmp
     launches = of_kernel(captured(tmp_path, (2, 96), (64, 96)), "row_sum")
     few, many = sorted(launches, key=lambda one: one.sizes["M"])
     configs = author_configs(few)
-    rows = (Row(few.sizes, (configs[2],), {}), Row(many.sizes, (configs[5],), {}))
+    rows = (ServingRow(few.sizes, (configs[2],), {}), ServingRow(many.sizes, (configs[5],), {}))
     write_table(tmp_path, kernel_of(launches, configs, groups=(Group(few.key, few.dtypes, ("M",), rows),)))
     server = served(tmp_path, miss="error")
     module = example()

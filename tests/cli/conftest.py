@@ -8,10 +8,10 @@ import pytest
 from command_line import both
 
 from kerneltune import device, records
-from kerneltune.campaign import Swept
+from kerneltune.campaign import SweepResult
 from kerneltune.cli import console
 from kerneltune.records import Record
-from kerneltune.tuning.stage import Tuned
+from kerneltune.tuning.stage import TuningSummary
 
 
 @pytest.fixture(autouse=True)
@@ -55,11 +55,11 @@ def campaign(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         reporter.note("a remark")
         return list(seen["answer"])
 
-    def swept(*given: Any) -> Swept:
-        return Swept(fake(*given), [])
+    def swept(*given: Any) -> SweepResult:
+        return SweepResult(fake(*given), [])
 
-    def tuned(*given: Any) -> Tuned:
-        return Tuned("nvidia_h200", fake(*given))  # type: ignore[arg-type]
+    def tuned(*given: Any) -> TuningSummary:
+        return TuningSummary("nvidia_h200", fake(*given))  # type: ignore[arg-type]
 
     monkeypatch.setattr("kerneltune.campaign.run_sweep", swept)
     monkeypatch.setattr("kerneltune.tuning.run.run_tune", tuned)

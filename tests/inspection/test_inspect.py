@@ -18,8 +18,8 @@ from kerneltune.inspection import ncu, revision, survey
 from kerneltune.inspection.static import StaticRow, Survey, save
 from kerneltune.measuring import known
 from kerneltune.measuring.assembly import Access, Fact, Kernel
-from kerneltune.measuring.compiler import Compiled
-from kerneltune.measuring.known import Known
+from kerneltune.measuring.compiler import CompileResult
+from kerneltune.measuring.known import KnownFacts
 from kerneltune.spec import Case, Variant
 
 KERNEL = Kernel("_rmsnorm_fwd_rows", 8, 40, 0, 32, 0, (Access("load", 128, 4), Access("store", 32, 1)))
@@ -44,15 +44,15 @@ def refused(*arguments: str | Path) -> str:
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[survey.Request], list[str]]]:
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[survey.SurveyRequest], list[str]]]:
     """Stands in for the compile pool: every config has KERNEL, with a register for each of its warps more."""
-    asked: list[tuple[list[survey.Request], list[str]]] = []
+    asked: list[tuple[list[survey.SurveyRequest], list[str]]] = []
 
-    def fake(requests: list[survey.Request], targets: list[str], *_: Any) -> Survey:
+    def fake(requests: list[survey.SurveyRequest], targets: list[str], *_: Any) -> Survey:
         asked.append((requests, targets))
         return Survey("3.7.1", tuple(row(request, target) for target in targets for request in requests))
 
-    def row(request: survey.Request, target: str) -> StaticRow:
+    def row(request: survey.SurveyRequest, target: str) -> StaticRow:
         values = dataclasses.asdict(request.config)
         kernel = Kernel(KERNEL.name, 8, 32 + values["warps"], 0, 32, 0, KERNEL.accesses)
         label = (request.op.name, request.variant.name, f"{request.case.name} {request.case.label}", request.policy, target)
@@ -176,7 +176,7 @@ def test_what_inspect_refuses(arguments: list[str], message: str, compiled: list
 
 
 def test_what_was_found_is_shipped_and_known_from_then_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Mapping[str, Known]] = []
+    asked: list[Mapping[str, KnownFacts]] = []
     facts = {"sm_90": {"a" * 20: Fact(KERNEL), "b" * 20: Fact(KERNEL)}}
 
     def fake(*arguments: Any) -> Survey:
@@ -204,7 +204,7 @@ def test_what_was_found_is_shipped_and_known_from_then_on(tmp_path: Path, monkey
         patch.setattr(known, "module_digest", lambda _module: "changed")
         disbelieved = "results/static is not believed, for other code read the compiler's output: `kerneltune inspect --renew`"
         assert run("inspect").stderr == f"{disbelieved}\n{said}\n"
-        assert asked[-1]["sm_90"] == Known({}, refused=True)
+        assert asked[-1]["sm_90"] == KnownFacts({}, refused=True)
     assert run("inspect").stderr == ""
     monkeypatch.setenv("KERNELTUNE_CONFIGS", str(tmp_path))
     shutil.copytree(data_root("configs") / "nvidia_h200", tmp_path / "nvidia_h200")
@@ -273,9 +273,9 @@ def test_a_kernel_launched_for_every_tensor_is_shown_once(monkeypatch: pytest.Mo
             return self
 
         def __exit__(self, *_: object) -> None: ...
-        def compile(self, jobs: list[Any]) -> list[Compiled]:
+        def compile(self, jobs: list[Any]) -> list[CompileResult]:
             kernels = (KERNEL, KERNEL, dataclasses.replace(KERNEL, registers=64), KERNEL)
-            return [Compiled(kernels, 1.0)] * len(jobs)
+            return [CompileResult(kernels, 1.0)] * len(jobs)
 
     monkeypatch.setattr(survey, "CompilePool", Pool)
     lines = run(*ONE, "--target", "sm_90").stdout.splitlines()
@@ -284,7 +284,7 @@ def test_a_kernel_launched_for_every_tensor_is_shown_once(monkeypatch: pytest.Mo
 
 def test_a_program_that_no_multiprocessor_holds_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     unfit = dataclasses.replace(KERNEL, warps=32)
-    monkeypatch.setattr(survey.CompilePool, "compile", lambda _pool, jobs: [Compiled((unfit,), 1.0)] * len(jobs))
+    monkeypatch.setattr(survey.CompilePool, "compile", lambda _pool, jobs: [CompileResult((unfit,), 1.0)] * len(jobs))
     result = run(*ONE, "--target", "gfx942", "--workers", "1")
     last = "  gfx942: _rmsnorm_fwd_rows: no program fits a multiprocessor: threads of a program"
     assert last in result.stdout.splitlines()
@@ -302,11 +302,11 @@ def test_programs_that_wait_for_each_other_must_all_fit(
     cooperative: bool, registers: int, error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = dataclasses.replace(KERNEL, warps=8, registers=registers, shared_bytes=0, cooperative=cooperative)
-    monkeypatch.setattr(survey.CompilePool, "compile", lambda _pool, jobs: [Compiled((kernel,), 1.0)] * len(jobs))
+    monkeypatch.setattr(survey.CompilePool, "compile", lambda _pool, jobs: [CompileResult((kernel,), 1.0)] * len(jobs))
     op = ops.load()["rmsnorm_bwd"]
     variant, case = op.variant("optimized"), Case("c", (("M", 8192), ("N", 4096)), "bfloat16")
     config = dataclasses.replace(variant.default_config(case), ctas=3)
-    (row,) = survey.survey([survey.Request(op, variant, case, "cold", config)], ["sm_90"], 1).rows
+    (row,) = survey.survey([survey.SurveyRequest(op, variant, case, "cold", config)], ["sm_90"], 1).rows
     assert row.error == error
 
 
@@ -366,10 +366,13 @@ def test_profile_without_ncu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_profile_shows_a_beside_b(monkeypatch: pytest.MonkeyPatch) -> None:
     commands = []
 
-    def fake(_ncu: Path, command: list[str], _folder: Path) -> tuple[list[ncu.Profile], list[ncu.Line]]:
+    def fake(_ncu: Path, command: list[str], _folder: Path) -> tuple[list[ncu.Profile], list[ncu.StallLine]]:
         commands.append(command[-5:])
         values = {"DRAM % of peak": 40.0 + len(commands), "shared bank conflicts": 1048576.0}
-        lines = [ncu.Line("_k", "kernels.py:241", "words = tl.trans(q)", 12288, 40), ncu.Line("_k", "kernels.py:2", "x", 0, 9)]
+        lines = [
+            ncu.StallLine("_k", "kernels.py:241", "words = tl.trans(q)", 12288, 40),
+            ncu.StallLine("_k", "kernels.py:2", "x", 0, 9),
+        ]
         found = ncu.Profile("_k", 34.8, values, "registers", (("long scoreboard", 17.25), ("barrier", 3.5)))
         return [found], lines if len(commands) == 1 else []
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kerneltune.inspection.ncu import Line, find_ncu, parse_raw, parse_source, profile, why_refused
+from kerneltune.inspection.ncu import StallLine, find_ncu, parse_raw, parse_source, profile, why_refused
 
 RAW = """\
 "ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size","Device","CC",\
@@ -65,13 +65,13 @@ def test_a_page_without_kernels() -> None:
 
 def test_source_lines_stand_for_their_instructions() -> None:
     assert parse_source(SOURCE) == [
-        Line("_rmsnorm_fwd_transpose", "kernels.py:226", "x = tl.load(x_ptr + offsets)", 0, 120),
-        Line("_rmsnorm_fwd_transpose", "kernels.py:241", "words = tl.trans(q)", 12288, 40),
+        StallLine("_rmsnorm_fwd_transpose", "kernels.py:226", "x = tl.load(x_ptr + offsets)", 0, 120),
+        StallLine("_rmsnorm_fwd_transpose", "kernels.py:241", "words = tl.trans(q)", 12288, 40),
     ]
 
 
 def test_instructions_where_there_are_no_lines() -> None:
-    assert parse_source(INSTRUCTIONS) == [Line("_bare", "0x7f20", "STS [R2], R4", 7, 3)]
+    assert parse_source(INSTRUCTIONS) == [StallLine("_bare", "0x7f20", "STS [R2], R4", 7, 3)]
 
 
 def test_what_ncu_says_of_permission() -> None:

@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 
 from kerneltune.cli import app
 from kerneltune.lab import noise
-from kerneltune.measuring.compiler import Compiled
+from kerneltune.measuring.compiler import CompileResult
 from kerneltune.plan import Options
 from kerneltune.spec import Case, Config, Variant
 from kerneltune.stats import Samples
 from kerneltune.tuning import machines
-from kerneltune.tuning.isolated import ChildLostError
+from kerneltune.tuning.isolated import ChildCrashedError
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ class Busy(Pool):
     def __init__(self, *_: object) -> None:
         Busy.given, Busy.caches = [], {os.environ.get("TRITON_CACHE_DIR")}
 
-    def submit(self, job: object) -> "Future[Compiled]":
+    def submit(self, job: object) -> "Future[CompileResult]":
         self.given.append(job)
         return Future()
 
@@ -92,7 +92,7 @@ def test_noise_of_a_config_without_a_time_is_one_line(options: Options, monkeypa
         disturbed(options)
 
     def lost(*_: object) -> None:
-        raise ChildLostError("the measuring process died: exit code -9")
+        raise ChildCrashedError("the measuring process died: exit code -9")
 
     monkeypatch.setattr(Bench, "trial", lost)
     with pytest.raises(ValueError, match=r"int32 none: lost: the measuring process died: exit code -9$"):

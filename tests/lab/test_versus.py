@@ -19,12 +19,12 @@ from versus_jobs import CASE, H200, OP, VARIANT, Bench, Knobs
 from kerneltune import device, ops
 from kerneltune.cli import app
 from kerneltune.lab import tuners, versus
-from kerneltune.lab.tuners import EXHAUSTIVE, HELION, US, Found, Task, by_helion, by_triton, finalists
+from kerneltune.lab.tuners import EXHAUSTIVE, HELION, US, ContestTask, TunerResult, by_helion, by_triton, finalists
 from kerneltune.lab.versus import BEST, DEFAULT, Contest, contest, keep
 from kerneltune.plan import Options, Quiet
 from kerneltune.search.loop import Search
 from kerneltune.spec import Case
-from kerneltune.tuning.isolated import Named
+from kerneltune.tuning.isolated import VariantName
 
 SIDES = {US: versus_jobs.ours, EXHAUSTIVE: versus_jobs.triton, "Third": versus_jobs.broken}
 
@@ -105,10 +105,10 @@ def test_a_contest_is_kept_beside_the_others(fought: tuple[Contest, Path], optio
 class Sides:
     """Stands for the processes of the sides: finds what it is told to, counts how often it was asked."""
 
-    def __init__(self, **found: Found | Exception) -> None:
+    def __init__(self, **found: TunerResult | Exception) -> None:
         self.found, self.asked = found, list[str]()
 
-    def __call__(self, name: str, _side: object, _task: Task) -> Found:
+    def __call__(self, name: str, _side: object, _task: ContestTask) -> TunerResult:
         self.asked.append(name)
         found = self.found[name]
         if isinstance(found, Exception):
@@ -116,7 +116,7 @@ class Sides:
         return found
 
 
-A, B = Found(Knobs(3, 8), 2.0, 9, (Knobs(3, 8), Knobs(3, 4)), "first"), Found(Knobs(0, 8), 40.0, 20, (Knobs(0, 8),))
+A, B = TunerResult(Knobs(3, 8), 2.0, 9, (Knobs(3, 8), Knobs(3, 4)), "first"), TunerResult(Knobs(0, 8), 40.0, 20, (Knobs(0, 8),))
 
 
 def again(
@@ -213,7 +213,7 @@ def test_nothing_found_is_an_error(options: Options) -> None:
 
 def test_an_autotuner_that_can_launch_nothing_says_why(options: Options, tmp_path: Path) -> None:
     knobs = (("block", ("3",)), ("warps", ("4", "8")))
-    only = Task(Named("versus_jobs", "fake", "optimized"), CASE, knobs, Search(), options, tmp_path)
+    only = ContestTask(VariantName("versus_jobs", "fake", "optimized"), CASE, knobs, Search(), options, tmp_path)
 
     def refuse(*_: object, **__: object) -> list[float]:
         raise OutOfResources(1, 0, "registers")
@@ -248,7 +248,9 @@ def test_helion_is_given_the_knobs_and_told_what_does_not_go_together(
     monkeypatch.setitem(sys.modules, "helion.autotuner", helion)
     odd = replace(VARIANT, valid=lambda _case, config: "odd" if (config.block, config.warps) == (4, 2) else None)
     monkeypatch.setattr(versus_jobs, "OPS", (replace(OP, variants=(odd,)),))
-    task = Task(Named("versus_jobs", "fake", "optimized"), CASE, (("block", ("0", "4")),), Search(), options, tmp_path)
+    task = ContestTask(
+        VariantName("versus_jobs", "fake", "optimized"), CASE, (("block", ("0", "4")),), Search(), options, tmp_path
+    )
     found = by_helion(task, "cpu")
     assert found.config == Knobs(4, 8)
     assert found.evaluations == 8
@@ -262,7 +264,7 @@ def test_helion_is_given_the_knobs_and_told_what_does_not_go_together(
 
 def test_the_finalists_are_the_choices_the_default_and_the_best_of_every_ranking() -> None:
     a, b, c, d = (Knobs(i, 1) for i in range(4))
-    sides = [Found(b, 1.0, 3, (b, a, c)), Found(d, 1.0, 3, (d, b))]
+    sides = [TunerResult(b, 1.0, 3, (b, a, c)), TunerResult(d, 1.0, 3, (d, b))]
     assert finalists(sides, a, 2) == [b, d, a]
     assert finalists(sides, a, 3) == [b, d, a, c]
 

@@ -1,6 +1,6 @@
 """Registers, spills and access widths, on lines as cuobjdump, Triton and LLVM print them."""
 
-from kerneltune.measuring.assembly import Access, Usage, gcn_accesses, gcn_usage, ptx_accesses, sass_usage, typical_bits
+from kerneltune.measuring.assembly import Access, RegisterUsage, gcn_accesses, gcn_usage, ptx_accesses, sass_usage, typical_bits
 
 RESOURCES = """
  Function _rmsnorm_fwd_rows:
@@ -46,7 +46,7 @@ amdhsa.kernels:
 
 
 def test_nvidia() -> None:
-    assert sass_usage(RESOURCES) == Usage(79, 16)
+    assert sass_usage(RESOURCES) == RegisterUsage(79, 16)
     assert ptx_accesses(PTX) == (
         Access("load", 128, 2),
         Access("load", 64, 2),
@@ -58,7 +58,7 @@ def test_nvidia() -> None:
 
 
 def test_amdgcn() -> None:
-    assert gcn_usage(GCN) == Usage(136, 24, 83)
+    assert gcn_usage(GCN) == RegisterUsage(136, 24, 83)
     assert gcn_accesses(GCN) == (
         Access("load", 128, 1),
         Access("load", 64, 1),
@@ -71,7 +71,7 @@ def test_amdgcn() -> None:
 
 
 def test_nothing_of_nothing() -> None:
-    assert (sass_usage(""), gcn_usage("")) == (Usage(0, 0), Usage(0, 0))
+    assert (sass_usage(""), gcn_usage("")) == (RegisterUsage(0, 0), RegisterUsage(0, 0))
     assert (ptx_accesses(""), gcn_accesses("")) == ((), ())
 
 

@@ -74,7 +74,7 @@ def test_an_error_without_text_is_a_failed_row(gpu: None, monkeypatch: pytest.Mo
 def test_a_launch_that_takes_the_context_along_is_named(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its row is all it costs where the rest is measured by a process that knows of it."""
     monkeypatch.setattr(compare, "broken_context", lambda: "AcceleratorError: an illegal memory access was encountered")
-    with pytest.raises(compare.ContextLostError) as caught:
+    with pytest.raises(compare.BrokenContextError) as caught:
         compare.compare("f", OP, CASE, PAIRS, "cold", None)
     assert (caught.value.variant, caught.value.reason) == ("pr593", "y differs")
     assert str(pickle.loads(pickle.dumps(caught.value))) == "pr593: y differs: nothing more can run on the GPU in this process"
@@ -91,7 +91,7 @@ def test_a_fault_while_all_are_timed_is_nobodys(gpu: None, monkeypatch: pytest.M
     with pytest.raises(RuntimeError, match="illegal"):  # the context is well: this is our failure
         compare.compare("f", OP, CASE, PAIRS, "cold", None)
     monkeypatch.setattr(compare, "broken_context", lambda: "lost")
-    with pytest.raises(compare.ContextLostError) as caught:
+    with pytest.raises(compare.BrokenContextError) as caught:
         compare.compare("f", OP, CASE, PAIRS[::2], "cold", None)
     reason = "cannot be timed: RuntimeError: CUDA error: an illegal memory access was encountered"
     assert (caught.value.variant, caught.value.reason) == ("", reason)

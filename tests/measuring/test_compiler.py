@@ -13,7 +13,7 @@ import pytest
 import triton
 from started import TESTS, environment
 
-from kerneltune.measuring.compiler import TARGETS, Compiled, CompilePool, Kernel
+from kerneltune.measuring.compiler import TARGETS, CompilePool, CompileResult, Kernel
 
 THREADS, REGISTER_FILE = 32, 65536
 
@@ -96,9 +96,9 @@ def test_code_that_stores_what_nobody_made_is_an_error(answers: dict[str, Any]) 
 def test_resources_of_a_job_are_those_of_its_largest_kernel(answers: dict[str, Any]) -> None:
     bwd = answers["real"][0]
     assert bwd["resources"] == max(kernel["registers"] * kernel["warps"] for kernel in bwd["kernels"])
-    two = Compiled((Kernel("a", 8, 40, 0, 0), Kernel("b", 4, 64, 16, 0)), 1.0)
+    two = CompileResult((Kernel("a", 8, 40, 0, 0), Kernel("b", 4, 64, 16, 0)), 1.0)
     assert (two.resources, two.spill_bytes) == (320, 16)
-    assert (Compiled((), 0.0, "x").resources, Compiled((), 0.0, "x").spill_bytes) == (0, 0)
+    assert (CompileResult((), 0.0, "x").resources, CompileResult((), 0.0, "x").spill_bytes) == (0, 0)
 
 
 def test_a_pool_that_is_interrupted_while_it_starts_leaves_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:

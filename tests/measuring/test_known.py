@@ -10,11 +10,11 @@ import pytest
 
 from kerneltune import cache, ops
 from kerneltune.inspection.static import Survey
-from kerneltune.inspection.survey import Request, cached_requests, survey
+from kerneltune.inspection.survey import SurveyRequest, cached_requests, survey
 from kerneltune.measuring import inspected, known
 from kerneltune.measuring.assembly import Access, Fact, Kernel
 from kerneltune.measuring.compiler import TARGETS, CompilePool
-from kerneltune.measuring.known import Known
+from kerneltune.measuring.known import KnownFacts
 from kerneltune.measuring.occupancy import LIMITS
 from kerneltune.ops.dense_gemm import DenseConfig
 from kerneltune.ops.stream import StreamConfig
@@ -54,10 +54,10 @@ def test_what_other_code_read_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     assert not known.load(tmp_path, "sm_90").refused
     assert not known.load(tmp_path, "sm_100").refused
     monkeypatch.setattr(known, "module_digest", {known.reading.__name__: "changed"}.__getitem__)
-    assert known.load(tmp_path, "sm_90") == Known({}, refused=True)
+    assert known.load(tmp_path, "sm_90") == KnownFacts({}, refused=True)
     path = tmp_path / "sm_90.tsv"
     path.write_text(path.read_text().partition("\n")[2])  # as files were before they said who read them
-    assert known.load(tmp_path, "sm_90") == Known({}, refused=True)
+    assert known.load(tmp_path, "sm_90") == KnownFacts({}, refused=True)
 
 
 def ir(file: str, *lines: int, inner: int = 0) -> SimpleNamespace:
@@ -77,7 +77,7 @@ def test_a_kernel_that_moved_is_known_and_one_with_other_joints_is_not() -> None
 
 def test_what_other_code_read_is_not_found_in_the_disk_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     def key(facts: dict[str, Fact], shared_bytes: int) -> str:
-        return inspected.Inspecting(Known(facts), "cuda", shared_bytes).folder
+        return inspected.Inspecting(KnownFacts(facts), "cuda", shared_bytes).folder
 
     keys = [key({}, 1024), key({"a" * 20: FACT}, 1024), key({}, 2048)]
     assert key({}, 1024) == keys[0]
@@ -92,10 +92,10 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "triton"
 
 
-def requested(op: str, case: Case, config: Any) -> Request:
+def requested(op: str, case: Case, config: Any) -> SurveyRequest:
     found = ops.load()[op]
     options = tuple((name, values[0]) for name, values in found.options.items())
-    return Request(
+    return SurveyRequest(
         found, found.variant("optimized" if op == "fp8_gemm" else "baseline"), replace(case, options=options), "cold", config
     )
 
@@ -112,7 +112,7 @@ def test_what_is_known_is_not_compiled_and_what_is_not_known_is(own_cache: Path)
     assert len(facts) == len(texts(own_cache, "ptx")) == 2
     assert first.unknown == 0
     (digest, fact), _other = facts.items()
-    told = Known({digest: Fact(replace(fact.kernel, registers=7))})
+    told = KnownFacts({digest: Fact(replace(fact.kernel, registers=7))})
     second = survey(asked, ["sm_90"], 1, known={"sm_90": told})
     assert second.unknown == 1
     assert second.facts["sm_90"] == facts | told.facts
@@ -137,7 +137,7 @@ def test_what_exceeds_shared_memory_says_the_same_when_known(own_cache: Path) ->
     case = Case("product", tuple((axis, 512) for axis in ops.load()["fp8_gemm"].axes), "bfloat16", "fp8")
     large = [requested("fp8_gemm", case, DenseConfig(16, 128, 128, 4, 6, 1, True))]
     first = survey(large, ["gfx942"], 1)
-    second = survey(large, ["gfx942"], 1, known={"gfx942": Known(first.facts["gfx942"])})
+    second = survey(large, ["gfx942"], 1, known={"gfx942": KnownFacts(first.facts["gfx942"])})
     assert second == first
     assert second.unknown == 0
     assert second.facts == first.facts

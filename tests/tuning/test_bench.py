@@ -26,7 +26,7 @@ from kerneltune.search.trials import Evaluation
 from kerneltune.spec import Op
 from kerneltune.tuning import bench as tuning_bench
 from kerneltune.tuning.bench import CheckBench, GpuBench
-from kerneltune.tuning.isolated import ChildLostError, IsolatedBench, Named, check_in_child, split_cores
+from kerneltune.tuning.isolated import ChildCrashedError, IsolatedBench, VariantName, check_in_child, split_cores
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_a_config_that_hangs_is_killed() -> None:
 def test_what_is_lost_before_a_config_is_tried_is_not_the_config_s_fault() -> None:
     with IsolatedBench(NeverOpens) as bench:
         bench.open(OPS[0], CASE, VARIANT, "cold")
-        with pytest.raises(ChildLostError, match=r"^MemoryError: inputs do not fit$"):
+        with pytest.raises(ChildCrashedError, match=r"^MemoryError: inputs do not fit$"):
             bench.trial(Knobs("run", 1), None)
 
 
@@ -154,7 +154,7 @@ def test_a_bench_that_another_thread_stops_blames_no_config(
         child, began = bench.child, time.monotonic()
         end(bench)
         for trial in (running, queued):
-            with pytest.raises(ChildLostError, match=r"^the measuring process was stopped$"):
+            with pytest.raises(ChildCrashedError, match=r"^the measuring process was stopped$"):
                 trial.result(timeout=10)
     assert time.monotonic() - began < 5.0
     assert child is not None
@@ -179,7 +179,7 @@ def test_a_child_that_is_sent_sigterm_blames_no_config(
             os.kill(server, signal.SIGKILL)
             os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)
         os.kill(bench.child.pid, signal.SIGTERM)
-        with pytest.raises(ChildLostError, match=f"^the measuring process died: exit code {exit_code}$"):
+        with pytest.raises(ChildCrashedError, match=f"^the measuring process died: exit code {exit_code}$"):
             running.result(timeout=10)
     assert bench.trial(Knobs("run", 1), None).status == "ok"
 
@@ -269,9 +269,9 @@ def test_checks_in_a_child_find_what_is_wrong() -> None:
 @pytest.mark.parametrize("op", [*ops.load().values(), bench_jobs.OPS[0]], ids=lambda op: op.name)
 def test_a_child_finds_every_operator_by_name(op: Op) -> None:
     for variant in op.variants:
-        assert Named(op.module, op.name, variant.name).load() == (op, variant)
+        assert VariantName(op.module, op.name, variant.name).load() == (op, variant)
 
 
 def test_an_operator_that_no_package_offers_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"^no operator gone in OP or OPS of bench_jobs or of a package that holds it$"):
-        Named("bench_jobs", "gone", "optimized").load()
+        VariantName("bench_jobs", "gone", "optimized").load()

@@ -10,7 +10,7 @@ from made_up import CASE, HALF, SMALL, NoBench, Setting, Small, nothing, op_of, 
 from kerneltune.search.loop import Search
 from kerneltune.search.trials import knobs_of
 from kerneltune.spec import Config, Variant
-from kerneltune.tuning.isolated import ChildLostError
+from kerneltune.tuning.isolated import ChildCrashedError
 from kerneltune.tuning.one_case import _FINALISTS
 from kerneltune.tuning.tuner import Tuner
 
@@ -115,7 +115,7 @@ def test_what_loses_the_measuring_process_in_the_duel_drops_out(
 
     def winner(configs: Sequence[Config]) -> Config:
         if lost & set(configs):
-            raise ChildLostError("took longer than 300 s")
+            raise ChildCrashedError("took longer than 300 s")
         return min(configs, key=small_time)
 
     tuner.winner = winner
@@ -128,11 +128,11 @@ def test_what_loses_the_measuring_process_in_the_duel_drops_out(
 
 def test_where_every_finalist_loses_the_measuring_process_nothing_is_stored(setting: Setting) -> None:
     def winner(_configs: Sequence[Config]) -> Config:
-        raise ChildLostError("took longer than 300 s")
+        raise ChildCrashedError("took longer than 300 s")
 
     tuner = setting.tuner(SMALL, small_time)
     tuner.winner = winner
-    with pytest.raises(ChildLostError, match=r"^took longer than 300 s$"):
+    with pytest.raises(ChildCrashedError, match=r"^took longer than 300 s$"):
         setting.tune(tuner)
     assert setting.cached() is None
     assert set(map(tuple, tuner.duels)) >= {(config,) for config in tuner.duels[0]}

@@ -10,7 +10,7 @@ from made_up import BLOCKS, WARPS, Small, nothing, op_of, small_space
 from kerneltune.rounding import next_power_of_2
 from kerneltune.rule import Leaf, Scaled, facts_of
 from kerneltune.spec import Case, Op, Variant
-from kerneltune.tuning.fitting import Judgement, Sample, Shape, Table, chosen, fitted, judged, untimed
+from kerneltune.tuning.fitting import CostTable, Judgement, Sample, TreeShape, chosen, fitted, judged, untimed
 
 DEFAULT = Small(256, 4)
 
@@ -41,8 +41,8 @@ def sample(case: Case, known: Any = lambda _config: True) -> Sample:
     return Sample(case, times, times[best], dict(best))
 
 
-def table(samples: list[Sample], op: Op | None = None) -> Table:
-    return Table(op or op_of(VARIANT), VARIANT, samples)
+def table(samples: list[Sample], op: Op | None = None) -> CostTable:
+    return CostTable(op or op_of(VARIANT), VARIANT, samples)
 
 
 def test_fit_knobs_that_follow_a_size_hold_where_sizes_are_left_out() -> None:
@@ -63,7 +63,7 @@ def test_fit_knobs_that_follow_a_size_hold_where_sizes_are_left_out() -> None:
 
 def test_fit_times_that_are_not_known_are_not_judged_and_are_named() -> None:
     samples = [sample(case_of(size), lambda c, size=size: (c.block, c.warps) in own(size)) for size in SIZES]
-    found = judged(table(samples), Shape(0, 1, 0.0))
+    found = judged(table(samples), TreeShape(0, 1, 0.0))
     unknown = [case for case, share in found.shares.items() if math.isnan(share)]
     wanted = untimed(table(samples))
     assert unknown

@@ -27,7 +27,7 @@ from kerneltune.tuning import cluster, run
 from kerneltune.tuning.cluster import RayWorkers
 from kerneltune.tuning.fleet import Fleet
 from kerneltune.tuning.local import LocalWorkers, visible_gpus
-from kerneltune.tuning.task import Work
+from kerneltune.tuning.task import TuningTask
 from kerneltune.tuning.worker import Worker, share_of_cores
 
 
@@ -71,8 +71,8 @@ def evaluations(log: Path) -> list[tuple[str, str, str]]:
     return [(case, f"{block} {warps}", pid) for case, block, warps, pid in rows]
 
 
-def wanted(works: list[Work]) -> Callable[[str], list[Work]]:
-    def of(slug: str) -> list[Work]:
+def wanted(works: list[TuningTask]) -> Callable[[str], list[TuningTask]]:
+    def of(slug: str) -> list[TuningTask]:
         assert slug == "nvidia_h200"
         return works
 

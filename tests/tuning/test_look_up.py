@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from kerneltune import cache, device, ops, sweep, workloads
-from kerneltune.cache import Chooser, Found
+from kerneltune.cache import Choice, Chooser
 from kerneltune.files import data_root
 from kerneltune.plan import Options
 from kerneltune.spec import Case, Op
 from kerneltune.tuning.cached import config_for
-from kerneltune.tuning.isolated import Named
+from kerneltune.tuning.isolated import VariantName
 
 GPU = "nvidia_h200"
 ALL = {name: op for name, op in ops.load().items() if name != "stream"}
@@ -59,7 +59,7 @@ def called_with(op: Op, case: Case, monkeypatch: pytest.MonkeyPatch) -> Any:
     answers: list[Any] = []
     find = Chooser.find
 
-    def asked(self: Chooser, wanted: Case, gpu: str | None = None) -> Found:
+    def asked(self: Chooser, wanted: Case, gpu: str | None = None) -> Choice:
         if self.op != op.name:
             return find(self, wanted, gpu)
         answers.append(find(self, wanted, gpu).config)
@@ -85,4 +85,4 @@ def test_a_sweep_without_tuning_runs_what_a_call_runs(name: str, monkeypatch: py
 def test_a_child_finds_every_variant_by_name(name: str) -> None:
     op = ALL[name]
     for variant in op.variants:
-        assert Named(op.module, name, variant.name).load() == (op, variant)
+        assert VariantName(op.module, name, variant.name).load() == (op, variant)

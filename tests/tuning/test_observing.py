@@ -12,7 +12,7 @@ from kerneltune.search.observations import path_of, read
 from kerneltune.spec import Case
 from kerneltune.tuning import observing
 from kerneltune.tuning.observing import Asked, observe
-from kerneltune.tuning.task import Work
+from kerneltune.tuning.task import TuningTask
 from kerneltune.tuning.transfer import donors_of, rivals
 
 STREAM, BASELINE = OPS["stream"], OPS["stream"].variant("baseline")
@@ -28,7 +28,7 @@ def an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def asked(size: int) -> Asked:
     case = Case(f"s{size}", (("read", size), ("write", size)), "int32")
     donors = donors_of(STREAM, BASELINE, "cold", H200.slug, None)
-    return Asked(Work(STREAM, case, BASELINE), tuple(rivals(STREAM, BASELINE, case, donors, 6)))
+    return Asked(TuningTask(STREAM, case, BASELINE), tuple(rivals(STREAM, BASELINE, case, donors, 6)))
 
 
 def test_observe_two_cases_keeps_every_time_of_each(tmp_path: Path) -> None:

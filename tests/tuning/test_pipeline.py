@@ -17,7 +17,7 @@ from started import environment
 from test_tuning import H200, Bench, Pool
 
 from kerneltune import device
-from kerneltune.measuring.compiler import Compiled, Kernel
+from kerneltune.measuring.compiler import CompileResult, Kernel
 from kerneltune.plan import Options
 from kerneltune.search import loop
 from kerneltune.search.loop import Search, explore
@@ -27,7 +27,7 @@ from kerneltune.tuning import machines
 from kerneltune.tuning.machines import Machines
 from kerneltune.tuning.one_case import tune
 
-SPILLS = Compiled((Kernel("k", 4, 255, 96, 0),), 1.0)
+SPILLS = CompileResult((Kernel("k", 4, 255, 96, 0),), 1.0)
 POOL = list(LARGE.configs(CASE))
 
 
@@ -148,9 +148,9 @@ def test_the_bench_makes_ready_while_the_first_config_compiles(setting: Setting)
 
     tuner = setting.tuner(SMALL, small_time)
     tuner.bench = Ready()
-    waiting: list[Future[Compiled]] = []
+    waiting: list[Future[CompileResult]] = []
 
-    def compiling(_config: Config) -> "Future[Compiled]":
+    def compiling(_config: Config) -> "Future[CompileResult]":
         waiting.append(Future())
         return waiting[-1]
 
@@ -158,7 +158,7 @@ def test_the_bench_makes_ready_while_the_first_config_compiles(setting: Setting)
         if prepared:
             for future in waiting:
                 if not future.done():
-                    future.set_result(Compiled((), 0.0))
+                    future.set_result(CompileResult((), 0.0))
 
     tuner.meanwhile = meanwhile
     assert tune(tuner, Search(), compiling, setting.root).evidence["trials"] == 25
@@ -176,9 +176,9 @@ class Slow(Pool):
 
     workers = 3
     given: list[tuple[Case, Config]] = []
-    futures: list["Future[Compiled]"] = []
+    futures: list["Future[CompileResult]"] = []
 
-    def submit(self, job: Any) -> "Future[Compiled]":
+    def submit(self, job: Any) -> "Future[CompileResult]":
         self.given.append((job.make_inputs.args[0], job.config))
         self.futures.append(Future())
         return self.futures[-1]
@@ -205,7 +205,7 @@ def test_cores_with_nothing_to_do_compile_for_later_cases(slow: Options) -> None
         stage.fill()
         assert [case for case, _ in Slow.given] == [cases[0], cases[1], cases[1]]  # three workers
         for done in range(1, 60):
-            Slow.futures[done].set_result(Compiled((), 0.0)) if done < len(Slow.futures) else None
+            Slow.futures[done].set_result(CompileResult((), 0.0)) if done < len(Slow.futures) else None
             stage.fill()
         ahead = Slow.given[1:]
         assert len(ahead) == len(set(ahead)) == 50

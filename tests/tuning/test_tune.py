@@ -34,7 +34,7 @@ from made_up import (
 )
 
 from kerneltune import cache, device
-from kerneltune.measuring.compiler import Compiled, Kernel
+from kerneltune.measuring.compiler import CompileResult, Kernel
 from kerneltune.search import loop
 from kerneltune.search.loop import ENUMERATE_UP_TO, Search
 from kerneltune.search.trials import Evaluation, TrialStore
@@ -308,7 +308,7 @@ def test_a_second_run_of_a_narrowed_search_evaluates_nothing_anew(setting: Setti
 def test_a_search_starts_from_the_configs_of_other_options_that_are_free(setting: Setting) -> None:
     op = replace(op_of(SMALL), options={"group": (64, 32)}, free_options=("group",))
     wide, narrow = (replace(CASE, options=(("group", group),)) for group in (64, 32))
-    entry = cache.Entry(
+    entry = cache.CacheEntry(
         variant="optimized", case="a", axes=wide.axes, dtype=wide.dtype, quant="none", options=wide.options, policy="cold",
         config={"block": 512, "warps": 8},
     )  # fmt: skip
@@ -325,9 +325,9 @@ def test_a_search_starts_from_the_configs_of_other_options_that_are_free(setting
 def test_what_cannot_compile_or_spills_is_never_run(setting: Setting) -> None:
     tuner = Tuner(op_of(SMALL), CASE, SMALL, "cold", setting.store(), NoBench())
     assert tuner.prune  # 25 configs: no published list
-    broken = evaluated(tuner, Small(64, 1), Compiled((), 0.0, "CompilationError: no"))
+    broken = evaluated(tuner, Small(64, 1), CompileResult((), 0.0, "CompilationError: no"))
     assert broken == Evaluation("compile", detail="CompilationError: no")
-    spilling = Compiled((Kernel("k", 4, 255, 96, 0),), 1.0)
+    spilling = CompileResult((Kernel("k", 4, 255, 96, 0),), 1.0)
     assert evaluated(tuner, Small(64, 2), spilling) == Evaluation("spills", detail="96 bytes per thread")
     assert tuner.resources == {Small(64, 1): 0, Small(64, 2): 1020}
     assert setting.store().get(op_of(SMALL), CASE, SMALL, "cold", Small(64, 1)) == broken
@@ -338,7 +338,7 @@ def test_what_does_not_fit_a_multiprocessor_as_often_as_it_says_is_never_run(
 ) -> None:
     tuner = Tuner(op_of(LARGE), CASE, LARGE, "cold", setting.store(), NoBench())
     asked = Large(64, 1, 1, 4)
-    twice = Compiled((Kernel("k", 8, 128, 0, 65536), Kernel("k", 8, 64, 0, 81920)), 1.0)
+    twice = CompileResult((Kernel("k", 8, 128, 0, 65536), Kernel("k", 8, 64, 0, 81920)), 1.0)
     monkeypatch.setattr(device, "current", lambda: device.NO_GPU)
     with pytest.raises(AssertionError):  # it goes to the bench: nothing is known of the interpreter's multiprocessors
         evaluated(tuner, asked, twice)
@@ -346,7 +346,10 @@ def test_what_does_not_fit_a_multiprocessor_as_often_as_it_says_is_never_run(
     assert evaluated(tuner, asked, twice) == Evaluation(
         "occupancy", resources=1024, shared_bytes=81920, detail="2 programs fit a multiprocessor, not 4"
     )
-    for config, kernels in ((Large(64, 1, 1, 2), twice), (Large(64, 1, 2, 4), Compiled((Kernel("k", 4, 64, 0, 8192),), 1.0))):
+    for config, kernels in (
+        (Large(64, 1, 1, 2), twice),
+        (Large(64, 1, 2, 4), CompileResult((Kernel("k", 4, 64, 0, 8192),), 1.0)),
+    ):
         with pytest.raises(AssertionError):  # these fit
             evaluated(tuner, config, kernels)
 
@@ -358,13 +361,13 @@ def test_a_cooperative_grid_that_does_not_fit_is_not_hidden_by_a_smaller_kernel(
     here = device.current()
     monkeypatch.setattr(device, "current", lambda: replace(here, arch="sm_90"))
     main, small = Kernel("main", 8, 168, 0, 0), Kernel("dgamma", 8, 32, 0, 0)
-    together = Compiled((replace(main, cooperative=True), small), 1.0)
+    together = CompileResult((replace(main, cooperative=True), small), 1.0)
     trial = evaluated(tuner, Large(64, 1, 1, 2), together)
     assert (trial.status, trial.detail) == ("occupancy", "1 programs fit a multiprocessor, not 2")
     with pytest.raises(AssertionError):  # as many as it asks for fit
         evaluated(tuner, Large(64, 1, 1, 1), together)
     with pytest.raises(AssertionError):  # a grid that can run in turns is not dropped for what is beside it
-        evaluated(tuner, Large(64, 1, 2, 2), Compiled((main, small), 1.0))
+        evaluated(tuner, Large(64, 1, 2, 2), CompileResult((main, small), 1.0))
 
 
 # errors
@@ -407,14 +410,14 @@ def test_an_empty_space_is_an_error_that_names_the_case(setting: Setting) -> Non
 
 def test_one_slow_compilation_does_not_keep_the_others_waiting(setting: Setting) -> None:
     tuner = setting.tuner(SMALL, small_time)
-    slow: Future[Compiled] = Future()
+    slow: Future[CompileResult] = Future()
 
-    def compiling(config: Config) -> "Future[Compiled]":
+    def compiling(config: Config) -> "Future[CompileResult]":
         return slow if config == Small(64, 1) else compiled(config)
 
     def on_trial(_config: Config, _trial: Evaluation) -> None:
         if len(tuner.evaluated) == 24 and not slow.done():
-            slow.set_result(Compiled((), 60.0))
+            slow.set_result(CompileResult((), 60.0))
 
     entry = tune(tuner, Search(), compiling, setting.root, on_trial)
     assert tuner.evaluated[-1] == Small(64, 1)
@@ -422,9 +425,9 @@ def test_one_slow_compilation_does_not_keep_the_others_waiting(setting: Setting)
 
 
 def test_what_is_in_flight_at_the_end_is_given_up(setting: Setting) -> None:
-    futures: list[Future[Compiled]] = []
+    futures: list[Future[CompileResult]] = []
 
-    def compiling(config: Config) -> "Future[Compiled]":
+    def compiling(config: Config) -> "Future[CompileResult]":
         futures.append(Future() if len(futures) >= 3 else compiled(config))
         return futures[-1]
 

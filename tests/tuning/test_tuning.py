@@ -18,14 +18,14 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
 from kerneltune import cache
-from kerneltune.measuring.compiler import Compiled
+from kerneltune.measuring.compiler import CompileResult
 from kerneltune.plan import Options, Quiet, Selection
 from kerneltune.search import spaces
 from kerneltune.search.trials import Evaluation, history
 from kerneltune.spec import Case, Op, Variant
 from kerneltune.tuning import machines, task
 from kerneltune.tuning.candidates import widened
-from kerneltune.tuning.isolated import ChildLostError
+from kerneltune.tuning.isolated import ChildCrashedError
 from kerneltune.tuning.run import run_tune
 from kerneltune.tuning.verify import verify_cache
 
@@ -99,9 +99,9 @@ def test_a_config_that_is_lost_does_not_end_the_search(
 def test_what_failed_in_a_bad_moment_is_tried_again_when_that_is_forced(
     where: str, selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def submit(self: Pool, job: Any) -> "Future[Compiled]":
+    def submit(self: Pool, job: Any) -> "Future[CompileResult]":
         return (
-            self.done(Compiled((), 90.0, "compiling took longer than 90 s", lost=True))
+            self.done(CompileResult((), 90.0, "compiling took longer than 90 s", lost=True))
             if job.config.block == 2048
             else self.done()
         )
@@ -161,7 +161,7 @@ def test_a_case_whose_child_is_lost_is_left_out_and_said(
     notes: list[str] = []
 
     def lost(*_: object) -> None:
-        raise ChildLostError("MemoryError: inputs do not fit")
+        raise ChildCrashedError("MemoryError: inputs do not fit")
 
     monkeypatch.setattr(Bench, "trial", lost)
     tuned = run_tune(OPS, selection, options, Spoken(notes))
@@ -251,7 +251,7 @@ def test_what_the_next_case_begins_with_is_compiled_while_this_one_is_measured(
     happened: list[tuple[str, int]] = []
     begun = Event()
 
-    def submit(self: Pool, job: Any) -> "Future[Compiled]":
+    def submit(self: Pool, job: Any) -> "Future[CompileResult]":
         assert begun.wait(10)
         happened.append(("compile", dict(job.make_inputs.args[0].axes)["read"]))
         return Pool().done()
@@ -325,7 +325,7 @@ def test_stale_entries_of_this_gpu_are_timed_again(
         ((_, _, verdict),) = verify_cache(OPS, [("nvidia_h200", "stream", stored)], options, Quiet(), renew=True)
         return verdict.status
 
-    def stored() -> cache.Entry:
+    def stored() -> cache.CacheEntry:
         (there,) = cache.load_strict(cache.path_of("stream", "nvidia_h200", options.configs))
         return there
 

@@ -221,7 +221,7 @@ def test_the_cache_names_the_backend(backend: str, configs_dir: Path, monkeypatc
     from kerneltune import device
 
     c = gemm.CUTLASS if backend == "cutlass" else config()
-    entry = cache.Entry(
+    entry = cache.CacheEntry(
         variant="optimized", case="stored", axes=(("M", 64), ("N", 32), ("K", 48), ("E", 2)), dtype="bfloat16", quant="fp8",
         options=(("product", "rows"), ("scales", "rowwise"), ("groups", "balanced"), ("values", "normal")), policy="cold",
         config=dataclasses.asdict(c),

@@ -312,7 +312,7 @@ def test_every_case_has_a_default(tokens: int, rows: int, depth: int, zeros: boo
 def test_a_config_serves_other_tokens_but_no_other_rows(tmp_path: Path) -> None:
     """Nor tokens that other programs suit, nor groups whose scales take more registers than there are."""
     stored, options = gemm.Int4Config(16, 32, 4, 2, prefetch=False), case_of(16, 3584, 8192).options
-    entry = cache.Entry(
+    entry = cache.CacheEntry(
         variant="optimized", case="seed", axes=case_of(16, 3584, 8192).axes, dtype="float16", quant="int4", options=options,
         policy="cold", config=dataclasses.asdict(stored),
     )  # fmt: skip
