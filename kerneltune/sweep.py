@@ -135,12 +135,19 @@ def find(family: str, root: Path | None = None) -> Path:
         if Path(family).is_file():
             return Path(family)
         raise ValueError(f"cannot read {family}: no such file")
-    folders = [root] if root else [Path("sweeps"), data_root("sweeps")]
-    for folder in folders:
+    for folder in _folders(root):
         if (folder / f"{family}.yaml").is_file():
             return folder / f"{family}.yaml"
-    known = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
-    raise unknown("family", family, known, ", or a .yaml file")
+    raise unknown("family", family, families(root), ", or a .yaml file")
+
+
+def families(root: Path | None = None) -> list[str]:
+    """Return the names of the sweep files in `sweeps/` here and in that of the checkout or package, or in one folder."""
+    return sorted({path.stem for folder in _folders(root) for path in folder.glob("*.yaml")})
+
+
+def _folders(root: Path | None) -> list[Path]:
+    return [root] if root else [Path("sweeps"), data_root("sweeps")]
 
 
 def load(path: Path, ops: Mapping[str, Op], max_cases: int = MAX_CASES) -> Sweep:

@@ -41,6 +41,7 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 _RESUMED = ("sweep", "tune")
+_MANY_COMMANDS = 6
 
 
 class _Group(TyperGroup):
@@ -86,9 +87,30 @@ class _Group(TyperGroup):
 def _refused(error: Exception) -> typer.Exit:
     """Says what typer has to say about a wrong use, unless it has just shown the help."""
     text: str = getattr(error, "format_message", error.__str__)()
+    option, missing = getattr(error, "option_name", None), getattr(getattr(error, "param", None), "name", None)
+    if option is not None and hasattr(error, "possibilities"):
+        text = f"{text.rstrip('.')}{_holders(option)}"
+    elif missing == "family" and text.startswith("Missing"):
+        from kerneltune.sweep import families
+
+        text = f"{text.rstrip('.')}: expected one of {', '.join(families())}, or a .yaml file"
     if text:
         error_line(f"error: {text}")
     return typer.Exit(2)
+
+
+def _holders(option: str) -> str:
+    """Return `; sweep and tune have it`, the commands that have an option; empty where none has."""
+    whole: Any = typer.main.get_command(app)
+    commands = dict(whole.commands)
+    for name in ("cache", "adopt", "lab"):
+        commands |= {f"{name} {inner}": command for inner, command in commands.pop(name).commands.items()}
+    found = [
+        name for name, command in commands.items() if any(option in each.opts for each in command.params) and name != "profiled"
+    ]
+    if not found or len(found) > _MANY_COMMANDS:
+        return ""
+    return f"; {' and '.join(filter(None, [', '.join(found[:-1]), found[-1]]))} {'has' if len(found) == 1 else 'have'} it"
 
 
 app = typer.Typer(

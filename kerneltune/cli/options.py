@@ -35,6 +35,11 @@ def _whole_names(values: list[str] | None) -> list[str] | None:
     return values and [dtype_name(value) for value in values]
 
 
+def whole_name(value: str | None) -> str | None:
+    """Return torch's name of an element type of `--dtype`, which may be short."""
+    return value and dtype_name(value)
+
+
 Dtypes = Annotated[
     list[str] | None,
     typer.Option("--dtype", metavar="NAME", callback=_whole_names, help="Only this element type, like bf16; may be repeated."),

@@ -30,7 +30,9 @@ def command(
     a: Annotated[str, typer.Argument(metavar="A", help="A variant or peer.")],
     b: Annotated[str, typer.Argument(metavar="B", help="Another, or the same with another config.")],
     case: Annotated[str | None, typer.Option("--case", metavar="NAME", help="A case of a sweep, the first if not given.")] = None,
-    dtype: Annotated[str | None, typer.Option("--dtype", metavar="NAME", help="The case's element type.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", metavar="NAME", callback=o.whole_name, help="The case's element type.")
+    ] = None,
     quant: Annotated[str | None, typer.Option("--quant", metavar="NAME", help="The case's quantisation mode.")] = None,
     config_a: ConfigA = None,
     config_b: ConfigB = None,

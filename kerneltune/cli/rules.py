@@ -10,6 +10,7 @@ from kerneltune.cells import pairs
 from kerneltune.cli import options as o
 from kerneltune.cli.console import show, show_table
 from kerneltune.cli.progress import reporter
+from kerneltune.files import data_root
 from kerneltune.spec import Case, Op, Variant
 
 if TYPE_CHECKING:
@@ -92,13 +93,14 @@ def fit(
     GPU.
     """
     from kerneltune import rule
+    from kerneltune.cache import readable
     from kerneltune.files import replace_text
     from kerneltune.tuning.fitting import CostTable, fitted
     from kerneltune.tuning.gathering import samples_of
 
     known = o.load_ops()
     slug = _gpu(gpu, configs)
-    root, folder = o.configs_root(configs), o.results_root(results)
+    root, folder = o.configs_root(configs), _observed(results)
     if not check:
         o.require_writable(root)
     rows: list[tuple[str, ...]] = []
@@ -111,7 +113,8 @@ def fit(
         made, judgement = fitted(CostTable(op, of, samples))
         found = judgement.data
         if not check:
-            others = [one for one in _rules(rule.path_of(name, slug, root)) if one.variant != variant]
+            known_before = readable(rule.path_of(name, slug, Path()), configs)
+            others = [one for one in _rules(known_before) if one.variant != variant]
             about = {"arch": _arch(slug), "cases": len(samples), "command": f"kerneltune cache fit {name}"}
             replace_text(rule.path_of(name, slug, root), rule.dumps(name, slug, [*others, made], about))
         shares = [f"{found[field]:.3f}" if field in found else "" for field in ("geomean", "worst")]
@@ -119,12 +122,20 @@ def fit(
     show_table(("op", "cases", "judged", "geo-mean", "worst", "worst case"), rows)
 
 
+def _observed(results: Path | None) -> Path:
+    """Return the folder of the observed times: that of the results, else the packaged folder where that has none."""
+    folder = o.results_root(results)
+    return folder if results or any(folder.glob("*/observations/*")) else data_root("results")
+
+
 def explain(
     op: Annotated[str, typer.Argument(metavar="OP", help="Name of an operator.")],
-    case: Annotated[str, typer.Argument(metavar="CASE", help="A bench case by name, or sizes such as M=8192,N=3584.")],
+    case: Annotated[list[str], typer.Argument(metavar="CASE...", help="A bench case by name, or sizes such as M=8192 N=3584.")],
     gpu: Gpu = None,
     variant: Annotated[str, typer.Option("--variant", metavar="NAME", help="Whose config.")] = "optimized",
-    dtype: Annotated[str | None, typer.Option("--dtype", metavar="NAME", help="Element type, where CASE is sizes.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", metavar="NAME", callback=o.whole_name, help="Element type, where CASE is sizes.")
+    ] = None,
     quant: Annotated[str | None, typer.Option("--quant", metavar="NAME", help="Quantisation mode.")] = None,
     configs: o.Configs = None,
 ) -> None:
@@ -137,7 +148,7 @@ def explain(
     if of.config is None:
         raise ValueError(f"variant: {variant!r}: expected a variant with knobs")
     slug = _gpu(gpu, configs)
-    asked = chosen.called(_case(known, chosen, case, dtype, quant))
+    asked = chosen.called(_case(known, chosen, ",".join(case), dtype, quant))
     chooser = cache.Chooser.of(chosen, of, "cold", configs)
     found = chooser.find(asked, slug)
     knobs = {name: getattr(found.config, name) for name in found.config.__dataclass_fields__}

@@ -11,7 +11,7 @@ MOST = 1 << 24
 _MOST_BYTES = 16 << 20
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
-_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "multi_query_group_num")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_n_heads", "multi_query_group_num")
 _HEAD_DIM = ("head_dim", "attention_head_dim", "kv_channels")
 _MLP = ("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim", "intermediate_size_mlp")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
@@ -23,6 +23,8 @@ _INNER = ("text_config", "llm_config", "language_config", "thinker_config", "dec
 _RMS = ("rms_norm_eps", "layernorm_rms_eps")
 _RMS_TYPES = ("lfm2", "nanochat", "step3")
 """Beginnings of model types whose norms are RMSNorm though no field says so."""
+_PARTS = ("attn_config", "ffn_config")
+"""Objects inside a file that hold a part of its sizes, as DBRX has them."""
 _LAYER_NORMS = ("phimoe",)
 """The same of those whose norms are none though a field says so."""
 _HEAD_NORMS = (
@@ -157,7 +159,8 @@ def _inner(path: Path, data: dict[str, Any]) -> dict[str, Any]:
     for _ in range(3):
         inner = next((data[name] for name in _INNER if isinstance(data.get(name), dict) and _describes(data[name])), None)
         if inner is None:
-            return data
+            parts = [data[name] for name in _PARTS if isinstance(data.get(name), dict)]
+            return {name: value for part in parts for name, value in part.items() if name != "model_type"} | data
         outer: dict[str, Any] = {name: data[name] for name in ("dtype", "torch_dtype", "model_type") if name in data}
         data = outer | inner
     return data
@@ -192,7 +195,9 @@ class _Fields:
         if value is None:
             kind = f"{self.kind!r}" if self.kind else "missing"
             told = f"{self.path}: {names[0]}: missing: looked for {', '.join(names)}"
-            raise ValueError(f"{told} (model_type: {kind}: {'an unknown architecture' if not self.defaults else 'incomplete'})")
+            known_to = "incomplete" if self.defaults else "an unknown architecture"
+            why = "an encoder and a decoder, not supported" if self.get("is_encoder_decoder") else known_to
+            raise ValueError(f"{told} (model_type: {kind}: {why})")
         return int(value)
 
     def checked(self, name: str, value: Any) -> int:
@@ -258,6 +263,8 @@ def _dense_width(fields: _Fields, experts: Experts | None) -> int:
     """Return the inner size of dense layers; 0 where every layer has experts of that very field."""
     name = fields.name_of(_MLP)
     if experts is None:
+        if name is None and "n_inner" in fields.data:  # GPT-2 and its kin: null is four times the width
+            return 4 * fields.size(_HIDDEN)
         return fields.checked(name, _first(fields.get(name))) if name else fields.size(_MLP)
     of_some = ("first_k_dense_replace", "mlp_only_layers", "num_dense_layers")
     has_dense = any(fields.get(one) for one in of_some) or (fields.get("expert_layer_period") or 1) != 1

@@ -39,6 +39,13 @@ def test_explain_says_where_a_config_comes_from(case: str, source: str) -> None:
     assert "case" in fields
 
 
+def test_explain_takes_sizes_apart_and_short_names_of_types() -> None:
+    given = ("fp8_tensorwise_2d", "--gpu", "nvidia_h200", "--dtype")
+    whole = run("cache", "explain", *given, "float16", "M=4096,K=4096")
+    apart = run("cache", "explain", *given, "fp16", "M=4096", "K=4096")
+    assert (apart.exit_code, apart.stdout) == (0, whole.stdout)
+
+
 def test_explain_of_a_case_that_is_none_names_the_nearest() -> None:
     said = refused("cache", "explain", "fp8_transpose_2d", "llama4-16384x512", "--gpu", "nvidia_h200")
     assert "case: 'llama4-16384x512'" in said

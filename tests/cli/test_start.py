@@ -115,7 +115,9 @@ def test_a_wrong_use_is_one_line() -> None:
     assert refused("nothing") == "error: No such command 'nothing'."
     assert refused("--nothing") == "error: No such option: --nothing"
     assert refused("--plugin") == "error: Option '--plugin' requires an argument."
-    assert refused("sweep") == "error: Missing argument 'family'."
+    said = refused("sweep")
+    assert said.startswith("error: Missing argument 'family': expected one of fp8_")
+    assert said.endswith(", or a .yaml file")
     assert refused("sweep", "rmsnorm", "--budget", "soon").startswith("error: Invalid value for '--budget':")
     assert refused("gate") == "error: Missing argument 'baseline'."
     one_of_them = "error: new: missing: expected a .jsonl file or --run, one of them"
@@ -206,3 +208,8 @@ def test_doctor_knows_the_gpu(tmp_path: Path) -> None:
     assert result.exit_code == 0
     for words in ("driver", "SM clock", "throttled", "other processes"):
         assert words in result.stdout
+
+
+def test_unknown_option_names_the_commands_that_have_it() -> None:
+    assert refused("report", "--family", "x") == "error: No such option: --family; compare has it"
+    assert refused("compare", "--recipe", "x") == "error: No such option: --recipe"

@@ -87,12 +87,32 @@ def test_cases_of_an_unknown_type_are_read_by_their_fields_and_of_a_picture_mode
     assert cases(tmp_path, {**SMALL, "model_type": "gemma3_text"})["rmsnorm_fwd", "norm-4096"]["zero_centered"] is True
 
 
+def test_sizes_of_gpt2_and_of_the_parts_of_dbrx_are_read(tmp_path: Path) -> None:
+    small = read(written(tmp_path, {"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_inner": None}))
+    assert (small.hidden, small.mlp) == (768, 3072)
+    ffn = {"model_type": "", "ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4}
+    fields = {"model_type": "dbrx", "d_model": 6144, "n_heads": 48, "attn_config": {"kv_n_heads": 8}, "ffn_config": ffn}
+    large = read(written(tmp_path, fields))
+    assert large.experts is not None
+    assert (large.kind, large.kv_heads, large.experts.count, large.experts.top_k, large.experts.width) == (
+        "dbrx",
+        8,
+        16,
+        4,
+        10752,
+    )
+
+
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
         ("[1]", "JSON: expected an object, got list"),
         ("{", "1: JSON: Expecting property name"),
         ({"model_type": "mystery"}, "hidden_size: missing: looked for hidden_size, n_embd, d_model, dim (model_type: 'mystery'"),
+        (
+            {"model_type": "t5", "d_model": 512, "num_heads": 8, "is_encoder_decoder": True},
+            "(model_type: 't5': an encoder and a decoder, not supported)",
+        ),
         ({**SMALL, "hidden_size": "big"}, "hidden_size: 'big': expected a whole number from 1 to"),
         ({**SMALL, "hidden_size": True}, "hidden_size: True: expected a whole number"),
         ({**SMALL, "num_key_value_heads": 7}, "num_key_value_heads: 7: expected a divisor of 32"),
