@@ -16,8 +16,9 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, Literal, TypeVar
 
 import msgspec
 
@@ -154,33 +155,24 @@ def replace_bytes(path: Path, content: bytes) -> None:
         raise ValueError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
-def append_text(path: Path, text: str) -> None:
-    """Add `text` to the end of a file as one write; creates the folders.
+def append_lines(path: Path, data: bytes, partial_line: Literal["refuse", "cut", "end"] = "refuse") -> None:
+    """Append whole lines in one piece, all or none; they are on disk when this returns. Creates the folders.
 
-    Raises:
-        ValueError: `cannot write file: …`.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}") from error
+    The lock of the file is held meanwhile.
 
-
-def append_lines(path: Path, data: bytes) -> None:
-    """Append whole lines as one write, all or none, under a lock of the file itself; creates the folders.
+    Args:
+        partial_line: what happens to text behind the last newline, such as a killed process leaves: it is an error, it is cut
+            off, or it gets its newline.
 
     Raises:
         ValueError: `cannot write file: …` (read-only, disk full, truncated last line); the file is as before.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        try:
-            _append(descriptor, data)
-        finally:
-            os.close(descriptor)
+        with path.open("a+b", buffering=0) as file:
+            if partial_line == "cut":
+                cut_partial_line(file)
+            _append(file.fileno(), data, ends_partial=partial_line == "end")
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror}") from error
 
@@ -269,11 +261,13 @@ def _remove_abandoned(folder: Path) -> None:
                 os.close(descriptor)
 
 
-def _append(descriptor: int, data: bytes) -> None:
+def _append(descriptor: int, data: bytes, ends_partial: bool) -> None:
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     size = os.fstat(descriptor).st_size
     if size and os.pread(descriptor, 1, size - 1) != b"\n":
-        raise OSError(errno.EIO, "its last line is truncated")
+        if not ends_partial:
+            raise OSError(errno.EIO, "its last line is truncated")
+        data = b"\n" + data
     try:
         if os.write(descriptor, data) != len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -328,26 +322,7 @@ def _lower(text: str) -> str:
     return text[:1].lower() + text[1:]
 
 
-def append_whole_lines(path: Path, data: bytes) -> None:
-    """Append lines in one piece behind the last whole line; they are on disk when this returns. Creates the folders.
-
-    Text behind the last newline, as a killed process leaves it, is cut off. The lock of the file is held meanwhile.
-
-    Raises:
-        ValueError: `cannot write file: …`.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a+b") as file:
-            cut_partial_line(file)
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}") from error
-
-
-def cut_partial_line(file: BinaryIO) -> None:
+def cut_partial_line(file: BinaryIO | FileIO) -> None:
     """Cut off text behind the last newline of a file, and keep the file's lock until the file is closed."""
     fcntl.flock(file, fcntl.LOCK_EX)
     end = file.seek(0, os.SEEK_END)

@@ -27,10 +27,6 @@ Role = Literal["", "own", "peer", "part"]
 MOST = 1e15
 """More than any µs, GB/s or per cent that is measured: 30 years."""
 
-Parts = frozenset[tuple[str, str]]
-"""(operator, variant) of variants that are parts."""
-NO_PARTS: Parts = frozenset()
-
 GROUP, PLUGINS = "kerneltune.ops", "KERNELTUNE_PLUGINS"
 """Where operators of other packages are named: an entry-point group, and an environment variable."""
 
@@ -192,11 +188,6 @@ class Variant:
 def missing_packages(names: Iterable[str]) -> tuple[str, ...]:
     """Return the packages that are not installed."""
     return tuple(name for name in names if importlib.util.find_spec(name) is None)
-
-
-def parts_of(ops: Iterable["Op"]) -> Parts:
-    """Return the operators' variants that are parts."""
-    return frozenset((op.name, variant.name) for op in ops for variant in op.variants if variant.part)
 
 
 def config_from(config: type[Any], values: Mapping[str, Any]) -> Config:

@@ -9,16 +9,29 @@ from threading import Event, Thread, Timer
 import pytest
 
 from kerneltune import files
-from kerneltune.files import append_text, decode, locked, read_bytes, replace_text
+from kerneltune.files import append_lines, decode, locked, read_bytes, replace_text
 
 
 def test_replace_and_append(tmp_path: Path) -> None:
     path = tmp_path / "new" / "folder" / "a.md"
     replace_text(path, "1 µs\n")
     replace_text(path, "2 µs\n")
-    append_text(path, "3\n")
+    append_lines(path, b"3\n")
     assert path.read_text(encoding="utf-8") == "2 µs\n3\n"
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_append_lines_behind_a_partial_line_refuses_cuts_or_ends_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"1\n2")
+    with pytest.raises(ValueError, match=f"^cannot write {path}: its last line is truncated$"):
+        append_lines(path, b"3\n")
+    assert path.read_bytes() == b"1\n2"
+    append_lines(path, b"3\n", partial_line="end")
+    assert path.read_bytes() == b"1\n2\n3\n"
+    path.write_bytes(b"1\n2")
+    append_lines(path, b"3\n", partial_line="cut")
+    assert path.read_bytes() == b"1\n3\n"
 
 
 def test_a_failure_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +70,7 @@ def test_what_cannot_be_written_is_one_line(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"^cannot write {path}: "):
             replace_text(path, "x")
     with pytest.raises(ValueError, match=r"^cannot write "):
-        append_text(tmp_path, "x")
+        append_lines(tmp_path, b"x\n")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 

@@ -213,7 +213,7 @@ def _report(
     emitted: dict[str, Path],
 ) -> None:
     """Give the answer in every form asked for, then its exit code; a file that cannot be written hides neither."""
-    from kerneltune.files import append_text
+    from kerneltune.files import append_lines
     from kerneltune.gating.outputs import FORMATS
     from kerneltune.gating.report import gate_annotations, gate_junit, gate_markdown, gate_text
 
@@ -226,7 +226,8 @@ def _report(
     if annotations:
         show(gate_annotations(verdict))
         if os.environ.get("GITHUB_STEP_SUMMARY"):
-            writers.append(partial(append_text, Path(os.environ["GITHUB_STEP_SUMMARY"]), gate_markdown(verdict) + "\n"))
+            summary = (gate_markdown(verdict) + "\n").encode()
+            writers.append(partial(append_lines, Path(os.environ["GITHUB_STEP_SUMMARY"]), summary, "end"))
     code = verdict.exit_code
     for writer in writers:
         try:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kerneltune.files import append_whole_lines
+from kerneltune.files import append_lines
 from kerneltune.lab.tuners import TunerResult
 from kerneltune.search.trials import knobs_of
 from kerneltune.spec import Variant
@@ -63,7 +63,7 @@ class ContestJournal:
         """
         result = asdict(found) | {"config": knobs_of(found.config), "best": [knobs_of(config) for config in found.best]}
         row = {"schema": SCHEMA, "side": name, "depends_on": self._depends_on, "found": result}
-        append_whole_lines(self._path, (json.dumps(row) + "\n").encode())
+        append_lines(self._path, (json.dumps(row) + "\n").encode(), partial_line="cut")
 
 
 def _result(variant: Variant, stored: Mapping[str, Any]) -> TunerResult:

@@ -19,7 +19,7 @@ from optuna.storages.journal import BaseJournalBackend, JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
 from kerneltune.errors import first_line
-from kerneltune.files import append_whole_lines, replace_bytes
+from kerneltune.files import append_lines, replace_bytes
 
 if TYPE_CHECKING:
     from kerneltune.search.surrogate import Surrogate
@@ -405,7 +405,7 @@ class _LockedFile(JournalFileBackend):
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
         """Write logs in one piece."""
-        append_whole_lines(self._path, _encoded(logs))
+        append_lines(self._path, _encoded(logs), partial_line="cut")
 
 
 class _Memory(BaseJournalBackend):

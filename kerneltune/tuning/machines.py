@@ -17,7 +17,7 @@ from threading import Thread
 from typing import Any
 
 from kerneltune import device
-from kerneltune.files import append_text
+from kerneltune.files import append_lines
 from kerneltune.measuring.compare import commit
 from kerneltune.measuring.compiler import TARGETS, CompilePool
 from kerneltune.plan import Options
@@ -234,7 +234,7 @@ def keep_usage(path: Path, whole: Usage, searches: Sequence[tuple[Mapping[str, A
     """
     rows = [{**identity, **_values(usage)} for identity, usage in searches]
     row = {"date": datetime.now(UTC).isoformat(timespec="seconds"), **more, **_values(whole), "searches": rows}
-    append_text(path, json.dumps(row) + "\n")
+    append_lines(path, (json.dumps(row) + "\n").encode(), partial_line="cut")
 
 
 def _values(usage: Usage) -> dict[str, float]:
