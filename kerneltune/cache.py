@@ -127,8 +127,8 @@ class Hit:
 
     Attributes:
         exact: whether it was stored for exactly this case.
-        distance: octaves along free axes or options, one for an option that is no number, a half for another element type; 0
-            when exact, and between sizes of 0 and 1.
+        distance: log2 distance along free axes or options, one for an option that is no number, a half for another element type;
+            0 when exact, and between sizes of 0 and 1.
     """
 
     entry: CacheEntry
@@ -429,7 +429,7 @@ def _told(case: Case, hit: Hit, policy: str) -> str:
     sizes = " ".join(f"{axis}={size}" for axis, size in hit.entry.axes)
     changed = "".join(f" {name}={value}" for name, value in hit.entry.options if value != case.option(name))
     changed += f" {hit.entry.policy}" if hit.entry.policy != policy else ""
-    return f"that of {sizes} {hit.entry.dtype}{changed}, {hit.distance:.1f} octaves away: {_text(hit.entry.config)}"
+    return f"that of {sizes} {hit.entry.dtype}{changed}, log2 distance {hit.distance:.1f}: {_text(hit.entry.config)}"
 
 
 def clear() -> None:

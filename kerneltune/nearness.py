@@ -11,7 +11,7 @@ from typing import Any
 Place = tuple[dict[str, int], str, dict[str, Any]]
 """Sizes by axis, element type and options."""
 Nearness = tuple[bool, bool, float]
-"""Whether the type differs, whether sizes do, and the octaves between; (False, False, 0) is the case itself."""
+"""Whether the type differs, whether sizes do, and the log2 distance; (False, False, 0) is the case itself."""
 Bands = Mapping[str, tuple[int, ...]]
 """Of an axis the last size of each band but that of the largest."""
 NO_BANDS: Bands = {}
@@ -54,11 +54,11 @@ def _nearness(
         return None
     if other != dtype and not {other, dtype} <= _SIXTEEN_BIT:
         return None
-    octaves = sum(abs(math.log2(max(axes[axis], 1) / max(sizes[axis], 1))) for axis in moved)
-    octaves += sum(_apart(options[option], values[option]) for option in changed)
-    return other != dtype, bool(moved), octaves + (_OTHER_DTYPE if other != dtype else 0.0)
+    distance = sum(abs(math.log2(max(axes[axis], 1) / max(sizes[axis], 1))) for axis in moved)
+    distance += sum(_apart(options[option], values[option]) for option in changed)
+    return other != dtype, bool(moved), distance + (_OTHER_DTYPE if other != dtype else 0.0)
 
 
 def _apart(a: object, b: object) -> float:
-    """Octaves between numbers; between values of which one is none, or 0, which often means something of its own, a fixed one."""
+    """Return the log2 distance between values; a fixed one where a value is no number, or 0, which often means something else."""
     return abs(math.log2(a / b)) if type(a) is int and type(b) is int and min(a, b) > 0 else _NO_NUMBER

@@ -113,13 +113,13 @@ class NoBench:
 
 
 class FakeTuner(Tuner):
-    """Times are a formula, None for a config that is wrong; a duel is won by the faster config, or by whom it is told."""
+    """Times are a formula, None for a config that is wrong; a final is won by the faster config, or by whom it is told."""
 
     def __init__(self, case: Case, variant: Variant, store: TrialStore, landscape: Landscape) -> None:
         super().__init__(op_of(variant), case, variant, "cold", store, NoBench())
         self.landscape = landscape
         self.evaluated: list[Config] = []
-        self.duels: list[list[Config]] = []
+        self.finals: list[list[Config]] = []
         self.winner: Callable[[Sequence[Config]], Config] = lambda configs: min(configs, key=landscape)  # type: ignore[arg-type]
 
     def refusal(self, config: Config, compiled: CompileResult) -> Evaluation | None:
@@ -130,8 +130,8 @@ class FakeTuner(Tuner):
         time_us = self.landscape(config)
         return Evaluation("wrong", detail="off by one") if time_us is None else Evaluation("ok", time_us)
 
-    def duel(self, configs: Sequence[Config], default: Config | None = None) -> tuple[Config, dict[str, Any]]:
-        self.duels.append(list(configs))
+    def run_final(self, configs: Sequence[Config], default: Config | None = None) -> tuple[Config, dict[str, Any]]:
+        self.finals.append(list(configs))
         best = self.winner(configs)
         default_us = self.landscape(default) if default in configs else None
         speedup = self.landscape(configs[0]) / self.landscape(best)  # type: ignore[operator]

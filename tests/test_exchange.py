@@ -288,21 +288,21 @@ def test_exports_that_make_no_sense_are_refused(tmp_path: Path) -> None:
 # verify
 
 
-def judged(duel: Any = None, **changes: Any) -> tuple[str, str]:
+def judged(final: Any = None, **changes: Any) -> tuple[str, str]:
     op = OPS["rmsnorm_bwd"]
     entry = ours("rmsnorm_bwd")[0]
     now = {"source_hash": op.variant(entry.variant).source_hash, "driver": device.current().driver, **device.versions()}
-    verdict = verify(op, replace(entry, **{"evidence": now, **changes}), duel)
+    verdict = verify(op, replace(entry, **{"evidence": now, **changes}), final)
     return verdict.status, verdict.reason
 
 
 def picks(index: int) -> Any:
-    def duel(*arguments: Any) -> tuple[int, dict[str, Any]]:
+    def final(*arguments: Any) -> tuple[int, dict[str, Any]]:
         configs: Sequence[Any] = arguments[-1]
         assert len(configs) == 2
         return index, {}
 
-    return duel
+    return final
 
 
 def test_an_entry_of_this_source_is_fresh_and_is_not_timed() -> None:

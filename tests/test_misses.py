@@ -65,7 +65,7 @@ def test_a_miss_is_one_warning_that_names_what_is_used(tmp_path: Path) -> None:
     assert len(caught) == 1
     assert str(caught[0].message).startswith(
         "no config for rmsnorm_fwd optimized M=2048 N=4096 bfloat16 none zero_centered=False fp8_format=e4m3 row_pad=0 cold on "
-        'nvidia_h200; using that of M=8192 N=4096 bfloat16, 2.0 octaves away: {"rows": 1, '
+        'nvidia_h200; using that of M=8192 N=4096 bfloat16, log2 distance 2.0: {"rows": 1, '
     )
     with pytest.warns(CacheMissWarning, match="; using the default$"):
         best(tmp_path, 2048, 1024)
@@ -75,7 +75,7 @@ def test_a_config_of_another_policy_is_said_to_be(tmp_path: Path) -> None:
     stored(tmp_path, 8192, 4096)
     choose = cache.Chooser.of(OP, OPTIMIZED, "hot", tmp_path)
     with pytest.warns(
-        CacheMissWarning, match=r"hot on nvidia_h200; using that of M=8192 N=4096 bfloat16 cold, 0\.0 octaves away: "
+        CacheMissWarning, match=r"hot on nvidia_h200; using that of M=8192 N=4096 bfloat16 cold, log2 distance 0\.0: "
     ):
         choose(axes(8192, 4096), "bfloat16", "none", OPTIONS, GPU)
 
@@ -89,7 +89,7 @@ def test_other_options_are_named_once_and_refused_in_strict_mode(tmp_path: Path,
     assert used[1] == few
     assert used[0] == used[2] == dataclasses.replace(many, warps=8)
     said = str(caught[0].message).partition("; using ")[2]
-    assert said.startswith('that of M=8192 N=4096 bfloat16 zero_centered=True fp8_format=e5m2, 2.0 octaves away: {"rows": 1, ')
+    assert said.startswith('that of M=8192 N=4096 bfloat16 zero_centered=True fp8_format=e5m2, log2 distance 2.0: {"rows": 1, ')
     cache.clear()
     monkeypatch.setenv("KERNELTUNE_STRICT", "1")
     with pytest.raises(LookupError, match=r"nearest: that of M=8192 N=4096 bfloat16 zero_centered=True fp8_format=e5m2, 2\.0 "):

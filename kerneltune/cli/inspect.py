@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _ALL = "all"
 _GPU = "nvidia_h200"
 _LEGEND = (
-    "regs: registers of a thread. spill, shared: bytes. programs, warps: what a multiprocessor holds at once, and the limiter, "
+    "regs: registers of a thread. spill, shared: bytes. programs, warps: what an SM holds at once, and the limiter, "
     "which allows no more. loads, stores: 128x4 is four instructions of 128 bits a thread."
 )
 _HEAD = ("target", "regs", "spill", "shared", "programs", "warps", "limiter", "loads", "stores")
@@ -66,7 +66,7 @@ def command(
 
     Sizes: the default configs for that case. With --config the case may be any of the sweeps' too.
 
-    Registers and spilled bytes are per thread, shared bytes per program; programs and warps are what one multiprocessor holds,
+    Registers and spilled bytes are per thread, shared bytes per program; programs and warps are what one SM holds,
     and what limits them; loads and stores of global memory are bits x instructions. Whether they got worse: gate --static.
     Kernels that results/static knows, by a digest of Triton's own IR, are not compiled further.
     """

@@ -120,12 +120,12 @@ def _row(request: SurveyRequest, target: str, compiled: CompileResult) -> Static
 def _unfit(kernels: Sequence[Kernel], target: str, ctas: int) -> str:
     """Why a kernel that compiles could not be launched; empty where nothing is in the way.
 
-    ctas: programs that a multiprocessor must hold of a cooperative grid.
+    ctas: programs that an SM must hold of a cooperative grid.
     """
     for kernel in kernels:
         held = resident(kernel, target)
         if not held.programs:
-            return f"{kernel.name}: no program fits a multiprocessor: {held.limiter}"
+            return f"{kernel.name}: no program fits an SM: {held.limiter}"
         if kernel.cooperative and held.programs < ctas:
-            return f"{kernel.name}: {held.programs} programs fit a multiprocessor, not {ctas}: {held.limiter}"
+            return f"{kernel.name}: {held.programs} programs fit an SM, not {ctas}: {held.limiter}"
     return ""

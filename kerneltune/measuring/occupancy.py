@@ -1,4 +1,4 @@
-"""How many programs of a kernel are resident on one multiprocessor (compute unit), by the architecture's limits.
+"""How many programs of a kernel are resident on one SM (compute unit), by the architecture's limits.
 
 Does not know the grid, nor what the driver keeps for itself besides. Imports assembly.
 """
@@ -13,7 +13,7 @@ _REGISTER_UNIT = 8
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one multiprocessor has.
+    """What one SM has.
 
     Attributes:
         partitions: its schedulers (SIMDs); the warps of a program are dealt out over them.
@@ -21,7 +21,7 @@ class Limits:
         warps: most warps in a partition.
         programs: most programs.
         program_warps: most warps of one program: 1024 threads.
-        shared_bytes: shared memory (LDS) of the multiprocessor.
+        shared_bytes: shared memory (LDS) of the SM.
         shared_unit: a program takes shared memory in units of so many bytes.
         reserved_bytes: shared memory that every program loses to the system.
         scalar_registers: the most per warp with which a partition still holds all its warps but one; 0: no such limit.
@@ -40,7 +40,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """Programs and warps that one multiprocessor holds, of `of_warps`, and what keeps it from holding more."""
+    """Programs and warps that one SM holds, of `of_warps`, and what keeps it from holding more."""
 
     programs: int
     warps: int
@@ -62,7 +62,7 @@ LIMITS = {
 def occupancy(limits: Limits, warps: int, registers: int, shared_bytes: int, scalar_registers: int = 0) -> Occupancy:
     """Of programs with `warps` warps, `registers` per thread and `shared_bytes` of shared memory.
 
-    A partition holds `w = min(warps, registers per lane // registers rounded up to 8)` warps, the multiprocessor
+    A partition holds `w = min(warps, registers per lane // registers rounded up to 8)` warps, the SM
     `partitions * w // warps of a program` programs, and no more than its shared memory and its program slots allow.
     """
     slots = {"warps": limits.warps, "registers": limits.registers // max(_REGISTER_UNIT, _round_up(registers, _REGISTER_UNIT))}
@@ -80,7 +80,7 @@ def occupancy(limits: Limits, warps: int, registers: int, shared_bytes: int, sca
 
 
 def resident(kernel: Kernel, target: str) -> Occupancy:
-    """How many programs of a compiled kernel a multiprocessor of the target holds."""
+    """How many programs of a compiled kernel an SM of the target holds."""
     return occupancy(LIMITS[target], kernel.warps, kernel.registers, kernel.shared_bytes, kernel.scalar_registers)
 
 

@@ -98,7 +98,7 @@ class DelayedScaling(nn.Module):
         into: where to write; skip: (1,) fp32, not 0 to leave it as it is. Until the scales are known neither can be given.
         """
         if not weight.is_contiguous() and weight.mT.is_contiguous():
-            return self.cast_weights(weight.mT, into and into.turned(), skip).turned()
+            return self.cast_weights(weight.mT, into and into.transposed(), skip).transposed()
         mine = slice(WEIGHTS, None)
         if not self.known:
             assert into is None and skip is None

@@ -32,7 +32,7 @@ class Fp8Weights(NamedTuple):
     q_t: Tensor
     scale_t: Tensor
 
-    def turned(self) -> "Fp8Weights":
+    def transposed(self) -> "Fp8Weights":
         """Return the transposed weights."""
         return Fp8Weights(self.q_t, self.scale_t, self.q, self.scale)
 
@@ -44,7 +44,7 @@ def cast_weights(b_t: Tensor, recipe: Recipe, into: Fp8Weights | None = None, am
     amax: as in `fp8_tensorwise_3d`, where that casts.
     """
     if b_t.is_contiguous():
-        return cast_weights(b_t.mT, recipe, into and into.turned(), amax).turned()
+        return cast_weights(b_t.mT, recipe, into and into.transposed(), amax).transposed()
     E, _, N = b_t.shape
     if recipe.scaling == "tensorwise":
         given = None if into is None else fp8.SegmentOutput(into.q, into.q_t, into.scale)
@@ -61,7 +61,7 @@ def cast_expected_weights(b_t: Tensor, amax: Tensor) -> Fp8Weights:
     contiguous = b_t.is_contiguous()
     q, scale, q_t = expected_weights((b_t.mT if contiguous else b_t).detach(), amax)
     weights = Fp8Weights(q, scale, q_t, scale)
-    return weights.turned() if contiguous else weights
+    return weights.transposed() if contiguous else weights
 
 
 def cast_traced_weights(b_t: Tensor, recipe: Recipe, amax: Tensor) -> Fp8Weights:
@@ -77,7 +77,7 @@ def cast_traced_weights(b_t: Tensor, recipe: Recipe, amax: Tensor) -> Fp8Weights
     else:
         q, scale, q_t, scale_t = ops.fp8_rowwise_3d_both(w, pow2=recipe.pow2, inverse=True)
         weights = Fp8Weights(q, scale.view(w.shape[0], w.shape[2]), q_t, scale_t)
-    return weights.turned() if contiguous else weights
+    return weights.transposed() if contiguous else weights
 
 
 @torch.library.custom_op("kerneltune::fp8_expected_weights", mutates_args=("amax",))

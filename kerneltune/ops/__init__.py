@@ -27,7 +27,7 @@ def load() -> dict[str, Op]:
     Raises:
         ValueError: two operators have one name, a contract that contradicts itself, or a plug-in that is not usable.
     """
-    return _load(os.environ.get(PLUGINS, ""))
+    return load_with(os.environ.get(PLUGINS, ""))
 
 
 def facts(before_import: Callable[[], None] = lambda: None) -> dict[str, OpFacts]:
@@ -56,7 +56,7 @@ def families() -> list[str]:
 
 
 @cache
-def _load(plugins: str) -> dict[str, Op]:
+def load_with(plugins: str) -> dict[str, Op]:
     """Load all operators, with plug-ins separated as paths are."""
     found: dict[str, Op] = {}
     for op in (*itertools.chain.from_iterable(map(family, families())), *_plugged_in(plugins)):

@@ -26,7 +26,7 @@ from kerneltune.stats import Samples
 from kerneltune.tuning.bench import SCREEN_SAMPLES, GpuBench, Measuring
 
 TRIAL_TIMEOUT_S = 60.0
-DUEL_TIMEOUT_S = 300.0
+FINAL_TIMEOUT_S = 300.0
 _EXIT_GRACE_S = 5.0
 _ENDED_FROM_OUTSIDE = (-signal.SIGTERM, 255)
 """Exit codes of a child that was sent SIGTERM, as by `timeout` to all processes at once: 255 where its server was, too."""
@@ -138,7 +138,7 @@ class IsolatedBench:
         assert self._opened is not None
         self.begin()
         if not self._ready:
-            self._ask("open", DUEL_TIMEOUT_S, *self._opened)
+            self._ask("open", FINAL_TIMEOUT_S, *self._opened)
             self._ready = True
 
     def trial(self, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Evaluation:
@@ -163,7 +163,7 @@ class IsolatedBench:
             ChildLostError: the child was lost, or the bench stopped.
         """
         self.prepare()
-        samples: Sequence[Samples | None] = self._ask("samples", DUEL_TIMEOUT_S, configs)
+        samples: Sequence[Samples | None] = self._ask("samples", FINAL_TIMEOUT_S, configs)
         return samples
 
     def close(self) -> None:

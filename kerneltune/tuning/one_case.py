@@ -180,7 +180,7 @@ def _decide(
     close = [config for config in ranked if times[config] <= _FINAL_MARGIN * times[ranked[0]]][:_FINALISTS]
     finalists = list(dict.fromkeys([*(standing or ranked[:1]), *close]))
     if len(finalists) > 1:
-        best, evidence = _duel(tuner, finalists, default)
+        best, evidence = _run_final(tuner, finalists, default)
     else:
         best, evidence = finalists[0], {"time_us": times[finalists[0]], "default_us": times.get(default)}
     if standing[:1] == [before.config]:
@@ -201,7 +201,7 @@ def _decide(
     return entry
 
 
-def _duel(tuner: Tuner, finalists: Sequence[Config], default: Config) -> tuple[Config, dict[str, Any]]:
+def _run_final(tuner: Tuner, finalists: Sequence[Config], default: Config) -> tuple[Config, dict[str, Any]]:
     """Run the tuner's final; where it crashes the child, let each challenger meet the incumbent in a final of two.
 
     What loses that drops out: a challenger beside the incumbent, or the incumbent alone, whom the next then follows.
@@ -210,17 +210,17 @@ def _duel(tuner: Tuner, finalists: Sequence[Config], default: Config) -> tuple[C
         ChildLostError: all dropped out, or the bench stopped.
     """
     try:
-        return tuner.duel(finalists, default)
+        return tuner.run_final(finalists, default)
     except ChildCrashedError:
         if len(finalists) == 1:
             raise
     incumbent, *challengers = finalists
     try:
-        alone = tuner.duel([incumbent], default)
+        alone = tuner.run_final([incumbent], default)
     except ChildCrashedError:
-        return _duel(tuner, challengers, default)
-    duels = []
+        return _run_final(tuner, challengers, default)
+    finals = []
     for challenger in challengers:
         with suppress(ChildCrashedError):
-            duels.append(tuner.duel([incumbent, challenger], default))
-    return max((*duels, alone), key=lambda duel: duel[1]["speedup"])
+            finals.append(tuner.run_final([incumbent, challenger], default))
+    return max((*finals, alone), key=lambda final: final[1]["speedup"])

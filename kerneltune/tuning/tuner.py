@@ -1,4 +1,4 @@
-"""What becomes of each config: refused for what the compiler says, or measured on a bench, and stored; and the final duel.
+"""What becomes of each config: refused for what the compiler says, or measured on a bench, and stored; and the paired final.
 
 Does not know which configs are tried; see one_case. Imports bench, compiler, device, isolated, occupancy, search, spec and stats.
 """
@@ -108,7 +108,7 @@ class Tuner:
             return Evaluation("spills", detail=f"{compiled.spill_bytes} bytes per thread")
         wanted, fitting = getattr(config, "ctas", 0), _resident(compiled)
         if wanted > fitting and self.prune and config != self.variant.default_config(self.case):  # all others are held to that
-            return Evaluation("occupancy", detail=f"{fitting} programs fit a multiprocessor, not {wanted}")
+            return Evaluation("occupancy", detail=f"{fitting} programs fit an SM, not {wanted}")
         return None
 
     def measure(self, config: Config) -> Evaluation:
@@ -141,7 +141,7 @@ class Tuner:
         with suppress(ChildCrashedError):  # the first trial starts another child, or says so
             self.bench.prepare()
 
-    def duel(self, configs: Sequence[Config], default: Config | None = None) -> tuple[Config, dict[str, Any]]:
+    def run_final(self, configs: Sequence[Config], default: Config | None = None) -> tuple[Config, dict[str, Any]]:
         """Return the best of correct configs, timed interleaved; the first is the incumbent and is kept unless surely slower.
 
         One for which there is no memory beside those before it drops out.
@@ -199,7 +199,7 @@ class Tuner:
 
 
 def _resident(compiled: CompileResult) -> int:
-    """Programs that one multiprocessor holds of the config's cooperative grids, all of which must fit to be launched.
+    """Programs that one SM holds of the config's cooperative grids, all of which must fit to be launched.
 
     Where there is none, of the kernel of which it holds most: which one `ctas` is about is not known, and any of them runs. Any
     number where the GPU's limits are not known.

@@ -18,7 +18,7 @@ from kerneltune.tuning.cached import changed, stamp
 from kerneltune.tuning.isolated import ChildCrashedError
 from kerneltune.tuning.machines import Machines
 
-Duel = Callable[[Op, Case, Variant, Sequence[Config]], tuple[int, dict[str, Any]]]
+RunFinal = Callable[[Op, Case, Variant, Sequence[Config]], tuple[int, dict[str, Any]]]
 """Which of configs is the fastest, the first unless another surely is, and the evidence for it; the last is the default."""
 
 _OF_THE_SEARCH = ("trials", "imported", "before")
@@ -32,7 +32,7 @@ class EntryVerdict:
     Attributes:
         status: `fresh`; `stale` where no GPU can tell more; `stale-but-good`, `stale-slower`; `invalid`.
         reason: one line.
-        renewed: of a `stale-but-good` entry: the same with the evidence of the duel that it has just stood.
+        renewed: of a `stale-but-good` entry: the same with the evidence of the paired final that it has just won.
     """
 
     entry: CacheEntry
@@ -41,8 +41,8 @@ class EntryVerdict:
     renewed: CacheEntry | None = None
 
 
-def verify(op: Op, entry: CacheEntry, duel: Duel | None) -> EntryVerdict:
-    """Judge an entry of an operator; `duel` measures, None where this machine has not the entry's GPU."""
+def verify(op: Op, entry: CacheEntry, final: RunFinal | None) -> EntryVerdict:
+    """Judge an entry of an operator; `final` times it against the default, None where this machine has not the entry's GPU."""
     case = Case(entry.case, entry.axes, entry.dtype, entry.quant, entry.options)
     try:
         variant = op.variant(entry.variant)
@@ -53,13 +53,13 @@ def verify(op: Op, entry: CacheEntry, duel: Duel | None) -> EntryVerdict:
         return EntryVerdict(entry, "invalid", " ".join(str(error).split()) or type(error).__name__)
     if reason is not None:
         return EntryVerdict(entry, "invalid", reason)
-    stale = changed(variant, entry, duel is not None)
+    stale = changed(variant, entry, final is not None)
     if not stale:
         return EntryVerdict(entry, "fresh")
-    if duel is None:
+    if final is None:
         return EntryVerdict(entry, "stale", stale)
     try:
-        best, measured = duel(op, case, variant, list(dict.fromkeys([config, default])))
+        best, measured = final(op, case, variant, list(dict.fromkeys([config, default])))
     except ValueError as error:
         return EntryVerdict(entry, "invalid", str(error))
     if best:
@@ -91,8 +91,8 @@ def verify_cache(
     with ExitStack() as stack:
         machines = stack.enter_context(Machines(options)) if any(slug == here.slug for slug, *_ in entries) else None
         for slug, name, entry in entries:
-            duel = partial(_duel, machines, entry.policy) if machines is not None and slug == here.slug else None
-            verdict = verify(ops[name], entry, duel)
+            final = partial(_run_final, machines, entry.policy) if machines is not None and slug == here.slug else None
+            verdict = verify(ops[name], entry, final)
             if renew and verdict.renewed is not None:
                 cache.store(name, slug, verdict.renewed, options.configs)
             found.append((slug, name, verdict))
@@ -100,7 +100,7 @@ def verify_cache(
     return found
 
 
-def _duel(
+def _run_final(
     machines: Machines, policy: str, op: Op, case: Case, variant: Variant, configs: Sequence[Config]
 ) -> tuple[int, dict[str, Any]]:
     """Which config wins, the first unless another is surely faster, and the evidence; the last is the default.
@@ -114,7 +114,7 @@ def _duel(
             if trials[0].time_us is None:
                 raise ValueError(f"{trials[0].status}: {trials[0].detail}")
             timed = [config for config, trial in zip(configs, trials, strict=True) if trial.time_us is not None]
-            best, evidence = tuner.duel(timed, configs[-1])
+            best, evidence = tuner.run_final(timed, configs[-1])
     except ChildCrashedError as error:
         raise ValueError(f"lost: {error}") from error
     return configs.index(best), evidence

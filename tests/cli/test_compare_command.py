@@ -230,7 +230,7 @@ def test_what_a_plug_in_leaves_is_read_where_it_was_written(
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
         (info / "entry_points.txt").write_text("[kerneltune.ops]\nmine = versus_jobs\n")
         monkeypatch.syspath_prepend(tmp_path)
-        monkeypatch.setattr(ops, "_load", ops._load.__wrapped__)  # which other tests have asked already
+        monkeypatch.setattr(ops, "load_with", ops.load_with.__wrapped__)  # which other tests have asked already
     write("mine.yaml").write_text("family: mine\n")
     assert sweep.results_root(None, "mine.yaml") == Path("results")
     write("results/nvidia_h200/mine.jsonl", *both())

@@ -286,14 +286,14 @@ def test_a_program_that_no_multiprocessor_holds_is_an_error(monkeypatch: pytest.
     unfit = dataclasses.replace(KERNEL, warps=32)
     monkeypatch.setattr(survey.CompilePool, "compile", lambda _pool, jobs: [CompileResult((unfit,), 1.0)] * len(jobs))
     result = run(*ONE, "--target", "gfx942", "--workers", "1")
-    last = "  gfx942: _rmsnorm_fwd_rows: no program fits a multiprocessor: threads of a program"
+    last = "  gfx942: _rmsnorm_fwd_rows: no program fits an SM: threads of a program"
     assert last in result.stdout.splitlines()
 
 
 @pytest.mark.parametrize(
     ("cooperative", "registers", "error"),
     [
-        (True, 120, "_rmsnorm_fwd_rows: 2 programs fit a multiprocessor, not 3: registers"),
+        (True, 120, "_rmsnorm_fwd_rows: 2 programs fit an SM, not 3: registers"),
         (True, 80, ""),
         (False, 120, ""),  # its programs do not wait for each other
     ],

@@ -264,21 +264,21 @@ def test_a_config_that_runs_out_of_memory_costs_itself(gpu_bench: bench.GpuBench
     assert trials[4] == Evaluation("failed", None, "RuntimeError: operation not permitted")
 
 
-def test_a_duel_leaves_out_what_does_not_fit_beside_the_others(gpu_bench: bench.GpuBench) -> None:
+def test_a_final_leaves_out_what_does_not_fit_beside_the_others(gpu_bench: bench.GpuBench) -> None:
     samples = gpu_bench.samples([Knobs(0), Knobs(2), Knobs(5)])
     assert [None if taken is None else float(taken[0]) for taken in samples] == [10.0, None, 15.0]
     with pytest.raises(torch.OutOfMemoryError):  # the incumbent: nothing can be said
         gpu_bench.samples([Knobs(2), Knobs(0)])
 
 
-def test_the_duel_is_decided_among_those_that_fit(tmp_path: Path) -> None:
+def test_the_final_is_decided_among_those_that_fit(tmp_path: Path) -> None:
     class Bench(NoBench):
         def samples(self, configs: Sequence[Config]) -> list[Samples | None]:
             return [None if config.n == 2 else np.linspace(0.99, 1.01, 15) * (20.0 - config.n) for config in configs]
 
     op = checked_op()
     with Tuner(op, CASE, op.variants[0], "cold", TrialStore(tmp_path / "trials"), Bench()) as tuner:
-        best, evidence = tuner.duel([Knobs(0), Knobs(2), Knobs(5), Knobs(1)], Knobs(1))
+        best, evidence = tuner.run_final([Knobs(0), Knobs(2), Knobs(5), Knobs(1)], Knobs(1))
     assert best == Knobs(5)
     assert evidence["time_us"] == 15.0
     assert evidence["default_us"] == 19.0

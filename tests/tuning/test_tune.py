@@ -88,7 +88,7 @@ def test_what_fails_is_counted_and_never_chosen(setting: Setting) -> None:
     entry = setting.tune(tuner)
     assert entry.config == {"block": 256, "warps": 8}
     assert entry.evidence["trials"] == 25
-    assert all(config.block != 512 for config in tuner.duels[0])
+    assert all(config.block != 512 for config in tuner.finals[0])
 
 
 # Optuna
@@ -243,7 +243,7 @@ def test_a_cached_config_that_the_space_no_longer_has_is_no_evaluation_where_it_
     narrow = Variant("optimized", nothing, Small, lambda _: {"block": (256, 1024), "warps": WARPS}, default=SMALL.default)
     again = setting.tuner(narrow, small_time)
     setting.tune(again)
-    assert again.duels[0][0] == Small(512, 8)
+    assert again.finals[0][0] == Small(512, 8)
     assert again.evaluated == []
     assert again.evaluations == 0
 
@@ -344,7 +344,7 @@ def test_what_does_not_fit_a_multiprocessor_as_often_as_it_says_is_never_run(
         evaluated(tuner, asked, twice)
     monkeypatch.setattr(device, "current", lambda: replace(device.NO_GPU, arch="sm_90"))
     assert evaluated(tuner, asked, twice) == Evaluation(
-        "occupancy", resources=1024, shared_bytes=81920, detail="2 programs fit a multiprocessor, not 4"
+        "occupancy", resources=1024, shared_bytes=81920, detail="2 programs fit an SM, not 4"
     )
     for config, kernels in (
         (Large(64, 1, 1, 2), twice),
@@ -363,7 +363,7 @@ def test_a_cooperative_grid_that_does_not_fit_is_not_hidden_by_a_smaller_kernel(
     main, small = Kernel("main", 8, 168, 0, 0), Kernel("dgamma", 8, 32, 0, 0)
     together = CompileResult((replace(main, cooperative=True), small), 1.0)
     trial = evaluated(tuner, Large(64, 1, 1, 2), together)
-    assert (trial.status, trial.detail) == ("occupancy", "1 programs fit a multiprocessor, not 2")
+    assert (trial.status, trial.detail) == ("occupancy", "1 programs fit an SM, not 2")
     with pytest.raises(AssertionError):  # as many as it asks for fit
         evaluated(tuner, Large(64, 1, 1, 1), together)
     with pytest.raises(AssertionError):  # a grid that can run in turns is not dropped for what is beside it
@@ -396,7 +396,7 @@ def test_a_search_in_which_nothing_passes_says_so_and_stores_nothing(setting: Se
         setting.tune(tuner, Search(trials=32))
     assert setting.cached() is None
     assert len(tuner.evaluated) >= 25
-    assert tuner.duels == []
+    assert tuner.finals == []
 
 
 def test_an_empty_space_is_an_error_that_names_the_case(setting: Setting) -> None:

@@ -1,4 +1,4 @@
-"""The decision, on a made-up operator: who is in the duel, who wins it, what the incumbent needs to stay."""
+"""The decision, on a made-up operator: who is in the final, who wins it, what the incumbent needs to stay."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,22 +15,22 @@ from kerneltune.tuning.one_case import _FINALISTS
 from kerneltune.tuning.tuner import Tuner
 
 
-def test_the_incumbent_stays_when_the_duel_says_so(setting: Setting) -> None:
+def test_the_incumbent_stays_when_the_final_says_so(setting: Setting) -> None:
     tuner = setting.tuner(SMALL, small_time)
     tuner.winner = lambda configs: configs[0]
     entry = setting.tune(tuner)
-    assert tuner.duels[0][0] == Small(256, 4)
+    assert tuner.finals[0][0] == Small(256, 4)
     assert entry.config == {"block": 256, "warps": 4} == setting.cached()
 
 
-def test_the_default_is_in_the_duel_however_slow(setting: Setting) -> None:
+def test_the_default_is_in_the_final_however_slow(setting: Setting) -> None:
     default = Small(256, 4)
     tuner = setting.tuner(SMALL, lambda c: 1000.0 if c == default else small_time(c))
     setting.tune(tuner)
-    (duel,) = tuner.duels
-    assert duel[0] == default
-    assert duel[1] == Small(512, 8)
-    assert len(set(duel)) == len(duel) == 1 + _FINALISTS
+    (final,) = tuner.finals
+    assert final[0] == default
+    assert final[1] == Small(512, 8)
+    assert len(set(final)) == len(final) == 1 + _FINALISTS
 
 
 def test_the_cached_config_is_first_and_the_default_second(setting: Setting) -> None:
@@ -43,7 +43,7 @@ def test_the_cached_config_is_first_and_the_default_second(setting: Setting) -> 
     second = setting.tuner(SMALL, small_time)
     second.winner = lambda configs: configs[0]
     setting.tune(second)
-    assert second.duels[0][:3] == [cached, Small(256, 4), Small(512, 8)]
+    assert second.finals[0][:3] == [cached, Small(256, 4), Small(512, 8)]
     assert setting.cached() == {"block": 64, "warps": 1}
 
     setting.tune(setting.tuner(SMALL, small_time))
@@ -57,7 +57,7 @@ def test_the_incumbent_is_what_a_call_ran_with_before(setting: Setting) -> None:
     assert setting.tune(half).evidence["before"] == "default"
     tuner = setting.tuner(SMALL, small_time)
     entry = setting.tune(tuner)
-    assert tuner.duels[0][:3] == [Small(64, 1), Small(256, 4), Small(512, 8)]
+    assert tuner.finals[0][:3] == [Small(64, 1), Small(256, 4), Small(512, 8)]
     assert entry.evidence["before"] == "near"
     assert entry.evidence["speedup"] == pytest.approx(small_time(Small(64, 1)) / small_time(Small(512, 8)))
 
@@ -72,7 +72,7 @@ def test_a_cached_config_that_the_budget_leaves_out_is_judged_anew(setting: Sett
     again = setting.tuner(SMALL, small_time)
     again.winner = lambda configs: configs[0]
     setting.tune(again, Search(trials=2))
-    assert again.duels[0][0] == cached
+    assert again.finals[0][0] == cached
     assert setting.cached() == {"block": 512, "warps": 8}
 
 
@@ -84,23 +84,23 @@ def test_a_cached_config_that_is_wrong_now_or_no_longer_fits_does_not_stand(sett
     setting.trials.unlink()
     wrong = setting.tuner(SMALL, lambda c: None if c == Small(64, 1) else small_time(c))
     setting.tune(wrong)
-    assert Small(64, 1) not in wrong.duels[0]
-    assert wrong.duels[0][0] == Small(256, 4)
+    assert Small(64, 1) not in wrong.finals[0]
+    assert wrong.finals[0][0] == Small(256, 4)
 
     setting.tune(first)
     assert setting.cached() == {"block": 64, "warps": 1}
     invalid = Variant("optimized", nothing, Small, small_space, lambda _, c: "no" if c == Small(64, 1) else None, SMALL.default)
     tuner = setting.tuner(invalid, small_time)
     setting.tune(tuner)
-    assert tuner.duels[0][0] == Small(256, 4)
-    assert Small(64, 1) not in tuner.duels[0]
+    assert tuner.finals[0][0] == Small(256, 4)
+    assert Small(64, 1) not in tuner.finals[0]
 
 
 DEFAULT, BEST, SECOND = Small(256, 4), Small(512, 8), Small(512, 4)
 
 
 @pytest.mark.parametrize(
-    ("lost", "stored", "duels"),
+    ("lost", "stored", "finals"),
     [
         ({BEST}, SECOND, 6),  # all, the incumbent alone, beside each of four
         ({BEST, SECOND, Small(512, 16), Small(512, 2)}, DEFAULT, 6),
@@ -108,8 +108,8 @@ DEFAULT, BEST, SECOND = Small(256, 4), Small(512, 8), Small(512, 4)
         ({DEFAULT, BEST}, SECOND, 5),  # the same, then the best alone, and the three behind it
     ],
 )
-def test_what_loses_the_measuring_process_in_the_duel_drops_out(
-    lost: set[Config], stored: Small, duels: int, setting: Setting
+def test_what_loses_the_measuring_process_in_the_final_drops_out(
+    lost: set[Config], stored: Small, finals: int, setting: Setting
 ) -> None:
     tuner = setting.tuner(SMALL, small_time)
 
@@ -121,7 +121,7 @@ def test_what_loses_the_measuring_process_in_the_duel_drops_out(
     tuner.winner = winner
     entry = setting.tune(tuner)
     assert setting.cached() == knobs_of(stored)
-    assert len(tuner.duels) == duels
+    assert len(tuner.finals) == finals
     assert entry.evidence["time_us"] == small_time(stored)
     assert entry.evidence["default_us"] == (None if DEFAULT in lost else small_time(DEFAULT))
 
@@ -135,33 +135,33 @@ def test_where_every_finalist_loses_the_measuring_process_nothing_is_stored(sett
     with pytest.raises(ChildCrashedError, match=r"^took longer than 300 s$"):
         setting.tune(tuner)
     assert setting.cached() is None
-    assert set(map(tuple, tuner.duels)) >= {(config,) for config in tuner.duels[0]}
+    assert set(map(tuple, tuner.finals)) >= {(config,) for config in tuner.finals[0]}
 
 
-def test_only_what_is_close_to_the_best_is_in_the_duel(setting: Setting) -> None:
+def test_only_what_is_close_to_the_best_is_in_the_final(setting: Setting) -> None:
     tuner = setting.tuner(SMALL, lambda c: 10.0 if c == Small(64, 1) else 10.3 if c == Small(64, 2) else 11.0)
     setting.tune(tuner)
-    assert tuner.duels == [[Small(256, 4), Small(64, 1), Small(64, 2)]]
+    assert tuner.finals == [[Small(256, 4), Small(64, 1), Small(64, 2)]]
 
 
 def test_a_wrong_default_does_not_stand(setting: Setting) -> None:
     tuner = setting.tuner(SMALL, lambda c: None if c == Small(256, 4) else small_time(c))
     tuner.winner = lambda configs: configs[0]
     entry = setting.tune(tuner)
-    assert Small(256, 4) not in tuner.duels[0]
+    assert Small(256, 4) not in tuner.finals[0]
     assert entry.config == {"block": 512, "warps": 8}
     assert entry.evidence["default_us"] is None
 
 
-def test_one_config_needs_no_duel(setting: Setting) -> None:
+def test_one_config_needs_no_final(setting: Setting) -> None:
     tuner = setting.tuner(SMALL, lambda c: 10.0 if c == Small(64, 1) else None)
     entry = setting.tune(tuner)
-    assert tuner.duels == []
+    assert tuner.finals == []
     assert entry.config == {"block": 64, "warps": 1}
     assert entry.evidence["time_us"] == 10.0
 
 
-def duel(setting: Setting, *contenders: tuple[float, float, int]) -> tuple[int, dict[str, Any]]:
+def final(setting: Setting, *contenders: tuple[float, float, int]) -> tuple[int, dict[str, Any]]:
     """Which of (median, spread, registers) wins, the first the incumbent."""
     configs = [Small(64, i) for i in range(len(contenders))]
 
@@ -176,7 +176,7 @@ def duel(setting: Setting, *contenders: tuple[float, float, int]) -> tuple[int, 
 
     tuner = Tuner(op_of(SMALL), CASE, SMALL, "cold", setting.store(), Bench())
     tuner.resources = {config: registers for config, (*_, registers) in zip(configs, contenders, strict=True)}
-    best, evidence = tuner.duel(configs, configs[-1])
+    best, evidence = tuner.run_final(configs, configs[-1])
     assert evidence["default_us"] == pytest.approx(contenders[-1][0], rel=0.05), "timed in the same rounds"
     low, high = evidence["over_default"]
     assert low <= 1.05 * contenders[-1][0] / evidence["time_us"], "never surely slower than the default"
@@ -185,7 +185,7 @@ def duel(setting: Setting, *contenders: tuple[float, float, int]) -> tuple[int, 
 
 
 def test_a_surely_faster_config_replaces_the_incumbent(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    winner, evidence = duel(setting, (100.0, 1e-3, 64), (90.0, 1e-3, 128), (95.0, 1e-3, 32))
+    winner, evidence = final(setting, (100.0, 1e-3, 64), (90.0, 1e-3, 128), (95.0, 1e-3, 32))
     assert winner == 1
     assert evidence["speedup"] == pytest.approx(100 / 90, rel=2e-3)
     assert 1.0 < evidence["ci_low"] <= evidence["speedup"] <= evidence["ci_high"]
@@ -193,23 +193,23 @@ def test_a_surely_faster_config_replaces_the_incumbent(setting: Setting, monkeyp
 
 
 def test_a_config_that_is_perhaps_faster_does_not(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    winner, evidence = duel(setting, (100.0, 0.05, 128), (99.9, 0.05, 32))
+    winner, evidence = final(setting, (100.0, 0.05, 128), (99.9, 0.05, 32))
     assert winner == 0
     assert evidence["speedup"] == 1.0
     assert evidence["time_us"] == evidence["incumbent_us"]
 
 
 def test_a_slower_config_does_not(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert duel(setting, (100.0, 1e-3, 128), (101.0, 1e-3, 32))[0] == 0
+    assert final(setting, (100.0, 1e-3, 128), (101.0, 1e-3, 32))[0] == 0
 
 
 def test_of_equally_fast_configs_the_one_with_fewer_registers_wins(setting: Setting) -> None:
-    assert duel(setting, (100.0, 5e-3, 8), (90.0, 5e-3, 128), (90.01, 5e-3, 64), (90.02, 5e-3, 96))[0] == 2
-    assert duel(setting, (100.0, 5e-3, 8), (90.0, 5e-3, 64), (90.01, 5e-3, 64))[0] == 1
+    assert final(setting, (100.0, 5e-3, 8), (90.0, 5e-3, 128), (90.01, 5e-3, 64), (90.02, 5e-3, 96))[0] == 2
+    assert final(setting, (100.0, 5e-3, 8), (90.0, 5e-3, 64), (90.01, 5e-3, 64))[0] == 1
 
 
 def test_a_doubtful_config_with_few_registers_does_not_save_the_incumbent(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second is surely faster than the incumbent; the third can be told apart from neither."""
-    assert duel(setting, (100.0, 1e-3, 64), (98.0, 1e-3, 128), (99.0, 0.2, 32))[0] == 1
+    assert final(setting, (100.0, 1e-3, 64), (98.0, 1e-3, 128), (99.0, 0.2, 32))[0] == 1
