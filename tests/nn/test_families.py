@@ -1,0 +1,106 @@
+"""Convert a tiny model of one family of transformers with routed experts; of every such family with `-m models`."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from kerneltune.nn import convert_to_fp8_training, revert_from_fp8_training
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "d_model"), 64),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "ffn_hidden_size"), 96),
+    **dict.fromkeys(("moe_intermediate_size", "expert_intermediate_size", "expert_ffn_hidden_size"), 48),
+    **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size"), 48),
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "num_experts_per_tok", "num_experts_per_token"), 2),
+    **dict.fromkeys(("moe_k", "moe_topk", "moe_top_k", "top_k_experts", "router_top_k"), 2),
+    **dict.fromkeys((*EXPERT_COUNTS, "num_attention_heads", "num_key_value_heads", "index_n_heads"), 4),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 4),
+    **dict.fromkeys(("head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "index_head_dim", "index_topk"), 16),
+    **dict.fromkeys(("mamba_head_dim", "mamba_d_state", "ssm_state_size"), 16),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 32),
+    **dict.fromkeys(("n_group", "topk_group", "num_shared_experts", "n_shared_experts", "moe_num_shared_experts"), 1),
+    **dict.fromkeys(("moe_layer_interval", "zero_expert_num", "mamba_n_groups", "n_groups"), 1),
+    **dict.fromkeys(("vocab_size", "max_position_embeddings", "max_seq_len"), 128),
+    **dict.fromkeys(("first_k_dense_replace", "moe_layer_start_index", "pad_token_id"), 0),
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ONE_EXPERT_AT_A_TIME = {"aria", "aria_text", "jetmoe", "longcat_flash"}
+"""Families whose own loop multiplies with the weights of one expert: such a module says so and is left out by filter_fn."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "kind" in metafunc.fixturenames:  # reading all configs takes seconds
+        is_wanted = "models" in metafunc.config.option.markexpr
+        metafunc.parametrize("kind", families() if is_wanted else ["deepseek_v3"])
+
+
+def families() -> list[str]:
+    """Return the model types whose default config has experts."""
+    transformers = pytest.importorskip("transformers")
+    found = []
+    for kind, config in transformers.CONFIG_MAPPING.items():
+        try:
+            text = config().get_text_config()
+        except Exception:  # of a config without default sizes, or one that asks the network
+            continue
+        has_experts = any(isinstance(count := getattr(text, name, None), int) and count > 1 for name in EXPERT_COUNTS)
+        if has_experts and type(text) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+            found.append(kind)
+    return found
+
+
+def model_of(kind: str) -> torch.nn.Module:
+    """Return a tiny model of a family in bf16.
+
+    Skips where its config or model does not take the sizes.
+    """
+    transformers = pytest.importorskip("transformers")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        text = transformers.CONFIG_MAPPING[kind]().get_text_config()
+        try:
+            config = type(text)(**{name: size for name, size in SIZES.items() if hasattr(text, name)})
+            model: torch.nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        except Exception as error:
+            pytest.skip(f"{type(error).__name__}: {str(error)[:100]}")
+    return model.to(DEVICE)
+
+
+def gradients(model: torch.nn.Module) -> torch.Tensor:
+    """Return the gradients of all expert weights for fixed tokens, as one vector."""
+    model.zero_grad()
+    torch.manual_seed(1)
+    tokens = torch.randint(3, 100, (1, 12), device=DEVICE)
+    out = model(input_ids=tokens, use_cache=False).logits
+    (out.float() * torch.randn(out.shape, device=DEVICE)).mean().backward()
+    return torch.cat([p.grad.float().flatten() for p in model.parameters() if p.ndim == 3 and p.grad is not None])
+
+
+@pytest.mark.models
+def test_family_trains_in_fp8_or_is_refused_by_name(kind: str) -> None:
+    model = model_of(kind)
+    try:
+        expected = gradients(model)
+    except Exception as error:
+        pytest.skip(f"does not run at these sizes: {type(error).__name__}: {str(error)[:100]}")
+    try:
+        converted = convert_to_fp8_training(model)
+    except ValueError as error:
+        assert "has no expert weights" in str(error)
+        assert not any(p.ndim == 3 and p.shape[0] == 4 and min(p.shape[1:]) >= 16 for p in model.parameters())
+        return
+    assert converted
+    if kind in ONE_EXPERT_AT_A_TIME:
+        with pytest.raises(ValueError, match=r"\.(experts|mlp).* was converted, but its forward pass makes no grouped or batched"):
+            gradients(model)
+        return
+    got = gradients(model)
+    assert torch.cosine_similarity(got, expected, dim=0) > 0.95
+    assert abs(float(got @ expected / (expected @ expected)) - 1) < 0.04
+    assert revert_from_fp8_training(model)
+    assert torch.equal(gradients(model), expected)
