@@ -1,7 +1,9 @@
 """One look-up: what a sweep runs without tuning is what a call without `config=` runs, for every operator."""
 
 import random
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache as cache_
 from typing import Any
 
@@ -86,3 +88,20 @@ def test_a_child_finds_every_variant_by_name(name: str) -> None:
     op = ALL[name]
     for variant in op.variants:
         assert VariantName(op.module, name, variant.name).load() == (op, variant)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_first_look_up_of_a_shape_takes_less_than_a_millisecond(name: str) -> None:
+    op, rng = OPS[name], random.Random(name)
+    chooser = Chooser.of(op, op.variant("optimized"))
+    cases = [random_case(op, rng) for _ in range(12)]
+    for case in cases:
+        chooser.find(case)  # reads the files of every quant mode
+    times_ms = []
+    for case in cases:
+        free = {axis: size + 16 * rng.randint(1, 9) for axis, size in case.axes if axis in op.free_axes}
+        new = replace(case, axes=tuple((dict(case.axes) | free).items()))
+        begun = time.process_time()
+        chooser.find(new)
+        times_ms.append(1e3 * (time.process_time() - begun))
+    assert sorted(times_ms)[len(times_ms) // 2] < 1, times_ms

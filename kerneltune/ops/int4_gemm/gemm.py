@@ -7,6 +7,7 @@ kernels/warpgroups.py. Source: NVIDIA/cutlass issue 1549.
 import itertools
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -70,6 +71,7 @@ class Int4Config:
     warpgroup: bool = False
 
 
+@lru_cache(maxsize=1024)
 def space(case: Case) -> Space:
     """Offer tiles of as many tokens as there are, or fewer; programs enough for every SM, and not many times more."""
     N, depth = case["N"], cdiv(case["K"], DEPTH)
@@ -90,6 +92,7 @@ def _alongs(blocks: int, count: int) -> tuple[int, ...]:
     return tuple(along for along in _ALONG if along <= blocks)[-count:]
 
 
+@lru_cache(maxsize=4096)
 def _splits(case: Case, blocks: int) -> tuple[int, ...]:
     """Return the counts of programs that may share a row, if a program has this many blocks of rows."""
     depth, tiles = cdiv(case["K"], DEPTH), cdiv(case["M"], ROWS * blocks) * cdiv(max(case["N"], 1), 32)
@@ -181,12 +184,18 @@ def default(case: Case) -> Int4Config:
     Its estimated time is the shortest among programs of few rows per warp and few tokens, and among warpgroups. With eight
     tokens programs of 16 warps lost to twice as many of eight. Several blocks of rows of single warps are left to a search.
     """
-    able = _able(case)
-    apart = [c for c in able if c.blocks == 1 and not c.warpgroup]
-    rows, tokens = min((c.rows, c.tokens) for c in apart)
-    alike = [c for c in apart if (c.rows, c.tokens) == (rows, tokens) and (tokens > 8 or c.along <= 4)]
-    together = [c for c in able if c.warpgroup and c.blocks == (2 if c.tokens <= 32 else 4)]
-    return min([*alike, *together], key=lambda c: _length(case, c))
+    knobs = space(case)
+    tiles = itertools.product(knobs["rows"], knobs["tokens"])
+    of_tiles = (_able(case, rows=(rows,), tokens=(tokens,), blocks=(1,), warpgroup=(False,)) for rows, tokens in tiles)
+    single = [config for config in next(filter(None, of_tiles), []) if config.tokens > 8 or config.along <= 4]
+    several = [
+        config
+        for tokens in knobs["tokens"] * (True in knobs["warpgroup"])
+        for config in _able(
+            case, tokens=(tokens,), rows=(_ROWS_OF_WARPGROUP,), along=(1,), blocks=(2 if tokens <= 32 else 4,), warpgroup=(True,)
+        )
+    ]
+    return min([*single, *several], key=lambda config: _length(case, config))
 
 
 def promising(case: Case) -> tuple[Int4Config, ...]:
@@ -199,10 +208,10 @@ def promising(case: Case) -> tuple[Int4Config, ...]:
     return tuple(sorted(best, key=lambda c: _length(case, c)))
 
 
-def _able(case: Case) -> list[Int4Config]:
-    """Return the valid configs that prefetch, those of few splits first."""
-    found = (Int4Config(*knobs) for knobs in itertools.product(*space(case).values()))
-    return [config for config in found if config.prefetch and valid(case, config) is None]
+def _able(case: Case, **knobs: tuple[Any, ...]) -> list[Int4Config]:
+    """Return the valid configs that prefetch, with these values of some knobs, those of few splits first."""
+    values = {**space(case), "prefetch": (True,), **knobs}.values()
+    return [config for config in itertools.starmap(Int4Config, itertools.product(*values)) if valid(case, config) is None]
 
 
 def _length(case: Case, config: Int4Config) -> float:
