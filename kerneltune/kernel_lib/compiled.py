@@ -1,11 +1,16 @@
-"""torch.compile as operators are compared with it. Knows no operator. May import torch."""
+"""Run functions of torch operators as variants, one operator after another or by torch.compile. Knows no operator."""
 
 import types
 from collections.abc import Callable, Hashable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
+
+from kerneltune.spec import Config, Inputs, Outputs
+
+EAGER, DEFAULT = "eager", "default"
+"""Modes beside those of torch.compile: no compilation, and torch.compile without a mode."""
 
 
 @cache
@@ -30,3 +35,37 @@ def call_compiled(
     """Call `function(*tensors, *options)`, compiled for these shapes, dtypes and options; None stays None."""
     shapes = tuple(None if t is None else (tuple(t.shape), t.dtype) for t in tensors)
     return compiled_for(function, shapes, options, mode=mode)(*tensors, *options)
+
+
+def call(function: Callable[..., Any], mode: str, tensors: tuple[torch.Tensor | None, ...], *options: Hashable) -> Any:
+    """Call `function(*tensors, *options)` in a mode of torch.compile, or under `EAGER` as it is."""
+    if mode == EAGER:
+        return function(*tensors, *options)
+    return call_compiled(function, tensors, *options, mode=None if mode == DEFAULT else mode)
+
+
+def torch_run(
+    function: Callable[..., tuple[torch.Tensor, ...]], tensors: str, results: str, options: str = ""
+) -> Callable[[str, Inputs, Config], Outputs]:
+    """Return the run of the variants that are a function of torch operators; it takes the mode of `call` first.
+
+    Args:
+        function: takes tensors, then options; returns the results.
+        tensors: names of inputs, separated by spaces; a tensor may be None.
+        results: names of the outputs, likewise.
+        options: names of further inputs, likewise.
+    """
+    return partial(_run, function, tensors.split(), results.split(), options.split())
+
+
+def _run(
+    function: Callable[..., Any],
+    tensors: list[str],
+    results: list[str],
+    options: list[str],
+    mode: str,
+    inputs: Inputs,
+    _config: Config,
+) -> Outputs:
+    found = call(function, mode, tuple(inputs[name] for name in tensors), *(inputs[name] for name in options))
+    return dict(zip(results, found, strict=True))

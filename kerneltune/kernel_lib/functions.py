@@ -1,4 +1,4 @@
-"""Derive the run of a variant and a torch operator from an operator's public function.
+"""Derive the functions of a variant and a torch operator from an operator's public function and constants.
 
 Knows no operator.
 """
@@ -12,12 +12,21 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from kerneltune.spec import Config, Inputs, Outputs
+from kerneltune.spec import Case, Config, Inputs, Outputs
 
 _DIRECT_ONLY = frozenset({"config", "out"})
 """Parameters of a public function that its torch operator lacks."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def constant(value: Any) -> Callable[[Case], Any]:
+    """Return a function of the case with this value: a space or a default that no case changes."""
+    return partial(_value, value)
+
+
+def _value(value: Any, _case: Case) -> Any:
+    return value
 
 
 def run_of(function: Callable[..., Any], *names: str) -> Callable[[Inputs, Config], Outputs]:

@@ -1,8 +1,11 @@
 """torch.compile as operators are compared with it."""
 
+import pickle
+
+import pytest
 import torch
 
-from kerneltune.kernel_lib.compiled import call_compiled
+from kerneltune.kernel_lib.compiled import DEFAULT, EAGER, call_compiled, torch_run
 
 
 def scaled(x: torch.Tensor, by: float) -> torch.Tensor:
@@ -15,3 +18,23 @@ def test_more_cases_than_torch_compiles_of_one_function_come_back_in_turns() -> 
     for _ in range(2):
         for size, by in cases:
             assert call_compiled(scaled, (torch.ones(size, dtype=torch.bfloat16),), by).tolist() == [by] * size
+
+
+def scaled_and_shifted(x: torch.Tensor, shift: torch.Tensor | None, by: float) -> tuple[torch.Tensor, torch.Tensor]:
+    return x * by, x if shift is None else x + shift
+
+
+@pytest.mark.parametrize("mode", [EAGER, DEFAULT])
+def test_run_of_a_torch_function_takes_inputs_and_names_results(mode: str) -> None:
+    run = pickle.loads(pickle.dumps(torch_run(scaled_and_shifted, "x shift", "scaled shifted", "by")))
+    x = torch.arange(3.0)
+    for shift, want in ((None, x), (torch.ones(3), x + 1)):
+        found = run(mode, {"x": x, "shift": shift, "by": 2.0, "unused": 1}, None)
+        assert list(found) == ["scaled", "shifted"]
+        assert torch.equal(found["scaled"], x * 2)
+        assert torch.equal(found["shifted"], want)
+
+
+def test_run_of_a_torch_function_with_other_results_than_names_is_an_error() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        torch_run(scaled_and_shifted, "x shift", "scaled", "by")(EAGER, {"x": torch.ones(1), "shift": None, "by": 2.0}, None)

@@ -1,13 +1,15 @@
 """Torch operators and runs of variants, made from the signatures of functions."""
 
 import inspect
+import pickle
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import pytest
 import torch
 
-from kerneltune.kernel_lib.functions import run_of, torch_operator
+from kerneltune.kernel_lib.functions import constant, run_of, torch_operator
+from kerneltune.spec import Case
 
 
 class Halves(NamedTuple):
@@ -94,3 +96,8 @@ def test_fake_has_the_form_of_the_results(name: str, arguments: tuple[object, ..
 def test_run_names_the_results_and_leaves_out_what_there_is_not() -> None:
     assert run_of(doubled_by_test, "twice", "x")({"x": X}, None).keys() == {"twice", "x"}
     assert run_of(configured)({"x": X, "both": False}, "a config").keys() == {"high"}
+
+
+def test_constant_gives_every_case_the_same_value_also_in_another_process() -> None:
+    space = pickle.loads(pickle.dumps(constant({"warps": (4, 8)})))
+    assert [space(Case("c", (("M", size),), "float16")) for size in (1, 9)] == [{"warps": (4, 8)}] * 2

@@ -34,32 +34,23 @@ class TileConfig:
     warps: int
     stages: int
 
-    def whole(self) -> "DenseConfig":
-        """Return the config of a program for every tile."""
-        return DenseConfig(self.tokens, self.rows, self.depth, self.warps, self.stages, splits=1, swap=False)
-
 
 @dataclass(frozen=True, slots=True)
-class DenseConfig:
-    """How a product is computed.
+class DenseConfig(TileConfig):
+    """How a product is computed: `TileConfig`, and two knobs.
 
     Attributes:
-        tokens: rows of a tile of x.
-        rows: of a tile of w.
-        depth: k of both tiles.
-        warps: of a program.
-        stages: of the load pipeline.
         splits: programs that share a tile's k.
         swap: whether w is the first operand of the tensor cores, and x the second.
     """
 
-    tokens: int
-    rows: int
-    depth: int
-    warps: int
-    stages: int
     splits: int
     swap: bool
+
+
+def with_one_split(tile: TileConfig) -> DenseConfig:
+    """Return the config of a program for every tile."""
+    return DenseConfig(tile.tokens, tile.rows, tile.depth, tile.warps, tile.stages, splits=1, swap=False)
 
 
 def weight_bytes(case: Case) -> int:
@@ -86,7 +77,7 @@ def space(case: Case) -> Space:
 
 def tile_valid(case: Case, config: TileConfig) -> str | None:
     """Say why a config cannot run, or cannot be worth running."""
-    return valid(case, config.whole())
+    return valid(case, with_one_split(config))
 
 
 def tile_default(case: Case) -> TileConfig:
@@ -162,7 +153,7 @@ def _run(inputs: Inputs, config: DenseConfig | None) -> Outputs:
 
 
 def _run_tiles(inputs: Inputs, config: TileConfig) -> Outputs:
-    return _run(inputs, config.whole())
+    return _run(inputs, with_one_split(config))
 
 
 OP = Op(

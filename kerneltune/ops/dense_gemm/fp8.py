@@ -19,6 +19,7 @@ from kerneltune.ops.dense_gemm.fp16 import (
     tile_space,
     tile_valid,
     valid,
+    with_one_split,
 )
 from kerneltune.ops.dense_gemm.kernels.tiles import multiply
 from kerneltune.spec import Inputs, Op, Outputs, Variant
@@ -74,7 +75,7 @@ def _run(inputs: Inputs, config: DenseConfig | None) -> Outputs:
 
 
 def _run_tiles(inputs: Inputs, config: TileConfig) -> Outputs:
-    return _run(inputs, config.whole())
+    return _run(inputs, with_one_split(config))
 
 
 OP = Op(

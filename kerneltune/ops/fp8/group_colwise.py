@@ -113,8 +113,8 @@ def fp8_group_colwise(
     Args:
         x: (M, N) bf16, fp16 or fp32; rows may be less than 2^22 elements apart, elements of a row must be adjacent.
         offs: (G,) int32, where each group's rows end, not decreasing, at most M. Groups may be empty and of any size. Rows behind
-            the last are not written. Nobody waits for the GPU to check it (under TRITON_DEBUG=1 the device asserts it): results
-            are undefined where they decrease or exceed M, and nothing outside the tensors is read or written.
+            the last are not written. The host does not wait for the GPU to check it; under TRITON_DEBUG=1 the device asserts it.
+            Where ends decrease or exceed M, results are undefined, and nothing outside the tensors is read or written.
         fp8_format: `e4m3`, `e5m2`, `e4m3fnuz` or `e5m2fnuz`.
         pow2: round scales down to powers of two.
         inverse: return 1 / scale, which scaled matrix products want, instead of the multiplier.

@@ -51,9 +51,7 @@ def fp8_group_colwise_dual(
     Args:
         x1: (M, N1), as in `fp8_group_colwise`.
         x2: (M, N2) of the same dtype.
-        offs: (G,) int32, where each group's rows end, not decreasing, at most M. Groups may be empty and of any size. Rows behind
-            the last are not written. Nobody waits for the GPU to check it (under TRITON_DEBUG=1 the device asserts it): results
-            are undefined where they decrease or exceed M, and nothing outside the tensors is read or written.
+        offs: (G,) int32, where each group's rows end, as in `fp8_group_colwise`.
         fp8_format: `e4m3`, `e5m2`, `e4m3fnuz` or `e5m2fnuz`.
         pow2: round scales down to powers of two.
         inverse: return 1 / scale, which scaled matrix products want, instead of the multiplier.

@@ -2,11 +2,10 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 
-from kerneltune.kernel_lib.compiled import call_compiled
+from kerneltune.kernel_lib.compiled import DEFAULT, EAGER, call, torch_run
 from kerneltune.kernel_lib.groups import bounds, group_ends
 from kerneltune.ops.fp8.contract import FP8
 from kerneltune.rounding import cdiv, next_power_of_2
@@ -16,114 +15,74 @@ _Pair = tuple[torch.Tensor, torch.Tensor]
 _LARGEST_EAGER = 1 << 32
 
 
-def _scale(amax: torch.Tensor, dtype: torch.dtype, pow2: bool) -> torch.Tensor:
-    scale = (torch.finfo(dtype).max / amax.double().clamp(min=1e-12)).float()
+def _scale(amax: torch.Tensor, fp8_format: str, pow2: bool) -> torch.Tensor:
+    scale = (torch.finfo(FP8[fp8_format]).max / amax.double().clamp(min=1e-12)).float()
     return torch.exp2(torch.floor(torch.log2(scale))) if pow2 else scale
 
 
-def _cast(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    limit = torch.finfo(dtype).max
-    return (x.float() * scale).clamp(-limit, limit).to(dtype)
+def _cast(x: torch.Tensor, scale: torch.Tensor, fp8_format: str) -> torch.Tensor:
+    limit = torch.finfo(FP8[fp8_format]).max
+    return (x.float() * scale).clamp(-limit, limit).to(FP8[fp8_format])
 
 
-def _slices(x: torch.Tensor, axis: int, dtype: torch.dtype, pow2: bool, inverse: bool, transpose: bool) -> _Pair:
-    """Cast x with a scale per slice along an axis; transpose: in the other order of the last two axes."""
-    scale = _scale(x.abs().amax(axis, keepdim=True), dtype, pow2)
-    q = _cast(x, scale, dtype)
-    if transpose:
-        q = q.contiguous()
-    return q, scale.reciprocal() if inverse else scale
+def _along(x: torch.Tensor, fp8_format: str, pow2: bool, inverse: bool, axis: int = 1) -> _Pair:
+    """Cast x with a scale per slice along an axis."""
+    scale = _scale(x.abs().amax(axis, keepdim=True), fp8_format, pow2)
+    return _cast(x, scale, fp8_format), scale.reciprocal() if inverse else scale
 
 
-def _grouped(x: torch.Tensor, offs: torch.Tensor, dtype: torch.dtype, pow2: bool, inverse: bool) -> _Pair:
+def _down(w: torch.Tensor, fp8_format: str, pow2: bool, inverse: bool) -> _Pair:
+    """Cast w (E, K, N) with a scale per slice along the last axis, transposed."""
+    q, scale = _along(w, fp8_format, pow2, inverse, axis=2)
+    return q.contiguous().transpose(1, 2), scale[:, :, 0]
+
+
+def _grouped(x: torch.Tensor, offs: torch.Tensor, fp8_format: str, pow2: bool, inverse: bool) -> _Pair:
     """Cast with a scale per group of rows and column, without a host sync; column-major."""
     rows = torch.arange(x.shape[0], device=x.device, dtype=torch.int32)
     group = torch.bucketize(rows, offs, right=True)
     amax = x.new_zeros((offs.shape[0], x.shape[1])).scatter_reduce(0, group[:, None].expand_as(x), x.abs(), "amax")
-    scale = _scale(amax, dtype, pow2)
-    q = _cast(x, scale[group], dtype).t().contiguous().t()
+    scale = _scale(amax, fp8_format, pow2)
+    q = _cast(x, scale[group], fp8_format).t().contiguous().t()
     return q, (scale.reciprocal() if inverse else scale).flatten()
 
 
-def _called(function: Callable[..., Any], compiled: bool, tensors: tuple[torch.Tensor, ...], *options: Any) -> Any:
-    return call_compiled(function, tensors, *options) if compiled else function(*tensors, *options)
+def _both_of_weights(w: torch.Tensor, fp8_format: str, pow2: bool, inverse: bool) -> tuple[torch.Tensor, ...]:
+    return *_along(w, fp8_format, pow2, inverse), *_down(w, fp8_format, pow2, inverse)
 
 
-def _chosen(inputs: Inputs) -> tuple[torch.dtype, bool, bool]:
-    return FP8[inputs["fp8_format"]], inputs["pow2"], inputs["inverse"]
+def _both_of_groups(x: torch.Tensor, offs: torch.Tensor, fp8_format: str, pow2: bool, inverse: bool) -> tuple[torch.Tensor, ...]:
+    return *_along(x, fp8_format, pow2, inverse), *_grouped(x, offs, fp8_format, pow2, inverse)
 
 
-def rows(compiled: bool, inputs: Inputs, _config: None) -> Outputs:
-    """Cast as `fp8_rowwise_2d`, one torch operator after another or by torch.compile with its defaults."""
-    q, scale = _called(_slices, compiled, (inputs["x"],), 1, *_chosen(inputs), False)
-    return {"q": q, "scale": scale}
+def _by_torch(function: Callable[..., tuple[torch.Tensor, ...]], tensors: str, results: str) -> Callable[..., Outputs]:
+    return torch_run(function, tensors, results, "fp8_format pow2 inverse")
 
 
-def weights(compiled: bool, inputs: Inputs, _config: None) -> Outputs:
-    """Cast as `fp8_colwise_3d`."""
-    q, scale = _called(_slices, compiled, (inputs["w"],), 1, *_chosen(inputs), False)
-    return {"q": q, "scale": scale}
+_FIRST, _SECOND = _by_torch(_grouped, "x1 offs", "q1 scale1"), _by_torch(_grouped, "x2 offs", "q2 scale2")
 
 
-def transposed_weights(compiled: bool, inputs: Inputs, _config: None) -> Outputs:
-    """Cast as `fp8_rowwise_3d_transpose`."""
-    q, scale = _called(_slices, compiled, (inputs["w"],), 2, *_chosen(inputs), True)
-    return {"q": q.transpose(1, 2), "scale": scale[:, :, 0]}
-
-
-def group(compiled: bool, inputs: Inputs, _config: None) -> Outputs:
-    """Cast as `fp8_group_colwise`."""
-    q, scale = _called(_grouped, compiled, (inputs["x"], inputs["offs"]), *_chosen(inputs))
-    return {"q": q, "scale": scale}
-
-
-def _along_and_down(w: torch.Tensor, dtype: torch.dtype, pow2: bool, inverse: bool) -> tuple[torch.Tensor, ...]:
-    return *_slices(w, 1, dtype, pow2, inverse, False), *_slices(w, 2, dtype, pow2, inverse, True)
-
-
-def both_of_weights(compiled: bool, inputs: Inputs, _config: None) -> Outputs:
-    """Cast as `fp8_rowwise_3d_both`."""
-    q, scale, q_t, scale_t = _called(_along_and_down, compiled, (inputs["w"],), *_chosen(inputs))
-    return {"q": q, "scale": scale, "q_t": q_t.transpose(1, 2), "scale_t": scale_t[:, :, 0]}
-
-
-def _along_and_down_groups(
-    x: torch.Tensor, offs: torch.Tensor, dtype: torch.dtype, pow2: bool, inverse: bool
-) -> tuple[torch.Tensor, ...]:
-    return *_slices(x, 1, dtype, pow2, inverse, False), *_grouped(x, offs, dtype, pow2, inverse)
-
-
-def both_of_groups(compiled: bool, inputs: Inputs, _config: None) -> Outputs:
-    """Cast as `fp8_group_both`."""
-    q, scale, q_t, scale_t = _called(_along_and_down_groups, compiled, (inputs["x"], inputs["offs"]), *_chosen(inputs))
-    return {"q": q, "scale": scale, "q_t": q_t, "scale_t": scale_t}
-
-
-def dual(compiled: bool, inputs: Inputs, _config: None) -> Outputs:
+def _dual(mode: str, inputs: Inputs, _config: None) -> Outputs:
     """Cast as `fp8_group_colwise_dual`, one matrix after the other."""
-    outputs = {}
-    for i in (1, 2):
-        x = inputs[f"x{i}"]
-        outputs[f"q{i}"], outputs[f"scale{i}"] = _called(_grouped, compiled, (x, inputs["offs"]), *_chosen(inputs))
-    return outputs
+    return {**_FIRST(mode, inputs, None), **_SECOND(mode, inputs, None)}
 
 
-def _finite(x: torch.Tensor, dtype: torch.dtype, pow2: bool, inverse: bool, layout: str) -> tuple[torch.Tensor, ...]:
+def _finite(x: torch.Tensor, fp8_format: str, pow2: bool, inverse: bool, layout: str) -> tuple[torch.Tensor, ...]:
     """Cast x (segments, …), made finite, with a scale per segment, in the layouts asked for."""
     x = torch.nan_to_num(x)
-    scale = _scale(x.abs().amax((1, 2)), dtype, pow2)
-    return _in_layouts(_cast(x, scale[:, None, None], dtype), scale, inverse, layout)
+    scale = _scale(x.abs().amax((1, 2)), fp8_format, pow2)
+    return _in_layouts(_cast(x, scale[:, None, None], fp8_format), scale, inverse, layout)
 
 
 def _finite_groups(
-    x: torch.Tensor, offs: torch.Tensor, dtype: torch.dtype, pow2: bool, inverse: bool, layout: str
+    x: torch.Tensor, offs: torch.Tensor, fp8_format: str, pow2: bool, inverse: bool, layout: str
 ) -> tuple[torch.Tensor, ...]:
     """Cast x (M, K), made finite, with a scale per group of rows, without a host sync."""
     x = torch.nan_to_num(x)
     rows = torch.arange(x.shape[0], device=x.device, dtype=torch.int32)
     group = torch.bucketize(rows, offs, right=True)
-    scale = _scale(x.new_zeros(offs.shape[0]).scatter_reduce(0, group.long(), x.abs().amax(1), "amax"), dtype, pow2)
-    return _in_layouts(_cast(x, scale[group][:, None], dtype), scale, inverse, layout)
+    scale = _scale(x.new_zeros(offs.shape[0]).scatter_reduce(0, group.long(), x.abs().amax(1), "amax"), fp8_format, pow2)
+    return _in_layouts(_cast(x, scale[group][:, None], fp8_format), scale, inverse, layout)
 
 
 def _in_layouts(q: torch.Tensor, scale: torch.Tensor, inverse: bool, layout: str) -> tuple[torch.Tensor, ...]:
@@ -132,14 +91,15 @@ def _in_layouts(q: torch.Tensor, scale: torch.Tensor, inverse: bool, layout: str
     return q, q_t, scale
 
 
-def tensorwise(compiled: bool, inputs: Inputs, _config: None) -> Outputs:
+def _tensorwise(mode: str, inputs: Inputs, _config: None) -> Outputs:
     """Cast as the tensor-wise operators."""
     layout = inputs["layout"]
+    options = inputs["fp8_format"], inputs["pow2"], inputs["inverse"], layout
     if "offs" in inputs:
-        q, q_t, scale = _called(_finite_groups, compiled, (inputs["x"], inputs["offs"]), *_chosen(inputs), layout)
+        q, q_t, scale = call(_finite_groups, mode, (inputs["x"], inputs["offs"]), *options)
     else:
         x = inputs["x"][None] if "x" in inputs else inputs["w"].transpose(1, 2)
-        q, q_t, scale = _called(_finite, compiled, (x,), *_chosen(inputs), layout)
+        q, q_t, scale = call(_finite, mode, (x,), *options)
         q, q_t = (q[0], q_t[0]) if "x" in inputs else (q.transpose(1, 2), q_t)
     outputs = {"q": q} if layout != "col" else {}
     return outputs | ({"q_t": q_t} if layout != "row" else {}) | {"scale": scale}
@@ -239,8 +199,8 @@ _Run = Callable[[Inputs, Config], Outputs]
 
 def _torch(run: Callable[..., Outputs]) -> tuple[Variant, ...]:
     return tuple(
-        Variant(name, partial(run, compiled), unsupported=not_torch, requires=("torch",), compiles=compiled)
-        for name, compiled in (("compile", True), ("eager", False))
+        Variant(name, partial(run, mode), unsupported=not_torch, requires=("torch",), compiles=mode != EAGER)
+        for name, mode in (("compile", DEFAULT), ("eager", EAGER))
     )
 
 
@@ -250,11 +210,12 @@ def _peers(
     return (Variant("torchao", torchao, unsupported=unsupported, requires=("torchao",)), *_torch(run))
 
 
-ROWS = _peers(torchao_rows, rows)
-COLUMNS_OF_WEIGHTS = _peers(torchao_weights, weights)
-TRANSPOSED_WEIGHTS = _peers(torchao_transpose, transposed_weights)
-BOTH_OF_WEIGHTS = _peers(torchao_both_of_weights, both_of_weights)
-GROUPS = _peers(torchao_group, group, not_torchao_group)
-TWO_OF_GROUPS = _peers(torchao_dual, dual)
-BOTH_OF_GROUPS = _peers(torchao_both_of_groups, both_of_groups, not_torchao_group)
-TENSORWISE = _torch(tensorwise)
+_BOTH = "q scale q_t scale_t"
+ROWS = _peers(torchao_rows, _by_torch(_along, "x", "q scale"))
+COLUMNS_OF_WEIGHTS = _peers(torchao_weights, _by_torch(_along, "w", "q scale"))
+TRANSPOSED_WEIGHTS = _peers(torchao_transpose, _by_torch(_down, "w", "q scale"))
+BOTH_OF_WEIGHTS = _peers(torchao_both_of_weights, _by_torch(_both_of_weights, "w", _BOTH))
+GROUPS = _peers(torchao_group, _by_torch(_grouped, "x offs", "q scale"), not_torchao_group)
+TWO_OF_GROUPS = _peers(torchao_dual, _dual)
+BOTH_OF_GROUPS = _peers(torchao_both_of_groups, _by_torch(_both_of_groups, "x offs", _BOTH), not_torchao_group)
+TENSORWISE = _torch(_tensorwise)

@@ -46,9 +46,7 @@ def fp8_tensorwise_group(
 
     Args:
         x: (M, K) as in `fp8_tensorwise_2d`.
-        offs: (G,) int32, where each group's rows end, not decreasing, at most M. Groups may be empty and of any size. Rows behind
-            the last are not written. Nobody waits for the GPU to check it (under TRITON_DEBUG=1 the device asserts it): results
-            are undefined where they decrease or exceed M, and nothing outside the tensors is read or written.
+        offs: (G,) int32, where each group's rows end, as in `fp8_group_colwise`.
         fp8_format: `e4m3`, `e5m2`, `e4m3fnuz` or `e5m2fnuz`.
         layout: `row`, `col` or `both`, from one pass.
         pow2: round scales down to powers of two.

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from kerneltune.kernel_lib.compiled import call_compiled
+from kerneltune.kernel_lib.compiled import DEFAULT, EAGER, torch_run
 from kerneltune.kernel_lib.groups import aligned_size, aligned_starts
 from kerneltune.ops.moe_routing.contract import sorted_pairs
-from kerneltune.spec import Case, Inputs, Outputs, Variant
+from kerneltune.spec import Case, Variant
 
 
 class Torch(NamedTuple):
@@ -26,34 +26,13 @@ def unsupported(case: Case) -> str | None:
     return None if case["T"] and case["K"] else "no tokens"
 
 
-def _variants(function: Callable[..., tuple[torch.Tensor, ...]], tensors: str, results: str, *options: str) -> Torch:
-    """Return the variants that run a function.
-
-    Args:
-        function: takes tensors, then options, and returns the results.
-        tensors: names of inputs, separated by spaces; a tensor may be None.
-        results: names of the outputs, likewise.
-        options: names of further inputs.
-    """
-    run = partial(_run, function, tensors.split(), results.split(), options)
+def _variants(function: Callable[..., tuple[torch.Tensor, ...]], tensors: str, results: str, options: str = "") -> Torch:
+    """Return the variants that run a function, as `torch_run` takes it."""
+    run = torch_run(function, tensors, results, options)
     return Torch(
-        Variant("baseline", partial(run, False), unsupported=unsupported),
-        Variant("compile", partial(run, True), unsupported=unsupported, requires=("torch",), compiles=True),
+        Variant("baseline", partial(run, EAGER), unsupported=unsupported),
+        Variant("compile", partial(run, DEFAULT), unsupported=unsupported, requires=("torch",), compiles=True),
     )
-
-
-def _run(
-    function: Callable[..., Any],
-    tensors: list[str],
-    results: list[str],
-    options: tuple[str, ...],
-    compiled: bool,
-    inputs: Inputs,
-    _config: None,
-) -> Outputs:
-    given, others = tuple(inputs[name] for name in tensors), [inputs[name] for name in options]
-    found = call_compiled(function, given, *others) if compiled else function(*given, *others)
-    return dict(zip(results, found, strict=True))
 
 
 def _permute(x: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from kerneltune.kernel_lib.compiled import call_compiled
+from kerneltune.kernel_lib.compiled import DEFAULT, EAGER, call
 from kerneltune.kernel_lib.tl_lib import FP8_DTYPES
 from kerneltune.spec import Case, Inputs, Outputs, Variant
 
@@ -22,12 +22,12 @@ def _cast_all(scales: torch.Tensor, amaxes: torch.Tensor, *weights_and_dtype: An
     return casts, [q.t().contiguous() for q in casts], raised, scales.reciprocal()
 
 
-def run(compiled: bool, inputs: Inputs, _config: None) -> Outputs:
+def run(mode: str, inputs: Inputs, _config: None) -> Outputs:
     """Cast as `multi_cast_transpose` in torch, one operator after another or by torch.compile with its defaults."""
     scales, amaxes = inputs["scales"], inputs["amaxes"]
     tensors = (scales, amaxes, *(inputs[f"x{i}"] for i in range(scales.shape[0])))
     dtype = FP8_DTYPES[inputs["fp8_format"]]
-    casts, transposes, raised, scale_inv = call_compiled(_cast_all, tensors, dtype) if compiled else _cast_all(*tensors, dtype)
+    casts, transposes, raised, scale_inv = call(_cast_all, mode, tensors, dtype)
     amaxes.copy_(raised)
     named = {f"q{i}": q for i, q in enumerate(casts)} | {f"qt{i}": q for i, q in enumerate(transposes)}
     return named | {"scale_inv": scale_inv}
@@ -44,6 +44,6 @@ def not_compiled(case: Case) -> str | None:
 
 
 VARIANTS = (
-    Variant("compile", partial(run, True), unsupported=not_compiled, requires=("torch",), compiles=True),
-    Variant("eager", partial(run, False), unsupported=unsupported, requires=("torch",)),
+    Variant("compile", partial(run, DEFAULT), unsupported=not_compiled, requires=("torch",), compiles=True),
+    Variant("eager", partial(run, EAGER), unsupported=unsupported, requires=("torch",)),
 )

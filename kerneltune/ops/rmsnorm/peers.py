@@ -5,16 +5,15 @@ Under RMSNorm of a sum the inputs hold a residual and dtotal, which the other op
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 
-from kerneltune.kernel_lib.compiled import call_compiled
+from kerneltune.kernel_lib.compiled import DEFAULT, EAGER, call
 from kerneltune.ops.rmsnorm.contract import EPS, FP8
 from kerneltune.spec import Case, Inputs, Outputs, Variant
 
-_MODES = {"eager": "eager", "compile": "default", "max-autotune": "max-autotune-no-cudagraphs"}
-"""Variants by torch, with torch.compile's mode."""
+_MODES = {"eager": EAGER, "compile": DEFAULT, "max-autotune": "max-autotune-no-cudagraphs"}
+"""Variants by torch, and how they are called."""
 
 
 def _fwd_formula(
@@ -70,20 +69,14 @@ def _bwd_formula(
     return (dx.to(x.dtype),) if weight is None else (dx.to(x.dtype), (dz32 * x32 * r).sum(0).to(weight.dtype))
 
 
-def _called(function: Callable[..., Any], mode: str, tensors: tuple[torch.Tensor | None, ...], *options: Any) -> Any:
-    if mode == "eager":
-        return function(*tensors, *options)
-    return call_compiled(function, tensors, *options, mode=None if mode == "default" else mode)
-
-
 def _torch_fwd(mode: str, inputs: Inputs, _config: None) -> Outputs:
-    """Run torch's operators one after another under `eager`, else torch.compile in a mode, `default` being its default."""
+    """Run torch's operators in a mode of `call`."""
     x, residual, weight, zero_centered = inputs["x"], inputs.get("residual"), inputs["weight"], inputs["zero_centered"]
     sums = () if residual is None else ("total",)
     if inputs["quant"] == "none":
-        return dict(zip(("y", *sums), _called(_fwd_formula, mode, (x, residual, weight), zero_centered), strict=True))
+        return dict(zip(("y", *sums), call(_fwd_formula, mode, (x, residual, weight), zero_centered), strict=True))
     options = (zero_centered, FP8[inputs["fp8_format"]], inputs["quant"] == "fp8_t")
-    q, amax, *others = _called(_fwd_fp8_formula, mode, (x, residual, weight, inputs["scale"]), *options)
+    q, amax, *others = call(_fwd_fp8_formula, mode, (x, residual, weight, inputs["scale"]), *options)
     torch.maximum(inputs["amax"], amax, out=inputs["amax"])
     return {"y": q} | dict(zip(("scale_inv", *sums, "y_t"), others, strict=False))
 
@@ -91,7 +84,7 @@ def _torch_fwd(mode: str, inputs: Inputs, _config: None) -> Outputs:
 def _torch_bwd(mode: str, inputs: Inputs, _config: None) -> Outputs:
     """Compute dx and dγ in one function, as in `_torch_fwd`."""
     tensors = (inputs["dz"], inputs.get("dtotal"), _normed(inputs), inputs["rsigma"], inputs["weight"])
-    return dict(zip(("dx", "dgamma"), _called(_bwd_formula, mode, tensors, inputs["zero_centered"]), strict=False))
+    return dict(zip(("dx", "dgamma"), call(_bwd_formula, mode, tensors, inputs["zero_centered"]), strict=False))
 
 
 def _normed(inputs: Inputs) -> torch.Tensor:
@@ -189,7 +182,7 @@ def _not_quack(case: Case) -> str | None:
 def _peers(by_torch: Callable[..., Outputs], liger: Callable[..., Outputs], quack: Callable[..., Outputs]) -> tuple[Variant, ...]:
     return (
         *(
-            Variant(name, partial(by_torch, mode), unsupported=_no_rows, requires=("torch",), compiles=mode != "eager")
+            Variant(name, partial(by_torch, mode), unsupported=_no_rows, requires=("torch",), compiles=mode != EAGER)
             for name, mode in _MODES.items()
         ),
         Variant("liger", liger, unsupported=_not_liger, requires=("liger_kernel",)),

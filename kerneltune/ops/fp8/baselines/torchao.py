@@ -12,11 +12,12 @@ import triton
 import triton.language as tl
 
 from kerneltune.kernel_lib.arguments import ITEMSIZE
+from kerneltune.kernel_lib.functions import constant
 from kerneltune.kernel_lib.launch import too_much_shared
 from kerneltune.kernel_lib.tl_lib import FP8_MAX, amax_to_scale, magnitude, magnitude_to_fp32, quantize, wide
 from kerneltune.ops.fp8.contract import FP8
 from kerneltune.rounding import cdiv
-from kerneltune.spec import Case, Inputs, Outputs, Space, Variant
+from kerneltune.spec import Case, Inputs, Outputs, Variant
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,36 +269,6 @@ def _outputs(inputs: Inputs, q: torch.Tensor, scale: torch.Tensor) -> Outputs:
     return {"q": q, "scale": scale.reciprocal() if inputs["inverse"] else scale}
 
 
-def rows_space(_case: Case) -> Space:
-    """Offer torchao's configs, on NVIDIA and AMD."""
-    return {"block": (128, 256), "warps": (4, 8), "stages": (2, 4)}
-
-
-def rows_default(_case: Case) -> LoopConfig:
-    """Return torchao's only config on NVIDIA."""
-    return LoopConfig(block=128, warps=4, stages=4)
-
-
-def weights_space(_case: Case) -> Space:
-    """Offer torchao's configs."""
-    return {"rows": (64, 128), "cols": (128, 256), "warps": (4, 8), "stages": (4,)}
-
-
-def tile_space(_case: Case) -> Space:
-    """Offer torchao's only config on NVIDIA, and the configs that the experiments of its pull requests list."""
-    return {"rows": (64, 128), "cols": (64, 128), "warps": (4, 8), "stages": (4,)}
-
-
-def reduction_space(_case: Case) -> Space:
-    """Offer torchao's configs, and half their pipeline."""
-    return {"rows": (64,), "cols": (64, 128), "warps": (4, 8), "stages": (3, 6)}
-
-
-def group_space(_case: Case) -> Space:
-    """Offer torchao's 36 configs."""
-    return {"rows": (64, 128, 256), "cols": (32, 64, 128), "warps": (4, 8), "stages": (2, 3)}
-
-
 def tile_default(case: Case) -> TileConfig:
     """Return 128 x 128 tiles as torchao, half as many rows of fp32."""
     return TileConfig(rows=64 if case.dtype == "float32" else 128, cols=128, warps=4, stages=4)
@@ -311,11 +282,6 @@ def weights_default(case: Case) -> TileConfig:
 def reduction_default(case: Case) -> TileConfig:
     """Return torchao's, with half the columns of fp32."""
     return TileConfig(rows=64, cols=64 if case.dtype == "float32" else 128, warps=8, stages=6)
-
-
-def group_default(_case: Case) -> TileConfig:
-    """Return torchao's config of before it searched."""
-    return TileConfig(rows=128, cols=32, warps=4, stages=3)
 
 
 def tile_valid(case: Case, config: TileConfig) -> str | None:
@@ -338,11 +304,45 @@ def atomics_pass_nan_over(case: Case) -> str | None:
     return "passes NaN over" if case.option("special") else nothing_to_do(case)
 
 
-ROWS = Variant("baseline", run_rows, LoopConfig, rows_space, default=rows_default, unsupported=nothing_to_do)
-COLUMNS_OF_WEIGHTS = Variant("baseline", run_weights, TileConfig, weights_space, tile_valid, weights_default, nothing_to_do)
-TRANSPOSED_WEIGHTS = Variant("baseline", run_atomic, TileConfig, tile_space, tile_valid, tile_default, atomics_pass_nan_over)
-TRANSPOSED_WEIGHTS_BY_REDUCTION = Variant(
-    "reduction", run_reduction, TileConfig, reduction_space, tile_valid, reduction_default, nothing_to_do
+_GROUP_SPACE = constant({"rows": (64, 128, 256), "cols": (32, 64, 128), "warps": (4, 8), "stages": (2, 3)})
+"""torchao's 36 configs."""
+_GROUP_DEFAULT = constant(TileConfig(rows=128, cols=32, warps=4, stages=3))
+"""torchao's config of before it searched."""
+
+ROWS = Variant(  # torchao's configs, on NVIDIA and AMD; its only one on NVIDIA
+    "baseline",
+    run_rows,
+    LoopConfig,
+    constant({"block": (128, 256), "warps": (4, 8), "stages": (2, 4)}),
+    default=constant(LoopConfig(block=128, warps=4, stages=4)),
+    unsupported=nothing_to_do,
 )
-GROUPS = Variant("baseline", run_group, TileConfig, group_space, tile_valid, group_default, nothing_to_do)
-TWO_OF_GROUPS = Variant("baseline", run_dual, TileConfig, group_space, tile_valid, group_default, nothing_to_do)
+COLUMNS_OF_WEIGHTS = Variant(  # torchao's configs
+    "baseline",
+    run_weights,
+    TileConfig,
+    constant({"rows": (64, 128), "cols": (128, 256), "warps": (4, 8), "stages": (4,)}),
+    tile_valid,
+    weights_default,
+    nothing_to_do,
+)
+TRANSPOSED_WEIGHTS = Variant(  # torchao's only config on NVIDIA, and those that the experiments of its pull requests list
+    "baseline",
+    run_atomic,
+    TileConfig,
+    constant({"rows": (64, 128), "cols": (64, 128), "warps": (4, 8), "stages": (4,)}),
+    tile_valid,
+    tile_default,
+    atomics_pass_nan_over,
+)
+TRANSPOSED_WEIGHTS_BY_REDUCTION = Variant(  # torchao's configs, and half their pipeline
+    "reduction",
+    run_reduction,
+    TileConfig,
+    constant({"rows": (64,), "cols": (64, 128), "warps": (4, 8), "stages": (3, 6)}),
+    tile_valid,
+    reduction_default,
+    nothing_to_do,
+)
+GROUPS = Variant("baseline", run_group, TileConfig, _GROUP_SPACE, tile_valid, _GROUP_DEFAULT, nothing_to_do)
+TWO_OF_GROUPS = Variant("baseline", run_dual, TileConfig, _GROUP_SPACE, tile_valid, _GROUP_DEFAULT, nothing_to_do)

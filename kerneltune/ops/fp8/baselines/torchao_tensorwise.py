@@ -14,12 +14,13 @@ import torch
 import triton
 import triton.language as tl
 
+from kerneltune.kernel_lib.functions import constant
 from kerneltune.kernel_lib.tl_lib import FP8_MAX, amax_to_scale, magnitude_to_fp32, to_fp8, wide
 from kerneltune.ops.fp8.baselines.torchao import nothing_to_do
 from kerneltune.ops.fp8.contract import FP8
 from kerneltune.ops.fp8.kernels.tensorwise import finite, finite_magnitude
 from kerneltune.rounding import cdiv, next_power_of_2
-from kerneltune.spec import Case, Inputs, Outputs, Space, Variant
+from kerneltune.spec import Inputs, Outputs, Variant
 
 _LANES = 1024
 """Blocks of which a program takes the maximum at a time."""
@@ -204,17 +205,11 @@ def _staged(
     return amax
 
 
-def space(_case: Case) -> Space:
-    """Offer the pull request's configs on NVIDIA."""
-    return {"block": (8192, 4096, 2048), "warps": (4,)}
-
-
-def default(_case: Case) -> FlatConfig:
-    """Return the first of the pull request's configs."""
-    return FlatConfig(block=8192, warps=4)
-
+_SPACE = constant({"block": (8192, 4096, 2048), "warps": (4,)})
+"""The pull request's configs on NVIDIA, of which the default is the first."""
+_DEFAULT = constant(FlatConfig(block=8192, warps=4))
 
 VARIANTS = (
-    Variant("baseline", run, FlatConfig, space, default=default, unsupported=nothing_to_do),
-    Variant("staged", run_staged, FlatConfig, space, default=default, unsupported=nothing_to_do),
+    Variant("baseline", run, FlatConfig, _SPACE, default=_DEFAULT, unsupported=nothing_to_do),
+    Variant("staged", run_staged, FlatConfig, _SPACE, default=_DEFAULT, unsupported=nothing_to_do),
 )

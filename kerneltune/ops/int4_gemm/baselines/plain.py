@@ -41,44 +41,24 @@ class PlainConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class SplitConfig:
-    """How a product is computed by several programs per tile.
+class SplitConfig(PlainConfig):
+    """How a product is computed by several programs per tile: `PlainConfig`, and one knob.
 
     Attributes:
-        tokens: rows of a tile of x.
-        rows: of a tile of w.
-        depth: k of both tiles.
-        warps: of a program.
-        stages: of the load pipeline.
         splits: programs that share a tile's k.
     """
 
-    tokens: int
-    rows: int
-    depth: int
-    warps: int
-    stages: int
     splits: int
 
 
 @dataclass(frozen=True, slots=True)
-class StreamConfig:
-    """How a product is computed by programs with equal parts of all work.
+class StreamConfig(PlainConfig):
+    """How a product is computed by programs with equal parts of all work: `PlainConfig`, and one knob.
 
     Attributes:
-        tokens: rows of a tile of x.
-        rows: of a tile of w.
-        depth: k of both tiles.
-        warps: of a program.
-        stages: of the load pipeline.
         ctas: programs per SM.
     """
 
-    tokens: int
-    rows: int
-    depth: int
-    warps: int
-    stages: int
     ctas: int
 
 
@@ -217,9 +197,7 @@ def run_streamk(inputs: Inputs, c: StreamConfig) -> Outputs:
     return {"y": y}
 
 
-def _arguments(
-    inputs: Inputs, c: PlainConfig | SplitConfig | StreamConfig
-) -> tuple[tuple[torch.Tensor, ...], dict[str, Any], torch.Tensor, int]:
+def _arguments(inputs: Inputs, c: PlainConfig) -> tuple[tuple[torch.Tensor, ...], dict[str, Any], torch.Tensor, int]:
     """Return the inputs of a kernel, its tile, y, and the count of tiles."""
     x, (codes, scales, zeros), bias = inputs["x"], inputs["forms"].plain, inputs.get("bias")
     N, M = x.shape[0], codes.shape[0]
@@ -254,7 +232,7 @@ def stream_space(case: Case) -> Space:
     return {**baseline_space(case), "ctas": (1, 2, 4)}
 
 
-def valid(case: Case, config: PlainConfig | SplitConfig | StreamConfig) -> str | None:
+def valid(case: Case, config: PlainConfig) -> str | None:
     """Say why a config cannot run, or cannot be worth running."""
     if group_size(case) % config.depth or case["K"] % config.depth:
         return f"tiles of {config.depth} k in groups of {group_size(case)}"

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from kerneltune.device import sm_count
+from kerneltune.kernel_lib.functions import constant
 from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX, quantize, reciprocal, wide
 from kerneltune.ops.rmsnorm.contract import EPS
 from kerneltune.rounding import cdiv, next_power_of_2
@@ -284,26 +285,11 @@ def run_pr593_bwd(inputs: Inputs, config: TeBwdConfig) -> Outputs:
     return _bwd(inputs, config, pr593=True)
 
 
-def _baseline_fwd_space(_case: Case) -> Space:
-    """Offer 4, 8 and 16 warps; the published list's waves_per_eu exists on AMD only."""
-    return {"warps": (4, 8, 16)}
-
-
 def _pr593_fwd_space(case: Case) -> Space:
     """Offer what was published; the transpose tile matters under fp8_t only."""
     if case.quant != "fp8_t":
         return {"warps": (4, 8, 16), "tile_rows": (64,), "tile_cols": (64,), "tile_warps": (4,)}
     return {"warps": (4, 8, 16), "tile_rows": (32, 64, 128), "tile_cols": (64, 128), "tile_warps": (4, 8)}
-
-
-def _baseline_bwd_space(_case: Case) -> Space:
-    """Offer the one published config."""
-    return {"warps": (8,), "reduce_rows": (128,), "reduce_cols": (64,), "reduce_warps": (4,)}
-
-
-def _pr593_bwd_space(_case: Case) -> Space:
-    """Offer what was published."""
-    return {"warps": (4, 8, 16), "reduce_rows": (64, 128, 256), "reduce_cols": (64, 128), "reduce_warps": (4, 8)}
 
 
 _TRANSPOSE_TILES = {(32, 64, 4), (64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 128, 8), (64, 64, 8)}
@@ -327,23 +313,41 @@ def _nothing_to_do(case: Case) -> str | None:
     return "no rows" if case["M"] == 0 else None
 
 
-def _default_fwd(_case: Case) -> TeFwdConfig:
-    return TeFwdConfig(8)
-
-
-def _default_pr593_fwd(_case: Case) -> TePr593FwdConfig:
-    return TePr593FwdConfig(8, 64, 64, 4)
-
-
-def _default_bwd(_case: Case) -> TeBwdConfig:
-    return TeBwdConfig(8, 128, 64, 4)
-
-
 FORWARD = (
-    Variant("baseline", run_baseline_fwd, TeFwdConfig, _baseline_fwd_space, default=_default_fwd, unsupported=_nothing_to_do),
-    Variant("pr593", run_pr593_fwd, TePr593FwdConfig, _pr593_fwd_space, _pr593_fwd_valid, _default_pr593_fwd, _nothing_to_do),
+    Variant(
+        "baseline",
+        run_baseline_fwd,
+        TeFwdConfig,
+        constant({"warps": (4, 8, 16)}),  # the published list's waves_per_eu exists on AMD only
+        default=constant(TeFwdConfig(8)),
+        unsupported=_nothing_to_do,
+    ),
+    Variant(
+        "pr593",
+        run_pr593_fwd,
+        TePr593FwdConfig,
+        _pr593_fwd_space,
+        _pr593_fwd_valid,
+        constant(TePr593FwdConfig(8, 64, 64, 4)),
+        _nothing_to_do,
+    ),
 )
 BACKWARD = (
-    Variant("baseline", run_baseline_bwd, TeBwdConfig, _baseline_bwd_space, default=_default_bwd, unsupported=_nothing_to_do),
-    Variant("pr593", run_pr593_bwd, TeBwdConfig, _pr593_bwd_space, _pr593_bwd_valid, _default_bwd, _nothing_to_do),
+    Variant(
+        "baseline",
+        run_baseline_bwd,
+        TeBwdConfig,
+        constant({"warps": (8,), "reduce_rows": (128,), "reduce_cols": (64,), "reduce_warps": (4,)}),
+        default=constant(TeBwdConfig(8, 128, 64, 4)),
+        unsupported=_nothing_to_do,
+    ),
+    Variant(
+        "pr593",
+        run_pr593_bwd,
+        TeBwdConfig,
+        constant({"warps": (4, 8, 16), "reduce_rows": (64, 128, 256), "reduce_cols": (64, 128), "reduce_warps": (4, 8)}),
+        _pr593_bwd_valid,
+        constant(TeBwdConfig(8, 128, 64, 4)),
+        _nothing_to_do,
+    ),
 )
