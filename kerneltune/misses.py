@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kerneltune.device import INTERPRETER
+from kerneltune.files import read_text
 from kerneltune.spec import Case
 
 _STRICT = "KERNELTUNE_STRICT"
@@ -107,16 +108,13 @@ def read(path: Path) -> list[Miss]:
     Raises:
         ValueError: one line naming the file, the line and what is wrong with it.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'not UTF-8'}") from error
+    lines = read_text(path).splitlines()
     found: dict[Miss, None] = {}
     for number, line in enumerate(lines, start=1):
         try:
             row: dict[str, Any] = json.loads(line)
             wrong = next((name for name, kind in _FIELDS.items() if not _good(row.get(name), kind)), None)
-        except (json.JSONDecodeError, RecursionError, AttributeError):
+        except (ValueError, RecursionError, AttributeError):
             raise ValueError(f"{path}:{number}: not a miss: {line[:80]!r}") from None
         if wrong is not None:
             raise ValueError(f"{path}:{number}: {wrong}: {row.get(wrong)!r}: expected {_FIELDS[wrong]}")

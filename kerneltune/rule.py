@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kerneltune import device
+from kerneltune.files import read_text
 from kerneltune.rounding import next_power_of_2
 from kerneltune.spec import Case
 
@@ -283,8 +284,8 @@ def _by_architecture(root: Path, op: str) -> list[str]:
 
 def _arch(path: Path) -> str:
     try:
-        return str(json.loads(path.read_text(encoding="utf-8"))["fitted"]["arch"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return str(json.loads(read_text(path, MOST_BYTES))["fitted"]["arch"])
+    except (ValueError, KeyError, TypeError, RecursionError):
         return ""
 
 

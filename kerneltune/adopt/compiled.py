@@ -1,7 +1,7 @@
 """Compiled kernels of the chosen configs, kept beside a table, so that a process with an empty Triton cache compiles nothing.
 
 Entries of Triton's disk cache are copied; their names are hashes of source, options, GPU and Triton, so that an entry that does
-not fit is never found. Imports the standard library.
+not fit is never found. Code for this process, as Triton keeps it of launchers, is not copied. Imports the standard library.
 """
 
 import base64
@@ -14,6 +14,8 @@ from pathlib import Path
 
 FOLDER = "compiled"
 _GROUP = "__grp__"
+_DATA = frozenset((".json", ".ttir", ".ttgir", ".llir", ".ptx", ".cubin", ".amdgcn", ".hsaco", ".source"))
+"""Kinds of files that are copied: code of a GPU and texts, never a library that Triton would load into this process."""
 
 
 def entry_name(digest: str) -> str:
@@ -57,10 +59,10 @@ def _copy(entry: Path, target: Path) -> None:
     part = Path(tempfile.mkdtemp(prefix=".part-", dir=target.parent))
     try:
         for file in entry.iterdir():
-            if file.is_file() and file.name != "lock":
+            if file.is_file() and file.suffix in _DATA:
                 if file.name.startswith(_GROUP):
                     paths = json.loads(file.read_text(encoding="utf-8"))["child_paths"]
-                    own = {name: str(target / name) for name in paths}
+                    own = {name: str(target / name) for name in paths if Path(name).name == name}
                     (part / file.name).write_text(json.dumps({"child_paths": own}), encoding="utf-8")
                 else:
                     shutil.copyfile(file, part / file.name)

@@ -3,7 +3,9 @@
 Imports the standard library; torch and triton are looked up among the modules that the program has loaded.
 """
 
+import json
 import sys
+from pathlib import Path
 from typing import Any
 
 PLAIN = (bool, int, float, str, type(None))
@@ -11,6 +13,22 @@ PLAIN = (bool, int, float, str, type(None))
 
 class NotRecordableError(ValueError):
     """A value that JSON cannot hold as data."""
+
+
+def read_json(path: Path, largest: int) -> Any:
+    """Return what a regular file of JSON holds; never waits for a pipe.
+
+    Raises:
+        ValueError: it cannot be read, has more than `largest` bytes, or is no JSON.
+    """
+    try:
+        if not path.is_file():
+            raise ValueError("no regular file" if path.exists() else "no such file")
+        if path.stat().st_size > largest:
+            raise ValueError(f"larger than {largest} bytes")
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, RecursionError) as error:
+        raise ValueError(getattr(error, "strerror", None) or "JSON: nested too deeply") from error
 
 
 def encode(value: Any) -> Any:

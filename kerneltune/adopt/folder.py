@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kerneltune.adopt.arguments import Argument, dtypes_of, from_json, sizes_of, to_json, total_bytes
+from kerneltune.adopt.encoding import read_json
 from kerneltune.adopt.kernels import KernelName
 
 FORMAT = 1
@@ -181,13 +182,8 @@ def read_class(folder: Path) -> LaunchClass:
     """
     path = folder / META
     try:
-        if path.stat().st_size > _LARGEST_META:
-            raise DamagedClassError(f"{path}: larger than {_LARGEST_META} bytes")
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        return _from_json(stored, folder.name)
-    except DamagedClassError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return _from_json(read_json(path, _LARGEST_META), folder.name)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedClassError(f"{path}: {type(error).__name__}: {' '.join(str(error).split())[:150]}") from None
 
 
@@ -271,13 +267,13 @@ def read_counts(root: Path, problems: list[str]) -> tuple[dict[str, Count], list
     said = []
     for path in sorted((root / LAUNCHES).glob("*.json")):
         try:
-            stored = json.loads(path.read_text(encoding="utf-8"))
+            stored = read_json(path, _LARGEST_META)
             for digest, (launches, time_us) in stored.pop("launches").items():
                 count = found.setdefault(digest, Count())
                 count.launches += int(launches)
                 if time_us is not None:
                     count.time_us = min(float(time_us), count.time_us or float("inf"))
             said.append(stored)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, OverflowError, KeyError, TypeError, AttributeError) as error:
             problems.append(f"skipped {path}: {type(error).__name__}: {str(error)[:100]}")
     return found, said

@@ -3,14 +3,16 @@
 Reads a capture and what tuning has stored below it; runs nothing. Imports folder, overview and table.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from kerneltune.adopt.encoding import read_json
 from kerneltune.adopt.folder import LaunchClass
 from kerneltune.adopt.kernels import config_label, stored_key
 from kerneltune.adopt.overview import Capture, left_out, omitted, unknown_keys
 from kerneltune.search.trials import SUFFIX, history
+
+_LARGEST = 256 << 20
 
 _SHOWN = 6
 
@@ -50,10 +52,10 @@ def _chosen_configs(root: Path) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for path in sorted((root / "served").glob("*.json")):
         try:
-            for kernel in json.loads(path.read_text(encoding="utf-8")).get("kernels", ()):
+            for kernel in read_json(path, _LARGEST).get("kernels", ()):
                 for row in (row for group in kernel["groups"] for row in group["rows"]):
                     found.setdefault(row["evidence"]["class"], set()).add(stored_key(row["configs"][0]))
-        except (OSError, ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             continue
     return found
 

@@ -12,9 +12,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kerneltune.adopt.encoding import read_json
+
 FORMAT = 1
 MANIFEST = "manifest.json"
-_LARGEST = 256 << 20
+_LARGEST, _LARGEST_MANIFEST = 256 << 20, 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +132,20 @@ def read_table(root: Path, device: str) -> ServingTable | None:
         if path.stat().st_size > _LARGEST:
             raise ValueError(f"larger than {_LARGEST} bytes")
         text = path.read_text(encoding="utf-8")
-        named = json.loads((path.parent / MANIFEST).read_text(encoding="utf-8"))["tables"].get(path.name)
+        named = _named(path.parent / MANIFEST, path.name)
         if named != digest_of(text):
             raise ValueError(f"SHA-256 {digest_of(text)[:12]}…, {MANIFEST} beside it names {str(named)[:12]}…")
         return _from_json(json.loads(text), digest_of(text))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())[:200]}") from None
+
+
+def _named(manifest: Path, table: str) -> object:
+    """Return the SHA-256 that a manifest names for a table."""
+    try:
+        return read_json(manifest, _LARGEST_MANIFEST)["tables"].get(table)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{MANIFEST} beside it: {type(error).__name__}: {str(error)[:100]}") from error
 
 
 def _from_json(stored: Mapping[str, Any], digest: str) -> ServingTable:

@@ -5,13 +5,15 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from kerneltune.files import RESULTS
+from kerneltune.files import RESULTS, read_bytes
 from kerneltune.spec import PLUGINS
 
 FAMILY = "KERNELTUNE_FAMILY"
 """Environment variable: the family of a command that names none."""
 _FOLDERS = {"results": RESULTS, "configs": "KERNELTUNE_CONFIGS"}
 _FILE = Path("pyproject.toml")
+_LARGEST = 1 << 20
+"""Bytes of the largest file that is read."""
 
 
 def apply() -> None:
@@ -37,14 +39,15 @@ def apply() -> None:
 
 def _table() -> dict[str, Any]:
     try:
-        with _FILE.open("rb") as file:
-            tools = tomllib.load(file).get("tool", {})
-    except FileNotFoundError:
+        text = read_bytes(_FILE, _LARGEST).decode(errors="surrogateescape")
+    except ValueError:
         return {}
-    except (OSError, ValueError) as error:  # another tool's business, unless it names us
-        if "kerneltune" not in (_FILE.read_text(errors="replace") if _FILE.is_file() else ""):
+    try:
+        tools = tomllib.loads(text).get("tool", {})
+    except (ValueError, RecursionError) as error:  # another tool's business, unless it names us
+        if "kerneltune" not in text:
             return {}
-        raise ValueError(f"{_FILE}: {error}") from error
+        raise ValueError(f"{_FILE}: {str(error)[:120]}") from error
     found = tools.get("kerneltune", {}) if isinstance(tools, dict) else {}
     if not isinstance(found, dict):
         raise ValueError(f"{_FILE}: tool.kerneltune: {found!r}: expected a table")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kerneltune.errors import unknown
-from kerneltune.files import replace_text
+from kerneltune.files import read_text, replace_text
 from kerneltune.measuring.assembly import Access, Fact, Kernel, typical_bits
 from kerneltune.measuring.occupancy import LIMITS, resident
 
@@ -85,13 +85,11 @@ def load(path: Path) -> Survey:
         ValueError: one line naming the file, the line or row, and what is wrong.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+        data = json.loads(read_text(path))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{error.lineno}: JSON: {error.msg} at column {error.colno}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: JSON: not readable as UTF-8") from error
+    except (ValueError, RecursionError) as error:  # an integer of more digits than Python reads
+        raise ValueError(f"{path}: JSON: {str(error)[:120]}") from error
     if not isinstance(data, dict) or data.get("schema") != SCHEMA or not isinstance(data.get("rows"), list):
         raise ValueError(f"{path}: schema: expected an object of schema {SCHEMA} with rows, as `inspect --save` writes")
     rows = []

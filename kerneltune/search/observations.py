@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kerneltune.files import replace_bytes
+from kerneltune.files import opened, replace_bytes
 from kerneltune.spec import Case, Op, Option
 
 SUFFIX = ".csv.gz"
@@ -108,12 +108,12 @@ def read(path: Path, op: Op) -> Observed:
     if not path.exists():
         return Observed()
     try:
-        with gzip.open(path) as file:
+        with opened(path) as packed, gzip.open(packed) as file:
             content = file.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
             raise ValueError(f"{path}: file: more than {_MOST_BYTES >> 20} MiB unpacked")
         lines = content.decode().splitlines()
-        head = json.loads(lines[0].removeprefix("# "))
+        head = _head(path, lines[0])
         if (head["schema"], head["op"], tuple(head["axes"])) != (SCHEMA, op.name, op.axes):
             raise ValueError(f"{path}:1: header: expected schema {SCHEMA} of {op.name} with the axes {', '.join(op.axes)}")
         columns = [*_FIXED, *op.axes, *head["options"], *head["knobs"]]
@@ -124,19 +124,28 @@ def read(path: Path, op: Op) -> Observed:
         runs = tuple({str(name): str(text) for name, text in run.items()} for run in head["runs"])
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'not a gzipped text'}") from error
-    except (json.JSONDecodeError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}:1: header: not that of observations") from error
     rows = []
     for number, row in enumerate(csv.reader(lines[2:]), start=3):
         try:
             rows.append(_observation(row, op, head, len(runs)))
-        except (ValueError, KeyError, StopIteration) as error:
+        except (ValueError, KeyError) as error:
             raise ValueError(f"{path}:{number}: not an observation: {','.join(row)[:80]!r}") from error
     return Observed(runs, tuple(rows))
 
 
+def _head(path: Path, line: str) -> Any:
+    try:
+        return json.loads(line.removeprefix("# "))
+    except (ValueError, RecursionError) as error:  # an integer of more digits than Python reads is a mere ValueError
+        raise ValueError(f"{path}:1: header: not that of observations") from error
+
+
 def _observation(row: Sequence[str], op: Op, head: Mapping[str, Any], runs: int) -> Observation:
     """Read a row by the places of its cells: a knob may be called as a column is."""
+    if len(row) != len(_FIXED) + len(op.axes) + len(head["options"]) + len(head["knobs"]):
+        raise ValueError(f"{len(row)} cells")
     cells = iter(row)
     fixed = {name: next(cells) for name in _FIXED}
     axes = tuple((axis, int(next(cells))) for axis in op.axes)

@@ -1,21 +1,30 @@
 """Mutated real files for every reader of data: no exception but a ValueError of one line, and no file is written or removed."""
 
 import gzip
+import hashlib
 import json
 import os
 import string
+import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
+from bench_jobs import CASE, OPS, VARIANT, Knobs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kerneltune import cache as configs
-from kerneltune import exchange, ops, records, rule, sweep
-from kerneltune.search import spaces
+from kerneltune import exchange, misses, ops, records, rule, sweep
+from kerneltune.adopt import folder as capture
+from kerneltune.adopt import table
+from kerneltune.cli import settings as settings_file
+from kerneltune.inspection import static
+from kerneltune.search import observations, spaces, trials
+from kerneltune.workloads import model_config
 
 REPO = Path(__file__).parents[2]
 SHIPPED = REPO / "configs" / "nvidia_h200"
@@ -40,6 +49,51 @@ def _cache(path: Path) -> None:
     configs.load_strict(path)
 
 
+def _class(path: Path) -> None:
+    capture.read_class(path.parent)
+
+
+def _counts(path: Path) -> None:
+    problems: list[str] = []
+    capture.read_counts(path.parent.parent, problems)
+    if problems:
+        raise ValueError(problems[0])
+
+
+def _table(path: Path) -> None:
+    manifest = {"format": 1, "tables": {path.name: hashlib.sha256(path.read_bytes()).hexdigest()}}
+    (path.parent / table.MANIFEST).write_text(json.dumps(manifest))
+    try:
+        table.read_table(path.parent.parent, path.stem)
+    finally:
+        (path.parent / table.MANIFEST).unlink()
+
+
+def _manifest(path: Path) -> None:
+    served = path.parent / "nvidia_h200.json"
+    served.write_text(SERVED)
+    try:
+        table.read_table(path.parent.parent, "nvidia_h200")
+    finally:
+        served.unlink()
+
+
+def _observations(path: Path) -> None:
+    observations.read(path, operators()["fp8_gemm"])  # type: ignore[arg-type]
+
+
+def _model(path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "transformers", None)  # takes seconds to import
+        model_config.read(path)
+
+
+def _settings(path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "environ", dict(os.environ))
+        settings_file.apply()
+
+
 def _import(path: Path) -> None:
     exchange.read(path, operators()["rmsnorm_bwd"])  # type: ignore[arg-type]
 
@@ -60,10 +114,85 @@ def seed(kind: str) -> bytes:
     if kind == "space":
         (path, *_) = sorted((REPO / "results" / "nvidia_h200" / "spaces").glob("*.csv.gz"), key=os.path.getsize)
         return b"".join(gzip.decompress(path.read_bytes()).splitlines(keepends=True)[:40])
+    if kind == "observations":
+        path = REPO / "results" / "nvidia_h200" / "observations" / "fp8_gemm.csv.gz"
+        return b"".join(gzip.decompress(path.read_bytes()).splitlines(keepends=True)[:40])
+    if kind == "trials":
+        return _journal()
+    if kind in TEXTS:
+        return TEXTS[kind].encode()
     op = operators()["rmsnorm_bwd"]
     entries = configs.load_strict(SHIPPED / "rmsnorm_bwd.json")[:3]
     writer = exchange.WRITERS["json" if kind == "table" else "python"]
     return next(iter(writer(op, "nvidia_h200", entries, {}).values())).encode()  # type: ignore[arg-type]
+
+
+CONFIG = {"kwargs": {"BLOCK": 64}, "num_warps": 4, "num_stages": 3, "pre_hook": False}
+SERVED = json.dumps(
+    {
+        "format": 1, "device": "nvidia_h200", "versions": {"triton": "3.7.1"}, "digest": "",
+        "kernels": [
+            {
+                "module": "a.b", "name": "k", "source": "12", "bytecode": "34", "configs": "56", "package": "1.0", "keys": ["M"],
+                "groups": [
+                    {
+                        "key": [8], "dtypes": ["bfloat16"], "split": ["x.0"],
+                        "rows": [{"sizes": {"x.0": 8}, "configs": [CONFIG], "evidence": {"class": "0123456789abcdef"}}],
+                    }
+                ],
+                "portfolio": [CONFIG],
+            }
+        ],
+    }
+)  # fmt: skip
+"""A table of one kernel, as tuning a capture writes it."""
+TEXTS = {
+    "served": SERVED,
+    "manifest": json.dumps({"format": 1, "tables": {"nvidia_h200.json": hashlib.sha256(SERVED.encode()).hexdigest()}}),
+    "counts": '{"format": 1, "launches": {"0123456789abcdef": [3, 12.5], "f": [1, null]}, "refused": {"a.k": "why"}, "made": {}}',
+    "settings": '[project]\nname = "x"\n[tool.kerneltune]\nplugins = ["a", "b.py"]\nresults = "r"\nfamily = "rmsnorm"\n',
+    "misses": '{"op":"stream","variant":"optimized","device":"nvidia_h200","axes":{"read":8,"write":8},"dtype":"int32",'
+    '"quant":"none","options":{"a":1},"policy":"cold"}\n' * 2,
+    "model": json.dumps(
+        {
+            "model_type": "deepseek_v3", "hidden_size": 7168, "num_attention_heads": 128, "num_key_value_heads": 128,
+            "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256, "num_experts_per_tok": 8,
+            "n_shared_experts": 1, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
+            "v_head_dim": 128, "first_k_dense_replace": 3, "rms_norm_eps": 1e-6, "torch_dtype": "bfloat16",
+        }
+    ),
+    "survey": json.dumps({"schema": 1, "triton": "3.7.1", "rows": []}),
+    "class": json.dumps(
+        {
+            "format": 1, "digest": "0123456789abcdef", "kernel": {"module": "a.b", "name": "k"}, "file": "b.py", "source": "12",
+            "bytecode": "34", "configs": "56", "list_size": 1, "device": "nvidia_h200", "versions": {"triton": "3.7.1"},
+            "keys": ["M"], "key": [8],
+            "arguments": [
+                {
+                    "name": "x", "kind": "tensor", "value": None, "block": [], "is_positional": True,
+                    "tensor": {
+                        "dtype": "bfloat16", "shape": [8, 4], "stride": [4, 1], "storage": 0, "offset": 0, "element_bytes": 2,
+                        "is_whole": False,
+                    },
+                },
+                {"name": "M", "kind": "value", "value": 8, "tensor": None, "block": [], "is_positional": True},
+            ],
+            "candidates": [{"config": CONFIG, "is_author": True, "grid": [1], "heuristics": {}, "problem": ""}],
+            "storages": [{"kept": "missing"}], "reset": [], "restored": [], "in_graph": False, "choice": None, "problem": "",
+        }
+    ),
+}  # fmt: skip
+"""Small files of kinds that the repository has none of."""
+
+
+def _journal() -> bytes:
+    """Return a trial journal of two evaluations."""
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "f.log"
+        store = trials.TrialStore(path, source_hash="abc")
+        for n, evaluation in enumerate((trials.Evaluation("ok", 10.0), trials.Evaluation("failed", detail="why"))):
+            store.put(OPS[0], CASE, VARIANT, "cold", Knobs("run", n), evaluation)
+        return path.read_bytes()
 
 
 READERS: dict[str, tuple[str, Callable[[Path], object], int]] = {
@@ -74,6 +203,16 @@ READERS: dict[str, tuple[str, Callable[[Path], object], int]] = {
     "space": ("f.csv.gz", spaces.read, 500),
     "table": ("f.json", _import, 400),
     "source": ("f.py", _import, 300),
+    "observations": ("f.csv.gz", _observations, 300),
+    "trials": ("f.log", trials.history, 150),
+    "model": ("f.json", _model, 300),
+    "misses": ("f.jsonl", misses.read, 300),
+    "survey": ("f.json", static.load, 300),
+    "settings": ("pyproject.toml", _settings, 300),
+    "class": ("0123456789abcdef/class.json", _class, 400),
+    "counts": ("launches/f.json", _counts, 300),
+    "served": ("served/nvidia_h200.json", _table, 400),
+    "manifest": ("served/manifest.json", _manifest, 200),
 }
 """Kind of file: its name, its reader, and how many mutations are tried in every run."""
 
@@ -109,7 +248,7 @@ def mutated(data: bytes, changes: list[Change]) -> bytes:
 
 def listing(folder: Path) -> list[tuple[str, int, int]]:
     found = [(path, path.lstat()) for path in sorted(folder.rglob("*"))]
-    return [(str(path), status.st_size, status.st_mtime_ns) for path, status in found]
+    return [(str(path), *((0, 0) if path.is_dir() else (status.st_size, status.st_mtime_ns))) for path, status in found]
 
 
 def read_mutations(kind: str, count: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +264,7 @@ def read_mutations(kind: str, count: int, folder: Path, monkeypatch: pytest.Monk
     begun = seed(kind)
 
     def save(data: bytes) -> None:
-        path.write_bytes(gzip.compress(data, 1) if kind == "space" else data)
+        path.write_bytes(gzip.compress(data, 1) if name.endswith(".gz") else data)
 
     save(begun)
     reader(path)  # as it is it is good
@@ -140,7 +279,8 @@ def read_mutations(kind: str, count: int, folder: Path, monkeypatch: pytest.Monk
                 warnings.simplefilter("ignore")
                 reader(path)
         except ValueError as error:
-            assert type(error) is ValueError
+            assert type(error) in (ValueError, capture.DamagedClassError)
+            assert path.name in str(error)
             assert str(error)
             assert not set(str(error)) & set("\n\r\x1b\x00"), repr(str(error))
             str(error).encode()  # no lone surrogate

@@ -26,6 +26,16 @@ def test_compiled_kernels_reach_an_empty_cache_with_their_new_paths(tmp_path: Pa
     assert (found / "k.cubin").read_bytes() == b"\x7fELF"
 
 
+def test_compiled_kernels_bring_no_library_and_no_path_outside(tmp_path: Path) -> None:
+    hostile = entry(tmp_path / "tuned" / FOLDER, "ABC")
+    (hostile / "cuda_utils.so").write_bytes(b"\x7fELF")
+    (hostile / "__grp__k.json").write_text(json.dumps({"child_paths": {"../../x.so": "/x.so", "k.cubin": "/k"}}))
+    give(tmp_path / "tuned", tmp_path / "new")
+    found = tmp_path / "new" / "ABC"
+    assert sorted(file.name for file in found.iterdir()) == ["__grp__k.json", "k.cubin"]
+    assert json.loads((found / "__grp__k.json").read_text()) == {"child_paths": {"k.cubin": str(found / "k.cubin")}}
+
+
 def test_compiled_kernels_that_the_cache_has_stay(tmp_path: Path) -> None:
     entry(tmp_path / "old", "ABC")
     keep(tmp_path / "tuned", ["ABC"], tmp_path / "old")
