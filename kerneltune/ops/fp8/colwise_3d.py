@@ -12,7 +12,7 @@ from kerneltune.kernel_lib.functions import run_of, torch_operator
 from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.ops.fp8 import contract, peers
 from kerneltune.ops.fp8.baselines import torchao
-from kerneltune.ops.fp8.contract import CONTRACT, FP8, OPTIONS, TUNED, Cast, Pair, check_weights, fp8_dtype
+from kerneltune.ops.fp8.contract import CAST, FP8, TUNED, Cast, Pair, check_weights, fp8_dtype
 from kerneltune.ops.fp8.kernels.rows import cast_rows
 from kerneltune.ops.fp8.rowwise_2d import RowConfig, default, space, valid
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
@@ -80,8 +80,6 @@ OP = Op(
     name="fp8_colwise_3d",
     axes=("E", "K", "N"),
     free_axes=("E", "N"),
-    options=OPTIONS,
-    free_options=tuple(OPTIONS),
     reference=reference,
     traffic=traffic,
     variants=(
@@ -90,6 +88,6 @@ OP = Op(
         *peers.COLUMNS_OF_WEIGHTS,
     ),
     module=__name__,
-    **CONTRACT,
+    **CAST,
 )
 _choose = cache.Chooser.of(OP, OP.variant("optimized"))

@@ -37,10 +37,10 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
 GROUP_OPTIONS: dict[str, tuple[Option, ...]] = {**OPTIONS, "groups": ("balanced", "zipf", "ragged")}
 """The options of token groups: beside those of any cast how unequal the groups are."""
 
-TUNED: tuple[tuple[str, Option], ...] = (("fp8_format", "e4m3"), ("pow2", True), ("inverse", False), ("special", False))
+TUNED: tuple[tuple[str, Option], ...] = tuple((name, values[0]) for name, values in OPTIONS.items())
 """The options under which configs are looked up. Only pow2 may change which is best: without it tensor-wise casts read twice."""
 
-TUNED_GROUPS: tuple[tuple[str, Option], ...] = (*TUNED, ("groups", "balanced"))
+TUNED_GROUPS: tuple[tuple[str, Option], ...] = tuple((name, values[0]) for name, values in GROUP_OPTIONS.items())
 """The options under which configs of token groups are looked up: the host does not know the sizes of the groups."""
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -144,6 +144,12 @@ CONTRACT: dict[str, Any] = {
     "compare": compare,
 }
 """The fields of `Op` that all casts share."""
+
+CAST: dict[str, Any] = {**CONTRACT, "options": OPTIONS, "free_options": tuple(OPTIONS)}
+"""The fields of `Op` that casts of matrices and weights with a scale per row or column share."""
+
+GROUP_CAST: dict[str, Any] = {**CONTRACT, "options": GROUP_OPTIONS, "free_options": tuple(GROUP_OPTIONS)}
+"""The fields of `Op` that casts of token groups with a scale per row or column share."""
 
 
 @dataclass(frozen=True, slots=True)

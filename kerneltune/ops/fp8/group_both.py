@@ -15,7 +15,7 @@ from kerneltune.kernel_lib.functions import run_of, torch_operator
 from kerneltune.kernel_lib.groups import aligned_size
 from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.ops.fp8 import contract, group_colwise, peers, rowwise_2d
-from kerneltune.ops.fp8.contract import CONTRACT, GROUP_OPTIONS, TUNED_GROUPS, Cast, check_offs, fp8_dtype
+from kerneltune.ops.fp8.contract import GROUP_CAST, TUNED_GROUPS, Cast, check_offs, fp8_dtype
 from kerneltune.ops.fp8.kernels.both import TILE_ROWS, cast_into_both
 from kerneltune.ops.fp8.rowwise_3d_both import MANY_ROWS, BothConfig, BothLayouts, by_rule, space, valid
 from kerneltune.rounding import next_power_of_2
@@ -109,8 +109,6 @@ OP = Op(
     name="fp8_group_both",
     axes=("M", "K", "G"),
     free_axes=("M", "G"),
-    options=GROUP_OPTIONS,
-    free_options=tuple(GROUP_OPTIONS),
     reference=reference,
     traffic=traffic,
     variants=(
@@ -119,6 +117,6 @@ OP = Op(
         *peers.BOTH_OF_GROUPS,
     ),
     module=__name__,
-    **CONTRACT,
+    **GROUP_CAST,
 )
 _choose = cache.Chooser.of(OP, OP.variant("optimized"))

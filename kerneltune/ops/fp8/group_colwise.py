@@ -14,7 +14,7 @@ from kerneltune.kernel_lib.groups import aligned_size
 from kerneltune.kernel_lib.launch import on_its_device, too_much_shared
 from kerneltune.ops.fp8 import contract, peers
 from kerneltune.ops.fp8.baselines import torchao
-from kerneltune.ops.fp8.contract import CONTRACT, GROUP_OPTIONS, TUNED_GROUPS, Cast, Pair, check_offs, fp8_dtype
+from kerneltune.ops.fp8.contract import GROUP_CAST, TUNED_GROUPS, Cast, Pair, check_offs, fp8_dtype
 from kerneltune.ops.fp8.kernels.columns import cast_columns
 from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
 
@@ -147,8 +147,6 @@ OP = Op(
     name="fp8_group_colwise",
     axes=("M", "N", "G"),
     free_axes=("M", "G"),
-    options=GROUP_OPTIONS,
-    free_options=tuple(GROUP_OPTIONS),
     reference=reference,
     traffic=traffic,
     variants=(
@@ -157,6 +155,6 @@ OP = Op(
         *peers.GROUPS,
     ),
     module=__name__,
-    **CONTRACT,
+    **GROUP_CAST,
 )
 _choose = cache.Chooser.of(OP, OP.variant("optimized"))

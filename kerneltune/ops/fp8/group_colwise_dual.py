@@ -12,7 +12,7 @@ from kerneltune.kernel_lib.functions import run_of, torch_operator
 from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.ops.fp8 import contract, peers
 from kerneltune.ops.fp8.baselines import torchao
-from kerneltune.ops.fp8.contract import CONTRACT, GROUP_OPTIONS, TUNED_GROUPS, Cast, Pair, check_offs
+from kerneltune.ops.fp8.contract import GROUP_CAST, TUNED_GROUPS, Cast, Pair, check_offs
 from kerneltune.ops.fp8.group_colwise import GroupConfig, default, empty_results, space, valid
 from kerneltune.ops.fp8.kernels.columns import cast_columns
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
@@ -88,8 +88,6 @@ OP = Op(
     name="fp8_group_colwise_dual",
     axes=("M", "N1", "N2", "G"),
     free_axes=("M", "G"),
-    options=GROUP_OPTIONS,
-    free_options=tuple(GROUP_OPTIONS),
     reference=reference,
     traffic=traffic,
     variants=(
@@ -105,6 +103,6 @@ OP = Op(
         *peers.TWO_OF_GROUPS,
     ),
     module=__name__,
-    **CONTRACT,
+    **GROUP_CAST,
 )
 _choose = cache.Chooser.of(OP, OP.variant("optimized"))

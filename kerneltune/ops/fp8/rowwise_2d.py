@@ -13,7 +13,7 @@ from kerneltune.kernel_lib.functions import run_of, torch_operator
 from kerneltune.kernel_lib.launch import on_its_device, too_much_shared
 from kerneltune.ops.fp8 import contract, peers
 from kerneltune.ops.fp8.baselines import torchao
-from kerneltune.ops.fp8.contract import CONTRACT, OPTIONS, TUNED, Cast, Pair, fp8_dtype
+from kerneltune.ops.fp8.contract import CAST, TUNED, Cast, Pair, fp8_dtype
 from kerneltune.ops.fp8.kernels.rows import cast_rows
 from kerneltune.rounding import cdiv, next_power_of_2
 from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
@@ -169,8 +169,6 @@ OP = Op(
     name="fp8_rowwise_2d",
     axes=("M", "K"),
     free_axes=("M",),
-    options=OPTIONS,
-    free_options=tuple(OPTIONS),
     reference=reference,
     traffic=traffic,
     variants=(
@@ -179,6 +177,6 @@ OP = Op(
         *peers.ROWS,
     ),
     module=__name__,
-    **CONTRACT,
+    **CAST,
 )
 _choose = cache.Chooser.of(OP, OP.variant("optimized"))

@@ -13,7 +13,7 @@ from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE
 from kerneltune.kernel_lib.functions import run_of, torch_operator
 from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.ops.fp8 import colwise_3d, contract, peers, rowwise_3d_transpose
-from kerneltune.ops.fp8.contract import CONTRACT, OPTIONS, TUNED, Cast, check_weights, fp8_dtype
+from kerneltune.ops.fp8.contract import CAST, TUNED, Cast, check_weights, fp8_dtype
 from kerneltune.ops.fp8.kernels.both import TILE_ROWS, abreast, cast_into_both
 from kerneltune.rounding import cdiv, next_power_of_2
 from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
@@ -193,8 +193,6 @@ OP = Op(
     name="fp8_rowwise_3d_both",
     axes=("E", "K", "N"),
     free_axes=("E",),
-    options=OPTIONS,
-    free_options=tuple(OPTIONS),
     reference=reference,
     traffic=traffic,
     variants=(
@@ -203,6 +201,6 @@ OP = Op(
         *peers.BOTH_OF_WEIGHTS,
     ),
     module=__name__,
-    **CONTRACT,
+    **CAST,
 )
 _choose = cache.Chooser.of(OP, OP.variant("optimized"))

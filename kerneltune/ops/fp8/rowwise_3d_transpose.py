@@ -12,7 +12,7 @@ from kerneltune.kernel_lib.functions import run_of, torch_operator
 from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.ops.fp8 import contract, peers
 from kerneltune.ops.fp8.baselines import torchao
-from kerneltune.ops.fp8.contract import CONTRACT, FP8, OPTIONS, TUNED, Cast, Pair, check_weights, fp8_dtype
+from kerneltune.ops.fp8.contract import CAST, FP8, TUNED, Cast, Pair, check_weights, fp8_dtype
 from kerneltune.ops.fp8.group_colwise import GroupConfig, default, space, valid
 from kerneltune.ops.fp8.kernels.columns import cast_columns
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
@@ -84,8 +84,6 @@ OP = Op(
     name="fp8_rowwise_3d_transpose",
     axes=("E", "K", "N"),
     free_axes=("E",),
-    options=OPTIONS,
-    free_options=tuple(OPTIONS),
     reference=reference,
     traffic=traffic,
     variants=(
@@ -95,6 +93,6 @@ OP = Op(
         *peers.TRANSPOSED_WEIGHTS,
     ),
     module=__name__,
-    **CONTRACT,
+    **CAST,
 )
 _choose = cache.Chooser.of(OP, OP.variant("optimized"))
