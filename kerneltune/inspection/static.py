@@ -84,8 +84,9 @@ def load(path: Path) -> Survey:
     Raises:
         ValueError: one line naming the file, the line or row, and what is wrong.
     """
+    text = read_text(path)
     try:
-        data = json.loads(read_text(path))
+        data = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{error.lineno}: JSON: {error.msg} at column {error.colno}") from error
     except (ValueError, RecursionError) as error:  # an integer of more digits than Python reads
