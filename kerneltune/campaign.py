@@ -13,18 +13,25 @@ from kerneltune import cells, device, records, sweep
 from kerneltune.files import cut_partial_line, replace_text
 from kerneltune.interrupts import hear_interrupts
 from kerneltune.measuring.check import CaseError, Checker, address_errors
-from kerneltune.measuring.compare import BrokenContextError, Ceiling, check_only, compare, config_values, make_record
-from kerneltune.measuring.compiler import TARGETS, CompilePool, CompileResult, Target
+from kerneltune.measuring.compare import (
+    CEILING_OP,
+    BrokenContextError,
+    Ceiling,
+    ceiling_case,
+    check_only,
+    compare,
+    config_values,
+    make_record,
+)
+from kerneltune.measuring.compiler import TARGETS, CompilePool, CompileResult, Target, compile_job
 from kerneltune.plan import Options, Progress, Selection, headline, load_plan, require_gpu, results_folder, wanted_variants
 from kerneltune.records import Key, Record
 from kerneltune.reporting import tables
-from kerneltune.reporting.ranks import rank_flips
+from kerneltune.reporting.tables import rank_flips
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.tuning.bench import CheckBench
 from kerneltune.tuning.cached import config_for
 from kerneltune.tuning.isolated import IsolatedBench, check_in_child, compare_apart
-from kerneltune.tuning.stage import CEILING_OP, ceiling_case, tune_entries
-from kerneltune.tuning.tuner import job
 
 _CHECKED_CONFIGS = 3
 _CHECK_TIMEOUT_S = 300.0
@@ -77,6 +84,8 @@ def run_sweep(ops: Mapping[str, Op], selection: Selection, options: Options, pro
             progress.note(f"failed its check: {what}{config}: {record.reason}")
     entries = [e for e in plan.bench if selection.takes(e)]
     if options.tune:
+        from kerneltune.tuning.stage import tune_entries
+
         tune_entries(ops, entries, selection, options, progress)
     journal = _journal(plan.family, options, "journal")
     try:
@@ -271,7 +280,7 @@ def _failures(
 
 def compile_ahead(work: Sequence[Configured], target: Target, workers: int | None) -> list[CompileResult]:
     """Compile what will be launched on all cores, so that launches find it in Triton's disk cache; the answers in order."""
-    jobs = [job(op, case, config, variant) for op, case, pairs in work for variant, config in pairs]
+    jobs = [compile_job(op, case, config, variant) for op, case, pairs in work for variant, config in pairs]
     with CompilePool(target, workers) as pool:
         return list(pool.compile(jobs))
 

@@ -13,6 +13,11 @@ from functools import cache
 from typing import Any
 
 INTERPRETER = "interpreter"
+SLOWDOWNS = {0x8: "hardware slowdown", 0x20: "software thermal"}
+"""Bits of NVML's clocks event reasons: heat, or the power brake. Rounds of times taken meanwhile are repeated.
+
+The power cap is none of them: long kernels hold a GPU at it all the time.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,3 +176,24 @@ def _driver_version() -> str:
 
     pynvml.nvmlInit()
     return str(pynvml.nvmlSystemGetDriverVersion())
+
+
+def nvml_handle() -> Any:
+    """Return NVML's handle of the GPU that torch runs on now.
+
+    NVML counts all GPUs of a host, whatever CUDA_VISIBLE_DEVICES says: a GPU is asked for by its id, never by torch's index.
+
+    Raises:
+        pynvml.NVMLError: no NVML, or it does not know the GPU.
+    """
+    import pynvml
+    import torch
+
+    pynvml.nvmlInit()
+    uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+    return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+
+
+def slowed_down(reasons: int) -> bool:
+    """Return whether NVML's clocks event reasons are such that a round is repeated."""
+    return any(reasons & bit for bit in SLOWDOWNS)

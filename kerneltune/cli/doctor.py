@@ -58,11 +58,11 @@ def nvml_lines() -> Iterator[Line]:
     """Clocks, throttling and other processes of the GPU."""
     import pynvml
 
-    from kerneltune import nvml
+    from kerneltune import device
     from kerneltune.inspection.health import gpu_lines
 
     try:
-        yield from gpu_lines(pynvml, nvml.handle(), os.getpid())
+        yield from gpu_lines(pynvml, device.nvml_handle(), os.getpid())
     except pynvml.NVMLError as error:
         yield "NVML", str(error), "clocks and throttling are unknown: a throttled round is not noticed"
 

@@ -6,7 +6,7 @@ Changes nothing and prints nothing. NVML is an argument, so that tests give thei
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kerneltune.nvml import SLOWDOWNS, slowed_down
+from kerneltune.device import SLOWDOWNS, slowed_down
 
 Line = tuple[str, str, str]
 """(what, found, what that means for the numbers; empty where it is as it should be)."""

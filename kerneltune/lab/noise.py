@@ -9,14 +9,13 @@ from itertools import islice
 
 import numpy as np
 
-from kerneltune.measuring.compiler import CompileJob, CompilePool, PendingCompile
+from kerneltune.measuring.compiler import CompileJob, CompilePool, PendingCompile, compile_job
 from kerneltune.plan import Options
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import Interval, Samples, deciles, median_interval, ratio_interval
 from kerneltune.tuning.bench import Measuring
 from kerneltune.tuning.isolated import ChildCrashedError
 from kerneltune.tuning.machines import Machines, empty_caches
-from kerneltune.tuning.tuner import job
 
 _REPEATS = 5
 
@@ -53,7 +52,7 @@ def disturbance(op: Op, case: Case, variant: Variant, config: Config, options: O
             if trial.time_us is None:
                 raise ValueError(f"{where}: {trial.status}: {trial.detail}")
             idle = _noise([time_twice(machines.bench, config) for _ in range(_REPEATS)])
-            compiling = _Compiling(machines.pool, [job(op, case, other, variant) for other in others])
+            compiling = _Compiling(machines.pool, [compile_job(op, case, other, variant) for other in others])
             busy_samples = []
             for _ in range(_REPEATS):
                 compiling.top_up()

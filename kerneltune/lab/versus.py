@@ -23,7 +23,7 @@ from kerneltune.files import replace_text
 from kerneltune.lab.journal import ContestJournal
 from kerneltune.lab.tuners import EXHAUSTIVE, HELION, SIDES, US, ContestTask, TunerResult, finalists, helion_version, unable
 from kerneltune.measuring.compare import commit, obstacle
-from kerneltune.measuring.compiler import TARGETS, CompilePool
+from kerneltune.measuring.compiler import TARGETS, CompilePool, compile_job
 from kerneltune.measuring.memory import release_memory
 from kerneltune.plan import Options, Progress, require_gpu, results_folder
 from kerneltune.processes import in_fresh_processes, start_server
@@ -37,7 +37,6 @@ from kerneltune.tuning.bench import SCREEN_SAMPLES, Measuring
 from kerneltune.tuning.candidates import Given, checked_space, narrowed
 from kerneltune.tuning.isolated import IsolatedBench, VariantName, split_cores
 from kerneltune.tuning.machines import empty_caches
-from kerneltune.tuning.tuner import job
 
 DEFAULT = "default config"
 BEST = "best of the space"
@@ -217,7 +216,7 @@ def _compile(op: Op, case: Case, variant: Variant, configs: Sequence[Config]) ->
     target = TARGETS.get(device.current().arch)
     if target is not None:
         with CompilePool(target) as pool:
-            list(pool.compile([job(op, case, config, variant) for config in configs]))
+            list(pool.compile([compile_job(op, case, config, variant) for config in configs]))
 
 
 def _line(

@@ -31,6 +31,7 @@ Untimed = tuple[str, str]
 
 SELF = "A/A"
 _CEILING = "ceiling"
+CEILING_OP = "stream"
 _TIMING = ("time_us", "gbps", "ceiling_gbps", "pct_ceiling", "ci_low_us", "ci_high_us", "n", "aa_floor", "p10_us", "p90_us")
 _BYTES_PER_TRAFFIC_BYTE = 8
 """Memory for inputs, outputs, the fp32 reference and its comparison, per byte of traffic."""
@@ -44,6 +45,12 @@ class Ceiling:
     variant: Variant
     config: Config
     case: Case
+
+
+def ceiling_case(op: Op, case: Case) -> Case:
+    """Return the case of the streaming operator that moves as many bytes."""
+    traffic = op.traffic(case)
+    return Case(f"{traffic.read}+{traffic.write}", (("read", traffic.read), ("write", traffic.write)), "int32")
 
 
 class BrokenContextError(ValueError):

@@ -13,17 +13,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pebble import ProcessExpired, ProcessPool
 
 from kerneltune.errors import first_line
 from kerneltune.measuring.assembly import Fact, Kernel
-from kerneltune.measuring.dry import dry_driver
-from kerneltune.measuring.inspected import Inspecting, fact_of
-from kerneltune.measuring.known import KnownFacts
-from kerneltune.measuring.reading import read
 from kerneltune.processes import fast_context, in_environment
+from kerneltune.spec import Case, Config, Op, Variant
+
+if TYPE_CHECKING:
+    from kerneltune.measuring.inspected import Inspecting
+    from kerneltune.measuring.known import KnownFacts
 
 Inputs = Mapping[str, Any]
 
@@ -57,6 +58,11 @@ class CompileJob:
     make_inputs: Callable[..., Inputs]
     run: Callable[[Inputs, Any], Any]
     config: Any
+
+
+def compile_job(op: Op, case: Case, config: Config, variant: Variant) -> CompileJob:
+    """Make the job that compiles a config of a variant."""
+    return CompileJob(partial(op.inputs, case), variant.run, config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +139,7 @@ class CompilePool:
     """Worker processes that compile jobs for one target. Use as a context manager."""
 
     def __init__(
-        self, target: Target, workers: int | None = None, cores: frozenset[int] | None = None, known: KnownFacts | None = None
+        self, target: Target, workers: int | None = None, cores: frozenset[int] | None = None, known: "KnownFacts | None" = None
     ) -> None:
         """Start no worker yet.
 
@@ -198,12 +204,15 @@ def know_triton() -> None:
 def _nothing() -> None: ...
 
 
-def _start_worker(target: Target, cores: frozenset[int] | None, known: KnownFacts | None) -> None:
+def _start_worker(target: Target, cores: frozenset[int] | None, known: "KnownFacts | None") -> None:
     if cores:
         os.sched_setaffinity(0, cores)
     os.environ.pop("TRITON_INTERPRET", None)
     from triton import knobs
     from triton.runtime.driver import driver
+
+    from kerneltune.measuring.dry import dry_driver
+    from kerneltune.measuring.inspected import Inspecting
 
     utils = _DryUtils(target)
     driver.set_active(dry_driver(target.backend, target.arch, target.warp_size, utils, utils.launcher))
@@ -217,7 +226,7 @@ def _start_worker(target: Target, cores: frozenset[int] | None, known: KnownFact
 
 
 def _refuse_early(
-    target: Target, inspecting: Inspecting | None, backend: Any = None, stages: Any = None, options: Any = None, *_others: Any
+    target: Target, inspecting: "Inspecting | None", backend: Any = None, stages: Any = None, options: Any = None, *_others: Any
 ) -> tuple[str, str] | None:
     """Triton's hook into the stages of a compilation: what could not be launched is not compiled to its end.
 
@@ -289,6 +298,8 @@ class _DryUtils:
         return {"max_shared_mem": self.target.shared_bytes, "multiprocessor_count": 132, "warpSize": self.target.warp_size}
 
     def launcher(self, _source: Any, metadata: Any) -> _DryLaunch:
+        from kerneltune.measuring.inspected import fact_of
+
         self.loading = _DryLaunch(self.launched, metadata)
         inspected = fact_of(metadata)
         if inspected is not None:
@@ -303,6 +314,8 @@ class _DryUtils:
         return 0, 0, kernel.registers, kernel.spill_bytes, _MAX_THREADS
 
     def _kernel(self, metadata: Any, binary: bytes, shared: int) -> Kernel:
+        from kerneltune.measuring.reading import read
+
         assembly = _assembly(metadata, "ptx" if self.target.backend == "cuda" else "amdgcn")
         usage, accesses = read(self.target.backend, binary, assembly)
         resources = (usage.registers, usage.spill_bytes, shared, usage.scalar_registers, accesses)

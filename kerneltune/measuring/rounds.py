@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kerneltune import nvml
+from kerneltune import device
 from kerneltune.stats import Samples, ratio_interval
 
 Run = Callable[[int], Any]
@@ -176,7 +176,7 @@ def throttled() -> bool:
     import pynvml
 
     try:
-        return nvml.slowed_down(pynvml.nvmlDeviceGetCurrentClocksEventReasons(nvml.handle()))
+        return device.slowed_down(pynvml.nvmlDeviceGetCurrentClocksEventReasons(device.nvml_handle()))
     except pynvml.NVMLError:
         return False
 

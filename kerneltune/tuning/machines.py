@@ -19,7 +19,7 @@ from typing import Any
 from kerneltune import device
 from kerneltune.files import append_lines
 from kerneltune.measuring.compare import commit
-from kerneltune.measuring.compiler import TARGETS, CompilePool
+from kerneltune.measuring.compiler import TARGETS, CompilePool, compile_job
 from kerneltune.plan import Options
 from kerneltune.processes import start_server
 from kerneltune.search.loop import Search
@@ -30,7 +30,7 @@ from kerneltune.tuning import IMPORTED
 from kerneltune.tuning.cached import present
 from kerneltune.tuning.isolated import IsolatedBench, split_cores
 from kerneltune.tuning.one_case import first_asked
-from kerneltune.tuning.tuner import Compiling, Tuner, job
+from kerneltune.tuning.tuner import Compiling, Tuner
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class Machines:
         return begin
 
     def _begin(self, tuner: Tuner, config: Config) -> Compiling:
-        self._begun.append(self.pool.submit(job(tuner.op, tuner.case, config, tuner.variant)))
+        self._begun.append(self.pool.submit(compile_job(tuner.op, tuner.case, config, tuner.variant)))
         return self._begun[-1]
 
     def look_ahead(self, later: Sequence[Tuner], search: Search) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kerneltune import cache, device, sweep
-from kerneltune.measuring.compare import commit
+from kerneltune.measuring.compare import CEILING_OP, ceiling_case, commit
 from kerneltune.measuring.memory import release_memory
 from kerneltune.plan import Options, Progress, Selection, wanted_variants
 from kerneltune.spec import Case, Op
@@ -15,8 +15,6 @@ from kerneltune.tuning.cached import cached, changed
 from kerneltune.tuning.candidates import checked_space, takes, widened
 from kerneltune.tuning.machines import Machines, Usage, keep_usage
 from kerneltune.tuning.task import TuningResult, TuningTask, perform, search_of, tell
-
-CEILING_OP = "stream"
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +163,3 @@ def _works(ops: Mapping[str, Op], entries: Sequence[sweep.SweepCase], selection:
             stream_case = ceiling_case(op, case)
             work[ceiling.name, ceiling.variants[0].name, stream_case] = TuningTask(ceiling, stream_case, ceiling.variants[0])
     return list(work.values())
-
-
-def ceiling_case(op: Op, case: Case) -> Case:
-    """Return the case of the streaming operator that moves as many bytes."""
-    traffic = op.traffic(case)
-    return Case(f"{traffic.read}+{traffic.write}", (("read", traffic.read), ("write", traffic.write)), "int32")

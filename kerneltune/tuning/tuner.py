@@ -9,12 +9,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from threading import Lock
 from typing import Any, Protocol
 
 from kerneltune import device
-from kerneltune.measuring.compiler import CompileJob, CompileResult
+from kerneltune.measuring.compiler import CompileResult
 from kerneltune.measuring.occupancy import LIMITS, resident
 from kerneltune.search.trials import Evaluation, TrialStore
 from kerneltune.spec import Case, Config, Op, Variant
@@ -36,11 +35,6 @@ class Compiling(Protocol):
 
     def cancel(self) -> None:
         """Give it up."""
-
-
-def job(op: Op, case: Case, config: Config, variant: Variant) -> CompileJob:
-    """Make what a compile pool needs to compile a config of a variant."""
-    return CompileJob(partial(op.inputs, case), variant.run, config)
 
 
 class Tuner:

@@ -13,13 +13,12 @@ from kerneltune.inspection.static import Survey
 from kerneltune.inspection.survey import SurveyRequest, cached_requests, survey
 from kerneltune.measuring import inspected, known
 from kerneltune.measuring.assembly import Access, Fact, Kernel
-from kerneltune.measuring.compiler import TARGETS, CompilePool
+from kerneltune.measuring.compiler import TARGETS, CompilePool, compile_job
 from kerneltune.measuring.known import KnownFacts
 from kerneltune.measuring.occupancy import LIMITS
 from kerneltune.ops.dense_gemm import DenseConfig
 from kerneltune.ops.stream import StreamConfig
 from kerneltune.spec import Case
-from kerneltune.tuning.tuner import job
 
 ACCESSES = (Access("load", 128, 4), Access("load", 32, 1), Access("store", 64, 2))
 FACT = Fact(Kernel("_k", 4, 40, 8, 1024, 96, ACCESSES, True, 3), 256)
@@ -127,7 +126,7 @@ def test_an_inspection_leaves_nothing_that_a_launch_finds(own_cache: Path) -> No
     inspected_row = survey([request], ["sm_90"], 1).rows[0]
     assert [path.stat().st_size for path in own_cache.rglob("*.cubin")] == [0]
     with CompilePool(TARGETS["sm_90"], 1) as pool:
-        (compiled,) = pool.compile([job(request.op, request.case, request.config, request.variant)])
+        (compiled,) = pool.compile([compile_job(request.op, request.case, request.config, request.variant)])
     assert compiled.kernels == inspected_row.kernels
     assert compiled.facts == {}
     assert [path.stat().st_size > 1000 for path in own_cache.glob("*/*.cubin")] == [True]

@@ -7,7 +7,7 @@ from literal_records import literal
 from msgspec.structs import replace
 
 from kerneltune.records import Record
-from kerneltune.reporting.ranks import rank_flips
+from kerneltune.reporting.tables import rank_flips
 
 X, Y = {"variant": "x"}, {"variant": "y"}
 COLD, HOT = {"policy": "cold"}, {"policy": "hot"}
