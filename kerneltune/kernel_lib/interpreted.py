@@ -36,7 +36,7 @@ def mended() -> Iterator[None]:
 
 
 def mend() -> None:
-    """Make Triton's interpreter round fp32 to fp8 to nearest even, have the fnuz types and pass over NaN, in this process.
+    """Make Triton's interpreter round fp32 to fp8 to nearest even, have the fnuz types and pass over NaN.
 
     By itself it loses the carry of a cast that rounds up into the next binade (1.98 becomes 1.0), rounds ties up, casts
     subnormals to anything and NaN to a number. It also patches its language again at every call within a kernel, which takes
@@ -58,7 +58,7 @@ def mend() -> None:
         )
     if hasattr(interpreter._convert_float, _MENDED):
         return
-    for name, changed in zip(_REPLACED, (_rounded, _with_fnuz, _once), strict=True):
+    for name, changed in zip(_REPLACED, (_rounded, _patched_core, _once), strict=True):
         setattr(interpreter, name, changed(getattr(interpreter, name)))
     setattr(interpreter._convert_float, _MENDED, True)
     for name, function in _PASS_OVER_NAN.items():
@@ -111,7 +111,9 @@ def _rounded(convert: Callable[..., Any]) -> Callable[..., Any]:
     return rounded
 
 
-def _with_fnuz(patch_language: Callable[..., None]) -> Callable[..., None]:
+def _patched_core(patch_language: Callable[..., None]) -> Callable[..., None]:
+    """Add the fnuz types, and ranges over tensors with numpy 2.4, which makes no int of an array of one axis (Triton 3.6.0)."""
+
     def patched(language: Any, scope: Any) -> None:
         patch_language(language, scope)
         named = language.dtype.to_ir
@@ -120,5 +122,6 @@ def _with_fnuz(patch_language: Callable[..., None]) -> Callable[..., None]:
             return getattr(builder, _FNUZ[self.name])() if self.name in _FNUZ else named(self, builder)
 
         scope.set_attr(language.dtype, "to_ir", to_ir)
+        scope.set_attr(language.tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
 
     return patched
