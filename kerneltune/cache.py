@@ -108,7 +108,7 @@ class CacheEntry:
 
     @property
     def identity(self) -> tuple[str, str, str, str, Options, Axes]:
-        """What the entry is for; a file holds one entry of each identity."""
+        """Return what the entry is for; a file holds one entry of each identity."""
         return self.variant, self.policy, self.dtype, self.quant, self.options, self.axes
 
 
@@ -174,7 +174,7 @@ def load(op_name: str, device_slug: str, root: Path | None = None) -> list[Cache
 
 
 def load_strict(path: Path) -> list[CacheEntry]:
-    """All entries of a file.
+    """Return all entries of a file.
 
     Raises:
         ValueError: one line naming the file, the line or entry, the field and the value.

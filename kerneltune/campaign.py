@@ -58,7 +58,7 @@ class SweepResult:
 
 
 def run_sweep(ops: Mapping[str, Op], selection: Selection, options: Options, progress: Progress) -> SweepResult:
-    """All stages of a sweep.
+    """Run all stages of a sweep.
 
     Without a GPU, and with `check_only`, the sweep's check cases run and no time is taken. On a GPU the records, the table,
     Markdown and CSV are written under results/, also where the measurement is interrupted; cases checked or measured before an
@@ -197,7 +197,7 @@ def _to_check(
 
 
 def _unchecked(plan: sweep.Sweep, selection: Selection) -> str:
-    """Why a selection has nothing to check."""
+    """Return why a selection has nothing to check."""
     check, bench = (sum(selection.takes(entry) for entry in section) for section in (plan.check, plan.bench))
     if check:
         return f"no installed variant to check in the {check} check cases selected"
@@ -206,7 +206,7 @@ def _unchecked(plan: sweep.Sweep, selection: Selection) -> str:
 
 
 def _check(family: str, work: Sequence[Configured], options: Options, progress: Progress) -> list[Record]:
-    """Every case's records, which are kept case by case until the last is done."""
+    """Check every case; the records are kept case by case until the last is done."""
     on_gpu = device.current().is_gpu
     journal = _journal(family, options, "check.journal")
     done = _resumed(journal)
@@ -329,7 +329,7 @@ def _measure(
     journal: Path | None,
     stage: str = "measure",
 ) -> list[Record]:
-    """Every case beside its peers; with a journal, those that it has are not measured again."""
+    """Measure every case beside its peers; with a journal, cases that it has are not measured again."""
     done = _resumed(journal) if journal else {}
     measured = []
     work = []

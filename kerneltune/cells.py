@@ -13,12 +13,12 @@ def printable(text: str) -> str:
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
-    """None where one of the two is not known."""
+    """Return the ratio; None where one of the two is not known."""
     return None if numerator is None or denominator is None else numerator / denominator
 
 
 def number(value: float | None, digits: int) -> str:
-    """With so many digits behind the point, and no minus before nothing but zeros; empty for None."""
+    """Write a number with so many digits behind the point, and no minus before nothing but zeros; empty for None."""
     return "" if value is None else f"{value:z.{digits}f}"
 
 

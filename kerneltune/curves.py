@@ -84,7 +84,7 @@ class Curves:
 
     @property
     def source(self) -> str:
-        """Where the numbers come from, in one line."""
+        """Return where the numbers come from, in one line."""
         return f"{self.device}, torch {self.torch}, {self.date}: {self.command}"
 
 

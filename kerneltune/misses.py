@@ -69,7 +69,7 @@ def report(miss: Miss, used: str, free_axes: Sequence[str]) -> None:
 
 
 def _is_strict() -> bool:
-    """Whether a miss is an error.
+    """Return whether a miss is an error.
 
     Raises:
         ValueError: the variable has a value that is neither on nor off.
@@ -87,7 +87,7 @@ def forget() -> None:
 
 
 def _append(path: Path, miss: Miss) -> None:
-    """One write to the end of the file, which no other process can split; a log that cannot be written is no reason to stop."""
+    """Append in one write, which no other process can split; a log that cannot be written is no reason to stop."""
     case = miss.case
     row = {"op": miss.op, "variant": miss.variant, "device": miss.device, "axes": dict(case.axes), "dtype": case.dtype}
     row |= {"quant": case.quant, "options": dict(case.options), "policy": miss.policy}

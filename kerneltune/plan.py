@@ -23,7 +23,7 @@ class Progress(Protocol):
         """Begin a stage of `total` steps, of which an earlier run has done `kept`."""
 
     def advance(self, text: str) -> None:
-        """One step done; `text` says which comes next or was done."""
+        """Count a step as done; `text` says which comes next or was done."""
 
     def best(self, text: str) -> None:
         """Show the best so far."""
@@ -67,7 +67,7 @@ class Selection:
     max_cases: int = field(default=sweep.MAX_CASES, kw_only=True)
 
     def takes(self, entry: sweep.SweepCase) -> bool:
-        """Whether an entry of the sweep belongs to the selection."""
+        """Return whether an entry of the sweep belongs to the selection."""
         return self.covers(entry.op, entry.case.name, entry.case.dtype, entry.case.quant)
 
     def covers(self, op: str, case: str, dtype: str, quant: str) -> bool:
@@ -80,11 +80,11 @@ class Selection:
         )
 
     def names(self, variant: str) -> bool:
-        """Whether a variant is asked for by name."""
+        """Return whether a variant is asked for by name."""
         return any(fnmatch.fnmatch(variant, pattern) for pattern in self.variants)
 
     def takes_variant(self, variant: str) -> bool:
-        """Whether a variant belongs to the selection."""
+        """Return whether a variant belongs to the selection."""
         return not self.variants or self.names(variant)
 
 

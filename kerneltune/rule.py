@@ -87,7 +87,7 @@ class Facts:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
+        """Return bytes of an element."""
         return _ITEMSIZE.get(self.words["dtype"], 1)
 
     def number(self, expression: str) -> float:
@@ -290,7 +290,7 @@ def _arch(path: Path) -> str:
 
 
 def _apart(a: str, b: str) -> tuple[bool, int]:
-    """How unlike two architectures such as sm_90 and sm_100 are: another maker's, then numbers apart."""
+    """Return how unlike two architectures such as sm_90 and sm_100 are: another maker's, then numbers apart."""
     makers = [re.sub(r"[^a-z]", "", arch) for arch in (a, b)]
     numbers = [int(re.sub(r"\D", "", arch) or 0) for arch in (a, b)]
     return makers[0] != makers[1], abs(numbers[0] - numbers[1])

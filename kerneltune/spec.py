@@ -87,7 +87,7 @@ class Traffic:
 
     @property
     def total(self) -> int:
-        """Bytes read and written."""
+        """Return bytes read and written."""
         return self.read + self.write
 
 
@@ -140,7 +140,7 @@ class Variant:
 
     @property
     def is_peer(self) -> bool:
-        """Whether another package implements this variant."""
+        """Return whether another package implements this variant."""
         return bool(self.requires)
 
     @functools.cached_property
@@ -150,7 +150,7 @@ class Variant:
 
     @property
     def role(self) -> Role:
-        """What a record says of the variant: `own`, `peer` of another package, or `part` of the work only."""
+        """Return what a record says of the variant: `own`, `peer` of another package, or `part` of the work only."""
         return "peer" if self.is_peer else "part" if self.part else "own"
 
     def missing(self) -> tuple[str, ...]:
@@ -162,7 +162,7 @@ class Variant:
         return self.default(case) if self.default is not None else None
 
     def configs(self, case: Case) -> Iterator[Config]:
-        """All valid configs of the space, in the order of the space."""
+        """Return all valid configs of the space, in the order of the space."""
         if self.config is None:
             return
         space = self.space(case)

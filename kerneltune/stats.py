@@ -44,7 +44,7 @@ class Interval:
         return (self.high - self.low) / (2 * self.median) if self.median else float("inf")
 
     def contains(self, value: float) -> bool:
-        """Whether `value` lies inside the interval, ends included."""
+        """Return whether `value` lies inside the interval, ends included."""
         return self.low <= value <= self.high
 
 
@@ -120,7 +120,7 @@ class Shift:
 
 
 def shift(old: Sequence[Samples], new: Sequence[Samples]) -> Shift | None:
-    """From samples of `old` processes, (rounds,) each, to those of `new`; None where neither run has two processes.
+    """Return the shift from samples of `old` processes, (rounds,) each, to those of `new`; None where no run has two processes.
 
     Raises:
         ValueError: a run without processes, or a process without samples.
@@ -169,7 +169,7 @@ def paired_shift(old: Sequence[Samples], new: Sequence[Samples]) -> Shift | None
 
 
 def interval_shift(old: Interval, new: Interval) -> Shift:
-    """From one interval to another, both of a single process: what differs between processes is not known and not in it."""
+    """Return the shift between intervals of a single process each; what differs between processes is not known and not in it."""
     from scipy.special import ndtri
 
     widths = [np.log(interval.high / interval.low) / (2 * ndtri((1 + CONFIDENCE) / 2)) for interval in (old, new)]
@@ -222,7 +222,7 @@ def _level(logs: Samples) -> tuple[Samples, Samples]:
 
 @cache
 def _rank_weights(rounds: int) -> Samples:
-    """How often each of the sorted samples (rounds,) is the median of a resample."""
+    """Return how often each of the sorted samples (rounds,) is the median of a resample."""
     from scipy.special import betainc
 
     half = (rounds + 1) / 2

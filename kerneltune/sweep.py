@@ -68,7 +68,7 @@ class Sweep:
     headline: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def headlines(self, entry: SweepCase) -> bool:
-        """Whether a bench case is among those that the file's `headline` names."""
+        """Return whether a bench case is among those that the file's `headline` names."""
         case = entry.case
         values = {"op": entry.op, "case": case.name, "dtype": case.dtype, "quant": case.quant}
         named = self.headline.items()
@@ -99,7 +99,7 @@ def recorded_root(given: Path | None, family: str | None = None) -> Path:
 
 
 def _is_own(family: str) -> bool:
-    """Whether the sweep file of a family is that of the checkout or package."""
+    """Return whether the sweep file of a family is that of the checkout or package."""
     try:
         return find(family).resolve().parent == data_root("sweeps").resolve()
     except ValueError:  # a package's, gone or not here: its records do not need it
@@ -331,7 +331,7 @@ class _Reader:
         return taken
 
     def check_fields(self, items: Mapping[str, _Item], ops: list[Op], named: bool) -> None:
-        """Every field belongs to an operator: to all of them where the entry names them."""
+        """Check that every field belongs to an operator: to all of them where the entry names them."""
         for key, item in items.items():
             lacking = [op for op in ops if key not in _fields(op)]
             if len(lacking) == len(ops) or (named and lacking):

@@ -43,7 +43,7 @@ class Column:
 
     @property
     def is_text(self) -> bool:
-        """Whether cells are set to the left."""
+        """Return whether cells are set to the left."""
         return self.digits is None
 
     @property

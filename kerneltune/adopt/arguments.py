@@ -92,7 +92,7 @@ class Tensor:
 
     @property
     def end(self) -> int:
-        """Bytes from the start of the storage to behind the last element."""
+        """Return bytes from the start of the storage to behind the last element."""
         if 0 in self.shape:
             return self.offset
         last = sum((size - 1) * abs(step) for size, step in zip(self.shape, self.stride, strict=True))
@@ -100,7 +100,7 @@ class Tensor:
 
     @property
     def is_aligned(self) -> bool:
-        """Whether Triton may take the pointer as aligned; storages are."""
+        """Return whether Triton may take the pointer as aligned; storages are."""
         return self.offset % ALIGNMENT == 0
 
 

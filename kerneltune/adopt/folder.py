@@ -89,7 +89,7 @@ class LaunchClass:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Every size of the launch by name."""
+        """Return every size of the launch by name."""
         return sizes_of(self.arguments)
 
     @property
@@ -99,7 +99,7 @@ class LaunchClass:
 
     @property
     def argument_bytes(self) -> int:
-        """Bytes of all tensor arguments."""
+        """Return bytes of all tensor arguments."""
         return total_bytes(self.arguments)
 
     @property

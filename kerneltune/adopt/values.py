@@ -30,7 +30,7 @@ class Values:
 
     @property
     def bytes(self) -> int:
-        """Bytes that are kept."""
+        """Return bytes that are kept."""
         return sum(int(tensor.numel()) for tensor in self.tensors.values())
 
     @classmethod

@@ -31,7 +31,7 @@ app.command("explain")(rules.explain)
 
 @app.command("list")
 def list_(configs: o.Configs = None) -> None:
-    """One line per GPU and operator."""
+    """Show one line per GPU and operator."""
     from kerneltune.cache import load
 
     rows = []
@@ -118,7 +118,7 @@ def verify_(
 
 
 def _show_reasons(why: Counter[tuple[str, str]]) -> None:
-    """How many entries are of which status for which reason."""
+    """Return how many entries are of which status for which reason."""
     for (status, reason), count in why.most_common():
         show(f"{count} {status}: {reason}")
 

@@ -61,7 +61,7 @@ def text(model: Path, tokens: str, ep: int, batch: str) -> str:
 
 
 def _counts(field: str, given: str) -> list[int]:
-    """Numbers separated by commas, each once.
+    """Parse numbers separated by commas, each once.
 
     Raises:
         ValueError: something else.

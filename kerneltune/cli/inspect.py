@@ -147,7 +147,7 @@ def _survey(requests: "list[SurveyRequest]", targets: list[str], workers: int | 
 
 
 def _is_whole(configs: Path | None, *selection: object) -> bool:
-    """Whether all configs of the package are compiled, and no others, as for results/static."""
+    """Return whether all configs of the package are compiled, and no others, as for results/static."""
     return not any(selection) and o.configs_root(configs) == data_root("configs")
 
 

@@ -293,7 +293,7 @@ def make_selection(
 
 
 def make_options(policy: str, **given: Any) -> "Options":
-    """How to run it; what is None keeps its default.
+    """Make the options of how to run; what is None keeps its default.
 
     Raises:
         ValueError: an unknown policy or sampler, or a number out of range.

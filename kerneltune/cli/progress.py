@@ -48,7 +48,7 @@ class RichProgress:
         self._task = self._bars.add_task(name, total=total, completed=kept, current="", best="")
 
     def advance(self, text: str) -> None:
-        """One step done; `text` says which."""
+        """Count a step as done; `text` says which."""
         if self._task is not None:
             self._bars.update(self._task, advance=1, current=text)
 
@@ -82,7 +82,7 @@ class LogProgress:
         self._started = self._shown = time.monotonic()
 
     def advance(self, text: str) -> None:
-        """One step done; `text` says which."""
+        """Count a step as done; `text` says which."""
         self._done += 1
         now = time.monotonic()
         if now - self._shown >= _LOG_EVERY_S and self._done < self._total:

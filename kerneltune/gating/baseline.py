@@ -37,5 +37,5 @@ def load_baseline(name: str, counterpart: Path) -> list[Record]:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether `name` means a file, there or not, rather than a revision."""
+    """Return whether `name` means a file, there or not, rather than a revision."""
     return Path(name).exists() or (name.endswith(SUFFIX) and ":" not in name)

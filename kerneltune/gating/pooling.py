@@ -16,7 +16,7 @@ _SAME = ("device", "unit", "driver", "torch", "triton", "source_hash", "config")
 
 
 def pool(rows: Iterable[Record]) -> list[Record]:
-    """One record per key and variant, in the order of their first.
+    """Pool the records of each key and variant into one, in the order of their first.
 
     The time is the geometric mean of the processes' medians, with an interval resampled by process, then by round; the noise
     floor is the largest of any process. A row that failed or was skipped in one process did so in all.

@@ -79,7 +79,7 @@ def run_processes(
 
 
 def _measure(load_ops: LoadOps, selection: Selection, options: Options, keys: Collection[Key] | None) -> list[Record]:
-    """In the process of its own."""
+    """Measure in the subprocess."""
     return measure_live(load_ops(), selection, options, Quiet(), _COMMAND, keys)
 
 

@@ -78,12 +78,12 @@ class GateRow:
 
     @property
     def is_note(self) -> bool:
-        """Whether the verdict does not count."""
+        """Return whether the verdict does not count."""
         return bool(self.note)
 
     @property
     def key(self) -> Key:
-        """What the row measures."""
+        """Return what the row measures."""
         return self.record.key
 
     @property
@@ -120,7 +120,7 @@ class Verdict:
 
     @property
     def compared(self) -> int:
-        """How many rows were compared."""
+        """Return how many rows were compared."""
         return sum(row.slowdown is not None for row in self.rows)
 
     @property
@@ -152,7 +152,7 @@ class _Change:
 
     @property
     def is_peer(self) -> bool:
-        """Whether another package implements the variant, as either record says."""
+        """Return whether another package implements the variant, as either record says."""
         return "peer" in (self.old.role, self.new.role)
 
     @property

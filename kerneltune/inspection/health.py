@@ -52,7 +52,7 @@ def throttle_names(reasons: int) -> list[str]:
 
 
 def counter_line(params: str | None, status: str) -> Line:
-    """Whether Nsight Compute may read the counters: by the driver's parameters and the capabilities of this process.
+    """Return whether Nsight Compute may read the counters: by the driver's parameters and the capabilities of this process.
 
     params: text of /proc/driver/nvidia/params, None where there is none; status: text of /proc/self/status.
     """

@@ -34,7 +34,7 @@ class StaticRow:
 
     @property
     def key(self) -> tuple[str, str, str, str, str]:
-        """What the row is about; a set has one row of each key."""
+        """Return what the row is about; a set has one row of each key."""
         return self.op, self.variant, self.case, self.policy, self.target
 
     @property

@@ -118,7 +118,7 @@ def _row(request: SurveyRequest, target: str, compiled: CompileResult) -> Static
 
 
 def _unfit(kernels: Sequence[Kernel], target: str, ctas: int) -> str:
-    """Why a kernel that compiles could not be launched; empty where nothing is in the way.
+    """Return why a kernel that compiles could not be launched; empty where nothing is in the way.
 
     ctas: programs that an SM must hold of a cooperative grid.
     """

@@ -47,7 +47,7 @@ def check_like(name: str, t: torch.Tensor, shape: tuple[int, ...], dtype: torch.
 
 
 def check_format(fp8_format: str, known: Collection[str], where: torch.device) -> None:
-    """One of the known fp8 formats, which the device has: NVIDIA's GPUs have no fnuz types.
+    """Check that the fp8 format is known and that the device has it: NVIDIA's GPUs have no fnuz types.
 
     Raises:
         ValueError: it is not.
@@ -86,11 +86,11 @@ def assert_group_ends(offs: torch.Tensor, M: int) -> None:
 
 
 def debugging() -> bool:
-    """Whether operators shall assert what only the device knows of their arguments: TRITON_DEBUG=1."""
+    """Return whether operators shall assert what only the device knows of their arguments: TRITON_DEBUG=1."""
     return bool(knobs.runtime.debug)
 
 
 def in_pairs(x: torch.Tensor) -> bool:
-    """Whether the rows of x (M, N) are 16-bit numbers that can be read two by two, as int32."""
+    """Return whether the rows of x (M, N) are 16-bit numbers that can be read two by two, as int32."""
     even = x.shape[1] % 2 == 0 and x.stride(0) % 2 == 0 and x.storage_offset() % 2 == 0
     return x.element_size() == 2 and even

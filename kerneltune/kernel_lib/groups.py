@@ -32,7 +32,7 @@ def align_groups(q: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
 
 
 def bounds(offs: torch.Tensor) -> list[tuple[int, int]]:
-    """Where each group begins and ends, on the host."""
+    """Return where each group begins and ends, on the host."""
     ends = offs.tolist()
     return list(zip([0, *ends[:-1]], ends, strict=True))
 

@@ -53,7 +53,7 @@ def on_its_device(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def resident(where: torch.device, ctas: int) -> int:
-    """Programs that are resident together where every multiprocessor of the device holds `ctas`."""
+    """Return programs that are resident together where every multiprocessor of the device holds `ctas`."""
     return ctas * device.sm_count(where.type, where.index)
 
 
@@ -68,7 +68,7 @@ def too_much_shared(shared_bytes: int) -> str | None:
 
 
 def too_small_to_turn(rows: int, cols: int, warps: int) -> str | None:
-    """Why a tile of fp8 numbers cannot be cast and go out as words of its transpose; None where it can.
+    """Return why a tile of fp8 numbers cannot be cast and go out as words of its transpose; None where it can.
 
     Where a thread has fewer than sixteen, bytes of those words are of no number, and ptxas 12.8 then stores casts of which the
     words are made before it has made them: the neighbouring output is wrong, without an error.

@@ -17,7 +17,7 @@ def launch_tag(ws_ptr):
 
 @triton.jit
 def close_launch(ws_ptr, tag):
-    """Every program of the launch calls this last; the last one to do so gives the next launch another tag."""
+    """End a program's part in the launch; the last program to call this gives the next launch another tag."""
     arrived_ptr = ws_ptr.to(tl.pointer_type(tl.int32)) + 32
     if tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
         tl.store(arrived_ptr, 0)
@@ -96,7 +96,7 @@ def raise_published(ws_ptr, index, value, tag, mask):
 
 @triton.jit
 def places(ws_ptr, index):
-    """Where words are, for `seen` and `raise_seen`: so that neighbouring threads take neighbouring ones, one of each at a time.
+    """Return where words are, for `seen` and `raise_seen`: neighbouring threads take neighbouring words, one of each at a time.
 
     Triton, which cannot tell that they are neighbours, gives no thread several; L2 raises what lies in one sector together.
     """

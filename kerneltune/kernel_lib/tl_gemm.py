@@ -48,7 +48,7 @@ def sum_of_parts(part_ptr, stride, mask, PARTS: tl.constexpr):
 
 @triton.jit
 def gather_parts(tile_ptr, stride, split, part, SPLITS: tl.constexpr):
-    """Of programs 0 … SPLITS - 1 with an fp32 tile each the last gets the sum, in this order; the others leave it theirs.
+    """Give the last of programs 0 … SPLITS - 1 the sum of their fp32 tiles, in this order; the others leave their tile for it.
 
     In words that are zero between launches: SPLITS - 1 tiles from tile_ptr on, stride words apart. A word left there is never 0
     (its bits are turned, and a NaN of ones alone becomes another), and who waits for one leaves zero. Every thread has words of

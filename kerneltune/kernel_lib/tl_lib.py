@@ -29,7 +29,7 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 
 @triton.constexpr_function
 def is_cuda():
-    """Whether kernels may hold PTX: what they are compiled for, here or ahead of time, is an NVIDIA GPU."""
+    """Return whether kernels may hold PTX: what they are compiled for, here or ahead of time, is an NVIDIA GPU."""
     return not INTERPRETED and target_info.is_cuda()
 
 
@@ -91,7 +91,7 @@ def magnitude(x):
 
 @triton.jit
 def magnitude_of_pairs(w0, w1, w2, w3):
-    """Of four tiles of int32, each two 16-bit numbers, the largest `magnitude` element by element and half by half."""
+    """Return the largest `magnitude` of four tiles of int32 pairs, element by element and half by half."""
     if since_sm_90():
         return tl.inline_asm_elementwise(
             """{

@@ -35,7 +35,7 @@ class Answered:
         return False
 
     def measure(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: there is nothing to wait for."""
 
     def measured(self) -> bool:
         """Return true: every trial is ready."""
@@ -46,7 +46,7 @@ class Answered:
         return self.trial
 
     def cancel(self) -> None:
-        """Nothing to give up."""
+        """Do nothing: there is nothing to give up."""
 
 
 @dataclass(frozen=True, slots=True)

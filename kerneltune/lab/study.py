@@ -176,7 +176,7 @@ def study_cells(rows: Sequence[StudyRow]) -> list[tuple[str, ...]]:
 
 
 def _measure(load_ops: LoadOps, selection: Selection, options: Options, delays: Sequence[float]) -> Process:
-    """In the process of its own."""
+    """Measure in the subprocess."""
     family, cases = configured(load_ops(), selection, options)
     found: dict[float, list[Record]] = {delay: [] for delay in (0.0, *delays)}
     for op, case, pairs in cases:
@@ -194,7 +194,7 @@ def _verdicts(
     slowed: frozenset[RowKey],
     margin: float,
 ) -> list[Outcome]:
-    """Of the slowed rows; of all where nothing is planted."""
+    """Return the outcomes of the slowed rows; of all rows where nothing is planted."""
 
     def run(processes: Iterable[Process], only: frozenset[RowKey] | None = None) -> list[Record]:
         return pool(

@@ -48,7 +48,7 @@ class ContestTask:
 
     @property
     def spent_s(self) -> float:
-        """Seconds since the process was asked for."""
+        """Return seconds since the process was asked for."""
         return time.monotonic() - self.began
 
     def narrow(self) -> tuple[Op, Variant]:
@@ -209,7 +209,7 @@ def unable() -> Mapping[str, str]:
 
 
 def helion_version() -> str:
-    """Of the Helion that would be asked; empty where it is not installed."""
+    """Return the version of the Helion that would be asked; empty where it is not installed."""
     with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version("helion")
     return ""

@@ -81,7 +81,7 @@ class Contest:
 
     @property
     def share(self) -> float | None:
-        """None where either has no result."""
+        """Return our wall time over that of the exhaustive search; None where either has no result."""
         seconds = {line.name: line.wall_s for line in self.lines}
         ours, theirs = seconds.get(US), seconds.get(EXHAUSTIVE)
         return None if ours is None or theirs is None else ours / theirs
@@ -167,7 +167,7 @@ def _labels(op: str, variant: str, case: Case, policy: str) -> str:
 
 
 def _journal(op: str, case: Case, variant: str, options: Options) -> Path:
-    """Of a contest that is not over; it goes when the contest's results are written."""
+    """Return the path of the journal of a contest; the file goes when the contest's results are written."""
     name = _labels(op, variant, case, options.policy)
     return results_root(options.results) / "runs" / device.current().slug / "versus" / f"{name}.journal.jsonl"
 
@@ -212,7 +212,7 @@ def judge_configs(
 
 
 def _compile(op: Op, case: Case, variant: Variant, configs: Sequence[Config]) -> None:
-    """All of them side by side, so that launches find them: no side has left anything compiled."""
+    """Compile all configs side by side, so that launches find them: no side has left anything compiled."""
     target = TARGETS.get(device.current().arch)
     if target is not None:
         with CompilePool(target) as pool:

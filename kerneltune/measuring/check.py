@@ -111,7 +111,7 @@ def _fault(error: Exception) -> KernelFaultError | None:
 
 
 def broken_context() -> str:
-    """Why nothing more can run on this process's GPU; empty where all is well."""
+    """Return why nothing more can run on this process's GPU; empty where all is well."""
     if not torch.cuda.is_initialized():
         return ""
     try:

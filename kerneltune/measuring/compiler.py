@@ -86,7 +86,7 @@ class CompileResult:
 
     @property
     def resources(self) -> int:
-        """Registers of all threads of the largest program: the tie-breaker between equally fast configs."""
+        """Return registers of all threads of the largest program: the tie-breaker between equally fast configs."""
         return max((k.registers * k.warps for k in self.kernels), default=0)
 
 
@@ -126,7 +126,7 @@ class PendingCompile:
             pool.join()
 
     def done(self) -> bool:
-        """Whether `result` answers at once."""
+        """Return whether `result` answers at once."""
         return bool(self.future.done())
 
     def cancel(self) -> None:

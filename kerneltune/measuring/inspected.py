@@ -35,7 +35,7 @@ class Inspecting:
 
     @property
     def folder(self) -> str:
-        """Of Triton's disk cache, its own: no binary is kept there, and facts as this code read them.
+        """Return the folder of its own in Triton's disk cache: no binary is kept there, and facts as this code read them.
 
         A folder, as Triton 3.6 does not ask a hook what it adds to the key of an entry.
         """
@@ -92,7 +92,7 @@ def fact_of(metadata: Any) -> tuple[str, Fact] | None:
 
 
 def _settle(metadata: Any, fact: Fact) -> None:
-    """Nothing is left to be found out: the metadata of a whole compilation."""
+    """Fill in the metadata of a whole compilation, so that nothing is left to be found out."""
     metadata |= dict.fromkeys(("global_scratch_size", "profile_scratch_size"), 0)
     metadata |= dict.fromkeys(("global_scratch_align", "profile_scratch_align"), 1)
     metadata |= {"shared": fact.kernel.shared_bytes, "num_warps": fact.kernel.warps, "tmem_size": fact.tensor_columns}
@@ -118,7 +118,7 @@ def ir_text(module: Any) -> str:
 
 
 def _text(options: Any) -> str:
-    """All compile options, libraries by content, and the environment variables that Triton heeds."""
+    """Return all compile options, libraries by content, and the environment variables that Triton heeds."""
     from triton._C.libtriton import get_cache_invalidating_env_vars
 
     values = dict(options.__dict__)

@@ -42,7 +42,7 @@ class KnownFacts:
 
 
 def line(digest: str, fact: Fact) -> str:
-    """One line of a file; `parse` reads it."""
+    """Write one line of a file; `parse` reads it."""
     kernel = fact.kernel
     accesses = (",".join(f"{a.bits}x{a.count}" for a in kernel.accesses if a.kind == kind) or "-" for kind in ("load", "store"))
     numbers = (kernel.warps, kernel.registers, kernel.spill_bytes, kernel.shared_bytes, kernel.scalar_registers)

@@ -54,7 +54,7 @@ def out_of_memory_reason(error: BaseException) -> str:
 
 
 def host_free_bytes() -> int:
-    """Bytes that Linux can give to processes without swapping."""
+    """Return bytes that Linux can give to processes without swapping."""
     fields = dict(line.split(":") for line in _MEMINFO.read_text().splitlines())
     return int(fields["MemAvailable"].removesuffix("kB")) * 1024
 

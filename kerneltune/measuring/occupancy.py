@@ -60,7 +60,7 @@ LIMITS = {
 
 
 def occupancy(limits: Limits, warps: int, registers: int, shared_bytes: int, scalar_registers: int = 0) -> Occupancy:
-    """Of programs with `warps` warps, `registers` per thread and `shared_bytes` of shared memory.
+    """Return the occupancy of programs with `warps` warps, `registers` per thread and `shared_bytes` of shared memory.
 
     A partition holds `w = min(warps, registers per lane // registers rounded up to 8)` warps, the SM
     `partitions * w // warps of a program` programs, and no more than its shared memory and its program slots allow.
@@ -80,7 +80,7 @@ def occupancy(limits: Limits, warps: int, registers: int, shared_bytes: int, sca
 
 
 def resident(kernel: Kernel, target: str) -> Occupancy:
-    """How many programs of a compiled kernel an SM of the target holds."""
+    """Return how many programs of a compiled kernel an SM of the target holds."""
     return occupancy(LIMITS[target], kernel.warps, kernel.registers, kernel.shared_bytes, kernel.scalar_registers)
 
 

@@ -16,7 +16,7 @@ from kerneltune.measuring.assembly import Access, Fact, Kernel, RegisterUsage, g
 
 
 def needs_binary(backend: str) -> bool:
-    """Whether the assembly alone does not say it all."""
+    """Return whether the assembly alone does not say it all."""
     return backend == "cuda"
 
 

@@ -42,7 +42,7 @@ POLICIES = {p.name: p for p in (Policy("cold", True, True), Policy("hot", True, 
 
 
 def rotation(policy: Policy, set_bytes: int, l2_bytes: int, free_bytes: int) -> int:
-    """How many input/output sets make every call find the L2 cold: as many as four times its size hold, and one more.
+    """Return how many input/output sets make every call find the L2 cold: as many as four times its size hold, and one more.
 
     No more than half the free memory holds, but never fewer than have four times the L2's size together; one set under the hot
     policy.
@@ -125,7 +125,7 @@ class Contender:
         return start, end
 
     def sample_us(self) -> float:
-        """One sample: microseconds per call."""
+        """Take one sample: microseconds per call."""
         torch.cuda._sleep(_QUEUE_AHEAD_CYCLES)
         start, end = self.enqueue()
         end.synchronize()
@@ -172,7 +172,7 @@ def interleave(
 
 
 def throttled() -> bool:
-    """Whether the GPU says that heat or the power brake slow it down now; false where NVML cannot be asked."""
+    """Return whether the GPU says that heat or the power brake slow it down now; false where NVML cannot be asked."""
     import pynvml
 
     try:

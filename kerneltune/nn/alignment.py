@@ -9,7 +9,7 @@ ALIGNED = 16
 
 
 def is_row_major(x: Tensor) -> bool:
-    """Whether rows of x (M, K) are contiguous, one after the other."""
+    """Return whether rows of x (M, K) are contiguous, one after the other."""
     return x.stride(1) == 1 and x.stride(0) >= x.shape[1]
 
 
@@ -19,7 +19,7 @@ def row_major(x: Tensor) -> Tensor:
 
 
 def aligned_groups(offs: Tensor, M: int) -> tuple[Tensor, Tensor, int]:
-    """Where the rows of groups go so that every group begins at a multiple of 16, without waiting for the device.
+    """Return where the rows of groups go so that every group begins at a multiple of 16, without waiting for the device.
 
     Args:
         offs: (E,) int32, where each group's rows end, not decreasing; the last is M.

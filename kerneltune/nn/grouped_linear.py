@@ -65,7 +65,7 @@ class GroupedLinear(nn.Module):
 
     @property
     def recipe(self) -> Recipe | DelayedScaling | None:
-        """How the layer multiplies."""
+        """Return how the layer multiplies."""
         return self._fresh if self.delayed is None else self.delayed
 
     def set_recipe(self, recipe: str | Recipe | DelayedScaling | None) -> None:
@@ -85,7 +85,7 @@ class GroupedLinear(nn.Module):
         self.workspace.clear()
 
     def reset_parameters(self) -> None:
-        """As torch.nn.Linear does: uniform within 1 / √in_features."""
+        """Draw the weight as torch.nn.Linear does: uniform within 1 / √in_features."""
         bound = 1 / math.sqrt(self.in_features)
         nn.init.uniform_(self.weight, -bound, bound)
 

@@ -97,7 +97,7 @@ class Int4Linear(nn.Module):
 
     @property
     def weight(self) -> Int4Weight:
-        """What `int4_gemm` takes."""
+        """Return what `int4_gemm` takes."""
         return Int4Weight(self.packed, self.scales, self.zeros, self.out_features, self.in_features, self.group)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ class Int4Linear(nn.Module):
         self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool,
         missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:  # fmt: skip
-        """Nothing of a state that torch would convert to the layer's types, or whose values no weights have."""
+        """Load nothing of a state that torch would convert to the layer's types, or whose values no weights have."""
         found = [e for name, t in self.named_buffers() if (e := _broken(name, state_dict.get(prefix + name), t.dtype))]
         error_msgs.extend(f"{prefix}{error}" for error in found)
         if not found:
@@ -134,7 +134,7 @@ class Int4Linear(nn.Module):
 
 
 def _broken(name: str, loaded: Any, dtype: torch.dtype) -> str | None:
-    """Why a tensor cannot be loaded; None where it can, or where torch says why."""
+    """Return why a tensor cannot be loaded; None where it can, or where torch says why."""
     if not isinstance(loaded, Tensor):
         return None
     if loaded.dtype != dtype:

@@ -87,5 +87,5 @@ def check_weights(weights: Fp8Weights, B_t: Tensor, recipe: Recipe | DelayedScal
 
 
 def wants_gradient(t: Tensor) -> bool:
-    """Whether a product now is to have a gradient for t."""
+    """Return whether a product now is to have a gradient for t."""
     return torch.is_grad_enabled() and t.requires_grad

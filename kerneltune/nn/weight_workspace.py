@@ -78,7 +78,7 @@ class WeightWorkspace:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Return bytes held."""
         return 0 if self.weights is None else sum(t.untyped_storage().nbytes() for t in {id(t): t for t in self.weights}.values())
 
     def clear(self) -> None:
@@ -161,7 +161,7 @@ class WeightWorkspace:
 
 @cache
 def _optimiser_steps() -> Counter[str]:
-    """How many steps torch's optimisers have `made` since this was first asked."""
+    """Return how many steps torch's optimisers have `made` since this was first asked."""
     steps: Counter[str] = Counter()
     register_optimizer_step_post_hook(lambda *_: steps.update(["made"]))
     return steps

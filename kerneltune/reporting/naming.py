@@ -44,12 +44,12 @@ class CaseName:
 
     @property
     def heading(self) -> str:
-        """What is above the shapes of one kind: `fwd bfloat16 fp8 row_pad=8 M×N`."""
+        """Return what is above the shapes of one kind: `fwd bfloat16 fp8 row_pad=8 M×N`."""
         return " ".join(filter(None, [self.kind, self.dtype, self.quant, self.settings, "×".join(self.axes)]))
 
     @property
     def title(self) -> str:
-        """What is above a chart of such shapes: `rmsnorm_fwd · fp8 · bfloat16 · row_pad=8`."""
+        """Return what is above a chart of such shapes: `rmsnorm_fwd · fp8 · bfloat16 · row_pad=8`."""
         return " · ".join(filter(None, [self.op, self.quant, self.dtype, self.settings]))
 
 

@@ -236,7 +236,7 @@ def _facts(records: Sequence[Record], sources: Sources) -> dict[str, str]:
 
 
 def _cases(records: Sequence[Record], sources: Sources) -> list[dict[str, Any]]:
-    """One entry per key and device, its records by variant; the element type with the most records first."""
+    """Make one entry per key and device, its records by variant; the element type with the most records first."""
     cases: dict[object, dict[str, Any]] = {}
     for record, name in zip(records, case_names(records), strict=True):
         case = cases.get((record.key, record.device))
@@ -390,7 +390,7 @@ def _curves(file: str, curves: Curves) -> dict[str, Any]:
 
 
 def _ordered(values: set[Any]) -> list[Any]:
-    """Numbers by size, everything else by its text."""
+    """Sort numbers by size, everything else by its text."""
     return sorted(values, key=lambda value: (isinstance(value, str), value if isinstance(value, int | float) else 0, str(value)))
 
 

@@ -144,7 +144,7 @@ def _keys(variants: Sequence[str], inches: float) -> int:
 
 
 def _title(text: str) -> str:
-    """On lines that stay within their panel; a dot ends a line, it begins none."""
+    """Draw text on lines that stay within their panel; a dot ends a line, it begins none."""
     return "\n".join(wrapped(text.replace(" · ", "\xa0· "), _TITLE_WIDTH, "")).replace("\xa0", " ")
 
 
@@ -157,7 +157,7 @@ def _groups(timed: Sequence[Record]) -> dict[str, list[Record]]:
 
 
 def _picture(timed: Sequence[Record], pair: tuple[str, str], chart: _Chart, suffix: str) -> bytes:
-    """One chart for every group, under one legend and above one line that says where the numbers come from."""
+    """Draw one chart for every group, under one legend and above one line that says where the numbers come from."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
@@ -236,7 +236,7 @@ def _bandwidth(axes: "Axes", group: Sequence[Record], pair: tuple[str, str], loo
 
 
 def _dots(axes: "Axes", points: Sequence[tuple[Record, float, float]], pair: tuple[str, str], looks: _Looks) -> None:
-    """One mark per point, those of A and B on top."""
+    """Draw one mark per point, those of A and B on top."""
     for variant, (colour, marker) in looks.items():
         xs, ys = [x for r, x, _ in points if r.variant == variant], [y for r, _, y in points if r.variant == variant]
         size = 5.5 * _SCALE.get(marker, 1.0)
@@ -245,7 +245,7 @@ def _dots(axes: "Axes", points: Sequence[tuple[Record, float, float]], pair: tup
 
 
 def _shape_axis(axes: "Axes", group: Sequence[Record]) -> list[str]:
-    """One row per shape, the first on top."""
+    """Draw one row per shape, the first on top."""
     shapes = list(dict.fromkeys(_shape(record) for record in group))
     axes.set_yticks(range(len(shapes)), shapes)
     axes.set_ylim(len(shapes) - 0.5, -0.5)

@@ -47,7 +47,7 @@ class Row:
 
     @property
     def note(self) -> str:
-        """Why there is nothing to compare; empty where both sides are timed."""
+        """Return why there is nothing to compare; empty where both sides are timed."""
         sides = (("A", self.a), ("B", self.b))
         return "; ".join(f"{side} {_status(record)}" for side, record in sides if record.status != "passed")
 
@@ -73,7 +73,7 @@ class Row:
 
     @property
     def bound(self) -> Bound:
-        """What bounds the case, as B was measured."""
+        """Return what bounds the case, as B was measured."""
         return bound_of(self.b)
 
     @property
@@ -372,7 +372,7 @@ _Timed = Mapping[str, Record]
 
 
 def rank_flips(records: Iterable[Record]) -> str:
-    """One line where a variant that is faster than another under one policy is slower under another, else empty.
+    """Write one line where a variant that is faster than another under one policy is slower under another, else nothing.
 
     Faster by more than both intervals, in one run; parts of an operator are ranked with nothing.
     """

@@ -143,5 +143,5 @@ def _useful(covers: Mapping[Knobs, frozenset[int]]) -> list[Knobs]:
 
 
 def _combinations(n: int, k: int) -> int:
-    """How many combinations of up to k of n have to be looked at."""
+    """Return how many combinations of up to k of n have to be looked at."""
     return sum(math.comb(n, i) for i in range(1, k + 1))

@@ -69,7 +69,7 @@ class GpuBench:
         self._launchable.result()
 
     def prepare(self) -> None:
-        """Nothing is put off."""
+        """Do nothing: nothing is put off."""
 
     def trial(self, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Evaluation:
         """Return the median of the samples, or one sample of a config that is far behind."""
@@ -135,7 +135,7 @@ class CheckBench:
             self._checker, self._of = affordable(lambda: Checker(op, case, "cuda")), (op.name, case)
 
     def prepare(self) -> None:
-        """Nothing is put off."""
+        """Do nothing: nothing is put off."""
 
     def trial(self, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Evaluation:
         """`ok`, `wrong` or `memory`."""

@@ -168,7 +168,7 @@ def _typed(name: str, text: str, kind: Any) -> Any:
 
 
 def takes(op: Op, case: Case, variant: Variant) -> bool:
-    """Whether a variant takes a case.
+    """Return whether a variant takes a case.
 
     Raises:
         ValueError: `unsupported` raises.

@@ -132,9 +132,9 @@ class _RayWorker:
         self._worker = make(family, options, share_of_cores(int(mine[0]), gpus) if within else None)
 
     def identity(self) -> Identity:
-        """Of its GPU."""
+        """Return the identity of its GPU."""
         return self._worker.identity()
 
     def events(self, order: RemoteTask) -> Iterator[Event]:
-        """As the worker's."""
+        """Yield the events of the worker."""
         yield from self._worker.events(order)

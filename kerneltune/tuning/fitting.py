@@ -72,7 +72,7 @@ class Judgement:
 
     @property
     def geomean(self) -> float:
-        """Their geometric mean."""
+        """Return the geometric mean."""
         return float(np.exp(np.mean(np.log(self.judged)))) if self.judged else math.nan
 
     @property

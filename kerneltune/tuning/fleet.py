@@ -119,7 +119,7 @@ class Fleet:
 
     @property
     def slug(self) -> str:
-        """Of the GPU model, once it is known."""
+        """Return the slug of the GPU model, once it is known."""
         assert self.identity is not None
         return self.identity.device.slug
 

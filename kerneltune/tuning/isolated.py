@@ -116,7 +116,7 @@ class IsolatedBench:
         self._opened = (VariantName(op.module, op.name, variant.name), case, policy)
 
     def busy_since(self, moment: float) -> float:
-        """Seconds since a moment (time.monotonic) that the children spent on what they were asked for, not on starting."""
+        """Return seconds since a moment (time.monotonic) that the children spent on what they were asked for, not on starting."""
         return sum(ended - max(began, moment) for began, ended in self._busy if ended > moment)
 
     def begin(self) -> None:
@@ -142,7 +142,7 @@ class IsolatedBench:
             self._ready = True
 
     def trial(self, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Evaluation:
-        """As the bench in the child says; `lost` where the child is lost over it.
+        """Ask the bench in the child; the trial is `lost` where the child crashes over it.
 
         Raises:
             ChildLostError: the child was lost before it came to the config or sent SIGTERM, or the bench stopped.
@@ -157,7 +157,7 @@ class IsolatedBench:
             return Evaluation("lost", detail=str(error))
 
     def samples(self, configs: Sequence[Config]) -> Sequence[Samples | None]:
-        """As the bench in the child says.
+        """Ask the bench in the child.
 
         Raises:
             ChildLostError: the child was lost, or the bench stopped.
@@ -262,7 +262,7 @@ def _serve(pipe: Connection, make: Callable[[], Measuring], cores: frozenset[int
 
 
 def split_cores() -> tuple[frozenset[int] | None, frozenset[int] | None]:
-    """One core for the measuring process and the others for the compilers; (None, None) where there is one core only."""
+    """Split the cores: one for the measuring process, the others for the compilers; (None, None) where there is one core only."""
     cores = sorted(os.sched_getaffinity(0))
     return (frozenset(cores[-1:]), frozenset(cores[:-1])) if len(cores) > 1 else (None, None)
 
@@ -290,7 +290,7 @@ def compare_apart(
     ceiling: Ceiling | None,
     lost: Mapping[str, str],
 ) -> list[Record]:
-    """As measuring.compare, in a fresh process.
+    """Compare as measuring.compare does, in a fresh process.
 
     Raises:
         ContextLostError: a launch took that process's context along.
@@ -314,7 +314,7 @@ def _compare(
     beside: tuple[VariantName, Config, Case] | None,
     lost: Mapping[str, str],
 ) -> list[Record]:
-    """In the process of its own."""
+    """Compare in the subprocess."""
     loaded = [(*name.load(), config) for name, config in named]
     ceiling = Ceiling(*beside[0].load(), beside[1], beside[2]) if beside is not None else None
     return compare(family, loaded[0][0], case, [(variant, config) for _, variant, config in loaded], policy, ceiling, lost)

@@ -56,7 +56,7 @@ class Usage:
 
     @property
     def text(self) -> str:
-        """One line."""
+        """Write the usage on one line."""
         who = "GPU" if self.gpus == 1 else f"{self.gpus} GPUs"
         share = f"{100 * self.idle:.0f} % of {self.wall_s:.1f} s"
         return f"{who} idle for {share} after the first compiled config, {self.evaluations} evaluations"
@@ -188,14 +188,14 @@ class Machines:
             os.sched_setaffinity(0, before)
 
     def usage_of(self, tuner: Tuner) -> Usage:
-        """Of a search that is over, from its first compiled config until now; `usage` counts it from here on."""
+        """Return the usage of a search that is over, from its first compiled config until now; `usage` counts it too."""
         usage = self._usage(tuner.began, tuner.evaluations)
         self._began, self._evaluations = self._began or tuner.began, self._evaluations + tuner.evaluations
         return usage
 
     @property
     def usage(self) -> Usage:
-        """Of all searches, from the first compiled config until now."""
+        """Return the usage of all searches, from the first compiled config until now."""
         return self._usage(self._began, self._evaluations)
 
     def _usage(self, began: float | None, evaluations: int) -> Usage:

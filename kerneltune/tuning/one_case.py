@@ -43,11 +43,11 @@ class _Begun:
     _measured: "Future[Evaluation] | None" = None
 
     def done(self) -> bool:
-        """Whether it is compiled."""
+        """Return whether it is compiled."""
         return self.pending.done()
 
     def refused(self) -> bool:
-        """Whether the compiler's word is enough."""
+        """Return whether the compiler's word is enough."""
         self.tuner.began = self.tuner.began or time.monotonic()
         self._refusal = self.tuner.refusal(self.config, self.pending.result())
         return self._refusal is not None
@@ -57,7 +57,7 @@ class _Begun:
         self._measured = self.tuner.in_turn(self.tuner.evaluate, self.config, self.pending.result(), None)
 
     def measured(self) -> bool:
-        """Whether its time is there."""
+        """Return whether its time is there."""
         return self._measured is not None and self._measured.done()
 
     def result(self) -> Evaluation:

@@ -56,7 +56,7 @@ def _tune_on_many(
 
 
 def make_workers(family: str, options: Options) -> LocalWorkers | RayWorkers:
-    """One for every GPU that the options name."""
+    """Make one worker for every GPU that the options name."""
     if not options.ray:
         return LocalWorkers(family, options, visible_gpus(options.gpus))
     if options.gpus in ("", "all"):

@@ -136,7 +136,7 @@ def wanted_works(
 
 
 def _state(work: TuningTask, options: Options, device_slug: str) -> str:
-    """Of the cache's config for it: `lacking`, `stale` or `fresh`."""
+    """Return the state of the cache's config for it: `lacking`, `stale` or `fresh`."""
     found = cached(work.op, work.case, work.variant, options.policy, options.configs, device_slug)
     if found is None:
         return "lacking"

@@ -37,11 +37,11 @@ class TuningTask:
 
     @property
     def label(self) -> str:
-        """One line."""
+        """Name the task on one line."""
         return f"{self.op.name} {self.variant.name} {self.case.name} {self.case.dtype} {self.case.quant}"
 
     def identity(self, policy: str) -> Mapping[str, Any]:
-        """As JSON."""
+        """Return the task as JSON."""
         op, case = self.op, self.case
         names = {"op": op.name, "variant": self.variant.name, "case": case.name, "axes": dict(case.axes)}
         return {**names, "dtype": case.dtype, "quant": case.quant, "options": dict(case.options), "policy": policy}
@@ -69,7 +69,7 @@ class TuningResult:
 
 
 def search_of(options: Options) -> Search:
-    """How much to search.
+    """Return how much to search.
 
     Raises:
         ValueError: it makes no sense.

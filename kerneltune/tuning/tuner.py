@@ -28,7 +28,7 @@ class Compiling(Protocol):
     """A config that is being compiled."""
 
     def done(self) -> bool:
-        """Whether `result` answers at once."""
+        """Return whether `result` answers at once."""
 
     def result(self) -> CompileResult:
         """Wait for it."""
@@ -111,7 +111,7 @@ class Tuner:
         return self.bench.trial(config, self._best_us if self.samples == SCREEN_SAMPLES else None, self.samples)
 
     def trials(self, configs: Sequence[Config]) -> list[Evaluation]:
-        """Every config measured anew; stores nothing."""
+        """Measure every config anew; store nothing."""
         return [self.in_turn(self.measure, config).result() for config in configs]
 
     def _samples(self, configs: Sequence[Config]) -> Sequence[Samples | None]:
@@ -127,7 +127,7 @@ class Tuner:
         self._preparing = self.in_turn(self._prepare)
 
     def ready(self) -> bool:
-        """Whether the bench makes nothing ready any more."""
+        """Return whether the bench makes nothing ready any more."""
         return self._preparing is None or self._preparing.done()
 
     def _prepare(self) -> None:
@@ -193,7 +193,7 @@ class Tuner:
 
 
 def _resident(compiled: CompileResult) -> int:
-    """Programs that one SM holds of the config's cooperative grids, all of which must fit to be launched.
+    """Return programs that one SM holds of the config's cooperative grids, all of which must fit to be launched.
 
     Where there is none, of the kernel of which it holds most: which one `ctas` is about is not known, and any of them runs. Any
     number where the GPU's limits are not known.

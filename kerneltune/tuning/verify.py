@@ -103,7 +103,7 @@ def verify_cache(
 def _run_final(
     machines: Machines, policy: str, op: Op, case: Case, variant: Variant, configs: Sequence[Config]
 ) -> tuple[int, dict[str, Any]]:
-    """Which config wins, the first unless another is surely faster, and the evidence; the last is the default.
+    """Return which config wins, the first unless another is surely faster, and the evidence; the last is the default.
 
     Raises:
         ValueError: the first is wrong now, or cannot be timed.

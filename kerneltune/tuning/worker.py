@@ -47,7 +47,7 @@ class Identity:
 
     @property
     def text(self) -> str:
-        """One line."""
+        """Name the identity on one line."""
         packages = " ".join(f"{name} {version}" for name, version in self.versions)
         return f"{self.device.name}, driver {self.device.driver}, {packages}, commit {self.commit}"
 
@@ -90,11 +90,11 @@ class Worker:
         self._said: SimpleQueue[Event] = SimpleQueue()
 
     def identity(self) -> Identity:
-        """Of its GPU."""
+        """Return the identity of its GPU."""
         return Identity.of_this_process()
 
     def events(self, order: RemoteTask) -> Iterator[Event]:
-        """Every new trial as soon as it is stored, then the report."""
+        """Yield every new trial as soon as it is stored, then the report."""
         Thread(target=self._carry_out, args=(order,), daemon=True).start()
         kind = ""
         while kind != "done":

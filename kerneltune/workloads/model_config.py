@@ -214,7 +214,7 @@ class _Fields:
 
     @property
     def defaults(self) -> Mapping[str, Any]:
-        """What the model's class has where the file says nothing; nothing without transformers."""
+        """Return what the model's class has where the file says nothing; nothing without transformers."""
         if self._defaults is None:
             self._defaults = dict(_of_class(self.kind))
         return self._defaults

@@ -69,7 +69,7 @@ class StepRow:
 
     @property
     def other(self) -> float | None:
-        """What is left of the step without casts and products; below 0 where parts overlap."""
+        """Return what is left of the step without casts and products; below 0 where parts overlap."""
         if self.step is None or self.casts is None or self.products is None:
             return None
         return self.step - self.casts - self.products

@@ -175,7 +175,7 @@ def run_delayed_refresh(inputs: Inputs, _config: None) -> Outputs:
 
 
 def run_delayed_casts(inputs: Inputs, _config: None) -> Outputs:
-    """All casts of a step under delayed scaling."""
+    """Run all casts of a step under delayed scaling."""
     scaling = _delayed(inputs)
     (a, _, s_a), (dy, _, s_dy) = (
         scaling.cast(inputs[name], inputs["offs"], place) for name, place in (("a", ROWS), ("dy", GRADS))
@@ -188,7 +188,7 @@ def _cast_of_w(weights: Fp8Weights) -> tuple[Tensor, Tensor]:
 
 
 def _casts(scaling: str, inputs: Inputs) -> dict[str, list[Tensor]]:
-    """All casts of a step: of a, w and dy for Y and dA, and of a and dy for dW, each as fp8 and scale."""
+    """Run all casts of a step: of a, w and dy for Y and dA, and of a and dy for dW, each as fp8 and scale."""
     a, b_t, dy, offs = inputs["a"], inputs["w"].transpose(1, 2), inputs["dy"], inputs["offs"]
     weights = cast_weights(b_t, Recipe(scaling), amax=_amax(inputs))
     if scaling == "rowwise":
@@ -209,7 +209,7 @@ def _both(x: Tensor, offs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def run_casts(scaling: str, inputs: Inputs, _config: None) -> Outputs:
-    """All casts of a step, no product."""
+    """Run all casts of a step, no product."""
     casts = _casts(scaling, inputs)
     return {"a": tuple(casts["a"]), "dy": tuple(casts["dy"]), "w": _cast_of_w(Fp8Weights(*casts["w"]))}
 

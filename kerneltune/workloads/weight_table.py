@@ -91,7 +91,7 @@ def _shape(record: Record) -> tuple[object, ...]:
 
 
 def crossover(rows: Sequence[WeightRow], name: str) -> str:
-    """From which tokens on `fp8` or `fp16` (the field `name`) is faster than int4 in rows of one layer, in words."""
+    """Return from which tokens on `fp8` or `fp16` (the field `name`) is faster than int4 in rows of one layer, in words."""
     found = [(row.tokens, row.int4, other) for row in rows if row.int4 is not None and (other := getattr(row, name)) is not None]
     if not found:
         return f"{name} not timed"
