@@ -31,7 +31,7 @@ from kerneltune.reporting.tables import rank_flips
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.tuning.bench import CheckBench
 from kerneltune.tuning.cached import config_for
-from kerneltune.tuning.isolated import IsolatedBench, check_in_child, compare_apart
+from kerneltune.tuning.isolated import IsolatedBench, check_in_child, compare_in_child
 
 _CHECKED_CONFIGS = 3
 _CHECK_TIMEOUT_S = 300.0
@@ -374,7 +374,7 @@ def _compared(
     lost: dict[str, str] = {}
     while True:
         try:
-            return (compare if here else compare_apart)(family, op, case, pairs, policy, ceiling, lost), here
+            return (compare if here else compare_in_child)(family, op, case, pairs, policy, ceiling, lost), here
         except BrokenContextError as error:
             here = False
             lost |= dict.fromkeys([error.variant] if error.variant else [variant.name for variant, _ in pairs], error.reason)

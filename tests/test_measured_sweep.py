@@ -110,9 +110,9 @@ def test_a_measurement_that_takes_the_context_along_costs_only_its_row(
         return compared
 
     monkeypatch.setattr(campaign, "compare", comparing("here"))
-    monkeypatch.setattr(campaign, "compare_apart", comparing("apart"))
+    monkeypatch.setattr(campaign, "compare_in_child", comparing("in a child"))
     found = compare_live(OPS, Selection(str(path), quants=("none",)), "baseline", "optimized", options, Quiet())
-    assert where == ["here", "apart", "apart", "apart"]
+    assert where == ["here", *["in a child"] * 3]
     assert [(r.op, r.variant, r.reason) for r in found] == [
         ("rmsnorm_fwd", "baseline", "x"),
         ("rmsnorm_fwd", "optimized", "an illegal memory access"),
@@ -172,8 +172,8 @@ def test_a_fresh_process_finds_all_by_name(monkeypatch: pytest.MonkeyPatch) -> N
     beside = Case("c", (("read", 64), ("write", 64)), "int32")
     ceiling = compare.Ceiling(stream, stream.variants[0], stream.variants[0].default_config(beside), beside)
     lost = {"baseline": "it faults"}
-    assert isolated.compare_apart("f", OP, CASE, PAIRS, "hot", ceiling, lost) == ("f", OP, CASE, PAIRS, "hot", ceiling, lost)
-    assert isolated.compare_apart("f", OP, CASE, PAIRS, "hot", None, {})[5] is None  # type: ignore[comparison-overlap]
+    assert isolated.compare_in_child("f", OP, CASE, PAIRS, "hot", ceiling, lost) == ("f", OP, CASE, PAIRS, "hot", ceiling, lost)
+    assert isolated.compare_in_child("f", OP, CASE, PAIRS, "hot", None, {})[5] is None  # type: ignore[comparison-overlap]
 
 
 # what an interrupted run left

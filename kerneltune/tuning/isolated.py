@@ -281,7 +281,7 @@ def check_in_child(bench: Measuring, op: Op, case: Case, variant: Variant, confi
     return "failed", trial.detail if trial.status == "wrong" else f"{trial.status}: {trial.detail}"
 
 
-def compare_apart(
+def compare_in_child(
     family: str,
     op: Op,
     case: Case,
