@@ -93,7 +93,7 @@ def _append(path: Path, miss: Miss) -> None:
     row |= {"quant": case.quant, "options": dict(case.options), "policy": miss.policy}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
         try:
             os.write(file, (json.dumps(row) + "\n").encode())
         finally:

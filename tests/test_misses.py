@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -197,3 +198,14 @@ def test_no_misses_are_no_sweep(tmp_path: Path) -> None:
     assert misses.sweep_text([Miss("a", "optimized", GPU, Case("", (("M", 1),), "int8"), "cold")]).endswith(
         '  - {name: a-1, op: a, M: 1, dtype: "int8", quant: "none"}\n'
     )
+
+
+def test_a_log_that_is_a_pipe_is_one_warning_and_no_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match="not a regular file"):
+        misses.read(path)
+    monkeypatch.setenv("KERNELTUNE_LOG_MISSES", str(path))
+    misses.forget()
+    with pytest.warns(UserWarning, match="cannot write .*pipe"):
+        misses.report(Miss("stream", "optimized", "a_gpu", Case("", (("read", 8),), "int32"), "cold"), "the default", ())

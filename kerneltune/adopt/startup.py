@@ -41,7 +41,7 @@ def start_from_environment() -> None:
                 misses=None if misses is None else misses,
                 portfolio=int(os.environ.get(PORTFOLIO) or 1),
             )
-    except ValueError as error:
+    except (ValueError, TypeError) as error:  # options of another kind than `kerneltune capture` gives
         logging.getLogger("kerneltune.adopt").error("kerneltune: not started: %s", error)
 
 

@@ -391,7 +391,7 @@ def _opened(path: Path, backend: BaseJournalBackend) -> JournalStorage:
 def _is_log(line: bytes) -> bool:
     try:
         log = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return isinstance(log, dict) and isinstance(log.get("op_code"), int)
 

@@ -1,6 +1,7 @@
 """cache: what is stored, and entries that are broken."""
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +129,18 @@ def test_check_reads_the_rules_too(stored: Path) -> None:
     rules.parent.mkdir()
     rules.write_text('{"schema": 1}')
     assert f"{rules}: op: None: expected 'rmsnorm_bwd'" in refused("cache", "check")
+
+
+@pytest.mark.parametrize("commit", ["refs/pull/1", "--upload-pack=touch x", "f" * 40])
+def test_cache_verify_runs_nothing_of_the_commit_that_an_entry_names(
+    commit: str, stored: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change(stored, evidence={"commit": commit, "source_hash": "0" * 12})
+
+    def started(*arguments: Any, **_: Any) -> None:
+        raise AssertionError(arguments)
+
+    monkeypatch.setattr(subprocess, "Popen", started)
+    result = run("cache", "verify")
+    assert result.exit_code == 0
+    assert "stale" in result.output

@@ -432,3 +432,10 @@ def test_a_folder_in_the_place_of_the_file_is_one_line(path: Path) -> None:
         put(store, Knobs(1, True), Evaluation("ok", 1.0))
     with pytest.raises(ValueError, match=f"^cannot read {path}: "):
         open_store(path)
+
+
+def test_a_journal_that_is_nested_deeply_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "trials.log"
+    path.write_text("[" * 3000 + "\n")
+    with pytest.raises(ValueError, match=r"^.*trials\.log:1: not a trial: "):
+        history(path)
