@@ -31,6 +31,7 @@ def command(
     samples of other tensors of at most 1 MiB. The program's exit code is that of this command; its output is untouched, and
     what this command has to say goes to standard error.
     """
+    from kerneltune.adopt.folder import CLASSES
     from kerneltune.adopt.launcher import require_program, run_program
     from kerneltune.adopt.startup import CAPTURE, CAPTURE_OPTIONS
     from kerneltune.cli.adopt import show_capture
@@ -46,8 +47,11 @@ def command(
     if eager:
         environment["TORCHDYNAMO_DISABLE"] = "1"
     code = run_program(program, environment)
+    if not (out / CLASSES).is_dir():  # the program's exit code counts
+        error_line("nothing was captured: the program launched no kernel of triton.autotune or kerneltune.autotune")
+        raise typer.Exit(code)
     try:
         show_capture(out, to_messages=True)
-    except ValueError as error:  # the program's exit code counts
+    except ValueError as error:
         error_line(f"nothing was captured: {error}")
     raise typer.Exit(code)

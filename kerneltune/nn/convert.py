@@ -1,6 +1,7 @@
 """Convert existing models to fp8 training in one call, and back."""
 
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, wraps
 from typing import Any, NamedTuple, cast
 
@@ -21,6 +22,17 @@ from kerneltune.nn.uncompiled import uncompiled
 Filter = Callable[[nn.Module, str], bool]
 
 
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
+
+
+def _counted(names: Iterable[str]) -> list[str]:
+    """Return the names, those that differ in numbers of layers as one: `layers.*.mlp (61)`."""
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kinds.setdefault(_NUMBER.sub(".*", name), []).append(name)
+    return [f"{kind} ({len(found)})" if len(found) > 1 else found[0] for kind, found in kinds.items()]
+
+
 class Conversion(list[str]):
     """Names of the converted modules.
 
@@ -33,9 +45,12 @@ class Conversion(list[str]):
         self.skipped = skipped
 
     def __str__(self) -> str:
-        """Return a line per kind of decision."""
-        lines = [f"converted {len(self)} modules to fp8: {', '.join(self)}"]
-        return "\n".join([*lines, *(f"skipped {name or 'the model itself'}: {why}" for name, why in self.skipped.items())])
+        """Return a line for what was converted and one per kind of what was skipped; layers of one name are counted."""
+        kinds: dict[tuple[str, str], list[str]] = {}
+        for name, why in self.skipped.items():
+            kinds.setdefault((_NUMBER.sub(".*", name), why), []).append(name or "the model itself")
+        lines = [f"converted {len(self)} modules to fp8: {', '.join(_counted(self))}"]
+        return "\n".join([*lines, *(f"skipped {', '.join(_counted(names))}: {why}" for (_, why), names in kinds.items())])
 
 
 def convert_to_fp8_training(

@@ -92,6 +92,12 @@ def test_capture_of_a_program_that_is_not_there_says_so_and_writes_nothing(progr
     assert (result.exit_code, result.stderr, (tmp_path / "cap").exists()) == (2, said, False)
 
 
+def test_capture_of_a_program_without_kernels_says_so(tmp_path: Path) -> None:
+    result = run("capture", "--out", tmp_path / "cap", "--", "true")
+    said = "nothing was captured: the program launched no kernel of triton.autotune or kerneltune.autotune\n"
+    assert (result.exit_code, result.stderr) == (0, said)
+
+
 def test_captured_kernels_are_operators_of_the_other_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KERNELTUNE_PLUGINS", "")
     capture = captured(tmp_path, pattern="row_sum")

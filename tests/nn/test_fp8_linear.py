@@ -51,6 +51,15 @@ def test_layers_of_one_tensor_share_its_cast_until_it_changes() -> None:
     assert casts_of(x, Recipe())[0] is not first[0]
 
 
+def test_conversion_in_print_counts_layers_of_one_name() -> None:
+    model = nn.Module()
+    model.layers = nn.ModuleList(Attention() for _ in range(3))
+    found = str(convert_to_fp8_training(model, dense=True, filter_fn=lambda _, name: not name.endswith("k"))).splitlines()
+    assert found[0] == "converted 3 modules to fp8: layers.*.q (3)"
+    assert "skipped layers.*.k (3): left out by filter_fn" in found
+    assert len(found) == 4
+
+
 def test_conversion_says_which_dense_layers_it_skips_and_why() -> None:
     model = Attention()
     before = {name: type(module) for name, module in model.named_modules()}
