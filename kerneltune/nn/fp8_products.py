@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kerneltune.kernel_lib.groups import aligned_size
+from kerneltune.kernel_lib.tl_lib import INTERPRETED
 from kerneltune.nn.recipes import Recipe
 from kerneltune.ops import fp8
 from kerneltune.ops.fp8_grouped_gemm import fp8_grouped_gemm
@@ -43,6 +44,7 @@ def cast_weights(b_t: Tensor, recipe: Recipe, into: Fp8Weights | None = None, am
     into: what an earlier call for a weight of this size and recipe returned, to be written in its place.
     amax: as in `fp8_tensorwise_3d`, where that casts.
     """
+    _check_device(b_t)
     if b_t.is_contiguous():
         return cast_weights(b_t.mT, recipe, into and into.transposed(), amax).transposed()
     E, _, N = b_t.shape
@@ -54,6 +56,11 @@ def cast_weights(b_t: Tensor, recipe: Recipe, into: Fp8Weights | None = None, am
     there = None if into is None else fp8.BothLayouts(into.q, into.scale.view(E, 1, N), into.q_t, into.scale_t)
     q, scale, q_t, scale_t = fp8.fp8_rowwise_3d_both(b_t, pow2=recipe.pow2, inverse=True, out=there)
     return into or Fp8Weights(q, scale.view(E, N), q_t, scale_t)
+
+
+def _check_device(w: Tensor) -> None:
+    if not (w.is_cuda or INTERPRETED or w.is_meta):
+        raise ValueError(f"weights must be on a GPU, or kernels interpreted (TRITON_INTERPRET=1), got weights on {w.device}")
 
 
 def cast_expected_weights(b_t: Tensor, amax: Tensor) -> Fp8Weights:
@@ -68,6 +75,8 @@ def cast_traced_weights(b_t: Tensor, recipe: Recipe, amax: Tensor) -> Fp8Weights
     """Cast b_t (E, K, N), column-major or contiguous, in both layouts by functions that torch.compile can trace. No gradient."""
     if recipe.scaling == "tensorwise" and recipe.pow2:
         return cast_expected_weights(b_t, amax)
+    if not torch.compiler.is_compiling():
+        _check_device(b_t)
     contiguous = b_t.is_contiguous()
     w = (b_t.mT if contiguous else b_t).detach()
     ops = torch.ops.kerneltune

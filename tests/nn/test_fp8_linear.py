@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from kerneltune.nn import Fp8Linear, Recipe, convert_to_fp8_training, revert_from_fp8_training, update_scales
+from kerneltune.nn import Fp8Linear, Recipe, convert_to_fp8_training, fp8_products, revert_from_fp8_training, update_scales
 from kerneltune.nn.fp8_linear import casts_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -164,3 +164,15 @@ def test_delayed_scaling_of_a_dense_layer_uses_scales_of_the_last_step() -> None
         layer(x).sum().backward()
         assert update_scales(layer) == 1
     assert bool(layer.fp8_scaling.known)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="kernels run on the GPU")
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_layer_where_no_kernel_runs_raises(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = linear()
+    Fp8Linear.from_linear(layer, recipe)
+    monkeypatch.setattr(fp8_products, "INTERPRETED", False)
+    with pytest.raises(
+        ValueError, match=r"weights must be on a GPU, or kernels interpreted \(TRITON_INTERPRET=1\), got weights on cpu"
+    ):
+        layer(torch.randn(16, 64).bfloat16())
