@@ -14,7 +14,7 @@ from kerneltune.nn.grouped_mm import fp8_grouped_mm
 from kerneltune.nn.kept_weights import KeptWeights
 from kerneltune.nn.recipes import Recipe, recipe_of
 
-_LEAST_SIZE = 350
+LEAST_SIZE = 350
 """The least N K / (N + K) for which fp8 pays. Per token, products save 4e-15 s for each of N K values, and casts cost 1.4e-12 s
 for each of N + K values: an H200 multiplies at about 650 TFLOP/s in bf16 and 1150 in fp8, and moves 4.2 TB/s."""
 
@@ -137,7 +137,7 @@ def why_not_fp8(linear: nn.Linear) -> str | None:
         return f"a {type(linear).__name__}, which may have a forward of its own"
     if not N or not K or N % ALIGNED or K % ALIGNED:
         return f"in_features and out_features must be multiples of {ALIGNED}, got {K} and {N}"
-    if N * K / (N + K) < _LEAST_SIZE:
+    if N * K / (N + K) < LEAST_SIZE:
         return f"{K} x {N} is too small: casts would cost more than the products save"
     return None
 

@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from kerneltune.nn import Fp8Linear, Recipe, convert_to_fp8_training, fp8_products, revert_from_fp8_training, update_scales
+from kerneltune.nn import (
+    Fp8Linear,
+    Recipe,
+    convert_to_fp8_training,
+    fp8_linear,
+    fp8_products,
+    revert_from_fp8_training,
+    update_scales,
+)
 from kerneltune.nn.fp8_linear import casts_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -120,15 +128,16 @@ def test_input_of_another_size_or_device_raises() -> None:
         layer(torch.randn(16, 64, device="meta"))
 
 
-def test_norms_feed_the_linear_layers_that_read_them_and_revert() -> None:
+def test_norms_feed_the_linear_layers_that_read_them_and_revert(monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
     torch.compiler.reset()
-    sizes = {"hidden_size": 704, "intermediate_size": 704, "num_attention_heads": 2, "num_key_value_heads": 2}
+    monkeypatch.setattr(fp8_linear, "LEAST_SIZE", 0)
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 2, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(**sizes, attn_implementation="sdpa")
     layer = LlamaDecoderLayer(config, 0).to(DEVICE, torch.bfloat16)
-    x = torch.randn(1, 16, 704, device=DEVICE).bfloat16()
+    x = torch.randn(1, 16, 128, device=DEVICE).bfloat16()
     places = LlamaRotaryEmbedding(config).to(DEVICE)(x, torch.arange(16, device=DEVICE)[None])
     for norm in (layer.input_layernorm, layer.post_attention_layernorm):
         nn.init.uniform_(norm.weight, 0.5, 2)
