@@ -56,15 +56,15 @@ def random_case(op: Op, rng: random.Random) -> Case:
     return Case("random", tuple(sizes.items()), rng.choice(op.dtypes), rng.choice(op.quants), options)
 
 
-def called_with(op: Op, case: Case, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return the config that a call on inputs without values looks up; None where it looks up none."""
-    answers: list[Any] = []
+def called_with(op: Op, case: Case, monkeypatch: pytest.MonkeyPatch) -> tuple[Case, Any]:
+    """Return the case that a call on inputs without values looks up, and its config."""
+    answers: list[tuple[Case, Any]] = []
     find = Chooser.find
 
     def asked(self: Chooser, wanted: Case, gpu: str | None = None) -> Choice:
         if self.op != op.name:
             return find(self, wanted, gpu)
-        answers.append(find(self, wanted, gpu).config)
+        answers.append((wanted, find(self, wanted, gpu).config))
         raise _AskedError
 
     with monkeypatch.context() as patched:
@@ -80,7 +80,9 @@ def test_a_sweep_without_tuning_runs_what_a_call_runs(name: str, monkeypatch: py
     op, rng = OPS[name], random.Random(name)
     variant = op.variant("optimized")
     for case in (random_case(op, rng) for _ in range(CASES)):
-        assert config_for(op, case, variant, Options()) == called_with(op, case, monkeypatch), case.label
+        wanted, config = called_with(op, case, monkeypatch)
+        assert wanted == op.called(case), case.label
+        assert config == config_for(op, case, variant, Options()), case.label
 
 
 @pytest.mark.parametrize("name", ALL)

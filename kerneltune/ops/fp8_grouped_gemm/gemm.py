@@ -17,9 +17,7 @@ from kerneltune.ops.fp8_grouped_gemm.kernels.tiles import multiply_groups
 from kerneltune.ops.fp8_grouped_gemm.operands import Product, check_operands, scale_modes
 from kerneltune.spec import Case, Op, Option, Space, Variant
 
-_CALLED: tuple[tuple[str, Option], ...] = (("scales", "rowwise"), ("groups", "balanced"), ("values", "normal"))
-"""The options under which a call looks up its config, beside `product`: scales do not change which is best, and the host does not
-know the groups."""
+_FREE_OPTIONS = ("scales", "groups", "values")
 _SHARED_BYTES = 232448 - 1024
 
 
@@ -127,13 +125,19 @@ def promising(case: Case) -> tuple[GemmConfig, ...]:
 
 
 def as_called(case: Case) -> Case:
-    """Return the case that a call looks up: it knows neither scales nor values, and of groups whether they are aligned."""
-    aligned = case.option("product") == "weights" and case.option("groups") == "routed"
-    options = {**dict(case.options), "scales": "rowwise", "values": "normal", "groups": "routed" if aligned else "balanced"}
+    """Return the case that a call looks up: of scales, values and groups, a call knows whether the groups are aligned."""
+    is_weights = case.option("product") == "weights"
+    is_aligned = is_weights and case.option("groups") == "routed"
     axes = dict(case.axes)
-    if aligned:
+    if is_aligned:
         axes["M"] -= axes["M"] % GROUP_ALIGNMENT
-    return replace(case, axes=tuple(axes.items()), options=tuple(options.items()))
+    return replace(case, axes=tuple(axes.items()), options=_called_options(is_weights, is_aligned))
+
+
+def _called_options(is_weights: bool, is_aligned: bool) -> tuple[tuple[str, Option], ...]:
+    """Return the options of a call's case; scales do not change which config is best, and the host does not know the groups."""
+    groups = "routed" if is_aligned else "balanced"
+    return (("product", "weights" if is_weights else "rows"), ("scales", "rowwise"), ("groups", groups), ("values", "normal"))
 
 
 def _results(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
@@ -195,8 +199,7 @@ def fp8_grouped_gemm(
         return torch.zeros(p.shape, dtype=out_dtype, device=a.device) if out is None else out.zero_()
     c = config
     if c is None:
-        product = ("product", "weights" if p.rows else "rows")
-        c = _choose(p.axes, DTYPE_NAMES[out_dtype], "fp8", (product, *_CALLED))
+        c = _choose(p.axes, DTYPE_NAMES[out_dtype], "fp8", _called_options(bool(p.rows), p.aligned))
     if c.backend == "cutlass":
         if p.rows:
             raise ValueError(f"{c.backend} takes no groups of any size, which a weight gradient may have")
@@ -225,7 +228,7 @@ OP = Op(
     quants=("fp8",),
     options=reference.OPTIONS,
     free_axes=("M", "E"),
-    free_options=tuple(dict(_CALLED)),
+    free_options=_FREE_OPTIONS,
     as_called=as_called,
     inputs=reference.inputs,
     reference=reference.reference,

@@ -3,6 +3,8 @@
 Config, space, validity and default are those of `moe_permute`. Source: the unpermute of MoE training frameworks.
 """
 
+from dataclasses import replace
+
 import torch
 
 from kerneltune import cache
@@ -27,6 +29,8 @@ from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
 
 _OPTIONS = {**OPTIONS, "weighted": (True, False)}
+_EXPERTS = 64
+"""Of the case that a call looks up, at least as many as a token's choices: a call does not know them."""
 
 
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
@@ -63,6 +67,16 @@ def traffic(case: Case) -> Traffic:
     return Traffic(size * T * K * H + per_pair * T * K, size * T * H)
 
 
+def as_called(case: Case) -> Case:
+    """Return the case that a call looks up: it knows neither the experts nor how tokens fall to them."""
+    options = (*CALLED, ("weighted", case.option("weighted")))
+    return replace(case, axes=_called_sizes(case["T"], case["H"], case["K"]), options=options)
+
+
+def _called_sizes(T: int, H: int, K: int) -> tuple[tuple[str, int], ...]:
+    return ("T", T), ("H", H), ("E", max(_EXPERTS, K)), ("K", K)
+
+
 def _results(y: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     return y.new_empty((places.shape[0], y.shape[1]))
 
@@ -95,7 +109,7 @@ def moe_unpermute(
     if out.numel():
         if config is None:
             options = (*CALLED, ("weighted", weights is not None))
-            config = _choose((("T", T), ("H", H), ("E", 1), ("K", K)), DTYPE_NAMES[y.dtype], "none", options)
+            config = _choose(_called_sizes(T, H, K), DTYPE_NAMES[y.dtype], "none", options)
         combine_rows[(cdiv(T, config.rows), cdiv(H, config.cols))](
             y, out, places, y if weights is None else weights, T, M, y.stride(0),
             K=K, H=H, WEIGHTED=weights is not None, ROWS=config.rows, COLS=config.cols, num_warps=config.warps,
@@ -105,7 +119,7 @@ def moe_unpermute(
 
 OP = Op(
     name="moe_unpermute",
-    unseen_options=tuple(OPTIONS),
+    as_called=as_called,
     inputs=inputs,
     reference=reference,
     compare=compare,

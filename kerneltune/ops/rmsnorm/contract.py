@@ -7,6 +7,7 @@ All in fp32 inside; with zero-centred gamma γ = weight + 1, added in fp32. The 
 Source: the contract of TransformerEngine's Triton RMSNorm and of its pull request 593.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,6 +38,12 @@ def uniform(shape: tuple[int, ...], low: float, high: float, dtype: torch.dtype,
     if device == "meta":
         return tensor
     return tensor.uniform_(low, high, generator=torch.Generator(device=device).manual_seed(seed))
+
+
+def sum_as_called(case: Case) -> Case:
+    """Return the case with `SUM_OPTIONS` that a call looks up: an fp32 weight is of x's dtype where x is fp32."""
+    is_same = case.dtype == "float32" and case.option("weight") == "float32"
+    return replace(case, options=(*case.options[:-1], ("weight", "same"))) if is_same else case
 
 
 def weight_of(case: Case, device: str, seed: int) -> torch.Tensor | None:
