@@ -25,7 +25,7 @@ from kerneltune.kernel_lib.tl_transpose import store_transposed, store_transpose
 from kerneltune.kernel_lib.workspace import workspace
 from kerneltune.ops.fp8.contract import Cast
 from kerneltune.ops.fp8.kernels.tiles import (
-    aligned_shift,
+    aligned_column,
     atomic_max_columns,
     locate_fitted,
     locate_in_weights,
@@ -219,7 +219,8 @@ def _cast_transpose_groups(
             live = stripe * COLS + lanes < width
             if JAGGED:
                 ld = columns
-                base = wide(stripe * (COLS * PAIRS)) * ld + first_row + aligned_shift(offs_ptr, rows, group, ALIGNMENT)
+                column = aligned_column(first_row, group, lo, ALIGNMENT, ALIGNMENT) if ALIGNMENT else first_row
+                base = wide(stripe * (COLS * PAIRS)) * ld + column
             else:
                 ld = WEIGHT_ROWS
                 base = wide(stripe * (COLS * PAIRS)) * ld + first_row + wide(group) * ((C * PAIRS - 1) * ld)

@@ -30,7 +30,7 @@ from kerneltune.ops.fp8.kernels.tensorwise import (
     store_tile,
     without_rows,
 )
-from kerneltune.ops.fp8.kernels.tiles import aligned_shift, locate_block
+from kerneltune.ops.fp8.kernels.tiles import locate_block
 from kerneltune.rounding import cdiv
 
 if TYPE_CHECKING:
@@ -190,7 +190,9 @@ def cast_early(
         group, stripe, columns, first_row, lo, hi = locate_block(
             tile, total, offs_ptr, rows, stripes, G, JAGGED, GROUPS_LOG2, ROWS, ALIGNMENT
         )  # fmt: skip
-        xs = load_quads(x_ptr, stride, C, stripe, first_row, lo, hi, ROWS // 4, COLS, EVEN_ROWS, JAGGED, False)
+        xs = load_quads(
+            x_ptr, stride, C, stripe, first_row, lo, hi, ROWS // 4, COLS, EVEN_ROWS, JAGGED and not ALIGNMENT, False
+        )  # fmt: skip
         x0, x1, x2, x3 = xs
         largest = largest_magnitude((x0, x1, x2, x3), PAIRS, dtype)
         if PAIRS == 2:
@@ -204,9 +206,8 @@ def cast_early(
             seen = tl.maximum(seen, tl.load(amax_ptr + group))
         if live:
             publish(ws_ptr, (1 if ONE else G) + tile, seen, tag, live)
-            shift = aligned_shift(offs_ptr, rows, group, ALIGNMENT)
             store_tile(
-                (x0, x1, x2, x3), amax_to_scale(seen, FP8_MAX, True), q_ptr, qt_ptr, ld, group, stripe, first_row, shift, lo, hi,
+                (x0, x1, x2, x3), amax_to_scale(seen, FP8_MAX, True), q_ptr, qt_ptr, ld, group, stripe, first_row, lo, hi,
                 C, JAGGED, ALIGNMENT, ROWMAJOR, COLMAJOR, ROWS, COLS, PAIRS, dtype, fp8, EVEN_ROWS, PACKED,
             )  # fmt: skip
 
@@ -250,12 +251,13 @@ def cast_again(
             group, stripe, _t, first_row, lo, hi = locate_block(
                 tile, total, offs_ptr, rows, stripes, G, JAGGED, GROUPS_LOG2, ROWS, ALIGNMENT
             )  # fmt: skip
-            xs = load_quads(x_ptr, stride, C, stripe, first_row, lo, hi, ROWS // 4, COLS, EVEN_ROWS, JAGGED, False)
+            xs = load_quads(
+                x_ptr, stride, C, stripe, first_row, lo, hi, ROWS // 4, COLS, EVEN_ROWS, JAGGED and not ALIGNMENT, False
+            )  # fmt: skip
             xs = finite_words(xs, PAIRS, dtype)
             scale = amax_to_scale(published(ws_ptr, segment_of(group, ONE)), FP8_MAX, True)
-            shift = aligned_shift(offs_ptr, rows, group, ALIGNMENT)
             store_tile(
-                xs, scale, q_ptr, qt_ptr, ld, group, stripe, first_row, shift, lo, hi,
+                xs, scale, q_ptr, qt_ptr, ld, group, stripe, first_row, lo, hi,
                 C, JAGGED, ALIGNMENT, ROWMAJOR, COLMAJOR, ROWS, COLS, PAIRS, dtype, fp8, EVEN_ROWS, PACKED,
             )  # fmt: skip
             at = tl.min(tl.where(wrong & (lanes > at), lanes, LANES), axis=0)
@@ -277,7 +279,9 @@ def cast_known(
         group, stripe, columns, first_row, lo, hi = locate_block(
             tile, total, offs_ptr, rows, stripes, G, True, GROUPS_LOG2, ROWS, ALIGNMENT
         )
-        xs = load_quads(x_ptr, stride, C, stripe, first_row, lo, hi, ROWS // 4, COLS, False, True, False)
+        xs = load_quads(
+            x_ptr, stride, C, stripe, first_row, lo, hi, ROWS // 4, COLS, False, False, False
+        )  # fmt: skip
         if columns > 0:
             if PAIRS == 2:
                 largest = largest_magnitude(xs, PAIRS, dtype)
@@ -285,8 +289,7 @@ def cast_known(
                 m01, m23 = tl.maximum(magnitude(xs[0]), magnitude(xs[1])), tl.maximum(magnitude(xs[2]), magnitude(xs[3]))
                 largest = tl.max(tl.max(tl.maximum(m01, m23), axis=1), axis=0)
             tl.atomic_max(amax_ptr, magnitude_to_fp32(largest, dtype), sem="relaxed")
-            shift = aligned_shift(offs_ptr, rows, group, ALIGNMENT)
             store_tile(
-                xs, scale, q_ptr, qt_ptr, ld, group, stripe, first_row, shift, lo, hi,
+                xs, scale, q_ptr, qt_ptr, ld, group, stripe, first_row, lo, hi,
                 C, True, ALIGNMENT, ROWMAJOR, COLMAJOR, ROWS, COLS, PAIRS, dtype, fp8, False, True,
             )  # fmt: skip

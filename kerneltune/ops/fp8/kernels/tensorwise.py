@@ -26,7 +26,7 @@ from kerneltune.kernel_lib.tl_lib import (
     wide,
 )
 from kerneltune.kernel_lib.tl_transpose import store_transposed_words, store_turned
-from kerneltune.ops.fp8.kernels.tiles import aligned_shift, locate_block
+from kerneltune.ops.fp8.kernels.tiles import aligned_column, locate_block
 
 
 @triton.jit
@@ -170,21 +170,23 @@ def amax_segments(
         group, stripe, _tiles, first_row, lo, hi = locate_block(
             tile, total, offs_ptr, rows, stripes, G, JAGGED, GROUPS_LOG2, ROWS, ALIGNMENT
         )  # fmt: skip
-        xs = load_quads(x_ptr, stride, C, stripe, first_row, lo, hi, ROWS // 4, COLS, EVEN_ROWS, JAGGED, True)
+        xs = load_quads(
+            x_ptr, stride, C, stripe, first_row, lo, hi, ROWS // 4, COLS, EVEN_ROWS, JAGGED and not ALIGNMENT, True
+        )  # fmt: skip
         amax = magnitude_to_fp32(largest_magnitude(finite_words(xs, PAIRS, dtype), PAIRS, dtype), dtype)
         raise_published(ws_ptr, segment_of(group, ONE), amax, tag, hi > 0)
 
 
 @triton.jit
 def store_tile(
-    xs, scale, q_ptr, qt_ptr, ld, group, stripe, first_row, shift, lo, hi, C: tl.constexpr,
+    xs, scale, q_ptr, qt_ptr, ld, group, stripe, first_row, lo, hi, C: tl.constexpr,
     JAGGED: tl.constexpr, ALIGNMENT: tl.constexpr, ROWMAJOR: tl.constexpr, COLMAJOR: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr, fp8: tl.constexpr,
     EVEN_ROWS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Scale and cast a tile out of `finite_words` into q and its transpose, whose rows are `ld` apart.
 
-    With ALIGNMENT all ROWS columns of the transpose are written, `shift` behind the rows: a group's, and zeros.
+    With ALIGNMENT all ROWS columns of the transpose are written: a group's, and zeros.
     """
     lanes = tl.arange(0, COLS)
     live = stripe * COLS + lanes < C
@@ -198,12 +200,13 @@ def store_tile(
             ys = ys + (y,)
         if ROWMAJOR:
             r = tl.arange(0, ROWS // 4) * 4 + k
-            mask = _inside(r, lo, hi, stripe * COLS + lanes, C, COLS, EVEN_ROWS, JAGGED)
+            mask = _inside(r, lo, hi, stripe * COLS + lanes, C, COLS, EVEN_ROWS, JAGGED and not ALIGNMENT)
             q_tile = q_ptr + first_row * C + stripe * COLS
             tl.store(q_tile + (r[:, None] * C + lanes[None, :]), q, mask=mask, cache_modifier=".cs")
         qs = qs + (q,)
     if COLMAJOR:
-        base = wide(stripe * (COLS * PAIRS)) * ld + first_row + shift
+        column = aligned_column(first_row, group, lo, ROWS, ALIGNMENT) if ALIGNMENT else first_row
+        base = wide(stripe * (COLS * PAIRS)) * ld + column
         if not JAGGED:
             base += wide(group) * (C * PAIRS - 1) * ld
         EDGES: tl.constexpr = JAGGED and not ALIGNMENT
@@ -236,7 +239,9 @@ def cast_segments(
         group, stripe, columns, first_row, lo, hi = locate_block(
             total - 1 - back, total, offs_ptr, rows, stripes, G, JAGGED, GROUPS_LOG2, ROWS, ALIGNMENT
         )  # fmt: skip
-        xs = load_quads(x_ptr, stride, C, stripe, first_row, lo, hi, ROWS // 4, COLS, EVEN_ROWS, JAGGED, False)
+        xs = load_quads(
+            x_ptr, stride, C, stripe, first_row, lo, hi, ROWS // 4, COLS, EVEN_ROWS, JAGGED and not ALIGNMENT, False
+        )  # fmt: skip
         segment = segment_of(group, ONE)
         if segment != of:
             scale = amax_to_scale(published(ws_ptr, segment), FP8_MAX, False)
@@ -244,9 +249,8 @@ def cast_segments(
         if (hi > 0) | (columns > 0 if ALIGNMENT else False):
             if (lo >= 0) & (stripe == 0):
                 tl.store(scale_ptr + segment, reciprocal(scale) if INVERSE else scale)
-            shift = aligned_shift(offs_ptr, rows, group, ALIGNMENT)
             store_tile(
-                finite_words(xs, PAIRS, dtype), scale, q_ptr, qt_ptr, ld, group, stripe, first_row, shift, lo, hi, C,
+                finite_words(xs, PAIRS, dtype), scale, q_ptr, qt_ptr, ld, group, stripe, first_row, lo, hi, C,
                 JAGGED, ALIGNMENT, ROWMAJOR, COLMAJOR, ROWS, COLS, PAIRS, dtype, fp8, EVEN_ROWS, PACKED,
             )  # fmt: skip
     if JAGGED:

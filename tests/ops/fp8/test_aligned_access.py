@@ -1,0 +1,31 @@
+"""How wide the casts of aligned groups store what they transpose, as compiled for an H200."""
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from kerneltune.measuring.compiler import TARGETS, CompileJob, CompilePool
+from kerneltune.measuring.known import KnownFacts
+from kerneltune.ops import fp8
+from kerneltune.ops.fp8.tensorwise_2d import SegmentConfig
+
+
+def operands(*, device: str) -> dict[str, Any]:
+    x = torch.empty(4096, 128, dtype=torch.bfloat16, device=device)
+    return {"x": x, "offs": torch.empty(8, dtype=torch.int32, device=device)}
+
+
+def cast_groups(inputs: dict[str, Any], config: SegmentConfig) -> None:
+    fp8.fp8_tensorwise_2d(inputs["x"], layout="both", offs=inputs["offs"], config=config)
+
+
+def test_tensorwise_groups_aligned_store_16_bytes_at_a_time() -> None:
+    job = CompileJob(partial(operands), cast_groups, SegmentConfig(64, 128, 4, 0, 1))
+    with CompilePool(TARGETS["sm_90"], 1, known=KnownFacts({})) as pool:
+        (compiled,) = pool.compile([job])
+    assert compiled.error == ""
+    assert {kernel.name for kernel in compiled.kernels} == {"cast_early", "cast_again"}
+    for kernel in compiled.kernels:
+        bits = {access.bits: access.count for access in kernel.accesses if access.kind == "store"}
+        assert bits[128] == 8, (kernel.name, bits)
