@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from kerneltune import cells, device, records, sweep
-from kerneltune.files import cut_partial_line, replace_text
+from kerneltune.files import replace_text
 from kerneltune.interrupts import hear_interrupts
 from kerneltune.measuring.check import CaseError, Checker, address_errors
 from kerneltune.measuring.compare import (
@@ -20,7 +20,6 @@ from kerneltune.measuring.compare import (
     ceiling_case,
     check_only,
     compare,
-    config_values,
     make_record,
 )
 from kerneltune.measuring.compiler import TARGETS, CompilePool, CompileResult, Target, compile_job
@@ -29,12 +28,15 @@ from kerneltune.records import Key, Record
 from kerneltune.reporting import tables
 from kerneltune.reporting.tables import rank_flips
 from kerneltune.spec import Case, Config, Op, Variant
+from kerneltune.sweep_journal import finished_rows, journal_path, journalled, key_of_case, resume
 from kerneltune.tuning.bench import CheckBench
 from kerneltune.tuning.cached import config_for
 from kerneltune.tuning.isolated import IsolatedBench, check_in_child, compare_in_child
 
 _CHECKED_CONFIGS = 3
 _CHECK_TIMEOUT_S = 300.0
+_ADDRESSES_COST = 1.5
+"""Of an operator's largest case, as of `_check_cost`: rmsnorm and fp8_weights took 2 to 13 s, their other checks 2 s per MB."""
 _CHECK_POLICY = "cold"
 """What records of checks are kept under."""
 _WORTH_A_POOL = 10
@@ -43,6 +45,15 @@ _WORTH_A_POOL = 10
 
 Configured = tuple[Op, Case, list[tuple[Variant, Config]]]
 """A case, and its variants with the configs that they are to run with."""
+FirstTable = Callable[[Sequence[Record]], None]
+"""Shows the records of the headline cases while the rest is still to come."""
+
+
+@dataclass(slots=True)
+class _Process:
+    """Whether this process can still measure, which a launch that loses the GPU's context ends."""
+
+    can_measure: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +68,22 @@ class SweepResult:
     remark: str = ""
 
 
-def run_sweep(ops: Mapping[str, Op], selection: Selection, options: Options, progress: Progress) -> SweepResult:
+def run_sweep(
+    ops: Mapping[str, Op],
+    selection: Selection,
+    options: Options,
+    progress: Progress,
+    first_table: FirstTable | None = None,
+) -> SweepResult:
     """Run all stages of a sweep.
 
     Without a GPU, and with `check_only`, the sweep's check cases run and no time is taken. On a GPU the records, the table,
     Markdown and CSV are written under results/, also where the measurement is interrupted; cases checked or measured before an
     interruption are not checked or measured again.
+
+    Args:
+        first_table: gets the records of ten headline cases, measured before all else with the configs at hand and without
+            variants that compile for seconds; not called where an interrupted run goes on.
 
     Raises:
         ValueError: bad input, nothing to check where only checks run, or a folder that cannot be written.
@@ -72,9 +93,17 @@ def run_sweep(ops: Mapping[str, Op], selection: Selection, options: Options, pro
     work = _to_check(ops, plan, selection, options, only_checks)
     if only_checks and not any(pairs for *_, pairs in work):
         raise ValueError(f"{plan.path}: {_unchecked(plan, selection)}")
-    checked = _check(plan.family, work, options, progress)
-    if not device.current().is_gpu:
-        checked += _check_further(ops, plan, selection, options, progress)
+    entries = [e for e in plan.bench if selection.takes(e)]
+    journal = journal_path(plan.family, options.results, "journal")
+    process = _Process()
+    resumes = journal.exists() or journal_path(plan.family, options.results, "check.journal").exists()
+    if first_table is not None and not only_checks and not resumes:
+        _measure_first(ops, plan, entries, selection, options, progress, process, first_table)
+    further = [] if device.current().is_gpu else _further_checks(ops, plan, selection)
+    checked = _check(plan.family, work, options, progress, [check.cost for check in further])
+    for check in further:
+        checked += _check_further(plan.family, check, selection, options)
+        progress.advance(f"{check.op.name} {check.case.name}, {'addresses' if check.addresses else 'further configs'}")
     if only_checks:
         return SweepResult(checked, [_write_checked(plan.family, checked, options)])
     for record in checked:
@@ -82,16 +111,14 @@ def run_sweep(ops: Mapping[str, Op], selection: Selection, options: Options, pro
             what = f"{record.op} {record.variant} {record.case} {record.dtype} {record.quant}"
             config = f" with {cells.pairs(record.config)}" if record.config else ""
             progress.note(f"failed its check: {what}{config}: {record.reason}")
-    entries = [e for e in plan.bench if selection.takes(e)]
     if options.tune:
         from kerneltune.tuning.stage import tune_entries
 
         tune_entries(ops, entries, selection, options, progress)
-    journal = _journal(plan.family, options, "journal")
     try:
-        measured = _measure(ops, plan.family, entries, selection, options, progress, journal)
+        measured = _measure(ops, plan.family, entries, selection, options, progress, journal, process=process)
     except KeyboardInterrupt:
-        if _journalled(journal):
+        if journalled(journal):
             _write(ops, plan.family, [], options)
         raise
     files = _write(ops, plan.family, measured, options)
@@ -105,7 +132,7 @@ def run_quick(
     selection: Selection,
     options: Options,
     progress: Progress,
-    first_table: Callable[[Sequence[Record]], None],
+    first_table: FirstTable,
 ) -> SweepResult:
     """Measure the ten headline cases with the configs at hand: what starts at once first, then all variants interleaved.
 
@@ -129,15 +156,33 @@ def run_quick(
     entries = headline(plan, selection)
     if not entries:
         raise ValueError(f"{plan.path}: no bench case selected")
-    slow = dict.fromkeys(v.name for e in entries for v in wanted_variants(ops[e.op], selection, options) if v.compiles)
-    if slow:
-        progress.note(f"{len(entries)} cases: first without {', '.join(slow)}, which compile for seconds a case; then with them")
-        fast = replace(options, fast=True)
-        measured = _measure(ops, plan.family, entries, selection, fast, progress, None, "measure without compiled peers")
-        _write(ops, plan.family, measured, options)
-        first_table(measured)
-    measured = _measure(ops, plan.family, entries, selection, options, progress, None, "measure all variants")
+    process = _Process()
+    _measure_first(ops, plan, entries, selection, options, progress, process, first_table)
+    measured = _measure(ops, plan.family, entries, selection, options, progress, None, "measure all variants", process)
     return SweepResult(measured, _write(ops, plan.family, measured, options))
+
+
+def _measure_first(
+    ops: Mapping[str, Op],
+    plan: sweep.Sweep,
+    entries: Sequence[sweep.SweepCase],
+    selection: Selection,
+    options: Options,
+    progress: Progress,
+    process: _Process,
+    first_table: FirstTable,
+) -> None:
+    """Measure and show the headline cases without variants that compile for seconds, unless that is all there is to measure."""
+    headlines = headline(plan, selection)
+    slow = dict.fromkeys(v.name for e in headlines for v in wanted_variants(ops[e.op], selection, options) if v.compiles)
+    if not slow and len(entries) <= len(headlines):
+        return
+    without = f" without {', '.join(slow)}, which compile for seconds a case" if slow else ""
+    progress.note(f"first table: {len(headlines)} cases{without}; then all of {len(entries)}")
+    fast = replace(options, fast=True)
+    measured = _measure(ops, plan.family, headlines, selection, fast, progress, None, "measure the first table", process)
+    _write(ops, plan.family, measured, options)
+    first_table(measured)
 
 
 def compare_live(
@@ -166,7 +211,9 @@ def measure_live(
     """
     require_gpu(command)
     plan = load_plan(ops, selection)
-    entries = [e for e in plan.bench if selection.takes(e) and (keys is None or _key(ops[e.op], e.case, options.policy) in keys)]
+    entries = [
+        e for e in plan.bench if selection.takes(e) and (keys is None or key_of_case(ops[e.op], e.case, options.policy) in keys)
+    ]
     return _measure(ops, plan.family, entries, selection, options, progress, None)
 
 
@@ -205,19 +252,26 @@ def _unchecked(plan: sweep.Sweep, selection: Selection) -> str:
     return f"no check case among the {bench} selected: {alone}"
 
 
-def _check(family: str, work: Sequence[Configured], options: Options, progress: Progress) -> list[Record]:
-    """Check every case; the records are kept case by case until the last is done."""
+def _check(
+    family: str, work: Sequence[Configured], options: Options, progress: Progress, further: Sequence[float] = ()
+) -> list[Record]:
+    """Check every case; the records are kept case by case until the last is done.
+
+    Args:
+        further: costs of the checks that follow in the same stage.
+    """
     on_gpu = device.current().is_gpu
-    journal = _journal(family, options, "check.journal")
-    done = _resumed(journal)
-    known = [_still_good(done, op, case, pairs, _CHECK_POLICY) for op, case, pairs in work]
+    journal = journal_path(family, options.results, "check.journal")
+    done = resume(journal)
+    known = [finished_rows(done, op, case, pairs, _CHECK_POLICY) for op, case, pairs in work]
     ahead = _ours(of_case for of_case, rows in zip(work, known, strict=True) if rows is None)
     target = TARGETS.get(device.current().arch)
     if ahead and on_gpu and target is not None:
         progress.stage("compile", 1)
         compile_ahead(ahead, target, options.workers)
         progress.advance("the configs to check")
-    progress.stage("check", len(work), len(work) - known.count(None))
+    costs = [*(_check_cost(op, case) for (op, case, _), rows in zip(work, known, strict=True) if rows is None), *further]
+    progress.stage("check", len(work) + len(further), len(work) - known.count(None), () if on_gpu else costs)
     found = []
     with IsolatedBench(CheckBench, trial_timeout_s=_CHECK_TIMEOUT_S) as bench:
         for (op, case, pairs), rows in zip(work, known, strict=True):
@@ -230,33 +284,47 @@ def _check(family: str, work: Sequence[Configured], options: Options, progress: 
     return found
 
 
-def _check_further(
-    ops: Mapping[str, Op], plan: sweep.Sweep, selection: Selection, options: Options, progress: Progress
-) -> list[Record]:
-    """Return a failed record for everything that the interpreter finds beyond the default configs of the check cases.
+@dataclass(frozen=True, slots=True)
+class _FurtherCheck:
+    """A check in the interpreter beyond the default configs: `addresses` of a case, else a case with some random configs."""
 
-    That is wrong results of some random configs on the first check case of each operator and quantization mode, and wrong
-    addresses of the default config on the largest bench case of each operator.
-    """
+    op: Op
+    case: Case
+    addresses: bool
+
+    @property
+    def cost(self) -> float:
+        """The check's cost, as of `_check_cost`."""
+        return _ADDRESSES_COST if self.addresses else _CHECKED_CONFIGS * _check_cost(self.op, self.case)
+
+
+def _further_checks(ops: Mapping[str, Op], plan: sweep.Sweep, selection: Selection) -> list[_FurtherCheck]:
+    """Return the first check case of each operator and mode, and each operator's largest bench case, for its addresses."""
     first: dict[tuple[str, str], Case] = {}
     for entry in filter(selection.takes, plan.check):
         first.setdefault((entry.op, entry.case.quant), entry.case)
     largest: dict[str, Case] = {}
     for entry in filter(selection.takes, plan.bench):
         largest[entry.op] = max(largest.get(entry.op, entry.case), entry.case, key=lambda case: ops[entry.op].traffic(case).total)
-    progress.stage("check configs and addresses", len(first) + len(largest))
-    found = []
-    for (name, _), case in first.items():
-        try:
-            errors_of = partial(_config_errors, Checker(ops[name], case, "cpu"))
-        except CaseError:  # the case's own records say so
-            continue
-        found += _failures(plan.family, ops[name], case, errors_of, selection, options, _CHECKED_CONFIGS)
-        progress.advance(f"{name} {case.name}")
-    for name, case in largest.items():
-        found += _failures(plan.family, ops[name], case, partial(address_errors, ops[name], case), selection, options, 0)
-        progress.advance(f"{name} {case.name}")
-    return found
+    configs = [_FurtherCheck(ops[name], case, False) for (name, _), case in first.items()]
+    return configs + [_FurtherCheck(ops[name], case, True) for name, case in largest.items()]
+
+
+def _check_further(family: str, check: _FurtherCheck, selection: Selection, options: Options) -> list[Record]:
+    """Return a failed record for every config and variant that has errors."""
+    if check.addresses:
+        errors_of = partial(address_errors, check.op, check.case)
+        return _failures(family, check.op, check.case, errors_of, selection, options, 0)
+    try:
+        errors_of = partial(_config_errors, Checker(check.op, check.case, "cpu"))
+    except CaseError:  # the case's own records say so
+        return []
+    return _failures(family, check.op, check.case, errors_of, selection, options, _CHECKED_CONFIGS)
+
+
+def _check_cost(op: Op, case: Case) -> float:
+    """Return about how long a check takes in the interpreter, in MB of traffic: what is launched, and a part per element."""
+    return 0.2 + op.traffic(case).total / 1e6
 
 
 def _config_errors(checker: Checker, variant: Variant, config: Config) -> list[str]:
@@ -306,11 +374,6 @@ def _pairs(op: Op, case: Case, selection: Selection, options: Options) -> list[t
     ]
 
 
-def _key(op: Op, case: Case, policy: str) -> Key:
-    """Return the key of the case's records."""
-    return records.key_of(op.name, case.dtype, case.quant, dict(case.axes), dict(case.options), policy)
-
-
 def _ceiling(ops: Mapping[str, Op], op: Op, case: Case, options: Options) -> Ceiling | None:
     if CEILING_OP not in ops:
         return None
@@ -328,24 +391,25 @@ def _measure(
     progress: Progress,
     journal: Path | None,
     stage: str = "measure",
+    process: _Process | None = None,
 ) -> list[Record]:
     """Measure every case beside its peers; with a journal, cases that it has are not measured again."""
-    done = _resumed(journal) if journal else {}
+    process = process or _Process()
+    done = resume(journal) if journal else {}
     measured = []
     work = []
     for entry in entries:
         pairs = _pairs(ops[entry.op], entry.case, selection, options)
-        work.append((ops[entry.op], entry.case, pairs, _still_good(done, ops[entry.op], entry.case, pairs, options.policy)))
+        work.append((ops[entry.op], entry.case, pairs, finished_rows(done, ops[entry.op], entry.case, pairs, options.policy)))
     ceilings = {(op.name, case): _ceiling(ops, op, case, options) for op, case, _, rows in work if rows is None}
     _compile_measured([(op, case, pairs) for op, case, pairs, rows in work if rows is None], ceilings.values(), options, progress)
     progress.stage(stage, len(work), sum(rows is not None for *_, rows in work))
-    here = True
     for op, case, pairs, kept in work:
         if kept is not None:
             measured += kept
             continue
         hear_interrupts()
-        fresh, here = _compared(family, op, case, pairs, options.policy, ceilings[op.name, case], here)
+        fresh = _compared(family, op, case, pairs, options.policy, ceilings[op.name, case], process)
         if journal:
             records.append(journal, fresh)
         measured += fresh
@@ -364,19 +428,19 @@ def _compared(
     pairs: Sequence[tuple[Variant, Config]],
     policy: str,
     ceiling: Ceiling | None,
-    here: bool,
-) -> tuple[list[Record], bool]:
-    """Measure the rows of a case; say whether this process can measure the next case, which a lost context forbids.
+    process: _Process,
+) -> list[Record]:
+    """Measure the rows of a case, in a fresh process where this one has lost its context.
 
-    That costs the variant its row, or all rows of the case where it is not known whose launch it was; the others are measured
-    in a fresh process.
+    A lost context costs the variant its row, or all rows of the case where it is not known whose launch it was; the others are
+    measured in a fresh process.
     """
     lost: dict[str, str] = {}
     while True:
         try:
-            return (compare if here else compare_in_child)(family, op, case, pairs, policy, ceiling, lost), here
+            return (compare if process.can_measure else compare_in_child)(family, op, case, pairs, policy, ceiling, lost)
         except BrokenContextError as error:
-            here = False
+            process.can_measure = False
             lost |= dict.fromkeys([error.variant] if error.variant else [variant.name for variant, _ in pairs], error.reason)
 
 
@@ -397,56 +461,10 @@ def _compile_measured(
     progress.advance("the configs to measure")
 
 
-def _still_good(
-    done: Mapping[tuple[Key, str], Sequence[Record]],
-    op: Op,
-    case: Case,
-    pairs: Sequence[tuple[Variant, Config]],
-    policy: str,
-) -> list[Record] | None:
-    """Return the rows of a case that an interrupted run left, if it left all of them for this environment and config.
-
-    Failed rows are not among them: what failed in a run that was interrupted is tried again.
-    """
-    key, gpu = _key(op, case, policy), device.current()
-    here = {"device": gpu.name, "driver": gpu.driver, "unit": gpu.unit, **device.versions()}
-    found = []
-    for variant, config in pairs:
-        wanted = {**here, "source_hash": variant.source_hash, "config": config_values(config)}
-        kept = (row for row in done.get((key, variant.name), ()) if row.status != "failed")
-        rows = [row for row in kept if {name: getattr(row, name) for name in wanted} == wanted]
-        found += rows[-1:]
-    return found if len(found) == len(pairs) else None
-
-
-def _resumed(journal: Path) -> dict[tuple[Key, str], list[Record]]:
-    """Load what an interrupted run left, by key and variant; cut off a line that was being written."""
-    if journal.exists():
-        with journal.open("r+b") as file:
-            cut_partial_line(file)
-    rows: dict[tuple[Key, str], list[Record]] = {}
-    for record in _journalled(journal):
-        rows.setdefault((record.key, record.variant), []).append(record)
-    return rows
-
-
-def _journalled(journal: Path) -> list[Record]:
-    """Load the rows of a journal, except a line that was being written."""
-    if not journal.exists():
-        return []
-    whole, end, _cut = journal.read_bytes().rpartition(b"\n")
-    return records.parse(whole + end, str(journal))
-
-
-def _journal(family: str, options: Options, name: str) -> Path:
-    """Rows of a stage that has not come to its end, where it is deleted."""
-    return sweep.results_root(options.results) / "runs" / device.current().slug / f"{family}.{name}.jsonl"
-
-
 def _write(ops: Mapping[str, Op], family: str, measured: Sequence[Record], options: Options) -> list[Path]:
     """Store the journal's rows and `records` among the records of the family, and write its tables."""
     rows, markdown, csv = (results_folder(options) / f"{family}{suffix}" for suffix in (".jsonl", ".md", ".csv"))
-    records.merge(rows, [*_journalled(_journal(family, options, "journal")), *measured])
+    records.merge(rows, [*journalled(journal_path(family, options.results, "journal")), *measured])
     table = tables.sweep_table(records.load(rows), flips=True)
     replace_text(markdown, table.markdown())
     replace_text(csv, table.csv())
@@ -454,6 +472,6 @@ def _write(ops: Mapping[str, Op], family: str, measured: Sequence[Record], optio
 
 
 def _write_checked(family: str, checked: Sequence[Record], options: Options) -> Path:
-    path = _journal(family, options, "check")
+    path = journal_path(family, options.results, "check")
     records.merge(path, checked)
     return path

@@ -4,7 +4,7 @@ Runs nothing. Imports device, errors, search, spec and sweep.
 """
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -19,8 +19,12 @@ _HEADLINES = 10
 class Progress(Protocol):
     """Where long work says how far it is."""
 
-    def stage(self, name: str, total: int, kept: int = 0) -> None:
-        """Begin a stage of `total` steps, of which an earlier run has done `kept`."""
+    def stage(self, name: str, total: int, kept: int = 0, costs: Sequence[float] = ()) -> None:
+        """Begin a stage of `total` steps, of which an earlier run has done `kept`.
+
+        Args:
+            costs: how long the steps of this run take against each other, in order; all alike where empty.
+        """
 
     def advance(self, text: str) -> None:
         """Count a step as done; `text` says which comes next or was done."""
@@ -35,7 +39,7 @@ class Progress(Protocol):
 class Quiet:
     """A Progress that says nothing."""
 
-    def stage(self, name: str, total: int, kept: int = 0) -> None:
+    def stage(self, name: str, total: int, kept: int = 0, costs: Sequence[float] = ()) -> None:
         """Nothing."""
 
     def advance(self, text: str) -> None:

@@ -4,7 +4,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ class Spoken(Quiet):
         self.kept: list[int] = []
         self.steps: list[str] = []
 
-    def stage(self, name: str, total: int, kept: int = 0) -> None:
+    def stage(self, name: str, total: int, kept: int = 0, costs: Sequence[float] = ()) -> None:
         self.stages.append((name, total))
         self.kept.append(kept)
 
@@ -81,7 +81,8 @@ def test_without_a_gpu_a_sweep_only_checks(stream_sweep: Selection, options: Opt
         assert record.config == {"block": 1024, "warps": 8, "ctas": 0}
         assert record.reason == ""
         assert [record.time_us, record.gbps, record.ci_low_us, record.ci_high_us, record.n] == [None] * 5
-    assert progress.stages == [("check", 2), ("check configs and addresses", 2)]
+    assert progress.stages == [("check", 4)]
+    assert progress.steps[2:] == ["stream odd, further configs", "stream big, addresses"]
     assert progress.steps[:2] == ["stream odd int32 none", "stream even int32 none"]
 
 
@@ -199,7 +200,7 @@ def test_an_interrupted_check_goes_on_where_it_was(
     left = (options.results / journal).read_text()
     spoken = Spoken()
     found = run_sweep(OPS, stream_sweep, options, spoken).records
-    assert (spoken.stages[0], spoken.kept[0], spoken.steps[0]) == (("check", 2), 1, "stream even int32 none")
+    assert (spoken.stages[0], spoken.kept[0], spoken.steps[0]) == (("check", 4), 1, "stream even int32 none")
     assert checked == ["odd", "even", "even"]
     assert [(r.case, r.status) for r in found] == [("odd", "checked"), ("even", "checked")]
     assert written(options) == [Path("runs/interpreter/tiny.check.jsonl")]

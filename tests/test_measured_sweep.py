@@ -2,7 +2,7 @@
 
 import json
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,13 @@ from literal_records import literal
 from small_sweeps import RMSNORM, STREAM
 
 from kerneltune import campaign, device, ops, records
-from kerneltune.campaign import _journalled, _still_good, compare_live, measure_live, run_quick, run_sweep
+from kerneltune.campaign import compare_live, measure_live, run_quick, run_sweep
 from kerneltune.measuring import compare
 from kerneltune.measuring.compare import config_values
 from kerneltune.plan import Options, Quiet, Selection
 from kerneltune.records import Record
 from kerneltune.spec import Case
+from kerneltune.sweep_journal import finished_rows, journalled
 from kerneltune.tuning import isolated
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="pretends a GPU")
@@ -161,6 +162,45 @@ def test_quick_sweep_shows_a_first_table_before_peers_that_compile(
     assert {row.reason for row in records.load(swept.files[0])} == {"3", "4"}
 
 
+@pytest.mark.usefixtures("an_h200")
+def test_sweep_shows_a_first_table_before_checks_unless_an_interrupted_run_goes_on(
+    tmp_path: Path, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "norm.yaml"
+    path.write_text(RMSNORM)
+    happened: list[str] = []
+    interrupts = [KeyboardInterrupt]
+
+    def compared(_f: str, op: Any, case: Case, pairs: Any, *_: object) -> list[Record]:
+        happened.append("whole" if "compile" in {variant.name for variant, _ in pairs} else "fast")
+        if happened[-1] == "whole" and interrupts:
+            raise interrupts.pop()
+        return [measured_row(op, case, variant.name, "") for variant, _ in pairs]
+
+    class Checked:
+        def __init__(self, *_: object, **__: object) -> None:
+            happened.append("check")
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(campaign, "compare", compared)
+    monkeypatch.setattr(campaign, "IsolatedBench", Checked)
+    monkeypatch.setattr(campaign, "check_only", lambda *_: [])
+    selection, given = Selection(str(path), ("rmsnorm_bwd",)), replace(options, tune=False)
+    with pytest.raises(KeyboardInterrupt):
+        run_sweep(OPS, selection, given, Quiet(), lambda rows: happened.append(f"table of {len(rows)}"))
+    assert happened[:2] == ["fast", f"table of {len([v for v in OP.variants if not v.compiles and not v.missing()])}"]
+    assert happened[2:] == ["check", "whole"]
+    assert options.results is not None
+    journal = options.results / "runs" / "nvidia_h200" / "norm.journal.jsonl"
+    records.append(journal, [row("baseline")])
+    happened.clear()
+    run_sweep(OPS, selection, given, Quiet(), lambda _: happened.append("table"))
+    assert happened == ["check", "whole"]
+
+
 def test_a_fresh_process_finds_all_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     def here(count: int, work: Callable[..., Any], *args: Any) -> list[Any]:
         assert count == 1
@@ -183,7 +223,7 @@ def still_good(rows: list[Record], policy: str = "cold") -> list[Record] | None:
     """Rows as the journal gives them back."""
     loaded = [records.from_json(json.dumps(json.loads(records.to_json(r)))) for r in rows]
     done = {(r.key, r.variant): [r] for r in loaded}
-    return _still_good(done, OP, CASE, PAIRS, policy)
+    return finished_rows(done, OP, CASE, PAIRS, policy)
 
 
 def test_a_complete_case_is_resumed_in_the_order_of_the_variants() -> None:
@@ -237,12 +277,12 @@ def test_a_case_that_lacks_a_row_of_this_source_is_measured_again(rows: list[Rec
 
 def test_a_journal_row_that_was_being_written_is_not_read(tmp_path: Path) -> None:
     journal = tmp_path / "runs" / "rmsnorm.journal.jsonl"
-    assert _journalled(journal) == []
+    assert journalled(journal) == []
     rows = [row("baseline"), row("optimized")]
     records.append(journal, rows)
     whole = journal.read_bytes()
     journal.write_bytes(whole + whole[:100])
-    assert _journalled(journal) == rows
+    assert journalled(journal) == rows
     assert journal.read_bytes() == whole + whole[:100]
 
 
@@ -308,7 +348,7 @@ def test_an_interrupted_measurement_goes_on_where_it_was(
     steps: list[str] = []
 
     class Spoken(Quiet):
-        def stage(self, name: str, total: int, kept: int = 0) -> None:
+        def stage(self, name: str, total: int, kept: int = 0, costs: Sequence[float] = ()) -> None:
             stages.append((name, total, kept))
 
         def advance(self, text: str) -> None:

@@ -65,9 +65,9 @@ class _Limited:
     def __init__(self, inner: Progress, until: float) -> None:
         self._inner, self._until = inner, until
 
-    def stage(self, name: str, total: int, kept: int = 0) -> None:
+    def stage(self, name: str, total: int, kept: int = 0, costs: Sequence[float] = ()) -> None:
         """Begin a stage."""
-        self._inner.stage(name, total, kept)
+        self._inner.stage(name, total, kept, costs)
 
     def advance(self, text: str) -> None:
         """Count a step; raises _OutOfTimeError where the time is over."""

@@ -27,7 +27,7 @@ def command(
     tune: Annotated[bool, typer.Option("--tune/--no-tune", help="Tune what the config cache lacks.")] = True,
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Measure what other packages offer as well.")] = True,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Ten headline cases with the configs at hand; a first table before compiled peers.")
+        bool, typer.Option("--quick", help="Ten headline cases with the configs at hand: check and tune nothing else.")
     ] = False,
     budget: o.Budget = None,
     trials: o.Trials = None,
@@ -39,8 +39,9 @@ def command(
 ) -> None:
     """Check, tune what the cache lacks, measure all variants and peers, and keep the records.
 
-    Without a GPU the check cases run in Triton's interpreter: results are real there, times do not exist. With --quick nothing
-    is tuned, and the table of our variants and of the peers that start at once is shown before peers that compile are measured.
+    Without a GPU the check cases run in Triton's interpreter: correctness is checked there, without timing. On a GPU a first
+    table of ten cases appears before anything is tuned and before peers that compile are measured; with --quick these cases are
+    all, and nothing is tuned.
     Exit code 1 if one of our own variants fails.
     """
     results = o.results_root(results, family)
@@ -59,7 +60,7 @@ def command(
         if quick:
             swept = run_quick(known, selection, options, progress, _show_first)
         else:
-            swept = run_sweep(known, selection, options, progress)
+            swept = run_sweep(known, selection, options, progress, _show_first)
     timed = any(record.time_us is not None for record in swept.records)
     show((sweep_table if timed else check_table)(swept.records).text(width()))
     if not timed and not check_only:

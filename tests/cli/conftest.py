@@ -48,7 +48,7 @@ def campaign(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Catch what sweep and tune hand to the engine, which answers with one measured and one failed row."""
     seen: dict[str, Any] = {"answer": both()}
 
-    def fake(_ops: object, selection: object, options: object, reporter: Any) -> list[Record]:
+    def fake(_ops: object, selection: object, options: object, reporter: Any, _first: object = None) -> list[Record]:
         seen.update(selection=selection, options=options)
         reporter.stage("check", 1)
         reporter.advance("one")

@@ -249,6 +249,15 @@ def test_what_was_done_before_says_nothing_about_the_time_left(
     ]
 
 
+def test_the_time_left_follows_the_costs_of_the_steps_and_counts_down() -> None:
+    remaining = progress.Remaining(4, 1, (1.0, 1.0, 8.0), 100.0)
+    assert remaining.seconds(105.0) is None
+    remaining.step(110.0)
+    assert [remaining.seconds(now) for now in (110.0, 130.0, 500.0)] == [90.0, 70.0, 0.0]
+    remaining.step(120.0)
+    assert remaining.seconds(120.0) == 80.0
+
+
 def test_bars_where_there_is_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(console.messages, "_force_terminal", True)
     monkeypatch.setattr(console.messages, "width", 140)
