@@ -45,7 +45,7 @@ def give(root: Path, cache: Path) -> int:
     """
     folder, given = root / FOLDER, 0
     for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if not any((cache / entry.name).glob(f"{_GROUP}*")):
+        if entry.is_dir() and not any((cache / entry.name).glob(f"{_GROUP}*")):
             _copy(entry, cache / entry.name)
             given += 1
     return given

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from kerneltune.adopt.arguments import Argument, Tensor
-from kerneltune.adopt.compiled import entry_name
 from kerneltune.adopt.encoding import decode, torch_dtype
 from kerneltune.adopt.folder import VALUES, LaunchClass
 from kerneltune.adopt.kernels import KernelName, bytecode_digest, configs_digest, live_config, source_digest, stored_key
@@ -127,13 +126,13 @@ class Launch:
             call = self._prepared[id(stored)] = self._prepare(stored)
         call(False)
 
-    def compile(self, stored: Mapping[str, Any]) -> str:
-        """Compile a config without launching it; returns its name in Triton's disk cache, empty where it has none.
+    def compile(self, stored: Mapping[str, Any]) -> Any:
+        """Compile a config without launching it; returns Triton's compiled kernel.
 
         Raises:
             ReplayError: the config has no grid, or cannot be made here.
         """
-        return entry_name(str(getattr(self._prepare(stored)(True), "hash", "")))
+        return self._prepare(stored)(True)
 
     def _prepare(self, stored: Mapping[str, Any]) -> Callable[[bool], Any]:
         """Return what launches a config, or compiles it only where it is told so."""

@@ -41,6 +41,16 @@ class Missing(Protocol):
         """Record a launch."""
 
 
+class Preparing(Protocol):
+    """What Triton does once in a process before it can launch, done beside the program."""
+
+    def begin(self) -> None:
+        """Start, unless that was done before."""
+
+    def wait(self) -> None:
+        """Wait until it is done."""
+
+
 @dataclass(slots=True)
 class Served:
     """What launches of one kind run with.
@@ -93,8 +103,11 @@ class Server:
         manifest: str = "",
         missing: Missing | None = None,
         portfolio: int = 1,
+        preparing: Preparing | None = None,
     ) -> None:
         """make_config: the class triton.Config; manifest: SHA-256 that the table must have; portfolio: configs for torch.compile.
+
+        preparing: begun when a table is read, waited for at the first launch of each kind.
 
         Raises:
             ValueError: an unknown policy.
@@ -102,7 +115,7 @@ class Server:
         if miss not in POLICIES:
             raise ValueError(f"miss: {miss!r}: expected one of {', '.join(POLICIES)}")
         self.root, self.miss, self.manifest, self.missing, self.portfolio = root, miss, manifest, missing, portfolio
-        self.counts = Counts()
+        self.counts, self._preparing = Counts(), preparing
         self._make_config = make_config
         self._lock = RLock()
         self._table: ServingTable | None = None
@@ -129,6 +142,8 @@ class Server:
             if device and device != self._read_for:
                 self._table = self._read(device)
                 self._read_for = device
+                if self._table is not None and self._preparing is not None:
+                    self._preparing.begin()
                 self._by_name = {}
                 for kernel in self._table.kernels if self._table else ():
                     self._by_name.setdefault((kernel.module, kernel.name), []).append(kernel)
@@ -225,6 +240,8 @@ class Server:
         self, original: Callable[..., Any], autotuner: Any, state: ServingState, key: tuple[Any, ...], args: Any, kwargs: Any
     ) -> "Served | tuple[Any]":
         """Return what launches of this key run with, or the result of the launch where the author's autotuner made it."""
+        if self._preparing is not None:
+            self._preparing.wait()
         row = self._row(autotuner, state, args, kwargs)
         if row is not None:
             configs = self._allowed(autotuner, state, self._live(autotuner, state, row.configs), args, kwargs)

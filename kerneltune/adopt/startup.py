@@ -94,12 +94,11 @@ def install(
         from kerneltune.adopt.serving import Server
 
         missing = None if misses is None else Recorder(Path(misses) if misses else root / "misses")
-        server = Server(root, autotuning.Config, miss, manifest, missing, portfolio)
+        server = Server(root, autotuning.Config, miss, manifest, missing, portfolio, _prepared(root, autotuning))
         _patch(autotuning, server.make_run, server.made)
         _installed["server"] = server
         for made in _autotuners(autotuning):
             server.made(made)  # decorated before: torch.compile is to see their portfolios, too
-        _give_compiled(root, autotuning)
 
     _when_triton_comes(begin)
 
@@ -109,16 +108,20 @@ def _autotuners(autotuning: ModuleType) -> list[Any]:
     return [found for found in gc.get_objects() if issubclass(type(found), autotuning.Autotuner)]
 
 
-def _give_compiled(root: Path, autotuning: ModuleType) -> None:
-    """Put the compiled kernels of a tuned folder where Triton looks for them."""
+def _prepared(root: Path, autotuning: ModuleType) -> Any:
+    """Put the compiled kernels of a tuned folder where Triton looks for them; returns the rest of the preparation, if any."""
+    from kerneltune.adopt.ahead import Preparation
     from kerneltune.adopt.compiled import give
 
     knobs: Any = getattr(autotuning, "knobs", None)
+    if knobs is None or knobs.runtime.interpret or not knobs.cache.dir:
+        return None
+    cache, given = Path(knobs.cache.dir), 0
     try:
-        if knobs is not None and not knobs.runtime.interpret and knobs.cache.dir:
-            give(root, Path(knobs.cache.dir))
+        given = give(root, cache)
     except OSError as error:
         logging.getLogger("kerneltune.adopt").warning("kerneltune: compiled kernels are not used: %s", error)
+    return Preparation(root, cache, is_cache_new=given > 0)
 
 
 def server() -> Any:

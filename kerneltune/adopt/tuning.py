@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kerneltune import cache, device, sweep
-from kerneltune.adopt import compiled
+from kerneltune.adopt import ahead, compiled
 from kerneltune.adopt.folder import LaunchClass
 from kerneltune.adopt.operators import CAPTURED, SWEEP, TUNED, WIDEN, case_of, operator_name, operators, sweep_text, tuned_variant
 from kerneltune.adopt.overview import Capture, read_capture
@@ -269,17 +269,22 @@ def _keep_compiled(root: Path, tuned: Sequence[TunedClass], progress: Progress) 
     table = read_table(root, device.current().slug)
     assert table is not None  # it has just been written
     by_name = {(kernel.module, kernel.name, kernel.configs): kernel for kernel in table.kernels}
-    hashes = []
+    names, launchers = [], []
     for one in tuned:
         launch = one.launch
         group = by_name[launch.kernel.module, launch.kernel.name, launch.configs].group(launch.key, launch.dtypes)
         if group is not None:
             config = group.nearest(launch.sizes).configs[0]
-            hashes.append(make_launch(launch, root, "meta", 0).compile(config))
+            kernel = make_launch(launch, root, "meta", 0).compile(config)
+            if getattr(kernel, "hash", ""):  # nothing is compiled in the interpreter
+                names.append(compiled.entry_name(kernel.hash))
+                launchers.append(ahead.launcher_of(kernel))
     from triton import knobs
 
     try:
-        compiled.keep(root, filter(None, hashes), Path(knobs.cache.dir))
+        compiled.keep(root, names, Path(knobs.cache.dir))
+        distinct = {json.dumps(one, sort_keys=True): one for one in launchers}
+        replace_text(ahead.launchers_path(root), json.dumps({"launchers": list(distinct.values())}) + "\n")
     except OSError as error:
         progress.note(f"compiled kernels are not kept: {error}")
 

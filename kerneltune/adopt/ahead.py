@@ -1,0 +1,137 @@
+"""Do before the first launch what Triton does at the first launch of a process, so that the program does not wait for it.
+
+Triton digests its own compiler, a library of 400 MB, to name compiled kernels: a thread does that while the program is still
+being imported. Triton 3.6 also builds host code for every kernel with the C compiler: a child process builds all of it at once
+where the disk cache is new. Imports the standard library, compiled and encoding.
+"""
+
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
+
+from kerneltune.adopt.compiled import FOLDER
+from kerneltune.adopt.encoding import read_json
+
+LAUNCHERS = "launchers.json"
+_LARGEST = 16 << 20
+_LONGEST_S = 20.0
+_NVIDIA = "triton.backends.nvidia.driver"
+_STARTING = ("KERNELTUNE_ADOPT", "KERNELTUNE_CAPTURE")
+_NO_SCRATCH = {f"{kind}_scratch_{what}": value for kind in ("global", "profile") for what, value in (("size", 0), ("align", 1))}
+
+
+class Preparation:
+    """What is prepared in this process; begun once, when it is known that kernels will be served."""
+
+    def __init__(self, root: Path, cache: Path, is_cache_new: bool) -> None:
+        """root: of the tuned folder; cache: Triton's disk cache; is_cache_new: whether it lacked kernels of the folder."""
+        self._root, self._cache, self._is_cache_new = root, cache, is_cache_new
+        self._thread: Thread | None = None
+
+    def begin(self) -> None:
+        """Start to prepare, unless that was done before. Triton must be imported as a whole."""
+        if self._thread is None:
+            self._thread = Thread(target=self._prepare, name="kerneltune-ahead", daemon=True)
+            self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until everything is prepared: doing it again beside the thread would take longer."""
+        if self._thread is not None:
+            self._thread.join(_LONGEST_S)
+
+    def _prepare(self) -> None:
+        with suppress(Exception):  # what fails here fails again at the launch, with Triton's message
+            child = build_launchers(self._root, self._cache) if self._is_cache_new else None
+            digest_triton()
+            if child is not None:
+                child.wait()
+
+
+def digest_triton() -> None:
+    """Have Triton digest its own compiler; it remembers the result."""
+    digest = getattr(sys.modules.get("triton.runtime.cache"), "triton_key", None)
+    if digest is not None:
+        digest()
+
+
+def launcher_of(kernel: Any) -> dict[str, Any]:
+    """Return what Triton makes the host code of a compiled kernel from: types of its arguments and TMA descriptors."""
+    types = getattr(kernel.src, "signature", {}).values()
+    return {"signature": list(types), "descriptors": getattr(kernel.metadata, "tensordesc_meta", None)}
+
+
+def launchers_path(root: Path) -> Path:
+    """Return the file of a tuned folder that holds what `launcher_of` gave for its kernels."""
+    return root / FOLDER / LAUNCHERS
+
+
+def build_launchers(root: Path, cache: Path) -> "subprocess.Popen[bytes] | None":
+    """Start a process that builds the host code of a tuned folder's kernels into a disk cache; None where none is known."""
+    if not launchers_path(root).is_file():
+        return None
+    path = os.pathsep.join(entry or os.curdir for entry in sys.path)
+    environment = {name: value for name, value in os.environ.items() if name not in _STARTING}
+    quiet = subprocess.DEVNULL
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "kerneltune.adopt.ahead", str(root)],
+        env=environment | {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(cache)},
+        stdin=quiet,
+        stdout=quiet,
+        stderr=quiet,
+    )
+
+
+def build(launchers: Iterable[Mapping[str, Any]], nvidia: Any) -> int:
+    """Build Triton's own host code and that of launchers, one C compiler for each core; returns how many launchers.
+
+    nvidia: Triton's driver module. From version 3.7 on, one launcher that is part of Triton serves all kernels.
+    """
+    wanted = list(launchers) if hasattr(nvidia, "make_launcher") else []
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with ThreadPoolExecutor(max_workers=cores) as pool:
+        running = [pool.submit(nvidia.CudaUtils), *(pool.submit(_build, nvidia, launcher) for launcher in wanted)]
+    for one in running:
+        one.result()
+    return len(wanted)
+
+
+def _build(nvidia: Any, launcher: Mapping[str, Any]) -> None:
+    types = {number: _type(text) for number, text in enumerate(launcher["signature"])}
+    metadata = SimpleNamespace(
+        num_ctas=1,
+        launch_cooperative_grid=False,
+        launch_pdl=False,
+        tensordesc_meta=launcher["descriptors"],
+        **_NO_SCRATCH,
+    )
+    nvidia.CudaLauncher(SimpleNamespace(constants={}, signature=types), metadata)
+
+
+def _type(stored: Any) -> Any:
+    """Return the type of an argument as Triton writes it, a tuple of types for a tuple."""
+    if isinstance(stored, list):
+        return tuple(map(_type, stored))
+    if not isinstance(stored, str):
+        raise ValueError(f"signature: {stored!r}: expected a type's name or a list of them")
+    return stored
+
+
+def main(root: Path) -> None:
+    """Build the host code of a tuned folder's kernels.
+
+    Raises:
+        ValueError: the folder's list of them is damaged.
+    """
+    build(read_json(launchers_path(root), _LARGEST)["launchers"], importlib.import_module(_NVIDIA))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
