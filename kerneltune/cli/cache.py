@@ -79,11 +79,12 @@ def show_(
 
 @app.command("verify")
 def verify_(
-    op: Annotated[str | None, typer.Argument(metavar="[OP]", help="Only this operator.")] = None,
+    ops: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Only these operators, in this order.")] = None,
     gpu: Annotated[str | None, typer.Option("--gpu", help="Only this GPU, as its folder is called.")] = None,
     refresh: Annotated[
         bool, typer.Option("--write", help="Store the new times of stale entries that are as good as the default.")
     ] = False,
+    budget: Annotated[float | None, typer.Option("--budget", metavar="SECONDS", help="Time no entry after that.")] = None,
     configs: o.Configs = None,
 ) -> None:
     """Judge every entry: fresh, stale-but-good, stale-slower, invalid. Exit code 1 where one is slower or invalid.
@@ -93,7 +94,7 @@ def verify_(
     """
     from kerneltune.cache import load_strict
 
-    files = _chosen(op, gpu, configs)
+    files = [path for op in ops for path in _chosen(op, gpu, configs)] if ops else _chosen(None, gpu, configs)
     known = o.load_ops()
     if refresh:
         from kerneltune import device
@@ -105,7 +106,7 @@ def verify_(
     from kerneltune.tuning.verify import verify_cache
 
     with reporter() as progress:
-        found = verify_cache(known, entries, o.make_options("cold", configs=configs), progress, renew=refresh)
+        found = verify_cache(known, entries, o.make_options("cold", budget_s=budget, configs=configs), progress, renew=refresh)
     counts = Counter((slug, name, verdict.status) for slug, name, verdict in found)
     show_table(("gpu", "op", "status", "entries"), [(*key, str(count)) for key, count in sorted(counts.items())])
     _show_reasons(Counter((verdict.status, verdict.reason) for *_, verdict in found if verdict.status in _STALE))

@@ -3,7 +3,8 @@
 Changes no cache and prints nothing.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +18,7 @@ from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.tuning.cached import changed, stamp
 from kerneltune.tuning.isolated import ChildCrashedError
 from kerneltune.tuning.machines import Machines
+from kerneltune.tuning.tuner import Tuner
 
 RunFinal = Callable[[Op, Case, Variant, Sequence[Config]], tuple[int, dict[str, Any]]]
 """Which of configs is the fastest, the first unless another surely is, and the evidence for it; the last is the default."""
@@ -41,8 +43,23 @@ class EntryVerdict:
     renewed: CacheEntry | None = None
 
 
-def verify(op: Op, entry: CacheEntry, final: RunFinal | None) -> EntryVerdict:
-    """Judge an entry of an operator; `final` times it against the default, None where this machine has not the entry's GPU."""
+@dataclass(frozen=True, slots=True)
+class _Stale:
+    """A stale entry that can still run.
+
+    Attributes:
+        configs: the entry's, then the default where it is another.
+        reason: what has changed, one line.
+    """
+
+    case: Case
+    variant: Variant
+    configs: tuple[Config, ...]
+    reason: str
+
+
+def _without_timing(op: Op, entry: CacheEntry, is_here: bool) -> EntryVerdict | _Stale:
+    """Judge an entry as far as that takes no time on a GPU. is_here: this machine has the entry's GPU."""
     case = Case(entry.case, entry.axes, entry.dtype, entry.quant, entry.options)
     try:
         variant = op.variant(entry.variant)
@@ -53,19 +70,26 @@ def verify(op: Op, entry: CacheEntry, final: RunFinal | None) -> EntryVerdict:
         return EntryVerdict(entry, "invalid", " ".join(str(error).split()) or type(error).__name__)
     if reason is not None:
         return EntryVerdict(entry, "invalid", reason)
-    stale = changed(variant, entry, final is not None)
-    if not stale:
-        return EntryVerdict(entry, "fresh")
+    stale = changed(variant, entry, is_here)
+    return _Stale(case, variant, tuple(dict.fromkeys([config, default])), stale) if stale else EntryVerdict(entry, "fresh")
+
+
+def verify(op: Op, entry: CacheEntry, final: RunFinal | None) -> EntryVerdict:
+    """Judge an entry of an operator; `final` times it against the default, None where this machine has not the entry's GPU."""
+    found = _without_timing(op, entry, final is not None)
+    if isinstance(found, EntryVerdict):
+        return found
     if final is None:
-        return EntryVerdict(entry, "stale", stale)
+        return EntryVerdict(entry, "stale", found.reason)
     try:
-        best, measured = final(op, case, variant, list(dict.fromkeys([config, default])))
+        best, measured = final(op, found.case, found.variant, found.configs)
     except ValueError as error:
         return EntryVerdict(entry, "invalid", str(error))
     if best:
-        return EntryVerdict(entry, "stale-slower", f"{stale}: the default is faster")
-    found = {name: entry.evidence[name] for name in _OF_THE_SEARCH if name in entry.evidence}
-    return EntryVerdict(entry, "stale-but-good", stale, replace(entry, evidence={**measured, **found, **stamp(variant)}))
+        return EntryVerdict(entry, "stale-slower", f"{found.reason}: the default is faster")
+    kept = {name: entry.evidence[name] for name in _OF_THE_SEARCH if name in entry.evidence}
+    renewed = replace(entry, evidence={**measured, **kept, **stamp(found.variant)})
+    return EntryVerdict(entry, "stale-but-good", found.reason, renewed)
 
 
 def verify_cache(
@@ -77,7 +101,12 @@ def verify_cache(
 ) -> list[tuple[str, str, EntryVerdict]]:
     """Judge cached entries, given as (device, operator, entry); those of this machine's GPU that are stale are timed again.
 
-    renew: store what is stale but good with the evidence of that.
+    Args:
+        ops: operators by name.
+        entries: judged in this order.
+        options: `budget_s` is the time after which stale entries are no longer timed, None for no limit.
+        progress: told every entry.
+        renew: store what is stale but good with the evidence of that.
 
     Raises:
         ValueError: an operator that does not exist, or a folder that cannot be written.
@@ -90,8 +119,13 @@ def verify_cache(
     progress.stage("verify", len(entries))
     with ExitStack() as stack:
         machines = stack.enter_context(Machines(options)) if any(slug == here.slug for slug, *_ in entries) else None
+        finals = (
+            None if machines is None else _Finals(machines, [(ops[name], e) for slug, name, e in entries if slug == here.slug])
+        )
+        began = time.monotonic()
         for slug, name, entry in entries:
-            final = partial(_run_final, machines, entry.policy) if machines is not None and slug == here.slug else None
+            in_time = options.budget_s is None or time.monotonic() - began < options.budget_s
+            final = partial(finals.run, entry.policy) if finals is not None and slug == here.slug and in_time else None
             verdict = verify(ops[name], entry, final)
             if renew and verdict.renewed is not None:
                 cache.store(name, slug, verdict.renewed, options.configs)
@@ -100,21 +134,50 @@ def verify_cache(
     return found
 
 
-def _run_final(
-    machines: Machines, policy: str, op: Op, case: Case, variant: Variant, configs: Sequence[Config]
-) -> tuple[int, dict[str, Any]]:
-    """Return which config wins, the first unless another is surely faster, and the evidence; the last is the default.
+class _Finals:
+    """Paired finals of stale entries; their configs are compiled ahead while others are timed."""
 
-    Raises:
-        ValueError: the first is wrong now, or cannot be timed.
-    """
-    try:
-        with machines.tuner(op, case, variant, policy) as tuner:
-            trials = tuner.trials(configs)
-            if trials[0].time_us is None:
-                raise ValueError(f"{trials[0].status}: {trials[0].detail}")
-            timed = [config for config, trial in zip(configs, trials, strict=True) if trial.time_us is not None]
-            best, evidence = tuner.run_final(timed, configs[-1])
-    except ChildCrashedError as error:
-        raise ValueError(f"lost: {error}") from error
-    return configs.index(best), evidence
+    def __init__(self, machines: Machines, entries: Sequence[tuple[Op, CacheEntry]]) -> None:
+        self._machines = machines
+        self._tuners: dict[tuple[str, str, Case, str], Tuner] = {}
+        self._over: set[tuple[str, str, Case, str]] = set()
+        machines.look_ahead_at(self._ahead(entries))
+
+    def _tuner(self, op: Op, case: Case, variant: Variant, policy: str) -> Tuner:
+        place = op.name, variant.name, case, policy
+        if place not in self._tuners:
+            self._tuners[place] = self._machines.tuner(op, case, variant, policy)
+        return self._tuners[place]
+
+    def _ahead(self, entries: Sequence[tuple[Op, CacheEntry]]) -> Iterator[tuple[Tuner, Config]]:
+        """Yield what finals will ask for, unless they are over by then."""
+        for op, entry in entries:
+            found = _without_timing(op, entry, is_here=True)
+            if isinstance(found, _Stale) and (op.name, found.variant.name, found.case, entry.policy) not in self._over:
+                tuner = self._tuner(op, found.case, found.variant, entry.policy)
+                yield from ((tuner, config) for config in found.configs)
+
+    def run(self, policy: str, op: Op, case: Case, variant: Variant, configs: Sequence[Config]) -> tuple[int, dict[str, Any]]:
+        """Return which config wins, the first unless another is surely faster, and the evidence; the last is the default.
+
+        Raises:
+            ValueError: the first is wrong now, or cannot be timed.
+        """
+        tuner = self._tuner(op, case, variant, policy)
+        self._over.add((op.name, variant.name, case, policy))
+        try:
+            with tuner:
+                begun = [self._machines.compiling(tuner)(config) for config in configs]
+                tuner.prepare()
+                self._machines.fill()
+                for one in begun:
+                    one.result()
+                trials = tuner.trials(configs)
+                if trials[0].time_us is None:
+                    raise ValueError(f"{trials[0].status}: {trials[0].detail}")
+                timed = [config for config, trial in zip(configs, trials, strict=True) if trial.time_us is not None]
+                best, evidence = tuner.run_final(timed, configs[-1])
+        except ChildCrashedError as error:
+            raise ValueError(f"crashed: {error}") from error
+        self._machines.forget_ahead(tuner)
+        return configs.index(best), evidence

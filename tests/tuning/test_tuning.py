@@ -320,9 +320,9 @@ def test_stale_entries_of_this_gpu_are_timed_again(
 
     monkeypatch.setattr(Bench, "open", open_)
 
-    def status(**changes: Any) -> str:
-        stored = replace(entry, **changes)
-        ((_, _, verdict),) = verify_cache(OPS, [("nvidia_h200", "stream", stored)], options, Quiet(), renew=True)
+    def status(budget_s: float | None = None, **changes: Any) -> str:
+        stored = [("nvidia_h200", "stream", replace(entry, **changes))]
+        ((_, _, verdict),) = verify_cache(OPS, stored, replace(options, budget_s=budget_s), Quiet(), renew=True)
         return verdict.status
 
     def stored() -> cache.CacheEntry:
@@ -332,6 +332,8 @@ def test_stale_entries_of_this_gpu_are_timed_again(
     assert status() == "fresh"
     assert stored() == entry
     old = entry.evidence | {"source_hash": "old", "same_code": {"source_hash": "older"}, "time_us": 99.0}
+    assert status(evidence=old, budget_s=0.0) == "stale"
+    assert stored() == entry
     assert status(evidence=old) == "stale-but-good"
     renewed = stored()
     assert renewed.config == entry.config
