@@ -17,6 +17,7 @@ from kerneltune.nn.fused_experts import fused_experts_forward, is_fused_experts,
 from kerneltune.nn.grouped_experts import WEIGHT_NAMES, grouped_experts_forward, is_grouped_experts
 from kerneltune.nn.grouped_linear import GroupedLinear
 from kerneltune.nn.recipes import Recipe, recipe_of
+from kerneltune.nn.swiglu import has_default_gate
 from kerneltune.nn.uncompiled import uncompiled
 
 Filter = Callable[[nn.Module, str], bool]
@@ -238,7 +239,7 @@ def _subclass(base: type[nn.Module], kind: str | tuple[tuple[str, str], ...]) ->
         base: the module's class.
         kind: the name of a family, or names of parameters and of their state in `ConvertedProducts`.
     """
-    members: dict[str, Any] = {"fp8_kind": kind}
+    members: dict[str, Any] = {"fp8_kind": kind, "fp8_default_gate": has_default_gate(base)}
     if isinstance(kind, str):
         replacement = _FAMILIES[kind].forward
 

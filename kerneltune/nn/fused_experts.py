@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from kerneltune.nn.autocast import in_autocast
 from kerneltune.nn.converted_products import ConvertedProducts
 from kerneltune.nn.routing import permute_tokens, sort_tokens, unpermute_tokens
+from kerneltune.nn.swiglu import is_plain_silu, swiglu
 
 _SETTINGS = ("has_gate", "has_bias", "is_transposed", "down_proj", "_apply_gate")
 
@@ -39,9 +40,16 @@ def fused_experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tenso
     routing = sort_tokens(top_k_index, getattr(module, up).shape[0])
     x = permute_tokens(in_autocast(hidden_states), routing)
     x = _product(module, up, x, routing.offs)
-    x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
+    x = _activated(module, x)
     x = _product(module, down, x, routing.offs)
     return unpermute_tokens(x, routing, top_k_weights).to(hidden_states.dtype)
+
+
+def _activated(module: Any, x: Tensor) -> Tensor:
+    if module.has_gate and module.fp8_default_gate and is_plain_silu(module.act_fn):
+        return swiglu(x)
+    y: Tensor = module._apply_gate(x) if module.has_gate else module.act_fn(x)
+    return y
 
 
 def _product(module: Any, name: str, x: Tensor, offs: Tensor) -> Tensor:
