@@ -53,10 +53,13 @@ def results(family: str) -> str:
     commands = [["compare", "--family", family], ["compare", "baseline", "optimized", "--family", family]]
     title = TITLES.get(family, family.replace("_", " "))
     parts = [f"# {title}"]
+    bodies = {""}
     for command in commands:
         text = _printed(*command, width="1000").rstrip()
         heading = f"## {AGAINST[command[1]]}"
-        if text and f"```text\n{text}\n```" not in parts:
+        _, _, body = text.partition("\n")
+        if body not in bodies:  # where the one peer is the baseline, only the first line differs
+            bodies.add(body)
             parts += [heading, f"Printed by `kerneltune {' '.join(command)}`:", f"```text\n{text}\n```"]
     return "\n\n".join(parts) + "\n"
 

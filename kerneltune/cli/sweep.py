@@ -93,7 +93,7 @@ def _show_recorded(family: str, results: Path) -> None:
     recorded = with_roles([r for r in newest(found) if r.policy == "cold"])
     ours = [r for r in recorded if r.variant == "optimized"]
     for name, others in (
-        ("baseline", [r for r in recorded if r.variant == "baseline"]),
+        ("baseline", [r for r in recorded if r.variant == "baseline" and r.role != "peer"]),
         ("the fastest peer of every case", best_peers(recorded)),
     ):
         if rows := ab_rows(others, ours):

@@ -106,7 +106,7 @@ OPS = (
         traffic=traffic,
         module=__name__,
         variants=(
-            _variant("baseline", models.as_it_is),
+            _variant("baseline", models.as_it_is, ("transformers",)),
             _variant("tensorwise", models.converted("tensorwise")),
             _variant("rowwise", models.converted("rowwise")),
             _variant("tensorwise_dense", models.converted("tensorwise", dense=True)),

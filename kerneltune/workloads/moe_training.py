@@ -256,7 +256,7 @@ OPS = (
         flops=flops,
         module=__name__,
         variants=(
-            Variant("baseline", run_bf16, unsupported=empty_groups),
+            Variant("baseline", run_bf16, unsupported=empty_groups, requires=("torch",)),
             *(
                 Variant(f"{s}{suffix}", partial(run, s), part=suffix in _PARTS)
                 for s in SCALINGS

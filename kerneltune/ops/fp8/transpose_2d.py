@@ -130,7 +130,7 @@ OP = Op(
     compare=compare,
     traffic=traffic,
     variants=(
-        Variant("baseline", run_copy),
+        Variant("baseline", run_copy, requires=("torch",)),
         Variant("optimized", run_of(fp8_transpose_2d, "q"), TransposeConfig, space, valid, default),
     ),
     module=__name__,

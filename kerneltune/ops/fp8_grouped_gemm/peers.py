@@ -100,5 +100,5 @@ def _unsupported(case: Case) -> str | None:
     return None if case["M"] else "no tokens"
 
 
-BASELINE = Variant("baseline", _run_scaled, unsupported=_unsupported)
+BASELINE = Variant("baseline", _run_scaled, unsupported=_unsupported, requires=("torch",))
 BF16 = Variant("torch_bf16", _run_bf16, unsupported=_unsupported, requires=("torch",))

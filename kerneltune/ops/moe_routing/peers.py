@@ -30,7 +30,7 @@ def _variants(function: Callable[..., tuple[torch.Tensor, ...]], tensors: str, r
     """Return the variants that run a function, as `torch_run` takes it."""
     run = torch_run(function, tensors, results, options)
     return Torch(
-        Variant("baseline", partial(run, EAGER), unsupported=unsupported),
+        Variant("baseline", partial(run, EAGER), unsupported=unsupported, requires=("torch",)),
         Variant("compile", partial(run, DEFAULT), unsupported=unsupported, requires=("torch",), compiles=True),
     )
 
