@@ -203,9 +203,17 @@ def _bound(function: Any, args: Sequence[Any], given: Mapping[str, Any]) -> dict
     return bound
 
 
-def pruned(autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any], configs: Sequence[Any] | None = None) -> list[Any]:
-    """Return the configs that the author's pruning leaves for a launch. Whatever it raises is raised here."""
-    return list(twin(autotuner, args, configs).prune_configs(dict(kwargs)))
+def pruned(
+    autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any], configs: Sequence[Any] | None = None, *, by_model: bool = True
+) -> list[Any]:
+    """Return the configs that the author's pruning leaves for a launch. Whatever it raises is raised here.
+
+    by_model: whether the author's performance model prunes, too; it says what is worth timing, not what may be launched.
+    """
+    alone = twin(autotuner, args, configs)
+    if not by_model:
+        alone.perf_model = None
+    return list(alone.prune_configs(dict(kwargs)))
 
 
 def author_key(autotuner: Any, named: Mapping[str, Any]) -> list[Any]:

@@ -267,10 +267,10 @@ class Server:
         return None if group is None else group.nearest(sizes)
 
     def _allowed(self, autotuner: Any, state: ServingState, configs: list[Any], args: Any, kwargs: Any) -> list[Any]:
-        """Return the configs that the author's pruning leaves for this launch."""
+        """Return the configs that the author's pruning allows for this launch, whatever a performance model says of them."""
         if not autotuner.early_config_prune or not configs:
             return configs
-        left = pruned(autotuner, args, kwargs, list(dict.fromkeys([*state.configs, *configs])))
+        left = pruned(autotuner, args, kwargs, list(dict.fromkeys([*state.configs, *configs])), by_model=False)
         return [config for config in configs if config in left]
 
     def _guess(self, policy: str, autotuner: Any, state: ServingState, args: Any, kwargs: Any) -> list[Any]:

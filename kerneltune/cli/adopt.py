@@ -1,5 +1,6 @@
 """`kerneltune adopt`: what a capture or a tuned folder holds, and what is suspicious about its kernels."""
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -110,13 +111,15 @@ def show_capture(folder: Path, to_messages: bool = False) -> None:
 
 
 def table_of(capture: "Capture") -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return head and rows of the table of kernels, the most expensive first."""
+    """Return head and rows of the table of kernels, the most expensive first; with modules where kernels of two share a name."""
     from kerneltune.adopt.overview import left_out, omitted
 
     head: tuple[str, ...] = ("kernel", "classes", "launches", "time %", "configs", "key", "key leaves out")
     shares = capture.shares()
     rows: list[tuple[str, ...]] = []
-    for launches in capture.kernels().values():
+    kernels = list(capture.kernels().values())
+    names = Counter(name for name, _ in {(one[0].kernel.name, one[0].kernel.module) for one in kernels})
+    for launches in kernels:
         share = sum(shares[launch.digest] for launch in launches)
         first = launches[0]
         varying = left_out(launches)
@@ -124,5 +127,5 @@ def table_of(capture: "Capture") -> tuple[tuple[str, ...], list[tuple[str, ...]]
         count = sum(capture.count(launch).launches for launch in launches)
         key = " ".join(first.keys) or "-"
         cells = (str(len(launches)), str(count), f"{100 * share:.1f}", str(first.list_size), key, " ".join(out[:4]) or "-")
-        rows.append((first.kernel.name, *cells))
+        rows.append((first.kernel.text if names[first.kernel.name] > 1 else first.kernel.name, *cells))
     return head, rows

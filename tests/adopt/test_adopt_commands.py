@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,16 @@ def test_list_shows_kernels_with_what_their_keys_leave_out(tmp_path: Path) -> No
     assert lines[0].split() == ["kernel", "classes", "launches", "time", "%", "configs", "key", "key", "leaves", "out"]
     sums = next(line.split() for line in lines if line.startswith("row_sum"))
     assert [*sums[:3], *sums[4:7]] == ["row_sum", "2", "2", "6", "N", "M*"]
+
+
+def test_list_names_the_modules_of_kernels_that_share_a_name(tmp_path: Path) -> None:
+    (launch,) = captured(tmp_path, pattern="row_sum").classes
+    other = tmp_path / CLASSES / "0123456789abcdef"
+    shutil.copytree(tmp_path / CLASSES / launch.digest, other)
+    stored = json.loads((other / META).read_text())
+    (other / META).write_text(json.dumps(stored | {"digest": other.name, "kernel": {"module": "__main__", "name": "row_sum"}}))
+    lines = run("adopt", "list", tmp_path).stdout.splitlines()
+    assert {line.split()[0] for line in lines if "row_sum" in line} == {"two_kernels.row_sum", "__main__.row_sum"}
 
 
 def test_list_of_a_folder_that_is_no_capture_says_so(tmp_path: Path) -> None:

@@ -200,6 +200,27 @@ def test_serving_a_config_that_cannot_launch_falls_to_the_next_loudly(
     assert caplog.text.count("fails here (OutOfResources: shared memory): falling back to") == 2
 
 
+@pytest.mark.usefixtures("untimed")
+@pytest.mark.parametrize("is_allowed", [True, False])
+def test_serving_obeys_the_authors_pruning_but_no_performance_model(
+    is_allowed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = tuned_folder(tmp_path)[0]
+    kernel = example().row_sum
+    block = chosen["kwargs"]["BLOCK"]
+
+    def prune(configs: list[Any], _named: Any, **_given: Any) -> list[Any]:
+        return [config for config in configs if is_allowed or config.kwargs["BLOCK"] != block]
+
+    monkeypatch.setattr(kernel, "early_config_prune", prune)
+    monkeypatch.setattr(kernel, "perf_model", lambda **given: float(given["BLOCK"] == block))  # says: the slowest
+    monkeypatch.setattr(kernel, "configs_top_k", 1)
+    server = served(tmp_path, miss="default")
+    assert example().step(4, 96).tolist() == [566.0, 287.0, 582.0, 288.0]
+    assert server.counts.hits == 1
+    assert (kernel.best_config.kwargs["BLOCK"] == block) is is_allowed
+
+
 def test_serving_another_error_of_a_launch_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tuned_folder(tmp_path)
     module = example()
