@@ -63,9 +63,10 @@ def torch_operator(
     def register(function: Function) -> Function:
         signature, as_list = _signature(function, _DIRECT_ONLY.union(without))
         needed = inspect.signature(results).parameters.keys() & signature.parameters.keys()
+        names = tuple(signature.parameters)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            return _plain(function(**_bound(signature, args, kwargs)), as_list)
+            return _plain(function(**dict(zip(names, args, strict=False)), **kwargs), as_list)
 
         def fake(*args: Any, **kwargs: Any) -> Any:
             bound = _bound(signature, args, kwargs)
@@ -120,7 +121,9 @@ def _tensors(results: Any) -> Iterator[Any]:
 
 
 def _plain(results: Any, as_list: bool) -> Any:
-    found = list(_tensors(results))
+    if results is None or isinstance(results, Tensor):
+        return [results] if as_list else results
+    found = results if not any(isinstance(part, tuple) for part in results) else tuple(_tensors(results))
     if as_list:
         return [tensor for tensor in found if tensor is not None]
     return tuple(found) if len(found) > 1 else found[0]
