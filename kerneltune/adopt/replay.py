@@ -4,7 +4,6 @@ The kernel's module is imported, so that hooks and heuristics are the real ones.
 """
 
 import importlib
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from kerneltune.adopt import main_file
 from kerneltune.adopt.arguments import Argument, Tensor
 from kerneltune.adopt.encoding import decode, torch_dtype
 from kerneltune.adopt.folder import VALUES, LaunchClass
@@ -53,32 +53,30 @@ def _live_kernel(name: KernelName, file: str, source: str, bytecode: str, config
 def _module(name: KernelName, file: str) -> Any:
     path, here = Path(file), str(Path.cwd())
     if name.module == "__main__":
-        return _main_module(path)
+        return _main_module(path, name.name)
     for folder in (here, str(path.parent) if path.is_relative_to(here) else ""):
         if folder and folder not in sys.path:
             sys.path.append(folder)
     try:
         return importlib.import_module(name.module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
         raise ReplayError(f"{name.text}: its module cannot be imported ({said}); it was {file}: set PYTHONPATH") from error
 
 
 @cache
-def _main_module(path: Path) -> Any:
-    """Import the program's own file as spawned workers do: not as `__main__`."""
-    spec = importlib.util.spec_from_file_location("__mp_main__", path)
-    if spec is None or spec.loader is None or not path.is_file():
+def _main_module(path: Path, kernel: str) -> Any:
+    """Load what a kernel of the program's own file needs.
+
+    Raises:
+        ReplayError: the file is gone, or what it needs fails.
+    """
+    if not path.is_file():
         raise ReplayError(f"{path}: the program's file is gone")
-    module = importlib.util.module_from_spec(spec)
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    sys.modules.setdefault("__mp_main__", module)
     try:
-        spec.loader.exec_module(module)
+        return main_file.load(path, kernel)
     except (Exception, SystemExit) as error:
         raise ReplayError(f"{path}: {type(error).__name__}: {' '.join(str(error).split())[:150]}") from error
-    return module
 
 
 def _walk(module: Any, name: str) -> Any:

@@ -1,0 +1,124 @@
+"""Loads kernels from the file that a program was started with, without running the program.
+
+Only the statements that a kernel needs are executed: its definition, what its decorators and its body name, and what those name.
+A script without `if __name__ == "__main__"` would otherwise train a model in order to be imported. Imports the standard library.
+"""
+
+import ast
+import dis
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from types import CodeType, ModuleType
+
+NAME = "__mp_main__"
+"""Of the module, as workers that multiprocessing spawns name the program's file."""
+_SETTINGS = frozenset(("os.environ", "sys.path"))
+"""What a program sets because its imports depend on it."""
+_READS = re.compile("LOAD_.*(NAME|GLOBAL).*")
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+def load(path: Path, kernel: str) -> ModuleType:
+    """Execute what a kernel of a program's file needs; returns the module that holds it.
+
+    kernel: its qualified name.
+
+    Raises:
+        OSError: the file cannot be read.
+        SyntaxError: it is no Python.
+        Exception: what its statements raise.
+    """
+    tree = ast.parse(path.read_bytes(), str(path))
+    tree.body = needed(tree.body, kernel.partition(".")[0])
+    module = ModuleType(NAME)
+    module.__file__, module.__package__ = str(path), _package(path)
+    sys.modules[NAME] = module  # inspect looks for sources there
+    exec(compile(tree, str(path), "exec"), module.__dict__)
+    return module
+
+
+def _package(path: Path) -> str:
+    """Return the package that a file belongs to, empty for none; makes the package and the file's neighbours importable."""
+    folder, names = path.parent, []
+    while (folder / "__init__.py").is_file():
+        names.append(folder.name)
+        folder = folder.parent
+    for entry in (path.parent, folder):
+        if str(entry) not in sys.path:
+            sys.path.append(str(entry))
+    return ".".join(reversed(names))
+
+
+def needed(statements: Sequence[ast.stmt], name: str) -> list[ast.stmt]:
+    """Return the statements of a module that a definition of a name needs, in their order."""
+    last = max((place for place, one in enumerate(statements) if name in _bound(one)), default=-1)
+    wanted, chosen = {name}, set[int]()
+    data: set[str] = set(_SETTINGS)
+    while True:
+        found = {
+            place
+            for place, one in enumerate(statements)
+            if place not in chosen and (_bound(one) & wanted or (place < last and _changes(one) & data))
+        }
+        if not found:
+            return [one for place, one in enumerate(statements) if place in chosen or _is_future(one)]
+        chosen |= found
+        for place in found:
+            wanted |= _named(statements[place])
+            if not isinstance(statements[place], (*_DEFINITIONS, ast.Import, ast.ImportFrom)):
+                data |= _bound(statements[place])
+
+
+def _is_future(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
+
+
+def _bound(statement: ast.stmt) -> set[str]:
+    """Return the names that a statement of a module gives a value."""
+    return {str(one.argval) for one in dis.get_instructions(_code(statement)) if one.opname in ("STORE_NAME", "STORE_GLOBAL")}
+
+
+def _named(statement: ast.stmt) -> set[str]:
+    """Return the names of the module that a statement reads, inside functions as well."""
+    found, codes = set(), [_code(statement)]
+    while codes:
+        code = codes.pop()
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        found |= {str(one.argval) for one in dis.get_instructions(code) if _READS.fullmatch(one.opname)}
+    return found
+
+
+def _code(statement: ast.stmt) -> CodeType:
+    """Compile one statement of a module; whatever may stand at the top may stand alone."""
+    return compile(ast.Module([statement], []), "<statement>", "exec", dont_inherit=True)
+
+
+def _changes(statement: ast.stmt) -> set[str]:
+    """Return the objects whose items or attributes a statement stores, or whose methods it calls: `a` and `a.b` of a.b.c()."""
+    found = set()
+    for node in _outside_definitions([statement]):
+        stored = isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store)
+        owner = node.func if isinstance(node, ast.Call) else node if stored else None
+        names = _chain(owner) if isinstance(owner, ast.Attribute | ast.Subscript) else []
+        found |= {".".join(names[:1]), ".".join(names[:2])} - {""}
+    return found
+
+
+def _chain(node: ast.expr) -> list[str]:
+    """Return the names of a.b[0].c from left to right, none where the left end is no name."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        if isinstance(node, ast.Attribute):
+            names.append(node.attr)
+        node = node.value
+    return [node.id, *reversed(names)] if isinstance(node, ast.Name) else []
+
+
+def _outside_definitions(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """Yield nodes and what is below them, but nothing inside a function or a class."""
+    for node in nodes:
+        yield node
+        if not isinstance(node, (*_DEFINITIONS, ast.Lambda)):
+            yield from _outside_definitions(ast.iter_child_nodes(node))

@@ -1,0 +1,88 @@
+"""Kernels of a program's own file: what is executed to find one, and that it is the kernel."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kerneltune.adopt import main_file
+
+PROGRAM = '''
+"""A script as many are: definitions and work in one."""
+from __future__ import annotations
+import argparse
+import os
+import helper
+from .helper import TWO
+os.environ["SEEN_BY_IMPORTS"] = "1"
+WIDTHS = []
+for width in (1, 2):
+    WIDTHS.append(width)
+parser = argparse.ArgumentParser()
+parser.add_argument("--n", type=int, required=True)
+args = parser.parse_args()
+x = work()
+print("training")
+def kernel(x, n, check=lambda args: args["n"]):
+    x = scale(x) * TWO
+    return x, WIDTHS, n
+class Kernels:
+    plain = staticmethod(kernel)
+TWO = TWO + LATER if False else TWO
+def scale(x):
+    return x * LATER
+LATER = 3
+print(kernel(x, args.n))
+raise SystemExit(1)
+'''
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Write the script as a module of a package."""
+    folder = tmp_path / "package_of_main_file"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    (folder / "helper.py").write_text("TWO = 2\n")
+    (folder / "script.py").write_text(PROGRAM)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("SEEN_BY_IMPORTS", "0")
+    before = sys.modules.get(main_file.NAME)
+    yield folder / "script.py"
+    sys.modules.pop(main_file.NAME, None)
+    if before is not None:
+        sys.modules[main_file.NAME] = before
+    for name in [name for name in sys.modules if name.startswith("package_of_main_file")]:
+        del sys.modules[name]
+
+
+def test_kernel_of_a_script_is_loaded_without_its_work(program: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    module = main_file.load(program, "kernel")
+    assert module.kernel(7, 0) == (7 * 3 * 2, [1, 2], 0)
+    assert module.__name__ == main_file.NAME
+    assert not {"args", "parser", "x", "argparse", "Kernels", "helper"} & set(vars(module))
+    assert capsys.readouterr().out == ""
+
+
+def test_kernel_in_a_class_of_a_script_is_loaded_with_the_class(program: Path) -> None:
+    module = main_file.load(program, "Kernels.plain")
+    assert module.Kernels.plain(1, 0)[0] == 6
+
+
+def test_settings_before_a_kernel_are_executed(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    main_file.load(program, "kernel")
+    assert os.environ["SEEN_BY_IMPORTS"] == "1"
+
+
+def test_statements_for_a_name_that_is_nowhere_are_none() -> None:
+    assert main_file.needed(ast.parse("import os\nos.environ['A'] = '1'\nprint(1)").body, "kernel") == []
+
+
+def test_script_that_is_no_python_raises(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("def (")
+    with pytest.raises(SyntaxError):
+        main_file.load(tmp_path / "a.py", "kernel")
