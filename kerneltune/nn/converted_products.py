@@ -11,7 +11,9 @@ from kerneltune.nn.autocast import in_autocast
 from kerneltune.nn.delayed import DelayedScaling
 from kerneltune.nn.grouped_mm import fp8_grouped_mm
 from kerneltune.nn.kept_weights import KeptWeights
+from kerneltune.nn.permuted_mm import fp8_permuted_mm
 from kerneltune.nn.recipes import Recipe
+from kerneltune.nn.routing import Routing, permute_tokens
 
 
 class ConvertedProducts(nn.Module):
@@ -46,17 +48,35 @@ class ConvertedProducts(nn.Module):
         Args:
             name: of the parameter that the weight was made of.
         """
+        how, weight, options = self._prepared(weight, name)
+        try:
+            return fp8_grouped_mm(row_major(in_autocast(rows)), weight, offs, recipe=how, **options)
+        except ValueError as error:
+            raise ValueError(f"{self.module}.{name}: {error}") from None
+
+    def routed(self, tokens: Tensor, weight: Tensor, routing: Routing, name: str) -> Tensor:
+        """Multiply tokens (T, K), copied to their experts, with weight (E, K, N), of either order.
+
+        Args:
+            name: of the parameter that the weight was made of.
+        """
+        if not isinstance(self.recipe, Recipe) or self.recipe.scaling != "tensorwise":
+            return self.grouped(permute_tokens(in_autocast(tokens), routing), weight, routing.offs, name)
+        how, weight, options = self._prepared(weight, name)
+        try:
+            return fp8_permuted_mm(row_major(in_autocast(tokens)), weight, routing, how, **options)
+        except ValueError as error:
+            raise ValueError(f"{self.module}.{name}: {error}") from None
+
+    def _prepared(self, weight: Tensor, name: str) -> tuple[Any, Tensor, dict[str, Any]]:
+        """Return the recipe or scaling, the weight in an order that products take, and what is kept of its casts."""
         self.has_multiplied = True
         kept: Any = getattr(self, f"{name}_kept")
-        how: Any = self.recipe if isinstance(self.recipe, Recipe) else getattr(self, f"{name}_scaling")
-        rows = row_major(in_autocast(rows))
+        how = self.recipe if isinstance(self.recipe, Recipe) else getattr(self, f"{name}_scaling")
         weight = weight if weight.is_contiguous() or weight.mT.is_contiguous() else weight.contiguous()
         weights = kept.weights(weight, how)
         fits = weights is None and weight.shape[0] == kept.amax.shape[0]
-        try:
-            return fp8_grouped_mm(rows, weight, offs, recipe=how, weights=weights, amax=kept.amax if fits else None)
-        except ValueError as error:
-            raise ValueError(f"{self.module}.{name}: {error}") from None
+        return how, weight, {"weights": weights, "amax": kept.amax if fits else None}
 
     def batched(self, batches: Tensor, weight: Tensor, name: str) -> Tensor:
         """Multiply batches (E, m, K) with weight (E, K, N)."""

@@ -133,7 +133,7 @@ def fp8_grouped_mm_fwd(
     if weights:
         w, scale_w = weights[:2]
     else:
-        w, scale_w, *w_t = _weights(b_t, scaling, pow2, both=for_da and keep_weights)
+        w, scale_w, *w_t = cast_for_product(b_t, scaling, pow2, both=for_da and keep_weights)
         kept += w_t
     return [fp8_grouped_gemm(q, w, scale_a, scale_w, offs, out_dtype=out_dtype), *kept]
 
@@ -179,7 +179,7 @@ def fp8_grouped_mm_da(
     along, down = cast_tokens(dy, offs, scaling, pow2, rows=for_da, columns=for_dw)
     da = []
     if for_da:
-        w_t, scale_w = w if len(w) == 2 else _weights(w[0].transpose(1, 2), scaling, pow2)
+        w_t, scale_w = w if len(w) == 2 else cast_for_product(w[0].transpose(1, 2), scaling, pow2)
         da.append(fp8_grouped_gemm(along[0], w_t, along[1], scale_w, offs, out_dtype=da_dtype))
     return [*da, down[0].t(), down[1]] if for_dw else da
 
@@ -223,7 +223,7 @@ def cast_tokens(
     return row if rows else [], column if columns else []
 
 
-def _weights(b: Tensor, scaling: str, pow2: bool, both: bool = False) -> list[Tensor]:
+def cast_for_product(b: Tensor, scaling: str, pow2: bool, both: bool = False) -> list[Tensor]:
     """Return b (E, K, N) of either order as q (E, K, N), column-major, and its scale.
 
     With `both` q_t (E, N, K) and its scale follow.

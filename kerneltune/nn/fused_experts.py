@@ -5,9 +5,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from kerneltune.nn.autocast import in_autocast
 from kerneltune.nn.converted_products import ConvertedProducts
-from kerneltune.nn.routing import permute_tokens, sort_tokens, unpermute_tokens
+from kerneltune.nn.routing import sort_tokens, unpermute_tokens
 from kerneltune.nn.swiglu import is_plain_silu, swiglu
 
 _SETTINGS = ("has_gate", "has_bias", "is_transposed", "down_proj", "_apply_gate")
@@ -38,10 +37,11 @@ def fused_experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tenso
         return hidden_states.clone()
     up, down = weight_names(module)
     routing = sort_tokens(top_k_index, getattr(module, up).shape[0])
-    x = permute_tokens(in_autocast(hidden_states), routing)
-    x = _product(module, up, x, routing.offs)
-    x = _activated(module, x)
-    x = _product(module, down, x, routing.offs)
+    products: ConvertedProducts = module.fp8
+    x = products.routed(hidden_states, _weight(module, up), routing, up)
+    x = _activated(module, _with_bias(module, up, x, routing.offs))
+    x = products.grouped(x, _weight(module, down), routing.offs, down)
+    x = _with_bias(module, down, x, routing.offs)
     return unpermute_tokens(x, routing, top_k_weights).to(hidden_states.dtype)
 
 
@@ -52,12 +52,15 @@ def _activated(module: Any, x: Tensor) -> Tensor:
     return y
 
 
-def _product(module: Any, name: str, x: Tensor, offs: Tensor) -> Tensor:
-    products: ConvertedProducts = module.fp8
-    weight = getattr(module, name)
+def _weight(module: Any, name: str) -> Tensor:
+    """Return the local part of a weight as (E, K, N)."""
+    weight: Tensor = getattr(module, name)
     weight = weight.to_local() if hasattr(weight, "to_local") else weight
-    y = products.grouped(x, weight if module.is_transposed else weight.transpose(1, 2), offs, name)
-    return y + _bias_of_rows(module, name, offs, x.shape[0]).to(y.dtype) if module.has_bias else y
+    return weight if module.is_transposed else weight.transpose(1, 2)
+
+
+def _with_bias(module: Any, name: str, y: Tensor, offs: Tensor) -> Tensor:
+    return y + _bias_of_rows(module, name, offs, y.shape[0]).to(y.dtype) if module.has_bias else y
 
 
 def _bias_of_rows(module: Any, name: str, offs: Tensor, num_rows: int) -> Tensor:

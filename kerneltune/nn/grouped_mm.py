@@ -57,15 +57,28 @@ def fp8_grouped_mm(
     how = recipe if isinstance(recipe, DelayedScaling) else recipe_of(recipe)
     out_dtype = A.dtype if out_dtype is None else out_dtype
     check_operands(A, B_t, offs, how, out_dtype)
-    if weights is not None:
-        check_weights(weights, B_t, how)
-    elif amax is not None:
-        check_like("amax", amax, (B_t.shape[0],), torch.float32, B_t.device)
-        if isinstance(how, Recipe) and how.scaling == "tensorwise" and how.pow2 and how.keep_weights and wants_gradient(A):
-            weights = cast_expected_weights(B_t, amax)
+    weights = checked_weights(A, B_t, how, weights, amax)
     if check_offs or debugging():
         assert_group_ends(offs, A.shape[0])
     return _product(row_major(A), B_t, offs, how, out_dtype, weights)
+
+
+def checked_weights(
+    A: Tensor, B_t: Tensor, recipe: Recipe | DelayedScaling, weights: Fp8Weights | None, amax: Tensor | None
+) -> Fp8Weights | None:
+    """Return weights, checked; or B_t cast by `amax`, where `fp8_grouped_mm` takes that; None leaves the cast to the product.
+
+    Raises:
+        ValueError: weights or amax do not fit.
+    """
+    if weights is not None:
+        check_weights(weights, B_t, recipe)
+    elif amax is not None:
+        check_like("amax", amax, (B_t.shape[0],), torch.float32, B_t.device)
+        is_tensorwise = isinstance(recipe, Recipe) and recipe.scaling == "tensorwise" and recipe.pow2
+        if is_tensorwise and recipe.keep_weights and wants_gradient(A):
+            return cast_expected_weights(B_t, amax)
+    return weights
 
 
 def _product(
@@ -81,7 +94,28 @@ def _product(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    a, b_t, offs, weights, ctx.scaling, ctx.pow2, _, _, ctx.for_da, ctx.for_dw = inputs
+    a, b_t, offs, weights, *rest = inputs
+    keep_casts(ctx, (a, b_t), (offs,), weights, tuple(rest), output)
+
+
+def keep_casts(
+    ctx: Any,
+    operands: tuple[Tensor, Tensor],
+    index: tuple[Tensor, ...],
+    weights: list[Tensor],
+    options: tuple[Any, ...],
+    output: list[Tensor],
+) -> None:
+    """Save what `gradients` needs of a forward product.
+
+    Args:
+        operands: the rows or tokens, and b_t.
+        index: integers that the backward pass reads.
+        weights: as `fp8_grouped_mm_fwd` takes them.
+        options: of `fp8_grouped_mm_fwd`, from scaling on.
+        output: of the forward product.
+    """
+    (a, b_t), (ctx.scaling, ctx.pow2, _, _, ctx.for_da, ctx.for_dw) = operands, options
     ctx.da_dtype, ctx.dw_dtype, ctx.given = a.dtype, b_t.dtype, len(weights)
     made = output[1:]
     ctx.mark_non_differentiable(*made)
@@ -93,18 +127,20 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
         kept_w = []
     elif made:
         kept_w = made
-    ctx.kept = len(kept_a)
-    ctx.save_for_backward(offs, *kept_a, *kept_w)
+    ctx.num_index, ctx.kept = len(index), len(kept_a)
+    ctx.save_for_backward(*index, *kept_a, *kept_w)
 
 
-def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    offs, *kept = ctx.saved_tensors
+def gradients(ctx: Any, dy: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None]:
+    """Return the index that `keep_casts` saved, the last of which is offs, and the gradients of the rows and of b_t."""
+    saved = ctx.saved_tensors
     ctx.maybe_clear_saved_tensors()  # unless the graph is kept; torch does so itself, but after this function
-    a, w, dy = kept[: ctx.kept], kept[ctx.kept :], grads[0]
-    del kept
+    index, kept = saved[: ctx.num_index], saved[ctx.num_index :]
+    a, w = kept[: ctx.kept], kept[ctx.kept :]
+    del saved, kept
     if dy is None:
-        return (None, None, None, [None] * ctx.given, *[None] * 6)
-    dy = row_major(dy)
+        return index, None, None
+    dy, offs = row_major(dy), index[-1]
     made = fp8_grouped_mm_da(dy, offs, w, ctx.scaling, ctx.pow2, ctx.da_dtype, ctx.for_da, ctx.for_dw)
     del w, dy
     da, db_t = made[0] if ctx.for_da else None, None
@@ -113,6 +149,11 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         db_t = torch.ops.kerneltune.fp8_grouped_gemm(q, a[0], scale, a[1], offs, out_dtype=ctx.dw_dtype, aligned=True).transpose(
             1, 2
         )
+    return index, da, db_t
+
+
+def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    _, da, db_t = gradients(ctx, grads[0])
     return (da, db_t, None, [None] * ctx.given, *[None] * 6)
 
 
