@@ -185,7 +185,7 @@ def _argument(name: str, value: Any, storages: Storages, is_positional: bool) ->
 def _tensor(tensor: Any, storages: Storages) -> Tensor:
     inner = unwrapped(tensor)
     size = int(inner.element_size())
-    offset = int(inner.data_ptr() - _storage_address(inner))
+    offset = int(inner.storage_offset()) * size  # tensors without elements give no pointer
     shape, stride = tuple(int(n) for n in inner.shape), tuple(int(n) for n in inner.stride())
     name = str(tensor.dtype).removeprefix("torch.")
     whole = not (inner.is_floating_point() or inner.is_complex())

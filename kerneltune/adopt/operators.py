@@ -50,7 +50,7 @@ def tuned_variant(op: Op) -> Variant:
 
 
 def sweep_text(launches: Sequence[LaunchClass], ops: Sequence[Op]) -> str:
-    """Return a sweep file with a case for each class, by which `compare` and `sweep` find them."""
+    """Return a sweep file with a case for each class that can be replayed, by which `compare` and `sweep` find them."""
     lines = [
         "# Launches of a capture. GB/s are those of the arguments' bytes: what a kernel reads and writes of them is not known.",
         "family: captured",
@@ -60,6 +60,8 @@ def sweep_text(launches: Sequence[LaunchClass], ops: Sequence[Op]) -> str:
         lines += ["", f"{section}:"]
         for op in ops:
             for launch in launches:
+                if launch.problem:
+                    continue
                 if launch.digest in op.options[CLASS] and (section == "bench" or launch.argument_bytes < _CHECKED_BYTES):
                     case = case_of(launch, op.axes)
                     fields = {"name": case.name, "op": op.name, **dict(case.axes), "dtype": case.dtype, **dict(case.options)}
@@ -125,9 +127,9 @@ def case_dtype(launch: LaunchClass) -> str:
 
 
 def _axes(launches: Sequence[LaunchClass]) -> tuple[str, ...]:
-    """Return the whole-number arguments that all classes of a kernel have; no negative ones, which are no sizes."""
+    """Return the whole-number arguments that all classes of a kernel have; none that is below 1 in one of them, as no size is."""
     first = [a.name for a in launches[0].arguments if type(a.value) is int]
-    return tuple(name for name in first if all(launch.sizes.get(name, -1) >= 0 for launch in launches))
+    return tuple(name for name in first if all(launch.sizes.get(name, 0) >= 1 for launch in launches))
 
 
 def _of_case(by_digest: Mapping[str, LaunchClass], case: Case) -> LaunchClass:

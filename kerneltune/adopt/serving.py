@@ -21,6 +21,7 @@ from kerneltune.adopt.kernels import (
     configs_digest,
     encode_config,
     kernel_name,
+    launched_with,
     live_config,
     pruned,
     source_digest,
@@ -248,6 +249,8 @@ class Server:
             if configs:
                 self.counts.hits += 1
                 return self._remember(state, key, configs)
+        if _launches_nothing(autotuner, state.configs[0], args, kwargs):
+            return self._remember(state, key, state.configs[:1])
         self.counts.misses += 1
         self._record_miss(autotuner, args, kwargs)
         policy = "nearest" if self.miss == "author" and program.is_capturing() else self.miss
@@ -340,6 +343,15 @@ class Server:
                     raise
                 error = another
         raise error
+
+
+def _launches_nothing(autotuner: Any, config: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether a launch has an empty grid: of no tokens, say. Any config will do."""
+    try:
+        grid, _ = launched_with(autotuner, args, kwargs, config)
+    except Exception:  # the author's own code: it is raised again by the launch
+        return False
+    return grid is not None and 0 in grid
 
 
 def _table_name(module: str, name: str) -> tuple[str, str]:

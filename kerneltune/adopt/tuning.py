@@ -184,6 +184,8 @@ def obstacle(launch: LaunchClass) -> str:
         return launch.problem
     if not any(one.is_author and one.grid is not None for one in launch.candidates):
         return launch.candidates[0].problem if launch.candidates else "no config"
+    if any(one.is_author and one.grid is not None and 0 in one.grid for one in launch.candidates):
+        return "its grid is empty: nothing is launched"
     if any(about.get("kept") == "missing" for about in launch.storages):
         return "values were not kept (seen in a graph capture, or over --max-bytes)"
     try:

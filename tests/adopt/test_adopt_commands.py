@@ -1,19 +1,24 @@
 """The commands: what they print, and bad input in one line."""
 
+import dataclasses
 import itertools
 import json
 import shutil
 from pathlib import Path
 
 import pytest
-from adopted import author_configs, captured, kernel_of, of_kernel, write_table
+import torch
+from adopted import author_configs, captured, example, kernel_of, of_kernel, write_table
 from typer.testing import CliRunner, Result
 
+from kerneltune.adopt import startup
 from kerneltune.adopt.folder import CLASSES, META
 from kerneltune.adopt.operators import SWEEP, case_of, operators, sweep_text, tuned_variant
+from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.tuning import captured_as_operators
 from kerneltune.cli import app
 from kerneltune.search.trials import Evaluation, TrialStore, store_path
+from kerneltune.sweep import load
 
 
 def run(*arguments: str | Path) -> Result:
@@ -82,6 +87,23 @@ def test_lint_reports_results_that_change_with_the_config(tmp_path: Path) -> Non
     found = run("adopt", "lint", tmp_path).stdout
     assert "two_kernels.row_sum: results change with the config: 1 configs disagree with the author's first: " in found
     assert "y_ptr: differs by 1e-2" in found
+
+
+def test_sweep_file_leaves_out_what_cannot_be_replayed(tmp_path: Path) -> None:
+    first, second = captured(tmp_path, (4, 96), (8, 96), pattern="row_sum").classes
+    with captured_as_operators(tmp_path, False):
+        text = sweep_text([first, dataclasses.replace(second, problem="a function made the kernel")], operators())
+    assert (text.count(first.digest), text.count(second.digest)) == (2, 0)
+
+
+def test_sweep_file_of_a_launch_with_a_zero_is_read_again(tmp_path: Path) -> None:
+    startup.capture(tmp_path)
+    example().row_sum[(0,)](torch.empty(0, 8), torch.empty(0), 0, 8)
+    startup.uninstall()
+    with captured_as_operators(tmp_path, False):
+        (tmp_path / SWEEP).write_text(sweep_text(read_capture(tmp_path).classes, operators()))
+        cases = load(tmp_path / SWEEP, {op.name: op for op in operators()}).bench
+    assert dict(cases[0].case.axes) == {"N": 8}
 
 
 def test_tune_of_a_capture_without_a_gpu_says_so(tmp_path: Path) -> None:

@@ -94,6 +94,14 @@ def test_serving_with_policy_nearest_takes_the_nearest_tuned_launch(tmp_path: Pa
     assert "nearest captured launch" in caplog.text
 
 
+@pytest.mark.usefixtures("untimed")
+def test_serving_a_launch_of_nothing_is_no_miss(tmp_path: Path) -> None:
+    tuned_folder(tmp_path)
+    server = served(tmp_path, miss="error")
+    example().row_sum[(0,)](torch.empty(0, 8), torch.empty(0), 0, 8)
+    assert (server.counts.misses, server.counts.tunings) == (0, 0)
+
+
 def test_serving_with_policy_error_names_kernel_and_sizes(tmp_path: Path) -> None:
     tuned_folder(tmp_path)
     served(tmp_path, miss="error", misses=None)

@@ -76,6 +76,13 @@ def test_replay_makes_arguments_with_strides_alignment_and_shared_memory(tmp_pat
     assert x.data_ptr() % 16 == whole[1:].data_ptr() % 16 == 4
 
 
+def test_replay_of_tensors_without_elements_is_a_launch(tmp_path: Path) -> None:
+    launch, (config, _) = replayed(tmp_path, added_up, torch.ones(128)[100:100], torch.empty(0), 0)
+    assert [tuple(launch.named[name].shape) for name in ("x_ptr", "y_ptr")] == [(0,), (0,)]
+    launch.state = learn(launch, config)
+    assert launch.state.written == []
+
+
 def test_replay_without_memory_has_pointers_aligned_as_they_were(tmp_path: Path) -> None:
     whole = torch.arange(300.0)
     launch, _ = replayed(tmp_path, overwritten, whole[1:129], torch.empty(128), 128)
