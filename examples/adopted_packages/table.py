@@ -1,11 +1,13 @@
-"""Adopt flash-linear-attention's GLA layer and print the table of docs/tune_any_program.md.
+"""Adopt flash-linear-attention's GLA layer and print the tables of docs/tune_any_program.md.
 
 `python table.py --work DIR --json FILE` captures, tunes and serves the layer in fresh processes on this GPU and writes what it
-found; `python table.py --from FILE` prints the table of a file.
+found; with `--sizes` it also tunes kernels at sizes that their authors' keys leave out. `python table.py --from FILE` prints the
+tables of a file.
 """
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -15,6 +17,10 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 PROGRAM = [sys.executable, str(HERE / "gla_layer.py")]
+OMITTED = [sys.executable, str(HERE / "omitted_sizes.py")]
+EMPTY, WARM = 2, 3
+"""Served processes with an empty Triton cache, and with the compiled kernels in it."""
+GAINED = 1.03
 KERNELTUNE = [sys.executable, "-m", "kerneltune"]
 
 
@@ -50,11 +56,51 @@ def measure(work: Path, target: Path, stock: bool) -> None:
     served = next((Path(capture) / "served").glob("nvidia*.json"), None)
     found["table"] = json.loads(served.read_text()) if served else None
     add(output, seconds, what="tune", last_line=output.splitlines()[-1] if output else "")
-    add(*run([*serve, "served, Triton's cache empty", str(work / "1.pt"), expected], TRITON_CACHE_DIR=str(work / "empty")))
-    for number in (2, 3):
+    for number in range(1, EMPTY + 1):
+        results, empty = str(work / f"empty{number}.pt"), {"TRITON_CACHE_DIR": str(work / f"empty{number}")}
+        add(*run([*serve, f"served, Triton's cache empty, process {number}", results, expected], **empty))
+    for number in range(1, WARM + 1):
         add(*run([*serve, f"served, process {number}", str(work / f"{number}.pt"), expected], **cache))
     if stock:
         add(*run([*PROGRAM, "triton.autotune, compiled kernels cached", str(work / "4.pt"), expected], **cache))
+
+
+def measure_sizes(work: Path) -> dict[str, Any]:
+    """Capture what the authors' autotuner chooses at the first size, and tune every size; returns seconds and a row for each."""
+    capture, cache = work / "sizes", {"TRITON_CACHE_DIR": str(work / "triton")}
+    output, captured_s = run([*KERNELTUNE, "capture", "--out", str(capture), "--autotune", "--", *OMITTED], **cache)
+    _, tuned_s = run([*KERNELTUNE, "tune", str(capture)], **cache)
+    rows = []
+    for path in sorted(capture.glob("configs/*/*.json")):
+        for entry in json.loads(path.read_text())["entries"]:
+            stored = json.loads((capture / "classes" / entry["options"]["launch"] / "class.json").read_text())
+            shape = next(one["tensor"]["shape"] for one in stored["arguments"] if one["tensor"])
+            rows.append({
+                "kernel": stored["kernel"]["name"], "tokens": shape[1], "batch_heads": shape[0] * shape[2],
+                "author": stored["choice"], "config": entry["config"],
+                **{name: entry["evidence"].get(name) for name in ("default_us", "time_us", "over_default")},
+            })  # fmt: skip
+    return {"captured": last_json(output), "capture_s": round(captured_s, 1), "tune_s": round(tuned_s, 1), "rows": rows}
+
+
+def sizes(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the table of sizes that keys leave out: what the author's autotuner chose at the first size against ours."""
+    lines = ["", "| kernel | tokens | batch x heads | author µs | ours µs | speedup | 95 % |", "|---|---|---|---|---|---|---|"]
+    gains: dict[str, list[float]] = {}
+    for row in sorted(rows, key=lambda one: (one["kernel"], one["batch_heads"], one["tokens"])):
+        low, high = row["over_default"] or [1.0, 1.0]
+        gain = row["default_us"] / row["time_us"]
+        gains.setdefault(row["kernel"], []).append(gain)
+        shown = f"{row['default_us']:.1f} | {row['time_us']:.1f} | {gain:.3f}x | {low:.3f}-{high:.3f}"
+        lines.append(f"| {row['kernel']} | {row['tokens']} | {row['batch_heads']} | {shown} |")
+    coarse = {kernel: found for kernel, found in gains.items() if max(found) >= GAINED}
+    means = {kernel: math.exp(sum(map(math.log, found)) / len(found)) for kernel, found in coarse.items()}
+    lines += ["", *(f"{kernel}: {mean:.3f}x (geometric mean)" for kernel, mean in sorted(means.items()))]
+    lines += [f"{kernel}: nothing to gain" for kernel in sorted(set(gains) - set(coarse))]
+    if means:
+        logs = [math.log(gain) for kernel in coarse for gain in gains[kernel]]
+        lines.append(f"kernels whose key was too coarse, all sizes: {math.exp(sum(logs) / len(logs)):.3f}x")
+    return lines
 
 
 def table(found: dict[str, Any]) -> str:
@@ -78,7 +124,8 @@ def table(found: dict[str, Any]) -> str:
     if len(known) > 1:
         verdict = "the same" if len(same) == 1 else f"{len(same)} different sets"
         lines += ["", f"Configs of {len(known)} served processes: {verdict}"]
-    return "\n".join([*lines, "", *kernels(found.get("table"))])
+    omitted = found.get("sizes")
+    return "\n".join([*lines, "", *kernels(found.get("table")), *(sizes(omitted["rows"]) if omitted else ())])
 
 
 def kernels(served: dict[str, Any] | None) -> list[str]:
@@ -100,11 +147,15 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("adopted"))
     parser.add_argument("--json", type=Path, default=Path("adopted.json"))
     parser.add_argument("--stock", action="store_true", help="also run triton.autotune with compiled kernels cached; a minute")
+    parser.add_argument("--sizes", action="store_true", help="also tune kernels at sizes that their keys leave out; 3 minutes")
     parser.add_argument("--from", dest="source", type=Path)
     options = parser.parse_args()
     if options.source is None:
         options.work.mkdir(parents=True, exist_ok=True)
         measure(options.work.resolve(), options.json, options.stock)
+        if options.sizes:
+            found = json.loads(options.json.read_text()) | {"sizes": measure_sizes(options.work.resolve())}
+            options.json.write_text(json.dumps(found, indent=1) + "\n")
     print(table(json.loads((options.source or options.json).read_text())))
 
 

@@ -48,11 +48,13 @@ class Preparation:
             self._thread.join(_LONGEST_S)
 
     def _prepare(self) -> None:
+        child = None
         with suppress(Exception):  # what fails here fails again at the launch, with Triton's message
             child = build_launchers(self._root, self._cache) if self._is_cache_new else None
+        with suppress(Exception):
             digest_triton()
-            if child is not None:
-                child.wait()
+        if child is not None:
+            child.wait()
 
 
 def digest_triton() -> None:

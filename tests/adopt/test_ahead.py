@@ -95,6 +95,22 @@ def test_preparation_digests_triton_once_whatever_asks_again(tmp_path: Path, mon
     assert len(digested) == 1
 
 
+def test_preparation_without_a_child_process_still_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_args: Any, **_more: Any) -> None:
+        raise OSError("no more processes")
+
+    digested: list[None] = []
+    monkeypatch.setitem(sys.modules, "triton.runtime.cache", SimpleNamespace(triton_key=lambda: digested.append(None)))
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    path = ahead.launchers_path(tmp_path)
+    path.parent.mkdir()
+    path.write_text('{"launchers": []}')
+    preparation = ahead.Preparation(tmp_path, tmp_path, is_cache_new=True)
+    preparation.begin()
+    preparation.wait()
+    assert len(digested) == 1
+
+
 def test_preparation_that_fails_leaves_the_launch_to_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise OSError("no such library")
