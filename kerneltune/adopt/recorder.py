@@ -52,11 +52,13 @@ class KnownLaunches:
         digest: of the class; empty where it is not recorded.
         configs: what it is launched with, the first that works first; empty where the author's autotuner runs it.
         timed: launches that were timed or are being timed.
+        unwritten: the class and its values until the author's autotuner has made its choice; None where it is written.
     """
 
     digest: str = ""
     configs: list[Any] = field(default_factory=list)
     timed: int = 0
+    unwritten: tuple[LaunchClass, Values] | None = None
 
 
 class Recorder:
@@ -139,8 +141,7 @@ class Recorder:
         if not self.autotune:
             write_class(self.root, launch, values.tensors)
             return KnownLaunches(launch.digest, configs)
-        self._unwritten = launch, values
-        return KnownLaunches(launch.digest)
+        return KnownLaunches(launch.digest, unwritten=(launch, values))
 
     def _values(self, launch: LaunchClass, storages: Storages) -> Values:
         if program.is_capturing():
@@ -168,8 +169,8 @@ class Recorder:
     def _launch(self, original: Callable[..., Any], autotuner: Any, known: KnownLaunches, args: Any, kwargs: Any) -> Any:
         self._count(known.digest)
         if not known.configs:
-            result = self._timed(known, lambda: original(autotuner, *args, **kwargs), is_first=self._unwritten is not None)
-            self._write_choice(autotuner)
+            result = self._timed(known, lambda: original(autotuner, *args, **kwargs), is_first=known.unwritten is not None)
+            self._write_choice(autotuner, known)
             return result
         while True:
             config = known.configs[0]
@@ -190,13 +191,11 @@ class Recorder:
         autotuner.best_config = config
         return self._timed(known, lambda: autotuner.fn.run(*args, **kwargs, **options), is_first=False)
 
-    _unwritten: "tuple[LaunchClass, Values] | None" = None
-
-    def _write_choice(self, autotuner: Any) -> None:
-        """Write the class whose first launch the author's autotuner has just tuned."""
-        if self._unwritten is None:
+    def _write_choice(self, autotuner: Any, known: KnownLaunches) -> None:
+        """Write a class whose first launch the author's autotuner has just tuned."""
+        if known.unwritten is None:
             return
-        (launch, values), self._unwritten = self._unwritten, None
+        (launch, values), known.unwritten = known.unwritten, None
         try:
             write_class(self.root, replace(launch, choice=encode_config(autotuner.best_config)), values.tensors)
         except (OSError, ValueError, AttributeError) as error:

@@ -88,6 +88,25 @@ def test_capture_with_autotune_records_the_authors_choice(tmp_path: Path) -> Non
     assert launch.choice in author_configs(launch)
 
 
+def test_capture_with_autotune_gives_a_launch_that_failed_no_other_kernels_choice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_args: object, **_options: object) -> None:
+        raise RuntimeError("out of memory")
+
+    module = example()
+    startup.capture(tmp_path, autotune=True)
+    module.scale_chosen[(1, 1)](torch.ones(4, 8), torch.zeros(1, dtype=torch.int64), 8, 2.0)
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of memory"):
+        patch.setattr(module.row_sum.fn, "run", fail)
+        module.row_sum[(4,)](torch.ones(4, 8), torch.empty(4), 4, 8)
+    module.scale_chosen[(1, 1)](torch.ones(4, 8), torch.zeros(1, dtype=torch.int64), 8, 2.0)
+    startup.uninstall()
+    (launch,) = read_capture(tmp_path).classes
+    assert launch.kernel.name == "scale_chosen"
+    assert launch.choice in author_configs(launch)
+
+
 def test_capture_of_a_pattern_leaves_other_kernels_alone(tmp_path: Path) -> None:
     assert [one.kernel.name for one in captured(tmp_path, pattern="row_*").classes] == ["row_sum"]
 
