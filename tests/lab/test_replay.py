@@ -143,7 +143,7 @@ def worse_than(chance: Gaps, gaps: Gaps, budgets: Sequence[int]) -> list[int]:
 @pytest.mark.parametrize("seed", range(3))
 def test_the_search_beats_chance_on_made_up_spaces(seed: int) -> None:
     space = landscapes.space(seed)
-    chance, found = replay(space, "random", 30, 100), replay(space, "ours", 5, 100)
+    chance, found = replay(space, "random", 30, 100), replay(space, "ours", 3, 100)
     assert worse_than(chance, found, (25,)) == []
     for evaluations, bound in ((50, 0.05), (100, 0.03)):
         gap, by_chance = found.at(evaluations), chance.at(evaluations)
@@ -157,7 +157,7 @@ def test_the_search_reaches_the_optimum_of_the_shipped_spaces(path: Path) -> Non
     """Median gap at most 3 % at 50 evaluations and 1 % at a quarter of the space, at no budget more than that of chance."""
     space = spaces.read(path)
     quarter = len(space.trials) // 4
-    early, late, chance = replay(space, "ours", 30, 50), replay(space, "ours", 3, quarter), replay(space, "random", 100, quarter)
+    early, late, chance = replay(space, "ours", 30, 50), replay(space, "ours", 1, quarter), replay(space, "random", 100, quarter)
     assert worse_than(chance, early, (10, 25)) == []
     for gaps, evaluations, bound in ((early, 25, np.inf), (early, 50, 0.03), (late, quarter, 0.01)):
         gap, by_chance = gaps.at(evaluations), chance.at(evaluations)

@@ -293,8 +293,8 @@ def test_a_second_derivative_is_an_error() -> None:
             gradient.float().sum().backward(retain_graph=True)
 
 
-@pytest.mark.parametrize(("ends", "problem"), [("8, 33", "decrease or exceed M"), ("40, 32", "decrease or exceed M")])
-def test_offsets_are_asserted_where_asked(ends: str, problem: str) -> None:
+@pytest.mark.parametrize("ends", ["8, 33", "40, 32"] if DEVICE == "cuda" else ["8, 33"])  # on the CPU the next test has the rest
+def test_offsets_are_asserted_where_asked(ends: str) -> None:
     code = f"""if True:
         import torch
         from kerneltune.nn import GroupedLinear
@@ -310,7 +310,7 @@ def test_offsets_are_asserted_where_asked(ends: str, problem: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"TRITON_DEBUG": "1"}, capture_output=True, text=True)
     assert "without a gradient" in done.stdout
     assert done.returncode
-    assert f"offs {problem}" in done.stdout + done.stderr
+    assert "offs decrease or exceed M" in done.stdout + done.stderr
 
 
 def test_offsets_are_checked_on_the_device() -> None:

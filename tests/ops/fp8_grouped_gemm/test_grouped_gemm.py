@@ -235,21 +235,25 @@ def test_the_cache_names_the_backend(backend: str, configs_dir: Path, monkeypatc
     assert took == [backend]
 
 
-@pytest.mark.parametrize("ends", ["20, 16", "16, 33"])
+@pytest.mark.parametrize("ends", [["20, 16"], ["16, 33"]] if WHERE == "cuda" else [["20, 16", "16, 33"]])
 @pytest.mark.parametrize("backend", ["triton", "cutlass"])
-def test_offsets_are_asserted_where_asked(ends: str, backend: str) -> None:
+def test_offsets_are_asserted_where_asked(ends: list[str], backend: str) -> None:
     code = f"""if True:
         import torch
         from kerneltune.ops import fp8_grouped_gemm as gemm
         a, b = (torch.zeros(shape, device="{WHERE}").to(torch.float8_e4m3fn) for shape in ((32, 16), (2, 16, 16)))
-        one, offs = torch.ones(1, device="{WHERE}"), torch.tensor([{ends}], dtype=torch.int32, device="{WHERE}")
+        one = torch.ones(1, device="{WHERE}")
         config = gemm.{config() if backend == "triton" else gemm.CUTLASS!r}
-        gemm.fp8_grouped_gemm(a, b.transpose(1, 2), one, one, offs, config=config)
-        torch.cuda.synchronize()
+        for ends in ({"".join(f"[{those}], " for those in ends)}):
+            offs = torch.tensor(ends, dtype=torch.int32, device="{WHERE}")
+            try:
+                gemm.fp8_grouped_gemm(a, b.transpose(1, 2), one, one, offs, config=config)
+                torch.cuda.synchronize()
+            except Exception as error:
+                print(error)
     """  # in a process of its own: on a GPU an assertion ends the context
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"TRITON_DEBUG": "1"}, capture_output=True, text=True)
-    assert done.returncode
-    assert "offs decrease or exceed M" in done.stdout + done.stderr
+    assert (done.stdout + done.stderr).count("offs decrease or exceed M") >= len(ends)
 
 
 def test_every_backend_is_offered_once_and_tried_by_every_search() -> None:
