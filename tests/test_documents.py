@@ -1,63 +1,317 @@
-"""README and docs: shown commands run and print what is shown; links lead somewhere; the site builds."""
+"""README and docs: every fenced block is run, parsed or loaded; links lead somewhere; the site builds.
 
+A command runs where that is cheap and needs no GPU; else the command line parses it, and the files, families, operators and
+variants that it names must be there. `NOT_RUN` lists whatever is neither, with its reason.
+"""
+
+import ast
+import fnmatch
+import importlib
+import inspect
+import json
 import os
 import re
-import shlex
+import runpy
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import yaml
+from doc_blocks import (
+    PAGES,
+    ROOT,
+    Block,
+    Command,
+    blocks,
+    indented_commands,
+    inline_commands,
+    install,
+    known_options,
+    parsed,
+    prose,
+    write_files,
+)
+from typer.testing import CliRunner
 
-ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-CONSOLE = re.compile(r"```console\n(.*?)```", re.DOTALL)
-CODE = re.compile(r"```.*?```", re.DOTALL)
+from kerneltune import ops, workloads
+from kerneltune.cli import app, console, settings
+from kerneltune.sweep import families
+
+README = ROOT / "README.md"
+LANGUAGES = {"console", "sh", "python", "yaml", "toml", "text"}
+NOT_RUN = {
+    "pip install git+https://github.com/kerneltune/kerneltune": "installs from the network",
+    "pip install git+https://github.com/kerneltune/kerneltune     # or: pip install kerneltune-0.1.0-py3-none-any.whl": "same",
+    'git tag --annotate vX.Y.Z --cleanup=whitespace --file <(echo "kerneltune X.Y.Z"; echo; make -s notes)': "makes a tag",
+    "git push origin vX.Y.Z": "writes to a server",
+    "cli/ one file per command; the only place that prints": "text: the folders",
+    "kernel classes launches time % configs key key leaves out": "text: output of a GPU",
+    "launch author µs ours µs speedup 95 % config": "text: output of a GPU",
+}
+FAST = {"adopt lint", "adopt list", "cache explain", "capture", "cases", "compare", "inspect", "ops", "report"}
+"""Commands that need no GPU and take little; `sweep` as well where it only checks."""
+FINDS = {"adopt lint"}
+"""Commands that exit with 1 on the example that they are run on."""
+MODEL = {
+    "model_type": "qwen3", "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "intermediate_size": 512, "num_hidden_layers": 2,
+}  # fmt: skip
+TWO_KERNELS = ROOT / "examples" / "two_kernels" / "two_kernels.py"
+READERS = {
+    "config.json": lambda: json.dumps(MODEL),
+    "train.py": TWO_KERNELS.read_text,
+    "two_kernels.py": TWO_KERNELS.read_text,
+    "double.py": lambda: next(block.text for block in blocks(README) if block.kind == "python"),
+    "base.jsonl": lambda: "",
+    "baseline.jsonl": lambda: "",
+}
+"""Files that pages take for granted."""
+MADE_ON_A_GPU = {"results/nvidia_h200/swiglu.jsonl"}
+PLACEHOLDERS = {"BASELINE", "NEW", "REV"}
+WRITTEN = {"annotations", "configs", "csv", "emit", "junit", "markdown", "out", "output", "page", "png", "results", "save", "svg"}
+"""Parameters whose files a command makes."""
+EXISTING = re.compile(r".*\.(?:jsonl?|ya?ml|py)")
+DIGEST = re.compile(r"-[0-9a-f]{8}\b")
+"""Of a kernel's source and configs, in the names of captured kernels."""
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 GENERATED = {"commands.md", "results"}
-TOOL = "from kerneltune.cli import main; main()"
 
 
-def shown() -> list[tuple[str, str]]:
-    """Every command of README's console blocks with the output that follows it."""
-    steps = [step for block in CONSOLE.findall(README) for step in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]]
-    return [(first, rest) for first, _, rest in (step.partition("\n") for step in steps)]
+def named(page: Path) -> str:
+    return str(page.relative_to(ROOT))
 
 
-def lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.splitlines()]
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Enter a folder as a reader has it, without a GPU, at 80 columns; forget what commands import from there."""
+    for name, text in READERS.items():
+        (tmp_path / name).write_text(text())
+    shutil.copytree(ROOT / "results" / "nvidia_h200", tmp_path / "results" / "nvidia_h200", copy_function=os.symlink)
+    for name in ("KERNELTUNE_PLUGINS", "KERNELTUNE_CAPTURED", "KERNELTUNE_CONFIGS", "KERNELTUNE_RESULTS", "KERNELTUNE_FAMILY"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)  # so that it is removed again behind a test that sets it
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(console.console, "width", 80)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.chdir(tmp_path)
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
 
 
-@pytest.mark.parametrize(("command", "output"), shown(), ids=lambda text: text[:40])
-def test_readme_command_prints_what_is_shown(command: str, output: str, tmp_path: Path) -> None:
-    python = re.search(r"```python\n(import kerneltune.*?)```", README, re.DOTALL)
-    assert python is not None
-    (tmp_path / "double.py").write_text(python[1])
-    words = [sys.executable if word == "python" else word for word in shlex.split(command)[1:]]
-    env = {**os.environ, "COLUMNS": "80", "PYTHONPATH": str(ROOT)}
-    env = {
-        name: value for name, value in env.items() if name not in ("KERNELTUNE_CONFIGS", "KERNELTUNE_RESULTS", "TRITON_INTERPRET")
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", TOOL, *words], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=250
-    )
-    assert done.returncode == 0, done.stderr
-    printed = lines(done.stdout + done.stderr)
-    wanted = lines(output)
-    assert any(printed[at : at + len(wanted)] == wanted for at in range(len(printed))), done.stdout + done.stderr
+@pytest.mark.skipif(torch.cuda.is_available(), reason="shows what a machine without a GPU prints")
+@pytest.mark.parametrize("page", [page for page in PAGES if any(b.kind in ("sh", "console") for b in blocks(page))], ids=named)
+def test_commands_of_a_page_run_or_parse(
+    page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_files(page, folder)
+    known = installed(page, folder, monkeypatch)
+    for block in blocks(page):
+        if block.file_name == "pyproject.toml":
+            known = installed(page, folder, monkeypatch, entry_points=True)
+        for command in block.commands():
+            if command.words[0] == "kerneltune":
+                tell(command, folder, known, capfd)
+            elif command.words[0] == "make":
+                targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+                assert command.words[1] in targets, command
+            elif command.words[0] == "python":
+                runpy.run_path(command.words[1], run_name="__main__")
+                assert capfd.readouterr().out
+            else:
+                assert command.line in NOT_RUN, f"{block.place}: {command.line}: neither run nor parsed"
+
+
+def installed(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, entry_points: bool = False) -> set[str]:
+    """Return the operators that commands may name; with `entry_points`, install the page's package first."""
+    if entry_points:
+        install(folder)
+    else:
+        shutil.rmtree(next(folder.glob("*.dist-info"), folder / "none"), ignore_errors=True)
+    own = {name for block in blocks(page) for name in re.findall(r'^ +name="(\w+)",$', block.text, re.MULTILINE)}
+    return {*ops.facts(), *workloads.facts(), *own}
+
+
+def tell(command: Command, folder: Path, known: set[str], capfd: pytest.CaptureFixture[str]) -> None:
+    """Parse a command of kerneltune, hold what it names against what there is, and run it where that is cheap."""
+    place = f"{command.block.place}: {command.line}"
+    try:
+        name, values = parsed(command.words[1:])
+    except Exception as error:
+        pytest.fail(f"{place}: {getattr(error, 'format_message', error.__str__)()}")
+    assert not unknown(values, folder, known), place
+    if not ((name in FAST and not values.get("run")) or (name == "sweep" and values["check_only"])):
+        assert command.output is None, f"{place}: shows output that is not compared"
+        return
+    words = [sys.executable if word == "python" else word for word in command.words[1:]]
+    ops.load_with.cache_clear()  # other plug-ins than those of the command before
+    done = CliRunner().invoke(app, words, env=command.environment)
+    for setting in ("KERNELTUNE_PLUGINS", "KERNELTUNE_CAPTURED"):
+        os.environ.pop(setting, None)
+    assert done.exit_code == (name in FINDS), f"{place}: {done.output}"
+    text = capfd.readouterr().out + done.stdout + done.stderr  # of the program that a capture runs, too
+    printed, wanted = ([DIGEST.sub("-", line.rstrip()) for line in lines] for lines in (text.splitlines(), command.output or []))
+    assert any(printed[at : at + len(wanted)] == wanted for at in range(len(printed))), f"{place}:\n{text}"
+
+
+def unknown(values: dict[str, Any], folder: Path, known: set[str]) -> list[str]:
+    """Return the families, operators, variants and files that a command names and nobody has."""
+
+    def all_of(*names: str) -> list[str]:
+        found = [values.get(name) for name in names]
+        return [str(item) for value in found if value for item in (value if isinstance(value, list | tuple) else [value])]
+
+    variants = {v.name for listed in (ops.facts(), workloads.facts()) for op in listed.values() for v in op.variants}
+    wrong = [f"operator {name}" for name in all_of("op", "ops") if name not in known]
+    wrong += [f"variant {name}" for name in all_of("variant") if not fnmatch.filter(variants, name)]
+    for family in filter(None, (values.get("family"), values.get("run") if isinstance(values.get("run"), str) else None)):
+        if family not in families() and not EXISTING.fullmatch(family) and not (folder / family).is_dir():
+            wrong.append(f"family {family}")
+    for path in all_of(*(values.keys() - WRITTEN)):
+        if EXISTING.fullmatch(path) and not (folder / path).exists() and path not in MADE_ON_A_GPU:
+            wrong.append(f"file {path}")
+    return wrong
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_every_block_of_a_page_has_a_language_and_loads(page: Path, folder: Path) -> None:
+    assert not indented_commands(page), "a command outside of a fence"
+    assert not [(text, wrong) for text in inline_commands(page) if (wrong := known_options(text.split()[1:]))]
+    for block in blocks(page):
+        assert block.kind in LANGUAGES, f"{block.place}: no language"
+        if block.kind in PROBLEMS:
+            assert PROBLEMS[block.kind](block) == [], block.place
+
+
+def python_problems(block: Block) -> list[str]:
+    """Return imports that fail, attributes of modules that are not there, and calls that do not fit the signature."""
+    tree = ast.parse(block.text)
+    compile(tree, block.place, "exec")
+    own = {found.file_name.removesuffix(".py") for found in blocks(block.page) if found.file_name}
+    bound: dict[str, Any] = {}
+    wrong = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                module = importlib.import_module(alias.name)
+                bound[alias.asname or alias.name.split(".")[0]] = (
+                    module if alias.asname else sys.modules[alias.name.split(".")[0]]
+                )
+        elif isinstance(node, ast.ImportFrom) and node.module not in own:
+            module = importlib.import_module(str(node.module))
+            for alias in node.names:
+                if not hasattr(module, alias.name):
+                    importlib.import_module(f"{node.module}.{alias.name}")
+                bound[alias.asname or alias.name] = getattr(module, alias.name)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (target := resolved(node.value, bound)) is not None and inspect.ismodule(target):
+            wrong += [] if hasattr(target, node.attr) else [f"line {node.lineno}: no {ast.unparse(node)}"]
+        elif isinstance(node, ast.Call) and (problem := call_problem(resolved(node.func, bound), node)):
+            wrong.append(f"line {node.lineno}: {ast.unparse(node.func)}: {problem}")
+    return wrong
+
+
+def resolved(node: ast.expr, bound: dict[str, Any]) -> Any:
+    """Return the object that a dotted name of imported modules stands for; None for another expression."""
+    if isinstance(node, ast.Name):
+        return bound.get(node.id)
+    if isinstance(node, ast.Attribute) and inspect.ismodule(owner := resolved(node.value, bound)):
+        return getattr(owner, node.attr, None)
+    return None
+
+
+def call_problem(function: Callable[..., Any] | None, call: ast.Call) -> str:
+    """Return why arguments do not fit one of our functions or classes; empty where they do."""
+    if function is None or not str(getattr(function, "__module__", "")).startswith("kerneltune"):
+        return ""
+    if any(isinstance(argument, ast.Starred) for argument in call.args) or any(word.arg is None for word in call.keywords):
+        return ""
+    try:
+        inspect.signature(function).bind(*call.args, **{str(word.arg): word.value for word in call.keywords})
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def yaml_problems(block: Block) -> list[str]:
+    """Load a sweep, steps of a workflow, or hooks of pre-commit; a sweep is also read by the commands of its page."""
+    found = yaml.safe_load(block.text)
+    if isinstance(found, dict) and "family" in found:
+        used = [c.line for b in blocks(block.page) for c in b.commands() if str(block.file_name) in c.line]
+        return [] if used else ["a sweep that no command of the page reads"]
+    wrong: list[str] = []
+    inputs = yaml.safe_load((ROOT / "action.yml").read_text())["inputs"]
+    for step in found:
+        if "repo" in step:
+            for hook in step["hooks"]:
+                parsed(hook["entry"].split()[1:])
+                wrong += sorted(hook.keys() - {"id", "name", "entry", "language", "files", "pass_filenames"})
+        elif step["uses"] == "./" or step["uses"].startswith("kerneltune/"):
+            wrong += sorted(step["with"].keys() - inputs.keys())
+            wrong += sorted(name for name, about in inputs.items() if about.get("required") and name not in step["with"])
+        else:
+            wrong += [] if step["uses"].startswith("actions/checkout@") else [step["uses"]]
+    return wrong
+
+
+def toml_problems(block: Block) -> list[str]:
+    """Read a block as the settings of the current folder's pyproject.toml."""
+    Path("pyproject.toml").write_text(block.text)
+    settings.apply()
+    return []
+
+
+def text_problems(block: Block) -> list[str]:
+    return [] if first_line(block) in NOT_RUN else [first_line(block)]
+
+
+def first_line(block: Block) -> str:
+    return " ".join(block.text.partition("\n")[0].split())
+
+
+PROBLEMS = {"python": python_problems, "yaml": yaml_problems, "toml": toml_problems, "text": text_problems}
+
+
+def test_no_exception_is_stale() -> None:
+    all_blocks = [block for page in PAGES for block in blocks(page)]
+    lines = {command.line for block in all_blocks for command in block.commands()}
+    assert NOT_RUN.keys() <= lines | set(map(first_line, all_blocks))
+    everything = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    assert all(name in everything for name in {*READERS, *MADE_ON_A_GPU, *PLACEHOLDERS})
+
+
+def test_python_reference_names_what_exists() -> None:
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    for target, members in re.findall(r"^::: (\S+)\n(?:    options: \{ members: \[(.*)\] \})?", text, re.MULTILINE):
+        module, _, name = target.rpartition(".")
+        found = importlib.import_module(target) if not members and "." not in target else None
+        try:
+            found = importlib.import_module(target)
+        except ModuleNotFoundError:
+            found = getattr(importlib.import_module(module), name)
+        missing = [member for member in filter(None, members.split(", ")) if not hasattr(found, member)]
+        assert not missing, f"{target}: {missing}"
 
 
 def test_readme_is_short() -> None:
-    assert len(README.splitlines()) <= 150
-    assert len(README.split()) <= 900
+    text = README.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    assert len(text.split()) <= 900
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=named)
 def test_links_of_a_page_lead_somewhere(page: Path) -> None:
     missing = [
         link
-        for link in LINK.findall(CODE.sub("", page.read_text(encoding="utf-8")))
+        for link in LINK.findall(re.sub(r"`[^`]*`", "", prose(page)))
         if not (page.parent / link).exists() and not {Path(link).name, *Path(link).parts} & GENERATED
     ]
     assert not missing

@@ -1,13 +1,13 @@
-"""Operators from outside: entry points, modules and files; broken ones; and the guide, run as it is written."""
+"""Operators from outside: entry points, modules and files; broken ones. test_documents.py runs the guide."""
 
 import os
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
+from doc_blocks import install, write_files
 from typer.testing import CliRunner
 
 from kerneltune import cache, ops
@@ -16,8 +16,6 @@ from kerneltune.spec import Case
 
 ROOT = Path(__file__).parent.parent
 GUIDE = ROOT / "docs" / "your_own_kernel.md"
-NEEDS_GPU = "needs a GPU"
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
 COMPILE = """
 from functools import partial
 from kerneltune import ops
@@ -35,17 +33,10 @@ if __name__ == "__main__":
 """
 
 
-def blocks() -> list[tuple[str, str]]:
-    return BLOCK.findall(GUIDE.read_text())
-
-
 @pytest.fixture
 def guide(tmp_path: Path) -> Path:
     """Make a folder with the files that the guide shows, each named in its first line, and a `kerneltune` on the path."""
-    for _, text in blocks():
-        name = text.splitlines()[0].removeprefix("# ")
-        if re.fullmatch(r"\w+\.(py|yaml|toml)", name):
-            (tmp_path / name).write_text(text)
+    write_files(GUIDE, tmp_path)
     (tmp_path / "bin").mkdir()
     for name, command in (("kerneltune", '-c "from kerneltune.cli import main; main()" "$@"'), ("python", '"$@"')):
         (tmp_path / "bin" / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {command}\n')
@@ -60,32 +51,6 @@ def shell(folder: Path, script: str, **environment: str) -> subprocess.Completed
     path = [str(ROOT), os.environ.get("PYTHONPATH", ""), environment.pop("PYTHONPATH", "")]
     env |= {"PYTHONPATH": os.pathsep.join(filter(None, path))} | environment
     return subprocess.run(["sh", "-ec", script], cwd=folder, env=env, capture_output=True, text=True, timeout=120)
-
-
-def install(folder: Path) -> None:
-    """Leave behind what installing the guide's package does, as far as entry points need it."""
-    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
-    info = folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
-    lines = [f"{name} = {value}" for name, value in project["entry-points"]["kerneltune.ops"].items()]
-    (info / "entry_points.txt").write_text("\n".join(["[kerneltune.ops]", *lines]) + "\n")
-
-
-def test_every_block_of_the_guide_that_needs_no_gpu_runs(guide: Path) -> None:
-    before, after = GUIDE.read_text().split("## 6.")
-    scripts = [[text for kind, text in BLOCK.findall(part) if kind == "sh" and NEEDS_GPU not in text] for part in (before, after)]
-    assert [len(part) for part in scripts] == [2, 1]
-    check, use = (shell(guide, script) for script in scripts[0])
-    assert check.returncode == 0, check.stderr
-    assert "optimized\n" in check.stdout
-    assert "valid configs" in check.stdout
-    assert "8 checked" in check.stdout
-    assert use.stdout == "(8, 64)\n", use.stderr
-    install(guide)
-    installed = shell(guide, scripts[1][0], PYTHONPATH=str(guide))
-    assert installed.returncode == 0, installed.stderr
-    assert "8 checked" in installed.stdout
 
 
 def test_compile_workers_find_a_module_of_the_working_folder(guide: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from kerneltune.adopt.folder import CLASSES, Candidate, LaunchClass
 from kerneltune.adopt.kernels import stored_key
 from kerneltune.adopt.overview import read_capture
+from kerneltune.files import replace_text
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Space, Traffic, Variant
 
 CAPTURED, WIDEN = "KERNELTUNE_CAPTURED", "KERNELTUNE_CAPTURED_WIDEN"
@@ -26,6 +27,7 @@ BYTES, BYTES_OF = "bytes", "arguments"
 AUTHOR, TUNED = "baseline", "optimized"
 SWEEP = "sweep.yaml"
 _CHECKED_BYTES = 1 << 20
+_MOST_CHECKED_BYTES = 64 << 20
 _LAUNCH = "launch"
 _OPTIONS = {"num_warps": 4, "num_stages": 3, "num_ctas": 1, "maxnreg": 0}
 _KNOB_TYPES = (bool, int, float, str)
@@ -49,6 +51,16 @@ def tuned_variant(op: Op) -> Variant:
     return op.variant(TUNED)
 
 
+def write_sweep(root: Path) -> Path:
+    """Write the sweep file of a capture, by which `sweep`, `compare` and `inspect` find its launches.
+
+    Raises:
+        ValueError: the folder holds no capture, or cannot be written.
+    """
+    replace_text(root / SWEEP, sweep_text(read_capture(root).classes, _operators(str(root.resolve()), False)))
+    return root / SWEEP
+
+
 def sweep_text(launches: Sequence[LaunchClass], ops: Sequence[Op]) -> str:
     """Return a sweep file with a case for each class that can be replayed, by which `compare` and `sweep` find them."""
     lines = [
@@ -57,18 +69,26 @@ def sweep_text(launches: Sequence[LaunchClass], ops: Sequence[Op]) -> str:
         f"ops: [{', '.join(json.dumps(op.name) for op in ops)}]",
     ]
     for section in ("check", "bench"):
-        lines += ["", f"{section}:"]
+        found: list[str] = []
         for op in ops:
-            for launch in launches:
-                if launch.problem:
-                    continue
-                if launch.digest in op.options[CLASS] and (section == "bench" or launch.argument_bytes < _CHECKED_BYTES):
-                    case = case_of(launch, op.axes)
-                    fields = {"name": case.name, "op": op.name, **dict(case.axes), "dtype": case.dtype, **dict(case.options)}
-                    lines.append("  - {" + ", ".join(f"{name}: {json.dumps(value)}" for name, value in fields.items()) + "}")
-        if lines[-1] == f"{section}:":
-            lines[-1] = f"{section}: []"
+            of_op = [launch for launch in launches if launch.digest in op.options[CLASS] and not launch.problem]
+            found += [_sweep_line(op, launch) for launch in (of_op if section == "bench" else _checked(of_op))]
+        lines += ["", f"{section}:{'' if found else ' []'}", *found]
     return "\n".join(lines) + "\n"
+
+
+def _checked(launches: Sequence[LaunchClass]) -> list[LaunchClass]:
+    """Return a kernel's launches that the interpreter can check in seconds; the smallest one in any case, unless it is huge."""
+    small = [launch for launch in launches if launch.argument_bytes < _CHECKED_BYTES]
+    smallest = sorted(launches, key=lambda launch: launch.argument_bytes)[:1]
+    return small or [launch for launch in smallest if launch.argument_bytes < _MOST_CHECKED_BYTES]
+
+
+def _sweep_line(op: Op, launch: LaunchClass) -> str:
+    """Return the case of a class as a line of a sweep file."""
+    case = case_of(launch, op.axes)
+    fields = {"name": case.name, "op": op.name, **dict(case.axes), "dtype": case.dtype, **dict(case.options)}
+    return "  - {" + ", ".join(f"{name}: {json.dumps(value)}" for name, value in fields.items()) + "}"
 
 
 @cache

@@ -5,7 +5,6 @@ Heavy packages are imported inside the commands, so that `--help` answers at onc
 
 import errno
 import itertools
-import os
 import sys
 import warnings
 from typing import Annotated, Any, TextIO
@@ -25,6 +24,7 @@ from kerneltune.cli import (
     inspect,
     lab,
     ops,
+    options,
     profile,
     report,
     serve,
@@ -35,7 +35,6 @@ from kerneltune.cli import (
 )
 from kerneltune.cli.console import error_line, show
 from kerneltune.interrupts import interrupts
-from kerneltune.spec import PLUGINS
 
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
@@ -190,11 +189,9 @@ def _root(
 ) -> None:
     settings.apply()
     if captured:
-        os.environ["KERNELTUNE_CAPTURED"] = os.path.abspath(captured)
-        plugin = [*(plugin or []), "kerneltune.adopt.captured"]
-    if plugin:  # by the environment, so that processes started from here have them too
-        known = os.environ.get(PLUGINS)
-        os.environ[PLUGINS] = os.pathsep.join([*([known] if known else []), *plugin])
+        options.use_capture(captured)
+    if plugin:
+        options.use_plugins(plugin)
 
 
 def _show_warning(

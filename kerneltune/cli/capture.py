@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kerneltune import device
-from kerneltune.cli.console import error_line
+from kerneltune.cli.console import error_line, note
 
 Program = Annotated[list[str], typer.Argument(metavar="-- PROGRAM …", help="The program and its arguments, behind --.")]
 
@@ -33,6 +33,7 @@ def command(
     """
     from kerneltune.adopt.folder import CLASSES
     from kerneltune.adopt.launcher import require_program, run_program
+    from kerneltune.adopt.operators import write_sweep
     from kerneltune.adopt.startup import CAPTURE, CAPTURE_OPTIONS
     from kerneltune.cli.adopt import show_capture
     from kerneltune.cli.options import make_folder, number
@@ -52,6 +53,7 @@ def command(
         raise typer.Exit(code)
     try:
         show_capture(out, to_messages=True)
+        note(f"wrote {write_sweep(out)}: `kerneltune sweep {out}` checks these launches, on a GPU it tunes and times them")
     except ValueError as error:
         error_line(f"nothing was captured: {error}")
     raise typer.Exit(code)

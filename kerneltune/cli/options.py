@@ -12,7 +12,7 @@ import typer
 from kerneltune.cli.settings import FAMILY
 from kerneltune.errors import unknown
 from kerneltune.files import RESULTS, data_root
-from kerneltune.spec import Case, Op, dtype_name
+from kerneltune.spec import PLUGINS, Case, Op, dtype_name
 
 if TYPE_CHECKING:
     from kerneltune.listing import OpFacts
@@ -220,6 +220,23 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"cannot write {folder}: {error.strerror}") from error
+
+
+def use_plugins(modules: Sequence[str]) -> None:
+    """Load operators of these modules as well, by the environment, so that processes started from here have them too."""
+    known = os.environ.get(PLUGINS)
+    os.environ[PLUGINS] = os.pathsep.join([*([known] if known else []), *modules])
+
+
+def use_capture(folder: str) -> None:
+    """Load the kernels of a capture as operators."""
+    os.environ["KERNELTUNE_CAPTURED"] = os.path.abspath(folder)
+    use_plugins(["kerneltune.adopt.captured"])
+
+
+def is_capture(family: str) -> bool:
+    """Return whether a family is the folder of a capture."""
+    return Path(family, "classes").is_dir()
 
 
 def load_facts() -> "Mapping[str, OpFacts]":

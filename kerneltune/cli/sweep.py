@@ -41,9 +41,14 @@ def command(
 
     Without a GPU the check cases run in Triton's interpreter: correctness is checked there, without timing. On a GPU a first
     table of ten cases appears before anything is tuned and before peers that compile are measured; with --quick these cases are
-    all, and nothing is tuned.
+    all, and nothing is tuned. A family may also be the folder of a capture, where configs and results then go.
     Exit code 1 if one of our own variants fails.
     """
+    asked = family
+    if o.is_capture(family):
+        o.use_capture(family)
+        configs, results = configs or Path(family, "configs"), results or Path(family, "results")
+        family = str(Path(family, "sweep.yaml"))
     results = o.results_root(results, family)
     o.require_writable(results)
     known = o.load_ops()
@@ -64,7 +69,7 @@ def command(
     timed = any(record.time_us is not None for record in swept.records)
     show((sweep_table if timed else check_table)(swept.records).text(width()))
     if not timed and not check_only:
-        _show_recorded(family, results)
+        _show_recorded(family, asked, results)
     if swept.remark:
         show_wrapped(swept.remark)
     for path in swept.files:
@@ -82,8 +87,8 @@ def _show_first(records: "Sequence[Record]") -> None:
     show(sweep_table(records).text(width()) + "\n")
 
 
-def _show_recorded(family: str, results: Path) -> None:
-    """Show what recorded GPU times say of the family, and what a GPU would add."""
+def _show_recorded(family: str, asked: str, results: Path) -> None:
+    """Show what recorded GPU times say of the family, and what a GPU would add to `kerneltune sweep ASKED`."""
     from kerneltune.records import load, newest
     from kerneltune.reporting.tables import ab_rows, ab_table, best_peers
     from kerneltune.sweep import family_name, recorded_root
@@ -102,7 +107,7 @@ def _show_recorded(family: str, results: Path) -> None:
             for line in (*table.head[1:], *table.foot[-1:]):
                 show_wrapped(line)
     show_wrapped(
-        f"On a GPU, `kerneltune sweep {family}` also tunes what lacks a config, times all variants and peers, and writes "
+        f"On a GPU, `kerneltune sweep {asked}` also tunes what lacks a config, times all variants and peers, and writes "
         f"records and tables to {results}."
     )
 

@@ -13,8 +13,7 @@ from typer.testing import CliRunner, Result
 
 from kerneltune.adopt import startup
 from kerneltune.adopt.folder import CLASSES, META
-from kerneltune.adopt.operators import SWEEP, case_of, operators, sweep_text, tuned_variant
-from kerneltune.adopt.overview import read_capture
+from kerneltune.adopt.operators import case_of, operators, sweep_text, tuned_variant, write_sweep
 from kerneltune.adopt.tuning import captured_as_operators
 from kerneltune.cli import app
 from kerneltune.search.trials import Evaluation, TrialStore, store_path
@@ -101,8 +100,7 @@ def test_sweep_file_of_a_launch_with_a_zero_is_read_again(tmp_path: Path) -> Non
     example().row_sum[(0,)](torch.empty(0, 8), torch.empty(0), 0, 8)
     startup.uninstall()
     with captured_as_operators(tmp_path, False):
-        (tmp_path / SWEEP).write_text(sweep_text(read_capture(tmp_path).classes, operators()))
-        cases = load(tmp_path / SWEEP, {op.name: op for op in operators()}).bench
+        cases = load(write_sweep(tmp_path), {op.name: op for op in operators()}).bench
     assert dict(cases[0].case.axes) == {"N": 8}
 
 
@@ -133,11 +131,13 @@ def test_capture_of_a_program_without_kernels_says_so(tmp_path: Path) -> None:
 
 def test_captured_kernels_are_operators_of_the_other_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KERNELTUNE_PLUGINS", "")
-    capture = captured(tmp_path, pattern="row_sum")
-    with captured_as_operators(tmp_path, False):
-        (tmp_path / SWEEP).write_text(sweep_text(capture.classes, operators()))
-        result = run("--captured", tmp_path, "sweep", tmp_path / SWEEP, "--results", tmp_path / "results")
+    monkeypatch.setenv("KERNELTUNE_CAPTURED", "")
+    captured(tmp_path, pattern="row_sum")
+    write_sweep(tmp_path)
+    result = run("sweep", tmp_path)
     assert result.exit_code == 0, result.output
+    assert f"`kerneltune sweep {tmp_path}`" in " ".join(result.stdout.split())
+    assert (tmp_path / "results" / "runs" / "interpreter" / "captured.check.jsonl").is_file()
     lines = [line.split() for line in result.stdout.splitlines()]
     first, second = next((line, after) for line, after in itertools.pairwise(lines) if "baseline" in line)
     assert first[0].startswith("two_kernels.row_sum-")
