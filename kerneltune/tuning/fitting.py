@@ -285,13 +285,14 @@ def grown(table: CostTable, shape: TreeShape, without: int | None = None) -> Rul
     numbers = table.shapes
     rows = np.array([i for i, sample in enumerate(table.samples) if numbers[sample.case.axes] != without], dtype=np.intp)
     node = _Grower(table, rows, table.usable(without), shape).node
-    known = _known([facts_of(table.samples[i].case) for i in rows])
+    known = _known([facts_of(table.samples[i].case) for i in rows], table.op.free_options)
     return Rule(table.variant.name, "cold", tuple(table.forms), node, shape.near, known=known)
 
 
-def _known(facts: Sequence[Facts]) -> dict[str, list[Any]]:
-    """Return the values of every word among some cases."""
-    words = [{**{name: value for name, value in one.words.items() if name != "dtype"}, "bytes": one.itemsize} for one in facts]
+def _known(facts: Sequence[Facts], free: Sequence[str]) -> dict[str, list[Any]]:
+    """Return the values of every word among some cases, but of options a config of which serves other values as well."""
+    kept = [name for name in facts[0].words if name != "dtype" and name not in free]
+    words = [{**{name: one.words[name] for name in kept}, "bytes": one.itemsize} for one in facts]
     return {name: list(dict.fromkeys(one[name] for one in words)) for name in words[0]}
 
 

@@ -86,6 +86,13 @@ def test_fit_a_case_of_another_kind_gets_the_default() -> None:
     assert list(rule.proposals(facts_of(case_of(512, layout="col")))) == []
 
 
+def test_fit_another_value_of_a_free_option_gets_what_the_rule_gives() -> None:
+    op = replace(op_of(VARIANT), options={"layout": ("row", "col")}, free_options=("layout",))
+    rule, _ = fitted(table([sample(case_of(size, layout="row")) for size in SIZES], op))
+    served = chosen(op, VARIANT, rule, case_of(512, layout="col"), [])
+    assert served == chosen(op, VARIANT, rule, case_of(512, layout="row"), []) != {"block": 256, "warps": 4}
+
+
 def test_fit_the_default_is_chosen_where_it_is_as_good() -> None:
     def flat(size: int) -> Sample:
         made = sample(case_of(size))
