@@ -98,11 +98,13 @@ class TreeShape:
         depth: most questions to a leaf.
         least: fewest shapes of a leaf.
         near: as in rule.Rule.
+        is_apart: whether cases that differ in a word no config serves two values of have trees of their own.
     """
 
     depth: int
     least: int
     near: float
+    is_apart: bool = False
 
 
 class CostTable:
@@ -114,6 +116,7 @@ class CostTable:
         costs: (cases, forms), the default first; UNKNOWN, INVALID and FAILED stand for what has no time.
         known: (cases, forms) whether the time is known.
         valid: (cases, forms) whether the config is valid.
+        kinds: words of which no config serves two values.
     """
 
     def __init__(self, op: Op, variant: Variant, samples: Sequence[Sample]) -> None:
@@ -135,6 +138,7 @@ class CostTable:
         self._borrow()
         self.costs[:, 0] += _DEFAULT_COSTS
         self.questions = list(_questions(op, self.samples))
+        self.kinds = {"quant", *op.options} - set(op.free_options)
 
     @property
     def shapes(self) -> dict[tuple[tuple[str, int], ...], int]:
@@ -160,6 +164,11 @@ class CostTable:
             if twin is not None:
                 missing = self.valid[i] & ~self.known[i] & self.known[twin]
                 self.costs[i, missing] = self.costs[twin, missing]
+
+    @property
+    def has_kinds(self) -> bool:
+        """Return whether some cases differ in a word that no config serves two values of."""
+        return any(one.equals is not None and one.subject in self.kinds for one in self.questions)
 
     def share(self, index: int, knobs: Mapping[str, Any]) -> float:
         """Return the tuned time over that of a config on a case; NaN where it is not known."""
@@ -195,11 +204,20 @@ def _questions(op: Op, samples: Sequence[Sample]) -> Iterator[_Question]:
 
 
 def _expressions(axes: Sequence[str]) -> _Expressions:
-    """Sizes, their products and ratios, bytes, and how a size lies to powers of two."""
+    """Return sizes, their products and ratios, bytes, and how a size lies to powers of two."""
     every = "*".join([*axes, "bytes"])
     pairs = [f"{a}*{b}" for a, b in itertools.combinations(axes, 2) if len(axes) > 2]
     ratios = [f"{a}/{b}" for a, b in itertools.combinations(axes, 2)]
-    return (*axes, every, *pairs, *ratios, *(f"{axis}/pow2({axis})" for axis in axes), *(f"low({axis})" for axis in axes))
+    shared = [f"{a}*{b}/{c}" for c in axes for a, b in itertools.combinations([axis for axis in axes if axis != c], 2)]
+    return (
+        *axes,
+        every,
+        *pairs,
+        *ratios,
+        *shared,
+        *(f"{axis}/pow2({axis})" for axis in axes),
+        *(f"low({axis})" for axis in axes),
+    )
 
 
 def _objective(costs: _Costs) -> float:
@@ -225,17 +243,25 @@ class _Grower:
         self.node = self.grow(rows, shape.depth)
 
     def grow(self, rows: npt.NDArray[np.intp], depth: int) -> Node:
-        found = self.split(rows) if depth else None
+        found, left = self.kinds(rows), depth
+        if found is None and depth:
+            found, left = self.split(rows), depth - 1
         if found is None:
             return Leaf(self.ranking(rows))
         question, bound = found
         below = question.values[rows] <= bound
         if question.equals is not None:
             below = ~below
-        then, otherwise = self.grow(rows[below], depth - 1), self.grow(rows[~below], depth - 1)
+        then, otherwise = self.grow(rows[below], left), self.grow(rows[~below], left)
         if then == otherwise:
             return then
         return Split(question.subject, None if question.equals is not None else _round(bound), question.equals, then, otherwise)
+
+    def kinds(self, rows: npt.NDArray[np.intp]) -> tuple[_Question, float] | None:
+        """Return the question that parts cases no config serves both of; None where they are of one kind."""
+        fixed = (one for one in self.table.questions if one.equals is not None and one.subject in self.table.kinds)
+        parting = (one for one in fixed if len(set(one.values[rows])) > 1) if self.shape.is_apart else ()
+        return next(((one, 0.5) for one in parting), None)
 
     def split(self, rows: npt.NDArray[np.intp]) -> tuple[_Question, float] | None:
         """Return the question that saves the most time, and its bound."""
@@ -335,12 +361,18 @@ def judged(table: CostTable, shape: TreeShape) -> Judgement:
     return Judgement(*({case: share for case, share in shares.items() if (case in known) == wanted} for wanted in (True, False)))
 
 
+def _tree_shapes(table: CostTable) -> list[TreeShape]:
+    """Return the shapes that are tried, nearest sizes left aside."""
+    apart = (False, True) if table.has_kinds else (False,)
+    return [TreeShape(depth, least, 0.0, is_apart) for depth, least in _SHAPES_OF_DEPTH for is_apart in apart]
+
+
 def untimed(table: CostTable) -> dict[Case, list[dict[str, Any]]]:
     """Return the configs that rules would choose for cases of sizes they do not know, and whose times there are not known."""
     found: dict[Case, list[dict[str, Any]]] = {}
     recorded = [(s.case, dict(s.recorded)) for s in table.samples if s.recorded is not None]
-    for (depth, least), (axes, number) in itertools.product(_SHAPES_OF_DEPTH, table.shapes.items()):
-        rule = grown(table, TreeShape(depth, least, 0.0), number)
+    for shape, (axes, number) in itertools.product(_tree_shapes(table), table.shapes.items()):
+        rule = grown(table, shape, number)
         others = [donor for donor in recorded if donor[0].axes != axes]
         for i, sample in enumerate(table.samples):
             if sample.case.axes != axes:
@@ -366,13 +398,13 @@ def fitted(
 ) -> tuple[Rule, Judgement]:
     """Return the rule whose shape does best when shapes are left out, and how it does."""
     best: tuple[float, TreeShape, Judgement] | None = None
-    trees = {(depth, least): judged(table, TreeShape(depth, least, 0.0)) for depth, least in _SHAPES_OF_DEPTH}
+    trees = {shape: judged(table, shape) for shape in _tree_shapes(table)}
     leading = sorted(trees, key=lambda one: -_merit(trees[one]))[:2]
-    for (depth, least), near in itertools.product(leading, _NEAR):
-        shape = TreeShape(depth, least, near)
-        found = trees[depth, least] if not near else judged(table, shape)
+    for bare, near in itertools.product(leading, _NEAR):
+        shape = replace(bare, near=near)
+        found = judged(table, shape) if near else trees[bare]
         on_shape(shape, found)
-        merit = _merit(found) - 0.0005 * depth
+        merit = _merit(found) - 0.0005 * shape.depth
         if best is None or merit > best[0]:
             best = merit, shape, found
     assert best is not None

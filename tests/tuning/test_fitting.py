@@ -93,6 +93,21 @@ def test_fit_another_value_of_a_free_option_gets_what_the_rule_gives() -> None:
     assert served == chosen(op, VARIANT, rule, case_of(512, layout="row"), []) != {"block": 256, "warps": 4}
 
 
+def test_fit_cases_no_config_serves_both_of_may_have_trees_of_their_own() -> None:
+    def liking(size: int, layout: str) -> Sample:
+        """Like few warps in rows and many in columns, as if one size of both were one problem."""
+        times = {knobs: 1.0 + (dict(knobs)["warps"] > 4) * (layout == "row") for knobs in sample(case_of(size)).times}
+        times = {knobs: t + (dict(knobs)["warps"] <= 4) * (layout == "col") for knobs, t in times.items()}
+        return Sample(case_of(size, layout=layout), times, 1.0, dict(min(times, key=lambda knobs: times[knobs])))
+
+    op = replace(op_of(VARIANT), options={"layout": ("row", "col")})
+    made = table([liking(size, layout) for size in SIZES for layout in ("row", "col")], op)
+    assert judged(made, TreeShape(0, 1, 0.0)).geomean < 0.8
+    assert judged(made, TreeShape(0, 1, 0.0, is_apart=True)).geomean == pytest.approx(1.0)
+    free = replace(op, free_options=("layout",))
+    assert judged(table(made.samples, free), TreeShape(0, 1, 0.0, is_apart=True)).geomean < 0.8
+
+
 def test_fit_the_default_is_chosen_where_it_is_as_good() -> None:
     def flat(size: int) -> Sample:
         made = sample(case_of(size))
