@@ -21,6 +21,8 @@ _REASONS = SLOWDOWNS | {
 }
 _CAP_SYS_ADMIN = 21
 _POWER_SHARE = 0.99
+_NAMED = 3
+"""Other processes that are named."""
 
 
 def gpu_lines(nvml: Any, handle: Any, own_pid: int) -> Iterator[Line]:
@@ -112,7 +114,8 @@ def _mig(nvml: Any, handle: Any) -> Line:
 def _others(nvml: Any, handle: Any, own_pid: int) -> Line:
     pids = [str(process.pid) for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle) if process.pid != own_pid]
     loss = "they disturb the times: gate and tune on a GPU of your own" if pids else ""
-    return "other processes", f"pid {', '.join(pids)}" if pids else "none", loss
+    more = f" and {len(pids) - _NAMED} more" if len(pids) > _NAMED else ""
+    return "other processes", f"pid {', '.join(pids[:_NAMED])}{more}" if pids else "none", loss
 
 
 def _capabilities(status: str) -> int:

@@ -203,7 +203,8 @@ def test_doctor_says_which_gpu_it_is(unit: str, line: str, tmp_path: Path, monke
 
 
 @pytest.mark.gpu
-def test_doctor_knows_the_gpu(tmp_path: Path) -> None:
+def test_doctor_knows_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # what it says of each line is as long as the machine makes it
     result = run("doctor", "--configs", tmp_path, "--results", tmp_path)
     assert result.exit_code == 0
     for words in ("driver", "SM clock", "throttled", "other processes"):

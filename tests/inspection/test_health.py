@@ -68,6 +68,12 @@ def test_a_gpu_in_order_says_little() -> None:
         ("ECC", {"EccMode": [0, 1]}, "off", "faster"),
         ("MIG", {"MigMode": [1, 1]}, "on", "a slice of a GPU"),
         ("other processes", {"ComputeRunningProcesses": [SimpleNamespace(pid=p) for p in (7, 8, 9)]}, "pid 8, 9", "disturb"),
+        (
+            "other processes",
+            {"ComputeRunningProcesses": [SimpleNamespace(pid=p) for p in range(1, 7)]},
+            "pid 1, 2, 3 and 3 more",
+            "disturb",
+        ),
     ],
 )
 def test_what_is_not_in_order_is_explained(what: str, changes: dict[str, Any], found: str, means: str) -> None:
