@@ -19,6 +19,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --no-compile $(PIP_FLAGS) --cons
 sweep: $(VENV)/.installed
 	$(BIN)/kerneltune sweep $(FAMILY)
 
+test: export PYTHONDONTWRITEBYTECODE =# empty: the processes that tests start would compile what they import anew each
 test: $(VENV)/.installed-test
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
