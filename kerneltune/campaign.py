@@ -94,9 +94,8 @@ def run_sweep(
     if only_checks and not any(pairs for *_, pairs in work):
         raise ValueError(f"{plan.path}: {_unchecked(plan, selection)}")
     entries = [e for e in plan.bench if selection.takes(e)]
-    journal = journal_path(plan.family, options.results, "journal")
     process = _Process()
-    resumes = journal.exists() or journal_path(plan.family, options.results, "check.journal").exists()
+    resumes = any(journal_path(plan.family, options.results, name).exists() for name in ("journal", "check.journal"))
     if first_table is not None and not only_checks and not resumes:
         _measure_first(ops, plan, entries, selection, options, progress, process, first_table)
     further = [] if device.current().is_gpu else _further_checks(ops, plan, selection)
@@ -115,14 +114,7 @@ def run_sweep(
         from kerneltune.tuning.stage import tune_entries
 
         tune_entries(ops, entries, selection, options, progress)
-    try:
-        measured = _measure(ops, plan.family, entries, selection, options, progress, journal, process=process)
-    except KeyboardInterrupt:
-        if journalled(journal):
-            _write(ops, plan.family, [], options)
-        raise
-    files = _write(ops, plan.family, measured, options)
-    journal.unlink(missing_ok=True)
+    measured, files = _measure_all(ops, plan.family, entries, selection, options, progress, process)
     remark = rank_flips(records.load(files[0]))
     return SweepResult([*(record for record in checked if record.status == "failed"), *measured], files, remark)
 
@@ -157,9 +149,31 @@ def run_quick(
     if not entries:
         raise ValueError(f"{plan.path}: no bench case selected")
     process = _Process()
-    _measure_first(ops, plan, entries, selection, options, progress, process, first_table)
-    measured = _measure(ops, plan.family, entries, selection, options, progress, None, "measure all variants", process)
-    return SweepResult(measured, _write(ops, plan.family, measured, options))
+    if not journal_path(plan.family, options.results, "journal").exists():
+        _measure_first(ops, plan, entries, selection, options, progress, process, first_table)
+    return SweepResult(*_measure_all(ops, plan.family, entries, selection, options, progress, process))
+
+
+def _measure_all(
+    ops: Mapping[str, Op],
+    family: str,
+    entries: Sequence[sweep.SweepCase],
+    selection: Selection,
+    options: Options,
+    progress: Progress,
+    process: _Process,
+) -> tuple[list[Record], list[Path]]:
+    """Measure all variants and write the files; what an interrupted run has measured is kept, and the next run goes on there."""
+    journal = journal_path(family, options.results, "journal")
+    try:
+        measured = _measure(ops, family, entries, selection, options, progress, journal, process=process)
+    except KeyboardInterrupt:
+        if journalled(journal):
+            _write(ops, family, [], options)
+        raise
+    files = _write(ops, family, measured, options)
+    journal.unlink(missing_ok=True)
+    return measured, files
 
 
 def _measure_first(

@@ -67,7 +67,7 @@ def command(
         else:
             swept = run_sweep(known, selection, options, progress, _show_first)
     timed = any(record.time_us is not None for record in swept.records)
-    show((sweep_table if timed else check_table)(swept.records).text(width()))
+    show((sweep_table(swept.records, brief=True) if timed else check_table(swept.records)).text(width()))
     if not timed and not check_only:
         _show_recorded(family, asked, results)
     if swept.remark:
@@ -84,7 +84,7 @@ def command(
 def _show_first(records: "Sequence[Record]") -> None:
     from kerneltune.reporting.tables import sweep_table
 
-    show(sweep_table(records).text(width()) + "\n")
+    show(sweep_table(records, brief=True).text(width()) + "\n")
 
 
 def _show_recorded(family: str, asked: str, results: Path) -> None:

@@ -152,12 +152,15 @@ def aa_lines(rows: Iterable[Row]) -> list[str]:
     return lines
 
 
-def sweep_table(records: Sequence[Record], flips: bool = False) -> Table:
+def sweep_table(records: Sequence[Record], flips: bool = False, brief: bool = False) -> Table:
     """Return every variant of every case, the fastest one marked `*`; a part of the work has a time alone.
 
-    flips: say where two policies rank two variants differently.
+    Args:
+        flips: say where two policies rank two variants differently.
+        brief: name variants that skipped all of several cases in a line below, without rows.
     """
-    groups = _groups(records)
+    skipped = _always_skipped(records) if brief else {}
+    groups = _groups(r for r in records if (r.op, r.variant) not in skipped)
     bounds = [bound_of(best) for group in groups if (best := _best(group)) is not None]
     names = case_names(group[0] for group in groups)
     options, axes = _columns(names)
@@ -187,7 +190,21 @@ def sweep_table(records: Sequence[Record], flips: bool = False) -> Table:
             note = "" if r.status == "passed" else _status(r)
             lines.append(Line((*case, "*" if r is best else "", r.variant, *measured, *last), note))
     foot = [_counts(records), *filter(None, [rank_flips(records) if flips else ""])]
+    foot += [f"skipped in all cases: {op} {variant}: {reason}" for (op, variant), reason in skipped.items()]
     return Table(columns, tuple(lines), tuple(_device_lines(records)), tuple(foot), repeated=4 + len(axes) + len(options))
+
+
+def _always_skipped(records: Sequence[Record]) -> dict[tuple[str, str], str]:
+    """Return the variants of which every record of several cases is skipped, with their reasons; not an operator's last one."""
+    found: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        found.setdefault((record.op, record.variant), []).append(record)
+    shown = {op for (op, _), of_it in found.items() if any(r.status != "skipped" for r in of_it)}
+    return {
+        (op, variant): "; ".join(dict.fromkeys(" ".join(r.reason.split()) for r in of_it))
+        for (op, variant), of_it in found.items()
+        if op in shown and len(of_it) > 1 and all(r.status == "skipped" for r in of_it)
+    }
 
 
 def check_table(records: Sequence[Record]) -> Table:

@@ -341,3 +341,13 @@ def test_sweep_csv() -> None:
 def test_no_records() -> None:
     assert tables.sweep_table([]).text().startswith("no records\n")
     assert tables.sweep_table([]).csv().count("\n") == 1
+
+
+def test_brief_sweep_table_names_variants_that_skip_all_cases_in_a_line_below() -> None:
+    skips = [failed(status="skipped", reason="has no fp8 output", variant="liger", axes={"M": m, "N": 64}) for m in (8, 16)]
+    timed = [record(axes={"M": m, "N": 64}) for m in (8, 16)]
+    text = tables.sweep_table([*timed, *skips], brief=True).text(120)
+    assert text.count("liger") == 1
+    assert text.endswith(f"2 passed, 2 skipped\nskipped in all cases: {skips[0].op} liger: {skips[0].reason}\n")
+    assert tables.sweep_table([*timed, *skips]).text(120).count("liger") == 2
+    assert tables.sweep_table(skips, brief=True).text(120).count("liger") == 2, "an operator keeps its last variant"
