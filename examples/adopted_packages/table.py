@@ -66,10 +66,17 @@ def measure(work: Path, target: Path, stock: bool) -> None:
 
 
 def measure_sizes(work: Path) -> dict[str, Any]:
-    """Capture what the authors' autotuner chooses at the first size, and tune every size; returns seconds and a row for each."""
+    """Capture what the authors' autotuner chooses at the first size, tune every size and serve; returns seconds and rows."""
     capture, cache = work / "sizes", {"TRITON_CACHE_DIR": str(work / "triton")}
     output, captured_s = run([*KERNELTUNE, "capture", "--out", str(capture), "--autotune", "--", *OMITTED], **cache)
     _, tuned_s = run([*KERNELTUNE, "tune", str(capture)], **cache)
+    served, _ = run([*KERNELTUNE, "serve", "--configs", str(capture), "--", *OMITTED], **cache)
+    steps = {"captured": last_json(output), "served": last_json(served)}
+    return {**steps, "capture_s": round(captured_s, 1), "tune_s": round(tuned_s, 1), "rows": size_rows(capture)}
+
+
+def size_rows(capture: Path) -> list[dict[str, Any]]:
+    """Return a row for each tuned class of a capture of omitted_sizes.py: sizes, configs and times."""
     rows = []
     for path in sorted(capture.glob("configs/*/*.json")):
         for entry in json.loads(path.read_text())["entries"]:
@@ -80,7 +87,7 @@ def measure_sizes(work: Path) -> dict[str, Any]:
                 "author": stored["choice"], "config": entry["config"],
                 **{name: entry["evidence"].get(name) for name in ("default_us", "time_us", "over_default")},
             })  # fmt: skip
-    return {"captured": last_json(output), "capture_s": round(captured_s, 1), "tune_s": round(tuned_s, 1), "rows": rows}
+    return rows
 
 
 def sizes(rows: list[dict[str, Any]]) -> list[str]:

@@ -32,7 +32,7 @@ from kerneltune.adopt.table import ServingRow, ServingTable, TableKernel, read_t
 log = logging.getLogger("kerneltune.adopt")
 
 POLICIES = ("author", "nearest", "default", "error")
-_MOST_REMEMBERED = 4096
+_MOST_REMEMBERED, _MOST_LISTS = 4096, 64
 
 
 class Missing(Protocol):
@@ -76,12 +76,16 @@ class ServingState:
     Attributes:
         kernel: of the table; None where the table has none for it.
         configs: the author's list.
+        shown: the list that the autotuner shows: the author's, or its portfolio. Another one was assigned by the program.
         memo: launch key -> what is served.
+        lists: the same for lists that the program assigned later, by the identities of their configs.
     """
 
     kernel: TableKernel | None
     configs: list[Any]
+    shown: list[Any]
     memo: dict[tuple[Any, ...], Served] = field(default_factory=dict)
+    lists: "dict[tuple[int, ...], ServingState]" = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -176,6 +180,8 @@ class Server:
                 state: ServingState = autotuner.kerneltune_state
             except AttributeError:
                 state = self.attach(autotuner)
+            if autotuner.configs is not state.shown:
+                state = self._relisted(autotuner, state)
             served = state.memo.get(key := launch_key(args, kwargs))
             if served is None:
                 found = self._resolve(original, autotuner, state, key, args, kwargs)
@@ -200,10 +206,22 @@ class Server:
             state: ServingState | None = autotuner.__dict__.get("kerneltune_state")
             if state is None:
                 kernel = self._kernel_of(autotuner, is_early)
-                state = ServingState(kernel, autotuner.configs)
+                state = ServingState(kernel, autotuner.configs, autotuner.configs)
                 if kernel is not None and kernel.portfolio and self.portfolio:
-                    autotuner.configs = self._live(autotuner, state, kernel.portfolio[: self.portfolio]) or autotuner.configs
+                    state.shown = self._live(autotuner, state, kernel.portfolio[: self.portfolio]) or autotuner.configs
+                    autotuner.configs = state.shown
                 autotuner.kerneltune_state = state
+            return state
+
+    def _relisted(self, autotuner: Any, first: ServingState) -> ServingState:
+        """Return what is known of an autotuner with the list of configs that the program has assigned to it."""
+        with self._lock:
+            key = tuple(map(id, autotuner.configs))
+            state = first.lists.get(key)
+            if state is None:
+                if len(first.lists) >= _MOST_LISTS:
+                    first.lists.clear()
+                state = first.lists[key] = ServingState(self._kernel_of(autotuner, False), autotuner.configs, autotuner.configs)
             return state
 
     def made(self, autotuner: Any) -> None:
@@ -233,9 +251,13 @@ class Server:
         return kernel
 
     def _live(self, autotuner: Any, state: ServingState, stored: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Return the live config objects of stored ones, without those that cannot be made here."""
+        """Return the live config objects of stored ones, without those that cannot be made here.
+
+        Of a list that was not tuned, as programs assign one for each size, a value that no config of it has may be wrong here.
+        """
         found = [live_config(autotuner, state.configs, config, self._make_config) for config in stored]
-        return [config for config in found if config is not None]
+        is_tuned = state.kernel is not None and state.kernel.configs == configs_digest(state.configs)
+        return [config for config in found if config is not None and (is_tuned or _has_values_of(config, state.configs))]
 
     def _resolve(
         self, original: Callable[..., Any], autotuner: Any, state: ServingState, key: tuple[Any, ...], args: Any, kwargs: Any
@@ -252,7 +274,7 @@ class Server:
         if _launches_nothing(autotuner, state.configs[0], args, kwargs):
             return self._remember(state, key, state.configs[:1])
         self.counts.misses += 1
-        self._record_miss(autotuner, args, kwargs)
+        self._record_miss(autotuner, state, args, kwargs)
         policy = "nearest" if self.miss == "author" and program.is_capturing() else self.miss
         if policy == "error":
             sizes, dtypes = outline(autotuner.arg_names, args, kwargs)
@@ -313,10 +335,12 @@ class Server:
         served = state.memo[key] = Served(config, config.all_kwargs(), config.pre_hook, others)
         return served
 
-    def _record_miss(self, autotuner: Any, args: Any, kwargs: Any) -> None:
+    def _record_miss(self, autotuner: Any, state: ServingState, args: Any, kwargs: Any) -> None:
         if self.missing is not None:
             try:
-                self.missing.record(autotuner, args, kwargs)
+                self.missing.record(
+                    twin(autotuner, args, state.configs), args, kwargs
+                )  # with the author's list, not the portfolio
             except Exception as error:  # a log that cannot be written is no reason to stop
                 self._say(f"misses are not recorded: {error}")
 
@@ -352,6 +376,11 @@ def _launches_nothing(autotuner: Any, config: Any, args: Any, kwargs: Any) -> bo
     except Exception:  # the author's own code: it is raised again by the launch
         return False
     return grid is not None and 0 in grid
+
+
+def _has_values_of(config: Any, configs: Sequence[Any]) -> bool:
+    """Return whether each argument that a config gives has that value in one of a list."""
+    return all(any(other.kwargs.get(name) == value for other in configs) for name, value in config.kwargs.items())
 
 
 def _table_name(module: str, name: str) -> tuple[str, str]:

@@ -146,7 +146,7 @@ def uninstall() -> None:
         restore_method(autotuning.Autotuner, "__init__")
         for autotuner in _autotuners(autotuning):
             state = autotuner.__dict__.pop("kerneltune_state", None)
-            if state is not None:
+            if state is not None and autotuner.configs is state.shown:
                 autotuner.configs = state.configs
             autotuner.__dict__.pop("_kerneltune_classes", None)
     _installed.clear()

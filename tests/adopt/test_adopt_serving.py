@@ -75,7 +75,9 @@ def test_serving_a_miss_records_it_as_a_capture(tmp_path: Path) -> None:
     example().row_sum[(4,)](torch.ones(4, 64), torch.empty(4), 4, 64)
     example().row_sum[(4,)](torch.ones(4, 96), torch.empty(4), 4, 96)
     startup.uninstall()
-    assert [one.sizes["N"] for one in read_capture(tmp_path / "misses").classes] == [64]
+    (missed,) = read_capture(tmp_path / "misses").classes
+    assert missed.sizes["N"] == 64
+    assert (missed.list_size, len(author_configs(missed))) == (6, 6)  # not the portfolio of one
 
 
 @pytest.mark.usefixtures("untimed")
@@ -92,6 +94,26 @@ def test_serving_with_policy_nearest_takes_the_nearest_tuned_launch(tmp_path: Pa
         module.row_sum[(4,)](torch.ones(4, columns), torch.empty(4), 4, columns)
         assert module.row_sum.best_config == triton.Config(configs[expected]["kwargs"], num_warps=configs[expected]["num_warps"])
     assert "nearest captured launch" in caplog.text
+
+
+@pytest.mark.usefixtures("untimed")
+def test_serving_a_list_that_the_program_assigns_for_each_size_keeps_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned_folder(tmp_path)  # with a BLOCK of 128
+    kernel = example().row_sum
+    whole = kernel.configs
+    monkeypatch.setattr(kernel, "configs", whole)
+    server = served(tmp_path, miss="default")
+    found = []
+    for block in (64, 128, 64):
+        kernel.configs = [config for config in whole if config.kwargs["BLOCK"] == block]
+        assert example().step(4, 96).tolist() == [566.0, 287.0, 582.0, 288.0]
+        found.append(kernel.best_config.kwargs["BLOCK"])
+    assert found == [64, 128, 64]
+    assert (server.counts.hits, server.counts.misses) == (2, 1)  # the row falls back to 64; the other kernel is not in the table
+    startup.uninstall()
+    assert [config.kwargs["BLOCK"] for config in kernel.configs] == [64, 64]
 
 
 @pytest.mark.usefixtures("untimed")

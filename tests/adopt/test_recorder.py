@@ -107,6 +107,23 @@ def test_capture_with_autotune_gives_a_launch_that_failed_no_other_kernels_choic
     assert launch.choice in author_configs(launch)
 
 
+def test_capture_of_a_list_that_the_program_assigns_launches_its_first_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = example().row_sum
+    whole = kernel.configs
+    monkeypatch.setattr(kernel, "configs", whole)
+    startup.capture(tmp_path)
+    found = []
+    for block in (64, 256, 64):
+        kernel.configs = [config for config in whole if config.kwargs["BLOCK"] == block]
+        kernel[(4,)](torch.ones(4, 96), torch.empty(4), 4, 96)
+        found.append(kernel.best_config.kwargs["BLOCK"])
+    startup.uninstall()
+    assert found == [64, 256, 64]
+    assert [one.list_size for one in read_capture(tmp_path).classes] == [2, 2]
+
+
 def test_capture_of_a_pattern_leaves_other_kernels_alone(tmp_path: Path) -> None:
     assert [one.kernel.name for one in captured(tmp_path, pattern="row_*").classes] == ["row_sum"]
 
