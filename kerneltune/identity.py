@@ -19,7 +19,10 @@ from pathlib import Path
 from typing import Any
 
 _DIGITS = 12
-_ENGINE = ("kerneltune.spec", "kerneltune.cache", "kerneltune.device", "kerneltune.errors", "kerneltune.misses")
+_ENGINE = (
+    "kerneltune.spec", "kerneltune.cache", "kerneltune.device", "kerneltune.errors", "kerneltune.misses",
+    "kerneltune.kernel_lib.functions",
+)  # fmt: skip
 """Modules that change neither the results nor the speed of a given config: references to them are not followed."""
 _SKIPPED = frozenset({"annotation", "returns", "type_comment", "type_params", "kind", "ctx"})
 _WRAPPED = ("__wrapped__", "__func__", "fn", "func", "_init_fn")

@@ -135,6 +135,13 @@ def test_digest_of_code_that_runs_otherwise_changes(digest: Digest, change: tupl
     assert digest(change) != digest()
 
 
+def test_digest_of_what_wraps_operators_for_the_engine_stays(digest: Digest) -> None:
+    more = "\n\ndef wrapped(inputs):\n    from kerneltune.kernel_lib.functions import MADE\n    return MADE(run)(inputs, None)\n"
+    one, other = (digest(more=more.replace("MADE", name), name="wrapped") for name in ("run_of", "constant"))
+    assert one == other
+    assert one != digest(("2.0", "3.0"), more=more.replace("MADE", "run_of"), name="wrapped")
+
+
 def test_digest_of_code_in_another_module_stays(digest: Digest) -> None:
     moved = HOST[HOST.index("@cache") : HOST.index("class Knobs")]
     there = ("WIDTH = 1 << 4\n", "WIDTH = 1 << 4\nfrom functools import cache\n" + moved)
