@@ -70,3 +70,14 @@ def test_look_ups_survive_any_value_of_an_entry(name: str, tmp_path: Path) -> No
     for text in TEXTS:
         path.write_text(json.dumps({**stored, "entries": [{**good[0], "config": "TEXT"}, good[1]]}).replace('"TEXT"', text))
         answers(name, tmp_path, [case, near])
+
+
+def test_an_entry_of_more_elements_than_any_memory_holds_is_not_believed() -> None:
+    op = ops.load()["rmsnorm_fwd"]
+    chooser = Chooser.of(op, op.variant("optimized"))
+    config = {
+        name: values[0] for name, values in op.variant("optimized").space(Case("", (("M", 8), ("N", 64)), "bfloat16")).items()
+    }
+    values = {"variant": "optimized", "case": "a", "dtype": "bfloat16", "quant": "none", "options": {}, "policy": "cold"}
+    entry = cache.entry_from({**values, "axes": {"M": 1 << 50, "N": 64}, "config": config, "evidence": {}})
+    assert chooser.defect(entry) == f"axes: a size of more than {1 << 48}"

@@ -47,7 +47,7 @@ def test_a_look_up_takes_at_most_2_us() -> None:
 @pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")
 def test_the_first_look_up_of_a_size_reads_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(look_up(1), FwdConfig)
-    monkeypatch.setattr(cache, "_read", lambda path: pytest.fail(f"read {path}"))
+    monkeypatch.setattr(cache.entries, "read_bytes", lambda path, _limit: pytest.fail(f"read {path}"))
     assert isinstance(look_up(3), FwdConfig)
 
 

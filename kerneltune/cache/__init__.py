@@ -1,0 +1,24 @@
+"""The config cache: files of the best known configs (`entries`), and the look-up of a call's config (`chooser`)."""
+
+from kerneltune.cache.chooser import Choice, Chooser, clear, ruling_of
+from kerneltune.cache.entries import (
+    CacheEntry,
+    Hit,
+    Options,
+    candidates,
+    entry_from,
+    in_order,
+    load,
+    load_strict,
+    path_of,
+    readable,
+    roots,
+    store,
+    store_all,
+)
+
+__all__ = [
+    "CacheEntry", "Choice", "Chooser", "Hit", "Options", "candidates", "clear",
+    "entry_from", "in_order", "load", "load_strict", "path_of", "readable", "roots", "ruling_of", "store",
+    "store_all",
+]  # fmt: skip

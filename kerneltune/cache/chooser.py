@@ -1,0 +1,222 @@
+"""The look-up of a config: the case's own entry, one near it, what the rule of the GPU proposes, or the default."""
+
+import math
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kerneltune import device, misses, rule
+from kerneltune.cache import entries
+from kerneltune.cache.entries import Axes, CacheEntry, Hit, Options, alike, json_text, path_of, readable
+from kerneltune.nearness import NO_BANDS, Bands, Place, ranked
+from kerneltune.ranges import Range, out_of_range, ranges_of
+from kerneltune.spec import Case, Op, Space, Variant, config_from
+
+_MOST_ELEMENTS = 1 << 48
+"""More elements than any memory holds."""
+
+
+class Choice(NamedTuple):
+    """What a look-up answers with.
+
+    Attributes:
+        source: `own`, `near` for a recorded config of other sizes, options or type, `rule`, or `default`.
+        told: the answer in words; empty where the case has a config of its own.
+    """
+
+    config: Any
+    source: str
+    told: str
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Chooser:
+    """Choose the config that an operator's function runs with where its caller gives none. Made once, called at every launch.
+
+    Attributes:
+        op, variant, policy, free_axes, free_options, bands: what is looked up, as in `candidates`.
+        config, valid, default, space: of the variant, as in spec.Variant.
+        root: the folder of the cache, None for that of `roots`.
+    """
+
+    op: str
+    config: type[Any]
+    valid: Callable[[Case, Any], str | None]
+    default: Callable[[Case], Any]
+    free_axes: tuple[str, ...]
+    variant: str = "optimized"
+    policy: str = "cold"
+    root: Path | None = None
+    free_options: tuple[str, ...] = ()
+    bands: Bands = field(default_factory=lambda: NO_BANDS)
+    space: Callable[[Case], Space] | None = None
+
+    @staticmethod
+    def of(op: Op, variant: Variant, policy: str = "cold", root: Path | None = None) -> "Chooser":
+        """Return the chooser of an operator's variant that has knobs; the same one for the same arguments."""
+        return _chooser(op.name, variant, policy, root, op.free_axes, op.free_options, tuple(op.bands.items()))
+
+    def __call__(self, axes: Axes, dtype: str, quant: str = "none", options: Options = (), gpu: str | None = None) -> Any:
+        """Return the config of `find`, remembered until `clear`.
+
+        Anything but an entry of the case's own is a miss, which is warned of once for all sizes of the free axes.
+
+        Args:
+            gpu: the folder of another device than the present one.
+
+        Raises:
+            LookupError: a miss, and KERNELTUNE_STRICT is on.
+        """
+        return _chosen(self, gpu or device.current_slug(), axes, dtype, quant, options)
+
+    def find(self, case: Case, gpu: str | None = None) -> Choice:
+        """Return the first valid config of: the case's own entry, entries near it, the rule's proposals, the default.
+
+        Entries of the case's own sizes with another value of a free option, or of the other 16-bit type, are near. The rule
+        knows how far other sizes of the free axes may be; without a rule any distance is near.
+        """
+        gpu = gpu or device.current_slug()
+        table = _table(self, gpu, case.quant)
+        own = table.own.get((case.axes, case.dtype, case.options))
+        if own is not None and (config := self.from_knobs(case, own.config)) is not None:
+            return Choice(config, "own", "")
+        ruling = ruling_of(self, gpu)
+        limit = math.inf if ruling is None else ruling.rule.near
+        kin = table.along(case.axes, self.free_axes) if limit else table.same_sizes.get(case.axes, ())
+        place = dict(case.axes), case.dtype, dict(case.options)
+        for (_, moved, apart), entry in ranked(place, kin, self.free_axes, self.free_options, self.bands) if kin else ():
+            if not (moved and apart > limit) and (config := self.from_knobs(case, entry.config)) is not None:
+                return Choice(config, "near", _told(case, Hit(entry, False, apart), self.policy))
+        if ruling is not None:
+            ranges = table.ranges or self.ranges(case)
+            for knobs in ruling.proposals(case):
+                if not knobs:
+                    return Choice(self.default(case), "default", f"{ruling.told(gpu)}: the default")
+                if out_of_range(knobs, ranges) is None and (config := self.from_knobs(case, knobs)) is not None:
+                    return Choice(config, "rule", f"{ruling.told(gpu)}: {json_text(knobs)}")
+        return Choice(self.default(case), "default", "the default")
+
+    def from_knobs(self, case: Case, knobs: Mapping[str, Any]) -> Any:
+        """Return the config with these knobs; None where they are not those of the variant, or not valid for the case."""
+        try:
+            config = config_from(self.config, knobs)
+            return config if self.valid(case, config) is None else None
+        except (ValueError, ArithmeticError, TypeError, LookupError):  # of knobs that no space has, such as tiles of 0 rows
+            return None
+
+    def defect(self, entry: CacheEntry) -> str | None:
+        """Return why an entry cannot be believed: a knob's name, type or range, or `valid` for its own case; None if it can."""
+        case = entry.as_case
+        if any(size > _MOST_ELEMENTS for _, size in entry.axes):
+            return f"axes: a size of more than {_MOST_ELEMENTS}"
+        try:
+            config = config_from(self.config, entry.config)
+            reason = out_of_range(entry.config, self.ranges(case))
+            return self.valid(case, config) if reason is None or config == self.default(case) else reason
+        except Exception as error:  # an operator's own code may fail in any way at sizes and knobs that make no sense
+            return f"{'' if isinstance(error, ValueError) else f'{type(error).__name__}: '}{str(error)[:160]}"
+
+    def ranges(self, case: Case) -> dict[str, Range]:
+        """Return the range of every knob for a case."""
+        return {} if self.space is None else ranges_of(self.space(case))
+
+
+@lru_cache(maxsize=4096)
+def _chooser(
+    op: str,
+    variant: Variant,
+    policy: str,
+    root: Path | None,
+    free_axes: tuple[str, ...],
+    free_options: tuple[str, ...],
+    bands: tuple[tuple[str, tuple[int, ...]], ...],
+) -> Chooser:
+    assert variant.config is not None
+    of_variant = variant.config, variant.valid, variant.default_config
+    return Chooser(op, *of_variant, free_axes, variant.name, policy, root, free_options, dict(bands), variant.space)
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """The entries of one variant and mode that can be believed, those of the chooser's policy before those of `cold`.
+
+    Attributes:
+        own: by sizes, type and options; of the chooser's policy only.
+        same_sizes: by sizes.
+        ranges: of the knobs, over all recorded cases.
+    """
+
+    own: Mapping[Any, CacheEntry]
+    same_sizes: Mapping[Axes, Sequence[tuple[Place, CacheEntry]]]
+    ranges: Mapping[str, Range]
+    _along: dict[Any, list[tuple[Place, CacheEntry]]] = field(default_factory=dict)
+
+    def along(self, axes: Axes, free_axes: Collection[str]) -> Sequence[tuple[Place, CacheEntry]]:
+        """Return the entries whose sizes differ along the free axes only."""
+        fixed = tuple(axis for axis in axes if axis[0] not in free_axes)
+        if fixed not in self._along:
+            sizes = [sizes for sizes in self.same_sizes if tuple(axis for axis in sizes if axis[0] not in free_axes) == fixed]
+            self._along[fixed] = [found for one in sizes for found in self.same_sizes[one]]
+        return self._along[fixed]
+
+
+@lru_cache(maxsize=1024)
+def ruling_of(chooser: Chooser, gpu: str) -> rule.Ruling | None:
+    """Return the rule that a GPU's cases without an entry run by: that of the cache, else the packaged rule; None if none."""
+    file = rule.path_of(chooser.op, gpu, Path())
+    root = readable(file, chooser.root).parents[len(file.parts) - 1]
+    return rule.ruling(root, gpu, chooser.op, chooser.variant, chooser.policy)
+
+
+@lru_cache(maxsize=1024)
+def _table(chooser: Chooser, gpu: str, quant: str) -> _Table:
+    path = path_of(chooser.op, gpu, chooser.root)
+    own: dict[Any, CacheEntry] = {}
+    same_sizes: dict[Axes, list[tuple[Place, CacheEntry]]] = {}
+    ranges: dict[str, Range] = {}
+    bad = []
+    for place, entry in alike(path, chooser.variant, chooser.policy, quant):
+        if (reason := chooser.defect(entry)) is not None:
+            bad.append(f"{path}: {entry.variant} {entry.case} {entry.as_case.label}: {reason}")
+            continue
+        if entry.policy == chooser.policy:
+            own.setdefault((entry.axes, entry.dtype, entry.options), entry)
+        same_sizes.setdefault(entry.axes, []).append((place, entry))
+        for name, one in chooser.ranges(entry.as_case).items():
+            ranges[name] = ranges[name].joined(one) if name in ranges else one
+    if bad:
+        more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+        warnings.warn(f"{bad[0]}{more}; not used", stacklevel=2)
+    return _Table(own, same_sizes, ranges)
+
+
+@lru_cache(maxsize=65536)
+def _chosen(chooser: Chooser, gpu: str, axes: Axes, dtype: str, quant: str, options: Options) -> Any:
+    case = Case("", axes, dtype, quant, options)
+    found = chooser.find(case, gpu)
+    if found.source != "own":
+        misses.report(misses.Miss(chooser.op, chooser.variant, gpu, case, chooser.policy), found.told, chooser.free_axes)
+    return found.config
+
+
+def _told(case: Case, hit: Hit, policy: str) -> str:
+    """Return what an entry is for, as far as it is not for this case, and its config."""
+    sizes = " ".join(f"{axis}={size}" for axis, size in hit.entry.axes)
+    changed = "".join(f" {name}={value}" for name, value in hit.entry.options if value != case.option(name))
+    changed += f" {hit.entry.policy}" if hit.entry.policy != policy else ""
+    return f"that of {sizes} {hit.entry.dtype}{changed}, log2 distance {hit.distance:.1f}: {json_text(hit.entry.config)}"
+
+
+def clear() -> None:
+    """Forget every answer and every file read; needed after KERNELTUNE_CONFIGS or a file changed from outside."""
+    for remembered in (_chosen, _table, ruling_of):
+        remembered.cache_clear()
+    entries.forget()
+    rule.forget()
+    misses.forget()
+
+
+entries.when_stored(clear)
