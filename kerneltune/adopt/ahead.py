@@ -23,6 +23,8 @@ from kerneltune.adopt.encoding import read_json
 LAUNCHERS = "launchers.json"
 _LARGEST = 16 << 20
 _LONGEST_S = 20.0
+_LEAST = 5
+"""Launchers that are worth a process: it starts in 1.2 s; the C compiler takes 0.3 s for each."""
 _NVIDIA = "triton.backends.nvidia.driver"
 _STARTING = ("KERNELTUNE_ADOPT", "KERNELTUNE_CAPTURE")
 _NO_SCRATCH = {f"{kind}_scratch_{what}": value for kind in ("global", "profile") for what, value in (("size", 0), ("align", 1))}
@@ -76,8 +78,16 @@ def launchers_path(root: Path) -> Path:
 
 
 def build_launchers(root: Path, cache: Path) -> "subprocess.Popen[bytes] | None":
-    """Start a process that builds the host code of a tuned folder's kernels into a disk cache; None where none is known."""
-    if not launchers_path(root).is_file():
+    """Start a process that builds the host code of a tuned folder's kernels into a disk cache; None where none is worth it.
+
+    From version 3.7 on, Triton has one launcher for all kernels.
+
+    Raises:
+        ValueError: the folder's list of launchers is damaged.
+    """
+    if not hasattr(sys.modules.get(_NVIDIA), "make_launcher") or not launchers_path(root).is_file():
+        return None
+    if len(_read(root)) < _LEAST:
         return None
     path = os.pathsep.join(entry or os.curdir for entry in sys.path)
     environment = {name: value for name, value in os.environ.items() if name not in _STARTING}
@@ -91,18 +101,16 @@ def build_launchers(root: Path, cache: Path) -> "subprocess.Popen[bytes] | None"
     )
 
 
-def build(launchers: Iterable[Mapping[str, Any]], nvidia: Any) -> int:
-    """Build Triton's own host code and that of launchers, one C compiler for each core; returns how many launchers.
+def build(launchers: Iterable[Mapping[str, Any]], nvidia: Any) -> None:
+    """Build Triton's own host code and that of launchers, one C compiler for each core.
 
-    nvidia: Triton's driver module. From version 3.7 on, one launcher that is part of Triton serves all kernels.
+    nvidia: Triton's driver module.
     """
-    wanted = list(launchers) if hasattr(nvidia, "make_launcher") else []
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with ThreadPoolExecutor(max_workers=cores) as pool:
-        running = [pool.submit(nvidia.CudaUtils), *(pool.submit(_build, nvidia, launcher) for launcher in wanted)]
+        running = [pool.submit(nvidia.CudaUtils), *(pool.submit(_build, nvidia, launcher) for launcher in launchers)]
     for one in running:
         one.result()
-    return len(wanted)
 
 
 def _build(nvidia: Any, launcher: Mapping[str, Any]) -> None:
@@ -132,7 +140,15 @@ def main(root: Path) -> None:
     Raises:
         ValueError: the folder's list of them is damaged.
     """
-    build(read_json(launchers_path(root), _LARGEST)["launchers"], importlib.import_module(_NVIDIA))
+    build(_read(root), importlib.import_module(_NVIDIA))
+
+
+def _read(root: Path) -> list[dict[str, Any]]:
+    stored = read_json(launchers_path(root), _LARGEST)
+    launchers = stored.get("launchers") if isinstance(stored, dict) else None
+    if not isinstance(launchers, list):
+        raise ValueError(f"{launchers_path(root)}: launchers: {launchers!r}: expected a list")
+    return launchers
 
 
 if __name__ == "__main__":

@@ -102,10 +102,8 @@ def test_preparation_without_a_child_process_still_digests(tmp_path: Path, monke
     digested: list[None] = []
     monkeypatch.setitem(sys.modules, "triton.runtime.cache", SimpleNamespace(triton_key=lambda: digested.append(None)))
     monkeypatch.setattr(subprocess, "Popen", refuse)
-    path = ahead.launchers_path(tmp_path)
-    path.parent.mkdir()
-    path.write_text('{"launchers": []}')
-    preparation = ahead.Preparation(tmp_path, tmp_path, is_cache_new=True)
+    monkeypatch.setitem(sys.modules, "triton.backends.nvidia.driver", Nvidia(make_launcher=None))
+    preparation = ahead.Preparation(listed(tmp_path, 9), tmp_path, is_cache_new=True)
     preparation.begin()
     preparation.wait()
     assert len(digested) == 1
@@ -134,13 +132,7 @@ def test_launchers_are_built_at_once_with_the_types_that_were_stored(tmp_path: P
     assert len(nvidia.built) == 3
 
 
-def test_launchers_are_not_built_where_triton_has_one_for_all_kernels() -> None:
-    nvidia = Nvidia()
-    assert ahead.build([{"signature": TYPES, "descriptors": None}], nvidia) == 0
-    assert nvidia.built == ["utils"]
-
-
-@pytest.mark.parametrize("stored", ["{", '{"launchers": [{"signature": [7], "descriptors": null}]}'])
+@pytest.mark.parametrize("stored", ["{", "[]", '{"launchers": 3}', '{"launchers": [{"signature": [7], "descriptors": null}]}'])
 def test_launchers_of_a_damaged_list_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: str) -> None:
     path = ahead.launchers_path(tmp_path)
     path.parent.mkdir()
@@ -150,20 +142,46 @@ def test_launchers_of_a_damaged_list_are_an_error(tmp_path: Path, monkeypatch: p
         ahead.main(tmp_path)
 
 
-def test_launchers_are_built_by_a_process_that_is_not_served_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[Any] = []
-    monkeypatch.setattr(subprocess, "Popen", lambda command, **more: started.append((command, more)))
-    monkeypatch.setenv(startup.ADOPT, str(tmp_path))
-    ahead.build_launchers(tmp_path, tmp_path / "cache")
-    assert started == []  # the folder names none
-    path = ahead.launchers_path(tmp_path)
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Collect processes instead of starting them, under Triton 3.6."""
+    found: list[Any] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **more: found.append((command, more)))
+    monkeypatch.setitem(sys.modules, "triton.backends.nvidia.driver", Nvidia(make_launcher=None))
+    return found
+
+
+def listed(root: Path, count: int) -> Path:
+    """Write a folder's list of launchers."""
+    path = ahead.launchers_path(root)
     path.parent.mkdir()
-    path.write_text('{"launchers": []}')
-    ahead.build_launchers(tmp_path, tmp_path / "cache")
+    path.write_text(json.dumps({"launchers": [{"signature": TYPES, "descriptors": None}] * count}))
+    return root
+
+
+def test_launchers_are_built_by_a_process_that_is_not_served_itself(
+    tmp_path: Path, started: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(startup.ADOPT, str(tmp_path))
+    ahead.build_launchers(listed(tmp_path, 5), tmp_path / "cache")
     ((command, more),) = started
     assert command[-1] == str(tmp_path)
     assert startup.ADOPT not in more["env"]
     assert more["env"]["TRITON_CACHE_DIR"] == str(tmp_path / "cache")
+
+
+def test_launchers_that_take_less_time_than_a_process_are_left_to_the_launch(tmp_path: Path, started: list[Any]) -> None:
+    assert ahead.build_launchers(tmp_path, tmp_path) is None  # the folder has no list
+    assert ahead.build_launchers(listed(tmp_path, 4), tmp_path) is None
+    assert started == []
+
+
+def test_launchers_are_not_built_where_triton_has_one_for_all_kernels(
+    tmp_path: Path, started: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "triton.backends.nvidia.driver", Nvidia())
+    assert ahead.build_launchers(listed(tmp_path, 9), tmp_path) is None
+    assert started == []
 
 
 def test_launcher_of_a_compiled_kernel_is_what_triton_makes_its_host_code_from() -> None:
