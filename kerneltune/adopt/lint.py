@@ -24,7 +24,20 @@ def findings(capture: Capture) -> list[str]:
     found: list[str] = []
     for launches in capture.kernels().values():
         found += [f"{launches[0].kernel.text}: {text}" for text in _of_kernel(launches, wins, wrong)]
-    return [*found, *capture.problems]
+    return [*found, *_several_lists(capture.classes), *capture.problems]
+
+
+def _several_lists(launches: Sequence[LaunchClass]) -> Iterator[str]:
+    """Yield a line for each kernel of which launches with equal keys had different lists of configs."""
+    lists: dict[str, dict[str, set[str]]] = {}
+    for one in launches:
+        of_key = lists.setdefault(one.kernel.text, {})
+        of_key.setdefault(repr((one.source, one.key, one.dtypes)), set()).add(one.configs)
+    for name, of_key in lists.items():
+        most = max(map(len, of_key.values()))
+        if most > 1:
+            said = "triton.autotune runs later launches with a choice from the first list"
+            yield f"{name}: {most} lists of configs for one key: {said}"
 
 
 def _of_kernel(launches: Sequence[LaunchClass], wins: dict[str, set[str]], wrong: dict[str, list[str]]) -> Iterator[str]:

@@ -76,6 +76,19 @@ def test_lint_reports_keys_and_configs_that_never_win(tmp_path: Path) -> None:
     assert "two_kernels.row_sum: 5 of 6 configs never win in 2 classes: BLOCK=64; BLOCK=128 num_warps=2" in result.stdout
 
 
+def test_lint_reports_lists_that_the_program_assigns_for_one_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = example().row_sum
+    whole = kernel.configs
+    monkeypatch.setattr(kernel, "configs", whole)
+    startup.capture(tmp_path)
+    for block in (64, 256):
+        kernel.configs = [config for config in whole if config.kwargs["BLOCK"] == block]
+        kernel[(4,)](torch.ones(4, 96), torch.empty(4), 4, 96)
+    startup.uninstall()
+    found = run("adopt", "lint", tmp_path).stdout
+    assert found.count("two_kernels.row_sum: 2 lists of configs for one key: triton.autotune runs later launches with") == 1
+
+
 def test_lint_reports_results_that_change_with_the_config(tmp_path: Path) -> None:
     launch = captured(tmp_path, pattern="row_sum").classes[0]
     with captured_as_operators(tmp_path, False):
