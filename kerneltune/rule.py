@@ -176,7 +176,8 @@ class Rule:
         tree: the root.
         known: values of words that the rule was fitted to; of others it says nothing. `bytes` stands for the type.
         near: log2 distance up to which the config of the nearest recorded sizes is taken before the tree is asked.
-        judged: what leave-one-shape-out says: cases, judged, geomean, worst, worst_case.
+        judged: what leave-one-shape-out says: cases, judged, geomean, worst, worst_case; of cases without a recorded config
+            observed, observed_geomean, observed_worst.
     """
 
     variant: str

@@ -89,8 +89,8 @@ def fit(
 ) -> None:
     """Fit the rules of a GPU to what was measured, and write them beside the configs.
 
-    The table says how a rule does on recorded cases of sizes that it was not fitted to: the tuned time over the rule's. Needs no
-    GPU.
+    The table says how a rule does on sizes that it was not fitted to: the tuned time over the rule's on recorded cases, and the
+    least known time over the rule's on observed cases, which have no recorded config. Needs no GPU.
     """
     from kerneltune import rule
     from kerneltune.cache import readable
@@ -108,7 +108,7 @@ def fit(
         op, of = known[name], known[name].variant(variant)
         samples = samples_of(op, of, slug, configs, folder)
         if len({sample.case.axes for sample in samples}) < 2:
-            rows.append((name, "0", "", "", "", "times of fewer than two sizes are known"))
+            rows.append((name, "0", *[""] * 6, "times of fewer than two sizes are known"))
             continue
         made, judgement = fitted(CostTable(op, of, samples))
         found = judgement.data
@@ -117,9 +117,13 @@ def fit(
             others = [one for one in _rules(known_before) if one.variant != variant]
             about = {"arch": _arch(slug), "cases": len(samples), "command": f"kerneltune cache fit {name}"}
             replace_text(rule.path_of(name, slug, root), rule.dumps(name, slug, [*others, made], about))
-        shares = [f"{found[field]:.3f}" if field in found else "" for field in ("geomean", "worst")]
-        rows.append((name, str(found["cases"]), str(found["judged"]), *shares, str(found.get("worst_case", ""))))
-    show_table(("op", "cases", "judged", "geo-mean", "worst", "worst case"), rows)
+        counts = [str(found.get(field, "")) for field in ("cases", "judged", "observed", "worst_case")]
+        of_recorded, of_observed = (
+            [f"{found[field]:.3f}" if field in found else "" for field in (f"{kind}geomean", f"{kind}worst")]
+            for kind in ("", "observed_")
+        )
+        rows.append((name, *counts[:2], *of_recorded, counts[2], *of_observed, counts[3]))
+    show_table(("op", "cases", "judged", "geo-mean", "worst", "observed", "geo-mean", "worst", "worst case"), rows)
 
 
 def _observed(results: Path | None) -> Path:
@@ -163,6 +167,9 @@ def explain(
     if judged.get("judged"):
         told = f"{judged['geomean']:.3f} of the tuned speed (geometric mean of {judged['judged']} of {judged['cases']} cases)"
         show(f"left out {told}, worst {judged['worst']:.3f}: {judged['worst_case']}")
+    elif judged.get("observed"):
+        told = f"{judged['observed_geomean']:.3f} of the fastest known (geometric mean of {judged['observed']} observed cases)"
+        show(f"left out {told}, worst {judged['observed_worst']:.3f}")
 
 
 _SOURCES = {

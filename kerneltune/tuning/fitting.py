@@ -68,12 +68,17 @@ class Judgement:
     @property
     def judged(self) -> list[float]:
         """The shares that are known."""
-        return [share for share in self.shares.values() if not math.isnan(share)]
+        return _known_shares(self.shares)
+
+    @property
+    def observed(self) -> list[float]:
+        """The shares that are known of cases without a recorded config."""
+        return _known_shares(self.others)
 
     @property
     def geomean(self) -> float:
         """Return the geometric mean."""
-        return float(np.exp(np.mean(np.log(self.judged)))) if self.judged else math.nan
+        return _geomean(self.judged)
 
     @property
     def worst(self) -> float:
@@ -83,11 +88,22 @@ class Judgement:
     @property
     def data(self) -> dict[str, Any]:
         """The judgement as JSON."""
-        if not self.judged:
-            return {"cases": len(self.shares), "judged": 0}
-        label = min((case for case, share in self.shares.items() if share == self.worst), key=lambda case: case.label).label
-        figures = {"geomean": round(self.geomean, 4), "worst": round(self.worst, 4), "worst_case": label}
-        return {"cases": len(self.shares), "judged": len(self.judged), **figures}
+        found: dict[str, Any] = {"cases": len(self.shares), "judged": len(self.judged)}
+        if self.judged:
+            label = min((case for case, share in self.shares.items() if share == self.worst), key=lambda case: case.label).label
+            found |= {"geomean": round(self.geomean, 4), "worst": round(self.worst, 4), "worst_case": label}
+        if self.observed:
+            shares = {"observed_geomean": round(_geomean(self.observed), 4), "observed_worst": round(min(self.observed), 4)}
+            found |= {"observed": len(self.observed), **shares}
+        return found
+
+
+def _known_shares(shares: Mapping[Case, float]) -> list[float]:
+    return [share for share in shares.values() if not math.isnan(share)]
+
+
+def _geomean(shares: Sequence[float]) -> float:
+    return float(np.exp(np.mean(np.log(shares)))) if shares else math.nan
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,6 +86,19 @@ def test_fit_a_case_of_another_kind_gets_the_default() -> None:
     assert list(rule.proposals(facts_of(case_of(512, layout="col")))) == []
 
 
+def test_fit_judges_cases_without_a_config_by_the_least_known_time() -> None:
+    samples = [replace(sample(case_of(size)), recorded=None) for size in SIZES]
+    rule, found = fitted(table(samples))
+    assert not found.shares
+    assert len(found.observed) == len(SIZES)
+    assert rule.judged == {
+        "cases": 0, "judged": 0, "observed": len(SIZES),
+        "observed_geomean": round(math.exp(sum(map(math.log, found.observed)) / len(SIZES)), 4),
+        "observed_worst": round(min(found.observed), 4),
+    }  # fmt: skip
+    assert rule.judged["observed_geomean"] > 0.9
+
+
 def test_fit_another_value_of_a_free_option_gets_what_the_rule_gives() -> None:
     op = replace(op_of(VARIANT), options={"layout": ("row", "col")}, free_options=("layout",))
     rule, _ = fitted(table([sample(case_of(size, layout="row")) for size in SIZES], op))
