@@ -1,8 +1,11 @@
 """What is prepared before the first launch: how often each piece of work is done, and that it is what Triton would do."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,6 +96,22 @@ def test_preparation_digests_triton_once_whatever_asks_again(tmp_path: Path, mon
         preparation.begin()
         preparation.wait()
     assert len(digested) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_preparation_is_no_trap_for_a_process_that_is_forked_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on = threading.Event()
+    monkeypatch.setitem(sys.modules, "triton.runtime.cache", SimpleNamespace(triton_key=goes_on.wait))
+    preparation = ahead.Preparation(tmp_path, tmp_path, is_cache_new=False)
+    preparation.begin()
+    child = os.fork()
+    if not child:  # its copy of the thread never goes on
+        signal.alarm(5)
+        preparation.wait()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    goes_on.set()
+    preparation.wait()
 
 
 def test_preparation_without_a_child_process_still_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
