@@ -27,7 +27,7 @@ class Device:
     Attributes:
         name: as the driver says it, for example `NVIDIA H200`.
         arch: `sm_90`, `gfx942`, … or `interpreter`.
-        sms: streaming multiprocessors (compute units).
+        sms: SMs (compute units on AMD).
         l2_bytes: size of the last-level cache.
         driver: driver version.
         unit: which GPU of the model: a digest of the identifier that the driver gives it; empty where it gives none.
@@ -149,7 +149,7 @@ _SMS_COMPILED_FOR = 132
 
 @cache
 def sm_count(device_type: str, index: int | None) -> int:
-    """Streaming multiprocessors of a torch device; a small number for the CPU, a usual GPU's for tensors without memory."""
+    """Return the SMs of a torch device; a small number for the CPU, a usual GPU's for tensors without memory."""
     if device_type == "meta":
         return _SMS_COMPILED_FOR
     if device_type != "cuda":

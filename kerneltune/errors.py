@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 _LONGEST = 200
-_MANY = 24
+_MANY, _MOST = 24, 60
 _INSTALLED = re.compile(r"(?<![^\s()'\":,])/[^\s()'\":,]*/(?:site|dist)-packages/")
 _PLACE = re.compile(r" \((?>/[^()\n]*/(?:site|dist)-packages/)[^()]*\)")
 
@@ -27,11 +27,12 @@ def without_places(text: str) -> str:
 def unknown(field: str, value: object, known: Iterable[object], more: str = "") -> ValueError:
     """Make the error of an unknown value; it names the known values, then what else may be, then the nearest of them.
 
-    More than a screen of names are only counted where one of them is near.
+    More than a screen of names are only counted where one of them is near, and cut short where none is.
     """
     names = [str(name) for name in known]
     near = meant(value, names)
-    listed = f"{len(names)} names" if near and len(names) > _MANY else ", ".join(names) or "(none found)"
+    rest = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
+    listed = f"{len(names)} names" if near and len(names) > _MANY else ", ".join(names[:_MOST]) + rest or "(none found)"
     return ValueError(f"{field}: {value!r}: expected one of {listed}{more}{near}")
 
 

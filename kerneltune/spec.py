@@ -115,7 +115,7 @@ class Variant:
         name: `baseline`, `optimized`, a further design, or the name of a peer.
         run: (inputs, config) -> outputs by name; allocates its outputs, launches, returns without waiting.
         config: the config dataclass, None where there is nothing to tune. A knob `ctas` says how many programs each
-            multiprocessor is to hold, 0 for any number; a search drops configs of which fewer fit.
+            SM is to hold, 0 for any number; a search drops configs of which fewer fit.
         space: case -> values of every knob.
         valid: (case, config) -> None, or why the config cannot run: the one statement of that constraint.
         default: case -> the config used where the cache knows none.

@@ -2,6 +2,7 @@
 
 import fnmatch
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -64,7 +65,7 @@ def command(
 ) -> None:
     """Compile the cached configs on the CPU; show registers, spills, shared memory, occupancy and access widths.
 
-    Sizes: the default configs for that case. With --config the case may be any of the sweeps' too.
+    Cases of the sweeps without a cached config, and sizes such as M=8192, are compiled with the default configs.
 
     Registers and spilled bytes are per thread, shared bytes per program; programs and warps are what one SM holds,
     and what limits them; loads and stores of global memory are bits x instructions. Whether they got worse: gate --static.
@@ -77,7 +78,7 @@ def command(
     if renew and not whole:
         raise ValueError("renew: True: expected with all of the package's configs, for it takes the place of what is shipped")
     targets = _targets(target)
-    requests = _requests(op, sizes, variant, case, dtype, quant, gpu, configs, any_case=config is not None)
+    requests = _requests(op, sizes, variant, case, dtype, quant, gpu, configs, any_case=config is not None or bool(case))
     if config is not None:
         requests = _with_config(requests, "config", config)
     named = [*([op] if op else []), *(sizes or [])]
@@ -193,6 +194,8 @@ def _requests(
     known = o.load_ops()
     selection = o.make_selection(known, "inspect", [op] if op else None, cases, dtypes, quants, variants)
     chosen: list[Op] = [known[name] for name in selection.ops or known]
+    if not any(variant.config for each in chosen for variant in each.variants):
+        raise ValueError(f"nothing to compile: {' '.join(selection.ops)} has no variant with knobs")
 
     def asked(variant: Variant) -> bool:
         return selection.takes_variant(variant.name) if variants else not variant.is_peer
@@ -214,18 +217,26 @@ def _requests(
         if not found:
             raise ValueError(f"nothing to compile: {first.name} has no such variant with knobs for {case.label}")
         return found
+    place = str(readable(Path(gpu), configs))
     found = wanted(cached_requests(chosen, configs, gpu))
-    if not found and any_case and op:
-        found = wanted(default_requests(chosen[0], _swept(known, op), asked))
+    swept = _swept(known, op) if op and not found and any_case else []
+    if swept:
+        found = wanted(default_requests(chosen[0], swept, asked))
+        if found and cases:
+            note(f"{place} has no config for {' '.join(cases)}: default configs")
     if not found:
-        raise _nothing(cached_requests(chosen, configs, gpu), selection, str(readable(Path(gpu), configs)))
+        raise _nothing(cached_requests(chosen, configs, gpu), selection, place, [case.name for case in swept])
     return found
 
 
-def _nothing(cached: "Iterable[SurveyRequest]", selection: "Selection", place: str) -> ValueError:
-    """Return the error of a selection that leaves no cached config: it names the first option that leaves none, and what is."""
+def _nothing(cached: "Iterable[SurveyRequest]", selection: "Selection", place: str, swept: list[str]) -> ValueError:
+    """Return the error of a selection that leaves no config: it names the first option that leaves none, and what is.
+
+    Args:
+        swept: names of the operator's cases in sweeps, which are selected as well.
+    """
     left = list(cached)
-    if not left:
+    if not left and not swept:
         of = f" of {', '.join(selection.ops)}" if selection.ops else ""
         return ValueError(f"nothing to compile: {place} has no config{of}: name sizes, like M=4096")
     fields: dict[str, tuple[tuple[str, ...], Callable[[SurveyRequest], str]]] = {
@@ -235,10 +246,11 @@ def _nothing(cached: "Iterable[SurveyRequest]", selection: "Selection", place: s
         "case": (selection.cases, lambda request: request.case.name),
     }
     for field, (patterns, get) in fields.items():
-        present = dict.fromkeys(map(get, left))
+        present = dict.fromkeys([*map(get, left), *(swept if field == "case" else [])])
         left = [r for r in left if not patterns or any(fnmatch.fnmatch(get(r), pattern) for pattern in patterns)]
         if not left:
-            return unknown(field, " ".join(patterns), present, f" of the cached configs in {place}, or sizes, like M=4096")
+            also = " and of the sweeps" if field == "case" and swept else ""
+            return unknown(field, " ".join(patterns), present, f" of the cached configs in {place}{also}, or sizes, like M=4096")
     return ValueError(f"nothing to compile: {place} has no such config")
 
 
@@ -246,7 +258,9 @@ def _swept(known: Mapping[str, Op], op: str) -> list[Case]:
     """Return the cases of an operator in all sweeps, each once."""
     from kerneltune import sweep
 
-    plans = [sweep.load(path, known) for path in sorted(data_root("sweeps").glob("*.yaml"))]
+    captured = os.environ.get("KERNELTUNE_CAPTURED")
+    files = [*sorted(data_root("sweeps").glob("*.yaml")), *([Path(captured, "sweep.yaml")] if captured else [])]
+    plans = [sweep.load(path, known) for path in files]
     return list(dict.fromkeys(entry.case for plan in plans for entry in (*plan.bench, *plan.check) if entry.op == op))
 
 

@@ -17,7 +17,7 @@ from kerneltune.rounding import cdiv
 mend_or_warn()  # every operator launches from here, also those that a user calls without a check
 
 _QUARTER = 16384
-"""Registers of a quarter of a multiprocessor, which holds every fourth warp."""
+"""Registers of a quarter of an SM, which holds every fourth warp."""
 
 _MAX_REGISTERS = 255
 _SHARED_BYTES = 225_000
@@ -53,7 +53,7 @@ def on_its_device(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def resident(where: torch.device, ctas: int) -> int:
-    """Return programs that are resident together where every multiprocessor of the device holds `ctas`."""
+    """Return programs that are resident together where every SM of the device holds `ctas`."""
     return ctas * device.sm_count(where.type, where.index)
 
 
@@ -63,7 +63,7 @@ def registers(warps: int, ctas: int) -> dict[str, Any]:
 
 
 def too_much_shared(shared_bytes: int) -> str | None:
-    """Why programs that take so much shared memory are not resident together; None where a Hopper multiprocessor has it."""
+    """Return why programs that take so much shared memory are not resident together; None where an SM of Hopper has it."""
     return f"{shared_bytes} bytes of shared memory" if shared_bytes > _SHARED_BYTES else None
 
 

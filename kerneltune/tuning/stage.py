@@ -93,7 +93,7 @@ def _keep_usage(
     """Add a run to the file of runs of a GPU model."""
     searches = [(work.identity(options.policy), done.usage) for work, done in finished if done.usage is not None]
     path = sweep.results_root(options.results) / "runs" / "searches" / f"{device_slug}.jsonl"
-    keep_usage(path, whole, searches, family=selection.family, commit=commit())
+    keep_usage(path, whole, searches, family=sweep.family_name(selection.family), commit=commit())
 
 
 def wanted_works(

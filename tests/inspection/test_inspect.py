@@ -103,7 +103,10 @@ def test_a_case_that_no_config_is_cached_for(compiled: list[Any], tmp_path: Path
     assert run(*ONE, "--configs", tmp_path, "--config", config(warps=16)).exit_code == 0
     (request,) = compiled[1][0]
     assert (request.case.name, request.config.warps) == ("te-8192x4096", 16)
-    assert refused(*ONE, "--configs", tmp_path).startswith("error: nothing to compile: ")
+    result = run(*ONE, "--configs", tmp_path)
+    assert f"{tmp_path / 'nvidia_h200'} has no config for te-8192x4096: default configs" in result.stderr
+    (request,) = compiled[2][0]
+    assert (request.case.name, request.config) == ("te-8192x4096", request.variant.default_config(request.case))
 
 
 def test_another_config_beside_the_cached_one(compiled: list[Any]) -> None:
@@ -166,6 +169,8 @@ def test_a_revision_is_asked_with_the_same_arguments(compiled: list[Any], monkey
         (["rmsnorm_bwd", "M=3", "--case", "te-*"], "error: case: 'te-*': expected sizes or --case, one of them"),
         (["rmsnorm_bwd", "--case", "nope"], "error: case: 'nope': expected one of te-29x17389, "),
         (["rmsnorm_bwd", "--case", "nope", "--config", "{}"], "error: case: 'nope': expected one of te-29x17389, "),
+        (["moe_sort"], "error: nothing to compile: moe_sort has no variant with knobs"),
+        (["stream", "--case", "nope"], "error: case: 'nope': expected one of 1043340+504397, "),
         (["--renew", "--target", "sm_90"], "error: renew: True: expected with all of the package's configs, "),
         (["--renew", "--configs", "elsewhere"], "error: renew: True: expected with all of the package's configs, "),
     ],

@@ -227,6 +227,7 @@ def test_a_run_says_how_long_the_gpu_waited_and_keeps_it(
     rows = (options.results / "runs" / "searches" / "nvidia_h200.jsonl").read_text().splitlines()
     (row,) = map(json.loads, rows)
     (search,) = row["searches"]
+    assert row["family"] == "tiny"  # not the path that was given
     assert row["evaluations"] == search["evaluations"] == entry.evidence["trials"] > 4
     assert row["busy_s"] == pytest.approx(0.001 * row["evaluations"])
     assert 0.9 <= row["idle"] < 0.98

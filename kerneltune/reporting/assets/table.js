@@ -122,12 +122,15 @@ function drawTiles(rows) {
   const timed = rows.filter((row) => row.speedup != null);
   const marks = (mark) => timed.filter((row) => row.mark === mark).length;
   const worst = d3.least(timed, (row) => row.speedup);
+  const best = d3.greatest(timed, (row) => row.speedup);
   const shares = timed.map((row) => row.b.pct).filter((share) => share != null);
   const peers = timed.filter((row) => row.peer).map((row) => row.peer.ratio);
   const where = (row) => `${row.c.kind} ${row.c.quant} ${row.c.shape}`;
   const tiles = [
     [peers.length ? `${fixed(geomean(peers), 2)}x` : "–", `as fast as the best peer (${peers.length} rows)`],
-    [timed.length ? `${fixed(geomean(timed.map((row) => row.speedup)), 2)}x` : "–", `as fast as A, geometric mean of ${timed.length} rows`],
+    state.a === BEST
+      ? [best ? `${fixed(best.speedup, 2)}x` : "–", best ? `highest: ${where(best)}` : "highest"]  // A is the best peer: said in the first tile
+      : [timed.length ? `${fixed(geomean(timed.map((row) => row.speedup)), 2)}x` : "–", `as fast as A, geometric mean of ${timed.length} rows`],
     [`${marks("+")} / ${marks("")} / ${marks("-")}`, "faster / within 5 % / slower"],
     [worst ? `${fixed(worst.speedup, 2)}x` : "–", worst ? `lowest: ${where(worst)}` : "lowest"],
     [shares.length ? `${fixed(d3.median(shares), 1)} %` : "–", `of the ${bounds(timed.map((row) => row.c))}, B's median`],
