@@ -79,6 +79,7 @@ class ServingState:
         shown: the list that the autotuner shows: the author's, or its portfolio. Another one was assigned by the program.
         memo: launch key -> what is served.
         lists: the same for lists that the program assigned later, by the identities of their configs.
+        choices: of the author's autotuner from such a list; its own cache has one choice for a key, whatever the list.
     """
 
     kernel: TableKernel | None
@@ -86,6 +87,7 @@ class ServingState:
     shown: list[Any]
     memo: dict[tuple[Any, ...], Served] = field(default_factory=dict)
     lists: "dict[tuple[int, ...], ServingState]" = field(default_factory=dict)
+    choices: dict[Any, Any] | None = None
 
 
 @dataclass(slots=True)
@@ -221,7 +223,8 @@ class Server:
             if state is None:
                 if len(first.lists) >= _MOST_LISTS:
                     first.lists.clear()
-                state = first.lists[key] = ServingState(self._kernel_of(autotuner, False), autotuner.configs, autotuner.configs)
+                kernel, configs = self._kernel_of(autotuner, False), autotuner.configs
+                state = first.lists[key] = ServingState(kernel, configs, configs, choices={})
             return state
 
     def made(self, autotuner: Any) -> None:
@@ -319,9 +322,11 @@ class Server:
         if len(state.configs) > 1:
             self._say(f"{kernel_name(autotuner).text}: a launch that was not tuned: the author's autotuner chooses")
         alone = twin(autotuner, args, state.configs)
-        before = len(autotuner.cache)
+        if state.choices is not None:
+            alone.cache = state.choices
+        before = len(alone.cache)
         result = original(alone, *args, **kwargs)
-        self.counts.tunings += len(autotuner.cache) > before
+        self.counts.tunings += len(alone.cache) > before
         for name in ("best_config", "configs_timings", "bench_time"):
             if name in alone.__dict__:
                 setattr(autotuner, name, alone.__dict__[name])

@@ -116,6 +116,19 @@ def test_serving_a_list_that_the_program_assigns_for_each_size_keeps_to_it(
     assert [config.kwargs["BLOCK"] for config in kernel.configs] == [64, 64]
 
 
+def test_serving_with_policy_author_has_the_author_choose_from_each_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned_folder(tmp_path)
+    kernel = example().row_sum
+    whole = kernel.configs
+    monkeypatch.setattr(kernel, "configs", whole)
+    server = served(tmp_path, misses=None)
+    for block in (64, 256, 64):  # the author's key is the same
+        kernel.configs = [config for config in whole if config.kwargs["BLOCK"] == block]
+        kernel[(4,)](torch.ones(4, 64), torch.empty(4), 4, 64)
+        assert kernel.best_config.kwargs["BLOCK"] == block
+    assert server.counts.tunings == 2
+
+
 @pytest.mark.usefixtures("untimed")
 def test_serving_a_launch_of_nothing_is_no_miss(tmp_path: Path) -> None:
     tuned_folder(tmp_path)
