@@ -44,6 +44,11 @@ def dtype_name(text: str) -> str:
     return _SHORT_DTYPES.get(name.lower(), name)
 
 
+def short_dtype(name: str) -> str:
+    """Return the short name of an element type, `bf16` of `bfloat16`; the name itself where it has none."""
+    return next((short for short, whole in _SHORT_DTYPES.items() if whole == name), name)
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """One point of an operator's domain: axis sizes, element type, quantisation mode and options.

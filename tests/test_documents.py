@@ -157,6 +157,7 @@ def tell(command: Command, folder: Path, known: set[str], capfd: pytest.CaptureF
     for setting in ("KERNELTUNE_PLUGINS", "KERNELTUNE_CAPTURED"):
         os.environ.pop(setting, None)
     assert done.exit_code == (name in FINDS), f"{place}: {done.output}"
+    assert max(map(len, done.stdout.splitlines()), default=0) <= 80 or name == "cases", place
     text = capfd.readouterr().out + done.stdout + done.stderr  # of the program that a capture runs, too
     printed, wanted = ([DIGEST.sub("-", line.rstrip()) for line in lines] for lines in (text.splitlines(), command.output or []))
     assert any(printed[at : at + len(wanted)] == wanted for at in range(len(printed))), f"{place}:\n{text}"

@@ -39,9 +39,9 @@ def list_(configs: o.Configs = None) -> None:
         entries = load(path.stem, path.parent.name, path.parent.parent)
         variants = ", ".join(sorted({entry.variant for entry in entries}))
         latest = max((str(entry.evidence.get("date", "")) for entry in entries), default="")
-        rows.append((path.parent.name, path.stem, str(len(entries)), variants, latest.replace("T", " ").removesuffix("+00:00")))
+        rows.append((path.parent.name, path.stem, str(len(entries)), variants, latest[:10]))
     if rows:
-        show_table(("gpu", "op", "entries", "variants", "latest, UTC"), rows)
+        show_table(("gpu", "op", "entries", "variants", "latest"), rows)
     else:
         show(f"no entries in {o.configs_root(configs)}")
 

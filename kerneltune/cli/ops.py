@@ -10,7 +10,7 @@ import typer
 from kerneltune.cli import options as o
 from kerneltune.cli.console import note, show, show_table, show_wrapped
 from kerneltune.listing import OpFacts, VariantFacts
-from kerneltune.spec import Case, Op, Variant
+from kerneltune.spec import Case, Op, Variant, short_dtype
 
 _KNOB = re.compile(r"^    (\w+): (.*(?:\n     +.*)*)", re.M)
 """A knob and its meaning in the `Attributes` of a config's docstring."""
@@ -31,6 +31,9 @@ def command(
     if name is None:
         head = ("op", "axes", "dtypes", "quants", "variants", "peers")
         show_table(head, [_row(op) for op in listed.values()])
+        missing = dict.fromkeys(package for op in listed.values() for variant in op.variants for package in variant.missing())
+        if missing:
+            show_wrapped(f"* not installed here: {', '.join(missing)}", "")
         return
     op = o.load_ops()[o.choice("op", name, listed)]
     case = o.case_of_sizes(op, sizes or [], dtype or op.dtypes[0], quant or op.quants[0])
@@ -64,8 +67,8 @@ def _write_index() -> None:
 
 def _row(op: OpFacts) -> tuple[str, ...]:
     own = ", ".join(variant.name for variant in op.variants if variant.role != "peer")
-    peers = ", ".join(f"{v.name}{_lacking(v)}" for v in op.variants if v.role == "peer")
-    return op.name, " ".join(op.axes), ", ".join(op.dtypes), ", ".join(op.quants), own, peers or "-"
+    peers = ", ".join(f"{v.name}{'*' if v.missing() else ''}" for v in op.variants if v.role == "peer")
+    return op.name, " ".join(op.axes), ", ".join(map(short_dtype, op.dtypes)), ", ".join(op.quants), own, peers or "-"
 
 
 def _lacking(variant: Variant | VariantFacts) -> str:

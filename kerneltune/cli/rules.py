@@ -8,7 +8,7 @@ import typer
 
 from kerneltune.cells import pairs
 from kerneltune.cli import options as o
-from kerneltune.cli.console import show, show_table
+from kerneltune.cli.console import show, show_table, show_wrapped
 from kerneltune.cli.progress import reporter
 from kerneltune.files import data_root
 from kerneltune.spec import Case, Op, Variant
@@ -156,20 +156,26 @@ def explain(
     chooser = cache.Chooser.of(chosen, of, "cold", configs)
     found = chooser.find(asked, slug)
     knobs = {name: getattr(found.config, name) for name in found.config.__dataclass_fields__}
-    show(f"case    {asked.label}\nconfig  {pairs(knobs)}\nfrom    {_SOURCES[found.source]}")
+    _explained("case", asked.label)
+    _explained("config", pairs(knobs))
+    _explained("from", _SOURCES[found.source])
     ruling = cache.ruling_of(chooser, slug)
     if ruling is None:
-        show("rule    none: `kerneltune cache fit` makes one where times of several sizes are known")
+        _explained("rule", "none: `kerneltune cache fit` makes one where times of several sizes are known")
         return
     path = " and ".join(ruling.rule.path(rule.facts_of(asked))) or "any case"
-    show(f"rule    {ruling.told(slug)}: {path}")
+    _explained("rule", f"{ruling.told(slug)}: {path}")
     judged = ruling.rule.judged
     if judged.get("judged"):
         told = f"{judged['geomean']:.3f} of the tuned speed (geometric mean of {judged['judged']} of {judged['cases']} cases)"
-        show(f"left out {told}, worst {judged['worst']:.3f}: {judged['worst_case']}")
+        _explained("left out", f"{told}, worst {judged['worst']:.3f}: {judged['worst_case']}")
     elif judged.get("observed"):
         told = f"{judged['observed_geomean']:.3f} of the fastest known (geometric mean of {judged['observed']} observed cases)"
-        show(f"left out {told}, worst {judged['observed_worst']:.3f}")
+        _explained("left out", f"{told}, worst {judged['observed_worst']:.3f}")
+
+
+def _explained(word: str, text: str) -> None:
+    show_wrapped(f"{word:<10}{text}", " " * 10)
 
 
 _SOURCES = {

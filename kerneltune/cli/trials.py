@@ -65,10 +65,10 @@ def show_short(title: str, searches: "Searches") -> None:
     near = [next(i for i, gap in enumerate(of_case, start=1) if gap <= insight.NEAR) for of_case in gaps]
     status = Counter(one.status for _, stored in searches for one in stored.values())
     counts = ", ".join(f"{count} {name}" for name, count in status.most_common())
-    show(f"{title}: {len(cases)} cases, {status.total()} trials ({counts})")
+    show_wrapped(f"{title}: {len(cases)} cases, {status.total()} trials ({counts})")
     ties = statistics.median(len(insight.ties(times)) for times in cases)
     evaluations = statistics.median(len(of_case) for of_case in gaps)
-    show(
+    show_wrapped(
         f"  within 2 % of the best after {statistics.median(near):.0f} of {evaluations:.0f} trials (median; worst {max(near)}); "
         f"{ties:.0f} configs tie"
     )
@@ -77,12 +77,12 @@ def show_short(title: str, searches: "Searches") -> None:
         weights.update(insight.importances(times))
     if weights.total():
         shares = (f"{knob} {100 * weight / weights.total():.0f} %" for knob, weight in weights.most_common(3))
-        show(f"  knobs that matter: {', '.join(shares)}")
+        show_wrapped(f"  knobs that matter: {', '.join(shares)}")
     dead = [f"{value.knob}={value.value} (-{100 * value.saving:.0f} % configs)" for value in insight.dead_values(cases)]
     if dead:
-        show(f"  never within 2 %: {', '.join(dead[:4])}" + (f" and {len(dead) - 4} more" if len(dead) > 4 else ""))
+        show_wrapped(f"  never within 2 %: {', '.join(dead[:4])}" + (f" and {len(dead) - 4} more" if len(dead) > 4 else ""))
     few = insight.portfolio(cases)
-    show(f"  {_portfolio(few, len(cases))}")
+    show_wrapped(f"  {_portfolio(few, len(cases))}")
 
 
 def _portfolio(few: "Portfolio", cases: int) -> str:
@@ -106,9 +106,9 @@ def _show_group(title: str, found: "Searches") -> None:
         rows.append((f"{case.name} {case.dtype}", f"{min(times.values()):.2f}", *counts, insight.sparkline(gaps, 16), top))
     show_table(("case", "best µs", "trials", "to 2 %", "ties", "regret", "knobs that matter"), rows)
     for value in insight.dead_values(cases):
-        show(f"never within 2 %: {value.knob}={value.value}; without it {100 * value.saving:.0f} % fewer configs")
+        show_wrapped(f"never within 2 %: {value.knob}={value.value}; without it {100 * value.saving:.0f} % fewer configs")
     few = insight.portfolio(cases)
-    show(f"{_portfolio(few, len(cases))}:")
+    show_wrapped(f"{_portfolio(few, len(cases))}:")
     for knobs in few.configs:
         show_wrapped("  " + pairs(dict(knobs)))
     show("")

@@ -35,8 +35,8 @@ def change(path: Path, **fields: Any) -> None:
 def test_cache_shows_what_is_stored(stored: Path) -> None:
     listed = run("cache", "list").stdout.splitlines()
     assert [line.split() for line in listed] == [
-        ["gpu", "op", "entries", "variants", "latest,", "UTC"],
-        ["nvidia_h200", "rmsnorm_bwd", "1", "baseline", "2026-11-21", "06:00:00Z"],
+        ["gpu", "op", "entries", "variants", "latest"],
+        ["nvidia_h200", "rmsnorm_bwd", "1", "baseline", "2026-11-21"],
     ]
     shown = run("cache", "show", "rmsnorm_bwd")
     assert shown.exit_code == 0

@@ -1,12 +1,18 @@
 """What commands print fits the terminal, and nothing is lost where it is narrow."""
 
 import re
+from pathlib import Path
 
 import pytest
-from command_line import run
+from command_line import both, run
 
 from kerneltune.cli import console
+from kerneltune.cli.trials import show_short
 from kerneltune.files import data_root
+from kerneltune.records import append, load
+from kerneltune.reporting.tables import sweep_table
+from kerneltune.search.trials import Evaluation
+from kerneltune.spec import Case
 
 FAMILIES = sorted(path.stem for path in (data_root("results") / "nvidia_h200").glob("*.jsonl"))
 COMMANDS = [
@@ -20,7 +26,9 @@ COMMANDS = [
     ("cache", "list"),
     ("lab", "study", "--from", str(data_root("results") / "nvidia_h200" / "study")),
     *(("cache", "show", op) for op in ("rmsnorm_fwd", "fp8_grouped_gemm", "int4_gemm")),
+    ("cache", "explain", "fp8_grouped_gemm", "glm-4.5-gate-up", "--gpu", "nvidia_h200"),
 ]
+NUMBER = re.compile(r"\d[\d.,]*\d|\d")
 
 
 def printed(columns: int, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
@@ -73,3 +81,39 @@ def test_words_stay_whole_where_they_fit_and_else_break_behind_underscores(
     assert shown(35) == ["name             says", "rows_of_experts  one", " " * 17 + "tensorwise_cached", " " * 17 + "two"]
     assert shown(33)[2:4] == [" " * 16 + "tensorwise_cached", " " * 16 + "two"]
     assert shown(30)[2:4] == [" " * 17 + "tensorwise_", " " * 17 + "cached"]
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sweep_table_cuts_no_number_and_no_heading(family: str, columns: int) -> None:
+    table = sweep_table(load(data_root("results") / "nvidia_h200" / f"{family}.jsonl"), flips=True, brief=True)
+    narrow, wide = table.text(columns), table.text(1000)
+    assert max(map(len, narrow.splitlines())) <= columns
+    assert set(NUMBER.findall(narrow.replace(f"not shown in {columns} columns", ""))) <= set(NUMBER.findall(wide))
+    assert all(name in narrow for name in ("variant", "µs", "vs baseline"))
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("columns", [80, 120])
+def test_gate_shows_regressions_whole(columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = (tmp_path / name for name in ("old.jsonl", "new.jsonl"))
+    append(old, both(100.0, 50.123))
+    append(new, both(100.0, 61.987))
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(console.console, "width", columns)
+    result = run("gate", old, new)
+    assert result.exit_code == 1
+    assert max(map(len, result.stdout.splitlines())) <= columns
+    assert "50.12 → 61.99 µs" in " ".join(result.stdout.split())
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_trials_are_shown_whole(columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    case = Case("llama4-maverick-w13-and-w2-experts", (("M", 8192), ("N", 5120)), "bfloat16")
+    monkeypatch.setattr(console.console, "width", columns)
+    knobs = [{"rows_per_program": rows, "columns_per_program": 64, "warps": warps} for rows in (1, 2, 4, 8) for warps in (4, 8)]
+    stored = {tuple(config.items()): Evaluation("ok", 100.125 + at) for at, config in enumerate(knobs)}
+    show_short("rmsnorm_fwd optimized bfloat16 none of all cases that were searched on this GPU", [(case, stored)])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= columns
+    assert "1 cases, 8 trials (8 ok)" in " ".join(" ".join(lines).split())
