@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kerneltune.cli.console import error_line, note, show, show_table
+from kerneltune.cli.console import error_line, note, show, show_table, show_wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +35,7 @@ def lint_command(folder: Folder) -> None:
 
     found = findings(read_capture(folder))
     for text in found:
-        show(text)
+        show_wrapped(text)
     if found:
         raise typer.Exit(1)
     show("nothing to report")

@@ -15,9 +15,15 @@ from kerneltune.adopt import startup
 from kerneltune.adopt.folder import CLASSES, META
 from kerneltune.adopt.operators import case_of, operators, sweep_text, tuned_variant, write_sweep
 from kerneltune.adopt.tuning import captured_as_operators
-from kerneltune.cli import app
+from kerneltune.cli import app, console
 from kerneltune.search.trials import Evaluation, TrialStore, store_path
 from kerneltune.sweep import load
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave lines whole."""
+    monkeypatch.setattr(console.console, "width", 400)
 
 
 def run(*arguments: str | Path) -> Result:
