@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kerneltune.kernel_lib.functions import custom_op
 from kerneltune.nn.alignment import ALIGNED, row_major
 from kerneltune.nn.autocast import output_dtype
 from kerneltune.nn.delayed import DelayedScaling
@@ -185,7 +186,7 @@ def _multiply(x: Tensor, weight: Tensor, casts: Casts, w: Any, how: Recipe, dtyp
     return y
 
 
-@torch.library.custom_op("kerneltune::fp8_linear", mutates_args=())
+@custom_op("kerneltune::fp8_linear")
 def fp8_linear(x: Tensor, weight: Tensor, operands: list[Tensor], scaling: str, pow2: bool, dtype: torch.dtype) -> Tensor:
     """Multiply operands that were cast before; the backward pass casts the gradient once for both of its products.
 

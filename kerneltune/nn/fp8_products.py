@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kerneltune.kernel_lib.functions import custom_op
 from kerneltune.kernel_lib.groups import aligned_size
 from kerneltune.kernel_lib.tl_lib import INTERPRETED
 from kerneltune.nn.recipes import Recipe
@@ -89,7 +90,7 @@ def cast_traced_weights(b_t: Tensor, recipe: Recipe, amax: Tensor) -> Fp8Weights
     return weights.transposed() if contiguous else weights
 
 
-@torch.library.custom_op("kerneltune::fp8_expected_weights", mutates_args=("amax",))
+@custom_op("kerneltune::fp8_expected_weights", mutates_args=("amax",))
 def expected_weights(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Cast w (E, K, N) tensor-wise per expert and write its largest magnitudes to amax: q, scale and q_t."""
     q, scale, q_t, _ = cast_weights(w, Recipe("tensorwise"), amax=amax)
@@ -103,7 +104,7 @@ def _(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, w.new_empty((E,), dtype=torch.float32), q_t
 
 
-@torch.library.custom_op("kerneltune::fp8_grouped_mm_fwd", mutates_args=())
+@custom_op("kerneltune::fp8_grouped_mm_fwd")
 def fp8_grouped_mm_fwd(
     a: Tensor,
     b_t: Tensor,
@@ -162,7 +163,7 @@ def _(
     return made
 
 
-@torch.library.custom_op("kerneltune::fp8_grouped_mm_da", mutates_args=())
+@custom_op("kerneltune::fp8_grouped_mm_da")
 def fp8_grouped_mm_da(
     dy: Tensor, offs: Tensor, w: list[Tensor], scaling: str, pow2: bool, da_dtype: torch.dtype, for_da: bool, for_dw: bool
 ) -> list[Tensor]:

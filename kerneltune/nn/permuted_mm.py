@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kerneltune.kernel_lib.functions import custom_op
 from kerneltune.kernel_lib.groups import aligned_size
 from kerneltune.nn.alignment import row_major
 from kerneltune.nn.fp8_products import Fp8Weights, cast_for_product
@@ -53,7 +54,7 @@ def fp8_permuted_mm(
     return y
 
 
-@torch.library.custom_op("kerneltune::fp8_permuted_mm_fwd", mutates_args=())
+@custom_op("kerneltune::fp8_permuted_mm_fwd")
 def fp8_permuted_mm_fwd(
     x: Tensor,
     b_t: Tensor,

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kerneltune.kernel_lib.functions import custom_op
 from kerneltune.ops import moe_routing
 
 
@@ -83,7 +84,7 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.ndim != 2 or x.stride(1) == 1 else x.contiguous()
 
 
-@torch.library.custom_op("kerneltune::moe_add", mutates_args=())
+@custom_op("kerneltune::moe_add")
 def _add(y: Tensor, places: Tensor, offs: Tensor) -> Tensor:
     return moe_routing.moe_unpermute(y, places)
 
@@ -93,7 +94,7 @@ def _(y: Tensor, places: Tensor, offs: Tensor) -> Tensor:
     return y.new_empty((places.shape[0], y.shape[1]))
 
 
-@torch.library.custom_op("kerneltune::moe_combine", mutates_args=())
+@custom_op("kerneltune::moe_combine")
 def _combine(y: Tensor, places: Tensor, offs: Tensor, weights: Tensor) -> Tensor:
     return moe_routing.moe_unpermute(y, places, weights)
 
