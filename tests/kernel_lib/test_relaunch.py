@@ -1,0 +1,36 @@
+"""What launches a compiled kernel again: the order of its arguments."""
+
+from collections.abc import Callable
+from typing import Any
+
+from kerneltune.kernel_lib.relaunch import relaunch
+
+
+class Kernel:
+    """Stands for a function under `triton.jit`."""
+
+    arg_names = ("x_ptr", "rows", "total", "COLS", "FLAG")
+
+
+class Compiled:
+    """Stands for what a launch returns; records launches."""
+
+    packed_metadata = b""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+        return lambda *arguments: self.launched.append((grid, *arguments))
+
+
+def test_relaunch_gives_the_other_arguments_in_the_order_of_the_kernel() -> None:
+    compiled = Compiled()
+    launch = relaunch(Kernel, compiled, 7, 2, {"FLAG": True, "total": 5, "num_warps": 4, "COLS": 64})
+    assert launch is not None
+    launch(1024, 3)
+    assert compiled.launched == [((7, 1, 1), 1024, 3, 5, 64, True)]
+
+
+def test_relaunch_of_nothing_compiled_is_none() -> None:
+    assert relaunch(Kernel, None, 1, 2, {}) is None
