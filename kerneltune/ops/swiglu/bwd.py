@@ -54,12 +54,13 @@ def valid(case: Case, config: SwigluConfig) -> str | None:
 
 
 def default(case: Case) -> SwigluConfig:
-    """Return a config for any shape, by rule: 32 bytes of each half per thread, and columns that leave few threads idle."""
-    itemsize = ITEMSIZE[case.dtype]
-    widths = (512, 256, 128)
-    cols = next((cols for cols in widths if case["N"] % cols == 0), 256 if case["N"] > 128 else 128)
-    warps = 4
-    return SwigluConfig(max(1, 32 // itemsize * 32 * warps // cols), cols, warps)
+    """Return a config for any shape, by rule: a whole row of up to 2048 columns, 16 bytes of each half per thread.
+
+    H200, 2026-11-23, bf16: 680 µs of 196608 x 1408, 490 of 262144 x 768; tiles of 128 columns 705 and 514.
+    """
+    cols = min(2048, max(128, next_power_of_2(case["N"])))
+    warps = max(1, cols // 256)
+    return SwigluConfig(max(1, 512 * warps // (cols * ITEMSIZE[case.dtype])), cols, warps)
 
 
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
