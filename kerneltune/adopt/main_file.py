@@ -11,12 +11,14 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
+from typing import TypeGuard
 
 NAME = "__mp_main__"
 """Of the module, as workers that multiprocessing spawns name the program's file."""
 _SETTINGS = frozenset(("os.environ", "sys.path"))
 """What a program sets because its imports depend on it."""
 _READS = re.compile("LOAD_.*(NAME|GLOBAL).*")
+_DECORATOR = re.compile("tune|^jit$|^heuristics$")
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -53,22 +55,38 @@ def _package(path: Path) -> str:
 
 def needed(statements: Sequence[ast.stmt], name: str) -> list[ast.stmt]:
     """Return the statements of a module that a definition of a name needs, in their order."""
-    last = max((place for place, one in enumerate(statements) if name in _bound(one)), default=-1)
-    wanted, chosen = {name}, set[int]()
-    data: set[str] = set(_SETTINGS)
+    bound = [_bound(one) for one in statements]
+    wanted = _decorated(statements, bound, name)
+    last = max((place for place, names in enumerate(bound) if names & wanted), default=0)
+    changes = [_changes(one) for one in statements[:last]]
+    chosen, data = set[int](), set(_SETTINGS)
     while True:
-        found = {
-            place
-            for place, one in enumerate(statements)
-            if place not in chosen and (_bound(one) & wanted or (place < last and _changes(one) & data))
-        }
+        found = {place for place, names in enumerate(bound) if place not in chosen and names & wanted}
+        found |= {place for place, names in enumerate(changes) if place not in chosen and names & data}
         if not found:
             return [one for place, one in enumerate(statements) if place in chosen or _is_future(one)]
         chosen |= found
         for place in found:
             wanted |= _named(statements[place])
             if not isinstance(statements[place], (*_DEFINITIONS, ast.Import, ast.ImportFrom)):
-                data |= _bound(statements[place])
+                data |= bound[place]
+
+
+def _decorated(statements: Sequence[ast.stmt], bound: Sequence[set[str]], name: str) -> set[str]:
+    """Return a kernel's name and the names it has as `tuned = triton.autotune(...)(name)`."""
+    found = {name}
+    for one, names in zip(statements, bound, strict=True):
+        if isinstance(one, ast.Assign) and isinstance(one.value, ast.Call):
+            inside = list(_outside_definitions([one.value]))
+            given = {node.id for call in inside if isinstance(call, ast.Call) for node in call.args if isinstance(node, ast.Name)}
+            called = {node.attr if isinstance(node, ast.Attribute) else node.id for node in inside if _is_name(node)}
+            if given & found and any(_DECORATOR.search(text) for text in called):
+                found |= names
+    return found
+
+
+def _is_name(node: ast.AST) -> TypeGuard[ast.Attribute | ast.Name]:
+    return isinstance(node, ast.Attribute | ast.Name)
 
 
 def _is_future(statement: ast.stmt) -> bool:

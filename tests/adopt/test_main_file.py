@@ -78,6 +78,22 @@ def test_settings_before_a_kernel_are_executed(program: Path, monkeypatch: pytes
     assert os.environ["SEEN_BY_IMPORTS"] == "1"
 
 
+def test_kernel_that_a_call_decorates_is_loaded_with_the_call() -> None:
+    text = """
+import triton
+def scale(x): ...
+compiled = triton.jit(scale)
+tuned = triton.autotune(configs=[], key=[])(compiled)
+ms = autotune_report(lambda: tuned[(1,)](3))
+y = tuned[(1,)](3)
+print(scale)
+"""
+    found = [ast.unparse(one).partition("\n")[0] for one in main_file.needed(ast.parse(text).body, "scale")]
+    assert found == [
+        "import triton", "def scale(x):", "compiled = triton.jit(scale)", "tuned = triton.autotune(configs=[], key=[])(compiled)"
+    ]  # fmt: skip
+
+
 def test_statements_for_a_name_that_is_nowhere_are_none() -> None:
     assert main_file.needed(ast.parse("import os\nos.environ['A'] = '1'\nprint(1)").body, "kernel") == []
 
