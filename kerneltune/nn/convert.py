@@ -76,8 +76,8 @@ def convert_to_fp8_training(
       their own result is NaN. Such a layer is compiled as a whole or not at all.
 
     Groups may have any size. Parameters, their names and all hooks stay. The forward passes compile without a graph break, but
-    for `delayed`, `norms` under torch 2.11, and modules of other kinds that call `torch._grouped_mm`. Activation checkpoints may
-    be anywhere. Converted modules can be copied and pickled. `revert_from_fp8_training` undoes it.
+    for `delayed` and modules of other kinds that call `torch._grouped_mm`. Activation checkpoints may be anywhere. Converted
+    modules can be copied and pickled. `revert_from_fp8_training` undoes it.
 
     Args:
         model: to convert, itself included.
