@@ -15,7 +15,9 @@ Program = Annotated[list[str], typer.Argument(metavar="-- PROGRAM …", help="Th
 def command(
     program: Program,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Folder of the capture; added to if it is there.")],
-    kernel: Annotated[str, typer.Option("--kernel", metavar="GLOB", help="Only kernels of such a name.")] = "*",
+    kernel: Annotated[
+        str, typer.Option("--kernel", metavar="GLOB", help="Only kernels of such a name; the others tune themselves as usual.")
+    ] = "*",
     max_bytes: Annotated[
         int, typer.Option("--max-bytes", metavar="N", help="Most bytes of values that each process may keep.")
     ] = 256 << 20,
