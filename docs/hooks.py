@@ -17,7 +17,7 @@ TITLES = {
     "rmsnorm": "RMSNorm", "fp8_rowwise": "FP8 row-wise quantization", "fp8_tensorwise": "FP8 tensor-wise quantization",
     "fp8_weights": "FP8 casts of expert weights", "fp8_groups": "FP8 casts of token groups", "fp8_transpose": "FP8 transpose",
     "fp8_grouped_gemm": "FP8 grouped product", "multi_cast": "Casts of many weights", "weight_only": "int4 and fp8 products",
-    "moe_training": "Training steps of experts", "moe_routing": "Routing of tokens", "swiglu": "Gradient of SwiGLU",
+    "moe_training": "Training steps of experts", "moe_routing": "Routing of tokens", "swiglu_bwd": "Gradient of SwiGLU",
     "model_training": "Training steps of models",
 }  # fmt: skip
 
