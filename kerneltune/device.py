@@ -47,7 +47,7 @@ class Device:
 
     @property
     def is_gpu(self) -> bool:
-        """False for the interpreter: results are real there, times are not."""
+        """Return False for the interpreter, where correctness is checked without timing."""
         return self.name != INTERPRETER
 
 

@@ -48,6 +48,7 @@ NOT_RUN = {
     "pip install git+https://github.com/kerneltune/kerneltune": "installs from the network",
     "pip install git+https://github.com/kerneltune/kerneltune     # or: pip install kerneltune-0.1.0-py3-none-any.whl": "same",
     'git tag --annotate vX.Y.Z --cleanup=whitespace --file <(echo "kerneltune X.Y.Z"; echo; make -s notes)': "makes a tag",
+    ". .venv/bin/activate": "changes the shell",
     "git push origin vX.Y.Z": "writes to a server",
     "cli/ one file per command; the only place that prints": "text: the folders",
     "kernel classes launches time % configs key key leaves out": "text: output of a GPU",

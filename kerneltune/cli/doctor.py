@@ -40,7 +40,7 @@ def _gpu() -> Iterator[Line]:
         loaded = _text(_DRIVER / "version")
         loss = "TRITON_INTERPRET or this torch keeps it from being used" if loaded else "a GPU needs one; AMD's is not looked for"
         yield "NVIDIA driver", loaded.splitlines()[0] if loaded else "not loaded", loss
-        yield "interpreter", seen, "check cases run on the CPU: results are real, times do not exist"
+        yield "interpreter", seen, "check cases run on the CPU: correctness is checked, no timing"
         return
     import torch
 

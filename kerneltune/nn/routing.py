@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kerneltune.kernel_lib.functions import custom_op
+from kerneltune.kernel_lib.tl_lib import INTERPRETED
 from kerneltune.ops import moe_routing
 
 
@@ -35,8 +36,10 @@ def sort_tokens(ids: Tensor, num_experts: int) -> Routing:
         num_experts: E, 1 to 1024.
 
     Raises:
-        ValueError: a wrong shape, type or number, which it names.
+        ValueError: a wrong shape, type, number or device, which it names.
     """
+    if not (ids.is_cuda or ids.is_meta or INTERPRETED):
+        raise ValueError(f"ids must be on a GPU, or kernels interpreted (TRITON_INTERPRET=1), got ids on {ids.device}")
     return Routing(*torch.ops.kerneltune.moe_sort(ids.contiguous(), num_experts))
 
 

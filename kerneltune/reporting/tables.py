@@ -34,7 +34,7 @@ AB_COLUMNS = (
     Column("noise %", digits=1, key="noise_pct", rank=6),
 )
 """What is measured of A and B: in print, in CSV and on the page."""
-INTERPRETER_NOTE = "device: interpreter (no GPU): results were checked for correctness; times do not exist"
+INTERPRETER_NOTE = "device: interpreter (no GPU): correctness is checked, no timing"
 _RUN_WORDS = {"unit": "GPU unit"}
 
 

@@ -137,7 +137,7 @@ def test_a_failure_of_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch, write:
 def test_ops_lists_operators_with_peers() -> None:
     result = run("ops")
     assert result.exit_code == 0
-    for word in ("rmsnorm_fwd", "rmsnorm_bwd", "optimized", "fp8_t", "bfloat16"):
+    for word in ("rmsnorm_fwd", "rmsnorm_bwd", "optimized", "fp8_t", "bf16"):
         assert word in result.stdout
 
 

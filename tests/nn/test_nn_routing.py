@@ -114,3 +114,9 @@ def test_a_graph_routes_other_tokens() -> None:
     ids.copy_(ids_of(300, 4, 16, False))
     graph.replay()
     torch.testing.assert_close(out, x * 4)
+
+
+def test_sort_of_ids_on_the_cpu_without_the_interpreter_says_where_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kerneltune.nn.routing.INTERPRETED", False)
+    with pytest.raises(ValueError, match=r"ids must be on a GPU, or kernels interpreted \(TRITON_INTERPRET=1\), got ids on cpu"):
+        nn.sort_tokens(torch.zeros(4, 2, dtype=torch.int64), 4)

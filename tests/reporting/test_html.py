@@ -134,7 +134,7 @@ def test_older_evaluations_are_left_out_where_the_page_would_grow_too_large(monk
 def test_rows_of_the_interpreter_are_remarked_on() -> None:
     checked = record(None, status="checked", device="interpreter")
     text = page(payload(Sources([checked], ("baseline", "baseline"))))
-    assert '<p class="remark">device: interpreter (no GPU): results were checked for correctness; times do not exist</p>' in text
+    assert '<p class="remark">device: interpreter (no GPU): correctness is checked, no timing</p>' in text
     assert 'class="remark"' not in page(payload(Sources(experts(), ("baseline", "optimized"))))
 
 

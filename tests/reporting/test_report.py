@@ -284,7 +284,7 @@ def test_longer_reasons_are_cut(width: int) -> None:
 
 def test_the_interpreter_has_results_and_no_times() -> None:
     text = tables.sweep_table([checked(), checked(variant="optimized")]).text(120)
-    assert text.startswith("device: interpreter (no GPU): results were checked for correctness; times do not exist\n")
+    assert text.startswith("device: interpreter (no GPU): correctness is checked, no timing\n")
     assert text.count("checked, not timed") == 2
     assert text.endswith("\n2 checked\n")
 
