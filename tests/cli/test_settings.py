@@ -65,7 +65,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("KERNELTUNE_RESULTS", raising=False)
     monkeypatch.chdir(tmp_path)
     packaged = files.data_root("configs")
-    for module in (files, cache, sweep, options):
+    for module in (files, cache.entries, sweep, options):
         monkeypatch.setattr(module, "in_checkout", lambda: False, raising=False)
         if hasattr(module, "data_root"):
             monkeypatch.setattr(module, "data_root", lambda folder: packaged.parent / folder)
@@ -91,7 +91,7 @@ def test_installed_package_is_never_written_to(installed: Path) -> None:
         (("cache", "list"), "nvidia_h200"),
         (("cache", "show", "rmsnorm_bwd"), "te-8192x4096"),
         (("cache", "explain", "rmsnorm_bwd", "M=8192,N=4096"), "the cache's entry"),
-        (("cache", "explain", "rmsnorm_bwd", "M=5000,N=4096"), "rule    the rule: "),
+        (("cache", "explain", "rmsnorm_bwd", "M=5000,N=4096"), "rule      the rule: "),
     ],
 )
 def test_installed_package_shows_its_configs_from_any_folder(command: tuple[str, ...], shown: str) -> None:
