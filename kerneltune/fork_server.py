@@ -7,8 +7,10 @@ removes the folder of its socket, which its parent could not. Does nothing in ot
 import atexit
 import os
 import signal
+import sys
+import time
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 
 from kerneltune.interrupts import is_importing
 from kerneltune.temporary import remove
@@ -31,8 +33,27 @@ def _bind(parent: int, folder: str) -> None:
 
     if folder:
         atexit.register(remove, Path(folder))
+    sys.excepthook = _Unless(os.getpid())
     signal.signal(signal.SIGALRM, look)
     signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
+
+
+class _Unless:
+    """Says what ended a process of the server, unless the server ends as well.
+
+    A process that is being started as its command ends, finds what it was given removed: no word of that.
+    """
+
+    def __init__(self, server: int) -> None:
+        self._server = server
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        ends = time.monotonic() + 2 * _LOOK_S
+        while os.getpid() != self._server and time.monotonic() < ends:
+            if os.getppid() != self._server:
+                return
+            time.sleep(_LOOK_S / 25)
+        sys.__excepthook__(kind, error, trace)
 
 
 if VARIABLE in os.environ:

@@ -84,3 +84,21 @@ def test_records_come_back_from_a_process(tmp_path: Path) -> None:
 def test_a_measuring_process_says_what_it_lacks() -> None:
     with pytest.raises(ValueError, match=r"^gate --run needs a GPU: in the interpreter nothing can be timed$"):
         list(in_fresh_processes(1, _measure, load_ops, Selection("rmsnorm"), Options(), None))
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_process_that_starts_as_its_command_ends_says_nothing(stays: bool) -> None:
+    code = f"""if True:
+        import os, time
+        from _multiprocessing import sem_unlink
+        from kerneltune.processes import fast_context
+        context = fast_context()
+        lock = context.Lock()
+        sem_unlink(lock._semlock.name)
+        process = context.Process(target=print, args=(lock,))
+        process.start()
+        process.join() if {stays} else os._exit(3)
+    """
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == (0 if stays else 3)
+    assert ("FileNotFoundError" in done.stderr) == stays
