@@ -169,14 +169,15 @@ def _observation(row: Sequence[str], op: Op, head: Mapping[str, Any], runs: int)
 
 
 def merged(old: Observed, new: Observed) -> Observed:
-    """Return both, the new runs behind the old; of a config on a case the newest time stays."""
-    shifted = [_of_run(row, row.run + len(old.runs)) for row in new.rows]
+    """Return both, the new runs behind the old; of a config on a case the newest time stays, of equal runs one."""
+    runs = list(old.runs)
+    runs += [run for run in new.runs if run not in runs]
+    shifted = [_of_run(row, runs.index(new.runs[row.run])) for row in new.rows]
     rows: dict[Any, Observation] = {}
     for row in (*old.rows, *shifted):
         rows[row.variant, row.case, row.policy, row.knobs] = row
     used = sorted({row.run for row in rows.values()})
     places = {run: place for place, run in enumerate(used)}
-    runs = [*old.runs, *new.runs]
     kept = sorted((_of_run(row, places[row.run]) for row in rows.values()), key=_order)
     return Observed(tuple(runs[run] for run in used), tuple(kept))
 

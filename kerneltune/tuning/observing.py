@@ -1,9 +1,10 @@
 """Times of rivals on many cases: what a rule is fitted to and judged by. Needs a GPU; decides nothing."""
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from kerneltune import device
 from kerneltune.measuring.compare import obstacle
@@ -44,7 +45,7 @@ def targets(op: Op, variant: Variant, donors: Sequence[Donor], bench: Iterable[C
 
 
 def observe(asked: Sequence[Asked], options: Options, progress: Progress) -> int:
-    """Time every config on its case and keep the times beside the records, operator by operator.
+    """Time every config on its case and keep the times beside the records, case by case.
 
     options.budget_s: seconds after which no further case is begun, None for no limit.
 
@@ -59,34 +60,35 @@ def observe(asked: Sequence[Asked], options: Options, progress: Progress) -> int
     with Machines(options) as machines:
         for name in dict.fromkeys(one.work.op.name for one in asked):
             of_op = [one for one in asked if one.work.op.name == name]
-            rows: list[Observation] = []
+            runs = {one.work.variant.name: stamp(one.work.variant) for one in of_op}
             for number, one in enumerate(of_op):
                 if options.budget_s is not None and time.monotonic() - began > options.budget_s:
                     break
-                rows += _observed(machines, one, of_op[number + 1 : number + 1 + _CASES_AHEAD], options, progress)
+                rows = _observed(machines, one, of_op[number + 1 : number + 1 + _CASES_AHEAD], options, progress)
+                if rows:
+                    keep(one.work.op, rows, results_root(options.results), runs)
                 done += 1
-            if rows:
-                keep(of_op[0].work.op, rows, results_root(options.results))
     return done
 
 
-def keep(op: Op, rows: Sequence[Observation], results: Path) -> Path:
-    """Add observations of this GPU and commit to the operator's file, and return it.
+def keep(op: Op, rows: Sequence[Observation], results: Path, runs: Mapping[str, Mapping[str, Any]]) -> Path:
+    """Add observations of this GPU to the operator's file, and return it.
+
+    runs: of each variant, when and with what it is measured.
 
     Raises:
         ValueError: the file cannot be read or written.
     """
     path = path_of(op.name, device.current().slug, results)
     variants = list(dict.fromkeys(row.variant for row in rows))
-    runs = tuple(stamp(op.variant(name)) for name in variants)
-    new = Observed(runs, tuple(replace(row, run=variants.index(row.variant)) for row in rows))
-    write(path, op, merged(read(path, op), new))
+    new = tuple(replace(row, run=variants.index(row.variant)) for row in rows)
+    write(path, op, merged(read(path, op), Observed(tuple(dict(runs[name]) for name in variants), new)))
     return path
 
 
 def _observed(
     machines: Machines, one: Asked, following: Sequence[Asked], options: Options, progress: Progress
-) -> Iterable[Observation]:
+) -> Sequence[Observation]:
     work = one.work
     try:
         reason = obstacle(work.op, work.case, options.policy)
