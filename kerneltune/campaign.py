@@ -36,7 +36,7 @@ from kerneltune.tuning.isolated import IsolatedBench, check_in_child, compare_in
 _CHECKED_CONFIGS = 3
 _CHECK_TIMEOUT_S = 300.0
 _ADDRESSES_COST = 1.5
-"""Of an operator's largest case, as of `_check_cost`: rmsnorm and fp8_weights took 2 to 13 s, their other checks 2 s per MB."""
+"""Cost of checking addresses, in units of `_check_cost`: 2 to 13 s for rmsnorm and fp8_weights, whose checks take 2 s per MB."""
 _CHECK_POLICY = "cold"
 """What records of checks are kept under."""
 _WORTH_A_POOL = 10
@@ -51,7 +51,7 @@ FirstTable = Callable[[Sequence[Record]], None]
 
 @dataclass(slots=True)
 class _Process:
-    """Whether this process can still measure, which a launch that loses the GPU's context ends."""
+    """Tells whether this process can still measure: a launch that loses the GPU's context ends that."""
 
     can_measure: bool = True
 

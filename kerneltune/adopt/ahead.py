@@ -31,7 +31,7 @@ _NO_SCRATCH = {f"{kind}_scratch_{what}": value for kind in ("global", "profile")
 
 
 class Preparation:
-    """What is prepared in this process; begun once, when it is known that kernels will be served."""
+    """Prepares this process once, when it is known that kernels will be served."""
 
     def __init__(self, root: Path, cache: Path, is_cache_new: bool) -> None:
         """root: of the tuned folder; cache: Triton's disk cache; is_cache_new: whether it lacked kernels of the folder."""

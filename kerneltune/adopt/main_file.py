@@ -14,9 +14,9 @@ from types import CodeType, ModuleType
 from typing import TypeGuard
 
 NAME = "__mp_main__"
-"""Of the module, as workers that multiprocessing spawns name the program's file."""
+"""Name of the module: multiprocessing's workers call the program's file so."""
 _SETTINGS = frozenset(("os.environ", "sys.path"))
-"""What a program sets because its imports depend on it."""
+"""Programs set these because their imports depend on them."""
 _READS = re.compile("LOAD_.*(NAME|GLOBAL).*")
 _DECORATOR = re.compile("tune|^jit$|^heuristics$")
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)

@@ -52,14 +52,12 @@ class KnownLaunches:
         digest: of the class; empty where it is not recorded.
         configs: what it is launched with, the first that works first; empty where the author's autotuner runs it.
         timed: launches that were timed or are being timed.
-        listed: the author's list, kept because its configs' identities tell launches apart.
         unwritten: the class and its values until the author's autotuner has made its choice; None where it is written.
     """
 
     digest: str = ""
     configs: list[Any] = field(default_factory=list)
     timed: int = 0
-    listed: Sequence[Any] = ()
     unwritten: tuple[LaunchClass, Values] | None = None
 
 
@@ -116,12 +114,15 @@ class Recorder:
         """Return the class of a launch; the first launch of a class records it."""
         classes: dict[Any, KnownLaunches] = autotuner.__dict__.setdefault("_kerneltune_classes", {})
         try:
-            key = layout_key(args, kwargs), tuple(map(id, autotuner.configs))
+            layout = layout_key(args, kwargs)
+            key = layout, tuple(map(id, autotuner.configs))
             found = classes.get(key)
             if found is None:
                 with self._lock:
-                    found = classes[key] = self._first(autotuner, args, kwargs)
-                    found.listed = autotuner.configs
+                    equal = layout, tuple(autotuner.configs)  # also of configs that the program makes anew for each launch
+                    found = classes.get(equal)
+                    if found is None:
+                        found = classes[equal] = classes[key] = self._first(autotuner, args, kwargs)
         except Exception as error:  # the program must not notice
             return self._refuse(kernel_name(autotuner), f"{type(error).__name__}: {error}")
         return found

@@ -43,7 +43,7 @@ class Missing(Protocol):
 
 
 class Preparing(Protocol):
-    """What Triton does once in a process before it can launch, done beside the program."""
+    """Does beside the program what Triton does once in a process before it can launch."""
 
     def begin(self) -> None:
         """Start, unless that was done before."""
@@ -78,7 +78,7 @@ class ServingState:
         configs: the author's list.
         shown: the list that the autotuner shows: the author's, or its portfolio. Another one was assigned by the program.
         memo: launch key -> what is served.
-        lists: the same for lists that the program assigned later, by the identities of their configs.
+        lists: the same for lists that the program assigned later, by the configs and by their identities.
         choices: of the author's autotuner from such a list; its own cache has one choice for a key, whatever the list.
     """
 
@@ -86,7 +86,7 @@ class ServingState:
     configs: list[Any]
     shown: list[Any]
     memo: dict[tuple[Any, ...], Served] = field(default_factory=dict)
-    lists: "dict[tuple[int, ...], ServingState]" = field(default_factory=dict)
+    lists: "dict[tuple[Any, ...], ServingState]" = field(default_factory=dict)
     choices: dict[Any, Any] | None = None
 
 
@@ -218,13 +218,17 @@ class Server:
     def _relisted(self, autotuner: Any, first: ServingState) -> ServingState:
         """Return what is known of an autotuner with the list of configs that the program has assigned to it."""
         with self._lock:
-            key = tuple(map(id, autotuner.configs))
+            configs = autotuner.configs
+            key = tuple(map(id, configs))
             state = first.lists.get(key)
             if state is None:
-                if len(first.lists) >= _MOST_LISTS:
+                equal = tuple(configs)  # also of configs that the program makes anew for each launch
+                state = first.lists.get(equal)
+            if state is None:
+                if len(first.lists) >= 2 * _MOST_LISTS:
                     first.lists.clear()
-                kernel, configs = self._kernel_of(autotuner, False), autotuner.configs
-                state = first.lists[key] = ServingState(kernel, configs, configs, choices={})
+                state = ServingState(self._kernel_of(autotuner, False), configs, configs, choices={})
+                first.lists[equal] = first.lists[key] = state
             return state
 
     def made(self, autotuner: Any) -> None:

@@ -20,7 +20,7 @@ _MOST_ELEMENTS = 1 << 48
 
 
 class Choice(NamedTuple):
-    """What a look-up answers with.
+    """Holds the answer of a look-up.
 
     Attributes:
         source: `own`, `near` for a recorded config of other sizes, options or type, `rule`, or `default`.

@@ -129,6 +129,19 @@ def test_serving_with_policy_author_has_the_author_choose_from_each_list(tmp_pat
     assert server.counts.tunings == 2
 
 
+def test_serving_with_policy_author_tunes_once_for_equal_lists_made_for_each_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned_folder(tmp_path)
+    kernel = example().row_sum
+    monkeypatch.setattr(kernel, "configs", kernel.configs)
+    server = served(tmp_path, misses=None)
+    for _ in range(3):
+        kernel.configs = [triton.Config({"BLOCK": 16}, num_warps=warps) for warps in (2, 4)]
+        kernel[(4,)](torch.ones(4, 64), torch.empty(4), 4, 64)
+    assert server.counts.tunings == 1
+
+
 @pytest.mark.usefixtures("untimed")
 def test_serving_a_launch_of_nothing_is_no_miss(tmp_path: Path) -> None:
     tuned_folder(tmp_path)

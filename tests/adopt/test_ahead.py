@@ -1,4 +1,4 @@
-"""What is prepared before the first launch: how often each piece of work is done, and that it is what Triton would do."""
+"""Check what is prepared before the first launch: how often each piece of work is done, and that it is what Triton would do."""
 
 import json
 import os

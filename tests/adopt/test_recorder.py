@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 from adopted import author_configs, captured, example, forget, of_kernel, run_python
 from safetensors.torch import load_file
 
@@ -122,6 +123,20 @@ def test_capture_of_a_list_that_the_program_assigns_launches_its_first_config(
     startup.uninstall()
     assert found == [64, 256, 64]
     assert [one.list_size for one in read_capture(tmp_path).classes] == [2, 2]
+
+
+def test_capture_of_equal_lists_made_for_each_launch_has_one_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = example().row_sum
+    monkeypatch.setattr(kernel, "configs", kernel.configs)
+    startup.capture(tmp_path, most_classes=1)
+    for _ in range(3):
+        kernel.configs = [triton.Config({"BLOCK": 64}, num_warps=2), triton.Config({"BLOCK": 64}, num_warps=4)]
+        kernel[(4,)](torch.ones(4, 96), torch.empty(4), 4, 96)
+    startup.recorder().flush()
+    startup.uninstall()
+    capture = read_capture(tmp_path)
+    assert [capture.count(one).launches for one in capture.classes] == [3]
+    assert not capture.refused()
 
 
 def test_capture_of_a_pattern_leaves_other_kernels_alone(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What launches a compiled kernel again: the order of its arguments."""
+"""Check the order of the arguments with which a compiled kernel is launched again."""
 
 from collections.abc import Callable
 from typing import Any

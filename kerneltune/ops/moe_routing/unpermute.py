@@ -30,7 +30,7 @@ from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
 
 _OPTIONS = {**OPTIONS, "weighted": (True, False)}
 _EXPERTS = 64
-"""Of the case that a call looks up, at least as many as a token's choices: a call does not know them."""
+"""Experts of the case that a call looks up, which does not know them; a token's choices where these are more."""
 
 
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:

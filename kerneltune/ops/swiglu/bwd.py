@@ -22,7 +22,7 @@ from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
 
 @dataclass(frozen=True, slots=True)
 class SwigluConfig:
-    """How to cut a matrix.
+    """Cut a matrix.
 
     Attributes:
         rows: of a program.

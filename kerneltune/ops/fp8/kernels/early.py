@@ -145,7 +145,7 @@ def cast_with_one_scale(
 
 
 class _Launches(NamedTuple):
-    """What launches a cast again: the words of its workspace, and its kernels."""
+    """Holds what launches a cast again: the words of its workspace, and its kernels."""
 
     words: int
     early: Launch
