@@ -250,9 +250,10 @@ def test_offsets_are_asserted_where_asked(ends: list[str], backend: str) -> None
                 gemm.fp8_grouped_gemm(a, b.transpose(1, 2), one, one, offs, config=config)
                 torch.cuda.synchronize()
             except Exception as error:
-                print(error)
+                print(f"{{ends}}: {{error}}")
     """  # in a process of its own: on a GPU an assertion ends the context
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"TRITON_DEBUG": "1"}, capture_output=True, text=True)
+    assert all(f"[{those}]: " in done.stdout for those in ends), done.stdout
     assert (done.stdout + done.stderr).count("offs decrease or exceed M") >= len(ends)
 
 
