@@ -2,7 +2,7 @@
 
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -25,12 +25,6 @@ def number(value: float | None, digits: int) -> str:
 def pairs(values: Mapping[str, object]) -> str:
     """`block=1024 warps=4`."""
     return " ".join(f"{name}={value}" for name, value in values.items())
-
-
-def aligned(cells: Sequence[str], widths: Sequence[int], left: int = 0, strip: bool = True) -> str:
-    """Cells in columns, the first `left` of them to the left."""
-    padded = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
-    return " ".join(padded).rstrip() if strip else " ".join(padded)
 
 
 def wrapped(text: str, width: int, indent: str = "  ") -> list[str]:

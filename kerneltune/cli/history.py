@@ -28,8 +28,8 @@ def command(
     between the two records; noise means that nothing does.
     """
     o.choice("format", style, ("text", "markdown", "csv"))
-    from kerneltune.gating.history import revisions, trends
     from kerneltune.plan import Selection
+    from kerneltune.reporting.history import revisions, trends
     from kerneltune.reporting.trends import trend_page, trend_table
 
     found, broken = revisions(path, most)

@@ -3,10 +3,10 @@
 Judges nothing. Imports the standard library and records.
 """
 
-import subprocess
 from pathlib import Path
 
 from kerneltune.records import Record, load, parse
+from kerneltune.reporting.history import git
 
 SUFFIX = ".jsonl"
 
@@ -25,15 +25,11 @@ def load_baseline(name: str, counterpart: Path) -> list[Record]:
     inside = inside or f"./{counterpart.name}"
     if not revision or revision.startswith("-") or not folder.is_dir():
         raise ValueError(f"baseline: {name!r}: expected a {SUFFIX} file, or a git revision that has {counterpart}")
-    command = ["git", "-C", str(folder), "cat-file", "blob", f"{revision}:{inside}"]
     try:
-        done = subprocess.run(command, capture_output=True, check=True)
-    except OSError as error:
-        raise ValueError(f"baseline: {name!r}: no such file, and git cannot be run: {error.strerror}") from error
-    except subprocess.CalledProcessError as error:
-        said = error.stderr.decode(errors="replace").strip().splitlines()
-        raise ValueError(f"baseline: {name!r}: no such file, and git says: {said[0] if said else 'nothing'}") from error
-    return parse(done.stdout, f"{revision}:{inside}")
+        data = git(folder, "cat-file", "blob", f"{revision}:{inside}")
+    except ValueError as error:
+        raise ValueError(f"baseline: {name!r}: no such file, and {error}") from error
+    return parse(data, f"{revision}:{inside}")
 
 
 def is_file_name(name: str) -> bool:

@@ -15,13 +15,12 @@ _SCRIPTS = ("vendor/d3.min.js", "vendor/plot.umd.min.js", "figures.js", "charts.
 
 def page(payload: Mapping[str, Any], index: str = "") -> str:
     """Return the page that shows `payload`, as `payload.payload` makes it; index: the page that lists all of them."""
-    return _rendered(
+    return rendered(
         "page.html.j2",
         index=index,
         title=payload["title"],
         facts=payload["facts"],
         remark=payload["remark"],
-        style=_asset("style.css"),
         scripts=[_asset(name) for name in _SCRIPTS],
         own=payload["own"],
         data=_embedded({name: value for name, value in payload.items() if name != "own"}),
@@ -30,12 +29,13 @@ def page(payload: Mapping[str, Any], index: str = "") -> str:
 
 def index_page(contents: Mapping[str, Any]) -> str:
     """Return the page that lists family pages, as `payload.index` makes it; it has no scripts."""
-    return _rendered("index.html.j2", style=_asset("style.css"), **contents)
+    return rendered("index.html.j2", **contents)
 
 
-def _rendered(template: str, **values: Any) -> str:
+def rendered(template: str, **values: Any) -> str:
+    """Return a page of a template of this package, texts escaped; templates that hold `style` get the style of all pages."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    return environment.from_string(_asset(template)).render(**values)
+    return environment.from_string(_asset(template)).render(style=_asset("style.css"), **values)
 
 
 def _asset(name: str) -> str:

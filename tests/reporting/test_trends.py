@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from gate_rows import record
 
-from kerneltune.gating.history import causes, revisions, trends
 from kerneltune.records import Record, to_json
+from kerneltune.reporting.history import causes, revisions, trends
 from kerneltune.reporting.trends import spark, trend_page, trend_table
 
 

@@ -18,11 +18,10 @@ _LEAST_CHANGE = 0.03
 
 @dataclass(frozen=True, slots=True)
 class Revision:
-    """The records of a file in one revision: hash, day, subject of the commit."""
+    """The records of a file in one revision: hash and day of the commit."""
 
     commit: str
     day: str
-    subject: str
     records: tuple[Record, ...]
 
 
@@ -72,17 +71,19 @@ def revisions(path: Path, most: int) -> tuple[list[Revision], list[str]]:
         ValueError: no git, no repository, or no revision has the file.
     """
     folder, name = path.absolute().parent, path.name
-    log = _git(folder, "log", f"--max-count={most}", "--format=%H%x09%cs%x09%s", "--", f"./{name}")
+    try:
+        log = git(folder, "log", f"--max-count={most}", "--format=%H%x09%cs", "--", f"./{name}").decode().splitlines()
+    except ValueError as error:
+        raise ValueError(f"cannot read {folder}: {error}") from error
     found: list[Revision] = []
     broken: list[str] = []
-    for line in reversed(log.decode(errors="replace").splitlines()):
-        commit, day, subject = line.split("\t", 2)
+    for commit, day in (line.split("\t") for line in reversed(log)):
         try:
-            rows = tuple(parse(_git(folder, "cat-file", "blob", f"{commit}:./{name}"), f"{commit[:9]}:{name}"))
+            rows = parse(git(folder, "cat-file", "blob", f"{commit}:./{name}"), f"{commit[:9]}:{name}")
         except ValueError as error:
             broken.append(str(error))
             continue
-        found.append(Revision(commit[:9], day, subject, rows))
+        found.append(Revision(commit[:9], day, tuple(rows)))
     if not found:
         raise ValueError(f"{path}: no revision has records of it{f': {broken[0]}' if broken else ''}")
     return found, broken
@@ -137,11 +138,16 @@ def _us(record: Record) -> float:
     return record.time_us
 
 
-def _git(folder: Path, *arguments: str) -> bytes:
+def git(folder: Path, *arguments: str) -> bytes:
+    """Return what git prints in a folder.
+
+    Raises:
+        ValueError: git is not installed, or what git says is wrong.
+    """
     try:
         return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, check=True).stdout
     except OSError as error:
-        raise ValueError(f"cannot read {folder}: {error.strerror}") from error
+        raise ValueError(f"git cannot be run: {error.strerror}") from error
     except subprocess.CalledProcessError as error:
         said = error.stderr.decode(errors="replace").strip().splitlines()
-        raise ValueError(f"cannot read {folder}: git says: {said[0] if said else 'nothing'}") from error
+        raise ValueError(f"git says: {said[0] if said else 'nothing'}") from error
