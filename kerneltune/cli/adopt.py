@@ -51,8 +51,6 @@ def tune_folder(folder: Path, budget: float | None, share: float | None, widen: 
 
     if share is not None and not 0 < share <= 1:
         raise ValueError(f"share: {share!r}: expected a fraction above 0, up to 1")
-    options.number("budget", budget, 1.0)
-    options.number("workers", workers, 1)
     options.require_writable(folder)
     from kerneltune.processes import start_server
 

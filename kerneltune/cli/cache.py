@@ -84,7 +84,10 @@ def verify_(
     refresh: Annotated[
         bool, typer.Option("--write", help="Store the new times of stale entries that are as good as the default.")
     ] = False,
-    budget: Annotated[float | None, typer.Option("--budget", metavar="SECONDS", help="Time no entry after that.")] = None,
+    budget: Annotated[
+        float | None,
+        o.seconds("Time no entry after that."),
+    ] = None,
     configs: o.Configs = None,
 ) -> None:
     """Judge every entry: fresh, stale-but-good, stale-slower, invalid. Exit code 1 where one is slower or invalid.
@@ -145,7 +148,7 @@ def from_misses(
 def export_(
     op: Annotated[str, typer.Argument(metavar="OP", help="Name of an operator.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the files go.")],
-    format_: Annotated[str, typer.Option("--format", metavar="triton|python|json|vllm", help="What to write.")] = "python",
+    format_: Annotated[str, o.pick("--format", ("triton", "python", "json", "vllm"), "What to write.")] = "python",
     gpu: Annotated[str | None, typer.Option("--gpu", help="Only this GPU, as its folder is called.")] = None,
     variant: Annotated[str, typer.Option("--variant", metavar="NAME", help="Whose configs.")] = "optimized",
     configs: o.Configs = None,
@@ -158,7 +161,6 @@ def export_(
     from kerneltune import exchange
     from kerneltune.cache import load_strict
 
-    o.choice("format", format_, exchange.WRITERS)
     known = o.load_ops()
     o.choice("op", op, known)
     files = _chosen(op, gpu, configs)

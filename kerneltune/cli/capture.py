@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from kerneltune import device
+from kerneltune.cli import options as o
 from kerneltune.cli.console import error_line, note
 
 Program = Annotated[list[str], typer.Argument(metavar="-- PROGRAM …", help="The program and its arguments, behind --.")]
@@ -19,7 +20,8 @@ def command(
         str, typer.Option("--kernel", metavar="GLOB", help="Only kernels of such a name; the others tune themselves as usual.")
     ] = "*",
     max_bytes: Annotated[
-        int, typer.Option("--max-bytes", metavar="N", help="Most bytes of values that each process may keep.")
+        int,
+        o.count("--max-bytes", "Most bytes of values that each process may keep.", 0),
     ] = 256 << 20,
     autotune: Annotated[
         bool, typer.Option("--autotune", help="Let the authors' tuning run, and record its choice; slower.")
@@ -38,11 +40,9 @@ def command(
     from kerneltune.adopt.operators import write_sweep
     from kerneltune.adopt.startup import CAPTURE, CAPTURE_OPTIONS
     from kerneltune.cli.adopt import show_capture
-    from kerneltune.cli.options import make_folder, number
 
-    number("max-bytes", max_bytes, 0)
     require_program(program)
-    make_folder(out)
+    o.make_folder(out)
     options = {"pattern": kernel, "max_bytes": max_bytes, "autotune": autotune}
     environment = {CAPTURE: str(out.resolve()), CAPTURE_OPTIONS: json.dumps(options)}
     if device.model() == device.INTERPRETER:

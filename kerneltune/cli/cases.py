@@ -16,7 +16,7 @@ ModelFile = Annotated[
 ]
 Tokens = Annotated[str, typer.Option("--tokens", metavar="N1,N2", help="Tokens that a GPU trains on at a time.")]
 Batches = Annotated[str, typer.Option("--batch", metavar="N1,N2|none", help="Tokens of a decoding step, for int4 products.")]
-Ep = Annotated[int, typer.Option("--ep", metavar="N", help="GPUs that share the experts of a layer.")]
+Ep = Annotated[int, o.count("--ep", "GPUs that share the experts of a layer.")]
 TOKENS, BATCHES = "4096,32768", "1,16,64"
 
 
@@ -55,8 +55,6 @@ def text(model: Path, tokens: str, ep: int, batch: str) -> str:
 
     counts = _counts("tokens", tokens)
     batches = [] if batch == "none" else _counts("batch", batch)
-    if ep < 1:
-        raise ValueError(f"ep: {ep}: expected 1 or more")
     return sweep_text(read(model), counts, batches, ep)
 
 

@@ -2,6 +2,7 @@
 
 import fnmatch
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,15 +26,13 @@ if TYPE_CHECKING:
 _SUFFIX = ".jsonl"
 
 
+@o.selects("variant")
 def command(
+    wanted: "Selection",
     a: Annotated[
         str | None, typer.Argument(metavar="[A]", help="A variant, a peer, best-peer, or a file of records; best-peer if none.")
     ] = None,
     b: Annotated[str | None, typer.Argument(metavar="[B]", help="The same, to compare with A; optimized if none.")] = None,
-    op: o.OpNames = None,
-    case: o.CaseNames = None,
-    dtype: o.Dtypes = None,
-    quant: o.Quants = None,
     source: Annotated[
         list[Path] | None, typer.Option("--from", metavar="FILE", help="Take records from this file; may be repeated.")
     ] = None,
@@ -42,7 +41,7 @@ def command(
         str | None, typer.Option("--family", metavar="NAME", help="Only records of this family; needed by --run.")
     ] = None,
     policy: o.PolicyName = "cold",
-    style: Annotated[str, typer.Option("--format", metavar="text|markdown|csv", help="Form of the table.")] = "text",
+    style: o.Style = "text",
     output: o.Output = None,
     results: o.Results = None,
 ) -> None:
@@ -52,18 +51,15 @@ def command(
     Reads the newest records of this GPU; where there is no GPU, the recorded ones of any. `compare X X --run` measures X twice:
     what it shows against itself is noise.
     """
-    o.choice("format", style, ("text", "markdown", "csv"))
-    o.choice("policy", policy, o.POLICIES)
     if a is not None and b is None:
         a, b, source = (None, None, [*(source or []), Path(a)]) if _is_file(a) else (None, a, source)
     if source and (run or (_is_file(a) and _is_file(b))):
         raise ValueError(f"from: {str(source[0])!r}: expected only where A or B is a variant, and without --run")
     if a is not None and a == b and not run:
         raise ValueError(f"b: {b!r}: the same records as A: expected others, or --run to measure a variant twice")
-    from kerneltune.plan import Selection
     from kerneltune.table import joined
 
-    wanted = Selection(family or "", *(tuple(names or ()) for names in (op, case, dtype, quant)))
+    wanted = replace(wanted, family=family or "")
     if run:
         if a is None or b is None:
             raise ValueError("a: missing: expected A and B where --run is given")
@@ -117,8 +113,7 @@ def _measured(a: str, b: str, wanted: "Selection", policy: str, results: Path | 
 
     for name in (a, b):  # one variant each: a pattern may be of several
         o.choice("variant", name, dict.fromkeys(v.name for op in wanted.ops or known for v in known[op].variants))
-    lists = map(list, (wanted.ops, wanted.cases, wanted.dtypes, wanted.quants, (a, b)))
-    selection = o.make_selection(known, wanted.family, *lists)
+    selection = o.make_selection(known, wanted.family, replace(wanted, variants=tuple(dict.fromkeys((a, b)))))
     with reporter() as progress:
         found = compare_live(known, selection, a, b, o.make_options(policy, results=results), progress)
     if a == b:

@@ -27,22 +27,20 @@ New = Annotated[Path | None, typer.Argument(help="Records to judge, a .jsonl fil
 _PROCESSES, _BAD_INPUT = 3, 2
 
 
+@o.selects()
 def command(
+    wanted: "Selection",
     baseline: Baseline,
     new: New = None,
     run: Annotated[str | None, typer.Option("--run", metavar="FAMILY", help="Measure this family now, on this GPU.")] = None,
-    op: o.OpNames = None,
-    case: o.CaseNames = None,
-    dtype: o.Dtypes = None,
-    quant: o.Quants = None,
-    variant: o.VariantNames = None,
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Judge peers as well; with --run: measure them.")] = False,
     policy: Annotated[
-        str | None, typer.Option("--policy", metavar="|".join(o.POLICIES), help="With --run: how times are taken; else cold.")
+        str | None,
+        o.pick("--policy", o.POLICIES, "With --run: how times are taken; else cold."),
     ] = None,
     processes: Annotated[
         int | None,
-        typer.Option("--processes", metavar="N", help=f"With --run: fresh processes to measure in, else {_PROCESSES}."),
+        o.count("--processes", f"With --run: fresh processes to measure in, else {_PROCESSES}."),
     ] = None,
     update: Annotated[
         bool, typer.Option("--update", help="With --run: put the rows measured into the file BASELINE, judge nothing.")
@@ -82,33 +80,34 @@ def command(
     With --static 1 means new spills, narrower accesses of memory, or over a limit of the target.
     """
     if static:
-        _only_without_static(
-            new=new, run=run, peers=peers or None, policy=policy, processes=processes, update=update or None, save=save,
-            margin=margin, junit=junit, markdown=markdown, annotations=annotations or None, emit=emit or None,
+        _refuse(
+            "expected without --static", new=new, run=run, peers=peers, policy=policy, processes=processes, update=update,
+            save=save, margin=margin, junit=junit, markdown=markdown, annotations=annotations, emit=emit,
         )  # fmt: skip
-        if op is not None and len(op) > 1:
-            raise ValueError(f"op: {op[1]!r}: expected one operator, or all, with --static")
-        inspect.judge(baseline, op[0] if op else None, variant, case, dtype, quant, target, workers, recompile, configs)
-    only_static: dict[str, Any] = {"target": target[0] if target else None, "workers": workers, "recompile": recompile or None}
-    for name, value in only_static.items():
-        if value is not None:
-            raise ValueError(f"{name}: {value!r}: expected only with --static")
+        if len(wanted.ops) > 1:
+            raise ValueError(f"op: {wanted.ops[1]!r}: expected one operator, or all, with --static")
+        inspect.judge(baseline, wanted, target, workers, recompile, configs)
+    _refuse("expected only with --static", target=target, workers=workers, recompile=recompile)
     if (new is None) == (run is None):
         raise ValueError(f"new: {repr(str(new)) if new else 'missing'}: expected a .jsonl file or --run, one of them")
     if margin is not None and not 0 <= margin < 1:
         raise ValueError(f"margin: {margin}: expected a fraction from 0 to below 1, such as 0.03")
     emitted = _emitted(emit)
     if new is not None:
-        _only_with_run(
-            op=op, case=case, dtype=dtype, quant=quant, variant=variant, policy=policy, processes=processes,
-            update=update or None, save=save,
-        )  # fmt: skip
+        _refuse(
+            "expected only with --run",
+            op=wanted.ops,
+            **o.selecting(wanted),
+            policy=policy,
+            processes=processes,
+            update=update,
+            save=save,
+        )
         _report(*_judged(baseline, new, margin, peers), junit, markdown, annotations, emitted)
         return
     processes = _PROCESSES if processes is None else processes
-    o.number("processes", processes, 1)
     results = o.results_root(results, run)
-    selection = o.make_selection(o.load_ops(), str(run), op, case, dtype, quant, variant)
+    selection = o.make_selection(o.load_ops(), str(run), wanted)
     options = o.make_options(policy or "cold", peers=peers, configs=configs, results=results)
     if update:
         _update(baseline, selection, options, processes)
@@ -116,16 +115,12 @@ def command(
         _report(*_measured(baseline, selection, options, processes, margin, save), junit, markdown, annotations, emitted)
 
 
-def _only_with_run(**given: Any) -> None:
+def _refuse(expected: str, **given: Any) -> None:
+    """Raise ValueError for an option that was given and means nothing here."""
     for name, value in given.items():
-        if value is not None:
-            raise ValueError(f"{name}: {value if isinstance(value, bool) else str(value)!r}: expected only with --run")
-
-
-def _only_without_static(**given: Any) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise ValueError(f"{name}: {value if isinstance(value, bool) else str(value)!r}: expected without --static")
+        if value is not None and value is not False and value not in ([], ()):
+            first = value[0] if isinstance(value, list | tuple) else str(value) if isinstance(value, Path) else value
+            raise ValueError(f"{name}: {first!r}: {expected}")
 
 
 def _emitted(emit: list[str] | None) -> dict[str, Path]:

@@ -1,25 +1,27 @@
 """`kerneltune history`: how the committed records of a file changed over git revisions, and why."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kerneltune.cli import options as o
 from kerneltune.cli.console import deliver, note, width, write
 
+if TYPE_CHECKING:
+    from kerneltune.plan import Selection
+
 _REVISIONS = 100
 
 
+@o.selects()
 def command(
+    wanted: "Selection",
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A file of records that git has revisions of.")],
-    op: o.OpNames = None,
-    case: o.CaseNames = None,
-    variant: o.VariantNames = None,
-    most: Annotated[int, typer.Option("--max", metavar="N", min=1, help="Revisions at most, the newest.")] = _REVISIONS,
+    most: Annotated[int, o.count("--max", "Revisions at most, the newest.")] = _REVISIONS,
     every: Annotated[bool, typer.Option("--all", help="Rows without a change point as well.")] = False,
     page: Annotated[Path | None, typer.Option("--page", metavar="FILE", help="Write an HTML page with a curve per row.")] = None,
-    style: Annotated[str, typer.Option("--format", metavar="text|markdown|csv", help="Form of the table.")] = "text",
+    style: o.Style = "text",
     output: o.Output = None,
 ) -> None:
     """Show the trend of every row over git revisions: change points and their causes (code, config, compiler, GPU serial, noise).
@@ -27,20 +29,17 @@ def command(
     A change point is a change of more than 3 % and of more than the row's noise, with intervals apart. Its cause is what differs
     between the two records; noise means that nothing does.
     """
-    o.choice("format", style, ("text", "markdown", "csv"))
-    from kerneltune.plan import Selection
     from kerneltune.reporting.history import revisions, trends
     from kerneltune.reporting.trends import trend_page, trend_table
 
     found, broken = revisions(path, most)
     for line in broken:
         note(f"left out: {line}")
-    wanted = Selection("", tuple(op or ()), tuple(case or ()), variants=tuple(variant or ()))
     rows = [
         trend
         for trend in trends(found)
         for last in (trend.points[-1].record,)
-        if wanted.covers(last.op, last.case, last.dtype, last.quant) and (not variant or wanted.names(trend.variant))
+        if wanted.covers(last.op, last.case, last.dtype, last.quant) and wanted.takes_variant(trend.variant)
     ]
     if not rows:
         raise ValueError(f"{path}: no timed row of these names in {len(found)} revisions")

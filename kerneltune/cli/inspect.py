@@ -4,6 +4,7 @@ import fnmatch
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -43,15 +44,13 @@ Renew = Annotated[bool, typer.Option("--renew", help="Ship what was found with t
 Save = Annotated[Path | None, typer.Option("--save", metavar="FILE", help="Keep what was found, for gate --static.")]
 
 
+@o.selects("op")
 def command(
+    wanted: "Selection",
     op: Annotated[str | None, typer.Argument(metavar="[OP]", help="Only this operator.")] = None,
     sizes: Annotated[
         list[str] | None, typer.Argument(metavar="[AXIS=SIZE]...", help="This case, like M=8192, not the cached ones.")
     ] = None,
-    variant: o.VariantNames = None,
-    case: o.CaseNames = None,
-    dtype: o.Dtypes = None,
-    quant: o.Quants = None,
     target: Target = None,
     config: Knobs = None,
     against: Against = None,
@@ -73,16 +72,15 @@ def command(
     """
     if against is not None and against_rev is not None:
         raise ValueError("--against and --against-rev: expected one of them")
-    o.number("workers", workers, 1)
-    whole = gpu == _GPU and _is_whole(configs, op, variant, case, dtype, quant, target, config, against, against_rev)
+    wanted = replace(wanted, ops=(op,) if op else ())
+    whole = gpu == _GPU and _is_whole(configs, wanted, target, config, against, against_rev)
     if renew and not whole:
         raise ValueError("renew: True: expected with all of the package's configs, for it takes the place of what is shipped")
     targets = _targets(target)
-    requests = _requests(op, sizes, variant, case, dtype, quant, gpu, configs, any_case=config is not None or bool(case))
+    requests = _requests(wanted, sizes, gpu, configs, any_case=config is not None or bool(wanted.cases))
     if config is not None:
         requests = _with_config(requests, "config", config)
-    named = [*([op] if op else []), *(sizes or [])]
-    arguments = _again(named, recompile, variant, case, dtype, quant, targets, config, gpu, workers)
+    arguments = _again(wanted, sizes, recompile, target=targets, config=config, gpu=gpu, workers=workers)
     earlier = None if against_rev is None else _of_revision(against_rev, arguments)
     found = _survey(requests, targets, workers, recompile)
     if against is not None:
@@ -104,11 +102,7 @@ def command(
 
 def judge(
     baseline: str,
-    op: str | None,
-    variant: list[str] | None,
-    case: list[str] | None,
-    dtype: list[str] | None,
-    quant: list[str] | None,
+    wanted: "Selection",
     target: list[str] | None,
     workers: int | None,
     recompile: bool,
@@ -117,16 +111,14 @@ def judge(
     """Gate the cached configs against a file of `--save` or a git revision; end the command with the gate's exit code."""
     from kerneltune.inspection.static import load, static_gate
 
-    o.number("workers", workers, 1)
     targets = _targets(target)
-    requests = _requests(op, None, variant, case, dtype, quant, _GPU, configs, any_case=False)
+    requests = _requests(wanted, None, _GPU, configs, any_case=False)
     if baseline.endswith(".json") or Path(baseline).is_file():
         earlier = load(Path(baseline))
     else:
-        again = _again([op] if op else [], recompile, variant, case, dtype, quant, targets, None, _GPU, workers)
-        earlier = _of_revision(baseline, again)
+        earlier = _of_revision(baseline, _again(wanted, None, recompile, target=targets, gpu=_GPU, workers=workers))
     found = _survey(requests, targets, workers, recompile)
-    if _is_whole(configs, op, variant, case, dtype, quant, target):
+    if _is_whole(configs, wanted, target):
         _say_unknown(found)
     verdict = static_gate(earlier, found)
     for line in verdict.findings:
@@ -147,9 +139,10 @@ def _survey(requests: "list[SurveyRequest]", targets: list[str], workers: int | 
         return survey(requests, targets, workers, progress.stage, progress.advance, before)
 
 
-def _is_whole(configs: Path | None, *selection: object) -> bool:
+def _is_whole(configs: Path | None, wanted: "Selection", *narrowing: object) -> bool:
     """Return whether all configs of the package are compiled, and no others, as for results/static."""
-    return not any(selection) and o.configs_root(configs) == data_root("configs")
+    everything = replace(wanted, ops=(), cases=(), dtypes=(), quants=(), variants=())
+    return wanted == everything and not any(narrowing) and o.configs_root(configs) == data_root("configs")
 
 
 def _ship(found: "Survey") -> None:
@@ -177,30 +170,22 @@ def _targets(given: list[str] | None) -> list[str]:
 
 
 def _requests(
-    op: str | None,
-    sizes: list[str] | None,
-    variants: list[str] | None,
-    cases: list[str] | None,
-    dtypes: list[str] | None,
-    quants: list[str] | None,
-    gpu: str,
-    configs: Path | None,
-    any_case: bool,
+    wanted: "Selection", sizes: list[str] | None, gpu: str, configs: Path | None, any_case: bool
 ) -> "list[SurveyRequest]":
     """Select cached configs; else, for an operator's cases in the sweeps or of given sizes, the default configs."""
     from kerneltune.cache import readable
     from kerneltune.inspection.survey import cached_requests, default_requests
 
     known = o.load_ops()
-    selection = o.make_selection(known, "inspect", [op] if op else None, cases, dtypes, quants, variants)
+    selection = o.make_selection(known, "inspect", wanted)
     chosen: list[Op] = [known[name] for name in selection.ops or known]
     if not any(variant.config for each in chosen for variant in each.variants):
         raise ValueError(f"nothing to compile: {' '.join(selection.ops)} has no variant with knobs")
 
     def asked(variant: Variant) -> bool:
-        return selection.takes_variant(variant.name) if variants else not variant.is_peer
+        return selection.takes_variant(variant.name) if wanted.variants else not variant.is_peer
 
-    def wanted(requests: "Iterable[SurveyRequest]") -> "list[SurveyRequest]":
+    def selected(requests: "Iterable[SurveyRequest]") -> "list[SurveyRequest]":
         return [
             request
             for request in requests
@@ -209,21 +194,21 @@ def _requests(
         ]
 
     if sizes:
-        if cases:
-            raise ValueError(f"case: {cases[0]!r}: expected sizes or --case, one of them")
+        if wanted.cases:
+            raise ValueError(f"case: {wanted.cases[0]!r}: expected sizes or --case, one of them")
         first = chosen[0]  # sizes follow an operator
-        case = o.case_of_sizes(first, sizes, (dtypes or first.dtypes)[0], (quants or first.quants)[0])
-        found = wanted(default_requests(first, [case], asked))
+        case = o.case_of_sizes(first, sizes, (wanted.dtypes or first.dtypes)[0], (wanted.quants or first.quants)[0])
+        found = selected(default_requests(first, [case], asked))
         if not found:
             raise ValueError(f"nothing to compile: {first.name} has no such variant with knobs for {case.label}")
         return found
     place = str(readable(Path(gpu), configs))
-    found = wanted(cached_requests(chosen, configs, gpu))
-    swept = _swept(known, op) if op and not found and any_case else []
+    found = selected(cached_requests(chosen, configs, gpu))
+    swept = _swept(known, chosen[0].name) if wanted.ops and not found and any_case else []
     if swept:
-        found = wanted(default_requests(chosen[0], swept, asked))
-        if found and cases:
-            note(f"{place} has no config for {' '.join(cases)}: default configs")
+        found = selected(default_requests(chosen[0], swept, asked))
+        if found and wanted.cases:
+            note(f"{place} has no config for {' '.join(wanted.cases)}: default configs")
     if not found:
         raise _nothing(cached_requests(chosen, configs, gpu), selection, place, [case.name for case in swept])
     return found
@@ -266,8 +251,6 @@ def _swept(known: Mapping[str, Op], op: str) -> list[Case]:
 
 def _with_config(requests: "list[SurveyRequest]", field: str, text: str) -> "list[SurveyRequest]":
     """Give the cases of the requests the config of a JSON text."""
-    import dataclasses
-
     variants = sorted({f"{request.op.name} {request.variant.name}" for request in requests})
     if len(variants) > 1:
         raise ValueError(f"{field}: {text!r}: expected OP and --variant beside it, for there are {', '.join(variants)}")
@@ -279,15 +262,14 @@ def _with_config(requests: "list[SurveyRequest]", field: str, text: str) -> "lis
     if not isinstance(values, dict):
         raise ValueError(f"{field}: {text!r}: expected an object")
     config = requests[0].variant.config_from(values)
-    return [dataclasses.replace(request, config=config) for request in requests]
+    return [replace(request, config=config) for request in requests]
 
 
-def _again(arguments: list[str], recompile: bool, *given: Any) -> list[str]:
+def _again(wanted: "Selection", sizes: list[str] | None, recompile: bool, **given: Any) -> list[str]:
     """Return the arguments with which another revision does the same."""
-    arguments += ["--recompile"] if recompile else []
-    names = ("variant", "case", "dtype", "quant", "target", "config", "gpu", "workers")
-    for name, value in zip(names, given, strict=True):
-        for item in value if isinstance(value, list) else [] if value is None else [value]:
+    arguments = [*wanted.ops, *(sizes or ()), *(["--recompile"] if recompile else [])]
+    for name, value in {**o.selecting(wanted), **given}.items():
+        for item in value if isinstance(value, list | tuple) else [] if value is None else [value]:
             arguments += [f"--{name}", str(item)]
     return arguments
 

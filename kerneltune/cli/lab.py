@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -30,12 +31,10 @@ _DISTURBED = 0.005
 
 
 @app.command("versus")
+@o.selects("variant")
 def versus(
     family: o.Family,
-    op: o.OpNames = None,
-    case: o.CaseNames = None,
-    dtype: o.Dtypes = None,
-    quant: o.Quants = None,
+    wanted: "Selection",
     variant: Annotated[str, typer.Option("--variant", metavar="NAME", help="Whose configs.")] = "optimized",
     policy: o.PolicyName = "cold",
     restrict: Annotated[
@@ -51,7 +50,10 @@ def versus(
     helion_budget: Annotated[
         float | None,
         typer.Option(
-            "--helion-budget", metavar="SECONDS", help="Helion stops then; its best so far counts. No limit if not given."
+            "--helion-budget",
+            metavar="SECONDS",
+            callback=o.at_least(1),
+            help="Helion stops then; its best so far counts. No limit if not given.",
         ),
     ] = None,
     results: o.Results = None,
@@ -69,10 +71,9 @@ def versus(
     from kerneltune.plan import require_gpu
     from kerneltune.search.loop import Search
 
-    selection = o.make_selection(known, family, op, case, dtype, quant, [variant])
+    selection = o.make_selection(known, family, replace(wanted, variants=(variant,)))
     options = o.make_options(policy, budget_s=budget, trials=trials, sampler=sampler, results=results, workers=workers)
     given = o.knobs("restrict", restrict)
-    o.number("helion-budget", helion_budget, 1)
     search = Search(budget, trials, options.sampler, until_gain=o.percent("until-gain", until_gain))
     chosen, entry = _first_case(known, selection)
     contender = chosen.variant(variant)
@@ -98,7 +99,10 @@ def replay(
     sampler: Annotated[
         str, typer.Option("--sampler", metavar="A,B", help=f"Some of {','.join(o.SAMPLERS)}.")
     ] = f"{o.SAMPLERS[0]},random",
-    seeds: Annotated[int, typer.Option("--seeds", metavar="N", help="Searches of each sampler on each space.")] = 30,
+    seeds: Annotated[
+        int,
+        o.count("--seeds", "Searches of each sampler on each space.", _LEAST_SEEDS),
+    ] = 30,
     warm: Annotated[
         bool, typer.Option("--warm", help="Begin with the best of the nearest of these spaces, as `tune` does.")
     ] = False,
@@ -109,7 +113,6 @@ def replay(
     The gap after 10, 25, 50, 100 and 200 evaluations and at a quarter of the space: median over seeds and its 95 % interval, in
     per cent. Configs that give no time count as evaluations. Every CPU core runs a search; one of tpe takes minutes.
     """
-    o.number("seeds", seeds, _LEAST_SEEDS)
     samplers = [o.choice("sampler", name, o.SAMPLERS) for name in sampler.split(",")]
     from kerneltune.search import spaces
 
@@ -145,12 +148,10 @@ def _gap(interval: "Interval | None") -> str:
 
 
 @app.command("noise")
+@o.selects("variant")
 def noise(
     family: o.Family,
-    op: o.OpNames = None,
-    case: o.CaseNames = None,
-    dtype: o.Dtypes = None,
-    quant: o.Quants = None,
+    wanted: "Selection",
     policy: o.PolicyName = "cold",
     workers: o.Workers = None,
 ) -> None:
@@ -163,7 +164,7 @@ def noise(
     from kerneltune.lab.noise import disturbance
     from kerneltune.plan import require_gpu
 
-    selection = o.make_selection(known, family, op, case, dtype, quant, ["optimized"] if op else None)
+    selection = o.make_selection(known, family, replace(wanted, variants=("optimized",) if wanted.ops else ()))
     options = o.make_options(policy, workers=workers)
     chosen, entry = _first_case(known, selection)
     require_gpu("lab noise")
@@ -181,24 +182,26 @@ def noise(
 
 
 @app.command("study")
+@o.selects()
 def study(
+    wanted: "Selection",
     family: Annotated[str | None, typer.Argument(help="A file of sweeps/ by name, or a path ending in .yaml.")] = None,
     source: Annotated[
         Path | None, typer.Option("--from", metavar="DIR", help="Decide on what --save kept; needs no GPU.")
     ] = None,
-    op: o.OpNames = None,
-    case: o.CaseNames = None,
-    dtype: o.Dtypes = None,
-    quant: o.Quants = None,
-    variant: o.VariantNames = None,
     policy: o.PolicyName = "cold",
-    processes: Annotated[int, typer.Option("--processes", metavar="N", help="Fresh processes to measure in.")] = 12,
-    per_side: Annotated[int, typer.Option("--per-side", metavar="N", help="Processes of a gate run.")] = 3,
-    repeats: Annotated[int, typer.Option("--repeats", metavar="N", help="Decisions per row.")] = 20,
+    processes: Annotated[int, o.count("--processes", "Fresh processes to measure in.")] = 12,
+    per_side: Annotated[int, o.count("--per-side", "Processes of a gate run.")] = 3,
+    repeats: Annotated[int, o.count("--repeats", "Decisions per row.")] = 20,
     margin: Annotated[float, typer.Option("--margin", metavar="FRACTION", help="Slowdown that is tolerated.")] = 0.03,
     delay: Annotated[
         list[float] | None,
-        typer.Option("--delay", metavar="FRACTION", help="Slowdown to plant; may be repeated. 0.02, 0.05, 0.1 if not given."),
+        typer.Option(
+            "--delay",
+            metavar="FRACTION",
+            callback=o.at_least(0.001),
+            help="Slowdown to plant; may be repeated. 0.02, 0.05, 0.1 if not given.",
+        ),
     ] = None,
     save: Annotated[Path | None, typer.Option("--save", metavar="DIR", help="Keep what was measured.")] = None,
     markdown: Annotated[Path | None, typer.Option("--markdown", metavar="FILE", help="Write the table as Markdown.")] = None,
@@ -212,19 +215,15 @@ def study(
     """
     if (family is None) == (source is None):
         raise ValueError(f"family: {family!r}: expected a family or --from, one of them")
-    o.number("repeats", repeats, 1)
-    o.number("per-side", per_side, 1)
-    if source is None:
-        o.number("processes", processes, 3 * per_side)
-    for fraction in delay or ():
-        o.number("delay", fraction, 0.001)
+    if source is None and processes < 3 * per_side:
+        raise ValueError(f"processes: {processes}: expected {3 * per_side} or more")
     if save is not None:
         o.require_writable(save)
     if source is None:
         from kerneltune import sweep
 
         sweep.find(str(family))
-        selection = o.make_selection(o.load_ops(), str(family), op, case, dtype, quant, variant)
+        selection = o.make_selection(o.load_ops(), str(family), wanted)
         measured = _measured(selection, o.make_options(policy, peers=False, configs=configs), processes, delay)
     else:
         from kerneltune.lab.study import saved

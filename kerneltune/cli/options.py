@@ -1,9 +1,12 @@
 """Options that several commands share, and what they stand for."""
 
 import fnmatch
+import functools
+import inspect
 import os
 import tempfile
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,8 +22,9 @@ if TYPE_CHECKING:
     from kerneltune.plan import Options, Selection
 
 POLICIES = ("cold", "hot", "eager")
-_USUAL_SIZE = 4096
 SAMPLERS = ("ours", "gp", "tpe", "random", "qmc")
+STYLES = ("text", "markdown", "csv")
+_USUAL_SIZE = 4096
 
 Family = Annotated[
     str, typer.Argument(envvar=FAMILY, show_envvar=False, help="A file of sweeps/ by name, or a path ending in .yaml.")
@@ -29,6 +33,38 @@ OpNames = Annotated[list[str] | None, typer.Option("--op", metavar="NAME", help=
 CaseNames = Annotated[
     list[str] | None, typer.Option("--case", metavar="NAME", help="Only cases with such a name, like 'te-*'; may be repeated.")
 ]
+
+
+def at_least(least: float, *, above: bool = False) -> Callable[[typer.CallbackParam, Any], Any]:
+    """Return a callback that refuses numbers below `least`, or `least` itself where `above`, infinite or NaN."""
+
+    def check(parameter: typer.CallbackParam, value: Any) -> Any:
+        for one in value if isinstance(value, list | tuple) else [] if value is None else [value]:
+            if not least <= one < float("inf") or (above and one == least):
+                expected = f"more than {least:g}" if above else f"{least:g} or more"
+                raise ValueError(f"{parameter.opts[0].removeprefix('--')}: {one!r}: expected {expected}")
+        return value
+
+    return check
+
+
+def count(name: str, said: str, least: int = 1) -> Any:
+    """Declare an option that takes a whole number."""
+    return typer.Option(name, metavar="N", callback=at_least(least), help=said)
+
+
+def pick(name: str, known: Collection[str], said: str) -> Any:
+    """Declare an option that takes one of a few words."""
+
+    def check(value: str | None) -> str | None:
+        return value and choice(name.removeprefix("--"), value, known)
+
+    return typer.Option(name, metavar="|".join(known), callback=check, help=said)
+
+
+def seconds(said: str) -> Any:
+    """Declare the option `--budget`."""
+    return typer.Option("--budget", metavar="SECONDS", callback=at_least(0, above=True), help=said)
 
 
 def _whole_names(values: list[str] | None) -> list[str] | None:
@@ -51,21 +87,54 @@ VariantNames = Annotated[
     list[str] | None,
     typer.Option("--variant", metavar="NAME", help="Only variants or peers of such a name, like 'rowwise*'; may be repeated."),
 ]
-PolicyName = Annotated[str, typer.Option("--policy", metavar="|".join(POLICIES), help="How times are taken.")]
-Budget = Annotated[float | None, typer.Option("--budget", metavar="SECONDS", help="Tuning time per case.")]
-Trials = Annotated[int | None, typer.Option("--trials", metavar="N", help="Most configs to try per case.")]
+PolicyName = Annotated[str, pick("--policy", POLICIES, "How times are taken.")]
+Style = Annotated[str, pick("--format", STYLES, "Form of the table.")]
+Budget = Annotated[float | None, seconds("Tuning time per case.")]
+Trials = Annotated[int | None, count("--trials", "Most configs to try per case.")]
 MaxCases = Annotated[
-    int | None, typer.Option("--max-cases", metavar="N", min=1, help="Most cases of a sweep file; 100000 unless told.")
+    int | None,
+    count("--max-cases", "Most cases of a sweep file; 100000 unless told."),
 ]
 Configs = Annotated[
     Path | None, typer.Option("--configs", metavar="DIR", envvar="KERNELTUNE_CONFIGS", help="Folder of the config cache.")
 ]
 Results = Annotated[Path | None, typer.Option("--results", metavar="DIR", envvar=RESULTS, help="Folder of the records.")]
-Sampler = Annotated[str | None, typer.Option("--sampler", metavar="|".join(SAMPLERS), help="How large spaces are searched.")]
+Sampler = Annotated[str | None, pick("--sampler", SAMPLERS, "How large spaces are searched.")]
 Workers = Annotated[
-    int | None, typer.Option("--workers", metavar="N", help="Processes that compile; one per CPU core if not given.")
+    int | None,
+    count("--workers", "Processes that compile; one per CPU core if not given."),
 ]
 Output = Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to this file instead.")]
+
+
+_SELECTING = {"op": OpNames, "case": CaseNames, "dtype": Dtypes, "quant": Quants, "variant": VariantNames}
+
+
+def selects(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options that select, in place of its parameter `wanted`, a Selection of no family.
+
+    without: those of `op`, `case`, `dtype`, `quant` and `variant` that the command does not have.
+    """
+    names = [name for name in _SELECTING if name not in without]
+
+    def changed(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            from kerneltune.plan import Selection
+
+            lists: dict[str, Any] = {f"{name}s": tuple(dict.fromkeys(given.pop(name) or ())) for name in names}
+            command(wanted=Selection("", **lists), **given)
+
+        parameters: list[inspect.Parameter] = []
+        for given in inspect.signature(command).parameters.values():
+            parameter = given.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            options = [parameter.replace(name=name, default=None, annotation=_SELECTING[name]) for name in names]
+            parameters += options if parameter.name == "wanted" else [parameter]
+        vars(run)["__signature__"] = inspect.Signature(parameters)
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run
+
+    return changed
 
 
 def choice(field: str, value: str, known: Collection[str]) -> str:
@@ -102,10 +171,9 @@ def matching(field: str, patterns: Sequence[str] | None, present: Iterable[str])
     return [name for name in known if not patterns or any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
 
 
-def number(field: str, value: float | None, least: float) -> None:
-    """Raise ValueError for a number below `least`, infinite or NaN; accept None."""
-    if value is not None and not least <= value < float("inf"):
-        raise ValueError(f"{field}: {value!r}: expected {least:g} or more")
+def selecting(wanted: "Selection") -> dict[str, tuple[str, ...]]:
+    """Return the options that a selection was made of, but for `op`."""
+    return {"variant": wanted.variants, "case": wanted.cases, "dtype": wanted.dtypes, "quant": wanted.quants}
 
 
 def percent(field: str, text: str | None) -> float | None:
@@ -281,53 +349,21 @@ def case_of_sizes(op: Op, sizes: Iterable[str], dtype: str, quant: str) -> Case:
     return Case("shown", tuple(axes.items()), dtype, quant, options)
 
 
-def make_selection(
-    known: Mapping[str, Op],
-    family: str,
-    ops: list[str] | None = None,
-    cases: list[str] | None = None,
-    dtypes: list[str] | None = None,
-    quants: list[str] | None = None,
-    variants: list[str] | None = None,
-    *,
-    max_cases: int | None = None,
-) -> "Selection":
-    """Make the selection of what to run.
+def make_selection(known: Mapping[str, Op], family: str, wanted: "Selection", max_cases: int | None = None) -> "Selection":
+    """Return what is wanted of a family.
 
     Raises:
         ValueError: a name that no operator knows.
     """
-    from kerneltune.plan import Selection
-
-    chosen = [known[choice("op", name, known)] for name in ops or known]
-    _all_known("dtype", dtypes, (dtype for op in chosen for dtype in op.dtypes))
-    _all_known("quant", quants, (quant for op in chosen for quant in op.quants))
-    matching("variant", variants, (variant.name for op in chosen for variant in op.variants))
-    lists = {"ops": ops, "cases": cases, "dtypes": dtypes, "quants": quants, "variants": variants}
-    given: dict[str, Any] = {name: tuple(dict.fromkeys(values)) for name, values in lists.items() if values}
-    given |= {} if max_cases is None else {"max_cases": max_cases}
-    return Selection(family=family, **given)
+    among = [known[choice("op", name, known)] for name in wanted.ops or known]
+    chosen("dtype", wanted.dtypes, (dtype for op in among for dtype in op.dtypes))
+    chosen("quant", wanted.quants, (quant for op in among for quant in op.quants))
+    matching("variant", wanted.variants, (variant.name for op in among for variant in op.variants))
+    return replace(wanted, family=family, max_cases=max_cases or wanted.max_cases)
 
 
 def make_options(policy: str, **given: Any) -> "Options":
-    """Make the options of how to run; what is None keeps its default.
-
-    Raises:
-        ValueError: an unknown policy or sampler, or a number out of range.
-    """
+    """Make the options of how to run; what is None keeps its default."""
     from kerneltune.plan import Options
 
-    choice("policy", policy, POLICIES)
-    if given.get("sampler") is not None:
-        choice("sampler", given["sampler"], SAMPLERS)
-    for field, name, least in (("budget", "budget_s", 0.0), ("trials", "trials", 1), ("workers", "workers", 1)):
-        number(field, given.get(name), least)
-    if given.get("budget_s") == 0:
-        raise ValueError("budget: 0.0: expected more than 0 seconds")
     return Options(policy=policy, **{name: value for name, value in given.items() if value is not None})
-
-
-def _all_known(field: str, names: list[str] | None, known: Iterable[str]) -> None:
-    offered = list(dict.fromkeys(known))
-    for name in names or ():
-        choice(field, name, offered)

@@ -16,6 +16,7 @@ from kerneltune.cli.files import curve_files, record_files, with_roles
 if TYPE_CHECKING:
     from kerneltune.cache import CacheEntry
     from kerneltune.curves import Curves
+    from kerneltune.plan import Selection
     from kerneltune.records import Record
     from kerneltune.reporting.payload import Sources
 
@@ -24,7 +25,9 @@ _LARGE = 2_000_000
 _CURVES = ".csv"
 
 
+@o.selects("case", "variant")
 def command(
+    wanted: "Selection",
     files: Annotated[
         list[Path] | None,
         typer.Argument(metavar="[FILE]...", help="Records, or curves (.csv); those of this GPU if none."),
@@ -40,9 +43,6 @@ def command(
     markdown: Annotated[
         Path | None, typer.Option("--markdown", metavar="FILE", help="Write the A/B tables as Markdown instead; - prints them.")
     ] = None,
-    op: o.OpNames = None,
-    dtype: o.Dtypes = None,
-    quant: o.Quants = None,
     configs: o.Configs = None,
     results: o.Results = None,
 ) -> None:
@@ -51,8 +51,8 @@ def command(
     One family is one page; several are an index and a page each beside it. A is the fastest peer of every case unless it is
     named. Pages are written unless pictures or Markdown are asked for; with -o they are written as well.
     """
-    paths = files or [*record_files(results), *([] if op or dtype or quant else curve_files(results))]
-    sources = _sources(paths, op, dtype, quant, (a, b), configs, results)
+    paths = files or [*record_files(results), *([] if wanted.ops or wanted.dtypes or wanted.quants else curve_files(results))]
+    sources = _sources(paths, wanted, (a, b), configs, results)
     pictures: list[Path] = []
     for folder, suffix in ((png, "png"), (svg, "svg")):
         if folder is not None:
@@ -102,13 +102,7 @@ def _pictures(sources: "Sources", suffix: str) -> dict[str, bytes]:
 
 
 def _sources(
-    paths: Sequence[Path],
-    op: list[str] | None,
-    dtype: list[str] | None,
-    quant: list[str] | None,
-    pair: tuple[str | None, str | None],
-    configs: Path | None,
-    results: Path | None,
+    paths: Sequence[Path], wanted: "Selection", pair: tuple[str | None, str | None], configs: Path | None, results: Path | None
 ) -> "Sources":
     """Return the selected records, what trial stores and the config cache know about them, and the curves."""
     from kerneltune import curves
@@ -124,8 +118,8 @@ def _sources(
             name = _short(path)
             of_curves[name if name not in of_curves else f"{path.parent.name}/{name}"] = curves.load(path)
     records = [record for path in paths if path.suffix != _CURVES for record in load(path)]
-    for name, wanted in (("op", op), ("dtype", dtype), ("quant", quant)):
-        taken = o.chosen(name, wanted, [getattr(record, name) for record in records])
+    for name, names in (("op", wanted.ops), ("dtype", wanted.dtypes), ("quant", wanted.quants)):
+        taken = o.chosen(name, names, [getattr(record, name) for record in records])
         records = [record for record in records if getattr(record, name) in taken]
     if not records and len(of_curves) < len(paths):
         raise ValueError(f"no records to report in {', '.join(map(str, paths))}")

@@ -28,7 +28,10 @@ def observe(
     case: o.CaseNames = None,
     most: Annotated[int, typer.Option("--most", metavar="N", help="Configs per case.")] = 14,
     cases: Annotated[int | None, typer.Option("--cases", metavar="N", help="Cases per operator, the least known first.")] = None,
-    budget: Annotated[float | None, typer.Option("--budget", metavar="SECONDS", help="Begin no case after that.")] = None,
+    budget: Annotated[
+        float | None,
+        o.seconds("Begin no case after that."),
+    ] = None,
     extra: Annotated[list[str] | None, typer.Option("--sweep", metavar="FILE", help="Further cases; may be repeated.")] = None,
     again: Annotated[bool, typer.Option("--again", help="Also what was timed with the present code.")] = False,
     configs: o.Configs = None,

@@ -5,7 +5,10 @@ from typing import Annotated
 
 import typer
 
+from kerneltune.cli import options as o
 from kerneltune.cli.capture import Program
+
+_MISSES = ("author", "nearest", "default", "error")
 
 
 def command(
@@ -13,15 +16,13 @@ def command(
     configs: Annotated[
         Path, typer.Option("--configs", metavar="DIR", envvar="KERNELTUNE_ADOPT", help="Folder that `tune` has written.")
     ],
-    miss: Annotated[
-        str, typer.Option("--miss", metavar="author|nearest|default|error", help="What launches that were not tuned run with.")
-    ] = "author",
+    miss: Annotated[str, o.pick("--miss", _MISSES, "What launches that were not tuned run with.")] = "author",
     manifest: Annotated[
         str, typer.Option("--manifest", metavar="SHA256", help="Refuse any other table; the digest's beginning is enough.")
     ] = "",
     portfolio: Annotated[
         int,
-        typer.Option("--portfolio", metavar="N", help="Configs that torch.compile may choose from, by timing if more than 1."),
+        o.count("--portfolio", "Configs that torch.compile may choose from, by timing if more than 1."),
     ] = 1,
 ) -> None:
     """Run a program with the tuned configs of a capture; nothing is timed at run time.
@@ -31,11 +32,7 @@ def command(
     """
     from kerneltune.adopt import startup
     from kerneltune.adopt.launcher import run_program
-    from kerneltune.adopt.serving import POLICIES
-    from kerneltune.cli.options import choice, number
 
-    choice("miss", miss, POLICIES)
-    number("portfolio", portfolio, 1)
     if not (configs / "served").is_dir():
         raise ValueError(f"{configs}: no tuned configs: run `kerneltune tune {configs}` first")
     environment = {startup.ADOPT: str(configs.resolve()), startup.MISS: miss, startup.PORTFOLIO: str(portfolio)}

@@ -13,16 +13,14 @@ from kerneltune.cli.progress import reporter
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kerneltune.plan import Selection
     from kerneltune.records import Record
 
 
+@o.selects()
 def command(
     family: o.Family,
-    op: o.OpNames = None,
-    case: o.CaseNames = None,
-    dtype: o.Dtypes = None,
-    quant: o.Quants = None,
-    variant: o.VariantNames = None,
+    wanted: "Selection",
     policy: o.PolicyName = "cold",
     tune: Annotated[bool, typer.Option("--tune/--no-tune", help="Tune what the config cache lacks.")] = True,
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Measure what other packages offer as well.")] = True,
@@ -56,7 +54,7 @@ def command(
     from kerneltune.campaign import run_quick, run_sweep
     from kerneltune.reporting.tables import check_table, sweep_table
 
-    selection = o.make_selection(known, family, op, case, dtype, quant, variant, max_cases=max_cases)
+    selection = o.make_selection(known, family, wanted, max_cases)
     options = o.make_options(
         policy, tune=tune and not quick, peers=peers, budget_s=budget, trials=trials, check_only=check_only,
         configs=configs, results=results, workers=workers,

@@ -2,6 +2,7 @@
 
 import statistics
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,6 +13,7 @@ from kerneltune.cli.console import show, show_table, show_wrapped
 from kerneltune.rounding import cdiv
 
 if TYPE_CHECKING:
+    from kerneltune.plan import Selection
     from kerneltune.search.insight import Portfolio
     from kerneltune.search.trials import Searches
 
@@ -19,12 +21,10 @@ _WEIGHED = 8
 """Cases of which it is asked which knobs matter, where only a short answer is wanted."""
 
 
+@o.selects("variant")
 def command(
     family: o.Family,
-    op: o.OpNames = None,
-    case: o.CaseNames = None,
-    dtype: o.Dtypes = None,
-    quant: o.Quants = None,
+    wanted: "Selection",
     variant: Annotated[str, typer.Option("--variant", metavar="NAME", help="Whose configs.")] = "optimized",
     policy: o.PolicyName = "cold",
     gpu: Annotated[
@@ -33,13 +33,12 @@ def command(
     results: o.Results = None,
 ) -> None:
     """Show what past trials say: how good each search was, the knobs that matter, and the fewest configs for all cases."""
-    o.choice("policy", policy, o.POLICIES)
     known = o.load_ops()
     from kerneltune import device
     from kerneltune.plan import load_plan
     from kerneltune.search.trials import searches_below
 
-    selection = o.make_selection(known, family, op, case, dtype, quant, [variant])
+    selection = o.make_selection(known, family, replace(wanted, variants=(variant,)))
     folder = o.results_root(results, family) / "runs" / "trials" / (gpu or device.current().slug)
     cases = [(known[entry.op], entry.case) for entry in load_plan(known, selection).bench if selection.takes(entry)]
     found = searches_below(folder, cases, selection.takes_variant, policy)

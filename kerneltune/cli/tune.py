@@ -21,7 +21,9 @@ _MODEL_GAIN = "1%"
 """Where the many cases of a model stop by default."""
 
 
+@o.selects()
 def command(
+    wanted: "Selection",
     family: Annotated[
         str | None, typer.Argument(help="A file of sweeps/ by name, a path ending in .yaml, or the folder of a capture.")
     ] = None,
@@ -32,11 +34,6 @@ def command(
     tokens: cases.Tokens = cases.TOKENS,
     ep: cases.Ep = 1,
     batch: cases.Batches = cases.BATCHES,
-    op: o.OpNames = None,
-    case: o.CaseNames = None,
-    dtype: o.Dtypes = None,
-    quant: o.Quants = None,
-    variant: o.VariantNames = None,
     policy: o.PolicyName = "cold",
     budget: o.Budget = None,
     trials: o.Trials = None,
@@ -105,7 +102,7 @@ def command(
     o.require_tunable(configs, results, exhaustive)
     from kerneltune.tuning.run import run_tune
 
-    selection = o.make_selection(known, family, op, case, dtype, quant, variant, max_cases=max_cases)
+    selection = o.make_selection(known, family, wanted, max_cases)
     options = o.make_options(
         policy, budget_s=budget, trials=trials, force=force, stale=stale, sampler=sampler,
         until_gain=0.0 if until_gain == "off" else o.percent("until-gain", until_gain),

@@ -52,7 +52,7 @@ def test_the_gate_s_margin_and_formats(write: Callable[..., Path], tmp_path: Pat
         refused("gate", old, new, "--margin", "-1") == "error: margin: -1.0: expected a fraction from 0 to below 1, such as 0.03"
     )
     assert refused("gate", old, new, "--margin", "3") == "error: margin: 3.0: expected a fraction from 0 to below 1, such as 0.03"
-    assert refused("gate", old, new, "--policy", "warm") == "error: policy: 'warm': expected only with --run"
+    assert refused("gate", old, new, "--policy", "hot") == "error: policy: 'hot': expected only with --run"
     assert refused("gate", old, new, "--processes", "0") == "error: processes: '0': expected only with --run"
 
 
@@ -100,7 +100,7 @@ def test_the_gate_breaks_its_lines_where_the_screen_ends(write: Callable[..., Pa
 
 def test_what_only_a_run_takes(write: Callable[..., Path]) -> None:
     path = write("a.jsonl", *both())
-    assert refused("gate", path, path, "--op", "rmsnorm_fwd") == "error: op: \"['rmsnorm_fwd']\": expected only with --run"
+    assert refused("gate", path, path, "--op", "rmsnorm_fwd") == "error: op: 'rmsnorm_fwd': expected only with --run"
     assert refused("gate", path, path, "--update") == "error: update: True: expected only with --run"
     assert refused("gate", path, "--run", "rmsnorm", "--processes", "0") == "error: processes: 0: expected 1 or more"
     assert refused("gate", path, "--run", "nothing").startswith("error: family: 'nothing': expected one of ")
