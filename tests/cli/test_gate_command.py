@@ -53,7 +53,7 @@ def test_the_gate_s_margin_and_formats(write: Callable[..., Path], tmp_path: Pat
     )
     assert refused("gate", old, new, "--margin", "3") == "error: margin: 3.0: expected a fraction from 0 to below 1, such as 0.03"
     assert refused("gate", old, new, "--policy", "hot") == "error: policy: 'hot': expected only with --run"
-    assert refused("gate", old, new, "--processes", "0") == "error: processes: '0': expected only with --run"
+    assert refused("gate", old, new, "--processes", "2") == "error: processes: 2: expected only with --run"
 
 
 def test_the_gate_s_files_and_annotations(write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
