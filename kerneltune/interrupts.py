@@ -1,16 +1,14 @@
-"""Ctrl-C and SIGTERM: heard once, never in the midst of an import, and kept by Python. Imports Triton when called.
+"""Ctrl-C and SIGTERM: heard once, and never in the midst of an import.
 
 An interrupt within an import may end in a package's `except` clause: the program goes on with half a module, and kernels that are
 right fail. So an interrupt waits for the end of the import.
 
-LLVM takes both signals over when it first runs in a process, to delete its files. It hands the first one on, but a second that
-comes meanwhile, as `timeout` sends it to a process and then to its group, ends the process without a word.
+Processes that hear these signals launch and compile no kernel: LLVM would take both signals over.
 """
 
 import signal
 import threading
 from types import FrameType
-from typing import Any
 
 _IMPORT = ("<frozen importlib._bootstrap>", "_find_and_load")
 _AGAIN_S = 0.02
@@ -59,20 +57,3 @@ def is_importing(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def hear_interrupts() -> None:
-    """Have Python hear the signals again, and after every kernel that Triton compiles here; for the main thread."""
-    _take_back()
-    from triton import knobs
-
-    knobs.runtime.jit_post_compile_hook = _take_back
-
-
-def _take_back(*_: Any, **__: Any) -> None:
-    if threading.current_thread() is not threading.main_thread():
-        return
-    for number in (signal.SIGINT, signal.SIGTERM):
-        handler = signal.getsignal(number)
-        if handler is not None:
-            signal.signal(number, handler)

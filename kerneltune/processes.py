@@ -9,15 +9,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from threading import Thread
 from typing import Any, TypeVar
 
-from pebble import ProcessExpired, ProcessPool
+from pebble import ProcessPool
 
 from kerneltune import fork_server
 from kerneltune.temporary import process_folder
@@ -43,18 +43,24 @@ def in_fresh_processes(
     Raises:
         ValueError: a process crashed or took longer than `timeout_s`. What `work` raises is raised here.
     """
+    context = multiprocessing.get_context("spawn")
     for number in range(1, count + 1):
-        context = multiprocessing.get_context("spawn")
-        pool = ProcessPool(max_workers=1, initializer=_begin, initargs=(first,), context=context)
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_answer, args=(sender, first, work, args))  # no daemon: it may have children
+        process.start()
+        sender.close()
         try:
-            result = pool.schedule(work, args=args, timeout=timeout_s).result()
-        except FutureTimeoutError:
-            raise ValueError(f"process {number} of {count} took longer than {timeout_s:g} s") from None
-        except ProcessExpired as error:
-            raise ValueError(f"process {number} of {count} crashed: exit code {error.exitcode}") from None
+            if not receiver.poll(timeout_s):
+                raise ValueError(f"process {number} of {count} took longer than {timeout_s:g} s")
+            result, error = receiver.recv()
+        except EOFError:
+            process.join()
+            raise ValueError(f"process {number} of {count} crashed: exit code {process.exitcode}") from None
         finally:  # also when interrupted: nothing goes on timing behind our back
-            pool.stop()
-            pool.join()
+            process.kill()
+            process.join()
+        if error is not None:
+            raise error
         yield result
 
 
@@ -76,10 +82,18 @@ def run_bound(code: str, arguments: Sequence[str], *, cwd: Path, env: Mapping[st
     return subprocess.CompletedProcess(command, process.returncode, None, errors)
 
 
-def _begin(first: Callable[[], Any] | None) -> None:
+def _answer(sender: Connection, first: Callable[[], Any] | None, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Send what `work(*args)` returns or raises; Ctrl-C is the parent's to answer."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     _leave_with_parent()
-    if first is not None:
-        first()
+    answer: tuple[Any, Exception | None]
+    try:
+        if first is not None:
+            first()
+        answer = work(*args), None
+    except Exception as error:
+        answer = None, error
+    sender.send(answer)
 
 
 def _leave_with_parent() -> None:

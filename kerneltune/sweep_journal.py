@@ -8,9 +8,9 @@ from pathlib import Path
 
 from kerneltune import device, records, sweep
 from kerneltune.files import cut_partial_line
-from kerneltune.measuring.compare import config_values
+from kerneltune.measuring.compare import Run, config_values
 from kerneltune.records import Key, Record
-from kerneltune.spec import Case, Config, Op, Variant
+from kerneltune.spec import Case, Op
 
 
 def journal_path(family: str, results: Path | None, name: str) -> Path:
@@ -42,23 +42,18 @@ def journalled(journal: Path) -> list[Record]:
     return records.parse(whole + end, str(journal))
 
 
-def finished_rows(
-    done: Mapping[tuple[Key, str], Sequence[Record]],
-    op: Op,
-    case: Case,
-    pairs: Sequence[tuple[Variant, Config]],
-    policy: str,
-) -> list[Record] | None:
+def finished_rows(done: Mapping[tuple[Key, str], Sequence[Record]], runs: Sequence[Run]) -> list[Record] | None:
     """Return the rows of a case that an interrupted run left, if it left all of them for this environment and config.
 
     Failed rows are not among them: a row that failed in an interrupted run is measured again.
     """
-    key, gpu = key_of_case(op, case, policy), device.current()
+    gpu = device.current()
     here = {"device": gpu.name, "driver": gpu.driver, "unit": gpu.unit, **device.versions()}
     found = []
-    for variant, config in pairs:
-        wanted = {**here, "source_hash": variant.source_hash, "config": config_values(config)}
-        kept = (row for row in done.get((key, variant.name), ()) if row.status != "failed")
+    for task, config in runs:
+        key = key_of_case(task.op, task.case, task.policy)
+        wanted = {**here, "source_hash": task.variant.source_hash, "config": config_values(config)}
+        kept = (row for row in done.get((key, task.variant.name), ()) if row.status != "failed")
         rows = [row for row in kept if {name: getattr(row, name) for name in wanted} == wanted]
         found += rows[-1:]
-    return found if len(found) == len(pairs) else None
+    return found if len(found) == len(runs) else None

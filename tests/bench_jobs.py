@@ -2,13 +2,14 @@
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from kerneltune.search.trials import Evaluation
+from kerneltune.measuring.compare import Compared, Run, Untimed
+from kerneltune.search.trials import Evaluation, Task
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
 from kerneltune.stats import Samples
 
@@ -39,16 +40,19 @@ def space(_case: Case) -> Space:
 VARIANT = Variant("optimized", nothing, Knobs, space, default=lambda _case: Knobs("run", 0))
 OPS = (Op("fake", ("M",), ("bfloat16",), nothing, nothing, no_errors, lambda _: Traffic(1, 1), (VARIANT,), __name__),)
 CASE = Case("a", (("M", 8),), "bfloat16")
-LOG = "KERNELTUNE_TEST_LOG"
+LOG, DOES = "KERNELTUNE_TEST_LOG", "KERNELTUNE_TEST_DOES"
 
 
 class FakeBench:
     """Does what a config says: `run` and `slow` take 10 + n µs, the others take the process along in one way or another."""
 
-    def open(self, op: Op, case: Case, variant: Variant, policy: str) -> None:
+    def open(self, task: Task) -> None:
         """Everything is found by name in the child."""
-        assert (op.name, case, variant.name, policy) == ("fake", CASE, "optimized", "cold")
+        assert task.place == ("fake", "optimized", CASE, "cold")
         self.tried = 0
+
+    def prepare(self) -> None:
+        """Nothing to make."""
 
     def trial(self, config: Config, best_us: float | None, samples: int) -> Evaluation:
         """Return in the detail the how-manieth config since the child was opened this is."""
@@ -57,18 +61,7 @@ class FakeBench:
             with open(os.environ[LOG], "a") as file:
                 file.write(f"{config.n}\n")
             time.sleep(0.02)
-        if config.does == "abort":
-            os.abort()
-        if config.does == "exit":
-            os._exit(7)
-        if config.does == "slow":
-            time.sleep(0.2)
-        if config.does == "hang":
-            time.sleep(3600)
-        if config.does == "memory":
-            raise MemoryError("no memory for 17 tensors\nsecond line")
-        if config.does == "fault":
-            raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+        _do(config.does)
         return Evaluation("ok", 10.0 + config.n, f"{self.tried} {os.getpid()}")
 
     def samples(self, configs: Sequence[Config]) -> list[Samples]:
@@ -82,14 +75,45 @@ class FakeBench:
 class FakeCheck(FakeBench):
     """Checks that nothing is wrong; a block of 512 words takes the process along."""
 
-    def open(self, op: Op, case: Case, variant: Variant, policy: str) -> None:
+    def open(self, task: Task) -> None:
         """Any case."""
 
-    def trial(self, config: Config, best_us: float | None, samples: int) -> Evaluation:
+    def check(self, config: Config) -> Evaluation:
         """No time."""
         if config.block == 512:
             os.abort()
         return Evaluation("wrong", detail="dst: 1 of 2 words wrong") if config.block == 4096 else Evaluation("ok")
+
+
+class FakeCompare(FakeBench):
+    """Takes 10 µs for every variant; the launch of `pr593` in the case `big` does what the environment says."""
+
+    on_variant: Callable[[str], None]
+
+    def compare(self, runs: Sequence[Run], ceiling: Run | None, untimed: Mapping[str, Untimed]) -> Compared:
+        """Launch one variant after the other."""
+        left = [task for task, _ in runs if task.variant.name not in untimed]
+        for task in left:
+            self.on_variant(task.variant.name)
+            if (task.case.name, task.variant.name) == ("big", "pr593"):
+                _do(os.environ[DOES])
+        self.on_variant("")
+        return {task.variant.name: np.linspace(9.9, 10.1, 15) for task in left}, dict(untimed)
+
+
+def _do(does: str) -> None:
+    if does == "abort":
+        os.abort()
+    if does == "exit":
+        os._exit(7)
+    if does == "slow":
+        time.sleep(0.2)
+    if does == "hang":
+        time.sleep(3600)
+    if does == "memory":
+        raise MemoryError("no memory for 17 tensors\nsecond line")
+    if does == "fault":
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
 
 
 class StartsSlowly(FakeBench):
@@ -102,6 +126,6 @@ class StartsSlowly(FakeBench):
 class NeverOpens(FakeBench):
     """Dies before it comes to a config."""
 
-    def open(self, op: Op, case: Case, variant: Variant, policy: str) -> None:
+    def open(self, task: Task) -> None:
         """As where the inputs do not fit."""
         raise MemoryError("inputs do not fit")

@@ -17,24 +17,23 @@ from versus_jobs import H200, OP, VARIANT, Bench, Knobs, Pool
 from kerneltune import device
 from kerneltune.device import Device
 from kerneltune.plan import Options, Quiet
-from kerneltune.search.trials import Evaluation
-from kerneltune.spec import Case, Config, Op, Variant
-from kerneltune.tuning import machines, task
+from kerneltune.search.trials import Evaluation, Task
+from kerneltune.spec import Case, Config
+from kerneltune.tuning import machines, stage
 from kerneltune.tuning.fleet import Fleet
 from kerneltune.tuning.local import LocalWorkers
-from kerneltune.tuning.task import TuningTask
 from kerneltune.tuning.worker import Worker
 
 LOG, DIE, MODEL = "KERNELTUNE_TEST_LOG", "KERNELTUNE_TEST_DIE", "KERNELTUNE_TEST_MODEL"
-WORKS = [TuningTask(OP, Case(f"m{size}", (("M", size),), "bfloat16"), VARIANT) for size in (8, 16, 32, 64, 128)]
+WORKS = [Task(OP, Case(f"m{size}", (("M", size),), "bfloat16"), VARIANT) for size in (8, 16, 32, 64, 128)]
 
 
 class LoggedBench(Bench):
     """Writes down what it is asked for; takes its whole worker along where it is told to."""
 
-    def open(self, op: Op, case: Case, variant: Variant, policy: str) -> None:
+    def open(self, task: Task) -> None:
         """Remember the case."""
-        self.case = case
+        self.case = task.case
 
     def trial(self, config: Config, best_us: float | None, samples: int = 5) -> Evaluation:
         """Ten milliseconds of work; a case's best config may be the last that a worker evaluates."""
@@ -56,7 +55,7 @@ def worker(family: str, options: Options, cores: frozenset[int] | None) -> Worke
     setattr(device, "current", lambda: gpu)  # noqa: B010
     setattr(machines, "CompilePool", Pool)  # noqa: B010
     setattr(machines, "IsolatedBench", LoggedBench)  # noqa: B010
-    setattr(task, "obstacle", lambda *_: None)  # noqa: B010
+    setattr(stage, "obstacle", lambda *_: None)  # noqa: B010
     return Worker(family, options, None)
 
 

@@ -13,7 +13,7 @@ from bench_jobs import CASE, OPS, VARIANT, FakeBench, Knobs
 
 from kerneltune.measuring.compiler import CompileResult
 from kerneltune.search.loop import Search
-from kerneltune.search.trials import TrialStore
+from kerneltune.search.trials import Task, TrialStore
 from kerneltune.tuning.isolated import IsolatedBench
 from kerneltune.tuning.one_case import tune
 from kerneltune.tuning.tuner import Tuner
@@ -32,7 +32,7 @@ def main(folder: Path, does: str) -> None:
     variant = replace(VARIANT, space=lambda _case: space, default=lambda _case: default)
     store = TrialStore(folder / "trials.log", source_hash="abc")
     with IsolatedBench(FakeBench) as bench:
-        tune(Tuner(OPS[0], CASE, variant, "cold", store, bench), Search(), compiled, folder / "configs")
+        tune(Tuner(Task(OPS[0], CASE, variant), store, bench), Search(), compiled, folder / "configs")
 
 
 def fork_instead(_python: str, command: list[str], kept: Iterable[int]) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 from kerneltune import cache, device
 from kerneltune.measuring.compiler import CompileResult
 from kerneltune.search.loop import Search
-from kerneltune.search.trials import Evaluation, TrialStore
+from kerneltune.search.trials import Evaluation, Task, TrialStore
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
 from kerneltune.tuning.isolated import ChildCrashedError
 from kerneltune.tuning.one_case import tune
@@ -116,7 +116,7 @@ class FakeTuner(Tuner):
     """Times are a formula, None for a config that is wrong; a final is won by the faster config, or by whom it is told."""
 
     def __init__(self, case: Case, variant: Variant, store: TrialStore, landscape: Landscape) -> None:
-        super().__init__(op_of(variant), case, variant, "cold", store, NoBench())
+        super().__init__(Task(op_of(variant), case, variant), store, NoBench())
         self.landscape = landscape
         self.evaluated: list[Config] = []
         self.finals: list[list[Config]] = []

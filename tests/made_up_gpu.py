@@ -11,10 +11,10 @@ import pytest
 from kerneltune import cache, device, ops
 from kerneltune.device import Device
 from kerneltune.measuring.compiler import CompileResult, Kernel
-from kerneltune.search.trials import Evaluation
-from kerneltune.spec import Case, Config, Op, Variant
+from kerneltune.search.trials import Evaluation, Task
+from kerneltune.spec import Config
 from kerneltune.stats import Samples
-from kerneltune.tuning import machines, task
+from kerneltune.tuning import machines, stage
 
 H200 = Device("NVIDIA H200", "sm_90", 132, 50 << 20, "580")
 OPS = ops.load()
@@ -64,7 +64,7 @@ class Bench:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def open(self, op: Op, case: Case, variant: Variant, policy: str) -> None:
+    def open(self, task: Task) -> None:
         self.opened = True
 
     def prepare(self) -> None:
@@ -93,7 +93,7 @@ def stands_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(device, "current", lambda: H200)
     monkeypatch.setattr(machines, "CompilePool", Pool)
     monkeypatch.setattr(machines, "IsolatedBench", Bench)
-    monkeypatch.setattr(task, "obstacle", lambda *_: None)
+    monkeypatch.setattr(stage, "obstacle", lambda *_: None)
     cache.clear()
     yield
     cache.clear()

@@ -12,6 +12,7 @@ from bench_jobs import CASE, LOG, OPS, VARIANT, FakeBench, Knobs
 from kerneltune import cli
 from kerneltune.measuring.compiler import TARGETS, CompileJob, CompilePool
 from kerneltune.plan import Options
+from kerneltune.search.trials import Task
 from kerneltune.tuning import local
 from kerneltune.tuning.isolated import IsolatedBench
 from kerneltune.tuning.local import LocalWorkers
@@ -55,7 +56,7 @@ def search() -> None:
         workers.start(0)
         for _ in range(2):
             pool.submit(CompileJob(no_inputs, compile_for_ever, None))
-        bench.open(OPS[0], CASE, VARIANT, "cold")
+        bench.open(Task(OPS[0], CASE, VARIANT))
         ThreadPoolExecutor(1).submit(bench.trial, Knobs("hang", 0), None)
         time.sleep(3600)
 

@@ -1,27 +1,31 @@
 """A sweep with a GPU that is only pretended: what a launch costs that takes its process along, what an interrupted run leaves."""
 
 import json
-import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import bench_jobs
+import numpy as np
 import pytest
 import torch
-from bench_jobs import FakeCheck
+from bench_jobs import FakeCheck, FakeCompare
 from literal_records import literal
 from small_sweeps import RMSNORM, STREAM
 
 from kerneltune import campaign, device, ops, records
 from kerneltune.campaign import compare_live, measure_live, run_quick, run_sweep
 from kerneltune.measuring import compare
-from kerneltune.measuring.compare import config_values
+from kerneltune.measuring.compare import CEILING, config_values
 from kerneltune.plan import Options, Quiet, Selection
 from kerneltune.records import Record
+from kerneltune.search.trials import Task
 from kerneltune.spec import Case
 from kerneltune.sweep_journal import finished_rows, journalled
-from kerneltune.tuning import isolated
+from kerneltune.tuning.bench import GpuBench
+from kerneltune.tuning.isolated import ChildCrashedError, IsolatedBench, compare_in_child
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="pretends a GPU")
 
@@ -29,8 +33,8 @@ OPS = ops.load()
 CASE = Case("a", (("M", 8), ("N", 64)), "bfloat16", "none", (("zero_centered", False),))
 OP = OPS["rmsnorm_bwd"]
 BASELINE, OPTIMIZED = OP.variant("baseline"), OP.variant("optimized")
-PAIRS = [(variant, variant.default_config(CASE)) for variant in (BASELINE, OPTIMIZED)]
-CONFIGS = {variant.name: config_values(config) for variant, config in PAIRS}
+RUNS = [(task, task.default) for task in (Task(OP, CASE, BASELINE), Task(OP, CASE, OPTIMIZED))]
+CONFIGS = {task.variant.name: config_values(config) for task, config in RUNS}
 
 
 def row(variant: str, **changes: Any) -> Record:
@@ -75,7 +79,7 @@ def test_a_check_that_takes_its_process_along_costs_only_its_row(
     tmp_path: Path, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tiny.yaml").write_text(STREAM)
-    monkeypatch.setattr(campaign, "CheckBench", FakeCheck)
+    monkeypatch.setattr(campaign, "IsolatedBench", partial(IsolatedBench, FakeCheck))
     rows = run_sweep(OPS, Selection(str(tmp_path / "tiny.yaml")), replace(options, check_only=True), Quiet()).records
     assert {(row.case, row.config["block"]) for row in rows if row.config} >= {("odd", 1024), ("even", 1024), ("even", 512)}
     for row in rows:
@@ -87,49 +91,75 @@ def test_a_check_that_takes_its_process_along_costs_only_its_row(
         assert (row.status, row.reason) == fate, row.config
 
 
-def measured_row(op: Any, case: Case, variant: str, reason: str) -> Record:
-    return row(variant, op=op.name, case=case.name, reason=reason or "x", axes=dict(case.axes), options=dict(case.options))
+def measured_row(task: Task, reason: str = "x") -> Record:
+    case = task.case
+    names = {"op": task.op.name, "case": case.name, "axes": dict(case.axes), "options": dict(case.options)}
+    return row(task.variant.name, reason=reason, **names)
 
 
 @pytest.mark.usefixtures("an_h200")
-def test_a_measurement_that_takes_the_context_along_costs_only_its_row(
-    tmp_path: Path, options: Options, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("does", "reason"),
+    [
+        ("abort", "lost: the measuring process died: exit code -6"),
+        ("hang", "lost: took longer than 2 s"),
+        ("fault", "lost: RuntimeError: CUDA error: an illegal memory access was encountered"),
+    ],
+)
+def test_a_launch_that_takes_the_measuring_process_along_costs_only_its_row(
+    does: str, reason: str, options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From then on a fresh process measures, as this one no longer can; of a launch that nobody is known for all rows fail."""
-    path = tmp_path / "norm.yaml"
-    path.write_text(RMSNORM)
-    faults = {"rmsnorm_fwd": ["optimized"], "rmsnorm_bwd": [""]}
-    where: list[str] = []
+    """A new child measures the other variants, and it stays for the cases that follow."""
+    monkeypatch.setenv(bench_jobs.DOES, does)
+    children: list[IsolatedBench] = []
 
-    def comparing(name: str) -> Callable[..., list[Record]]:
-        def compared(_f: str, op: Any, case: Case, pairs: Any, _p: str, _c: object, lost: dict[str, str]) -> list[Record]:
-            where.append(name)
-            if faults[op.name]:
-                raise compare.BrokenContextError(faults[op.name].pop(), "an illegal memory access")
-            return [measured_row(op, case, variant.name, lost.get(variant.name, "")) for variant, _ in pairs]
+    def started() -> IsolatedBench:
+        children.append(IsolatedBench(FakeCompare))
+        children[0].variant_timeout_s = 2.0 if does == "hang" else 20.0
+        return children[0]
 
-        return compared
+    monkeypatch.setattr(campaign, "IsolatedBench", started)
+    (tmp_path / "norm.yaml").write_text(RMSNORM + "  - {name: other, M: 32, N: 64}\n")
+    selection = Selection(str(tmp_path / "norm.yaml"), ("rmsnorm_bwd",), variants=("baseline", "pr593", "optimized"))
+    found = measure_live(OPS, selection, options, Quiet(), "test")
+    outcomes = {(r.case, r.variant): (r.status, r.reason) for r in found}
+    assert outcomes["big", "pr593"] == ("failed", reason)
+    assert {key: outcome for key, outcome in outcomes.items() if outcome[0] == "failed"} == {("big", "pr593"): ("failed", reason)}
+    assert len(outcomes) == 6
+    assert children[0].started == 2
 
-    monkeypatch.setattr(campaign, "compare", comparing("here"))
-    monkeypatch.setattr(campaign, "compare_in_child", comparing("in a child"))
-    found = compare_live(OPS, Selection(str(path), quants=("none",)), "baseline", "optimized", options, Quiet())
-    assert where == ["here", *["in a child"] * 3]
-    assert [(r.op, r.variant, r.reason) for r in found] == [
-        ("rmsnorm_fwd", "baseline", "x"),
-        ("rmsnorm_fwd", "optimized", "an illegal memory access"),
-        ("rmsnorm_bwd", "baseline", "an illegal memory access"),
-        ("rmsnorm_bwd", "optimized", "an illegal memory access"),
-    ]
+
+@pytest.mark.usefixtures("an_h200")
+@pytest.mark.parametrize(("launched", "statuses"), [("", ["failed"] * 2), (CEILING, ["passed"] * 2)])
+def test_a_crash_of_what_cases_share_costs_the_case_or_the_ceiling_s_column(
+    launched: str, statuses: list[str], options: Options, tmp_path: Path
+) -> None:
+    class Crashes(GpuBench):
+        def __init__(self) -> None:
+            self.asked: list[bool] = []
+
+        def compare(self, runs: Any, ceiling: Any, untimed: Any) -> Any:
+            self.asked.append(ceiling is not None)
+            if ceiling is not None:
+                raise ChildCrashedError("took longer than 300 s", launched)
+            return {task.variant.name: np.linspace(9.9, 10.1, 15) for task, _ in runs}, {}
+
+    stream = OPS["stream"]
+    beside = Task(stream, Case("c", (("read", 64), ("write", 64)), "int32"), stream.variants[0])
+    bench = Crashes()
+    found = compare_in_child(bench, "f", RUNS, (beside, beside.default))
+    assert [(record.status, record.ceiling_gbps) for record in found] == [(status, None) for status in statuses]
+    assert bench.asked == ([True, False] if launched else [True])
 
 
 @pytest.mark.usefixtures("an_h200")
 def test_one_variant_alone_is_measured_twice(tmp_path: Path, options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
-    def compared(_f: str, op: Any, case: Case, pairs: Any, *_: object) -> list[Record]:
-        return [measured_row(op, case, variant.name, "") for variant, _ in pairs]
+    def compared(_bench: object, _family: str, runs: Any, _ceiling: object) -> list[Record]:
+        return [measured_row(task) for task, _ in runs]
 
     path = tmp_path / "norm.yaml"
     path.write_text(RMSNORM)
-    monkeypatch.setattr(campaign, "compare", compared)
+    monkeypatch.setattr(campaign, "compare_in_child", compared)
     selection = Selection(str(path), ("rmsnorm_bwd",))
     for a, b in (("pr593", "pr593"), ("baseline", "optimized")):
         found = compare_live(OPS, selection, a, b, options, Quiet())
@@ -145,11 +175,12 @@ def test_quick_sweep_shows_a_first_table_before_peers_that_compile(
     path.write_text(RMSNORM + "  - {name: other, M: 32, N: 64}\nheadline: {op: rmsnorm_bwd}\n")
     happened: list[tuple[str, ...]] = []
 
-    def compared(_f: str, op: Any, case: Case, pairs: Any, *_: object) -> list[Record]:
-        happened.append((op.name, case.name, *(variant.name for variant, _ in pairs)))
-        return [measured_row(op, case, variant.name, f"{len(happened)}") for variant, _ in pairs]
+    def compared(_bench: object, _family: str, runs: Any, _ceiling: object) -> list[Record]:
+        first = runs[0][0]
+        happened.append((first.op.name, first.case.name, *(task.variant.name for task, _ in runs)))
+        return [measured_row(task, f"{len(happened)}") for task, _ in runs]
 
-    monkeypatch.setattr(campaign, "compare", compared)
+    monkeypatch.setattr(campaign, "compare_in_child", compared)
     shown: list[int] = []
     swept = run_quick(OPS, Selection(str(path)), options, Quiet(), lambda rows: shown.append(len(rows) + len(happened)))
     own = ("baseline", "pr593", "optimized")
@@ -171,21 +202,22 @@ def test_sweep_shows_a_first_table_before_checks_unless_an_interrupted_run_goes_
     happened: list[str] = []
     interrupts = [KeyboardInterrupt]
 
-    def compared(_f: str, op: Any, case: Case, pairs: Any, *_: object) -> list[Record]:
-        happened.append("whole" if "compile" in {variant.name for variant, _ in pairs} else "fast")
+    def compared(_bench: object, _family: str, runs: Any, _ceiling: object) -> list[Record]:
+        happened.append("whole" if "compile" in {task.variant.name for task, _ in runs} else "fast")
         if happened[-1] == "whole" and interrupts:
             raise interrupts.pop()
-        return [measured_row(op, case, variant.name, "") for variant, _ in pairs]
+        return [measured_row(task) for task, _ in runs]
 
     class Checked:
-        def __init__(self, *_: object, **__: object) -> None:
-            happened.append("check")
+        def __init__(self, **given: object) -> None:
+            if "trial_timeout_s" in given:
+                happened.append("check")
 
         def __enter__(self) -> None: ...
 
         def __exit__(self, *_: object) -> None: ...
 
-    monkeypatch.setattr(campaign, "compare", compared)
+    monkeypatch.setattr(campaign, "compare_in_child", compared)
     monkeypatch.setattr(campaign, "IsolatedBench", Checked)
     monkeypatch.setattr(campaign, "check_only", lambda *_: [])
     selection, given = Selection(str(path), ("rmsnorm_bwd",)), replace(options, tune=False)
@@ -201,21 +233,6 @@ def test_sweep_shows_a_first_table_before_checks_unless_an_interrupted_run_goes_
     assert happened == ["check", "whole"]
 
 
-def test_a_fresh_process_finds_all_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    def here(count: int, work: Callable[..., Any], *args: Any) -> list[Any]:
-        assert count == 1
-        return [work(*pickle.loads(pickle.dumps(args)))]
-
-    monkeypatch.setattr(isolated, "in_fresh_processes", here)
-    monkeypatch.setattr(isolated, "compare", lambda *given: given)
-    stream = OPS["stream"]
-    beside = Case("c", (("read", 64), ("write", 64)), "int32")
-    ceiling = compare.Ceiling(stream, stream.variants[0], stream.variants[0].default_config(beside), beside)
-    lost = {"baseline": "it faults"}
-    assert isolated.compare_in_child("f", OP, CASE, PAIRS, "hot", ceiling, lost) == ("f", OP, CASE, PAIRS, "hot", ceiling, lost)
-    assert isolated.compare_in_child("f", OP, CASE, PAIRS, "hot", None, {})[5] is None  # type: ignore[comparison-overlap]
-
-
 # what an interrupted run left
 
 
@@ -223,7 +240,7 @@ def still_good(rows: list[Record], policy: str = "cold") -> list[Record] | None:
     """Rows as the journal gives them back."""
     loaded = [records.from_json(json.dumps(json.loads(records.to_json(r)))) for r in rows]
     done = {(r.key, r.variant): [r] for r in loaded}
-    return finished_rows(done, OP, CASE, PAIRS, policy)
+    return finished_rows(done, [(replace(task, policy=policy), config) for task, config in RUNS])
 
 
 def test_a_complete_case_is_resumed_in_the_order_of_the_variants() -> None:
@@ -297,9 +314,9 @@ def test_what_is_measured_is_compiled_side_by_side_before(
     tmp_path: Path, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[tuple[str, str]] = []
-    monkeypatch.setattr(campaign, "compare", lambda *_: told.append(("measured", "")) or [])
+    monkeypatch.setattr(campaign, "compare_in_child", lambda *_: told.append(("measured", "")) or [])
     monkeypatch.setattr(
-        campaign, "compile_ahead", lambda work, *_: told.extend((op.name, v.name) for op, _, pairs in work for v, _ in pairs)
+        campaign, "compile_ahead", lambda work, *_: told.extend((t.op.name, t.variant.name) for runs in work for t, _ in runs)
     )
     path = tmp_path / "norm.yaml"
     cases = 'bench:\n  - {name: "n{N}", M: 64, N: [256, 512, 1024], quant: none}\n'
@@ -323,16 +340,18 @@ def test_an_interrupted_measurement_goes_on_where_it_was(
     path.write_text(STREAM + "  - {name: bigger, read: 2097152, write: 2097152}\n")
     measured: list[str] = []
 
-    def comparing(_f: str, op: Any, case: Case, pairs: Any, *_: object) -> list[Record]:
+    def comparing(_bench: object, _family: str, runs: Any, _ceiling: object) -> list[Record]:
+        ((task, config),) = runs
+        case = task.case
         if case.name == "bigger" and "bigger" not in measured:
             measured.append("bigger")
             raise KeyboardInterrupt
         measured.append(case.name)
-        identity = {"op": op.name, "case": case.name, "dtype": case.dtype, "axes": dict(case.axes), "options": {}}
-        known = {"source_hash": pairs[0][0].source_hash, "driver": "580", "config": config_values(pairs[0][1])}
-        return [row(pairs[0][0].name, **identity, **known)]
+        identity = {"op": task.op.name, "case": case.name, "dtype": case.dtype, "axes": dict(case.axes), "options": {}}
+        known = {"source_hash": task.variant.source_hash, "driver": "580", "config": config_values(config)}
+        return [row(task.variant.name, **identity, **known)]
 
-    monkeypatch.setattr(campaign, "compare", comparing)
+    monkeypatch.setattr(campaign, "compare_in_child", comparing)
     given = replace(options, tune=False)
     selection = Selection(str(path), cases=("big*",))
     with pytest.raises(KeyboardInterrupt):
@@ -371,14 +390,16 @@ def test_a_sweep_says_where_its_files_rank_otherwise_under_another_policy(
 ) -> None:
     us = {("baseline", "cold"): 10.0, ("optimized", "cold"): 20.0, ("baseline", "hot"): 20.0, ("optimized", "hot"): 10.0}
 
-    def compared(_f: str, op: Any, case: Case, pairs: Any, policy: str, *_: object) -> list[Record]:
+    def compared(_bench: object, _family: str, runs: Any, _ceiling: object) -> list[Record]:
+        op, case, policy = runs[0][0].op, runs[0][0].case, runs[0][0].policy
         of_case = {"op": op.name, "case": case.name, "axes": dict(case.axes), "options": dict(case.options)}
         of_run = {"dtype": case.dtype, "quant": case.quant, "policy": policy}
-        return [literal(us[variant.name, policy], variant=variant.name, **of_case, **of_run) for variant, _ in pairs]
+        names = [task.variant.name for task, _ in runs]
+        return [literal(us[name, policy], variant=name, **of_case, **of_run) for name in names]
 
     path = tmp_path / "norm.yaml"
     path.write_text(RMSNORM)
-    monkeypatch.setattr(campaign, "compare", compared)
+    monkeypatch.setattr(campaign, "compare_in_child", compared)
     selection = Selection(str(path), ("rmsnorm_bwd",), cases=("big",), variants=("baseline", "optimized"))
     cold, hot = (run_sweep(OPS, selection, replace(options, tune=False, policy=policy), Quiet()) for policy in ("cold", "hot"))
     flips = (

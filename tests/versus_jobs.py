@@ -11,7 +11,7 @@ from kerneltune import device
 from kerneltune.device import Device
 from kerneltune.lab.tuners import ContestTask, TunerResult, by_kerneltune, by_triton
 from kerneltune.measuring.compiler import CompileResult
-from kerneltune.search.trials import Evaluation
+from kerneltune.search.trials import Evaluation, Task
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
 from kerneltune.stats import Samples
 from kerneltune.tuning import machines
@@ -99,7 +99,7 @@ class Bench:
 
     def __exit__(self, *_: object) -> None: ...
 
-    def open(self, op: Op, case: Case, variant: Variant, policy: str) -> None:
+    def open(self, task: Task) -> None:
         """Nothing to make."""
 
     def prepare(self) -> None:

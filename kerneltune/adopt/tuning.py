@@ -23,7 +23,7 @@ from kerneltune.adopt.table import MANIFEST, ServingTable, TableKernel, digest_o
 from kerneltune.files import replace_text
 from kerneltune.plan import Options, Progress, Selection
 from kerneltune.search.loop import times_of
-from kerneltune.search.trials import TrialStore, store_path
+from kerneltune.search.trials import Task, TrialStore, store_path
 from kerneltune.spec import Case, Op
 from kerneltune.stats import Samples
 from kerneltune.tuning.cached import cached, present
@@ -206,8 +206,9 @@ def _collect(capture: Capture, by_name: Mapping[str, Op], options: Options, skip
         if op.name not in stores:
             path = store_path(options.results / "runs" / "trials" / device.current().slug, op.name)
             stores[op.name] = TrialStore(path, "", **present(variant))
-        tried = stores[op.name].of_case(op, case, variant, policy_of(launch))
-        stored = cached(op, case, variant, policy_of(launch), options.configs)
+        task = Task(op, case, variant, policy_of(launch))
+        tried = stores[op.name].of_task(task)
+        stored = cached(task, options.configs)
         if stored is None:
             if not any(line.startswith(f"{launch.label}:") for line in skipped):
                 skipped.append(
@@ -258,7 +259,7 @@ def _timing(bench: IsolatedBench, op: Op, policies: Mapping[Case, str]) -> Timin
 
     def samples(case: Case, configs: Sequence[Any]) -> Sequence[Samples | None] | None:
         try:
-            bench.open(op, case, tuned_variant(op), policies[case])
+            bench.open(Task(op, case, tuned_variant(op), policies[case]))
             return bench.samples(configs)
         except ChildCrashedError:
             return None

@@ -70,14 +70,14 @@ def driver(op: str, variant: str, case: str, config: str) -> None:
     import torch
 
     known = o.load_ops()
-    from kerneltune.plan import Options
+    from kerneltune.search.trials import Task
     from kerneltune.tuning.cached import config_for
 
     chosen = known[op].variant(variant)
     values = json.loads(case)
     pairs = {name: tuple((key, value) for key, value in values[name]) for name in ("axes", "options")}
     shape = Case(values["name"], pairs["axes"], values["dtype"], values["quant"], pairs["options"])
-    knobs = _config(known[op], variant, "config", config) or config_for(known[op], shape, chosen, Options())
+    knobs = _config(known[op], variant, "config", config) or config_for(Task(known[op], shape, chosen), None)
     inputs = known[op].inputs(shape, device="cuda")
     chosen.run(inputs, knobs)
     torch.cuda.synchronize()

@@ -45,12 +45,11 @@ def observe(
     """
     from kerneltune import device
     from kerneltune.plan import require_gpu
-    from kerneltune.search.trials import knobs_of
+    from kerneltune.search.trials import Task, knobs_of
     from kerneltune.tuning.fitting import CostTable, untimed
     from kerneltune.tuning.gathering import samples_of, timed
-    from kerneltune.tuning.observing import Asked, targets
     from kerneltune.tuning.observing import observe as run
-    from kerneltune.tuning.task import TuningTask
+    from kerneltune.tuning.observing import targets
     from kerneltune.tuning.transfer import config_of, donors_of, rivals
 
     known = o.load_ops()
@@ -76,7 +75,7 @@ def observe(
             offered += rivals(op, of, target, donors, most)
             new = [one for one in dict.fromkeys(offered) if one and (target, tuple(knobs_of(one).items())) not in done]
             if new:
-                asked.append(Asked(TuningTask(op, target, of), tuple(new)))
+                asked.append((Task(op, target, of), new))
     with reporter() as progress:
         count = run(asked, options, progress)
     show(f"{count} of {len(asked)} cases timed: {folder / device.current().slug / 'observations'}")

@@ -11,6 +11,7 @@ import numpy as np
 
 from kerneltune.measuring.compiler import CompileJob, CompilePool, PendingCompile, compile_job
 from kerneltune.plan import Options
+from kerneltune.search.trials import Task
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import Interval, Samples, deciles, median_interval, ratio_interval
 from kerneltune.tuning.bench import Measuring
@@ -47,12 +48,12 @@ def disturbance(op: Op, case: Case, variant: Variant, config: Config, options: O
         raise ValueError(f"{where}: one config: expected others, which are compiled while it is timed")
     with empty_caches(), Machines(options) as machines:
         try:
-            machines.bench.open(op, case, variant, options.policy)
+            machines.bench.open(Task(op, case, variant, options.policy))
             trial = machines.bench.trial(config, None)  # compiled before anything is timed
             if trial.time_us is None:
                 raise ValueError(f"{where}: {trial.status}: {trial.detail}")
             idle = _noise([time_twice(machines.bench, config) for _ in range(_REPEATS)])
-            compiling = _Compiling(machines.pool, [compile_job(op, case, other, variant) for other in others])
+            compiling = _Compiling(machines.pool, [compile_job(Task(op, case, variant), other) for other in others])
             busy_samples = []
             for _ in range(_REPEATS):
                 compiling.top_up()

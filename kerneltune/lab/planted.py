@@ -21,9 +21,10 @@ from kerneltune.measuring.compare import (
     timing,
 )
 from kerneltune.measuring.memory import OutOfMemory, affordable
-from kerneltune.measuring.rounds import POLICIES, Contender, Policy
+from kerneltune.measuring.rounds import POLICIES, Contender
 from kerneltune.records import Record
-from kerneltune.spec import Case, Config, Op, Variant
+from kerneltune.search.trials import Task
+from kerneltune.spec import Config
 from kerneltune.stats import Samples
 
 _SPINS = (50_000, 500_000)
@@ -31,31 +32,27 @@ _SPINS = (50_000, 500_000)
 _SAMPLES = 9
 
 
-def measure_planted(
-    family: str, op: Op, case: Case, variant: Variant, config: Config, policy_name: str, delays: Sequence[float]
-) -> dict[float, Record]:
+def measure_planted(family: str, task: Task, config: Config, delays: Sequence[float]) -> dict[float, Record]:
     """Record this process once for every delay, a fraction of the time; 0.0 is the variant as it is.
 
     Empty where the variant cannot run the case or the case cannot be timed.
     """
-    if variant.unsupported(case) is not None or obstacle(op, case, policy_name) is not None:
+    if task.variant.unsupported(task.case) is not None or obstacle(task) is not None:
         return {}
-    samples = affordable(partial(_planted, op, case, variant, config, POLICIES[policy_name], delays))
+    samples = affordable(partial(_planted, task, config, delays))
     if isinstance(samples, OutOfMemory):
         return {}
-    floor, traffic = noise_floor(samples), op.traffic(case).total
+    floor, traffic = noise_floor(samples), task.op.traffic(task.case).total
     records = {}
     for delay in (0.0, *delays):
         times = timing(samples[_name(delay)], traffic, None, floor)
-        records[delay] = make_record(family, op, case, variant, config, policy_name, "passed", "", **times)
+        records[delay] = make_record(family, task, config, "passed", "", **times)
     torch.cuda.empty_cache()
     return records
 
 
-def _planted(
-    op: Op, case: Case, variant: Variant, config: Config, policy: Policy, delays: Sequence[float]
-) -> dict[str, Samples] | OutOfMemory:
-    inputs = input_sets(op, case, policy)
+def _planted(task: Task, config: Config, delays: Sequence[float]) -> dict[str, Samples] | OutOfMemory:
+    variant, policy, inputs = task.variant, POLICIES[task.policy], input_sets(task)
     if isinstance(inputs, OutOfMemory):
         return inputs
     plain = contender(variant, config, inputs, policy)

@@ -179,9 +179,9 @@ def _measure(load_ops: LoadOps, selection: Selection, options: Options, delays: 
     """Measure in the subprocess."""
     family, cases = configured(load_ops(), selection, options)
     found: dict[float, list[Record]] = {delay: [] for delay in (0.0, *delays)}
-    for op, case, pairs in cases:
-        for variant, config in pairs:
-            for delay, record in measure_planted(family, op, case, variant, config, options.policy, delays).items():
+    for runs in cases:
+        for task, config in runs:
+            for delay, record in measure_planted(family, task, config, delays).items():
                 found[delay].append(record)
     return found
 

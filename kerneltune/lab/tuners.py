@@ -14,10 +14,9 @@ from typing import Any
 
 from kerneltune.plan import Options
 from kerneltune.search.loop import Search
-from kerneltune.search.trials import knobs_of
-from kerneltune.spec import Case, Config, Inputs, Op, Variant
+from kerneltune.search.trials import Task, knobs_of
+from kerneltune.spec import Config, Inputs, Op, Variant
 from kerneltune.tuning.candidates import Given, candidates, narrowed
-from kerneltune.tuning.isolated import VariantName
 from kerneltune.tuning.machines import Machines
 from kerneltune.tuning.one_case import tune
 
@@ -37,8 +36,7 @@ class ContestTask:
         limit_s: seconds after which Helion is to stop with its best so far; None for no limit.
     """
 
-    named: VariantName
-    case: Case
+    tuned: Task
     knobs: Given
     search: Search
     options: Options
@@ -53,13 +51,12 @@ class ContestTask:
 
     def narrow(self) -> tuple[Op, Variant]:
         """Return the operator, and its variant with the space of the contest."""
-        op, variant = self.named.load()
-        return op, narrowed(variant, self.knobs)
+        return self.tuned.op, narrowed(self.tuned.variant, self.knobs)
 
     def load(self) -> tuple[Op, Variant, list[Config]]:
         """Return the operator, its variant, and the configs to choose from, the default first."""
         op, variant = self.narrow()
-        return op, variant, candidates(op, self.case, variant, self.options.policy)
+        return op, variant, candidates(replace(self.tuned, variant=variant))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +86,13 @@ def by_kerneltune(task: ContestTask) -> TunerResult:
     """
     options = replace(task.options, configs=task.folder / "configs", results=task.folder / "results")
     with Machines(options) as machines, machines.deciding():
-        op, variant = task.narrow()  # while the pool starts
-        tuner = machines.tuner(op, task.case, variant)
+        _, variant = task.narrow()  # while the pool starts
+        tuner = machines.tuner(replace(task.tuned, variant=variant))
         entry = tune(tuner, task.search, machines.compiling(tuner), options.configs)
         usage = machines.usage_of(tuner)
     wall_s = task.spent_s
     chosen = variant.config_from(entry.config)
-    ranked = [variant.config_from(knobs) for knobs in tuner.store.ranked(op, task.case, variant, options.policy)]
+    ranked = [variant.config_from(knobs) for knobs in tuner.store.ranked(tuner.task)]
     best = tuple(dict.fromkeys([chosen, *ranked]))
     first_s = (tuner.began or task.began) - task.began
     remark = f"first config compiled after {first_s:.1f} s, from there GPU idle for {100 * usage.idle:.0f} %"
@@ -138,7 +135,7 @@ def by_triton(task: ContestTask, do_bench: Callable[..., Any] | None = None, whe
     from triton.runtime.autotuner import Autotuner
 
     op, variant, configs = task.load()
-    launch = _Launch(variant, op.inputs(task.case, device=where, seed=0))
+    launch = _Launch(variant, op.inputs(task.tuned.case, device=where, seed=0))
     offered = [triton.Config({"config": config}) for config in configs]
     tuner = Autotuner(launch, [], offered, [], None, None, do_bench=do_bench)
     tuner.run()
@@ -183,7 +180,7 @@ def by_helion(task: ContestTask, where: str = "cuda") -> TunerResult:
 
         return launch
 
-    inputs = op.inputs(task.case, device=where, seed=0)
+    inputs = op.inputs(task.tuned.case, device=where, seed=0)
     tensors = [value for value in inputs.values() if hasattr(value, "dtype")]
     spaces = {name: dict.fromkeys([default[name], *(getattr(config, name) for config in configs)]) for name in default}
     tunables = {name: EnumFragment(tuple(offer)) for name, offer in spaces.items()}

@@ -28,14 +28,14 @@ from kerneltune.measuring.memory import release_memory
 from kerneltune.plan import Options, Progress, require_gpu, results_folder
 from kerneltune.processes import in_fresh_processes, start_server
 from kerneltune.search.loop import Search
-from kerneltune.search.trials import knobs_of
+from kerneltune.search.trials import Task, knobs_of
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import Interval, median_interval, ratio_interval
 from kerneltune.sweep import results_root
 from kerneltune.tuning import IMPORTED
 from kerneltune.tuning.bench import SCREEN_SAMPLES, Measuring
 from kerneltune.tuning.candidates import Given, checked_space, narrowed
-from kerneltune.tuning.isolated import IsolatedBench, VariantName, split_cores
+from kerneltune.tuning.isolated import IsolatedBench, split_cores
 from kerneltune.tuning.machines import empty_caches
 
 DEFAULT = "default config"
@@ -111,13 +111,14 @@ def contest(
             or written, or no side found a config.
     """
     require_gpu("lab versus")
-    space = checked_space(op, case, narrowed(variant, knobs))
+    tuned = Task(op, case, variant, options.policy)
+    space = checked_space(replace(tuned, variant=narrowed(variant, knobs)))
     if len(space) < 2:
         raise ValueError(f"{op.name} {case.label}: one config: expected a space to search")
-    reason = obstacle(op, case, options.policy)
+    reason = obstacle(tuned)
     if reason is not None:
         raise ValueError(f"{op.name} {case.label}: {reason}")
-    task = ContestTask(VariantName(op.module, op.name, variant.name), case, knobs, search, options, limit_s=limit_s)
+    task = ContestTask(tuned, knobs, search, options, limit_s=limit_s)
     journal = ContestJournal(_journal(op.name, case, variant.name, options), _depends_on(op, task))
     kept = journal.found(variant)
     release_memory()
@@ -174,13 +175,13 @@ def _journal(op: str, case: Case, variant: str, options: Options) -> Path:
 
 def _depends_on(op: Op, task: ContestTask) -> dict[str, Any]:
     """Everything that what a side finds is of."""
-    case, options, here = task.case, task.options, device.current()
+    case, options, here = task.tuned.case, task.options, device.current()
     return {
-        "op": op.name, "variant": task.named.variant, "case": case.name, "axes": dict(case.axes), "dtype": case.dtype,
+        "op": op.name, "variant": task.tuned.variant.name, "case": case.name, "axes": dict(case.axes), "dtype": case.dtype,
         "quant": case.quant, "options": dict(case.options), "policy": options.policy, "knobs": task.knobs,
         "search": asdict(task.search), "workers": options.workers,
         "cores": len(os.sched_getaffinity(0)), "device": here.name, "driver": here.driver,
-        "source_hash": op.variant(task.named.variant).source_hash,
+        "source_hash": op.variant(task.tuned.variant.name).source_hash,
         "commit": commit(), "helion": helion_version(), **device.versions(),
     }  # fmt: skip
 
@@ -196,7 +197,7 @@ def judge_configs(
     if make is None:
         _compile(op, case, variant, configs)
     with IsolatedBench(cores=measuring) if make is None else IsolatedBench(make) as bench:
-        bench.open(op, case, variant, policy)
+        bench.open(Task(op, case, variant, policy))
         trials = {config: bench.trial(config, None, SCREEN_SAMPLES) for config in configs}
         wrong = {config: f"{trial.status}: {trial.detail}" for config, trial in trials.items() if trial.time_us is None}
         correct = [config for config in configs if config not in wrong]
@@ -216,7 +217,7 @@ def _compile(op: Op, case: Case, variant: Variant, configs: Sequence[Config]) ->
     target = TARGETS.get(device.current().arch)
     if target is not None:
         with CompilePool(target) as pool:
-            list(pool.compile([compile_job(op, case, config, variant) for config in configs]))
+            list(pool.compile([compile_job(Task(op, case, variant), config) for config in configs]))
 
 
 def _line(

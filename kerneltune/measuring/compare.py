@@ -7,7 +7,6 @@ import functools
 import os
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -22,51 +21,32 @@ from kerneltune.measuring.check import CaseError, Checker, broken_context
 from kerneltune.measuring.memory import OutOfMemory, affordable, host_free_bytes
 from kerneltune.measuring.rounds import POLICIES, Contender, Policy, interleave, rotation, throttled
 from kerneltune.records import Record, Status, rounded
-from kerneltune.search.trials import knobs_of
+from kerneltune.search.trials import Task, knobs_of
 from kerneltune.spec import Case, Config, Inputs, Op, Variant
 from kerneltune.stats import Samples, deciles, median_interval, ratio_interval
 
 Untimed = tuple[str, str]
 """Status and reason of a record without a time."""
+Run = tuple[Task, Config]
+"""A variant on a case, and the config that it runs with."""
+Compared = tuple[dict[str, Samples], dict[str, Untimed]]
+"""The rounds (rounds,) of each variant that was timed, by name; why the others were not."""
 
 SELF = "A/A"
-_CEILING = "ceiling"
-CEILING_OP = "stream"
+CEILING = "ceiling"
+_CEILING_OP = "stream"
 _TIMING = ("time_us", "gbps", "ceiling_gbps", "pct_ceiling", "ci_low_us", "ci_high_us", "n", "aa_floor", "p10_us", "p90_us")
 _BYTES_PER_TRAFFIC_BYTE = 8
 """Memory for inputs, outputs, the fp32 reference and its comparison, per byte of traffic."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ceiling:
-    """The streaming operator that a case is held against, and its config for a case of that operator."""
-
-    op: Op
-    variant: Variant
-    config: Config
-    case: Case
-
-
-def ceiling_case(op: Op, case: Case) -> Case:
-    """Return the case of the streaming operator that moves as many bytes."""
+def ceiling_task(ops: Mapping[str, Op], op: Op, case: Case, policy: str) -> Task | None:
+    """Return the streaming operator on as many bytes as a case moves; None where `ops` lacks that operator."""
+    if (stream := ops.get(_CEILING_OP)) is None:
+        return None
     traffic = op.traffic(case)
-    return Case(f"{traffic.read}+{traffic.write}", (("read", traffic.read), ("write", traffic.write)), "int32")
-
-
-class BrokenContextError(ValueError):
-    """A launch after which nothing can run on the GPU in this process.
-
-    Attributes:
-        variant: whose launch it was; empty where that is not known.
-        reason: what was raised.
-    """
-
-    def __init__(self, variant: str, reason: str) -> None:
-        super().__init__(variant, reason)
-        self.variant, self.reason = variant, reason
-
-    def __str__(self) -> str:
-        return f"{self.variant or 'a launch'}: {self.reason}: nothing more can run on the GPU in this process"
+    moved = Case(f"{traffic.read}+{traffic.write}", (("read", traffic.read), ("write", traffic.write)), "int32")
+    return Task(stream, moved, stream.variants[0], policy)
 
 
 def memory_obstacle(op: Op, case: Case) -> str | None:
@@ -76,159 +56,129 @@ def memory_obstacle(op: Op, case: Case) -> str | None:
     return f"needs {needed:,} bytes, {free:,} are free" if needed > free else None
 
 
-def obstacle(op: Op, case: Case, policy: str) -> str | None:
-    """Return None if the case can be timed under a policy; else that it does not fit the GPU, or that no call would be cold."""
+def obstacle(task: Task) -> str | None:
+    """Return None if the task can be timed; else that its case does not fit the GPU, or that no call would be cold."""
     try:
-        _sets(op, case, POLICIES[policy])
+        _sets(task)
     except ValueError as error:
         return str(error)
-    return memory_obstacle(op, case)
+    return memory_obstacle(task.op, task.case)
 
 
-def check_only(
-    family: str,
-    op: Op,
-    case: Case,
-    variants: Sequence[tuple[Variant, Config]],
-    check_in_child: Callable[[Variant, Config], Untimed] | None = None,
-) -> list[Record]:
-    """Make records without times: `checked`, `failed` or `skipped`.
+def check_only(family: str, runs: Sequence[Run], check: Callable[[Task, Config], Untimed] | None = None) -> list[Record]:
+    """Make records of one case without times: `checked`, `failed` or `skipped`.
 
     Args:
-        check_in_child: checks a variant on the GPU in a subprocess; without it variants are checked on the CPU, in this process.
+        check: checks a variant on the GPU in a subprocess; without it variants are checked on the CPU, in this process.
     """
-    checker = None
+    checker: Checker | None = None
     records = []
-    for variant, config in variants:
-        reason = variant.unsupported(case) or memory_obstacle(op, case)
+    for task, config in runs:
+        reason = task.variant.unsupported(task.case) or memory_obstacle(task.op, task.case)
         if reason is not None:
-            records.append(make_record(family, op, case, variant, config, "cold", "skipped", reason))
-            continue
-        if check_in_child is not None:
-            outcome = check_in_child(variant, config)
+            outcome = "skipped", reason
+        elif check is not None:
+            outcome = check(task, config)
         else:
             try:
-                checker = checker or Checker(op, case, "cpu")
-                errors = checker.errors(variant, config)
+                checker = checker or Checker(task.op, task.case, "cpu")
+                errors = checker.errors(task.variant, config)
             except CaseError as error:
                 errors = [str(error)]
-            outcome = ("failed" if errors else "checked", "; ".join(errors))
-        records.append(make_record(family, op, case, variant, config, "cold", *outcome))
+            outcome = "failed" if errors else "checked", "; ".join(errors)
+        records.append(make_record(family, task, config, *outcome))
     return records
 
 
-def compare(
-    family: str,
-    op: Op,
-    case: Case,
-    variants: Sequence[tuple[Variant, Config]],
-    policy: str,
-    ceiling: Ceiling | None,
-    lost: Mapping[str, str] = MappingProxyType({}),
-) -> list[Record]:
-    """Check every variant, time those that are correct in one interleaved run, one Record each.
+def time_runs(
+    runs: Sequence[Run],
+    ceiling: Run | None,
+    untimed: Mapping[str, Untimed] = MappingProxyType({}),
+    on_variant: Callable[[str], None] = lambda _name: None,
+) -> Compared:
+    """Check every variant of a case, and time those that are correct in one interleaved run.
 
-    The first correct variant is timed twice: what it shows against itself is the noise floor of all rows of the case. A variant
-    that runs out of memory is skipped, and so is a ceiling; all are where it is what they share that does not fit.
+    The first correct variant is timed twice, the second time as `SELF`. A variant that runs out of memory is skipped, and so is a
+    ceiling; all are where it is what they share that does not fit.
 
     Args:
-        variants: one alone may be there twice; its second record is of its second time.
-        lost: variants that failed elsewhere and are not launched here, and why.
+        runs: of one case; a variant that is there twice is timed as if it were there once.
+        ceiling: the streaming operator that moves as many bytes, timed as `CEILING`.
+        untimed: variants that failed elsewhere and are not launched here, and why.
+        on_variant: told the name of a variant, or of the ceiling, before it is launched alone, and "" before all are timed.
 
     Raises:
-        ContextLostError: a launch took the process's context with the GPU along.
+        RuntimeError: a launch took the process's context with the GPU along.
     """
-    outcomes: dict[str, Untimed] = {name: ("failed", reason) for name, reason in lost.items()}
-    once = list({variant.name: (variant, config) for variant, config in variants}.values())
+    found, left = dict(untimed), {task.variant.name: (task, config) for task, config in runs if task.variant.name not in untimed}
     samples: dict[str, Samples] = {}
-    shared = _check(op, case, once, policy, outcomes)
+    shared = _check(runs[0][0], left, found, on_variant)
     if shared is None:
         torch.cuda.empty_cache()
-        samples = _time(op, case, [(v, c) for v, c in once if v.name not in outcomes], policy, ceiling, outcomes)
+        contenders = _contenders({name: run for name, run in left.items() if name not in found}, found, on_variant)
+        if contenders:
+            timed = _sample(contenders, ceiling, on_variant)
+            if isinstance(timed, OutOfMemory):
+                shared = "skipped", timed.reason
+            else:
+                samples = timed
         torch.cuda.empty_cache()
-    floor = noise_floor(samples)
-    ceiling_gbps = _ceiling_gbps(samples, ceiling)
-    records: list[Record] = []
-    for variant, config in variants:
-        outcome = outcomes.get(variant.name, shared)
-        if outcome is not None:
-            records.append(make_record(family, op, case, variant, config, policy, *outcome))
-        else:
-            again = any(record.variant == variant.name for record in records)
-            times = timing(samples[SELF if again else variant.name], op.traffic(case).total, ceiling_gbps, floor)
-            records.append(make_record(family, op, case, variant, config, policy, "passed", "", **times))
-    return records
+    if shared is not None:
+        found = dict.fromkeys(left, shared) | found
+    return samples, found
 
 
-def _check(
-    op: Op, case: Case, variants: Sequence[tuple[Variant, Config]], policy: str, outcomes: dict[str, Untimed]
-) -> Untimed | None:
-    """Check the variants that have no outcome; `outcomes` gains those that cannot be timed. Return what keeps all from it."""
-    reason = obstacle(op, case, policy)
+def _check(task: Task, runs: Mapping[str, Run], untimed: dict[str, Untimed], on_variant: Callable[[str], None]) -> Untimed | None:
+    """Check variants of a task's case; `untimed` gains those that cannot be timed. Return what keeps all from it."""
+    reason = obstacle(task)
     if reason is not None:
         return "skipped", reason
     try:
-        checker = affordable(lambda: Checker(op, case, "cuda"))
+        checker = affordable(lambda: Checker(task.op, task.case, "cuda"))
     except CaseError as error:
         return "failed", str(error)
     if isinstance(checker, OutOfMemory):
         return "skipped", checker.reason
-    for variant, config in variants:
-        if variant.name not in outcomes and (outcome := _check_variant(checker, case, variant, config)) is not None:
-            outcomes[variant.name] = outcome
+    for name, (variant_task, config) in runs.items():
+        unsupported = variant_task.variant.unsupported(task.case)
+        if unsupported is not None:
+            untimed[name] = "skipped", unsupported
+            continue
+        on_variant(name)
+        errors = affordable(partial(checker.errors, variant_task.variant, config))
+        if isinstance(errors, OutOfMemory):
+            untimed[name] = "skipped", errors.reason
+        elif errors:
+            untimed[name] = "failed", "; ".join(errors)
+            _require_context(untimed[name][1])
     return None
 
 
-def _check_variant(checker: Checker, case: Case, variant: Variant, config: Config) -> Untimed | None:
-    """Return None for a correct variant, else why it is not timed."""
-    unsupported = variant.unsupported(case)
-    if unsupported is not None:
-        return "skipped", unsupported
-    errors = affordable(partial(checker.errors, variant, config))
-    if not errors:
-        return None
-    outcome = ("skipped", errors.reason) if isinstance(errors, OutOfMemory) else ("failed", "; ".join(errors))
-    _require_context(variant.name, outcome[1])
-    return outcome
-
-
-def _require_context(variant: str, reason: str) -> None:
-    """Raise ContextLostError where the reason is one for all that follows."""
+def _require_context(reason: str) -> None:
+    """Raise RuntimeError where the reason is one for all that follows."""
     if broken_context():
-        raise BrokenContextError(variant, reason)
+        raise RuntimeError(reason)
 
 
-def _time(
-    op: Op,
-    case: Case,
-    variants: Sequence[tuple[Variant, Config]],
-    policy_name: str,
-    ceiling: Ceiling | None,
-    outcomes: dict[str, Untimed],
-) -> dict[str, Samples]:
-    """Sample the variants that can be timed; `outcomes` gains the others."""
-    if not variants:
-        return {}
-    policy = POLICIES[policy_name]
-    inputs = input_sets(op, case, policy)
-    if isinstance(inputs, OutOfMemory):
-        outcomes |= {variant.name: ("skipped", inputs.reason) for variant, _ in variants}
-        return {}
+def _contenders(runs: Mapping[str, Run], untimed: dict[str, Untimed], on_variant: Callable[[str], None]) -> dict[str, Contender]:
+    """Capture variants of one case, the first of them twice; `untimed` gains those that cannot be timed."""
     contenders: dict[str, Contender] = {}
-    for variant, config in variants:
-        names = (variant.name,) if contenders else (variant.name, SELF)
-        made = _capture(names, variant, config, inputs, policy)
+    if not runs:
+        return contenders
+    task = next(iter(runs.values()))[0]
+    inputs = input_sets(task)
+    if isinstance(inputs, OutOfMemory):
+        untimed |= dict.fromkeys(runs, ("skipped", inputs.reason))
+        return contenders
+    for name, (variant_task, config) in runs.items():
+        on_variant(name)
+        names = (name,) if contenders else (name, SELF)
+        made = _capture(names, variant_task.variant, config, inputs, POLICIES[task.policy])
         if isinstance(made, dict):
             contenders |= made
         else:
-            outcomes[variant.name] = made
-    if not contenders:
-        return {}
-    samples = _sample(contenders, ceiling, policy)
-    if isinstance(samples, OutOfMemory):
-        outcomes |= {variant.name: ("skipped", samples.reason) for variant, _ in variants if variant.name in contenders}
-        return {}
-    return samples
+            untimed[name] = made
+    return contenders
 
 
 def _capture(
@@ -238,31 +188,28 @@ def _capture(
     try:
         made = affordable(lambda: {name: contender(variant, config, inputs, policy) for name in names})
     except Exception as error:  # what another package raises under capture is a result, not our failure
-        outcome = "failed", f"cannot be timed: {first_line(error)}"
-    else:
-        if not isinstance(made, OutOfMemory):
-            return made
-        outcome = "skipped", made.reason
-    _require_context(variant.name, outcome[1])
-    return outcome
+        reason = f"cannot be timed: {first_line(error)}"
+        _require_context(reason)
+        return "failed", reason
+    return ("skipped", made.reason) if isinstance(made, OutOfMemory) else made
 
 
-def _sample(contenders: dict[str, Contender], ceiling: Ceiling | None, policy: Policy) -> dict[str, Samples] | OutOfMemory:
+def _sample(
+    contenders: dict[str, Contender], ceiling: Run | None, on_variant: Callable[[str], None]
+) -> dict[str, Samples] | OutOfMemory:
     """Time the contenders, and beside them the ceiling where its inputs fit the memory."""
-    try:
-        if ceiling is not None:
-            beside = affordable(partial(_ceiling_contender, ceiling, policy))
-            if not isinstance(beside, OutOfMemory):
-                contenders[_CEILING] = beside
-        return affordable(partial(time_contenders, contenders))
-    except RuntimeError as error:
-        _require_context("", f"cannot be timed: {first_line(error)}")
-        raise
+    if ceiling is not None:
+        on_variant(CEILING)
+        beside = affordable(partial(_ceiling_contender, *ceiling))
+        if not isinstance(beside, OutOfMemory):
+            contenders[CEILING] = beside
+    on_variant("")
+    return affordable(partial(time_contenders, contenders))
 
 
-def _ceiling_contender(ceiling: Ceiling, policy: Policy) -> Contender | OutOfMemory:
-    inputs = input_sets(ceiling.op, ceiling.case, policy)
-    return inputs if isinstance(inputs, OutOfMemory) else contender(ceiling.variant, ceiling.config, inputs, policy)
+def _ceiling_contender(task: Task, config: Config) -> Contender | OutOfMemory:
+    inputs = input_sets(task)
+    return inputs if isinstance(inputs, OutOfMemory) else contender(task.variant, config, inputs, POLICIES[task.policy])
 
 
 def time_contenders(contenders: Mapping[str, Contender]) -> dict[str, Samples]:
@@ -270,17 +217,18 @@ def time_contenders(contenders: Mapping[str, Contender]) -> dict[str, Samples]:
     return interleave(contenders, throttled=throttled, seed=os.getpid())
 
 
-def input_sets(op: Op, case: Case, policy: Policy) -> list[Inputs] | OutOfMemory:
+def input_sets(task: Task) -> list[Inputs] | OutOfMemory:
     """Make as many input sets as make every call find the L2 as the policy says, if there is the memory for them."""
     try:
-        count = _sets(op, case, policy)
+        count = _sets(task)
     except ValueError as error:
         return OutOfMemory(str(error))
-    return affordable(lambda: [op.inputs(case, device="cuda", seed=i) for i in range(count)])
+    return affordable(lambda: [task.op.inputs(task.case, device="cuda", seed=i) for i in range(count)])
 
 
-def _sets(op: Op, case: Case, policy: Policy) -> int:
-    return rotation(policy, op.traffic(case).total, device.current().l2_bytes, gpu_free_bytes())
+def _sets(task: Task) -> int:
+    bytes_of_set = task.op.traffic(task.case).total
+    return rotation(POLICIES[task.policy], bytes_of_set, device.current().l2_bytes, gpu_free_bytes())
 
 
 def contender(
@@ -290,6 +238,29 @@ def contender(
     return Contender(lambda i: variant.run(inputs[i], config), len(inputs), policy, after=after)
 
 
+def compared_records(family: str, runs: Sequence[Run], ceiling: Run | None, compared: Compared) -> list[Record]:
+    """Make one record for each run of a case.
+
+    What the first correct variant shows against itself is the noise floor of all rows of the case. The second record of a variant
+    is of its second time.
+    """
+    samples, untimed = compared
+    floor, records, seen = noise_floor(samples), [], set[str]()
+    ceiling_gbps = None
+    if ceiling is not None and CEILING in samples:
+        ceiling_gbps = ceiling[0].op.traffic(ceiling[0].case).total / median_interval(samples[CEILING]).median / 1e3
+    for task, config in runs:
+        name = task.variant.name
+        if name in untimed:
+            records.append(make_record(family, task, config, *untimed[name]))
+        else:
+            taken = samples[SELF if name in seen else name]
+            times = timing(taken, task.op.traffic(task.case).total, ceiling_gbps, floor)
+            records.append(make_record(family, task, config, "passed", "", **times))
+        seen.add(name)
+    return records
+
+
 def noise_floor(samples: dict[str, Samples]) -> float | None:
     """Return how far from 1 the interval of a variant against itself reaches."""
     if SELF not in samples:
@@ -297,12 +268,6 @@ def noise_floor(samples: dict[str, Samples]) -> float | None:
     first = next(iter(samples.values()))
     interval = ratio_interval(first, samples[SELF])
     return max(abs(interval.low - 1), abs(interval.high - 1))
-
-
-def _ceiling_gbps(samples: dict[str, Samples], ceiling: Ceiling | None) -> float | None:
-    if ceiling is None or _CEILING not in samples:
-        return None
-    return ceiling.op.traffic(ceiling.case).total / median_interval(samples[_CEILING]).median / 1e3
 
 
 def timing(samples: Samples, traffic_bytes: int, ceiling_gbps: float | None, floor: float | None) -> dict[str, Any]:
@@ -329,19 +294,17 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else rounded(value)
 
 
-def make_record(
-    family: str, op: Op, case: Case, variant: Variant, config: Config, policy: str, status: str, reason: str, **times: Any
-) -> Record:
+def make_record(family: str, task: Task, config: Config, status: str, reason: str, **times: Any) -> Record:
     """Make a record of this device and source; `times` are the fields of `timing`."""
     fields: dict[str, Any] = dict.fromkeys(_TIMING) | times | device.versions()
-    here = device.current()
+    op, case, variant, here = task.op, task.case, task.variant, device.current()
     return Record(
         op=op.name,
         variant=variant.name,
         case=case.name,
         dtype=case.dtype,
         quant=case.quant,
-        policy=policy,
+        policy=task.policy,
         status=cast(Status, status),
         config=config_values(config),
         device=here.name,

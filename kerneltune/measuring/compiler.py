@@ -20,7 +20,8 @@ from pebble import ProcessExpired, ProcessPool
 from kerneltune.errors import first_line
 from kerneltune.measuring.assembly import Fact, Kernel
 from kerneltune.processes import fast_context, in_environment
-from kerneltune.spec import Case, Config, Op, Variant
+from kerneltune.search.trials import Task
+from kerneltune.spec import Config
 
 if TYPE_CHECKING:
     from kerneltune.measuring.inspected import Inspecting
@@ -60,9 +61,9 @@ class CompileJob:
     config: Any
 
 
-def compile_job(op: Op, case: Case, config: Config, variant: Variant) -> CompileJob:
-    """Make the job that compiles a config of a variant."""
-    return CompileJob(partial(op.inputs, case), variant.run, config)
+def compile_job(task: Task, config: Config) -> CompileJob:
+    """Make the job that compiles a config of a task."""
+    return CompileJob(partial(task.op.inputs, task.case), task.variant.run, config)
 
 
 @dataclass(frozen=True, slots=True)

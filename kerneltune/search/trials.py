@@ -4,17 +4,18 @@ Measures nothing and decides nothing. Optuna, whose journal holds the evaluation
 """
 
 import fcntl
+import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from kerneltune.errors import first_line
-from kerneltune.spec import MOST, Case, Config, Op, Option, Variant
+from kerneltune.spec import MOST, Case, Config, Op, Variant
 
 SUFFIX = ".log"
 TRANSIENT = frozenset(("memory", "lost"))
@@ -52,6 +53,78 @@ class Evaluation:
     commit: str = field(default="", compare=False)
 
 
+class Place(NamedTuple):
+    """A task by name. The name of its case is no part of it."""
+
+    op: str
+    variant: str
+    case: Case
+    policy: str
+
+    def differs_in_sizes(self, other: "Place") -> bool:
+        """Return whether another place differs in its sizes, and in nothing but sizes and policy."""
+        same_sizes = replace(other.case, axes=self.case.axes)
+        return self[:2] == other[:2] and self.case == same_sizes and self.case != other.case
+
+
+KnownTrial = tuple[Place, Knobs, Evaluation]
+"""An evaluation and what it is of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """An operator's variant on a case under a policy: what is searched, checked, timed and stored.
+
+    Pickled by name: another process imports the operator, and does not see the space that the variant was given here.
+    """
+
+    op: Op
+    case: Case
+    variant: Variant
+    policy: str = "cold"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how another process finds the task again."""
+        return _named_task, (self.op.module, self.op.name, self.variant.name, self.case, self.policy)
+
+    @property
+    def place(self) -> Place:
+        """Return the task by name, as a key."""
+        return Place(self.op.name, self.variant.name, self.case, self.policy)
+
+    @property
+    def label(self) -> str:
+        """Name the task on one line."""
+        return f"{self.op.name} {self.variant.name} {self.case.name} {self.case.dtype} {self.case.quant}"
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Return the task as JSON."""
+        op, case = self.op, self.case
+        names = {"op": op.name, "variant": self.variant.name, "case": case.name, "axes": dict(case.axes)}
+        return {**names, "dtype": case.dtype, "quant": case.quant, "options": dict(case.options), "policy": self.policy}
+
+    @property
+    def default(self) -> Config:
+        """Return the default config of the variant for the case."""
+        return self.variant.default_config(self.case)
+
+
+def _named_task(module: str, op_name: str, variant: str, case: Case, policy: str) -> Task:
+    """Find a task by name: the operator in `OP` or `OPS` of its module or of a package that holds the module.
+
+    Raises:
+        ValueError: neither `OP` nor `OPS` of the module, or of a package that holds it, is or has the operator.
+    """
+    parts = module.split(".")
+    for length in range(len(parts), 0, -1):
+        found = importlib.import_module(".".join(parts[:length]))
+        for op in (*getattr(found, "OPS", ()), getattr(found, "OP", None)):
+            if op is not None and op.name == op_name:
+                return Task(op, case, op.variant(variant), policy)
+    raise ValueError(f"no operator {op_name} in OP or OPS of {module} or of a package that holds it")
+
+
 Searches = list[tuple[Case, dict[Knobs, Evaluation]]]
 """Cases, each with its stored evaluations."""
 
@@ -79,42 +152,15 @@ class _TrialRow(msgspec.Struct):
     case: str = ""
 
     @property
-    def place(self) -> "_Place":
-        return _Place(
-            self.op, self.variant, tuple(self.axes.items()), self.dtype, self.quant, tuple(self.options.items()), self.policy
-        )
+    def place(self) -> Place:
+        case = Case(self.case, tuple(self.axes.items()), self.dtype, self.quant, tuple(self.options.items()))
+        return Place(self.op, self.variant, case, self.policy)
 
     @property
     def evaluation(self) -> Evaluation:
         return Evaluation(
             self.status, self.time_us, self.detail, self.resources, self.spill_bytes, self.shared_bytes, self.date, self.commit
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A case of a variant under a policy."""
-
-    op: str
-    variant: str
-    axes: Sizes
-    dtype: str
-    quant: str
-    options: tuple[tuple[str, Option], ...]
-    policy: str
-
-    @classmethod
-    def of(cls, op: Op, case: Case, variant: Variant, policy: str) -> "_Place":
-        return cls(op.name, variant.name, case.axes, case.dtype, case.quant, case.options, policy)
-
-    def differs_in_sizes(self, other: "_Place") -> bool:
-        """Return whether another place differs in its sizes, and in nothing but sizes and policy."""
-        kinds = [(one.op, one.variant, one.dtype, one.quant, one.options) for one in (self, other)]
-        return kinds[0] == kinds[1] and self.axes != other.axes
-
-
-KnownTrial = tuple[_Place, Knobs, Evaluation]
-"""An evaluation and what it is of."""
 
 
 class TrialStore:
@@ -139,8 +185,8 @@ class TrialStore:
         """
         self._commit, self._fingerprint = commit, fingerprint
         self.on_put: Callable[[Config, Evaluation], None] = lambda _config, _evaluation: None
-        self._found: dict[_Place, dict[Knobs, Evaluation]] = {}
-        self._choices: dict[_Place, dict[str, dict[Any, None]]] = {}
+        self._found: dict[Place, dict[Knobs, Evaluation]] = {}
+        self._choices: dict[Place, dict[str, dict[Any, None]]] = {}
         self._lock = Lock()
         migrate(path)
         self._journal = _journal(path)
@@ -148,50 +194,48 @@ class TrialStore:
             if row.fingerprint == fingerprint:
                 self._found.setdefault(row.place, {})[tuple(row.config.items())] = row.evaluation
 
-    def get(self, op: Op, case: Case, variant: Variant, policy: str, config: Config) -> Evaluation | None:
+    def get(self, task: Task, config: Config) -> Evaluation | None:
         """Return the stored evaluation of a config, if there is one under the same fingerprint."""
-        return self._found.get(_Place.of(op, case, variant, policy), {}).get(_items(config))
+        return self._found.get(task.place, {}).get(_items(config))
 
-    def put(self, op: Op, case: Case, variant: Variant, policy: str, config: Config, evaluation: Evaluation) -> None:
+    def put(self, task: Task, config: Config, evaluation: Evaluation) -> None:
         """Store an evaluation; it is on disk when this returns.
 
         Raises:
             ValueError: the file cannot be written.
         """
-        date, place = evaluation.date or datetime.now(UTC).isoformat(timespec="seconds"), _Place.of(op, case, variant, policy)
-        stored = Evaluation(**{**asdict(evaluation), "date": date, "commit": evaluation.commit or self._commit})
-        row = {**self._about(place, case), "config": dict(_items(config)), **asdict(stored)}
+        date = evaluation.date or datetime.now(UTC).isoformat(timespec="seconds")
+        stored = replace(evaluation, date=date, commit=evaluation.commit or self._commit)
+        row = {**self._about(task), "config": dict(_items(config)), **asdict(stored)}
         with self._lock:
-            self._journal.add(row, self._offered(place, case, variant, config))
-            self._found.setdefault(place, {})[_items(config)] = stored
+            self._journal.add(row, self._offered(task, config))
+            self._found.setdefault(task.place, {})[_items(config)] = stored
         self.on_put(config, stored)
 
-    def begin(self, op: Op, case: Case, variant: Variant, policy: str) -> None:
-        """Create the study of a case, so that its first evaluation is stored as fast as the others.
+    def begin(self, task: Task) -> None:
+        """Create the study of a task, so that its first evaluation is stored as fast as the others.
 
         Raises:
             ValueError: the file cannot be written.
         """
-        place = _Place.of(op, case, variant, policy)
         with self._lock:
-            offered = self._offered(place, case, variant, variant.default_config(case))
-            self._journal.begin(self._about(place, case), offered)
+            self._journal.begin(self._about(task), self._offered(task, task.default))
 
-    def _about(self, place: _Place, case: Case) -> dict[str, Any]:
-        about = {"axes": dict(case.axes), "options": dict(case.options), "case": case.name}
-        return {**asdict(place), **about, "fingerprint": self._fingerprint}
+    def _about(self, task: Task) -> dict[str, Any]:
+        return {**task.identity, "fingerprint": self._fingerprint}
 
-    def _offered(self, place: _Place, case: Case, variant: Variant, config: Config) -> dict[str, list[Any]]:
-        """Return the values of every knob that the study of a case offers: those of the space and of configs beside it."""
-        if place not in self._choices:
-            space = [(name, value) for name, values in variant.space(case).items() for value in values]
-            beside = [pair for knobs in self._found.get(place, ()) for pair in knobs]
-            self._choices[place] = {}
+    def _offered(self, task: Task, config: Config) -> dict[str, list[Any]]:
+        """Return the values of every knob that the study of a task offers: those of the space and of configs beside it."""
+        choices = self._choices.get(task.place)
+        if choices is None:
+            space = [(name, value) for name, values in task.variant.space(task.case).items() for value in values]
+            beside = [pair for knobs in self._found.get(task.place, ()) for pair in knobs]
+            choices = self._choices[task.place] = {}
             for name, value in (*space, *beside):
-                self._choices[place].setdefault(name, {})[value] = None
+                choices.setdefault(name, {})[value] = None
         for name, value in _items(config):
-            self._choices[place].setdefault(name, {})[value] = None
-        return {name: sorted(values, key=_order) for name, values in self._choices[place].items()}
+            choices.setdefault(name, {})[value] = None
+        return {name: sorted(values, key=_order) for name, values in choices.items()}
 
     def know(self, known: Iterable[KnownTrial]) -> None:
         """Have evaluations found that another store holds; the file stays as it is."""
@@ -205,30 +249,29 @@ class TrialStore:
             for place, found in self._found.items():
                 self._found[place] = {knobs: one for knobs, one in found.items() if one.status not in TRANSIENT}
 
-    def of_case(self, op: Op, case: Case, variant: Variant, policy: str) -> dict[Knobs, Evaluation]:
-        """Return everything stored of a case, in the order of the first evaluation."""
+    def of_task(self, task: Task) -> dict[Knobs, Evaluation]:
+        """Return everything stored of a task, in the order of the first evaluation."""
         with self._lock:
-            return dict(self._found.get(_Place.of(op, case, variant, policy), {}))
+            return dict(self._found.get(task.place, {}))
 
-    def of_other_sizes(self, op: Op, case: Case, variant: Variant) -> list[tuple[Sizes, dict[str, Any], Evaluation]]:
-        """Return sizes, knobs and evaluation of everything stored of cases that differ in their sizes only, oldest first."""
-        here = _Place.of(op, case, variant, "")
-        return [(place.axes, dict(knobs), one) for place, knobs, one in self._all() if here.differs_in_sizes(place)]
+    def of_other_sizes(self, task: Task) -> list[KnownTrial]:
+        """Return everything stored of tasks that differ in their sizes, and perhaps in their policy, oldest first."""
+        return [known for known in self._all() if task.place.differs_in_sizes(known[0])]
 
-    def told(self, op: Op, case: Case, variant: Variant, others: int) -> list[KnownTrial]:
-        """Return what a search of a case looks at: all of its sizes, and the newest `others` that differ in their sizes only."""
-        here, found = _Place.of(op, case, variant, ""), self._all()
-        elsewhere = [known for known in found if here.differs_in_sizes(known[0])]
-        return [known for known in found if known[0].axes == case.axes] + elsewhere[max(0, len(elsewhere) - others) :]
+    def told(self, task: Task, others: int) -> list[KnownTrial]:
+        """Return what a search looks at: all of the task's sizes, and the newest `others` that differ in their sizes only."""
+        elsewhere = self.of_other_sizes(task)
+        here = [known for known in self._all() if known[0].case.axes == task.case.axes]
+        return here + elsewhere[max(0, len(elsewhere) - others) :]
 
     def _all(self) -> list[KnownTrial]:
         with self._lock:
             found = [(place, knobs, one) for place, of_place in self._found.items() for knobs, one in of_place.items()]
         return sorted(found, key=lambda known: known[2].date)
 
-    def ranked(self, op: Op, case: Case, variant: Variant, policy: str) -> list[dict[str, Any]]:
-        """Return the configs of a case that have a time, as knob values, fastest first."""
-        timed = [(one.time_us, knobs) for knobs, one in self.of_case(op, case, variant, policy).items() if one.time_us]
+    def ranked(self, task: Task) -> list[dict[str, Any]]:
+        """Return the configs of a task that have a time, as knob values, fastest first."""
+        timed = [(one.time_us, knobs) for knobs, one in self.of_task(task).items() if one.time_us]
         return [dict(knobs) for _, knobs in sorted(timed)]
 
     def __len__(self) -> int:
@@ -279,7 +322,7 @@ def searches_below(
             key, path = (op.name, variant.name), store_path(folder, op.name)
             if key not in stores:
                 stores[key] = TrialStore(path, **latest_fingerprint(path, variant.name))
-            stored = stores[key].of_case(op, case, variant, policy)
+            stored = stores[key].of_task(Task(op, case, variant, policy))
             if any(one.time_us is not None for one in stored.values()):
                 found.setdefault(f"{op.name} {variant.name} {case.quant}", []).append((case, stored))
     return found

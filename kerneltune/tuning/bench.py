@@ -1,9 +1,9 @@
-"""Where configs of one variant on one case are checked and timed, in this process.
+"""Where configs are checked, timed and compared, in this process.
 
 Decides nothing and stores nothing. May import torch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol
@@ -11,14 +11,14 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from kerneltune import device
 from kerneltune.errors import first_line
-from kerneltune.measuring.check import Checker
+from kerneltune.measuring.check import CaseError, Checker
+from kerneltune.measuring.compare import Compared, Run, Untimed, input_sets, time_runs
 from kerneltune.measuring.compiler import know_triton
 from kerneltune.measuring.memory import OutOfMemory, affordable, out_of_memory_reason
-from kerneltune.measuring.rounds import POLICIES, Contender, interleave, rotation
-from kerneltune.search.trials import Evaluation
-from kerneltune.spec import Case, Config, Op, Variant
+from kerneltune.measuring.rounds import POLICIES, Contender, interleave
+from kerneltune.search.trials import Evaluation, Task
+from kerneltune.spec import Config
 from kerneltune.stats import Samples
 
 TRIED_WHOLE = 20
@@ -30,13 +30,13 @@ _REJECTED_AT = 1.3
 
 
 class Measuring(Protocol):
-    """A bench."""
+    """A bench that a search measures on."""
 
-    def open(self, op: Op, case: Case, variant: Variant, policy: str) -> None:
-        """Make ready for the configs of a variant on a case."""
+    def open(self, task: Task) -> None:
+        """Make ready for the configs of a task."""
 
     def prepare(self) -> None:
-        """Do now what `open` has put off until the first config."""
+        """Make inputs and reference now, which are else made for the first config."""
 
     def trial(self, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Evaluation:
         """Check a config and time it roughly; one far slower than best_us, where that is given, gets one sample."""
@@ -49,38 +49,75 @@ class Measuring(Protocol):
 
 
 class GpuBench:
-    """A bench on the GPU of this process."""
+    """A bench on the GPU of this process.
+
+    Attributes:
+        on_variant: told the name of each variant before `compare` launches it, and an empty name before all are launched.
+    """
 
     def __init__(self) -> None:
-        """Begin with what every case needs, a context on the GPU and Triton's driver; `open` waits for it."""
+        """Begin with what every case needs, a context on the GPU and Triton's driver; the first launch waits for it."""
+        self.on_variant: Callable[[str], None] = lambda _name: None
+        self._task: Task | None = None
         self._checker: Checker | None = None
         self._inputs: list[Any] = []
         beside = ThreadPoolExecutor(1)
         self._launchable = beside.submit(open_driver)
         beside.shutdown(wait=False)
 
-    def open(self, op: Op, case: Case, variant: Variant, policy: str) -> None:
-        """Make inputs and reference."""
-        self._variant, self._policy = variant, POLICIES[policy]
-        self._checker = Checker(op, case, "cuda")
-        free, _ = torch.cuda.mem_get_info()
-        sets = rotation(self._policy, op.traffic(case).total, device.current().l2_bytes, free)
-        self._inputs = [op.inputs(case, device="cuda", seed=i) for i in range(sets)]
-        self._launchable.result()
+    @property
+    def task(self) -> Task:
+        """Return the task that is open."""
+        assert self._task is not None
+        return self._task
+
+    def open(self, task: Task) -> None:
+        """Remember the task; what was made of its case stays."""
+        before, self._task = self._task, task
+        if before is None or (before.op.name, before.case) != (task.op.name, task.case):
+            self._checker = None
+        if before is None or before.place != task.place:
+            self._inputs = []
 
     def prepare(self) -> None:
-        """Do nothing: nothing is put off."""
+        """Make inputs and reference.
+
+        Raises:
+            MemoryError: the sets of inputs do not fit the memory, or no call would be cold.
+        """
+        self._reference()
+        if not self._inputs:
+            made = input_sets(self.task)
+            if isinstance(made, OutOfMemory):
+                raise MemoryError(made.reason)
+            self._inputs = made
+
+    def _reference(self) -> Checker:
+        self._launchable.result()
+        if self._checker is None:
+            self._checker = Checker(self.task.op, self.task.case, "cuda")
+        return self._checker
+
+    def check(self, config: Config) -> Evaluation:
+        """Return `ok`, `wrong`, `failed` without inputs or reference, or `memory`; no time."""
+        try:
+            errors = affordable(lambda: self._reference().errors(self.task.variant, config))
+        except CaseError as error:
+            return Evaluation("failed", detail=str(error))
+        if isinstance(errors, OutOfMemory):
+            return Evaluation("memory", detail=errors.reason)
+        return Evaluation("wrong", detail="; ".join(errors)) if errors else Evaluation("ok")
 
     def trial(self, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Evaluation:
         """Return the median of the samples, or one sample of a config that is far behind."""
-        tried = affordable(lambda: self._tried(config, best_us, samples))
-        return Evaluation("memory", detail=tried.reason) if isinstance(tried, OutOfMemory) else tried
+        self.prepare()
+        checked = self.check(config)
+        if checked.status != "ok":
+            return checked
+        timed = affordable(lambda: self._timed(config, best_us, samples))
+        return Evaluation("memory", detail=timed.reason) if isinstance(timed, OutOfMemory) else timed
 
-    def _tried(self, config: Config, best_us: float | None, samples: int) -> Evaluation:
-        assert self._checker is not None
-        errors = self._checker.errors(self._variant, config)
-        if errors:
-            return Evaluation("wrong", detail="; ".join(errors))
+    def _timed(self, config: Config, best_us: float | None, samples: int) -> Evaluation:
         try:
             contender = self._contender(config, _SCREEN_US)
             times = [contender.sample_us()]
@@ -94,6 +131,7 @@ class GpuBench:
 
     def samples(self, configs: Sequence[Config]) -> list[Samples | None]:
         """Run rounds until the ratios to the first are known well."""
+        self.prepare()
         contenders = {"0": self._contender(configs[0])}  # the others are held against it: without it there is no answer
         for i, config in enumerate(configs[1:], start=1):
             beside = affordable(partial(self._contender, config))
@@ -102,13 +140,20 @@ class GpuBench:
         samples = interleave(contenders, min_rounds=15, max_rounds=40)
         return [samples.get(str(i)) for i in range(len(configs))]
 
+    def compare(self, runs: Sequence[Run], ceiling: Run | None, untimed: Mapping[str, Untimed]) -> Compared:
+        """Check and time variants of a case, see `measuring.compare.time_runs`."""
+        self.close()
+        self._launchable.result()
+        return time_runs(runs, ceiling, untimed, self.on_variant)
+
     def close(self) -> None:
         """Free the tensors."""
-        self._checker, self._inputs = None, []
+        self._task, self._checker, self._inputs = None, None, []
         torch.cuda.empty_cache()
 
     def _contender(self, config: Config, sample_us: float = 800.0) -> Contender:
-        return Contender(lambda i: self._variant.run(self._inputs[i], config), len(self._inputs), self._policy, sample_us)
+        run, inputs = self.task.variant.run, self._inputs
+        return Contender(lambda i: run(inputs[i], config), len(inputs), POLICIES[self.task.policy], sample_us)
 
 
 def open_driver() -> None:
@@ -118,37 +163,3 @@ def open_driver() -> None:
     torch.cuda.synchronize()
     driver.active.get_current_device()
     know_triton()
-
-
-class CheckBench:
-    """A bench that checks and times nothing. What a case needs is kept until the next case."""
-
-    def __init__(self) -> None:
-        self._of: tuple[str, Case] | None = None
-        self._checker: Checker | OutOfMemory | None = None
-
-    def open(self, op: Op, case: Case, variant: Variant, policy: str) -> None:
-        """Make inputs and reference, if the case is another."""
-        self._variant = variant
-        if self._of != (op.name, case):
-            self._of = self._checker = None
-            self._checker, self._of = affordable(lambda: Checker(op, case, "cuda")), (op.name, case)
-
-    def prepare(self) -> None:
-        """Do nothing: nothing is put off."""
-
-    def trial(self, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Evaluation:
-        """`ok`, `wrong` or `memory`."""
-        checker = self._checker
-        assert checker is not None
-        errors = checker if isinstance(checker, OutOfMemory) else affordable(lambda: checker.errors(self._variant, config))
-        if isinstance(errors, OutOfMemory):
-            return Evaluation("memory", detail=errors.reason)
-        return Evaluation("wrong", detail="; ".join(errors)) if errors else Evaluation("ok")
-
-    def samples(self, configs: Sequence[Config]) -> list[Samples]:
-        """Raise: a bench that checks has no times to give."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Keep all for the next variant of the case."""

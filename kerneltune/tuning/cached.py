@@ -10,22 +10,22 @@ from typing import Any
 
 from kerneltune import cache, device
 from kerneltune.measuring.compare import commit
-from kerneltune.plan import Options
-from kerneltune.spec import Case, Config, Op, Variant
+from kerneltune.search.trials import Task
+from kerneltune.spec import Config, Variant
 
 
-def fitting(
-    op: Op, case: Case, variant: Variant, policy: str, root: Path | None, *, device_slug: str = "", nearest: bool = True
-) -> Iterator[tuple[cache.Hit, Config]]:
-    """Return the cached configs that are valid for a case, in the cache's order.
+def fitting(task: Task, root: Path | None, *, device_slug: str = "", nearest: bool = True) -> Iterator[tuple[cache.Hit, Config]]:
+    """Return the cached configs that are valid for a task, in the cache's order.
 
     Args:
+        task: whose configs are wanted.
         root: the configs folder, None for the usual one.
         device_slug: whose configs, this GPU's if not given.
         nearest: also configs of other sizes and options than the case's own.
     """
+    op, case, variant = task.op, task.case, task.variant
     free_axes, free_options = (op.free_axes, op.free_options) if nearest else ((), ())
-    where = (case.axes, case.dtype, case.quant, case.options, policy, free_axes, root, free_options, op.bands)
+    where = (case.axes, case.dtype, case.quant, case.options, task.policy, free_axes, root, free_options, op.bands)
     for hit in cache.candidates(op.name, variant.name, device_slug or device.current().slug, *where):
         try:
             config = variant.config_from(hit.entry.config)
@@ -36,24 +36,20 @@ def fitting(
             yield hit, config
 
 
-def cached(
-    op: Op, case: Case, variant: Variant, policy: str, root: Path | None, device_slug: str = ""
-) -> tuple[cache.CacheEntry, Config] | None:
-    """Return the entry that was stored for exactly this case, and its config, if that still fits."""
-    hits = fitting(op, case, variant, policy, root, device_slug=device_slug, nearest=False)
+def cached(task: Task, root: Path | None, device_slug: str = "") -> tuple[cache.CacheEntry, Config] | None:
+    """Return the entry that was stored for exactly this task, and its config, if that still fits."""
+    hits = fitting(task, root, device_slug=device_slug, nearest=False)
     return next(((hit.entry, config) for hit, config in hits if hit.exact), None)
 
 
-def config_for(op: Op, case: Case, variant: Variant, options: Options) -> Config:
-    """Return what a call without `config=` runs a variant with, by the same look-up; None without knobs."""
-    if variant.config is None:
-        return None
-    return looked_up(op, case, variant, options.policy, options.configs).config
+def config_for(task: Task, root: Path | None) -> Config:
+    """Return what a call without `config=` runs a task with, by the same look-up; None for a variant without knobs."""
+    return looked_up(task, root).config if task.variant.config is not None else None
 
 
-def looked_up(op: Op, case: Case, variant: Variant, policy: str, root: Path | None) -> cache.Choice:
+def looked_up(task: Task, root: Path | None) -> cache.Choice:
     """Return what the look-up of a call without `config=` finds for a variant with knobs, and from where."""
-    return cache.Chooser.of(op, variant, policy, root).find(op.called(case))
+    return cache.Chooser.of(task.op, task.variant, task.policy, root).find(task.op.called(task.case))
 
 
 def present(variant: Variant) -> dict[str, str]:

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kerneltune.errors import unknown
-from kerneltune.search.trials import Sizes, TrialStore, knobs_of
-from kerneltune.spec import Case, Config, Op, Space, Variant
+from kerneltune.search.trials import Sizes, Task, TrialStore, knobs_of
+from kerneltune.spec import Case, Config, Space, Variant
 from kerneltune.tuning.cached import fitting
 
 REFUSED = frozenset(("compile", "spills", "occupancy"))
@@ -34,13 +33,13 @@ TOLD = 2000
 """Refusals of other sizes that are asked, the newest: more take longer than they are worth."""
 
 
-def neighbour_dtype(op: Op, case: Case) -> Case | None:
-    """Return the same case in the other 16-bit type, whose ranking this one may start from."""
-    other = {"bfloat16": "float16", "float16": "bfloat16"}.get(case.dtype)
-    return Case(case.name, case.axes, other, case.quant, case.options) if other in op.dtypes and other else None
+def neighbour_dtype(task: Task) -> Task | None:
+    """Return the same task in the other 16-bit type, whose ranking this one may start from."""
+    other = {"bfloat16": "float16", "float16": "bfloat16"}.get(task.case.dtype, "")
+    return replace(task, case=replace(task.case, dtype=other)) if other in task.op.dtypes else None
 
 
-def candidates(op: Op, case: Case, variant: Variant, policy: str, store: TrialStore | None = None) -> list[Config]:
+def candidates(task: Task, store: TrialStore | None = None) -> list[Config]:
     """Default first, then the space; only the neighbour's best where the other 16-bit type was searched before.
 
     store: of what was searched before; without it all of the space is a candidate.
@@ -48,33 +47,32 @@ def candidates(op: Op, case: Case, variant: Variant, policy: str, store: TrialSt
     Raises:
         ValueError: the space has no valid config for the case, or says what makes no sense.
     """
-    space = checked_space(op, case, variant)
-    neighbour = neighbour_dtype(op, case)
+    space = checked_space(task)
+    neighbour = neighbour_dtype(task)
     if store is not None and neighbour is not None:
-        ranked = store.ranked(op, neighbour, variant, policy)
-        if len(ranked) > max(_TRANSFERRED, len(store.ranked(op, case, variant, policy))):
-            space = [config for values in ranked[:_TRANSFERRED] if (config := variant.config_from(values)) in set(space)]
-    default = variant.default_config(case)
-    return [default, *(config for config in space if config != default)]
+        ranked = store.ranked(neighbour)
+        if len(ranked) > max(_TRANSFERRED, len(store.ranked(task))):
+            offered = set(space)
+            space = [config for values in ranked[:_TRANSFERRED] if (config := task.variant.config_from(values)) in offered]
+    return [task.default, *(config for config in space if config != task.default)]
 
 
-def starting_points(op: Op, case: Case, variant: Variant, policy: str, pool: Sequence[Config], root: Path | None) -> list[Config]:
+def starting_points(task: Task, pool: Sequence[Config], root: Path | None) -> list[Config]:
     """Return the default, what is promising, then what the cache holds for this case and the nearest: sizes, options, type."""
-    near = fitting(op, case, variant, policy, root)
-    nearest = [config for _, config in sorted(near, key=lambda found: found[0].distance)[:_NEIGHBOURS]]
+    nearest = [config for _, config in sorted(fitting(task, root), key=lambda found: found[0].distance)[:_NEIGHBOURS]]
     offered = set(pool)
-    found = [config for config in (*variant.promising(case), *nearest) if config in offered]
+    found = [config for config in (*task.variant.promising(task.case), *nearest) if config in offered]
     return list(dict.fromkeys([pool[0], *found]))
 
 
-def feasibility_of(op: Op, case: Case, variant: Variant, store: TrialStore, pool: Sequence[Config]) -> dict[Config, float] | None:
+def feasibility_of(task: Task, store: TrialStore, pool: Sequence[Config]) -> dict[Config, float] | None:
     """Return the probability that each config compiles for good, by what is stored of other sizes; None where nothing is."""
     told = [
-        (axes, knobs, evaluation.status in REFUSED)
-        for axes, knobs, evaluation in store.of_other_sizes(op, case, variant)[-TOLD:]
-        if list(knobs) == list(knobs_of(pool[0]))
+        (place.case.axes, dict(knobs), evaluation.status in REFUSED)
+        for place, knobs, evaluation in store.of_other_sizes(task)[-TOLD:]
+        if list(dict(knobs)) == list(knobs_of(pool[0]))
     ]
-    found = probabilities(case.axes, [knobs_of(config) for config in pool], told)
+    found = probabilities(task.case.axes, [knobs_of(config) for config in pool], told)
     return None if found is None else dict(zip(pool, map(float, found), strict=True))
 
 
@@ -167,24 +165,25 @@ def _typed(name: str, text: str, kind: Any) -> Any:
         raise ValueError(f"knob: {name}: {text!r}: expected {getattr(kind, '__name__', kind)}") from None
 
 
-def takes(op: Op, case: Case, variant: Variant) -> bool:
-    """Return whether a variant takes a case.
+def takes(task: Task) -> bool:
+    """Return whether the variant takes the case.
 
     Raises:
         ValueError: `unsupported` raises.
     """
-    with _in_one_line(op, case, variant):
-        return variant.unsupported(case) is None
+    with _in_one_line(task):
+        return task.variant.unsupported(task.case) is None
 
 
-def checked_space(op: Op, case: Case, variant: Variant) -> list[Config]:
+def checked_space(task: Task) -> list[Config]:
     """Return the valid configs of a space, each once.
 
     Raises:
         ValueError: no config is valid (names the most frequent reason), a knob has no value or the same one twice, knobs and
             config class disagree, or `space`, `valid`, `default` or `promising` raises.
     """
-    with _in_one_line(op, case, variant):
+    case, variant = task.case, task.variant
+    with _in_one_line(task):
         knobs = variant.space(case)
         for knob, offered in knobs.items():
             if not offered:
@@ -192,10 +191,10 @@ def checked_space(op: Op, case: Case, variant: Variant) -> list[Config]:
             if len(set(offered)) < len(offered):
                 raise ValueError(f"space: {knob}: {offered!r}: a value twice")
         found = list(variant.configs(case))
-        chosen = [("default", variant.default_config(case)), *(("promising", config) for config in variant.promising(case))]
+        chosen = [("default", task.default), *(("promising", config) for config in variant.promising(case))]
     if not found:
-        raise ValueError(f"{op.name} {variant.name}: no valid config for {case.label}{_why(variant, case)}")
-    with _in_one_line(op, case, variant):
+        raise ValueError(f"{task.op.name} {variant.name}: no valid config for {case.label}{_why(variant, case)}")
+    with _in_one_line(task):
         for name, config in chosen:
             if type(config) is not type(found[0]):
                 raise ValueError(f"{name}: {config!r}: expected a {type(found[0]).__name__}")
@@ -203,22 +202,19 @@ def checked_space(op: Op, case: Case, variant: Variant) -> list[Config]:
 
 
 @contextmanager
-def _in_one_line(op: Op, case: Case, variant: Variant) -> Iterator[None]:
+def _in_one_line(task: Task) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # an operator's own code may fail in any way
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        raise ValueError(f"{op.name} {variant.name}: {case.label}: {kind}{' '.join(str(error).split())}") from error
+        where = f"{task.op.name} {task.variant.name}: {task.case.label}"
+        raise ValueError(f"{where}: {kind}{' '.join(str(error).split())}") from error
 
 
 def _why(variant: Variant, case: Case) -> str:
     """Return the reason that `valid` gives most often."""
-    space = variant.space(case)
-    make = partial(_configured, variant, tuple(space))
-    reasons = Counter(variant.valid(case, make(values)) for values in itertools.product(*space.values()))
-    return f": {reasons.most_common(1)[0][0]} ({reasons.most_common(1)[0][1]} of {reasons.total()} configs)" if reasons else ""
-
-
-def _configured(variant: Variant, knobs: tuple[str, ...], values: tuple[Any, ...]) -> Config:
     assert variant.config is not None
-    return variant.config(**dict(zip(knobs, values, strict=True)))
+    space = variant.space(case)
+    configs = (variant.config(**dict(zip(space, values, strict=True))) for values in itertools.product(*space.values()))
+    reasons = Counter(variant.valid(case, config) for config in configs)
+    return f": {reasons.most_common(1)[0][0]} ({reasons.most_common(1)[0][1]} of {reasons.total()} configs)" if reasons else ""

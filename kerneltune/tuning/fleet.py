@@ -13,12 +13,11 @@ from typing import Protocol
 from kerneltune import cache, device
 from kerneltune.files import replace_bytes
 from kerneltune.plan import Options, Progress
-from kerneltune.search.trials import TrialStore, store_path
+from kerneltune.search.trials import Task, TrialStore, store_path
 from kerneltune.sweep import results_root
 from kerneltune.tuning.candidates import TOLD
-from kerneltune.tuning.isolated import VariantName
 from kerneltune.tuning.machines import Usage
-from kerneltune.tuning.task import TuningResult, TuningTask, tell
+from kerneltune.tuning.stage import TuningResult, tell
 from kerneltune.tuning.worker import Event, Identity, RemoteResult, RemoteTask
 
 ATTEMPTS = 3
@@ -50,8 +49,8 @@ class Fleet:
         self._workers, self._options, self._progress = workers, options, progress
         here = device.current()
         self.identity = Identity.of_this_process() if here.is_gpu else None
-        self.finished: list[tuple[TuningTask, TuningResult]] = []
-        self._works: list[TuningTask] = []
+        self.finished: list[tuple[Task, TuningResult]] = []
+        self._works: list[Task] = []
         self._stores: dict[tuple[str, str], TrialStore] = {}
         self._queue: deque[int] = deque()
         self._reserved: dict[int, int] = {}
@@ -65,7 +64,7 @@ class Fleet:
         self._trials = 0
         self._took_part: set[int] = set()
 
-    def run(self, wanted: Callable[[str], Sequence[TuningTask]]) -> Usage:
+    def run(self, wanted: Callable[[str], Sequence[Task]]) -> Usage:
         """Do all that is wanted on GPUs of one model, given its slug: this process's own, else that of the first worker.
 
         Raises:
@@ -108,14 +107,12 @@ class Fleet:
         self._took_part.add(index)
         self._workers.give(index, self._order_for(self._works[number], following))
 
-    def _order_for(self, work: TuningTask, following: TuningTask | None) -> RemoteTask:
+    def _order_for(self, work: Task, following: Task | None) -> RemoteTask:
         slug, op = self.slug, work.op.name
         config_file = cache.path_of(op, slug, self._options.configs)
         configs = config_file.read_text() if config_file.exists() else ""
-        self._store(work).begin(work.op, work.case, work.variant, self._options.policy)
-        trials = tuple(self._store(work).told(work.op, work.case, work.variant, TOLD))
-        named = _named(work)
-        return RemoteTask(named, work.case, (_named(following), following.case) if following else None, trials, configs)
+        self._store(work).begin(work)
+        return RemoteTask(work, following, tuple(self._store(work).told(work, TOLD)), configs)
 
     @property
     def slug(self) -> str:
@@ -123,7 +120,7 @@ class Fleet:
         assert self.identity is not None
         return self.identity.device.slug
 
-    def _store(self, work: TuningTask) -> TrialStore:
+    def _store(self, work: Task) -> TrialStore:
         key = work.op.name, work.variant.name
         if key not in self._stores:
             assert self.identity is not None
@@ -143,7 +140,7 @@ class Fleet:
             self._began = self._began or time.monotonic()
             work = self._works[self._running[index]]
             if kind == "trial":
-                self._store(work).put(work.op, work.case, work.variant, self._options.policy, *payload)
+                self._store(work).put(work, *payload)
                 self._trials += 1
             else:
                 self._merge(work, payload)
@@ -185,7 +182,7 @@ class Fleet:
             self._workers.start(index)
             self._alive.add(index)
 
-    def _merge(self, work: TuningTask, report: RemoteResult) -> None:
+    def _merge(self, work: Task, report: RemoteResult) -> None:
         """Keep what a worker found: its config in the cache, its space in the results."""
         done = report.done
         if done.entry is not None:
@@ -196,10 +193,6 @@ class Fleet:
             done = replace(done, space=path)
         self._finish(work, done)
 
-    def _finish(self, work: TuningTask, done: TuningResult) -> None:
+    def _finish(self, work: Task, done: TuningResult) -> None:
         self.finished.append((work, done))
         tell(self._progress, work, done)
-
-
-def _named(work: TuningTask) -> VariantName:
-    return VariantName(work.op.module, work.op.name, work.variant.name)

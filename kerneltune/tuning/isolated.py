@@ -1,32 +1,33 @@
-"""A bench in a child process that may be lost: what it is asked, and what becomes of it.
+"""A bench in a child process that may crash: what it is asked, and what becomes of it.
 
-Decides nothing and stores nothing. Imports bench, check, errors, processes, search, spec and stats.
+The one place that launches kernels on a GPU: checks, trials, paired finals and comparisons run in the child. Decides nothing and
+stores nothing.
 """
 
-import importlib
 import multiprocessing
 import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from threading import Lock
 from typing import Any, Protocol
 
 from kerneltune.errors import first_line
 from kerneltune.measuring.check import broken_context
-from kerneltune.measuring.compare import Ceiling, Untimed, compare
-from kerneltune.processes import fast_context, in_environment, in_fresh_processes
+from kerneltune.measuring.compare import CEILING, Compared, Run, Untimed, compared_records
+from kerneltune.processes import fast_context, in_environment
 from kerneltune.records import Record
-from kerneltune.search.trials import Evaluation
-from kerneltune.spec import Case, Config, Op, Variant
+from kerneltune.search.trials import Evaluation, Task
+from kerneltune.spec import Config
 from kerneltune.stats import Samples
 from kerneltune.tuning.bench import SCREEN_SAMPLES, GpuBench, Measuring
 
 TRIAL_TIMEOUT_S = 60.0
 FINAL_TIMEOUT_S = 300.0
+VARIANT_TIMEOUT_S = 900.0
+"""Of each variant in a comparison, which may have to be compiled first."""
 _EXIT_GRACE_S = 5.0
 _ENDED_FROM_OUTSIDE = (-signal.SIGTERM, 255)
 """Exit codes of a child that was sent SIGTERM, as by `timeout` to all processes at once: 255 where its server was, too."""
@@ -39,35 +40,20 @@ class Stoppable(Measuring, Protocol):
         """End what is being measured, at once; nothing is measured after that."""
 
 
-@dataclass(frozen=True, slots=True)
-class VariantName:
-    """An operator's variant by name, as a child finds it again: in `OP` or `OPS` of its module or of a package that holds it."""
-
-    module: str
-    op: str
-    variant: str
-
-    def load(self) -> tuple[Op, Variant]:
-        """Import the operator.
-
-        Raises:
-            ValueError: neither `OP` nor `OPS` of the module, or of a package that holds it, is or has the operator.
-        """
-        parts = self.module.split(".")
-        for length in range(len(parts), 0, -1):
-            module = importlib.import_module(".".join(parts[:length]))
-            for op in (*getattr(module, "OPS", ()), getattr(module, "OP", None)):
-                if op is not None and op.name == self.op:
-                    return op, op.variant(self.variant)
-        raise ValueError(f"no operator {self.op} in OP or OPS of {self.module} or of a package that holds it")
-
-
 class ChildCrashedError(Exception):
-    """The measuring process died, was killed or stopped; says how."""
+    """The measuring process crashed, was killed or stopped; says how.
+
+    Attributes:
+        variant: what `compare` had launched alone; empty where that is not known.
+    """
+
+    def __init__(self, reason: str = "", variant: str = "") -> None:
+        super().__init__(reason)
+        self.variant = variant
 
 
 class ChildStoppedError(ChildCrashedError):
-    """It was ended from here or from outside, whatever it was at."""
+    """The measuring process was ended from here or from outside, whatever it was at."""
 
 
 class IsolatedBench:
@@ -75,7 +61,7 @@ class IsolatedBench:
 
     A config that hangs, faults or takes the process along is a trial of status `lost`; the next one finds a new child with a
     clean context, inputs and reference made anew. Use as a context manager. One thread asks; `stop` and the end of the context
-    may come from another, and what is then being measured has no trial: it raises ChildLostError.
+    may come from another, and what is then being measured has no trial: it raises ChildCrashedError.
 
     Attributes:
         started: children so far.
@@ -88,11 +74,12 @@ class IsolatedBench:
         trial_timeout_s: float = TRIAL_TIMEOUT_S,
     ) -> None:
         """make: the bench, made in the child; an importable function. cores: that the child may run on, None for all."""
-        self._make, self._cores, self.trial_timeout_s = make, cores, trial_timeout_s
+        self._make, self._cores = make, cores
+        self.trial_timeout_s, self.variant_timeout_s = trial_timeout_s, VARIANT_TIMEOUT_S
         self.child: multiprocessing.process.BaseProcess | None = None
         self._pipe: Connection | None = None
-        self._opened: tuple[VariantName, Case, str] | None = None
-        self._ready = False
+        self._task: Task | None = None
+        self._opened: Task | None = None
         self._lock = Lock()
         self.is_asking = False
         self._closed = False
@@ -110,10 +97,9 @@ class IsolatedBench:
         self._closed = True
         self._end_child(asked_here=False)
 
-    def open(self, op: Op, case: Case, variant: Variant, policy: str) -> None:
-        """Remember the case; the child makes its tensors when the first config is tried."""
-        self.close()
-        self._opened = (VariantName(op.module, op.name, variant.name), case, policy)
+    def open(self, task: Task) -> None:
+        """Remember the task; the child makes its tensors when the first config is tried."""
+        self._task = task
 
     def busy_since(self, moment: float) -> float:
         """Return seconds since a moment (time.monotonic) that the children spent on what they were asked for, not on starting."""
@@ -123,34 +109,49 @@ class IsolatedBench:
         """Start a child, which makes ready what does not depend on the case while this process does something else.
 
         Raises:
-            ChildLostError: the bench stopped.
+            ChildCrashedError: the bench stopped.
         """
         if self.child is None:
             self._start()
-            self._ready = False
+
+    def _reach(self) -> None:
+        """Have a child that knows the task."""
+        assert self._task is not None
+        self.begin()
+        if self._opened is not self._task:
+            self._ask("open", FINAL_TIMEOUT_S, self._task)
+            self._opened = self._task
 
     def prepare(self) -> None:
         """Have a child make its tensors.
 
         Raises:
-            ChildLostError: the child was lost, or the bench stopped.
+            ChildCrashedError: the child crashed, or the bench stopped.
         """
-        assert self._opened is not None
-        self.begin()
-        if not self._ready:
-            self._ask("open", FINAL_TIMEOUT_S, *self._opened)
-            self._ready = True
+        self._reach()
+        self._ask("prepare", FINAL_TIMEOUT_S)
+
+    def check(self, config: Config) -> Evaluation:
+        """Ask the bench in the child; the evaluation is `lost` where the child crashes over the config.
+
+        Raises:
+            ChildStoppedError: the bench stopped, or the child was sent SIGTERM.
+        """
+        return self._evaluated("check", self._reach, config)
 
     def trial(self, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Evaluation:
         """Ask the bench in the child; the trial is `lost` where the child crashes over it.
 
         Raises:
-            ChildLostError: the child was lost before it came to the config or sent SIGTERM, or the bench stopped.
+            ChildCrashedError: the child was lost before it came to the config or sent SIGTERM, or the bench stopped.
         """
-        self.prepare()
+        return self._evaluated("trial", self.prepare, config, best_us, samples)
+
+    def _evaluated(self, name: str, begin: Callable[[], None], *arguments: Any) -> Evaluation:
+        begin()
         try:
-            trial: Evaluation = self._ask("trial", self.trial_timeout_s, config, best_us, samples)
-            return trial
+            evaluation: Evaluation = self._ask(name, self.trial_timeout_s, *arguments)
+            return evaluation
         except ChildStoppedError:
             raise
         except ChildCrashedError as error:
@@ -160,19 +161,30 @@ class IsolatedBench:
         """Ask the bench in the child.
 
         Raises:
-            ChildLostError: the child was lost, or the bench stopped.
+            ChildCrashedError: the child was lost, or the bench stopped.
         """
         self.prepare()
         samples: Sequence[Samples | None] = self._ask("samples", FINAL_TIMEOUT_S, configs)
         return samples
 
+    def compare(self, runs: Sequence[Run], ceiling: Run | None, untimed: Mapping[str, Untimed]) -> Compared:
+        """Ask the bench in the child.
+
+        Raises:
+            ChildCrashedError: the child crashed, or the bench stopped.
+        """
+        self.begin()
+        self._opened = None
+        compared: Compared = self._ask("compare", self.variant_timeout_s, runs, ceiling, untimed)
+        return compared
+
     def close(self) -> None:
         """Have the child free its tensors."""
-        if self._ready:
+        if self._opened is not None:
             with suppress(ChildCrashedError):
                 self._ask("close", self.trial_timeout_s)
-            self._ready = False
-        self._opened = None
+            self._opened = None
+        self._task = None
 
     def _start(self) -> None:
         context = fast_context()
@@ -195,23 +207,29 @@ class IsolatedBench:
             self._refuse_if_closed()
             pipe, self.is_asking = self._pipe, True
         assert pipe is not None
+        variant = ""
         try:
             pipe.send((name, arguments))
-            if not pipe.poll(timeout_s):
-                self._end_child()
-                raise ChildCrashedError(f"took longer than {timeout_s:g} s")
-            answer, lost, busy = pipe.recv()
+            while True:
+                if not pipe.poll(timeout_s):
+                    self._end_child()
+                    raise ChildCrashedError(f"took longer than {timeout_s:g} s", variant)
+                said = pipe.recv()
+                if not isinstance(said, str):
+                    break
+                variant = said
         except (EOFError, OSError) as error:
             code = self._end_child()
             self._refuse_if_closed()
             lost_to = ChildStoppedError if code in _ENDED_FROM_OUTSIDE else ChildCrashedError
-            raise lost_to(f"the measuring process died: exit code {code}") from error
+            raise lost_to(f"the measuring process died: exit code {code}", variant) from error
         finally:
             self.is_asking = False
+        answer, lost, busy = said
         self._busy.append(busy)
         if lost:
             self._end_child()
-            raise ChildCrashedError(lost)
+            raise ChildCrashedError(lost, variant)
         return answer
 
     def _end_child(self, asked_here: bool = True) -> int | None:
@@ -221,7 +239,7 @@ class IsolatedBench:
         """
         with self._lock:
             child, pipe, in_use = self.child, self._pipe, self.is_asking and not asked_here
-            self.child, self._pipe, self._ready = None, None, False
+            self.child, self._pipe, self._opened = None, None, None
         if child is None or pipe is None:
             return None
         if not in_use:
@@ -238,20 +256,17 @@ def _serve(pipe: Connection, make: Callable[[], Measuring], cores: frozenset[int
 
     It keeps to its cores once it is open: before that it waits for the GPU's and Triton's drivers, and other cores may as well.
     """
-    bench = make()
+    bench: Any = make()
+    bench.on_variant = pipe.send
     while True:
         try:
             name, arguments = pipe.recv()
         except EOFError:
             return
         began = time.monotonic()
+        if cores and name not in ("open", "prepare"):
+            os.sched_setaffinity(0, cores)
         try:
-            if name == "open":
-                named, case, policy = arguments
-                op, variant = named.load()
-                arguments = (op, case, variant, policy)
-            elif cores:
-                os.sched_setaffinity(0, cores)
             answer, lost = getattr(bench, name)(*arguments), ""
         except Exception as error:  # no memory for the inputs as well: the next config finds a clean process
             answer, lost = None, first_line(error)
@@ -267,54 +282,34 @@ def split_cores() -> tuple[frozenset[int] | None, frozenset[int] | None]:
     return (frozenset(cores[-1:]), frozenset(cores[:-1])) if len(cores) > 1 else (None, None)
 
 
-def check_in_child(bench: Measuring, op: Op, case: Case, variant: Variant, config: Config) -> Untimed:
-    """Say what becomes of a variant under a checking bench, also where the bench's process crashed."""
-    bench.open(op, case, variant, "")
+def check_in_child(bench: IsolatedBench | GpuBench, task: Task, config: Config) -> Untimed:
+    """Return status and reason of a checked config, also where the bench's process crashed."""
+    bench.open(task)
     try:
-        trial = bench.trial(config, None)
+        checked = bench.check(config)
     except ChildCrashedError as error:
         return "failed", f"lost: {error}"
-    if trial.status == "ok":
+    if checked.status == "ok":
         return "checked", ""
-    if trial.status == "memory":
-        return "skipped", trial.detail
-    return "failed", trial.detail if trial.status == "wrong" else f"{trial.status}: {trial.detail}"
+    if checked.status == "memory":
+        return "skipped", checked.detail
+    return "failed", checked.detail if checked.status == "wrong" else f"{checked.status}: {checked.detail}"
 
 
-def compare_in_child(
-    family: str,
-    op: Op,
-    case: Case,
-    variants: Sequence[tuple[Variant, Config]],
-    policy: str,
-    ceiling: Ceiling | None,
-    lost: Mapping[str, str],
-) -> list[Record]:
-    """Compare as measuring.compare does, in a fresh process.
+def compare_in_child(bench: IsolatedBench | GpuBench, family: str, runs: Sequence[Run], ceiling: Run | None) -> list[Record]:
+    """Compare variants of a case, one record each.
 
-    Raises:
-        ContextLostError: a launch took that process's context along.
-        ValueError: the process crashed, or took too long.
+    A variant over which the bench's process crashes or hangs fails, and the others are measured by a new child; all fail where it
+    is not known whose launch it was. A ceiling that crashes costs its column.
     """
-    named = [(_named(op, variant), config) for variant, config in variants]
-    beside = (_named(ceiling.op, ceiling.variant), ceiling.config, ceiling.case) if ceiling is not None else None
-    (rows,) = in_fresh_processes(1, _compare, family, case, named, policy, beside, dict(lost))
-    return rows
-
-
-def _named(op: Op, variant: Variant) -> VariantName:
-    return VariantName(op.module, op.name, variant.name)
-
-
-def _compare(
-    family: str,
-    case: Case,
-    named: Sequence[tuple[VariantName, Config]],
-    policy: str,
-    beside: tuple[VariantName, Config, Case] | None,
-    lost: Mapping[str, str],
-) -> list[Record]:
-    """Compare in the subprocess."""
-    loaded = [(*name.load(), config) for name, config in named]
-    ceiling = Ceiling(*beside[0].load(), beside[1], beside[2]) if beside is not None else None
-    return compare(family, loaded[0][0], case, [(variant, config) for _, variant, config in loaded], policy, ceiling, lost)
+    untimed: dict[str, Untimed] = {}
+    while any(task.variant.name not in untimed for task, _ in runs):
+        try:
+            return compared_records(family, runs, ceiling, bench.compare(runs, ceiling, untimed))
+        except ChildCrashedError as error:
+            if error.variant == CEILING:
+                ceiling = None
+            else:
+                blamed = [error.variant] if error.variant else [task.variant.name for task, _ in runs]
+                untimed = dict.fromkeys(blamed, ("failed", f"lost: {error}")) | untimed
+    return compared_records(family, runs, None, ({}, untimed))

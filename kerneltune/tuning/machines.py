@@ -23,8 +23,8 @@ from kerneltune.measuring.compiler import TARGETS, CompilePool, compile_job
 from kerneltune.plan import Options
 from kerneltune.processes import start_server
 from kerneltune.search.loop import Search
-from kerneltune.search.trials import Evaluation, KnownTrial, TrialStore, store_path
-from kerneltune.spec import Case, Config, Op, Variant
+from kerneltune.search.trials import Evaluation, KnownTrial, Place, Task, TrialStore, store_path
+from kerneltune.spec import Config
 from kerneltune.sweep import results_root
 from kerneltune.tuning import IMPORTED
 from kerneltune.tuning.cached import present
@@ -82,13 +82,6 @@ def empty_caches() -> Iterator[Path]:
                 os.environ["TRITON_CACHE_DIR"] = before
 
 
-_Place = tuple[str, str, Case]
-
-
-def _place(tuner: Tuner) -> _Place:
-    return tuner.op.name, tuner.variant.name, tuner.case
-
-
 class Machines:
     """For as long as a stage lasts. Use as a context manager."""
 
@@ -106,32 +99,31 @@ class Machines:
         self._evaluations = 0
         self._stores: dict[tuple[str, str], TrialStore] = {}
         self._begun: list[Compiling] = []
-        self._ahead: dict[tuple[_Place, Config], Compiling] = {}
+        self._ahead: dict[tuple[Place, Config], Compiling] = {}
         self._later: Iterator[tuple[Tuner, Config]] = iter(())
 
-    def know(self, op: Op, variant: Variant, known: Iterable[KnownTrial] = ()) -> None:
-        """Open the store of a variant; `known` are evaluations that it finds as well. `force` forgets transient failures.
+    def know(self, task: Task, known: Iterable[KnownTrial] = ()) -> None:
+        """Open the store of a task's variant; `known` are evaluations that it finds as well. `force` forgets transient failures.
 
         Raises:
             ValueError: the store cannot be read.
         """
-        store = TrialStore(store_path(self._folder, op.name), commit(), **present(variant))
-        self._stores[op.name, variant.name] = store
+        store = TrialStore(store_path(self._folder, task.op.name), commit(), **present(task.variant))
+        self._stores[task.op.name, task.variant.name] = store
         store.on_put = self._on_trial
         store.know(known)
         if self._options.force:
             store.forget_transient()
 
-    def tuner(self, op: Op, case: Case, variant: Variant, policy: str = "") -> Tuner:
+    def tuner(self, task: Task) -> Tuner:
         """Return a tuner that remembers what was tried before.
 
         Raises:
             ValueError: the store cannot be read.
         """
-        if (op.name, variant.name) not in self._stores:
-            self.know(op, variant)
-        store = self._stores[op.name, variant.name]
-        tuner = Tuner(op, case, variant, policy or self._options.policy, store, self.bench)
+        if (task.op.name, task.variant.name) not in self._stores:
+            self.know(task)
+        tuner = Tuner(task, self._stores[task.op.name, task.variant.name], self.bench)
         tuner.compilers, tuner.meanwhile = self.pool.workers, self.fill
         tuner.whole = self._options.force or bool(self._options.knobs)
         return tuner
@@ -140,12 +132,12 @@ class Machines:
         """Make what compiles a tuner's configs, or hand out the configs whose compiling was begun ahead."""
 
         def begin(config: Config) -> Compiling:
-            return self._ahead.pop((_place(tuner), config), None) or self._begin(tuner, config)
+            return self._ahead.pop((tuner.task.place, config), None) or self._begin(tuner, config)
 
         return begin
 
     def _begin(self, tuner: Tuner, config: Config) -> Compiling:
-        self._begun.append(self.pool.submit(compile_job(tuner.op, tuner.case, config, tuner.variant)))
+        self._begun.append(self.pool.submit(compile_job(tuner.task, config)))
         return self._begun[-1]
 
     def look_ahead(self, later: Sequence[Tuner], search: Search) -> None:
@@ -154,12 +146,12 @@ class Machines:
 
     def look_ahead_at(self, later: Iterable[tuple[Tuner, Config]]) -> None:
         """Say which configs come next, in place of what was said before; `fill` compiles them."""
-        self._later = ((tuner, config) for tuner, config in later if (_place(tuner), config) not in self._ahead)
+        self._later = ((tuner, config) for tuner, config in later if (tuner.task.place, config) not in self._ahead)
 
     def _asked(self, later: Sequence[Tuner], search: Search) -> Iterator[tuple[Tuner, Config]]:
         for tuner in later:
             for config in first_asked(tuner, search, self._options.configs, _AHEAD):
-                if (_place(tuner), config) not in self._ahead:
+                if (tuner.task.place, config) not in self._ahead:
                     yield tuner, config
 
     def fill(self) -> None:
@@ -170,11 +162,11 @@ class Machines:
             if following is None:
                 return
             tuner, config = following
-            self._ahead[_place(tuner), config] = self._begin(tuner, config)
+            self._ahead[tuner.task.place, config] = self._begin(tuner, config)
 
     def forget_ahead(self, tuner: Tuner) -> None:
         """Let go of what was compiled ahead for a case whose search is over."""
-        over = _place(tuner)
+        over = tuner.task.place
         self._ahead = {(place, config): begun for (place, config), begun in self._ahead.items() if place != over}
 
     @contextmanager

@@ -1,8 +1,8 @@
 """Times of rivals on many cases: what a rule is fitted to and judged by. Needs a GPU; decides nothing."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,26 +10,20 @@ from kerneltune import device
 from kerneltune.measuring.compare import obstacle
 from kerneltune.plan import Options, Progress
 from kerneltune.search.observations import Observation, Observed, merged, path_of, read, write
-from kerneltune.search.trials import Evaluation, knobs_of
+from kerneltune.search.trials import Evaluation, Task, knobs_of
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.sweep import results_root
 from kerneltune.tuning.cached import stamp
 from kerneltune.tuning.isolated import ChildCrashedError
 from kerneltune.tuning.machines import Machines
 from kerneltune.tuning.one_case import measure_space
-from kerneltune.tuning.task import TuningTask
 from kerneltune.tuning.transfer import Donor
-from kerneltune.tuning.tuner import Tuner
 
 _CASES_AHEAD = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A case with the configs to time on it."""
-
-    work: TuningTask
-    configs: tuple[Config, ...]
+Asked = tuple[Task, Sequence[Config]]
+"""A case with the configs to time on it."""
 
 
 def targets(op: Op, variant: Variant, donors: Sequence[Donor], bench: Iterable[Case]) -> list[Case]:
@@ -58,15 +52,15 @@ def observe(asked: Sequence[Asked], options: Options, progress: Progress) -> int
     began, done = time.monotonic(), 0
     progress.stage("observe", len(asked))
     with Machines(options) as machines:
-        for name in dict.fromkeys(one.work.op.name for one in asked):
-            of_op = [one for one in asked if one.work.op.name == name]
-            runs = {one.work.variant.name: stamp(one.work.variant) for one in of_op}
-            for number, one in enumerate(of_op):
+        for name in dict.fromkeys(task.op.name for task, _ in asked):
+            of_op = [(task, configs) for task, configs in asked if task.op.name == name]
+            runs = {task.variant.name: stamp(task.variant) for task, _ in of_op}
+            for number, (task, configs) in enumerate(of_op):
                 if options.budget_s is not None and time.monotonic() - began > options.budget_s:
                     break
-                rows = _observed(machines, one, of_op[number + 1 : number + 1 + _CASES_AHEAD], options, progress)
+                rows = _observed(machines, task, configs, of_op[number + 1 : number + 1 + _CASES_AHEAD], progress)
                 if rows:
-                    keep(one.work.op, rows, results_root(options.results), runs)
+                    keep(task.op, rows, results_root(options.results), runs)
                 done += 1
     return done
 
@@ -87,35 +81,28 @@ def keep(op: Op, rows: Sequence[Observation], results: Path, runs: Mapping[str, 
 
 
 def _observed(
-    machines: Machines, one: Asked, following: Sequence[Asked], options: Options, progress: Progress
+    machines: Machines, task: Task, configs: Sequence[Config], following: Sequence[Asked], progress: Progress
 ) -> Sequence[Observation]:
-    work = one.work
-    try:
-        reason = obstacle(work.op, work.case, options.policy)
-        if reason is not None:
-            progress.note(f"not timed: {work.label}: {reason}")
-            return []
-        tuner = machines.tuner(work.op, work.case, work.variant)
-        tuner.measures_spills = True  # a call runs what spills, too
-        machines.look_ahead_at(_ahead(machines, following))
-        with machines.deciding():
-            trials = measure_space(tuner, machines.compiling(tuner), some=one.configs)
-        machines.forget_ahead(tuner)
-    except ChildCrashedError as error:
-        progress.note(f"not timed: {work.label}: {error}")
+    reason = obstacle(task)
+    if reason is not None:
+        progress.note(f"not timed: {task.label}: {reason}")
         return []
-    progress.advance(work.label)
-    return [observation(work.case, work.variant, options.policy, config, trial) for config, trial in trials.items()]
+    tuner = machines.tuner(task)
+    tuner.measures_spills = True  # a call runs what spills, too
+    machines.look_ahead_at((machines.tuner(later), config) for later, wanted in following for config in wanted)
+    try:
+        with machines.deciding():
+            trials = measure_space(tuner, machines.compiling(tuner), some=configs)
+    except ChildCrashedError as error:
+        progress.note(f"not timed: {task.label}: {error}")
+        return []
+    machines.forget_ahead(tuner)
+    progress.advance(task.label)
+    return [observation(task, config, trial) for config, trial in trials.items()]
 
 
-def _ahead(machines: Machines, following: Sequence[Asked]) -> Iterator[tuple[Tuner, Config]]:
-    for one in following:
-        tuner = machines.tuner(one.work.op, one.work.case, one.work.variant)
-        yield from ((tuner, config) for config in one.configs)
-
-
-def observation(case: Case, variant: Variant, policy: str, config: Config, trial: Evaluation) -> Observation:
+def observation(task: Task, config: Config, trial: Evaluation) -> Observation:
     """Return a trial as an observation of the newest run."""
-    knobs = tuple(knobs_of(config).items())
-    fixed = (0, variant.name, case.axes, case.dtype, case.quant, case.options, policy)
+    case, knobs = task.case, tuple(knobs_of(config).items())
+    fixed = (0, task.variant.name, case.axes, case.dtype, case.quant, case.options, task.policy)
     return Observation(*fixed, knobs, trial.status, trial.time_us)

@@ -91,18 +91,19 @@ def tune(
 
     Raises:
         NothingPassedError: there is no config to store.
-        ChildLostError: the measuring process was lost over every finalist, or stopped.
+        ChildCrashedError: the measuring process crashed over every finalist, or stopped.
     """
     begin = partial(_begin, tuner, compiling)
     with tuner:
         pool = _pool(tuner)
-        known, first = _known(tuner, pool), _first(tuner, pool, root)
+        known, first = _known(tuner, pool), starting_points(tuner.task, pool, root)
         if len(known) < len(pool):
             tuner.prepare()
         pace = tuner.compilers, tuner.meanwhile
-        explored = explore(pool, first, search, begin, on_trial, known, *pace, _feasibility(tuner, pool), tuner.ready)
+        feasibility = feasibility_of(tuner.task, tuner.store, pool)
+        explored = explore(pool, first, search, begin, on_trial, known, *pace, feasibility, tuner.ready)
         times = times_of(explored)
-        before = looked_up(tuner.op, tuner.case, tuner.variant, tuner.policy, root)
+        before = looked_up(tuner.task, root)
         if before.config not in times and before.config not in explored:  # the incumbent is judged, whatever the search left out
             begun = begin(before.config)
             if not begun.refused():
@@ -125,7 +126,7 @@ def measure_space(
     Raises:
         ValueError: the space has no valid config for the case, or says what makes no sense.
     """
-    pool = checked_space(tuner.op, tuner.case, tuner.variant) if some is None else list(some)
+    pool = checked_space(tuner.task) if some is None else list(some)
     tuner.samples = 3 * SCREEN_SAMPLES
     known, begin = _known(tuner, pool), partial(_begin, tuner, compiling)
     with tuner:
@@ -144,20 +145,13 @@ def first_asked(tuner: Tuner, search: Search, root: Path | None, count: int) -> 
     pool = _pool(tuner)
     if _known(tuner, pool):
         return []
-    order = opening(pool, _first(tuner, pool, root), search, _feasibility(tuner, pool))
+    feasibility = feasibility_of(tuner.task, tuner.store, pool)
+    order = opening(pool, starting_points(tuner.task, pool, root), search, feasibility)
     return order[: min(count, search.trials or count)]
 
 
 def _pool(tuner: Tuner) -> list[Config]:
-    return candidates(tuner.op, tuner.case, tuner.variant, tuner.policy, None if tuner.whole else tuner.store)
-
-
-def _first(tuner: Tuner, pool: Sequence[Config], root: Path | None) -> list[Config]:
-    return starting_points(tuner.op, tuner.case, tuner.variant, tuner.policy, pool, root)
-
-
-def _feasibility(tuner: Tuner, pool: Sequence[Config]) -> dict[Config, float] | None:
-    return feasibility_of(tuner.op, tuner.case, tuner.variant, tuner.store, pool)
+    return candidates(tuner.task, None if tuner.whole else tuner.store)
 
 
 def _known(tuner: Tuner, pool: Sequence[Config]) -> dict[Config, Evaluation]:
@@ -171,8 +165,7 @@ def _begin(tuner: Tuner, compiling: Callable[[Config], Compiling], config: Confi
 def _decide(
     tuner: Tuner, before: cache.Choice, times: dict[Config, float], explored: Mapping[Config, Evaluation], root: Path | None
 ) -> cache.CacheEntry:
-    op, case, variant = tuner.op, tuner.case, tuner.variant
-    default = variant.default_config(case)
+    op, case, variant, default = tuner.task.op, tuner.task.case, tuner.task.variant, tuner.task.default
     standing = list(dict.fromkeys(config for config in (before.config, default) if config in times))
     ranked = sorted(times, key=lambda config: times[config])
     if not ranked:
@@ -193,7 +186,7 @@ def _decide(
         dtype=case.dtype,
         quant=case.quant,
         options=case.options,
-        policy=tuner.policy,
+        policy=tuner.task.policy,
         config=knobs_of(best),
         evidence=evidence,
     )
@@ -207,7 +200,7 @@ def _run_final(tuner: Tuner, finalists: Sequence[Config], default: Config) -> tu
     What loses that drops out: a challenger beside the incumbent, or the incumbent alone, whom the next then follows.
 
     Raises:
-        ChildLostError: all dropped out, or the bench stopped.
+        ChildCrashedError: all dropped out, or the bench stopped.
     """
     try:
         return tuner.run_final(finalists, default)

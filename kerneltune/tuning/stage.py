@@ -1,20 +1,51 @@
-"""The tuning stage of a sweep: which cases lack a config or have a stale one, and their search on the GPU of this process.
+"""The tuning stage: which cases lack a config or have a stale one, and their search on the GPU of this process.
 
-Decides nothing about configs and prints nothing.
+One task, a variant on a case, is the unit of work wherever it runs: searched, or its whole space measured. Decides nothing about
+configs and prints nothing.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from kerneltune import cache, device, sweep
-from kerneltune.measuring.compare import CEILING_OP, ceiling_case, commit
+from kerneltune.measuring.compare import ceiling_task, commit, obstacle
 from kerneltune.measuring.memory import release_memory
 from kerneltune.plan import Options, Progress, Selection, wanted_variants
-from kerneltune.spec import Case, Op
+from kerneltune.search.loop import Search
+from kerneltune.search.trials import Evaluation, Knobs, Place, Task, knobs_of
+from kerneltune.spec import Config, Op
 from kerneltune.tuning.cached import cached, changed
 from kerneltune.tuning.candidates import checked_space, takes, widened
+from kerneltune.tuning.isolated import ChildCrashedError
 from kerneltune.tuning.machines import Machines, Usage, keep_usage
-from kerneltune.tuning.task import TuningResult, TuningTask, perform, search_of, tell
+from kerneltune.tuning.one_case import NothingPassedError, measure_space, tune
+from kerneltune.tuning.tuner import Tuner
+
+_FROM = {"own": "its own config", "near": "of a near case", "rule": "by the rule", "default": "the default"}
+_CASES_AHEAD = 6
+"""Every other of them is the ceiling of one, which is compiled in no time."""
+
+
+@dataclass(frozen=True, slots=True)
+class TuningResult:
+    """What became of it.
+
+    Attributes:
+        entry: stored in the config cache; None where whole spaces are measured, or nothing passed.
+        space: the file of a measured space.
+        best: what was found, in a few words.
+        skipped: why it cannot be done on this GPU; empty where it can.
+        problem: why nothing was found though it can; empty where all is well.
+        usage: None where the search did not begin.
+    """
+
+    entry: cache.CacheEntry | None = None
+    space: Path | None = None
+    best: str = ""
+    skipped: str = ""
+    problem: str = ""
+    usage: Usage | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +71,7 @@ class TuningSummary:
 class TuningPlan:
     """What is to be searched, and how many configs of the cache are left as they are."""
 
-    works: list[TuningTask]
+    works: list[Task]
     kept: int
 
 
@@ -58,7 +89,7 @@ def tune_entries(
     if not works:
         return TuningSummary(here.slug, [], kept=wanted.kept)
     release_memory()  # the measuring process needs what this one no longer does
-    finished: list[tuple[TuningTask, TuningResult]] = []
+    finished: list[tuple[Task, TuningResult]] = []
     progress.stage("measure spaces" if options.exhaustive else "tune", len(works))
     with Machines(options) as machines:
         for number, work in enumerate(works, start=1):
@@ -70,7 +101,7 @@ def tune_entries(
 
 
 def ended(
-    finished: Sequence[tuple[TuningTask, TuningResult]],
+    finished: Sequence[tuple[Task, TuningResult]],
     whole: Usage,
     device_slug: str,
     kept: int,
@@ -88,10 +119,10 @@ def ended(
 
 
 def _keep_usage(
-    finished: Sequence[tuple[TuningTask, TuningResult]], whole: Usage, device_slug: str, selection: Selection, options: Options
+    finished: Sequence[tuple[Task, TuningResult]], whole: Usage, device_slug: str, selection: Selection, options: Options
 ) -> None:
     """Add a run to the file of runs of a GPU model."""
-    searches = [(work.identity(options.policy), done.usage) for work, done in finished if done.usage is not None]
+    searches = [(work.identity, done.usage) for work, done in finished if done.usage is not None]
     path = sweep.results_root(options.results) / "runs" / "searches" / f"{device_slug}.jsonl"
     keep_usage(path, whole, searches, family=sweep.family_name(selection.family), commit=commit())
 
@@ -131,19 +162,19 @@ def wanted_works(
         chosen = [work for work, state in zip(works, states, strict=True) if state in searched]
         wanted = TuningPlan(chosen, len(works) - len(chosen))
     for work in wanted.works:
-        checked_space(work.op, work.case, widened(work.variant, options.knobs))
+        checked_space(_widened(work, options))
     return wanted
 
 
-def _state(work: TuningTask, options: Options, device_slug: str) -> str:
-    """Return the state of the cache's config for it: `lacking`, `stale` or `fresh`."""
-    found = cached(work.op, work.case, work.variant, options.policy, options.configs, device_slug)
+def _state(task: Task, options: Options, device_slug: str) -> str:
+    """Return the state of the cache's config for a task: `lacking`, `stale` or `fresh`."""
+    found = cached(task, options.configs, device_slug)
     if found is None:
         return "lacking"
-    return "stale" if changed(work.variant, found[0], device_slug == device.current().slug) else "fresh"
+    return "stale" if changed(task.variant, found[0], device_slug == device.current().slug) else "fresh"
 
 
-def _works(ops: Mapping[str, Op], entries: Sequence[sweep.SweepCase], selection: Selection, options: Options) -> list[TuningTask]:
+def _works(ops: Mapping[str, Op], entries: Sequence[sweep.SweepCase], selection: Selection, options: Options) -> list[Task]:
     """Return the ceiling of every case first, then the cases as calls look them up, bf16 before the other types.
 
     No ceilings, and every case as it is, where whole spaces are measured.
@@ -151,15 +182,104 @@ def _works(ops: Mapping[str, Op], entries: Sequence[sweep.SweepCase], selection:
     Raises:
         ValueError: a variant that cannot say whether it takes a case.
     """
-    work: dict[tuple[str, str, Case], TuningTask] = {}
-    ceiling = ops.get(CEILING_OP)
+    found: dict[Place, Task] = {}
     for entry in sorted(entries, key=lambda e: e.case.dtype != "bfloat16"):
         op = ops[entry.op]
         case = entry.case if options.exhaustive else op.called(entry.case)
-        for variant in wanted_variants(op, selection, options):
-            if variant.config is not None and takes(op, case, variant):
-                work[op.name, variant.name, case] = TuningTask(op, case, variant)
-        if ceiling is not None and not options.exhaustive:
-            stream_case = ceiling_case(op, case)
-            work[ceiling.name, ceiling.variants[0].name, stream_case] = TuningTask(ceiling, stream_case, ceiling.variants[0])
-    return list(work.values())
+        tasks = [Task(op, case, variant, options.policy) for variant in wanted_variants(op, selection, options)]
+        ceiling = None if options.exhaustive else ceiling_task(ops, op, case, options.policy)
+        wanted = [task for task in tasks if task.variant.config is not None and takes(task)]
+        found |= {task.place: task for task in (*wanted, *([ceiling] if ceiling is not None else []))}
+    return list(found.values())
+
+
+def search_of(options: Options) -> Search:
+    """Return how much to search.
+
+    Raises:
+        ValueError: it makes no sense.
+    """
+    return Search(options.budget_s, options.trials, options.sampler, until_gain=options.until_gain or None)
+
+
+def perform(machines: Machines, task: Task, following: Sequence[Task], family: str, options: Options) -> TuningResult:
+    """Search a task, or measure its whole space; `following` is what these machines are expected to do next, in this order.
+
+    Raises:
+        ValueError: a space that makes no sense, a store that cannot be read, or a folder that cannot be written.
+    """
+    reason = obstacle(task)
+    if reason is not None:
+        return TuningResult(skipped=f"not tuned: {task.op.name} {task.case.name}: {reason}")
+    tuner = machines.tuner(_widened(task, options))
+    try:
+        with machines.deciding():
+            done = (
+                _measured(machines, tuner, family, options) if options.exhaustive else _tuned(machines, tuner, following, options)
+            )
+    except NothingPassedError as error:
+        done = TuningResult(problem=str(error))
+    except ChildCrashedError as error:
+        done = TuningResult(problem=f"not tuned: {task.label}: {error}")
+    machines.forget_ahead(tuner)
+    return replace(done, usage=machines.usage_of(tuner))
+
+
+def _tuned(machines: Machines, tuner: Tuner, following: Sequence[Task], options: Options) -> TuningResult:
+    search = search_of(options)
+    machines.look_ahead([machines.tuner(_widened(task, options)) for task in following[:_CASES_AHEAD]], search)
+    entry = tune(tuner, search, machines.compiling(tuner), options.configs)
+    gain, before = entry.evidence.get("speedup"), entry.evidence.get("before", "default")
+    return TuningResult(
+        entry, best=f"{entry.config}" + (f" {gain:.2f}x what calls ran with before ({_FROM[before]})" if gain else "")
+    )
+
+
+def _measured(machines: Machines, tuner: Tuner, family: str, options: Options) -> TuningResult:
+    path, best = _export(tuner, measure_space(tuner, machines.compiling(tuner)), family, options)
+    return TuningResult(space=path, best=best)
+
+
+def _widened(task: Task, options: Options) -> Task:
+    """Return a task with the further values that the options give to its knobs."""
+    return replace(task, variant=widened(task.variant, options.knobs))
+
+
+def tell(progress: Progress, task: Task, done: TuningResult) -> None:
+    """Say what became of a task."""
+    if reason := done.skipped or done.problem:
+        progress.note(reason)
+    if done.best:
+        progress.best(f"{done.best}: {done.space}" if done.space else done.best)
+    progress.advance(task.label)
+
+
+def _export(tuner: Tuner, trials: Mapping[Config, Evaluation], family: str, options: Options) -> tuple[Path, str]:
+    """Write the measured space of a case; the file, and what is in it.
+
+    Raises:
+        NothingPassedError: no config has a time.
+    """
+    op, case, variant, here = tuner.task.op, tuner.task.case, tuner.task.variant, device.current()
+    if all(trial.time_us is None for trial in trials.values()):
+        raise NothingPassedError(f"{op.name} {variant.name}: no config has a time for {case.label}")
+    from kerneltune.search import spaces
+
+    stored = tuner.store.of_task(tuner.task)
+    newest = max(stored.values(), key=lambda evaluation: evaluation.date)
+    flags = [f"--knob {name}={','.join(texts)}" for name, texts in options.knobs]
+    parts = ["kerneltune tune", family, "--exhaustive --op", op.name, "--case", case.name, "--dtype", case.dtype]
+    command = [*parts, "--quant", case.quant, "--variant", variant.name, *flags]
+    space = spaces.MeasuredSpace(
+        op=op.name, variant=variant.name, case=case.name, axes=case.axes, dtype=case.dtype, quant=case.quant,
+        options=case.options, policy=tuner.task.policy, default=_knobs(tuner.task.default), device=here.name,
+        driver=here.driver, source_hash=variant.source_hash, commit=newest.commit, date=newest.date, command=" ".join(command),
+        trials={_knobs(config): trials[config] for config in variant.configs(case) if config in trials}, **device.versions(),
+    )  # fmt: skip
+    path = spaces.write(sweep.results_root(options.results) / here.slug / "spaces", space)
+    best = f"{len(space.feasible)} of {len(space.trials)} configs have a time, best {min(space.feasible.values()):.2f} µs"
+    return path, best
+
+
+def _knobs(config: Config) -> Knobs:
+    return tuple(knobs_of(config).items())

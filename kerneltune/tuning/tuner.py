@@ -15,8 +15,8 @@ from typing import Any, Protocol
 from kerneltune import device
 from kerneltune.measuring.compiler import CompileResult
 from kerneltune.measuring.occupancy import LIMITS, resident
-from kerneltune.search.trials import Evaluation, TrialStore
-from kerneltune.spec import Case, Config, Op, Variant
+from kerneltune.search.trials import Evaluation, Task, TrialStore
+from kerneltune.spec import Config
 from kerneltune.stats import Samples, median_interval, ratio_interval
 from kerneltune.tuning.bench import SCREEN_SAMPLES, TRIED_WHOLE
 from kerneltune.tuning.isolated import ChildCrashedError, Stoppable
@@ -38,7 +38,7 @@ class Compiling(Protocol):
 
 
 class Tuner:
-    """Evaluates configs of one variant on one case, each once, on a bench.
+    """Evaluates configs of one task, each once, on a bench.
 
     What needs the bench is done by a thread, one thing after the other, so that the bench does not wait while this process
     decides what to try next. Use as a context manager, which gives the bench back.
@@ -52,10 +52,10 @@ class Tuner:
         meanwhile: called again and again while the bench is waited for.
     """
 
-    def __init__(self, op: Op, case: Case, variant: Variant, policy: str, store: TrialStore, bench: Stoppable) -> None:
-        self.op, self.case, self.variant, self.policy, self.store, self.bench = op, case, variant, policy, store, bench
+    def __init__(self, task: Task, store: TrialStore, bench: Stoppable) -> None:
+        self.task, self.store, self.bench = task, store, bench
         self.resources: dict[Config, int] = {}
-        self.prune = sum(1 for _ in variant.configs(case)) > TRIED_WHOLE
+        self.prune = sum(1 for _ in task.variant.configs(task.case)) > TRIED_WHOLE
         self.samples = SCREEN_SAMPLES
         self.measures_spills = False
         self.began: float | None = None
@@ -70,7 +70,7 @@ class Tuner:
 
     def known(self, config: Config) -> Evaluation | None:
         """Return the stored trial of a config."""
-        trial = self.store.get(self.op, self.case, self.variant, self.policy, config)
+        trial = self.store.get(self.task, config)
         return None if trial is None else self._remember(config, trial)
 
     def evaluate(self, config: Config, compiled: CompileResult, refusal: Evaluation | None) -> Evaluation:
@@ -83,7 +83,7 @@ class Tuner:
                 spill_bytes=compiled.spill_bytes,
                 shared_bytes=max((kernel.shared_bytes for kernel in compiled.kernels), default=0),
             )
-            self.store.put(self.op, self.case, self.variant, self.policy, config, known)
+            self.store.put(self.task, config, known)
             with self._counting:  # what is refused is stored by another thread than what is measured
                 self.evaluations += 1
         return self._remember(config, known)
@@ -101,7 +101,7 @@ class Tuner:
         if compiled.spill_bytes and self.prune and not self.measures_spills:
             return Evaluation("spills", detail=f"{compiled.spill_bytes} bytes per thread")
         wanted, fitting = getattr(config, "ctas", 0), _resident(compiled)
-        if wanted > fitting and self.prune and config != self.variant.default_config(self.case):  # all others are held to that
+        if wanted > fitting and self.prune and config != self.task.default:  # all others are held to that
             return Evaluation("occupancy", detail=f"{fitting} programs fit an SM, not {wanted}")
         return None
 
@@ -188,7 +188,7 @@ class Tuner:
 
     def _open(self) -> None:
         if not self._opened:
-            self.bench.open(self.op, self.case, self.variant, self.policy)
+            self.bench.open(self.task)
             self._opened = True
 
 

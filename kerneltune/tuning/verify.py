@@ -7,21 +7,21 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from kerneltune import cache, device
 from kerneltune.cache import CacheEntry
 from kerneltune.errors import unknown
 from kerneltune.plan import Options, Progress
-from kerneltune.spec import Case, Config, Op, Variant
+from kerneltune.search.trials import Place, Task
+from kerneltune.spec import Case, Config, Op
 from kerneltune.tuning.cached import changed, stamp
 from kerneltune.tuning.isolated import ChildCrashedError
 from kerneltune.tuning.machines import Machines
 from kerneltune.tuning.tuner import Tuner
 
-RunFinal = Callable[[Op, Case, Variant, Sequence[Config]], tuple[int, dict[str, Any]]]
-"""Which of configs is the fastest, the first unless another surely is, and the evidence for it; the last is the default."""
+RunFinal = Callable[[Task, Sequence[Config]], tuple[int, dict[str, Any]]]
+"""Return which config is the fastest, the first unless another surely is, and the evidence; the last is the default."""
 
 _OF_THE_SEARCH = ("trials", "imported", "before")
 """What evidence says of how a config was found, whenever it is timed again."""
@@ -52,8 +52,7 @@ class _Stale:
         reason: what has changed, one line.
     """
 
-    case: Case
-    variant: Variant
+    task: Task
     configs: tuple[Config, ...]
     reason: str
 
@@ -63,15 +62,15 @@ def _without_timing(op: Op, entry: CacheEntry, is_here: bool) -> EntryVerdict | 
     case = Case(entry.case, entry.axes, entry.dtype, entry.quant, entry.options)
     try:
         variant = op.variant(entry.variant)
-        config = variant.config_from(entry.config)
+        task, config = Task(op, case, variant, entry.policy), variant.config_from(entry.config)
         reason = variant.unsupported(case) or variant.valid(case, config)
-        default = variant.default_config(case)
+        configs = tuple(dict.fromkeys([config, task.default]))
     except Exception as error:  # what an operator's own code says of an old entry
         return EntryVerdict(entry, "invalid", " ".join(str(error).split()) or type(error).__name__)
     if reason is not None:
         return EntryVerdict(entry, "invalid", reason)
     stale = changed(variant, entry, is_here)
-    return _Stale(case, variant, tuple(dict.fromkeys([config, default])), stale) if stale else EntryVerdict(entry, "fresh")
+    return _Stale(task, configs, stale) if stale else EntryVerdict(entry, "fresh")
 
 
 def verify(op: Op, entry: CacheEntry, final: RunFinal | None) -> EntryVerdict:
@@ -82,13 +81,13 @@ def verify(op: Op, entry: CacheEntry, final: RunFinal | None) -> EntryVerdict:
     if final is None:
         return EntryVerdict(entry, "stale", found.reason)
     try:
-        best, measured = final(op, found.case, found.variant, found.configs)
+        best, measured = final(found.task, found.configs)
     except ValueError as error:
         return EntryVerdict(entry, "invalid", str(error))
     if best:
         return EntryVerdict(entry, "stale-slower", f"{found.reason}: the default is faster")
     kept = {name: entry.evidence[name] for name in _OF_THE_SEARCH if name in entry.evidence}
-    renewed = replace(entry, evidence={**measured, **kept, **stamp(found.variant)})
+    renewed = replace(entry, evidence={**measured, **kept, **stamp(found.task.variant)})
     return EntryVerdict(entry, "stale-but-good", found.reason, renewed)
 
 
@@ -125,7 +124,7 @@ def verify_cache(
         began = time.monotonic()
         for slug, name, entry in entries:
             in_time = options.budget_s is None or time.monotonic() - began < options.budget_s
-            final = partial(finals.run, entry.policy) if finals is not None and slug == here.slug and in_time else None
+            final = finals.run if finals is not None and slug == here.slug and in_time else None
             verdict = verify(ops[name], entry, final)
             if renew and verdict.renewed is not None:
                 cache.store(name, slug, verdict.renewed, options.configs)
@@ -139,32 +138,30 @@ class _Finals:
 
     def __init__(self, machines: Machines, entries: Sequence[tuple[Op, CacheEntry]]) -> None:
         self._machines = machines
-        self._tuners: dict[tuple[str, str, Case, str], Tuner] = {}
-        self._over: set[tuple[str, str, Case, str]] = set()
+        self._tuners: dict[Place, Tuner] = {}
+        self._over: set[Place] = set()
         machines.look_ahead_at(self._ahead(entries))
 
-    def _tuner(self, op: Op, case: Case, variant: Variant, policy: str) -> Tuner:
-        place = op.name, variant.name, case, policy
-        if place not in self._tuners:
-            self._tuners[place] = self._machines.tuner(op, case, variant, policy)
-        return self._tuners[place]
+    def _tuner(self, task: Task) -> Tuner:
+        if task.place not in self._tuners:
+            self._tuners[task.place] = self._machines.tuner(task)
+        return self._tuners[task.place]
 
     def _ahead(self, entries: Sequence[tuple[Op, CacheEntry]]) -> Iterator[tuple[Tuner, Config]]:
         """Yield what finals will ask for, unless they are over by then."""
         for op, entry in entries:
             found = _without_timing(op, entry, is_here=True)
-            if isinstance(found, _Stale) and (op.name, found.variant.name, found.case, entry.policy) not in self._over:
-                tuner = self._tuner(op, found.case, found.variant, entry.policy)
-                yield from ((tuner, config) for config in found.configs)
+            if isinstance(found, _Stale) and found.task.place not in self._over:
+                yield from ((self._tuner(found.task), config) for config in found.configs)
 
-    def run(self, policy: str, op: Op, case: Case, variant: Variant, configs: Sequence[Config]) -> tuple[int, dict[str, Any]]:
+    def run(self, task: Task, configs: Sequence[Config]) -> tuple[int, dict[str, Any]]:
         """Return which config wins, the first unless another is surely faster, and the evidence; the last is the default.
 
         Raises:
             ValueError: the first is wrong now, or cannot be timed.
         """
-        tuner = self._tuner(op, case, variant, policy)
-        self._over.add((op.name, variant.name, case, policy))
+        tuner = self._tuner(task)
+        self._over.add(task.place)
         try:
             with tuner:
                 begun = [self._machines.compiling(tuner)(config) for config in configs]

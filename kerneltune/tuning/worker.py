@@ -17,11 +17,10 @@ from kerneltune.device import Device
 from kerneltune.files import replace_text
 from kerneltune.measuring.compare import commit
 from kerneltune.plan import Options
-from kerneltune.search.trials import Evaluation, KnownTrial
-from kerneltune.spec import Case, Config, Variant
-from kerneltune.tuning.isolated import VariantName
+from kerneltune.search.trials import Evaluation, KnownTrial, Task
+from kerneltune.spec import Config, Variant
 from kerneltune.tuning.machines import Machines
-from kerneltune.tuning.task import TuningResult, TuningTask, perform
+from kerneltune.tuning.stage import TuningResult, perform
 
 Event = tuple[str, Any]
 """`ready` and an Identity, `trial` and a config with its evaluation, `done` and a RemoteResult, `dead` and why."""
@@ -54,7 +53,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class RemoteTask:
-    """Work by name, and what is known about it.
+    """A task, and what is known about it.
 
     Attributes:
         following: what the worker is expected to do next.
@@ -62,9 +61,8 @@ class RemoteTask:
         configs: the operator's file in the config cache; empty where there is none.
     """
 
-    named: VariantName
-    case: Case
-    following: tuple[VariantName, Case] | None
+    task: Task
+    following: Task | None
     trials: tuple[KnownTrial, ...]
     configs: str
 
@@ -109,22 +107,24 @@ class Worker:
                 self._machines = self._make(self._options, lambda *trial: self._said.put(("trial", trial))).__enter__()
             report = self._perform(self._machines, order)
         except Exception as error:  # no order may end a worker
-            problem = f"not tuned: {order.named.op} {order.case.name}: {type(error).__name__}: {' '.join(str(error).split())}"
+            problem = (
+                f"not tuned: {order.task.op.name} {order.task.case.name}: {type(error).__name__}: {' '.join(str(error).split())}"
+            )
             report = RemoteResult(TuningResult(problem=problem))
         self._said.put(("done", report))
 
     def _perform(self, machines: Machines, order: RemoteTask) -> RemoteResult:
-        work = _work(order.named, order.case)
+        task = order.task
         assert self._options.results is not None and self._options.configs is not None
         slug = device.current().slug
-        machines.know(work.op, work.variant, order.trials)
-        config_file = self._options.configs / slug / f"{work.op.name}.json"
+        machines.know(task, order.trials)
+        config_file = self._options.configs / slug / f"{task.op.name}.json"
         config_file.unlink(missing_ok=True)
         if order.configs:
             replace_text(config_file, order.configs)
         cache.clear()
-        following = [_work(*order.following)] if order.following is not None else []
-        done = perform(machines, work, following, self._family, self._options)
+        following = [order.following] if order.following is not None else []
+        done = perform(machines, task, following, self._family, self._options)
         return RemoteResult(done, done.space.read_bytes() if done.space is not None else b"")
 
     def close(self) -> None:
@@ -142,11 +142,6 @@ class Worker:
 
 MakeWorker = Callable[[str, Options, frozenset[int] | None], Worker]
 """Worker, or an importable function that makes another."""
-
-
-def _work(named: VariantName, case: Case) -> TuningTask:
-    op, variant = named.load()
-    return TuningTask(op, case, variant)
 
 
 def share_of_cores(index: int, count: int) -> frozenset[int] | None:

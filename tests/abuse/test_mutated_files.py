@@ -24,6 +24,7 @@ from kerneltune.adopt import table
 from kerneltune.cli import settings as settings_file
 from kerneltune.inspection import static
 from kerneltune.search import observations, spaces, trials
+from kerneltune.search.trials import Task
 from kerneltune.workloads import model_config
 
 REPO = Path(__file__).parents[2]
@@ -191,7 +192,7 @@ def _journal() -> bytes:
         path = Path(name) / "f.log"
         store = trials.TrialStore(path, source_hash="abc")
         for n, evaluation in enumerate((trials.Evaluation("ok", 10.0), trials.Evaluation("failed", detail="why"))):
-            store.put(OPS[0], CASE, VARIANT, "cold", Knobs("run", n), evaluation)
+            store.put(Task(OPS[0], CASE, VARIANT), Knobs("run", n), evaluation)
         return path.read_bytes()
 
 

@@ -16,7 +16,7 @@ from kerneltune.adopt.folder import CLASSES, META
 from kerneltune.adopt.operators import case_of, operators, sweep_text, tuned_variant, write_sweep
 from kerneltune.adopt.tuning import captured_as_operators
 from kerneltune.cli import app, console
-from kerneltune.search.trials import Evaluation, TrialStore, store_path
+from kerneltune.search.trials import Evaluation, Task, TrialStore, store_path
 from kerneltune.sweep import load
 
 
@@ -101,7 +101,7 @@ def test_lint_reports_results_that_change_with_the_config(tmp_path: Path) -> Non
         (op,) = operators()
         case, variant = case_of(launch, op.axes), tuned_variant(op)
         store = TrialStore(store_path(tmp_path / "results" / "runs" / "trials" / "gpu", op.name), "")
-        store.put(op, case, variant, "cold", variant.default_config(case), Evaluation("wrong", detail="y_ptr: differs by 1e-2"))
+        store.put(Task(op, case, variant), variant.default_config(case), Evaluation("wrong", detail="y_ptr: differs by 1e-2"))
     found = run("adopt", "lint", tmp_path).stdout
     assert "two_kernels.row_sum: results change with the config: 1 configs disagree with the author's first: " in found
     assert "y_ptr: differs by 1e-2" in found

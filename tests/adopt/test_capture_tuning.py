@@ -18,8 +18,7 @@ from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.table import read_table
 from kerneltune.adopt.tuning import tune_capture
 from kerneltune.plan import Quiet
-from kerneltune.search.trials import Evaluation
-from kerneltune.spec import Case, Op, Variant
+from kerneltune.search.trials import Evaluation, Task
 from kerneltune.stats import Samples
 
 GPU = "nvidia_h200"
@@ -32,10 +31,10 @@ class SizedBench(Bench):
     best_warps = 4
     tried: list[Any] = []
 
-    def open(self, op: Op, case: Case, variant: Variant, policy: str) -> None:
+    def open(self, task: Task) -> None:
         """Remember the case."""
-        super().open(op, case, variant, policy)
-        self.rows = dict(case.axes).get("M", 4)
+        super().open(task)
+        self.rows = dict(task.case.axes).get("M", 4)
 
     def time_us(self, config: Any) -> float:
         """Longer by `gain` for the wrong block, and for other warps."""

@@ -16,7 +16,6 @@ from kerneltune.gating import run as gate_run
 from kerneltune.gating.run import run_gate
 from kerneltune.plan import Options, Quiet, Selection
 from kerneltune.records import Record
-from kerneltune.spec import Case, Op
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="pretends a GPU")
 
@@ -44,15 +43,16 @@ class Lab:
         self.processes = 0
         self.odd = 1.0
 
-    def compare(self, family: str, op: Op, case: Case, variants: Any, policy: str, *_: object) -> list[Record]:
+    def compare(self, _bench: object, family: str, runs: Any, _ceiling: object) -> list[Record]:
+        op, case, policy = runs[0][0].op, runs[0][0].case, runs[0][0].policy
         self.measured.append(case.name)
         us = self.us[case.name] * (self.odd if self.processes == 1 and case.name == "b" else 1.0)
         return [
             one_process(
-                rounds_us(self.rng, us), 0, op=op.name, variant=variant.name, case=case.name, axes=dict(case.axes),
+                rounds_us(self.rng, us), 0, op=op.name, variant=task.variant.name, case=case.name, axes=dict(case.axes),
                 options=dict(case.options), policy=policy, family=family,
             )
-            for variant, _config in variants
+            for task, _config in runs
         ]  # fmt: skip
 
     def in_fresh_processes(self, count: int, work: Callable[..., Any], *arguments: Any) -> Iterator[Any]:
@@ -64,7 +64,7 @@ class Lab:
 @pytest.fixture
 def lab(monkeypatch: pytest.MonkeyPatch) -> Lab:
     lab = Lab()
-    monkeypatch.setattr(campaign, "compare", lab.compare)
+    monkeypatch.setattr(campaign, "compare_in_child", lab.compare)
     monkeypatch.setattr(gate_run, "in_fresh_processes", lab.in_fresh_processes)
     monkeypatch.setattr(device, "current", lambda: device.Device("NVIDIA H200", "sm_90", 132, 60_000_000, "580"))
     return lab
@@ -154,7 +154,7 @@ def test_a_case_that_fails_its_check_fails_the_gate(
     def wrong(*arguments: Any) -> list[Record]:
         return [changed(row, status="failed", reason="y differs", **untimed) for row in lab.compare(*arguments)]
 
-    monkeypatch.setattr(campaign, "compare", wrong)
+    monkeypatch.setattr(campaign, "compare_in_child", wrong)
     verdict, _measured = run(selection, baseline)
     assert (verdict.exit_code, verdict.reason) == (1, "2 failed")
 

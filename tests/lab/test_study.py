@@ -15,6 +15,7 @@ from kerneltune.cli import app
 from kerneltune.lab import planted, study
 from kerneltune.lab.study import Process, decide
 from kerneltune.records import Record
+from kerneltune.search.trials import Task
 from kerneltune.spec import Case
 
 DELAYS = (0.02, 0.05, 0.1)
@@ -161,7 +162,7 @@ def test_the_planted_delay_is_the_part_asked_for(monkeypatch: pytest.MonkeyPatch
     op = ops.load()["stream"]
     case = Case("c", (("read", 4096), ("write", 4096)), "int32")
     variant = op.variants[0]
-    found = planted.measure_planted("f", op, case, variant, variant.default_config(case), "cold", DELAYS)
+    found = planted.measure_planted("f", Task(op, case, variant), variant.default_config(case), DELAYS)
     assert list(found) == [0.0, *DELAYS]
     assert [row.time_us for row in found.values()] == [pytest.approx(us, rel=1e-4) for us in (10.0, 10.2, 10.5, 11.0)]
     assert {row.aa_floor for row in found.values()} == {0.0}

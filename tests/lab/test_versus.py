@@ -23,8 +23,8 @@ from kerneltune.lab.tuners import EXHAUSTIVE, HELION, US, ContestTask, TunerResu
 from kerneltune.lab.versus import BEST, DEFAULT, Contest, contest, keep
 from kerneltune.plan import Options, Quiet
 from kerneltune.search.loop import Search
+from kerneltune.search.trials import Task
 from kerneltune.spec import Case
-from kerneltune.tuning.isolated import VariantName
 
 SIDES = {US: versus_jobs.ours, EXHAUSTIVE: versus_jobs.triton, "Third": versus_jobs.broken}
 
@@ -213,7 +213,7 @@ def test_nothing_found_is_an_error(options: Options) -> None:
 
 def test_an_autotuner_that_can_launch_nothing_says_why(options: Options, tmp_path: Path) -> None:
     knobs = (("block", ("3",)), ("warps", ("4", "8")))
-    only = ContestTask(VariantName("versus_jobs", "fake", "optimized"), CASE, knobs, Search(), options, tmp_path)
+    only = ContestTask(Task(OP, CASE, VARIANT), knobs, Search(), options, tmp_path)
 
     def refuse(*_: object, **__: object) -> list[float]:
         raise OutOfResources(1, 0, "registers")
@@ -247,10 +247,7 @@ def test_helion_is_given_the_knobs_and_told_what_does_not_go_together(
     monkeypatch.setitem(sys.modules, "helion", SimpleNamespace(autotuner=helion))
     monkeypatch.setitem(sys.modules, "helion.autotuner", helion)
     odd = replace(VARIANT, valid=lambda _case, config: "odd" if (config.block, config.warps) == (4, 2) else None)
-    monkeypatch.setattr(versus_jobs, "OPS", (replace(OP, variants=(odd,)),))
-    task = ContestTask(
-        VariantName("versus_jobs", "fake", "optimized"), CASE, (("block", ("0", "4")),), Search(), options, tmp_path
-    )
+    task = ContestTask(Task(OP, CASE, odd), (("block", ("0", "4")),), Search(), options, tmp_path)
     found = by_helion(task, "cpu")
     assert found.config == Knobs(4, 8)
     assert found.evaluations == 8

@@ -1,6 +1,6 @@
 """Records of a measured case, with a GPU that is only pretended."""
 
-import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,13 +10,20 @@ import torch
 from kerneltune import device, ops
 from kerneltune.measuring import compare
 from kerneltune.measuring.check import Checker
+from kerneltune.records import Record
+from kerneltune.search.trials import Task
 from kerneltune.spec import Case, Variant
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="pretends a GPU")
 
 OP = ops.load()["rmsnorm_fwd"]
 CASE = Case("c", (("M", 64), ("N", 64)), "bfloat16", "none", (("zero_centered", False),))
-PAIRS = [(OP.variant(name), OP.variant(name).default_config(CASE)) for name in ("baseline", "pr593", "optimized")]
+TASKS = [Task(OP, CASE, OP.variant(name)) for name in ("baseline", "pr593", "optimized")]
+RUNS = [(task, task.default) for task in TASKS]
+
+
+def compared(runs: Sequence[compare.Run] = RUNS) -> list[Record]:
+    return compare.compared_records("f", runs, None, compare.time_runs(runs, None))
 
 
 @pytest.fixture
@@ -42,7 +49,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_record_keeps_the_rounds_of_its_process(gpu: None) -> None:
-    baseline, wrong, optimized = compare.compare("f", OP, CASE, PAIRS, "cold", None)
+    baseline, wrong, optimized = compared()
     assert (wrong.status, wrong.reason, wrong.samples_us) == ("failed", "y differs", None)
     assert [row.time_us for row in (baseline, optimized)] == [20.0, 10.0]
     assert optimized.samples_us is not None
@@ -55,7 +62,7 @@ def test_a_record_keeps_the_rounds_of_its_process(gpu: None) -> None:
 
 
 def test_the_second_record_of_a_variant_is_of_its_second_time(gpu: None) -> None:
-    first, second = compare.compare("f", OP, CASE, [PAIRS[0]] * 2, "cold", None)
+    first, second = compared([RUNS[0]] * 2)
     assert [(row.variant, row.time_us) for row in (first, second)] == [("baseline", 20.0), ("baseline", 20.2)]
     assert first.samples_us != second.samples_us
 
@@ -66,21 +73,25 @@ def test_an_error_without_text_is_a_failed_row(gpu: None, monkeypatch: pytest.Mo
             raise NotImplementedError
 
     monkeypatch.setattr(compare, "contender", refuses)
-    baseline, _, optimized = compare.compare("f", OP, CASE, PAIRS, "cold", None)
+    baseline, _, optimized = compared()
     assert (baseline.status, baseline.reason) == ("failed", "cannot be timed: NotImplementedError")
     assert (optimized.status, optimized.time_us) == ("passed", 10.0)
 
 
-def test_a_launch_that_takes_the_context_along_is_named(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its row is all it costs where the rest is measured by a process that knows of it."""
+def test_a_launch_that_takes_the_context_along_ends_the_comparison_at_its_variant(
+    gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It costs its row and no other where the rest is measured by a process that knows of it."""
     monkeypatch.setattr(compare, "broken_context", lambda: "AcceleratorError: an illegal memory access was encountered")
-    with pytest.raises(compare.BrokenContextError) as caught:
-        compare.compare("f", OP, CASE, PAIRS, "cold", None)
-    assert (caught.value.variant, caught.value.reason) == ("pr593", "y differs")
-    assert str(pickle.loads(pickle.dumps(caught.value))) == "pr593: y differs: nothing more can run on the GPU in this process"
-    baseline, lost, optimized = compare.compare("f", OP, CASE, PAIRS, "cold", None, {"pr593": "an illegal memory access"})
-    assert (lost.status, lost.reason) == ("failed", "an illegal memory access")
-    assert [row.time_us for row in (baseline, optimized)] == [20.0, 10.0]
+    launched: list[str] = []
+    with pytest.raises(RuntimeError, match=r"^y differs$"):
+        compare.time_runs(RUNS, None, on_variant=launched.append)
+    assert launched == ["baseline", "pr593"]
+    launched.clear()
+    samples, untimed = compare.time_runs(RUNS, None, {"pr593": ("failed", "it faults")}, launched.append)
+    assert untimed == {"pr593": ("failed", "it faults")}
+    assert list(samples) == ["baseline", compare.SELF, "optimized"]
+    assert launched == ["baseline", "optimized", "baseline", "optimized", ""]
 
 
 def test_a_fault_while_all_are_timed_is_nobodys(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,13 +99,10 @@ def test_a_fault_while_all_are_timed_is_nobodys(gpu: None, monkeypatch: pytest.M
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
 
     monkeypatch.setattr(compare, "time_contenders", faults)
-    with pytest.raises(RuntimeError, match="illegal"):  # the context is well: this is our failure
-        compare.compare("f", OP, CASE, PAIRS, "cold", None)
-    monkeypatch.setattr(compare, "broken_context", lambda: "lost")
-    with pytest.raises(compare.BrokenContextError) as caught:
-        compare.compare("f", OP, CASE, PAIRS[::2], "cold", None)
-    reason = "cannot be timed: RuntimeError: CUDA error: an illegal memory access was encountered"
-    assert (caught.value.variant, caught.value.reason) == ("", reason)
+    launched: list[str] = []
+    with pytest.raises(RuntimeError, match="illegal"):
+        compare.time_runs(RUNS, None, on_variant=launched.append)
+    assert launched[-1] == ""
 
 
 def test_what_does_not_fit_is_a_skipped_row(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +112,7 @@ def test_what_does_not_fit_is_a_skipped_row(gpu: None, monkeypatch: pytest.Monke
         return []
 
     monkeypatch.setattr(compare.Checker, "errors", errors)
-    statuses = [(row.status, row.reason) for row in compare.compare("f", OP, CASE, PAIRS, "cold", None)]
+    statuses = [(row.status, row.reason) for row in compared()]
     assert statuses == [("passed", ""), ("skipped", "OutOfMemoryError: CUDA out of memory."), ("passed", "")]
 
 
@@ -118,7 +126,7 @@ def test_what_failed_before_memory_ran_out_stays_failed(gpu: None, monkeypatch: 
 
     monkeypatch.setattr(compare, "contender", refuses)
     monkeypatch.setattr(compare, "time_contenders", short)
-    rows = compare.compare("f", OP, CASE, PAIRS, "cold", None)
+    rows = compared()
     assert [(row.status, row.reason) for row in rows] == [
         ("failed", "cannot be timed: NotImplementedError"),
         ("failed", "y differs"),
@@ -147,7 +155,7 @@ def test_a_case_that_cannot_be_cold_is_skipped(monkeypatch: pytest.MonkeyPatch) 
     h200 = device.Device("NVIDIA H200", "sm_90", 132, 60_000_000, "580")
     monkeypatch.setattr(device, "current", lambda: h200)
     monkeypatch.setattr(compare, "gpu_free_bytes", lambda: 1 << 37)
-    rows = compare.compare("f", OP, CASE, PAIRS, "cold", None)
+    rows = compared()
     reason = "a cold L2 takes 14,313 input sets of 16,768 bytes, more than 8,192: only policy hot can time it"
     assert [(row.status, row.reason) for row in rows] == [("skipped", reason)] * 3
 
@@ -157,7 +165,7 @@ def test_nothing_is_timed_where_nothing_is_right(gpu: None, monkeypatch: pytest.
         raise AssertionError("timed")
 
     monkeypatch.setattr(compare, "time_contenders", never)
-    (wrong,) = compare.compare("f", OP, CASE, PAIRS[1:2], "cold", None)
+    (wrong,) = compared(RUNS[1:2])
     assert wrong.status == "failed"
 
 

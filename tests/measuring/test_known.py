@@ -18,6 +18,7 @@ from kerneltune.measuring.known import KnownFacts
 from kerneltune.measuring.occupancy import LIMITS
 from kerneltune.ops.dense_gemm import DenseConfig
 from kerneltune.ops.stream import StreamConfig
+from kerneltune.search.trials import Task
 from kerneltune.spec import Case
 
 ACCESSES = (Access("load", 128, 4), Access("load", 32, 1), Access("store", 64, 2))
@@ -126,7 +127,7 @@ def test_an_inspection_leaves_nothing_that_a_launch_finds(own_cache: Path) -> No
     inspected_row = survey([request], ["sm_90"], 1).rows[0]
     assert [path.stat().st_size for path in own_cache.rglob("*.cubin")] == [0]
     with CompilePool(TARGETS["sm_90"], 1) as pool:
-        (compiled,) = pool.compile([compile_job(request.op, request.case, request.config, request.variant)])
+        (compiled,) = pool.compile([compile_job(Task(request.op, request.case, request.variant), request.config)])
     assert compiled.kernels == inspected_row.kernels
     assert compiled.facts == {}
     assert [path.stat().st_size > 1000 for path in own_cache.glob("*/*.cubin")] == [True]

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from kerneltune.measuring import compare, memory
 from kerneltune.measuring.memory import OutOfMemory, affordable, out_of_memory_reason
 from kerneltune.plan import Options, Quiet, Selection
 from kerneltune.records import Record
-from kerneltune.search.trials import Evaluation, TrialStore
+from kerneltune.search.trials import Evaluation, Task, TrialStore
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
 from kerneltune.stats import Samples
 from kerneltune.tuning import bench
@@ -120,7 +121,14 @@ def pretend(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
 def measured(gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Record]]:
     """Rows of a sweep of two cases, the large one first, by case; the ceiling of the small one is not the large one's."""
     pretend(gpu, monkeypatch)
-    monkeypatch.setattr(campaign, "ceiling_case", lambda _op, case: Case(case.name, (("read", MIB), ("write", MIB)), "int32"))
+    monkeypatch.setattr(bench, "open_driver", lambda: None)
+
+    def ceiling_task(ops: Mapping[str, Op], _op: Op, case: Case, policy: str) -> Task:
+        moved = Case(case.name, (("read", MIB), ("write", MIB)), "int32")
+        return Task(ops["stream"], moved, ops["stream"].variants[0], policy)
+
+    monkeypatch.setattr(campaign, "ceiling_task", ceiling_task)
+    monkeypatch.setattr(campaign, "IsolatedBench", lambda: nullcontext(bench.GpuBench()))
     path = tmp_path / "tiny.yaml"
     cases = "bench:\n  - {name: large, M: 2}\n  - {name: small, M: 1}\n"
     path.write_text(f"family: tiny\nops: [made]\ndefaults: {{dtype: bfloat16}}\n{cases}")
@@ -178,9 +186,9 @@ def test_a_variant_that_was_lost_stays_failed_where_the_case_does_not_fit(monkey
     gpu = Gpu("reference")
     pretend(gpu, monkeypatch)
     op, case = gpu.op("made", ("first", "second")), Case("large", (("M", 2),), "bfloat16")
-    pairs = [(variant, Knobs(0)) for variant in op.variants]
-    rows = compare.compare("f", op, case, pairs, "cold", None, {"second": "it faults"})
-    assert [(row.status, row.reason) for row in rows] == [("skipped", REASON), ("failed", "it faults")]
+    runs = [(Task(op, case, variant), Knobs(0)) for variant in op.variants]
+    samples, untimed = compare.time_runs(runs, None, {"second": ("failed", "it faults")})
+    assert (samples, untimed) == ({}, {"first": ("skipped", REASON), "second": ("failed", "it faults")})
 
 
 def test_other_errors_are_not_about_memory() -> None:
@@ -247,12 +255,11 @@ CASE = Case("a", (("M", 8),), "bfloat16")
 @pytest.fixture
 def gpu_bench(monkeypatch: pytest.MonkeyPatch) -> bench.GpuBench:
     monkeypatch.setattr(bench, "open_driver", lambda: None)
-    monkeypatch.setattr(bench, "rotation", lambda *_: 1)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB, GIB))
+    monkeypatch.setattr(bench, "input_sets", lambda _: [{}])
     monkeypatch.setattr(bench, "Contender", Timed)
     monkeypatch.setattr(bench, "interleave", lambda cs, **_: {name: np.full(15, c.sample_us()) for name, c in cs.items()})
     op, made = checked_op(), bench.GpuBench()
-    made.open(op, CASE, op.variants[0], "cold")
+    made.open(Task(op, CASE, op.variants[0]))
     return made
 
 
@@ -277,7 +284,7 @@ def test_the_final_is_decided_among_those_that_fit(tmp_path: Path) -> None:
             return [None if config.n == 2 else np.linspace(0.99, 1.01, 15) * (20.0 - config.n) for config in configs]
 
     op = checked_op()
-    with Tuner(op, CASE, op.variants[0], "cold", TrialStore(tmp_path / "trials"), Bench()) as tuner:
+    with Tuner(Task(op, CASE, op.variants[0]), TrialStore(tmp_path / "trials"), Bench()) as tuner:
         best, evidence = tuner.run_final([Knobs(0), Knobs(2), Knobs(5), Knobs(1)], Knobs(1))
     assert best == Knobs(5)
     assert evidence["time_us"] == 15.0
@@ -290,10 +297,11 @@ def test_a_check_that_runs_out_of_memory_is_skipped(monkeypatch: pytest.MonkeyPa
             raise torch.OutOfMemoryError(TEXT)
         return {}
 
-    op, checks = checked_op(inputs), bench.CheckBench()
-    variant, large = op.variants[0], Case("large", (("M", 9),), "bfloat16")
+    monkeypatch.setattr(bench, "open_driver", lambda: None)
+    op, checks = checked_op(inputs), bench.GpuBench()
+    large = Case("large", (("M", 9),), "bfloat16")
     asked = [(CASE, 0), (CASE, 1), (large, 0), (large, 5), (CASE, 5)]
-    outcomes = [check_in_child(checks, op, case, variant, Knobs(n)) for case, n in asked]
+    outcomes = [check_in_child(checks, Task(op, case, op.variants[0]), Knobs(n)) for case, n in asked]
     assert outcomes == [("checked", ""), ("skipped", REASON), ("skipped", REASON), ("skipped", REASON), ("checked", "")]
 
 
@@ -339,4 +347,4 @@ def test_a_study_leaves_out_what_does_not_fit(place: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(planted, "input_sets", lambda *_: OutOfMemory(REASON) if place == "inputs" else [{}])
     monkeypatch.setattr(planted, "contender", contender)
     op = checked_op()
-    assert planted.measure_planted("f", op, CASE, op.variants[0], Knobs(0), "cold", (0.02,)) == {}
+    assert planted.measure_planted("f", Task(op, CASE, op.variants[0]), Knobs(0), (0.02,)) == {}

@@ -10,7 +10,7 @@ from kerneltune import cache, ops
 from kerneltune.cli import app
 from kerneltune.search import insight
 from kerneltune.search.insight import dead_values, importances, portfolio, regret, sparkline, ties
-from kerneltune.search.trials import Evaluation, TrialStore
+from kerneltune.search.trials import Evaluation, Task, TrialStore
 from kerneltune.spec import Case
 from kerneltune.tuning.stage import TuningSummary
 
@@ -72,7 +72,7 @@ def test_insight_prints_what_the_store_holds(tmp_path: Path) -> None:
     case = Case("te-8192x4096", (("M", 8192), ("N", 4096)), "bfloat16", "none", (("zero_centered", False),))
     for i, config in enumerate(variant.configs(case)):
         trial = Evaluation("spills") if i % 5 == 4 else Evaluation("ok", 50.0 + 10 * (config.stages == 2) + config.rows)
-        store.put(op, case, variant, "cold", config, trial)
+        store.put(Task(op, case, variant), config, trial)
     command: list[Any] = ["trials", "rmsnorm", "--gpu", "nvidia_h200", "--results", str(tmp_path), "--op", "rmsnorm_bwd"]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
@@ -92,7 +92,7 @@ def test_tune_ends_with_the_same_in_short(tmp_path: Path, monkeypatch: pytest.Mo
         case = Case(f"te-{m}x4096", (("M", m), ("N", 4096)), "bfloat16", "none", (("zero_centered", False),))
         for i, config in enumerate(variant.configs(case)):
             trial = Evaluation("spills") if i % 5 == 4 else Evaluation("ok", 50.0 + 10 * (config.stages == 2) + config.rows)
-            store.put(op, case, variant, "cold", config, trial)
+            store.put(Task(op, case, variant), config, trial)
     monkeypatch.setattr("kerneltune.tuning.run.run_tune", lambda *_: TuningSummary("nvidia_h200", ["an entry"], searched=1))
     result = CliRunner().invoke(app, ["tune", "rmsnorm", "--results", str(tmp_path), "--configs", str(tmp_path / "c")])
     assert result.exit_code == 0, result.output

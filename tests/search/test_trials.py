@@ -17,7 +17,7 @@ import pytest
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
-from kerneltune.search.trials import Evaluation, TrialStore, history, latest_fingerprint
+from kerneltune.search.trials import Evaluation, Task, TrialStore, history, latest_fingerprint
 from kerneltune.spec import Case, Op, Traffic, Variant
 
 
@@ -44,11 +44,11 @@ def open_store(path: Path, **changes: str) -> TrialStore:
 
 
 def put(store: TrialStore, config: Knobs, trial: Evaluation) -> None:
-    store.put(OP, CASE, VARIANT, "cold", config, trial)
+    store.put(Task(OP, CASE, VARIANT), config, trial)
 
 
 def get(store: TrialStore, config: Knobs) -> Evaluation | None:
-    return store.get(OP, CASE, VARIANT, "cold", config)
+    return store.get(Task(OP, CASE, VARIANT), config)
 
 
 def filled(path: Path, count: int) -> list[Knobs]:
@@ -91,11 +91,11 @@ def test_a_trial_belongs_to_its_op_case_variant_policy_and_config(path: Path) ->
         Case("a", CASE.axes, "bfloat16", "none", (("centered", True), ("format", "e4m3"))),
     ]
     for reader in (store, open_store(path)):
-        assert reader.get(OP, same_but_name, VARIANT, "cold", config) == Evaluation("ok", 2.0)
-        assert [reader.get(OP, case, VARIANT, "cold", config) for case in cases] == [None] * 4
-        assert reader.get(OTHER_OP, CASE, VARIANT, "cold", config) is None
-        assert reader.get(OP, CASE, OTHER_VARIANT, "cold", config) is None
-        assert reader.get(OP, CASE, VARIANT, "hot", config) is None
+        assert reader.get(Task(OP, same_but_name, VARIANT), config) == Evaluation("ok", 2.0)
+        assert [reader.get(Task(OP, case, VARIANT), config) for case in cases] == [None] * 4
+        assert reader.get(Task(OTHER_OP, CASE, VARIANT), config) is None
+        assert reader.get(Task(OP, CASE, OTHER_VARIANT), config) is None
+        assert reader.get(Task(OP, CASE, VARIANT, "hot"), config) is None
         assert get(reader, Knobs(1, False)) is None
         assert get(reader, Knobs(2, True)) is None
 
@@ -106,19 +106,19 @@ def test_ranked_gives_timed_configs_fastest_first(path: Path) -> None:
         [Evaluation("ok", 3.0), Evaluation("compile", None, "no"), Evaluation("ok", 1.0), Evaluation("ok", 2.0)]
     ):
         put(store, Knobs(block, True), trial)
-    store.put(OP, CASE, OTHER_VARIANT, "cold", Knobs(7, True), Evaluation("ok", 0.1))
-    store.put(OP, CASE, VARIANT, "hot", Knobs(8, True), Evaluation("ok", 0.1))
-    store.put(OP, Case("b", (("M", 16),), "bfloat16"), VARIANT, "cold", Knobs(9, True), Evaluation("ok", 0.1))
+    store.put(Task(OP, CASE, OTHER_VARIANT), Knobs(7, True), Evaluation("ok", 0.1))
+    store.put(Task(OP, CASE, VARIANT, "hot"), Knobs(8, True), Evaluation("ok", 0.1))
+    store.put(Task(OP, Case("b", (("M", 16),), "bfloat16"), VARIANT), Knobs(9, True), Evaluation("ok", 0.1))
     for reader in (store, open_store(path)):
-        assert reader.ranked(OP, CASE, VARIANT, "cold") == [{"block": b, "fast": True} for b in (2, 3, 0)]
-        assert reader.ranked(OTHER_OP, CASE, VARIANT, "cold") == []
+        assert reader.ranked(Task(OP, CASE, VARIANT)) == [{"block": b, "fast": True} for b in (2, 3, 0)]
+        assert reader.ranked(Task(OTHER_OP, CASE, VARIANT)) == []
 
 
 def test_equal_times_are_ranked_without_comparing_what_cannot_be(path: Path) -> None:
     store = open_store(path)
     put(store, Knobs(2, True), Evaluation("ok", 1.0))
     put(store, Knobs(1, False), Evaluation("ok", 1.0))
-    assert [values["block"] for values in store.ranked(OP, CASE, VARIANT, "cold")] == [1, 2]
+    assert [values["block"] for values in store.ranked(Task(OP, CASE, VARIANT))] == [1, 2]
 
 
 def test_the_file_only_grows_and_the_last_row_counts(path: Path) -> None:
@@ -246,7 +246,7 @@ def test_store_of_an_older_version_is_migrated_once_and_kept(path: Path) -> None
     assert [get(store, Knobs(i, True)) for i in range(3)] == [Evaluation("ok", i + 0.5) for i in range(3)]
     assert get(store, Knobs(7, False)) == Evaluation("spills")
     assert len(store) == 4
-    kept = store.of_case(OP, CASE, VARIANT, "cold")[("block", 2), ("fast", True)]
+    kept = store.of_task(Task(OP, CASE, VARIANT))[("block", 2), ("fast", True)]
     assert (kept.resources, kept.shared_bytes, kept.date, kept.commit) == (128, 1024, "2026-11-20T10:00:00+00:00", "abc")
     assert not old.exists()
     assert old.with_name("fake.jsonl.migrated").read_bytes() == before
@@ -303,13 +303,13 @@ def test_trials_of_a_case_are_one_study_whose_knobs_offer_what_the_space_does(pa
     variant = replace(VARIANT, space=lambda _case: {"block": tuple(range(8)), "fast": (False, True)})
     store = open_store(path)
     for i in range(6):
-        store.put(OP, CASE, variant, "cold", Knobs(i, True), Evaluation("ok", 10.0 + i))
+        store.put(Task(OP, CASE, variant), Knobs(i, True), Evaluation("ok", 10.0 + i))
     storage = JournalStorage(JournalFileBackend(str(path)))
     (name,) = optuna.get_all_study_names(storage)
     study = optuna.load_study(study_name=name, storage=storage)
     assert study.best_params == {"block": 0, "fast": True}
     assert {trial.distributions["block"].choices for trial in study.trials} == {tuple(range(8))}  # type: ignore[attr-defined]
-    store.put(OP, CASE, variant, "cold", Knobs(99, True), Evaluation("ok", 5.0))  # beside the space
+    store.put(Task(OP, CASE, variant), Knobs(99, True), Evaluation("ok", 5.0))  # beside the space
     assert len(optuna.get_all_study_names(JournalStorage(JournalFileBackend(str(path))))) == 2
     assert len(TrialStore(path, **FINGERPRINT)) == 7
 
@@ -320,7 +320,7 @@ def test_trials_of_another_source_or_driver_are_not_found(path: Path) -> None:
         other = open_store(path, **changes)
         assert get(other, config) is None
         assert len(other) == 0
-        assert other.ranked(OP, CASE, VARIANT, "cold") == []
+        assert other.ranked(Task(OP, CASE, VARIANT)) == []
     newer = open_store(path, source_hash="def")
     put(newer, config, Evaluation("ok", 77.0))
     assert get(open_store(path, source_hash="def"), config) == Evaluation("ok", 77.0)
@@ -346,17 +346,17 @@ def test_a_case_is_told_of_its_own_sizes_and_the_newest_of_others(path: Path) ->
     store = open_store(path)
     other, half = replace(CASE, axes=(("M", 64),)), replace(CASE, axes=(("M", 64),), dtype="float16")
     for n, case in enumerate((other, CASE, half, other, replace(CASE, dtype="float16"), other)):
-        store.put(OP, case, VARIANT, "cold", Knobs(n, True), Evaluation("spills"))
+        store.put(Task(OP, case, VARIANT), Knobs(n, True), Evaluation("spills"))
 
     def told(others: int, variant: Variant = VARIANT) -> list[int]:
-        return sorted(dict(knobs)["block"] for _, knobs, _ in store.told(OP, CASE, variant, others))
+        return sorted(dict(knobs)["block"] for _, knobs, _ in store.told(Task(OP, CASE, variant), others))
 
     assert told(0) == [1, 4]
     assert told(2) == [1, 3, 4, 5]
     assert told(9) == [0, 1, 3, 4, 5]
     assert told(9, OTHER_VARIANT) == [1, 4]
     other_store = open_store(path.with_name("none.log"))
-    other_store.know(store.told(OP, CASE, VARIANT, 9))
+    other_store.know(store.told(Task(OP, CASE, VARIANT), 9))
     assert len(other_store) == 5
     assert get(other_store, Knobs(1, True)) == Evaluation("spills")
     assert not path.with_name("none.log").exists()

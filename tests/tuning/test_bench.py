@@ -21,18 +21,16 @@ import pytest
 from bench_jobs import CASE, OPS, VARIANT, FakeBench, Knobs, NeverOpens, StartsSlowly
 from started import environment
 
-from kerneltune import ops
-from kerneltune.search.trials import Evaluation
-from kerneltune.spec import Op
+from kerneltune.search.trials import Evaluation, Task
 from kerneltune.tuning import bench as tuning_bench
-from kerneltune.tuning.bench import CheckBench, GpuBench
-from kerneltune.tuning.isolated import ChildCrashedError, IsolatedBench, VariantName, check_in_child, split_cores
+from kerneltune.tuning.bench import GpuBench
+from kerneltune.tuning.isolated import ChildCrashedError, IsolatedBench, check_in_child, split_cores
 
 
 @pytest.fixture
 def bench() -> Iterator[IsolatedBench]:
     with IsolatedBench(FakeBench, trial_timeout_s=20.0) as bench:
-        bench.open(OPS[0], CASE, VARIANT, "cold")
+        bench.open(Task(OPS[0], CASE, VARIANT))
         yield bench
 
 
@@ -45,7 +43,7 @@ def test_a_child_answers_as_the_bench_does_and_stays(bench: IsolatedBench) -> No
     assert [list(s[:1]) for s in bench.samples([Knobs("run", 1), Knobs("run", 3)])] == [[11.0], [13.0]]
 
 
-def test_what_keeps_triton_s_driver_away_is_said_when_a_case_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_keeps_triton_s_driver_away_is_said_when_a_case_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     began = threading.Event()
 
     def fails() -> None:
@@ -53,18 +51,16 @@ def test_what_keeps_triton_s_driver_away_is_said_when_a_case_is_opened(monkeypat
         raise RuntimeError("no C compiler")
 
     monkeypatch.setattr(tuning_bench, "open_driver", fails)
-    monkeypatch.setattr(tuning_bench, "Checker", lambda *_: None)
-    monkeypatch.setattr(tuning_bench, "rotation", lambda *_: 0)
-    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (0, 0))
     gpu = GpuBench()
     assert began.wait(10), "begun before a case is known"
+    gpu.open(Task(OPS[0], CASE, VARIANT))
     with pytest.raises(RuntimeError, match=r"^no C compiler$"):
-        gpu.open(OPS[0], CASE, VARIANT, "cold")
+        gpu.prepare()
 
 
 def test_a_bench_counts_the_seconds_of_its_work_and_not_of_its_start() -> None:
     with IsolatedBench(StartsSlowly) as bench:
-        bench.open(OPS[0], CASE, VARIANT, "cold")
+        bench.open(Task(OPS[0], CASE, VARIANT))
         began = time.monotonic()
         assert bench.trial(Knobs("slow", 1), None).status == "ok"
         assert 0.2 <= bench.busy_since(began) <= time.monotonic() - began - 0.5
@@ -102,7 +98,7 @@ def test_a_config_that_takes_its_process_along_costs_only_itself(does: str, deta
 
 def test_a_config_that_hangs_is_killed() -> None:
     with IsolatedBench(FakeBench, trial_timeout_s=15.0) as bench:
-        bench.open(OPS[0], CASE, VARIANT, "cold")
+        bench.open(Task(OPS[0], CASE, VARIANT))
         assert bench.trial(Knobs("run", 1), None).status == "ok"
         bench.trial_timeout_s = 1.0
         hung = bench.child
@@ -117,7 +113,7 @@ def test_a_config_that_hangs_is_killed() -> None:
 
 def test_what_is_lost_before_a_config_is_tried_is_not_the_config_s_fault() -> None:
     with IsolatedBench(NeverOpens) as bench:
-        bench.open(OPS[0], CASE, VARIANT, "cold")
+        bench.open(Task(OPS[0], CASE, VARIANT))
         with pytest.raises(ChildCrashedError, match=r"^MemoryError: inputs do not fit$"):
             bench.trial(Knobs("run", 1), None)
 
@@ -215,7 +211,7 @@ def test_a_broken_kernel_costs_at_most_its_child(does: str, status: str, detail:
 
     op = broken.OPS[0]
     with IsolatedBench(GpuBench, trial_timeout_s=60.0) as bench:
-        bench.open(op, broken.CASE, op.variants[0], "cold")
+        bench.open(Task(op, broken.CASE, op.variants[0]))
         assert bench.trial(broken.Knobs("fine"), None).status == "ok"
         bench.trial_timeout_s = 10.0
         trial = bench.trial(broken.Knobs(does), None)
@@ -257,21 +253,10 @@ def test_checks_in_a_child_find_what_is_wrong() -> None:
     import broken_kernels as broken
 
     op = broken.OPS[0]
-    with IsolatedBench(CheckBench) as bench:
+    with IsolatedBench() as bench:
         outcomes = [
-            check_in_child(bench, op, broken.CASE, op.variants[0], broken.Knobs(does)) for does in ("fine", "fault", "fine")
+            check_in_child(bench, Task(op, broken.CASE, op.variants[0]), broken.Knobs(does)) for does in ("fine", "fault", "fine")
         ]
     assert outcomes[0] == outcomes[2] == ("checked", "")
     assert outcomes[1][0] == "failed"
     assert "illegal memory access" in outcomes[1][1]
-
-
-@pytest.mark.parametrize("op", [*ops.load().values(), bench_jobs.OPS[0]], ids=lambda op: op.name)
-def test_a_child_finds_every_operator_by_name(op: Op) -> None:
-    for variant in op.variants:
-        assert VariantName(op.module, op.name, variant.name).load() == (op, variant)
-
-
-def test_an_operator_that_no_package_offers_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"^no operator gone in OP or OPS of bench_jobs or of a package that holds it$"):
-        VariantName("bench_jobs", "gone", "optimized").load()

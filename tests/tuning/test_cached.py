@@ -9,6 +9,7 @@ from made_up import CASE, HALF, Small, nothing, op_of, small_space
 
 from kerneltune import cache, device
 from kerneltune.plan import Options
+from kerneltune.search.trials import Task
 from kerneltune.spec import Case, Variant
 from kerneltune.tuning.cached import cached, config_for, fitting
 
@@ -42,12 +43,12 @@ def store(options: Options, config: dict[str, Any], case: Case = CASE, slug: str
 def test_an_entry_that_no_longer_fits_is_passed_over(config: dict[str, Any], options: Options) -> None:
     op = op_of(VARIANT)
     store(options, config)
-    assert cached(op, CASE, VARIANT, "cold", options.configs) is None
-    assert config_for(op, CASE, VARIANT, options) == Small(256, 4)
+    assert cached(Task(op, CASE, VARIANT), options.configs) is None
+    assert config_for(Task(op, CASE, VARIANT), options.configs) == Small(256, 4)
     store(options, GOOD, HALF)
-    assert cached(op, CASE, VARIANT, "cold", options.configs) is None  # it is of another type
-    assert config_for(op, CASE, VARIANT, options) == Small(64, 2)
-    assert [(hit.exact, found) for hit, found in fitting(op, CASE, VARIANT, "cold", options.configs)] == [(False, Small(64, 2))]
+    assert cached(Task(op, CASE, VARIANT), options.configs) is None  # it is of another type
+    assert config_for(Task(op, CASE, VARIANT), options.configs) == Small(64, 2)
+    assert [(hit.exact, found) for hit, found in fitting(Task(op, CASE, VARIANT), options.configs)] == [(False, Small(64, 2))]
 
 
 def test_the_config_of_the_case_itself_comes_first_and_that_of_another_gpu_does_not_count(options: Options) -> None:
@@ -55,23 +56,23 @@ def test_the_config_of_the_case_itself_comes_first_and_that_of_another_gpu_does_
     store(options, GOOD)
     store(options, {"block": 512, "warps": 1}, HALF)
     store(options, {"block": 128, "warps": 1}, CASE, "another_gpu")
-    found = cached(op, CASE, VARIANT, "cold", options.configs)
+    found = cached(Task(op, CASE, VARIANT), options.configs)
     assert found is not None
-    assert found[1] == config_for(op, CASE, VARIANT, options) == Small(64, 2)
-    there = cached(op, CASE, VARIANT, "cold", options.configs, "another_gpu")
+    assert found[1] == config_for(Task(op, CASE, VARIANT), options.configs) == Small(64, 2)
+    there = cached(Task(op, CASE, VARIANT), options.configs, "another_gpu")
     assert there is not None
     assert there[1] == Small(128, 1)
-    assert cached(op, CASE, VARIANT, "hot", options.configs) is None  # so `tune --policy hot` searches it
-    assert config_for(op, CASE, VARIANT, replace(options, policy="hot")) == Small(64, 2)
-    assert config_for(op, CASE, Variant("eager", nothing), options) is None
+    assert cached(Task(op, CASE, VARIANT, "hot"), options.configs) is None  # so `tune --policy hot` searches it
+    assert config_for(Task(op, CASE, VARIANT, "hot"), options.configs) == Small(64, 2)
+    assert config_for(Task(op, CASE, Variant("eager", nothing)), options.configs) is None
 
 
 def test_a_config_for_another_value_of_a_free_option_is_run_but_is_not_the_case_s_own(options: Options) -> None:
     op = replace(op_of(VARIANT), options={"group": (64, 32)}, free_options=("group",), unseen_options=())
     wide, narrow = (replace(CASE, options=(("group", group),)) for group in (64, 32))
     store(options, GOOD, wide)
-    assert config_for(op, narrow, VARIANT, options) == Small(64, 2)
-    assert cached(op, narrow, VARIANT, "cold", options.configs) is None  # so `tune` searches it
-    assert config_for(replace(op, free_options=()), narrow, VARIANT, options) == Small(256, 4)
+    assert config_for(Task(op, narrow, VARIANT), options.configs) == Small(64, 2)
+    assert cached(Task(op, narrow, VARIANT), options.configs) is None  # so `tune` searches it
+    assert config_for(Task(replace(op, free_options=()), narrow, VARIANT), options.configs) == Small(256, 4)
     store(options, {"block": 128, "warps": 1}, narrow)
-    assert config_for(op, narrow, VARIANT, options) == Small(128, 1)
+    assert config_for(Task(op, narrow, VARIANT), options.configs) == Small(128, 1)

@@ -9,7 +9,7 @@ import numpy as np
 
 from kerneltune.lab.replay import Answered
 from kerneltune.search.loop import Search, explore
-from kerneltune.search.trials import Evaluation, TrialStore
+from kerneltune.search.trials import Evaluation, Task, TrialStore
 from kerneltune.spec import Case
 from kerneltune.tuning.candidates import REFUSED, probabilities
 
@@ -69,5 +69,7 @@ def test_a_store_tells_of_other_sizes_only(tmp_path: Path) -> None:
     here, there = Case("a", (("M", 8),), "bfloat16"), Case("b", (("M", 64),), "bfloat16")
     half = Case("c", (("M", 64),), "float16")
     for case in (here, there, half):
-        store.put(op, case, SMALL, "cold", Small(64, 1), Evaluation("spills"))
-    assert store.of_other_sizes(op, here, SMALL) == [(there.axes, {"block": 64, "warps": 1}, Evaluation("spills"))]
+        store.put(Task(op, case, SMALL), Small(64, 1), Evaluation("spills"))
+    assert store.of_other_sizes(Task(op, here, SMALL)) == [
+        (Task(op, there, SMALL).place, (("block", 64), ("warps", 1)), Evaluation("spills"))
+    ]

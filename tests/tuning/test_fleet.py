@@ -22,12 +22,11 @@ from versus_jobs import H200, OP, VARIANT, Knobs
 from kerneltune import cache, device, ops
 from kerneltune.plan import Options, Quiet, Selection
 from kerneltune.search import spaces
-from kerneltune.search.trials import Evaluation, TrialStore, history
+from kerneltune.search.trials import Evaluation, Task, TrialStore, history
 from kerneltune.tuning import cluster, run
 from kerneltune.tuning.cluster import RayWorkers
 from kerneltune.tuning.fleet import Fleet
 from kerneltune.tuning.local import LocalWorkers, visible_gpus
-from kerneltune.tuning.task import TuningTask
 from kerneltune.tuning.worker import Worker, share_of_cores
 
 
@@ -71,8 +70,8 @@ def evaluations(log: Path) -> list[tuple[str, str, str]]:
     return [(case, f"{block} {warps}", pid) for case, block, warps, pid in rows]
 
 
-def wanted(works: list[TuningTask]) -> Callable[[str], list[TuningTask]]:
-    def of(slug: str) -> list[TuningTask]:
+def wanted(works: list[Task]) -> Callable[[str], list[Task]]:
+    def of(slug: str) -> list[Task]:
         assert slug == "nvidia_h200"
         return works
 
@@ -106,7 +105,7 @@ def test_a_worker_is_told_what_was_refused_at_other_sizes(options: Options, log:
     likely = [Knobs(3, 8), Knobs(4, 8)]
     for config in VARIANT.configs(WORKS[2].case):
         found = Evaluation("spills") if config in likely else Evaluation("ok", 10.0)
-        store.put(OP, WORKS[2].case, VARIANT, "cold", config, found)
+        store.put(Task(OP, WORKS[2].case, VARIANT), config, found)
     with one(options) as workers:
         Fleet(workers, options, Quiet()).run(wanted(WORKS[1:2]))
     asked = [config for case, config, _ in evaluations(log) if case == "m16"]

@@ -12,10 +12,9 @@ import pytest
 from kerneltune import cache, device, ops, sweep, workloads
 from kerneltune.cache import Choice, Chooser
 from kerneltune.files import data_root
-from kerneltune.plan import Options
+from kerneltune.search.trials import Task
 from kerneltune.spec import Case, Op
 from kerneltune.tuning.cached import config_for
-from kerneltune.tuning.isolated import VariantName
 
 GPU = "nvidia_h200"
 ALL = {name: op for name, op in ops.load().items() if name != "stream"}
@@ -82,14 +81,7 @@ def test_a_sweep_without_tuning_runs_what_a_call_runs(name: str, monkeypatch: py
     for case in (random_case(op, rng) for _ in range(CASES)):
         wanted, config = called_with(op, case, monkeypatch)
         assert wanted == op.called(case), case.label
-        assert config == config_for(op, case, variant, Options()), case.label
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_a_child_finds_every_variant_by_name(name: str) -> None:
-    op = ALL[name]
-    for variant in op.variants:
-        assert VariantName(op.module, name, variant.name).load() == (op, variant)
+        assert config == config_for(Task(op, case, variant), None), case.label
 
 
 @pytest.mark.parametrize("name", OPS)

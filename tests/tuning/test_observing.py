@@ -9,10 +9,10 @@ from made_up_gpu import H200, OPS, time_us
 
 from kerneltune.plan import Options, Quiet
 from kerneltune.search.observations import path_of, read
+from kerneltune.search.trials import Task
 from kerneltune.spec import Case
 from kerneltune.tuning import observing
 from kerneltune.tuning.observing import Asked, observe
-from kerneltune.tuning.task import TuningTask
 from kerneltune.tuning.transfer import donors_of, rivals
 
 STREAM, BASELINE = OPS["stream"], OPS["stream"].variant("baseline")
@@ -28,19 +28,19 @@ def an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def asked(size: int) -> Asked:
     case = Case(f"s{size}", (("read", size), ("write", size)), "int32")
     donors = donors_of(STREAM, BASELINE, "cold", H200.slug, None)
-    return Asked(TuningTask(STREAM, case, BASELINE), tuple(rivals(STREAM, BASELINE, case, donors, 6)))
+    return Task(STREAM, case, BASELINE), rivals(STREAM, BASELINE, case, donors, 6)
 
 
 def test_observe_two_cases_keeps_every_time_of_each(tmp_path: Path) -> None:
     cases = [asked(1 << 20), asked(1 << 24)]
-    assert all(len(one.configs) == 6 for one in cases)
+    assert all(len(configs) == 6 for _, configs in cases)
     assert observe(cases, Options(results=tmp_path), Quiet()) == 2
     found = read(path_of("stream", H200.slug, tmp_path), STREAM)
     assert len(found.runs) == 1
     assert len(found.rows) == 12
     for row in found.rows:
         assert row.time_us == pytest.approx(time_us(BASELINE.config_from(dict(row.knobs))), rel=1e-4)
-    assert {row.case for row in found.rows} == {one.work.case for one in cases}
+    assert {row.case for row in found.rows} == {task.case for task, _ in cases}
 
 
 def test_observe_again_keeps_one_time_of_a_config_and_the_runs_that_are_used(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_observe_that_is_interrupted_keeps_the_cases_before(tmp_path: Path) -> N
     with pytest.raises(KeyboardInterrupt):
         observe([asked(1 << 20), asked(1 << 22)], Options(results=tmp_path), Interrupts())
     found = read(path_of("stream", H200.slug, tmp_path), STREAM)
-    assert {row.axes for row in found.rows} == {asked(1 << 20).work.case.axes}
+    assert {row.axes for row in found.rows} == {asked(1 << 20)[0].case.axes}
     assert len(found.rows) == 6
 
 

@@ -21,7 +21,7 @@ from kerneltune.measuring.compiler import CompileResult, Kernel
 from kerneltune.plan import Options
 from kerneltune.search import loop
 from kerneltune.search.loop import Search, explore
-from kerneltune.search.trials import Evaluation
+from kerneltune.search.trials import Evaluation, Task
 from kerneltune.spec import Case, Config
 from kerneltune.tuning import machines
 from kerneltune.tuning.machines import Machines
@@ -197,7 +197,7 @@ def test_cores_with_nothing_to_do_compile_for_later_cases(slow: Options) -> None
     cases = [Case(f"m{size}", (("M", size),), "bfloat16") for size in (8, 16, 32)]
     op = op_of(SMALL)
     with Machines(slow) as stage:
-        now, *later = (stage.tuner(op, case, SMALL) for case in cases)
+        now, *later = (stage.tuner(Task(op, case, SMALL)) for case in cases)
         stage.look_ahead(later, Search())
         begin = stage.compiling(now)
         begin(Small(64, 1))

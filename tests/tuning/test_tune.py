@@ -37,7 +37,7 @@ from kerneltune import cache, device
 from kerneltune.measuring.compiler import CompileResult, Kernel
 from kerneltune.search import loop
 from kerneltune.search.loop import ENUMERATE_UP_TO, Search
-from kerneltune.search.trials import Evaluation, TrialStore
+from kerneltune.search.trials import Evaluation, Task, TrialStore
 from kerneltune.spec import Case, Config, Variant
 from kerneltune.tuning.candidates import candidates, neighbour_dtype, starting_points
 from kerneltune.tuning.one_case import NothingPassedError, tune
@@ -61,7 +61,7 @@ def test_a_small_space_is_visited_whole_once_and_default_first(setting: Setting)
 
 def test_a_default_outside_the_space_is_tried_too(setting: Setting) -> None:
     variant = Variant("optimized", nothing, Small, small_space, default=lambda _: Small(768, 3))
-    pool = candidates(op_of(variant), CASE, variant, "cold", setting.store())
+    pool = candidates(Task(op_of(variant), CASE, variant), setting.store())
     assert pool[0] == Small(768, 3)
     assert len(pool) == 26 == len(set(pool))
 
@@ -270,19 +270,19 @@ def test_an_interrupted_search_goes_on_where_it_was(setting: Setting) -> None:
 
 def test_the_neighbour_is_the_other_16_bit_type() -> None:
     op = op_of(SMALL)
-    assert neighbour_dtype(op, CASE) == HALF
-    assert neighbour_dtype(op, HALF) == CASE
-    assert neighbour_dtype(op, SINGLE) is None
+    assert neighbour_dtype(Task(op, CASE, SMALL)) == Task(op, HALF, SMALL)
+    assert neighbour_dtype(Task(op, HALF, SMALL)) == Task(op, CASE, SMALL)
+    assert neighbour_dtype(Task(op, SINGLE, SMALL)) is None
 
 
 def test_the_ranking_of_the_neighbour_narrows_the_candidates(setting: Setting) -> None:
     setting.tune(setting.tuner(SMALL, small_time))
     ranked = sorted(SMALL.configs(CASE), key=small_time)
-    pool = candidates(op_of(SMALL), HALF, SMALL, "cold", setting.store())
+    pool = candidates(Task(op_of(SMALL), HALF, SMALL), setting.store())
     assert pool[0] == Small(256, 4)
     assert set(pool) == {*ranked[:16], Small(256, 4)}
     for case, policy in ((SINGLE, "cold"), (HALF, "hot"), (Case("b", (("M", 9),), "float16"), "cold"), (CASE, "cold")):
-        assert len(candidates(op_of(SMALL), case, SMALL, policy, setting.store())) == 25
+        assert len(candidates(Task(op_of(SMALL), case, SMALL, policy), setting.store())) == 25
 
     half = setting.tuner(SMALL, small_time, HALF)
     setting.tune(half)
@@ -293,8 +293,8 @@ def test_the_ranking_of_the_neighbour_narrows_the_candidates(setting: Setting) -
 def test_a_neighbour_that_was_hardly_searched_does_not_narrow(setting: Setting) -> None:
     store = setting.store()
     for config in list(SMALL.configs(CASE))[:16]:
-        store.put(op_of(SMALL), CASE, SMALL, "cold", config, Evaluation("ok", small_time(config)))
-    assert len(candidates(op_of(SMALL), HALF, SMALL, "cold", store)) == 25
+        store.put(Task(op_of(SMALL), CASE, SMALL), config, Evaluation("ok", small_time(config)))
+    assert len(candidates(Task(op_of(SMALL), HALF, SMALL), store)) == 25
 
 
 def test_a_second_run_of_a_narrowed_search_evaluates_nothing_anew(setting: Setting) -> None:
@@ -313,30 +313,30 @@ def test_a_search_starts_from_the_configs_of_other_options_that_are_free(setting
         config={"block": 512, "warps": 8},
     )  # fmt: skip
     cache.store("fake", device.current().slug, entry, setting.root)
-    pool = candidates(op, narrow, SMALL, "cold", setting.store())
-    assert starting_points(op, narrow, SMALL, "cold", pool, setting.root) == [Small(256, 4), Small(512, 8)]
+    pool = candidates(Task(op, narrow, SMALL), setting.store())
+    assert starting_points(Task(op, narrow, SMALL), pool, setting.root) == [Small(256, 4), Small(512, 8)]
     fixed = replace(op, free_options=())
-    assert starting_points(fixed, narrow, SMALL, "cold", pool, setting.root) == [Small(256, 4)]
+    assert starting_points(Task(fixed, narrow, SMALL), pool, setting.root) == [Small(256, 4)]
 
 
 # before the GPU is touched
 
 
 def test_what_cannot_compile_or_spills_is_never_run(setting: Setting) -> None:
-    tuner = Tuner(op_of(SMALL), CASE, SMALL, "cold", setting.store(), NoBench())
+    tuner = Tuner(Task(op_of(SMALL), CASE, SMALL), setting.store(), NoBench())
     assert tuner.prune  # 25 configs: no published list
     broken = evaluated(tuner, Small(64, 1), CompileResult((), 0.0, "CompilationError: no"))
     assert broken == Evaluation("compile", detail="CompilationError: no")
     spilling = CompileResult((Kernel("k", 4, 255, 96, 0),), 1.0)
     assert evaluated(tuner, Small(64, 2), spilling) == Evaluation("spills", detail="96 bytes per thread")
     assert tuner.resources == {Small(64, 1): 0, Small(64, 2): 1020}
-    assert setting.store().get(op_of(SMALL), CASE, SMALL, "cold", Small(64, 1)) == broken
+    assert setting.store().get(Task(op_of(SMALL), CASE, SMALL), Small(64, 1)) == broken
 
 
 def test_what_does_not_fit_a_multiprocessor_as_often_as_it_says_is_never_run(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tuner = Tuner(op_of(LARGE), CASE, LARGE, "cold", setting.store(), NoBench())
+    tuner = Tuner(Task(op_of(LARGE), CASE, LARGE), setting.store(), NoBench())
     asked = Large(64, 1, 1, 4)
     twice = CompileResult((Kernel("k", 8, 128, 0, 65536), Kernel("k", 8, 64, 0, 81920)), 1.0)
     monkeypatch.setattr(device, "current", lambda: device.NO_GPU)
@@ -357,7 +357,7 @@ def test_what_does_not_fit_a_multiprocessor_as_often_as_it_says_is_never_run(
 def test_a_cooperative_grid_that_does_not_fit_is_not_hidden_by_a_smaller_kernel(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tuner = Tuner(op_of(LARGE), CASE, LARGE, "cold", setting.store(), NoBench())
+    tuner = Tuner(Task(op_of(LARGE), CASE, LARGE), setting.store(), NoBench())
     here = device.current()
     monkeypatch.setattr(device, "current", lambda: replace(here, arch="sm_90"))
     main, small = Kernel("main", 8, 168, 0, 0), Kernel("dgamma", 8, 32, 0, 0)

@@ -21,9 +21,9 @@ from kerneltune import cache
 from kerneltune.measuring.compiler import CompileResult
 from kerneltune.plan import Options, Quiet, Selection
 from kerneltune.search import spaces
-from kerneltune.search.trials import Evaluation, history
-from kerneltune.spec import Case, Op, Variant
-from kerneltune.tuning import machines, task
+from kerneltune.search.trials import Evaluation, Task, history
+from kerneltune.spec import Case, Op
+from kerneltune.tuning import machines, stage
 from kerneltune.tuning.candidates import widened
 from kerneltune.tuning.isolated import ChildCrashedError
 from kerneltune.tuning.run import run_tune
@@ -173,7 +173,7 @@ def test_a_case_that_the_gpu_has_no_room_for_is_said_and_is_no_failure(
     selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes: list[str] = []
-    monkeypatch.setattr(task, "obstacle", lambda *_: "needs 200 GB")
+    monkeypatch.setattr(stage, "obstacle", lambda *_: "needs 200 GB")
     tuned = run_tune(OPS, selection, options, Spoken(notes))
     assert (tuned.entries, tuned.searched, tuned.failed) == ([], 1, 0)
     assert notes == ["not tuned: stream 1048576+1048576: needs 200 GB"]
@@ -257,9 +257,9 @@ def test_what_the_next_case_begins_with_is_compiled_while_this_one_is_measured(
         happened.append(("compile", dict(job.make_inputs.args[0].axes)["read"]))
         return Pool().done()
 
-    def opened(self: Bench, op: Op, case: Case, variant: Variant, policy: str) -> None:
+    def opened(self: Bench, task: Task) -> None:
         self.opened = True
-        happened.append(("open", case["read"]))
+        happened.append(("open", task.case["read"]))
         begun.set()
 
     monkeypatch.setattr(Pool, "submit", submit)
@@ -315,9 +315,9 @@ def test_stale_entries_of_this_gpu_are_timed_again(
     (entry,) = run_tune(OPS, selection, options, Quiet()).entries
     opened: list[Case] = []
 
-    def open_(self: Bench, op: Op, case: Case, variant: Variant, policy: str) -> None:
+    def open_(self: Bench, task: Task) -> None:
         self.opened = True
-        opened.append(case)
+        opened.append(task.case)
 
     monkeypatch.setattr(Bench, "open", open_)
 
