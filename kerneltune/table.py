@@ -110,8 +110,10 @@ class Table:
         lines.append(_pipe("---" if self.columns[i].is_text else "---:" for i in shown))
         for row in self.rows:
             cells = [self.columns[i].cell(row.values[i]) for i in shown]
-            if row.note:  # in the first of the empty cells
-                place = next((at for at, i in enumerate(shown) if not self.columns[i].is_text and not cells[at]), len(cells) - 1)
+            if row.note:  # in the first of the empty cells, or in the last one, where that is for words
+                empty = [at for at, i in enumerate(shown) if not self.columns[i].is_text and not cells[at]]
+                for_words = self.columns[shown[-1]].is_text and not cells[-1]
+                place = empty[0] if empty and not for_words else len(cells) - 1
                 cells[place] = printable(" ".join(f"{cells[place]} {row.note}".split()))
             lines.append(_pipe(map(_escaped, cells)))
         foot = [f"- {_escaped(line.strip())}" for line in self.foot]

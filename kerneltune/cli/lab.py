@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kerneltune.cli import options as o
-from kerneltune.cli.console import note, show, show_table, write
+from kerneltune.cli.console import note, show, show_table, width, write
 from kerneltune.cli.progress import reporter
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def versus(
         limit_s = None if helion_budget is None else round(helion_budget)
         found = contest.contest(chosen, entry.case, contender, given, search, options, progress, limit_s=limit_s)
     show(f"{found.op} {found.variant} {found.case.label}: {found.configs} configs")
-    show_table(contest.HEAD, [contest.cells(line) for line in contest.plain(found)])
+    show(contest.contest_table(asdict(found)["lines"]).text(width()))
     if found.share is not None:
         show(f"wall time {found.share:.2f} of the exhaustive search")
     for path in contest.keep(found, [Path(sys.argv[0]).name, *sys.argv[1:]], options):
@@ -235,10 +235,11 @@ def study(
         judged.save(save, measured)
         note(f"wrote {save}")
     rows = judged.decide(measured, per_side=per_side, repeats=repeats, margin=margin)
-    show_table(judged.STUDY_HEAD, judged.study_cells(rows))
-    for path, render in ((markdown, judged.study_markdown), (csv, judged.study_csv)):
+    table = judged.study_table(rows)
+    show(table.text(width()))
+    for path, style in ((markdown, "markdown"), (csv, "csv")):
         if path is not None:
-            write(path, render(rows))
+            write(path, table.render(style))
 
 
 def _measured(selection: "Selection", options: "Options", processes: int, delays: list[float] | None) -> "list[Process]":

@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 from kerneltune.cells import wrapped
 from kerneltune.gating.verdict import A_PEER, AMBIGUOUS, PASS, REGRESSION, UNUSABLE, GateRow, Outcome, Verdict
+from kerneltune.table import Column, Row, Table
 
 _INDENT = " " * 12
 _UNIT = " µs"
@@ -52,16 +53,15 @@ def gate_text(verdict: Verdict, width: int = 100) -> str:
 
 def gate_markdown(verdict: Verdict) -> str:
     """Return the same as a Markdown table under its summary, the notes last."""
-    lines = [f"**{_cell(summary(verdict))}**", ""]
-    rows = _counting(verdict)
-    if rows:
-        lines += ["| verdict | row | case | variant | µs | slowdown | reason |", "|---|---|---|---|---:|---:|---|"]
-    for row in rows:
-        cells = [row.verdict, row.label, row.case, row.variant, _times(row).removesuffix(_UNIT), _change(row), row.reason]
-        lines.append(f"| {' | '.join(map(_cell, cells))} |")
-    for note in _notes(verdict):
-        lines += [*([""] if lines[-1] else []), f"Note: {note}"]
-    return "\n".join(lines).rstrip() + "\n"
+    names = ("verdict", "row", "case", "variant", "µs", "slowdown", "reason")
+    rows = tuple(
+        Row((row.verdict, row.label, row.case, row.variant, _times(row).removesuffix(_UNIT), _change(row), row.reason))
+        for row in _counting(verdict)
+    )
+    table = Table(tuple(Column(name, digits=0 if name in ("µs", "slowdown") else None) for name in names), rows)
+    notes = "\n".join(f"Note: {note}" for note in _notes(verdict))
+    said = f"**{summary(verdict)}**".replace("|", "\\|")
+    return "\n\n".join(filter(None, [said, table.markdown().rstrip() if rows else "", notes])) + "\n"
 
 
 def gate_junit(verdict: Verdict) -> str:
@@ -170,10 +170,6 @@ def _times(row: GateRow) -> str:
 
 def _wrapped(text: str, width: int) -> str:
     return "\n".join(wrapped(text, width, _INDENT))
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
 
 
 def _xml(text: str) -> str:

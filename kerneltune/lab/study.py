@@ -25,10 +25,11 @@ from kerneltune.processes import in_fresh_processes
 from kerneltune.records import Record, load, to_json
 from kerneltune.rounding import cdiv
 from kerneltune.stats import paired_shift
+from kerneltune.table import Column, Table
+from kerneltune.table import Row as Line
 
 DELAYS = (0.02, 0.05, 0.10)
 _SHOWN: tuple[Outcome, ...] = ("regression", "ambiguous", "slower", "pass", "faster")
-STUDY_HEAD = ("planted", "measured", "rows", "short", "caught", *_SHOWN)
 _PLANTED_PART = 10
 _PREFIX = "planted_"
 _FILE = _PREFIX + "{}.jsonl"
@@ -145,34 +146,22 @@ def saved(folder: Path) -> list[Process]:
     return [{delay: records[i : i + rows] for delay, records in by_delay.items()} for i in starts]
 
 
-def study_markdown(rows: Sequence[StudyRow]) -> str:
-    """Make the table of the study."""
-    lines = [f"| {' | '.join(STUDY_HEAD)} |", "|" + "---:|" * len(STUDY_HEAD)]
-    return "\n".join([*lines, *(f"| {' | '.join(cells)} |" for cells in study_cells(rows))]) + "\n"
-
-
-def study_csv(rows: Sequence[StudyRow]) -> str:
-    """Fractions and counts, as numbers."""
-    lines = [",".join(("planted", "measured", "rows", "short", *WORST_FIRST))]
-    lines += [
-        f"{r.planted:g},{r.measured:.6f},{r.rows},{r.short}," + ",".join(str(r.counts[v]) for v in WORST_FIRST) for r in rows
+def study_table(rows: Iterable[StudyRow]) -> Table:
+    """Return a row per delay: what was planted and measured, decisions, the part caught, and decisions by verdict."""
+    columns = (
+        Column("planted", digits=0, suffix=" %", key="planted_pct"),
+        Column("measured", digits=2, suffix=" %", key="measured_pct"),
+        *(Column(name, digits=0) for name in ("rows", "short")),
+        Column("caught", digits=2, suffix=" %", key="caught_pct"),
+        *(Column(name, digits=0) for name in _SHOWN),
+        *(Column(name, digits=0, only=("csv",)) for name in WORST_FIRST if name not in _SHOWN),
+    )
+    verdicts = [*_SHOWN, *(name for name in WORST_FIRST if name not in _SHOWN)]
+    lines = [
+        Line((100 * r.planted, 100 * r.measured, r.rows, r.short, 100 * r.caught, *(r.counts[name] for name in verdicts)))
+        for r in rows
     ]
-    return "\n".join(lines) + "\n"
-
-
-def study_cells(rows: Sequence[StudyRow]) -> list[tuple[str, ...]]:
-    """Return the cells below `STUDY_HEAD`, a tuple per row."""
-    return [
-        (
-            f"{row.planted:.0%}" if row.planted else "none",
-            f"{row.measured:+.2%}" if row.planted else "",
-            f"{row.rows}",
-            f"{row.short}" if row.planted else "",
-            f"{row.caught:.2%}",
-            *(f"{row.counts[verdict]}" for verdict in _SHOWN),
-        )
-        for row in rows
-    ]
+    return Table(columns, tuple(lines))
 
 
 def _measure(load_ops: LoadOps, selection: Selection, options: Options, delays: Sequence[float]) -> Process:

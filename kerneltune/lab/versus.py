@@ -10,7 +10,7 @@ import json
 import os
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -32,6 +32,7 @@ from kerneltune.search.trials import Task, knobs_of
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import Interval, median_interval, ratio_interval
 from kerneltune.sweep import results_root
+from kerneltune.table import Column, Row, Table
 from kerneltune.tuning import IMPORTED
 from kerneltune.tuning.bench import SCREEN_SAMPLES, Measuring
 from kerneltune.tuning.candidates import Given, checked_space, narrowed
@@ -262,40 +263,29 @@ def keep(contest: Contest, command: Sequence[str], options: Options) -> list[Pat
     return [path, folder / "versus.md"]
 
 
-HEAD = ("tuner", "wall s", "evaluations", "time µs", "slower than the best", "remark")
+def contest_table(lines: Iterable[Mapping[str, Any]]) -> Table:
+    """Return a row per tuner; lines as `asdict` makes them of a ContestLine."""
+    names = ("tuner", "wall s", "evaluations", "time µs", "slower than the best %", "from %", "to %", "remark")
+    digits = (None, 1, 0, 2, 1, 1, 1, None)
+    columns = [Column(name, digits=of, rank=int(name == "remark")) for name, of in zip(names, digits, strict=True)]
+    rows = []
+    for line in lines:
+        gaps = [100 * line["gap"][end] if line["gap"] else None for end in ("median", "low", "high")]
+        time_us = line["time_us"] and line["time_us"]["median"]
+        rows.append(Row((line["name"], line["wall_s"], line["evaluations"], time_us, *gaps, None), line["remark"]))
+    return Table(tuple(columns), tuple(rows))
 
 
-def cells(line: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a line as cells under HEAD."""
-    wall_s, time_us, gap = line["wall_s"], line["time_us"], line["gap"]
-    return (
-        line["name"],
-        "" if wall_s is None else f"{wall_s:.1f}",
-        "" if line["evaluations"] is None else str(line["evaluations"]),
-        "" if time_us is None else f"{time_us['median']:.2f}",
-        "" if gap is None else f"{100 * gap['median']:+.1f} % ({100 * gap['low']:+.1f} to {100 * gap['high']:+.1f})",
-        line["remark"],
-    )
-
-
-def plain(contest: Contest) -> list[Mapping[str, Any]]:
-    """Return the lines as `cells` takes them."""
-    return [asdict(line) for line in contest.lines]
-
-
-def _markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+def _markdown(contests: Iterable[Mapping[str, Any]]) -> str:
     """Make a table for every contest."""
     text = []
-    for row in rows:
+    for row in contests:
         share = "" if row["share"] is None else f"; wall time {row['share']:.2f} of the exhaustive search"
         text += [
             f"**{row['op']} {row['variant']} {row['case']} {row['dtype']} {row['quant']}**: {row['configs']} configs{share}. "
             f"{row['device']}, {row['cores']} cores, driver {row['driver']}, torch {row['torch']}, triton {row['triton']}, "
             f"{row['date'][:10]}, commit {row['commit']}: `{row['command']}`",
             "",
-            "| " + " | ".join(HEAD) + " |",
-            "|" + "---|" * len(HEAD),
-            *("| " + " | ".join(cells(line)) + " |" for line in row["lines"]),
-            "",
+            contest_table(row["lines"]).markdown(),
         ]
     return "\n".join(text)

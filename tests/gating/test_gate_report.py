@@ -54,7 +54,7 @@ def test_markdown() -> None:
         f"**{SUMMARY}**\n"
         "\n"
         "| verdict | row | case | variant | µs | slowdown | reason |\n"
-        "|---|---|---|---|---:|---:|---|\n"
+        "| --- | --- | --- | --- | ---: | ---: | --- |\n"
         f"| failed | {LABEL} | te-8192x4096 | eager |  |  | y: 1 % of <words> \\| differ\\x00 |\n"
         "| regression | rmsnorm_fwd M=8192 N=4096 bfloat16 none cold | te-8192x4096 | optimized | 100 → 110 "
         "| +10.0% [+9.0%, +11.1%] | at least +9.0%, tolerated 3.0% |\n"

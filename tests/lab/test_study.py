@@ -98,15 +98,17 @@ def test_the_command_decides_on_what_was_kept(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, [str(a) for a in (*arguments, *files)])
     assert result.exit_code == 0, result.output
     head, none, ten = result.stdout.splitlines()
-    assert head.split() == list(study.STUDY_HEAD)
-    assert none.split()[:3] == ["none", "20", "0.00%"]
-    assert ten.split()[0] == "10%"
+    assert head.split()[:6] == ["planted", "measured", "rows", "short", "caught", "regression"]
+    assert none.split()[:8] == ["0", "%", "0.00", "%", "20", "0", "0.00", "%"]
+    assert ten.split()[0] == "10"
     markdown, csv = (tmp_path / "t.md").read_text(), (tmp_path / "t.csv").read_text()
     assert markdown.startswith(
-        "| planted | measured | rows | short | caught | regression | ambiguous | slower | pass | faster |\n|---:|"
+        "| planted | measured | rows | short | caught | regression | ambiguous | slower | pass | faster |\n| ---: |"
     )
-    assert csv.splitlines()[0] == "planted,measured,rows,short,failed,missing,regression,ambiguous,slower,faster,pass"
-    assert [line.split(",")[::2][:2] for line in csv.splitlines()[1:]] == [["0", "20"], ["0.1", "2"]]
+    assert csv.splitlines()[0] == (
+        "planted_pct,measured_pct,rows,short,caught_pct,regression,ambiguous,slower,pass,faster,failed,missing,note"
+    )
+    assert [line.split(",")[::2][:2] for line in csv.splitlines()[1:]] == [["0.0", "20"], ["10.0", "2"]]
     few = CliRunner().invoke(app, ["lab", "study", "rmsnorm", "--processes", "8"])
     assert (few.exit_code, few.stderr) == (2, "error: processes: 8: expected 9 or more\n")
     wrong = CliRunner().invoke(app, ["lab", "study", "rmsnorm", "--delay", "0"])

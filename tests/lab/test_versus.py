@@ -98,7 +98,7 @@ def test_a_contest_is_kept_beside_the_others(fought: tuple[Contest, Path], optio
     text = table.read_text()
     assert text.count("| tuner | wall s |") == 2
     assert "**fake optimized b bfloat16 none**: 16 configs; wall time" in text
-    assert f"| {BEST} |  |  | 10.00 | +0.0 % (+0.0 to +0.0) |  |" in text
+    assert f"| {BEST} |  |  | 10.00 | 0.0 | 0.0 | 0.0 |  |" in text
     assert len({line.count("|") for line in text.splitlines() if line.startswith("| ")}) == 1
 
 
