@@ -5,14 +5,21 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 _LONGEST = 200
+_TRITON_PLACE = re.compile(r"at \d+:\d+:")
+"""First line of Triton's CompilationError; the kernel's code follows, a caret, and what is wrong."""
 _MANY, _MOST = 24, 60
 _INSTALLED = re.compile(r"(?<![^\s()'\":,])/[^\s()'\":,]*/(?:site|dist)-packages/")
 _PLACE = re.compile(r" \((?>/[^()\n]*/(?:site|dist)-packages/)[^()]*\)")
 
 
 def first_line(error: BaseException) -> str:
-    """`TypeError: text`, where the text is the first line that says something; the type alone where none does."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    """Return `TypeError: text`, the text being the first line that says something, of Triton's compiler also the last.
+
+    The type alone where no line does.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip(" ^")]
+    if len(lines) > 1 and _TRITON_PLACE.fullmatch(lines[0]):
+        lines[0] += f" {lines[-1]}"
     return f"{type(error).__name__}: {without_places(lines[0])[:_LONGEST]}" if lines else type(error).__name__
 
 

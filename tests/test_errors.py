@@ -12,6 +12,10 @@ from kerneltune.errors import first_line, meant, unknown, without_places
     [
         (ValueError("one"), "ValueError: one"),
         (RuntimeError("\n  first \nsecond"), "RuntimeError: first"),
+        (
+            RuntimeError("at 24:8:\n    while at < LANES:\n    ^\nname 'at' has two types"),
+            "RuntimeError: at 24:8: name 'at' has two types",
+        ),
         (AssertionError(), "AssertionError"),
         (KeyboardInterrupt(" \n "), "KeyboardInterrupt"),
         (
