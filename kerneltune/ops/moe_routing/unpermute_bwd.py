@@ -19,20 +19,20 @@ from kerneltune.ops.moe_routing.permute import RowsConfig
 from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
 
-_MOST_SUMS = 96
-"""Of a thread. Because 128 reach 2.3 TB/s at 671B sizes, where 64 reach 3.8 at Qwen3's; H200, 2026-11-23."""
+_MOST_BYTES = 256
+"""Of a token's rows that a thread has in flight; the elements stay in registers until they are summed."""
 
 
 def valid(case: Case, config: RowsConfig) -> str | None:
-    """Say why a config cannot be worth running: a thread sums K gradients of the weights over its columns."""
-    sums = case["K"] * config.rows * config.cols // (32 * config.warps)
-    if sums > max(_MOST_SUMS, case["K"] * 16 // ITEMSIZE[case.dtype]):
-        return f"{sums} sums per thread"
+    """Say why a config cannot be worth running: a thread loads its columns of a token's K rows at once."""
+    per_row = config.rows * config.cols * ITEMSIZE[case.dtype] // (32 * config.warps)
+    if per_row > 16 and case["K"] * per_row > _MOST_BYTES:
+        return f"{case['K'] * per_row} bytes of a token's rows per thread"
     return permute.valid(case, config)
 
 
 def default(case: Case) -> RowsConfig:
-    """Return a config for any shape, by rule: that of the forward, or half its columns or rows where a thread has many sums."""
+    """Return a config for any shape, by rule: that of the forward, or half its columns or rows where a thread loads too much."""
     config = permute.default(case)
     if valid(case, config) is None:
         return config
@@ -128,7 +128,7 @@ def moe_unpermute_bwd(
         config = _choose(sizes, DTYPE_NAMES[y.dtype], "none", CALLED)
     spread_gradient[(cdiv(T, config.rows),)](
         dout, y, places, weights, offs[-1:], dy, dweights, T, T * K, dout.stride(0), y.stride(0),
-        K=K, H=H, ROWS=config.rows, COLS=config.cols, num_warps=config.warps,
+        K=K, H=H, ROWS=config.rows, COLS=config.cols, LANES=16 // y.element_size(), num_warps=config.warps,
     )  # fmt: skip
     return dy, dweights
 

@@ -72,13 +72,16 @@ def combine_rows(
 @triton.jit
 def spread_gradient(
     dout_ptr, y_ptr, places_ptr, weights_ptr, last_ptr, dy_ptr, dweights_ptr, T, M, stride_d, stride_y,
-    K: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    K: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """dy[places[t, j]] = weights[t, j] * dout[t] and dweights[t, j] = dout[t] · y[places[t, j]], every row read once."""
+    """dy[places[t, j]] = weights[t, j] * dout[t] and dweights[t, j] = dout[t] · y[places[t, j]], every row read once.
+
+    LANES neighbouring columns, which one thread holds, are summed at once: a thread keeps COLS / LANES sums of each choice.
+    """
     tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     sums = ()
     for _ in tl.static_range(K):
-        sums = sums + (tl.zeros((ROWS, COLS), dtype=tl.float32),)
+        sums = sums + (tl.zeros((ROWS, COLS // LANES), dtype=tl.float32),)
     for first in range(0, H, COLS):
         cols = first + tl.arange(0, COLS)
         inside = (cols < H)[None, :]
@@ -94,9 +97,13 @@ def spread_gradient(
             weight = tl.load(weights_ptr + tokens * K + choice, mask=there, other=0.0).to(tl.float32)
             to = dy_ptr + (wide(place)[:, None] * H + cols[None, :])
             tl.store(to, (dout * weight[:, None]).to(dy_ptr.dtype.element_ty), mask=mask, cache_modifier=".cs")
-            added = added + (sums[choice] + dout * y.to(tl.float32),)
+            products = tl.reshape(dout * y.to(tl.float32), (ROWS, COLS // LANES, LANES))
+            added = added + (sums[choice] + tl.sum(products, axis=2),)
         sums = added
-        _clear_rest(dy_ptr, last_ptr, tokens, T, M, cols, inside, K, H)
+    if tl.load(last_ptr) < M:
+        for first in range(0, H, COLS):
+            cols = first + tl.arange(0, COLS)
+            _clear_rest(dy_ptr, last_ptr, tokens, T, M, cols, (cols < H)[None, :], K, H)
     for choice in tl.static_range(K):
         _, there = _place(places_ptr, tokens, T, M, choice, K)
         found = tl.where(there, tl.sum(sums[choice], axis=1), 0.0)
