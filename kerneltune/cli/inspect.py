@@ -3,7 +3,7 @@
 import fnmatch
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -113,21 +113,24 @@ def judge(
 
     targets = _targets(target)
     requests = _requests(wanted, None, _GPU, configs, any_case=False)
+    unchanged = 0
     if baseline.endswith(".json") or Path(baseline).is_file():
-        earlier = load(Path(baseline))
-    else:
+        earlier, found = load(Path(baseline)), _survey(requests, targets, workers, recompile)
+    elif recompile:
         earlier = _of_revision(baseline, _again(wanted, None, recompile, target=targets, gpu=_GPU, workers=workers))
-    found = _survey(requests, targets, workers, recompile)
+        found = _survey(requests, targets, workers, recompile)
+    else:
+        earlier, found, unchanged = _changed(baseline, wanted, requests, targets, workers)
     if _is_whole(configs, wanted, target):
         _say_unknown(found)
-    verdict = static_gate(earlier, found)
+    verdict = static_gate(earlier, found, unchanged)
     for line in verdict.findings:
         show(line)
     (error_line if verdict.exit_code == 2 else show)(verdict.summary)
     raise typer.Exit(verdict.exit_code)
 
 
-def _survey(requests: "list[SurveyRequest]", targets: list[str], workers: int | None, recompile: bool) -> "Survey":
+def _survey(requests: "Sequence[SurveyRequest]", targets: list[str], workers: int | None, recompile: bool) -> "Survey":
     """Compile the requests, with a bar while that runs."""
     from kerneltune.inspection.survey import survey
     from kerneltune.measuring import known
@@ -137,6 +140,25 @@ def _survey(requests: "list[SurveyRequest]", targets: list[str], workers: int | 
         note("results/static is not believed, for other code read the compiler's output: `kerneltune inspect --renew`")
     with reporter() as progress:
         return survey(requests, targets, workers, progress.stage, progress.advance, before)
+
+
+def _changed(
+    revision: str, wanted: "Selection", requests: "list[SurveyRequest]", targets: list[str], workers: int | None
+) -> "tuple[Survey, Survey, int]":
+    """Return the rows that differ, of the revision and here, and the number of rows that need not be compiled."""
+    from kerneltune.inspection.changes import changes_since, survey_here
+    from kerneltune.sweep import results_root
+
+    def arguments_of(op: str, variant: str) -> list[str]:
+        of_variant = replace(wanted, ops=(op,), variants=(variant,))
+        return _again(of_variant, None, False, target=targets, gpu=_GPU, workers=workers)
+
+    folder = results_root(None) / "runs" / "static"
+    with reporter() as progress:
+        changes = changes_since(revision, requests, targets, _GPU, arguments_of, folder, progress)
+    note(f"{changes.unchanged} of {len(requests)} configs run the same code as in {revision}: not compiled")
+    found = survey_here(changes.requests, targets, lambda asked: _survey(asked, targets, workers, False), folder)
+    return changes.earlier, found, changes.unchanged * len(targets)
 
 
 def _is_whole(configs: Path | None, wanted: "Selection", *narrowing: object) -> bool:

@@ -29,7 +29,7 @@ def survey_revision(revision: str, arguments: Sequence[str]) -> Survey:
         ValueError: no checkout, no such revision, or one whose command cannot do it; one line.
     """
     with checked_out(revision) as tree:
-        return _inspected(revision, tree, tree.parent / "rows.json", arguments)
+        return inspected(revision, tree, tree.parent / "rows.json", arguments)
 
 
 @contextmanager
@@ -70,7 +70,12 @@ def _remove(checkout: Path, tree: Path) -> None:
         _git(checkout, "worktree", "remove", "--force", "--force", str(tree), what=f"cannot remove {tree}")
 
 
-def _inspected(revision: str, tree: Path, rows: Path, arguments: Sequence[str]) -> Survey:
+def inspected(revision: str, tree: Path, rows: Path, arguments: Sequence[str]) -> Survey:
+    """Return the rows of `kerneltune inspect ARGUMENTS` in the work tree of a revision, by way of the file `rows`.
+
+    Raises:
+        ValueError: the command cannot do it; one line.
+    """
     env = {name: value for name, value in os.environ.items() if name != "KERNELTUNE_CONFIGS"}
     env |= {"PYTHONPATH": str(tree), "TMPDIR": str(tree.parent)}
     code = "from kerneltune.cli import main; main()"

@@ -102,11 +102,16 @@ def load(path: Path) -> Survey:
     return Survey(str(data.get("triton")), tuple(rows))
 
 
-def static_gate(baseline: Survey, new: Survey) -> StaticVerdict:
+def static_gate(baseline: Survey, new: Survey, unchanged: int = 0) -> StaticVerdict:
     """Find new spills, narrower accesses, and configs that no longer compile or fit, in rows that both sets have.
 
     An access is narrower where the width that carries most bits of a kernel's loads, or of its stores, is less than before.
     A row of the new set alone is judged for errors only; what does not compile in either set is not compared.
+
+    Args:
+        baseline: rows to hold against.
+        new: rows that are judged.
+        unchanged: rows that are in neither set, as nothing that decides them has changed.
     """
     if baseline.triton != new.triton:
         return StaticVerdict((), f"not comparable: baseline made with triton {baseline.triton}, here {new.triton}", UNUSABLE)
@@ -125,6 +130,7 @@ def static_gate(baseline: Survey, new: Survey) -> StaticVerdict:
             counts["compared"] += 1
             findings += [f"{row.label}: {line}" for line in _worse(old.kernels, row.kernels)]
     counts["gone"] = len(before)
+    counts["unchanged"] = unchanged
     return _verdict(findings, counts)
 
 
@@ -187,8 +193,9 @@ def _pairs(old: Sequence[Kernel], new: Sequence[Kernel]) -> list[tuple[Kernel | 
 
 
 def _verdict(findings: list[str], counts: Counter[str]) -> StaticVerdict:
-    text = ", ".join(f"{counts[name]} {name}" for name in ("compared", "new", "gone", "broken in both"))
-    if not counts["compared"]:
+    names = ("compared", "new", "gone", "broken in both", *(["unchanged"] if counts["unchanged"] else []))
+    text = ", ".join(f"{counts[name]} {name}" for name in names)
+    if not counts["compared"] and not counts["unchanged"]:
         return StaticVerdict((), f"nothing compared: {text}", UNUSABLE)
     if findings:
         return StaticVerdict(tuple(findings), f"static regression: {len(findings)} found; {text}", REGRESSION)

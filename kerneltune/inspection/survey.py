@@ -43,7 +43,7 @@ def cached_requests(ops: Iterable[Op], root: Path | None, gpu: str) -> list[Surv
     found = []
     for op in ops:
         for entry in cache.load(op.name, gpu, root):
-            case = Case(entry.case, entry.axes, entry.dtype, entry.quant, entry.options)
+            case = entry.as_case
             try:
                 variant = op.variant(entry.variant)
                 found.append(SurveyRequest(op, variant, case, entry.policy, variant.config_from(entry.config)))
@@ -102,13 +102,18 @@ def _job_key(request: SurveyRequest) -> tuple[str, str, Case, Any]:
     return request.op.name, request.variant.name, request.case, request.config
 
 
+def case_text(case: Case) -> str:
+    """Return a case as the rows name it: its name, then sizes, type, mode and options."""
+    return f"{case.name} {case.label}"
+
+
 def _row(request: SurveyRequest, target: str, compiled: CompileResult) -> StaticRow:
     """Merge launches of one kernel that use the same resources: a kernel that is launched once per tensor is one of the row."""
     kernels = tuple(dict.fromkeys(compiled.kernels))
     return StaticRow(
         request.op.name,
         request.variant.name,
-        f"{request.case.name} {request.case.label}",
+        case_text(request.case),
         request.policy,
         target,
         config_values(request.config) or {},
