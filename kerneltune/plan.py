@@ -25,31 +25,23 @@ class Progress(Protocol):
         Args:
             costs: how long the steps of this run take against each other, in order; all alike where empty.
         """
+        return
 
     def advance(self, text: str) -> None:
         """Count a step as done; `text` says which comes next or was done."""
+        return
 
     def best(self, text: str) -> None:
         """Show the best so far."""
+        return
 
     def note(self, text: str) -> None:
         """Something worth a line of its own."""
+        return
 
 
-class Quiet:
-    """A Progress that says nothing."""
-
-    def stage(self, name: str, total: int, kept: int = 0, costs: Sequence[float] = ()) -> None:
-        """Nothing."""
-
-    def advance(self, text: str) -> None:
-        """Nothing."""
-
-    def best(self, text: str) -> None:
-        """Nothing."""
-
-    def note(self, text: str) -> None:
-        """Nothing."""
+class Quiet(Progress):
+    """Say nothing."""
 
 
 @dataclass(frozen=True, slots=True)

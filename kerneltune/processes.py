@@ -118,17 +118,17 @@ def fast_context() -> ForkServerContext:
     return multiprocessing.get_context("forkserver")
 
 
-def start_server(*modules: str) -> None:
-    """Have the server of `fast_context` import torch while this process does something else; nothing where it runs already.
+def start_server() -> None:
+    """Have the server of `fast_context` import torch and Triton while this process does something else; it may run already.
 
-    modules: that it imports as well, unless kernels are interpreted: not every process that it starts interprets them then, and
-    Triton decides that when it is imported.
+    Where kernels are interpreted it imports no Triton, which decides that when it is imported: not every process that the server
+    starts interprets them. It imports nothing of this package, another copy of which may lie where the command is run.
 
     Blocked while the server is started, an interrupt is blocked in it for good; here it comes when the server has begun. The
     server ends with this process, however that ends, and leaves no socket.
     """
-    preloaded = modules if "TRITON_INTERPRET" not in os.environ else ()
-    forkserver.set_forkserver_preload(["kerneltune.fork_server", "torch", *preloaded])
+    triton = ["triton"] if "TRITON_INTERPRET" not in os.environ else []
+    forkserver.set_forkserver_preload(["kerneltune.fork_server", "torch", *triton])
     resource_tracker.ensure_running()  # else the server starts it, and lets interrupts through again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     os.environ[fork_server.VARIABLE] = f"{os.getpid()} {_folder_of_sockets()}"

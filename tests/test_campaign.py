@@ -22,7 +22,7 @@ from kerneltune.measuring.check import Checker
 from kerneltune.plan import Options, Quiet, Selection, results_folder
 from kerneltune.records import Record
 from kerneltune.spec import Variant
-from kerneltune.tuning.run import run_tune
+from kerneltune.tuning.fleet import run_tune
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")
 

@@ -54,7 +54,7 @@ def tune_folder(folder: Path, budget: float | None, share: float | None, widen: 
     options.require_writable(folder)
     from kerneltune.processes import start_server
 
-    start_server("triton")
+    start_server()
     from kerneltune.adopt.tuning import tune_capture
     from kerneltune.cli.progress import reporter
 

@@ -85,7 +85,7 @@ def show_short(title: str, searches: "Searches") -> None:
 
 
 def _portfolio(few: "Portfolio", cases: int) -> str:
-    how = "" if few.exact else ", greedily chosen"
+    how = "" if few.exact else ", perhaps not the fewest"
     count = "1 config keeps" if len(few.configs) == 1 else f"{len(few.configs)} configs keep"
     return f"{count} every case ({cases}) within 2 % of its best (worst {100 * few.worst:.1f} %{how})"
 

@@ -97,10 +97,12 @@ def command(
     for root in (o.configs_root(configs), results):
         o.require_writable(root)
     if not ray:
-        _start_server()
+        from kerneltune.processes import start_server
+
+        start_server()  # its imports take as long as those of this process
     known = o.load_ops()
     o.require_tunable(configs, results, exhaustive)
-    from kerneltune.tuning.run import run_tune
+    from kerneltune.tuning.fleet import run_tune
 
     selection = o.make_selection(known, family, wanted, max_cases)
     options = o.make_options(
@@ -116,14 +118,6 @@ def command(
     _show_outcome(tuned, configs)
     if tuned.failed:
         raise typer.Exit(1)
-
-
-def _start_server() -> None:
-    """Start the server that forks workers now: its imports take as long as those of this process."""
-    from kerneltune.processes import start_server
-    from kerneltune.tuning import IMPORTED
-
-    start_server(*IMPORTED)
 
 
 def _show_outcome(tuned: "TuningSummary", configs: Path | None) -> None:

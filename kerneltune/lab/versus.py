@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,6 @@ from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import Interval, median_interval, ratio_interval
 from kerneltune.sweep import results_root
 from kerneltune.table import Column, Row, Table
-from kerneltune.tuning import IMPORTED
 from kerneltune.tuning.bench import SCREEN_SAMPLES, Measuring
 from kerneltune.tuning.candidates import Given, checked_space, narrowed
 from kerneltune.tuning.isolated import IsolatedBench, split_cores
@@ -157,7 +155,7 @@ def contest(
 def tune_side(name: str, side: Callable[[ContestTask], TunerResult], task: ContestTask) -> TunerResult:
     """Return what a side finds; raise what it raises."""
     timeout_s = task.limit_s + _PAST_LIMIT_S if name == HELION and task.limit_s is not None else _SIDE_TIMEOUT_S
-    first = partial(start_server, *IMPORTED) if name == US else None  # as the command does
+    first = start_server if name == US else None  # as the command does
     with empty_caches() as folder:
         begun = replace(task, folder=folder, began=time.monotonic())
         (found,) = in_fresh_processes(1, side, begun, timeout_s=timeout_s, first=first)

@@ -212,11 +212,9 @@ def _start_worker(target: Target, cores: frozenset[int] | None, known: "KnownFac
     from triton import knobs
     from triton.runtime.driver import driver
 
-    from kerneltune.measuring.dry import dry_driver
     from kerneltune.measuring.inspected import Inspecting
 
-    utils = _DryUtils(target)
-    driver.set_active(dry_driver(target.backend, target.arch, target.warp_size, utils, utils.launcher))
+    driver.set_active(_dry_driver(target))
     inspecting = None if known is None else Inspecting(known, target.backend, target.shared_bytes)
     knobs.runtime.add_stages_inspection_hook = partial(_refuse_early, target, inspecting)
     if inspecting:
@@ -224,6 +222,46 @@ def _start_worker(target: Target, cores: frozenset[int] | None, known: "KnownFac
     if inspecting and target.backend == "hip":
         knobs.compilation.disable_line_info = True  # without changing the code, which ptxas would
     know_triton()
+
+
+def _dry_driver(target: Target) -> Any:
+    """Make a Triton driver that compiles for a target without having its GPU; a launch records resources."""
+    import torch
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.driver import DriverBase
+
+    class DryDriver(DriverBase):
+        """Compiles for one target and launches nothing."""
+
+        def __init__(self) -> None:
+            self.utils = _DryUtils(target)
+
+        @classmethod
+        def is_active(cls) -> bool:
+            return True
+
+        def launcher_cls(self, source: Any, metadata: Any) -> Any:
+            return self.utils.launcher(source, metadata)
+
+        def map_python_to_cpp_type(self, ty: str) -> str:
+            return ty
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget(target.backend, target.arch, target.warp_size)
+
+        def get_active_torch_device(self) -> torch.device:
+            return torch.device("meta")
+
+        def get_benchmarker(self) -> Any:
+            raise RuntimeError("nothing can be timed while compiling")
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, _device: int = 0) -> int:
+            return 0
+
+    return DryDriver()
 
 
 def _refuse_early(

@@ -9,6 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+
 from kerneltune.rounding import cdiv
 
 Knobs = tuple[tuple[str, Any], ...]
@@ -17,7 +20,8 @@ NEAR = 0.02
 """Configs within this fraction of the best are good enough."""
 TIE = 0.01
 """Configs within this fraction of the best cannot be told apart by what a screen measures."""
-_EXACT_UP_TO = 20_000
+_MOST_S = 10.0
+"""Seconds that a portfolio is looked for; the smallest that is known by then is said to be no more than that."""
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -96,52 +100,14 @@ def ties(times: Mapping[Knobs, float]) -> list[Knobs]:
 
 
 def portfolio(cases: Sequence[Mapping[Knobs, float]]) -> Portfolio:
-    """Exact where few combinations have to be looked at, else greedy."""
+    """Return the smallest set of configs that has one within 2 % of the best of every case, as an integer program finds it."""
     best = [min(times.values()) for times in cases]
-    covers: dict[Knobs, frozenset[int]] = {}
-    for index, times in enumerate(cases):
-        for knobs, time in times.items():
-            if time <= (1 + NEAR) * best[index]:
-                covers[knobs] = covers.get(knobs, frozenset()) | {index}
-    everything = frozenset(range(len(cases)))
-    greedy = _greedy(covers, everything)
-    chosen = _smaller(covers, everything, len(greedy)) or greedy
-    exact = chosen is not greedy or _combinations(len(_useful(covers)), len(greedy) - 1) <= _EXACT_UP_TO
-    gaps = [
-        min(times[knobs] for knobs in chosen if knobs in times) / floor - 1.0 for times, floor in zip(cases, best, strict=True)
-    ]
-    return Portfolio(tuple(chosen), max(gaps), exact)
-
-
-def _greedy(covers: Mapping[Knobs, frozenset[int]], everything: frozenset[int]) -> list[Knobs]:
-    chosen: list[Knobs] = []
-    left = everything
-    while left:
-        chosen.append(max(covers, key=lambda knobs: len(covers[knobs] & left)))
-        left -= covers[chosen[-1]]
-    return chosen
-
-
-def _smaller(covers: Mapping[Knobs, frozenset[int]], everything: frozenset[int], size: int) -> list[Knobs] | None:
-    """Find the first cover with fewer than `size` configs, the fewest first, as far as it can be looked for."""
-    useful = _useful(covers)
-    for fewer in range(1, size):
-        if _combinations(len(useful), fewer) > _EXACT_UP_TO:
-            return None
-        for chosen in itertools.combinations(useful, fewer):
-            if frozenset().union(*(covers[knobs] for knobs in chosen)) == everything:
-                return list(chosen)
-    return None
-
-
-def _useful(covers: Mapping[Knobs, frozenset[int]]) -> list[Knobs]:
-    """Configs that cover something no other one covers along with more."""
-    distinct: dict[frozenset[int], Knobs] = {}
-    for knobs, covered in covers.items():
-        distinct.setdefault(covered, knobs)
-    return [knobs for covered, knobs in distinct.items() if not any(covered < other for other in distinct)]
-
-
-def _combinations(n: int, k: int) -> int:
-    """Return how many combinations of up to k of n have to be looked at."""
-    return sum(math.comb(n, i) for i in range(1, k + 1))
+    configs = list(dict.fromkeys(knobs for times in cases for knobs in times))
+    gaps = np.array(
+        [[times.get(knobs, math.inf) / least - 1.0 for knobs in configs] for times, least in zip(cases, best, strict=True)]
+    )
+    count = 1.0 + np.minimum(gaps, 1.0).mean(axis=0) / len(configs)  # of sets of one size that with smaller gaps
+    covered = LinearConstraint((gaps <= NEAR).astype(float), lb=1)
+    found = milp(count, integrality=1, bounds=Bounds(0, 1), constraints=covered, options={"time_limit": _MOST_S})
+    chosen = np.flatnonzero(found.x > 0.5)
+    return Portfolio(tuple(configs[i] for i in chosen), float(gaps[:, chosen].min(axis=1).max()), found.status == 0)

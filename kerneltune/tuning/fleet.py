@@ -1,4 +1,4 @@
-"""Tuning work spread over several workers, and what they find merged here.
+"""`kerneltune tune`: on the GPU of this process, or spread over several workers whose results are merged here.
 
 One piece of work is decided on one GPU. A worker that dies costs the evaluation it was at: its trials are stored already, and
 its work goes to another. Decides nothing about configs and prints nothing.
@@ -6,18 +6,22 @@ its work goes to another. Decides nothing about configs and prints nothing.
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Protocol
 
-from kerneltune import cache, device
+from kerneltune import cache, device, sweep
 from kerneltune.files import replace_bytes
-from kerneltune.plan import Options, Progress
+from kerneltune.plan import Options, Progress, Selection, load_plan, wanted_variants
 from kerneltune.search.trials import Task, TrialStore, store_path
+from kerneltune.spec import Op
 from kerneltune.sweep import results_root
-from kerneltune.tuning.candidates import TOLD
+from kerneltune.tuning.candidates import TOLD, widened
+from kerneltune.tuning.cluster import RayWorkers
+from kerneltune.tuning.local import LocalWorkers, visible_gpus
 from kerneltune.tuning.machines import Usage
-from kerneltune.tuning.stage import TuningResult, tell
+from kerneltune.tuning.stage import TuningPlan, TuningResult, TuningSummary, ended, tell, tune_entries, wanted_works
 from kerneltune.tuning.worker import Event, Identity, RemoteResult, RemoteTask
 
 ATTEMPTS = 3
@@ -196,3 +200,55 @@ class Fleet:
     def _finish(self, work: Task, done: TuningResult) -> None:
         self.finished.append((work, done))
         tell(self._progress, work, done)
+
+
+def run_tune(ops: Mapping[str, Op], selection: Selection, options: Options, progress: Progress) -> TuningSummary:
+    """Search the selected bench cases, or measure their whole spaces.
+
+    Raises:
+        ValueError: no GPU, bad input, a space that makes no sense, or a folder that cannot be written.
+    """
+    plan = load_plan(ops, selection)
+    entries = [entry for entry in plan.bench if selection.takes(entry)]
+    for name in dict.fromkeys(entry.op for entry in entries if options.knobs):
+        for variant in wanted_variants(ops[name], selection, options):
+            if variant.config is not None:
+                widened(variant, options.knobs)
+    if options.ray or options.gpus:
+        return _tune_on_many(ops, entries, selection, options, progress)
+    if not device.current().is_gpu:
+        raise ValueError("tune needs a GPU: in the interpreter nothing can be timed")
+    return tune_entries(ops, entries, selection, options, progress)
+
+
+def _tune_on_many(
+    ops: Mapping[str, Op], entries: Sequence[sweep.SweepCase], selection: Selection, options: Options, progress: Progress
+) -> TuningSummary:
+    """Tune on several GPUs at once.
+
+    Raises:
+        ValueError: there are none, or no worker on one of them stays alive.
+    """
+
+    @lru_cache
+    def wanted(device_slug: str) -> TuningPlan:
+        return wanted_works(ops, entries, selection, options, device_slug, progress)
+
+    here = device.current()
+    if here.is_gpu and not wanted(here.slug).works:
+        return TuningSummary(here.slug, [], kept=wanted(here.slug).kept)
+    with make_workers(selection.family, options) as workers:
+        fleet = Fleet(workers, options, progress)
+        whole = fleet.run(lambda device_slug: wanted(device_slug).works)
+    return ended(fleet.finished, whole, fleet.slug, wanted(fleet.slug).kept, selection, options, progress)
+
+
+def make_workers(family: str, options: Options) -> LocalWorkers | RayWorkers:
+    """Make one worker for every GPU that the options name."""
+    if not options.ray:
+        return LocalWorkers(family, options, visible_gpus(options.gpus))
+    if options.gpus in ("", "all"):
+        return RayWorkers(family, options)
+    if not options.gpus.isdecimal() or not int(options.gpus):
+        raise ValueError(f"gpus: {options.gpus!r}: expected all or a number of GPUs")
+    return RayWorkers(family, options, int(options.gpus))

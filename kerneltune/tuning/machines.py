@@ -26,7 +26,6 @@ from kerneltune.search.loop import Search
 from kerneltune.search.trials import Evaluation, KnownTrial, Place, Task, TrialStore, store_path
 from kerneltune.spec import Config
 from kerneltune.sweep import results_root
-from kerneltune.tuning import IMPORTED
 from kerneltune.tuning.cached import present
 from kerneltune.tuning.isolated import IsolatedBench, split_cores
 from kerneltune.tuning.one_case import first_asked
@@ -89,7 +88,7 @@ class Machines:
         self, options: Options, on_trial: Callable[[Config, Evaluation], None] = lambda _config, _evaluation: None
     ) -> None:
         """Begin to start processes. on_trial: told every new evaluation."""
-        start_server(*IMPORTED)
+        start_server()
         measuring, self._cores = split_cores()
         self.pool: CompilePool
         self.bench = IsolatedBench(cores=measuring)

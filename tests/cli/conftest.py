@@ -62,5 +62,5 @@ def campaign(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return TuningSummary("nvidia_h200", fake(*given))  # type: ignore[arg-type]
 
     monkeypatch.setattr("kerneltune.campaign.run_sweep", swept)
-    monkeypatch.setattr("kerneltune.tuning.run.run_tune", tuned)
+    monkeypatch.setattr("kerneltune.tuning.fleet.run_tune", tuned)
     return seen

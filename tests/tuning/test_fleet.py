@@ -23,9 +23,9 @@ from kerneltune import cache, device, ops
 from kerneltune.plan import Options, Quiet, Selection
 from kerneltune.search import spaces
 from kerneltune.search.trials import Evaluation, Task, TrialStore, history
-from kerneltune.tuning import cluster, run
+from kerneltune.tuning import cluster, fleet
 from kerneltune.tuning.cluster import RayWorkers
-from kerneltune.tuning.fleet import Fleet
+from kerneltune.tuning.fleet import Fleet, make_workers, run_tune
 from kerneltune.tuning.local import LocalWorkers, visible_gpus
 from kerneltune.tuning.worker import Worker, share_of_cores
 
@@ -80,8 +80,8 @@ def wanted(works: list[Task]) -> Callable[[str], list[Task]]:
 
 def test_two_workers_share_the_cases_and_everything_ends_up_here(options: Options, log: Path, tmp_path: Path) -> None:
     with two(options) as workers:
-        fleet = Fleet(workers, options, progress := Spoken())
-        usage = fleet.run(wanted(WORKS))
+        run = Fleet(workers, options, progress := Spoken())
+        usage = run.run(wanted(WORKS))
     done = evaluations(log)
     assert Counter(case for case, *_ in done) == {work.case.name: 20 for work in WORKS}
     assert len({pid for *_, pid in done}) == 2
@@ -117,8 +117,8 @@ def test_a_worker_is_told_what_was_refused_at_other_sizes(options: Options, log:
 def test_a_worker_that_dies_costs_one_evaluation_and_its_case_goes_on(options: Options, log: Path, tmp_path: Path) -> None:
     (tmp_path / "die" / "m16").touch()
     with two(options) as workers:
-        fleet = Fleet(workers, options, progress := Spoken())
-        fleet.run(wanted(WORKS))
+        run = Fleet(workers, options, progress := Spoken())
+        run.run(wanted(WORKS))
     done = evaluations(log)
     assert Counter((case, config) for case, config, _ in done) == {
         (work.case.name, f"{block} {warps}"): 1 for work in WORKS for block in range(5) for warps in (1, 2, 4, 8)
@@ -127,7 +127,7 @@ def test_a_worker_that_dies_costs_one_evaluation_and_its_case_goes_on(options: O
     assert {pid for case, config, pid in done if (case, config) == ("m16", "3 8")} - {dead.stem}
     (note,) = progress.notes
     assert note in ("worker 0 died: exit code 9", "worker 1 died: exit code 9")
-    assert {done.entry.case for _, done in fleet.finished if done.entry} == {work.case.name for work in WORKS}
+    assert {done.entry.case for _, done in run.finished if done.entry} == {work.case.name for work in WORKS}
 
 
 @pytest.mark.parametrize("when", ["starting", "measuring"])
@@ -174,21 +174,21 @@ class Deadly(LocalWorkers):
 def test_a_case_that_kills_every_worker_is_given_up_and_the_rest_is_done(options: Options, log: Path, tmp_path: Path) -> None:
     Deadly.folder = str(tmp_path / "die")
     with Deadly("made", options, ["0", "1"], fleet_jobs.worker) as workers:
-        fleet = Fleet(workers, options, progress := Spoken())
-        fleet.run(wanted(WORKS[:2]))
-    problems = [done.problem for _, done in fleet.finished if done.problem]
+        run = Fleet(workers, options, progress := Spoken())
+        run.run(wanted(WORKS[:2]))
+    problems = [done.problem for _, done in run.finished if done.problem]
     assert problems == ["not tuned: fake optimized m8 bfloat16 none: 3 workers died over it, the last: exit code 9"]
-    assert [done.entry.case for _, done in fleet.finished if done.entry] == ["m16"]
+    assert [done.entry.case for _, done in run.finished if done.entry] == ["m16"]
     assert sum("died" in note for note in progress.notes) == 4
 
 
 def test_a_worker_with_another_gpu_is_left_out(options: Options, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "current", lambda: H200)  # that of the driver
     with LocalWorkers("made", options, ["0", "1"], fleet_jobs.odd_worker) as workers:
-        fleet = Fleet(workers, options, progress := Spoken())
-        fleet.run(wanted(WORKS))
+        run = Fleet(workers, options, progress := Spoken())
+        run.run(wanted(WORKS))
     assert len({pid for *_, pid in evaluations(log)}) == 1
-    assert len(fleet.finished) == len(WORKS)
+    assert len(run.finished) == len(WORKS)
     left_out = [note for note in progress.notes if "left out" in note]
     assert not progress.notes or left_out[0].startswith("worker 1 left out: NVIDIA A100, driver 580, torch ")
 
@@ -204,10 +204,10 @@ def test_workers_without_a_gpu_are_of_no_use(options: Options) -> None:
 def test_whole_spaces_come_back(log: Path, tmp_path: Path) -> None:
     options = Options(results=tmp_path / "results", configs=tmp_path / "configs", exhaustive=True)
     with one(options) as workers:
-        fleet = Fleet(workers, options, Quiet())
-        fleet.run(wanted(WORKS[:2]))
+        run = Fleet(workers, options, Quiet())
+        run.run(wanted(WORKS[:2]))
     paths = sorted((tmp_path / "results" / "nvidia_h200" / "spaces").iterdir())
-    assert sorted(done.space for _, done in fleet.finished if done.space) == paths
+    assert sorted(done.space for _, done in run.finished if done.space) == paths
     assert [len(spaces.read(path).trials) for path in paths] == [20, 20]
     assert not (tmp_path / "configs").exists()
 
@@ -216,9 +216,9 @@ def test_a_host_without_a_gpu_hears_whose_configs_it_has(
     options: Options, log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "made.yaml").write_text("family: made\nops: [fake]\ndefaults: {dtype: bfloat16}\nbench:\n  - {name: m8, M: 8}\n")
-    monkeypatch.setattr(run, "make_workers", lambda _family, options: one(options))
+    monkeypatch.setattr(fleet, "make_workers", lambda _family, options: one(options))
     there = replace(options, ray="elsewhere:1")
-    tuned = run.run_tune({"fake": OP}, Selection(str(tmp_path / "made.yaml")), there, Quiet())
+    tuned = run_tune({"fake": OP}, Selection(str(tmp_path / "made.yaml")), there, Quiet())
     assert device.current().slug == "interpreter"
     assert tuned.device_slug == "nvidia_h200"
     assert [entry.config for entry in tuned.entries] == [{"block": 3, "warps": 8}]
@@ -233,8 +233,8 @@ def test_a_ray_cluster_does_the_same(log: Path, tmp_path: Path, monkeypatch: pyt
     (tmp_path / "die" / "m16").touch()
     options = Options(results=tmp_path / "results", configs=tmp_path / "configs", ray="local")
     with RayWorkers("made", options, 2, fleet_jobs.worker, gpus_each=0) as workers:
-        fleet = Fleet(workers, options, progress := Spoken())
-        usage = fleet.run(wanted(WORKS[:4]))
+        run = Fleet(workers, options, progress := Spoken())
+        usage = run.run(wanted(WORKS[:4]))
     done = evaluations(log)
     assert usage.evaluations == len(done) == 80
     assert len({pid for *_, pid in done}) >= 2
@@ -270,13 +270,13 @@ def test_a_case_goes_on_where_a_gpu_is_left_and_a_cluster_without_one_is_one_lin
         nodes = [made.add_node(num_cpus=1, num_gpus=1) for _ in range(2)]
         options = Options(results=tmp_path / "results", configs=tmp_path / "configs", ray=made.address)
         with Losing("made", options, make=fleet_jobs.worker) as workers:
-            fleet = Fleet(workers, options, Quiet())
+            run = Fleet(workers, options, Quiet())
             with pytest.raises(ValueError, match=r"^no worker is left: no GPU left in the cluster$"):
-                fleet.run(wanted(WORKS))
+                run.run(wanted(WORKS))
     finally:
         made.shutdown()
-    assert [done.entry is not None for _, done in fleet.finished] == [True] * len(fleet.finished)
-    assert fleet.finished
+    assert [done.entry is not None for _, done in run.finished] == [True] * len(run.finished)
+    assert run.finished
 
 
 def test_a_worker_whose_gpu_does_not_come_back_is_dead(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,9 +288,9 @@ def test_a_worker_whose_gpu_does_not_come_back_is_dead(options: Options, monkeyp
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setattr(cluster, "_GONE_S", 0.0)
     with RayWorkers("made", replace(options, ray="local")) as workers:
-        fleet = Fleet(workers, options, progress := Spoken())
+        run = Fleet(workers, options, progress := Spoken())
         with pytest.raises(ValueError, match=r"^no worker is left: no GPU left in the cluster$"):
-            fleet.run(wanted(WORKS))
+            run.run(wanted(WORKS))
     assert progress.notes == ["worker 0 died: no GPU left in the cluster"] * 3
     assert ray.wait.call_count == 2 + 3
 
@@ -307,12 +307,12 @@ def test_what_cannot_be_reached_is_one_line(options: Options, monkeypatch: pytes
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert visible_gpus("all") == ["0", "1"]
     with pytest.raises(ValueError, match=r"^ray: '127.0.0.1:1': cannot connect: Connection refused$"):
-        run.make_workers("made", Options(ray="127.0.0.1:1"))
+        make_workers("made", Options(ray="127.0.0.1:1"))
     with pytest.raises(ValueError, match=r"^ray: 'nonsense': expected HOST:PORT, auto or local$"):
-        run.make_workers("made", Options(ray="nonsense"))
+        make_workers("made", Options(ray="nonsense"))
     for gpus in ("many", "0"):
         with pytest.raises(ValueError, match=f"^gpus: '{gpus}': expected all or a number of GPUs$"):
-            run.make_workers("made", Options(gpus=gpus, ray="somewhere"))
+            make_workers("made", Options(gpus=gpus, ray="somewhere"))
 
 
 def test_every_worker_has_its_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,7 +329,7 @@ def test_a_gpu_of_this_host_is_tuned_on(tmp_path: Path) -> None:
     )
     options = Options(results=tmp_path / "results", configs=tmp_path / "configs", gpus="1")
     progress = Spoken()
-    (entry,) = run.run_tune(ops.load(), Selection(str(tmp_path / "tiny.yaml")), options, progress).entries
+    (entry,) = run_tune(ops.load(), Selection(str(tmp_path / "tiny.yaml")), options, progress).entries
     assert entry.evidence["time_us"] <= 1.05 * entry.evidence["default_us"]
     assert progress.notes[-1].startswith("GPU idle for ")
-    assert run.run_tune(ops.load(), Selection(str(tmp_path / "tiny.yaml")), options, progress).entries == []
+    assert run_tune(ops.load(), Selection(str(tmp_path / "tiny.yaml")), options, progress).entries == []

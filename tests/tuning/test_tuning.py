@@ -25,8 +25,8 @@ from kerneltune.search.trials import Evaluation, Task, history
 from kerneltune.spec import Case, Op
 from kerneltune.tuning import machines, stage
 from kerneltune.tuning.candidates import widened
+from kerneltune.tuning.fleet import run_tune
 from kerneltune.tuning.isolated import ChildCrashedError
-from kerneltune.tuning.run import run_tune
 from kerneltune.tuning.verify import verify_cache
 
 SWEEP = """
