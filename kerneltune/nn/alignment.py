@@ -35,5 +35,5 @@ def aligned_groups(offs: Tensor, M: int) -> tuple[Tensor, Tensor, int]:
     ends = padded.cumsum(0, dtype=torch.int32)
     shift = ends - padded - starts
     rows = torch.arange(M, device=offs.device)
-    group = torch.bucketize(rows, offs, right=True)
+    group = torch.bucketize(rows, offs, right=True).clamp_(max=E - 1)
     return rows + shift[group], torch.cat([ends[:-1], ends.new_full((1,), total)]), total

@@ -1,6 +1,7 @@
 """Keep what the fp8 products of a converted module need from step to step, and multiply with it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,19 +29,39 @@ class ConvertedProducts(nn.Module):
     Attributes:
         recipe: a Recipe, or `delayed`.
         module: name of the converted module, for messages.
+        weights: names of the parameters.
         is_active: whether the module's forward pass is under way, in which its expert weights are `ExpertOperand`.
-        has_multiplied: whether a product of the current forward pass ran in fp8.
+        multiplied: names of the weights with which the current forward pass has multiplied in fp8.
     """
 
     def __init__(self, recipe: Recipe | str, weights: dict[str, Tensor], module: str) -> None:
         super().__init__()
         self.recipe = recipe
-        self.module, self.has_multiplied, self.is_active = module, False, False
+        self.module, self.weights, self.is_active, self.multiplied = module, tuple(weights), False, set[str]()
         for name, weight in weights.items():
             local = getattr(weight, "_local_tensor", weight)
             if recipe == "delayed":
                 self.add_module(f"{name}_scaling", DelayedScaling(local.shape[0], device=local.device))
             self.add_module(f"{name}_kept", KeptWeights(local.shape[0], local.device))
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Be active while a forward pass runs.
+
+        Raises:
+            ValueError: the forward pass has not multiplied by each of the weights in fp8.
+        """
+        self.multiplied, self.is_active = set(), True
+        try:
+            yield
+        finally:
+            self.is_active = False
+        missing = [name for name in self.weights if name not in self.multiplied]
+        if missing:
+            raise ValueError(
+                f"{self.module} was converted, but its forward pass makes no grouped or batched product with its expert weights "
+                f"{', '.join(missing)}: leave it out by filter_fn"
+            )
 
     def grouped(self, rows: Tensor, weight: Tensor, offs: Tensor, name: str) -> Tensor:
         """Multiply rows (M, K) in groups that end at offs (E,) with weight (E, K, N), of either order.
@@ -70,7 +91,7 @@ class ConvertedProducts(nn.Module):
 
     def _prepared(self, weight: Tensor, name: str) -> tuple[Any, Tensor, dict[str, Any]]:
         """Return the recipe or scaling, the weight in an order that products take, and what is kept of its casts."""
-        self.has_multiplied = True
+        self.multiplied.add(name)
         kept: Any = getattr(self, f"{name}_kept")
         how = self.recipe if isinstance(self.recipe, Recipe) else getattr(self, f"{name}_scaling")
         weight = weight if weight.is_contiguous() or weight.mT.is_contiguous() else weight.contiguous()
@@ -89,6 +110,12 @@ class ConvertedProducts(nn.Module):
         return f"recipe={self.recipe}"
 
 
+def local_part(parameter: Tensor) -> Tensor:
+    """Return the local part of a DTensor, or another tensor as it is."""
+    local: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return local
+
+
 class ExpertOperand(Tensor):
     """A converted module's expert weight as its own forward sees it: grouped and batched products with it run in fp8.
 
@@ -101,8 +128,7 @@ class ExpertOperand(Tensor):
     @staticmethod
     def of(parameter: Tensor, products: ConvertedProducts, name: str) -> "ExpertOperand":
         """Return an alias of a parameter, or of the local part of a DTensor, that gradients flow through."""
-        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        return _marked(local, products, name)
+        return _marked(local_part(parameter), products, name)
 
     def to_local(self) -> "ExpertOperand":
         """Return itself, as code for DTensors asks for."""
@@ -114,14 +140,13 @@ class ExpertOperand(Tensor):
     ) -> Any:
         """Run a function of torch's, grouped and batched products with the weight as second operand in fp8."""
         kwargs = kwargs or {}
-        if len(args) > 1 and isinstance(args[1], cls) and not isinstance(args[0], cls):
-            # tuples, because torch.compile does not find functions in a dict
-            if func in _GROUPED_PRODUCTS:
-                made = _grouped(*args, **kwargs)
-            elif func in _BATCHED_PRODUCTS:
-                made = _batched(*args, **kwargs)
-            else:
-                made = None
+        # tuples, because torch.compile does not find functions in a dict
+        product = _grouped if func in _GROUPED_PRODUCTS else _batched if func in _BATCHED_PRODUCTS else None
+        if product is not None:
+            operands = [*args, *(kwargs[name] for name in _OPERANDS if name in kwargs)]
+            options = {name: value for name, value in kwargs.items() if name not in _OPERANDS}
+            is_by_weight = len(operands) > 1 and isinstance(operands[1], cls) and not isinstance(operands[0], cls)
+            made = product(*operands, **options) if is_by_weight else None
             if made is not None:
                 return made
         with torch._C.DisableTorchFunctionSubclass():
@@ -175,3 +200,5 @@ def _batched(a: Tensor, b: ExpertOperand) -> Tensor | None:
 
 _GROUPED_PRODUCTS = (torch._grouped_mm, nn.functional.grouped_mm)
 _BATCHED_PRODUCTS = (torch.bmm, Tensor.bmm, torch.matmul, Tensor.matmul, Tensor.__matmul__)
+_OPERANDS = ("input", "self", "mat_a", "mat2", "other", "mat_b")
+"""Names of the first operand of these products, then of the second."""

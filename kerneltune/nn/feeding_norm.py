@@ -8,38 +8,13 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kerneltune.kernel_lib.tl_lib import FP8_MAX
 from kerneltune.nn.alignment import ALIGNED
-from kerneltune.nn.fp8_linear import Casts, Fp8Linear, feed
-from kerneltune.nn.recipes import Recipe
+from kerneltune.nn.fp8_linear import Casts, feed
 from kerneltune.nn.rmsnorm import rmsnorm_bwd
 from kerneltune.ops import rmsnorm
-
-_ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_DENSE = {"input_layernorm": _ATTENTION, "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj")}
-READERS: dict[str, dict[str, tuple[str, ...]]] = {
-    "LlamaDecoderLayer": _DENSE,
-    "MistralDecoderLayer": _DENSE,
-    "Qwen2DecoderLayer": _DENSE,
-    "Qwen3DecoderLayer": _DENSE,
-    "Qwen3MoeDecoderLayer": {"input_layernorm": _ATTENTION},
-    "DeepseekV3DecoderLayer": {"input_layernorm": ("self_attn.q_proj", "self_attn.kv_a_proj_with_mqa")},
-}
-"""Class of a decoder layer to its normalizations, and the linear layers that alone read each of them."""
-
-
-def why_not_fed(layer: nn.Module, readers: tuple[str, ...]) -> str | None:
-    """Return why the linear layers of a decoder layer cannot be fed by their normalization, or None."""
-    modules = dict(layer.named_modules())
-    for name in readers:
-        reader = modules.get(name)
-        if not isinstance(reader, Fp8Linear):
-            return f"{name}, which reads it, does not multiply in fp8"
-        if not isinstance(reader.fp8_recipe, Recipe) or reader.fp8_recipe.scaling != "tensorwise":
-            return f"{name}, which reads it, has another scaling than tensorwise"
-    return None
 
 
 def feeding_norm_forward(module: Any, x: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES
 from kerneltune.kernel_lib.functions import custom_op
 from kerneltune.nn.alignment import ALIGNED, row_major
 from kerneltune.nn.autocast import output_dtype
@@ -93,7 +94,7 @@ class Fp8Linear(nn.Linear):
         Raises:
             ValueError: another last axis, or a tensor on another device.
         """
-        if x.shape[-1] != self.in_features or x.device != self.weight.device:
+        if x.ndim < 1 or x.shape[-1] != self.in_features or x.device != self.weight.device:
             raise ValueError(
                 f"Fp8Linear takes (…, {self.in_features}) on {self.weight.device}, got {tuple(x.shape)} on {x.device}"
             )
@@ -133,9 +134,11 @@ def _check_sizes(linear: nn.Linear) -> None:
 
 def why_not_fp8(linear: nn.Linear) -> str | None:
     """Return why a linear layer is better left in bf16, or None."""
-    N, K = linear.weight.shape
-    if type(linear) not in (nn.Linear, Fp8Linear):
+    if type(linear) not in (nn.Linear, Fp8Linear) or ("forward" in vars(linear) and type(linear) is not Fp8Linear):
         return f"a {type(linear).__name__}, which may have a forward of its own"
+    N, K = linear.weight.shape
+    if linear.weight.dtype not in DTYPE_NAMES:
+        return f"its weight must be one of {', '.join(DTYPE_NAMES.values())}, got {linear.weight.dtype}"
     if not N or not K or N % ALIGNED or K % ALIGNED:
         return f"in_features and out_features must be multiples of {ALIGNED}, got {K} and {N}"
     if N * K / (N + K) < LEAST_SIZE:

@@ -5,7 +5,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from kerneltune.nn.converted_products import ConvertedProducts
+from kerneltune.nn.converted_products import ConvertedProducts, local_part
 from kerneltune.nn.routing import sort_tokens, unpermute_tokens
 from kerneltune.nn.swiglu import is_plain_silu, swiglu
 
@@ -13,8 +13,9 @@ _SETTINGS = ("has_gate", "has_bias", "is_transposed", "down_proj", "_apply_gate"
 
 
 def is_fused_experts(module: nn.Module) -> bool:
-    """Return whether a module has what `transformers.integrations.use_experts_implementation` gives to expert modules."""
-    return all(hasattr(module, name) for name in _SETTINGS)
+    """Return whether a module runs the forward pass that `transformers.integrations.use_experts_implementation` gives it."""
+    dispatches = getattr(type(module).forward, "__globals__", {}).get("__name__") == "transformers.integrations.moe"
+    return dispatches and all(hasattr(module, name) for name in _SETTINGS)
 
 
 def weight_names(module: nn.Module) -> list[str]:
@@ -33,8 +34,6 @@ def fused_experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tenso
     Returns:
         (T, H) of the type of hidden_states.
     """
-    if not hidden_states.shape[0]:
-        return hidden_states.clone()
     up, down = weight_names(module)
     routing = sort_tokens(top_k_index, getattr(module, up).shape[0])
     products: ConvertedProducts = module.fp8
@@ -46,7 +45,8 @@ def fused_experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tenso
 
 
 def _activated(module: Any, x: Tensor) -> Tensor:
-    if module.has_gate and module.fp8_default_gate and is_plain_silu(module.act_fn):
+    is_default = module.has_gate and module.fp8_default_gate and "_apply_gate" not in vars(module)
+    if is_default and is_plain_silu(module.act_fn):
         return swiglu(x)
     y: Tensor = module._apply_gate(x) if module.has_gate else module.act_fn(x)
     return y
@@ -54,8 +54,7 @@ def _activated(module: Any, x: Tensor) -> Tensor:
 
 def _weight(module: Any, name: str) -> Tensor:
     """Return the local part of a weight as (E, K, N)."""
-    weight: Tensor = getattr(module, name)
-    weight = weight.to_local() if hasattr(weight, "to_local") else weight
+    weight = local_part(getattr(module, name))
     return weight if module.is_transposed else weight.transpose(1, 2)
 
 
@@ -65,5 +64,5 @@ def _with_bias(module: Any, name: str, y: Tensor, offs: Tensor) -> Tensor:
 
 def _bias_of_rows(module: Any, name: str, offs: Tensor, num_rows: int) -> Tensor:
     rows = torch.arange(num_rows, device=offs.device, dtype=offs.dtype)
-    bias: Tensor = getattr(module, f"{name}_bias")
+    bias = local_part(getattr(module, f"{name}_bias"))
     return bias[torch.searchsorted(offs, rows, right=True).clamp_(max=offs.shape[0] - 1)]

@@ -7,17 +7,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kerneltune.nn.converted_products import ConvertedProducts
+from kerneltune.nn.converted_products import ConvertedProducts, local_part
+from kerneltune.nn.forward_code import names_in_forward
 
 WEIGHT_NAMES = ("w1", "w2", "w3")
+_OTHER_ACTIVATIONS = {"gelu", "relu", "sigmoid", "tanh", "elu", "mish", "softplus", "clamp", "clip"}
 
 
 def is_grouped_experts(module: nn.Module) -> bool:
-    """Return whether a module has three expert weights w1, w2 and w3 and a forward of x and num_tokens_per_expert."""
-    weights = [module._parameters.get(name) for name in WEIGHT_NAMES]
-    if any(w is None or w.ndim != 3 for w in weights):
+    """Return whether a module has w1, w2 and w3 alone, and a forward of x and num_tokens_per_expert with SiLU alone."""
+    weights = {name: p for name, p in module._parameters.items() if p is not None}
+    if set(weights) != set(WEIGHT_NAMES) or any(w.ndim != 3 for w in weights.values()):
         return False
-    return list(inspect.signature(type(module).forward).parameters)[1:] == ["x", "num_tokens_per_expert"]
+    if list(inspect.signature(type(module).forward).parameters)[1:] != ["x", "num_tokens_per_expert"]:
+        return False
+    names = names_in_forward(module)
+    return "silu" in names and names.isdisjoint(_OTHER_ACTIVATIONS)
 
 
 def grouped_experts_forward(module: Any, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
@@ -31,15 +36,10 @@ def grouped_experts_forward(module: Any, x: Tensor, num_tokens_per_expert: Tenso
         (M, K) of the type of x.
     """
     products: ConvertedProducts = module.fp8
-    w1, w2, w3 = (_local(getattr(module, name)).transpose(1, 2) for name in WEIGHT_NAMES)
+    w1, w2, w3 = (local_part(getattr(module, name)).transpose(1, 2) for name in WEIGHT_NAMES)
     ends = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
     is_counted = torch.arange(x.shape[0], device=x.device)[:, None] < ends[-1]
     offs = torch.cat([ends[:-1], torch.full_like(ends[:1], x.shape[0])])
     rows = torch.where(is_counted, x, 0).bfloat16()
     hidden = F.silu(products.grouped(rows, w1, offs, "w1")) * products.grouped(rows, w3, offs, "w3")
     return products.grouped(hidden, w2, offs, "w2").to(x.dtype)
-
-
-def _local(weight: Tensor) -> Tensor:
-    local: Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
-    return local

@@ -50,7 +50,8 @@ class GroupedLinear(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if num_experts < 1 or in_features < 16 or out_features < 16 or in_features % 16 or out_features % 16:
+        sizes = (num_experts, in_features, out_features)
+        if not all(type(size) is int and size > 0 for size in sizes) or in_features % 16 or out_features % 16:
             raise ValueError(
                 "GroupedLinear takes an expert or more and sizes that are multiples of 16, "
                 f"got {num_experts=} {in_features=} {out_features=}"
@@ -109,10 +110,11 @@ class GroupedLinear(nn.Module):
         b_t = self.weight.transpose(1, 2)
         recipe = self.recipe
         if recipe is None:
+            check_operands(x, b_t, offs, Recipe())
             return torch._grouped_mm(x, b_t.to(x.dtype), offs)
         cast = None
         if is_first_microbatch is not None:
-            check_operands(x, b_t, offs, recipe, x.dtype)  # before the weight is cast
+            check_operands(x, b_t, offs, recipe)  # before the weight is cast
             cast = _from_workspace(
                 self.workspace, self.weight, recipe, update=is_first_microbatch, skip=skip_update, amax=self._expected()
             )

@@ -12,7 +12,7 @@ from kerneltune.kernel_lib.arguments import assert_group_ends, check_like, debug
 from kerneltune.nn.alignment import row_major
 from kerneltune.nn.delayed import DelayedScaling, delayed_product
 from kerneltune.nn.fp8_products import Fp8Weights, cast_expected_weights, fp8_grouped_mm_da, fp8_grouped_mm_fwd
-from kerneltune.nn.operands import check_operands, check_weights, wants_gradient
+from kerneltune.nn.operands import check_ends, check_operands, check_weights, wants_gradient
 from kerneltune.nn.recipes import Recipe, recipe_of
 
 
@@ -43,24 +43,26 @@ def fp8_grouped_mm(
         amax: (E,) fp32 that stays from step to step, zeros at first: under `tensorwise` what the largest magnitudes of B_t were,
             by which they are cast in one go while their scales stay; no result depends on it. Taken where the backward shall
             have the weights' transpose, with powers of two.
-        check_offs: let the device assert what is said of offs, as under TRITON_DEBUG=1; costs launches.
+        check_offs: check what is said of offs, which waits for the GPU; on the CPU it is always checked. Under TRITON_DEBUG=1
+            the GPU asserts it.
 
     Returns:
         (M, N), contiguous. Of A the backward keeps M K bytes; of the weights E K N bytes with `Recipe.keep_weights`, unless they
         are passed in.
 
     Raises:
-        ValueError: a wrong shape, stride, dtype, device or recipe, which it names; a DTensor.
+        ValueError: a wrong shape, stride, dtype, device or recipe, which it names; a DTensor; offs that were checked.
 
     Source: torchao's rowwise grouped product for MoE training and its pull requests 4179 and 4389, from their contract.
     """
     how = recipe if isinstance(recipe, DelayedScaling) else recipe_of(recipe)
-    out_dtype = A.dtype if out_dtype is None else out_dtype
     check_operands(A, B_t, offs, how, out_dtype)
     weights = checked_weights(A, B_t, how, weights, amax)
-    if check_offs or debugging():
+    if (check_offs or offs.device.type == "cpu") and type(offs) is Tensor and not torch.compiler.is_compiling():
+        check_ends(offs, A.shape[0])
+    elif debugging():
         assert_group_ends(offs, A.shape[0])
-    return _product(row_major(A), B_t, offs, how, out_dtype, weights)
+    return _product(row_major(A), B_t, offs, how, out_dtype or A.dtype, weights)
 
 
 def checked_weights(

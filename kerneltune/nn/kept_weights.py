@@ -50,7 +50,8 @@ class KeptWeights(nn.Module):
         return q is not None and q.shape == weight.shape and q.device == weight.device and (scale.ndim == 2) == rowwise
 
     def _allocate(self, weight: Tensor, recipe: Recipe | DelayedScaling) -> None:
-        made = _cast(weight, recipe, self.amax)
+        with torch.inference_mode(False):  # what an evaluation casts is there for training, too
+            made = _cast(weight, recipe, self.amax)
         for name, t in zip(Fp8Weights._fields, made, strict=True):
             setattr(self, name, t)
 

@@ -11,16 +11,20 @@ from kerneltune.nn.recipes import Recipe
 from kerneltune.ops.fp8_grouped_gemm.operands import MOST_GROUPS
 
 
-def check_operands(A: Tensor, B_t: Tensor, offs: Tensor, recipe: Recipe | DelayedScaling, out_dtype: torch.dtype) -> None:
+def check_operands(
+    A: Tensor, B_t: Tensor, offs: Tensor, recipe: Recipe | DelayedScaling, out_dtype: torch.dtype | None = None
+) -> None:
     """Check the arguments of `fp8_grouped_mm`, as far as the host knows them.
 
     Raises:
         ValueError: a wrong kind of tensor, shape, stride, dtype, device or number of experts, which it names.
     """
     for name, t in (("A", A), ("B_t", B_t), ("offs", offs)):
+        if not isinstance(t, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {t!r}")
         if hasattr(t, "_local_tensor"):
             raise ValueError(f"{name} must be a plain tensor, as to_local() of a DTensor is, got {type(t).__name__}")
-    _check_matrices(A, B_t, out_dtype)
+    _check_matrices(A, B_t, A.dtype if out_dtype is None else out_dtype)
     _check_offsets(offs, B_t.shape[0])
     if A.device != B_t.device or A.device != offs.device:
         raise ValueError(f"A, B_t and offs must be on one device, got {A.device}, {B_t.device} and {offs.device}")
@@ -57,6 +61,18 @@ def _check_delayed(recipe: DelayedScaling, A: Tensor, E: int) -> None:
         raise ValueError(f"recipe must scale {E} experts, got {recipe.num_experts}")
     if recipe.scales.device != A.device:
         raise ValueError(f"recipe must be on {A.device} as A is, got {recipe.scales.device}")
+
+
+def check_ends(offs: Tensor, M: int) -> None:
+    """Check where groups end, which waits for the device.
+
+    Raises:
+        ValueError: offs decrease, or are not within 0 and M.
+    """
+    ends = offs.tolist()
+    if ends != sorted(ends) or ends[0] < 0 or ends[-1] > M:
+        shown = str(ends) if len(ends) <= 16 else f"{ends[:8]} … {ends[-8:]}"
+        raise ValueError(f"offs decrease or exceed M: expected ends from 0 to {M} in order, got {shown}")
 
 
 def check_weights(weights: Fp8Weights, B_t: Tensor, recipe: Recipe | DelayedScaling) -> None:

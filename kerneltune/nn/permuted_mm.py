@@ -45,7 +45,7 @@ def fp8_permuted_mm(
     Raises:
         ValueError: a wrong shape, stride, dtype or device, which it names.
     """
-    check_operands(x, B_t, routing.offs, recipe, x.dtype)
+    check_operands(x, B_t, routing.offs, recipe)
     given = checked_weights(x, B_t, recipe, weights, amax)
     y: Tensor = fp8_permuted_mm_fwd(
         row_major(x), B_t, *routing, [] if given is None else list(given), recipe.pow2, recipe.keep_weights,

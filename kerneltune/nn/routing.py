@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kerneltune.kernel_lib.functions import custom_op
 from kerneltune.kernel_lib.tl_lib import INTERPRETED
+from kerneltune.nn.alignment import row_major
 from kerneltune.ops import moe_routing
 
 
@@ -38,6 +39,8 @@ def sort_tokens(ids: Tensor, num_experts: int) -> Routing:
     Raises:
         ValueError: a wrong shape, type, number or device, which it names.
     """
+    if not isinstance(ids, Tensor) or type(num_experts) is not int:
+        raise ValueError(f"sort_tokens takes a tensor and a number, got {ids!r} and {num_experts!r}")
     if not (ids.is_cuda or ids.is_meta or INTERPRETED):
         raise ValueError(f"ids must be on a GPU, or kernels interpreted (TRITON_INTERPRET=1), got ids on {ids.device}")
     return Routing(*torch.ops.kerneltune.moe_sort(ids.contiguous(), num_experts))
@@ -84,7 +87,7 @@ def unpermute_tokens(y: Tensor, routing: Routing, weights: Tensor | None = None)
 
 
 def _rows(x: Tensor) -> Tensor:
-    return x if x.ndim != 2 or x.stride(1) == 1 else x.contiguous()
+    return x if x.ndim != 2 else row_major(x)
 
 
 @custom_op("kerneltune::moe_add")

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from kerneltune.nn.alignment import row_major
+from kerneltune.nn.forward_code import has_hooks
 from kerneltune.ops import swiglu as _operators  # noqa: F401  registers torch.ops.kerneltune.swiglu_bwd
 
 _DEFAULT_GATE = "transformers.integrations.moe", "_default_apply_gate"
 _SILU = "SiLU", "SiLUActivation"
-_HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 
 
 def has_default_gate(cls: type[nn.Module]) -> bool:
@@ -23,10 +23,7 @@ def has_default_gate(cls: type[nn.Module]) -> bool:
 
 def is_plain_silu(activation: nn.Module) -> bool:
     """Return whether an activation is SiLU without hooks."""
-    for name in _HOOKS:
-        if getattr(activation, name):
-            return False
-    return type(activation).__name__ in _SILU
+    return type(activation).__name__ in _SILU and not has_hooks(activation)
 
 
 def swiglu(x: Tensor) -> Tensor:

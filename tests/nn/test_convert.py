@@ -221,16 +221,42 @@ def test_modules_inside_keep_to_themselves(inner: str) -> None:
         lambda x, w, offs: torch._grouped_mm(x.t().contiguous(), x, offs),  # (E, K, K), between two matrices
         lambda x, w, offs: torch._grouped_mm(x, x.view(E, N, K).mT, offs),
         lambda x, w, offs: torch.vmap(lambda w: x @ w.t())(w.detach()),
-        lambda x, w, offs: w.detach().to_sparse().to_dense(),
-        lambda x, w, offs: nn.functional.linear(x, w[0]),
+        lambda x, w, offs: torch.bmm(w, x.view(2, K, M // 2)),
+        lambda x, w, offs: x @ w[0].t(),
     ],
-    ids=["of rows", "not with weights", "vmap", "sparse", "of one expert"],
+    ids=["of rows", "not with weights", "vmap", "from the left", "of one expert"],
 )
 def test_forward_without_grouped_products_of_its_weights_raises(other: Callable[..., torch.Tensor]) -> None:
     module, (x, offs) = Single(lambda self, x, offs: other(x, self.weight, offs)), batch()
     convert_to_fp8_training(module)
-    with pytest.raises(ValueError, match="Single was converted, but its forward pass makes no grouped or batched product"):
+    with pytest.raises(ValueError, match=r"Single was converted, but its forward pass makes no grouped .* weights weight:"):
         module(x, offs)
+
+
+def test_weight_without_a_product_beside_one_with_raises() -> None:
+    class Half(Experts):
+        def forward(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+            hidden = torch._grouped_mm(x, self.up.mT, offs).relu()
+            return torch.einsum("mn,kn->mk", hidden, self.down[0])
+
+    module = Half()
+    convert_to_fp8_training(module)
+    with pytest.raises(ValueError, match=r"Half was converted, but .* expert weights down: leave it out by filter_fn"):
+        module(*batch())
+
+
+def embed(layer: nn.Module, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    return nn.functional.embedding(x.argmax(1) % N, layer.weight[0])
+
+
+def test_module_whose_code_has_no_product_is_skipped_with_a_reason() -> None:
+    model = nn.ModuleDict({"positions": Single(embed), "experts": Experts()})
+    found = convert_to_fp8_training(model)
+    assert found == ["experts"]
+    assert "positions: the code of Single.forward makes no grouped or batched product" in str(found)
+    assert model["positions"](*batch()).shape == (M, K)
+    with pytest.raises(ValueError, match=r"Single has no expert weights.*skipped: Single: the code of Single.forward"):
+        convert_to_fp8_training(model["positions"])
 
 
 @pytest.mark.parametrize(
@@ -240,8 +266,10 @@ def test_forward_without_grouped_products_of_its_weights_raises(other: Callable[
         lambda x, w: x @ w.mT,
         lambda x, w: torch.matmul(x, w.transpose(1, 2)),
         lambda x, w: torch._grouped_mm(x, w.mT),
+        lambda x, w: torch.bmm(input=x, mat2=w.mT),
+        lambda x, w: torch.matmul(x, other=w.mT),
     ],
-    ids=["bmm", "operator", "matmul", "grouped without offsets"],
+    ids=["bmm", "operator", "matmul", "grouped without offsets", "named operands", "named weight"],
 )
 def test_batched_products_of_expert_weights_run_in_fp8(product: Callable[..., torch.Tensor]) -> None:
     module, (x, _) = Single(lambda self, x, offs: product(x.view(E, -1, K), self.weight)), batch()

@@ -289,10 +289,8 @@ def test_conversion() -> None:
     assert "DelayedScaling(2, history=16, pad_groups=False)" in repr(module)
     convert_to_fp8_training(module, "tensorwise")
     assert module.delayed is None
-    foreign = torch.nn.Bilinear(N, K, E, device=DEVICE)
-    convert_to_fp8_training(foreign, "delayed")
-    with pytest.raises(ValueError, match="Bilinear was converted, but its forward pass makes no grouped or batched product"):
-        foreign(torch.ones(1, N, device=DEVICE), torch.ones(1, K, device=DEVICE))
+    with pytest.raises(ValueError, match=r"the code of Bilinear.forward makes no grouped or batched product"):
+        convert_to_fp8_training(torch.nn.Bilinear(N, K, E, device=DEVICE), "delayed")
 
 
 def test_bad_arguments() -> None:

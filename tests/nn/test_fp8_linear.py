@@ -1,6 +1,7 @@
 """Dense layers in fp8: results, shared casts, which layers convert, compilation."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -82,6 +83,29 @@ def test_conversion_says_which_dense_layers_it_skips_and_why() -> None:
     assert {name: type(module) for name, module in model.named_modules()} == before
 
 
+class Routed(nn.Module):
+    """A model with a router beside its experts, and an output layer that no method names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(2048, 704), nn.Embedding(704, 704)
+        self.gate, self.experts = nn.Linear(704, 832), nn.ModuleList(nn.Linear(16, 16) for _ in range(832))
+        self.layers, self.head = nn.ModuleList([nn.Linear(704, 2048)]), nn.Linear(704, 2048)
+        self.hooked, self.double = nn.Linear(704, 704), nn.Linear(704, 704).double()
+        self.hooked.forward = self.hooked.forward
+
+
+def test_output_layers_routers_and_layers_with_another_forward_stay() -> None:
+    found = convert_to_fp8_training(nn.Sequential(Routed()), dense=True)
+    assert found == ["0.layers.0"]
+    assert found.skipped["0.head"] == "the model's output layer"
+    assert found.skipped["0.gate"] == "a router, which chooses among 832 experts"
+    assert "may have a forward of its own" in found.skipped["0.hooked"]
+    assert "got torch.float64" in found.skipped["0.double"]
+    with pytest.raises(ValueError, match=r"model must be an nn.Module, got None"):
+        convert_to_fp8_training(None)
+
+
 def test_dense_layers_compile_without_a_graph_break() -> None:
     torch.compiler.reset()
     model = nn.Sequential(linear(), nn.GELU())
@@ -151,17 +175,56 @@ def test_norms_feed_the_linear_layers_that_read_them_and_revert(monkeypatch: pyt
     assert torch.equal(layer(x, position_embeddings=places), before)
 
 
-def test_norm_whose_reader_stays_in_bf16_is_skipped_with_a_reason() -> None:
+@pytest.fixture
+def decoder_layer() -> nn.Module:
     transformers = pytest.importorskip("transformers")
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
     config = transformers.LlamaConfig(hidden_size=704, intermediate_size=64, num_attention_heads=2, num_key_value_heads=2)
-    layer = LlamaDecoderLayer(config, 0)
-    found = convert_to_fp8_training(layer, dense=True, norms=True)
+    return LlamaDecoderLayer(config, 0)
+
+
+def test_norm_whose_reader_stays_in_bf16_is_skipped_with_a_reason(decoder_layer: nn.Module) -> None:
+    decoder_layer.final_norm = type(decoder_layer.input_layernorm)(704)
+    found = convert_to_fp8_training(decoder_layer, dense=True, norms=True)
     assert "input_layernorm" in found
     assert found.skipped["post_attention_layernorm"] == "mlp.gate_proj, which reads it, does not multiply in fp8"
+    assert "no known decoder layer says so" in found.skipped["final_norm"]
     with pytest.raises(ValueError, match="norms=True takes dense=True"):
-        convert_to_fp8_training(layer, norms=True)
+        convert_to_fp8_training(decoder_layer, norms=True)
+
+
+def zero_centered(layer: nn.Module) -> None:
+    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+
+    layer.input_layernorm = GemmaRMSNorm(704)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (zero_centered, "a GemmaRMSNorm, which may have a forward of its own"),
+        (lambda layer: setattr(layer, "input_layernorm", nn.LayerNorm(704)), "a LayerNorm, which may"),
+        (lambda layer: setattr(layer.input_layernorm, "forward", layer.input_layernorm.forward), "a LlamaRMSNorm, which may"),
+        (lambda layer: layer.input_layernorm.register_forward_hook(print), "hooks read its result"),
+        (lambda layer: layer.self_attn.k_proj.register_forward_pre_hook(print), "hooks read the input of self_attn.k_proj"),
+    ],
+    ids=["zero-centered", "LayerNorm", "forward of the object", "hook", "hook of a reader"],
+)
+def test_norm_that_is_no_plain_rms_norm_for_its_readers_alone_stays(change: Any, reason: str, decoder_layer: nn.Module) -> None:
+    change(decoder_layer)
+    found = convert_to_fp8_training(decoder_layer, dense=True, norms=True)
+    assert "input_layernorm" not in found
+    assert found.skipped["input_layernorm"].startswith(reason)
+
+
+def test_layers_of_a_known_name_from_elsewhere_do_not_feed() -> None:
+    class LlamaDecoderLayer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj = nn.Linear(704, 704)
+
+    assert convert_to_fp8_training(LlamaDecoderLayer(), dense=True, norms=True) == ["proj"]
 
 
 def test_delayed_scaling_of_a_dense_layer_uses_scales_of_the_last_step() -> None:

@@ -102,10 +102,57 @@ def test_fused_experts_ignore_choices_of_other_ranks() -> None:
     assert torch.equal(module(x, elsewhere, alone), module(x, chosen, alone))
 
 
-def test_fused_experts_without_tokens_return_none() -> None:
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed"])
+def test_fused_experts_without_tokens_have_gradients_of_zero(recipe: str) -> None:
     module = experts()
+    convert_to_fp8_training(module, recipe)
+    y, *made = gradients(module, *batch(0))
+    assert y.shape == (0, HIDDEN)
+    assert [g.shape for g in made[2:]] == [p.shape for p in module.parameters()]
+    assert not any(g.any() for g in made)
+
+
+def test_own_forward_of_an_object_is_refused_and_that_of_a_subclass_stays() -> None:
+    module, given = experts(), batch()
+    module.forward = module.forward  # as hooks of accelerate wrap it
+    with pytest.raises(ValueError, match="Experts has a forward set on the object, as hooks of accelerate are: convert before"):
+        convert_to_fp8_training(module)
+
+    class Doubled(type(module)):
+        def forward(self, *args: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(*args)
+
+    doubled = experts()
+    doubled.__class__ = Doubled
+    want = doubled(*given)
+    with pytest.raises(ValueError, match=r"skipped: Doubled: the code of Doubled.forward makes no grouped"):
+        convert_to_fp8_training(doubled)
+    assert torch.equal(doubled(*given), want)
+    late = experts()
+    convert_to_fp8_training(late)
+    late.forward = late.forward
+    with pytest.raises(ValueError, match="the model has a forward set on the object since it was converted"):
+        revert_from_fp8_training(late)
+
+
+def test_gate_of_an_object_and_parametrized_weights_count() -> None:
+    module, given = experts(), batch()
+    module._apply_gate = lambda rows: rows[:, :INNER]
+    torch.nn.utils.parametrize.register_parametrization(module, "gate_up_proj", nn.Softsign())
+    want = module(*given)
     convert_to_fp8_training(module)
-    assert module(*batch(0)).shape == (0, HIDDEN)
+    assert_close([module(*given)], [want])
+    revert_from_fp8_training(module)
+    assert torch.equal(module(*given), want)
+
+
+def test_weights_kept_by_an_evaluation_serve_training() -> None:
+    module, given = experts(), batch()
+    convert_to_fp8_training(module)
+    set_first_microbatch(module, True)
+    with torch.inference_mode():
+        want = module(*given)
+    assert torch.equal(gradients(module, *given)[0], want)
 
 
 def test_converted_experts_survive_copies_and_pickles_and_revert() -> None:
@@ -185,6 +232,20 @@ def test_grouped_experts_of_any_group_sizes_match_bf16_and_compile() -> None:
     got = module(x, counts)
     assert_close([got], [want])
     assert torch.equal(torch.compile(module, backend="aot_eager", fullgraph=True)(x, counts), got)
+
+
+def test_grouped_experts_of_another_activation_keep_their_forward() -> None:
+    class Gelu(GroupedExperts):
+        def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
+            offs = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
+            hidden = F.gelu(torch._grouped_mm(x, self.w1.mT, offs)) * torch._grouped_mm(x, self.w3.mT, offs)
+            return torch._grouped_mm(hidden, self.w2.mT, offs)
+
+    module, x = Gelu(), torch.randn(24, HIDDEN, device=DEVICE).bfloat16()
+    counts = torch.tensor([5, 0, 11, 8], device=DEVICE)
+    want = module(x, counts)
+    convert_to_fp8_training(module)
+    assert_close([module(x, counts)], [want])
 
 
 def test_llama4_experts_multiply_batches_in_fp8_and_compile() -> None:

@@ -313,14 +313,15 @@ def test_offsets_are_asserted_where_asked(ends: str) -> None:
     assert "offs decrease or exceed M" in done.stdout + done.stderr
 
 
-def test_offsets_are_checked_on_the_device() -> None:
+@pytest.mark.parametrize("check_offs", [True, False] if DEVICE == "cpu" else [True])
+def test_offsets_out_of_order_are_refused_with_their_values(check_offs: bool) -> None:
     a, w = leaves(32, 32, 16, 2)
-    fp8_grouped_mm(a, w.transpose(1, 2), offsets([16, 32]), check_offs=True)
-    if DEVICE == "cpu":  # on a GPU the assertion ends the process's context
-        for ends in ([20, 16], [16, 33], [-1, 32]):
-            with pytest.raises(RuntimeError, match="offs decrease or exceed M"):
-                fp8_grouped_mm(a, w.transpose(1, 2), offsets(ends), check_offs=True)
-        fp8_grouped_mm(a, w.detach().transpose(1, 2), offsets([8, 32]), check_offs=True)
+    for ends in ([20, 16], [16, 33], [-1, 32]):
+        with pytest.raises(ValueError, match=rf"offs decrease or exceed M: expected .* 0 to 32 in order, got \[{ends[0]}, "):
+            fp8_grouped_mm(a, w.transpose(1, 2), offsets(ends), check_offs=check_offs)
+    for arguments in ((a, w.mT, [16, 32]), ([1.0], w.mT, offsets([16, 32]))):
+        with pytest.raises(ValueError, match="must be a tensor, got"):
+            fp8_grouped_mm(*arguments, check_offs=check_offs)
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, "delayed"])

@@ -1,0 +1,63 @@
+"""Read from the code of a module's forward pass which functions it calls, without running it."""
+
+import dis
+import inspect
+from collections.abc import Iterable, Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch import nn
+
+_HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether a module has hooks of its own."""
+    return any([getattr(module, name) for name in _HOOKS])
+
+
+def names_in_forward(module: nn.Module) -> set[str]:
+    """Return the names that a module's forward pass uses, and `@` where it multiplies by that operator.
+
+    Follows the methods of the module, the children that it names, and Python functions outside torch. Attributes of other
+    objects count by name alone, so a call through such an object hides what that calls.
+    """
+    names: set[str] = set()
+    seen: set[int] = set()
+    waiting: list[tuple[Any, nn.Module]] = [(type(module).forward, module)]
+    while waiting:
+        function, owner = waiting.pop()
+        function = getattr(function, "__func__", function)
+        is_known = id(function) in seen or not isinstance(function, FunctionType)
+        if is_known or function.__module__.partition(".")[0] == "torch":
+            continue
+        seen.add(id(function))
+        used = {name for code in _codes(function.__code__) for name in _names(code)}
+        names |= used
+        waiting += [(found, owner) for found in inspect.getclosurevars(function).nonlocals.values()]
+        waiting += _callees(used, function.__globals__, owner)
+    return names
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield a code object and those of the functions inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    yield from ("@" for instruction in dis.get_instructions(code) if instruction.argrepr in ("@", "@="))
+
+
+def _callees(names: Iterable[str], scope: dict[str, Any], owner: nn.Module) -> Iterator[tuple[Any, nn.Module]]:
+    """Yield what the names may mean in a method of a module or in a function of its file, each with the module it belongs to."""
+    for name in names:
+        child = owner._modules.get(name)
+        if child is not None:
+            yield type(child).forward, child
+        yield vars(owner).get(name), owner
+        yield inspect.getattr_static(type(owner), name, None), owner
+        yield scope.get(name), owner
