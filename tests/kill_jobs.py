@@ -32,7 +32,7 @@ def main(folder: Path, does: str) -> None:
     variant = replace(VARIANT, space=lambda _case: space, default=lambda _case: default)
     store = TrialStore(folder / "trials.log", source_hash="abc")
     with IsolatedBench(FakeBench) as bench:
-        tune(Tuner(Task(OPS[0], CASE, variant), store, bench), Search(), compiled, folder / "configs")
+        tune(Tuner(Task(OPS[0], CASE, variant), store, bench, compiled), Search(), folder / "configs")
 
 
 def fork_instead(_python: str, command: list[str], kept: Iterable[int]) -> int:

@@ -116,7 +116,7 @@ class FakeTuner(Tuner):
     """Times are a formula, None for a config that is wrong; a final is won by the faster config, or by whom it is told."""
 
     def __init__(self, case: Case, variant: Variant, store: TrialStore, landscape: Landscape) -> None:
-        super().__init__(Task(op_of(variant), case, variant), store, NoBench())
+        super().__init__(Task(op_of(variant), case, variant), store, NoBench(), compiled)
         self.landscape = landscape
         self.evaluated: list[Config] = []
         self.finals: list[list[Config]] = []
@@ -183,7 +183,7 @@ class Setting:
         search: Search | None = None,
         on_trial: Callable[[Config, Evaluation], None] = lambda _config, _trial: None,
     ) -> cache.CacheEntry:
-        return tune(tuner, search or Search(), compiled, self.root, on_trial)
+        return tune(tuner, search or Search(), self.root, on_trial)
 
     def cached(self, case: Case = CASE) -> dict[str, Any] | None:
         hits = cache.candidates("fake", "optimized", device.current().slug, case.axes, case.dtype, "none", (), root=self.root)

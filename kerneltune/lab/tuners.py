@@ -88,7 +88,7 @@ def by_kerneltune(task: ContestTask) -> TunerResult:
     with Machines(options) as machines, machines.deciding():
         _, variant = task.narrow()  # while the pool starts
         tuner = machines.tuner(replace(task.tuned, variant=variant))
-        entry = tune(tuner, task.search, machines.compiling(tuner), options.configs)
+        entry = tune(tuner, task.search, options.configs)
         usage = machines.usage_of(tuner)
     wall_s = task.spent_s
     chosen = variant.config_from(entry.config)

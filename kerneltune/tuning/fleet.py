@@ -21,7 +21,7 @@ from kerneltune.tuning.candidates import TOLD, widened
 from kerneltune.tuning.cluster import RayWorkers
 from kerneltune.tuning.local import LocalWorkers, visible_gpus
 from kerneltune.tuning.machines import Usage
-from kerneltune.tuning.stage import TuningPlan, TuningResult, TuningSummary, ended, tell, tune_entries, wanted_works
+from kerneltune.tuning.stage import TuningResult, TuningSummary, ended, tell, tune_entries, wanted_works
 from kerneltune.tuning.worker import Event, Identity, RemoteResult, RemoteTask
 
 ATTEMPTS = 3
@@ -231,16 +231,16 @@ def _tune_on_many(
     """
 
     @lru_cache
-    def wanted(device_slug: str) -> TuningPlan:
+    def wanted(device_slug: str) -> tuple[list[Task], int]:
         return wanted_works(ops, entries, selection, options, device_slug, progress)
 
     here = device.current()
-    if here.is_gpu and not wanted(here.slug).works:
-        return TuningSummary(here.slug, [], kept=wanted(here.slug).kept)
+    if here.is_gpu and not wanted(here.slug)[0]:
+        return TuningSummary(here.slug, [], kept=wanted(here.slug)[1])
     with make_workers(selection.family, options) as workers:
         fleet = Fleet(workers, options, progress)
-        whole = fleet.run(lambda device_slug: wanted(device_slug).works)
-    return ended(fleet.finished, whole, fleet.slug, wanted(fleet.slug).kept, selection, options, progress)
+        whole = fleet.run(lambda device_slug: wanted(device_slug)[0])
+    return ended(fleet.finished, whole, fleet.slug, wanted(fleet.slug)[1], selection, options, progress)
 
 
 def make_workers(family: str, options: Options) -> LocalWorkers | RayWorkers:

@@ -39,7 +39,7 @@ def samples_of(op: Op, variant: Variant, gpu: str, configs: Path | None, results
     recorded: dict[Case, Mapping[str, Any]] = {}
     observed = {shape_of(case) for case in times}
     for entry in cache.load(op.name, gpu, configs):
-        case = Case(entry.case, entry.axes, entry.dtype, entry.quant, entry.options)
+        case = entry.as_case
         config = config_of(variant, case, entry.config) if entry.variant == variant.name else None
         if config is None or entry.policy != "cold" or op.called(case) != case:
             continue

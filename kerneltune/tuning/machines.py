@@ -4,31 +4,26 @@ Decides nothing about configs and prints nothing.
 """
 
 import importlib
-import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 from kerneltune import device
-from kerneltune.files import append_lines
-from kerneltune.measuring.compare import commit
+from kerneltune.measuring.compare import Run, commit
 from kerneltune.measuring.compiler import TARGETS, CompilePool, compile_job
 from kerneltune.plan import Options
 from kerneltune.processes import start_server
-from kerneltune.search.loop import Search
 from kerneltune.search.trials import Evaluation, KnownTrial, Place, Task, TrialStore, store_path
 from kerneltune.spec import Config
 from kerneltune.sweep import results_root
 from kerneltune.tuning.cached import present
 from kerneltune.tuning.isolated import IsolatedBench, split_cores
-from kerneltune.tuning.one_case import first_asked
 from kerneltune.tuning.tuner import Compiling, Tuner
 
 
@@ -54,6 +49,11 @@ class Usage:
         return max(0.0, 1.0 - self.busy_s / (self.gpus * self.wall_s)) if self.wall_s > 0 else 0.0
 
     @property
+    def values(self) -> dict[str, float]:
+        """Return the usage as JSON."""
+        return {name: round(value, 3) for name, value in (asdict(self) | {"idle": self.idle}).items()}
+
+    @property
     def text(self) -> str:
         """Write the usage on one line."""
         who = "GPU" if self.gpus == 1 else f"{self.gpus} GPUs"
@@ -62,8 +62,6 @@ class Usage:
 
 
 _STUDIES = "kerneltune.search.study"
-_AHEAD = 256
-"""Of a later case; there may be nothing else to compile while large inputs are made and a paired final is run."""
 
 
 @contextmanager
@@ -99,7 +97,7 @@ class Machines:
         self._stores: dict[tuple[str, str], TrialStore] = {}
         self._begun: list[Compiling] = []
         self._ahead: dict[tuple[Place, Config], Compiling] = {}
-        self._later: Iterator[tuple[Tuner, Config]] = iter(())
+        self._later: Iterator[Run] = iter(())
 
     def know(self, task: Task, known: Iterable[KnownTrial] = ()) -> None:
         """Open the store of a task's variant; `known` are evaluations that it finds as well. `force` forgets transient failures.
@@ -122,36 +120,22 @@ class Machines:
         """
         if (task.op.name, task.variant.name) not in self._stores:
             self.know(task)
-        tuner = Tuner(task, self._stores[task.op.name, task.variant.name], self.bench)
+        tuner = Tuner(task, self._stores[task.op.name, task.variant.name], self.bench, partial(self._compiling, task))
         tuner.compilers, tuner.meanwhile = self.pool.workers, self.fill
         tuner.whole = self._options.force or bool(self._options.knobs)
         return tuner
 
-    def compiling(self, tuner: Tuner) -> Callable[[Config], Compiling]:
-        """Make what compiles a tuner's configs, or hand out the configs whose compiling was begun ahead."""
+    def _compiling(self, task: Task, config: Config) -> Compiling:
+        """Begin to compile a config, unless that was begun ahead."""
+        return self._ahead.pop((task.place, config), None) or self._begin(task, config)
 
-        def begin(config: Config) -> Compiling:
-            return self._ahead.pop((tuner.task.place, config), None) or self._begin(tuner, config)
-
-        return begin
-
-    def _begin(self, tuner: Tuner, config: Config) -> Compiling:
-        self._begun.append(self.pool.submit(compile_job(tuner.task, config)))
+    def _begin(self, task: Task, config: Config) -> Compiling:
+        self._begun.append(self.pool.submit(compile_job(task, config)))
         return self._begun[-1]
 
-    def look_ahead(self, later: Sequence[Tuner], search: Search) -> None:
-        """Say which cases come next, in place of those said before; `fill` compiles for them."""
-        self._later = self._asked(later, search)
-
-    def look_ahead_at(self, later: Iterable[tuple[Tuner, Config]]) -> None:
+    def look_ahead(self, later: Iterable[tuple[Tuner, Config]]) -> None:
         """Say which configs come next, in place of what was said before; `fill` compiles them."""
-        self._later = ((tuner, config) for tuner, config in later if (tuner.task.place, config) not in self._ahead)
-
-    def _asked(self, later: Sequence[Tuner], search: Search) -> Iterator[tuple[Tuner, Config]]:
-        for tuner in later:
-            for config in first_asked(tuner, search, self._options.configs, _AHEAD):
-                if (tuner.task.place, config) not in self._ahead:
-                    yield tuner, config
+        self._later = ((tuner.task, config) for tuner, config in later if (tuner.task.place, config) not in self._ahead)
 
     def fill(self) -> None:
         """Begin to compile what later cases will ask for first where a core has nothing to do."""
@@ -160,8 +144,8 @@ class Machines:
             following = next(self._later, None)
             if following is None:
                 return
-            tuner, config = following
-            self._ahead[tuner.task.place, config] = self._begin(tuner, config)
+            task, config = following
+            self._ahead[task.place, config] = self._begin(task, config)
 
     def forget_ahead(self, tuner: Tuner) -> None:
         """Let go of what was compiled ahead for a case whose search is over."""
@@ -215,18 +199,3 @@ class Machines:
 
     def __exit__(self, *_: object) -> None:
         self._entered.close()
-
-
-def keep_usage(path: Path, whole: Usage, searches: Sequence[tuple[Mapping[str, Any], Usage]], **more: str) -> None:
-    """Add a run to a file, one JSON line each: the run as a whole, and every search with what it was of.
-
-    Raises:
-        ValueError: the file cannot be written.
-    """
-    rows = [{**identity, **_values(usage)} for identity, usage in searches]
-    row = {"date": datetime.now(UTC).isoformat(timespec="seconds"), **more, **_values(whole), "searches": rows}
-    append_lines(path, (json.dumps(row) + "\n").encode(), partial_line="cut")
-
-
-def _values(usage: Usage) -> dict[str, float]:
-    return {name: round(value, 3) for name, value in (asdict(usage) | {"idle": usage.idle}).items()}

@@ -89,10 +89,10 @@ def _observed(
         return []
     tuner = machines.tuner(task)
     tuner.measures_spills = True  # a call runs what spills, too
-    machines.look_ahead_at((machines.tuner(later), config) for later, wanted in following for config in wanted)
+    machines.look_ahead((machines.tuner(later), config) for later, wanted in following for config in wanted)
     try:
         with machines.deciding():
-            trials = measure_space(tuner, machines.compiling(tuner), some=configs)
+            trials = measure_space(tuner, configs)
     except ChildCrashedError as error:
         progress.note(f"not timed: {task.label}: {error}")
         return []

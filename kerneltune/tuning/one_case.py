@@ -5,12 +5,8 @@ incumbent is what a call without `config=` ran with before; it stays unless the 
 try is decided in search, and measured by a tuner.
 """
 
-import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,69 +18,31 @@ from kerneltune.tuning.bench import SCREEN_SAMPLES
 from kerneltune.tuning.cached import looked_up, stamp
 from kerneltune.tuning.candidates import candidates, checked_space, feasibility_of, starting_points
 from kerneltune.tuning.isolated import ChildCrashedError
-from kerneltune.tuning.tuner import Compiling, Tuner
+from kerneltune.tuning.tuner import Tuner
 
 _FINALISTS = 4
 _FINAL_MARGIN = 1.04
+_AHEAD = 256
+"""Of a later case; there may be nothing else to compile while large inputs are made and a paired final is run."""
 
 
 class NothingPassedError(Exception):
     """A search in which no config was correct and timed."""
 
 
-@dataclass(slots=True)
-class _Begun:
-    """A search.Started of a tuner: a config that is being compiled, then measured."""
-
-    tuner: Tuner
-    config: Config
-    pending: Compiling
-    _refusal: Evaluation | None = None
-    _measured: "Future[Evaluation] | None" = None
-
-    def done(self) -> bool:
-        """Return whether it is compiled."""
-        return self.pending.done()
-
-    def refused(self) -> bool:
-        """Return whether the compiler's word is enough."""
-        self.tuner.began = self.tuner.began or time.monotonic()
-        self._refusal = self.tuner.refusal(self.config, self.pending.result())
-        return self._refusal is not None
-
-    def measure(self) -> None:
-        """Behind what the bench was given before."""
-        self._measured = self.tuner.in_turn(self.tuner.evaluate, self.config, self.pending.result(), None)
-
-    def measured(self) -> bool:
-        """Return whether its time is there."""
-        return self._measured is not None and self._measured.done()
-
-    def result(self) -> Evaluation:
-        """Wait for it; stored by then."""
-        if self._measured is not None:
-            return self._measured.result()
-        return self.tuner.evaluate(self.config, self.pending.result(), self._refusal)
-
-    def cancel(self) -> None:
-        """Stop compiling, or do not begin to measure."""
-        self.pending.cancel()
-        if self._measured is not None:
-            self._measured.cancel()
-
-
 def tune(
     tuner: Tuner,
     search: Search,
-    compiling: Callable[[Config], Compiling],
     root: Path | None,
     on_trial: Callable[[Config, Evaluation], None] = lambda _config, _trial: None,
 ) -> cache.CacheEntry:
     """Search one case and store the best config.
 
     Args:
-        compiling: begins to compile a config.
+        tuner: of the case.
+        search: how much to search.
         root: the configs folder, None for the usual one.
+        on_trial: told every new evaluation.
 
     Returns:
         The entry that is now in the cache.
@@ -93,19 +51,14 @@ def tune(
         NothingPassedError: there is no config to store.
         ChildCrashedError: the measuring process crashed over every finalist, or stopped.
     """
-    begin = partial(_begin, tuner, compiling)
     with tuner:
         pool = _pool(tuner)
-        known, first = _known(tuner, pool), starting_points(tuner.task, pool, root)
-        if len(known) < len(pool):
-            tuner.prepare()
-        pace = tuner.compilers, tuner.meanwhile
-        feasibility = feasibility_of(tuner.task, tuner.store, pool)
-        explored = explore(pool, first, search, begin, on_trial, known, *pace, feasibility, tuner.ready)
+        first, feasibility = starting_points(tuner.task, pool, root), feasibility_of(tuner.task, tuner.store, pool)
+        explored = _explored(tuner, pool, first, search, on_trial, feasibility)
         times = times_of(explored)
         before = looked_up(tuner.task, root)
         if before.config not in times and before.config not in explored:  # the incumbent is judged, whatever the search left out
-            begun = begin(before.config)
+            begun = tuner.begin(before.config)
             if not begun.refused():
                 begun.measure()
             trial = begun.result()
@@ -113,12 +66,7 @@ def tune(
         return _decide(tuner, before, times, explored, root)
 
 
-def measure_space(
-    tuner: Tuner,
-    compiling: Callable[[Config], Compiling],
-    on_trial: Callable[[Config, Evaluation], None] = lambda _config, _trial: None,
-    some: Sequence[Config] | None = None,
-) -> dict[Config, Evaluation]:
+def measure_space(tuner: Tuner, some: Sequence[Config] | None = None) -> dict[Config, Evaluation]:
     """Evaluate configs in random order with three times the samples of a search; decide nothing.
 
     some: the configs, None for every valid one of the space.
@@ -128,26 +76,36 @@ def measure_space(
     """
     pool = checked_space(tuner.task) if some is None else list(some)
     tuner.samples = 3 * SCREEN_SAMPLES
-    known, begin = _known(tuner, pool), partial(_begin, tuner, compiling)
     with tuner:
-        if len(known) < len(pool):
-            tuner.prepare()
-        search = Search(sampler="random")
-        return explore(pool, (), search, begin, on_trial, known, tuner.compilers, tuner.meanwhile)
+        return _explored(tuner, pool, (), Search(sampler="random"))
 
 
-def first_asked(tuner: Tuner, search: Search, root: Path | None, count: int) -> list[Config]:
-    """Return what the search of a case would try first now; nothing where some of it was tried before.
+def _explored(
+    tuner: Tuner,
+    pool: Sequence[Config],
+    first: Sequence[Config],
+    search: Search,
+    on_trial: Callable[[Config, Evaluation], None] = lambda _config, _trial: None,
+    feasibility: Mapping[Config, float] | None = None,
+) -> dict[Config, Evaluation]:
+    known = _known(tuner, pool)
+    if len(known) < len(pool):
+        tuner.prepare()
+    pace = tuner.compilers, tuner.meanwhile
+    return explore(pool, first, search, tuner.begin, on_trial, known, *pace, feasibility, tuner.ready)
+
+
+def first_asked(tuner: Tuner, search: Search, root: Path | None) -> Iterator[tuple[Tuner, Config]]:
+    """Yield what the search of a case would try first now; nothing where some of it was tried before.
 
     Raises:
         ValueError: the space has no valid config for the case, or says what makes no sense.
     """
     pool = _pool(tuner)
-    if _known(tuner, pool):
-        return []
-    feasibility = feasibility_of(tuner.task, tuner.store, pool)
-    order = opening(pool, starting_points(tuner.task, pool, root), search, feasibility)
-    return order[: min(count, search.trials or count)]
+    if not _known(tuner, pool):
+        feasibility = feasibility_of(tuner.task, tuner.store, pool)
+        order = opening(pool, starting_points(tuner.task, pool, root), search, feasibility)
+        yield from ((tuner, config) for config in order[: min(_AHEAD, search.trials or _AHEAD)])
 
 
 def _pool(tuner: Tuner) -> list[Config]:
@@ -156,10 +114,6 @@ def _pool(tuner: Tuner) -> list[Config]:
 
 def _known(tuner: Tuner, pool: Sequence[Config]) -> dict[Config, Evaluation]:
     return {config: trial for config in pool if (trial := tuner.known(config)) is not None}
-
-
-def _begin(tuner: Tuner, compiling: Callable[[Config], Compiling], config: Config) -> _Begun:
-    return _Begun(tuner, config, compiling(config))
 
 
 def _decide(

@@ -4,11 +4,14 @@ One task, a variant on a case, is the unit of work wherever it runs: searched, o
 configs and prints nothing.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 from kerneltune import cache, device, sweep
+from kerneltune.files import append_lines
 from kerneltune.measuring.compare import ceiling_task, commit, obstacle
 from kerneltune.measuring.memory import release_memory
 from kerneltune.plan import Options, Progress, Selection, wanted_variants
@@ -18,8 +21,8 @@ from kerneltune.spec import Config, Op
 from kerneltune.tuning.cached import cached, changed
 from kerneltune.tuning.candidates import checked_space, takes, widened
 from kerneltune.tuning.isolated import ChildCrashedError
-from kerneltune.tuning.machines import Machines, Usage, keep_usage
-from kerneltune.tuning.one_case import NothingPassedError, measure_space, tune
+from kerneltune.tuning.machines import Machines, Usage
+from kerneltune.tuning.one_case import NothingPassedError, first_asked, measure_space, tune
 from kerneltune.tuning.tuner import Tuner
 
 _FROM = {"own": "its own config", "near": "of a near case", "rule": "by the rule", "default": "the default"}
@@ -67,14 +70,6 @@ class TuningSummary:
     kept: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class TuningPlan:
-    """What is to be searched, and how many configs of the cache are left as they are."""
-
-    works: list[Task]
-    kept: int
-
-
 def tune_entries(
     ops: Mapping[str, Op], entries: Sequence[sweep.SweepCase], selection: Selection, options: Options, progress: Progress
 ) -> TuningSummary:
@@ -84,10 +79,9 @@ def tune_entries(
         ValueError: a GPU that nothing can be compiled for ahead of time, a space that makes no sense, or a broken config file.
     """
     here = device.current()
-    wanted = wanted_works(ops, entries, selection, options, here.slug, progress)
-    works = wanted.works
+    works, kept = wanted_works(ops, entries, selection, options, here.slug, progress)
     if not works:
-        return TuningSummary(here.slug, [], kept=wanted.kept)
+        return TuningSummary(here.slug, [], kept=kept)
     release_memory()  # the measuring process needs what this one no longer does
     finished: list[tuple[Task, TuningResult]] = []
     progress.stage("measure spaces" if options.exhaustive else "tune", len(works))
@@ -97,7 +91,7 @@ def tune_entries(
             finished.append((work, done))
             tell(progress, work, done)
         whole = machines.usage
-    return ended(finished, whole, here.slug, wanted.kept, selection, options, progress)
+    return ended(finished, whole, here.slug, kept, selection, options, progress)
 
 
 def ended(
@@ -112,19 +106,14 @@ def ended(
     """Say and keep how busy the GPUs were; what became of it all."""
     if whole.evaluations:
         progress.note(whole.text)
-        _keep_usage(finished, whole, device_slug, selection, options)
+        searches = [{**task.identity, **done.usage.values} for task, done in finished if done.usage is not None]
+        run = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "family": sweep.family_name(selection.family)}
+        row = {**run, "commit": commit(), **whole.values, "searches": searches}
+        path = sweep.results_root(options.results) / "runs" / "searches" / f"{device_slug}.jsonl"
+        append_lines(path, (json.dumps(row) + "\n").encode(), partial_line="cut")
     cache.clear()
     stored = [done.entry for _, done in finished if done.entry is not None]
     return TuningSummary(device_slug, stored, len(finished), sum(bool(done.problem) for _, done in finished), kept)
-
-
-def _keep_usage(
-    finished: Sequence[tuple[Task, TuningResult]], whole: Usage, device_slug: str, selection: Selection, options: Options
-) -> None:
-    """Add a run to the file of runs of a GPU model."""
-    searches = [(work.identity, done.usage) for work, done in finished if done.usage is not None]
-    path = sweep.results_root(options.results) / "runs" / "searches" / f"{device_slug}.jsonl"
-    keep_usage(path, whole, searches, family=sweep.family_name(selection.family), commit=commit())
 
 
 def wanted_works(
@@ -134,7 +123,7 @@ def wanted_works(
     options: Options,
     device_slug: str,
     progress: Progress,
-) -> TuningPlan:
+) -> tuple[list[Task], int]:
     """List the cases that the cache has no config for, or also a stale config where those are asked for.
 
     Before anything is measured or written all spaces are held to make sense and all config files to be whole.
@@ -148,9 +137,8 @@ def wanted_works(
     for path in sorted(files if not options.exhaustive else ()):
         if path.exists():
             cache.load_strict(path)
-    if options.force or options.exhaustive:
-        wanted = TuningPlan(works, 0)
-    else:
+    chosen = works
+    if not options.force and not options.exhaustive:
         states = [_state(work, options, device_slug) for work in works]
         stale = states.count("stale")
         if stale and not options.stale:
@@ -160,10 +148,9 @@ def wanted_works(
             )
         searched = ("lacking", "stale") if options.stale else ("lacking",)
         chosen = [work for work, state in zip(works, states, strict=True) if state in searched]
-        wanted = TuningPlan(chosen, len(works) - len(chosen))
-    for work in wanted.works:
+    for work in chosen:
         checked_space(_widened(work, options))
-    return wanted
+    return chosen, len(works) - len(chosen)
 
 
 def _state(task: Task, options: Options, device_slug: str) -> str:
@@ -227,8 +214,9 @@ def perform(machines: Machines, task: Task, following: Sequence[Task], family: s
 
 def _tuned(machines: Machines, tuner: Tuner, following: Sequence[Task], options: Options) -> TuningResult:
     search = search_of(options)
-    machines.look_ahead([machines.tuner(_widened(task, options)) for task in following[:_CASES_AHEAD]], search)
-    entry = tune(tuner, search, machines.compiling(tuner), options.configs)
+    later = [machines.tuner(_widened(task, options)) for task in following[:_CASES_AHEAD]]
+    machines.look_ahead(asked for one in later for asked in first_asked(one, search, options.configs))
+    entry = tune(tuner, search, options.configs)
     gain, before = entry.evidence.get("speedup"), entry.evidence.get("before", "default")
     return TuningResult(
         entry, best=f"{entry.config}" + (f" {gain:.2f}x what calls ran with before ({_FROM[before]})" if gain else "")
@@ -236,7 +224,7 @@ def _tuned(machines: Machines, tuner: Tuner, following: Sequence[Task], options:
 
 
 def _measured(machines: Machines, tuner: Tuner, family: str, options: Options) -> TuningResult:
-    path, best = _export(tuner, measure_space(tuner, machines.compiling(tuner)), family, options)
+    path, best = _export(tuner, measure_space(tuner), family, options)
     return TuningResult(space=path, best=best)
 
 

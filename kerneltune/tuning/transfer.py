@@ -27,7 +27,7 @@ def donors_of(op: Op, variant: Variant, policy: str, device_slug: str, root: Pat
     """Return the recorded cases of a variant with their knobs, without those that no longer fit."""
     found = []
     for entry in cache.load(op.name, device_slug, root):
-        case = Case(entry.case, entry.axes, entry.dtype, entry.quant, entry.options)
+        case = entry.as_case
         if (entry.variant, entry.policy) == (variant.name, policy) and config_of(variant, case, entry.config) is not None:
             found.append((case, entry.config))
     return found

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from threading import Lock
 from typing import Any, Protocol
 
@@ -37,6 +38,47 @@ class Compiling(Protocol):
         """Give it up."""
 
 
+@dataclass(slots=True)
+class Begun:
+    """A `search.loop.Started`: a config that is being compiled, then measured by a tuner."""
+
+    tuner: "Tuner"
+    config: Config
+    pending: Compiling
+    _refusal: Evaluation | None = None
+    _measured: "Future[Evaluation] | None" = None
+
+    def done(self) -> bool:
+        """Return whether it is compiled."""
+        return self.pending.done()
+
+    def refused(self) -> bool:
+        """Return whether the compiler's word is enough."""
+        self.tuner.began = self.tuner.began or time.monotonic()
+        self._refusal = self.tuner.refusal(self.config, self.pending.result())
+        return self._refusal is not None
+
+    def measure(self) -> None:
+        """Behind what the bench was given before."""
+        self._measured = self.tuner.in_turn(self.tuner.evaluate, self.config, self.pending.result(), None)
+
+    def measured(self) -> bool:
+        """Return whether its time is there."""
+        return self._measured is not None and self._measured.done()
+
+    def result(self) -> Evaluation:
+        """Wait for it; stored by then."""
+        if self._measured is not None:
+            return self._measured.result()
+        return self.tuner.evaluate(self.config, self.pending.result(), self._refusal)
+
+    def cancel(self) -> None:
+        """Stop compiling, or do not begin to measure."""
+        self.pending.cancel()
+        if self._measured is not None:
+            self._measured.cancel()
+
+
 class Tuner:
     """Evaluates configs of one task, each once, on a bench.
 
@@ -52,10 +94,10 @@ class Tuner:
         meanwhile: called again and again while the bench is waited for.
     """
 
-    def __init__(self, task: Task, store: TrialStore, bench: Stoppable) -> None:
-        self.task, self.store, self.bench = task, store, bench
+    def __init__(self, task: Task, store: TrialStore, bench: Stoppable, compiling: Callable[[Config], Compiling]) -> None:
+        """compiling: begins to compile a config."""
+        self.task, self.store, self.bench, self.compiling = task, store, bench, compiling
         self.resources: dict[Config, int] = {}
-        self.prune = sum(1 for _ in task.variant.configs(task.case)) > TRIED_WHOLE
         self.samples = SCREEN_SAMPLES
         self.measures_spills = False
         self.began: float | None = None
@@ -67,6 +109,15 @@ class Tuner:
         self._opened = False
         self._in_turn = ThreadPoolExecutor(1)
         self._preparing: Future[Any] | None = None
+
+    @cached_property
+    def prune(self) -> bool:
+        """Return whether a config is dropped for what the compiler says."""
+        return sum(1 for _ in self.task.variant.configs(self.task.case)) > TRIED_WHOLE
+
+    def begin(self, config: Config) -> Begun:
+        """Begin to compile a config."""
+        return Begun(self, config, self.compiling(config))
 
     def known(self, config: Config) -> Evaluation | None:
         """Return the stored trial of a config."""

@@ -4,9 +4,10 @@ Changes no cache and prints nothing.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from kerneltune import cache, device
@@ -14,7 +15,7 @@ from kerneltune.cache import CacheEntry
 from kerneltune.errors import unknown
 from kerneltune.plan import Options, Progress
 from kerneltune.search.trials import Place, Task
-from kerneltune.spec import Case, Config, Op
+from kerneltune.spec import Config, Op
 from kerneltune.tuning.cached import changed, stamp
 from kerneltune.tuning.isolated import ChildCrashedError
 from kerneltune.tuning.machines import Machines
@@ -59,7 +60,7 @@ class _Stale:
 
 def _without_timing(op: Op, entry: CacheEntry, is_here: bool) -> EntryVerdict | _Stale:
     """Judge an entry as far as that takes no time on a GPU. is_here: this machine has the entry's GPU."""
-    case = Case(entry.case, entry.axes, entry.dtype, entry.quant, entry.options)
+    case = entry.as_case
     try:
         variant = op.variant(entry.variant)
         task, config = Task(op, case, variant, entry.policy), variant.config_from(entry.config)
@@ -118,13 +119,13 @@ def verify_cache(
     progress.stage("verify", len(entries))
     with ExitStack() as stack:
         machines = stack.enter_context(Machines(options)) if any(slug == here.slug for slug, *_ in entries) else None
-        finals = (
-            None if machines is None else _Finals(machines, [(ops[name], e) for slug, name, e in entries if slug == here.slug])
-        )
+        over: set[Place] = set()
+        if machines is not None:
+            machines.look_ahead(_stale(machines, entries, ops, over))
         began = time.monotonic()
         for slug, name, entry in entries:
             in_time = options.budget_s is None or time.monotonic() - began < options.budget_s
-            final = finals.run if finals is not None and slug == here.slug and in_time else None
+            final = partial(_final, machines, over) if machines is not None and slug == here.slug and in_time else None
             verdict = verify(ops[name], entry, final)
             if renew and verdict.renewed is not None:
                 cache.store(name, slug, verdict.renewed, options.configs)
@@ -133,48 +134,37 @@ def verify_cache(
     return found
 
 
-class _Finals:
-    """Paired finals of stale entries; their configs are compiled ahead while others are timed."""
+def _stale(
+    machines: Machines, entries: Iterable[tuple[str, str, CacheEntry]], ops: Mapping[str, Op], over: Collection[Place]
+) -> Iterator[tuple[Tuner, Config]]:
+    """Yield what finals of this GPU's entries will ask for, unless they are over by then."""
+    for slug, name, entry in entries:
+        found = _without_timing(ops[name], entry, is_here=True) if slug == device.current().slug else None
+        if isinstance(found, _Stale) and found.task.place not in over:
+            yield from ((machines.tuner(found.task), config) for config in found.configs)
 
-    def __init__(self, machines: Machines, entries: Sequence[tuple[Op, CacheEntry]]) -> None:
-        self._machines = machines
-        self._tuners: dict[Place, Tuner] = {}
-        self._over: set[Place] = set()
-        machines.look_ahead_at(self._ahead(entries))
 
-    def _tuner(self, task: Task) -> Tuner:
-        if task.place not in self._tuners:
-            self._tuners[task.place] = self._machines.tuner(task)
-        return self._tuners[task.place]
+def _final(machines: Machines, over: set[Place], task: Task, configs: Sequence[Config]) -> tuple[int, dict[str, Any]]:
+    """Return which config wins, the first unless another is surely faster, and the evidence; the last is the default.
 
-    def _ahead(self, entries: Sequence[tuple[Op, CacheEntry]]) -> Iterator[tuple[Tuner, Config]]:
-        """Yield what finals will ask for, unless they are over by then."""
-        for op, entry in entries:
-            found = _without_timing(op, entry, is_here=True)
-            if isinstance(found, _Stale) and found.task.place not in self._over:
-                yield from ((self._tuner(found.task), config) for config in found.configs)
-
-    def run(self, task: Task, configs: Sequence[Config]) -> tuple[int, dict[str, Any]]:
-        """Return which config wins, the first unless another is surely faster, and the evidence; the last is the default.
-
-        Raises:
-            ValueError: the first is wrong now, or cannot be timed.
-        """
-        tuner = self._tuner(task)
-        self._over.add(task.place)
-        try:
-            with tuner:
-                begun = [self._machines.compiling(tuner)(config) for config in configs]
-                tuner.prepare()
-                self._machines.fill()
-                for one in begun:
-                    one.result()
-                trials = tuner.trials(configs)
-                if trials[0].time_us is None:
-                    raise ValueError(f"{trials[0].status}: {trials[0].detail}")
-                timed = [config for config, trial in zip(configs, trials, strict=True) if trial.time_us is not None]
-                best, evidence = tuner.run_final(timed, configs[-1])
-        except ChildCrashedError as error:
-            raise ValueError(f"crashed: {error}") from error
-        self._machines.forget_ahead(tuner)
-        return configs.index(best), evidence
+    Raises:
+        ValueError: the first is wrong now, or cannot be timed.
+    """
+    tuner = machines.tuner(task)
+    over.add(task.place)
+    try:
+        with tuner:
+            begun = [tuner.begin(config) for config in configs]
+            tuner.prepare()
+            machines.fill()
+            for one in begun:
+                one.pending.result()
+            trials = tuner.trials(configs)
+            if trials[0].time_us is None:
+                raise ValueError(f"{trials[0].status}: {trials[0].detail}")
+            timed = [config for config, trial in zip(configs, trials, strict=True) if trial.time_us is not None]
+            best, evidence = tuner.run_final(timed, configs[-1])
+    except ChildCrashedError as error:
+        raise ValueError(f"crashed: {error}") from error
+    machines.forget_ahead(tuner)
+    return configs.index(best), evidence

@@ -12,7 +12,7 @@ from typing import Any
 
 import made_up
 import pytest
-from made_up import CASE, LARGE, SMALL, Setting, Small, compiled, op_of, small_time
+from made_up import CASE, LARGE, SMALL, Setting, Small, op_of, small_time
 from started import environment
 from test_tuning import H200, Bench, Pool
 
@@ -25,7 +25,7 @@ from kerneltune.search.trials import Evaluation, Task
 from kerneltune.spec import Case, Config
 from kerneltune.tuning import machines
 from kerneltune.tuning.machines import Machines
-from kerneltune.tuning.one_case import tune
+from kerneltune.tuning.one_case import first_asked, tune
 
 SPILLS = CompileResult((Kernel("k", 4, 255, 96, 0),), 1.0)
 POOL = list(LARGE.configs(CASE))
@@ -126,7 +126,7 @@ def test_the_bench_goes_on_while_the_search_decides(setting: Setting) -> None:
                 time.sleep(0.001)
             ahead.append(len(tuner.evaluated))
 
-    entry = tune(tuner, Search(), compiled, setting.root, on_trial)
+    entry = tune(tuner, Search(), setting.root, on_trial)
     assert ahead == [2]
     assert entry.evidence["trials"] == len(tuner.evaluated) == tuner.evaluations == 25
 
@@ -134,7 +134,7 @@ def test_the_bench_goes_on_while_the_search_decides(setting: Setting) -> None:
 def test_what_was_measured_when_the_seconds_are_over_counts(setting: Setting) -> None:
     tuner = setting.tuner(SMALL, small_time)
     told: list[Config] = []
-    entry = tune(tuner, Search(budget_s=1e-9), compiled, setting.root, lambda config, _trial: told.append(config))
+    entry = tune(tuner, Search(budget_s=1e-9), setting.root, lambda config, _trial: told.append(config))
     assert told == tuner.evaluated
     assert entry.evidence["trials"] == len(told) < 25
 
@@ -160,11 +160,12 @@ def test_the_bench_makes_ready_while_the_first_config_compiles(setting: Setting)
                 if not future.done():
                     future.set_result(CompileResult((), 0.0))
 
-    tuner.meanwhile = meanwhile
-    assert tune(tuner, Search(), compiling, setting.root).evidence["trials"] == 25
+    tuner.meanwhile, tuner.compiling = meanwhile, compiling
+    assert tune(tuner, Search(), setting.root).evidence["trials"] == 25
     again = setting.tuner(SMALL, small_time)
     again.bench = Ready()
-    tune(again, Search(), compiling, setting.root)
+    again.compiling = compiling
+    tune(again, Search(), setting.root)
     assert prepared == [True]  # not where everything is known
 
 
@@ -198,9 +199,8 @@ def test_cores_with_nothing_to_do_compile_for_later_cases(slow: Options) -> None
     op = op_of(SMALL)
     with Machines(slow) as stage:
         now, *later = (stage.tuner(Task(op, case, SMALL)) for case in cases)
-        stage.look_ahead(later, Search())
-        begin = stage.compiling(now)
-        begin(Small(64, 1))
+        stage.look_ahead(asked for one in later for asked in first_asked(one, Search(), slow.configs))
+        now.begin(Small(64, 1))
         stage.fill()
         stage.fill()
         assert [case for case, _ in Slow.given] == [cases[0], cases[1], cases[1]]  # three workers
@@ -211,11 +211,11 @@ def test_cores_with_nothing_to_do_compile_for_later_cases(slow: Options) -> None
         assert len(ahead) == len(set(ahead)) == 50
         assert {case for case, _ in ahead} == {cases[1], cases[2]}
         assert ahead[0] == (cases[1], Small(256, 4))  # what the search asks for first
-        taken = [stage.compiling(later[0])(config) for config in SMALL.configs(cases[1])]
+        taken = [later[0].begin(config).pending for config in SMALL.configs(cases[1])]
         assert len(Slow.given) == 51
         assert len(taken) == 25
         stage.forget_ahead(later[1])
-        stage.compiling(later[1])(Small(64, 1))
+        later[1].begin(Small(64, 1))
         assert len(Slow.given) == 52
 
 
@@ -243,7 +243,7 @@ def test_the_measuring_child_begins_before_the_driver_is_asked(slow: Options, mo
 SEARCHED = """
 import sys
 from kerneltune.cli.options import load_ops
-from kerneltune.tuning import run
+from kerneltune.tuning import fleet
 from kerneltune.search.loop import Asking, Search
 from made_up import CASE, LARGE
 

@@ -49,7 +49,7 @@ from kerneltune.tuning.tuner import Tuner
 def test_a_small_space_is_visited_whole_once_and_default_first(setting: Setting) -> None:
     tuner = setting.tuner(SMALL, small_time)
     seen: list[Config] = []
-    entry = tune(tuner, Search(), compiled, setting.root, lambda config, trial: seen.append(config))
+    entry = tune(tuner, Search(), setting.root, lambda config, trial: seen.append(config))
     assert tuner.evaluated[0] == Small(256, 4)
     assert len(tuner.evaluated) == len(BLOCKS) * len(WARPS) <= ENUMERATE_UP_TO
     assert set(tuner.evaluated) == {Small(b, w) for b, w in itertools.product(BLOCKS, WARPS)}
@@ -186,7 +186,7 @@ def best_of(setting: Setting, sampler: str, seed: int) -> float:
     """Return the best time that 64 trials find, over the optimum of 10."""
     landscape = tables(seed)
     tuner = FakeTuner(CASE, LARGE, TrialStore(setting.trials.with_name(f"{sampler}{seed}"), source_hash="abc"), landscape)
-    tune(tuner, Search(trials=64, sampler=sampler, seed=seed), compiled, setting.root / f"{sampler}{seed}")
+    tune(tuner, Search(trials=64, sampler=sampler, seed=seed), setting.root / f"{sampler}{seed}")
     return min(map(landscape, tuner.evaluated)) / 10.0
 
 
@@ -323,7 +323,7 @@ def test_a_search_starts_from_the_configs_of_other_options_that_are_free(setting
 
 
 def test_what_cannot_compile_or_spills_is_never_run(setting: Setting) -> None:
-    tuner = Tuner(Task(op_of(SMALL), CASE, SMALL), setting.store(), NoBench())
+    tuner = Tuner(Task(op_of(SMALL), CASE, SMALL), setting.store(), NoBench(), compiled)
     assert tuner.prune  # 25 configs: no published list
     broken = evaluated(tuner, Small(64, 1), CompileResult((), 0.0, "CompilationError: no"))
     assert broken == Evaluation("compile", detail="CompilationError: no")
@@ -336,7 +336,7 @@ def test_what_cannot_compile_or_spills_is_never_run(setting: Setting) -> None:
 def test_what_does_not_fit_a_multiprocessor_as_often_as_it_says_is_never_run(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tuner = Tuner(Task(op_of(LARGE), CASE, LARGE), setting.store(), NoBench())
+    tuner = Tuner(Task(op_of(LARGE), CASE, LARGE), setting.store(), NoBench(), compiled)
     asked = Large(64, 1, 1, 4)
     twice = CompileResult((Kernel("k", 8, 128, 0, 65536), Kernel("k", 8, 64, 0, 81920)), 1.0)
     monkeypatch.setattr(device, "current", lambda: device.NO_GPU)
@@ -357,7 +357,7 @@ def test_what_does_not_fit_a_multiprocessor_as_often_as_it_says_is_never_run(
 def test_a_cooperative_grid_that_does_not_fit_is_not_hidden_by_a_smaller_kernel(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tuner = Tuner(Task(op_of(LARGE), CASE, LARGE), setting.store(), NoBench())
+    tuner = Tuner(Task(op_of(LARGE), CASE, LARGE), setting.store(), NoBench(), compiled)
     here = device.current()
     monkeypatch.setattr(device, "current", lambda: replace(here, arch="sm_90"))
     main, small = Kernel("main", 8, 168, 0, 0), Kernel("dgamma", 8, 32, 0, 0)
@@ -419,7 +419,8 @@ def test_one_slow_compilation_does_not_keep_the_others_waiting(setting: Setting)
         if len(tuner.evaluated) == 24 and not slow.done():
             slow.set_result(CompileResult((), 60.0))
 
-    entry = tune(tuner, Search(), compiling, setting.root, on_trial)
+    tuner.compiling = compiling
+    entry = tune(tuner, Search(), setting.root, on_trial)
     assert tuner.evaluated[-1] == Small(64, 1)
     assert entry.evidence["trials"] == 25
 
@@ -439,7 +440,8 @@ def test_what_is_in_flight_at_the_end_is_given_up(setting: Setting) -> None:
         if len(tuner.evaluated) == 3:
             raise KeyboardInterrupt
 
+    tuner.compiling = compiling
     with pytest.raises(KeyboardInterrupt):
-        tune(tuner, Search(trials=30), compiling, setting.root, interrupt)
+        tune(tuner, Search(trials=30), setting.root, interrupt)
     assert len(futures) == 2 + loop.AHEAD
     assert all(future.cancelled() for future in futures[3:])
