@@ -1,76 +1,68 @@
 """The rule of an operator on a GPU: which configs a case tries that has none of its own.
 
 A rule is a decision tree over sizes, type and options whose leaves list configs, the most promising first. It is fitted to
-measured times (tuning.fit), shipped as JSON beside the configs, and evaluated here in plain Python.
+measured times (tuning.fitting), shipped as JSON beside the configs, and evaluated here in plain Python.
 """
 
 import json
-import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from kerneltune import device
-from kerneltune.files import read_text
+from kerneltune.files import bad, decode, read_text
 from kerneltune.rounding import next_power_of_2
 from kerneltune.spec import Case
 
-SCHEMA = 1
+SCHEMA = 2
 MOST_BYTES = 4 << 20
 """Largest rule file that is read."""
-_MOST_NODES, _DEEPEST = 4096, 32
+_WIDTH = 300
+"""Characters of a line of a rule file."""
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-_FACTOR = re.compile(r"(pow2|low)?\(?([A-Za-z_]\w*)\)?")
-_PLAIN = (bool, int, float, str)
+_FACTOR = re.compile(r"([*/])(low)?\(?([A-Za-z_]\w*)\)?")
+_Name = Annotated[str, Meta(min_length=1)]
+_Measure = Annotated[float, Meta(ge=0, lt=1e30)]
+_Whole = Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)]
+_Plain = bool | _Whole | float | str
 
 
-@dataclass(frozen=True, slots=True)
-class Scaled:
-    """A knob that follows a size.
+class Scaled(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A knob that follows a size within bounds.
 
     Attributes:
-        axis: the name of the size.
-        factor: the knob is `factor` times the size's next power of two, or `factor` divided by it.
-        inverse: whether it is divided.
+        pow2: the name of the size; the knob follows its next power of two.
+        times: what the power of two is multiplied by.
+        low, high: the least and the largest value of the knob.
+        inverse: whether `times` is divided by the power of two.
     """
 
-    axis: str
-    factor: float
+    pow2: _Name
+    times: _Measure
+    low: _Whole
+    high: _Whole
     inverse: bool = False
 
     def at(self, sizes: Mapping[str, int]) -> int:
-        """Return the knob's value, 1 at least."""
-        whole = next_power_of_2(sizes[self.axis])
-        return max(1, int(self.factor / whole if self.inverse else self.factor * whole))
-
-    @property
-    def data(self) -> dict[str, Any]:
-        """The knob as JSON."""
-        return {"pow2": self.axis, "over" if self.inverse else "times": self.factor}
+        """Return the knob's value."""
+        whole = next_power_of_2(sizes[self.pow2])
+        return min(self.high, max(self.low, int(self.times / whole if self.inverse else self.times * whole)))
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
-    """A config whose knobs are values or follow a size; one without knobs is the variant's default.
+Form = tuple[tuple[str, _Plain | Scaled], ...]
+"""A config: knobs in the order of the config class, each a value or one that follows a size; none for the default."""
 
-    Attributes:
-        knobs: (name, value or Scaled) pairs in the order of the config class.
-    """
 
-    knobs: tuple[tuple[str, Any], ...]
-
-    def at(self, sizes: Mapping[str, int]) -> dict[str, Any]:
-        """Return the knobs for these sizes."""
-        return {name: value.at(sizes) if isinstance(value, Scaled) else value for name, value in self.knobs}
-
-    @property
-    def data(self) -> dict[str, Any]:
-        """The form as JSON."""
-        return {name: value.data if isinstance(value, Scaled) else value for name, value in self.knobs}
+def knobs_at(form: Form, sizes: Mapping[str, int]) -> dict[str, Any]:
+    """Return the knobs of a form for these sizes."""
+    return {name: value.at(sizes) if isinstance(value, Scaled) else value for name, value in form}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,71 +83,54 @@ class Facts:
         return _ITEMSIZE.get(self.words["dtype"], 1)
 
     def number(self, expression: str) -> float:
-        """Return the value of a product such as `M*N*bytes`, `M/E`, `pow2(N)/N` or `low(K)`.
+        """Return the value of a product such as `M*N*bytes`, `M/E` or `low(K)`.
 
-        `bytes` is the size of an element, `pow2` the next power of two, `low` the largest power of two that divides.
+        `bytes` is the size of an element, `low` the largest power of two that divides a size.
         """
-        return _evaluated(_parsed(expression), self)
+        value = 1.0
+        for divides, is_low, name in _factors(expression):
+            size = self.itemsize if name == "bytes" else self.sizes[name]
+            size = size & -size if is_low else size
+            value = value / max(size, 1) if divides else value * size
+        return value
 
 
-_Factors = tuple[tuple[bool, str, str], ...]
-_parsed_before: dict[str, _Factors] = {}
-
-
-def _parsed(expression: str) -> _Factors:
-    """Return (is divided by, function, name) of every factor.
+@lru_cache(maxsize=4096)
+def _factors(expression: str) -> tuple[tuple[bool, bool, str], ...]:
+    """Return (is divided by, is asked for its power of two, name) of every factor.
 
     Raises:
         ValueError: the expression is no product.
     """
-    found = _parsed_before.get(expression)
-    if found is None:
-        parts = re.split(r"([*/])", expression)
-        signs = ["*", *parts[1::2]]
-        factors = []
-        for sign, text in zip(signs, parts[::2], strict=True):
-            match = _FACTOR.fullmatch(text)
-            if match is None:
-                raise ValueError(f"if: {expression!r}: expected a product of sizes, such as M*N or M/E")
-            factors.append((sign == "/", match[1] or "", match[2]))
-        found = _parsed_before[expression] = tuple(factors)
-    return found
+    found = _FACTOR.findall(f"*{expression}")
+    if "".join(f"{sign}low({name})" if low else sign + name for sign, low, name in found) != f"*{expression}":
+        raise bad("if", expression, "a product of sizes, such as M*N or M/E")
+    return tuple((sign == "/", bool(low), name) for sign, low, name in found)
 
 
-def _evaluated(factors: _Factors, facts: Facts) -> float:
-    value = 1.0
-    for divides, function, name in factors:
-        size = facts.itemsize if name == "bytes" else facts.sizes[name]
-        if function == "pow2":
-            size = next_power_of_2(size)
-        elif function == "low":
-            size = size & -size
-        value = value / max(size, 1) if divides else value * size
-    return value
+_IN_JSON = {"subject": "if", "equals": "is", "otherwise": "else"}
 
 
-@dataclass(frozen=True, slots=True)
-class Leaf:
-    """The forms to try, by their place in the rule's list, the most promising first."""
-
-    use: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
+class Split(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, rename=_IN_JSON):
     """A question.
 
     Attributes:
         subject: a product of sizes where `at_most` is a number, else `dtype`, `quant` or an option.
         at_most: the bound of the product; None where `equals` is asked.
         equals: the value that is asked for.
+        then, otherwise: what follows.
     """
 
     subject: str
-    at_most: float | None
-    equals: Any
-    then: "Leaf | Split"
-    otherwise: "Leaf | Split"
+    at_most: _Measure | None = None
+    equals: _Plain | None = None
+    then: "tuple[int, ...] | Split"
+    otherwise: "tuple[int, ...] | Split"
+
+    def __post_init__(self) -> None:
+        """Raise ValueError where the subject is no product of sizes though a bound is given."""
+        if self.at_most is not None:
+            _factors(self.subject)
 
     def holds(self, facts: Facts) -> bool:
         """Return the answer."""
@@ -163,7 +138,15 @@ class Split:
             return bool(facts.words.get(self.subject) == self.equals)
         return facts.number(self.subject) <= self.at_most
 
+    def told(self, answer: bool) -> str:
+        """Return the answer in words."""
+        if self.at_most is None:
+            return f"{self.subject} {'=' if answer else '!='} {self.equals}"
+        return f"{self.subject} {'<=' if answer else '>'} {self.at_most:g}"
 
+
+Leaf = tuple[int, ...]
+"""The forms to try, by their place in the rule's list, the most promising first."""
 Node = Leaf | Split
 
 
@@ -174,10 +157,11 @@ class Rule:
     Attributes:
         forms: what leaves refer to.
         tree: the root.
-        known: values of words that the rule was fitted to; of others it says nothing. `bytes` stands for the type.
+        known: values of words that the rule was fitted to; of other values it says nothing. `bytes` stands for the type.
         near: log2 distance up to which the config of the nearest recorded sizes is taken before the tree is asked.
         judged: what leave-one-shape-out says: cases, judged, geomean, worst, worst_case; of cases without a recorded config
-            observed, observed_geomean, observed_worst.
+            observed, observed_geomean, observed_worst; of both unseen, the geometric mean where the kind of the tree, too, was
+            chosen without the case's sizes.
     """
 
     variant: str
@@ -188,33 +172,21 @@ class Rule:
     judged: Mapping[str, Any] = field(default_factory=dict)
     known: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
-    def knows(self, facts: Facts) -> bool:
-        """Return whether the rule was fitted to cases of this kind."""
-        words = {**facts.words, "bytes": facts.itemsize}
-        return all(words.get(name) in values for name, values in self.known.items())
-
-    def leaf(self, facts: Facts) -> Leaf:
-        """Return the leaf of a case."""
-        node = self.tree
-        while isinstance(node, Split):
-            node = node.then if node.holds(facts) else node.otherwise
-        return node
-
-    def path(self, facts: Facts) -> list[str]:
-        """Return the answers that lead to a case's leaf, one text each."""
+    def leaf(self, facts: Facts) -> tuple[Leaf, list[str]]:
+        """Return the leaf of a case and the answers that lead to it."""
         node, told = self.tree, []
         while isinstance(node, Split):
-            yes = node.holds(facts)
-            sign, bound = ("=" if yes else "!=", node.equals) if node.at_most is None else ("<=" if yes else ">", node.at_most)
-            told.append(f"{node.subject} {sign} {bound:g}" if node.at_most is not None else f"{node.subject} {sign} {bound}")
-            node = node.then if yes else node.otherwise
-        return told
+            answer = node.holds(facts)
+            told.append(node.told(answer))
+            node = node.then if answer else node.otherwise
+        return node, told
 
     def proposals(self, facts: Facts) -> Iterator[dict[str, Any]]:
         """Yield the knobs of the leaf's forms for a case, the most promising first; none are those of the default."""
-        if self.knows(facts):
-            for index in self.leaf(facts).use:
-                yield self.forms[index].at(facts.sizes)
+        words = {**facts.words, "bytes": facts.itemsize}
+        if all(words.get(name) in values for name, values in self.known.items()):
+            for place in self.leaf(facts)[0]:
+                yield knobs_at(self.forms[place], facts.sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,21 +231,15 @@ def ruling(root: Path, gpu: str, op: str, variant: str, policy: str) -> Ruling |
     """
     if gpu == device.INTERPRETER:
         return None
-    own = path_of(op, gpu, root)
-    if own.exists():
-        return _of_variant(load(own), gpu, variant, policy)
-    for other in _by_architecture(root, op):
-        found = _of_variant(load(path_of(op, other, root)), other, variant, policy)
-        if found is not None:
-            _say_borrowed(gpu, other)
-            return found
+    is_own = path_of(op, gpu, root).exists()
+    for folder in [gpu] if is_own else _by_architecture(root, op):
+        found = {rule.policy: rule for rule in load(path_of(op, folder, root)) if rule.variant == variant}
+        chosen = found.get(policy, found.get("cold"))
+        if chosen is not None:
+            if not is_own:
+                _say_borrowed(gpu, folder)
+            return Ruling(chosen, folder)
     return None
-
-
-def _of_variant(rules: Sequence[Rule], gpu: str, variant: str, policy: str) -> Ruling | None:
-    found = {rule.policy: rule for rule in rules if rule.variant == variant}
-    chosen = found.get(policy, found.get("cold"))
-    return None if chosen is None else Ruling(chosen, gpu)
 
 
 def _by_architecture(root: Path, op: str) -> list[str]:
@@ -318,17 +284,11 @@ def load_strict(path: Path) -> tuple[Rule, ...]:
     Raises:
         ValueError: one line naming the file, the field and the value.
     """
+    text = read_text(path, MOST_BYTES)
     try:
-        if not path.is_file() or path.stat().st_size > MOST_BYTES:
-            raise ValueError(f"{path}: file: expected a regular file of at most {MOST_BYTES >> 20} MiB")
-        return loads(path.read_text(encoding="utf-8"), path.stem, path.parent.parent.name)
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"cannot read {path}: not UTF-8") from error
+        return loads(text, path.stem, path.parent.parent.name)
     except ValueError as error:
-        text = str(error)
-        raise ValueError(text if text.startswith(str(path)) else f"{path}: {text}") from None
+        raise ValueError(f"{path}: {error}") from None
 
 
 def forget() -> None:
@@ -337,33 +297,51 @@ def forget() -> None:
         remembered.cache_clear()
 
 
+class _RuleRow(msgspec.Struct, forbid_unknown_fields=True):
+    """A rule as it stands in a file."""
+
+    variant: _Name
+    policy: _Name
+    near: _Measure
+    judged: dict[str, Any]
+    known: dict[str, list[Any]]
+    forms: Annotated[list[dict[str, _Plain | Scaled]], Meta(min_length=1, max_length=4096)]
+    tree: Leaf | Split
+
+
+class _Schema(msgspec.Struct):
+    """What every file says, of any schema."""
+
+    schema: int
+
+
+class _File(_Schema):
+    """A file of rules."""
+
+    op: str
+    device: str
+    rules: list[_RuleRow]
+
+
 def dumps(op: str, device: str, rules: Sequence[Rule], fitted: Mapping[str, Any]) -> str:
-    """Return the text of a rule file: one form a line, the tree indented."""
-    head = {"schema": SCHEMA, "op": op, "device": device, "fitted": dict(fitted)}
-    lines = ["{", *(f"  {json.dumps(name)}: {json.dumps(value)}," for name, value in head.items()), '  "rules": [']
-    for place, rule in enumerate(rules):
-        lines += ["    {"]
-        for name in ("variant", "policy", "near"):
-            lines.append(f"      {json.dumps(name)}: {json.dumps(getattr(rule, name))},")
-        lines += [f'      "judged": {json.dumps(dict(rule.judged))},', f'      "known": {json.dumps(dict(rule.known))},']
-        lines += ['      "forms": [']
-        forms = [f"        {json.dumps(form.data)}" for form in rule.forms]
-        lines += [",\n".join(forms), "      ],", '      "tree":']
-        lines += [f"      {line}" for line in _drawn(rule.tree)]
-        lines += ["    }" + ("," if place + 1 < len(rules) else "")]
-    return "\n".join([*lines, "  ]", "}"]) + "\n"
+    """Return the text of a rule file: what fits a line stands on one."""
+    rows = [msgspec.to_builtins(_RuleRow(**{**_fields(rule), "forms": [dict(form) for form in rule.forms]})) for rule in rules]
+    return _laid_out({"schema": SCHEMA, "op": op, "device": device, "fitted": dict(fitted), "rules": rows}) + "\n"
 
 
-def _drawn(node: Node) -> list[str]:
-    if isinstance(node, Leaf):
-        return [f'{{"use": {json.dumps(list(node.use))}}}']
-    test = {"at_most": node.at_most} if node.at_most is not None else {"is": node.equals}
-    asked = json.dumps({"if": node.subject, **test})[:-1]
-    then, otherwise = _drawn(node.then), _drawn(node.otherwise)
-    return [
-        f"{asked},", ' "then":', *(f"  {line}" for line in then[:-1]), f"  {then[-1]},",
-        ' "else":', *(f"  {line}" for line in otherwise[:-1]), f"  {otherwise[-1]}}}",
-    ]  # fmt: skip
+def _fields(rule: Rule) -> dict[str, Any]:
+    return {name: getattr(rule, name) for name in _RuleRow.__struct_fields__}
+
+
+def _laid_out(value: Any, indent: str = "") -> str:
+    """Return a value as JSON; questions, and what is too long for a line, are one item a line."""
+    text = json.dumps(value)
+    if not isinstance(value, dict | list) or (len(text) <= _WIDTH and '"then": ' not in text):
+        return text
+    inner = f"{indent}  "
+    named = value.items() if isinstance(value, dict) else [(None, item) for item in value]
+    items = [("" if name is None else f"{json.dumps(name)}: ") + _laid_out(item, inner) for name, item in named]
+    return text[0] + ",".join(f"\n{inner}{item}" for item in items) + f"\n{indent}{text[-1]}"
 
 
 def loads(text: str, op: str, device: str) -> tuple[Rule, ...]:
@@ -372,95 +350,29 @@ def loads(text: str, op: str, device: str) -> tuple[Rule, ...]:
     Raises:
         ValueError: one line naming the field and what is wrong with it.
     """
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"JSON: {str(error)[:120]}") from error
-    if not isinstance(data, dict):
-        raise ValueError(f"JSON: expected an object, got {type(data).__name__}")
-    for name, expected in {"schema": SCHEMA, "op": op, "device": device}.items():
-        if data.get(name) != expected:
-            raise ValueError(f"{name}: {_shown(data.get(name))}: expected {expected!r}")
-    if not isinstance(data.get("rules"), list):
-        raise ValueError(f"rules: {_shown(data.get('rules'))}: expected a list")
-    return tuple(_rule(index, item) for index, item in enumerate(data["rules"]))
+    if (schema := decode(text, _Schema).schema) != SCHEMA:
+        raise bad("schema", schema, repr(SCHEMA))
+    file = decode(text, _File)
+    for name, expected in {"op": op, "device": device}.items():
+        if getattr(file, name) != expected:
+            raise bad(name, getattr(file, name), repr(expected))
+    return tuple(_rule(f"rules[{place}]", row) for place, row in enumerate(file.rules))
 
 
-def _rule(index: int, item: Any) -> Rule:
-    where = f"rules[{index}]"
-    if not isinstance(item, dict):
-        raise ValueError(f"{where}: {_shown(item)}: expected an object")
-    try:
-        variant, policy = (
-            _field(item, name, lambda v: isinstance(v, str) and bool(v), "a name") for name in ("variant", "policy")
-        )
-        near = _field(item, "near", _is_measure, "a number of 0 or more")
-        forms = _field(item, "forms", lambda v: isinstance(v, list) and 0 < len(v) <= _MOST_NODES, "a list of forms")
-        judged = _field(item, "judged", lambda v: isinstance(v, dict), "an object")
-        known = _field(item, "known", _is_known, "lists of values by word")
-        made = tuple(_form(place, form) for place, form in enumerate(forms))
-        return Rule(variant, policy, made, _node(item.get("tree"), len(made), 0), float(near), judged, known)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+def _rule(where: str, row: _RuleRow) -> Rule:
+    for place in used(row.tree):
+        if not 0 <= place < len(row.forms):
+            raise bad(f"{where}.tree", place, f"places in forms, below {len(row.forms)}")
+    forms = tuple(tuple(form.items()) for form in row.forms)
+    return Rule(**{**{name: getattr(row, name) for name in _RuleRow.__struct_fields__}, "forms": forms})
 
 
-def _field(item: Mapping[str, Any], name: str, fits: Callable[[Any], bool], expected: str) -> Any:
-    if not fits(item.get(name)):
-        raise ValueError(f"{name}: {_shown(item.get(name))}: expected {expected}")
-    return item[name]
-
-
-def _form(place: int, data: Any) -> Form:
-    if not isinstance(data, dict):
-        raise ValueError(f"forms[{place}]: {_shown(data)}: expected knobs by name")
-    return Form(tuple((name, _knob(f"forms[{place}].{name}", value)) for name, value in data.items()))
-
-
-def _knob(name: str, value: Any) -> Any:
-    if isinstance(value, dict):
-        factor = value.get("over", value.get("times"))
-        if len(value) != 2 or not _is_name(value.get("pow2")) or factor is None or not _is_measure(factor):
-            raise ValueError(f"{name}: {_shown(value)}: expected a size and a factor")
-        return Scaled(value["pow2"], float(factor), "over" in value)
-    if not isinstance(value, _PLAIN) or (isinstance(value, float) and not math.isfinite(value)):
-        raise ValueError(f"{name}: {_shown(value)}: expected a plain value")
-    return value
-
-
-def _node(data: Any, forms: int, depth: int) -> Node:
-    if depth > _DEEPEST or not isinstance(data, dict):
-        raise ValueError(f"tree: {_shown(data)}: expected a question or a leaf, at most {_DEEPEST} deep")
-    if "use" in data:
-        use = data["use"]
-        if not isinstance(use, list) or not all(type(i) is int and 0 <= i < forms for i in use):
-            raise ValueError(f"use: {_shown(use)}: expected places in forms, below {forms}")
-        return Leaf(tuple(use))
-    subject = data.get("if")
-    if not isinstance(subject, str):
-        raise ValueError(f"if: {_shown(subject)}: expected a product of sizes, or the name of an option")
-    then, otherwise = (_node(data.get(name), forms, depth + 1) for name in ("then", "else"))
-    if "is" in data:
-        return Split(subject, None, data["is"], then, otherwise)
-    bound = _field(data, "at_most", _is_measure, "a number of 0 or more")
-    _parsed(subject)
-    return Split(subject, float(bound), None, then, otherwise)
-
-
-def _is_known(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(values, list) for values in value.values())
-
-
-def _is_name(value: Any) -> bool:
-    return isinstance(value, str) and bool(value)
-
-
-def _is_measure(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < 1e30
-
-
-def _shown(value: Any) -> str:
-    try:
-        text = repr(value)
-    except ValueError:  # an integer of more digits than Python prints
-        text = "a number of very many digits"
-    return text if len(text) <= 80 else f"{text[:77]}..."
+def used(node: Node) -> Iterator[int]:
+    """Yield the places that the leaves of a tree refer to."""
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, Split):
+            waiting += [node.then, node.otherwise]
+        else:
+            yield from node

@@ -12,16 +12,17 @@ from made_up import CASE, Small, nothing, op_of, small_space
 
 from kerneltune import cache, device, rule
 from kerneltune.device import Device
-from kerneltune.rule import Facts, Form, Leaf, Rule, Scaled, Split
+from kerneltune.rule import Facts, Form, Rule, Scaled, Split
 from kerneltune.spec import Case, Variant
 
 VARIANT = Variant("optimized", nothing, Small, small_space, default=lambda _case: Small(256, 4))
-FORMS = (
-    Form((("block", 64), ("warps", 2))),
-    Form((("block", Scaled("M", 0.5)), ("warps", 4))),
-    Form((("block", Scaled("M", 65536.0, inverse=True)), ("warps", 1))),
+FORMS: tuple[Form, ...] = (
+    (("block", 64), ("warps", 2)),
+    (("block", Scaled("M", 0.5, 16, 1024)), ("warps", 4)),
+    (("block", Scaled("M", 65536.0, 8, 1024, inverse=True)), ("warps", 1)),
 )
-TREE = Split("M*bytes", 4096.0, None, Split("dtype", None, "float32", Leaf((0,)), Leaf((1, 0))), Leaf((2,)))
+OF_TYPE = Split(subject="dtype", equals="float32", then=(0,), otherwise=(1, 0))
+TREE = Split(subject="M*bytes", at_most=4096.0, then=OF_TYPE, otherwise=(2,))
 RULE = Rule("optimized", "cold", FORMS, TREE, 0.0, {"cases": 3, "judged": 3, "geomean": 0.99, "worst": 0.9, "worst_case": "M=8"})
 GPU = "nvidia_h200"
 
@@ -46,11 +47,18 @@ def found(root: Path, size: int, dtype: str = "bfloat16", gpu: str = GPU) -> cac
 
 def test_numbers_of_a_case_are_products_of_sizes_and_bytes() -> None:
     facts = Facts({"M": 24, "N": 100}, {"dtype": "float16"})
-    values = {"M": 24, "M*N": 2400, "M/N": 0.24, "M*bytes": 48, "pow2(N)": 128, "low(M)": 8, "N/pow2(N)": 100 / 128}
+    values = {"M": 24, "M*N": 2400, "M/N": 0.24, "M*bytes": 48, "low(M)": 8, "M/low(N)": 6}
     assert {expression: facts.number(expression) for expression in values} == pytest.approx(values)
     assert Facts({"M": 24, "N": 0}, {"dtype": "uint8"}).number("M*bytes/N") == 24
-    with pytest.raises(ValueError, match="expected a product of sizes"):
-        facts.number("M+N")
+    for expression in ("M+N", "", "M*", "low(M", "M N", "high(M)"):
+        with pytest.raises(ValueError, match="expected a product of sizes"):
+            facts.number(expression)
+
+
+def test_a_knob_that_follows_a_size_stays_within_its_bounds() -> None:
+    grows, shrinks = Scaled("M", 0.5, 16, 1024), Scaled("M", 65536.0, 8, 1024, inverse=True)
+    assert [grows.at({"M": size}) for size in (1, 100, 1 << 20)] == [16, 64, 1024]
+    assert [shrinks.at({"M": size}) for size in (1, 1000, 1 << 20)] == [1024, 64, 8]
 
 
 def test_a_rule_file_is_read_as_it_was_written() -> None:
@@ -97,20 +105,22 @@ def _put(*path: Any, value: Any) -> Any:
 
 DAMAGES = {
     "": "JSON",
-    "[]": "expected an object",
+    "[]": "expected object",
     "{" * 5000: "JSON",
     _damaged(_put("op", value="other")): "op: 'other': expected 'fake'",
     _damaged(_put("schema", value=9)): "schema: 9",
-    _damaged(_put("rules", value=3)): "rules: 3: expected a list",
-    _damaged(_put("rules", 0, "forms", value=[])): "forms",
-    _damaged(_put("rules", 0, "forms", 0, "block", value=[1])): "forms[0].block",
-    _damaged(_put("rules", 0, "forms", 0, "block", value=float("nan"))): "forms[0].block",
-    _damaged(_put("rules", 0, "forms", 1, "block", value={"pow2": "M"})): "forms[1].block",
-    _damaged(_put("rules", 0, "tree", value={"use": [99]})): "use: [99]",
+    _damaged(_put("rules", value=3)): "rules: 3: expected array",
+    _damaged(_put("rules", 0, "forms", value=[])): "rules[0].forms: []: expected",
+    _damaged(_put("rules", 0, "forms", 0, "block", value=[1])): "rules[0].forms[0]",
+    _damaged(_put("rules", 0, "forms", 0, "block", value=10**400)): "rules[0].forms[0]",
+    _damaged(_put("rules", 0, "forms", 0, "block", value=float("nan"))): "JSON",
+    _damaged(_put("rules", 0, "forms", 1, "block", value={"pow2": "M"})): "rules[0].forms[1]",
+    _damaged(_put("rules", 0, "tree", value=[99])): "rules[0].tree: 99: expected places in forms",
+    _damaged(_put("rules", 0, "tree", value={"use": [0]})): "rules[0].tree.use: [0]: expected no field",
     _damaged(_put("rules", 0, "tree", "if", value="M+1")): "expected a product of sizes",
     _damaged(_put("rules", 0, "tree", "at_most", value="x")): "at_most: 'x'",
     _damaged(_put("rules", 0, "near", value=-1)): "near: -1",
-    '{"schema": ' + "9" * 5000 + "}": "JSON",
+    '{"schema": ' + "9" * 5000 + "}": "schema: integer value out of range",
 }
 
 
@@ -134,19 +144,19 @@ IMPOSSIBLE: list[dict[str, Any]] = [
     {"block": 64, "warps": 64},
     {"block": 64},
     {"block": "64", "warps": 4},
-    {"block": 10**400, "warps": 1},
+    {"block": 1 << 60, "warps": 1},
 ]
 
 
 @pytest.mark.parametrize("knobs", IMPOSSIBLE)
 def test_a_rule_whose_knobs_no_kernel_takes_is_passed_over(knobs: dict[str, Any], tmp_path: Path) -> None:
-    forms = (Form(tuple(knobs.items())), FORMS[0])
-    stored(tmp_path, rule.dumps("fake", GPU, [Rule("optimized", "cold", forms, Leaf((0, 1)))], {}))
+    forms = (tuple(knobs.items()), FORMS[0])
+    stored(tmp_path, rule.dumps("fake", GPU, [Rule("optimized", "cold", forms, (0, 1))], {}))
     assert found(tmp_path, 1024).config == Small(64, 2)
 
 
 def test_a_rule_of_other_axes_is_passed_over(tmp_path: Path) -> None:
-    foreign = Rule("optimized", "cold", FORMS, Split("Q*R", 3.0, None, Leaf((0,)), Leaf((1,))))
+    foreign = Rule("optimized", "cold", FORMS, Split(subject="Q*R", at_most=3.0, then=(0,), otherwise=(1,)))
     stored(tmp_path, rule.dumps("fake", GPU, [foreign], {}))
     assert found(tmp_path, 1024).source == "default"
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -12,9 +12,6 @@ from kerneltune.cli.console import show, show_table, show_wrapped
 from kerneltune.cli.progress import reporter
 from kerneltune.files import data_root
 from kerneltune.spec import Case, Op, Variant
-
-if TYPE_CHECKING:
-    from kerneltune.rule import Rule
 
 Gpu = Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="Of this GPU, as its folder is called.")]
 
@@ -92,7 +89,8 @@ def fit(
     """Fit the rules of a GPU to what was measured, and write them beside the configs.
 
     The table says how a rule does on sizes that it was not fitted to: the tuned time over the rule's on recorded cases, and the
-    least known time over the rule's on observed cases, which have no recorded config. Needs no GPU.
+    least known time over the rule's on observed cases, which have no recorded config. unseen: the geometric mean of all these
+    cases where the kind of the tree, too, is chosen without the case's sizes. Needs no GPU.
     """
     from kerneltune import rule
     from kerneltune.cache import readable
@@ -110,13 +108,13 @@ def fit(
         op, of = known[name], known[name].variant(variant)
         samples = samples_of(op, of, slug, configs, folder)
         if len({sample.case.axes for sample in samples}) < 2:
-            rows.append((name, "0", *[""] * 6, "times of fewer than two sizes are known"))
+            rows.append((name, "0", *[""] * 7, "times of fewer than two sizes are known"))
             continue
-        made, judgement = fitted(CostTable(op, of, samples))
-        found = judgement.data
+        made, _ = fitted(CostTable(op, of, samples))
+        found = made.judged
         if not check:
             known_before = readable(rule.path_of(name, slug, Path()), configs)
-            others = [one for one in _rules(known_before) if one.variant != variant]
+            others = [one for one in rule.load(known_before) if one.variant != variant] if known_before.exists() else []
             about = {"arch": _arch(slug), "cases": len(samples), "command": f"kerneltune cache fit {name}"}
             replace_text(rule.path_of(name, slug, root), rule.dumps(name, slug, [*others, made], about))
         counts = [str(found.get(field, "")) for field in ("cases", "judged", "observed", "worst_case")]
@@ -124,8 +122,8 @@ def fit(
             [f"{found[field]:.3f}" if field in found else "" for field in (f"{kind}geomean", f"{kind}worst")]
             for kind in ("", "observed_")
         )
-        rows.append((name, *counts[:2], *of_recorded, counts[2], *of_observed, counts[3]))
-    show_table(("op", "cases", "judged", "geo-mean", "worst", "observed", "geo-mean", "worst", "worst case"), rows)
+        rows.append((name, *counts[:2], *of_recorded, counts[2], *of_observed, f"{found['unseen']:.3f}", counts[3]))
+    show_table(("op", "cases", "judged", "geo-mean", "worst", "observed", "geo-mean", "worst", "unseen", "worst case"), rows)
 
 
 def _observed(results: Path | None) -> Path:
@@ -165,7 +163,7 @@ def explain(
     if ruling is None:
         _explained("rule", "none: `kerneltune cache fit` makes one where times of several sizes are known")
         return
-    path = " and ".join(ruling.rule.path(rule.facts_of(asked))) or "any case"
+    path = " and ".join(ruling.rule.leaf(rule.facts_of(asked))[1]) or "any case"
     _explained("rule", f"{ruling.told(slug)}: {path}")
     judged = ruling.rule.judged
     if judged.get("judged"):
@@ -214,12 +212,6 @@ def _gpu(gpu: str | None, configs: Path | None) -> str:
     if len(known) != 1:
         raise ValueError(f"gpu: not given: expected one of {', '.join(known) or '(none found)'}")
     return known[0]
-
-
-def _rules(path: Path) -> "tuple[Rule, ...]":
-    from kerneltune import rule
-
-    return rule.load_strict(path) if path.exists() else ()
 
 
 def _arch(slug: str) -> str:

@@ -2,40 +2,44 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kerneltune.nearness import ranked
-from kerneltune.rule import Facts, Form, Leaf, Node, Rule, Split, facts_of
+from kerneltune.rule import Facts, Form, Leaf, Node, Rule, Split, facts_of, knobs_at, used
 from kerneltune.spec import Case, Op, Variant
 from kerneltune.tuning.transfer import Donor, config_of, followed, forms_of
 
 Times = Mapping[tuple[tuple[str, Any], ...], float | None]
 """Knobs -> µs; None for a config that has no time: it spilled, failed or was wrong."""
 _Costs = npt.NDArray[np.float64]
-_Expressions = tuple[str, ...]
+_Rows = npt.NDArray[np.intp]
+_Picks = Mapping[int, Mapping[str, Any]]
+"""Case, by its place in a table -> the knobs that a look-up takes for it."""
 
-_DEFAULT = Form(())
-"""The variant's default."""
 UNKNOWN, INVALID, FAILED = 0.25, 0.3, 0.7
 """log time over the best that a config is expected to cost where it was not timed, is not valid, or has no time."""
-_WORST_COUNTS = 0.25
+_WORST_COUNTS = 0.5
 """Share of a leaf's largest cost that counts beside the mean."""
-_DEFAULT_COSTS = 0.004
+_DEFAULT_COSTS = 0.002
 """What the default must be better by: some operators take milliseconds to find theirs."""
 _USED = 4
 """Forms of a leaf: the next serves where those before it are not valid."""
-_SHAPES_OF_DEPTH = ((0, 1), (2, 3), (3, 2), (4, 2), (6, 1), (6, 2), (8, 1))
-"""(depth of a tree, fewest shapes of a leaf) that are tried."""
-_NEAR = (0.0, 0.5, 1.01, 2.01, 4.01)
 _SEVERAL = 6
 """Configs whose times tell what the best of a case without a recorded config is about."""
-_GAIN = 0.002
-"""Mean log time that a split must save per case of the whole table."""
+_LEAST = 2
+"""Fewest shapes of a leaf."""
+_DEEPEST = 8
+"""Most questions to a leaf."""
+_GAINS = (0.002, 0.008)
+_NEAR = (0.0, 2.01, 4.01)
+_PART_COSTS = 0.001
+"""Mean log time that each part of a tree's shape must save, so that of two that do alike the plainer is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,19 @@ class Sample:
     times: Times
     best_us: float
     recorded: Mapping[str, Any] | None = None
+
+    @property
+    def is_judged(self) -> bool:
+        """Return whether enough is known to say how good a config is."""
+        return self.recorded is not None or len(self.times) >= _SEVERAL
+
+    @property
+    def fastest(self) -> dict[str, Any]:
+        """Return the recorded knobs, or the fastest of several; none where fewer are known."""
+        timed = {knobs: time_us for knobs, time_us in self.times.items() if time_us is not None}
+        if self.recorded is not None or len(timed) < _SEVERAL:
+            return dict(self.recorded or {})
+        return dict(min(timed.items(), key=lambda pair: pair[1])[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +85,12 @@ class Judgement:
     @property
     def judged(self) -> list[float]:
         """The shares that are known."""
-        return _known_shares(self.shares)
+        return [share for share in self.shares.values() if not math.isnan(share)]
 
     @property
     def observed(self) -> list[float]:
         """The shares that are known of cases without a recorded config."""
-        return _known_shares(self.others)
+        return [share for share in self.others.values() if not math.isnan(share)]
 
     @property
     def geomean(self) -> float:
@@ -90,16 +107,23 @@ class Judgement:
         """The judgement as JSON."""
         found: dict[str, Any] = {"cases": len(self.shares), "judged": len(self.judged)}
         if self.judged:
-            label = min((case for case, share in self.shares.items() if share == self.worst), key=lambda case: case.label).label
+            label = min(case.label for case, share in self.shares.items() if share == self.worst)
             found |= {"geomean": round(self.geomean, 4), "worst": round(self.worst, 4), "worst_case": label}
         if self.observed:
             shares = {"observed_geomean": round(_geomean(self.observed), 4), "observed_worst": round(min(self.observed), 4)}
             found |= {"observed": len(self.observed), **shares}
         return found
 
+    def merit(self, without: Sequence[Case] = ()) -> float:
+        """Return what is maximised: the mean share, less what the worst lacks, less what is not known.
 
-def _known_shares(shares: Mapping[Case, float]) -> list[float]:
-    return [share for share in shares.values() if not math.isnan(share)]
+        without: cases that do not count.
+        """
+        every = [share for case, share in [*self.shares.items(), *self.others.items()] if case not in without]
+        shares = [math.exp(-UNKNOWN) if math.isnan(share) else share for share in every]
+        if not shares:
+            return 0.0
+        return float(np.mean(np.log(np.minimum(shares, 1.02)))) + 0.1 * min(0.0, math.log(min(shares)))
 
 
 def _geomean(shares: Sequence[float]) -> float:
@@ -111,16 +135,22 @@ class TreeShape:
     """How a tree may grow, and how far the nearest recorded sizes serve.
 
     Attributes:
-        depth: most questions to a leaf.
-        least: fewest shapes of a leaf.
-        near: as in rule.Rule.
+        asks: `nothing` for the default alone, `once` for one leaf, `sizes`, or `ratios` for sizes, their ratios, bytes and the
+            powers of two that divide them.
+        gain: mean log time that a question must save per case of the whole table.
         is_apart: whether cases that differ in a word no config serves two values of have trees of their own.
+        near: as in rule.Rule.
     """
 
-    depth: int
-    least: int
-    near: float
+    asks: str
+    gain: float = _GAINS[0]
     is_apart: bool = False
+    near: float = 0.0
+
+    @property
+    def parts(self) -> int:
+        """Return what the shape costs, in parts."""
+        return {"nothing": 0, "once": 1, "sizes": 3, "ratios": 4}[self.asks] + (self.near > 0)
 
 
 class CostTable:
@@ -128,38 +158,37 @@ class CostTable:
 
     Attributes:
         samples: the cases.
-        forms: what a rule may choose.
-        costs: (cases, forms), the default first; UNKNOWN, INVALID and FAILED stand for what has no time.
+        shapes: the number of every shape; numbers: of every case's shape.
+        forms: what a rule may choose, the default first.
+        costs: (cases, forms); UNKNOWN, INVALID and FAILED stand for what has no time.
         known: (cases, forms) whether the time is known.
         valid: (cases, forms) whether the config is valid.
+        given: (shapes, forms) whether a form has other cases than those of the shape to be known from.
         kinds: words of which no config serves two values.
     """
 
     def __init__(self, op: Op, variant: Variant, samples: Sequence[Sample]) -> None:
         self.op, self.variant, self.samples = op, variant, list(samples)
-        donors = [(s.case, dict(s.recorded or _fastest(s))) for s in samples if s.recorded or _fastest(s)]
+        self.shapes = {axes: number for number, axes in enumerate(dict.fromkeys(s.case.axes for s in samples))}
+        self.numbers = np.array([self.shapes[sample.case.axes] for sample in samples])
+        donors = [(sample.case, sample.fastest) for sample in samples if sample.fastest]
         follows = followed(donors)
-        places: dict[Form, set[int]] = {}
-        shapes = self.shapes
+        places: dict[Form, set[int]] = {(): {-1}}
         for donor in donors:
             for form in forms_of(donor, follows):
-                places.setdefault(form, set()).add(shapes[donor[0].axes])
-        self.forms = [_DEFAULT, *places]
-        self._given_by = [{-1}, *places.values()]
+                places.setdefault(form, set()).add(self.shapes[donor[0].axes])
+        self.forms = list(places)
+        self.given = np.array([[bool(by - {number}) for by in places.values()] for number in range(len(self.shapes))])
         size = len(self.samples), len(self.forms)
         self.costs, self.known, self.valid = np.full(size, UNKNOWN), np.zeros(size, bool), np.zeros(size, bool)
-        for i, sample in enumerate(self.samples):
-            for j, form in enumerate(self.forms):
-                self.costs[i, j], self.known[i, j], self.valid[i, j] = self._cost(sample, form.at(dict(sample.case.axes)))
+        for i, j in np.ndindex(size):
+            knobs = knobs_at(self.forms[j], dict(self.samples[i].case.axes))
+            self.costs[i, j], self.known[i, j], self.valid[i, j] = self._cost(self.samples[i], knobs)
         self._borrow()
         self.costs[:, 0] += _DEFAULT_COSTS
-        self.questions = list(_questions(op, self.samples))
         self.kinds = {"quant", *op.options} - set(op.free_options)
-
-    @property
-    def shapes(self) -> dict[tuple[tuple[str, int], ...], int]:
-        """The number of every shape."""
-        return {axes: number for number, axes in enumerate(dict.fromkeys(s.case.axes for s in self.samples))}
+        self.words = list(_word_questions(op, self.samples))
+        self.questions = {"nothing": [], "once": [], "sizes": self._ask(op.axes), "ratios": self._ask(_expressions(op.axes))}
 
     def _cost(self, sample: Sample, knobs: Mapping[str, Any]) -> tuple[float, bool, bool]:
         knobs = knobs or default_knobs(self.variant, sample.case)
@@ -181,24 +210,37 @@ class CostTable:
                 missing = self.valid[i] & ~self.known[i] & self.known[twin]
                 self.costs[i, missing] = self.costs[twin, missing]
 
-    @property
-    def has_kinds(self) -> bool:
-        """Return whether some cases differ in a word that no config serves two values of."""
-        return any(one.equals is not None and one.subject in self.kinds for one in self.questions)
+    def _ask(self, expressions: Sequence[str]) -> "list[_Question]":
+        facts = [facts_of(sample.case) for sample in self.samples]
+        return [_Question(text, np.array([one.number(text) for one in facts])) for text in expressions] + self.words
 
-    def share(self, index: int, knobs: Mapping[str, Any]) -> float:
+    def share(self, place: int, knobs: Mapping[str, Any]) -> float:
         """Return the tuned time over that of a config on a case; NaN where it is not known."""
-        cost, known, _ = self._cost(self.samples[index], knobs)
+        cost, known, _ = self._cost(self.samples[place], knobs)
         return math.exp(-cost) if known else math.nan
 
-    def usable(self, without: int | None) -> npt.NDArray[np.bool_]:
-        """Return which forms some shape other than `without` gives."""
-        return np.array([bool(given - {without}) for given in self._given_by])
+    def judgement(self, picks: _Picks) -> Judgement:
+        """Return how good the picks are."""
+        shares = {place: self.share(place, knobs) for place, knobs in picks.items()}
+        recorded, others = (
+            {s.case: shares[i] for i, s in enumerate(self.samples) if i in shares and (s.recorded is not None) == wanted}
+            for wanted in (True, False)
+        )
+        return Judgement(recorded, others)
+
+    def nearest(self, place: int) -> list[tuple[float, dict[str, Any]]]:
+        """Return (log2 distance, knobs) of the recorded configs of other sizes that a look-up may take, the nearest first."""
+        asked = self.samples[place].case
+        donors = [(s.case, dict(s.recorded)) for s in self.samples if s.recorded is not None and s.case.axes != asked.axes]
+        return list(_near(self.op, self.variant, asked, donors))
 
 
-def _fastest(sample: Sample) -> Mapping[str, Any]:
-    timed = [(time_us, knobs) for knobs, time_us in sample.times.items() if time_us is not None]
-    return dict(min(timed, key=lambda pair: pair[0])[1]) if len(timed) >= _SEVERAL else {}
+def _near(op: Op, variant: Variant, case: Case, recorded: Sequence[Donor]) -> Iterator[tuple[float, dict[str, Any]]]:
+    places = [((dict(other.axes), other.dtype, dict(other.options)), (other, knobs)) for other, knobs in recorded]
+    asked = dict(case.axes), case.dtype, dict(case.options)
+    for (_, moved, apart), (other, knobs) in ranked(asked, places, op.free_axes, op.free_options, op.bands):
+        if other.quant == case.quant and moved and config_of(variant, case, knobs) is not None:
+            yield apart, dict(knobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,38 +248,21 @@ class _Question:
     """A number of every case, or whether an option has a value."""
 
     subject: str
-    values: npt.NDArray[np.float64]
+    values: _Costs
     equals: Any = None
 
 
-def _questions(op: Op, samples: Sequence[Sample]) -> Iterator[_Question]:
+def _word_questions(op: Op, samples: Sequence[Sample]) -> Iterator[_Question]:
     facts = [facts_of(sample.case) for sample in samples]
-    for expression in _expressions(op.axes):
-        yield _Question(expression, np.array([one.number(expression) for one in facts]))
     for word in ("dtype", "quant", *op.options):
         for value in list(dict.fromkeys(one.words[word] for one in facts))[:-1]:
             yield _Question(word, np.array([float(one.words[word] == value) for one in facts]), value)
 
 
-def _expressions(axes: Sequence[str]) -> _Expressions:
-    """Return sizes, their products and ratios, bytes, and how a size lies to powers of two."""
-    every = "*".join([*axes, "bytes"])
-    pairs = [f"{a}*{b}" for a, b in itertools.combinations(axes, 2) if len(axes) > 2]
+def _expressions(axes: Sequence[str]) -> list[str]:
+    """Return sizes, bytes, ratios of sizes, and the powers of two that divide sizes."""
     ratios = [f"{a}/{b}" for a, b in itertools.combinations(axes, 2)]
-    shared = [f"{a}*{b}/{c}" for c in axes for a, b in itertools.combinations([axis for axis in axes if axis != c], 2)]
-    return (
-        *axes,
-        every,
-        *pairs,
-        *ratios,
-        *shared,
-        *(f"{axis}/pow2({axis})" for axis in axes),
-        *(f"low({axis})" for axis in axes),
-    )
-
-
-def _objective(costs: _Costs) -> float:
-    return float(costs.mean() + _WORST_COUNTS * costs.max()) if len(costs) else 0.0
+    return [*axes, "*".join([*axes, "bytes"]), *ratios, *(f"low({axis})" for axis in axes)]
 
 
 def _best_prefixes(costs: _Costs) -> _Costs:
@@ -251,19 +276,18 @@ def _best_prefixes(costs: _Costs) -> _Costs:
 class _Grower:
     """A tree over some cases and forms of a table."""
 
-    def __init__(self, table: CostTable, rows: npt.NDArray[np.intp], forms: npt.NDArray[np.bool_], shape: TreeShape) -> None:
+    def __init__(self, table: CostTable, rows: _Rows, forms: npt.NDArray[np.bool_], shape: TreeShape) -> None:
         self.table, self.shape = table, shape
         self.columns = np.flatnonzero(forms)
-        self.least_gain = _GAIN * len(rows)
-        self.numbers = np.array([table.shapes[sample.case.axes] for sample in table.samples])
-        self.node = self.grow(rows, shape.depth)
+        self.least_gain = shape.gain * len(rows)
 
-    def grow(self, rows: npt.NDArray[np.intp], depth: int) -> Node:
+    def grow(self, rows: _Rows, depth: int = _DEEPEST) -> Node:
+        """Return the tree of some cases."""
         found, left = self.kinds(rows), depth
         if found is None and depth:
             found, left = self.split(rows), depth - 1
         if found is None:
-            return Leaf(self.ranking(rows))
+            return self.ranking(rows)
         question, bound = found
         below = question.values[rows] <= bound
         if question.equals is not None:
@@ -271,43 +295,38 @@ class _Grower:
         then, otherwise = self.grow(rows[below], left), self.grow(rows[~below], left)
         if then == otherwise:
             return then
-        return Split(question.subject, None if question.equals is not None else _round(bound), question.equals, then, otherwise)
+        asked = {"at_most": _round(bound)} if question.equals is None else {"equals": question.equals}
+        return Split(subject=question.subject, **asked, then=then, otherwise=otherwise)
 
-    def kinds(self, rows: npt.NDArray[np.intp]) -> tuple[_Question, float] | None:
+    def kinds(self, rows: _Rows) -> tuple[_Question, float] | None:
         """Return the question that parts cases no config serves both of; None where they are of one kind."""
-        fixed = (one for one in self.table.questions if one.equals is not None and one.subject in self.table.kinds)
-        parting = (one for one in fixed if len(set(one.values[rows])) > 1) if self.shape.is_apart else ()
-        return next(((one, 0.5) for one in parting), None)
+        parting = (one for one in self.table.words if one.subject in self.table.kinds and len(set(one.values[rows])) > 1)
+        return next(((one, 0.5) for one in parting), None) if self.shape.is_apart else None
 
-    def split(self, rows: npt.NDArray[np.intp]) -> tuple[_Question, float] | None:
+    def split(self, rows: _Rows) -> tuple[_Question, float] | None:
         """Return the question that saves the most time, and its bound."""
         costs = self.table.costs[np.ix_(rows, self.columns)]
-        whole = _best_prefixes(costs)[-1]
         best, most = None, self.least_gain
-        for question in self.table.questions:
-            values = question.values[rows]
-            order = np.argsort(values, kind="stable")
-            ordered = values[order]
-            ends = np.flatnonzero(np.diff(ordered) > 1e-9)
-            if not len(ends):
-                continue
-            left = _best_prefixes(costs[order])
-            right = _best_prefixes(costs[order[::-1]])[::-1]
-            for end in ends:
-                gain = whole - left[end] - right[end + 1]
-                if gain > most and self.enough(rows[order[: end + 1]]) and self.enough(rows[order[end + 1 :]]):
+        for question in self.table.questions[self.shape.asks]:
+            order = np.argsort(question.values[rows], kind="stable")
+            ordered = question.values[rows][order]
+            left, right = _best_prefixes(costs[order]), _best_prefixes(costs[order[::-1]])[::-1]
+            for end in np.flatnonzero(np.diff(ordered) > 1e-9):
+                gain = left[-1] - left[end] - right[end + 1]
+                if gain > most and self.is_enough(rows[order[: end + 1]]) and self.is_enough(rows[order[end + 1 :]]):
                     low, high = ordered[end], ordered[end + 1]
                     best, most = (question, math.sqrt(low * high) if low > 0 else (low + high) / 2), gain
         return best
 
-    def enough(self, rows: npt.NDArray[np.intp]) -> bool:
-        return len(set(self.numbers[rows])) >= self.shape.least
+    def is_enough(self, rows: _Rows) -> bool:
+        """Return whether cases are of as many shapes as a leaf must have."""
+        return len(set(self.table.numbers[rows])) >= _LEAST
 
-    def ranking(self, rows: npt.NDArray[np.intp]) -> tuple[int, ...]:
+    def ranking(self, rows: _Rows) -> Leaf:
         """Return a leaf's forms: the best for all its cases, then the best for those that it is not valid for, then others."""
         chosen: list[int] = []
         left = rows
-        while len(chosen) < _USED and len(chosen) < len(self.columns):
+        while len(chosen) < min(_USED, len(self.columns)):
             costs = self.table.costs[np.ix_(left if len(left) else rows, self.columns)]
             scores = costs.mean(axis=0) + _WORST_COUNTS * costs.max(axis=0)
             scores[np.isin(self.columns, chosen)] = np.inf
@@ -322,12 +341,12 @@ def _round(bound: float) -> float:
     return float(f"{bound:.4g}")
 
 
-def grown(table: CostTable, shape: TreeShape, without: int | None = None) -> Rule:
+def grown(table: CostTable, shape: TreeShape, without: int = -1) -> Rule:
     """Return the rule that a table without one shape makes."""
-    numbers = table.shapes
-    rows = np.array([i for i, sample in enumerate(table.samples) if numbers[sample.case.axes] != without], dtype=np.intp)
-    node = _Grower(table, rows, table.usable(without), shape).node
-    known = _known([facts_of(table.samples[i].case) for i in rows], table.op.free_options)
+    rows = np.flatnonzero(table.numbers != without)
+    forms = table.given[without] if without >= 0 else np.ones(len(table.forms), bool)
+    node: Node = (0,) if shape.asks == "nothing" else _Grower(table, rows, forms, shape).grow(rows)
+    known = _known([facts_of(table.samples[row].case) for row in rows], table.op.free_options)
     return Rule(table.variant.name, "cold", tuple(table.forms), node, shape.near, known=known)
 
 
@@ -340,12 +359,9 @@ def _known(facts: Sequence[Facts], free: Sequence[str]) -> dict[str, list[Any]]:
 
 def chosen(op: Op, variant: Variant, rule: Rule, case: Case, recorded: Sequence[Donor]) -> Mapping[str, Any]:
     """Return the knobs that a look-up takes for an unrecorded case: near, by the rule, or by default."""
-    if rule.near:
-        places = [((dict(other.axes), other.dtype, dict(other.options)), (other, knobs)) for other, knobs in recorded]
-        asked = dict(case.axes), case.dtype, dict(case.options)
-        for (_, moved, apart), (other, knobs) in ranked(asked, places, op.free_axes, op.free_options, op.bands):
-            if other.quant == case.quant and moved and apart <= rule.near and config_of(variant, case, knobs) is not None:
-                return dict(knobs)
+    near = next(_near(op, variant, case, recorded), None) if rule.near else None
+    if near is not None and near[0] <= rule.near:
+        return near[1]
     for knobs in rule.proposals(facts_of(case)):
         if not knobs or config_of(variant, case, knobs) is not None:
             return knobs or default_knobs(variant, case)
@@ -358,90 +374,93 @@ def default_knobs(variant: Variant, case: Case) -> dict[str, Any]:
     return {} if default is None else {name: getattr(default, name) for name in default.__dataclass_fields__}
 
 
-def judged(table: CostTable, shape: TreeShape) -> Judgement:
-    """Return how a rule of this shape does on every recorded case when it knows nothing of the case's sizes."""
-    numbers = table.shapes
-    recorded = [(i, s) for i, s in enumerate(table.samples) if s.recorded is not None]
-    several = [(i, s) for i, s in enumerate(table.samples) if s.recorded is not None or len(s.times) >= _SEVERAL]
-    shares: dict[Case, float] = {}
-    for axes, number in numbers.items():
-        left_out = [(i, s) for i, s in several if s.case.axes == axes]
-        if not left_out or len(numbers) < 2:
-            continue
+def _shapes(table: CostTable) -> list[TreeShape]:
+    """Return the shapes that are tried, the plainest first, nearest sizes left aside."""
+    apart = (False, True) if any(one.subject in table.kinds for one in table.words) else (False,)
+    trees = [TreeShape(asks, gain, kind) for asks in ("sizes", "ratios") for gain in _GAINS for kind in apart]
+    return [TreeShape("nothing"), *(TreeShape("once", is_apart=kind) for kind in apart), *trees]
+
+
+def _picked(table: CostTable, shape: TreeShape, places: Sequence[int]) -> dict[int, Mapping[str, Any]]:
+    """Return what rules of this shape choose for cases, each rule made without the case's sizes."""
+    found: dict[int, Mapping[str, Any]] = {}
+    for number in dict.fromkeys(int(table.numbers[place]) for place in places):
         rule = grown(table, shape, number)
-        others = [(s.case, dict(s.recorded or {})) for _, s in recorded if s.case.axes != axes]
-        for i, sample in left_out:
-            knobs = chosen(table.op, table.variant, rule, sample.case, others)
-            shares[sample.case] = table.share(i, knobs)
-    known = {sample.case for _, sample in recorded}
-    return Judgement(*({case: share for case, share in shares.items() if (case in known) == wanted} for wanted in (True, False)))
+        for place in places:
+            if table.numbers[place] == number:
+                found[place] = chosen(table.op, table.variant, rule, table.samples[place].case, [])
+    return found
 
 
-def _tree_shapes(table: CostTable) -> list[TreeShape]:
-    """Return the shapes that are tried, nearest sizes left aside."""
-    apart = (False, True) if table.has_kinds else (False,)
-    return [TreeShape(depth, least, 0.0, is_apart) for depth, least in _SHAPES_OF_DEPTH for is_apart in apart]
+def _near_or(picks: _Picks, nearest: Mapping[int, Sequence[tuple[float, dict[str, Any]]]], near: float) -> _Picks:
+    """Return the picks, of cases that have recorded sizes near enough the config of the nearest."""
+    return {
+        place: nearest[place][0][1] if near and nearest[place] and nearest[place][0][0] <= near else knobs
+        for place, knobs in picks.items()
+    }
+
+
+def judgements(table: CostTable) -> dict[TreeShape, Judgement]:
+    """Return how rules of every shape do on the judged cases when they know nothing of the case's sizes."""
+    if len(table.shapes) < 2:
+        return {TreeShape("nothing"): Judgement()}
+    places = [place for place, sample in enumerate(table.samples) if sample.is_judged]
+    nearest = {place: table.nearest(place) for place in places}
+    found = {}
+    for shape in _shapes(table):
+        picks = _picked(table, shape, places)
+        for near in _NEAR:
+            found[replace(shape, near=near)] = table.judgement(_near_or(picks, nearest, near))
+    return found
 
 
 def untimed(table: CostTable) -> dict[Case, list[dict[str, Any]]]:
     """Return the configs that rules would choose for cases of sizes they do not know, and whose times there are not known."""
+    every = range(len(table.samples))
+    nearest = {place: table.nearest(place) for place in every}
     found: dict[Case, list[dict[str, Any]]] = {}
-    recorded = [(s.case, dict(s.recorded)) for s in table.samples if s.recorded is not None]
-    for shape, (axes, number) in itertools.product(_tree_shapes(table), table.shapes.items()):
-        rule = grown(table, shape, number)
-        others = [donor for donor in recorded if donor[0].axes != axes]
-        for i, sample in enumerate(table.samples):
-            if sample.case.axes != axes:
-                continue
-            for near in (0.0, _NEAR[-1]):
-                knobs = dict(chosen(table.op, table.variant, replace(rule, near=near), sample.case, others))
-                if math.isnan(table.share(i, knobs)) and knobs not in found.setdefault(sample.case, []):
-                    found[sample.case].append(knobs)
+    for shape, near in itertools.product(_shapes(table), (0.0, _NEAR[-1])):
+        for place, knobs in _near_or(_picked(table, shape, every), nearest, near).items():
+            wanted = found.setdefault(table.samples[place].case, [])
+            if math.isnan(table.share(place, knobs)) and knobs not in wanted:
+                wanted.append(dict(knobs))
     return found
 
 
-def _merit(judgement: Judgement) -> float:
-    """Return what is maximised: the mean share, less what the worst lacks, less what is not known."""
-    every = (*judgement.shares.values(), *judgement.others.values())
-    shares = [math.exp(-UNKNOWN) if math.isnan(share) else share for share in every]
-    if not shares:
-        return 0.0
-    return float(np.mean(np.log(np.minimum(shares, 1.02)))) + 0.1 * min(0.0, math.log(min(shares)))
+def best_shape(found: Mapping[TreeShape, Judgement], without: Sequence[Case] = ()) -> TreeShape:
+    """Return the shape that does best when shapes are left out; a part more must save `_PART_COSTS`."""
+    return max(found, key=lambda shape: found[shape].merit(without) - _PART_COSTS * shape.parts)
 
 
-def fitted(
-    table: CostTable, on_shape: Callable[[TreeShape, Judgement], None] = lambda _shape, _found: None
-) -> tuple[Rule, Judgement]:
+def unseen(table: CostTable, found: Mapping[TreeShape, Judgement]) -> Judgement:
+    """Return how rules do whose shape, too, is chosen without the sizes that are left out."""
+    shares: dict[Case, float] = {}
+    others: dict[Case, float] = {}
+    for axes in table.shapes:
+        without = [sample.case for sample in table.samples if sample.case.axes == axes]
+        judged = found[best_shape(found, without)]
+        shares |= {case: judged.shares[case] for case in without if case in judged.shares}
+        others |= {case: judged.others[case] for case in without if case in judged.others}
+    return Judgement(shares, others)
+
+
+def fitted(table: CostTable) -> tuple[Rule, Judgement]:
     """Return the rule whose shape does best when shapes are left out, and how it does."""
-    best: tuple[float, TreeShape, Judgement] | None = None
-    trees = {shape: judged(table, shape) for shape in _tree_shapes(table)}
-    leading = sorted(trees, key=lambda one: -_merit(trees[one]))[:2]
-    for bare, near in itertools.product(leading, _NEAR):
-        shape = replace(bare, near=near)
-        found = judged(table, shape) if near else trees[bare]
-        on_shape(shape, found)
-        merit = _merit(found) - 0.0005 * shape.depth
-        if best is None or merit > best[0]:
-            best = merit, shape, found
-    assert best is not None
-    _, shape, found = best
-    return _pruned(replace(grown(table, shape), judged=found.data)), found
+    found = judgements(table)
+    shape = best_shape(found)
+    apart = unseen(table, found)
+    data = found[shape].data | {"unseen": round(_geomean([*apart.judged, *apart.observed]), 4)}
+    return _pruned(replace(grown(table, shape), judged=data)), found[shape]
 
 
 def _pruned(rule: Rule) -> Rule:
     """Return the rule without the forms that no leaf uses."""
-    used = sorted(set(_used(rule.tree)))
-    places = {form: place for place, form in enumerate(used)}
+    kept = sorted(set(used(rule.tree)))
+    places = {form: place for place, form in enumerate(kept)}
 
     def renumbered(node: Node) -> Node:
-        if isinstance(node, Leaf):
-            return Leaf(tuple(places[form] for form in node.use))
-        return replace(node, then=renumbered(node.then), otherwise=renumbered(node.otherwise))
+        if isinstance(node, Split):
+            return msgspec.structs.replace(node, then=renumbered(node.then), otherwise=renumbered(node.otherwise))
+        return tuple(places[form] for form in node)
 
-    return replace(rule, forms=tuple(rule.forms[form] for form in used), tree=renumbered(rule.tree))
-
-
-def _used(node: Node) -> Iterable[int]:
-    if isinstance(node, Leaf):
-        return node.use
-    return [*_used(node.then), *_used(node.otherwise)]
+    return replace(rule, forms=tuple(rule.forms[form] for form in kept), tree=renumbered(rule.tree))

@@ -1,5 +1,6 @@
 """Configs that serve a case from other cases: knobs as they are, or following a size as the recorded configs do."""
 
+import itertools
 import math
 import random
 from collections import Counter
@@ -7,14 +8,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from kerneltune import cache
 from kerneltune.rounding import next_power_of_2
-from kerneltune.rule import Form, Scaled
+from kerneltune.rule import Form, Scaled, knobs_at
 from kerneltune.spec import Case, Config, Op, Variant
 
-_EXPLAINED = 1.1
+_EXPLAINED = 0.5
 """Share of a knob's variance that may be left when it follows a size; as it is the knob is offered in any case."""
 _LEAST_DONORS = 5
 _LEAST_RIVALS = 8
@@ -42,34 +44,42 @@ def config_of(variant: Variant, case: Case, knobs: Mapping[str, Any]) -> Config 
         return None
 
 
-def followed(donors: Sequence[Donor]) -> dict[str, tuple[str, int]]:
-    """Return the knobs that follow a size: knob -> (axis, 1 where it grows with the size, -1 where it shrinks)."""
-    found: dict[str, tuple[str, int]] = {}
+def followed(donors: Sequence[Donor]) -> dict[str, Scaled]:
+    """Return the knobs that follow a size, each as the size and the factor that leave least of its variance.
+
+    A knob is kept between its least and its largest value among the donors.
+    """
+    found: dict[str, Scaled] = {}
     if len(donors) < _LEAST_DONORS:
         return found
     for knob, value in donors[0][1].items():
         if type(value) is not int or any(type(given.get(knob)) is not int or given[knob] < 1 for _, given in donors):
             continue
-        logs = np.log2([given[knob] for _, given in donors])
-        best = _EXPLAINED * float(logs.var())
-        for axis, _ in donors[0][0].axes:
-            sizes = np.log2([next_power_of_2(case[axis]) for case, _ in donors])
-            for sign in (1, -1):
-                left = float((logs - sign * sizes).var())
+        values = [given[knob] for _, given in donors]
+        logs, low, high = np.log2(values), min(values), max(values)
+        best = _EXPLAINED * float(((logs - np.median(logs)) ** 2).mean())
+        for (axis, _), sign in itertools.product(donors[0][0].axes, (1, -1)):
+            sizes = sign * np.log2([next_power_of_2(case[axis]) for case, _ in donors])
+            for factor in np.unique(np.round(logs - sizes)):
+                left = float(((np.clip(sizes + factor, math.log2(low), math.log2(high)) - logs) ** 2).mean())
                 if left < best:
-                    best, found[knob] = left, (axis, sign)
+                    best, found[knob] = left, Scaled(axis, float(2.0**factor), low, high, sign < 0)
     return found
 
 
-def forms_of(donor: Donor, follows: Mapping[str, tuple[str, int]]) -> list[Form]:
-    """Return a donor's config as it is, with each knob that follows a size following, and with all of them."""
+def forms_of(donor: Donor, follows: Mapping[str, Scaled]) -> list[Form]:
+    """Return a donor's config as it is, with each knob that follows a size following, and with all of them.
+
+    Where the common factor does not give the donor's own value, the donor's own factor stands in its place.
+    """
     case, knobs = donor
-    scaled = {}
-    for knob, (axis, sign) in follows.items():
-        whole = next_power_of_2(case[axis])
-        scaled[knob] = Scaled(axis, knobs[knob] / whole if sign > 0 else float(knobs[knob] * whole), sign < 0)
+    sizes, scaled = dict(case.axes), {}
+    for knob, common in follows.items():
+        whole = next_power_of_2(case[common.pow2])
+        own = float(knobs[knob] * whole) if common.inverse else knobs[knob] / whole
+        scaled[knob] = common if common.at(sizes) == knobs[knob] else msgspec.structs.replace(common, times=own)
     changes = [{}, *({knob: value} for knob, value in scaled.items()), scaled]
-    return list(dict.fromkeys(Form(tuple({**knobs, **change}.items())) for change in changes))
+    return list(dict.fromkeys(tuple({**knobs, **change}.items()) for change in changes))
 
 
 def distance(a: Case, b: Case) -> float:
@@ -95,7 +105,7 @@ def rivals(op: Op, variant: Variant, case: Case, donors: Sequence[Donor], most: 
         for form in dict.fromkeys(group):
             if len(found) >= (limit + len(own) + 1 if group is near else most):
                 break
-            config = config_of(variant, case, form.at(sizes))
+            config = config_of(variant, case, knobs_at(form, sizes))
             if config is not None:
                 found[config] = None
     space = list(variant.configs(case)) if len(found) < min(most, _LEAST_RIVALS) else []

@@ -8,9 +8,10 @@ import pytest
 from made_up import BLOCKS, WARPS, Small, nothing, op_of, small_space
 
 from kerneltune.rounding import next_power_of_2
-from kerneltune.rule import Leaf, Scaled, facts_of
+from kerneltune.rule import Scaled, facts_of
 from kerneltune.spec import Case, Op, Variant
-from kerneltune.tuning.fitting import CostTable, Judgement, Sample, TreeShape, chosen, fitted, judged, untimed
+from kerneltune.tuning.fitting import CostTable, Judgement, Sample, TreeShape, chosen, fitted, judgements, unseen, untimed
+from kerneltune.tuning.transfer import followed, forms_of
 
 DEFAULT = Small(256, 4)
 
@@ -51,19 +52,20 @@ def test_fit_knobs_that_follow_a_size_hold_where_sizes_are_left_out() -> None:
     assert len(found.judged) == len(SIZES)
     assert found.geomean > 0.9
     assert found.worst > 0.6
-    assert any(isinstance(value, Scaled) for form in rule.forms for _, value in form.knobs)
+    assert any(isinstance(value, Scaled) for form in rule.forms for _, value in form)
     defaults = [time_us(case_of(size), DEFAULT) / sample(case_of(size)).best_us for size in SIZES]
     assert found.geomean > 1.2 / math.exp(sum(map(math.log, defaults)) / len(defaults))
     unseen = case_of(700)
     knobs = chosen(op_of(VARIANT), VARIANT, rule, unseen, [])
     assert time_us(unseen, Small(**knobs)) < 1.05 * sample(unseen).best_us
-    assert rule.judged == found.data
+    assert {name: value for name, value in rule.judged.items() if name != "unseen"} == found.data
+    assert 0.8 < rule.judged["unseen"] <= 1.0
     assert rule.judged["judged"] == len(SIZES)
 
 
 def test_fit_times_that_are_not_known_are_not_judged_and_are_named() -> None:
     samples = [sample(case_of(size), lambda c, size=size: (c.block, c.warps) in own(size)) for size in SIZES]
-    found = judged(table(samples), TreeShape(0, 1, 0.0))
+    found = judgements(table(samples))[TreeShape("once")]
     unknown = [case for case, share in found.shares.items() if math.isnan(share)]
     wanted = untimed(table(samples))
     assert unknown
@@ -91,7 +93,7 @@ def test_fit_judges_cases_without_a_config_by_the_least_known_time() -> None:
     rule, found = fitted(table(samples))
     assert not found.shares
     assert len(found.observed) == len(SIZES)
-    assert rule.judged == {
+    assert {name: value for name, value in rule.judged.items() if name != "unseen"} == {
         "cases": 0, "judged": 0, "observed": len(SIZES),
         "observed_geomean": round(math.exp(sum(map(math.log, found.observed)) / len(SIZES)), 4),
         "observed_worst": round(min(found.observed), 4),
@@ -115,10 +117,11 @@ def test_fit_cases_no_config_serves_both_of_may_have_trees_of_their_own() -> Non
 
     op = replace(op_of(VARIANT), options={"layout": ("row", "col")})
     made = table([liking(size, layout) for size in SIZES for layout in ("row", "col")], op)
-    assert judged(made, TreeShape(0, 1, 0.0)).geomean < 0.8
-    assert judged(made, TreeShape(0, 1, 0.0, is_apart=True)).geomean == pytest.approx(1.0)
-    free = replace(op, free_options=("layout",))
-    assert judged(table(made.samples, free), TreeShape(0, 1, 0.0, is_apart=True)).geomean < 0.8
+    found = judgements(made)
+    assert found[TreeShape("once")].geomean < 0.8
+    assert found[TreeShape("once", is_apart=True)].geomean == pytest.approx(1.0)
+    free = judgements(table(made.samples, replace(op, free_options=("layout",))))
+    assert not any(shape.is_apart for shape in free)
 
 
 def test_fit_the_default_is_chosen_where_it_is_as_good() -> None:
@@ -129,7 +132,7 @@ def test_fit_the_default_is_chosen_where_it_is_as_good() -> None:
 
     rule, found = fitted(table([flat(size) for size in SIZES]))
     assert found.worst == pytest.approx(1.0)
-    assert isinstance(rule.tree, Leaf)
+    assert (rule.forms, rule.tree) == (((),), (0,))
     assert chosen(op_of(VARIANT), VARIANT, rule, case_of(333), []) == {"block": 256, "warps": 4}
 
 
@@ -140,3 +143,34 @@ def test_fit_one_16_bit_type_borrows_what_is_known_of_the_other() -> None:
     assert made.costs[len(SIZES) :] == pytest.approx(made.costs[: len(SIZES)], abs=1e-9)
     assert (made.known == made.valid)[: len(SIZES)].all()
     assert not (made.known == made.valid)[len(SIZES) :].all()
+
+
+def test_fit_times_that_follow_nothing_leave_the_default() -> None:
+    def noise(size: int) -> Sample:
+        """Give every config the default's time but one, another for each size, which is 2 % faster."""
+        times = dict.fromkeys(sample(case_of(size)).times, 100.0)
+        best = list(times)[SIZES.index(size)]
+        return Sample(case_of(size), times | {best: 98.0}, 98.0, dict(best))
+
+    rule, found = fitted(table([noise(size) for size in SIZES]))
+    assert rule.tree == (0,)
+    assert rule.near == 0.0
+    assert found.geomean == pytest.approx(0.98, abs=0.005)
+
+
+def test_fit_a_shape_chosen_without_the_left_out_sizes_promises_no_more() -> None:
+    made = table([sample(case_of(size)) for size in SIZES])
+    found = judgements(made)
+    nested = unseen(made, found)
+    assert set(nested.shares) == {case_of(size) for size in SIZES}
+    assert nested.merit() <= max(judgement.merit() for judgement in found.values())
+
+
+def test_followed_a_knob_stays_between_its_least_and_largest_value() -> None:
+    donors = [(case_of(size), {"block": min(128, max(16, size)), "warps": 4}) for size in (1, 4, 16, 32, 64, 256)]
+    follows = followed(donors)
+    assert follows == {"block": Scaled("M", 1.0, 16, 128)}
+    assert [follows["block"].at({"M": size}) for size in (1, 8, 33, 4096)] == [16, 16, 64, 128]
+    assert forms_of(donors[0], follows)[1] == (("block", follows["block"]), ("warps", 4))
+    odd = forms_of((case_of(64), {"block": 32, "warps": 4}), follows)
+    assert odd[1] == (("block", Scaled("M", 0.5, 16, 128)), ("warps", 4))
