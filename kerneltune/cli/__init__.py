@@ -33,7 +33,7 @@ from kerneltune.cli import (
     trials,
     tune,
 )
-from kerneltune.cli.console import error_line, show
+from kerneltune.cli.console import error_line, show, write_any_character
 from kerneltune.interrupts import interrupts
 
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -51,6 +51,8 @@ class _Group(TyperGroup):
             return super().make_context(*arguments, **named)
         except _UsageError as error:  # of the options before the command
             raise _refused(error) from None
+        except OSError as error:  # of --help and --version
+            raise _unwritten(error) from None
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command; an interrupt ends it with 130, even where some package took the exception for its own."""
@@ -77,10 +79,15 @@ class _Group(TyperGroup):
             error_line(f"error: {error}")
             raise typer.Exit(2) from None
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EIO):
-                raise
-            error_line(f"error: cannot write the output: {error.strerror}")
-            raise typer.Exit(2) from None
+            raise _unwritten(error) from None
+
+
+def _unwritten(error: OSError) -> typer.Exit:
+    """Say that the output cannot be written; raise the error again where it is another, such as that of a closed pipe."""
+    if error.errno not in (errno.ENOSPC, errno.EIO):
+        raise error
+    error_line(f"error: cannot write the output: {error.strerror}")
+    return typer.Exit(2)
 
 
 def _refused(error: Exception) -> typer.Exit:
@@ -213,6 +220,7 @@ def main() -> None:
     try:
         interrupts.take()
         warnings.showwarning = _show_warning
+        write_any_character()
         app(_root_options_first(sys.argv[1:]))
     except KeyboardInterrupt:  # beside a command
         sys.exit(130)

@@ -1,7 +1,10 @@
 """The one place that prints: results on standard output, everything else on standard error; files are announced."""
 
+import codecs
+import io
 import os
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -21,6 +24,23 @@ messages = Console(stderr=True, highlight=False)
 for each in (console, messages):
     if each.width < _LEAST_WIDTH:  # rich prints nothing into no columns
         each.width = _PIPED_WIDTH
+
+
+_PLAIN = {"µ": "u", "→": "->", "–": "-", "−": "-", "×": "x", "…": "...", "°": " deg ", "σ": "sigma", "γ": "gamma"}
+"""What stands for characters that the encoding of the output lacks."""
+
+
+def write_any_character() -> None:
+    """Have both streams write characters that their encoding lacks as others, rather than fail."""
+
+    def plain(error: UnicodeError) -> tuple[str, int]:
+        assert isinstance(error, UnicodeEncodeError)
+        return "".join(_PLAIN.get(one, "?") for one in error.object[error.start : error.end]), error.end
+
+    codecs.register_error("plain", plain)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="plain")
 
 
 def width() -> int:

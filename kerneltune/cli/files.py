@@ -61,8 +61,10 @@ def record_files(results: Path | None, family: str | None = None) -> list[Path]:
     files = [path for path in sorted(root.glob(pattern)) if path.parent.name not in (device.INTERPRETER, "runs")]
     if not files:
         place = f"of {here} in" if is_gpu else "of any GPU in"
-        others = dict.fromkeys(path.stem for folder in (root, sweep.recorded_root(results)) for path in folder.glob("*/*.jsonl"))
-        raise ValueError(f"no records {place} {own / pattern}: run a sweep first, or name a file{meant(family, others)}")
+        others = sorted({path.stem for folder in (root, sweep.recorded_root(results)) for path in folder.glob("*/*.jsonl")})
+        near = meant(family, others)
+        known = f"; there are records of {', '.join(others)}" if family and not near and family not in others and others else ""
+        raise ValueError(f"no records {place} {own / pattern}: run a sweep first, or name a file{known}{near}")
     if not is_gpu:
         folders = ", ".join(str(folder) for folder in dict.fromkeys(path.parent for path in files))
         note(f"no GPU here: recorded results from {files[0] if len(files) == 1 else f'{len(files)} files of {folders}'}")

@@ -214,7 +214,7 @@ def study(
     slower, which the gate lets pass by its rule; `caught` is the part of the others called a regression.
     """
     if (family is None) == (source is None):
-        raise ValueError(f"family: {family!r}: expected a family or --from, one of them")
+        raise ValueError(f"family: {repr(family) if family else 'missing'}: expected a family or --from, one of them")
     if source is None and processes < 3 * per_side:
         raise ValueError(f"processes: {processes}: expected {3 * per_side} or more")
     if save is not None:

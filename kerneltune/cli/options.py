@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 POLICIES = ("cold", "hot", "eager")
 SAMPLERS = ("ours", "gp", "tpe", "random", "qmc")
 STYLES = ("text", "markdown", "csv")
-_USUAL_SIZE = 4096
+_USUAL_SIZE, _DIGITS = 4096, 15
 
 Family = Annotated[
     str, typer.Argument(envvar=FAMILY, show_envvar=False, help="A file of sweeps/ by name, or a path ending in .yaml.")
@@ -340,7 +340,7 @@ def case_of_sizes(op: Op, sizes: Iterable[str], dtype: str, quant: str) -> Case:
     for text in sizes:
         axis, _, size = text.partition("=")
         choice("axis", axis, op.axes)
-        if not size.isdecimal():
+        if not size.isdecimal() or len(size) > _DIGITS:
             raise ValueError(f"{axis}: {size!r}: expected a size, like {axis}={_USUAL_SIZE}")
         axes[axis] = int(size)
     choice("dtype", dtype, op.dtypes)

@@ -43,7 +43,7 @@ def command(
     cases = [(known[entry.op], entry.case) for entry in load_plan(known, selection).bench if selection.takes(entry)]
     found = searches_below(folder, cases, selection.takes_variant, policy)
     if not found:
-        show(f"no trials of {family} in {folder}: `kerneltune tune {family}` makes them, on a GPU")
+        show_wrapped(f"no trials of {family} in {folder}: `kerneltune tune {family}` makes them, on a GPU")
         return
     for title, searches in found.items():
         _show_group(title, searches)

@@ -82,7 +82,7 @@ def command(
     that `kerneltune cases` writes. Exit code 1 where a case that this GPU can run was not tuned.
     """
     if (family is None) == (model is None):
-        raise ValueError(f"family: {family!r}: expected either a family or --model FILE")
+        raise ValueError(f"family: {repr(family) if family else 'missing'}: expected either a family or --model FILE")
     if model is not None:
         family = str(cases.write_sweep(o.results_root(results, None), model, tokens, ep, batch))
         until_gain = until_gain or _MODEL_GAIN

@@ -105,9 +105,10 @@ def test_compare_two_files_variant_by_variant(write: Callable[..., Path]) -> Non
     assert run("compare", old, new, "--format", "markdown").stdout.startswith("### baseline\n\n- A: ")
 
 
-def test_compare_a_file_with_a_variant(write: Callable[..., Path]) -> None:
+def test_compare_a_file_with_a_variant(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = write("old.jsonl", record()), write("new.jsonl", *both(100, 50))
-    assert run("compare", old, "optimized", "--from", new).stdout == table(a=str(old)).replace("slower", "slower")
+    monkeypatch.chdir(old.parent)
+    assert run("compare", old.name, "optimized", "--from", new).stdout == table(a=old.name)
 
 
 def test_compare_keeps_to_operators_and_policy(write: Callable[..., Path]) -> None:
@@ -248,7 +249,11 @@ def test_what_a_plug_in_leaves_is_read_where_it_was_written(
 @pytest.mark.usefixtures("an_h200")
 def test_a_family_that_is_known_is_not_meant_to_be_another(write: Callable[..., Path], tmp_path: Path) -> None:
     write("nvidia_h100/rmsnorm.jsonl", *both(device="NVIDIA H100"))
-    for family, said in (("rmsnorm", "name a file"), ("rmsnrom", "name a file; did you mean rmsnorm?")):
+    for family, said in (
+        ("rmsnorm", "name a file"),
+        ("rmsnrom", "name a file; did you mean rmsnorm?"),
+        ("x", "there are records of rmsnorm"),
+    ):
         assert refused("compare", "baseline", "optimized", "--results", tmp_path, "--family", family).endswith(said)
 
 

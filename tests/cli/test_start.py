@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command_line import operators, record, refused, run
+from command_line import both, operators, record, refused, run
 
 from kerneltune import device
 from kerneltune.cli import doctor
@@ -44,7 +44,7 @@ HEAVY = ("torch", "triton", "optuna", "pandas", "numpy")
 def test_help_is_quick_and_imports_nothing_heavy() -> None:
     code = "import sys; from kerneltune.cli import main\ntry: main()\nfinally: print(*sys.modules, file=sys.stderr)"
     times, of_typer = [], []
-    for _ in range(5):
+    for _ in range(4):
         took, done = _timed(code, "--help")
         times.append(took)
         of_typer.append(_timed("import typer, rich.console")[0])
@@ -81,8 +81,9 @@ def test_sizes_that_an_operator_has_no_knobs_for() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_behind_the_output_is_one_line() -> None:
-    command = [sys.executable, "-m", "kerneltune", "ops", "stream"]
+@pytest.mark.parametrize("arguments", [("ops",), ("--help",)])
+def test_a_full_disk_behind_the_output_is_one_line(arguments: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "kerneltune", *arguments]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (2, "error: cannot write the output: No space left on device\n")
@@ -90,9 +91,19 @@ def test_a_full_disk_behind_the_output_is_one_line() -> None:
 
 def test_a_terminal_of_no_columns_still_says_something(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "0")
-    done = subprocess.run([sys.executable, "-m", "kerneltune", "ops", "stream"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "kerneltune", "ops"], capture_output=True, text=True)
     assert done.returncode == 0
-    assert done.stdout.startswith("stream: ")
+    assert done.stdout.startswith("op ")
+
+
+def test_an_output_without_greek_letters_is_written_all_the_same(
+    write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    command = [sys.executable, "-m", "kerneltune", "compare", str(write("a.jsonl", *both())), "--format", "markdown"]
+    done = subprocess.run(command, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert "| A us | B us |" in done.stdout.decode("ascii")
 
 
 @pytest.mark.skipif(not [*importlib.metadata.distributions(name="kerneltune")], reason="kerneltune is not installed")

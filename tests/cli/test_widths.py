@@ -24,7 +24,7 @@ COMMANDS = [
     ("ops",),
     *(("ops", op) for op in ("rmsnorm_fwd", "fp8_grouped_gemm", "int4_gemm", "moe_step")),
     ("cache", "list"),
-    ("lab", "study", "--from", str(data_root("results") / "nvidia_h200" / "study")),
+    ("lab", "study", "--from", str(data_root("results") / "nvidia_h200" / "study"), "--repeats", "2"),
     *(("cache", "show", op) for op in ("rmsnorm_fwd", "fp8_grouped_gemm", "int4_gemm")),
     ("cache", "explain", "fp8_grouped_gemm", "glm-4.5-gate-up", "--gpu", "nvidia_h200"),
 ]

@@ -79,6 +79,7 @@ def test_trends_of_revisions_have_change_points_and_causes(commit: Callable[...,
         "2 rows, 1 measured more than once, 1 changed by more than 3 % and their noise",
         "change points by cause: code 1",
     )
+    assert max(map(len, table.text(80).splitlines())) <= 80
     page = trend_page([changed, same], "<rows>")
     assert "&lt;rows&gt;" in page
     assert page.count("<svg") == 2
