@@ -1,6 +1,7 @@
 """Fixtures of all tests: interpreter without a GPU, a seed per test, poisoned memory on a GPU, folders of their own."""
 
 import os
+import shutil
 import signal
 import zlib
 from collections.abc import Callable, Iterator
@@ -21,6 +22,12 @@ if not HAS_GPU:
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start background jobs; children would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+_MEMORY = Path("/dev/shm")
+_NEEDED = 4 << 30
+"""Bytes that a file system in memory must have free: without one, tests wait for the disk at every flush, 5 ms each."""
+if os.access(_MEMORY, os.W_OK) and not os.statvfs(_MEMORY).f_flag & os.ST_NOEXEC and shutil.disk_usage(_MEMORY).free > _NEEDED:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))
 
 os.environ.setdefault("COLUMNS", "100")  # the console's width decides how tables break
 

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -47,6 +48,10 @@ class Commands:
         assert self._server.stdout
         print(json.dumps([str(folder), arguments]), file=self._server.stdin, flush=True)
         return int(self._server.stdout.readline())
+
+    def ends_within(self, seconds: float) -> bool:
+        """Wait for the end of the command that was started last; return whether it came in time."""
+        return bool(select.select([self._server.stdout], [], [], seconds)[0])
 
     def end(self) -> int:
         """Return the exit code of the command that was started last; nothing that it started outlives it by a second."""
@@ -158,17 +163,18 @@ KINDS = {
 """Commands, and how often each is killed in every run."""
 
 
-def kill(started: Commands, folder: Path, arguments: Sequence[str], rng: random.Random, longest_s: float) -> int:
-    """Run a command that gets a signal at a random moment; return the exit code that it ends with."""
+def kill(started: Commands, folder: Path, arguments: Sequence[str], rng: random.Random, longest_s: float) -> tuple[int, float]:
+    """Run a command that gets a signal at a random moment, unless it has ended; return its exit code, and how long it took."""
+    begun = time.monotonic()
     pid = started.begin(folder, arguments)
-    time.sleep(rng.uniform(0.0, longest_s))
     sent = rng.choice(SIGNALS)
-    with suppress(ProcessLookupError):  # it has ended
-        os.kill(pid, sent)
+    if not started.ends_within(rng.uniform(0.0, longest_s)):
+        with suppress(ProcessLookupError):  # it ends now
+            os.kill(pid, sent)
     code = started.end()
     good = (0, -sent) if sent == signal.SIGKILL else (0, 130, -sent, -signal.SIGINT)  # Python's own KeyboardInterrupt
     assert code in good, (arguments, sent, code)
-    return code
+    return code, time.monotonic() - begun
 
 
 def kill_many(started: Commands, kind: Kind, kills: int, folder: Path) -> None:
@@ -181,10 +187,14 @@ def kill_many(started: Commands, kind: Kind, kills: int, folder: Path) -> None:
     arguments = kind.arguments.split()
     if arguments[0] not in ("search", "revision"):
         started.warm_up(whole, arguments)
-    lasts_s = started.run(whole, arguments)
+    longest_s = started.run(whole, arguments)
     expected = kind.content(whole)
-    codes = [kill(started, killed, arguments, rng, lasts_s) for _ in range(kills)]
-    assert any(codes), "none of the kills came in time"
+    in_time = 0
+    for _ in range(kills):
+        code, took_s = kill(started, killed, arguments, rng, longest_s)
+        in_time += code != 0
+        longest_s = longest_s if code else min(longest_s, took_s)  # later commands find more done and end sooner
+    assert in_time, "none of the kills came in time"
     started.run(killed, arguments)
     assert kind.content(killed) == expected
     if (killed / "log").exists():  # of a search: only what ran when it was killed is measured again
