@@ -121,17 +121,6 @@ def run_quick(
     return SweepResult(*campaign.measure_and_write(entries))
 
 
-def compare_live(
-    ops: Mapping[str, Op], selection: Selection, a: str, b: str, options: Options, progress: Progress
-) -> list[Record]:
-    """Measure two variants now, interleaved, on the selected bench cases; or one against itself, A and B by turns.
-
-    Raises:
-        ValueError: no GPU, or bad input.
-    """
-    return measure_live(ops, replace(selection, variants=(a, b)), options, progress, "compare --run")
-
-
 def measure_live(
     ops: Mapping[str, Op],
     selection: Selection,

@@ -15,7 +15,7 @@ from literal_records import changed
 from small_sweeps import RMSNORM, STREAM
 
 from kerneltune import ops, records
-from kerneltune.campaign import compare_live, run_sweep
+from kerneltune.campaign import measure_live, run_sweep
 from kerneltune.device import INTERPRETER
 from kerneltune.measuring import compare
 from kerneltune.measuring.check import Checker
@@ -280,7 +280,7 @@ def test_a_config_that_is_wrong_is_a_failed_record_of_its_own(
     [
         (lambda s, o: run_tune(OPS, s, o, Quiet()), "tune needs a GPU: in the interpreter nothing can be timed"),
         (
-            lambda s, o: compare_live(OPS, s, "baseline", "optimized", o, Quiet()),
+            lambda s, o: measure_live(OPS, s, o, Quiet(), "compare --run"),
             "compare --run needs a GPU: in the interpreter nothing can be timed",
         ),
     ],

@@ -16,7 +16,7 @@ from literal_records import literal
 from small_sweeps import RMSNORM, STREAM
 
 from kerneltune import campaign, device, ops, records
-from kerneltune.campaign import compare_live, measure_live, run_quick, run_sweep
+from kerneltune.campaign import measure_live, run_quick, run_sweep
 from kerneltune.measuring import compare
 from kerneltune.measuring.compare import CEILING, config_values
 from kerneltune.plan import Options, Quiet, Selection
@@ -162,7 +162,7 @@ def test_one_variant_alone_is_measured_twice(tmp_path: Path, options: Options, m
     monkeypatch.setattr(campaign, "compare_in_child", compared)
     selection = Selection(str(path), ("rmsnorm_bwd",))
     for a, b in (("pr593", "pr593"), ("baseline", "optimized")):
-        found = compare_live(OPS, selection, a, b, options, Quiet())
+        found = measure_live(OPS, replace(selection, variants=(a, b)), options, Quiet(), "test")
         assert [(record.case, record.variant) for record in found] == [("big", a), ("big", b)]
 
 

@@ -109,13 +109,14 @@ def _measured(a: str, b: str, wanted: "Selection", policy: str, results: Path | 
 
     sweep.find(wanted.family)
     known = o.load_ops()
-    from kerneltune.campaign import compare_live
+    from kerneltune.campaign import measure_live
 
     for name in (a, b):  # one variant each: a pattern may be of several
         o.choice("variant", name, dict.fromkeys(v.name for op in wanted.ops or known for v in known[op].variants))
     selection = o.make_selection(known, wanted.family, replace(wanted, variants=tuple(dict.fromkeys((a, b)))))
     with reporter() as progress:
-        found = compare_live(known, selection, a, b, o.make_options(policy, results=results), progress)
+        options = o.make_options(policy, results=results)
+        found = measure_live(known, replace(selection, variants=(a, b)), options, progress, "compare --run")
     if a == b:
         return found[::2], found[1::2]
     return [record for record in found if record.variant == a], [record for record in found if record.variant == b]

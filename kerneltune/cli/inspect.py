@@ -184,7 +184,7 @@ def _say_unknown(found: "Survey") -> None:
 
 def _targets(given: list[str] | None) -> list[str]:
     """Return the targets asked for, in the order of the table; all targets if none is asked for."""
-    from kerneltune.measuring.occupancy import LIMITS
+    from kerneltune.measuring.assembly import LIMITS
 
     for name in given or ():
         o.choice("target", name, (*LIMITS, _ALL))
@@ -327,7 +327,7 @@ def _show(found: "Survey") -> None:
 def _tables(same: "list[StaticRow]") -> dict[str, list[tuple[str, ...]]]:
     """Collect the lines of every kernel; a second launch of a kernel with other resources is a kernel of its own."""
     from kerneltune.inspection.static import numbered, widths
-    from kerneltune.measuring.occupancy import resident
+    from kerneltune.measuring.assembly import resident
 
     tables: dict[str, list[tuple[str, ...]]] = {}
     for row in same:

@@ -12,8 +12,7 @@ from typing import Any
 
 from kerneltune.errors import unknown
 from kerneltune.files import read_text, replace_text
-from kerneltune.measuring.assembly import Access, Fact, Kernel, typical_bits
-from kerneltune.measuring.occupancy import LIMITS, resident
+from kerneltune.measuring.assembly import LIMITS, Access, Fact, Kernel, resident, typical_bits
 
 SCHEMA = 1
 PASS, REGRESSION, UNUSABLE = 0, 1, 2

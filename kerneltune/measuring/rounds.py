@@ -80,7 +80,8 @@ class Contender:
         self.calls = sets
         self._walk()  # compiles, and fills the caches that a capture may not fill
         torch.cuda.synchronize()
-        time_us = self._time_eagerly_us()
+        self._graph: torch.cuda.CUDAGraph | None = None
+        time_us = self._timed_us()
         enough = sample_us / max(time_us, 0.5)
         rounds = max(enough, min(_MIN_CALLS, _LONG_SAMPLES * enough)) / sets
         self.calls = sets * max(1, math.ceil(rounds))
@@ -94,14 +95,6 @@ class Contender:
         if self.after is not None:
             self.after(self.calls)
 
-    def _time_eagerly_us(self) -> float:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        self._walk()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) * 1e3 / self.calls
-
     def _capture(self) -> torch.cuda.CUDAGraph:
         self._outputs = [None] * self.sets
         graph = torch.cuda.CUDAGraph()
@@ -109,24 +102,20 @@ class Contender:
             self._walk()
         return graph
 
-    def launch(self) -> None:
-        """Enqueue one sample."""
-        if self._graph is None:
-            self._walk()
-        else:
-            self._graph.replay()
-
     def enqueue(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         """Enqueue one sample between two events."""
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        self.launch()
+        (self._graph.replay if self._graph else self._walk)()
         end.record()
         return start, end
 
     def sample_us(self) -> float:
         """Take one sample: microseconds per call."""
         torch.cuda._sleep(_QUEUE_AHEAD_CYCLES)
+        return self._timed_us()
+
+    def _timed_us(self) -> float:
         start, end = self.enqueue()
         end.synchronize()
         return float(start.elapsed_time(end)) * 1e3 / self.calls

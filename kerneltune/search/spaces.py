@@ -40,30 +40,6 @@ _LONGEST_LINE = 1 << 20
 Knobs = tuple[tuple[str, Any], ...]
 
 
-class _Head(msgspec.Struct, forbid_unknown_fields=True):
-    """The header as it stands in a file."""
-
-    schema: int
-    knobs: dict[str, Literal["int", "float", "str", "bool"]]
-    op: str
-    variant: str
-    case: str
-    axes: dict[str, int]
-    dtype: str
-    quant: str
-    options: dict[str, Option]
-    policy: str
-    default: dict[str, Option]
-    device: str
-    driver: str
-    torch: str
-    triton: str
-    source_hash: str
-    commit: str
-    date: str
-    command: str
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredSpace:
     """What was measured, where, and every trial.
@@ -106,6 +82,19 @@ class MeasuredSpace:
         return slug(f"{self.op} {self.variant} {self.case} {self.dtype} {self.quant} {self.policy}") + SUFFIX
 
 
+_IN_FILE = {"axes": dict[str, int], "options": dict[str, Option], "default": dict[str, Option]}
+_Head = msgspec.defstruct(
+    "_Head",
+    [
+        ("schema", int),
+        ("knobs", dict[str, Literal["int", "float", "str", "bool"]]),
+        *((f.name, _IN_FILE.get(f.name, f.type)) for f in fields(MeasuredSpace) if f.name != "trials"),
+    ],
+    forbid_unknown_fields=True,
+)
+"""The header as it stands in a file."""
+
+
 def write(folder: Path, space: MeasuredSpace) -> Path:
     """Write a space; the same space gives the same bytes.
 
@@ -113,7 +102,7 @@ def write(folder: Path, space: MeasuredSpace) -> Path:
         ValueError: the folder cannot be written.
     """
     head = {f.name: getattr(space, f.name) for f in fields(MeasuredSpace) if f.name != "trials"}
-    head |= {name: dict(head[name]) for name in ("axes", "options", "default")}
+    head |= {name: dict(head[name]) for name in _IN_FILE}
     knobs = {name: type(value).__name__ for name, value in next(iter(space.trials))}
     text = io.StringIO()
     text.write("# " + json.dumps({"schema": SCHEMA, "knobs": knobs, **head}) + "\n")
@@ -216,7 +205,7 @@ def _head(path: Path, lines: Sequence[str]) -> tuple[dict[str, Any], dict[str, s
     if not first.startswith("# {") or len(first) > _LONGEST_LINE:
         raise ValueError(f"{path}:1: header: not that of a measured space")
     try:
-        head = decode(first.removeprefix("# "), _Head)
+        head: Any = decode(first.removeprefix("# "), _Head)
     except ValueError as error:
         raise ValueError(f"{path}:1: header: {error}") from error
     if head.schema != SCHEMA:
@@ -231,5 +220,5 @@ def _head(path: Path, lines: Sequence[str]) -> tuple[dict[str, Any], dict[str, s
     if len(lines) < 2 or lines[1] != expected:
         raise ValueError(f"{path}:2: columns: {(lines[1] if len(lines) > 1 else '')[:80]!r}: expected {expected[:1000]}")
     values = msgspec.structs.asdict(head)
-    values |= {name: tuple(values[name].items()) for name in ("axes", "options", "default")}
+    values |= {name: tuple(values[name].items()) for name in _IN_FILE}
     return {name: value for name, value in values.items() if name not in ("schema", "knobs")}, knobs

@@ -5,6 +5,8 @@ The only module that imports Optuna when it is imported. Knows no operator and m
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from hashlib import sha256
@@ -32,6 +34,25 @@ _MOVE = "move the file away to start anew"
 _SCORED = 2048
 _ABOUT = ("op", "variant", "axes", "dtype", "quant", "options", "policy", "fingerprint")
 _RESULT = ("status", "detail", "resources", "spill_bytes", "shared_bytes", "commit")
+
+
+@dataclass(frozen=True, slots=True)
+class Untried:
+    """A study that asks for the next config of a list.
+
+    Attributes:
+        study: the study.
+        trial: the trial that is asked for.
+        left: places in the list that were never tried, in order; never empty.
+        seen: the time of each tried config by its place, None where it failed.
+        pending: places of configs that are being tried.
+    """
+
+    study: optuna.Study
+    trial: FrozenTrial
+    left: Sequence[int]
+    seen: Mapping[int, float | None]
+    pending: Sequence[int]
 
 
 class ListSampler(BaseSampler):
@@ -70,7 +91,7 @@ class ListSampler(BaseSampler):
         """Return the knobs of the next config."""
         seen, pending = self._told(study)
         left = [i for i in range(len(self.configs)) if i not in seen and i not in pending]
-        return dict(self.configs[self.choose(study, trial, left, seen, pending) if left else -1])
+        return dict(self.configs[self.choose(Untried(study, trial, left, seen, pending)) if left else -1])
 
     def sample_independent(
         self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
@@ -82,24 +103,9 @@ class ListSampler(BaseSampler):
         """
         raise ValueError(f"{param_name}: {param_distribution}: expected a knob of the list: {', '.join(self.space)}")
 
-    def choose(
-        self,
-        study: optuna.Study,
-        trial: FrozenTrial,
-        left: Sequence[int],
-        seen: Mapping[int, float | None],
-        pending: Sequence[int],
-    ) -> int:
-        """Return the next config's place in the list.
-
-        Args:
-            study: the study that asks.
-            trial: the trial that is asked for.
-            left: places that were never tried, in order; never empty.
-            seen: the time of each tried config, None where it failed.
-            pending: configs that are being tried.
-        """
-        return left[0]
+    def choose(self, asked: Untried) -> int:
+        """Return the next config's place in the list."""
+        return asked.left[0]
 
     def _told(self, study: optuna.Study) -> tuple[dict[int, float | None], list[int]]:
         """Return times of finished trials and places of running trials; for a study that maximizes, times are reciprocals."""
@@ -174,15 +180,9 @@ class FiniteGPSampler(ListSampler):
             self._surrogate = Surrogate(self.configs, self._seed, self._feasibility)
         return self._surrogate
 
-    def choose(
-        self,
-        study: optuna.Study,
-        trial: FrozenTrial,
-        left: Sequence[int],
-        seen: Mapping[int, float | None],
-        pending: Sequence[int],
-    ) -> int:
+    def choose(self, asked: Untried) -> int:
         """Return the untried config with the largest expected improvement; at the start the next in order."""
+        left, seen = asked.left, asked.seen
         if left[0] < self._startup or all(time is None for time in seen.values()):
             return left[0]
         model = self._model()
@@ -190,7 +190,7 @@ class FiniteGPSampler(ListSampler):
             model.fit(list(seen), list(seen.values()))
             self._fitted = dict(seen)
         scored = left[:_SCORED]
-        return scored[int(model.improvement(scored, list(pending)).argmax())]
+        return scored[int(model.improvement(scored, list(asked.pending)).argmax())]
 
 
 class UntriedSampler(ListSampler):
@@ -213,24 +213,18 @@ class UntriedSampler(ListSampler):
         """Reseed the other sampler."""
         self._inner.reseed_rng()
 
-    def choose(
-        self,
-        study: optuna.Study,
-        trial: FrozenTrial,
-        left: Sequence[int],
-        seen: Mapping[int, float | None],
-        pending: Sequence[int],
-    ) -> int:
+    def choose(self, asked: Untried) -> int:
         """Return what the other sampler draws, or the next config in order where it draws nothing new."""
-        if left[0] < self._startup or not self._varied:
-            return left[0]
-        untried, given = set(left), self.configs[left[0]]
+        first = asked.left[0]
+        if first < self._startup or not self._varied:
+            return first
+        untried, given = set(asked.left), self.configs[first]
         for _ in range(self._attempts):
-            drawn = given | self._inner.sample_relative(study, trial, dict(self._varied))
+            drawn = given | self._inner.sample_relative(asked.study, asked.trial, dict(self._varied))
             index = self._index.get(tuple(drawn[name] for name in self.space))
             if index in untried and index is not None:
                 return index
-        return left[0]
+        return first
 
 
 def choices_of(configs: Sequence[Knobs]) -> dict[str, CategoricalDistribution]:
@@ -314,10 +308,8 @@ class Journal:
         Raises:
             ValueError: the file cannot be written.
         """
-        try:
+        with self._writing():
             self._study({name: row[name] for name in _ABOUT}, row.get("case", ""), choices)
-        except OSError as error:
-            raise ValueError(f"cannot write {self._path}: {error.strerror}") from error
 
     def add(self, row: Row, choices: Mapping[str, Sequence[Any]]) -> None:
         """Store a row. choices: the values of every knob that the study offers.
@@ -328,9 +320,14 @@ class Journal:
         space = {name: CategoricalDistribution(tuple(choices[name])) for name in row["config"]}
         about = {name: row[name] for name in _RESULT}
         date = datetime.fromisoformat(row["date"]).astimezone().replace(tzinfo=None) if row["date"] else None
-        try:
+        with self._writing():
             study = self._study({name: row[name] for name in _ABOUT}, row.get("case", ""), choices)
             study.add_trial(finished_trial(row["config"], space, row["time_us"], about, date))
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise ValueError(f"cannot write {self._path}: {error.strerror}") from error
 
@@ -436,12 +433,13 @@ def write_journal(path: Path, rows: Sequence[Row]) -> None:
     quiet()
     memory = _Memory()
     journal = Journal(path, memory)
-    offered: dict[str, dict[str, list[Any]]] = {}
+    studies: dict[str, list[Row]] = {}
     for row in rows:
-        values = offered.setdefault(_name({name: row[name] for name in _ABOUT}, {}), {})
-        for knob, value in row["config"].items():
-            if value not in values.setdefault(knob, []):
-                values[knob].append(value)
-    for row in rows:
-        journal.add(row, offered[_name({name: row[name] for name in _ABOUT}, {})])
+        studies.setdefault(json.dumps([row[name] for name in _ABOUT], sort_keys=True), []).append(row)
+    for of_study in studies.values():
+        knobs = dict.fromkeys(knob for row in of_study for knob in row["config"])
+        values = [[row["config"][knob] for row in of_study if knob in row["config"]] for knob in knobs]
+        choices = {knob: list(dict.fromkeys(given)) for knob, given in zip(knobs, values, strict=True)}
+        for row in of_study:
+            journal.add(row, choices)
     replace_bytes(path, _encoded(memory.logs))

@@ -5,7 +5,7 @@ Measures nothing and decides nothing. Optuna, whose journal holds the evaluation
 
 import fcntl
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -190,7 +190,7 @@ class TrialStore:
         self._lock = Lock()
         migrate(path)
         self._journal = _journal(path)
-        for row in _checked(path, self._journal.rows()):
+        for row in (_row(found, str(path)) for found in self._journal.rows()):
             if row.fingerprint == fingerprint:
                 self._found.setdefault(row.place, {})[tuple(row.config.items())] = row.evaluation
 
@@ -345,12 +345,7 @@ def history(path: Path) -> list[dict[str, Any]]:
         ValueError: the file cannot be read, or holds something that is no evaluation.
     """
     migrate(path)
-    return [msgspec.to_builtins(row) for row in _checked(path, _journal(path).rows())]
-
-
-def _checked(path: Path, rows: Iterable[Mapping[str, Any]]) -> Iterator[_TrialRow]:
-    for row in rows:
-        yield _row(row, str(path))
+    return [msgspec.to_builtins(_row(row, str(path))) for row in _journal(path).rows()]
 
 
 def _row(row: Any, where: str) -> _TrialRow:

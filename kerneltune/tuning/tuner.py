@@ -14,8 +14,8 @@ from threading import Lock
 from typing import Any, Protocol
 
 from kerneltune import device
+from kerneltune.measuring.assembly import LIMITS, resident
 from kerneltune.measuring.compiler import CompileResult
-from kerneltune.measuring.occupancy import LIMITS, resident
 from kerneltune.search.trials import Evaluation, Task, TrialStore
 from kerneltune.spec import Config
 from kerneltune.stats import Samples, median_interval, ratio_interval

@@ -191,16 +191,16 @@ def test_compare_refuses_what_is_unknown(write: Callable[..., Path], tmp_path: P
 def test_compare_live_asks_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
 
-    def live(_ops: object, selection: Any, a: str, b: str, options: Any, _progress: object) -> list[Record]:
-        seen.update(selection=selection, pair=(a, b), policy=options.policy)
+    def live(_ops: object, selection: Any, options: Any, _progress: object, command: str) -> list[Record]:
+        seen.update(selection=selection, command=command, policy=options.policy)
         return both()
 
-    monkeypatch.setattr("kerneltune.campaign.compare_live", live)
+    monkeypatch.setattr("kerneltune.campaign.measure_live", live)
     part = ("--op", "rmsnorm_fwd", "--case", "te-*", "--dtype", "bfloat16", "--quant", "fp8")
     result = run("compare", "baseline", "optimized", "--run", "--family", "rmsnorm", *part)
     assert result.stdout == TABLE
     of_part = Selection("rmsnorm", ("rmsnorm_fwd",), ("te-*",), ("bfloat16",), ("fp8",), ("baseline", "optimized"))
-    assert seen == {"selection": of_part, "pair": ("baseline", "optimized"), "policy": "cold"}
+    assert seen == {"selection": of_part, "command": "compare --run", "policy": "cold"}
 
 
 def test_a_variant_is_measured_against_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +210,7 @@ def test_a_variant_is_measured_against_itself(monkeypatch: pytest.MonkeyPatch) -
     noise = [0.01, -0.01, 0.02, -0.02, 0.0]
     good = [timed(1.0, noise), timed(1.0, noise[::-1])]
     odd = [timed(1.0, noise, quant="none"), timed(1.05, noise, quant="none")]
-    monkeypatch.setattr("kerneltune.campaign.compare_live", lambda *_: [*good, *odd])
+    monkeypatch.setattr("kerneltune.campaign.measure_live", lambda *_: [*good, *odd])
     lines = run("compare", "baseline", "baseline", "--run", "--family", "rmsnorm").stdout.splitlines()
     assert [line.split()[0] for line in lines if line.endswith(" 1.0")] == ["fp8", "none"]
     label = "te-8192x4096 rmsnorm_fwd M=8192 N=4096 bfloat16 none cold"

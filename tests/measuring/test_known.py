@@ -12,10 +12,9 @@ from kerneltune import cache, ops
 from kerneltune.inspection.static import Survey
 from kerneltune.inspection.survey import SurveyRequest, cached_requests, survey
 from kerneltune.measuring import inspected, known
-from kerneltune.measuring.assembly import Access, Fact, Kernel
+from kerneltune.measuring.assembly import LIMITS, Access, Fact, Kernel
 from kerneltune.measuring.compiler import TARGETS, CompilePool, compile_job
 from kerneltune.measuring.known import KnownFacts
-from kerneltune.measuring.occupancy import LIMITS
 from kerneltune.ops.dense_gemm import DenseConfig
 from kerneltune.ops.stream import StreamConfig
 from kerneltune.search.trials import Task

@@ -226,7 +226,7 @@ def test_a_broken_kernel_costs_at_most_its_child(does: str, status: str, detail:
 LIVE = """
 from pathlib import Path
 import broken_kernels as broken
-from kerneltune.campaign import compare_live
+from kerneltune.campaign import measure_live
 from kerneltune.plan import Options, Quiet, Selection
 
 folder = Path(%r)
@@ -234,8 +234,9 @@ folder = Path(%r)
     "family: broken\\nops: [broken]\\ndefaults: {dtype: float32}\\nbench:\\n"
     "  - {name: first, N: 65536}\\n  - {name: second, N: 131072}\\n"
 )
-selection, options = Selection(str(folder / "broken.yaml")), Options(configs=folder, results=folder)
-for row in compare_live({"broken": broken.OPS[0]}, selection, "optimized", "faulty", options, Quiet()):
+selection = Selection(str(folder / "broken.yaml"), variants=("optimized", "faulty"))
+options = Options(configs=folder, results=folder)
+for row in measure_live({"broken": broken.OPS[0]}, selection, options, Quiet(), "test"):
     print(row.case, row.variant, row.status, "illegal memory access" in row.reason)
 """
 
