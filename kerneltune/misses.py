@@ -1,26 +1,39 @@
 """What the config cache did not have: said once, refused in strict mode, and kept as a list that a sweep is made of.
 
-Looks nothing up. Imports the standard library, device and spec.
+Looks nothing up. Imports the standard library, msgspec, device, files and spec.
 """
 
 import json
 import os
-import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+import msgspec
 
 from kerneltune.device import INTERPRETER
-from kerneltune.files import read_text
+from kerneltune.files import decode, read_text
 from kerneltune.spec import Case
 
 _STRICT = "KERNELTUNE_STRICT"
 _LOG = "KERNELTUNE_LOG_MISSES"
 _SWITCH = {"1": True, "true": True, "yes": True, "on": True, "": False, "0": False, "false": False, "no": False, "off": False}
-_NAME, _SIZES, _PLAIN = "a name", "sizes by axis", "plain values by option"
-_FIELDS = {name: _NAME for name in ("op", "variant", "device", "dtype", "quant", "policy")} | {"axes": _SIZES, "options": _PLAIN}
+_Name = Annotated[str, msgspec.Meta(pattern=r"^[^\s{}:,]+$")]
+
+
+class _Row(msgspec.Struct):
+    """A line of the log."""
+
+    op: _Name
+    variant: _Name
+    device: _Name
+    axes: dict[str, Annotated[int, msgspec.Meta(ge=0)]]
+    dtype: _Name
+    quant: _Name
+    options: dict[str, bool | int | float | str]
+    policy: _Name
 
 
 class CacheMissWarning(UserWarning):
@@ -89,13 +102,13 @@ def forget() -> None:
 def _append(path: Path, miss: Miss) -> None:
     """Append in one write, which no other process can split; a log that cannot be written is no reason to stop."""
     case = miss.case
-    row = {"op": miss.op, "variant": miss.variant, "device": miss.device, "axes": dict(case.axes), "dtype": case.dtype}
-    row |= {"quant": case.quant, "options": dict(case.options), "policy": miss.policy}
+    options = dict(case.options)
+    row = _Row(miss.op, miss.variant, miss.device, dict(case.axes), case.dtype, case.quant, options, miss.policy)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
         try:
-            os.write(file, (json.dumps(row) + "\n").encode())
+            os.write(file, msgspec.json.encode(row) + b"\n")
         finally:
             os.close(file)
     except OSError as error:
@@ -108,29 +121,15 @@ def read(path: Path) -> list[Miss]:
     Raises:
         ValueError: one line naming the file, the line and what is wrong with it.
     """
-    lines = read_text(path).splitlines()
     found: dict[Miss, None] = {}
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(read_text(path).splitlines(), start=1):
         try:
-            row: dict[str, Any] = json.loads(line)
-            wrong = next((name for name, kind in _FIELDS.items() if not _good(row.get(name), kind)), None)
-        except (ValueError, RecursionError, AttributeError):
-            raise ValueError(f"{path}:{number}: not a miss: {line[:80]!r}") from None
-        if wrong is not None:
-            raise ValueError(f"{path}:{number}: {wrong}: {row.get(wrong)!r}: expected {_FIELDS[wrong]}")
-        case = Case("", tuple(row["axes"].items()), row["dtype"], row["quant"], tuple(row["options"].items()))
-        found[Miss(row["op"], row["variant"], row["device"], case, row["policy"])] = None
+            row = decode(line, _Row)
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: {error}") from error
+        case = Case("", tuple(row.axes.items()), row.dtype, row.quant, tuple(row.options.items()))
+        found[Miss(row.op, row.variant, row.device, case, row.policy)] = None
     return list(found)
-
-
-def _good(value: Any, expected: str) -> bool:
-    if expected == _NAME:
-        return isinstance(value, str) and re.fullmatch(r"[^\s{}:,]+", value) is not None
-    if not isinstance(value, dict):
-        return False
-    if expected == _SIZES:
-        return all(type(size) is int and size >= 0 for size in value.values())
-    return all(isinstance(plain, bool | int | float | str) for plain in value.values())
 
 
 def sweep_text(misses: Sequence[Miss]) -> str:

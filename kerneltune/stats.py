@@ -72,13 +72,7 @@ def ratio_interval(numerator: Samples, denominator: Samples, seed: int = 0) -> I
     """
     if numerator.shape != denominator.shape:
         raise ValueError(f"ratio of unpaired samples: {numerator.shape=} {denominator.shape=}")
-    logs = median_interval_of_logs(np.log(numerator / denominator), seed)
-    return logs
-
-
-def median_interval_of_logs(logs: Samples, seed: int = 0) -> Interval:
-    """Return the interval of exp(median of `logs`)."""
-    interval = median_interval(logs, seed)
+    interval = median_interval(np.log(numerator / denominator), seed)
     return Interval(float(np.exp(interval.median)), float(np.exp(interval.low)), float(np.exp(interval.high)))
 
 
@@ -119,19 +113,16 @@ class Shift:
         return float(stdtr(self.freedom, -self.log / self.error))
 
 
-def shift(old: Sequence[Samples], new: Sequence[Samples]) -> Shift | None:
-    """Return the shift from samples of `old` processes, (rounds,) each, to those of `new`; None where no run has two processes.
+def shifts(sides: Sequence[Sequence[Sequence[Sequence[float]]]]) -> list[Shift | None]:
+    """Return the shifts of many rows at once, each (samples of old processes, samples of new processes), a sequence per process.
+
+    None where neither run of a row has two processes.
 
     Raises:
         ValueError: a run without processes, or a process without samples.
     """
-    if not old or not new or not all(map(len, (*old, *new))):
+    if not all(old and new and all(map(len, (*old, *new))) for old, new in sides):
         raise ValueError("no samples to take a median of")
-    return shifts([(old, new)])[0]  # type: ignore[list-item]
-
-
-def shifts(sides: Sequence[Sequence[Sequence[Sequence[float]]]]) -> list[Shift | None]:
-    """Return the `shift` of many rows at once, each (samples of old processes, samples of new processes)."""
     groups: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
     for at, (old, new) in enumerate(sides):
         groups.setdefault((tuple(map(len, old)), tuple(map(len, new))), []).append(at)

@@ -175,14 +175,14 @@ def test_a_log_that_cannot_be_written_does_not_stop_the_work(tmp_path: Path, mon
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", ":1: not a miss: '{'"),
-        ("[]", ":1: not a miss: '[]'"),
-        ("[" * 99999, f":1: not a miss: '{'[' * 80}'"),
-        ('{"op": 3}', ":1: op: 3: expected a name"),
-        ('{"op": "a b"}', ":1: op: 'a b': expected a name"),
-        (json.dumps(MISS | {"axes": {"M": -4}}), ":1: axes: {'M': -4}: expected sizes by axis"),
-        (json.dumps(MISS | {"axes": {"M": "x"}}), ":1: axes: {'M': 'x'}: expected sizes by axis"),
-        (json.dumps(MISS | {"options": {"a": [1]}}), ":1: options: {'a': [1]}: expected plain values by option"),
+        ("{", ":1: JSON: input data was truncated"),
+        ("[]", ":1: JSON: []: expected object"),
+        ("[" * 99999, ":1: JSON: expected `object`, got `array`"),
+        ('{"op": 3}', ":1: op: 3: expected str"),
+        ('{"op": "a b"}', r":1: op: 'a b': expected str matching regex '^[^\\s{}:,]+$'"),
+        (json.dumps(MISS | {"axes": {"M": -4}}), ":1: axes: {'M': -4}: expected int >= 0"),
+        (json.dumps(MISS | {"axes": {"M": "x"}}), ":1: axes: {'M': 'x'}: expected int"),
+        (json.dumps(MISS | {"options": {"a": [1]}}), ":1: options: {'a': [1]}: expected bool | int | float | str"),
     ],
 )
 def test_a_broken_log_is_named_with_its_line(line: str, message: str, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from kerneltune.stats import (
     median_interval,
     paired_shift,
     ratio_interval,
-    shift,
+    shifts,
 )
 
 
@@ -129,6 +129,10 @@ def test_the_closed_form_is_the_bootstrap_by_process_then_round() -> None:
     widened = np.var(centres) + medians.var(ddof=1) / 3 - medians.var() / 3  # by P - 1 instead of P
     assert within.error == pytest.approx(np.sqrt(widened), rel=0.03)
     assert within.log == pytest.approx(medians.mean())
+
+
+def shift(old: list[NDArray[np.float64]], new: list[NDArray[np.float64]]) -> Shift | None:
+    return shifts([(old, new)])[0]  # type: ignore[list-item]
 
 
 def test_a_shift_covers_the_true_one_at_least_as_often_as_it_says() -> None:

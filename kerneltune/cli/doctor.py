@@ -45,7 +45,11 @@ def _gpu() -> Iterator[Line]:
     import torch
 
     yield "GPU", f"{here.name}, {here.arch}, {here.sms} SMs", ""
-    yield "unit", here.unit or "not known", "" if here.unit else "records cannot say on which GPU of this model they were made"
+    yield (
+        "GPU serial",
+        here.unit or "not known",
+        "" if here.unit else "records cannot say on which GPU of this model they were made",
+    )
     yield "driver", here.driver, ""
     free, total = torch.cuda.mem_get_info()
     yield "free memory", f"{free / 1e9:.1f} of {total / 1e9:.1f} GB", "larger cases are skipped"

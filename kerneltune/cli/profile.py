@@ -164,15 +164,12 @@ def _show(
 def _rows(pair: "Sequence[Profile | None]") -> list[tuple[str, ...]]:
     from kerneltune.inspection.ncu import METRICS
 
-    def row(label: str, cells: Sequence[str]) -> tuple[str, ...]:
-        return label, *cells
-
-    rows = [row("time under ncu µs", [f"{p.time_us:.1f}" if p and p.time_us is not None else "-" for p in pair])]
+    rows = [("time under ncu µs", *(f"{p.time_us:.1f}" if p and p.time_us is not None else "-" for p in pair))]
     for label in METRICS:
-        rows.append(row(label, [f"{p.values[label]:,.1f}".removesuffix(".0") if p and label in p.values else "-" for p in pair]))
-    rows.append(row("occupancy limited by", [p.limiter or "-" if p else "-" for p in pair]))
+        rows.append((label, *(f"{p.values[label]:,.1f}".removesuffix(".0") if p and label in p.values else "-" for p in pair)))
+    rows.append(("occupancy limited by", *(p.limiter or "-" if p else "-" for p in pair)))
     for rank in range(_STALLS):
         stalls = [p.stalls[rank] if p and rank < len(p.stalls) else None for p in pair]
         if any(stalls):
-            rows.append(row(f"stall {rank + 1}", [f"{stall[0]} {stall[1]:.2f}" if stall else "-" for stall in stalls]))
+            rows.append((f"stall {rank + 1}", *(f"{stall[0]} {stall[1]:.2f}" if stall else "-" for stall in stalls)))
     return rows

@@ -412,7 +412,7 @@ def _other_unit(compared: Sequence[_Change]) -> str:
     if not apart:
         return ""
     rows = "rows" if len(apart) == len(compared) else f"{len(apart)} of {len(compared)} rows"
-    return f"another unit of {apart[0].device}: {rows} may differ by up to about {_BETWEEN_UNITS_PERCENT} %"
+    return f"another {apart[0].device}: {rows} may differ by up to about {_BETWEEN_UNITS_PERCENT} %"
 
 
 def _verdict(rows: tuple[GateRow, ...], notes: tuple[str, ...]) -> Verdict:

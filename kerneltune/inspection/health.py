@@ -19,6 +19,9 @@ _REASONS = SLOWDOWNS | {
     0x80: "power brake",
     0x100: "display clock",
 }
+_UNLOADED = "the driver unloads between runs: slow starts, clocks reset"
+_NO_ECC = "memory may be faster than on GPUs that have it on"
+_SLICED = "a slice of a GPU: its times do not compare with a whole one's"
 _CAP_SYS_ADMIN = 21
 _POWER_SHARE = 0.99
 _NAMED = 3
@@ -34,9 +37,9 @@ def gpu_lines(nvml: Any, handle: Any, own_pid: int) -> Iterator[Line]:
         ("temperature", lambda n, h: ("temperature", f"{n.nvmlDeviceGetTemperature(h, n.NVML_TEMPERATURE_GPU)} °C", "")),
         ("power limit", _power),
         ("throttled", _throttled),
-        ("persistence mode", _persistence),
-        ("ECC", _ecc),
-        ("MIG", _mig),
+        ("persistence mode", lambda n, h: _switch("persistence mode", n.nvmlDeviceGetPersistenceMode(h) == 1, if_off=_UNLOADED)),
+        ("ECC", lambda n, h: _switch("ECC", n.nvmlDeviceGetEccMode(h)[0] == 1, if_off=_NO_ECC)),
+        ("MIG", lambda n, h: _switch("MIG", n.nvmlDeviceGetMigMode(h)[0] == 1, if_on=_SLICED)),
         ("other processes", lambda n, h: _others(n, h, own_pid)),
     )
     for name, ask in questions:
@@ -92,23 +95,12 @@ def _power(nvml: Any, handle: Any) -> Line:
 def _throttled(nvml: Any, handle: Any) -> Line:
     reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
     names = throttle_names(reasons)
-    fate = "are repeated" if slowed_down(reasons) else "are kept: compare only what is measured interleaved"
-    return "throttled", ", ".join(names) or "no", f"times are too long now: such rounds {fate}" if names else ""
+    kept = "are repeated" if slowed_down(reasons) else "are kept: compare only what is measured interleaved"
+    return "throttled", ", ".join(names) or "no", f"times are too long now: such rounds {kept}" if names else ""
 
 
-def _persistence(nvml: Any, handle: Any) -> Line:
-    on = nvml.nvmlDeviceGetPersistenceMode(handle) == 1
-    return "persistence mode", "on" if on else "off", "" if on else "the driver unloads between runs: slow starts, clocks reset"
-
-
-def _ecc(nvml: Any, handle: Any) -> Line:
-    on = nvml.nvmlDeviceGetEccMode(handle)[0] == 1
-    return "ECC", "on" if on else "off", "" if on else "memory may be faster than on GPUs that have it on"
-
-
-def _mig(nvml: Any, handle: Any) -> Line:
-    on = nvml.nvmlDeviceGetMigMode(handle)[0] == 1
-    return "MIG", "on" if on else "off", "a slice of a GPU: its times do not compare with a whole one's" if on else ""
+def _switch(name: str, is_on: bool, if_on: str = "", if_off: str = "") -> Line:
+    return name, "on" if is_on else "off", if_on if is_on else if_off
 
 
 def _others(nvml: Any, handle: Any, own_pid: int) -> Line:

@@ -64,7 +64,7 @@ def disturbance(op: Op, case: Case, variant: Variant, config: Config, options: O
             compiling.stop()
             machines.bench.close()
         except ChildCrashedError as error:
-            raise ValueError(f"{where}: lost: {error}") from error
+            raise ValueError(f"{where}: crashed: {error}") from error
     return idle, _noise(busy_samples)
 
 

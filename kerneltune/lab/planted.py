@@ -59,7 +59,7 @@ def _planted(task: Task, config: Config, delays: Sequence[float]) -> dict[str, S
     contenders = {_name(0.0): plain, SELF: contender(variant, config, inputs, policy)}
     time_us, spin = _median_us(plain), _spinner()
     for delay in delays:
-        contenders[_name(delay)] = contender(variant, config, inputs, policy, after=_spin_for(spin, delay * time_us))
+        contenders[_name(delay)] = contender(variant, config, inputs, policy, after=partial(spin, delay * time_us))
     return time_contenders(contenders)
 
 
@@ -67,20 +67,16 @@ def _name(delay: float) -> str:
     return f"{delay:+.2%}"
 
 
-def _spin_for(spin: Callable[[float], None], us_per_call: float) -> Callable[[int], None]:
-    return lambda calls: spin(us_per_call * calls)
-
-
-def _spinner() -> Callable[[float], None]:
-    """Enqueues a spin of so many µs, its launch within a graph included."""
-    short, long = (_median_us(Contender(_sleeper(cycles), 1, POLICIES["hot"])) for cycles in _SPINS)
+def _spinner() -> Callable[[float, int], None]:
+    """Return what enqueues a spin of so many µs a call for so many calls, its launch within a graph included."""
+    short, long = (_median_us(Contender(partial(_sleep, cycles), 1, POLICIES["hot"])) for cycles in _SPINS)
     us_per_cycle = (long - short) / (_SPINS[1] - _SPINS[0])
     launch_us = short - us_per_cycle * _SPINS[0]
-    return lambda us: torch.cuda._sleep(max(1, round((us - launch_us) / us_per_cycle)))
+    return lambda us, calls: torch.cuda._sleep(max(1, round((us * calls - launch_us) / us_per_cycle)))
 
 
-def _sleeper(cycles: int) -> Callable[[int], None]:
-    return lambda _set: torch.cuda._sleep(cycles)
+def _sleep(cycles: int, _set: int) -> None:
+    torch.cuda._sleep(cycles)
 
 
 def _median_us(timed: Contender) -> float:

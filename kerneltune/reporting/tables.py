@@ -35,7 +35,7 @@ AB_COLUMNS = (
 )
 """What is measured of A and B: in print, in CSV and on the page."""
 INTERPRETER_NOTE = "device: interpreter (no GPU): correctness is checked, no timing"
-_RUN_WORDS = {"unit": "GPU unit"}
+_RUN_WORDS = {"unit": "GPU serial"}
 
 
 @dataclass(frozen=True, slots=True)

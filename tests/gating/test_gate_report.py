@@ -177,7 +177,7 @@ def test_more_annotations_than_github_shows_are_counted() -> None:
 
 def test_a_note_is_in_every_form_and_counts_as_no_row() -> None:
     verdict = gate([record(unit="a")], [record(unit="b")], 0.03)
-    note = "another unit of NVIDIA H200: rows may differ by up to about 5.5 %"
+    note = "another NVIDIA H200: rows may differ by up to about 5.5 %"
     said = "gate: pass: no row is slower (1 row compared, 0 faster)"
     assert gate_text(verdict, 80) == f"note: {note}\n{said}\n"
     assert gate_markdown(verdict) == f"**{said}**\n\nNote: {note}\n"

@@ -215,7 +215,7 @@ def test_rows_of_different_runs_have_no_interval() -> None:
     a = [record(axes=axes, **runs[0]) for axes in sizes]
     b = [record(50.0, axes=axes, **run) for axes, run in zip(sizes, runs, strict=True)]
     rows = tables.ab_rows(a, [*b[:3], changed(b[3], commit="1")])
-    said = "2 of 4 rows: A and B are of different runs (another commit or GPU unit): may differ by a few per cent"
+    said = "2 of 4 rows: A and B are of different runs (another commit or GPU serial): may differ by a few per cent"
     table = tables.ab_table(rows)
     assert table.head[-1] == said
     marked = [line for line in table.markdown().splitlines() if line.startswith("| fwd")]
