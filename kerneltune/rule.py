@@ -158,6 +158,7 @@ class Rule:
         forms: what leaves refer to.
         tree: the root.
         known: values of words that the rule was fitted to; of other values it says nothing. `bytes` stands for the type.
+        least: the least size of every axis that the rule was fitted to; of sizes below half of it the rule says nothing.
         near: log2 distance up to which the config of the nearest recorded sizes is taken before the tree is asked.
         judged: what leave-one-shape-out says: cases, judged, geomean, worst, worst_case; of cases without a recorded config
             observed, observed_geomean, observed_worst; of both unseen, the geometric mean where the kind of the tree, too, was
@@ -171,6 +172,13 @@ class Rule:
     near: float = 0.0
     judged: Mapping[str, Any] = field(default_factory=dict)
     known: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    least: Mapping[str, int] = field(default_factory=dict)
+
+    def knows(self, facts: Facts) -> bool:
+        """Return whether the rule was fitted to cases like this one."""
+        words = {**facts.words, "bytes": facts.itemsize}
+        is_large = all(2 * facts.sizes[axis] >= size for axis, size in self.least.items())
+        return is_large and all(words.get(name) in values for name, values in self.known.items())
 
     def leaf(self, facts: Facts) -> tuple[Leaf, list[str]]:
         """Return the leaf of a case and the answers that lead to it."""
@@ -183,8 +191,7 @@ class Rule:
 
     def proposals(self, facts: Facts) -> Iterator[dict[str, Any]]:
         """Yield the knobs of the leaf's forms for a case, the most promising first; none are those of the default."""
-        words = {**facts.words, "bytes": facts.itemsize}
-        if all(words.get(name) in values for name, values in self.known.items()):
+        if self.knows(facts):
             for place in self.leaf(facts)[0]:
                 yield knobs_at(self.forms[place], facts.sizes)
 
@@ -305,6 +312,7 @@ class _RuleRow(msgspec.Struct, forbid_unknown_fields=True):
     near: _Measure
     judged: dict[str, Any]
     known: dict[str, list[Any]]
+    least: dict[str, _Whole]
     forms: Annotated[list[dict[str, _Plain | Scaled]], Meta(min_length=1, max_length=4096)]
     tree: Leaf | Split
 

@@ -73,6 +73,13 @@ def test_a_look_up_takes_the_first_form_of_the_leaf_that_is_valid(tmp_path: Path
     assert found(tmp_path, 8192) == cache.Choice(Small(256, 4), "default", "the default")  # a block of 8 is none
 
 
+def test_a_rule_says_nothing_of_sizes_below_half_of_those_it_was_fitted_to(tmp_path: Path) -> None:
+    fenced = Rule("optimized", "cold", FORMS, (0,), known={"bytes": [2]}, least={"M": 512})
+    stored(tmp_path, rule.dumps("fake", GPU, [fenced], {}))
+    assert [found(tmp_path, size).source for size in (255, 256, 1 << 30)] == ["default", "rule", "rule"]
+    assert found(tmp_path, 512, "float32").source == "default"
+
+
 def test_a_rule_of_another_gpu_serves_and_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "current", lambda: Device("NVIDIA H100 80GB HBM3", "sm_90", 132, 50 << 20, "580"))
     stored(tmp_path)

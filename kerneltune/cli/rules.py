@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +12,9 @@ from kerneltune.cli.console import show, show_table, show_wrapped
 from kerneltune.cli.progress import reporter
 from kerneltune.files import data_root
 from kerneltune.spec import Case, Op, Variant
+
+if TYPE_CHECKING:
+    from kerneltune.rule import Rule
 
 Gpu = Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="Of this GPU, as its folder is called.")]
 
@@ -163,8 +166,10 @@ def explain(
     if ruling is None:
         _explained("rule", "none: `kerneltune cache fit` makes one where times of several sizes are known")
         return
-    path = " and ".join(ruling.rule.leaf(rule.facts_of(asked))[1]) or "any case"
-    _explained("rule", f"{ruling.told(slug)}: {path}")
+    facts = rule.facts_of(asked)
+    path = " and ".join(ruling.rule.leaf(facts)[1]) or "any case"
+    unknown = "" if ruling.rule.knows(facts) else f"; it says nothing of this case: fitted to {_fitted_to(ruling.rule)}"
+    _explained("rule", f"{ruling.told(slug)}: {path}{unknown}")
     judged = ruling.rule.judged
     if judged.get("judged"):
         told = f"{judged['geomean']:.3f} of the tuned speed (geometric mean of {judged['judged']} of {judged['cases']} cases)"
@@ -172,6 +177,12 @@ def explain(
     elif judged.get("observed"):
         told = f"{judged['observed_geomean']:.3f} of the fastest known (geometric mean of {judged['observed']} observed cases)"
         _explained("left out", f"{told}, worst {judged['observed_worst']:.3f}")
+
+
+def _fitted_to(made: "Rule") -> str:
+    """Return the words and the least sizes that a rule was fitted to."""
+    words = [f"{name}={','.join(map(str, values))}" for name, values in made.known.items()]
+    return " ".join([*words, *(f"{axis}>={-(-size // 2)}" for axis, size in made.least.items())])
 
 
 def _explained(word: str, text: str) -> None:

@@ -346,8 +346,10 @@ def grown(table: CostTable, shape: TreeShape, without: int = -1) -> Rule:
     rows = np.flatnonzero(table.numbers != without)
     forms = table.given[without] if without >= 0 else np.ones(len(table.forms), bool)
     node: Node = (0,) if shape.asks == "nothing" else _Grower(table, rows, forms, shape).grow(rows)
-    known = _known([facts_of(table.samples[row].case) for row in rows], table.op.free_options)
-    return Rule(table.variant.name, "cold", tuple(table.forms), node, shape.near, known=known)
+    cases = [table.samples[row].case for row in rows]
+    known = _known([facts_of(case) for case in cases], table.op.free_options)
+    least = {axis: min(case[axis] for case in cases) for axis in table.op.axes}
+    return Rule(table.variant.name, "cold", tuple(table.forms), node, shape.near, known=known, least=least)
 
 
 def _known(facts: Sequence[Facts], free: Sequence[str]) -> dict[str, list[Any]]:

@@ -40,6 +40,15 @@ def test_explain_says_where_a_config_comes_from(case: str, source: str) -> None:
     assert "case" in fields
 
 
+def test_explain_says_what_the_rule_was_fitted_to_where_it_says_nothing() -> None:
+    small = run("cache", "explain", "fp16_gemm", "N=1", "M=64", "K=8192", "--gpu", "nvidia_h200").stdout
+    assert "from      the default" in small
+    assert "it says nothing of this case: fitted to quant=none bytes=2 N>=1 M>=1792 K>=2048" in " ".join(small.split())
+    large = run("cache", "explain", "fp16_gemm", "N=3", "M=5120", "K=8192", "--gpu", "nvidia_h200").stdout
+    assert "from      the rule" in large
+    assert "says nothing" not in large
+
+
 def test_explain_takes_sizes_apart_and_short_names_of_types() -> None:
     given = ("fp8_tensorwise_2d", "--gpu", "nvidia_h200", "--dtype")
     whole = run("cache", "explain", *given, "float16", "M=4096,K=4096")

@@ -1,5 +1,6 @@
 """One look-up: what a sweep runs without tuning is what a call without `config=` runs, for every operator."""
 
+import math
 import random
 import time
 from collections.abc import Iterator
@@ -82,6 +83,29 @@ def test_a_sweep_without_tuning_runs_what_a_call_runs(name: str, monkeypatch: py
         wanted, config = called_with(op, case, monkeypatch)
         assert wanted == op.called(case), case.label
         assert config == config_for(Task(op, case, variant), None), case.label
+
+
+UNNAMED = (1, 2, 3, 17, 96, 112, 333, 1000, 1664, 2560, 3328, 5376, 9216, 18944, 20000)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_sizes_that_are_named_nowhere_get_a_valid_config_and_a_reason(name: str) -> None:
+    op, rng = OPS[name], random.Random(name)
+    variant = op.variant("optimized")
+    chooser, served = Chooser.of(op, variant), 0
+    for _ in range(300):
+        sizes = {axis: rng.choice(UNNAMED[:8] if axis in "EGT" else UNNAMED) for axis in op.axes}
+        sizes |= {"M": rng.choice((1, 999, 20001, 262143, 4194304))} if "M" in sizes and rng.random() < 0.5 else {}
+        options = tuple((option, rng.choice(offered)) for option, offered in op.options.items())
+        case = op.called(Case("unnamed", tuple(sizes.items()), rng.choice(op.dtypes), rng.choice(op.quants), options))
+        if math.prod(sizes.values()) > 1 << 44 or variant.unsupported(case) is not None:
+            continue
+        found = chooser.find(case)
+        assert variant.valid(case, found.config) is None, case.label
+        assert found.source in ("own", "near", "rule", "default")
+        assert bool(found.told) == (found.source != "own")
+        served += 1
+    assert served >= 8
 
 
 @pytest.mark.parametrize("name", OPS)
