@@ -1,6 +1,7 @@
 """`kerneltune cache observe`, `fit` and `explain`: the rules of cases that have no config of their own."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +12,7 @@ from kerneltune.cli import options as o
 from kerneltune.cli.console import show, show_table, show_wrapped
 from kerneltune.cli.progress import reporter
 from kerneltune.files import data_root
-from kerneltune.spec import Case, Op, Variant
+from kerneltune.spec import Case, Op, Option, Variant
 
 if TYPE_CHECKING:
     from kerneltune.rule import Rule
@@ -137,7 +138,9 @@ def _observed(results: Path | None) -> Path:
 
 def explain(
     op: Annotated[str, typer.Argument(metavar="OP", help="Name of an operator.")],
-    case: Annotated[list[str], typer.Argument(metavar="CASE...", help="A bench case by name, or sizes such as M=8192 N=3584.")],
+    case: Annotated[
+        list[str], typer.Argument(metavar="CASE...", help="A bench case by name, or sizes and options such as M=8192 N=3584.")
+    ],
     gpu: Gpu = None,
     variant: Annotated[str, typer.Option("--variant", metavar="NAME", help="Whose config.")] = "optimized",
     dtype: Annotated[
@@ -198,12 +201,22 @@ _SOURCES = {
 
 
 def _case(known: Mapping[str, Op], op: Op, text: str, dtype: str | None, quant: str | None) -> Case:
-    """Return the bench case of a name, or the case of sizes."""
+    """Return the bench case of a name, or the case of sizes and options."""
     if "=" in text:
-        return o.case_of_sizes(op, text.split(","), dtype or op.dtypes[0], quant or op.quants[0])
+        pairs_given = [pair.partition("=") for pair in text.split(",")]
+        options = {name: _option(op, name, value) for name, _, value in pairs_given if name in op.options}
+        sizes = [f"{name}={value}" for name, _, value in pairs_given if name not in options]
+        case = o.case_of_sizes(op, sizes, dtype or op.dtypes[0], quant or op.quants[0])
+        return replace(case, options=tuple((dict(case.options) | options).items()))
     cases = [case for case in _bench(known).get(op.name, []) if dtype in (None, case.dtype) and quant in (None, case.quant)]
     named = {case.name: case for case in reversed(cases)}
     return named[o.choice("case", text, named)]
+
+
+def _option(op: Op, name: str, value: str) -> Option:
+    """Return the value of an option that is written like this."""
+    offered = {str(one): one for one in op.options[name]}
+    return offered[o.choice(name, value, offered)]
 
 
 def _gpu(gpu: str | None, configs: Path | None) -> str:

@@ -56,6 +56,15 @@ def test_explain_takes_sizes_apart_and_short_names_of_types() -> None:
     assert (apart.exit_code, apart.stdout) == (0, whole.stdout)
 
 
+def test_explain_takes_options_beside_sizes() -> None:
+    asked = ("cache", "explain", "fp8_grouped_gemm", "--gpu", "nvidia_h200", "M=32768", "N=3584", "K=2048", "E=64")
+    assert "product=rows" in run(*asked).stdout
+    assert "product=weights" in run(*asked, "product=weights").stdout
+    assert "product: 'weight': expected one of rows, weights; did you mean weights?" in refused(*asked, "product=weight")
+    layouts = ("fp8_tensorwise_2d", "--gpu", "nvidia_h200", "M=16,K=24,layout=both")
+    assert "layout=both" in run("cache", "explain", *layouts).stdout
+
+
 def test_explain_of_a_case_that_is_none_names_the_nearest() -> None:
     said = refused("cache", "explain", "fp8_transpose_2d", "llama4-16384x512", "--gpu", "nvidia_h200")
     assert "case: 'llama4-16384x512'" in said
