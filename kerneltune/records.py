@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Status = Literal["passed", "failed", "skipped", "checked"]
-STATUSES: tuple[Status, ...] = ("passed", "failed", "skipped", "checked")
 
 Key = tuple[str, str, str, tuple[tuple[str, int], ...], tuple[tuple[str, Option], ...], str]
+
+T = TypeVar("T")
+K = TypeVar("K")
 
 _LARGEST = (1 << 63) - 1
 _Name = Annotated[str, Meta(min_length=1)]
@@ -222,6 +224,14 @@ def row_of(record: Record) -> object:
     return record.key, record.variant, record.device
 
 
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Return key -> the items that have it, both in order of appearance."""
+    found: dict[K, list[T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
+
+
 def newest(records: Iterable[Record]) -> list[Record]:
     """Return the newest record of every row, the last of those of one time, in the order of their first."""
     return list(newest_rows(records, row_of).values())
@@ -258,19 +268,14 @@ def frame(paths: Path | str | Iterable[Path | str]) -> "pd.DataFrame":
     import pandas as pd
 
     files = [Path(paths)] if isinstance(paths, Path | str) else [Path(path) for path in paths]
-    loaded = [(str(path), record) for path in files for record in load(path)]
-    rows = [record for _file, record in loaded]
-    columns: dict[str, Any] = {}
-    for name, of in _FRAME.items():
-        values = [getattr(record, name) for record in rows]
-        columns[name] = pd.to_datetime(pd.Series(values, dtype="string"), format="ISO8601", utc=True) if name == "date" else (
-            pd.Series(values, dtype=of)
-        )  # fmt: skip
-    columns["file"] = pd.Series([file for file, _record in loaded], dtype="string")
+    rows = [(str(path), record) for path in files for record in load(path)]
+    columns: dict[str, Any] = {name: pd.Series([getattr(r, name) for _, r in rows], dtype=of) for name, of in _FRAME.items()}
+    columns["date"] = pd.to_datetime(columns["date"], format="ISO8601", utc=True)
+    columns["file"] = pd.Series([file for file, _ in rows], dtype="string")
     for group, of in (("axes", "Int64"), ("options", "object"), ("config", "object")):
-        for name in dict.fromkeys(name for record in rows for name in getattr(record, group) or ()):
-            values = [(getattr(record, group) or {}).get(name, pd.NA) for record in rows]
-            columns[f"{group}.{name}"] = pd.Series(values, dtype=of)
+        parts = [getattr(record, group) or {} for _, record in rows]
+        for name in dict.fromkeys(name for part in parts for name in part):
+            columns[f"{group}.{name}"] = pd.Series([part.get(name, pd.NA) for part in parts], dtype=of)
     return pd.DataFrame(columns)
 
 
@@ -280,7 +285,7 @@ _FRAME: dict[str, Any] = {
     **dict.fromkeys(("gbps", "ceiling_gbps", "pct_ceiling", "aa_floor"), "float64"),
     **dict.fromkeys(("n", "flops"), "Int64"),
     **dict.fromkeys(("unit", "driver", "torch", "triton", "source_hash", "commit"), "string"),
-    "date": "datetime64[us, UTC]",
+    "date": "string",
     "reason": "string",
     "samples_us": "object",
 }

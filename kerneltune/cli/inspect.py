@@ -306,10 +306,9 @@ def _of_revision(name: str, arguments: list[str]) -> "Survey":
 
 def _show(found: "Survey") -> None:
     """Make a table per config and kernel, a line per target."""
-    rows: dict[tuple[str, ...], list[StaticRow]] = {}
-    for row in found.rows:
-        rows.setdefault(row.key[:-1], []).append(row)
-    for same in rows.values():
+    from kerneltune.records import grouped
+
+    for same in grouped(found.rows, lambda row: row.key[:-1]).values():
         first = same[0]
         show_wrapped(f"{first.op} {first.variant}  {first.case}{'' if first.policy == 'cold' else ' ' + first.policy}")
         show_wrapped("  " + pairs(first.config))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from kerneltune.records import Record, rounded
+from kerneltune.records import Record, grouped, rounded
 from kerneltune.stats import centre_interval, deciles
 
 _SAME = ("device", "unit", "driver", "torch", "triton", "source_hash", "config")
@@ -24,10 +24,7 @@ def pool(rows: Iterable[Record]) -> list[Record]:
     Raises:
         ValueError: rows of one key that differ in GPU, versions, source or config, or that hold no samples.
     """
-    groups: dict[object, list[Record]] = {}
-    for row in rows:
-        groups.setdefault((row.key, row.variant), []).append(row)
-    return [_pooled(group) for group in groups.values()]
+    return [_pooled(group) for group in grouped(rows, lambda row: (row.key, row.variant)).values()]
 
 
 def _pooled(group: Sequence[Record]) -> Record:

@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 from kerneltune.cells import wrapped
 from kerneltune.gating.verdict import A_PEER, AMBIGUOUS, PASS, REGRESSION, UNUSABLE, GateRow, Outcome, Verdict
+from kerneltune.records import grouped
 from kerneltune.table import Column, Row, Table
 
 _INDENT = " " * 12
@@ -127,10 +128,7 @@ def _counting(verdict: Verdict) -> list[GateRow]:
 
 def _notes(verdict: Verdict) -> list[str]:
     """Return what to know of all rows, then a line per variant whose rows are notes."""
-    groups: dict[tuple[str, str], list[GateRow]] = {}
-    for row in verdict.notable:
-        if row.is_note:
-            groups.setdefault((row.note, row.variant), []).append(row)
+    groups = grouped([row for row in verdict.notable if row.is_note], lambda row: (row.note, row.variant))
     return [*verdict.notes, *(_folded(variant, note, rows) for (note, variant), rows in groups.items())]
 
 

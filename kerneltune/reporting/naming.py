@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from kerneltune.cells import pairs
-from kerneltune.records import Record
+from kerneltune.records import Record, grouped
 from kerneltune.spec import Option
 
 
@@ -77,10 +77,7 @@ def told_apart(cases: Iterable[CaseName]) -> list[CaseName]:
 
 def by_family(records: Iterable[Record]) -> dict[str, list[Record]]:
     """Return the records of every family, in order of appearance; where none is known the operator stands for it."""
-    families: dict[str, list[Record]] = {}
-    for record in records:
-        families.setdefault(record.family or record.op, []).append(record)
-    return families
+    return grouped(records, lambda record: record.family or record.op)
 
 
 def source(records: Sequence[Record]) -> str:

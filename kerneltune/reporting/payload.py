@@ -15,7 +15,7 @@ from kerneltune.cells import pairs
 from kerneltune.curves import LAST, Curves, thinned
 from kerneltune.device import INTERPRETER, slug
 from kerneltune.errors import unknown
-from kerneltune.records import Record, newest
+from kerneltune.records import Record, grouped, newest
 from kerneltune.reporting.naming import CaseName, by_family, case_names, look, short_commit, told_apart
 from kerneltune.reporting.shares import Bound, bound_of, peak_tflops, share
 from kerneltune.reporting.tables import AB_COLUMNS, BEST_PEER, INTERPRETER_NOTE, LOSS, WIN, best_peers
@@ -202,9 +202,7 @@ def default_pair(records: Sequence[Record], a: str | None = None, b: str | None 
 
 def _shown(records: Sequence[Record]) -> tuple[list[Record], str]:
     """Return the records that a page has room for, case by case, and what a reader must know of them."""
-    groups: dict[object, list[Record]] = {}
-    for record in records:
-        groups.setdefault((record.key, record.device), []).append(record)
+    groups = grouped(records, lambda record: (record.key, record.device))
     found: list[Record] = []
     cases = 0
     for group in groups.values():
@@ -228,8 +226,7 @@ def _facts(records: Sequence[Record], sources: Sources) -> dict[str, str]:
     facts = {name: ", ".join(dict.fromkeys(short_commit(getattr(one, name, "")) for one in measured)) for name in _COMMON}
     days = list(dict.fromkeys((dates[0][:10], dates[-1][:10])))
     facts["measured"] = " to ".join(days)
-    counts = {s: sum(r.status == s for r in records) for s in dict.fromkeys(r.status for r in records)}
-    facts["records"] = ", ".join(f"{count} {status}" for status, count in counts.items())
+    facts["records"] = ", ".join(f"{count} {status}" for status, count in Counter(r.status for r in records).items())
     facts["files"] = ", ".join(sources.files)
     facts["command"] = without_paths(sources.command)
     return {name: value for name, value in facts.items() if value}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kerneltune.cells import wrapped
 from kerneltune.curves import LAST, Curves, thinned
 from kerneltune.device import slug
-from kerneltune.records import Record, newest
+from kerneltune.records import Record, grouped, newest
 from kerneltune.reporting.naming import by_family, case_names, look, source
 from kerneltune.reporting.shares import Bound, bound_of, bounds_named, share
 from kerneltune.rounding import cdiv
@@ -150,10 +150,8 @@ def _title(text: str) -> str:
 
 def _groups(timed: Sequence[Record]) -> dict[str, list[Record]]:
     """Title -> the records of one chart: of one operator, mode, element type and setting of the options."""
-    groups: dict[str, list[Record]] = {}
-    for name, record in zip(case_names(timed), timed, strict=True):
-        groups.setdefault(name.title, []).append(record)
-    return groups
+    named = grouped(zip(case_names(timed), timed, strict=True), lambda item: item[0].title)
+    return {title: [record for _, record in items] for title, items in named.items()}
 
 
 def _picture(timed: Sequence[Record], pair: tuple[str, str], chart: _Chart, suffix: str) -> bytes:

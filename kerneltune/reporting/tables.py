@@ -12,7 +12,7 @@ from itertools import combinations, permutations
 from kerneltune.cells import pairs, ratio
 from kerneltune.curves import LAST, Curves
 from kerneltune.device import INTERPRETER
-from kerneltune.records import Record, newest, other_run
+from kerneltune.records import Record, grouped, newest, other_run
 from kerneltune.reporting.naming import CaseName, case_names, source
 from kerneltune.reporting.shares import Bound, bound_of, bounds_named, share
 from kerneltune.table import Column, Table, Value
@@ -196,9 +196,7 @@ def sweep_table(records: Sequence[Record], flips: bool = False, brief: bool = Fa
 
 def _always_skipped(records: Sequence[Record]) -> dict[tuple[str, str], str]:
     """Return the variants of which every record of several cases is skipped, with their reasons; not an operator's last one."""
-    found: dict[tuple[str, str], list[Record]] = {}
-    for record in records:
-        found.setdefault((record.op, record.variant), []).append(record)
+    found = grouped(records, lambda record: (record.op, record.variant))
     shown = {op for (op, _), of_it in found.items() if any(r.status != "skipped" for r in of_it)}
     return {
         (op, variant): "; ".join(dict.fromkeys(" ".join(r.reason.split()) for r in of_it))
@@ -276,11 +274,8 @@ def _sides(rows: Sequence[Row], a: str, b: str) -> str:
     """Return what A and B are: `A: best peer of every case (torch.compile 20, liger 9); B: optimized`."""
     said = []
     for letter, name in (("A", a), ("B", b)):
-        found: dict[str, int] = {}
-        for row in rows:
-            variant = (row.a if letter == "A" else row.b).variant
-            found[variant] = found.get(variant, 0) + 1
-        counts = ", ".join(f"{variant} {count}" for variant, count in sorted(found.items(), key=lambda item: -item[1]))
+        found = Counter((row.a if letter == "A" else row.b).variant for row in rows)
+        counts = ", ".join(f"{variant} {count}" for variant, count in found.most_common())
         said.append(f"{letter}: the fastest peer of every case ({counts})" if name == BEST_PEER else f"{letter}: {name}")
     return "; ".join(said)
 
@@ -318,18 +313,13 @@ def _ab_summary(rows: Sequence[Row]) -> list[str]:
 
 def _reached(rows: Sequence[Row]) -> list[str]:
     """Return the median share that B reaches, of each bound."""
-    found: dict[Bound, list[float]] = {}
-    for row in rows:
-        reached = share(row.b, row.bound)
-        if reached is not None:
-            found.setdefault(row.bound, []).append(reached)
-    said = [f"{statistics.median(of):.1f} % of the {bound}{_of_rows(of, found)}" for bound, of in sorted(found.items())]
+    reached = ((row.bound, share(row.b, row.bound)) for row in rows)
+    found = grouped([(bound, part) for bound, part in reached if part is not None], lambda item: item[0])
+    said = [
+        f"{statistics.median(part for _, part in of):.1f} % of the {bound}{f' ({_count(of)})' if len(found) > 1 else ''}"
+        for bound, of in sorted(found.items())
+    ]
     return [f"B reaches {' and '.join(said)} in the median"] if said else []
-
-
-def _of_rows(values: Sequence[object], groups: Mapping[Bound, Sequence[object]]) -> str:
-    """Return ` (12 rows)` where there are other groups."""
-    return f" ({_count(values)})" if len(groups) > 1 else ""
 
 
 def _named_bound(columns: Iterable[Column], bounds: Iterable[Bound]) -> list[Column]:
@@ -345,10 +335,7 @@ def _count(values: Sequence[object]) -> str:
 
 def _groups(records: Iterable[Record]) -> list[list[Record]]:
     """Return the records case by case, device by device, in order of appearance."""
-    groups: dict[object, list[Record]] = {}
-    for record in records:
-        groups.setdefault((record.device, record.key), []).append(record)
-    return list(groups.values())
+    return list(grouped(records, lambda record: (record.device, record.key)).values())
 
 
 def _best(group: Iterable[Record]) -> Record | None:
@@ -373,8 +360,7 @@ def _device_lines(records: Iterable[Record]) -> list[str]:
 
 
 def _counts(records: Sequence[Record]) -> str:
-    found = dict.fromkeys(record.status for record in records)
-    return ", ".join(f"{sum(record.status == status for record in records)} {status}" for status in found) or "nothing to show"
+    return ", ".join(f"{count} {status}" for status, count in Counter(r.status for r in records).items()) or "nothing to show"
 
 
 def _status(record: Record) -> str:
