@@ -12,14 +12,27 @@ from pathlib import Path
 from kerneltune import cells, device, records, sweep
 from kerneltune.files import replace_text
 from kerneltune.measuring.check import CaseError, Checker, address_errors
-from kerneltune.measuring.compare import Run, ceiling_task, check_only, make_record
+from kerneltune.measuring.compare import ceiling_task, check_only, make_record
 from kerneltune.measuring.compiler import TARGETS, CompilePool, CompileResult, Target, compile_job
-from kerneltune.plan import Options, Progress, Selection, headline, load_plan, require_gpu, results_folder, wanted_variants
+from kerneltune.plan import (
+    Options,
+    Progress,
+    Selection,
+    finished_rows,
+    headline,
+    journal_path,
+    journalled,
+    key_of_case,
+    load_plan,
+    require_gpu,
+    results_folder,
+    resume,
+    wanted_variants,
+)
 from kerneltune.records import Key, Record
 from kerneltune.reporting import tables
-from kerneltune.search.trials import Task
+from kerneltune.search.task import Run, Task
 from kerneltune.spec import Case, Config, Op, Variant
-from kerneltune.sweep_journal import finished_rows, journal_path, journalled, key_of_case, resume
 from kerneltune.tuning.cached import config_for
 from kerneltune.tuning.isolated import IsolatedBench, check_in_child, compare_in_child
 

@@ -1,6 +1,6 @@
-"""Which part of a sweep is run, how, and where long work says how far it is.
+"""Which part of a sweep is run, how, where long work says how far it is, and the rows that an interrupted run has left.
 
-Runs nothing. Imports device, errors, search, spec and sweep.
+Rows lie case by case under `results/runs` and are deleted at the end of their stage. Runs nothing.
 """
 
 import fnmatch
@@ -9,9 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from kerneltune import device, sweep
+from kerneltune import device, records, sweep
 from kerneltune.errors import meant, unknown
-from kerneltune.spec import Op, Variant
+from kerneltune.files import cut_partial_line
+from kerneltune.records import Key, Record
+from kerneltune.search.task import Run, config_values
+from kerneltune.spec import Case, Op, Variant
 
 _HEADLINES = 10
 
@@ -182,3 +185,49 @@ def wanted_variants(op: Op, selection: Selection, options: Options) -> list[Vari
         and not (options.fast and variant.compiles)
         and not variant.missing()
     ]
+
+
+def journal_path(family: str, results: Path | None, name: str) -> Path:
+    """Return the file of a stage's rows on the present device; results: the folder of the records, None for the usual one."""
+    return sweep.results_root(results) / "runs" / device.current().slug / f"{family}.{name}.jsonl"
+
+
+def key_of_case(op: Op, case: Case, policy: str) -> Key:
+    """Return the key of the case's records."""
+    return records.key_of(op.name, case.dtype, case.quant, dict(case.axes), dict(case.options), policy)
+
+
+def resume(journal: Path) -> dict[tuple[Key, str], list[Record]]:
+    """Load what an interrupted run left, by key and variant; cut off a line that was being written."""
+    if journal.exists():
+        with journal.open("r+b") as file:
+            cut_partial_line(file)
+    rows: dict[tuple[Key, str], list[Record]] = {}
+    for record in journalled(journal):
+        rows.setdefault((record.key, record.variant), []).append(record)
+    return rows
+
+
+def journalled(journal: Path) -> list[Record]:
+    """Load the rows of a journal, except a line that was being written; none where there is no such file."""
+    if not journal.exists():
+        return []
+    whole, end, _cut = journal.read_bytes().rpartition(b"\n")
+    return records.parse(whole + end, str(journal))
+
+
+def finished_rows(done: Mapping[tuple[Key, str], Sequence[Record]], runs: Sequence[Run]) -> list[Record] | None:
+    """Return the rows of a case that an interrupted run left, if it left all of them for this environment and config.
+
+    Failed rows are not among them: a row that failed in an interrupted run is measured again.
+    """
+    gpu = device.current()
+    here = {"device": gpu.name, "driver": gpu.driver, "unit": gpu.unit, **device.versions()}
+    found = []
+    for task, config in runs:
+        key = key_of_case(task.op, task.case, task.policy)
+        wanted = {**here, "source_hash": task.variant.source_hash, "config": config_values(config)}
+        kept = (row for row in done.get((key, task.variant.name), ()) if row.status != "failed")
+        rows = [row for row in kept if {name: getattr(row, name) for name in wanted} == wanted]
+        found += rows[-1:]
+    return found if len(found) == len(runs) else None

@@ -13,7 +13,8 @@ from bench_jobs import CASE, OPS, VARIANT, FakeBench, Knobs
 
 from kerneltune.measuring.compiler import CompileResult
 from kerneltune.search.loop import Search
-from kerneltune.search.trials import Task, TrialStore
+from kerneltune.search.task import Task
+from kerneltune.search.trials import TrialStore
 from kerneltune.tuning.isolated import IsolatedBench
 from kerneltune.tuning.one_case import tune
 from kerneltune.tuning.tuner import Tuner

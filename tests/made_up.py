@@ -13,7 +13,8 @@ from typing import Any
 from kerneltune import cache, device
 from kerneltune.measuring.compiler import CompileResult
 from kerneltune.search.loop import Search
-from kerneltune.search.trials import Evaluation, Task, TrialStore
+from kerneltune.search.task import Task
+from kerneltune.search.trials import Evaluation, TrialStore
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
 from kerneltune.tuning.isolated import ChildCrashedError
 from kerneltune.tuning.one_case import tune

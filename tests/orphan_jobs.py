@@ -12,7 +12,7 @@ from bench_jobs import CASE, LOG, OPS, VARIANT, FakeBench, Knobs
 from kerneltune import cli
 from kerneltune.measuring.compiler import TARGETS, CompileJob, CompilePool
 from kerneltune.plan import Options
-from kerneltune.search.trials import Task
+from kerneltune.search.task import Task
 from kerneltune.tuning import local
 from kerneltune.tuning.isolated import IsolatedBench
 from kerneltune.tuning.local import LocalWorkers

@@ -328,7 +328,7 @@ AHEAD = """
 from kerneltune import ops
 from kerneltune.campaign import compile_ahead
 from kerneltune.measuring.compiler import TARGETS
-from kerneltune.search.trials import Task
+from kerneltune.search.task import Task
 from kerneltune.spec import Case
 
 op = ops.load()["stream"]

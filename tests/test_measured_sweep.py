@@ -18,12 +18,11 @@ from small_sweeps import RMSNORM, STREAM
 from kerneltune import campaign, device, ops, records
 from kerneltune.campaign import measure_live, run_quick, run_sweep
 from kerneltune.measuring import compare
-from kerneltune.measuring.compare import CEILING, config_values
-from kerneltune.plan import Options, Quiet, Selection
+from kerneltune.measuring.compare import CEILING
+from kerneltune.plan import Options, Quiet, Selection, finished_rows, journalled
 from kerneltune.records import Record
-from kerneltune.search.trials import Task
+from kerneltune.search.task import Task, config_values
 from kerneltune.spec import Case
-from kerneltune.sweep_journal import finished_rows, journalled
 from kerneltune.tuning.bench import GpuBench
 from kerneltune.tuning.isolated import ChildCrashedError, IsolatedBench, compare_in_child
 

@@ -70,7 +70,7 @@ def driver(op: str, variant: str, case: str, config: str) -> None:
     import torch
 
     known = o.load_ops()
-    from kerneltune.search.trials import Task
+    from kerneltune.search.task import Task
     from kerneltune.tuning.cached import config_for
 
     chosen = known[op].variant(variant)

@@ -46,7 +46,7 @@ def observe(
     """
     from kerneltune import device
     from kerneltune.plan import require_gpu
-    from kerneltune.search.trials import Task, knobs_of
+    from kerneltune.search.task import Task, knobs_of
     from kerneltune.tuning.fitting import CostTable, untimed
     from kerneltune.tuning.gathering import samples_of, timed
     from kerneltune.tuning.observing import observe as run

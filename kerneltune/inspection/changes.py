@@ -20,9 +20,9 @@ from kerneltune.inspection.revision import checked_out, inspected
 from kerneltune.inspection.static import StaticRow, Survey, load, save
 from kerneltune.inspection.survey import SurveyRequest, case_text
 from kerneltune.measuring import reading
-from kerneltune.measuring.compare import config_values
 from kerneltune.plan import Progress
 from kerneltune.processes import run_bound
+from kerneltune.search.task import config_values
 
 _DIGESTS = """
 import json, sys

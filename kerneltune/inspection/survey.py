@@ -14,9 +14,9 @@ from typing import Any
 from kerneltune import cache, device
 from kerneltune.inspection.static import StaticRow, Survey
 from kerneltune.measuring.assembly import Fact, Kernel, resident
-from kerneltune.measuring.compare import config_values
 from kerneltune.measuring.compiler import TARGETS, CompileJob, CompilePool, CompileResult
 from kerneltune.measuring.known import KnownFacts
+from kerneltune.search.task import config_values
 from kerneltune.spec import Case, Op, Variant
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from kerneltune.files import append_lines
 from kerneltune.lab.tuners import TunerResult
-from kerneltune.search.trials import knobs_of
+from kerneltune.search.task import knobs_of
 from kerneltune.spec import Variant
 
 SCHEMA = 1

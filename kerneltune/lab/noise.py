@@ -11,11 +11,11 @@ import numpy as np
 
 from kerneltune.measuring.compiler import CompileJob, CompilePool, PendingCompile, compile_job
 from kerneltune.plan import Options
-from kerneltune.search.trials import Task
+from kerneltune.search.task import Task
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import Interval, Samples, deciles, median_interval, ratio_interval
-from kerneltune.tuning.bench import Measuring
-from kerneltune.tuning.isolated import ChildCrashedError
+from kerneltune.tuning.bench import GpuBench
+from kerneltune.tuning.isolated import ChildCrashedError, IsolatedBench
 from kerneltune.tuning.machines import Machines, empty_caches
 
 _REPEATS = 5
@@ -68,7 +68,7 @@ def disturbance(op: Op, case: Case, variant: Variant, config: Config, options: O
     return idle, _noise(busy_samples)
 
 
-def time_twice(bench: Measuring, config: Config) -> list[Samples]:
+def time_twice(bench: GpuBench | IsolatedBench, config: Config) -> list[Samples]:
     """Time a config twice in the same rounds.
 
     Raises:

@@ -23,7 +23,7 @@ from kerneltune.measuring.compare import (
 from kerneltune.measuring.memory import OutOfMemory, affordable
 from kerneltune.measuring.rounds import POLICIES, Contender
 from kerneltune.records import Record
-from kerneltune.search.trials import Task
+from kerneltune.search.task import Task
 from kerneltune.spec import Config
 from kerneltune.stats import Samples
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from kerneltune.plan import Options
 from kerneltune.search.loop import Search
-from kerneltune.search.trials import Task, knobs_of
+from kerneltune.search.task import Task, knobs_of
 from kerneltune.spec import Config, Inputs, Op, Variant
 from kerneltune.tuning.candidates import Given, candidates, narrowed
 from kerneltune.tuning.machines import Machines

@@ -27,12 +27,12 @@ from kerneltune.measuring.memory import release_memory
 from kerneltune.plan import Options, Progress, require_gpu, results_folder
 from kerneltune.processes import in_fresh_processes, start_server
 from kerneltune.search.loop import Search
-from kerneltune.search.trials import Task, knobs_of
+from kerneltune.search.task import Task, knobs_of
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import Interval, median_interval, ratio_interval
 from kerneltune.sweep import results_root
 from kerneltune.table import Column, Row, Table
-from kerneltune.tuning.bench import SCREEN_SAMPLES, Measuring
+from kerneltune.tuning.bench import SCREEN_SAMPLES, GpuBench
 from kerneltune.tuning.candidates import Given, checked_space, narrowed
 from kerneltune.tuning.isolated import IsolatedBench, split_cores
 from kerneltune.tuning.machines import empty_caches
@@ -95,7 +95,7 @@ def contest(
     options: Options,
     progress: Progress,
     sides: Mapping[str, Callable[[ContestTask], TunerResult]] = SIDES,
-    judge: Callable[[], Measuring] | None = None,
+    judge: Callable[[], GpuBench] | None = None,
     limit_s: int | None = None,
 ) -> Contest:
     """Let every side tune the case, unless that was done before an interruption, then compare what they found.
@@ -189,7 +189,7 @@ _Judged = dict[Config, tuple[Interval, Interval]]
 
 
 def judge_configs(
-    op: Op, case: Case, variant: Variant, policy: str, configs: Sequence[Config], make: Callable[[], Measuring] | None
+    op: Op, case: Case, variant: Variant, policy: str, configs: Sequence[Config], make: Callable[[], GpuBench] | None
 ) -> tuple[_Judged, dict[Config, str]]:
     """Time and gap to the fastest of the configs that are correct; what is wrong with the others."""
     measuring, _ = split_cores()

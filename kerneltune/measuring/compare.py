@@ -21,14 +21,12 @@ from kerneltune.measuring.check import CaseError, Checker, broken_context
 from kerneltune.measuring.memory import OutOfMemory, affordable, host_free_bytes
 from kerneltune.measuring.rounds import POLICIES, Contender, Policy, interleave, rotation, throttled
 from kerneltune.records import Record, Status, rounded
-from kerneltune.search.trials import Task, knobs_of
+from kerneltune.search.task import Run, Task, config_values
 from kerneltune.spec import Case, Config, Inputs, Op, Variant
 from kerneltune.stats import Samples, deciles, median_interval, ratio_interval
 
 Untimed = tuple[str, str]
 """Status and reason of a record without a time."""
-Run = tuple[Task, Config]
-"""A variant on a case, and the config that it runs with."""
 Compared = tuple[dict[str, Samples], dict[str, Untimed]]
 """The rounds (rounds,) of each variant that was timed, by name; why the others were not."""
 
@@ -321,11 +319,6 @@ def make_record(family: str, task: Task, config: Config, status: str, reason: st
         flops=op.flops(case) if op.flops is not None else None,
         **fields,
     )
-
-
-def config_values(config: Config) -> dict[str, Any] | None:
-    """Return a config as JSON; None for none."""
-    return None if config is None else knobs_of(config)
 
 
 @functools.cache

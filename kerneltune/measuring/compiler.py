@@ -20,7 +20,7 @@ from pebble import ProcessExpired, ProcessPool
 from kerneltune.errors import first_line
 from kerneltune.measuring.assembly import Fact, Kernel
 from kerneltune.processes import fast_context, in_environment
-from kerneltune.search.trials import Task
+from kerneltune.search.task import Task
 from kerneltune.spec import Config
 
 if TYPE_CHECKING:

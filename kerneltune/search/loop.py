@@ -14,7 +14,8 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kerneltune.search.trials import Evaluation, knobs_of
+from kerneltune.search.task import knobs_of
+from kerneltune.search.trials import Evaluation
 from kerneltune.spec import Config
 
 if TYPE_CHECKING:

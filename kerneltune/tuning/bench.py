@@ -6,18 +6,19 @@ Decides nothing and stores nothing. May import torch.
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from kerneltune.errors import first_line
 from kerneltune.measuring.check import CaseError, Checker
-from kerneltune.measuring.compare import Compared, Run, Untimed, input_sets, time_runs
+from kerneltune.measuring.compare import Compared, Untimed, input_sets, time_runs
 from kerneltune.measuring.compiler import know_triton
 from kerneltune.measuring.memory import OutOfMemory, affordable, out_of_memory_reason
 from kerneltune.measuring.rounds import POLICIES, Contender, interleave
-from kerneltune.search.trials import Evaluation, Task
+from kerneltune.search.task import Run, Task
+from kerneltune.search.trials import Evaluation
 from kerneltune.spec import Config
 from kerneltune.stats import Samples
 
@@ -27,25 +28,6 @@ SCREEN_SAMPLES = 5
 _SCREEN_US = 250.0
 _REJECTED_AT = 1.3
 """A config whose first sample is slower than the best so far by this factor gets no others."""
-
-
-class Measuring(Protocol):
-    """A bench that a search measures on."""
-
-    def open(self, task: Task) -> None:
-        """Make ready for the configs of a task."""
-
-    def prepare(self) -> None:
-        """Make inputs and reference now, which are else made for the first config."""
-
-    def trial(self, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Evaluation:
-        """Check a config and time it roughly; one far slower than best_us, where that is given, gets one sample."""
-
-    def samples(self, configs: Sequence[Config]) -> Sequence[Samples | None]:
-        """Time correct configs interleaved; (rounds,) microseconds for each, None where those before leave no memory."""
-
-    def close(self) -> None:
-        """Give the memory of inputs and reference back."""
 
 
 class GpuBench:
@@ -109,7 +91,7 @@ class GpuBench:
         return Evaluation("wrong", detail="; ".join(errors)) if errors else Evaluation("ok")
 
     def trial(self, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Evaluation:
-        """Return the median of the samples, or one sample of a config that is far behind."""
+        """Check a config and time it roughly: the median of the samples, one sample where that is far behind `best_us`."""
         self.prepare()
         checked = self.check(config)
         if checked.status != "ok":
@@ -130,7 +112,10 @@ class GpuBench:
             return Evaluation("failed", detail=first_line(error))
 
     def samples(self, configs: Sequence[Config]) -> list[Samples | None]:
-        """Run rounds until the ratios to the first are known well."""
+        """Time correct configs interleaved: (rounds,) microseconds each, None where those before leave no memory.
+
+        Rounds end when the ratios to the first are known well.
+        """
         self.prepare()
         contenders = {"0": self._contender(configs[0])}  # the others are held against it: without it there is no answer
         for i, config in enumerate(configs[1:], start=1):
@@ -147,7 +132,7 @@ class GpuBench:
         return time_runs(runs, ceiling, untimed, self.on_variant)
 
     def close(self) -> None:
-        """Free the tensors."""
+        """Give the memory of inputs and reference back."""
         self._task, self._checker, self._inputs = None, None, []
         torch.cuda.empty_cache()
 

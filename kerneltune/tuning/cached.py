@@ -10,7 +10,7 @@ from typing import Any
 
 from kerneltune import cache, device
 from kerneltune.measuring.compare import commit
-from kerneltune.search.trials import Task
+from kerneltune.search.task import Task
 from kerneltune.spec import Config, Variant
 
 

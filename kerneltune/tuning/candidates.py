@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kerneltune.errors import unknown
-from kerneltune.search.trials import Sizes, Task, TrialStore, knobs_of
+from kerneltune.search.task import Task, knobs_of
+from kerneltune.search.trials import Sizes, TrialStore
 from kerneltune.spec import Case, Config, Space, Variant
 from kerneltune.tuning.cached import fitting
 

@@ -9,12 +9,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Protocol
 
 from kerneltune import cache, device, sweep
 from kerneltune.files import replace_bytes
 from kerneltune.plan import Options, Progress, Selection, load_plan, wanted_variants
-from kerneltune.search.trials import Task, TrialStore, store_path
+from kerneltune.search.task import Task
+from kerneltune.search.trials import TrialStore, store_path
 from kerneltune.spec import Op
 from kerneltune.sweep import results_root
 from kerneltune.tuning.candidates import TOLD, widened
@@ -22,34 +22,16 @@ from kerneltune.tuning.cluster import RayWorkers
 from kerneltune.tuning.local import LocalWorkers, visible_gpus
 from kerneltune.tuning.machines import Usage
 from kerneltune.tuning.stage import TuningResult, TuningSummary, ended, tell, tune_entries, wanted_works
-from kerneltune.tuning.worker import Event, Identity, RemoteResult, RemoteTask
+from kerneltune.tuning.worker import Identity, RemoteResult, RemoteTask
 
 ATTEMPTS = 3
 """So many workers may die over one piece of work, and so often may one be started again."""
 
 
-class Workers(Protocol):
-    """Some processes with a GPU each, numbered from 0."""
-
-    count: int
-
-    def start(self, index: int) -> None:
-        """Start a worker, for the first time or again; it says when it is ready."""
-
-    def give(self, index: int, order: RemoteTask) -> None:
-        """Give a task to a worker that is ready."""
-
-    def next(self) -> tuple[int, Event]:
-        """Wait for what any worker has to say next."""
-
-    def stop(self, index: int) -> None:
-        """End a worker."""
-
-
 class Fleet:
     """One run over workers."""
 
-    def __init__(self, workers: Workers, options: Options, progress: Progress) -> None:
+    def __init__(self, workers: LocalWorkers | RayWorkers, options: Options, progress: Progress) -> None:
         self._workers, self._options, self._progress = workers, options, progress
         here = device.current()
         self.identity = Identity.of_this_process() if here.is_gpu else None

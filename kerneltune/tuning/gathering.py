@@ -7,7 +7,7 @@ from typing import Any
 from kerneltune import cache
 from kerneltune.search import spaces
 from kerneltune.search.observations import path_of, read
-from kerneltune.search.trials import knobs_of
+from kerneltune.search.task import knobs_of
 from kerneltune.spec import Case, Op, Variant
 from kerneltune.tuning.fitting import Sample
 from kerneltune.tuning.transfer import config_of

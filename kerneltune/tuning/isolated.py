@@ -12,17 +12,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 from kerneltune.errors import first_line
 from kerneltune.measuring.check import broken_context
-from kerneltune.measuring.compare import CEILING, Compared, Run, Untimed, compared_records
+from kerneltune.measuring.compare import CEILING, Compared, Untimed, compared_records
 from kerneltune.processes import fast_context, in_environment
 from kerneltune.records import Record
-from kerneltune.search.trials import Evaluation, Task
+from kerneltune.search.task import Run, Task
+from kerneltune.search.trials import Evaluation
 from kerneltune.spec import Config
 from kerneltune.stats import Samples
-from kerneltune.tuning.bench import SCREEN_SAMPLES, GpuBench, Measuring
+from kerneltune.tuning.bench import SCREEN_SAMPLES, GpuBench
 
 TRIAL_TIMEOUT_S = 60.0
 FINAL_TIMEOUT_S = 300.0
@@ -31,13 +32,6 @@ VARIANT_TIMEOUT_S = 900.0
 _EXIT_GRACE_S = 5.0
 _ENDED_FROM_OUTSIDE = (-signal.SIGTERM, 255)
 """Exit codes of a child that was sent SIGTERM, as by `timeout` to all processes at once: 255 where its server was, too."""
-
-
-class Stoppable(Measuring, Protocol):
-    """A bench that another thread can end."""
-
-    def stop(self) -> None:
-        """End what is being measured, at once; nothing is measured after that."""
 
 
 class ChildCrashedError(Exception):
@@ -69,7 +63,7 @@ class IsolatedBench:
 
     def __init__(
         self,
-        make: Callable[[], Measuring] = GpuBench,
+        make: Callable[[], GpuBench] = GpuBench,
         cores: frozenset[int] | None = None,
         trial_timeout_s: float = TRIAL_TIMEOUT_S,
     ) -> None:
@@ -251,7 +245,7 @@ class IsolatedBench:
         return child.exitcode
 
 
-def _serve(pipe: Connection, make: Callable[[], Measuring], cores: frozenset[int] | None) -> None:
+def _serve(pipe: Connection, make: Callable[[], GpuBench], cores: frozenset[int] | None) -> None:
     """Answer one request after the other, in the child; end when its context is lost, or when nobody asks any more.
 
     It keeps to its cores once it is open: before that it waits for the GPU's and Triton's drivers, and other cores may as well.

@@ -15,16 +15,17 @@ from pathlib import Path
 from threading import Thread
 
 from kerneltune import device
-from kerneltune.measuring.compare import Run, commit
-from kerneltune.measuring.compiler import TARGETS, CompilePool, compile_job
+from kerneltune.measuring.compare import commit
+from kerneltune.measuring.compiler import TARGETS, CompilePool, PendingCompile, compile_job
 from kerneltune.plan import Options
 from kerneltune.processes import start_server
-from kerneltune.search.trials import Evaluation, KnownTrial, Place, Task, TrialStore, store_path
+from kerneltune.search.task import Place, Run, Task
+from kerneltune.search.trials import Evaluation, KnownTrial, TrialStore, store_path
 from kerneltune.spec import Config
 from kerneltune.sweep import results_root
 from kerneltune.tuning.cached import present
 from kerneltune.tuning.isolated import IsolatedBench, split_cores
-from kerneltune.tuning.tuner import Compiling, Tuner
+from kerneltune.tuning.tuner import Tuner
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +96,8 @@ class Machines:
         self._began: float | None = None
         self._evaluations = 0
         self._stores: dict[tuple[str, str], TrialStore] = {}
-        self._begun: list[Compiling] = []
-        self._ahead: dict[tuple[Place, Config], Compiling] = {}
+        self._begun: list[PendingCompile] = []
+        self._ahead: dict[tuple[Place, Config], PendingCompile] = {}
         self._later: Iterator[Run] = iter(())
 
     def know(self, task: Task, known: Iterable[KnownTrial] = ()) -> None:
@@ -125,11 +126,11 @@ class Machines:
         tuner.whole = self._options.force or bool(self._options.knobs)
         return tuner
 
-    def _compiling(self, task: Task, config: Config) -> Compiling:
+    def _compiling(self, task: Task, config: Config) -> PendingCompile:
         """Begin to compile a config, unless that was begun ahead."""
         return self._ahead.pop((task.place, config), None) or self._begin(task, config)
 
-    def _begin(self, task: Task, config: Config) -> Compiling:
+    def _begin(self, task: Task, config: Config) -> PendingCompile:
         self._begun.append(self.pool.submit(compile_job(task, config)))
         return self._begun[-1]
 

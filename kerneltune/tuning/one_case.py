@@ -12,7 +12,8 @@ from typing import Any
 
 from kerneltune import cache, device
 from kerneltune.search.loop import Search, explore, opening, times_of
-from kerneltune.search.trials import Evaluation, knobs_of
+from kerneltune.search.task import knobs_of
+from kerneltune.search.trials import Evaluation
 from kerneltune.spec import Config
 from kerneltune.tuning.bench import SCREEN_SAMPLES
 from kerneltune.tuning.cached import looked_up, stamp

@@ -16,7 +16,8 @@ from kerneltune.measuring.compare import ceiling_task, commit, obstacle
 from kerneltune.measuring.memory import release_memory
 from kerneltune.plan import Options, Progress, Selection, wanted_variants
 from kerneltune.search.loop import Search
-from kerneltune.search.trials import Evaluation, Knobs, Place, Task, knobs_of
+from kerneltune.search.task import Place, Task, knobs_of
+from kerneltune.search.trials import Evaluation, Knobs
 from kerneltune.spec import Config, Op
 from kerneltune.tuning.cached import cached, changed
 from kerneltune.tuning.candidates import checked_space, takes, widened

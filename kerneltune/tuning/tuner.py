@@ -11,31 +11,19 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 from kerneltune import device
 from kerneltune.measuring.assembly import LIMITS, resident
-from kerneltune.measuring.compiler import CompileResult
-from kerneltune.search.trials import Evaluation, Task, TrialStore
+from kerneltune.measuring.compiler import CompileResult, PendingCompile
+from kerneltune.search.task import Task
+from kerneltune.search.trials import Evaluation, TrialStore
 from kerneltune.spec import Config
 from kerneltune.stats import Samples, median_interval, ratio_interval
 from kerneltune.tuning.bench import SCREEN_SAMPLES, TRIED_WHOLE
-from kerneltune.tuning.isolated import ChildCrashedError, Stoppable
+from kerneltune.tuning.isolated import ChildCrashedError, IsolatedBench
 
 _POLL_S = 0.001
-
-
-class Compiling(Protocol):
-    """A config that is being compiled."""
-
-    def done(self) -> bool:
-        """Return whether `result` answers at once."""
-
-    def result(self) -> CompileResult:
-        """Wait for it."""
-
-    def cancel(self) -> None:
-        """Give it up."""
 
 
 @dataclass(slots=True)
@@ -44,7 +32,7 @@ class Begun:
 
     tuner: "Tuner"
     config: Config
-    pending: Compiling
+    pending: PendingCompile
     _refusal: Evaluation | None = None
     _measured: "Future[Evaluation] | None" = None
 
@@ -94,7 +82,9 @@ class Tuner:
         meanwhile: called again and again while the bench is waited for.
     """
 
-    def __init__(self, task: Task, store: TrialStore, bench: Stoppable, compiling: Callable[[Config], Compiling]) -> None:
+    def __init__(
+        self, task: Task, store: TrialStore, bench: IsolatedBench, compiling: Callable[[Config], PendingCompile]
+    ) -> None:
         """compiling: begins to compile a config."""
         self.task, self.store, self.bench, self.compiling = task, store, bench, compiling
         self.resources: dict[Config, int] = {}

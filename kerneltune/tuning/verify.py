@@ -14,7 +14,7 @@ from kerneltune import cache, device
 from kerneltune.cache import CacheEntry
 from kerneltune.errors import unknown
 from kerneltune.plan import Options, Progress
-from kerneltune.search.trials import Place, Task
+from kerneltune.search.task import Place, Task
 from kerneltune.spec import Config, Op
 from kerneltune.tuning.cached import changed, stamp
 from kerneltune.tuning.isolated import ChildCrashedError

@@ -17,7 +17,8 @@ from kerneltune.device import Device
 from kerneltune.files import replace_text
 from kerneltune.measuring.compare import commit
 from kerneltune.plan import Options
-from kerneltune.search.trials import Evaluation, KnownTrial, Task
+from kerneltune.search.task import Task
+from kerneltune.search.trials import Evaluation, KnownTrial
 from kerneltune.spec import Config, Variant
 from kerneltune.tuning.machines import Machines
 from kerneltune.tuning.stage import TuningResult, perform

@@ -24,7 +24,7 @@ from kerneltune.adopt import table
 from kerneltune.cli import settings as settings_file
 from kerneltune.inspection import static
 from kerneltune.search import observations, spaces, trials
-from kerneltune.search.trials import Task
+from kerneltune.search.task import Task
 from kerneltune.workloads import model_config
 
 REPO = Path(__file__).parents[2]

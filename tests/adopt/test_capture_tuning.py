@@ -18,7 +18,8 @@ from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.table import read_table
 from kerneltune.adopt.tuning import tune_capture
 from kerneltune.plan import Quiet
-from kerneltune.search.trials import Evaluation, Task
+from kerneltune.search.task import Task
+from kerneltune.search.trials import Evaluation
 from kerneltune.stats import Samples
 
 GPU = "nvidia_h200"

@@ -15,7 +15,7 @@ from kerneltune.cli import app
 from kerneltune.lab import planted, study
 from kerneltune.lab.study import Process, decide
 from kerneltune.records import Record
-from kerneltune.search.trials import Task
+from kerneltune.search.task import Task
 from kerneltune.spec import Case
 
 DELAYS = (0.02, 0.05, 0.1)

@@ -23,7 +23,7 @@ from kerneltune.lab.tuners import EXHAUSTIVE, HELION, US, ContestTask, TunerResu
 from kerneltune.lab.versus import BEST, DEFAULT, Contest, contest, keep
 from kerneltune.plan import Options, Quiet
 from kerneltune.search.loop import Search
-from kerneltune.search.trials import Task
+from kerneltune.search.task import Task
 from kerneltune.spec import Case
 
 SIDES = {US: versus_jobs.ours, EXHAUSTIVE: versus_jobs.triton, "Third": versus_jobs.broken}

@@ -11,7 +11,7 @@ from kerneltune import device, ops
 from kerneltune.measuring import compare
 from kerneltune.measuring.check import Checker
 from kerneltune.records import Record
-from kerneltune.search.trials import Task
+from kerneltune.search.task import Run, Task
 from kerneltune.spec import Case, Variant
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="pretends a GPU")
@@ -22,7 +22,7 @@ TASKS = [Task(OP, CASE, OP.variant(name)) for name in ("baseline", "pr593", "opt
 RUNS = [(task, task.default) for task in TASKS]
 
 
-def compared(runs: Sequence[compare.Run] = RUNS) -> list[Record]:
+def compared(runs: Sequence[Run] = RUNS) -> list[Record]:
     return compare.compared_records("f", runs, None, compare.time_runs(runs, None))
 
 

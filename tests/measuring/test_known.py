@@ -17,7 +17,7 @@ from kerneltune.measuring.compiler import TARGETS, CompilePool, compile_job
 from kerneltune.measuring.known import KnownFacts
 from kerneltune.ops.dense_gemm import DenseConfig
 from kerneltune.ops.stream import StreamConfig
-from kerneltune.search.trials import Task
+from kerneltune.search.task import Task
 from kerneltune.spec import Case
 
 ACCESSES = (Access("load", 128, 4), Access("load", 32, 1), Access("store", 64, 2))

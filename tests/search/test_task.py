@@ -6,7 +6,7 @@ import bench_jobs
 import pytest
 
 from kerneltune import ops
-from kerneltune.search.trials import Task
+from kerneltune.search.task import Task
 from kerneltune.spec import Case, Op
 
 CASE = Case("a", (("M", 8),), "bfloat16")

@@ -17,7 +17,8 @@ import pytest
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
-from kerneltune.search.trials import Evaluation, Task, TrialStore, history, latest_fingerprint
+from kerneltune.search.task import Task
+from kerneltune.search.trials import Evaluation, TrialStore, history, latest_fingerprint
 from kerneltune.spec import Case, Op, Traffic, Variant
 
 

@@ -21,7 +21,8 @@ import pytest
 from bench_jobs import CASE, OPS, VARIANT, FakeBench, Knobs, NeverOpens, StartsSlowly
 from started import environment
 
-from kerneltune.search.trials import Evaluation, Task
+from kerneltune.search.task import Task
+from kerneltune.search.trials import Evaluation
 from kerneltune.tuning import bench as tuning_bench
 from kerneltune.tuning.bench import GpuBench
 from kerneltune.tuning.isolated import ChildCrashedError, IsolatedBench, check_in_child, split_cores

@@ -9,7 +9,7 @@ from made_up import CASE, HALF, Small, nothing, op_of, small_space
 
 from kerneltune import cache, device
 from kerneltune.plan import Options
-from kerneltune.search.trials import Task
+from kerneltune.search.task import Task
 from kerneltune.spec import Case, Variant
 from kerneltune.tuning.cached import cached, config_for, fitting
 

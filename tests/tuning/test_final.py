@@ -8,7 +8,7 @@ import pytest
 from made_up import CASE, HALF, SMALL, NoBench, Setting, Small, compiled, nothing, op_of, small_space, small_time
 
 from kerneltune.search.loop import Search
-from kerneltune.search.trials import Task, knobs_of
+from kerneltune.search.task import Task, knobs_of
 from kerneltune.spec import Config, Variant
 from kerneltune.tuning.isolated import ChildCrashedError
 from kerneltune.tuning.one_case import _FINALISTS

@@ -13,7 +13,7 @@ import pytest
 from kerneltune import cache, device, ops, sweep, workloads
 from kerneltune.cache import Choice, Chooser
 from kerneltune.files import data_root
-from kerneltune.search.trials import Task
+from kerneltune.search.task import Task
 from kerneltune.spec import Case, Op
 from kerneltune.tuning.cached import config_for
 

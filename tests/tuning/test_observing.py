@@ -9,7 +9,7 @@ from made_up_gpu import H200, OPS, time_us
 
 from kerneltune.plan import Options, Quiet
 from kerneltune.search.observations import path_of, read
-from kerneltune.search.trials import Task
+from kerneltune.search.task import Task
 from kerneltune.spec import Case
 from kerneltune.tuning import observing
 from kerneltune.tuning.observing import Asked, observe

@@ -21,7 +21,8 @@ from kerneltune import cache
 from kerneltune.measuring.compiler import CompileResult
 from kerneltune.plan import Options, Quiet, Selection
 from kerneltune.search import spaces
-from kerneltune.search.trials import Evaluation, Task, history
+from kerneltune.search.task import Task
+from kerneltune.search.trials import Evaluation, history
 from kerneltune.spec import Case, Op
 from kerneltune.tuning import machines, stage
 from kerneltune.tuning.candidates import widened
