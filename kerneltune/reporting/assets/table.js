@@ -65,7 +65,7 @@ function tableColumns(rows) {
     ...sizeColumns(rows),
     ...(state.a === BEST ? [text("A is", (row) => row.a.is)] : []),
     ...data.columns.filter((spec) => MEASURES[spec.key]).map((spec) => measureColumn(spec)),
-    { name: "× best peer", get: (row) => row.peer?.ratio ?? null, show: peerCell, number: true, wide: true },
+    ...(state.a === BEST ? [] : [{ name: "× best peer", get: (row) => row.peer?.ratio ?? null, show: peerCell, number: true, wide: true }]),
   ];
   return columns.filter((column) => !column.wide || rows.some((row) => column.get(row) != null));
 }
@@ -112,7 +112,7 @@ function drawTable(cases) {
   const caption = element("caption", {}, `A is ${state.a}, B is ${state.b}: ${rows.length} of ${data.cases.length} cases`);
   place.replaceChildren(element("table", {}, caption, element("thead", {}, element("tr", {}, ...heads)), element("tbody", {}, ...lines)));
   document.getElementById("table-hint").textContent = !rows.length ? `No case that is left has both ${state.a} and ${state.b}.` :
-    "+ above 1.05x, - below 0.95x. Click a heading to sort; hover a row for its configs, a peer's share for its name.";
+    "+ above 1.05x, - below 0.95x. Click a heading to sort; hover a row for its configs.";
   drawTiles(rows);
 }
 
