@@ -38,8 +38,14 @@ _ZERO_CENTRED = ("gemma", "diffusion_gemma", "vaultgemma", "t5gemma", "qwen3_nex
 _FUSED = ("phi3", "phi4", "glm4", "glm", "chatglm")
 """Beginnings of model types whose dense gate and up are one matrix."""
 _FUSED_ATTENTION = ("phi3", "phi4", "dbrx", "chatglm", "gpt_neox", "falcon")
-_NOT_FUSED = ("glm4_moe", "glm_moe")
+_NOT_FUSED = ("glm4_moe", "glm4v_moe", "glm_moe", "falcon_h1")
 _UNGATED = ("starcoder2", "gpt_neox", "gpt2", "phi", "falcon", "opt", "bloom", "nemotron", "apertus", "arcee", "mpt")
+_GATED = ("phi3", "phimoe", "falcon_h1")
+"""Exceptions from the ungated."""
+_SHARED_AS_ROUTED = ("llama4",)
+"""Beginnings of model types with a shared expert, as wide as a routed one, that no field tells of."""
+_DENSE_BESIDE = ("longcat",)
+"""The same of those with dense layers beside the experts of every layer."""
 _DTYPES = {"bfloat16": "bfloat16", "float16": "float16", "half": "float16", "float32": "float32", "float": "float32"}
 
 
@@ -124,9 +130,9 @@ def read(path: Path) -> Model:
         qk_norm="" if not is_rms or latents else "width" if kind.startswith(_WIDE_NORMS) else "head" if per_head else "",
         has_rms_norm=is_rms,
         zero_centered=kind.startswith(_ZERO_CENTRED),
-        fused_attention=kind.startswith(_FUSED_ATTENTION),
+        fused_attention=kind.startswith(_FUSED_ATTENTION) and not kind.startswith(_NOT_FUSED),
         fused_mlp=kind.startswith(_FUSED) and not kind.startswith(_NOT_FUSED),
-        gated=not kind.startswith(_UNGATED) or kind.startswith("phi3") or kind.startswith("phimoe"),
+        gated=not kind.startswith(_UNGATED) or kind.startswith(_GATED),
         dtype=_DTYPES.get(str(fields.get("dtype") or fields.get("torch_dtype")).removeprefix("torch."), "bfloat16"),
     )
 
@@ -235,9 +241,9 @@ def _of_class(kind: str) -> Iterator[tuple[str, Any]]:
 
 def _experts(fields: _Fields) -> Experts | None:
     counted = fields.name_of(_EXPERTS)
-    if counted is None or fields.get(counted) in (0, 1):
+    if counted is None or _first(fields.get(counted)) in (0, 1):
         return None
-    count = fields.checked(counted, fields.get(counted))
+    count = fields.checked(counted, _first(fields.get(counted)))
     wide = fields.name_of(_EXPERT_MLP) or fields.name_of(_MLP)
     width = fields.size(_EXPERT_MLP) if wide is None else fields.checked(wide, _first(fields.get(wide)))
     top = fields.name_of(_TOP_K)
@@ -247,10 +253,12 @@ def _experts(fields: _Fields) -> Experts | None:
     if top_k > count:
         fields.fail(top, top_k, f"at most the {count} experts of {counted}")
     shared = fields.name_of(_SHARED)
-    several = fields.get(fields.name_of(_SHARED_COUNT) or "") or 0
+    several = _first(fields.get(fields.name_of(_SHARED_COUNT) or "")) or 0
     inner = fields.checked(shared, fields.get(shared)) if shared and fields.get(shared) else 0
     if not inner and several:
         inner = width * fields.checked(fields.name_of(_SHARED_COUNT) or "", several)
+    if not inner and fields.kind.startswith(_SHARED_AS_ROUTED):
+        inner = width
     return Experts(count, width, top_k, counted, wide or _EXPERT_MLP[0], inner)
 
 
@@ -266,12 +274,13 @@ def _dense_width(fields: _Fields, experts: Experts | None) -> int:
         if name is None and "n_inner" in fields.data:  # GPT-2 and its kin: null is four times the width
             return 4 * fields.size(_HIDDEN)
         return fields.checked(name, _first(fields.get(name))) if name else fields.size(_MLP)
-    of_some = ("first_k_dense_replace", "mlp_only_layers", "num_dense_layers")
-    has_dense = any(fields.get(one) for one in of_some) or (fields.get("expert_layer_period") or 1) != 1
-    if name is not None and has_dense:
-        return fields.checked(name, _first(fields.get(name)))
-    wide = fields.get("intermediate_size_mlp")
-    return fields.checked("intermediate_size_mlp", wide) if wide else 0
+    of_some = ("first_k_dense_replace", "mlp_only_layers", "num_dense_layers", "moe_layer_start_index")
+    steps = [fields.get(one) or 1 for one in ("expert_layer_period", "interleave_moe_layer_step")]
+    has_dense = any(fields.get(one) for one in of_some) or steps != [1, 1] or fields.kind.startswith(_DENSE_BESIDE)
+    if name is None or not has_dense:
+        return 0
+    own = "intermediate_size_mlp" if fields.get("intermediate_size_mlp") else name
+    return fields.checked(own, _first(fields.get(own)))
 
 
 def _latents(fields: _Fields) -> dict[str, int]:

@@ -8,7 +8,7 @@ import pytest
 
 from kerneltune import ops, sweep
 from kerneltune.workloads.model_cases import sweep_text
-from kerneltune.workloads.model_config import read
+from kerneltune.workloads.model_config import Model, read
 
 OPS = ops.load()
 SMALL = {"model_type": "qwen3", "hidden_size": 2560, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
@@ -101,6 +101,34 @@ def test_sizes_of_gpt2_and_of_the_parts_of_dbrx_are_read(tmp_path: Path) -> None
         4,
         10752,
     )
+
+
+def test_layers_of_families_are_read_as_their_code_builds_them(tmp_path: Path) -> None:
+    """Names and sizes of the models' own files; what a layer has is that of transformers 5."""
+
+    def model(kind: str, **fields: Any) -> Model:
+        base = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5}
+        return read(written(tmp_path, {**base, "model_type": kind, **fields}))
+
+    hunyuan = model("hunyuan_v1_moe", intermediate_size=3072, num_experts=64, moe_topk=[8] * 32, num_shared_expert=[1] * 32,
+                    moe_intermediate_size=[3072] * 32, use_qk_norm=True)  # fmt: skip
+    assert hunyuan.experts is not None
+    assert (hunyuan.experts.count, hunyuan.experts.top_k, hunyuan.experts.shared, hunyuan.qk_norm) == (64, 8, 3072, "head")
+    ernie = model("ernie4_5_moe", intermediate_size=12288, moe_num_experts=[64, 64], moe_k=6, moe_num_shared_experts=2,
+                  moe_intermediate_size=[1536, 512], moe_layer_start_index=1)  # fmt: skip
+    assert ernie.experts is not None
+    assert (ernie.mlp, ernie.experts.count, ernie.experts.width, ernie.experts.shared) == (12288, 64, 1536, 3072)
+    routed = {"intermediate_size": 8192, "intermediate_size_mlp": 16384, "num_local_experts": 16, "num_experts_per_tok": 1}
+    scout, maverick = (model("llama4_text", **routed, interleave_moe_layer_step=step) for step in (1, 2))
+    assert scout.experts == maverick.experts
+    assert scout.experts is not None
+    assert (scout.experts.width, scout.experts.shared, scout.mlp, maverick.mlp) == (8192, 8192, 0, 16384)
+    assert not model("glm4v_moe_text", intermediate_size=10944).fused_mlp
+    assert model("glm4", intermediate_size=13696).fused_mlp
+    falcon = model("falcon_h1", intermediate_size=12288)
+    assert (falcon.gated, falcon.fused_attention, falcon.has_rms_norm) == (True, False, True)
+    longcat = model("longcat_flash", ffn_hidden_size=12288, expert_ffn_hidden_size=2048, n_routed_experts=512, moe_topk=12)
+    assert longcat.mlp == 12288
 
 
 @pytest.mark.parametrize(
