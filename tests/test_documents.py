@@ -43,7 +43,7 @@ from kerneltune.cli import app, console, settings
 from kerneltune.sweep import families
 
 README = ROOT / "README.md"
-LANGUAGES = {"console", "sh", "python", "yaml", "toml", "text"}
+LANGUAGES = {"console", "sh", "python", "yaml", "toml", "text", "mermaid"}
 NOT_RUN = {
     "pip install git+https://github.com/kerneltune/kerneltune": "installs from the network",
     "pip install git+https://github.com/kerneltune/kerneltune     # or: pip install kerneltune-0.1.0-py3-none-any.whl": "same",
