@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -40,9 +39,19 @@ def commands() -> str:
     from kerneltune.cli import app
 
     command = typer.main.get_command(app)
+    _shown(command)
     context = command.make_context("kerneltune", ["doctor"], resilient_parsing=True)
     text = get_docs_for_click(obj=command, ctx=context, name="kerneltune", title="Commands")
     return str(text).replace("<", "&lt;").replace(">", "&gt;") if "<" in str(text) else str(text)
+
+
+def _shown(group: Any) -> None:
+    """Leave out the hidden commands of a group, but for `lab`, and let the list say the whole first sentence of each."""
+    group.commands = {name: each for name, each in group.commands.items() if not each.hidden or name == "lab"}
+    for command in group.commands.values():
+        command.short_help = re.split(r"(?<=[.:])\s", command.help or "", maxsplit=1)[0].rstrip(":.") + "."
+        if hasattr(command, "commands"):
+            _shown(command)
 
 
 def results(family: str) -> str:
@@ -52,15 +61,15 @@ def results(family: str) -> str:
     """
     commands = [["compare", "--family", family], ["compare", "baseline", "optimized", "--family", family]]
     title = TITLES.get(family, family.replace("_", " "))
-    parts = [f"# {title}"]
+    parts = [f"---\nhide:\n  - toc\n---\n\n# {title}"]  # tables need its room
     bodies = {""}
     for command in commands:
-        text = _printed(*command, width="1000").rstrip()
+        text = _printed(*command, "--format", "markdown").rstrip()
         heading = f"## {AGAINST[command[1]]}"
         _, _, body = text.partition("\n")
         if body not in bodies:  # where the one peer is the baseline, only the first line differs
             bodies.add(body)
-            parts += [heading, f"Printed by `kerneltune {' '.join(command)}`:", f"```text\n{text}\n```"]
+            parts += [heading, f"Printed by `kerneltune {' '.join(command)} --format markdown`:", text]
     return "\n\n".join(parts) + "\n"
 
 
@@ -77,17 +86,17 @@ def index(families: list[str]) -> str:
 
 def _speedup(against: str, family: str) -> str:
     """Return `1.45x (0.95x to 3.46x, 122 rows)`; empty where the two were not measured in the same cases."""
-    text = _printed("compare", against, "optimized", "--family", family, width="1000")
+    text = _printed("compare", against, "optimized", "--family", family, "--format", "markdown")
     found = re.search(r"B is (\S+) as fast as A: geometric mean of (\d+ rows?), (\S+ to \S+);", text)
     return f"{found[1]} ({found[3]}, {found[2]})" if found else "see the page"
 
 
-def _printed(*arguments: str, width: str) -> str:
+def _printed(*arguments: str) -> str:
     """Return what a command prints."""
     from typer.testing import CliRunner
 
     from kerneltune.cli import app
 
     with contextlib.redirect_stderr(io.StringIO()):
-        done = CliRunner().invoke(app, list(arguments), env={**os.environ, "COLUMNS": width})
+        done = CliRunner().invoke(app, list(arguments))
     return done.stdout if done.exit_code == 0 else ""
