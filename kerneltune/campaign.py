@@ -5,6 +5,7 @@ Knows no operator and prints nothing. May import torch.
 
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -83,26 +84,27 @@ def run_sweep(
     Raises:
         ValueError: bad input, nothing to check where only checks run, or a folder that cannot be written.
     """
-    campaign = _Campaign(ops, load_plan(ops, selection), selection, options, progress)
-    entries = [entry for entry in campaign.plan.bench if selection.takes(entry)]
-    work = campaign.to_check(campaign.plan.check)
-    resumes = any(campaign.journal(name).exists() for name in ("journal", "check.journal"))
-    if first_table is not None and not campaign.only_checks and not resumes:
-        campaign.measure_first(entries, first_table)
-    checked = campaign.check(work, [] if device.current().is_gpu else campaign.further_checks())
-    if campaign.only_checks:
-        return campaign.keep_checked(checked)
-    failed = [record for record in checked if record.status == "failed"]
-    for record in failed:
-        what = f"{record.op} {record.variant} {record.case} {record.dtype} {record.quant}"
-        config = f" with {cells.pairs(record.config)}" if record.config else ""
-        progress.note(f"failed its check: {what}{config}: {record.reason}")
-    if options.tune:
-        from kerneltune.tuning.stage import tune_entries
+    with _campaign(ops, selection, options, progress) as campaign:
+        entries = [entry for entry in campaign.plan.bench if selection.takes(entry)]
+        work = campaign.to_check(campaign.plan.check)
+        resumes = any(campaign.journal(name).exists() for name in ("journal", "check.journal"))
+        if first_table is not None and not campaign.only_checks and not resumes:
+            campaign.measure_first(entries, first_table)
+        checked = campaign.check(work, [] if device.current().is_gpu else campaign.further_checks())
+        if campaign.only_checks:
+            return campaign.keep_checked(checked)
+        failed = [record for record in checked if record.status == "failed"]
+        for record in failed:
+            what = f"{record.op} {record.variant} {record.case} {record.dtype} {record.quant}"
+            config = f" with {cells.pairs(record.config)}" if record.config else ""
+            progress.note(f"failed its check: {what}{config}: {record.reason}")
+        if options.tune:
+            from kerneltune.tuning.stage import tune_entries
 
-        tune_entries(ops, entries, selection, options, progress)
-    measured, files = campaign.measure_and_write(entries)
-    return SweepResult([*failed, *measured], files, tables.rank_flips(records.load(files[0])))
+            campaign.bench.end()
+            tune_entries(ops, entries, selection, options, progress)
+        measured, files = campaign.measure_and_write(entries)
+        return SweepResult([*failed, *measured], files, tables.rank_flips(records.load(files[0])))
 
 
 def run_quick(
@@ -123,15 +125,15 @@ def run_quick(
     Raises:
         ValueError: bad input, nothing to do, or a folder that cannot be written.
     """
-    campaign = _Campaign(ops, load_plan(ops, selection), selection, options, progress)
-    if campaign.only_checks:
-        return campaign.keep_checked(campaign.check(campaign.to_check(headline(campaign.plan, selection, "check"))))
-    entries = headline(campaign.plan, selection)
-    if not entries:
-        raise ValueError(f"{campaign.plan.path}: no bench case selected")
-    if not campaign.journal("journal").exists():
-        campaign.measure_first(entries, first_table)
-    return SweepResult(*campaign.measure_and_write(entries))
+    with _campaign(ops, selection, options, progress) as campaign:
+        if campaign.only_checks:
+            return campaign.keep_checked(campaign.check(campaign.to_check(headline(campaign.plan, selection, "check"))))
+        entries = headline(campaign.plan, selection)
+        if not entries:
+            raise ValueError(f"{campaign.plan.path}: no bench case selected")
+        if not campaign.journal("journal").exists():
+            campaign.measure_first(entries, first_table)
+        return SweepResult(*campaign.measure_and_write(entries))
 
 
 def measure_live(
@@ -148,11 +150,11 @@ def measure_live(
         ValueError: no GPU for `command`, or bad input.
     """
     require_gpu(command)
-    campaign = _Campaign(ops, load_plan(ops, selection), selection, options, progress)
-    entries = [entry for entry in campaign.plan.bench if selection.takes(entry)]
-    if keys is not None:
-        entries = [entry for entry in entries if key_of_case(ops[entry.op], entry.case, options.policy) in keys]
-    return campaign.measure(entries, None)
+    with _campaign(ops, selection, options, progress) as campaign:
+        entries = [entry for entry in campaign.plan.bench if selection.takes(entry)]
+        if keys is not None:
+            entries = [entry for entry in entries if key_of_case(ops[entry.op], entry.case, options.policy) in keys]
+        return campaign.measure(entries, None)
 
 
 def configured(ops: Mapping[str, Op], selection: Selection, options: Options) -> tuple[str, list[Runs]]:
@@ -203,13 +205,14 @@ class _FurtherCheck:
 
 @dataclass(frozen=True, slots=True)
 class _Campaign:
-    """The stages of one run."""
+    """The stages of one run, whose checks and comparisons share a measuring child."""
 
     ops: Mapping[str, Op]
     plan: sweep.Sweep
     selection: Selection
     options: Options
     progress: Progress
+    bench: IsolatedBench
 
     @property
     def only_checks(self) -> bool:
@@ -274,13 +277,12 @@ class _Campaign:
         kept = len(work) - len(lacking)
         self.progress.stage("check", len(work) + len(further), kept, () if on_gpu else costs)
         found = []
-        with IsolatedBench(trial_timeout_s=_CHECK_TIMEOUT_S) as bench:
-            for runs, rows in zip(work, known, strict=True):
-                if rows is None:
-                    rows = check_only(self.plan.family, runs, partial(check_in_child, bench) if on_gpu else None)
-                    records.append(journal, rows)
-                    self.progress.advance(_label(runs))
-                found += rows
+        for runs, rows in zip(work, known, strict=True):
+            if rows is None:
+                rows = check_only(self.plan.family, runs, partial(check_in_child, self.bench) if on_gpu else None)
+                records.append(journal, rows)
+                self.progress.advance(_label(runs))
+            found += rows
         journal.unlink(missing_ok=True)
         for check in further:
             own = [v for v in wanted_variants(check.op, self.selection, self.options) if not v.is_peer]
@@ -331,14 +333,13 @@ class _Campaign:
         self._compile([*_ours(lacking), *([run] for run in ceilings if run is not None)])
         self.progress.stage(stage, len(work), len(work) - len(lacking))
         measured, beside = [], iter(ceilings)
-        with IsolatedBench() as bench:
-            for runs, rows in zip(work, known, strict=True):
-                if rows is None:
-                    rows = compare_in_child(bench, self.plan.family, runs, next(beside))
-                    if journal:
-                        records.append(journal, rows)
-                    self._tell(_label(runs), rows)
-                measured += rows
+        for runs, rows in zip(work, known, strict=True):
+            if rows is None:
+                rows = compare_in_child(self.bench, self.plan.family, runs, next(beside))
+                if journal:
+                    records.append(journal, rows)
+                self._tell(_label(runs), rows)
+            measured += rows
         return measured
 
     def _ceiling(self, task: Task) -> Run | None:
@@ -370,6 +371,13 @@ class _Campaign:
         replace_text(markdown, table.markdown())
         replace_text(csv, table.csv())
         return [rows, markdown, csv]
+
+
+@contextmanager
+def _campaign(ops: Mapping[str, Op], selection: Selection, options: Options, progress: Progress) -> Iterator[_Campaign]:
+    plan = load_plan(ops, selection)
+    with IsolatedBench(trial_timeout_s=_CHECK_TIMEOUT_S) as bench:
+        yield _Campaign(ops, plan, selection, options, progress, bench)
 
 
 def _label(runs: Runs) -> str:

@@ -25,6 +25,7 @@ from kerneltune.temporary import process_folder
 T = TypeVar("T")
 
 TIMEOUT_S = 1800.0
+_EXIT_GRACE_S = 5.0
 _BOUND = """import ctypes, os, sys
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
@@ -53,6 +54,7 @@ def in_fresh_processes(
             if not receiver.poll(timeout_s):
                 raise ValueError(f"process {number} of {count} took longer than {timeout_s:g} s")
             result, error = receiver.recv()
+            process.join(_EXIT_GRACE_S)
         except EOFError:
             process.join()
             raise ValueError(f"process {number} of {count} crashed: exit code {process.exitcode}") from None

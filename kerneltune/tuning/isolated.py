@@ -91,6 +91,10 @@ class IsolatedBench:
         self._closed = True
         self._end_child(asked_here=False)
 
+    def end(self) -> None:
+        """End the child, and give its memory back; the next request starts another."""
+        self._end_child()
+
     def open(self, task: Task) -> None:
         """Remember the task; the child makes its tensors when the first config is tried."""
         self._task = task

@@ -129,7 +129,7 @@ def measured(gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[
         return Task(ops["stream"], moved, ops["stream"].variants[0], policy)
 
     monkeypatch.setattr(campaign, "ceiling_task", ceiling_task)
-    monkeypatch.setattr(campaign, "IsolatedBench", lambda: nullcontext(bench.GpuBench()))
+    monkeypatch.setattr(campaign, "IsolatedBench", lambda **_: nullcontext(bench.GpuBench()))
     path = tmp_path / "tiny.yaml"
     cases = "bench:\n  - {name: large, M: 2}\n  - {name: small, M: 1}\n"
     path.write_text(f"family: tiny\nops: [made]\ndefaults: {{dtype: bfloat16}}\n{cases}")
