@@ -15,7 +15,7 @@ from kerneltune.kernel_lib.functions import custom_op
 from kerneltune.kernel_lib.groups import aligned_size
 from kerneltune.kernel_lib.tl_lib import INTERPRETED
 from kerneltune.nn.recipes import Recipe
-from kerneltune.ops import fp8
+from kerneltune.ops import fp8, moe_routing
 from kerneltune.ops.fp8_grouped_gemm import fp8_grouped_gemm
 
 
@@ -64,24 +64,17 @@ def _check_device(w: Tensor) -> None:
         raise ValueError(f"weights must be on a GPU, or kernels interpreted (TRITON_INTERPRET=1), got weights on {w.device}")
 
 
-def cast_expected_weights(b_t: Tensor, amax: Tensor) -> Fp8Weights:
-    """`cast_weights` with one power of two per expert, as torch.compile can trace it. No gradient."""
-    contiguous = b_t.is_contiguous()
-    q, scale, q_t = expected_weights((b_t.mT if contiguous else b_t).detach(), amax)
-    weights = Fp8Weights(q, scale, q_t, scale)
-    return weights.transposed() if contiguous else weights
-
-
 def cast_traced_weights(b_t: Tensor, recipe: Recipe, amax: Tensor) -> Fp8Weights:
-    """Cast b_t (E, K, N), column-major or contiguous, in both layouts by functions that torch.compile can trace. No gradient."""
-    if recipe.scaling == "tensorwise" and recipe.pow2:
-        return cast_expected_weights(b_t, amax)
+    """Return what `cast_weights` does by functions that torch.compile can trace. No gradient."""
     if not torch.compiler.is_compiling():
         _check_device(b_t)
     contiguous = b_t.is_contiguous()
     w = (b_t.mT if contiguous else b_t).detach()
     ops = torch.ops.kerneltune
-    if recipe.scaling == "tensorwise":
+    if recipe.scaling == "tensorwise" and recipe.pow2:
+        q, scale, q_t = expected_weights(w, amax)
+        weights = Fp8Weights(q, scale, q_t, scale)
+    elif recipe.scaling == "tensorwise":
         q, q_t, scale = ops.fp8_tensorwise_3d(w, layout="both", pow2=recipe.pow2, inverse=True)
         weights = Fp8Weights(q, scale, q_t, scale)
     else:
@@ -109,6 +102,7 @@ def fp8_grouped_mm_fwd(
     a: Tensor,
     b_t: Tensor,
     offs: Tensor,
+    index: list[Tensor],
     weights: list[Tensor],
     scaling: str,
     pow2: bool,
@@ -120,7 +114,8 @@ def fp8_grouped_mm_fwd(
     """Y, and what the backward can use of the casts.
 
     Args:
-        a, b_t, offs: as in `grouped_mm.fp8_grouped_mm`.
+        a, b_t, offs: as in `grouped_mm.fp8_grouped_mm`, or tokens (T, K) in place of rows.
+        index: nothing; or pairs and places of a Routing, by which tokens are copied after a tensorwise cast: M = T k.
         weights: the fields of Fp8Weights, where b_t has been cast before, or none.
         scaling, pow2, keep_weights: the fields of Recipe.
         for_da, for_dw: which gradients will be asked for.
@@ -130,7 +125,10 @@ def fp8_grouped_mm_fwd(
         rowwise (E, K); for_da, where the weights are
         cast here and kept, then q_t and scale_t of Fp8Weights.
     """
-    (q, scale_a), kept = cast_tokens(a, offs, scaling, pow2, rows=True, columns=for_dw)
+    if index:
+        (q, scale_a), kept = _cast_and_permute(a, offs, index, pow2, columns=for_dw)
+    else:
+        (q, scale_a), kept = cast_tokens(a, offs, scaling, pow2, rows=True, columns=for_dw)
     if weights:
         w, scale_w = weights[:2]
     else:
@@ -144,6 +142,7 @@ def _(
     a: Tensor,
     b_t: Tensor,
     offs: Tensor,
+    index: list[Tensor],
     weights: list[Tensor],
     scaling: str,
     pow2: bool,
@@ -152,7 +151,7 @@ def _(
     for_da: bool,
     for_dw: bool,
 ) -> list[Tensor]:
-    (M, K), (E, _, N), rowwise = a.shape, b_t.shape, scaling == "rowwise"
+    (E, K, N), rowwise, M = b_t.shape, scaling == "rowwise", index[0].shape[0] if index else a.shape[0]
     made = [a.new_empty((M, N), dtype=out_dtype)]
     if for_dw:
         made += [a.new_empty((K, aligned_size(M, E)), dtype=torch.float8_e4m3fn).t()]
@@ -197,6 +196,16 @@ def _(
         made.append(dy.new_empty((N, aligned_size(M, offs.shape[0])), dtype=torch.float8_e4m3fn))
         made.append(dy.new_empty((offs.shape[0], N) if scaling == "rowwise" else (1,), dtype=torch.float32))
     return made
+
+
+def _cast_and_permute(
+    x: Tensor, offs: Tensor, index: list[Tensor], pow2: bool, columns: bool
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Cast tokens (T, K) and copy them to their experts, with results as of `cast_tokens`."""
+    cast, (pairs, places) = fp8.fp8_tensorwise_2d(x, pow2=pow2, inverse=True), index
+    assert cast.q is not None
+    q, q_t = moe_routing.moe_permute_fp8(cast.q, pairs, offs, places.shape[1])
+    return [q, cast.scale], [q_t, cast.scale] if columns else []
 
 
 def cast_tokens(

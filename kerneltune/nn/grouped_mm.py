@@ -11,7 +11,7 @@ from torch import Tensor
 from kerneltune.kernel_lib.arguments import assert_group_ends, check_like, debugging
 from kerneltune.nn.alignment import row_major
 from kerneltune.nn.delayed import DelayedScaling, delayed_product
-from kerneltune.nn.fp8_products import Fp8Weights, cast_expected_weights, fp8_grouped_mm_da, fp8_grouped_mm_fwd
+from kerneltune.nn.fp8_products import Fp8Weights, cast_traced_weights, fp8_grouped_mm_da, fp8_grouped_mm_fwd
 from kerneltune.nn.operands import check_ends, check_operands, check_weights, wants_gradient
 from kerneltune.nn.recipes import Recipe, recipe_of
 
@@ -77,9 +77,14 @@ def checked_weights(
         check_weights(weights, B_t, recipe)
     elif amax is not None:
         check_like("amax", amax, (B_t.shape[0],), torch.float32, B_t.device)
-        is_tensorwise = isinstance(recipe, Recipe) and recipe.scaling == "tensorwise" and recipe.pow2
-        if is_tensorwise and recipe.keep_weights and wants_gradient(A):
-            return cast_expected_weights(B_t, amax)
+        if (
+            isinstance(recipe, Recipe)
+            and recipe.scaling == "tensorwise"
+            and recipe.pow2
+            and recipe.keep_weights
+            and wants_gradient(A)
+        ):
+            return cast_traced_weights(B_t, recipe, amax)
     return weights
 
 
@@ -88,75 +93,60 @@ def _product(
 ) -> Tensor:
     if isinstance(recipe, DelayedScaling):
         return delayed_product(A, B_t, offs, recipe, weights, out_dtype)
+    return fresh_product(A, B_t, offs, [], recipe, out_dtype, weights)
+
+
+def fresh_product(
+    a: Tensor,
+    b_t: Tensor,
+    offs: Tensor,
+    index: list[Tensor],
+    recipe: Recipe,
+    out_dtype: torch.dtype,
+    weights: Fp8Weights | None,
+) -> Tensor:
+    """Return Y of `fp8_grouped_mm_fwd`, which takes the operands as they are, with autograd."""
     y: Tensor = fp8_grouped_mm_fwd(
-        A, B_t, offs, [] if weights is None else list(weights), recipe.scaling, recipe.pow2, recipe.keep_weights, out_dtype,
-        wants_gradient(A), wants_gradient(B_t),
+        a, b_t, offs, index, [] if weights is None else list(weights), recipe.scaling, recipe.pow2, recipe.keep_weights,
+        out_dtype, wants_gradient(a), wants_gradient(b_t),
     )[0]  # fmt: skip
     return y
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    a, b_t, offs, weights, *rest = inputs
-    keep_casts(ctx, (a, b_t), (offs,), weights, tuple(rest), output)
-
-
-def keep_casts(
-    ctx: Any,
-    operands: tuple[Tensor, Tensor],
-    index: tuple[Tensor, ...],
-    weights: list[Tensor],
-    options: tuple[Any, ...],
-    output: list[Tensor],
-) -> None:
-    """Save what `gradients` needs of a forward product.
-
-    Args:
-        operands: the rows or tokens, and b_t.
-        index: integers that the backward pass reads.
-        weights: as `fp8_grouped_mm_fwd` takes them.
-        options: of `fp8_grouped_mm_fwd`, from scaling on.
-        output: of the forward product.
-    """
-    (a, b_t), (ctx.scaling, ctx.pow2, _, _, ctx.for_da, ctx.for_dw) = operands, options
-    ctx.da_dtype, ctx.dw_dtype, ctx.given = a.dtype, b_t.dtype, len(weights)
+    a, b_t, offs, index, weights, ctx.scaling, ctx.pow2, _, _, ctx.for_da, ctx.for_dw = inputs
+    ctx.da_dtype, ctx.dw_dtype, ctx.lengths = a.dtype, b_t.dtype, (len(index), len(weights))
     made = output[1:]
     ctx.mark_non_differentiable(*made)
     ctx.set_materialize_grads(False)  # else autograd fills zeros as large as what was kept
-    kept_a, kept_w = [], list(weights[2:]) or [b_t]
-    if ctx.for_dw:
-        kept_a, made = made[:2], made[2:]
-    if not ctx.for_da:
-        kept_w = []
-    elif made:
-        kept_w = made
-    ctx.num_index, ctx.kept = len(index), len(kept_a)
-    ctx.save_for_backward(*index, *kept_a, *kept_w)
-
-
-def gradients(ctx: Any, dy: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None]:
-    """Return the index that `keep_casts` saved, the last of which is offs, and the gradients of the rows and of b_t."""
-    saved = ctx.saved_tensors
-    ctx.maybe_clear_saved_tensors()  # unless the graph is kept; torch does so itself, but after this function
-    index, kept = saved[: ctx.num_index], saved[ctx.num_index :]
-    a, w = kept[: ctx.kept], kept[ctx.kept :]
-    del saved, kept
-    if dy is None:
-        return index, None, None
-    dy, offs = row_major(dy), index[-1]
-    made = fp8_grouped_mm_da(dy, offs, w, ctx.scaling, ctx.pow2, ctx.da_dtype, ctx.for_da, ctx.for_dw)
-    del w, dy
-    da, db_t = made[0] if ctx.for_da else None, None
-    if ctx.for_dw:
-        q, scale = made[-2:]
-        db_t = torch.ops.kerneltune.fp8_grouped_gemm(q, a[0], scale, a[1], offs, out_dtype=ctx.dw_dtype, aligned=True).transpose(
-            1, 2
-        )
-    return index, da, db_t
+    kept_a, made = (made[:2], made[2:]) if ctx.for_dw else ([], made)
+    kept_w = (made or list(weights[2:]) or [b_t]) if ctx.for_da else []
+    places = index[1:]
+    ctx.counts = len(places), len(kept_a)
+    ctx.save_for_backward(offs, *places, *kept_a, *kept_w)
 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    _, da, db_t = gradients(ctx, grads[0])
-    return (da, db_t, None, [None] * ctx.given, *[None] * 6)
+    da, db_t = (None, None) if grads[0] is None else _gradients(ctx, row_major(grads[0]))
+    num_index, num_weights = ctx.lengths
+    return (da, db_t, None, [None] * num_index, [None] * num_weights, *[None] * 6)
+
+
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of the rows or tokens, and of b_t."""
+    offs, *kept = ctx.saved_tensors
+    ctx.maybe_clear_saved_tensors()  # unless the graph is kept; torch does so itself, but after this function
+    num_places, num_rows = ctx.counts
+    places, kept = kept[:num_places], kept[num_places:]
+    a, w = kept[:num_rows], kept[num_rows:]
+    del kept
+    made = fp8_grouped_mm_da(dy, offs, w, ctx.scaling, ctx.pow2, ctx.da_dtype, ctx.for_da, ctx.for_dw)
+    del w, dy
+    da, db_t, ops = made[0] if ctx.for_da else None, None, torch.ops.kerneltune
+    if ctx.for_dw:
+        q, scale = made[-2:]
+        db_t = ops.fp8_grouped_gemm(q, a[0], scale, a[1], offs, out_dtype=ctx.dw_dtype, aligned=True).transpose(1, 2)
+    return ops.moe_add(da, *places, offs) if da is not None and places else da, db_t
 
 
 fp8_grouped_mm_fwd.register_autograd(_backward, setup_context=_save)

@@ -46,12 +46,8 @@ def rms_norm(
         ValueError: a shape, dtype, device or eps that does not fit.
     """
     _check(x, weight, eps, zero_centered, residual)
-    rows = _rows(x)
-    if residual is None:
-        y: Tensor = rmsnorm_fwd(rows, weight, eps, zero_centered)[0]
-        return y.reshape(x.shape)
-    y, total, _ = rmsnorm_add_fwd(rows, _rows(residual), weight, eps, zero_centered)
-    return y.reshape(x.shape), total.reshape(x.shape)
+    y, total, _ = rmsnorm_fwd(_rows(x), None if residual is None else _rows(residual), weight, eps, zero_centered)
+    return y.reshape(x.shape) if residual is None else (y.reshape(x.shape), total.reshape(x.shape))
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -119,25 +115,22 @@ class RMSNorm(nn.Module):
 
 
 @torch.library.custom_op("kerneltune::rmsnorm_fwd", mutates_args=())
-def rmsnorm_fwd(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
-    """Map x (M, N), weight (N,) to y (M, N) of x's dtype, contiguous, and rsigma (M,) in fp32."""
-    if not _has_kernels(x):
-        return _plain_fwd(x, weight, eps, zero_centered)
-    out = rmsnorm.rmsnorm_fwd(x, weight, eps, zero_centered=zero_centered)
-    return out.y, out.rsigma
-
-
-@torch.library.custom_op("kerneltune::rmsnorm_add_fwd", mutates_args=())
-def rmsnorm_add_fwd(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, zero_centered: bool
+def rmsnorm_fwd(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Map x, residual (M, N), weight (N,) to y and x + residual (M, N), contiguous, and rsigma (M,) in fp32 of the sum."""
+    """Map x, residual (M, N), weight (N,) to y and x + residual (M, N), contiguous, and rsigma (M,) in fp32 of the sum.
+
+    Without a residual the sum has no elements.
+    """
     if not _has_kernels(x):
-        total = (x + residual).contiguous()
-        y, rsigma = _plain_fwd(total, weight, eps, zero_centered)
+        total = x.new_empty(0) if residual is None else (x + residual).contiguous()
+        y, rsigma = _plain_fwd(x if residual is None else total, weight, eps, zero_centered)
         return y, total, rsigma
-    out = rmsnorm.rmsnorm_add_fwd(x, residual, weight, eps, zero_centered=zero_centered)
-    return out.y, out.total, out.rsigma
+    if residual is None:
+        out = rmsnorm.rmsnorm_fwd(x, weight, eps, zero_centered=zero_centered)
+        return out.y, x.new_empty(0), out.rsigma
+    summed = rmsnorm.rmsnorm_add_fwd(x, residual, weight, eps, zero_centered=zero_centered)
+    return summed.y, summed.total, summed.rsigma
 
 
 @torch.library.custom_op("kerneltune::rmsnorm_bwd", mutates_args=())
@@ -158,13 +151,11 @@ def rmsnorm_bwd(
 
 
 @rmsnorm_fwd.register_fake
-def _(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape[:1], dtype=torch.float32)
-
-
-@rmsnorm_add_fwd.register_fake
-def _(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape), x.new_empty(x.shape[:1], dtype=torch.float32)
+def _(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, zero_centered: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    total = x.new_empty(0 if residual is None else x.shape)
+    return x.new_empty(x.shape), total, x.new_empty(x.shape[:1], dtype=torch.float32)
 
 
 @rmsnorm_bwd.register_fake
@@ -175,43 +166,26 @@ def _(
     return x.new_empty(x.shape), dgamma
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, _, ctx.zero_centered = inputs
-    ctx.save_for_backward(x, weight, output[1])
-    ctx.mark_non_differentiable(output[1])
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, residual, weight, _, ctx.zero_centered = inputs
+    _, total, rsigma = output
+    ctx.is_sum = residual is not None
+    ctx.save_for_backward(total if ctx.is_sum else x, weight, rsigma)
+    ctx.mark_non_differentiable(*(() if ctx.is_sum else (total,)), rsigma)
     ctx.set_materialize_grads(False)  # else autograd fills zeros for rsigma
 
 
-def _save_add(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    _, _, weight, _, ctx.zero_centered = inputs
-    ctx.save_for_backward(output[1], weight, output[2])
-    ctx.mark_non_differentiable(output[2])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, dy: Tensor | None, _drsigma: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
-    if dy is None:
-        return None, None, None, None
-    dx, dgamma = _gradients(ctx, dy, None, ctx.needs_input_grad[1])
-    return dx, dgamma, None, None
-
-
-def _backward_add(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, _drsigma: Tensor | None) -> tuple[Tensor | None, ...]:
-    if dy is None:
-        return dtotal, dtotal, None, None, None
-    dx, dgamma = _gradients(ctx, dy, dtotal, ctx.needs_input_grad[2])
-    return dx, dx, dgamma, None, None
-
-
-def _gradients(ctx: Any, dy: Tensor, dtotal: Tensor | None, for_weight: bool) -> tuple[Tensor, Tensor | None]:
-    x, weight, rsigma = ctx.saved_tensors
-    for_weight = for_weight and weight is not None
-    dx, dgamma = rmsnorm_bwd(dy, dtotal, x, rsigma, weight, ctx.zero_centered, for_weight)
-    return dx, dgamma if for_weight else None
+def _backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, _drsigma: Tensor | None) -> tuple[Tensor | None, ...]:
+    dx, dgamma = dtotal, None
+    if dy is not None:
+        x, weight, rsigma = ctx.saved_tensors
+        for_weight = ctx.needs_input_grad[2] and weight is not None
+        dx, found = rmsnorm_bwd(dy, dtotal, x, rsigma, weight, ctx.zero_centered, for_weight)
+        dgamma = found if for_weight else None
+    return dx, dx if ctx.is_sum else None, dgamma, None, None
 
 
 rmsnorm_fwd.register_autograd(_backward, setup_context=_save)
-rmsnorm_add_fwd.register_autograd(_backward_add, setup_context=_save_add)
 
 
 def _has_kernels(x: Tensor) -> bool:

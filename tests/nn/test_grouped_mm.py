@@ -266,7 +266,7 @@ def test_the_largest_weights_of_the_step_before(column_major: bool) -> None:
 @pytest.mark.parametrize("keep_weights", [True, False])
 def test_operators_keep_torch_s_rules(recipe: str, keep_weights: bool) -> None:
     a, w = leaves(32, 32, 16, 2)
-    arguments = (a, w.transpose(1, 2), offsets([16, 32]), [], recipe, True, keep_weights, torch.bfloat16, True, True)
+    arguments = (a, w.transpose(1, 2), offsets([16, 32]), [], [], recipe, True, keep_weights, torch.bfloat16, True, True)
     # The remaining utilities of opcheck sum fp8 results, which torch cannot.
     torch.library.opcheck(
         fp8_grouped_mm_fwd, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor")

@@ -135,13 +135,13 @@ def test_compiles_without_a_graph_break(dynamic: bool) -> None:
 @pytest.mark.parametrize("rows", [0, 5])
 def test_operators_keep_torch_s_rules(rows: int) -> None:
     x, weight = leaves(rows, 32, dtype=torch.bfloat16)
-    torch.library.opcheck(implementation.rmsnorm_fwd, (x, weight, 1e-6, False))
-    _, rsigma = implementation.rmsnorm_fwd(x.detach(), weight.detach(), 1e-6, False)
+    torch.library.opcheck(implementation.rmsnorm_fwd, (x, None, weight, 1e-6, False))
+    *_, rsigma = implementation.rmsnorm_fwd(x.detach(), None, weight.detach(), 1e-6, False)
     dz = draw(rows, 32, dtype=torch.bfloat16)
     torch.library.opcheck(implementation.rmsnorm_bwd, (dz, None, x.detach(), rsigma, weight.detach(), False, True))
     torch.library.opcheck(implementation.rmsnorm_bwd, (dz, dz, x.detach(), rsigma, None, False, False))
-    torch.library.opcheck(implementation.rmsnorm_add_fwd, (x, dz.requires_grad_(), weight, 1e-6, False))
-    torch.library.opcheck(implementation.rmsnorm_add_fwd, (x, dz, None, 1e-6, False))
+    torch.library.opcheck(implementation.rmsnorm_fwd, (x, dz.requires_grad_(), weight, 1e-6, False))
+    torch.library.opcheck(implementation.rmsnorm_fwd, (x, dz, None, 1e-6, False))
 
 
 def test_second_derivatives_are_refused() -> None:
