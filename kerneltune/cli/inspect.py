@@ -1,7 +1,6 @@
 """`kerneltune inspect`: what compiling alone says of configs, on a machine without a GPU; and what `gate --static` does."""
 
 import fnmatch
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -276,14 +275,7 @@ def _with_config(requests: "list[SurveyRequest]", field: str, text: str) -> "lis
     variants = sorted({f"{request.op.name} {request.variant.name}" for request in requests})
     if len(variants) > 1:
         raise ValueError(f"{field}: {text!r}: expected OP and --variant beside it, for there are {', '.join(variants)}")
-    values: Any
-    try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{field}: {text!r}: JSON: {error.msg} at column {error.colno}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{field}: {text!r}: expected an object")
-    config = requests[0].variant.config_from(values)
+    config = o.config_of(requests[0].variant, field, text)
     return [replace(request, config=config) for request in requests]
 
 

@@ -15,7 +15,7 @@ import typer
 from kerneltune.cli.settings import FAMILY
 from kerneltune.errors import unknown
 from kerneltune.files import RESULTS, data_root
-from kerneltune.spec import PLUGINS, Case, Op, dtype_name
+from kerneltune.spec import PLUGINS, Case, Op, Variant, dtype_name
 
 if TYPE_CHECKING:
     from kerneltune.listing import OpFacts
@@ -206,6 +206,21 @@ def knobs(field: str, given: list[str] | None) -> tuple[tuple[str, tuple[str, ..
             raise ValueError(f"{field}: {text!r}: expected NAME=V1,V2")
         split.append((name, tuple(values.split(","))))
     return tuple(split)
+
+
+def config_of(variant: Variant, field: str, text: str) -> Any:
+    """Return the config of a JSON text.
+
+    Raises:
+        ValueError: one line that names the option and what is wrong.
+    """
+    from kerneltune.files import decode
+
+    try:
+        values = decode(text, dict[str, Any])
+    except ValueError as error:
+        raise ValueError(f"{field}: {text!r}: {error}") from error
+    return variant.config_from(values)
 
 
 def results_root(results: Path | None, family: str | None = None) -> Path:

@@ -1,12 +1,12 @@
 """`kerneltune profile`: two variants or configs of one case side by side under Nsight Compute, on the GPU."""
 
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
 from kerneltune.cli import options as o
@@ -48,7 +48,8 @@ def command(
     for name in (a, b):
         o.choice("variant", name, [variant.name for variant in chosen.variants])
     for field, text, name in (("config-a", config_a, a), ("config-b", config_b, b)):
-        _config(chosen, name, field, text)
+        if text:
+            o.config_of(chosen.variant(name), field, text)
     found = _case(known, chosen, case, dtype, quant)
     for name in (a, b):
         _require_runnable(chosen.variant(name), found)
@@ -56,7 +57,7 @@ def command(
     ncu = find_ncu()
     if ncu is None:
         raise ValueError("profile needs Nsight Compute: no ncu on PATH, under /usr/local/cuda*/bin or /opt/nvidia")
-    arguments = [[op, name, json.dumps(_case_values(found)), text or ""] for name, text in ((a, config_a), (b, config_b))]
+    arguments = [[op, name, msgspec.json.encode(found).decode(), text or ""] for name, text in ((a, config_a), (b, config_b))]
     profiled = []
     for name, values in zip((a, b), arguments, strict=True):
         note(f"profiling {name}")
@@ -74,10 +75,8 @@ def driver(op: str, variant: str, case: str, config: str) -> None:
     from kerneltune.tuning.cached import config_for
 
     chosen = known[op].variant(variant)
-    values = json.loads(case)
-    pairs = {name: tuple((key, value) for key, value in values[name]) for name in ("axes", "options")}
-    shape = Case(values["name"], pairs["axes"], values["dtype"], values["quant"], pairs["options"])
-    knobs = _config(known[op], variant, "config", config) or config_for(Task(known[op], shape, chosen), None)
+    shape = msgspec.json.decode(case, type=Case)
+    knobs = o.config_of(chosen, "config", config) if config else config_for(Task(known[op], shape, chosen), None)
     inputs = known[op].inputs(shape, device="cuda")
     chosen.run(inputs, knobs)
     torch.cuda.synchronize()
@@ -114,19 +113,6 @@ def _require_nvidia() -> None:
         raise ValueError("profile needs an NVIDIA GPU; without one, inspect shows what compiling alone says")
 
 
-def _config(op: Op, variant: str, field: str, text: str | None) -> Any:
-    """Make the config of a JSON text; None for no text."""
-    if not text:
-        return None
-    try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{field}: {text!r}: JSON: {error.msg} at column {error.colno}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{field}: {text!r}: expected an object")
-    return op.variant(variant).config_from(values)
-
-
 def _case(known: Any, op: Op, name: str | None, dtype: str | None, quant: str | None) -> Case:
     """Return the first case of any sweep for this operator with that name, type and mode."""
     from kerneltune import sweep
@@ -140,10 +126,6 @@ def _case(known: Any, op: Op, name: str | None, dtype: str | None, quant: str | 
         if name in (None, case.name) and dtype in (None, case.dtype) and quant in (None, case.quant):
             return case
     raise ValueError(f"no sweep has a bench case of {op.name} with {dtype=} {quant=}")
-
-
-def _case_values(case: Case) -> dict[str, Any]:
-    return {"name": case.name, "axes": case.axes, "dtype": case.dtype, "quant": case.quant, "options": case.options}
 
 
 def _show(

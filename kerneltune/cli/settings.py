@@ -3,17 +3,26 @@
 import os
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from kerneltune.files import RESULTS, read_bytes
+import msgspec
+
+from kerneltune.files import RESULTS, checked, read_bytes
 from kerneltune.spec import PLUGINS
 
 FAMILY = "KERNELTUNE_FAMILY"
 """Environment variable: the family of a command that names none."""
-_FOLDERS = {"results": RESULTS, "configs": "KERNELTUNE_CONFIGS"}
 _FILE = Path("pyproject.toml")
 _LARGEST = 1 << 20
 """Bytes of the largest file that is read."""
+_Text = Annotated[str, msgspec.Meta(min_length=1)]
+
+
+class _Settings(msgspec.Struct, forbid_unknown_fields=True):
+    plugins: list[_Text] = []
+    family: _Text | None = None
+    results: _Text | None = None
+    configs: _Text | None = None
 
 
 def apply() -> None:
@@ -22,22 +31,20 @@ def apply() -> None:
     Raises:
         ValueError: `pyproject.toml: tool.kerneltune.field: value: expected …`.
     """
-    found = _table()
-    for name, value in found.items():
-        if name == "plugins":
-            if not isinstance(value, list) or not all(isinstance(item, str) and item for item in value):
-                raise _bad(name, value, "a list of modules or .py files")
-            known = [item for item in os.environ.get(PLUGINS, "").split(os.pathsep) if item]
-            os.environ[PLUGINS] = os.pathsep.join(dict.fromkeys([*known, *value]))
-        elif name in (*_FOLDERS, "family"):
-            if not isinstance(value, str) or not value:
-                raise _bad(name, value, "a text")
-            os.environ.setdefault(_FOLDERS.get(name, FAMILY), value)
-        else:
-            raise _bad(name, value, f"one of plugins, family, {', '.join(_FOLDERS)}")
+    try:
+        found = checked(_table(), _Settings)
+    except ValueError as error:
+        raise ValueError(f"{_FILE}: tool.kerneltune.{error}") from error
+    if found.plugins:
+        known = [item for item in os.environ.get(PLUGINS, "").split(os.pathsep) if item]
+        os.environ[PLUGINS] = os.pathsep.join(dict.fromkeys([*known, *found.plugins]))
+    for variable, value in ((FAMILY, found.family), (RESULTS, found.results), ("KERNELTUNE_CONFIGS", found.configs)):
+        if value is not None:
+            os.environ.setdefault(variable, value)
 
 
-def _table() -> dict[str, Any]:
+def _table() -> Any:
+    """Return what `[tool.kerneltune]` holds."""
     try:
         text = read_bytes(_FILE, _LARGEST).decode(errors="surrogateescape")
     except ValueError:
@@ -48,11 +55,4 @@ def _table() -> dict[str, Any]:
         if "kerneltune" not in text:
             return {}
         raise ValueError(f"{_FILE}: {str(error)[:120]}") from error
-    found = tools.get("kerneltune", {}) if isinstance(tools, dict) else {}
-    if not isinstance(found, dict):
-        raise ValueError(f"{_FILE}: tool.kerneltune: {found!r}: expected a table")
-    return found
-
-
-def _bad(name: str, value: object, expected: str) -> ValueError:
-    return ValueError(f"{_FILE}: tool.kerneltune.{name}: {value!r}: expected {expected}")
+    return tools.get("kerneltune", {}) if isinstance(tools, dict) else {}

@@ -204,7 +204,7 @@ def test_doctor_says_what_is_missing(tmp_path: Path, no_gpu: None) -> None:
 
 @pytest.mark.parametrize(
     ("unit", "line"),
-    [("0a1b2c3d4e5f", "unit 0a1b2c3d4e5f"), ("", "unit not known records cannot say on which GPU of this model")],
+    [("0a1b2c3d4e5f", "GPU serial 0a1b2c3d4e5f"), ("", "GPU serial not known records cannot say on which GPU of this model")],
 )
 def test_doctor_says_which_gpu_it_is(unit: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "current", lambda: device.Device("NVIDIA H200", "sm_90", 132, 60_000_000, "570", unit))

@@ -175,11 +175,11 @@ def test_what_was_found_under_another_search_or_limit_is_not_taken(options: Opti
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("hello", r":1: not a side's result: 'hello'; move the file away to start anew$"),
-        ("[1]", r":1: not a side's result: '\[1\]'; move the file away to start anew$"),
+        ("hello", r":1: JSON: invalid character \(byte 0\); move the file away to start anew$"),
+        ("[1]", r":1: JSON: \[1\]: expected object; move the file away to start anew$"),
         (
             '{"schema": 2}',
-            r":1: schema: 2: expected 1: written by another version of kerneltune; move the file away to start anew$",
+            r":1: schema: 2: invalid enum value 2; move the file away to start anew$",
         ),
     ],
 )
