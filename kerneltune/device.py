@@ -76,9 +76,14 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
+def may_have_gpu() -> bool:
+    """Return whether the kernel of this machine knows a GPU; does not import torch."""
+    return any(map(os.path.exists, _DEVICE_FILES))
+
+
 def has_gpu() -> bool:
     """Return whether torch sees a GPU; does not import torch on a machine whose kernel knows none."""
-    if not any(map(os.path.exists, _DEVICE_FILES)):
+    if not may_have_gpu():
         return False
     import torch
 

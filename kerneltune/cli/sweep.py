@@ -49,6 +49,7 @@ def command(
         family = str(Path(family, "sweep.yaml"))
     results = o.results_root(results, family)
     o.require_writable(results)
+    _start_server()
     known = o.load_ops()
     _require_writable(configs, results, check_only, tune and not quick)
     from kerneltune.campaign import run_quick, run_sweep
@@ -77,6 +78,15 @@ def command(
         error_line(f"failed: {record.variant} {record.case} {record.label}: {record.reason}")
     if failed:
         raise typer.Exit(1)
+
+
+def _start_server() -> None:
+    """Begin to start the measuring child where there may be a GPU: its imports take as long as those of this process."""
+    from kerneltune import device
+    from kerneltune.processes import start_server
+
+    if device.may_have_gpu():
+        start_server()
 
 
 def _show_first(records: "Sequence[Record]") -> None:
