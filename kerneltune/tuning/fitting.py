@@ -24,7 +24,7 @@ _Picks = Mapping[int, Mapping[str, Any]]
 
 UNKNOWN, INVALID, FAILED = 0.25, 0.3, 0.7
 """log time over the best that a config is expected to cost where it was not timed, is not valid, or has no time."""
-_WORST_COUNTS = 0.5
+_WORST_COUNTS = 0.25
 """Share of a leaf's largest cost that counts beside the mean."""
 _DEFAULT_COSTS = 0.002
 """What the default must be better by: some operators take milliseconds to find theirs."""

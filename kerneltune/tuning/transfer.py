@@ -16,7 +16,7 @@ from kerneltune.rounding import next_power_of_2
 from kerneltune.rule import Form, Scaled, knobs_at
 from kerneltune.spec import Case, Config, Op, Variant
 
-_EXPLAINED = 0.5
+_EXPLAINED = 0.6
 """Share of a knob's variance that may be left when it follows a size; as it is the knob is offered in any case."""
 _LEAST_DONORS = 5
 _LEAST_RIVALS = 8
