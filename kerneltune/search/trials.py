@@ -219,7 +219,7 @@ def _order(value: Any) -> tuple[bool, Any]:
 
 
 def _journal(path: Path) -> Any:
-    from kerneltune.search.study import Journal
+    from kerneltune.search.journal import Journal
 
     return Journal(path)
 
@@ -299,7 +299,7 @@ def migrate(path: Path) -> None:
     old = path.with_suffix(_OLD_SUFFIX)
     if not old.is_file() or path.exists():
         return
-    from kerneltune.search.study import write_journal
+    from kerneltune.search.journal import write_journal
 
     try:
         with old.open("rb") as file:

@@ -62,7 +62,7 @@ class Usage:
         return f"{who} idle for {share} after the first compiled config, {self.evaluations} evaluations"
 
 
-_STUDIES = "kerneltune.search.study"
+_STUDIES = "kerneltune.search.journal"
 
 
 @contextmanager
