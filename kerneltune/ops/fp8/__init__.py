@@ -10,6 +10,8 @@ from kerneltune.ops.fp8.group_colwise_dual import fp8_group_colwise_dual
 from kerneltune.ops.fp8.rowwise_2d import RowConfig, fp8_rowwise_2d
 from kerneltune.ops.fp8.rowwise_3d_both import BothConfig, BothLayouts, fp8_rowwise_3d_both
 from kerneltune.ops.fp8.rowwise_3d_transpose import fp8_rowwise_3d_transpose
+from kerneltune.ops.fp8.swiglu_2d import fp8_swiglu_2d
+from kerneltune.ops.fp8.swiglu_bwd_2d import fp8_swiglu_bwd_2d
 from kerneltune.ops.fp8.tensorwise_2d import SegmentConfig, SegmentOutput, fp8_delayed_2d, fp8_tensorwise_2d
 from kerneltune.ops.fp8.tensorwise_3d import fp8_tensorwise_3d
 from kerneltune.ops.fp8.tensorwise_group import fp8_tensorwise_group
@@ -31,6 +33,8 @@ __all__ = [
     "fp8_rowwise_2d",
     "fp8_rowwise_3d_both",
     "fp8_rowwise_3d_transpose",
+    "fp8_swiglu_2d",
+    "fp8_swiglu_bwd_2d",
     "fp8_tensorwise_2d",
     "fp8_tensorwise_3d",
     "fp8_tensorwise_group",
