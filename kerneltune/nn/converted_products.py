@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from kerneltune.nn.alignment import row_major
 from kerneltune.nn.autocast import in_autocast
 from kerneltune.nn.delayed import DelayedScaling
+from kerneltune.nn.experts_mm import ExpertWeights, fp8_experts_mm
 from kerneltune.nn.grouped_mm import fp8_grouped_mm
 from kerneltune.nn.kept_weights import KeptWeights
 from kerneltune.nn.permuted_mm import fp8_permuted_mm
@@ -88,6 +89,25 @@ class ConvertedProducts(nn.Module):
             return fp8_permuted_mm(row_major(in_autocast(tokens)), weight, routing, how, **options)
         except ValueError as error:
             raise ValueError(f"{self.module}.{name}: {error}") from None
+
+    @property
+    def takes_swiglu(self) -> bool:
+        """Return whether `gated_experts` runs experts by this recipe."""
+        return isinstance(self.recipe, Recipe) and self.recipe.scaling == "tensorwise" and self.recipe.pow2
+
+    def gated_experts(self, tokens: Tensor, up: tuple[str, Tensor], down: tuple[str, Tensor], routing: Routing) -> Tensor:
+        """Send tokens (T, K) through experts: multiply with up (E, K, 2I), gate by SwiGLU, multiply with down (E, I, N).
+
+        Args:
+            up, down: the name of the parameter that a weight was made of, and the weight, of either order.
+        """
+        (how, w, kept_w), (_, v, kept_v) = (self._prepared(weight, name) for name, weight in (up, down))
+        try:
+            return fp8_experts_mm(
+                row_major(in_autocast(tokens)), ExpertWeights(w, **kept_w), ExpertWeights(v, **kept_v), routing, how
+            )
+        except ValueError as error:
+            raise ValueError(f"{self.module}.{up[0]}, {down[0]}: {error}") from None
 
     def _prepared(self, weight: Tensor, name: str) -> tuple[Any, Tensor, dict[str, Any]]:
         """Return the recipe or scaling, the weight in an order that products take, and what is kept of its casts."""

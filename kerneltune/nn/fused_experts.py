@@ -37,19 +37,18 @@ def fused_experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tenso
     up, down = weight_names(module)
     routing = sort_tokens(top_k_index, getattr(module, up).shape[0])
     products: ConvertedProducts = module.fp8
-    x = products.routed(hidden_states, _weight(module, up), routing, up)
-    x = _activated(module, _with_bias(module, up, x, routing.offs))
-    x = products.grouped(x, _weight(module, down), routing.offs, down)
-    x = _with_bias(module, down, x, routing.offs)
+    has_default_gate = module.has_gate and module.fp8_default_gate and "_apply_gate" not in vars(module)
+    has_swiglu = has_default_gate and is_plain_silu(module.act_fn)
+    if has_swiglu and not module.has_bias and products.takes_swiglu:
+        weights = (up, _weight(module, up)), (down, _weight(module, down))
+        x = products.gated_experts(hidden_states, *weights, routing)
+    else:
+        x = products.routed(hidden_states, _weight(module, up), routing, up)
+        x = _with_bias(module, up, x, routing.offs)
+        x = swiglu(x) if has_swiglu else module._apply_gate(x) if module.has_gate else module.act_fn(x)
+        x = products.grouped(x, _weight(module, down), routing.offs, down)
+        x = _with_bias(module, down, x, routing.offs)
     return unpermute_tokens(x, routing, top_k_weights).to(hidden_states.dtype)
-
-
-def _activated(module: Any, x: Tensor) -> Tensor:
-    is_default = module.has_gate and module.fp8_default_gate and "_apply_gate" not in vars(module)
-    if is_default and is_plain_silu(module.act_fn):
-        return swiglu(x)
-    y: Tensor = module._apply_gate(x) if module.has_gate else module.act_fn(x)
-    return y
 
 
 def _weight(module: Any, name: str) -> Tensor:

@@ -1,0 +1,107 @@
+"""Experts as one function: the products of rows that SwiGLU gates, up to a rounding of the gate."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from kerneltune.nn import Recipe, fp8_grouped_mm, sort_tokens
+from kerneltune.nn.experts_mm import ExpertWeights, fp8_experts_mm
+from kerneltune.nn.fp8_products import cast_weights
+from kerneltune.nn.permuted_mm import fp8_permuted_mm
+from kerneltune.nn.routing import Routing
+from kerneltune.nn.swiglu import swiglu
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+T, K, INNER, N, E, TOP_K = 9, 16, 32, 48, 3, 1
+TENSORWISE = Recipe("tensorwise")
+Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def operands(experts: int = E) -> tuple[list[torch.Tensor], Routing]:
+    """Return x, up and down, and a routing to the first of the experts."""
+    x = torch.randn(T, K, device=DEVICE).bfloat16().requires_grad_()
+    up = torch.randn(E, 2 * INNER, K, device=DEVICE).bfloat16().requires_grad_()
+    down = torch.randn(E, N, INNER, device=DEVICE).bfloat16().requires_grad_()
+    ids = torch.stack([torch.randperm(experts, device=DEVICE)[:TOP_K] for _ in range(T)])
+    return [x, up, down], sort_tokens(ids, E)
+
+
+def step(experts: Experts, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the result and the gradients of all tensors that have one."""
+    x, up, down = tensors
+    y = experts(x, up.transpose(1, 2), down.transpose(1, 2))
+    torch.manual_seed(3)
+    return [y.detach(), *torch.autograd.grad(y, [t for t in tensors if t.requires_grad], torch.randn_like(y))]
+
+
+def as_one(routing: Routing, recipe: Recipe = TENSORWISE) -> Experts:
+    return lambda x, up, down: fp8_experts_mm(x, ExpertWeights(up), ExpertWeights(down), routing, recipe)
+
+
+def by_parts(routing: Routing, recipe: Recipe = TENSORWISE) -> Experts:
+    def run(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        return fp8_grouped_mm(swiglu(fp8_permuted_mm(x, up, routing, recipe)), down, routing.offs, recipe=recipe)
+
+    return run
+
+
+@pytest.mark.parametrize("experts", [E, 1])
+@pytest.mark.parametrize("recipe", [TENSORWISE, Recipe("tensorwise", keep_weights=False)])
+def test_experts_as_one_function_are_those_by_parts(recipe: Recipe, experts: int) -> None:
+    tensors, routing = operands(experts)
+    for got, want in zip(step(as_one(routing, recipe), tensors), step(by_parts(routing, recipe), tensors), strict=True):
+        assert got.shape == want.shape
+        assert got.dtype == want.dtype
+        difference = (got.float() - want.float()).norm()
+        assert float(difference / want.float().norm()) < 0.05  # steps of fp8 where the gate is rounded otherwise
+
+
+@pytest.mark.parametrize("frozen", [(0,), (1, 2), (0, 2)])
+def test_gradients_that_are_not_asked_for_change_no_other(frozen: tuple[int, ...]) -> None:
+    tensors, routing = operands()
+    want = step(as_one(routing), tensors)
+    for place in frozen:
+        tensors[place].requires_grad_(False)
+    got = step(as_one(routing), tensors)
+    rest = [gradient for place, gradient in enumerate(want[1:]) if place not in frozen]
+    for a, b in zip(got, [want[0], *rest], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_weights_cast_before_and_expected_magnitudes_change_no_bit() -> None:
+    tensors, routing = operands()
+    want = step(as_one(routing), tensors)
+    cast = [cast_weights(t.detach().transpose(1, 2), TENSORWISE) for t in tensors[1:]]
+    amax = [torch.zeros(E, device=DEVICE) for _ in range(2)]
+    for options in ([{"weights": w} for w in cast], [{"amax": a} for a in amax], [{"amax": a} for a in amax]):
+
+        def run(
+            x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, options: list[dict[str, object]] = options
+        ) -> torch.Tensor:
+            return fp8_experts_mm(x, ExpertWeights(up, **options[0]), ExpertWeights(down, **options[1]), routing, TENSORWISE)  # type: ignore[arg-type]
+
+        for a, b in zip(step(run, tensors), want, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_experts_compile_without_a_graph_break() -> None:
+    tensors, routing = operands()
+    want = step(as_one(routing), tensors)
+    got = step(torch.compile(as_one(routing), backend="aot_eager", fullgraph=True), tensors)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_without_gradients_nothing_is_kept() -> None:
+    tensors, routing = operands()
+    with torch.no_grad():
+        y = as_one(routing)(tensors[0], tensors[1].transpose(1, 2), tensors[2].transpose(1, 2))
+    assert y.grad_fn is None
+    assert torch.equal(y, step(as_one(routing), tensors)[0])
+
+
+def test_weights_that_do_not_follow_each_other_are_refused() -> None:
+    (x, up, down), routing = operands()
+    with pytest.raises(ValueError, match=r"weights must be \(E, K, 2I\) and \(E, I, N\), got \(3, 16, 64\) and \(3, 16, 48\)"):
+        as_one(routing)(x, up.transpose(1, 2), down.transpose(1, 2)[:, :16].contiguous())
