@@ -115,10 +115,12 @@ def replay(
     """
     samplers = [o.choice("sampler", name, o.SAMPLERS) for name in sampler.split(",")]
     from kerneltune.search import spaces
+    from kerneltune.sweep import recorded_root
 
-    paths = spaces.find(space or [], o.results_root(results))
+    root = recorded_root(results)
+    paths = spaces.find(space or [], root)
     if not paths:
-        show(f"no measured spaces in {o.results_root(results)}/*/spaces")
+        show(f"no measured spaces in {root}/*/spaces")
         return
     from kerneltune.lab.replay import BUDGETS, nearest_best
     from kerneltune.lab.replay import replay as run

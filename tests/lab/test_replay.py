@@ -276,5 +276,12 @@ def test_replay_refuses_what_is_unknown(written: Path, tmp_path: Path) -> None:
     assert run(tmp_path / "none.csv.gz")[2].startswith(f"error: cannot read {tmp_path}/none.csv.gz")
 
 
+def test_replay_finds_the_shipped_spaces_outside_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("kerneltune.sweep.in_checkout", lambda: False)
+    code, out, _ = run("--seeds", 2, "--sampler", "random", "fp8_transpose")
+    assert (code, out.split("_optimized")[0]) == (0, "fp8_transpose_2d")
+
+
 def test_replay_without_spaces_says_where_it_looked(tmp_path: Path) -> None:
     assert run("--results", tmp_path)[:2] == (0, f"no measured spaces in {tmp_path}/*/spaces\n")
