@@ -8,7 +8,7 @@ import json
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -56,13 +56,13 @@ class Scaled(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         return min(self.high, max(self.low, int(self.times / whole if self.inverse else self.times * whole)))
 
 
-Form = tuple[tuple[str, _Plain | Scaled], ...]
+Form = dict[str, _Plain | Scaled]
 """A config: knobs in the order of the config class, each a value or one that follows a size; none for the default."""
 
 
 def knobs_at(form: Form, sizes: Mapping[str, int]) -> dict[str, Any]:
     """Return the knobs of a form for these sizes."""
-    return {name: value.at(sizes) if isinstance(value, Scaled) else value for name, value in form}
+    return {name: value.at(sizes) if isinstance(value, Scaled) else value for name, value in form.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,29 +150,34 @@ Leaf = tuple[int, ...]
 Node = Leaf | Split
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """The rule of one variant under one policy.
+class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The rule of one variant under one policy, as it stands in a file.
 
     Attributes:
-        forms: what leaves refer to.
-        tree: the root.
-        known: values of words that the rule was fitted to; of other values it says nothing. `bytes` stands for the type.
-        least: the least size of every axis that the rule was fitted to; of sizes below half of it the rule says nothing.
         near: log2 distance up to which the config of the nearest recorded sizes is taken before the tree is asked.
         judged: what leave-one-shape-out says: cases, judged, geomean, worst, worst_case; of cases without a recorded config
             observed, observed_geomean, observed_worst; of both unseen, the geometric mean where the kind of the tree, too, was
             chosen without the case's sizes.
+        known: values of words that the rule was fitted to; of other values it says nothing. `bytes` stands for the type.
+        least: the least size of every axis that the rule was fitted to; of sizes below half of it the rule says nothing.
+        forms: what leaves refer to.
+        tree: the root.
     """
 
-    variant: str
-    policy: str
-    forms: tuple[Form, ...]
-    tree: Node
-    near: float = 0.0
-    judged: Mapping[str, Any] = field(default_factory=dict)
-    known: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    least: Mapping[str, int] = field(default_factory=dict)
+    variant: _Name
+    policy: _Name
+    near: _Measure = 0.0
+    judged: dict[str, Any] = {}
+    known: dict[str, list[Any]] = {}
+    least: dict[str, _Whole] = {}
+    forms: Annotated[tuple[Form, ...], Meta(min_length=1, max_length=4096)]
+    tree: Leaf | Split
+
+    def __post_init__(self) -> None:
+        """Raise ValueError where a leaf refers to no form."""
+        for place in used(self.tree):
+            if not 0 <= place < len(self.forms):
+                raise bad("tree", place, f"places in forms, below {len(self.forms)}")
 
     def knows(self, facts: Facts) -> bool:
         """Return whether the rule was fitted to cases like this one."""
@@ -304,19 +309,6 @@ def forget() -> None:
         remembered.cache_clear()
 
 
-class _RuleRow(msgspec.Struct, forbid_unknown_fields=True):
-    """A rule as it stands in a file."""
-
-    variant: _Name
-    policy: _Name
-    near: _Measure
-    judged: dict[str, Any]
-    known: dict[str, list[Any]]
-    least: dict[str, _Whole]
-    forms: Annotated[list[dict[str, _Plain | Scaled]], Meta(min_length=1, max_length=4096)]
-    tree: Leaf | Split
-
-
 class _Schema(msgspec.Struct):
     """What every file says, of any schema."""
 
@@ -328,17 +320,13 @@ class _File(_Schema):
 
     op: str
     device: str
-    rules: list[_RuleRow]
+    rules: tuple[Rule, ...]
 
 
 def dumps(op: str, device: str, rules: Sequence[Rule], fitted: Mapping[str, Any]) -> str:
     """Return the text of a rule file: what fits a line stands on one."""
-    rows = [msgspec.to_builtins(_RuleRow(**{**_fields(rule), "forms": [dict(form) for form in rule.forms]})) for rule in rules]
+    rows = msgspec.to_builtins(list(rules))
     return _laid_out({"schema": SCHEMA, "op": op, "device": device, "fitted": dict(fitted), "rules": rows}) + "\n"
-
-
-def _fields(rule: Rule) -> dict[str, Any]:
-    return {name: getattr(rule, name) for name in _RuleRow.__struct_fields__}
 
 
 def _laid_out(value: Any, indent: str = "") -> str:
@@ -364,15 +352,7 @@ def loads(text: str, op: str, device: str) -> tuple[Rule, ...]:
     for name, expected in {"op": op, "device": device}.items():
         if getattr(file, name) != expected:
             raise bad(name, getattr(file, name), repr(expected))
-    return tuple(_rule(f"rules[{place}]", row) for place, row in enumerate(file.rules))
-
-
-def _rule(where: str, row: _RuleRow) -> Rule:
-    for place in used(row.tree):
-        if not 0 <= place < len(row.forms):
-            raise bad(f"{where}.tree", place, f"places in forms, below {len(row.forms)}")
-    forms = tuple(tuple(form.items()) for form in row.forms)
-    return Rule(**{**{name: getattr(row, name) for name in _RuleRow.__struct_fields__}, "forms": forms})
+    return file.rules
 
 
 def used(node: Node) -> Iterator[int]:

@@ -17,13 +17,14 @@ from kerneltune.spec import Case, Variant
 
 VARIANT = Variant("optimized", nothing, Small, small_space, default=lambda _case: Small(256, 4))
 FORMS: tuple[Form, ...] = (
-    (("block", 64), ("warps", 2)),
-    (("block", Scaled("M", 0.5, 16, 1024)), ("warps", 4)),
-    (("block", Scaled("M", 65536.0, 8, 1024, inverse=True)), ("warps", 1)),
+    {"block": 64, "warps": 2},
+    {"block": Scaled("M", 0.5, 16, 1024), "warps": 4},
+    {"block": Scaled("M", 65536.0, 8, 1024, inverse=True), "warps": 1},
 )
 OF_TYPE = Split(subject="dtype", equals="float32", then=(0,), otherwise=(1, 0))
 TREE = Split(subject="M*bytes", at_most=4096.0, then=OF_TYPE, otherwise=(2,))
-RULE = Rule("optimized", "cold", FORMS, TREE, 0.0, {"cases": 3, "judged": 3, "geomean": 0.99, "worst": 0.9, "worst_case": "M=8"})
+JUDGED = {"cases": 3, "judged": 3, "geomean": 0.99, "worst": 0.9, "worst_case": "M=8"}
+RULE = Rule(variant="optimized", policy="cold", forms=FORMS, tree=TREE, judged=JUDGED)
 GPU = "nvidia_h200"
 
 
@@ -74,7 +75,7 @@ def test_a_look_up_takes_the_first_form_of_the_leaf_that_is_valid(tmp_path: Path
 
 
 def test_a_rule_says_nothing_of_sizes_below_half_of_those_it_was_fitted_to(tmp_path: Path) -> None:
-    fenced = Rule("optimized", "cold", FORMS, (0,), known={"bytes": [2]}, least={"M": 512})
+    fenced = Rule(variant="optimized", policy="cold", forms=FORMS, tree=(0,), known={"bytes": [2]}, least={"M": 512})
     stored(tmp_path, rule.dumps("fake", GPU, [fenced], {}))
     assert [found(tmp_path, size).source for size in (255, 256, 1 << 30)] == ["default", "rule", "rule"]
     assert found(tmp_path, 512, "float32").source == "default"
@@ -122,7 +123,7 @@ DAMAGES = {
     _damaged(_put("rules", 0, "forms", 0, "block", value=10**400)): "rules[0].forms[0]",
     _damaged(_put("rules", 0, "forms", 0, "block", value=float("nan"))): "JSON",
     _damaged(_put("rules", 0, "forms", 1, "block", value={"pow2": "M"})): "rules[0].forms[1]",
-    _damaged(_put("rules", 0, "tree", value=[99])): "rules[0].tree: 99: expected places in forms",
+    _damaged(_put("rules", 0, "tree", value=[99])): "tree: 99: expected places in forms, below 3",
     _damaged(_put("rules", 0, "tree", value={"use": [0]})): "rules[0].tree.use: [0]: expected no field",
     _damaged(_put("rules", 0, "tree", "if", value="M+1")): "expected a product of sizes",
     _damaged(_put("rules", 0, "tree", "at_most", value="x")): "at_most: 'x'",
@@ -157,13 +158,15 @@ IMPOSSIBLE: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("knobs", IMPOSSIBLE)
 def test_a_rule_whose_knobs_no_kernel_takes_is_passed_over(knobs: dict[str, Any], tmp_path: Path) -> None:
-    forms = (tuple(knobs.items()), FORMS[0])
-    stored(tmp_path, rule.dumps("fake", GPU, [Rule("optimized", "cold", forms, (0, 1))], {}))
+    passed_over = Rule(variant="optimized", policy="cold", forms=(knobs, FORMS[0]), tree=(0, 1))
+    stored(tmp_path, rule.dumps("fake", GPU, [passed_over], {}))
     assert found(tmp_path, 1024).config == Small(64, 2)
 
 
 def test_a_rule_of_other_axes_is_passed_over(tmp_path: Path) -> None:
-    foreign = Rule("optimized", "cold", FORMS, Split(subject="Q*R", at_most=3.0, then=(0,), otherwise=(1,)))
+    foreign = Rule(
+        variant="optimized", policy="cold", forms=FORMS, tree=Split(subject="Q*R", at_most=3.0, then=(0,), otherwise=(1,))
+    )
     stored(tmp_path, rule.dumps("fake", GPU, [foreign], {}))
     assert found(tmp_path, 1024).source == "default"
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,27 +13,25 @@ from kerneltune.cli import options as o
 from kerneltune.cli.console import show, show_table, show_wrapped
 from kerneltune.cli.progress import reporter
 from kerneltune.files import data_root
-from kerneltune.spec import Case, Op, Option, Variant
+from kerneltune.spec import Case, Op, Option
 
 if TYPE_CHECKING:
     from kerneltune.rule import Rule
 
 Gpu = Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="Of this GPU, as its folder is called.")]
 
+Whose = Annotated[str, typer.Option("--variant", metavar="NAME", help="Whose configs.")]
 OpsGiven = Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Only these operators, in this order.")]
 
 
 def observe(
     ops: OpsGiven = None,
-    variant: Annotated[str, typer.Option("--variant", metavar="NAME", help="Whose configs.")] = "optimized",
+    variant: Whose = "optimized",
     dtype: o.Dtypes = None,
     case: o.CaseNames = None,
     most: Annotated[int, typer.Option("--most", metavar="N", help="Configs per case.")] = 14,
     cases: Annotated[int | None, typer.Option("--cases", metavar="N", help="Cases per operator, the least known first.")] = None,
-    budget: Annotated[
-        float | None,
-        o.seconds("Begin no case after that."),
-    ] = None,
+    budget: Annotated[float | None, o.seconds("Begin no case after that.")] = None,
     extra: Annotated[list[str] | None, typer.Option("--sweep", metavar="FILE", help="Further cases; may be repeated.")] = None,
     again: Annotated[bool, typer.Option("--again", help="Also what was timed with the present code.")] = False,
     configs: o.Configs = None,
@@ -47,45 +46,35 @@ def observe(
     from kerneltune import device
     from kerneltune.plan import require_gpu
     from kerneltune.search.task import Task, knobs_of
-    from kerneltune.tuning.fitting import CostTable, untimed
-    from kerneltune.tuning.gathering import samples_of, timed
+    from kerneltune.tuning.gathering import samples_of, targets, timed, to_observe
     from kerneltune.tuning.observing import observe as run
-    from kerneltune.tuning.observing import targets
-    from kerneltune.tuning.transfer import config_of, donors_of, rivals
+    from kerneltune.tuning.transfer import donors_of
 
     known = o.load_ops()
     names = [o.choice("op", name, known) for name in ops or _with_variant(known, variant)]
     require_gpu("cache observe")
     folder = o.results_root(results)
     o.require_writable(folder)
-    options = o.make_options("cold", budget_s=budget, configs=configs, results=folder, workers=workers)
-    bench = _bench(known, extra or [])
-    slug = device.current().slug
+    bench, slug = _bench(known, extra or []), device.current().slug
     asked = []
     for name in names:
         op, of = known[name], known[name].variant(variant)
-        donors = donors_of(op, of, "cold", slug, configs)
-        wanted = [target for target in targets(op, of, donors, bench.get(name, [])) if _is_wanted(target, dtype, case)]
-        samples, done = samples_of(op, of, slug, configs, folder), set() if again else timed(op, of, slug, folder)
-        choices = untimed(CostTable(op, of, samples)) if len(samples) > 1 else {}
-        times = {sample.case: len(sample.times) for sample in samples}
-        recorded = {op.called(one) for one, _ in donors}
-        wanted.sort(key=lambda one: (one not in recorded, times.get(one, 0)))
-        for target in wanted[:cases]:
-            offered = [config_of(of, target, knobs) for knobs in choices.get(target, [])]
-            offered += rivals(op, of, target, donors, most)
-            new = [one for one in dict.fromkeys(offered) if one and (target, tuple(knobs_of(one).items())) not in done]
-            if new:
-                asked.append((Task(op, target, of), new))
+        donors, samples = donors_of(op, of, "cold", slug, configs), samples_of(op, of, slug, configs, folder)
+        done = set() if again else timed(op, of, slug, folder)
+        wanted = [one for one in targets(op, of, donors, bench.get(name, [])) if _is_wanted(one, dtype, case)]
+        for one, offered in islice(to_observe(op, of, samples, donors, wanted, most), cases):
+            if new := [config for config in offered if (one, tuple(knobs_of(config).items())) not in done]:
+                asked.append((Task(op, one, of), new))
     with reporter() as progress:
+        options = o.make_options("cold", budget_s=budget, configs=configs, results=folder, workers=workers)
         count = run(asked, options, progress)
-    show(f"{count} of {len(asked)} cases timed: {folder / device.current().slug / 'observations'}")
+    show(f"{count} of {len(asked)} cases timed: {folder / slug / 'observations'}")
 
 
 def fit(
     ops: OpsGiven = None,
     gpu: Gpu = None,
-    variant: Annotated[str, typer.Option("--variant", metavar="NAME", help="Whose configs.")] = "optimized",
+    variant: Whose = "optimized",
     check: Annotated[bool, typer.Option("--check", help="Write nothing.")] = False,
     configs: o.Configs = None,
     results: o.Results = None,
@@ -96,17 +85,14 @@ def fit(
     least known time over the rule's on observed cases, which have no recorded config. unseen: the geometric mean of all these
     cases where the kind of the tree, too, is chosen without the case's sizes. Needs no GPU.
     """
-    from kerneltune import rule
-    from kerneltune.cache import readable
-    from kerneltune.files import replace_text
     from kerneltune.tuning.fitting import CostTable, fitted
     from kerneltune.tuning.gathering import samples_of
 
     known = o.load_ops()
     slug = _gpu(gpu, configs)
-    root, folder = o.configs_root(configs), _observed(results)
+    folder = _observed(results)
     if not check:
-        o.require_writable(root)
+        o.require_writable(o.configs_root(configs))
     rows: list[tuple[str, ...]] = []
     for name in [o.choice("op", name, known) for name in ops or _with_variant(known, variant)]:
         op, of = known[name], known[name].variant(variant)
@@ -115,19 +101,29 @@ def fit(
             rows.append((name, "0", *[""] * 7, "times of fewer than two sizes are known"))
             continue
         made, _ = fitted(CostTable(op, of, samples))
-        found = made.judged
         if not check:
-            known_before = readable(rule.path_of(name, slug, Path()), configs)
-            others = [one for one in rule.load(known_before) if one.variant != variant] if known_before.exists() else []
-            about = {"arch": _arch(slug), "cases": len(samples), "command": f"kerneltune cache fit {name}"}
-            replace_text(rule.path_of(name, slug, root), rule.dumps(name, slug, [*others, made], about))
-        counts = [str(found.get(field, "")) for field in ("cases", "judged", "observed", "worst_case")]
-        of_recorded, of_observed = (
-            [f"{found[field]:.3f}" if field in found else "" for field in (f"{kind}geomean", f"{kind}worst")]
-            for kind in ("", "observed_")
-        )
-        rows.append((name, *counts[:2], *of_recorded, counts[2], *of_observed, f"{found['unseen']:.3f}", counts[3]))
+            _store(name, slug, made, len(samples), configs)
+        rows.append((name, *(_cell(made.judged.get(field, "")) for field in _JUDGED)))
     show_table(("op", "cases", "judged", "geo-mean", "worst", "observed", "geo-mean", "worst", "unseen", "worst case"), rows)
+
+
+_JUDGED = ("cases", "judged", "geomean", "worst", "observed", "observed_geomean", "observed_worst", "unseen", "worst_case")
+
+
+def _cell(value: float | str) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def _store(op: str, slug: str, made: "Rule", cases: int, configs: Path | None) -> None:
+    """Write a rule, beside those of other variants, into the file of its operator."""
+    from kerneltune import device, rule
+    from kerneltune.cache import readable
+    from kerneltune.files import replace_text
+
+    before = readable(rule.path_of(op, slug, Path()), configs)
+    others = [one for one in rule.load(before) if one.variant != made.variant] if before.exists() else []
+    about = {"arch": device.arch_of(slug), "cases": cases, "command": f"kerneltune cache fit {op}"}
+    replace_text(rule.path_of(op, slug, o.configs_root(configs)), rule.dumps(op, slug, [*others, made], about))
 
 
 def _observed(results: Path | None) -> Path:
@@ -142,7 +138,7 @@ def explain(
         list[str], typer.Argument(metavar="CASE...", help="A bench case by name, or sizes and options such as M=8192 N=3584.")
     ],
     gpu: Gpu = None,
-    variant: Annotated[str, typer.Option("--variant", metavar="NAME", help="Whose config.")] = "optimized",
+    variant: Whose = "optimized",
     dtype: Annotated[
         str | None, typer.Option("--dtype", metavar="NAME", callback=o.whole_name, help="Element type, where CASE is sizes.")
     ] = None,
@@ -238,18 +234,9 @@ def _gpu(gpu: str | None, configs: Path | None) -> str:
     return known[0]
 
 
-def _arch(slug: str) -> str:
-    from kerneltune import device
-
-    return device.arch_of(slug)
-
-
 def _with_variant(known: Mapping[str, Op], name: str) -> list[str]:
-    return [op.name for op in known.values() if any(_has_knobs(variant, name) for variant in op.variants)]
-
-
-def _has_knobs(variant: Variant, name: str) -> bool:
-    return variant.name == name and variant.config is not None
+    """Return the operators with a variant of that name that has knobs."""
+    return [op.name for op in known.values() if any(of.name == name and of.config is not None for of in op.variants)]
 
 
 def _is_wanted(case: Case, dtypes: list[str] | None, names: list[str] | None) -> bool:

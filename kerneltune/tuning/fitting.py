@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kerneltune.nearness import ranked
 from kerneltune.rule import Facts, Form, Leaf, Node, Rule, Split, facts_of, knobs_at, used
 from kerneltune.spec import Case, Op, Variant
-from kerneltune.tuning.transfer import Donor, config_of, followed, forms_of
+from kerneltune.tuning.transfer import Donor, Pairs, config_of, followed, forms_of
 
 Times = Mapping[tuple[tuple[str, Any], ...], float | None]
 """Knobs -> µs; None for a config that has no time: it spilled, failed or was wrong."""
@@ -173,11 +173,11 @@ class CostTable:
         self.numbers = np.array([self.shapes[sample.case.axes] for sample in samples])
         donors = [(sample.case, sample.fastest) for sample in samples if sample.fastest]
         follows = followed(donors)
-        places: dict[Form, set[int]] = {(): {-1}}
+        places: dict[Pairs, set[int]] = {(): {-1}}
         for donor in donors:
             for form in forms_of(donor, follows):
                 places.setdefault(form, set()).add(self.shapes[donor[0].axes])
-        self.forms = list(places)
+        self.forms: list[Form] = [dict(form) for form in places]
         self.given = np.array([[bool(by - {number}) for by in places.values()] for number in range(len(self.shapes))])
         size = len(self.samples), len(self.forms)
         self.costs, self.known, self.valid = np.full(size, UNKNOWN), np.zeros(size, bool), np.zeros(size, bool)
@@ -347,9 +347,15 @@ def grown(table: CostTable, shape: TreeShape, without: int = -1) -> Rule:
     forms = table.given[without] if without >= 0 else np.ones(len(table.forms), bool)
     node: Node = (0,) if shape.asks == "nothing" else _Grower(table, rows, forms, shape).grow(rows)
     cases = [table.samples[row].case for row in rows]
-    known = _known([facts_of(case) for case in cases], table.op.free_options)
-    least = {axis: min(case[axis] for case in cases) for axis in table.op.axes}
-    return Rule(table.variant.name, "cold", tuple(table.forms), node, shape.near, known=known, least=least)
+    return Rule(
+        variant=table.variant.name,
+        policy="cold",
+        near=shape.near,
+        known=_known([facts_of(case) for case in cases], table.op.free_options),
+        least={axis: min(case[axis] for case in cases) for axis in table.op.axes},
+        forms=tuple(table.forms),
+        tree=node,
+    )
 
 
 def _known(facts: Sequence[Facts], free: Sequence[str]) -> dict[str, list[Any]]:
@@ -452,7 +458,7 @@ def fitted(table: CostTable) -> tuple[Rule, Judgement]:
     shape = best_shape(found)
     apart = unseen(table, found)
     data = found[shape].data | {"unseen": round(_geomean([*apart.judged, *apart.observed]), 4)}
-    return _pruned(replace(grown(table, shape), judged=data)), found[shape]
+    return _pruned(msgspec.structs.replace(grown(table, shape), judged=data)), found[shape]
 
 
 def _pruned(rule: Rule) -> Rule:
@@ -465,4 +471,4 @@ def _pruned(rule: Rule) -> Rule:
             return msgspec.structs.replace(node, then=renumbered(node.then), otherwise=renumbered(node.otherwise))
         return tuple(places[form] for form in node)
 
-    return replace(rule, forms=tuple(rule.forms[form] for form in kept), tree=renumbered(rule.tree))
+    return msgspec.structs.replace(rule, forms=tuple(rule.forms[form] for form in kept), tree=renumbered(rule.tree))

@@ -1,6 +1,6 @@
 """What is known of a variant's times on a GPU: configs with their evidence, observations and whole spaces. Measures nothing."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +8,9 @@ from kerneltune import cache
 from kerneltune.search import spaces
 from kerneltune.search.observations import path_of, read
 from kerneltune.search.task import knobs_of
-from kerneltune.spec import Case, Op, Variant
-from kerneltune.tuning.fitting import Sample
-from kerneltune.tuning.transfer import config_of
+from kerneltune.spec import Case, Config, Op, Variant
+from kerneltune.tuning.fitting import CostTable, Sample, untimed
+from kerneltune.tuning.transfer import Donor, config_of, rivals
 
 _LEAST = 2
 """Configs whose times must be known of a case without a recorded config for a rule to be fitted to it."""
@@ -60,6 +60,38 @@ def timed(op: Op, variant: Variant, gpu: str, results: Path) -> set[tuple[Case, 
     present = {place for place, run in enumerate(observed.runs) if run.get("source_hash") == variant.source_hash}
     ours = [row for row in observed.rows if row.run in present and row.variant == variant.name]
     return {(row.case, row.knobs) for row in ours if row.status not in _NOT_RUN}
+
+
+def to_observe(
+    op: Op,
+    variant: Variant,
+    samples: Sequence[Sample],
+    donors: Sequence[Donor],
+    wanted: Sequence[Case],
+    most: int,
+) -> Iterator[tuple[Case, list[Config]]]:
+    """Yield each wanted case with what rules may choose for it, recorded cases first, then those of which least is known.
+
+    most: configs per case beside what rules choose.
+    """
+    choices = untimed(CostTable(op, variant, samples)) if len(samples) > 1 else {}
+    times = {sample.case: len(sample.times) for sample in samples}
+    recorded = {op.called(case) for case, _ in donors}
+    for case in sorted(wanted, key=lambda one: (one not in recorded, times.get(one, 0))):
+        chosen = [config_of(variant, case, knobs) for knobs in choices.get(case, [])]
+        yield case, list(dict.fromkeys(one for one in [*chosen, *rivals(op, variant, case, donors, most)] if one))
+
+
+def targets(op: Op, variant: Variant, donors: Sequence[Donor], bench: Iterable[Case]) -> list[Case]:
+    """Return the recorded cases and the supported bench cases as calls describe them, each once, recorded sizes first.
+
+    Of several types of the same sizes bf16 stays, or else the first.
+    """
+    cases = [op.called(case) for case in (*(case for case, _ in donors), *bench) if variant.unsupported(case) is None]
+    chosen: dict[object, Case] = {}
+    for case in sorted(dict.fromkeys(cases), key=lambda case: case.dtype != "bfloat16"):
+        chosen.setdefault((case.axes, case.quant, case.options), case)
+    return [case for case in dict.fromkeys(cases) if case in chosen.values()]
 
 
 def shape_of(case: Case) -> tuple[Any, ...]:

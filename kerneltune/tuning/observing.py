@@ -1,7 +1,7 @@
 """Times of rivals on many cases: what a rule is fitted to and judged by. Needs a GPU; decides nothing."""
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,31 +12,18 @@ from kerneltune.plan import Options, Progress
 from kerneltune.search.observations import Observation, Observed, merged, path_of, read, write
 from kerneltune.search.task import Task, knobs_of
 from kerneltune.search.trials import Evaluation
-from kerneltune.spec import Case, Config, Op, Variant
+from kerneltune.spec import Config, Op
 from kerneltune.sweep import results_root
 from kerneltune.tuning.cached import stamp
 from kerneltune.tuning.isolated import ChildCrashedError
 from kerneltune.tuning.machines import Machines
 from kerneltune.tuning.one_case import measure_space
-from kerneltune.tuning.transfer import Donor
 
 _CASES_AHEAD = 4
 
 
 Asked = tuple[Task, Sequence[Config]]
 """A case with the configs to time on it."""
-
-
-def targets(op: Op, variant: Variant, donors: Sequence[Donor], bench: Iterable[Case]) -> list[Case]:
-    """Return the recorded cases and the supported bench cases as calls describe them, each once, recorded sizes first.
-
-    Of several types of the same sizes bf16 stays, or else the first.
-    """
-    cases = [op.called(case) for case in (*(case for case, _ in donors), *bench) if variant.unsupported(case) is None]
-    chosen: dict[object, Case] = {}
-    for case in sorted(dict.fromkeys(cases), key=lambda case: case.dtype != "bfloat16"):
-        chosen.setdefault((case.axes, case.quant, case.options), case)
-    return [case for case in dict.fromkeys(cases) if case in chosen.values()]
 
 
 def observe(asked: Sequence[Asked], options: Options, progress: Progress) -> int:

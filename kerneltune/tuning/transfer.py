@@ -13,7 +13,7 @@ import numpy as np
 
 from kerneltune import cache
 from kerneltune.rounding import next_power_of_2
-from kerneltune.rule import Form, Scaled, knobs_at
+from kerneltune.rule import Scaled, knobs_at
 from kerneltune.spec import Case, Config, Op, Variant
 
 _EXPLAINED = 0.6
@@ -23,6 +23,8 @@ _LEAST_RIVALS = 8
 """Configs of a case: some of its space where other cases do not give as many."""
 
 Donor = tuple[Case, dict[str, Any]]
+Pairs = tuple[tuple[str, Any], ...]
+"""A form of rule.Form as pairs, which can be counted."""
 
 
 def donors_of(op: Op, variant: Variant, policy: str, device_slug: str, root: Path | None) -> list[Donor]:
@@ -67,7 +69,7 @@ def followed(donors: Sequence[Donor]) -> dict[str, Scaled]:
     return found
 
 
-def forms_of(donor: Donor, follows: Mapping[str, Scaled]) -> list[Form]:
+def forms_of(donor: Donor, follows: Mapping[str, Scaled]) -> list[Pairs]:
     """Return a donor's config as it is, with each knob that follows a size following, and with all of them.
 
     Where the common factor does not give the donor's own value, the donor's own factor stands in its place.
@@ -105,7 +107,7 @@ def rivals(op: Op, variant: Variant, case: Case, donors: Sequence[Donor], most: 
         for form in dict.fromkeys(group):
             if len(found) >= (limit + len(own) + 1 if group is near else most):
                 break
-            config = config_of(variant, case, knobs_at(form, sizes))
+            config = config_of(variant, case, knobs_at(dict(form), sizes))
             if config is not None:
                 found[config] = None
     space = list(variant.configs(case)) if len(found) < min(most, _LEAST_RIVALS) else []

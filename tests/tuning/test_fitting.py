@@ -52,7 +52,7 @@ def test_fit_knobs_that_follow_a_size_hold_where_sizes_are_left_out() -> None:
     assert len(found.judged) == len(SIZES)
     assert found.geomean > 0.9
     assert found.worst > 0.6
-    assert any(isinstance(value, Scaled) for form in rule.forms for _, value in form)
+    assert any(isinstance(value, Scaled) for form in rule.forms for value in form.values())
     defaults = [time_us(case_of(size), DEFAULT) / sample(case_of(size)).best_us for size in SIZES]
     assert found.geomean > 1.2 / math.exp(sum(map(math.log, defaults)) / len(defaults))
     unseen = case_of(700)
@@ -132,7 +132,7 @@ def test_fit_the_default_is_chosen_where_it_is_as_good() -> None:
 
     rule, found = fitted(table([flat(size) for size in SIZES]))
     assert found.worst == pytest.approx(1.0)
-    assert (rule.forms, rule.tree) == (((),), (0,))
+    assert (rule.forms, rule.tree) == (({},), (0,))
     assert chosen(op_of(VARIANT), VARIANT, rule, case_of(333), []) == {"block": 256, "warps": 4}
 
 
