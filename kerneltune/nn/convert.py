@@ -92,10 +92,13 @@ def convert_to_fp8_training(
         The names of the converted modules, and what was skipped and why.
 
     Raises:
-        ValueError: no module, an unknown recipe, nothing to convert, or an expert weight that no product can take; the model
-            stays as it is.
+        ValueError: no module, a parameter without a shape, an unknown recipe, nothing to convert, or an expert weight that no
+            product can take; the model stays as it is.
     """
     _check_model(model)
+    for name, p in model.named_parameters():
+        if isinstance(p, nn.UninitializedParameter):
+            raise ValueError(f"{name} has no shape before the model's first forward pass: convert after that")
     fresh: Recipe | str = "delayed" if recipe == "delayed" else recipe_of(recipe, "delayed")
     if norms and not dense:
         raise ValueError("norms=True takes dense=True: normalizations feed linear layers that multiply in fp8")

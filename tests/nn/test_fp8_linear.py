@@ -104,6 +104,8 @@ def test_output_layers_routers_and_layers_with_another_forward_stay() -> None:
     assert "got torch.float64" in found.skipped["0.double"]
     with pytest.raises(ValueError, match=r"model must be an nn.Module, got None"):
         convert_to_fp8_training(None)
+    with pytest.raises(ValueError, match=r"0.weight has no shape before the model's first forward pass"):
+        convert_to_fp8_training(nn.Sequential(nn.LazyLinear(704)), dense=True)
 
 
 def test_dense_layers_compile_without_a_graph_break() -> None:
