@@ -19,16 +19,16 @@ GUIDE = ROOT / "docs" / "your_own_kernel.md"
 COMPILE = """
 from functools import partial
 from kerneltune import ops
-from kerneltune.measuring.compiler import TARGETS, CompilePool
+from kerneltune.measuring.compiler import TARGETS, CompilePool, compile_job
+from kerneltune.search.task import Task
 from kerneltune.spec import Case
-from kerneltune.measuring.compiler import compile_job
 
 if __name__ == "__main__":
     op = ops.load()["swiglu"]
     variant = op.variant("optimized")
     case = Case("ffn", (("M", 64), ("N", 1024)), "bfloat16")
     with CompilePool(TARGETS["sm_90"], 1) as pool:
-        (compiled,) = pool.compile([compile_job(op, case, variant.default_config(case), variant)])
+        (compiled,) = pool.compile([compile_job(Task(op, case, variant), variant.default_config(case))])
     print(compiled.error or [kernel.name for kernel in compiled.kernels])
 """
 
