@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from command_line import operators, refused, run
 
+from kerneltune.rule import SCHEMA
+
 
 @pytest.fixture
 def stored(configs_dir: Path) -> Path:
@@ -127,7 +129,7 @@ def test_check_refuses_a_knob_that_no_kernel_takes(stored: Path, value: Any) -> 
 def test_check_reads_the_rules_too(stored: Path) -> None:
     rules = stored.parent / "rules" / stored.name
     rules.parent.mkdir()
-    rules.write_text('{"schema": 1}')
+    rules.write_text(f'{{"schema": {SCHEMA}}}')
     assert f"{rules}: op: None: expected 'rmsnorm_bwd'" in refused("cache", "check")
 
 

@@ -88,7 +88,7 @@ def test_noise_says_where_the_pool_would_be_idle(options: Options, monkeypatch: 
 
 def test_noise_of_a_config_without_a_time_is_one_line(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Bench, "lost", staticmethod(lambda _config: True))
-    with pytest.raises(ValueError, match=r"int32 none: crashed: took longer than 60 s$"):
+    with pytest.raises(ValueError, match=r"int32 none: lost: took longer than 60 s$"):
         disturbed(options)
 
     def lost(*_: object) -> None:
