@@ -332,7 +332,7 @@ def dumps(op: str, device: str, rules: Sequence[Rule], fitted: Mapping[str, Any]
 def _laid_out(value: Any, indent: str = "") -> str:
     """Return a value as JSON; questions, and what is too long for a line, are one item a line."""
     text = json.dumps(value)
-    if not isinstance(value, dict | list) or (len(text) <= _WIDTH and '"then": ' not in text):
+    if not isinstance(value, dict | list | tuple) or (len(text) <= _WIDTH and '"then": ' not in text):
         return text
     inner = f"{indent}  "
     named = value.items() if isinstance(value, dict) else [(None, item) for item in value]

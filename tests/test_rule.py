@@ -66,6 +66,13 @@ def test_a_rule_file_is_read_as_it_was_written() -> None:
     assert rule.loads(rule.dumps("fake", GPU, [RULE, RULE], {}), "fake", GPU) == (RULE, RULE)
 
 
+def test_a_rule_file_has_a_form_a_line() -> None:
+    many = tuple({"block": block, "warps": warps} for block in range(40) for warps in (1, 2))
+    lines = rule.dumps("fake", GPU, [Rule(variant="optimized", policy="cold", forms=many, tree=TREE)], {}).splitlines()
+    assert '        {"block": 39, "warps": 2}' in lines
+    assert max(map(len, lines)) < 100
+
+
 def test_a_look_up_takes_the_first_form_of_the_leaf_that_is_valid(tmp_path: Path) -> None:
     stored(tmp_path)
     assert found(tmp_path, 1024) == cache.Choice(Small(512, 4), "rule", 'the rule: {"block": 512, "warps": 4}')
