@@ -4,6 +4,7 @@ import dataclasses
 import fnmatch
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -84,10 +85,7 @@ def verify_(
     refresh: Annotated[
         bool, typer.Option("--write", help="Store the new times of stale entries that are as good as the default.")
     ] = False,
-    budget: Annotated[
-        float | None,
-        o.seconds("Time no entry after that."),
-    ] = None,
+    budget: Annotated[float | None, o.seconds("Time no entry after that.")] = None,
     configs: o.Configs = None,
 ) -> None:
     """Judge every entry: fresh, stale-but-good, stale-slower, invalid. Exit code 1 where one is slower or invalid.
@@ -95,36 +93,33 @@ def verify_(
     On the entries' GPU, stale entries are timed against the default again. On other machines only the code is compared: an
     entry is stale if its variant runs other code than when the entry was stored. Comments, names and layout do not count.
     """
+    from kerneltune import device
     from kerneltune.cache import load_strict
+    from kerneltune.tuning.verify import verify_cache
 
     files = [path for op in ops for path in _chosen(op, gpu, configs)] if ops else _chosen(None, gpu, configs)
     known = o.load_ops()
     if refresh:
-        from kerneltune import device
-
         if device.current().slug not in (path.parent.name for path in files):
             raise ValueError("write: True: expected the entries' GPU in this machine")
         o.require_writable(o.configs_root(configs))
     entries = [(path.parent.name, path.stem, entry) for path in files for entry in load_strict(path)]
-    from kerneltune.tuning.verify import verify_cache
-
     with reporter() as progress:
         found = verify_cache(known, entries, o.make_options("cold", budget_s=budget, configs=configs), progress, renew=refresh)
     counts = Counter((slug, name, verdict.status) for slug, name, verdict in found)
     show_table(("gpu", "op", "status", "entries"), [(*key, str(count)) for key, count in sorted(counts.items())])
-    _show_reasons(Counter((verdict.status, verdict.reason) for *_, verdict in found if verdict.status in _STALE))
-    for slug, name, verdict in found:
-        if verdict.status in ("stale-slower", "invalid"):
-            e = verdict.entry
-            show(f"{verdict.status}: {slug} {name} {e.variant} {e.case} {e.dtype} {e.quant}: {verdict.reason}")
-    if any(verdict.status in ("stale-slower", "invalid") for *_, verdict in found):
+    reasons = Counter((verdict.status, verdict.reason) for *_, verdict in found if verdict.status in _STALE)
+    for (status, reason), count in reasons.most_common():
+        show(f"{count} {status}: {reason}")
+    bad = [one for one in found if one[2].status in ("stale-slower", "invalid")]
+    for slug, name, verdict in bad:
+        show(f"{verdict.status}: {slug} {name} {_named(verdict.entry)}: {verdict.reason}")
+    if bad:
         raise typer.Exit(1)
 
 
-def _show_reasons(why: Counter[tuple[str, str]]) -> None:
-    """Return how many entries are of which status for which reason."""
-    for (status, reason), count in why.most_common():
-        show(f"{count} {status}: {reason}")
+def _named(entry: "CacheEntry") -> str:
+    return f"{entry.variant} {entry.case} {entry.dtype} {entry.quant}"
 
 
 @app.command("misses", hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
@@ -230,38 +225,45 @@ def check(configs: o.Configs = None) -> None:
 
     Exit code 1, and a line each, where a config was surely slower than its variant's default when it was chosen.
     """
-    from kerneltune.cache import load_strict
-    from kerneltune.rule import load_strict as load_rules
+    from kerneltune.rule import load_strict
 
     files = _chosen(None, None, configs)
-    known = o.load_ops()
-    entries, beside = 0, 0
-    slower = []
-    for path in files:
-        if path.stem not in known:
-            raise unknown(f"{path}: op", path.stem, known)
-        for index, entry in enumerate(load_strict(path)):
-            try:
-                _require_fit(known[path.stem], entry)
-            except ValueError as error:
-                raise ValueError(f"{path}: entries[{index}]: {error}") from error
-            entries += 1
-            over = entry.evidence.get("over_default")
-            if isinstance(over, list) and len(over) == 2:
-                beside += 1
-                if over[1] < 1.0:
-                    name = f"{path.stem} {entry.variant} {entry.case} {entry.dtype} {entry.quant}"
-                    slower.append(f"{name}: {over[0]:.3f} to {over[1]:.3f} of its default's speed")
-    ruled = o.config_files(configs, "rules/*.json")
-    for path in ruled:
-        load_rules(path)
+    entries = [(path, entry) for path in files for entry in _fitting(path)]
+    rules = o.config_files(configs, "rules/*.json")
+    for path in rules:
+        load_strict(path)
     folders = " and ".join(dict.fromkeys(str(path.parents[1]) for path in files))
-    rules_too = f", and {len(ruled)} files of rules" if ruled else ""
-    show(f"{entries} entries in {len(files)} files of {folders} are good{rules_too}")
+    rules_too = f", and {len(rules)} files of rules" if rules else ""
+    show(f"{len(entries)} entries in {len(files)} files of {folders} are good{rules_too}")
+    beside = [(path, entry, over) for path, entry in entries if isinstance(over := entry.evidence.get("over_default"), list)]
+    slower = [
+        f"{path.stem} {_named(entry)}: {over[0]:.3f} to {over[1]:.3f} of its default's speed"
+        for path, entry, over in beside
+        if over[1] < 1.0
+    ]
     if beside:
-        show("\n".join([f"{beside} were timed in the same rounds as their default: {len(slower)} slower than it", *slower]))
+        show("\n".join([f"{len(beside)} were timed in the same rounds as their default: {len(slower)} slower than it", *slower]))
     if slower:
         raise typer.Exit(1)
+
+
+def _fitting(path: Path) -> Iterator["CacheEntry"]:
+    """Yield the entries of a file.
+
+    Raises:
+        ValueError: an entry that does not fit its operator.
+    """
+    from kerneltune.cache import load_strict
+
+    known = o.load_ops()
+    if path.stem not in known:
+        raise unknown(f"{path}: op", path.stem, known)
+    for index, entry in enumerate(load_strict(path)):
+        try:
+            _require_fit(known[path.stem], entry)
+        except ValueError as error:
+            raise ValueError(f"{path}: entries[{index}]: {error}") from error
+        yield entry
 
 
 def _require_fit(op: Op, entry: "CacheEntry") -> None:

@@ -7,8 +7,9 @@ import csv
 import gzip
 import io
 import json
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,25 +108,20 @@ def read(path: Path, op: Op) -> Observed:
     """
     if not path.exists():
         return Observed()
+    lines = _unpacked(path).splitlines()
     try:
-        with opened(path) as packed, gzip.open(packed) as file:
-            content = file.read(_MOST_BYTES + 1)
-        if len(content) > _MOST_BYTES:
-            raise ValueError(f"{path}: file: more than {_MOST_BYTES >> 20} MiB unpacked")
-        lines = content.decode().splitlines()
-        head = _head(path, lines[0])
+        head = json.loads(lines[0].removeprefix("# "))
         if (head["schema"], head["op"], tuple(head["axes"])) != (SCHEMA, op.name, op.axes):
             raise ValueError(f"{path}:1: header: expected schema {SCHEMA} of {op.name} with the axes {', '.join(op.axes)}")
-        columns = [*_FIXED, *op.axes, *head["options"], *head["knobs"]]
         if not set(head["options"].values()) | set(head["knobs"].values()) <= _TYPES.keys():
             raise ValueError(f"{path}:1: header: expected options and knobs of {', '.join(_TYPES)}")
-        if lines[1].split(",") != columns:
-            raise ValueError(f"{path}:2: columns: {lines[1][:80]!r}: expected {','.join(columns)[:80]}")
+        columns = ",".join([*_FIXED, *op.axes, *head["options"], *head["knobs"]])
+        if lines[1] != columns:
+            raise ValueError(f"{path}:2: columns: {lines[1][:80]!r}: expected {columns[:80]}")
         runs = tuple({str(name): str(text) for name, text in run.items()} for run in head["runs"])
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'not a gzipped text'}") from error
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}:1: header: not that of observations") from error
+    except (KeyError, IndexError, TypeError, AttributeError, RecursionError, ValueError) as error:
+        told = str(error)  # of an integer of more digits than Python reads it is a mere ValueError, too
+        raise ValueError(told if told.startswith(f"{path}:") else f"{path}:1: header: not that of observations") from error
     rows = []
     for number, row in enumerate(csv.reader(lines[2:]), start=3):
         try:
@@ -135,11 +131,15 @@ def read(path: Path, op: Op) -> Observed:
     return Observed(runs, tuple(rows))
 
 
-def _head(path: Path, line: str) -> Any:
+def _unpacked(path: Path) -> str:
     try:
-        return json.loads(line.removeprefix("# "))
-    except (ValueError, RecursionError) as error:  # an integer of more digits than Python reads is a mere ValueError
-        raise ValueError(f"{path}:1: header: not that of observations") from error
+        with opened(path) as packed, gzip.open(packed) as file:
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise ValueError(f"{path}: file: more than {_MOST_BYTES >> 20} MiB unpacked")
+        return content.decode()
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'not a gzipped text'}") from error
 
 
 def _observation(row: Sequence[str], op: Op, head: Mapping[str, Any], runs: int) -> Observation:
@@ -147,44 +147,28 @@ def _observation(row: Sequence[str], op: Op, head: Mapping[str, Any], runs: int)
     if len(row) != len(_FIXED) + len(op.axes) + len(head["options"]) + len(head["knobs"]):
         raise ValueError(f"{len(row)} cells")
     cells = iter(row)
-    fixed = {name: next(cells) for name in _FIXED}
+    number, variant, dtype, quant, policy, status, time = (next(cells) for _ in _FIXED)
     axes = tuple((axis, int(next(cells))) for axis in op.axes)
     options = tuple((name, _TYPES[kind](next(cells))) for name, kind in head["options"].items())
-    knobs = [(name, _TYPES[kind], next(cells)) for name, kind in head["knobs"].items()]
-    time_us, run = float(fixed["time_us"]) if fixed["time_us"] else None, int(fixed["run"])
-    if (time_us is None) == (fixed["status"] == "ok") or not (time_us is None or 0 < time_us < 1e15) or not 0 <= run < runs:
-        raise ValueError(fixed["time_us"])
-    return Observation(
-        run=run,
-        variant=fixed["variant"],
-        axes=axes,
-        dtype=fixed["dtype"],
-        quant=fixed["quant"],
-        options=options,
-        policy=fixed["policy"],
-        knobs=tuple((name, typed(text)) for name, typed, text in knobs if text != ""),
-        status=fixed["status"],
-        time_us=time_us,
-    )
+    knobs = tuple((name, _TYPES[kind](cell)) for (name, kind), cell in zip(head["knobs"].items(), cells, strict=True) if cell)
+    time_us, run = float(time) if time else None, int(number)
+    if (time_us is None) == (status == "ok") or not (time_us is None or 0 < time_us < 1e15) or not 0 <= run < runs:
+        raise ValueError(time)
+    return Observation(run, variant, axes, dtype, quant, options, policy, knobs, status, time_us)
 
 
 def merged(old: Observed, new: Observed) -> Observed:
     """Return both, the new runs behind the old; of a config on a case the newest time stays, of equal runs one."""
     runs = list(old.runs)
     runs += [run for run in new.runs if run not in runs]
-    shifted = [_of_run(row, runs.index(new.runs[row.run])) for row in new.rows]
+    shifted = [replace(row, run=runs.index(new.runs[row.run])) for row in new.rows]
     rows: dict[Any, Observation] = {}
     for row in (*old.rows, *shifted):
         rows[row.variant, row.case, row.policy, row.knobs] = row
     used = sorted({row.run for row in rows.values()})
     places = {run: place for place, run in enumerate(used)}
-    kept = sorted((_of_run(row, places[row.run]) for row in rows.values()), key=_order)
+    kept = sorted((replace(row, run=places[row.run]) for row in rows.values()), key=_order)
     return Observed(tuple(runs[run] for run in used), tuple(kept))
-
-
-def _of_run(row: Observation, run: int) -> Observation:
-    values = {name: getattr(row, name) for name in Observation.__dataclass_fields__}
-    return Observation(**{**values, "run": run})
 
 
 def _order(row: Observation) -> tuple[Any, ...]:
