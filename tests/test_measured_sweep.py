@@ -84,7 +84,7 @@ def test_a_check_that_takes_its_process_along_costs_only_its_row(
     for row in rows:
         assert row.config is not None
         fate = {
-            512: ("failed", "lost: the measuring process died: exit code -6"),
+            512: ("failed", "crashed: the measuring process died: exit code -6"),
             4096: ("failed", "dst: 1 of 2 words wrong"),
         }.get(row.config["block"], ("checked", ""))
         assert (row.status, row.reason) == fate, row.config
@@ -100,9 +100,9 @@ def measured_row(task: Task, reason: str = "x") -> Record:
 @pytest.mark.parametrize(
     ("does", "reason"),
     [
-        ("abort", "lost: the measuring process died: exit code -6"),
-        ("hang", "lost: took longer than 2 s"),
-        ("fault", "lost: RuntimeError: CUDA error: an illegal memory access was encountered"),
+        ("abort", "crashed: the measuring process died: exit code -6"),
+        ("hang", "crashed: took longer than 2 s"),
+        ("fault", "crashed: RuntimeError: CUDA error: an illegal memory access was encountered"),
     ],
 )
 def test_a_launch_that_takes_the_measuring_process_along_costs_only_its_row(

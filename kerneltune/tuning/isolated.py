@@ -130,26 +130,25 @@ class IsolatedBench:
         self._ask("prepare", FINAL_TIMEOUT_S)
 
     def check(self, config: Config) -> Evaluation:
-        """Ask the bench in the child; the evaluation is `lost` where the child crashes over the config.
+        """Ask the bench in the child.
 
         Raises:
-            ChildStoppedError: the bench stopped, or the child was sent SIGTERM.
+            ChildCrashedError: the child crashed over the config, or the bench stopped.
         """
-        return self._evaluated("check", self._reach, config)
+        self._reach()
+        checked: Evaluation = self._ask("check", self.trial_timeout_s, config)
+        return checked
 
     def trial(self, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Evaluation:
         """Ask the bench in the child; the trial is `lost` where the child crashes over it.
 
         Raises:
-            ChildCrashedError: the child was lost before it came to the config or sent SIGTERM, or the bench stopped.
+            ChildCrashedError: the child crashed before it came to the config or sent SIGTERM, or the bench stopped.
         """
-        return self._evaluated("trial", self.prepare, config, best_us, samples)
-
-    def _evaluated(self, name: str, begin: Callable[[], None], *arguments: Any) -> Evaluation:
-        begin()
+        self.prepare()
         try:
-            evaluation: Evaluation = self._ask(name, self.trial_timeout_s, *arguments)
-            return evaluation
+            trial: Evaluation = self._ask("trial", self.trial_timeout_s, config, best_us, samples)
+            return trial
         except ChildStoppedError:
             raise
         except ChildCrashedError as error:
@@ -286,7 +285,7 @@ def check_in_child(bench: IsolatedBench | GpuBench, task: Task, config: Config) 
     try:
         checked = bench.check(config)
     except ChildCrashedError as error:
-        return "failed", f"lost: {error}"
+        return "failed", f"crashed: {error}"
     if checked.status == "ok":
         return "checked", ""
     if checked.status == "memory":
@@ -309,5 +308,5 @@ def compare_in_child(bench: IsolatedBench | GpuBench, family: str, runs: Sequenc
                 ceiling = None
             else:
                 blamed = [error.variant] if error.variant else [task.variant.name for task, _ in runs]
-                untimed = dict.fromkeys(blamed, ("failed", f"lost: {error}")) | untimed
+                untimed = dict.fromkeys(blamed, ("failed", f"crashed: {error}")) | untimed
     return compared_records(family, runs, None, ({}, untimed))
