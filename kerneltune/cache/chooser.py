@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from kerneltune import device, misses, rule
 from kerneltune.cache import entries
-from kerneltune.cache.entries import Axes, CacheEntry, Hit, Options, alike, json_text, path_of, readable
+from kerneltune.cache.entries import Axes, CacheEntry, Options, alike, json_text, path_of, readable
 from kerneltune.nearness import NO_BANDS, Bands, Place, ranked
 from kerneltune.ranges import Range, out_of_range, ranges_of
 from kerneltune.spec import Case, Op, Space, Variant, config_from
@@ -84,20 +84,31 @@ class Chooser:
         if own is not None and (config := self.from_knobs(case, own.config)) is not None:
             return Choice(config, "own", "")
         ruling = ruling_of(self, gpu)
-        limit = math.inf if ruling is None else ruling.rule.near
+        near = self._near(case, table, math.inf if ruling is None else ruling.rule.near)
+        return near or self._ruled(case, table, ruling, gpu) or Choice(self.default(case), "default", "the default")
+
+    def _near(self, case: Case, table: "_Table", limit: float) -> Choice | None:
+        """Return the first valid config of near entries, those of other sizes up to a log2 distance; None if there is none."""
         kin = table.along(case.axes, self.free_axes) if limit else table.same_sizes.get(case.axes, ())
+        if not kin:
+            return None
         place = dict(case.axes), case.dtype, dict(case.options)
-        for (_, moved, apart), entry in ranked(place, kin, self.free_axes, self.free_options, self.bands) if kin else ():
+        for (_, moved, apart), entry in ranked(place, kin, self.free_axes, self.free_options, self.bands):
             if not (moved and apart > limit) and (config := self.from_knobs(case, entry.config)) is not None:
-                return Choice(config, "near", _told(case, Hit(entry, False, apart), self.policy))
-        if ruling is not None:
-            ranges = table.ranges or self.ranges(case)
-            for knobs in ruling.proposals(case):
-                if not knobs:
-                    return Choice(self.default(case), "default", f"{ruling.told(gpu)}: the default")
-                if out_of_range(knobs, ranges) is None and (config := self.from_knobs(case, knobs)) is not None:
-                    return Choice(config, "rule", f"{ruling.told(gpu)}: {json_text(knobs)}")
-        return Choice(self.default(case), "default", "the default")
+                return Choice(config, "near", _told(case, entry, apart, self.policy))
+        return None
+
+    def _ruled(self, case: Case, table: "_Table", ruling: rule.Ruling | None, gpu: str) -> Choice | None:
+        """Return the first valid config that a rule proposes; None if there is none."""
+        if ruling is None:
+            return None
+        for knobs in ruling.proposals(case):
+            if not knobs:
+                return Choice(self.default(case), "default", f"{ruling.told(gpu)}: the default")
+            fits = out_of_range(knobs, table.ranges or self.ranges(case)) is None
+            if fits and (config := self.from_knobs(case, knobs)) is not None:
+                return Choice(config, "rule", f"{ruling.told(gpu)}: {json_text(knobs)}")
+        return None
 
     def from_knobs(self, case: Case, knobs: Mapping[str, Any]) -> Any:
         """Return the config with these knobs; None where they are not those of the variant, or not valid for the case."""
@@ -202,12 +213,12 @@ def _chosen(chooser: Chooser, gpu: str, axes: Axes, dtype: str, quant: str, opti
     return found.config
 
 
-def _told(case: Case, hit: Hit, policy: str) -> str:
+def _told(case: Case, entry: CacheEntry, distance: float, policy: str) -> str:
     """Return what an entry is for, as far as it is not for this case, and its config."""
-    sizes = " ".join(f"{axis}={size}" for axis, size in hit.entry.axes)
-    changed = "".join(f" {name}={value}" for name, value in hit.entry.options if value != case.option(name))
-    changed += f" {hit.entry.policy}" if hit.entry.policy != policy else ""
-    return f"that of {sizes} {hit.entry.dtype}{changed}, log2 distance {hit.distance:.1f}: {json_text(hit.entry.config)}"
+    sizes = " ".join(f"{axis}={size}" for axis, size in entry.axes)
+    changed = "".join(f" {name}={value}" for name, value in entry.options if value != case.option(name))
+    changed += f" {entry.policy}" if entry.policy != policy else ""
+    return f"that of {sizes} {entry.dtype}{changed}, log2 distance {distance:.1f}: {json_text(entry.config)}"
 
 
 def clear() -> None:
