@@ -143,7 +143,7 @@ def worse_than(chance: Gaps, gaps: Gaps, budgets: Sequence[int]) -> list[int]:
 @pytest.mark.parametrize("seed", range(3))
 def test_the_search_beats_chance_on_made_up_spaces(seed: int) -> None:
     space = landscapes.space(seed)
-    chance, found = replay(space, "random", 30, 100), replay(space, "ours", 3, 100)
+    chance, found = replay(space, "random", 12, 100), replay(space, "ours", 3, 100)
     assert worse_than(chance, found, (25,)) == []
     for evaluations, bound in ((50, 0.05), (100, 0.03)):
         gap, by_chance = found.at(evaluations), chance.at(evaluations)
