@@ -28,7 +28,7 @@ test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not alone"
 	$(BIN)/python -m pytest -m alone
 
-# Compiles every cached config for four targets, without a GPU, here and at BASE: fails on new spills and narrower accesses.
+# Compiles the cached configs that differ from those of BASE for four targets, without a GPU: fails on new spills and narrower accesses.
 inspect: $(VENV)/.installed-test
 	$(BIN)/kerneltune gate $(BASE) --static
 
