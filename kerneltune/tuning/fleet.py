@@ -22,7 +22,7 @@ from kerneltune.tuning.cluster import RayWorkers
 from kerneltune.tuning.local import LocalWorkers, visible_gpus
 from kerneltune.tuning.machines import Usage
 from kerneltune.tuning.stage import TuningResult, TuningSummary, ended, tell, tune_entries, wanted_works
-from kerneltune.tuning.worker import Identity, RemoteResult, RemoteTask
+from kerneltune.tuning.worker import Identity, RemoteTask
 
 ATTEMPTS = 3
 """So many workers may die over one piece of work, and so often may one be started again."""
@@ -168,15 +168,14 @@ class Fleet:
             self._workers.start(index)
             self._alive.add(index)
 
-    def _merge(self, work: Task, report: RemoteResult) -> None:
+    def _merge(self, work: Task, done: TuningResult) -> None:
         """Keep what a worker found: its config in the cache, its space in the results."""
-        done = report.done
         if done.entry is not None:
             cache.store(work.op.name, self.slug, done.entry, self._options.configs)
         if done.space is not None:
             path = results_root(self._options.results) / self.slug / "spaces" / done.space.name
-            replace_bytes(path, report.space)
-            done = replace(done, space=path)
+            replace_bytes(path, done.space_bytes)
+            done = replace(done, space=path, space_bytes=b"")
         self._finish(work, done)
 
     def _finish(self, work: Task, done: TuningResult) -> None:

@@ -38,6 +38,7 @@ class TuningResult:
     Attributes:
         entry: stored in the config cache; None where whole spaces are measured, or nothing passed.
         space: the file of a measured space.
+        space_bytes: its content, where a worker measured it on files of its own.
         best: what was found, in a few words.
         skipped: why it cannot be done on this GPU; empty where it can.
         problem: why nothing was found though it can; empty where all is well.
@@ -46,6 +47,7 @@ class TuningResult:
 
     entry: cache.CacheEntry | None = None
     space: Path | None = None
+    space_bytes: bytes = b""
     best: str = ""
     skipped: str = ""
     problem: str = ""

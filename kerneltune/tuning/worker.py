@@ -24,7 +24,7 @@ from kerneltune.tuning.machines import Machines
 from kerneltune.tuning.stage import TuningResult, perform
 
 Event = tuple[str, Any]
-"""`ready` and an Identity, `trial` and a config with its evaluation, `done` and a RemoteResult, `dead` and why."""
+"""`ready` and an Identity, `trial` and a config with its evaluation, `done` and a TuningResult, `dead` and why."""
 MakeMachines = Callable[[Options, Callable[[Config, Evaluation], None]], Machines]
 
 
@@ -68,14 +68,6 @@ class RemoteTask:
     configs: str
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteResult:
-    """The result of a remote task; space: the content of a measured space's file."""
-
-    done: TuningResult
-    space: bytes = b""
-
-
 class Worker:
     """Carries out orders, one after the other. Use as a context manager, or call close."""
 
@@ -111,10 +103,10 @@ class Worker:
             problem = (
                 f"not tuned: {order.task.op.name} {order.task.case.name}: {type(error).__name__}: {' '.join(str(error).split())}"
             )
-            report = RemoteResult(TuningResult(problem=problem))
+            report = TuningResult(problem=problem)
         self._said.put(("done", report))
 
-    def _perform(self, machines: Machines, order: RemoteTask) -> RemoteResult:
+    def _perform(self, machines: Machines, order: RemoteTask) -> TuningResult:
         task = order.task
         assert self._options.results is not None and self._options.configs is not None
         slug = device.current().slug
@@ -126,7 +118,7 @@ class Worker:
         cache.clear()
         following = [order.following] if order.following is not None else []
         done = perform(machines, task, following, self._family, self._options)
-        return RemoteResult(done, done.space.read_bytes() if done.space is not None else b"")
+        return replace(done, space_bytes=done.space.read_bytes()) if done.space is not None else done
 
     def close(self) -> None:
         """End the processes, and remove the folder."""
