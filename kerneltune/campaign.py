@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from kerneltune import cells, device, records, sweep
+from kerneltune import device, records, sweep, table
 from kerneltune.files import replace_text
 from kerneltune.measuring.check import CaseError, Checker, address_errors
 from kerneltune.measuring.compare import ceiling_task, check_only, make_record
@@ -96,7 +96,7 @@ def run_sweep(
         failed = [record for record in checked if record.status == "failed"]
         for record in failed:
             what = f"{record.op} {record.variant} {record.case} {record.dtype} {record.quant}"
-            config = f" with {cells.pairs(record.config)}" if record.config else ""
+            config = f" with {table.pairs(record.config)}" if record.config else ""
             progress.note(f"failed its check: {what}{config}: {record.reason}")
         if options.tune:
             from kerneltune.tuning.stage import tune_entries

@@ -1,7 +1,7 @@
 """Records: measured, checked, failed or skipped rows with everything needed to believe them, kept as JSON lines.
 
 A journal is appended to; a file of results is replaced as a whole. `frame` gives records as a pandas table.
-Does not measure, compare or print. Imports the standard library, msgspec, cells, device, files and spec; pandas inside `frame`.
+Does not measure, compare or print. Imports the standard library, msgspec, table, device, files and spec; pandas inside `frame`.
 """
 
 import io
@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from kerneltune.cells import pairs
 from kerneltune.device import INTERPRETER
 from kerneltune.files import append_lines, bad, decode, locked, opened, replace_bytes
 from kerneltune.spec import MOST, Option, Role
+from kerneltune.table import pairs
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -17,10 +17,10 @@ from typing import Any, Literal, NoReturn
 
 import yaml
 
-from kerneltune.cells import printable
 from kerneltune.errors import meant, unknown
 from kerneltune.files import RESULTS, data_root, in_checkout, read_bytes
 from kerneltune.spec import GROUP, PLUGINS, Case, Op, Option, dtype_name
+from kerneltune.table import printable
 
 Section = Literal["check", "bench"]
 

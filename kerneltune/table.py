@@ -5,18 +5,19 @@ Text fits a width: columns of the highest rank are hidden first, and a line name
 
 import csv
 import io
+import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
-
-from kerneltune.cells import number, printable, wrapped
 
 Value = str | float | int | bool | None
 
 _GAP = 1
 _LEAST_ROOM, _NOTE_INDENT, _NOTE_LINES = 30, 8, 3
+
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,3 +226,28 @@ def _escaped(text: str) -> str:
 
 def _pipe(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
+
+
+def printable(text: str) -> str:
+    """Return the text with control characters, escape sequences and marks of writing direction as visible escapes."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def ratio(numerator: float | None, denominator: float | None) -> float | None:
+    """Return the ratio; None where one of the two is not known."""
+    return None if numerator is None or denominator is None else numerator / denominator
+
+
+def number(value: float | None, digits: int) -> str:
+    """Write a number with so many digits behind the point, and no minus before nothing but zeros; empty for None."""
+    return "" if value is None else f"{value:z.{digits}f}"
+
+
+def pairs(values: Mapping[str, object]) -> str:
+    """`block=1024 warps=4`."""
+    return " ".join(f"{name}={value}" for name, value in values.items())
+
+
+def wrapped(text: str, width: int, indent: str = "  ") -> list[str]:
+    """Words on lines of at most `width` columns, from the second on with an indent; what is longer than a line stays whole."""
+    return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

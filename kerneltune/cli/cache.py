@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kerneltune.cells import pairs
 from kerneltune.cli import options as o
 from kerneltune.cli import rules
 from kerneltune.cli.console import deliver, show, show_table
 from kerneltune.cli.progress import reporter
 from kerneltune.errors import unknown
 from kerneltune.spec import Op
+from kerneltune.table import pairs
 
 if TYPE_CHECKING:
     from kerneltune.cache import CacheEntry

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kerneltune.cells import wrapped
 from kerneltune.cli import options as o
 from kerneltune.cli.console import deliver, note, width
 from kerneltune.cli.files import record_files, with_roles
 from kerneltune.cli.progress import reporter
 from kerneltune.errors import meant
+from kerneltune.table import wrapped
 
 if TYPE_CHECKING:
     from kerneltune.plan import Selection

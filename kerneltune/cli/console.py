@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kerneltune.cells import printable, wrapped
 from kerneltune.files import replace_bytes
+from kerneltune.table import printable, wrapped
 
 _PIPED_WIDTH, _LEAST_WIDTH = 100, 20
 _GAP, _LEAST_GAP = 2, 1

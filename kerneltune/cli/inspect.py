@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from kerneltune.cells import pairs
 from kerneltune.cli import options as o
 from kerneltune.cli.console import error_line, note, show, show_table, show_wrapped
 from kerneltune.cli.progress import reporter
 from kerneltune.errors import unknown
 from kerneltune.files import data_root
 from kerneltune.spec import Case, Op, Variant
+from kerneltune.table import pairs
 
 if TYPE_CHECKING:
     from kerneltune.inspection.static import StaticRow, Survey

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kerneltune.cells import pairs
 from kerneltune.cli import options as o
 from kerneltune.cli.console import show, show_table, show_wrapped
 from kerneltune.cli.progress import reporter
 from kerneltune.files import data_root
 from kerneltune.spec import Case, Op, Option
+from kerneltune.table import pairs
 
 if TYPE_CHECKING:
     from kerneltune.rule import Rule

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kerneltune.cells import pairs
 from kerneltune.cli import options as o
 from kerneltune.cli.console import show, show_table, show_wrapped
 from kerneltune.rounding import cdiv
+from kerneltune.table import pairs
 
 if TYPE_CHECKING:
     from kerneltune.plan import Selection

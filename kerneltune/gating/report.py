@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from xml.etree import ElementTree
 
-from kerneltune.cells import wrapped
 from kerneltune.gating.verdict import A_PEER, AMBIGUOUS, PASS, REGRESSION, UNUSABLE, GateRow, Outcome, Verdict
 from kerneltune.records import grouped
-from kerneltune.table import Column, Row, Table
+from kerneltune.table import Column, Row, Table, wrapped
 
 _INDENT = " " * 12
 _UNIT = " µs"

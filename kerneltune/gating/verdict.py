@@ -23,12 +23,12 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
-from kerneltune.cells import printable
 from kerneltune.device import INTERPRETER
 from kerneltune.gating.pooling import pool
 from kerneltune.gating.rows import Defaults, identity_of, no_defaults
 from kerneltune.records import Key, Record, newest_rows, other_run
 from kerneltune.stats import Interval, Shift, holm, interval_shift, shifts
+from kerneltune.table import printable
 
 PASS, REGRESSION, UNUSABLE, AMBIGUOUS = 0, 1, 2, 3
 DEFAULT_MARGIN = 0.03

@@ -1,6 +1,6 @@
 """What tables, charts and the page call a case: one value, which all of them print; and where their records come from.
 
-Pure; does not lay anything out. Imports the standard library, cells, spec and records.
+Pure; does not lay anything out. Imports the standard library, table, spec and records.
 """
 
 import hashlib
@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
-from kerneltune.cells import pairs
 from kerneltune.records import Record, grouped
 from kerneltune.spec import Option
+from kerneltune.table import pairs
 
 
 @dataclass(frozen=True, slots=True)

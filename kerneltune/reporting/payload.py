@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kerneltune import cache
-from kerneltune.cells import pairs
 from kerneltune.curves import LAST, Curves, thinned
 from kerneltune.device import INTERPRETER, slug
 from kerneltune.errors import unknown
@@ -19,7 +18,7 @@ from kerneltune.records import Record, grouped, newest
 from kerneltune.reporting.naming import CaseName, by_family, case_names, look, short_commit, told_apart
 from kerneltune.reporting.shares import Bound, bound_of, peak_tflops, share
 from kerneltune.reporting.tables import AB_COLUMNS, BEST_PEER, INTERPRETER_NOTE, LOSS, WIN, best_peers
-from kerneltune.table import Table
+from kerneltune.table import Table, pairs
 
 MOST_EVALUATIONS = 25_000
 """Evaluations of searches that a page holds at most, so that it stays below 2 MB; the newest are kept."""

@@ -1,6 +1,6 @@
 """The main charts as PNG or SVG for a pull request: shares of the ceiling, peers, achieved bandwidth; training curves.
 
-Returns bytes; does not read or write files. Imports cells, curves, records and naming, and matplotlib when called.
+Returns bytes; does not read or write files. Imports table, curves, records and naming, and matplotlib when called.
 """
 
 import io
@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from kerneltune.cells import wrapped
 from kerneltune.curves import LAST, Curves, thinned
 from kerneltune.device import slug
 from kerneltune.records import Record, grouped, newest
 from kerneltune.reporting.naming import by_family, case_names, look, source
 from kerneltune.reporting.shares import Bound, bound_of, bounds_named, share
 from kerneltune.rounding import cdiv
+from kerneltune.table import wrapped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,13 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, permutations
 
-from kerneltune.cells import pairs, ratio
 from kerneltune.curves import LAST, Curves
 from kerneltune.device import INTERPRETER
 from kerneltune.records import Record, grouped, newest, other_run
 from kerneltune.reporting.naming import CaseName, case_names, source
 from kerneltune.reporting.shares import Bound, bound_of, bounds_named, share
-from kerneltune.table import Column, Table, Value
+from kerneltune.table import Column, Table, Value, pairs, ratio
 from kerneltune.table import Row as Line
 
 WIN, LOSS = 1.05, 0.95

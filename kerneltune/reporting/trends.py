@@ -3,11 +3,10 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from kerneltune.cells import pairs
 from kerneltune.reporting.history import Trend
 from kerneltune.reporting.naming import case_names
 from kerneltune.reporting.page import rendered
-from kerneltune.table import Column, Row, Table
+from kerneltune.table import Column, Row, Table, pairs
 
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH, _HEIGHT = 160, 28

@@ -5,9 +5,8 @@ Pure: imports no torch.
 
 from collections.abc import Iterable
 
-from kerneltune.cells import ratio
 from kerneltune.records import Record, other_run
-from kerneltune.table import Column, Row, Table
+from kerneltune.table import Column, Row, Table, ratio
 
 OPS = ("model_step",)
 _COLUMNS = (

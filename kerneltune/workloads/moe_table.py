@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean
 
-from kerneltune.cells import ratio
 from kerneltune.records import Record, other_run
-from kerneltune.table import Column, Row, Table
+from kerneltune.table import Column, Row, Table, ratio
 
 RECIPES = ("tensorwise", "rowwise", "delayed")
 MICROBATCHES = 8

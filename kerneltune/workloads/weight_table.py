@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from statistics import geometric_mean
 
-from kerneltune.cells import ratio
 from kerneltune.records import Record
-from kerneltune.table import Column, Row, Table
+from kerneltune.table import Column, Row, Table, ratio
 
 OURS = "optimized"
 _NO_PEERS = ("baseline", "splitk", "streamk", OURS, "dequantised")
