@@ -63,7 +63,8 @@ def tune_folder(folder: Path, budget: float | None, share: float | None, widen: 
     show_table(*tuned_table(outcome.tuned))
     for line in outcome.skipped:
         note(f"skipped: {line}")
-    show(f"{len(outcome.tuned)} classes tuned in {outcome.seconds:.0f} s; SHA-256 {outcome.digest[:16]} {outcome.table}")
+    count = f"{len(outcome.tuned)} class{'' if len(outcome.tuned) == 1 else 'es'}"
+    show(f"{count} tuned in {outcome.seconds:.0f} s; SHA-256 {outcome.digest[:16]} {outcome.table}")
     if not outcome.tuned:
         raise typer.Exit(1)
 
