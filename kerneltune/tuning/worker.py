@@ -18,14 +18,13 @@ from kerneltune.files import replace_text
 from kerneltune.measuring.compare import commit
 from kerneltune.plan import Options
 from kerneltune.search.task import Task
-from kerneltune.search.trials import Evaluation, KnownTrial
-from kerneltune.spec import Config, Variant
+from kerneltune.search.trials import KnownTrial
+from kerneltune.spec import Variant
 from kerneltune.tuning.machines import Machines
 from kerneltune.tuning.stage import TuningResult, perform
 
 Event = tuple[str, Any]
 """`ready` and an Identity, `trial` and a config with its evaluation, `done` and a TuningResult, `dead` and why."""
-MakeMachines = Callable[[Options, Callable[[Config, Evaluation], None]], Machines]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +70,9 @@ class RemoteTask:
 class Worker:
     """Carries out orders, one after the other. Use as a context manager, or call close."""
 
-    def __init__(self, family: str, options: Options, cores: frozenset[int] | None, make: MakeMachines = Machines) -> None:
-        """cores: that it may use, None for all; make: the machines of its GPU."""
-        self._family, self._cores, self._make = family, cores, make
+    def __init__(self, family: str, options: Options, cores: frozenset[int] | None) -> None:
+        """cores: that it may use, None for all."""
+        self._family, self._cores = family, cores
         self._folder = tempfile.TemporaryDirectory(prefix="kerneltune-", ignore_cleanup_errors=True)
         root = Path(self._folder.name)
         self._options = replace(options, results=root / "results", configs=root / "configs")
@@ -97,7 +96,7 @@ class Worker:
             os.sched_setaffinity(0, self._cores)  # of this thread and of the processes that it starts
         try:
             if self._machines is None:
-                self._machines = self._make(self._options, lambda *trial: self._said.put(("trial", trial))).__enter__()
+                self._machines = Machines(self._options, lambda *trial: self._said.put(("trial", trial))).__enter__()
             report = self._perform(self._machines, order)
         except Exception as error:  # no order may end a worker
             problem = (
