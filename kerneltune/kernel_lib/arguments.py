@@ -13,7 +13,7 @@ from kerneltune.kernel_lib.tl_lib import INTERPRETED
 DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 ITEMSIZE = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
 
-MOST_TURNED_ROWS = (1 << 21) - 1
+MOST_TRANSPOSED_ROWS = (1 << 21) - 1
 
 
 def check_matrix(name: str, x: torch.Tensor) -> None:
@@ -69,14 +69,14 @@ def check_apart(name: str, x: torch.Tensor, rows: int, numbers: int = 1) -> None
         raise ValueError(f"rows of {name} must be less than {apart} numbers apart in tiles of {rows}, got strides {x.stride()}")
 
 
-def check_turned(name: str, rows: int) -> None:
+def check_transposable(name: str, rows: int) -> None:
     """Rows of a matrix whose transpose is written: kernels count the bytes of a tile of 1024 of its columns in 31 bits.
 
     Raises:
         ValueError: there are more.
     """
-    if rows > MOST_TURNED_ROWS:
-        raise ValueError(f"{name} must have at most {MOST_TURNED_ROWS} rows to be transposed, got {rows}")
+    if rows > MOST_TRANSPOSED_ROWS:
+        raise ValueError(f"{name} must have at most {MOST_TRANSPOSED_ROWS} rows to be transposed, got {rows}")
 
 
 def assert_group_ends(offs: torch.Tensor, M: int) -> None:

@@ -67,7 +67,7 @@ def too_much_shared(shared_bytes: int) -> str | None:
     return f"{shared_bytes} bytes of shared memory" if shared_bytes > _SHARED_BYTES else None
 
 
-def too_small_to_turn(rows: int, cols: int, warps: int) -> str | None:
+def too_small_to_transpose(rows: int, cols: int, warps: int) -> str | None:
     """Return why a tile of fp8 numbers cannot be cast and go out as words of its transpose; None where it can.
 
     Where a thread has fewer than sixteen, bytes of those words are of no number, and ptxas 12.8 then stores casts of which the

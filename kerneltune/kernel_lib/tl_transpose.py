@@ -53,7 +53,7 @@ def store_transposed(q_ptr, base, ld, lo, hi, live, qs, JAGGED: tl.constexpr, EV
 
 
 @triton.jit
-def store_turned(
+def store_transposed_tile(
     q_ptr, base, ld, lo, hi, live, qs,
     JAGGED: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip

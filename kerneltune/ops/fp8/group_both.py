@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kerneltune import cache
-from kerneltune.kernel_lib.arguments import DTYPE_NAMES, check_matrix, check_turned
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, check_matrix, check_transposable
 from kerneltune.kernel_lib.functions import run_of, torch_operator
 from kerneltune.kernel_lib.groups import aligned_size
 from kerneltune.kernel_lib.launch import on_its_device
@@ -86,7 +86,7 @@ def fp8_group_both(
         ValueError: a wrong shape, stride, dtype, device or value, which it names.
     """
     check_matrix("x", x)
-    check_turned("x", x.shape[0])
+    check_transposable("x", x.shape[0])
     cast, (M, K) = Cast(fp8_format, pow2, inverse), x.shape
     check_offs(offs, M, x.device)
     found, G = _results(x, offs, fp8_format, aligned), offs.shape[0]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from kerneltune import cache
-from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_matrix, check_turned
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_matrix, check_transposable
 from kerneltune.kernel_lib.functions import run_of, torch_operator
 from kerneltune.kernel_lib.groups import aligned_size
 from kerneltune.kernel_lib.launch import on_its_device, too_much_shared
@@ -130,7 +130,7 @@ def fp8_group_colwise(
         ValueError: a wrong shape, stride, dtype, device or value, which it names.
     """
     check_matrix("x", x)
-    check_turned("x", x.shape[0])
+    check_transposable("x", x.shape[0])
     cast, (M, N) = Cast(fp8_format, pow2, inverse), x.shape
     check_offs(offs, M, x.device)
     q, scale = empty_results(x, offs, fp8_format, aligned)

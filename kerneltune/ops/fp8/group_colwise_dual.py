@@ -7,7 +7,7 @@ triton_fp8_per_group_colwise_scales_dual.
 import torch
 
 from kerneltune import cache
-from kerneltune.kernel_lib.arguments import DTYPE_NAMES, check_matrix, check_turned
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, check_matrix, check_transposable
 from kerneltune.kernel_lib.functions import run_of, torch_operator
 from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.ops.fp8 import contract, peers
@@ -66,7 +66,7 @@ def fp8_group_colwise_dual(
     """
     for name, x in (("x1", x1), ("x2", x2)):
         check_matrix(name, x)
-        check_turned(name, x.shape[0])
+        check_transposable(name, x.shape[0])
         if x.shape[0] != x1.shape[0] or x.dtype != x1.dtype or x.device != x1.device:
             wanted = f"({x1.shape[0]}, N) {x1.dtype} on {x1.device}"
             raise ValueError(f"{name} must be {wanted} as x1 is, got {tuple(x.shape)} {x.dtype} on {x.device}")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kerneltune import cache
-from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_matrix, check_turned
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_matrix, check_transposable
 from kerneltune.kernel_lib.functions import run_of, torch_operator
 from kerneltune.kernel_lib.groups import GROUP_ALIGNMENT, aligned_size, aligned_starts, bounds, group_ends
 from kerneltune.kernel_lib.launch import on_its_device
@@ -170,7 +170,7 @@ def fp8_swiglu_2d(
     """
     check_operands(x, offs)
     M, width = x.shape
-    check_turned("x", M)
+    check_transposable("x", M)
     found, cast = _results(x, offs, layout), Cast("e4m3", pow2=True, inverse=True)
     if not x.numel():
         found.scale.fill_(cast.scale_of_nothing)

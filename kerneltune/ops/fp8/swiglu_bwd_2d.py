@@ -8,7 +8,7 @@ The gradient is not written in x's type. Config is that of `fp8_tensorwise_2d`. 
 import torch
 
 from kerneltune import cache
-from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_like, check_matrix, check_turned
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_like, check_matrix, check_transposable
 from kerneltune.kernel_lib.functions import run_of, torch_operator
 from kerneltune.kernel_lib.groups import aligned_size
 from kerneltune.kernel_lib.launch import on_its_device
@@ -114,7 +114,7 @@ def fp8_swiglu_bwd_2d(
     check_like("dy", dy, (M, N), x.dtype, x.device)
     if N % 16:
         raise ValueError(f"x must be (M, 2N), N a multiple of 16, got {tuple(x.shape)}")
-    check_turned("x", M)
+    check_transposable("x", M)
     found, cast = _results(x, offs, layout), Cast("e4m3", pow2=True, inverse=True)
     if not x.numel():
         found.scale.fill_(cast.scale_of_nothing)

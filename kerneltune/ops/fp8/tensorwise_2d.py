@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from kerneltune import cache
-from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_like, check_matrix, check_turned
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_like, check_matrix, check_transposable
 from kerneltune.kernel_lib.functions import run_of, torch_operator
 from kerneltune.kernel_lib.groups import aligned_size
 from kerneltune.kernel_lib.launch import on_its_device, too_much_shared
@@ -183,7 +183,7 @@ def fp8_tensorwise_2d(
         check_offs(offs, M, x.device)
     found = _results(x, fp8_format, layout, offs)
     if layout != "row":
-        check_turned("x", M)
+        check_transposable("x", M)
     if config is None and x.numel():
         config = _choose((("M", M), ("K", K)), DTYPE_NAMES[x.dtype], "fp8", (*TUNED, ("layout", layout)))
     cast_with_one_scale(x, offs, *found, cast, config, aligned=offs is not None)
@@ -230,7 +230,7 @@ def fp8_delayed_2d(
     check_like("amax", amax, (1,), torch.float32, x.device)
     found = _known_results(x, offs, fp8_format, layout)
     if layout != "row":
-        check_turned("x", M)
+        check_transposable("x", M)
     if not x.numel():
         torch.reciprocal(scale, out=found.scale)
         return found

@@ -6,7 +6,7 @@ Config and kernels are those of `fp8_tensorwise_2d`. Source: torchao pull reques
 import torch
 
 from kerneltune import cache
-from kerneltune.kernel_lib.arguments import DTYPE_NAMES, check_matrix, check_turned
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, check_matrix, check_transposable
 from kerneltune.kernel_lib.functions import run_of, torch_operator
 from kerneltune.kernel_lib.groups import bounds
 from kerneltune.kernel_lib.launch import on_its_device
@@ -77,7 +77,7 @@ def fp8_tensorwise_group(
     check_offs(offs, M, x.device)
     found = _results(x, offs, fp8_format, layout, aligned)
     if layout != "row":
-        check_turned("x", M)
+        check_transposable("x", M)
     if config is None and x.numel():
         axes, options = (("M", M), ("K", K), ("G", offs.shape[0])), (*TUNED, ("layout", layout), ("groups", "balanced"))
         config = _choose(axes, DTYPE_NAMES[x.dtype], "fp8", options)

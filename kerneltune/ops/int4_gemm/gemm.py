@@ -222,12 +222,12 @@ def _length(case: Case, config: Int4Config) -> float:
     """
     if config.warpgroup:
         programs, chip = _programs(case, config), _WARPGROUPS_AT_ONCE // config.blocks
-        turns = cdiv(programs, chip)
-        step = (0.4 + 0.0135 * config.tokens) * (0.5 + 0.5 * programs / (turns * chip))
-        return 2 + turns * steps_of(case["K"], config) * step + config.splits * config.tokens / 55
+        waves = cdiv(programs, chip)
+        step = (0.4 + 0.0135 * config.tokens) * (0.5 + 0.5 * programs / (waves * chip))
+        return 2 + waves * steps_of(case["K"], config) * step + config.splits * config.tokens / 55
     at_once = (16 if _in_pairs(config) else 8) // _warps(config)
-    turns = cdiv(_programs(case, config), _SMS * at_once)
-    return turns * steps_of(case["K"], config) + (turns - 1) * 6 / at_once + config.splits * config.tokens / 20
+    waves = cdiv(_programs(case, config), _SMS * at_once)
+    return waves * steps_of(case["K"], config) + (waves - 1) * 6 / at_once + config.splits * config.tokens / 20
 
 
 def _programs(case: Case, config: Int4Config) -> int:

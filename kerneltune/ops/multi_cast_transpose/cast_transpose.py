@@ -20,7 +20,7 @@ from kerneltune.kernel_lib.arguments import (
     check_format,
     check_like,
     check_matrix,
-    check_turned,
+    check_transposable,
 )
 from kerneltune.kernel_lib.functions import torch_operator
 from kerneltune.kernel_lib.launch import on_its_device, too_much_shared
@@ -178,7 +178,7 @@ def _check(xs: Sequence[torch.Tensor], scales: torch.Tensor, amaxes: torch.Tenso
         raise ValueError("xs must hold at least one matrix, got none")
     for i, x in enumerate(xs):
         check_matrix(f"xs[{i}]", x)
-        check_turned(f"xs[{i}]", x.shape[0])
+        check_transposable(f"xs[{i}]", x.shape[0])
         check_apart(f"xs[{i}]", x, min(x.shape[0], _MOST_ROWS) or 1)
         if x.shape[1] >= 1 << 31:
             raise ValueError(f"xs[{i}] must have less than 2^31 columns, got {x.shape[1]}")

@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kerneltune.kernel_lib.arguments import check_apart, in_pairs
 from kerneltune.kernel_lib.groups import GROUP_ALIGNMENT, aligned_size
-from kerneltune.kernel_lib.launch import registers, resident, too_small_to_turn
+from kerneltune.kernel_lib.launch import registers, resident, too_small_to_transpose
 from kerneltune.kernel_lib.relaunch import Launch, relaunch
 from kerneltune.kernel_lib.tl_exchange import close_launch, launch_tag, publish, published, raised
 from kerneltune.kernel_lib.tl_lib import (
@@ -88,7 +88,7 @@ def cast_with_one_scale(
                 _launch_again(known, x.device, pointers)
                 return
     c, segments = config, scale.shape[0]
-    if q_t is not None and (reason := too_small_to_turn(c.rows, c.cols, c.warps)):
+    if q_t is not None and (reason := too_small_to_transpose(c.rows, c.cols, c.warps)):
         raise ValueError(f"{config=}: {reason}")
     groups = segments if offs is None else offs.shape[0]
     if aligned and GROUP_ALIGNMENT % c.rows:
@@ -194,7 +194,7 @@ def cast_with_known_scale(
         scale: (1,), multiplies before the cast.
         amax: (1,), raised to the largest magnitude of the groups.
     """
-    if q_t is not None and (reason := too_small_to_turn(c.rows, c.cols, c.warps)):
+    if q_t is not None and (reason := too_small_to_transpose(c.rows, c.cols, c.warps)):
         raise ValueError(f"{c}: {reason}")
     if GROUP_ALIGNMENT % c.rows:
         raise ValueError(f"{c}: rows must divide {GROUP_ALIGNMENT} where groups are aligned")

@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kerneltune.kernel_lib.arguments import check_apart, in_pairs
 from kerneltune.kernel_lib.groups import GROUP_ALIGNMENT, aligned_size
-from kerneltune.kernel_lib.launch import registers, resident, too_small_to_turn
+from kerneltune.kernel_lib.launch import registers, resident, too_small_to_transpose
 from kerneltune.kernel_lib.tl_exchange import close_launch, launch_tag, publish, published, raised
 from kerneltune.kernel_lib.tl_lib import (
     TL_DTYPES,
@@ -61,7 +61,7 @@ def gate_and_cast(
         q_t: aligned groups of q's columns, or None.
         scale: (1,), written.
     """
-    if q_t is not None and (reason := too_small_to_turn(c.rows, c.cols, c.warps)):
+    if q_t is not None and (reason := too_small_to_transpose(c.rows, c.cols, c.warps)):
         raise ValueError(f"{c}: {reason}")
     if GROUP_ALIGNMENT % c.rows:
         raise ValueError(f"{c}: rows must divide {GROUP_ALIGNMENT} where groups are aligned")

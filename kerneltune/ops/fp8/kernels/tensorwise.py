@@ -25,7 +25,7 @@ from kerneltune.kernel_lib.tl_lib import (
     values,
     wide,
 )
-from kerneltune.kernel_lib.tl_transpose import store_transposed_words, store_turned
+from kerneltune.kernel_lib.tl_transpose import store_transposed_tile, store_transposed_words
 from kerneltune.ops.fp8.kernels.tiles import aligned_column, locate_block
 
 
@@ -216,7 +216,7 @@ def store_tile(
             words = to_fp8_words(ys[0], ys[1], ys[2], ys[3], fp8)
             store_transposed_words(qt_ptr, base, ld, begin, end, live, words, EDGES, C % COLS == 0)
         else:
-            store_turned(qt_ptr, base, ld, begin, end, live, qs, EDGES, C % COLS == 0, PACKED, PAIRS)
+            store_transposed_tile(qt_ptr, base, ld, begin, end, live, qs, EDGES, C % COLS == 0, PACKED, PAIRS)
 
 
 @triton.jit

@@ -92,24 +92,24 @@ def _places(tokens, E: tl.constexpr):
 
 
 @triton.jit
-def _slot(turn):
+def _slot(wave):
     """Return which run of a round this program takes: rounds alternate their direction, so that no program is always first."""
-    return tl.where(turn % 2 == 0, tl.program_id(0), tl.num_programs(0) - 1 - tl.program_id(0))
+    return tl.where(wave % 2 == 0, tl.program_id(0), tl.num_programs(0) - 1 - tl.program_id(0))
 
 
 @triton.jit
 def _tile(nth, RUN: tl.constexpr):
     """Return the nth tile of this program, which takes runs of RUN tiles that follow each other."""
-    turn = nth // RUN
-    return (turn * tl.num_programs(0) + _slot(turn)) * RUN + nth % RUN
+    wave = nth // RUN
+    return (wave * tl.num_programs(0) + _slot(wave)) * RUN + nth % RUN
 
 
 @triton.jit
 def _share(tiles, RUN: tl.constexpr):
     """Return how many of the first `tiles` tiles this program takes."""
-    turn = tiles // (RUN * tl.num_programs(0))
-    rest = tiles % (RUN * tl.num_programs(0)) - _slot(turn) * RUN
-    return turn * RUN + tl.minimum(tl.maximum(rest, 0), RUN)
+    wave = tiles // (RUN * tl.num_programs(0))
+    rest = tiles % (RUN * tl.num_programs(0)) - _slot(wave) * RUN
+    return wave * RUN + tl.minimum(tl.maximum(rest, 0), RUN)
 
 
 @triton.jit

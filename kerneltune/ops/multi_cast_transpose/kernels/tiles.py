@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kerneltune.kernel_lib.launch import resident, too_small_to_turn
+from kerneltune.kernel_lib.launch import resident, too_small_to_transpose
 from kerneltune.kernel_lib.tl_lib import FP8_MAX, load_constant, quantize, reciprocal, wide
 from kerneltune.kernel_lib.tl_transpose import store_transposed
 from kerneltune.rounding import cdiv
@@ -39,7 +39,7 @@ def cast_transpose_all(
     pointers = (xs[0], casts[0], scales, amaxes, scale_inv, amaxes if skip is None else skip)
     chosen = {"SKIP": skip is not None, "FP8_MAX": FP8_MAX[fp8_format]}
     if whole:
-        if reason := too_small_to_turn(c.rows, c.cols, c.warps):
+        if reason := too_small_to_transpose(c.rows, c.cols, c.warps):
             raise ValueError(f"config={c}: {reason}")
         table, total, same = table_of(whole, xs[0].device, c.rows, c.cols)
         cast_transpose_tiles[(min(total, resident(xs[0].device, c.ctas)) if c.ctas else total,)](

@@ -289,29 +289,29 @@ def _rmsnorm_fwd_turned(
     done_ptr: a 32-bit counter per block of rows, 0 before and after.
     """
     WRITERS: tl.constexpr = BLOCK // ROWS
-    TURNERS: tl.constexpr = (N + TILE - 1) // TILE
-    BOTH: tl.constexpr = WRITERS + TURNERS
+    TRANSPOSERS: tl.constexpr = (N + TILE - 1) // TILE
+    BOTH: tl.constexpr = WRITERS + TRANSPOSERS
     blocks = tl.cdiv(M, BLOCK)
     lag = tl.minimum(lag, blocks)
-    first = lag * WRITERS  # then blocks that are written beside one that is turned, then blocks that are only turned
+    first = lag * WRITERS  # then blocks that are written beside one that is transposed, then blocks that are only transposed
     inside = tl.program_id(0) - first
     last = inside - (blocks - lag) * BOTH
-    turns = True
+    transposes = True
     if inside < 0:
-        block, inside, turns = tl.program_id(0) // WRITERS, tl.program_id(0) % WRITERS, False
+        block, inside, transposes = tl.program_id(0) // WRITERS, tl.program_id(0) % WRITERS, False
     elif last < 0:
         block, inside = inside // BOTH, inside % BOTH
-        turns = inside >= WRITERS
-        if turns:
+        transposes = inside >= WRITERS
+        if transposes:
             inside -= WRITERS
         else:
             block += lag
     else:
-        block, inside = blocks - lag + last // TURNERS, last % TURNERS
-    if turns:
+        block, inside = blocks - lag + last // TRANSPOSERS, last % TRANSPOSERS
+    if transposes:
         await_done(done_ptr + block, WRITERS)
-        clear_done(done_ptr + block, WRITERS + TURNERS)
-        _turn(y_ptr, y_t_ptr, block, inside * TILE, M, N, BLOCK, TILE)
+        clear_done(done_ptr + block, WRITERS + TRANSPOSERS)
+        _transpose_tile(y_ptr, y_t_ptr, block, inside * TILE, M, N, BLOCK, TILE)
     else:
         tile = block * WRITERS + inside
         if tile * ROWS < M:
@@ -324,7 +324,7 @@ def _rmsnorm_fwd_turned(
 
 
 @triton.jit
-def _turn(y_ptr, y_t_ptr, block, first_col, M, N: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
+def _transpose_tile(y_ptr, y_t_ptr, block, first_col, M, N: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
     """Write y_t[n, m] = y[m, n] of a block of rows and TILE columns, out of L2."""
     quads = tl.arange(0, BLOCK // 4)
     cols = tl.arange(0, TILE)
