@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kerneltune.cli import options as o
-from kerneltune.cli.console import note, show, show_table, width, write
+from kerneltune.cli.console import deliver, note, show, show_table, width
 from kerneltune.cli.progress import reporter
 
 if TYPE_CHECKING:
@@ -206,8 +206,8 @@ def study(
         ),
     ] = None,
     save: Annotated[Path | None, typer.Option("--save", metavar="DIR", help="Keep what was measured.")] = None,
-    markdown: Annotated[Path | None, typer.Option("--markdown", metavar="FILE", help="Write the table as Markdown.")] = None,
-    csv: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Write the counts as CSV.")] = None,
+    style: o.Style = "text",
+    output: o.Output = None,
     configs: o.Configs = None,
 ) -> None:
     """Measure variants against themselves and against themselves with planted delays, and let the gate judge.
@@ -221,27 +221,21 @@ def study(
         raise ValueError(f"processes: {processes}: expected {3 * per_side} or more")
     if save is not None:
         o.require_writable(save)
-    if source is None:
+    from kerneltune.lab import study as judged
+
+    if source is not None:
+        measured = judged.saved(source)
+    else:
         from kerneltune import sweep
 
         sweep.find(str(family))
         selection = o.make_selection(o.load_ops(), str(family), wanted)
         measured = _measured(selection, o.make_options(policy, peers=False, configs=configs), processes, delay)
-    else:
-        from kerneltune.lab.study import saved
-
-        measured = saved(source)
-    from kerneltune.lab import study as judged
-
     if save is not None:
         judged.save(save, measured)
         note(f"wrote {save}")
     rows = judged.decide(measured, per_side=per_side, repeats=repeats, margin=margin)
-    table = judged.study_table(rows)
-    show(table.text(width()))
-    for path, style in ((markdown, "markdown"), (csv, "csv")):
-        if path is not None:
-            write(path, table.render(style))
+    deliver(judged.study_table(rows).render(style, width()), output)
 
 
 def _measured(selection: "Selection", options: "Options", processes: int, delays: list[float] | None) -> "list[Process]":

@@ -94,9 +94,11 @@ def test_what_is_kept_is_read_back(tmp_path: Path) -> None:
 def test_the_command_decides_on_what_was_kept(tmp_path: Path) -> None:
     study.save(tmp_path / "kept", simulated(3, 10, (0.1,)))
     arguments = ["lab", "study", "--from", tmp_path / "kept", "--per-side", "1", "--repeats", "2"]
-    files = ["--markdown", tmp_path / "t.md", "--csv", tmp_path / "t.csv"]
-    result = CliRunner().invoke(app, [str(a) for a in (*arguments, *files)])
-    assert result.exit_code == 0, result.output
+    result, *written = (
+        CliRunner().invoke(app, [str(a) for a in (*arguments, *more)])
+        for more in ((), ("--format", "markdown", "-o", tmp_path / "t.md"), ("--format", "csv", "-o", tmp_path / "t.csv"))
+    )
+    assert [one.exit_code for one in (result, *written)] == [0] * 3, result.output
     head, none, ten = result.stdout.splitlines()
     assert head.split()[:6] == ["planted", "measured", "rows", "short", "caught", "regression"]
     assert none.split()[:8] == ["0", "%", "0.00", "%", "20", "0", "0.00", "%"]
