@@ -200,9 +200,9 @@ def fp8_linear(x: Tensor, weight: Tensor, operands: list[Tensor], scaling: str, 
         dtype: of the result.
     """
     y = product(operands[0], operands[4], operands[1], operands[5], dtype)
-    return y.view(
-        *x.shape[:-1], weight.shape[0]
-    )  # here and not in the module, whose result would be a view: FSDP2 warns of those
+    # in the result's shape, because FSDP2 warns of views; and no view, because autograd lets no caller change that in place
+    shaped: Tensor = torch.ops.aten._unsafe_view(y, [*x.shape[:-1], weight.shape[0]])
+    return shaped
 
 
 @fp8_linear.register_fake

@@ -51,6 +51,17 @@ def test_fp8_linear_of_any_number_of_rows_matches_bf16(rows: tuple[int, ...], re
         assert (a.float() - b.float()).norm() <= 0.06 * b.float().norm()
 
 
+@pytest.mark.parametrize("rows", [(2, 16), (16,), (7,)], ids=str)
+def test_result_of_a_layer_can_be_changed_in_place(rows: tuple[int, ...]) -> None:
+    layer = linear(bias=False)
+    Fp8Linear.from_linear(layer, "tensorwise")
+    x = torch.randn(*rows, 64, device=DEVICE).bfloat16().requires_grad_()
+    want = torch.autograd.grad((layer(x) + 1).sum(), (x, layer.weight))
+    y = layer(x)
+    y += 1
+    assert all(torch.equal(*pair) for pair in zip(torch.autograd.grad(y.sum(), (x, layer.weight)), want, strict=True))
+
+
 def test_layers_of_one_tensor_share_its_cast_until_it_changes() -> None:
     x = torch.randn(16, 64, device=DEVICE).bfloat16()
     first = casts_of(x, Recipe())

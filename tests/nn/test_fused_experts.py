@@ -47,7 +47,8 @@ def experts(implementation: str = "grouped_mm", kind: str = "deepseek") -> Any:
 def batch(tokens: int = TOKENS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return tokens (T, H), the experts that a router chose (T, k), and its weights (T, k)."""
     x = torch.randn(tokens, HIDDEN, device=DEVICE).bfloat16().requires_grad_()
-    chosen = torch.stack([torch.randperm(E, device=DEVICE)[:TOP_K] for _ in range(tokens)] or [torch.zeros(TOP_K)]).long()
+    rows = [torch.randperm(E, device=DEVICE)[:TOP_K] for _ in range(tokens)] or [torch.zeros(TOP_K, device=DEVICE)]
+    chosen = torch.stack(rows).long()
     return x, chosen[:tokens], torch.rand(tokens, TOP_K, device=DEVICE).requires_grad_()
 
 
