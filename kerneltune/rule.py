@@ -27,7 +27,7 @@ MOST_BYTES = 4 << 20
 _WIDTH = 300
 """Characters of a line of a rule file."""
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-_FACTOR = re.compile(r"([*/])(low)?\(?([A-Za-z_]\w*)\)?")
+_FACTOR = re.compile(r"([*/])([A-Za-z_]\w*)")
 _Name = Annotated[str, Meta(min_length=1)]
 _Measure = Annotated[float, Meta(ge=0, lt=1e30)]
 _Whole = Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)]
@@ -83,29 +83,25 @@ class Facts:
         return _ITEMSIZE.get(self.words["dtype"], 1)
 
     def number(self, expression: str) -> float:
-        """Return the value of a product such as `M*N*bytes`, `M/E` or `low(K)`.
-
-        `bytes` is the size of an element, `low` the largest power of two that divides a size.
-        """
+        """Return the value of a product such as `M*N*bytes` or `M/E`; `bytes` is the size of an element."""
         value = 1.0
-        for divides, is_low, name in _factors(expression):
+        for divides, name in _factors(expression):
             size = self.itemsize if name == "bytes" else self.sizes[name]
-            size = size & -size if is_low else size
             value = value / max(size, 1) if divides else value * size
         return value
 
 
 @lru_cache(maxsize=4096)
-def _factors(expression: str) -> tuple[tuple[bool, bool, str], ...]:
-    """Return (is divided by, is asked for its power of two, name) of every factor.
+def _factors(expression: str) -> tuple[tuple[bool, str], ...]:
+    """Return (is divided by, name) of every factor.
 
     Raises:
         ValueError: the expression is no product.
     """
     found = _FACTOR.findall(f"*{expression}")
-    if "".join(f"{sign}low({name})" if low else sign + name for sign, low, name in found) != f"*{expression}":
+    if "".join(map("".join, found)) != f"*{expression}":
         raise bad("if", expression, "a product of sizes, such as M*N or M/E")
-    return tuple((sign == "/", bool(low), name) for sign, low, name in found)
+    return tuple((sign == "/", name) for sign, name in found)
 
 
 _IN_JSON = {"subject": "if", "equals": "is", "otherwise": "else"}

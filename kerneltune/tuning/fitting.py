@@ -135,8 +135,7 @@ class TreeShape:
     """How a tree may grow, and how far the nearest recorded sizes serve.
 
     Attributes:
-        asks: `nothing` for the default alone, `once` for one leaf, `sizes`, or `ratios` for sizes, their ratios, bytes and the
-            powers of two that divide them.
+        asks: `nothing` for the default alone, `once` for one leaf, `sizes`, or `ratios` for sizes, their ratios and bytes.
         gain: mean log time that a question must save per case of the whole table.
         is_apart: whether cases that differ in a word no config serves two values of have trees of their own.
         near: as in rule.Rule.
@@ -260,9 +259,8 @@ def _word_questions(op: Op, samples: Sequence[Sample]) -> Iterator[_Question]:
 
 
 def _expressions(axes: Sequence[str]) -> list[str]:
-    """Return sizes, bytes, ratios of sizes, and the powers of two that divide sizes."""
-    ratios = [f"{a}/{b}" for a, b in itertools.combinations(axes, 2)]
-    return [*axes, "*".join([*axes, "bytes"]), *ratios, *(f"low({axis})" for axis in axes)]
+    """Return sizes, bytes, and ratios of sizes."""
+    return [*axes, "*".join([*axes, "bytes"]), *(f"{a}/{b}" for a, b in itertools.combinations(axes, 2))]
 
 
 def _best_prefixes(costs: _Costs) -> _Costs:
