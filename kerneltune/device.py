@@ -4,7 +4,6 @@ Queries the device only when asked. Imports torch inside functions, so that the 
 """
 
 import hashlib
-import importlib.metadata
 import os
 import re
 from collections.abc import Mapping
@@ -169,6 +168,8 @@ def sm_count(device_type: str, index: int | None) -> int:
 
 def versions() -> dict[str, str]:
     """Return the versions that a number depends on: torch and triton."""
+    import importlib.metadata  # slow to import, and --help is to be quick
+
     return {package: importlib.metadata.version(package) for package in ("torch", "triton")}
 
 

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterable
-from difflib import get_close_matches
 
 _LONGEST = 200
 _TRITON_PLACE = re.compile(r"at \d+:\d+:")
@@ -45,6 +44,8 @@ def unknown(field: str, value: object, known: Iterable[object], more: str = "") 
 
 def meant(value: object, names: Iterable[str]) -> str:
     """`; did you mean NAME?`, the nearest name of a text; empty where none is near, or it is one of them."""
+    from difflib import get_close_matches  # slow to import, and --help is to be quick
+
     names = list(names)
     near = get_close_matches(value, names, 1) if isinstance(value, str) and value not in names else []
     return f"; did you mean {near[0]}?" if near else ""
