@@ -15,6 +15,7 @@ from kerneltune.nn.fp8_products import cast_traced_weights
 from kerneltune.nn.grouped_mm import fp8_grouped_mm
 from kerneltune.nn.kept_weights import KeptWeights
 from kerneltune.nn.recipes import Recipe, recipe_of
+from kerneltune.nn.uncompiled import uncompiled
 
 LEAST_SIZE = 350
 """The least N K / (N + K) for which fp8 pays. Per token, products save 4e-15 s for each of N K values, and casts cost 1.4e-12 s
@@ -110,12 +111,7 @@ class Fp8Linear(nn.Linear):
     def _product(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         how = self.fp8_recipe
         if not isinstance(how, Recipe):
-            rows = x.reshape(-1, self.in_features)
-            offs = torch.full((1,), rows.shape[0], dtype=torch.int32, device=x.device)
-            scaling: Any = self.fp8_scaling
-            w = self.fp8_kept.weights(self.weight.t()[None], scaling)
-            y = fp8_grouped_mm(rows.to(dtype), self.weight.t()[None], offs, recipe=scaling, weights=w)
-            return y.view(*x.shape[:-1], self.out_features)
+            return _delayed_product(self, x, dtype)
         w = self.fp8_kept.weights(self.weight.t()[None], how)
         if w is None:
             w = cast_traced_weights(self.weight.t()[None], how, self.fp8_kept.amax)
@@ -124,6 +120,17 @@ class Fp8Linear(nn.Linear):
     def extra_repr(self) -> str:
         """Return what `print(module)` shows."""
         return f"{super().extra_repr()}, recipe={self.fp8_recipe}"
+
+
+@uncompiled
+def _delayed_product(layer: Fp8Linear, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply under delayed scaling, whole, because torch.compile fails behind the graph break inside."""
+    rows = x.reshape(-1, layer.in_features)
+    offs = torch.full((1,), rows.shape[0], dtype=torch.int32, device=x.device)
+    scaling: Any = layer.fp8_scaling
+    w = layer.fp8_kept.weights(layer.weight.t()[None], scaling)
+    y = fp8_grouped_mm(rows.to(dtype), layer.weight.t()[None], offs, recipe=scaling, weights=w)
+    return y.view(*x.shape[:-1], layer.out_features)
 
 
 def _check_sizes(linear: nn.Linear) -> None:
