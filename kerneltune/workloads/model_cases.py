@@ -35,7 +35,7 @@ class ModelCase:
 
 
 def sweep_text(model: Model, tokens: Sequence[int], batches: Sequence[int], ep: int = 1) -> str:
-    """Return the sweep of a model's layers: norms, experts, casts of their operands, and int4 projections.
+    """Return the sweep of a model's layers: norms, experts, casts of their operands, routing, and int4 projections.
 
     Args:
         tokens: that a GPU trains on at a time.
@@ -84,6 +84,7 @@ def _lines(model: Model, tokens: Sequence[int], batches: Sequence[int], ep: int)
         local = _local(model, model.experts, ep)
         for count in tokens:
             yield from _expert_products(model, model.experts, local, count)
+            yield from _routing(model, model.experts, local, count)
         yield from _expert_weights(model, model.experts, local)
     for count in batches:
         yield from _projections(model, count)
@@ -135,6 +136,21 @@ def _expert_products(model: Model, experts: Experts, local: int, tokens: int) ->
         for what, width in ((f"{layer}.x", k), (f"{layer}.dy", n)):
             yield ModelCase(what, "fp8_group_both", (("M", rows), ("K", width), ("G", local), ("dtype", model.dtype)))
             yield ModelCase(what, "fp8_tensorwise_2d", (("M", rows), ("K", width), ("dtype", model.dtype), ("layout", "both")))
+
+
+def _routing(model: Model, experts: Experts, local: int, tokens: int) -> Iterator[ModelCase]:
+    """Tokens sorted, copied to their experts and summed back, forward and backward; SwiGLU and its gradient, cast."""
+    of_tokens = (("T", tokens), ("H", model.hidden), ("E", local), ("K", experts.top_k))
+    if experts.top_k <= local:
+        yield ModelCase("experts.sort", "moe_sort", (*of_tokens[:1], *of_tokens[2:], ("dtype", "int64")))
+        yield ModelCase("experts.copy", "moe_permute_fp8", (*of_tokens, ("dtype", "uint8"), ("quant", "fp8")))
+        for op in ("moe_permute", "moe_unpermute", "moe_unpermute_bwd"):
+            yield ModelCase("experts.copy" if op == "moe_permute" else "experts.sum", op, (*of_tokens, ("dtype", model.dtype)))
+        yield ModelCase("experts.copy.dx", "moe_unpermute", (*of_tokens, ("dtype", model.dtype), ("weighted", False)))
+    if model.has_swiglu:
+        rows = (("M", tokens * experts.top_k), ("N", experts.width), ("G", local), ("dtype", model.dtype), ("quant", "fp8"))
+        for op in ("fp8_swiglu_2d", "fp8_swiglu_bwd_2d"):
+            yield ModelCase("experts.swiglu" if op == "fp8_swiglu_2d" else "experts.swiglu.dx", op, rows)
 
 
 def _expert_weights(model: Model, experts: Experts, local: int) -> Iterator[ModelCase]:

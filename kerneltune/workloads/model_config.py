@@ -42,6 +42,8 @@ _NOT_FUSED = ("glm4_moe", "glm4v_moe", "glm_moe", "falcon_h1")
 _UNGATED = ("starcoder2", "gpt_neox", "gpt2", "phi", "falcon", "opt", "bloom", "nemotron", "apertus", "arcee", "mpt")
 _GATED = ("phi3", "phimoe", "falcon_h1")
 """Exceptions from the ungated."""
+_OWN_GATES = ("gpt_oss",)
+"""Beginnings of model types whose gate is no plain product of activation and up."""
 _SHARED_AS_ROUTED = ("llama4",)
 """Beginnings of model types with a shared expert, as wide as a routed one, that no field tells of."""
 _DENSE_BESIDE = ("longcat",)
@@ -81,6 +83,7 @@ class Model:
         has_rms_norm, zero_centered: what its norms are.
         fused_attention, fused_mlp: whether query, key and value, or gate and up, are one matrix.
         gated: whether there is a gate beside up.
+        has_swiglu: whether the gate is SwiGLU.
         dtype: of weights.
     """
 
@@ -99,6 +102,7 @@ class Model:
     fused_attention: bool = False
     fused_mlp: bool = False
     gated: bool = True
+    has_swiglu: bool = True
     dtype: str = "bfloat16"
 
 
@@ -117,6 +121,8 @@ def read(path: Path) -> Model:
     kind, experts, latents = fields.kind, _experts(fields), _latents(fields)
     is_rms = (fields.name_of(_RMS) is not None or kind.startswith(_RMS_TYPES)) and not kind.startswith(_LAYER_NORMS)
     per_head = kind.startswith(_HEAD_NORMS) if fields.get("use_qk_norm") is None else bool(fields.get("use_qk_norm"))
+    gated = not kind.startswith(_UNGATED) or kind.startswith(_GATED)
+    activation = fields.get("hidden_act") or fields.get("hidden_activation") or "silu"
     return Model(
         path,
         kind,
@@ -132,7 +138,8 @@ def read(path: Path) -> Model:
         zero_centered=kind.startswith(_ZERO_CENTRED),
         fused_attention=kind.startswith(_FUSED_ATTENTION) and not kind.startswith(_NOT_FUSED),
         fused_mlp=kind.startswith(_FUSED) and not kind.startswith(_NOT_FUSED),
-        gated=not kind.startswith(_UNGATED) or kind.startswith(_GATED),
+        gated=gated,
+        has_swiglu=gated and activation in ("silu", "swish") and not kind.startswith(_OWN_GATES),
         dtype=_DTYPES.get(str(fields.get("dtype") or fields.get("torch_dtype")).removeprefix("torch."), "bfloat16"),
     )
 

@@ -58,8 +58,18 @@ def test_cases_of_experts_have_the_products_of_both_passes_on_one_gpu_of_the_gro
     assert sizes[f"experts.down.wgrad-{rows}"] == (rows, 2560, 1408, "weights")
     assert found["fp8_rowwise_3d_both", "experts.gate-up.weight-8"]["N"] == 2816
     assert found["fp8_tensorwise_2d", f"experts.gate-up.dy-{rows}"]["layout"] == "both"
+    copied, gated = found["moe_permute_fp8", "experts.copy-4096"], found["fp8_swiglu_bwd_2d", f"experts.swiglu.dx-{rows}"]
+    assert (copied["T"], copied["H"], copied["E"], copied["K"]) == (4096, 2560, 8, 6)
+    assert (gated["M"], gated["N"], gated["G"]) == (rows, 1408, 8)
+    assert found["moe_unpermute", "experts.copy.dx-4096"]["weighted"] is False
     for (op, _), sizes in found.items():
         assert set(sizes) >= set(OPS[op].axes)
+
+
+def test_cases_of_experts_without_swiglu_or_with_fewer_experts_than_choices_leave_these_operators_out(tmp_path: Path) -> None:
+    found = {op for op, _ in cases(tmp_path, {**EXPERTS, "hidden_act": "gelu"}, ep=16)}
+    assert not [op for op in found if op.startswith(("moe_", "fp8_swiglu"))]
+    assert "fp8_grouped_gemm" in found
 
 
 def test_cases_of_latent_attention_have_its_norms_and_shared_experts(tmp_path: Path) -> None:
