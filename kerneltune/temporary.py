@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 PREFIX = "ktune-"
-"""What the names of the folders begin with; short, for the path of a socket has 107 bytes at most."""
+"""What the names of the folders begin with."""
+_LONGEST = 107 - len("/ktune-12345678/listener-12345678")
+"""Bytes of the path that may hold a folder for sockets: of a socket's path the system takes 107."""
+_SHORT = Path("/tmp")
 _HELD = ".kerneltune-held"
 """File of a folder, locked by the process that uses the folder."""
 
@@ -32,9 +35,15 @@ def held_folder(prefix: str = PREFIX) -> Iterator[Path]:
 
 
 def process_folder() -> Path:
-    """Return a new temporary folder that lasts as long as this process. Removes abandoned ones first."""
-    remove_abandoned()
-    folder, held = _new_folder(PREFIX)
+    """Return a new temporary folder for sockets that lasts as long as this process. Removes abandoned ones first.
+
+    It is below /tmp where the path of TMPDIR is too long for sockets.
+    """
+    parent = Path(tempfile.gettempdir())
+    if len(os.fsencode(parent)) > _LONGEST:
+        parent = _SHORT
+    remove_abandoned(parent)
+    folder, held = _new_folder(PREFIX, parent)
 
     def end(owner: int = os.getpid()) -> None:
         if os.getpid() == owner:  # not in a fork
@@ -45,9 +54,12 @@ def process_folder() -> Path:
     return folder
 
 
-def remove_abandoned() -> None:
-    """Remove this user's folders that no process holds; of folders without the file that says so only empty ones."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+def remove_abandoned(parent: Path | None = None) -> None:
+    """Remove this user's folders that no process holds, of folders without the file that says so only empty ones.
+
+    parent: that holds them; TMPDIR if not given.
+    """
+    for folder in (parent or Path(tempfile.gettempdir())).glob(f"{PREFIX}*"):
         with suppress(OSError):
             if folder.lstat().st_uid != os.getuid():
                 continue
@@ -69,10 +81,10 @@ def is_abandoned(folder: Path) -> bool:
     return True
 
 
-def _new_folder(prefix: str) -> tuple[Path, BinaryIO]:
+def _new_folder(prefix: str, parent: Path | None = None) -> tuple[Path, BinaryIO]:
     """Return a new folder, and the file that holds it until it is closed."""
     while True:
-        folder = Path(tempfile.mkdtemp(prefix=prefix))
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         with suppress(FileNotFoundError):  # another process took the folder for abandoned before it was held
             held = (folder / _HELD).open("wb")
             fcntl.flock(held, fcntl.LOCK_EX)

@@ -2,9 +2,11 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -48,3 +50,19 @@ def test_folder_of_a_killed_process_is_removed_by_the_next_and_no_other(tmp_path
     temporary.remove_abandoned()
     assert sorted(os.listdir(tmp_path)) == ["ktune-link", "ktune-strange"]
     assert (strange / "file").exists()
+
+
+def test_folder_for_sockets_is_below_tmp_where_the_path_of_tmpdir_is_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: list[Callable[[], None]] = []
+    monkeypatch.setattr("atexit.register", ends.append)
+    (tmp_path / ("long" * 30)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 30)))
+    folder = temporary.process_folder()
+    try:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(folder / "listener-12345678"))
+    finally:
+        ends.pop()()
+    assert not folder.exists()

@@ -46,7 +46,7 @@ def test_converted_experts_differentiate_their_gate_by_the_kernel() -> None:
     for p in module.parameters():
         nn.init.normal_(p, std=0.3)
     module.to(DEVICE, torch.bfloat16)
-    convert_to_fp8_training(module)
+    convert_to_fp8_training(module, "rowwise")
     x = torch.randn(4, 32, device=DEVICE).bfloat16().requires_grad_()
     with torch.profiler.profile() as profiled:
         module(x, torch.zeros(4, 1, dtype=torch.long, device=DEVICE), torch.ones(4, 1, device=DEVICE)).sum().backward()
