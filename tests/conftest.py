@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -54,6 +55,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def seed(request: pytest.FixtureRequest) -> None:
     """Every test draws its own numbers, the same in every run."""
     torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """Make a folder whose path is short enough for sockets, which that of `tmp_path` is not everywhere."""
+    with tempfile.TemporaryDirectory(prefix="kt-") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(autouse=True)

@@ -27,28 +27,30 @@ sys.stdin.read()
 """
 
 
-def test_folder_of_a_killed_process_is_removed_by_the_next_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    strange, empty = tmp_path / "ktune-strange", tmp_path / "ktune-empty"
+def test_folder_of_a_killed_process_is_removed_by_the_next_and_no_other(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
+    strange, empty = short_path / "ktune-strange", short_path / "ktune-empty"
     strange.mkdir()
     (strange / "file").touch()
     empty.mkdir()
-    (tmp_path / "ktune-link").symlink_to(strange)
+    (short_path / "ktune-link").symlink_to(strange)
     command = [sys.executable, "-c", HOLD]
     with subprocess.Popen(
-        command, env=environment(TMPDIR=str(tmp_path)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command, env=environment(TMPDIR=str(short_path)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout
         theirs = Path(process.stdout.readline().strip())
         assert not temporary.is_abandoned(theirs)
         with temporary.held_folder() as ours:
-            assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+            assert sorted(path.name for path in short_path.iterdir()) == sorted(
                 [theirs.name, ours.name, "ktune-strange", "ktune-link"]
             )
         process.send_signal(signal.SIGKILL)
     assert temporary.is_abandoned(theirs)
     temporary.remove_abandoned()
-    assert sorted(os.listdir(tmp_path)) == ["ktune-link", "ktune-strange"]
+    assert sorted(os.listdir(short_path)) == ["ktune-link", "ktune-strange"]
     assert (strange / "file").exists()
 
 

@@ -8,7 +8,6 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -205,24 +204,17 @@ def kill_many(started: Commands, kind: Kind, kills: int, folder: Path) -> None:
         assert len(listed.stdout.splitlines()) == 1
 
 
-@pytest.fixture
-def temporary() -> Iterator[Path]:
-    """Make a folder for temporary files whose path is short enough for sockets."""
-    with tempfile.TemporaryDirectory(prefix="kt-") as folder:
-        yield Path(folder)
-
-
-def test_killed_commands_lose_nothing_and_leave_nothing(tmp_path: Path, temporary: Path) -> None:
-    with commands(TMPDIR=str(temporary)) as started:
+def test_killed_commands_lose_nothing_and_leave_nothing(tmp_path: Path, short_path: Path) -> None:
+    with commands(TMPDIR=str(short_path)) as started:
         for name, kind in KINDS.items():
             kill_many(started, kind, kind.kills, tmp_path / name)
-            assert not list(temporary.rglob("*")), name
+            assert not list(short_path.rglob("*")), name
 
 
 @pytest.mark.abuse
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("name", KINDS)
-def test_thousands_of_killed_commands_lose_nothing_and_leave_nothing(name: str, tmp_path: Path, temporary: Path) -> None:
-    with commands(TMPDIR=str(temporary)) as started:
+def test_thousands_of_killed_commands_lose_nothing_and_leave_nothing(name: str, tmp_path: Path, short_path: Path) -> None:
+    with commands(TMPDIR=str(short_path)) as started:
         kill_many(started, KINDS[name], 500, tmp_path / name)
-    assert not list(temporary.rglob("*"))
+    assert not list(short_path.rglob("*"))
