@@ -115,6 +115,30 @@ def decode(data: bytes | str, schema: type[T]) -> T:
         raise ValueError("JSON: nested too deeply") from error
 
 
+class Versioned(msgspec.Struct):
+    """Hold the field that files of every schema have."""
+
+    schema: int
+
+
+V = TypeVar("V", bound=Versioned)
+
+
+def decode_versioned(data: bytes | str, kind: type[V], version: int, **expected: str) -> V:
+    """Return the content of a file of one version, in which some fields have expected values.
+
+    Raises:
+        ValueError: as `decode`; another version, or another value.
+    """
+    if (schema := decode(data, Versioned).schema) != version:
+        raise bad("schema", schema, repr(version))
+    found = decode(data, kind)
+    for name, value in expected.items():
+        if getattr(found, name) != value:
+            raise bad(name, getattr(found, name), repr(value))
+    return found
+
+
 def checked(values: object, schema: type[T], field: str = "") -> T:
     """Return plain values as a msgspec schema has them.
 

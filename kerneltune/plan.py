@@ -1,4 +1,4 @@
-"""Which part of a sweep is run, how, where long work says how far it is, and the rows that an interrupted run has left.
+"""Select a part of a sweep, say how it runs and reports progress, and keep the rows of an interrupted run.
 
 Rows lie case by case under `results/runs` and are deleted at the end of their stage. Runs nothing.
 """

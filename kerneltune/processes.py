@@ -93,7 +93,7 @@ def _answer(sender: Connection, first: Callable[[], Any] | None, work: Callable[
         if first is not None:
             first()
         answer = work(*args), None
-    except Exception as error:
+    except Exception as error:  # raised again by `in_fresh_processes`
         answer = None, error
     sender.send(answer)
 

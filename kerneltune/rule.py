@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from kerneltune import device
-from kerneltune.files import bad, decode, read_text
+from kerneltune.files import Versioned, bad, decode_versioned, read_text
 from kerneltune.rounding import next_power_of_2
 from kerneltune.spec import Case
 
@@ -305,13 +305,7 @@ def forget() -> None:
         remembered.cache_clear()
 
 
-class _Schema(msgspec.Struct):
-    """What every file says, of any schema."""
-
-    schema: int
-
-
-class _File(_Schema):
+class _File(Versioned):
     """A file of rules."""
 
     op: str
@@ -342,13 +336,7 @@ def loads(text: str, op: str, device: str) -> tuple[Rule, ...]:
     Raises:
         ValueError: one line naming the field and what is wrong with it.
     """
-    if (schema := decode(text, _Schema).schema) != SCHEMA:
-        raise bad("schema", schema, repr(SCHEMA))
-    file = decode(text, _File)
-    for name, expected in {"op": op, "device": device}.items():
-        if getattr(file, name) != expected:
-            raise bad(name, getattr(file, name), repr(expected))
-    return file.rules
+    return decode_versioned(text, _File, SCHEMA, op=op, device=device).rules
 
 
 def used(node: Node) -> Iterator[int]:

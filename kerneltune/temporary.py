@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 PREFIX = "ktune-"
-"""What the names of the folders begin with."""
+"""Beginning of the folders' names."""
 _LONGEST = 107 - len("/ktune-12345678/listener-12345678")
 """Bytes of the path that may hold a folder for sockets: of a socket's path the system takes 107."""
 _SHORT = Path("/tmp")

@@ -17,7 +17,18 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from kerneltune.files import bad, checked, data_root, decode, in_checkout, locked, read_bytes, replace_text
+from kerneltune.files import (
+    Versioned,
+    bad,
+    checked,
+    data_root,
+    decode,
+    decode_versioned,
+    in_checkout,
+    locked,
+    read_bytes,
+    replace_text,
+)
 from kerneltune.nearness import NO_BANDS, Bands, Place, ranked
 from kerneltune.spec import MOST, Case, Option
 
@@ -62,13 +73,7 @@ class _EntryRow(msgspec.Struct, forbid_unknown_fields=True):
     evidence: dict[str, Any]
 
 
-class _Schema(msgspec.Struct):
-    """What every file says, of any schema."""
-
-    schema: int
-
-
-class _File(_Schema):
+class _File(Versioned):
     """A file of the cache."""
 
     op: str
@@ -301,15 +306,9 @@ def _read(path: Path) -> list[msgspec.Raw]:
     """Return the raw entries of a file."""
     data = _NO_NUMBER.sub(b"null", read_bytes(path, _LARGEST_BYTES))
     try:
-        if (schema := decode(data, _Schema).schema) != SCHEMA:
-            raise bad("schema", schema, repr(SCHEMA))
-        file = decode(data, _File)
-        for name, expected in {"op": path.stem, "device": path.parent.name}.items():
-            if getattr(file, name) != expected:
-                raise bad(name, getattr(file, name), repr(expected))
+        return decode_versioned(data, _File, SCHEMA, op=path.stem, device=path.parent.name).entries
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    return file.entries
 
 
 def _entry(row: _EntryRow) -> CacheEntry:

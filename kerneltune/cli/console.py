@@ -27,7 +27,7 @@ for each in (console, messages):
 
 
 _PLAIN = {"µ": "u", "→": "->", "–": "-", "−": "-", "×": "x", "…": "...", "°": " deg ", "σ": "sigma", "γ": "gamma"}
-"""What stands for characters that the encoding of the output lacks."""
+"""Plain text in place of characters that the encoding of the output lacks."""
 
 
 def write_any_character() -> None:

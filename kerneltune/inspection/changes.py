@@ -40,7 +40,7 @@ _Key = tuple[str, str, str, str]
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What differs from a revision.
+    """Hold the differences from a revision.
 
     Attributes:
         earlier: rows of the revision that have a changed counterpart here, or none.

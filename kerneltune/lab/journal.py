@@ -28,7 +28,7 @@ class _Found(msgspec.Struct):
 
 
 class _Line(msgspec.Struct):
-    """What one side found; `schema` is another number in files of other versions."""
+    """Hold the result of one side; `schema` is another number in files of other versions."""
 
     schema: Literal[1]
     side: str

@@ -135,7 +135,7 @@ def _ordered(found: Counter[tuple[str, int]]) -> tuple[Access, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one SM has.
+    """List the resources of one SM.
 
     Attributes:
         partitions: its schedulers (SIMDs); the warps of a program are dealt out over them.

@@ -1,4 +1,4 @@
-"""Where configs are checked, timed and compared, in this process.
+"""Check, time and compare configs in this process.
 
 Decides nothing and stores nothing. May import torch.
 """

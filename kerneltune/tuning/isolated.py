@@ -28,7 +28,7 @@ from kerneltune.tuning.bench import SCREEN_SAMPLES, GpuBench
 TRIAL_TIMEOUT_S = 60.0
 FINAL_TIMEOUT_S = 300.0
 VARIANT_TIMEOUT_S = 900.0
-"""Of each variant in a comparison, which may have to be compiled first."""
+"""Time that each variant of a comparison may take, compilation included."""
 _EXIT_GRACE_S = 5.0
 _ENDED_FROM_OUTSIDE = (-signal.SIGTERM, 255)
 """Exit codes of a child that was sent SIGTERM, as by `timeout` to all processes at once: 255 where its server was, too."""

@@ -24,7 +24,7 @@ from kerneltune.tuning.tuner import Tuner
 _FINALISTS = 4
 _FINAL_MARGIN = 1.04
 _AHEAD = 256
-"""Of a later case; there may be nothing else to compile while large inputs are made and a paired final is run."""
+"""Configs of a later case to compile; there may be nothing else to do while large inputs are made and a paired final runs."""
 
 
 class NothingPassedError(Exception):

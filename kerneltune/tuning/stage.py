@@ -33,7 +33,7 @@ _CASES_AHEAD = 6
 
 @dataclass(frozen=True, slots=True)
 class TuningResult:
-    """What became of it.
+    """Hold the result of a search.
 
     Attributes:
         entry: stored in the config cache; None where whole spaces are measured, or nothing passed.

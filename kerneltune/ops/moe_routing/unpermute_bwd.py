@@ -20,7 +20,7 @@ from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
 
 _MOST_BYTES = 256
-"""Of a token's rows that a thread has in flight; the elements stay in registers until they are summed."""
+"""Bytes of a token's rows that a thread may load at once; the elements stay in registers until they are summed."""
 
 
 def valid(case: Case, config: RowsConfig) -> str | None:
