@@ -5,18 +5,21 @@
 The gated values are not written. Config is that of `fp8_tensorwise_2d`. Source: the gated casts of TransformerEngine.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from kerneltune import cache
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_matrix, check_transposable
+from kerneltune.kernel_lib.compiled import DEFAULT, EAGER, call
 from kerneltune.kernel_lib.functions import run_of, torch_operator
 from kerneltune.kernel_lib.groups import GROUP_ALIGNMENT, aligned_size, aligned_starts, bounds, group_ends
 from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.ops.fp8 import contract, tensorwise_2d
 from kerneltune.ops.fp8.contract import Cast, check_offs, fp8_dtype
 from kerneltune.ops.fp8.kernels.gated import gate_and_cast
+from kerneltune.ops.fp8.peers import not_torch
 from kerneltune.ops.fp8.tensorwise_2d import SegmentConfig, SegmentOutput
 from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Op, Option, Outputs, Space, Traffic, Variant
@@ -183,11 +186,19 @@ def fp8_swiglu_2d(
     return found
 
 
-def _in_two_launches(inputs: Inputs, _config: None) -> Outputs:
-    """Gate by torch, then cast by `fp8_tensorwise_2d`."""
-    gate, up = inputs["x"].chunk(2, dim=1)
-    y = torch.nn.functional.silu(gate) * up
-    found = tensorwise_2d.fp8_tensorwise_2d(y, layout=inputs["layout"], inverse=True, offs=inputs["offs"])
+def _gated(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def _gate_then_cast(mode: str, inputs: Inputs, _config: None) -> Outputs:
+    """Gate by torch in a mode of `call`, then cast by `fp8_tensorwise_2d`."""
+    return cast_groups(call(_gated, mode, (inputs["x"],)), inputs)
+
+
+def cast_groups(x: torch.Tensor, inputs: Inputs) -> Outputs:
+    """Cast x by `fp8_tensorwise_2d` as a gated cast does."""
+    found = tensorwise_2d.fp8_tensorwise_2d(x, layout=inputs["layout"], inverse=True, offs=inputs["offs"])
     return {name: tensor for name, tensor in found._asdict().items() if tensor is not None}
 
 
@@ -198,8 +209,9 @@ OP = Op(
     compare=compare,
     traffic=traffic,
     variants=(
-        Variant("baseline", _in_two_launches),
+        Variant("baseline", partial(_gate_then_cast, EAGER)),
         Variant("optimized", run_of(fp8_swiglu_2d), SegmentConfig, space, valid, default),
+        Variant("compile", partial(_gate_then_cast, DEFAULT), unsupported=not_torch, requires=("torch",), compiles=True),
     ),
     module=__name__,
     **CONTRACT,

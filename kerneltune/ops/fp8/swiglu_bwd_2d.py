@@ -5,16 +5,20 @@
 The gradient is not written in x's type. Config is that of `fp8_tensorwise_2d`. Source: the gated casts of TransformerEngine.
 """
 
+from functools import partial
+
 import torch
 
 from kerneltune import cache
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_like, check_matrix, check_transposable
+from kerneltune.kernel_lib.compiled import DEFAULT, EAGER, call
 from kerneltune.kernel_lib.functions import run_of, torch_operator
 from kerneltune.kernel_lib.groups import aligned_size
 from kerneltune.kernel_lib.launch import on_its_device
-from kerneltune.ops.fp8 import contract, swiglu_2d, tensorwise_2d
+from kerneltune.ops.fp8 import contract, swiglu_2d
 from kerneltune.ops.fp8.contract import Cast, fp8_dtype
 from kerneltune.ops.fp8.kernels.gated import gate_and_cast
+from kerneltune.ops.fp8.peers import not_torch
 from kerneltune.ops.fp8.swiglu_2d import CALLED, CONTRACT
 from kerneltune.ops.fp8.tensorwise_2d import SegmentConfig, SegmentOutput
 from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
@@ -127,12 +131,14 @@ def fp8_swiglu_bwd_2d(
     return found
 
 
-def _in_two_launches(inputs: Inputs, _config: None) -> Outputs:
-    """Differentiate by torch, then cast by `fp8_tensorwise_2d`."""
-    dy, (gate, up) = inputs["dy"], inputs["x"].chunk(2, dim=1)
-    dx = torch.cat([torch.ops.aten.silu_backward(dy * up, gate), dy * torch.nn.functional.silu(gate)], dim=1)
-    found = tensorwise_2d.fp8_tensorwise_2d(dx, layout=inputs["layout"], inverse=True, offs=inputs["offs"])
-    return {name: tensor for name, tensor in found._asdict().items() if tensor is not None}
+def _differentiated(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=1)
+    return torch.cat([torch.ops.aten.silu_backward(dy * up, gate), dy * torch.nn.functional.silu(gate)], dim=1)
+
+
+def _differentiate_then_cast(mode: str, inputs: Inputs, _config: None) -> Outputs:
+    """Differentiate by torch in a mode of `call`, then cast by `fp8_tensorwise_2d`."""
+    return swiglu_2d.cast_groups(call(_differentiated, mode, (inputs["dy"], inputs["x"])), inputs)
 
 
 OP = Op(
@@ -142,8 +148,9 @@ OP = Op(
     compare=compare,
     traffic=traffic,
     variants=(
-        Variant("baseline", _in_two_launches),
+        Variant("baseline", partial(_differentiate_then_cast, EAGER)),
         Variant("optimized", run_of(fp8_swiglu_bwd_2d), SegmentConfig, space, valid, default, unsupported),
+        Variant("compile", partial(_differentiate_then_cast, DEFAULT), unsupported=not_torch, requires=("torch",), compiles=True),
     ),
     module=__name__,
     **CONTRACT,
