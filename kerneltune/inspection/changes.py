@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,8 @@ found = {
 }
 open(sys.argv[1], "w").write(json.dumps(found))
 """
+MOST_KEPT = 256
+"""Files of rows that stay, those used last: a gate uses one per variant of the revision, and one per operator here."""
 _Digests = Mapping[str, Mapping[str, str]]
 _Key = tuple[str, str, str, str]
 
@@ -148,14 +151,25 @@ def _entries(tree: Path, gpu: str, ops: Iterable[str]) -> dict[_Key, Mapping[str
 
 
 def kept(folder: Path, targets: Sequence[str], decides: object, compile_all: Callable[[], Survey]) -> Survey:
-    """Return the survey that an earlier gate kept under all that decides it, else compile and keep it."""
+    """Return the survey that an earlier gate kept under all that decides it, else compile and keep it; remove old ones."""
     everything = [device.versions()["triton"], list(targets), module_digest(reading.__name__), decides]
     path = folder / f"{hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()[:20]}.json"
     if path.is_file():
         try:
-            return load(path)
+            found = load(path)
+            with suppress(OSError):  # read only
+                path.touch()
+            return found
         except ValueError:  # damaged: compiled again
             pass
     made = compile_all()
     save(path, made)
+    _prune(folder)
     return made
+
+
+def _prune(folder: Path) -> None:
+    """Remove all files of rows but those that were used last."""
+    with suppress(OSError):  # another gate removes them, too
+        for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)[:-MOST_KEPT]:
+            path.unlink()

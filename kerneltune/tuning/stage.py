@@ -19,6 +19,7 @@ from kerneltune.search.loop import Search
 from kerneltune.search.task import Place, Task, knobs_of
 from kerneltune.search.trials import Evaluation, Knobs
 from kerneltune.spec import Config, Op
+from kerneltune.table import pairs
 from kerneltune.tuning.cached import cached, changed
 from kerneltune.tuning.candidates import checked_space, takes, widened
 from kerneltune.tuning.isolated import ChildCrashedError
@@ -221,9 +222,8 @@ def _tuned(machines: Machines, tuner: Tuner, following: Sequence[Task], options:
     machines.look_ahead(asked for one in later for asked in first_asked(one, search, options.configs))
     entry = tune(tuner, search, options.configs)
     gain, before = entry.evidence.get("speedup"), entry.evidence.get("before", "default")
-    return TuningResult(
-        entry, best=f"{entry.config}" + (f" {gain:.2f}x what calls ran with before ({_FROM[before]})" if gain else "")
-    )
+    over = f", {gain:.2f}x what calls ran with before ({_FROM[before]})" if gain else ""
+    return TuningResult(entry, best=pairs(entry.config) + over)
 
 
 def _measured(machines: Machines, tuner: Tuner, family: str, options: Options) -> TuningResult:

@@ -1,6 +1,7 @@
 """The static gate against a revision: what is not compiled again, what is, and what an interrupted gate keeps."""
 
 import json
+import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -122,3 +123,18 @@ def test_an_interrupted_gate_goes_on_with_the_operators_that_it_has_not_compiled
     found = survey_here(again.requests, ["sm_90"], compiling, tmp_path)
     assert asked == ["rmsnorm_bwd", "interrupted", "rmsnorm_add_fwd"]
     assert {row.key for row in found.rows} == {row.key for row in again.earlier.rows}
+
+
+def test_the_files_of_rows_that_were_used_last_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[object] = []
+
+    def keep(decides: object) -> None:
+        changes.kept(tmp_path, ["sm_90"], decides, lambda: compiled.append(decides) or rows(REQUESTS[:1]))
+        for path in tmp_path.glob("*.json"):  # an hour passes
+            os.utime(path, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns - 3600 * 10**9))
+
+    monkeypatch.setattr(changes, "MOST_KEPT", 2)
+    for decides in ("first", "second", "first", "third", "first", "second"):
+        keep(decides)
+    assert compiled == ["first", "second", "third", "second"]
+    assert len(list(tmp_path.glob("*.json"))) == 2
