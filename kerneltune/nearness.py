@@ -42,21 +42,41 @@ def _nearness(
     wanted: Place, place: Place, free_axes: frozenset[str], free_options: frozenset[str], bands: Bands
 ) -> Nearness | None:
     (axes, dtype, options), (sizes, other, values) = wanted, place
-    moved = [axis for axis, size in axes.items() if sizes.get(axis) != size]
-    if not free_axes.issuperset(moved):
+    is_moved, is_changed, is_other = sizes != axes, values != options, other != dtype
+    if (is_moved and is_changed) or (is_other and not {other, dtype} <= _SIXTEEN_BIT):
         return None
-    if any(bisect_left(ends, axes[axis]) != bisect_left(ends, sizes[axis]) for axis, ends in bands.items() if axis in moved):
+    distance: float | None = 0.0
+    if is_moved:
+        distance = _along_axes(axes, sizes, free_axes, bands)
+    elif is_changed:
+        distance = _along_options(options, values, free_options)
+    return None if distance is None else (is_other, is_moved, distance + (_OTHER_DTYPE if is_other else 0.0))
+
+
+def _along_axes(axes: Mapping[str, int], sizes: Mapping[str, int], free: frozenset[str], bands: Bands) -> float | None:
+    """Return the log2 distance between sizes; None where it is not to be bridged."""
+    if sizes.keys() != axes.keys():
         return None
-    changed = [option for option, value in options.items() if values.get(option) != value]
-    if not free_options.issuperset(changed) or (moved and changed):
+    distance = 0.0
+    for axis, size in axes.items():
+        if (there := sizes[axis]) != size:
+            if axis not in free or (axis in bands and band_of(bands[axis], size) != band_of(bands[axis], there)):
+                return None
+            distance += abs(math.log2(max(size, 1) / max(there, 1)))
+    return distance
+
+
+def _along_options(options: Mapping[str, Any], values: Mapping[str, Any], free: frozenset[str]) -> float | None:
+    """Return the distance between values of options; None where it is not to be bridged."""
+    if values.keys() != options.keys():
         return None
-    if sizes.keys() != axes.keys() or values.keys() != options.keys():
-        return None
-    if other != dtype and not {other, dtype} <= _SIXTEEN_BIT:
-        return None
-    distance = sum(abs(math.log2(max(axes[axis], 1) / max(sizes[axis], 1))) for axis in moved)
-    distance += sum(_apart(options[option], values[option]) for option in changed)
-    return other != dtype, bool(moved), distance + (_OTHER_DTYPE if other != dtype else 0.0)
+    changed = [option for option, value in options.items() if values[option] != value]
+    return sum([_apart(options[option], values[option]) for option in changed]) if free.issuperset(changed) else None
+
+
+def band_of(ends: tuple[int, ...], size: int) -> int:
+    """Return the place of the band that a size falls in."""
+    return bisect_left(ends, size)
 
 
 def _apart(a: object, b: object) -> float:

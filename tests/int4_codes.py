@@ -1,8 +1,12 @@
 """Weights of four bits and numbers whose products are exact, for the tests of `int4_gemm` and of its layer."""
 
+import itertools
+
 import torch
 
+from kerneltune.ops.int4_gemm import configs
 from kerneltune.ops.int4_gemm.packing import Codes
+from kerneltune.spec import Case
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -29,3 +33,17 @@ def exact(x: torch.Tensor, codes: Codes, bias: torch.Tensor | None) -> torch.Ten
     w = (codes.codes.double() - z.repeat_interleave(group, 1)) * codes.scales.double().repeat_interleave(group, 1)
     y = x.double() @ w.t()
     return (y if bias is None else y + bias.double()).to(x.dtype)
+
+
+def case_of(tokens: int, rows: int, depth: int, group: int = 64, zeros: bool = False) -> Case:
+    sizes = (("N", tokens), ("M", rows), ("K", depth))
+    return Case("", sizes, "float16", "int4", (("group", group), ("zeros", zeros), ("bias", False)))
+
+
+def configs_of(case: Case) -> list[configs.Int4Config]:
+    found = itertools.product(*configs.space(case).values())
+    return [c for c in (configs.Int4Config(*values) for values in found) if configs.valid(case, c) is None]
+
+
+def warpgroups(tokens: int, splits: int, blocks: int = 1) -> configs.Int4Config:
+    return configs.Int4Config(tokens, 64, 1, splits, prefetch=True, blocks=blocks, warpgroup=True)

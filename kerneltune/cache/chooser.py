@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from kerneltune import device, misses, rule
 from kerneltune.cache import entries
 from kerneltune.cache.entries import Axes, CacheEntry, Options, alike, json_text, path_of, readable
-from kerneltune.nearness import NO_BANDS, Bands, Place, ranked
+from kerneltune.nearness import NO_BANDS, Bands, Place, band_of, ranked
 from kerneltune.ranges import Range, out_of_range, ranges_of
 from kerneltune.spec import Case, Op, Space, Variant, config_from
 
@@ -89,7 +89,7 @@ class Chooser:
 
     def _near(self, case: Case, table: "_Table", limit: float) -> Choice | None:
         """Return the first valid config of near entries, those of other sizes up to a log2 distance; None if there is none."""
-        kin = table.along(case.axes, self.free_axes) if limit else table.same_sizes.get(case.axes, ())
+        kin = table.same_bands.get(_fixed(self, case.axes), ()) if limit else table.same_sizes.get(case.axes, ())
         if not kin:
             return None
         place = dict(case.axes), case.dtype, dict(case.options)
@@ -157,21 +157,21 @@ class _Table:
     Attributes:
         own: by sizes, type and options; of the chooser's policy only.
         same_sizes: by sizes.
+        same_bands: by sizes, of free axes their bands.
         ranges: of the knobs, over all recorded cases.
     """
 
     own: Mapping[Any, CacheEntry]
     same_sizes: Mapping[Axes, Sequence[tuple[Place, CacheEntry]]]
+    same_bands: Mapping[Axes, Sequence[tuple[Place, CacheEntry]]]
     ranges: Mapping[str, Range]
-    _along: dict[Any, list[tuple[Place, CacheEntry]]] = field(default_factory=dict)
 
-    def along(self, axes: Axes, free_axes: Collection[str]) -> Sequence[tuple[Place, CacheEntry]]:
-        """Return the entries whose sizes differ along the free axes only."""
-        fixed = tuple(axis for axis in axes if axis[0] not in free_axes)
-        if fixed not in self._along:
-            sizes = [sizes for sizes in self.same_sizes if tuple(axis for axis in sizes if axis[0] not in free_axes) == fixed]
-            self._along[fixed] = [found for one in sizes for found in self.same_sizes[one]]
-        return self._along[fixed]
+
+def _fixed(chooser: Chooser, axes: Axes) -> Axes:
+    """Return every size that is not free, and the band of every free size that has bands."""
+    free, bands = chooser.free_axes, chooser.bands
+    kept = [(axis, size) for axis, size in axes if axis in bands or axis not in free]
+    return tuple([(axis, band_of(bands[axis], size) if axis in free else size) for axis, size in kept])
 
 
 @lru_cache(maxsize=1024)
@@ -187,6 +187,7 @@ def _table(chooser: Chooser, gpu: str, quant: str) -> _Table:
     path = path_of(chooser.op, gpu, chooser.root)
     own: dict[Any, CacheEntry] = {}
     same_sizes: dict[Axes, list[tuple[Place, CacheEntry]]] = {}
+    same_bands: dict[Axes, list[tuple[Place, CacheEntry]]] = {}
     ranges: dict[str, Range] = {}
     bad = []
     for place, entry in alike(path, chooser.variant, chooser.policy, quant):
@@ -198,10 +199,12 @@ def _table(chooser: Chooser, gpu: str, quant: str) -> _Table:
         same_sizes.setdefault(entry.axes, []).append((place, entry))
         for name, one in chooser.ranges(entry.as_case).items():
             ranges[name] = ranges[name].joined(one) if name in ranges else one
+    for axes, found in same_sizes.items():
+        same_bands.setdefault(_fixed(chooser, axes), []).extend(found)
     if bad:
         more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
         warnings.warn(f"{bad[0]}{more}; not used", stacklevel=2)
-    return _Table(own, same_sizes, ranges)
+    return _Table(own, same_sizes, same_bands, ranges)
 
 
 @lru_cache(maxsize=65536)

@@ -2,6 +2,7 @@
 
 import math
 import random
+import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -108,18 +109,32 @@ def test_sizes_that_are_named_nowhere_get_a_valid_config_and_a_reason(name: str)
     assert served >= 8
 
 
+def seconds_of_a_loop() -> float:
+    """Time a loop that takes 45 µs on a machine where the first look-up of a shape takes 9 to 40 µs."""
+    begun, total = time.perf_counter(), 0
+    for number in range(2000):
+        total += number
+    return time.perf_counter() - begun
+
+
+def seconds_of_a_first_call(chooser: Chooser, case: Case) -> float:
+    begun = time.perf_counter()
+    chooser(case.axes, case.dtype, case.quant, case.options)
+    return time.perf_counter() - begun
+
+
+@pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")
 @pytest.mark.parametrize("name", OPS)
-def test_first_look_up_of_a_shape_takes_less_than_a_millisecond(name: str) -> None:
+def test_first_look_up_of_a_shape_takes_as_long_as_a_short_loop(name: str) -> None:
     op, rng = OPS[name], random.Random(name)
     chooser = Chooser.of(op, op.variant("optimized"))
-    cases = [random_case(op, rng) for _ in range(12)]
+    cases = [random_case(op, rng) for _ in range(30)]
     for case in cases:
-        chooser.find(case)  # reads the files of every quant mode
-    times_ms = []
+        chooser(case.axes, case.dtype, case.quant, case.options)  # reads the files of every quant mode
+    shares = []
     for case in cases:
-        free = {axis: size + 16 * rng.randint(1, 9) for axis, size in case.axes if axis in op.free_axes}
-        new = replace(case, axes=tuple((dict(case.axes) | free).items()))
-        begun = time.process_time()
-        chooser.find(new)
-        times_ms.append(1e3 * (time.process_time() - begun))
-    assert sorted(times_ms)[len(times_ms) // 2] < 1, times_ms
+        sizes = {axis: size + (0 if axis in "EGT" else 16 * rng.randint(1, 99)) for axis, size in case.axes}
+        new = op.called(replace(case, axes=tuple(sizes.items())))
+        if op.variant("optimized").unsupported(new) is None:
+            shares.append(seconds_of_a_first_call(chooser, new) / seconds_of_a_loop())
+    assert statistics.median(shares) <= 1.5, shares

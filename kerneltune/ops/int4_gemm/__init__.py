@@ -5,7 +5,8 @@ plain packings, checkpoints.py, are GPTQ's and AWQ's.
 """
 
 from kerneltune.ops.int4_gemm.checkpoints import from_awq, from_gptq, to_awq, to_gptq
-from kerneltune.ops.int4_gemm.gemm import Int4Config, int4_gemm
+from kerneltune.ops.int4_gemm.configs import Int4Config
+from kerneltune.ops.int4_gemm.gemm import int4_gemm
 from kerneltune.ops.int4_gemm.packing import Codes, Int4Weight, dequantise, pack, quantise, unpack
 
 __all__ = [

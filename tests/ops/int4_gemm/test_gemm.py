@@ -1,7 +1,6 @@
 """Products with weights of four bits: exact sums in every shape of program, what configs are taken, bad inputs."""
 
 import dataclasses
-import itertools
 import os
 import random
 import re
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from int4_codes import DEVICE, exact, some_codes, whole_numbers
+from int4_codes import DEVICE, case_of, configs_of, exact, some_codes, warpgroups, whole_numbers
 
 from kerneltune import cache
 from kerneltune.kernel_lib.workspace import counters
@@ -21,7 +20,6 @@ from kerneltune.ops import int4_gemm as ops
 from kerneltune.ops.int4_gemm import gemm
 from kerneltune.ops.int4_gemm.baselines import plain
 from kerneltune.ops.int4_gemm.packing import Int4Weight, pack
-from kerneltune.spec import Case
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -38,16 +36,6 @@ def test_products_of_whole_numbers_are_exact(
     # Triton's interpreter truncates bf16
     tolerance = 2.0**-7 if dtype == torch.bfloat16 and DEVICE == "cpu" else 0.0
     torch.testing.assert_close(got, want, rtol=tolerance, atol=0)
-
-
-def case_of(tokens: int, rows: int, depth: int, group: int = 64, zeros: bool = False) -> Case:
-    sizes = (("N", tokens), ("M", rows), ("K", depth))
-    return Case("", sizes, "float16", "int4", (("group", group), ("zeros", zeros), ("bias", False)))
-
-
-def configs_of(case: Case) -> list[gemm.Int4Config]:
-    found = itertools.product(*gemm.space(case).values())
-    return [c for c in (gemm.Int4Config(*values) for values in found) if gemm.valid(case, c) is None]
 
 
 @pytest.mark.parametrize(("tokens", "rows", "depth", "group", "zeros"), [
@@ -104,10 +92,6 @@ def test_programs_that_read_x_ahead_are_exact(
     for rows_of_x in (x, x.contiguous()):
         got = ops.int4_gemm(rows_of_x, pack(*codes), bias, config=config)
         torch.testing.assert_close(got, exact(x, codes, bias), rtol=tolerance, atol=0)
-
-
-def warpgroups(tokens: int, splits: int, blocks: int = 1) -> gemm.Int4Config:
-    return gemm.Int4Config(tokens, 64, 1, splits, prefetch=True, blocks=blocks, warpgroup=True)
 
 
 BLOCKS = [
@@ -201,43 +185,6 @@ def test_configs_of_warpgroups_that_would_go_wrong_are_refused(knobs: dict[str, 
         ops.int4_gemm(whole_numbers(32, 640, torch.float16), pack(*some_codes(64, 640, 64, False)), config=config)
 
 
-def test_warpgroups_are_those_of_the_space() -> None:
-    config = warpgroups(32, 1, 3)
-    assert gemm.valid(case_of(32, 4096, 4096), config) == "3 blocks of rows of warpgroups where there are 32 tokens"
-    assert gemm.valid(case_of(8, 4096, 4096), dataclasses.replace(config, tokens=8, blocks=1)) is not None
-
-
-def test_config_of_the_previous_schema_is_refused() -> None:
-    """Its 16 rows stood for warpgroups; the kernel of single warps has no such tile."""
-    assert gemm.valid(case_of(32, 4096, 4096), gemm.Int4Config(32, 16, 1, 1, prefetch=True)) == "16 rows of w per warp"
-
-
-def test_several_blocks_of_rows_are_for_many_tokens_and_large_weights() -> None:
-    config = gemm.Int4Config(32, 32, 1, 5, prefetch=True, blocks=4)
-    assert gemm.valid(case_of(32, 5120, 25600), config) is None
-    assert gemm.valid(case_of(32, 576, 7168), config) == "15 programs of 8 warps"
-    assert gemm.valid(case_of(32, 57344, 8192), config) == "5 programs to 4 blocks of rows"
-    few = dataclasses.replace(config, tokens=8)
-    assert gemm.valid(case_of(8, 5120, 25600), few) == "4 blocks of rows where there are 8 tokens"
-    for tokens in (8, 16, 32, 64):
-        found = configs_of(case_of(tokens, 5120, 25600))
-        assert len(found) <= 260
-        assert {c.blocks for c in found} == ({1} if tokens == 8 else {1, 2, 4})
-
-
-@pytest.mark.parametrize(("tokens", "want"), [
-    (8, [(8, 32, 8, 2), (8, 64, 8, 2), (8, 32, 4, 4), (8, 64, 4, 4)]),
-    (32, [(16, 32, 8, 1), (16, 64, 8, 1), (16, 32, 4, 2), (16, 64, 4, 2), (32, 32, 4, 2), (32, 64, 1, 8),
-          (32, 32, 2, 4)]),
-])  # fmt: skip
-def test_searches_try_every_shape_of_program_first_the_shortest_before_all(tokens: int, want: list[tuple[int, ...]]) -> None:
-    case = case_of(tokens, 3584, 8192)
-    assert [dataclasses.astuple(c)[:4] for c in gemm.promising(case) if c.blocks == 1] == want
-    assert len(gemm.promising(case)) <= 20
-    assert set(gemm.promising(case)) <= set(configs_of(case))
-    assert len([c for c in configs_of(case) if c.blocks == 1]) <= 70
-
-
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_parts_of_any_value_are_handed_over_and_leave_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     """A word of zero means that a part is not there yet."""
@@ -271,41 +218,12 @@ def test_programs_that_may_not_wait_for_each_other_share_no_row(monkeypatch: pyt
     assert torch.equal(ops.int4_gemm(x, pack(*codes), config=config), exact(x, codes, None))
 
 
-def test_a_config_of_few_tokens_is_not_taken_for_many() -> None:
-    """Programs that share a row have memory for their parts."""
-    config = gemm.Int4Config(16, 32, 4, 4, prefetch=True)
-    assert gemm.valid(case_of(16, 4096, 4096), config) is None
-    assert gemm.valid(case_of(8192, 4096, 4096), config) == "131072 programs whose parts are added up"
-    assert gemm.valid(case_of(8, 4096, 4096), config) == "programs of 16 tokens where there are 8"
-
-
 def test_large_x_of_whole_numbers_is_exact() -> None:
     """As long as the sums over k of |x| |q - z| stay below 2^24."""
     codes = some_codes(64, 256, 64, False)
     codes.scales.fill_(2.0**-12)
     x = torch.randint(-2048, 2049, (2, 256), device=DEVICE).half()
     assert torch.equal(ops.int4_gemm(x, pack(*codes)), exact(x, codes, None))
-
-
-@pytest.mark.parametrize(("sizes", "want"), [
-    ((1, 3584, 8192), (8, 32, 4, 4)), ((8, 3584, 8192), (8, 32, 4, 4)), ((16, 3584, 8192), (16, 32, 8, 2)),
-    ((16, 4096, 4096), (16, 32, 8, 2)), ((16, 6144, 4096), (16, 32, 8, 1)), ((8, 10240, 8192), (8, 32, 4, 3)),
-    ((16, 5120, 25600), (16, 32, 4, 3)), ((32, 576, 7168), (16, 32, 8, 4)), ((32, 28672, 4096), (32, 64, 1, 1, 2)),
-    ((32, 10240, 5120), (32, 64, 1, 3, 2)), ((32, 5120, 25600), (32, 64, 1, 6, 2)), ((64, 10240, 5120), (64, 64, 1, 3, 4)),
-])  # fmt: skip
-def test_the_default_is_the_measured_best(sizes: tuple[int, int, int], want: tuple[int, ...]) -> None:
-    case = case_of(*sizes)
-    wanted = gemm.Int4Config(*want[:4], True, *want[4:], warpgroup=len(want) > 4)
-    assert gemm.default(case) == wanted
-    assert gemm.default(case) in configs_of(case)
-
-
-@pytest.mark.parametrize("tokens", [0, 1, 16, 33])
-@pytest.mark.parametrize(("rows", "depth"), [(2, 32), (66, 416), (200_000, 40_000)])
-@pytest.mark.parametrize("zeros", [False, True])
-def test_every_case_has_a_default(tokens: int, rows: int, depth: int, zeros: bool) -> None:
-    case = case_of(tokens, rows, depth, zeros=zeros)
-    assert gemm.default(case) in configs_of(case)
 
 
 @pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")

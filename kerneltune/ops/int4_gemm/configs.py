@@ -1,0 +1,339 @@
+"""The configs of `int4_gemm`: the knobs, which configs can run a case, and the default.
+
+The default is found at the first call of a shape: it compares estimates of plain integers, and makes and checks few configs.
+"""
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from operator import itemgetter
+from typing import NamedTuple
+
+from kerneltune.ops.int4_gemm.packing import DEPTH, ROWS
+from kerneltune.rounding import cdiv
+from kerneltune.spec import Case, Option, Space
+
+BANDS = {"N": (8, 16, 32)}
+"""Of 32 and 64 tokens a config for half or twice as many took 1.10 to 1.45 times as long as the default in 15 of 16 cases, 0.95
+times in one (H200, trials of `tune weight_only --case '*-n32' --case '*-n64'`, 2026-11-22, commits 5ec71b3 to 244df5b)."""
+FREE_OPTIONS = ("group", "zeros", "bias")
+"""Zero points and bias add little to a tile. A config takes as long for groups of 128 as for those of 64, within 7 % (H200,
+weight_only's records, 2026-11-22). `valid` refuses what lacks registers."""
+_ALONG = (1, 2, 4, 8)
+_SPLITS = (1, 2, 3, 4, 8)
+_BLOCKS = (1, 2, 4)
+_SPLITS_OF_SEVERAL_BLOCKS = (1, 2, 3, 4, 5, 6, 8, 12)
+"""A split has fewer programs: it takes more splits, and finer counts, to give every SM a program."""
+_SMS = 132
+"""Of the GPUs for which the rule of `default` was found."""
+_MOST_PROGRAMS = 1024
+"""Of several splits, each of which has memory for its part."""
+_HALF_THE_REGISTERS = 128
+"""Registers per thread with which two programs of eight warps fit on an SM."""
+_WARPGROUPS_AT_ONCE = 4 * _SMS
+"""Warpgroups of such programs that the chip holds."""
+_ROWS_OF_WARPGROUP = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Config:
+    """How a product is computed.
+
+    Attributes:
+        tokens: rows of x per program.
+        rows: of w per warp, 64 or 32; per warpgroup 64.
+        along: warps one behind the other along k.
+        splits: programs that share a row of w.
+        prefetch: ask L2 for x and w while the previous kernel on the stream still runs, if it lets the next one begin, as this
+            kernel does; all reads come after its end.
+        blocks: of 64 rows of w per program, whose warps read the same x at the same time.
+        warpgroup: multiply by wgmma, four warps together that read x from shared memory, instead of each warp by mma.sync.
+    """
+
+    tokens: int
+    rows: int
+    along: int
+    splits: int
+    prefetch: bool
+    blocks: int = 1
+    warpgroup: bool = False
+
+
+_Estimate = tuple[float, tuple[int, int, int, int, bool, int, bool]]
+"""The estimated time of a config, and its knobs in order."""
+
+
+class _Sizes(NamedTuple):
+    """A case in numbers.
+
+    Attributes:
+        N, M, K: as in the case.
+        depth: blocks of k.
+        group: elements of k that share a scale, 0 for all.
+        has_many_values: whether a block of k has more for every row than two scales.
+    """
+
+    N: int
+    M: int
+    K: int
+    depth: int
+    group: Option
+    has_many_values: bool
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Return the tokens that a program may have."""
+        N = self.N
+        return (8,) if N <= 8 else (16,) if N <= 16 else (16, 32) if N <= 32 else (16, 32, 64)
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Return the blocks of rows that a program may have."""
+        return _BLOCKS if self.N > 8 else (1,)
+
+    def alongs(self, count: int) -> tuple[int, ...]:
+        """Return the largest counts of warps along k that the blocks of k allow."""
+        return tuple([along for along in _ALONG if along <= self.depth][-count:])
+
+    def splits(self, blocks: int) -> list[int]:
+        """Return the counts of programs that may share a row, if a program has this many blocks of rows."""
+        tiles = cdiv(self.M, ROWS * blocks) * cdiv(max(self.N, 1), 32)
+        some = _SPLITS if blocks == 1 else _SPLITS_OF_SEVERAL_BLOCKS
+        return [s for s in some if s <= self.depth and (s <= 2 or s * tiles <= _MOST_PROGRAMS)]
+
+    def programs(self, tokens: int, splits: int, blocks: int) -> int:
+        """Return the programs of a launch."""
+        return splits * cdiv(self.M, ROWS * blocks) * cdiv(max(self.N, 1), tokens)
+
+
+@lru_cache(maxsize=4096)
+def _sizes(case: Case) -> _Sizes:
+    axes, options = dict(case.axes), dict(case.options)
+    depth, group = cdiv(axes["K"], DEPTH), options["group"]
+    return _Sizes(axes["N"], axes["M"], axes["K"], depth, group, bool(options["zeros"]) or group == 32)
+
+
+def space(case: Case) -> Space:
+    """Offer tiles of as many tokens as there are, or fewer; programs enough for every SM, and not many times more."""
+    sizes = _sizes(case)
+    return {
+        "tokens": sizes.tokens,
+        "rows": (32, 64),
+        "along": sizes.alongs(2 if sizes.N <= 8 else len(_ALONG)),
+        "splits": tuple(sorted({splits for blocks in sizes.blocks for splits in sizes.splits(blocks)})),
+        "prefetch": (False, True),
+        "blocks": sizes.blocks,
+        "warpgroup": (False,) if sizes.N <= 8 else (False, True),
+    }
+
+
+def valid(case: Case, config: Int4Config) -> str | None:
+    """Say why a config cannot run, or cannot be worth running."""
+    return _wrong(_sizes(case), config)
+
+
+def _wrong(sizes: _Sizes, config: Int4Config) -> str | None:
+    """Say what `valid` has against a config."""
+    if config.tokens not in sizes.tokens:
+        return f"programs of {config.tokens} tokens where there are {sizes.N}"
+    if config.along > sizes.depth or (config.splits - 1) * config.along * steps_of(sizes.K, config) >= sizes.depth:
+        return f"{config.splits} programs of {config.along} warps along {sizes.depth} blocks of k"
+    programs = sizes.programs(config.tokens, config.splits, config.blocks)
+    if config.splits > 1 and programs > 2 * _MOST_PROGRAMS:
+        return f"{programs} programs whose parts are added up"
+    return _no_warpgroups(sizes, config) if config.warpgroup else _no_warps(sizes, config)
+
+
+def _no_warps(sizes: _Sizes, config: Int4Config) -> str | None:
+    """Say what `valid` has against warps by themselves."""
+    warps = warps_of(config)
+    if config.rows not in (32, 64):
+        return f"{config.rows} rows of w per warp"
+    if config.rows * config.tokens > 1024 or config.tokens > 32 or warps > _warps_at_once(config.rows, config.tokens):
+        return f"{config.rows}x{config.tokens} sums in each of {warps} warps"
+    if config.blocks > 1:
+        return _no_several_blocks(sizes, config)
+    if config.along < sizes.alongs(2 if config.tokens < 32 else 3)[0]:
+        return f"{config.along} warps along k"
+    if config.splits not in sizes.splits(1):
+        return f"{config.splits} programs to a block of rows"
+    if is_paired(config) and config.tokens == 16 and sizes.has_many_values:
+        return f"more scales and zero points than {_HALF_THE_REGISTERS} registers hold"
+    return None
+
+
+def _no_warpgroups(sizes: _Sizes, config: Int4Config) -> str | None:
+    """Say what `valid` has against warpgroups."""
+    if wrong := wrong_for_warpgroups(sizes.K, sizes.group, config):
+        return wrong
+    if sizes.N <= 8 or config.blocks not in sizes.blocks:
+        return f"{config.blocks} blocks of rows of warpgroups where there are {sizes.N} tokens"
+    if config.tokens < min(sizes.N, 32) or (config.tokens == 64 and config.blocks == 1):
+        return f"programs of {config.tokens} tokens and {config.blocks} blocks of rows where there are {sizes.N} tokens"
+    if config.splits not in sizes.splits(config.blocks):
+        return f"{config.splits} programs to {config.blocks} blocks of rows"
+    programs = sizes.programs(config.tokens, config.splits, config.blocks)
+    if config.splits > 1 and programs * config.blocks > 2 * _WARPGROUPS_AT_ONCE:
+        return f"{programs} programs of {config.blocks} blocks, of which the chip holds {_WARPGROUPS_AT_ONCE // config.blocks}"
+    return None
+
+
+def wrong_for_warpgroups(depth: int, group: Option, config: Int4Config) -> str | None:
+    """Say what would hang, read past an end or multiply wrongly. group: 0, or `depth`, is one for all of k."""
+    blocks = cdiv(depth, DEPTH)
+    if config.rows != _ROWS_OF_WARPGROUP:
+        return f"{config.rows} rows of a warpgroup, which has {_ROWS_OF_WARPGROUP}"
+    if 32 in (group, depth):
+        return "groups of 32, of which half a block of k has two"
+    if config.along > 1:
+        return f"{config.along} warps along k, of which each multiplies with three other warps"
+    if (config.splits - 1) * steps_of(depth, config) >= blocks:
+        return f"{config.splits} programs along {blocks} blocks of k"
+    return None
+
+
+def _no_several_blocks(sizes: _Sizes, config: Int4Config) -> str | None:
+    """Say what `valid` has against programs of several blocks of rows."""
+    warps, most = warps_of(config), _warps_at_once(config.rows, config.tokens)
+    programs = sizes.programs(config.tokens, config.splits, config.blocks)
+    if config.blocks not in sizes.blocks:
+        return f"{config.blocks} blocks of rows where there are {sizes.N} tokens"
+    if warps < most // 2:
+        return f"{warps} warps, of which too few have a place at once"
+    if 3 * programs < 2 * _SMS * (most // warps):
+        return f"{programs} programs of {warps} warps"
+    if config.splits not in sizes.splits(config.blocks):
+        return f"{config.splits} programs to {config.blocks} blocks of rows"
+    if is_paired(config) and sizes.has_many_values:
+        return f"more scales and zero points than {_HALF_THE_REGISTERS} registers hold"
+    return None
+
+
+def default(case: Case) -> Int4Config:
+    """Return a config for any shape, by rule.
+
+    Its estimated time is the shortest among programs of few rows per warp and few tokens, and among warpgroups. With eight
+    tokens programs of 16 warps lost to twice as many of eight. Several blocks of rows of single warps are left to a search.
+    """
+    sizes = _sizes(case)
+    of_tiles = (_shortest(sizes, _by_warps(sizes, rows, tokens)) for rows in (32, 64) for tokens in sizes.tokens)
+    found = [next(filter(None, of_tiles), None), _shortest(sizes, _by_warpgroups(sizes)) if sizes.N > 8 else None]
+    return min(filter(None, found), key=itemgetter(0))[1]
+
+
+def _by_warps(sizes: _Sizes, rows: int, tokens: int) -> Iterable[_Estimate]:
+    """Yield the configs of single warps that have a block of rows to a program; most of them are valid."""
+    if rows == 32 and tokens == 16 and sizes.has_many_values:
+        return
+    tiles, depth, at_once = sizes.programs(tokens, 1, 1), sizes.depth, _warps_at_once(rows, tokens)
+    most, splits_of = 4 if tokens == 8 else at_once * rows // ROWS, sizes.splits(1)
+    for along in sizes.alongs(2 if tokens < 32 else 3):
+        if along <= most:
+            together = at_once * rows // (ROWS * along)
+            for splits in splits_of:
+                parts = along * splits
+                if -(-depth // parts) * (parts - along) < depth and (splits == 1 or splits * tiles <= 2 * _MOST_PROGRAMS):
+                    length = _length_of_warps(splits * tiles, depth, parts, together, splits * tokens)
+                    yield length, (tokens, rows, along, splits, True, 1, False)
+
+
+def _by_warpgroups(sizes: _Sizes) -> Iterable[_Estimate]:
+    """Yield the configs of warpgroups; most of them are valid."""
+    depth = sizes.depth
+    for tokens in sizes.tokens if 32 not in (sizes.group, sizes.K) else ():
+        if tokens >= min(sizes.N, 32):
+            blocks = 2 if tokens <= 32 else 4
+            tiles = sizes.programs(tokens, 1, blocks)
+            for splits in sizes.splits(blocks):
+                held = splits == 1 or splits * tiles * blocks <= 2 * _WARPGROUPS_AT_ONCE
+                if held and -(-depth // splits) * (splits - 1) < depth:
+                    length = _length_of_warpgroups(splits * tiles, depth, splits, tokens, blocks)
+                    yield length, (tokens, _ROWS_OF_WARPGROUP, 1, splits, True, blocks, True)
+
+
+def _shortest(sizes: _Sizes, offered: Iterable[_Estimate]) -> tuple[float, Int4Config] | None:
+    """Return the valid config of the shortest estimated time, and that time; None if none is valid."""
+    for length, knobs in sorted(offered, key=itemgetter(0)):
+        config = Int4Config(*knobs)
+        if _wrong(sizes, config) is None:
+            return length, config
+    return None
+
+
+def promising(case: Case) -> tuple[Int4Config, ...]:
+    """Return for every shape of program the splits of the shortest time by the rule of `default`, the shortest first."""
+    sizes = _sizes(case)
+    shapes: dict[tuple[bool, int, int, int, int], list[Int4Config]] = {}
+    for knobs in itertools.product(*({**space(case), "prefetch": (True,)}.values())):
+        config = Int4Config(*knobs)
+        if _wrong(sizes, config) is None:
+            shape = config.warpgroup, config.blocks, config.tokens, config.rows, config.along
+            shapes.setdefault(shape, []).append(config)
+
+    def length(config: Int4Config) -> float:
+        return _length(sizes, config)
+
+    return tuple(sorted((min(alike, key=length) for alike in shapes.values()), key=length))
+
+
+def _length(sizes: _Sizes, config: Int4Config) -> float:
+    """Estimate the time of a config."""
+    programs = sizes.programs(config.tokens, config.splits, config.blocks)
+    if config.warpgroup:
+        return _length_of_warpgroups(programs, sizes.depth, config.splits, config.tokens, config.blocks)
+    together = _warps_at_once(config.rows, config.tokens) // warps_of(config)
+    return _length_of_warps(programs, sizes.depth, config.along * config.splits, together, config.splits * config.tokens)
+
+
+def _length_of_warps(programs: int, depth: int, parts: int, together: int, sums: int) -> float:
+    """Estimate the time of single warps, in blocks of k of a warp.
+
+    It sums the waves of programs, the loss between two waves, half as much if another program has the other half of the SM, and
+    the time of parts.
+
+    Args:
+        parts: of k; depth: blocks of k.
+        together: programs that an SM holds.
+        sums: splits times tokens.
+    """
+    waves = -(-programs // (_SMS * together))
+    return -(-depth // parts) * waves + (waves - 1) * 6 / together + sums / 20
+
+
+def _length_of_warpgroups(programs: int, depth: int, splits: int, tokens: int, blocks: int) -> float:
+    """Estimate the time of warpgroups, in µs.
+
+    0.85 to 1.11 times the 42 records of weight_only (H200, 2026-11-22, commit fd9ec0b).
+    """
+    chip = _WARPGROUPS_AT_ONCE // blocks
+    waves = -(-programs // chip)
+    step = (0.4 + 0.0135 * tokens) * (0.5 + 0.5 * programs / (waves * chip))
+    return 2 - (-depth // splits) * waves * step + splits * tokens / 55
+
+
+def _warps_at_once(rows: int, tokens: int) -> int:
+    """Return how many single warps an SM holds."""
+    return 16 if rows == 32 and tokens <= 16 else 8
+
+
+def most_registers(config: Int4Config) -> int | None:
+    """Return the registers per thread; None leaves them to the compiler."""
+    return _HALF_THE_REGISTERS if is_paired(config) or config.warpgroup else None
+
+
+def is_paired(config: Int4Config) -> bool:
+    """Return whether two programs of eight warps can have the registers that they need on one SM."""
+    return config.rows == 32 and config.tokens <= 16
+
+
+def warps_of(config: Int4Config) -> int:
+    """Return the warps of a program."""
+    if config.warpgroup:
+        return 4 * config.blocks
+    return ROWS // config.rows * config.blocks * config.along
+
+
+def steps_of(depth: int, config: Int4Config) -> int:
+    """Return the blocks of k per warp."""
+    return cdiv(depth, DEPTH * config.along * config.splits)
