@@ -1,13 +1,21 @@
 """Start processes: fresh ones, one after the other, or many that are started fast. None outlives the process that started it.
 
-Does not know what their work is.
+Nor do their temporary folders, also where SIGKILL ends a process: the next process that asks for a folder removes them. A folder
+holds a file that its process keeps locked, and the lock ends with the process.
+
+The server of `fast_context` imports this module first, and is bound to its parent by that. Does not know what the work is.
 """
 
+import atexit
+import fcntl
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
@@ -15,16 +23,24 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from threading import Thread
-from typing import Any, TypeVar
+from types import FrameType, TracebackType
+from typing import Any, BinaryIO, TypeVar
 
-from pebble import ProcessPool
-
-from kerneltune import fork_server
-from kerneltune.temporary import process_folder
+from kerneltune.interrupts import is_importing
 
 T = TypeVar("T")
 
 TIMEOUT_S = 1800.0
+PREFIX = "ktune-"
+"""Beginning of the names of temporary folders."""
+_LONGEST = 107 - len("/ktune-12345678/listener-12345678")
+"""Bytes of the path that may hold a folder for sockets: of a socket's path the system takes 107."""
+_SHORT = Path("/tmp")
+_HELD = ".kerneltune-held"
+"""File of a folder, locked by the process that uses the folder."""
+_SERVER = "KERNELTUNE_FORK_SERVER"
+"""Environment variable of the server: its parent's id, a blank, and the folder of its socket where the parent has made it."""
+_LOOK_S = 0.25
 _EXIT_GRACE_S = 5.0
 _BOUND = """import ctypes, os, sys
 if sys.platform == "linux":
@@ -130,14 +146,14 @@ def start_server() -> None:
     server ends with this process, however that ends, and leaves no socket.
     """
     triton = ["triton"] if "TRITON_INTERPRET" not in os.environ else []
-    forkserver.set_forkserver_preload(["kerneltune.fork_server", "torch", *triton])
+    forkserver.set_forkserver_preload([__name__, "torch", *triton])
     resource_tracker.ensure_running()  # else the server starts it, and lets interrupts through again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    os.environ[fork_server.VARIABLE] = f"{os.getpid()} {_folder_of_sockets()}"
+    os.environ[_SERVER] = f"{os.getpid()} {_folder_of_sockets()}"
     try:
         forkserver.ensure_running()
     finally:
-        del os.environ[fork_server.VARIABLE]
+        del os.environ[_SERVER]
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
@@ -159,6 +175,8 @@ def side_by_side(count: int) -> Iterator[Callable[[Callable[[Any], T], Iterable[
     if count == 1:
         yield map
         return
+    from pebble import ProcessPool  # slow to import
+
     pool = ProcessPool(count, context=fast_context())
     try:
         yield lambda work, items: iter(pool.map(work, items).result())
@@ -173,3 +191,141 @@ def in_environment(environment: Mapping[str, str], work: Callable[..., T], *args
     os.environ.clear()
     os.environ.update(environment)
     return work(*args)
+
+
+def _bind(parent: int, folder: str) -> None:
+    """Have this process, the server, end within half a second of its parent, also amid its imports, which take seconds.
+
+    Then it removes the folder of its socket, which its parent could not. Later the server notices the end by itself.
+    """
+
+    def look(_number: int, frame: FrameType | None) -> None:
+        if os.getppid() != parent:
+            if folder:
+                remove(Path(folder))
+            os._exit(1)
+        if not is_importing(frame):
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+    if folder:
+        atexit.register(remove, Path(folder))
+    sys.excepthook = _Unless(os.getpid())
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
+
+
+class _Unless:
+    """Says what ended a process of the server, unless the server ends as well.
+
+    A process that is being started as its command ends, finds what it was given removed: no word of that.
+    """
+
+    def __init__(self, server: int) -> None:
+        self._server = server
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        ends = time.monotonic() + 2 * _LOOK_S
+        while os.getpid() != self._server and time.monotonic() < ends:
+            if os.getppid() != self._server:
+                return
+            time.sleep(_LOOK_S / 25)
+        sys.__excepthook__(kind, error, trace)
+
+
+@contextmanager
+def held_folder(prefix: str = PREFIX) -> Iterator[Path]:
+    """Yield a new temporary folder, and remove it afterwards. Removes abandoned ones first."""
+    remove_abandoned()
+    folder, held = _new_folder(prefix)
+    with held:
+        try:
+            yield folder
+        finally:
+            remove(folder)
+
+
+def process_folder() -> Path:
+    """Return a new temporary folder for sockets that lasts as long as this process. Removes abandoned ones first.
+
+    It is below /tmp where the path of TMPDIR is too long for sockets.
+    """
+    parent = Path(tempfile.gettempdir())
+    if len(os.fsencode(parent)) > _LONGEST:
+        parent = _SHORT
+    remove_abandoned(parent)
+    folder, held = _new_folder(PREFIX, parent)
+
+    def end(owner: int = os.getpid()) -> None:
+        if os.getpid() == owner:  # not in a fork
+            remove(folder)
+            held.close()
+
+    atexit.register(end)
+    return folder
+
+
+def remove_abandoned(parent: Path | None = None) -> None:
+    """Remove this user's folders that no process holds, of folders without the file that says so only empty ones.
+
+    parent: that holds them; TMPDIR if not given.
+    """
+    for folder in (parent or Path(tempfile.gettempdir())).glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            if folder.lstat().st_uid != os.getuid():
+                continue
+            try:
+                with _locked(folder):
+                    remove(folder)
+            except FileNotFoundError:
+                folder.rmdir()
+
+
+def is_abandoned(folder: Path) -> bool:
+    """Return whether the process that held a folder has ended, or the folder is gone."""
+    try:
+        _locked(folder).close()
+    except FileNotFoundError:
+        return not folder.exists()
+    except OSError:  # locked, or another user's
+        return False
+    return True
+
+
+def _new_folder(prefix: str, parent: Path | None = None) -> tuple[Path, BinaryIO]:
+    """Return a new folder, and the file that holds it until it is closed."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        with suppress(FileNotFoundError):  # another process took the folder for abandoned before it was held
+            held = (folder / _HELD).open("wb")
+            fcntl.flock(held, fcntl.LOCK_EX)
+            if os.fstat(held.fileno()).st_nlink:
+                return folder, held
+            held.close()
+
+
+def _locked(folder: Path) -> BinaryIO:
+    """Return the file of a folder that nobody holds, which is now held here."""
+    held = (folder / _HELD).open("rb")
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        held.close()
+        raise
+    return held
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder that is held, as far as possible; the file that says so last, so that what a kill leaves can be told."""
+    with suppress(OSError):
+        for path in folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != _HELD:
+                path.unlink(missing_ok=True)
+        (folder / _HELD).unlink(missing_ok=True)
+        folder.rmdir()
+
+
+if _SERVER in os.environ:
+    _parent, _, _folder = os.environ.pop(_SERVER).partition(" ")
+    _bind(int(_parent), _folder)

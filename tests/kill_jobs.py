@@ -46,7 +46,7 @@ def fork_instead(_python: str, command: list[str], kept: Iterable[int]) -> int:
             os.closerange(low, fd)
             low = fd + 1
         atexit._clear()
-        sys.modules.pop("kerneltune.fork_server", None)
+        sys.modules.pop("kerneltune.processes", None)
         with suppress(SystemExit):
             exec(command[-1])
         atexit._run_exitfuncs()

@@ -13,8 +13,7 @@ from threading import Lock
 
 from kerneltune.files import data_root
 from kerneltune.inspection.static import Survey, load
-from kerneltune.processes import run_bound
-from kerneltune.temporary import PREFIX, held_folder, is_abandoned
+from kerneltune.processes import PREFIX, held_folder, is_abandoned, run_bound
 
 _LIST_OF_TREES = Lock()
 """git keeps one list, whose folder goes with its last entry."""
