@@ -34,8 +34,8 @@ from kerneltune.records import Key, Record
 from kerneltune.reporting import tables
 from kerneltune.search.task import Run, Task
 from kerneltune.spec import Case, Config, Op, Variant
-from kerneltune.tuning.cached import config_for
-from kerneltune.tuning.isolated import IsolatedBench, check_in_child, compare_in_child
+from kerneltune.tuning.bench import IsolatedBench, check_in_child, compare_in_child
+from kerneltune.tuning.candidates import config_for
 
 _CHECKED_CONFIGS = 3
 _CHECK_TIMEOUT_S = 300.0

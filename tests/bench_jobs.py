@@ -47,16 +47,14 @@ LOG, DOES = "KERNELTUNE_TEST_LOG", "KERNELTUNE_TEST_DOES"
 class FakeBench:
     """Does what a config says: `run` and `slow` take 10 + n µs, the others take the process along in one way or another."""
 
-    def open(self, task: Task) -> None:
+    tried = 0
+
+    def prepare(self, task: Task) -> None:
         """Everything is found by name in the child."""
         assert task.place == ("fake", "optimized", CASE, "cold")
-        self.tried = 0
 
-    def prepare(self) -> None:
-        """Nothing to make."""
-
-    def trial(self, config: Config, best_us: float | None, samples: int) -> Evaluation:
-        """Return in the detail the how-manieth config since the child was opened this is."""
+    def trial(self, task: Task, config: Config, best_us: float | None, samples: int) -> Evaluation:
+        """Return in the detail the how-manieth config of the child this is."""
         self.tried += 1
         if LOG in os.environ:
             with open(os.environ[LOG], "a") as file:
@@ -65,7 +63,7 @@ class FakeBench:
         _do(config.does)
         return Evaluation("ok", 10.0 + config.n, f"{self.tried} {os.getpid()}")
 
-    def samples(self, configs: Sequence[Config]) -> list[Samples]:
+    def samples(self, task: Task, configs: Sequence[Config]) -> list[Samples]:
         """Return the same times again."""
         return [np.full(15, 10.0 + config.n) for config in configs]
 
@@ -76,10 +74,7 @@ class FakeBench:
 class FakeCheck(FakeBench):
     """Checks that nothing is wrong; a block of 512 words takes the process along."""
 
-    def open(self, task: Task) -> None:
-        """Any case."""
-
-    def check(self, config: Config) -> Evaluation:
+    def check(self, task: Task, config: Config) -> Evaluation:
         """No time."""
         if config.block == 512:
             os.abort()
@@ -127,6 +122,6 @@ class StartsSlowly(FakeBench):
 class NeverOpens(FakeBench):
     """Dies before it comes to a config."""
 
-    def open(self, task: Task) -> None:
+    def prepare(self, task: Task) -> None:
         """As where the inputs do not fit."""
         raise MemoryError("inputs do not fit")

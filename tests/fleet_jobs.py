@@ -32,21 +32,17 @@ WORKS = [Task(OP, Case(f"m{size}", (("M", size),), "bfloat16"), VARIANT) for siz
 class LoggedBench(Bench):
     """Writes down what it is asked for; takes its whole worker along where it is told to."""
 
-    def open(self, task: Task) -> None:
-        """Remember the case."""
-        self.case = task.case
-
-    def trial(self, config: Config, best_us: float | None, samples: int = 5) -> Evaluation:
+    def trial(self, task: Task, config: Config, best_us: float | None, samples: int = 5) -> Evaluation:
         """Ten milliseconds of work; a case's best config may be the last that a worker evaluates."""
         self.busy.append((time.monotonic(), 0.01))
         time.sleep(0.01)
-        deadly = Path(os.environ[DIE]) / self.case.name
+        deadly = Path(os.environ[DIE]) / task.case.name
         if config == Knobs(3, 8) and deadly.exists():
             deadly.rename(deadly.with_name(f"{os.getpid()}.dead"))
             os._exit(9)
         with open(os.environ[LOG], "a") as file:
-            file.write(f"{self.case.name} {config.block} {config.warps} {os.getpid()}\n")
-        return super().trial(config, best_us, samples)
+            file.write(f"{task.case.name} {config.block} {config.warps} {os.getpid()}\n")
+        return super().trial(task, config, best_us, samples)
 
 
 def worker(family: str, options: Options, cores: frozenset[int] | None) -> Worker:

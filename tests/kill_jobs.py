@@ -15,9 +15,8 @@ from kerneltune.measuring.compiler import CompileResult
 from kerneltune.search.loop import Search
 from kerneltune.search.task import Task
 from kerneltune.search.trials import TrialStore
-from kerneltune.tuning.isolated import IsolatedBench
-from kerneltune.tuning.one_case import tune
-from kerneltune.tuning.tuner import Tuner
+from kerneltune.tuning.bench import IsolatedBench
+from kerneltune.tuning.tuner import Tuner, tune
 
 
 def compiled(_config: object) -> "Future[CompileResult]":

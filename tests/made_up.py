@@ -16,9 +16,8 @@ from kerneltune.search.loop import Search
 from kerneltune.search.task import Task
 from kerneltune.search.trials import Evaluation, TrialStore
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
-from kerneltune.tuning.isolated import ChildCrashedError
-from kerneltune.tuning.one_case import tune
-from kerneltune.tuning.tuner import Tuner
+from kerneltune.tuning.bench import ChildCrashedError
+from kerneltune.tuning.tuner import Tuner, tune
 
 BLOCKS, WARPS, STAGES, CTAS = (64, 128, 256, 512, 1024), (1, 2, 4, 8, 16), (1, 2, 3, 4), (0, 1, 2, 4)
 CASE = Case("a", (("M", 8),), "bfloat16")
@@ -94,10 +93,7 @@ def tables(seed: int) -> Callable[[Large], float]:
 class NoBench:
     """A bench that must not be asked for times."""
 
-    def open(self, *_args: Any) -> None:
-        pass
-
-    def prepare(self) -> None:
+    def prepare(self, *_args: Any) -> None:
         pass
 
     def trial(self, *_args: Any) -> Evaluation:

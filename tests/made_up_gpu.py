@@ -56,7 +56,6 @@ class Bench:
     lost: Callable[[Any], bool] = staticmethod(lambda _config: False)
 
     def __init__(self, *_: object, **__: object) -> None:
-        self.opened = False
         self.busy: list[tuple[float, float]] = []
 
     def __enter__(self) -> "Bench":
@@ -65,10 +64,7 @@ class Bench:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def open(self, task: Task) -> None:
-        self.opened = True
-
-    def prepare(self) -> None:
+    def prepare(self, task: Task) -> None:
         pass
 
     def begin(self) -> None:
@@ -77,15 +73,14 @@ class Bench:
     def busy_since(self, moment: float) -> float:
         return sum(seconds for ended, seconds in self.busy if ended >= moment)
 
-    def trial(self, config: Config, best_us: float | None, samples: int = 5) -> Evaluation:
-        assert self.opened
+    def trial(self, task: Task, config: Config, best_us: float | None, samples: int = 5) -> Evaluation:
         return Evaluation("lost", detail="took longer than 60 s") if Bench.lost(config) else Evaluation("ok", time_us(config))
 
-    def samples(self, configs: Sequence[Config]) -> list[Samples]:
+    def samples(self, task: Task, configs: Sequence[Config]) -> list[Samples]:
         return [np.full(15, time_us(config)) for config in configs]
 
     def close(self) -> None:
-        self.opened = False
+        pass
 
 
 @contextmanager

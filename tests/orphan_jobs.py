@@ -14,7 +14,7 @@ from kerneltune.measuring.compiler import TARGETS, CompileJob, CompilePool
 from kerneltune.plan import Options
 from kerneltune.search.task import Task
 from kerneltune.tuning import local
-from kerneltune.tuning.isolated import IsolatedBench
+from kerneltune.tuning.bench import IsolatedBench
 from kerneltune.tuning.local import LocalWorkers
 from kerneltune.tuning.worker import Worker
 
@@ -56,8 +56,7 @@ def search() -> None:
         workers.start(0)
         for _ in range(2):
             pool.submit(CompileJob(no_inputs, compile_for_ever, None))
-        bench.open(Task(OPS[0], CASE, VARIANT))
-        ThreadPoolExecutor(1).submit(bench.trial, Knobs("hang", 0), None)
+        ThreadPoolExecutor(1).submit(bench.trial, Task(OPS[0], CASE, VARIANT), Knobs("hang", 0), None)
         time.sleep(3600)
 
 

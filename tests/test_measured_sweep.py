@@ -23,8 +23,7 @@ from kerneltune.plan import Options, Quiet, Selection, finished_rows, journalled
 from kerneltune.records import Record
 from kerneltune.search.task import Task, config_values
 from kerneltune.spec import Case
-from kerneltune.tuning.bench import GpuBench
-from kerneltune.tuning.isolated import ChildCrashedError, IsolatedBench, compare_in_child
+from kerneltune.tuning.bench import ChildCrashedError, GpuBench, IsolatedBench, compare_in_child
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="pretends a GPU")
 

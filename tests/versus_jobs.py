@@ -100,17 +100,14 @@ class Bench:
 
     def __exit__(self, *_: object) -> None: ...
 
-    def open(self, task: Task) -> None:
+    def prepare(self, task: Task) -> None:
         """Nothing to make."""
 
-    def prepare(self) -> None:
-        """Nothing to make."""
-
-    def trial(self, config: Config, best_us: float | None, samples: int = 5) -> Evaluation:
+    def trial(self, task: Task, config: Config, best_us: float | None, samples: int = 5) -> Evaluation:
         """As the formula says."""
         return Evaluation("wrong", detail="off by one") if config.block == 2 else Evaluation("ok", time_us(config))
 
-    def samples(self, configs: Sequence[Config]) -> list[Samples]:
+    def samples(self, task: Task, configs: Sequence[Config]) -> list[Samples]:
         """Return the same times with a noise that is known."""
         return [time_us(config) * np.linspace(0.999, 1.001, 15) for config in configs]
 

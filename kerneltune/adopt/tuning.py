@@ -27,8 +27,8 @@ from kerneltune.search.task import Task
 from kerneltune.search.trials import TrialStore, store_path
 from kerneltune.spec import Case, Op
 from kerneltune.stats import Samples
-from kerneltune.tuning.cached import cached, present
-from kerneltune.tuning.isolated import ChildCrashedError, IsolatedBench
+from kerneltune.tuning.bench import ChildCrashedError, IsolatedBench
+from kerneltune.tuning.candidates import cached, present
 from kerneltune.tuning.stage import tune_entries
 
 FAMILY = "captured"
@@ -260,8 +260,7 @@ def _timing(bench: IsolatedBench, op: Op, policies: Mapping[Case, str]) -> Timin
 
     def samples(case: Case, configs: Sequence[Any]) -> Sequence[Samples | None] | None:
         try:
-            bench.open(Task(op, case, tuned_variant(op), policies[case]))
-            return bench.samples(configs)
+            return bench.samples(Task(op, case, tuned_variant(op), policies[case]), configs)
         except ChildCrashedError:
             return None
 

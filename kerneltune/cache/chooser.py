@@ -12,8 +12,7 @@ from kerneltune import device, misses, rule
 from kerneltune.cache import entries
 from kerneltune.cache.entries import Axes, CacheEntry, Options, alike, json_text, path_of, readable
 from kerneltune.nearness import NO_BANDS, Bands, Place, band_of, ranked
-from kerneltune.ranges import Range, out_of_range, ranges_of
-from kerneltune.spec import Case, Op, Space, Variant, config_from
+from kerneltune.spec import Case, Op, Range, Space, Variant, config_from, out_of_range, ranges_of
 
 _MOST_ELEMENTS = 1 << 48
 """More elements than any memory holds."""

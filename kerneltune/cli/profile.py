@@ -72,7 +72,7 @@ def driver(op: str, variant: str, case: str, config: str) -> None:
 
     known = o.load_ops()
     from kerneltune.search.task import Task
-    from kerneltune.tuning.cached import config_for
+    from kerneltune.tuning.candidates import config_for
 
     chosen = known[op].variant(variant)
     shape = msgspec.json.decode(case, type=Case)

@@ -14,8 +14,7 @@ from kerneltune.plan import Options
 from kerneltune.search.task import Task
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import Interval, Samples, deciles, median_interval, ratio_interval
-from kerneltune.tuning.bench import GpuBench
-from kerneltune.tuning.isolated import ChildCrashedError, IsolatedBench
+from kerneltune.tuning.bench import ChildCrashedError, GpuBench, IsolatedBench
 from kerneltune.tuning.machines import Machines, empty_caches
 
 _REPEATS = 5
@@ -48,16 +47,16 @@ def disturbance(op: Op, case: Case, variant: Variant, config: Config, options: O
         raise ValueError(f"{where}: one config: expected others, which are compiled while it is timed")
     with empty_caches(), Machines(options) as machines:
         try:
-            machines.bench.open(Task(op, case, variant, options.policy))
-            trial = machines.bench.trial(config, None)  # compiled before anything is timed
+            task = Task(op, case, variant, options.policy)
+            trial = machines.bench.trial(task, config, None)  # compiled before anything is timed
             if trial.time_us is None:
                 raise ValueError(f"{where}: {trial.status}: {trial.detail}")
-            idle = _noise([time_twice(machines.bench, config) for _ in range(_REPEATS)])
+            idle = _noise([time_twice(machines.bench, task, config) for _ in range(_REPEATS)])
             compiling = _Compiling(machines.pool, [compile_job(Task(op, case, variant), other) for other in others])
             busy_samples = []
             for _ in range(_REPEATS):
                 compiling.top_up()
-                busy_samples.append(time_twice(machines.bench, config))
+                busy_samples.append(time_twice(machines.bench, task, config))
                 if compiling.left < machines.pool.workers:
                     few = f"{len(others)} other configs keep {machines.pool.workers} workers busy for less than it takes"
                     raise ValueError(f"{where}: {few}: fewer --workers, or a case with a larger space")
@@ -68,13 +67,13 @@ def disturbance(op: Op, case: Case, variant: Variant, config: Config, options: O
     return idle, _noise(busy_samples)
 
 
-def time_twice(bench: GpuBench | IsolatedBench, config: Config) -> list[Samples]:
+def time_twice(bench: GpuBench | IsolatedBench, task: Task, config: Config) -> list[Samples]:
     """Time a config twice in the same rounds.
 
     Raises:
         ValueError: there is not the memory for it.
     """
-    samples = [taken for taken in bench.samples([config, config]) if taken is not None]
+    samples = [taken for taken in bench.samples(task, [config, config]) if taken is not None]
     if len(samples) < 2:
         raise ValueError(f"{config}: there is not the memory to time it twice")
     return samples

@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from kerneltune.measuring.check import OutOfMemory, affordable
 from kerneltune.measuring.compare import (
     SELF,
     contender,
@@ -20,7 +21,6 @@ from kerneltune.measuring.compare import (
     time_contenders,
     timing,
 )
-from kerneltune.measuring.memory import OutOfMemory, affordable
 from kerneltune.measuring.rounds import POLICIES, Contender
 from kerneltune.records import Record
 from kerneltune.search.task import Task

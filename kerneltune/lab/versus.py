@@ -21,9 +21,9 @@ from kerneltune.errors import without_places
 from kerneltune.files import replace_text
 from kerneltune.lab.journal import ContestJournal
 from kerneltune.lab.tuners import EXHAUSTIVE, HELION, SIDES, US, ContestTask, TunerResult, finalists, helion_version, unable
+from kerneltune.measuring.check import release_memory
 from kerneltune.measuring.compare import commit, obstacle
 from kerneltune.measuring.compiler import TARGETS, CompilePool, compile_job
-from kerneltune.measuring.memory import release_memory
 from kerneltune.plan import Options, Progress, require_gpu, results_folder
 from kerneltune.processes import in_fresh_processes, start_server
 from kerneltune.search.loop import Search
@@ -32,9 +32,8 @@ from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import Interval, median_interval, ratio_interval
 from kerneltune.sweep import results_root
 from kerneltune.table import Column, Row, Table
-from kerneltune.tuning.bench import SCREEN_SAMPLES, GpuBench
+from kerneltune.tuning.bench import GpuBench, IsolatedBench, split_cores
 from kerneltune.tuning.candidates import Given, checked_space, narrowed
-from kerneltune.tuning.isolated import IsolatedBench, split_cores
 from kerneltune.tuning.machines import empty_caches
 
 DEFAULT = "default config"
@@ -196,11 +195,11 @@ def judge_configs(
     if make is None:
         _compile(op, case, variant, configs)
     with IsolatedBench(cores=measuring) if make is None else IsolatedBench(make) as bench:
-        bench.open(Task(op, case, variant, policy))
-        trials = {config: bench.trial(config, None, SCREEN_SAMPLES) for config in configs}
+        task = Task(op, case, variant, policy)
+        trials = {config: bench.trial(task, config, None) for config in configs}
         wrong = {config: f"{trial.status}: {trial.detail}" for config, trial in trials.items() if trial.time_us is None}
         correct = [config for config in configs if config not in wrong]
-        taken = dict(zip(correct, bench.samples(correct), strict=True)) if correct else {}
+        taken = dict(zip(correct, bench.samples(task, correct), strict=True)) if correct else {}
         bench.close()
     samples = {config: times for config, times in taken.items() if times is not None}
     wrong |= {config: "memory: none is left beside the others" for config in taken if config not in samples}

@@ -17,8 +17,7 @@ import torch
 
 from kerneltune import device
 from kerneltune.errors import first_line
-from kerneltune.measuring.check import CaseError, Checker, broken_context
-from kerneltune.measuring.memory import OutOfMemory, affordable, host_free_bytes
+from kerneltune.measuring.check import CaseError, Checker, OutOfMemory, affordable, broken_context, host_free_bytes
 from kerneltune.measuring.rounds import POLICIES, Contender, Policy, interleave, rotation, throttled
 from kerneltune.records import Record, Status, rounded
 from kerneltune.search.task import Run, Task, config_values

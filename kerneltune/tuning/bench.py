@@ -1,22 +1,30 @@
-"""Check, time and compare configs in this process.
+"""The bench that checks, times and compares configs, and the child process that it runs in, which may crash.
 
-Decides nothing and stores nothing. May import torch.
+The child is the one place that launches kernels on a GPU. Decides nothing and stores nothing. May import torch.
 """
 
+import multiprocessing
+import os
+import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
+from multiprocessing.connection import Connection
+from threading import Lock
 from typing import Any
 
 import numpy as np
 import torch
 
 from kerneltune.errors import first_line
-from kerneltune.measuring.check import CaseError, Checker
-from kerneltune.measuring.compare import Compared, Untimed, input_sets, time_runs
+from kerneltune.measuring.check import CaseError, Checker, OutOfMemory, affordable, broken_context, out_of_memory_reason
+from kerneltune.measuring.compare import CEILING, Compared, Untimed, compared_records, input_sets, time_runs
 from kerneltune.measuring.compiler import know_triton
-from kerneltune.measuring.memory import OutOfMemory, affordable, out_of_memory_reason
 from kerneltune.measuring.rounds import POLICIES, Contender, interleave
+from kerneltune.processes import fast_context, in_environment
+from kerneltune.records import Record
 from kerneltune.search.task import Run, Task
 from kerneltune.search.trials import Evaluation
 from kerneltune.spec import Config
@@ -28,10 +36,17 @@ SCREEN_SAMPLES = 5
 _SCREEN_US = 250.0
 _REJECTED_AT = 1.3
 """A config whose first sample is slower than the best so far by this factor gets no others."""
+TRIAL_TIMEOUT_S = 60.0
+FINAL_TIMEOUT_S = 300.0
+VARIANT_TIMEOUT_S = 900.0
+"""Time that each variant of a comparison may take, compilation included."""
+_EXIT_GRACE_S = 5.0
+_ENDED_FROM_OUTSIDE = (-signal.SIGTERM, 255)
+"""Exit codes of a child that was sent SIGTERM, as by `timeout` to all processes at once: 255 where its server was, too."""
 
 
 class GpuBench:
-    """A bench on the GPU of this process.
+    """A bench on the GPU of this process. What it makes of a task's case stays until another case is asked for, or `close`.
 
     Attributes:
         on_variant: told the name of each variant before `compare` launches it, and an empty name before all are launched.
@@ -47,61 +62,53 @@ class GpuBench:
         self._launchable = beside.submit(open_driver)
         beside.shutdown(wait=False)
 
-    @property
-    def task(self) -> Task:
-        """Return the task that is open."""
-        assert self._task is not None
-        return self._task
-
-    def open(self, task: Task) -> None:
-        """Remember the task; what was made of its case stays."""
+    def _open(self, task: Task) -> Checker:
+        """Let go of what was made of another case, and return what checks this one."""
         before, self._task = self._task, task
         if before is None or (before.op.name, before.case) != (task.op.name, task.case):
             self._checker = None
         if before is None or before.place != task.place:
             self._inputs = []
+        self._launchable.result()
+        if self._checker is None:
+            self._checker = Checker(task.op, task.case, "cuda")
+        return self._checker
 
-    def prepare(self) -> None:
-        """Make inputs and reference.
+    def prepare(self, task: Task) -> None:
+        """Make inputs and reference of a task.
 
         Raises:
             MemoryError: the sets of inputs do not fit the memory, or no call would be cold.
         """
-        self._reference()
+        self._open(task)
         if not self._inputs:
-            made = input_sets(self.task)
+            made = input_sets(task)
             if isinstance(made, OutOfMemory):
                 raise MemoryError(made.reason)
             self._inputs = made
 
-    def _reference(self) -> Checker:
-        self._launchable.result()
-        if self._checker is None:
-            self._checker = Checker(self.task.op, self.task.case, "cuda")
-        return self._checker
-
-    def check(self, config: Config) -> Evaluation:
+    def check(self, task: Task, config: Config) -> Evaluation:
         """Return `ok`, `wrong`, `failed` without inputs or reference, or `memory`; no time."""
         try:
-            errors = affordable(lambda: self._reference().errors(self.task.variant, config))
+            errors = affordable(lambda: self._open(task).errors(task.variant, config))
         except CaseError as error:
             return Evaluation("failed", detail=str(error))
         if isinstance(errors, OutOfMemory):
             return Evaluation("memory", detail=errors.reason)
         return Evaluation("wrong", detail="; ".join(errors)) if errors else Evaluation("ok")
 
-    def trial(self, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Evaluation:
+    def trial(self, task: Task, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Evaluation:
         """Check a config and time it roughly: the median of the samples, one sample where that is far behind `best_us`."""
-        self.prepare()
-        checked = self.check(config)
+        self.prepare(task)
+        checked = self.check(task, config)
         if checked.status != "ok":
             return checked
-        timed = affordable(lambda: self._timed(config, best_us, samples))
+        timed = affordable(lambda: self._timed(task, config, best_us, samples))
         return Evaluation("memory", detail=timed.reason) if isinstance(timed, OutOfMemory) else timed
 
-    def _timed(self, config: Config, best_us: float | None, samples: int) -> Evaluation:
+    def _timed(self, task: Task, config: Config, best_us: float | None, samples: int) -> Evaluation:
         try:
-            contender = self._contender(config, _SCREEN_US)
+            contender = self._contender(task, config, _SCREEN_US)
             times = [contender.sample_us()]
             while len(times) < samples and not (best_us and times[0] > _REJECTED_AT * best_us):
                 times.append(contender.sample_us())
@@ -111,15 +118,15 @@ class GpuBench:
                 raise
             return Evaluation("failed", detail=first_line(error))
 
-    def samples(self, configs: Sequence[Config]) -> list[Samples | None]:
+    def samples(self, task: Task, configs: Sequence[Config]) -> list[Samples | None]:
         """Time correct configs interleaved: (rounds,) microseconds each, None where those before leave no memory.
 
         Rounds end when the ratios to the first are known well.
         """
-        self.prepare()
-        contenders = {"0": self._contender(configs[0])}  # the others are held against it: without it there is no answer
+        self.prepare(task)
+        contenders = {"0": self._contender(task, configs[0])}  # the others are held against it: without it there is no answer
         for i, config in enumerate(configs[1:], start=1):
-            beside = affordable(partial(self._contender, config))
+            beside = affordable(partial(self._contender, task, config))
             if not isinstance(beside, OutOfMemory):
                 contenders[str(i)] = beside
         samples = interleave(contenders, min_rounds=15, max_rounds=40)
@@ -136,9 +143,9 @@ class GpuBench:
         self._task, self._checker, self._inputs = None, None, []
         torch.cuda.empty_cache()
 
-    def _contender(self, config: Config, sample_us: float = 800.0) -> Contender:
-        run, inputs = self.task.variant.run, self._inputs
-        return Contender(lambda i: run(inputs[i], config), len(inputs), POLICIES[self.task.policy], sample_us)
+    def _contender(self, task: Task, config: Config, sample_us: float = 800.0) -> Contender:
+        run, inputs = task.variant.run, self._inputs
+        return Contender(lambda i: run(inputs[i], config), len(inputs), POLICIES[task.policy], sample_us)
 
 
 def open_driver() -> None:
@@ -148,3 +155,264 @@ def open_driver() -> None:
     torch.cuda.synchronize()
     driver.active.get_current_device()
     know_triton()
+
+
+class ChildCrashedError(Exception):
+    """The measuring process crashed, was killed or stopped; says how.
+
+    Attributes:
+        variant: what `compare` had launched alone; empty where that is not known.
+    """
+
+    def __init__(self, reason: str = "", variant: str = "") -> None:
+        super().__init__(reason)
+        self.variant = variant
+
+
+class ChildStoppedError(ChildCrashedError):
+    """The measuring process was ended from here or from outside, whatever it was at."""
+
+
+class IsolatedBench:
+    """A bench in a child process, which alone touches the GPU.
+
+    Requests are those of GpuBench. A config that hangs, faults or takes the process along is a trial of status `lost`; the next
+    request finds a new child with a clean context, and has it make inputs and reference anew. One thread asks; `stop` and the end
+    of the context may come from another, and what is then being measured has no trial: it raises ChildCrashedError.
+
+    Attributes:
+        started: children so far.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], GpuBench] = GpuBench,
+        cores: frozenset[int] | None = None,
+        trial_timeout_s: float = TRIAL_TIMEOUT_S,
+    ) -> None:
+        """make: the bench, made in the child; an importable function. cores: that the child may run on, None for all."""
+        self._make, self._cores = make, cores
+        self.trial_timeout_s, self.variant_timeout_s = trial_timeout_s, VARIANT_TIMEOUT_S
+        self.child: multiprocessing.process.BaseProcess | None = None
+        self._pipe: Connection | None = None
+        self._holds_tensors = False
+        self._lock = Lock()
+        self.is_asking = False
+        self._closed = False
+        self.started = 0
+        self._busy: list[tuple[float, float]] = []
+
+    def __enter__(self) -> "IsolatedBench":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End the child, also while another thread waits for it, and start no other."""
+        self._closed = True
+        self._end_child(asked_here=False)
+
+    def end(self) -> None:
+        """End the child, and give its memory back; the next request starts another."""
+        self._end_child()
+
+    def busy_since(self, moment: float) -> float:
+        """Return seconds since a moment (time.monotonic) that the children spent on what they were asked for, not on starting."""
+        return sum(ended - max(began, moment) for began, ended in self._busy if ended > moment)
+
+    def begin(self) -> None:
+        """Start a child, which makes ready what does not depend on the case while this process does something else.
+
+        Raises:
+            ChildCrashedError: the bench stopped.
+        """
+        if self.child is None:
+            self._start()
+
+    def prepare(self, task: Task) -> None:
+        """Have a child make the tensors of a task.
+
+        Raises:
+            ChildCrashedError: the child crashed, or the bench stopped.
+        """
+        self._ask("prepare", FINAL_TIMEOUT_S, task)
+
+    def check(self, task: Task, config: Config) -> Evaluation:
+        """Ask the bench in the child.
+
+        Raises:
+            ChildCrashedError: the child crashed over the config, or the bench stopped.
+        """
+        checked: Evaluation = self._ask("check", self.trial_timeout_s, task, config)
+        return checked
+
+    def trial(self, task: Task, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Evaluation:
+        """Ask the bench in the child; the trial is `lost` where the child crashes over it.
+
+        Raises:
+            ChildCrashedError: the child crashed before it came to the config or sent SIGTERM, or the bench stopped.
+        """
+        self.prepare(task)
+        try:
+            trial: Evaluation = self._ask("trial", self.trial_timeout_s, task, config, best_us, samples)
+            return trial
+        except ChildStoppedError:
+            raise
+        except ChildCrashedError as error:
+            return Evaluation("lost", detail=str(error))
+
+    def samples(self, task: Task, configs: Sequence[Config]) -> Sequence[Samples | None]:
+        """Ask the bench in the child.
+
+        Raises:
+            ChildCrashedError: the child was lost, or the bench stopped.
+        """
+        self.prepare(task)
+        samples: Sequence[Samples | None] = self._ask("samples", FINAL_TIMEOUT_S, task, configs)
+        return samples
+
+    def compare(self, runs: Sequence[Run], ceiling: Run | None, untimed: Mapping[str, Untimed]) -> Compared:
+        """Ask the bench in the child.
+
+        Raises:
+            ChildCrashedError: the child crashed, or the bench stopped.
+        """
+        compared: Compared = self._ask("compare", self.variant_timeout_s, runs, ceiling, untimed)
+        return compared
+
+    def close(self) -> None:
+        """Have the child free its tensors."""
+        if self._holds_tensors:
+            with suppress(ChildCrashedError):
+                self._ask("close", self.trial_timeout_s)
+            self._holds_tensors = False
+
+    def _start(self) -> None:
+        context = fast_context()
+        with self._lock:
+            self._refuse_if_closed()
+            pipe, theirs = context.Pipe()
+            arguments = (dict(os.environ), _serve, theirs, self._make, self._cores)
+            child = context.Process(target=in_environment, args=arguments, daemon=True)
+            child.start()
+            self.child, self._pipe = child, pipe
+        theirs.close()
+        self.started += 1
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise ChildStoppedError("the measuring process was stopped")
+
+    def _ask(self, name: str, timeout_s: float, *arguments: Any) -> Any:
+        self.begin()
+        self._holds_tensors = True
+        with self._lock:
+            self._refuse_if_closed()
+            pipe, self.is_asking = self._pipe, True
+        assert pipe is not None
+        variant = ""
+        try:
+            pipe.send((name, arguments))
+            while True:
+                if not pipe.poll(timeout_s):
+                    self._end_child()
+                    raise ChildCrashedError(f"took longer than {timeout_s:g} s", variant)
+                said = pipe.recv()
+                if not isinstance(said, str):
+                    break
+                variant = said
+        except (EOFError, OSError) as error:
+            code = self._end_child()
+            self._refuse_if_closed()
+            lost_to = ChildStoppedError if code in _ENDED_FROM_OUTSIDE else ChildCrashedError
+            raise lost_to(f"the measuring process died: exit code {code}", variant) from error
+        finally:
+            self.is_asking = False
+        answer, lost, busy = said
+        self._busy.append(busy)
+        if lost:
+            self._end_child()
+            raise ChildCrashedError(lost, variant)
+        return answer
+
+    def _end_child(self, asked_here: bool = True) -> int | None:
+        """Have the child leave, by force if it must be; its exit code, None where another thread has it leave.
+
+        asked_here: False where another thread may wait for an answer: the pipe stays open for that one to find the end of it.
+        """
+        with self._lock:
+            child, pipe, in_use = self.child, self._pipe, self.is_asking and not asked_here
+            self.child, self._pipe, self._holds_tensors = None, None, False
+        if child is None or pipe is None:
+            return None
+        if not in_use:
+            pipe.close()
+            child.join(_EXIT_GRACE_S if child.exitcode is not None else 0.2)
+        if child.exitcode is None:
+            child.kill()
+            child.join(_EXIT_GRACE_S)
+        return child.exitcode
+
+
+def _serve(pipe: Connection, make: Callable[[], GpuBench], cores: frozenset[int] | None) -> None:
+    """Answer one request after the other, in the child; end when its context is lost, or when nobody asks any more.
+
+    It keeps to its cores once it is open: before that it waits for the GPU's and Triton's drivers, and other cores may as well.
+    """
+    bench: Any = make()
+    bench.on_variant = pipe.send
+    while True:
+        try:
+            name, arguments = pipe.recv()
+        except EOFError:
+            return
+        began = time.monotonic()
+        if cores and name != "prepare":
+            os.sched_setaffinity(0, cores)
+        try:
+            answer, lost = getattr(bench, name)(*arguments), ""
+        except Exception as error:  # no memory for the inputs as well: the next config finds a clean process
+            answer, lost = None, first_line(error)
+        lost = lost or broken_context()
+        pipe.send((answer, lost, (began, time.monotonic())))
+        if lost:
+            return
+
+
+def split_cores() -> tuple[frozenset[int] | None, frozenset[int] | None]:
+    """Split the cores: one for the measuring process, the others for the compilers; (None, None) where there is one core only."""
+    cores = sorted(os.sched_getaffinity(0))
+    return (frozenset(cores[-1:]), frozenset(cores[:-1])) if len(cores) > 1 else (None, None)
+
+
+def check_in_child(bench: IsolatedBench | GpuBench, task: Task, config: Config) -> Untimed:
+    """Return status and reason of a checked config, also where the bench's process crashed."""
+    try:
+        checked = bench.check(task, config)
+    except ChildCrashedError as error:
+        return "failed", f"crashed: {error}"
+    if checked.status == "ok":
+        return "checked", ""
+    if checked.status == "memory":
+        return "skipped", checked.detail
+    return "failed", checked.detail if checked.status == "wrong" else f"{checked.status}: {checked.detail}"
+
+
+def compare_in_child(bench: IsolatedBench | GpuBench, family: str, runs: Sequence[Run], ceiling: Run | None) -> list[Record]:
+    """Compare variants of a case, one record each.
+
+    A variant over which the bench's process crashes or hangs fails, and the others are measured by a new child; all fail where it
+    is not known whose launch it was. A ceiling that crashes costs its column.
+    """
+    untimed: dict[str, Untimed] = {}
+    while any(task.variant.name not in untimed for task, _ in runs):
+        try:
+            return compared_records(family, runs, ceiling, bench.compare(runs, ceiling, untimed))
+        except ChildCrashedError as error:
+            if error.variant == CEILING:
+                ceiling = None
+            else:
+                blamed = [error.variant] if error.variant else [task.variant.name for task, _ in runs]
+                untimed = dict.fromkeys(blamed, ("failed", f"crashed: {error}")) | untimed
+    return compared_records(family, runs, None, ({}, untimed))

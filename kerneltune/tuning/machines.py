@@ -23,8 +23,8 @@ from kerneltune.search.task import Place, Run, Task
 from kerneltune.search.trials import Evaluation, KnownTrial, TrialStore, store_path
 from kerneltune.spec import Config
 from kerneltune.sweep import results_root
-from kerneltune.tuning.cached import present
-from kerneltune.tuning.isolated import IsolatedBench, split_cores
+from kerneltune.tuning.bench import IsolatedBench, split_cores
+from kerneltune.tuning.candidates import present
 from kerneltune.tuning.tuner import Tuner
 
 

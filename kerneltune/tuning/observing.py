@@ -14,10 +14,10 @@ from kerneltune.search.task import Task, knobs_of
 from kerneltune.search.trials import Evaluation
 from kerneltune.spec import Config, Op
 from kerneltune.sweep import results_root
-from kerneltune.tuning.cached import stamp
-from kerneltune.tuning.isolated import ChildCrashedError
+from kerneltune.tuning.bench import ChildCrashedError
+from kerneltune.tuning.candidates import stamp
 from kerneltune.tuning.machines import Machines
-from kerneltune.tuning.one_case import measure_space
+from kerneltune.tuning.tuner import measure_space
 
 _CASES_AHEAD = 4
 

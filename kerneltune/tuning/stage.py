@@ -12,20 +12,18 @@ from pathlib import Path
 
 from kerneltune import cache, device, sweep
 from kerneltune.files import append_lines
+from kerneltune.measuring.check import release_memory
 from kerneltune.measuring.compare import ceiling_task, commit, obstacle
-from kerneltune.measuring.memory import release_memory
 from kerneltune.plan import Options, Progress, Selection, wanted_variants
 from kerneltune.search.loop import Search
 from kerneltune.search.task import Place, Task, knobs_of
 from kerneltune.search.trials import Evaluation, Knobs
 from kerneltune.spec import Config, Op
 from kerneltune.table import pairs
-from kerneltune.tuning.cached import cached, changed
-from kerneltune.tuning.candidates import checked_space, takes, widened
-from kerneltune.tuning.isolated import ChildCrashedError
+from kerneltune.tuning.bench import ChildCrashedError
+from kerneltune.tuning.candidates import cached, changed, checked_space, takes, widened
 from kerneltune.tuning.machines import Machines, Usage
-from kerneltune.tuning.one_case import NothingPassedError, first_asked, measure_space, tune
-from kerneltune.tuning.tuner import Tuner
+from kerneltune.tuning.tuner import NothingPassedError, Tuner, first_asked, measure_space, tune
 
 _FROM = {"own": "its own config", "near": "of a near case", "rule": "by the rule", "default": "the default"}
 _CASES_AHEAD = 6

@@ -16,8 +16,8 @@ from kerneltune.errors import unknown
 from kerneltune.plan import Options, Progress
 from kerneltune.search.task import Place, Task
 from kerneltune.spec import Config, Op
-from kerneltune.tuning.cached import changed, stamp
-from kerneltune.tuning.isolated import ChildCrashedError
+from kerneltune.tuning.bench import ChildCrashedError
+from kerneltune.tuning.candidates import changed, stamp
 from kerneltune.tuning.machines import Machines
 from kerneltune.tuning.tuner import Tuner
 

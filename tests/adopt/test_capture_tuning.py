@@ -32,24 +32,19 @@ class SizedBench(Bench):
     best_warps = 4
     tried: list[Any] = []
 
-    def open(self, task: Task) -> None:
-        """Remember the case."""
-        super().open(task)
-        self.rows = dict(task.case.axes).get("M", 4)
-
-    def time_us(self, config: Any) -> float:
+    def time_us(self, task: Task, config: Any) -> float:
         """Longer by `gain` for the wrong block, and for other warps."""
-        right = 64 if self.rows <= 8 else 256
+        right = 64 if dict(task.case.axes).get("M", 4) <= 8 else 256
         return 10.0 * (1.0 if right == config.BLOCK else self.gain) * (1.0 if config.num_warps == self.best_warps else 1.1)
 
-    def trial(self, config: Any, best_us: float | None, samples: int = 5) -> Evaluation:
+    def trial(self, task: Task, config: Any, best_us: float | None, samples: int = 5) -> Evaluation:
         """Correct and timed."""
         type(self).tried.append(config)
-        return Evaluation("ok", self.time_us(config))
+        return Evaluation("ok", self.time_us(task, config))
 
-    def samples(self, configs: Sequence[Any]) -> list[Samples]:
+    def samples(self, task: Task, configs: Sequence[Any]) -> list[Samples]:
         """Return the same time in every round."""
-        return [np.full(15, self.time_us(config)) for config in configs]
+        return [np.full(15, self.time_us(task, config)) for config in configs]
 
 
 @pytest.fixture

@@ -18,10 +18,11 @@ from kerneltune.cli import app
 from kerneltune.lab import noise
 from kerneltune.measuring.compiler import CompileResult
 from kerneltune.plan import Options
+from kerneltune.search.task import Task
 from kerneltune.spec import Case, Config, Variant
 from kerneltune.stats import Samples
 from kerneltune.tuning import machines
-from kerneltune.tuning.isolated import ChildCrashedError
+from kerneltune.tuning.bench import ChildCrashedError
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +61,7 @@ def disturbed(options: Options, variant: Variant = STREAM) -> tuple[noise.Noise,
 def test_noise_compares_an_idle_with_a_busy_pool(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     rng, calls = np.random.default_rng(0), itertools.count()
 
-    def samples(_self: Bench, configs: Sequence[Config]) -> list[Samples]:
+    def samples(_self: Bench, _task: Task, configs: Sequence[Config]) -> list[Samples]:
         call = next(calls)
         assert bool(Busy.given) == (call >= 5)
         return [10.0 * np.exp(rng.normal(0, 0.001 if call < 5 else 0.05, 15)) for _ in configs]

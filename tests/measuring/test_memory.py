@@ -16,8 +16,8 @@ from made_up import NoBench, compiled
 from kerneltune import campaign, device
 from kerneltune.campaign import measure_live
 from kerneltune.lab import noise, planted, versus
-from kerneltune.measuring import compare, memory
-from kerneltune.measuring.memory import OutOfMemory, affordable, out_of_memory_reason
+from kerneltune.measuring import check, compare
+from kerneltune.measuring.check import OutOfMemory, affordable, out_of_memory_reason
 from kerneltune.plan import Options, Quiet, Selection
 from kerneltune.records import Record
 from kerneltune.search.task import Task
@@ -25,7 +25,7 @@ from kerneltune.search.trials import Evaluation, TrialStore
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
 from kerneltune.stats import Samples
 from kerneltune.tuning import bench
-from kerneltune.tuning.isolated import check_in_child
+from kerneltune.tuning.bench import check_in_child
 from kerneltune.tuning.tuner import Tuner
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="pretends a GPU")
@@ -241,8 +241,8 @@ def run_checked(_inputs: Any, config: Knobs) -> dict[str, int]:
 
 def test_what_the_machine_can_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "meminfo").write_text("MemTotal:       24684084 kB\nMemAvailable:        3 kB\nHugePages_Total:       0\n")
-    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
-    assert memory.host_free_bytes() == 3072
+    monkeypatch.setattr(check, "_MEMINFO", tmp_path / "meminfo")
+    assert check.host_free_bytes() == 3072
 
 
 def checked_op(inputs: Any = lambda _case, **_: {}) -> Op:
@@ -259,29 +259,33 @@ def gpu_bench(monkeypatch: pytest.MonkeyPatch) -> bench.GpuBench:
     monkeypatch.setattr(bench, "input_sets", lambda _: [{}])
     monkeypatch.setattr(bench, "Contender", Timed)
     monkeypatch.setattr(bench, "interleave", lambda cs, **_: {name: np.full(15, c.sample_us()) for name, c in cs.items()})
-    op, made = checked_op(), bench.GpuBench()
-    made.open(Task(op, CASE, op.variants[0]))
-    return made
+    return bench.GpuBench()
 
 
-def test_a_config_that_runs_out_of_memory_costs_itself(gpu_bench: bench.GpuBench) -> None:
-    trials = [gpu_bench.trial(Knobs(n), None) for n in (0, 1, 2, 3, 4, 5)]
+@pytest.fixture
+def task() -> Task:
+    op = checked_op()
+    return Task(op, CASE, op.variants[0])
+
+
+def test_a_config_that_runs_out_of_memory_costs_itself(gpu_bench: bench.GpuBench, task: Task) -> None:
+    trials = [gpu_bench.trial(task, Knobs(n), None) for n in (0, 1, 2, 3, 4, 5)]
     assert trials[0] == Evaluation("ok", 10.0)
     assert trials[5] == Evaluation("ok", 15.0)
     assert trials[1:4] == [Evaluation("memory", None, REASON)] * 3
     assert trials[4] == Evaluation("failed", None, "RuntimeError: operation not permitted")
 
 
-def test_a_final_leaves_out_what_does_not_fit_beside_the_others(gpu_bench: bench.GpuBench) -> None:
-    samples = gpu_bench.samples([Knobs(0), Knobs(2), Knobs(5)])
+def test_a_final_leaves_out_what_does_not_fit_beside_the_others(gpu_bench: bench.GpuBench, task: Task) -> None:
+    samples = gpu_bench.samples(task, [Knobs(0), Knobs(2), Knobs(5)])
     assert [None if taken is None else float(taken[0]) for taken in samples] == [10.0, None, 15.0]
     with pytest.raises(torch.OutOfMemoryError):  # the incumbent: nothing can be said
-        gpu_bench.samples([Knobs(2), Knobs(0)])
+        gpu_bench.samples(task, [Knobs(2), Knobs(0)])
 
 
 def test_the_final_is_decided_among_those_that_fit(tmp_path: Path) -> None:
     class Bench(NoBench):
-        def samples(self, configs: Sequence[Config]) -> list[Samples | None]:
+        def samples(self, task: Task, configs: Sequence[Config]) -> list[Samples | None]:
             return [None if config.n == 2 else np.linspace(0.99, 1.01, 15) * (20.0 - config.n) for config in configs]
 
     op = checked_op()
@@ -316,13 +320,11 @@ def test_a_common_run_says_who_did_not_fit(monkeypatch: pytest.MonkeyPatch, gpu_
         def __exit__(self, *_: object) -> None: ...
 
     class SimpleBench(NoBench):
-        def open(self, *_: object) -> None: ...
-
-        def trial(self, config: Config, *_: object) -> Evaluation:
+        def trial(self, *_: object) -> Evaluation:
             return Evaluation("ok", 10.0)
 
-        def samples(self, configs: Sequence[Config]) -> list[Samples | None]:
-            return gpu_bench.samples(configs)
+        def samples(self, task: Task, configs: Sequence[Config]) -> list[Samples | None]:
+            return gpu_bench.samples(task, configs)
 
     monkeypatch.setattr(versus, "IsolatedBench", Bench)
     op = checked_op()
@@ -331,11 +333,11 @@ def test_a_common_run_says_who_did_not_fit(monkeypatch: pytest.MonkeyPatch, gpu_
     assert wrong == {Knobs(2): "memory: none is left beside the others"}
 
 
-def test_what_does_not_fit_twice_has_no_noise(gpu_bench: bench.GpuBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [float(taken[0]) for taken in noise.time_twice(gpu_bench, Knobs(5))] == [15.0, 15.0]
-    monkeypatch.setattr(gpu_bench, "samples", lambda _: [np.ones(15), None])
+def test_what_does_not_fit_twice_has_no_noise(gpu_bench: bench.GpuBench, task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [float(taken[0]) for taken in noise.time_twice(gpu_bench, task, Knobs(5))] == [15.0, 15.0]
+    monkeypatch.setattr(gpu_bench, "samples", lambda *_: [np.ones(15), None])
     with pytest.raises(ValueError, match=r"^Knobs\(n=5\): there is not the memory to time it twice$"):
-        noise.time_twice(gpu_bench, Knobs(5))
+        noise.time_twice(gpu_bench, task, Knobs(5))
 
 
 @pytest.mark.parametrize("place", ["inputs", "contender"])

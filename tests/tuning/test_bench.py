@@ -24,24 +24,24 @@ from started import environment
 from kerneltune.search.task import Task
 from kerneltune.search.trials import Evaluation
 from kerneltune.tuning import bench as tuning_bench
-from kerneltune.tuning.bench import GpuBench
-from kerneltune.tuning.isolated import ChildCrashedError, IsolatedBench, check_in_child, split_cores
+from kerneltune.tuning.bench import ChildCrashedError, GpuBench, IsolatedBench, check_in_child, split_cores
+
+TASK = Task(OPS[0], CASE, VARIANT)
 
 
 @pytest.fixture
 def bench() -> Iterator[IsolatedBench]:
     with IsolatedBench(FakeBench, trial_timeout_s=20.0) as bench:
-        bench.open(Task(OPS[0], CASE, VARIANT))
         yield bench
 
 
 def test_a_child_answers_as_the_bench_does_and_stays(bench: IsolatedBench) -> None:
-    first, second = bench.trial(Knobs("run", 1), None), bench.trial(Knobs("run", 2), 11.0)
+    first, second = bench.trial(TASK, Knobs("run", 1), None), bench.trial(TASK, Knobs("run", 2), 11.0)
     assert (first, second.time_us) == (Evaluation("ok", 11.0, first.detail), 12.0)
     assert first.detail.split()[1] == second.detail.split()[1] != str(os.getpid())
     assert second.detail.startswith("2 ")
     assert bench.started == 1
-    assert [list(s[:1]) for s in bench.samples([Knobs("run", 1), Knobs("run", 3)])] == [[11.0], [13.0]]
+    assert [list(s[:1]) for s in bench.samples(TASK, [Knobs("run", 1), Knobs("run", 3)])] == [[11.0], [13.0]]
 
 
 def test_what_keeps_triton_s_driver_away_is_said_when_a_case_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,16 +54,14 @@ def test_what_keeps_triton_s_driver_away_is_said_when_a_case_is_prepared(monkeyp
     monkeypatch.setattr(tuning_bench, "open_driver", fails)
     gpu = GpuBench()
     assert began.wait(10), "begun before a case is known"
-    gpu.open(Task(OPS[0], CASE, VARIANT))
     with pytest.raises(RuntimeError, match=r"^no C compiler$"):
-        gpu.prepare()
+        gpu.prepare(TASK)
 
 
 def test_a_bench_counts_the_seconds_of_its_work_and_not_of_its_start() -> None:
     with IsolatedBench(StartsSlowly) as bench:
-        bench.open(Task(OPS[0], CASE, VARIANT))
         began = time.monotonic()
-        assert bench.trial(Knobs("slow", 1), None).status == "ok"
+        assert bench.trial(TASK, Knobs("slow", 1), None).status == "ok"
         assert 0.2 <= bench.busy_since(began) <= time.monotonic() - began - 0.5
         assert bench.busy_since(time.monotonic()) == 0
 
@@ -72,7 +70,7 @@ def test_a_child_that_was_begun_early_is_the_one_that_is_asked(bench: IsolatedBe
     bench.begin()
     begun = bench.child
     bench.begin()
-    assert bench.trial(Knobs("run", 1), None).status == "ok"
+    assert bench.trial(TASK, Knobs("run", 1), None).status == "ok"
     assert begun is not None
     assert begun is bench.child
     assert bench.started == 1
@@ -88,9 +86,9 @@ def test_a_child_that_was_begun_early_is_the_one_that_is_asked(bench: IsolatedBe
     ],
 )
 def test_a_config_that_takes_its_process_along_costs_only_itself(does: str, detail: str, bench: IsolatedBench) -> None:
-    before = bench.trial(Knobs("run", 1), None)
-    assert bench.trial(Knobs(does, 0), None) == Evaluation("lost", None, detail)
-    after = bench.trial(Knobs("run", 2), None)
+    before = bench.trial(TASK, Knobs("run", 1), None)
+    assert bench.trial(TASK, Knobs(does, 0), None) == Evaluation("lost", None, detail)
+    after = bench.trial(TASK, Knobs("run", 2), None)
     assert after.status == "ok"
     assert after.detail.startswith("1 ")
     assert after.detail.split()[1] != before.detail.split()[1]
@@ -99,28 +97,25 @@ def test_a_config_that_takes_its_process_along_costs_only_itself(does: str, deta
 
 def test_a_config_that_hangs_is_killed() -> None:
     with IsolatedBench(FakeBench, trial_timeout_s=15.0) as bench:
-        bench.open(Task(OPS[0], CASE, VARIANT))
-        assert bench.trial(Knobs("run", 1), None).status == "ok"
+        assert bench.trial(TASK, Knobs("run", 1), None).status == "ok"
         bench.trial_timeout_s = 1.0
         hung = bench.child
         began = time.monotonic()
-        assert bench.trial(Knobs("hang", 0), None) == Evaluation("lost", None, "took longer than 1 s")
+        assert bench.trial(TASK, Knobs("hang", 0), None) == Evaluation("lost", None, "took longer than 1 s")
         assert time.monotonic() - began < 5.0
         assert hung is not None
         assert hung.exitcode == -9
         bench.trial_timeout_s = 15.0
-        assert bench.trial(Knobs("run", 2), None).status == "ok"
+        assert bench.trial(TASK, Knobs("run", 2), None).status == "ok"
 
 
 def test_what_is_lost_before_a_config_is_tried_is_not_the_config_s_fault() -> None:
-    with IsolatedBench(NeverOpens) as bench:
-        bench.open(Task(OPS[0], CASE, VARIANT))
-        with pytest.raises(ChildCrashedError, match=r"^MemoryError: inputs do not fit$"):
-            bench.trial(Knobs("run", 1), None)
+    with IsolatedBench(NeverOpens) as bench, pytest.raises(ChildCrashedError, match=r"^MemoryError: inputs do not fit$"):
+        bench.trial(TASK, Knobs("run", 1), None)
 
 
 def test_no_child_outlives_its_bench(bench: IsolatedBench) -> None:
-    bench.trial(Knobs("run", 1), None)
+    bench.trial(TASK, Knobs("run", 1), None)
     child = bench.child
     bench.close()
     assert child is not None
@@ -145,8 +140,8 @@ def test_a_bench_that_another_thread_stops_blames_no_config(
 ) -> None:
     monkeypatch.setenv(bench_jobs.LOG, str(tmp_path / "log"))
     with ThreadPoolExecutor(1) as thread:
-        running = thread.submit(bench.trial, Knobs("hang", 0), None)
-        queued = thread.submit(bench.trial, Knobs("run", 1), None)
+        running = thread.submit(bench.trial, TASK, Knobs("hang", 0), None)
+        queued = thread.submit(bench.trial, TASK, Knobs("run", 1), None)
         assert is_hanging(bench, tmp_path / "log")
         child, began = bench.child, time.monotonic()
         end(bench)
@@ -167,7 +162,7 @@ def test_a_child_that_is_sent_sigterm_blames_no_config(
 ) -> None:
     monkeypatch.setenv(bench_jobs.LOG, str(tmp_path / "log"))
     with ThreadPoolExecutor(1) as thread:
-        running = thread.submit(bench.trial, Knobs("hang", 0), None)
+        running = thread.submit(bench.trial, TASK, Knobs("hang", 0), None)
         assert is_hanging(bench, tmp_path / "log")
         assert bench.child is not None
         assert bench.child.pid is not None
@@ -178,7 +173,7 @@ def test_a_child_that_is_sent_sigterm_blames_no_config(
         os.kill(bench.child.pid, signal.SIGTERM)
         with pytest.raises(ChildCrashedError, match=f"^the measuring process died: exit code {exit_code}$"):
             running.result(timeout=10)
-    assert bench.trial(Knobs("run", 1), None).status == "ok"
+    assert bench.trial(TASK, Knobs("run", 1), None).status == "ok"
 
 
 def test_the_measuring_child_has_a_core_that_no_compiler_uses() -> None:
@@ -212,14 +207,14 @@ def test_a_broken_kernel_costs_at_most_its_child(does: str, status: str, detail:
 
     op = broken.OPS[0]
     with IsolatedBench(GpuBench, trial_timeout_s=60.0) as bench:
-        bench.open(Task(op, broken.CASE, op.variants[0]))
-        assert bench.trial(broken.Knobs("fine"), None).status == "ok"
+        task = Task(op, broken.CASE, op.variants[0])
+        assert bench.trial(task, broken.Knobs("fine"), None).status == "ok"
         bench.trial_timeout_s = 10.0
-        trial = bench.trial(broken.Knobs(does), None)
+        trial = bench.trial(task, broken.Knobs(does), None)
         assert trial.status == status
         assert detail in trial.detail
         bench.trial_timeout_s = 60.0
-        again: Any = bench.trial(broken.Knobs("fine"), None)
+        again: Any = bench.trial(task, broken.Knobs("fine"), None)
         assert again.status == "ok"
         assert bench.started == children
 

@@ -11,7 +11,7 @@ from kerneltune import cache, device
 from kerneltune.plan import Options
 from kerneltune.search.task import Task
 from kerneltune.spec import Case, Variant
-from kerneltune.tuning.cached import cached, config_for, fitting
+from kerneltune.tuning.candidates import cached, config_for, fitting
 
 VARIANT = Variant(
     "optimized",

@@ -10,9 +10,8 @@ from made_up import CASE, HALF, SMALL, NoBench, Setting, Small, compiled, nothin
 from kerneltune.search.loop import Search
 from kerneltune.search.task import Task, knobs_of
 from kerneltune.spec import Config, Variant
-from kerneltune.tuning.isolated import ChildCrashedError
-from kerneltune.tuning.one_case import _FINALISTS
-from kerneltune.tuning.tuner import Tuner
+from kerneltune.tuning.bench import ChildCrashedError
+from kerneltune.tuning.tuner import _FINALISTS, Tuner
 
 
 def test_the_incumbent_stays_when_the_final_says_so(setting: Setting) -> None:
@@ -166,10 +165,7 @@ def final(setting: Setting, *contenders: tuple[float, float, int]) -> tuple[int,
     configs = [Small(64, i) for i in range(len(contenders))]
 
     class Bench(NoBench):
-        def open(self, *_args: Any) -> None:
-            pass
-
-        def samples(self, given: Sequence[Config]) -> list[np.ndarray[Any, np.dtype[np.float64]]]:
+        def samples(self, _task: Task, given: Sequence[Config]) -> list[np.ndarray[Any, np.dtype[np.float64]]]:
             assert list(given) == configs
             rng = np.random.default_rng(0)
             return [median * np.exp(spread * rng.permutation(np.linspace(-2, 2, 41))) for median, spread, _ in contenders]

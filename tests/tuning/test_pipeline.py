@@ -26,7 +26,7 @@ from kerneltune.search.trials import Evaluation
 from kerneltune.spec import Case, Config
 from kerneltune.tuning import machines
 from kerneltune.tuning.machines import Machines
-from kerneltune.tuning.one_case import first_asked, tune
+from kerneltune.tuning.tuner import first_asked, tune
 
 SPILLS = CompileResult((Kernel("k", 4, 255, 96, 0),), 1.0)
 POOL = list(LARGE.configs(CASE))
@@ -144,7 +144,7 @@ def test_the_bench_makes_ready_while_the_first_config_compiles(setting: Setting)
     prepared: list[bool] = []
 
     class Ready(made_up.NoBench):
-        def prepare(self) -> None:
+        def prepare(self, *_: object) -> None:
             prepared.append(True)
 
     tuner = setting.tuner(SMALL, small_time)

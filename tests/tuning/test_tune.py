@@ -41,8 +41,7 @@ from kerneltune.search.task import Task
 from kerneltune.search.trials import Evaluation, TrialStore
 from kerneltune.spec import Case, Config, Variant
 from kerneltune.tuning.candidates import candidates, neighbour_dtype, starting_points
-from kerneltune.tuning.one_case import NothingPassedError, tune
-from kerneltune.tuning.tuner import Tuner
+from kerneltune.tuning.tuner import NothingPassedError, Tuner, tune
 
 # enumeration
 
@@ -145,7 +144,7 @@ def test_the_seconds_do_not_begin_with_a_refusal_while_inputs_are_made(setting: 
     monkeypatch.setattr(loop.time, "monotonic", lambda: now[0])
 
     class MakesInputs(NoBench):
-        def prepare(self) -> None:
+        def prepare(self, *_: object) -> None:
             assert refused.wait(10)
             now[0] += 100.0
 

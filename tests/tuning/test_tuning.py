@@ -25,9 +25,9 @@ from kerneltune.search.task import Task
 from kerneltune.search.trials import Evaluation, history
 from kerneltune.spec import Case, Op
 from kerneltune.tuning import machines, stage
+from kerneltune.tuning.bench import ChildCrashedError
 from kerneltune.tuning.candidates import widened
 from kerneltune.tuning.fleet import run_tune
-from kerneltune.tuning.isolated import ChildCrashedError
 from kerneltune.tuning.verify import verify_cache
 
 SWEEP = """
@@ -186,7 +186,7 @@ def test_a_broken_config_file_is_found_before_anything_is_measured(
     path = cache.path_of("stream", H200.slug, options.configs)
     path.parent.mkdir(parents=True)
     path.write_text('{"schema": 7}')
-    monkeypatch.setattr(Bench, "open", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(Bench, "trial", lambda *_: pytest.fail("measured"))
     for changes in ({}, {"force": True}, {"stale": True}):
         with pytest.raises(ValueError, match=f"^{path}: schema: 7: expected 1$"):
             run_tune(OPS, selection, replace(options, **changes), Quiet())
@@ -216,7 +216,7 @@ def test_a_run_says_how_long_the_gpu_waited_and_keeps_it(
 ) -> None:
     """Every trial takes a hundredth of a second, a tenth of which the bench spends on it."""
 
-    def trial(self: Bench, config: Any, best_us: float | None, samples: int = 5) -> Evaluation:
+    def trial(self: Bench, _task: Task, config: Any, best_us: float | None, samples: int = 5) -> Evaluation:
         time.sleep(0.01)
         self.busy.append((time.monotonic(), 0.001))
         return Evaluation("ok", time_us(config))
@@ -258,16 +258,15 @@ def test_what_the_next_case_begins_with_is_compiled_while_this_one_is_measured(
         happened.append(("compile", dict(job.make_inputs.args[0].axes)["read"]))
         return Pool().done()
 
-    def opened(self: Bench, task: Task) -> None:
-        self.opened = True
-        happened.append(("open", task.case["read"]))
+    def prepare(_self: Bench, task: Task) -> None:
+        happened.append(("prepare", task.case["read"]))
         begun.set()
 
     monkeypatch.setattr(Pool, "submit", submit)
-    monkeypatch.setattr(Bench, "open", opened)
+    monkeypatch.setattr(Bench, "prepare", prepare)
     _first, second = run_tune(OPS, Selection(str(tmp_path / "two.yaml")), options, Quiet()).entries
-    assert happened[0] == ("open", 1 << 20)
-    assert happened.index(("compile", 2 << 20)) < happened.index(("open", 2 << 20))
+    assert happened[0] == ("prepare", 1 << 20)
+    assert happened.index(("compile", 2 << 20)) < happened.index(("prepare", 2 << 20))
     assert sum(size == 2 << 20 for what, size in happened if what == "compile") == second.evidence["trials"]  # none twice
 
 
@@ -314,13 +313,8 @@ def test_stale_entries_of_this_gpu_are_timed_again(
     selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (entry,) = run_tune(OPS, selection, options, Quiet()).entries
-    opened: list[Case] = []
-
-    def open_(self: Bench, task: Task) -> None:
-        self.opened = True
-        opened.append(task.case)
-
-    monkeypatch.setattr(Bench, "open", open_)
+    prepared: list[Case] = []
+    monkeypatch.setattr(Bench, "prepare", lambda _self, task: prepared.append(task.case))
 
     def status(budget_s: float | None = None, **changes: Any) -> str:
         stored = [("nvidia_h200", "stream", replace(entry, **changes))]
@@ -342,11 +336,13 @@ def test_stale_entries_of_this_gpu_are_timed_again(
     assert renewed.evidence.keys() == entry.evidence.keys()
     same = ("time_us", "default_us", "trials", "source_hash", "driver", "triton")
     assert {name: renewed.evidence[name] for name in same} == {name: entry.evidence[name] for name in same}
-    assert renewed.evidence["over_default"] == [round(time_us(OPS["stream"].variants[0].default_config(opened[0])) / 10.0, 4)] * 2
+    assert (
+        renewed.evidence["over_default"] == [round(time_us(OPS["stream"].variants[0].default_config(prepared[0])) / 10.0, 4)] * 2
+    )
     slow = {"block": 4096, "warps": 8, "ctas": 8}
     assert status(evidence=old, config=slow) == "stale-slower"
     assert stored() == renewed
-    assert len(opened) == 2  # once for each that is stale
+    assert len(prepared) == 2  # once for each that is stale
 
 
 # spaces that make no sense
