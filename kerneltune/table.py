@@ -1,6 +1,7 @@
 """Tables that are declared once, as columns and rows of plain values, and written as text, Markdown, CSV or values for a page.
 
-Text fits a width: columns of the highest rank are hidden first, and a line names them. Pure; knows nothing of records.
+Text fits a width: columns of the highest rank are hidden first, and a line names them; then cells wrap in columns that may. Pure;
+knows nothing of records.
 """
 
 import csv
@@ -9,12 +10,13 @@ import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any
 
 Value = str | float | int | bool | None
 
-_GAP = 1
+_GAP, _WIDE_GAP = 1, 2
+"""Blanks between columns, and between columns of which some wrap, where there is room."""
 _LEAST_ROOM, _NOTE_INDENT, _NOTE_LINES = 30, 8, 3
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -32,6 +34,7 @@ class Column:
         key: its name in CSV and on a page; the heading in lower case if empty.
         shared: is said once above a text table in which all rows have one value of it.
         only: the forms that have it: `text`, `markdown`, `csv`, `page`; all if empty.
+        wraps: whether cells may take several lines where a line is too wide.
     """
 
     name: str
@@ -41,6 +44,7 @@ class Column:
     key: str = ""
     shared: bool = False
     only: tuple[str, ...] = ()
+    wraps: bool = False
 
     @property
     def is_text(self) -> bool:
@@ -91,10 +95,9 @@ class Table:
         shown, hidden = self._fitting([i for i in shown if i not in shared], width)
         lines = [part for line in self.head for part in wrapped(line, width)]
         if shared:
-            said = ", ".join(f"{self.columns[i].name} {self.columns[i].cell(self.rows[0].values[i])}" for i in shared)
-            lines += wrapped(f"all rows: {said}", width)
+            lines += wrapped(f"all rows: {self._said(self.rows[0], shared)}", width)
         lines += [""] if lines else []
-        headings = [i for i in shown if self.columns[i].shared] if self._span(shown) > width else []
+        headings = [i for i in shown if self.columns[i].shared] if self._least_span(shown) > width else []
         lines += self._grid([i for i in shown if i not in headings], headings, width)
         below = [part for line in self.foot for part in wrapped(line, width)]
         if hidden:
@@ -149,6 +152,10 @@ class Table:
         """Return the columns of a form."""
         return [i for i, column in enumerate(self.columns) if not column.only or form in column.only]
 
+    def _said(self, row: Row, columns: Iterable[int]) -> str:
+        """Return some cells of a row with their headings in words."""
+        return ", ".join(f"{self.columns[i].name} {self.columns[i].cell(row.values[i])}" for i in columns)
+
     def _one_value(self, index: int) -> bool:
         return len(self.rows) > 1 and len({row.values[index] for row in self.rows}) == 1
 
@@ -156,7 +163,7 @@ class Table:
         """Return the columns that fit, and those that are hidden; empty columns are neither."""
         shown = [i for i in shown if self.columns[i].rank == 0 or any(row.values[i] not in (None, "") for row in self.rows)]
         hidden: list[int] = []
-        while self._span(shown) > width:
+        while self._least_span(shown) > width:
             rank = max((self.columns[i].rank for i in shown), default=0)
             if not rank:
                 break
@@ -164,51 +171,94 @@ class Table:
             shown = [i for i in shown if self.columns[i].rank != rank]
         return shown, sorted(hidden)
 
-    def _span(self, shown: Sequence[int]) -> int:
-        return sum(self._widths(shown)) + _GAP * (len(shown) - 1)
+    def _least_span(self, shown: Sequence[int]) -> int:
+        return sum(self._least_widths(shown)) + _GAP * (len(shown) - 1)
 
-    def _widths(self, shown: Sequence[int]) -> list[int]:
-        return [max([len(self.columns[i].name), *(len(self.columns[i].cell(row.values[i])) for row in self.rows)]) for i in shown]
+    def _cells(self, index: int) -> list[str]:
+        """Return a column in print, its heading first."""
+        return [self.columns[index].name, *(self.columns[index].cell(row.values[index]) for row in self.rows)]
+
+    def _least_widths(self, shown: Sequence[int]) -> list[int]:
+        """Return the width of each column; of one that wraps, that of its longest word."""
+        return [
+            max(len(part) for cell in self._cells(i) for part in (cell.split() or [""] if self.columns[i].wraps else [cell]))
+            for i in shown
+        ]
+
+    def _widths(self, shown: Sequence[int], room: int) -> list[int]:
+        """Return the widths of columns in a room: what is left is shared out to those that wrap.
+
+        Where not even the longest words fit, the widest columns that wrap are narrower, but for the first.
+        """
+        widths = self._least_widths(shown)
+        narrowed = [at for at, i in enumerate(shown) if at and self.columns[i].wraps]
+        while sum(widths) > room and max((widths[at] for at in narrowed), default=1) > 1:
+            widths[max(narrowed, key=widths.__getitem__)] -= 1
+        wanted = [max(map(len, self._cells(i))) - least for i, least in zip(shown, widths, strict=True)]
+        left = max(0, room - sum(widths))
+        for nth, at in enumerate(sorted(range(len(widths)), key=wanted.__getitem__)):
+            more = min(wanted[at], left // (len(widths) - nth))
+            widths[at] += more
+            left -= more
+        return widths
 
     def _grid(self, shown: Sequence[int], headings: Sequence[int], width: int) -> list[str]:
-        """Return the heading and a line per row; what `headings` say stands on a line of its own where it changes."""
-        widths = self._widths(shown)
-        lines = [self._line([self.columns[i].name for i in shown], shown, widths)]
+        """Return the heading and the lines of every row; what `headings` say stands on a line of its own where it changes."""
+        has_room = self._least_span(shown) + (_WIDE_GAP - _GAP) * (len(shown) - 1) <= width
+        gap = _WIDE_GAP if has_room and any(self.columns[i].wraps for i in shown) else _GAP
+        widths = self._widths(shown, width - gap * (len(shown) - 1))
+        lines = self._lines([self.columns[i].name for i in shown], shown, widths, gap)
         before: Row | None = None
         for row in self.rows:
             if headings and (before is None or any(row.values[i] != before.values[i] for i in headings)):
-                said = " ".join(filter(None, (self.columns[i].cell(row.values[i]) for i in headings)))
-                lines += wrapped(f"-- {said}", width)
+                lines += wrapped(f"-- {self._said(row, headings)}", width)
                 before = None
             cells = [self.columns[i].cell(row.values[i]) for i in shown]
             if before is not None and self.repeated and row.values[: self.repeated] == before.values[: self.repeated]:
                 cells = ["" if i < self.repeated else cell for i, cell in zip(shown, cells, strict=True)]
             before = row
-            lines += self._noted(cells, shown, widths, row.note, width) if row.note else [self._line(cells, shown, widths)]
+            *above, last = self._lines(cells, shown, widths, gap)
+            lines += [*above, *(_noted(last, row.note, width) if row.note else [last])]
         return lines
 
-    def _line(self, cells: Sequence[str], shown: Sequence[int], widths: Sequence[int]) -> str:
-        padded = [
-            cell.ljust(columns) if self.columns[i].is_text else cell.rjust(columns)
-            for i, cell, columns in zip(shown, cells, widths, strict=True)
+    def _lines(self, cells: Sequence[str], shown: Sequence[int], widths: Sequence[int], gap: int) -> list[str]:
+        """Return a row on as many lines as its cells need."""
+        folded = [_folded(cell, columns) for cell, columns in zip(cells, widths, strict=True)]
+        sides = [str.ljust if self.columns[i].is_text else str.rjust for i in shown]
+        return [
+            (" " * gap).join(side(part, columns) for side, part, columns in zip(sides, parts, widths, strict=True)).rstrip()
+            for parts in zip_longest(*folded, fillvalue="")
         ]
-        return (" " * _GAP).join(padded).rstrip()
 
-    def _noted(self, cells: Sequence[str], shown: Sequence[int], widths: Sequence[int], note: str, width: int) -> list[str]:
-        """Return a row whose note stands behind its last cell, or below it where there is little room."""
-        last = max((at for at, cell in enumerate(cells) if cell), default=0) + 1
-        left = self._line(cells[:last], shown[:last], widths[:last]) + "  "
-        beside = width - len(left) >= _LEAST_ROOM
-        indent = " " * (len(left) if beside else _NOTE_INDENT)
-        words = textwrap.wrap(
-            printable(" ".join(note.split())),
-            width - len(indent),
-            max_lines=_NOTE_LINES,
-            placeholder=" …",
-            break_on_hyphens=False,
-        )
-        lines = [indent + line for line in words]
-        return [left + words[0], *lines[1:]] if beside else [left.rstrip(), *lines]
+
+def _folded(cell: str, columns: int) -> list[str]:
+    """Split a cell into lines of at most `columns`: between words, else behind `_`, else anywhere."""
+    if len(cell) <= columns:
+        return [cell]
+    lines: list[str] = []
+    for line in wrapped(cell, columns, ""):
+        lines.append("")
+        for part in re.split("(?<=_)", line) if len(line) > columns else [line]:
+            if lines[-1] and len(lines[-1]) + len(part) > columns:
+                lines.append("")
+            lines[-1] += part
+    return [part for line in lines for part in textwrap.wrap(line, columns, break_on_hyphens=False)]
+
+
+def _noted(line: str, note: str, width: int) -> list[str]:
+    """Return a row's line with its note behind the last cell, or below where there is little room."""
+    left = line + "  "
+    beside = width - len(left) >= _LEAST_ROOM
+    indent = " " * (len(left) if beside else _NOTE_INDENT)
+    words = textwrap.wrap(
+        printable(" ".join(note.split())),
+        width - len(indent),
+        max_lines=_NOTE_LINES,
+        placeholder=" …",
+        break_on_hyphens=False,
+    )
+    lines = [indent + line for line in words]
+    return [left + words[0], *lines[1:]] if beside else [line, *lines]
 
 
 def joined(tables: Iterable[Table], style: str, width: int) -> str:

@@ -348,10 +348,13 @@ def test_cache_verify_counts_and_fails_on_what_is_invalid(tmp_path: Path) -> Non
     cache.store("rmsnorm_bwd", "another_gpu", entry, tmp_path)
     good = run("verify", "--configs", tmp_path)
     assert good.exit_code == 0
-    assert good.stdout.splitlines()[1].split() == ["another_gpu", "rmsnorm_bwd", "stale", "1"]
-    why = f"stale: source_hash old is now {OPS['rmsnorm_bwd'].variant('optimized').source_hash}"
-    assert good.stdout.splitlines()[2:] == [f"1 {why}"]
+    assert [line.split() for line in good.stdout.splitlines()] == [
+        ["gpu", "op", "stale"],
+        ["another_gpu", "rmsnorm_bwd", "1"],
+        ["1", "stale:", "other", "code"],
+    ]
     cache.store("rmsnorm_bwd", "another_gpu", replace(entry, config={**entry.config, "warps": 4096}), tmp_path)
     bad = run("verify", "rmsnorm_bwd", "--configs", tmp_path)
     assert bad.exit_code == 1
-    assert bad.stdout.splitlines()[-1].startswith("invalid: another_gpu rmsnorm_bwd optimized te-29x17389 bfloat16 none: ")
+    said = " ".join(bad.stdout.split())
+    assert "invalid: another_gpu rmsnorm_bwd optimized te-29x17389 bfloat16 none: " in said

@@ -2,6 +2,7 @@
 
 import dataclasses
 import fnmatch
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -12,16 +13,18 @@ import typer
 
 from kerneltune.cli import options as o
 from kerneltune.cli import rules
-from kerneltune.cli.console import deliver, show, show_table
+from kerneltune.cli.console import deliver, show, show_wrapped, width
 from kerneltune.cli.progress import reporter
 from kerneltune.errors import unknown
 from kerneltune.spec import Op
-from kerneltune.table import pairs
+from kerneltune.table import Column, Row, Table, pairs
 
 if TYPE_CHECKING:
     from kerneltune.cache import CacheEntry
 
 _STALE = ("stale", "stale-but-good")
+_CODE_CHANGED = re.compile(r"source_hash \w+ is now \w+")
+_GPU = Column("gpu", shared=True)
 
 app = typer.Typer(no_args_is_help=True, help="Show, check, verify and exchange the cached configs.")
 
@@ -40,9 +43,10 @@ def list_(configs: o.Configs = None) -> None:
         entries = load(path.stem, path.parent.name, path.parent.parent)
         variants = ", ".join(sorted({entry.variant for entry in entries}))
         latest = max((str(entry.evidence.get("date", "")) for entry in entries), default="")
-        rows.append((path.parent.name, path.stem, str(len(entries)), variants, latest[:10]))
+        rows.append(Row((path.parent.name, path.stem, len(entries), variants, latest[:10])))
     if rows:
-        show_table(("gpu", "op", "entries", "variants", "latest"), rows)
+        columns = (_GPU, Column("op"), Column("entries", digits=0), Column("variants", wraps=True), Column("latest"))
+        show(Table(columns, tuple(rows)).text(width()))
     else:
         show(f"no entries in {o.configs_root(configs)}")
 
@@ -69,13 +73,21 @@ def show_(
     for where, entry in entries:
         if case and not any(fnmatch.fnmatch(entry.case, pattern) for pattern in case):
             continue
-        found = " ".join([entry.case, pairs(dict((*entry.axes, *entry.options))), entry.dtype, entry.quant, entry.policy])
+        found = " ".join([entry.case, pairs(dict((*entry.axes, *entry.options))), entry.dtype, entry.quant])
         speedup = entry.evidence.get("speedup")
-        gain = f"{speedup:.2f}x" if isinstance(speedup, float | int) else ""
-        rows.append((where, entry.variant, found, pairs(entry.config), gain))
+        gain = float(speedup) if isinstance(speedup, float | int) else None
+        rows.append(Row((where, entry.policy, entry.variant, found, pairs(entry.config), gain)))
     if case and not rows:
         raise ValueError(f"no entry of {op} with case={', '.join(case)}")
-    show_table(("gpu", "variant", "case", "config", "speedup"), rows)
+    columns = (
+        _GPU,
+        Column("policy", shared=True),
+        Column("variant", shared=True),
+        Column("case", wraps=True),
+        Column("config", wraps=True),
+        Column("speedup", digits=2, suffix="x"),
+    )
+    show(Table(columns, tuple(rows)).text(width()))
 
 
 @app.command("verify")
@@ -106,16 +118,26 @@ def verify_(
     entries = [(path.parent.name, path.stem, entry) for path in files for entry in load_strict(path)]
     with reporter() as progress:
         found = verify_cache(known, entries, o.make_options("cold", budget_s=budget, configs=configs), progress, renew=refresh)
-    counts = Counter((slug, name, verdict.status) for slug, name, verdict in found)
-    show_table(("gpu", "op", "status", "entries"), [(*key, str(count)) for key, count in sorted(counts.items())])
-    reasons = Counter((verdict.status, verdict.reason) for *_, verdict in found if verdict.status in _STALE)
+    show(_verdicts([(slug, name, verdict.status) for slug, name, verdict in found]).text(width()))
+    reasons = Counter(
+        (verdict.status, _CODE_CHANGED.sub("other code", verdict.reason)) for *_, verdict in found if verdict.status in _STALE
+    )
     for (status, reason), count in reasons.most_common():
-        show(f"{count} {status}: {reason}")
+        show_wrapped(f"{count} {status}: {reason}")
     bad = [one for one in found if one[2].status in ("stale-slower", "invalid")]
     for slug, name, verdict in bad:
-        show(f"{verdict.status}: {slug} {name} {_named(verdict.entry)}: {verdict.reason}")
+        show_wrapped(f"{verdict.status}: {slug} {name} {_named(verdict.entry)}: {verdict.reason}")
     if bad:
         raise typer.Exit(1)
+
+
+def _verdicts(found: list[tuple[str, str, str]]) -> Table:
+    """Return a row per GPU and operator: how many entries got which status."""
+    counts = Counter(found)
+    statuses = [status for status in ("fresh", *_STALE, "stale-slower", "invalid") if any(key[2] == status for key in counts)]
+    places = sorted({(gpu, op) for gpu, op, _ in counts})
+    rows = tuple(Row((gpu, op, *(counts[gpu, op, status] or None for status in statuses))) for gpu, op in places)
+    return Table((_GPU, Column("op"), *(Column(status, digits=0) for status in statuses)), rows)
 
 
 def _named(entry: "CacheEntry") -> str:
@@ -233,16 +255,17 @@ def check(configs: o.Configs = None) -> None:
     for path in rules:
         load_strict(path)
     folders = " and ".join(dict.fromkeys(str(path.parents[1]) for path in files))
-    rules_too = f", and {len(rules)} files of rules" if rules else ""
-    show(f"{len(entries)} entries in {len(files)} files of {folders} are good{rules_too}")
+    rules_too = f" and {len(rules)} files of rules" if rules else ""
+    show_wrapped(f"good: {len(entries)} entries in {len(files)} files{rules_too} of {folders}")
     beside = [(path, entry, over) for path, entry in entries if isinstance(over := entry.evidence.get("over_default"), list)]
     slower = [
         f"{path.stem} {_named(entry)}: {over[0]:.3f} to {over[1]:.3f} of its default's speed"
         for path, entry, over in beside
         if over[1] < 1.0
     ]
-    if beside:
-        show("\n".join([f"{len(beside)} were timed in the same rounds as their default: {len(slower)} slower than it", *slower]))
+    for line in [f"{len(beside)} were timed in the same rounds as their default: {len(slower)} slower than it", *slower]:
+        if beside:
+            show_wrapped(line)
     if slower:
         raise typer.Exit(1)
 

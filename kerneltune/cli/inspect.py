@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from kerneltune.cli import options as o
-from kerneltune.cli.console import error_line, note, show, show_table, show_wrapped
+from kerneltune.cli.console import error_line, note, show, show_table, show_wrapped, width
 from kerneltune.cli.progress import reporter
 from kerneltune.errors import unknown
 from kerneltune.files import data_root
 from kerneltune.spec import Case, Op, Variant
-from kerneltune.table import pairs
+from kerneltune.table import Column, Row, Table, pairs
 
 if TYPE_CHECKING:
     from kerneltune.inspection.static import StaticRow, Survey
@@ -28,7 +28,12 @@ _LEGEND = (
     "regs: registers of a thread. spill, shared: bytes. programs, warps: what an SM holds at once, and the limiter, "
     "which allows no more. loads, stores: 128x4 is four instructions of 128 bits a thread."
 )
-_HEAD = ("target", "regs", "spill", "shared", "programs", "warps", "limiter", "loads", "stores")
+_COLUMNS = (
+    Column("target"),
+    *(Column(name, digits=0) for name in ("regs", "spill", "shared", "programs", "warps")),
+    Column("limiter", wraps=True),
+    *(Column(name, wraps=True) for name in ("loads", "stores")),
+)
 
 Target = Annotated[
     list[str] | None, typer.Option("--target", metavar="ARCH|all", help="Compile for it, like sm_90; may be repeated.")
@@ -306,7 +311,7 @@ def _show(found: "Survey") -> None:
         show_wrapped("  " + pairs(first.config))
         for kernel, lines in _tables(same).items():
             show(f"  {kernel}")
-            show_table(_HEAD, lines)
+            show(Table(_COLUMNS, tuple(map(Row, lines))).text(width()))
         for row in same:
             if row.error:
                 show(f"  {row.target}: {row.error}")
@@ -340,7 +345,7 @@ def _show_differences(old: "Survey", new: "Survey") -> None:
         raise ValueError("nothing compared: no config of one is a config of the other")
     lines = [(f"{a.op} {a.variant} {a.case}", (a.target, *line)) for a, b in compared for line in differences(a, b)]
     for title in dict.fromkeys(title for title, _ in lines):
-        show(title)
+        show_wrapped(title)
         show_table(("target", "kernel", "what", "A", "B"), [line for other, line in lines if other == title])
         show("")
     changed = len({(title, line[0]) for title, line in lines})

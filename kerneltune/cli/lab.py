@@ -139,14 +139,14 @@ def replay(
                 ended = partial(progress.advance, name)
                 gaps = run(one, name, seeds, max(*BUDGETS, quarter), first, ended=ended, each=each)
                 rows.append((name, *(_gap(gaps.at(n)) for n in (*BUDGETS, quarter))))
-        show_table(("sampler", *(f"@{n}" for n in BUDGETS), f"@{quarter} (25 %)"), rows)
+        show_table(("sampler", *(f"@{n}" for n in BUDGETS), f"@{quarter}"), rows)
         show("")
 
 
 def _gap(interval: "Interval | None") -> str:
     if interval is None:
         return ""
-    return f"{100 * interval.median:.1f}\n{100 * interval.low:.1f}–{100 * interval.high:.1f}"
+    return f"{100 * interval.median:.1f} ({100 * interval.low:.1f}–{100 * interval.high:.1f})"
 
 
 @app.command("noise")

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kerneltune.cli import options as o
-from kerneltune.cli.console import show, show_table, show_wrapped
+from kerneltune.cli.console import show, show_wrapped, width
 from kerneltune.cli.progress import reporter
 from kerneltune.files import data_root
 from kerneltune.spec import Case, Op, Option
-from kerneltune.table import pairs
+from kerneltune.table import Column, Row, Table, pairs
 
 if TYPE_CHECKING:
     from kerneltune.rule import Rule
@@ -82,8 +82,8 @@ def fit(
     """Fit the rules of a GPU to what was measured, and write them beside the configs.
 
     The table says how a rule does on sizes that it was not fitted to: the tuned time over the rule's on recorded cases, and the
-    least known time over the rule's on observed cases, which have no recorded config. unseen: the geometric mean of all these
-    cases where the kind of the tree, too, is chosen without the case's sizes. Needs no GPU.
+    least known time over the rule's on observed cases, which have no recorded config; each as geometric mean and worst. unseen:
+    the geometric mean of all these cases where the kind of the tree, too, is chosen without the case's sizes. Needs no GPU.
     """
     from kerneltune.tuning.fitting import CostTable, fitted
     from kerneltune.tuning.gathering import samples_of
@@ -93,25 +93,28 @@ def fit(
     folder = _observed(results)
     if not check:
         o.require_writable(o.configs_root(configs))
-    rows: list[tuple[str, ...]] = []
+    rows: list[Row] = []
     for name in [o.choice("op", name, known) for name in ops or _with_variant(known, variant)]:
         op, of = known[name], known[name].variant(variant)
         samples = samples_of(op, of, slug, configs, folder)
         if len({sample.case.axes for sample in samples}) < 2:
-            rows.append((name, "0", *[""] * 7, "times of fewer than two sizes are known"))
+            rows.append(Row((name, *[None] * len(_JUDGED)), "times of fewer than two sizes are known"))
             continue
         made, _ = fitted(CostTable(op, of, samples))
         if not check:
             _store(name, slug, made, len(samples), configs)
-        rows.append((name, *(_cell(made.judged.get(field, "")) for field in _JUDGED)))
-    show_table(("op", "cases", "judged", "geo-mean", "worst", "observed", "geo-mean", "worst", "unseen", "worst case"), rows)
+        worst = f"worst: {made.judged['worst_case']}" if made.judged.get("worst_case") else ""
+        rows.append(Row((name, *(made.judged.get(field) for field in _JUDGED)), worst))
+    columns = (Column(name, digits=0 if field in _COUNTS else 3) for field, name in _JUDGED.items())
+    show(Table((Column("op"), *columns), tuple(rows)).text(width()))
 
 
-_JUDGED = ("cases", "judged", "geomean", "worst", "observed", "observed_geomean", "observed_worst", "unseen", "worst_case")
-
-
-def _cell(value: float | str) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
+_JUDGED = {
+    "cases": "cases", "judged": "judged", "geomean": "mean", "worst": "worst",
+    "observed": "observed", "observed_geomean": "mean", "observed_worst": "worst", "unseen": "unseen",
+}  # fmt: skip
+"""What a rule says of itself -> heading."""
+_COUNTS = ("cases", "judged", "observed")
 
 
 def _store(op: str, slug: str, made: "Rule", cases: int, configs: Path | None) -> None:

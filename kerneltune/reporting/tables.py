@@ -83,10 +83,10 @@ class Row:
 
 
 def ab_rows(a: Iterable[Record], b: Iterable[Record]) -> list[Row]:
-    """Pair A and B by key and device, sorted by operator, mode and element type; the last record of a key counts."""
+    """Pair A and B by key and device, sorted by operator, mode, element type and options; the last record of a key counts."""
     of_a, of_b = ({(record.key, record.device): record for record in side} for side in (a, b))
     rows = [Row(record, of_b[key]) for key, record in of_a.items() if key in of_b]
-    orders = [_order(getattr(row.a, name) for row in rows) for name in ("op", "quant", "dtype")]
+    orders = [_order(values) for values in zip(*(_kind(row.a) for row in rows), strict=True)]
     return sorted(rows, key=lambda row: [order[value] for order, value in zip(orders, _kind(row.a), strict=True)])
 
 
@@ -231,8 +231,8 @@ def curves_table(curves: Curves) -> Table:
     return Table(columns, tuple(lines))
 
 
-def _kind(record: Record) -> tuple[str, str, str]:
-    return record.op, record.quant, record.dtype
+def _kind(record: Record) -> tuple[str, ...]:
+    return record.op, record.quant, record.dtype, pairs(record.options)
 
 
 def _order(values: Iterable[str]) -> dict[str, int]:

@@ -47,20 +47,20 @@ def test_cache_shows_what_is_stored(stored: Path) -> None:
     fits = ("--case", "t*", "--dtype", "bfloat16", "--quant", "none", "--variant", "baseline")
     assert run("cache", "show", "rmsnorm_bwd", *fits).stdout == shown.stdout
     assert run("cache", "show", "rmsnorm_bwd", *fits[:-1], "base*").stdout == shown.stdout
-    assert run("cache", "check").stdout == f"1 entries in 1 files of {stored.parent.parent} are good\n"
+    assert run("cache", "check").stdout.split() == f"good: 1 entries in 1 files of {stored.parent.parent}".split()
 
 
 def test_a_config_that_is_slower_than_its_default_is_listed(stored: Path) -> None:
     change(stored, evidence={"over_default": [0.99, 1.01]})
     tied = run("cache", "check")
     assert tied.exit_code == 0
-    assert tied.stdout.splitlines()[1:] == ["1 were timed in the same rounds as their default: 0 slower than it"]
+    assert tied.stdout.splitlines()[-1:] == ["1 were timed in the same rounds as their default: 0 slower than it"]
     change(stored, evidence={"over_default": [0.91, 0.95]})
     slower = run("cache", "check")
     assert slower.exit_code == 1
-    assert slower.stdout.splitlines()[1].endswith(" 1 slower than it")
-    assert slower.stdout.splitlines()[2].startswith("rmsnorm_bwd baseline ")
-    assert slower.stdout.splitlines()[2].endswith(": 0.910 to 0.950 of its default's speed")
+    _, _, said = " ".join(slower.stdout.split()).partition(" 1 slower than it ")
+    assert said.startswith("rmsnorm_bwd baseline ")
+    assert said.endswith(": 0.910 to 0.950 of its default's speed")
 
 
 def test_nothing_is_sound_in_an_empty_cache(configs_dir: Path) -> None:

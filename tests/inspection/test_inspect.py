@@ -74,7 +74,7 @@ def test_a_config_is_a_table_of_its_targets(compiled: list[Any]) -> None:
     assert lines[2:5] == [
         "  _rmsnorm_fwd_rows",
         "target  regs  spill  shared  programs  warps  limiter    loads  stores",
-        f"sm_90   {32 + compiled[0][0][0].config.warps}    0      32      6         48/64  registers  128x4  32x1",
+        f"sm_90     {32 + compiled[0][0][0].config.warps}      0      32         6  48/64  registers  128x4  32x1",
     ]
     assert compiled[0][1] == ["sm_90", "sm_100", "gfx942", "gfx950"]
     assert max(map(len, lines[2:])) <= 80

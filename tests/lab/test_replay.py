@@ -231,7 +231,7 @@ def test_replay_prints_a_table_for_each_space(written: Path, tmp_path: Path) -> 
     assert lines[0] == "made_up_optimized_made_up_0_bfloat16_none_cold"
     assert lines[1] == "1134 of 1204 configs have a time; none, never, commit none"
     assert "sampler" in lines[2]
-    assert "@301 (25 %)" in lines[2]
+    assert "@301" in lines[2]
     assert lines[3].startswith("random")
     assert run("--results", tmp_path, "--seeds", 2, "--sampler", "random", written)[1] == out
 
