@@ -4,6 +4,7 @@ Runs the code of `loop`; only the evaluator is another. Touches no GPU. May impo
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, make_dataclass
 from functools import partial
 from typing import Any
@@ -30,20 +31,11 @@ class Answered:
         """Return true: every config compiles."""
         return True
 
-    def refused(self) -> bool:
-        """Do nothing: a replay has no compiler."""
-        return False
-
-    def measure(self) -> None:
-        """Do nothing: there is nothing to wait for."""
-
-    def measured(self) -> bool:
-        """Return true: every trial is ready."""
-        return True
-
-    def result(self) -> Evaluation:
+    def evaluate(self) -> "Future[Evaluation]":
         """Return the trial."""
-        return self.trial
+        future: Future[Evaluation] = Future()
+        future.set_result(self.trial)
+        return future
 
     def cancel(self) -> None:
         """Do nothing: there is nothing to give up."""

@@ -7,8 +7,8 @@ offline. Imports Optuna when a search begins.
 import operator
 import random
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -40,8 +40,9 @@ guesses: on the shipped spaces at most two knobs differ from the default's in 8 
 within 3 % of the best."""
 _GAIN_AFTER = 16
 _GAIN_EVERY = 4
-_HANDED_OVER = 2
-"""Configs that the bench has: with one measured and the next one at hand, it does not wait for what is decided here."""
+_AT_HAND = 2
+"""Compiled configs with which the bench, measuring one, does not wait for what is decided here. A search is told of as many at
+a time, as a replay has all evaluations at once."""
 _POLL_S = 0.001
 
 
@@ -88,20 +89,11 @@ class Started(Protocol):
     def done(self) -> bool:
         """Return whether it is compiled."""
 
-    def refused(self) -> bool:
-        """Return whether a compiled config needs no bench."""
-
-    def measure(self) -> None:
-        """Hand a compiled config to the bench, which measures one after the other."""
-
-    def measured(self) -> bool:
-        """Return whether the bench is done with it."""
-
-    def result(self) -> Evaluation:
-        """Wait for the evaluation of a config that is refused, or was handed to the bench."""
+    def evaluate(self) -> "Future[Evaluation]":
+        """Return the evaluation of a compiled config; one that is measured waits for its turn, and may be cancelled as long."""
 
     def cancel(self) -> None:
-        """Give it up; what was stored stays."""
+        """Give up compiling; what was stored stays."""
 
 
 def explore(
@@ -161,7 +153,7 @@ def explore(
             if enough:
                 line.give_up()
     finally:
-        line.give_up(also_measured=True)
+        line.give_up()
     return found
 
 
@@ -290,52 +282,43 @@ def _of_optuna(search: Search) -> "BaseSampler":
 
 
 class _Line:
-    """Configs on their way: compiling, compiled, handed to the bench. One slow compilation does not keep the others waiting."""
+    """Configs on their way: compiling, or waiting for their evaluation. One slow compilation keeps no others waiting."""
 
     def __init__(self, compilers: int) -> None:
         self._compilers = compilers
         self._compiling: list[tuple[Config, Started]] = []
-        self._compiled: deque[tuple[Config, Started]] = deque()
-        self._handed: deque[tuple[Config, Started]] = deque()
+        self._waiting: list[tuple[Config, Future[Evaluation]]] = []
 
     @property
     def length(self) -> int:
         """Configs that were asked for and have no evaluation yet."""
-        return len(self._compiling) + len(self._compiled) + len(self._handed)
+        return len(self._compiling) + len(self._waiting)
 
     def has_room(self, ahead: int) -> bool:
         """Return whether to ask for another config."""
-        return self.length < ahead or (not self._compiled and len(self._compiling) < self._compilers)
+        return self.length < ahead or (len(self._waiting) <= _AT_HAND and len(self._compiling) < self._compilers)
 
     def add(self, config: Config, begun: Started) -> None:
         """Add a config that begins to compile."""
         self._compiling.append((config, begun))
 
     def move(self) -> list[tuple[Config, Evaluation]]:
-        """Move everything one step on, as far as it is done; return the evaluations there are now. Waits a little for none."""
-        found = []
+        """Have compiled configs evaluated; return up to two evaluations. Waits a little where there is none."""
         for one in [one for one in self._compiling if one[1].done()]:
             self._compiling.remove(one)
-            if one[1].refused():
-                found.append((one[0], one[1].result()))
-            else:
-                self._compiled.append(one)
-        while self._handed and self._handed[0][1].measured():
-            config, begun = self._handed.popleft()
-            found.append((config, begun.result()))
-        while self._compiled and len(self._handed) < _HANDED_OVER:
-            self._handed.append(self._compiled.popleft())
-            self._handed[-1][1].measure()
-        if not found:
+            self._waiting.append((one[0], one[1].evaluate()))
+        ready = [one for one in self._waiting if one[1].done()][:_AT_HAND]
+        if not ready:
             time.sleep(_POLL_S)
-        return found
+        self._waiting = [one for one in self._waiting if one not in ready]
+        return [(config, evaluation.result()) for config, evaluation in ready]
 
-    def give_up(self, also_measured: bool = False) -> None:
-        """Give up what the bench has not been given, or all."""
-        for _, begun in (*self._compiling, *self._compiled, *(self._handed if also_measured else ())):
+    def give_up(self) -> None:
+        """Give up what neither has an evaluation nor is measured at this moment."""
+        for _, begun in self._compiling:
             begun.cancel()
         self._compiling.clear()
-        self._compiled.clear()
+        self._waiting = [one for one in self._waiting if not one[1].cancel()]
 
 
 class _Gain:

@@ -34,45 +34,32 @@ _AHEAD = 256
 """Configs of a later case to compile; there may be nothing else to do while large inputs are made and a paired final runs."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Begun:
     """A `search.loop.Started`: a config that is being compiled, then measured by a tuner."""
 
     tuner: "Tuner"
     config: Config
     pending: PendingCompile
-    _refusal: Evaluation | None = None
-    _measured: "Future[Evaluation] | None" = None
 
     def done(self) -> bool:
         """Return whether it is compiled."""
         return self.pending.done()
 
-    def refused(self) -> bool:
-        """Return whether the compiler's word is enough."""
+    def evaluate(self) -> "Future[Evaluation]":
+        """Return its evaluation, stored by then: at once where the compiler's word is enough, else behind earlier ones."""
         self.tuner.began = self.tuner.began or time.monotonic()
-        self._refusal = self.tuner.refusal(self.config, self.pending.result())
-        return self._refusal is not None
-
-    def measure(self) -> None:
-        """Behind what the bench was given before."""
-        self._measured = self.tuner.in_turn(self.tuner.evaluate, self.config, self.pending.result(), None)
-
-    def measured(self) -> bool:
-        """Return whether its time is there."""
-        return self._measured is not None and self._measured.done()
-
-    def result(self) -> Evaluation:
-        """Wait for it; stored by then."""
-        if self._measured is not None:
-            return self._measured.result()
-        return self.tuner.evaluate(self.config, self.pending.result(), self._refusal)
+        compiled = self.pending.result()
+        refusal = self.tuner.refusal(self.config, compiled)
+        if refusal is None:
+            return self.tuner.in_turn(self.tuner.evaluate, self.config, compiled, None)
+        refused: Future[Evaluation] = Future()
+        refused.set_result(self.tuner.evaluate(self.config, compiled, refusal))
+        return refused
 
     def cancel(self) -> None:
-        """Stop compiling, or do not begin to measure."""
+        """Stop compiling."""
         self.pending.cancel()
-        if self._measured is not None:
-            self._measured.cancel()
 
 
 class Tuner:
@@ -272,10 +259,7 @@ def tune(
         times = times_of(explored)
         before = looked_up(tuner.task, root)
         if before.config not in times and before.config not in explored:  # the incumbent is judged, whatever the search left out
-            begun = tuner.begin(before.config)
-            if not begun.refused():
-                begun.measure()
-            trial = begun.result()
+            trial = tuner.begin(before.config).evaluate().result()
             times |= {before.config: trial.time_us} if trial.time_us is not None else {}
         return _decide(tuner, before, times, explored, root)
 

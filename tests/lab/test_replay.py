@@ -9,12 +9,12 @@ from pathlib import Path
 
 import landscapes
 import numpy as np
+import pebble
 import pytest
 from started import environment
 from threadpoolctl import threadpool_info, threadpool_limits
 from typer.testing import CliRunner
 
-from kerneltune import processes
 from kerneltune.cli import app
 from kerneltune.files import data_root
 from kerneltune.lab.replay import Answered, Gaps, nearest_best, replay
@@ -239,8 +239,8 @@ def test_replay_prints_a_table_for_each_space(written: Path, tmp_path: Path) -> 
 def test_replay_finds_the_same_on_one_core_and_on_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = spaces.write(tmp_path / "small", replace(SPACE, trials=dict(list(SPACE.trials.items())[:40])))
     started: list[int] = []
-    pool = processes.ProcessPool
-    monkeypatch.setattr(processes, "ProcessPool", lambda count, **how: started.append(count) or pool(count, **how))
+    pool = pebble.ProcessPool
+    monkeypatch.setattr(pebble, "ProcessPool", lambda count, **how: started.append(count) or pool(count, **how))
 
     def tables(cores: int) -> str:
         monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
