@@ -1,15 +1,99 @@
-"""Arguments of a launch as metadata: shapes, strides, types, alignment, which of them share memory.
+"""Arguments of a launch: values as JSON; shapes, strides, types, alignment and shared memory of tensors; what is kept of them.
 
-Knows tensors by their methods, so that it imports no torch. Imports the standard library and encoding.
+Nothing is executed on load. Imports the standard library; torch and triton are those that the program has loaded.
 """
 
 import hashlib
 import json
+import math
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
 
-from kerneltune.adopt.encoding import PLAIN, NotRecordableError, encode
+PLAIN = (bool, int, float, str, type(None))
+
+
+class NotRecordableError(ValueError):
+    """A value that JSON cannot hold as data."""
+
+
+def read_json(path: Path, largest: int) -> Any:
+    """Return what a regular file of JSON holds; never waits for a pipe.
+
+    Raises:
+        ValueError: it cannot be read, has more than `largest` bytes, or is no JSON.
+    """
+    try:
+        if not path.is_file():
+            raise ValueError("no regular file" if path.exists() else "no such file")
+        if path.stat().st_size > largest:
+            raise ValueError(f"larger than {largest} bytes")
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, RecursionError) as error:
+        raise ValueError(getattr(error, "strerror", None) or "JSON: nested too deeply") from error
+
+
+def encode(value: Any) -> Any:
+    """Return a value as JSON.
+
+    Raises:
+        NotRecordableError: it is an object of another kind.
+    """
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, tuple | list):
+        return {"tuple": [encode(item) for item in value]}
+    kind = type(value)
+    if kind.__module__ == "torch" and kind.__name__ == "dtype":
+        return {"torch": str(value).removeprefix("torch.")}
+    if kind.__module__.startswith("triton.language") and kind.__name__ == "dtype":
+        return {"triton": str(value)}
+    if kind.__module__.startswith("triton.language") and kind.__name__ == "constexpr":
+        return encode(value.value)
+    raise NotRecordableError(f"a value of type {kind.__module__}.{kind.__qualname__}")
+
+
+def decode(value: Any) -> Any:
+    """Return the value that `encode` made JSON of.
+
+    Raises:
+        ValueError: no such value, or the package that has its type is not loaded.
+    """
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, dict) and len(value) == 1:
+        (kind, what), *_ = value.items()
+        if kind == "tuple" and isinstance(what, list):
+            return tuple(decode(item) for item in what)
+        if kind == "torch" and isinstance(what, str):
+            return torch_dtype(what)
+        if kind == "triton" and isinstance(what, str):
+            return _triton_dtype(what)
+    raise ValueError(f"{value!r}: expected a plain value, an element type or a tuple")
+
+
+def torch_dtype(name: str) -> Any:
+    """Return torch's element type of a name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    torch: Any = sys.modules["torch"]
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"dtype: {name!r}: expected the name of an element type of torch")
+    return found
+
+
+def _triton_dtype(name: str) -> Any:
+    language: Any = sys.modules["triton.language"]
+    try:
+        return language.dtype(name)
+    except Exception as error:  # an assertion, in the versions seen
+        raise ValueError(f"dtype: {name!r}: expected the name of an element type of triton") from error
+
 
 ALIGNMENT = 16
 """Bytes: Triton compiles another kernel for a pointer that is not a multiple of it."""
@@ -90,6 +174,13 @@ class Tensor:
     element_bytes: int
     is_whole: bool
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for a layout that no tensor has."""
+        if len(self.shape) != len(self.stride):
+            raise ValueError(f"stride: {list(self.stride)}: expected {len(self.shape)} of them")
+        if min(*self.shape, *self.stride, self.storage, self.offset, self.element_bytes) < 0:
+            raise ValueError("expected whole numbers of 0 or more")
+
     @property
     def end(self) -> int:
         """Return bytes from the start of the storage to behind the last element."""
@@ -118,11 +209,16 @@ class Argument:
     """
 
     name: str
-    kind: str
+    kind: Literal["value", "tensor", "descriptor"]
     value: Any = None
     tensor: Tensor | None = None
     block: tuple[tuple[int, ...], ...] = ()
     is_positional: bool = True
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for an argument that is neither a plain value nor has a tensor's layout."""
+        if (self.tensor is None) != (self.kind == "value") or not isinstance(self.value, (*PLAIN, dict)):
+            raise ValueError(f"argument {self.name}: expected a plain value, or the layout of a {self.kind}")
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -248,44 +344,83 @@ def outline(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
     return sizes, dtypes
 
 
-def to_json(argument: Argument) -> dict[str, Any]:
-    """Return an argument as JSON."""
-    return asdict(argument)
+SAMPLE_BYTES = 1 << 20
 
 
-def from_json(stored: Any) -> Argument:
-    """Return the argument of its JSON.
+@dataclass(slots=True)
+class Values:
+    """What is kept of a launch's memory.
 
-    Raises:
-        ValueError: one line naming the field.
+    Attributes:
+        tensors: bytes of each storage by name `storage.N`, on the CPU.
+        kinds: for every storage its bytes, what is kept, and statistics.
+        left_out: bytes of whole numbers that the budget did not allow.
     """
-    if not isinstance(stored, dict) or not isinstance(stored.get("name"), str):
-        raise ValueError(f"argument: {stored!r}: expected an argument with a name")
-    name, kind = stored["name"], stored.get("kind")
-    if kind not in ("value", "tensor", "descriptor"):
-        raise ValueError(f"argument {name}: kind: {kind!r}: expected value, tensor or descriptor")
-    if kind == "value":
-        if not isinstance(stored.get("value"), (*PLAIN, dict)):
-            raise ValueError(f"argument {name}: value: {stored.get('value')!r}: expected a plain value")
-        return Argument(name, kind, stored.get("value"), is_positional=bool(stored.get("is_positional", True)))
-    block = tuple(_sizes(name, "block", sizes) for sizes in stored.get("block", ()))
-    return Argument(name, kind, None, _tensor_from(name, stored.get("tensor")), block, bool(stored.get("is_positional", True)))
+
+    tensors: dict[str, Any] = field(default_factory=dict)
+    kinds: tuple[dict[str, Any], ...] = ()
+    left_out: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Return bytes that are kept."""
+        return sum(int(tensor.numel()) for tensor in self.tensors.values())
+
+    @classmethod
+    def missing(cls, count: int) -> "Values":
+        """Return what is kept where memory may not be read: nothing."""
+        return cls(kinds=tuple({"kept": "missing"} for _ in range(count)))
 
 
-def _tensor_from(name: str, stored: Any) -> Tensor:
-    if not isinstance(stored, dict) or not isinstance(stored.get("dtype"), str):
-        raise ValueError(f"argument {name}: tensor: {stored!r}: expected a tensor's layout")
-    shape, stride = (_sizes(name, field, stored.get(field)) for field in ("shape", "stride"))
-    whole = {field: stored.get(field) for field in ("storage", "offset", "element_bytes")}
-    for field_name, value in whole.items():
-        if type(value) is not int or value < 0:
-            raise ValueError(f"argument {name}: {field_name}: {value!r}: expected a whole number")
-    if len(shape) != len(stride):
-        raise ValueError(f"argument {name}: stride: {list(stride)}: expected {len(shape)} of them")
-    return Tensor(stored["dtype"], shape, stride, is_whole=bool(stored.get("is_whole")), **whole)  # type: ignore[arg-type]
+def span(tensors: Sequence[Tensor]) -> tuple[int, int]:
+    """Return the first byte of a storage that any of its tensors covers, and the one behind the last."""
+    return min(tensor.offset for tensor in tensors), max(tensor.end for tensor in tensors)
 
 
-def _sizes(name: str, field_name: str, stored: Any) -> tuple[int, ...]:
-    if not isinstance(stored, list | tuple) or not all(type(size) is int and size >= 0 for size in stored):
-        raise ValueError(f"argument {name}: {field_name}: {stored!r}: expected whole numbers")
-    return tuple(stored)
+def collect(arguments: Sequence[Argument], storages: Storages, bytes_left: int) -> Values:
+    """Copy what is to be kept of a launch's memory, before the launch changes it. Waits for the GPU."""
+    values = Values()
+    kinds = []
+    for number, live in enumerate(storages.live):
+        tensors = [a.tensor for a in arguments if a.tensor is not None and a.tensor.storage == number]
+        begin, end = span(tensors)
+        is_whole = any(tensor.is_whole for tensor in tensors)
+        wanted = end - begin if is_whole else min(end - begin, SAMPLE_BYTES)
+        affordable = wanted <= bytes_left - values.bytes
+        kept = ("values" if is_whole else "sample") if affordable else "missing" if is_whole else "statistics"
+        found: dict[str, Any] = {"kept": kept, "bytes": end - begin}
+        if not is_whole or affordable:
+            raw = _raw(unwrapped(live), begin, wanted)
+            if affordable and wanted:
+                values.tensors[f"storage.{number}"] = raw
+            if not is_whole:
+                found["statistics"] = statistics(raw, tensors[0].dtype)
+        else:
+            values.left_out += wanted
+        kinds.append(found)
+    values.kinds = tuple(kinds)
+    return values
+
+
+def _raw(tensor: Any, begin: int, count: int) -> Any:
+    """Return bytes of a tensor's storage, on the CPU."""
+    torch: Any = sys.modules["torch"]
+    with torch.no_grad():
+        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        whole.set_(tensor.untyped_storage(), begin, (count,), (1,))
+        return whole.cpu().clone()
+
+
+def statistics(raw: Any, dtype: str) -> dict[str, float]:
+    """Return mean, standard deviation, least and largest of the finite values that bytes hold, and the share of zeros."""
+    torch: Any = sys.modules["torch"]
+    kind = getattr(torch, dtype)
+    size = torch.empty(0, dtype=kind).element_size()
+    floats = raw[: raw.numel() // size * size].view(kind).to(torch.float64)
+    floats = floats[torch.isfinite(floats)]
+    if floats.numel() == 0:
+        return {"mean": 0.0, "std": 1.0, "least": -1.0, "largest": 1.0, "zeros": 0.0}
+    zeros = float((floats == 0).double().mean())
+    std = float(floats.std()) if floats.numel() > 1 else 0.0
+    found = {"mean": float(floats.mean()), "std": std, "least": float(floats.min()), "largest": float(floats.max())}
+    return {name: value if math.isfinite(value) else 0.0 for name, value in found.items()} | {"zeros": zeros}

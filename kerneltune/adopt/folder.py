@@ -1,7 +1,7 @@
 """A capture folder: one folder for each class of launches, with its metadata as JSON and its values in safetensors.
 
 A class is written as a whole or not at all, so that a killed program loses at most the class that it was writing. Nothing in a
-capture is executed on load. Imports the standard library, arguments and kernels.
+capture is executed on load. Imports the standard library, arguments and kernels, and files to read.
 """
 
 import json
@@ -9,12 +9,11 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kerneltune.adopt.arguments import Argument, dtypes_of, from_json, sizes_of, to_json, total_bytes
-from kerneltune.adopt.encoding import read_json
+from kerneltune.adopt.arguments import Argument, dtypes_of, read_json, sizes_of, total_bytes
 from kerneltune.adopt.kernels import KernelName
 
 FORMAT = 1
@@ -40,6 +39,11 @@ class Candidate:
     grid: tuple[int, ...] | None
     heuristics: dict[str, Any] = field(default_factory=dict)
     problem: str = ""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a config without values by name."""
+        if not isinstance(self.config.get("kwargs"), dict):
+            raise ValueError("config: kwargs: expected values by name")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +134,6 @@ class Count:
         return self.launches * (self.time_us or 0.0)
 
 
-class DamagedClassError(ValueError):
-    """A class whose files cannot be read; one line that names the file."""
-
-
 def write_class(root: Path, launch: LaunchClass, values: Mapping[str, Any] | None) -> None:
     """Write a class, whole or not at all; one that is there already stays.
 
@@ -152,7 +152,7 @@ def write_class(root: Path, launch: LaunchClass, values: Mapping[str, Any] | Non
             from safetensors.torch import save_file
 
             save_file(dict(values), part / VALUES)
-        (part / META).write_text(json.dumps(_as_json(launch), indent=1), encoding="utf-8")
+        (part / META).write_text(json.dumps({"format": FORMAT, **asdict(launch)}, indent=1), encoding="utf-8")
         os.replace(part, parent / launch.digest)
     except OSError:
         if not (parent / launch.digest / META).exists():  # another process was faster otherwise
@@ -161,71 +161,25 @@ def write_class(root: Path, launch: LaunchClass, values: Mapping[str, Any] | Non
         shutil.rmtree(part, ignore_errors=True)
 
 
-def _as_json(launch: LaunchClass) -> dict[str, Any]:
-    plain = {name: getattr(launch, name) for name in LaunchClass.__slots__}
-    candidates = [{name: getattr(one, name) for name in Candidate.__slots__} for one in launch.candidates]
-    kernel = {"module": launch.kernel.module, "name": launch.kernel.name}
-    return {
-        "format": FORMAT,
-        **plain,
-        "kernel": kernel,
-        "arguments": list(map(to_json, launch.arguments)),
-        "candidates": candidates,
-    }
-
-
 def read_class(folder: Path) -> LaunchClass:
     """Return the class of a folder, without its values.
 
     Raises:
-        DamagedClassError: a file is missing, cut off or holds something else.
+        ValueError: one line naming the file, which is missing, cut off or holds something else.
     """
+    from kerneltune.files import bad, checked
+
     path = folder / META
     try:
-        return _from_json(read_json(path, _LARGEST_META), folder.name)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedClassError(f"{path}: {type(error).__name__}: {' '.join(str(error).split())[:150]}") from None
-
-
-def _from_json(stored: dict[str, Any], digest: str) -> LaunchClass:
-    if stored.get("format") != FORMAT:
-        raise ValueError(f"format: {stored.get('format')!r}: expected {FORMAT}")
-    if stored["digest"] != digest:
-        raise ValueError(f"digest: {stored['digest']!r}: expected {digest!r}, the folder's name")
-    texts = {name: _typed(stored, name, str) for name in ("file", "source", "bytecode", "configs", "device", "problem")}
-    kernel = KernelName(_typed(stored["kernel"], "module", str), _typed(stored["kernel"], "name", str))
-    return LaunchClass(
-        digest=digest,
-        kernel=kernel,
-        list_size=_typed(stored, "list_size", int),
-        versions={str(name): str(value) for name, value in _typed(stored, "versions", dict).items()},
-        keys=tuple(map(str, stored["keys"])),
-        key=_typed(stored, "key", list),
-        arguments=tuple(from_json(one) for one in _typed(stored, "arguments", list)),
-        candidates=tuple(_candidate(one) for one in _typed(stored, "candidates", list)),
-        storages=tuple(dict(one) for one in stored["storages"]),
-        reset=tuple(map(str, stored["reset"])),
-        restored=tuple(map(str, stored["restored"])),
-        in_graph=bool(stored["in_graph"]),
-        choice=stored["choice"],
-        **texts,
-    )
-
-
-def _typed(stored: Mapping[str, Any], name: str, kind: type[Any]) -> Any:
-    value = stored[name]
-    if not isinstance(value, kind):
-        raise ValueError(f"{name}: {value!r}: expected {kind.__name__}")
-    return value
-
-
-def _candidate(stored: dict[str, Any]) -> Candidate:
-    config, grid = _typed(stored, "config", dict), stored["grid"]
-    _typed(config, "kwargs", dict)
-    if grid is not None and not all(type(size) is int for size in grid):
-        raise ValueError(f"grid: {grid!r}: expected whole numbers")
-    heuristics = _typed(stored, "heuristics", dict)
-    return Candidate(config, bool(stored["is_author"]), None if grid is None else tuple(grid), heuristics, str(stored["problem"]))
+        stored = checked(read_json(path, _LARGEST_META), dict[str, Any])
+        if stored.get("format") != FORMAT:
+            raise bad("format", stored.get("format"), repr(FORMAT))
+        launch = checked(stored, LaunchClass)
+        if launch.digest != folder.name:
+            raise bad("digest", launch.digest, f"{folder.name!r}, the folder's name")
+    except ValueError as error:
+        raise ValueError(f"{path}: {' '.join(str(error).split())[:150]}") from None
+    return launch
 
 
 def read_classes(root: Path, problems: list[str]) -> Iterator[LaunchClass]:
@@ -241,7 +195,7 @@ def read_classes(root: Path, problems: list[str]) -> Iterator[LaunchClass]:
         if folder.is_dir() and not folder.name.startswith("."):
             try:
                 yield read_class(folder)
-            except DamagedClassError as error:
+            except ValueError as error:
                 problems.append(f"skipped {error}")
 
 

@@ -1,7 +1,7 @@
 """Captured kernels as operators: one for each kernel, a case for each class of launches, so that every tool takes them.
 
-The capture folder is named by an environment variable, which child processes inherit. Imports spec and the modules below it;
-torch inside functions.
+The capture folder is named by an environment variable, which child processes inherit; `--plugin` with this module loads them.
+Imports spec and the modules below it; torch inside functions.
 """
 
 import dataclasses
@@ -20,7 +20,6 @@ from kerneltune.files import replace_text
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Space, Traffic, Variant
 
 CAPTURED, WIDEN = "KERNELTUNE_CAPTURED", "KERNELTUNE_CAPTURED_WIDEN"
-MODULE = "kerneltune.adopt.captured"
 CLASS = "launch"
 BYTES, BYTES_OF = "bytes", "arguments"
 """An option with one value, by which every table says that GB/s are those of the arguments' bytes."""
@@ -44,6 +43,21 @@ def operators() -> tuple[Op, ...]:
     """Return the operators of the capture that the environment names; none where it names none."""
     folder = os.environ.get(CAPTURED)
     return _operators(folder, os.environ.get(WIDEN) == "1") if folder else ()
+
+
+def __getattr__(name: str) -> Any:
+    """Return OPS, or the config class of a kernel, by which processes exchange configs.
+
+    Raises:
+        AttributeError: there is no such name.
+    """
+    if name == "OPS":
+        return operators()
+    for op in operators() if name.startswith("Config_") else ():
+        kind = tuned_variant(op).config
+        if kind is not None and kind.__name__ == name:
+            return kind
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def tuned_variant(op: Op) -> Variant:
@@ -95,19 +109,19 @@ def _sweep_line(op: Op, launch: LaunchClass) -> str:
 def _operators(folder: str, widen: bool) -> tuple[Op, ...]:
     """Return the operators of a capture, the most expensive first."""
     capture = read_capture(Path(folder))
-    return tuple(_operator(Path(folder), number, launches, widen) for number, launches in enumerate(capture.kernels().values()))
+    return tuple(_operator(Path(folder), launches, widen) for launches in capture.kernels().values())
 
 
-def operator_name(launch: LaunchClass, number: int = 0) -> str:
+def operator_name(launch: LaunchClass) -> str:
     """Return the operator's name of a class's kernel: module and name, and its digest."""
     return f"{launch.kernel.text}-{launch.source[:4]}{launch.configs[:4]}"
 
 
-def _operator(root: Path, number: int, launches: Sequence[LaunchClass], widen: bool) -> Op:
+def _operator(root: Path, launches: Sequence[LaunchClass], widen: bool) -> Op:
     name = operator_name(launches[0])
     axes = _axes(launches)
     by_digest = {launch.digest: launch for launch in launches}
-    kind = _config_class(f"Config_{launches[0].source[:8]}_{launches[0].configs[:8]}", launches, widen)
+    kind = _config_class(f"Config_{launches[0].source[:8]}_{launches[0].configs[:8]}", launches)
     about = partial(_of_case, by_digest)
     author = Variant(name=AUTHOR, run=run_author)
     tuned = Variant(
@@ -127,7 +141,7 @@ def _operator(root: Path, number: int, launches: Sequence[LaunchClass], widen: b
         compare=compare,
         traffic=partial(_traffic, about),
         variants=(author, tuned),
-        module=MODULE,
+        module=__name__,
         options={CLASS: tuple(by_digest), BYTES: (BYTES_OF,)},
     )
 
@@ -161,7 +175,7 @@ def offered(launch: LaunchClass, widen: bool) -> list[Candidate]:
     return [one for one in launch.candidates if one.grid is not None and (one.is_author or widen)]
 
 
-def _config_class(name: str, launches: Sequence[LaunchClass], widen: bool) -> type[Any]:
+def _config_class(name: str, launches: Sequence[LaunchClass]) -> type[Any]:
     """Return a frozen dataclass with the knobs of a kernel's configs, found again by name in the module of OPS."""
     configs = [one.config for launch in launches for one in launch.candidates]
     names = list(configs[0]["kwargs"]) if configs else []
@@ -177,7 +191,7 @@ def _config_class(name: str, launches: Sequence[LaunchClass], widen: bool) -> ty
         return Numbered
     fields: list[Any] = [*types.items(), *((option, int) for option in _OPTIONS)]
     kind: type[Any] = dataclasses.make_dataclass(name, fields, frozen=True)
-    kind.__module__ = MODULE
+    kind.__module__ = __name__
     return kind
 
 

@@ -18,8 +18,7 @@ from threading import RLock
 from typing import Any
 
 from kerneltune.adopt import program
-from kerneltune.adopt.arguments import Storages, describe, layout_key, signature
-from kerneltune.adopt.encoding import NotRecordableError
+from kerneltune.adopt.arguments import NotRecordableError, Storages, Values, collect, describe, layout_key, signature
 from kerneltune.adopt.folder import Candidate, Count, LaunchClass, write_class, write_counts
 from kerneltune.adopt.kernels import (
     FACTORY,
@@ -30,11 +29,11 @@ from kerneltune.adopt.kernels import (
     encode_config,
     kernel_name,
     launched_with,
+    of_space,
     pruned,
     source_digest,
+    widened,
 )
-from kerneltune.adopt.values import Values, collect
-from kerneltune.adopt.widening import of_space, widened
 
 log = logging.getLogger("kerneltune.adopt")
 

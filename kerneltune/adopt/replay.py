@@ -15,11 +15,9 @@ from typing import Any
 import torch
 
 from kerneltune.adopt import main_file
-from kerneltune.adopt.arguments import Argument, Tensor
-from kerneltune.adopt.encoding import decode, torch_dtype
+from kerneltune.adopt.arguments import Argument, Tensor, decode, span, torch_dtype
 from kerneltune.adopt.folder import VALUES, LaunchClass
 from kerneltune.adopt.kernels import KernelName, bytecode_digest, configs_digest, live_config, source_digest, stored_key
-from kerneltune.adopt.values import span
 
 _BASE_ALIGNMENT = 256
 
@@ -138,7 +136,7 @@ class Launch:
         autotuner = live_kernel(captured)
         grid = grid_of(captured, stored)
         autotuning: Any = sys.modules["triton.runtime.autotuner"]
-        config = live_config(autotuner, autotuner.configs, stored, autotuning.Config)
+        config = live_config(autotuner.configs, stored, autotuning.Config)
         if config is None or grid is None:
             raise ReplayError(f"{captured.kernel.text}: no grid or pre_hook is known for {dict(stored)}")
         args = [self.named[a.name] for a in captured.arguments if a.is_positional]

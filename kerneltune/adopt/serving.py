@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import RLock
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kerneltune.adopt import program
 from kerneltune.adopt.arguments import launch_key, outline
@@ -29,27 +29,14 @@ from kerneltune.adopt.kernels import (
 )
 from kerneltune.adopt.table import ServingRow, ServingTable, TableKernel, read_table
 
+if TYPE_CHECKING:
+    from kerneltune.adopt.ahead import Preparation
+    from kerneltune.adopt.recorder import Recorder
+
 log = logging.getLogger("kerneltune.adopt")
 
 POLICIES = ("author", "nearest", "default", "error")
 _MOST_REMEMBERED, _MOST_LISTS = 4096, 64
-
-
-class Missing(Protocol):
-    """Where launches that the table does not have are recorded."""
-
-    def record(self, autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Record a launch."""
-
-
-class Preparing(Protocol):
-    """Does beside the program what Triton does once in a process before it can launch."""
-
-    def begin(self) -> None:
-        """Start, unless that was done before."""
-
-    def wait(self) -> None:
-        """Wait until it is done."""
 
 
 @dataclass(slots=True)
@@ -108,13 +95,14 @@ class Server:
         make_config: Any,
         miss: str = "author",
         manifest: str = "",
-        missing: Missing | None = None,
+        missing: "Recorder | None" = None,
         portfolio: int = 1,
-        preparing: Preparing | None = None,
+        preparing: "Preparation | None" = None,
     ) -> None:
         """make_config: the class triton.Config; manifest: SHA-256 that the table must have; portfolio: configs for torch.compile.
 
-        preparing: begun when a table is read, waited for at the first launch of each kind.
+        missing: records launches that the table does not have; preparing: begun when a table is read, waited for at the first
+        launch of each kind.
 
         Raises:
             ValueError: an unknown policy.
@@ -262,7 +250,7 @@ class Server:
 
         Of a list that was not tuned, as programs assign one for each size, a value that no config of it has may be wrong here.
         """
-        found = [live_config(autotuner, state.configs, config, self._make_config) for config in stored]
+        found = [live_config(state.configs, config, self._make_config) for config in stored]
         is_tuned = state.kernel is not None and state.kernel.configs == configs_digest(state.configs)
         return [config for config in found if config is not None and (is_tuned or _has_values_of(config, state.configs))]
 

@@ -1,16 +1,78 @@
-"""What starts capture or serving in a process: environment variables, which subprocesses inherit, or `install`.
+"""Start capture or serving in a process: by environment variables, which subprocesses inherit, or by `install`.
 
-Imports the standard library until the program imports Triton.
+The one place that changes Triton: `Autotuner.run` and `Autotuner.__init__`, as soon as the program imports them. Subclasses that
+call `super().run` are reached, and kernels that were decorated before. Imports the standard library until the program imports
+Triton.
 """
 
+import functools
 import gc
+import importlib.abc
+import importlib.machinery
+import importlib.util
 import json
 import logging
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+TARGET = "triton.runtime.autotuner"
+_MARK = "_kerneltune_original"
+
+
+class _Waiting(importlib.abc.MetaPathFinder):
+    """Waits for one module to be imported, then acts on it once."""
+
+    def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:
+        self._name, self._act = name, act
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Let the other finders find the module, and have its loader tell when it is there."""
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        loader: Any = spec.loader
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            self._act(module)
+
+        loader.exec_module = exec_module
+        return spec
+
+
+def when_imported(name: str, act: Callable[[ModuleType], None]) -> None:
+    """Act on a module now if it is loaded, else as soon as it is."""
+    module = sys.modules.get(name)
+    if module is not None:
+        act(module)
+    else:
+        sys.meta_path.insert(0, _Waiting(name, act))
+
+
+def replace_method(owner: type[Any], name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a method by what `make` makes of the original; a method that was replaced before is replaced anew."""
+    present = getattr(owner, name)
+    original = getattr(present, _MARK, present)
+    replaced: Any = functools.update_wrapper(make(original), original)  # torch.compile reads the signature
+    setattr(replaced, _MARK, original)
+    setattr(owner, name, replaced)
+
+
+def restore_method(owner: type[Any], name: str) -> None:
+    """Put the original method back."""
+    present = getattr(owner, name)
+    setattr(owner, name, getattr(present, _MARK, present))
+
 
 CAPTURE, CAPTURE_OPTIONS = "KERNELTUNE_CAPTURE", "KERNELTUNE_CAPTURE_OPTIONS"
 ADOPT, MISS, MANIFEST, MISSES = (
@@ -55,7 +117,7 @@ def capture(root: Path, **options: Any) -> None:
         _patch(autotuning, recorder.make_run, recorder.made)
         _installed["recorder"] = recorder
 
-    _when_triton_comes(begin)
+    when_imported(TARGET, begin)
 
 
 def install(
@@ -100,7 +162,7 @@ def install(
         for made in _autotuners(autotuning):
             server.made(made)  # decorated before: torch.compile is to see their portfolios, too
 
-    _when_triton_comes(begin)
+    when_imported(TARGET, begin)
 
 
 def _autotuners(autotuning: ModuleType) -> list[Any]:
@@ -110,8 +172,7 @@ def _autotuners(autotuning: ModuleType) -> list[Any]:
 
 def _prepared(root: Path, autotuning: ModuleType) -> Any:
     """Put the compiled kernels of a tuned folder where Triton looks for them; returns the rest of the preparation, if any."""
-    from kerneltune.adopt.ahead import Preparation
-    from kerneltune.adopt.compiled import give
+    from kerneltune.adopt.ahead import Preparation, give
 
     knobs: Any = getattr(autotuning, "knobs", None)
     if knobs is None or knobs.runtime.interpret or not knobs.cache.dir:
@@ -136,10 +197,6 @@ def recorder() -> Any:
 
 def uninstall() -> None:
     """Put Triton's own methods back, and the authors' lists."""
-    import sys
-
-    from kerneltune.adopt.patching import TARGET, restore_method
-
     autotuning = sys.modules.get(TARGET)
     if autotuning is not None:
         restore_method(autotuning.Autotuner, "run")
@@ -152,15 +209,7 @@ def uninstall() -> None:
     _installed.clear()
 
 
-def _when_triton_comes(begin: Callable[[ModuleType], None]) -> None:
-    from kerneltune.adopt.patching import TARGET, when_imported
-
-    when_imported(TARGET, begin)
-
-
 def _patch(autotuning: ModuleType, make_run: Callable[..., Any], made: Callable[[Any], None]) -> None:
-    from kerneltune.adopt.patching import replace_method
-
     def make_init(original: Callable[..., Any]) -> Callable[..., Any]:
         def init(autotuner: Any, *args: Any, **kwargs: Any) -> None:
             original(autotuner, *args, **kwargs)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kerneltune.adopt.encoding import read_json
+from kerneltune.adopt.arguments import read_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kerneltune import cache, device, sweep
-from kerneltune.adopt import ahead, compiled
+from kerneltune.adopt import ahead
 from kerneltune.adopt.folder import LaunchClass
 from kerneltune.adopt.operators import CAPTURED, SWEEP, TUNED, WIDEN, case_of, operator_name, operators, sweep_text, tuned_variant
 from kerneltune.adopt.overview import Capture, read_capture
@@ -280,12 +280,12 @@ def _keep_compiled(root: Path, tuned: Sequence[TunedClass], progress: Progress) 
             config = group.nearest(launch.sizes).configs[0]
             kernel = make_launch(launch, root, "meta", 0).compile(config)
             if getattr(kernel, "hash", ""):  # nothing is compiled in the interpreter
-                names.append(compiled.entry_name(kernel.hash))
+                names.append(ahead.entry_name(kernel.hash))
                 launchers.append(ahead.launcher_of(kernel))
     from triton import knobs
 
     try:
-        compiled.keep(root, names, Path(knobs.cache.dir))
+        ahead.keep(root, names, Path(knobs.cache.dir))
         distinct = {json.dumps(one, sort_keys=True): one for one in launchers}
         replace_text(ahead.launchers_path(root), json.dumps({"launchers": list(distinct.values())}) + "\n")
     except OSError as error:

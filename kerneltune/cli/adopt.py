@@ -30,8 +30,7 @@ def lint_command(folder: Folder) -> None:
 
     Exit code 1 where there is something.
     """
-    from kerneltune.adopt.lint import findings
-    from kerneltune.adopt.overview import read_capture
+    from kerneltune.adopt.overview import findings, read_capture
 
     found = findings(read_capture(folder))
     for text in found:

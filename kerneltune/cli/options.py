@@ -314,7 +314,7 @@ def use_plugins(modules: Sequence[str]) -> None:
 def use_capture(folder: str) -> None:
     """Load the kernels of a capture as operators."""
     os.environ["KERNELTUNE_CAPTURED"] = os.path.abspath(folder)
-    use_plugins(["kerneltune.adopt.captured"])
+    use_plugins(["kerneltune.adopt.operators"])
 
 
 def is_capture(family: str) -> bool:

@@ -15,16 +15,17 @@ import triton
 from adopted import author_configs, captured, example, kernel_of, write_table
 from triton.runtime.autotuner import Autotuner
 
-from kerneltune.adopt import ahead, kernels, patching, startup
+from kerneltune.adopt import ahead, kernels, startup
 from kerneltune.adopt.serving import Server
 
 TYPES = ["*bf16", "fp32", "constexpr", ["i32", ["*fp32"]]]
 
 
-class Steps:
+class Steps(ahead.Preparation):
     """Counts what a Server asks of a Preparation."""
 
     def __init__(self) -> None:
+        super().__init__(Path(), Path(), is_cache_new=False)
         self.begun, self.waited = 0, 0
 
     def begin(self) -> None:
@@ -55,7 +56,7 @@ def served_folder(folder: Path, device: str = "") -> Path:
 def launched(folder: Path, steps: Steps, *columns: int) -> Server:
     """Serve the example's launches with a Server that has these steps."""
     server = Server(folder, triton.Config, preparing=steps)
-    patching.replace_method(Autotuner, "run", server.make_run)
+    startup.replace_method(Autotuner, "run", server.make_run)
     for count in columns:
         example().step(4, count)
     return server

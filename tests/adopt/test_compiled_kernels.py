@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from kerneltune.adopt.compiled import FOLDER, entry_name, give, keep
+from kerneltune.adopt.ahead import FOLDER, entry_name, give, keep
 
 
 def entry(cache: Path, name: str) -> Path:
