@@ -200,7 +200,7 @@ class Knobs:
     warps: int
 
 
-DEFAULT = Knobs(0, 0)
+DEFAULT = Knobs(1, 0)
 
 
 def chooser(root: Path, most_warps: int = 8) -> cache.Chooser:

@@ -76,6 +76,9 @@ class Chooser:
 
         Entries of the case's own sizes with another value of a free option, or of the other 16-bit type, are near. The rule
         knows how far other sizes of the free axes may be; without a rule any distance is near.
+
+        Raises:
+            ValueError: not even the default is valid for the case.
         """
         gpu = gpu or device.current_slug()
         table = _table(self, gpu, case.quant)
@@ -84,7 +87,7 @@ class Chooser:
             return Choice(config, "own", "")
         ruling = ruling_of(self, gpu)
         near = self._near(case, table, math.inf if ruling is None else ruling.rule.near)
-        return near or self._ruled(case, table, ruling, gpu) or Choice(self.default(case), "default", "the default")
+        return near or self._ruled(case, table, ruling, gpu) or self._default(case, "the default")
 
     def _near(self, case: Case, table: "_Table", limit: float) -> Choice | None:
         """Return the first valid config of near entries, those of other sizes up to a log2 distance; None if there is none."""
@@ -103,11 +106,22 @@ class Chooser:
             return None
         for knobs in ruling.proposals(case):
             if not knobs:
-                return Choice(self.default(case), "default", f"{ruling.told(gpu)}: the default")
+                return self._default(case, f"{ruling.told(gpu)}: the default")
             fits = out_of_range(knobs, table.ranges or self.ranges(case)) is None
             if fits and (config := self.from_knobs(case, knobs)) is not None:
                 return Choice(config, "rule", f"{ruling.told(gpu)}: {json_text(knobs)}")
         return None
+
+    def _default(self, case: Case, told: str) -> Choice:
+        """Return the default.
+
+        Raises:
+            ValueError: the default is not valid for the case.
+        """
+        config = self.default(case)
+        if (reason := self.valid(case, config)) is not None:
+            raise ValueError(f"{self.op}: {case.label}: expected sizes that some config can run: {reason}")
+        return Choice(config, "default", told)
 
     def from_knobs(self, case: Case, knobs: Mapping[str, Any]) -> Any:
         """Return the config with these knobs; None where they are not those of the variant, or not valid for the case."""

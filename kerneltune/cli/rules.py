@@ -158,6 +158,8 @@ def explain(
         raise ValueError(f"variant: {variant!r}: expected a variant with knobs")
     slug = _gpu(gpu, configs)
     asked = chosen.called(_case(known, chosen, ",".join(case), dtype, quant))
+    if (reason := of.unsupported(asked)) is not None:
+        raise ValueError(f"case: {asked.label}: unsupported: {reason}")
     chooser = cache.Chooser.of(chosen, of, "cold", configs)
     found = chooser.find(asked, slug)
     knobs = {name: getattr(found.config, name) for name in found.config.__dataclass_fields__}

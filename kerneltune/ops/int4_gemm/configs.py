@@ -10,7 +10,7 @@ from functools import lru_cache
 from operator import itemgetter
 from typing import NamedTuple
 
-from kerneltune.ops.int4_gemm.packing import DEPTH, ROWS
+from kerneltune.ops.int4_gemm.packing import DEPTH, ROWS, check_sizes
 from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Option, Space
 
@@ -112,6 +112,15 @@ def _sizes(case: Case) -> _Sizes:
     axes, options = dict(case.axes), dict(case.options)
     depth, group = cdiv(axes["K"], DEPTH), options["group"]
     return _Sizes(axes["N"], axes["M"], axes["K"], depth, group, bool(options["zeros"]) or group == 32)
+
+
+def unsupported(case: Case) -> str | None:
+    """Say which sizes cannot be packed."""
+    try:
+        check_sizes(case["M"], case["K"], int(case.option("group")) or case["K"])
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def space(case: Case) -> Space:

@@ -27,6 +27,7 @@ from kerneltune.ops.int4_gemm.configs import (
     promising,
     space,
     steps_of,
+    unsupported,
     valid,
     warps_of,
     wrong_for_warpgroups,
@@ -195,7 +196,7 @@ OP = Op(
     traffic=reference.traffic,
     variants=(
         *plain.VARIANTS,
-        Variant("optimized", run, Int4Config, space, valid, default, promising=promising),
+        Variant("optimized", run, Int4Config, space, valid, default, unsupported, promising=promising),
         *peers.VARIANTS,
     ),
     module=__name__,
