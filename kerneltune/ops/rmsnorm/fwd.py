@@ -26,7 +26,7 @@ from kerneltune.ops.rmsnorm.contract import (
     scalars,
     uniform,
 )
-from kerneltune.ops.rmsnorm.kernels.forward import normalize
+from kerneltune.ops.rmsnorm.kernels.forward import normalize, transposes_at_once
 from kerneltune.ops.rmsnorm.tiles import (
     FEW_ROWS,
     LONG,
@@ -35,6 +35,7 @@ from kerneltune.ops.rmsnorm.tiles import (
     REGISTERS,
     SHARING,
     SHORT,
+    TRANSPOSED_ROWS,
     Tiles,
     check_config,
     first_valid,
@@ -68,13 +69,14 @@ def space(case: Case) -> Space:
     """Offer loads from half a row, an eighth of a long or uneven one, to a whole row; tiles of many rows that are short."""
     whole = power_of_two(case["N"])
     if whole <= SHORT:
+        transposed = case.quant == "fp8_t"
         return {
-            "rows": rows_of_short(whole, 16384),
+            "rows": (32, 64, 128, 256) if transposed else rows_of_short(whole, 16384),
             "cols": (whole,),
             "split": (False,),
-            "warps": (1, 2, 4, 8),
-            "ctas": (0, 2, 4, 8),
-            "stages": (1, 2, 3),
+            "warps": (2, 4, 8, 16) if transposed else (1, 2, 4, 8),
+            "ctas": (0,) if transposed else (0, 2, 4, 8),
+            "stages": (1,) if transposed else (1, 2, 3),
             "reload": (False,),
         }
     long = whole > 8192
@@ -108,6 +110,8 @@ def valid(case: Case, config: FwdConfig) -> str | None:
         return "a pipeline of loads needs a loop over tiles, and the loop needs the pipeline"
     if config.stages > 3:
         return f"{config.stages} tiles in the pipeline"
+    if case.quant == "fp8_t" and case["N"] <= SHORT and not transposes_at_once(case["N"], config):
+        return f"short rows are transposed where they are held, {TRANSPOSED_ROWS} at least"
     return invalid_tile(case, config, tensors=1, most=64, held=1 if config.reload else None)
 
 
@@ -136,6 +140,9 @@ def default(case: Case) -> FwdConfig:
 def likely(case: Case, reload: bool) -> Iterator[FwdConfig]:
     """Generate configs, the likeliest first; the last runs anything. reload: whether x may be read again."""
     M, whole = case["M"], power_of_two(case["N"])
+    if whole <= SHORT and case.quant == "fp8_t":
+        rows = max(TRANSPOSED_ROWS, tile_rows(M, min(128, 16384 // whole)))
+        yield FwdConfig(rows, whole, False, max(1, rows * whole // 2048), ctas=0, stages=1, reload=False)
     if whole <= 1024:
         rows = tile_rows(M, max(1, 2048 // whole))
         warps = 2 if case.quant != "none" or 128 < whole <= SHORT else 4

@@ -26,6 +26,9 @@ LONG = 16384
 SHORT = 512
 """Elements of a row up to which a row is less than what a program should load at a time: a tile has many rows."""
 
+TRANSPOSED_ROWS = 32
+"""The fewest rows of a tile that is transposed where it is held: a row of the transpose is written by sectors of 32 bytes."""
+
 FEW_ROWS = 128
 """Rows below which a program per row leaves SMs idle."""
 

@@ -26,7 +26,7 @@ from kerneltune.kernel_lib.tl_exchange import (
 from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX, INTERPRETED, held, is_cuda, quantize, reciprocal, wide
 from kerneltune.kernel_lib.tl_transpose import store_transposed, transpose_bytes
 from kerneltune.kernel_lib.workspace import counters, workspace
-from kerneltune.ops.rmsnorm.tiles import SHARING, groups_of, phases_of
+from kerneltune.ops.rmsnorm.tiles import SHARING, SHORT, TRANSPOSED_ROWS, groups_of, phases_of
 from kerneltune.rounding import cdiv
 
 if TYPE_CHECKING:
@@ -51,7 +51,8 @@ second launch; level at rows of 4096 elements, slower for shorter rows, and for 
 
 _PLAIN = 512
 """Elements of a row up to which L2 is not told that x and y are used once. H200, 2026-11-23, 268 MB of x: rows of 64 elements
-134.1 → 130.7 µs, of 128 132.6 → 130.4, of 256 130.9 → 128.7, of 512 129.6 → 129.2; longer rows were not tried."""
+134.1 → 130.7 µs, of 128 132.6 → 130.4, of 256 130.9 → 128.7, of 512 129.6 → 129.2; longer rows 0.95 to 1.04 times as fast. Nor is
+it told where a matrix is added to x, which makes four streams: 1.02 to 1.07 times as fast at rows of 2048 to 8192."""
 
 
 def normalize(
@@ -88,6 +89,9 @@ def normalize(
     tensors = (x, weight, add, None if add is None else total, y, rsigma, scale, amax, scale_inv)
     sizes = (M, N, x.stride(0), None if add is None else add.stride(0), eps)
     constants = {"ZERO_CENTERED": zero_centered, "FP8_MAX": FP8_MAX[fp8_format]}
+    if y_t is not None and transposes_at_once(N, config):
+        _write_both_at_once(tensors, y_t, sizes, constants, config)
+        return y, total, rsigma, y_t, scale_inv
     if y_t is not None and _transposes_behind(y, config):
         write_both(tensors, y_t, sizes, constants, config)
         return y, total, rsigma, y_t, scale_inv
@@ -104,10 +108,10 @@ def _write_rows_of(
     tensors: tuple[Any, ...], sizes: tuple[Any, ...], constants: dict[str, Any], keep: bool, c: "FwdConfig"
 ) -> None:
     """Write y. keep: so that L2 has it for the next kernel."""
-    (M, N), x = sizes[:2], tensors[0]
+    (M, N), x, plain = sizes[:2], tensors[0], _is_plain(tensors, sizes)
     tiles = cdiv(M, c.rows)
     if not c.ctas:
-        _rmsnorm_fwd_once[(tiles,)](*tensors, *sizes, **constants, KEEP=keep or N <= _PLAIN, **_whole(N, c))
+        _rmsnorm_fwd_once[(tiles,)](*tensors, *sizes, **constants, KEEP=keep or plain, **_whole(N, c, plain))
         return
     parts, chunks = c.parts(N)
     with workspace(tiles * parts * c.rows, x.device) if parts > 1 else nullcontext() as ws:
@@ -116,6 +120,21 @@ def _write_rows_of(
                 *tensors, ws, *sizes, **constants, KEEP=keep, ROWS=c.rows, COLS=c.cols, CHUNKS=chunks, PARTS=parts, PHASE=phase,
                 EVEN=N % c.cols == 0, STAGES=c.stages, num_warps=c.warps, **options,
             )  # fmt: skip
+
+
+def transposes_at_once(N: int, c: "FwdConfig") -> bool:
+    """Say whether a program holds tiles of whole rows, enough of them to write the transpose's rows by sectors of memory."""
+    return N <= SHORT and c.cols >= N and c.rows >= TRANSPOSED_ROWS and not c.ctas
+
+
+def _write_both_at_once(
+    tensors: tuple[Any, ...], y_t: torch.Tensor, sizes: tuple[Any, ...], constants: dict[str, Any], c: "FwdConfig"
+) -> None:
+    """Write y of short rows and its transpose, both from registers; tensors and sizes are those of `_rmsnorm_fwd_once`."""
+    M = sizes[0]
+    _rmsnorm_fwd_at_once[(cdiv(M, c.rows),)](
+        *tensors, y_t, *sizes, **constants, ROWS=c.rows, COLS=c.cols, PACKED=M % 4 == 0, num_warps=c.warps
+    )
 
 
 def _transposes_behind(y: torch.Tensor, c: "FwdConfig") -> bool:
@@ -134,11 +153,16 @@ def write_both(
     with counters(cdiv(blocks, 2), x.device) as done:
         _rmsnorm_fwd_turned[(blocks * (_BLOCK // c.rows + cdiv(N, _TILE)),)](
             *tensors, y_t.view(torch.uint8), done.view(torch.int32), *sizes, cdiv(BEHIND_BYTES, _BLOCK * N), **constants,
-            BLOCK=_BLOCK, TILE=_TILE, **_whole(N, c),
+            BLOCK=_BLOCK, TILE=_TILE, **_whole(N, c, _is_plain(tensors, sizes)),
         )  # fmt: skip
 
 
-def _whole(N: int, c: "FwdConfig") -> dict[str, Any]:
+def _is_plain(tensors: tuple[Any, ...], sizes: tuple[Any, ...]) -> bool:
+    """Say whether programs that write whole rows leave L2 without hints."""
+    return sizes[1] <= _PLAIN or tensors[2] is not None
+
+
+def _whole(N: int, c: "FwdConfig", plain: bool) -> dict[str, Any]:
     """Return the constants and options of programs that write whole rows."""
     loads = cdiv(N, c.cols)
     if c.reload:
@@ -149,7 +173,7 @@ def _whole(N: int, c: "FwdConfig") -> dict[str, Any]:
         gammas = 0 if c.rows * loads * c.cols > _MOST_BESIDE_GAMMA else loads
     sizes = {
         "ROWS": c.rows, "COLS": c.cols, "HELD": held, "GAMMAS": gammas, "BY_WARPS": c.warps >= 16,
-        "POLICY": "" if N <= _PLAIN else "evict_first", "num_warps": c.warps,
+        "POLICY": "" if plain else "evict_first", "num_warps": c.warps,
     }  # fmt: skip
     return sizes | registers(c.warps, SHARING) if c.reload and held else sizes
 
@@ -273,6 +297,55 @@ def _rmsnorm_fwd_once(
 
 
 @triton.jit
+def _rmsnorm_fwd_at_once(
+    x_ptr, g_ptr, add_ptr, sum_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr, y_t_ptr,
+    M, N: tl.constexpr, stride_xm, stride_am, eps,
+    ZERO_CENTERED: tl.constexpr, FP8_MAX: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Write y as fp8 and its transpose (N, M), a program for ROWS whole rows, which it holds as four tiles of every fourth row.
+
+    PACKED: M is a multiple of 4. The other arguments are those of `_rmsnorm_fwd_once`.
+    """
+    tile = tl.program_id(0)
+    left = M - tile * ROWS
+    quads = tl.arange(0, ROWS // 4)
+    cols = tl.arange(0, COLS)
+    g = _load_gamma(g_ptr, cols, N)
+    scale = tl.load(scale_ptr)
+    if tile == 0:
+        tl.store(scale_inv_ptr, reciprocal(scale))
+    x_rows = x_ptr + wide(tile * ROWS) * stride_xm
+    xs = ()
+    for k in tl.static_range(4):
+        rows = quads * 4 + k
+        x = _load_chunk(x_rows + rows[:, None] * stride_xm, 0, rows, left, N, ROWS, COLS, "")
+        if add_ptr is not None:
+            add_rows = add_ptr + wide(tile * ROWS) * stride_am + rows[:, None] * stride_am
+            other = _load_chunk(add_rows, 0, rows, left, N, ROWS, COLS, "")
+            x = (x.to(tl.float32) + other.to(tl.float32)).to(x.dtype)
+        xs = xs + (x,)
+    amax = tl.zeros((ROWS // 4, COLS // 8), dtype=tl.float32)
+    qs = ()
+    for k in tl.static_range(4):
+        rows = quads * 4 + k
+        to = wide(tile * ROWS) * N + (rows[:, None] * N + cols[None, :])
+        mask = _inside(rows, left, cols, N, ROWS, COLS)
+        if add_ptr is not None:
+            tl.store(sum_ptr + to, xs[k], mask=mask)
+        x = xs[k].to(tl.float32)
+        r = tl.rsqrt(tl.sum(x * x, axis=1) * (1.0 / N) + eps)
+        tl.store(rsigma_ptr + tile * ROWS + rows, r, mask=rows < left)
+        y = x * r[:, None] * _gamma(g, ZERO_CENTERED)
+        amax = _raised(amax, y)
+        q = quantize(y, scale, FP8_MAX, y_ptr.dtype.element_ty)
+        tl.store(y_ptr + to, q, mask=mask)
+        qs = qs + (q,)
+    base = wide(tile * ROWS)
+    store_transposed(y_t_ptr, base, M, 0, tl.minimum(left, ROWS), cols < N, qs, JAGGED=False, EVEN=N == COLS, PACKED=PACKED)
+    _raise_amax(amax_ptr, amax, 0.0, False)
+
+
+@triton.jit
 def _rmsnorm_fwd_turned(
     x_ptr, g_ptr, add_ptr, sum_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr, y_t_ptr, done_ptr,
     M, N: tl.constexpr, stride_xm, stride_am, eps, lag,
@@ -381,7 +454,7 @@ def _whole_rows(
             x = (x.to(tl.float32) + other.to(tl.float32)).to(x.dtype)
             sum_rows = sum_ptr + wide(tile * ROWS) * N + lanes[:, None] * N
             mask = _inside(lanes, left, c * COLS + cols, N, ROWS, COLS)
-            tl.store(sum_rows + (c * COLS + cols)[None, :], x, mask=mask, cache_modifier=".cs")
+            tl.store(sum_rows + (c * COLS + cols)[None, :], x, mask=mask, cache_modifier="" if KEEP else ".cs")
         squares += x.to(tl.float32) * x.to(tl.float32)
         xs = xs + (x,)
         if c < GAMMAS:
