@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from kerneltune.measuring.compare import Compared, Untimed
-from kerneltune.search.task import Run, Task
-from kerneltune.search.trials import Evaluation
+from kerneltune.search.task import Evaluation, Run, Task
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
 from kerneltune.stats import Samples
 

@@ -17,8 +17,7 @@ from versus_jobs import H200, OP, VARIANT, Bench, Knobs, Pool
 from kerneltune import device
 from kerneltune.device import Device
 from kerneltune.plan import Options, Quiet
-from kerneltune.search.task import Task
-from kerneltune.search.trials import Evaluation
+from kerneltune.search.task import Evaluation, Task
 from kerneltune.spec import Case, Config
 from kerneltune.tuning import machines, stage
 from kerneltune.tuning.fleet import Fleet

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kerneltune.search.spaces import Knobs, MeasuredSpace
-from kerneltune.search.trials import Evaluation
+from kerneltune.search.task import Evaluation
 
 KNOBS: Mapping[str, tuple[Any, ...]] = {
     "rows": (1, 2, 4, 8),

@@ -13,8 +13,8 @@ from typing import Any
 from kerneltune import cache, device
 from kerneltune.measuring.compiler import CompileResult
 from kerneltune.search.loop import Search
-from kerneltune.search.task import Task
-from kerneltune.search.trials import Evaluation, TrialStore
+from kerneltune.search.task import Evaluation, Task
+from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
 from kerneltune.tuning.bench import ChildCrashedError
 from kerneltune.tuning.tuner import Tuner, tune

@@ -11,8 +11,7 @@ import pytest
 from kerneltune import cache, device, ops
 from kerneltune.device import Device
 from kerneltune.measuring.compiler import CompileResult, Kernel
-from kerneltune.search.task import Task
-from kerneltune.search.trials import Evaluation
+from kerneltune.search.task import Evaluation, Task
 from kerneltune.spec import Config
 from kerneltune.stats import Samples
 from kerneltune.tuning import machines, stage

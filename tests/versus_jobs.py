@@ -11,8 +11,7 @@ from kerneltune import device
 from kerneltune.device import Device
 from kerneltune.lab.tuners import ContestTask, TunerResult, by_kerneltune, by_triton
 from kerneltune.measuring.compiler import CompileResult
-from kerneltune.search.task import Task
-from kerneltune.search.trials import Evaluation
+from kerneltune.search.task import Evaluation, Task
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
 from kerneltune.stats import Samples
 from kerneltune.tuning import machines

@@ -126,12 +126,12 @@ def _sources(
     everything = with_roles(records)
     own = {family: own_tables(members) for family, members in by_family(everything).items()}
     records = [record for record in everything if record.role != "part"]
-    stores = _stores(records, results)
-    if records and not stores:
+    trials = [row for path in _stores(records, results) for row in history(path)]
+    if records and not trials:
         note("no trial store beside these records: the page shows what the config cache says of the tuning")
     return Sources(
         records=records,
-        trials=[row for path in stores for row in history(path)],
+        trials=trials,
         entries=_entries(records, configs),
         own=own,
         pair=default_pair(records, *pair) if records else ("", ""),
@@ -148,13 +148,12 @@ def _short(path: Path) -> str:
 
 
 def _stores(records: "Sequence[Record]", results: Path | None) -> list[Path]:
-    """Return the trial stores of the records' operators and devices that exist here."""
+    """Return the trial stores of the records' operators and devices, there or not."""
     from kerneltune.device import slug
-    from kerneltune.search.trials import has_store, store_path
+    from kerneltune.search.trials import store_path
 
     root = o.results_root(results) / "runs" / "trials"
-    wanted = dict.fromkeys(store_path(root / slug(record.device), record.op) for record in records)
-    return [path for path in wanted if has_store(path)]
+    return list(dict.fromkeys(store_path(root / slug(record.device), record.op) for record in records))
 
 
 def _entries(records: "Sequence[Record]", configs: Path | None) -> "dict[str, list[CacheEntry]]":

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kerneltune.search.loop import Search, explore
 from kerneltune.search.spaces import Knobs, MeasuredSpace
-from kerneltune.search.trials import Evaluation
+from kerneltune.search.task import Evaluation
 from kerneltune.spec import Config
 from kerneltune.stats import Interval, median_interval
 

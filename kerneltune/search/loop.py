@@ -14,8 +14,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kerneltune.search.task import knobs_of
-from kerneltune.search.trials import Evaluation
+from kerneltune.search.task import Evaluation, knobs_of
 from kerneltune.spec import Config
 
 if TYPE_CHECKING:

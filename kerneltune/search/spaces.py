@@ -20,7 +20,7 @@ import msgspec
 
 from kerneltune.device import slug
 from kerneltune.files import decode, opened, replace_bytes
-from kerneltune.search.trials import Evaluation
+from kerneltune.search.task import Evaluation
 from kerneltune.spec import Option
 
 SUFFIX = ".csv.gz"

@@ -210,10 +210,11 @@ class UntriedSampler(ListSampler):
 
 def choices_of(configs: Sequence[Knobs]) -> dict[str, CategoricalDistribution]:
     """Return the values of every knob in some configs as a distribution."""
-    return {name: CategoricalDistribution(sorted({c[name] for c in configs}, key=_order)) for name in configs[0]}
+    return {name: CategoricalDistribution(sorted({c[name] for c in configs}, key=choice_order)) for name in configs[0]}
 
 
-def _order(value: Any) -> tuple[bool, Any]:
+def choice_order(value: Any) -> tuple[bool, Any]:
+    """Return the key by which values of a knob are sorted: numbers, then text."""
     return (isinstance(value, str), value)
 
 

@@ -1,7 +1,7 @@
-"""A task: the unit of work that is searched, checked, timed and stored; found again by name in another process."""
+"""A task: the unit of work that is searched, checked, timed and stored; found by name in other processes. Its evaluation."""
 
 import importlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from kerneltune.spec import Case, Config, Op, Variant
@@ -87,3 +87,37 @@ def knobs_of(config: Config) -> dict[str, Any]:
 def config_values(config: Config) -> dict[str, Any] | None:
     """Return a config as JSON; None for none."""
     return None if config is None else knobs_of(config)
+
+
+Sizes = tuple[tuple[str, int], ...]
+Knobs = tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The result of one config on one case, from the bench to the store.
+
+    Attributes:
+        status: `ok`, or why there is no time: `compile`, `spills`, `occupancy` where too few programs fit, `wrong`, `failed`,
+            `memory` where the GPU was out of memory, `lost` where the measuring or compiling process crashed.
+        time_us: median time of a call; None without a time.
+        detail: what went wrong, one line.
+        resources: registers of all threads of the largest program.
+        spill_bytes: per thread.
+        shared_bytes: of the largest program.
+        date: when it was measured, UTC; empty before it is stored.
+        commit: of the source that measured it; empty before it is stored.
+    """
+
+    status: str
+    time_us: float | None = None
+    detail: str = ""
+    resources: int = field(default=0, compare=False)
+    spill_bytes: int = field(default=0, compare=False)
+    shared_bytes: int = field(default=0, compare=False)
+    date: str = field(default="", compare=False)
+    commit: str = field(default="", compare=False)
+
+
+KnownTrial = tuple[Place, Knobs, Evaluation]
+"""An evaluation and what it is of."""

@@ -1,61 +1,41 @@
 """Every evaluation of a config, kept for good: what a search has paid for is never paid for twice.
 
-Measures nothing and decides nothing. Optuna, whose journal holds the evaluations, is imported when a store is opened.
+The evaluations of an operator on a GPU model are an Optuna journal, as optuna-dashboard and optuna.load_study open it. It has a
+study for each variant, case, policy and fingerprint; its user attributes say which. A finished trial is one line, written in one
+piece and on disk when `put` returns, so a kill loses at most the trial that is running. Measures nothing and decides nothing.
 """
 
-import fcntl
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import msgspec
+import optuna
+from optuna.distributions import CategoricalDistribution
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import TrialState
 
 from kerneltune.errors import first_line
-from kerneltune.search.task import Place, Task, knobs_of
+from kerneltune.files import append_lines
+from kerneltune.search.study import choice_order, finished_trial, quiet
+from kerneltune.search.task import Evaluation, Knobs, KnownTrial, Place, Task, knobs_of
 from kerneltune.spec import MOST, Case, Config, Op
 
 SUFFIX = ".log"
 TRANSIENT = frozenset(("memory", "lost"))
 """Statuses that a config may not be at fault for: another process held the memory, or the machine was busy."""
-_OLD_SUFFIX, _OLD_SCHEMA, _MIGRATED = ".jsonl", 1, ".migrated"
 _MOVE = "move the file away to start anew"
-
-Sizes = tuple[tuple[str, int], ...]
-Knobs = tuple[tuple[str, Any], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """The result of one config on one case, from the bench to the store.
-
-    Attributes:
-        status: `ok`, or why there is no time: `compile`, `spills`, `occupancy` where too few programs fit, `wrong`, `failed`,
-            `memory` where the GPU was out of memory, `lost` where the measuring or compiling process crashed.
-        time_us: median time of a call; None without a time.
-        detail: what went wrong, one line.
-        resources: registers of all threads of the largest program.
-        spill_bytes: per thread.
-        shared_bytes: of the largest program.
-        date: when it was measured, UTC; empty before it is stored.
-        commit: of the source that measured it; empty before it is stored.
-    """
-
-    status: str
-    time_us: float | None = None
-    detail: str = ""
-    resources: int = field(default=0, compare=False)
-    spill_bytes: int = field(default=0, compare=False)
-    shared_bytes: int = field(default=0, compare=False)
-    date: str = field(default="", compare=False)
-    commit: str = field(default="", compare=False)
-
-
-KnownTrial = tuple[Place, Knobs, Evaluation]
-"""An evaluation and what it is of."""
-
+_OLD_SUFFIX = ".jsonl"
+_ABOUT = ("op", "variant", "axes", "dtype", "quant", "options", "policy", "fingerprint")
+_RESULT = ("status", "detail", "resources", "spill_bytes", "shared_bytes", "commit")
 
 Searches = list[tuple[Case, dict[Knobs, Evaluation]]]
 """Cases, each with its stored evaluations."""
@@ -96,9 +76,9 @@ class _TrialRow(msgspec.Struct):
 
 
 class TrialStore:
-    """The evaluations of one operator on one GPU model, in an Optuna journal.
+    """The evaluations of one operator on one GPU model.
 
-    Opening a store writes nothing, except that the file of an older version is migrated. Threads may share a store.
+    Opening a store writes nothing. Threads may share a store.
 
     Attributes:
         on_put: told every evaluation that `put` has stored.
@@ -115,14 +95,14 @@ class TrialStore:
         Raises:
             ValueError: the file cannot be read, or holds something that is no evaluation; one line.
         """
-        self._commit, self._fingerprint = commit, fingerprint
+        self._path, self._commit, self._fingerprint = path, commit, fingerprint
         self.on_put: Callable[[Config, Evaluation], None] = lambda _config, _evaluation: None
         self._found: dict[Place, dict[Knobs, Evaluation]] = {}
         self._choices: dict[Place, dict[str, dict[Any, None]]] = {}
+        self._studies: dict[str, optuna.Study] = {}
         self._lock = Lock()
-        migrate(path)
-        self._journal = _journal(path)
-        for row in (_row(found, str(path)) for found in self._journal.rows()):
+        self._storage = _existing(path)
+        for row in _rows(self._storage, path):
             if row.fingerprint == fingerprint:
                 self._found.setdefault(row.place, {})[tuple(row.config.items())] = row.evaluation
 
@@ -138,9 +118,14 @@ class TrialStore:
         """
         date = evaluation.date or datetime.now(UTC).isoformat(timespec="seconds")
         stored = replace(evaluation, date=date, commit=evaluation.commit or self._commit)
-        row = {**self._about(task), "config": dict(_items(config)), **asdict(stored)}
+        result = {name: getattr(stored, name) for name in _RESULT}
+        when = datetime.fromisoformat(date).astimezone().replace(tzinfo=None)
         with self._lock:
-            self._journal.add(row, self._offered(task, config))
+            offered = self._offered(task, config)
+            space = {name: CategoricalDistribution(tuple(offered[name])) for name, _ in _items(config)}
+            with self._writing():
+                study = self._study(task, offered)
+                study.add_trial(finished_trial(knobs_of(config), space, stored.time_us, result, when))
             self._found.setdefault(task.place, {})[_items(config)] = stored
         self.on_put(config, stored)
 
@@ -150,11 +135,32 @@ class TrialStore:
         Raises:
             ValueError: the file cannot be written.
         """
-        with self._lock:
-            self._journal.begin(self._about(task), self._offered(task, task.default))
+        with self._lock, self._writing():
+            self._study(task, self._offered(task, task.default))
 
-    def _about(self, task: Task) -> dict[str, Any]:
-        return {**task.identity, "fingerprint": self._fingerprint}
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ValueError(f"cannot write {self._path}: {error.strerror}") from error
+
+    def _study(self, task: Task, offered: Mapping[str, Sequence[Any]]) -> optuna.Study:
+        """Return the study of a task whose knobs offer some values; a new one where there is none."""
+        about = {**task.identity, "fingerprint": self._fingerprint}
+        name = _study_name({field: about[field] for field in _ABOUT}, offered)
+        if name not in self._studies:
+            if self._storage is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._storage = _opened(self._path)
+            known = {study.study_name for study in self._storage.get_all_studies()}
+            find = optuna.load_study if name in known else partial(optuna.create_study, load_if_exists=True)
+            study = find(storage=self._storage, study_name=name)
+            for attribute in (*_ABOUT, "case"):
+                if attribute not in study.user_attrs:
+                    study.set_user_attr(attribute, about[attribute])
+            self._studies[name] = study
+        return self._studies[name]
 
     def _offered(self, task: Task, config: Config) -> dict[str, list[Any]]:
         """Return the values of every knob that the study of a task offers: those of the space and of configs beside it."""
@@ -167,7 +173,7 @@ class TrialStore:
                 choices.setdefault(name, {})[value] = None
         for name, value in _items(config):
             choices.setdefault(name, {})[value] = None
-        return {name: sorted(values, key=_order) for name, values in choices.items()}
+        return {name: sorted(values, key=choice_order) for name, values in choices.items()}
 
     def know(self, known: Iterable[KnownTrial]) -> None:
         """Have evaluations found that another store holds; the file stays as it is."""
@@ -214,16 +220,6 @@ def _items(config: Config) -> Knobs:
     return tuple(knobs_of(config).items())
 
 
-def _order(value: Any) -> tuple[bool, Any]:
-    return (isinstance(value, str), value)
-
-
-def _journal(path: Path) -> Any:
-    from kerneltune.search.journal import Journal
-
-    return Journal(path)
-
-
 def latest_fingerprint(path: Path, variant: str) -> dict[str, str]:
     """Return what the newest evaluation of a variant depends on; empty where there is none.
 
@@ -265,65 +261,110 @@ def store_path(folder: Path, op: str) -> Path:
     return folder / f"{op}{SUFFIX}"
 
 
-def has_store(path: Path) -> bool:
-    """Return whether a store exists, perhaps of an older version."""
-    return path.is_file() or path.with_suffix(_OLD_SUFFIX).is_file()
-
-
 def history(path: Path) -> list[dict[str, Any]]:
     """Return every evaluation of a store as a row of its fields, under whatever fingerprint; none where there is no store.
 
     Raises:
         ValueError: the file cannot be read, or holds something that is no evaluation.
     """
-    migrate(path)
-    return [msgspec.to_builtins(_row(row, str(path))) for row in _journal(path).rows()]
+    return [msgspec.to_builtins(row) for row in _rows(_existing(path), path)]
 
 
-def _row(row: Any, where: str) -> _TrialRow:
+def _study_name(about: Mapping[str, Any], offered: Mapping[str, Sequence[Any]]) -> str:
+    """Return a study's name: readable, and of one identity only."""
+    sizes = " ".join(f"{axis}={size}" for axis, size in about["axes"].items())
+    digest = sha256(json.dumps([about, {name: list(map(repr, c)) for name, c in offered.items()}], sort_keys=True).encode())
+    parts = (about["op"], about["variant"], sizes, about["dtype"], about["quant"], about["policy"], digest.hexdigest()[:8])
+    return " ".join(parts)
+
+
+def _rows(storage: JournalStorage | None, path: Path) -> Iterator[_TrialRow]:
+    """Return every finished trial of a journal, study by study, each in the order of its evaluation.
+
+    Raises:
+        ValueError: a study or trial that this package did not write.
+    """
+    if storage is None:
+        return
+    for study in storage.get_all_studies():
+        if not study.user_attrs.keys() >= set(_ABOUT):
+            continue  # of somebody else, or interrupted before its first trial
+        about = {name: study.user_attrs[name] for name in (*_ABOUT, "case") if name in study.user_attrs}
+        number = storage.get_study_id_from_name(study.study_name)
+        for trial in storage.get_all_trials(number, deepcopy=False):
+            if not trial.state.is_finished() or "status" not in trial.user_attrs:
+                continue
+            ended = trial.datetime_complete
+            yield _row(
+                {
+                    **about,
+                    **{name: trial.user_attrs[name] for name in _RESULT if name in trial.user_attrs},
+                    "config": dict(trial.params),
+                    "time_us": trial.value if trial.state is TrialState.COMPLETE else None,
+                    "date": ended.astimezone(UTC).isoformat(timespec="seconds") if ended else "",
+                },
+                path,
+            )
+
+
+def _row(row: Mapping[str, Any], path: Path) -> _TrialRow:
     try:
         checked = msgspec.convert(row, _TrialRow)
     except msgspec.ValidationError as error:
-        raise ValueError(f"{where}: not a trial: {error}; {_MOVE}") from error
+        raise ValueError(f"{path}: not a trial: {error}; {_MOVE}") from error
     if checked.time_us is not None and not 0 < checked.time_us < MOST:
-        raise ValueError(f"{where}: not a trial: time_us: {checked.time_us!r}: expected microseconds above 0, or null; {_MOVE}")
+        raise ValueError(f"{path}: not a trial: time_us: {checked.time_us!r}: expected microseconds above 0, or null; {_MOVE}")
     return checked
 
 
-def migrate(path: Path) -> None:
-    """Turn the JSON lines of an older version into the journal `path`, once and as a whole; they are kept as NAME.jsonl.migrated.
+class _JournalFile(JournalFileBackend):
+    """A journal file whose lock the kernel lets go of when a process dies, and that ends with a whole line."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path))
+        self._path = path
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        """Write logs in one piece."""
+        lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs)
+        append_lines(self._path, lines.encode(), partial_line="cut")
+
+
+def _existing(path: Path) -> JournalStorage | None:
+    """Return the storage of a journal; None where there is none.
 
     Raises:
-        ValueError: the older file cannot be read, holds something that is no trial, or the journal cannot be written.
+        ValueError: the file cannot be read, is no journal, or is one of a version before 0.1.0.
     """
-    old = path.with_suffix(_OLD_SUFFIX)
-    if not old.is_file() or path.exists():
-        return
-    from kerneltune.search.journal import write_journal
+    if path.exists():
+        return _opened(path)
+    if (old := path.with_suffix(_OLD_SUFFIX)).is_file():
+        raise ValueError(f"{old}: trials of a version before 0.1.0: expected {path.name}, an Optuna journal; {_MOVE}")
+    return None
 
+
+def _opened(path: Path) -> JournalStorage:
+    """Return the storage of a journal, which is made where there is none.
+
+    Raises:
+        ValueError: the file cannot be read, or is no journal; names the line.
+    """
+    quiet()
     try:
-        with old.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if path.exists():  # another process was faster
-                return
-            whole, _, _cut = file.read().rpartition(b"\n")
-            rows = [msgspec.to_builtins(row) for row in _old_rows(old, whole.splitlines())]
-            write_journal(path, rows)
-            old.rename(old.with_name(old.name + _MIGRATED))
+        return JournalStorage(_JournalFile(path))
     except OSError as error:
-        raise ValueError(f"cannot read {old}: {error.strerror}") from error
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    except Exception as error:  # a damaged line may break Optuna's replay in any way
+        for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+            if not _is_log(line):
+                shown = line.decode(errors="replace")[:80]
+                raise ValueError(f"{path}:{number}: not a trial: {shown!r}; {_MOVE}") from error
+        raise ValueError(f"{path}: not an Optuna journal: {first_line(error)}; {_MOVE}") from error
 
 
-def _old_rows(path: Path, lines: Sequence[bytes]) -> Iterator[_TrialRow]:
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = msgspec.json.decode(line)
-            schema = row.get("schema", _OLD_SCHEMA)
-        except (msgspec.DecodeError, UnicodeDecodeError, AttributeError, RecursionError) as error:
-            shown = line.decode(errors="replace")[:80]
-            raise ValueError(f"{path}:{number}: not a trial: {shown!r}: {first_line(error)}; {_MOVE}") from error
-        if schema != _OLD_SCHEMA:
-            raise ValueError(
-                f"{path}:{number}: schema: {schema!r}: expected {_OLD_SCHEMA}: written by another version of kerneltune; {_MOVE}"
-            )
-        yield _row(row, f"{path}:{number}")
+def _is_log(line: bytes) -> bool:
+    try:
+        log = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(log, dict) and isinstance(log.get("op_code"), int)

@@ -25,8 +25,7 @@ from kerneltune.measuring.compiler import know_triton
 from kerneltune.measuring.rounds import POLICIES, Contender, interleave
 from kerneltune.processes import fast_context, in_environment
 from kerneltune.records import Record
-from kerneltune.search.task import Run, Task
-from kerneltune.search.trials import Evaluation
+from kerneltune.search.task import Evaluation, Run, Task
 from kerneltune.spec import Config
 from kerneltune.stats import Samples
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +19,11 @@ from numpy.typing import NDArray
 from kerneltune import cache, device
 from kerneltune.errors import unknown
 from kerneltune.measuring.compare import commit
-from kerneltune.search.task import Task, knobs_of
-from kerneltune.search.trials import Sizes, TrialStore
+from kerneltune.search.task import Sizes, Task, knobs_of
 from kerneltune.spec import Case, Config, Space, Variant
+
+if TYPE_CHECKING:
+    from kerneltune.search.trials import TrialStore
 
 REFUSED = frozenset(("compile", "spills", "occupancy"))
 
@@ -43,7 +45,7 @@ def neighbour_dtype(task: Task) -> Task | None:
     return replace(task, case=replace(task.case, dtype=other)) if other in task.op.dtypes else None
 
 
-def candidates(task: Task, store: TrialStore | None = None) -> list[Config]:
+def candidates(task: Task, store: "TrialStore | None" = None) -> list[Config]:
     """Default first, then the space; only the neighbour's best where the other 16-bit type was searched before.
 
     store: of what was searched before; without it all of the space is a candidate.
@@ -69,7 +71,7 @@ def starting_points(task: Task, pool: Sequence[Config], root: Path | None) -> li
     return list(dict.fromkeys([pool[0], *found]))
 
 
-def feasibility_of(task: Task, store: TrialStore, pool: Sequence[Config]) -> dict[Config, float] | None:
+def feasibility_of(task: Task, store: "TrialStore", pool: Sequence[Config]) -> dict[Config, float] | None:
     """Return the probability that each config compiles for good, by what is stored of other sizes; None where nothing is."""
     told = [
         (place.case.axes, dict(knobs), evaluation.status in REFUSED)

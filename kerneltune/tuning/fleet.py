@@ -9,12 +9,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from kerneltune import cache, device, sweep
 from kerneltune.files import replace_bytes
 from kerneltune.plan import Options, Progress, Selection, load_plan, wanted_variants
 from kerneltune.search.task import Task
-from kerneltune.search.trials import TrialStore, store_path
 from kerneltune.spec import Op
 from kerneltune.sweep import results_root
 from kerneltune.tuning.candidates import TOLD, widened
@@ -23,6 +23,9 @@ from kerneltune.tuning.local import LocalWorkers, visible_gpus
 from kerneltune.tuning.machines import Usage
 from kerneltune.tuning.stage import TuningResult, TuningSummary, ended, tell, tune_entries, wanted_works
 from kerneltune.tuning.worker import Identity, RemoteTask
+
+if TYPE_CHECKING:
+    from kerneltune.search.trials import TrialStore
 
 ATTEMPTS = 3
 """So many workers may die over one piece of work, and so often may one be started again."""
@@ -106,7 +109,9 @@ class Fleet:
         assert self.identity is not None
         return self.identity.device.slug
 
-    def _store(self, work: Task) -> TrialStore:
+    def _store(self, work: Task) -> "TrialStore":
+        from kerneltune.search.trials import TrialStore, store_path  # Optuna takes 0.4 s
+
         key = work.op.name, work.variant.name
         if key not in self._stores:
             assert self.identity is not None

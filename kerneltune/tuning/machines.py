@@ -13,19 +13,22 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from threading import Thread
+from typing import TYPE_CHECKING
 
 from kerneltune import device
 from kerneltune.measuring.compare import commit
 from kerneltune.measuring.compiler import TARGETS, CompilePool, PendingCompile, compile_job
 from kerneltune.plan import Options
 from kerneltune.processes import start_server
-from kerneltune.search.task import Place, Run, Task
-from kerneltune.search.trials import Evaluation, KnownTrial, TrialStore, store_path
+from kerneltune.search.task import Evaluation, KnownTrial, Place, Run, Task
 from kerneltune.spec import Config
 from kerneltune.sweep import results_root
 from kerneltune.tuning.bench import IsolatedBench, split_cores
 from kerneltune.tuning.candidates import present
 from kerneltune.tuning.tuner import Tuner
+
+if TYPE_CHECKING:
+    from kerneltune.search.trials import TrialStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ class Usage:
         return f"{who} idle for {share} after the first compiled config, {self.evaluations} evaluations"
 
 
-_STUDIES = "kerneltune.search.journal"
+_STORES = "kerneltune.search.trials"
 
 
 @contextmanager
@@ -106,6 +109,8 @@ class Machines:
         Raises:
             ValueError: the store cannot be read.
         """
+        from kerneltune.search.trials import TrialStore, store_path  # begun to be imported in `__enter__`
+
         store = TrialStore(store_path(self._folder, task.op.name), commit(), **present(task.variant))
         self._stores[task.op.name, task.variant.name] = store
         store.on_put = self._on_trial
@@ -188,7 +193,7 @@ class Machines:
         with ExitStack() as entered:
             entered.enter_context(self.bench)
             self.bench.begin()  # asks for the driver while this process does, which takes as long
-            Thread(target=importlib.import_module, args=(_STUDIES,), daemon=True).start()  # Optuna takes 0.4 s
+            Thread(target=importlib.import_module, args=(_STORES,), daemon=True).start()  # Optuna takes 0.4 s
             here = device.current()
             target = TARGETS.get(here.arch)
             if target is None:

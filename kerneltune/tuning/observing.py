@@ -10,8 +10,7 @@ from kerneltune import device
 from kerneltune.measuring.compare import obstacle
 from kerneltune.plan import Options, Progress
 from kerneltune.search.observations import Observation, Observed, merged, path_of, read, write
-from kerneltune.search.task import Task, knobs_of
-from kerneltune.search.trials import Evaluation
+from kerneltune.search.task import Evaluation, Task, knobs_of
 from kerneltune.spec import Config, Op
 from kerneltune.sweep import results_root
 from kerneltune.tuning.bench import ChildCrashedError

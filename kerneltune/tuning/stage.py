@@ -16,8 +16,7 @@ from kerneltune.measuring.check import release_memory
 from kerneltune.measuring.compare import ceiling_task, commit, obstacle
 from kerneltune.plan import Options, Progress, Selection, wanted_variants
 from kerneltune.search.loop import Search
-from kerneltune.search.task import Place, Task, knobs_of
-from kerneltune.search.trials import Evaluation, Knobs
+from kerneltune.search.task import Evaluation, Knobs, Place, Task, knobs_of
 from kerneltune.spec import Config, Op
 from kerneltune.table import pairs
 from kerneltune.tuning.bench import ChildCrashedError

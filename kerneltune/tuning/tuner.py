@@ -14,18 +14,20 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kerneltune import cache, device
 from kerneltune.measuring.assembly import LIMITS, resident
 from kerneltune.measuring.compiler import CompileResult, PendingCompile
 from kerneltune.search.loop import Search, explore, opening, times_of
-from kerneltune.search.task import Task, knobs_of
-from kerneltune.search.trials import Evaluation, TrialStore
+from kerneltune.search.task import Evaluation, Task, knobs_of
 from kerneltune.spec import Config
 from kerneltune.stats import median_interval, ratio_interval
 from kerneltune.tuning.bench import SCREEN_SAMPLES, TRIED_WHOLE, ChildCrashedError, IsolatedBench
 from kerneltune.tuning.candidates import candidates, checked_space, feasibility_of, looked_up, stamp, starting_points
+
+if TYPE_CHECKING:
+    from kerneltune.search.trials import TrialStore
 
 _POLL_S = 0.001
 _FINALISTS = 4
@@ -78,7 +80,7 @@ class Tuner:
     """
 
     def __init__(
-        self, task: Task, store: TrialStore, bench: IsolatedBench, compiling: Callable[[Config], PendingCompile]
+        self, task: Task, store: "TrialStore", bench: IsolatedBench, compiling: Callable[[Config], PendingCompile]
     ) -> None:
         """compiling: begins to compile a config."""
         self.task, self.store, self.bench, self.compiling = task, store, bench, compiling

@@ -17,8 +17,7 @@ from kerneltune.device import Device
 from kerneltune.files import replace_text
 from kerneltune.measuring.compare import commit
 from kerneltune.plan import Options
-from kerneltune.search.task import Task
-from kerneltune.search.trials import KnownTrial
+from kerneltune.search.task import KnownTrial, Task
 from kerneltune.spec import Variant
 from kerneltune.tuning.machines import Machines
 from kerneltune.tuning.stage import TuningResult, perform

@@ -18,8 +18,7 @@ from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.table import read_table
 from kerneltune.adopt.tuning import tune_capture
 from kerneltune.plan import Quiet
-from kerneltune.search.task import Task
-from kerneltune.search.trials import Evaluation
+from kerneltune.search.task import Evaluation, Task
 from kerneltune.stats import Samples
 
 GPU = "nvidia_h200"

@@ -11,7 +11,7 @@ from kerneltune.cli.trials import show_short
 from kerneltune.files import data_root
 from kerneltune.records import append, load
 from kerneltune.reporting.tables import sweep_table
-from kerneltune.search.trials import Evaluation
+from kerneltune.search.task import Evaluation
 from kerneltune.spec import Case
 
 FAMILIES = sorted(path.stem for path in (data_root("results") / "nvidia_h200").glob("*.jsonl"))

@@ -21,7 +21,7 @@ from kerneltune.lab.replay import Answered, Gaps, nearest_best, replay
 from kerneltune.search import spaces
 from kerneltune.search.loop import Asking, Search, explore, times_of
 from kerneltune.search.surrogate import Surrogate
-from kerneltune.search.trials import Evaluation
+from kerneltune.search.task import Evaluation
 
 SPACE = landscapes.space(0)
 SHIPPED = spaces.find([], data_root("results"))

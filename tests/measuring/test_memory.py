@@ -20,8 +20,8 @@ from kerneltune.measuring import check, compare
 from kerneltune.measuring.check import OutOfMemory, affordable, out_of_memory_reason
 from kerneltune.plan import Options, Quiet, Selection
 from kerneltune.records import Record
-from kerneltune.search.task import Task
-from kerneltune.search.trials import Evaluation, TrialStore
+from kerneltune.search.task import Evaluation, Task
+from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
 from kerneltune.stats import Samples
 from kerneltune.tuning import bench

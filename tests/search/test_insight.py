@@ -10,8 +10,8 @@ from kerneltune import cache, ops
 from kerneltune.cli import app
 from kerneltune.search import insight
 from kerneltune.search.insight import dead_values, importances, portfolio, regret, sparkline, ties
-from kerneltune.search.task import Task
-from kerneltune.search.trials import Evaluation, TrialStore
+from kerneltune.search.task import Evaluation, Task
+from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case
 from kerneltune.tuning.stage import TuningSummary
 

@@ -17,8 +17,8 @@ import pytest
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
-from kerneltune.search.task import Task
-from kerneltune.search.trials import Evaluation, TrialStore, history, latest_fingerprint
+from kerneltune.search.task import Evaluation, Task
+from kerneltune.search.trials import TrialStore, history, latest_fingerprint
 from kerneltune.spec import Case, Op, Traffic, Variant
 
 
@@ -221,66 +221,17 @@ def test_a_value_of_another_type_in_a_journal_is_one_line(field: str, value: obj
     assert "\n" not in str(caught.value)
 
 
-def old_rows(count: int) -> list[dict[str, Any]]:
-    """Rows as version 1 wrote them."""
-    about = {"op": "fake", "variant": "optimized", "axes": {"M": 8}, "dtype": "bfloat16", "quant": "none", "policy": "cold"}
-    about |= {"options": dict(CASE.options), "fingerprint": FINGERPRINT, "schema": 1, "detail": "", "status": "ok"}
-    result = {"resources": 128, "spill_bytes": 0, "shared_bytes": 1024, "date": "2026-11-20T10:00:00+00:00", "commit": "abc"}
-    return [about | result | {"config": {"block": i, "fast": True}, "time_us": i + 0.5} for i in range(count)]
-
-
-def write_old(path: Path, rows: list[dict[str, Any]]) -> Path:
+def test_store_of_an_unreleased_version_is_refused_by_one_line_and_left_alone(path: Path) -> None:
     old = path.with_suffix(".jsonl")
-    old.parent.mkdir(parents=True, exist_ok=True)
-    old.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return old
-
-
-def test_store_of_an_older_version_is_migrated_once_and_kept(path: Path) -> None:
-    rows = old_rows(3)
-    rows.append(rows[0] | {"status": "spills", "time_us": None, "config": {"block": 7, "fast": False}})
-    rows.append(rows[1] | {"fingerprint": {"driver": "older"}})
-    old = write_old(path, rows)
-    before = old.read_bytes() + b'{"op": "fa'  # as a kill leaves it
-    old.write_bytes(before)
-    store = open_store(path)
-    assert [get(store, Knobs(i, True)) for i in range(3)] == [Evaluation("ok", i + 0.5) for i in range(3)]
-    assert get(store, Knobs(7, False)) == Evaluation("spills")
-    assert len(store) == 4
-    kept = store.of_task(Task(OP, CASE, VARIANT))[("block", 2), ("fast", True)]
-    assert (kept.resources, kept.shared_bytes, kept.date, kept.commit) == (128, 1024, "2026-11-20T10:00:00+00:00", "abc")
-    assert not old.exists()
-    assert old.with_name("fake.jsonl.migrated").read_bytes() == before
-    assert len(open_store(path, driver="older")) == 0
-    assert len(TrialStore(path, driver="older")) == 1
-    put(store, Knobs(9, True), Evaluation("ok", 9.5))
-    assert len(open_store(path)) == 5
-
-
-@pytest.mark.parametrize("field", ["op", "variant", "axes", "dtype", "quant", "options", "policy", "status", "time_us", "detail"])
-def test_an_older_store_with_a_row_that_lacks_a_field_is_refused_and_left_alone(path: Path, field: str) -> None:
-    rows = old_rows(3)
-    del rows[1][field]
-    old = write_old(path, rows)
-    before = old.read_bytes()
-    with pytest.raises(ValueError) as caught:
-        open_store(path)
-    assert str(caught.value).startswith(f"{old}:2: not a trial: ")
-    assert "\n" not in str(caught.value)
-    assert old.read_bytes() == before
-    assert not path.exists()
-
-
-@pytest.mark.parametrize("broken", ["{not json", "[1, 2]", "7", "{}", "", "\x00\x00", '{"schema": 9}', "[" * 100_000])
-def test_an_older_store_with_a_broken_line_is_refused_and_left_alone(path: Path, broken: str) -> None:
-    old = write_old(path, old_rows(2))
-    old.write_text(broken + "\n" + old.read_text())
-    with pytest.raises(ValueError) as caught:
-        open_store(path)
-    assert str(caught.value).startswith(f"{old}:1: ")
-    assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) < 500
-    assert not path.exists()
+    old.parent.mkdir(parents=True)
+    old.write_text('{"op": "fake"}\n')
+    for read in (open_store, history):
+        with pytest.raises(ValueError, match=rf"^{old}: trials of a version before 0\.1\.0: expected fake\.log, "):
+            read(path)
+    assert [file.name for file in path.parent.iterdir()] == ["fake.jsonl"]
+    old.rename(path.with_name("moved"))
+    filled(path, 2)
+    assert len(open_store(path)) == 2
 
 
 def test_optuna_opens_the_journal_of_a_store(path: Path) -> None:

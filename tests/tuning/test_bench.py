@@ -21,8 +21,7 @@ import pytest
 from bench_jobs import CASE, OPS, VARIANT, FakeBench, Knobs, NeverOpens, StartsSlowly
 from started import environment
 
-from kerneltune.search.task import Task
-from kerneltune.search.trials import Evaluation
+from kerneltune.search.task import Evaluation, Task
 from kerneltune.tuning import bench as tuning_bench
 from kerneltune.tuning.bench import ChildCrashedError, GpuBench, IsolatedBench, check_in_child, split_cores
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from kerneltune.lab.replay import Answered
 from kerneltune.search.loop import Search, explore
-from kerneltune.search.task import Task
-from kerneltune.search.trials import Evaluation, TrialStore
+from kerneltune.search.task import Evaluation, Task
+from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case
 from kerneltune.tuning.candidates import REFUSED, probabilities
 

@@ -22,8 +22,8 @@ from versus_jobs import H200, OP, VARIANT, Knobs
 from kerneltune import cache, device, ops
 from kerneltune.plan import Options, Quiet, Selection
 from kerneltune.search import spaces
-from kerneltune.search.task import Task
-from kerneltune.search.trials import Evaluation, TrialStore, history
+from kerneltune.search.task import Evaluation, Task
+from kerneltune.search.trials import TrialStore, history
 from kerneltune.tuning import cluster, fleet
 from kerneltune.tuning.cluster import RayWorkers
 from kerneltune.tuning.fleet import Fleet, make_workers, run_tune

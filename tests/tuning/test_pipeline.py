@@ -21,8 +21,7 @@ from kerneltune.measuring.compiler import CompileResult, Kernel
 from kerneltune.plan import Options
 from kerneltune.search import loop
 from kerneltune.search.loop import Search, explore
-from kerneltune.search.task import Task
-from kerneltune.search.trials import Evaluation
+from kerneltune.search.task import Evaluation, Task
 from kerneltune.spec import Case, Config
 from kerneltune.tuning import machines
 from kerneltune.tuning.machines import Machines

@@ -37,8 +37,8 @@ from kerneltune import cache, device
 from kerneltune.measuring.compiler import CompileResult, Kernel
 from kerneltune.search import loop
 from kerneltune.search.loop import ENUMERATE_UP_TO, Search
-from kerneltune.search.task import Task
-from kerneltune.search.trials import Evaluation, TrialStore
+from kerneltune.search.task import Evaluation, Task
+from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case, Config, Variant
 from kerneltune.tuning.candidates import candidates, neighbour_dtype, starting_points
 from kerneltune.tuning.tuner import NothingPassedError, Tuner, tune
