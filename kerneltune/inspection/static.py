@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kerneltune.errors import unknown
-from kerneltune.files import read_text, replace_text
+from kerneltune.files import Versioned, decode_versioned, read_bytes, replace_text
 from kerneltune.measuring.assembly import LIMITS, Access, Fact, Kernel, resident, typical_bits
 
 SCHEMA = 1
@@ -30,6 +30,11 @@ class StaticRow:
     config: dict[str, Any]
     kernels: tuple[Kernel, ...] = ()
     error: str = ""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a target whose limits are not known."""
+        if self.target not in LIMITS:
+            raise unknown("target", self.target, LIMITS)
 
     @property
     def key(self) -> tuple[str, str, str, str, str]:
@@ -66,6 +71,11 @@ class StaticVerdict:
     exit_code: int = field(default=PASS)
 
 
+class _File(Versioned):
+    triton: str
+    rows: list[StaticRow]
+
+
 def save(path: Path, survey: Survey) -> None:
     """Write a survey, one row a line.
 
@@ -81,24 +91,14 @@ def load(path: Path) -> Survey:
     """Read what `save` wrote.
 
     Raises:
-        ValueError: one line naming the file, the line or row, and what is wrong.
+        ValueError: one line naming the file, the field and what is wrong.
     """
-    text = read_text(path)
+    data = read_bytes(path)
     try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}:{error.lineno}: JSON: {error.msg} at column {error.colno}") from error
-    except (ValueError, RecursionError) as error:  # an integer of more digits than Python reads
-        raise ValueError(f"{path}: JSON: {str(error)[:120]}") from error
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA or not isinstance(data.get("rows"), list):
-        raise ValueError(f"{path}: schema: expected an object of schema {SCHEMA} with rows, as `inspect --save` writes")
-    rows = []
-    for index, values in enumerate(data["rows"]):
-        try:
-            rows.append(_row(values))
-        except (TypeError, KeyError, AttributeError, ValueError) as error:
-            raise ValueError(f"{path}: rows[{index}]: {error}") from error
-    return Survey(str(data.get("triton")), tuple(rows))
+        stored = decode_versioned(data, _File, SCHEMA)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return Survey(stored.triton, tuple(stored.rows))
 
 
 def static_gate(baseline: Survey, new: Survey, unchanged: int = 0) -> StaticVerdict:
@@ -199,13 +199,3 @@ def _verdict(findings: list[str], counts: Counter[str]) -> StaticVerdict:
     if findings:
         return StaticVerdict(tuple(findings), f"static regression: {len(findings)} found; {text}", REGRESSION)
     return StaticVerdict((), f"pass: no new spills, no narrower accesses, nothing over a limit; {text}")
-
-
-def _row(values: dict[str, Any]) -> StaticRow:
-    kernels = tuple(
-        Kernel(**{**kernel, "accesses": tuple(Access(**access) for access in kernel["accesses"])}) for kernel in values["kernels"]
-    )
-    row = StaticRow(**{**values, "kernels": kernels})
-    if row.target not in LIMITS:
-        raise unknown("target", row.target, LIMITS)
-    return row

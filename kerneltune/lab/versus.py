@@ -6,9 +6,11 @@ and timed in one interleaved run; the fastest of these stands for the best of th
 nothing.
 """
 
+import hashlib
 import json
 import os
 import shlex
+import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,10 +18,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from kerneltune import device
 from kerneltune.errors import without_places
-from kerneltune.files import replace_text
-from kerneltune.lab.journal import ContestJournal
+from kerneltune.files import decode, read_bytes, replace_bytes, replace_text
 from kerneltune.lab.tuners import EXHAUSTIVE, HELION, SIDES, US, ContestTask, TunerResult, finalists, helion_version, unable
 from kerneltune.measuring.check import release_memory
 from kerneltune.measuring.compare import commit, obstacle
@@ -117,8 +120,8 @@ def contest(
     if reason is not None:
         raise ValueError(f"{op.name} {case.label}: {reason}")
     task = ContestTask(tuned, knobs, search, options, limit_s=limit_s)
-    journal = ContestJournal(_journal(op.name, case, variant.name, options), _depends_on(op, task))
-    kept = journal.found(variant)
+    journal = _journals(op.name, case, variant.name, options) / f"{_digest(_depends_on(op, task))}.json"
+    kept = _kept(journal, variant)
     release_memory()
     lacking = unable()
     found: dict[str, TunerResult] = {}
@@ -132,11 +135,11 @@ def contest(
             progress.note(f"{name}: {found[name].wall_s:.1f} s, before an interruption")
         else:
             try:
-                found[name] = tune_side(name, sides[name], task)
+                found[name] = kept[limited] = tune_side(name, sides[name], task)
             except Exception as error:  # what another tuner raises is its result
                 reasons[name] = f"{type(error).__name__}: {without_places(' '.join(str(error).split()))[:200]}"
             else:
-                journal.keep(limited, found[name])
+                replace_bytes(journal, msgspec.json.encode(kept))
                 progress.best(f"{name} {found[name].wall_s:.1f} s")
         progress.advance(name)
     if not found:
@@ -165,10 +168,30 @@ def _labels(op: str, variant: str, case: Case, policy: str) -> str:
     return device.slug(" ".join((op, variant, case.name, case.dtype, case.quant, policy)))
 
 
-def _journal(op: str, case: Case, variant: str, options: Options) -> Path:
-    """Return the path of the journal of a contest; the file goes when the contest's results are written."""
-    name = _labels(op, variant, case, options.policy)
-    return results_root(options.results) / "runs" / device.current().slug / "versus" / f"{name}.journal.jsonl"
+def _journals(op: str, case: Case, variant: str, options: Options) -> Path:
+    """Return the folder of what sides have found until all have; it goes when the contest's results are written."""
+    return results_root(options.results) / "runs" / device.current().slug / "versus" / _labels(op, variant, case, options.policy)
+
+
+def _kept(journal: Path, variant: Variant) -> dict[str, TunerResult]:
+    """Return what sides had found before an interruption, by name.
+
+    Raises:
+        ValueError: the file cannot be read, or holds something else.
+    """
+    if not journal.exists():
+        return {}
+    data = read_bytes(journal)
+    try:
+        found = decode(data, dict[str, TunerResult])
+    except ValueError as error:
+        raise ValueError(f"{journal}: {error}; move the file away to start anew") from error
+    make = variant.config_from
+    return {name: replace(one, config=make(one.config), best=tuple(map(make, one.best))) for name, one in found.items()}
+
+
+def _digest(depends_on: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _depends_on(op: Op, task: ContestTask) -> dict[str, Any]:
@@ -256,7 +279,7 @@ def keep(contest: Contest, command: Sequence[str], options: Options) -> list[Pat
     replace_text(path, json.dumps(row, indent=1) + "\n")
     rows = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
     replace_text(folder / "versus.md", _markdown(rows))
-    _journal(contest.op, case, contest.variant, options).unlink(missing_ok=True)
+    shutil.rmtree(_journals(contest.op, case, contest.variant, options), ignore_errors=True)
     return [path, folder / "versus.md"]
 
 

@@ -108,11 +108,11 @@ def test_a_survey_survives_its_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", ":1: JSON: "),
-        ("[]", ": schema: expected an object of schema 1 with rows"),
-        ('{"schema": 2, "rows": []}', ": schema: expected an object of schema 1"),
+        ("{", ": JSON: "),
+        ("[]", ": JSON: []: expected object"),
+        ('{"schema": 2, "rows": []}', ": schema: 2: expected 1"),
         ('{"schema": 1, "triton": "3", "rows": [3]}', ": rows[0]: "),
-        ('{"schema": 1, "triton": "3", "rows": [{"op": "a", "kernels": []}]}', ": rows[0]: "),
+        ('{"schema": 1, "triton": "3", "rows": [{"op": "a", "kernels": []}]}', ": rows[0].variant: missing"),
     ],
 )
 def test_a_broken_file_is_one_line(text: str, message: str, tmp_path: Path) -> None:
