@@ -1,18 +1,20 @@
 """Files that commands read when they are not told which."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kerneltune.cli import options as o
 from kerneltune.cli.console import note
 from kerneltune.errors import meant
+from kerneltune.files import data_root
 from kerneltune.spec import PLUGINS
 
 if TYPE_CHECKING:
     from kerneltune.records import Record
-    from kerneltune.spec import Option
+    from kerneltune.spec import Case, Op, Option
+    from kerneltune.sweep import SweepCase
 
 
 def with_roles(records: "Sequence[Record]") -> "list[Record]":
@@ -30,6 +32,25 @@ def option_defaults(name: str) -> "Mapping[str, Option]":
     """Return the default of every option of an operator; empty for one that is not known here."""
     op = o.load_facts().get(name)
     return {option: values[0] for option, values in op.options.items()} if op is not None else {}
+
+
+def swept(known: "Mapping[str, Op]", extra: Iterable[str] = ()) -> "list[SweepCase]":
+    """Return the cases of all sweep files of the checkout or package, of the capture in use, and of further files."""
+    from kerneltune import sweep
+
+    captured = os.environ.get("KERNELTUNE_CAPTURED")
+    files = [*sorted(data_root("sweeps").glob("*.yaml")), *map(sweep.find, extra)]
+    plans = [sweep.load(path, known) for path in [*files, *([Path(captured, "sweep.yaml")] if captured else [])]]
+    return [entry for plan in plans for entry in (*plan.bench, *plan.check)]
+
+
+def bench_cases(known: "Mapping[str, Op]", extra: Iterable[str] = ()) -> "dict[str, list[Case]]":
+    """Return the bench cases of all sweep files, and of further ones, by operator."""
+    found: dict[str, list[Case]] = {}
+    for entry in swept(known, extra):
+        if entry.section == "bench":
+            found.setdefault(entry.op, []).append(entry.case)
+    return found
 
 
 def curve_files(results: Path | None) -> list[Path]:

@@ -1,8 +1,7 @@
 """`kerneltune inspect`: what compiling alone says of configs, on a machine without a GPU; and what `gate --static` does."""
 
 import fnmatch
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -11,6 +10,7 @@ import typer
 
 from kerneltune.cli import options as o
 from kerneltune.cli.console import error_line, note, show, show_table, show_wrapped, width
+from kerneltune.cli.files import swept
 from kerneltune.cli.progress import reporter
 from kerneltune.errors import unknown
 from kerneltune.files import data_root
@@ -230,24 +230,25 @@ def _requests(
         return found
     place = str(readable(Path(gpu), configs))
     found = selected(cached_requests(chosen, configs, gpu))
-    swept = _swept(known, chosen[0].name) if wanted.ops and not found and any_case else []
-    if swept:
-        found = selected(default_requests(chosen[0], swept, asked))
+    cases: list[Case] = []
+    if wanted.ops and not found and any_case:
+        cases = list(dict.fromkeys(entry.case for entry in swept(known) if entry.op == chosen[0].name))
+        found = selected(default_requests(chosen[0], cases, asked))
         if found and wanted.cases:
             note(f"{place} has no config for {' '.join(wanted.cases)}: default configs")
     if not found:
-        raise _nothing(cached_requests(chosen, configs, gpu), selection, place, [case.name for case in swept])
+        raise _nothing(cached_requests(chosen, configs, gpu), selection, place, [case.name for case in cases])
     return found
 
 
-def _nothing(cached: "Iterable[SurveyRequest]", selection: "Selection", place: str, swept: list[str]) -> ValueError:
+def _nothing(cached: "Iterable[SurveyRequest]", selection: "Selection", place: str, cases: list[str]) -> ValueError:
     """Return the error of a selection that leaves no config: it names the first option that leaves none, and what is.
 
     Args:
-        swept: names of the operator's cases in sweeps, which are selected as well.
+        cases: names of the operator's cases in sweeps, which are selected as well.
     """
     left = list(cached)
-    if not left and not swept:
+    if not left and not cases:
         of = f" of {', '.join(selection.ops)}" if selection.ops else ""
         return ValueError(f"nothing to compile: {place} has no config{of}: name sizes, like M=4096")
     fields: dict[str, tuple[tuple[str, ...], Callable[[SurveyRequest], str]]] = {
@@ -257,22 +258,12 @@ def _nothing(cached: "Iterable[SurveyRequest]", selection: "Selection", place: s
         "case": (selection.cases, lambda request: request.case.name),
     }
     for field, (patterns, get) in fields.items():
-        present = dict.fromkeys([*map(get, left), *(swept if field == "case" else [])])
+        present = dict.fromkeys([*map(get, left), *(cases if field == "case" else [])])
         left = [r for r in left if not patterns or any(fnmatch.fnmatch(get(r), pattern) for pattern in patterns)]
         if not left:
-            also = " and of the sweeps" if field == "case" and swept else ""
+            also = " and of the sweeps" if field == "case" and cases else ""
             return unknown(field, " ".join(patterns), present, f" of the cached configs in {place}{also}, or sizes, like M=4096")
     return ValueError(f"nothing to compile: {place} has no such config")
-
-
-def _swept(known: Mapping[str, Op], op: str) -> list[Case]:
-    """Return the cases of an operator in all sweeps, each once."""
-    from kerneltune import sweep
-
-    captured = os.environ.get("KERNELTUNE_CAPTURED")
-    files = [*sorted(data_root("sweeps").glob("*.yaml")), *([Path(captured, "sweep.yaml")] if captured else [])]
-    plans = [sweep.load(path, known) for path in files]
-    return list(dict.fromkeys(entry.case for plan in plans for entry in (*plan.bench, *plan.check) if entry.op == op))
 
 
 def _with_config(requests: "list[SurveyRequest]", field: str, text: str) -> "list[SurveyRequest]":

@@ -11,6 +11,7 @@ import typer
 
 from kerneltune.cli import options as o
 from kerneltune.cli.console import note, show, show_table
+from kerneltune.cli.files import bench_cases
 from kerneltune.spec import Case, Op, Variant
 
 if TYPE_CHECKING:
@@ -115,11 +116,7 @@ def _require_nvidia() -> None:
 
 def _case(known: Any, op: Op, name: str | None, dtype: str | None, quant: str | None) -> Case:
     """Return the first case of any sweep for this operator with that name, type and mode."""
-    from kerneltune import sweep
-    from kerneltune.files import data_root
-
-    entries = [entry for path in sorted(data_root("sweeps").glob("*.yaml")) for entry in sweep.load(path, known).bench]
-    cases = [entry.case for entry in entries if entry.op == op.name]
+    cases = bench_cases(known).get(op.name, [])
     if name is not None:
         o.choice("case", name, list(dict.fromkeys(case.name for case in cases)))
     for case in cases:

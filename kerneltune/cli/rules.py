@@ -1,6 +1,6 @@
 """`kerneltune cache observe`, `fit` and `explain`: the rules of cases that have no config of their own."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -10,6 +10,7 @@ import typer
 
 from kerneltune.cli import options as o
 from kerneltune.cli.console import show, show_wrapped, width
+from kerneltune.cli.files import bench_cases
 from kerneltune.cli.progress import reporter
 from kerneltune.files import data_root
 from kerneltune.spec import Case, Op, Option
@@ -55,7 +56,7 @@ def observe(
     require_gpu("cache observe")
     folder = o.results_root(results)
     o.require_writable(folder)
-    bench, slug = _bench(known, extra or []), device.current().slug
+    bench, slug = bench_cases(known, extra or []), device.current().slug
     asked = []
     for name in names:
         op, of = known[name], known[name].variant(variant)
@@ -209,7 +210,7 @@ def _case(known: Mapping[str, Op], op: Op, text: str, dtype: str | None, quant: 
         sizes = [f"{name}={value}" for name, _, value in pairs_given if name not in options]
         case = o.case_of_sizes(op, sizes, dtype or op.dtypes[0], quant or op.quants[0])
         return replace(case, options=tuple((dict(case.options) | options).items()))
-    cases = [case for case in _bench(known).get(op.name, []) if dtype in (None, case.dtype) and quant in (None, case.quant)]
+    cases = [case for case in bench_cases(known).get(op.name, []) if dtype in (None, case.dtype) and quant in (None, case.quant)]
     named = {case.name: case for case in reversed(cases)}
     return named[o.choice("case", text, named)]
 
@@ -248,15 +249,3 @@ def _is_wanted(case: Case, dtypes: list[str] | None, names: list[str] | None) ->
     import fnmatch
 
     return (not dtypes or case.dtype in dtypes) and (not names or any(fnmatch.fnmatch(case.name, name) for name in names))
-
-
-def _bench(known: Mapping[str, Op], extra: Sequence[str] = ()) -> dict[str, list[Case]]:
-    """Load the bench cases of all sweep files of the checkout or package, and of further files, by operator."""
-    from kerneltune import sweep
-    from kerneltune.files import data_root
-
-    found: dict[str, list[Case]] = {}
-    for path in [*sorted(data_root("sweeps").glob("*.yaml")), *map(sweep.find, extra)]:
-        for entry in sweep.load(path, known).bench:
-            found.setdefault(entry.op, []).append(entry.case)
-    return found

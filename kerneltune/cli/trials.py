@@ -2,23 +2,26 @@
 
 import statistics
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kerneltune.cli import options as o
-from kerneltune.cli.console import show, show_table, show_wrapped
+from kerneltune.cli.console import show, show_wrapped, width
 from kerneltune.rounding import cdiv
-from kerneltune.table import pairs
+from kerneltune.table import Column, Row, Table, pairs
 
 if TYPE_CHECKING:
     from kerneltune.plan import Selection
     from kerneltune.search.insight import Portfolio
-    from kerneltune.search.trials import Searches
+    from kerneltune.search.trials import Evaluation, Searches
 
+_DEAD = 4
+"""Values of knobs that a short answer names."""
 _WEIGHED = 8
-"""Cases of which it is asked which knobs matter, where only a short answer is wanted."""
+"""Cases of which it is asked which knobs matter, at most."""
 
 
 @o.selects("variant")
@@ -46,7 +49,8 @@ def command(
         show_wrapped(f"no trials of {family} in {folder}: `kerneltune tune {family}` makes them, on a GPU")
         return
     for title, searches in found.items():
-        _show_group(title, searches)
+        show_searches(title, searches, whole=True)
+        show("")
 
 
 def _times(searches: "Searches") -> list[dict[Any, float]]:
@@ -55,18 +59,17 @@ def _times(searches: "Searches") -> list[dict[Any, float]]:
     return [times_of(stored) for _, stored in searches]
 
 
-def show_short(title: str, searches: "Searches") -> None:
-    """Summarize the trials in a few lines."""
+def show_searches(title: str, searches: "Searches", whole: bool = False) -> None:
+    """Summarize the trials in a few lines; whole: with a row per case, all values that never win, and the fewest configs."""
     from kerneltune.search import insight
 
     cases = _times(searches)
-    gaps = [insight.regret([one.time_us for one in stored.values()]) for _, stored in searches]
-    near = [next(i for i, gap in enumerate(of_case, start=1) if gap <= insight.NEAR) for of_case in gaps]
+    near = [_regret(stored)[1] for _, stored in searches]
     status = Counter(one.status for _, stored in searches for one in stored.values())
     counts = ", ".join(f"{count} {name}" for name, count in status.most_common())
     show_wrapped(f"{title}: {len(cases)} cases, {status.total()} trials ({counts})")
     ties = statistics.median(len(insight.ties(times)) for times in cases)
-    evaluations = statistics.median(len(of_case) for of_case in gaps)
+    evaluations = statistics.median(len(stored) for _, stored in searches)
     show_wrapped(
         f"  within 2 % of the best after {statistics.median(near):.0f} of {evaluations:.0f} trials (median; worst {max(near)}); "
         f"{ties:.0f} configs tie"
@@ -78,10 +81,16 @@ def show_short(title: str, searches: "Searches") -> None:
         shares = (f"{knob} {100 * weight / weights.total():.0f} %" for knob, weight in weights.most_common(3))
         show_wrapped(f"  knobs that matter: {', '.join(shares)}")
     dead = [f"{value.knob}={value.value} (-{100 * value.saving:.0f} % configs)" for value in insight.dead_values(cases)]
+    hidden = 0 if whole else max(0, len(dead) - _DEAD)
     if dead:
-        show_wrapped(f"  never within 2 %: {', '.join(dead[:4])}" + (f" and {len(dead) - 4} more" if len(dead) > 4 else ""))
+        more = f" and {hidden} more" if hidden else ""
+        show_wrapped(f"  never within 2 %: {', '.join(dead[: len(dead) - hidden])}{more}")
     few = insight.portfolio(cases)
     show_wrapped(f"  {_portfolio(few, len(cases))}")
+    if whole:
+        for knobs in few.configs:
+            show_wrapped("    " + pairs(dict(knobs)), " " * 6)
+        show(_cases_table(searches).text(width()))
 
 
 def _portfolio(few: "Portfolio", cases: int) -> str:
@@ -90,24 +99,25 @@ def _portfolio(few: "Portfolio", cases: int) -> str:
     return f"{count} every case ({cases}) within 2 % of its best (worst {100 * few.worst:.1f} %{how})"
 
 
-def _show_group(title: str, found: "Searches") -> None:
+def _cases_table(searches: "Searches") -> Table:
+    """Return a row per case: its best time, how the search came there, and what decides the time."""
     from kerneltune.search import insight
 
-    show(title)
-    cases = _times(found)
+    numbers = (Column("best µs", digits=2), *(Column(name, digits=0) for name in ("trials", "to 2 %", "ties")))
+    columns = (Column("case", wraps=True), *numbers, Column("regret"), Column("knobs that matter", wraps=True))
     rows = []
-    for (case, stored), times in zip(found, cases, strict=True):
-        gaps = insight.regret([one.time_us for one in stored.values()])
-        to_near = next(i for i, gap in enumerate(gaps, start=1) if gap <= insight.NEAR)
-        matter = insight.importances(times)
-        top = " ".join(f"{knob} {100 * share:.0f}%" for knob, share in list(matter.items())[:2])
-        counts = (str(len(stored)), str(to_near), str(len(insight.ties(times))))
-        rows.append((f"{case.name} {case.dtype}", f"{min(times.values()):.2f}", *counts, insight.sparkline(gaps, 16), top))
-    show_table(("case", "best µs", "trials", "to 2 %", "ties", "regret", "knobs that matter"), rows)
-    for value in insight.dead_values(cases):
-        show_wrapped(f"never within 2 %: {value.knob}={value.value}; without it {100 * value.saving:.0f} % fewer configs")
-    few = insight.portfolio(cases)
-    show_wrapped(f"{_portfolio(few, len(cases))}:")
-    for knobs in few.configs:
-        show_wrapped("  " + pairs(dict(knobs)))
-    show("")
+    for (case, stored), times in zip(searches, _times(searches), strict=True):
+        gaps, to_near = _regret(stored)
+        matter = list(insight.importances(times).items())[:2]
+        top = " ".join(f"{knob} {100 * share:.0f}%" for knob, share in matter)
+        counts = (min(times.values()), len(stored), to_near, len(insight.ties(times)))
+        rows.append(Row((f"{case.name} {case.dtype}", *counts, insight.sparkline(gaps, 16), top)))
+    return Table(columns, tuple(rows))
+
+
+def _regret(stored: "Mapping[Any, Evaluation]") -> tuple[list[float], int]:
+    """Return how far the best so far was from the best, trial by trial, and after how many trials it was within 2 %."""
+    from kerneltune.search import insight
+
+    gaps = insight.regret([one.time_us for one in stored.values()])
+    return gaps, next(i for i, gap in enumerate(gaps, start=1) if gap <= insight.NEAR)

@@ -10,7 +10,7 @@ from kerneltune.cli import cases
 from kerneltune.cli import options as o
 from kerneltune.cli.console import error_line, note, show
 from kerneltune.cli.progress import reporter
-from kerneltune.cli.trials import show_short
+from kerneltune.cli.trials import show_searches
 
 if TYPE_CHECKING:
     from kerneltune.plan import Selection
@@ -138,4 +138,4 @@ def _show_trials(known: "Mapping[str, Op]", selection: "Selection", policy: str,
 
     searched = [(known[entry.op], entry.case) for entry in load_plan(known, selection).bench if selection.takes(entry)]
     for title, searches in searches_below(folder, searched, selection.takes_variant, policy).items():
-        show_short(title, searches)
+        show_searches(title, searches)

@@ -7,7 +7,7 @@ import pytest
 from command_line import both, run
 
 from kerneltune.cli import console
-from kerneltune.cli.trials import show_short
+from kerneltune.cli.trials import show_searches
 from kerneltune.files import data_root
 from kerneltune.records import append, load
 from kerneltune.reporting.tables import sweep_table
@@ -118,7 +118,7 @@ def test_trials_are_shown_whole(columns: int, monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.setattr(console.console, "width", columns)
     knobs = [{"rows_per_program": rows, "columns_per_program": 64, "warps": warps} for rows in (1, 2, 4, 8) for warps in (4, 8)]
     stored = {tuple(config.items()): Evaluation("ok", 100.125 + at) for at, config in enumerate(knobs)}
-    show_short("rmsnorm_fwd optimized bfloat16 none of all cases that were searched on this GPU", [(case, stored)])
+    show_searches("rmsnorm_fwd optimized bfloat16 none of all cases that were searched on this GPU", [(case, stored)])
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= columns
     assert "1 cases, 8 trials (8 ok)" in " ".join(" ".join(lines).split())
