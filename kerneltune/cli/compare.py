@@ -153,16 +153,14 @@ def _loaded(files: Iterable[Path], family: str | None) -> "list[Record]":
 
 def _side(name: str, records: "list[Record]", wanted: "Selection") -> "list[Record]":
     """Return the wanted records that a name stands for, of all policies: of a file, of a variant, or of the best peers."""
-    from kerneltune.records import newest
-    from kerneltune.reporting.tables import BEST_PEER, best_peers
+    from kerneltune.reporting.tables import BEST_PEER, side
 
     found = _selected(_loaded([Path(name)], wanted.family or None) if _is_file(name) else records, wanted)
-    if name == BEST_PEER:
-        return best_peers(newest(found))
-    if not _is_file(name):
+    if _is_file(name):
+        return found
+    if name != BEST_PEER:
         o.choice("variant", name, [*dict.fromkeys(record.variant for record in found), BEST_PEER, f"a {_SUFFIX} file"])
-        found = [record for record in found if record.variant == name]
-    return found
+    return side(found, name)
 
 
 def _selected(found: "list[Record]", wanted: "Selection") -> "list[Record]":

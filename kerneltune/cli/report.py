@@ -169,14 +169,13 @@ def _entries(records: "Sequence[Record]", configs: Path | None) -> "dict[str, li
 
 def _markdown(sources: "Sources", pictures: Sequence[Path], folder: Path) -> str:
     """Return the A/B table of every family, the tables of workloads, the final losses, and the pictures that lie beside it."""
-    from kerneltune.records import newest
     from kerneltune.reporting.naming import by_family
-    from kerneltune.reporting.tables import BEST_PEER, ab_rows, ab_table, best_peers, curves_table
+    from kerneltune.reporting.tables import ab_rows, ab_table, curves_table, side
 
     a, b = sources.pair
     lines = []
     for family, members in by_family(sources.records).items():
-        rows = ab_rows(best_peers(newest(members)) if a == BEST_PEER else _of(members, a), _of(members, b))
+        rows = ab_rows(side(members, a), side(members, b))
         if rows:
             lines += [f"### {family}: {a} (A) against {b} (B)", "", ab_table(rows, a, b).markdown()]
         for table in sources.own.get(family, ()):
@@ -187,7 +186,3 @@ def _markdown(sources: "Sources", pictures: Sequence[Path], folder: Path) -> str
         beside = Path(os.path.relpath(str(path), str(folder))).as_posix()
         lines.append(f"![{path.stem.replace('_', ' ')}]({beside})")
     return "\n".join(lines).rstrip() + "\n"
-
-
-def _of(records: "Sequence[Record]", variant: str) -> "list[Record]":
-    return [record for record in records if record.variant == variant]

@@ -97,19 +97,18 @@ def _show_first(records: "Sequence[Record]") -> None:
 
 def _show_recorded(family: str, asked: str, results: Path) -> None:
     """Show what recorded GPU times say of the family, and what a GPU would add to `kerneltune sweep ASKED`."""
-    from kerneltune.records import load, newest
-    from kerneltune.reporting.tables import ab_rows, ab_table, best_peers
+    from kerneltune.records import load
+    from kerneltune.reporting.tables import BEST_PEER, ab_rows, ab_table, side
     from kerneltune.sweep import family_name, recorded_root
 
     files = sorted(recorded_root(None, family).glob(f"*/{family_name(family)}.jsonl"))
     found = [r for path in files for r in load(path)]
-    recorded = with_roles([r for r in newest(found) if r.policy == "cold"])
-    ours = [r for r in recorded if r.variant == "optimized"]
+    recorded = with_roles([r for r in found if r.policy == "cold"])
     for name, others in (
-        ("baseline", [r for r in recorded if r.variant == "baseline" and r.role != "peer"]),
-        ("the fastest peer of every case", best_peers(recorded)),
+        ("baseline", side([r for r in recorded if r.role != "peer"], "baseline")),
+        ("the fastest peer of every case", side(recorded, BEST_PEER)),
     ):
-        if rows := ab_rows(others, ours):
+        if rows := ab_rows(others, side(recorded, "optimized")):
             table = ab_table(rows, name, "optimized")
             show(f"\nRecorded: {name} (A) and optimized (B)")
             for line in (*table.head[1:], *table.foot[-1:]):

@@ -17,7 +17,7 @@ from kerneltune.errors import unknown
 from kerneltune.records import Record, grouped, newest
 from kerneltune.reporting.naming import CaseName, by_family, case_names, look, short_commit, told_apart
 from kerneltune.reporting.shares import Bound, bound_of, peak_tflops, share
-from kerneltune.reporting.tables import AB_COLUMNS, BEST_PEER, INTERPRETER_NOTE, LOSS, WIN, best_peers
+from kerneltune.reporting.tables import AB_COLUMNS, BEST_PEER, INTERPRETER_NOTE, LOSS, WIN, Row, ab_rows, best_peers, side
 from kerneltune.table import Table, pairs
 
 MOST_EVALUATIONS = 25_000
@@ -129,53 +129,52 @@ def index(sources: Sources, parts: Mapping[str, tuple[Sources, str]]) -> dict[st
 
     parts: slug -> what its page shows, and the page's file name.
     """
-    lines, every, shares, ranks, total = [], [], [], [0, 0, 0], 0
+    lines, every, total = [], [], 0
     for name, (part, href) in parts.items():
-        shown = payload(part)
         if not part.records:
-            lines.append(
-                {"name": "training curves", "href": href, "cells": [str(len(part.curves)), *[""] * (len(_INDEX_HEAD) - 2)]}
-            )
+            cells = [str(len(part.curves)), *[""] * (len(_INDEX_HEAD) - 2)]
+            lines.append({"name": "training curves", "href": href, "cells": cells})
             continue
-        pairs_of = [(_side(case, shown["a"]), _side(case, shown["b"]), case) for case in shown["cases"]]
-        timed = [(a["us"] / b["us"], b, case) for a, b, case in pairs_of if a.get("us") and b.get("us")]
-        speedups = [speedup for speedup, _b, _case in timed]
-        found = [b["pct"] for _speedup, b, _case in timed if b.get("pct") is not None]
-        counts = [sum(s > WIN for s in speedups), sum(LOSS <= s <= WIN for s in speedups), sum(s < LOSS for s in speedups)]
-        bound = " or ".join(dict.fromkeys(case["bound"] for _s, _b, case in timed))
-        cells = [
-            _of(len(speedups), len(shown["cases"])),
-            shown["a"],
-            shown["b"],
-            f"{statistics.geometric_mean(speedups):.2f}x" if speedups else "",
-            f"{min(speedups):.2f}–{max(speedups):.2f}x" if speedups else "",
-            " / ".join(map(str, counts)) if speedups else "",
-            f"{statistics.median(found):.0f} % of {bound}" if found else "",
-        ]
+        rows = ab_rows(*(side(part.records, name) for name in part.pair))
+        cases = len({(record.key, record.device) for record in part.records})
+        compared, mean, least, most, ranks, share_of_b = _figures(rows, cases)
+        bound = f" of {' or '.join(dict.fromkeys(row.bound for row in rows if row.speedup))}" if share_of_b else ""
+        extent = f"{least}–{most}" if least else ""
+        cells = [compared, *part.pair, mean, extent, ranks, f"{share_of_b}{bound}"]
         lines.append({"name": part.records[0].family or name, "href": href, "cells": cells})
-        total += len(shown["cases"])
-        every += speedups
-        shares += found
-        ranks = [x + y for x, y in zip(ranks, counts, strict=True)]
+        every += rows
+        total += cases
+    compared, mean, least, _, ranks, share_of_b = (text or "–" for text in _figures(every, total))
     tiles = [
-        (f"{statistics.geometric_mean(every):.2f}x" if every else "–", "B as fast as A, geometric mean of all cases"),
-        (" / ".join(map(str, ranks)), "faster / within 5 % / slower"),
-        (f"{min(every):.2f}x" if every else "–", "lowest"),
-        (f"{statistics.median(shares):.0f} %" if shares else "–", "of ceiling or peak, B's median"),
-        (_of(len(every), total), "cases compared"),
+        (mean, "B as fast as A, geometric mean of all cases"),
+        (ranks, "faster / within 5 % / slower"),
+        (least, "lowest"),
+        (share_of_b, "of ceiling or peak, B's median"),
+        (compared, "cases compared"),
     ]
     facts = _facts(newest(sources.records), sources)
     return {"title": "kerneltune results", "facts": facts, "tiles": tiles, "head": _INDEX_HEAD, "rows": lines}
 
 
+def _figures(rows: Sequence[Row], cases: int) -> tuple[str, ...]:
+    """Return cases compared, mean speed-up, least, most, faster / within 5 % / slower, and B's median share; empty for none."""
+    timed = [(row.speedup, row) for row in rows if row.speedup is not None]
+    if not timed:
+        return _of(0, cases), *[""] * 5
+    speedups = [speedup for speedup, _ in timed]
+    marks = [row.mark for _, row in timed]
+    shares = [part for _, row in timed if (part := share(row.b, row.bound)) is not None]
+    return (
+        _of(len(timed), cases),
+        *(f"{value:.2f}x" for value in (statistics.geometric_mean(speedups), min(speedups), max(speedups))),
+        " / ".join(str(marks.count(mark)) for mark in ("+", "", "-")),
+        f"{statistics.median(shares):.0f} %" if shares else "",
+    )
+
+
 def _of(part: int, whole: int) -> str:
     """Return `676 of 887`, or the whole alone where the part is as many."""
     return str(whole) if part == whole else f"{part} of {whole}"
-
-
-def _side(case: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found: Mapping[str, Any] | None = case["best"] if name == BEST_PEER else case["of"].get(name)
-    return found or {}
 
 
 def default_pair(records: Sequence[Record], a: str | None = None, b: str | None = None) -> tuple[str, str]:
@@ -189,9 +188,9 @@ def default_pair(records: Sequence[Record], a: str | None = None, b: str | None 
     variants = list(dict.fromkeys(record.variant for record in records))
     peers = best_peers(newest(records))
     sides = [*([BEST_PEER] if peers else []), *variants]
-    for side, name in (("a", a), ("b", b)):
+    for letter, name in (("a", a), ("b", b)):
         if name is not None and name not in sides:
-            raise unknown(side, name, sides)
+            raise unknown(letter, name, sides)
     own = Counter(r.variant for r in records if r.role != "peer" and r.variant not in ("baseline", "optimized"))
     most = max(own, key=lambda name: own[name], default=variants[-1])
     cases = {(record.key, record.device) for record in records}

@@ -101,6 +101,12 @@ def best_peers(records: Iterable[Record]) -> list[Record]:
     return list(best.values())
 
 
+def side(records: Iterable[Record], name: str) -> list[Record]:
+    """Return the newest records that a name stands for: those of a variant, or of the fastest peer of every case."""
+    found = newest(records)
+    return best_peers(found) if name == BEST_PEER else [record for record in found if record.variant == name]
+
+
 def ab_table(rows: Sequence[Row], a: str = "A", b: str = "B", title: str = "") -> Table:
     """Return the table of A against B: summary, then a row per case, then where the numbers come from.
 
