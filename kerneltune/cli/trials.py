@@ -16,7 +16,8 @@ from kerneltune.table import Column, Row, Table, pairs
 if TYPE_CHECKING:
     from kerneltune.plan import Selection
     from kerneltune.search.insight import Portfolio
-    from kerneltune.search.trials import Evaluation, Searches
+    from kerneltune.search.task import Evaluation
+    from kerneltune.search.trials import Searches
 
 _DEAD = 4
 """Values of knobs that a short answer names."""
