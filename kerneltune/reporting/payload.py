@@ -8,6 +8,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from kerneltune import cache
@@ -77,7 +78,7 @@ def payload(sources: Sources) -> dict[str, Any]:
         "peers": sorted({f"{r.op} {r.variant}" for r in records if r.role == "peer"}),
         "win": WIN,
         "loss": LOSS,
-        "cases": _cases(records, sources),
+        "cases": _cases(records),
         "searches": searches,
         "left_out": left_out,
         "evidence": _evidence(sources.entries, {record.op for record in records}),
@@ -107,10 +108,13 @@ def apart(sources: Sources) -> dict[str, Sources]:
             trials=[trial for trial in sources.trials if trial["op"] in ops],
             entries={op: entries for op, entries in sources.entries.items() if op in ops},
             curves={},
+            files=[file for file in sources.files if Path(file).stem == family] or sources.files,
         )
         parts[_free(slug(family), parts)] = part
     if sources.curves:
-        parts[_free("training", parts)] = replace(sources, records=(), trials=(), entries={}, pair=("", ""))
+        parts[_free("training", parts)] = replace(
+            sources, records=(), trials=(), entries={}, pair=("", ""), files=list(sources.curves) or sources.files
+        )
     return parts
 
 
@@ -230,8 +234,11 @@ def _facts(records: Sequence[Record], sources: Sources) -> dict[str, str]:
     return {name: value for name, value in facts.items() if value}
 
 
-def _cases(records: Sequence[Record], sources: Sources) -> list[dict[str, Any]]:
-    """Make one entry per key and device, its records by variant; the element type with the most records first."""
+def _cases(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """Make one entry per key and device, its records by variant; the element type with the most records first.
+
+    Cases of one operator, mode and setting of the options follow each other.
+    """
     cases: dict[object, dict[str, Any]] = {}
     for record, name in zip(records, case_names(records), strict=True):
         case = cases.get((record.key, record.device))
@@ -259,7 +266,8 @@ def _cases(records: Sequence[Record], sources: Sources) -> list[dict[str, Any]]:
         case = cases[record.key, record.device]
         case["best"] = {**_result(record, case["bound"]), "is": record.variant}
     rows = Counter(record.dtype for record in records)
-    return sorted(cases.values(), key=lambda case: -rows[case["dtype"]])
+    orders = {name: list(dict.fromkeys(case[name] for case in cases.values())) for name in ("op", "quant", "options")}
+    return sorted(cases.values(), key=lambda case: (-rows[case["dtype"]], *(orders[name].index(case[name]) for name in orders)))
 
 
 def _named(name: CaseName) -> dict[str, Any]:
