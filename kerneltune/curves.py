@@ -83,6 +83,11 @@ class Curves:
         return [Final(name, mean, mean / base - 1) for name, mean in means.items()]
 
     @property
+    def last(self) -> int:
+        """Steps whose mean is the final loss."""
+        return min(LAST, len(self.steps))
+
+    @property
     def source(self) -> str:
         """Return where the numbers come from, in one line."""
         return f"{self.device}, torch {self.torch}, {self.date}: {self.command}"

@@ -14,7 +14,7 @@ from kerneltune.measuring.compiler import CompileResult, Kernel
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.spec import Config
 from kerneltune.stats import Samples
-from kerneltune.tuning import machines, stage
+from kerneltune.tuning import stage
 
 H200 = Device("NVIDIA H200", "sm_90", 132, 50 << 20, "580")
 OPS = ops.load()
@@ -86,8 +86,8 @@ class Bench:
 def stands_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tune on this GPU, until the end."""
     monkeypatch.setattr(device, "current", lambda: H200)
-    monkeypatch.setattr(machines, "CompilePool", Pool)
-    monkeypatch.setattr(machines, "IsolatedBench", Bench)
+    monkeypatch.setattr(stage, "CompilePool", Pool)
+    monkeypatch.setattr(stage, "IsolatedBench", Bench)
     monkeypatch.setattr(stage, "obstacle", lambda *_: None)
     cache.clear()
     yield

@@ -13,10 +13,9 @@ from kerneltune import cli
 from kerneltune.measuring.compiler import TARGETS, CompileJob, CompilePool
 from kerneltune.plan import Options
 from kerneltune.search.task import Task
-from kerneltune.tuning import local
+from kerneltune.tuning import worker
 from kerneltune.tuning.bench import IsolatedBench
-from kerneltune.tuning.local import LocalWorkers
-from kerneltune.tuning.worker import Worker
+from kerneltune.tuning.worker import LocalWorkers, Worker
 
 STARTED = 4
 """A line of the log for each."""
@@ -47,7 +46,7 @@ def hang() -> None:
 
 def search() -> None:
     """Run a fleet's worker, two compilers and a measuring child."""
-    setattr(local, "_GRACE_S", 0.1)  # noqa: B010
+    setattr(worker, "_GRACE_S", 0.1)  # noqa: B010
     with (
         LocalWorkers("made", Options(), ["0"], work_for_ever) as workers,
         CompilePool(TARGETS["sm_90"], 2) as pool,

@@ -14,7 +14,7 @@ from kerneltune.measuring.compiler import CompileResult
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
 from kerneltune.stats import Samples
-from kerneltune.tuning import machines
+from kerneltune.tuning import stage
 
 H200 = Device("NVIDIA H200", "sm_90", 132, 50 << 20, "580")
 launched: list[Config] = []
@@ -117,8 +117,8 @@ class Bench:
 def ours(task: ContestTask) -> TunerResult:
     """Find a config with kerneltune on the made-up bench."""
     setattr(device, "current", lambda: H200)  # noqa: B010
-    setattr(machines, "CompilePool", Pool)  # noqa: B010
-    setattr(machines, "IsolatedBench", Bench)  # noqa: B010
+    setattr(stage, "CompilePool", Pool)  # noqa: B010
+    setattr(stage, "IsolatedBench", Bench)  # noqa: B010
     return by_kerneltune(task)
 
 

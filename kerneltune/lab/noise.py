@@ -15,7 +15,7 @@ from kerneltune.search.task import Task
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.stats import Interval, Samples, deciles, median_interval, ratio_interval
 from kerneltune.tuning.bench import ChildCrashedError, GpuBench, IsolatedBench
-from kerneltune.tuning.machines import Machines, empty_caches
+from kerneltune.tuning.stage import Machines, empty_caches
 
 _REPEATS = 5
 

@@ -17,7 +17,7 @@ from kerneltune.search.loop import Search
 from kerneltune.search.task import Task, knobs_of
 from kerneltune.spec import Config, Inputs, Op, Variant
 from kerneltune.tuning.candidates import Given, candidates, narrowed
-from kerneltune.tuning.machines import Machines
+from kerneltune.tuning.stage import Machines
 from kerneltune.tuning.tuner import tune
 
 US = "kerneltune tune"

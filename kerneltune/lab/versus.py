@@ -37,7 +37,7 @@ from kerneltune.sweep import results_root
 from kerneltune.table import Column, Row, Table
 from kerneltune.tuning.bench import GpuBench, IsolatedBench, split_cores
 from kerneltune.tuning.candidates import Given, checked_space, narrowed
-from kerneltune.tuning.machines import empty_caches
+from kerneltune.tuning.stage import empty_caches
 
 DEFAULT = "default config"
 BEST = "best of the space"

@@ -16,8 +16,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from kerneltune.contracts import check_contract
-from kerneltune.listing import OpFacts, facts_of, listed
+from kerneltune.listing import OpFacts, check_contract, facts_of, listed
 from kerneltune.spec import GROUP, PLUGINS, Op
 
 

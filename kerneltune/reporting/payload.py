@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kerneltune import cache
-from kerneltune.curves import LAST, Curves, thinned
+from kerneltune.curves import Curves, thinned
 from kerneltune.device import INTERPRETER, slug
 from kerneltune.errors import unknown
 from kerneltune.records import Record, grouped, newest
@@ -377,7 +377,7 @@ def _curves(file: str, curves: Curves) -> dict[str, Any]:
         "title": curves.title,
         "loss": curves.loss,
         "facts": {"device": curves.device, "torch": curves.torch, "date": curves.date, "command": curves.command, "file": file},
-        "last": min(LAST, len(curves.steps)),
+        "last": curves.last,
         "window": window,
         "steps": points.steps,
         "curves": [

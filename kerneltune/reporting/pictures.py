@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from kerneltune.curves import LAST, Curves, thinned
+from kerneltune.curves import Curves, thinned
 from kerneltune.device import slug
 from kerneltune.records import Record, grouped, newest
 from kerneltune.reporting.naming import by_family, case_names, look, source
@@ -103,7 +103,7 @@ def draw_curves(curves: Curves, suffix: str) -> bytes:
         for axes in (left, right):
             axes.grid(True, linewidth=0.6)
             axes.set_xlim(points.steps[0], max(points.steps[-1], points.steps[0] + 1))
-        left.legend(title=f"mean of the last {min(LAST, len(curves.steps))} steps", frameon=False, alignment="left")
+        left.legend(title=f"mean of the last {curves.last} steps", frameon=False, alignment="left")
         figure.supxlabel(curves.source, fontsize=7.5, color=_MUTED, x=0.01, ha="left")
         return _bytes(figure, suffix)
 

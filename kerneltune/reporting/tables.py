@@ -8,14 +8,17 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, permutations
+from typing import TYPE_CHECKING
 
-from kerneltune.curves import LAST, Curves
 from kerneltune.device import INTERPRETER
 from kerneltune.records import Record, grouped, newest, other_run
 from kerneltune.reporting.naming import CaseName, case_names, source
 from kerneltune.reporting.shares import Bound, bound_of, bounds_named, share
 from kerneltune.table import Column, Table, Value, pairs, ratio
 from kerneltune.table import Row as Line
+
+if TYPE_CHECKING:
+    from kerneltune.curves import Curves
 
 WIN, LOSS = 1.05, 0.95
 BEST_PEER = "best-peer"
@@ -225,12 +228,12 @@ def check_table(records: Sequence[Record]) -> Table:
     return Table(columns, tuple(lines), tuple(_device_lines(records)), (_counts(records),), repeated=1)
 
 
-def curves_table(curves: Curves) -> Table:
+def curves_table(curves: "Curves") -> Table:
     """Return the final losses, and how far they are from the first curve's."""
     base, *others = curves.finals
     columns = (
         Column("curve"),
-        Column(f"{curves.loss}, mean of the last {min(LAST, len(curves.steps))} steps", digits=4, key="loss"),
+        Column(f"{curves.loss}, mean of the last {curves.last} steps", digits=4, key="loss"),
         Column(f"difference to {base.name} %", digits=2, key="difference_pct"),
     )
     lines = [Line((base.name, base.loss, None)), *(Line((f.name, f.loss, 100 * f.difference)) for f in others)]

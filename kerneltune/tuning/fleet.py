@@ -19,10 +19,8 @@ from kerneltune.spec import Op
 from kerneltune.sweep import results_root
 from kerneltune.tuning.candidates import TOLD, widened
 from kerneltune.tuning.cluster import RayWorkers
-from kerneltune.tuning.local import LocalWorkers, visible_gpus
-from kerneltune.tuning.machines import Usage
-from kerneltune.tuning.stage import TuningResult, TuningSummary, ended, tell, tune_entries, wanted_works
-from kerneltune.tuning.worker import Identity, RemoteTask
+from kerneltune.tuning.stage import TuningResult, TuningSummary, Usage, ended, tell, tune_entries, wanted_works
+from kerneltune.tuning.worker import Identity, LocalWorkers, RemoteTask, visible_gpus
 
 if TYPE_CHECKING:
     from kerneltune.search.trials import TrialStore

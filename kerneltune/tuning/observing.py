@@ -15,7 +15,7 @@ from kerneltune.spec import Config, Op
 from kerneltune.sweep import results_root
 from kerneltune.tuning.bench import ChildCrashedError
 from kerneltune.tuning.candidates import stamp
-from kerneltune.tuning.machines import Machines
+from kerneltune.tuning.stage import Machines
 from kerneltune.tuning.tuner import measure_space
 
 _CASES_AHEAD = 4

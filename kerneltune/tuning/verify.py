@@ -18,7 +18,7 @@ from kerneltune.search.task import Place, Task
 from kerneltune.spec import Config, Op
 from kerneltune.tuning.bench import ChildCrashedError
 from kerneltune.tuning.candidates import changed, stamp
-from kerneltune.tuning.machines import Machines
+from kerneltune.tuning.stage import Machines
 from kerneltune.tuning.tuner import Tuner
 
 RunFinal = Callable[[Task, Sequence[Config]], tuple[int, dict[str, Any]]]

@@ -51,7 +51,7 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[SizedBench]]:
     """Make a GPU whose times are a formula."""
     bench = type("ThisBench", (SizedBench,), {"tried": []})
     with made_up_gpu.stands_in(monkeypatch):
-        monkeypatch.setattr("kerneltune.tuning.machines.IsolatedBench", bench)
+        monkeypatch.setattr("kerneltune.tuning.stage.IsolatedBench", bench)
         monkeypatch.setattr(tuning, "IsolatedBench", bench)
         monkeypatch.setattr(program, "device_slug", lambda: GPU)
         yield bench

@@ -21,7 +21,7 @@ from kerneltune.plan import Options
 from kerneltune.search.task import Task
 from kerneltune.spec import Case, Config, Variant
 from kerneltune.stats import Samples
-from kerneltune.tuning import machines
+from kerneltune.tuning import stage
 from kerneltune.tuning.bench import ChildCrashedError
 
 
@@ -66,7 +66,7 @@ def test_noise_compares_an_idle_with_a_busy_pool(options: Options, monkeypatch: 
         assert bool(Busy.given) == (call >= 5)
         return [10.0 * np.exp(rng.normal(0, 0.001 if call < 5 else 0.05, 15)) for _ in configs]
 
-    monkeypatch.setattr(machines, "CompilePool", Busy)
+    monkeypatch.setattr(stage, "CompilePool", Busy)
     monkeypatch.setattr(Bench, "samples", samples)
     monkeypatch.setenv("TRITON_CACHE_DIR", "full of what was tuned")
     idle, busy = disturbed(options)

@@ -27,8 +27,7 @@ from kerneltune.search.trials import TrialStore, history
 from kerneltune.tuning import cluster, fleet
 from kerneltune.tuning.cluster import RayWorkers
 from kerneltune.tuning.fleet import Fleet, make_workers, run_tune
-from kerneltune.tuning.local import LocalWorkers, visible_gpus
-from kerneltune.tuning.worker import Worker, share_of_cores
+from kerneltune.tuning.worker import LocalWorkers, Worker, share_of_cores, visible_gpus
 
 
 class Spoken(Quiet):

@@ -23,8 +23,8 @@ from kerneltune.search import loop
 from kerneltune.search.loop import Search, explore
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.spec import Case, Config
-from kerneltune.tuning import machines
-from kerneltune.tuning.machines import Machines
+from kerneltune.tuning import stage
+from kerneltune.tuning.stage import Machines
 from kerneltune.tuning.tuner import first_asked, tune
 
 SPILLS = CompileResult((Kernel("k", 4, 255, 96, 0),), 1.0)
@@ -183,24 +183,24 @@ class Slow(Pool):
 def slow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Options:
     Slow.given, Slow.futures = [], []
     monkeypatch.setattr(device, "current", lambda: H200)
-    monkeypatch.setattr(machines, "CompilePool", Slow)
-    monkeypatch.setattr(machines, "IsolatedBench", Bench)
+    monkeypatch.setattr(stage, "CompilePool", Slow)
+    monkeypatch.setattr(stage, "IsolatedBench", Bench)
     return Options(results=tmp_path / "results", configs=tmp_path / "configs")
 
 
 def test_cores_with_nothing_to_do_compile_for_later_cases(slow: Options) -> None:
     cases = [Case(f"m{size}", (("M", size),), "bfloat16") for size in (8, 16, 32)]
     op = op_of(SMALL)
-    with Machines(slow) as stage:
-        now, *later = (stage.tuner(Task(op, case, SMALL)) for case in cases)
-        stage.look_ahead(asked for one in later for asked in first_asked(one, Search(), slow.configs))
+    with Machines(slow) as machines:
+        now, *later = (machines.tuner(Task(op, case, SMALL)) for case in cases)
+        machines.look_ahead(asked for one in later for asked in first_asked(one, Search(), slow.configs))
         now.begin(Small(64, 1))
-        stage.fill()
-        stage.fill()
+        machines.fill()
+        machines.fill()
         assert [case for case, _ in Slow.given] == [cases[0], cases[1], cases[1]]  # three workers
         for done in range(1, 60):
             Slow.futures[done].set_result(CompileResult((), 0.0)) if done < len(Slow.futures) else None
-            stage.fill()
+            machines.fill()
         ahead = Slow.given[1:]
         assert len(ahead) == len(set(ahead)) == 50
         assert {case for case, _ in ahead} == {cases[1], cases[2]}
@@ -208,7 +208,7 @@ def test_cores_with_nothing_to_do_compile_for_later_cases(slow: Options) -> None
         taken = [later[0].begin(config).pending for config in SMALL.configs(cases[1])]
         assert len(Slow.given) == 51
         assert len(taken) == 25
-        stage.forget_ahead(later[1])
+        machines.forget_ahead(later[1])
         later[1].begin(Small(64, 1))
         assert len(Slow.given) == 52
 
@@ -227,7 +227,7 @@ def test_the_measuring_child_begins_before_the_driver_is_asked(slow: Options, mo
         happened.append("driver")
         return replace(H200, arch="sm_70")
 
-    monkeypatch.setattr(machines, "IsolatedBench", Begun)
+    monkeypatch.setattr(stage, "IsolatedBench", Begun)
     monkeypatch.setattr(device, "current", current)
     with pytest.raises(ValueError, match=r"^cannot compile ahead of time for sm_70; known targets: sm_90, "), Machines(slow):
         pass
@@ -259,6 +259,6 @@ def test_the_deciding_process_keeps_off_the_measuring_core(slow: Options) -> Non
     before = os.sched_getaffinity(0)
     if len(before) < 2:
         pytest.skip("one core")
-    with Machines(slow) as stage, stage.deciding():
+    with Machines(slow) as machines, machines.deciding():
         assert os.sched_getaffinity(0) == before - {max(before)}
     assert os.sched_getaffinity(0) == before

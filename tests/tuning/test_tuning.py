@@ -24,7 +24,7 @@ from kerneltune.search import spaces
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.search.trials import history
 from kerneltune.spec import Case, Op
-from kerneltune.tuning import machines, stage
+from kerneltune.tuning import stage
 from kerneltune.tuning.bench import ChildCrashedError
 from kerneltune.tuning.candidates import widened
 from kerneltune.tuning.fleet import run_tune
@@ -132,7 +132,7 @@ def test_all_of_the_space_is_searched_where_that_is_asked_for(
     asked: dict[str, Any], tried: int, options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else, where the other 16-bit type was searched, its sixteen best and the default."""
-    monkeypatch.setattr(machines, "IsolatedBench", versus_jobs.Bench)
+    monkeypatch.setattr(stage, "IsolatedBench", versus_jobs.Bench)
     variant = replace(versus_jobs.VARIANT, space=lambda _: {"block": tuple(range(10)), "warps": (1, 2, 4, 8)})
     made = {"fake": replace(versus_jobs.OP, dtypes=("bfloat16", "float16"), variants=(variant,))}
     sweep = "family: made\nops: [fake]\nbench:\n  - {name: m8, M: 8, dtype: [bfloat16, float16]}\n"
@@ -147,7 +147,7 @@ def test_all_of_the_space_is_searched_where_that_is_asked_for(
 def test_a_search_stops_by_default_where_the_rest_is_expected_to_gain_less_than_a_per_cent(
     options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machines, "IsolatedBench", versus_jobs.Bench)
+    monkeypatch.setattr(stage, "IsolatedBench", versus_jobs.Bench)
     variant = replace(versus_jobs.VARIANT, space=lambda _: {"block": tuple(range(10)), "warps": (1, 2, 4, 8)})
     (tmp_path / "made.yaml").write_text("family: made\nops: [fake]\nbench:\n  - {name: m8, M: 8, dtype: bfloat16}\n")
     selection, made = Selection(str(tmp_path / "made.yaml")), {"fake": replace(versus_jobs.OP, variants=(variant,))}
