@@ -86,7 +86,8 @@ def fit(
     least known time over the rule's on observed cases, which have no recorded config; each as geometric mean and worst. unseen:
     the geometric mean of all these cases where the kind of the tree, too, is chosen without the case's sizes. Needs no GPU.
     """
-    from kerneltune.tuning.fitting import CostTable, fitted
+    from kerneltune.tuning.costs import CostTable
+    from kerneltune.tuning.fitting import fitted
     from kerneltune.tuning.gathering import samples_of
 
     known = o.load_ops()

@@ -9,7 +9,8 @@ from kerneltune.search import spaces
 from kerneltune.search.observations import path_of, read
 from kerneltune.search.task import knobs_of
 from kerneltune.spec import Case, Config, Op, Variant
-from kerneltune.tuning.fitting import CostTable, Sample, untimed
+from kerneltune.tuning.costs import CostTable, Sample
+from kerneltune.tuning.fitting import untimed
 from kerneltune.tuning.transfer import Donor, config_of, rivals
 
 _LEAST = 2

@@ -8,9 +8,11 @@ import pytest
 from made_up import BLOCKS, WARPS, Small, nothing, op_of, small_space
 
 from kerneltune.rounding import next_power_of_2
-from kerneltune.rule import Scaled, facts_of
+from kerneltune.rule import Scaled, Split, facts_of
 from kerneltune.spec import Case, Op, Variant
-from kerneltune.tuning.fitting import CostTable, Judgement, Sample, TreeShape, chosen, fitted, judgements, unseen, untimed
+from kerneltune.tuning.costs import CostTable, Sample
+from kerneltune.tuning.fitting import Judgement, chosen, fitted, judgements, unseen, untimed
+from kerneltune.tuning.growing import TreeShape, grown
 from kerneltune.tuning.transfer import followed, forms_of
 
 DEFAULT = Small(256, 4)
@@ -119,9 +121,28 @@ def test_fit_cases_no_config_serves_both_of_may_have_trees_of_their_own() -> Non
     made = table([liking(size, layout) for size in SIZES for layout in ("row", "col")], op)
     found = judgements(made)
     assert found[TreeShape("once")].geomean < 0.8
-    assert found[TreeShape("once", is_apart=True)].geomean == pytest.approx(1.0)
+    assert found[TreeShape("once", apart="kinds")].geomean == pytest.approx(1.0)
     free = judgements(table(made.samples, replace(op, free_options=("layout",))))
-    assert not any(shape.is_apart for shape in free)
+    assert {shape.apart for shape in free} == {"", "words"}
+    assert free[TreeShape("once", apart="words")].geomean == pytest.approx(1.0)
+
+
+def test_fit_a_bound_moves_to_where_the_questions_below_it_leave_least() -> None:
+    """Bounds are chosen from the root down: M <= 4 is best before the layout is asked, M <= 8 after."""
+    op = replace(op_of(VARIANT), options={"layout": ("row", "col")}, free_options=("layout",))
+
+    def of(size: int, layout: str) -> Sample:
+        wanted = 4 if size <= 8 else 2 if layout == "row" else 16
+        costs = {warps: 0.0 if warps == wanted else 0.5 for warps in (2, 4, 16)}
+        if size == 8:
+            costs = {2: 0.0, 4: 0.0, 16: 0.5} if layout == "row" else {2: 0.0, 4: 0.2, 16: 0.6}
+        times = {(("block", 256), ("warps", warps)): math.exp(cost) for warps, cost in costs.items()}
+        return Sample(case_of(size, layout=layout), times, 1.0, {"block": 256, "warps": wanted})
+
+    made = table([of(size, layout) for size in (1, 2, 4, 8, 16, 32) for layout in ("row", "col")], op)
+    tree = grown(made, TreeShape("sizes")).tree
+    assert isinstance(tree, Split)
+    assert (tree.subject, 8 < (tree.at_most or 0) < 16) == ("M", True)
 
 
 def test_fit_the_default_is_chosen_where_it_is_as_good() -> None:

@@ -1,0 +1,169 @@
+"""Costs of configs on cases, from measured times: what rules are grown on and judged by."""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kerneltune.nearness import ranked
+from kerneltune.rule import Form, facts_of, knobs_at
+from kerneltune.spec import Case, Op, Variant
+from kerneltune.tuning.transfer import Donor, Pairs, config_of, followed, forms_of
+
+Times = Mapping[tuple[tuple[str, Any], ...], float | None]
+"""Knobs -> µs; None for a config that has no time: it spilled, failed or was wrong."""
+Costs = npt.NDArray[np.float64]
+Rows = npt.NDArray[np.intp]
+
+UNKNOWN, INVALID, FAILED = 0.25, 0.3, 0.7
+"""log time over the best that a config is expected to cost where it was not timed, is not valid, or has no time."""
+_DEFAULT_COSTS = 0.002
+"""What the default must be better by: some operators take milliseconds to find theirs."""
+_SEVERAL = 6
+"""Configs whose times tell what the best of a case without a recorded config is about."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A case with what is known of it.
+
+    Attributes:
+        best_us: time of the recorded config, or the least known where none is recorded.
+        recorded: the knobs of the recorded config, None where there is none.
+    """
+
+    case: Case
+    times: Times
+    best_us: float
+    recorded: Mapping[str, Any] | None = None
+
+    @property
+    def is_judged(self) -> bool:
+        """Return whether enough is known to say how good a config is."""
+        return self.recorded is not None or len(self.times) >= _SEVERAL
+
+    @property
+    def fastest(self) -> dict[str, Any]:
+        """Return the recorded knobs, or the fastest of several; none where fewer are known."""
+        timed = {knobs: time_us for knobs, time_us in self.times.items() if time_us is not None}
+        if self.recorded is not None or len(timed) < _SEVERAL:
+            return dict(self.recorded or {})
+        return dict(min(timed.items(), key=lambda pair: pair[1])[0])
+
+
+class CostTable:
+    """Costs of forms on cases: log time over the best.
+
+    Attributes:
+        samples: the cases.
+        shapes: the number of every shape; numbers: of every case's shape.
+        forms: what a rule may choose, the default first.
+        costs: (cases, forms); UNKNOWN, INVALID and FAILED stand for what has no time.
+        known: (cases, forms) whether the time is known.
+        valid: (cases, forms) whether the config is valid.
+        given: (shapes, forms) whether a form has other cases than those of the shape to be known from.
+        kinds: words of which no config serves two values.
+    """
+
+    def __init__(self, op: Op, variant: Variant, samples: Sequence[Sample]) -> None:
+        self.op, self.variant, self.samples = op, variant, list(samples)
+        self.shapes = {axes: number for number, axes in enumerate(dict.fromkeys(s.case.axes for s in samples))}
+        self.numbers = np.array([self.shapes[sample.case.axes] for sample in samples])
+        donors = [(sample.case, sample.fastest) for sample in samples if sample.fastest]
+        follows = followed(donors)
+        places: dict[Pairs, set[int]] = {(): {-1}}
+        for donor in donors:
+            for form in forms_of(donor, follows):
+                places.setdefault(form, set()).add(self.shapes[donor[0].axes])
+        self.forms: list[Form] = [dict(form) for form in places]
+        self.given = np.array([[bool(by - {number}) for by in places.values()] for number in range(len(self.shapes))])
+        size = len(self.samples), len(self.forms)
+        self.costs, self.known, self.valid = np.full(size, UNKNOWN), np.zeros(size, bool), np.zeros(size, bool)
+        for i, j in np.ndindex(size):
+            knobs = knobs_at(self.forms[j], dict(self.samples[i].case.axes))
+            self.costs[i, j], self.known[i, j], self.valid[i, j] = self._cost(self.samples[i], knobs)
+        self._borrow()
+        self.costs[:, 0] += _DEFAULT_COSTS
+        self.kinds = {"quant", *op.options} - set(op.free_options)
+        self.words = list(_word_questions(op, self.samples))
+        self.questions = {"nothing": [], "once": [], "sizes": self._ask(op.axes), "ratios": self._ask(_expressions(op.axes))}
+
+    def _cost(self, sample: Sample, knobs: Mapping[str, Any]) -> tuple[float, bool, bool]:
+        knobs = knobs or default_knobs(self.variant, sample.case)
+        if config_of(self.variant, sample.case, knobs) is None:
+            return INVALID, False, False
+        key = tuple(knobs.items())
+        if key not in sample.times:
+            return UNKNOWN, False, True
+        time_us = sample.times[key]
+        return (FAILED, True, True) if time_us is None else (math.log(time_us / sample.best_us), True, True)
+
+    def _borrow(self) -> None:
+        """Take what is not known of one 16-bit type as it is of the other, whose bytes are as many."""
+        places = {sample.case: place for place, sample in enumerate(self.samples)}
+        for i, sample in enumerate(self.samples):
+            other = {"bfloat16": "float16", "float16": "bfloat16"}.get(sample.case.dtype, "")
+            twin = places.get(replace(sample.case, dtype=other))
+            if twin is not None:
+                missing = self.valid[i] & ~self.known[i] & self.known[twin]
+                self.costs[i, missing] = self.costs[twin, missing]
+
+    def _ask(self, expressions: Sequence[str]) -> "list[Question]":
+        facts = [facts_of(sample.case) for sample in self.samples]
+        return [Question(text, np.array([one.number(text) for one in facts])) for text in expressions] + self.words
+
+    def share(self, place: int, knobs: Mapping[str, Any]) -> float:
+        """Return the tuned time over that of a config on a case; NaN where it is not known."""
+        cost, known, _ = self._cost(self.samples[place], knobs)
+        return math.exp(-cost) if known else math.nan
+
+    def nearest(self, place: int) -> list[tuple[float, dict[str, Any]]]:
+        """Return (log2 distance, knobs) of the recorded configs of other sizes that a look-up may take, the nearest first."""
+        asked = self.samples[place].case
+        donors = [(s.case, dict(s.recorded)) for s in self.samples if s.recorded is not None and s.case.axes != asked.axes]
+        return list(near_configs(self.op, self.variant, asked, donors))
+
+
+def near_configs(op: Op, variant: Variant, case: Case, recorded: Sequence[Donor]) -> Iterator[tuple[float, dict[str, Any]]]:
+    """Yield (log2 distance, knobs) of the recorded configs of other sizes that a look-up may take, the nearest first."""
+    places = [((dict(other.axes), other.dtype, dict(other.options)), (other, knobs)) for other, knobs in recorded]
+    asked = dict(case.axes), case.dtype, dict(case.options)
+    for (_, moved, apart), (other, knobs) in ranked(asked, places, op.free_axes, op.free_options, op.bands):
+        if other.quant == case.quant and moved and config_of(variant, case, knobs) is not None:
+            yield apart, dict(knobs)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A number of every case, or whether an option has a value.
+
+    Attributes:
+        subject, equals: as in rule.Split.
+        values: of every case the number, or 1 where the option has the value.
+    """
+
+    subject: str
+    values: Costs
+    equals: Any = None
+
+
+def _word_questions(op: Op, samples: Sequence[Sample]) -> Iterator[Question]:
+    facts = [facts_of(sample.case) for sample in samples]
+    for word in ("dtype", "quant", *op.options):
+        for value in list(dict.fromkeys(one.words[word] for one in facts))[:-1]:
+            yield Question(word, np.array([float(one.words[word] == value) for one in facts]), value)
+
+
+def _expressions(axes: Sequence[str]) -> list[str]:
+    """Return sizes, bytes, and ratios of sizes."""
+    return [*axes, "*".join([*axes, "bytes"]), *(f"{a}/{b}" for a, b in itertools.combinations(axes, 2))]
+
+
+def default_knobs(variant: Variant, case: Case) -> dict[str, Any]:
+    """Return the knobs of a variant's default; none for a variant without one."""
+    default = variant.default_config(case)
+    return {} if default is None else {name: getattr(default, name) for name in default.__dataclass_fields__}
