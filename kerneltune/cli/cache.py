@@ -53,12 +53,12 @@ def list_(configs: o.Configs = None) -> None:
 
 @app.command("show")
 def show_(
-    op: Annotated[str, typer.Argument(metavar="OP", help="Name of an operator.")],
+    op: o.OpName,
     case: o.CaseNames = None,
     dtype: o.Dtypes = None,
     quant: o.Quants = None,
     variant: o.VariantNames = None,
-    gpu: Annotated[str | None, typer.Option("--gpu", help="Only this GPU, as its folder is called.")] = None,
+    gpu: o.Gpu = None,
     configs: o.Configs = None,
 ) -> None:
     """Show the cached configs of one operator."""
@@ -92,8 +92,8 @@ def show_(
 
 @app.command("verify")
 def verify_(
-    ops: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Only these operators, in this order.")] = None,
-    gpu: Annotated[str | None, typer.Option("--gpu", help="Only this GPU, as its folder is called.")] = None,
+    ops: o.OpsGiven = None,
+    gpu: o.Gpu = None,
     refresh: Annotated[
         bool, typer.Option("--write", help="Store the new times of stale entries that are as good as the default.")
     ] = False,
@@ -163,11 +163,11 @@ def from_misses(
 
 @app.command("export")
 def export_(
-    op: Annotated[str, typer.Argument(metavar="OP", help="Name of an operator.")],
+    op: o.OpName,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the files go.")],
     format_: Annotated[str, o.pick("--format", ("triton", "python", "json", "vllm"), "What to write.")] = "python",
-    gpu: Annotated[str | None, typer.Option("--gpu", help="Only this GPU, as its folder is called.")] = None,
-    variant: Annotated[str, typer.Option("--variant", metavar="NAME", help="Whose configs.")] = "optimized",
+    gpu: o.Gpu = None,
+    variant: o.Whose = "optimized",
     configs: o.Configs = None,
 ) -> None:
     """Write cached configs for other programs.
@@ -210,7 +210,7 @@ def _author_names(op: Op, variant: str) -> dict[str, str]:
 
 @app.command("import")
 def import_(
-    op: Annotated[str, typer.Argument(metavar="OP", help="Name of an operator.")],
+    op: o.OpName,
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="What `cache export` wrote.")],
     gpu: Annotated[str, typer.Option("--gpu", help="The GPU that they are for, as its folder is called.")],
     force: Annotated[bool, typer.Option("--force", help="Also of another GPU, and in the place of what the cache has.")] = False,

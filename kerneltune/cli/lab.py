@@ -35,7 +35,7 @@ _DISTURBED = 0.005
 def versus(
     family: o.Family,
     wanted: "Selection",
-    variant: Annotated[str, typer.Option("--variant", metavar="NAME", help="Whose configs.")] = "optimized",
+    variant: o.Whose = "optimized",
     policy: o.PolicyName = "cold",
     restrict: Annotated[
         list[str] | None,

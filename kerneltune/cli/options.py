@@ -29,6 +29,10 @@ _USUAL_SIZE, _DIGITS = 4096, 15
 Family = Annotated[
     str, typer.Argument(envvar=FAMILY, show_envvar=False, help="A file of sweeps/ by name, or a path ending in .yaml.")
 ]
+OpName = Annotated[str, typer.Argument(metavar="OP", help="Name of an operator.")]
+OpsGiven = Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Only these operators, in this order.")]
+Gpu = Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="Of this GPU, as its folder is called.")]
+Whose = Annotated[str, typer.Option("--variant", metavar="NAME", help="Whose configs.")]
 OpNames = Annotated[list[str] | None, typer.Option("--op", metavar="NAME", help="Only this operator; may be repeated.")]
 CaseNames = Annotated[
     list[str] | None, typer.Option("--case", metavar="NAME", help="Only cases with such a name, like 'te-*'; may be repeated.")

@@ -21,13 +21,12 @@ _STALLS = 5
 _LINES = 8
 _DRIVER = "profiled"
 
-OpName = Annotated[str, typer.Argument(metavar="OP", help="Name of an operator.")]
 ConfigA = Annotated[str | None, typer.Option("--config-a", metavar="JSON", help="A's config, else the cached or default one.")]
 ConfigB = Annotated[str | None, typer.Option("--config-b", metavar="JSON", help="B's config, else the cached or default one.")]
 
 
 def command(
-    op: OpName,
+    op: o.OpName,
     a: Annotated[str, typer.Argument(metavar="A", help="A variant or peer.")],
     b: Annotated[str, typer.Argument(metavar="B", help="Another, or the same with another config.")],
     case: Annotated[str | None, typer.Option("--case", metavar="NAME", help="A case of a sweep, the first if not given.")] = None,

@@ -19,15 +19,10 @@ from kerneltune.table import Column, Row, Table, pairs
 if TYPE_CHECKING:
     from kerneltune.rule import Rule
 
-Gpu = Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="Of this GPU, as its folder is called.")]
-
-Whose = Annotated[str, typer.Option("--variant", metavar="NAME", help="Whose configs.")]
-OpsGiven = Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Only these operators, in this order.")]
-
 
 def observe(
-    ops: OpsGiven = None,
-    variant: Whose = "optimized",
+    ops: o.OpsGiven = None,
+    variant: o.Whose = "optimized",
     dtype: o.Dtypes = None,
     case: o.CaseNames = None,
     most: Annotated[int, typer.Option("--most", metavar="N", help="Configs per case.")] = 14,
@@ -73,9 +68,9 @@ def observe(
 
 
 def fit(
-    ops: OpsGiven = None,
-    gpu: Gpu = None,
-    variant: Whose = "optimized",
+    ops: o.OpsGiven = None,
+    gpu: o.Gpu = None,
+    variant: o.Whose = "optimized",
     check: Annotated[bool, typer.Option("--check", help="Write nothing.")] = False,
     configs: o.Configs = None,
     results: o.Results = None,
@@ -138,12 +133,12 @@ def _observed(results: Path | None) -> Path:
 
 
 def explain(
-    op: Annotated[str, typer.Argument(metavar="OP", help="Name of an operator.")],
+    op: o.OpName,
     case: Annotated[
         list[str], typer.Argument(metavar="CASE...", help="A bench case by name, or sizes and options such as M=8192 N=3584.")
     ],
-    gpu: Gpu = None,
-    variant: Whose = "optimized",
+    gpu: o.Gpu = None,
+    variant: o.Whose = "optimized",
     dtype: Annotated[
         str | None, typer.Option("--dtype", metavar="NAME", callback=o.whole_name, help="Element type, where CASE is sizes.")
     ] = None,

@@ -4,9 +4,7 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from kerneltune.cli import options as o
 from kerneltune.cli.console import show, show_wrapped, width
@@ -29,11 +27,9 @@ _WEIGHED = 8
 def command(
     family: o.Family,
     wanted: "Selection",
-    variant: Annotated[str, typer.Option("--variant", metavar="NAME", help="Whose configs.")] = "optimized",
+    variant: o.Whose = "optimized",
     policy: o.PolicyName = "cold",
-    gpu: Annotated[
-        str | None, typer.Option("--gpu", help="Whose trials, as its folder is called; this one's if not given.")
-    ] = None,
+    gpu: o.Gpu = None,
     results: o.Results = None,
 ) -> None:
     """Show what past trials say: how good each search was, the knobs that matter, and the fewest configs for all cases."""

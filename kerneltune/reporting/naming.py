@@ -43,11 +43,6 @@ class CaseName:
         return "×".join(map(str, self.axes.values()))
 
     @property
-    def heading(self) -> str:
-        """Return what is above the shapes of one kind: `fwd bfloat16 fp8 row_pad=8 M×N`."""
-        return " ".join(filter(None, [self.kind, self.dtype, self.quant, self.settings, "×".join(self.axes)]))
-
-    @property
     def title(self) -> str:
         """Return what is above a chart of such shapes: `rmsnorm_fwd · fp8 · bfloat16 · row_pad=8`."""
         return " · ".join(filter(None, [self.op, self.quant, self.dtype, self.settings]))

@@ -15,7 +15,7 @@ _MOST_ROWS = 200
 
 
 def trend_table(found: Sequence[Trend], every: bool = False) -> Table:
-    """Return a row per change point, the largest rows of change first; `every`: rows without one as well."""
+    """Return a row per change point, variant by variant, the largest change first; `every`: rows without one as well."""
     columns = (
         Column("row"),
         Column("variant", shared=True),
@@ -29,7 +29,9 @@ def trend_table(found: Sequence[Trend], every: bool = False) -> Table:
     )
     lines = []
     names = _labels(found)
-    for trend in sorted(found, key=lambda trend: -abs(trend.total)):
+    largest = sorted(found, key=lambda trend: -abs(trend.total))
+    variants = list(dict.fromkeys(trend.variant for trend in largest))
+    for trend in sorted(largest, key=lambda trend: variants.index(trend.variant)):
         ends = [trend.points[0].record.time_us, trend.points[-1].record.time_us]
         for change in trend.changes:
             at = change.after.revision

@@ -19,7 +19,6 @@ def cast(layout: str, op: str = "cast_2d", **changes: Any) -> Record:
 def test_what_all_cases_share_is_not_named() -> None:
     first, second = case_names([cast("row"), cast("both")])
     assert (first.kind, first.options, first.settings, first.shape) == ("2d", {"layout": "row"}, "layout=row", "8192×4096")
-    assert second.heading == "2d bfloat16 fp8 layout=both M×N"
     assert second.title == "cast_2d · fp8 · bfloat16 · layout=both"
     assert case_names([cast("row"), literal(1.0)])[0].settings == ""
 

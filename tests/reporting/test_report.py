@@ -111,7 +111,7 @@ def test_every_recorded_table_fits_and_tells_all_rows_apart(family: str, width: 
     for table in (tables.ab_table(rows), tables.sweep_table(records)):
         text = table.text(width).splitlines()
         assert max(len(line) for line in text if "not shown" not in line) <= width or "shapes" in table.text(width)
-    named = [name.heading + name.shape for name in case_names(row.a for row in rows)]
+    named = [name.title + name.shape for name in case_names(row.a for row in rows)]
     assert len(set(named)) == len(rows) > 0
 
 
