@@ -178,15 +178,16 @@ class Server:
                 if not isinstance(found, Served):
                     return found[0]
                 served = found
-            if served.hook is not None:
-                served.hook({**dict(zip(autotuner.arg_names, args, strict=False)), **kwargs, **served.options})
-            autotuner.best_config = served.config
-            try:
-                return autotuner.fn.run(*args, **kwargs, **served.options)
-            except Exception as error:
-                if not served.others or not program.is_launch_failure(error):
-                    raise
-                return self._fall_back(autotuner, served, error, args, kwargs)
+            while True:
+                if served.hook is not None:
+                    served.hook({**dict(zip(autotuner.arg_names, args, strict=False)), **kwargs, **served.options})
+                autotuner.best_config = served.config
+                try:
+                    return autotuner.fn.run(*args, **kwargs, **served.options)
+                except Exception as error:
+                    if not served.others or not program.is_launch_failure(error):
+                        raise
+                    self._fall_back(autotuner, served, error)
 
         return run
 
@@ -341,29 +342,13 @@ class Server:
             except Exception as error:  # a log that cannot be written is no reason to stop
                 self._say(f"misses are not recorded: {error}")
 
-    def _fall_back(self, autotuner: Any, served: Served, error: Exception, args: Any, kwargs: Any) -> Any:
-        """Launch the next config that works here, and serve it from now on.
-
-        Raises:
-            Exception: what the last one raised.
-        """
-        name = kernel_name(autotuner).text
-        while served.others:
-            failed, config = served.config, served.others.pop(0)
-            said = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
-            bad, good = (config_label(encode_config(one)) for one in (failed, config))
-            self._say(f"{name}: config {bad} fails here ({said}): falling back to {good}")
-            served.config, served.options, served.hook = config, config.all_kwargs(), config.pre_hook
-            if served.hook is not None:
-                served.hook({**dict(zip(autotuner.arg_names, args, strict=False)), **kwargs, **served.options})
-            try:
-                autotuner.best_config = config
-                return autotuner.fn.run(*args, **kwargs, **served.options)
-            except Exception as another:
-                if not program.is_launch_failure(another):
-                    raise
-                error = another
-        raise error
+    def _fall_back(self, autotuner: Any, served: Served, error: Exception) -> None:
+        """Serve the next config from now on, where the present one fails to launch."""
+        failed, config = served.config, served.others.pop(0)
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+        bad, good = (config_label(encode_config(one)) for one in (failed, config))
+        self._say(f"{kernel_name(autotuner).text}: config {bad} fails here ({said}): falling back to {good}")
+        served.config, served.options, served.hook = config, config.all_kwargs(), config.pre_hook
 
 
 def _launches_nothing(autotuner: Any, config: Any, args: Any, kwargs: Any) -> bool:

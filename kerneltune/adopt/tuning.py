@@ -6,7 +6,7 @@ Writes the table that serving reads. Imports the engine, operators and table.
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from kerneltune.adopt.folder import LaunchClass
 from kerneltune.adopt.operators import CAPTURED, SWEEP, TUNED, WIDEN, case_of, operator_name, operators, sweep_text, tuned_variant
 from kerneltune.adopt.overview import Capture, read_capture
 from kerneltune.adopt.replay import ReplayError, live_kernel, make_launch
-from kerneltune.adopt.sharing import TunedClass, groups_of, portfolio_of
+from kerneltune.adopt.sharing import Timing, TunedClass, groups_of, portfolio_of
 from kerneltune.adopt.table import MANIFEST, ServingTable, TableKernel, digest_of, path_of, read_table, text_of
 from kerneltune.files import replace_text
 from kerneltune.plan import Options, Progress, Selection
@@ -250,9 +250,6 @@ def _table(tuned: Sequence[TunedClass], by_name: Mapping[str, Op]) -> str:
     here = device.current()
     versions = {**device.versions(), "driver": here.driver}
     return text_of(ServingTable(here.slug, versions, tuple(kernels)))
-
-
-Timing = Callable[[Case, Sequence[Any]], "Sequence[Samples | None] | None"]
 
 
 def _timing(bench: IsolatedBench, op: Op, policies: Mapping[Case, str]) -> Timing:

@@ -1,6 +1,5 @@
 """`kerneltune compare`: the A/B table of two variants, peers or record files."""
 
-import fnmatch
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +9,8 @@ import typer
 
 from kerneltune.cli import options as o
 from kerneltune.cli.console import deliver, note, width
-from kerneltune.cli.files import record_files, with_roles
+from kerneltune.cli.files import record_files, selected, with_roles
 from kerneltune.cli.progress import reporter
-from kerneltune.errors import meant
 from kerneltune.table import wrapped
 
 if TYPE_CHECKING:
@@ -82,7 +80,7 @@ def _own_tables(records: "list[Record]", wanted: "Selection", policy: str) -> "l
     """Return the tables that workloads declare for the selected records."""
     from kerneltune.workloads import own_tables
 
-    chosen = [r for r in _selected(records, wanted) if r.policy == policy]
+    chosen = [r for r in selected(records, wanted) if r.policy == policy]
     return own_tables(chosen)
 
 
@@ -155,27 +153,12 @@ def _side(name: str, records: "list[Record]", wanted: "Selection") -> "list[Reco
     """Return the wanted records that a name stands for, of all policies: of a file, of a variant, or of the best peers."""
     from kerneltune.reporting.tables import BEST_PEER, side
 
-    found = _selected(_loaded([Path(name)], wanted.family or None) if _is_file(name) else records, wanted)
+    found = selected(_loaded([Path(name)], wanted.family or None) if _is_file(name) else records, wanted)
     if _is_file(name):
         return found
     if name != BEST_PEER:
         o.choice("variant", name, [*dict.fromkeys(record.variant for record in found), BEST_PEER, f"a {_SUFFIX} file"])
     return side(found, name)
-
-
-def _selected(found: "list[Record]", wanted: "Selection") -> "list[Record]":
-    """Return the records that the options select.
-
-    Raises:
-        ValueError: a name that no record has.
-    """
-    for field, names in (("op", wanted.ops), ("dtype", wanted.dtypes), ("quant", wanted.quants)):
-        o.chosen(field, names, (getattr(record, field) for record in found))
-    for pattern in wanted.cases:
-        cases = dict.fromkeys(record.case for record in found)
-        if not fnmatch.filter(cases, pattern):
-            raise ValueError(f"case: {pattern!r}: no record of such a case{meant(pattern, cases)}")
-    return [record for record in found if wanted.covers(record.op, record.case, record.dtype, record.quant)]
 
 
 def _tables(a: str, b: str, of_a: "list[Record]", of_b: "list[Record]") -> "dict[str, list[Row]]":

@@ -1,5 +1,6 @@
 """Files that commands read when they are not told which."""
 
+import fnmatch
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from kerneltune.files import data_root
 from kerneltune.spec import PLUGINS
 
 if TYPE_CHECKING:
+    from kerneltune.plan import Selection
     from kerneltune.records import Record
     from kerneltune.spec import Case, Op, Option
     from kerneltune.sweep import SweepCase
@@ -26,6 +28,21 @@ def with_roles(records: "Sequence[Record]") -> "list[Record]":
     known = o.load_facts()
     of = {(op.name, variant.name): variant.role for op in known.values() for variant in op.variants}
     return [record if record.role else replace(record, role=of.get((record.op, record.variant), "own")) for record in records]
+
+
+def selected(found: "Sequence[Record]", wanted: "Selection") -> "list[Record]":
+    """Return the records that the options select.
+
+    Raises:
+        ValueError: a name that no record has.
+    """
+    for field, names in (("op", wanted.ops), ("dtype", wanted.dtypes), ("quant", wanted.quants)):
+        o.chosen(field, names, (getattr(record, field) for record in found))
+    for pattern in wanted.cases:
+        cases = dict.fromkeys(record.case for record in found)
+        if not fnmatch.filter(cases, pattern):
+            raise ValueError(f"case: {pattern!r}: no record of such a case{meant(pattern, cases)}")
+    return [record for record in found if wanted.covers(record.op, record.case, record.dtype, record.quant)]
 
 
 def option_defaults(name: str) -> "Mapping[str, Option]":

@@ -11,7 +11,7 @@ import typer
 
 from kerneltune.cli import options as o
 from kerneltune.cli.console import deliver, note, write
-from kerneltune.cli.files import curve_files, record_files, with_roles
+from kerneltune.cli.files import curve_files, record_files, selected, with_roles
 
 if TYPE_CHECKING:
     from kerneltune.cache import CacheEntry
@@ -117,10 +117,7 @@ def _sources(
         if path.suffix == _CURVES:
             name = _short(path)
             of_curves[name if name not in of_curves else f"{path.parent.name}/{name}"] = curves.load(path)
-    records = [record for path in paths if path.suffix != _CURVES for record in load(path)]
-    for name, names in (("op", wanted.ops), ("dtype", wanted.dtypes), ("quant", wanted.quants)):
-        taken = o.chosen(name, names, [getattr(record, name) for record in records])
-        records = [record for record in records if getattr(record, name) in taken]
+    records = selected([record for path in paths if path.suffix != _CURVES for record in load(path)], wanted)
     if not records and len(of_curves) < len(paths):
         raise ValueError(f"no records to report in {', '.join(map(str, paths))}")
     everything = with_roles(records)
