@@ -16,9 +16,8 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
@@ -179,24 +178,29 @@ def replace_bytes(path: Path, content: bytes) -> None:
         raise ValueError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
-def append_lines(path: Path, data: bytes, partial_line: Literal["refuse", "cut", "end"] = "refuse") -> None:
+def append_lines(path: Path, data: bytes, keep_partial: bool = False) -> None:
     """Append whole lines in one piece, all or none; they are on disk when this returns. Creates the folders.
 
     The lock of the file is held meanwhile.
 
     Args:
-        partial_line: what happens to text behind the last newline, such as a killed process leaves: it is an error, it is cut
-            off, or it gets its newline.
+        keep_partial: text behind the last newline, such as a killed process leaves, gets a newline. Else it is cut off.
 
     Raises:
-        ValueError: `cannot write file: …` (read-only, disk full, truncated last line); the file is as before.
+        ValueError: `cannot write file: …` (read-only, disk full); the file has the whole lines that it had.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a+b", buffering=0) as file:
-            if partial_line == "cut":
-                cut_partial_line(file)
-            _append(file.fileno(), data, ends_partial=partial_line == "end")
+            fcntl.flock(file, fcntl.LOCK_EX)
+            size = file.seek(0, os.SEEK_END)
+            if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+                if keep_partial:
+                    data = b"\n" + data
+                else:
+                    size = os.pread(file.fileno(), size, 0).rfind(b"\n") + 1
+                    file.truncate(size)
+            _append(file.fileno(), data, size)
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror}") from error
 
@@ -285,13 +289,7 @@ def _remove_abandoned(folder: Path) -> None:
                 os.close(descriptor)
 
 
-def _append(descriptor: int, data: bytes, ends_partial: bool) -> None:
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    size = os.fstat(descriptor).st_size
-    if size and os.pread(descriptor, 1, size - 1) != b"\n":
-        if not ends_partial:
-            raise OSError(errno.EIO, "its last line is truncated")
-        data = b"\n" + data
+def _append(descriptor: int, data: bytes, size: int) -> None:
     try:
         if os.write(descriptor, data) != len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -344,15 +342,3 @@ def _short(value: object) -> str:
 
 def _lower(text: str) -> str:
     return text[:1].lower() + text[1:]
-
-
-def cut_partial_line(file: BinaryIO | FileIO) -> None:
-    """Cut off text behind the last newline of a file, and keep the file's lock until the file is closed."""
-    fcntl.flock(file, fcntl.LOCK_EX)
-    end = file.seek(0, os.SEEK_END)
-    if not end:
-        return
-    file.seek(end - 1)
-    if file.read(1) != b"\n":
-        file.seek(0)
-        file.truncate(file.read().rfind(b"\n") + 1)

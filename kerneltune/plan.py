@@ -11,7 +11,6 @@ from typing import Protocol
 
 from kerneltune import device, records, sweep
 from kerneltune.errors import meant, unknown
-from kerneltune.files import cut_partial_line
 from kerneltune.records import Key, Record
 from kerneltune.search.task import Run, config_values
 from kerneltune.spec import Case, Op, Variant
@@ -198,10 +197,7 @@ def key_of_case(op: Op, case: Case, policy: str) -> Key:
 
 
 def resume(journal: Path) -> dict[tuple[Key, str], list[Record]]:
-    """Load what an interrupted run left, by key and variant; cut off a line that was being written."""
-    if journal.exists():
-        with journal.open("r+b") as file:
-            cut_partial_line(file)
+    """Load what an interrupted run left, by key and variant."""
     rows: dict[tuple[Key, str], list[Record]] = {}
     for record in journalled(journal):
         rows.setdefault((record.key, record.variant), []).append(record)

@@ -192,10 +192,10 @@ def _parsed(lines: Iterable[bytes], name: str) -> list[Record]:
 
 
 def append(path: Path, records: Sequence[Record]) -> None:
-    """Append the records as one write, all or none; creates the folders.
+    """Append the records as one write, all or none, in place of a truncated last line; creates the folders.
 
     Raises:
-        ValueError: `cannot write file: …` (read-only, disk full, truncated last line); the file is as before.
+        ValueError: `cannot write file: …` (read-only, disk full).
     """
     append_lines(path, _lines(records))
 

@@ -21,17 +21,17 @@ def test_replace_and_append(tmp_path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_append_lines_behind_a_partial_line_refuses_cuts_or_ends_it(tmp_path: Path) -> None:
+def test_append_lines_behind_a_partial_line_cuts_or_ends_it(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"1\n2")
-    with pytest.raises(ValueError, match=f"^cannot write {path}: its last line is truncated$"):
-        append_lines(path, b"3\n")
-    assert path.read_bytes() == b"1\n2"
-    append_lines(path, b"3\n", partial_line="end")
+    append_lines(path, b"3\n", keep_partial=True)
     assert path.read_bytes() == b"1\n2\n3\n"
     path.write_bytes(b"1\n2")
-    append_lines(path, b"3\n", partial_line="cut")
+    append_lines(path, b"3\n")
     assert path.read_bytes() == b"1\n3\n"
+    path.write_bytes(b"1")
+    append_lines(path, b"3\n")
+    assert path.read_bytes() == b"3\n"
 
 
 def test_a_failure_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,7 +222,7 @@ def _report(
         show(gate_annotations(verdict))
         if os.environ.get("GITHUB_STEP_SUMMARY"):
             summary = (gate_markdown(verdict) + "\n").encode()
-            writers.append(partial(append_lines, Path(os.environ["GITHUB_STEP_SUMMARY"]), summary, "end"))
+            writers.append(partial(append_lines, Path(os.environ["GITHUB_STEP_SUMMARY"]), summary, keep_partial=True))
     code = verdict.exit_code
     for writer in writers:
         try:

@@ -327,7 +327,7 @@ class _JournalFile(JournalFileBackend):
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
         """Write logs in one piece."""
         lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs)
-        append_lines(self._path, lines.encode(), partial_line="cut")
+        append_lines(self._path, lines.encode())
 
 
 def _existing(path: Path) -> JournalStorage | None:

@@ -298,7 +298,7 @@ def ended(
         run = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "family": sweep.family_name(selection.family)}
         row = {**run, "commit": commit(), **whole.values, "searches": searches}
         path = sweep.results_root(options.results) / "runs" / "searches" / f"{device_slug}.jsonl"
-        append_lines(path, (json.dumps(row) + "\n").encode(), partial_line="cut")
+        append_lines(path, (json.dumps(row) + "\n").encode())
     cache.clear()
     stored = [done.entry for _, done in finished if done.entry is not None]
     return TuningSummary(device_slug, stored, len(finished), sum(bool(done.problem) for _, done in finished), kept)
