@@ -18,15 +18,15 @@ from kerneltune.tuning.candidates import stamp
 from kerneltune.tuning.stage import Machines
 from kerneltune.tuning.tuner import measure_space
 
-_CASES_AHEAD = 4
-
+_CASES_AHEAD = 8
+"""Whose configs are compiled while a case is timed."""
 
 Asked = tuple[Task, Sequence[Config]]
 """A case with the configs to time on it."""
 
 
 def observe(asked: Sequence[Asked], options: Options, progress: Progress) -> int:
-    """Time every config on its case and keep the times beside the records, case by case.
+    """Time every config on its case and keep the times beside the records, case by case, operator by operator.
 
     options.budget_s: seconds after which no further case is begun, None for no limit.
 
@@ -36,20 +36,19 @@ def observe(asked: Sequence[Asked], options: Options, progress: Progress) -> int
     Raises:
         ValueError: a store or file that cannot be read, or a folder that cannot be written.
     """
-    began, done = time.monotonic(), 0
-    progress.stage("observe", len(asked))
+    began, names = time.monotonic(), list(dict.fromkeys(task.op.name for task, _ in asked))
+    ordered = sorted(asked, key=lambda one: names.index(one[0].op.name))
+    runs = {(task.op.name, task.variant.name): stamp(task.variant) for task, _ in ordered}
+    progress.stage("observe", len(ordered))
     with Machines(options) as machines:
-        for name in dict.fromkeys(task.op.name for task, _ in asked):
-            of_op = [(task, configs) for task, configs in asked if task.op.name == name]
-            runs = {task.variant.name: stamp(task.variant) for task, _ in of_op}
-            for number, (task, configs) in enumerate(of_op):
-                if options.budget_s is not None and time.monotonic() - began > options.budget_s:
-                    break
-                rows = _observed(machines, task, configs, of_op[number + 1 : number + 1 + _CASES_AHEAD], progress)
-                if rows:
-                    keep(task.op, rows, results_root(options.results), runs)
-                done += 1
-    return done
+        for number, (task, configs) in enumerate(ordered):
+            if options.budget_s is not None and time.monotonic() - began > options.budget_s:
+                return number
+            rows = _observed(machines, task, configs, ordered[number + 1 : number + 1 + _CASES_AHEAD], progress)
+            if rows:
+                run = runs[task.op.name, task.variant.name]
+                keep(task.op, rows, results_root(options.results), {task.variant.name: run})
+    return len(ordered)
 
 
 def keep(op: Op, rows: Sequence[Observation], results: Path, runs: Mapping[str, Mapping[str, Any]]) -> Path:
