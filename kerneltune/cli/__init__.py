@@ -10,7 +10,7 @@ import warnings
 from typing import Annotated, Any, TextIO
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperArgument, TyperGroup, TyperOption
 
 from kerneltune.cli import (
     adopt,
@@ -118,6 +118,19 @@ def _holders(option: str) -> str:
         return ""
     return f"; {' and '.join(filter(None, [', '.join(found[:-1]), found[-1]]))} {'has' if len(found) == 1 else 'have'} it"
 
+
+_value_type: Any = getattr(TyperOption, "display_type_rich", None)
+"""What typer shows as the type of a value in help; None in versions that show none."""
+
+
+def _needed_type(parameter: TyperArgument | TyperOption, ctx: Any) -> str | None:
+    """Return the type that help shows: none of arguments, whose names say it, nor of flags, which take no value."""
+    is_named = isinstance(parameter, TyperArgument) or parameter.is_flag
+    return None if is_named else str(_value_type(parameter, ctx))
+
+
+for _kind in (TyperArgument, TyperOption) if _value_type is not None else ():
+    setattr(_kind, "display_type_rich", _needed_type)  # noqa: B010 - mypy takes a method for no variable
 
 app = typer.Typer(
     cls=_Group,

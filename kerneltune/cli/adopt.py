@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kerneltune.adopt.overview import Capture
     from kerneltune.adopt.sharing import TunedClass
 
-app = typer.Typer(no_args_is_help=True, help="Kernels of other packages: what a capture holds and what is suspicious.")
+app = typer.Typer(no_args_is_help=True, help="Show what a capture holds, and what is suspicious about its kernels.")
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a capture.")]
 
 

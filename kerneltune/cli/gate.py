@@ -63,11 +63,12 @@ def command(
         bool, typer.Option("--static", help="Compile the cached configs instead of timing them, on any machine.")
     ] = False,
     target: Annotated[
-        list[str] | None, typer.Option("--target", metavar="ARCH|all", help="With --static: for it alone; may be repeated.")
+        list[str] | None,
+        typer.Option("--target", metavar="ARCH|all", help="With --static: compile for it alone; may be repeated."),
     ] = None,
     workers: o.Workers = None,
     recompile: Annotated[
-        bool, typer.Option("--recompile", help="With --static: believe nothing that was compiled before, on either side.")
+        bool, typer.Option("--recompile", help="With --static: compile all kernels again, on both sides.")
     ] = False,
     configs: o.Configs = None,
     results: o.Results = None,

@@ -43,8 +43,8 @@ Against = Annotated[str | None, typer.Option("--against", metavar="JSON", help="
 AgainstRev = Annotated[
     str | None, typer.Option("--against-rev", metavar="REV", help="Show what differs from a git revision and its configs.")
 ]
-Recompile = Annotated[bool, typer.Option("--recompile", help="Believe nothing that was compiled before.")]
-Renew = Annotated[bool, typer.Option("--renew", help="Ship what was found with the package, in place of what is shipped.")]
+Recompile = Annotated[bool, typer.Option("--recompile", help="Compile all kernels again.")]
+Renew = Annotated[bool, typer.Option("--renew", help="Write what was found to results/static, which the package ships.")]
 Save = Annotated[Path | None, typer.Option("--save", metavar="FILE", help="Keep what was found, for gate --static.")]
 
 
@@ -62,7 +62,7 @@ def command(
     save: Save = None,
     recompile: Recompile = False,
     renew: Renew = False,
-    gpu: Annotated[str, typer.Option("--gpu", metavar="NAME", help="Whose cached configs, as its folder is called.")] = _GPU,
+    gpu: Annotated[str, typer.Option("--gpu", metavar="NAME", help="Cached configs of this GPU, by its folder's name.")] = _GPU,
     workers: o.Workers = None,
     configs: o.Configs = None,
 ) -> None:

@@ -31,7 +31,7 @@ Family = Annotated[
 ]
 OpName = Annotated[str, typer.Argument(metavar="OP", help="Name of an operator.")]
 OpsGiven = Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Only these operators, in this order.")]
-Gpu = Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="Of this GPU, as its folder is called.")]
+Gpu = Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="Of this GPU, by its folder's name, like nvidia_h200.")]
 Whose = Annotated[str, typer.Option("--variant", metavar="NAME", help="Whose configs.")]
 OpNames = Annotated[list[str] | None, typer.Option("--op", metavar="NAME", help="Only this operator; may be repeated.")]
 CaseNames = Annotated[
@@ -85,7 +85,7 @@ Dtypes = Annotated[
     typer.Option("--dtype", metavar="NAME", callback=_whole_names, help="Only this element type, like bf16; may be repeated."),
 ]
 Quants = Annotated[
-    list[str] | None, typer.Option("--quant", metavar="NAME", help="Only this quantisation mode; may be repeated.")
+    list[str] | None, typer.Option("--quant", metavar="NAME", help="Only this quantization mode; may be repeated.")
 ]
 VariantNames = Annotated[
     list[str] | None,

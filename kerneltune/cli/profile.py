@@ -33,7 +33,7 @@ def command(
     dtype: Annotated[
         str | None, typer.Option("--dtype", metavar="NAME", callback=o.whole_name, help="The case's element type.")
     ] = None,
-    quant: Annotated[str | None, typer.Option("--quant", metavar="NAME", help="The case's quantisation mode.")] = None,
+    quant: Annotated[str | None, typer.Option("--quant", metavar="NAME", help="The case's quantization mode.")] = None,
     config_a: ConfigA = None,
     config_b: ConfigB = None,
 ) -> None:

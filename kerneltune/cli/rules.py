@@ -34,7 +34,7 @@ def observe(
     results: o.Results = None,
     workers: o.Workers = None,
 ) -> None:
-    """Time on recorded cases and on those of the sweeps the configs that a rule may choose; keep the times beside the records.
+    """Time configs that a rule may choose, on recorded cases and on those of the sweeps; keep the times beside the records.
 
     The configs of a case are what rules would choose, its own, the default, and those of other cases, as they are or with knobs
     that follow a size.
@@ -142,7 +142,7 @@ def explain(
     dtype: Annotated[
         str | None, typer.Option("--dtype", metavar="NAME", callback=o.whole_name, help="Element type, where CASE is sizes.")
     ] = None,
-    quant: Annotated[str | None, typer.Option("--quant", metavar="NAME", help="Quantisation mode.")] = None,
+    quant: Annotated[str | None, typer.Option("--quant", metavar="NAME", help="Quantization mode.")] = None,
     configs: o.Configs = None,
 ) -> None:
     """Show which config a call without `config=` runs a case with, where it comes from, and how good such configs are."""

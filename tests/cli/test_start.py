@@ -40,6 +40,14 @@ COMMANDS = [
 HEAVY = ("torch", "triton", "optuna", "pandas", "numpy")
 
 
+@pytest.mark.parametrize("command", [[], ["inspect"], ["gate"], ["cache", "fit"], ["capture"]], ids=" ".join)
+def test_help_shows_values_of_options_that_take_one_and_types_of_none(command: list[str]) -> None:
+    text = run(*command, "--help").stdout
+    assert "--help" in text
+    assert "<" not in text
+    assert not command or "--configs" not in text or "DIR" in text
+
+
 @pytest.mark.alone
 def test_help_is_quick_and_imports_nothing_heavy() -> None:
     code = "import sys; from kerneltune.cli import main\ntry: main()\nfinally: print(*sys.modules, file=sys.stderr)"
