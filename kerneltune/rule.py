@@ -152,8 +152,8 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     Attributes:
         near: log2 distance up to which the config of the nearest recorded sizes is taken before the tree is asked.
         judged: what leave-one-shape-out says: cases, judged, geomean, worst, worst_case; of cases without a recorded config
-            observed, observed_geomean, observed_worst; of both unseen, the geometric mean where the kind of the tree, too, was
-            chosen without the case's sizes.
+            observed, observed_geomean, observed_worst; of both unseen and unseen_worst, geometric mean and worst where the kind
+            of the tree, too, was chosen without the case's sizes.
         known: values of words that the rule was fitted to; of other values it says nothing. `bytes` stands for the type.
         least: the least size of every axis that the rule was fitted to; of sizes below half of it the rule says nothing.
         forms: what leaves refer to.

@@ -77,9 +77,9 @@ def fit(
 ) -> None:
     """Fit the rules of a GPU to what was measured, and write them beside the configs.
 
-    The table says how a rule does on sizes that it was not fitted to: the tuned time over the rule's on recorded cases, and the
-    least known time over the rule's on observed cases, which have no recorded config; each as geometric mean and worst. unseen:
-    the geometric mean of all these cases where the kind of the tree, too, is chosen without the case's sizes. Needs no GPU.
+    The table says how a rule does on sizes that it was not fitted to, as geometric mean and worst: the tuned time over the rule's
+    on recorded cases; the least known time over the rule's on other cases, observed without a recorded config; unseen: both,
+    where the kind of the tree, too, is chosen without the case's sizes. Needs no GPU.
     """
     from kerneltune.tuning.costs import CostTable
     from kerneltune.tuning.fitting import fitted
@@ -108,7 +108,8 @@ def fit(
 
 _JUDGED = {
     "cases": "cases", "judged": "judged", "geomean": "mean", "worst": "worst",
-    "observed": "observed", "observed_geomean": "mean", "observed_worst": "worst", "unseen": "unseen",
+    "observed": "other", "observed_geomean": "mean", "observed_worst": "worst",
+    "unseen": "unseen", "unseen_worst": "worst",
 }  # fmt: skip
 """What a rule says of itself -> heading."""
 _COUNTS = ("cases", "judged", "observed")

@@ -181,7 +181,8 @@ def fitted(table: CostTable) -> tuple[Rule, Judgement]:
     found = judgements(table)
     shape = best_shape(found)
     apart = unseen(table, found)
-    data = found[shape].data | {"unseen": round(_geomean([*apart.judged, *apart.observed]), 4)}
+    shares = [*apart.judged, *apart.observed]
+    data = found[shape].data | {"unseen": round(_geomean(shares), 4), "unseen_worst": round(min(shares, default=math.nan), 4)}
     return _pruned(msgspec.structs.replace(grown(table, shape), judged=data)), found[shape]
 
 
