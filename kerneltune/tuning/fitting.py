@@ -182,7 +182,9 @@ def fitted(table: CostTable) -> tuple[Rule, Judgement]:
     shape = best_shape(found)
     apart = unseen(table, found)
     shares = [*apart.judged, *apart.observed]
-    data = found[shape].data | {"unseen": round(_geomean(shares), 4), "unseen_worst": round(min(shares, default=math.nan), 4)}
+    data = found[shape].data
+    if shares:
+        data |= {"unseen": round(_geomean(shares), 4), "unseen_worst": round(min(shares), 4)}
     return _pruned(msgspec.structs.replace(grown(table, shape), judged=data)), found[shape]
 
 

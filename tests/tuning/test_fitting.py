@@ -8,7 +8,7 @@ import pytest
 from made_up import BLOCKS, WARPS, Small, nothing, op_of, small_space
 
 from kerneltune.rounding import next_power_of_2
-from kerneltune.rule import Scaled, Split, facts_of
+from kerneltune.rule import Scaled, Split, dumps, facts_of, loads
 from kerneltune.spec import Case, Op, Variant
 from kerneltune.tuning.costs import CostTable, Sample
 from kerneltune.tuning.fitting import Judgement, chosen, fitted, judgements, unseen, untimed
@@ -102,6 +102,17 @@ def test_fit_judges_cases_without_a_config_by_the_least_known_time() -> None:
         "observed_worst": round(min(found.observed), 4),
     }  # fmt: skip
     assert rule.judged["observed_geomean"] > 0.9
+
+
+def test_fit_too_few_times_to_judge_make_a_rule_that_is_read_again() -> None:
+    samples = [
+        Sample(case_of(size), {(("block", 256), ("warps", 4)): 1.0, (("block", 64), ("warps", 4)): 2.0}, 1.0) for size in SIZES
+    ]
+    rule, found = fitted(table(samples))
+    assert not found.judged
+    assert not found.observed
+    assert rule.judged == {"cases": 0, "judged": 0}
+    assert loads(dumps("op", "gpu", [rule], {}), "op", "gpu") == (rule,)
 
 
 def test_fit_another_value_of_a_free_option_gets_what_the_rule_gives() -> None:
