@@ -137,9 +137,9 @@ def judge(
 def _survey(requests: "Sequence[SurveyRequest]", targets: list[str], workers: int | None, recompile: bool) -> "Survey":
     """Compile the requests, with a bar while that runs."""
     from kerneltune.inspection.survey import survey
-    from kerneltune.measuring import known
+    from kerneltune.measuring import inspected
 
-    before = {} if recompile else {target: known.load(known.shipped(), target) for target in targets}
+    before = {} if recompile else {target: inspected.load(inspected.shipped(), target) for target in targets}
     if any(found.refused for found in before.values()):
         note("results/static is not believed, for other code read the compiler's output: `kerneltune inspect --renew`")
     with reporter() as progress:
@@ -173,11 +173,11 @@ def _is_whole(configs: Path | None, wanted: "Selection", *narrowing: object) -> 
 
 def _ship(found: "Survey") -> None:
     """Have results/static know the kernels that were found, and no others."""
-    from kerneltune.measuring import known
+    from kerneltune.measuring import inspected
 
     for target, facts in found.facts.items():
-        known.save(known.shipped(), target, facts)
-    note(f"wrote {known.shipped()}")
+        inspected.save(inspected.shipped(), target, facts)
+    note(f"wrote {inspected.shipped()}")
 
 
 def _say_unknown(found: "Survey") -> None:

@@ -16,11 +16,11 @@ from typing import Any
 
 from kerneltune import cache, device
 from kerneltune.files import read_text
-from kerneltune.identity import code_digest, module_digest
+from kerneltune.identity import code_digest
 from kerneltune.inspection.revision import checked_out, inspected
 from kerneltune.inspection.static import StaticRow, Survey, load, save
 from kerneltune.inspection.survey import SurveyRequest, case_text
-from kerneltune.measuring import reading
+from kerneltune.measuring.inspected import reader_digest
 from kerneltune.plan import Progress
 from kerneltune.processes import run_bound
 from kerneltune.search.task import config_values
@@ -152,7 +152,7 @@ def _entries(tree: Path, gpu: str, ops: Iterable[str]) -> dict[_Key, Mapping[str
 
 def kept(folder: Path, targets: Sequence[str], decides: object, compile_all: Callable[[], Survey]) -> Survey:
     """Return the survey that an earlier gate kept under all that decides it, else compile and keep it; remove old ones."""
-    everything = [device.versions()["triton"], list(targets), module_digest(reading.__name__), decides]
+    everything = [device.versions()["triton"], list(targets), reader_digest(), decides]
     path = folder / f"{hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()[:20]}.json"
     if path.is_file():
         try:

@@ -15,7 +15,7 @@ from kerneltune import cache, device
 from kerneltune.inspection.static import StaticRow, Survey
 from kerneltune.measuring.assembly import Fact, Kernel, resident
 from kerneltune.measuring.compiler import TARGETS, CompileJob, CompilePool, CompileResult
-from kerneltune.measuring.known import KnownFacts
+from kerneltune.measuring.inspected import KnownFacts
 from kerneltune.search.task import config_values
 from kerneltune.spec import Case, Op, Variant
 

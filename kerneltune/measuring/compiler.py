@@ -24,8 +24,7 @@ from kerneltune.search.task import Task
 from kerneltune.spec import Config
 
 if TYPE_CHECKING:
-    from kerneltune.measuring.inspected import Inspecting
-    from kerneltune.measuring.known import KnownFacts
+    from kerneltune.measuring.inspected import Inspecting, KnownFacts
 
 Inputs = Mapping[str, Any]
 
@@ -353,7 +352,7 @@ class _DryUtils:
         return 0, 0, kernel.registers, kernel.spill_bytes, _MAX_THREADS
 
     def _kernel(self, metadata: Any, binary: bytes, shared: int) -> Kernel:
-        from kerneltune.measuring.reading import read
+        from kerneltune.measuring.inspected import read
 
         assembly = _assembly(metadata, "ptx" if self.target.backend == "cuda" else "amdgcn")
         usage, accesses = read(self.target.backend, binary, assembly)

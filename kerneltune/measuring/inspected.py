@@ -1,29 +1,209 @@
-"""What becomes of a compilation whose result is inspected and never launched: Triton's stages end where the rest is known.
+"""Compilations whose result is inspected and never launched: Triton's stages end where the rest is known.
 
-A kernel's facts stand in the metadata that Triton keeps of it, for `Kernel` to be read from. Decides nothing about configs. May
-import triton.
+What the compiler said of a kernel, a fact, is known by a digest of everything that decides it: Triton's own IR, the options, the
+target, the versions of triton and assembler. `inspect --renew` writes the facts of a target into a text file, a line per kernel.
+The file's head is a digest of the code that read what compilers wrote. A file that is old, not there, or read by other code costs
+time alone. So does a damaged line, for each has a check of its own. Decides nothing about configs. May import triton.
 """
 
 import hashlib
 import re
-from collections.abc import Callable
-from functools import cache
+import struct
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from kerneltune.identity import module_digest
-from kerneltune.measuring import reading
-from kerneltune.measuring.assembly import Fact
-from kerneltune.measuring.known import KnownFacts, line, parse
+from kerneltune.files import data_root, replace_text
+from kerneltune.identity import code_digest, module_digest
+from kerneltune.measuring.assembly import Access, Fact, Kernel, RegisterUsage, gcn_accesses, gcn_usage, ptx_accesses, sass_usage
 
 FACT = "inspected_by_kerneltune"
-"""Of a compiled kernel's metadata: a line of `known`."""
+"""Of a compiled kernel's metadata: a line of a file of facts."""
 
 _PLACE = re.compile(r'"([^"\n]*)":(\d+)(?=:\d)')
 _DIGEST = "digest_by_kerneltune"
 _DIGITS = 20
 
 Stage = Callable[[Any, Any], Any]
+_COLUMNS = (
+    *("kernel", "digest", "check", "warps", "registers", "spill_bytes", "shared_bytes", "scalar_registers", "tensor_columns"),
+    *("cooperative", "stray_stores", "loads", "stores"),
+)
+_CHECK_DIGITS = 8
+
+
+def needs_binary(backend: str) -> bool:
+    """Return whether the assembly alone does not say it all."""
+    return backend == "cuda"
+
+
+def read(backend: str, binary: bytes, assembly: str) -> tuple[RegisterUsage, tuple[Access, ...]]:
+    """Read what a kernel uses, and how wide it loads and stores.
+
+    Args:
+        backend: triton's, `cuda` or `hip`.
+        binary: the cubin; may be empty where it is not needed.
+        assembly: PTX or amdgcn.
+    """
+    if needs_binary(backend):
+        return replace(sass_usage(_resources(binary)), stray_stores=_stray_stores(binary)), ptx_accesses(assembly)
+    return gcn_usage(assembly), gcn_accesses(assembly)
+
+
+def compiled_fact(backend: str, binary: bytes, assembly: str, metadata: Mapping[str, Any], cooperative: bool) -> Fact:
+    """Return the fact of a kernel that compiled to its end: `read`, and what Triton's metadata say."""
+    usage, accesses = read(backend, binary, assembly)
+    name, warps, shared = (metadata[value] for value in ("name", "num_warps", "shared"))
+    resources = (usage.registers, usage.spill_bytes, shared, usage.scalar_registers, accesses, cooperative, usage.stray_stores)
+    return Fact(Kernel(name, warps, *resources), metadata.get("tmem_size") or 0)
+
+
+def too_large(metadata: Mapping[str, Any], shared_bytes: int) -> Fact | None:
+    """Return the fact of a kernel that exceeds shared memory, which Triton compiles but refuses to load; else None."""
+    shared = metadata.get("shared", 0)
+    return Fact(Kernel(metadata["name"], metadata["num_warps"], 0, 0, shared)) if shared > shared_bytes else None
+
+
+_STORES = {0x386, 0x986, 0x388, 0x988, 0x387, 0x987, 0x385, 0x985, 0x844}
+"""The lowest twelve bits of instructions of sm_90 and sm_100 that store: of STG, STS, STL and ST the forms without and with a
+uniform base, and of STSM, as cuobjdump names them. Bits 32 to 39 are the register that is stored, or the first of several."""
+_STACK_POINTER = 1
+
+
+def _stray_stores(cubin: bytes) -> int:
+    """Instructions that store the stack pointer, as in `Kernel`."""
+    words = (word for code in _code(cubin) for (word, _) in struct.iter_unpack("<QQ", code[: len(code) // 16 * 16]))
+    return sum(word & 0xFFF in _STORES and word >> 32 & 0xFF == _STACK_POINTER for word in words)
+
+
+def _code(cubin: bytes) -> Iterator[bytes]:
+    """Return the sections of a 64-bit ELF file that hold instructions."""
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count = struct.unpack_from("<HH", cubin, 0x3A)
+    for place in range(table, table + size * count, size):
+        _name, _kind, flags, _address, offset, length = struct.unpack_from("<IIQQQQ", cubin, place)
+        if flags & 0x4:  # executable
+            yield cubin[offset : offset + length]
+
+
+def _resources(cubin: bytes) -> str:
+    """Return what the cuobjdump in Triton's package says of a cubin's registers and memory."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+
+
+@dataclass(frozen=True)
+class KnownFacts:
+    """Facts of one target by digest.
+
+    Attributes:
+        refused: there are some that other code read, which are not among them.
+    """
+
+    facts: Mapping[str, Fact]
+    refused: bool = False
+
+    @cached_property
+    def check(self) -> str:
+        """Of all of them."""
+        return _sha256("\n".join(line(*pair) for pair in sorted(self.facts.items(), key=lambda pair: pair[0])))
+
+
+def line(digest: str, fact: Fact) -> str:
+    """Write one line of a file; `parse` reads it."""
+    kernel = fact.kernel
+    accesses = (",".join(f"{a.bits}x{a.count}" for a in kernel.accesses if a.kind == kind) or "-" for kind in ("load", "store"))
+    numbers = (kernel.warps, kernel.registers, kernel.spill_bytes, kernel.shared_bytes, kernel.scalar_registers)
+    values = "\t".join((*map(str, (*numbers, fact.tensor_columns, int(kernel.cooperative), kernel.stray_stores)), *accesses))
+    return f"{kernel.name}\t{digest}\t{_check(kernel.name, digest, values)}\t{values}"
+
+
+def parse(text: str) -> tuple[str, Fact]:
+    """Digest and fact of a line.
+
+    Raises:
+        ValueError: it is not as `line` wrote it.
+    """
+    name, digest, check, values = text.split("\t", 3)
+    if check != _check(name, digest, values):
+        raise ValueError(f"{name} {digest}: damaged")
+    *numbers, loads, stores = values.split("\t")
+    warps, registers, spill_bytes, shared_bytes, scalar_registers, tensor_columns, cooperative, stray = map(int, numbers)
+    accesses = _accesses("load", loads) + _accesses("store", stores)
+    resources = (registers, spill_bytes, shared_bytes, scalar_registers, accesses, bool(cooperative), stray)
+    return digest, Fact(Kernel(name, warps, *resources), tensor_columns)
+
+
+def shipped() -> Path:
+    """Return the folder of this package's files."""
+    return data_root("results") / "static"
+
+
+def load(folder: Path, target: str) -> KnownFacts:
+    """Load what a folder knows of a target.
+
+    Nothing is known of lines that are not as they were written, or that other code read, and nothing without a file.
+    """
+    try:
+        rows = _file(folder, target).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return KnownFacts({})
+    if rows[:1] != [_head()]:
+        return KnownFacts({}, refused=True)
+    facts = {}
+    for row in rows[2:]:
+        try:
+            digest, fact = parse(row)
+        except ValueError:
+            continue
+        facts[digest] = fact
+    return KnownFacts(facts)
+
+
+def save(folder: Path, target: str, facts: Mapping[str, Fact]) -> None:
+    """Write a target's file, its lines sorted by kernel.
+
+    Raises:
+        ValueError: it cannot be written; it is as before then.
+    """
+    rows = sorted(line(digest, fact) for digest, fact in facts.items())
+    replace_text(_file(folder, target), "\n".join([_head(), "\t".join(_COLUMNS), *rows]) + "\n")
+
+
+def reader_digest() -> str:
+    """Return the digest of the code that reads what compilers write."""
+    return code_digest((compiled_fact, too_large))
+
+
+def _head() -> str:
+    """Return the first line of a file that this code may read."""
+    return f"# read by {reader_digest()}"
+
+
+def _file(folder: Path, target: str) -> Path:
+    return folder / f"{target}.tsv"
+
+
+def _accesses(kind: str, text: str) -> tuple[Access, ...]:
+    pairs = (item.split("x") for item in text.split(",") if item != "-")
+    return tuple(Access(kind, int(bits), int(count)) for bits, count in pairs)
+
+
+def _check(name: str, digest: str, values: str) -> str:
+    return _sha256(f"{name} {digest} {values}")[:_CHECK_DIGITS]
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 class Inspecting:
@@ -70,7 +250,7 @@ class Inspecting:
             if FACT in metadata:
                 return ""
             found = compile_further(source, metadata)
-            if fact := reading.too_large(metadata, self.shared_bytes):  # no need of machine code
+            if fact := too_large(metadata, self.shared_bytes):  # no need of machine code
                 _settle(metadata, fact)
             return found
 
@@ -79,8 +259,8 @@ class Inspecting:
     def _settled(self, to_binary: Stage, cooperative: bool) -> Stage:
         def stage(assembly: Any, metadata: Any) -> bytes:
             if FACT not in metadata:
-                binary = to_binary(assembly, metadata) if reading.needs_binary(self.backend) else b""
-                _settle(metadata, reading.compiled(self.backend, binary, assembly, metadata, cooperative))
+                binary = to_binary(assembly, metadata) if needs_binary(self.backend) else b""
+                _settle(metadata, compiled_fact(self.backend, binary, assembly, metadata, cooperative))
             return b""
 
         return stage

@@ -16,10 +16,10 @@ from kerneltune.cli import app, console
 from kerneltune.files import data_root
 from kerneltune.inspection import ncu, revision, survey
 from kerneltune.inspection.static import StaticRow, Survey, save
-from kerneltune.measuring import known
+from kerneltune.measuring import inspected
 from kerneltune.measuring.assembly import Access, Fact, Kernel
 from kerneltune.measuring.compiler import CompileResult
-from kerneltune.measuring.known import KnownFacts
+from kerneltune.measuring.inspected import KnownFacts
 from kerneltune.spec import Case, Variant
 
 KERNEL = Kernel("_rmsnorm_fwd_rows", 8, 40, 0, 32, 0, (Access("load", 128, 4), Access("store", 32, 1)))
@@ -189,7 +189,7 @@ def test_what_was_found_is_shipped_and_known_from_then_on(tmp_path: Path, monkey
         return Survey("3.7.1", (), facts, unknown)
 
     monkeypatch.setattr(survey, "survey", fake)
-    monkeypatch.setattr(known, "shipped", lambda: tmp_path / "static")
+    monkeypatch.setattr(inspected, "shipped", lambda: tmp_path / "static")
     said = "2 of 2 kernels are not in results/static: `kerneltune inspect --renew` puts them there"
     assert run("inspect").stderr == said + "\n"
     renewed = run("inspect", "--renew")
@@ -205,7 +205,7 @@ def test_what_was_found_is_shipped_and_known_from_then_on(tmp_path: Path, monkey
     run("gate", tmp_path / "rows.json", "--static", "--recompile")
     assert asked[-1] == {}
     with monkeypatch.context() as patch:
-        patch.setattr(known, "module_digest", lambda _module: "changed")
+        patch.setattr(inspected, "reader_digest", lambda: "changed")
         disbelieved = "results/static is not believed, for other code read the compiler's output: `kerneltune inspect --renew`"
         assert run("inspect").stderr == f"{disbelieved}\n{said}\n"
         assert asked[-1]["sm_90"] == KnownFacts({}, refused=True)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from kerneltune.measuring.compiler import TARGETS, CompileJob, CompilePool
-from kerneltune.measuring.known import KnownFacts
+from kerneltune.measuring.inspected import KnownFacts
 from kerneltune.ops import fp8
 from kerneltune.ops.fp8.tensorwise_2d import SegmentConfig
 

@@ -11,10 +11,10 @@ import pytest
 from kerneltune import cache, ops
 from kerneltune.inspection.static import Survey
 from kerneltune.inspection.survey import SurveyRequest, cached_requests, survey
-from kerneltune.measuring import inspected, known
+from kerneltune.measuring import inspected
 from kerneltune.measuring.assembly import LIMITS, Access, Fact, Kernel
 from kerneltune.measuring.compiler import TARGETS, CompilePool, compile_job
-from kerneltune.measuring.known import KnownFacts
+from kerneltune.measuring.inspected import KnownFacts
 from kerneltune.ops.dense_gemm import DenseConfig
 from kerneltune.ops.stream import StreamConfig
 from kerneltune.search.task import Task
@@ -27,9 +27,9 @@ REFUSED = Fact(Kernel("_large", 8, 0, 0, 163840))
 
 def test_facts_survive_their_file(tmp_path: Path) -> None:
     facts = {"b" * 20: FACT, "a" * 20: REFUSED}
-    known.save(tmp_path, "sm_90", facts)
-    assert known.load(tmp_path, "sm_90").facts == facts
-    assert known.load(tmp_path, "sm_100").facts == {}
+    inspected.save(tmp_path, "sm_90", facts)
+    assert inspected.load(tmp_path, "sm_90").facts == facts
+    assert inspected.load(tmp_path, "sm_100").facts == {}
     lines = (tmp_path / "sm_90.tsv").read_text().splitlines()
     assert lines[0].startswith("# read by ")
     assert [line.split("\t")[0] for line in lines[1:]] == ["kernel", "_k", "_large"]
@@ -40,23 +40,23 @@ def test_facts_survive_their_file(tmp_path: Path) -> None:
     "damage", [("\t40\t", "\t39\t"), ("128x4", "128x5"), ("b" * 20, "c" * 20), ("_k", "_j"), ("\t40\t", "<<<<"), ("1024", "")]
 )
 def test_a_damaged_line_is_not_believed(damage: tuple[str, str], tmp_path: Path) -> None:
-    known.save(tmp_path, "sm_90", {"b" * 20: FACT, "a" * 20: REFUSED})
+    inspected.save(tmp_path, "sm_90", {"b" * 20: FACT, "a" * 20: REFUSED})
     path = tmp_path / "sm_90.tsv"
     path.write_text(path.read_text().replace(*damage))
-    assert known.load(tmp_path, "sm_90").facts == {"a" * 20: REFUSED}
+    assert inspected.load(tmp_path, "sm_90").facts == {"a" * 20: REFUSED}
     path.write_bytes(b"\xff" + path.read_bytes())
-    assert known.load(tmp_path, "sm_90").facts == {}
+    assert inspected.load(tmp_path, "sm_90").facts == {}
 
 
 def test_what_other_code_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    known.save(tmp_path, "sm_90", {"b" * 20: FACT})
-    assert not known.load(tmp_path, "sm_90").refused
-    assert not known.load(tmp_path, "sm_100").refused
-    monkeypatch.setattr(known, "module_digest", {known.reading.__name__: "changed"}.__getitem__)
-    assert known.load(tmp_path, "sm_90") == KnownFacts({}, refused=True)
+    inspected.save(tmp_path, "sm_90", {"b" * 20: FACT})
+    assert not inspected.load(tmp_path, "sm_90").refused
+    assert not inspected.load(tmp_path, "sm_100").refused
+    monkeypatch.setattr(inspected, "reader_digest", lambda: "changed")
+    assert inspected.load(tmp_path, "sm_90") == KnownFacts({}, refused=True)
     path = tmp_path / "sm_90.tsv"
     path.write_text(path.read_text().partition("\n")[2])  # as files were before they said who read them
-    assert known.load(tmp_path, "sm_90") == KnownFacts({}, refused=True)
+    assert inspected.load(tmp_path, "sm_90") == KnownFacts({}, refused=True)
 
 
 def ir(file: str, *lines: int, inner: int = 0) -> SimpleNamespace:
@@ -146,7 +146,7 @@ def test_what_exceeds_shared_memory_says_the_same_when_known(own_cache: Path) ->
 
 def test_what_is_shipped_was_read_by_this_code() -> None:
     """After a change of what reads the compiler's output: `kerneltune inspect --renew`."""
-    assert [target for target in LIMITS if known.load(known.shipped(), target).refused] == []
+    assert [target for target in LIMITS if inspected.load(inspected.shipped(), target).refused] == []
 
 
 def test_what_is_shipped_is_what_compiling_says(own_cache: Path) -> None:
@@ -154,7 +154,7 @@ def test_what_is_shipped_is_what_compiling_says(own_cache: Path) -> None:
     drawn = random.Random()
     cached = cached_requests(ops.load().values(), cache.roots(), "nvidia_h200")
     asked, target = drawn.sample(cached, 3), drawn.choice([*LIMITS])
-    shipped = known.load(known.shipped(), target).facts
+    shipped = inspected.load(inspected.shipped(), target).facts
     found: Survey = survey(asked, [target])
     both = found.facts[target].keys() & shipped.keys()
     labels = [row.label for row in found.rows]
