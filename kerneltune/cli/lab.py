@@ -122,7 +122,7 @@ def replay(
     if not paths:
         show(f"no measured spaces in {root}/*/spaces")
         return
-    from kerneltune.lab.replay import BUDGETS, nearest_best
+    from kerneltune.lab.replay import BUDGETS, gap_at, nearest_best
     from kerneltune.lab.replay import replay as run
     from kerneltune.processes import side_by_side
 
@@ -138,7 +138,7 @@ def replay(
             for name in samplers:
                 ended = partial(progress.advance, name)
                 gaps = run(one, name, seeds, max(*BUDGETS, quarter), first, ended=ended, each=each)
-                rows.append((name, *(_gap(gaps.at(n)) for n in (*BUDGETS, quarter))))
+                rows.append((name, *(_gap(gap_at(gaps, n)) for n in (*BUDGETS, quarter))))
         show_table(("sampler", *(f"@{n}" for n in BUDGETS), f"@{quarter}"), rows)
         show("")
 

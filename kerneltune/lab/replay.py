@@ -41,26 +41,13 @@ class Answered:
         """Do nothing: there is nothing to give up."""
 
 
-@dataclass(frozen=True, slots=True)
-class Gaps:
-    """What a sampler reached on one space.
+Gaps = NDArray[np.float64]
+"""(seeds, evaluations): best time so far over the optimum, less one; infinite before the first time."""
 
-    Attributes:
-        space: file name or label.
-        configs: of the space, with and without a time.
-        gaps: (seeds, evaluations) best time so far over the optimum, less one; infinite before the first time.
-    """
 
-    space: str
-    sampler: str
-    configs: int
-    gaps: NDArray[np.float64]
-
-    def at(self, evaluations: int) -> Interval | None:
-        """Median gap over the seeds and its interval; None where the space has fewer configs."""
-        if evaluations > self.gaps.shape[1]:
-            return None
-        return median_interval(np.minimum(self.gaps[:, evaluations - 1], 9.99))
+def gap_at(gaps: Gaps, evaluations: int) -> Interval | None:
+    """Return the median gap over the seeds and its interval; None where the space has fewer configs."""
+    return None if evaluations > gaps.shape[1] else median_interval(np.minimum(gaps[:, evaluations - 1], 9.99))
 
 
 def replay(
@@ -69,7 +56,6 @@ def replay(
     seeds: int,
     evaluations: int = max(BUDGETS),
     first: Sequence[Knobs] = (),
-    label: str = "",
     ended: Callable[[], None] = lambda: None,
     each: Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]] = map,
 ) -> Gaps:
@@ -85,12 +71,12 @@ def replay(
         ValueError: no config of the space has a time.
     """
     if not space.feasible:
-        raise ValueError(f"{label or space.file_name}: no config has a time")
+        raise ValueError(f"{space.file_name}: no config has a time")
     curves = []
     for curve in each(partial(_search, space, sampler, evaluations, first), range(seeds)):
         curves.append(curve)
         ended()
-    return Gaps(label or space.file_name, sampler, len(space.trials), np.array(curves))
+    return np.array(curves)
 
 
 def _search(space: MeasuredSpace, sampler: str, evaluations: int, first: Sequence[Knobs], seed: int) -> NDArray[np.float64]:
