@@ -294,10 +294,10 @@ def number(value: float | None, digits: int) -> str:
 
 
 def pairs(values: Mapping[str, object]) -> str:
-    """`block=1024 warps=4`."""
+    """Return values with their names: `block=1024 warps=4`."""
     return " ".join(f"{name}={value}" for name, value in values.items())
 
 
 def wrapped(text: str, width: int, indent: str = "  ") -> list[str]:
-    """Words on lines of at most `width` columns, from the second on with an indent; what is longer than a line stays whole."""
+    """Return words on lines of at most `width` columns, from the second on with an indent; longer words stay whole."""
     return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

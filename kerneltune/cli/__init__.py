@@ -44,7 +44,7 @@ _MANY_COMMANDS = 6
 
 
 class _Group(TyperGroup):
-    """Turns what the library and the user do wrong into one line and an exit code."""
+    """Turn errors of users and of the library into one line and an exit code."""
 
     def make_context(self, *arguments: Any, **named: Any) -> Any:
         try:
@@ -91,7 +91,7 @@ def _unwritten(error: OSError) -> typer.Exit:
 
 
 def _refused(error: Exception) -> typer.Exit:
-    """Says what typer has to say about a wrong use, unless it has just shown the help."""
+    """Print the message of typer about a wrong use, unless typer has just shown the help; return the exit."""
     text: str = getattr(error, "format_message", error.__str__)()
     option, missing = getattr(error, "option_name", None), getattr(getattr(error, "param", None), "name", None)
     if option is not None and hasattr(error, "possibilities"):

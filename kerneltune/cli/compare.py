@@ -179,7 +179,7 @@ def _tables(a: str, b: str, of_a: "list[Record]", of_b: "list[Record]") -> "dict
 
 
 def _remarks(a: str, b: str, sides: "Sides", tables: "dict[str, list[Row]]") -> list[str]:
-    """Lines below the tables: rows of A against itself that do not say 1.00x, and cases that another policy ranks otherwise."""
+    """Return lines below the tables: rows of A against itself without 1.00x, and cases that another policy ranks otherwise."""
     from kerneltune.reporting.tables import aa_lines, rank_flips
 
     if a == b:

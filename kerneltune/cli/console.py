@@ -43,7 +43,7 @@ def write_any_character() -> None:
 
 
 def width() -> int:
-    """Columns to lay a table out for; as many as the published tables have where the output is no terminal."""
+    """Return the columns that a table may take: 100 where the output is no terminal, as published tables have."""
     return console.width if console.is_terminal or "COLUMNS" in os.environ else _PIPED_WIDTH
 
 

@@ -59,7 +59,7 @@ def _gpu() -> Iterator[Line]:
 
 
 def nvml_lines() -> Iterator[Line]:
-    """Clocks, throttling and other processes of the GPU."""
+    """Yield clocks, throttling and other processes of the GPU."""
     import pynvml
 
     from kerneltune import device

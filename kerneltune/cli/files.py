@@ -71,7 +71,7 @@ def bench_cases(known: "Mapping[str, Op]", extra: Iterable[str] = ()) -> "dict[s
 
 
 def curve_files(results: Path | None) -> list[Path]:
-    """Files of training curves on this GPU, else on any."""
+    """Return the files of training curves of this GPU; of all GPUs where this machine has none."""
     from kerneltune import device, sweep
 
     here = device.model()
@@ -79,7 +79,7 @@ def curve_files(results: Path | None) -> list[Path]:
 
 
 def record_files(results: Path | None, family: str | None = None) -> list[Path]:
-    """Record files of this GPU; where there is no GPU, of any, and a remark that says so.
+    """Return the record files of this GPU; without a GPU those of all GPUs, and a remark says so.
 
     Raises:
         ValueError: there are none.

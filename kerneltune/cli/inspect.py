@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from kerneltune.cli import options as o
-from kerneltune.cli.console import error_line, note, show, show_table, show_wrapped, width
+from kerneltune.cli.console import error_line, note, show, show_table, show_wrapped
 from kerneltune.cli.files import swept
 from kerneltune.cli.progress import reporter
 from kerneltune.errors import unknown
 from kerneltune.files import data_root
 from kerneltune.spec import Case, Op, Variant
-from kerneltune.table import Column, Row, Table, pairs
+from kerneltune.table import pairs
 
 if TYPE_CHECKING:
     from kerneltune.inspection.static import StaticRow, Survey
@@ -28,12 +28,7 @@ _LEGEND = (
     "regs: registers of a thread. spill, shared: bytes. programs, warps: what an SM holds at once, and the limiter, "
     "which allows no more. loads, stores: 128x4 is four instructions of 128 bits a thread."
 )
-_COLUMNS = (
-    Column("target"),
-    *(Column(name, digits=0) for name in ("regs", "spill", "shared", "programs", "warps")),
-    Column("limiter", wraps=True),
-    *(Column(name, wraps=True) for name in ("loads", "stores")),
-)
+_HEAD = ("target", "regs", "spill", "shared", "programs", "warps", "limiter", "loads", "stores")
 
 Target = Annotated[
     list[str] | None, typer.Option("--target", metavar="ARCH|all", help="Compile for it, like sm_90; may be repeated.")
@@ -302,7 +297,7 @@ def _show(found: "Survey") -> None:
         show_wrapped("  " + pairs(first.config))
         for kernel, lines in _tables(same).items():
             show(f"  {kernel}")
-            show(Table(_COLUMNS, tuple(map(Row, lines))).text(width()))
+            show_table(_HEAD, lines)
         for row in same:
             if row.error:
                 show(f"  {row.target}: {row.error}")

@@ -181,7 +181,7 @@ def selecting(wanted: "Selection") -> dict[str, tuple[str, ...]]:
 
 
 def percent(field: str, text: str | None) -> float | None:
-    """`1%` or `1` as a fraction.
+    """Return the fraction that `1%` or `1` says; None for None.
 
     Raises:
         ValueError: it is none, or not between 0 and 100.
@@ -198,7 +198,7 @@ def percent(field: str, text: str | None) -> float | None:
 
 
 def knobs(field: str, given: list[str] | None) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """`warps=1,2` as a name and its values.
+    """Return name and values of texts such as `warps=1,2`.
 
     Raises:
         ValueError: it has another form.

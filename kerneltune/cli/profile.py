@@ -127,7 +127,7 @@ def _case(known: Any, op: Op, name: str | None, dtype: str | None, quant: str | 
 def _show(
     first: "tuple[list[Profile], list[StallLine]]", second: "tuple[list[Profile], list[StallLine]]", names: tuple[str, str]
 ) -> None:
-    """Kernels side by side in the order of their launches, then the lines with bank conflicts."""
+    """Print kernels side by side in the order of their launches, then the lines with bank conflicts."""
     for index in range(max(len(first[0]), len(second[0]))):
         pair = [profiles[index] if index < len(profiles) else None for profiles, _ in (first, second)]
         show(" | ".join(profile.kernel if profile else "-" for profile in pair))

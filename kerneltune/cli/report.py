@@ -84,7 +84,7 @@ def _pages(sources: "Sources", path: Path) -> dict[Path, str]:
 
 
 def _pictures(sources: "Sources", suffix: str) -> dict[str, bytes]:
-    """Name -> content.
+    """Draw all pictures; return their content by name.
 
     Raises:
         ValueError: nothing to draw, no matplotlib, or two pictures of one name.

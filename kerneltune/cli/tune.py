@@ -40,7 +40,7 @@ def command(
     max_cases: o.MaxCases = None,
     force: Annotated[
         bool,
-        typer.Option("--force", help="Search again where the cache has a config; try again what ran out of memory or was lost."),
+        typer.Option("--force", help="Search again where the cache has a config; try again what ran out of memory or crashed."),
     ] = False,
     stale: Annotated[
         bool, typer.Option("--stale", help="Search again what was chosen with another source, driver or packages.")

@@ -97,7 +97,7 @@ def _obstacle(baseline: Sequence[Record]) -> str:
 
 
 def _selected(record: Record, ops: Mapping[str, Op], plan: sweep.Sweep, selection: Selection, options: Options) -> bool:
-    """Whether a row of the baseline is one that the run has to show; a variant that is gone is, a peer not asked for is not."""
+    """Return whether the run must show a row of the baseline: of a variant that is gone, too, but of no peer nobody asked for."""
     of_plan = record.family == plan.family or (not record.family and record.op in {entry.op for entry in plan.bench})
     op = ops.get(record.op)
     known = {variant.name: variant for variant in op.variants} if op else {}

@@ -134,7 +134,7 @@ def static_gate(baseline: Survey, new: Survey, unchanged: int = 0) -> StaticVerd
 
 
 def differences(old: StaticRow, new: StaticRow) -> list[tuple[str, str, str, str]]:
-    """(kernel, what, old, new) for everything that differs between two rows of one target."""
+    """Return (kernel, what, old, new) for everything that differs between two rows of one target."""
     found = [("", "error", old.error or "-", new.error or "-")] if old.error != new.error else []
     for first, second in _pairs(old.kernels, new.kernels):
         name = (first or second or _NOTHING).name
@@ -144,7 +144,7 @@ def differences(old: StaticRow, new: StaticRow) -> list[tuple[str, str, str, str
 
 
 def numbered(kernels: Sequence[Kernel]) -> dict[tuple[str, int], Kernel]:
-    """Kernels by name and by how many of that name came before."""
+    """Return kernels by name and by the number of earlier kernels of that name."""
     seen: Counter[str] = Counter()
     found = {}
     for kernel in kernels:
@@ -154,7 +154,7 @@ def numbered(kernels: Sequence[Kernel]) -> dict[tuple[str, int], Kernel]:
 
 
 def widths(accesses: Iterable[Access], kind: str) -> str:
-    """`128x4 32x1`: bits and instructions of all loads, or of all stores."""
+    """Return bits and instructions of all loads, or of all stores: `128x4 32x1`."""
     return " ".join(f"{a.bits}x{a.count}" for a in accesses if a.kind == kind) or "-"
 
 
@@ -186,7 +186,7 @@ def _worse(old: Sequence[Kernel], new: Sequence[Kernel]) -> list[str]:
 
 
 def _pairs(old: Sequence[Kernel], new: Sequence[Kernel]) -> list[tuple[Kernel | None, Kernel | None]]:
-    """Kernels of one name in the order of their launches, each with its counterpart."""
+    """Return each kernel with the other side's kernel of that name, in the order of their launches."""
     left, right = numbered(old), numbered(new)
     return [(left.get(key), right.get(key)) for key in dict.fromkeys([*left, *right])]
 

@@ -1,4 +1,4 @@
-"""Whether compiling disturbs measuring: a config against itself in the measuring child, with the compile pool idle and busy.
+"""Measure how compiling disturbs measuring: a config against itself, with the compile pool idle and busy.
 
 Prints nothing and keeps nothing.
 """
@@ -22,7 +22,7 @@ _REPEATS = 5
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Of one state of the pool.
+    """Noise of measurements in one state of the pool.
 
     Attributes:
         floor: how far from 1 the interval of the config against itself reaches, the largest of the repeats.
@@ -87,7 +87,7 @@ class _Compiling:
         self._pending: list[PendingCompile] = []
 
     def top_up(self) -> None:
-        """Twice as many jobs as workers, as far as there are others: enough for as long as samples take."""
+        """Submit jobs until twice as many wait as there are workers: enough for as long as samples take."""
         wanted = 2 * self._pool.workers - self.left
         self._pending += [self._pool.submit(job) for job in islice(self._jobs, wanted)]
 

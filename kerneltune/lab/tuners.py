@@ -79,7 +79,7 @@ class TunerResult:
 
 
 def by_kerneltune(task: ContestTask) -> TunerResult:
-    """`kerneltune tune` with an empty trial store and an empty config cache.
+    """Run `kerneltune tune` with an empty trial store and an empty config cache.
 
     Raises:
         NothingPassedError, ChildLostError: there is no config.
@@ -124,7 +124,7 @@ def _nothing() -> None: ...
 
 
 def by_triton(task: ContestTask, do_bench: Callable[..., Any] | None = None, where: str = "cuda") -> TunerResult:
-    """Triton's own Autotuner over a triton.Config for every config: compiles one after the other, times each by do_bench.
+    """Run Triton's own Autotuner over all configs: it compiles one after the other and times each by do_bench.
 
     It checks no result. do_bench: in place of the Autotuner's own.
 
@@ -155,7 +155,7 @@ _HELION_QUICK = {"autotune_effort": "quick", "initial_population": 30, "copies":
 
 
 def by_helion(task: ContestTask, where: str = "cuda") -> TunerResult:
-    """Helion's PatternSearch at its quick effort, over the knobs of a kernel that is not written in Helion.
+    """Run Helion's PatternSearch at its quick effort over the knobs of a kernel that is not written in Helion.
 
     It knows no constraint between knobs: a config that is not valid is one that lacks resources when it is launched.
 

@@ -195,7 +195,7 @@ def _digest(depends_on: Mapping[str, Any]) -> str:
 
 
 def _depends_on(op: Op, task: ContestTask) -> dict[str, Any]:
-    """Everything that what a side finds is of."""
+    """Return everything that the result of a side depends on."""
     case, options, here = task.tuned.case, task.options, device.current()
     return {
         "op": op.name, "variant": task.tuned.variant.name, "case": case.name, "axes": dict(case.axes), "dtype": case.dtype,
@@ -213,7 +213,7 @@ _Judged = dict[Config, tuple[Interval, Interval]]
 def judge_configs(
     op: Op, case: Case, variant: Variant, policy: str, configs: Sequence[Config], make: Callable[[], GpuBench] | None
 ) -> tuple[_Judged, dict[Config, str]]:
-    """Time and gap to the fastest of the configs that are correct; what is wrong with the others."""
+    """Return time and gap to the fastest of correct configs, and the defects of the others."""
     measuring, _ = split_cores()
     if make is None:
         _compile(op, case, variant, configs)

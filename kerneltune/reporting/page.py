@@ -43,5 +43,5 @@ def _asset(name: str) -> str:
 
 
 def _embedded(payload: Mapping[str, Any]) -> str:
-    """JSON that cannot end the script element it stands in."""
+    """Return JSON that cannot end the script element around it."""
     return json.dumps(payload, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

@@ -371,7 +371,7 @@ def _evidence(entries: Mapping[str, Sequence[cache.CacheEntry]], ops: set[str]) 
 
 
 def _curves(file: str, curves: Curves) -> dict[str, Any]:
-    """Curves with their final losses, of many steps with few points."""
+    """Return curves with their final losses; curves of many steps are thinned."""
     points, window = thinned(curves)
     return {
         "title": curves.title,

@@ -78,7 +78,7 @@ def draw(records: Sequence[Record], pair: tuple[str, str], suffix: str) -> dict[
 
 
 def draw_curves(curves: Curves, suffix: str) -> bytes:
-    """Losses over steps with their final values, and beside them how far each is from the first.
+    """Draw losses over steps with their final values, and beside them the difference of each to the first.
 
     Args:
         suffix: `png` or `svg`.
@@ -138,7 +138,7 @@ def _look(variant: str) -> tuple[str, str]:
 
 
 def _keys(variants: Sequence[str], inches: float) -> int:
-    """Columns of the legend: one per variant where they fit side by side, else as many as the longest name leaves room for."""
+    """Return the columns of the legend: one per variant where all fit, else as many as the longest name leaves room for."""
     widths = [0.4 + 0.075 * len(variant) for variant in variants]
     return len(variants) if sum(widths) <= inches else max(1, int(inches / max(widths)))
 
@@ -149,7 +149,7 @@ def _title(text: str) -> str:
 
 
 def _groups(timed: Sequence[Record]) -> dict[str, list[Record]]:
-    """Title -> the records of one chart: of one operator, mode, element type and setting of the options."""
+    """Return the records of every chart by title: those of one operator, mode, element type and setting of the options."""
     named = grouped(zip(case_names(timed), timed, strict=True), lambda item: item[0].title)
     return {title: [record for _, record in items] for title, items in named.items()}
 
@@ -208,7 +208,7 @@ def _ceiling(axes: "Axes", group: Sequence[Record], pair: tuple[str, str], looks
 
 
 def _peers(axes: "Axes", group: Sequence[Record], pair: tuple[str, str], looks: _Looks) -> str:
-    """Time over that of B: right of 1 is slower than B."""
+    """Draw the time over the time of B; right of 1 is slower than B."""
     times = {r.key: r.time_us for r in group if r.variant == pair[1] and r.time_us}
     ratios = [(record, (record.time_us or 0.0) / times[record.key]) for record in group if record.key in times]
     if not ratios:
@@ -221,7 +221,7 @@ def _peers(axes: "Axes", group: Sequence[Record], pair: tuple[str, str], looks: 
 
 
 def _bandwidth(axes: "Axes", group: Sequence[Record], pair: tuple[str, str], looks: _Looks) -> str:
-    """GB/s against the bytes that must move, below the measured ceiling."""
+    """Draw GB/s against the bytes that must move, below the measured ceiling."""
     moved = [(r, r.gbps * r.time_us / 1e3) for r in group if r.gbps and r.time_us]
     ceiling = sorted({(size, r.ceiling_gbps) for r, size in moved if r.ceiling_gbps})
     axes.plot([x for x, _ in ceiling], [y for _, y in ceiling], color=_MUTED, linestyle=(0, (4, 3)), linewidth=1)

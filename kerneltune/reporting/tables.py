@@ -413,6 +413,6 @@ def _flip(policies: Iterable[_Timed]) -> tuple[Record, Record] | None:
 
 
 def _faster(x: Record, y: Record) -> bool:
-    """Surely, and in one run."""
+    """Return whether x is faster than y in one run, by intervals that are apart."""
     assert x.ci_high_us is not None and y.ci_low_us is not None
     return x.ci_high_us < y.ci_low_us and not other_run(x, y)
