@@ -136,7 +136,7 @@ def _survey(requests: "Sequence[SurveyRequest]", targets: list[str], workers: in
 
     before = {} if recompile else {target: inspected.load(inspected.shipped(), target) for target in targets}
     if any(found.refused for found in before.values()):
-        note("results/static is not believed, for other code read the compiler's output: `kerneltune inspect --renew`")
+        note("results/static is left out, for other code read the compiler: `kerneltune inspect --renew` writes it anew")
     with reporter() as progress:
         return survey(requests, targets, workers, progress.stage, progress.advance, before)
 
@@ -328,7 +328,7 @@ def _show_differences(old: "Survey", new: "Survey") -> None:
     before = {row.key: row for row in old.rows}
     compared = [(before[row.key], row) for row in new.rows if row.key in before]
     if not compared:
-        raise ValueError("nothing compared: no config of one is a config of the other")
+        raise ValueError("nothing compared: the two have no config of one case, variant and target in common")
     lines = [(f"{a.op} {a.variant} {a.case}", (a.target, *line)) for a, b in compared for line in differences(a, b)]
     for title in dict.fromkeys(title for title, _ in lines):
         show_wrapped(title)

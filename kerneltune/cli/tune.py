@@ -92,7 +92,7 @@ def command(
 
         return tune_folder(Path(family), budget, share, widen, force, workers)
     if share is not None or widen:
-        raise ValueError(f"share, widen: only for the folder of a capture, {family} is none")
+        raise ValueError(f"share, widen: expected only with the folder of a capture; {family} is none")
     results = o.results_root(results, family)
     for root in (o.configs_root(configs), results):
         o.require_writable(root)

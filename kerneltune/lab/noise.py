@@ -75,7 +75,7 @@ def time_twice(bench: GpuBench | IsolatedBench, task: Task, config: Config) -> l
     """
     samples = [taken for taken in bench.samples(task, [config, config]) if taken is not None]
     if len(samples) < 2:
-        raise ValueError(f"{config}: there is not the memory to time it twice")
+        raise ValueError(f"{config}: not enough memory to time it twice")
     return samples
 
 

@@ -206,7 +206,7 @@ def test_what_was_found_is_shipped_and_known_from_then_on(tmp_path: Path, monkey
     assert asked[-1] == {}
     with monkeypatch.context() as patch:
         patch.setattr(inspected, "reader_digest", lambda: "changed")
-        disbelieved = "results/static is not believed, for other code read the compiler's output: `kerneltune inspect --renew`"
+        disbelieved = "results/static is left out, for other code read the compiler: `kerneltune inspect --renew` writes it anew"
         assert run("inspect").stderr == f"{disbelieved}\n{said}\n"
         assert asked[-1]["sm_90"] == KnownFacts({}, refused=True)
     assert run("inspect").stderr == ""

@@ -336,7 +336,7 @@ def test_a_common_run_says_who_did_not_fit(monkeypatch: pytest.MonkeyPatch, gpu_
 def test_what_does_not_fit_twice_has_no_noise(gpu_bench: bench.GpuBench, task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [float(taken[0]) for taken in noise.time_twice(gpu_bench, task, Knobs(5))] == [15.0, 15.0]
     monkeypatch.setattr(gpu_bench, "samples", lambda *_: [np.ones(15), None])
-    with pytest.raises(ValueError, match=r"^Knobs\(n=5\): there is not the memory to time it twice$"):
+    with pytest.raises(ValueError, match=r"^Knobs\(n=5\): not enough memory to time it twice$"):
         noise.time_twice(gpu_bench, task, Knobs(5))
 
 
