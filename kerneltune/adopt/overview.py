@@ -12,7 +12,7 @@ from typing import Any
 from kerneltune.adopt.folder import Count, LaunchClass, read_classes, read_counts
 from kerneltune.adopt.kernels import config_label, stored_key
 from kerneltune.adopt.table import read_table
-from kerneltune.search.trials import SUFFIX, history
+from kerneltune.search.task import STORES
 
 
 @dataclass(slots=True)
@@ -166,8 +166,10 @@ def _chosen_configs(root: Path) -> dict[str, set[str]]:
 
 def _wrong_trials(root: Path) -> dict[str, list[str]]:
     """Return what disagreed with the author's first config, by class."""
+    from kerneltune.search.trials import history  # imports Optuna
+
     found: dict[str, list[str]] = {}
-    for path in sorted((root / "results" / "runs" / "trials").glob(f"*/*{SUFFIX}")):
+    for path in sorted((root / "results" / "runs" / "trials").glob(f"*/*{STORES}")):
         try:
             rows = history(path)
         except ValueError:

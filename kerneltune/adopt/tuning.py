@@ -23,8 +23,8 @@ from kerneltune.adopt.table import MANIFEST, ServingTable, TableKernel, digest_o
 from kerneltune.files import replace_text
 from kerneltune.plan import Options, Progress, Selection
 from kerneltune.search.loop import times_of
-from kerneltune.search.task import Task
-from kerneltune.search.trials import TrialStore, store_path
+from kerneltune.search.task import Task, store_path
+from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case, Op
 from kerneltune.stats import Samples
 from kerneltune.tuning.bench import ChildCrashedError, IsolatedBench

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -109,7 +109,6 @@ def _sources(
     from kerneltune.records import load
     from kerneltune.reporting.naming import by_family
     from kerneltune.reporting.payload import Sources, default_pair
-    from kerneltune.search.trials import history
     from kerneltune.workloads import own_tables
 
     of_curves: dict[str, Curves] = {}
@@ -123,7 +122,7 @@ def _sources(
     everything = with_roles(records)
     own = {family: own_tables(members) for family, members in by_family(everything).items()}
     records = [record for record in everything if record.role != "part"]
-    trials = [row for path in _stores(records, results) for row in history(path)]
+    trials = _trials(records, results)
     if records and not trials:
         note("no trial store beside these records: the page shows what the config cache says of the tuning")
     return Sources(
@@ -144,13 +143,19 @@ def _short(path: Path) -> str:
     return str(whole.relative_to(Path.cwd()) if whole.is_relative_to(Path.cwd()) else path.name)
 
 
-def _stores(records: "Sequence[Record]", results: Path | None) -> list[Path]:
-    """Return the trial stores of the records' operators and devices, there or not."""
+def _trials(records: "Sequence[Record]", results: Path | None) -> list[dict[str, Any]]:
+    """Return what the trial stores of the records' operators and devices hold."""
     from kerneltune.device import slug
-    from kerneltune.search.trials import store_path
+    from kerneltune.search.task import store_path
 
     root = o.results_root(results) / "runs" / "trials"
-    return list(dict.fromkeys(store_path(root / slug(record.device), record.op) for record in records))
+    wanted = dict.fromkeys(store_path(root / slug(record.device), record.op) for record in records)
+    stores = [path for path in wanted if path.is_file()]
+    if not stores:
+        return []
+    from kerneltune.search.trials import history  # imports Optuna
+
+    return [row for path in stores for row in history(path)]
 
 
 def _entries(records: "Sequence[Record]", configs: Path | None) -> "dict[str, list[CacheEntry]]":

@@ -2,6 +2,7 @@
 
 import importlib
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from kerneltune.spec import Case, Config, Op, Variant
@@ -121,3 +122,12 @@ class Evaluation:
 
 KnownTrial = tuple[Place, Knobs, Evaluation]
 """An evaluation and what it is of."""
+
+
+STORES = ".log"
+"""Ending of the files in which evaluations are kept."""
+
+
+def store_path(folder: Path, op: str) -> Path:
+    """Return the store of an operator in the folder of a GPU model."""
+    return folder / f"{op}{STORES}"

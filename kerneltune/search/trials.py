@@ -26,10 +26,9 @@ from optuna.trial import TrialState
 from kerneltune.errors import first_line
 from kerneltune.files import append_lines
 from kerneltune.search.study import choice_order, finished_trial, quiet
-from kerneltune.search.task import Evaluation, Knobs, KnownTrial, Place, Task, knobs_of
+from kerneltune.search.task import Evaluation, Knobs, KnownTrial, Place, Task, knobs_of, store_path
 from kerneltune.spec import MOST, Case, Config, Op
 
-SUFFIX = ".log"
 TRANSIENT = frozenset(("memory", "lost"))
 """Statuses that a config may not be at fault for: another process held the memory, or the machine was busy."""
 _MOVE = "move the file away to start anew"
@@ -254,11 +253,6 @@ def searches_below(
             if any(one.time_us is not None for one in stored.values()):
                 found.setdefault(f"{op.name} {variant.name} {case.quant}", []).append((case, stored))
     return found
-
-
-def store_path(folder: Path, op: str) -> Path:
-    """Return the store of an operator in the folder of a GPU model."""
-    return folder / f"{op}{SUFFIX}"
 
 
 def history(path: Path) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from kerneltune import cache, device, sweep
 from kerneltune.files import replace_bytes
 from kerneltune.plan import Options, Progress, Selection, load_plan, wanted_variants
-from kerneltune.search.task import Task
+from kerneltune.search.task import Task, store_path
 from kerneltune.spec import Op
 from kerneltune.sweep import results_root
 from kerneltune.tuning.candidates import TOLD, widened
@@ -108,7 +108,7 @@ class Fleet:
         return self.identity.device.slug
 
     def _store(self, work: Task) -> "TrialStore":
-        from kerneltune.search.trials import TrialStore, store_path  # Optuna takes 0.4 s
+        from kerneltune.search.trials import TrialStore  # Optuna takes 0.4 s
 
         key = work.op.name, work.variant.name
         if key not in self._stores:

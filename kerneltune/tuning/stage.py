@@ -26,7 +26,7 @@ from kerneltune.measuring.compiler import TARGETS, CompilePool, PendingCompile, 
 from kerneltune.plan import Options, Progress, Selection, wanted_variants
 from kerneltune.processes import start_server
 from kerneltune.search.loop import Search
-from kerneltune.search.task import Evaluation, Knobs, KnownTrial, Place, Run, Task, knobs_of
+from kerneltune.search.task import Evaluation, Knobs, KnownTrial, Place, Run, Task, knobs_of, store_path
 from kerneltune.spec import Config, Op
 from kerneltune.sweep import results_root
 from kerneltune.table import pairs
@@ -118,7 +118,7 @@ class Machines:
         Raises:
             ValueError: the store cannot be read.
         """
-        from kerneltune.search.trials import TrialStore, store_path  # begun to be imported in `__enter__`
+        from kerneltune.search.trials import TrialStore  # begun to be imported in `__enter__`
 
         store = TrialStore(store_path(self._folder, task.op.name), commit(), **present(task.variant))
         self._stores[task.op.name, task.variant.name] = store

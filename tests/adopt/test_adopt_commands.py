@@ -16,8 +16,8 @@ from kerneltune.adopt.folder import CLASSES, META
 from kerneltune.adopt.operators import case_of, operators, sweep_text, tuned_variant, write_sweep
 from kerneltune.adopt.tuning import captured_as_operators
 from kerneltune.cli import app, console
-from kerneltune.search.task import Evaluation, Task
-from kerneltune.search.trials import TrialStore, store_path
+from kerneltune.search.task import Evaluation, Task, store_path
+from kerneltune.search.trials import TrialStore
 from kerneltune.sweep import load
 
 
