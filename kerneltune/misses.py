@@ -7,7 +7,7 @@ import json
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -51,7 +51,7 @@ class Miss:
     policy: str
 
 
-_said: set[Miss] = set()
+_said: set[tuple[object, ...]] = set()
 """Misses that were warned of, without their free axes."""
 
 
@@ -70,8 +70,8 @@ def report(miss: Miss, used: str, free_axes: Sequence[str]) -> None:
     strict = _is_strict()
     if log := os.environ.get(_LOG):
         _append(Path(log), miss)
-    fixed = tuple(axis for axis in miss.case.axes if axis[0] not in free_axes)
-    alike = replace(miss, case=replace(miss.case, axes=fixed))
+    case, fixed = miss.case, tuple(axis for axis in miss.case.axes if axis[0] not in free_axes)
+    alike = miss.op, miss.variant, miss.device, miss.policy, case.dtype, case.quant, case.options, fixed
     if not strict and alike in _said:
         return
     text = f"no config for {miss.op} {miss.variant} {miss.case.label} {miss.policy} on {miss.device}"

@@ -7,10 +7,10 @@ import dataclasses
 import functools
 import importlib.util
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from kerneltune.errors import unknown
 from kerneltune.identity import code_digest
@@ -201,14 +201,20 @@ def config_from(config: type[Any], values: Mapping[str, Any]) -> Config:
     Raises:
         ValueError: an unknown, missing or wrongly typed knob.
     """
-    types = {f.name: f.type for f in dataclasses.fields(config)}
-    needed = {f.name for f in dataclasses.fields(config) if f.default is dataclasses.MISSING}
+    types, needed = _knobs_of(cast(Hashable, config))
     if not needed <= set(values) <= set(types):
         raise ValueError(f"expected the knobs {sorted(types)}, got {sorted(values)}")
     for name, value in values.items():
         if type(value) is not types[name]:
             raise ValueError(f"{name}: {value!r}: expected {getattr(types[name], '__name__', types[name])}")
     return config(**values)
+
+
+@functools.cache
+def _knobs_of(config: Any) -> tuple[dict[str, Any], set[str]]:
+    """Return the type of every knob of a class, and the knobs without a default."""
+    knobs = dataclasses.fields(config)
+    return {knob.name: knob.type for knob in knobs}, {knob.name for knob in knobs if knob.default is dataclasses.MISSING}
 
 
 @dataclass(frozen=True)
