@@ -46,7 +46,7 @@ class Candidate:
             raise ValueError("config: kwargs: expected values by name")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LaunchClass:
     """One class of launches of one kernel.
 

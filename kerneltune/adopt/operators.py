@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +172,11 @@ def _of_case(by_digest: Mapping[str, LaunchClass], case: Case) -> LaunchClass:
 
 def offered(launch: LaunchClass, widen: bool) -> list[Candidate]:
     """Return the candidates of a class that have a grid: the author's, the others too if `widen`."""
-    return [one for one in launch.candidates if one.grid is not None and (one.is_author or widen)]
+    return [one for one in launch.candidates if _is_offered(one, widen)]
+
+
+def _is_offered(one: Candidate, widen: bool) -> bool:
+    return one.grid is not None and (one.is_author or widen)
 
 
 def _config_class(name: str, launches: Sequence[LaunchClass]) -> type[Any]:
@@ -204,7 +208,10 @@ def knobs_of_config(stored: Mapping[str, Any], kind: type[Any], candidates: Sequ
     return kind(**stored["kwargs"], **options)
 
 
-_stored: dict[tuple[str, Config], dict[str, Any]] = {}
+@lru_cache(maxsize=256)
+def _candidates(launch: LaunchClass, kind: Any) -> dict[Config, Candidate]:
+    """Return the candidates of a class by their instances of the kernel's config class."""
+    return {knobs_of_config(one.config, kind, launch.candidates): one for one in reversed(launch.candidates)}
 
 
 def stored_of_config(config: Config, launch: LaunchClass) -> dict[str, Any]:
@@ -213,15 +220,11 @@ def stored_of_config(config: Config, launch: LaunchClass) -> dict[str, Any]:
     Raises:
         ValueError: the class has no such candidate.
     """
-    key = (launch.digest, config)
-    if key not in _stored:
-        for number, one in enumerate(launch.candidates):
-            if config == (Numbered(number) if isinstance(config, Numbered) else knobs_of_config(one.config, type(config), ())):
-                _stored[key] = one.config
-                break
-        else:
-            raise ValueError(f"{launch.label}: {config}: no candidate of this class")
-    return _stored[key]
+    kind: Any = type(config)
+    found = _candidates(launch, kind).get(config)
+    if found is None:
+        raise ValueError(f"{launch.label}: {config}: no candidate of this class")
+    return found.config
 
 
 def _space(about: Any, kind: type[Any], widen: bool, case: Case) -> Space:
@@ -231,19 +234,9 @@ def _space(about: Any, kind: type[Any], widen: bool, case: Case) -> Space:
     return {name: tuple(dict.fromkeys(getattr(config, name) for config in configs)) for name in names}
 
 
-def _valid(about: Any, kind: type[Any], widen: bool, case: Case, config: Config) -> str | None:
-    launch = about(case)
-    return None if config in _offered_knobs(launch.digest, kind, widen, launch) else "not in the list"
-
-
-_seen: dict[tuple[str, type[Any], bool], frozenset[Any]] = {}
-
-
-def _offered_knobs(digest: str, kind: type[Any], widen: bool, launch: LaunchClass) -> frozenset[Any]:
-    key = (digest, kind, widen)
-    if key not in _seen:
-        _seen[key] = frozenset(knobs_of_config(one.config, kind, launch.candidates) for one in offered(launch, widen))
-    return _seen[key]
+def _valid(about: Any, kind: Any, widen: bool, case: Case, config: Config) -> str | None:
+    found = _candidates(about(case), kind).get(config)
+    return None if found is not None and _is_offered(found, widen) else "not in the list"
 
 
 def _default(about: Any, kind: type[Any], case: Case) -> Config:
