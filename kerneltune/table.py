@@ -293,6 +293,11 @@ def number(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:z.{digits}f}"
 
 
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """Return a number with its noun: `1 row`, `3 rows`."""
+    return f"{count} {noun if count == 1 else plural or noun + 's'}"
+
+
 def pairs(values: Mapping[str, object]) -> str:
     """Return values with their names: `block=1024 warps=4`."""
     return " ".join(f"{name}={value}" for name, value in values.items())

@@ -187,7 +187,7 @@ def test_what_is_of_another_operator_or_gpu_is_refused(format_: str, tmp_path: P
     assert imported("nvidia_h100") == (2, "", "device: 'nvidia_h100': expected 'nvidia_h200'")
     assert not root.exists()
     path = root / "nvidia_h200" / "rmsnorm_bwd.json"
-    assert imported("nvidia_h100", "--force") == (0, f"1 entries stored in {path}\n", "")
+    assert imported("nvidia_h100", "--force") == (0, f"1 entry stored in {path}\n", "")
     assert imported("nvidia_h200") == (0, f"0 entries stored in {path}\n", "")
 
 

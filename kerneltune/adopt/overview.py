@@ -13,6 +13,7 @@ from kerneltune.adopt.folder import Count, LaunchClass, read_classes, read_count
 from kerneltune.adopt.kernels import config_label, stored_key
 from kerneltune.adopt.table import read_table
 from kerneltune.search.task import STORES
+from kerneltune.table import counted
 
 
 @dataclass(slots=True)
@@ -106,7 +107,7 @@ def unknown_keys(launch: LaunchClass) -> list[str]:
     return [name for name in launch.keys if name not in present]
 
 
-_SHOWN = 6
+_SHOWN, _LABELS = 6, 3
 
 
 def findings(capture: Capture) -> list[str]:
@@ -145,8 +146,10 @@ def _of_kernel(launches: Sequence[LaunchClass], wins: dict[str, set[str]], wrong
     if chosen:
         never = [one for one in first.candidates if one.is_author and stored_key(one.config) not in chosen]
         if never:
-            labels = "; ".join(config_label(one.config) for one in never[:3])
-            yield f"{len(never)} of {first.list_size} configs never win in {len(launches)} classes: {labels}…"
+            labels = "; ".join(config_label(one.config) for one in never[:_LABELS])
+            classes = counted(len(launches), "class", "classes")
+            more = "…" if len(never) > _LABELS else ""
+            yield f"{len(never)} of {first.list_size} configs never win in {classes}: {labels}{more}"
     results = [text for launch in launches for text in wrong.get(launch.digest, ())]
     if results:
         yield f"results change with the config: {len(results)} configs disagree with the author's first: {results[0]}"

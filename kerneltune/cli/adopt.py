@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kerneltune.cli.console import error_line, note, show, show_table, show_wrapped
+from kerneltune.table import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,7 +63,7 @@ def tune_folder(folder: Path, budget: float | None, share: float | None, widen: 
     show_table(*tuned_table(outcome.tuned))
     for line in outcome.skipped:
         note(f"skipped: {line}")
-    count = f"{len(outcome.tuned)} class{'' if len(outcome.tuned) == 1 else 'es'}"
+    count = counted(len(outcome.tuned), "class", "classes")
     show(f"{count} tuned in {outcome.seconds:.0f} s; SHA-256 {outcome.digest[:16]} {outcome.table}")
     if not outcome.tuned:
         raise typer.Exit(1)

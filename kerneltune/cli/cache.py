@@ -17,7 +17,7 @@ from kerneltune.cli.console import deliver, show, show_wrapped, width
 from kerneltune.cli.progress import reporter
 from kerneltune.errors import unknown
 from kerneltune.spec import Op
-from kerneltune.table import Column, Row, Table, pairs
+from kerneltune.table import Column, Row, Table, counted, pairs
 
 if TYPE_CHECKING:
     from kerneltune.cache import CacheEntry
@@ -238,7 +238,7 @@ def import_(
                 taken.append(entry)
     if taken:
         cache.store_all(op, gpu, taken, root)
-    show(f"{len(taken)} entries stored in {path}")
+    show(f"{counted(len(taken), 'entry', 'entries')} stored in {path}")
 
 
 @app.command()
@@ -255,8 +255,8 @@ def check(configs: o.Configs = None) -> None:
     for path in rules:
         load_strict(path)
     folders = " and ".join(dict.fromkeys(str(path.parents[1]) for path in files))
-    rules_too = f" and {len(rules)} files of rules" if rules else ""
-    show_wrapped(f"good: {len(entries)} entries in {len(files)} files{rules_too} of {folders}")
+    rules_too = f" and {counted(len(rules), 'file')} of rules" if rules else ""
+    show_wrapped(f"good: {counted(len(entries), 'entry', 'entries')} in {counted(len(files), 'file')}{rules_too} of {folders}")
     beside = [(path, entry, over) for path, entry in entries if isinstance(over := entry.evidence.get("over_default"), list)]
     slower = [
         f"{path.stem} {_named(entry)}: {over[0]:.3f} to {over[1]:.3f} of its default's speed"

@@ -15,7 +15,7 @@ from kerneltune.cli.progress import reporter
 from kerneltune.errors import unknown
 from kerneltune.files import data_root
 from kerneltune.spec import Case, Op, Variant
-from kerneltune.table import pairs
+from kerneltune.table import counted, pairs
 
 if TYPE_CHECKING:
     from kerneltune.inspection.static import StaticRow, Survey
@@ -335,4 +335,4 @@ def _show_differences(old: "Survey", new: "Survey") -> None:
         show_table(("target", "kernel", "what", "A", "B"), [line for other, line in lines if other == title])
         show("")
     changed = len({(title, line[0]) for title, line in lines})
-    show(f"{changed} of {len(compared)} configs differ" if lines else f"no difference in {len(compared)} configs")
+    show(f"{changed} of {len(compared)} configs differ" if lines else f"no difference in {counted(len(compared), 'config')}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kerneltune.cli import options as o
 from kerneltune.cli.console import show, show_wrapped, width
 from kerneltune.rounding import cdiv
-from kerneltune.table import Column, Row, Table, pairs
+from kerneltune.table import Column, Row, Table, counted, pairs
 
 if TYPE_CHECKING:
     from kerneltune.plan import Selection
@@ -64,7 +64,7 @@ def show_searches(title: str, searches: "Searches", whole: bool = False) -> None
     near = [_regret(stored)[1] for _, stored in searches]
     status = Counter(one.status for _, stored in searches for one in stored.values())
     counts = ", ".join(f"{count} {name}" for name, count in status.most_common())
-    show_wrapped(f"{title}: {len(cases)} cases, {status.total()} trials ({counts})")
+    show_wrapped(f"{title}: {counted(len(cases), 'case')}, {counted(status.total(), 'trial')} ({counts})")
     ties = statistics.median(len(insight.ties(times)) for times in cases)
     evaluations = statistics.median(len(stored) for _, stored in searches)
     show_wrapped(

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 from kerneltune.gating.verdict import A_PEER, AMBIGUOUS, PASS, REGRESSION, UNUSABLE, GateRow, Outcome, Verdict
 from kerneltune.records import grouped
-from kerneltune.table import Column, Row, Table, wrapped
+from kerneltune.table import Column, Row, Table, counted, wrapped
 
 _INDENT = " " * 12
 _UNIT = " µs"
@@ -27,8 +27,7 @@ _NOT_IN_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010fff
 def summary(verdict: Verdict) -> str:
     """Return the answer in one line."""
     answer = {PASS: "pass", REGRESSION: "regression", UNUSABLE: "not usable", AMBIGUOUS: "ambiguous"}[verdict.exit_code]
-    rows = "row" if verdict.compared == 1 else "rows"
-    return f"gate: {answer}: {verdict.reason} ({verdict.compared} {rows} compared, {verdict.count('faster')} faster)"
+    return f"gate: {answer}: {verdict.reason} ({counted(verdict.compared, 'row')} compared, {verdict.count('faster')} faster)"
 
 
 def gate_text(verdict: Verdict, width: int = 100) -> str:

@@ -14,6 +14,7 @@ from kerneltune.plan import Options, Progress, Quiet, Selection, require_gpu
 from kerneltune.processes import in_fresh_processes
 from kerneltune.records import Key, Record
 from kerneltune.spec import Op, Option
+from kerneltune.table import counted
 
 LoadOps = Callable[[], Mapping[str, Op]]
 """Gives the operators by name; a function of a module, as it is called in every process."""
@@ -47,7 +48,7 @@ def run_gate(
     tolerated = plan.gate.get("margin", DEFAULT_MARGIN) if margin is None else margin
 
     def remeasure(suspects: frozenset[RowKey]) -> list[Record]:
-        progress.note(f"measuring {len(suspects)} suspect {'row' if len(suspects) == 1 else 'rows'} again")
+        progress.note(f"measuring {counted(len(suspects), 'suspect row')} again")
         return run_processes(load_ops, selection, options, processes, progress, {key for key, _variant in suspects})
 
     measured = run_processes(load_ops, selection, options, processes, progress)

@@ -47,7 +47,7 @@ def test_cache_shows_what_is_stored(stored: Path) -> None:
     fits = ("--case", "t*", "--dtype", "bfloat16", "--quant", "none", "--variant", "baseline")
     assert run("cache", "show", "rmsnorm_bwd", *fits).stdout == shown.stdout
     assert run("cache", "show", "rmsnorm_bwd", *fits[:-1], "base*").stdout == shown.stdout
-    assert run("cache", "check").stdout.split() == f"good: 1 entries in 1 files of {stored.parent.parent}".split()
+    assert run("cache", "check").stdout.split() == f"good: 1 entry in 1 file of {stored.parent.parent}".split()
 
 
 def test_a_config_that_is_slower_than_its_default_is_listed(stored: Path) -> None:

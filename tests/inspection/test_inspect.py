@@ -115,7 +115,7 @@ def test_another_config_beside_the_cached_one(compiled: list[Any]) -> None:
     assert ["sm_90", "_rmsnorm_fwd_rows", "registers", "40", "48"] in words
     assert words[-1] == ["1", "of", "1", "configs", "differ"]
     same = run(*ONE, "--target", "sm_90", "--config", config(), "--against", config())
-    assert same.stdout == "no difference in 1 configs\n"
+    assert same.stdout == "no difference in 1 config\n"
 
 
 def test_the_gate_s_exit_code_is_its_answer(compiled: list[Any], tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_revision_is_asked_with_the_same_arguments(compiled: list[Any], monkey
     monkeypatch.setattr(revision, "survey_revision", fake)
     run(*ONE, "--target", "sm_90", "--workers", "1")
     gate = ("gate", "main", "--static", "--op", *ONE[1:], "--target", "sm_90", "--workers", "1")
-    assert run(*ONE, "--target", "sm_90", "--against-rev", "v1").stdout == "no difference in 1 configs\n"
+    assert run(*ONE, "--target", "sm_90", "--against-rev", "v1").stdout == "no difference in 1 config\n"
     assert run(*gate, "--recompile").exit_code == 0
     run(*ONE, "--target", "sm_90", "--against-rev", "v1", "--recompile")
     arguments = [*ONE[1:], "--target", "sm_90", "--gpu", "nvidia_h200"]

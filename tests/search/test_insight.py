@@ -79,7 +79,7 @@ def test_insight_prints_what_the_store_holds(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     spilling = (i + 1) // 5
-    assert lines[0] == f"rmsnorm_bwd optimized none: 1 cases, {i + 1} trials ({i + 1 - spilling} ok, {spilling} spills)"
+    assert lines[0] == f"rmsnorm_bwd optimized none: 1 case, {i + 1} trials ({i + 1 - spilling} ok, {spilling} spills)"
     (row,) = [line for line in lines if line.startswith("te-8192x4096")]
     assert row.split()[:4] == ["te-8192x4096", "bfloat16", "51.00", str(i + 1)]
     assert any(line.startswith("  never within 2 %: stages=2 (-") for line in lines)
