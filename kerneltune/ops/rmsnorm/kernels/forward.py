@@ -89,7 +89,7 @@ def normalize(
     tensors = (x, weight, add, None if add is None else total, y, rsigma, scale, amax, scale_inv)
     sizes = (M, N, x.stride(0), None if add is None else add.stride(0), eps)
     constants = {"ZERO_CENTERED": zero_centered, "FP8_MAX": FP8_MAX[fp8_format]}
-    if y_t is not None and transposes_at_once(N, config):
+    if y_t is not None and M % 4 == 0 and transposes_at_once(N, config):
         _write_both_at_once(tensors, y_t, sizes, constants, config)
         return y, total, rsigma, y_t, scale_inv
     if y_t is not None and _transposes_behind(y, config):
@@ -130,10 +130,12 @@ def transposes_at_once(N: int, c: "FwdConfig") -> bool:
 def _write_both_at_once(
     tensors: tuple[Any, ...], y_t: torch.Tensor, sizes: tuple[Any, ...], constants: dict[str, Any], c: "FwdConfig"
 ) -> None:
-    """Write y of short rows and its transpose, both from registers; tensors and sizes are those of `_rmsnorm_fwd_once`."""
-    M = sizes[0]
-    _rmsnorm_fwd_at_once[(cdiv(M, c.rows),)](
-        *tensors, y_t, *sizes, **constants, ROWS=c.rows, COLS=c.cols, PACKED=M % 4 == 0, num_warps=c.warps
+    """Write y of short rows, a multiple of four, and its transpose from registers; the rest is that of `_rmsnorm_fwd_once`.
+
+    Other numbers of rows would be written byte by byte, of which ptxas 12.8 makes wrong code where y is stored as well.
+    """
+    _rmsnorm_fwd_at_once[(cdiv(sizes[0], c.rows),)](
+        *tensors, y_t, *sizes, **constants, ROWS=c.rows, COLS=c.cols, num_warps=c.warps
     )
 
 
@@ -300,11 +302,11 @@ def _rmsnorm_fwd_once(
 def _rmsnorm_fwd_at_once(
     x_ptr, g_ptr, add_ptr, sum_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr, y_t_ptr,
     M, N: tl.constexpr, stride_xm, stride_am, eps,
-    ZERO_CENTERED: tl.constexpr, FP8_MAX: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, PACKED: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr, FP8_MAX: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Write y as fp8 and its transpose (N, M), a program for ROWS whole rows, which it holds as four tiles of every fourth row.
 
-    PACKED: M is a multiple of 4. The other arguments are those of `_rmsnorm_fwd_once`.
+    M is a multiple of 4. The other arguments are those of `_rmsnorm_fwd_once`.
     """
     tile = tl.program_id(0)
     left = M - tile * ROWS
@@ -341,7 +343,7 @@ def _rmsnorm_fwd_at_once(
         tl.store(y_ptr + to, q, mask=mask)
         qs = qs + (q,)
     base = wide(tile * ROWS)
-    store_transposed(y_t_ptr, base, M, 0, tl.minimum(left, ROWS), cols < N, qs, JAGGED=False, EVEN=N == COLS, PACKED=PACKED)
+    store_transposed(y_t_ptr, base, M, 0, tl.minimum(left, ROWS), cols < N, qs, JAGGED=False, EVEN=N == COLS, PACKED=True)
     _raise_amax(amax_ptr, amax, 0.0, False)
 
 
