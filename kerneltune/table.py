@@ -88,8 +88,11 @@ class Table:
     repeated: int = 0
     title: str = field(default="", kw_only=True)
 
-    def text(self, width: int = 100) -> str:
-        """Return lines above, rows in aligned columns, lines below, of at most `width` columns where words allow it."""
+    def text(self, width: int = 100, all_shown_by: str = "a wider terminal") -> str:
+        """Return lines above, rows in aligned columns, lines below, of at most `width` columns where words allow it.
+
+        all_shown_by: what shows the columns that are hidden here.
+        """
         shown = self._of("text")
         shared = [i for i in shown if self.columns[i].shared and self._one_value(i)]
         shown, hidden = self._fitting([i for i in shown if i not in shared], width)
@@ -102,7 +105,7 @@ class Table:
         below = [part for line in self.foot for part in wrapped(line, width)]
         if hidden:
             names = ", ".join(self.columns[i].name for i in hidden)
-            below += wrapped(f"not shown in {width} columns: {names}; a wider terminal or --format markdown|csv shows all", width)
+            below += wrapped(f"not shown in {width} columns: {names}; {all_shown_by} shows all", width)
         return "\n".join([*([f"{self.title}", ""] if self.title else []), *lines, *([""] if below else []), *below]) + "\n"
 
     def markdown(self) -> str:
@@ -135,7 +138,9 @@ class Table:
 
     def render(self, style: str, width: int = 100) -> str:
         """Return the table as `text`, `markdown` or `csv`."""
-        return self.text(width) if style == "text" else self.markdown() if style == "markdown" else self.csv()
+        if style == "text":
+            return self.text(width, "a wider terminal or --format markdown|csv")
+        return self.markdown() if style == "markdown" else self.csv()
 
     def page(self) -> dict[str, Any]:
         """Return what a page shows: headings, printed cells, lines above and below."""

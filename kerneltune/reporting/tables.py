@@ -14,6 +14,7 @@ from kerneltune.device import INTERPRETER
 from kerneltune.records import Record, grouped, newest, other_run
 from kerneltune.reporting.naming import CaseName, case_names, source
 from kerneltune.reporting.shares import Bound, bound_of, bounds_named, share
+from kerneltune.spec import short_dtype
 from kerneltune.table import Column, Table, Value, pairs, ratio
 from kerneltune.table import Row as Line
 
@@ -217,13 +218,13 @@ def check_table(records: Sequence[Record]) -> Table:
     """Return one line per operator and variant: how many checks passed, failed and were skipped; no times."""
     columns = (
         Column("op"), Column("variant"), Column("checked", digits=0), Column("failed", digits=0), Column("skipped", digits=0),
-        Column("types", rank=1), Column("modes", rank=2),
+        Column("types", wraps=True), Column("modes", wraps=True),
     )  # fmt: skip
     lines = []
     for op, variant in dict.fromkeys((r.op, r.variant) for r in records):
         of_it = [r for r in records if (r.op, r.variant) == (op, variant)]
         counts = Counter(r.status for r in of_it)
-        spans = (", ".join(dict.fromkeys(getattr(r, name) for r in of_it)) for name in ("dtype", "quant"))
+        spans = (", ".join(dict.fromkeys(names)) for names in ((short_dtype(r.dtype) for r in of_it), (r.quant for r in of_it)))
         lines.append(Line((op, variant, *(counts[status] for status in ("checked", "failed", "skipped")), *spans)))
     return Table(columns, tuple(lines), tuple(_device_lines(records)), (_counts(records),), repeated=1)
 

@@ -106,7 +106,7 @@ def test_compare_shows_the_table_of_the_workload(tmp_path: Path) -> None:
     records.append(file, RECORDS)
     result = run("compare", "--from", file)
     assert result.exit_code == 0
-    assert result.stdout == tables(RECORDS)[0].text(100)
+    assert result.stdout == tables(RECORDS)[0].render("text", 100)
     output = tmp_path / "table.md"
     assert run("compare", file, "--format", "markdown", "--output", output).exit_code == 0
     assert output.read_text() == tables(RECORDS)[0].markdown()
