@@ -2,6 +2,8 @@
 
 import re
 from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
 
 _LONGEST = 200
 _TRITON_PLACE = re.compile(r"at \d+:\d+:")
@@ -28,6 +30,21 @@ def without_places(text: str) -> str:
     A path with a space is found only where it stands alone in brackets.
     """
     return _INSTALLED.sub("", _PLACE.sub("", text))
+
+
+def place_of(function: object, error: BaseException | None = None) -> str:
+    """Return `FILE:LINE: ` of a function, or of its file's statement that led to an error; empty where that is not known."""
+    import inspect  # slow to import, and --help is to be quick
+    import traceback
+
+    while isinstance(function, partial):
+        function = function.func
+    code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
+    if code is None:
+        return ""
+    frames = traceback.extract_tb(error.__traceback__) if error is not None else []
+    line = next((frame.lineno for frame in reversed(frames) if frame.filename == code.co_filename), code.co_firstlineno)
+    return f"{Path(code.co_filename).name}:{line}: "
 
 
 def unknown(field: str, value: object, known: Iterable[object], more: str = "") -> ValueError:

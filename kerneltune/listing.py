@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from kerneltune.errors import first_line, place_of
 from kerneltune.files import replace_text
-from kerneltune.spec import Case, Op, Option, Role, Variant, missing_packages
+from kerneltune.spec import Case, Op, Option, Role, Space, Traffic, Variant, missing_packages
 
 INDEX = Path(__file__).with_name("index.json")
 _SIZES = (4096, 256, 16)
@@ -145,13 +147,62 @@ def _check_variant(op: Op, variant: Variant) -> None:
         raise ValueError(reasons[0])
 
 
-def _reason(variant: Variant, case: Case, knobs: Sequence[str]) -> str | None:
-    """Return what is wrong with the space or the default of a variant for a case."""
-    space, default = variant.space(case), variant.default_config(case)
+def check_case(op: Op, case: Case) -> None:
+    """Check what an operator says of a case of a sweep: its traffic, and of variants with knobs the space and the default.
+
+    Raises:
+        ValueError: one line, `FILE:LINE: field: …`.
+    """
+    about = f"{op.name} {case.label}"
+    traffic = _asked(about, "traffic", op.traffic, case)
+    if not isinstance(traffic, Traffic):
+        raise _wrong(about, "traffic", op.traffic, f"{traffic!r}: expected a Traffic(read, write)")
+    for variant in op.variants:
+        if variant.config is not None and variant.default is not None:
+            _check_knobs(f"{op.name} {variant.name} {case.label}", variant, variant.default, variant.config, case)
+
+
+def _check_knobs(about: str, variant: Variant, default: Callable[[Case], Any], config: type[Any], case: Case) -> None:
+    """Check the space and the default of a variant for a case that it supports."""
+    if _asked(about, "unsupported", variant.unsupported, case) is not None:
+        return
+    wrong = _wrong_knob(_asked(about, "space", variant.space, case), [knob.name for knob in dataclasses.fields(config)])
+    if wrong is not None:
+        raise _wrong(about, "space", variant.space, wrong)
+    chosen = _asked(about, "default", default, case)
+    if not isinstance(chosen, config):
+        raise _wrong(about, "default", default, f"{chosen!r}: expected a {config.__name__}")
+    refused = _asked(about, "valid", variant.valid, case, chosen)
+    if refused is not None:
+        raise _wrong(about, "default", default, f"{chosen}: not valid ({refused})")
+
+
+def _asked(about: str, field: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return function(*arguments)
+    except Exception as error:  # an operator's own code may fail in any way
+        raise _wrong(about, field, function, first_line(error), error) from error
+
+
+def _wrong(about: str, field: str, function: Callable[..., Any], text: str, error: Exception | None = None) -> ValueError:
+    return ValueError(f"{place_of(function, error)}{field}: {text}, for {about}")
+
+
+def _wrong_knob(space: Space, knobs: Sequence[str]) -> str | None:
+    """Return the knob that a space or the config lacks, and what is expected; None if there is none."""
     for knob in (*space, *(knob for knob in knobs if knob not in space)):
         if knob not in knobs or knob not in space:
             expected = f"a knob of the config: {', '.join(knobs)}" if knob in space else "values in the space"
-            return f"space: {knob!r}: expected {expected}"
+            return f"{knob!r}: expected {expected}"
+    return None
+
+
+def _reason(variant: Variant, case: Case, knobs: Sequence[str]) -> str | None:
+    """Return what is wrong with the space or the default of a variant for a case."""
+    space, default = variant.space(case), variant.default_config(case)
+    wrong = _wrong_knob(space, knobs)
+    if wrong is not None:
+        return f"space: {wrong}"
     refused = variant.valid(case, default)
     if refused is not None:
         return f"default: {default}: not valid ({refused})"

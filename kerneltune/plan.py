@@ -11,6 +11,7 @@ from typing import Protocol
 
 from kerneltune import device, records, sweep
 from kerneltune.errors import meant, unknown
+from kerneltune.listing import check_case
 from kerneltune.records import Key, Record
 from kerneltune.search.task import Run, config_values
 from kerneltune.spec import Case, Op, Variant
@@ -141,7 +142,8 @@ def load_plan(ops: Mapping[str, Op], selection: Selection) -> sweep.Sweep:
     """Load the sweep that a selection is a part of.
 
     Raises:
-        ValueError: an unknown family, operator or variant, a selection that takes no case, or a broken file.
+        ValueError: an unknown family, operator or variant, a selection that takes no case, a broken file, or an operator that
+            contradicts itself on a case.
     """
     for name in selection.ops:
         if name not in ops:
@@ -157,6 +159,8 @@ def load_plan(ops: Mapping[str, Op], selection: Selection) -> sweep.Sweep:
         cases = {entry.case.name for entry in (*plan.check, *plan.bench)}
         near = next(filter(None, (meant(pattern, cases) for pattern in selection.cases)), "")
         raise ValueError(f"{plan.path}: no case with {wanted}{near}")
+    for entry in filter(selection.takes, (*plan.check, *plan.bench)):
+        check_case(ops[entry.op], entry.case)
     return plan
 
 

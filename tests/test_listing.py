@@ -1,6 +1,7 @@
 """The index of operators: current, sufficient for commands that only look, not needed. Contracts that contradict themselves."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +13,8 @@ import pytest
 
 from kerneltune import listing, ops, records, workloads
 from kerneltune.files import data_root
-from kerneltune.listing import check_contract, facts_of
+from kerneltune.listing import check_case, check_contract, facts_of
+from kerneltune.plan import Selection, load_plan
 from kerneltune.spec import Case, Op, Traffic, Variant
 
 
@@ -152,3 +154,34 @@ def test_plug_in_with_a_mistake_is_refused_when_it_loads(tmp_path: Path, monkeyp
         load()
     expected = f"plug-in {tmp_path}/mistaken_operator.py: mistaken: free_axes: 'rows': expected one of read, write"
     assert str(error.value) == expected
+
+
+def seven_only(case: Case) -> dict[str, tuple[int, ...]]:
+    return {"rows": (1, 2), "columns" if case["M"] == 7 else "warps": (4,)}
+
+
+def no_traffic(case: Case) -> Traffic:
+    return Traffic(case["gone"], 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"traffic": lambda _: 7}, "traffic: 7: expected a Traffic(read, write)"),
+        ({"traffic": no_traffic}, "traffic: KeyError: 'gone'"),
+        ({"space": seven_only}, "space: 'columns': expected a knob of the config: rows, warps"),
+        ({"valid": lambda case, _: "odd" if case["M"] == 7 else None}, "default: Knobs(rows=1, warps=4): not valid (odd)"),
+        ({"valid": lambda case, _: 1 // (case["M"] - 7)}, "valid: ZeroDivisionError: integer division or modulo by zero"),
+        ({"unsupported": lambda case: case["K"]}, "unsupported: KeyError: 'K'"),
+    ],
+)
+def test_an_operator_that_contradicts_itself_on_a_case_of_a_sweep_is_one_line(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    check_case(op(), Case("a", (("M", 7), ("N", 8)), "bfloat16", options=(("layout", "row"),)))
+    (tmp_path / "s.yaml").write_text("family: s\nops: [copy]\ncheck:\n  - {name: a, M: [7], N: 8}\n")
+    with pytest.raises(ValueError) as caught:
+        load_plan({"copy": op(**changes)}, Selection(str(tmp_path / "s.yaml")))
+    assert re.fullmatch(
+        rf"test_listing\.py:\d+: {re.escape(said)}, for copy (optimized )?M=7 N=8 bfloat16 none layout=row", str(caught.value)
+    )
