@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kerneltune import device, records, sweep, table
 from kerneltune.files import replace_text
-from kerneltune.measuring.check import CaseError, Checker, address_errors
+from kerneltune.measuring.check import LAUNCH_FAILURE, CaseError, Checker, address_errors
 from kerneltune.measuring.compare import ceiling_task, check_only, make_record
 from kerneltune.measuring.compiler import TARGETS, CompilePool, CompileResult, Target, compile_job
 from kerneltune.plan import (
@@ -43,6 +43,8 @@ _ADDRESSES_COST = 1.5
 """Cost of checking addresses, in units of `_check_cost`: 2 to 13 s for rmsnorm and fp8_weights, whose checks take 2 s per MB."""
 _CHECK_POLICY = "cold"
 """Records of checks are kept under it."""
+_NOT_COMPARED = ("inputs: ", "reference: ", "compare: ", "outputs: ", LAUNCH_FAILURE)
+"""In the reason of a check that did not come to the comparison of outputs."""
 _WORTH_A_POOL = 10
 """So many kernels compiled one by one take as long as the start of the processes that compile side by side."""
 
@@ -288,7 +290,16 @@ class _Campaign:
             own = [v for v in wanted_variants(check.op, self.selection, self.options) if not v.is_peer]
             found += [make_record(self.plan.family, task, c, "failed", reason) for task, c, reason in check.failures(own)]
             self.progress.advance(check.label)
+        self._doubt_references(found)
         return found
+
+    def _doubt_references(self, checked: Sequence[Record]) -> None:
+        """Say where all of several variants gave outputs, and none gave those of the reference."""
+        for op, rows in records.grouped(checked, lambda row: row.op).items():
+            variants = {row.variant for row in rows}
+            disagree = all(row.status == "failed" and not any(text in row.reason for text in _NOT_COMPARED) for row in rows)
+            if len(variants) > 1 and disagree:
+                self.progress.note(f"{op}: all {len(variants)} variants disagree with the reference: is the reference right?")
 
     def keep_checked(self, checked: list[Record]) -> SweepResult:
         """Write the records of checks."""

@@ -225,9 +225,14 @@ def no_values(_inputs: Any) -> Any:
     [
         (
             {"reference": no_values},
-            r"^no inputs or reference for stream .*: RuntimeError: not enough memory: you tried to allocate 99 bytes$",
+            r"^test_campaign.py:\d+: reference: RuntimeError: not enough memory: you tried to allocate 99 bytes, for stream ",
         ),
-        ({"compare": lambda *_: None}, "^the outputs cannot be compared: TypeError: "),
+        ({"inputs": lambda *_, **__: no_values(None)}, r"^test_campaign.py:\d+: inputs: RuntimeError: not enough memory"),
+        (
+            {"reference": lambda _: {"other": 1}, "compare": lambda *given: [given[2]["other"]]},
+            "^outputs: the reference gives other, ",
+        ),
+        ({"compare": lambda *_: None}, r"^test_campaign.py:\d+: compare: TypeError: "),
     ],
 )
 def test_an_operator_that_fails_beside_its_kernels_fails_its_rows(
@@ -238,6 +243,21 @@ def test_an_operator_that_fails_beside_its_kernels_fails_its_rows(
     assert found
     assert {record.status for record in found} == {"failed"}
     assert all(re.search(reason, record.reason) for record in found)
+
+
+def test_a_reference_that_all_variants_disagree_with_is_doubted(options: Options, tmp_path: Path) -> None:
+    told: list[str] = []
+
+    class Told(Quiet):
+        def note(self, text: str) -> None:
+            told.append(text)
+
+    (tmp_path / "norm.yaml").write_text(RMSNORM)
+    selection = Selection(str(tmp_path / "norm.yaml"), ops=("rmsnorm_fwd",), cases=("small",), variants=("baseline", "pr593"))
+    for disagrees in (["y: 1 of 2 wrong"], []):
+        known = {**OPS, "rmsnorm_fwd": replace(OPS["rmsnorm_fwd"], compare=lambda *_, d=disagrees: d)}
+        run_sweep(known, selection, options, Told())
+    assert told == ["rmsnorm_fwd: all 2 variants disagree with the reference: is the reference right?"]
 
 
 def test_a_case_too_large_for_this_machine_is_skipped(

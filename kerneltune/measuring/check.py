@@ -4,7 +4,7 @@ Measures nothing and records nothing. May import torch.
 """
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from kerneltune.errors import first_line
+from kerneltune.errors import first_line, place_of
 from kerneltune.kernel_lib.bounds import KernelFaultError, guarded
 from kerneltune.kernel_lib.interpreted import mended
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Variant
@@ -25,7 +25,7 @@ _SAID = ("out of memory", "STATUS_ALLOC_FAILED")
 """By torch, and by drivers and libraries that allocate for themselves, whose errors have no type of their own."""
 
 
-_LAUNCH_FAILURE = "the launch failed"
+LAUNCH_FAILURE = "the launch failed"
 
 
 @contextmanager
@@ -57,16 +57,18 @@ class Checker:
 
     def __init__(self, op: Op, case: Case, device: str, seed: int = 0) -> None:
         self.op, self.case = op, case
+        asked, field = op.inputs, "inputs"
         try:
             self.inputs: Inputs = op.inputs(case, device=device, seed=seed)
             self.inputs_before = {
                 k: v.clone() for k, v in self.inputs.items() if isinstance(v, torch.Tensor) and v.numel() <= 1024
             }
+            asked, field = op.reference, "reference"
             self._expected: Outputs = op.reference(self.inputs)
         except Exception as error:  # a plug-in's own, or an allocator's of the CPU
             if out_of_memory_reason(error):
                 raise
-            raise CaseError(f"no inputs or reference for {op.name} {case.label}: {first_line(error)}") from error
+            raise CaseError(f"{place_of(asked, error)}{field}: {first_line(error)}, for {op.name} {case.label}") from error
 
     def errors(self, variant: Variant, config: Config, runs: int = 1) -> list[str]:
         """Return what is wrong with a variant under a config: disagreements, or why the launch failed.
@@ -92,13 +94,15 @@ class Checker:
             if out_of_memory_reason(error):
                 raise
             fault = _fault(error)
-            return [str(fault) if fault is not None else f"{_LAUNCH_FAILURE}: {first_line(error)}"]
+            return [str(fault) if fault is not None else f"{LAUNCH_FAILURE}: {first_line(error)}"]
         try:
             return list(self.op.compare(self.case, self.inputs, outputs, self._expected))
         except Exception as error:  # outputs that are missing, or of a kind that cannot be compared
             if out_of_memory_reason(error):
                 raise
-            return [f"the outputs cannot be compared: {first_line(error)}"]
+            if lacking := sorted(set(self._expected) - set(outputs if isinstance(outputs, Mapping) else ())):
+                return [f"outputs: the reference gives {', '.join(lacking)}, the variant does not"]
+            return [f"{place_of(self.op.compare, error)}compare: {first_line(error)}"]
 
 
 def address_errors(op: Op, case: Case, variant: Variant, config: Config) -> list[str]:
