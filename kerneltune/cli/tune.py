@@ -1,6 +1,7 @@
 """`kerneltune tune`: search the best configs of a family and keep those that win the paired final."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 _MODEL_GAIN = "1%"
 """Where the many cases of a model stop by default."""
+_OF_CALLS = "optimized"
+"""The variant that calls run: a model has no use for configs of the others."""
 
 
 @o.selects()
@@ -79,13 +82,15 @@ def command(
     A config replaces the present one only where it is measurably faster. Every trial is kept, so an interrupted search resumes.
     The command ends with a summary of the trials; `kerneltune trials` says more. The expected gain is the mean, over joint draws
     of a Gaussian process, of how far the fastest untried config lies below the best so far. With --model the cases are those
-    that `kerneltune cases` writes. Exit code 1 where a case that this GPU can run was not tuned.
+    that `kerneltune cases` writes, and only the variant that calls run is tuned, unless --variant says another. Exit code 1
+    where a case that this GPU can run was not tuned.
     """
     if (family is None) == (model is None):
         raise ValueError(f"family: {repr(family) if family else 'missing'}: expected either a family or --model FILE")
     if model is not None:
         family = str(cases.write_sweep(o.results_root(results, None), model, tokens, ep, batch))
         until_gain = until_gain or _MODEL_GAIN
+        wanted = replace(wanted, variants=wanted.variants or (_OF_CALLS,))
     assert family is not None
     if Path(family).is_dir():
         from kerneltune.cli.adopt import tune_folder

@@ -57,11 +57,23 @@ def sweep_text(model: Model, tokens: Sequence[int], batches: Sequence[int], ep: 
     shared = f", experts on {ep} GPUs" if ep > 1 and model.experts is not None else ""
     head = f"# {model.kind}: {', '.join(map(str, tokens))} tokens{shared}. Written by `kerneltune cases`."
     ops = ", ".join(dict.fromkeys(op for op, _ in named))
-    text = [head, f"family: {family}", f"ops: [{ops}]", "", "bench:"]
+    text = [head, f"# Read as {_read_as(model)}.", f"family: {family}", f"ops: [{ops}]", "", "bench:"]
     for (op, fields), layers in named.items():
         name = _joined(layers, fields)
         text.append(f"  - {{name: {name}, op: {op}, {', '.join(f'{key}: {_shown(value)}' for key, value in fields)}}}")
     return "\n".join(text) + "\n"
+
+
+def _read_as(model: Model) -> str:
+    """Return what the file was taken to say, for a reader who knows the model."""
+    attention = f"{model.heads} heads of {model.head_dim}, {model.kv_heads} of keys and values"
+    if model.latents:
+        attention = f"{model.heads} heads with latents"
+    kind = "gated" if model.gated else "plain"
+    experts = model.experts and f"{model.experts.count} experts of {model.experts.width}, {model.experts.top_k} a token"
+    dense = model.mlp and f"{kind} layers of {model.mlp}"
+    norms = "RMSNorm" if model.has_rms_norm else "norms that are no RMSNorm and have no cases"
+    return "; ".join(part for part in (f"width {model.hidden}", attention, dense, experts, norms) if part)
 
 
 def _joined(layers: Sequence[str], fields: Fields) -> str:

@@ -48,6 +48,13 @@ _SHARED_AS_ROUTED = ("llama4",)
 """Beginnings of model types with a shared expert, as wide as a routed one, that no field tells of."""
 _DENSE_BESIDE = ("longcat",)
 """The same of those with dense layers beside the experts of every layer."""
+_ENCODERS = (
+    "albert", "bert", "camembert", "deberta", "distilbert", "electra", "eurobert", "modernbert", "mpnet", "roberta",
+    "xlm-roberta",
+)  # fmt: skip
+"""The same of those that only encode, whose layers are none of the ones that are read here."""
+_FOUR_TIMES = ("gpt2", "gptj", "gpt_bigcode", "codegen")
+"""The same of those whose dense layers are four times as wide as the model where no field says more."""
 _DTYPES = {"bfloat16": "bfloat16", "float16": "float16", "half": "float16", "float32": "float32", "float": "float32"}
 
 
@@ -113,12 +120,16 @@ def read(path: Path) -> Model:
         ValueError: one line naming the file, the field and the value.
     """
     fields = _Fields(path, _inner(path, _loaded(path)))
+    if fields.kind.startswith(_ENCODERS):
+        fields.fail("model_type", fields.kind, "a language model that writes text, not an encoder")
     hidden, heads = fields.size(_HIDDEN), fields.size(_HEADS)
     kv_heads = fields.size(_KV_HEADS, heads)
     if heads % kv_heads:
         fields.fail(_KV_HEADS[0], kv_heads, f"a divisor of {heads} attention heads")
     head_dim = fields.size(_HEAD_DIM, max(1, hidden // heads))
     kind, experts, latents = fields.kind, _experts(fields), _latents(fields)
+    if head_dim * heads != hidden and fields.size(_HEAD_DIM, 0) == 0 and not latents:
+        fields.fail(fields.name_of(_HEADS) or _HEADS[0], heads, f"a divisor of the width {hidden}, or head_dim beside it")
     is_rms = (fields.name_of(_RMS) is not None or kind.startswith(_RMS_TYPES)) and not kind.startswith(_LAYER_NORMS)
     per_head = kind.startswith(_HEAD_NORMS) if fields.get("use_qk_norm") is None else bool(fields.get("use_qk_norm"))
     gated = not kind.startswith(_UNGATED) or kind.startswith(_GATED)
@@ -278,7 +289,7 @@ def _dense_width(fields: _Fields, experts: Experts | None) -> int:
     """Return the inner size of dense layers; 0 where every layer has experts of that very field."""
     name = fields.name_of(_MLP)
     if experts is None:
-        if name is None and "n_inner" in fields.data:  # GPT-2 and its kin: null is four times the width
+        if name is None and ("n_inner" in fields.data or fields.kind.startswith(_FOUR_TIMES)):
             return 4 * fields.size(_HIDDEN)
         return fields.checked(name, _first(fields.get(name))) if name else fields.size(_MLP)
     of_some = ("first_k_dense_replace", "mlp_only_layers", "num_dense_layers", "moe_layer_start_index")

@@ -116,3 +116,22 @@ def test_cases_of_bad_options_write_nothing(given: list[str], text: str, tmp_pat
 def test_tune_takes_a_family_or_a_model() -> None:
     assert "expected either a family or --model FILE" in refused("tune")
     assert "cannot read none.json" in refused("tune", "--model", "none.json")
+
+
+@pytest.mark.parametrize(("given", "tuned"), [([], ("optimized",)), (["--variant", "base*"], ("base*",))])
+def test_tune_of_a_model_tunes_what_calls_run(
+    given: list[str], tuned: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kerneltune.plan import Selection
+    from kerneltune.tuning import fleet
+
+    selected: list[Selection] = []
+
+    def stop(_ops: object, selection: Selection, *_others: object) -> None:
+        selected.append(selection)
+        raise ValueError("stopped")
+
+    monkeypatch.setattr(fleet, "run_tune", stop)
+    (tmp_path / "config.json").write_text(json.dumps(FIELDS))
+    assert refused("tune", "--model", str(tmp_path / "config.json"), "--results", str(tmp_path), *given).endswith("stopped")
+    assert [selection.variants for selection in selected] == [tuned]

@@ -82,6 +82,11 @@ def test_cases_of_latent_attention_have_its_norms_and_shared_experts(tmp_path: P
     assert not any("q-norm" in name for _, name in found)
 
 
+def test_the_head_of_the_file_says_what_was_read(tmp_path: Path) -> None:
+    head = sweep_text(read(written(tmp_path, EXPERTS)), [4096], [1]).splitlines()[1]
+    assert head == "# Read as width 2560; 32 heads of 128, 8 of keys and values; 64 experts of 1408, 6 a token; RMSNorm."
+
+
 def test_cases_of_a_model_with_layer_norm_have_no_rms_norm(tmp_path: Path) -> None:
     fields = {key: value for key, value in SMALL.items() if key != "rms_norm_eps"} | {
         "model_type": "cohere2",
@@ -100,6 +105,7 @@ def test_cases_of_an_unknown_type_are_read_by_their_fields_and_of_a_picture_mode
 def test_sizes_of_gpt2_and_of_the_parts_of_dbrx_are_read(tmp_path: Path) -> None:
     small = read(written(tmp_path, {"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_inner": None}))
     assert (small.hidden, small.mlp) == (768, 3072)
+    assert read(written(tmp_path, {"model_type": "gpt2", "n_embd": 1024, "n_head": 16})).mlp == 4096
     ffn = {"model_type": "", "ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4}
     fields = {"model_type": "dbrx", "d_model": 6144, "n_heads": 48, "attn_config": {"kv_n_heads": 8}, "ffn_config": ffn}
     large = read(written(tmp_path, fields))
@@ -153,6 +159,11 @@ def test_layers_of_families_are_read_as_their_code_builds_them(tmp_path: Path) -
         ),
         ({**SMALL, "hidden_size": "big"}, "hidden_size: 'big': expected a whole number from 1 to"),
         ({**SMALL, "hidden_size": True}, "hidden_size: True: expected a whole number"),
+        (
+            {**SMALL, "model_type": "mystery", "head_dim": None, "num_attention_heads": 24},
+            "num_attention_heads: 24: expected a divisor of the width 2560, or head_dim beside it",
+        ),
+        ({**SMALL, "model_type": "bert"}, "model_type: 'bert': expected a language model that writes text, not an encoder"),
         ({**SMALL, "num_key_value_heads": 7}, "num_key_value_heads: 7: expected a divisor of 32"),
         ({**EXPERTS, "num_experts_per_tok": 65}, "num_experts_per_tok: 65: expected at most the 64 experts of num_experts"),
         ({**EXPERTS, "num_experts_per_tok": None}, "num_experts_per_tok: missing: looked for num_experts_per_tok, "),
