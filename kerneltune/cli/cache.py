@@ -102,6 +102,8 @@ def verify_(
 ) -> None:
     """Judge every entry: fresh, stale-but-good, stale-slower, invalid. Exit code 1 where one is slower or invalid.
 
+    Counts them; of operators that are named it lists the stale entries.
+
     On the entries' GPU, stale entries are timed against the default again. On other machines only the code is compared: an
     entry is stale if its variant runs other code than when the entry was stored. Comments, names and layout do not count.
     """
@@ -122,10 +124,10 @@ def verify_(
     reasons = Counter(
         (verdict.status, _CODE_CHANGED.sub("other code", verdict.reason)) for *_, verdict in found if verdict.status in _STALE
     )
-    for (status, reason), count in reasons.most_common():
+    for (status, reason), count in [] if ops else reasons.most_common():
         show_wrapped(f"{count} {status}: {reason}")
     bad = [one for one in found if one[2].status in ("stale-slower", "invalid")]
-    for slug, name, verdict in bad:
+    for slug, name, verdict in [one for one in found if ops and one[2].status in _STALE] + bad:
         show_wrapped(f"{verdict.status}: {slug} {name} {_named(verdict.entry)}: {verdict.reason}")
     if bad:
         raise typer.Exit(1)

@@ -1,10 +1,10 @@
 """`kerneltune cache observe`, `fit` and `explain`: the rules of cases that have no config of their own."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,10 +13,11 @@ from kerneltune.cli.console import show, show_wrapped, width
 from kerneltune.cli.files import bench_cases
 from kerneltune.cli.progress import reporter
 from kerneltune.files import data_root
-from kerneltune.spec import Case, Op, Option
+from kerneltune.spec import Case, Op, Option, Variant
 from kerneltune.table import Column, Row, Table, pairs
 
 if TYPE_CHECKING:
+    from kerneltune.cache import CacheEntry
     from kerneltune.rule import Rule
 
 
@@ -163,22 +164,38 @@ def explain(
     knobs = {name: getattr(found.config, name) for name in found.config.__dataclass_fields__}
     _explained("case", asked.label)
     _explained("config", pairs(knobs))
-    _explained("from", _SOURCES[found.source])
+    _explained("from", _SOURCES[found.source] + _staleness(of, asked, cache.load(op, slug, configs)))
     ruling = cache.ruling_of(chooser, slug)
     if ruling is None:
         _explained("rule", "none: `kerneltune cache fit` makes one where times of several sizes are known")
         return
     facts = rule.facts_of(asked)
-    path = " and ".join(ruling.rule.leaf(facts)[1]) or "any case"
+    leaf, answers = ruling.rule.leaf(facts)
+    path = " and ".join(answers) or f"{'one config' if any(ruling.rule.forms[leaf[0]]) else 'the default'} for any case"
     unknown = "" if ruling.rule.knows(facts) else f"; it says nothing of this case: fitted to {_fitted_to(ruling.rule)}"
     _explained("rule", f"{ruling.told(slug)}: {path}{unknown}")
-    judged = ruling.rule.judged
+    for line in _left_out(ruling.rule.judged):
+        _explained("left out", line)
+
+
+def _left_out(judged: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what leaving shapes out says of a rule, on recorded cases and on observed ones."""
     if judged.get("judged"):
-        told = f"{judged['geomean']:.3f} of the tuned speed (geometric mean of {judged['judged']} of {judged['cases']} cases)"
-        _explained("left out", f"{told}, worst {judged['worst']:.3f}: {judged['worst_case']}")
-    elif judged.get("observed"):
-        told = f"{judged['observed_geomean']:.3f} of the fastest known (geometric mean of {judged['observed']} observed cases)"
-        _explained("left out", f"{told}, worst {judged['observed_worst']:.3f}")
+        told = f"rules that do not know a case's sizes reach {judged['geomean']:.3f} of its tuned speed"
+        where = f"geometric mean of {judged['judged']} of {judged['cases']} cases; worst {judged['worst']:.3f}"
+        yield f"{told} ({where}: {judged['worst_case']})"
+    if judged.get("observed"):
+        where = f"geometric mean of {judged['observed']} other cases; worst {judged['observed_worst']:.3f}"
+        yield f"{judged['observed_geomean']:.3f} of the fastest known ({where})"
+
+
+def _staleness(variant: Variant, case: Case, entries: Sequence["CacheEntry"]) -> str:
+    """Return what has changed since the case's own entry was stored; empty where nothing has, or there is no entry."""
+    from kerneltune.tuning.candidates import changed
+
+    own = next((one for one in entries if one.as_case == case and (one.variant, one.policy) == (variant.name, "cold")), None)
+    reason = "" if own is None else changed(variant, own, here=False)
+    return f"; stale: {reason}" if reason else ""
 
 
 def _fitted_to(made: "Rule") -> str:
@@ -195,7 +212,7 @@ _SOURCES = {
     "own": "the cache's entry for exactly this case",
     "near": "the cache's entry for the nearest sizes, options or type",
     "rule": "the rule",
-    "default": "the default",
+    "default": "the default: no entry is for this case or near it, and no rule has another config",
 }
 
 
@@ -203,6 +220,12 @@ def _case(known: Mapping[str, Op], op: Op, text: str, dtype: str | None, quant: 
     """Return the bench case of a name, or the case of sizes and options."""
     if "=" in text:
         pairs_given = [pair.partition("=") for pair in text.split(",")]
+        for name, _, _ in pairs_given:
+            if name not in (*op.axes, *op.options):
+                offered = f"{', '.join(op.axes)}" + (f", or an option: {', '.join(op.options)}" if op.options else "")
+                raise ValueError(f"case: {name!r}: expected a size: {offered}; the type is --dtype, the mode --quant")
+        if missing := set(op.axes) - {name for name, _, _ in pairs_given}:
+            raise ValueError(f"case: {', '.join(sorted(missing))}: not given: expected a size for each of {', '.join(op.axes)}")
         options = {name: _option(op, name, value) for name, _, value in pairs_given if name in op.options}
         sizes = [f"{name}={value}" for name, _, value in pairs_given if name not in options]
         case = o.case_of_sizes(op, sizes, dtype or op.dtypes[0], quant or op.quants[0])

@@ -48,6 +48,8 @@ def test_explain_says_what_the_rule_was_fitted_to_where_it_says_nothing() -> Non
     large = run("cache", "explain", "fp16_gemm", "N=3", "M=5120", "K=8192", "--gpu", "nvidia_h200").stdout
     assert "from      the rule" in large
     assert "says nothing" not in large
+    told = re.findall(r"[\d.]+ of (?:its|the) (tuned speed|fastest known)", " ".join(large.split()))
+    assert told == ["tuned speed", "fastest known"]
 
 
 def test_explain_takes_sizes_apart_and_short_names_of_types() -> None:
@@ -77,6 +79,31 @@ def test_explain_takes_options_beside_sizes() -> None:
 )
 def test_explain_refuses_sizes_that_no_config_runs(case: str, text: str) -> None:
     assert text in refused("cache", "explain", *case.split(), "--gpu", "nvidia_h200")
+
+
+def test_explain_refuses_what_is_no_size_and_a_case_without_all_sizes() -> None:
+    given = ("cache", "explain", "rmsnorm_fwd", "--gpu", "nvidia_h200")
+    assert "case: N: not given: expected a size for each of M, N" in refused(*given, "M=5000")
+    said = refused(*given, "M=5000", "N=5120", "dtype=bf16")
+    assert "case: 'dtype': expected a size: M, N, or an option: zero_centered, fp8_format, row_pad; the type is --dtype" in said
+
+
+def test_explain_says_that_an_entry_is_stale(configs_dir: Path) -> None:
+    from dataclasses import replace
+
+    from kerneltune import cache
+    from kerneltune.files import data_root
+
+    entry = cache.load("fp8_transpose_2d", "nvidia_h200", data_root("configs"))[0]
+    cache.store(
+        "fp8_transpose_2d", "nvidia_h200", replace(entry, evidence=dict(entry.evidence) | {"source_hash": "0123456789ab"})
+    )
+    sizes = [f"{axis}={size}" for axis, size in entry.axes]
+    options = [f"{name}={value}" for name, value in entry.options]
+    found = run("cache", "explain", "fp8_transpose_2d", *sizes, *options, "--dtype", entry.dtype, "--quant", entry.quant)
+    assert "for exactly this case; stale: source_hash 0123456789ab is now" in " ".join(found.stdout.split())
+    listed = run("cache", "verify", "fp8_transpose_2d").stdout
+    assert f"stale: nvidia_h200 fp8_transpose_2d optimized {entry.case}" in " ".join(listed.split())
 
 
 def test_explain_of_a_case_that_is_none_names_the_nearest() -> None:
