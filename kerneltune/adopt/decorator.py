@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from kerneltune.adopt.kernels import misnamed
 from kerneltune.adopt.startup import start_from_environment
 
 REFERENCE, SPACE = "kerneltune_reference", "kerneltune_space"
@@ -36,6 +37,7 @@ def autotune(
 
     Raises:
         TypeError: the installed Triton does not know an argument.
+        ValueError: a config, the key or the space names something that the kernel does not have, when a kernel is decorated.
     """
     import triton
 
@@ -49,6 +51,8 @@ def autotune(
 
     def decorator(fn: Any) -> Any:
         autotuner = decorate(fn)
+        if problem := misnamed(autotuner, key, space or ()):
+            raise ValueError(problem)
         setattr(autotuner, REFERENCE, reference)
         setattr(autotuner, SPACE, None if space is None else {name: tuple(values) for name, values in space.items()})
         return autotuner

@@ -4,11 +4,13 @@ Reads only public attributes of Triton 3.6 to 3.9. Imports the standard library,
 """
 
 import copy
+import dataclasses
 import hashlib
 import inspect
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -79,6 +81,33 @@ def _add_bytecode(function: Any, digest: Any, seen: set[Any]) -> None:
             value = getattr(value, "fn", value)
         if inspect.isfunction(value) and value not in seen and value.__module__.partition(".")[0] == package:
             _add_bytecode(value, digest, seen)
+
+
+def misnamed(autotuner: Any, keys: Iterable[str] = (), space: Iterable[str] = ()) -> str:
+    """Return one line for the first name in a config, in the key or in the space that the kernel does not have; empty for none.
+
+    A config may name options of a backend as well: `waves_per_eu` of AMD's, whatever the GPU is here. The interpreter would
+    ignore every other name.
+    """
+    known = set(autotuner.arg_names)
+    given = [(f"configs[{place}]", name) for place, config in enumerate(autotuner.configs) for name in config.kwargs]
+    given += [("space", name) for name in space if name not in _OPTIONS]
+    wrong = [(field, name) for field, name in given if name not in known and name not in _backend_options()]
+    wrong += [("key", name) for name in keys if name not in known]
+    if not wrong:
+        return ""
+    (field, name), code = wrong[0], autotuner.base_fn.__code__
+    place = f"{code.co_filename}:{code.co_firstlineno}: {autotuner.base_fn.__name__}"
+    return f"{place}: {field}: {name!r}: expected a parameter of the kernel: {', '.join(autotuner.arg_names)}"
+
+
+@cache
+def _backend_options() -> frozenset[str]:
+    """Return the names of the options of the installed Triton's backends."""
+    backends: Any = sys.modules["triton.backends"]
+    modules = [sys.modules[backend.compiler.__module__] for backend in backends.backends.values()]
+    kinds: list[Any] = [value for module in modules for value in vars(module).values() if dataclasses.is_dataclass(value)]
+    return frozenset(field.name for kind in kinds for field in dataclasses.fields(kind))
 
 
 def configs_digest(configs: Sequence[Any]) -> str:

@@ -29,6 +29,7 @@ from kerneltune.adopt.kernels import (
     encode_config,
     kernel_name,
     launched_with,
+    misnamed,
     of_space,
     pruned,
     source_digest,
@@ -263,6 +264,8 @@ def describe_launch(autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, An
     Raises:
         NotRecordableError: an argument or a config that cannot be recorded.
     """
+    if problem := misnamed(autotuner):
+        raise NotRecordableError(problem)
     name = kernel_name(autotuner)
     module = "__main__" if name.module == "__mp_main__" else name.module
     arguments, storages = describe(autotuner.arg_names, args, kwargs)

@@ -51,7 +51,7 @@ def command(
         environment["TORCHDYNAMO_DISABLE"] = "1"
     code = run_program(program, environment)
     if not (out / CLASSES).is_dir():  # the program's exit code counts
-        error_line("nothing was captured: the program launched no kernel of triton.autotune or kerneltune.autotune")
+        error_line(f"nothing was captured: {_reason(out, code)}")
         raise typer.Exit(code)
     try:
         show_capture(out, to_messages=True)
@@ -59,3 +59,14 @@ def command(
     except ValueError as error:
         error_line(f"nothing was captured: {error}")
     raise typer.Exit(code)
+
+
+def _reason(out: Path, code: int) -> str:
+    """Return why a program that ended with an exit code left no launch in a folder."""
+    from kerneltune.adopt.folder import read_counts
+
+    for process in read_counts(out, [])[1]:
+        for kernel, reason in process.get("refused", {}).items():
+            return f"{kernel}: {reason}"
+    ended = f"the program ended with {code} before it launched a" if code else "the program launched no"
+    return f"{ended} kernel of triton.autotune or kerneltune.autotune"

@@ -149,6 +149,14 @@ def test_capture_of_a_program_without_kernels_says_so(tmp_path: Path) -> None:
     assert (result.exit_code, result.stderr) == (0, said)
 
 
+def test_capture_of_a_program_that_fails_says_when(tmp_path: Path) -> None:
+    result = run("capture", "--out", tmp_path / "cap", "--", "false")
+    said = (
+        "nothing was captured: the program ended with 1 before it launched a kernel of triton.autotune or kerneltune.autotune\n"
+    )
+    assert (result.exit_code, result.stderr) == (1, said)
+
+
 def test_captured_kernels_are_operators_of_the_other_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KERNELTUNE_PLUGINS", "")
     monkeypatch.setenv("KERNELTUNE_CAPTURED", "")

@@ -76,6 +76,27 @@ def test_autotune_with_an_unknown_argument_names_those_that_are() -> None:
         kerneltune.autotune(CONFIGS, ["N"], sizes=3)
 
 
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"configs": [*CONFIGS, triton.Config({"BLOCK": 64, "ROWS": 2})]}, r"configs\[2\]: 'ROWS'"),
+        ({"key": ["N", "m"]}, "key: 'm'"),
+        ({"space": {"num_warps": (2, 8), "COLS": (1, 2)}}, "space: 'COLS'"),
+    ],
+)
+def test_autotune_with_a_name_that_the_kernel_lacks_says_where(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"^{__file__}:\d+: copied: {problem}: expected a parameter of the kernel: x_ptr, y_ptr, N, BL"
+    ):
+        kerneltune.autotune(**({"configs": CONFIGS, "key": ["N"]} | changes))(copied)
+
+
+def test_autotune_takes_configs_with_options_of_any_backend_and_values_of_heuristics() -> None:
+    configs = [triton.Config({"BLOCK": 64, "waves_per_eu": 2}, num_warps=2)]
+    heuristics = triton.heuristics({"BLOCK": lambda given: 64})(copied)
+    assert kerneltune.autotune(configs, ["N"])(heuristics).configs is configs
+
+
 def checked(folder: Path, kernel: Any) -> tuple[list[Any], list[list[str]]]:
     """Capture a launch of a kernel; returns the configs that tuning tries, and the errors of each."""
     startup.capture(folder)

@@ -209,3 +209,14 @@ def test_capture_of_a_killed_program_keeps_its_classes(tmp_path: Path) -> None:
     capture = read_capture(tmp_path)
     assert sorted(one.kernel.name for one in capture.classes) == ["row_sum", "scale_chosen"]
     assert capture.problems == []
+
+
+def test_capture_of_a_config_that_the_kernel_cannot_take_names_place_and_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernel = example().row_sum
+    monkeypatch.setattr(kernel, "configs", [triton.Config({"BLOCK": 64, "ROWS": 2})])
+    with pytest.raises(ValueError, match="no capture"):
+        captured(tmp_path, pattern="row_sum")
+    assert "two_kernels.py:" in caplog.text
+    assert ": row_sum: configs[0]: 'ROWS': expected a parameter of the kernel: x_ptr, y_ptr, M, N, BLOCK" in caplog.text
