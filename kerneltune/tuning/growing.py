@@ -106,13 +106,18 @@ class _Grower:
         return len(set(self.table.numbers[rows])) >= _LEAST
 
     def ranking(self, rows: Rows) -> Leaf:
-        """Return a leaf's forms: the best for all its cases, then the best for those that it is not valid for, then others."""
+        """Return a leaf's forms: the best for all its cases, then the best for those that it is not valid for, then others.
+
+        The first was timed on one of the leaf's cases at least, if any was: of a guess nothing is known.
+        """
         chosen: list[int] = []
-        left = rows
+        left, timed = rows, self.table.known[np.ix_(rows, self.columns)].any(axis=0)
         while len(chosen) < min(_USED, len(self.columns)):
             costs = self.table.costs[np.ix_(left if len(left) else rows, self.columns)]
             scores = costs.mean(axis=0) + _WORST_COUNTS * costs.max(axis=0)
             scores[np.isin(self.columns, chosen)] = np.inf
+            if not chosen and timed.any():
+                scores[~timed] = np.inf
             best = int(self.columns[int(np.argmin(scores))])
             chosen.append(best)
             left = left[~self.table.valid[left, best]]

@@ -157,6 +157,18 @@ def test_fit_a_bound_moves_to_where_the_questions_below_it_leave_least() -> None
     assert (tree.subject, 8 < (tree.at_most or 0) < 16) == ("M", True)
 
 
+def test_fit_a_leaf_begins_with_a_config_that_one_of_its_cases_was_timed_with() -> None:
+    """What is known is 0.4 from the best, a guess counts as 0.25."""
+    large = [
+        Sample(case_of(size), {(("block", 256), ("warps", 4)): 1.5, (("block", 512), ("warps", 8)): 1.6}, 1.0)
+        for size in (4096, 8192)
+    ]
+    small = [sample(case_of(size), lambda config: config.warps == 2) for size in (96, 128, 200, 256)]
+    rule = grown(table([*small, *large]), TreeShape("sizes"))
+    leaf, _ = rule.leaf(facts_of(case_of(4096)))
+    assert rule.forms[leaf[0]].get("warps", DEFAULT.warps) in (4, 8)
+
+
 def test_fit_the_default_is_chosen_where_it_is_as_good() -> None:
     def flat(size: int) -> Sample:
         made = sample(case_of(size))
