@@ -1,7 +1,11 @@
 """What a check without a GPU finds of mistakes that Triton users make, and how it names them."""
 
+import warnings
+
 import pytest
+import torch
 import triton
+import triton.language as tl
 from planted_kernels import MISTAKES, op_with
 
 from kerneltune.kernel_lib.bounds import guarded
@@ -59,3 +63,16 @@ def test_guard_leaves_the_interpreter_as_it_was() -> None:
     with guarded():
         assert interpreter._implicit_cvt is not before[0]
     assert before == (interpreter._implicit_cvt, interpreter._interpreter, interpreter.interpreter_builder.options)
+
+
+@triton.jit
+def _largest_of_nothing(x_ptr, y_ptr):
+    zeros = tl.load(x_ptr + tl.arange(0, 16)) * 0.0
+    tl.store(y_ptr, tl.max(zeros / zeros))
+
+
+def test_values_of_tensors_without_memory_warn_of_nothing() -> None:
+    x = torch.empty(16, device="meta")
+    with guarded(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _largest_of_nothing[(1,)](x, x)
