@@ -50,12 +50,14 @@ def unsupported(case: Case) -> str | None:
 
 
 def default(case: Case) -> SegmentConfig:
-    """Return a config for any shape, by rule: 32 elements per thread in a pipeline of two tiles, 16 where columns are narrow."""
+    """Return a config for any shape, by rule: 32 elements per thread, in a pipeline of two tiles where columns are wide."""
     cols = next((cols for cols in (128, 64, 32) if case["N"] % cols == 0), 16)
-    if cols == 128 and case.dtype != "float32":
-        return SegmentConfig(rows=32, cols=128, warps=4, ctas=3, stages=2)
-    rows = min(128, 4096 // cols)
-    return SegmentConfig(rows=rows, cols=cols, warps=max(4, rows * cols // 512), ctas=0, stages=1)
+    if case.dtype == "float32" or cols < 32:
+        rows = min(128, 4096 // cols)
+        return SegmentConfig(rows=rows, cols=cols, warps=max(4, rows * cols // 512), ctas=0, stages=1)
+    if cols == 32:
+        return SegmentConfig(rows=128, cols=32, warps=4, ctas=0, stages=1)
+    return SegmentConfig(rows=32 if cols == 128 else 64, cols=cols, warps=4, ctas=3, stages=2)
 
 
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
