@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.text import Text
 
 from kerneltune.cli.console import messages, note
+from kerneltune.table import counted
 
 _LOG_EVERY_S = 5.0
 
@@ -140,6 +141,6 @@ class LogProgress:
 
     def _end(self) -> None:
         if self._name:
-            before = f", {self._kept} of them before" if self._kept else ""
-            note(f"{self._name}: {self._done} of {self._total} in {time.monotonic() - self._started:.1f} s{before}{self._best}")
+            before, seconds = f", {self._kept} of them before" if self._kept else "", time.monotonic() - self._started
+            note(f"{self._name}: {self._done} of {counted(self._total, 'step')} in {seconds:.1f} s{before}{self._best}")
         self._name = ""

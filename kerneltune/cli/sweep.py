@@ -9,6 +9,7 @@ from kerneltune.cli import options as o
 from kerneltune.cli.console import error_line, note, show, show_wrapped, width
 from kerneltune.cli.files import with_roles
 from kerneltune.cli.progress import reporter
+from kerneltune.table import counted, pairs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,6 +68,8 @@ def command(
             swept = run_sweep(known, selection, options, progress, _show_first)
     timed = any(record.time_us is not None for record in swept.records)
     show((sweep_table(swept.records, brief=True) if timed else check_table(swept.records)).text(width()))
+    if o.is_capture(asked) and not timed:
+        _show_unchecked(family, selection, swept.records)
     if not timed and not check_only:
         _show_recorded(family, asked, results)
     if swept.remark:
@@ -93,6 +96,26 @@ def _show_first(records: "Sequence[Record]") -> None:
     from kerneltune.reporting.tables import sweep_table
 
     show(sweep_table(records, brief=True).text(width()) + "\n")
+
+
+_SHOWN = 5
+"""Launches that are named."""
+
+
+def _show_unchecked(family: str, selection: "Selection", checked: "Sequence[Record]") -> None:
+    """Name the launches of a capture whose values were not checked."""
+    from kerneltune.sweep import load
+
+    launches = [entry.case for entry in load(Path(family), o.load_ops()).bench if selection.takes(entry)]
+    done = {record.case for record in checked}
+    left = [case for case in launches if case.name not in done]
+    if left:
+        named = [f"{case.name} ({pairs(dict(case.axes))})" for case in left[:_SHOWN]]
+        more = [f"and {len(left) - _SHOWN} more"] if len(left) > _SHOWN else []
+        show_wrapped(
+            f"values not checked: {len(left)} of {counted(len(launches), 'launch', 'launches')}, too large for the interpreter: "
+            f"{', '.join([*named, *more])}"
+        )
 
 
 def _show_recorded(family: str, asked: str, results: Path) -> None:

@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 from kerneltune.adopt import startup
 from kerneltune.adopt.folder import CLASSES, META
 from kerneltune.adopt.operators import case_of, operators, sweep_text, tuned_variant, write_sweep
+from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.tuning import captured_as_operators
 from kerneltune.cli import app, console
 from kerneltune.search.task import Evaluation, Task, store_path
@@ -160,10 +161,15 @@ def test_capture_of_a_program_that_fails_says_when(tmp_path: Path) -> None:
 def test_captured_kernels_are_operators_of_the_other_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KERNELTUNE_PLUGINS", "")
     monkeypatch.setenv("KERNELTUNE_CAPTURED", "")
-    captured(tmp_path, pattern="row_sum")
-    write_sweep(tmp_path)
+    captured(tmp_path, (4, 96), (8, 96), pattern="row_sum")
+    large = next(one for one in read_capture(tmp_path).classes if one.sizes["M"] == 8)
+    written = write_sweep(tmp_path).read_text().splitlines(keepends=True)
+    written.remove(next(line for line in written if large.digest in line))  # the first section is that of the checks
+    (tmp_path / "sweep.yaml").write_text("".join(written))
     result = run("sweep", tmp_path)
     assert result.exit_code == 0, result.output
+    unchecked = f"row_sum-{large.digest[:8]} (M=8 N=96)"
+    assert f"values not checked: 1 of 2 launches, too large for the interpreter: {unchecked}\n" in result.stdout
     assert f"`kerneltune sweep {tmp_path}`" in " ".join(result.stdout.split())
     assert (tmp_path / "results" / "runs" / "interpreter" / "captured.check.jsonl").is_file()
     lines = [line.split() for line in result.stdout.splitlines()]

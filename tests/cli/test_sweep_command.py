@@ -36,7 +36,7 @@ def test_sweep_passes_everything_on_and_prints_the_table(campaign: dict[str, Any
         "2 passed",
     ]
     assert result.stderr.splitlines()[0] == "a remark"
-    assert result.stderr.splitlines()[1].startswith("check: 1 of 1 in ")
+    assert result.stderr.splitlines()[1].startswith("check: 1 of 1 step in ")
 
 
 @pytest.mark.usefixtures("campaign")
@@ -231,7 +231,7 @@ def test_log_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch, c
         "tune: 2 of 4: rows=2, best 3.2 µs (about 6 s left)",
         "skipped: too large",
         "tune: 3 of 4: rows=4, best 3.2 µs (about 4 s left)",
-        "tune: 4 of 4 in 30.0 s, best 3.2 µs",
+        "tune: 4 of 4 steps in 30.0 s, best 3.2 µs",
     ]
 
 
@@ -245,7 +245,7 @@ def test_what_was_done_before_says_nothing_about_the_time_left(
         log.advance("rows=1")
     assert capsys.readouterr().err.splitlines() == [
         "measure: 91 of 100: rows=1 (about 90 s left)",
-        "measure: 91 of 100 in 25.0 s, 90 of them before",
+        "measure: 91 of 100 steps in 25.0 s, 90 of them before",
     ]
 
 

@@ -246,7 +246,7 @@ def test_replay_finds_the_same_on_one_core_and_on_two(tmp_path: Path, monkeypatc
         monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
         code, out, err = run("--seeds", 3, "--sampler", "ours,random", small)
         assert code == 0
-        assert err.splitlines()[-1].startswith("search: 6 of 6 in ")
+        assert err.splitlines()[-1].startswith("search: 6 of 6 steps in ")
         return out
 
     assert tables(2) == tables(1)
@@ -257,7 +257,7 @@ def test_replay_says_what_it_is_at_and_keeps_nothing_when_interrupted(
     written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = ("--results", tmp_path, "--seeds", 2, "--sampler", "random,qmc", written)
-    assert run(*arguments)[2].splitlines()[-1].startswith("search: 4 of 4 in ")  # a slow machine says more before
+    assert run(*arguments)[2].splitlines()[-1].startswith("search: 4 of 4 steps in ")  # a slow machine says more before
 
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
