@@ -56,7 +56,7 @@ class GateRow:
 
     Attributes:
         record: the new record of the row, or the baseline's where there is none.
-        verdict: `slower` is surely slower over several processes, but within what is tolerated; `missing` and `failed` were not
+        verdict: `slower` is surely slower, but within what is tolerated; `missing` and `failed` were not
             compared.
         slowdown: new time over old time minus 1, with its 95 % bounds; None where nothing was compared.
         p: one-sided p-value of "not slower", Holm-corrected over the rows; None where nothing was compared.
@@ -364,8 +364,11 @@ def _judged(met: _Change, p: float, margin: float, again: Mapping[RowKey, int]) 
         verdict, reason = "ambiguous", f"{beyond}; {up_to}: measure more"
     elif half_width > max(_BLIND, margin) and half_width * _us(met.old) > MIN_CHANGE_US:
         verdict, reason = "ambiguous", f"known to ±{half_width:.1%} only: measure more"
-    elif met.basis and surely_slower and met.low > met.floor:
-        verdict, reason = "slower", f"within the tolerated {threshold:.1%}"
+    elif surely_slower and met.low > met.floor:
+        verdict, reason = (
+            "slower",
+            f"within the tolerated {threshold:.1%}{'' if met.basis else '; without a spread of processes'}",
+        )
     elif -met.change_us > MIN_CHANGE_US and met.high < -threshold:
         verdict = "faster"
     if verdict != "pass":

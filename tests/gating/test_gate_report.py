@@ -37,6 +37,13 @@ def test_text_breaks_at_the_change_where_it_does_not_fit() -> None:
     assert max(map(len, gate_text(ANSWER, 120).splitlines())) <= 120
 
 
+def test_a_row_that_is_slower_within_the_margin_is_shown_and_counted() -> None:
+    answer = gate([record(ci_low_us=99.9, ci_high_us=100.1)], [record(102.5, ci_low_us=102.4, ci_high_us=102.6)], 0.03)
+    for text in (gate_text(answer, 160), gate_markdown(answer)):
+        assert "gate: pass: 1 slower within the margin (1 row compared, 0 faster)" in text
+        assert "+2.5% [+2.3%, +2.7%]" in text
+
+
 def test_text_of_a_pass_a_missing_row_and_nothing() -> None:
     assert gate_text(gate([record()], [record()], 0.03)) == "gate: pass: no row is slower (1 row compared, 0 faster)\n"
     assert gate_markdown(gate([record()], [record()], 0.03)) == "**gate: pass: no row is slower (1 row compared, 0 faster)**\n"

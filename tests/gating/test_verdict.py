@@ -19,7 +19,7 @@ from kerneltune.stats import shifts
     ("old", "new", "verdict", "code"),
     [
         (record(), record(), "pass", 0),
-        (record(), record(101.5), "pass", 0),
+        (record(), record(101.5), "slower", 0),
         (record(), record(102.9), "ambiguous", 3),
         (record(), record(110.0), "regression", 1),
         (record(), record(103.5), "ambiguous", 3),
@@ -228,6 +228,12 @@ def test_overlapping_intervals_never_regress_and_a_file_never_regresses_against_
         ),
         (by_process(100, 0.0), by_process(106, 0.0), "regression", "at least +5.0%, tolerated 3.0%"),
         (record(), by_process(106, 0, 0.002, -0.002), "regression", "at least +5.0%, tolerated 3.0%"),
+        (
+            record(ci_low_us=99.9, ci_high_us=100.1),
+            record(102.5, ci_low_us=102.4, ci_high_us=102.6),
+            "slower",
+            "within the tolerated 3.0%; without a spread of processes",
+        ),
     ],
 )
 def test_processes_are_the_unit_where_there_are_several(old: Record, new: Record, verdict: str, reason: str) -> None:
