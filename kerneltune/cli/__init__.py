@@ -40,6 +40,7 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 _RESUMED = ("sweep", "tune")
+_FILE, _CAPTURE = ", or a .yaml file", ", or the folder of a capture"
 _MANY_COMMANDS = 6
 
 
@@ -76,7 +77,8 @@ class _Group(TyperGroup):
         except _UsageError as error:
             raise _refused(error) from None
         except (ValueError, LookupError) as error:
-            error_line(f"error: {error}")
+            takes_capture = ctx.invoked_subcommand in _RESUMED and str(error).endswith(_FILE)
+            error_line(f"error: {error}{_CAPTURE if takes_capture else ''}")
             raise typer.Exit(2) from None
         except OSError as error:
             raise _unwritten(error) from None
@@ -99,7 +101,8 @@ def _refused(error: Exception) -> typer.Exit:
     elif missing == "family" and text.startswith("Missing"):
         from kerneltune.sweep import families
 
-        text = f"{text.rstrip('.')}: expected one of {', '.join(families())}, or a .yaml file"
+        text = f"{text.rstrip('.')}: expected one of {', '.join(families())}{_FILE}"
+        text += _CAPTURE if getattr(getattr(error, "ctx", None), "info_name", "") in _RESUMED else ""
     if text:
         error_line(f"error: {text}")
     return typer.Exit(2)

@@ -1,7 +1,7 @@
 """`kerneltune inspect`: what compiling alone says of configs, on a machine without a GPU; and what `gate --static` does."""
 
 import fnmatch
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -68,15 +68,21 @@ def command(
     Registers and spilled bytes are per thread, shared bytes per program; programs and warps are what one SM holds,
     and what limits them; loads and stores of global memory are bits x instructions. Whether they got worse: gate --static.
     Kernels that results/static knows, by a digest of Triton's own IR, are not compiled further.
+    With --captured and without OP, only the capture's kernels are compiled. Exit code 1 where the config of --config or
+    --against does not compile.
     """
     if against is not None and against_rev is not None:
         raise ValueError("--against and --against-rev: expected one of them")
-    wanted = replace(wanted, ops=(op,) if op else ())
+    from kerneltune.adopt.operators import operators
+
+    captured = tuple(each.name for each in operators())
+    wanted = replace(wanted, ops=(op,) if op else captured)
+    _require_names(wanted.cases, op or "OP")
     whole = gpu == _GPU and _is_whole(configs, wanted, target, config, against, against_rev)
     if renew and not whole:
         raise ValueError("renew: True: expected with all of the package's configs, for it takes the place of what is shipped")
     targets = _targets(target)
-    requests = _requests(wanted, sizes, gpu, configs, any_case=config is not None or bool(wanted.cases))
+    requests = _requests(wanted, sizes, gpu, configs, any_case=config is not None or bool(wanted.cases or captured))
     if config is not None:
         requests = _with_config(requests, "config", config)
     arguments = _again(wanted, sizes, recompile, target=targets, config=config, gpu=gpu, workers=workers)
@@ -97,6 +103,20 @@ def command(
         _show_differences(*((found, earlier) if against is not None else (earlier, found)))
     elif save is None and not renew:
         _show(found)
+    _end(found, *filter(None, [earlier]), is_given=config is not None or against is not None)
+
+
+def _require_names(cases: Sequence[str], op: str) -> None:
+    """Raise ValueError for a case that is sizes, not a name."""
+    for case in cases:
+        if "=" in case:
+            raise ValueError(f"case: {case!r}: expected a case's name; sizes follow OP: {' '.join([op, *case.split(',')])}")
+
+
+def _end(*found: "Survey", is_given: bool) -> None:
+    """End the command with exit code 1 where a config that was given does not compile."""
+    if is_given and any(row.error for survey in found for row in survey.rows):
+        raise typer.Exit(1)
 
 
 def judge(
@@ -227,13 +247,22 @@ def _requests(
     found = selected(cached_requests(chosen, configs, gpu))
     cases: list[Case] = []
     if wanted.ops and not found and any_case:
-        cases = list(dict.fromkeys(entry.case for entry in swept(known) if entry.op == chosen[0].name))
-        found = selected(default_requests(chosen[0], cases, asked))
+        of_op = _swept_cases(known, chosen)
+        cases = [case for cases_of in of_op.values() for case in cases_of]
+        found = selected(request for name, of in of_op.items() for request in default_requests(known[name], of, asked))
         if found and wanted.cases:
             note(f"{place} has no config for {' '.join(wanted.cases)}: default configs")
     if not found:
         raise _nothing(cached_requests(chosen, configs, gpu), selection, place, [case.name for case in cases])
     return found
+
+
+def _swept_cases(known: "Mapping[str, Op]", chosen: "Sequence[Op]") -> dict[str, list[Case]]:
+    """Return the cases of operators in the sweeps, by operator."""
+    found: dict[str, dict[Case, None]] = {op.name: {} for op in chosen}
+    for entry in swept(known):
+        found.get(entry.op, {})[entry.case] = None
+    return {name: list(cases) for name, cases in found.items()}
 
 
 def _nothing(cached: "Iterable[SurveyRequest]", selection: "Selection", place: str, cases: list[str]) -> ValueError:

@@ -136,7 +136,8 @@ def test_a_wrong_use_is_one_line() -> None:
     assert refused("--plugin") == "error: Option '--plugin' requires an argument."
     said = refused("sweep")
     assert said.startswith("error: Missing argument 'family': expected one of fp8_")
-    assert said.endswith(", or a .yaml file")
+    assert said.endswith(", or a .yaml file, or the folder of a capture")
+    assert refused("tune", "nowhere").endswith(", or a .yaml file, or the folder of a capture")
     assert refused("sweep", "rmsnorm", "--budget", "soon").startswith("error: Invalid value for '--budget':")
     assert refused("gate") == "error: Missing argument 'baseline'."
     one_of_them = "error: new: missing: expected a .jsonl file or --run, one of them"

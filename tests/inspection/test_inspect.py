@@ -109,6 +109,29 @@ def test_a_case_that_no_config_is_cached_for(compiled: list[Any], tmp_path: Path
     assert (request.case.name, request.config) == ("te-8192x4096", request.variant.default_config(request.case))
 
 
+def test_a_config_that_does_not_compile_is_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fake(requests: list[survey.SurveyRequest], targets: list[str], *_: Any) -> Survey:
+        (request,) = requests
+        label = (request.op.name, request.variant.name, request.case.name, request.policy, targets[0])
+        return Survey("3.7.1", (StaticRow(*label, dataclasses.asdict(request.config), (), "out of resources"),))
+
+    monkeypatch.setattr(survey, "survey", fake)
+    result = run(*ONE, "--target", "sm_90", "--config", config(warps=16))
+    assert (result.exit_code, "  sm_90: out of resources" in result.stdout) == (1, True)
+    assert run(*ONE, "--target", "sm_90").exit_code == 0
+
+
+def test_a_capture_restricts_what_is_compiled_to_its_kernels(
+    compiled: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("rmsnorm_bwd", "moe_permute")
+    monkeypatch.setattr("kerneltune.adopt.operators.operators", lambda: [ops.load()[name] for name in names])
+    assert run("inspect", "--target", "sm_90", "--configs", tmp_path).exit_code == 0
+    assert {request.op.name for request in compiled[0][0]} == set(names)
+    assert run("inspect", "rmsnorm_fwd", "--target", "sm_90", "--configs", tmp_path).exit_code == 0
+    assert {request.op.name for request in compiled[1][0]} == {"rmsnorm_fwd"}
+
+
 def test_another_config_beside_the_cached_one(compiled: list[Any]) -> None:
     result = run(*ONE, "--target", "sm_90", "--config", config(), "--against", config(warps=16))
     words = [line.split() for line in result.stdout.splitlines()]
@@ -168,6 +191,10 @@ def test_a_revision_is_asked_with_the_same_arguments(compiled: list[Any], monkey
         (["rmsnorm_bwd", "M=3", "--case", "te-*"], "error: case: 'te-*': expected sizes or --case, one of them"),
         (["rmsnorm_bwd", "--case", "nope"], "error: case: 'nope': expected one of te-29x17389, "),
         (["rmsnorm_bwd", "--case", "nope", "--config", "{}"], "error: case: 'nope': expected one of te-29x17389, "),
+        (
+            ["rmsnorm_bwd", "--case", "M=4096,N=4096"],
+            "error: case: 'M=4096,N=4096': expected a case's name; sizes follow OP: rmsnorm_bwd M=4096 N=4096",
+        ),
         (["moe_sort"], "error: nothing to compile: moe_sort has no variant with knobs"),
         (["stream", "--case", "nope"], "error: case: 'nope': expected one of 1043340+504397, "),
         (["--renew", "--target", "sm_90"], "error: renew: True: expected with all of the package's configs, "),
