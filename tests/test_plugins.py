@@ -112,7 +112,9 @@ def test_a_broken_plug_in_is_named_in_one_line(tmp_path: Path, monkeypatch: pyte
     shadow = written("json", "OPS = ()\n")
     assert f"error: plug-in {shadow}: ImportError: another module is called json: " in refused(monkeypatch, shadow)
     absent = tmp_path / "absent.py"
-    assert refused(monkeypatch, absent) == f"error: plug-in {absent}: ImportError: no such file: {absent}"
+    assert refused(monkeypatch, absent) == f"error: plug-in {absent}: no such file"
+    both_absent = CliRunner().invoke(app, ["--plugin", str(absent), "sweep", str(tmp_path / "absent.yaml")])
+    assert both_absent.stderr == f"error: plug-in {absent}: no such file\n"
     unknown = refused(monkeypatch, "no_such_module")
     assert unknown == "error: plug-in no_such_module: ModuleNotFoundError: No module named 'no_such_module'"
 

@@ -93,7 +93,8 @@ def record_files(results: Path | None, family: str | None = None) -> list[Path]:
     own = sweep.results_root(results, asked)
     if family is None and os.environ.get(PLUGINS) and root != own:  # nobody asked for the records that the package ships
         raise ValueError(
-            f"no records in {own}: run `kerneltune sweep FILE.yaml` on a GPU first; --family NAME shows recorded ones"
+            f"no records in {own}: run `kerneltune sweep FILE.yaml` on a GPU first, or see recorded ones by "
+            "`compare --family NAME` and `report FILE`"
         )
     pattern = f"{device.slug(here) if is_gpu else '*'}/{family or '*'}.jsonl"
     files = [path for path in sorted(root.glob(pattern)) if path.parent.name not in (device.INTERPRETER, "runs")]

@@ -11,7 +11,7 @@ import typer
 from kerneltune.cli import inspect
 from kerneltune.cli import options as o
 from kerneltune.cli.console import error_line, note, show, width, write
-from kerneltune.cli.files import option_defaults, with_roles
+from kerneltune.cli.files import option_defaults, selected, with_roles
 from kerneltune.cli.progress import reporter
 
 if TYPE_CHECKING:
@@ -51,7 +51,9 @@ def command(
         typer.Option("--margin", metavar="FRACTION", help="Slowdown that is tolerated; the sweep file's, else 0.03."),
     ] = None,
     junit: Annotated[Path | None, typer.Option("--junit", metavar="FILE", help="Write JUnit XML.")] = None,
-    markdown: Annotated[Path | None, typer.Option("--markdown", metavar="FILE", help="Write a Markdown summary.")] = None,
+    markdown: Annotated[
+        Path | None, typer.Option("--markdown", metavar="FILE", help="Write a Markdown summary; - prints it.")
+    ] = None,
     annotations: Annotated[
         bool, typer.Option("--annotations", help="Print GitHub annotations; append Markdown to $GITHUB_STEP_SUMMARY if set.")
     ] = False,
@@ -97,14 +99,12 @@ def command(
     if new is not None:
         _refuse(
             "expected only with --run",
-            op=wanted.ops,
-            **o.selecting(wanted),
             policy=policy,
             processes=processes,
             update=update,
             save=save,
         )
-        _report(*_judged(baseline, new, margin, peers), junit, markdown, annotations, emitted)
+        _report(*_judged(baseline, new, wanted, margin, peers), junit, markdown, annotations, emitted)
         return
     processes = _PROCESSES if processes is None else processes
     results = o.results_root(results, run)
@@ -141,16 +141,24 @@ def _emitted(emit: list[str] | None) -> dict[str, Path]:
     return found
 
 
-def _judged(baseline: str, new: Path, margin: float | None, peers: bool) -> "tuple[Verdict, list[Record]]":
-    """Hold a file against a file; return the verdict and the new records."""
+def _judged(baseline: str, new: Path, wanted: "Selection", margin: float | None, peers: bool) -> "tuple[Verdict, list[Record]]":
+    """Hold the wanted rows of a file against those of a file; return the verdict and the new records."""
     from kerneltune.gating.baseline import load_baseline
     from kerneltune.gating.verdict import DEFAULT_MARGIN, gate
     from kerneltune.records import load
 
     records = with_roles(load(new))  # first, for where it is missing git would say the wrong thing of the baseline
     against = with_roles(load_baseline(baseline, new))
+    selected([*against, *records], wanted)  # a name that neither side has is an error
+    o.matching("variant", wanted.variants, (record.variant for record in (*against, *records)))
+    records, against = ([record for record in side if _takes(wanted, record)] for side in (records, against))
     tolerated = DEFAULT_MARGIN if margin is None else margin
     return gate(against, records, tolerated, peers=peers, defaults=option_defaults), records
+
+
+def _takes(wanted: "Selection", record: "Record") -> bool:
+    """Return whether a selection takes a record."""
+    return wanted.covers(record.op, record.case, record.dtype, record.quant) and wanted.takes_variant(record.variant)
 
 
 def _measured(
@@ -213,9 +221,10 @@ def _report(
     from kerneltune.gating.outputs import FORMATS
     from kerneltune.gating.report import gate_annotations, gate_junit, gate_markdown, gate_text
 
-    show(gate_text(verdict, width()))
+    is_printed = str(markdown) == "-"
+    show(gate_markdown(verdict) if is_printed else gate_text(verdict, width()))
     writers: list[Callable[[], None]] = []
-    for path, render in ((junit, gate_junit), (markdown, gate_markdown)):
+    for path, render in ((junit, gate_junit), (None if is_printed else markdown, gate_markdown)):
         if path is not None:
             writers.append(partial(write, path, render(verdict)))
     writers += [partial(write, path, FORMATS[name](new)) for name, path in emitted.items()]

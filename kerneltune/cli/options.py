@@ -310,7 +310,14 @@ def make_folder(folder: Path) -> None:
 
 
 def use_plugins(modules: Sequence[str]) -> None:
-    """Load operators of these modules as well, by the environment, so that processes started from here have them too."""
+    """Load operators of these modules as well, by the environment, so that processes started from here have them too.
+
+    Raises:
+        ValueError: a .py file that is not there.
+    """
+    for name in modules:
+        if name.endswith(".py") and not Path(name).is_file():
+            raise ValueError(f"plug-in {name}: no such file")
     known = os.environ.get(PLUGINS)
     os.environ[PLUGINS] = os.pathsep.join([*([known] if known else []), *modules])
 

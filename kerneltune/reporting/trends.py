@@ -20,11 +20,11 @@ def trend_table(found: Sequence[Trend], every: bool = False) -> Table:
         Column("row"),
         Column("variant", shared=True),
         Column("trend", rank=4, only=("text", "markdown")),
-        Column("first µs", digits=2, key="first_us", rank=1),
+        Column("first µs", digits=2, key="first_us", rank=2),
         Column("last µs", digits=2, key="last_us"),
         Column("change %", digits=1, key="change_pct"),
-        Column("at", rank=2),
-        Column("commit", rank=2),
+        Column("at", rank=3),
+        Column("commit", rank=1),
         Column("cause"),
     )
     lines = []

@@ -57,7 +57,8 @@ def test_compare_plug_in_without_records_does_not_show_those_of_the_package(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KERNELTUNE_PLUGINS", "versus_jobs")
     monkeypatch.delenv("KERNELTUNE_RESULTS", raising=False)
-    said = "error: no records in results: run `kerneltune sweep FILE.yaml` on a GPU first; --family NAME shows recorded ones"
+    said = "error: no records in results: run `kerneltune sweep FILE.yaml` on a GPU first, or see recorded ones by "
+    said += "`compare --family NAME` and `report FILE`"
     assert refused("compare") == said
     assert "rmsnorm.jsonl" in run("compare", "baseline", "optimized", "--family", "rmsnorm").stderr
 

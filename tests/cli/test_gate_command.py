@@ -100,13 +100,31 @@ def test_the_gate_breaks_its_lines_where_the_screen_ends(write: Callable[..., Pa
 
 def test_what_only_a_run_takes(write: Callable[..., Path]) -> None:
     path = write("a.jsonl", *both())
-    assert refused("gate", path, path, "--op", "rmsnorm_fwd") == "error: op: 'rmsnorm_fwd': expected only with --run"
+    assert refused("gate", path, path, "--save", path) == f"error: save: '{path}': expected only with --run"
     assert refused("gate", path, path, "--update") == "error: update: True: expected only with --run"
     assert refused("gate", path, "--run", "rmsnorm", "--processes", "0") == "error: processes: 0: expected 1 or more"
     assert refused("gate", path, "--run", "nothing").startswith("error: family: 'nothing': expected one of ")
     assert refused("gate", "HEAD", "--run", "rmsnorm", "--update") == (
         "error: baseline: 'HEAD': expected a .jsonl file where --update is given"
     )
+
+
+def test_the_gate_judges_the_rows_of_two_files_that_are_selected(write: Callable[..., Path]) -> None:
+    files = write("old.jsonl", *both()), write("new.jsonl", *both(100, 70))
+    assert run("gate", *files, "--op", "rmsnorm_fwd", "--case", "te-*").exit_code == 1
+    passed = run("gate", *files, "--variant", "base*")
+    assert (passed.exit_code, passed.stdout) == (0, "gate: pass: no row is slower (1 row compared, 0 faster)\n")
+    assert refused("gate", *files, "--variant", "fast") == "error: variant: 'fast': expected one of baseline, optimized"
+    assert refused("gate", *files, "--case", "nope").startswith("error: case: 'nope': no record of such a case")
+
+
+def test_the_gate_prints_markdown_in_place_of_text(
+    write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run("gate", write("old.jsonl", *both()), write("new.jsonl", *both(100, 70)), "--markdown", "-")
+    assert (result.exit_code, result.stderr, Path("-").exists()) == (1, "", False)
+    assert result.stdout.startswith("**gate: regression: 1 regression (2 rows compared, 0 faster)**\n\n| verdict | ")
 
 
 def test_a_run_needs_a_gpu(write: Callable[..., Path], no_gpu: None) -> None:
