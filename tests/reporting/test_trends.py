@@ -80,6 +80,9 @@ def test_trends_of_revisions_have_change_points_and_causes(commit: Callable[...,
         "change points by cause: code 1",
     )
     assert max(map(len, table.text(80).splitlines())) <= 80
+    headings = [line.split() for columns in range(50, 120) for line in table.text(columns).splitlines() if line.startswith("row")]
+    assert {"commit" in words for words in headings} == {True, False}
+    assert all("commit" in words for words in headings if "first" in words or "at" in words)
     page = trend_page([changed, same], "<rows>")
     assert "&lt;rows&gt;" in page
     assert page.count("<svg") == 2
