@@ -84,11 +84,11 @@ def source(records: Sequence[Record]) -> str:
 
 
 def short_commit(text: str) -> str:
-    """Return a text with 12 digits of every commit hash of 40."""
+    """Return a text with 7 digits of every commit hash of 40."""
     return _WHOLE_HASH.sub(r"\1", text)
 
 
-_WHOLE_HASH = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{28}\b")
+_WHOLE_HASH = re.compile(r"\b([0-9a-f]{7})[0-9a-f]{33}\b")
 HUES = 8
 """Colours of a chart, and symbols; the page's style and `pictures` hold one of each per number."""
 _GREY, _OURS = 0, 2

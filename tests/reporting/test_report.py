@@ -145,9 +145,9 @@ def test_shares_are_of_the_peak_where_arithmetic_bounds_a_row() -> None:
     assert [(line["bound"], round(float(line["pct_bound"]), 1)) for line in swept_rows] == [("peak", 25.3), ("peak", 50.5)]
 
 
-def test_commit_hashes_have_twelve_digits() -> None:
+def test_commit_hashes_have_seven_digits() -> None:
     text = tables.ab_table(tables.ab_rows([record(commit="a" * 40)], [record(50.0, commit="b" * 40 + "+")])).text(200)
-    assert f"commit {'a' * 12} and {'b' * 12}+, 2026" in text
+    assert f"commit {'a' * 7} and {'b' * 7}+, 2026" in text
 
 
 def test_pairs_are_of_one_key_and_one_device() -> None:
