@@ -349,7 +349,7 @@ SAMPLE_BYTES = 1 << 20
 
 @dataclass(slots=True)
 class Values:
-    """What is kept of a launch's memory.
+    """Memory of a launch, as far as it is kept.
 
     Attributes:
         tensors: bytes of each storage by name `storage.N`, on the CPU.

@@ -112,7 +112,7 @@ _JUDGED = {
     "observed": "other", "observed_geomean": "mean", "observed_worst": "worst",
     "unseen": "unseen", "unseen_worst": "worst",
 }  # fmt: skip
-"""What a rule says of itself -> heading."""
+"""Headings of what a rule says of itself."""
 _COUNTS = ("cases", "judged", "observed")
 
 

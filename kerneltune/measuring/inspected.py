@@ -114,7 +114,7 @@ class KnownFacts:
 
     @cached_property
     def check(self) -> str:
-        """Of all of them."""
+        """Return the digest of all facts."""
         return _sha256("\n".join(line(*pair) for pair in sorted(self.facts.items(), key=lambda pair: pair[0])))
 
 
