@@ -26,6 +26,18 @@ from kerneltune.kernel_lib.tl_exchange import (
 from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX, INTERPRETED, held, is_cuda, quantize, reciprocal, wide
 from kerneltune.kernel_lib.tl_transpose import store_transposed, transpose_bytes
 from kerneltune.kernel_lib.workspace import counters, workspace
+from kerneltune.ops.rmsnorm.kernels.rows import (
+    gamma,
+    inside,
+    load_chunk,
+    load_gamma,
+    load_sum_tile,
+    raise_amax,
+    raised,
+    sum_of_squares,
+    whole_rows,
+    write_rows,
+)
 from kerneltune.ops.rmsnorm.tiles import SHARING, SHORT, TRANSPOSED_ROWS, groups_of, phases_of
 from kerneltune.rounding import cdiv
 
@@ -181,105 +193,6 @@ def _whole(N: int, c: "FwdConfig", plain: bool) -> dict[str, Any]:
 
 
 @triton.jit
-def _load_tile(
-    ptr, tile, stride, cols, M, N, ROWS: tl.constexpr, EVEN: tl.constexpr
-):  # fmt: skip
-    """Load (ROWS, COLS) of a matrix; zeros outside it."""
-    rows = tl.arange(0, ROWS)
-    mask = (rows < M - tile * ROWS)[:, None]
-    if not EVEN:
-        mask = mask & (cols < N)[None, :]
-    base = wide(tile * ROWS) * stride
-    return tl.load(ptr + base + (rows[:, None] * stride + cols[None, :]), mask=mask, other=0.0, eviction_policy="evict_first")
-
-
-@triton.jit
-def _load_sum_tile(
-    x_ptr, add_ptr, sum_ptr, tile, stride_xm, stride_am, cols, M, N, ROWS: tl.constexpr, EVEN: tl.constexpr
-):  # fmt: skip
-    """Load a tile of x; if there is something to add, add it in fp32, round, and store the sum (M, N) as well."""
-    x = _load_tile(x_ptr, tile, stride_xm, cols, M, N, ROWS, EVEN)
-    if add_ptr is not None:
-        other = _load_tile(add_ptr, tile, stride_am, cols, M, N, ROWS, EVEN)
-        x = (x.to(tl.float32) + other.to(tl.float32)).to(x.dtype)
-        rows = tl.arange(0, ROWS)
-        mask = (rows < M - tile * ROWS)[:, None]
-        if not EVEN:
-            mask = mask & (cols < N)[None, :]
-        tl.store(sum_ptr + wide(tile * ROWS) * N + (rows[:, None] * N + cols[None, :]), x, mask=mask, cache_modifier=".cs")
-    return x
-
-
-@triton.jit
-def _sum_of_squares(x):
-    x32 = x.to(tl.float32)
-    return tl.sum(x32 * x32, axis=1)
-
-
-@triton.jit
-def _load_gamma(g_ptr, cols, N):
-    """Load the weight as stored, or ones if there is none; load it before the sums that it has to wait for."""
-    if g_ptr is None:
-        return tl.full((1,), 1.0, tl.float32)
-    else:
-        return tl.load(g_ptr + cols, mask=cols < N, other=0.0, eviction_policy="evict_last")
-
-
-@triton.jit
-def _gamma(g, ZERO_CENTERED: tl.constexpr):
-    g = g.to(tl.float32)
-    return (g + 1.0 if ZERO_CENTERED else g)[None, :]
-
-
-@triton.jit
-def _raised(amax, y):
-    """Return the larger of amax (R, C // k) and |y| (R, C) of k neighbours, which one thread holds; pass over NaN."""
-    neighbours: tl.constexpr = y.shape[1] // amax.shape[1]
-    return tl.maximum(amax, tl.max(tl.reshape(tl.abs(y), (y.shape[0], amax.shape[1], neighbours)), axis=2))
-
-
-@triton.jit
-def _raise_amax(amax_ptr, amax, seen, BY_WARPS: tl.constexpr):
-    """Take the atomic max of *amax_ptr, which was `seen` some time before, and the tensor amax ≥ 0; most find it large enough.
-
-    BY_WARPS: every warp for itself, so that a large program, after which the next one begins, ends without a barrier.
-    """
-    if BY_WARPS and is_cuda():  # in the layout of `amax`, whichever that is; numbers ≥ 0 are in the order of their bits
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred larger, still;
-            .reg .b32 top, now, lane;
-            redux.sync.max.u32 top, $1, 0xffffffff;
-            setp.gt.f32 larger, top, $2;
-            mov.u32 lane, %laneid;
-            setp.eq.and.u32 larger, lane, 0, larger;
-            @larger ld.relaxed.gpu.global.b32 now, [$3];
-            setp.gt.and.f32 still, top, now, larger;
-            @still red.relaxed.gpu.global.max.u32 [$3], top;
-            mov.b32 $0, 0;
-            }""",
-            "=r,r,r,l", [amax, seen, amax_ptr.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
-    else:
-        largest = tl.max(amax)
-        if largest > tl.load(amax_ptr, cache_modifier=".cg"):
-            tl.atomic_max(amax_ptr, largest, sem="relaxed")
-
-
-@triton.jit
-def _write_rows(
-    x, g, r, y_ptr, scale, mask, amax,
-    ZERO_CENTERED: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, KEEP: tl.constexpr,
-):  # fmt: skip
-    """Store (ROWS, COLS) of y, under KEEP so that L2 has it for the next kernel; return amax with them."""
-    y = x.to(tl.float32) * r[:, None] * _gamma(g, ZERO_CENTERED)
-    if FP8:
-        amax = _raised(amax, y)
-        y = quantize(y, scale, FP8_MAX, y_ptr.dtype.element_ty)
-    tl.store(y_ptr, y.to(y_ptr.dtype.element_ty), mask=mask, cache_modifier="" if KEEP else ".cs")
-    return amax
-
-
-@triton.jit
 def _rmsnorm_fwd_once(
     x_ptr, g_ptr, add_ptr, sum_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr,
     M, N: tl.constexpr, stride_xm, stride_am, eps,
@@ -290,9 +203,9 @@ def _rmsnorm_fwd_once(
     """Write y = x * rsqrt(mean(x²) + eps) * g, a program for every ROWS rows.
 
     g_ptr None: g is 1. add_ptr: a matrix that is added to x first, the sum of which goes to sum_ptr; or both None. The options
-    are those of `_whole_rows`.
+    are those of `whole_rows`.
     """
-    _whole_rows(
+    whole_rows(
         tl.program_id(0), x_ptr, g_ptr, add_ptr, sum_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr,
         M, N, stride_xm, stride_am, eps, ZERO_CENTERED, FP8, FP8_MAX, KEEP, ROWS, COLS, HELD, GAMMAS, BY_WARPS, POLICY,
     )  # fmt: skip
@@ -312,7 +225,7 @@ def _rmsnorm_fwd_at_once(
     left = M - tile * ROWS
     quads = tl.arange(0, ROWS // 4)
     cols = tl.arange(0, COLS)
-    g = _load_gamma(g_ptr, cols, N)
+    g = load_gamma(g_ptr, cols, N)
     scale = tl.load(scale_ptr)
     if tile == 0:
         tl.store(scale_inv_ptr, reciprocal(scale))
@@ -320,10 +233,10 @@ def _rmsnorm_fwd_at_once(
     xs = ()
     for k in tl.static_range(4):
         rows = quads * 4 + k
-        x = _load_chunk(x_rows + rows[:, None] * stride_xm, 0, rows, left, N, ROWS, COLS, "")
+        x = load_chunk(x_rows + rows[:, None] * stride_xm, 0, rows, left, N, ROWS, COLS, "")
         if add_ptr is not None:
             add_rows = add_ptr + wide(tile * ROWS) * stride_am + rows[:, None] * stride_am
-            other = _load_chunk(add_rows, 0, rows, left, N, ROWS, COLS, "")
+            other = load_chunk(add_rows, 0, rows, left, N, ROWS, COLS, "")
             x = (x.to(tl.float32) + other.to(tl.float32)).to(x.dtype)
         xs = xs + (x,)
     amax = tl.zeros((ROWS // 4, COLS // 8), dtype=tl.float32)
@@ -331,20 +244,20 @@ def _rmsnorm_fwd_at_once(
     for k in tl.static_range(4):
         rows = quads * 4 + k
         to = wide(tile * ROWS) * N + (rows[:, None] * N + cols[None, :])
-        mask = _inside(rows, left, cols, N, ROWS, COLS)
+        mask = inside(rows, left, cols, N, ROWS, COLS)
         if add_ptr is not None:
             tl.store(sum_ptr + to, xs[k], mask=mask)
         x = xs[k].to(tl.float32)
         r = tl.rsqrt(tl.sum(x * x, axis=1) * (1.0 / N) + eps)
         tl.store(rsigma_ptr + tile * ROWS + rows, r, mask=rows < left)
-        y = x * r[:, None] * _gamma(g, ZERO_CENTERED)
-        amax = _raised(amax, y)
+        y = x * r[:, None] * gamma(g, ZERO_CENTERED)
+        amax = raised(amax, y)
         q = quantize(y, scale, FP8_MAX, y_ptr.dtype.element_ty)
         tl.store(y_ptr + to, q, mask=mask)
         qs = qs + (q,)
     base = wide(tile * ROWS)
     store_transposed(y_t_ptr, base, M, 0, tl.minimum(left, ROWS), cols < N, qs, JAGGED=False, EVEN=N == COLS, PACKED=True)
-    _raise_amax(amax_ptr, amax, 0.0, False)
+    raise_amax(amax_ptr, amax, 0.0, False)
 
 
 @triton.jit
@@ -390,7 +303,7 @@ def _rmsnorm_fwd_turned(
     else:
         tile = block * WRITERS + inside
         if tile * ROWS < M:
-            _whole_rows(
+            whole_rows(
                 tile, x_ptr, g_ptr, add_ptr, sum_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr,
                 M, N, stride_xm, stride_am, eps, ZERO_CENTERED, True, FP8_MAX, True, ROWS, COLS, HELD, GAMMAS, BY_WARPS,
                 POLICY,
@@ -412,91 +325,6 @@ def _transpose_tile(y_ptr, y_t_ptr, block, first_col, M, N: tl.constexpr, BLOCK:
         qs = qs + (tl.load(rows + (quads[:, None] * 4 + k) * N + cols[None, :], mask=mask, other=0, cache_modifier=".cg"),)
     base = wide(first_col) * M + block * BLOCK
     store_transposed(y_t_ptr, base, M, 0, tl.minimum(left, BLOCK), live, qs, JAGGED=False, EVEN=N % TILE == 0, PACKED=True)
-
-
-@triton.jit
-def _whole_rows(
-    tile,
-    x_ptr, g_ptr, add_ptr, sum_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr,
-    M, N: tl.constexpr, stride_xm, stride_am, eps,
-    ZERO_CENTERED: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, KEEP: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, HELD: tl.constexpr, GAMMAS: tl.constexpr, BY_WARPS: tl.constexpr,
-    POLICY: tl.constexpr,
-):  # fmt: skip
-    """Write rows [tile * ROWS, …) of y. KEEP: as in `_write_rows`.
-
-    HELD: how many loads of x are held between the sum and the output; the others are read again, from L2, that many ahead of
-    their use: all are held where something is added to x. GAMMAS: as many loads of the weight are ahead of theirs: all cost
-    registers, none costs their latency. POLICY: the eviction policy of the loads of x that are held.
-    """
-    tl.static_assert(add_ptr is None or HELD == (N + COLS - 1) // COLS)
-    CHUNKS: tl.constexpr = (N + COLS - 1) // COLS
-    lanes = tl.arange(0, ROWS)
-    left = M - tile * ROWS
-    cols = tl.arange(0, COLS)
-    scale = 1.0
-    if FP8:
-        scale = tl.load(scale_ptr)
-        if tile == 0:
-            tl.store(scale_inv_ptr, reciprocal(scale))
-    amax = tl.zeros((ROWS, COLS // 8), dtype=tl.float32)
-    x_rows = x_ptr + wide(tile * ROWS) * stride_xm + lanes[:, None] * stride_xm
-    y_rows = y_ptr + wide(tile * ROWS) * N + lanes[:, None] * N
-    squares = tl.zeros((ROWS, COLS), dtype=tl.float32)
-    xs = ()
-    gs = ()
-    for c in tl.static_range(HELD, CHUNKS):
-        x = _load_chunk(x_rows, c, lanes, left, N, ROWS, COLS, "evict_last")
-        squares += x.to(tl.float32) * x.to(tl.float32)
-    for c in tl.static_range(HELD):
-        x = _load_chunk(x_rows, c, lanes, left, N, ROWS, COLS, POLICY)
-        if add_ptr is not None:
-            add_rows = add_ptr + wide(tile * ROWS) * stride_am + lanes[:, None] * stride_am
-            other = _load_chunk(add_rows, c, lanes, left, N, ROWS, COLS, POLICY)
-            x = (x.to(tl.float32) + other.to(tl.float32)).to(x.dtype)
-            sum_rows = sum_ptr + wide(tile * ROWS) * N + lanes[:, None] * N
-            mask = _inside(lanes, left, c * COLS + cols, N, ROWS, COLS)
-            tl.store(sum_rows + (c * COLS + cols)[None, :], x, mask=mask, cache_modifier="" if KEEP else ".cs")
-        squares += x.to(tl.float32) * x.to(tl.float32)
-        xs = xs + (x,)
-        if c < GAMMAS:
-            gs = gs + (_load_gamma(g_ptr, c * COLS + cols, N),)
-    seen = 0.0
-    if FP8 and BY_WARPS:
-        seen = tl.load(amax_ptr, cache_modifier=".cg")  # long before it is needed
-    r = tl.rsqrt(tl.sum(squares, axis=1) * (1.0 / N) + eps)
-    tl.store(rsigma_ptr + tile * ROWS + lanes, r, mask=lanes < left)
-    for c in tl.static_range(CHUNKS):
-        mask = _inside(lanes, left, c * COLS + cols, N, ROWS, COLS)
-        if c + HELD < CHUNKS:
-            xs = xs + (_load_chunk(x_rows, c + HELD, lanes, left, N, ROWS, COLS, "evict_first"),)
-        x = held(xs[c]) if HELD > 0 else xs[c]
-        if c + GAMMAS < CHUNKS:
-            gs = gs + (_load_gamma(g_ptr, (c + GAMMAS) * COLS + cols, N),)
-        y_tile = y_rows + (c * COLS + cols)[None, :]
-        amax = _write_rows(x, gs[c], r, y_tile, scale, mask, amax, ZERO_CENTERED, FP8, FP8_MAX, KEEP)
-    if FP8:
-        _raise_amax(amax_ptr, amax, seen, BY_WARPS)
-
-
-@triton.jit
-def _load_chunk(x_rows, c, lanes, left, N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, POLICY: tl.constexpr):
-    """Load (ROWS, COLS) of x, columns [c * COLS, …); zeros outside it."""
-    cols = c * COLS + tl.arange(0, COLS)
-    return tl.load(x_rows + cols[None, :], mask=_inside(lanes, left, cols, N, ROWS, COLS), other=0.0, eviction_policy=POLICY)
-
-
-@triton.jit
-def _inside(lanes, left, cols, N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Return which elements of a tile exist."""
-    if ROWS == 1 and N % COLS == 0:
-        return tl.full((1, COLS), True, tl.int1)
-    elif ROWS == 1:
-        return (cols < N)[None, :]
-    elif N % COLS == 0:
-        return (lanes < left)[:, None]
-    else:
-        return (lanes < left)[:, None] & (cols < N)[None, :]
 
 
 @triton.jit
@@ -525,14 +353,14 @@ def _rmsnorm_fwd_loop(
     amax = tl.zeros((ROWS, COLS // 2), dtype=tl.float32)  # by eights it would cost 14 registers more
     gs = ()
     for c in tl.static_range(CHUNKS):
-        gs = gs + (_load_gamma(g_ptr, (part * CHUNKS + c) * COLS + tl.arange(0, COLS), N),)
+        gs = gs + (load_gamma(g_ptr, (part * CHUNKS + c) * COLS + tl.arange(0, COLS), N),)
     if PARTS > 1:
         tag = launch_tag(ws_ptr)
         cols = part * COLS + tl.arange(0, COLS)
         slots = part * ROWS + lanes
-        x_next = _load_sum_tile(x_ptr, add_ptr, sum_ptr, first_tile, stride_xm, stride_am, cols, M, N, ROWS, EVEN)
+        x_next = load_sum_tile(x_ptr, add_ptr, sum_ptr, first_tile, stride_xm, stride_am, cols, M, N, ROWS, EVEN)
         if PHASE != 2:
-            publish(ws_ptr, first_tile * (PARTS * ROWS) + slots, _sum_of_squares(x_next), tag, lanes >= 0)
+            publish(ws_ptr, first_tile * (PARTS * ROWS) + slots, sum_of_squares(x_next), tag, lanes >= 0)
 
     for tile in tl.range(first_tile, tiles, step, num_stages=STAGES, disable_licm=True):
         left = M - tile * ROWS
@@ -540,9 +368,9 @@ def _rmsnorm_fwd_loop(
         if PARTS > 1:
             xs = (x_next,)
             ahead = tile + step
-            x_next = _load_sum_tile(x_ptr, add_ptr, sum_ptr, ahead, stride_xm, stride_am, cols, M, N, ROWS, EVEN)
+            x_next = load_sum_tile(x_ptr, add_ptr, sum_ptr, ahead, stride_xm, stride_am, cols, M, N, ROWS, EVEN)
             if PHASE != 2:
-                publish(ws_ptr, ahead * (PARTS * ROWS) + slots, _sum_of_squares(x_next), tag, lanes * 0 + ahead < tiles)
+                publish(ws_ptr, ahead * (PARTS * ROWS) + slots, sum_of_squares(x_next), tag, lanes * 0 + ahead < tiles)
             total = tl.zeros((ROWS,), dtype=tl.float32)
             if PHASE != 1:
                 total = sum_of_published(ws_ptr, tile, tag, ROWS, PARTS, PHASE)
@@ -550,7 +378,7 @@ def _rmsnorm_fwd_loop(
             squares = tl.zeros((ROWS, COLS), dtype=tl.float32)
             for c in tl.static_range(CHUNKS):
                 cols_c = c * COLS + tl.arange(0, COLS)
-                x = _load_sum_tile(x_ptr, add_ptr, sum_ptr, tile, stride_xm, stride_am, cols_c, M, N, ROWS, EVEN)
+                x = load_sum_tile(x_ptr, add_ptr, sum_ptr, tile, stride_xm, stride_am, cols_c, M, N, ROWS, EVEN)
                 squares += x.to(tl.float32) * x.to(tl.float32)
                 xs = xs + (x,)
             total = tl.sum(squares, axis=1)
@@ -564,7 +392,7 @@ def _rmsnorm_fwd_loop(
                 if not EVEN:
                     mask = mask & (cols_c < N)[None, :]
                 y_tile = y_ptr + wide(tile * ROWS) * N + (lanes[:, None] * N + cols_c[None, :])
-                amax = _write_rows(held(xs[c]), held(gs[c]), r, y_tile, scale, mask, amax, ZERO_CENTERED, FP8, FP8_MAX, KEEP)
+                amax = write_rows(held(xs[c]), held(gs[c]), r, y_tile, scale, mask, amax, ZERO_CENTERED, FP8, FP8_MAX, KEEP)
     if FP8 and PHASE != 1:
         tl.atomic_max(amax_ptr, tl.max(amax), sem="relaxed")
     if PARTS > 1 and PHASE == 0:
