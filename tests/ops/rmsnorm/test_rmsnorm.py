@@ -5,6 +5,7 @@ import itertools
 import re
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -396,6 +397,7 @@ def case_of(op: str, M: int, N: int, dtype: str = "bfloat16", quant: str = "none
         ("rmsnorm_fwd", 70, 64, "none", (64, 64, False, 2, 0, 1, False)),  # the last tile is not whole
         ("rmsnorm_fwd", 70, 96, "fp8", (16, 128, False, 2, 2, 2, False)),  # resident programs, columns that are no power of two
         ("rmsnorm_fwd", 40, 100, "fp8_t", (32, 128, False, 4, 0, 1, False)),
+        ("rmsnorm_fwd", 64, 100, "fp8_t", (32, 128, False, 4, 0, 1, False)),  # whole tiles
         ("rmsnorm_bwd", 70, 64, "none", (32, 64, False, 2, 2, 1)),  # four rows of a tile in one of sums
         ("rmsnorm_bwd", 70, 96, "none", (16, 128, False, 4, 2, 2)),
         ("rmsnorm_bwd", 40, 101, "none", (16, 128, False, 2, 2, 3)),  # elements one by one
@@ -408,6 +410,19 @@ def test_short_rows_in_tiles_of_many(op_name: str, M: int, N: int, quant: str, v
     config, case = variant.config(*values), case_of(op_name, M, N, quant=quant)
     assert variant.valid(case, config) is None
     assert Checker(op, case, WHERE).errors(variant, config) == []
+
+
+@pytest.mark.parametrize(("M", "launched"), [(64, ["_rmsnorm_fwd_at_once"]), (48, ["_rmsnorm_fwd_once", "transpose_bytes"])])
+def test_short_rows_are_transposed_at_once_where_all_tiles_are_whole(
+    M: int, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str] = []
+    for name in ("_rmsnorm_fwd_at_once", "_rmsnorm_fwd_once", "transpose_bytes"):
+        launcher = partial(lambda kernel, *_, **__: found.append(kernel), name)
+        monkeypatch.setattr(forward, name, {(M // 32,): launcher, (2,): launcher, (1,): launcher})
+    x, config = torch.ones(M, 128, dtype=torch.bfloat16), FwdConfig(32, 128, False, 4, ctas=0, stages=1, reload=False)
+    rmsnorm_fwd(x, None, quant="fp8_t", config=config, **{k: v.cpu() for k, v in scalars().items()})
+    assert found == launched
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def normalize(
     tensors = (x, weight, add, None if add is None else total, y, rsigma, scale, amax, scale_inv)
     sizes = (M, N, x.stride(0), None if add is None else add.stride(0), eps)
     constants = {"ZERO_CENTERED": zero_centered, "FP8_MAX": FP8_MAX[fp8_format]}
-    if y_t is not None and M % 16 == 0 and transposes_at_once(N, config):
+    if y_t is not None and M % config.rows == 0 and transposes_at_once(N, config):
         _write_both_at_once(tensors, y_t, sizes, constants, config)
         return y, total, rsigma, y_t, scale_inv
     if y_t is not None and _transposes_behind(y, config):
@@ -142,9 +142,9 @@ def transposes_at_once(N: int, c: "FwdConfig") -> bool:
 def _write_both_at_once(
     tensors: tuple[Any, ...], y_t: torch.Tensor, sizes: tuple[Any, ...], constants: dict[str, Any], c: "FwdConfig"
 ) -> None:
-    """Write y of short rows, a multiple of 16, and its transpose from registers; the rest is that of `_rmsnorm_fwd_once`.
+    """Write y of short rows, whole tiles of them, and its transpose from registers; the rest is that of `_rmsnorm_fwd_once`.
 
-    Of rows that are no multiple of 4 ptxas 12.8 makes wrong code, other multiples of 4 were not run on a GPU.
+    Of rows that are no multiple of 4 ptxas 12.8 makes wrong code; a tile that is not full has not run on a GPU.
     """
     _rmsnorm_fwd_at_once[(cdiv(sizes[0], c.rows),)](
         *tensors, y_t, *sizes, **constants, ROWS=c.rows, COLS=c.cols, num_warps=c.warps
@@ -219,7 +219,7 @@ def _rmsnorm_fwd_at_once(
 ):  # fmt: skip
     """Write y as fp8 and its transpose (N, M), a program for ROWS whole rows, which it holds as four tiles of every fourth row.
 
-    M is a multiple of 16. The other arguments are those of `_rmsnorm_fwd_once`.
+    M is a multiple of ROWS. The other arguments are those of `_rmsnorm_fwd_once`.
     """
     tile = tl.program_id(0)
     left = M - tile * ROWS
