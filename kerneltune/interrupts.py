@@ -23,6 +23,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.heard = False
+        self._ended = False
         self._waiting = False
 
     def take(self) -> None:
@@ -31,9 +32,16 @@ class Interrupts:
             if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self.handle)
 
+    def end(self) -> None:
+        """Let one that still waits pass without a word, as the command has ended; the next ends the process."""
+        self._ended = True
+
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Raise KeyboardInterrupt, as soon as no import is under way."""
         self.heard = True
+        if self._ended:
+            signal.signal(number, signal.SIG_DFL)
+            return
         if not is_importing(frame):
             raise KeyboardInterrupt
         if not self._waiting:

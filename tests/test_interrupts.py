@@ -1,5 +1,6 @@
 """Ctrl-C and SIGTERM wait for the end of an import, and end the command whatever a package makes of them."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,17 @@ try:
 except KeyboardInterrupt:
     print("interrupted", flush=True)
 """
+AT_THE_END = """
+import atexit, os, signal, sys, threading, time
+from kerneltune.interrupts import interrupts
+
+interrupts.take()
+interrupts.end()
+atexit.register(time.sleep, 2)
+for seconds in map(float, sys.argv[1:]):
+    threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+sys.exit(130)
+"""
 SLOW_MODULE = """
 import time
 try:
@@ -36,6 +48,12 @@ def test_an_interrupt_within_an_import_waits_for_its_end(tmp_path: Path) -> None
     assert done.stdout.split() in (["imported", "True", "interrupted"], ["interrupted"]), done.stderr
     assert "False" not in done.stdout
     assert done.returncode == 0
+
+
+def test_an_interrupt_that_comes_when_the_command_has_ended_says_nothing_and_the_next_kills() -> None:
+    for seconds, code in ((["0.2"], 130), (["0.2", "0.6"], -signal.SIGINT)):
+        done = subprocess.run([sys.executable, "-c", AT_THE_END, *seconds], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (code, "")
 
 
 def test_an_interrupt_that_a_package_swallows_ends_the_command_all_the_same(tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ class _Group(TyperGroup):
         else:
             if not interrupts.heard:
                 return result
+        interrupts.end()
         kept = ": checks, trials and measurements so far are kept, and the same command goes on from there"
         error_line(f"interrupted{kept if ctx.invoked_subcommand in _RESUMED else ''}")
         raise typer.Exit(130) from None
