@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kerneltune.search.loop import Search, explore
-from kerneltune.search.spaces import Knobs, MeasuredSpace
-from kerneltune.search.task import Evaluation
+from kerneltune.search.spaces import MeasuredSpace
+from kerneltune.search.task import Evaluation, Knobs
 from kerneltune.spec import Config
 from kerneltune.stats import Interval, median_interval
 

@@ -13,8 +13,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from kerneltune.rounding import cdiv
-
-Knobs = tuple[tuple[str, Any], ...]
+from kerneltune.search.task import Knobs
 
 NEAR = 0.02
 """Configs within this fraction of the best are good enough."""

@@ -61,15 +61,15 @@ def broken(change: Callable[[str], str], path: Path) -> str:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('"schema": 1', '"schema": 2', ":1: schema: 2: expected 1: written by another version of kerneltune"),
+        ('"schema": 1', '"schema": 2', ":1: header: schema: 2: expected 1"),
         ('"op": "made_up", ', "", ":1: header: op: missing"),
-        ("# {", "# [", ":1: header: not that of a measured space"),
+        ("# {", "# [", ":1: header: '# ["),
         ('"axes": {', '"axes": 5, "x": {', ":1: header: axes: 5: expected object"),
-        ('"knobs": {"rows"', '"knobs": {"class"', ":1: knobs: 'class': expected the name of a knob"),
+        ('"knobs": {"rows"', '"knobs": {"class"', ":1: header: knobs: 'class': expected the name of a knob"),
         (
             '"default": {"rows"',
             '"default": {"x"',
-            ":1: default: 'x, cols, warps, ctas, stages, reload': expected a value of rows, cols",
+            ":1: header: default: 'x, cols, warps, ctas, stages, reload': expected a value of rows, cols",
         ),
         ('"axes": {', '"axes": ' + "[" * 100_000, ":1: header: "),
         (

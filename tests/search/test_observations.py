@@ -42,7 +42,7 @@ def test_merged_observations_keep_the_newest_time_and_the_runs_that_are_used() -
     ("change", "text"),
     [
         (lambda text: "", "header"),
-        (lambda text: text.replace('"schema": 1', '"schema": 7'), ":1: header: expected schema 1"),
+        (lambda text: text.replace('"schema": 1', '"schema": 7'), ":1: header: schema: 7: expected 1"),
         (lambda text: text.replace(",warps\n", ",warp\n"), ":2: columns"),
         (lambda text: text.replace(",1.5,", ",-1.5,"), ":3: not an observation"),
         (lambda text: text.replace(",1.5,", ",,"), ":3: not an observation"),
@@ -50,6 +50,9 @@ def test_merged_observations_keep_the_newest_time_and_the_runs_that_are_used() -
         (lambda text: text.replace(",64,4", ",64"), ":3: not an observation"),
         (lambda text: text.replace("\n0,", "\n9,"), ":3: not an observation"),
         (lambda text: text.replace('"int"', '"eval"'), ":1: header"),
+        (lambda text: text.replace('"op": "fake"', '"op": "other"'), ":1: header: op: 'other': expected 'fake'"),
+        (lambda text: text.replace('"axes": ["M"]', '"axes": ["N"]'), ":1: header: axes: ('N',): expected ('M',)"),
+        (lambda text: text.replace(",64,4", f",{'6' * 200_000},4"), ":3: not an observation: field larger than field limit"),
     ],
 )
 def test_damaged_observations_are_one_line_with_file_and_place(change: Callable[[str], str], text: str, tmp_path: Path) -> None:
