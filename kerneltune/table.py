@@ -30,7 +30,8 @@ class Column:
         name: its heading, with the unit: `A µs`.
         digits: decimals of its numbers in print; None for text. CSV holds the unrounded value.
         suffix: behind every printed number: `x`, `%`.
-        rank: 0 is always shown; of the others the highest is hidden first where a line is too wide.
+        rank: 0 is always shown; of the others the highest is hidden first where a line is too wide, or said on lines of their own
+            where it is shared.
         key: its name in CSV and on a page; the heading in lower case if empty.
         shared: is said once above a text table in which all rows have one value of it.
         only: the forms that have it: `text`, `markdown`, `csv`, `page`; all if empty.
@@ -95,13 +96,12 @@ class Table:
         """
         shown = self._of("text")
         shared = [i for i in shown if self.columns[i].shared and self._one_value(i)]
-        shown, hidden = self._fitting([i for i in shown if i not in shared], width)
+        shown, headings, hidden = self._fitting([i for i in shown if i not in shared], width)
         lines = [part for line in self.head for part in wrapped(line, width)]
         if shared:
             lines += wrapped(f"all rows: {self._said(self.rows[0], shared)}", width)
         lines += [""] if lines else []
-        headings = [i for i in shown if self.columns[i].shared] if self._least_span(shown) > width else []
-        lines += self._grid([i for i in shown if i not in headings], headings, width)
+        lines += self._grid(shown, headings, width)
         below = [part for line in self.foot for part in wrapped(line, width)]
         if hidden:
             names = ", ".join(self.columns[i].name for i in hidden)
@@ -164,17 +164,19 @@ class Table:
     def _one_value(self, index: int) -> bool:
         return len(self.rows) > 1 and len({row.values[index] for row in self.rows}) == 1
 
-    def _fitting(self, shown: list[int], width: int) -> tuple[list[int], list[int]]:
-        """Return the columns that fit, and those that are hidden; empty columns are neither."""
+    def _fitting(self, shown: list[int], width: int) -> tuple[list[int], list[int], list[int]]:
+        """Return the columns that fit, those that are said on lines of their own, and those that are hidden; no empty column."""
         shown = [i for i in shown if self.columns[i].rank == 0 or any(row.values[i] not in (None, "") for row in self.rows)]
+        headings: list[int] = []
         hidden: list[int] = []
         while self._least_span(shown) > width:
             rank = max((self.columns[i].rank for i in shown), default=0)
+            for i in [i for i in shown if self.columns[i].rank == rank and (rank or self.columns[i].shared)]:
+                (headings if self.columns[i].shared else hidden).append(i)
+                shown.remove(i)
             if not rank:
                 break
-            hidden += [i for i in shown if self.columns[i].rank == rank]
-            shown = [i for i in shown if self.columns[i].rank != rank]
-        return shown, sorted(hidden)
+        return shown, sorted(headings), sorted(hidden)
 
     def _least_span(self, shown: Sequence[int]) -> int:
         return sum(self._least_widths(shown)) + _GAP * (len(shown) - 1)

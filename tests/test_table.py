@@ -65,6 +65,17 @@ def test_what_all_rows_share_is_said_once_and_headings_name_their_columns() -> N
     ]
 
 
+def test_shared_column_of_a_rank_is_said_on_lines_of_its_own_in_its_turn() -> None:
+    columns = (Column("variant", shared=True, rank=2), Column("first", digits=0, rank=3), Column("day", rank=1), Column("cause"))
+    table = Table(columns, (Row(("fast", 1, "Monday", "code")), Row(("slow", 2, "Friday", "config"))))
+    assert table.text(20).splitlines() == [
+        "day    cause", "-- variant fast", "Monday code", "-- variant slow", "Friday config",
+        "", "not shown in 20", "  columns: first; a", "  wider terminal", "  shows all",
+    ]  # fmt: skip
+    assert table.text(21).splitlines()[0] == "variant day    cause"
+    assert table.text(10).splitlines()[:2] == ["cause", "-- variant"]
+
+
 @pytest.mark.parametrize("columns", [1, 7, 12])
 def test_narrow_text_loses_no_letter(columns: int) -> None:
     plain = Table(WORDS.columns, tuple(Row(row.values) for row in WORDS.rows))

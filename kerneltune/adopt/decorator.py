@@ -7,8 +7,8 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kerneltune.adopt.kernels import misnamed
-from kerneltune.adopt.startup import start_from_environment
+from kerneltune.adopt.kernels import kernel_name, misnamed
+from kerneltune.adopt.startup import recorder, start_from_environment
 
 REFERENCE, SPACE = "kerneltune_reference", "kerneltune_space"
 
@@ -52,6 +52,8 @@ def autotune(
     def decorator(fn: Any) -> Any:
         autotuner = decorate(fn)
         if problem := misnamed(autotuner, key, space or ()):
+            if (recording := recorder()) is not None:
+                recording.refuse_misnamed(kernel_name(autotuner), problem)
             raise ValueError(problem)
         setattr(autotuner, REFERENCE, reference)
         setattr(autotuner, SPACE, None if space is None else {name: tuple(values) for name, values in space.items()})

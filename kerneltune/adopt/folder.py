@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -215,11 +215,16 @@ def write_counts(root: Path, process: str, counts: Mapping[str, Count], notes: M
     os.replace(part, folder / f"{process}.json")
 
 
-def read_counts(root: Path, problems: list[str]) -> tuple[dict[str, Count], list[dict[str, Any]]]:
-    """Return the launches of all processes by class, and what the processes say."""
+def processes(root: Path) -> list[Path]:
+    """Return the files in which processes have counted their launches."""
+    return sorted((root / LAUNCHES).glob("*.json"))
+
+
+def read_counts(files: Iterable[Path], problems: list[str]) -> tuple[dict[str, Count], list[dict[str, Any]]]:
+    """Return the launches of processes by class, and what the processes say."""
     found: dict[str, Count] = {}
     said = []
-    for path in sorted((root / LAUNCHES).glob("*.json")):
+    for path in files:
         try:
             stored = read_json(path, _LARGEST_META)
             for digest, (launches, time_us) in stored.pop("launches").items():

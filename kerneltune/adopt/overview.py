@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kerneltune.adopt.folder import Count, LaunchClass, read_classes, read_counts
+from kerneltune.adopt.folder import Count, LaunchClass, processes, read_classes, read_counts
 from kerneltune.adopt.kernels import config_label, stored_key
 from kerneltune.adopt.table import read_table
 from kerneltune.search.task import STORES
@@ -78,7 +78,7 @@ def read_capture(root: Path) -> Capture:
     """
     problems: list[str] = []
     classes = list(read_classes(root, problems))
-    counts, said = read_counts(root, problems)
+    counts, said = read_counts(processes(root), problems)
     return Capture(root, classes, counts, said, problems)
 
 

@@ -78,6 +78,7 @@ class Recorder:
         self._lock = RLock()
         self._counts: dict[str, Count] = {}
         self._refused: dict[str, str] = {}
+        self._misnamed: list[str] = []
         self._made: dict[str, str] = {}
         self._classes: dict[str, int] = {}
         self._pending: list[tuple[str, Any, Any]] = []
@@ -136,6 +137,8 @@ class Recorder:
             return self._refuse(
                 name, f"more than {self.most_classes} classes of launches: the first {self.most_classes} are kept"
             )
+        if problem := misnamed(autotuner):
+            return self.refuse_misnamed(name, problem)
         try:
             launch, configs, storages = describe_launch(autotuner, args, kwargs)
         except NotRecordableError as error:
@@ -162,6 +165,11 @@ class Recorder:
         known = self.known(autotuner, args, kwargs)
         if known.digest:
             self._count(known.digest)
+
+    def refuse_misnamed(self, name: KernelName, problem: str) -> KnownLaunches:
+        """Note a kernel whose decorator names what the kernel does not have: `kerneltune capture` ends with exit code 2."""
+        self._misnamed.append(name.text)
+        return self._refuse(name, f"not captured: {problem}")
 
     def _refuse(self, name: KernelName, reason: str) -> KnownLaunches:
         reason = " ".join(reason.split())[:200]
@@ -240,7 +248,7 @@ class Recorder:
         with self._lock:
             try:
                 self._harvest(wait)
-                notes = {"refused": self._refused, "made": self._made, "command": sys.argv[:1]}
+                notes = {"refused": self._refused, "misnamed": self._misnamed, "made": self._made, "command": sys.argv[:1]}
                 write_counts(self.root, f"{self._process}-{id(self):x}", self._counts, notes)
             except Exception as error:  # a lost context, a full disk: the program ends as it would have
                 log.warning("kerneltune: launches not counted: %s", " ".join(str(error).split())[:200])
@@ -264,8 +272,6 @@ def describe_launch(autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, An
     Raises:
         NotRecordableError: an argument or a config that cannot be recorded.
     """
-    if problem := misnamed(autotuner):
-        raise NotRecordableError(problem)
     name = kernel_name(autotuner)
     module = "__main__" if name.module == "__mp_main__" else name.module
     arguments, storages = describe(autotuner.arg_names, args, kwargs)

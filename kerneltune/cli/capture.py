@@ -1,6 +1,7 @@
 """`kerneltune capture`: run a program unchanged and record the launches of its autotuned kernels."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,8 @@ import typer
 from kerneltune import device
 from kerneltune.cli import options as o
 from kerneltune.cli.console import error_line, note
+
+_BAD_INPUT = 2
 
 Program = Annotated[list[str], typer.Argument(metavar="-- PROGRAM …", help="The program and its arguments, behind --.")]
 
@@ -32,10 +35,10 @@ def command(
 
     Subprocesses are recorded as well. The kernels run with their authors' first configs, so nothing is timed, or as the authors
     tune them under --autotune. The capture holds shapes, strides, configs, grids, the values of integer and boolean tensors, and
-    samples of other tensors of at most 1 MiB. The program's exit code is that of this command; its output is untouched, and
-    what this command has to say goes to standard error.
+    samples of other tensors of at most 1 MiB. The program's exit code is that of this command, or 2 where a decorator names what
+    its kernel does not have. The program's output is untouched; what this command has to say goes to standard error.
     """
-    from kerneltune.adopt.folder import CLASSES
+    from kerneltune.adopt.folder import CLASSES, processes, read_counts
     from kerneltune.adopt.launcher import require_program, run_program
     from kerneltune.adopt.operators import write_sweep
     from kerneltune.adopt.startup import CAPTURE, CAPTURE_OPTIONS
@@ -49,9 +52,17 @@ def command(
         environment["TRITON_INTERPRET"] = "1"
     if eager:
         environment["TORCHDYNAMO_DISABLE"] = "1"
+    earlier = processes(out)
     code = run_program(program, environment)
-    if not (out / CLASSES).is_dir():  # the program's exit code counts
-        error_line(f"nothing was captured: {_reason(out, code)}")
+    said = read_counts([path for path in processes(out) if path not in earlier], [])[1]
+    refused = {kernel: reason for one in said for kernel, reason in one.get("refused", {}).items()}
+    misnamed = [kernel for one in said for kernel in one.get("misnamed", ())]
+    if misnamed:
+        error_line(f"error: {misnamed[0]}: {refused[misnamed[0]]}")
+        code = _BAD_INPUT
+    if not (out / CLASSES).is_dir():
+        if not misnamed:
+            error_line(f"nothing was captured: {_reason(refused, code)}")
         raise typer.Exit(code)
     try:
         show_capture(out, to_messages=True)
@@ -61,12 +72,12 @@ def command(
     raise typer.Exit(code)
 
 
-def _reason(out: Path, code: int) -> str:
-    """Return why a program that ended with an exit code left no launch in a folder."""
-    from kerneltune.adopt.folder import read_counts
+def _reason(refused: Mapping[str, str], code: int) -> str:
+    """Return why a program that ended with an exit code left no launch.
 
-    for process in read_counts(out, [])[1]:
-        for kernel, reason in process.get("refused", {}).items():
-            return f"{kernel}: {reason}"
+    refused: the kernels that were launched but not captured, with the reasons.
+    """
+    for kernel, reason in refused.items():
+        return f"{kernel}: {reason}"
     ended = f"the program ended with {code} before it launched a" if code else "the program launched no"
     return f"{ended} kernel of triton.autotune or kerneltune.autotune"

@@ -18,12 +18,12 @@ def trend_table(found: Sequence[Trend], every: bool = False) -> Table:
     """Return a row per change point, variant by variant, the largest change first; `every`: rows without one as well."""
     columns = (
         Column("row"),
-        Column("variant", shared=True),
-        Column("trend", rank=4, only=("text", "markdown")),
-        Column("first µs", digits=2, key="first_us", rank=2),
+        Column("variant", rank=3, shared=True),
+        Column("trend", rank=5, only=("text", "markdown")),
+        Column("first µs", digits=2, key="first_us", rank=4),
         Column("last µs", digits=2, key="last_us"),
         Column("change %", digits=1, key="change_pct"),
-        Column("at", rank=3),
+        Column("at", rank=2),
         Column("commit", rank=1),
         Column("cause"),
     )

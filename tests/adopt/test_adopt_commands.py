@@ -158,6 +158,18 @@ def test_capture_of_a_program_that_fails_says_when(tmp_path: Path) -> None:
     assert (result.exit_code, result.stderr) == (1, said)
 
 
+def test_capture_of_a_misnamed_knob_is_bad_input_until_it_is_mended(tmp_path: Path) -> None:
+    reason = "not captured: train.py:3: k: configs[0]: 'BLOK': expected a parameter of the kernel: x, BLOCK"
+    notes = json.dumps({"launches": {}, "refused": {"train.k": reason}, "misnamed": ["train.k"]})
+    script = tmp_path / "program.sh"
+    script.write_text(f"mkdir -p {tmp_path}/launches\ncat > {tmp_path}/launches/1.json <<EOF\n{notes}\nEOF\n")
+    result = run("capture", "--out", tmp_path, "--", "sh", script)
+    assert (result.exit_code, result.stderr) == (2, f"error: train.k: {reason}\n")
+    again = run("capture", "--out", tmp_path, "--", "false")
+    assert again.exit_code == 1
+    assert "the program ended with 1 before it launched a kernel" in again.stderr
+
+
 def test_captured_kernels_are_operators_of_the_other_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KERNELTUNE_PLUGINS", "")
     monkeypatch.setenv("KERNELTUNE_CAPTURED", "")

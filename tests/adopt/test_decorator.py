@@ -11,6 +11,7 @@ import triton.language as tl
 
 import kerneltune
 from kerneltune.adopt import startup
+from kerneltune.adopt.folder import processes, read_counts
 from kerneltune.adopt.operators import case_of, operators, tuned_variant
 from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.tuning import captured_as_operators
@@ -89,6 +90,16 @@ def test_autotune_with_a_name_that_the_kernel_lacks_says_where(changes: dict[str
         ValueError, match=rf"^{__file__}:\d+: copied: {problem}: expected a parameter of the kernel: x_ptr, y_ptr, N, BL"
     ):
         kerneltune.autotune(**({"configs": CONFIGS, "key": ["N"]} | changes))(copied)
+
+
+def test_capture_notes_a_kernel_that_autotune_refuses(tmp_path: Path) -> None:
+    startup.capture(tmp_path)
+    with pytest.raises(ValueError, match="'ROWS'"):
+        kerneltune.autotune([triton.Config({"ROWS": 2})], ["N"])(copied)
+    startup.recorder().flush()
+    (said,) = read_counts(processes(tmp_path), [])[1]
+    assert said["misnamed"] == [f"{__name__}.copied"]
+    assert "'ROWS'" in said["refused"][f"{__name__}.copied"]
 
 
 def test_autotune_takes_configs_with_options_of_any_backend_and_values_of_heuristics() -> None:
