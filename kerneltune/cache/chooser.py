@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from kerneltune import device, misses, rule
 from kerneltune.cache import entries
 from kerneltune.cache.entries import Axes, CacheEntry, Options, alike, json_text, path_of, readable
+from kerneltune.estimate import Speeds, with_speeds
 from kerneltune.nearness import NO_BANDS, Bands, Place, band_of, ranked
 from kerneltune.spec import Case, Op, Range, Space, Variant, config_from, out_of_range, ranges_of
 
@@ -87,7 +88,7 @@ class Chooser:
             return Choice(config, "own", "")
         ruling = ruling_of(self, gpu)
         near = self._near(case, table, math.inf if ruling is None else ruling.rule.near)
-        return near or self._ruled(case, table, ruling, gpu) or self._default(case, "the default")
+        return near or self._ruled(case, table, ruling, gpu) or self._default(case)
 
     def _near(self, case: Case, table: "_Table", limit: float) -> Choice | None:
         """Return the first valid config of near entries, those of other sizes up to a log2 distance; None if there is none."""
@@ -106,22 +107,24 @@ class Chooser:
             return None
         for knobs in ruling.proposals(case):
             if not knobs:
-                return self._default(case, f"{ruling.told(gpu)}: the default")
+                return self._default(case, ruling.told(gpu), ruling.rule.speeds)
             fits = out_of_range(knobs, table.ranges or self.ranges(case)) is None
             if fits and (config := self.from_knobs(case, knobs)) is not None:
                 return Choice(config, "rule", f"{ruling.told(gpu)}: {json_text(knobs)}")
         return None
 
-    def _default(self, case: Case, told: str) -> Choice:
-        """Return the default.
+    def _default(self, case: Case, told: str = "", speeds: Speeds | None = None) -> Choice:
+        """Return the default, on a GPU of these speeds where it is estimated.
 
         Raises:
             ValueError: the default is not valid for the case.
         """
-        config = self.default(case)
+        default = with_speeds(self.default, speeds)
+        config, is_estimated = default(case), default is not self.default
         if (reason := self.valid(case, config)) is not None:
             raise ValueError(f"{self.op}: {case.label}: expected sizes that some config can run: {reason}")
-        return Choice(config, "default", told)
+        what = "the config of the least estimated time" if is_estimated else "the default"
+        return Choice(config, "rule" if is_estimated else "default", f"{told}: {what}" if told else what)
 
     def from_knobs(self, case: Case, knobs: Mapping[str, Any]) -> Any:
         """Return the config with these knobs; None where they are not those of the variant, or not valid for the case."""
@@ -159,7 +162,7 @@ def _chooser(
     bands: tuple[tuple[str, tuple[int, ...]], ...],
 ) -> Chooser:
     assert variant.config is not None
-    of_variant = variant.config, variant.valid, variant.default_config
+    of_variant = variant.config, variant.valid, variant.default or variant.default_config
     return Chooser(op, *of_variant, free_axes, variant.name, policy, root, free_options, dict(bands), variant.space)
 
 

@@ -12,6 +12,7 @@ from kerneltune.cli import options as o
 from kerneltune.cli.console import show, show_wrapped, width
 from kerneltune.cli.files import bench_cases
 from kerneltune.cli.progress import reporter
+from kerneltune.estimate import Estimated, with_speeds
 from kerneltune.files import data_root
 from kerneltune.spec import Case, Op, Option, Variant
 from kerneltune.table import Column, Row, Table, pairs
@@ -149,6 +150,7 @@ def explain(
 ) -> None:
     """Show which config a call without `config=` runs a case with, where it comes from, and how good such configs are."""
     from kerneltune import cache, rule
+    from kerneltune.search.task import knobs_of
 
     known = o.load_ops()
     chosen = known[o.choice("op", op, known)]
@@ -161,9 +163,8 @@ def explain(
         raise ValueError(f"case: {asked.label}: unsupported: {reason}")
     chooser = cache.Chooser.of(chosen, of, "cold", configs)
     found = chooser.find(asked, slug)
-    knobs = {name: getattr(found.config, name) for name in found.config.__dataclass_fields__}
     _explained("case", asked.label)
-    _explained("config", pairs(knobs))
+    _explained("config", pairs(knobs_of(found.config)))
     _explained("from", _SOURCES[found.source] + _staleness(of, asked, cache.load(op, slug, configs)))
     ruling = cache.ruling_of(chooser, slug)
     if ruling is None:
@@ -171,11 +172,31 @@ def explain(
         return
     facts = rule.facts_of(asked)
     leaf, answers = ruling.rule.leaf(facts)
-    path = " and ".join(answers) or f"{'one config' if any(ruling.rule.forms[leaf[0]]) else 'the default'} for any case"
+    path = " and ".join(answers) or f"{_for_any(ruling.rule, leaf)} for any case"
     unknown = "" if ruling.rule.knows(facts) else f"; it says nothing of this case: fitted to {_fitted_to(ruling.rule)}"
     _explained("rule", f"{ruling.told(slug)}: {path}{unknown}")
+    for word, line in _estimates(with_speeds(of.default, ruling.rule.speeds), asked, found.config):
+        _explained(word, line)
     for line in _left_out(ruling.rule.judged):
         _explained("left out", line)
+
+
+def _for_any(made: "Rule", leaf: Sequence[int]) -> str:
+    """Return what the only leaf of a rule gives, in words."""
+    if any(made.forms[leaf[0]]):
+        return "one config"
+    return "the default" if made.speeds is None else "the config of the least estimated time"
+
+
+def _estimates(default: Any, case: Case, config: Any) -> Iterator[tuple[str, str]]:
+    """Yield the estimate of a case's config, and the best other config with its estimate, where the default is estimated."""
+    from kerneltune.search.task import knobs_of
+
+    if isinstance(default, Estimated):
+        yield "estimate", default.told(case, config) or "none is made of this config"
+        other = next((one for one in default.ranked(case) if one != config), None)
+        if other is not None:
+            yield "next", f"{pairs(knobs_of(other))}: {default.told(case, other)}"
 
 
 def _left_out(judged: Mapping[str, Any]) -> Iterator[str]:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from kerneltune.estimate import Estimated, with_speeds
 from kerneltune.rule import Node, Rule, Split, facts_of, used
 from kerneltune.spec import Case, Op, Variant
 from kerneltune.tuning.costs import UNKNOWN, CostTable, default_knobs, near_configs
@@ -86,6 +87,7 @@ def _geomean(shares: Sequence[float]) -> float:
 
 def chosen(op: Op, variant: Variant, rule: Rule, case: Case, recorded: Sequence[Donor]) -> Mapping[str, Any]:
     """Return the knobs that a look-up takes for an unrecorded case: near, by the rule, or by default."""
+    variant = replace(variant, default=with_speeds(variant.default, rule.speeds))
     near = next(near_configs(op, variant, case, recorded), None) if rule.near else None
     if near is not None and near[0] <= rule.near:
         return near[1]
@@ -106,7 +108,9 @@ def judgement(table: CostTable, picks: _Picks) -> Judgement:
 
 
 def _shapes(table: CostTable) -> list[TreeShape]:
-    """Return the shapes that are tried, the plainest first, nearest sizes left aside."""
+    """Return the shapes that are tried, the plainest first, nearest sizes left aside: of an estimated default no tree."""
+    if isinstance(table.variant.default, Estimated):
+        return [TreeShape("nothing")]
     words = {one.subject for one in table.words} - {"dtype"}
     apart = ["", *(["kinds"] if words & table.kinds else []), *(["words"] if words - table.kinds else [])]
     trees = [TreeShape(asks, gain, kind) for asks in ("sizes", "ratios") for gain in _GAINS for kind in apart]

@@ -9,11 +9,10 @@ from kerneltune import cache
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES
 from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.ops.dense_gemm import peers, reference
-from kerneltune.ops.dense_gemm.fp16 import (
+from kerneltune.ops.dense_gemm.configs import (
+    DEFAULT,
     DenseConfig,
     TileConfig,
-    check_operands,
-    default,
     space,
     tile_default,
     tile_space,
@@ -21,6 +20,7 @@ from kerneltune.ops.dense_gemm.fp16 import (
     valid,
     with_one_split,
 )
+from kerneltune.ops.dense_gemm.fp16 import check_operands
 from kerneltune.ops.dense_gemm.kernels.tiles import multiply
 from kerneltune.spec import Inputs, Op, Outputs, Variant
 
@@ -91,7 +91,7 @@ OP = Op(
     traffic=reference.traffic,
     variants=(
         Variant("baseline", _run_tiles, TileConfig, tile_space, tile_valid, tile_default, reference.not_empty),
-        Variant("optimized", _run, DenseConfig, space, valid, default),
+        Variant("optimized", _run, DenseConfig, space, valid, DEFAULT),
         peers.SCALED_MM,
     ),
     module=__name__,

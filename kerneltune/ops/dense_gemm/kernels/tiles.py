@@ -13,7 +13,7 @@ from kerneltune.kernel_lib.workspace import counters
 from kerneltune.rounding import cdiv
 
 if TYPE_CHECKING:
-    from kerneltune.ops.dense_gemm.fp16 import DenseConfig
+    from kerneltune.ops.dense_gemm.configs import DenseConfig
 
 
 def multiply(
