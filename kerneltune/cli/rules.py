@@ -74,6 +74,15 @@ def fit(
     gpu: o.Gpu = None,
     variant: o.Whose = "optimized",
     check: Annotated[bool, typer.Option("--check", help="Write nothing.")] = False,
+    leave_out: Annotated[
+        str | None,
+        typer.Option(
+            "--leave-out",
+            metavar="WHAT",
+            help="Judge rules that know nothing of a whole `band` (first size of the same power of two) or of the `rest` (same "
+            "other sizes); write nothing.",
+        ),
+    ] = None,
     configs: o.Configs = None,
     results: o.Results = None,
 ) -> None:
@@ -84,13 +93,15 @@ def fit(
     where the kind of the tree, too, is chosen without the case's sizes. Needs no GPU.
     """
     from kerneltune.tuning.costs import CostTable
-    from kerneltune.tuning.fitting import fitted
+    from kerneltune.tuning.fitting import fitted, left_out
     from kerneltune.tuning.gathering import samples_of
 
+    if leave_out is not None:
+        o.choice("leave-out", leave_out, ("band", "rest"))
     known = o.load_ops()
     slug = _gpu(gpu, configs)
     folder = _observed(results)
-    if not check:
+    if is_stored := not check and leave_out is None:
         o.require_writable(o.configs_root(configs))
     rows: list[Row] = []
     for name in [o.choice("op", name, known) for name in ops or _with_variant(known, variant)]:
@@ -99,11 +110,16 @@ def fit(
         if len({sample.case.axes for sample in samples}) < 2:
             rows.append(Row((name, *[None] * len(_JUDGED)), "times of fewer than two sizes are known"))
             continue
-        made, _ = fitted(CostTable(op, of, samples))
-        if not check:
-            _store(name, slug, made, len(samples), configs)
-        worst = f"worst: {made.judged['worst_case']}" if made.judged.get("worst_case") else ""
-        rows.append(Row((name, *(made.judged.get(field) for field in _JUDGED)), worst))
+        table = CostTable(op, of, samples)
+        if leave_out is not None:
+            judged = left_out(table, leave_out).data
+        else:
+            made, _ = fitted(table)
+            judged = made.judged
+            if is_stored:
+                _store(name, slug, made, len(samples), configs)
+        worst = f"worst: {judged['worst_case']}" if judged.get("worst_case") else ""
+        rows.append(Row((name, *(judged.get(field) for field in _JUDGED)), worst))
     columns = (Column(name, digits=0 if field in _COUNTS else 3) for field, name in _JUDGED.items())
     show(Table((Column("op"), *columns), tuple(rows)).text(width()))
 

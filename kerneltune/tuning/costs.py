@@ -61,6 +61,7 @@ class CostTable:
 
     Attributes:
         samples: the cases.
+        declared: the variant as its operator has it.
         variant: with the default of the speeds that are fitted to all cases, where it is estimated.
         shapes: the number of every shape; numbers: of every case's shape.
         forms: what a rule may choose, the default first.
@@ -75,7 +76,7 @@ class CostTable:
         self.op, self.samples = op, list(samples)
         self.shapes = {axes: number for number, axes in enumerate(dict.fromkeys(s.case.axes for s in samples))}
         self.numbers = np.array([self.shapes[sample.case.axes] for sample in samples])
-        self.variant = variant
+        self.declared = variant
         self.variant = self.variant_without(-1)
         donors = [(sample.case, sample.fastest) for sample in samples if sample.fastest]
         follows = followed(donors)
@@ -99,7 +100,7 @@ class CostTable:
     def variant_without(self, number: int) -> Variant:
         """Return the variant with the default of the speeds that are fitted to all cases but those of a shape."""
         kept = np.flatnonzero(self.numbers != number)
-        return fitted_to(self.variant, [(self.samples[place].case, self.samples[place].times) for place in kept])
+        return fitted_to(self.declared, [(self.samples[place].case, self.samples[place].times) for place in kept])
 
     def _cost(self, sample: Sample, knobs: Mapping[str, Any]) -> tuple[float, bool, bool]:
         knobs = knobs or default_knobs(self.variant, sample.case)

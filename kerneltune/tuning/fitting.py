@@ -180,6 +180,27 @@ def unseen(table: CostTable, found: Mapping[TreeShape, Judgement]) -> Judgement:
     return Judgement(shares, others)
 
 
+def left_out(table: CostTable, kind: str) -> Judgement:
+    """Return how rules do that know nothing of a whole group of cases: a table of the other cases makes each of them.
+
+    kind: `band` for cases whose first size rounds to the same power of two, `rest` for cases of the same other sizes.
+    """
+    groups: dict[Any, list[int]] = {}
+    for place, sample in enumerate(table.samples):
+        sizes = [size for _, size in sample.case.axes]
+        group = round(math.log2(max(sizes[0], 1))) if kind == "band" else tuple(sizes[1:])
+        groups.setdefault(group, []).append(place)
+    picks: dict[int, Mapping[str, Any]] = {}
+    for places in groups.values():
+        others = [sample for place, sample in enumerate(table.samples) if place not in places]
+        if judged := [place for place in places if others and table.samples[place].is_judged]:
+            rule, _ = fitted(CostTable(table.op, table.declared, others))
+            recorded = [(sample.case, dict(sample.recorded)) for sample in others if sample.recorded is not None]
+            for place in judged:
+                picks[place] = chosen(table.op, table.variant, rule, table.samples[place].case, recorded)
+    return judgement(table, picks)
+
+
 def fitted(table: CostTable) -> tuple[Rule, Judgement]:
     """Return the rule whose shape does best when shapes are left out, and how it does."""
     found = judgements(table)

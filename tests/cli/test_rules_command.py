@@ -29,6 +29,26 @@ def test_fit_writes_a_rule_beside_the_configs_and_says_what_leaving_out_says(con
     assert path.read_text() == rule.dumps("fp8_transpose_2d", "nvidia_h200", made, json.loads(path.read_text())["fitted"])
 
 
+def test_fit_leaves_whole_groups_out_and_writes_nothing(configs_dir: Path) -> None:
+    from kerneltune import cache, rule
+    from kerneltune.files import data_root
+
+    for entry in cache.load("fp8_gemm", "nvidia_h200", data_root("configs")):
+        cache.store("fp8_gemm", "nvidia_h200", entry)
+    band = run("cache", "fit", "fp8_gemm", "--leave-out", "band").stdout.splitlines()
+    assert float(band[1].split()[3]) > 0.97
+    assert float(band[1].split()[6]) > 0.97
+    assert not rule.path_of("fp8_gemm", "nvidia_h200", configs_dir).exists()
+    assert "leave-out: 'bands': expected one of band, rest" in refused("cache", "fit", "fp8_gemm", "--leave-out", "bands")
+
+
+def test_explain_prints_the_estimate_of_a_config_and_of_the_next() -> None:
+    told = run("cache", "explain", "fp16_gemm", "N=700", "M=5120", "K=5120", "--gpu", "nvidia_h200").stdout
+    assert "rule      the rule: the config of the least estimated time for any case" in told
+    assert re.search(r"estimate  [\d.]+ µs: 240 programs, 132 at once: 2 waves of 40 steps of k", told)
+    assert re.search(r"next      tokens=128 .*: [\d.]+ µs: ", " ".join(told.split("left out")[0].splitlines()))
+
+
 @pytest.mark.parametrize(
     ("case", "source"),
     [("llama4-16384x5120", "the cache's entry for exactly this case"), ("M=8192,N=3328", "the "), ("M=128,N=64", "the ")],

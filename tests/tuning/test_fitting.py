@@ -11,7 +11,7 @@ from kerneltune.rounding import next_power_of_2
 from kerneltune.rule import Scaled, Split, dumps, facts_of, loads
 from kerneltune.spec import Case, Op, Variant
 from kerneltune.tuning.costs import CostTable, Sample
-from kerneltune.tuning.fitting import Judgement, chosen, fitted, judgements, unseen, untimed
+from kerneltune.tuning.fitting import Judgement, chosen, fitted, judgements, left_out, unseen, untimed
 from kerneltune.tuning.growing import TreeShape, grown
 from kerneltune.tuning.transfer import followed, forms_of
 
@@ -64,6 +64,23 @@ def test_fit_knobs_that_follow_a_size_hold_where_sizes_are_left_out() -> None:
     assert 0.8 < rule.judged["unseen"] <= 1.0
     assert 0.5 < rule.judged["unseen_worst"] <= rule.judged["unseen"]
     assert rule.judged["judged"] == len(SIZES)
+
+
+@pytest.mark.parametrize("kind", ["band", "rest"])
+def test_left_out_groups_are_judged_by_rules_that_know_none_of_their_cases(kind: str) -> None:
+    samples = [sample(case_of(size)) for size in (96, 100, 110, 1024, 1100, 2048)]
+    op = replace(op_of(VARIANT), axes=("M",))
+    found = left_out(table(samples, op), kind)
+    if kind == "rest":  # of an operator of one size all cases have the same other sizes: nothing is left to fit to
+        assert not found.judged
+        return
+    assert set(found.shares) == {one.case for one in samples}
+    few, _ = fitted(table(samples[3:], op))
+    expected = [time_us(one.case, Small(**chosen(op, VARIANT, few, one.case, []))) for one in samples[:3]]
+    assert [found.shares[one.case] for one in samples[:3]] == pytest.approx(
+        [one.best_us / time for one, time in zip(samples[:3], expected, strict=True)]
+    )
+    assert found.geomean < fitted(table(samples, op))[1].geomean
 
 
 def test_fit_times_that_are_not_known_are_not_judged_and_are_named() -> None:
