@@ -4,7 +4,7 @@ Compiled kernels of the chosen configs lie beside a table and are copied into Tr
 hashes of source, options, GPU and Triton, so that an entry that does not fit is never found. Code for this process, as Triton
 keeps it of launchers, is not copied. Triton digests its own compiler, a library of 400 MB, to name compiled kernels: a thread
 does that while the program is still being imported. Triton 3.6 also builds host code for every kernel with the C compiler: a
-child process builds all of it at once where the disk cache is new. Imports the standard library and arguments.
+child process builds all of it at once where the disk cache is new. Imports the standard library and files.
 """
 
 import base64
@@ -23,7 +23,9 @@ from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
-from kerneltune.adopt.arguments import read_json
+import msgspec
+
+from kerneltune.files import decode, read_bytes
 
 FOLDER = "compiled"
 _GROUP = "__grp__"
@@ -212,12 +214,17 @@ def main(root: Path) -> None:
     build(_read(root), importlib.import_module(_NVIDIA))
 
 
+class _Launchers(msgspec.Struct):
+    launchers: list[dict[str, Any]]
+
+
 def _read(root: Path) -> list[dict[str, Any]]:
-    stored = read_json(launchers_path(root), _LARGEST)
-    launchers = stored.get("launchers") if isinstance(stored, dict) else None
-    if not isinstance(launchers, list):
-        raise ValueError(f"{launchers_path(root)}: launchers: {launchers!r}: expected a list")
-    return launchers
+    path = launchers_path(root)
+    data = read_bytes(path, _LARGEST)
+    try:
+        return decode(data, _Launchers).launchers
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 if __name__ == "__main__":

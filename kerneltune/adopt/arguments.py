@@ -9,7 +9,6 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 PLAIN = (bool, int, float, str, type(None))
@@ -17,22 +16,6 @@ PLAIN = (bool, int, float, str, type(None))
 
 class NotRecordableError(ValueError):
     """A value that JSON cannot hold as data."""
-
-
-def read_json(path: Path, largest: int) -> Any:
-    """Return what a regular file of JSON holds; never waits for a pipe.
-
-    Raises:
-        ValueError: it cannot be read, has more than `largest` bytes, or is no JSON.
-    """
-    try:
-        if not path.is_file():
-            raise ValueError("no regular file" if path.exists() else "no such file")
-        if path.stat().st_size > largest:
-            raise ValueError(f"larger than {largest} bytes")
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, RecursionError) as error:
-        raise ValueError(getattr(error, "strerror", None) or "JSON: nested too deeply") from error
 
 
 def encode(value: Any) -> Any:
@@ -190,6 +173,12 @@ class Tensor:
         return self.offset + (last + 1) * self.element_bytes
 
     @property
+    def held_bytes(self) -> int:
+        """Return the bytes of the elements, those that a stride of 0 repeats counted once."""
+        elements = math.prod(size if step else min(size, 1) for size, step in zip(self.shape, self.stride, strict=True))
+        return elements * self.element_bytes
+
+    @property
     def is_aligned(self) -> bool:
         """Return whether Triton may take the pointer as aligned; storages are."""
         return self.offset % ALIGNMENT == 0
@@ -230,25 +219,18 @@ class Argument:
 
 @dataclass(slots=True)
 class Storages:
-    """The memory below the tensors of one launch, numbered; `live` keeps a tensor of each."""
+    """The memory below the tensors of one launch, numbered in order of appearance; `live` keeps a tensor of each by address."""
 
-    live: list[Any] = field(default_factory=list)
-    _numbers: dict[int, int] = field(default_factory=dict)
+    live: dict[int, Any] = field(default_factory=dict)
 
     def number(self, tensor: Any) -> int:
         """Return the number of a tensor's storage."""
-        address = _storage_address(tensor)
-        if address not in self._numbers:
-            self._numbers[address] = len(self.live)
-            self.live.append(tensor)
-        return self._numbers[address]
+        address = int(tensor.untyped_storage().data_ptr())
+        self.live.setdefault(address, tensor)
+        return list(self.live).index(address)
 
 
-def _storage_address(tensor: Any) -> int:
-    return int(unwrapped(tensor).untyped_storage().data_ptr())
-
-
-def unwrapped(tensor: Any) -> Any:
+def _unwrapped(tensor: Any) -> Any:
     """Return the torch tensor itself; triton.reinterpret wraps it to give it another element type."""
     base = getattr(tensor, "base", None)
     return base if type(tensor).__name__ == "TensorWrapper" and base is not None else tensor
@@ -279,7 +261,7 @@ def _argument(name: str, value: Any, storages: Storages, is_positional: bool) ->
 
 
 def _tensor(tensor: Any, storages: Storages) -> Tensor:
-    inner = unwrapped(tensor)
+    inner = _unwrapped(tensor)
     size = int(inner.element_size())
     offset = int(inner.storage_offset()) * size  # tensors without elements give no pointer
     shape, stride = tuple(int(n) for n in inner.shape), tuple(int(n) for n in inner.stride())
@@ -302,34 +284,8 @@ def signature(arguments: Sequence[Argument]) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
-def sizes_of(arguments: Sequence[Argument]) -> dict[str, int]:
-    """Return every size of a launch by name."""
-    found: dict[str, int] = {}
-    for argument in arguments:
-        found |= argument.sizes
-    return found
-
-
-def dtypes_of(arguments: Sequence[Argument]) -> list[str]:
-    """Return the element types of the tensors, in the order of the arguments."""
-    return [argument.tensor.dtype for argument in arguments if argument.tensor is not None]
-
-
-def total_bytes(arguments: Sequence[Argument]) -> int:
-    """Return the bytes of all tensor arguments, memory that several of them share counted once."""
-    spans: dict[int, tuple[int, int]] = {}
-    for argument in arguments:
-        if (tensor := argument.tensor) is not None:
-            elements = 1
-            for size, step in zip(tensor.shape, tensor.stride, strict=True):
-                elements *= size if step else min(size, 1)
-            held, end = spans.get(tensor.storage, (0, 0))
-            spans[tensor.storage] = held + elements * tensor.element_bytes, max(end, tensor.end)
-    return sum(min(held, end) for held, end in spans.values())
-
-
 def outline(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[str, int], list[str]]:
-    """Return the sizes and element types of a launch, as `sizes_of` and `dtypes_of` do, without looking at its memory."""
+    """Return the sizes and element types of a launch, as a `LaunchClass` has them, without looking at its memory."""
     sizes: dict[str, int] = {}
     dtypes = []
     for name, value in (*zip(names, args, strict=False), *kwargs.items()):
@@ -381,7 +337,7 @@ def collect(arguments: Sequence[Argument], storages: Storages, bytes_left: int) 
     """Copy what is to be kept of a launch's memory, before the launch changes it. Waits for the GPU."""
     values = Values()
     kinds = []
-    for number, live in enumerate(storages.live):
+    for number, live in enumerate(storages.live.values()):
         tensors = [a.tensor for a in arguments if a.tensor is not None and a.tensor.storage == number]
         begin, end = span(tensors)
         is_whole = any(tensor.is_whole for tensor in tensors)
@@ -390,7 +346,7 @@ def collect(arguments: Sequence[Argument], storages: Storages, bytes_left: int) 
         kept = ("values" if is_whole else "sample") if affordable else "missing" if is_whole else "statistics"
         found: dict[str, Any] = {"kept": kept, "bytes": end - begin}
         if not is_whole or affordable:
-            raw = _raw(unwrapped(live), begin, wanted)
+            raw = _raw(live, begin, wanted)
             if affordable and wanted:
                 values.tensors[f"storage.{number}"] = raw
             if not is_whole:

@@ -13,8 +13,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kerneltune.adopt.arguments import Argument, dtypes_of, read_json, sizes_of, total_bytes
-from kerneltune.adopt.kernels import KernelName
+from kerneltune.adopt.arguments import Argument
+from kerneltune.adopt.kernels import KernelName, require_values
+from kerneltune.files import bad, checked, decode, read_bytes
 
 FORMAT = 1
 META, VALUES, LAUNCHES, CLASSES = "class.json", "values.safetensors", "launches", "classes"
@@ -42,8 +43,7 @@ class Candidate:
 
     def __post_init__(self) -> None:
         """Raise ValueError for a config without values by name."""
-        if not isinstance(self.config.get("kwargs"), dict):
-            raise ValueError("config: kwargs: expected values by name")
+        require_values([self.config])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,17 +94,22 @@ class LaunchClass:
     @property
     def sizes(self) -> dict[str, int]:
         """Return every size of the launch by name."""
-        return sizes_of(self.arguments)
+        return {name: size for argument in self.arguments for name, size in argument.sizes.items()}
 
     @property
     def dtypes(self) -> list[str]:
-        """Element types of the tensors."""
-        return dtypes_of(self.arguments)
+        """Element types of the tensors, in the order of the arguments."""
+        return [argument.tensor.dtype for argument in self.arguments if argument.tensor is not None]
 
     @property
     def argument_bytes(self) -> int:
-        """Return bytes of all tensor arguments."""
-        return total_bytes(self.arguments)
+        """Return the bytes of all tensor arguments, memory that several of them share counted once."""
+        held: dict[int, int] = {}
+        ends: dict[int, int] = {}
+        for tensor in (argument.tensor for argument in self.arguments if argument.tensor is not None):
+            held[tensor.storage] = held.get(tensor.storage, 0) + tensor.held_bytes
+            ends[tensor.storage] = max(ends.get(tensor.storage, 0), tensor.end)
+        return sum(min(held[storage], ends[storage]) for storage in held)
 
     @property
     def label(self) -> str:
@@ -132,6 +137,25 @@ class Count:
     def total_us(self) -> float:
         """Time of all launches; 0 where it was not timed."""
         return self.launches * (self.time_us or 0.0)
+
+
+@dataclass(slots=True)
+class ProcessNotes:
+    """What one process has launched, and what it has to say.
+
+    Attributes:
+        launches: class -> launches, and the least time of one in µs, None where it was not timed.
+        refused: kernel -> why its launches could not be captured.
+        misnamed: the refused kernels whose decorators name what the kernels do not have.
+        made: kernel -> the subclass of Autotuner with a `run` of its own that has it; empty for Triton's own.
+        command: of the process.
+    """
+
+    launches: dict[str, tuple[int, float | None]]
+    refused: dict[str, str] = field(default_factory=dict)
+    misnamed: list[str] = field(default_factory=list)
+    made: dict[str, str] = field(default_factory=dict)
+    command: list[str] = field(default_factory=list)
 
 
 def write_class(root: Path, launch: LaunchClass, values: Mapping[str, Any] | None) -> None:
@@ -167,11 +191,10 @@ def read_class(folder: Path) -> LaunchClass:
     Raises:
         ValueError: one line naming the file, which is missing, cut off or holds something else.
     """
-    from kerneltune.files import bad, checked
-
     path = folder / META
+    data = read_bytes(path, _LARGEST_META)
     try:
-        stored = checked(read_json(path, _LARGEST_META), dict[str, Any])
+        stored = decode(data, dict[str, Any])
         if stored.get("format") != FORMAT:
             raise bad("format", stored.get("format"), repr(FORMAT))
         launch = checked(stored, LaunchClass)
@@ -199,19 +222,16 @@ def read_classes(root: Path, problems: list[str]) -> Iterator[LaunchClass]:
                 problems.append(f"skipped {error}")
 
 
-def write_counts(root: Path, process: str, counts: Mapping[str, Count], notes: Mapping[str, Any]) -> None:
+def write_notes(root: Path, process: str, notes: ProcessNotes) -> None:
     """Write what one process has launched so far, as a whole.
-
-    notes: what else the process has to say: kernels that it made, launches that could not be captured, its command.
 
     Raises:
         OSError: the folder cannot be written.
     """
     folder = root / LAUNCHES
     folder.mkdir(parents=True, exist_ok=True)
-    rows = {digest: [count.launches, count.time_us] for digest, count in counts.items()}
     part = folder / f".{process}.part"
-    part.write_text(json.dumps({"format": FORMAT, "launches": rows, **notes}), encoding="utf-8")
+    part.write_text(json.dumps({"format": FORMAT, **asdict(notes)}), encoding="utf-8")
     os.replace(part, folder / f"{process}.json")
 
 
@@ -220,19 +240,24 @@ def processes(root: Path) -> list[Path]:
     return sorted((root / LAUNCHES).glob("*.json"))
 
 
-def read_counts(files: Iterable[Path], problems: list[str]) -> tuple[dict[str, Count], list[dict[str, Any]]]:
-    """Return the launches of processes by class, and what the processes say."""
-    found: dict[str, Count] = {}
-    said = []
+def read_notes(files: Iterable[Path], problems: list[str]) -> list[ProcessNotes]:
+    """Return what the processes of files say; a damaged file is skipped, and a line about it added to `problems`."""
+    found = []
     for path in files:
         try:
-            stored = read_json(path, _LARGEST_META)
-            for digest, (launches, time_us) in stored.pop("launches").items():
-                count = found.setdefault(digest, Count())
-                count.launches += int(launches)
-                if time_us is not None:
-                    count.time_us = min(float(time_us), count.time_us or float("inf"))
-            said.append(stored)
-        except (ValueError, OverflowError, KeyError, TypeError, AttributeError) as error:
-            problems.append(f"skipped {path}: {type(error).__name__}: {str(error)[:100]}")
-    return found, said
+            found.append(decode(read_bytes(path, _LARGEST_META), ProcessNotes))
+        except ValueError as error:
+            problems.append(f"skipped {path}: {error}")
+    return found
+
+
+def counts_of(notes: Iterable[ProcessNotes]) -> dict[str, Count]:
+    """Return the launches of all processes by class."""
+    found: dict[str, Count] = {}
+    for one in notes:
+        for digest, (launches, time_us) in one.launches.items():
+            count = found.setdefault(digest, Count())
+            count.launches += launches
+            if time_us is not None:
+                count.time_us = min(time_us, count.time_us or float("inf"))
+    return found

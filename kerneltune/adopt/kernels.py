@@ -139,14 +139,12 @@ def decode_config(stored: Mapping[str, Any], make: Any, pre_hook: Any = None) ->
     Raises:
         ValueError: a value that is no config's.
     """
-    kwargs = stored.get("kwargs")
-    if not isinstance(kwargs, dict):
-        raise ValueError(f"config: kwargs: {kwargs!r}: expected values by name")
+    require_values([stored])
     options = {name: stored.get(name, _DEFAULTS.get(name)) for name in _OPTIONS if stored.get(name) is not None}
     for name, value in options.items():
         if name != "ir_override" and type(value) is not int:
             raise ValueError(f"config: {name}: {value!r}: expected a whole number")
-    return make({name: decode(value) for name, value in kwargs.items()}, **options, pre_hook=pre_hook)
+    return make({name: decode(value) for name, value in stored["kwargs"].items()}, **options, pre_hook=pre_hook)
 
 
 def config_label(stored: Mapping[str, Any]) -> str:
@@ -160,6 +158,13 @@ def stored_key(stored: Mapping[str, Any]) -> str:
     """Return what identifies an encoded config, whatever the order of its fields; its pre_hook has no part in it."""
     options = [stored.get(name, _DEFAULTS.get(name)) for name in _OPTIONS]
     return json.dumps([sorted(stored["kwargs"].items()), options])
+
+
+def require_values(configs: Iterable[Mapping[str, Any]]) -> None:
+    """Raise ValueError for an encoded config that has no values by name."""
+    for config in configs:
+        if not isinstance(kwargs := config.get("kwargs"), dict):
+            raise ValueError(f"config: kwargs: {kwargs!r}: expected values by name")
 
 
 def live_config(configs: Sequence[Any], stored: Mapping[str, Any], make: Any) -> Any | None:

@@ -10,8 +10,6 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-_COULD_NOT_RUN = 127
-
 
 def run_program(command: Sequence[str], environment: Mapping[str, str]) -> int:
     """Run a program with more variables in its environment; returns its exit code, 128 + N where signal N ended it.

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from kerneltune.adopt.folder import Count, LaunchClass, processes, read_classes, read_counts
+from kerneltune.adopt.folder import Count, LaunchClass, ProcessNotes, counts_of, processes, read_classes, read_notes
 from kerneltune.adopt.kernels import config_label, stored_key
 from kerneltune.adopt.table import read_table
 from kerneltune.search.task import STORES
@@ -30,7 +29,7 @@ class Capture:
     root: Path
     classes: list[LaunchClass]
     counts: dict[str, Count]
-    said: list[dict[str, Any]]
+    said: list[ProcessNotes]
     problems: list[str] = field(default_factory=list)
 
     def count(self, launch: LaunchClass) -> Count:
@@ -56,17 +55,17 @@ class Capture:
 
     def refused(self) -> dict[str, str]:
         """Return why launches of kernels were not captured, by kernel."""
-        return {kernel: reason for one in self.said for kernel, reason in one.get("refused", {}).items()}
+        return {kernel: reason for one in self.said for kernel, reason in one.refused.items()}
 
     def own_runs(self) -> dict[str, list[str]]:
         """Return the kernels that were never seen though a subclass with a `run` of its own has them, by subclass."""
         seen = {launch.kernel.text for launch in self.classes} | set(self.refused())
         found: dict[str, list[str]] = {}
         for one in self.said:
-            for kernel, subclass in one.get("made", {}).items():
+            for kernel, subclass in one.made.items():
                 if subclass and kernel not in seen and kernel not in found.setdefault(subclass, []):
                     found[subclass].append(kernel)
-        seen_subclasses = {one["made"][k] for one in self.said for k in one.get("made", {}) if k in seen}
+        seen_subclasses = {kind for one in self.said for kernel, kind in one.made.items() if kernel in seen}
         return {subclass: kernels for subclass, kernels in found.items() if kernels and subclass not in seen_subclasses}
 
 
@@ -78,8 +77,8 @@ def read_capture(root: Path) -> Capture:
     """
     problems: list[str] = []
     classes = list(read_classes(root, problems))
-    counts, said = read_counts(processes(root), problems)
-    return Capture(root, classes, counts, said, problems)
+    said = read_notes(processes(root), problems)
+    return Capture(root, classes, counts_of(said), said, problems)
 
 
 def left_out(launches: Sequence[LaunchClass]) -> list[str]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from kerneltune.adopt import program
 from kerneltune.adopt.arguments import NotRecordableError, Storages, Values, collect, describe, layout_key, signature
-from kerneltune.adopt.folder import Candidate, Count, LaunchClass, write_class, write_counts
+from kerneltune.adopt.folder import Candidate, Count, LaunchClass, ProcessNotes, write_class, write_notes
 from kerneltune.adopt.kernels import (
     FACTORY,
     KernelName,
@@ -248,8 +248,9 @@ class Recorder:
         with self._lock:
             try:
                 self._harvest(wait)
-                notes = {"refused": self._refused, "misnamed": self._misnamed, "made": self._made, "command": sys.argv[:1]}
-                write_counts(self.root, f"{self._process}-{id(self):x}", self._counts, notes)
+                launches = {digest: (count.launches, count.time_us) for digest, count in self._counts.items()}
+                notes = ProcessNotes(launches, self._refused, self._misnamed, self._made, sys.argv[:1])
+                write_notes(self.root, f"{self._process}-{id(self):x}", notes)
             except Exception as error:  # a lost context, a full disk: the program ends as it would have
                 log.warning("kerneltune: launches not counted: %s", " ".join(str(error).split())[:200])
 

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kerneltune.adopt")
 
-POLICIES = ("author", "nearest", "default", "error")
 _MOST_REMEMBERED, _MOST_LISTS = 4096, 64
 
 
@@ -101,14 +100,9 @@ class Server:
     ) -> None:
         """make_config: the class triton.Config; manifest: SHA-256 that the table must have; portfolio: configs for torch.compile.
 
-        missing: records launches that the table does not have; preparing: begun when a table is read, waited for at the first
-        launch of each kind.
-
-        Raises:
-            ValueError: an unknown policy.
+        miss: one of `startup.POLICIES`; missing: records launches that the table does not have; preparing: begun when a table is
+        read, waited for at the first launch of each kind.
         """
-        if miss not in POLICIES:
-            raise ValueError(f"miss: {miss!r}: expected one of {', '.join(POLICIES)}")
         self.root, self.miss, self.manifest, self.missing, self.portfolio = root, miss, manifest, missing, portfolio
         self.counts, self._preparing = Counts(), preparing
         self._make_config = make_config

@@ -82,6 +82,8 @@ ADOPT, MISS, MANIFEST, MISSES = (
     "KERNELTUNE_ADOPT_MISSES",
 )
 PORTFOLIO = "KERNELTUNE_ADOPT_PORTFOLIO"
+POLICIES = ("author", "nearest", "default", "error")
+"""What launches that were not tuned run with."""
 
 _installed: dict[str, Any] = {}
 
@@ -95,12 +97,11 @@ def start_from_environment() -> None:
         if os.environ.get(CAPTURE):
             capture(Path(os.environ[CAPTURE]), **json.loads(os.environ.get(CAPTURE_OPTIONS) or "{}"))
         elif os.environ.get(ADOPT):
-            misses = os.environ.get(MISSES)
             install(
                 os.environ[ADOPT],
                 miss=os.environ.get(MISS) or "author",
                 manifest=os.environ.get(MANIFEST, ""),
-                misses=None if misses is None else misses,
+                misses=os.environ.get(MISSES),
                 portfolio=int(os.environ.get(PORTFOLIO) or 1),
             )
     except (ValueError, TypeError) as error:  # options of another kind than `kerneltune capture` gives
@@ -146,8 +147,6 @@ def install(
     root = Path(folder)
     if not (root / "served").is_dir():
         raise ValueError(f"{root}: no tuned configs: expected a folder that `kerneltune tune` wrote")
-    from kerneltune.adopt.serving import POLICIES
-
     if miss not in POLICIES:
         raise ValueError(f"miss: {miss!r}: expected one of {', '.join(POLICIES)}")
 

@@ -1,18 +1,21 @@
 """The table that serving reads: for every kernel the configs of its captured launches, by the author's key and by size.
 
 Written by tuning. A manifest beside it holds its SHA-256, so that every rank serves the same table or none. Imports the
-standard library.
+standard library, files and kernels.
 """
 
 import hashlib
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kerneltune.adopt.arguments import read_json
+import msgspec
+
+from kerneltune.adopt.kernels import require_values
+from kerneltune.files import bad, checked, decode, read_bytes
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -33,6 +36,10 @@ class ServingRow:
     configs: tuple[dict[str, Any], ...]
     evidence: dict[str, Any]
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for a config without values by name."""
+        require_values(self.configs)
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -48,6 +55,11 @@ class Group:
     dtypes: list[str]
     split: tuple[str, ...]
     rows: tuple[ServingRow, ...]
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a group that serves nothing."""
+        if not self.rows:
+            raise ValueError("rows: none")
 
     def nearest(self, sizes: Mapping[str, int]) -> ServingRow:
         """Return the row whose deciding sizes are the nearest."""
@@ -73,6 +85,10 @@ class TableKernel:
     keys: tuple[str, ...]
     groups: tuple[Group, ...]
     portfolio: tuple[dict[str, Any], ...]
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a config without values by name."""
+        require_values(self.portfolio)
 
     def group(self, key: Sequence[Any], dtypes: Sequence[str]) -> Group | None:
         """Return the rows of an author's key, None where there are none."""
@@ -128,47 +144,19 @@ def read_table(root: Path, device: str) -> ServingTable | None:
     path = path_of(root, device)
     if not path.is_file():
         return None
+    data = read_bytes(path, _LARGEST)
+    manifest = read_bytes(path.parent / MANIFEST, _LARGEST_MANIFEST)
     try:
-        if path.stat().st_size > _LARGEST:
-            raise ValueError(f"larger than {_LARGEST} bytes")
-        text = path.read_text(encoding="utf-8")
-        named = _named(path.parent / MANIFEST, path.name)
-        if named != digest_of(text):
-            raise ValueError(f"SHA-256 {digest_of(text)[:12]}…, {MANIFEST} beside it names {str(named)[:12]}…")
-        return _from_json(json.loads(text), digest_of(text))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        digest, named = hashlib.sha256(data).hexdigest(), decode(manifest, _Manifest).tables.get(path.name)
+        if named != digest:
+            raise ValueError(f"SHA-256 {digest[:12]}…, {MANIFEST} beside it names {str(named)[:12]}…")
+        stored = decode(data, dict[str, Any])
+        if stored.get("format") != FORMAT:
+            raise bad("format", stored.get("format"), repr(FORMAT))
+        return replace(checked(stored, ServingTable), digest=digest)
+    except ValueError as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())[:200]}") from None
 
 
-def _named(manifest: Path, table: str) -> object:
-    """Return the SHA-256 that a manifest names for a table."""
-    try:
-        return read_json(manifest, _LARGEST_MANIFEST)["tables"].get(table)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{MANIFEST} beside it: {type(error).__name__}: {str(error)[:100]}") from error
-
-
-def _from_json(stored: Mapping[str, Any], digest: str) -> ServingTable:
-    if stored.get("format") != FORMAT:
-        raise ValueError(f"format: {stored.get('format')!r}: expected {FORMAT}")
-    return ServingTable(str(stored["device"]), dict(stored["versions"]), tuple(map(_kernel, stored["kernels"])), digest)
-
-
-def _kernel(stored: Mapping[str, Any]) -> TableKernel:
-    texts = {name: str(stored[name]) for name in ("module", "name", "source", "bytecode", "configs", "package")}
-    keys = tuple(map(str, stored["keys"]))
-    return TableKernel(**texts, keys=keys, groups=tuple(map(_group, stored["groups"])), portfolio=_configs(stored["portfolio"]))
-
-
-def _group(stored: Mapping[str, Any]) -> Group:
-    rows = tuple(ServingRow(dict(row["sizes"]), _configs(row["configs"]), dict(row["evidence"])) for row in stored["rows"])
-    if not rows:
-        raise ValueError("group: rows: none")
-    return Group(list(stored["key"]), list(map(str, stored["dtypes"])), tuple(map(str, stored["split"])), rows)
-
-
-def _configs(stored: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
-    for config in stored:
-        if not isinstance(config["kwargs"], dict):
-            raise ValueError(f"config: kwargs: {config['kwargs']!r}: expected values by name")
-    return tuple(dict(config) for config in stored)
+class _Manifest(msgspec.Struct):
+    tables: dict[str, str]

@@ -38,7 +38,7 @@ def command(
     samples of other tensors of at most 1 MiB. The program's exit code is that of this command, or 2 where a decorator names what
     its kernel does not have. The program's output is untouched; what this command has to say goes to standard error.
     """
-    from kerneltune.adopt.folder import CLASSES, processes, read_counts
+    from kerneltune.adopt.folder import CLASSES, processes, read_notes
     from kerneltune.adopt.launcher import require_program, run_program
     from kerneltune.adopt.operators import write_sweep
     from kerneltune.adopt.startup import CAPTURE, CAPTURE_OPTIONS
@@ -54,9 +54,9 @@ def command(
         environment["TORCHDYNAMO_DISABLE"] = "1"
     earlier = processes(out)
     code = run_program(program, environment)
-    said = read_counts([path for path in processes(out) if path not in earlier], [])[1]
-    refused = {kernel: reason for one in said for kernel, reason in one.get("refused", {}).items()}
-    misnamed = [kernel for one in said for kernel in one.get("misnamed", ())]
+    said = read_notes([path for path in processes(out) if path not in earlier], [])
+    refused = {kernel: reason for one in said for kernel, reason in one.refused.items()}
+    misnamed = [kernel for one in said for kernel in one.misnamed]
     if misnamed:
         error_line(f"error: {misnamed[0]}: {refused[misnamed[0]]}")
         code = _BAD_INPUT

@@ -5,10 +5,9 @@ from typing import Annotated
 
 import typer
 
+from kerneltune.adopt import startup
 from kerneltune.cli import options as o
 from kerneltune.cli.capture import Program
-
-_MISSES = ("author", "nearest", "default", "error")
 
 
 def command(
@@ -16,7 +15,7 @@ def command(
     configs: Annotated[
         Path, typer.Option("--configs", metavar="DIR", envvar="KERNELTUNE_ADOPT", help="Folder that `tune` has written.")
     ],
-    miss: Annotated[str, o.pick("--miss", _MISSES, "What launches that were not tuned run with.")] = "author",
+    miss: Annotated[str, o.pick("--miss", startup.POLICIES, "What launches that were not tuned run with.")] = "author",
     manifest: Annotated[
         str, typer.Option("--manifest", metavar="SHA256", help="Refuse any other table; the digest's beginning is enough.")
     ] = "",
@@ -30,7 +29,6 @@ def command(
     Subprocesses are served as well. Launches that were not tuned are recorded in DIR/misses, a capture that `tune` takes. The
     program's exit code is that of this command; its output is untouched.
     """
-    from kerneltune.adopt import startup
     from kerneltune.adopt.launcher import run_program
 
     if not (configs / "served").is_dir():

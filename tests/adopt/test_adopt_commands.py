@@ -12,7 +12,7 @@ from adopted import author_configs, captured, example, kernel_of, of_kernel, wri
 from typer.testing import CliRunner, Result
 
 from kerneltune.adopt import startup
-from kerneltune.adopt.folder import CLASSES, META
+from kerneltune.adopt.folder import CLASSES, LAUNCHES, META
 from kerneltune.adopt.operators import case_of, operators, sweep_text, tuned_variant, write_sweep
 from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.tuning import captured_as_operators
@@ -73,6 +73,15 @@ def test_list_skips_a_damaged_class_with_one_line(tmp_path: Path, change: dict[s
     result = run("adopt", "list", tmp_path)
     assert result.exit_code == 0
     assert f"skipped {path}: {text}" in result.stderr.replace("\n", " ")
+
+
+def test_list_skips_damaged_counts_with_one_line(tmp_path: Path) -> None:
+    captured(tmp_path, pattern="row_sum")
+    (path,) = (tmp_path / LAUNCHES).glob("*.json")
+    (path.parent / "9-0.json").write_text('{"launches": {"0123": [1, "slow"]}}')
+    result = run("adopt", "list", tmp_path)
+    assert result.stdout.splitlines()[1].split()[:3] == ["row_sum", "1", "1"]
+    assert f"skipped {path.parent}/9-0.json: launches[1]: expected `float | null`" in result.stderr.replace("\n", " ")
 
 
 def test_lint_reports_keys_and_configs_that_never_win(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Serving: the table's configs are launched, nothing is timed, and what the table lacks follows the policy."""
 
+import json
 import logging
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from adopted import author_configs, captured, example, kernel_of, of_kernel, run
 
 from kerneltune.adopt import program, startup
 from kerneltune.adopt.overview import read_capture
-from kerneltune.adopt.table import Group, ServingRow
+from kerneltune.adopt.table import MANIFEST, Group, ServingRow, digest_of, read_table
 
 
 def served(root: Path, **options: Any) -> Any:
@@ -209,6 +211,29 @@ def test_serving_a_changed_table_is_refused(tmp_path: Path, caplog: pytest.LogCa
     example().step(4, 96)
     assert "nothing is served" in caplog.text
     assert "manifest.json beside it names" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"format": 2}, "format: 2: expected 1"),
+        ({"kernels": [{"module": 3}]}, "kernels[0].module: 3: expected str"),
+        ({"groups": [{"key": [], "dtypes": [], "split": [], "rows": []}]}, "rows: none"),
+        ({"portfolio": [{"num_warps": 4}]}, "config: kwargs: None: expected values by name"),
+    ],
+)
+def test_table_that_is_damaged_though_its_manifest_names_it_is_one_line(
+    tmp_path: Path, change: dict[str, Any], problem: str
+) -> None:
+    tuned_folder(tmp_path)
+    path = tmp_path / "served" / "interpreter.json"
+    stored = json.loads(path.read_text())
+    target = stored if change.keys() <= stored.keys() else stored["kernels"][0]
+    target |= change
+    path.write_text(json.dumps(stored))
+    (path.parent / MANIFEST).write_text(json.dumps({"tables": {path.name: digest_of(path.read_text())}}))
+    with pytest.raises(ValueError, match=rf"^{re.escape(str(path))}: .*{re.escape(problem)}"):
+        read_table(tmp_path, "interpreter")
 
 
 def test_serving_with_a_manifest_of_another_table_raises(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def test_tune_skips_a_damaged_class_with_one_line(tmp_path: Path, h200: type[Siz
     outcome = tune_capture(tmp_path, Quiet())
     assert len(outcome.tuned) == 1
     assert len(outcome.skipped) == 1
-    assert outcome.skipped[0].startswith(f"skipped {path}: Expecting value")
+    assert outcome.skipped[0].startswith(f"skipped {path}: JSON: input data was truncated")
 
 
 def test_tune_of_a_class_without_index_values_says_so(tmp_path: Path, h200: type[SizedBench]) -> None:

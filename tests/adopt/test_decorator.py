@@ -11,7 +11,7 @@ import triton.language as tl
 
 import kerneltune
 from kerneltune.adopt import startup
-from kerneltune.adopt.folder import processes, read_counts
+from kerneltune.adopt.folder import processes, read_notes
 from kerneltune.adopt.operators import case_of, operators, tuned_variant
 from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.tuning import captured_as_operators
@@ -97,9 +97,9 @@ def test_capture_notes_a_kernel_that_autotune_refuses(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'ROWS'"):
         kerneltune.autotune([triton.Config({"ROWS": 2})], ["N"])(copied)
     startup.recorder().flush()
-    (said,) = read_counts(processes(tmp_path), [])[1]
-    assert said["misnamed"] == [f"{__name__}.copied"]
-    assert "'ROWS'" in said["refused"][f"{__name__}.copied"]
+    (said,) = read_notes(processes(tmp_path), [])
+    assert said.misnamed == [f"{__name__}.copied"]
+    assert "'ROWS'" in said.refused[f"{__name__}.copied"]
 
 
 def test_autotune_takes_configs_with_options_of_any_backend_and_values_of_heuristics() -> None:

@@ -10,7 +10,7 @@ from adopted import author_configs, captured, example, forget, of_kernel, run_py
 from safetensors.torch import load_file
 
 from kerneltune.adopt import startup
-from kerneltune.adopt.folder import CLASSES, VALUES, processes, read_counts
+from kerneltune.adopt.folder import CLASSES, VALUES, processes, read_notes
 from kerneltune.adopt.overview import read_capture
 
 
@@ -220,4 +220,4 @@ def test_capture_of_a_config_that_the_kernel_cannot_take_names_place_and_paramet
         captured(tmp_path, pattern="row_sum")
     assert "two_kernels.py:" in caplog.text
     assert ": row_sum: configs[0]: 'ROWS': expected a parameter of the kernel: x_ptr, y_ptr, M, N, BLOCK" in caplog.text
-    assert read_counts(processes(tmp_path), [])[1][0]["misnamed"] == ["two_kernels.row_sum"]
+    assert read_notes(processes(tmp_path), [])[0].misnamed == ["two_kernels.row_sum"]
