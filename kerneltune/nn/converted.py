@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from kerneltune.kernel_lib.functions import untraced
 from kerneltune.nn.alignment import ALIGNED
 from kerneltune.nn.converted_products import ConvertedProducts, ExpertOperand
 from kerneltune.nn.feeding_norm import feeding_norm_forward
@@ -16,7 +17,6 @@ from kerneltune.nn.grouped_experts import WEIGHT_NAMES, grouped_experts_forward,
 from kerneltune.nn.grouped_linear import GroupedLinear
 from kerneltune.nn.recipes import Recipe
 from kerneltune.nn.swiglu import has_default_gate
-from kerneltune.nn.uncompiled import uncompiled
 
 
 class _Family(NamedTuple):
@@ -134,7 +134,7 @@ def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     # torch.compile does not ask a tensor subclass about torch._grouped_mm, and would go on in bf16
     names = forward.__code__.co_names
-    return checked if "bmm" in names and "_grouped_mm" not in names else uncompiled(checked)
+    return checked if "bmm" in names and "_grouped_mm" not in names else untraced(checked)
 
 
 def _is_own_class(cls: type) -> bool:

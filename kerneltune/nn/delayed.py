@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from kerneltune.kernel_lib.functions import untraced
 from kerneltune.kernel_lib.tl_lib import FP8_MAX
 from kerneltune.nn.alignment import row_major
 from kerneltune.nn.fp8_products import Fp8Weights
-from kerneltune.nn.uncompiled import uncompiled
 from kerneltune.ops import fp8
 from kerneltune.ops.fp8_grouped_gemm import fp8_grouped_gemm
 from kerneltune.ops.multi_cast_transpose import multi_cast_transpose
@@ -33,11 +33,9 @@ class DelayedScaling(nn.Module):
     Args:
         num_experts: E.
         history: steps whose largest magnitudes count.
-        pad_groups: as for `Recipe`, without effect.
 
     Attributes:
         num_experts: E.
-        pad_groups: as given.
         known: whether casts take `scales`.
         scales: (2 + E,) fp32, multiply before the cast; 1 until there is a magnitude to make them of.
         history: (history, 2 + E) fp32, of the step under way first.
@@ -49,13 +47,11 @@ class DelayedScaling(nn.Module):
     scales: Tensor
     history: Tensor
 
-    def __init__(
-        self, num_experts: int, history: int = 16, *, pad_groups: bool = False, device: torch.device | str | None = None
-    ) -> None:
+    def __init__(self, num_experts: int, history: int = 16, *, device: torch.device | str | None = None) -> None:
         super().__init__()
         if num_experts < 1 or history < 1:
             raise ValueError(f"DelayedScaling takes an expert and a step or more, got {num_experts=} {history=}")
-        self.num_experts, self.pad_groups = num_experts, pad_groups
+        self.num_experts = num_experts
         self.register_buffer("scales", torch.empty(2 + num_experts, dtype=torch.float32, device=device))
         self.register_buffer("history", torch.empty(history, 2 + num_experts, dtype=torch.float32, device=device))
         self.reset_parameters()
@@ -139,7 +135,7 @@ class DelayedScaling(nn.Module):
 
     def extra_repr(self) -> str:
         """Return what `print(module)` shows."""
-        return f"{self.num_experts}, history={self.history.shape[0]}, pad_groups={self.pad_groups}"
+        return f"{self.num_experts}, history={self.history.shape[0]}"
 
 
 def update_scales(model: nn.Module) -> int:
@@ -186,7 +182,7 @@ class _Product(torch.autograd.Function):
         return da, db_t, None, None, None, None
 
 
-@uncompiled
+@untraced
 def delayed_product(*args: Any) -> Tensor:
     """`_Product` of a (M, K), b_t (E, K, N), offs (E,), their DelayedScaling, b_t in fp8 or None, and the result's type."""
     product: Tensor = _Product.apply(*args)  # type: ignore[no-untyped-call]

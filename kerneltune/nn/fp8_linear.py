@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES
-from kerneltune.kernel_lib.functions import custom_op
+from kerneltune.kernel_lib.functions import custom_op, untraced
 from kerneltune.nn.alignment import ALIGNED, row_major
 from kerneltune.nn.autocast import output_dtype
 from kerneltune.nn.delayed import DelayedScaling
@@ -15,7 +15,6 @@ from kerneltune.nn.fp8_products import cast_traced_weights
 from kerneltune.nn.grouped_mm import fp8_grouped_mm
 from kerneltune.nn.kept_weights import KeptWeights
 from kerneltune.nn.recipes import Recipe, recipe_of
-from kerneltune.nn.uncompiled import uncompiled
 
 LEAST_SIZE = 350
 """The least N K / (N + K) for which fp8 pays. Per token, products save 4e-15 s for each of N K values, and casts cost 1.4e-12 s
@@ -122,7 +121,7 @@ class Fp8Linear(nn.Linear):
         return f"{super().extra_repr()}, recipe={self.fp8_recipe}"
 
 
-@uncompiled
+@untraced
 def _delayed_product(layer: Fp8Linear, x: Tensor, dtype: torch.dtype) -> Tensor:
     """Multiply under delayed scaling, whole, because torch.compile fails behind the graph break inside."""
     rows = x.reshape(-1, layer.in_features)

@@ -238,20 +238,17 @@ def cast_for_product(b: Tensor, scaling: str, pow2: bool, both: bool = False) ->
 
     With `both` q_t (E, N, K) and its scale follow.
     """
+    if both:
+        return list(cast_weights(b, Recipe(scaling, pow2)))
     options: dict[str, Any] = {"pow2": pow2, "inverse": True}
     column_major = b.stride(1) == 1
     w = b if column_major else b.transpose(1, 2)
-    found: list[tuple[Tensor | None, Tensor]]
     if scaling == "tensorwise":
-        cast = fp8.fp8_tensorwise_3d(w, layout="both" if both else "row" if column_major else "col", **options)
-        found = [(cast.q, cast.scale), (cast.q_t, cast.scale)]
-    elif both:
-        q, scale, q_t, scale_t = fp8.fp8_rowwise_3d_both(w, **options)
-        found = [(q, scale.view(w.shape[0], w.shape[2])), (q_t, scale_t)]
-    elif column_major:
+        cast = fp8.fp8_tensorwise_3d(w, layout="row" if column_major else "col", **options)
+        made = cast.q if column_major else cast.q_t
+        assert made is not None
+        return [made, cast.scale]
+    if column_major:
         q, scale = fp8.fp8_colwise_3d(w, **options)
-        found = [(q, scale.view(w.shape[0], w.shape[2]))]
-    else:
-        found = [fp8.fp8_rowwise_3d_transpose(w, **options)]
-    present = [(q, scale) for q, scale in found if q is not None]
-    return [t for pair in (present if column_major else present[::-1]) for t in pair]
+        return [q, scale.view(w.shape[0], w.shape[2])]
+    return list(fp8.fp8_rowwise_3d_transpose(w, **options))

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kerneltune.kernel_lib.functions import untraced
 from kerneltune.nn.delayed import DelayedScaling
 from kerneltune.nn.fp8_products import Fp8Weights
 from kerneltune.nn.grouped_mm import fp8_grouped_mm
 from kerneltune.nn.operands import check_operands
 from kerneltune.nn.recipes import Recipe, recipe_of
-from kerneltune.nn.uncompiled import uncompiled
 from kerneltune.nn.weight_workspace import WeightWorkspace
 
-_from_workspace: Callable[..., Fp8Weights] = uncompiled(WeightWorkspace.get)
+_from_workspace: Callable[..., Fp8Weights] = untraced(WeightWorkspace.get)
 
 
 class GroupedLinear(nn.Module):

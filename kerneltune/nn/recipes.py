@@ -15,7 +15,6 @@ class Recipe:
         pow2: scales rounded down to powers of two.
         keep_weights: the weights' fp8 transpose, made beside the cast of the forward, waits for the backward,
             E K N bytes; else the backward reads the weights again, one launch more, two under tensorwise.
-        pad_groups: without effect: groups have any size.
 
     Raises:
         ValueError: an unknown scaling.
@@ -24,7 +23,6 @@ class Recipe:
     scaling: str = "tensorwise"
     pow2: bool = True
     keep_weights: bool = True
-    pad_groups: bool = False
 
     def __post_init__(self) -> None:
         if self.scaling not in SCALINGS:
