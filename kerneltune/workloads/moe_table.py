@@ -3,9 +3,9 @@
 Pure: imports no torch.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from statistics import geometric_mean
+from typing import Any
 
 from kerneltune.records import Record, other_run
 from kerneltune.table import Column, Row, Table, ratio
@@ -35,55 +35,28 @@ _COLUMNS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class StepRow:
-    """A recipe on a case; times in microseconds, None where a part has no time.
+_Row = dict[str, Any]
+"""The values of a row by the keys of the columns; None where a part has no time."""
 
-    Attributes:
-        bound: its products alone, and the bytes that its casts must move at the speed of the ceiling.
-        cached: a step of which its share of casting the weights is one in `microbatches`.
-        compiled: the step under torch.compile.
-        elsewhere: the commit that torchao was measured at, where bf16 was not.
-        times_bf16, times_cached, times_torchao: how many times as long bf16 takes as the step and as `cached`, and torchao as the
-            step; None where they are of different runs.
+
+def tables(records: Sequence[Record]) -> list[Table]:
+    """Return a table per policy and device: a row per case and recipe, what its columns mean, and the geometric means.
+
+    Rows are in the order of the records of `moe_step`; the last record of a kind counts.
     """
-
-    case: str
-    groups: str
-    policy: str
-    device: str
-    recipe: str
-    bf16: float | None
-    torchao: float | None
-    step: float | None
-    bound: float | None
-    cached: float | None
-    casts: float | None
-    products: float | None
-    compiled: float | None
-    elsewhere: str = ""
-    times_bf16: float | None = None
-    times_cached: float | None = None
-    times_torchao: float | None = None
-
-    @property
-    def other(self) -> float | None:
-        """Return what is left of the step without casts and products; below 0 where parts overlap."""
-        if self.step is None or self.casts is None or self.products is None:
-            return None
-        return self.step - self.casts - self.products
-
-
-def step_rows(records: Iterable[Record], microbatches: int = MICROBATCHES) -> list[StepRow]:
-    """Return a row per case and recipe of the records of `moe_step`, in their order; the last record of a kind counts."""
-    cases: dict[object, dict[str, Record]] = {}
+    cases: dict[tuple[str, str], dict[object, dict[str, Record]]] = {}
     for record in records:
-        if record.op == "moe_step":
-            cases.setdefault((record.key, record.device), {})[record.variant] = record
-    return [_row(found, recipe, microbatches) for found in cases.values() for recipe in RECIPES if recipe in found]
+        if record.op in OPS:
+            of_place = cases.setdefault((record.policy, record.device), {})
+            of_place.setdefault(record.key, {})[record.variant] = record
+    rows = {
+        place: [_row(found, recipe) for found in of_place.values() for recipe in RECIPES if recipe in found]
+        for place, of_place in cases.items()
+    }
+    return [_table(found, ", ".join(place) if len(rows) > 1 else "") for place, found in rows.items() if found]
 
 
-def _row(found: dict[str, Record], recipe: str, microbatches: int) -> StepRow:
+def _row(found: dict[str, Record], recipe: str) -> _Row:
     def time(variant: str) -> float | None:
         return found[variant].time_us if variant in found else None
 
@@ -92,46 +65,41 @@ def _row(found: dict[str, Record], recipe: str, microbatches: int) -> StepRow:
         return None if variant not in found or other_run(record, found[variant]) else found[variant].time_us
 
     record = found[recipe]
-    step, cached, refresh = record.time_us, beside(f"{recipe}_cached"), beside(f"{recipe}_refresh")
+    step, cached, refresh, casts = record.time_us, *(beside(f"{recipe}_{part}") for part in ("cached", "refresh", "casts"))
     products = beside("rowwise_gemms" if recipe == "rowwise" else "tensorwise_gemms")  # of the same operands and scales
-    whole = None if cached is None or refresh is None else cached + refresh / microbatches
+    whole = None if cached is None or refresh is None else cached + refresh / MICROBATCHES
     least = None if step is None or record.pct_ceiling is None else step * record.pct_ceiling / 100
-    return StepRow(
-        case=record.case,
-        groups=str(record.options.get("groups", "")),
-        policy=record.policy,
-        device=record.device,
-        recipe=recipe,
-        bf16=time("baseline"),
-        torchao=time("torchao_rowwise"),
-        step=step,
-        bound=None if products is None or least is None else products + least,
-        cached=whole,
-        casts=beside(f"{recipe}_casts"),
-        products=products,
-        compiled=beside(f"{recipe}_compiled"),
-        elsewhere=_elsewhere(found.get("torchao_rowwise"), found.get("baseline")),
-        times_bf16=ratio(beside("baseline"), step),
-        times_cached=ratio(beside("baseline"), whole),
-        times_torchao=ratio(beside("torchao_rowwise"), step),
-    )
+    bound = None if products is None or least is None else products + least
+    share = ratio(bound, step)
+    return {
+        "case": record.case,
+        "groups": str(record.options.get("groups", "")),
+        "recipe": recipe,
+        "bf16_us": time("baseline"),
+        "torchao_us": time("torchao_rowwise"),
+        "step_us": step,
+        "times_bf16": ratio(beside("baseline"), step),
+        "times_torchao": ratio(beside("torchao_rowwise"), step),
+        "pct_bound": None if share is None else 100 * share,
+        "cached_us": whole,
+        "cached_times_bf16": ratio(beside("baseline"), whole),
+        "bound_us": bound,
+        "casts_us": casts,
+        "products_us": products,
+        "other_us": None if step is None or casts is None or products is None else step - casts - products,
+        "compiled_us": beside(f"{recipe}_compiled"),
+        "torchao_commit": _elsewhere(found.get("torchao_rowwise"), found.get("baseline")),
+    }
 
 
 def _elsewhere(peer: Record | None, base: Record | None) -> str:
     return peer.commit if peer is not None and base is not None and peer.commit != base.commit else ""
 
 
-def tables(records: Sequence[Record]) -> list[Table]:
-    """Return a table per policy and device: a row per case and recipe, what its columns mean, and the geometric means."""
-    rows = step_rows(records)
-    places = list(dict.fromkeys((row.policy, row.device) for row in rows))
-    return [_table([row for row in rows if (row.policy, row.device) == place], place, len(places) > 1) for place in places]
-
-
-def _table(rows: Sequence[StepRow], place: tuple[str, str], is_named: bool) -> Table:
-    lines = tuple(Row(_values(row), "" if row.step is not None else "not timed") for row in rows)
+def _table(rows: Sequence[_Row], title: str) -> Table:
+    lines = [Row(tuple(row[column.csv_name] for column in _COLUMNS), "" if row["step_us"] else "not timed") for row in rows]
     means = tuple(filter(None, (_means(rows, recipe) for recipe in RECIPES)))
-    return Table(_COLUMNS, lines, means, (_MEANING,), repeated=2, title=", ".join(place) if is_named else "")
+    return Table(_COLUMNS, tuple(lines), means, (_MEANING,), repeated=2, title=title)
 
 
 _MEANING = (
@@ -142,21 +110,12 @@ _MEANING = (
 )
 
 
-def _values(row: StepRow) -> tuple[str | float | None, ...]:
-    share = ratio(row.bound, row.step)
-    return (
-        row.case, row.groups, row.recipe, row.bf16, row.torchao, row.step, row.times_bf16, row.times_torchao,
-        None if share is None else 100 * share, row.cached, row.times_cached, row.bound, row.casts, row.products, row.other,
-        row.compiled, row.elsewhere,
-    )  # fmt: skip
-
-
-def _means(rows: Iterable[StepRow], recipe: str) -> str:
+def _means(rows: Sequence[_Row], recipe: str) -> str:
     """Return the geometric means of a recipe; empty where there is nothing to compare."""
-    mine = [row for row in rows if row.recipe == recipe]
+    mine = [row for row in rows if row["recipe"] == recipe]
     parts = []
     for peer in ("bf16", "torchao"):
-        found = [r for row in mine if (r := getattr(row, f"times_{peer}")) is not None]
+        found = [r for row in mine if (r := row[f"times_{peer}"]) is not None]
         if found:
             parts.append(f"{geometric_mean(found):.2f}x {peer} ({len(found)} case{'' if len(found) == 1 else 's'})")
     return f"{recipe}: {', '.join(parts)}" if parts else ""

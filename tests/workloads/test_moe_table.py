@@ -11,8 +11,9 @@ from literal_records import changed
 from kerneltune import records
 from kerneltune.kernel_lib.groups import aligned_size
 from kerneltune.spec import Case
+from kerneltune.table import Table
 from kerneltune.workloads.moe_memory import Memory, memory_text, step_memory
-from kerneltune.workloads.moe_table import step_rows, tables
+from kerneltune.workloads.moe_table import tables
 
 STEP = {"op": "moe_step", "case": "some-4096", "axes": {"M": 4096, "K": 64, "N": 64, "E": 2}, "family": "moe_training"}
 TIMES = {"baseline": 1000.0, "torchao_rowwise": 1200.0, "tensorwise": 500.0, "tensorwise_gemms": 300.0, "tensorwise_casts": 150.0,
@@ -26,6 +27,12 @@ RECORDS = [
 ]
 
 
+def values(table: Table, *names: str) -> list[tuple[object, ...]]:
+    """Return the values of some columns, by their names in CSV, a tuple per row."""
+    places = [[column.csv_name for column in table.columns].index(name) for name in names]
+    return [tuple(row.values[place] for place in places) for row in table.rows]
+
+
 def test_a_rest_of_nothing_has_no_sign() -> None:
     whole = [changed(r, time_us=449.7 if r.variant == "tensorwise" else r.time_us) for r in RECORDS]
     (line,) = (line for line in tables(whole)[0].markdown().splitlines() if "| tensorwise |" in line)
@@ -33,13 +40,10 @@ def test_a_rest_of_nothing_has_no_sign() -> None:
 
 
 def test_rows_of_the_table() -> None:
-    tensorwise, rowwise = step_rows(RECORDS)
-    assert (tensorwise.bf16, tensorwise.torchao, tensorwise.step, tensorwise.products) == (1000, 1200, 500, 300)
-    assert tensorwise.bound == 300 + 500 * 20 / 100
-    assert tensorwise.cached == 400 + 80 / 8
-    assert tensorwise.other == 50
-    assert (rowwise.step, rowwise.bound, rowwise.cached, rowwise.other) == (625, None, None, None)
-    assert step_rows(RECORDS, 1)[0].cached == 480
+    (table,) = tables(RECORDS)
+    assert values(table, "bf16_us", "torchao_us", "step_us", "products_us")[0] == (1000, 1200, 500, 300)
+    names = ("step_us", "bound_us", "cached_us", "other_us")
+    assert values(table, *names) == [(500, 300 + 500 * 20 / 100, 400 + 80 / 8, 50), (625, None, None, None)]
 
 
 def test_the_table_as_text() -> None:
@@ -93,12 +97,11 @@ def test_a_peer_of_another_run_is_named() -> None:
 
 def test_times_of_different_runs_are_not_compared() -> None:
     later = [changed(r, unit="b" if r.variant in ("baseline", "rowwise") else "a") for r in RECORDS]
-    tensorwise, rowwise = step_rows(later)
-    assert (tensorwise.times_bf16, tensorwise.times_cached, tensorwise.times_torchao) == (None, None, 2.4)
-    assert (tensorwise.bf16, tensorwise.cached, tensorwise.bound) == (1000, 410, 400)
-    assert (rowwise.times_bf16, rowwise.times_torchao) == (1.6, None)
+    ratios = values(tables(later)[0], "times_bf16", "cached_times_bf16", "times_torchao")
+    assert ratios == [(None, None, 2.4), (1.6, None, None)]
+    assert values(tables(later)[0], "bf16_us", "cached_us", "bound_us")[0] == (1000, 410, 400)
     apart = [changed(r, commit="f00d") if r.variant in ("tensorwise_gemms", "tensorwise_refresh") else r for r in RECORDS]
-    assert (step_rows(apart)[0].bound, step_rows(apart)[0].cached) == (None, None)
+    assert values(tables(apart)[0], "bound_us", "cached_us")[0] == (None, None)
 
 
 def test_compare_shows_the_table_of_the_workload(tmp_path: Path) -> None:
