@@ -106,19 +106,22 @@ def run_torchao(inputs: Inputs, _config: None) -> Outputs:
     return _step(partial(product, pad_token_groups_for_grouped_mm=False), inputs)
 
 
-def run_step(scaling: str, inputs: Inputs, _config: None) -> Outputs:
+def run_step(recipe: str, inputs: Inputs, _config: None) -> Outputs:
     """`fp8_grouped_mm`, as GroupedLinear calls it: the largest weights are those of the step before."""
-    return _step(partial(_product(scaling), _amax(inputs)), inputs)
+    return _step(partial(fp8_grouped_mm, recipe=_how(recipe, inputs), amax=_amax(inputs)), inputs)
 
 
-@cache
-def _product(scaling: str) -> Callable[..., Tensor]:
-    """`fp8_grouped_mm` by one recipe; the same function at every call, so that it is compiled once."""
+def _how(recipe: str, inputs: Inputs) -> Recipe | DelayedScaling:
+    """Return a recipe; for `delayed` scales that are known from one step."""
 
-    def product(amax: Tensor, a: Tensor, b_t: Tensor, offs: Tensor) -> Tensor:
-        return fp8_grouped_mm(a, b_t, offs, recipe=scaling, amax=amax)
+    def known() -> DelayedScaling:
+        scaling = DelayedScaling(inputs["w"].shape[0], device=inputs["w"].device)
+        _step(partial(fp8_grouped_mm, recipe=scaling), inputs)
+        scaling.update()
+        return scaling
 
-    return product
+    how: Recipe | DelayedScaling = _once(inputs, "delayed scaling", known) if recipe == "delayed" else Recipe(recipe)
+    return how
 
 
 def _amax(inputs: Inputs) -> Tensor:
@@ -132,72 +135,53 @@ def run_compiled(scaling: str, inputs: Inputs, _config: None) -> Outputs:
     return _step(partial(compiled_for(_product(scaling), inputs["a"].shape, inputs["w"].shape), _amax(inputs)), inputs)
 
 
-def run_cached(scaling: str, inputs: Inputs, _config: None) -> Outputs:
+@cache
+def _product(scaling: str) -> Callable[..., Tensor]:
+    """`fp8_grouped_mm` by one recipe; the same function at every call, so that it is compiled once."""
+
+    def product(amax: Tensor, a: Tensor, b_t: Tensor, offs: Tensor) -> Tensor:
+        return fp8_grouped_mm(a, b_t, offs, recipe=scaling, amax=amax)
+
+    return product
+
+
+def run_cached(recipe: str, inputs: Inputs, _config: None) -> Outputs:
     """`fp8_grouped_mm` with weights that were cast before: a later microbatch."""
-    weights = _once(inputs, f"{scaling} weights", lambda: cast_weights(inputs["w"].transpose(1, 2), Recipe(scaling)))
-    return _step(partial(fp8_grouped_mm, recipe=scaling, weights=weights), inputs)
+    weights = _once(inputs, f"{recipe} weights", lambda: _weights(recipe, inputs))
+    return _step(partial(fp8_grouped_mm, recipe=_how(recipe, inputs), weights=weights), inputs)
 
 
-def run_refresh(scaling: str, inputs: Inputs, _config: None) -> Outputs:
+def _weights(recipe: str, inputs: Inputs) -> Fp8Weights:
+    how = _how(recipe, inputs)
+    if isinstance(how, DelayedScaling):
+        return how.cast_weights(inputs["w"])
+    return cast_weights(inputs["w"].transpose(1, 2), how, amax=_amax(inputs))
+
+
+def run_refresh(recipe: str, inputs: Inputs, _config: None) -> Outputs:
     """Cast the weights into their workspace: the first microbatch does this besides."""
-    workspace: WeightWorkspace = _once(inputs, f"{scaling} workspace", WeightWorkspace)
-    return {"w": _cast_of_w(workspace.get(inputs["w"], Recipe(scaling), update=True, amax=_amax(inputs)))}
-
-
-def _delayed(inputs: Inputs) -> DelayedScaling:
-    """Scales known from one step."""
-
-    def made() -> DelayedScaling:
-        scaling = DelayedScaling(inputs["w"].shape[0], device=inputs["w"].device)
-        _step(partial(fp8_grouped_mm, recipe=scaling), inputs)
-        scaling.update()
-        return scaling
-
-    known: DelayedScaling = _once(inputs, "delayed scaling", made)
-    return known
-
-
-def run_delayed(inputs: Inputs, _config: None) -> Outputs:
-    """`fp8_grouped_mm` under delayed scaling."""
-    return _step(partial(fp8_grouped_mm, recipe=_delayed(inputs)), inputs)
-
-
-def run_delayed_cached(inputs: Inputs, _config: None) -> Outputs:
-    """Run the step with weights that were cast before."""
-    weights = _once(inputs, "delayed weights", lambda: _delayed(inputs).cast_weights(inputs["w"]))
-    return _step(partial(fp8_grouped_mm, recipe=_delayed(inputs), weights=weights), inputs)
-
-
-def run_delayed_refresh(inputs: Inputs, _config: None) -> Outputs:
-    """Cast the weights into their workspace under delayed scaling."""
-    workspace: WeightWorkspace = _once(inputs, "delayed workspace", WeightWorkspace)
-    return {"w": _cast_of_w(workspace.get(inputs["w"], _delayed(inputs), update=True))}
-
-
-def run_delayed_casts(inputs: Inputs, _config: None) -> Outputs:
-    """Run all casts of a step under delayed scaling."""
-    scaling = _delayed(inputs)
-    (a, _, s_a), (dy, _, s_dy) = (
-        scaling.cast(inputs[name], inputs["offs"], place) for name, place in (("a", ROWS), ("dy", GRADS))
-    )
-    return {"a": (a, s_a), "dy": (dy, s_dy), "w": _cast_of_w(scaling.cast_weights(inputs["w"]))}
+    workspace: WeightWorkspace = _once(inputs, f"{recipe} workspace", WeightWorkspace)
+    return {"w": _cast_of_w(workspace.get(inputs["w"], _how(recipe, inputs), update=True, amax=_amax(inputs)))}
 
 
 def _cast_of_w(weights: Fp8Weights) -> tuple[Tensor, Tensor]:
     return weights.q.transpose(1, 2), weights.scale.view(*weights.scale.shape[:2], *[1] * (3 - weights.scale.ndim))
 
 
-def _casts(scaling: str, inputs: Inputs) -> dict[str, list[Tensor]]:
+def _casts(recipe: str, inputs: Inputs) -> dict[str, list[Tensor]]:
     """Run all casts of a step: of a, w and dy for Y and dA, and of a and dy for dW, each as fp8 and scale."""
-    a, b_t, dy, offs = inputs["a"], inputs["w"].transpose(1, 2), inputs["dy"], inputs["offs"]
-    weights = cast_weights(b_t, Recipe(scaling), amax=_amax(inputs))
-    if scaling == "rowwise":
+    a, dy, offs, how = inputs["a"], inputs["dy"], inputs["offs"], _how(recipe, inputs)
+    weights = _weights(recipe, inputs)
+    if recipe == "rowwise":
         (q_a, s_a, a_t, s_a_t), (q_dy, s_dy, dy_t, s_dy_t) = (
             fp8.fp8_group_both(x, offs, inverse=True, aligned=True) for x in (a, dy)
         )
         s_dy_t, s_a_t = s_dy_t.view(offs.shape[0], -1), s_a_t.view(offs.shape[0], -1)
     else:
-        (q_a, a_t, s_a), (q_dy, dy_t, s_dy) = (_both(x, offs) for x in (a, dy))
+        (q_a, a_t, s_a), (q_dy, dy_t, s_dy) = (
+            how.cast(x, offs, place) if isinstance(how, DelayedScaling) else _both(x, offs)
+            for x, place in ((a, ROWS), (dy, GRADS))
+        )
         s_a_t, s_dy_t = s_a, s_dy
     return {"a": [q_a, s_a], "w": list(weights), "dy": [q_dy, s_dy], "a_t": [a_t, s_a_t], "dy_t": [dy_t, s_dy_t]}
 
@@ -208,15 +192,15 @@ def _both(x: Tensor, offs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return out.q, out.q_t, out.scale
 
 
-def run_casts(scaling: str, inputs: Inputs, _config: None) -> Outputs:
+def run_casts(recipe: str, inputs: Inputs, _config: None) -> Outputs:
     """Run all casts of a step, no product."""
-    casts = _casts(scaling, inputs)
+    casts = _casts(recipe, inputs)
     return {"a": tuple(casts["a"]), "dy": tuple(casts["dy"]), "w": _cast_of_w(Fp8Weights(*casts["w"]))}
 
 
-def run_gemms(scaling: str, inputs: Inputs, _config: None) -> Outputs:
+def run_gemms(recipe: str, inputs: Inputs, _config: None) -> Outputs:
     """Return the three products of a step, of operands that were cast before."""
-    casts = _once(inputs, f"{scaling} casts", lambda: _casts(scaling, inputs))
+    casts = _once(inputs, f"{recipe} casts", lambda: _casts(recipe, inputs))
     offs = inputs["offs"]
     (a, s_a), (dy, s_dy), (a_t, s_a_t), (dy_t, s_dy_t) = (casts[name] for name in ("a", "dy", "a_t", "dy_t"))
     q, scale, q_t, scale_t = casts["w"]
@@ -239,8 +223,13 @@ def empty_groups(case: Case) -> str | None:
     return "groups of no rows, on which torch's products may stop the device" if smallest < ALIGNED else None
 
 
-_STEPS = {"": run_step, "_compiled": run_compiled}
-_PARTS = {"_cached": run_cached, "_refresh": run_refresh, "_casts": run_casts, "_gemms": run_gemms}
+_RUNS: dict[str, Callable[[str, Inputs, None], Outputs]] = {
+    "": run_step, "_compiled": run_compiled,
+    "_cached": run_cached, "_refresh": run_refresh, "_casts": run_casts, "_gemms": run_gemms,
+}  # fmt: skip
+_STEPS = ("", "_compiled")
+_RECIPES = dict.fromkeys(SCALINGS, tuple(_RUNS)) | {"delayed": ("", "_cached", "_refresh", "_casts")}
+"""Recipe -> what is timed of it; torch.compile's graph breaks under `delayed`, whose products are those of `tensorwise`."""
 
 OPS = (
     Op(
@@ -258,14 +247,10 @@ OPS = (
         variants=(
             Variant("baseline", run_bf16, unsupported=empty_groups, requires=("torch",)),
             *(
-                Variant(f"{s}{suffix}", partial(run, s), part=suffix in _PARTS)
-                for s in SCALINGS
-                for suffix, run in (_STEPS | _PARTS).items()
+                Variant(f"{recipe}{suffix}", partial(_RUNS[suffix], recipe), part=suffix not in _STEPS)
+                for recipe, suffixes in _RECIPES.items()
+                for suffix in suffixes
             ),
-            Variant("delayed", run_delayed),
-            Variant("delayed_cached", run_delayed_cached, part=True),
-            Variant("delayed_refresh", run_delayed_refresh, part=True),
-            Variant("delayed_casts", run_delayed_casts, part=True),
             Variant("torchao_rowwise", run_torchao, unsupported=empty_groups, requires=("torchao",)),
         ),
     ),
