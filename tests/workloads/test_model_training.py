@@ -8,7 +8,6 @@ import torch
 
 from kerneltune.spec import Case
 from kerneltune.workloads import models
-from kerneltune.workloads.model_steps import by_kind
 from kerneltune.workloads.model_training import OPS, compare, inputs, traffic
 
 CASE = Case("tiny", (("T", 40),), "bfloat16", "fp8", (("model", "tiny-experts"), ("compiled", False)))
@@ -30,12 +29,6 @@ def outcome(loss: float, gradient: list[float]) -> dict[str, Any]:
 )
 def test_step_is_compared_by_loss_and_direction_of_gradients(got: dict[str, Any], errors: list[str]) -> None:
     assert compare(CASE, {}, got, outcome(2.0, [1.0, 0.0])) == errors
-
-
-def test_kernels_are_sorted_into_kinds_by_their_names() -> None:
-    found = by_kind([("_grouped_gemm", 2.0), ("triton_poi_fused_grouped_mm", 1.0), ("nvjet_tst", 4.0), ("unknown", 0.5)])
-    assert (found["expert products"], found["fused by the compiler"], found["dense products"]) == (2.0, 1.0, 4.0)
-    assert (found["other"], found["all"]) == (0.5, 7.5)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")

@@ -4,15 +4,11 @@ import csv
 import io
 from pathlib import Path
 
-import pytest
 from command_line import record, run
 from literal_records import changed
 
 from kerneltune import records
-from kerneltune.kernel_lib.groups import aligned_size
-from kerneltune.spec import Case
 from kerneltune.table import Table
-from kerneltune.workloads.moe_memory import Memory, memory_text, step_memory
 from kerneltune.workloads.moe_table import tables
 
 STEP = {"op": "moe_step", "case": "some-4096", "axes": {"M": 4096, "K": 64, "N": 64, "E": 2}, "family": "moe_training"}
@@ -114,23 +110,3 @@ def test_compare_shows_the_table_of_the_workload(tmp_path: Path) -> None:
     assert run("compare", file, "--format", "markdown", "--output", output).exit_code == 0
     assert output.read_text() == tables(RECORDS)[0].markdown()
     assert run("compare", "baseline", "tensorwise", "--from", file).stdout.startswith("A: baseline; B: tensorwise")
-
-
-def test_the_table_of_memory() -> None:
-    found = {"bf16": Memory(470_000_000, 0, 2_000_000_000), "tensorwise, cached": Memory(235_400_000, 1_880_000_000, 900_000_000)}
-    assert memory_text(found) == (
-        "                    kept MB  workspace MB  peak MB\n"
-        "bf16                    470             0     2000\n"
-        "tensorwise, cached      235          1880      900\n"
-    )
-
-
-@pytest.mark.gpu
-def test_fp8_keeps_less_for_the_backward() -> None:
-    M, K, E, N = 32768, 2048, 8, 1408
-    case = Case("up", (("M", M), ("K", K), ("N", N), ("E", E)), "bfloat16", "fp8", (("groups", "balanced"),))
-    kept = {name: memory.kept / 1e6 for name, memory in step_memory(case).items()}
-    cast = aligned_size(M, E) * K  # of aligned groups
-    assert kept["bf16"] == pytest.approx(2 * M * K / 1e6, abs=1)
-    assert kept["tensorwise, cached"] == pytest.approx(cast / 1e6, abs=1)
-    assert kept["tensorwise"] == pytest.approx((cast + E * K * N) / 1e6, abs=1)
