@@ -174,20 +174,6 @@ for _command in (command for group in _groups for command in group.registered_co
     _command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in _paragraphs)
 
 
-_MOVED = {**{name: f"lab {name}" for name in ("noise", "replay", "study", "versus")}, "insight": "trials"}
-
-
-def _moved(context: typer.Context) -> None:
-    raise ValueError(
-        f"{context.info_name}: moved: kerneltune {' '.join([_MOVED[str(context.info_name)], *context.args])}".rstrip()
-    )
-
-
-for _name in _MOVED:
-    _any = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
-    app.command(_name, hidden=True, context_settings=_any)(_moved)
-
-
 def _version(wanted: bool) -> None:
     if wanted:
         from importlib import metadata  # slow to import, and --help is to be quick

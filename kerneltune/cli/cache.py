@@ -146,12 +146,6 @@ def _named(entry: "CacheEntry") -> str:
     return f"{entry.variant} {entry.case} {entry.dtype} {entry.quant}"
 
 
-@app.command("misses", hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
-def misses_(context: typer.Context) -> None:
-    """Say where the command is now."""
-    raise ValueError(f"misses: moved: kerneltune cache from-misses {' '.join(context.args)}".rstrip())
-
-
 @app.command("from-misses")
 def from_misses(
     log: Annotated[Path, typer.Argument(metavar="LOG", envvar="KERNELTUNE_LOG_MISSES", help="Where misses were logged.")],

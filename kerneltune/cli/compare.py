@@ -9,7 +9,7 @@ import typer
 
 from kerneltune.cli import options as o
 from kerneltune.cli.console import deliver, note, width
-from kerneltune.cli.files import record_files, selected, with_roles
+from kerneltune.cli.files import record_files, selected
 from kerneltune.cli.progress import reporter
 from kerneltune.table import wrapped
 
@@ -126,7 +126,7 @@ def _recorded(source: list[Path] | None, family: str | None, results: Path | Non
 
     if source:
         return _loaded(source, family)
-    return with_roles([record for path in record_files(results, family) for record in load(path)])
+    return [record for path in record_files(results, family) for record in load(path)]
 
 
 def _loaded(files: Iterable[Path], family: str | None) -> "list[Record]":
@@ -146,7 +146,7 @@ def _loaded(files: Iterable[Path], family: str | None) -> "list[Record]":
             raise ValueError(f"{path}: no records")
         found += rows
     families = by_family(found)
-    return with_roles(found if family is None else families[o.choice("family", family_name(family), families)])
+    return found if family is None else families[o.choice("family", family_name(family), families)]
 
 
 def _side(name: str, records: "list[Record]", wanted: "Selection") -> "list[Record]":

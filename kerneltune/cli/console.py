@@ -7,11 +7,16 @@ import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import typer
 from rich.console import Console
 
 from kerneltune.files import replace_bytes
 from kerneltune.table import Column, Row, Table, printable, wrapped
+
+if TYPE_CHECKING:
+    from kerneltune.records import Record
 
 _PIPED_WIDTH, _LEAST_WIDTH = 100, 20
 _NUMBER = re.compile(r"[-+]?[0-9.,]*( ?%|x)?")
@@ -74,6 +79,15 @@ def note(text: str) -> None:
 def error_line(text: str) -> None:
     """Print on one line what is wrong."""
     messages.print(printable(" ".join(text.split())), markup=False, soft_wrap=True)
+
+
+def end_if_failed(records: "Iterable[Record]") -> None:
+    """Print a line for each record that failed; end the command with exit code 1 where there is one."""
+    failed = [record for record in records if record.status == "failed"]
+    for record in failed:
+        error_line(f"failed: {record.variant} {record.case} {record.label}: {record.reason}")
+    if failed:
+        raise typer.Exit(1)
 
 
 def deliver(text: str, output: Path | None) -> None:

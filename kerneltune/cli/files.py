@@ -15,19 +15,8 @@ from kerneltune.spec import PLUGINS
 if TYPE_CHECKING:
     from kerneltune.plan import Selection
     from kerneltune.records import Record
-    from kerneltune.spec import Case, Op, Option
+    from kerneltune.spec import Case, Op
     from kerneltune.sweep import SweepCase
-
-
-def with_roles(records: "Sequence[Record]") -> "list[Record]":
-    """Return records that say whether they are a peer's or a part's; older files do not, and the operators are asked."""
-    from msgspec.structs import replace
-
-    if all(record.role for record in records):
-        return list(records)
-    known = o.load_facts()
-    of = {(op.name, variant.name): variant.role for op in known.values() for variant in op.variants}
-    return [record if record.role else replace(record, role=of.get((record.op, record.variant), "own")) for record in records]
 
 
 def selected(found: "Sequence[Record]", wanted: "Selection") -> "list[Record]":
@@ -43,12 +32,6 @@ def selected(found: "Sequence[Record]", wanted: "Selection") -> "list[Record]":
         if not fnmatch.filter(cases, pattern):
             raise ValueError(f"case: {pattern!r}: no record of such a case{meant(pattern, cases)}")
     return [record for record in found if wanted.covers(record.op, record.case, record.dtype, record.quant)]
-
-
-def option_defaults(name: str) -> "Mapping[str, Option]":
-    """Return the default of every option of an operator; empty for one that is not known here."""
-    op = o.load_facts().get(name)
-    return {option: values[0] for option, values in op.options.items()} if op is not None else {}
 
 
 def swept(known: "Mapping[str, Op]", extra: Iterable[str] = ()) -> "list[SweepCase]":

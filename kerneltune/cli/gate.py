@@ -10,8 +10,8 @@ import typer
 
 from kerneltune.cli import inspect
 from kerneltune.cli import options as o
-from kerneltune.cli.console import error_line, note, show, width, write
-from kerneltune.cli.files import option_defaults, selected, with_roles
+from kerneltune.cli.console import end_if_failed, error_line, note, show, width, write
+from kerneltune.cli.files import selected
 from kerneltune.cli.progress import reporter
 
 if TYPE_CHECKING:
@@ -144,16 +144,17 @@ def _emitted(emit: list[str] | None) -> dict[str, Path]:
 def _judged(baseline: str, new: Path, wanted: "Selection", margin: float | None, peers: bool) -> "tuple[Verdict, list[Record]]":
     """Hold the wanted rows of a file against those of a file; return the verdict and the new records."""
     from kerneltune.gating.baseline import load_baseline
+    from kerneltune.gating.rows import defaults_of
     from kerneltune.gating.verdict import DEFAULT_MARGIN, gate
     from kerneltune.records import load
 
-    records = with_roles(load(new))  # first, for where it is missing git would say the wrong thing of the baseline
-    against = with_roles(load_baseline(baseline, new))
+    records = load(new)  # first, for where it is missing git would say the wrong thing of the baseline
+    against = load_baseline(baseline, new)
     selected([*against, *records], wanted)  # a name that neither side has is an error
     o.matching("variant", wanted.variants, (record.variant for record in (*against, *records)))
     records, against = ([record for record in side if _takes(wanted, record)] for side in (records, against))
     tolerated = DEFAULT_MARGIN if margin is None else margin
-    return gate(against, records, tolerated, peers=peers, defaults=option_defaults), records
+    return gate(against, records, tolerated, peers=peers, defaults=lambda op: defaults_of(o.load_facts(), op)), records
 
 
 def _takes(wanted: "Selection", record: "Record") -> bool:
@@ -191,11 +192,7 @@ def _update(baseline: str, selection: "Selection", options: "Options", processes
     o.require_writable(Path(baseline).parent)
     with reporter() as progress:
         measured = run_processes(o.load_ops, selection, options, processes, progress)
-    failed = [record for record in measured if record.status == "failed"]
-    for record in failed:
-        error_line(f"failed: {record.variant} {record.case} {record.label}: {record.reason}")
-    if failed:
-        raise typer.Exit(1)
+    end_if_failed(measured)
     if not any(record.status == "passed" for record in measured):
         raise ValueError(f"nothing measured: {selection.family} has no such case and variant that can be timed here")
     _keep(Path(baseline), measured)

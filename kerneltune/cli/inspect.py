@@ -30,18 +30,6 @@ _LEGEND = (
 )
 _HEAD = ("target", "regs", "spill", "shared", "programs", "warps", "limiter", "loads", "stores")
 
-Target = Annotated[
-    list[str] | None, typer.Option("--target", metavar="ARCH|all", help="Compile for it, like sm_90; may be repeated.")
-]
-Knobs = Annotated[str | None, typer.Option("--config", metavar="JSON", help="This config, not the cached one.")]
-Against = Annotated[str | None, typer.Option("--against", metavar="JSON", help="Show what differs with this config.")]
-AgainstRev = Annotated[
-    str | None, typer.Option("--against-rev", metavar="REV", help="Show what differs from a git revision and its configs.")
-]
-Recompile = Annotated[bool, typer.Option("--recompile", help="Compile all kernels again.")]
-Renew = Annotated[bool, typer.Option("--renew", help="Write what was found to results/static, which the package ships.")]
-Save = Annotated[Path | None, typer.Option("--save", metavar="FILE", help="Keep what was found, for gate --static.")]
-
 
 @o.selects("op")
 def command(
@@ -50,13 +38,19 @@ def command(
     sizes: Annotated[
         list[str] | None, typer.Argument(metavar="[AXIS=SIZE]...", help="This case, like M=8192, not the cached ones.")
     ] = None,
-    target: Target = None,
-    config: Knobs = None,
-    against: Against = None,
-    against_rev: AgainstRev = None,
-    save: Save = None,
-    recompile: Recompile = False,
-    renew: Renew = False,
+    target: Annotated[
+        list[str] | None, typer.Option("--target", metavar="ARCH|all", help="Compile for it, like sm_90; may be repeated.")
+    ] = None,
+    config: Annotated[str | None, typer.Option("--config", metavar="JSON", help="This config, not the cached one.")] = None,
+    against: Annotated[str | None, typer.Option("--against", metavar="JSON", help="Show what differs with this config.")] = None,
+    against_rev: Annotated[
+        str | None, typer.Option("--against-rev", metavar="REV", help="Show what differs from a git revision and its configs.")
+    ] = None,
+    save: Annotated[Path | None, typer.Option("--save", metavar="FILE", help="Keep what was found, for gate --static.")] = None,
+    recompile: Annotated[bool, typer.Option("--recompile", help="Compile all kernels again.")] = False,
+    renew: Annotated[
+        bool, typer.Option("--renew", help="Write what was found to results/static, which the package ships.")
+    ] = False,
     gpu: Annotated[str, typer.Option("--gpu", metavar="NAME", help="Cached configs of this GPU, by its folder's name.")] = _GPU,
     workers: o.Workers = None,
     configs: o.Configs = None,
@@ -106,17 +100,17 @@ def command(
     _end(found, *filter(None, [earlier]), is_given=config is not None or against is not None)
 
 
+def _end(*found: "Survey", is_given: bool) -> None:
+    """End the command with exit code 1 where a config that was given does not compile."""
+    if is_given and any(row.error for survey in found for row in survey.rows):
+        raise typer.Exit(1)
+
+
 def _require_names(cases: Sequence[str], op: str) -> None:
     """Raise ValueError for a case that is sizes, not a name."""
     for case in cases:
         if "=" in case:
             raise ValueError(f"case: {case!r}: expected a case's name; sizes follow OP: {' '.join([op, *case.split(',')])}")
-
-
-def _end(*found: "Survey", is_given: bool) -> None:
-    """End the command with exit code 1 where a config that was given does not compile."""
-    if is_given and any(row.error for survey in found for row in survey.rows):
-        raise typer.Exit(1)
 
 
 def judge(
@@ -302,7 +296,8 @@ def _with_config(requests: "list[SurveyRequest]", field: str, text: str) -> "lis
 def _again(wanted: "Selection", sizes: list[str] | None, recompile: bool, **given: Any) -> list[str]:
     """Return the arguments with which another revision does the same."""
     arguments = [*wanted.ops, *(sizes or ()), *(["--recompile"] if recompile else [])]
-    for name, value in {**o.selecting(wanted), **given}.items():
+    given |= {"variant": wanted.variants, "case": wanted.cases, "dtype": wanted.dtypes, "quant": wanted.quants}
+    for name, value in given.items():
         for item in value if isinstance(value, list | tuple) else [] if value is None else [value]:
             arguments += [f"--{name}", str(item)]
     return arguments

@@ -175,11 +175,6 @@ def matching(field: str, patterns: Sequence[str] | None, present: Iterable[str])
     return [name for name in known if not patterns or any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
 
 
-def selecting(wanted: "Selection") -> dict[str, tuple[str, ...]]:
-    """Return the options that a selection was made of, but for `op`."""
-    return {"variant": wanted.variants, "case": wanted.cases, "dtype": wanted.dtypes, "quant": wanted.quants}
-
-
 def percent(field: str, text: str | None) -> float | None:
     """Return the fraction that `1%` or `1` says; None for None.
 

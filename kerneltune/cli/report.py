@@ -11,7 +11,7 @@ import typer
 
 from kerneltune.cli import options as o
 from kerneltune.cli.console import deliver, note, write
-from kerneltune.cli.files import curve_files, record_files, selected, with_roles
+from kerneltune.cli.files import curve_files, record_files, selected
 
 if TYPE_CHECKING:
     from kerneltune.cache import CacheEntry
@@ -116,10 +116,9 @@ def _sources(
         if path.suffix == _CURVES:
             name = _short(path)
             of_curves[name if name not in of_curves else f"{path.parent.name}/{name}"] = curves.load(path)
-    records = selected([record for path in paths if path.suffix != _CURVES for record in load(path)], wanted)
-    if not records and len(of_curves) < len(paths):
+    everything = selected([record for path in paths if path.suffix != _CURVES for record in load(path)], wanted)
+    if not everything and len(of_curves) < len(paths):
         raise ValueError(f"no records to report in {', '.join(map(str, paths))}")
-    everything = with_roles(records)
     own = {family: own_tables(members) for family, members in by_family(everything).items()}
     records = [record for record in everything if record.role != "part"]
     trials = _trials(records, results)

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kerneltune.cli import options as o
-from kerneltune.cli.console import error_line, note, show, show_wrapped, width
-from kerneltune.cli.files import with_roles
+from kerneltune.cli.console import end_if_failed, note, show, show_wrapped, width
 from kerneltune.cli.progress import reporter
 from kerneltune.table import counted, pairs
 
@@ -76,11 +75,7 @@ def command(
         show_wrapped(swept.remark)
     for path in swept.files:
         note(f"wrote {path}")
-    failed = [r for r in swept.records if r.status == "failed" and not known[r.op].variant(r.variant).is_peer]
-    for record in failed:
-        error_line(f"failed: {record.variant} {record.case} {record.label}: {record.reason}")
-    if failed:
-        raise typer.Exit(1)
+    end_if_failed(r for r in swept.records if not known[r.op].variant(r.variant).is_peer)
 
 
 def _start_server() -> None:
@@ -125,8 +120,7 @@ def _show_recorded(family: str, asked: str, results: Path) -> None:
     from kerneltune.sweep import family_name, recorded_root
 
     files = sorted(recorded_root(None, family).glob(f"*/{family_name(family)}.jsonl"))
-    found = [r for path in files for r in load(path)]
-    recorded = with_roles([r for r in found if r.policy == "cold"])
+    recorded = [r for path in files for r in load(path) if r.policy == "cold"]
     for name, others in (
         ("baseline", side([r for r in recorded if r.role != "peer"], "baseline")),
         ("the fastest peer of every case", side(recorded, BEST_PEER)),

@@ -4,6 +4,7 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kerneltune.cli import options as o
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from kerneltune.search.insight import Portfolio
     from kerneltune.search.task import Evaluation
     from kerneltune.search.trials import Searches
+    from kerneltune.spec import Op
 
 _DEAD = 4
 """Values of knobs that a short answer names."""
@@ -35,19 +37,28 @@ def command(
     """Show what past trials say: how good each search was, the knobs that matter, and the fewest configs for all cases."""
     known = o.load_ops()
     from kerneltune import device
-    from kerneltune.plan import load_plan
-    from kerneltune.search.trials import searches_below
 
     selection = o.make_selection(known, family, replace(wanted, variants=(variant,)))
     folder = o.results_root(results, family) / "runs" / "trials" / (gpu or device.current().slug)
-    cases = [(known[entry.op], entry.case) for entry in load_plan(known, selection).bench if selection.takes(entry)]
-    found = searches_below(folder, cases, selection.takes_variant, policy)
+    found = searches_of(known, selection, policy, folder)
     if not found:
         show_wrapped(f"no trials of {family} in {folder}: `kerneltune tune {family}` makes them, on a GPU")
         return
     for title, searches in found.items():
         show_searches(title, searches, whole=True)
         show("")
+
+
+def searches_of(known: "Mapping[str, Op]", selection: "Selection", policy: str, folder: Path) -> "dict[str, Searches]":
+    """Return title -> the stored trials of an operator's variant on the selected bench cases.
+
+    folder: of the trial stores.
+    """
+    from kerneltune.plan import load_plan
+    from kerneltune.search.trials import searches_below
+
+    cases = [(known[entry.op], entry.case) for entry in load_plan(known, selection).bench if selection.takes(entry)]
+    return searches_below(folder, cases, selection.takes_variant, policy)
 
 
 def _times(searches: "Searches") -> list[dict[Any, float]]:

@@ -1,6 +1,5 @@
 """`kerneltune tune`: search the best configs of a family and keep those that win the paired final."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,11 +10,10 @@ from kerneltune.cli import cases
 from kerneltune.cli import options as o
 from kerneltune.cli.console import error_line, note, show
 from kerneltune.cli.progress import reporter
-from kerneltune.cli.trials import show_searches
+from kerneltune.cli.trials import searches_of, show_searches
 
 if TYPE_CHECKING:
     from kerneltune.plan import Selection
-    from kerneltune.spec import Op
     from kerneltune.tuning.stage import TuningSummary
 
 _MODEL_GAIN = "1%"
@@ -119,7 +117,9 @@ def command(
     with reporter() as progress:
         tuned = run_tune(known, selection, options, progress)
     if tuned.entries:
-        _show_trials(known, selection, policy, results / "runs" / "trials" / tuned.device_slug)
+        folder = results / "runs" / "trials" / tuned.device_slug
+        for title, searches in searches_of(known, selection, policy, folder).items():
+            show_searches(title, searches)
     _show_outcome(tuned, configs)
     if tuned.failed:
         raise typer.Exit(1)
@@ -134,13 +134,3 @@ def _show_outcome(tuned: "TuningSummary", configs: Path | None) -> None:
     if not tuned.searched:
         kept = f"{tuned.kept} cases have configs (--force searches again)"
         show(f"nothing to tune: {kept if tuned.kept else 'no selected variant has knobs'}")
-
-
-def _show_trials(known: "Mapping[str, Op]", selection: "Selection", policy: str, folder: Path) -> None:
-    """Summarize the trials of the selected cases that are stored in the folder."""
-    from kerneltune.plan import load_plan
-    from kerneltune.search.trials import searches_below
-
-    searched = [(known[entry.op], entry.case) for entry in load_plan(known, selection).bench if selection.takes(entry)]
-    for title, searches in searches_below(folder, searched, selection.takes_variant, policy).items():
-        show_searches(title, searches)

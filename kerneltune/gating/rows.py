@@ -6,8 +6,9 @@ the one that the older record holds. Judges nothing and reads no file.
 
 from collections.abc import Callable, Iterable, Mapping
 
+from kerneltune.listing import OpFacts
 from kerneltune.records import Record
-from kerneltune.spec import Option
+from kerneltune.spec import Op, Option
 
 Identity = Callable[[Record], object]
 """Gives what is equal for two records of one row."""
@@ -15,12 +16,12 @@ Defaults = Callable[[str], Mapping[str, Option]]
 """Gives the default of every option of an operator; empty for one that is not known."""
 
 
-def no_defaults(_op: str) -> Mapping[str, Option]:
-    """Know no operator."""
-    return {}
+def defaults_of(ops: Mapping[str, Op | OpFacts], name: str) -> Mapping[str, Option]:
+    """Return the default of every option of an operator; empty for one that is not known."""
+    return {option: values[0] for option, values in ops[name].options.items()} if name in ops else {}
 
 
-def identity_of(baseline: Iterable[Record], new: Iterable[Record], defaults: Defaults = no_defaults) -> Identity:
+def identity_of(baseline: Iterable[Record], new: Iterable[Record], defaults: Defaults) -> Identity:
     """Return the identity of rows within two sets of records: operator, types, sizes, options, policy, variant and device.
 
     An option that some record of the operator lacks is left out where it has its default. Where the default is not known, and

@@ -9,11 +9,12 @@ from functools import partial
 from kerneltune import device, sweep
 from kerneltune.campaign import measure_live
 from kerneltune.gating.pooling import pool
+from kerneltune.gating.rows import defaults_of
 from kerneltune.gating.verdict import DEFAULT_MARGIN, UNUSABLE, RowKey, Verdict, confirm
 from kerneltune.plan import Options, Progress, Quiet, Selection, require_gpu
 from kerneltune.processes import in_fresh_processes
 from kerneltune.records import Key, Record
-from kerneltune.spec import Op, Option
+from kerneltune.spec import Op
 from kerneltune.table import counted
 
 LoadOps = Callable[[], Mapping[str, Op]]
@@ -52,7 +53,7 @@ def run_gate(
         return run_processes(load_ops, selection, options, processes, progress, {key for key, _variant in suspects})
 
     measured = run_processes(load_ops, selection, options, processes, progress)
-    return confirm(kept, measured, tolerated, remeasure, peers=options.peers, defaults=partial(_defaults, ops))
+    return confirm(kept, measured, tolerated, remeasure, peers=options.peers, defaults=partial(defaults_of, ops))
 
 
 def run_processes(
@@ -82,11 +83,6 @@ def run_processes(
 def _measure(load_ops: LoadOps, selection: Selection, options: Options, keys: Collection[Key] | None) -> list[Record]:
     """Measure in the subprocess."""
     return measure_live(load_ops(), selection, options, Quiet(), _COMMAND, keys)
-
-
-def _defaults(ops: Mapping[str, Op], name: str) -> Mapping[str, Option]:
-    """Return the default of every option of an operator."""
-    return {option: values[0] for option, values in ops[name].options.items()} if name in ops else {}
 
 
 def _obstacle(baseline: Sequence[Record]) -> str:

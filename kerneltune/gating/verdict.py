@@ -20,12 +20,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Literal
 
 from kerneltune.device import INTERPRETER
 from kerneltune.gating.pooling import pool
-from kerneltune.gating.rows import Defaults, identity_of, no_defaults
+from kerneltune.gating.rows import Defaults, defaults_of, identity_of
 from kerneltune.records import Key, Record, newest_rows, other_run
 from kerneltune.stats import Interval, Shift, holm, interval_shift, shifts
 from kerneltune.table import printable
@@ -42,6 +43,8 @@ A_PEER, _FAILED_BEFORE = "a peer", "fails in the baseline as well"
 """Why a row is a note."""
 RERUNS = 2
 """How often suspects are measured again: all of them once, those that are ambiguous then once more."""
+
+_NO_DEFAULTS: Defaults = partial(defaults_of, {})
 
 Outcome = Literal["pass", "slower", "regression", "ambiguous", "missing", "failed", "faster"]
 WORST_FIRST: tuple[Outcome, ...] = ("failed", "missing", "regression", "ambiguous", "slower", "faster", "pass")
@@ -171,7 +174,7 @@ def gate(
     again: Mapping[RowKey, int] = MappingProxyType({}),
     *,
     peers: bool = False,
-    defaults: Defaults = no_defaults,
+    defaults: Defaults = _NO_DEFAULTS,
 ) -> Verdict:
     """Compare the newest record of every row.
 
@@ -221,7 +224,7 @@ def confirm(
     reruns: int = RERUNS,
     *,
     peers: bool = False,
-    defaults: Defaults = no_defaults,
+    defaults: Defaults = _NO_DEFAULTS,
 ) -> tuple[Verdict, list[Record]]:
     """Run the gate, measure regressions and ambiguous rows again; return the verdict and the pooled new records.
 

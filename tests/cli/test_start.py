@@ -76,12 +76,6 @@ def test_every_command_has_help(command: str) -> None:
     assert "Usage:" in result.stdout
 
 
-@pytest.mark.parametrize("name", ["noise", "replay", "study", "versus"])
-def test_command_moved_to_the_lab_names_its_new_place(name: str) -> None:
-    assert refused(name) == f"error: {name}: moved: kerneltune lab {name}"
-    assert refused(name, "rmsnorm", "--help") == f"error: {name}: moved: kerneltune lab {name} rmsnorm --help"
-
-
 def test_sizes_that_an_operator_has_no_knobs_for() -> None:
     said = refused("ops", "int4_gemm", "K=7")
     assert said.startswith("error: int4_gemm baseline: no knobs for N=4096 M=4096 K=7 ")
