@@ -7,7 +7,6 @@ configs and prints nothing.
 import importlib
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,7 +23,7 @@ from kerneltune.measuring.check import release_memory
 from kerneltune.measuring.compare import ceiling_task, commit, obstacle
 from kerneltune.measuring.compiler import TARGETS, CompilePool, PendingCompile, compile_job
 from kerneltune.plan import Options, Progress, Selection, wanted_variants
-from kerneltune.processes import start_server
+from kerneltune.processes import held_folder, start_server
 from kerneltune.search.loop import Search
 from kerneltune.search.task import Evaluation, Knobs, KnownTrial, Place, Run, Task, knobs_of, store_path
 from kerneltune.spec import Config, Op
@@ -81,10 +80,10 @@ class Usage:
 def empty_caches() -> Iterator[Path]:
     """Make an empty folder, and point Triton's compile cache at it, also in processes started from here."""
     before = os.environ.get("TRITON_CACHE_DIR")
-    with tempfile.TemporaryDirectory(prefix="kerneltune-", ignore_cleanup_errors=True) as folder:
-        os.environ["TRITON_CACHE_DIR"] = str(Path(folder) / "triton")
+    with held_folder() as folder:
+        os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
         try:
-            yield Path(folder)
+            yield folder
         finally:
             if before is None:
                 del os.environ["TRITON_CACHE_DIR"]

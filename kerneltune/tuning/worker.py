@@ -5,13 +5,11 @@ folder of its own, and decides nothing about configs.
 """
 
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
@@ -21,7 +19,7 @@ from kerneltune.device import Device
 from kerneltune.files import replace_text
 from kerneltune.measuring.compare import commit
 from kerneltune.plan import Options
-from kerneltune.processes import fast_context, in_environment
+from kerneltune.processes import fast_context, held_folder, in_environment
 from kerneltune.search.task import KnownTrial, Task
 from kerneltune.spec import Variant
 from kerneltune.tuning.stage import Machines, TuningResult, perform
@@ -73,13 +71,13 @@ class RemoteTask:
 
 
 class Worker:
-    """Carries out orders, one after the other. Use as a context manager, or call close."""
+    """Carries out orders, one after the other. Use as a context manager."""
 
     def __init__(self, family: str, options: Options, cores: frozenset[int] | None) -> None:
         """cores: that it may use, None for all."""
         self._family, self._cores = family, cores
-        self._folder = tempfile.TemporaryDirectory(prefix="kerneltune-", ignore_cleanup_errors=True)
-        root = Path(self._folder.name)
+        self._opened = ExitStack()
+        root = self._opened.enter_context(held_folder())
         self._options = replace(options, results=root / "results", configs=root / "configs")
         self._machines: Machines | None = None
         self._said: SimpleQueue[Event] = SimpleQueue()
@@ -101,7 +99,8 @@ class Worker:
             os.sched_setaffinity(0, self._cores)  # of this thread and of the processes that it starts
         try:
             if self._machines is None:
-                self._machines = Machines(self._options, lambda *trial: self._said.put(("trial", trial))).__enter__()
+                machines = Machines(self._options, lambda *trial: self._said.put(("trial", trial)))
+                self._machines = self._opened.enter_context(machines)
             report = self._perform(self._machines, order)
         except Exception as error:  # no order may end a worker
             problem = (
@@ -124,17 +123,12 @@ class Worker:
         done = perform(machines, task, following, self._family, self._options)
         return replace(done, space_bytes=done.space.read_bytes()) if done.space is not None else done
 
-    def close(self) -> None:
-        """End the processes, and remove the folder."""
-        if self._machines is not None:
-            self._machines.__exit__(None, None, None)
-        self._folder.cleanup()
-
     def __enter__(self) -> "Worker":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        """End the processes, and remove the folder."""
+        self._opened.close()
 
 
 MakeWorker = Callable[[str, Options, frozenset[int] | None], Worker]

@@ -1,9 +1,11 @@
 """Tuning on several GPUs: made-up workers in processes of their own, and on a Ray cluster of this machine."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -128,6 +130,25 @@ def test_a_worker_that_dies_costs_one_evaluation_and_its_case_goes_on(options: O
     (note,) = progress.notes
     assert note in ("worker 0 died: exit code 9", "worker 1 died: exit code 9")
     assert {done.entry.case for _, done in run.finished if done.entry} == {work.case.name for work in WORKS}
+
+
+def begin_and_be_killed(options: Options) -> None:
+    with Worker("made", options, None):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_folder_of_a_killed_worker_is_removed_by_the_next(
+    options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    killed = multiprocessing.get_context("fork").Process(target=begin_and_be_killed, args=(options,))
+    killed.start()
+    killed.join(20)
+    (left,) = tmp_path.iterdir()
+    with Worker("made", options, None):
+        assert len(list(tmp_path.iterdir())) == 1
+        assert not left.exists()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("when", ["starting", "measuring"])
