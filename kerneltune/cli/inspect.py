@@ -296,8 +296,8 @@ def _with_config(requests: "list[SurveyRequest]", field: str, text: str) -> "lis
 def _again(wanted: "Selection", sizes: list[str] | None, recompile: bool, **given: Any) -> list[str]:
     """Return the arguments with which another revision does the same."""
     arguments = [*wanted.ops, *(sizes or ()), *(["--recompile"] if recompile else [])]
-    given |= {"variant": wanted.variants, "case": wanted.cases, "dtype": wanted.dtypes, "quant": wanted.quants}
-    for name, value in given.items():
+    selecting = {"variant": wanted.variants, "case": wanted.cases, "dtype": wanted.dtypes, "quant": wanted.quants}
+    for name, value in {**selecting, **given}.items():
         for item in value if isinstance(value, list | tuple) else [] if value is None else [value]:
             arguments += [f"--{name}", str(item)]
     return arguments
