@@ -4,7 +4,7 @@ Compiled kernels of the chosen configs lie beside a table and are copied into Tr
 hashes of source, options, GPU and Triton, so that an entry that does not fit is never found. Code for this process, as Triton
 keeps it of launchers, is not copied. Triton digests its own compiler, a library of 400 MB, to name compiled kernels: a thread
 does that while the program is still being imported. Triton 3.6 also builds host code for every kernel with the C compiler: a
-child process builds all of it at once where the disk cache is new. Imports the standard library and files.
+child process builds all of it at once where the disk cache is new.
 """
 
 import base64

@@ -1,6 +1,6 @@
 """Arguments of a launch: values as JSON; shapes, strides, types, alignment and shared memory of tensors; what is kept of them.
 
-Nothing is executed on load. Imports the standard library; torch and triton are those that the program has loaded.
+Nothing is executed on load.
 """
 
 import hashlib

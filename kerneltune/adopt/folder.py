@@ -1,7 +1,7 @@
 """A capture folder: one folder for each class of launches, with its metadata as JSON and its values in safetensors.
 
 A class is written as a whole or not at all, so that a killed program loses at most the class that it was writing. Nothing in a
-capture is executed on load. Imports the standard library, arguments and kernels, and files to read.
+capture is executed on load.
 """
 
 import json

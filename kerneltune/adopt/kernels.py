@@ -1,6 +1,6 @@
 """Autotuned kernels: their names, their source, their configs and others around these, the grid and heuristics of a launch.
 
-Reads only public attributes of Triton 3.6 to 3.9. Imports the standard library, arguments and identity.
+Reads only public attributes of Triton 3.6 to 3.9.
 """
 
 import copy

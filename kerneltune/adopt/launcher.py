@@ -1,7 +1,4 @@
-"""Runs a program with the start-up hook in it and in all Python processes that it starts.
-
-Imports the standard library.
-"""
+"""Run a program with the start-up hook in it and in all Python processes that it starts."""
 
 import os
 import shutil

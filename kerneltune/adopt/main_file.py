@@ -1,7 +1,7 @@
-"""Loads kernels from the file that a program was started with, without running the program.
+"""Load kernels from the file that a program was started with, without running the program.
 
-Only the statements that a kernel needs are executed: its definition, what its decorators and its body name, and what those name.
-A script without `if __name__ == "__main__"` would otherwise train a model in order to be imported. Imports the standard library.
+Only the statements that a kernel needs are executed: its definition, what its decorators and its body name, and what those
+name. A script without `if __name__ == "__main__"` would otherwise train a model in order to be imported.
 """
 
 import ast

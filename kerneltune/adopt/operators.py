@@ -1,7 +1,6 @@
 """Captured kernels as operators: one for each kernel, a case for each class of launches, so that every tool takes them.
 
 The capture folder is named by an environment variable, which child processes inherit; `--plugin` with this module loads them.
-Imports spec and the modules below it; torch inside functions.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
-"""What a capture holds, and what is suspicious about its kernels: keys, lists, and results that depend on the config.
+"""Summarize a capture, and find suspicious kernels: keys, lists, and results that depend on the config.
 
-Runs nothing. Imports folder, kernels, table and the reader of trial stores.
+Runs nothing.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,6 +1,6 @@
 """Facts about the program that is captured or served: its GPU, its packages, whether a stream is being captured.
 
-Asks the torch and triton that the program has loaded, and loads neither. Imports the standard library and device.
+Asks the torch and triton that the program has loaded, and loads neither.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Capture: what each class of launches looks like, written while the program runs, once for each class.
 
 The program runs as before: with the author's first config, or with the author's own tuning. Whatever goes wrong here costs a
-line on standard error, never the program. Imports the standard library and the modules below it; no torch.
+line on standard error, never the program.
 """
 
 import atexit

@@ -1,6 +1,6 @@
-"""Replays one captured class: the live kernel, its arguments made anew, and what its launch writes.
+"""Replay one captured class: the live kernel, its arguments made anew, and what its launch writes.
 
-The kernel's module is imported, so that hooks and heuristics are the real ones. Imports torch.
+The kernel's module is imported, so that hooks and heuristics are the real ones.
 """
 
 import importlib

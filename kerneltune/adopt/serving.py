@@ -1,7 +1,6 @@
 """Serving: `Autotuner.run` launches the config of the table, and never times anything.
 
-What a launch costs here is a tuple of its arguments' metadata and one look-up. Imports the standard library and the modules
-below it; no torch.
+What a launch costs here is a tuple of its arguments' metadata and one look-up.
 """
 
 import logging

@@ -1,6 +1,6 @@
-"""Which classes of launches share a config: all of one author's key, except where a paired comparison shows a gain of its own.
+"""Decide which classes of launches share a config: all of one author's key, except where a paired comparison shows a gain.
 
-Decides; times through what it is given. Imports operators, stats and table.
+Times configs by a function that it is given.
 """
 
 import math

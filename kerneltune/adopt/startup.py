@@ -1,8 +1,7 @@
 """Start capture or serving in a process: by environment variables, which subprocesses inherit, or by `install`.
 
-The one place that changes Triton: `Autotuner.run` and `Autotuner.__init__`, as soon as the program imports them. Subclasses that
-call `super().run` are reached, and kernels that were decorated before. Imports the standard library until the program imports
-Triton.
+The one place that changes Triton: `Autotuner.run` and `Autotuner.__init__`, as soon as the program imports them. Subclasses
+that call `super().run` are reached, and kernels that were decorated before.
 """
 
 import functools

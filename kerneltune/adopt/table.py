@@ -1,7 +1,6 @@
 """The table that serving reads: for every kernel the configs of its captured launches, by the author's key and by size.
 
-Written by tuning. A manifest beside it holds its SHA-256, so that every rank serves the same table or none. Imports the
-standard library, files and kernels.
+Written by tuning. A manifest beside it holds its SHA-256, so that every rank serves the same table or none.
 """
 
 import hashlib

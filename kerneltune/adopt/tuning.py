@@ -1,6 +1,6 @@
-"""Tunes a capture: the engine searches each class of launches, then classes share a config where none gains by its own.
+"""Tune a capture: the engine searches each class of launches, then classes share a config where none gains by its own.
 
-Writes the table that serving reads. Imports the engine, operators and table.
+Writes the table that serving reads.
 """
 
 import json

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -83,21 +83,21 @@ def command(
     With --static 1 means new spills, narrower accesses of memory, or over a limit of the target.
     """
     if static:
-        _refuse(
+        o.refuse(
             "expected without --static", new=new, run=run, peers=peers, policy=policy, processes=processes, update=update,
             save=save, margin=margin, junit=junit, markdown=markdown, annotations=annotations, emit=emit,
         )  # fmt: skip
         if len(wanted.ops) > 1:
             raise ValueError(f"op: {wanted.ops[1]!r}: expected one operator, or all, with --static")
         inspect.judge(baseline, wanted, target, workers, recompile, configs)
-    _refuse("expected only with --static", target=target, workers=workers, recompile=recompile)
+    o.refuse("expected only with --static", target=target, workers=workers, recompile=recompile)
     if (new is None) == (run is None):
         raise ValueError(f"new: {repr(str(new)) if new else 'missing'}: expected a .jsonl file or --run, one of them")
     if margin is not None and not 0 <= margin < 1:
         raise ValueError(f"margin: {margin}: expected a fraction from 0 to below 1, such as 0.03")
     emitted = _emitted(emit)
     if new is not None:
-        _refuse(
+        o.refuse(
             "expected only with --run",
             policy=policy,
             processes=processes,
@@ -114,14 +114,6 @@ def command(
         _update(baseline, selection, options, processes)
     else:
         _report(*_measured(baseline, selection, options, processes, margin, save), junit, markdown, annotations, emitted)
-
-
-def _refuse(expected: str, **given: Any) -> None:
-    """Raise ValueError for an option that was given and means nothing here."""
-    for name, value in given.items():
-        if value is not None and value is not False and value not in ([], ()):
-            first = value[0] if isinstance(value, list | tuple) else str(value) if isinstance(value, Path) else value
-            raise ValueError(f"{name}: {first!r}: {expected}")
 
 
 def _emitted(emit: list[str] | None) -> dict[str, Path]:

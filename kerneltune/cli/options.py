@@ -152,6 +152,14 @@ def choice(field: str, value: str, known: Collection[str]) -> str:
     return value
 
 
+def refuse(expected: str, **given: Any) -> None:
+    """Raise ValueError for an option that was given and means nothing here: not None, False or empty."""
+    for name, value in given.items():
+        if value is not None and value is not False and value not in ("", [], ()):
+            first = value[0] if isinstance(value, list | tuple) else str(value) if isinstance(value, Path) else value
+            raise ValueError(f"{name.replace('_', '-')}: {first!r}: {expected}")
+
+
 def chosen(field: str, wanted: Sequence[str] | None, present: Iterable[str]) -> list[str]:
     """Return the values wanted, or all present values if none is wanted.
 

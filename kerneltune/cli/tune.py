@@ -93,6 +93,12 @@ def command(
     if Path(family).is_dir():
         from kerneltune.cli.adopt import tune_folder
 
+        o.refuse(
+            "expected without the folder of a capture",
+            op=wanted.ops, case=wanted.cases, dtype=wanted.dtypes, quant=wanted.quants, variant=wanted.variants,
+            policy=policy if policy != "cold" else None, trials=trials, max_cases=max_cases, stale=stale,
+            sampler=sampler, until_gain=until_gain, exhaustive=exhaustive, knob=knob, gpus=gpus, ray=ray,
+        )  # fmt: skip
         return tune_folder(Path(family), budget, share, widen, force, workers)
     if share is not None or widen:
         raise ValueError(f"share, widen: expected only with the folder of a capture; {family} is none")

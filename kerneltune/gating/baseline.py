@@ -1,6 +1,6 @@
-"""Where the gate's baseline comes from: a file of records, or such a file in a git revision.
+"""Load the gate's baseline: a file of records, or such a file in a git revision.
 
-Judges nothing. Imports the standard library and records.
+Judges nothing.
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
 """The records that several processes made of the same rows, pooled into one record per row.
 
-Does not measure or judge. Imports numpy, records and stats.
+Does not measure or judge.
 """
 
 from collections.abc import Iterable, Sequence

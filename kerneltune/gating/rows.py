@@ -1,4 +1,4 @@
-"""Which rows of two sets of records are one and the same row: whatever the order of keys, and with an option at its default.
+"""Find the records of one row in two sets of records: whatever the order of keys, and with an option at its default.
 
 An option that an operator got later stands in newer records and not in older ones. Where its value is the default, the row is
 the one that the older record holds. Judges nothing and reads no file.

@@ -1,6 +1,6 @@
 """A gate run on this GPU: the selected rows in fresh processes, judged against a baseline, suspects measured again.
 
-Prints nothing and knows no operator. Imports campaign, verdict, pooling, processes and what they need.
+Prints nothing and knows no operator.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence

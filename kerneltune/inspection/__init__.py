@@ -1,1 +1,1 @@
-"""What a compiler and a profiler say of kernels that nobody times: registers, spills, occupancy, access widths, counters."""
+"""Facts about kernels that nobody times, from compiler and profiler: registers, spills, occupancy, access widths, counters."""

@@ -1,6 +1,6 @@
-"""What the state of an NVIDIA GPU means for the numbers measured on it: clocks, power, memory, sharing, counters.
+"""Say what the state of an NVIDIA GPU means for the times measured on it: clocks, power, memory, sharing, counters.
 
-Changes nothing and prints nothing. NVML is an argument, so that tests give their own. Imports the standard library and nvml.
+Changes nothing and prints nothing. NVML is an argument, so that tests give their own.
 """
 
 from collections.abc import Callable, Iterator

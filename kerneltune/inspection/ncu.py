@@ -1,6 +1,6 @@
 """Nsight Compute: where it is, how it is called, and what its CSV pages say of kernels.
 
-Launches no kernel itself and knows no operator. Imports the standard library.
+Launches no kernel itself and knows no operator.
 """
 
 import csv

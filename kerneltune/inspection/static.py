@@ -1,6 +1,6 @@
-"""What compiling alone says of configs: rows, the file that keeps them, and the gate over two sets of them.
+"""Keep and judge the facts that compiling alone gives of configs: rows, their file, and the gate over two sets of rows.
 
-Compiles nothing and asks no GPU. Imports the standard library, assembly, errors, files, known and occupancy.
+Compiles nothing and asks no GPU.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""Compiles configs for several targets on the CPU alone: the rows that `inspect` shows and the static gate judges.
+"""Compile configs for several targets on the CPU alone: the rows that `inspect` shows and the static gate judges.
 
-Knows no operator by name and judges nothing. May import torch.
+Knows no operator by name and judges nothing.
 """
 
 import os

@@ -1,7 +1,7 @@
 """One variant timed against itself and against itself made slower by a known part, in one interleaved run.
 
 The delay is a kernel that spins on the device, once per sample behind the last call: as long as the planted part of all calls
-of the sample, so that kernels of a few µs can be delayed by 2 %. Judges nothing. May import torch.
+of the sample, so that kernels of a few µs can be delayed by 2 %. Judges nothing.
 """
 
 from collections.abc import Callable, Sequence

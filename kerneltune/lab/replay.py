@@ -1,6 +1,6 @@
 """A search run again on a measured space: how far from the optimum it is after so many evaluations.
 
-Runs the code of `loop`; only the evaluator is another. Touches no GPU. May import numpy, and what loop may.
+Runs the code of `loop`; only the evaluator is another. Touches no GPU.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""How often the gate cries wolf and how often it sleeps: its decisions on runs whose slowdown is known.
+"""Measure how often the gate cries wolf and how often it sleeps: its decisions on runs whose slowdown is known.
 
 Every process of a pool times the selected rows as they are and with planted delays. A repetition draws from the pool, without
 replacement, the processes of a baseline, of a new run and of its further measurements of suspects, and takes the gate's decision:

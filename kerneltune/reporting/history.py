@@ -1,4 +1,4 @@
-"""What the records of a file say over the revisions of a repository: a trend per row, change points, and their causes.
+"""Follow the records of a file over the revisions of a repository: a trend per row, change points, and their causes.
 
 Runs git; judges no revision and measures nothing.
 """

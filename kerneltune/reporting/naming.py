@@ -1,6 +1,6 @@
-"""What tables, charts and the page call a case: one value, which all of them print; and where their records come from.
+"""Name cases alike in tables, charts and pages, and say where their records come from.
 
-Pure; does not lay anything out. Imports the standard library, table, spec and records.
+Pure; does not lay anything out.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 """One HTML file that needs nothing else: the template with data, styles and scripts inlined.
 
-Does not decide what is shown (`payload` does) or write files. Imports jinja2.
+Does not decide what is shown (`payload` does) or write files.
 """
 
 import importlib.resources

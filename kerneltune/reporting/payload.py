@@ -1,4 +1,4 @@
-"""What the report pages show, as plain values: cases with their records, searches, evidence of configs, training curves.
+"""Collect the data of the report pages as plain values: cases with their records, searches, evidence of configs, training curves.
 
 Pure functions; does not read files or lay anything out.
 """

@@ -1,6 +1,6 @@
 """The main charts as PNG or SVG for a pull request: shares of the ceiling, peers, achieved bandwidth; training curves.
 
-Returns bytes; does not read or write files. Imports table, curves, records and naming, and matplotlib when called.
+Returns bytes; does not read or write files.
 """
 
 import io

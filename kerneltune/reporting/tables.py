@@ -1,4 +1,4 @@
-"""What tables of records hold: A against B, what a sweep found, final losses. `table.Table` writes them in every form.
+"""Make tables of records: A against B, the variants of a sweep, final losses. `table.Table` writes them in every form.
 
 Pure functions; does not measure, read files or print.
 """

@@ -140,6 +140,21 @@ def test_tune_of_a_capture_without_a_gpu_says_so(tmp_path: Path) -> None:
     assert (result.exit_code, result.stderr) == (2, "error: tune needs a GPU: in the interpreter nothing can be timed\n")
 
 
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (("--trials", "5"), "trials: 5"),
+        (("--case", "a"), "case: 'a'"),
+        (("--policy", "hot"), "policy: 'hot'"),
+        (("--max-cases", "3"), "max-cases: 3"),
+        (("--exhaustive",), "exhaustive: True"),
+    ],
+)
+def test_tune_of_a_capture_refuses_options_that_it_would_not_heed(tmp_path: Path, option: tuple[str, ...], said: str) -> None:
+    result = run("tune", tmp_path, *option)
+    assert (result.exit_code, result.stderr) == (2, f"error: {said}: expected without the folder of a capture\n")
+
+
 def test_serve_of_a_folder_that_is_not_tuned_says_so(tmp_path: Path) -> None:
     result = run("serve", "--configs", tmp_path, "--", "true")
     assert result.exit_code == 2
