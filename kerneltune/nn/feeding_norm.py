@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kerneltune.kernel_lib.functions import custom_op
 from kerneltune.kernel_lib.tl_lib import FP8_MAX
 from kerneltune.nn.alignment import ALIGNED
 from kerneltune.nn.fp8_linear import Casts, feed
@@ -35,7 +36,7 @@ def feeding_norm_forward(module: Any, x: Tensor) -> Tensor:
     return feed(y.view(x.shape), casts)
 
 
-@torch.library.custom_op("kerneltune::rmsnorm_feed", mutates_args=())
+@custom_op("kerneltune::rmsnorm_feed")
 def rmsnorm_feed(x: Tensor, weight: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Normalize x (M, N) and cast: NaN (M, N) that takes the gradient, y in fp8, its transpose, 1 / scale, and rsigma (M,)."""
     out = rmsnorm.rmsnorm_fwd(x, weight, eps, quant="fp8_t", scale=scale, amax=torch.zeros_like(scale))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kerneltune.kernel_lib.functions import custom_op
 from kerneltune.kernel_lib.tl_lib import INTERPRETED
 from kerneltune.ops.int4_gemm import Codes, Int4Weight, dequantise, int4_gemm, pack, packing, quantise
 
@@ -145,7 +146,7 @@ def _broken(name: str, loaded: Any, dtype: torch.dtype) -> str | None:
     return f"{name} must be finite, got {wrong} that are not" if wrong else None
 
 
-@torch.library.custom_op("kerneltune::int4_linear", mutates_args=())
+@custom_op("kerneltune::int4_linear")
 def int4_linear(
     x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, rows: int, group: int
 ) -> Tensor:

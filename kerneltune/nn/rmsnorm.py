@@ -8,10 +8,10 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES
+from kerneltune.kernel_lib.functions import custom_op
 from kerneltune.kernel_lib.tl_lib import INTERPRETED
 from kerneltune.ops import rmsnorm
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @overload
@@ -114,7 +114,7 @@ class RMSNorm(nn.Module):
         return f"{self.hidden_size}, eps={self.eps:g}, zero_centered={self.zero_centered}{affine}"
 
 
-@torch.library.custom_op("kerneltune::rmsnorm_fwd", mutates_args=())
+@custom_op("kerneltune::rmsnorm_fwd")
 def rmsnorm_fwd(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -133,7 +133,7 @@ def rmsnorm_fwd(
     return summed.y, summed.total, summed.rsigma
 
 
-@torch.library.custom_op("kerneltune::rmsnorm_bwd", mutates_args=())
+@custom_op("kerneltune::rmsnorm_bwd")
 def rmsnorm_bwd(
     dz: Tensor, dtotal: Tensor | None, x: Tensor, rsigma: Tensor, weight: Tensor | None, zero_centered: bool, for_weight: bool
 ) -> tuple[Tensor, Tensor]:
@@ -226,11 +226,10 @@ def _check(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool, re
     if x.ndim == 0 or x.shape[-1] == 0 or (weight is not None and tuple(weight.shape) != (x.shape[-1],)):
         shapes = f"x {tuple(x.shape)} and weight {None if weight is None else tuple(weight.shape)}"
         raise ValueError(f"rms_norm takes x (…, N) and weight (N,), got {shapes}")
-    if x.dtype not in _DTYPES or (weight is not None and weight.dtype not in (x.dtype, torch.float32)):
-        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+    if x.dtype not in DTYPE_NAMES or (weight is not None and weight.dtype not in (x.dtype, torch.float32)):
         weight_dtype = None if weight is None else weight.dtype
         got = f"x of {x.dtype} and weight of {weight_dtype}"
-        raise ValueError(f"rms_norm takes x of {known}, weight of x's dtype or float32, got {got}")
+        raise ValueError(f"rms_norm takes x of {', '.join(DTYPE_NAMES.values())}, weight of x's dtype or float32, got {got}")
     if any(t.device != x.device for t in given):
         raise ValueError(f"rms_norm takes tensors on one device, got {[str(t.device) for t in (x, *given)]}")
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
