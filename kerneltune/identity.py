@@ -52,9 +52,7 @@ def module_digest(name: str) -> str:
     Raises:
         ValueError: the module has no source file.
     """
-    module = _module(name)
-    if module is None:
-        raise ValueError(f"module {name!r}: no source file")
+    module = _required(name)
     writer = _Writer({"kerneltune", name.partition(".")[0]})
     for statement in module.tree.body:
         if not isinstance(statement, ast.Import | ast.ImportFrom):

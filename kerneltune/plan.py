@@ -202,10 +202,7 @@ def key_of_case(op: Op, case: Case, policy: str) -> Key:
 
 def resume(journal: Path) -> dict[tuple[Key, str], list[Record]]:
     """Load what an interrupted run left, by key and variant."""
-    rows: dict[tuple[Key, str], list[Record]] = {}
-    for record in journalled(journal):
-        rows.setdefault((record.key, record.variant), []).append(record)
-    return rows
+    return records.grouped(journalled(journal), lambda record: (record.key, record.variant))
 
 
 def journalled(journal: Path) -> list[Record]:

@@ -47,7 +47,6 @@ class _Region:
     name: str
     dtype: str
     item_size: int
-    elements: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     first: int
@@ -170,7 +169,7 @@ class _Guard:
             _Region(
                 tensor.is_meta,
                 self._names.get(id(value), f"argument {len(self._regions)}"), str(tensor.dtype), tensor.element_size(),
-                tensor.numel(), tuple(tensor.shape), tuple(tensor.stride()), middle, storage.nbytes(), offset, start,
+                tuple(tensor.shape), tuple(tensor.stride()), middle, storage.nbytes(), offset, start,
             )
         )  # fmt: skip
         found.handle.data = np.array([start], dtype=np.uint64)

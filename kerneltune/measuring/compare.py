@@ -296,12 +296,6 @@ def make_record(family: str, task: Task, config: Config, status: str, reason: st
     fields: dict[str, Any] = dict.fromkeys(_TIMING) | times | device.versions()
     op, case, variant, here = task.op, task.case, task.variant, device.current()
     return Record(
-        op=op.name,
-        variant=variant.name,
-        case=case.name,
-        dtype=case.dtype,
-        quant=case.quant,
-        policy=task.policy,
         status=cast(Status, status),
         config=config_values(config),
         device=here.name,
@@ -310,12 +304,11 @@ def make_record(family: str, task: Task, config: Config, status: str, reason: st
         source_hash=variant.source_hash,
         commit=commit(),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        axes=dict(case.axes),
-        options=dict(case.options),
         reason=reason,
         family=family,
         role=variant.role,
         flops=op.flops(case) if op.flops is not None else None,
+        **task.identity,
         **fields,
     )
 

@@ -85,6 +85,11 @@ def knobs_of(config: Config) -> dict[str, Any]:
     return {name: getattr(config, name) for name in config.__dataclass_fields__}
 
 
+def knob_pairs(config: Config) -> "Knobs":
+    """Return the knobs of a config and their values as pairs, which can be a key."""
+    return tuple(knobs_of(config).items())
+
+
 def config_values(config: Config) -> dict[str, Any] | None:
     """Return a config as JSON; None for none."""
     return None if config is None else knobs_of(config)

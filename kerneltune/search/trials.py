@@ -26,7 +26,7 @@ from optuna.trial import TrialState
 from kerneltune.errors import first_line
 from kerneltune.files import append_lines
 from kerneltune.search.study import choice_order, finished_trial, quiet
-from kerneltune.search.task import Evaluation, Knobs, KnownTrial, Place, Task, knobs_of, store_path
+from kerneltune.search.task import Evaluation, Knobs, KnownTrial, Place, Task, knob_pairs, knobs_of, store_path
 from kerneltune.spec import MOST, Case, Config, Op
 
 TRANSIENT = frozenset(("memory", "lost"))
@@ -107,7 +107,7 @@ class TrialStore:
 
     def get(self, task: Task, config: Config) -> Evaluation | None:
         """Return the stored evaluation of a config, if there is one under the same fingerprint."""
-        return self._found.get(task.place, {}).get(_items(config))
+        return self._found.get(task.place, {}).get(knob_pairs(config))
 
     def put(self, task: Task, config: Config, evaluation: Evaluation) -> None:
         """Store an evaluation; it is on disk when this returns.
@@ -121,11 +121,11 @@ class TrialStore:
         when = datetime.fromisoformat(date).astimezone().replace(tzinfo=None)
         with self._lock:
             offered = self._offered(task, config)
-            space = {name: CategoricalDistribution(tuple(offered[name])) for name, _ in _items(config)}
+            space = {name: CategoricalDistribution(tuple(offered[name])) for name, _ in knob_pairs(config)}
             with self._writing():
                 study = self._study(task, offered)
                 study.add_trial(finished_trial(knobs_of(config), space, stored.time_us, result, when))
-            self._found.setdefault(task.place, {})[_items(config)] = stored
+            self._found.setdefault(task.place, {})[knob_pairs(config)] = stored
         self.on_put(config, stored)
 
     def begin(self, task: Task) -> None:
@@ -170,7 +170,7 @@ class TrialStore:
             choices = self._choices[task.place] = {}
             for name, value in (*space, *beside):
                 choices.setdefault(name, {})[value] = None
-        for name, value in _items(config):
+        for name, value in knob_pairs(config):
             choices.setdefault(name, {})[value] = None
         return {name: sorted(values, key=choice_order) for name, values in choices.items()}
 
@@ -213,10 +213,6 @@ class TrialStore:
 
     def __len__(self) -> int:
         return sum(map(len, self._found.values()))
-
-
-def _items(config: Config) -> Knobs:
-    return tuple(knobs_of(config).items())
 
 
 def latest_fingerprint(path: Path, variant: str) -> dict[str, str]:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from kerneltune.nearness import ranked
 from kerneltune.rule import Form, facts_of, knobs_at
+from kerneltune.search.task import config_values
 from kerneltune.spec import Case, Op, Variant
 from kerneltune.tuning.estimating import fitted_to
 from kerneltune.tuning.transfer import Donor, Pairs, config_of, followed, forms_of
@@ -175,5 +176,4 @@ def _expressions(axes: Sequence[str]) -> list[str]:
 
 def default_knobs(variant: Variant, case: Case) -> dict[str, Any]:
     """Return the knobs of a variant's default; none for a variant without one."""
-    default = variant.default_config(case)
-    return {} if default is None else {name: getattr(default, name) for name in default.__dataclass_fields__}
+    return config_values(variant.default_config(case)) or {}

@@ -25,7 +25,7 @@ from kerneltune.measuring.compiler import TARGETS, CompilePool, PendingCompile, 
 from kerneltune.plan import Options, Progress, Selection, wanted_variants
 from kerneltune.processes import held_folder, start_server
 from kerneltune.search.loop import Search
-from kerneltune.search.task import Evaluation, Knobs, KnownTrial, Place, Run, Task, knobs_of, store_path
+from kerneltune.search.task import Evaluation, KnownTrial, Place, Run, Task, knob_pairs, store_path
 from kerneltune.spec import Config, Op
 from kerneltune.sweep import results_root
 from kerneltune.table import pairs
@@ -446,14 +446,10 @@ def _export(tuner: Tuner, trials: Mapping[Config, Evaluation], family: str, opti
     command = [*parts, "--quant", case.quant, "--variant", variant.name, *flags]
     space = spaces.MeasuredSpace(
         op=op.name, variant=variant.name, case=case.name, axes=case.axes, dtype=case.dtype, quant=case.quant,
-        options=case.options, policy=tuner.task.policy, default=_knobs(tuner.task.default), device=here.name,
+        options=case.options, policy=tuner.task.policy, default=knob_pairs(tuner.task.default), device=here.name,
         driver=here.driver, source_hash=variant.source_hash, commit=newest.commit, date=newest.date, command=" ".join(command),
-        trials={_knobs(config): trials[config] for config in variant.configs(case) if config in trials}, **device.versions(),
+        trials={knob_pairs(config): trials[config] for config in variant.configs(case) if config in trials}, **device.versions(),
     )  # fmt: skip
     path = spaces.write(sweep.results_root(options.results) / here.slug / "spaces", space)
     best = f"{len(space.feasible)} of {len(space.trials)} configs have a time, best {min(space.feasible.values()):.2f} µs"
     return path, best
-
-
-def _knobs(config: Config) -> Knobs:
-    return tuple(knobs_of(config).items())
