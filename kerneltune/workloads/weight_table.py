@@ -4,9 +4,9 @@ Pure: imports no torch.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from statistics import geometric_mean
+from typing import Any
 
 from kerneltune.records import Record
 from kerneltune.table import Column, Row, Table, ratio
@@ -32,25 +32,8 @@ _FEW = 32
 """Tokens up to which four bits are meant to win."""
 
 
-@dataclass(frozen=True, slots=True)
-class WeightRow:
-    """A product of `tokens` with a (M, K) weight; fastest times in microseconds, None where nothing was timed.
-
-    Attributes:
-        layer: sizes, type and group of the weight, in one line.
-        gbps, pct_ceiling: of our int4 kernel; codes, scales, x and y over the time, and percent of the streaming kernel's.
-        peer: another package's kernel for int4 weights.
-        fp8, fp16: ours or torch's.
-    """
-
-    layer: str
-    tokens: int
-    int4: float | None
-    gbps: float | None
-    pct_ceiling: float | None
-    peer: float | None
-    fp8: float | None
-    fp16: float | None
+WeightRow = dict[str, Any]
+"""The values of a product of n tokens with a (M, K) weight by the keys of the columns; None where nothing was timed."""
 
 
 def weight_rows(records: Iterable[Record], policy: str = "cold") -> list[WeightRow]:
@@ -63,8 +46,8 @@ def weight_rows(records: Iterable[Record], policy: str = "cold") -> list[WeightR
     for record in last.values():
         if record.op == "int4_gemm" and record.variant == OURS and record.time_us is not None:
             row = _row(record, [r for r in last.values() if r.device == record.device and _shape(r) == _shape(record)])
-            rows.setdefault(row.layer, []).append(row)
-    return [row for found in rows.values() for row in sorted(found, key=lambda row: row.tokens)]
+            rows.setdefault(row["layer"], []).append(row)
+    return [row for found in rows.values() for row in sorted(found, key=lambda row: row["n"])]
 
 
 def _row(ours: Record, others: Sequence[Record]) -> WeightRow:
@@ -73,16 +56,20 @@ def _row(ours: Record, others: Sequence[Record]) -> WeightRow:
 
     sizes = [f"{name}={ours.axes[name]}" for name in ("M", "K")]
     settings = [f"{name}={value}" for name, value in ours.options.items() if value is not False]
-    return WeightRow(
-        layer=" ".join([*sizes, ours.dtype, *settings]),
-        tokens=ours.axes["N"],
-        int4=ours.time_us,
-        gbps=ours.gbps,
-        pct_ceiling=ours.pct_ceiling,
-        peer=fastest(r for r in others if r.key == ours.key and r.variant not in _NO_PEERS),
-        fp8=fastest(r for r in others if r.op == "fp8_gemm"),
-        fp16=fastest(r for r in others if r.op == "fp16_gemm"),
-    )
+    others_us = {
+        "fp8": fastest(r for r in others if r.op == "fp8_gemm"),
+        "fp16": fastest(r for r in others if r.op == "fp16_gemm"),
+        "peer": fastest(r for r in others if r.key == ours.key and r.variant not in _NO_PEERS),
+    }
+    return {
+        "layer": " ".join([*sizes, ours.dtype, *settings]),
+        "n": ours.axes["N"],
+        "int4_us": ours.time_us,
+        **{f"{name}_us": time_us for name, time_us in others_us.items()},
+        **{f"times_{name}": ratio(time_us, ours.time_us) for name, time_us in others_us.items()},
+        "gbps": ours.gbps,
+        "pct_ceiling": ours.pct_ceiling,
+    }
 
 
 def _shape(record: Record) -> tuple[object, ...]:
@@ -90,8 +77,8 @@ def _shape(record: Record) -> tuple[object, ...]:
 
 
 def crossover(rows: Sequence[WeightRow], name: str) -> str:
-    """Return from which tokens on `fp8` or `fp16` (the field `name`) is faster than int4 in rows of one layer, in words."""
-    found = [(row.tokens, row.int4, other) for row in rows if row.int4 is not None and (other := getattr(row, name)) is not None]
+    """Return from which tokens on `fp8`, `fp16` or `peer` is faster than int4 in rows of one layer, in words."""
+    found = [(row["n"], row["int4_us"], other) for row in rows if (other := row[f"{name}_us"]) is not None]
     if not found:
         return f"{name} not timed"
     wins = [tokens for tokens, int4, other in found if other < int4]
@@ -110,25 +97,20 @@ def tables(records: Sequence[Record]) -> list[Table]:
 
 
 def _table(rows: Sequence[WeightRow], title: str) -> Table:
-    lines = tuple(Row(_values(row)) for row in rows)
+    lines = tuple(Row(tuple(row[column.csv_name] for column in _COLUMNS)) for row in rows)
     crossovers = []
-    for layer, group in groupby(rows, key=lambda row: row.layer):
+    for layer, group in groupby(rows, key=lambda row: row["layer"]):
         found = list(group)
         crossovers.append(f"{layer}: {crossover(found, 'fp8')}, {crossover(found, 'fp16')}")
     foot = ("peer, fp8, fp16: the fastest kernel of each kind. x: how many times as long it takes as int4.", *crossovers)
     return Table(_COLUMNS, lines, tuple(_means(rows)), foot, repeated=1, title=title)
 
 
-def _values(row: WeightRow) -> tuple[str | float | None, ...]:
-    ratios = [ratio(value, row.int4) for value in (row.peer, row.fp8, row.fp16)]
-    return row.layer, row.tokens, row.int4, row.fp8, row.fp16, row.peer, *ratios, row.gbps, row.pct_ceiling
-
-
 def _means(rows: Sequence[WeightRow]) -> list[str]:
     """Return for each kind of others a line over few tokens, and one for every number of tokens where there are several."""
     lines = []
     for name, said in (("peer", "int4 peers"), ("fp8", "fp8"), ("fp16", "fp16")):
-        found = [(row.tokens, r) for row in rows if (r := ratio(getattr(row, name), row.int4)) is not None]
+        found = [(row["n"], r) for row in rows if (r := row[f"times_{name}"]) is not None]
         few = [r for tokens, r in found if tokens <= _FEW]
         if few:
             lines.append(
