@@ -80,7 +80,8 @@ def _triton_dtype(name: str) -> Any:
 
 ALIGNMENT = 16
 """Bytes: Triton compiles another kernel for a pointer that is not a multiple of it."""
-_NO_ARGUMENT = ("grid", "warmup")
+NO_ARGUMENT = ("grid", "warmup")
+"""What a launch is given beside the arguments of its kernel."""
 _KEYED = frozenset((int, bool, str, type(None)))
 """Types of values that tell launches apart by themselves."""
 
@@ -94,9 +95,9 @@ def launch_key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...
         key = [v if (k := type(v)) in _KEYED else float if k is float else (v.dtype, v.shape) for v in args]
     except AttributeError:
         key = [_keyed(value) for value in args]
-    if len(kwargs) > len(_NO_ARGUMENT):
+    if len(kwargs) > len(NO_ARGUMENT):
         for name, value in kwargs.items():
-            if name not in _NO_ARGUMENT:
+            if name not in NO_ARGUMENT:
                 key.append(name)
                 key.append(_keyed(value))
     return tuple(key)
@@ -239,12 +240,16 @@ def _unwrapped(tensor: Any) -> Any:
 def describe(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Argument], Storages]:
     """Return the metadata of a launch's arguments, and the storages of its tensors.
 
+    Args:
+        names: of the kernel's parameters.
+        args, kwargs: the kernel's arguments, by position and by name.
+
     Raises:
         NotRecordableError: names the argument that is neither a tensor nor a plain value.
     """
     storages = Storages()
     by_position = [_argument(name, value, storages, True) for name, value in zip(names, args, strict=False)]
-    named = [_argument(name, value, storages, False) for name, value in kwargs.items() if name not in _NO_ARGUMENT]
+    named = [_argument(name, value, storages, False) for name, value in kwargs.items()]
     return [*by_position, *named], storages
 
 
@@ -282,22 +287,6 @@ def signature(arguments: Sequence[Argument]) -> str:
             value = "float" if isinstance(argument.value, float) else argument.value
             parts.append([argument.name, argument.kind, value])
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
-
-
-def outline(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[str, int], list[str]]:
-    """Return the sizes and element types of a launch, as a `LaunchClass` has them, without looking at its memory."""
-    sizes: dict[str, int] = {}
-    dtypes = []
-    for name, value in (*zip(names, args, strict=False), *kwargs.items()):
-        if name in _NO_ARGUMENT:
-            continue
-        tensor = value.base if is_descriptor(value) else value
-        if is_tensor(tensor):
-            sizes |= {f"{name}.{axis}": int(size) for axis, size in enumerate(tensor.shape)}
-            dtypes.append(str(tensor.dtype).removeprefix("torch."))
-        elif type(value) is int:
-            sizes[name] = value
-    return sizes, dtypes
 
 
 SAMPLE_BYTES = 1 << 20

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from kerneltune.adopt.arguments import NotRecordableError, decode, encode
+from kerneltune.adopt.arguments import NO_ARGUMENT, NotRecordableError, decode, encode, is_descriptor, is_tensor
 from kerneltune.identity import code_digest
 
 _OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "ir_override")
@@ -183,18 +183,6 @@ def live_config(configs: Sequence[Any], stored: Mapping[str, Any], make: Any) ->
     return decode_config(stored, make, hooks.pop()) if len(hooks) == 1 else None
 
 
-def twin(autotuner: Any, args: Sequence[Any], configs: Sequence[Any] | None = None) -> Any:
-    """Return a copy of an autotuner that a thread may use alone; it shares the cache of choices.
-
-    configs: the list it chooses from, instead of the autotuner's present one.
-    """
-    alone = copy.copy(autotuner)
-    alone.nargs = dict(zip(autotuner.arg_names, args, strict=False))
-    if configs is not None:
-        alone.configs = list(configs)
-    return alone
-
-
 def layers(autotuner: Any) -> Iterator[Any]:
     """Yield what an autotuner wraps, from the outside in: heuristics, then the kernel."""
     inner = autotuner.fn
@@ -203,67 +191,106 @@ def layers(autotuner: Any) -> Iterator[Any]:
         inner = inner.fn
 
 
-def launched_with(autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any], config: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the grid of a launch under a config, and the values that heuristics give; launches nothing.
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A launch as the program asks for it: an autotuner, and the arguments of its `run`."""
 
-    The grid is None where none was given. Whatever a grid or a heuristic raises is raised here.
-    """
-    given = {name: value for name, value in kwargs.items() if name not in ("grid", "warmup")}
-    given |= config.all_kwargs()
-    by_heuristics: dict[str, Any] = {}
-    for layer in layers(autotuner):
-        values = getattr(layer, "values", None)
-        if isinstance(values, dict):
-            for name, heuristic in values.items():
-                given[name] = by_heuristics[name] = heuristic({**dict(zip(layer.arg_names, args, strict=False)), **given})
-    grid = kwargs.get("grid")
-    if callable(grid):
-        grid = grid(_bound(autotuner.base_fn, args, given))
-    if grid is None:
-        return None, by_heuristics
-    return tuple(int(size) for size in (grid if isinstance(grid, tuple | list) else (grid,))), by_heuristics
+    autotuner: Any
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
 
+    @property
+    def name(self) -> KernelName:
+        """Return the name of the kernel."""
+        return kernel_name(self.autotuner)
 
-def _bound(function: Any, args: Sequence[Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a kernel's arguments by name, as Triton gives them to a grid."""
-    bound = {}
-    for index, parameter in enumerate(inspect.signature(function).parameters.values()):
-        if index < len(args):
-            bound[parameter.name] = args[index]
-        elif parameter.name in given:
-            bound[parameter.name] = given[parameter.name]
-        elif parameter.default is not inspect.Parameter.empty:
-            bound[parameter.name] = parameter.default
-    return bound
+    @property
+    def given(self) -> dict[str, Any]:
+        """Return the kernel's arguments that the program gives by name."""
+        return {name: value for name, value in self.kwargs.items() if name not in NO_ARGUMENT}
 
+    @property
+    def named(self) -> dict[str, Any]:
+        """Return the kernel's arguments by name."""
+        return {**dict(zip(self.autotuner.arg_names, self.args, strict=False)), **self.given}
 
-def pruned(
-    autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any], configs: Sequence[Any] | None = None, *, by_model: bool = True
-) -> list[Any]:
-    """Return the configs that the author's pruning leaves for a launch. Whatever it raises is raised here.
+    def twin(self, configs: Sequence[Any] | None = None) -> Any:
+        """Return a copy of the autotuner that a thread may use alone; it shares the cache of choices.
 
-    by_model: whether the author's performance model prunes, too; it says what is worth timing, not what may be launched.
-    """
-    alone = twin(autotuner, args, configs)
-    if not by_model:
-        alone.perf_model = None
-    return list(alone.prune_configs(dict(kwargs)))
+        configs: the list it chooses from, instead of the autotuner's present one.
+        """
+        alone = copy.copy(self.autotuner)
+        alone.nargs = dict(zip(self.autotuner.arg_names, self.args, strict=False))
+        if configs is not None:
+            alone.configs = list(configs)
+        return alone
 
+    def launched_with(self, config: Any) -> tuple[tuple[int, ...] | None, dict[str, Any]]:
+        """Return the grid of the launch under a config, and the values that heuristics give; launches nothing.
 
-def author_key(autotuner: Any, named: Mapping[str, Any]) -> list[Any]:
-    """Return the author's key of a launch, without element types: the values of the key's arguments.
+        The grid is None where none was given. Whatever a grid or a heuristic raises is raised here.
+        """
+        given = self.given | config.all_kwargs()
+        by_heuristics: dict[str, Any] = {}
+        for layer in layers(self.autotuner):
+            values = getattr(layer, "values", None)
+            for name, heuristic in values.items() if isinstance(values, dict) else ():
+                known = {**dict(zip(layer.arg_names, self.args, strict=False)), **given}
+                given[name] = by_heuristics[name] = heuristic(known)
+        grid = self.kwargs.get("grid")
+        if callable(grid):
+            grid = grid(self._bound(given))
+        if grid is None:
+            return None, by_heuristics
+        return tuple(int(size) for size in (grid if isinstance(grid, tuple | list) else (grid,))), by_heuristics
 
-    named: arguments by name; a tensor stands for its element type and shape, as it has no value of its own.
-    """
-    key = []
-    for name in autotuner.keys:
-        if name in named:
-            value = named[name]
-            try:
-                key.append(encode(value))
-            except NotRecordableError:
-                key.append(f"{getattr(value, 'dtype', type(value).__name__)}{list(getattr(value, 'shape', ()))}")
-    return key
+    def _bound(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the kernel's arguments by name, defaults as well, as Triton gives them to a grid."""
+        signature = inspect.signature(self.autotuner.base_fn)
+        by_name = list(signature.parameters)[len(self.args) :]
+        bound = signature.bind_partial(*self.args, **{name: given[name] for name in by_name if name in given})
+        bound.apply_defaults()
+        return bound.arguments
+
+    def pruned(self, configs: Sequence[Any] | None = None, *, by_model: bool = True) -> list[Any]:
+        """Return the configs that the author's pruning leaves for the launch. Whatever it raises is raised here.
+
+        Args:
+            configs: that are pruned, instead of the autotuner's present list.
+            by_model: whether the author's performance model prunes, too; it says what is worth timing, not what may be launched.
+        """
+        alone = self.twin(configs)
+        if not by_model:
+            alone.perf_model = None
+        return list(alone.prune_configs(dict(self.kwargs)))
+
+    def author_key(self) -> list[Any]:
+        """Return the author's key of the launch, without element types: the values of the key's arguments.
+
+        A tensor stands for its element type and shape, as it has no value of its own.
+        """
+        key, named = [], self.named
+        for name in self.autotuner.keys:
+            if name in named:
+                value = named[name]
+                try:
+                    key.append(encode(value))
+                except NotRecordableError:
+                    key.append(f"{getattr(value, 'dtype', type(value).__name__)}{list(getattr(value, 'shape', ()))}")
+        return key
+
+    def outline(self) -> tuple[dict[str, int], list[str]]:
+        """Return the sizes and element types of the launch, as a `LaunchClass` has them, without looking at its memory."""
+        sizes: dict[str, int] = {}
+        dtypes = []
+        for name, value in self.named.items():
+            tensor = value.base if is_descriptor(value) else value
+            if is_tensor(tensor):
+                sizes |= {f"{name}.{axis}": int(size) for axis, size in enumerate(tensor.shape)}
+                dtypes.append(str(tensor.dtype).removeprefix("torch."))
+            elif type(value) is int:
+                sizes[name] = value
+        return sizes, dtypes
 
 
 MOST = 64

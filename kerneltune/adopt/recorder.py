@@ -22,16 +22,14 @@ from kerneltune.adopt.arguments import NotRecordableError, Storages, Values, col
 from kerneltune.adopt.folder import Candidate, Count, LaunchClass, ProcessNotes, write_class, write_notes
 from kerneltune.adopt.kernels import (
     FACTORY,
+    Call,
     KernelName,
-    author_key,
     bytecode_digest,
     configs_digest,
     encode_config,
     kernel_name,
-    launched_with,
     misnamed,
     of_space,
-    pruned,
     source_digest,
     widened,
 )
@@ -123,13 +121,13 @@ class Recorder:
                     equal = layout, tuple(autotuner.configs)  # also of configs that the program makes anew for each launch
                     found = classes.get(equal)
                     if found is None:
-                        found = classes[equal] = classes[key] = self._first(autotuner, args, kwargs)
+                        found = classes[equal] = classes[key] = self._first(Call(autotuner, args, kwargs))
         except Exception as error:  # the program must not notice
             return self._refuse(kernel_name(autotuner), f"{type(error).__name__}: {error}")
         return found
 
-    def _first(self, autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> KnownLaunches:
-        name = kernel_name(autotuner)
+    def _first(self, call: Call) -> KnownLaunches:
+        name = call.name
         if not fnmatch.fnmatch(name.name, self.pattern) and not fnmatch.fnmatch(name.text, self.pattern):
             return KnownLaunches()
         self._classes[name.text] = self._classes.get(name.text, 0) + 1
@@ -137,10 +135,10 @@ class Recorder:
             return self._refuse(
                 name, f"more than {self.most_classes} classes of launches: the first {self.most_classes} are kept"
             )
-        if problem := misnamed(autotuner):
+        if problem := misnamed(call.autotuner):
             return self.refuse_misnamed(name, problem)
         try:
-            launch, configs, storages = describe_launch(autotuner, args, kwargs)
+            launch, configs, storages = describe_launch(call)
         except NotRecordableError as error:
             return self._refuse(name, f"not captured: {error}")
         values = self._values(launch, storages)
@@ -267,22 +265,21 @@ class Recorder:
         self._pending = left
 
 
-def describe_launch(autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[LaunchClass, list[Any], Storages]:
+def describe_launch(call: Call) -> tuple[LaunchClass, list[Any], Storages]:
     """Return the class of a launch, the author's pruned configs, and the memory below its tensors.
 
     Raises:
         NotRecordableError: an argument or a config that cannot be recorded.
     """
-    name = kernel_name(autotuner)
+    autotuner, name = call.autotuner, call.name
     module = "__main__" if name.module == "__mp_main__" else name.module
-    arguments, storages = describe(autotuner.arg_names, args, kwargs)
-    given = {key: value for key, value in kwargs.items() if key not in ("grid", "warmup")}
-    configs = pruned(autotuner, args, kwargs)
+    arguments, storages = describe(autotuner.arg_names, call.args, call.given)
+    configs = call.pruned()
     space = getattr(autotuner, "kerneltune_space", None)
     offered = [*configs, *(of_space(autotuner.configs, space) if space else ())]
     around = [config for config in widened(autotuner.configs) if config not in offered]
-    candidates = [_candidate(autotuner, args, kwargs, config, True) for config in offered]
-    candidates += [_candidate(autotuner, args, kwargs, config, False) for config in around]
+    candidates = [_candidate(call, config, True) for config in offered]
+    candidates += [_candidate(call, config, False) for config in around]
     source, listed = source_digest(autotuner.base_fn), configs_digest(autotuner.configs)
     code = autotuner.base_fn.__code__
     launch = LaunchClass(
@@ -296,7 +293,7 @@ def describe_launch(autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, An
         device=program.device_slug(),
         versions=program.versions(name.module),
         keys=tuple(autotuner.keys),
-        key=author_key(autotuner, {**dict(zip(autotuner.arg_names, args, strict=False)), **given}),
+        key=call.author_key(),
         arguments=tuple(arguments),
         candidates=tuple(candidates),
         reset=tuple(autotuner.reset_to_zero),
@@ -311,10 +308,10 @@ def class_digest(*parts: str) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def _candidate(autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any], config: Any, is_author: bool) -> Candidate:
+def _candidate(call: Call, config: Any, is_author: bool) -> Candidate:
     encoded = encode_config(config)
     try:
-        grid, heuristics = launched_with(autotuner, args, kwargs, config)
+        grid, heuristics = call.launched_with(config)
         return Candidate(encoded, is_author, grid, {name: _plain(value) for name, value in heuristics.items()})
     except NotRecordableError:
         raise

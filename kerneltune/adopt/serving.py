@@ -12,19 +12,16 @@ from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 from kerneltune.adopt import program
-from kerneltune.adopt.arguments import launch_key, outline
+from kerneltune.adopt.arguments import launch_key
 from kerneltune.adopt.kernels import (
-    author_key,
+    Call,
     bytecode_digest,
     config_label,
     configs_digest,
     encode_config,
     kernel_name,
-    launched_with,
     live_config,
-    pruned,
     source_digest,
-    twin,
 )
 from kerneltune.adopt.table import ServingRow, ServingTable, TableKernel, read_table
 
@@ -167,7 +164,7 @@ class Server:
                 state = self._relisted(autotuner, state)
             served = state.memo.get(key := launch_key(args, kwargs))
             if served is None:
-                found = self._resolve(original, autotuner, state, key, args, kwargs)
+                found = self._resolve(original, Call(autotuner, args, kwargs), state, key)
                 if not isinstance(found, Served):
                     return found[0]
                 served = found
@@ -192,7 +189,7 @@ class Server:
                 kernel = self._kernel_of(autotuner, is_early)
                 state = ServingState(kernel, autotuner.configs, autotuner.configs)
                 if kernel is not None and kernel.portfolio and self.portfolio:
-                    state.shown = self._live(autotuner, state, kernel.portfolio[: self.portfolio]) or autotuner.configs
+                    state.shown = self._live(state, kernel.portfolio[: self.portfolio]) or autotuner.configs
                     autotuner.configs = state.shown
                 autotuner.kerneltune_state = state
             return state
@@ -239,7 +236,7 @@ class Server:
             return None
         return kernel
 
-    def _live(self, autotuner: Any, state: ServingState, stored: Sequence[Mapping[str, Any]]) -> list[Any]:
+    def _live(self, state: ServingState, stored: Sequence[Mapping[str, Any]]) -> list[Any]:
         """Return the live config objects of stored ones, without those that cannot be made here.
 
         Of a list that was not tuned, as programs assign one for each size, a value that no config of it has may be wrong here.
@@ -249,73 +246,59 @@ class Server:
         return [config for config in found if config is not None and (is_tuned or _has_values_of(config, state.configs))]
 
     def _resolve(
-        self, original: Callable[..., Any], autotuner: Any, state: ServingState, key: tuple[Any, ...], args: Any, kwargs: Any
+        self, original: Callable[..., Any], call: Call, state: ServingState, key: tuple[Any, ...]
     ) -> "Served | tuple[Any]":
         """Return what launches of this key run with, or the result of the launch where the author's autotuner made it."""
         if self._preparing is not None:
             self._preparing.wait()
-        row = self._row(autotuner, state, args, kwargs)
-        if row is not None:
-            configs = self._allowed(autotuner, state, self._live(autotuner, state, row.configs), args, kwargs)
-            if configs:
-                self.counts.hits += 1
-                return self._remember(state, key, configs)
-        if _launches_nothing(autotuner, state.configs[0], args, kwargs):
+        sizes, dtypes = call.outline()
+        row = None if state.kernel is None else state.kernel.row(call.author_key(), sizes, dtypes)
+        if configs := self._allowed(call, state, row):
+            self.counts.hits += 1
+            return self._remember(state, key, configs)
+        if _launches_nothing(call, state.configs[0]):
             return self._remember(state, key, state.configs[:1])
         self.counts.misses += 1
-        self._record_miss(autotuner, state, args, kwargs)
+        self._record_miss(call, state)
         policy = "nearest" if self.miss == "author" and program.is_capturing() else self.miss
         if policy == "error":
-            sizes, dtypes = outline(autotuner.arg_names, args, kwargs)
-            raise LookupError(f"{kernel_name(autotuner).text}: no config for {sizes} {dtypes} on {program.device_slug()}")
+            raise LookupError(f"{call.name.text}: no config for {sizes} {dtypes} on {program.device_slug()}")
         if policy == "author":
-            return self._by_author(original, autotuner, state, key, args, kwargs)
-        return self._remember(state, key, self._guess(policy, autotuner, state, args, kwargs))
+            return self._by_author(original, call, state, key)
+        return self._remember(state, key, self._guess(policy, call, state))
 
-    def _row(self, autotuner: Any, state: ServingState, args: Any, kwargs: Any) -> ServingRow | None:
-        if state.kernel is None:
-            return None
-        sizes, dtypes = outline(autotuner.arg_names, args, kwargs)
-        named = {**dict(zip(autotuner.arg_names, args, strict=False)), **kwargs}
-        group = state.kernel.group(author_key(autotuner, named), dtypes)
-        return None if group is None else group.nearest(sizes)
-
-    def _allowed(self, autotuner: Any, state: ServingState, configs: list[Any], args: Any, kwargs: Any) -> list[Any]:
-        """Return the configs that the author's pruning allows for this launch, whatever a performance model says of them."""
-        if not autotuner.early_config_prune or not configs:
+    def _allowed(self, call: Call, state: ServingState, row: ServingRow | None) -> list[Any]:
+        """Return the configs of a row that the author's pruning allows for a launch, whatever a performance model says."""
+        configs = [] if row is None else self._live(state, row.configs)
+        if not call.autotuner.early_config_prune or not configs:
             return configs
-        left = pruned(autotuner, args, kwargs, list(dict.fromkeys([*state.configs, *configs])), by_model=False)
+        left = call.pruned(list(dict.fromkeys([*state.configs, *configs])), by_model=False)
         return [config for config in configs if config in left]
 
-    def _guess(self, policy: str, autotuner: Any, state: ServingState, args: Any, kwargs: Any) -> list[Any]:
+    def _guess(self, policy: str, call: Call, state: ServingState) -> list[Any]:
         """Return the configs of the nearest captured launch, or the author's, first config first."""
-        by_author = pruned(autotuner, args, kwargs, state.configs)
-        row = None
-        if policy == "nearest" and state.kernel is not None:
-            row = state.kernel.nearest(*outline(autotuner.arg_names, args, kwargs))
-        near = self._live(autotuner, state, row.configs) if row is not None else []
-        near = self._allowed(autotuner, state, near, args, kwargs)
+        by_author = call.pruned(state.configs)
+        nearest = state.kernel.nearest(*call.outline()) if policy == "nearest" and state.kernel is not None else None
+        near = self._allowed(call, state, nearest)
         used = (
             f"the config of the nearest captured launch, {config_label(encode_config(near[0]))}" if near else "the author's first"
         )
-        self._say(f"{kernel_name(autotuner).text}: a launch that was not tuned: served with {used}")
+        self._say(f"{call.name.text}: a launch that was not tuned: served with {used}")
         return [*near, *by_author]
 
-    def _by_author(
-        self, original: Callable[..., Any], autotuner: Any, state: ServingState, key: tuple[Any, ...], args: Any, kwargs: Any
-    ) -> tuple[Any]:
+    def _by_author(self, original: Callable[..., Any], call: Call, state: ServingState, key: tuple[Any, ...]) -> tuple[Any]:
         """Have the author's autotuner launch, tuning if it must, and remember its choice."""
         if len(state.configs) > 1:
-            self._say(f"{kernel_name(autotuner).text}: a launch that was not tuned: the author's autotuner chooses")
-        alone = twin(autotuner, args, state.configs)
+            self._say(f"{call.name.text}: a launch that was not tuned: the author's autotuner chooses")
+        alone = call.twin(state.configs)
         if state.choices is not None:
             alone.cache = state.choices
         before = len(alone.cache)
-        result = original(alone, *args, **kwargs)
+        result = original(alone, *call.args, **call.kwargs)
         self.counts.tunings += len(alone.cache) > before
         for name in ("best_config", "configs_timings", "bench_time"):
             if name in alone.__dict__:
-                setattr(autotuner, name, alone.__dict__[name])
+                setattr(call.autotuner, name, alone.__dict__[name])
         self._remember(state, key, [alone.best_config])
         return (result,)
 
@@ -326,12 +309,11 @@ class Server:
         served = state.memo[key] = Served(config, config.all_kwargs(), config.pre_hook, others)
         return served
 
-    def _record_miss(self, autotuner: Any, state: ServingState, args: Any, kwargs: Any) -> None:
+    def _record_miss(self, call: Call, state: ServingState) -> None:
+        """Record a launch that was not tuned, with the author's list rather than the portfolio."""
         if self.missing is not None:
             try:
-                self.missing.record(
-                    twin(autotuner, args, state.configs), args, kwargs
-                )  # with the author's list, not the portfolio
+                self.missing.record(call.twin(state.configs), call.args, call.kwargs)
             except Exception as error:  # a log that cannot be written is no reason to stop
                 self._say(f"misses are not recorded: {error}")
 
@@ -344,10 +326,10 @@ class Server:
         served.config, served.options, served.hook = config, config.all_kwargs(), config.pre_hook
 
 
-def _launches_nothing(autotuner: Any, config: Any, args: Any, kwargs: Any) -> bool:
+def _launches_nothing(call: Call, config: Any) -> bool:
     """Return whether a launch has an empty grid: of no tokens, say. Any config will do."""
     try:
-        grid, _ = launched_with(autotuner, args, kwargs, config)
+        grid, _ = call.launched_with(config)
     except Exception:  # the author's own code: it is raised again by the launch
         return False
     return grid is not None and 0 in grid

@@ -89,9 +89,10 @@ class TableKernel:
         """Raise ValueError for a config without values by name."""
         require_values(self.portfolio)
 
-    def group(self, key: Sequence[Any], dtypes: Sequence[str]) -> Group | None:
-        """Return the rows of an author's key, None where there are none."""
-        return next((group for group in self.groups if group.key == list(key) and group.dtypes == list(dtypes)), None)
+    def row(self, key: Sequence[Any], sizes: Mapping[str, int], dtypes: Sequence[str]) -> ServingRow | None:
+        """Return the row of an author's key whose deciding sizes are the nearest, None where the key has no row."""
+        group = next((group for group in self.groups if group.key == list(key) and group.dtypes == list(dtypes)), None)
+        return None if group is None else group.nearest(sizes)
 
     def nearest(self, sizes: Mapping[str, int], dtypes: Sequence[str]) -> ServingRow | None:
         """Return the row of the nearest captured launch with these element types, None where there is none."""

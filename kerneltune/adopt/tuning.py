@@ -272,10 +272,10 @@ def _keep_compiled(root: Path, tuned: Sequence[TunedClass], progress: Progress) 
     names, launchers = [], []
     for one in tuned:
         launch = one.launch
-        group = by_name[launch.kernel.module, launch.kernel.name, launch.configs].group(launch.key, launch.dtypes)
-        if group is not None:
-            config = group.nearest(launch.sizes).configs[0]
-            kernel = make_launch(launch, root, "meta", 0).compile(config)
+        table_kernel = by_name[launch.kernel.module, launch.kernel.name, launch.configs]
+        row = table_kernel.row(launch.key, launch.sizes, launch.dtypes)
+        if row is not None:
+            kernel = make_launch(launch, root, "meta", 0).compile(row.configs[0])
             if getattr(kernel, "hash", ""):  # nothing is compiled in the interpreter
                 names.append(ahead.entry_name(kernel.hash))
                 launchers.append(ahead.launcher_of(kernel))
