@@ -73,7 +73,8 @@ def _read_as(model: Model) -> str:
     experts = model.experts and f"{model.experts.count} experts of {model.experts.width}, {model.experts.top_k} a token"
     dense = model.mlp and f"{kind} layers of {model.mlp}"
     norms = "RMSNorm" if model.has_rms_norm else "norms that are no RMSNorm and have no cases"
-    return "; ".join(part for part in (f"width {model.hidden}", attention, dense, experts, norms) if part)
+    others = model.has_recurrence and "other layers than attention have no cases"
+    return "; ".join(part for part in (f"width {model.hidden}", attention, dense, experts, norms, others) if part)
 
 
 def _joined(layers: Sequence[str], fields: Fields) -> str:
@@ -108,14 +109,22 @@ def _norms(model: Model, tokens: int) -> Iterator[ModelCase]:
         return
     rows = [("norm", tokens, model.hidden)]
     if model.qk_norm == "head":
-        rows += [(name, tokens * heads, model.head_dim) for name, heads in (("q-norm", model.heads), ("k-norm", model.kv_heads))]
+        rows += _norms_of_heads("", tokens, model.heads, model.head_dim, model.kv_heads)
+        if model.other_heads:
+            rows += _norms_of_heads("other-", tokens, model.heads, *model.other_heads)
     if model.qk_norm == "width":
         rows += [(name, tokens, heads * model.head_dim) for name, heads in (("q-norm", model.heads), ("k-norm", model.kv_heads))]
+    if "groups" in model.latents:
+        rows.append(("kv-norm", tokens, model.head_dim))
     rows += [(f"{name}-latent-norm", tokens, model.latents[name]) for name in ("q", "kv") if name in model.latents]
     for layer, m, n in rows:
         shape = (("M", m), ("N", n), ("dtype", model.dtype), ("quant", "none"), ("zero_centered", model.zero_centered))
         yield ModelCase(layer, "rmsnorm_fwd", shape)
         yield ModelCase(layer, "rmsnorm_bwd", shape)
+
+
+def _norms_of_heads(which: str, tokens: int, heads: int, head_dim: int, kv_heads: int) -> list[tuple[str, int, int]]:
+    return [(f"{which}q-norm", tokens * heads, head_dim), (f"{which}k-norm", tokens * kv_heads, head_dim)]
 
 
 def _local(model: Model, experts: Experts, ep: int) -> int:
@@ -190,7 +199,7 @@ def _projections(model: Model, tokens: int) -> Iterator[ModelCase]:
 def _attention(model: Model) -> Mapping[str, tuple[int, int]]:
     """Return (outputs, inputs) of every projection of attention."""
     latents, heads = model.latents, model.heads
-    if latents:
+    if "kv" in latents:
         query = heads * (latents["nope"] + latents["rope"])
         low = (
             {"attention.q-down": (latents["q"], model.hidden), "attention.q-up": (query, latents["q"])} if "q" in latents else {}
@@ -201,11 +210,26 @@ def _attention(model: Model) -> Mapping[str, tuple[int, int]]:
             "attention.kv-up": (heads * (latents["nope"] + latents["value"]), latents["kv"]),
             "attention.o": (model.hidden, heads * latents["value"]),
         }
-    query, keys = heads * model.head_dim, model.kv_heads * model.head_dim
+    found = _heads(model, "attention", model.head_dim, model.kv_heads, model.value_dim)
+    if model.other_heads:
+        head_dim, kv_heads = model.other_heads
+        found |= _heads(model, "other-attention", head_dim, kv_heads, head_dim)
+    if not latents:
+        return found
+    inner = latents["groups"] * latents["out"]
+    return found | {
+        "attention.q-down": (latents["q"], model.hidden), "attention.q": (heads * model.head_dim, latents["q"]),
+        "attention.o-down": (inner, heads * model.value_dim // latents["groups"]), "attention.o": (model.hidden, inner),
+    }  # fmt: skip
+
+
+def _heads(model: Model, layer: str, head_dim: int, kv_heads: int, value_dim: int) -> dict[str, tuple[int, int]]:
+    """Return (outputs, inputs) of the projections of attention without latents."""
+    sizes = {"q": model.heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * value_dim}
     if model.fused_attention:
-        return {"attention.qkv": (query + 2 * keys, model.hidden), "attention.o": (model.hidden, query)}
-    inputs = {name: (size, model.hidden) for name, size in (("q", query), ("k", keys), ("v", keys))}
-    return {**{f"attention.{name}": shape for name, shape in inputs.items()}, "attention.o": (model.hidden, query)}
+        sizes = {"qkv": sum(sizes.values())}
+    inputs = {f"{layer}.{name}": (size, model.hidden) for name, size in sizes.items()}
+    return inputs | {f"{layer}.o": (model.hidden, model.heads * value_dim)}
 
 
 def _dense(model: Model) -> Mapping[str, tuple[int, int]]:

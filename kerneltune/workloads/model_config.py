@@ -37,10 +37,16 @@ _WIDE_NORMS = ("olmo2", "olmo3", "olmoe", "flex_olmo", "olmo_hybrid", "minimax_m
 _ZERO_CENTRED = ("gemma", "diffusion_gemma", "vaultgemma", "t5gemma", "qwen3_next", "qwen3_5", "recurrent_gemma")
 _FUSED = ("phi3", "phi4", "glm4", "glm", "chatglm")
 """Beginnings of model types whose dense gate and up are one matrix."""
-_FUSED_ATTENTION = ("phi3", "phi4", "dbrx", "chatglm", "gpt_neox", "falcon")
+_FUSED_ATTENTION = (
+    "bloom", "chatglm", "codegen", "dbrx", "falcon", "fuyu", "gpt2", "gpt_bigcode", "gpt_neox", "mpt", "openai-gpt", "persimmon",
+    "phi3", "phi4",
+)  # fmt: skip
 _NOT_FUSED = ("glm4_moe", "glm4v_moe", "glm_moe", "falcon_h1")
-_UNGATED = ("starcoder2", "gpt_neox", "gpt2", "phi", "falcon", "opt", "bloom", "nemotron", "apertus", "arcee", "mpt")
-_GATED = ("phi3", "phimoe", "falcon_h1")
+_UNGATED = (
+    "apertus", "arcee", "biogpt", "bloom", "codegen", "falcon", "fuyu", "gpt", "jais2", "mpt", "nanochat", "nemotron",
+    "openai-gpt", "opt", "persimmon", "phi", "starcoder2", "xglm",
+)  # fmt: skip
+_GATED = ("phi3", "phi4", "phimoe", "falcon_h1", "gpt_oss")
 """Exceptions from the ungated."""
 _OWN_GATES = ("gpt_oss",)
 """Beginnings of model types whose gate is no plain product of activation and up."""
@@ -48,13 +54,14 @@ _SHARED_AS_ROUTED = ("llama4",)
 """Beginnings of model types with a shared expert, as wide as a routed one, that no field tells of."""
 _DENSE_BESIDE = ("longcat",)
 """The same of those with dense layers beside the experts of every layer."""
-_ENCODERS = (
-    "albert", "bert", "camembert", "deberta", "distilbert", "electra", "eurobert", "modernbert", "mpnet", "roberta",
-    "xlm-roberta",
-)  # fmt: skip
-"""The same of those that only encode, whose layers are none of the ones that are read here."""
-_FOUR_TIMES = ("gpt2", "gptj", "gpt_bigcode", "codegen")
+_ENCODERS = ("bert", "distilbert", "eurobert", "modernbert", "mpnet")
+"""The same of those that only encode, whose layers are none of the ones that are read here. Others have `type_vocab_size`."""
+_FOUR_TIMES = ("bloom", "codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "openai-gpt")
 """The same of those whose dense layers are four times as wide as the model where no field says more."""
+_HALF = ("moshi", "recurrent_gemma")
+"""The same of those whose field has the width of gate and up together."""
+_RECURRENT = ("linear_num", "mamba_", "ssm_", "lru_", "conv_L_cache", "conv_dim")
+"""Beginnings of fields that tell of layers without attention."""
 _DTYPES = {"bfloat16": "bfloat16", "float16": "float16", "half": "float16", "float32": "float32", "float": "float32"}
 
 
@@ -85,12 +92,16 @@ class Model:
         kind: the file's `model_type`.
         hidden, heads, kv_heads, head_dim: of attention.
         mlp: inner size of a dense layer, 0 where every layer has experts.
-        latents: sizes of projections and norms of a latent attention by name: q, kv, rope, nope, value; empty for none.
+        latents: sizes of projections and norms of a latent attention by name: q, kv, rope, nope, value; of queries and outputs
+            alone q, out and groups; empty for none.
         qk_norm: `head`, `width` or empty.
         has_rms_norm, zero_centered: what its norms are.
         fused_attention, fused_mlp: whether query, key and value, or gate and up, are one matrix.
         gated: whether there is a gate beside up.
         has_swiglu: whether the gate is SwiGLU.
+        has_recurrence: whether some layers have no attention but a state.
+        value_dim: of a value head.
+        other_heads: (head_dim, kv_heads) of layers whose attention is another; empty for none.
         dtype: of weights.
     """
 
@@ -110,6 +121,9 @@ class Model:
     fused_mlp: bool = False
     gated: bool = True
     has_swiglu: bool = True
+    has_recurrence: bool = False
+    value_dim: int = 0
+    other_heads: tuple[int, int] | tuple[()] = ()
     dtype: str = "bfloat16"
 
 
@@ -120,15 +134,16 @@ def read(path: Path) -> Model:
         ValueError: one line naming the file, the field and the value.
     """
     fields = _Fields(path, _inner(path, _loaded(path)))
-    if fields.kind.startswith(_ENCODERS):
+    if fields.kind.startswith(_ENCODERS) or fields.get("type_vocab_size") is not None:
         fields.fail("model_type", fields.kind, "a language model that writes text, not an encoder")
     hidden, heads = fields.size(_HIDDEN), fields.size(_HEADS)
-    kv_heads = fields.size(_KV_HEADS, heads)
+    shares_keys = fields.get("multi_query") is True and not fields.get("new_decoder_architecture")
+    kv_heads = 1 if shares_keys else fields.size(_KV_HEADS, heads)
     if heads % kv_heads:
         fields.fail(_KV_HEADS[0], kv_heads, f"a divisor of {heads} attention heads")
-    head_dim = fields.size(_HEAD_DIM, max(1, hidden // heads))
     kind, experts, latents = fields.kind, _experts(fields), _latents(fields)
-    if head_dim * heads != hidden and fields.size(_HEAD_DIM, 0) == 0 and not latents:
+    head_dim = fields.size(_HEAD_DIM, max(1, hidden // heads)) if "kv" not in latents else latents["nope"] + latents["rope"]
+    if "kv" not in latents and head_dim * heads != hidden and fields.size(_HEAD_DIM, 0) == 0:
         fields.fail(fields.name_of(_HEADS) or _HEADS[0], heads, f"a divisor of the width {hidden}, or head_dim beside it")
     is_rms = (fields.name_of(_RMS) is not None or kind.startswith(_RMS_TYPES)) and not kind.startswith(_LAYER_NORMS)
     per_head = kind.startswith(_HEAD_NORMS) if fields.get("use_qk_norm") is None else bool(fields.get("use_qk_norm"))
@@ -150,6 +165,9 @@ def read(path: Path) -> Model:
         fused_attention=kind.startswith(_FUSED_ATTENTION) and not kind.startswith(_NOT_FUSED),
         fused_mlp=kind.startswith(_FUSED) and not kind.startswith(_NOT_FUSED),
         gated=gated,
+        has_recurrence=any(name.startswith(_RECURRENT) for name in fields.data),
+        value_dim=fields.size(("v_head_dim",), head_dim),
+        other_heads=() if latents else _other_heads(fields, head_dim, kv_heads),
         has_swiglu=gated and activation in ("silu", "swish") and not kind.startswith(_OWN_GATES),
         dtype=_DTYPES.get(str(fields.get("dtype") or fields.get("torch_dtype")).removeprefix("torch."), "bfloat16"),
     )
@@ -259,7 +277,7 @@ def _of_class(kind: str) -> Iterator[tuple[str, Any]]:
 
 def _experts(fields: _Fields) -> Experts | None:
     counted = fields.name_of(_EXPERTS)
-    if counted is None or _first(fields.get(counted)) in (0, 1):
+    if counted is None or _first(fields.get(counted)) in (0, 1) or fields.get("is_moe") is False:
         return None
     count = fields.checked(counted, _first(fields.get(counted)))
     wide = fields.name_of(_EXPERT_MLP) or fields.name_of(_MLP)
@@ -291,19 +309,47 @@ def _dense_width(fields: _Fields, experts: Experts | None) -> int:
     if experts is None:
         if name is None and ("n_inner" in fields.data or fields.kind.startswith(_FOUR_TIMES)):
             return 4 * fields.size(_HIDDEN)
-        return fields.checked(name, _first(fields.get(name))) if name else fields.size(_MLP)
+        width = fields.checked(name, _first(fields.get(name))) if name else fields.size(_MLP)
+        return _adjusted(fields, width // 2 if fields.kind.startswith(_HALF) else width)
     of_some = ("first_k_dense_replace", "mlp_only_layers", "num_dense_layers", "moe_layer_start_index")
     steps = [fields.get(one) or 1 for one in ("expert_layer_period", "interleave_moe_layer_step")]
-    has_dense = any(fields.get(one) for one in of_some) or steps != [1, 1] or fields.kind.startswith(_DENSE_BESIDE)
+    listed = fields.get("mlp_layer_types")
+    by_layer = isinstance(listed, list) and "dense" in listed
+    has_dense = by_layer or any(fields.get(one) for one in of_some) or steps != [1, 1] or fields.kind.startswith(_DENSE_BESIDE)
     if name is None or not has_dense:
         return 0
     own = "intermediate_size_mlp" if fields.get("intermediate_size_mlp") else name
     return fields.checked(own, _first(fields.get(own)))
 
 
+def _other_heads(fields: _Fields, head_dim: int, kv_heads: int) -> tuple[int, int] | tuple[()]:
+    """Return (head_dim, kv_heads) of the first layers that differ, as Gemma 4 has them; nothing where none do."""
+    layers = fields.get("per_layer_config")
+    listed = [layer for layer in layers.values() if isinstance(layer, dict)] if isinstance(layers, dict) else []
+    names = {"head_dim": fields.get("global_head_dim"), "num_key_value_heads": fields.get("num_global_key_value_heads")}
+    for layer in (*listed, names):
+        given = {name: fields.checked(name, layer[name]) for name in names if layer.get(name) is not None}
+        other = (given.get("head_dim", head_dim), given.get("num_key_value_heads", kv_heads))
+        if other != (head_dim, kv_heads):
+            return other
+    return ()
+
+
+def _adjusted(fields: _Fields, width: int) -> int:
+    """Return the inner size that LFM2 makes of the one in its file: two thirds, rounded up."""
+    if fields.get("block_auto_adjust_ff_dim") is not True:
+        return width
+    factor, step = fields.get("block_ffn_dim_multiplier"), fields.size(("block_multiple_of",), 256)
+    if type(factor) not in (int, float, type(None)) or not 0 < (factor or 1) <= 64:
+        fields.fail("block_ffn_dim_multiplier", factor, "a factor above 0, 64 at most")
+    return -(-int((factor or 1) * int(2 * width / 3)) // step) * step
+
+
 def _latents(fields: _Fields) -> dict[str, int]:
+    query = {"q": fields.size(("q_lora_rank",))} if fields.get("q_lora_rank") else {}
     if not fields.get("kv_lora_rank"):
-        return {}
+        if not query or not fields.get("o_lora_rank"):
+            return {}
+        return query | {"out": fields.size(("o_lora_rank",)), "groups": fields.size(("o_groups",), 1)}
     names = {"kv": "kv_lora_rank", "rope": "qk_rope_head_dim", "nope": "qk_nope_head_dim", "value": "v_head_dim"}
-    found = {short: fields.size((name,)) for short, name in names.items()}
-    return found | ({"q": fields.size(("q_lora_rank",))} if fields.get("q_lora_rank") else {})
+    return {short: 0 if fields.get(name) == 0 else fields.size((name,)) for short, name in names.items()} | query

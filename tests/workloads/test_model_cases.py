@@ -143,8 +143,43 @@ def test_layers_of_families_are_read_as_their_code_builds_them(tmp_path: Path) -
     assert model("glm4", intermediate_size=13696).fused_mlp
     falcon = model("falcon_h1", intermediate_size=12288)
     assert (falcon.gated, falcon.fused_attention, falcon.has_rms_norm) == (True, False, True)
+    lite = model("glm4_moe_lite", intermediate_size=10240, num_experts=64, moe_intermediate_size=1536, num_experts_per_tok=4,
+                 mlp_layer_types=["dense", "sparse"])  # fmt: skip
+    assert lite.mlp == 10240
+    assert model("recurrent_gemma", intermediate_size=15360).mlp == 7680
+    assert model("lfm2", intermediate_size=12288, block_auto_adjust_ff_dim=True, block_multiple_of=256).mlp == 8192
+    shared = model("falcon", ffn_hidden_size=18176, multi_query=True)
+    assert (shared.kv_heads, shared.fused_attention, shared.gated) == (1, True, False)
+    assert model("falcon", ffn_hidden_size=18176, multi_query=True, new_decoder_architecture=True).kv_heads == 8
+    assert (model("bloom").mlp, model("gpt_neo").gated, model("gpt_oss", intermediate_size=2880).gated) == (16384, False, True)
+    assert model("doge", intermediate_size=2048, num_experts=16384, num_experts_per_tok=64, is_moe=False).experts is None
+    assert model("bamba", intermediate_size=14336, mamba_d_state=256).has_recurrence
+    glm5 = model("glm5_next", intermediate_size=12288, head_dim=0, kv_lora_rank=512, q_lora_rank=1536, qk_rope_head_dim=0,
+                 qk_nope_head_dim=256, v_head_dim=256)  # fmt: skip
+    assert glm5.latents == {"kv": 512, "rope": 0, "nope": 256, "value": 256, "q": 1536}
     longcat = model("longcat_flash", ffn_hidden_size=12288, expert_ffn_hidden_size=2048, n_routed_experts=512, moe_topk=12)
     assert longcat.mlp == 12288
+
+
+def test_projections_follow_heads_that_differ_between_layers_values_and_low_ranks(tmp_path: Path) -> None:
+    def projections(**fields: Any) -> dict[str, tuple[int, int]]:
+        base = {"hidden_size": 2304, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "rms_norm_eps": 1e-6}
+        found = cases(tmp_path, {**base, "intermediate_size": 9216, "model_type": "new", **fields})
+        shapes = {name.rpartition("-")[0]: (case["M"], case["K"]) for (op, name), case in found.items() if op == "int4_gemm"}
+        return {layer: shape for layers, shape in shapes.items() for layer in layers.split("+") if "attention" in layer}
+
+    gemma = projections(model_type="gemma4_text", per_layer_config={"05": {"head_dim": 512}})
+    assert gemma["attention.q"] == (2048, 2304)
+    assert (gemma["other-attention.q"], gemma["other-attention.k"], gemma["other-attention.o"]) == (
+        (4096, 2304), (2048, 2304), (2304, 4096),
+    )  # fmt: skip
+    mimo = projections(v_head_dim=128)
+    assert (mimo["attention.k"], mimo["attention.v"], mimo["attention.o"]) == ((1024, 2304), (512, 2304), (2304, 1024))
+    low = projections(num_key_value_heads=1, q_lora_rank=768, o_lora_rank=1024, o_groups=4)
+    assert low == {
+        "attention.q-down": (768, 2304), "attention.q": (2048, 768), "attention.k": (256, 2304), "attention.v": (256, 2304),
+        "attention.o-down": (4096, 512), "attention.o": (2304, 4096),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -163,7 +198,12 @@ def test_layers_of_families_are_read_as_their_code_builds_them(tmp_path: Path) -
             {**SMALL, "model_type": "mystery", "head_dim": None, "num_attention_heads": 24},
             "num_attention_heads: 24: expected a divisor of the width 2560, or head_dim beside it",
         ),
-        ({**SMALL, "model_type": "bert"}, "model_type: 'bert': expected a language model that writes text, not an encoder"),
+        ({**SMALL, "model_type": "modernbert"}, "model_type: 'modernbert': expected a language model that writes text"),
+        (
+            {**SMALL, "model_type": "ernie", "type_vocab_size": 2},
+            "model_type: 'ernie': expected a language model that writes text",
+        ),
+        ({**SMALL, "block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": "2"}, "block_ffn_dim_multiplier: '2': expected"),
         ({**SMALL, "num_key_value_heads": 7}, "num_key_value_heads: 7: expected a divisor of 32"),
         ({**EXPERTS, "num_experts_per_tok": 65}, "num_experts_per_tok: 65: expected at most the 64 experts of num_experts"),
         ({**EXPERTS, "num_experts_per_tok": None}, "num_experts_per_tok: missing: looked for num_experts_per_tok, "),
