@@ -96,22 +96,6 @@ class Traffic:
         return self.read + self.write
 
 
-def _nothing_unsupported(_case: Case) -> str | None:
-    return None
-
-
-def _always_valid(_case: Case, _config: Config) -> str | None:
-    return None
-
-
-def _no_space(_case: Case) -> Space:
-    return {}
-
-
-def _nothing_promising(_case: Case) -> tuple[Config, ...]:
-    return ()
-
-
 @dataclass(frozen=True)
 class Variant:
     """One implementation of an operator.
@@ -134,12 +118,12 @@ class Variant:
     name: str
     run: Callable[[Inputs, Config], Outputs]
     config: type[Any] | None = None
-    space: Callable[[Case], Space] = _no_space
-    valid: Callable[[Case, Config], str | None] = _always_valid
+    space: Callable[[Case], Space] = lambda _case: {}
+    valid: Callable[[Case, Config], str | None] = lambda _case, _config: None
     default: Callable[[Case], Config] | None = None
-    unsupported: Callable[[Case], str | None] = _nothing_unsupported
+    unsupported: Callable[[Case], str | None] = lambda _case: None
     requires: tuple[str, ...] = ()
-    promising: Callable[[Case], tuple[Config, ...]] = _nothing_promising
+    promising: Callable[[Case], tuple[Config, ...]] = lambda _case: ()
     part: bool = False
     compiles: bool = False
 

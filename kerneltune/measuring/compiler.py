@@ -345,20 +345,18 @@ class _DryUtils:
             self.facts[digest], self.loading.kernel = fact, fact.kernel
         return self.loading
 
-    def load_binary(self, _name: str, binary: bytes, shared: int, _device: int) -> tuple[int, int, int, int, int]:
+    def load_binary(self, _name: str, binary: bytes, _shared: int, _device: int) -> tuple[int, int, int, int, int]:
         loading = self.loading
         assert loading is not None  # triton makes the launcher of a kernel, then loads it
-        kernel = loading.kernel = loading.kernel or self._kernel(loading.metadata, binary, shared)
+        kernel = loading.kernel = loading.kernel or self._kernel(loading.metadata, binary)
         return 0, 0, kernel.registers, kernel.spill_bytes, _MAX_THREADS
 
-    def _kernel(self, metadata: Any, binary: bytes, shared: int) -> Kernel:
-        from kerneltune.measuring.inspected import read
+    def _kernel(self, metadata: Any, binary: bytes) -> Kernel:
+        from kerneltune.measuring.inspected import compiled_fact
 
         assembly = _assembly(metadata, "ptx" if self.target.backend == "cuda" else "amdgcn")
-        usage, accesses = read(self.target.backend, binary, assembly)
-        resources = (usage.registers, usage.spill_bytes, shared, usage.scalar_registers, accesses)
         cooperative = bool(metadata.launch_cooperative_grid)
-        return Kernel(metadata.name, metadata.num_warps, *resources, cooperative, usage.stray_stores)
+        return compiled_fact(self.target.backend, binary, assembly, metadata._asdict(), cooperative).kernel
 
 
 def _assembly(metadata: Any, kind: str) -> str:
