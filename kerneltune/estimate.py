@@ -70,17 +70,21 @@ class Work(NamedTuple):
 
 
 def time_us(work: Work, speeds: Speeds) -> Any:
-    """Return the estimated time in µs; arrays of what is estimated where the work holds arrays."""
+    """Return the estimated time in µs; arrays of what is estimated where the work holds arrays.
+
+    Operands of later steps arrive while tensor cores work: of latency, reading and multiplying the longest counts most.
+    """
     steps, step_bytes, step_flops, ahead, programs, resident, memory_bytes, cache_bytes, part_bytes = work
     sms = speeds.sms
-    wave = resident * sms
-    waves = programs // wave
-    in_tail = -(-(programs - waves * wave) // sms)
-    latency = (speeds.latency_us / ahead) ** 2
+    at_once = resident * sms
+    waves = programs // at_once
+    in_tail = -(-(programs - waves * at_once) // sms)
     read, multiply = step_bytes * sms / speeds.read_tb_s, step_flops * sms / speeds.multiply_tflops
-    shared = (read * read + multiply * multiply) * 1e-12
-    full, tail = (latency + resident * resident * shared) ** 0.5, (latency + in_tail * in_tail * shared) ** 0.5
-    computing = waves * (speeds.program_us + steps * full) + (in_tail > 0) * (speeds.program_us + steps * tail)
+    latency, shared = (speeds.latency_us / ahead) ** 4, ((read * read + multiply * multiply) * 1e-12) ** 2
+    first = step_bytes * sms / speeds.memory_tb_s * 1e-6
+    full = speeds.program_us + resident * first + steps * (latency + resident**4 * shared) ** 0.25
+    tail = speeds.program_us + in_tail * first + steps * (latency + in_tail**4 * shared) ** 0.25
+    computing = waves * full + (in_tail > 0) * tail
     memory, cache = memory_bytes / speeds.memory_tb_s, cache_bytes / speeds.cache_tb_s
     parts = (part_bytes > 0) * speeds.join_us + part_bytes * 1e-6 / speeds.parts_tb_s
     return speeds.launch_us + (computing * computing + (memory * memory + cache * cache) * 1e-12) ** 0.5 + parts

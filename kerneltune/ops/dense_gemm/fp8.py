@@ -13,6 +13,7 @@ from kerneltune.ops.dense_gemm.configs import (
     DEFAULT,
     DenseConfig,
     TileConfig,
+    promising,
     space,
     tile_default,
     tile_space,
@@ -91,7 +92,7 @@ OP = Op(
     traffic=reference.traffic,
     variants=(
         Variant("baseline", _run_tiles, TileConfig, tile_space, tile_valid, tile_default, reference.not_empty),
-        Variant("optimized", _run, DenseConfig, space, valid, DEFAULT),
+        Variant("optimized", _run, DenseConfig, space, valid, DEFAULT, promising=promising),
         peers.SCALED_MM,
     ),
     module=__name__,
