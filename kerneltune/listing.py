@@ -131,20 +131,19 @@ def _check_variant(op: Op, variant: Variant) -> None:
         raise ValueError(f"{where}: config: {variant.config!r}: expected a dataclass")
     if variant.default is None:
         raise ValueError(f"{where}: default: None: expected a function of the case, for {variant.config.__name__}")
-    knobs = [knob.name for knob in dataclasses.fields(variant.config)]
     reasons = []
     for case in _cases(op):
+        about = f"{where} {case.label}"
         try:
-            reason = None if variant.unsupported(case) is not None else _reason(variant, case, knobs)
-        except (ValueError, LookupError, ArithmeticError):  # sizes that make no sense together
-            continue
-        except (AttributeError, NameError, TypeError) as error:
-            reason = f"{type(error).__name__}: {error}"
-        if reason is None:
-            return
-        reasons.append(f"{where}: {reason}, for {case.label}")
+            is_supported = _check_knobs(about, variant, variant.default, variant.config, case)
+            if not is_supported or _asked(about, "space", next, variant.configs(case), None) is not None:
+                return
+            reasons.append(_wrong(about, "space", variant.space, f"{dict(variant.space(case))}: no valid config"))
+        except ValueError as error:
+            if not isinstance(error.__cause__, ValueError | LookupError | ArithmeticError):  # sizes that make no sense together
+                reasons.append(error)
     if reasons:
-        raise ValueError(reasons[0])
+        raise reasons[0]
 
 
 def check_case(op: Op, case: Case) -> None:
@@ -162,10 +161,10 @@ def check_case(op: Op, case: Case) -> None:
             _check_knobs(f"{op.name} {variant.name} {case.label}", variant, variant.default, variant.config, case)
 
 
-def _check_knobs(about: str, variant: Variant, default: Callable[[Case], Any], config: type[Any], case: Case) -> None:
-    """Check the space and the default of a variant for a case that it supports."""
+def _check_knobs(about: str, variant: Variant, default: Callable[[Case], Any], config: type[Any], case: Case) -> bool:
+    """Check the space and the default of a variant for a case, and return whether the variant supports the case."""
     if _asked(about, "unsupported", variant.unsupported, case) is not None:
-        return
+        return False
     wrong = _wrong_knob(_asked(about, "space", variant.space, case), [knob.name for knob in dataclasses.fields(config)])
     if wrong is not None:
         raise _wrong(about, "space", variant.space, wrong)
@@ -175,6 +174,7 @@ def _check_knobs(about: str, variant: Variant, default: Callable[[Case], Any], c
     refused = _asked(about, "valid", variant.valid, case, chosen)
     if refused is not None:
         raise _wrong(about, "default", default, f"{chosen}: not valid ({refused})")
+    return True
 
 
 def _asked(about: str, field: str, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -195,18 +195,6 @@ def _wrong_knob(space: Space, knobs: Sequence[str]) -> str | None:
             expected = f"a knob of the config: {', '.join(knobs)}" if knob in space else "values in the space"
             return f"{knob!r}: expected {expected}"
     return None
-
-
-def _reason(variant: Variant, case: Case, knobs: Sequence[str]) -> str | None:
-    """Return what is wrong with the space or the default of a variant for a case."""
-    space, default = variant.space(case), variant.default_config(case)
-    wrong = _wrong_knob(space, knobs)
-    if wrong is not None:
-        return f"space: {wrong}"
-    refused = variant.valid(case, default)
-    if refused is not None:
-        return f"default: {default}: not valid ({refused})"
-    return None if next(variant.configs(case), None) else f"space: {dict(space)}: no valid config"
 
 
 def _cases(op: Op) -> Iterator[Case]:
