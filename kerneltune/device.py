@@ -1,4 +1,4 @@
-"""What the kernels run on: a GPU's identity and limits, or Triton's interpreter where there is no GPU.
+"""The device that kernels run on: a GPU's identity and limits, or Triton's interpreter where there is no GPU.
 
 Queries the device only when asked. Imports torch inside functions, so that the CLI starts without it.
 """
@@ -41,7 +41,7 @@ class Device:
 
     @property
     def slug(self) -> str:
-        """The name as a folder: `nvidia_h200`."""
+        """Return the name as a folder: `nvidia_h200`."""
         return slug(self.name)
 
     @property
@@ -65,7 +65,7 @@ ARCHITECTURES: Mapping[str, str] = {"nvidia_h100_80gb_hbm3": "sm_90", "nvidia_h2
 
 _UNIT_DIGITS = 12
 _DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
-"""What NVIDIA's driver, WSL's or AMD's has, whatever GPUs a process may see."""
+"""Device files of NVIDIA's, WSL's and AMD's drivers, which are there whatever GPUs a process may see."""
 
 NO_GPU = Device(INTERPRETER, INTERPRETER, sms=4, l2_bytes=0, driver="none")
 

@@ -1,4 +1,4 @@
-"""What an error says, on one line. Imports the standard library."""
+"""Write errors on one line. Imports the standard library."""
 
 import re
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""What is listed of operators without their code, and what is checked of their contracts when the code loads.
+"""List operators without their code, and check their contracts when the code loads.
 
 The index that the package ships spares a command that only looks the import of torch and triton. `kerneltune ops --index` writes
 it. A module that the index lacks is imported, so that an operator is registered by its presence alone. A mistake in a contract is
@@ -25,7 +25,7 @@ _SIZES = (4096, 256, 16)
 
 @dataclass(frozen=True)
 class VariantFacts:
-    """What is listed of a variant; the fields are those of `Variant`."""
+    """The listed fields of a `Variant`."""
 
     name: str
     role: Role
@@ -38,7 +38,7 @@ class VariantFacts:
 
 @dataclass(frozen=True)
 class OpFacts:
-    """What is listed of an operator; the fields are those of `Op`."""
+    """The listed fields of an `Op`."""
 
     name: str
     axes: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What the config cache did not have: said once, refused in strict mode, and kept as a list that a sweep is made of.
+"""Look-ups that the config cache had no entry for: warn of each once, refuse them in strict mode, make a sweep of their log.
 
 Looks nothing up. Imports the standard library, msgspec, device, files and spec.
 """
@@ -42,7 +42,7 @@ class CacheMissWarning(UserWarning):
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """One look-up that found no entry of its own."""
+    """A look-up for which the cache has no entry of exactly that case."""
 
     op: str
     variant: str

@@ -1,4 +1,4 @@
-"""How near a stored config lies to a case: the rule by which the cache finds one, which exported dispatch modules carry along.
+"""Rank stored configs by their distance to a case, as the cache does; exported dispatch modules carry this code along.
 
 Knows no file and no entry. Imports bisect and math.
 """
@@ -11,9 +11,9 @@ from typing import Any
 Place = tuple[dict[str, int], str, dict[str, Any]]
 """Sizes by axis, element type and options."""
 Nearness = tuple[bool, bool, float]
-"""Whether the type differs, whether sizes do, and the log2 distance; (False, False, 0) is the case itself."""
+"""(the type differs, sizes differ, log2 distance); (False, False, 0) is the case itself."""
 Bands = Mapping[str, tuple[int, ...]]
-"""Of an axis the last size of each band but that of the largest."""
+"""Axis -> the last size of each band, without the band of the largest sizes."""
 NO_BANDS: Bands = {}
 
 _SIXTEEN_BIT = {"bfloat16", "float16"}

@@ -20,7 +20,7 @@ _HEADLINES = 10
 
 
 class Progress(Protocol):
-    """Where long work says how far it is."""
+    """An observer of long work, which is told every step."""
 
     def stage(self, name: str, total: int, kept: int = 0, costs: Sequence[float] = ()) -> None:
         """Begin a stage of `total` steps, of which an earlier run has done `kept`.
@@ -39,7 +39,7 @@ class Progress(Protocol):
         return
 
     def note(self, text: str) -> None:
-        """Something worth a line of its own."""
+        """Print a line of its own."""
         return
 
 
@@ -89,7 +89,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to run.
+    """The settings of a run.
 
     Attributes:
         policy: how a time is taken: `cold`, `hot` or `eager`.

@@ -45,7 +45,7 @@ _UTC = timedelta(0)
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """One row: a variant on a case, and what came of it.
+    """One row: the result of a variant on a case.
 
     A copy with changes is `msgspec.structs.replace(record, …)`.
 
@@ -117,17 +117,17 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def key(self) -> Key:
-        """What the row measures, whoever implements it, in any order of keys: (op, dtype, quant, axes, options, policy)."""
+        """Return (op, dtype, quant, axes, options, policy), axes and options sorted by name: the row without its variant."""
         return key_of(self.op, self.dtype, self.quant, self.axes, self.options, self.policy)
 
     @property
     def config_label(self) -> str:
-        """The config in one line: `block=1024 warps=4`; `-` where there is none."""
+        """Return the config in one line: `block=1024 warps=4`; `-` where there is none."""
         return pairs(self.config or {}) or "-"
 
     @property
     def label(self) -> str:
-        """The key in one line: `rmsnorm_fwd M=8192 N=4096 bfloat16 fp8 cold`."""
+        """Return the key in one line: `rmsnorm_fwd M=8192 N=4096 bfloat16 fp8 cold`."""
         return " ".join([self.op, pairs({**self.axes, **self.options}), self.dtype, self.quant, self.policy])
 
 

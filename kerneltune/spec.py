@@ -28,7 +28,7 @@ MOST = 1e15
 """More than any µs, GB/s or per cent that is measured: 30 years."""
 
 GROUP, PLUGINS = "kerneltune.ops", "KERNELTUNE_PLUGINS"
-"""Where operators of other packages are named: an entry-point group, and an environment variable."""
+"""The entry-point group and the environment variable that name operators of other packages."""
 
 _SHORT_DTYPES = {
     "bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16", "fp32": "float32", "f32": "float32",

@@ -78,7 +78,7 @@ def ratio_interval(numerator: Samples, denominator: Samples, seed: int = 0) -> I
 
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """How much slower one run is than another, on the log scale.
+    """The slowdown of one run against another, on the log scale.
 
     Attributes:
         log: log(new / old).

@@ -199,7 +199,7 @@ class _Item:
 
 
 class _Reader:
-    """One file being read: knows its path, its operators and the names used so far."""
+    """Reads one file; knows its path, its operators and the names used so far."""
 
     def __init__(self, path: Path, ops: Mapping[str, Op], max_cases: int) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""Where two tensors disagree, in one line: what operators' `compare` functions are made of.
+"""Compare two tensors and say in one line where they disagree, for the `compare` functions of operators.
 
 Knows no operator. May import torch.
 """

@@ -12,7 +12,7 @@ import numpy as np
 
 _REPLACED = ("_convert_float", "_patch_lang_core", "_patch_lang")
 _USED = ("_LangPatchScope",)
-"""What is replaced of the interpreter and used, the same from triton 3.6.0 to 3.9.0. None is public."""
+"""Functions of the interpreter that are replaced and used, the same from triton 3.6.0 to 3.9.0. None is public."""
 
 _MENDED = "is_mended_by_kerneltune"
 

@@ -1,4 +1,4 @@
-"""Where and how many programs to launch, and launches whose programs wait for each other.
+"""Choose the device and the number of programs of a launch; launches whose programs wait for each other.
 
 Knows no operator and launches nothing itself. May import torch.
 """

@@ -75,7 +75,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """What compiling said of a kernel; one that exceeds the target's shared memory has no registers and no accesses.
+    """The resources of a compiled kernel; one that exceeds the target's shared memory has no registers and no accesses.
 
     Attributes:
         tensor_columns: of Blackwell's tensor memory, that a program uses.

@@ -30,12 +30,12 @@ Inputs = Mapping[str, Any]
 
 COMPILE_TIMEOUT_S = 90.0
 _MAX_THREADS = 1024
-"""Of a program, on every target."""
+"""Threads of the largest program, on every target."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What to compile for: triton's backend, architecture and warp size, and the shared memory one program may use."""
+    """A target of compilations: triton's backend, architecture and warp size, and the shared memory a program may use."""
 
     backend: str
     arch: int | str

@@ -22,7 +22,7 @@ from kerneltune.identity import code_digest, module_digest
 from kerneltune.measuring.assembly import Access, Fact, Kernel, RegisterUsage, gcn_accesses, gcn_usage, ptx_accesses, sass_usage
 
 FACT = "inspected_by_kerneltune"
-"""Of a compiled kernel's metadata: a line of a file of facts."""
+"""Field of a compiled kernel's metadata that holds its line of a file of facts."""
 
 _PLACE = re.compile(r'"([^"\n]*)":(\d+)(?=:\d)')
 _DIGEST = "digest_by_kerneltune"
@@ -207,7 +207,7 @@ def _sha256(text: str) -> str:
 
 
 class Inspecting:
-    """What is done to the stages of a compilation."""
+    """Changes the stages of a compilation so that they end where the rest is known."""
 
     def __init__(self, known: KnownFacts, backend: str, shared_bytes: int) -> None:
         """backend: triton's; shared_bytes: the most that a program may use."""

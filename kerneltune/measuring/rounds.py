@@ -20,7 +20,7 @@ Run = Callable[[int], Any]
 
 _MIN_CALLS = 10
 _LONG_SAMPLES = 4
-"""How many times as long as asked for a sample may become for the sake of the fewest calls."""
+"""Factor by which a sample may become longer than asked for, so that it holds the fewest calls."""
 _MIN_SAMPLE_US = 800.0
 _WARM_MS = 200.0
 _QUEUE_AHEAD_CYCLES = 300_000
@@ -31,7 +31,7 @@ _MOST_SETS = 8192
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How a number is taken: part of its identity in records and in the cache."""
+    """The way in which a time is taken; part of its identity in records and in the cache."""
 
     name: str
     graph: bool

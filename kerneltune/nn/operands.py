@@ -1,4 +1,4 @@
-"""What grouped fp8 products are given: refused here before anything is launched. May import its neighbours, ops."""
+"""Check the operands of grouped fp8 products before anything is launched. May import its neighbours, ops."""
 
 import torch
 from torch import Tensor

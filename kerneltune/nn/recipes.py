@@ -1,4 +1,4 @@
-"""How the operands of grouped products are scaled to fp8. Values only; may import the standard library."""
+"""Recipes by which the operands of products are scaled to fp8. Values only; may import the standard library."""
 
 from dataclasses import dataclass
 

@@ -15,7 +15,7 @@ from kerneltune.ops import moe_routing
 
 
 class Routing(NamedTuple):
-    """Where the rows of tokens go, made by `sort_tokens`; M = T K rows.
+    """The places of the rows of tokens, made by `sort_tokens`; M = T K rows.
 
     Attributes:
         pairs: (M,) int32, the pair token * K + choice of each row; -1 behind the last expert's rows.

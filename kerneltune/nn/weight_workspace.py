@@ -71,7 +71,7 @@ class WeightWorkspace:
         self._seen: tuple[object, ...] = ()
         self._steps = 0
         self._unsure = False
-        """Whether a flag on the device may have kept what an older weight was cast to than the one seen."""
+        """True if a flag on the device may have kept the cast of an older weight than the one seen."""
 
     def __reduce__(self) -> tuple[type["WeightWorkspace"], tuple[()]]:
         return WeightWorkspace, ()

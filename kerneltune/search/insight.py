@@ -1,4 +1,4 @@
-"""What the trials of searches say: regret, which knobs matter, values that never win, ties, and how few configs would do.
+"""Analyse the trials of searches: regret, importance of knobs, values that never win, ties, the smallest portfolio.
 
 Pure functions of configs and times. May import optuna.
 """
@@ -56,7 +56,7 @@ def sparkline(gaps: Sequence[float], width: int = 40) -> str:
 
 
 def importances(times: Mapping[Knobs, float]) -> dict[str, float]:
-    """How much of being among the best tenth is due to each knob (PED-ANOVA), largest first; empty where nothing varies."""
+    """Return how much of being among the best tenth each knob explains (PED-ANOVA), largest first; empty if none varies."""
     import optuna
 
     configs = [dict(knobs) for knobs in times]

@@ -31,12 +31,14 @@ AHEAD = 8
 """Configs in flight as long as one of them is compiled and waits to be measured: what to try is decided that many configs
 before its time is known; a replay keeps the same delay. While none waits, as many compile as there are compilers."""
 _AHEAD_BLIND = 48
-"""The same where no time changes what is tried next."""
+"""Configs in flight where no time changes what is tried next."""
 _FIRST = 8
 _LESS_LIKELY = 2.0
-"""How much less likely a config is drawn for every knob in which it differs from a default or a neighbour's best, which are good
-guesses: on the shipped spaces at most two knobs differ from the default's in 8 % of all configs, and in 39 of the 63 that are
-within 3 % of the best."""
+"""Factor by which a config is drawn less likely for every knob in which it differs from a default or a neighbour's best.
+
+Those are good guesses: on the shipped spaces at most two knobs differ from the default's in 8 % of all configs, and in 39 of the
+63 that are within 3 % of the best.
+"""
 _GAIN_AFTER = 16
 _GAIN_EVERY = 4
 _AT_HAND = 2
@@ -47,7 +49,7 @@ _POLL_S = 0.001
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """How much to search.
+    """The limits of a search.
 
     Attributes:
         budget_s: seconds per case from its first result on that the bench is ready for, None for no limit.

@@ -26,7 +26,7 @@ _COLUMNS = ("status", "time_us", "resources", "spill_bytes", "shared_bytes")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredSpace:
-    """What was measured, where, and every trial.
+    """A measured space: what its times depend on, and every trial.
 
     Attributes:
         op, variant, case, axes, dtype, quant, options, policy: as in the config cache.

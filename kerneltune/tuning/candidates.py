@@ -1,4 +1,4 @@
-"""What a search chooses from, what it begins with, and what of it is likely to be refused: from what is stored and cached.
+"""Make the candidates of a search, its first configs and their probabilities to compile, from stored trials and the cache.
 
 Configs of the cache outlive the knobs and the limits that they were stored for: only those that a variant still supports count.
 Measures nothing.

@@ -24,7 +24,7 @@ Rows = npt.NDArray[np.intp]
 UNKNOWN, INVALID, FAILED = 0.25, 0.3, 0.7
 """log time over the best that a config is expected to cost where it was not timed, is not valid, or has no time."""
 _DEFAULT_COSTS = 0.002
-"""What the default must be better by: some operators take milliseconds to find theirs."""
+"""Log time by which the default must be better: some operators take milliseconds to find theirs."""
 _SEVERAL = 5
 """Configs whose times tell what the best of a case without a recorded config is about."""
 

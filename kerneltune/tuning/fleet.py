@@ -30,7 +30,7 @@ ATTEMPTS = 3
 
 
 class Fleet:
-    """One run over workers."""
+    """A run that is spread over workers."""
 
     def __init__(self, workers: LocalWorkers | RayWorkers, options: Options, progress: Progress) -> None:
         self._workers, self._options, self._progress = workers, options, progress

@@ -44,7 +44,7 @@ _STORES = "kerneltune.search.trials"
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Of one search, or of all searches of a run.
+    """The time and evaluations of one search, or of all searches of a run.
 
     Attributes:
         wall_s: from the first compiled config to the end.
@@ -92,7 +92,7 @@ def empty_caches() -> Iterator[Path]:
 
 
 class Machines:
-    """For as long as a stage lasts. Use as a context manager."""
+    """The measuring process, compilers and stores of a stage. Use as a context manager."""
 
     def __init__(
         self, options: Options, on_trial: Callable[[Config, Evaluation], None] = lambda _config, _evaluation: None
@@ -240,7 +240,7 @@ class TuningResult:
 
 @dataclass(frozen=True, slots=True)
 class TuningSummary:
-    """What a run did.
+    """The result of a run.
 
     Attributes:
         device_slug: the GPU model, as its folder is called, that it is for.

@@ -1,4 +1,4 @@
-"""Whether cached configs are still what they were stored for: fresh, stale but good, stale and slower, or invalid.
+"""Judge cached configs: fresh, stale but good, stale and slower, or invalid.
 
 Changes no cache and prints nothing.
 """
@@ -25,12 +25,12 @@ RunFinal = Callable[[Task, Sequence[Config]], tuple[int, dict[str, Any]]]
 """Return which config is the fastest, the first unless another surely is, and the evidence; the last is the default."""
 
 _OF_THE_SEARCH = ("trials", "imported", "before")
-"""What evidence says of how a config was found, whenever it is timed again."""
+"""Fields of the evidence that a new timing keeps: they say how the config was found."""
 
 
 @dataclass(frozen=True, slots=True)
 class EntryVerdict:
-    """Of an entry.
+    """The verdict on an entry.
 
     Attributes:
         status: `fresh`; `stale` where no GPU can tell more; `stale-but-good`, `stale-slower`; `invalid`.

@@ -32,7 +32,7 @@ Event = tuple[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a time of a worker depends on beside the operator; only workers of one identity take part in a run."""
+    """The GPU, versions and commit that a worker's times depend on; only workers of one identity take part in a run."""
 
     device: Device
     versions: tuple[tuple[str, str], ...]

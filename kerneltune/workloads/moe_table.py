@@ -1,4 +1,4 @@
-"""Where the time of a training step goes, and how near it is to its bound: a table made of records.
+"""Tabulate the parts of a training step's time, and the share of its bound that it reaches.
 
 Pure: imports no torch.
 """

@@ -28,7 +28,7 @@ from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
 
 _LEAST_SQNR_DB, _LEAST_CAST_SQNR_DB = 26.0, 28.0
 _INTERPRETER_DB = 12.0
-"""What the interpreter's casts, which lose the carry of some roundings, may cost."""
+"""Signal to noise that the interpreter's casts may lose: they lose the carry of some roundings."""
 _WEIGHT_STD, _GRADIENT_STD = 0.02, 1e-3
 
 
@@ -82,7 +82,7 @@ def traffic(case: Case) -> Traffic:
 
 
 def flops(case: Case) -> int:
-    """Of the three products."""
+    """Return the operations of the three products."""
     return 6 * case["M"] * case["K"] * case["N"]
 
 

@@ -1,4 +1,4 @@
-"""From how many tokens on weights of 8 or 16 bits are as fast as weights of four: a table made of records.
+"""Tabulate from how many tokens on weights of 8 or 16 bits are as fast as weights of four.
 
 Pure: imports no torch.
 """
