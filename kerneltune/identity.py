@@ -27,7 +27,6 @@ _ENGINE = (
 _SKIPPED = frozenset({"annotation", "returns", "type_comment", "type_params", "kind", "ctx"})
 _WRAPPED = ("__wrapped__", "__func__", "fn", "func", "_init_fn")
 """Where bound methods and the decorators of functools, triton and torch keep the function that they wrap."""
-_FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
 @functools.cache
@@ -413,7 +412,5 @@ def _binds(statement: ast.stmt) -> Iterator[str]:
         if isinstance(node, ast.Import | ast.ImportFrom):
             for alias in node.names:
                 yield alias.asname or (alias.name if isinstance(node, ast.ImportFrom) else alias.name.partition(".")[0])
-        elif not isinstance(node, _FUNCTIONS):
-            yield from _bound_by(node)
         else:
-            yield from (node.name,) if not isinstance(node, ast.Lambda) else ()
+            yield from _bound_by(node)
