@@ -3,6 +3,7 @@
 Chooses no config and prints nothing. May import torch.
 """
 
+import contextlib
 import functools
 import os
 import subprocess
@@ -314,20 +315,26 @@ def make_record(family: str, task: Task, config: Config, status: str, reason: st
 
 
 @functools.cache
-def commit() -> str:
+def commit(root: Path = Path(__file__).parents[2]) -> str:
     """Return the commit of the source that runs, with `+` where the package differs from it.
 
-    Outside a checkout, what `git archive` wrote into `.git_archival.txt`; `unknown` where there is neither.
+    Outside a checkout, also where the package is installed below somebody else's: what `git archive` wrote into
+    `.git_archival.txt`, or `unknown`.
+
+    Args:
+        root: the folder that holds the package.
     """
-    root = Path(__file__).parents[2]
-    try:
-        head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, check=True)
-        changed = subprocess.run(["git", "status", "--porcelain", "kerneltune"], cwd=root, capture_output=True, text=True)
-        return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
-    except (OSError, subprocess.CalledProcessError):
-        archived = root / ".git_archival.txt"
-        node = archived.read_text().strip() if archived.exists() else ""
-        return "unknown" if not node or "$" in node else node
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", "-C", root, *arguments], capture_output=True, text=True, check=True).stdout.strip()
+
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        top, head = git("rev-parse", "--show-toplevel", "--short", "HEAD").splitlines()
+        if Path(top) == root.resolve():
+            return head + ("+" if git("status", "--porcelain", "kerneltune") else "")
+    archived = root / ".git_archival.txt"
+    node = archived.read_text().strip() if archived.exists() else ""
+    return "unknown" if not node or "$" in node else node
 
 
 def gpu_free_bytes() -> int:
