@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kerneltune.adopt import main_file
-from kerneltune.adopt.arguments import Argument, Tensor, decode, span, torch_dtype
+from kerneltune.adopt.arguments import Argument, Tensor, decode, is_descriptor, span, torch_dtype
 from kerneltune.adopt.folder import VALUES, LaunchClass
 from kerneltune.adopt.kernels import KernelName, bytecode_digest, configs_digest, live_config, source_digest, stored_key
 
@@ -234,15 +234,10 @@ def _live(argument: Argument, captured: LaunchClass, storages: Sequence[torch.Te
     live = torch.empty(0, dtype=kind, device=storage.device)
     live.set_(storage.untyped_storage(), offset // tensor.element_bytes, tensor.shape, tensor.stride)
     if argument.kind == "descriptor":
-        return _descriptor(live, argument)
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        return TensorDescriptor(live, *map(list, argument.block))
     return live
-
-
-def _descriptor(base: torch.Tensor, argument: Argument) -> Any:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    shape, strides, block = (list(sizes) for sizes in argument.block)
-    return TensorDescriptor(base, shape, strides, block)
 
 
 @dataclass(slots=True)
@@ -404,7 +399,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _tensor_of(value: Any) -> torch.Tensor:
-    tensor: torch.Tensor = value.base if hasattr(value, "block_shape") else value
+    tensor: torch.Tensor = value.base if is_descriptor(value) else value
     return tensor
 
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from kerneltune import cache, device, sweep
 from kerneltune.adopt import ahead
@@ -60,29 +61,16 @@ class _OutOfTimeError(Exception):
     """The budget is used; what is done stays."""
 
 
-class _Limited:
-    """A Progress that ends the work when its time is over."""
+def _limited(progress: Progress, until: float) -> Progress:
+    """Return a Progress that raises _OutOfTimeError at the first step behind a time."""
 
-    def __init__(self, inner: Progress, until: float) -> None:
-        self._inner, self._until = inner, until
-
-    def stage(self, name: str, total: int, kept: int = 0, costs: Sequence[float] = ()) -> None:
-        """Begin a stage."""
-        self._inner.stage(name, total, kept, costs)
-
-    def advance(self, text: str) -> None:
-        """Count a step; raises _OutOfTimeError where the time is over."""
-        self._inner.advance(text)
-        if time.monotonic() > self._until:
+    def advance(text: str) -> None:
+        progress.advance(text)
+        if time.monotonic() > until:
             raise _OutOfTimeError
 
-    def best(self, text: str) -> None:
-        """Show the best so far."""
-        self._inner.best(text)
-
-    def note(self, text: str) -> None:
-        """Show a line."""
-        self._inner.note(text)
+    limited: Any = SimpleNamespace(stage=progress.stage, advance=advance, best=progress.best, note=progress.note)
+    return cast(Progress, limited)
 
 
 def tune_capture(
@@ -115,7 +103,7 @@ def tune_capture(
         skipped = list(capture.problems)
         chosen = _chosen(capture, share, skipped)
         options = Options(configs=root / "configs", results=root / "results", workers=workers, force=force)
-        limited = _Limited(progress, began + budget_s if budget_s else float("inf"))
+        limited = _limited(progress, began + budget_s if budget_s else float("inf"))
         by_name = {op.name: op for op in operators()}
         replace_text(root / SWEEP, sweep_text(capture.classes, list(by_name.values())))
         try:

@@ -96,11 +96,7 @@ def show_capture(folder: Path, to_messages: bool = False) -> None:
     from kerneltune.cli import console
 
     capture = read_capture(folder)
-    head, rows = table_of(capture)
-    if to_messages:
-        console.show_table(head, rows, console.messages)
-    else:
-        show_table(head, rows)
+    show_table(*table_of(capture), console.messages if to_messages else console.console)
     for text in capture.problems:
         error_line(text)
     for kernel, reason in capture.refused().items():

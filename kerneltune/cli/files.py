@@ -31,7 +31,12 @@ def selected(found: "Sequence[Record]", wanted: "Selection") -> "list[Record]":
         cases = dict.fromkeys(record.case for record in found)
         if not fnmatch.filter(cases, pattern):
             raise ValueError(f"case: {pattern!r}: no record of such a case{meant(pattern, cases)}")
-    return [record for record in found if wanted.covers(record.op, record.case, record.dtype, record.quant)]
+    return [record for record in found if takes(wanted, record)]
+
+
+def takes(wanted: "Selection", record: "Record") -> bool:
+    """Return whether a selection takes a record."""
+    return wanted.covers(record.op, record.case, record.dtype, record.quant) and wanted.takes_variant(record.variant)
 
 
 def swept(known: "Mapping[str, Op]", extra: Iterable[str] = ()) -> "list[SweepCase]":

@@ -11,7 +11,7 @@ import typer
 from kerneltune.cli import inspect
 from kerneltune.cli import options as o
 from kerneltune.cli.console import end_if_failed, error_line, note, show, width, write
-from kerneltune.cli.files import selected
+from kerneltune.cli.files import selected, takes
 from kerneltune.cli.progress import reporter
 
 if TYPE_CHECKING:
@@ -144,14 +144,9 @@ def _judged(baseline: str, new: Path, wanted: "Selection", margin: float | None,
     against = load_baseline(baseline, new)
     selected([*against, *records], wanted)  # a name that neither side has is an error
     o.matching("variant", wanted.variants, (record.variant for record in (*against, *records)))
-    records, against = ([record for record in side if _takes(wanted, record)] for side in (records, against))
+    records, against = ([record for record in side if takes(wanted, record)] for side in (records, against))
     tolerated = DEFAULT_MARGIN if margin is None else margin
     return gate(against, records, tolerated, peers=peers, defaults=lambda op: defaults_of(o.load_facts(), op)), records
-
-
-def _takes(wanted: "Selection", record: "Record") -> bool:
-    """Return whether a selection takes a record."""
-    return wanted.covers(record.op, record.case, record.dtype, record.quant) and wanted.takes_variant(record.variant)
 
 
 def _measured(

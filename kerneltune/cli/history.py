@@ -7,6 +7,7 @@ import typer
 
 from kerneltune.cli import options as o
 from kerneltune.cli.console import deliver, note, width, write
+from kerneltune.cli.files import takes
 
 if TYPE_CHECKING:
     from kerneltune.plan import Selection
@@ -35,12 +36,7 @@ def command(
     found, broken = revisions(path, most)
     for line in broken:
         note(f"left out: {line}")
-    rows = [
-        trend
-        for trend in trends(found)
-        for last in (trend.points[-1].record,)
-        if wanted.covers(last.op, last.case, last.dtype, last.quant) and wanted.takes_variant(trend.variant)
-    ]
+    rows = [trend for trend in trends(found) if takes(wanted, trend.points[-1].record)]
     if not rows:
         raise ValueError(f"{path}: no timed row of these names in {len(found)} revisions")
     if page is not None:

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,20 +84,17 @@ def profile(ncu: Path, command: Sequence[str], folder: Path) -> tuple[list[Profi
         ValueError: ncu was refused, failed, took too long, or saw no kernel; one line.
     """
     report = folder / "report.ncu-rep"
-    collected = [name for name in (*METRICS.values(), DURATION)]
     flags = ["--clock-control", "none", "--profile-from-start", "off", "--target-processes", "all", "--import-source", "yes"]
     flags += [flag for section in _SECTIONS for flag in ("--section", section)]
-    said = _run([str(ncu), *flags, "--metrics", ",".join(collected), "--force-overwrite", "-o", str(report), *command])
+    flags += ["--metrics", ",".join([*METRICS.values(), DURATION]), "--force-overwrite"]
+    said = _run([str(ncu), *flags, "-o", str(report), *command])
     if not report.is_file():
         raise ValueError(why_refused(said) or f"ncu made no report: {_last(said)}")
-    pages = [_run([str(ncu), "--import", str(report), "--csv", "--page", *page]) for page in (("raw",), _SOURCE_PAGE)]
-    profiles = parse_raw(pages[0])
+    page = [str(ncu), "--import", str(report), "--csv", "--page"]
+    profiles = parse_raw(_run([*page, "raw"]))
     if not profiles:
         raise ValueError(f"ncu saw no kernel: {_last(said)}")
-    return profiles, parse_source(pages[1])
-
-
-_SOURCE_PAGE = ("source", "--print-source", "cuda,sass")
+    return profiles, parse_source(_run([*page, "source", "--print-source", "cuda,sass"]))
 
 
 def why_refused(said: str) -> str:
@@ -197,10 +194,7 @@ def _run(command: Sequence[str]) -> str:
 
 
 def _last(said: str) -> str:
-    return next((line.strip() for line in _backwards(said) if line.strip()), "it said nothing")
-
-
-def _backwards(said: str) -> Iterator[str]:
-    lines = said.splitlines()
+    """Return the last error that ncu names, else the last line that is not blank."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("==ERROR==")]
-    return iter([*reversed(errors), *reversed(lines)])
+    return (errors or lines or ["it said nothing"])[-1]

@@ -120,7 +120,7 @@ def contest(
     if reason is not None:
         raise ValueError(f"{op.name} {case.label}: {reason}")
     task = ContestTask(tuned, knobs, search, options, limit_s=limit_s)
-    journal = _journals(op.name, case, variant.name, options) / f"{_digest(_depends_on(op, task))}.json"
+    journal = _journals(op.name, case, variant.name, options) / f"{_digest(op, task)}.json"
     kept = _kept(journal, variant)
     release_memory()
     lacking = unable()
@@ -190,14 +190,10 @@ def _kept(journal: Path, variant: Variant) -> dict[str, TunerResult]:
     return {name: replace(one, config=make(one.config), best=tuple(map(make, one.best))) for name, one in found.items()}
 
 
-def _digest(depends_on: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _depends_on(op: Op, task: ContestTask) -> dict[str, Any]:
-    """Return everything that the result of a side depends on."""
+def _digest(op: Op, task: ContestTask) -> str:
+    """Return a digest of everything that the result of a side depends on."""
     case, options, here = task.tuned.case, task.options, device.current()
-    return {
+    depends_on = {
         "op": op.name, "variant": task.tuned.variant.name, "case": case.name, "axes": dict(case.axes), "dtype": case.dtype,
         "quant": case.quant, "options": dict(case.options), "policy": options.policy, "knobs": task.knobs,
         "search": asdict(task.search), "workers": options.workers,
@@ -205,6 +201,7 @@ def _depends_on(op: Op, task: ContestTask) -> dict[str, Any]:
         "source_hash": op.variant(task.tuned.variant.name).source_hash,
         "commit": commit(), "helion": helion_version(), **device.versions(),
     }  # fmt: skip
+    return hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:16]
 
 
 _Judged = dict[Config, tuple[Interval, Interval]]

@@ -15,7 +15,7 @@ from kerneltune.records import Record, grouped, newest, other_run
 from kerneltune.reporting.naming import CaseName, case_names, source
 from kerneltune.reporting.shares import Bound, bound_of, bounds_named, share
 from kerneltune.spec import short_dtype
-from kerneltune.table import Column, Table, Value, pairs, ratio
+from kerneltune.table import Column, Table, Value, counted, pairs, ratio
 from kerneltune.table import Row as Line
 
 if TYPE_CHECKING:
@@ -339,7 +339,7 @@ def _named_bound(columns: Iterable[Column], bounds: Iterable[Bound]) -> list[Col
 
 
 def _count(values: Sequence[object]) -> str:
-    return f"{len(values)} row{'' if len(values) == 1 else 's'}"
+    return counted(len(values), "row")
 
 
 def _groups(records: Iterable[Record]) -> list[list[Record]]:

@@ -161,6 +161,14 @@ def test_serve_of_a_folder_that_is_not_tuned_says_so(tmp_path: Path) -> None:
     assert f"{tmp_path}: no tuned configs: run `kerneltune tune {tmp_path}` first" in result.stderr
 
 
+def test_serve_gives_the_program_its_options_and_takes_its_exit_code(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "served").mkdir()
+    shown = "echo $KERNELTUNE_ADOPT $KERNELTUNE_ADOPT_MISS $KERNELTUNE_ADOPT_PORTFOLIO $KERNELTUNE_ADOPT_MANIFEST; exit 3"
+    options = ("--miss", "nearest", "--portfolio", "2", "--manifest", "ab12")
+    result = run("serve", "--configs", tmp_path, *options, "--", "sh", "-c", shown)
+    assert (result.exit_code, capfd.readouterr().out) == (3, f"{tmp_path} nearest 2 ab12\n")
+
+
 @pytest.mark.parametrize(("program", "hint"), [("no-such-program", ""), ("a.py", ": did you mean -- python a.py?")])
 def test_capture_of_a_program_that_is_not_there_says_so_and_writes_nothing(program: str, hint: str, tmp_path: Path) -> None:
     result = run("capture", "--out", tmp_path / "cap", "--", program)

@@ -1,6 +1,8 @@
 """Tuning a capture on a GPU that is none: which config each class gets, which classes share one, and what is skipped."""
 
+import hashlib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,14 @@ import pytest
 import torch
 from adopted import captured, example, of_kernel
 from made_up_gpu import Bench
+from typer.testing import CliRunner
 
 from kerneltune.adopt import program, startup, tuning
 from kerneltune.adopt.folder import CLASSES, META
 from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.table import read_table
 from kerneltune.adopt.tuning import tune_capture
+from kerneltune.cli import app, console
 from kerneltune.plan import Quiet
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.stats import Samples
@@ -94,6 +98,23 @@ def test_tune_takes_sizes_that_the_key_omits_into_the_key_where_they_gain(tmp_pa
     assert group.split == ("M", "x_ptr.0", "y_ptr.0")
     assert {row.sizes["M"]: row.configs[0]["kwargs"]["BLOCK"] for row in group.rows} == {4: 64, 64: 256}
     assert len(table.kernels[0].portfolio) == 2
+
+
+def test_tune_command_shows_each_class_against_its_author_and_where_the_table_is(
+    tmp_path: Path, h200: type[SizedBench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console.console, "width", 400)
+    monkeypatch.setattr("kerneltune.processes.start_server", lambda: None)
+    capture_sums(tmp_path, (4, 96), (64, 128))
+    result = CliRunner().invoke(app, ["tune", str(tmp_path), "--share", "0.5"])
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert lines[0].split() == ["launch", "author", "µs", "ours", "µs", "speedup", "95", "%", "config"]
+    row = "row_sum 64x128 float32 M=64 N=128  13.8  10.0  1.375x  1.375-1.375  BLOCK=256"  # the author's: 1.25 * 1.1 slower
+    assert lines[1].split() == row.split()
+    digest = hashlib.sha256((tmp_path / "served" / f"{GPU}.json").read_bytes()).hexdigest()
+    assert re.fullmatch(rf"1 class tuned in \d+ s; SHA-256 {digest[:16]} {tmp_path}/served/{GPU}.json", lines[-1])
+    assert "skipped: row_sum 4x96 float32 M=4 N=96: below --share 0.5: keeps the author's choice" in result.stderr
 
 
 def test_tuned_table_is_served_with_its_live_configs(tmp_path: Path, h200: type[SizedBench]) -> None:
