@@ -152,8 +152,8 @@ _REGISTERS_OF_SM = 65_536
 _REGISTERS = 48
 """Registers of a thread beside its sums."""
 _TILES = tuple(
-    (tile, tile.resident, splits)
-    for tile, splits in (
+    (offered, offered.resident, some_splits)
+    for offered, some_splits in (
         (_Tile(128, 128, 256, 8, 3, False), (1,)), (_Tile(128, 128, 128, 8, 4, True), (1,)),
         (_Tile(128, 64, 256, 4, 4, True), (1, 2)), (_Tile(128, 32, 256, 4, 4, False), (1, 2)),
         (_Tile(64, 128, 256, 8, 4, False), (1,)), (_Tile(64, 64, 256, 4, 6, True), (1, 2, 4)),
