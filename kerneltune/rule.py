@@ -319,7 +319,7 @@ class _File(Versioned):
 
 def dumps(op: str, device: str, rules: Sequence[Rule], fitted: Mapping[str, Any]) -> str:
     """Return the text of a rule file: what fits a line stands on one."""
-    rows = msgspec.to_builtins(list(rules))
+    rows = [{name: value for name, value in row.items() if value is not None} for row in msgspec.to_builtins(list(rules))]
     return _laid_out({"schema": SCHEMA, "op": op, "device": device, "fitted": dict(fitted), "rules": rows}) + "\n"
 
 

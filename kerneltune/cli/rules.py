@@ -92,14 +92,16 @@ def fit(
     on recorded cases; the least known time over the rule's on other cases, observed without a recorded config; unseen: both,
     where the kind of the tree, too, is chosen without the case's sizes. Needs no GPU.
     """
+    from kerneltune import device
     from kerneltune.tuning.costs import CostTable
+    from kerneltune.tuning.estimating import for_sms
     from kerneltune.tuning.fitting import fitted, left_out
     from kerneltune.tuning.gathering import samples_of
 
     if leave_out is not None:
         o.choice("leave-out", leave_out, ("band", "rest"))
     known = o.load_ops()
-    slug = _gpu(gpu, configs)
+    slug, here = _gpu(gpu, configs), device.current()
     folder = _observed(results)
     if is_stored := not check and leave_out is None:
         o.require_writable(o.configs_root(configs))
@@ -110,7 +112,7 @@ def fit(
         if len({sample.case.axes for sample in samples}) < 2:
             rows.append(Row((name, *[None] * len(_JUDGED)), "times of fewer than two sizes are known"))
             continue
-        table = CostTable(op, of, samples)
+        table = CostTable(op, for_sms(of, here.sms) if here.slug == slug else of, samples)
         if leave_out is not None:
             judged = left_out(table, leave_out).data
         else:

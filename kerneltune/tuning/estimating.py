@@ -38,6 +38,14 @@ def fitted_to(variant: Variant, timed: Iterable[Timed]) -> Variant:
     return replace(variant, default=with_speeds(default, _fitted(default.speeds, work, np.log([us for _, us in rows]))))
 
 
+def for_sms(variant: Variant, sms: int) -> Variant:
+    """Return the variant with a default that is estimated for a GPU of so many SMs; unchanged where it is not estimated."""
+    default = variant.default
+    if not isinstance(default, Estimated):
+        return variant
+    return replace(variant, default=with_speeds(default, msgspec.structs.replace(default.speeds, sms=sms)))
+
+
 def _rows(
     variant: Variant, default: Estimated, case: Case, times: Mapping[tuple[tuple[str, Any], ...], float | None]
 ) -> Iterable[tuple[Work, float]]:

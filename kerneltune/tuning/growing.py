@@ -56,12 +56,21 @@ def _best_prefixes(costs: Costs) -> Costs:
     return best
 
 
+def _undominated(costs: Costs) -> npt.NDArray[np.intp]:
+    """Return the columns that no other column equals or undercuts in every row, of equal columns the first."""
+    unique, first = np.unique(costs, axis=1, return_index=True)
+    no_dearer = (unique[:, :, None] <= unique[:, None, :]).all(axis=0)
+    kept: npt.NDArray[np.intp] = first[no_dearer.sum(axis=0) == 1]
+    return kept
+
+
 class _Grower:
     """A tree over some cases and forms of a table."""
 
     def __init__(self, table: CostTable, rows: Rows, forms: npt.NDArray[np.bool_], shape: TreeShape) -> None:
         self.table, self.shape = table, shape
         self.columns = np.flatnonzero(forms)
+        self.least = table.costs[:, self.columns[_undominated(table.costs[np.ix_(rows, self.columns)])]]
         self.least_gain = shape.gain * len(rows)
 
     def grow(self, rows: Rows, depth: int = _DEEPEST) -> Node:
@@ -89,7 +98,7 @@ class _Grower:
 
     def split(self, rows: Rows) -> tuple[Question, float] | None:
         """Return the question that saves the most time, and its bound."""
-        costs = self.table.costs[np.ix_(rows, self.columns)]
+        costs = self.least[rows]
         best, most = None, self.least_gain
         for question in self.table.questions[self.shape.asks]:
             order = np.argsort(question.values[rows], kind="stable")

@@ -13,7 +13,7 @@ from kerneltune.ops.dense_gemm.configs import DEFAULT, DenseConfig, space, valid
 from kerneltune.rule import dumps, loads
 from kerneltune.spec import Case, Variant
 from kerneltune.tuning.costs import CostTable, Sample
-from kerneltune.tuning.estimating import fitted_to
+from kerneltune.tuning.estimating import fitted_to, for_sms
 from kerneltune.tuning.fitting import fitted, judgements
 from kerneltune.tuning.growing import TreeShape
 
@@ -54,6 +54,20 @@ def test_few_times_and_other_defaults_change_nothing() -> None:
     assert fitted_to(VARIANT, TIMED[:2]) is VARIANT
     plain = replace(VARIANT, default=DEFAULT.__call__)
     assert fitted_to(plain, TIMED) is plain
+
+
+def test_a_gpu_of_other_sms_has_other_waves() -> None:
+    default = for_sms(VARIANT, 64).default
+    assert isinstance(default, Estimated)
+    case = case_of((1, 4096 + 64, 4096))
+    config = DEFAULT(case)
+    assert (default.speeds.sms, DEFAULT.speeds.sms) == (64, 132)
+    assert default.told(case, config).split("programs")[1] != DEFAULT.told(case, config).split("programs")[1]
+    fewer = for_sms(fitted_to(VARIANT, TIMED), 64).default
+    assert isinstance(fewer, Estimated)
+    assert fewer.speeds.memory_tb_s == pytest.approx(1.5, rel=0.05)
+    plain = replace(VARIANT, default=DEFAULT.__call__)
+    assert for_sms(plain, 64) is plain
 
 
 def test_the_rule_of_an_estimated_default_has_its_speeds_and_no_tree() -> None:
