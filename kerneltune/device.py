@@ -166,8 +166,9 @@ def sm_count(device_type: str, index: int | None) -> int:
     return count
 
 
-def versions() -> dict[str, str]:
-    """Return the versions that a number depends on: torch and triton."""
+@cache
+def versions() -> Mapping[str, str]:
+    """Return the versions that a time depends on: of torch and triton."""
     import importlib.metadata  # slow to import, and --help is to be quick
 
     return {package: importlib.metadata.version(package) for package in ("torch", "triton")}

@@ -11,6 +11,7 @@ from kerneltune import cache
 from kerneltune.ops.rmsnorm import FwdConfig, rmsnorm_fwd
 from kerneltune.ops.rmsnorm.fwd import OP
 from kerneltune.ops.rmsnorm.kernels import forward
+from kerneltune.tuning.candidates import changed
 
 
 def seconds_per_call(run: Callable[[], object], calls: int) -> float:
@@ -45,6 +46,12 @@ def test_a_look_up_takes_at_most_2_us() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")
+def test_whether_an_entry_is_stale_takes_at_most_100_us() -> None:
+    variant = OP.variant("optimized")
+    entry = cache.load(OP.name, "nvidia_h200")[0]
+    assert seconds_per_call(lambda: changed(variant, entry, here=True), 100) < 1e-4
+
+
 def test_the_first_look_up_of_a_size_reads_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(look_up(1), FwdConfig)
     monkeypatch.setattr(cache.entries, "read_bytes", lambda path, _limit: pytest.fail(f"read {path}"))

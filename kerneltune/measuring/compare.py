@@ -294,7 +294,7 @@ def _rounded(value: float | None) -> float | None:
 
 def make_record(family: str, task: Task, config: Config, status: str, reason: str, **times: Any) -> Record:
     """Make a record of this device and source; `times` are the fields of `timing`."""
-    fields: dict[str, Any] = dict.fromkeys(_TIMING) | times | device.versions()
+    fields: dict[str, Any] = {**dict.fromkeys(_TIMING), **times, **device.versions()}
     op, case, variant, here = task.op, task.case, task.variant, device.current()
     return Record(
         status=cast(Status, status),
