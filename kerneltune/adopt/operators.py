@@ -282,7 +282,7 @@ def _run(inputs: Inputs, stored: Mapping[str, Any]) -> Outputs:
 
 def reference(inputs: Inputs) -> Outputs:
     """Learn from the author's first config what a launch writes, and how much that varies."""
-    from kerneltune.adopt.replay import learn
+    from kerneltune.adopt.effects import learn
 
     launch = inputs[_LAUNCH]
     launch.state = learn(launch, offered(launch.launch, False)[0].config)
@@ -291,7 +291,7 @@ def reference(inputs: Inputs) -> Outputs:
 
 def compare(case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
     """Return one line for each written argument that disagrees."""
-    from kerneltune.adopt.replay import differences
+    from kerneltune.adopt.effects import differences
 
     launch = inputs[_LAUNCH]
     found: list[str] = differences(launch, launch.state)

@@ -1,4 +1,4 @@
-"""Replay one captured class: the live kernel, its arguments made anew, and what its launch writes.
+"""Replay one captured class: find the live kernel, make its arguments anew, launch it.
 
 The kernel's module is imported, so that hooks and heuristics are the real ones.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kerneltune.adopt import main_file
-from kerneltune.adopt.arguments import Argument, Tensor, decode, is_descriptor, span, torch_dtype
+from kerneltune.adopt.arguments import Argument, Tensor, decode, span, torch_dtype
 from kerneltune.adopt.folder import VALUES, LaunchClass
 from kerneltune.adopt.kernels import KernelName, bytecode_digest, configs_digest, live_config, source_digest, stored_key
 
@@ -177,7 +177,12 @@ def make_launch(captured: LaunchClass, folder: Path, device: str, seed: int) -> 
         if about.get("kept") == "missing" and any(tensor.is_whole for tensor in tensors):
             raise ReplayError(f"{captured.label}: index values were not kept: capture again, with more --max-bytes")
         storages.append(_storage(kept.get(f"storage.{number}"), about, tensors, device, seed + number))
-    return Launch(captured, {a.name: _live(a, captured, storages) for a in captured.arguments}, storages)
+    return Launch(captured, live_arguments(captured, storages), storages)
+
+
+def live_arguments(captured: LaunchClass, storages: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """Return the arguments of a class by name, tensors as views of its storages."""
+    return {a.name: _live(a, captured, storages) for a in captured.arguments}
 
 
 def _aligned(begin: int) -> int:
@@ -242,167 +247,21 @@ def _live(argument: Argument, captured: LaunchClass, storages: Sequence[torch.Te
 
 @dataclass(slots=True)
 class LaunchEffects:
-    """What a launch writes, learned by launching the author's first config.
+    """What every launch of a class must leave in its arguments.
 
     Attributes:
-        before: what each storage holds before a launch, written ones only; outputs that are overwritten as a whole are poisoned.
-        written: arguments that the launch changes.
-        expected: what they hold after a launch of the author's first config.
+        before: what each storage holds before a launch; outputs that are overwritten as a whole are poisoned.
+        written: arguments that a launch of the author's first config writes.
+        expected: what arguments hold after a launch of that config, or what the author's reference gives; by argument.
         noise: relative difference between launches of it, root mean square, by argument.
     """
 
-    before: dict[int, torch.Tensor] = field(default_factory=dict)
+    before: list[torch.Tensor] = field(default_factory=list)
     written: list[str] = field(default_factory=list)
     expected: dict[str, torch.Tensor] = field(default_factory=dict)
     noise: dict[str, float] = field(default_factory=dict)
 
     def restore(self, storages: Sequence[torch.Tensor]) -> None:
         """Put back what launches have changed."""
-        for number, before in self.before.items():
-            storages[number].copy_(before)
-
-
-def learn(launch: Launch, stored: Mapping[str, Any]) -> LaunchEffects:
-    """Launch the author's first config several times; returns what it writes and how much that varies.
-
-    Arguments that its launch overwrites whatever they held are poisoned from then on.
-    """
-    captured = launch.launch
-    first = [storage.clone() for storage in launch.storages]
-    launch.run(stored)
-    _wait(launch)
-    changed = {number for number, storage in enumerate(launch.storages) if not torch.equal(storage, first[number])}
-    state = LaunchEffects({number: first[number] for number in changed})
-    names = [a.name for a in captured.arguments if a.tensor is not None and a.tensor.storage in changed]
-    once = {name: _tensor_of(launch.named[name]).clone() for name in names}
-    state.written = [name for name in names if _was_written(launch, name, first)]
-    state.expected = {name: once[name] for name in state.written}
-    for _ in range(2):
-        state.restore(launch.storages)
-        launch.run(stored)
-        _wait(launch)
-        for name in state.written:
-            rms, _ = difference(state.expected[name], _tensor_of(launch.named[name]))
-            state.noise[name] = max(state.noise.get(name, 0.0), rms)
-    _poison(launch, state, stored)
-    state.restore(launch.storages)
-    _use_reference(launch, state)
-    return state
-
-
-def _use_reference(launch: Launch, state: LaunchEffects) -> None:
-    """Have results held against the author's reference where the decorator was given one.
-
-    Raises:
-        ReplayError: the reference fails, or gives no value for an argument that the kernel writes.
-    """
-    captured = launch.launch
-    autotuner = live_kernel(captured)
-    reference = getattr(autotuner, "kerneltune_reference", None)
-    if reference is None:
-        return
-    try:
-        expected = dict(reference(dict(launch.named)))
-    except Exception as error:  # the author's own code
-        raise ReplayError(f"{captured.kernel.text}: reference: {type(error).__name__}: {error}") from error
-    for name in state.written:
-        if name not in expected:
-            raise ReplayError(f"{captured.kernel.text}: reference: no value for {name}, which the kernel writes")
-        like = state.expected[name]
-        state.expected[name] = expected[name].to(like.dtype).reshape(like.shape)
-
-
-def _was_written(launch: Launch, name: str, first: Sequence[torch.Tensor]) -> bool:
-    argument = next(a for a in launch.launch.arguments if a.name == name)
-    before = _tensor_of(_live(argument, launch.launch, first))
-    return not torch.equal(_bytes(before), _bytes(_tensor_of(launch.named[name])))
-
-
-def _poison(launch: Launch, state: LaunchEffects, stored: Mapping[str, Any]) -> None:
-    """Poison each written storage whose content before the launch does not matter."""
-    kept = launch.launch.storages
-    for number, before in list(state.before.items()):
-        if kept[number].get("kept") == "values":
-            continue
-        state.before[number] = torch.full_like(before, 0xFF)  # NaN in every floating-point type
-        state.restore(launch.storages)
-        try:
-            launch.run(stored)
-            _wait(launch)
-        except RuntimeError:
-            state.before[number] = before
-            raise
-        if any(differences(launch, state)):
-            state.before[number] = before
-        launch.storages[number].copy_(before)
-
-
-def differences(launch: Launch, state: LaunchEffects) -> list[str]:
-    """Return one line for each written argument that disagrees with the author's first config."""
-    found = []
-    for name in state.written:
-        text = disagreement(state.expected[name], _tensor_of(launch.named[name]), state.noise.get(name, 0.0), launch.launch)
-        if text:
-            found.append(f"{name}: {text}")
-    return found
-
-
-_NOISE_FACTOR = 4.0
-_ROUNDINGS = 1.0
-_LARGEST_ROUNDINGS = 8.0
-_LEAST_EPSILON = 2.0**-14
-"""Of float32 results: products in TF32 and sums in another order differ by more than float32 rounds."""
-
-
-def disagreement(expected: torch.Tensor, found: torch.Tensor, noise: float, captured: LaunchClass) -> str:
-    """Return how far two results differ beyond noise and rounding; empty where they agree.
-
-    Rounding is that of the coarsest element type among the kernel's floating-point arguments: configs that sum in another order
-    differ by as much.
-    """
-    if not (expected.is_floating_point() or expected.is_complex()):
-        wrong = int((expected != found).sum())
-        return f"{wrong} of {expected.numel()} whole numbers differ" if wrong and not noise else ""
-    if bool((torch.isnan(expected.float()) != torch.isnan(found.float())).any()):
-        return "NaN in other places"
-    rms, largest = difference(expected, found)
-    epsilon = _epsilon(expected, captured)
-    allowed = max(_NOISE_FACTOR * noise, _ROUNDINGS * epsilon)
-    allowed_largest = max(8 * _NOISE_FACTOR * noise, _LARGEST_ROUNDINGS * epsilon)
-    if rms <= allowed and largest <= allowed_largest:
-        return ""
-    return (
-        f"differs by {rms:.2e} (root mean square, allowed {allowed:.2e}), at most {largest:.2e} (allowed {allowed_largest:.2e})"
-    )
-
-
-def difference(expected: torch.Tensor, found: torch.Tensor) -> tuple[float, float]:
-    """Return the root mean square and the largest difference, relative to the expected values' own."""
-    if expected.numel() == 0:
-        return 0.0, 0.0
-    a, b = (torch.nan_to_num(t.float(), nan=0.0, posinf=3e38, neginf=-3e38) for t in (expected, found))
-    apart = (a - b).abs()
-    scale, peak = float(a.double().square().mean().sqrt()), float(a.abs().max())
-    rms, largest = float(apart.double().square().mean().sqrt()), float(apart.max())
-    return (rms / scale if scale else rms), (largest / peak if peak else largest)
-
-
-def _epsilon(expected: torch.Tensor, captured: LaunchClass) -> float:
-    """Return the rounding of a result: of its own type, or of a 16-bit type among the arguments, which kernels compute in."""
-    kinds = {torch_dtype(name) for name in captured.dtypes}
-    inside = [torch.finfo(kind).eps for kind in kinds & {torch.bfloat16, torch.float16}]
-    return float(max(torch.finfo(expected.dtype).eps, _LEAST_EPSILON, *inside))
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8) if tensor.numel() and tensor.dim() else tensor.reshape(-1).view(torch.uint8)
-
-
-def _tensor_of(value: Any) -> torch.Tensor:
-    tensor: torch.Tensor = value.base if is_descriptor(value) else value
-    return tensor
-
-
-def _wait(launch: Launch) -> None:
-    if any(storage.is_cuda for storage in launch.storages):
-        torch.cuda.synchronize()
+        for storage, before in zip(storages, self.before, strict=True):
+            storage.copy_(before)

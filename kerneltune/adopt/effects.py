@@ -1,0 +1,223 @@
+"""What a launch writes: learned from the author's first config, and compared with what other configs leave."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from kerneltune.adopt.arguments import is_descriptor, torch_dtype
+from kerneltune.adopt.folder import LaunchClass
+from kerneltune.adopt.replay import Launch, LaunchEffects, ReplayError, grid_of, live_arguments, live_kernel
+
+
+def learn(launch: Launch, stored: Mapping[str, Any]) -> LaunchEffects:
+    """Launch the author's first config several times; returns what it writes and how much that varies.
+
+    An argument is written if a launch changes it, whatever it held before: the captured values, or values of our own. Arguments
+    that a launch overwrites whatever they held are poisoned from then on.
+
+    Raises:
+        ReplayError: the launch writes nothing, so that there is nothing to compare, or the author's reference does not fit.
+    """
+    state = LaunchEffects([storage.clone() for storage in launch.storages])
+    _run(launch, state, stored)
+    changed = _changed(launch, state.before)
+    state.expected = {name: tensor.clone() for name, tensor in _tensors(launch.named).items()}
+    changed |= _hidden_writes(launch, state, stored, changed)
+    state.written = [name for name in state.expected if name in changed]
+    state.expected = {name: state.expected[name] for name in state.written}
+    for _ in range(2):
+        _run(launch, state, stored)
+        for name, tensor in _tensors(launch.named).items():
+            if name in changed:
+                rms, _ = difference(state.expected[name], tensor)
+                state.noise[name] = max(state.noise.get(name, 0.0), rms)
+    _poison(launch, state, stored)
+    state.restore(launch.storages)
+    _use_reference(launch, state)
+    if not state.expected and not _is_empty(launch, stored):
+        raise ReplayError(f"{launch.launch.kernel.text}: the author's first config writes to no argument: nothing to compare")
+    return state
+
+
+def _is_empty(launch: Launch, stored: Mapping[str, Any]) -> bool:
+    """Return whether a launch has no program or no element, so that it has nothing to write."""
+    is_without_elements = not any(tensor.numel() for tensor in _tensors(launch.named).values())
+    return is_without_elements or 0 in (grid_of(launch.launch, stored) or ())
+
+
+def _run(launch: Launch, state: LaunchEffects, stored: Mapping[str, Any]) -> None:
+    """Launch a config on what the storages held before, and wait for it."""
+    state.restore(launch.storages)
+    launch.run(stored)
+    if any(storage.is_cuda for storage in launch.storages):
+        torch.cuda.synchronize()
+
+
+def _changed(launch: Launch, before: Sequence[torch.Tensor]) -> set[str]:
+    """Return the arguments that hold other bytes than before."""
+    earlier = _tensors(live_arguments(launch.launch, before))
+    return {name for name, tensor in _tensors(launch.named).items() if not torch.equal(_bytes(tensor), _bytes(earlier[name]))}
+
+
+_POISON = 0xFF
+"""Bytes that make NaN in every floating-point type."""
+_LEAST_FILL, _FILLS = 0x31, 16
+"""Bytes that make small positive values in every floating-point type, another one for each storage."""
+
+
+def _hidden_writes(launch: Launch, state: LaunchEffects, stored: Mapping[str, Any], changed: set[str]) -> set[str]:
+    """Return the arguments that a launch writes although it left in them what they held: zeros where zeros were.
+
+    Each such storage of floating-point values is filled with a value of its own. Whole numbers stay, as they may be indices.
+    """
+    storages = {a.name: a.tensor.storage for a in launch.launch.arguments if a.tensor is not None}
+    known = {storages[name] for name in changed}
+    filled = LaunchEffects(list(state.before))
+    for number, about in enumerate(launch.launch.storages):
+        if number not in known and _is_floating(about):
+            filled.before[number] = torch.full_like(state.before[number], _LEAST_FILL + number % _FILLS)
+    _run(launch, filled, stored)
+    return {name for name in _changed(launch, filled.before) if storages[name] not in known}
+
+
+def _is_floating(about: Mapping[str, Any]) -> bool:
+    """Return whether a storage holds floating-point values alone."""
+    return about.get("kept") != "values"
+
+
+def _use_reference(launch: Launch, state: LaunchEffects) -> None:
+    """Have results held against the author's reference where the decorator was given one. It gets copies of the arguments.
+
+    Raises:
+        ReplayError: the reference fails, or gives something else than a tensor for each argument that the kernel writes.
+    """
+    captured = launch.launch
+    reference = getattr(live_kernel(captured), "kerneltune_reference", None)
+    if reference is None:
+        return
+    where = f"{captured.kernel.text}: reference"
+    try:
+        given = reference(live_arguments(captured, [storage.clone() for storage in launch.storages]))
+    except Exception as error:  # the author's own code
+        raise ReplayError(f"{where}: {type(error).__name__}: {error}") from error
+    if not isinstance(given, Mapping):
+        raise ReplayError(f"{where}: gives a {type(given).__name__}: expected a dict of argument -> tensor")
+    if missing := [name for name in state.written if name not in given]:
+        raise ReplayError(f"{where}: no value for {missing[0]}, which the kernel writes")
+    like = _tensors(launch.named)
+    for name, value in given.items():
+        if name not in like:
+            raise ReplayError(f"{where}: {name!r}: expected a tensor argument of the kernel: {', '.join(like)}")
+        if not isinstance(value, torch.Tensor) or value.numel() != like[name].numel():
+            shown = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            raise ReplayError(f"{where}: {name}: {shown}: expected a tensor of shape {tuple(like[name].shape)}")
+        state.expected[name] = value.to(like[name]).reshape(like[name].shape)
+
+
+def _poison(launch: Launch, state: LaunchEffects, stored: Mapping[str, Any]) -> None:
+    """Poison each written storage whose content before the launch does not matter."""
+    captured = launch.launch
+    written = {a.tensor.storage for a in captured.arguments if a.tensor is not None and a.name in state.written}
+    for number in sorted(written):
+        if not _is_floating(captured.storages[number]):
+            continue
+        before = state.before[number]
+        state.before[number] = torch.full_like(before, _POISON)
+        try:
+            _run(launch, state, stored)
+            matters = bool(differences(launch, state))
+        except RuntimeError:
+            state.before[number] = before
+            raise
+        if matters:
+            state.before[number] = before
+
+
+def differences(launch: Launch, state: LaunchEffects) -> list[str]:
+    """Return one line for each argument that disagrees with the author's first config or reference.
+
+    An argument that the first config does not write must hold what it held before.
+    """
+    earlier = _tensors(live_arguments(launch.launch, state.before))
+    changed = _changed(launch, state.before)
+    found = []
+    for name, tensor in _tensors(launch.named).items():
+        if name in state.expected:
+            expected = state.expected[name]
+            text = disagreement(expected, tensor, state.noise.get(name, 0.0), launch.launch)
+            if text:
+                found.append(f"{name}: {_unwritten(expected, tensor, earlier[name]) or text}")
+        elif name in changed:
+            found.append(f"{name}: is written, which the author's first config does not do")
+    return found
+
+
+def _unwritten(expected: torch.Tensor, found: torch.Tensor, before: torch.Tensor) -> str:
+    """Return how many elements hold what they held before though something else is expected; empty where none can be told."""
+    width = found.element_size()
+    present, held, wanted = (_bytes(tensor).view(-1, width) for tensor in (found, before, expected))
+    wrong = (present != wanted).any(dim=1)
+    never = wrong & (present == held).all(dim=1)
+    if not bool((never == wrong).all()):
+        never &= (held == _POISON).all(dim=1)  # a wrong result is no NaN by chance
+    count = int(never.sum())
+    return f"{count} of {found.numel()} elements never written" if count else ""
+
+
+def _tensors(named: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors among arguments, those below descriptors as well."""
+    below = {name: value.base if is_descriptor(value) else value for name, value in named.items()}
+    return {name: value for name, value in below.items() if isinstance(value, torch.Tensor)}
+
+
+_NOISE_FACTOR = 4.0
+_ROUNDINGS = 1.0
+_LARGEST_ROUNDINGS = 8.0
+_LEAST_EPSILON = 2.0**-14
+"""Of float32 results: products in TF32 and sums in another order differ by more than float32 rounds."""
+
+
+def disagreement(expected: torch.Tensor, found: torch.Tensor, noise: float, captured: LaunchClass) -> str:
+    """Return how far two results differ beyond noise and rounding; empty where they agree.
+
+    Rounding is that of the coarsest element type among the kernel's floating-point arguments: configs that sum in another order
+    differ by as much.
+    """
+    if not (expected.is_floating_point() or expected.is_complex()):
+        wrong = int((expected != found).sum())
+        return f"{wrong} of {expected.numel()} whole numbers differ" if wrong and not noise else ""
+    if other := int((torch.isnan(expected.float()) != torch.isnan(found.float())).sum()):
+        return f"NaN in other places: {other} of {expected.numel()} elements"
+    rms, largest = difference(expected, found)
+    epsilon = _epsilon(expected, captured)
+    allowed = max(_NOISE_FACTOR * noise, _ROUNDINGS * epsilon)
+    allowed_largest = max(8 * _NOISE_FACTOR * noise, _LARGEST_ROUNDINGS * epsilon)
+    if rms <= allowed and largest <= allowed_largest:
+        return ""
+    return (
+        f"differs by {rms:.2e} (root mean square, allowed {allowed:.2e}), at most {largest:.2e} (allowed {allowed_largest:.2e})"
+    )
+
+
+def difference(expected: torch.Tensor, found: torch.Tensor) -> tuple[float, float]:
+    """Return the root mean square and the largest difference, relative to the expected values' own."""
+    if expected.numel() == 0:
+        return 0.0, 0.0
+    a, b = (torch.nan_to_num(t.float(), nan=0.0, posinf=3e38, neginf=-3e38) for t in (expected, found))
+    apart = (a - b).abs()
+    scale, peak = float(a.double().square().mean().sqrt()), float(a.abs().max())
+    rms, largest = float(apart.double().square().mean().sqrt()), float(apart.max())
+    return (rms / scale if scale else rms), (largest / peak if peak else largest)
+
+
+def _epsilon(expected: torch.Tensor, captured: LaunchClass) -> float:
+    """Return the rounding of a result: of its own type, or of a 16-bit type among the arguments, which kernels compute in."""
+    kinds = {torch_dtype(name) for name in captured.dtypes}
+    inside = [torch.finfo(kind).eps for kind in kinds & {torch.bfloat16, torch.float16}]
+    return float(max(torch.finfo(expected.dtype).eps, _LEAST_EPSILON, *inside))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor's elements, (bytes,) uint8."""
+    return tensor.contiguous().view(-1).view(torch.uint8)

@@ -1,0 +1,129 @@
+"""What counts as written: nothing that a config leaves out or does beside may pass, whatever values were captured."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from kerneltune.adopt import startup
+from kerneltune.adopt.effects import differences, learn
+from kerneltune.adopt.folder import CLASSES
+from kerneltune.adopt.overview import read_capture
+from kerneltune.adopt.replay import ReplayError, make_launch
+
+CONFIGS = [triton.Config({"BLOCK": block}) for block in (32, 64)]
+
+
+@triton.autotune(configs=CONFIGS, key=["N"])
+@triton.jit
+def zeroed(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
+    """Write zeros to y (N,), but nothing with blocks of 64."""
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + places, mask=places < N)
+    tl.store(y_ptr + places, x - x, mask=(places < N) & (BLOCK < 64))
+
+
+@triton.autotune(configs=CONFIGS, key=["N"])
+@triton.jit
+def cluttered(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
+    """Copy x (N,) to y (N,), and write to x as well with blocks of 64."""
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + places, mask=places < N)
+    tl.store(y_ptr + places, x, mask=places < N)
+    tl.store(x_ptr + places, x + 1, mask=(places < N) & (BLOCK == 64))
+
+
+@triton.autotune(configs=CONFIGS, key=["N"])
+@triton.jit
+def idle(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
+    """Read x (N,) and write nothing."""
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.load(x_ptr + places, mask=places < N)
+
+
+@triton.autotune(configs=CONFIGS, key=["N"])
+@triton.jit
+def copied(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
+    """Copy x (N,) to y (N,)."""
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + places, tl.load(x_ptr + places, mask=places < N), mask=places < N)
+
+
+def lines(folder: Path, kernel: Any, grid: int | None = None, y: torch.Tensor | None = None) -> list[list[str]]:
+    """Capture a launch of a kernel on x = 1, 2, … and y = 0; returns what disagrees under each of the author's configs."""
+    y = torch.zeros(128) if y is None else y
+    startup.capture(folder)
+    kernel[lambda meta: (triton.cdiv(128, meta["BLOCK"]) if grid is None else grid,)](torch.arange(1.0, 129.0), y, 128)
+    startup.uninstall()
+    captured = read_capture(folder).classes[0]
+    launch = make_launch(captured, folder / CLASSES / captured.digest, "cpu", 0)
+    configs = [one.config for one in captured.candidates if one.is_author]
+    state = launch.state = learn(launch, configs[0])
+    found = []
+    for config in configs:
+        state.restore(launch.storages)
+        launch.run(config)
+        found.append(differences(launch, state))
+    return found
+
+
+def test_argument_that_held_its_result_already_counts_as_written(tmp_path: Path) -> None:
+    assert lines(tmp_path, zeroed) == [[], ["y_ptr: 128 of 128 elements never written"]]
+
+
+def test_argument_that_held_a_copy_already_counts_as_written(tmp_path: Path) -> None:
+    assert lines(tmp_path, copied, y=torch.arange(1.0, 129.0)) == [[], []]
+    launch = read_capture(tmp_path).classes[0]
+    made = make_launch(launch, tmp_path / CLASSES / launch.digest, "cpu", 0)
+    assert learn(made, launch.candidates[0].config).written == ["y_ptr"]
+
+
+def test_write_that_the_first_config_does_not_do_is_a_disagreement(tmp_path: Path) -> None:
+    assert lines(tmp_path, cluttered) == [[], ["x_ptr: is written, which the author's first config does not do"]]
+
+
+def test_launch_that_writes_nothing_is_not_checked(tmp_path: Path) -> None:
+    with pytest.raises(ReplayError, match=r"\.idle: the author's first config writes to no argument: nothing to compare"):
+        lines(tmp_path, idle)
+
+
+def test_launch_without_programs_has_nothing_to_write(tmp_path: Path) -> None:
+    assert lines(tmp_path, idle, grid=0) == [[], []]
+
+
+def referred(monkeypatch: pytest.MonkeyPatch, kernel: Any, reference: Callable[[Mapping[str, Any]], Any]) -> Any:
+    """Give a kernel a reference, as kerneltune.autotune does."""
+    monkeypatch.setattr(kernel, "kerneltune_reference", reference, raising=False)
+    return kernel
+
+
+def test_reference_of_an_argument_that_is_never_written_disagrees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = referred(monkeypatch, idle, lambda given: {"y_ptr": 2 * given["x_ptr"]})
+    assert lines(tmp_path, kernel) == [["y_ptr: 128 of 128 elements never written"]] * 2
+
+
+def test_reference_may_change_its_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = referred(monkeypatch, copied, lambda given: {"y_ptr": given["x_ptr"].mul_(2)})
+    assert [one[0].partition(":")[0] for one in lines(tmp_path, kernel)] == ["y_ptr", "y_ptr"]
+
+
+@pytest.mark.parametrize(
+    ("reference", "text"),
+    [
+        (lambda given: None, "gives a NoneType: expected a dict of argument -> tensor"),
+        (lambda given: given["x_ptr"], "gives a Tensor: expected a dict of argument -> tensor"),
+        (lambda given: {"y_ptr": given["x_ptr"], "y": 1}, "'y': expected a tensor argument of the kernel: x_ptr, y_ptr"),
+        (lambda given: {"y_ptr": given["x_ptr"][:5]}, r"y_ptr: \(5,\): expected a tensor of shape \(128,\)"),
+        (lambda given: {"y_ptr": 3.0}, r"y_ptr: float: expected a tensor of shape \(128,\)"),
+        (lambda given: {}, "no value for y_ptr, which the kernel writes"),
+    ],
+)  # fmt: skip
+def test_reference_that_does_not_fit_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: Callable[[Mapping[str, Any]], Any], text: str
+) -> None:
+    with pytest.raises(ReplayError, match=rf"\.copied: reference: {text}$"):
+        lines(tmp_path, referred(monkeypatch, copied, reference))
