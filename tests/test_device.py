@@ -1,0 +1,103 @@
+"""The device that kernels run on, and what is known of others."""
+
+import os
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kerneltune import device
+from kerneltune.device import ARCHITECTURES, NO_GPU, PEAK_TFLOPS, Device
+
+
+def properties(**changes: Any) -> SimpleNamespace:
+    known = {
+        "name": "NVIDIA H200",
+        "major": 9,
+        "minor": 0,
+        "multi_processor_count": 132,
+        "L2_cache_size": 50 << 20,
+        "uuid": "ab-1",
+    }
+    return SimpleNamespace(**known | changes)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have torch and NVML tell of a GPU."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(device, "has_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _index: properties())
+    nvml = SimpleNamespace(nvmlInit=lambda: None, nvmlSystemGetDriverVersion=lambda: "580.1")
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(device, "current", device.current.__wrapped__)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_current_device_is_what_torch_and_the_driver_tell() -> None:
+    here = device.current()
+    assert here == Device("NVIDIA H200", "sm_90", 132, 50 << 20, "580.1")
+    assert (here.slug, here.is_gpu, len(here.unit)) == ("nvidia_h200", True, 12)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_current_device_of_amd_has_the_architecture_without_its_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    mi300 = properties(name="AMD Instinct MI300X", gcnArchName="gfx942:sramecc+:xnack-")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _index: mi300)
+    monkeypatch.setattr(torch.version, "hip", "6.4.1")
+    here = device.current()
+    assert (here.arch, here.driver, here.slug) == ("gfx942", "6.4.1", "amd_instinct_mi300x")
+
+
+def test_current_device_is_the_interpreter_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(device, "has_gpu", lambda: True)
+    assert device.current.__wrapped__() is NO_GPU
+    assert not NO_GPU.is_gpu
+
+
+@pytest.mark.parametrize(("has_gpu", "interpreted"), [(True, None), (False, "1")])
+def test_backend_is_the_interpreter_without_a_gpu(
+    has_gpu: bool, interpreted: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "")
+    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.setattr(device, "has_gpu", lambda: has_gpu)
+    device.select_backend()
+    assert os.environ.get("TRITON_INTERPRET") == interpreted
+
+
+def test_torch_is_not_asked_on_a_machine_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device.os.path, "exists", lambda _path: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("asked torch"))
+    assert not device.may_have_gpu()
+    assert not device.has_gpu()
+
+
+def test_unit_tells_gpus_apart_and_says_nothing_else() -> None:
+    first, second = device.unit_of("GPU-0a1b-2"), device.unit_of("GPU-0a1b-3")
+    assert first == device.unit_of("0a1b-2")
+    assert first != second
+    assert len(first) == 12
+    assert "0a1b" not in first
+    assert device.unit_of("GPU-00000000-0000") == ""
+
+
+def test_architecture_of_a_folder_is_known_without_its_gpu() -> None:
+    assert device.arch_of("nvidia_b200") == "sm_100"
+    assert device.arch_of(device.current().slug) == device.current().arch
+    assert device.arch_of("nvidia_gtx_970") == ""
+    assert {device.slug(name) for name in PEAK_TFLOPS} == set(ARCHITECTURES)
+
+
+def test_tensors_without_memory_are_for_a_usual_gpu() -> None:
+    assert device.sm_count("meta", None) == 132
+    assert device.sm_count("cpu", None) == NO_GPU.sms
+
+
+@pytest.mark.parametrize(("reasons", "slowed"), [(0, False), (0x4, False), (0x8, True), (0x20, True), (0x24, True)])
+def test_heat_and_the_power_brake_slow_down_but_the_power_cap_does_not(reasons: int, slowed: bool) -> None:
+    assert device.slowed_down(reasons) is slowed
