@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kerneltune.kernel_lib.arguments import DTYPE_NAMES
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, check_like
 from kerneltune.nn.alignment import ALIGNED, is_row_major
 from kerneltune.nn.delayed import DelayedScaling
 from kerneltune.nn.fp8_products import Fp8Weights
@@ -93,10 +93,7 @@ def check_weights(weights: Fp8Weights, B_t: Tensor, recipe: Recipe | DelayedScal
     }
     for name, (shape, dtype) in wanted.items():
         t = getattr(weights, name)
-        if tuple(t.shape) != shape or t.dtype != dtype or t.device != B_t.device:
-            raise ValueError(
-                f"weights.{name} must be {shape} {dtype} on {B_t.device}, got {tuple(t.shape)} {t.dtype} on {t.device}"
-            )
+        check_like(f"weights.{name}", t, shape, dtype, B_t.device)
         order, dense = ("column-major", t.mT) if t.ndim == 3 else ("contiguous", t)
         if not dense.is_contiguous():
             raise ValueError(f"weights.{name} must be {order}, got strides {t.stride()}")
