@@ -150,16 +150,16 @@ def test_tune_with_widen_tries_configs_around_the_list(tmp_path: Path, h200: typ
 
 
 def test_tune_with_a_share_leaves_the_cheap_classes(tmp_path: Path, h200: type[SizedBench]) -> None:
-    capture_sums(tmp_path, (4, 96), (4096, 96))
+    capture_sums(tmp_path, (4, 96), (64, 384))
     outcome = tune_capture(tmp_path, Quiet(), share=0.9)
-    assert [one.launch.sizes["M"] for one in outcome.tuned] == [4096]
+    assert [one.launch.sizes["M"] for one in outcome.tuned] == [64]
     assert [line for line in outcome.skipped if "below --share 0.9" in line]
 
 
 def test_tune_out_of_time_says_which_classes_it_did_not_reach(tmp_path: Path, h200: type[SizedBench]) -> None:
-    capture_sums(tmp_path, (4, 96), (4096, 96))
+    capture_sums(tmp_path, (4, 96), (64, 384))
     outcome = tune_capture(tmp_path, Quiet(), budget_s=1e-9)
-    assert [one.launch.sizes["M"] for one in outcome.tuned] == [4096]
+    assert [one.launch.sizes["M"] for one in outcome.tuned] == [64]
     assert outcome.skipped == ["row_sum 4x96 float32 M=4 N=96: not reached: run the command again"]
     assert [len(tune_capture(tmp_path, Quiet()).tuned)] == [2]
 
