@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from kerneltune.adopt.arguments import Argument
 from kerneltune.adopt.kernels import KernelName, require_values
 from kerneltune.files import bad, checked, decode, read_bytes
@@ -121,9 +123,8 @@ class LaunchClass:
         return " ".join([self.kernel.name, shape, *shown[:_MOST_LABEL]])
 
 
-@dataclass(slots=True)
-class Count:
-    """Launches of a class in all processes.
+class Count(msgspec.Struct, array_like=True):
+    """Launches of a class, in one process or in all.
 
     Attributes:
         launches: how many.
@@ -139,23 +140,23 @@ class Count:
         return self.launches * (self.time_us or 0.0)
 
 
-@dataclass(slots=True)
-class ProcessNotes:
+class ProcessNotes(msgspec.Struct):
     """What one process has launched, and what it has to say.
 
     Attributes:
-        launches: class -> launches, and the least time of one in µs, None where it was not timed.
+        launches: launches by class.
         refused: kernel -> why its launches could not be captured.
         misnamed: the refused kernels whose decorators name what the kernels do not have.
         made: kernel -> the subclass of Autotuner with a `run` of its own that has it; empty for Triton's own.
         command: of the process.
     """
 
-    launches: dict[str, tuple[int, float | None]]
-    refused: dict[str, str] = field(default_factory=dict)
-    misnamed: list[str] = field(default_factory=list)
-    made: dict[str, str] = field(default_factory=dict)
-    command: list[str] = field(default_factory=list)
+    launches: dict[str, Count]
+    refused: dict[str, str] = {}
+    misnamed: list[str] = []
+    made: dict[str, str] = {}
+    command: list[str] = []
+    format: int = FORMAT
 
 
 def write_class(root: Path, launch: LaunchClass, values: Mapping[str, Any] | None) -> None:
@@ -231,7 +232,7 @@ def write_notes(root: Path, process: str, notes: ProcessNotes) -> None:
     folder = root / LAUNCHES
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / f".{process}.part"
-    part.write_text(json.dumps({"format": FORMAT, **asdict(notes)}), encoding="utf-8")
+    part.write_bytes(msgspec.json.encode(notes))
     os.replace(part, folder / f"{process}.json")
 
 
@@ -255,9 +256,9 @@ def counts_of(notes: Iterable[ProcessNotes]) -> dict[str, Count]:
     """Return the launches of all processes by class."""
     found: dict[str, Count] = {}
     for one in notes:
-        for digest, (launches, time_us) in one.launches.items():
-            count = found.setdefault(digest, Count())
-            count.launches += launches
-            if time_us is not None:
-                count.time_us = min(time_us, count.time_us or float("inf"))
+        for digest, count in one.launches.items():
+            whole = found.setdefault(digest, Count())
+            whole.launches += count.launches
+            if count.time_us is not None:
+                whole.time_us = min(count.time_us, whole.time_us or float("inf"))
     return found

@@ -74,10 +74,7 @@ class Recorder:
         self.root, self.pattern, self.autotune, self.most_classes = root, pattern, autotune, most_classes
         self._bytes_left = max_bytes
         self._lock = RLock()
-        self._counts: dict[str, Count] = {}
-        self._refused: dict[str, str] = {}
-        self._misnamed: list[str] = []
-        self._made: dict[str, str] = {}
+        self._notes = ProcessNotes({}, command=sys.argv[:1])
         self._classes: dict[str, int] = {}
         self._pending: list[tuple[str, Any, Any]] = []
         self._process, self._flushed = 0, 0.0
@@ -86,7 +83,7 @@ class Recorder:
     def _begin_process(self) -> None:
         """Count from zero: in a new process, also one that was forked."""
         self._process = os.getpid()
-        self._counts, self._pending = {}, []
+        self._notes.launches, self._pending = {}, []
         atexit.register(self.flush)
         util: Any = sys.modules.get("multiprocessing.util")
         if util is not None:  # its workers leave without what atexit would run
@@ -96,7 +93,7 @@ class Recorder:
         """Note an autotuned kernel that the program has made."""
         kind = type(autotuner)
         own_run = kind.run.__qualname__ != "Autotuner.run"
-        self._made[kernel_name(autotuner).text] = f"{kind.__module__}.{kind.__qualname__}" if own_run else ""
+        self._notes.made[kernel_name(autotuner).text] = f"{kind.__module__}.{kind.__qualname__}" if own_run else ""
 
     def make_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return the method that takes the place of Autotuner.run."""
@@ -166,13 +163,13 @@ class Recorder:
 
     def refuse_misnamed(self, name: KernelName, problem: str) -> KnownLaunches:
         """Note a kernel whose decorator names what the kernel does not have: `kerneltune capture` ends with exit code 2."""
-        self._misnamed.append(name.text)
+        self._notes.misnamed.append(name.text)
         return self._refuse(name, f"not captured: {problem}")
 
     def _refuse(self, name: KernelName, reason: str) -> KnownLaunches:
         reason = " ".join(reason.split())[:200]
-        if self._refused.get(name.text) != reason:
-            self._refused[name.text] = reason
+        if self._notes.refused.get(name.text) != reason:
+            self._notes.refused[name.text] = reason
             log.warning("kerneltune: %s: %s", name.text, reason)
         return KnownLaunches()
 
@@ -230,10 +227,7 @@ class Recorder:
         with self._lock:
             if os.getpid() != self._process:
                 self._begin_process()
-            count = self._counts.get(digest)
-            if count is None:
-                count = self._counts[digest] = Count()
-            count.launches += 1
+            self._notes.launches.setdefault(digest, Count()).launches += 1
             now = time.monotonic()
             if now - self._flushed > _FLUSH_S:
                 self._flushed = now
@@ -241,13 +235,12 @@ class Recorder:
 
     def flush(self, wait: bool = True) -> None:
         """Write the launches counted so far; wait: for those that are being timed, at the end of the program."""
-        if os.getpid() != self._process or not (self._counts or self._refused or self._made):
+        notes = self._notes
+        if os.getpid() != self._process or not (notes.launches or notes.refused or notes.made):
             return
         with self._lock:
             try:
                 self._harvest(wait)
-                launches = {digest: (count.launches, count.time_us) for digest, count in self._counts.items()}
-                notes = ProcessNotes(launches, self._refused, self._misnamed, self._made, sys.argv[:1])
                 write_notes(self.root, f"{self._process}-{id(self):x}", notes)
             except Exception as error:  # a lost context, a full disk: the program ends as it would have
                 log.warning("kerneltune: launches not counted: %s", " ".join(str(error).split())[:200])
@@ -260,7 +253,7 @@ class Recorder:
             if not end.query():
                 left.append((digest, start, end))
                 continue
-            count = self._counts.setdefault(digest, Count())
+            count = self._notes.launches.setdefault(digest, Count())
             count.time_us = min(start.elapsed_time(end) * 1e3, count.time_us or float("inf"))
         self._pending = left
 

@@ -256,8 +256,8 @@ def test_replay_finds_the_same_on_one_core_and_on_two(tmp_path: Path, monkeypatc
 def test_replay_says_what_it_is_at_and_keeps_nothing_when_interrupted(
     written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = ("--results", tmp_path, "--seeds", 2, "--sampler", "random,qmc", written)
-    assert run(*arguments)[2].splitlines()[-1].startswith("search: 4 of 4 steps in ")  # a slow machine says more before
+    arguments = ("--results", tmp_path, "--seeds", 2, "--sampler", "random", written)
+    assert run(*arguments)[2].splitlines()[-1].startswith("search: 2 of 2 steps in ")  # a slow machine says more before
 
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
