@@ -27,6 +27,7 @@ def selected(found: "Sequence[Record]", wanted: "Selection") -> "list[Record]":
     """
     for field, names in (("op", wanted.ops), ("dtype", wanted.dtypes), ("quant", wanted.quants)):
         o.chosen(field, names, (getattr(record, field) for record in found))
+    o.matching("variant", wanted.variants, (record.variant for record in found))
     for pattern in wanted.cases:
         cases = dict.fromkeys(record.case for record in found)
         if not fnmatch.filter(cases, pattern):

@@ -143,7 +143,6 @@ def _judged(baseline: str, new: Path, wanted: "Selection", margin: float | None,
     records = load(new)  # first, for where it is missing git would say the wrong thing of the baseline
     against = load_baseline(baseline, new)
     selected([*against, *records], wanted)  # a name that neither side has is an error
-    o.matching("variant", wanted.variants, (record.variant for record in (*against, *records)))
     records, against = ([record for record in side if takes(wanted, record)] for side in (records, against))
     tolerated = DEFAULT_MARGIN if margin is None else margin
     return gate(against, records, tolerated, peers=peers, defaults=lambda op: defaults_of(o.load_facts(), op)), records

@@ -7,7 +7,8 @@ import typer
 
 from kerneltune.cli import options as o
 from kerneltune.cli.console import deliver, note, width, write
-from kerneltune.cli.files import takes
+from kerneltune.cli.files import selected, takes
+from kerneltune.table import counted
 
 if TYPE_CHECKING:
     from kerneltune.plan import Selection
@@ -36,9 +37,11 @@ def command(
     found, broken = revisions(path, most)
     for line in broken:
         note(f"left out: {line}")
-    rows = [trend for trend in trends(found) if takes(wanted, trend.points[-1].record)]
+    timed = trends(found)
+    selected([trend.points[-1].record for trend in timed], wanted)  # a name that no row has is an error
+    rows = [trend for trend in timed if takes(wanted, trend.points[-1].record)]
     if not rows:
-        raise ValueError(f"{path}: no timed row of these names in {len(found)} revisions")
+        raise ValueError(f"{path}: no timed row of these names in {counted(len(found), 'revision')}")
     if page is not None:
         span = f"{found[0].day} to {found[-1].day}"
         write(page, trend_page(rows, f"{path.name} over {len(found)} revisions, {span}"))

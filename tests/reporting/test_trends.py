@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 from gate_rows import record
+from typer.testing import CliRunner
 
+from kerneltune.cli import app
 from kerneltune.records import Record, to_json
 from kerneltune.reporting.history import causes, revisions, trends
 from kerneltune.reporting.trends import spark, trend_page, trend_table
@@ -104,3 +106,19 @@ def test_a_file_without_revisions_is_one_line(tmp_path: Path, commit: Callable[.
         revisions(path.with_name("none.jsonl"), 3)
     with pytest.raises(ValueError, match=r"^cannot read "):
         revisions(tmp_path / "no folder" / "a.jsonl", 3)
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (("--op", "nothing"), "op: 'nothing': expected one of rmsnorm_fwd"),
+        (("--variant", "old*"), "variant: 'old*': expected one of optimized"),
+        (("--case", "nope"), "case: 'nope': no record of such a case"),
+    ],
+)
+def test_history_of_a_name_that_no_row_has_names_the_option(
+    commit: Callable[..., Path], option: tuple[str, str], said: str
+) -> None:
+    path = commit(record(op="rmsnorm_fwd", variant="optimized"))
+    result = CliRunner().invoke(app, ["history", str(path), *option])
+    assert (result.exit_code, result.stderr) == (2, f"error: {said}\n")
