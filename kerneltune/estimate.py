@@ -12,7 +12,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta
 
-_Rate = Annotated[float, Meta(gt=0, lt=1e9)]
+_Rate = Annotated[float, Meta(ge=1e-6, le=1e9)]
 
 
 class Speeds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

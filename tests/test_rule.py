@@ -165,7 +165,7 @@ DAMAGES = {
     _damaged(_put("rules", 0, "tree", "at_most", value="x")): "at_most: 'x'",
     _damaged(_put("rules", 0, "near", value=-1)): "near: -1",
     _damaged(_put("rules", 0, "speeds", value={"sms": 132})): "rules[0].speeds",
-    _damaged(_put("rules", 0, "speeds", value=_SPEEDS | {"read_tb_s": 0})): "rules[0].speeds.read_tb_s: 0",
+    _damaged(_put("rules", 0, "speeds", value=_SPEEDS | {"read_tb_s": 0.0})): "rules[0].speeds.read_tb_s: 0.0",
     _damaged(_put("rules", 0, "speeds", value=_SPEEDS | {"sms": 0})): "rules[0].speeds.sms: 0",
     '{"schema": ' + "9" * 5000 + "}": "schema: integer value out of range",
 }
