@@ -173,6 +173,17 @@ class Variant:
         except ValueError as error:
             raise ValueError(f"config of {self.name}: {error}") from None
 
+    def valid_config(self, case: Case, values: Mapping[str, Any]) -> Config | None:
+        """Make the config with these knob values; None where they are not the variant's knobs, or not valid for the case.
+
+        Of knobs that no space has, such as tiles of 0 rows, `valid` may raise nearly anything.
+        """
+        try:
+            config = self.config_from(values)
+            return config if self.valid(case, config) is None else None
+        except (ValueError, ArithmeticError, TypeError, LookupError):
+            return None
+
 
 def missing_packages(names: Iterable[str]) -> tuple[str, ...]:
     """Return the packages that are not installed."""

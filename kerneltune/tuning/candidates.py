@@ -239,12 +239,7 @@ def fitting(task: Task, root: Path | None, *, device_slug: str = "", nearest: bo
     free_axes, free_options = (op.free_axes, op.free_options) if nearest else ((), ())
     where = (case.axes, case.dtype, case.quant, case.options, task.policy, free_axes, root, free_options, op.bands)
     for hit in cache.candidates(op.name, variant.name, device_slug or device.current().slug, *where):
-        try:
-            config = variant.config_from(hit.entry.config)
-            fits = variant.valid(case, config) is None
-        except (ValueError, ArithmeticError):  # of knobs that no space has, such as tiles of 0 rows
-            continue
-        if fits:
+        if (config := variant.valid_config(case, hit.entry.config)) is not None:
             yield hit, config
 
 

@@ -14,7 +14,7 @@ from kerneltune.rule import Form, facts_of, knobs_at
 from kerneltune.search.task import config_values
 from kerneltune.spec import Case, Op, Variant
 from kerneltune.tuning.estimating import fitted_to
-from kerneltune.tuning.transfer import Donor, Pairs, config_of, followed, forms_of
+from kerneltune.tuning.transfer import Donor, Pairs, followed, forms_of
 
 Times = Mapping[tuple[tuple[str, Any], ...], float | None]
 """Knobs -> µs; None for a config that has no time: it spilled, failed or was wrong."""
@@ -105,7 +105,7 @@ class CostTable:
 
     def _cost(self, sample: Sample, knobs: Mapping[str, Any]) -> tuple[float, bool, bool]:
         knobs = knobs or default_knobs(self.variant, sample.case)
-        if config_of(self.variant, sample.case, knobs) is None:
+        if self.variant.valid_config(sample.case, knobs) is None:
             return INVALID, False, False
         key = tuple(knobs.items())
         if key not in sample.times:
@@ -144,7 +144,7 @@ def near_configs(op: Op, variant: Variant, case: Case, recorded: Sequence[Donor]
     places = [((dict(other.axes), other.dtype, dict(other.options)), (other, knobs)) for other, knobs in recorded]
     asked = dict(case.axes), case.dtype, dict(case.options)
     for (_, moved, apart), (other, knobs) in ranked(asked, places, op.free_axes, op.free_options, op.bands):
-        if other.quant == case.quant and moved and config_of(variant, case, knobs) is not None:
+        if other.quant == case.quant and moved and variant.valid_config(case, knobs) is not None:
             yield apart, dict(knobs)
 
 

@@ -10,7 +10,6 @@ from scipy.optimize import least_squares
 
 from kerneltune.estimate import Estimated, Speeds, Work, time_us, with_speeds
 from kerneltune.spec import Case, Variant
-from kerneltune.tuning.transfer import config_of
 
 Timed = tuple[Case, Mapping[tuple[tuple[str, Any], ...], float | None]]
 """A case, and knobs -> µs; None for a config that has no time."""
@@ -51,7 +50,7 @@ def _rows(
 ) -> Iterable[tuple[Work, float]]:
     """Yield work and time of the configs that are estimated."""
     for knobs, us in times.items():
-        config = config_of(variant, case, dict(knobs)) if us else None
+        config = variant.valid_config(case, dict(knobs)) if us else None
         work = None if config is None else default.work(case, config)
         if work is not None and us:
             yield work, us

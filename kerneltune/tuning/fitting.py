@@ -14,7 +14,7 @@ from kerneltune.rule import Node, Rule, Split, facts_of, used
 from kerneltune.spec import Case, Op, Variant
 from kerneltune.tuning.costs import UNKNOWN, CostTable, default_knobs, near_configs
 from kerneltune.tuning.growing import TreeShape, grown
-from kerneltune.tuning.transfer import Donor, config_of
+from kerneltune.tuning.transfer import Donor
 
 _Picks = Mapping[int, Mapping[str, Any]]
 """Case, by its place in a table -> the knobs that a look-up takes for it."""
@@ -92,7 +92,7 @@ def chosen(op: Op, variant: Variant, rule: Rule, case: Case, recorded: Sequence[
     if near is not None and near[0] <= rule.near:
         return near[1]
     for knobs in rule.proposals(facts_of(case)):
-        if not knobs or config_of(variant, case, knobs) is not None:
+        if not knobs or variant.valid_config(case, knobs) is not None:
             return knobs or default_knobs(variant, case)
     return default_knobs(variant, case)
 

@@ -11,7 +11,7 @@ from kerneltune.search.task import knobs_of
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.tuning.costs import CostTable, Sample
 from kerneltune.tuning.fitting import untimed
-from kerneltune.tuning.transfer import Donor, config_of, rivals
+from kerneltune.tuning.transfer import Donor, rivals
 
 _LEAST = 2
 """Configs whose times must be known of a case without a recorded config for a rule to be fitted to it."""
@@ -41,7 +41,7 @@ def samples_of(op: Op, variant: Variant, gpu: str, configs: Path | None, results
     observed = {shape_of(case) for case in times}
     for entry in cache.load(op.name, gpu, configs):
         case = entry.as_case
-        config = config_of(variant, case, entry.config) if entry.variant == variant.name else None
+        config = variant.valid_config(case, entry.config) if entry.variant == variant.name else None
         if config is None or entry.policy != "cold" or op.called(case) != case:
             continue
         recorded[case] = knobs_of(config)
@@ -79,7 +79,7 @@ def to_observe(
     times = {sample.case: len(sample.times) for sample in samples}
     recorded = {op.called(case) for case, _ in donors}
     for case in sorted(wanted, key=lambda one: (one not in recorded, times.get(one, 0))):
-        chosen = [config_of(variant, case, knobs) for knobs in choices.get(case, [])]
+        chosen = [variant.valid_config(case, knobs) for knobs in choices.get(case, [])]
         yield case, list(dict.fromkeys(one for one in [*chosen, *rivals(op, variant, case, donors, most)] if one))
 
 
@@ -102,7 +102,7 @@ def shape_of(case: Case) -> tuple[Any, ...]:
 
 def _put(times: _Times, variant: Variant, case: Case, knobs: Mapping[str, Any], time_us: float | None) -> None:
     """Remember the first time that is told of a config."""
-    config = config_of(variant, case, knobs)
+    config = variant.valid_config(case, knobs)
     if config is not None:
         times.setdefault(case, {}).setdefault(tuple(knobs_of(config).items()), time_us)
 

@@ -32,18 +32,9 @@ def donors_of(op: Op, variant: Variant, policy: str, device_slug: str, root: Pat
     found = []
     for entry in cache.load(op.name, device_slug, root):
         case = entry.as_case
-        if (entry.variant, entry.policy) == (variant.name, policy) and config_of(variant, case, entry.config) is not None:
+        if (entry.variant, entry.policy) == (variant.name, policy) and variant.valid_config(case, entry.config) is not None:
             found.append((case, entry.config))
     return found
-
-
-def config_of(variant: Variant, case: Case, knobs: Mapping[str, Any]) -> Config | None:
-    """Return the config with these knobs; None where it is not valid for the case."""
-    try:
-        config = variant.config_from(knobs)
-        return config if variant.valid(case, config) is None else None
-    except (ValueError, ArithmeticError, TypeError, OverflowError):
-        return None
 
 
 def followed(donors: Sequence[Donor]) -> dict[str, Scaled]:
@@ -101,13 +92,13 @@ def rivals(op: Op, variant: Variant, case: Case, donors: Sequence[Donor], most: 
     frequent = [form for form, _ in counts.most_common()]
     sizes = dict(case.axes)
     own = [knobs for donor, knobs in donors if donor == case]
-    found: dict[Config, None] = {config: None for knobs in own if (config := config_of(variant, case, knobs)) is not None}
+    found: dict[Config, None] = {config: None for knobs in own if (config := variant.valid_config(case, knobs)) is not None}
     found |= dict.fromkeys([variant.default_config(case), *variant.promising(case)[: most // 4]])
     for group, limit in ((near, most // 2), (frequent, most), (near, most)):
         for form in dict.fromkeys(group):
             if len(found) >= (limit + len(own) + 1 if group is near else most):
                 break
-            config = config_of(variant, case, knobs_at(dict(form), sizes))
+            config = variant.valid_config(case, knobs_at(dict(form), sizes))
             if config is not None:
                 found[config] = None
     space = list(variant.configs(case)) if len(found) < min(most, _LEAST_RIVALS) else []

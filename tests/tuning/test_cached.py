@@ -13,17 +13,19 @@ from kerneltune.search.task import Task
 from kerneltune.spec import Case, Variant
 from kerneltune.tuning.candidates import cached, config_for, fitting
 
+REFUSED = {1: None, 2: None, 4: None, 8: None}
 VARIANT = Variant(
     "optimized",
     nothing,
     Small,
     small_space,
-    valid=lambda _case, config: "too wide" if config.block > 512 or 512 % config.block else None,
+    valid=lambda _case, config: "too wide" if config.block > 512 or 512 % config.block else REFUSED[config.warps],
     default=lambda _case: Small(256, 4),
 )
 STALE: list[dict[str, Any]] = [{"block": 64}, {"block": 64, "warps": 4, "gone": 1}, {"block": "64", "warps": 4}]
 UNFIT = {"block": 1024, "warps": 4}
 ABSURD = {"block": 0, "warps": 4}
+UNKNOWN = {"block": 64, "warps": 3}
 GOOD = {"block": 64, "warps": 2}
 
 
@@ -39,7 +41,7 @@ def store(options: Options, config: dict[str, Any], case: Case = CASE, slug: str
     cache.store("fake", slug or device.current().slug, entry, options.configs)
 
 
-@pytest.mark.parametrize("config", [*STALE, UNFIT, ABSURD])
+@pytest.mark.parametrize("config", [*STALE, UNFIT, ABSURD, UNKNOWN])
 def test_an_entry_that_no_longer_fits_is_passed_over(config: dict[str, Any], options: Options) -> None:
     op = op_of(VARIANT)
     store(options, config)
