@@ -52,7 +52,7 @@ def disturbance(op: Op, case: Case, variant: Variant, config: Config, options: O
             if trial.time_us is None:
                 raise ValueError(f"{where}: {trial.status}: {trial.detail}")
             idle = _noise([time_twice(machines.bench, task, config) for _ in range(_REPEATS)])
-            compiling = _Compiling(machines.pool, [compile_job(Task(op, case, variant), other) for other in others])
+            compiling = _Compiling(machines.pool, [compile_job(task, other) for other in others])
             busy_samples = []
             for _ in range(_REPEATS):
                 compiling.top_up()

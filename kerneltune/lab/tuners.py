@@ -15,7 +15,7 @@ from typing import Any
 from kerneltune.plan import Options
 from kerneltune.search.loop import Search
 from kerneltune.search.task import Task, knobs_of
-from kerneltune.spec import Config, Inputs, Op, Variant
+from kerneltune.spec import Config, Inputs, Variant
 from kerneltune.tuning.candidates import Given, candidates, narrowed
 from kerneltune.tuning.stage import Machines
 from kerneltune.tuning.tuner import tune
@@ -49,14 +49,14 @@ class ContestTask:
         """Return seconds since the process was asked for."""
         return time.monotonic() - self.began
 
-    def narrow(self) -> tuple[Op, Variant]:
-        """Return the operator, and its variant with the space of the contest."""
-        return self.tuned.op, narrowed(self.tuned.variant, self.knobs)
+    def narrow(self) -> Variant:
+        """Return the variant with the space of the contest."""
+        return narrowed(self.tuned.variant, self.knobs)
 
-    def load(self) -> tuple[Op, Variant, list[Config]]:
-        """Return the operator, its variant, and the configs to choose from, the default first."""
-        op, variant = self.narrow()
-        return op, variant, candidates(replace(self.tuned, variant=variant))
+    def load(self) -> tuple[Variant, list[Config]]:
+        """Return the variant with the space of the contest, and the configs to choose from, the default first."""
+        variant = self.narrow()
+        return variant, candidates(replace(self.tuned, variant=variant))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def by_kerneltune(task: ContestTask) -> TunerResult:
     """
     options = replace(task.options, configs=task.folder / "configs", results=task.folder / "results")
     with Machines(options) as machines, machines.deciding():
-        _, variant = task.narrow()  # while the pool starts
+        variant = task.narrow()  # while the pool starts
         tuner = machines.tuner(replace(task.tuned, variant=variant))
         entry = tune(tuner, task.search, options.configs)
         usage = machines.usage_of(tuner)
@@ -134,8 +134,8 @@ def by_triton(task: ContestTask, do_bench: Callable[..., Any] | None = None, whe
     import triton
     from triton.runtime.autotuner import Autotuner
 
-    op, variant, configs = task.load()
-    launch = _Launch(variant, op.inputs(task.tuned.case, device=where, seed=0))
+    variant, configs = task.load()
+    launch = _Launch(variant, task.tuned.op.inputs(task.tuned.case, device=where, seed=0))
     offered = [triton.Config({"config": config}) for config in configs]
     tuner = Autotuner(launch, [], offered, [], None, None, do_bench=do_bench)
     tuner.run()
@@ -165,7 +165,7 @@ def by_helion(task: ContestTask, where: str = "cuda") -> TunerResult:
     from helion.autotuner import EnumFragment, autotune
     from triton.runtime.errors import OutOfResources
 
-    op, variant, configs = task.load()
+    variant, configs = task.load()
     offered, default = set(configs), knobs_of(configs[0])
     tried: set[Config] = set()
 
@@ -180,7 +180,7 @@ def by_helion(task: ContestTask, where: str = "cuda") -> TunerResult:
 
         return launch
 
-    inputs = op.inputs(task.tuned.case, device=where, seed=0)
+    inputs = task.tuned.op.inputs(task.tuned.case, device=where, seed=0)
     tensors = [value for value in inputs.values() if hasattr(value, "dtype")]
     spaces = {name: dict.fromkeys([default[name], *(getattr(config, name) for config in configs)]) for name in default}
     tunables = {name: EnumFragment(tuple(offer)) for name, offer in spaces.items()}

@@ -145,7 +145,7 @@ def contest(
     if not found:
         raise ValueError(f"{op.name} {case.label}: no side found a config: {'; '.join(reasons.values())}")
     default = variant.default_config(case)
-    judged, wrong = judge_configs(op, case, variant, options.policy, finalists(list(found.values()), default, _RANKED), judge)
+    judged, wrong = judge_configs(tuned, finalists(list(found.values()), default, _RANKED), judge)
     progress.advance("the common run")
     best = min(judged, key=lambda config: judged[config][0].median, default=default)
     lines = [_line(name, side.config, judged, wrong, side.wall_s, side.evaluations, side.remark) for name, side in found.items()]
@@ -208,14 +208,13 @@ _Judged = dict[Config, tuple[Interval, Interval]]
 
 
 def judge_configs(
-    op: Op, case: Case, variant: Variant, policy: str, configs: Sequence[Config], make: Callable[[], GpuBench] | None
+    task: Task, configs: Sequence[Config], make: Callable[[], GpuBench] | None
 ) -> tuple[_Judged, dict[Config, str]]:
     """Return time and gap to the fastest of correct configs, and the defects of the others."""
     measuring, _ = split_cores()
     if make is None:
-        _compile(op, case, variant, configs)
+        _compile(task, configs)
     with IsolatedBench(cores=measuring) if make is None else IsolatedBench(make) as bench:
-        task = Task(op, case, variant, policy)
         trials = {config: bench.trial(task, config, None) for config in configs}
         wrong = {config: f"{trial.status}: {trial.detail}" for config, trial in trials.items() if trial.time_us is None}
         correct = [config for config in configs if config not in wrong]
@@ -230,12 +229,12 @@ def judge_configs(
     return judged, wrong
 
 
-def _compile(op: Op, case: Case, variant: Variant, configs: Sequence[Config]) -> None:
+def _compile(task: Task, configs: Sequence[Config]) -> None:
     """Compile all configs side by side, so that launches find them: no side has left anything compiled."""
     target = TARGETS.get(device.current().arch)
     if target is not None:
         with CompilePool(target) as pool:
-            list(pool.compile([compile_job(Task(op, case, variant), config) for config in configs]))
+            list(pool.compile([compile_job(task, config) for config in configs]))
 
 
 def _line(

@@ -328,7 +328,7 @@ def test_a_common_run_says_who_did_not_fit(monkeypatch: pytest.MonkeyPatch, gpu_
 
     monkeypatch.setattr(versus, "IsolatedBench", Bench)
     op = checked_op()
-    judged, wrong = versus.judge_configs(op, CASE, op.variants[0], "cold", [Knobs(0), Knobs(2), Knobs(5)], lambda: gpu_bench)
+    judged, wrong = versus.judge_configs(Task(op, CASE, op.variants[0]), [Knobs(0), Knobs(2), Knobs(5)], lambda: gpu_bench)
     assert list(judged) == [Knobs(0), Knobs(5)]
     assert wrong == {Knobs(2): "memory: none is left beside the others"}
 
