@@ -64,6 +64,8 @@ def command(
         text = _markdown(sources, pictures, Path() if is_printed else markdown.parent)
         deliver(text, None if is_printed else markdown)
     if output is not None or not (png or svg or markdown):
+        if sources.records and not sources.trials:
+            note("no trial store beside these records: the page shows what the config cache says of the tuning")
         for path, text in _pages(sources, output or _PAGE).items():
             write(path, text)
             if len(text.encode()) > _LARGE:
@@ -121,12 +123,9 @@ def _sources(
         raise ValueError(f"no records to report in {', '.join(map(str, paths))}")
     own = {family: own_tables(members) for family, members in by_family(everything).items()}
     records = [record for record in everything if record.role != "part"]
-    trials = _trials(records, results)
-    if records and not trials:
-        note("no trial store beside these records: the page shows what the config cache says of the tuning")
     return Sources(
         records=records,
-        trials=trials,
+        trials=_trials(records, results),
         entries=_entries(records, configs),
         own=own,
         pair=default_pair(records, *pair) if records else ("", ""),
