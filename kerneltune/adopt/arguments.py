@@ -14,6 +14,9 @@ from typing import Any, Literal
 PLAIN = (bool, int, float, str, type(None))
 
 
+_NOT_FINITE = ("inf", "-inf", "nan")
+
+
 class NotRecordableError(ValueError):
     """A value that JSON cannot hold as data."""
 
@@ -24,6 +27,8 @@ def encode(value: Any) -> Any:
     Raises:
         NotRecordableError: it is an object of another kind.
     """
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, tuple | list):
@@ -50,6 +55,8 @@ def decode(value: Any) -> Any:
         (kind, what), *_ = value.items()
         if kind == "tuple" and isinstance(what, list):
             return tuple(decode(item) for item in what)
+        if kind == "float" and what in _NOT_FINITE:
+            return float(what)
         if kind == "torch" and isinstance(what, str):
             return torch_dtype(what)
         if kind == "triton" and isinstance(what, str):

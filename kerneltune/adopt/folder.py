@@ -61,7 +61,7 @@ class LaunchClass:
         configs: digest of the author's whole list.
         list_size: configs in the author's whole list.
         device: the GPU's folder name.
-        versions: of triton, torch and the package that holds the kernel.
+        versions: of Python, triton, torch and the package that holds the kernel.
         keys: the author's key, argument names.
         key: values of the key's arguments.
         arguments: metadata of the arguments.
@@ -69,6 +69,10 @@ class LaunchClass:
         storages: for every storage what is kept: `values`, `sample`, `statistics` or `missing`, and its statistics.
         reset, restored: arguments that the author's tuning zeroes or puts back.
         in_graph: whether it was seen inside a graph capture only, so that no values were read.
+        home: the module that holds the autotuner and its name there; None where a capture does not say or there is none.
+        home_file: source file of that module.
+        argv: arguments of the program, its file first.
+        globals: plain values of globals that the kernel reads, as JSON.
         choice: the author's own choice where the program tuned it, as JSON.
         problem: why it cannot be replayed; empty where it can.
     """
@@ -90,6 +94,10 @@ class LaunchClass:
     reset: tuple[str, ...] = ()
     restored: tuple[str, ...] = ()
     in_graph: bool = False
+    home: KernelName | None = None
+    home_file: str = ""
+    argv: tuple[str, ...] = ()
+    globals: dict[str, Any] = field(default_factory=dict)
     choice: dict[str, Any] | None = None
     problem: str = ""
 

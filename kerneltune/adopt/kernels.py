@@ -5,20 +5,25 @@ Reads only public attributes of Triton 3.6 to 3.9.
 
 import copy
 import dataclasses
+import dis
+import functools
 import hashlib
 import inspect
 import itertools
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 from kerneltune.adopt.arguments import NO_ARGUMENT, NotRecordableError, decode, encode, is_descriptor, is_tensor
 from kerneltune.identity import code_digest
 
 _OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "ir_override")
+_MOST_LAYERS = 16
 _DEFAULTS = {"num_warps": 4, "num_stages": 3, "num_ctas": 1}
 FACTORY = "<locals>"
 """Part of the qualified name of a kernel that a function made."""
@@ -81,6 +86,35 @@ def _add_bytecode(function: Any, digest: Any, seen: set[Any]) -> None:
             value = getattr(value, "fn", value)
         if inspect.isfunction(value) and value not in seen and value.__module__.partition(".")[0] == package:
             _add_bytecode(value, digest, seen)
+
+
+@cache
+def _functions(function: Any) -> tuple[Any, ...]:
+    """Return a kernel's function and the helpers of its package that it calls, helpers of helpers as well."""
+    found, package = [function], function.__module__.partition(".")[0]
+    for one in found:
+        for value in map(one.__globals__.get, _globals_named(one)):
+            for _ in range(4):
+                value = getattr(value, "fn", value)
+            if inspect.isfunction(value) and value not in found and value.__module__.partition(".")[0] == package:
+                found.append(value)
+    return tuple(found)
+
+
+def _globals_named(function: Any) -> list[str]:
+    """Return the names of the globals that a function reads."""
+    found = (str(one.argval) for one in dis.get_instructions(function) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    return list(dict.fromkeys(found))
+
+
+def read_globals(function: Any) -> dict[str, Any]:
+    """Return the plain values of the globals that a kernel and its helpers read, as JSON, by `function.name`."""
+    found = {}
+    for one in _functions(function):
+        for name in _globals_named(one):
+            with suppress(NotRecordableError, KeyError):
+                found[f"{one.__name__}.{name}"] = encode(one.__globals__[name])
+    return found
 
 
 def misnamed(autotuner: Any, keys: Iterable[str] = (), space: Iterable[str] = ()) -> str:
@@ -181,6 +215,47 @@ def live_config(configs: Sequence[Any], stored: Mapping[str, Any], make: Any) ->
             continue
     hooks = {getattr(config, "pre_hook", None) for config in configs}
     return decode_config(stored, make, hooks.pop()) if len(hooks) == 1 else None
+
+
+def autotuner_of(value: Any) -> Any:
+    """Return the autotuner that an object is or wraps, None where there is none."""
+    kind = sys.modules["triton.runtime.autotuner"].Autotuner
+    for _ in range(_MOST_LAYERS):
+        if value is None or isinstance(value, kind) or inspect.isfunction(value):
+            break
+        value = getattr(value, "fn", None)
+    return value if isinstance(value, kind) else None
+
+
+def home_of(autotuner: Any) -> KernelName | None:
+    """Return the module that holds an autotuner and the name it has there; None where no module does.
+
+    A program may autotune a kernel of another module.
+    """
+    name = kernel_name(autotuner)
+    own = _values_of(name.module)
+    if autotuner_of(attribute(own, name.name)) is autotuner:
+        return name
+    found = next((key for key, value in own.items() if autotuner_of(value) is autotuner), None)
+    if found is not None:
+        return KernelName(name.module, found)
+    for module in dict.fromkeys(("__main__", *sys.modules)):
+        for key, value in _values_of(module).items():
+            if value is autotuner:
+                return KernelName(module, key)
+    return None
+
+
+def _values_of(module: str) -> dict[str, Any]:
+    """Return the globals of a module that is imported, without running code of it; empty for none."""
+    found = sys.modules.get(module)
+    return dict(vars(found)) if isinstance(found, ModuleType) else {}
+
+
+def attribute(held: Mapping[str, Any], name: str) -> Any:
+    """Return the object of a qualified name among a module's values, None for none."""
+    first, *others = name.split(".")
+    return functools.reduce(lambda found, part: getattr(found, part, None), others, held.get(first))
 
 
 def layers(autotuner: Any) -> Iterator[Any]:

@@ -59,8 +59,14 @@ def version_of(module: str) -> str:
 
 
 def versions(module: str) -> dict[str, str]:
-    """Return the versions of triton, of torch and of the package that holds a module."""
-    return {"triton": version_of("triton"), "torch": version_of("torch"), "package": version_of(module)}
+    """Return the versions of Python, of triton, of torch and of the package that holds a module."""
+    packages = {"triton": version_of("triton"), "torch": version_of("torch"), "package": version_of(module)}
+    return {"python": python_version(), **packages}
+
+
+def python_version() -> str:
+    """Return the version of Python whose bytecode this process has."""
+    return f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def is_capturing() -> bool:

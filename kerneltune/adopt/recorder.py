@@ -7,12 +7,14 @@ line on standard error, never the program.
 import atexit
 import fnmatch
 import hashlib
+import json
 import logging
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import isfinite
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -27,9 +29,11 @@ from kerneltune.adopt.kernels import (
     bytecode_digest,
     configs_digest,
     encode_config,
+    home_of,
     kernel_name,
     misnamed,
     of_space,
+    read_globals,
     source_digest,
     widened,
 )
@@ -76,6 +80,8 @@ class Recorder:
         self._lock = RLock()
         self._notes = ProcessNotes({}, command=sys.argv[:1])
         self._classes: dict[str, int] = {}
+        self._said: set[tuple[str, str]] = set()
+        self._codes: dict[tuple[str, str], str] = {}
         self._pending: list[tuple[str, Any, Any]] = []
         self._process, self._flushed = 0, 0.0
         self._begin_process()
@@ -100,7 +106,9 @@ class Recorder:
 
         def run(autotuner: Any, *args: Any, **kwargs: Any) -> Any:
             known = self.known(autotuner, args, kwargs)
-            if not known.digest:
+            if not known.digest and program.is_interpreted():  # nothing can be timed
+                known = KnownLaunches(configs=self._pruned(Call(autotuner, args, kwargs)))
+            if not known.digest and not known.configs:
                 return original(autotuner, *args, **kwargs)
             return self._launch(original, autotuner, known, args, kwargs)
 
@@ -135,15 +143,34 @@ class Recorder:
         if problem := misnamed(call.autotuner):
             return self.refuse_misnamed(name, problem)
         try:
-            launch, configs, storages = describe_launch(call)
+            configs = self._pruned(call)
+            launch, storages = describe_launch(call, configs)
         except NotRecordableError as error:
             return self._refuse(name, f"not captured: {error}")
+        if self._codes.setdefault((name.text, launch.source), launch.bytecode) != launch.bytecode:
+            return self._refuse(name, "not captured: the file has several kernels of this name: give each a name of its own")
         values = self._values(launch, storages)
         launch = replace(launch, storages=values.kinds, in_graph=program.is_capturing())
         if not self.autotune:
             write_class(self.root, launch, values.tensors)
             return KnownLaunches(launch.digest, configs)
         return KnownLaunches(launch.digest, unwritten=(launch, values))
+
+    def _pruned(self, call: Call) -> list[Any]:
+        """Return the configs that the author's pruning leaves; all configs where it fails for want of a GPU.
+
+        Whatever it raises on a GPU is raised here.
+        """
+        try:
+            return call.pruned()
+        except Exception as error:
+            if not program.is_interpreted():
+                raise
+            said = f"pruning fails without a GPU ({type(error).__name__}: {' '.join(str(error).split())[:150]})"
+            if (call.name.text, said) not in self._said:
+                self._said.add((call.name.text, said))
+                log.warning("kerneltune: %s: %s: no config is pruned", call.name.text, said)
+            return list(call.autotuner.configs)
 
     def _values(self, launch: LaunchClass, storages: Storages) -> Values:
         if program.is_capturing():
@@ -174,7 +201,8 @@ class Recorder:
         return KnownLaunches()
 
     def _launch(self, original: Callable[..., Any], autotuner: Any, known: KnownLaunches, args: Any, kwargs: Any) -> Any:
-        self._count(known.digest)
+        if known.digest:
+            self._count(known.digest)
         if not known.configs:
             result = self._timed(known, lambda: original(autotuner, *args, **kwargs), is_first=known.unwritten is not None)
             self._write_choice(autotuner, known)
@@ -258,27 +286,29 @@ class Recorder:
         self._pending = left
 
 
-def describe_launch(call: Call) -> tuple[LaunchClass, list[Any], Storages]:
-    """Return the class of a launch, the author's pruned configs, and the memory below its tensors.
+def describe_launch(call: Call, configs: Sequence[Any]) -> tuple[LaunchClass, Storages]:
+    """Return the class of a launch and the memory below its tensors.
+
+    configs: that the author's pruning leaves.
 
     Raises:
         NotRecordableError: an argument or a config that cannot be recorded.
     """
     autotuner, name = call.autotuner, call.name
-    module = "__main__" if name.module == "__mp_main__" else name.module
+    module, home = _main(name.module), home_of(autotuner)
+    home_file = str(getattr(sys.modules[home.module], "__file__", "")) if home is not None else ""
     arguments, storages = describe(autotuner.arg_names, call.args, call.given)
-    configs = call.pruned()
     space = getattr(autotuner, "kerneltune_space", None)
     offered = [*configs, *(of_space(autotuner.configs, space) if space else ())]
     around = [config for config in widened(autotuner.configs) if config not in offered]
     candidates = [_candidate(call, config, True) for config in offered]
     candidates += [_candidate(call, config, False) for config in around]
     source, listed = source_digest(autotuner.base_fn), configs_digest(autotuner.configs)
-    code = autotuner.base_fn.__code__
+    read = read_globals(autotuner.base_fn)
     launch = LaunchClass(
-        digest=class_digest(module, name.name, source, listed, signature(arguments)),
+        digest=class_digest(module, name.name, source, listed, signature(arguments), *([json.dumps(read)] if read else ())),
         kernel=KernelName(module, name.name),
-        file=code.co_filename,
+        file=autotuner.base_fn.__code__.co_filename,
         source=source,
         bytecode=bytecode_digest(autotuner.base_fn),
         configs=listed,
@@ -291,9 +321,29 @@ def describe_launch(call: Call) -> tuple[LaunchClass, list[Any], Storages]:
         candidates=tuple(candidates),
         reset=tuple(autotuner.reset_to_zero),
         restored=tuple(autotuner.restore_value),
-        problem="a function made the kernel, so that it cannot be imported by name" if FACTORY in name.name else "",
+        home=KernelName(_main(home.module), home.name) if home is not None else None,
+        home_file=home_file,
+        argv=tuple(sys.argv),
+        globals=read,
+        problem=_problem(name, home, home_file),
     )
-    return launch, configs, storages
+    return launch, storages
+
+
+def _main(module: str) -> str:
+    """Return the name of a module, as multiprocessing's workers call the program's file otherwise."""
+    return "__main__" if module == "__mp_main__" else module
+
+
+def _problem(name: KernelName, home: KernelName | None, file: str) -> str:
+    """Return why a kernel could not be found again, empty where it can be."""
+    if FACTORY in name.name:
+        return "a function made the kernel, so that it cannot be imported by name"
+    if home is None:
+        return "no module holds its autotuner by a name, so that it cannot be imported"
+    if _main(home.module) == "__main__" and not os.path.isfile(file):
+        return "the program is no file, so that the kernel cannot be loaded again"
+    return ""
 
 
 def class_digest(*parts: str) -> str:
@@ -313,4 +363,4 @@ def _candidate(call: Call, config: Any, is_author: bool) -> Candidate:
 
 
 def _plain(value: Any) -> Any:
-    return value if isinstance(value, bool | int | float | str | None) else str(value)
+    return value if isinstance(value, bool | int | str | None) or (isinstance(value, float) and isfinite(value)) else str(value)

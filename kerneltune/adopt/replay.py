@@ -4,7 +4,6 @@ The kernel's module is imported, so that hooks and heuristics are the real ones.
 """
 
 import importlib
-import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,18 @@ import torch
 from kerneltune.adopt import main_file
 from kerneltune.adopt.arguments import Argument, Tensor, decode, span, torch_dtype
 from kerneltune.adopt.folder import VALUES, LaunchClass
-from kerneltune.adopt.kernels import KernelName, bytecode_digest, configs_digest, live_config, source_digest, stored_key
+from kerneltune.adopt.kernels import (
+    KernelName,
+    attribute,
+    autotuner_of,
+    bytecode_digest,
+    configs_digest,
+    live_config,
+    read_globals,
+    source_digest,
+    stored_key,
+)
+from kerneltune.adopt.program import python_version
 
 _BASE_ALIGNMENT = 256
 
@@ -30,69 +40,71 @@ def live_kernel(captured: LaunchClass) -> Any:
     """Import a captured kernel's module and return its autotuner.
 
     Raises:
-        ReplayError: there is none, or its source has changed.
+        ReplayError: there is none, or its source or a global that it reads has changed.
     """
-    return _live_kernel(captured.kernel, captured.file, captured.source, captured.bytecode, captured.configs)
+    home = captured.home or captured.kernel
+    found = _live_kernel(captured.kernel, home, captured.home_file or captured.file, captured.argv, captured.source,
+                         captured.bytecode, captured.configs)  # fmt: skip
+    present = read_globals(found.base_fn)
+    for name, value in captured.globals.items():
+        if present.get(name) != value:
+            values = f"which was {value!r} when captured and is {present.get(name)!r} here"
+            raise ReplayError(f"{captured.kernel.text}: the kernel reads {name}, {values}")
+    if captured.versions.get("python") == python_version() and bytecode_digest(found.base_fn) != captured.bytecode:
+        raise ReplayError(f"{captured.kernel.text}: the file has several kernels of this name: give each a name of its own")
+    return found
 
 
 @cache
-def _live_kernel(name: KernelName, file: str, source: str, bytecode: str, configs: str) -> Any:
-    module = _module(name, file)
-    found = [value for value in [_walk(module, name.name), *vars(module).values()] if value is not None]
-    tuners = [tuner for tuner in map(_autotuner, found) if tuner is not None and tuner.base_fn.__qualname__ == name.name]
-    same = [one for one in tuners if bytecode_digest(one.base_fn) == bytecode or source_digest(one.base_fn) == source]
+def _live_kernel(
+    name: KernelName, home: KernelName, file: str, argv: tuple[str, ...], source: str, bytecode: str, configs: str
+) -> Any:
+    held = vars(_module(home, file, argv))
+    tuners = [tuner for tuner in map(autotuner_of, [attribute(held, home.name), *held.values()]) if tuner is not None]
+    tuners = [tuner for tuner in tuners if tuner.base_fn.__qualname__ == name.name]
+    same = [one for one in tuners if bytecode_digest(one.base_fn) == bytecode]
+    same = same or [one for one in tuners if source_digest(one.base_fn) == source]  # another Python has other bytecode
     if tuners and not same:
         raise ReplayError(f"{name.text}: its source has changed since it was captured: capture again")
     if not same:
-        raise ReplayError(f"{name.text}: no autotuned kernel of this name in its module")
+        raise ReplayError(f"{name.text}: {file} does not autotune it here: set the environment variables of the program")
     return next((tuner for tuner in same if configs_digest(tuner.configs) == configs), same[0])
 
 
-def _module(name: KernelName, file: str) -> Any:
-    path, here = Path(file), str(Path.cwd())
-    if name.module == "__main__":
-        return _main_module(path, name.name)
-    for folder in (here, str(path.parent) if path.is_relative_to(here) else ""):
-        if folder and folder not in sys.path:
-            sys.path.append(folder)
-    try:
-        return importlib.import_module(name.module)
-    except (Exception, SystemExit) as error:
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
-        raise ReplayError(f"{name.text}: its module cannot be imported ({said}); it was {file}: set PYTHONPATH") from error
-
-
-@cache
-def _main_module(path: Path, kernel: str) -> Any:
-    """Load what a kernel of the program's own file needs.
+def _module(name: KernelName, file: str, argv: tuple[str, ...]) -> Any:
+    """Import the module that holds a kernel.
 
     Raises:
         ReplayError: the file is gone, or what it needs fails.
     """
-    if not path.is_file():
-        raise ReplayError(f"{path}: the program's file is gone")
+    path, here = Path(file), str(Path.cwd())
+    if name.module == "__main__":
+        if not path.is_file():
+            raise ReplayError(f"{path}: the program's file is gone")
+        return _imported(lambda: main_file.load(path, name.name), str(path), argv)
+    for folder in (here, str(path.parent) if path.is_relative_to(here) else ""):
+        if folder and folder not in sys.path:
+            sys.path.append(folder)
+    return _imported(lambda: importlib.import_module(name.module), f"{name.module} ({file})", argv)
+
+
+def _imported(load: Callable[[], Any], what: str, argv: Sequence[str]) -> Any:
+    """Return the module that is loaded, with the program's arguments in sys.argv.
+
+    Raises:
+        ReplayError: it cannot be loaded.
+    """
+    before = sys.argv
+    sys.argv = list(argv) or before
     try:
-        return main_file.load(path, kernel)
+        return load()
+    except ModuleNotFoundError as error:
+        raise ReplayError(f"{what}: {error}: set PYTHONPATH to the folders that the program imports from") from error
     except (Exception, SystemExit) as error:
-        raise ReplayError(f"{path}: {type(error).__name__}: {' '.join(str(error).split())[:150]}") from error
-
-
-def _walk(module: Any, name: str) -> Any:
-    found = module
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return found
-
-
-def _autotuner(value: Any) -> Any:
-    """Return the autotuner that an object is or wraps, None where there is none."""
-    autotuning: Any = sys.modules.get("triton.runtime.autotuner")
-    seen = 0
-    while autotuning is not None and value is not None and seen < 16 and not inspect.isfunction(value):
-        if isinstance(value, autotuning.Autotuner):
-            return value
-        value, seen = getattr(value, "fn", None), seen + 1
-    return None
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+        raise ReplayError(f"{what}: importing fails here: {said}") from error
+    finally:
+        sys.argv = before
 
 
 @dataclass(slots=True)

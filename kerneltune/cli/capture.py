@@ -44,6 +44,8 @@ def command(
     from kerneltune.adopt.startup import CAPTURE, CAPTURE_OPTIONS
     from kerneltune.cli.adopt import show_capture
 
+    if autotune and device.model() == device.INTERPRETER:
+        raise ValueError("autotune: expected a GPU: in the interpreter nothing can be timed")
     require_program(program)
     o.make_folder(out)
     options = {"pattern": kernel, "max_bytes": max_bytes, "autotune": autotune}

@@ -190,6 +190,11 @@ def test_capture_of_a_program_that_fails_says_when(tmp_path: Path) -> None:
     assert (result.exit_code, result.stderr) == (1, said)
 
 
+def test_capture_with_autotune_without_a_gpu_says_so(tmp_path: Path) -> None:
+    result = run("capture", "--autotune", "--out", tmp_path / "cap", "--", "true")
+    assert (result.exit_code, result.stderr) == (2, "error: autotune: expected a GPU: in the interpreter nothing can be timed\n")
+
+
 def test_capture_of_a_misnamed_knob_is_bad_input_until_it_is_mended(tmp_path: Path) -> None:
     reason = "not captured: train.py:3: k: configs[0]: 'BLOK': expected a parameter of the kernel: x, BLOCK"
     notes = json.dumps({"launches": {}, "refused": {"train.k": reason}, "misnamed": ["train.k"]})

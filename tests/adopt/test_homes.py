@@ -1,0 +1,155 @@
+"""Kernels are found again as the program had them: its arguments, its globals, and wherever it autotuned them."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kerneltune.adopt import startup
+from kerneltune.adopt.folder import LaunchClass
+from kerneltune.adopt.overview import read_capture
+from kerneltune.adopt.replay import ReplayError, live_kernel
+
+HEAD = """
+import os, sys
+import triton
+import triton.language as tl
+CONFIGS = [triton.Config({"BLOCK": block}) for block in (32, 64)]
+"""
+KERNEL = """
+@triton.jit
+def added(x_ptr, N, scale, BLOCK: tl.constexpr):
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x_ptr + places, tl.load(x_ptr + places, mask=places < N) + K, mask=places < N)
+"""
+TUNED = "added = triton.autotune(CONFIGS, key=['N'])(added)\n"
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return what writes a module and imports it, anew each time."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = set(sys.modules)
+
+    def written(name: str, text: str) -> Any:
+        (tmp_path / f"{name}.py").write_text(text)
+        sys.modules.pop(name, None)
+        return __import__(name)
+
+    yield written
+    for name in set(sys.modules) - before:
+        if Path(getattr(sys.modules[name], "__file__", "") or "/").parent == tmp_path:
+            del sys.modules[name]
+
+
+def captured(folder: Path, kernel: Any, scale: Any = 1.0) -> list[LaunchClass]:
+    """Capture a launch on zeros (8,); returns the classes of the capture."""
+    startup.capture(folder)
+    kernel[(1,)](torch.zeros(8), 8, scale)
+    startup.recorder().flush()
+    startup.uninstall()
+    return read_capture(folder).classes
+
+
+def test_kernel_that_depends_on_the_programs_arguments_is_loaded_with_them(
+    tmp_path: Path, write: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["program.py", "a", "b"])
+    (launch,) = captured(tmp_path / "cap", write("of_arguments", HEAD + "K = tl.constexpr(len(sys.argv))" + KERNEL + TUNED).added)
+    monkeypatch.setattr(sys, "argv", ["kerneltune"])
+    del sys.modules["of_arguments"]
+    assert live_kernel(launch).base_fn.__globals__["K"].value == 3
+    assert sys.argv == ["kerneltune"]
+
+
+@pytest.mark.parametrize("kind", ["int", "tl.constexpr"])
+def test_kernel_that_reads_another_global_than_when_captured_is_refused(
+    tmp_path: Path, write: Any, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setenv("WIDTH", "22")
+    module = write("of_global", HEAD + f"K = {kind}(len(os.environ['WIDTH']))" + KERNEL + TUNED)
+    (launch,) = captured(tmp_path / "cap", module.added)
+    monkeypatch.setenv("WIDTH", "333")
+    del sys.modules["of_global"]
+    with pytest.raises(
+        ReplayError, match=r"^of_global.added: the kernel reads added.K, which was 2 when captured and is 3 here$"
+    ):
+        live_kernel(launch)
+
+
+def test_kernel_that_another_module_autotunes_is_found_there(tmp_path: Path, write: Any) -> None:
+    write("of_kernels", HEAD + "K = 1" + KERNEL)
+    user = write("of_user", HEAD + "from of_kernels import added\nchosen = triton.autotune(CONFIGS, key=['N'])(added)\n")
+    (launch,) = captured(tmp_path / "cap", user.chosen)
+    assert (launch.kernel.text, launch.problem) == ("of_kernels.added", "")
+    assert live_kernel(launch) is user.chosen
+
+
+def test_kernel_that_no_module_holds_is_named_when_captured(tmp_path: Path, write: Any) -> None:
+    module = write("of_nobody", HEAD + "K = 1" + KERNEL + "held = [triton.autotune(CONFIGS, key=['N'])(added)]\n")
+    (launch,) = captured(tmp_path / "cap", module.held[0])
+    assert launch.problem == "no module holds its autotuner by a name, so that it cannot be imported"
+
+
+def test_kernel_that_a_variable_autotunes_says_so_without_it(tmp_path: Path, write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUNES", "1")
+    module = write("of_variable", HEAD + "K = 1" + KERNEL + "if 'TUNES' in os.environ:\n    " + TUNED)
+    (launch,) = captured(tmp_path / "cap", module.added)
+    monkeypatch.delenv("TUNES")
+    del sys.modules["of_variable"]
+    with pytest.raises(ReplayError, match=r"of_variable.py does not autotune it here: set the environment variables of "):
+        live_kernel(launch)
+
+
+def test_second_kernel_of_one_name_is_not_captured_as_the_first(
+    tmp_path: Path, write: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FIRST", "1")
+    text = (
+        HEAD
+        + "K = 1"
+        + KERNEL
+        + TUNED
+        + "first = added if 'FIRST' in os.environ else None\n"
+        + KERNEL.replace("+ K", "+ 2 * K")
+        + TUNED
+    )
+    module = write("of_two", text)
+    startup.capture(tmp_path / "cap")
+    for kernel in (module.first, module.added):
+        kernel[(1,)](torch.zeros(8), 8, 1.0)
+    startup.uninstall()
+    (launch,) = read_capture(tmp_path / "cap").classes
+    assert "of_two.added: not captured: the file has several kernels of this name: give each a name of its own" in caplog.text
+    del sys.modules["of_two"]
+    monkeypatch.delenv("FIRST")
+    with pytest.raises(ReplayError, match="several kernels of this name"):
+        live_kernel(launch)
+
+
+@pytest.mark.parametrize("scale", [float("-inf"), float("nan")])
+def test_launch_with_an_infinite_argument_is_read_again(tmp_path: Path, write: Any, scale: float) -> None:
+    (launch,) = captured(tmp_path / "cap", write("of_infinity", HEAD + "K = 1" + KERNEL + TUNED).added, scale=scale)
+    assert launch.arguments[2].value == {"float": str(scale)}
+
+
+def test_launch_that_cannot_be_captured_runs_without_a_gpu(tmp_path: Path, write: Any, caplog: pytest.LogCaptureFixture) -> None:
+    kernel = write("of_tuple", HEAD + "K = 1" + KERNEL + TUNED).added
+    x = torch.zeros(8)
+    startup.capture(tmp_path / "cap")
+    kernel[(1,)](x, 8, (torch.zeros(1),))
+    startup.uninstall()
+    assert "argument scale: a value of type torch.Tensor" in caplog.text
+    assert (x.tolist(), kernel.best_config) == ([1.0] * 8, kernel.configs[0])
+
+
+def test_launch_whose_pruning_asks_for_a_gpu_runs_with_all_configs(
+    tmp_path: Path, write: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    prune = "def prune(configs, given, **_):\n    raise RuntimeError('0 active drivers')\n"
+    tuned = TUNED.replace("key", "prune_configs_by={'early_config_prune': prune}, key")
+    (launch,) = captured(tmp_path / "cap", write("of_pruning", HEAD + prune + "K = 1" + KERNEL + tuned).added)
+    assert [one.config["kwargs"]["BLOCK"] for one in launch.candidates if one.is_author] == [32, 64]
+    assert "of_pruning.added: pruning fails without a GPU (RuntimeError: 0 active drivers): no config is pruned" in caplog.text
