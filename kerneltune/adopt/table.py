@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from kerneltune.adopt.kernels import require_values
-from kerneltune.files import bad, checked, decode, read_bytes
+from kerneltune.files import bad, checked, decode, read_bytes, replace_text
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -125,14 +125,25 @@ def path_of(root: Path, device: str) -> Path:
     return root / "served" / f"{device}.json"
 
 
-def text_of(table: ServingTable) -> str:
-    """Return a table as JSON, the same text for the same table."""
-    return json.dumps({"format": FORMAT, **asdict(table), "digest": ""}, indent=1, sort_keys=True) + "\n"
+def write_table(root: Path, table: ServingTable) -> str:
+    """Write the table of a GPU model as JSON, then the manifest that names it; returns its SHA-256.
 
+    Equal tables have equal files.
 
-def digest_of(text: str) -> str:
-    """Return the SHA-256 of a table's text."""
-    return hashlib.sha256(text.encode()).hexdigest()
+    Raises:
+        ValueError: a file cannot be written.
+    """
+    path = path_of(root, table.device)
+    text = json.dumps({"format": FORMAT, **asdict(table), "digest": ""}, indent=1, sort_keys=True) + "\n"
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    manifest = path.parent / MANIFEST
+    try:
+        tables = decode(read_bytes(manifest, _LARGEST_MANIFEST), _Manifest).tables
+    except ValueError:  # there is none, or it is damaged
+        tables = {}
+    replace_text(path, text)
+    replace_text(manifest, json.dumps({"format": FORMAT, "tables": {**tables, path.name: digest}}, indent=1) + "\n")
+    return digest
 
 
 def read_table(root: Path, device: str) -> ServingTable | None:

@@ -20,7 +20,7 @@ from kerneltune.adopt.operators import CAPTURED, SWEEP, TUNED, WIDEN, case_of, o
 from kerneltune.adopt.overview import Capture, read_capture
 from kerneltune.adopt.replay import ReplayError, live_kernel, make_launch
 from kerneltune.adopt.sharing import Timing, TunedClass, groups_of, portfolio_of
-from kerneltune.adopt.table import MANIFEST, ServingTable, TableKernel, digest_of, path_of, read_table, text_of
+from kerneltune.adopt.table import ServingTable, TableKernel, path_of, write_table
 from kerneltune.files import replace_text
 from kerneltune.plan import Options, Progress, Selection
 from kerneltune.search.loop import times_of
@@ -114,11 +114,10 @@ def tune_capture(
             progress.note(f"the budget of {budget_s:g} s is used: classes that are left keep what they have")
         cache.clear()
         tuned = _collect(capture, by_name, options, skipped)
-        text = _table(tuned, by_name)
-        path = path_of(root, device.current().slug)
-        _write(path, text)
-        _keep_compiled(root, tuned, progress)
-        return Outcome(path, digest_of(text), tuned, skipped, time.monotonic() - began)
+        table = _table(tuned, by_name)
+        digest = write_table(root, table)
+        _keep_compiled(root, table, tuned, progress)
+        return Outcome(path_of(root, table.device), digest, tuned, skipped, time.monotonic() - began)
 
 
 def policy_of(launch: LaunchClass) -> str:
@@ -211,8 +210,8 @@ def _collect(capture: Capture, by_name: Mapping[str, Op], options: Options, skip
     return found
 
 
-def _table(tuned: Sequence[TunedClass], by_name: Mapping[str, Op]) -> str:
-    """Return the table as text."""
+def _table(tuned: Sequence[TunedClass], by_name: Mapping[str, Op]) -> ServingTable:
+    """Return the table that serves what was tuned."""
     kernels = []
     with IsolatedBench() as bench:
         by_kernel: dict[str, list[TunedClass]] = {}
@@ -237,7 +236,7 @@ def _table(tuned: Sequence[TunedClass], by_name: Mapping[str, Op]) -> str:
             )
     here = device.current()
     versions = {**device.versions(), "driver": here.driver}
-    return text_of(ServingTable(here.slug, versions, tuple(kernels)))
+    return ServingTable(here.slug, versions, tuple(kernels))
 
 
 def _timing(bench: IsolatedBench, op: Op, policies: Mapping[Case, str]) -> Timing:
@@ -252,10 +251,8 @@ def _timing(bench: IsolatedBench, op: Op, policies: Mapping[Case, str]) -> Timin
     return samples
 
 
-def _keep_compiled(root: Path, tuned: Sequence[TunedClass], progress: Progress) -> None:
+def _keep_compiled(root: Path, table: ServingTable, tuned: Sequence[TunedClass], progress: Progress) -> None:
     """Keep the compiled kernels that serving will launch beside the table; what cannot be kept is compiled there."""
-    table = read_table(root, device.current().slug)
-    assert table is not None  # it has just been written
     by_name = {(kernel.module, kernel.name, kernel.configs): kernel for kernel in table.kernels}
     names, launchers = [], []
     for one in tuned:
@@ -275,14 +272,3 @@ def _keep_compiled(root: Path, tuned: Sequence[TunedClass], progress: Progress) 
         replace_text(ahead.launchers_path(root), json.dumps({"launchers": list(distinct.values())}) + "\n")
     except OSError as error:
         progress.note(f"compiled kernels are not kept: {error}")
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a table, then the manifest that names it."""
-    manifest = path.parent / MANIFEST
-    try:
-        tables = dict(json.loads(manifest.read_text(encoding="utf-8"))["tables"])
-    except (OSError, ValueError, KeyError, TypeError):
-        tables = {}
-    replace_text(path, text)
-    replace_text(manifest, json.dumps({"format": 1, "tables": {**tables, path.name: digest_of(text)}}, indent=1) + "\n")

@@ -1,6 +1,5 @@
 """A small module of autotuned kernels, captures of it, and tables for it."""
 
-import json
 import os
 import subprocess
 import sys
@@ -8,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kerneltune.adopt import program, startup
+from kerneltune.adopt import program, startup, table
 from kerneltune.adopt.folder import LaunchClass
 from kerneltune.adopt.overview import Capture, read_capture
-from kerneltune.adopt.table import MANIFEST, Group, ServingRow, ServingTable, TableKernel, digest_of, path_of, text_of
+from kerneltune.adopt.table import Group, ServingRow, ServingTable, TableKernel
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "two_kernels"
@@ -74,13 +73,7 @@ def kernel_of(launches: Sequence[LaunchClass], configs: Sequence[dict[str, Any]]
 
 def write_table(root: Path, *kernels: TableKernel, device: str = "") -> str:
     """Write a table and its manifest; returns the SHA-256."""
-    name = device or program.device_slug()
-    text = text_of(ServingTable(name, {}, kernels))
-    path = path_of(root, name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    (path.parent / MANIFEST).write_text(json.dumps({"format": 1, "tables": {path.name: digest_of(text)}}))
-    return digest_of(text)
+    return table.write_table(root, ServingTable(device or program.device_slug(), {}, kernels))
 
 
 def run_python(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
