@@ -45,9 +45,8 @@ def command(
 
     known = o.load_ops()
     chosen = known[o.choice("op", op, known)]
-    for name in (a, b):
-        o.choice("variant", name, [variant.name for variant in chosen.variants])
     for field, text, name in (("config-a", config_a, a), ("config-b", config_b, b)):
+        o.choice("variant", name, [variant.name for variant in chosen.variants])
         if text:
             o.config_of(chosen.variant(name), field, text)
     found = _case(known, chosen, case, dtype, quant)
@@ -57,11 +56,10 @@ def command(
     ncu = find_ncu()
     if ncu is None:
         raise ValueError("profile needs Nsight Compute: no ncu on PATH, under /usr/local/cuda*/bin or /opt/nvidia")
-    arguments = [[op, name, msgspec.json.encode(found).decode(), text or ""] for name, text in ((a, config_a), (b, config_b))]
     profiled = []
-    for name, values in zip((a, b), arguments, strict=True):
+    for name, text in ((a, config_a), (b, config_b)):
         note(f"profiling {name}")
-        profiled.append(_profiled(ncu, values))
+        profiled.append(_profiled(ncu, [op, name, msgspec.json.encode(found).decode(), text or ""]))
     show(f"{op}: {found.name} {found.label}")
     _show(profiled[0], profiled[1], (a, b))
 

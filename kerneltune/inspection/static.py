@@ -68,7 +68,7 @@ class StaticVerdict:
 
     findings: tuple[str, ...]
     summary: str
-    exit_code: int = field(default=PASS)
+    exit_code: int = PASS
 
 
 class _File(Versioned):
