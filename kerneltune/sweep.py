@@ -115,14 +115,7 @@ def family_name(family: str) -> str:
     if not family.endswith((".yaml", ".yml")):
         return family
     path = find(family)
-    try:
-        content = yaml.load(read_bytes(path, _MAX_BYTES), Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, ValueError, RecursionError, OverflowError) as error:
-        raise ValueError(f"{path}:1: YAML: {str(error).splitlines()[0]}") from error
-    name = content.get("family") if isinstance(content, dict) else None
-    if not isinstance(name, str) or not _FAMILY.fullmatch(name):
-        raise ValueError(f"{path}:1: family: {_plain(repr(name))}: expected at most 80 letters, digits, `_`, `-` and `.`")
-    return name
+    return _Reader(path, {}, 0).family(_composed(path))
 
 
 def find(family: str, root: Path | None = None) -> Path:
@@ -159,6 +152,15 @@ def load(path: Path, ops: Mapping[str, Op], max_cases: int = MAX_CASES) -> Sweep
     Raises:
         ValueError: one line `file:line: field: value: expected …`.
     """
+    return _Reader(path, ops, max_cases).sweep(_composed(path))
+
+
+def _composed(path: Path) -> yaml.Node:
+    """Return the tree of a file.
+
+    Raises:
+        ValueError: one line `file:line: …`: it cannot be read, is empty, or is no YAML.
+    """
     data = read_bytes(path, _MAX_BYTES)
     try:
         text = data.decode()
@@ -177,7 +179,7 @@ def load(path: Path, ops: Mapping[str, Op], max_cases: int = MAX_CASES) -> Sweep
         raise ValueError(f"{path}:1: YAML: {str(error).splitlines()[0]}") from error
     if root is None:
         raise ValueError(f"{path}:1: file: empty: expected family, ops and cases")
-    return _Reader(path, ops, max_cases).sweep(root)
+    return root
 
 
 def _yaml_problem(error: yaml.MarkedYAMLError) -> str:
@@ -216,12 +218,9 @@ class _Reader:
         for key, item in items.items():
             if key not in _TOP:
                 self.fail(item.key, key, self.shown(item.value), f"one of {', '.join(_TOP)}{meant(key, _TOP)}")
-        for key in ("family", "ops"):
-            if key not in items:
-                self.fail(root, key, "missing", "a name" if key == "family" else "names of operators")
-        family = self.name(items["family"].value, "family")
-        if not _FAMILY.fullmatch(family):  # files are called by it
-            self.fail(items["family"].value, "family", repr(family), "at most 80 letters, digits, `_`, `-` and `.`")
+        family = self.family(root)
+        if "ops" not in items:
+            self.fail(root, "ops", "missing", "names of operators")
         self.ops = self.operators(items["ops"].value, "ops")
         if "defaults" in items:
             self.defaults = self.mapping(items["defaults"].value, "defaults")
@@ -234,6 +233,17 @@ class _Reader:
             shown = ", ".join(f"{key} {' '.join(patterns)}" for key, patterns in found.headline.items())
             self.fail(items["headline"].value, "headline", shown, "what at least one bench case has")
         return found
+
+    def family(self, root: yaml.Node) -> str:
+        """Return the family that the file names."""
+        items = self.mapping(root, "file")
+        if "family" not in items:
+            self.fail(root, "family", "missing", "a name")
+        node = items["family"].value
+        family = self.name(node, "family")
+        if not _FAMILY.fullmatch(family):  # files are called by it
+            self.fail(node, "family", repr(family), "at most 80 letters, digits, `_`, `-` and `.`")
+        return family
 
     def section(self, section: Section, item: _Item | None) -> Iterator[SweepCase]:
         if item is None:

@@ -73,6 +73,23 @@ gate: {{margin: 0.05}}
     assert {entry.section for entry in read_sweep.check} == {"check"}
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("family: f\nops: [x]\nbench: [\n", ":4: YAML: expected the node content, but found '<stream end>'"),
+        ("# a comment\nops: [x]\n", ":2: family: missing: expected a name"),
+        ("ops: [x]\nfamily: a/b\n", ":2: family: 'a/b': expected at most 80 letters, digits, `_`, `-` and `.`"),
+        ("", ":1: file: empty: expected family, ops and cases"),
+    ],
+)
+def test_the_name_of_a_broken_family_is_refused_with_the_line(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "f.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError) as error:
+        sweep.family_name(str(path))
+    assert str(error.value) == f"{path}{message}"
+
+
 def test_results_of_a_family_from_elsewhere_are_kept_in_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
