@@ -11,6 +11,7 @@ from typing import Protocol
 
 from kerneltune import device, records, sweep
 from kerneltune.errors import meant, unknown
+from kerneltune.files import read_bytes
 from kerneltune.listing import check_case
 from kerneltune.records import Key, Record
 from kerneltune.search.task import Run, config_values
@@ -201,15 +202,19 @@ def key_of_case(op: Op, case: Case, policy: str) -> Key:
 
 
 def resume(journal: Path) -> dict[tuple[Key, str], list[Record]]:
-    """Load what an interrupted run left, by key and variant."""
+    """Load what an interrupted run left, by key and variant; see `journalled`."""
     return records.grouped(journalled(journal), lambda record: (record.key, record.variant))
 
 
 def journalled(journal: Path) -> list[Record]:
-    """Load the rows of a journal, except a line that was being written; none where there is no such file."""
+    """Load the rows of a journal, except a line that was being written; none where there is no such file.
+
+    Raises:
+        ValueError: one line `file:line: field: …`, or `cannot read file: …`.
+    """
     if not journal.exists():
         return []
-    whole, end, _cut = journal.read_bytes().rpartition(b"\n")
+    whole, end, _cut = read_bytes(journal).rpartition(b"\n")
     return records.parse(whole + end, str(journal))
 
 

@@ -296,6 +296,11 @@ def test_a_journal_row_that_was_being_written_is_not_read(tmp_path: Path) -> Non
     assert journal.read_bytes() == whole + whole[:100]
 
 
+def test_a_journal_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"^cannot read {tmp_path}: Is a directory$"):
+        journalled(tmp_path)
+
+
 def test_rows_under_another_policy_do_not_count() -> None:
     rows = [row("baseline"), row("optimized")]
     assert still_good(rows, "hot") is None

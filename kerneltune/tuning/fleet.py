@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from kerneltune import cache, device, sweep
-from kerneltune.files import replace_bytes
+from kerneltune.files import read_text, replace_bytes
 from kerneltune.plan import Options, Progress, Selection, load_plan, wanted_variants
 from kerneltune.search.task import Task, store_path
 from kerneltune.spec import Op
@@ -97,7 +97,7 @@ class Fleet:
     def _order_for(self, work: Task, following: Task | None) -> RemoteTask:
         slug, op = self.slug, work.op.name
         config_file = cache.path_of(op, slug, self._options.configs)
-        configs = config_file.read_text() if config_file.exists() else ""
+        configs = read_text(config_file) if config_file.exists() else ""
         self._store(work).begin(work)
         return RemoteTask(work, following, tuple(self._store(work).told(work, TOLD)), configs)
 
