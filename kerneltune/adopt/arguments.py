@@ -354,6 +354,24 @@ def collect(arguments: Sequence[Argument], storages: Storages, bytes_left: int) 
     return values
 
 
+_LEAST_ADDRESS, _LARGEST_ADDRESS = 1 << 32, 1 << 48
+"""Above any index, and what a process can address."""
+
+
+def holds_addresses(arguments: Sequence[Argument], values: Values) -> str:
+    """Return the first argument with 64-bit whole numbers that are all addresses or 0, empty for none."""
+    torch: Any = sys.modules["torch"]
+    for argument in arguments:
+        tensor = argument.tensor
+        raw = values.tensors.get(f"storage.{tensor.storage}") if tensor is not None and tensor.is_whole else None
+        if raw is not None and tensor is not None and tensor.element_bytes == 8 and raw.numel() % 8 == 0:
+            whole = raw.view(torch.int64)
+            whole = whole[whole != 0]
+            if whole.numel() and bool(((whole >= _LEAST_ADDRESS) & (whole < _LARGEST_ADDRESS)).all()):
+                return argument.name
+    return ""
+
+
 def _raw(tensor: Any, begin: int, count: int) -> Any:
     """Return bytes of a tensor's storage, on the CPU."""
     torch: Any = sys.modules["torch"]

@@ -20,7 +20,16 @@ from threading import RLock
 from typing import Any
 
 from kerneltune.adopt import program
-from kerneltune.adopt.arguments import NotRecordableError, Storages, Values, collect, describe, layout_key, signature
+from kerneltune.adopt.arguments import (
+    NotRecordableError,
+    Storages,
+    Values,
+    collect,
+    describe,
+    holds_addresses,
+    layout_key,
+    signature,
+)
 from kerneltune.adopt.folder import Candidate, Count, LaunchClass, ProcessNotes, write_class, write_notes
 from kerneltune.adopt.kernels import (
     FACTORY,
@@ -150,6 +159,10 @@ class Recorder:
         if self._codes.setdefault((name.text, launch.source), launch.bytecode) != launch.bytecode:
             return self._refuse(name, "not captured: the file has several kernels of this name: give each a name of its own")
         values = self._values(launch, storages)
+        if held := holds_addresses(launch.arguments, values):
+            return self._refuse(name, f"not captured: {held} holds addresses, which mean nothing in another process")
+        if launch.problem:
+            self._refuse(name, f"cannot be tuned: {launch.problem}")
         launch = replace(launch, storages=values.kinds, in_graph=program.is_capturing())
         if not self.autotune:
             write_class(self.root, launch, values.tensors)

@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from kerneltune.adopt import main_file
 from kerneltune.adopt.arguments import Argument, Tensor, decode, span, torch_dtype
 from kerneltune.adopt.folder import VALUES, LaunchClass
+from kerneltune.adopt.forked import run_forked, shared_bytes
 from kerneltune.adopt.kernels import (
     KernelName,
     attribute,
@@ -27,7 +28,7 @@ from kerneltune.adopt.kernels import (
     source_digest,
     stored_key,
 )
-from kerneltune.adopt.program import python_version
+from kerneltune.adopt.program import is_interpreted, python_version
 
 _BASE_ALIGNMENT = 256
 
@@ -124,15 +125,19 @@ class Launch:
     _prepared: dict[int, Callable[[bool], Any]] = field(default_factory=dict)
 
     def run(self, stored: Mapping[str, Any]) -> None:
-        """Launch with a config, given as JSON, its pre_hook before it.
+        """Launch with a config, given as JSON, its pre_hook before it; in the interpreter in a process of its own.
 
         Raises:
+            LaunchCrashedError: the launch ended that process.
             ReplayError: the config has no grid, or cannot be made here.
         """
         call = self._prepared.get(id(stored))
         if call is None:
             call = self._prepared[id(stored)] = self._prepare(stored)
-        call(False)
+        if is_interpreted() and not any(storage.is_cuda for storage in self.storages):
+            run_forked(partial(call, False))
+        else:
+            call(False)
 
     def compile(self, stored: Mapping[str, Any]) -> Any:
         """Compile a config without launching it; returns Triton's compiled kernel.
@@ -219,7 +224,8 @@ def _storage(
 ) -> torch.Tensor:
     begin, end = span(tensors)
     count = end - begin
-    whole = torch.zeros(_aligned(begin) + count, dtype=torch.uint8, device=device)
+    size = _aligned(begin) + count
+    whole: torch.Tensor = shared_bytes(size) if device == "cpu" else torch.zeros(size, dtype=torch.uint8, device=device)
     values = whole[_aligned(begin) :]
     if kept is not None and kept.numel():
         sample = kept.to(device)
