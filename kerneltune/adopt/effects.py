@@ -103,8 +103,6 @@ def _use_reference(launch: Launch, state: LaunchEffects) -> None:
         raise ReplayError(f"{where}: {type(error).__name__}: {error}") from error
     if not isinstance(given, Mapping):
         raise ReplayError(f"{where}: gives a {type(given).__name__}: expected a dict of argument -> tensor")
-    if missing := [name for name in state.written if name not in given]:
-        raise ReplayError(f"{where}: no value for {missing[0]}, which the kernel writes")
     like = _tensors(launch.named)
     for name, value in given.items():
         if name not in like:
@@ -113,6 +111,8 @@ def _use_reference(launch: Launch, state: LaunchEffects) -> None:
             shown = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
             raise ReplayError(f"{where}: {name}: {shown}: expected a tensor of shape {tuple(like[name].shape)}")
         state.expected[name] = value.to(like[name]).reshape(like[name].shape)
+    if missing := [name for name in state.written if name not in given]:
+        raise ReplayError(f"{where}: no value for {missing[0]}, which the kernel writes")
 
 
 def _poison(launch: Launch, state: LaunchEffects, stored: Mapping[str, Any]) -> None:

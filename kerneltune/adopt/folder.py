@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -229,6 +229,23 @@ def read_classes(root: Path, problems: list[str]) -> Iterator[LaunchClass]:
                 yield read_class(folder)
             except ValueError as error:
                 problems.append(f"skipped {error}")
+
+
+def remove_stale(root: Path, launched: Collection[str]) -> list[LaunchClass]:
+    """Remove the classes of launched kernels that were captured when these had other source; returns them.
+
+    launched: digests of the classes that were launched just now.
+
+    Raises:
+        OSError: a class cannot be removed.
+    """
+    classes = list(read_classes(root, []))
+    present = {(one.kernel, one.source) for one in classes if one.digest in launched}
+    kernels = {kernel for kernel, _ in present}
+    stale = [one for one in classes if one.kernel in kernels and (one.kernel, one.source) not in present]
+    for one in stale:
+        shutil.rmtree(root / CLASSES / one.digest)
+    return stale
 
 
 def write_notes(root: Path, process: str, notes: ProcessNotes) -> None:

@@ -245,7 +245,19 @@ def _default(about: Any, kind: type[Any], case: Case) -> Config:
 
 def author_choice(launch: LaunchClass) -> dict[str, Any]:
     """Return the author's choice where the program tuned it, else the author's first config; as JSON."""
-    return launch.choice or offered(launch, False)[0].config
+    return launch.choice or first_config(launch)
+
+
+def first_config(launch: LaunchClass) -> dict[str, Any]:
+    """Return the author's first config that can be launched, as JSON.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not (found := offered(launch, False)):
+        reason = next((one.problem for one in launch.candidates if one.problem), "the launch has no grid")
+        raise ValueError(f"{launch.label}: no config can be launched: {reason}")
+    return found[0].config
 
 
 def _traffic(about: Any, case: Case) -> Traffic:
@@ -285,7 +297,7 @@ def reference(inputs: Inputs) -> Outputs:
     from kerneltune.adopt.effects import learn
 
     launch = inputs[_LAUNCH]
-    launch.state = learn(launch, offered(launch.launch, False)[0].config)
+    launch.state = learn(launch, first_config(launch.launch))
     return dict(launch.state.expected)
 
 

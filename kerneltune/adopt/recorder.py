@@ -338,7 +338,7 @@ def describe_launch(call: Call, configs: Sequence[Any]) -> tuple[LaunchClass, St
         home_file=home_file,
         argv=tuple(sys.argv),
         globals=read,
-        problem=_problem(name, home, home_file),
+        problem=_problem(name, home, home_file) or _unlaunchable(candidates),
     )
     return launch, storages
 
@@ -357,6 +357,14 @@ def _problem(name: KernelName, home: KernelName | None, file: str) -> str:
     if _main(home.module) == "__main__" and not os.path.isfile(file):
         return "the program is no file, so that the kernel cannot be loaded again"
     return ""
+
+
+def _unlaunchable(candidates: Sequence[Candidate]) -> str:
+    """Return why none of the author's configs can be launched, empty where one can be."""
+    by_author = [one for one in candidates if one.is_author]
+    if any(one.grid is not None for one in by_author):
+        return ""
+    return f"no config can be launched: {by_author[0].problem or 'the launch has no grid'}"
 
 
 def class_digest(*parts: str) -> str:

@@ -10,6 +10,7 @@ import typer
 from kerneltune import device
 from kerneltune.cli import options as o
 from kerneltune.cli.console import error_line, note
+from kerneltune.table import counted
 
 _BAD_INPUT = 2
 
@@ -38,7 +39,7 @@ def command(
     samples of other tensors of at most 1 MiB. The program's exit code is that of this command, or 2 where a decorator names what
     its kernel does not have. The program's output is untouched; what this command has to say goes to standard error.
     """
-    from kerneltune.adopt.folder import CLASSES, processes, read_notes
+    from kerneltune.adopt.folder import CLASSES, processes, read_notes, remove_stale
     from kerneltune.adopt.launcher import require_program, run_program
     from kerneltune.adopt.operators import write_sweep
     from kerneltune.adopt.startup import CAPTURE, CAPTURE_OPTIONS
@@ -67,6 +68,8 @@ def command(
             error_line(f"nothing was captured: {_reason(refused, code)}")
         raise typer.Exit(code)
     try:
+        if stale := remove_stale(out, {digest for one in said for digest in one.launches}):
+            note(f"removed {counted(len(stale), 'class', 'classes')} of kernels whose source has changed since")
         show_capture(out, to_messages=True)
         note(f"wrote {write_sweep(out)}: `kerneltune sweep {out}` checks these launches, on a GPU it tunes and times them")
     except ValueError as error:

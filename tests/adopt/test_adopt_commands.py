@@ -12,7 +12,7 @@ from adopted import author_configs, captured, example, kernel_of, of_kernel, wri
 from typer.testing import CliRunner, Result
 
 from kerneltune.adopt import startup
-from kerneltune.adopt.folder import CLASSES, LAUNCHES, META
+from kerneltune.adopt.folder import CLASSES, LAUNCHES, META, remove_stale
 from kerneltune.adopt.operators import case_of, operators, sweep_text, tuned_variant, write_sweep
 from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.tuning import captured_as_operators
@@ -188,6 +188,19 @@ def test_capture_of_a_program_that_fails_says_when(tmp_path: Path) -> None:
         "nothing was captured: the program ended with 1 before it launched a kernel of triton.autotune or kerneltune.autotune\n"
     )
     assert (result.exit_code, result.stderr) == (1, said)
+
+
+def test_capture_into_the_same_folder_replaces_kernels_whose_source_has_changed(tmp_path: Path) -> None:
+    (launch,) = captured(tmp_path, pattern="row_sum").classes
+    for number, change in enumerate(
+        ({"source": "0" * 12}, {"source": "0" * 12, "kernel": {"module": "other", "name": "row_sum"}})
+    ):
+        stored = json.loads((tmp_path / CLASSES / launch.digest / META).read_text())
+        other = tmp_path / CLASSES / str(number)
+        shutil.copytree(tmp_path / CLASSES / launch.digest, other)
+        (other / META).write_text(json.dumps(stored | change | {"digest": other.name}))
+    assert [one.digest for one in remove_stale(tmp_path, [launch.digest])] == ["0"]
+    assert {one.digest for one in read_capture(tmp_path).classes} == {launch.digest, "1"}
 
 
 def test_capture_with_autotune_without_a_gpu_says_so(tmp_path: Path) -> None:

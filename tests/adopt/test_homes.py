@@ -9,6 +9,7 @@ import torch
 
 from kerneltune.adopt import startup
 from kerneltune.adopt.folder import LaunchClass
+from kerneltune.adopt.operators import author_choice
 from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.replay import ReplayError, live_kernel
 
@@ -133,6 +134,19 @@ def test_second_kernel_of_one_name_is_not_captured_as_the_first(
 def test_launch_with_an_infinite_argument_is_read_again(tmp_path: Path, write: Any, scale: float) -> None:
     (launch,) = captured(tmp_path / "cap", write("of_infinity", HEAD + "K = 1" + KERNEL + TUNED).added, scale=scale)
     assert launch.arguments[2].value == {"float": str(scale)}
+
+
+def test_launch_that_no_config_can_make_says_why(tmp_path: Path, write: Any, caplog: pytest.LogCaptureFixture) -> None:
+    kernel = write("of_grid", HEAD + "K = 1" + KERNEL + TUNED).added
+    startup.capture(tmp_path / "cap")
+    with pytest.raises(KeyError):
+        kernel[lambda meta: (meta["ROWS"],)](torch.zeros(8), 8, 1.0)
+    startup.uninstall()
+    (launch,) = read_capture(tmp_path / "cap").classes
+    assert launch.problem == "no config can be launched: KeyError: 'ROWS'"
+    assert "of_grid.added: cannot be tuned: no config can be launched: KeyError: 'ROWS'" in caplog.text
+    with pytest.raises(ValueError, match=r"^added 8 float32 N=8: no config can be launched: KeyError: 'ROWS'$"):
+        author_choice(launch)
 
 
 def test_launch_that_cannot_be_captured_runs_without_a_gpu(tmp_path: Path, write: Any, caplog: pytest.LogCaptureFixture) -> None:
