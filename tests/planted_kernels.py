@@ -1,4 +1,4 @@
-"""Twelve kernels with a mistake that Triton users make, each beside an operator that finds it: y = x * 2 in bf16, x padded."""
+"""Thirteen kernels with a mistake that Triton users make, each beside an operator that finds it: y = x * 2 in bf16, x padded."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,12 +46,15 @@ def _mistaken(x_ptr, y_ptr, sum_ptr, M, N, stride, MISTAKE: tl.constexpr, BLOCK:
     if MISTAKE == "unwritten_tail":
         mask = col < N - 1
     tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=mask)
+    if MISTAKE == "overwritten_input":
+        tl.store(x_row + col, y.to(x_ptr.dtype.element_ty), mask=mask)
     tl.atomic_add(sum_ptr, 1.0)
 
 
 MISTAKES = (
     "off_by_one_mask", "missing_mask", "wrong_stride", "wrong_cast", "unwritten_tail", "int32_overflow", "swapped_axes",
     "wrong_scale", "nan_policy", "atomics_without_reset", "config_dependent", "out_of_bounds_read",
+    "overwritten_input",
 )  # fmt: skip
 
 

@@ -26,6 +26,10 @@ _SAID = ("out of memory", "STATUS_ALLOC_FAILED")
 
 
 LAUNCH_FAILURE = "the launch failed"
+_FEW = 1024
+"""Elements of a vector that a variant may change, such as an accumulated amax."""
+_KEPT_BYTES = 1 << 24
+"""Bytes of an input up to which what it was is known: those of checks, not those of measurements."""
 
 
 @contextmanager
@@ -60,15 +64,29 @@ class Checker:
         asked, field = op.inputs, "inputs"
         try:
             self.inputs: Inputs = op.inputs(case, device=device, seed=seed)
-            self.inputs_before = {
-                k: v.clone() for k, v in self.inputs.items() if isinstance(v, torch.Tensor) and v.numel() <= 1024
-            }
+            self.inputs_before = {name: tensor.clone() for name, tensor in self._kept()}
             asked, field = op.reference, "reference"
             self._expected: Outputs = op.reference(self.inputs)
         except Exception as error:  # a plug-in's own, or an allocator's of the CPU
             if out_of_memory_reason(error):
                 raise
             raise CaseError(f"{place_of(asked, error)}{field}: {first_line(error)}, for {op.name} {case.label}") from error
+
+    def _kept(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, value in self.inputs.items():
+            if isinstance(value, torch.Tensor) and value.nbytes <= _KEPT_BYTES:
+                yield name, value
+
+    def _overwritten(self, outputs: object) -> list[str]:
+        """Return a line for each input that a run changed, but for short vectors and what it gives as outputs."""
+        given = outputs.values() if isinstance(outputs, Mapping) else ()
+        places = {tensor.untyped_storage().data_ptr() for tensor in given if isinstance(tensor, torch.Tensor)}
+        large = [
+            (n, v) for n, v in self._kept() if (v.ndim > 1 or v.numel() > _FEW) and v.untyped_storage().data_ptr() not in places
+        ]
+        return [
+            f"inputs: {name} was overwritten, and is no output" for name, v in large if not _same(v, self.inputs_before[name])
+        ]
 
     def errors(self, variant: Variant, config: Config, runs: int = 1) -> list[str]:
         """Return what is wrong with a variant under a config: disagreements, or why the launch failed.
@@ -84,8 +102,9 @@ class Checker:
 
     def _errors_of_a_run(self, variant: Variant, config: Config) -> list[str]:
         try:
-            for name, tensor in self.inputs_before.items():
-                self.inputs[name].copy_(tensor)
+            for name, before in self.inputs_before.items():
+                if not _same(self.inputs[name], before):
+                    self.inputs[name].copy_(before)
             with poisoned_memory(), mended(), guarded():
                 outputs = variant.run(self.inputs, config)
             if torch.cuda.is_available():
@@ -95,6 +114,8 @@ class Checker:
                 raise
             fault = _fault(error)
             return [str(fault) if fault is not None else f"{LAUNCH_FAILURE}: {first_line(error)}"]
+        if overwritten := self._overwritten(outputs):
+            return overwritten
         try:
             return list(self.op.compare(self.case, self.inputs, outputs, self._expected))
         except Exception as error:  # outputs that are missing, or of a kind that cannot be compared
@@ -103,6 +124,11 @@ class Checker:
             if lacking := sorted(set(self._expected) - set(outputs if isinstance(outputs, Mapping) else ())):
                 return [f"outputs: the reference gives {', '.join(lacking)}, the variant does not"]
             return [f"{place_of(self.op.compare, error)}compare: {first_line(error)}"]
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors have the same bits; NaN is like itself."""
+    return torch.equal(*(tensor.reshape(-1).contiguous().view(torch.uint8) for tensor in (a, b)))
 
 
 def address_errors(op: Op, case: Case, variant: Variant, config: Config) -> list[str]:

@@ -140,7 +140,7 @@ def test_inputs_that_cannot_be_put_back_are_the_check_s_finding() -> None:
     """As in a process whose GPU context an earlier launch has broken."""
 
     class Gone:
-        def copy_(self, _: object) -> None:
+        def reshape(self, _: object) -> None:
             raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
 
     op = ops.load()["rmsnorm_bwd"]

@@ -37,6 +37,7 @@ EXPECTED = {
     "nan_policy": "y: 1 of 700 wrong, first at (0, 0): -inf, expected nan",
     "atomics_without_reset": "run 2: rows: 1 of 1 wrong, first at (0,): 14, expected 7",
     "config_dependent": "y: 252 of 700 wrong, first at (0, 64): nan, expected ",
+    "overwritten_input": "inputs: x was overwritten, and is no output",
     "out_of_bounds_read": "load outside of x_ptr: element 756 at (7, 0) of 7x100 bfloat16, program (6, 0, 0)",
 }
 
