@@ -16,12 +16,25 @@ _PLACE = re.compile(r" \((?>/[^()\n]*/(?:site|dist)-packages/)[^()]*\)")
 def first_line(error: BaseException) -> str:
     """Return `TypeError: text`, the text being the first line that says something, of Triton's compiler also the last.
 
-    The type alone where no line does.
+    The type alone where no line does. Of what Triton's interpreter wraps it is the error itself, and where in the kernel.
     """
+    inner = error
+    while type(inner).__name__ == "InterpreterError" and inner.__cause__ is not None:
+        inner = inner.__cause__
+    if inner is not error:
+        return f"Triton's interpreter: {_place_in_kernel(inner)}{first_line(inner)}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip(" ^")]
     if len(lines) > 1 and _TRITON_PLACE.fullmatch(lines[0]):
         lines[0] += f" {lines[-1]}"
     return f"{type(error).__name__}: {without_places(lines[0])[:_LONGEST]}" if lines else type(error).__name__
+
+
+def _place_in_kernel(error: BaseException) -> str:
+    """Return `FILE:LINE: ` of the last statement of an error that is none of Triton's own."""
+    import traceback
+
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if "triton" not in Path(frame.filename).parts]
+    return f"{Path(own[-1].filename).name}:{own[-1].lineno}: " if own else ""
 
 
 def without_places(text: str) -> str:

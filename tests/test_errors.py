@@ -1,10 +1,20 @@
 """What an error says on one line."""
 
+import re
 import time
 
 import pytest
+import torch
+import triton
+import triton.language as tl
 
 from kerneltune.errors import first_line, meant, unknown, without_places
+
+
+@triton.jit
+def _asks_what_is_not_there(x_ptr, n):
+    for i in range(n):
+        tl.store(x_ptr + i, i.not_there)
 
 
 @pytest.mark.parametrize(
@@ -54,3 +64,12 @@ def test_what_is_unknown_names_what_is_known_and_the_nearest_of_it() -> None:
     assert str(unknown("variant", "?", many)).endswith(many[-1])
     assert meant(None, ["none"]) == meant("softmax", ["rmsnorm"]) == meant("rmsnorm", ["rmsnorm", "rmsnorm_2"]) == ""
     assert meant("rmsnorn", iter(["rmsnorm", "stream"])) == "; did you mean rmsnorm?"
+
+
+@pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="the error is the compiler's")
+def test_an_error_in_triton_s_interpreter_names_the_statement_of_the_kernel() -> None:
+    given = torch.zeros(4)
+    with pytest.raises(Exception) as caught:
+        _asks_what_is_not_there[(1,)](given, 4)
+    found = first_line(caught.value)
+    assert re.fullmatch(r"Triton's interpreter: test_errors\.py:\d+: AttributeError: .*no attribute 'not_there'.*", found), found

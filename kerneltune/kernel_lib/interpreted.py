@@ -1,4 +1,4 @@
-"""Triton's interpreter, mended: casts to fp8 as a GPU makes them, in less time. Knows no operator.
+"""Triton's interpreter, mended: casts to fp8 and numbers in bf16 as a GPU makes them, in less time. Knows no operator.
 
 Imports torch and triton in functions: Triton must not be imported before it is known whether it shall interpret.
 """
@@ -11,13 +11,16 @@ from typing import Any
 import numpy as np
 
 _REPLACED = ("_convert_float", "_patch_lang_core", "_patch_lang")
-_USED = ("_LangPatchScope",)
-"""Functions of the interpreter that are replaced and used, the same from triton 3.6.0 to 3.9.0. None is public."""
+_USED = ("_LangPatchScope", "InterpreterBuilder", "TensorHandle", "ReduceOps", "ScanOps", "interpreter_builder")
+"""Parts of the interpreter that are replaced and used, the same from triton 3.6.0 to 3.9.0. None is public."""
 
 _MENDED = "is_mended_by_kerneltune"
 
 _PASS_OVER_NAN = {"create_maxnumf": np.fmax, "create_minnumf": np.fmin}
 """`tl.maximum` and `tl.minimum` return the other operand of NaN on a GPU; the interpreter returns NaN."""
+
+_TYPED_BY = {"binary_op": 0, "unary_op": 0, "ternary_op": 2, "create_fma": 2, "create_dot": 2}
+"""Methods that compute, and the operand whose type the result has. The interpreter takes the bits of bf16 for whole numbers."""
 
 _FNUZ = {"fp8e4b8": "get_fp8e4b8_ty", "fp8e5b16": "get_fp8e5b16_ty"}
 """Types that some interpreters have, but do not find by name (3.6.0 and 3.7.1 neither, 3.9.0 both)."""
@@ -36,10 +39,11 @@ def mended() -> Iterator[None]:
 
 
 def mend() -> None:
-    """Make Triton's interpreter round fp32 to fp8 to nearest even, have the fnuz types and pass over NaN.
+    """Make Triton's interpreter compute in bf16, round to fp8 and bf16 to nearest even, have the fnuz types and pass over NaN.
 
-    By itself it loses the carry of a cast that rounds up into the next binade (1.98 becomes 1.0), rounds ties up, casts
-    subnormals to anything and NaN to a number. It also patches its language again at every call within a kernel, which takes
+    By itself it adds, compares and multiplies the bits of bf16 as whole numbers, and truncates what it casts to bf16. A cast to
+    fp8 loses the carry where it rounds up into the next binade (1.98 becomes 1.0), rounds ties up, makes anything of
+    subnormals and a number of NaN. It also patches its language again at every call within a kernel, which takes
     3 ms each time (3.7.1). Does nothing on a GPU and when called again.
 
     Raises:
@@ -61,8 +65,15 @@ def mend() -> None:
     for name, changed in zip(_REPLACED, (_rounded, _patched_core, _once), strict=True):
         setattr(interpreter, name, changed(getattr(interpreter, name)))
     setattr(interpreter._convert_float, _MENDED, True)
+    builder = interpreter.InterpreterBuilder
     for name, function in _PASS_OVER_NAN.items():
-        setattr(interpreter.InterpreterBuilder, name, _elementwise(function))
+        setattr(builder, name, _elementwise(function))
+    for name, typed_by in _TYPED_BY.items():
+        setattr(builder, name, _in_fp32(getattr(builder, name), typed_by))
+    builder.cast_impl = _through_fp32(builder.cast_impl)
+    builder.get_bf16 = _bf16_constant
+    for reduction in (interpreter.ReduceOps, interpreter.ScanOps):
+        reduction.apply_impl = _reduced_in_fp32(reduction.apply_impl)
 
 
 def mend_or_warn() -> None:
@@ -92,10 +103,69 @@ def _once(patch_language: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return patched
 
 
+def _in_fp32(method: Callable[..., Any], typed_by: int) -> Callable[..., Any]:
+    """Give a method operands in fp32 where they are bf16, and round its result once where that is to be bf16."""
+    from triton.runtime.interpreter import TensorHandle, tl
+
+    def computed(builder: Any, *operands: Any) -> Any:
+        is_bf16 = [isinstance(operand, TensorHandle) and operand.dtype.scalar == tl.bfloat16 for operand in operands]
+        if not any(is_bf16) or np.where in operands:
+            return method(builder, *operands)
+        wide = [builder.cast_impl(o, tl.float32) if b else o for o, b in zip(operands, is_bf16, strict=True)]
+        found = method(builder, *wide)
+        is_number = found.data.dtype == np.float32  # no answer of a comparison
+        return builder.cast_impl(found, tl.bfloat16) if is_bf16[typed_by] and is_number else found
+
+    return computed
+
+
+def _through_fp32(cast: Callable[..., Any]) -> Callable[..., Any]:
+    """Cast from bf16 and to bf16 through fp32, which is all that the interpreter casts them from and to."""
+    from triton.runtime.interpreter import tl
+
+    def through(builder: Any, source: Any, target: Any) -> Any:
+        types = (source.dtype.scalar, target.scalar)
+        if tl.bfloat16 in types and tl.float32 not in types:
+            source = cast(builder, source, tl.float32)
+        return cast(builder, source, target)
+
+    return through
+
+
+def _reduced_in_fp32(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """Reduce or scan bf16 in fp32, and round once."""
+    from triton.runtime.interpreter import interpreter_builder, tl
+
+    def cast(tensor: Any, dtype: Any) -> Any:
+        kind = tl.block_type(dtype, list(tensor.shape)) if tensor.type.is_block() else dtype
+        return tl.core.tensor(interpreter_builder.cast_impl(tensor.handle, dtype), kind)
+
+    def applied(reduction: Any, given: tuple[Any, ...]) -> Any:
+        if all(tensor.dtype != tl.bfloat16 for tensor in given):
+            return apply(reduction, given)
+        found = apply(reduction, tuple(cast(tensor, tl.float32) if tensor.dtype == tl.bfloat16 else tensor for tensor in given))
+        results = found if isinstance(found, list | tuple) else (found,)
+        return tuple(
+            cast(result, tl.bfloat16) if tensor.dtype == tl.bfloat16 and result.dtype == tl.float32 else result
+            for tensor, result in zip(given, results, strict=False)
+        ) + tuple(results[len(given) :])
+
+    return applied
+
+
+def _bf16_constant(builder: Any, value: float) -> Any:
+    from triton.runtime.interpreter import tl
+
+    return builder.cast_impl(builder.get_fp32(value), tl.bfloat16)
+
+
 def _rounded(convert: Callable[..., Any]) -> Callable[..., Any]:
     import torch
+    from triton._C.libtriton.ir import ROUNDING_MODE
 
-    fp8 = {
+    bits = {1: torch.uint8, 2: torch.uint16}
+    narrow = {
+        "bf16": torch.bfloat16,
         "fp8e4nv": torch.float8_e4m3fn,
         "fp8e5": torch.float8_e5m2,
         "fp8e4b8": torch.float8_e4m3fnuz,
@@ -103,10 +173,12 @@ def _rounded(convert: Callable[..., Any]) -> Callable[..., Any]:
     }
 
     def rounded(data: Any, source: Any, target: Any, rounding: Any) -> Any:
-        dtype = fp8.get(target.name)
-        if dtype is None or source.name != "fp32":
+        if (source.name, target.name) == ("bf16", "fp32"):
+            return data.astype(np.uint32) << 16
+        dtype = narrow.get(target.name)
+        if source.name != "fp32" or dtype is None or rounding == ROUNDING_MODE.RTZ:
             return convert(data, source, target, rounding)
-        return torch.from_numpy(data.copy()).to(dtype).view(torch.uint8).numpy()
+        return torch.from_numpy(data.copy()).to(dtype).view(bits[dtype.itemsize]).numpy()
 
     return rounded
 

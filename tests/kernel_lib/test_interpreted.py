@@ -81,3 +81,49 @@ assert q[0, 0].item() / q[0, 1].item() == 448 / 2, q[0, :2]
 """
     done = subprocess.run([sys.executable, "-c", code], env=environment(TRITON_INTERPRET="1"), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@triton.jit
+def bf16_kernel(x_ptr, y_ptr, sum_ptr, product_ptr, total_ptr, top_ptr, cumulated_ptr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tile = at[:, None] * N + at[None, :]
+    x, y = tl.load(x_ptr + tile), tl.load(y_ptr + tile)
+    tl.store(sum_ptr + tile, tl.where(x < y, x + y, x * 2 - 0.5))
+    tl.store(product_ptr + tile, tl.dot(x, y).to(tl.bfloat16))
+    tl.store(total_ptr + at, tl.sum(x, 1))
+    tl.store(top_ptr + at, tl.max(x, 0))
+    tl.store(cumulated_ptr + tile, tl.cumsum(x, 1))
+
+
+def test_bf16_is_computed_as_numbers_and_rounded_to_the_nearest() -> None:
+    n = 16
+    torch.manual_seed(0)
+    x, y = (torch.randn(n, n).bfloat16() for _ in range(2))
+    sums, product, cumulated = (torch.empty_like(x) for _ in range(3))
+    totals, tops = (torch.empty(n, dtype=torch.bfloat16) for _ in range(2))
+    with mended():
+        bf16_kernel[(1,)](x, y, sums, product, totals, tops, cumulated, n)
+    assert torch.equal(sums, torch.where(x < y, x + y, x * 2 - 0.5))
+    torch.testing.assert_close(product, (x.float() @ y.float()).bfloat16(), rtol=2**-8, atol=1e-6)
+    torch.testing.assert_close(totals, x.float().sum(1).bfloat16(), rtol=2**-8, atol=1e-6)
+    assert torch.equal(tops, x.amax(0))
+    torch.testing.assert_close(cumulated, x.float().cumsum(1).bfloat16(), rtol=2**-8, atol=1e-6)
+
+
+@triton.jit
+def to_bf16_kernel(x_ptr, y_ptr, i_ptr, whole_ptr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(y_ptr + at, tl.load(x_ptr + at))
+    tl.store(whole_ptr + at, tl.load(i_ptr + at).to(tl.bfloat16))
+
+
+def test_casts_to_bf16_round_ties_to_even_and_keep_nan_and_whole_numbers() -> None:
+    x = torch.cat(
+        [torch.tensor([1.00390625, 1.01171875, -1.99999, 3.4e38, 1e-40, torch.inf, -torch.inf, torch.nan]), torch.randn(120)]
+    )
+    whole = torch.arange(-64, 64) * 1001
+    y, z = (torch.empty(128, dtype=torch.bfloat16) for _ in range(2))
+    with mended():
+        to_bf16_kernel[(1,)](x, y, whole, z, 128)
+    assert torch.equal(y.nan_to_num(nan=7.0), x.bfloat16().nan_to_num(nan=7.0))
+    assert torch.equal(z, whole.float().bfloat16())

@@ -125,8 +125,8 @@ def compare(case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) -> 
     else:
         atol = expected["atol"]
     rounding = torch.finfo(want.dtype).eps
-    if case.option("values") == "integers":  # the interpreter truncates what it stores as bf16
-        return close("out", got, want, 0.0 if got.is_cuda else rounding, 0.0)
+    if case.option("values") == "integers":
+        return close("out", got, want, 0.0, 0.0)
     errors = close("out", got, want, rounding, atol.float())
     error = (got.float() - want.float()).norm() / want.float().norm().clamp(min=1e-30)
     if not bool(error <= _MOST_ERROR):
