@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import importlib.util
 import itertools
+import typing
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -196,7 +197,7 @@ def config_from(config: type[Any], values: Mapping[str, Any]) -> Config:
     Raises:
         ValueError: an unknown, missing or wrongly typed knob.
     """
-    types, needed = _knobs_of(cast(Hashable, config))
+    types, needed = _knobs_of_class(cast(Hashable, config))
     if not needed <= set(values) <= set(types):
         raise ValueError(f"expected the knobs {sorted(types)}, got {sorted(values)}")
     for name, value in values.items():
@@ -205,11 +206,23 @@ def config_from(config: type[Any], values: Mapping[str, Any]) -> Config:
     return config(**values)
 
 
+def knobs_of_class(config: type[Any]) -> tuple[dict[str, Any], set[str]]:
+    """Return the type of every knob of a class, also where its module postpones annotations, and the knobs without a default.
+
+    Raises:
+        ValueError: a type that the module of the class does not have.
+    """
+    return _knobs_of_class(cast(Hashable, config))
+
+
 @functools.cache
-def _knobs_of(config: Any) -> tuple[dict[str, Any], set[str]]:
-    """Return the type of every knob of a class, and the knobs without a default."""
-    knobs = dataclasses.fields(config)
-    return {knob.name: knob.type for knob in knobs}, {knob.name for knob in knobs if knob.default is dataclasses.MISSING}
+def _knobs_of_class(config: Any) -> tuple[dict[str, Any], set[str]]:
+    try:
+        knobs, types = dataclasses.fields(config), typing.get_type_hints(config)
+    except NameError as error:
+        raise ValueError(f"{config.__name__}: {error}") from error
+    needed = {knob.name for knob in knobs if knob.default is dataclasses.MISSING}
+    return {knob.name: types[knob.name] for knob in knobs}, needed
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from kerneltune import cache, device
 from kerneltune.errors import unknown
 from kerneltune.measuring.compare import commit
 from kerneltune.search.task import Sizes, Task, knobs_of
-from kerneltune.spec import Case, Config, Space, Variant
+from kerneltune.spec import Case, Config, Space, Variant, knobs_of_class
 
 if TYPE_CHECKING:
     from kerneltune.search.trials import TrialStore
@@ -150,7 +150,7 @@ def _some_of(offered: _Values, given: _Values) -> _Values:
 def _changed(variant: Variant, knobs: Given, change: Callable[[_Values, _Values], _Values]) -> Variant:
     if not knobs:
         return variant
-    types = {f.name: f.type for f in fields(variant.config)} if variant.config is not None else {}
+    types = knobs_of_class(variant.config)[0] if variant.config is not None else {}
     values: dict[str, _Values] = {}
     for name, texts in knobs:
         if name not in types:

@@ -6,13 +6,14 @@ from typing import Any
 
 import landscapes
 import numpy as np
+import pytest
 
 from kerneltune.lab.replay import Answered
 from kerneltune.search.loop import Search, explore
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.search.trials import TrialStore
-from kerneltune.spec import Case
-from kerneltune.tuning.candidates import REFUSED, probabilities
+from kerneltune.spec import Case, Variant
+from kerneltune.tuning.candidates import REFUSED, probabilities, widened
 
 SIZES = (("M", 4096), ("N", 4096))
 SPACE = landscapes.space(3)
@@ -74,3 +75,25 @@ def test_a_store_tells_of_other_sizes_only(tmp_path: Path) -> None:
     assert store.of_other_sizes(Task(op, here, SMALL)) == [
         (Task(op, there, SMALL).place, (("block", 64), ("warps", 1)), Evaluation("spills"))
     ]
+
+
+def postponed(annotation: str) -> Variant:
+    """Return a variant whose config class is of a module with `from __future__ import annotations`."""
+    code = "from __future__ import annotations\nimport dataclasses\n@dataclasses.dataclass(frozen=True)\nclass Knobs:\n"
+    module: dict[str, Any] = {"__name__": __name__}
+    exec(f"{code}    block: {annotation}\n", module)
+    knobs = module["Knobs"]
+    return Variant("optimized", dict, knobs, lambda _case: {"block": (64, 128)}, default=lambda _case: knobs(64))
+
+
+def test_a_config_class_of_a_module_that_postpones_annotations_is_made_of_stored_and_given_values() -> None:
+    variant, case = postponed("int"), Case("c", (("M", 8),), "bfloat16")
+    assert variant.valid_config(case, {"block": 128}).block == 128
+    assert [config.block for config in widened(variant, [("block", ("256",))]).configs(case)] == [64, 128, 256]
+    with pytest.raises(ValueError, match="config of optimized: block: 'x': expected int"):
+        variant.config_from({"block": "x"})
+
+
+def test_a_config_class_of_an_unknown_type_is_one_line() -> None:
+    with pytest.raises(ValueError, match="config of optimized: Knobs: name 'Integer' is not defined"):
+        postponed("Integer").config_from({"block": 64})
