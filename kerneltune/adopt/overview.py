@@ -3,6 +3,7 @@
 Runs nothing.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -81,23 +82,30 @@ def read_capture(root: Path) -> Capture:
     return Capture(root, classes, counts_of(said), said, problems)
 
 
+_NO_SIZES = ("stride", "seed", "num_warps", "num_stages", "num_ctas", "maxnreg")
+"""Parts of the names of whole-number arguments that are no sizes."""
+
+
 def left_out(launches: Sequence[LaunchClass]) -> list[str]:
-    """Return the sizes that differ between classes which the author's key does not tell apart."""
+    """Return the sizes that differ between classes which the author's key does not tell apart; none where there is one config."""
     found: dict[str, None] = {}
     for launch in launches:
         for other in launches:
-            if launch.key == other.key and launch.dtypes == other.dtypes:
+            if launch.key == other.key and launch.dtypes == other.dtypes and launch.list_size > 1:
                 names = launch.sizes.keys() | other.sizes.keys()
                 found |= dict.fromkeys(n for n in sorted(names) if launch.sizes.get(n) != other.sizes.get(n))
-    return [name for name in found if "stride" not in name.lower()]
+    return [name for name in found if not any(part in name.lower() for part in _NO_SIZES)]
 
 
 def omitted(launch: LaunchClass) -> list[str]:
-    """Return the whole-number arguments and first dimensions that the author's key does not have, sizes only."""
+    """Return the arguments that give a dimension of a tensor and that the author's key does not have; none for one config."""
+    shapes = [argument.tensor.shape for argument in launch.arguments if argument.tensor is not None]
+    dimensions = {size for shape in shapes for size in (*shape, math.prod(shape))}
     tunables = {name for candidate in launch.candidates for name in candidate.config["kwargs"]}
-    named = set(launch.keys) | tunables
-    plain = [a.name for a in launch.arguments if type(a.value) is int and a.value > 1 and a.name not in named]
-    return [name for name in plain if "stride" not in name.lower() and not name.startswith("BLOCK")]
+    named = {*launch.keys, *tunables}
+    values = {a.name: a.value for a in launch.arguments if type(a.value) is int and a.value > 1 and a.name not in named}
+    sizes = [name for name, value in values.items() if value in dimensions and launch.list_size > 1]
+    return [name for name in sizes if not any(part in name.lower() for part in _NO_SIZES) and not name.startswith("BLOCK")]
 
 
 def unknown_keys(launch: LaunchClass) -> list[str]:
@@ -139,7 +147,7 @@ def _of_kernel(launches: Sequence[LaunchClass], wins: dict[str, set[str]], wrong
     varying = left_out(launches)
     if varying:
         yield f"key omits sizes that differ between captured launches: {', '.join(varying[:_SHOWN])}"
-    elif sizes := omitted(first):
+    if sizes := [name for name in omitted(first) if name not in varying]:
         yield f"key omits sizes: {', '.join(sizes[:_SHOWN])}"
     chosen = {key for launch in launches for key in wins.get(launch.digest, ())}
     if chosen:

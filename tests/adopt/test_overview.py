@@ -1,0 +1,45 @@
+"""What a key leaves out: sizes, and nothing else that happens to be a whole number."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from adopted import captured, of_kernel
+
+from kerneltune.adopt.arguments import Argument
+from kerneltune.adopt.folder import LaunchClass
+from kerneltune.adopt.overview import Capture, findings, left_out, omitted
+
+
+@pytest.fixture
+def launches(tmp_path: Path) -> list[LaunchClass]:
+    """Return launches of 4 and 8 rows, whose key has the columns only, with a seed and a count of programs."""
+    others = (Argument("seed", "value", 4), Argument("NUM_SMS", "value", 132))
+    found = of_kernel(captured(tmp_path, (4, 96), (8, 96)), "row_sum")
+    return sorted(
+        (dataclasses.replace(one, arguments=(*one.arguments, *others)) for one in found), key=lambda one: one.sizes["M"]
+    )
+
+
+def test_omitted_arguments_are_dimensions_of_tensors(launches: list[LaunchClass]) -> None:
+    assert omitted(launches[0]) == ["M"]
+
+
+def test_left_out_sizes_are_no_seeds(launches: list[LaunchClass]) -> None:
+    first, second = launches
+    changed = dataclasses.replace(second, arguments=(*second.arguments[:-2], Argument("seed", "value", 5)))
+    assert left_out([first, changed]) == ["M", "NUM_SMS", "x_ptr.0", "y_ptr.0"]
+
+
+def test_kernel_with_one_config_has_a_key_for_nothing(launches: list[LaunchClass]) -> None:
+    alone = [dataclasses.replace(one, list_size=1) for one in launches]
+    assert (left_out(alone), omitted(alone[0])) == ([], [])
+
+
+def test_lint_names_omitted_sizes_beside_those_that_differ(tmp_path: Path, launches: list[LaunchClass]) -> None:
+    more = [dataclasses.replace(one, arguments=(*one.arguments, Argument("K", "value", 96))) for one in launches]
+    found = findings(Capture(tmp_path, more, {}, []))
+    assert [text for text in found if "key omits" in text] == [
+        "two_kernels.row_sum: key omits sizes that differ between captured launches: M, x_ptr.0, y_ptr.0",
+        "two_kernels.row_sum: key omits sizes: K",
+    ]
