@@ -16,7 +16,7 @@ import msgspec
 
 from kerneltune.errors import first_line, place_of
 from kerneltune.files import replace_text
-from kerneltune.spec import Case, Op, Option, Role, Space, Traffic, Variant, missing_packages
+from kerneltune.spec import Case, Op, Option, Role, Space, Traffic, Variant, knobs_of_class, missing_packages
 
 INDEX = Path(__file__).with_name("index.json")
 _SIZES = (4096, 256, 16)
@@ -131,6 +131,9 @@ def _check_variant(op: Op, variant: Variant) -> None:
         raise ValueError(f"{where}: config: {variant.config!r}: expected a dataclass")
     if variant.default is None:
         raise ValueError(f"{where}: default: None: expected a function of the case, for {variant.config.__name__}")
+    for knob, kind in knobs_of_class(variant.config)[0].items():
+        if kind not in (bool, int, float, str):  # a config of the cache would never be of this type
+            raise ValueError(f"{where}: config: {knob}: {kind}: expected bool, int, float or str")
     reasons = []
     for case in _cases(op):
         about = f"{where} {case.label}"

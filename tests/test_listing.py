@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, make_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +126,10 @@ def test_contract_without_a_mistake_passes(changes: dict[str, Any]) -> None:
         ({"bands": {"M": (64, 16)}}, "copy: bands: M: (64, 16): expected rising sizes"),
         ({"variants": (Variant("a", dict),) * 2}, "copy: variants: 'a': expected one variant of each name"),
         ({"config": dict}, "copy optimized: config: <class 'dict'>: expected a dataclass"),
+        (
+            {"config": make_dataclass("Knobs", [("rows", int | None)])},
+            "copy optimized: config: rows: int | None: expected bool, int, float or str",
+        ),
         ({"default": None}, "copy optimized: default: None: expected a function of the case, for Knobs"),
     ],
     ids=lambda value: "" if isinstance(value, dict) else value.partition(": expected")[0],
