@@ -19,6 +19,8 @@ from kerneltune.files import replace_text
 from kerneltune.spec import Case, Op, Option, Role, Space, Traffic, Variant, knobs_of_class, missing_packages
 
 INDEX = Path(__file__).with_name("index.json")
+_OF_EVERY_CASE = ("name", "op", "dtype", "quant")
+"""Fields that every case of a sweep has beside axes and options."""
 _SIZES = (4096, 256, 16)
 """Sizes of all axes of the cases on which spaces are tried: a space has to have a valid config on one of these."""
 
@@ -103,6 +105,17 @@ def check_contract(op: Op) -> None:
     Raises:
         ValueError: one line that names operator, variant, field and value.
     """
+    _check_names(op)
+    for axis, ends in op.bands.items():
+        if list(ends) != sorted(set(ends)):
+            raise ValueError(f"{op.name}: bands: {axis}: {ends}: expected rising sizes")
+    for variant in op.variants:
+        if variant.config is not None:
+            _check_variant(op, variant)
+
+
+def _check_names(op: Op) -> None:
+    """Check that names are used once, and that names of axes and options are theirs."""
     for field, given, known in (
         ("free_axes", op.free_axes, op.axes),
         ("free_options", op.free_options, tuple(op.options)),
@@ -112,16 +125,13 @@ def check_contract(op: Op) -> None:
         for name in given:
             if name not in known:
                 raise ValueError(f"{op.name}: {field}: {name!r}: expected one of {', '.join(known) or 'none'}")
-    for axis, ends in op.bands.items():
-        if list(ends) != sorted(set(ends)):
-            raise ValueError(f"{op.name}: bands: {axis}: {ends}: expected rising sizes")
-    names = [variant.name for variant in op.variants]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"{op.name}: variants: {name!r}: expected one variant of each name")
-    for variant in op.variants:
-        if variant.config is not None:
-            _check_variant(op, variant)
+    for field, names in (
+        ("variants", [variant.name for variant in op.variants]),
+        ("axes and options", [*_OF_EVERY_CASE, *op.axes, *op.options]),
+    ):
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"{op.name}: {field}: {name!r}: expected each name once")
 
 
 def _check_variant(op: Op, variant: Variant) -> None:
