@@ -218,12 +218,12 @@ def live_config(configs: Sequence[Any], stored: Mapping[str, Any], make: Any) ->
 
 
 def autotuner_of(value: Any) -> Any:
-    """Return the autotuner that an object is or wraps, None where there is none."""
+    """Return the autotuner that an object is or wraps, None where there is none. Runs no code of the object."""
     kind = sys.modules["triton.runtime.autotuner"].Autotuner
     for _ in range(_MOST_LAYERS):
         if value is None or isinstance(value, kind) or inspect.isfunction(value):
             break
-        value = getattr(value, "fn", None)
+        value = inspect.getattr_static(value, "fn", None)
     return value if isinstance(value, kind) else None
 
 

@@ -309,7 +309,7 @@ def describe_launch(call: Call, configs: Sequence[Any]) -> tuple[LaunchClass, St
     """
     autotuner, name = call.autotuner, call.name
     module, home = _main(name.module), home_of(autotuner)
-    home_file = str(getattr(sys.modules[home.module], "__file__", "")) if home is not None else ""
+    home_file = (getattr(sys.modules[home.module], "__file__", None) or "") if home is not None else ""
     arguments, storages = describe(autotuner.arg_names, call.args, call.given)
     space = getattr(autotuner, "kerneltune_space", None)
     offered = [*configs, *(of_space(autotuner.configs, space) if space else ())]

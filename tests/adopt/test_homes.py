@@ -88,6 +88,13 @@ def test_kernel_that_another_module_autotunes_is_found_there(tmp_path: Path, wri
     assert live_kernel(launch) is user.chosen
 
 
+def test_search_for_an_autotuner_runs_no_code_of_other_globals(tmp_path: Path, write: Any) -> None:
+    lazy = "class Lazy:\n    def __getattr__(self, name):\n        raise ImportError(name)\nlazy = Lazy()\n"
+    module = write("of_lazy", HEAD + "K = 1\n" + lazy + KERNEL + "chosen = triton.autotune(CONFIGS, key=['N'])(added)\n")
+    (launch,) = captured(tmp_path / "cap", module.chosen)
+    assert live_kernel(launch) is module.chosen
+
+
 def test_kernel_that_no_module_holds_is_named_when_captured(tmp_path: Path, write: Any) -> None:
     module = write("of_nobody", HEAD + "K = 1" + KERNEL + "held = [triton.autotune(CONFIGS, key=['N'])(added)]\n")
     (launch,) = captured(tmp_path / "cap", module.held[0])
