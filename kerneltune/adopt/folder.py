@@ -156,6 +156,7 @@ class ProcessNotes(msgspec.Struct):
         refused: kernel -> why its launches could not be captured.
         misnamed: the refused kernels whose decorators name what the kernels do not have.
         made: kernel -> the subclass of Autotuner with a `run` of its own that has it; empty for Triton's own.
+        plain: kernels that were launched without an autotuner.
         command: of the process.
     """
 
@@ -163,6 +164,7 @@ class ProcessNotes(msgspec.Struct):
     refused: dict[str, str] = {}
     misnamed: list[str] = []
     made: dict[str, str] = {}
+    plain: list[str] = []
     command: list[str] = []
     format: int = FORMAT
 

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import dis
 import functools
+import gc
 import hashlib
 import inspect
 import itertools
@@ -256,6 +257,13 @@ def attribute(held: Mapping[str, Any], name: str) -> Any:
     """Return the object of a qualified name among a module's values, None for none."""
     first, *others = name.split(".")
     return functools.reduce(lambda found, part: getattr(found, part, None), others, held.get(first))
+
+
+def compiled_and_launched() -> set[Any]:
+    """Return the functions of the kernels that this process has launched on a GPU."""
+    kind = getattr(sys.modules.get("triton.runtime.jit"), "JITFunction", None)
+    found = (one for one in gc.get_objects() if kind is not None and issubclass(type(one), kind))
+    return {one.fn for one in found if getattr(one, "device_caches", None)}
 
 
 def layers(autotuner: Any) -> Iterator[Any]:

@@ -58,6 +58,10 @@ class Capture:
         """Return why launches of kernels were not captured, by kernel."""
         return {kernel: reason for one in self.said for kernel, reason in one.refused.items()}
 
+    def plain(self) -> list[str]:
+        """Return the kernels that were launched without an autotuner."""
+        return sorted({kernel for one in self.said for kernel in one.plain})
+
     def own_runs(self) -> dict[str, list[str]]:
         """Return the kernels that were never seen though a subclass with a `run` of its own has them, by subclass."""
         seen = {launch.kernel.text for launch in self.classes} | set(self.refused())

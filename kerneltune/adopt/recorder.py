@@ -36,6 +36,7 @@ from kerneltune.adopt.kernels import (
     Call,
     KernelName,
     bytecode_digest,
+    compiled_and_launched,
     configs_digest,
     encode_config,
     home_of,
@@ -53,6 +54,7 @@ MAX_BYTES = 256 << 20
 MOST_CLASSES = 64
 _TIMED_LAUNCHES = 6
 _FLUSH_S = 1.0
+_MAKERS = ("triton", "torch")
 
 
 @dataclass(slots=True)
@@ -90,6 +92,8 @@ class Recorder:
         self._notes = ProcessNotes({}, command=sys.argv[:1])
         self._classes: dict[str, int] = {}
         self._said: set[tuple[str, str]] = set()
+        self._launched: set[Any] = set()
+        self._tuned: set[Any] = set()
         self._codes: dict[tuple[str, str], str] = {}
         self._pending: list[tuple[str, Any, Any]] = []
         self._process, self._flushed = 0, 0.0
@@ -107,6 +111,7 @@ class Recorder:
     def made(self, autotuner: Any) -> None:
         """Note an autotuned kernel that the program has made."""
         kind = type(autotuner)
+        self._tuned.add(autotuner.base_fn)
         own_run = kind.run.__qualname__ != "Autotuner.run"
         self._notes.made[kernel_name(autotuner).text] = f"{kind.__module__}.{kind.__qualname__}" if own_run else ""
 
@@ -122,6 +127,21 @@ class Recorder:
             return self._launch(original, autotuner, known, args, kwargs)
 
         return run
+
+    def make_plain_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the method that takes the place of InterpretedFunction.run: it notes which kernels run."""
+
+        def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+            self._launched.add(kernel.fn)
+            return original(kernel, *args, **kwargs)
+
+        return run
+
+    def _plain(self) -> list[str]:
+        """Return the names of the kernels that were launched without an autotuner, less those of packages that make kernels."""
+        found = (self._launched | compiled_and_launched()) - self._tuned
+        names = {f"{_main(one.__module__)}.{one.__qualname__}" for one in found}
+        return sorted(name for name in names if name.partition(".")[0] not in _MAKERS)
 
     def known(self, autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> KnownLaunches:
         """Return the class of a launch; the first launch of a class records it."""
@@ -142,6 +162,7 @@ class Recorder:
 
     def _first(self, call: Call) -> KnownLaunches:
         name = call.name
+        self._tuned.add(call.autotuner.base_fn)
         if not fnmatch.fnmatch(name.name, self.pattern) and not fnmatch.fnmatch(name.text, self.pattern):
             return KnownLaunches()
         self._classes[name.text] = self._classes.get(name.text, 0) + 1
@@ -277,11 +298,12 @@ class Recorder:
     def flush(self, wait: bool = True) -> None:
         """Write the launches counted so far; wait: for those that are being timed, at the end of the program."""
         notes = self._notes
-        if os.getpid() != self._process or not (notes.launches or notes.refused or notes.made):
+        if os.getpid() != self._process or not (notes.launches or notes.refused or notes.made or self._launched):
             return
         with self._lock:
             try:
                 self._harvest(wait)
+                notes.plain = self._plain() if wait else notes.plain
                 write_notes(self.root, f"{self._process}-{id(self):x}", notes)
             except Exception as error:  # a lost context, a full disk: the program ends as it would have
                 log.warning("kerneltune: launches not counted: %s", " ".join(str(error).split())[:200])

@@ -1,7 +1,8 @@
 """Start capture or serving in a process: by environment variables, which subprocesses inherit, or by `install`.
 
 The one place that changes Triton: `Autotuner.run` and `Autotuner.__init__`, as soon as the program imports them. Subclasses
-that call `super().run` are reached, and kernels that were decorated before.
+that call `super().run` are reached, and kernels that were decorated before. A capture in the interpreter notes every kernel
+that runs by `InterpretedFunction.run`.
 """
 
 import functools
@@ -18,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-TARGET = "triton.runtime.autotuner"
+TARGET, INTERPRETER = "triton.runtime.autotuner", "triton.runtime.interpreter"
 _MARK = "_kerneltune_original"
 
 
@@ -116,6 +117,7 @@ def capture(root: Path, **options: Any) -> None:
         recorder = Recorder(root, **options)
         _patch(autotuning, recorder.make_run, recorder.made)
         _installed["recorder"] = recorder
+        when_imported(INTERPRETER, lambda module: replace_method(module.InterpretedFunction, "run", recorder.make_plain_run))
 
     when_imported(TARGET, begin)
 
@@ -195,6 +197,9 @@ def recorder() -> Any:
 
 def uninstall() -> None:
     """Put Triton's own methods back, and the authors' lists."""
+    interpreter = sys.modules.get(INTERPRETER)
+    if interpreter is not None:
+        restore_method(interpreter.InterpretedFunction, "run")
     autotuning = sys.modules.get(TARGET)
     if autotuning is not None:
         restore_method(autotuning.Autotuner, "run")

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from kerneltune.adopt.sharing import TunedClass
 
 app = typer.Typer(no_args_is_help=True, help="Show what a capture holds, and what is suspicious about its kernels.")
+_SHOWN = 5
+"""Kernels that are named."""
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a capture.")]
 
 
@@ -101,6 +103,9 @@ def show_capture(folder: Path, to_messages: bool = False) -> None:
         error_line(text)
     for kernel, reason in capture.refused().items():
         note(f"{kernel}: {reason}")
+    if plain := capture.plain():
+        more = f" and {len(plain) - _SHOWN} more" if len(plain) > _SHOWN else ""
+        note(f"plain @triton.jit, not tunable: {', '.join(plain[:_SHOWN])}{more}")
     for subclass, kernels in capture.own_runs().items():
         note(f"not captured: {len(kernels)} kernels of {subclass}, whose run does not call Triton's: {', '.join(kernels[:5])}")
 

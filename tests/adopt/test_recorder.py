@@ -6,11 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+import triton.language as tl
 from adopted import author_configs, captured, example, forget, of_kernel, run_python
 from safetensors.torch import load_file
+from triton.runtime.jit import JITFunction
 
 from kerneltune.adopt import startup
 from kerneltune.adopt.folder import CLASSES, VALUES, processes, read_notes
+from kerneltune.adopt.kernels import compiled_and_launched
 from kerneltune.adopt.overview import read_capture
 
 
@@ -155,6 +158,31 @@ def test_capture_that_cannot_write_lets_the_program_run(tmp_path: Path, caplog: 
     startup.capture(blocked)
     assert example().step(4, 96).tolist() == [566.0, 287.0, 582.0, 288.0]
     assert "row_sum" in caplog.text
+
+
+@triton.jit
+def alone(x_ptr, N: tl.constexpr):
+    """Double x (N,)."""
+    places = tl.arange(0, N)
+    tl.store(x_ptr + places, 2 * tl.load(x_ptr + places))
+
+
+def test_capture_names_kernels_without_an_autotuner(tmp_path: Path) -> None:
+    x, module = torch.ones(8), example()
+    startup.capture(tmp_path)
+    alone[(1,)](x, N=8)
+    module.row_sum[(4,)](torch.ones(4, 96), torch.empty(4), 4, 96)
+    startup.recorder().flush()
+    startup.uninstall()
+    assert (x.tolist(), read_capture(tmp_path).plain()) == ([2.0] * 8, [f"{__name__}.alone"])
+    assert triton.runtime.interpreter.InterpretedFunction.run.__qualname__ == "InterpretedFunction.run"
+
+
+def test_kernels_that_a_gpu_launched_are_those_with_compiled_code() -> None:
+    made = [JITFunction(function) for function in (alone.fn, example().row_sum.base_fn)]
+    made[0].device_caches = {0: "compiled"}
+    assert alone.fn in compiled_and_launched()
+    assert example().row_sum.base_fn not in compiled_and_launched()
 
 
 def test_capture_of_an_argument_that_is_no_data_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
