@@ -19,7 +19,7 @@ from kerneltune.files import replace_text
 from kerneltune.spec import Case, Op, Option, Role, Space, Traffic, Variant, knobs_of_class, missing_packages
 
 INDEX = Path(__file__).with_name("index.json")
-_OF_EVERY_CASE = ("name", "op", "dtype", "quant")
+OF_EVERY_CASE = ("name", "op", "dtype", "quant")
 """Fields that every case of a sweep has beside axes and options."""
 _SIZES = (4096, 256, 16)
 """Sizes of all axes of the cases on which spaces are tried: a space has to have a valid config on one of these."""
@@ -127,7 +127,7 @@ def _check_names(op: Op) -> None:
                 raise ValueError(f"{op.name}: {field}: {name!r}: expected one of {', '.join(known) or 'none'}")
     for field, names in (
         ("variants", [variant.name for variant in op.variants]),
-        ("axes and options", [*_OF_EVERY_CASE, *op.axes, *op.options]),
+        ("axes and options", [*OF_EVERY_CASE, *op.axes, *op.options]),
     ):
         for name in names:
             if names.count(name) > 1:

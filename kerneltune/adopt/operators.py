@@ -16,6 +16,7 @@ from kerneltune.adopt.folder import CLASSES, Candidate, LaunchClass
 from kerneltune.adopt.kernels import stored_key
 from kerneltune.adopt.overview import read_capture
 from kerneltune.files import replace_text
+from kerneltune.listing import OF_EVERY_CASE
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Space, Traffic, Variant
 
 CAPTURED, WIDEN = "KERNELTUNE_CAPTURED", "KERNELTUNE_CAPTURED_WIDEN"
@@ -160,8 +161,12 @@ def case_dtype(launch: LaunchClass) -> str:
 
 
 def _axes(launches: Sequence[LaunchClass]) -> tuple[str, ...]:
-    """Return the whole-number arguments that all classes of a kernel have; none that is below 1 in one of them, as no size is."""
-    first = [a.name for a in launches[0].arguments if type(a.value) is int]
+    """Return the whole-number arguments that all classes of a kernel have; none that is below 1 in one of them, as no size is.
+
+    An argument that is called as a field of every case, such as `dtype`, is no axis: the digest of the class tells it apart.
+    """
+    taken = {*OF_EVERY_CASE, CLASS, BYTES}
+    first = [a.name for a in launches[0].arguments if type(a.value) is int and a.name not in taken]
     return tuple(name for name in first if all(launch.sizes.get(name, 0) >= 1 for launch in launches))
 
 

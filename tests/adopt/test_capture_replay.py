@@ -8,9 +8,11 @@ import torch
 import triton
 import triton.language as tl
 
+from kerneltune import sweep
 from kerneltune.adopt import startup
 from kerneltune.adopt.effects import differences, disagreement, learn
 from kerneltune.adopt.folder import CLASSES
+from kerneltune.adopt.operators import CAPTURED, operators, write_sweep
 from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.replay import Launch, ReplayError, make_launch
 
@@ -38,6 +40,14 @@ def overwritten(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
     tl.store(y_ptr + places, tl.load(x_ptr + places, mask=mask), mask=mask)
 
 
+@triton.autotune(configs=configs(32, 64), key=["N"])
+@triton.jit
+def scaled(x_ptr, y_ptr, N, dtype, launch, BLOCK: tl.constexpr):
+    """Multiply x (N,) by two numbers that are called as fields of a case are."""
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + places, tl.load(x_ptr + places, mask=places < N) * dtype * launch, mask=places < N)
+
+
 def replayed(folder: Path, kernel: Any, *args: Any) -> tuple[Launch, list[dict[str, Any]]]:
     """Capture a launch of a kernel; returns its arguments made anew, and the author's configs."""
     startup.capture(folder)
@@ -56,6 +66,15 @@ def test_replay_of_an_in_place_kernel_restores_before_every_launch(tmp_path: Pat
         launch.state.restore(launch.storages)
         launch.run(config)
         assert [line.partition(":")[0] for line in differences(launch, launch.state)] == found
+
+
+def test_an_argument_that_is_called_as_a_field_of_every_case_is_no_axis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replayed(tmp_path, scaled, torch.ones(128), torch.ones(128), 128, 2, 3)
+    monkeypatch.setenv(CAPTURED, str(tmp_path))
+    (op,) = operators()
+    assert op.axes == ("N",)
+    (entry, *_) = sweep.load(write_sweep(tmp_path), {op.name: op}).check
+    assert (entry.case["N"], entry.case.dtype) == (128, "float32")
 
 
 def test_replay_poisons_an_output_so_that_what_is_not_written_shows(tmp_path: Path) -> None:
