@@ -16,7 +16,7 @@ import msgspec
 
 from kerneltune.errors import first_line, place_of
 from kerneltune.files import replace_text
-from kerneltune.spec import Case, Op, Option, Role, Space, Traffic, Variant, knobs_of_class, missing_packages
+from kerneltune.spec import Case, Op, Option, Role, Space, Traffic, Variant, dtype_name, knobs_of_class, missing_packages
 
 INDEX = Path(__file__).with_name("index.json")
 OF_EVERY_CASE = ("name", "op", "dtype", "quant")
@@ -105,17 +105,28 @@ def check_contract(op: Op) -> None:
     Raises:
         ValueError: one line that names operator, variant, field and value.
     """
-    _check_names(op)
-    for axis, ends in op.bands.items():
-        if list(ends) != sorted(set(ends)):
-            raise ValueError(f"{op.name}: bands: {axis}: {ends}: expected rising sizes")
+    for mistake in (*_mistaken_forms(op), *_mistaken_names(op)):
+        raise ValueError(f"{op.name}: {mistake}")
     for variant in op.variants:
         if variant.config is not None:
             _check_variant(op, variant)
 
 
-def _check_names(op: Op) -> None:
-    """Check that names are used once, and that names of axes and options are theirs."""
+def _mistaken_forms(op: Op) -> Iterator[str]:
+    """Yield `field: value: expected …` of what cases are made of, where it has another form."""
+    for field, names in (("axes", op.axes), ("dtypes", op.dtypes), ("quants", op.quants)):
+        if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
+            yield f"{field}: {names!r}: expected a tuple of names"
+    for dtype in op.dtypes:
+        if dtype != dtype_name(dtype):
+            yield f"dtypes: {dtype!r}: expected {dtype_name(dtype)!r}"
+    for name, values in op.options.items():
+        if not isinstance(values, tuple | list) or not values:
+            yield f"options: {name}: {values!r}: expected a tuple of values, the usual one first"
+
+
+def _mistaken_names(op: Op) -> Iterator[str]:
+    """Yield `field: name: expected …` of what the operator does not have, or has twice."""
     for field, given, known in (
         ("free_axes", op.free_axes, op.axes),
         ("free_options", op.free_options, tuple(op.options)),
@@ -124,14 +135,17 @@ def _check_names(op: Op) -> None:
     ):
         for name in given:
             if name not in known:
-                raise ValueError(f"{op.name}: {field}: {name!r}: expected one of {', '.join(known) or 'none'}")
+                yield f"{field}: {name!r}: expected one of {', '.join(known) or 'none'}"
+    for axis, ends in op.bands.items():
+        if list(ends) != sorted(set(ends)):
+            yield f"bands: {axis}: {ends}: expected rising sizes"
     for field, names in (
         ("variants", [variant.name for variant in op.variants]),
         ("axes and options", [*OF_EVERY_CASE, *op.axes, *op.options]),
     ):
         for name in names:
             if names.count(name) > 1:
-                raise ValueError(f"{op.name}: {field}: {name!r}: expected each name once")
+                yield f"{field}: {name!r}: expected each name once"
 
 
 def _check_variant(op: Op, variant: Variant) -> None:
@@ -207,6 +221,8 @@ def _wrong_knob(space: Space, knobs: Sequence[str]) -> str | None:
         if knob not in knobs or knob not in space:
             expected = f"a knob of the config: {', '.join(knobs)}" if knob in space else "values in the space"
             return f"{knob!r}: expected {expected}"
+        if not isinstance(space[knob], tuple | list | range) or not space[knob]:
+            return f"{knob!r}: {space[knob]!r}: expected a tuple of values"
     return None
 
 

@@ -132,6 +132,9 @@ def test_contract_without_a_mistake_passes(changes: dict[str, Any]) -> None:
             {"config": make_dataclass("Knobs", [("rows", int | None)])},
             "copy optimized: config: rows: int | None: expected bool, int, float or str",
         ),
+        ({"axes": "MN"}, "copy: axes: 'MN': expected a tuple of names"),
+        ({"dtypes": ("float32", "bf16")}, "copy: dtypes: 'bf16': expected 'bfloat16'"),
+        ({"options": {"scale": 1.0}}, "copy: options: scale: 1.0: expected a tuple of values, the usual one first"),
         ({"default": None}, "copy optimized: default: None: expected a function of the case, for Knobs"),
     ],
     ids=lambda value: "" if isinstance(value, dict) else value.partition(": expected")[0],
@@ -149,6 +152,7 @@ def test_contract_with_a_mistake_is_one_line(changes: dict[str, Any], message: s
             {"space": lambda _case: {"rows": (1,), "wraps": (4,), "warps": (4,)}},
             "space: 'wraps': expected a knob of the config: rows, warps",
         ),
+        ({"space": lambda _case: {"rows": (1,), "warps": 4}}, "space: 'warps': 4: expected a tuple of values"),
         ({"space": lambda _case: {"rows": (1,)}}, "space: 'warps': expected values in the space"),
         ({"valid": refuse}, "default: Knobs(rows=1, warps=4): not valid (too many warps)"),
         (

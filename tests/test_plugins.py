@@ -100,6 +100,8 @@ def test_a_broken_plug_in_is_named_in_one_line(tmp_path: Path, monkeypatch: pyte
     assert refused(monkeypatch, leaves) == f"error: plug-in {leaves}: plug_leaves.py:1: SystemExit: 3"
     empty = written("plug_empty", "")
     assert refused(monkeypatch, empty) == f"error: plug-in {empty}: OPS: missing: expected a tuple of Op"
+    alone = written("plug_alone", "from kerneltune.ops.stream import OP\nOPS = OP\n")
+    assert refused(monkeypatch, alone) == f"error: plug-in {alone}: OPS: Op: expected a tuple of Op"
     number = written("plug_number", "OPS = (3,)\n")
     assert refused(monkeypatch, number) == f"error: plug-in {number}: OPS: 3: expected an Op"
     stream = "import dataclasses\nfrom kerneltune.ops.stream import OP\nOPS = (dataclasses.replace(OP{}),)\n"

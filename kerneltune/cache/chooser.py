@@ -161,7 +161,8 @@ def _chooser(
     free_options: tuple[str, ...],
     bands: tuple[tuple[str, tuple[int, ...]], ...],
 ) -> Chooser:
-    assert variant.config is not None
+    if variant.config is None:
+        raise ValueError(f"{op} {variant.name}: config: None: expected a dataclass, as there is something to choose")
     of_variant = variant.config, variant.valid, variant.default or variant.default_config
     return Chooser(op, *of_variant, free_axes, variant.name, policy, root, free_options, dict(bands), variant.space)
 

@@ -114,16 +114,20 @@ class Checker:
                 raise
             fault = _fault(error)
             return [str(fault) if fault is not None else f"{LAUNCH_FAILURE}: {first_line(error)}"]
-        if overwritten := self._overwritten(outputs):
-            return overwritten
+        return self._overwritten(outputs) or self._disagreements(outputs)
+
+    def _disagreements(self, outputs: Outputs) -> list[str]:
         try:
-            return list(self.op.compare(self.case, self.inputs, outputs, self._expected))
+            found: object = self.op.compare(self.case, self.inputs, outputs, self._expected)
         except Exception as error:  # outputs that are missing, or of a kind that cannot be compared
             if out_of_memory_reason(error):
                 raise
             if lacking := sorted(set(self._expected) - set(outputs if isinstance(outputs, Mapping) else ())):
                 return [f"outputs: the reference gives {', '.join(lacking)}, the variant does not"]
             return [f"{place_of(self.op.compare, error)}compare: {first_line(error)}"]
+        if isinstance(found, list | tuple):
+            return list(found)
+        return [f"{place_of(self.op.compare)}compare: {found!r}: expected a list of lines, empty where all is well"]
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

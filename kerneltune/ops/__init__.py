@@ -101,7 +101,7 @@ def _plugged(name: str, get: Callable[[], Any]) -> tuple[Op, ...]:
         raise ValueError(f"plug-in {name}: {_place(error)}{type(error).__name__}: {error}") from error
     ops = getattr(given, "OPS", given)
     if not isinstance(ops, tuple | list) or not ops:
-        raise ValueError(f"plug-in {name}: OPS: {'missing' if ops is given else repr(ops)}: expected a tuple of Op")
+        raise ValueError(f"plug-in {name}: OPS: {'missing' if ops is given else type(ops).__name__}: expected a tuple of Op")
     for op in ops:
         if not isinstance(op, Op):
             raise ValueError(f"plug-in {name}: OPS: {op!r}: expected an Op")

@@ -1,13 +1,20 @@
 """The switch under which a check finds what is not written: what it does, and what it costs."""
 
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
+from planted_kernels import op_with
 from started import environment
 
 from kerneltune.measuring import check
+from kerneltune.spec import Case
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 POISONED = """
 import sys
@@ -47,3 +54,11 @@ def test_what_is_compiled_for_a_check_is_not_what_is_timed() -> None:
     finally:
         torch.set_deterministic_debug_mode(mode)
     assert modes == [1, 0]
+
+
+@pytest.mark.parametrize("given", [True, None])
+def test_compare_that_gives_no_lines_is_named(given: object) -> None:
+    op = replace(op_with(""), compare=lambda *_: given)
+    case, (variant,) = Case("small", (("M", 2), ("N", 10)), "bfloat16"), op.variants
+    (line,) = check.Checker(op, case, DEVICE).errors(variant, variant.default_config(case))
+    assert re.fullmatch(rf"test_check\.py:\d+: compare: {given}: expected a list of lines, empty where all is well", line)

@@ -75,7 +75,7 @@ def test_resources_of_real_kernels_are_read_from_the_binary(answers: dict[str, A
     row = 1024 * 2
     assert row * 2 <= plain[0]["shared_bytes"] <= row * 6  # the tiles that three stages keep in flight, and the reduction
     assert 64 * 128 <= transposed[1]["shared_bytes"] <= 65536  # a tile of bytes, to be turned
-    assert all(c["seconds"] > 0.05 for c in answers["real"][:4])  # compiled, not found
+    assert all(c["seconds"] > 0.005 for c in answers["real"][:4])  # compiled, not found
 
 
 def test_code_that_stores_what_nobody_made_is_an_error(answers: dict[str, Any]) -> None:
