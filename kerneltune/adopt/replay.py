@@ -5,7 +5,8 @@ The kernel's module is imported, so that hooks and heuristics are the real ones.
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -98,7 +99,8 @@ def _imported(load: Callable[[], Any], what: str, argv: Sequence[str]) -> Any:
     before = sys.argv
     sys.argv = list(argv) or before
     try:
-        return load()
+        with _first_configs():
+            return load()
     except ModuleNotFoundError as error:
         raise ReplayError(f"{what}: {error}: set PYTHONPATH to the folders that the program imports from") from error
     except (Exception, SystemExit) as error:
@@ -106,6 +108,26 @@ def _imported(load: Callable[[], Any], what: str, argv: Sequence[str]) -> Any:
         raise ReplayError(f"{what}: importing fails here: {said}") from error
     finally:
         sys.argv = before
+
+
+@contextmanager
+def _first_configs() -> Iterator[None]:
+    """Have kernels that a module launches while it is imported run their first configs, where nothing can be timed."""
+    autotuner: Any = sys.modules["triton.runtime.autotuner"].Autotuner
+    before = autotuner.run
+
+    def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        config = kernel.configs[0]
+        if config.pre_hook is not None:
+            config.pre_hook({**dict(zip(kernel.arg_names, args, strict=False)), **kwargs, **config.all_kwargs()})
+        return kernel.fn.run(*args, **kwargs, **config.all_kwargs())
+
+    if is_interpreted():
+        autotuner.run = run
+    try:
+        yield
+    finally:
+        autotuner.run = before
 
 
 @dataclass(slots=True)

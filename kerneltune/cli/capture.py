@@ -13,6 +13,8 @@ from kerneltune.cli.console import error_line, note
 from kerneltune.table import counted
 
 _BAD_INPUT = 2
+_SHOWN = 5
+"""Kernels that are named."""
 
 Program = Annotated[list[str], typer.Argument(metavar="-- PROGRAM …", help="The program and its arguments, behind --.")]
 
@@ -65,7 +67,10 @@ def command(
         code = _BAD_INPUT
     if not (out / CLASSES).is_dir():
         if not misnamed:
-            error_line(f"nothing was captured: {_reason(refused, code)}")
+            plain = [kernel for one in said for kernel in one.plain]
+            named = ", ".join(plain[:_SHOWN]) + (", …" if len(plain) > _SHOWN else "")
+            more = f"; plain @triton.jit, not tunable: {named}" if plain else ""
+            error_line(f"nothing was captured: {_reason(refused, code)}{more}")
         raise typer.Exit(code)
     try:
         if stale := remove_stale(out, {digest for one in said for digest in one.launches}):

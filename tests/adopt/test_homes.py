@@ -1,5 +1,7 @@
 """Kernels are found again as the program had them: its arguments, its globals, and wherever it autotuned them."""
 
+import dataclasses
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -93,6 +95,25 @@ def test_search_for_an_autotuner_runs_no_code_of_other_globals(tmp_path: Path, w
     module = write("of_lazy", HEAD + "K = 1\n" + lazy + KERNEL + "chosen = triton.autotune(CONFIGS, key=['N'])(added)\n")
     (launch,) = captured(tmp_path / "cap", module.chosen)
     assert live_kernel(launch) is module.chosen
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [("added[(1,)](torch.zeros(8), 8, 1.0)\n", ""), ("1 / (len(sys.argv) - 1)\n", r"importing fails here: ZeroDivisionError: ")],
+)
+def test_kernel_of_a_module_with_work_at_its_top_is_found_or_says_what_failed(
+    tmp_path: Path, write: Any, more: str, said: str
+) -> None:
+    name = "of_failure" if said else "of_work"
+    (launch,) = captured(tmp_path / "cap", write(name, HEAD + "import torch\nK = 1" + KERNEL + TUNED).added)
+    (tmp_path / f"{name}.py").write_text(HEAD + "import torch\nK = 1" + KERNEL + TUNED + more)
+    importlib.invalidate_caches()
+    del sys.modules[name]
+    if said:
+        with pytest.raises(ReplayError, match=said):
+            live_kernel(dataclasses.replace(launch, argv=("program.py",)))
+    else:
+        assert live_kernel(launch).base_fn.__name__ == "added"
 
 
 def test_kernel_that_no_module_holds_is_named_when_captured(tmp_path: Path, write: Any) -> None:
