@@ -29,8 +29,8 @@ def autotune(
         configs: as triton.autotune takes them; the first one is what captures run with.
         key: names of arguments.
         args: further arguments of triton.autotune by position.
-        reference: arguments by name -> expected values of the written arguments by name; held against every config when the
-            kernel is tuned, instead of the results of the first config. The arguments must not be changed.
+        reference: copies of the arguments by name -> expected values by name, of each argument that the kernel writes and of any
+            other tensor; held against every config when the kernel is tuned, instead of the results of the first config.
         space: knob -> values that tuning tries beside the list: names of constexprs, `num_warps`, `num_stages`, `num_ctas`,
             `maxnreg`. Triton itself chooses from `configs` only.
         kwargs: further arguments of triton.autotune.
