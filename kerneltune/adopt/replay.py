@@ -144,7 +144,7 @@ class Launch:
     named: dict[str, Any]
     storages: list[torch.Tensor]
     state: "LaunchEffects | None" = None
-    _prepared: dict[int, Callable[[bool], Any]] = field(default_factory=dict)
+    _prepared: dict[int, Callable[[], Any]] = field(default_factory=dict)
 
     def run(self, stored: Mapping[str, Any]) -> None:
         """Launch with a config, given as JSON, its pre_hook before it; in the interpreter in a process of its own.
@@ -155,11 +155,11 @@ class Launch:
         """
         call = self._prepared.get(id(stored))
         if call is None:
-            call = self._prepared[id(stored)] = self._prepare(stored)
-        if is_interpreted() and not any(storage.is_cuda for storage in self.storages):
-            run_forked(partial(call, False))
-        else:
-            call(False)
+            call = partial(self._prepare(stored), False)
+            if is_interpreted() and not any(storage.is_cuda for storage in self.storages):
+                call = partial(run_forked, call)
+            self._prepared[id(stored)] = call
+        call()
 
     def compile(self, stored: Mapping[str, Any]) -> Any:
         """Compile a config without launching it; returns Triton's compiled kernel.
