@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from kerneltune.device import INTERPRETER
 from kerneltune.files import append_lines, bad, decode, locked, opened, replace_bytes
-from kerneltune.spec import MOST, Option, Role
+from kerneltune.spec import MOST, Case, Option, Role
 from kerneltune.table import pairs
 
 if TYPE_CHECKING:
@@ -124,6 +124,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def config_label(self) -> str:
         """Return the config in one line: `block=1024 warps=4`; `-` where there is none."""
         return pairs(self.config or {}) or "-"
+
+    @property
+    def case_label(self) -> str:
+        """Return the label of the case: `M=8192 N=4096 bfloat16 fp8`."""
+        return Case(self.case, tuple(self.axes.items()), self.dtype, self.quant, tuple(self.options.items())).label
 
     @property
     def label(self) -> str:

@@ -18,6 +18,8 @@ Value = str | float | int | bool | None
 _GAP, _WIDE_GAP = 1, 2
 """Blanks between columns, and between columns of which some wrap, where there is room."""
 _LEAST_ROOM, _NOTE_INDENT, _NOTE_LINES = 30, 8, 3
+_LEAST_COLUMN = 12
+"""Characters to which a column that wraps is narrowed before the first one is."""
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -195,12 +197,13 @@ class Table:
     def _widths(self, shown: Sequence[int], room: int) -> list[int]:
         """Return the widths of columns in a room: what is left is shared out to those that wrap.
 
-        Where not even the longest words fit, the widest columns that wrap are narrower, but for the first.
+        Where not even the longest words fit, the widest columns that wrap are narrower, the first one last.
         """
         widths = self._least_widths(shown)
-        narrowed = [at for at, i in enumerate(shown) if at and self.columns[i].wraps]
-        while sum(widths) > room and max((widths[at] for at in narrowed), default=1) > 1:
-            widths[max(narrowed, key=widths.__getitem__)] -= 1
+        wrapping = [at for at, i in enumerate(shown) if self.columns[i].wraps]
+        for narrowed, least in (([at for at in wrapping if at], _LEAST_COLUMN), (wrapping, _LEAST_COLUMN), (wrapping, 1)):
+            while sum(widths) > room and max((widths[at] for at in narrowed), default=least) > least:
+                widths[max(narrowed, key=widths.__getitem__)] -= 1
         wanted = [max(map(len, self._cells(i))) - least for i, least in zip(shown, widths, strict=True)]
         left = max(0, room - sum(widths))
         for nth, at in enumerate(sorted(range(len(widths)), key=wanted.__getitem__)):
@@ -239,13 +242,13 @@ class Table:
 
 
 def _folded(cell: str, columns: int) -> list[str]:
-    """Split a cell into lines of at most `columns`: between words, else behind `_`, else anywhere."""
+    """Split a cell into lines of at most `columns`: between words, else behind `.`, `_` or `-`, else anywhere."""
     if len(cell) <= columns:
         return [cell]
     lines: list[str] = []
     for line in wrapped(cell, columns, ""):
         lines.append("")
-        for part in re.split("(?<=_)", line) if len(line) > columns else [line]:
+        for part in re.split("(?<=[._-])", line) if len(line) > columns else [line]:
             if lines[-1] and len(lines[-1]) + len(part) > columns:
                 lines.append("")
             lines[-1] += part

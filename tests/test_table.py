@@ -39,6 +39,16 @@ def test_gaps_are_smaller_where_words_would_break_otherwise() -> None:
     assert WORDS.text(19).splitlines()[:4] == ["op      says  count", "cast    one       5", "        two", "        three"]
 
 
+def test_a_long_name_folds_before_other_columns_become_narrow() -> None:
+    columns = (Column("op", wraps=True), Column("failed", digits=0), Column("types", wraps=True))
+    table = Table(columns, (Row(("package.rotary.rotary_embedding_kernel-f3d763d0", 0, "fp32")),))
+    assert table.text(40).splitlines() == [
+        "op                          failed types",
+        "package.rotary.rotary_           0 fp32",
+        "embedding_kernel-f3d763d0",
+    ]
+
+
 def test_columns_that_do_not_wrap_keep_their_cells_whole() -> None:
     whole = Table((Column("case"), Column("config", wraps=True)), (Row(("a b c", "x=1 y=2 z=3")),))
     assert whole.text(12).splitlines() == ["case  config", "a b c x=1", "      y=2", "      z=3"]

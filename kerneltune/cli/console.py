@@ -81,11 +81,21 @@ def error_line(text: str) -> None:
     messages.print(printable(" ".join(text.split())), markup=False, soft_wrap=True)
 
 
+_SHOWN_CONFIGS = 3
+
+
 def end_if_failed(records: "Iterable[Record]") -> None:
-    """Print a line for each record that failed; end the command with exit code 1 where there is one."""
-    failed = [record for record in records if record.status == "failed"]
-    for record in failed:
-        error_line(f"failed: {record.variant} {record.case} {record.label}: {record.reason}")
+    """Print a line for each case and reason of records that failed; end the command with exit code 1 where there is one."""
+    failed: dict[tuple[str, str], list[str]] = {}
+    for record in records:
+        if record.status == "failed":
+            reason = record.reason.removesuffix(f", for {record.op} {record.case_label}")
+            config = f" ({record.config_label})" if record.config else ""
+            failed.setdefault((f"{record.case} {record.label}", reason), []).append(record.variant + config)
+    for (case, reason), found in failed.items():
+        variants = list(dict.fromkeys(found))
+        more = f" and {len(variants) - _SHOWN_CONFIGS} more" if len(variants) > _SHOWN_CONFIGS else ""
+        error_line(f"failed: {', '.join(variants[:_SHOWN_CONFIGS])}{more} {case}: {reason}")
     if failed:
         raise typer.Exit(1)
 

@@ -217,7 +217,7 @@ def _always_skipped(records: Sequence[Record]) -> dict[tuple[str, str], str]:
 def check_table(records: Sequence[Record]) -> Table:
     """Return one line per operator and variant: how many checks passed, failed and were skipped; no times."""
     columns = (
-        Column("op"), Column("variant"), Column("checked", digits=0), Column("failed", digits=0), Column("skipped", digits=0),
+        Column("op", wraps=True), Column("variant"), *(Column(status, digits=0) for status in ("checked", "failed", "skipped")),
         Column("types", wraps=True), Column("modes", wraps=True),
     )  # fmt: skip
     lines = []

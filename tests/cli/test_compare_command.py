@@ -71,7 +71,7 @@ def test_compare_family_of_a_path_is_the_name_inside_the_file(write: Callable[..
     assert (result.exit_code, result.stdout) == (0, TABLE)
     (tmp_path / "x.yaml").write_text("ops: [rmsnorm_fwd]\n")
     said = refused("compare", "--family", tmp_path / "x.yaml", "--results", tmp_path)
-    assert said.startswith(f"error: {tmp_path}/x.yaml:1: family: None: expected ")
+    assert said.startswith(f"error: {tmp_path}/x.yaml:1: family: missing: expected ")
 
 
 @pytest.mark.usefixtures("no_gpu")
