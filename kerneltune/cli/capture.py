@@ -1,7 +1,8 @@
 """`kerneltune capture`: run a program unchanged and record the launches of its autotuned kernels."""
 
+import fnmatch
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -10,9 +11,11 @@ import typer
 from kerneltune import device
 from kerneltune.cli import options as o
 from kerneltune.cli.console import error_line, note
+from kerneltune.errors import meant
 from kerneltune.table import counted
 
 _BAD_INPUT = 2
+_ALL = "*"
 _SHOWN = 5
 """Kernels that are named."""
 
@@ -23,8 +26,9 @@ def command(
     program: Program,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Folder of the capture; added to if it is there.")],
     kernel: Annotated[
-        str, typer.Option("--kernel", metavar="GLOB", help="Only kernels of such a name; the others tune themselves as usual.")
-    ] = "*",
+        list[str] | None,
+        typer.Option("--kernel", metavar="GLOB", help="Only kernels of such a name; the others tune themselves as usual."),
+    ] = None,
     max_bytes: Annotated[
         int,
         o.count("--max-bytes", "Most bytes of values that each process may keep.", 0),
@@ -49,9 +53,12 @@ def command(
 
     if autotune and device.model() == device.INTERPRETER:
         raise ValueError("autotune: expected a GPU: in the interpreter nothing can be timed")
+    if kernel and len(kernel) > 1:
+        raise ValueError(f"kernel: {kernel[1]!r}: expected --kernel once, like 'attn_*'")
+    pattern = kernel[0] if kernel else _ALL
     require_program(program)
     o.make_folder(out)
-    options = {"pattern": kernel, "max_bytes": max_bytes, "autotune": autotune}
+    options = {"pattern": pattern, "max_bytes": max_bytes, "autotune": autotune}
     environment = {CAPTURE: str(out.resolve()), CAPTURE_OPTIONS: json.dumps(options)}
     if device.model() == device.INTERPRETER:
         environment["TRITON_INTERPRET"] = "1"
@@ -65,15 +72,18 @@ def command(
     if misnamed:
         error_line(f"error: {misnamed[0]}: {refused[misnamed[0]]}")
         code = _BAD_INPUT
-    if not (out / CLASSES).is_dir():
+    launched = {digest for one in said for digest in one.launches}
+    if not launched:
         if not misnamed:
             plain = [kernel for one in said for kernel in one.plain]
             named = ", ".join(plain[:_SHOWN]) + (", …" if len(plain) > _SHOWN else "")
             more = f"; plain @triton.jit, not tunable: {named}" if plain else ""
-            error_line(f"nothing was captured: {_reason(refused, code)}{more}")
+            made = sorted({kernel for one in said for kernel in one.made})
+            kept = f"; {out} keeps its earlier launches" if (out / CLASSES).is_dir() else ""
+            error_line(f"nothing was captured: {_reason(refused, made, pattern, code)}{more}{kept}")
         raise typer.Exit(code)
     try:
-        if stale := remove_stale(out, {digest for one in said for digest in one.launches}):
+        if stale := remove_stale(out, launched):
             note(f"removed {counted(len(stale), 'class', 'classes')} of kernels whose source has changed since")
         show_capture(out, to_messages=True)
         note(f"wrote {write_sweep(out)}: `kerneltune sweep {out}` checks these launches, on a GPU it tunes and times them")
@@ -82,12 +92,23 @@ def command(
     raise typer.Exit(code)
 
 
-def _reason(refused: Mapping[str, str], code: int) -> str:
+def _reason(refused: Mapping[str, str], made: Sequence[str], pattern: str, code: int) -> str:
     """Return why a program that ended with an exit code left no launch.
 
     refused: the kernels that were launched but not captured, with the reasons.
+    made: the autotuned kernels of the program.
+    pattern: of --kernel.
     """
     for kernel, reason in refused.items():
         return f"{kernel}: {reason}"
+    if made and not any(fnmatch.fnmatch(name, pattern) for kernel in made for name in (kernel, _name(kernel))):
+        more = f" and {len(made) - _SHOWN} more" if len(made) > _SHOWN else ""
+        near = meant(pattern, map(_name, made))
+        return f"--kernel {pattern!r} is the name of no kernel of the program: {', '.join(made[:_SHOWN])}{more}{near}"
     ended = f"the program ended with {code} before it launched a" if code else "the program launched no"
     return f"{ended} kernel of triton.autotune or kerneltune.autotune"
+
+
+def _name(kernel: str) -> str:
+    """Return the name of a kernel without its module."""
+    return kernel.rpartition(".")[2]

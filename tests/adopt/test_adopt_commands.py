@@ -220,6 +220,36 @@ def test_capture_of_a_misnamed_knob_is_bad_input_until_it_is_mended(tmp_path: Pa
     assert "the program ended with 1 before it launched a kernel" in again.stderr
 
 
+def _noting(root: Path, **notes: object) -> tuple[str, str, Path]:
+    """Return a program that leaves the notes of a process in the capture that it runs in."""
+    script = root / "program.sh"
+    text = json.dumps({"launches": {}, **notes})
+    script.write_text(f"mkdir -p {root}/launches\ncat > {root}/launches/$$.json <<EOF\n{text}\nEOF\n")
+    return "--", "sh", script
+
+
+def test_capture_of_kernels_of_another_name_names_the_kernels(tmp_path: Path) -> None:
+    program = _noting(tmp_path, made={"train.attn_fwd": "", "train.<locals>.norm": ""})
+    result = run("capture", "--out", tmp_path, "--kernel", "atn_fwd", *program)
+    names = "train.<locals>.norm, train.attn_fwd; did you mean attn_fwd?"
+    said = f"nothing was captured: --kernel 'atn_fwd' is the name of no kernel of the program: {names}\n"
+    assert (result.exit_code, result.stderr) == (0, said)
+    assert "the program launched no kernel" in run("capture", "--out", tmp_path, "--kernel", "attn*", *program).stderr
+
+
+def test_capture_with_two_patterns_is_bad_input(tmp_path: Path) -> None:
+    result = run("capture", "--out", tmp_path / "cap", "--kernel", "a", "--kernel", "b", "--", "true")
+    assert (result.exit_code, result.stderr) == (2, "error: kernel: 'b': expected --kernel once, like 'attn_*'\n")
+
+
+def test_capture_of_nothing_into_an_earlier_capture_says_so_without_a_table(tmp_path: Path) -> None:
+    captured(tmp_path, pattern="row_sum")
+    result = run("capture", "--out", tmp_path, "--", "false")
+    ended = "the program ended with 1 before it launched a kernel of triton.autotune or kerneltune.autotune"
+    kept = f"{tmp_path} keeps its earlier launches"
+    assert (result.exit_code, result.stderr) == (1, f"nothing was captured: {ended}; {kept}\n")
+
+
 def test_captured_kernels_are_operators_of_the_other_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KERNELTUNE_PLUGINS", "")
     monkeypatch.setenv("KERNELTUNE_CAPTURED", "")
