@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 _REPLACED = ("_convert_float", "_patch_lang_core", "_patch_lang")
-_USED = ("_LangPatchScope", "InterpreterBuilder", "TensorHandle", "ReduceOps", "ScanOps", "interpreter_builder")
+_USED = ("_LangPatchScope", "InterpreterBuilder", "TensorHandle", "ReduceOps", "ScanOps", "interpreter_builder", "_implicit_cvt")
 """Parts of the interpreter that are replaced and used, the same from triton 3.6.0 to 3.9.0. None is public."""
 
 _MENDED = "is_mended_by_kerneltune"
@@ -88,6 +88,23 @@ def _elementwise(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any, Any
     return lambda builder, left, right: builder.binary_op(left, right, function)
 
 
+class _Names:
+    """Attributes that are the global names of a function."""
+
+
+class _Whole(int):
+    """A number of a loop. In a kernel it is a tensor, which has a type and is cast."""
+
+    def to(self, dtype: Any, *_: Any, **__: Any) -> Any:
+        from triton.runtime import interpreter
+
+        return interpreter._implicit_cvt(int(self)).to(dtype)
+
+
+def _range(*bounds: Any, **_: Any) -> Iterator[_Whole]:
+    return map(_Whole, range(*bounds))
+
+
 def _once(patch_language: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Patches the language for a kernel, and not again for every device function that it calls."""
     from triton.runtime import interpreter
@@ -96,9 +113,12 @@ def _once(patch_language: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     def patched(function: Any) -> Any:
         seen = [lang for lang in (interpreter.tl, core) if any(value is lang for value in function.__globals__.values())]
-        if any(map(core.is_builtin, [core.tensor.__add__, *(lang.load for lang in seen)])):
-            return patch_language(function)
-        return interpreter._LangPatchScope()
+        is_patched = not any(map(core.is_builtin, [core.tensor.__add__, *(lang.load for lang in seen)]))
+        scope = interpreter._LangPatchScope() if is_patched else patch_language(function)
+        names = _Names()
+        names.__dict__ = function.__globals__
+        scope.set_attr(names, "range", _range)
+        return scope
 
     return patched
 
@@ -194,6 +214,7 @@ def _patched_core(patch_language: Callable[..., None]) -> Callable[..., None]:
             return getattr(builder, _FNUZ[self.name])() if self.name in _FNUZ else named(self, builder)
 
         scope.set_attr(language.dtype, "to_ir", to_ir)
+        scope.set_attr(language, "range", _range)
         scope.set_attr(language.tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
 
     return patched

@@ -127,3 +127,20 @@ def test_casts_to_bf16_round_ties_to_even_and_keep_nan_and_whole_numbers() -> No
         to_bf16_kernel[(1,)](x, y, whole, z, 128)
     assert torch.equal(y.nan_to_num(nan=7.0), x.bfloat16().nan_to_num(nan=7.0))
     assert torch.equal(z, whole.float().bfloat16())
+
+
+@triton.jit
+def looping_kernel(y_ptr, count, N: tl.constexpr):
+    at = tl.arange(0, N)
+    for i in range(tl.program_id(0), count, 2):
+        tl.store(y_ptr + i.to(tl.int64) * N + at, i.to(tl.float32) + at)
+    for i in tl.range(1, count, 2, num_stages=2):
+        tl.store(y_ptr + i.to(tl.int64) * N + at, i.to(tl.float32) + at)
+
+
+def test_numbers_of_a_loop_are_cast_as_those_of_a_kernel_are() -> None:
+    y = torch.empty(5, 4)
+    with mended():
+        looping_kernel[(1,)](y, 5, 4)
+    assert torch.equal(y, torch.arange(5)[:, None] + torch.arange(4.0))
+    assert type(next(iter(range(1)))) is int
