@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
+PLACE = "place_in_kernel"
+"""Attribute of an error of another process: what `place_in_kernel` said there."""
 _LONGEST = 200
 _TRITON_PLACE = re.compile(r"at \d+:\d+:")
 """First line of Triton's CompilationError; the kernel's code follows, a caret, and what is wrong."""
@@ -18,23 +20,38 @@ def first_line(error: BaseException) -> str:
 
     The type alone where no line does. Of what Triton's interpreter wraps it is the error itself, and where in the kernel.
     """
-    inner = error
-    while type(inner).__name__ == "InterpreterError" and inner.__cause__ is not None:
-        inner = inner.__cause__
-    if inner is not error:
-        return f"Triton's interpreter: {_place_in_kernel(inner)}{first_line(inner)}"
+    chain = wrapped_by_interpreter(error)
+    if len(chain) > 1:
+        return f"Triton's interpreter: {place_in_kernel(chain)}{first_line(chain[-1])}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip(" ^")]
     if len(lines) > 1 and _TRITON_PLACE.fullmatch(lines[0]):
         lines[0] += f" {lines[-1]}"
-    return f"{type(error).__name__}: {without_places(lines[0])[:_LONGEST]}" if lines else type(error).__name__
+    if not lines:
+        return type(error).__name__
+    text = without_places(lines[0])[:_LONGEST].encode(errors="backslashreplace").decode()  # a lone surrogate cannot be printed
+    return f"{type(error).__name__}: {text}"
 
 
-def _place_in_kernel(error: BaseException) -> str:
-    """Return `FILE:LINE: ` of the last statement of an error that is none of Triton's own."""
+def wrapped_by_interpreter(error: BaseException) -> list[BaseException]:
+    """Return an error, and what Triton's interpreter wrapped in it, the innermost last."""
+    chain = [error]
+    while type(chain[-1]).__name__ == "InterpreterError" and chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
+    return chain
+
+
+def place_in_kernel(chain: list[BaseException]) -> str:
+    """Return `FILE:LINE: ` of the last statement of such errors that is none of Triton's own, or what they say of it."""
     import traceback
 
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if "triton" not in Path(frame.filename).parts]
-    return f"{Path(own[-1].filename).name}:{own[-1].lineno}: " if own else ""
+    for error in reversed(chain):
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if "triton" not in Path(frame.filename).parts]
+        if said := getattr(error, PLACE, ""):
+            return str(said)
+        if own:
+            return f"{Path(own[-1].filename).name}:{own[-1].lineno}: "
+    return ""
 
 
 def without_places(text: str) -> str:

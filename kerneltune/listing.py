@@ -221,7 +221,7 @@ def _wrong_knob(space: Space, knobs: Sequence[str]) -> str | None:
         if knob not in knobs or knob not in space:
             expected = f"a knob of the config: {', '.join(knobs)}" if knob in space else "values in the space"
             return f"{knob!r}: expected {expected}"
-        if not isinstance(space[knob], tuple | list | range) or not space[knob]:
+        if not isinstance(space[knob], tuple | list | range):
             return f"{knob!r}: {space[knob]!r}: expected a tuple of values"
     return None
 

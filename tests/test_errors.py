@@ -35,6 +35,7 @@ def _asks_what_is_not_there(x_ptr, n):
         (OSError("/usr/lib/python3/dist-packages/b/_c.so: undefined symbol: d"), "OSError: b/_c.so: undefined symbol: d"),
         (ImportError("cannot import name 'a' (/v/my files/site-packages/b/c.py)"), "ImportError: cannot import name 'a'"),
         (OSError("cannot read /home/me/mine.py"), "OSError: cannot read /home/me/mine.py"),
+        (ValueError("a\ud800b"), "ValueError: a\\ud800b"),
         (ValueError("x" * 300), f"ValueError: {'x' * 200}"),
     ],
 )

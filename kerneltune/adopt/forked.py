@@ -13,6 +13,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from kerneltune.errors import PLACE, place_in_kernel, wrapped_by_interpreter
+
 
 class LaunchCrashedError(RuntimeError):
     """A launch ended the process that it ran in."""
@@ -63,8 +65,11 @@ def _work_and_exit(work: Callable[[], Any], writer: int) -> None:
     try:
         work()
     except BaseException as error:  # whatever it is, this process ends
+        chain = wrapped_by_interpreter(error)
+        setattr(chain[-1], PLACE, place_in_kernel(chain))
+        cause = chain[-1] if len(chain) > 1 else error.__cause__
         with os.fdopen(writer, "wb") as stream:
-            stream.write(pickle.dumps((_sendable(error), _sendable(error.__cause__))))
+            stream.write(pickle.dumps((_sendable(error), _sendable(cause))))
     finally:
         sys.stdout.flush()
         os._exit(0)

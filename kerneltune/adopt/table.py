@@ -138,7 +138,7 @@ def write_table(root: Path, table: ServingTable) -> str:
     digest = hashlib.sha256(text.encode()).hexdigest()
     manifest = path.parent / MANIFEST
     try:
-        tables = decode(read_bytes(manifest, _LARGEST_MANIFEST), _Manifest).tables
+        tables = _listed(manifest)
     except ValueError:  # there is none, or it is damaged
         tables = {}
     replace_text(path, text)
@@ -156,9 +156,8 @@ def read_table(root: Path, device: str) -> ServingTable | None:
     if not path.is_file():
         return None
     data = read_bytes(path, _LARGEST)
-    manifest = read_bytes(path.parent / MANIFEST, _LARGEST_MANIFEST)
+    digest, named = hashlib.sha256(data).hexdigest(), _listed(path.parent / MANIFEST).get(path.name)
     try:
-        digest, named = hashlib.sha256(data).hexdigest(), decode(manifest, _Manifest).tables.get(path.name)
         if named != digest:
             raise ValueError(f"SHA-256 {digest[:12]}…, {MANIFEST} beside it names {str(named)[:12]}…")
         stored = decode(data, dict[str, Any])
@@ -171,3 +170,16 @@ def read_table(root: Path, device: str) -> ServingTable | None:
 
 class _Manifest(msgspec.Struct):
     tables: dict[str, str]
+
+
+def _listed(manifest: Path) -> dict[str, str]:
+    """Return the SHA-256 of every table that a manifest lists by name.
+
+    Raises:
+        ValueError: one line naming the file.
+    """
+    data = read_bytes(manifest, _LARGEST_MANIFEST)
+    try:
+        return decode(data, _Manifest).tables
+    except ValueError as error:
+        raise ValueError(f"{manifest}: {' '.join(str(error).split())[:200]}") from None

@@ -56,7 +56,7 @@ def _class(path: Path) -> None:
 
 def _counts(path: Path) -> None:
     problems: list[str] = []
-    capture.read_counts(path.parent.parent, problems)
+    capture.read_notes([path], problems)
     if problems:
         raise ValueError(problems[0])
 
