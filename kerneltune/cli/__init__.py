@@ -5,6 +5,7 @@ Heavy packages are imported inside the commands, so that `--help` answers at onc
 
 import errno
 import itertools
+import os
 import sys
 import warnings
 from typing import Annotated, Any, TextIO
@@ -34,6 +35,7 @@ from kerneltune.cli import (
     tune,
 )
 from kerneltune.cli.console import error_line, show, write_any_character
+from kerneltune.files import RESULTS
 from kerneltune.interrupts import interrupts
 
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -193,13 +195,15 @@ def _root(
     ] = None,
     captured: Annotated[
         str | None,
-        typer.Option("--captured", metavar="DIR", help="Operators from this capture; family DIR/sweep.yaml."),
+        typer.Option("--captured", metavar="DIR", help="Operators, records and configs of this capture; family DIR/sweep.yaml."),
     ] = None,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
 ) -> None:
     settings.apply()
     if captured:
         options.use_capture(captured)
+        for variable, name in ((RESULTS, "results"), ("KERNELTUNE_CONFIGS", "configs")):
+            os.environ.setdefault(variable, os.path.join(captured, name))
     if plugin:
         options.use_plugins(plugin)
 

@@ -26,7 +26,8 @@ _ALL = "all"
 _GPU = "nvidia_h200"
 _LEGEND = (
     "regs: registers of a thread. spill, shared: bytes. programs, warps: what an SM holds at once, and the limiter, "
-    "which allows no more. loads, stores: 128x4 is four instructions of 128 bits a thread."
+    "which allows no more. loads, stores: 128x4 is four instructions of 128 bits a thread; "
+    "atomics and bulk (TMA) copies are not counted."
 )
 _HEAD = ("target", "regs", "spill", "shared", "programs", "warps", "limiter", "loads", "stores")
 
@@ -36,7 +37,7 @@ def command(
     wanted: "Selection",
     op: Annotated[str | None, typer.Argument(metavar="[OP]", help="Only this operator.")] = None,
     sizes: Annotated[
-        list[str] | None, typer.Argument(metavar="[AXIS=SIZE]...", help="This case, like M=8192, not the cached ones.")
+        list[str] | None, typer.Argument(metavar="[AXIS=SIZE]...", help="This case, like M=8192 N=4096, not the cached ones.")
     ] = None,
     target: Annotated[
         list[str] | None, typer.Option("--target", metavar="ARCH|all", help="Compile for it, like sm_90; may be repeated.")
@@ -214,8 +215,9 @@ def _requests(
     known = o.load_ops()
     selection = o.make_selection(known, "inspect", wanted)
     chosen: list[Op] = [known[name] for name in selection.ops or known]
-    if not any(variant.config for each in chosen for variant in each.variants):
-        raise ValueError(f"nothing to compile: {' '.join(selection.ops)} has no variant with knobs")
+    if not any(variant.config for each in chosen for variant in each.variants if selection.takes_variant(variant.name)):
+        named = f" of such a name: {', '.join(wanted.variants)}" if wanted.variants else ""
+        raise ValueError(f"nothing to compile: {' '.join(selection.ops)} has no variant with knobs{named}")
 
     def asked(variant: Variant) -> bool:
         return selection.takes_variant(variant.name) if wanted.variants else not variant.is_peer
@@ -232,7 +234,7 @@ def _requests(
         if wanted.cases:
             raise ValueError(f"case: {wanted.cases[0]!r}: expected sizes or --case, one of them")
         first = chosen[0]  # sizes follow an operator
-        case = o.case_of_sizes(first, sizes, (wanted.dtypes or first.dtypes)[0], (wanted.quants or first.quants)[0])
+        case = o.case_of_sizes(first, sizes, (wanted.dtypes or first.dtypes)[0], (wanted.quants or first.quants)[0], whole=True)
         found = selected(default_requests(first, [case], asked))
         if not found:
             raise ValueError(f"nothing to compile: {first.name} has no such variant with knobs for {case.label}")

@@ -316,11 +316,16 @@ def use_plugins(modules: Sequence[str]) -> None:
     """Load operators of these modules as well, by the environment, so that processes started from here have them too.
 
     Raises:
-        ValueError: a .py file that is not there.
+        ValueError: a .py file that is not there, or neither a .py file nor the name of a module.
     """
     for name in modules:
-        if name.endswith(".py") and not Path(name).is_file():
-            raise ValueError(f"plug-in {name}: no such file")
+        if name.endswith(".py"):
+            if not Path(name).is_file():
+                raise ValueError(f"plug-in {name}: no such file")
+        elif Path(name).is_file() or not all(part.isidentifier() for part in name.split(".")):
+            beside = Path(name).with_suffix(".py") if Path(name).name else Path(name)
+            near = f"; did you mean {beside}?" if beside.is_file() else ""
+            raise ValueError(f"plug-in {name}: expected a .py file, or the name of a module{near}")
     known = os.environ.get(PLUGINS)
     os.environ[PLUGINS] = os.pathsep.join([*([known] if known else []), *modules])
 
@@ -334,6 +339,12 @@ def use_capture(folder: str) -> None:
 def is_capture(family: str) -> bool:
     """Return whether a family is the folder of a capture."""
     return Path(family, "classes").is_dir()
+
+
+def capture_of(family: str) -> str:
+    """Return the folder of a capture that a family is, or whose sweep file it is; empty for another family."""
+    folder = family if Path(family).is_dir() else str(Path(family).parent) if Path(family).name == "sweep.yaml" else ""
+    return folder if folder and is_capture(folder) else ""
 
 
 def load_facts() -> "Mapping[str, OpFacts]":
@@ -359,23 +370,39 @@ def load_ops() -> Mapping[str, Op]:
     return known | built
 
 
-def case_of_sizes(op: Op, sizes: Iterable[str], dtype: str, quant: str) -> Case:
-    """Make the case of sizes such as `M=8192`: every other axis is 4096, every option its default.
+def case_of_sizes(op: Op, sizes: Iterable[str], dtype: str, quant: str, *, whole: bool = False) -> Case:
+    """Make the case of sizes and options such as `M=8192`: every other axis is 4096, every other option its default.
+
+    whole: refuse a case that lacks a size.
 
     Raises:
-        ValueError: no such axis, dtype or quant, or no size.
+        ValueError: no such axis, option, dtype or quant, no size, or no value of the option.
     """
     axes = dict.fromkeys(op.axes, _USUAL_SIZE)
-    for text in sizes:
-        axis, _, size = text.partition("=")
-        choice("axis", axis, op.axes)
-        if not size.isdecimal() or len(size) > _DIGITS:
-            raise ValueError(f"{axis}: {size!r}: expected a size, like {axis}={_USUAL_SIZE}")
-        axes[axis] = int(size)
+    options = {name: values[0] for name, values in op.options.items()}
+    given = [text.partition("=")[::2] for text in sizes]
+    for name, value in given:
+        if name not in axes and name not in options:
+            raise unknown("axis", name, op.axes, f", or an option: {', '.join(options)}" if options else "")
+        if name in options:
+            offered = {str(one): one for one in op.options[name]}
+            options[name] = offered[choice(name, value, offered)]
+        elif not value.isdecimal() or len(value) > _DIGITS:
+            raise ValueError(f"{name}: {value!r}: expected a size, like {name}={_USUAL_SIZE}")
+        else:
+            axes[name] = int(value)
+    if missing := [axis for axis in op.axes if whole and axis not in dict(given)]:
+        raise ValueError(f"{', '.join(missing)}: not given: expected a size for each of {', '.join(op.axes)}")
     choice("dtype", dtype, op.dtypes)
     choice("quant", quant, op.quants)
-    options = tuple((name, values[0]) for name, values in op.options.items())
-    return Case("shown", tuple(axes.items()), dtype, quant, options)
+    return Case("shown", tuple(axes.items()), dtype, quant, tuple(options.items()))
+
+
+def _captured_names() -> set[str]:
+    """Return the names of the capture's operators."""
+    from kerneltune.adopt.operators import operators
+
+    return {op.name for op in operators()}
 
 
 def make_selection(known: Mapping[str, Op], family: str, wanted: "Selection", max_cases: int | None = None) -> "Selection":
@@ -384,7 +411,9 @@ def make_selection(known: Mapping[str, Op], family: str, wanted: "Selection", ma
     Raises:
         ValueError: a name that no operator knows.
     """
-    among = [known[choice("op", name, known)] for name in wanted.ops or known]
+    own = _captured_names() & known.keys() if capture_of(family) else known.keys()
+    names = {name: None for name in known if name in own}
+    among = [known[choice("op", name, names)] for name in wanted.ops or names]
     chosen("dtype", wanted.dtypes, (dtype for op in among for dtype in op.dtypes))
     chosen("quant", wanted.quants, (quant for op in among for quant in op.quants))
     matching("variant", wanted.variants, (variant.name for op in among for variant in op.variants))

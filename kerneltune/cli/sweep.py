@@ -43,10 +43,10 @@ def command(
     Exit code 1 if one of our own variants fails.
     """
     asked = family
-    if o.is_capture(family):
-        o.use_capture(family)
-        configs, results = configs or Path(family, "configs"), results or Path(family, "results")
-        family = str(Path(family, "sweep.yaml"))
+    if folder := o.capture_of(family):
+        o.use_capture(folder)
+        configs, results = configs or Path(folder, "configs"), results or Path(folder, "results")
+        family = str(Path(folder, "sweep.yaml"))
     results = o.results_root(results, family)
     o.require_writable(results)
     _start_server()
@@ -67,7 +67,7 @@ def command(
             swept = run_sweep(known, selection, options, progress, _show_first)
     timed = any(record.time_us is not None for record in swept.records)
     show((sweep_table(swept.records, brief=True) if timed else check_table(swept.records)).text(width()))
-    if o.is_capture(asked) and not timed:
+    if folder and not timed:
         _show_unchecked(family, selection, swept.records)
     if not timed and not check_only:
         _show_recorded(family, asked, results)

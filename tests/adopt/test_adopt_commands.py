@@ -269,3 +269,23 @@ def test_captured_kernels_are_operators_of_the_other_commands(tmp_path: Path, mo
     assert first[0].startswith("two_kernels.row_sum-")
     assert first[1:5] == ["baseline", "1", "0", "0"]
     assert second[:4] == ["optimized", "1", "0", "0"]
+
+
+def test_commands_of_a_capture_use_its_folders_and_name_its_operators_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("KERNELTUNE_PLUGINS", "KERNELTUNE_CAPTURED"):
+        monkeypatch.setenv(variable, "")
+    for variable in ("KERNELTUNE_CONFIGS", "KERNELTUNE_RESULTS"):
+        monkeypatch.setenv(variable, "")
+        monkeypatch.delenv(variable)
+    captured(tmp_path, (4, 96), pattern="row_sum")
+    file = write_sweep(tmp_path)
+    with captured_as_operators(tmp_path, widen=False):
+        (name,) = [op.name for op in operators()]
+    assert run("sweep", file, "--variant", "nope").stderr == "error: variant: 'nope': expected one of baseline, optimized\n"
+    assert run("sweep", file, "--op", "").stderr == f"error: op: '': expected one of {name}\n"
+    assert f"{tmp_path}/results/*/captured.jsonl" in run("--captured", tmp_path, "compare", "--family", file).stderr
+    assert run("--captured", tmp_path, "cache", "list").stdout == f"no entries in {tmp_path}/configs\n"
+    said = f"error: nothing to compile: {name} has no variant with knobs of such a name: baseline\n"
+    assert run("--captured", tmp_path, "inspect", name, "--variant", "baseline").stderr == said

@@ -169,7 +169,9 @@ def test_ops_shows_knobs_for_a_case() -> None:
 def test_ops_refuses_what_is_unknown() -> None:
     known = ", ".join(operators())
     assert refused("ops", "softmax") == f"error: op: 'softmax': expected one of {known}"
-    assert refused("ops", "rmsnorm_fwd", "K=3") == "error: axis: 'K': expected one of M, N"
+    options = "zero_centered, fp8_format, row_pad"
+    assert refused("ops", "rmsnorm_fwd", "K=3") == f"error: axis: 'K': expected one of M, N, or an option: {options}"
+    assert refused("inspect", "rmsnorm_fwd", "M=8192") == "error: N: not given: expected a size for each of M, N"
     assert refused("ops", "rmsnorm_fwd", "M=-3") == "error: M: '-3': expected a size, like M=4096"
     assert refused("ops", "rmsnorm_fwd", "M") == "error: M: '': expected a size, like M=4096"
     assert refused("ops", "rmsnorm_bwd", "--quant", "fp8") == "error: quant: 'fp8': expected one of none"
@@ -228,3 +230,23 @@ def test_doctor_knows_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_unknown_option_names_the_commands_that_have_it() -> None:
     assert refused("report", "--family", "x") == "error: No such option: --family; compare has it"
     assert refused("compare", "--recipe", "x") == "error: No such option: --recipe"
+
+
+def test_ops_and_inspect_take_options_beside_sizes() -> None:
+    shown = run("ops", "rmsnorm_fwd", "M=8192", "zero_centered=True")
+    assert shown.stdout.splitlines()[0].split()[:6] == [
+        "rmsnorm_fwd:", "M=8192", "N=4096", "bfloat16", "none", "zero_centered=True",
+    ]  # fmt: skip
+    said = "error: zero_centered: '2': expected one of False, True"
+    assert refused("inspect", "rmsnorm_fwd", "M=8192", "N=64", "zero_centered=2") == said
+
+
+def test_plugins_that_are_no_modules_are_named_with_the_file_that_is_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("topq.py", "topq.yaml"):
+        (tmp_path / name).write_text("")
+    said = "expected a .py file, or the name of a module"
+    assert refused("--plugin", ".", "ops") == f"error: plug-in .: {said}"
+    assert refused("--plugin", "topq.yaml", "ops") == f"error: plug-in topq.yaml: {said}; did you mean topq.py?"
