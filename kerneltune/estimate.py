@@ -16,7 +16,7 @@ _Rate = Annotated[float, Meta(ge=1e-6, le=1e9)]
 
 
 class Speeds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a GPU takes for the parts of a tiled product. Each rate is what it would reach if nothing else took time.
+    """Speeds of a GPU in the parts of a tiled product. Each rate is what it would reach if nothing else took time.
 
     Attributes:
         sms: SMs of the GPU.
@@ -44,7 +44,7 @@ class Speeds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Work(NamedTuple):
-    """What a config does for a case.
+    """Work of a config for a case.
 
     Attributes:
         steps: of k that a program takes.

@@ -88,7 +88,7 @@ def _triton_dtype(name: str) -> Any:
 ALIGNMENT = 16
 """Bytes: Triton compiles another kernel for a pointer that is not a multiple of it."""
 NO_ARGUMENT = ("grid", "warmup")
-"""What a launch is given beside the arguments of its kernel."""
+"""Names that a launch is given beside the arguments of its kernel."""
 _KEYED = frozenset((int, bool, str, type(None)))
 """Types of values that tell launches apart by themselves."""
 

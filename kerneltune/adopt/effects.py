@@ -1,4 +1,4 @@
-"""What a launch writes: learned from the author's first config, and compared with what other configs leave."""
+"""Learn from the author's first config what a launch writes, and compare what other configs leave with it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -175,7 +175,7 @@ _NOISE_FACTOR = 4.0
 _ROUNDINGS = 1.0
 _LARGEST_ROUNDINGS = 8.0
 _LEAST_EPSILON = 2.0**-14
-"""Of float32 results: products in TF32 and sums in another order differ by more than float32 rounds."""
+"""The least tolerance of float32 results: products in TF32 and sums in another order differ by more than float32 rounds."""
 
 
 def disagreement(expected: torch.Tensor, found: torch.Tensor, noise: float, captured: LaunchClass) -> str:

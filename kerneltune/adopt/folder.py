@@ -149,7 +149,7 @@ class Count(msgspec.Struct, array_like=True):
 
 
 class ProcessNotes(msgspec.Struct):
-    """What one process has launched, and what it has to say.
+    """Launches of one process, and notes about them.
 
     Attributes:
         launches: launches by class.

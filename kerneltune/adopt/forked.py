@@ -79,5 +79,5 @@ def _sendable(error: BaseException | None) -> BaseException | None:
     """Return an error, or one with its text where it cannot be sent."""
     try:
         return pickle.loads(pickle.dumps(error))  # type: ignore[no-any-return]
-    except Exception:
+    except Exception:  # the error of a stranger's code may hold anything
         return RuntimeError(f"{type(error).__name__}: {error}")

@@ -197,7 +197,7 @@ class Recorder:
         """
         try:
             return call.pruned()
-        except Exception as error:
+        except Exception as error:  # the author's own code
             if not program.is_interpreted():
                 raise
             said = f"pruning fails without a GPU ({type(error).__name__}: {' '.join(str(error).split())[:150]})"

@@ -287,7 +287,7 @@ def _live(argument: Argument, captured: LaunchClass, storages: Sequence[torch.Te
 
 @dataclass(slots=True)
 class LaunchEffects:
-    """What every launch of a class must leave in its arguments.
+    """Results that every launch of a class must leave in its arguments.
 
     Attributes:
         before: what each storage holds before a launch; outputs that are overwritten as a whole are poisoned.

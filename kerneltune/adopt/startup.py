@@ -83,7 +83,7 @@ ADOPT, MISS, MANIFEST, MISSES = (
 )
 PORTFOLIO = "KERNELTUNE_ADOPT_PORTFOLIO"
 POLICIES = ("author", "nearest", "default", "error")
-"""What launches that were not tuned run with."""
+"""Choices of the config that launches which were not tuned run with."""
 
 _installed: dict[str, Any] = {}
 

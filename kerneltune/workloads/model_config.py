@@ -55,7 +55,7 @@ _SHARED_AS_ROUTED = ("llama4",)
 _DENSE_BESIDE = ("longcat",)
 """The same of those with dense layers beside the experts of every layer."""
 _ENCODERS = ("bert", "distilbert", "eurobert", "modernbert", "mpnet")
-"""The same of those that only encode, whose layers are none of the ones that are read here. Others have `type_vocab_size`."""
+"""Beginnings of model types that only encode, whose layers are not read here. Others have `type_vocab_size`."""
 _FOUR_TIMES = ("bloom", "codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "openai-gpt")
 """The same of those whose dense layers are four times as wide as the model where no field says more."""
 _HALF = ("moshi", "recurrent_gemma")

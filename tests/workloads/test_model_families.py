@@ -49,7 +49,7 @@ def layers_of(config: Any) -> torch.nn.Module:
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")
             model: torch.nn.Module = transformers.AutoModelForCausalLM.from_config(config)
-    except Exception as error:
+    except Exception as error:  # transformers cannot build every family of its own defaults
         pytest.skip(f"{type(error).__name__}: {str(error)[:100]}")
     return model
 

@@ -13,7 +13,7 @@ from kerneltune.spec import Case, Space
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
-    """How a product is computed by a program per tile.
+    """Config of a product that has a program per tile.
 
     Attributes:
         tokens: rows of a tile of x.
@@ -32,7 +32,7 @@ class TileConfig:
 
 @dataclass(frozen=True, slots=True)
 class DenseConfig(TileConfig):
-    """How a product is computed: `TileConfig`, and two knobs.
+    """Config of a product: `TileConfig`, and two knobs.
 
     Attributes:
         splits: programs that share a tile's k.

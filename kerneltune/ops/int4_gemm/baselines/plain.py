@@ -23,7 +23,7 @@ from kerneltune.spec import Case, Inputs, Outputs, Space, Variant
 
 @dataclass(frozen=True, slots=True)
 class PlainConfig:
-    """How a product is computed by a program per tile.
+    """Config of a product that has a program per tile.
 
     Attributes:
         tokens: rows of a tile of x.

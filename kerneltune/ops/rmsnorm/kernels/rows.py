@@ -1,4 +1,4 @@
-"""What forward kernels of RMSNorm do with tiles of rows: load, sum up, write, find the largest."""
+"""Device functions of RMSNorm's forward on tiles of rows: load, sum up, write, find the largest."""
 
 import triton
 import triton.language as tl
