@@ -111,7 +111,7 @@ def replay(
     """Search measured spaces again, without a GPU, and show how far from the optimum the search ends.
 
     The gap after 10, 25, 50, 100 and 200 evaluations and at a quarter of the space: median over seeds and its 95 % interval, in
-    per cent. Configs that give no time count as evaluations. Every CPU core runs a search; one of tpe takes minutes.
+    per cent. Configs that give no time count as evaluations. Every CPU core runs a search.
     """
     samplers = [o.choice("sampler", name, o.SAMPLERS) for name in sampler.split(",")]
     from kerneltune.search import spaces

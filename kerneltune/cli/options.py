@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kerneltune.plan import Options, Selection
 
 POLICIES = ("cold", "hot", "eager")
-SAMPLERS = ("ours", "gp", "tpe", "random", "qmc")
+SAMPLERS = ("ours", "random")
 STYLES = ("text", "markdown", "csv")
 _USUAL_SIZE, _DIGITS = 4096, 15
 

@@ -1,14 +1,14 @@
-"""The search for a config in a finite space, what it leaves behind, and samplers for any Optuna study: no GPU, no torch.
+"""Search a finite space of configs and store the trials. Needs no GPU and no torch.
 
-`FiniteGPSampler`, `ListSampler` and `UntriedSampler` are public; Optuna is imported when one of them is asked for.
+`FiniteGPSampler` and `ListSampler` are public samplers for any Optuna study. Optuna is imported with the first use of a sampler.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kerneltune.search.study import FiniteGPSampler, ListSampler, UntriedSampler
+    from kerneltune.search.study import FiniteGPSampler, ListSampler
 
-__all__ = ["FiniteGPSampler", "ListSampler", "UntriedSampler"]
+__all__ = ["FiniteGPSampler", "ListSampler"]
 
 
 def __getattr__(name: str) -> Any:

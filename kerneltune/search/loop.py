@@ -18,13 +18,11 @@ from kerneltune.search.task import Evaluation, knobs_of
 from kerneltune.spec import Config
 
 if TYPE_CHECKING:
-    from optuna.samplers import BaseSampler
-
     from kerneltune.search.study import ListSampler
     from kerneltune.search.surrogate import Surrogate
 
-SAMPLERS = ("ours", "gp", "tpe", "random", "qmc")
-"""`ours` is search.FiniteGPSampler; gp, tpe and qmc are Optuna's; `random` draws configs like the first ones sooner."""
+SAMPLERS = ("ours", "random")
+"""`ours` is search.FiniteGPSampler. `random` draws every config with the same probability."""
 DEFAULT_SAMPLER = "ours"
 ENUMERATE_UP_TO = 120
 AHEAD = 8
@@ -255,31 +253,13 @@ class Asking:
 
 def _sampler(order: Sequence[Config], guesses: int, search: Search, feasibility: Mapping[Config, float] | None) -> "ListSampler":
     """Return the sampler of a search over configs in the order in which it begins."""
-    from kerneltune.search.study import FiniteGPSampler, ListSampler, UntriedSampler
+    from kerneltune.search.study import FiniteGPSampler, ListSampler
 
     configs = [knobs_of(config) for config in order]
     if search.sampler == "random" or search.enumerates(len(order)):
         return ListSampler(configs)
-    if search.sampler == "ours":
-        likely = None if feasibility is None else [feasibility[config] for config in order]
-        return FiniteGPSampler(configs, guesses + _FIRST, search.seed, likely)
-    if search.sampler == "gp":  # each draw fits it anew
-        return UntriedSampler(configs, _of_optuna(search), guesses + _FIRST, attempts=2)
-    return UntriedSampler(configs, _of_optuna(search), guesses)
-
-
-def _of_optuna(search: Search) -> "BaseSampler":
-    import warnings
-
-    from optuna import exceptions, samplers
-
-    if search.sampler == "tpe":
-        return samplers.TPESampler(multivariate=True, constant_liar=True, n_startup_trials=_FIRST, seed=search.seed)
-    if search.sampler == "gp":
-        return samplers.GPSampler(n_startup_trials=_FIRST, seed=search.seed)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", exceptions.ExperimentalWarning)
-        return samplers.QMCSampler(seed=search.seed)
+    likely = None if feasibility is None else [feasibility[config] for config in order]
+    return FiniteGPSampler(configs, guesses + _FIRST, search.seed, likely)
 
 
 class _Line:

@@ -174,40 +174,6 @@ class FiniteGPSampler(ListSampler):
         return scored[int(model.improvement(scored, list(asked.pending)).argmax())]
 
 
-class UntriedSampler(ListSampler):
-    """Let another sampler choose from a finite list, each knob a category; its repeats and invalid configs are drawn again."""
-
-    def __init__(self, configs: Sequence[Knobs], inner: BaseSampler, n_startup_trials: int = 10, attempts: int = 32) -> None:
-        """Take the configs in the order in which to begin with them.
-
-        Args:
-            configs: as in FiniteGPSampler.
-            inner: draws configs from the product of all knobs' values, such as optuna.samplers.TPESampler.
-            n_startup_trials: so many of the first configs are tried before `inner` decides.
-            attempts: draws before the next config in order is taken instead.
-        """
-        super().__init__(configs)
-        self._inner, self._startup, self._attempts = inner, n_startup_trials, attempts
-        self._varied = {name: offered for name, offered in self.space.items() if not offered.single()}
-
-    def reseed_rng(self) -> None:
-        """Reseed the other sampler."""
-        self._inner.reseed_rng()
-
-    def choose(self, asked: Untried) -> int:
-        """Return what the other sampler draws, or the next config in order where it draws nothing new."""
-        first = asked.left[0]
-        if first < self._startup or not self._varied:
-            return first
-        untried, given = set(asked.left), self.configs[first]
-        for _ in range(self._attempts):
-            drawn = given | self._inner.sample_relative(asked.study, asked.trial, dict(self._varied))
-            index = self._index.get(tuple(drawn[name] for name in self.space))
-            if index in untried and index is not None:
-                return index
-        return first
-
-
 def choices_of(configs: Sequence[Knobs]) -> dict[str, CategoricalDistribution]:
     """Return the values of every knob in some configs as a distribution."""
     return {name: CategoricalDistribution(sorted({c[name] for c in configs}, key=choice_order)) for name in configs[0]}

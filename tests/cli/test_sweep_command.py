@@ -73,10 +73,10 @@ def test_sweep_fails_when_a_variant_of_ours_fails(campaign: dict[str, Any], tmp_
 
 
 def test_tune_passes_everything_on(campaign: dict[str, Any], tmp_path: Path) -> None:
-    result = run("tune", "rmsnorm", "--force", "--sampler", "gp", "--trials", "5", "--configs", tmp_path)
+    result = run("tune", "rmsnorm", "--force", "--sampler", "random", "--trials", "5", "--configs", tmp_path)
     assert result.exit_code == 0, result.output
     options = campaign["options"]
-    assert (options.force, options.sampler, options.trials, options.configs) == (True, "gp", 5, tmp_path)
+    assert (options.force, options.sampler, options.trials, options.configs) == (True, "random", 5, tmp_path)
 
 
 @pytest.mark.usefixtures("campaign")
@@ -132,7 +132,7 @@ def test_tune_is_told_on_which_gpus(tmp_path: Path, campaign: dict[str, Any]) ->
 
 
 def test_tune_refuses_an_unknown_sampler() -> None:
-    assert refused("tune", "rmsnorm", "--sampler", "cma") == "error: sampler: 'cma': expected one of ours, gp, tpe, random, qmc"
+    assert refused("tune", "rmsnorm", "--sampler", "cma") == "error: sampler: 'cma': expected one of ours, random"
 
 
 @pytest.mark.parametrize("option", ["--results", "--configs"])

@@ -2,14 +2,13 @@
 
 import itertools
 import math
-import warnings
 from typing import Any
 
 import landscapes
 import optuna
 import pytest
 
-from kerneltune.search import FiniteGPSampler, ListSampler, UntriedSampler
+from kerneltune.search import FiniteGPSampler, ListSampler
 
 CONFIGS = [
     {"block": block, "warps": warps, "fast": fast}
@@ -28,10 +27,7 @@ def time_of(config: dict[str, Any]) -> float:
 
 
 def samplers() -> list[ListSampler]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        inner = [optuna.samplers.TPESampler(multivariate=True, seed=0), optuna.samplers.QMCSampler(seed=0)]
-    return [ListSampler(CONFIGS), FiniteGPSampler(CONFIGS, 4), *(UntriedSampler(CONFIGS, one, 4) for one in inner)]
+    return [ListSampler(CONFIGS), FiniteGPSampler(CONFIGS, 4)]
 
 
 @pytest.mark.parametrize("sampler", samplers(), ids=lambda sampler: type(sampler).__name__)

@@ -197,8 +197,8 @@ def test_the_default_sampler_finds_a_good_config_and_beats_chance(setting: Setti
     assert statistics.median(found) < statistics.median(chance), (found, chance)
 
 
-@pytest.mark.parametrize("sampler", ["tpe", "qmc"])
-def test_optuna_hears_the_time_of_every_config_also_of_those_it_did_not_draw(sampler: str) -> None:
+@pytest.mark.parametrize("sampler", loop.SAMPLERS)
+def test_optuna_hears_the_time_of_every_config(sampler: str) -> None:
     pool = list(SMALL.configs(CASE))
     asking = loop.Asking(pool, pool[:1], Search(sampler=sampler, budget_s=60.0))
     times = {}
@@ -380,7 +380,7 @@ def test_a_cooperative_grid_that_does_not_fit_is_not_hidden_by_a_smaller_kernel(
         ({"budget_s": -1.5}, "budget must be above 0 seconds, got -1.5"),
         ({"trials": 0}, "trials must be above 0, got 0"),
         ({"trials": -3}, "trials must be above 0, got -3"),
-        ({"sampler": "annealing"}, "sampler must be one of ours, gp, tpe, random, qmc, got 'annealing'"),
+        ({"sampler": "annealing"}, "sampler must be one of ours, random, got 'annealing'"),
     ],
 )
 def test_a_search_that_makes_no_sense_is_refused(wrong: dict[str, Any], text: str) -> None:
