@@ -3,9 +3,20 @@
 Importing this package imports nothing else, because every process of an adopted program does.
 """
 
+import sys
 from typing import Any
 
 __all__ = ["autotune", "install"]
+
+
+def start() -> None:
+    """Start the capture or the serving that the environment asks for; a failure costs one line on standard error."""
+    try:
+        from kerneltune.adopt.startup import start_from_environment
+
+        start_from_environment()
+    except Exception as error:  # this package itself cannot be imported: another Python, a broken installation
+        sys.stderr.write(f"kerneltune: not started: {type(error).__name__}: {' '.join(str(error).split())[:200]}\n")
 
 
 def __getattr__(name: str) -> Any:

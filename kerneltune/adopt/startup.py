@@ -44,7 +44,10 @@ class _Waiting(importlib.abc.MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            self._act(module)
+            try:
+                self._act(module)
+            except Exception as error:  # the program imports this module: it must not notice
+                _say_not_started(error)
 
         loader.exec_module = exec_module
         return spec
@@ -89,7 +92,7 @@ _installed: dict[str, Any] = {}
 
 
 def start_from_environment() -> None:
-    """Start what the environment asks for; a problem costs one line on standard error, not the program."""
+    """Start the capture or the serving that the environment asks for; a failure costs one line on standard error."""
     if _installed.get("started"):
         return
     _installed["started"] = True
@@ -101,11 +104,19 @@ def start_from_environment() -> None:
                 os.environ[ADOPT],
                 miss=os.environ.get(MISS) or "author",
                 manifest=os.environ.get(MANIFEST, ""),
-                misses=os.environ.get(MISSES),
+                misses=os.environ.get(MISSES) or "",
                 portfolio=int(os.environ.get(PORTFOLIO) or 1),
             )
-    except (ValueError, TypeError) as error:  # options of another kind than `kerneltune capture` gives
-        logging.getLogger("kerneltune.adopt").error("kerneltune: not started: %s", error)
+    except Exception as error:  # wrong options, or a package that this environment lacks
+        _say_not_started(error)
+
+
+def _say_not_started(error: Exception) -> None:
+    """Write the one line that a failed start costs; the program runs as without kerneltune."""
+    reason = " ".join(str(error).split())[:200] or type(error).__name__
+    if isinstance(error, ModuleNotFoundError):
+        reason += f": install kerneltune with its dependencies for {sys.executable}"
+    logging.getLogger("kerneltune.adopt").error("kerneltune: not started: %s", reason)
 
 
 def capture(root: Path, **options: Any) -> None:

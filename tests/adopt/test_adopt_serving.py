@@ -401,6 +401,44 @@ def test_serving_by_environment_variable_reaches_a_process(tmp_path: Path) -> No
     assert done.stdout.startswith("BLOCK: 256, num_warps: 4"), done.stderr
 
 
+def test_serving_by_environment_variable_records_misses(tmp_path: Path) -> None:
+    tuned_folder(tmp_path)
+    code = (
+        "import kerneltune.adopt; kerneltune.adopt.start();"
+        "import torch, two_kernels as t; t.row_sum[(4,)](torch.ones(4, 64), torch.empty(4), 4, 64)"
+    )
+    done = run_python(code, KERNELTUNE_ADOPT=str(tmp_path), KERNELTUNE_ADOPT_MISS="default", TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr
+    assert [one.sizes["N"] for one in read_capture(tmp_path / "misses").classes] == [64]
+
+
+@pytest.mark.parametrize("variable", ["KERNELTUNE_ADOPT", "KERNELTUNE_CAPTURE"])
+def test_a_program_that_lacks_our_packages_runs_as_without_after_one_line(variable: str, tmp_path: Path) -> None:
+    (tmp_path / "served").mkdir()
+    lacking = tmp_path / "lacking"
+    lacking.mkdir()
+    (lacking / "msgspec.py").write_text("raise ModuleNotFoundError(\"No module named 'msgspec'\")\n")
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import kerneltune.adopt; kerneltune.adopt.start();"
+        "import triton; from triton.runtime.autotuner import Autotuner; print(Autotuner.run.__module__)"
+    )
+    done = run_python(code, str(lacking), **{variable: str(tmp_path)}, TRITON_INTERPRET="1")
+    assert (done.returncode, done.stdout) == (0, "triton.runtime.autotuner\n"), done.stderr
+    assert done.stderr.startswith("kerneltune: not started: No module named 'msgspec': install kerneltune")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_start_with_wrong_options_costs_one_line(tmp_path: Path) -> None:
+    (tmp_path / "served").mkdir()
+    done = run_python(
+        "import kerneltune.adopt; kerneltune.adopt.start(); print(1)",
+        KERNELTUNE_ADOPT=str(tmp_path),
+        KERNELTUNE_ADOPT_PORTFOLIO="many",
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (0, "1\n", 1)
+    assert "not started: invalid literal for int() with base 10: 'many'" in done.stderr
+
+
 def test_serving_imports_next_to_nothing(tmp_path: Path) -> None:
     tuned_folder(tmp_path)
     code = (

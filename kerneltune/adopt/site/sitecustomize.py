@@ -18,8 +18,8 @@ def _run_hidden() -> None:
 
 
 try:
-    from kerneltune.adopt.startup import start_from_environment
+    from kerneltune.adopt import start
 
-    start_from_environment()
+    start()
 finally:
     _run_hidden()
