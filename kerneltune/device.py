@@ -89,6 +89,11 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def wants_interpreter() -> bool:
+    """Return whether TRITON_INTERPRET turns the interpreter on, by any of the values that Triton takes for true."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+
+
 def select_backend() -> None:
     """Turn Triton's interpreter on where there is no GPU; call before anything imports triton."""
     if not has_gpu():
@@ -98,7 +103,7 @@ def select_backend() -> None:
 @cache
 def current() -> Device:
     """Return the device that kernels run on now; the interpreter where TRITON_INTERPRET is set or no GPU is seen."""
-    if os.environ.get("TRITON_INTERPRET") == "1" or not has_gpu():
+    if wants_interpreter() or not has_gpu():
         return NO_GPU
     import torch
 
@@ -111,11 +116,7 @@ def current() -> Device:
 @cache
 def model() -> str:
     """Return `current().name`, by NVML where that is sure, so that readers of records start without torch."""
-    if (
-        os.environ.get("TRITON_INTERPRET") == "1"
-        or not os.path.exists(_DEVICE_FILES[0])
-        or os.environ.get("CUDA_VISIBLE_DEVICES")
-    ):
+    if wants_interpreter() or not os.path.exists(_DEVICE_FILES[0]) or os.environ.get("CUDA_VISIBLE_DEVICES"):
         return current().name
     try:
         import pynvml

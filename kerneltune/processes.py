@@ -83,12 +83,15 @@ def in_fresh_processes(
 
 
 def run_bound(code: str, arguments: Sequence[str], *, cwd: Path, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run Python code in a fresh process that may be of another version of this package, and return its errors and exit code.
+    """Run Python code in a fresh process, with the package of the folder `cwd`, and return its errors and exit code.
+
+    What PYTHONPATH names stays importable behind that folder: this process may have its dependencies from there.
 
     The process is killed as soon as the calling thread ends, also by SIGKILL (Linux); where waiting is interrupted, it is killed
     together with whatever it started.
     """
     command = [sys.executable, "-c", _BOUND.format(parent=os.getpid()) + code, *arguments]
+    env = {**env, "PYTHONPATH": os.pathsep.join([str(cwd), *filter(None, [env.get("PYTHONPATH")])])}
     with subprocess.Popen(command, cwd=cwd, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
                           start_new_session=True) as process:  # fmt: skip
         try:

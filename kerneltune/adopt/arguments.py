@@ -4,6 +4,7 @@ Nothing is executed on load.
 """
 
 import hashlib
+import importlib
 import json
 import math
 import sys
@@ -70,7 +71,7 @@ def torch_dtype(name: str) -> Any:
     Raises:
         ValueError: there is none.
     """
-    torch: Any = sys.modules["torch"]
+    torch: Any = importlib.import_module("torch")
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"dtype: {name!r}: expected the name of an element type of torch")
@@ -78,7 +79,7 @@ def torch_dtype(name: str) -> Any:
 
 
 def _triton_dtype(name: str) -> Any:
-    language: Any = sys.modules["triton.language"]
+    language: Any = importlib.import_module("triton.language")
     try:
         return language.dtype(name)
     except Exception as error:  # an assertion, in the versions seen

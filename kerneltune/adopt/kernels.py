@@ -220,7 +220,7 @@ def live_config(configs: Sequence[Any], stored: Mapping[str, Any], make: Any) ->
 
 def autotuner_of(value: Any) -> Any:
     """Return the autotuner that an object is or wraps, None where there is none. Runs no code of the object."""
-    kind = sys.modules["triton.runtime.autotuner"].Autotuner
+    kind = getattr(sys.modules.get("triton.runtime.autotuner"), "Autotuner", ())  # a module may have done without Triton
     for _ in range(_MOST_LAYERS):
         if value is None or isinstance(value, kind) or inspect.isfunction(value):
             break

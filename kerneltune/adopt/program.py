@@ -3,7 +3,6 @@
 Asks the torch and triton that the program has loaded, and loads neither.
 """
 
-import os
 import sys
 from functools import cache
 from typing import Any
@@ -17,16 +16,18 @@ def is_interpreted() -> bool:
     """Return whether Triton interprets kernels on the CPU."""
     triton = sys.modules.get("triton")
     knobs: Any = getattr(triton, "knobs", None)
-    return bool(knobs.runtime.interpret) if knobs is not None else os.environ.get("TRITON_INTERPRET") == "1"
+    return bool(knobs.runtime.interpret) if knobs is not None else device.wants_interpreter()
 
 
-@cache
 def device_slug() -> str:
     """Return the GPU's name as a folder; `interpreter` where kernels are interpreted or there is no GPU."""
     torch: Any = sys.modules.get("torch")
-    if torch is None or is_interpreted() or not torch.cuda.is_available():
-        return device.INTERPRETER
-    return device.slug(torch.cuda.get_device_name())
+    return device.INTERPRETER if torch is None or is_interpreted() else _slug_of_torch(torch)  # torch may be imported later
+
+
+@cache
+def _slug_of_torch(torch: Any) -> str:
+    return device.slug(torch.cuda.get_device_name()) if torch.cuda.is_available() else device.INTERPRETER
 
 
 def early_device_slug() -> str:

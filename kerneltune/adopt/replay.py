@@ -113,8 +113,9 @@ def _imported(load: Callable[[], Any], what: str, argv: Sequence[str]) -> Any:
 @contextmanager
 def _first_configs() -> Iterator[None]:
     """Have kernels that a module launches while it is imported run their first configs, where nothing can be timed."""
-    autotuner: Any = sys.modules["triton.runtime.autotuner"].Autotuner
-    before = autotuner.run
+    from triton.runtime.autotuner import Autotuner  # in a fresh process nothing else has imported it
+
+    before = Autotuner.run
 
     def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
         config = kernel.configs[0]
@@ -123,11 +124,11 @@ def _first_configs() -> Iterator[None]:
         return kernel.fn.run(*args, **kwargs, **config.all_kwargs())
 
     if is_interpreted():
-        autotuner.run = run
+        Autotuner.run = run
     try:
         yield
     finally:
-        autotuner.run = before
+        Autotuner.run = before
 
 
 @dataclass(slots=True)
@@ -171,11 +172,12 @@ class Launch:
 
     def _prepare(self, stored: Mapping[str, Any]) -> Callable[[bool], Any]:
         """Return what launches a config, or compiles it only where it is told so."""
+        import triton
+
         captured = self.launch
         autotuner = live_kernel(captured)
         grid = grid_of(captured, stored)
-        autotuning: Any = sys.modules["triton.runtime.autotuner"]
-        config = live_config(autotuner.configs, stored, autotuning.Config)
+        config = live_config(autotuner.configs, stored, triton.Config)
         if config is None or grid is None:
             raise ReplayError(f"{captured.kernel.text}: no grid or pre_hook is known for {dict(stored)}")
         args = [self.named[a.name] for a in captured.arguments if a.is_positional]

@@ -35,7 +35,7 @@ def _gpu() -> Iterator[Line]:
 
     here = device.current()
     if not here.is_gpu:
-        seen = "set" if os.environ.get("TRITON_INTERPRET") == "1" else "used, as no GPU is seen"
+        seen = "set" if device.wants_interpreter() else "used, as no GPU is seen"
         yield "GPU", "none", "no times: nothing can be tuned, measured or gated; compare shows recorded results"
         loaded = _text(_DRIVER / "version")
         loss = "TRITON_INTERPRET or this torch keeps it from being used" if loaded else "a GPU needs one; AMD's is not looked for"

@@ -135,7 +135,7 @@ def _is_unchanged(request: SurveyRequest, there: _Digests, config: Mapping[str, 
 def _digests_of(tree: Path) -> _Digests:
     """Return the digests of a work tree's variants; none where its package cannot tell, as older ones."""
     path = tree.parent / "digests.json"
-    env = os.environ | {"PYTHONPATH": str(tree), "TMPDIR": str(tree.parent)}
+    env = os.environ | {"TMPDIR": str(tree.parent)}
     done = run_bound(_DIGESTS, [str(path)], cwd=tree, env=env)
     if done.returncode or not path.is_file():
         return {}

@@ -76,7 +76,7 @@ def inspected(revision: str, tree: Path, rows: Path, arguments: Sequence[str]) -
         ValueError: the command cannot do it; one line.
     """
     env = {name: value for name, value in os.environ.items() if name != "KERNELTUNE_CONFIGS"}
-    env |= {"PYTHONPATH": str(tree), "TMPDIR": str(tree.parent)}
+    env |= {"TMPDIR": str(tree.parent)}
     code = "from kerneltune.cli import main; main()"
     done = run_bound(code, ["inspect", *arguments, "--save", str(rows)], cwd=tree, env=env)
     if done.returncode or not rows.exists():
